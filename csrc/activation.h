@@ -1,0 +1,88 @@
+/* Activations and their slopes, for every tier.
+ *
+ * An expert computes a = f(gate) * m(up), an ungated one a = f(gate). The list names both functions;
+ * its order is that of ACTIVATIONS in fused_moe/activation.py, the same formulas in PyTorch.
+ *
+ * Included once as it is, it gives the list. To have the formulas in an arithmetic, include it again with
+ *   real            the type
+ *   ACT_NAME(x)     x, made unique for that type
+ *   ACT_FN          how to declare a function
+ *   ACT_EXP, ACT_ERF
+ * defined; it undefines them. */
+#ifndef FUSED_MOE_ACTIVATION_H
+#define FUSED_MOE_ACTIVATION_H
+
+#define FUSED_MOE_ACTIVATIONS(X)                                                                   \
+    X(silu, linear)                                                                                \
+    X(gelu, linear)                                                                                \
+    X(gelu_tanh, linear)                                                                           \
+    X(relu, linear)                                                                                \
+    X(swiglu_clamped, clamped) /* gpt-oss */
+
+enum {
+#define X(gate, up) FUSED_MOE_ACT_##gate,
+    FUSED_MOE_ACTIVATIONS(X)
+#undef X
+        FUSED_MOE_NUM_ACTIVATIONS
+};
+
+#endif
+
+#ifdef real
+
+typedef struct {
+    real value, slope;
+} ACT_NAME(Point);
+
+#define POINT(value, slope) ((ACT_NAME(Point)){value, slope})
+
+ACT_FN ACT_NAME(Point) ACT_NAME(silu)(real x, real alpha, real limit) {
+    (void)alpha, (void)limit;
+    real s = 1 / (1 + ACT_EXP(-x));
+    return POINT(x * s, s + x * s * (1 - s));
+}
+
+ACT_FN ACT_NAME(Point) ACT_NAME(gelu)(real x, real alpha, real limit) {
+    (void)alpha, (void)limit;
+    real cdf = (real)0.5 * (1 + ACT_ERF(x * (real)0.70710678118654752440));
+    real pdf = (real)0.39894228040143267794 * ACT_EXP((real)-0.5 * x * x);
+    return POINT(x * cdf, cdf + x * pdf);
+}
+
+/* 0.5 (1 + tanh(u)) is the sigmoid of 2u */
+ACT_FN ACT_NAME(Point) ACT_NAME(gelu_tanh)(real x, real alpha, real limit) {
+    (void)alpha, (void)limit;
+    const real two_root = (real)1.59576912160573071176, cubic = (real)0.044715;
+    real s = 1 / (1 + ACT_EXP(-two_root * (x + cubic * x * x * x)));
+    return POINT(x * s, s + x * s * (1 - s) * two_root * (1 + 3 * cubic * x * x));
+}
+
+ACT_FN ACT_NAME(Point) ACT_NAME(relu)(real x, real alpha, real limit) {
+    (void)alpha, (void)limit;
+    return POINT(x < 0 ? 0 : x, x > 0 ? 1 : 0);
+}
+
+ACT_FN ACT_NAME(Point) ACT_NAME(swiglu_clamped)(real x, real alpha, real limit) {
+    real g = x > limit ? limit : x;
+    real s = 1 / (1 + ACT_EXP(-alpha * g));
+    return POINT(g * s, x > limit ? 0 : s + alpha * g * s * (1 - s));
+}
+
+ACT_FN ACT_NAME(Point) ACT_NAME(linear)(real x, real limit) {
+    (void)limit;
+    return POINT(x, 1);
+}
+
+ACT_FN ACT_NAME(Point) ACT_NAME(clamped)(real x, real limit) {
+    real u = x > limit ? limit : x < -limit ? -limit : x;
+    return POINT(u + 1, x > limit || x < -limit ? 0 : 1);
+}
+
+#undef POINT
+#undef real
+#undef ACT_NAME
+#undef ACT_FN
+#undef ACT_EXP
+#undef ACT_ERF
+
+#endif

@@ -1,0 +1,131 @@
+/* What the CPU kernels share.
+ *
+ * Arithmetic is float, for float64 tensors double ("real"). A kernel converts what it reads to real in
+ * a worker's scratch, multiplies and sums there, and rounds once when it writes. So 16-bit tensors are
+ * as accurate as float sums make them, and on CPUs without 16-bit matrix units PyTorch's float product
+ * is also several times faster than its 16-bit one.
+ *
+ * FmRows is the table of row functions of one dtype (rows.c): the only code that knows an element.
+ * torch.c is the only file that knows PyTorch: its thread pool and its matrix product. */
+#ifndef FUSED_MOE_CPU_H
+#define FUSED_MOE_CPU_H
+
+#include "../fused_moe.h"
+#include "../plan.h"
+
+#include <stddef.h>
+
+/* Tiles of the CPU tier: rows of an expert a task takes, columns of its output at a time, and rows of a
+ * reduction at a time. Chosen so that a converted weight tile is used by enough rows, and that the
+ * buffers of a task stay in the L2 cache for common widths. */
+enum { FM_TILE_ROWS = 256, FM_TILE_COLS = 256, FM_TILE_DEPTH = 512 };
+
+/* --- rows.c: rows of n elements -------------------------------------------------------------------- */
+
+typedef struct {
+    size_t elem_bytes, real_bytes;
+    bool is_real; /* elements are real already: views need no conversion */
+    void (*load)(void *real, const void *elem, int64_t n);
+    void (*store)(void *elem, const void *real, int64_t n);
+    void (*add)(void *y, const void *x, int64_t n);                /* y += x     */
+    void (*axpy)(void *y, double s, const void *x, int64_t n);     /* y += s x   */
+    void (*scale)(void *y, double s, const void *x, int64_t n);    /* y = s x    */
+    double (*dot)(const void *x, const void *y, int64_t n);
+    void (*split)(void *even, void *odd, const void *pairs, int64_t n); /* n pairs */
+    void (*merge)(void *pairs, const void *even, const void *odd, int64_t n);
+    /* a = f(gate) m(up); up NULL: a = f(gate) */
+    void (*act)(const FusedMoeActivation *f, void *a, const void *gate, const void *up, int64_t n);
+    /* dgate, dup and a from da; up and dup NULL: ungated */
+    void (*dact)(const FusedMoeActivation *f, void *dgate, void *dup, void *a, const void *da,
+                 const void *gate, const void *up, int64_t n);
+    double (*get)(const void *real, int64_t i);
+    void (*set)(void *real, int64_t i, double value);
+} FmRows;
+
+const FmRows *fm_rows(FusedMoeDtype dtype); /* NULL: not a floating dtype */
+
+/* --- matrix.c: strided matrices, and tiles of rows ------------------------------------------------- */
+
+typedef struct { /* element (i, j) is data[i row_stride + j col_stride] */
+    void *data;
+    int64_t rows, cols, row_stride, col_stride;
+} FmMatrix;
+
+FmMatrix fm_dense(void *data, int64_t rows, int64_t cols);
+FmMatrix fm_transposed(FmMatrix m);
+/* Rows [row, row+rows) and columns [col, col+cols). */
+FmMatrix fm_part(FmMatrix m, size_t elem_bytes, int64_t row, int64_t rows, int64_t col, int64_t cols);
+/* Expert e of a weight: (out, in). */
+FmMatrix fm_expert(const FusedMoeWeight *w, size_t elem_bytes, int32_t e, int64_t out, int64_t in);
+
+/* m itself where its elements are real, else a real copy in buffer, dense in m's orientation. */
+FmMatrix fm_to_real(const FmRows *v, FmMatrix m, void *buffer);
+/* A real matrix to compute m in: m itself where its elements are real, else buffer. */
+FmMatrix fm_real_for(const FmRows *v, FmMatrix m, void *buffer);
+/* Rounds what fm_real_for gave into m; nothing to do where that was m itself. */
+void fm_from_real(const FmRows *v, FmMatrix m, FmMatrix real);
+void fm_zero(const FmRows *v, FmMatrix m);
+
+/* Rows [first, first + rows) read through row_token, columns [col, col + cols), as real; with scores each row is
+ * multiplied by its own and rounded to the dtype, as the host library does before it calls an expert. */
+typedef struct {
+    const void *x;
+    int64_t width;
+    const int32_t *row_token; /* NULL: rows as they lie */
+    const int32_t *row_slot;
+    const void *scores; /* NULL: ones */
+} FmGather;
+
+FmMatrix fm_gather(const FmRows *v, const FmGather *g, int64_t first, int64_t rows, int64_t col,
+                   int64_t cols, void *buffer);
+
+/* What a wrong caller could break: ends are within [0, R] and do not fall; a map's first n entries are in
+ * [low, end), or there is no map; a plan has both. */
+bool fm_ends_are_valid(const int32_t *ends, int32_t E, int64_t R);
+bool fm_map_is_valid(const int32_t *map, int64_t n, int32_t low, int64_t end);
+bool fm_plan_is_valid(const FusedMoePlan *plan);
+int32_t *fm_make_tiles(const int32_t *ends, int32_t E); /* of FM_TILE_ROWS; free it; NULL: no memory */
+
+/* h's columns: where gate and up of hidden columns [j, j+n) lie in a row of h. */
+void fm_load_pair(const FmRows *v, FusedMoeLayout layout, int64_t F, const void *h_row, int64_t j,
+                  int64_t n, void *gate, void *up, void *pairs);
+void fm_store_pair(const FmRows *v, FusedMoeLayout layout, int64_t F, void *h_row, int64_t j,
+                   int64_t n, const void *gate, const void *up, void *pairs);
+
+static inline int64_t fm_h_width(FusedMoeLayout layout, int64_t F) {
+    return layout == FUSED_MOE_UNGATED ? F : 2 * F;
+}
+
+static inline int64_t fm_min(int64_t a, int64_t b) {
+    return a < b ? a : b;
+}
+
+static inline int64_t fm_blocks(int64_t n, int64_t block) {
+    return (n + block - 1) / block;
+}
+
+static inline void *fm_at(const void *data, size_t bytes, int64_t index) {
+    return (char *)data + (int64_t)bytes * index;
+}
+
+/* --- torch.c: PyTorch's thread pool and matrix product ---------------------------------------------- */
+
+/* Runs task(i, ctx, scratch) for 0 <= i < n. Tasks are handed out one by one, so uneven ones balance;
+ * each worker has scratch_bytes of its own, aligned to 64. Returns the first error of a task. */
+typedef int FmTask(int64_t i, const void *ctx, char *scratch);
+int fm_parallel(int64_t n, FmTask *task, const void *ctx, size_t scratch_bytes);
+
+/* out = a b, or out += a b, of real matrices. */
+int fm_product(const FmRows *v, FmMatrix out, FmMatrix a, FmMatrix b, bool accumulate);
+
+/* Cuts a worker's scratch: first the size of it all (scratch NULL), then the buffers. */
+static inline void *fm_take(char **scratch, size_t *total, size_t bytes) {
+    bytes = (bytes + 63) / 64 * 64;
+    *total += bytes;
+    if (!*scratch) return NULL;
+    void *taken = *scratch;
+    *scratch += bytes;
+    return taken;
+}
+
+#endif

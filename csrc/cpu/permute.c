@@ -1,0 +1,98 @@
+/* permute, unpermute and unpermute's gradient: rows moved between token order and expert order.
+ *
+ * permute and unpermute are each other's adjoint. Both walk their output, so no two tasks write one row,
+ * and unpermute sums a token's rows in slot order, in real: the same bits on any number of threads. */
+#include "cpu.h"
+
+#include <string.h>
+
+enum { BLOCK = 64 }; /* rows or tokens a task */
+
+/* --- permute ------------------------------------------------------------------------------------------ */
+
+static int permute_block(int64_t block, const void *ctx, char *scratch) {
+    const FusedMoePermute *p = ctx;
+    size_t row_bytes = (size_t)p->D * fm_rows(p->dtype)->elem_bytes;
+    int64_t num_rows = p->plan.ends[p->plan.E - 1];
+    (void)scratch;
+    for (int64_t r = block * BLOCK; r < fm_min(p->plan.R, (block + 1) * BLOCK); r++) {
+        void *row = fm_at(p->rows, row_bytes, r);
+        if (r < num_rows)
+            memcpy(row, fm_at(p->x, row_bytes, p->plan.row_token[r]), row_bytes);
+        else
+            memset(row, 0, row_bytes);
+    }
+    return FUSED_MOE_OK;
+}
+
+int fused_moe_cpu_permute(const FusedMoePermute *p) {
+    if (!fm_rows(p->dtype)) return FUSED_MOE_UNSUPPORTED_DTYPE;
+    if (!fm_plan_is_valid(&p->plan)) return FUSED_MOE_INVALID_ROWS;
+    return fm_parallel(fm_blocks(p->plan.R, BLOCK), permute_block, p, 0);
+}
+
+/* --- unpermute ---------------------------------------------------------------------------------------- */
+
+static int unpermute_block(int64_t block, const void *ctx, char *scratch) {
+    const FusedMoeUnpermute *p = ctx;
+    const FmRows *v = fm_rows(p->dtype);
+    size_t unused = 0;
+    void *sum = fm_take(&scratch, &unused, p->D * v->real_bytes);
+    void *row = fm_take(&scratch, &unused, p->D * v->real_bytes);
+    for (int64_t t = block * BLOCK; t < fm_min(p->plan.T, (block + 1) * BLOCK); t++) {
+        memset(sum, 0, p->D * v->real_bytes);
+        for (int64_t slot = t * p->plan.K; slot < (t + 1) * p->plan.K; slot++) {
+            int32_t r = p->plan.token_row[slot];
+            if (r < 0) continue;
+            v->load(row, fm_at(p->rows, v->elem_bytes, r * p->D), p->D);
+            v->axpy(sum, p->scores ? v->get(p->scores, slot) : 1, row, p->D);
+        }
+        v->store(fm_at(p->out, v->elem_bytes, t * p->D), sum, p->D);
+    }
+    return FUSED_MOE_OK;
+}
+
+int fused_moe_cpu_unpermute(const FusedMoeUnpermute *p) {
+    const FmRows *v = fm_rows(p->dtype);
+    if (!v) return FUSED_MOE_UNSUPPORTED_DTYPE;
+    if (!fm_plan_is_valid(&p->plan)) return FUSED_MOE_INVALID_ROWS;
+    size_t bytes = 2 * (p->D * v->real_bytes + 64);
+    return fm_parallel(fm_blocks(p->plan.T, BLOCK), unpermute_block, p, bytes);
+}
+
+/* --- unpermute's gradient ------------------------------------------------------------------------------- */
+
+static int unpermute_backward_block(int64_t block, const void *ctx, char *scratch) {
+    const FusedMoeUnpermuteBackward *p = ctx;
+    const FmRows *v = fm_rows(p->dtype);
+    size_t unused = 0;
+    void *dout = fm_take(&scratch, &unused, p->D * v->real_bytes);
+    void *row = fm_take(&scratch, &unused, p->D * v->real_bytes);
+    int64_t num_rows = p->plan.ends[p->plan.E - 1];
+    for (int64_t r = block * BLOCK; r < fm_min(p->plan.R, (block + 1) * BLOCK); r++) {
+        void *drow = p->drows ? fm_at(p->drows, v->elem_bytes, r * p->D) : NULL;
+        if (r >= num_rows) {
+            if (drow) memset(drow, 0, p->D * v->elem_bytes);
+            continue;
+        }
+        int32_t slot = p->plan.row_slot[r];
+        v->load(dout, fm_at(p->dout, v->elem_bytes, p->plan.row_token[r] * p->D), p->D);
+        if (p->dscores) {
+            v->load(row, fm_at(p->rows, v->elem_bytes, r * p->D), p->D);
+            v->set(p->dscores, slot, v->dot(row, dout, p->D));
+        }
+        if (!drow) continue;
+        if (p->scores) v->scale(dout, v->get(p->scores, slot), dout, p->D);
+        v->store(drow, dout, p->D);
+    }
+    return FUSED_MOE_OK;
+}
+
+int fused_moe_cpu_unpermute_backward(const FusedMoeUnpermuteBackward *p) {
+    const FmRows *v = fm_rows(p->dtype);
+    if (!v) return FUSED_MOE_UNSUPPORTED_DTYPE;
+    if (!fm_plan_is_valid(&p->plan)) return FUSED_MOE_INVALID_ROWS;
+    if (p->dscores) memset(p->dscores, 0, (size_t)(p->plan.T * p->plan.K) * v->real_bytes);
+    size_t bytes = 2 * (p->D * v->real_bytes + 64);
+    return fm_parallel(fm_blocks(p->plan.R, BLOCK), unpermute_backward_block, p, bytes);
+}

@@ -1,0 +1,155 @@
+/* route: scores of every expert, fused with the choice of the K best; and its gradient.
+ *
+ * A row of E <= 1024 logits fits a worker's scratch. Scores are computed in double and rounded once to
+ * float, and the choice is made on the rounded ones, as the contract says (float64 logits stay double).
+ * Without bias and groups the choice is made on the logits: it cannot depend on how exp rounds. */
+#include "cpu.h"
+
+#include <math.h>
+
+enum { BLOCK = 32 }; /* tokens a task */
+
+static const double NORM_EPSILON = 1e-20; /* torchtitan's */
+
+static void softmax(double *p, const double *logits, int32_t E) {
+    double max = -INFINITY, sum = 0;
+    for (int32_t e = 0; e < E; e++) max = logits[e] > max || isnan(logits[e]) ? logits[e] : max;
+    for (int32_t e = 0; e < E; e++) sum += p[e] = exp(logits[e] - max);
+    for (int32_t e = 0; e < E; e++) p[e] /= sum;
+}
+
+static void all_scores(FusedMoeScoreFunc f, double *p, const double *logits, int32_t E) {
+    if (f == FUSED_MOE_SOFTMAX)
+        softmax(p, logits, E);
+    else
+        for (int32_t e = 0; e < E; e++) p[e] = 1 / (1 + exp(-logits[e]));
+}
+
+static void load_logits(const FmRows *v, double *logits, void *real, const void *row, int32_t E) {
+    v->load(real, row, E);
+    for (int32_t e = 0; e < E; e++) logits[e] = v->get(real, e);
+}
+
+/* --- forward ------------------------------------------------------------------------------------------ */
+
+/* NaN is the greatest, as in torch.topk: a poisoned logit is chosen and shows in the scores. */
+static bool is_better(double a, double b) {
+    return a > b || (isnan(a) && !isnan(b));
+}
+
+/* best[0..n): indices of the best of value[0..size), best first; an equal later one does not displace. */
+static void insert(int32_t *best, int32_t *n, int32_t k, const double *value, int32_t i) {
+    if (*n == k && !is_better(value[i], value[best[k - 1]])) return;
+    int32_t at = *n < k ? (*n)++ : k - 1;
+    for (; at > 0 && is_better(value[i], value[best[at - 1]]); at--) best[at] = best[at - 1];
+    best[at] = i;
+}
+
+/* Marks the experts of the best groups; a group is worth its two best experts. */
+static void keep_groups(const FusedMoeRoute *p, const double *choice, double *worth, int32_t *best,
+                        bool *kept) {
+    int32_t size = p->E / p->num_groups, num_best = 0;
+    for (int32_t g = 0; g < p->num_groups; g++) {
+        int32_t two[2], n = 0;
+        for (int32_t i = 0; i < size; i++) insert(two, &n, 2, choice + g * size, i);
+        worth[g] = choice[g * size + two[0]] + (n > 1 ? choice[g * size + two[1]] : 0);
+        insert(best, &num_best, p->num_limited_groups, worth, g);
+    }
+    for (int32_t e = 0; e < p->E; e++) kept[e] = false;
+    for (int32_t b = 0; b < num_best; b++)
+        for (int32_t i = 0; i < size; i++) kept[best[b] * size + i] = true;
+}
+
+static int route_block(int64_t block, const void *ctx, char *scratch) {
+    const FusedMoeRoute *p = ctx;
+    const FmRows *v = fm_rows(p->dtype);
+    size_t unused = 0;
+    void *real = fm_take(&scratch, &unused, p->E * v->real_bytes);
+    double *logits = fm_take(&scratch, &unused, p->E * sizeof(double));
+    double *score = fm_take(&scratch, &unused, p->E * sizeof(double));
+    double *choice = fm_take(&scratch, &unused, p->E * sizeof(double));
+    double *worth = fm_take(&scratch, &unused, p->E * sizeof(double));
+    int32_t *groups = fm_take(&scratch, &unused, p->E * sizeof(int32_t));
+    bool *kept = fm_take(&scratch, &unused, p->E * sizeof(bool));
+    bool limited = p->num_groups > 0, by_score = p->bias || limited;
+
+    for (int64_t t = block * BLOCK; t < fm_min(p->T, (block + 1) * BLOCK); t++) {
+        load_logits(v, logits, real, fm_at(p->logits, v->elem_bytes, t * p->E), p->E);
+        all_scores(p->score_func, score, logits, p->E);
+        for (int32_t e = 0; e < p->E; e++) {
+            if (v->real_bytes == sizeof(float)) score[e] = (float)score[e];
+            choice[e] = by_score ? score[e] : logits[e];
+            if (!p->bias) continue;
+            choice[e] += p->bias[e];
+            if (v->real_bytes == sizeof(float)) choice[e] = (float)choice[e];
+        }
+        if (limited) keep_groups(p, choice, worth, groups, kept);
+
+        int32_t *ids = p->ids + t * p->K, n = 0;
+        for (int32_t e = 0; e < p->E; e++)
+            if (!limited || kept[e]) insert(ids, &n, p->K, choice, e);
+        double sum = NORM_EPSILON;
+        for (int32_t k = 0; k < p->K; k++) sum += score[ids[k]];
+        double factor = p->route_norm ? p->route_scale / sum : p->route_scale;
+        for (int32_t k = 0; k < p->K; k++)
+            v->set(p->scores, t * p->K + k, score[ids[k]] * factor);
+    }
+    return FUSED_MOE_OK;
+}
+
+int fused_moe_cpu_route(const FusedMoeRoute *p) {
+    const FmRows *v = fm_rows(p->dtype);
+    if (!v) return FUSED_MOE_UNSUPPORTED_DTYPE;
+    size_t bytes = p->E * (v->real_bytes + 4 * sizeof(double) + sizeof(int32_t) + 1) + 7 * 64;
+    return fm_parallel(fm_blocks(p->T, BLOCK), route_block, p, bytes);
+}
+
+/* --- backward ------------------------------------------------------------------------------------------- */
+
+static int route_backward_block(int64_t block, const void *ctx, char *scratch) {
+    const FusedMoeRouteBackward *p = ctx;
+    const FmRows *v = fm_rows(p->dtype);
+    size_t unused = 0;
+    void *real = fm_take(&scratch, &unused, p->E * v->real_bytes);
+    double *logits = fm_take(&scratch, &unused, p->E * sizeof(double));
+    double *score = fm_take(&scratch, &unused, p->E * sizeof(double));
+    double *dscore = fm_take(&scratch, &unused, p->E * sizeof(double));
+
+    for (int64_t t = block * BLOCK; t < fm_min(p->T, (block + 1) * BLOCK); t++) {
+        const int32_t *ids = p->ids + t * p->K;
+        load_logits(v, logits, real, fm_at(p->logits, v->elem_bytes, t * p->E), p->E);
+        all_scores(p->score_func, score, logits, p->E);
+        for (int32_t e = 0; e < p->E; e++) dscore[e] = 0;
+
+        /* through scale and norm: q_k = score_k / sum, dscore_k = (dq_k - sum_j dq_j q_j) / sum */
+        double sum = NORM_EPSILON, shift = 0;
+        if (p->route_norm) {
+            for (int32_t k = 0; k < p->K; k++) sum += score[ids[k]];
+            for (int32_t k = 0; k < p->K; k++)
+                shift += v->get(p->dscores, t * p->K + k) * score[ids[k]] / sum;
+        }
+        double factor = p->route_norm ? p->route_scale / sum : p->route_scale;
+        for (int32_t k = 0; k < p->K; k++)
+            dscore[ids[k]] += (v->get(p->dscores, t * p->K + k) - shift) * factor;
+
+        if (p->score_func == FUSED_MOE_SOFTMAX) {
+            double mean = 0;
+            for (int32_t e = 0; e < p->E; e++) mean += dscore[e] * score[e];
+            for (int32_t e = 0; e < p->E; e++) v->set(real, e, (dscore[e] - mean) * score[e]);
+        } else {
+            for (int32_t e = 0; e < p->E; e++)
+                v->set(real, e, dscore[e] * score[e] * (1 - score[e]));
+        }
+        v->store(fm_at(p->dlogits, v->elem_bytes, t * p->E), real, p->E);
+    }
+    return FUSED_MOE_OK;
+}
+
+int fused_moe_cpu_route_backward(const FusedMoeRouteBackward *p) {
+    const FmRows *v = fm_rows(p->dtype);
+    if (!v) return FUSED_MOE_UNSUPPORTED_DTYPE;
+    for (int64_t i = 0; i < p->T * p->K; i++)
+        if (p->ids[i] < 0 || p->ids[i] >= p->E) return FUSED_MOE_INVALID_ROWS;
+    size_t bytes = p->E * (v->real_bytes + 3 * sizeof(double)) + 4 * 64;
+    return fm_parallel(fm_blocks(p->T, BLOCK), route_backward_block, p, bytes);
+}

@@ -1,0 +1,56 @@
+/* route_plan: a counting sort of the slots by expert, stable in t*K + k; and the plan of given counts. */
+#include "cpu.h"
+
+static int64_t integer(const void *data, FusedMoeDtype dtype, int64_t i) {
+    switch (dtype) {
+    case FUSED_MOE_I64: return ((const int64_t *)data)[i];
+    case FUSED_MOE_I32: return ((const int32_t *)data)[i];
+    case FUSED_MOE_I16: return ((const int16_t *)data)[i];
+    case FUSED_MOE_I8: return ((const int8_t *)data)[i];
+    default: return ((const uint8_t *)data)[i];
+    }
+}
+
+/* offsets and tiles from counts */
+static void finish_plan(const int32_t *counts, int32_t E, int32_t *offsets, int32_t *tiles) {
+    offsets[0] = 0;
+    for (int32_t e = 0; e < E; e++) offsets[e + 1] = offsets[e] + counts[e];
+    fused_moe_plan_tiles(offsets + 1, E, FUSED_MOE_TILE_ROWS, tiles);
+}
+
+int fused_moe_cpu_route_plan(const FusedMoeRoutePlan *p) {
+    int64_t slots = p->T * p->K;
+    for (int32_t e = 0; e < p->E; e++) p->counts[e] = 0;
+    for (int64_t slot = 0; slot < slots; slot++) {
+        int64_t e = integer(p->ids, p->ids_dtype, slot);
+        if (e >= 0 && e < p->E) p->counts[e]++;
+    }
+    finish_plan(p->counts, p->E, p->offsets, p->tiles);
+
+    /* offsets[e] walks through the rows of e, and ends where those of e + 1 begin */
+    for (int64_t slot = 0; slot < slots; slot++) {
+        int64_t e = integer(p->ids, p->ids_dtype, slot);
+        p->token_row[slot] = -1;
+        if (e < 0 || e >= p->E) continue;
+        int32_t row = p->offsets[e]++;
+        p->token_row[slot] = row;
+        p->row_slot[row] = (int32_t)slot;
+        p->row_token[row] = (int32_t)(slot / p->K);
+    }
+    for (int32_t e = p->E; e > 0; e--) p->offsets[e] = p->offsets[e - 1];
+    p->offsets[0] = 0;
+    for (int64_t row = p->offsets[p->E]; row < slots; row++) p->row_slot[row] = p->row_token[row] = -1;
+    return FUSED_MOE_OK;
+}
+
+int fused_moe_cpu_count_plan(const FusedMoeCountPlan *p) {
+    int64_t sum = 0;
+    for (int32_t e = 0; e < p->E; e++) {
+        int64_t count = integer(p->counts_in, p->counts_dtype, e);
+        if (count < 0 || count > p->R - sum) return FUSED_MOE_INVALID_ROWS;
+        sum += count;
+        p->counts[e] = (int32_t)count;
+    }
+    finish_plan(p->counts, p->E, p->offsets, p->tiles);
+    return FUSED_MOE_OK;
+}

@@ -1,0 +1,144 @@
+/* Rows of one dtype: conversion to and from real, and the row arithmetic of the kernels.
+ *
+ * rows_real.h has the arithmetic and is included for float and for double; here stand the conversions and
+ * the tables. Loops are plain, for the compiler to vectorise; on x86-64 it makes copies for AVX2 and
+ * AVX-512 and the loader picks one, so that one binary serves every machine. */
+#include "../activation.h"
+#include "cpu.h"
+
+#include <math.h>
+#include <string.h>
+
+#if defined(__x86_64__) && defined(__GLIBC__) && defined(__GNUC__) && !defined(__clang__)
+#define ROW_FN __attribute__((target_clones("arch=skylake-avx512", "arch=haswell", "default"))) static
+#else
+#define ROW_FN static
+#endif
+
+/* exp for float, to 1 ulp or so, without a branch or a call so that loops over it vectorise:
+ * x = n ln2 + r, |r| <= ln2/2, exp(r) by the Taylor polynomial of degree 7. NaN stays NaN. */
+static inline float exp_float(float x) {
+    float clamped = x > 88.72f ? 88.72f : x < -87.33f ? -87.33f : x;
+    float shifted = clamped * 1.44269504f + 12582912.0f; /* 1.5 * 2^23: rounds to an integer */
+    int32_t n;
+    memcpy(&n, &shifted, sizeof n);
+    n -= 0x4b400000; /* 12582912.0f */
+    float rounded = shifted - 12582912.0f;
+    float r = clamped - rounded * 0.693359375f;
+    r -= rounded * -2.12194440e-4f;
+    float y = 1.98412698e-4f;
+    y = y * r + 1.38888889e-3f;
+    y = y * r + 8.33333333e-3f;
+    y = y * r + 4.16666667e-2f;
+    y = y * r + 1.66666667e-1f;
+    y = y * r + 0.5f;
+    y = y * r * r + r + 1.0f;
+    /* 2^n as two factors, because 2^128 has no float */
+    int32_t half = n >> 1, rest = n - half;
+    uint32_t bits[2] = {(uint32_t)(half + 127) << 23, (uint32_t)(rest + 127) << 23};
+    float factor[2];
+    memcpy(factor, bits, sizeof factor);
+    y = y * factor[0] * factor[1];
+    return x < -87.33f ? 0.0f : x > 88.72f ? INFINITY : y;
+}
+
+/* --- float16 and bfloat16 bits --------------------------------------------------------------------- */
+
+static inline float float_from_bits(uint32_t bits) {
+    float x;
+    memcpy(&x, &bits, sizeof x);
+    return x;
+}
+
+static inline uint32_t bits_from_float(float x) {
+    uint32_t bits;
+    memcpy(&bits, &x, sizeof bits);
+    return bits;
+}
+
+static inline float bf16_to_float(uint16_t b) {
+    return float_from_bits((uint32_t)b << 16);
+}
+
+static inline uint16_t bf16_from_float(float x) { /* to nearest, ties to even; NaN stays NaN */
+    uint32_t bits = bits_from_float(x);
+    uint32_t rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+    return (uint16_t)(x != x ? (bits >> 16) | 0x40 : rounded);
+}
+
+static inline float f16_to_float(uint16_t b) {
+    uint32_t magnitude = (uint32_t)(b & 0x7fff) << 13, sign = (uint32_t)(b & 0x8000) << 16;
+    /* the exponent's bias differs by 112; the product also makes subnormals right */
+    float x = float_from_bits(magnitude) * 0x1p112f;
+    uint32_t bits = bits_from_float(x) | (magnitude >= 0x0f800000 ? 0x7f800000u : 0);
+    return float_from_bits(bits | sign);
+}
+
+static inline uint16_t f16_from_float(float x) { /* to nearest, ties to even; NaN stays NaN */
+    uint32_t bits = bits_from_float(x), sign = (bits >> 16) & 0x8000;
+    bits &= 0x7fffffff;
+    uint32_t normal = (bits - (112u << 23) + 0xfff + ((bits >> 13) & 1)) >> 13;
+    /* below 2^-14: adding 0.5 leaves multiples of 2^-24 in the low bits, rounded by the adder */
+    uint32_t subnormal = bits_from_float(float_from_bits(bits) + 0.5f) - 0x3f000000;
+    uint32_t half = bits < 0x38800000 ? subnormal : normal;
+    half = bits >= 0x477ff000 ? 0x7c00 : half;
+    half = bits > 0x7f800000 ? 0x7e00 : half;
+    return (uint16_t)(half | sign);
+}
+
+/* --- load and store --------------------------------------------------------------------------------- */
+
+#define CONVERSIONS(name, elem_t, to_real, from_real)                                              \
+    ROW_FN void load_##name(void *real_, const void *elem_, int64_t n) {                           \
+        float *restrict r = real_;                                                                 \
+        const elem_t *restrict e = elem_;                                                          \
+        for (int64_t i = 0; i < n; i++) r[i] = to_real(e[i]);                                      \
+    }                                                                                              \
+    ROW_FN void store_##name(void *elem_, const void *real_, int64_t n) {                          \
+        elem_t *restrict e = elem_;                                                                \
+        const float *restrict r = real_;                                                           \
+        for (int64_t i = 0; i < n; i++) e[i] = from_real(r[i]);                                    \
+    }
+
+CONVERSIONS(bf16, uint16_t, bf16_to_float, bf16_from_float)
+CONVERSIONS(f16, uint16_t, f16_to_float, f16_from_float)
+
+static void copy_float(void *to, const void *from, int64_t n) {
+    memcpy(to, from, (size_t)n * sizeof(float));
+}
+
+static void copy_double(void *to, const void *from, int64_t n) {
+    memcpy(to, from, (size_t)n * sizeof(double));
+}
+
+/* --- arithmetic --------------------------------------------------------------------------------------- */
+
+#define REAL float
+#define REAL_NAME(x) x##_float
+#define REAL_EXP(x) exp_float(x)
+#define REAL_ERF(x) erff(x)
+#include "rows_real.h"
+
+#define REAL double
+#define REAL_NAME(x) x##_double
+#define REAL_EXP(x) exp(x)
+#define REAL_ERF(x) erf(x)
+#include "rows_real.h"
+
+/* --- tables -------------------------------------------------------------------------------------------- */
+
+#define ROWS(real, bytes, real_elements, load_fn, store_fn)                                        \
+    {.elem_bytes = bytes, .real_bytes = sizeof(real), .is_real = real_elements, .load = load_fn,   \
+     .store = store_fn, .add = add_##real, .axpy = axpy_##real, .scale = scale_##real,             \
+     .dot = dot_##real, .split = split_##real, .merge = merge_##real, .act = act_##real,           \
+     .dact = dact_##real, .get = get_##real, .set = set_##real}
+
+const FmRows *fm_rows(FusedMoeDtype dtype) {
+    static const FmRows table[] = {
+        [FUSED_MOE_F32] = ROWS(float, 4, true, copy_float, copy_float),
+        [FUSED_MOE_F64] = ROWS(double, 8, true, copy_double, copy_double),
+        [FUSED_MOE_F16] = ROWS(float, 2, false, load_f16, store_f16),
+        [FUSED_MOE_BF16] = ROWS(float, 2, false, load_bf16, store_bf16),
+    };
+    return dtype <= FUSED_MOE_BF16 ? &table[dtype] : NULL;
+}

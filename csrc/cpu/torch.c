@@ -1,0 +1,94 @@
+/* PyTorch's thread pool and matrix product, through libtorch's C interface.
+ *
+ * libtorch's shim headers are C++ in spite of their C functions, so the ones used are declared here; they
+ * have been part of its stable interface since 2.10. */
+#include "cpu.h"
+
+#include <stdatomic.h>
+#include <stdlib.h>
+
+typedef int32_t AOTITorchError;
+typedef struct AtenTensorOpaque *AtenTensorHandle;
+
+AOTITorchError aoti_torch_create_tensor_from_blob(void *data, int64_t ndim, const int64_t *sizes,
+                                                  const int64_t *strides, int64_t storage_offset,
+                                                  int32_t dtype, int32_t device_type,
+                                                  int32_t device_index, AtenTensorHandle *ret);
+AOTITorchError aoti_torch_delete_tensor_object(AtenTensorHandle tensor);
+AOTITorchError aoti_torch_cpu_mm_out(AtenTensorHandle out, AtenTensorHandle a, AtenTensorHandle b);
+AOTITorchError aoti_torch_cpu_addmm_out(AtenTensorHandle out, AtenTensorHandle self,
+                                        AtenTensorHandle a, AtenTensorHandle b, double beta,
+                                        double alpha);
+int32_t aoti_torch_device_type_cpu(void);
+int32_t aoti_torch_dtype_float32(void);
+int32_t aoti_torch_dtype_float64(void);
+AOTITorchError torch_parallel_for(int64_t begin, int64_t end, int64_t grain_size,
+                                  void (*func)(int64_t begin, int64_t end, void *ctx), void *ctx);
+AOTITorchError torch_get_num_threads(uint32_t *num_threads);
+
+/* --- threads ---------------------------------------------------------------------------------------- */
+
+typedef struct {
+    FmTask *task;
+    const void *ctx;
+    size_t scratch_bytes;
+    int64_t n;
+    atomic_llong next;
+    atomic_int status;
+} Work;
+
+static void work(int64_t begin, int64_t end, void *ctx) {
+    Work *w = ctx;
+    (void)begin, (void)end; /* whichever workers come, they share one queue */
+    char *scratch = NULL;
+    if (w->scratch_bytes) {
+        scratch = aligned_alloc(64, (w->scratch_bytes + 63) / 64 * 64);
+        if (!scratch) {
+            atomic_store(&w->status, FUSED_MOE_OUT_OF_MEMORY);
+            return;
+        }
+    }
+    for (int64_t i; atomic_load(&w->status) == FUSED_MOE_OK &&
+                    (i = atomic_fetch_add(&w->next, 1)) < w->n;) {
+        int status = w->task(i, w->ctx, scratch);
+        if (status != FUSED_MOE_OK) atomic_store(&w->status, status);
+    }
+    free(scratch);
+}
+
+int fm_parallel(int64_t n, FmTask *task, const void *ctx, size_t scratch_bytes) {
+    uint32_t threads;
+    if (n <= 0) return FUSED_MOE_OK;
+    if (torch_get_num_threads(&threads)) return FUSED_MOE_PRODUCT_FAILED;
+    Work w = {.task = task, .ctx = ctx, .scratch_bytes = scratch_bytes, .n = n};
+    int64_t workers = fm_min(n, threads);
+    if (workers <= 1)
+        work(0, 1, &w);
+    else if (torch_parallel_for(0, workers, 1, work, &w))
+        return FUSED_MOE_PRODUCT_FAILED;
+    return atomic_load(&w.status);
+}
+
+/* --- products --------------------------------------------------------------------------------------- */
+
+static AtenTensorHandle view(const FmRows *v, FmMatrix m) {
+    int64_t sizes[] = {m.rows, m.cols}, strides[] = {m.row_stride, m.col_stride};
+    int32_t dtype =
+        v->real_bytes == sizeof(double) ? aoti_torch_dtype_float64() : aoti_torch_dtype_float32();
+    AtenTensorHandle tensor = NULL;
+    aoti_torch_create_tensor_from_blob(m.data, 2, sizes, strides, 0, dtype,
+                                       aoti_torch_device_type_cpu(), -1, &tensor);
+    return tensor;
+}
+
+int fm_product(const FmRows *v, FmMatrix out, FmMatrix a, FmMatrix b, bool accumulate) {
+    AtenTensorHandle tensor[] = {view(v, out), view(v, a), view(v, b)};
+    AOTITorchError error = !tensor[0] || !tensor[1] || !tensor[2];
+    if (!error)
+        error = accumulate
+                    ? aoti_torch_cpu_addmm_out(tensor[0], tensor[0], tensor[1], tensor[2], 1, 1)
+                    : aoti_torch_cpu_mm_out(tensor[0], tensor[1], tensor[2]);
+    for (int i = 0; i < 3; i++)
+        if (tensor[i]) aoti_torch_delete_tensor_object(tensor[i]);
+    return error ? FUSED_MOE_PRODUCT_FAILED : FUSED_MOE_OK;
+}

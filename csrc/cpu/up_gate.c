@@ -1,0 +1,128 @@
+/* up_gate: the up side of the experts. A task is a tile of an expert's rows: it reads x through
+ * row_token once, and for every block of hidden columns multiplies by the gate's and the up's weights,
+ * adds biases, writes h, and writes a = act(gate) up while both are in cache and not yet rounded. */
+#include "cpu.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+typedef struct {
+    const FusedMoeUpGate *p;
+    const FmRows *v;
+    const int32_t *tiles;
+} Task;
+
+typedef struct {
+    void *x, *w, *out[2], *bias, *gate, *up, *a;
+} Buffers;
+
+static Buffers take(const Task *t, char *scratch, size_t *bytes) {
+    const FusedMoeUpGate *p = t->p;
+    size_t real = t->v->real_bytes;
+    int64_t rows = fm_min(p->plan.R, FM_TILE_ROWS), cols = fm_min(p->F, FM_TILE_COLS);
+    Buffers s;
+    s.x = fm_take(&scratch, bytes, rows * p->D * real);
+    s.w = fm_take(&scratch, bytes, t->v->is_real ? 0 : 2 * cols * p->D * real);
+    for (int i = 0; i < 2; i++) s.out[i] = fm_take(&scratch, bytes, (2 - i) * rows * cols * real);
+    s.bias = fm_take(&scratch, bytes, 2 * cols * real);
+    s.gate = fm_take(&scratch, bytes, cols * real);
+    s.up = fm_take(&scratch, bytes, cols * real);
+    s.a = fm_take(&scratch, bytes, cols * real);
+    return s;
+}
+
+/* The rows of w1 and w3 that give hidden columns [j, j+n), and where they go in a row of h. */
+typedef struct {
+    const FusedMoeWeight *w;
+    const void *bias;
+    int64_t weight_rows, row, width; /* of w; first row taken; rows taken */
+    int64_t h_col;
+} Piece;
+
+static int pieces(const FusedMoeUpGate *p, int64_t j, int64_t n, Piece piece[2]) {
+    int64_t F = p->F;
+    switch (p->layout) {
+    case FUSED_MOE_SEPARATE:
+        piece[0] = (Piece){&p->w1, p->b1, F, j, n, j};
+        piece[1] = (Piece){&p->w3, p->b3, F, j, n, F + j};
+        return 2;
+    case FUSED_MOE_HALVES:
+        piece[0] = (Piece){&p->w1, p->b1, 2 * F, j, n, j};
+        piece[1] = (Piece){&p->w1, p->b1, 2 * F, F + j, n, F + j};
+        return 2;
+    case FUSED_MOE_INTERLEAVED:
+        piece[0] = (Piece){&p->w1, p->b1, 2 * F, 2 * j, 2 * n, 2 * j};
+        return 1;
+    default:
+        piece[0] = (Piece){&p->w1, p->b1, F, j, n, j};
+        return 1;
+    }
+}
+
+static int up_gate_tile(int64_t i, const void *ctx, char *scratch) {
+    const Task *t = ctx;
+    const FusedMoeUpGate *p = t->p;
+    const FmRows *v = t->v;
+    size_t unused = 0;
+    Buffers s = take(t, scratch, &unused);
+    int64_t h_width = fm_h_width(p->layout, p->F);
+    FusedMoeTile tile = fused_moe_find_tile(t->tiles, p->plan.ends, p->plan.E, FM_TILE_ROWS, (int32_t)i);
+    const FmGather gather = {p->x, p->D, p->plan.row_token, p->plan.row_slot, p->scores};
+    FmMatrix x = fm_gather(v, &gather, tile.first_row, tile.num_rows, 0, p->D, s.x);
+
+    for (int64_t j = 0; j < p->F; j += FM_TILE_COLS) {
+        int64_t n = fm_min(FM_TILE_COLS, p->F - j);
+        Piece piece[2];
+        int num_pieces = pieces(p, j, n, piece);
+        for (int q = 0; q < num_pieces; q++) {
+            const Piece *c = &piece[q];
+            FmMatrix w = fm_expert(c->w, v->elem_bytes, tile.expert, c->weight_rows, p->D);
+            w = fm_to_real(v, fm_part(w, v->elem_bytes, c->row, c->width, 0, p->D), s.w);
+            FmMatrix out = fm_dense(s.out[q], tile.num_rows, c->width);
+            int status = fm_product(v, out, x, fm_transposed(w), false);
+            if (status != FUSED_MOE_OK) return status;
+            if (c->bias)
+                v->load(s.bias, fm_at(c->bias, v->elem_bytes, tile.expert * c->weight_rows + c->row),
+                        c->width);
+            for (int64_t r = 0; r < tile.num_rows; r++) {
+                void *row = fm_at(out.data, v->real_bytes, r * c->width);
+                if (c->bias) v->add(row, s.bias, c->width);
+                if (p->h)
+                    v->store(fm_at(p->h, v->elem_bytes, (tile.first_row + r) * h_width + c->h_col),
+                             row, c->width);
+            }
+        }
+        for (int64_t r = 0; r < tile.num_rows; r++) {
+            void *gate = fm_at(s.out[0], v->real_bytes, r * n), *up = NULL;
+            if (p->layout == FUSED_MOE_INTERLEAVED) {
+                v->split(s.gate, s.up, fm_at(s.out[0], v->real_bytes, r * 2 * n), n);
+                gate = s.gate, up = s.up;
+            } else if (p->layout != FUSED_MOE_UNGATED) {
+                up = fm_at(s.out[1], v->real_bytes, r * n);
+            }
+            v->act(&p->activation, s.a, gate, up, n);
+            v->store(fm_at(p->a, v->elem_bytes, (tile.first_row + r) * p->F + j), s.a, n);
+        }
+    }
+    return FUSED_MOE_OK;
+}
+
+int fused_moe_cpu_up_gate(const FusedMoeUpGate *p) {
+    const FmRows *v = fm_rows(p->dtype);
+    if (!v) return FUSED_MOE_UNSUPPORTED_DTYPE;
+    if (!fm_plan_is_valid(&p->plan)) return FUSED_MOE_INVALID_ROWS;
+    int64_t num_rows = p->plan.ends[p->plan.E - 1], unused_rows = p->plan.R - num_rows;
+    int64_t h_width = fm_h_width(p->layout, p->F);
+    memset(fm_at(p->a, v->elem_bytes, num_rows * p->F), 0, unused_rows * p->F * v->elem_bytes);
+    if (p->h)
+        memset(fm_at(p->h, v->elem_bytes, num_rows * h_width), 0,
+               unused_rows * h_width * v->elem_bytes);
+    int32_t *tiles = fm_make_tiles(p->plan.ends, p->plan.E);
+    if (!tiles) return FUSED_MOE_OUT_OF_MEMORY;
+    Task task = {p, v, tiles};
+    size_t bytes = 0;
+    take(&task, NULL, &bytes);
+    int status = fm_parallel(tiles[1], up_gate_tile, &task, bytes);
+    free(tiles);
+    return status;
+}

@@ -1,0 +1,118 @@
+/* wgrad: a product along the rows of each expert; and bias_grad, their plain sum.
+ *
+ * dw[e] = a[rows of e]^T b[rows of e]. b may be gathered, so a task is an expert and a block of b's
+ * columns, and walks the rows in blocks of FM_TILE_DEPTH: nothing is gathered twice, an expert with
+ * many rows is shared by its column blocks, and the order of every sum is fixed. */
+#include "cpu.h"
+
+#include <string.h>
+
+typedef struct {
+    const FusedMoeWgrad *p;
+    const FmRows *v;
+    int64_t blocks; /* of columns, an expert */
+} Task;
+
+typedef struct {
+    void *a, *b, *dw[2];
+} Buffers;
+
+static Buffers take(const Task *t, char *scratch, size_t *bytes) {
+    const FusedMoeWgrad *p = t->p;
+    size_t real = t->v->real_bytes;
+    int64_t rows = fm_min(p->R, FM_TILE_DEPTH), cols = fm_min(p->N, FM_TILE_COLS);
+    bool copies = !t->v->is_real;
+    Buffers s;
+    s.a = fm_take(&scratch, bytes, copies ? rows * (p->M[0] + p->M[1]) * real : 0);
+    s.b = fm_take(&scratch, bytes, copies || p->b_row_token ? rows * cols * real : 0);
+    for (int i = 0; i < 2; i++)
+        s.dw[i] = fm_take(&scratch, bytes, copies && p->dw[i].data ? p->M[i] * cols * real : 0);
+    return s;
+}
+
+static int wgrad_block(int64_t i, const void *ctx, char *scratch) {
+    const Task *t = ctx;
+    const FusedMoeWgrad *p = t->p;
+    const FmRows *v = t->v;
+    size_t unused = 0;
+    Buffers s = take(t, scratch, &unused);
+    int32_t e = (int32_t)(i / t->blocks);
+    int64_t col = i % t->blocks * FM_TILE_COLS, cols = fm_min(FM_TILE_COLS, p->N - col);
+    int64_t width = p->M[0] + p->M[1], first = fused_moe_first_row(p->ends, e), end = p->ends[e];
+    const FmGather gather = {p->b, p->N, p->b_row_token, p->row_slot, p->b_scores};
+
+    FmMatrix dw[2], sum[2];
+    for (int part = 0; part < 2; part++) {
+        if (!p->dw[part].data) continue;
+        dw[part] = fm_part(fm_expert(&p->dw[part], v->elem_bytes, e, p->M[part], p->N),
+                           v->elem_bytes, 0, p->M[part], col, cols);
+        sum[part] = fm_real_for(v, dw[part], s.dw[part]);
+        if (first == end) fm_zero(v, dw[part]);
+    }
+    if (first == end) return FUSED_MOE_OK;
+
+    for (int64_t row = first; row < end; row += FM_TILE_DEPTH) {
+        int64_t rows = fm_min(FM_TILE_DEPTH, end - row);
+        FmMatrix a = fm_part(fm_dense((void *)p->a, p->R, width), v->elem_bytes, row, rows, 0, width);
+        a = fm_to_real(v, a, s.a);
+        FmMatrix b = fm_gather(v, &gather, row, rows, col, cols, s.b);
+        for (int part = 0; part < 2; part++) {
+            if (!p->dw[part].data) continue;
+            FmMatrix a_part = fm_part(a, v->real_bytes, 0, rows, part ? p->M[0] : 0, p->M[part]);
+            int status = fm_product(v, sum[part], fm_transposed(a_part), b, row > first);
+            if (status != FUSED_MOE_OK) return status;
+        }
+    }
+    for (int part = 0; part < 2; part++)
+        if (p->dw[part].data) fm_from_real(v, dw[part], sum[part]);
+    return FUSED_MOE_OK;
+}
+
+int fused_moe_cpu_wgrad(const FusedMoeWgrad *p) {
+    const FmRows *v = fm_rows(p->dtype);
+    if (!v) return FUSED_MOE_UNSUPPORTED_DTYPE;
+    if (!fm_ends_are_valid(p->ends, p->E, p->R)) return FUSED_MOE_INVALID_ROWS;
+    if (!fm_map_is_valid(p->b_row_token, p->ends[p->E - 1], 0, p->T)) return FUSED_MOE_INVALID_ROWS;
+    Task task = {p, v, fm_blocks(p->N, FM_TILE_COLS)};
+    size_t bytes = 0;
+    take(&task, NULL, &bytes);
+    return fm_parallel(p->E * task.blocks, wgrad_block, &task, bytes);
+}
+
+/* --- bias_grad ------------------------------------------------------------------------------------------ */
+
+enum { SUM_ROWS = 32 }; /* summed before they join the total: rounding grows with the count's root */
+
+static int bias_grad_block(int64_t i, const void *ctx, char *scratch) {
+    const FusedMoeBiasGrad *p = ctx;
+    const FmRows *v = fm_rows(p->dtype);
+    size_t unused = 0;
+    void *sum = fm_take(&scratch, &unused, FM_TILE_COLS * v->real_bytes);
+    void *some = fm_take(&scratch, &unused, FM_TILE_COLS * v->real_bytes);
+    void *row = fm_take(&scratch, &unused, FM_TILE_COLS * v->real_bytes);
+    int64_t blocks = fm_blocks(p->N, FM_TILE_COLS);
+    int32_t e = (int32_t)(i / blocks);
+    int64_t col = i % blocks * FM_TILE_COLS, cols = fm_min(FM_TILE_COLS, p->N - col);
+
+    memset(sum, 0, cols * v->real_bytes);
+    memset(some, 0, cols * v->real_bytes);
+    for (int64_t r = fused_moe_first_row(p->ends, e); r < p->ends[e]; r++) {
+        int64_t from = p->row_token ? p->row_token[r] : r;
+        v->load(row, fm_at(p->rows, v->elem_bytes, from * p->N + col), cols);
+        v->axpy(some, p->scores ? v->get(p->scores, p->row_slot[r]) : 1, row, cols);
+        if (r % SUM_ROWS && r + 1 < p->ends[e]) continue;
+        v->add(sum, some, cols);
+        memset(some, 0, cols * v->real_bytes);
+    }
+    v->store(fm_at(p->db, v->elem_bytes, e * p->N + col), sum, cols);
+    return FUSED_MOE_OK;
+}
+
+int fused_moe_cpu_bias_grad(const FusedMoeBiasGrad *p) {
+    const FmRows *v = fm_rows(p->dtype);
+    if (!v) return FUSED_MOE_UNSUPPORTED_DTYPE;
+    if (!fm_ends_are_valid(p->ends, p->E, p->R)) return FUSED_MOE_INVALID_ROWS;
+    if (!fm_map_is_valid(p->row_token, p->ends[p->E - 1], 0, p->T)) return FUSED_MOE_INVALID_ROWS;
+    size_t bytes = 3 * FM_TILE_COLS * v->real_bytes;
+    return fm_parallel(p->E * fm_blocks(p->N, FM_TILE_COLS), bias_grad_block, p, bytes);
+}

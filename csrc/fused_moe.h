@@ -1,0 +1,259 @@
+/* fused_moe: the interface between the torch edge (torch_ops.cpp) and the kernels of every tier.
+ *
+ * C11, no torch, no C++. One params struct and one prototype an operator; shapes stand in the margin.
+ *
+ *   T tokens, D model width, F expert hidden width, E experts, K experts per token,
+ *   R capacity in rows (T*K, or the rows given), N and M the widths of a general product.
+ *   token t, slot k, row r, expert e; a map is named from_to: row_token[r] is a token.
+ *   H: width of h and dh: 2F for gated experts, F for ungated ones.
+ *
+ * All matrices are row-major and dense unless they carry strides; strides count elements.
+ * Functions return a FusedMoeStatus and never print, exit or throw. */
+#ifndef FUSED_MOE_H
+#define FUSED_MOE_H
+
+#include <stdbool.h>
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+typedef enum {
+    FUSED_MOE_OK = 0,
+    FUSED_MOE_INVALID_ROWS, /* ids, maps or row counts lead outside the tensors given */
+    FUSED_MOE_OUT_OF_MEMORY,
+    FUSED_MOE_PRODUCT_FAILED, /* PyTorch's matrix product or thread pool reported an error */
+    FUSED_MOE_UNSUPPORTED_DTYPE,
+} FusedMoeStatus;
+
+const char *fused_moe_status_string(int status);
+
+typedef enum {
+    FUSED_MOE_F32,
+    FUSED_MOE_F64,
+    FUSED_MOE_F16,
+    FUSED_MOE_BF16,
+    FUSED_MOE_I32,
+    FUSED_MOE_I64,
+    FUSED_MOE_I16,
+    FUSED_MOE_I8,
+    FUSED_MOE_U8,
+} FusedMoeDtype;
+
+typedef enum { FUSED_MOE_SOFTMAX, FUSED_MOE_SIGMOID } FusedMoeScoreFunc;
+
+/* Columns of h, and rows of w1: separate and halves have gate | up, interleaved has gate0, up0, ...
+ * Separate keeps up in w3; without w3 the expert is ungated. */
+typedef enum {
+    FUSED_MOE_SEPARATE,
+    FUSED_MOE_HALVES,
+    FUSED_MOE_INTERLEAVED,
+    FUSED_MOE_UNGATED
+} FusedMoeLayout;
+
+typedef struct { /* which activation of activation.h, and its constants */
+    int32_t kind;
+    double alpha, limit;
+} FusedMoeActivation;
+
+typedef struct { /* expert weights (E, out, in); either of out and in may be the dense one */
+    void *data;  /* NULL: absent */
+    int64_t stride_expert, stride_out, stride_in;
+} FusedMoeWeight;
+
+typedef struct {              /* which row holds which (token, slot) */
+    const int32_t *ends;      /* [E]    one past the last row of each expert              */
+    const int32_t *row_token; /* [R]    token of each row; NULL: row r is token r         */
+    const int32_t *row_slot;  /* [R]    t*K + k of each row; NULL with row_token          */
+    const int32_t *token_row; /* [T,K]  row of each slot, -1: none; NULL with row_token   */
+    const int32_t *tiles;     /* [2+2E] plan.h, tiles of FUSED_MOE_TILE_ROWS; may be NULL */
+    int64_t T, K, R;
+    int32_t E;
+} FusedMoePlan;
+
+/* --- routing --------------------------------------------------------------------------------- */
+
+typedef struct {                         /* scores and the K best experts of every token */
+    const void *logits;                  /* [T,E]                              */
+    const float *bias;                   /* [E] steers the choice; may be NULL */
+    void *scores;                        /* [T,K] f32, f64 for f64 logits      */
+    int32_t *ids;                        /* [T,K]                              */
+    FusedMoeDtype dtype;                 /* of logits                          */
+    FusedMoeScoreFunc score_func;
+    bool route_norm;
+    double route_scale;
+    int32_t num_groups, num_limited_groups; /* equal: no limit                 */
+    int64_t T;
+    int32_t E, K;
+} FusedMoeRoute;
+
+typedef struct {           /* dlogits from dscores; scores are computed again */
+    const void *dscores;   /* [T,K] f32, f64 for f64 logits */
+    const void *logits;    /* [T,E] */
+    const int32_t *ids;    /* [T,K] */
+    void *dlogits;         /* [T,E] */
+    FusedMoeDtype dtype;
+    FusedMoeScoreFunc score_func;
+    bool route_norm;
+    double route_scale;
+    int64_t T;
+    int32_t E, K;
+} FusedMoeRouteBackward;
+
+typedef struct {           /* the plan from the chosen ids, stable in t*K + k */
+    const void *ids;       /* [T,K] i32 or i64; outside [0,E): the slot gets no row */
+    FusedMoeDtype ids_dtype;
+    int32_t *counts;       /* [E]     */
+    int32_t *offsets;      /* [E+1]   */
+    int32_t *row_token;    /* [T*K]   -1 past the last row */
+    int32_t *row_slot;     /* [T*K]   -1 past the last row */
+    int32_t *token_row;    /* [T,K]   */
+    int32_t *tiles;        /* [2+2E]  */
+    int64_t T;
+    int32_t K, E;
+} FusedMoeRoutePlan;
+
+typedef struct {           /* the plan of rows that are grouped already */
+    const void *counts_in; /* [E] any integer dtype */
+    FusedMoeDtype counts_dtype;
+    int32_t *counts;       /* [E]     */
+    int32_t *offsets;      /* [E+1]   */
+    int32_t *tiles;        /* [2+2E]  */
+    int64_t R;
+    int32_t E;
+} FusedMoeCountPlan;
+
+/* --- moving rows ------------------------------------------------------------------------------ */
+
+typedef struct {    /* rows[r] = x[row_token[r]]; zero past the last row */
+    const void *x;  /* [T,D] */
+    void *rows;     /* [R,D] */
+    FusedMoePlan plan;
+    int64_t D;
+    FusedMoeDtype dtype;
+} FusedMoePermute;
+
+typedef struct {        /* out[t] = sum_k scores[t,k] rows[token_row[t,k]] */
+    const void *rows;   /* [R,D] */
+    const void *scores; /* [T,K] f32, f64 for f64 rows; NULL: ones */
+    void *out;          /* [T,D] */
+    FusedMoePlan plan;
+    int64_t D;
+    FusedMoeDtype dtype;
+} FusedMoeUnpermute;
+
+typedef struct {        /* drows[r] = s dout[row_token[r]];  dscores[t,k] = <rows[r], dout[t]> */
+    const void *dout;   /* [T,D] */
+    const void *rows;   /* [R,D] */
+    const void *scores; /* [T,K]; NULL: ones     */
+    void *drows;        /* [R,D]; may be NULL    */
+    void *dscores;      /* [T,K]; may be NULL    */
+    FusedMoePlan plan;
+    int64_t D;
+    FusedMoeDtype dtype;
+} FusedMoeUnpermuteBackward;
+
+/* --- grouped products --------------------------------------------------------------------------- */
+
+typedef struct {          /* out[r] = sum_i a[r, part i] b[i][e(r)]^T + bias[e(r)]; zero past the last row */
+    const void *a;        /* [R, N0+N1] */
+    FusedMoeWeight b[2];  /* (E, M, Ni); b[1] may be absent */
+    const void *bias;     /* [E,M]; may be NULL */
+    void *out;            /* [R,M]  */
+    const int32_t *ends;  /* [E]    */
+    int64_t R, M, N[2];
+    int32_t E;
+    FusedMoeDtype dtype;
+} FusedMoeGroupedMM;
+
+typedef struct {                /* dw[i][e] = a[rows of e, part i]^T b[rows of e]; zero for an empty expert */
+    const void *a;              /* [R, M0+M1]     */
+    const void *b;              /* [R or T, N]    */
+    const int32_t *b_row_token; /* [R] b is read through it; NULL: b has R rows */
+    const int32_t *row_slot;    /* [R] of b_scores */
+    const void *b_scores;       /* [T,K] b's rows are multiplied and rounded; NULL: not */
+    FusedMoeWeight dw[2];       /* (E, Mi, N); either may be absent */
+    const int32_t *ends;        /* [E] */
+    int64_t R, T, N, M[2];      /* T: rows of b */
+    int32_t E;
+    FusedMoeDtype dtype;
+} FusedMoeWgrad;
+
+typedef struct {              /* db[e] = sum over the rows of e of s rows[r] */
+    const void *rows;         /* [R or T, N]            */
+    const int32_t *row_token; /* [R] or NULL: rows has R rows */
+    const int32_t *row_slot;  /* [R] of scores          */
+    const void *scores;       /* [T,K] or NULL: ones    */
+    void *db;                 /* [E,N]                  */
+    const int32_t *ends;      /* [E]                    */
+    int64_t R, T, N;          /* T: rows of rows        */
+    int32_t E;
+    FusedMoeDtype dtype;
+} FusedMoeBiasGrad;
+
+/* --- experts -------------------------------------------------------------------------------------- */
+
+typedef struct {        /* h = x[row_token] w1^T | w3^T + b;  a = act(gate) up */
+    const void *x;      /* [T,D] */
+    const void *scores; /* [T,K] x's rows are multiplied and rounded; NULL: not */
+    FusedMoeWeight w1;  /* (E,F,D), (E,2F,D) when packed */
+    FusedMoeWeight w3;  /* (E,F,D) when separate */
+    const void *b1;     /* [E,F], [E,2F] when packed; may be NULL */
+    const void *b3;     /* [E,F] when separate; may be NULL */
+    void *h;            /* [R,H]; NULL: not kept */
+    void *a;            /* [R,F] */
+    FusedMoePlan plan;
+    int64_t D, F;
+    FusedMoeLayout layout;
+    FusedMoeActivation activation;
+    FusedMoeDtype dtype;
+} FusedMoeUpGate;
+
+typedef struct {        /* g = dout[row_token] w2;  dh = dact(s g, h);  a_scaled = s a;  dscores = <g, a> */
+    const void *dout;   /* [T,D] */
+    FusedMoeWeight w2;  /* (E,D,F) */
+    const void *b2;     /* [E,D] adds <dout, b2> to dscores; may be NULL */
+    const void *h;      /* [R,H] */
+    const void *scores; /* [T,K]; NULL: ones */
+    void *dh;           /* [R,H]; may be NULL */
+    void *a_scaled;     /* [R,F]; may be NULL */
+    void *dscores;      /* [T,K] zero in slots without a row; may be NULL */
+    FusedMoePlan plan;
+    int64_t D, F;
+    FusedMoeLayout layout;
+    FusedMoeActivation activation;
+    FusedMoeDtype dtype;
+} FusedMoeDownDgrad;
+
+typedef struct {      /* dh = dact(da, h): the activation's own gradient */
+    const void *da;   /* [R,F] */
+    const void *h;    /* [R,H] */
+    void *dh;         /* [R,H] */
+    int64_t R, F;
+    FusedMoeLayout layout;
+    FusedMoeActivation activation;
+    FusedMoeDtype dtype;
+} FusedMoeActDgrad;
+
+/* --- the CPU tier (cpu/): C11 on PyTorch's thread pool ------------------------------------------- */
+
+int fused_moe_cpu_route(const FusedMoeRoute *p);
+int fused_moe_cpu_route_backward(const FusedMoeRouteBackward *p);
+int fused_moe_cpu_route_plan(const FusedMoeRoutePlan *p);
+int fused_moe_cpu_count_plan(const FusedMoeCountPlan *p);
+int fused_moe_cpu_permute(const FusedMoePermute *p);
+int fused_moe_cpu_unpermute(const FusedMoeUnpermute *p);
+int fused_moe_cpu_unpermute_backward(const FusedMoeUnpermuteBackward *p);
+int fused_moe_cpu_grouped_mm(const FusedMoeGroupedMM *p);
+int fused_moe_cpu_wgrad(const FusedMoeWgrad *p);
+int fused_moe_cpu_bias_grad(const FusedMoeBiasGrad *p);
+int fused_moe_cpu_up_gate(const FusedMoeUpGate *p);
+int fused_moe_cpu_down_dgrad(const FusedMoeDownDgrad *p);
+int fused_moe_cpu_act_dgrad(const FusedMoeActDgrad *p);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif

@@ -1,0 +1,916 @@
+// The only file that sees torch: schemas, and for every operator check -> fill struct -> call.
+//
+// Written against PyTorch's stable ABI (target 2.10), so that one library serves every PyTorch from there
+// on. The checks here are those that memory safety needs when torch.ops is called directly; friendly
+// ones, with TypeError and ValueError, stand in fused_moe/function.py. Shapes are those of fused_moe.h.
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <optional>
+#include <tuple>
+#include <vector>
+
+#include "activation.h"
+#include "fused_moe.h"
+#include "plan.h"
+
+namespace {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+using OptTensor = std::optional<Tensor>;
+using Shape = std::vector<int64_t>;
+
+// --- checks ------------------------------------------------------------------------------------------
+
+std::string text(const Shape &shape) {
+    std::string s = "(";
+    for (size_t i = 0; i < shape.size(); i++) s += (i ? ", " : "") + std::to_string(shape[i]);
+    return s + ")";
+}
+
+Shape shape_of(const Tensor &x) {
+    return Shape(x.sizes().begin(), x.sizes().end());
+}
+
+void check_dim(const char *op, const char *name, const Tensor &x, int64_t dim) {
+    STD_TORCH_CHECK(x.dim() == dim, "fused_moe::", op, ": expected ", name, " of ", dim,
+                    " dimensions, found shape ", text(shape_of(x)));
+}
+
+void check_shape(const char *op, const char *name, const Tensor &x, const Shape &shape) {
+    STD_TORCH_CHECK(shape_of(x) == shape, "fused_moe::", op, ": expected ", name, " of shape ",
+                    text(shape), ", found ", text(shape_of(x)));
+}
+
+void check_dtype(const char *op, const char *name, const Tensor &x, ScalarType dtype) {
+    STD_TORCH_CHECK(x.scalar_type() == dtype, "fused_moe::", op, ": expected ", name, " of dtype ",
+                    toString(dtype), ", found ", toString(x.scalar_type()));
+}
+
+void check_device(const char *op, const char *name, const Tensor &x, const Tensor &like) {
+    STD_TORCH_CHECK(x.device() == like.device(), "fused_moe::", op, ": expected ", name,
+                    " on the device of the first tensor");
+}
+
+void check_size(const char *op, const char *name, int64_t found, int64_t low, int64_t high) {
+    STD_TORCH_CHECK(found >= low && found <= high, "fused_moe::", op, ": expected ", name, " from ",
+                    low, " to ", high, ", found ", found);
+}
+
+void check_status(const char *op, int status) {
+    STD_TORCH_CHECK(status == FUSED_MOE_OK, "fused_moe::", op, ": ", fused_moe_status_string(status));
+}
+
+#define RUN(op, params) check_status(#op, fused_moe_cpu_##op(&(params)))
+
+FusedMoeDtype dtype_of(const char *op, const char *name, const Tensor &x, bool floating) {
+    switch (x.scalar_type()) {
+    case ScalarType::Float: if (floating) return FUSED_MOE_F32; break;
+    case ScalarType::Double: if (floating) return FUSED_MOE_F64; break;
+    case ScalarType::Half: if (floating) return FUSED_MOE_F16; break;
+    case ScalarType::BFloat16: if (floating) return FUSED_MOE_BF16; break;
+    case ScalarType::Int: if (!floating) return FUSED_MOE_I32; break;
+    case ScalarType::Long: if (!floating) return FUSED_MOE_I64; break;
+    case ScalarType::Short: if (!floating) return FUSED_MOE_I16; break;
+    case ScalarType::Char: if (!floating) return FUSED_MOE_I8; break;
+    case ScalarType::Byte: if (!floating) return FUSED_MOE_U8; break;
+    default: break;
+    }
+    STD_TORCH_CHECK(false, "fused_moe::", op, ": expected ", name, " of ",
+                    floating ? "a floating" : "an integer", " dtype, found ",
+                    toString(x.scalar_type()));
+}
+
+FusedMoeDtype float_dtype(const char *op, const Tensor &x) {
+    return dtype_of(op, "the first tensor", x, true);
+}
+
+ScalarType score_dtype(const Tensor &x) {
+    return x.scalar_type() == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
+}
+
+// --- tensors -----------------------------------------------------------------------------------------
+
+Tensor new_like(const Tensor &like, const Shape &shape, std::optional<ScalarType> dtype = {}) {
+    return torch::stable::new_empty(like, shape, dtype);
+}
+
+Tensor nothing(const Tensor &like, std::optional<ScalarType> dtype = {}) {
+    return new_like(like, {0}, dtype);
+}
+
+const void *data(const Tensor &x) {
+    return x.const_data_ptr();
+}
+
+const void *data(const OptTensor &x) {
+    return x ? x->const_data_ptr() : nullptr;
+}
+
+void *mutable_data(const Tensor &x) {
+    return x.mutable_data_ptr();
+}
+
+const int32_t *ints(const Tensor &x) {
+    return static_cast<const int32_t *>(x.const_data_ptr());
+}
+
+int32_t *mutable_ints(const Tensor &x) {
+    return static_cast<int32_t *>(x.mutable_data_ptr());
+}
+
+Tensor dense(const Tensor &x) {
+    return x.is_contiguous() ? x : torch::stable::contiguous(x);
+}
+
+// x as a dense matrix or vector of x's dtype on like's device.
+Tensor operand(const char *op, const char *name, const Tensor &x, const Tensor &like,
+               const Shape &shape) {
+    check_shape(op, name, x, shape);
+    check_dtype(op, name, x, like.scalar_type());
+    check_device(op, name, x, like);
+    return dense(x);
+}
+
+OptTensor operand(const char *op, const char *name, const OptTensor &x, const Tensor &like,
+                  const Shape &shape) {
+    return x ? OptTensor(operand(op, name, *x, like, shape)) : x;
+}
+
+OptTensor scores_of(const char *op, const OptTensor &scores, const Tensor &x, const Shape &shape) {
+    if (!scores) return scores;
+    check_shape(op, "scores", *scores, shape);
+    check_dtype(op, "scores", *scores, score_dtype(x));
+    check_device(op, "scores", *scores, x);
+    return dense(*scores);
+}
+
+// A weight (E, out, in), in whatever strides it has.
+FusedMoeWeight weight(const Tensor &w) {
+    return {const_cast<void *>(w.const_data_ptr()), w.stride(0), w.stride(1), w.stride(2)};
+}
+
+FusedMoeWeight weight(const char *op, const char *name, const Tensor &w, const Tensor &like,
+                      const Shape &shape) {
+    check_shape(op, name, w, shape);
+    check_dtype(op, name, w, like.scalar_type());
+    check_device(op, name, w, like);
+    return weight(w);
+}
+
+FusedMoeWeight transposed(FusedMoeWeight w) {
+    return {w.data, w.stride_expert, w.stride_in, w.stride_out};
+}
+
+// --- the plan ----------------------------------------------------------------------------------------
+
+// Checked maps, kept alive, and the struct that points into them. Without row_token row r is token r.
+struct Maps {
+    Tensor offsets;
+    OptTensor row_token, row_slot, token_row, tiles;
+    FusedMoePlan plan;
+};
+
+Tensor index_map(const char *op, const char *name, const Tensor &map, const Tensor &x, int64_t dim) {
+    check_dim(op, name, map, dim);
+    check_dtype(op, name, map, ScalarType::Int);
+    check_device(op, name, map, x);
+    return dense(map);
+}
+
+OptTensor index_map(const char *op, const char *name, const OptTensor &map, const Tensor &x,
+                    int64_t dim) {
+    return map ? OptTensor(index_map(op, name, *map, x, dim)) : map;
+}
+
+// x is a tensor of T tokens where tokens is true, of R rows otherwise.
+Maps maps_of(const char *op, const Tensor &x, bool tokens, int64_t E, const Tensor &offsets,
+             const OptTensor &row_token, const OptTensor &row_slot, const OptTensor &token_row,
+             const OptTensor &tiles = {}) {
+    STD_TORCH_CHECK(row_token.has_value() == row_slot.has_value() &&
+                        row_token.has_value() == token_row.has_value(),
+                    "fused_moe::", op, ": expected row_token, row_slot and token_row together");
+    check_size(op, "experts", E, 1, INT32_MAX / 4);
+    Maps m = {index_map(op, "offsets", offsets, x, 1), index_map(op, "row_token", row_token, x, 1),
+              index_map(op, "row_slot", row_slot, x, 1), index_map(op, "token_row", token_row, x, 2),
+              index_map(op, "tiles", tiles, x, 1), {}};
+    check_shape(op, "offsets", m.offsets, {E + 1});
+    if (m.tiles) check_shape(op, "tiles", *m.tiles, {fused_moe_tiles_length(E)});
+    FusedMoePlan &p = m.plan;
+    p.ends = ints(m.offsets) + 1;
+    p.tiles = static_cast<const int32_t *>(data(m.tiles));
+    p.E = (int32_t)E;
+    p.T = p.R = x.size(0);
+    p.K = 1;
+    if (m.row_token) {
+        p.T = m.token_row->size(0);
+        p.K = m.token_row->size(1);
+        p.R = m.row_slot->size(0);
+        check_shape(op, "row_token", *m.row_token, {p.R});
+        check_size(op, "rows of the first tensor", x.size(0), tokens ? p.T : p.R, tokens ? p.T : p.R);
+        p.row_token = ints(*m.row_token);
+        p.row_slot = ints(*m.row_slot);
+        p.token_row = ints(*m.token_row);
+    }
+    check_size(op, "rows", p.R, 0, INT32_MAX);
+    return m;
+}
+
+// --- experts' shapes -----------------------------------------------------------------------------------
+
+struct Width {
+    int64_t E, D, F, H, w1_rows;
+};
+
+// From w1 (E, F or 2F, D).
+Width width_of(const char *op, const Tensor &w1, const OptTensor &w3, int64_t layout) {
+    check_dim(op, "w1", w1, 3);
+    check_size(op, "layout", layout, FUSED_MOE_SEPARATE, FUSED_MOE_UNGATED);
+    STD_TORCH_CHECK((layout == FUSED_MOE_SEPARATE) == w3.has_value(), "fused_moe::", op,
+                    ": expected w3 with layout separate and with no other");
+    bool packed = layout == FUSED_MOE_HALVES || layout == FUSED_MOE_INTERLEAVED;
+    int64_t rows = w1.size(1);
+    STD_TORCH_CHECK(w1.size(0) >= 1 && w1.size(2) >= 1 && rows >= 1 && !(packed && rows % 2),
+                    "fused_moe::", op, ": expected w1 of E, D, F >= 1 (2F even), found ",
+                    text(shape_of(w1)));
+    int64_t F = packed ? rows / 2 : rows;
+    return {w1.size(0), w1.size(2), F, layout == FUSED_MOE_UNGATED ? F : 2 * F, rows};
+}
+
+FusedMoeActivation activation_of(const char *op, int64_t kind, double alpha, double limit) {
+    check_size(op, "activation", kind, 0, FUSED_MOE_NUM_ACTIVATIONS - 1);
+    return {(int32_t)kind, alpha, limit};
+}
+
+// --- routing --------------------------------------------------------------------------------------------
+
+std::tuple<Tensor, Tensor> route(const Tensor &logits_, const OptTensor &bias_, int64_t top_k,
+                                 int64_t score_func, bool route_norm, double route_scale,
+                                 int64_t num_groups, int64_t num_limited_groups) {
+    check_dim("route", "logits", logits_, 2);
+    int64_t T = logits_.size(0), E = logits_.size(1);
+    check_size("route", "experts", E, 1, 1024);
+    check_size("route", "top_k", top_k, 1, E < 32 ? E : 32);
+    check_size("route", "score_func", score_func, FUSED_MOE_SOFTMAX, FUSED_MOE_SIGMOID);
+    if (num_groups) {
+        check_size("route", "num_expert_groups", num_groups, 1, E);
+        STD_TORCH_CHECK(E % num_groups == 0, "fused_moe::route: expected num_expert_groups to divide ",
+                        E, " experts, found ", num_groups);
+        check_size("route", "num_limited_groups", num_limited_groups, 1, num_groups);
+        check_size("route", "top_k", top_k, 1, num_limited_groups * (E / num_groups));
+    }
+    Tensor logits = dense(logits_);
+    OptTensor bias = bias_;
+    if (bias) {
+        check_shape("route", "bias", *bias, {E});
+        check_dtype("route", "bias", *bias, ScalarType::Float);
+        check_device("route", "bias", *bias, logits);
+        bias = dense(*bias);
+    }
+    Tensor scores = new_like(logits, {T, top_k}, score_dtype(logits));
+    Tensor ids = new_like(logits, {T, top_k}, ScalarType::Int);
+
+    FusedMoeRoute p = {};
+    p.logits = data(logits);
+    p.bias = static_cast<const float *>(data(bias));
+    p.scores = mutable_data(scores);
+    p.ids = mutable_ints(ids);
+    p.dtype = float_dtype("route", logits);
+    p.score_func = (FusedMoeScoreFunc)score_func;
+    p.route_norm = route_norm;
+    p.route_scale = route_scale;
+    p.num_groups = (int32_t)num_groups;
+    p.num_limited_groups = (int32_t)num_limited_groups;
+    p.T = T;
+    p.E = (int32_t)E;
+    p.K = (int32_t)top_k;
+    RUN(route, p);
+    return {scores, ids};
+}
+
+Tensor route_backward(const Tensor &dscores_, const Tensor &logits_, const Tensor &ids_,
+                      int64_t score_func, bool route_norm, double route_scale) {
+    const char *op = "route_backward";
+    check_dim(op, "logits", logits_, 2);
+    check_dim(op, "ids", ids_, 2);
+    check_size(op, "score_func", score_func, FUSED_MOE_SOFTMAX, FUSED_MOE_SIGMOID);
+    Tensor logits = dense(logits_), ids = index_map(op, "ids", ids_, logits, 2);
+    check_shape(op, "ids", ids, {logits.size(0), ids.size(1)});
+    Tensor dscores = *scores_of(op, dscores_, logits, shape_of(ids));
+    Tensor dlogits = new_like(logits, shape_of(logits));
+
+    FusedMoeRouteBackward p = {};
+    p.dscores = data(dscores);
+    p.logits = data(logits);
+    p.ids = ints(ids);
+    p.dlogits = mutable_data(dlogits);
+    p.dtype = float_dtype(op, logits);
+    p.score_func = (FusedMoeScoreFunc)score_func;
+    p.route_norm = route_norm;
+    p.route_scale = route_scale;
+    p.T = logits.size(0);
+    p.E = (int32_t)logits.size(1);
+    p.K = (int32_t)ids.size(1);
+    RUN(route_backward, p);
+    return dlogits;
+}
+
+using PlanTensors = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
+
+PlanTensors route_plan(const Tensor &ids_, int64_t num_experts) {
+    const char *op = "route_plan";
+    check_dim(op, "ids", ids_, 2);
+    check_size(op, "num_experts", num_experts, 1, INT32_MAX / 4);
+    Tensor ids = dense(ids_);
+    int64_t slots = ids.numel();
+    check_size(op, "T*K", slots, 0, INT32_MAX);
+    auto map = [&](const Shape &shape) { return new_like(ids, shape, ScalarType::Int); };
+    Tensor counts = map({num_experts}), offsets = map({num_experts + 1}), row_token = map({slots});
+    Tensor row_slot = map({slots}), token_row = map(shape_of(ids));
+    Tensor tiles = map({fused_moe_tiles_length(num_experts)});
+
+    FusedMoeRoutePlan p = {};
+    p.ids = data(ids);
+    p.ids_dtype = dtype_of(op, "ids", ids, false);
+    p.counts = mutable_ints(counts);
+    p.offsets = mutable_ints(offsets);
+    p.row_token = mutable_ints(row_token);
+    p.row_slot = mutable_ints(row_slot);
+    p.token_row = mutable_ints(token_row);
+    p.tiles = mutable_ints(tiles);
+    p.T = ids.size(0);
+    p.K = (int32_t)ids.size(1);
+    p.E = (int32_t)num_experts;
+    RUN(route_plan, p);
+    return {counts, offsets, row_token, row_slot, token_row, tiles};
+}
+
+std::tuple<Tensor, Tensor, Tensor> count_plan(const Tensor &counts_, int64_t num_rows) {
+    const char *op = "count_plan";
+    check_dim(op, "counts", counts_, 1);
+    check_size(op, "experts", counts_.size(0), 1, INT32_MAX / 4);
+    check_size(op, "num_rows", num_rows, 0, INT32_MAX);
+    Tensor given = dense(counts_);
+    int64_t E = given.size(0);
+    Tensor counts = new_like(given, {E}, ScalarType::Int);
+    Tensor offsets = new_like(given, {E + 1}, ScalarType::Int);
+    Tensor tiles = new_like(given, {fused_moe_tiles_length(E)}, ScalarType::Int);
+
+    FusedMoeCountPlan p = {};
+    p.counts_in = data(given);
+    p.counts_dtype = dtype_of(op, "counts", given, false);
+    p.counts = mutable_ints(counts);
+    p.offsets = mutable_ints(offsets);
+    p.tiles = mutable_ints(tiles);
+    p.R = num_rows;
+    p.E = (int32_t)E;
+    RUN(count_plan, p);
+    return {counts, offsets, tiles};
+}
+
+// --- rows -------------------------------------------------------------------------------------------------
+
+int64_t experts_of(const char *op, const Tensor &offsets) {
+    check_dim(op, "offsets", offsets, 1);
+    return offsets.size(0) - 1;
+}
+
+Tensor permute(const Tensor &x_, const Tensor &offsets, const Tensor &row_token,
+               const Tensor &row_slot, const Tensor &token_row) {
+    check_dim("permute", "x", x_, 2);
+    Tensor x = dense(x_);
+    Maps m = maps_of("permute", x, true, experts_of("permute", offsets), offsets, row_token, row_slot,
+                     token_row);
+    Tensor rows = new_like(x, {m.plan.R, x.size(1)});
+
+    FusedMoePermute p = {};
+    p.x = data(x);
+    p.rows = mutable_data(rows);
+    p.plan = m.plan;
+    p.D = x.size(1);
+    p.dtype = float_dtype("permute", x);
+    RUN(permute, p);
+    return rows;
+}
+
+void run_unpermute(const Tensor &rows, const OptTensor &scores, const Maps &m, const Tensor &out) {
+    FusedMoeUnpermute p = {};
+    p.rows = data(rows);
+    p.scores = data(scores);
+    p.out = mutable_data(out);
+    p.plan = m.plan;
+    p.D = rows.size(1);
+    p.dtype = float_dtype("unpermute", rows);
+    RUN(unpermute, p);
+}
+
+Tensor unpermute(const Tensor &rows_, const OptTensor &scores_, const Tensor &offsets,
+                 const Tensor &row_token, const Tensor &row_slot, const Tensor &token_row) {
+    const char *op = "unpermute";
+    check_dim(op, "rows", rows_, 2);
+    Tensor rows = dense(rows_);
+    Maps m =
+        maps_of(op, rows, false, experts_of(op, offsets), offsets, row_token, row_slot, token_row);
+    OptTensor scores = scores_of(op, scores_, rows, {m.plan.T, m.plan.K});
+    Tensor out = new_like(rows, {m.plan.T, rows.size(1)});
+    run_unpermute(rows, scores, m, out);
+    return out;
+}
+
+// drows and dscores may be absent.
+void run_unpermute_backward(const Tensor &dout, const Tensor &rows, const OptTensor &scores,
+                            const Maps &m, const OptTensor &drows, const OptTensor &dscores) {
+    FusedMoeUnpermuteBackward p = {};
+    p.dout = data(dout);
+    p.rows = data(rows);
+    p.scores = data(scores);
+    p.drows = drows ? mutable_data(*drows) : nullptr;
+    p.dscores = dscores ? mutable_data(*dscores) : nullptr;
+    p.plan = m.plan;
+    p.D = rows.size(1);
+    p.dtype = float_dtype("unpermute_backward", rows);
+    RUN(unpermute_backward, p);
+}
+
+std::tuple<Tensor, Tensor> unpermute_backward(const Tensor &dout_, const Tensor &rows_,
+                                              const OptTensor &scores_, const Tensor &offsets,
+                                              const Tensor &row_token, const Tensor &row_slot,
+                                              const Tensor &token_row, bool need_drows,
+                                              bool need_dscores) {
+    const char *op = "unpermute_backward";
+    check_dim(op, "rows", rows_, 2);
+    Tensor rows = dense(rows_);
+    Maps m =
+        maps_of(op, rows, false, experts_of(op, offsets), offsets, row_token, row_slot, token_row);
+    Tensor dout = operand(op, "dout", dout_, rows, {m.plan.T, rows.size(1)});
+    OptTensor scores = scores_of(op, scores_, rows, {m.plan.T, m.plan.K});
+    OptTensor drows, dscores;
+    if (need_drows) drows = new_like(rows, shape_of(rows));
+    if (need_dscores) dscores = new_like(rows, {m.plan.T, m.plan.K}, score_dtype(rows));
+    run_unpermute_backward(dout, rows, scores, m, drows, dscores);
+    return {drows ? *drows : nothing(rows), dscores ? *dscores : nothing(rows, score_dtype(rows))};
+}
+
+// --- grouped products ---------------------------------------------------------------------------------------
+
+// Cumulative ends (E,), as torch._grouped_mm takes them.
+Tensor ends_of(const char *op, const Tensor &ends, const Tensor &x) {
+    Tensor e = index_map(op, "offsets", ends, x, 1);
+    check_size(op, "experts", e.size(0), 1, INT32_MAX / 4);
+    check_size(op, "rows", x.size(0), 0, INT32_MAX);
+    return e;
+}
+
+// out = a b^T + bias; with a second part b[1] the sum of both products.
+void run_grouped_mm(const Tensor &a, const FusedMoeWeight b[2], const int64_t N[2],
+                    const OptTensor &bias, const int32_t *ends, int64_t E, const Tensor &out) {
+    FusedMoeGroupedMM p = {};
+    p.a = data(a);
+    p.bias = data(bias);
+    p.out = mutable_data(out);
+    p.ends = ends;
+    p.R = a.size(0);
+    p.M = out.size(1);
+    for (int i = 0; i < 2; i++) p.b[i] = b[i], p.N[i] = N[i];
+    p.E = (int32_t)E;
+    p.dtype = float_dtype("grouped_mm", a);
+    RUN(grouped_mm, p);
+}
+
+Tensor grouped_mm(const Tensor &a_, const Tensor &b_, const Tensor &offsets) {
+    const char *op = "grouped_mm";
+    check_dim(op, "a", a_, 2);
+    check_dim(op, "b", b_, 3);
+    Tensor a = dense(a_), ends = ends_of(op, offsets, a);
+    int64_t E = ends.size(0), M = b_.size(1), N[2] = {a.size(1), 0};
+    STD_TORCH_CHECK(M >= 1 && N[0] >= 1, "fused_moe::grouped_mm: expected widths >= 1, found ",
+                    text(shape_of(b_)));
+    FusedMoeWeight b[2] = {weight(op, "b", b_, a, {E, M, N[0]}), {}};
+    Tensor out = new_like(a, {a.size(0), M});
+    run_grouped_mm(a, b, N, {}, ints(ends), E, out);
+    return out;
+}
+
+// b may be read through b_row_token, and multiplied by scores; dw[1] may be absent.
+void run_wgrad(const Tensor &a, const Tensor &b, const int32_t *b_row_token, const int32_t *row_slot,
+               const OptTensor &scores, const FusedMoeWeight dw[2], const int64_t M[2],
+               const int32_t *ends, int64_t E) {
+    FusedMoeWgrad p = {};
+    p.a = data(a);
+    p.b = data(b);
+    p.b_row_token = b_row_token;
+    p.row_slot = row_slot;
+    p.b_scores = data(scores);
+    p.ends = ends;
+    p.R = a.size(0);
+    p.T = b.size(0);
+    p.N = b.size(1);
+    for (int i = 0; i < 2; i++) p.dw[i] = dw[i], p.M[i] = M[i];
+    p.E = (int32_t)E;
+    p.dtype = float_dtype("wgrad", a);
+    RUN(wgrad, p);
+}
+
+Tensor wgrad(const Tensor &a_, const Tensor &b_, const Tensor &offsets, const OptTensor &a_row_token,
+             const OptTensor &b_row_token) {
+    const char *op = "wgrad";
+    check_dim(op, "a", a_, 2);
+    check_dim(op, "b", b_, 2);
+    STD_TORCH_CHECK(!a_row_token || !b_row_token,
+                    "fused_moe::wgrad: expected at most one of a_row_token and b_row_token");
+    STD_TORCH_CHECK(a_.size(1) >= 1 && b_.size(1) >= 1,
+                    "fused_moe::wgrad: expected widths >= 1, found ", text(shape_of(a_)), " and ",
+                    text(shape_of(b_)));
+    check_dtype(op, "b", b_, a_.scalar_type());
+    check_device(op, "b", b_, a_);
+    Tensor a = dense(a_), b = dense(b_), ends = ends_of(op, offsets, a);
+    int64_t E = ends.size(0);
+    Tensor dw = new_like(a, {E, a.size(1), b.size(1)});
+    FusedMoeWeight out[2] = {weight(dw), {}};
+    // the kernel gathers its second operand: with a_row_token the roles change, and dw is written transposed
+    bool swap = a_row_token.has_value();
+    if (swap) {
+        std::swap(a, b);
+        out[0] = transposed(out[0]);
+    }
+    int64_t M[2] = {a.size(1), 0};
+    OptTensor row_token = index_map(op, "row_token", swap ? a_row_token : b_row_token, a, 1);
+    if (row_token)
+        check_shape(op, "row_token", *row_token, {a.size(0)});
+    else
+        check_size(op, "rows of b", b.size(0), a.size(0), a.size(0));
+    run_wgrad(a, b, static_cast<const int32_t *>(data(row_token)), nullptr, {}, out, M, ints(ends), E);
+    return dw;
+}
+
+// db[e] = sum of score * row, rows read through row_token where it is given.
+void run_bias_grad(const Tensor &rows, const int32_t *row_token, const int32_t *row_slot,
+                   const OptTensor &scores, const int32_t *ends, int64_t E, int64_t R,
+                   const Tensor &db) {
+    FusedMoeBiasGrad p = {};
+    p.rows = data(rows);
+    p.row_token = row_token;
+    p.row_slot = row_slot;
+    p.scores = data(scores);
+    p.db = mutable_data(db);
+    p.ends = ends;
+    p.R = R;
+    p.T = rows.size(0);
+    p.N = rows.size(1);
+    p.E = (int32_t)E;
+    p.dtype = float_dtype("bias_grad", rows);
+    RUN(bias_grad, p);
+}
+
+Tensor bias_grad(const Tensor &rows_, const Tensor &offsets) {
+    check_dim("bias_grad", "rows", rows_, 2);
+    Tensor rows = dense(rows_), ends = ends_of("bias_grad", offsets, rows);
+    Tensor db = new_like(rows, {ends.size(0), rows.size(1)});
+    run_bias_grad(rows, nullptr, nullptr, {}, ints(ends), ends.size(0), rows.size(0), db);
+    return db;
+}
+
+// --- experts, up side -----------------------------------------------------------------------------------------
+
+std::tuple<Tensor, Tensor> experts_up(const Tensor &x_, const Tensor &w1, const OptTensor &w3,
+                                      const OptTensor &b1_, const OptTensor &b3_,
+                                      const OptTensor &scores_, const Tensor &offsets,
+                                      const OptTensor &row_token, const OptTensor &row_slot,
+                                      const OptTensor &token_row, const Tensor &tiles,
+                                      int64_t layout, int64_t activation, double alpha,
+                                      double limit, bool save_h) {
+    const char *op = "experts_up";
+    check_dim(op, "x", x_, 2);
+    Tensor x = dense(x_);
+    Width s = width_of(op, w1, w3, layout);
+    Maps m = maps_of(op, x, true, s.E, offsets, row_token, row_slot, token_row, tiles);
+    OptTensor b1 = operand(op, "b1", b1_, x, {s.E, s.w1_rows});
+    OptTensor b3 = operand(op, "b3", b3_, x, {s.E, s.F});
+    OptTensor scores = scores_of(op, scores_, x, {m.plan.T, m.plan.K});
+    check_size(op, "x's width", x.size(1), s.D, s.D);
+    STD_TORCH_CHECK(!scores || m.plan.row_slot, "fused_moe::experts_up: expected maps with scores");
+    Tensor h = new_like(x, {save_h ? m.plan.R : 0, s.H});
+    Tensor a = new_like(x, {m.plan.R, s.F});
+
+    FusedMoeUpGate p = {};
+    p.x = data(x);
+    p.scores = data(scores);
+    p.w1 = weight(op, "w1", w1, x, {s.E, s.w1_rows, s.D});
+    if (w3) p.w3 = weight(op, "w3", *w3, x, {s.E, s.F, s.D});
+    p.b1 = data(b1);
+    p.b3 = data(b3);
+    p.h = save_h ? mutable_data(h) : nullptr;
+    p.a = mutable_data(a);
+    p.plan = m.plan;
+    p.D = s.D;
+    p.F = s.F;
+    p.layout = (FusedMoeLayout)layout;
+    p.activation = activation_of(op, activation, alpha, limit);
+    p.dtype = float_dtype(op, x);
+    RUN(up_gate, p);
+    return {h, a};
+}
+
+std::tuple<Tensor, Tensor> up_gate(const Tensor &x, const Tensor &w1, const OptTensor &w3,
+                                   const OptTensor &b1, const OptTensor &b3, const Tensor &offsets,
+                                   const OptTensor &row_token, const OptTensor &row_slot,
+                                   const OptTensor &token_row, const Tensor &tiles, int64_t layout,
+                                   int64_t activation, double alpha, double limit) {
+    return experts_up(x, w1, w3, b1, b3, {}, offsets, row_token, row_slot, token_row, tiles, layout,
+                      activation, alpha, limit, true);
+}
+
+// dx_rows = dh w1, or dgate w1 + dup w3.
+void run_up_dgrad(const Tensor &dh, const FusedMoeWeight &w1, const FusedMoeWeight &w3,
+                  const Width &s, const int32_t *ends, const Tensor &dx_rows) {
+    const FusedMoeWeight b[2] = {transposed(w1), transposed(w3)};
+    const int64_t N[2] = {s.w1_rows, w3.data ? s.F : 0};
+    run_grouped_mm(dh, b, N, {}, ends, s.E, dx_rows);
+}
+
+Tensor up_dgrad(const Tensor &dh_, const Tensor &w1, const OptTensor &w3, const Tensor &offsets,
+                int64_t layout) {
+    const char *op = "up_dgrad";
+    Width s = width_of(op, w1, w3, layout);
+    check_dim(op, "dh", dh_, 2);
+    Tensor dh = operand(op, "dh", dh_, dh_, {dh_.size(0), s.H});
+    Maps m = maps_of(op, dh, false, s.E, offsets, {}, {}, {});
+    Tensor dx_rows = new_like(dh, {dh.size(0), s.D});
+    FusedMoeWeight up = w3 ? weight(op, "w3", *w3, dh, {s.E, s.F, s.D}) : FusedMoeWeight{};
+    run_up_dgrad(dh, weight(op, "w1", w1, dh, {s.E, s.w1_rows, s.D}), up, s, m.plan.ends, dx_rows);
+    return dx_rows;
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>
+experts_up_backward(const Tensor &dh_, const Tensor &x_, const Tensor &w1, const OptTensor &w3,
+                    const OptTensor &scores_, const Tensor &offsets, const OptTensor &row_token,
+                    const OptTensor &row_slot, const OptTensor &token_row, const Tensor &tiles,
+                    int64_t layout, bool need_dx, bool need_dw1, bool need_dw3, bool need_db1,
+                    bool need_db3, bool need_dscores) {
+    const char *op = "experts_up_backward";
+    check_dim(op, "x", x_, 2);
+    Tensor x = dense(x_);
+    Width s = width_of(op, w1, w3, layout);
+    Maps m = maps_of(op, x, true, s.E, offsets, row_token, row_slot, token_row, tiles);
+    Tensor dh = operand(op, "dh", dh_, x, {m.plan.R, s.H});
+    OptTensor scores = scores_of(op, scores_, x, {m.plan.T, m.plan.K});
+    check_size(op, "x's width", x.size(1), s.D, s.D);
+    STD_TORCH_CHECK(!scores || m.plan.row_slot, "fused_moe::", op, ": expected maps with scores");
+    STD_TORCH_CHECK((w3 || !(need_dw3 || need_db3)) && (scores || !need_dscores), "fused_moe::", op,
+                    ": expected w3 and scores where their gradients are needed");
+    FusedMoeWeight gate = weight(op, "w1", w1, x, {s.E, s.w1_rows, s.D}), up = {};
+    if (w3) up = weight(op, "w3", *w3, x, {s.E, s.F, s.D});
+
+    Tensor dx = nothing(x), dw1 = nothing(x), dw3 = nothing(x), db1 = nothing(x), db3 = nothing(x);
+    Tensor dscores = nothing(x, score_dtype(x));
+    if (need_dx || need_dscores) {
+        Tensor dx_rows = new_like(x, {m.plan.R, s.D});
+        run_up_dgrad(dh, gate, up, s, m.plan.ends, dx_rows);
+        if (need_dscores) {
+            dscores = new_like(x, {m.plan.T, m.plan.K}, score_dtype(x));
+            run_unpermute_backward(x, dx_rows, {}, m, {}, dscores);
+        }
+        if (need_dx && m.row_token) {
+            dx = new_like(x, shape_of(x));
+            run_unpermute(dx_rows, scores, m, dx);
+        } else if (need_dx) {
+            dx = dx_rows;
+        }
+    }
+    if (need_dw1 || need_dw3) {
+        if (need_dw1) dw1 = torch::stable::empty_like(w1);
+        if (need_dw3) dw3 = torch::stable::empty_like(*w3);
+        const FusedMoeWeight dw[2] = {need_dw1 ? weight(dw1) : FusedMoeWeight{},
+                                      need_dw3 ? weight(dw3) : FusedMoeWeight{}};
+        const int64_t M[2] = {s.w1_rows, w3 ? s.F : 0};
+        run_wgrad(dh, x, m.plan.row_token, m.plan.row_slot, scores, dw, M, m.plan.ends, s.E);
+    }
+    if (need_db1 || need_db3) {
+        Tensor db = new_like(x, {s.E, s.H});
+        run_bias_grad(dh, nullptr, nullptr, {}, m.plan.ends, s.E, m.plan.R, db);
+        auto half = [&](int64_t first, int64_t size) {
+            return torch::stable::contiguous(torch::stable::narrow(db, 1, first, size));
+        };
+        if (need_db1) db1 = w3 ? half(0, s.F) : db;
+        if (need_db3) db3 = half(s.F, s.F);
+    }
+    return {dx, dw1, dw3, db1, db3, dscores};
+}
+
+// --- experts, down side ---------------------------------------------------------------------------------------
+
+Tensor experts_down(const Tensor &a_, const OptTensor &, const Tensor &w2, const OptTensor &b2_,
+                    const OptTensor &scores_, const Tensor &offsets, const OptTensor &row_token,
+                    const OptTensor &row_slot, const OptTensor &token_row, const Tensor &tiles,
+                    int64_t, int64_t, double, double) {
+    const char *op = "experts_down";
+    check_dim(op, "a", a_, 2);
+    check_dim(op, "w2", w2, 3);
+    Tensor a = dense(a_);
+    int64_t E = w2.size(0), D = w2.size(1), N[2] = {a.size(1), 0};
+    STD_TORCH_CHECK(D >= 1 && N[0] >= 1, "fused_moe::", op, ": expected D, F >= 1, found ",
+                    text(shape_of(w2)));
+    Maps m = maps_of(op, a, false, E, offsets, row_token, row_slot, token_row, tiles);
+    OptTensor b2 = operand(op, "b2", b2_, a, {E, D});
+    OptTensor scores = scores_of(op, scores_, a, {m.plan.T, m.plan.K});
+    STD_TORCH_CHECK(!scores || m.plan.row_slot, "fused_moe::", op, ": expected maps with scores");
+    const FusedMoeWeight b[2] = {weight(op, "w2", w2, a, {E, D, N[0]}), {}};
+    Tensor y = new_like(a, {m.plan.R, D});
+    run_grouped_mm(a, b, N, b2, m.plan.ends, E, y);
+    if (!m.row_token) return y;
+    Tensor out = new_like(a, {m.plan.T, D});
+    run_unpermute(y, scores, m, out);
+    return out;
+}
+
+// Everything down_dgrad needs, checked; outputs are filled in by the caller.
+struct DownDgrad {
+    Tensor dout, h;
+    OptTensor b2, scores;
+    Maps m;
+    FusedMoeDownDgrad p;
+};
+
+DownDgrad down_dgrad_of(const char *op, const Tensor &dout_, const Tensor &w2, const OptTensor &b2,
+                        const Tensor &h, const OptTensor &scores, const Tensor &offsets,
+                        const OptTensor &row_token, const OptTensor &row_slot,
+                        const OptTensor &token_row, const Tensor &tiles, int64_t layout,
+                        int64_t activation, double alpha, double limit) {
+    check_dim(op, "dout", dout_, 2);
+    check_dim(op, "w2", w2, 3);
+    check_size(op, "layout", layout, FUSED_MOE_SEPARATE, FUSED_MOE_UNGATED);
+    Tensor dout = dense(dout_);
+    int64_t E = w2.size(0), D = w2.size(1), F = w2.size(2);
+    STD_TORCH_CHECK(D >= 1 && F >= 1, "fused_moe::", op, ": expected D, F >= 1, found ",
+                    text(shape_of(w2)));
+    check_shape(op, "dout", dout, {dout.size(0), D});
+    Maps m = maps_of(op, dout, true, E, offsets, row_token, row_slot, token_row, tiles);
+    int64_t H = layout == FUSED_MOE_UNGATED ? F : 2 * F;
+    DownDgrad d = {dout,
+                   operand(op, "h", h, dout, {m.plan.R, H}),
+                   operand(op, "b2", b2, dout, {E, D}),
+                   scores_of(op, scores, dout, {m.plan.T, m.plan.K}),
+                   m,
+                   {}};
+    STD_TORCH_CHECK(!d.scores || m.plan.row_slot, "fused_moe::", op, ": expected maps with scores");
+    d.p.dout = data(d.dout);
+    d.p.w2 = weight(op, "w2", w2, dout, {E, D, F});
+    d.p.b2 = data(d.b2);
+    d.p.h = data(d.h);
+    d.p.scores = data(d.scores);
+    d.p.plan = m.plan;
+    d.p.D = D;
+    d.p.F = F;
+    d.p.layout = (FusedMoeLayout)layout;
+    d.p.activation = activation_of(op, activation, alpha, limit);
+    d.p.dtype = float_dtype(op, dout);
+    return d;
+}
+
+std::tuple<Tensor, Tensor, Tensor>
+down_dgrad(const Tensor &dout, const Tensor &w2, const OptTensor &b2, const Tensor &h,
+           const OptTensor &scores, const Tensor &offsets, const OptTensor &row_token,
+           const OptTensor &row_slot, const OptTensor &token_row, const Tensor &tiles,
+           int64_t layout, int64_t activation, double alpha, double limit) {
+    DownDgrad d = down_dgrad_of("down_dgrad", dout, w2, b2, h, scores, offsets, row_token, row_slot,
+                                token_row, tiles, layout, activation, alpha, limit);
+    const FusedMoePlan &plan = d.m.plan;
+    Tensor dh = new_like(d.h, shape_of(d.h)), a_scaled = new_like(d.h, {plan.R, d.p.F});
+    Tensor dscores = new_like(d.dout, {plan.T, plan.K}, score_dtype(d.dout));
+    d.p.dh = mutable_data(dh);
+    d.p.a_scaled = mutable_data(a_scaled);
+    d.p.dscores = mutable_data(dscores);
+    RUN(down_dgrad, d.p);
+    return {dh, a_scaled, dscores};
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor>
+experts_down_backward(const Tensor &dout, const Tensor &h, const Tensor &w2, const OptTensor &b2,
+                      const OptTensor &scores, const Tensor &offsets, const OptTensor &row_token,
+                      const OptTensor &row_slot, const OptTensor &token_row, const Tensor &tiles,
+                      int64_t layout, int64_t activation, double alpha, double limit, bool need_dh,
+                      bool need_dw2, bool need_db2, bool need_dscores) {
+    const char *op = "experts_down_backward";
+    DownDgrad d = down_dgrad_of(op, dout, w2, b2, h, scores, offsets, row_token, row_slot, token_row,
+                                tiles, layout, activation, alpha, limit);
+    const FusedMoePlan &plan = d.m.plan;
+    Tensor dh = nothing(d.dout), dw2 = nothing(d.dout), db2 = nothing(d.dout);
+    Tensor dscores = nothing(d.dout, score_dtype(d.dout)), a_scaled = nothing(d.dout);
+    if (need_dh) {
+        dh = new_like(d.h, shape_of(d.h));
+        d.p.dh = mutable_data(dh);
+    }
+    if (need_dscores) {
+        dscores = new_like(d.dout, {plan.T, plan.K}, score_dtype(d.dout));
+        d.p.dscores = mutable_data(dscores);
+    }
+    if (need_dw2) {
+        a_scaled = new_like(d.dout, {plan.R, d.p.F});
+        d.p.a_scaled = mutable_data(a_scaled);
+    }
+    if (need_dh || need_dscores || need_dw2) RUN(down_dgrad, d.p);
+    if (need_dw2) {
+        dw2 = torch::stable::empty_like(w2);
+        const FusedMoeWeight dw[2] = {transposed(weight(dw2)), {}};
+        const int64_t M[2] = {d.p.F, 0};
+        run_wgrad(a_scaled, d.dout, plan.row_token, nullptr, {}, dw, M, plan.ends, plan.E);
+    }
+    if (need_db2) {
+        db2 = new_like(d.dout, {plan.E, d.p.D});
+        run_bias_grad(d.dout, plan.row_token, plan.row_slot, d.scores, plan.ends, plan.E, plan.R, db2);
+    }
+    return {dh, dw2, db2, dscores};
+}
+
+Tensor act_dgrad(const Tensor &da_, const Tensor &h_, int64_t layout, int64_t activation,
+                 double alpha, double limit) {
+    const char *op = "act_dgrad";
+    check_size(op, "layout", layout, FUSED_MOE_SEPARATE, FUSED_MOE_UNGATED);
+    check_dim(op, "da", da_, 2);
+    Tensor da = dense(da_);
+    int64_t R = da.size(0), F = da.size(1), H = layout == FUSED_MOE_UNGATED ? F : 2 * F;
+    Tensor h = operand(op, "h", h_, da, {R, H}), dh = new_like(da, {R, H});
+
+    FusedMoeActDgrad p = {};
+    p.da = data(da);
+    p.h = data(h);
+    p.dh = mutable_data(dh);
+    p.R = R;
+    p.F = F;
+    p.layout = (FusedMoeLayout)layout;
+    p.activation = activation_of(op, activation, alpha, limit);
+    p.dtype = float_dtype(op, da);
+    RUN(act_dgrad, p);
+    return dh;
+}
+
+}  // namespace
+
+// --- schemas ----------------------------------------------------------------------------------------------------
+
+#define MAPS "Tensor offsets, Tensor row_token, Tensor row_slot, Tensor token_row"
+#define PLAN                                                                                       \
+    "Tensor offsets, Tensor? row_token, Tensor? row_slot, Tensor? token_row, Tensor tiles, int "   \
+    "layout"
+#define ACTIVATION "int activation, float alpha, float limit"
+
+STABLE_TORCH_LIBRARY(fused_moe, m) {
+    m.def("route(Tensor logits, Tensor? bias, int top_k, int score_func, bool route_norm, float "
+          "route_scale, int num_groups, int num_limited_groups) -> (Tensor scores, Tensor ids)");
+    m.def("route_backward(Tensor dscores, Tensor logits, Tensor ids, int score_func, bool "
+          "route_norm, float route_scale) -> Tensor");
+    m.def("route_plan(Tensor ids, int num_experts) -> (Tensor counts, Tensor offsets, Tensor "
+          "row_token, Tensor row_slot, Tensor token_row, Tensor tiles)");
+    m.def("count_plan(Tensor counts, int num_rows) -> (Tensor counts_out, Tensor offsets, Tensor "
+          "tiles)");
+    m.def("permute(Tensor x, " MAPS ") -> Tensor");
+    m.def("unpermute(Tensor rows, Tensor? scores, " MAPS ") -> Tensor");
+    m.def("unpermute_backward(Tensor dout, Tensor rows, Tensor? scores, " MAPS
+          ", bool need_drows, bool need_dscores) -> (Tensor drows, Tensor dscores)");
+    m.def("grouped_mm(Tensor a, Tensor b, Tensor offsets) -> Tensor");
+    m.def("wgrad(Tensor a, Tensor b, Tensor offsets, Tensor? a_row_token=None, Tensor? "
+          "b_row_token=None) -> Tensor");
+    m.def("bias_grad(Tensor rows, Tensor offsets) -> Tensor");
+    m.def("up_gate(Tensor x, Tensor w1, Tensor? w3, Tensor? b1, Tensor? b3, " PLAN ", " ACTIVATION
+          ") -> (Tensor h, Tensor a)");
+    m.def("up_dgrad(Tensor dh, Tensor w1, Tensor? w3, Tensor offsets, int layout) -> Tensor");
+    m.def("down_dgrad(Tensor dout, Tensor w2, Tensor? b2, Tensor h, Tensor? scores, " PLAN
+          ", " ACTIVATION ") -> (Tensor dh, Tensor a_scaled, Tensor dscores)");
+    m.def("act_dgrad(Tensor da, Tensor h, int layout, " ACTIVATION ") -> Tensor");
+    m.def("experts_up(Tensor x, Tensor w1, Tensor? w3, Tensor? b1, Tensor? b3, Tensor? "
+          "scores, " PLAN ", " ACTIVATION ", bool save_h) -> (Tensor h, Tensor a)");
+    m.def("experts_up_backward(Tensor dh, Tensor x, Tensor w1, Tensor? w3, Tensor? scores, " PLAN
+          ", bool need_dx, bool need_dw1, bool need_dw3, bool need_db1, bool need_db3, bool "
+          "need_dscores) -> (Tensor dx, Tensor dw1, Tensor dw3, Tensor db1, Tensor db3, Tensor "
+          "dscores)");
+    m.def("experts_down(Tensor a, Tensor? h, Tensor w2, Tensor? b2, Tensor? scores, " PLAN
+          ", " ACTIVATION ") -> Tensor");
+    m.def("experts_down_backward(Tensor dout, Tensor h, Tensor w2, Tensor? b2, Tensor? "
+          "scores, " PLAN ", " ACTIVATION ", bool need_dh, bool need_dw2, bool need_db2, bool "
+          "need_dscores) -> (Tensor dh, Tensor dw2, Tensor db2, Tensor dscores)");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(fused_moe, CPU, m) {
+#define IMPL(op) m.impl(#op, TORCH_BOX(&op))
+    IMPL(route);
+    IMPL(route_backward);
+    IMPL(route_plan);
+    IMPL(count_plan);
+    IMPL(permute);
+    IMPL(unpermute);
+    IMPL(unpermute_backward);
+    IMPL(grouped_mm);
+    IMPL(wgrad);
+    IMPL(bias_grad);
+    IMPL(up_gate);
+    IMPL(up_dgrad);
+    IMPL(down_dgrad);
+    IMPL(act_dgrad);
+    IMPL(experts_up);
+    IMPL(experts_up_backward);
+    IMPL(experts_down);
+    IMPL(experts_down_backward);
+#undef IMPL
+}

@@ -1,0 +1,36 @@
+"""fused_moe: Mixture-of-Experts layers for PyTorch as few fused kernels, forward and backward.
+
+`FusedMoE` is the module, the functions below are its parts, `reference` is the same in plain PyTorch,
+and `info()` tells what runs where.
+"""
+
+from importlib.metadata import version
+
+from . import reference
+from .function import fused_experts, grouped_mlp, grouped_mm, permute, route, unpermute
+from .info import info
+from .losses import load_balancing_loss, router_z_loss
+from .module import FusedMoE, LoadReport, RouterLosses
+from .ops import plan_from_counts, route_plan
+from .plan import Plan
+
+__version__ = version("fused_moe")
+
+__all__ = [
+    "FusedMoE",
+    "LoadReport",
+    "Plan",
+    "RouterLosses",
+    "fused_experts",
+    "grouped_mlp",
+    "grouped_mm",
+    "info",
+    "load_balancing_loss",
+    "permute",
+    "plan_from_counts",
+    "reference",
+    "route",
+    "route_plan",
+    "router_z_loss",
+    "unpermute",
+]

@@ -1,0 +1,42 @@
+"""Activations in plain PyTorch: the specification of csrc/activation.h, in the same order.
+
+An expert computes a = f(gate) * m(up); without up, a = f(gate). `alpha` and `limit` belong to
+swiglu_clamped (gpt-oss) alone.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def _linear(up: Tensor, limit: float) -> Tensor:
+    return up
+
+
+# name -> (f, m)
+ACTIVATIONS = {
+    "silu": (lambda x, alpha, limit: F.silu(x), _linear),
+    "gelu": (lambda x, alpha, limit: F.gelu(x), _linear),
+    "gelu_tanh": (lambda x, alpha, limit: F.gelu(x, approximate="tanh"), _linear),
+    "relu": (lambda x, alpha, limit: F.relu(x), _linear),
+    "swiglu_clamped": (
+        lambda x, alpha, limit: x.clamp(max=limit) * torch.sigmoid(alpha * x.clamp(max=limit)),
+        lambda up, limit: up.clamp(-limit, limit) + 1,
+    ),
+}
+
+
+def activate(
+    gate: Tensor,
+    up: Tensor | None = None,
+    *,
+    activation: str = "silu",
+    alpha: float = 1.702,
+    limit: float = 7.0,
+) -> Tensor:
+    """f(gate) * m(up), or f(gate) where there is no up."""
+    f, m = ACTIVATIONS[activation]
+    value = f(gate, alpha, limit)
+    return value if up is None else value * m(up, limit)

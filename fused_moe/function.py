@@ -1,0 +1,394 @@
+"""The functional interface: checks what it is given, then calls the operators.
+
+Every wrong call raises TypeError (a kind or dtype) or ValueError (a shape, device or value) with what
+was expected and what was found, before anything runs. Below, T is the number of tokens, D the model
+width, F the expert hidden width, E the number of experts, K experts per token and R rows.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from . import ops as _ops
+from .activation import ACTIVATIONS
+from .ops import ops
+from .plan import Plan
+
+_FLOATING = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_INTEGERS = (torch.int32, torch.int64, torch.int16, torch.int8, torch.uint8)
+
+
+# --- checks ---------------------------------------------------------------------------------------------
+
+
+def _check(ok: bool, error: type[Exception], fn: str, expected: str, found) -> None:
+    if not ok:
+        raise error(f"{fn}: expected {expected}, found {found}")
+
+
+def _check_tensor(fn: str, name: str, value, dim: int, dtypes: tuple[torch.dtype, ...]) -> None:
+    _check(isinstance(value, Tensor), TypeError, fn, f"{name} to be a tensor", type(value).__name__)
+    names = " or ".join(str(d).removeprefix("torch.") for d in dtypes)
+    _check(value.dtype in dtypes, TypeError, fn, f"{name} of dtype {names}", value.dtype)
+    _check(value.dim() == dim, ValueError, fn, f"{name} of {dim} dimensions", f"shape {tuple(value.shape)}")
+
+
+def _check_shape(fn: str, name: str, value: Tensor, letters: str, shape: tuple) -> None:
+    _check(
+        tuple(value.shape) == tuple(shape),
+        ValueError,
+        fn,
+        f"{name} of shape ({letters}) = {tuple(shape)}",
+        tuple(value.shape),
+    )
+
+
+def _check_like(fn: str, name: str, value: Tensor, x_name: str, x: Tensor) -> None:
+    """Same device, and same dtype unless autocast is about to make it so."""
+    _check(value.device == x.device, ValueError, fn, f"{name} on {x_name}'s device {x.device}", value.device)
+    if not torch.is_autocast_enabled(x.device.type):
+        _check(value.dtype == x.dtype, TypeError, fn, f"{name} of {x_name}'s dtype {x.dtype}", value.dtype)
+
+
+def _check_choice(fn: str, name: str, value, choices) -> None:
+    _check(value in choices, ValueError, fn, f"{name} to be one of {sorted(choices)}", repr(value))
+
+
+def check_routing(
+    fn: str, num_experts: int, top_k: int, score_func: str, num_expert_groups, num_limited_groups
+) -> None:
+    """The rules between E, K and the groups, for `route` and for the module's constructor."""
+    _check_choice(fn, "score_func", score_func, _ops.SCORE_FUNCS)
+    _check(1 <= num_experts <= 1024, ValueError, fn, "1 to 1024 experts", num_experts)
+    most = min(num_experts, 32)
+    _check(1 <= top_k <= most, ValueError, fn, f"top_k from 1 to min(E, 32) = {most}", top_k)
+    both = "num_expert_groups and num_limited_groups together"
+    _check(
+        (num_expert_groups is None) == (num_limited_groups is None),
+        ValueError,
+        fn,
+        both,
+        (num_expert_groups, num_limited_groups),
+    )
+    if num_expert_groups is None:
+        return
+    _check(
+        num_expert_groups >= 1 and num_experts % num_expert_groups == 0,
+        ValueError,
+        fn,
+        f"num_expert_groups to divide the {num_experts} experts",
+        num_expert_groups,
+    )
+    _check(
+        1 <= num_limited_groups <= num_expert_groups,
+        ValueError,
+        fn,
+        f"num_limited_groups from 1 to {num_expert_groups}",
+        num_limited_groups,
+    )
+    reach = num_limited_groups * (num_experts // num_expert_groups)
+    _check(top_k <= reach, ValueError, fn, f"top_k within the {reach} experts of the kept groups", top_k)
+
+
+def check_activation(fn: str, activation: str, layout: str, score_on: str) -> None:
+    _check_choice(fn, "activation", activation, ACTIVATIONS)
+    _check_choice(fn, "layout", layout, _ops.LAYOUTS)
+    _check_choice(fn, "score_on", score_on, ("input", "output"))
+
+
+def _check_ids(fn: str, ids, x: Tensor) -> None:
+    _check_tensor(fn, "ids", ids, 2, (torch.int32, torch.int64))
+    _check(ids.size(0) == x.size(0), ValueError, fn, f"ids for x's {x.size(0)} tokens", tuple(ids.shape))
+    _check(ids.size(1) >= 1, ValueError, fn, "ids with at least one slot", tuple(ids.shape))
+    _check(ids.device == x.device, ValueError, fn, f"ids on x's device {x.device}", ids.device)
+
+
+def _check_scores(fn: str, scores, ids: Tensor) -> None:
+    _check_tensor(fn, "scores", scores, 2, _FLOATING)
+    _check_shape(fn, "scores", scores, "T, K", ids.shape)
+    _check(scores.device == ids.device, ValueError, fn, f"scores on {ids.device}", scores.device)
+
+
+def _check_counts(fn: str, counts, num_experts: int, rows: Tensor) -> None:
+    _check_tensor(fn, "counts", counts, 1, _INTEGERS)
+    _check_shape(fn, "counts", counts, "E", (num_experts,))
+    _check(counts.device == rows.device, ValueError, fn, f"counts on {rows.device}", counts.device)
+    # On a GPU reading the values would synchronise; there the kernels never leave the rows given.
+    if counts.device.type == "cpu" and type(counts) is Tensor and not torch.compiler.is_compiling():
+        bad = bool((counts < 0).any()) or int(counts.sum()) > rows.size(0)
+        expected = f"counts >= 0 that sum to at most the {rows.size(0)} rows given"
+        _check(not bad, ValueError, fn, expected, counts.tolist())
+
+
+def _check_plan(fn: str, plan, rows: Tensor) -> None:
+    _check(isinstance(plan, Plan), TypeError, fn, "plan to be a fused_moe.Plan", type(plan).__name__)
+    _check(plan.token_row is not None, ValueError, fn, "a plan made from ids", "a plan made from counts")
+    _check(
+        plan.row_slot.size(0) == rows.size(0),
+        ValueError,
+        fn,
+        f"the plan's {plan.row_slot.size(0)} rows",
+        rows.size(0),
+    )
+    _check(plan.offsets.device == rows.device, ValueError, fn, f"plan on {rows.device}", plan.offsets.device)
+
+
+def _expert_weights(fn: str, x: Tensor, w1, w2, w3, b1, b2, b3, layout: str, transposed: bool):
+    """Checks the weights and returns w1 (E, H, D), w2 (E, D, F), w3 (E, F, D) as views, and the layout."""
+    packed = layout != "separate"
+    pairs = layout == "interleaved" and isinstance(w1, Tensor) and w1.dim() == 4 and not transposed
+    _check_tensor(fn, "w1", w1, 4 if pairs else 3, _FLOATING)
+    if pairs:
+        _check(w1.size(2) == 2, ValueError, fn, "w1 of shape (E, F, 2, D)", tuple(w1.shape))
+        w1 = w1.flatten(1, 2)
+    _check_tensor(fn, "w2", w2, 3, _FLOATING)
+    if w3 is not None:
+        _check(not packed, ValueError, fn, f"no w3 with layout {layout!r}, which packs it in w1", "w3")
+        _check_tensor(fn, "w3", w3, 3, _FLOATING)
+    if transposed:
+        w1, w2, w3 = w1.mT, w2.mT, None if w3 is None else w3.mT
+    num_experts, dim, hidden = w2.shape
+    width = 2 * hidden if packed else hidden
+    stored = " stored transposed" if transposed else ""
+    _check(num_experts >= 1 and dim >= 1 and hidden >= 1, ValueError, fn, "E, D, F >= 1", tuple(w2.shape))
+    _check_shape(fn, "x", x, "T, D", (x.size(0), dim))
+    _check_shape(fn, "w1", w1, f"E, {'2F' if packed else 'F'}, D{stored}", (num_experts, width, dim))
+    if w3 is not None:
+        _check_shape(fn, "w3", w3, f"E, F, D{stored}", (num_experts, hidden, dim))
+    biases = (("b1", b1, width), ("b2", b2, dim), ("b3", b3, hidden))
+    for name, bias, size in biases:
+        if bias is not None:
+            _check_tensor(fn, name, bias, 2, _FLOATING)
+            _check_shape(fn, name, bias, f"E, {size}", (num_experts, size))
+    _check(b3 is None or w3 is not None, ValueError, fn, "b3 only beside w3", "b3 without w3")
+    for name, value in (("w1", w1), ("w2", w2), ("w3", w3), *((n, b) for n, b, _ in biases)):
+        if value is not None:
+            _check_like(fn, name, value, "x", x)
+    code = _ops.UNGATED if not packed and w3 is None else _ops.LAYOUTS[layout]
+    return w1, w2, w3, code
+
+
+def _score_dtype(x: Tensor) -> torch.dtype:
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+# --- routing ----------------------------------------------------------------------------------------------
+
+
+def route(
+    logits: Tensor,
+    top_k: int,
+    *,
+    score_func: str = "softmax",
+    bias: Tensor | None = None,
+    route_norm: bool = False,
+    route_scale: float = 1.0,
+    num_expert_groups: int | None = None,
+    num_limited_groups: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Chooses the K best experts of every token: softmax or sigmoid, fused with top-k.
+
+    Ties go to the lowest expert id; slots come best first. NaN or infinite logits give NaN scores and
+    still valid, distinct ids. Source: the routers of DeepSeek-V3 (arXiv 2412.19437, 2.1.2) and Mixtral.
+
+    Args:
+        logits: (T, E) of any floating dtype, E from 1 to 1024. Computed in float32 (float64 stays).
+        top_k: K, from 1 to min(E, 32).
+        score_func: "softmax" over all experts, or "sigmoid".
+        bias: (E,) added to the scores for the choice, not to the scores returned.
+        route_norm: divide each token's K scores by their sum.
+        route_scale: factor on the scores.
+        num_expert_groups, num_limited_groups: only experts of the `num_limited_groups` best groups may
+            be chosen; a group's score is the sum of its two best experts.
+
+    Returns:
+        scores (T, K) float32 (float64 for float64 logits), differentiable in logits; ids (T, K) int32.
+
+    Raises:
+        TypeError, ValueError: with what was expected and what was found.
+    """
+    _check_tensor("route", "logits", logits, 2, _FLOATING)
+    check_routing("route", logits.size(1), top_k, score_func, num_expert_groups, num_limited_groups)
+    if bias is not None:
+        _check_tensor("route", "bias", bias, 1, _FLOATING)
+        _check_shape("route", "bias", bias, "E", (logits.size(1),))
+        _check(bias.device == logits.device, ValueError, "route", f"bias on {logits.device}", bias.device)
+        bias = bias.detach().float()
+    return ops.route(
+        logits,
+        bias,
+        top_k,
+        _ops.SCORE_FUNCS[score_func],
+        route_norm,
+        route_scale,
+        num_expert_groups or 0,
+        num_limited_groups or 0,
+    )
+
+
+# --- rows -------------------------------------------------------------------------------------------------
+
+
+def permute(x: Tensor, ids: Tensor, num_experts: int) -> tuple[Tensor, Plan]:
+    """Copies every token to its experts' rows, grouped by expert.
+
+    Args:
+        x: (T, D), floating. ids: (T, K) int32 or int64; a slot whose id is outside [0, E) gets no row.
+        num_experts: E.
+
+    Returns:
+        rows (T*K, D), zero past the last row, differentiable in x; and the plan, for `unpermute`.
+    """
+    _check_tensor("permute", "x", x, 2, _FLOATING)
+    _check_ids("permute", ids, x)
+    _check(num_experts >= 1, ValueError, "permute", "num_experts >= 1", num_experts)
+    plan = _ops.route_plan(ids, num_experts)
+    return ops.permute(x, plan.offsets, plan.row_token, plan.row_slot, plan.token_row), plan
+
+
+def unpermute(rows: Tensor, plan: Plan, scores: Tensor | None = None) -> Tensor:
+    """Sums every token's rows, weighted: out[t] = sum over k of scores[t, k] * rows[token_row[t, k]].
+
+    Args:
+        rows: (T*K, D), floating. plan: as `permute` or `route_plan` gave it.
+        scores: (T, K), any floating dtype; None weighs every row with one.
+
+    Returns:
+        (T, D) in rows' dtype, summed in float32 or wider, differentiable in rows and scores.
+    """
+    _check_tensor("unpermute", "rows", rows, 2, _FLOATING)
+    _check_plan("unpermute", plan, rows)
+    if scores is not None:
+        _check_scores("unpermute", scores, plan.token_row)
+        scores = scores.to(_score_dtype(rows))
+    return ops.unpermute(rows, scores, plan.offsets, plan.row_token, plan.row_slot, plan.token_row)
+
+
+# --- experts ----------------------------------------------------------------------------------------------
+
+
+def grouped_mm(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
+    """out[r] = a[r] @ b[e].T for the rows r of expert e, zero past the last row.
+
+    Args:
+        a: (R, in), rows grouped by expert. b: (E, out, in), a's dtype (cast under autocast).
+        offsets: (E,) int32 cumulative ends on a's device, as torch._grouped_mm takes them.
+
+    Returns:
+        (R, out), differentiable in a and b, any number of times.
+    """
+    _check_tensor("grouped_mm", "a", a, 2, _FLOATING)
+    _check_tensor("grouped_mm", "b", b, 3, _FLOATING)
+    _check_shape("grouped_mm", "b", b, "E, out, in", (b.size(0), b.size(1), a.size(1)))
+    _check_like("grouped_mm", "b", b, "a", a)
+    _check_tensor("grouped_mm", "offsets", offsets, 1, (torch.int32,))
+    _check_shape("grouped_mm", "offsets", offsets, "E", (b.size(0),))
+    _check(offsets.device == a.device, ValueError, "grouped_mm", f"offsets on {a.device}", offsets.device)
+    return ops.grouped_mm(a, b, offsets)
+
+
+def _experts(x, w1, w2, w3, b1, b2, b3, scores, plan: Plan, code, activation, alpha, limit, score_on):
+    """The two autograd nodes; h is kept only if a gradient can be asked for."""
+    needs_grad = torch.is_grad_enabled() and any(
+        t is not None and t.requires_grad for t in (x, w1, w2, w3, b1, b2, b3, scores)
+    )
+    act = (code, _ops.ACTIVATION_CODES[activation], alpha, limit)
+    maps = plan[1:]
+    on_input = score_on == "input"
+    h, a = ops.experts_up(x, w1, w3, b1, b3, scores if on_input else None, *maps, *act, needs_grad)
+    return ops.experts_down(a, h if needs_grad else None, w2, b2, None if on_input else scores, *maps, *act)
+
+
+def fused_experts(
+    x: Tensor,
+    w1: Tensor,
+    w2: Tensor,
+    w3: Tensor | None,
+    scores: Tensor,
+    ids: Tensor,
+    *,
+    b1: Tensor | None = None,
+    b2: Tensor | None = None,
+    b3: Tensor | None = None,
+    activation: str = "silu",
+    alpha: float = 1.702,
+    limit: float = 7.0,
+    layout: str = "separate",
+    transposed: bool = False,
+    score_on: str = "output",
+    plan: Plan | None = None,
+) -> Tensor:
+    """The routed experts of a layer: out[t] = sum over k of scores[t, k] * expert(ids[t, k])(x[t]).
+
+    expert(e)(x) = w2[e] @ (act(w1[e] @ x + b1[e]) * (w3[e] @ x + b3[e])) + b2[e].
+    For backward only x, h (T*K, 2F), scores and int32 maps are kept; double backward raises.
+
+    Args:
+        x: (T, D). T may be 0.
+        w1, w2, w3: gate (E, F, D), down (E, D, F), up (E, F, D), all of x's dtype (cast under autocast).
+            w3=None with layout "separate" leaves the gate out: act(w1 x). A weight that needs no
+            gradient gets none computed.
+        scores: (T, K), any floating dtype; used in float32 (float64 for float64 x).
+        ids: (T, K) int32 or int64. An id outside [0, E) means "not mine": the slot is not computed,
+            contributes zero and gets a zero score gradient.
+        b1, b2, b3: biases (E, F), (E, D), (E, F); b1 is (E, 2F) in w1's layout when packed.
+        activation: silu, gelu, gelu_tanh, relu, or swiglu_clamped (gpt-oss), which uses alpha and limit.
+        layout: "separate"; "halves": w1 is (E, 2F, D), gate rows then up rows; "interleaved": w1 is
+            (E, 2F, D) or (E, F, 2, D), gate0, up0, gate1, ... With the last two w3 is None.
+        transposed: weights are stored (E, D, F or 2F) and (E, F, D), as gpt-oss does.
+        score_on: "output", or "input": rows are x * score, rounded to x's dtype, and added plainly.
+        plan: the plan of `ids`, if it exists already.
+
+    Returns:
+        (T, D) in x's dtype (autocast's under autocast), differentiable in x, weights, biases, scores.
+
+    Raises:
+        TypeError, ValueError: with what was expected and what was found, before anything runs.
+    """
+    fn = "fused_experts"
+    _check_tensor(fn, "x", x, 2, _FLOATING)
+    check_activation(fn, activation, layout, score_on)
+    w1, w2, w3, code = _expert_weights(fn, x, w1, w2, w3, b1, b2, b3, layout, transposed)
+    _check_ids(fn, ids, x)
+    _check_scores(fn, scores, ids)
+    if plan is None:
+        plan = _ops.route_plan(ids, w2.size(0))
+    scores = scores.to(_score_dtype(x))
+    return _experts(x, w1, w2, w3, b1, b2, b3, scores, plan, code, activation, alpha, limit, score_on)
+
+
+def grouped_mlp(
+    x_rows: Tensor,
+    w1: Tensor,
+    w2: Tensor,
+    w3: Tensor | None,
+    counts: Tensor,
+    *,
+    b1: Tensor | None = None,
+    b2: Tensor | None = None,
+    b3: Tensor | None = None,
+    activation: str = "silu",
+    alpha: float = 1.702,
+    limit: float = 7.0,
+    layout: str = "separate",
+    transposed: bool = False,
+) -> Tensor:
+    """Every expert on its own rows, which are grouped by expert already, as a token dispatcher leaves them.
+
+    Args:
+        x_rows: (R, D): counts[0] rows of expert 0, then counts[1] of expert 1, ... Rows past counts.sum()
+            are never read, and written as zero, forward and backward: they may hold garbage.
+        counts: (E,) of any integer dtype, on x_rows' device; never read by the host on a GPU.
+        Other arguments: as `fused_experts` takes them.
+
+    Returns:
+        (R, D), differentiable in x_rows, weights and biases.
+    """
+    fn = "grouped_mlp"
+    _check_tensor(fn, "x_rows", x_rows, 2, _FLOATING)
+    check_activation(fn, activation, layout, "output")
+    w1, w2, w3, code = _expert_weights(fn, x_rows, w1, w2, w3, b1, b2, b3, layout, transposed)
+    _check_counts(fn, counts, w2.size(0), x_rows)
+    plan = _ops.plan_from_counts(counts, x_rows.size(0))
+    return _experts(x_rows, w1, w2, w3, b1, b2, b3, None, plan, code, activation, alpha, limit, "output")

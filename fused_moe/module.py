@@ -1,0 +1,281 @@
+"""FusedMoE: the layer as an nn.Module, with torchtitan's parameter names."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from . import function
+from .activation import activate
+from .losses import load_balancing_loss, router_z_loss
+from .ops import route_plan
+
+
+class RouterLosses(NamedTuple):
+    """Scalars a trainer can add to its loss, each times a coefficient of its own."""
+
+    load_balancing: Tensor
+    z: Tensor
+
+
+class LoadReport(NamedTuple):
+    """How the tokens fell on the experts since the last reset."""
+
+    tokens: Tensor  # (E,) slots given to each expert
+    share: Tensor  # (E,) the same over their sum
+    max_over_mean: float  # 1.0 is a perfect balance
+    idle: int  # experts that got nothing
+
+    def __str__(self) -> str:
+        bars = "\n".join(
+            f"  expert {e:4d}  {int(n):10d}  {s:6.2%}  {'#' * round(40 * s / max(peak, 1e-9))}"
+            for peak in [float(self.share.max())]
+            for e, (n, s) in enumerate(zip(self.tokens.tolist(), self.share.tolist(), strict=True))
+        )
+        return f"load: max/mean {self.max_over_mean:.2f}, {self.idle} idle\n{bars}"
+
+
+class Router(nn.Module):
+    """Scores every expert for every token, and chooses."""
+
+    def __init__(self, dim, num_experts, top_k, *, bias, routing, device=None, dtype=None):
+        super().__init__()
+        self.gate = nn.Linear(dim, num_experts, bias=bias, device=device, dtype=dtype)
+        self.top_k = top_k
+        self.routing = routing
+
+    def reset_parameters(self) -> None:
+        self.gate.reset_parameters()
+
+    def forward(self, x: Tensor, expert_bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """x (T, D) -> scores (T, K), ids (T, K), logits (T, E)."""
+        logits = self.gate(x)
+        scores, ids = function.route(logits, self.top_k, bias=expert_bias, **self.routing)
+        return scores, ids, logits
+
+    def extra_repr(self) -> str:
+        return ", ".join(f"{k}={v!r}" for k, v in {"top_k": self.top_k, **self.routing}.items())
+
+
+class Experts(nn.Module):
+    """The routed experts: w1 (E, F, D) gate, w2 (E, D, F) down, w3 (E, F, D) up, and biases."""
+
+    def __init__(self, dim, hidden_dim, num_experts, *, activation, gated, bias, device, dtype):
+        super().__init__()
+        self.dim, self.hidden_dim, self.num_experts = dim, hidden_dim, num_experts
+        self.activation = activation
+
+        def new(*shape):
+            return nn.Parameter(torch.empty(num_experts, *shape, device=device, dtype=dtype))
+
+        self.w1 = new(hidden_dim, dim)
+        self.w2 = new(dim, hidden_dim)
+        self.w3 = new(hidden_dim, dim) if gated else None
+        self.b1 = new(hidden_dim) if bias else None
+        self.b2 = new(dim) if bias else None
+        self.b3 = new(hidden_dim) if bias and gated else None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """As nn.Linear: uniform in +-1/sqrt(fan_in)."""
+        fan_in = {"1": self.dim, "2": self.hidden_dim, "3": self.dim}
+        for name, parameter in self.named_parameters(recurse=False):
+            bound = 1 / math.sqrt(fan_in[name[-1]])
+            nn.init.uniform_(parameter, -bound, bound)
+
+    def forward(self, x: Tensor, scores: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """x (T, D) -> out (T, D), counts (E,) int32."""
+        plan = route_plan(ids, self.num_experts)
+        out = function.fused_experts(x, self.w1, self.w2, self.w3, scores, ids, **self.settings, plan=plan)
+        return out, plan.counts
+
+    @property
+    def settings(self) -> dict:
+        return {"b1": self.b1, "b2": self.b2, "b3": self.b3, "activation": self.activation}
+
+    def extra_repr(self) -> str:
+        gated, bias = self.w3 is not None, self.b1 is not None
+        return (
+            f"{self.dim}, {self.hidden_dim}, num_experts={self.num_experts}, "
+            f"activation={self.activation!r}, gated={gated}, bias={bias}"
+        )
+
+
+class SharedExperts(nn.Module):
+    """The dense expert that every token visits: w2(act(w1 x) * w3 x)."""
+
+    def __init__(self, dim, hidden_dim, *, activation, gated, bias, device, dtype):
+        super().__init__()
+        factory = {"bias": bias, "device": device, "dtype": dtype}
+        self.w1 = nn.Linear(dim, hidden_dim, **factory)
+        self.w2 = nn.Linear(hidden_dim, dim, **factory)
+        self.w3 = nn.Linear(dim, hidden_dim, **factory) if gated else None
+        self.activation = activation
+
+    def reset_parameters(self) -> None:
+        for linear in self.children():
+            linear.reset_parameters()
+
+    def forward(self, x: Tensor) -> Tensor:
+        up = None if self.w3 is None else self.w3(x)
+        return self.w2(activate(self.w1(x), up, activation=self.activation))
+
+
+class FusedMoE(nn.Module):
+    """A Mixture-of-Experts feed-forward layer: router, routed experts, shared experts.
+
+    out = sum over k of scores[k] * w2[e](act(w1[e] x) * w3[e] x), e the k-th best expert of x, plus the
+    shared experts. Trains on kernels of its own in every tier; `fused_moe.info()` tells which tiers run.
+
+    Args:
+        dim: D, model width. hidden_dim: F, width of one expert.
+        num_experts: E, 1 to 1024. top_k: K, experts per token, 1 to min(E, 32).
+        score_func, route_norm, route_scale, num_expert_groups, num_limited_groups: as `fused_moe.route`.
+        num_shared_experts: dense experts beside the routed ones, as one of width F * num_shared_experts.
+        shared_expert_gate: weigh their output with sigmoid(gate(x)), as Qwen2-MoE does.
+        load_balance_coeff: balance without auxiliary loss (DeepSeek-V3): an `expert_bias` steers the
+            choice, and `update_expert_bias()` after each optimizer step moves it by this much.
+        activation: silu, gelu, gelu_tanh, relu or swiglu_clamped. gated: whether w3 exists.
+        bias: biases in the experts. gate_bias: a bias in the router's product.
+        device, dtype: of the parameters. Buffers stay float32.
+
+    Shapes:
+        forward(x: (..., D)) -> (..., D). With return_losses=True -> ((..., D), RouterLosses).
+    """
+
+    router_type = Router
+    experts_type = Experts
+
+    def __init__(
+        self,
+        dim: int,
+        hidden_dim: int,
+        num_experts: int,
+        top_k: int,
+        *,
+        score_func: str = "softmax",
+        route_norm: bool = False,
+        route_scale: float = 1.0,
+        num_expert_groups: int | None = None,
+        num_limited_groups: int | None = None,
+        num_shared_experts: int = 0,
+        shared_expert_gate: bool = False,
+        load_balance_coeff: float | None = None,
+        activation: str = "silu",
+        gated: bool = True,
+        bias: bool = False,
+        gate_bias: bool = False,
+        device=None,
+        dtype=None,
+    ):
+        super().__init__()
+        fn, check = "FusedMoE", function._check
+        for name, size in (("dim", dim), ("hidden_dim", hidden_dim)):
+            check(isinstance(size, int), TypeError, fn, f"{name} to be an int", type(size).__name__)
+            check(size >= 1, ValueError, fn, f"{name} >= 1", size)
+        function.check_routing(fn, num_experts, top_k, score_func, num_expert_groups, num_limited_groups)
+        function.check_activation(fn, activation, "separate", "output")
+        check(num_shared_experts >= 0, ValueError, fn, "num_shared_experts >= 0", num_shared_experts)
+        check(
+            num_shared_experts > 0 or not shared_expert_gate,
+            ValueError,
+            fn,
+            "shared_expert_gate only with shared experts",
+            "num_shared_experts=0",
+        )
+        factory = {"device": device, "dtype": dtype}
+        mlp = {"activation": activation, "gated": gated, "bias": bias, **factory}
+        routing = {
+            "score_func": score_func,
+            "route_norm": route_norm,
+            "route_scale": route_scale,
+            "num_expert_groups": num_expert_groups,
+            "num_limited_groups": num_limited_groups,
+        }
+        self.num_experts, self.top_k = num_experts, top_k
+        self.load_balance_coeff = load_balance_coeff
+        self.router = self.router_type(dim, num_experts, top_k, bias=gate_bias, routing=routing, **factory)
+        self.experts = self.experts_type(dim, hidden_dim, num_experts, **mlp)
+        self.shared_experts = self.shared_expert_gate = None
+        if num_shared_experts:
+            self.shared_experts = SharedExperts(dim, hidden_dim * num_shared_experts, **mlp)
+        if shared_expert_gate:
+            self.shared_expert_gate = nn.Linear(dim, 1, bias=False, **factory)
+        zeros = torch.zeros(num_experts, device=device, dtype=torch.float32)
+        self.register_buffer("expert_bias", None if load_balance_coeff is None else zeros)
+        self.register_buffer("tokens_per_expert", zeros.clone(), persistent=False)
+
+    def reset_parameters(self) -> None:
+        """Draws every parameter anew and zeroes the buffers; also after `to_empty` from the meta device."""
+        for child in self.children():
+            child.reset_parameters()
+        for buffer in self.buffers(recurse=False):
+            buffer.zero_()
+
+    def forward(self, x: Tensor, *, return_losses: bool = False):
+        function._check(
+            isinstance(x, Tensor) and x.dim() >= 1 and x.size(-1) == self.experts.dim,
+            ValueError,
+            "FusedMoE",
+            f"x of shape (..., D) with D = {self.experts.dim}",
+            tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__,
+        )
+        tokens = x.reshape(-1, x.size(-1))
+        scores, ids, logits = self.router(tokens, self.expert_bias)
+        out, counts = self.experts(tokens, scores, ids)
+        if self.training and not _is_recomputing():
+            with torch.no_grad():
+                self.tokens_per_expert.add_(counts)
+        if self.shared_experts is not None:
+            shared = self.shared_experts(tokens)
+            if self.shared_expert_gate is not None:
+                shared = self.shared_expert_gate(tokens).sigmoid() * shared
+            out = out + shared
+        out = out.view(x.shape)
+        if not return_losses:
+            return out
+        balance = load_balancing_loss(logits, ids, self.num_experts)
+        return out, RouterLosses(balance, router_z_loss(logits))
+
+    @torch.no_grad()
+    def update_expert_bias(self, process_group=None) -> None:
+        """Moves expert_bias by load_balance_coeff against the load, and starts counting anew.
+
+        Call it once after each optimizer step. Under torch.distributed the load is summed over
+        `process_group` (default: all ranks) first, so that every rank keeps the same bias.
+        """
+        tokens = self.tokens_per_expert
+        if dist.is_available() and dist.is_initialized():
+            dist.all_reduce(tokens, group=process_group)
+        if self.expert_bias is not None:
+            delta = self.load_balance_coeff * torch.sign(tokens.mean() - tokens)
+            self.expert_bias.add_(delta - delta.mean())
+        tokens.zero_()
+
+    def load_report(self) -> LoadReport:
+        """The load of every expert since the last `update_expert_bias`; `print` draws it."""
+        tokens = self.tokens_per_expert.detach().cpu()
+        total = tokens.sum().clamp_min(1)
+        max_over_mean = float(tokens.max() * self.num_experts / total)
+        return LoadReport(tokens.long(), tokens / total, max_over_mean, int((tokens == 0).sum()))
+
+    def extra_repr(self) -> str:
+        return f"load_balance_coeff={self.load_balance_coeff}" if self.load_balance_coeff else ""
+
+    def _apply(self, fn, recurse=True):
+        """Moves as any module, but keeps the buffers in float32: a bfloat16 counter stops at 256."""
+        before = dict(self._buffers)
+        super()._apply(fn, recurse)
+        for name, buffer in self._buffers.items():
+            if buffer is not None and buffer.dtype != torch.float32:
+                self._buffers[name] = before[name].to(buffer.device)
+        return self
+
+
+def _is_recomputing() -> bool:
+    """Inside backward, where activation checkpointing runs forward again: those tokens are counted."""
+    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1

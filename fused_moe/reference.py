@@ -1,0 +1,238 @@
+"""The specification: every public name of fused_moe in plain PyTorch, differentiable by autograd.
+
+It is written to be read and to be right in any floating dtype, float64 included. The tests compare the
+kernels with it; `reference.fused_experts` is also the for-loop baseline that the benchmarks and
+`examples/train_lm.py --experts loop` run: rows sorted by expert once, then one expert after another.
+
+Letters: T tokens, D model width, F expert hidden width, E experts, K experts per token, R rows.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from . import module
+from .activation import activate
+from .losses import load_balancing_loss, router_z_loss
+from .plan import TILE_ROWS, Plan
+
+__all__ = [
+    "FusedMoE",
+    "activate",
+    "fused_experts",
+    "grouped_mlp",
+    "grouped_mm",
+    "load_balancing_loss",
+    "permute",
+    "plan_from_counts",
+    "route",
+    "route_plan",
+    "router_z_loss",
+    "unpermute",
+]
+
+# --- routing ------------------------------------------------------------------------------------------
+
+
+def _top_k(values: Tensor, k: int) -> Tensor:
+    """Indices of the k largest of each row, largest first, ties to the lowest index, NaN first."""
+    return values.sort(dim=-1, descending=True, stable=True).indices[..., :k]
+
+
+def route(
+    logits: Tensor,
+    top_k: int,
+    *,
+    score_func: str = "softmax",
+    bias: Tensor | None = None,
+    route_norm: bool = False,
+    route_scale: float = 1.0,
+    num_expert_groups: int | None = None,
+    num_limited_groups: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Scores (T, K) and expert ids (T, K) int32 of the K best experts of every token.
+
+    Without bias and groups the choice is made on the logits themselves, so that it does not depend on
+    how a tier rounds its exponential; with them, on score + bias, as torchtitan does.
+    """
+    logits = logits if logits.dtype == torch.float64 else logits.float()
+    all_scores = logits.softmax(-1) if score_func == "softmax" else logits.sigmoid()
+    with torch.no_grad():
+        choice = logits
+        if bias is not None or num_expert_groups is not None:
+            choice = all_scores if bias is None else all_scores + bias.float()
+        if num_expert_groups is not None:
+            groups = choice.unflatten(-1, (num_expert_groups, -1))
+            best_two = groups.sort(-1, descending=True).values[..., :2].sum(-1)
+            kept = torch.zeros_like(best_two, dtype=torch.bool)
+            kept.scatter_(-1, _top_k(best_two, num_limited_groups), True)
+            choice = groups.masked_fill(~kept[..., None], -torch.inf).flatten(-2)
+        ids = _top_k(choice, top_k)
+    scores = all_scores.gather(-1, ids)
+    if route_norm:
+        scores = scores / (scores.sum(-1, keepdim=True) + 1e-20)
+    return scores * route_scale, ids.int()
+
+
+def _tiles(counts: Tensor) -> Tensor:
+    """The tile plan of csrc/plan.h."""
+    num_experts = counts.numel()
+    tiles = torch.zeros(2 + 2 * num_experts, dtype=torch.int32, device=counts.device)
+    busy = counts.nonzero().flatten()
+    ends = ((counts[busy] + TILE_ROWS - 1) // TILE_ROWS).cumsum(0)
+    tiles[0] = busy.numel()
+    tiles[1] = ends[-1] if busy.numel() else 0
+    tiles[2 : 2 + busy.numel()] = busy
+    tiles[2 + num_experts : 2 + num_experts + busy.numel()] = ends
+    return tiles
+
+
+def route_plan(ids: Tensor, num_experts: int) -> Plan:
+    """The plan of chosen ids (T, K): rows sorted by expert, stable; other ids get no row."""
+    flat = ids.flatten().long()
+    has_row = (flat >= 0) & (flat < num_experts)
+    order = torch.where(has_row, flat, num_experts).argsort(stable=True)
+    counts = flat[has_row].bincount(minlength=num_experts)
+    num_rows = int(counts.sum())
+    row_slot = torch.full_like(order, -1)
+    row_slot[:num_rows] = order[:num_rows]
+    row_token = torch.full_like(order, -1)
+    row_token[:num_rows] = order[:num_rows] // ids.size(1)
+    token_row = torch.full_like(order, -1)
+    token_row[order[:num_rows]] = torch.arange(num_rows, device=ids.device)
+    return Plan(
+        counts.int(),
+        F.pad(counts.cumsum(0), (1, 0)).int(),
+        row_token.int(),
+        row_slot.int(),
+        token_row.view(ids.shape).int(),
+        _tiles(counts),
+    )
+
+
+def plan_from_counts(counts: Tensor, num_rows: int) -> Plan:
+    """The plan of rows (num_rows, D) that are grouped by expert already."""
+    counts = counts.long()
+    offsets = F.pad(counts.cumsum(0), (1, 0)).int()
+    return Plan(counts.int(), offsets, None, None, None, _tiles(counts))
+
+
+# --- rows ------------------------------------------------------------------------------------------------
+
+
+def permute(x: Tensor, ids: Tensor, num_experts: int) -> tuple[Tensor, Plan]:
+    """rows (T*K, D): the token of every row, grouped by expert; zero past the last row."""
+    plan = route_plan(ids, num_experts)
+    in_use = (plan.row_token >= 0).unsqueeze(-1)
+    rows = x[plan.row_token.clamp_min(0).long()]
+    return torch.where(in_use, rows, 0), plan
+
+
+def unpermute(rows: Tensor, plan: Plan, scores: Tensor | None = None) -> Tensor:
+    """out[t] = sum over k of scores[t, k] * rows[token_row[t, k]], summed in float32 or wider."""
+    wide = torch.promote_types(rows.dtype, torch.float32)
+    has_row = (plan.token_row >= 0).unsqueeze(-1)
+    gathered = torch.where(has_row, rows[plan.token_row.clamp_min(0).long()], 0).to(wide)
+    if scores is not None:
+        gathered = gathered * scores.unsqueeze(-1).to(wide)
+    return gathered.sum(1).to(rows.dtype)
+
+
+def grouped_mm(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
+    """out[r] = a[r] @ b[e].T for the rows r of expert e; zero past the last row."""
+    out, first = [], 0
+    for expert, end in zip(b.unbind(), offsets.tolist(), strict=True):
+        out.append(a[first:end] @ expert.t())
+        first = end
+    out.append(a.new_zeros(a.size(0) - first, b.size(1)))
+    return torch.cat(out)
+
+
+# --- experts ---------------------------------------------------------------------------------------------
+
+
+def _expert(x: Tensor, w1, w2, w3, b1, b2, b3, layout: str, **activation) -> Tensor:
+    """One expert on its rows (R_e, D); weights are (out, in)."""
+    gate, up = F.linear(x, w1, b1), None
+    if layout == "halves":
+        gate, up = gate.chunk(2, dim=-1)
+    elif layout == "interleaved":
+        gate, up = gate[..., 0::2], gate[..., 1::2]
+    elif w3 is not None:
+        up = F.linear(x, w3, b3)
+    return F.linear(activate(gate, up, **activation), w2, b2)
+
+
+def grouped_mlp(
+    x_rows: Tensor,
+    w1: Tensor,
+    w2: Tensor,
+    w3: Tensor | None,
+    counts: Tensor,
+    *,
+    b1: Tensor | None = None,
+    b2: Tensor | None = None,
+    b3: Tensor | None = None,
+    activation: str = "silu",
+    alpha: float = 1.702,
+    limit: float = 7.0,
+    layout: str = "separate",
+    transposed: bool = False,
+) -> Tensor:
+    """Every expert on its own rows, one after another; zero past the last row."""
+    num_experts = w2.size(0)
+    if layout == "interleaved" and w1.dim() == 4:
+        w1 = w1.flatten(1, 2)
+    if transposed:
+        w1, w2 = w1.mT, w2.mT
+        w3 = None if w3 is None else w3.mT
+    # unbind, not w[e]: its backward stacks E gradients once, where indexing would fill E full tensors
+    params = [[None] * num_experts if p is None else p.unbind() for p in (w1, w2, w3, b1, b2, b3)]
+    act = {"activation": activation, "alpha": alpha, "limit": limit}
+    rows = x_rows.split([*counts.tolist(), x_rows.size(0) - int(counts.sum())])
+    out = [_expert(x, *expert, layout, **act) for x, *expert in zip(rows[:-1], *params, strict=True)]
+    return torch.cat([*out, torch.zeros_like(rows[-1])])
+
+
+def fused_experts(
+    x: Tensor,
+    w1: Tensor,
+    w2: Tensor,
+    w3: Tensor | None,
+    scores: Tensor,
+    ids: Tensor,
+    *,
+    score_on: str = "output",
+    **experts,
+) -> Tensor:
+    """out[t] = sum over k of scores[t, k] * expert(ids[t, k])(x[t]), the routed half of a layer."""
+    num_experts = w2.size(0)
+    rows, plan = permute(x, ids, num_experts)
+    if score_on == "input":
+        wide = torch.promote_types(x.dtype, torch.float32)
+        row_scores = scores.flatten()[plan.row_slot.clamp_min(0).long()].unsqueeze(-1)
+        rows = (rows.to(wide) * row_scores.to(wide)).to(x.dtype)
+    y = grouped_mlp(rows, w1, w2, w3, plan.counts, **experts)
+    return unpermute(y, plan, scores if score_on == "output" else None)
+
+
+class _Router(module.Router):
+    def forward(self, x: Tensor, expert_bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        logits = self.gate(x)
+        scores, ids = route(logits, self.top_k, bias=expert_bias, **self.routing)
+        return scores, ids, logits
+
+
+class _Experts(module.Experts):
+    def forward(self, x: Tensor, scores: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+        out = fused_experts(x, self.w1, self.w2, self.w3, scores, ids, **self.settings)
+        return out, ids.flatten().bincount(minlength=self.num_experts)
+
+
+class FusedMoE(module.FusedMoE):
+    """FusedMoE computed by this file's functions: the same parameters, the for-loop's arithmetic."""
+
+    router_type = _Router
+    experts_type = _Experts
