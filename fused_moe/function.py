@@ -17,6 +17,7 @@ from .plan import Plan
 
 _FLOATING = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _INTEGERS = (torch.int32, torch.int64, torch.int16, torch.int8, torch.uint8)
+_DEVICES = ("cpu", "meta", *(["cuda"] if _ops.HAS_CUDA_KERNELS else []))
 
 
 # --- checks ---------------------------------------------------------------------------------------------
@@ -32,6 +33,13 @@ def _check_tensor(fn: str, name: str, value, dim: int, dtypes: tuple[torch.dtype
     names = " or ".join(str(d).removeprefix("torch.") for d in dtypes)
     _check(value.dtype in dtypes, TypeError, fn, f"{name} of dtype {names}", value.dtype)
     _check(value.dim() == dim, ValueError, fn, f"{name} of {dim} dimensions", f"shape {tuple(value.shape)}")
+
+
+def _check_input(fn: str, name: str, value, dim: int) -> None:
+    """A floating tensor on a device that has kernels."""
+    _check_tensor(fn, name, value, dim, _FLOATING)
+    kernels = f"{name} on a device that this build has kernels for ({', '.join(_DEVICES)})"
+    _check(value.device.type in _DEVICES, ValueError, fn, kernels, value.device)
 
 
 def _check_shape(fn: str, name: str, value: Tensor, letters: str, shape: tuple) -> None:
@@ -208,7 +216,7 @@ def route(
     Raises:
         TypeError, ValueError: with what was expected and what was found.
     """
-    _check_tensor("route", "logits", logits, 2, _FLOATING)
+    _check_input("route", "logits", logits, 2)
     check_routing("route", logits.size(1), top_k, score_func, num_expert_groups, num_limited_groups)
     if bias is not None:
         _check_tensor("route", "bias", bias, 1, _FLOATING)
@@ -240,7 +248,7 @@ def permute(x: Tensor, ids: Tensor, num_experts: int) -> tuple[Tensor, Plan]:
     Returns:
         rows (T*K, D), zero past the last row, differentiable in x; and the plan, for `unpermute`.
     """
-    _check_tensor("permute", "x", x, 2, _FLOATING)
+    _check_input("permute", "x", x, 2)
     _check_ids("permute", ids, x)
     _check(num_experts >= 1, ValueError, "permute", "num_experts >= 1", num_experts)
     plan = _ops.route_plan(ids, num_experts)
@@ -257,7 +265,7 @@ def unpermute(rows: Tensor, plan: Plan, scores: Tensor | None = None) -> Tensor:
     Returns:
         (T, D) in rows' dtype, summed in float32 or wider, differentiable in rows and scores.
     """
-    _check_tensor("unpermute", "rows", rows, 2, _FLOATING)
+    _check_input("unpermute", "rows", rows, 2)
     _check_plan("unpermute", plan, rows)
     if scores is not None:
         _check_scores("unpermute", scores, plan.token_row)
@@ -278,7 +286,7 @@ def grouped_mm(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
     Returns:
         (R, out), differentiable in a and b, any number of times.
     """
-    _check_tensor("grouped_mm", "a", a, 2, _FLOATING)
+    _check_input("grouped_mm", "a", a, 2)
     _check_tensor("grouped_mm", "b", b, 3, _FLOATING)
     _check_shape("grouped_mm", "b", b, "E, out, in", (b.size(0), b.size(1), a.size(1)))
     _check_like("grouped_mm", "b", b, "a", a)
@@ -347,7 +355,7 @@ def fused_experts(
         TypeError, ValueError: with what was expected and what was found, before anything runs.
     """
     fn = "fused_experts"
-    _check_tensor(fn, "x", x, 2, _FLOATING)
+    _check_input(fn, "x", x, 2)
     check_activation(fn, activation, layout, score_on)
     w1, w2, w3, code = _expert_weights(fn, x, w1, w2, w3, b1, b2, b3, layout, transposed)
     _check_ids(fn, ids, x)
@@ -386,7 +394,7 @@ def grouped_mlp(
         (R, D), differentiable in x_rows, weights and biases.
     """
     fn = "grouped_mlp"
-    _check_tensor(fn, "x_rows", x_rows, 2, _FLOATING)
+    _check_input(fn, "x_rows", x_rows, 2)
     check_activation(fn, activation, layout, "output")
     w1, w2, w3, code = _expert_weights(fn, x_rows, w1, w2, w3, b1, b2, b3, layout, transposed)
     _check_counts(fn, counts, w2.size(0), x_rows)

@@ -8,7 +8,7 @@ from importlib.metadata import version
 
 import torch
 
-from .ops import LIBRARY
+from .ops import HAS_CUDA_KERNELS, LIBRARY
 
 
 class Info(dict):
@@ -55,8 +55,7 @@ def info() -> Info:
 
 
 def _tiers() -> dict[str, str]:
-    built = torch._C._dispatch_has_kernel_for_dispatch_key("fused_moe::experts_up", "CUDA")
-    if not built:
+    if not HAS_CUDA_KERNELS:
         cuda = "off: this build has no CUDA kernels"
     elif not torch.cuda.is_available():
         cuda = "off: PyTorch sees no CUDA device"

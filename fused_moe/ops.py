@@ -33,6 +33,7 @@ if not LIBRARY.exists():
 torch.ops.load_library(str(LIBRARY))
 
 ops = torch.ops.fused_moe
+HAS_CUDA_KERNELS = torch._C._dispatch_has_kernel_for_dispatch_key("fused_moe::experts_up", "CUDA")
 _library = torch.library.Library("fused_moe", "IMPL")
 
 

@@ -15,14 +15,27 @@
 #define ROW_FN static
 #endif
 
+/* What a vectorised loop calls must be inlined into each of its copies. */
+#define INLINE static inline __attribute__((always_inline))
+
+INLINE float float_from_bits(uint32_t bits) {
+    float x;
+    memcpy(&x, &bits, sizeof x);
+    return x;
+}
+
+INLINE uint32_t bits_from_float(float x) {
+    uint32_t bits;
+    memcpy(&bits, &x, sizeof bits);
+    return bits;
+}
+
 /* exp for float, to 1 ulp or so, without a branch or a call so that loops over it vectorise:
  * x = n ln2 + r, |r| <= ln2/2, exp(r) by the Taylor polynomial of degree 7. NaN stays NaN. */
-static inline float exp_float(float x) {
+INLINE float exp_float(float x) {
     float clamped = x > 88.72f ? 88.72f : x < -87.33f ? -87.33f : x;
     float shifted = clamped * 1.44269504f + 12582912.0f; /* 1.5 * 2^23: rounds to an integer */
-    int32_t n;
-    memcpy(&n, &shifted, sizeof n);
-    n -= 0x4b400000; /* 12582912.0f */
+    int32_t n = (int32_t)(bits_from_float(shifted) - 0x4b400000); /* 12582912.0f */
     float rounded = shifted - 12582912.0f;
     float r = clamped - rounded * 0.693359375f;
     r -= rounded * -2.12194440e-4f;
@@ -35,38 +48,24 @@ static inline float exp_float(float x) {
     y = y * r * r + r + 1.0f;
     /* 2^n as two factors, because 2^128 has no float */
     int32_t half = n >> 1, rest = n - half;
-    uint32_t bits[2] = {(uint32_t)(half + 127) << 23, (uint32_t)(rest + 127) << 23};
-    float factor[2];
-    memcpy(factor, bits, sizeof factor);
-    y = y * factor[0] * factor[1];
+    y *= float_from_bits((uint32_t)(half + 127) << 23);
+    y *= float_from_bits((uint32_t)(rest + 127) << 23);
     return x < -87.33f ? 0.0f : x > 88.72f ? INFINITY : y;
 }
 
 /* --- float16 and bfloat16 bits --------------------------------------------------------------------- */
 
-static inline float float_from_bits(uint32_t bits) {
-    float x;
-    memcpy(&x, &bits, sizeof x);
-    return x;
-}
-
-static inline uint32_t bits_from_float(float x) {
-    uint32_t bits;
-    memcpy(&bits, &x, sizeof bits);
-    return bits;
-}
-
-static inline float bf16_to_float(uint16_t b) {
+INLINE float bf16_to_float(uint16_t b) {
     return float_from_bits((uint32_t)b << 16);
 }
 
-static inline uint16_t bf16_from_float(float x) { /* to nearest, ties to even; NaN stays NaN */
+INLINE uint16_t bf16_from_float(float x) { /* to nearest, ties to even; NaN stays NaN */
     uint32_t bits = bits_from_float(x);
     uint32_t rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
     return (uint16_t)(x != x ? (bits >> 16) | 0x40 : rounded);
 }
 
-static inline float f16_to_float(uint16_t b) {
+INLINE float f16_to_float(uint16_t b) {
     uint32_t magnitude = (uint32_t)(b & 0x7fff) << 13, sign = (uint32_t)(b & 0x8000) << 16;
     /* the exponent's bias differs by 112; the product also makes subnormals right */
     float x = float_from_bits(magnitude) * 0x1p112f;
@@ -74,7 +73,7 @@ static inline float f16_to_float(uint16_t b) {
     return float_from_bits(bits | sign);
 }
 
-static inline uint16_t f16_from_float(float x) { /* to nearest, ties to even; NaN stays NaN */
+INLINE uint16_t f16_from_float(float x) { /* to nearest, ties to even; NaN stays NaN */
     uint32_t bits = bits_from_float(x), sign = (bits >> 16) & 0x8000;
     bits &= 0x7fffffff;
     uint32_t normal = (bits - (112u << 23) + 0xfff + ((bits >> 13) & 1)) >> 13;

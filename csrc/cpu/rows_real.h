@@ -47,7 +47,7 @@ ROW_FN void REAL_NAME(merge)(void *pairs_, const void *even_, const void *odd_, 
 
 #define real REAL
 #define ACT_NAME(x) REAL_NAME(x)
-#define ACT_FN static inline
+#define ACT_FN INLINE
 #define ACT_EXP REAL_EXP
 #define ACT_ERF REAL_ERF
 #include "../activation.h"
