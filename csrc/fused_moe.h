@@ -74,12 +74,12 @@ typedef struct {              /* which row holds which (token, slot) */
 
 /* --- routing --------------------------------------------------------------------------------- */
 
-typedef struct {                         /* scores and the K best experts of every token */
-    const void *logits;                  /* [T,E]                              */
-    const float *bias;                   /* [E] steers the choice; may be NULL */
-    void *scores;                        /* [T,K] f32, f64 for f64 logits      */
-    int32_t *ids;                        /* [T,K]                              */
-    FusedMoeDtype dtype;                 /* of logits                          */
+typedef struct {         /* scores and the K best experts of every token */
+    const void *logits;  /* [T,E]                              */
+    const float *bias;   /* [E] steers the choice; may be NULL */
+    void *scores;        /* [T,K] f32, f64 for f64 logits      */
+    int32_t *ids;        /* [T,K]                              */
+    FusedMoeDtype dtype; /* of logits                          */
     FusedMoeScoreFunc score_func;
     bool route_norm;
     double route_scale;
@@ -88,11 +88,11 @@ typedef struct {                         /* scores and the K best experts of eve
     int32_t E, K;
 } FusedMoeRoute;
 
-typedef struct {           /* dlogits from dscores; scores are computed again */
-    const void *dscores;   /* [T,K] f32, f64 for f64 logits */
-    const void *logits;    /* [T,E] */
-    const int32_t *ids;    /* [T,K] */
-    void *dlogits;         /* [T,E] */
+typedef struct {         /* dlogits from dscores; scores are computed again */
+    const void *dscores; /* [T,K] f32, f64 for f64 logits */
+    const void *logits;  /* [T,E] */
+    const int32_t *ids;  /* [T,K] */
+    void *dlogits;       /* [T,E] */
     FusedMoeDtype dtype;
     FusedMoeScoreFunc score_func;
     bool route_norm;
@@ -101,15 +101,15 @@ typedef struct {           /* dlogits from dscores; scores are computed again */
     int32_t E, K;
 } FusedMoeRouteBackward;
 
-typedef struct {           /* the plan from the chosen ids, stable in t*K + k */
-    const void *ids;       /* [T,K] i32 or i64; outside [0,E): the slot gets no row */
+typedef struct {     /* the plan from the chosen ids, stable in t*K + k */
+    const void *ids; /* [T,K] i32 or i64; outside [0,E): the slot gets no row */
     FusedMoeDtype ids_dtype;
-    int32_t *counts;       /* [E]     */
-    int32_t *offsets;      /* [E+1]   */
-    int32_t *row_token;    /* [T*K]   -1 past the last row */
-    int32_t *row_slot;     /* [T*K]   -1 past the last row */
-    int32_t *token_row;    /* [T,K]   */
-    int32_t *tiles;        /* [2+2E]  */
+    int32_t *counts;    /* [E]     */
+    int32_t *offsets;   /* [E+1]   */
+    int32_t *row_token; /* [T*K]   -1 past the last row */
+    int32_t *row_slot;  /* [T*K]   -1 past the last row */
+    int32_t *token_row; /* [T,K]   */
+    int32_t *tiles;     /* [2+2E]  */
     int64_t T;
     int32_t K, E;
 } FusedMoeRoutePlan;
@@ -117,18 +117,18 @@ typedef struct {           /* the plan from the chosen ids, stable in t*K + k */
 typedef struct {           /* the plan of rows that are grouped already */
     const void *counts_in; /* [E] any integer dtype */
     FusedMoeDtype counts_dtype;
-    int32_t *counts;       /* [E]     */
-    int32_t *offsets;      /* [E+1]   */
-    int32_t *tiles;        /* [2+2E]  */
+    int32_t *counts;  /* [E]     */
+    int32_t *offsets; /* [E+1]   */
+    int32_t *tiles;   /* [2+2E]  */
     int64_t R;
     int32_t E;
 } FusedMoeCountPlan;
 
 /* --- moving rows ------------------------------------------------------------------------------ */
 
-typedef struct {    /* rows[r] = x[row_token[r]]; zero past the last row */
-    const void *x;  /* [T,D] */
-    void *rows;     /* [R,D] */
+typedef struct {   /* rows[r] = x[row_token[r]]; zero past the last row */
+    const void *x; /* [T,D] */
+    void *rows;    /* [R,D] */
     FusedMoePlan plan;
     int64_t D;
     FusedMoeDtype dtype;
@@ -156,20 +156,20 @@ typedef struct {        /* drows[r] = s dout[row_token[r]];  dscores[t,k] = <row
 
 /* --- grouped products --------------------------------------------------------------------------- */
 
-typedef struct {          /* out[r] = sum_i a[r, part i] b[i][e(r)]^T + bias[e(r)]; zero past the last row */
-    const void *a;        /* [R, N0+N1] */
-    FusedMoeWeight b[2];  /* (E, M, Ni); b[1] may be absent */
-    const void *bias;     /* [E,M]; may be NULL */
-    void *out;            /* [R,M]  */
-    const int32_t *ends;  /* [E]    */
+typedef struct { /* out[r] = sum_i a[r, part i] b[i][e(r)]^T + bias[e(r)]; zero past the last row */
+    const void *a;       /* [R, N0+N1] */
+    FusedMoeWeight b[2]; /* (E, M, Ni); b[1] may be absent */
+    const void *bias;    /* [E,M]; may be NULL */
+    void *out;           /* [R,M]  */
+    const int32_t *ends; /* [E]    */
     int64_t R, M, N[2];
     int32_t E;
     FusedMoeDtype dtype;
 } FusedMoeGroupedMM;
 
-typedef struct {                /* dw[i][e] = a[rows of e, part i]^T b[rows of e]; zero for an empty expert */
-    const void *a;              /* [R, M0+M1]     */
-    const void *b;              /* [R or T, N]    */
+typedef struct {   /* dw[i][e] = a[rows of e, part i]^T b[rows of e]; zero for an empty expert */
+    const void *a; /* [R, M0+M1]     */
+    const void *b; /* [R or T, N]    */
     const int32_t *b_row_token; /* [R] b is read through it; NULL: b has R rows */
     const int32_t *row_slot;    /* [R] of b_scores */
     const void *b_scores;       /* [T,K] b's rows are multiplied and rounded; NULL: not */
@@ -210,7 +210,8 @@ typedef struct {        /* h = x[row_token] w1^T | w3^T + b;  a = act(gate) up *
     FusedMoeDtype dtype;
 } FusedMoeUpGate;
 
-typedef struct {        /* g = dout[row_token] w2;  dh = dact(s g, h);  a_scaled = s a;  dscores = <g, a> */
+typedef struct
+{ /* g = dout[row_token] w2;  dh = dact(s g, h);  a_scaled = s a;  dscores = <g, a> */
     const void *dout;   /* [T,D] */
     FusedMoeWeight w2;  /* (E,D,F) */
     const void *b2;     /* [E,D] adds <dout, b2> to dscores; may be NULL */
@@ -226,10 +227,10 @@ typedef struct {        /* g = dout[row_token] w2;  dh = dact(s g, h);  a_scaled
     FusedMoeDtype dtype;
 } FusedMoeDownDgrad;
 
-typedef struct {      /* dh = dact(da, h): the activation's own gradient */
-    const void *da;   /* [R,F] */
-    const void *h;    /* [R,H] */
-    void *dh;         /* [R,H] */
+typedef struct {    /* dh = dact(da, h): the activation's own gradient */
+    const void *da; /* [R,F] */
+    const void *h;  /* [R,H] */
+    void *dh;       /* [R,H] */
     int64_t R, F;
     FusedMoeLayout layout;
     FusedMoeActivation activation;
@@ -237,6 +238,9 @@ typedef struct {      /* dh = dact(da, h): the activation's own gradient */
 } FusedMoeActDgrad;
 
 /* --- the CPU tier (cpu/): C11 on PyTorch's thread pool ------------------------------------------- */
+
+/* Advises the system that a fresh tensor of this many bytes is about to be written. */
+void fused_moe_cpu_prepare(void *data, int64_t bytes);
 
 int fused_moe_cpu_route(const FusedMoeRoute *p);
 int fused_moe_cpu_route_backward(const FusedMoeRouteBackward *p);

@@ -60,22 +60,41 @@ void check_size(const char *op, const char *name, int64_t found, int64_t low, in
 }
 
 void check_status(const char *op, int status) {
-    STD_TORCH_CHECK(status == FUSED_MOE_OK, "fused_moe::", op, ": ", fused_moe_status_string(status));
+    STD_TORCH_CHECK(status == FUSED_MOE_OK, "fused_moe::", op, ": ",
+                    fused_moe_status_string(status));
 }
 
 #define RUN(op, params) check_status(#op, fused_moe_cpu_##op(&(params)))
 
 FusedMoeDtype dtype_of(const char *op, const char *name, const Tensor &x, bool floating) {
     switch (x.scalar_type()) {
-    case ScalarType::Float: if (floating) return FUSED_MOE_F32; break;
-    case ScalarType::Double: if (floating) return FUSED_MOE_F64; break;
-    case ScalarType::Half: if (floating) return FUSED_MOE_F16; break;
-    case ScalarType::BFloat16: if (floating) return FUSED_MOE_BF16; break;
-    case ScalarType::Int: if (!floating) return FUSED_MOE_I32; break;
-    case ScalarType::Long: if (!floating) return FUSED_MOE_I64; break;
-    case ScalarType::Short: if (!floating) return FUSED_MOE_I16; break;
-    case ScalarType::Char: if (!floating) return FUSED_MOE_I8; break;
-    case ScalarType::Byte: if (!floating) return FUSED_MOE_U8; break;
+    case ScalarType::Float:
+        if (floating) return FUSED_MOE_F32;
+        break;
+    case ScalarType::Double:
+        if (floating) return FUSED_MOE_F64;
+        break;
+    case ScalarType::Half:
+        if (floating) return FUSED_MOE_F16;
+        break;
+    case ScalarType::BFloat16:
+        if (floating) return FUSED_MOE_BF16;
+        break;
+    case ScalarType::Int:
+        if (!floating) return FUSED_MOE_I32;
+        break;
+    case ScalarType::Long:
+        if (!floating) return FUSED_MOE_I64;
+        break;
+    case ScalarType::Short:
+        if (!floating) return FUSED_MOE_I16;
+        break;
+    case ScalarType::Char:
+        if (!floating) return FUSED_MOE_I8;
+        break;
+    case ScalarType::Byte:
+        if (!floating) return FUSED_MOE_U8;
+        break;
     default: break;
     }
     STD_TORCH_CHECK(false, "fused_moe::", op, ": expected ", name, " of ",
@@ -93,8 +112,20 @@ ScalarType score_dtype(const Tensor &x) {
 
 // --- tensors -----------------------------------------------------------------------------------------
 
+// A fresh tensor whose memory is about to be written as a whole.
+Tensor prepared(Tensor x) {
+    if (x.is_cpu())
+        fused_moe_cpu_prepare(x.mutable_data_ptr(), x.numel() * (int64_t)x.element_size());
+    return x;
+}
+
 Tensor new_like(const Tensor &like, const Shape &shape, std::optional<ScalarType> dtype = {}) {
-    return torch::stable::new_empty(like, shape, dtype);
+    return prepared(torch::stable::new_empty(like, shape, dtype));
+}
+
+// In w's own strides: the gradient of a weight lies as the weight does.
+Tensor grad_like(const Tensor &w) {
+    return prepared(torch::stable::empty_like(w));
 }
 
 Tensor nothing(const Tensor &like, std::optional<ScalarType> dtype = {}) {
@@ -173,7 +204,8 @@ struct Maps {
     FusedMoePlan plan;
 };
 
-Tensor index_map(const char *op, const char *name, const Tensor &map, const Tensor &x, int64_t dim) {
+Tensor index_map(const char *op, const char *name, const Tensor &map, const Tensor &x,
+                 int64_t dim) {
     check_dim(op, name, map, dim);
     check_dtype(op, name, map, ScalarType::Int);
     check_device(op, name, map, x);
@@ -193,9 +225,10 @@ Maps maps_of(const char *op, const Tensor &x, bool tokens, int64_t E, const Tens
                         row_token.has_value() == token_row.has_value(),
                     "fused_moe::", op, ": expected row_token, row_slot and token_row together");
     check_size(op, "experts", E, 1, INT32_MAX / 4);
-    Maps m = {index_map(op, "offsets", offsets, x, 1), index_map(op, "row_token", row_token, x, 1),
-              index_map(op, "row_slot", row_slot, x, 1), index_map(op, "token_row", token_row, x, 2),
-              index_map(op, "tiles", tiles, x, 1), {}};
+    Maps m = {
+        index_map(op, "offsets", offsets, x, 1),   index_map(op, "row_token", row_token, x, 1),
+        index_map(op, "row_slot", row_slot, x, 1), index_map(op, "token_row", token_row, x, 2),
+        index_map(op, "tiles", tiles, x, 1),       {}};
     check_shape(op, "offsets", m.offsets, {E + 1});
     if (m.tiles) check_shape(op, "tiles", *m.tiles, {fused_moe_tiles_length(E)});
     FusedMoePlan &p = m.plan;
@@ -209,7 +242,8 @@ Maps maps_of(const char *op, const Tensor &x, bool tokens, int64_t E, const Tens
         p.K = m.token_row->size(1);
         p.R = m.row_slot->size(0);
         check_shape(op, "row_token", *m.row_token, {p.R});
-        check_size(op, "rows of the first tensor", x.size(0), tokens ? p.T : p.R, tokens ? p.T : p.R);
+        check_size(op, "rows of the first tensor", x.size(0), tokens ? p.T : p.R,
+                   tokens ? p.T : p.R);
         p.row_token = ints(*m.row_token);
         p.row_slot = ints(*m.row_slot);
         p.token_row = ints(*m.token_row);
@@ -256,8 +290,9 @@ std::tuple<Tensor, Tensor> route(const Tensor &logits_, const OptTensor &bias_, 
     check_size("route", "score_func", score_func, FUSED_MOE_SOFTMAX, FUSED_MOE_SIGMOID);
     if (num_groups) {
         check_size("route", "num_expert_groups", num_groups, 1, E);
-        STD_TORCH_CHECK(E % num_groups == 0, "fused_moe::route: expected num_expert_groups to divide ",
-                        E, " experts, found ", num_groups);
+        STD_TORCH_CHECK(E % num_groups == 0,
+                        "fused_moe::route: expected num_expert_groups to divide ", E,
+                        " experts, found ", num_groups);
         check_size("route", "num_limited_groups", num_limited_groups, 1, num_groups);
         check_size("route", "top_k", top_k, 1, num_limited_groups * (E / num_groups));
     }
@@ -381,8 +416,8 @@ Tensor permute(const Tensor &x_, const Tensor &offsets, const Tensor &row_token,
                const Tensor &row_slot, const Tensor &token_row) {
     check_dim("permute", "x", x_, 2);
     Tensor x = dense(x_);
-    Maps m = maps_of("permute", x, true, experts_of("permute", offsets), offsets, row_token, row_slot,
-                     token_row);
+    Maps m = maps_of("permute", x, true, experts_of("permute", offsets), offsets, row_token,
+                     row_slot, token_row);
     Tensor rows = new_like(x, {m.plan.R, x.size(1)});
 
     FusedMoePermute p = {};
@@ -494,9 +529,9 @@ Tensor grouped_mm(const Tensor &a_, const Tensor &b_, const Tensor &offsets) {
 }
 
 // b may be read through b_row_token, and multiplied by scores; dw[1] may be absent.
-void run_wgrad(const Tensor &a, const Tensor &b, const int32_t *b_row_token, const int32_t *row_slot,
-               const OptTensor &scores, const FusedMoeWeight dw[2], const int64_t M[2],
-               const int32_t *ends, int64_t E) {
+void run_wgrad(const Tensor &a, const Tensor &b, const int32_t *b_row_token,
+               const int32_t *row_slot, const OptTensor &scores, const FusedMoeWeight dw[2],
+               const int64_t M[2], const int32_t *ends, int64_t E) {
     FusedMoeWgrad p = {};
     p.a = data(a);
     p.b = data(b);
@@ -513,8 +548,8 @@ void run_wgrad(const Tensor &a, const Tensor &b, const int32_t *b_row_token, con
     RUN(wgrad, p);
 }
 
-Tensor wgrad(const Tensor &a_, const Tensor &b_, const Tensor &offsets, const OptTensor &a_row_token,
-             const OptTensor &b_row_token) {
+Tensor wgrad(const Tensor &a_, const Tensor &b_, const Tensor &offsets,
+             const OptTensor &a_row_token, const OptTensor &b_row_token) {
     const char *op = "wgrad";
     check_dim(op, "a", a_, 2);
     check_dim(op, "b", b_, 2);
@@ -541,7 +576,8 @@ Tensor wgrad(const Tensor &a_, const Tensor &b_, const Tensor &offsets, const Op
         check_shape(op, "row_token", *row_token, {a.size(0)});
     else
         check_size(op, "rows of b", b.size(0), a.size(0), a.size(0));
-    run_wgrad(a, b, static_cast<const int32_t *>(data(row_token)), nullptr, {}, out, M, ints(ends), E);
+    run_wgrad(a, b, static_cast<const int32_t *>(data(row_token)), nullptr, {}, out, M, ints(ends),
+              E);
     return dw;
 }
 
@@ -680,8 +716,8 @@ experts_up_backward(const Tensor &dh_, const Tensor &x_, const Tensor &w1, const
         }
     }
     if (need_dw1 || need_dw3) {
-        if (need_dw1) dw1 = torch::stable::empty_like(w1);
-        if (need_dw3) dw3 = torch::stable::empty_like(*w3);
+        if (need_dw1) dw1 = grad_like(w1);
+        if (need_dw3) dw3 = grad_like(*w3);
         const FusedMoeWeight dw[2] = {need_dw1 ? weight(dw1) : FusedMoeWeight{},
                                       need_dw3 ? weight(dw3) : FusedMoeWeight{}};
         const int64_t M[2] = {s.w1_rows, w3 ? s.F : 0};
@@ -793,8 +829,8 @@ experts_down_backward(const Tensor &dout, const Tensor &h, const Tensor &w2, con
                       int64_t layout, int64_t activation, double alpha, double limit, bool need_dh,
                       bool need_dw2, bool need_db2, bool need_dscores) {
     const char *op = "experts_down_backward";
-    DownDgrad d = down_dgrad_of(op, dout, w2, b2, h, scores, offsets, row_token, row_slot, token_row,
-                                tiles, layout, activation, alpha, limit);
+    DownDgrad d = down_dgrad_of(op, dout, w2, b2, h, scores, offsets, row_token, row_slot,
+                                token_row, tiles, layout, activation, alpha, limit);
     const FusedMoePlan &plan = d.m.plan;
     Tensor dh = nothing(d.dout), dw2 = nothing(d.dout), db2 = nothing(d.dout);
     Tensor dscores = nothing(d.dout, score_dtype(d.dout)), a_scaled = nothing(d.dout);
@@ -812,14 +848,15 @@ experts_down_backward(const Tensor &dout, const Tensor &h, const Tensor &w2, con
     }
     if (need_dh || need_dscores || need_dw2) RUN(down_dgrad, d.p);
     if (need_dw2) {
-        dw2 = torch::stable::empty_like(w2);
+        dw2 = grad_like(w2);
         const FusedMoeWeight dw[2] = {transposed(weight(dw2)), {}};
         const int64_t M[2] = {d.p.F, 0};
         run_wgrad(a_scaled, d.dout, plan.row_token, nullptr, {}, dw, M, plan.ends, plan.E);
     }
     if (need_db2) {
         db2 = new_like(d.dout, {plan.E, d.p.D});
-        run_bias_grad(d.dout, plan.row_token, plan.row_slot, d.scores, plan.ends, plan.E, plan.R, db2);
+        run_bias_grad(d.dout, plan.row_token, plan.row_slot, d.scores, plan.ends, plan.E, plan.R,
+                      db2);
     }
     return {dh, dw2, db2, dscores};
 }
@@ -846,7 +883,7 @@ Tensor act_dgrad(const Tensor &da_, const Tensor &h_, int64_t layout, int64_t ac
     return dh;
 }
 
-}  // namespace
+} // namespace
 
 // --- schemas ----------------------------------------------------------------------------------------------------
 

@@ -27,9 +27,9 @@ typedef struct {
     bool is_real; /* elements are real already: views need no conversion */
     void (*load)(void *real, const void *elem, int64_t n);
     void (*store)(void *elem, const void *real, int64_t n);
-    void (*add)(void *y, const void *x, int64_t n);                /* y += x     */
-    void (*axpy)(void *y, double s, const void *x, int64_t n);     /* y += s x   */
-    void (*scale)(void *y, double s, const void *x, int64_t n);    /* y = s x    */
+    void (*add)(void *y, const void *x, int64_t n);             /* y += x     */
+    void (*axpy)(void *y, double s, const void *x, int64_t n);  /* y += s x   */
+    void (*scale)(void *y, double s, const void *x, int64_t n); /* y = s x    */
     double (*dot)(const void *x, const void *y, int64_t n);
     void (*split)(void *even, void *odd, const void *pairs, int64_t n); /* n pairs */
     void (*merge)(void *pairs, const void *even, const void *odd, int64_t n);
@@ -54,7 +54,8 @@ typedef struct { /* element (i, j) is data[i row_stride + j col_stride] */
 FmMatrix fm_dense(void *data, int64_t rows, int64_t cols);
 FmMatrix fm_transposed(FmMatrix m);
 /* Rows [row, row+rows) and columns [col, col+cols). */
-FmMatrix fm_part(FmMatrix m, size_t elem_bytes, int64_t row, int64_t rows, int64_t col, int64_t cols);
+FmMatrix fm_part(FmMatrix m, size_t elem_bytes, int64_t row, int64_t rows, int64_t col,
+                 int64_t cols);
 /* Expert e of a weight: (out, in). */
 FmMatrix fm_expert(const FusedMoeWeight *w, size_t elem_bytes, int32_t e, int64_t out, int64_t in);
 
@@ -84,7 +85,8 @@ FmMatrix fm_gather(const FmRows *v, const FmGather *g, int64_t first, int64_t ro
 bool fm_ends_are_valid(const int32_t *ends, int32_t E, int64_t R);
 bool fm_map_is_valid(const int32_t *map, int64_t n, int32_t low, int64_t end);
 bool fm_plan_is_valid(const FusedMoePlan *plan);
-int32_t *fm_make_tiles(const int32_t *ends, int32_t E); /* of FM_TILE_ROWS; free it; NULL: no memory */
+int32_t *fm_make_tiles(const int32_t *ends,
+                       int32_t E); /* of FM_TILE_ROWS; free it; NULL: no memory */
 
 /* h's columns: where gate and up of hidden columns [j, j+n) lie in a row of h. */
 void fm_load_pair(const FmRows *v, FusedMoeLayout layout, int64_t F, const void *h_row, int64_t j,
@@ -111,9 +113,10 @@ static inline void *fm_at(const void *data, size_t bytes, int64_t index) {
 /* --- torch.c: PyTorch's thread pool and matrix product ---------------------------------------------- */
 
 /* Runs task(i, ctx, scratch) for 0 <= i < n. Tasks are handed out one by one, so uneven ones balance;
- * each worker has scratch_bytes of its own, aligned to 64. Returns the first error of a task. */
+ * each worker has scratch_bytes of its own, aligned to 64. `work` counts the elements touched or multiplied
+ * by all tasks together: little of it is not worth waking a thread. Returns the first error of a task. */
 typedef int FmTask(int64_t i, const void *ctx, char *scratch);
-int fm_parallel(int64_t n, FmTask *task, const void *ctx, size_t scratch_bytes);
+int fm_parallel(int64_t n, int64_t work, FmTask *task, const void *ctx, size_t scratch_bytes);
 
 /* out = a b, or out += a b, of real matrices. */
 int fm_product(const FmRows *v, FmMatrix out, FmMatrix a, FmMatrix b, bool accumulate);

@@ -60,7 +60,8 @@ static int down_dgrad_tile(int64_t i, const void *ctx, char *scratch) {
     bool gated = p->layout != FUSED_MOE_UNGATED;
     void *up = gated ? q->up : NULL, *dup = gated ? q->dup : NULL;
     int64_t h_width = fm_h_width(p->layout, p->F);
-    FusedMoeTile tile = fused_moe_find_tile(t->tiles, p->plan.ends, p->plan.E, FM_TILE_ROWS, (int32_t)i);
+    FusedMoeTile tile =
+        fused_moe_find_tile(t->tiles, p->plan.ends, p->plan.E, FM_TILE_ROWS, (int32_t)i);
     const FmGather gather = {p->dout, p->D, p->plan.row_token, NULL, NULL};
     FmMatrix dout = fm_gather(v, &gather, tile.first_row, tile.num_rows, 0, p->D, s.dout);
 
@@ -68,7 +69,8 @@ static int down_dgrad_tile(int64_t i, const void *ctx, char *scratch) {
     if (p->dscores && p->b2) {
         v->load(s.bias, fm_at(p->b2, v->elem_bytes, tile.expert * p->D), p->D);
         for (int64_t r = 0; r < tile.num_rows; r++)
-            s.dscore[r] = v->dot(fm_at(dout.data, v->real_bytes, r * dout.row_stride), s.bias, p->D);
+            s.dscore[r] =
+                v->dot(fm_at(dout.data, v->real_bytes, r * dout.row_stride), s.bias, p->D);
     }
 
     FmMatrix all_w = fm_expert(&p->w2, v->elem_bytes, tile.expert, p->D, p->F);
@@ -124,7 +126,7 @@ int fused_moe_cpu_down_dgrad(const FusedMoeDownDgrad *p) {
     Task task = {p, v, tiles};
     size_t bytes = 0;
     take(&task, NULL, &bytes);
-    int status = fm_parallel(tiles[1], down_dgrad_tile, &task, bytes);
+    int status = fm_parallel(tiles[1], num_rows * p->D * p->F, down_dgrad_tile, &task, bytes);
     free(tiles);
     return status;
 }
@@ -147,7 +149,8 @@ static int act_dgrad_block(int64_t block, const void *ctx, char *scratch) {
             v->load(da, fm_at(p->da, v->elem_bytes, r * p->F + j), n);
             fm_load_pair(v, p->layout, p->F, fm_at(p->h, h_bytes, r), j, n, q.gate, up, q.pairs);
             v->dact(&p->activation, q.dgate, dup, q.a, da, q.gate, up, n);
-            fm_store_pair(v, p->layout, p->F, fm_at(p->dh, h_bytes, r), j, n, q.dgate, dup, q.pairs);
+            fm_store_pair(v, p->layout, p->F, fm_at(p->dh, h_bytes, r), j, n, q.dgate, dup,
+                          q.pairs);
         }
     return FUSED_MOE_OK;
 }
@@ -159,5 +162,5 @@ int fused_moe_cpu_act_dgrad(const FusedMoeActDgrad *p) {
     char *none = NULL;
     take_rows(v->real_bytes, FM_TILE_COLS, &none, &bytes);
     fm_take(&none, &bytes, FM_TILE_COLS * v->real_bytes);
-    return fm_parallel(fm_blocks(p->R, FM_TILE_ROWS), act_dgrad_block, p, bytes);
+    return fm_parallel(fm_blocks(p->R, FM_TILE_ROWS), p->R * p->F, act_dgrad_block, p, bytes);
 }

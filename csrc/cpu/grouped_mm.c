@@ -79,7 +79,8 @@ int fused_moe_cpu_grouped_mm(const FusedMoeGroupedMM *p) {
     Task task = {p, v, tiles};
     size_t bytes = 0;
     take(&task, NULL, &bytes);
-    int status = fm_parallel(tiles[1], grouped_mm_tile, &task, bytes);
+    int status =
+        fm_parallel(tiles[1], num_rows * p->M * (p->N[0] + p->N[1]), grouped_mm_tile, &task, bytes);
     free(tiles);
     return status;
 }

@@ -72,7 +72,8 @@ void fm_zero(const FmRows *v, FmMatrix m) {
 FmMatrix fm_gather(const FmRows *v, const FmGather *g, int64_t first, int64_t rows, int64_t col,
                    int64_t cols, void *buffer) {
     if (!g->row_token) {
-        FmMatrix lying = {fm_at(g->x, v->elem_bytes, first * g->width + col), rows, cols, g->width, 1};
+        FmMatrix lying = {fm_at(g->x, v->elem_bytes, first * g->width + col), rows, cols, g->width,
+                          1};
         return fm_to_real(v, lying, buffer);
     }
     FmMatrix real = fm_dense(buffer, rows, cols);

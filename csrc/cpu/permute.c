@@ -28,7 +28,7 @@ static int permute_block(int64_t block, const void *ctx, char *scratch) {
 int fused_moe_cpu_permute(const FusedMoePermute *p) {
     if (!fm_rows(p->dtype)) return FUSED_MOE_UNSUPPORTED_DTYPE;
     if (!fm_plan_is_valid(&p->plan)) return FUSED_MOE_INVALID_ROWS;
-    return fm_parallel(fm_blocks(p->plan.R, BLOCK), permute_block, p, 0);
+    return fm_parallel(fm_blocks(p->plan.R, BLOCK), p->plan.R * p->D, permute_block, p, 0);
 }
 
 /* --- unpermute ---------------------------------------------------------------------------------------- */
@@ -57,7 +57,7 @@ int fused_moe_cpu_unpermute(const FusedMoeUnpermute *p) {
     if (!v) return FUSED_MOE_UNSUPPORTED_DTYPE;
     if (!fm_plan_is_valid(&p->plan)) return FUSED_MOE_INVALID_ROWS;
     size_t bytes = 2 * (p->D * v->real_bytes + 64);
-    return fm_parallel(fm_blocks(p->plan.T, BLOCK), unpermute_block, p, bytes);
+    return fm_parallel(fm_blocks(p->plan.T, BLOCK), p->plan.R * p->D, unpermute_block, p, bytes);
 }
 
 /* --- unpermute's gradient ------------------------------------------------------------------------------- */
@@ -94,5 +94,6 @@ int fused_moe_cpu_unpermute_backward(const FusedMoeUnpermuteBackward *p) {
     if (!fm_plan_is_valid(&p->plan)) return FUSED_MOE_INVALID_ROWS;
     if (p->dscores) memset(p->dscores, 0, (size_t)(p->plan.T * p->plan.K) * v->real_bytes);
     size_t bytes = 2 * (p->D * v->real_bytes + 64);
-    return fm_parallel(fm_blocks(p->plan.R, BLOCK), unpermute_backward_block, p, bytes);
+    return fm_parallel(fm_blocks(p->plan.R, BLOCK), p->plan.R * p->D, unpermute_backward_block, p,
+                       bytes);
 }

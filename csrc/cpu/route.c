@@ -7,7 +7,8 @@
 
 #include <math.h>
 
-enum { BLOCK = 32 }; /* tokens a task */
+enum { BLOCK = 32 };    /* tokens a task */
+enum { EXP_WORK = 16 }; /* an exponential, in multiplications */
 
 static const double NORM_EPSILON = 1e-20; /* torchtitan's */
 
@@ -91,8 +92,7 @@ static int route_block(int64_t block, const void *ctx, char *scratch) {
         double sum = NORM_EPSILON;
         for (int32_t k = 0; k < p->K; k++) sum += score[ids[k]];
         double factor = p->route_norm ? p->route_scale / sum : p->route_scale;
-        for (int32_t k = 0; k < p->K; k++)
-            v->set(p->scores, t * p->K + k, score[ids[k]] * factor);
+        for (int32_t k = 0; k < p->K; k++) v->set(p->scores, t * p->K + k, score[ids[k]] * factor);
     }
     return FUSED_MOE_OK;
 }
@@ -101,7 +101,7 @@ int fused_moe_cpu_route(const FusedMoeRoute *p) {
     const FmRows *v = fm_rows(p->dtype);
     if (!v) return FUSED_MOE_UNSUPPORTED_DTYPE;
     size_t bytes = p->E * (v->real_bytes + 4 * sizeof(double) + sizeof(int32_t) + 1) + 7 * 64;
-    return fm_parallel(fm_blocks(p->T, BLOCK), route_block, p, bytes);
+    return fm_parallel(fm_blocks(p->T, BLOCK), p->T * p->E * EXP_WORK, route_block, p, bytes);
 }
 
 /* --- backward ------------------------------------------------------------------------------------------- */
@@ -151,5 +151,6 @@ int fused_moe_cpu_route_backward(const FusedMoeRouteBackward *p) {
     for (int64_t i = 0; i < p->T * p->K; i++)
         if (p->ids[i] < 0 || p->ids[i] >= p->E) return FUSED_MOE_INVALID_ROWS;
     size_t bytes = p->E * (v->real_bytes + 3 * sizeof(double)) + 4 * 64;
-    return fm_parallel(fm_blocks(p->T, BLOCK), route_backward_block, p, bytes);
+    return fm_parallel(fm_blocks(p->T, BLOCK), p->T * p->E * EXP_WORK, route_backward_block, p,
+                       bytes);
 }

@@ -39,7 +39,8 @@ int fused_moe_cpu_route_plan(const FusedMoeRoutePlan *p) {
     }
     for (int32_t e = p->E; e > 0; e--) p->offsets[e] = p->offsets[e - 1];
     p->offsets[0] = 0;
-    for (int64_t row = p->offsets[p->E]; row < slots; row++) p->row_slot[row] = p->row_token[row] = -1;
+    for (int64_t row = p->offsets[p->E]; row < slots; row++)
+        p->row_slot[row] = p->row_token[row] = -1;
     return FUSED_MOE_OK;
 }
 

@@ -10,7 +10,8 @@
 #include <string.h>
 
 #if defined(__x86_64__) && defined(__GLIBC__) && defined(__GNUC__) && !defined(__clang__)
-#define ROW_FN __attribute__((target_clones("arch=skylake-avx512", "arch=haswell", "default"))) static
+#define ROW_FN                                                                                     \
+    __attribute__((target_clones("arch=skylake-avx512", "arch=haswell", "default"))) static
 #else
 #define ROW_FN static
 #endif
@@ -127,10 +128,21 @@ static void copy_double(void *to, const void *from, int64_t n) {
 /* --- tables -------------------------------------------------------------------------------------------- */
 
 #define ROWS(real, bytes, real_elements, load_fn, store_fn)                                        \
-    {.elem_bytes = bytes, .real_bytes = sizeof(real), .is_real = real_elements, .load = load_fn,   \
-     .store = store_fn, .add = add_##real, .axpy = axpy_##real, .scale = scale_##real,             \
-     .dot = dot_##real, .split = split_##real, .merge = merge_##real, .act = act_##real,           \
-     .dact = dact_##real, .get = get_##real, .set = set_##real}
+    {.elem_bytes = bytes,                                                                          \
+     .real_bytes = sizeof(real),                                                                   \
+     .is_real = real_elements,                                                                     \
+     .load = load_fn,                                                                              \
+     .store = store_fn,                                                                            \
+     .add = add_##real,                                                                            \
+     .axpy = axpy_##real,                                                                          \
+     .scale = scale_##real,                                                                        \
+     .dot = dot_##real,                                                                            \
+     .split = split_##real,                                                                        \
+     .merge = merge_##real,                                                                        \
+     .act = act_##real,                                                                            \
+     .dact = dact_##real,                                                                          \
+     .get = get_##real,                                                                            \
+     .set = set_##real}
 
 const FmRows *fm_rows(FusedMoeDtype dtype) {
     static const FmRows table[] = {

@@ -58,16 +58,16 @@ ROW_FN void REAL_NAME(merge)(void *pairs_, const void *even_, const void *odd_, 
                                          const REAL *restrict gate, const REAL *restrict up,       \
                                          int64_t n) {                                              \
         if (!up)                                                                                   \
-            for (int64_t i = 0; i < n; i++) a[i] = REAL_NAME(gate_fn)(gate[i], alpha, limit).value; \
+            for (int64_t i = 0; i < n; i++)                                                        \
+                a[i] = REAL_NAME(gate_fn)(gate[i], alpha, limit).value;                            \
         else                                                                                       \
             for (int64_t i = 0; i < n; i++)                                                        \
                 a[i] = REAL_NAME(gate_fn)(gate[i], alpha, limit).value *                           \
                        REAL_NAME(up_fn)(up[i], limit).value;                                       \
     }                                                                                              \
-    ROW_FN void REAL_NAME(dact_##gate_fn)(REAL alpha, REAL limit, REAL *restrict dgate,            \
-                                          REAL *restrict dup, REAL *restrict a,                    \
-                                          const REAL *restrict da, const REAL *restrict gate,      \
-                                          const REAL *restrict up, int64_t n) {                    \
+    ROW_FN void REAL_NAME(dact_##gate_fn)(                                                         \
+        REAL alpha, REAL limit, REAL *restrict dgate, REAL *restrict dup, REAL *restrict a,        \
+        const REAL *restrict da, const REAL *restrict gate, const REAL *restrict up, int64_t n) {  \
         if (!up)                                                                                   \
             for (int64_t i = 0; i < n; i++) {                                                      \
                 REAL_NAME(Point) f = REAL_NAME(gate_fn)(gate[i], alpha, limit);                    \

@@ -37,7 +37,7 @@ typedef struct {
     atomic_int status;
 } Work;
 
-static void work(int64_t begin, int64_t end, void *ctx) {
+static void run_tasks(int64_t begin, int64_t end, void *ctx) {
     Work *w = ctx;
     (void)begin, (void)end; /* whichever workers come, they share one queue */
     char *scratch = NULL;
@@ -48,23 +48,25 @@ static void work(int64_t begin, int64_t end, void *ctx) {
             return;
         }
     }
-    for (int64_t i; atomic_load(&w->status) == FUSED_MOE_OK &&
-                    (i = atomic_fetch_add(&w->next, 1)) < w->n;) {
+    for (int64_t i;
+         atomic_load(&w->status) == FUSED_MOE_OK && (i = atomic_fetch_add(&w->next, 1)) < w->n;) {
         int status = w->task(i, w->ctx, scratch);
         if (status != FUSED_MOE_OK) atomic_store(&w->status, status);
     }
     free(scratch);
 }
 
-int fm_parallel(int64_t n, FmTask *task, const void *ctx, size_t scratch_bytes) {
+enum { WORK_PER_THREAD = 1 << 16 }; /* some tens of microseconds */
+
+int fm_parallel(int64_t n, int64_t work, FmTask *task, const void *ctx, size_t scratch_bytes) {
     uint32_t threads;
     if (n <= 0) return FUSED_MOE_OK;
     if (torch_get_num_threads(&threads)) return FUSED_MOE_PRODUCT_FAILED;
     Work w = {.task = task, .ctx = ctx, .scratch_bytes = scratch_bytes, .n = n};
-    int64_t workers = fm_min(n, threads);
+    int64_t workers = fm_min(fm_min(n, threads), 1 + work / WORK_PER_THREAD);
     if (workers <= 1)
-        work(0, 1, &w);
-    else if (torch_parallel_for(0, workers, 1, work, &w))
+        run_tasks(0, 1, &w);
+    else if (torch_parallel_for(0, workers, 1, run_tasks, &w))
         return FUSED_MOE_PRODUCT_FAILED;
     return atomic_load(&w.status);
 }

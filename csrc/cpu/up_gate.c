@@ -53,9 +53,7 @@ static int pieces(const FusedMoeUpGate *p, int64_t j, int64_t n, Piece piece[2])
     case FUSED_MOE_INTERLEAVED:
         piece[0] = (Piece){&p->w1, p->b1, 2 * F, 2 * j, 2 * n, 2 * j};
         return 1;
-    default:
-        piece[0] = (Piece){&p->w1, p->b1, F, j, n, j};
-        return 1;
+    default: piece[0] = (Piece){&p->w1, p->b1, F, j, n, j}; return 1;
     }
 }
 
@@ -66,7 +64,8 @@ static int up_gate_tile(int64_t i, const void *ctx, char *scratch) {
     size_t unused = 0;
     Buffers s = take(t, scratch, &unused);
     int64_t h_width = fm_h_width(p->layout, p->F);
-    FusedMoeTile tile = fused_moe_find_tile(t->tiles, p->plan.ends, p->plan.E, FM_TILE_ROWS, (int32_t)i);
+    FusedMoeTile tile =
+        fused_moe_find_tile(t->tiles, p->plan.ends, p->plan.E, FM_TILE_ROWS, (int32_t)i);
     const FmGather gather = {p->x, p->D, p->plan.row_token, p->plan.row_slot, p->scores};
     FmMatrix x = fm_gather(v, &gather, tile.first_row, tile.num_rows, 0, p->D, s.x);
 
@@ -82,7 +81,8 @@ static int up_gate_tile(int64_t i, const void *ctx, char *scratch) {
             int status = fm_product(v, out, x, fm_transposed(w), false);
             if (status != FUSED_MOE_OK) return status;
             if (c->bias)
-                v->load(s.bias, fm_at(c->bias, v->elem_bytes, tile.expert * c->weight_rows + c->row),
+                v->load(s.bias,
+                        fm_at(c->bias, v->elem_bytes, tile.expert * c->weight_rows + c->row),
                         c->width);
             for (int64_t r = 0; r < tile.num_rows; r++) {
                 void *row = fm_at(out.data, v->real_bytes, r * c->width);
@@ -122,7 +122,7 @@ int fused_moe_cpu_up_gate(const FusedMoeUpGate *p) {
     Task task = {p, v, tiles};
     size_t bytes = 0;
     take(&task, NULL, &bytes);
-    int status = fm_parallel(tiles[1], up_gate_tile, &task, bytes);
+    int status = fm_parallel(tiles[1], num_rows * p->D * h_width, up_gate_tile, &task, bytes);
     free(tiles);
     return status;
 }

@@ -53,7 +53,8 @@ static int wgrad_block(int64_t i, const void *ctx, char *scratch) {
 
     for (int64_t row = first; row < end; row += FM_TILE_DEPTH) {
         int64_t rows = fm_min(FM_TILE_DEPTH, end - row);
-        FmMatrix a = fm_part(fm_dense((void *)p->a, p->R, width), v->elem_bytes, row, rows, 0, width);
+        FmMatrix a =
+            fm_part(fm_dense((void *)p->a, p->R, width), v->elem_bytes, row, rows, 0, width);
         a = fm_to_real(v, a, s.a);
         FmMatrix b = fm_gather(v, &gather, row, rows, col, cols, s.b);
         for (int part = 0; part < 2; part++) {
@@ -76,12 +77,15 @@ int fused_moe_cpu_wgrad(const FusedMoeWgrad *p) {
     Task task = {p, v, fm_blocks(p->N, FM_TILE_COLS)};
     size_t bytes = 0;
     take(&task, NULL, &bytes);
-    return fm_parallel(p->E * task.blocks, wgrad_block, &task, bytes);
+    return fm_parallel(p->E * task.blocks, (p->R + p->E) * p->N * (p->M[0] + p->M[1]), wgrad_block,
+                       &task, bytes);
 }
 
 /* --- bias_grad ------------------------------------------------------------------------------------------ */
 
-enum { SUM_ROWS = 32 }; /* summed before they join the total: rounding grows with the count's root */
+enum {
+    SUM_ROWS = 32
+}; /* summed before they join the total: rounding grows with the count's root */
 
 static int bias_grad_block(int64_t i, const void *ctx, char *scratch) {
     const FusedMoeBiasGrad *p = ctx;
@@ -114,5 +118,6 @@ int fused_moe_cpu_bias_grad(const FusedMoeBiasGrad *p) {
     if (!fm_ends_are_valid(p->ends, p->E, p->R)) return FUSED_MOE_INVALID_ROWS;
     if (!fm_map_is_valid(p->row_token, p->ends[p->E - 1], 0, p->T)) return FUSED_MOE_INVALID_ROWS;
     size_t bytes = 3 * FM_TILE_COLS * v->real_bytes;
-    return fm_parallel(p->E * fm_blocks(p->N, FM_TILE_COLS), bias_grad_block, p, bytes);
+    return fm_parallel(p->E * fm_blocks(p->N, FM_TILE_COLS), (p->R + p->E) * p->N, bias_grad_block,
+                       p, bytes);
 }
