@@ -36,10 +36,19 @@ typedef struct {
 
 #define POINT(value, slope) ((ACT_NAME(Point)){value, slope})
 
+/* The sigmoid and its complement to 1, which a subtraction would round away; e stays finite. */
+ACT_FN real ACT_NAME(sigmoid)(real x, real *complement) {
+    const real most = sizeof(real) == sizeof(double) ? 700 : 80;
+    real e = ACT_EXP(x < -most ? most : -x);
+    real s = 1 / (1 + e);
+    *complement = e * s;
+    return s;
+}
+
 ACT_FN ACT_NAME(Point) ACT_NAME(silu)(real x, real alpha, real limit) {
     (void)alpha, (void)limit;
-    real s = 1 / (1 + ACT_EXP(-x));
-    return POINT(x * s, s + x * s * (1 - s));
+    real c, s = ACT_NAME(sigmoid)(x, &c);
+    return POINT(x * s, s + x * s * c);
 }
 
 ACT_FN ACT_NAME(Point) ACT_NAME(gelu)(real x, real alpha, real limit) {
@@ -53,8 +62,8 @@ ACT_FN ACT_NAME(Point) ACT_NAME(gelu)(real x, real alpha, real limit) {
 ACT_FN ACT_NAME(Point) ACT_NAME(gelu_tanh)(real x, real alpha, real limit) {
     (void)alpha, (void)limit;
     const real two_root = (real)1.59576912160573071176, cubic = (real)0.044715;
-    real s = 1 / (1 + ACT_EXP(-two_root * (x + cubic * x * x * x)));
-    return POINT(x * s, s + x * s * (1 - s) * two_root * (1 + 3 * cubic * x * x));
+    real c, s = ACT_NAME(sigmoid)(two_root * (x + cubic * x * x * x), &c);
+    return POINT(x * s, s + x * s * c * two_root * (1 + 3 * cubic * x * x));
 }
 
 ACT_FN ACT_NAME(Point) ACT_NAME(relu)(real x, real alpha, real limit) {
@@ -64,8 +73,8 @@ ACT_FN ACT_NAME(Point) ACT_NAME(relu)(real x, real alpha, real limit) {
 
 ACT_FN ACT_NAME(Point) ACT_NAME(swiglu_clamped)(real x, real alpha, real limit) {
     real g = x > limit ? limit : x;
-    real s = 1 / (1 + ACT_EXP(-alpha * g));
-    return POINT(g * s, x > limit ? 0 : s + alpha * g * s * (1 - s));
+    real c, s = ACT_NAME(sigmoid)(alpha * g, &c);
+    return POINT(g * s, x > limit ? 0 : s + alpha * g * s * c);
 }
 
 ACT_FN ACT_NAME(Point) ACT_NAME(linear)(real x, real limit) {

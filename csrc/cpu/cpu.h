@@ -29,6 +29,7 @@ typedef struct {
     void (*store)(void *elem, const void *real, int64_t n);
     void (*add)(void *y, const void *x, int64_t n);             /* y += x     */
     void (*axpy)(void *y, double s, const void *x, int64_t n);  /* y += s x   */
+    void (*sum)(double *y, double s, const void *x, int64_t n); /* y += s x, in double */
     void (*scale)(void *y, double s, const void *x, int64_t n); /* y = s x    */
     double (*dot)(const void *x, const void *y, int64_t n);
     void (*split)(void *even, void *odd, const void *pairs, int64_t n); /* n pairs */

@@ -135,6 +135,7 @@ static void copy_double(void *to, const void *from, int64_t n) {
      .store = store_fn,                                                                            \
      .add = add_##real,                                                                            \
      .axpy = axpy_##real,                                                                          \
+     .sum = sum_##real,                                                                            \
      .scale = scale_##real,                                                                        \
      .dot = dot_##real,                                                                            \
      .split = split_##real,                                                                        \

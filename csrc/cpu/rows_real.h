@@ -13,6 +13,12 @@ ROW_FN void REAL_NAME(axpy)(void *y_, double s_, const void *x_, int64_t n) {
     for (int64_t i = 0; i < n; i++) y[i] += s * x[i];
 }
 
+/* For sums as long as an expert's rows, whose rounding would grow with their number. */
+ROW_FN void REAL_NAME(sum)(double *restrict y, double s, const void *x_, int64_t n) {
+    const REAL *restrict x = x_;
+    for (int64_t i = 0; i < n; i++) y[i] += s * x[i];
+}
+
 ROW_FN void REAL_NAME(scale)(void *y_, double s_, const void *x_, int64_t n) {
     REAL *y = y_;
     const REAL *x = x_;

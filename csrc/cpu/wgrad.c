@@ -83,32 +83,24 @@ int fused_moe_cpu_wgrad(const FusedMoeWgrad *p) {
 
 /* --- bias_grad ------------------------------------------------------------------------------------------ */
 
-enum {
-    SUM_ROWS = 32
-}; /* summed before they join the total: rounding grows with the count's root */
-
 static int bias_grad_block(int64_t i, const void *ctx, char *scratch) {
     const FusedMoeBiasGrad *p = ctx;
     const FmRows *v = fm_rows(p->dtype);
     size_t unused = 0;
-    void *sum = fm_take(&scratch, &unused, FM_TILE_COLS * v->real_bytes);
-    void *some = fm_take(&scratch, &unused, FM_TILE_COLS * v->real_bytes);
+    double *sum = fm_take(&scratch, &unused, FM_TILE_COLS * sizeof *sum);
     void *row = fm_take(&scratch, &unused, FM_TILE_COLS * v->real_bytes);
     int64_t blocks = fm_blocks(p->N, FM_TILE_COLS);
     int32_t e = (int32_t)(i / blocks);
     int64_t col = i % blocks * FM_TILE_COLS, cols = fm_min(FM_TILE_COLS, p->N - col);
 
-    memset(sum, 0, cols * v->real_bytes);
-    memset(some, 0, cols * v->real_bytes);
+    memset(sum, 0, cols * sizeof *sum);
     for (int64_t r = fused_moe_first_row(p->ends, e); r < p->ends[e]; r++) {
         int64_t from = p->row_token ? p->row_token[r] : r;
         v->load(row, fm_at(p->rows, v->elem_bytes, from * p->N + col), cols);
-        v->axpy(some, p->scores ? v->get(p->scores, p->row_slot[r]) : 1, row, cols);
-        if (r % SUM_ROWS && r + 1 < p->ends[e]) continue;
-        v->add(sum, some, cols);
-        memset(some, 0, cols * v->real_bytes);
+        v->sum(sum, p->scores ? v->get(p->scores, p->row_slot[r]) : 1, row, cols);
     }
-    v->store(fm_at(p->db, v->elem_bytes, e * p->N + col), sum, cols);
+    for (int64_t j = 0; j < cols; j++) v->set(row, j, sum[j]);
+    v->store(fm_at(p->db, v->elem_bytes, e * p->N + col), row, cols);
     return FUSED_MOE_OK;
 }
 
@@ -117,7 +109,7 @@ int fused_moe_cpu_bias_grad(const FusedMoeBiasGrad *p) {
     if (!v) return FUSED_MOE_UNSUPPORTED_DTYPE;
     if (!fm_ends_are_valid(p->ends, p->E, p->R)) return FUSED_MOE_INVALID_ROWS;
     if (!fm_map_is_valid(p->row_token, p->ends[p->E - 1], 0, p->T)) return FUSED_MOE_INVALID_ROWS;
-    size_t bytes = 3 * FM_TILE_COLS * v->real_bytes;
+    size_t bytes = FM_TILE_COLS * (sizeof(double) + v->real_bytes);
     return fm_parallel(p->E * fm_blocks(p->N, FM_TILE_COLS), (p->R + p->E) * p->N, bias_grad_block,
                        p, bytes);
 }
