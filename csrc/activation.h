@@ -36,19 +36,14 @@ typedef struct {
 
 #define POINT(value, slope) ((ACT_NAME(Point)){value, slope})
 
-/* The sigmoid and its complement to 1, which a subtraction would round away; e stays finite. */
-ACT_FN real ACT_NAME(sigmoid)(real x, real *complement) {
-    const real most = sizeof(real) == sizeof(double) ? 700 : 80;
-    real e = ACT_EXP(x < -most ? most : -x);
-    real s = 1 / (1 + e);
-    *complement = e * s;
-    return s;
+ACT_FN real ACT_NAME(sigmoid)(real x) {
+    return 1 / (1 + ACT_EXP(-x));
 }
 
 ACT_FN ACT_NAME(Point) ACT_NAME(silu)(real x, real alpha, real limit) {
     (void)alpha, (void)limit;
-    real c, s = ACT_NAME(sigmoid)(x, &c);
-    return POINT(x * s, s + x * s * c);
+    real s = ACT_NAME(sigmoid)(x);
+    return POINT(x * s, s + x * s * (1 - s));
 }
 
 ACT_FN ACT_NAME(Point) ACT_NAME(gelu)(real x, real alpha, real limit) {
@@ -58,11 +53,12 @@ ACT_FN ACT_NAME(Point) ACT_NAME(gelu)(real x, real alpha, real limit) {
     return POINT(x * cdf, cdf + x * pdf);
 }
 
-/* 0.5 (1 + tanh(u)) is the sigmoid of 2u */
+/* 0.5 (1 + tanh(u)) is the sigmoid s of 2u. 1 - s would round away what the slope multiplies by up to 5. */
 ACT_FN ACT_NAME(Point) ACT_NAME(gelu_tanh)(real x, real alpha, real limit) {
     (void)alpha, (void)limit;
     const real two_root = (real)1.59576912160573071176, cubic = (real)0.044715;
-    real c, s = ACT_NAME(sigmoid)(two_root * (x + cubic * x * x * x), &c);
+    real u = two_root * (x + cubic * x * x * x);
+    real s = ACT_NAME(sigmoid)(u), c = ACT_NAME(sigmoid)(-u);
     return POINT(x * s, s + x * s * c * two_root * (1 + 3 * cubic * x * x));
 }
 
@@ -73,8 +69,8 @@ ACT_FN ACT_NAME(Point) ACT_NAME(relu)(real x, real alpha, real limit) {
 
 ACT_FN ACT_NAME(Point) ACT_NAME(swiglu_clamped)(real x, real alpha, real limit) {
     real g = x > limit ? limit : x;
-    real c, s = ACT_NAME(sigmoid)(alpha * g, &c);
-    return POINT(g * s, x > limit ? 0 : s + alpha * g * s * c);
+    real s = ACT_NAME(sigmoid)(alpha * g);
+    return POINT(g * s, x > limit ? 0 : s + alpha * g * s * (1 - s));
 }
 
 ACT_FN ACT_NAME(Point) ACT_NAME(linear)(real x, real limit) {
