@@ -454,8 +454,8 @@ Tensor unpermute(const Tensor &rows_, const OptTensor &scores_, const Tensor &of
     return out;
 }
 
-// drows and dscores may be absent.
-void run_unpermute_backward(const Tensor &dout, const Tensor &rows, const OptTensor &scores,
+// drows and dscores may be absent; rows only matter to dscores.
+void run_unpermute_backward(const Tensor &dout, const OptTensor &rows, const OptTensor &scores,
                             const Maps &m, const OptTensor &drows, const OptTensor &dscores) {
     FusedMoeUnpermuteBackward p = {};
     p.dout = data(dout);
@@ -464,28 +464,30 @@ void run_unpermute_backward(const Tensor &dout, const Tensor &rows, const OptTen
     p.drows = drows ? mutable_data(*drows) : nullptr;
     p.dscores = dscores ? mutable_data(*dscores) : nullptr;
     p.plan = m.plan;
-    p.D = rows.size(1);
-    p.dtype = float_dtype("unpermute_backward", rows);
+    p.D = dout.size(1);
+    p.dtype = float_dtype("unpermute_backward", dout);
     RUN(unpermute_backward, p);
 }
 
-std::tuple<Tensor, Tensor> unpermute_backward(const Tensor &dout_, const Tensor &rows_,
+std::tuple<Tensor, Tensor> unpermute_backward(const Tensor &dout_, const OptTensor &rows_,
                                               const OptTensor &scores_, const Tensor &offsets,
                                               const Tensor &row_token, const Tensor &row_slot,
                                               const Tensor &token_row, bool need_drows,
                                               bool need_dscores) {
     const char *op = "unpermute_backward";
-    check_dim(op, "rows", rows_, 2);
-    Tensor rows = dense(rows_);
+    check_dim(op, "dout", dout_, 2);
+    Tensor dout = dense(dout_);
     Maps m =
-        maps_of(op, rows, false, experts_of(op, offsets), offsets, row_token, row_slot, token_row);
-    Tensor dout = operand(op, "dout", dout_, rows, {m.plan.T, rows.size(1)});
-    OptTensor scores = scores_of(op, scores_, rows, {m.plan.T, m.plan.K});
+        maps_of(op, dout, true, experts_of(op, offsets), offsets, row_token, row_slot, token_row);
+    const Shape rows_shape = {m.plan.R, dout.size(1)}, scores_shape = {m.plan.T, m.plan.K};
+    OptTensor rows = operand(op, "rows", rows_, dout, rows_shape);
+    OptTensor scores = scores_of(op, scores_, dout, scores_shape);
+    STD_TORCH_CHECK(rows || !need_dscores, "fused_moe::", op, ": expected rows for dscores");
     OptTensor drows, dscores;
-    if (need_drows) drows = new_like(rows, shape_of(rows));
-    if (need_dscores) dscores = new_like(rows, {m.plan.T, m.plan.K}, score_dtype(rows));
+    if (need_drows) drows = new_like(dout, rows_shape);
+    if (need_dscores) dscores = new_like(dout, scores_shape, score_dtype(dout));
     run_unpermute_backward(dout, rows, scores, m, drows, dscores);
-    return {drows ? *drows : nothing(rows), dscores ? *dscores : nothing(rows, score_dtype(rows))};
+    return {drows ? *drows : nothing(dout), dscores ? *dscores : nothing(dout, score_dtype(dout))};
 }
 
 // --- grouped products ---------------------------------------------------------------------------------------
@@ -626,7 +628,7 @@ std::tuple<Tensor, Tensor> experts_up(const Tensor &x_, const Tensor &w1, const 
     OptTensor b3 = operand(op, "b3", b3_, x, {s.E, s.F});
     OptTensor scores = scores_of(op, scores_, x, {m.plan.T, m.plan.K});
     check_size(op, "x's width", x.size(1), s.D, s.D);
-    STD_TORCH_CHECK(!scores || m.plan.row_slot, "fused_moe::experts_up: expected maps with scores");
+    STD_TORCH_CHECK(!scores || m.row_token, "fused_moe::experts_up: expected maps with scores");
     Tensor h = new_like(x, {save_h ? m.plan.R : 0, s.H});
     Tensor a = new_like(x, {m.plan.R, s.F});
 
@@ -693,7 +695,7 @@ experts_up_backward(const Tensor &dh_, const Tensor &x_, const Tensor &w1, const
     Tensor dh = operand(op, "dh", dh_, x, {m.plan.R, s.H});
     OptTensor scores = scores_of(op, scores_, x, {m.plan.T, m.plan.K});
     check_size(op, "x's width", x.size(1), s.D, s.D);
-    STD_TORCH_CHECK(!scores || m.plan.row_slot, "fused_moe::", op, ": expected maps with scores");
+    STD_TORCH_CHECK(!scores || m.row_token, "fused_moe::", op, ": expected maps with scores");
     STD_TORCH_CHECK((w3 || !(need_dw3 || need_db3)) && (scores || !need_dscores), "fused_moe::", op,
                     ": expected w3 and scores where their gradients are needed");
     FusedMoeWeight gate = weight(op, "w1", w1, x, {s.E, s.w1_rows, s.D}), up = {};
@@ -751,7 +753,7 @@ Tensor experts_down(const Tensor &a_, const OptTensor &, const Tensor &w2, const
     Maps m = maps_of(op, a, false, E, offsets, row_token, row_slot, token_row, tiles);
     OptTensor b2 = operand(op, "b2", b2_, a, {E, D});
     OptTensor scores = scores_of(op, scores_, a, {m.plan.T, m.plan.K});
-    STD_TORCH_CHECK(!scores || m.plan.row_slot, "fused_moe::", op, ": expected maps with scores");
+    STD_TORCH_CHECK(!scores || m.row_token, "fused_moe::", op, ": expected maps with scores");
     const FusedMoeWeight b[2] = {weight(op, "w2", w2, a, {E, D, N[0]}), {}};
     Tensor y = new_like(a, {m.plan.R, D});
     run_grouped_mm(a, b, N, b2, m.plan.ends, E, y);
@@ -790,7 +792,7 @@ DownDgrad down_dgrad_of(const char *op, const Tensor &dout_, const Tensor &w2, c
                    scores_of(op, scores, dout, {m.plan.T, m.plan.K}),
                    m,
                    {}};
-    STD_TORCH_CHECK(!d.scores || m.plan.row_slot, "fused_moe::", op, ": expected maps with scores");
+    STD_TORCH_CHECK(!d.scores || m.row_token, "fused_moe::", op, ": expected maps with scores");
     d.p.dout = data(d.dout);
     d.p.w2 = weight(op, "w2", w2, dout, {E, D, F});
     d.p.b2 = data(d.b2);
@@ -900,11 +902,11 @@ STABLE_TORCH_LIBRARY(fused_moe, m) {
           "route_norm, float route_scale) -> Tensor");
     m.def("route_plan(Tensor ids, int num_experts) -> (Tensor counts, Tensor offsets, Tensor "
           "row_token, Tensor row_slot, Tensor token_row, Tensor tiles)");
-    m.def("count_plan(Tensor counts, int num_rows) -> (Tensor counts_out, Tensor offsets, Tensor "
+    m.def("count_plan(Tensor counts, SymInt num_rows) -> (Tensor counts_out, Tensor offsets, Tensor "
           "tiles)");
     m.def("permute(Tensor x, " MAPS ") -> Tensor");
     m.def("unpermute(Tensor rows, Tensor? scores, " MAPS ") -> Tensor");
-    m.def("unpermute_backward(Tensor dout, Tensor rows, Tensor? scores, " MAPS
+    m.def("unpermute_backward(Tensor dout, Tensor? rows, Tensor? scores, " MAPS
           ", bool need_drows, bool need_dscores) -> (Tensor drows, Tensor dscores)");
     m.def("grouped_mm(Tensor a, Tensor b, Tensor offsets) -> Tensor");
     m.def("wgrad(Tensor a, Tensor b, Tensor offsets, Tensor? a_row_token=None, Tensor? "

@@ -4,8 +4,6 @@
 and `info()` tells what runs where.
 """
 
-from importlib.metadata import version
-
 from . import reference
 from .function import fused_experts, grouped_mlp, grouped_mm, permute, route, unpermute
 from .info import info
@@ -14,7 +12,7 @@ from .module import FusedMoE, LoadReport, RouterLosses
 from .ops import plan_from_counts, route_plan
 from .plan import Plan
 
-__version__ = version("fused_moe")
+__version__ = "0.1.0"
 
 __all__ = [
     "FusedMoE",

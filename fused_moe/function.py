@@ -23,44 +23,45 @@ _DEVICES = ("cpu", "meta", *(["cuda"] if _ops.HAS_CUDA_KERNELS else []))
 # --- checks ---------------------------------------------------------------------------------------------
 
 
-def _check(ok: bool, error: type[Exception], fn: str, expected: str, found) -> None:
-    if not ok:
-        raise error(f"{fn}: expected {expected}, found {found}")
+def fail(error: type[Exception], fn: str, expected: str, found) -> None:
+    """Called where a check failed: a message made before would fix its sizes under torch.compile."""
+    raise error(f"{fn}: expected {expected}, found {found}")
 
 
 def _check_tensor(fn: str, name: str, value, dim: int, dtypes: tuple[torch.dtype, ...]) -> None:
-    _check(isinstance(value, Tensor), TypeError, fn, f"{name} to be a tensor", type(value).__name__)
-    names = " or ".join(str(d).removeprefix("torch.") for d in dtypes)
-    _check(value.dtype in dtypes, TypeError, fn, f"{name} of dtype {names}", value.dtype)
-    _check(value.dim() == dim, ValueError, fn, f"{name} of {dim} dimensions", f"shape {tuple(value.shape)}")
+    if not isinstance(value, Tensor):
+        fail(TypeError, fn, f"{name} to be a tensor", type(value).__name__)
+    if value.dtype not in dtypes:
+        names = " or ".join(str(d).removeprefix("torch.") for d in dtypes)
+        fail(TypeError, fn, f"{name} of dtype {names}", value.dtype)
+    if value.dim() != dim:
+        fail(ValueError, fn, f"{name} of {dim} dimensions", f"shape {tuple(value.shape)}")
 
 
 def _check_input(fn: str, name: str, value, dim: int) -> None:
     """A floating tensor on a device that has kernels."""
     _check_tensor(fn, name, value, dim, _FLOATING)
-    kernels = f"{name} on a device that this build has kernels for ({', '.join(_DEVICES)})"
-    _check(value.device.type in _DEVICES, ValueError, fn, kernels, value.device)
+    if value.device.type not in _DEVICES:
+        kernels = f"{name} on a device that this build has kernels for ({', '.join(_DEVICES)})"
+        fail(ValueError, fn, kernels, value.device)
 
 
 def _check_shape(fn: str, name: str, value: Tensor, letters: str, shape: tuple) -> None:
-    _check(
-        tuple(value.shape) == tuple(shape),
-        ValueError,
-        fn,
-        f"{name} of shape ({letters}) = {tuple(shape)}",
-        tuple(value.shape),
-    )
+    if tuple(value.shape) != tuple(shape):
+        fail(ValueError, fn, f"{name} of shape ({letters}) = {tuple(shape)}", tuple(value.shape))
 
 
 def _check_like(fn: str, name: str, value: Tensor, x_name: str, x: Tensor) -> None:
     """Same device, and same dtype unless autocast is about to make it so."""
-    _check(value.device == x.device, ValueError, fn, f"{name} on {x_name}'s device {x.device}", value.device)
-    if not torch.is_autocast_enabled(x.device.type):
-        _check(value.dtype == x.dtype, TypeError, fn, f"{name} of {x_name}'s dtype {x.dtype}", value.dtype)
+    if value.device != x.device:
+        fail(ValueError, fn, f"{name} on {x_name}'s device {x.device}", value.device)
+    if value.dtype != x.dtype and not torch.is_autocast_enabled(x.device.type):
+        fail(TypeError, fn, f"{name} of {x_name}'s dtype {x.dtype}", value.dtype)
 
 
 def _check_choice(fn: str, name: str, value, choices) -> None:
-    _check(value in choices, ValueError, fn, f"{name} to be one of {sorted(choices)}", repr(value))
+    if value not in choices:
+        fail(ValueError, fn, f"{name} to be one of {sorted(choices)}", repr(value))
 
 
 def check_routing(
@@ -68,35 +69,23 @@ def check_routing(
 ) -> None:
     """The rules between E, K and the groups, for `route` and for the module's constructor."""
     _check_choice(fn, "score_func", score_func, _ops.SCORE_FUNCS)
-    _check(1 <= num_experts <= 1024, ValueError, fn, "1 to 1024 experts", num_experts)
+    if not 1 <= num_experts <= 1024:
+        fail(ValueError, fn, "1 to 1024 experts", num_experts)
     most = min(num_experts, 32)
-    _check(1 <= top_k <= most, ValueError, fn, f"top_k from 1 to min(E, 32) = {most}", top_k)
-    both = "num_expert_groups and num_limited_groups together"
-    _check(
-        (num_expert_groups is None) == (num_limited_groups is None),
-        ValueError,
-        fn,
-        both,
-        (num_expert_groups, num_limited_groups),
-    )
+    if not 1 <= top_k <= most:
+        fail(ValueError, fn, f"top_k from 1 to min(E, 32) = {most}", top_k)
+    if (num_expert_groups is None) != (num_limited_groups is None):
+        both = "num_expert_groups and num_limited_groups together"
+        fail(ValueError, fn, both, (num_expert_groups, num_limited_groups))
     if num_expert_groups is None:
         return
-    _check(
-        num_expert_groups >= 1 and num_experts % num_expert_groups == 0,
-        ValueError,
-        fn,
-        f"num_expert_groups to divide the {num_experts} experts",
-        num_expert_groups,
-    )
-    _check(
-        1 <= num_limited_groups <= num_expert_groups,
-        ValueError,
-        fn,
-        f"num_limited_groups from 1 to {num_expert_groups}",
-        num_limited_groups,
-    )
+    if num_expert_groups < 1 or num_experts % num_expert_groups:
+        fail(ValueError, fn, f"num_expert_groups to divide the {num_experts} experts", num_expert_groups)
+    if not 1 <= num_limited_groups <= num_expert_groups:
+        fail(ValueError, fn, f"num_limited_groups from 1 to {num_expert_groups}", num_limited_groups)
     reach = num_limited_groups * (num_experts // num_expert_groups)
-    _check(top_k <= reach, ValueError, fn, f"top_k within the {reach} experts of the kept groups", top_k)
+    if top_k > reach:
+        fail(ValueError, fn, f"top_k within the {reach} experts of the kept groups", top_k)
 
 
 def check_activation(fn: str, activation: str, layout: str, score_on: str) -> None:
@@ -107,39 +96,43 @@ def check_activation(fn: str, activation: str, layout: str, score_on: str) -> No
 
 def _check_ids(fn: str, ids, x: Tensor) -> None:
     _check_tensor(fn, "ids", ids, 2, (torch.int32, torch.int64))
-    _check(ids.size(0) == x.size(0), ValueError, fn, f"ids for x's {x.size(0)} tokens", tuple(ids.shape))
-    _check(ids.size(1) >= 1, ValueError, fn, "ids with at least one slot", tuple(ids.shape))
-    _check(ids.device == x.device, ValueError, fn, f"ids on x's device {x.device}", ids.device)
+    if ids.size(0) != x.size(0):
+        fail(ValueError, fn, f"ids for x's {x.size(0)} tokens", tuple(ids.shape))
+    if ids.size(1) < 1:
+        fail(ValueError, fn, "ids with at least one slot", tuple(ids.shape))
+    if ids.device != x.device:
+        fail(ValueError, fn, f"ids on x's device {x.device}", ids.device)
 
 
 def _check_scores(fn: str, scores, ids: Tensor) -> None:
     _check_tensor(fn, "scores", scores, 2, _FLOATING)
     _check_shape(fn, "scores", scores, "T, K", ids.shape)
-    _check(scores.device == ids.device, ValueError, fn, f"scores on {ids.device}", scores.device)
+    if scores.device != ids.device:
+        fail(ValueError, fn, f"scores on {ids.device}", scores.device)
 
 
 def _check_counts(fn: str, counts, num_experts: int, rows: Tensor) -> None:
     _check_tensor(fn, "counts", counts, 1, _INTEGERS)
     _check_shape(fn, "counts", counts, "E", (num_experts,))
-    _check(counts.device == rows.device, ValueError, fn, f"counts on {rows.device}", counts.device)
+    if counts.device != rows.device:
+        fail(ValueError, fn, f"counts on {rows.device}", counts.device)
     # On a GPU reading the values would synchronise; there the kernels never leave the rows given.
     if counts.device.type == "cpu" and type(counts) is Tensor and not torch.compiler.is_compiling():
         bad = bool((counts < 0).any()) or int(counts.sum()) > rows.size(0)
-        expected = f"counts >= 0 that sum to at most the {rows.size(0)} rows given"
-        _check(not bad, ValueError, fn, expected, counts.tolist())
+        if bad:
+            expected = f"counts >= 0 that sum to at most the {rows.size(0)} rows given"
+            fail(ValueError, fn, expected, counts.tolist())
 
 
 def _check_plan(fn: str, plan, rows: Tensor) -> None:
-    _check(isinstance(plan, Plan), TypeError, fn, "plan to be a fused_moe.Plan", type(plan).__name__)
-    _check(plan.token_row is not None, ValueError, fn, "a plan made from ids", "a plan made from counts")
-    _check(
-        plan.row_slot.size(0) == rows.size(0),
-        ValueError,
-        fn,
-        f"the plan's {plan.row_slot.size(0)} rows",
-        rows.size(0),
-    )
-    _check(plan.offsets.device == rows.device, ValueError, fn, f"plan on {rows.device}", plan.offsets.device)
+    if not isinstance(plan, Plan):
+        fail(TypeError, fn, "plan to be a fused_moe.Plan", type(plan).__name__)
+    if plan.token_row is None:
+        fail(ValueError, fn, "a plan made from ids", "a plan made from counts")
+    if plan.row_slot.size(0) != rows.size(0):
+        fail(ValueError, fn, f"the plan's {plan.row_slot.size(0)} rows", rows.size(0))
+    if plan.offsets.device != rows.device:
+        fail(ValueError, fn, f"plan on {rows.device}", plan.offsets.device)
 
 
 def _expert_weights(fn: str, x: Tensor, w1, w2, w3, b1, b2, b3, layout: str, transposed: bool):
@@ -148,18 +141,21 @@ def _expert_weights(fn: str, x: Tensor, w1, w2, w3, b1, b2, b3, layout: str, tra
     pairs = layout == "interleaved" and isinstance(w1, Tensor) and w1.dim() == 4 and not transposed
     _check_tensor(fn, "w1", w1, 4 if pairs else 3, _FLOATING)
     if pairs:
-        _check(w1.size(2) == 2, ValueError, fn, "w1 of shape (E, F, 2, D)", tuple(w1.shape))
+        if w1.size(2) != 2:
+            fail(ValueError, fn, "w1 of shape (E, F, 2, D)", tuple(w1.shape))
         w1 = w1.flatten(1, 2)
     _check_tensor(fn, "w2", w2, 3, _FLOATING)
     if w3 is not None:
-        _check(not packed, ValueError, fn, f"no w3 with layout {layout!r}, which packs it in w1", "w3")
+        if packed:
+            fail(ValueError, fn, f"no w3 with layout {layout!r}, which packs it in w1", "w3")
         _check_tensor(fn, "w3", w3, 3, _FLOATING)
     if transposed:
         w1, w2, w3 = w1.mT, w2.mT, None if w3 is None else w3.mT
     num_experts, dim, hidden = w2.shape
     width = 2 * hidden if packed else hidden
     stored = " stored transposed" if transposed else ""
-    _check(num_experts >= 1 and dim >= 1 and hidden >= 1, ValueError, fn, "E, D, F >= 1", tuple(w2.shape))
+    if num_experts < 1 or dim < 1 or hidden < 1:
+        fail(ValueError, fn, "E, D, F >= 1", tuple(w2.shape))
     _check_shape(fn, "x", x, "T, D", (x.size(0), dim))
     _check_shape(fn, "w1", w1, f"E, {'2F' if packed else 'F'}, D{stored}", (num_experts, width, dim))
     if w3 is not None:
@@ -169,7 +165,8 @@ def _expert_weights(fn: str, x: Tensor, w1, w2, w3, b1, b2, b3, layout: str, tra
         if bias is not None:
             _check_tensor(fn, name, bias, 2, _FLOATING)
             _check_shape(fn, name, bias, f"E, {size}", (num_experts, size))
-    _check(b3 is None or w3 is not None, ValueError, fn, "b3 only beside w3", "b3 without w3")
+    if b3 is not None and w3 is None:
+        fail(ValueError, fn, "b3 only beside w3", "b3 without w3")
     for name, value in (("w1", w1), ("w2", w2), ("w3", w3), *((n, b) for n, b, _ in biases)):
         if value is not None:
             _check_like(fn, name, value, "x", x)
@@ -221,7 +218,8 @@ def route(
     if bias is not None:
         _check_tensor("route", "bias", bias, 1, _FLOATING)
         _check_shape("route", "bias", bias, "E", (logits.size(1),))
-        _check(bias.device == logits.device, ValueError, "route", f"bias on {logits.device}", bias.device)
+        if bias.device != logits.device:
+            fail(ValueError, "route", f"bias on {logits.device}", bias.device)
         bias = bias.detach().float()
     return ops.route(
         logits,
@@ -250,7 +248,8 @@ def permute(x: Tensor, ids: Tensor, num_experts: int) -> tuple[Tensor, Plan]:
     """
     _check_input("permute", "x", x, 2)
     _check_ids("permute", ids, x)
-    _check(num_experts >= 1, ValueError, "permute", "num_experts >= 1", num_experts)
+    if num_experts < 1:
+        fail(ValueError, "permute", "num_experts >= 1", num_experts)
     plan = _ops.route_plan(ids, num_experts)
     return ops.permute(x, plan.offsets, plan.row_token, plan.row_slot, plan.token_row), plan
 
@@ -292,7 +291,8 @@ def grouped_mm(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
     _check_like("grouped_mm", "b", b, "a", a)
     _check_tensor("grouped_mm", "offsets", offsets, 1, (torch.int32,))
     _check_shape("grouped_mm", "offsets", offsets, "E", (b.size(0),))
-    _check(offsets.device == a.device, ValueError, "grouped_mm", f"offsets on {a.device}", offsets.device)
+    if offsets.device != a.device:
+        fail(ValueError, "grouped_mm", f"offsets on {a.device}", offsets.device)
     return ops.grouped_mm(a, b, offsets)
 
 

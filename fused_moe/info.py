@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import platform
-from importlib.metadata import version
 
 import torch
 
@@ -29,6 +28,8 @@ def _lines(entries: dict, indent: str = ""):
 
 def info() -> Info:
     """Versions, devices, the tiers with the reason why one is off, and how the library was built."""
+    from . import __version__
+
     try:
         from ._host import build_info
     except ImportError as error:  # nothing but this report, tests and pictures needs _host
@@ -37,7 +38,7 @@ def info() -> Info:
         build = dict(build_info())
     return Info(
         {
-            "fused_moe": version("fused_moe"),
+            "fused_moe": __version__,
             "torch": torch.__version__,
             "python": platform.python_version(),
             "platform": platform.platform(),

@@ -173,20 +173,20 @@ class FusedMoE(nn.Module):
         dtype=None,
     ):
         super().__init__()
-        fn, check = "FusedMoE", function._check
+        fn = "FusedMoE"
         for name, size in (("dim", dim), ("hidden_dim", hidden_dim)):
-            check(isinstance(size, int), TypeError, fn, f"{name} to be an int", type(size).__name__)
-            check(size >= 1, ValueError, fn, f"{name} >= 1", size)
+            if not isinstance(size, int):
+                function.fail(TypeError, fn, f"{name} to be an int", type(size).__name__)
+            if size < 1:
+                function.fail(ValueError, fn, f"{name} >= 1", size)
         function.check_routing(fn, num_experts, top_k, score_func, num_expert_groups, num_limited_groups)
         function.check_activation(fn, activation, "separate", "output")
-        check(num_shared_experts >= 0, ValueError, fn, "num_shared_experts >= 0", num_shared_experts)
-        check(
-            num_shared_experts > 0 or not shared_expert_gate,
-            ValueError,
-            fn,
-            "shared_expert_gate only with shared experts",
-            "num_shared_experts=0",
-        )
+        if num_shared_experts < 0:
+            function.fail(ValueError, fn, "num_shared_experts >= 0", num_shared_experts)
+        if shared_expert_gate and not num_shared_experts:
+            function.fail(
+                ValueError, fn, "shared_expert_gate only with shared experts", "num_shared_experts=0"
+            )
         factory = {"device": device, "dtype": dtype}
         mlp = {"activation": activation, "gated": gated, "bias": bias, **factory}
         routing = {
@@ -217,13 +217,13 @@ class FusedMoE(nn.Module):
             buffer.zero_()
 
     def forward(self, x: Tensor, *, return_losses: bool = False):
-        function._check(
-            isinstance(x, Tensor) and x.dim() >= 1 and x.size(-1) == self.experts.dim,
-            ValueError,
-            "FusedMoE",
-            f"x of shape (..., D) with D = {self.experts.dim}",
-            tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__,
-        )
+        if not (isinstance(x, Tensor) and x.dim() >= 1 and x.size(-1) == self.experts.dim):
+            function.fail(
+                ValueError,
+                "FusedMoE",
+                f"x of shape (..., D) with D = {self.experts.dim}",
+                tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__,
+            )
         tokens = x.reshape(-1, x.size(-1))
         scores, ids, logits = self.router(tokens, self.expert_bias)
         out, counts = self.experts(tokens, scores, ids)

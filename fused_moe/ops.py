@@ -192,10 +192,9 @@ def _unpermute_backward(ctx, dout):
 def _unpermute_backward_fake(
     dout, rows, scores, offsets, row_token, row_slot, token_row, need_drows, need_dscores
 ):
-    num_rows = row_slot.size(0) if need_drows else 0
-    drows = dout.new_empty(num_rows, dout.size(1))
-    shape = token_row.shape if need_dscores else (0,)
-    return drows, dout.new_empty(shape, dtype=_score_dtype(dout))
+    rows_shape = (row_slot.size(0), dout.size(1)) if need_drows else (0,)
+    scores_shape = token_row.shape if need_dscores else (0,)
+    return dout.new_empty(rows_shape), dout.new_empty(scores_shape, dtype=_score_dtype(dout))
 
 
 _register("permute", fake=_permute_fake, backward=_permute_backward, setup_context=_permute_setup)

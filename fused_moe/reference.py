@@ -146,8 +146,7 @@ def grouped_mm(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
     for expert, end in zip(b.unbind(), offsets.tolist(), strict=True):
         out.append(a[first:end] @ expert.t())
         first = end
-    out.append(a.new_zeros(a.size(0) - first, b.size(1)))
-    return torch.cat(out)
+    return torch.cat([*out, out[0].new_zeros(a.size(0) - first, b.size(1))])
 
 
 # --- experts ---------------------------------------------------------------------------------------------
@@ -193,7 +192,7 @@ def grouped_mlp(
     act = {"activation": activation, "alpha": alpha, "limit": limit}
     rows = x_rows.split([*counts.tolist(), x_rows.size(0) - int(counts.sum())])
     out = [_expert(x, *expert, layout, **act) for x, *expert in zip(rows[:-1], *params, strict=True)]
-    return torch.cat([*out, torch.zeros_like(rows[-1])])
+    return torch.cat([*out, out[0].new_zeros(rows[-1].shape)])
 
 
 def fused_experts(

@@ -26,15 +26,14 @@ ROW_FN void REAL_NAME(scale)(void *y_, double s_, const void *x_, int64_t n) {
     for (int64_t i = 0; i < n; i++) y[i] = s * x[i];
 }
 
-/* Sixteen partial sums: a fixed order that still vectorises. */
+/* In double, because a score's gradient is one such sum; sixteen of them, so that the loop vectorises. */
 ROW_FN double REAL_NAME(dot)(const void *x_, const void *y_, int64_t n) {
     const REAL *x = x_, *y = y_;
-    REAL lane[16] = {0};
+    double lane[16] = {0}, sum = 0;
     int64_t i = 0;
     for (; i + 16 <= n; i += 16)
-        for (int l = 0; l < 16; l++) lane[l] += x[i + l] * y[i + l];
-    for (int l = 0; i < n; i++, l++) lane[l] += x[i] * y[i];
-    double sum = 0;
+        for (int l = 0; l < 16; l++) lane[l] += (double)x[i + l] * y[i + l];
+    for (int l = 0; i < n; i++, l++) lane[l] += (double)x[i] * y[i];
     for (int l = 0; l < 16; l++) sum += lane[l];
     return sum;
 }
