@@ -1,0 +1,57 @@
+# make train    trains the example language model        ARGS="--steps 100 --experts loop"
+# make test     runs the test suite                      PYTEST_ARGS="-k route -x"
+# make build    builds the package in place
+# make format   lays the code out; make lint only checks it
+# make wheel    builds dist/*.tar.gz, and dist/*.whl from it
+# make clean    removes what a build leaves; remove $(VENV) too to start from nothing
+#
+# Each does the set-up it needs on a fresh machine, once: tools/setup.sh checks what must come from the
+# system's packages and makes $(VENV); then the extensions are built for the PyTorch in there.
+
+PYTHON = python3
+VENV   = .venv
+TORCH  = torch==2.13.0
+
+python  = $(VENV)/bin/python
+install = $(python) -m pip install --quiet --no-build-isolation --editable
+C_CODE  = $(wildcard csrc/*.[ch] csrc/*.cpp csrc/*/*.[ch] csrc/*/*.cu csrc/*/*.cuh)
+
+build: $(VENV)/built
+
+train: build
+	$(python) examples/train_lm.py $(ARGS)
+
+test: build
+	$(python) -m pytest $(PYTEST_ARGS)
+
+format: $(VENV)/dev
+	$(VENV)/bin/clang-format -i $(C_CODE)
+	$(VENV)/bin/ruff format
+	$(VENV)/bin/ruff check --fix
+
+lint: $(VENV)/dev
+	$(VENV)/bin/clang-format --dry-run --Werror $(C_CODE)
+	$(VENV)/bin/ruff format --check
+	$(VENV)/bin/ruff check
+
+wheel: $(VENV)/dev
+	rm -rf dist
+	$(python) -m build --no-isolation
+
+clean:
+	rm -rf build dist *.egg-info fused_moe/*.so $(VENV)/built
+
+$(VENV)/ready: tools/setup.sh
+	PYTHON=$(PYTHON) sh tools/setup.sh $(VENV) $(TORCH)
+	touch $@
+
+$(VENV)/built: $(VENV)/ready setup.py pyproject.toml $(C_CODE)
+	@echo "fused_moe: compiling; the first time takes a minute or two"
+	$(install) '.[test,train]'
+	touch $@
+
+$(VENV)/dev: pyproject.toml | $(VENV)/built
+	$(install) '.[dev]'
+	touch $@
+
+.PHONY: build train test format lint wheel clean

@@ -1,0 +1,471 @@
+"""Trains a small byte-level Mixture-of-Experts language model with fused_moe.
+
+    python examples/train_lm.py                   on the sources of Python's standard library
+    python examples/train_lm.py --data FOLDER     on the text files below a folder
+    python examples/train_lm.py --compare         FusedMoE against the for-loop, from the same seed
+    python examples/train_lm.py --resume          goes on from OUT/checkpoint.pt
+
+A decoder-only transformer with `fused_moe.FusedMoE` as the feed-forward layer of every block. It runs
+on a GPU where there is one, else on the CPU, and writes OUT/loss.png, OUT/log.json and
+OUT/checkpoint.pt.
+
+The batch and the learning rate of a step follow from the flags and the step's number alone. So no
+state of a data loader, a scheduler or a random generator has to be saved, and on a CPU a resumed run
+gives the losses of an uninterrupted one bit for bit.
+"""
+
+import argparse
+import hashlib
+import json
+import math
+import platform
+import signal
+import sysconfig
+import time
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from matplotlib.figure import Figure
+from torch import nn
+from tqdm import tqdm
+
+import fused_moe
+
+EXPERTS = {"fused": fused_moe.FusedMoE, "loop": fused_moe.reference.FusedMoE}
+HEAD_DIM = 32
+WARMUP_STEPS = 50
+REPORT_EVERY = 10  # steps
+VALIDATE_EVERY = 100  # steps
+VALIDATION_WINDOWS = 128
+COMPARED_STEPS = 50  # over which --compare holds the two loss curves against each other
+
+# ---- Data ------------------------------------------------------------------------------------------
+
+# Modules and packages that every CPython from 3.10 to 3.14 has. Not here: tables rather than text
+# (encodings, pydoc_data), and what Linux distributions put into packages of their own.
+STDLIB = """
+    _collections_abc _pydecimal _pyio _strptime abc argparse ast asyncio base64 bdb bisect bz2 cProfile
+    calendar cmd code codecs codeop collections compileall concurrent configparser contextlib copy copyreg
+    csv ctypes curses dataclasses dbm difflib dis doctest email enum filecmp fileinput fnmatch fractions
+    ftplib functools genericpath getopt getpass gettext glob graphlib gzip hashlib heapq hmac http imaplib
+    importlib inspect ipaddress json linecache locale logging lzma mailbox mimetypes modulefinder
+    multiprocessing netrc ntpath numbers operator optparse os pathlib pdb pickle pickletools pkgutil platform
+    plistlib poplib posixpath pprint profile pstats py_compile pyclbr pydoc queue random re reprlib
+    rlcompleter runpy sched selectors shelve shlex shutil site smtplib socket socketserver sqlite3 ssl stat
+    statistics string subprocess symtable tabnanny tarfile tempfile textwrap threading timeit tokenize trace
+    traceback tracemalloc types typing unittest urllib uuid warnings wave weakref webbrowser wsgiref xml
+    xmlrpc zipapp zipfile zipimport zoneinfo
+""".split()
+
+
+def stdlib_files(root):
+    """The modules above; packages without the test suites that some of them carry."""
+    files = [root / f"{name}.py" for name in STDLIB]
+    files += [file for name in STDLIB for file in (root / name).rglob("*.py")]
+    return [file for file in files if file.is_file() and "test" not in file.parts]
+
+
+def folder_files(root):
+    """Every file below root, except hidden ones and what is in hidden folders, as .git is."""
+    files = [file for file in root.rglob("*") if file.is_file()]
+    return [file for file in files if not any(p.startswith(".") for p in file.relative_to(root).parts)]
+
+
+def is_text(data):
+    try:
+        return "\0" not in data.decode()
+    except UnicodeDecodeError:
+        return False
+
+
+def load_text(folder, seq_len):
+    """(training text, validation text) as bytes, uint8. Every tenth file or so is for validation."""
+    root = folder or Path(sysconfig.get_path("stdlib"))
+    files = folder_files(root) if folder else stdlib_files(root)
+    texts = {file.relative_to(root).as_posix(): file.read_bytes() for file in files}
+    # In the order of a hash of the name: the same split everywhere, unlike that of a shuffle, and
+    # every package has files on both sides, unlike in the alphabet's order.
+    names = sorted((n for n in texts if is_text(texts[n])), key=lambda n: hashlib.sha256(n.encode()).digest())
+    cut = math.ceil(len(names) / 10)
+    parts = [b"\0".join(texts[n] for n in part) for part in (names[cut:], names[:cut])]
+    if min(map(len, parts)) <= seq_len:
+        raise SystemExit(
+            f"train_lm: too little text below {root}: {len(names)} files, split into {len(parts[0])} bytes "
+            f"for training and {len(parts[1])} for validation; each needs more than --seq-len {seq_len}"
+        )
+    return [torch.frombuffer(bytearray(part), dtype=torch.uint8) for part in parts]
+
+
+def windows(text, starts, length):
+    """length bytes from each start on, and as targets the byte that follows each: two (N, length)."""
+    index = starts[:, None] + torch.arange(length + 1)
+    data = text[index.to(text.device)].long()
+    return data[:, :-1], data[:, 1:]
+
+
+def training_batch(text, step, args):
+    generator = torch.Generator().manual_seed(args.seed * 1_000_003 + step)
+    starts = torch.randint(len(text) - args.seq_len, (args.batch_size,), generator=generator)
+    return windows(text, starts, args.seq_len)
+
+
+# ---- Model -----------------------------------------------------------------------------------------
+
+
+def rotary_table(length, device):
+    """cos and sin of every position times every frequency: (length, HEAD_DIM / 2) each."""
+    frequency = 10_000 ** -torch.linspace(0, 1, HEAD_DIM // 2, device=device)
+    angle = torch.arange(length, device=device)[:, None] * frequency
+    return angle.cos(), angle.sin()
+
+
+def rotate(x, cos, sin):
+    a, b = x.chunk(2, dim=-1)
+    return torch.cat((a * cos - b * sin, a * sin + b * cos), dim=-1).type_as(x)
+
+
+class Attention(nn.Module):
+    def __init__(self, dim):
+        super().__init__()
+        self.qkv = nn.Linear(dim, 3 * dim, bias=False)
+        self.out = nn.Linear(dim, dim, bias=False)
+
+    def forward(self, x, cos, sin):
+        # (B, L, 3 * D) -> three (B, heads, L, HEAD_DIM)
+        q, k, v = self.qkv(x).unflatten(-1, (3, -1, HEAD_DIM)).permute(2, 0, 3, 1, 4)
+        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.out(y.transpose(1, 2).flatten(-2))
+
+
+class Block(nn.Module):
+    def __init__(self, args, experts):
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(args.dim)
+        self.attention = Attention(args.dim)
+        self.moe_norm = nn.RMSNorm(args.dim)
+        self.moe = EXPERTS[experts](
+            args.dim,
+            args.hidden_dim,
+            args.num_experts,
+            args.top_k,
+            score_func="sigmoid",
+            route_norm=True,
+            load_balance_coeff=0.01,  # ten times the usual one: a run is short, and balance must come soon
+        )
+
+    def forward(self, x, cos, sin):
+        x = x + self.attention(self.attention_norm(x), cos, sin)
+        return x + self.moe(self.moe_norm(x))
+
+
+class LanguageModel(nn.Module):
+    """Bytes (B, L) -> logits of the next byte (B, L, 256)."""
+
+    def __init__(self, args, experts):
+        super().__init__()
+        self.embedding = nn.Embedding(256, args.dim)
+        self.blocks = nn.ModuleList(Block(args, experts) for _ in range(args.layers))
+        self.norm = nn.RMSNorm(args.dim)
+        self.head = nn.Linear(args.dim, 256, bias=False)
+        # PyTorch's default, std 1, drowns what the first blocks add to the residual stream.
+        nn.init.normal_(self.embedding.weight, std=0.1)
+
+    def forward(self, inputs):
+        cos, sin = rotary_table(inputs.shape[1], inputs.device)
+        x = self.embedding(inputs)
+        for block in self.blocks:
+            x = block(x, cos, sin)
+        return self.head(self.norm(x))
+
+
+# ---- Training --------------------------------------------------------------------------------------
+
+
+def learning_rate(step, args):
+    """A linear warm-up, then a cosine that ends at zero."""
+    warmup = min(1, (step + 1) / WARMUP_STEPS)
+    return args.lr * warmup * (1 + math.cos(math.pi * step / args.steps)) / 2
+
+
+class Run:
+    """Model, optimizer and log: all the state of a training run. The log's losses tell its steps."""
+
+    def __init__(self, args, experts, texts, out):
+        self.args, self.experts, self.out = args, experts, out
+        self.training_text, self.validation_text = (text.to(args.device) for text in texts)
+        torch.manual_seed(args.seed)
+        self.model = LanguageModel(args, experts).to(args.device)  # drawn on the CPU: the same everywhere
+        self.moes = [block.moe for block in self.model.blocks]
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), betas=(0.9, 0.95), fused=True)
+        # What the losses follow from. The other flags may change when a run is resumed.
+        others = ("experts", "compare", "device", "threads", "compile", "out", "resume")
+        flags = {name: value for name, value in vars(args).items() if name not in others}
+        self.log = {
+            "config": {**flags, "experts": experts, "data": str(args.data or "the standard library")},
+            "versions": {
+                "python": platform.python_version(),
+                "torch": str(torch.__version__),
+                "fused_moe": fused_moe.__version__,
+            },
+            "device": str(args.device),
+            "seconds": 0.0,  # in training steps
+            "tokens_per_second": 0.0,
+            "expert_load": [],  # the busiest expert's tokens over the mean, in every layer
+            "validation": [],  # bits per byte
+            "loss": [],  # nats per byte, of every step
+        }
+        out.mkdir(parents=True, exist_ok=True)
+        if args.resume and self.checkpoint.exists():
+            self.load()
+        if args.compile:
+            self.model.compile()
+
+    @property
+    def checkpoint(self):
+        return self.out / "checkpoint.pt"
+
+    def loss(self, inputs, targets):
+        # bfloat16 by autocast: weights and optimizer stay in float32, because the updates of late
+        # training are smaller than the last of bfloat16's 8 bits and would be rounded away.
+        bfloat16 = self.args.dtype == "bfloat16"
+        with torch.autocast(self.args.device.type, dtype=torch.bfloat16, enabled=bfloat16):
+            logits = self.model(inputs)
+        return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+
+    def step(self, number):
+        """One optimizer step. Returns its loss, on the device."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate(number, self.args)
+        loss = self.loss(*training_batch(self.training_text, number, self.args))
+        self.optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+        self.tokens_per_expert = torch.stack([moe.tokens_per_expert for moe in self.moes])
+        for moe in self.moes:
+            moe.update_expert_bias()  # and zeroes tokens_per_expert, so that no count outlives its step
+        return loss.detach()
+
+    @torch.no_grad()
+    def validate(self):
+        """Bits per byte over windows spread evenly over the text, the same ones every time."""
+        self.model.eval()
+        text, args, nats = self.validation_text, self.args, 0.0
+        last = len(text) - args.seq_len - 1
+        starts = torch.arange(VALIDATION_WINDOWS) * last // (VALIDATION_WINDOWS - 1)
+        for part in starts.split(args.batch_size):
+            nats += self.loss(*windows(text, part, args.seq_len)).item() * len(part)
+        self.model.train()
+        return nats / len(starts) / math.log(2)
+
+    def save(self):
+        """By way of a second file, so that a crash while writing leaves the last checkpoint whole."""
+        state = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict(), "log": self.log}
+        torch.save(state, self.out / "checkpoint.tmp")
+        (self.out / "checkpoint.tmp").replace(self.checkpoint)
+        write_json(self.out / "log.json", self.log)
+
+    def load(self):
+        state = torch.load(self.checkpoint, map_location=self.args.device, weights_only=True)
+        for name, value in self.log["config"].items():
+            saved = state["log"]["config"].get(name)
+            if saved != value:
+                flag = "--" + name.replace("_", "-")
+                raise SystemExit(f"train_lm: {self.checkpoint} was made with {flag} {saved}, not {value}")
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.log = state["log"]
+
+
+class Interrupt:
+    """Makes the first Ctrl-C a request to stop after the running step; the second acts as usual."""
+
+    requested = False
+
+    def __enter__(self):
+        self.usual = signal.signal(signal.SIGINT, self.request)
+        return self
+
+    def request(self, *_):
+        self.requested = True
+        signal.signal(signal.SIGINT, self.usual)
+
+    def __exit__(self, *_):
+        signal.signal(signal.SIGINT, self.usual)
+
+
+def train(run, interrupt):
+    """Goes on to the last step or to an interrupt, and leaves all of it in files."""
+    args, log = run.args, run.log
+    first = len(log["loss"])
+    bar_format = "{desc} {n_fmt}/{total_fmt} {bar} {elapsed}<{remaining}{postfix}"
+    with tqdm(desc=run.experts, initial=first, total=args.steps, bar_format=bar_format) as bar:
+        losses, start = [], time.perf_counter()
+        for done in range(first + 1, args.steps + 1):
+            losses.append(run.step(done - 1))
+            bar.update()
+            stop = interrupt.requested or done == args.steps
+            if not stop and done % REPORT_EVERY:
+                continue
+            # Reading a value waits for the device, so it is not done at every step.
+            log["loss"] += torch.stack(losses).tolist()
+            log["seconds"] += time.perf_counter() - start
+            log["tokens_per_second"] = done * args.batch_size * args.seq_len / log["seconds"]
+            load = run.tokens_per_expert.amax(dim=1) / run.tokens_per_expert.mean(dim=1)
+            log["expert_load"].append({"step": done, "max_over_mean": load.tolist()})
+            if done % VALIDATE_EVERY == 0 or done == args.steps:
+                log["validation"].append({"step": done, "bits_per_byte": run.validate()})
+                bar.write(f"{run.experts} {done}/{args.steps}  {summary(log)}")
+            bar.set_postfix_str(summary(log))
+            if stop or done % VALIDATE_EVERY == 0:
+                run.save()
+            if stop:
+                break
+            losses, start = [], time.perf_counter()
+    draw(run.out / "loss.png", [log])
+
+
+# ---- Reports ---------------------------------------------------------------------------------------
+
+
+def describe(run):
+    total = sum(p.numel() for p in run.model.parameters())
+    routed = sum(p.numel() for moe in run.moes for p in moe.experts.parameters())
+    active = total - routed + routed * run.args.top_k // run.args.num_experts
+    return (
+        f"{run.experts}: {total:,} parameters, {active:,} of them active per byte; text of "
+        f"{len(run.training_text):,} bytes, {len(run.validation_text):,} more for validation; "
+        f"{run.args.device}, {run.args.dtype}"
+    )
+
+
+def summary(log):
+    loss, speed = log["loss"][-1], log["tokens_per_second"]
+    bits = f"{log['validation'][-1]['bits_per_byte']:.3f}" if log["validation"] else "-"
+    load = max(log["expert_load"][-1]["max_over_mean"])
+    return f"loss {loss:.3f}, val {bits} bits/byte, {speed:,.0f} tokens/s, load {load:.2f}"
+
+
+def write_json(path, value):
+    path.write_text(json.dumps(value, indent=1) + "\n")
+
+
+def draw(path, logs):
+    """Training and validation curves of every log; the first one's are wide, to show under another's."""
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    axes = figure.subplots()
+    for log, color, width in zip(logs, ("tab:blue", "tab:orange"), (4, 1.5), strict=False):
+        name = log["config"]["experts"]
+        bits = [loss / math.log(2) for loss in log["loss"]]
+        axes.plot(bits, color=color, linewidth=width / 2, alpha=0.4, label=f"{name}, training")
+        steps = [point["step"] for point in log["validation"]]
+        bits = [point["bits_per_byte"] for point in log["validation"]]
+        axes.plot(steps, bits, "o-", color=color, linewidth=width, label=f"{name}, validation")
+    axes.set(xlabel="step", ylabel="bits per byte", ylim=(0, 6))
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(path, dpi=100)
+
+
+def compare(fused, loop):
+    """How far the curves of FusedMoE and of the for-loop lie apart, relative to the latter's."""
+    pairs = list(zip(fused["loss"], loop["loss"], strict=True))[:COMPARED_STEPS]
+    ours, theirs = (log["validation"][-1]["bits_per_byte"] for log in (fused, loop))
+    return {
+        "loss_difference": max(abs(a - b) / b for a, b in pairs),  # the largest over COMPARED_STEPS
+        "validation_difference": abs(ours - theirs) / theirs,  # at the end
+    }
+
+
+# ---- Command line ----------------------------------------------------------------------------------
+
+
+def positive(text):
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, not {value}")
+    return value
+
+
+def parse_args(argv):
+    parser = argparse.ArgumentParser(
+        description="Trains a small byte-level Mixture-of-Experts language model with fused_moe.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    add = parser.add_argument
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--experts", choices=EXPERTS, default="fused", help="FusedMoE or the for-loop")
+    which.add_argument("--compare", action="store_true", help="train with both, and compare the curves")
+    add("--data", type=Path, metavar="FOLDER", help="text files to train on; None: Python's standard library")
+    add("--out", type=Path, metavar="FOLDER", default="runs/train_lm", help="for plot, log and checkpoint")
+    add("--resume", action="store_true", help="go on from the checkpoint in OUT")
+    add("--steps", type=positive, default=600)
+    add("--batch-size", type=positive, default=8, help="windows of text per step")
+    add("--seq-len", type=positive, default=256, help="bytes per window")
+    add("--layers", type=positive, default=3)
+    add("--dim", type=positive, default=128, help=f"model width, a multiple of {HEAD_DIM}")
+    add("--hidden-dim", type=positive, default=128, help="width of one expert")
+    add("--num-experts", type=positive, default=16)
+    add("--top-k", type=positive, default=2, help="experts per byte")
+    add("--lr", type=float, default=3e-3, help="highest learning rate")
+    add("--seed", type=int, default=0)
+    add("--dtype", choices=("float32", "bfloat16"), default="float32", help="of products; bfloat16: autocast")
+    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: cuda where fused_moe runs on it")
+    add("--threads", type=positive, help="of the CPU; None: PyTorch's choice")
+    add("--compile", action="store_true", help="torch.compile the model")
+    args = parser.parse_args(argv)
+
+    if args.dim % HEAD_DIM:
+        parser.error(f"--dim {args.dim} is not a multiple of {HEAD_DIM}")
+    if args.top_k > args.num_experts:
+        parser.error(f"--top-k {args.top_k} is more than --num-experts {args.num_experts}")
+    if args.data and not args.data.is_dir():
+        parser.error(f"--data {args.data}: no such folder")
+    if args.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device cuda: PyTorch sees no GPU")
+    first = run_folder(args, "fused" if args.compare else args.experts)
+    if args.resume and not (first / "checkpoint.pt").exists():
+        parser.error(f"--resume: no checkpoint.pt in {first}")
+    if args.device == "auto":
+        args.device = "cuda" if fused_moe.info()["tiers"]["cuda"] == "on" else "cpu"
+    args.device = torch.device(args.device)
+    return args
+
+
+def run_folder(args, experts):
+    return args.out / experts if args.compare else args.out
+
+
+def main(argv=None):
+    args = parse_args(argv)
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    texts = load_text(args.data, args.seq_len)
+    logs = {}
+    with Interrupt() as interrupt:
+        for experts in EXPERTS if args.compare else [args.experts]:
+            run = Run(args, experts, texts, run_folder(args, experts))
+            print(describe(run))
+            train(run, interrupt)
+            logs[experts] = run.log
+            done = len(run.log["loss"])
+            if done < args.steps:
+                print(f"{experts}: saved at step {done}; the same command with --resume goes on from there")
+                return
+    if args.compare:
+        comparison = compare(**logs)
+        print(
+            f"fused against loop: over the first {COMPARED_STEPS} steps the losses differ by "
+            f"{comparison['loss_difference']:.1e} at most, the final validation by "
+            f"{comparison['validation_difference']:.2%}; {logs['fused']['tokens_per_second']:,.0f} against "
+            f"{logs['loop']['tokens_per_second']:,.0f} tokens/s"
+        )
+        write_json(args.out / "log.json", {**comparison, **logs})
+        draw(args.out / "loss.png", logs.values())
+    print(f"wrote {args.out}/loss.png and {args.out}/log.json")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,281 @@
+"""Shared cases: shapes, routings, layouts and storage forms, and how a result is judged.
+
+A result is judged by the norm of its error against the reference computed in float64, tensor by tensor:
+at most 1.1 times the norm of the error that the eager reference makes in the same dtype. Signals are of
+order one. In tensors of a few numbers rounding falls either way, so tests of shapes add a slack of some
+units of rounding; tests of accuracy (`STRICT`) use tensors large enough to do without.
+"""
+
+import itertools
+import math
+from dataclasses import dataclass, replace
+
+import torch
+from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import fused_moe
+
+BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
+LOOSE, STRICT = 4.0, 0.01  # slack in units of the dtype's eps
+
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "swiglu_clamped")
+
+# name -> (layout, gated, w1 as pairs (E, F, 2, D), transposed)
+LAYOUTS = {
+    "separate": ("separate", True, False, False),
+    "separate.T": ("separate", True, False, True),
+    "ungated": ("separate", False, False, False),
+    "ungated.T": ("separate", False, False, True),
+    "halves": ("halves", True, False, False),
+    "halves.T": ("halves", True, False, True),
+    "interleaved": ("interleaved", True, False, False),
+    "interleaved.T": ("interleaved", True, False, True),
+    "pairs": ("interleaved", True, True, False),
+}
+
+ROUTINGS = ("random", "repeats", "one", "gaps", "sentinels", "none")
+
+
+def score_dtype(dtype: torch.dtype) -> torch.dtype:
+    return F64 if dtype == F64 else F32
+
+
+# --- inputs ---------------------------------------------------------------------------------------
+
+
+def make_ids(routing: str, tokens: int, top_k: int, num_experts: int, seed: int = 0):
+    """ids (T, K): distinct, repeated, all to one expert, odd experts empty, some or all no expert's.
+
+    Drawn from a seed of their own: cases of one shape share their ids, and with them the shapes of the
+    products, for each of which PyTorch's bf16 product compiles a kernel.
+    """
+    draw = {"generator": torch.Generator().manual_seed(seed)}
+    shape = (tokens, top_k)
+    if routing == "repeats":
+        return torch.randint(num_experts, shape, **draw)
+    if routing == "one":
+        return torch.full(shape, num_experts // 2)
+    if routing == "gaps":
+        return torch.randint(num_experts, shape, **draw) // 2 * 2
+    if routing == "none":
+        return torch.full(shape, -1)
+    ids = torch.rand(tokens, num_experts, **draw).argsort(-1)[:, :top_k]
+    if routing == "sentinels":
+        others = torch.tensor([-1, -7, num_experts, num_experts + 9, 2**31 - 1, -(2**31)])
+        others = others[torch.randint(len(others), shape, **draw)]
+        ids = torch.where(torch.rand(shape, **draw) < 0.4, others, ids)
+    return ids
+
+
+def strided(t: torch.Tensor) -> torch.Tensor:
+    """The same values, every second number of a wider storage."""
+    wide = t.new_full((*t.shape[:-1], 2 * t.size(-1)), 99)
+    view = wide[..., ::2]
+    return view.copy_(t)
+
+
+def misaligned(t: torch.Tensor) -> torch.Tensor:
+    """The same values, contiguous from an odd storage offset."""
+    view = t.new_full((t.numel() + 3,), 99)[3:].view(t.shape)
+    return view.copy_(t)
+
+
+def swapped(t: torch.Tensor) -> torch.Tensor:
+    """The same values, the last two dimensions swapped in memory."""
+    return t.mT.contiguous().mT
+
+
+FORMS = {"contiguous": lambda t: t, "strided": strided, "misaligned": misaligned, "swapped": swapped}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call of the experts."""
+
+    tokens: int = 33
+    dim: int = 37
+    hidden: int = 29
+    num_experts: int = 5
+    top_k: int = 2
+    dtype: torch.dtype = F32
+    routing: str = "random"
+    layout: str = "separate"
+    activation: str = "silu"
+    bias: bool = False
+    score_on: str = "output"
+    seed: int = 0  # of the ids
+
+    @property
+    def limit(self) -> float:
+        """Of swiglu_clamped: one that signals of order one do reach, but never in half precision.
+
+        There the rounding of h would decide which side of the kink it is on, and with it the gradient.
+        """
+        return 1.0 if self.dtype in (F32, F64) else 7.0
+
+    @property
+    def options(self) -> dict:
+        layout, _, _, transposed = LAYOUTS[self.layout]
+        options = {"activation": self.activation, "limit": self.limit}
+        return {**options, "layout": layout, "transposed": transposed}
+
+    def weights(self, device) -> dict:
+        """w1, w2, w3, b1, b2, b3 as the layout stores them, None where it has none."""
+        layout, gated, pairs, transposed = LAYOUTS[self.layout]
+        E, D, F = self.num_experts, self.dim, self.hidden
+        packed = layout != "separate"
+        shapes = {
+            "w1": (E, F, 2, D) if pairs else (E, 2 * F if packed else F, D),
+            "w2": (E, D, F),
+            "w3": (E, F, D) if gated and not packed else None,
+            "b1": (E, 2 * F if packed else F) if self.bias else None,
+            "b2": (E, D) if self.bias else None,
+            "b3": (E, F) if self.bias and gated and not packed else None,
+        }
+        made = {}
+        for name, shape in shapes.items():
+            if shape is None:
+                made[name] = None
+                continue
+            fan_in = shape[-1] if name[0] == "w" else 1
+            value = (torch.randn(shape, dtype=F64) / math.sqrt(fan_in)).to(device, self.dtype)
+            made[name] = value.mT.contiguous() if transposed and name[0] == "w" else value
+        return made
+
+    def inputs(self, device) -> dict:
+        """The differentiable arguments of fused_experts: x, weights, biases, scores."""
+        x = torch.randn(self.tokens, self.dim, dtype=F64).to(device, self.dtype)
+        scores = torch.rand(self.tokens, self.top_k, dtype=F64).add(0.1)
+        return {"x": x, **self.weights(device), "scores": scores.to(device, score_dtype(self.dtype))}
+
+    def ids(self, device, dtype=torch.int32) -> torch.Tensor:
+        ids = make_ids(self.routing, self.tokens, self.top_k, self.num_experts, self.seed)
+        return ids.to(device, dtype)
+
+    def dout(self, device) -> torch.Tensor:
+        return torch.randn(self.tokens, self.dim, dtype=F64).to(device, self.dtype)
+
+
+ODD = (1, 2, 3, 7, 16, 37, 64, 129)
+
+
+@st.composite
+def experts_cases(draw, dtypes=(F32, BF16, F16, F64)) -> Case:
+    """Any small layer: odd and tiny sizes, no tokens, every layout, routing and option."""
+    num_experts = draw(st.sampled_from((1, 2, 3, 5, 8, 33)))
+    return Case(
+        tokens=draw(st.sampled_from((0, 1, 2, 17, 64, 130))),
+        dim=draw(st.sampled_from(ODD)),
+        hidden=draw(st.sampled_from(ODD)),
+        num_experts=num_experts,
+        top_k=draw(st.integers(1, min(num_experts, 8))),
+        dtype=draw(st.sampled_from(dtypes)),
+        routing=draw(st.sampled_from(ROUTINGS)),
+        layout=draw(st.sampled_from(sorted(LAYOUTS))),
+        activation=draw(st.sampled_from(ACTIVATIONS)),
+        bias=draw(st.booleans()),
+        score_on=draw(st.sampled_from(("output", "input"))),
+        seed=draw(st.integers(0, 99)),
+    )
+
+
+def variants(case: Case):
+    """The case with and without biases, its scores on either side."""
+    for bias, score_on in itertools.product((False, True), ("output", "input")):
+        yield replace(case, bias=bias, score_on=score_on)
+
+
+# --- running --------------------------------------------------------------------------------------
+
+
+def forward_backward(fn, inputs: dict, dout: torch.Tensor, **fixed) -> dict:
+    """{"out", "dx", "dw1", ...}: what fn returns and the gradient of every tensor of `inputs`."""
+    leaves = {n: t.detach().requires_grad_() for n, t in inputs.items() if t is not None}
+    out = fn(**{**inputs, **leaves}, **fixed)
+    grads = torch.autograd.grad(out, list(leaves.values()), dout)
+    return {"out": out.detach(), **{f"d{n}": g for n, g in zip(leaves, grads, strict=True)}}
+
+
+def to_double(value):
+    """Dicts, tuples and tensors in float64; integers and the rest as they are."""
+    if isinstance(value, dict):
+        return {n: to_double(v) for n, v in value.items()}
+    is_float = isinstance(value, torch.Tensor) and value.is_floating_point()
+    return value.double() if is_float else value
+
+
+def check_against_reference(name: str, inputs: dict, dout: torch.Tensor, slack=LOOSE, **fixed) -> dict:
+    """Runs fused_moe.<name>, forward and backward, and judges every tensor. Returns ours."""
+    fn, reference = getattr(fused_moe, name), getattr(fused_moe.reference, name)
+    ours = forward_backward(fn, inputs, dout, **fixed)
+    eager = forward_backward(reference, inputs, dout, **fixed)
+    exact = forward_backward(reference, to_double(inputs), to_double(dout), **fixed)
+    assert_as_good(ours, eager, exact, slack)
+    return ours
+
+
+def check_experts(case: Case, device, slack=LOOSE, form=None) -> dict:
+    """fused_experts of one case against the reference; `form` stores every input otherwise."""
+    inputs, dout, ids = case.inputs(device), case.dout(device), case.ids(device)
+    if form is not None:
+        inputs = {n: t if t is None else form(t) for n, t in inputs.items()}
+        dout, ids = form(dout), form(ids)
+    return check_against_reference(
+        "fused_experts", inputs, dout, slack, ids=ids, score_on=case.score_on, **case.options
+    )
+
+
+# --- judging --------------------------------------------------------------------------------------
+
+
+def assert_as_good(ours: dict, eager: dict, exact: dict, slack: float = LOOSE) -> None:
+    """Every tensor of `ours` errs at most 1.1 times as much as eager's, in norm, plus the slack.
+
+    One exception, in float32: dscores is <g, a>, where the loop takes <y, dout>, so that y is never kept.
+    The product g sums over D where y sums over F, and a relu leaves <g, a> half as many terms.
+    """
+    for name, truth in exact.items():
+        mine, other = ours[name], eager[name]
+        assert mine.shape == truth.shape, f"{name}: {tuple(mine.shape)}, not {tuple(truth.shape)}"
+        assert mine.dtype == other.dtype, f"{name}: {mine.dtype}, not {other.dtype}"
+        error = (mine.double() - truth).norm().item()
+        factor = 1.3 if name == "dscores" and ours["out"].dtype == F32 else 1.1
+        limit = factor * (other.double() - truth).norm().item()
+        norm = truth.norm().item()
+        order_one = math.sqrt(truth.count_nonzero().item())
+        # Half-precision inputs round gradients in their own dtype, scores in float32.
+        eps = max(torch.finfo(v.dtype).eps for v in ours.values())
+        limit += slack * eps * max(norm, order_one)
+        size = norm or 1.0
+        message = f"{name}: error {error / size:.3e} of its norm, allowed {limit / size:.3e}"
+        assert error <= limit, message  # also fails for NaN
+
+
+def assert_near(ours, exact, slack=LOOSE) -> None:
+    """Two tensors agree to a few units of rounding of the first one's dtype."""
+    assert_as_good({"value": ours}, {"value": exact.to(ours.dtype)}, {"value": exact.double()}, slack)
+
+
+def assert_same_bits(first: dict, second: dict) -> None:
+    """Two runs gave the same numbers, to the last bit."""
+    assert first.keys() == second.keys()
+    for name, value in first.items():
+        assert torch.equal(value, second[name]), f"{name} differs"
+
+
+class Calls(TorchDispatchMode):
+    """Records every operator call made inside: (name, arguments, result)."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        self.calls.append((func.name(), args, result))
+        return result
+
+    def of(self, name: str) -> list:
+        """(arguments, result) of every call of one of our operators."""
+        return [(a, r) for n, a, r in self.calls if n == f"fused_moe::{name}"]

@@ -1,0 +1,73 @@
+"""What every test shares: the device, the seed, the markers and the hypothesis profiles."""
+
+import os
+import sys
+import zlib
+from pathlib import Path
+
+# Before torch is imported: waiting threads sleep. Spinning, they make every parallel region fifty times
+# slower when another process shares the cores.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
+import pytest  # noqa: E402
+import torch  # noqa: E402
+from hypothesis import HealthCheck, settings  # noqa: E402
+
+sys.path.insert(0, str(Path(__file__).parent))  # so that `import cases` works from any folder
+
+COMMON = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
+settings.register_profile("local", max_examples=20, **COMMON)
+settings.register_profile("ci", max_examples=20, derandomize=True, **COMMON)
+settings.load_profile("ci" if os.environ.get("CI") else "local")
+
+
+def pytest_addoption(parser):
+    parser.addoption("--device", default="cpu", help="device that the suite runs on: cpu, cuda, ...")
+    parser.addoption("--seed", default=0, type=int, help="another seed draws other inputs")
+
+
+def pytest_configure(config):
+    config.addinivalue_line("markers", "gpu: needs a CUDA device")
+    config.addinivalue_line("markers", "quick: a small part of every subject, about 30 s in all")
+    if "s" not in config.option.reportchars:  # no skip without a printed reason
+        config.option.reportchars += "s"
+
+
+def pytest_report_header(config):
+    return f"device: {config.option.device}, seed: {config.option.seed}, torch {torch.__version__}"
+
+
+def pytest_collection_modifyitems(config, items):
+    if not config.option.device.startswith("cuda"):
+        reason = f"needs a CUDA device, runs on --device {config.option.device}"
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture(scope="session")
+def device(request):
+    """The device under test."""
+    return torch.device(request.config.option.device)
+
+
+@pytest.fixture(scope="session")
+def cpu(device):
+    """The device of a test about the CPU tier alone."""
+    if device.type != "cpu":
+        pytest.skip("about the CPU tier: float64 or PyTorch's CPU thread pool")
+    return device
+
+
+@pytest.fixture(autouse=True)
+def seed(request):
+    """Every test draws inputs of its own, the same ones in every run of the same --seed."""
+    torch.manual_seed(zlib.crc32(request.node.nodeid.encode()) + request.config.option.seed)
+
+
+@pytest.fixture
+def threads():
+    """torch.set_num_threads, put back afterwards."""
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)

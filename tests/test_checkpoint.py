@@ -1,0 +1,107 @@
+"""Activation checkpointing, full and selective: the same gradients, and what is computed again."""
+
+from functools import partial
+
+import pytest
+import torch
+from cases import Calls
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
+
+from fused_moe import FusedMoE
+
+ops = torch.ops.fused_moe
+
+
+def layer_and_input(device):
+    layer = FusedMoE(24, 16, 6, 2, num_shared_experts=1, load_balance_coeff=1e-3, device=device)
+    return layer, torch.randn(40, 24, device=device)
+
+
+def gradients(layer, x, run):
+    """Output, and the gradients of x and every parameter."""
+    layer.zero_grad()
+    x = x.detach().requires_grad_()
+    out = run(layer, x)
+    out.square().sum().backward()
+    return [out.detach(), x.grad, *(p.grad for p in layer.parameters())]
+
+
+def assert_equal(found, expected):
+    for a, b in zip(found, expected, strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("use_reentrant", (False, True))
+def test_full(device, use_reentrant):
+    """A layer computed again in backward gives the same bits, and counts its tokens once."""
+    layer, x = layer_and_input(device)
+    expected = gradients(layer, x, lambda layer, x: layer(x))
+    counted = layer.tokens_per_expert.clone()
+    layer.tokens_per_expert.zero_()
+    found = gradients(layer, x, partial(checkpoint, use_reentrant=use_reentrant))
+    assert_equal(found, expected)
+    assert counted.sum() == 80
+    assert torch.equal(layer.tokens_per_expert, counted)
+
+
+def selective(*saved):
+    """A policy that saves the results of the operators given and computes the rest again."""
+
+    def policy(ctx, op, *args, **kwargs):
+        keep = CheckpointPolicy.MUST_SAVE if op in saved else CheckpointPolicy.PREFER_RECOMPUTE
+        return keep
+
+    return partial(create_selective_checkpoint_contexts, policy)
+
+
+EXPERTS = (
+    ops.route.default,
+    ops.route_plan.default,
+    ops.experts_up.default,
+    ops.experts_down.default,
+)
+
+
+@pytest.mark.parametrize(
+    "saved",
+    ((), EXPERTS[:2], EXPERTS[2:3], EXPERTS[3:], EXPERTS),
+    ids=("nothing", "routing", "experts_up", "experts_down", "everything"),
+)
+def test_selective(device, saved):
+    """Policies keyed by our operators: the same bits; what was saved runs once, the rest twice."""
+    layer, x = layer_and_input(device)
+    expected = gradients(layer, x, lambda layer, x: layer(x))
+    counted = layer.tokens_per_expert.clone()
+    layer.tokens_per_expert.zero_()
+
+    def run(layer, x):
+        return checkpoint(layer, x, use_reentrant=False, context_fn=selective(*saved))
+
+    with Calls() as calls:
+        found = gradients(layer, x, run)
+    assert_equal(found, expected)
+    assert torch.equal(layer.tokens_per_expert, counted)
+    for op in EXPERTS:
+        times = len(calls.of(op.name().removeprefix("fused_moe::")))
+        assert times == (1 if op in saved else 2), f"{op.name()} ran {times} times"
+
+
+def test_a_checkpointed_layer_keeps_its_input_only(device):
+    """Between forward and backward nothing of the experts is kept but what checkpoint itself keeps."""
+    layer, x = layer_and_input(device)
+    kept = []
+
+    def pack(t):
+        kept.append(t)
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        checkpoint(layer, x.requires_grad_(), use_reentrant=True)
+    own = {p.data_ptr() for p in layer.parameters()}
+    others = [t for t in kept if t.data_ptr() not in own]
+    assert sum(t.numel() for t in others) <= x.numel()

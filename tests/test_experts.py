@@ -1,0 +1,598 @@
+"""The experts: fused_experts and its operators, fine-grained and coarse, against the reference."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from cases import (
+    ACTIVATIONS,
+    BF16,
+    F16,
+    F32,
+    F64,
+    FORMS,
+    LAYOUTS,
+    ROUTINGS,
+    STRICT,
+    Calls,
+    Case,
+    assert_near,
+    assert_same_bits,
+    check_experts,
+    experts_cases,
+    forward_backward,
+    to_double,
+    variants,
+)
+from hypothesis import given
+
+import fused_moe
+from fused_moe import ops as codes
+from fused_moe.activation import activate
+
+ops = torch.ops.fused_moe
+BOTH_DTYPES = pytest.mark.parametrize("dtype", (F32, BF16), ids=("f32", "bf16"))
+ALL_LAYOUTS = pytest.mark.parametrize("layout", LAYOUTS)
+
+
+# --- fused_experts --------------------------------------------------------------------------------
+
+
+@pytest.mark.quick
+@ALL_LAYOUTS
+@BOTH_DTYPES
+def test_layouts(device, dtype, layout):
+    """Every layout and activation, with and without biases, scores on either side: all gradients."""
+    for activation in ACTIVATIONS:
+        for case in variants(Case(layout=layout, activation=activation, dtype=dtype)):
+            check_experts(case, device)
+
+
+@pytest.mark.parametrize("dtype", (F32, BF16, F16), ids=("f32", "bf16", "f16"))
+@pytest.mark.parametrize("layout", ("separate", "ungated", "interleaved.T"))
+def test_accuracy(device, dtype, layout):
+    """No tensor errs more than 1.1 times as much as the eager loop in the same dtype."""
+    case = Case(384, 128, 96, 8, 4, dtype=dtype, layout=layout)
+    for activation, bias, score_on in (
+        ("silu", False, "output"),
+        ("silu", True, "output"),
+        ("gelu", True, "input"),
+        ("gelu_tanh", False, "input"),
+        ("relu", True, "output"),
+        ("swiglu_clamped", True, "output"),
+    ):
+        variant = replace(case, activation=activation, bias=bias, score_on=score_on)
+        check_experts(variant, device, slack=STRICT)
+
+
+@given(case=experts_cases())
+def test_any_case(device, case):
+    """Any sizes, routing, layout, activation and dtype."""
+    if case.dtype == F64 and device.type != "cpu":
+        case = replace(case, dtype=F32)
+    check_experts(case, device)
+
+
+@pytest.mark.parametrize("routing", ROUTINGS)
+@BOTH_DTYPES
+def test_routings(device, dtype, routing):
+    """Repeated ids, one busy expert, empty experts, sentinels: and exact zeros where nothing ran."""
+    for case in variants(Case(130, 24, 16, 6, 3, dtype=dtype, routing=routing)):
+        inputs, ids, dout = case.inputs(device), case.ids(device), case.dout(device)
+        ours = forward_backward(
+            fused_moe.fused_experts, inputs, dout, ids=ids, score_on=case.score_on, **case.options
+        )
+        mine = (ids >= 0) & (ids < case.num_experts)
+        busy = ids[mine].unique().tolist()
+        for name, value in ours.items():
+            if name[1] in "wb":
+                empty = [e for e in range(case.num_experts) if e not in busy]
+                assert not value[empty].count_nonzero(), f"{name} of an empty expert"
+        assert not ours["dscores"][~mine].count_nonzero()
+        assert not ours["out"][~mine.any(1)].count_nonzero()
+        assert not ours["dx"][~mine.any(1)].count_nonzero()
+        check_experts(case, device)
+
+
+SHAPES = {
+    "one of everything": Case(1, 1, 1, 1, 1),
+    "no tokens": Case(0, 8, 16, 4, 2),
+    "one token": Case(1, 129, 37, 8, 8),
+    "dim 1": Case(50, 1, 64, 4, 2),
+    "hidden 1": Case(50, 64, 1, 4, 2),
+    "one expert": Case(200, 33, 17, 1, 1),
+    "1024 experts": Case(40, 8, 8, 1024, 4),
+    "32 slots": Case(40, 16, 8, 64, 32),
+    "every expert": Case(40, 16, 8, 9, 9),
+    "more rows than a tile": Case(700, 16, 8, 3, 2),
+    "many rows of one expert": Case(1300, 8, 8, 1, 1),
+    "wide": Case(40, 530, 300, 2, 1),
+    "wider": Case(20, 300, 530, 2, 2, layout="interleaved"),
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@BOTH_DTYPES
+def test_shapes(device, dtype, shape):
+    """The ends of the ranges of T, D, F, E and K."""
+    for case in variants(replace(SHAPES[shape], dtype=dtype)):
+        check_experts(case, device)
+
+
+@pytest.mark.parametrize("form", [f for f in FORMS if f != "contiguous"])
+@pytest.mark.parametrize("layout", ("separate", "halves.T", "pairs"))
+@BOTH_DTYPES
+def test_storage(device, dtype, layout, form):
+    """Strided, misaligned and swapped storage of x, weights, biases, scores, ids and dout."""
+    for case in variants(Case(layout=layout, dtype=dtype)):
+        check_experts(case, device, form=FORMS[form])
+
+
+def test_expanded_gradient(device):
+    """The gradient of sum() is one number, expanded."""
+    case = Case()
+    inputs, ids = case.inputs(device), case.ids(device)
+    one = torch.ones((), device=device).expand(case.tokens, case.dim)
+    found = forward_backward(fused_moe.fused_experts, inputs, one, ids=ids)
+    expected = forward_backward(fused_moe.fused_experts, inputs, one.contiguous(), ids=ids)
+    assert_same_bits(found, expected)
+
+
+@ALL_LAYOUTS
+def test_gradient_keeps_the_weights_layout(device, layout):
+    """A packed weight has one gradient, with the weight's own shape and strides."""
+    case = Case(layout=layout, bias=True)
+    inputs = case.inputs(device)
+    ours = forward_backward(
+        fused_moe.fused_experts, inputs, case.dout(device), ids=case.ids(device), **case.options
+    )
+    for name, value in inputs.items():
+        if value is not None:
+            assert ours[f"d{name}"].shape == value.shape
+            assert ours[f"d{name}"].stride() == value.stride(), name
+
+
+def test_gradient_of_swapped_weights(device):
+    """Weights held as views of (E, in, out) storage get gradients with the views' strides."""
+    case = Case()
+    inputs = case.inputs(device)
+    inputs |= {n: FORMS["swapped"](inputs[n]) for n in ("w1", "w2", "w3")}
+    ours = forward_backward(fused_moe.fused_experts, inputs, case.dout(device), ids=case.ids(device))
+    for name in ("w1", "w2", "w3"):
+        assert ours[f"d{name}"].stride() == inputs[name].stride() != case.weights(device)[name].stride()
+
+
+@pytest.mark.parametrize("layout", ("separate", "halves", "halves.T", "ungated"))
+@pytest.mark.parametrize("score_on", ("output", "input"))
+def test_frozen_inputs_get_no_gradient_computed(device, layout, score_on):
+    """Each input alone: its gradient is what it is among all, and the operators computed no other."""
+    case = Case(layout=layout, bias=True, score_on=score_on)
+    inputs, ids, dout = case.inputs(device), case.ids(device), case.dout(device)
+    fixed = {"ids": ids, "score_on": score_on, **case.options}
+    everything = forward_backward(fused_moe.fused_experts, inputs, dout, **fixed)
+    for name in [n for n, t in inputs.items() if t is not None]:
+        leaf = inputs[name].detach().requires_grad_()
+        out = fused_moe.fused_experts(**{**inputs, name: leaf}, **fixed)
+        with Calls() as calls:
+            out.backward(dout)
+        assert torch.equal(leaf.grad, everything[f"d{name}"]), name
+        down_side = name in ("w2", "b2") or (name == "scores" and score_on == "output")
+        [(args, result)] = calls.of("experts_down_backward")
+        dh, dw2, db2, dscores = args[-4:]
+        assert (dh, dw2, db2) == (not down_side, name == "w2", name == "b2")
+        assert dscores == (name == "scores" and score_on == "output")
+        assert [bool(r.numel()) for r in result] == list(args[-4:]), "computed what nobody asked for"
+        if down_side:
+            assert not calls.of("experts_up_backward")
+            continue
+        [(args, result)] = calls.of("experts_up_backward")
+        wanted = [name == n for n in ("x", "w1", "w3", "b1", "b3", "scores")]
+        assert list(args[-6:]) == wanted
+        assert [bool(r.numel()) for r in result] == wanted, "computed what nobody asked for"
+
+
+def test_nothing_needs_a_gradient(device):
+    """Without a gradient to ask for the result is the same and has no history."""
+    case = Case()
+    inputs, ids = case.inputs(device), case.ids(device)
+    out = fused_moe.fused_experts(**inputs, ids=ids)
+    assert not out.requires_grad
+    expected = forward_backward(fused_moe.fused_experts, inputs, case.dout(device), ids=ids)["out"]
+    assert torch.equal(out, expected)
+
+
+@pytest.mark.parametrize("dtype", (torch.int32, torch.int64))
+def test_a_plan_made_before_is_used(device, dtype):
+    """A plan of the same ids, int32 or int64, gives the same bits."""
+    case = Case(routing="sentinels")
+    inputs, ids, dout = case.inputs(device), case.ids(device, dtype), case.dout(device)
+    plan = fused_moe.route_plan(ids, case.num_experts)
+    ours = forward_backward(fused_moe.fused_experts, inputs, dout, ids=ids)
+    assert_same_bits(ours, forward_backward(fused_moe.fused_experts, inputs, dout, ids=ids, plan=plan))
+
+
+@pytest.mark.parametrize("score", (1e30, -1e30, 0.0))
+@pytest.mark.parametrize("score_on", ("output", "input"))
+@BOTH_DTYPES
+def test_scores_of_sentinels_do_not_matter(device, dtype, score_on, score):
+    """Whatever finite score stands in a slot without an expert, nothing changes."""
+    case = Case(routing="sentinels", dtype=dtype, bias=True, score_on=score_on)
+    inputs, ids, dout = case.inputs(device), case.ids(device), case.dout(device)
+    fixed = {"ids": ids, "score_on": score_on}
+    expected = forward_backward(fused_moe.fused_experts, inputs, dout, **fixed)
+    mine = (ids >= 0) & (ids < case.num_experts)
+    assert mine.any() and not mine.all()
+    inputs["scores"] = inputs["scores"].where(mine, score)
+    found = forward_backward(fused_moe.fused_experts, inputs, dout, **fixed)
+    assert_same_bits(found, expected)
+    assert not found["dscores"][~mine].count_nonzero()
+
+
+@pytest.mark.parametrize("dtype", (BF16, F16), ids=("bf16", "f16"))
+def test_scores_of_any_dtype(device, dtype):
+    """Half-precision scores count in float32, and their gradient comes back in their dtype."""
+    case = Case(dtype=dtype)
+    inputs, ids, dout = case.inputs(device), case.ids(device), case.dout(device)
+    half = inputs | {"scores": inputs["scores"].to(dtype)}
+    single = inputs | {"scores": half["scores"].float()}
+    found = forward_backward(fused_moe.fused_experts, half, dout, ids=ids)
+    expected = forward_backward(fused_moe.fused_experts, single, dout, ids=ids)
+    expected["dscores"] = expected["dscores"].to(dtype)
+    assert_same_bits(found, expected)
+
+
+@pytest.mark.parametrize("value", (float("nan"), float("inf")))
+def test_a_poisoned_token_stays_alone(device, value):
+    """NaN or infinity in one token reaches no other token's output or input gradient."""
+    case = Case(64, 24, 16, 4, 2)
+    inputs, ids, dout = case.inputs(device), case.ids(device), case.dout(device)
+    expected = forward_backward(fused_moe.fused_experts, inputs, dout, ids=ids)
+    poisoned = inputs | {"x": inputs["x"].clone().index_fill_(0, torch.tensor([7], device=device), value)}
+    found = forward_backward(fused_moe.fused_experts, poisoned, dout, ids=ids)
+    others = torch.arange(case.tokens, device=device) != 7
+    for name in ("out", "dx", "dscores"):
+        assert_near(found[name][others], expected[name][others])
+    assert not found["out"][7].isfinite().any()
+
+
+def test_double_backward_raises(device):
+    """A second derivative is refused with a clear message, not computed wrongly."""
+    case = Case()
+    inputs, ids = case.inputs(device), case.ids(device)
+    leaves = {n: t if t is None else t.requires_grad_() for n, t in inputs.items()}
+    out = fused_moe.fused_experts(**leaves, ids=ids)
+    (dx,) = torch.autograd.grad(out.sum(), leaves["x"], create_graph=True)
+    with pytest.raises(RuntimeError, match="double backward is not supported"):
+        dx.square().sum().backward()
+
+
+# --- determinism and threads ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", (F32, BF16, F16), ids=("f32", "bf16", "f16"))
+@pytest.mark.parametrize("score_on", ("output", "input"))
+def test_same_bits_every_run(device, dtype, score_on):
+    """The same inputs give the same bits, forward and backward."""
+    case = Case(500, 96, 64, 16, 4, dtype=dtype, bias=True, score_on=score_on)
+    inputs, ids, dout = case.inputs(device), case.ids(device), case.dout(device)
+    fixed = {"ids": ids, "score_on": score_on}
+    first = forward_backward(fused_moe.fused_experts, inputs, dout, **fixed)
+    for _ in range(3):
+        assert_same_bits(first, forward_backward(fused_moe.fused_experts, inputs, dout, **fixed))
+
+
+THREADED = {
+    "many experts": Case(500, 96, 64, 16, 4),
+    "few experts": Case(300, 33, 65, 3, 2),
+    "one expert": Case(200, 96, 512, 1, 1),
+    "long sums": Case(30, 2048, 64, 2, 1),  # a BLAS likes to cut these among threads
+}
+
+
+@pytest.mark.parametrize("dtype", (F32, BF16), ids=("f32", "bf16"))
+@pytest.mark.parametrize("case", THREADED.values(), ids=THREADED)
+def test_same_bits_on_any_number_of_threads(cpu, threads, dtype, case):
+    """Threads divide the work, not the sums: 1, 2 and 3 threads give the same bits."""
+    case = replace(case, dtype=dtype, bias=True)
+    inputs, ids, dout = case.inputs(cpu), case.ids(cpu), case.dout(cpu)
+    threads(1)
+    first = forward_backward(fused_moe.fused_experts, inputs, dout, ids=ids)
+    for n in (2, 3):
+        threads(n)
+        assert_same_bits(first, forward_backward(fused_moe.fused_experts, inputs, dout, ids=ids))
+
+
+# --- the operators --------------------------------------------------------------------------------
+
+
+class Parts:
+    """One case taken apart: weights as (E, out, in) views, the plan, and h and a in float64."""
+
+    def __init__(self, case: Case, device):
+        self.case = case
+        self.inputs, self.ids, self.dout = case.inputs(device), case.ids(device), case.dout(device)
+        self.plan = fused_moe.reference.route_plan(self.ids, case.num_experts)
+        self.num_rows = int(self.plan.offsets[-1])
+        layout, gated, pairs, transposed = LAYOUTS[case.layout]
+        self.layout = codes.LAYOUTS[layout] if gated else codes.UNGATED
+        self.w1, self.w2, self.w3 = (
+            w if w is None or not transposed else w.mT for w in map(self.inputs.get, ("w1", "w2", "w3"))
+        )
+        if pairs:
+            self.w1 = self.w1.flatten(1, 2)
+        self.b1, self.b2, self.b3 = map(self.inputs.get, ("b1", "b2", "b3"))
+        self.scores = self.inputs["scores"]
+        self.maps = self.plan[1:]
+        self.act = (codes.ACTIVATION_CODES[case.activation], 1.702, case.limit)
+        self.ends = self.plan.offsets[1:].contiguous()
+        self.row_expert = torch.repeat_interleave(self.plan.counts.long())
+        self.row_token = self.plan.row_token[: self.num_rows].long()
+        self.row_slot = self.plan.row_slot[: self.num_rows].long()
+        self.row_scores = self.scores.flatten()[self.row_slot].double().unsqueeze(1)
+        self.x_rows = self.inputs["x"].double()[self.row_token]
+        self.h = self.product(self.x_rows, self.w1, self.b1)
+        if self.w3 is not None:
+            self.h = torch.cat([self.h, self.product(self.x_rows, self.w3, self.b3)], 1)
+        self.a = self.activate(self.h)
+
+    def product(self, rows, w, b=None):
+        """rows[r] @ w[e(r)].T + b[e(r)] in float64."""
+        out = torch.einsum("ri,roi->ro", rows.double(), w.double()[self.row_expert])
+        return out if b is None else out + b.double()[self.row_expert]
+
+    def split(self, h):
+        if self.layout == codes.UNGATED:
+            return h, None
+        return (h[:, 0::2], h[:, 1::2]) if self.layout == codes.LAYOUTS["interleaved"] else h.chunk(2, 1)
+
+    def activate(self, h):
+        return activate(*self.split(h), activation=self.case.activation, limit=self.case.limit)
+
+    def dact(self, da, h):
+        h = h.double().requires_grad_()
+        return torch.autograd.grad(self.activate(h), h, da.double())[0]
+
+    def near(self, found, exact):
+        """The first rows agree with `exact`; what is past the last row is nobody's."""
+        assert_near(found[: exact.size(0)], exact.to(found.dtype))
+
+
+OPERATOR_CASES = pytest.mark.parametrize(
+    "case",
+    [
+        Case(61, 37, 29, 5, 2, layout=layout, activation=activation, bias=bias, routing=routing, dtype=dtype)
+        for layout, activation, bias, routing, dtype in (
+            ("separate", "silu", False, "random", F32),
+            ("separate.T", "gelu", True, "sentinels", BF16),
+            ("ungated", "relu", True, "gaps", F32),
+            ("ungated.T", "gelu_tanh", False, "one", BF16),
+            ("halves", "silu", True, "sentinels", F32),
+            ("halves.T", "swiglu_clamped", True, "repeats", F32),
+            ("interleaved", "swiglu_clamped", True, "random", BF16),
+            ("interleaved.T", "silu", False, "none", F32),
+            ("pairs", "gelu", True, "sentinels", F16),
+        )
+    ],
+    ids=lambda case: f"{case.layout}-{case.activation}",
+)
+
+
+@pytest.mark.quick
+@OPERATOR_CASES
+def test_up_gate(device, case):
+    """h = x w1^T | w3^T + b through row_token, a = act(gate) up."""
+    p = Parts(case, device)
+    h, a = ops.up_gate(p.inputs["x"], p.w1, p.w3, p.b1, p.b3, *p.maps, p.layout, *p.act)
+    p.near(h, p.h)
+    p.near(a, p.a)
+
+
+@OPERATOR_CASES
+def test_up_gate_without_maps(device, case):
+    """Rows that are grouped already need no row_token: row r is token r."""
+    p = Parts(case, device)
+    rows = p.x_rows.to(case.dtype)
+    h, a = ops.up_gate(
+        rows, p.w1, p.w3, p.b1, p.b3, p.plan.offsets, None, None, None, p.plan.tiles, p.layout, *p.act
+    )
+    p.near(h, p.h)
+    p.near(a, p.a)
+
+
+@OPERATOR_CASES
+def test_down_dgrad(device, case):
+    """g = dout w2, dh = dact(s g, h), a' = s a, dscores = <g, a> + <dout, b2>."""
+    p = Parts(case, device)
+    h = torch.zeros(p.ids.numel(), p.h.size(1), dtype=case.dtype, device=device)
+    h[: p.num_rows] = p.h
+    dh, a_scaled, dscores = ops.down_dgrad(p.dout, p.w2, p.b2, h, p.scores, *p.maps, p.layout, *p.act)
+    h = h[: p.num_rows].double()
+    dout_rows = p.dout.double()[p.row_token]
+    g = p.product(dout_rows, p.w2.mT)
+    p.near(dh, p.dact(p.row_scores * g, h))
+    p.near(a_scaled, p.row_scores * p.activate(h))
+    row_dscores = (g * p.activate(h)).sum(1)
+    if p.b2 is not None:
+        row_dscores += (dout_rows * p.b2.double()[p.row_expert]).sum(1)
+    expected = torch.zeros(p.ids.numel(), dtype=F64, device=device)
+    expected[p.row_slot] = row_dscores
+    # a sum over F of numbers that were rounded to x's dtype first
+    slack = 4 * case.hidden**0.5 * torch.finfo(case.dtype).eps / torch.finfo(dscores.dtype).eps
+    assert_near(dscores, expected.view(p.ids.shape), slack)
+
+
+@OPERATOR_CASES
+def test_up_dgrad(device, case):
+    """dx_rows = dgate w1 + dup w3, summed in one accumulator."""
+    p = Parts(case, device)
+    dh = torch.randn(p.num_rows, p.h.size(1), device=device).to(case.dtype)
+    found = ops.up_dgrad(dh, p.w1, p.w3, p.plan.offsets, p.layout)
+    if p.w3 is None:
+        expected = p.product(dh, p.w1.mT)
+    else:
+        dgate, dup = dh.chunk(2, 1)
+        expected = p.product(dgate, p.w1.mT) + p.product(dup, p.w3.mT)
+    p.near(found, expected)
+
+
+@OPERATOR_CASES
+def test_act_dgrad(device, case):
+    """dh is the activation's own gradient at h."""
+    p = Parts(case, device)
+    h = p.h.to(case.dtype)
+    da = torch.randn(p.num_rows, case.hidden, device=device).to(case.dtype)
+    p.near(ops.act_dgrad(da, h, p.layout, *p.act), p.dact(da, h))
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("dtype", (F32, BF16, F16), ids=("f32", "bf16", "f16"))
+def test_activation_at_its_edges(device, dtype, activation):
+    """Value and gradient at zero, at the clamps, beside them, and far out, as PyTorch's own."""
+    edges = [0.0, 1.0, 1.0625, 0.9375, 3.0, 7.0, 10.0, 30.0, 100.0, 1000.0, 60000.0]
+    points = torch.tensor([s * v for v in edges for s in (1, -1)], device=device, dtype=dtype)
+    gate, up = (t.flatten() for t in torch.meshgrid(points, points, indexing="ij"))
+    h = torch.stack([gate, up], 1)  # F = 1: a row is one gate and one up
+    da = torch.randn(len(h), 1, device=device).to(dtype)
+    act = (codes.ACTIVATION_CODES[activation], 1.702, 1.0)
+    exact = h.double().requires_grad_()
+    a = activate(*exact.chunk(2, 1), activation=activation, limit=1.0)
+    expected = torch.autograd.grad(a, exact, da.double())[0]
+    found = ops.act_dgrad(da, h, 0, *act)
+    rtol = 4 * torch.finfo(dtype).eps
+    torch.testing.assert_close(found, expected.to(dtype), rtol=rtol, atol=rtol)
+    # through weights of one: gate and up are the row itself
+    one = torch.ones(1, 1, 1, device=device, dtype=dtype)
+    plan = fused_moe.plan_from_counts(torch.tensor([len(points)], device=device), len(points))
+    maps = (plan.offsets, None, None, None, plan.tiles)
+    x = points.unsqueeze(1)
+    _, a = ops.up_gate(x, one, None, None, None, *maps, codes.UNGATED, *act)
+    expected = activate(x.double(), activation=activation, limit=1.0)
+    torch.testing.assert_close(a.double(), expected, rtol=rtol, atol=rtol)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("gathered", ("none", "a", "b"))
+@OPERATOR_CASES
+def test_wgrad(device, case, gathered):
+    """dw[e] = a^T b over the rows of e, one of them read through row_token; zero for an empty expert."""
+    p = Parts(case, device)
+
+    def operand(width, gathered):
+        t = torch.randn(case.tokens if gathered else p.num_rows, width, device=device).to(case.dtype)
+        return t, t.double()[p.row_token] if gathered else t.double()
+
+    (a, a_rows), (b, b_rows) = operand(7, gathered == "a"), operand(case.dim, gathered == "b")
+    row_token = p.plan.row_token[: p.num_rows].contiguous()
+    found = ops.wgrad(a, b, p.ends, *(row_token if gathered == n else None for n in "ab"))
+    starts, ends = p.plan.offsets[:-1].tolist(), p.ends.tolist()
+    slices = list(map(slice, starts, ends))
+    assert_near(found, torch.stack([a_rows[s].T @ b_rows[s] for s in slices]))
+    assert not found[p.plan.counts == 0].count_nonzero()
+
+
+@OPERATOR_CASES
+def test_bias_grad(device, case):
+    """db[e] = sum over the rows of e, zero for an empty expert."""
+    p = Parts(case, device)
+    rows = torch.randn(p.num_rows, 33, device=device).to(case.dtype)
+    found = ops.bias_grad(rows, p.ends)
+    expected = torch.zeros(case.num_experts, 33, dtype=F64, device=device)
+    assert_near(found, expected.index_add_(0, p.row_expert, rows.double()))
+    assert not found[p.plan.counts == 0].count_nonzero()
+
+
+@OPERATOR_CASES
+@pytest.mark.parametrize("save_h", (False, True))
+def test_experts_up(device, case, save_h):
+    """The coarse up side is up_gate; h has no rows when it is not to be saved."""
+    p = Parts(case, device)
+    args = (p.inputs["x"], p.w1, p.w3, p.b1, p.b3)
+    h, a = ops.experts_up(*args, None, *p.maps, p.layout, *p.act, save_h)
+    assert h.size(0) == (p.ids.numel() if save_h else 0)
+    p.near(a, p.a)
+    if save_h:
+        p.near(h, p.h)
+
+
+@OPERATOR_CASES
+def test_experts_down(device, case):
+    """The coarse down side: out[t] = sum of s (a w2^T + b2), without h too."""
+    p = Parts(case, device)
+    a = torch.full((p.ids.numel(), case.hidden), float("nan"), dtype=case.dtype, device=device)
+    a[: p.num_rows] = p.a
+    out = ops.experts_down(a, None, p.w2, p.b2, p.scores, *p.maps, p.layout, *p.act)
+    expected = torch.zeros(case.tokens, case.dim, dtype=F64, device=device)
+    y = p.row_scores * p.product(a[: p.num_rows], p.w2, p.b2)
+    assert_near(out, expected.index_add_(0, p.row_token, y))
+
+
+@OPERATOR_CASES
+def test_coarse_backwards_are_the_fine_operators(device, case):
+    """experts_*_backward computes what the fine-grained operators compose to, garbage in tail rows."""
+    p = Parts(case, device)
+    need = [t is not None for t in (p.w2, p.b2)]
+    R = p.num_rows
+    garbage = torch.full((p.ids.numel(), p.h.size(1)), float("nan"), dtype=case.dtype, device=device)
+    h, dh = garbage.clone(), garbage.clone()
+    h[:R] = p.h
+    dh_found, dw2, db2, dscores = ops.experts_down_backward(
+        p.dout, h, p.w2, p.b2, p.scores, *p.maps, p.layout, *p.act, True, *need, True
+    )
+    clean = h.nan_to_num()
+    dh_fine, a_scaled, dscores_fine = ops.down_dgrad(
+        p.dout, p.w2, p.b2, clean, p.scores, *p.maps, p.layout, *p.act
+    )
+    p.near(dh_found, dh_fine[:R])
+    assert_near(dscores, dscores_fine)
+    row_token = p.plan.row_token[:R].contiguous()
+    assert_near(dw2, ops.wgrad(p.dout, a_scaled[:R].contiguous(), p.ends, row_token, None))
+    if p.b2 is not None:
+        expected = torch.zeros_like(p.b2, dtype=F64)
+        expected.index_add_(0, p.row_expert, p.row_scores * p.dout.double()[p.row_token])
+        assert_near(db2, expected)
+
+    dh[:R] = torch.randn(R, p.h.size(1), device=device)
+    need = [t is not None for t in (p.inputs["x"], p.w1, p.w3, p.b1, p.b3)]
+    dx, dw1, dw3, db1, db3, _ = ops.experts_up_backward(
+        dh, p.inputs["x"], p.w1, p.w3, None, *p.maps, p.layout, *need, False
+    )
+    clean = dh[:R].contiguous()
+    dx_rows = dh.nan_to_num()
+    dx_rows = ops.up_dgrad(dx_rows, p.w1, p.w3, p.plan.offsets, p.layout)
+    assert_near(dx, ops.unpermute(dx_rows, None, *p.plan[1:5]))
+    dgate, dup = (clean, None) if p.w3 is None else clean.chunk(2, 1)
+    assert_near(dw1, ops.wgrad(dgate, p.inputs["x"], p.ends, None, row_token))
+    if p.w3 is not None:
+        assert_near(dw3, ops.wgrad(dup, p.inputs["x"], p.ends, None, row_token))
+    if p.b1 is not None:
+        assert_near(db1, ops.bias_grad(dgate, p.ends))
+    if p.b3 is not None:
+        assert_near(db3, ops.bias_grad(dup, p.ends))
+
+
+@pytest.mark.parametrize("layout", ("separate", "halves", "ungated", "interleaved.T"))
+@BOTH_DTYPES
+def test_fine_operators_compose(device, dtype, layout):
+    """up_gate, grouped_mm and unpermute, each differentiable, make the layer that fused_experts is."""
+    case = Case(layout=layout, bias=layout == "separate", routing="sentinels", dtype=dtype)
+    p = Parts(case, device)
+
+    def composed(x, w1, w2, w3, b1, b2, b3, scores):
+        w1, w2, w3 = (w if w is None or not case.options["transposed"] else w.mT for w in (w1, w2, w3))
+        h, a = ops.up_gate(x, w1, w3, b1, b3, *p.maps, p.layout, *p.act)
+        y = ops.grouped_mm(a, w2, p.ends)
+        if b2 is not None:
+            y = y + torch.cat([b2[p.row_expert], y.new_zeros(y.size(0) - p.num_rows, y.size(1))])
+        return fused_moe.unpermute(y, p.plan, scores)
+
+    found = forward_backward(composed, p.inputs, p.dout)
+    exact = forward_backward(
+        fused_moe.reference.fused_experts,
+        to_double(p.inputs),
+        p.dout.double(),
+        ids=p.ids,
+        **case.options,
+    )
+    for name, value in exact.items():
+        slack = 4 * torch.finfo(dtype).eps / torch.finfo(found[name].dtype).eps
+        assert_near(found[name], value, slack)

@@ -1,0 +1,183 @@
+"""What is kept for backward, when it is freed, and that no weight-sized copy is made."""
+
+import pytest
+import torch
+from cases import BF16, F32, LAYOUTS, Calls, Case
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fused_moe import fused_experts, grouped_mlp, route
+from fused_moe import ops as codes
+
+
+def saved_storages(run, parameters) -> dict:
+    """{storage: (bytes, dtype)} of what autograd keeps of `run`, each storage once, parameters not."""
+    kept = {}
+    known = {p.untyped_storage()._cdata for p in parameters}
+
+    def pack(t):
+        storage = t.untyped_storage()
+        if storage._cdata not in known:
+            kept[storage._cdata] = (storage.nbytes(), t.dtype)
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        out = run()
+    assert out.requires_grad
+    return kept
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("score_on", ("output", "input"))
+def test_saved_bytes(device, layout, score_on):
+    """The experts keep 2TD + 4TKF + 4TK bytes in bf16, and int32 maps."""
+    case = Case(256, 64, 48, 8, 4, dtype=BF16, layout=layout, bias=True, score_on=score_on)
+    inputs, ids = case.inputs(device), case.ids(device)
+    leaves = {n: t if t is None else t.requires_grad_() for n, t in inputs.items()}
+    parameters = [t for n, t in leaves.items() if t is not None and n[0] in "wb"]
+    kept = saved_storages(
+        lambda: fused_experts(**leaves, ids=ids, score_on=score_on, **case.options), parameters
+    )
+    T, D, F, K, E = case.tokens, case.dim, case.hidden, case.top_k, case.num_experts
+    maps = [n for n, dtype in kept.values() if dtype == torch.int32]
+    values = [n for n, dtype in kept.values() if dtype != torch.int32]
+    h_values = F if layout.startswith("ungated") else 2 * F
+    assert sum(values) == 2 * T * D + 2 * T * K * h_values + 4 * T * K
+    assert sum(values) <= 2 * T * D + 4 * T * K * F + 4 * T * K
+    assert sum(maps) <= 4 * (3 * T * K + (E + 1) + (2 + 2 * E))
+
+
+def test_saved_bytes_of_grouped_mlp(device):
+    """Rows that are grouped already: x, h and the offsets, nothing for scores."""
+    case = Case(dim=64, hidden=48, num_experts=4, dtype=BF16)
+    x = torch.randn(300, 64, device=device).to(BF16).requires_grad_()
+    weights = {n: t if t is None else t.requires_grad_() for n, t in case.weights(device).items()}
+    counts = torch.tensor([100, 0, 150, 50], device=device)
+    parameters = [t for t in weights.values() if t is not None]
+    kept = saved_storages(lambda: grouped_mlp(x, **weights, counts=counts), parameters)
+    values = [n for n, dtype in kept.values() if dtype != torch.int32]
+    maps = [n for n, dtype in kept.values() if dtype == torch.int32]
+    assert sum(values) == 2 * 300 * 64 + 4 * 300 * 48
+    assert sum(maps) <= 4 * (5 + 10)
+
+
+def test_saved_bytes_of_route(device):
+    """The router keeps its logits and the chosen ids, not the scores of every expert."""
+    logits = torch.randn(100, 64, device=device, dtype=BF16, requires_grad=True)
+    kept = saved_storages(lambda: route(logits, 4)[0], [])
+    assert sum(n for n, _ in kept.values()) == 2 * 100 * 64 + 4 * 100 * 4
+
+
+class WatchH(TorchDispatchMode):
+    """Watches the storages of h and a without holding them."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.name() == "fused_moe::experts_up_backward":
+            self.h_alive_in_up_backward = not self.h.expired()
+        result = func(*args, **(kwargs or {}))
+        if func.name() == "fused_moe::experts_up":
+            self.h, self.a = (StorageWeakRef(t.untyped_storage()) for t in result)
+        if func.name() == "fused_moe::experts_down_backward":
+            self.h_alive_in_down_backward = not self.h.expired()
+        return result
+
+
+class Allocations(TorchDispatchMode):
+    """(operator, number of elements) of every new tensor, views left out, without holding any."""
+
+    def __init__(self):
+        super().__init__()
+        self.made = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        seen = {t.untyped_storage()._cdata for t in args if isinstance(t, torch.Tensor)}
+        for t in result if isinstance(result, (tuple, list)) else (result,):
+            if isinstance(t, torch.Tensor) and t.untyped_storage()._cdata not in seen:
+                self.made.append((func.name(), t.numel()))
+        return result
+
+
+def test_h_is_freed_between_the_backward_nodes(device):
+    """h lives until the down side's backward and is gone when the up side's begins; a goes at once."""
+    case = Case(64, 32, 16, 4, 2)
+    inputs, ids = case.inputs(device), case.ids(device)
+    leaves = {n: t if t is None else t.requires_grad_() for n, t in inputs.items()}
+    with WatchH() as watch:
+        out = fused_experts(**leaves, ids=ids)
+        assert watch.a.expired() and not watch.h.expired()
+        out.sum().backward()
+    assert watch.h_alive_in_down_backward
+    assert not watch.h_alive_in_up_backward
+
+
+@pytest.mark.parametrize("why", ("no_grad", "inference_mode", "frozen"))
+def test_inference_keeps_no_h(device, why):
+    """Where no gradient can be asked for, experts_up is told to keep no h and makes none."""
+    case = Case()
+    inputs, ids = case.inputs(device), case.ids(device)
+    if why != "frozen":
+        inputs["w1"].requires_grad_()
+    context = {
+        "no_grad": torch.no_grad,
+        "inference_mode": torch.inference_mode,
+        "frozen": torch.enable_grad,
+    }[why]
+    with Calls() as calls, context():
+        fused_experts(**inputs, ids=ids)
+    [(args, (h, a))] = calls.of("experts_up")
+    assert args[-1] is False and h.numel() == 0 and a.numel()
+
+
+def test_training_keeps_h(device):
+    """With a gradient to ask for, h is kept whole."""
+    case = Case()
+    inputs, ids = case.inputs(device), case.ids(device)
+    inputs["w2"].requires_grad_()
+    with Calls() as calls:
+        fused_experts(**inputs, ids=ids)
+    [(args, (h, _))] = calls.of("experts_up")
+    assert args[-1] is True and h.shape == (ids.numel(), 2 * case.hidden)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", (F32, BF16), ids=("f32", "bf16"))
+def test_no_copy_of_a_weight_or_its_gradient(device, dtype, layout):
+    """Forward and backward make nothing of a weight's size but the one gradient that becomes .grad."""
+    case = Case(8, 40, 24, 16, 1, dtype=dtype, layout=layout)  # far fewer rows than weights
+    inputs, ids = case.inputs(device), case.ids(device)
+    weights = [inputs[n].requires_grad_() for n in ("w1", "w2", "w3") if inputs[n] is not None]
+    smallest = min(w.numel() for w in weights)
+    dout = case.dout(device)
+    with Allocations() as allocations:
+        out = fused_experts(**inputs, ids=ids, **case.options)
+        out.backward(dout)
+    large = sorted(name for name, numel in allocations.made if numel >= smallest)
+    up_side = len(weights) - 1
+    down, up = "fused_moe::experts_down_backward", "fused_moe::experts_up_backward"
+    assert large == [down] + [up] * up_side
+    for w in weights:
+        assert w.grad.stride() == w.stride()
+
+
+def test_the_ids_plan_is_made_once(device):
+    """A layer makes one plan, whatever the number of operators that read it."""
+    case = Case()
+    inputs, ids = case.inputs(device), case.ids(device)
+    inputs["x"].requires_grad_()
+    with Calls() as calls:
+        fused_experts(**inputs, ids=ids).sum().backward()
+    assert len(calls.of("route_plan")) == 1
+    ours = [n for n, _, _ in calls.calls if n.startswith("fused_moe::")]
+    assert ours == [
+        f"fused_moe::{n}"
+        for n in (
+            "route_plan",
+            "experts_up",
+            "experts_down",
+            "experts_down_backward",
+            "experts_up_backward",
+        )
+    ]
+    assert codes.ops.route_plan is torch.ops.fused_moe.route_plan

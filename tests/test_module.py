@@ -1,0 +1,413 @@
+"""FusedMoE: names, initialisation, equality with the reference's layer, balancing and reports."""
+
+import copy
+import os
+import tempfile
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing
+from cases import BF16, F32, F64, assert_as_good
+
+import fused_moe
+from fused_moe import FusedMoE, load_balancing_loss, reference, router_z_loss
+
+EVERYTHING = {
+    "num_shared_experts": 2,
+    "shared_expert_gate": True,
+    "load_balance_coeff": 1e-2,
+    "bias": True,
+    "gate_bias": True,
+}
+SETTINGS = {
+    "plain": {},
+    "deepseek": {
+        "score_func": "sigmoid", "route_norm": True, "route_scale": 2.5, "num_expert_groups": 4,
+        "num_limited_groups": 2, "num_shared_experts": 1, "load_balance_coeff": 1e-3,
+    },
+    "qwen2": {"route_norm": True, "num_shared_experts": 2, "shared_expert_gate": True},
+    "biases": {"bias": True, "gate_bias": True, "activation": "gelu"},
+    "ungated": {"gated": False, "activation": "relu", "bias": True, "num_shared_experts": 1},
+    "gpt-oss": {"activation": "swiglu_clamped", "bias": True},
+}  # fmt: skip
+
+
+def pair(device, dtype=None, dim=24, hidden=20, experts=8, top_k=2, **settings):
+    """FusedMoE and the reference's layer with the same parameters."""
+    size = (dim, hidden, experts, top_k)
+    ours = FusedMoE(*size, **settings, device=device, dtype=dtype)
+    loop = reference.FusedMoE(*size, **settings, device=device, dtype=dtype)
+    loop.load_state_dict(ours.state_dict())
+    return ours, loop
+
+
+def run(layer, x, dout) -> dict:
+    """{"out", "dx", and every parameter's gradient}."""
+    layer.zero_grad()
+    x = x.detach().requires_grad_()
+    out = layer(x)
+    out.backward(dout)
+    grads = {n: p.grad for n, p in layer.named_parameters()}
+    return {"out": out.detach(), "dx": x.grad, **grads}
+
+
+# --- names and parameters -------------------------------------------------------------------------
+
+
+@pytest.mark.quick
+def test_state_dict_has_torchtitans_names(device):
+    """Parameters and persistent buffers by the names of torchtitan, with their shapes."""
+    layer = FusedMoE(6, 4, 3, 1, **EVERYTHING, device=device)
+    assert {n: tuple(t.shape) for n, t in layer.state_dict().items()} == {
+        "expert_bias": (3,),
+        "router.gate.weight": (3, 6),
+        "router.gate.bias": (3,),
+        "experts.w1": (3, 4, 6),
+        "experts.w2": (3, 6, 4),
+        "experts.w3": (3, 4, 6),
+        "experts.b1": (3, 4),
+        "experts.b2": (3, 6),
+        "experts.b3": (3, 4),
+        "shared_experts.w1.weight": (8, 6),
+        "shared_experts.w1.bias": (8,),
+        "shared_experts.w2.weight": (6, 8),
+        "shared_experts.w2.bias": (6,),
+        "shared_experts.w3.weight": (8, 6),
+        "shared_experts.w3.bias": (8,),
+        "shared_expert_gate.weight": (1, 6),
+    }
+    assert dict(layer.named_buffers()).keys() == {"expert_bias", "tokens_per_expert"}
+
+
+def test_plain_state_dict(device):
+    """Without options: the gate and three weights, and no buffer is stored."""
+    layer = FusedMoE(6, 4, 3, 1, device=device)
+    names = ["router.gate.weight", "experts.w1", "experts.w2", "experts.w3"]
+    assert list(layer.state_dict()) == names
+    assert layer.expert_bias is None
+    assert list(FusedMoE(6, 4, 3, 1, gated=False).state_dict()) == names[:3]
+
+
+def test_state_dict_round_trip(device):
+    """A loaded layer gives the saved layer's bits."""
+    layer = FusedMoE(6, 4, 3, 2, **EVERYTHING, device=device)
+    layer.expert_bias.normal_()
+    other = FusedMoE(6, 4, 3, 2, **EVERYTHING, device=device)
+    other.load_state_dict(copy.deepcopy(layer.state_dict()))
+    x = torch.randn(10, 6, device=device)
+    assert torch.equal(layer(x), other(x))
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("settings", SETTINGS)
+def test_same_seed_same_parameters_as_the_reference(device, settings):
+    """FusedMoE and reference.FusedMoE draw the same parameters in the same order."""
+    layers = []
+    for kind in (FusedMoE, reference.FusedMoE, FusedMoE):
+        torch.manual_seed(7)
+        layers.append(kind(12, 8, 8, 2, **SETTINGS[settings], device=device))
+    torch.manual_seed(7)
+    layers[2].reset_parameters()
+    first = layers[0].state_dict()
+    for layer in layers[1:]:
+        assert layer.state_dict().keys() == first.keys()
+        for name, value in layer.state_dict().items():
+            assert torch.equal(value, first[name]), name
+
+
+def test_initial_scale(device):
+    """Weights are uniform in +-1/sqrt(fan in), as nn.Linear's."""
+    layer = FusedMoE(64, 16, 8, 2, bias=True, device=device)
+    for name, fan_in in (("w1", 64), ("w2", 16), ("w3", 64), ("b1", 64), ("b2", 16), ("b3", 64)):
+        value = getattr(layer.experts, name)
+        bound = fan_in**-0.5
+        assert 0.9 * bound < value.abs().max() <= bound, name
+        assert value.mean().abs() < 0.2 * bound
+
+
+def test_meta_device(device):
+    """A layer made on meta, emptied onto the device and reset is a layer made there."""
+    layer = FusedMoE(12, 8, 8, 2, **EVERYTHING, device="meta")
+    assert all(t.is_meta for t in (*layer.parameters(), *layer.buffers()))
+    layer.to_empty(device=device)
+    for t in (*layer.parameters(), *layer.buffers()):
+        t.data.fill_(float("nan"))
+    torch.manual_seed(3)
+    layer.reset_parameters()
+    torch.manual_seed(3)
+    expected = FusedMoE(12, 8, 8, 2, **EVERYTHING, device=device)
+    for (name, mine), other in zip(layer.state_dict().items(), expected.state_dict().values(), strict=True):
+        assert torch.equal(mine, other), name
+    assert not layer.tokens_per_expert.count_nonzero()
+    assert torch.equal(layer(torch.ones(4, 12, device=device)), expected(torch.ones(4, 12, device=device)))
+
+
+def test_device_and_dtype(device):
+    """device and dtype are the parameters'; buffers stay float32."""
+    layer = FusedMoE(12, 8, 8, 2, **EVERYTHING, device=device, dtype=BF16)
+    assert all(p.dtype == BF16 and p.device.type == device.type for p in layer.parameters())
+    assert all(b.dtype == F32 and b.device.type == device.type for b in layer.buffers())
+    assert layer(torch.randn(5, 12, device=device, dtype=BF16)).dtype == BF16
+
+
+def test_moving_keeps_float32_buffers(device):
+    """.to(bfloat16), .half() and .double() move parameters; counters and bias keep dtype and values."""
+    layer = FusedMoE(12, 8, 8, 2, **EVERYTHING, device=device)
+    layer.expert_bias.copy_(torch.arange(8) * 1e-4 + 1)
+    layer.tokens_per_expert.copy_(torch.arange(8) * 1000 + 257)
+    values = [b.clone() for b in layer.buffers()]
+    for move in (lambda m: m.to(BF16), lambda m: m.half(), lambda m: m.double(), lambda m: m.float()):
+        move(layer)
+        for buffer, value in zip(layer.buffers(), values, strict=True):
+            assert buffer.dtype == F32 and torch.equal(buffer, value)
+    assert layer.to(BF16).experts.w1.dtype == BF16
+
+
+def test_repr_tells_the_settings(device):
+    """print(layer) names sizes, routing and activation."""
+    text = repr(FusedMoE(12, 8, 16, 2, score_func="sigmoid", load_balance_coeff=0.5, device=device))
+    for part in ("num_experts=16", "top_k=2", "score_func='sigmoid'", "activation='silu'", "12, 8", "0.5"):
+        assert part in text, part
+
+
+# --- numbers --------------------------------------------------------------------------------------
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("settings", SETTINGS)
+@pytest.mark.parametrize("dtype", (F32, BF16), ids=("f32", "bf16"))
+def test_agrees_with_the_reference_layer(device, settings, dtype):
+    """Output and every gradient, the router's included, are as good as the for-loop layer's."""
+    ours, loop = pair(device, dtype, **SETTINGS[settings])
+    x = torch.randn(60, 24, device=device).to(dtype)
+    if dtype == BF16:  # choose by the same rounded logits in all three
+        ours, loop = separated(ours), separated(loop)
+    exact = copy.deepcopy(loop).double()
+    dout = torch.randn(60, 24, device=device).to(dtype)
+    results = [run(ours, x, dout), run(loop, x, dout), run(exact, x.double(), dout.double())]
+    assert torch.equal(ours.tokens_per_expert, loop.tokens_per_expert)
+    assert torch.equal(ours.tokens_per_expert, exact.tokens_per_expert), "another expert was chosen"
+    assert_as_good(*results)
+
+
+def separated(layer):
+    """Expert biases far apart, so that rounding of the logits does not change the choice."""
+    gate = layer.router.gate
+    with torch.no_grad():
+        gate.weight.mul_(0.1)
+    if gate.bias is None:
+        gate.bias = torch.nn.Parameter(torch.empty(gate.out_features, dtype=gate.weight.dtype))
+    with torch.no_grad():
+        spread = torch.linspace(-3, 3, gate.out_features)
+        gate.bias.copy_(spread[torch.tensor([3, 6, 0, 5, 2, 7, 1, 4])])
+    gate.to(layer.experts.w1.device)
+    return layer
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("shape", ((24,), (5, 24), (2, 3, 24), (2, 3, 4, 24), (0, 24), (3, 0, 24)))
+def test_any_leading_shape(device, shape):
+    """(..., D) gives what its tokens give, in its shape; no token gives none."""
+    layer = FusedMoE(24, 20, 8, 2, num_shared_experts=1, device=device)
+    x = torch.randn(shape, device=device, requires_grad=True)
+    out = layer(x)
+    assert out.shape == x.shape
+    assert torch.equal(out.flatten(), layer(x.reshape(-1, 24)).flatten())
+    out.sum().backward()
+    assert x.grad.shape == x.shape
+    assert all(p.grad is not None for p in layer.parameters())
+
+
+def test_non_contiguous_input(device):
+    """A transposed (S, B, D) input is read as it lies."""
+    layer = FusedMoE(24, 20, 8, 2, device=device)
+    x = torch.randn(4, 6, 24, device=device)
+    assert torch.equal(layer(x.transpose(0, 1)), layer(x.transpose(0, 1).contiguous()))
+
+
+def test_shared_experts_are_added(device):
+    """out = routed + shared, and with a gate routed + sigmoid(gate x) * shared."""
+    layer = FusedMoE(24, 20, 8, 2, **EVERYTHING, device=device)
+    x = torch.randn(10, 24, device=device)
+    scores, ids, _ = layer.router(x, layer.expert_bias)
+    routed, _ = layer.experts(x, scores, ids)
+    shared = layer.shared_experts
+    dense = shared.w2(torch.nn.functional.silu(shared.w1(x)) * shared.w3(x))
+    expected = routed + torch.sigmoid(layer.shared_expert_gate(x)) * dense
+    torch.testing.assert_close(layer(x), expected)
+    assert shared.w1.out_features == 2 * 20
+
+
+def test_losses(device):
+    """return_losses adds the balance loss and the z-loss of this call, differentiable in the router."""
+    layer = FusedMoE(24, 20, 8, 2, device=device)
+    x = torch.randn(3, 10, 24, device=device)
+    out, losses = layer(x, return_losses=True)
+    assert torch.equal(out, layer(x))
+    _, ids, logits = layer.router(x.flatten(0, 1), None)
+    assert torch.equal(losses.load_balancing, load_balancing_loss(logits, ids, 8))
+    assert torch.equal(losses.z, router_z_loss(logits))
+    (losses.load_balancing + losses.z).backward()
+    assert layer.router.gate.weight.grad.count_nonzero()
+    assert layer.experts.w1.grad is None
+
+
+def test_training_lowers_the_loss(device):
+    """A few steps of a real optimizer: the layer learns a target, every parameter moves."""
+    layer = FusedMoE(16, 32, 4, 2, num_shared_experts=1, device=device)
+    before = copy.deepcopy(layer.state_dict())
+    x = torch.randn(64, 16, device=device)
+    target = x.roll(1, -1)
+    optimizer = torch.optim.AdamW(layer.parameters(), 1e-2, weight_decay=0)
+    losses = []
+    for _ in range(40):
+        loss = (layer(x) - target).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.5 * losses[0]
+    for name, value in layer.state_dict().items():
+        assert not torch.equal(value, before[name]), name
+
+
+def test_deepcopy_is_independent(device):
+    """A deep copy computes the same and shares nothing."""
+    layer = FusedMoE(24, 20, 8, 2, **EVERYTHING, device=device)
+    x = torch.randn(10, 24, device=device)
+    other = copy.deepcopy(layer)
+    assert torch.equal(other(x), layer(x))
+    with torch.no_grad():
+        other.experts.w1.zero_()
+    assert layer.experts.w1.count_nonzero()
+
+
+# --- load -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.quick
+def test_tokens_per_expert_counts(device):
+    """Every training forward adds its slots; evaluation does not; the sum over experts is T*K a call."""
+    layer = FusedMoE(24, 20, 8, 2, device=device)
+    x = torch.randn(50, 24, device=device)
+    _, ids, _ = layer.router(x, None)
+    expected = ids.flatten().long().bincount(minlength=8).float()
+    layer(x)
+    assert torch.equal(layer.tokens_per_expert, expected)
+    layer(x)
+    assert torch.equal(layer.tokens_per_expert, 2 * expected)
+    layer.eval()(x)
+    assert torch.equal(layer.tokens_per_expert, 2 * expected)
+    layer.train()
+    with torch.no_grad():
+        layer(x)
+    assert torch.equal(layer.tokens_per_expert, 3 * expected)
+
+
+def test_expert_bias_steers_but_is_not_in_the_output(device):
+    """A large expert_bias sends every token to one expert, weighted by its unbiased score."""
+    layer = FusedMoE(24, 20, 8, 1, load_balance_coeff=1e-3, device=device)
+    layer.expert_bias[5] = 100.0
+    x = torch.randn(30, 24, device=device)
+    out = layer(x)
+    assert layer.tokens_per_expert[5] == 30
+    score = layer.router.gate(x).softmax(-1)[:, 5:6]
+    w1, w2, w3 = (getattr(layer.experts, n)[5] for n in ("w1", "w2", "w3"))
+    expert = (torch.nn.functional.silu(x @ w1.T) * (x @ w3.T)) @ w2.T
+    torch.testing.assert_close(out, score * expert, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.quick
+def test_update_expert_bias_moves_against_the_load(device):
+    """Busy experts' bias falls and idle experts' rises, by the coefficient, centred; counts restart."""
+    layer = FusedMoE(24, 20, 4, 1, load_balance_coeff=0.5, device=device)
+    layer.tokens_per_expert.copy_(torch.tensor([10.0, 2.0, 5.0, 3.0]))
+    layer.update_expert_bias()
+    delta = torch.tensor([-0.5, 0.5, 0.0, 0.5])  # against the mean of 5
+    torch.testing.assert_close(layer.expert_bias.cpu(), delta - delta.mean())
+    assert not layer.tokens_per_expert.count_nonzero()
+
+
+def test_update_without_coefficient_restarts_the_counts(device):
+    """A layer without expert_bias only starts counting anew."""
+    layer = FusedMoE(24, 20, 4, 1, device=device)
+    layer(torch.randn(9, 24, device=device))
+    layer.update_expert_bias()
+    assert not layer.tokens_per_expert.count_nonzero()
+
+
+def test_balancing_evens_the_load(device):
+    """Some updates spread tokens that all wanted the same experts."""
+    layer = FusedMoE(
+        24, 20, 8, 2, score_func="sigmoid", load_balance_coeff=0.02, gate_bias=True, device=device
+    )
+    with torch.no_grad():
+        layer.router.gate.bias.copy_(torch.linspace(-2, 2, 8))
+    x = torch.randn(400, 24, device=device)
+    layer(x)
+    first = layer.load_report().max_over_mean
+    for _ in range(60):
+        layer.update_expert_bias()
+        layer(x)
+    assert first > 2.0
+    assert layer.load_report().max_over_mean < 1.3
+
+
+def _rank(rank: int, folder: str) -> None:
+    """One of two processes: loads of its own, then the update that both must agree on."""
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    layer = FusedMoE(8, 4, 4, 1, load_balance_coeff=0.5)
+    layer.tokens_per_expert.copy_(torch.tensor([[9.0, 0.0, 4.0, 3.0], [1.0, 2.0, 4.0, 9.0]][rank]))
+    layer.update_expert_bias()
+    torch.save(layer.expert_bias, f"{folder}/{rank}.pt")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def test_update_under_a_process_group(cpu):
+    """Two gloo processes sum their loads and move to the same bias."""
+    with tempfile.TemporaryDirectory() as folder:
+        torch.multiprocessing.spawn(_rank, (folder,), nprocs=2)
+        biases = [torch.load(os.path.join(folder, f"{rank}.pt")) for rank in range(2)]
+    delta = 0.5 * torch.sign(8 - torch.tensor([10.0, 2.0, 8.0, 12.0]))
+    for bias in biases:
+        torch.testing.assert_close(bias, delta - delta.mean())
+
+
+def test_load_report(device):
+    """Counts, shares, max over mean and idle experts, drawn one line an expert."""
+    layer = FusedMoE(24, 20, 4, 1, device=device)
+    layer.tokens_per_expert.copy_(torch.tensor([6.0, 0.0, 2.0, 0.0]))
+    report = layer.load_report()
+    assert report.tokens.tolist() == [6, 0, 2, 0]
+    assert report.share.tolist() == [0.75, 0.0, 0.25, 0.0]
+    assert report.max_over_mean == 3.0 and report.idle == 2
+    lines = str(report).splitlines()
+    assert len(lines) == 5 and "3.00" in lines[0] and "75.00%" in lines[1]
+    assert lines[1].count("#") > lines[3].count("#") > lines[2].count("#") == 0
+
+
+def test_load_report_before_any_token(device):
+    """Nothing counted yet: zeros, no division by zero."""
+    report = FusedMoE(24, 20, 4, 1, device=device).load_report()
+    assert report.max_over_mean == 0.0 and report.idle == 4
+    assert "0.00" in str(report)
+
+
+def test_float64_layer(cpu):
+    """A float64 layer routes in float64."""
+    ours, loop = pair(cpu, F64, **SETTINGS["deepseek"])
+    x = torch.randn(20, 24, dtype=F64, device=cpu)
+    torch.testing.assert_close(ours(x), loop(x), rtol=1e-12, atol=1e-13)
+
+
+def test_router_is_the_public_route(device):
+    """The layer's scores and ids are fused_moe.route's of its logits."""
+    layer = FusedMoE(24, 20, 8, 3, **{**SETTINGS["deepseek"], "num_shared_experts": 0}, device=device)
+    layer.expert_bias.normal_()
+    x = torch.randn(20, 24, device=device)
+    scores, ids, logits = layer.router(x, layer.expert_bias)
+    options = {n: SETTINGS["deepseek"][n] for n in layer.router.routing}
+    expected = fused_moe.route(logits, 3, bias=layer.expert_bias, **options)
+    assert torch.equal(scores, expected[0]) and torch.equal(ids, expected[1])

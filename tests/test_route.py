@@ -1,0 +1,317 @@
+"""route: scores and ids against the reference in float64; ties, bias, groups, no numbers."""
+
+import pytest
+import torch
+from cases import (
+    BF16,
+    F16,
+    F32,
+    F64,
+    FORMS,
+    STRICT,
+    assert_as_good,
+    assert_near,
+    assert_same_bits,
+    score_dtype,
+)
+from hypothesis import given
+from hypothesis import strategies as st
+
+import fused_moe
+from fused_moe import reference, route
+
+NAN, INF = float("nan"), float("inf")
+BOTH_FUNCS = pytest.mark.parametrize("score_func", ("softmax", "sigmoid"))
+ALL_DTYPES = pytest.mark.parametrize("dtype", (F32, BF16, F16), ids=("f32", "bf16", "f16"))
+
+
+def run(fn, logits, dscores, top_k, **options) -> tuple[torch.Tensor, dict]:
+    """ids, and {"scores", "dlogits"}."""
+    logits = logits.detach().requires_grad_()
+    scores, ids = fn(logits, top_k, **options)
+    (dlogits,) = torch.autograd.grad(scores, logits, dscores.to(scores.dtype))
+    return ids, {"scores": scores.detach(), "dlogits": dlogits}
+
+
+def check(logits, top_k, slack=4.0, **options) -> None:
+    """The reference's ids, and scores and gradient as good as the eager ones in the same dtype."""
+    dscores = torch.randn(logits.size(0), top_k, device=logits.device)
+    ids, ours = run(route, logits, dscores, top_k, **options)
+    exact_ids, exact = run(reference.route, logits.double(), dscores.double(), top_k, **options)
+    _, eager = run(reference.route, logits, dscores, top_k, **options)
+    assert ids.dtype == torch.int32
+    assert ours["scores"].dtype == score_dtype(logits.dtype)
+    assert torch.equal(ids, exact_ids)
+    for name in exact:  # apart, because scores are float32 where the gradient may be bfloat16
+        assert_as_good(*({name: results[name]} for results in (ours, eager, exact)), slack)
+
+
+SIZES = (
+    (1, 1), (2, 1), (2, 2), (7, 3), (8, 8), (37, 5), (64, 6), (128, 8), (256, 32), (1024, 1), (1024, 32)
+)  # fmt: skip
+GROUPS = ((64, 8, 3, 6), (12, 4, 1, 3), (9, 9, 4, 4), (256, 8, 4, 8))
+
+
+@pytest.mark.quick
+@BOTH_FUNCS
+@ALL_DTYPES
+@pytest.mark.parametrize("num_experts, top_k", SIZES)
+def test_sizes(device, num_experts, top_k, dtype, score_func):
+    """E from 1 to 1024 and K from 1 to min(E, 32), plain, renormalised and scaled."""
+    logits = torch.randn(29, num_experts, device=device).to(dtype)
+    check(logits, top_k, score_func=score_func)
+    check(logits, top_k, score_func=score_func, route_norm=True, route_scale=2.5)
+
+
+@BOTH_FUNCS
+@ALL_DTYPES
+@pytest.mark.parametrize("route_norm", (False, True))
+def test_accuracy(device, dtype, score_func, route_norm):
+    """Scores and gradient err at most 1.1 times as much as the eager ones."""
+    logits = torch.randn(2000, 64, device=device).to(dtype)
+    check(logits, 6, slack=STRICT, score_func=score_func, route_norm=route_norm)
+
+
+@given(data=st.data())
+def test_any_settings(device, data):
+    """Any sizes with any combination of settings."""
+    draw = data.draw
+    num_groups = draw(st.sampled_from((None, 1, 2, 4, 8)), "groups")
+    num_experts = draw(st.integers(1, 40), "experts") * (num_groups or 1)
+    options = {
+        "score_func": draw(st.sampled_from(("softmax", "sigmoid")), "score_func"),
+        "route_norm": draw(st.booleans(), "route_norm"),
+        "route_scale": draw(st.sampled_from((1.0, 0.5, 16.0)), "route_scale"),
+    }
+    reach = num_experts
+    if num_groups:
+        kept = draw(st.integers(1, num_groups), "kept")
+        options |= {"num_expert_groups": num_groups, "num_limited_groups": kept}
+        reach = kept * num_experts // num_groups
+    top_k = draw(st.integers(1, min(reach, 32)), "top_k")
+    if draw(st.booleans(), "bias"):
+        options["bias"] = torch.randn(num_experts, device=device) * 0.3
+    tokens = draw(st.sampled_from((0, 1, 5, 64)), "tokens")
+    # Rounding decides near-ties of scores, which many experts have in float32; logits have none.
+    rounds = num_groups is not None or "bias" in options
+    if rounds and device.type != "cpu":
+        tokens, top_k = min(tokens, 5), min(top_k, 4)
+    dtype = F64 if rounds and device.type == "cpu" else F32
+    check(torch.randn(tokens, num_experts, dtype=dtype, device=device), top_k, **options)
+
+
+def choice_values(logits, options):
+    """What the choice is made on where there is a bias or a group."""
+    scores = logits.softmax(-1) if options["score_func"] == "softmax" else logits.sigmoid()
+    return scores + options.get("bias", torch.zeros(())).double()
+
+
+# --- the choice -----------------------------------------------------------------------------------
+
+
+@BOTH_FUNCS
+def test_ties_go_to_the_lowest_id(device, score_func):
+    """Equal experts are chosen in the order of their ids, with and without bias and groups."""
+    groups = {"num_expert_groups": 4, "num_limited_groups": 2}
+    zeros = torch.zeros(5, 64, device=device)
+    first = torch.arange(6, dtype=torch.int32, device=device).expand(5, 6)
+    for options in ({}, {"bias": torch.zeros(64, device=device)}, groups):
+        assert torch.equal(route(zeros, 6, score_func=score_func, **options)[1], first)
+    logits = torch.tensor([[0.0, 2.0, 1.0, 2.0, 1.0, 2.0, 1.0]], device=device)
+    expected = torch.tensor([[1, 3, 5, 2, 4]], dtype=torch.int32, device=device)
+    assert torch.equal(route(logits, 5, score_func=score_func)[1], expected)
+
+
+@BOTH_FUNCS
+def test_ties_of_few_values(device, score_func):
+    """Logits of three values only: the reference's stable order, whatever K."""
+    logits = torch.randint(-1, 2, (40, 130), device=device).float()
+    for top_k in (1, 8, 32):
+        expected = reference.route(logits, top_k, score_func=score_func)[1]
+        assert torch.equal(route(logits, top_k, score_func=score_func)[1], expected)
+
+
+def test_saturated_scores_keep_the_logits_order(device):
+    """Sigmoid rounds logits of 40 and 50 to the same score; the choice is still made on the logits."""
+    logits = torch.tensor([[40.0, 60.0, 50.0, -40.0]], device=device)
+    scores, ids = route(logits, 3, score_func="sigmoid")
+    assert ids.tolist() == [[1, 2, 0]]
+    assert scores.tolist() == [[1.0, 1.0, 1.0]]
+
+
+@BOTH_FUNCS
+def test_bias_steers_the_choice_not_the_score(device, score_func):
+    """A large bias chooses the worst expert; its score is what it was without the bias."""
+    logits = torch.randn(50, 16, device=device)
+    bias = torch.zeros(16, device=device)
+    bias[11] = 100.0
+    scores, ids = route(logits, 2, score_func=score_func, bias=bias)
+    assert (ids[:, 0] == 11).all()
+    probs = logits.double().softmax(-1) if score_func == "softmax" else logits.double().sigmoid()
+    assert_near(scores, probs.gather(-1, ids.long()))
+    check(logits, 3, score_func=score_func, bias=torch.randn(16, device=device))
+
+
+def test_bias_has_no_gradient(device):
+    """The bias is balanced by its own rule, so no gradient reaches it."""
+    bias = torch.zeros(8, device=device, requires_grad=True)
+    logits = torch.randn(4, 8, device=device, requires_grad=True)
+    route(logits, 2, bias=bias)[0].sum().backward()
+    assert bias.grad is None and logits.grad is not None
+
+
+@BOTH_FUNCS
+@pytest.mark.parametrize("with_bias", (False, True))
+@pytest.mark.parametrize("num_experts, groups, kept, top_k", GROUPS)
+def test_groups(device, num_experts, groups, kept, top_k, with_bias, score_func):
+    """Only experts of the best groups are chosen; a group's score is the sum of its two best."""
+    logits = torch.randn(40, num_experts, device=device)
+    options = {"score_func": score_func, "num_expert_groups": groups, "num_limited_groups": kept}
+    if with_bias:
+        options["bias"] = 0.2 * torch.randn(num_experts, device=device)
+    check(logits, top_k, **options)
+    ids = route(logits, top_k, **options)[1].long()
+    grouped = choice_values(logits.double(), options).unflatten(-1, (groups, -1))
+    best = grouped.topk(min(2, num_experts // groups)).values.sum(-1).topk(kept).indices
+    chosen_groups = ids // (num_experts // groups)
+    assert (chosen_groups.unsqueeze(-1) == best.unsqueeze(1)).any(-1).all()
+
+
+def test_keeping_every_group_is_no_limit(device):
+    """All groups kept: the choice without groups."""
+    logits = torch.randn(40, 32, device=device)
+    expected = route(logits, 5)
+    found = route(logits, 5, num_expert_groups=4, num_limited_groups=4)
+    assert torch.equal(found[1], expected[1]) and torch.equal(found[0], expected[0])
+
+
+@BOTH_FUNCS
+def test_negative_biased_scores_in_kept_groups(device, score_func):
+    """Scores made negative by the bias still beat every expert of a group that is not kept."""
+    logits = torch.randn(30, 16, device=device)
+    bias = torch.full((16,), -5.0, device=device)
+    options = {"score_func": score_func, "num_expert_groups": 4, "num_limited_groups": 2}
+    expected = route(logits, 6, **options)[1]
+    assert torch.equal(route(logits, 6, bias=bias, **options)[1].sort().values, expected.sort().values)
+
+
+def test_renormalised_scores_sum_to_the_scale(device):
+    """route_norm makes each token's scores sum to route_scale."""
+    for score_func in ("softmax", "sigmoid"):
+        logits = torch.randn(50, 32, device=device)
+        scores, _ = route(logits, 4, score_func=score_func, route_norm=True, route_scale=2.5)
+        assert_near(scores.sum(-1), torch.full((50,), 2.5, dtype=F64, device=device))
+
+
+# --- logits that are no numbers -------------------------------------------------------------------
+
+
+@BOTH_FUNCS
+@pytest.mark.parametrize("groups, kept", ((None, None), (4, 3), (8, 8)))
+@pytest.mark.parametrize("num_experts, top_k", ((8, 3), (40, 30), (1024, 32)))
+@pytest.mark.parametrize("value", (NAN, INF, -INF))
+def test_no_numbers(device, value, num_experts, top_k, groups, kept, score_func):
+    """One or all logits NaN or infinite: ids stay valid and distinct, other tokens do not notice."""
+    options = {"num_expert_groups": groups, "num_limited_groups": kept}
+    logits = torch.randn(6, num_experts, device=device)
+    clean_scores, clean_ids = route(logits, top_k, score_func=score_func, **options)
+    bad = logits.clone()
+    bad[1, num_experts // 2] = value
+    bad[3] = value
+    bad[4, ::2] = value
+    bad.requires_grad_()
+    biases = (None, torch.randn(num_experts), torch.full((num_experts,), value))
+    for bias in (b if b is None else b.to(device) for b in biases):
+        scores, ids = route(bad, top_k, score_func=score_func, bias=bias, **options)
+        assert ((ids >= 0) & (ids < num_experts)).all()
+        assert (ids.sort(-1).values.diff(dim=-1) > 0).all(), "an expert was chosen twice"
+        (dlogits,) = torch.autograd.grad(scores, bad, torch.ones_like(scores))
+        assert dlogits[[0, 2, 5]].isfinite().all()
+        if bias is None:
+            assert torch.equal(ids[[0, 2, 5]], clean_ids[[0, 2, 5]])
+            assert torch.equal(scores[[0, 2, 5]], clean_scores[[0, 2, 5]])
+    # -inf and, under sigmoid, +inf are limits: the reference's scores. Anything else is NaN.
+    scores, ids = route(bad.detach(), top_k, score_func=score_func, **options)
+    wide = bad.detach().double()
+    expected = (wide.softmax(-1) if score_func == "softmax" else wide.sigmoid()).gather(-1, ids.long())
+    torch.testing.assert_close(scores.double(), expected, equal_nan=True, rtol=1e-5, atol=1e-7)
+    if value != value:
+        assert scores[3].isnan().all()
+
+
+@BOTH_FUNCS
+def test_huge_logits(device, score_func):
+    """Logits near the end of float32 neither overflow nor lose the choice."""
+    logits = torch.tensor([[3e38, -3e38, 0.0, 1e38], [-3e38, -3e38, -3e38, -3e38]], device=device)
+    logits.requires_grad_()
+    scores, ids = route(logits, 2, score_func=score_func)
+    assert ids.tolist() == [[0, 3], [0, 1]]
+    (dlogits,) = torch.autograd.grad(scores.sum(), logits)
+    assert scores.isfinite().all() and dlogits.isfinite().all()
+
+
+# --- inputs, gradients, determinism ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize("form", [f for f in FORMS if f != "contiguous"])
+def test_storage(device, form):
+    """Strided, misaligned and swapped logits and gradients."""
+    logits, dscores = torch.randn(33, 40, device=device), torch.randn(33, 4, device=device)
+    ids, expected = run(route, logits, dscores, 4)
+    strided_ids, found = run(route, FORMS[form](logits), FORMS[form](dscores), 4)
+    assert torch.equal(ids, strided_ids)
+    assert_same_bits(found, expected)
+
+
+def test_no_tokens(device):
+    """T = 0 gives empty results and an empty gradient."""
+    logits = torch.randn(0, 8, device=device, requires_grad=True)
+    scores, ids = route(logits, 2)
+    assert scores.shape == ids.shape == (0, 2)
+    (dlogits,) = torch.autograd.grad(scores.sum(), logits)
+    assert dlogits.shape == (0, 8)
+
+
+def test_sentinels_have_no_route_gradient(device):
+    """route_backward given ids outside [0, E) touches nothing out of range."""
+    logits = torch.randn(3, 8, device=device)
+    ids = torch.tensor([[0, -1], [8, 2**31 - 1], [-(2**31), 7]], dtype=torch.int32, device=device)
+    try:
+        dlogits = torch.ops.fused_moe.route_backward(
+            torch.ones(3, 2, device=device), logits, ids, 1, False, 1.0
+        )
+    except RuntimeError:
+        return  # refusing is as safe
+    keep = torch.zeros(3, 8, dtype=torch.bool, device=device)
+    keep[0, 0] = keep[2, 7] = True
+    assert dlogits[keep].count_nonzero() == 2 and not dlogits[~keep].count_nonzero()
+
+
+def test_same_bits(device):
+    """Two runs give the same bits."""
+    logits, dscores = torch.randn(1000, 64, device=device), torch.randn(1000, 6, device=device)
+    first_ids, first = run(route, logits, dscores, 6, route_norm=True)
+    ids, again = run(route, logits, dscores, 6, route_norm=True)
+    assert torch.equal(ids, first_ids)
+    assert_same_bits(first, again)
+
+
+def test_same_bits_on_any_number_of_threads(cpu, threads):
+    """1, 2 and 3 threads give the same bits."""
+    logits, dscores = torch.randn(3000, 64, device=cpu), torch.randn(3000, 6, device=cpu)
+    threads(1)
+    first_ids, first = run(fused_moe.route, logits, dscores, 6)
+    for n in (2, 3):
+        threads(n)
+        ids, again = run(fused_moe.route, logits, dscores, 6)
+        assert torch.equal(ids, first_ids)
+        assert_same_bits(first, again)
+
+
+def test_double_backward_raises(device):
+    """A second derivative of route is refused."""
+    logits = torch.randn(4, 8, device=device, requires_grad=True)
+    scores, _ = route(logits, 2)
+    (dlogits,) = torch.autograd.grad(scores.square().sum(), logits, create_graph=True)
+    with pytest.raises(RuntimeError, match="double backward is not supported"):
+        dlogits.sum().backward()

@@ -1,0 +1,142 @@
+"""route_plan and plan_from_counts: every map against the reference, and the invariants of a plan."""
+
+import pytest
+import torch
+from cases import FORMS, ROUTINGS, make_ids
+from hypothesis import given
+from hypothesis import strategies as st
+
+import fused_moe
+from fused_moe import reference
+from fused_moe.plan import TILE_ROWS, Plan
+
+COUNT_DTYPES = (torch.int32, torch.int64, torch.int16, torch.int8, torch.uint8)
+
+
+def assert_same_plan(found: Plan, expected: Plan) -> None:
+    for name, value in expected._asdict().items():
+        mine = getattr(found, name)
+        if value is None:
+            assert mine is None, name
+        else:
+            assert mine.dtype == torch.int32, name
+            assert torch.equal(mine, value), name
+
+
+def assert_is_plan_of(plan: Plan, ids: torch.Tensor, num_experts: int) -> None:
+    """The maps do what design and docstring say, told without the reference."""
+    ids = ids.long()
+    mine = (ids >= 0) & (ids < num_experts)
+    num_rows = int(mine.sum())
+    assert plan.counts.tolist() == [int((ids == e).sum()) for e in range(num_experts)]
+    assert plan.offsets[0] == 0 and plan.offsets[-1] == num_rows
+    assert torch.equal(plan.offsets.diff(), plan.counts)
+    assert ((plan.token_row >= 0) == mine).all()
+    assert (plan.row_slot[num_rows:] == -1).all() and (plan.row_token[num_rows:] == -1).all()
+    slots = plan.row_slot[:num_rows].long()
+    rows = torch.arange(num_rows, device=ids.device)
+    assert torch.equal(plan.token_row.flatten()[slots].long(), rows)
+    assert torch.equal(plan.row_token[:num_rows].long(), slots // ids.size(1))
+    row_expert = torch.repeat_interleave(plan.counts.long())
+    assert torch.equal(ids.flatten()[slots], row_expert)
+    order = row_expert * ids.numel() + slots
+    assert (order.diff() > 0).all(), "rows of an expert are in the order of t*K + k"
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("dtype", (torch.int32, torch.int64))
+@pytest.mark.parametrize("routing", ROUTINGS)
+def test_routings(device, routing, dtype):
+    """Distinct and repeated ids, one busy expert, gaps and sentinels, int32 and int64."""
+    ids = make_ids(routing, 300, 3, 7).to(device, dtype)
+    plan = fused_moe.route_plan(ids, 7)
+    assert_same_plan(plan, reference.route_plan(ids, 7))
+    assert_is_plan_of(plan, ids, 7)
+
+
+@given(
+    tokens=st.sampled_from((0, 1, 2, 127, 128, 129, 1000)),
+    top_k=st.integers(1, 32),
+    num_experts=st.sampled_from((1, 2, 31, 32, 33, 256, 1023, 1024)),
+    routing=st.sampled_from(("repeats", "one", "gaps", "none")),
+    seed=st.integers(0, 999),
+    form=st.sampled_from(sorted(FORMS)),
+)
+def test_any_ids(device, tokens, top_k, num_experts, routing, seed, form):
+    """Any sizes, routing and storage."""
+    ids = FORMS[form](make_ids(routing, tokens, top_k, num_experts, seed).to(device))
+    plan = fused_moe.route_plan(ids, num_experts)
+    assert_same_plan(plan, reference.route_plan(ids, num_experts))
+    assert_is_plan_of(plan, ids, num_experts)
+
+
+def test_ids_beyond_int32_are_no_experts(device):
+    """int64 ids are compared whole: 2**32 + 1 is not expert 1."""
+    ids = torch.tensor([[1, 2**32 + 1], [-(2**63), 2**63 - 1], [2**32, 0]], device=device)
+    plan = fused_moe.route_plan(ids, 4)
+    assert plan.counts.tolist() == [1, 1, 0, 0]
+    assert_is_plan_of(plan, ids, 4)
+
+
+@pytest.mark.parametrize("count", (1, TILE_ROWS - 1, TILE_ROWS, TILE_ROWS + 1, 5 * TILE_ROWS))
+def test_tiles(device, count):
+    """Tiles: busy experts and the inclusive prefix of their tiles, none for an empty expert."""
+    ids = torch.tensor([3] * count + [1] * 2, device=device).unsqueeze(1)
+    tiles = fused_moe.route_plan(ids, 5).tiles.tolist()
+    num_tiles = -(-count // TILE_ROWS)
+    assert tiles == [2, 1 + num_tiles, 1, 3, 0, 0, 0, 1, 1 + num_tiles, 0, 0, 0]
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("dtype", COUNT_DTYPES)
+def test_counts_of_any_integer_dtype(device, dtype):
+    """A plan from counts: offsets and tiles, the same from every integer dtype."""
+    counts = torch.tensor([3, 0, 127, 100, 0, 1], dtype=dtype, device=device)
+    plan = fused_moe.plan_from_counts(counts, 400)
+    assert_same_plan(plan, reference.plan_from_counts(counts, 400))
+    assert plan.offsets.tolist() == [0, 3, 3, 130, 230, 230, 231]
+
+
+def test_large_unsigned_counts(device):
+    """uint8 counts above 127 are not negative."""
+    counts = torch.tensor([255, 200], dtype=torch.uint8, device=device)
+    assert fused_moe.plan_from_counts(counts, 455).offsets.tolist() == [0, 255, 455]
+
+
+@given(counts=st.lists(st.integers(0, 300), min_size=1, max_size=64), spare=st.integers(0, 9))
+def test_any_counts(device, counts, spare):
+    """Any counts, and rows past their sum."""
+    counts = torch.tensor(counts, device=device)
+    num_rows = int(counts.sum()) + spare
+    plan = fused_moe.plan_from_counts(counts, num_rows)
+    assert_same_plan(plan, reference.plan_from_counts(counts, num_rows))
+
+
+def test_strided_counts(device):
+    """Counts that are every second number of a tensor."""
+    wide = torch.tensor([2, 99, 0, 99, 5, 99], device=device)
+    assert fused_moe.plan_from_counts(wide[::2], 7).offsets.tolist() == [0, 2, 2, 7]
+
+
+@pytest.mark.parametrize("counts", ([5, -1], [2**62, 2**62], [2**31 - 1, 1], [4, 7], [-1, 5]))
+def test_impossible_counts_on_the_cpu(cpu, counts):
+    """Negative counts and counts beyond the rows given are refused, not planned."""
+    with pytest.raises(RuntimeError, match="row counts"):
+        fused_moe.plan_from_counts(torch.tensor(counts, device=cpu), 10)
+
+
+def test_same_plan_on_any_number_of_threads(cpu, threads):
+    """The plan does not depend on the number of threads."""
+    ids = torch.randint(-1, 64, (5000, 4), device=cpu)
+    plans = []
+    for n in (1, 2, 3):
+        threads(n)
+        plans.append(fused_moe.route_plan(ids, 64))
+    assert_same_plan(plans[1], plans[0])
+    assert_same_plan(plans[2], plans[0])
+
+
+def test_maps_have_no_gradient(device):
+    """A plan is index arithmetic: nothing in it requires a gradient."""
+    plan = fused_moe.route_plan(torch.zeros(3, 1, dtype=torch.int32, device=device), 2)
+    assert not any(t.requires_grad for t in plan)
