@@ -119,6 +119,14 @@ static inline void *fm_at(const void *data, size_t bytes, int64_t index) {
 typedef int FmTask(int64_t i, const void *ctx, char *scratch);
 int fm_parallel(int64_t n, int64_t work, FmTask *task, const void *ctx, size_t scratch_bytes);
 
+/* Into how many parts to cut the columns of every tile, so that few tiles still keep every thread busy. */
+int64_t fm_parts(int64_t tiles, int64_t width);
+
+typedef struct {
+    int64_t first, end;
+} FmCols;
+FmCols fm_cols_of(int64_t width, int64_t parts, int64_t part);
+
 /* out = a b, or out += a b, of real matrices. */
 int fm_product(const FmRows *v, FmMatrix out, FmMatrix a, FmMatrix b, bool accumulate);
 

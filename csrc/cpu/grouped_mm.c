@@ -1,6 +1,6 @@
-/* grouped_mm: every expert's weight on its own rows. A task is a tile of rows; it walks the output's
- * columns. Forward and the gradients of the rows are this one kernel, since weights carry strides:
- * up_dgrad is the sum of two parts, dgate w1 + dup w3, in one accumulator. */
+/* grouped_mm: every expert's weight on its own rows. A task is a tile of rows and a part of the
+ * output's columns, which it walks in blocks. Forward and the gradients of the rows are this one kernel,
+ * since weights carry strides: up_dgrad is the sum of two parts, dgate w1 + dup w3, in one accumulator. */
 #include "cpu.h"
 
 #include <stdlib.h>
@@ -10,6 +10,7 @@ typedef struct {
     const FusedMoeGroupedMM *p;
     const FmRows *v;
     const int32_t *tiles;
+    int64_t parts; /* of a tile's columns, a task each */
 } Task;
 
 typedef struct {
@@ -37,7 +38,9 @@ static int grouped_mm_tile(int64_t i, const void *ctx, char *scratch) {
     const FmRows *v = t->v;
     size_t unused = 0;
     Buffers s = take(t, scratch, &unused);
-    FusedMoeTile tile = fused_moe_find_tile(t->tiles, p->ends, p->E, FM_TILE_ROWS, (int32_t)i);
+    FusedMoeTile tile =
+        fused_moe_find_tile(t->tiles, p->ends, p->E, FM_TILE_ROWS, (int32_t)(i / t->parts));
+    FmCols cols = fm_cols_of(p->M, t->parts, i % t->parts);
 
     FmMatrix all_a = fm_dense((void *)p->a, p->R, p->N[0] + p->N[1]), a[2];
     for (int part = 0; part < 2 && p->b[part].data; part++)
@@ -47,8 +50,8 @@ static int grouped_mm_tile(int64_t i, const void *ctx, char *scratch) {
                              s.a[part]);
 
     FmMatrix all_out = fm_dense(p->out, p->R, p->M);
-    for (int64_t j = 0; j < p->M; j += FM_TILE_COLS) {
-        int64_t n = fm_min(FM_TILE_COLS, p->M - j);
+    for (int64_t j = cols.first; j < cols.end; j += FM_TILE_COLS) {
+        int64_t n = fm_min(FM_TILE_COLS, cols.end - j);
         FmMatrix out = fm_part(all_out, v->elem_bytes, tile.first_row, tile.num_rows, j, n);
         FmMatrix sum = fm_real_for(v, out, s.out);
         for (int part = 0; part < 2 && p->b[part].data; part++) {
@@ -76,11 +79,11 @@ int fused_moe_cpu_grouped_mm(const FusedMoeGroupedMM *p) {
            (size_t)((p->R - num_rows) * p->M) * v->elem_bytes);
     int32_t *tiles = fm_make_tiles(p->ends, p->E);
     if (!tiles) return FUSED_MOE_OUT_OF_MEMORY;
-    Task task = {p, v, tiles};
+    Task task = {p, v, tiles, fm_parts(tiles[1], p->M)};
     size_t bytes = 0;
     take(&task, NULL, &bytes);
-    int status =
-        fm_parallel(tiles[1], num_rows * p->M * (p->N[0] + p->N[1]), grouped_mm_tile, &task, bytes);
+    int status = fm_parallel(tiles[1] * task.parts, num_rows * p->M * (p->N[0] + p->N[1]),
+                             grouped_mm_tile, &task, bytes);
     free(tiles);
     return status;
 }

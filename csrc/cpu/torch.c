@@ -26,6 +26,10 @@ AOTITorchError torch_parallel_for(int64_t begin, int64_t end, int64_t grain_size
                                   void (*func)(int64_t begin, int64_t end, void *ctx), void *ctx);
 AOTITorchError torch_get_num_threads(uint32_t *num_threads);
 
+/* Exported by PyTorch builds with MKL. A product's sums are cut by the number of threads that MKL believes in,
+ * even inside a parallel region: told that it is one, it gives the same bits under any number. */
+int MKL_Set_Num_Threads_Local(int num_threads) __attribute__((weak));
+
 /* --- threads ---------------------------------------------------------------------------------------- */
 
 typedef struct {
@@ -40,35 +44,50 @@ typedef struct {
 static void run_tasks(int64_t begin, int64_t end, void *ctx) {
     Work *w = ctx;
     (void)begin, (void)end; /* whichever workers come, they share one queue */
+    int threads = MKL_Set_Num_Threads_Local ? MKL_Set_Num_Threads_Local(1) : 0;
     char *scratch = NULL;
     if (w->scratch_bytes) {
         scratch = aligned_alloc(64, (w->scratch_bytes + 63) / 64 * 64);
-        if (!scratch) {
-            atomic_store(&w->status, FUSED_MOE_OUT_OF_MEMORY);
-            return;
-        }
+        if (!scratch) atomic_store(&w->status, FUSED_MOE_OUT_OF_MEMORY);
     }
     for (int64_t i;
          atomic_load(&w->status) == FUSED_MOE_OK && (i = atomic_fetch_add(&w->next, 1)) < w->n;) {
         int status = w->task(i, w->ctx, scratch);
         if (status != FUSED_MOE_OK) atomic_store(&w->status, status);
     }
+    if (MKL_Set_Num_Threads_Local) MKL_Set_Num_Threads_Local(threads);
     free(scratch);
 }
 
 enum { WORK_PER_THREAD = 1 << 16 }; /* some tens of microseconds */
 
-int fm_parallel(int64_t n, int64_t work, FmTask *task, const void *ctx, size_t scratch_bytes) {
+static int64_t num_threads(void) {
     uint32_t threads;
+    return torch_get_num_threads(&threads) ? 1 : threads;
+}
+
+int fm_parallel(int64_t n, int64_t work, FmTask *task, const void *ctx, size_t scratch_bytes) {
     if (n <= 0) return FUSED_MOE_OK;
-    if (torch_get_num_threads(&threads)) return FUSED_MOE_PRODUCT_FAILED;
     Work w = {.task = task, .ctx = ctx, .scratch_bytes = scratch_bytes, .n = n};
-    int64_t workers = fm_min(fm_min(n, threads), 1 + work / WORK_PER_THREAD);
+    int64_t workers = fm_min(fm_min(n, num_threads()), 1 + work / WORK_PER_THREAD);
     if (workers <= 1)
         run_tasks(0, 1, &w);
     else if (torch_parallel_for(0, workers, 1, run_tasks, &w))
         return FUSED_MOE_PRODUCT_FAILED;
     return atomic_load(&w.status);
+}
+
+int64_t fm_parts(int64_t tiles, int64_t width) {
+    enum { TASKS_PER_THREAD = 4 };
+    if (tiles <= 0) return 1;
+    return fm_min(fm_blocks(width, FM_TILE_COLS),
+                  fm_blocks(TASKS_PER_THREAD * num_threads(), tiles));
+}
+
+FmCols fm_cols_of(int64_t width, int64_t parts, int64_t part) {
+    int64_t blocks = fm_blocks(width, FM_TILE_COLS);
+    return (FmCols){blocks * part / parts * FM_TILE_COLS,
+                    fm_min(width, blocks * (part + 1) / parts * FM_TILE_COLS)};
 }
 
 /* --- products --------------------------------------------------------------------------------------- */

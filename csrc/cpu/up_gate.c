@@ -1,6 +1,7 @@
-/* up_gate: the up side of the experts. A task is a tile of an expert's rows: it reads x through
- * row_token once, and for every block of hidden columns multiplies by the gate's and the up's weights,
- * adds biases, writes h, and writes a = act(gate) up while both are in cache and not yet rounded. */
+/* up_gate: the up side of the experts. A task is a tile of an expert's rows and a part of the hidden
+ * columns: it reads x through row_token once, and for every block of those columns multiplies by the
+ * gate's and the up's weights, adds biases, writes h, and writes a = act(gate) up while both are in cache
+ * and not yet rounded. */
 #include "cpu.h"
 
 #include <stdlib.h>
@@ -10,6 +11,7 @@ typedef struct {
     const FusedMoeUpGate *p;
     const FmRows *v;
     const int32_t *tiles;
+    int64_t parts; /* of a tile's columns, a task each */
 } Task;
 
 typedef struct {
@@ -64,13 +66,14 @@ static int up_gate_tile(int64_t i, const void *ctx, char *scratch) {
     size_t unused = 0;
     Buffers s = take(t, scratch, &unused);
     int64_t h_width = fm_h_width(p->layout, p->F);
-    FusedMoeTile tile =
-        fused_moe_find_tile(t->tiles, p->plan.ends, p->plan.E, FM_TILE_ROWS, (int32_t)i);
+    FusedMoeTile tile = fused_moe_find_tile(t->tiles, p->plan.ends, p->plan.E, FM_TILE_ROWS,
+                                            (int32_t)(i / t->parts));
+    FmCols cols = fm_cols_of(p->F, t->parts, i % t->parts);
     const FmGather gather = {p->x, p->D, p->plan.row_token, p->plan.row_slot, p->scores};
     FmMatrix x = fm_gather(v, &gather, tile.first_row, tile.num_rows, 0, p->D, s.x);
 
-    for (int64_t j = 0; j < p->F; j += FM_TILE_COLS) {
-        int64_t n = fm_min(FM_TILE_COLS, p->F - j);
+    for (int64_t j = cols.first; j < cols.end; j += FM_TILE_COLS) {
+        int64_t n = fm_min(FM_TILE_COLS, cols.end - j);
         Piece piece[2];
         int num_pieces = pieces(p, j, n, piece);
         for (int q = 0; q < num_pieces; q++) {
@@ -119,10 +122,11 @@ int fused_moe_cpu_up_gate(const FusedMoeUpGate *p) {
                unused_rows * h_width * v->elem_bytes);
     int32_t *tiles = fm_make_tiles(p->plan.ends, p->plan.E);
     if (!tiles) return FUSED_MOE_OUT_OF_MEMORY;
-    Task task = {p, v, tiles};
+    Task task = {p, v, tiles, fm_parts(tiles[1], p->F)};
     size_t bytes = 0;
     take(&task, NULL, &bytes);
-    int status = fm_parallel(tiles[1], num_rows * p->D * h_width, up_gate_tile, &task, bytes);
+    int status =
+        fm_parallel(tiles[1] * task.parts, num_rows * p->D * h_width, up_gate_tile, &task, bytes);
     free(tiles);
     return status;
 }
