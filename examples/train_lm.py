@@ -219,7 +219,7 @@ class Run:
         out.mkdir(parents=True, exist_ok=True)
         if args.resume and self.checkpoint.exists():
             self.load()
-        if args.compile:
+        if args.compile and experts == "fused":  # the loop's shapes are data: each would compile anew
             self.model.compile()
 
     @property
@@ -359,10 +359,10 @@ def draw(path, logs):
     for log, color, width in zip(logs, ("tab:blue", "tab:orange"), (4, 1.5), strict=False):
         name = log["config"]["experts"]
         bits = [loss / math.log(2) for loss in log["loss"]]
-        axes.plot(bits, color=color, linewidth=width / 2, alpha=0.4, label=f"{name}, training")
+        axes.plot(bits, color=color, lw=width / 2, alpha=0.4, label=f"{name}, training")
         steps = [point["step"] for point in log["validation"]]
         bits = [point["bits_per_byte"] for point in log["validation"]]
-        axes.plot(steps, bits, "o-", color=color, linewidth=width, label=f"{name}, validation")
+        axes.plot(steps, bits, "o-", color=color, lw=width, ms=2 * width + 3, label=f"{name}, validation")
     axes.set(xlabel="step", ylabel="bits per byte", ylim=(0, 6))
     axes.grid(alpha=0.3)
     axes.legend()
@@ -412,9 +412,9 @@ def parse_args(argv):
     add("--lr", type=float, default=3e-3, help="highest learning rate")
     add("--seed", type=int, default=0)
     add("--dtype", choices=("float32", "bfloat16"), default="float32", help="of products; bfloat16: autocast")
-    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: cuda where fused_moe runs on it")
+    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: cuda if fused_moe has it")
     add("--threads", type=positive, help="of the CPU; None: PyTorch's choice")
-    add("--compile", action="store_true", help="torch.compile the model")
+    add("--compile", action="store_true", help="torch.compile the model, unless its experts are the loop")
     args = parser.parse_args(argv)
 
     if args.dim % HEAD_DIM:

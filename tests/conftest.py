@@ -65,6 +65,14 @@ def seed(request):
     torch.manual_seed(zlib.crc32(request.node.nodeid.encode()) + request.config.option.seed)
 
 
+@pytest.fixture(scope="module")
+def poison():
+    """Fresh memory holds NaN, or the largest integer, so that what was never written shows."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
 @pytest.fixture
 def threads():
     """torch.set_num_threads, put back afterwards."""

@@ -1,5 +1,6 @@
 """The experts: fused_experts and its operators, fine-grained and coarse, against the reference."""
 
+import time
 from dataclasses import replace
 
 import pytest
@@ -30,9 +31,31 @@ import fused_moe
 from fused_moe import ops as codes
 from fused_moe.activation import activate
 
+pytestmark = pytest.mark.usefixtures("poison")
+
 ops = torch.ops.fused_moe
 BOTH_DTYPES = pytest.mark.parametrize("dtype", (F32, BF16), ids=("f32", "bf16"))
 ALL_LAYOUTS = pytest.mark.parametrize("layout", LAYOUTS)
+
+
+def test_the_reference_is_the_plain_sum(cpu):
+    """What everything here is compared with: one token and one slot at a time, in float64."""
+    for layout in LAYOUTS:
+        case = Case(7, 5, 3, 4, 2, F64, "sentinels", layout, bias=True)
+        p = Parts(case, cpu)
+        expected = torch.zeros(case.tokens, case.dim, dtype=F64)
+        for t, k in torch.cartesian_prod(torch.arange(case.tokens), torch.arange(case.top_k)):
+            e = int(p.ids[t, k])
+            if not 0 <= e < case.num_experts:
+                continue
+            h = p.w1[e] @ p.inputs["x"][t] + p.b1[e]
+            if layout.startswith("separate"):
+                h = torch.cat([h, p.w3[e] @ p.inputs["x"][t] + p.b3[e]])
+            gate, up = p.split(h.unsqueeze(0))
+            a = gate * torch.sigmoid(gate) * (1 if up is None else up)
+            expected[t] += p.scores[t, k] * (p.w2[e] @ a[0] + p.b2[e])
+        found = fused_moe.reference.fused_experts(**p.inputs, ids=p.ids, **case.options)
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
 
 
 # --- fused_experts --------------------------------------------------------------------------------
@@ -300,6 +323,23 @@ def test_same_bits_on_any_number_of_threads(cpu, threads, dtype, case):
     for n in (2, 3):
         threads(n)
         assert_same_bits(first, forward_backward(fused_moe.fused_experts, inputs, dout, ids=ids))
+
+
+def test_number_of_threads_is_honoured(cpu, threads):
+    """With one thread the caller does all the work; with two it does not do it alone."""
+    case = Case(2000, 256, 192, 8, 4)
+    inputs, ids, dout = case.inputs(cpu), case.ids(cpu), case.dout(cpu)
+
+    def share_of_the_caller() -> float:
+        own, whole = time.thread_time(), time.process_time()
+        for _ in range(3):
+            forward_backward(fused_moe.fused_experts, inputs, dout, ids=ids)
+        return (time.thread_time() - own) / (time.process_time() - whole)
+
+    threads(1)
+    assert share_of_the_caller() > 0.97
+    threads(2)
+    assert share_of_the_caller() < 0.97
 
 
 # --- the operators --------------------------------------------------------------------------------

@@ -22,6 +22,8 @@ from hypothesis import strategies as st
 
 from fused_moe import fused_experts, grouped_mlp, route_plan
 
+pytestmark = pytest.mark.usefixtures("poison")
+
 BOTH_DTYPES = pytest.mark.parametrize("dtype", (F32, BF16), ids=("f32", "bf16"))
 COUNTS = (4, 0, 129, 1, 33)
 

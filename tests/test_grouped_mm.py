@@ -20,6 +20,8 @@ from hypothesis import strategies as st
 
 from fused_moe import grouped_mm
 
+pytestmark = pytest.mark.usefixtures("poison")
+
 ALL_DTYPES = pytest.mark.parametrize("dtype", (F32, BF16, F16), ids=("f32", "bf16", "f16"))
 
 

@@ -55,6 +55,14 @@ def test_info_works_without_the_host_module(device, monkeypatch):
     assert "_host" in build["unknown"]
 
 
+def test_the_public_names(device):
+    """Every public name is there, and the reference has the functions' and the layer's."""
+    for name in fused_moe.__all__:
+        assert hasattr(fused_moe, name), name
+    own = {"LoadReport", "Plan", "RouterLosses", "info", "reference"}
+    assert set(fused_moe.__all__) - own <= set(fused_moe.reference.__all__)
+
+
 @pytest.mark.quick
 def test_python_m_prints_info(device, tmp_path):
     """python -m fused_moe prints the report and exits with 0, from any folder."""

@@ -1,4 +1,4 @@
-"""What is kept for backward, when it is freed, and that no weight-sized copy is made."""
+"""What is kept for backward and when it is freed, no weight-sized copy, more than 2**31 numbers."""
 
 import pytest
 import torch
@@ -6,7 +6,7 @@ from cases import BF16, F32, LAYOUTS, Calls, Case
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fused_moe import fused_experts, grouped_mlp, route
+from fused_moe import fused_experts, grouped_mlp, permute, route, unpermute
 from fused_moe import ops as codes
 
 
@@ -181,3 +181,26 @@ def test_the_ids_plan_is_made_once(device):
         )
     ]
     assert codes.ops.route_plan is torch.ops.fused_moe.route_plan
+
+
+def available_bytes() -> int:
+    """Memory that a process may still take, as Linux tells it."""
+    with open("/proc/meminfo") as lines:
+        fields = dict(line.split(":") for line in lines)
+    return int(fields["MemAvailable"].split()[0]) * 1024
+
+
+def test_more_than_2_to_the_31_numbers(device):
+    """rows x width beyond 2**31: the last rows arrive whole, and every token gets its own bits back."""
+    if device.type == "cpu" and available_bytes() < 12 << 30:
+        pytest.skip(f"needs 12 GiB of free memory, found {available_bytes() / 2**30:.1f} GiB")
+    tokens, top_k, dim = 64, 32, 1_050_000
+    assert tokens * top_k * dim > 2**31
+    x = torch.arange(tokens, device=device, dtype=BF16).unsqueeze(1).expand(-1, dim).contiguous()
+    x[:, -3:] += 0.5  # so that a row's end is told from its middle
+    ids = (torch.arange(tokens)[:, None] + torch.arange(top_k)).remainder(40).to(device)
+    rows, plan = permute(x, ids, 40)
+    for r in (0, 1023, 1024, 2045, 2046, 2047):
+        assert torch.equal(rows[r], x[plan.row_token[r].long()]), r
+    scores = torch.full((tokens, top_k), 1 / top_k, device=device)
+    assert torch.equal(unpermute(rows, plan, scores), x)

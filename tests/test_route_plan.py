@@ -10,6 +10,8 @@ import fused_moe
 from fused_moe import reference
 from fused_moe.plan import TILE_ROWS, Plan
 
+pytestmark = pytest.mark.usefixtures("poison")
+
 COUNT_DTYPES = (torch.int32, torch.int64, torch.int16, torch.int8, torch.uint8)
 
 
@@ -123,6 +125,12 @@ def test_impossible_counts_on_the_cpu(cpu, counts):
     """Negative counts and counts beyond the rows given are refused, not planned."""
     with pytest.raises(RuntimeError, match="row counts"):
         fused_moe.plan_from_counts(torch.tensor(counts, device=cpu), 10)
+
+
+def test_negative_counts_of_a_small_dtype(cpu):
+    """An int8 count of -1 is not 255 rows."""
+    with pytest.raises(RuntimeError, match="row counts"):
+        fused_moe.plan_from_counts(torch.tensor([-1], dtype=torch.int8, device=cpu), 1000)
 
 
 def test_same_plan_on_any_number_of_threads(cpu, threads):
