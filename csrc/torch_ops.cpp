@@ -902,8 +902,9 @@ STABLE_TORCH_LIBRARY(fused_moe, m) {
           "route_norm, float route_scale) -> Tensor");
     m.def("route_plan(Tensor ids, int num_experts) -> (Tensor counts, Tensor offsets, Tensor "
           "row_token, Tensor row_slot, Tensor token_row, Tensor tiles)");
-    m.def("count_plan(Tensor counts, SymInt num_rows) -> (Tensor counts_out, Tensor offsets, Tensor "
-          "tiles)");
+    m.def(
+        "count_plan(Tensor counts, SymInt num_rows) -> (Tensor counts_out, Tensor offsets, Tensor "
+        "tiles)");
     m.def("permute(Tensor x, " MAPS ") -> Tensor");
     m.def("unpermute(Tensor rows, Tensor? scores, " MAPS ") -> Tensor");
     m.def("unpermute_backward(Tensor dout, Tensor? rows, Tensor? scores, " MAPS
