@@ -247,7 +247,7 @@ def assert_as_good(ours: dict, eager: dict, exact: dict, slack: float = LOOSE) -
         # Half-precision inputs round gradients in their own dtype, scores in float32.
         eps = max(torch.finfo(v.dtype).eps for v in ours.values())
         limit += slack * eps * max(norm, order_one)
-        if truth.dtype == mine.dtype:  # in float64 the eager result is the truth: nothing but the slack is left
+        if truth.dtype == mine.dtype:  # in float64 eager is the truth: nothing but the slack is left
             limit *= 8
         # A gradient that is zero by cancellation, as that of a single renormalised score.
         limit += 1e-15
