@@ -67,36 +67,19 @@ void check_status(const char *op, int status) {
 #define RUN(op, params) check_status(#op, fused_moe_cpu_##op(&(params)))
 
 FusedMoeDtype dtype_of(const char *op, const char *name, const Tensor &x, bool floating) {
-    switch (x.scalar_type()) {
-    case ScalarType::Float:
-        if (floating) return FUSED_MOE_F32;
-        break;
-    case ScalarType::Double:
-        if (floating) return FUSED_MOE_F64;
-        break;
-    case ScalarType::Half:
-        if (floating) return FUSED_MOE_F16;
-        break;
-    case ScalarType::BFloat16:
-        if (floating) return FUSED_MOE_BF16;
-        break;
-    case ScalarType::Int:
-        if (!floating) return FUSED_MOE_I32;
-        break;
-    case ScalarType::Long:
-        if (!floating) return FUSED_MOE_I64;
-        break;
-    case ScalarType::Short:
-        if (!floating) return FUSED_MOE_I16;
-        break;
-    case ScalarType::Char:
-        if (!floating) return FUSED_MOE_I8;
-        break;
-    case ScalarType::Byte:
-        if (!floating) return FUSED_MOE_U8;
-        break;
-    default: break;
-    }
+    static const struct {
+        ScalarType torch;
+        FusedMoeDtype ours;
+        bool floating;
+    } table[] = {
+        {ScalarType::Float, FUSED_MOE_F32, true},  {ScalarType::Double, FUSED_MOE_F64, true},
+        {ScalarType::Half, FUSED_MOE_F16, true},   {ScalarType::BFloat16, FUSED_MOE_BF16, true},
+        {ScalarType::Int, FUSED_MOE_I32, false},   {ScalarType::Long, FUSED_MOE_I64, false},
+        {ScalarType::Short, FUSED_MOE_I16, false}, {ScalarType::Char, FUSED_MOE_I8, false},
+        {ScalarType::Byte, FUSED_MOE_U8, false},
+    };
+    for (const auto &row : table)
+        if (row.torch == x.scalar_type() && row.floating == floating) return row.ours;
     STD_TORCH_CHECK(false, "fused_moe::", op, ": expected ", name, " of ",
                     floating ? "a floating" : "an integer", " dtype, found ",
                     toString(x.scalar_type()));
