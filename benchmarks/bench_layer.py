@@ -51,10 +51,10 @@ def sizes_of(shape: str) -> dict[str, int]:
     return dict(zip(SIZES, map(int, shape.split(",")), strict=True))
 
 
-def favour(routing: str, num_experts: int) -> Tensor:
+def favour(routing: str, num_experts: int, top_k: int) -> Tensor:
     """What is added to every token's logits so that the tokens fall on the experts as asked."""
-    if routing == "worst":  # one set of experts takes every token
-        return torch.arange(num_experts, 0, -1) * 100.0
+    if routing == "worst":  # the same K experts take every token, at ordinary scores among themselves
+        return 30.0 * (torch.arange(num_experts) < top_k)
     if routing.startswith("zipf:"):
         rank = torch.arange(1, num_experts + 1)
         return -float(routing.removeprefix("zipf:")) * rank.log()
@@ -74,15 +74,14 @@ class Case:
         self.ours = fused_moe.FusedMoE(**layer)
         self.loop = fused_moe.reference.FusedMoE(**layer)
         with torch.no_grad():
-            noise = torch.rand(self.T, self.D) if routing == "balanced" else torch.randn(self.T, self.D)
+            tokens = torch.randn(self.T, self.D)
             if routing == "balanced":  # token t has its largest logits at experts t*K .. t*K + K
-                first = torch.arange(self.T)[:, None] * self.K + torch.arange(self.K)
+                wanted = torch.arange(self.T)[:, None] * self.K + torch.arange(self.K)
                 self.ours.router.gate.weight.copy_(torch.randn(self.E, self.D))
-                pattern = self.ours.router.gate.weight.float()[first % self.E].sum(1)
-                noise = pattern + 0.1 * torch.randn(self.T, self.D)
-            self.ours.router.gate.bias.copy_(favour(routing, self.E))
+                tokens = 0.1 * tokens + self.ours.router.gate.weight.float()[wanted % self.E].sum(1)
+            self.ours.router.gate.bias.copy_(favour(routing, self.E, self.K))
             self.loop.load_state_dict(self.ours.state_dict())
-        self.x = noise.to(dtype).requires_grad_()
+        self.x = tokens.to(dtype).requires_grad_()
         self.dout = torch.randn(self.T, self.D).to(dtype)
         rows = self.T * self.K
         random = (torch.randn(*s).to(dtype) for s in ((rows, self.D), (self.D, 2 * self.F)))
