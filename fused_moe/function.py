@@ -174,10 +174,6 @@ def _expert_weights(fn: str, x: Tensor, w1, w2, w3, b1, b2, b3, layout: str, tra
     return w1, w2, w3, code
 
 
-def _score_dtype(x: Tensor) -> torch.dtype:
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
-
-
 # --- routing ----------------------------------------------------------------------------------------------
 
 
@@ -268,7 +264,7 @@ def unpermute(rows: Tensor, plan: Plan, scores: Tensor | None = None) -> Tensor:
     _check_plan("unpermute", plan, rows)
     if scores is not None:
         _check_scores("unpermute", scores, plan.token_row)
-        scores = scores.to(_score_dtype(rows))
+        scores = scores.to(_ops.score_dtype(rows))
     return ops.unpermute(rows, scores, plan.offsets, plan.row_token, plan.row_slot, plan.token_row)
 
 
@@ -362,7 +358,7 @@ def fused_experts(
     _check_scores(fn, scores, ids)
     if plan is None:
         plan = _ops.route_plan(ids, w2.size(0))
-    scores = scores.to(_score_dtype(x))
+    scores = scores.to(_ops.score_dtype(x))
     return _experts(x, w1, w2, w3, b1, b2, b3, scores, plan, code, activation, alpha, limit, score_on)
 
 

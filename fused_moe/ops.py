@@ -79,7 +79,8 @@ def _wanted(needed: bool, grad: Tensor) -> Tensor | None:
     return grad if needed else None
 
 
-def _score_dtype(x: Tensor) -> torch.dtype:
+def score_dtype(x: Tensor) -> torch.dtype:
+    """Of scores beside x: float32, float64 for float64."""
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
@@ -103,7 +104,7 @@ def _widths(w1: Tensor, layout: int) -> tuple[int, int]:
 
 
 def _route_fake(logits, bias, top_k, *settings):
-    scores = logits.new_empty(logits.size(0), top_k, dtype=_score_dtype(logits))
+    scores = logits.new_empty(logits.size(0), top_k, dtype=score_dtype(logits))
     return scores, torch.empty_like(scores, dtype=torch.int32)
 
 
@@ -194,7 +195,7 @@ def _unpermute_backward_fake(
 ):
     rows_shape = (row_slot.size(0), dout.size(1)) if need_drows else (0,)
     scores_shape = token_row.shape if need_dscores else (0,)
-    return dout.new_empty(rows_shape), dout.new_empty(scores_shape, dtype=_score_dtype(dout))
+    return dout.new_empty(rows_shape), dout.new_empty(scores_shape, dtype=score_dtype(dout))
 
 
 _register("permute", fake=_permute_fake, backward=_permute_backward, setup_context=_permute_setup)
@@ -304,7 +305,7 @@ def _down_dgrad_fake(dout, w2, b2, h, scores, offsets, row_token, row_slot, toke
     return (
         torch.empty_like(h),
         h.new_empty(h.size(0), w2.size(2)),
-        torch.empty_like(slots, dtype=_score_dtype(dout)),
+        torch.empty_like(slots, dtype=score_dtype(dout)),
     )
 
 
@@ -373,15 +374,14 @@ def _experts_up_backward_fake(
     need_db3,
     need_dscores,
 ):
-    none = dh.new_empty(0)
     bias_shape = w1.shape[:2]
     return (
-        torch.empty_like(x, memory_format=torch.contiguous_format) if need_dx else none,
+        torch.empty_like(x, memory_format=torch.contiguous_format) if need_dx else dh.new_empty(0),
         torch.empty_like(w1) if need_dw1 else dh.new_empty(0),
         torch.empty_like(w3) if need_dw3 else dh.new_empty(0),
         w1.new_empty(bias_shape) if need_db1 else dh.new_empty(0),
         w1.new_empty(bias_shape) if need_db3 else dh.new_empty(0),
-        torch.empty_like(scores) if need_dscores else dh.new_empty(0, dtype=_score_dtype(dh)),
+        torch.empty_like(scores) if need_dscores else dh.new_empty(0, dtype=score_dtype(dh)),
     )
 
 
@@ -429,7 +429,7 @@ def _experts_down_backward_fake(
         torch.empty_like(h) if need_dh else dout.new_empty(0),
         torch.empty_like(w2) if need_dw2 else dout.new_empty(0),
         w2.new_empty(w2.shape[:2]) if need_db2 else dout.new_empty(0),
-        torch.empty_like(scores) if need_dscores else dout.new_empty(0, dtype=_score_dtype(dout)),
+        torch.empty_like(scores) if need_dscores else dout.new_empty(0, dtype=score_dtype(dout)),
     )
 
 

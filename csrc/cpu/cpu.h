@@ -86,8 +86,14 @@ FmMatrix fm_gather(const FmRows *v, const FmGather *g, int64_t first, int64_t ro
 bool fm_ends_are_valid(const int32_t *ends, int32_t E, int64_t R);
 bool fm_map_is_valid(const int32_t *map, int64_t n, int32_t low, int64_t end);
 bool fm_plan_is_valid(const FusedMoePlan *plan);
-int32_t *fm_make_tiles(const int32_t *ends,
-                       int32_t E); /* of FM_TILE_ROWS; free it; NULL: no memory */
+/* The plan of tiles of FM_TILE_ROWS. Free it; NULL: no memory. */
+int32_t *fm_make_tiles(const int32_t *ends, int32_t E);
+
+/* The columns of one of the parts that fm_parts cuts a tile into. */
+typedef struct {
+    int64_t first, end;
+} FmCols;
+FmCols fm_cols_of(int64_t width, int64_t parts, int64_t part);
 
 /* h's columns: where gate and up of hidden columns [j, j+n) lie in a row of h. */
 void fm_load_pair(const FmRows *v, FusedMoeLayout layout, int64_t F, const void *h_row, int64_t j,
@@ -121,11 +127,6 @@ int fm_parallel(int64_t n, int64_t work, FmTask *task, const void *ctx, size_t s
 
 /* Into how many parts to cut the columns of every tile, so that few tiles still keep every thread busy. */
 int64_t fm_parts(int64_t tiles, int64_t width);
-
-typedef struct {
-    int64_t first, end;
-} FmCols;
-FmCols fm_cols_of(int64_t width, int64_t parts, int64_t part);
 
 /* out = a b, or out += a b, of real matrices. */
 int fm_product(const FmRows *v, FmMatrix out, FmMatrix a, FmMatrix b, bool accumulate);

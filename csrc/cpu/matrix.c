@@ -124,6 +124,12 @@ int32_t *fm_make_tiles(const int32_t *ends, int32_t E) {
     return tiles;
 }
 
+FmCols fm_cols_of(int64_t width, int64_t parts, int64_t part) {
+    int64_t blocks = fm_blocks(width, FM_TILE_COLS);
+    return (FmCols){blocks * part / parts * FM_TILE_COLS,
+                    fm_min(width, blocks * (part + 1) / parts * FM_TILE_COLS)};
+}
+
 /* --- a row of h ------------------------------------------------------------------------------------------- */
 
 void fm_load_pair(const FmRows *v, FusedMoeLayout layout, int64_t F, const void *h_row, int64_t j,

@@ -84,12 +84,6 @@ int64_t fm_parts(int64_t tiles, int64_t width) {
                   fm_blocks(TASKS_PER_THREAD * num_threads(), tiles));
 }
 
-FmCols fm_cols_of(int64_t width, int64_t parts, int64_t part) {
-    int64_t blocks = fm_blocks(width, FM_TILE_COLS);
-    return (FmCols){blocks * part / parts * FM_TILE_COLS,
-                    fm_min(width, blocks * (part + 1) / parts * FM_TILE_COLS)};
-}
-
 /* --- products --------------------------------------------------------------------------------------- */
 
 static AtenTensorHandle view(const FmRows *v, FmMatrix m) {
