@@ -1,212 +1,226 @@
-"""Times a whole layer, router to combine, against the for-loop and against dense products of equal FLOPs.
+"""Times a whole layer, router to combine, against dense products of equal FLOPs, PyTorch's path and peers.
 
     python benchmarks/bench_layer.py --shape cpu-32-experts --dtype fp32 --json out.json
+    python benchmarks/bench_layer.py --shape olmoe --tier hopper --peers scattermoe,sonicmoe
 
-Both layers have the same parameters and see the same tokens; the result is checked in float64 before
-anything is timed. Each repeat runs ours, the loop and the dense products one after another, so that all
-three meet the same machine, and the medians are compared. FLOPs: 6TKDF forward, 18TKDF with backward.
+All layers have the same parameters and see the same tokens. Before anything is timed one full step is
+checked in float64, on some tokens and some experts: a whole layer of the larger shapes would take
+minutes. FLOPs: 6TKDF forward, 18TKDF with backward.
 """
 
 from __future__ import annotations
 
 import argparse
-import datetime
-import json
-import platform
-import statistics
-import subprocess
-import time
-from pathlib import Path
+from collections.abc import Iterator
+from functools import partial
 
+import common
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from common import MIB, Error
+from torch import Tensor, nn
 
-import fused_moe
-
-HERE = Path(__file__).parent
-SHAPES = json.loads((HERE / "shapes.json").read_text())
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-SIZES = ("num_tokens", "num_experts", "top_k", "dim", "hidden_dim")
+CHECKED_TOKENS = 256
 
 
-def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "--shape", action="append", help="a name of shapes.json or T,E,K,D,F; may be repeated"
-    )
-    parser.add_argument("--routing", default="random", help="random, balanced, worst or zipf:EXPONENT")
-    parser.add_argument("--dtype", choices=DTYPES, action="append", help="may be repeated")
-    parser.add_argument("--repeats", type=int, default=9)
-    parser.add_argument("--threads", type=int, help="default: PyTorch's own choice")
-    parser.add_argument("--json", type=Path, help="where the records go")
-    options = parser.parse_args()
-    options.shape = options.shape or [name for name in SHAPES if name.startswith("cpu")]
-    options.dtype = options.dtype or ["fp32", "bf16"]
-    return options
-
-
-def sizes_of(shape: str) -> dict[str, int]:
-    if shape in SHAPES:
-        return SHAPES[shape]
-    return dict(zip(SIZES, map(int, shape.split(",")), strict=True))
-
-
-def favour(routing: str, num_experts: int, top_k: int) -> Tensor:
-    """What is added to every token's logits so that the tokens fall on the experts as asked."""
-    if routing == "worst":  # the same K experts take every token, at ordinary scores among themselves
-        return 30.0 * (torch.arange(num_experts) < top_k)
-    if routing.startswith("zipf:"):
-        rank = torch.arange(1, num_experts + 1)
-        return -float(routing.removeprefix("zipf:")) * rank.log()
-    if routing in ("random", "balanced"):
-        return torch.zeros(num_experts)
-    raise SystemExit(f"--routing: expected random, balanced, worst or zipf:EXPONENT, found {routing}")
+def arguments(argv: list[str] | None) -> argparse.Namespace:
+    flags = common.parser(__doc__)
+    flags.add_argument("--peers", help="of peers.py, comma-separated; default: loop on the CPU")
+    return flags.parse_args(argv)
 
 
 class Case:
-    """The inputs of one shape and dtype, and the three things that are timed on them."""
+    """Our layer of one shape and dtype, its input, and what it is compared with."""
 
-    def __init__(self, sizes: dict[str, int], routing: str, dtype: torch.dtype):
+    def __init__(self, sizes: common.Sizes, routing: str, dtype: str, device: str):
+        import fused_moe
+
         torch.manual_seed(0)
-        self.T, self.E, self.K, self.D, self.F = (sizes[name] for name in SIZES)
-        self.dtype = dtype
-        layer = {name: sizes[name] for name in SIZES[1:]} | {"dtype": dtype, "gate_bias": True}
-        self.ours = fused_moe.FusedMoE(**layer)
-        self.loop = fused_moe.reference.FusedMoE(**layer)
+        self.sizes, self.device = sizes, device
+        T, E, K, D, hidden = sizes
+        factory = {"device": device, "dtype": common.DTYPES[dtype]}
+        # renormalised scores: the one rule that all peers know
+        self.ours = fused_moe.FusedMoE(D, hidden, E, K, route_norm=True, **factory)
+        x, gate = common.tokens_and_gate(common.routing_logits(routing, sizes, device), D)
         with torch.no_grad():
-            tokens = torch.randn(self.T, self.D)
-            if routing == "balanced":  # token t has its largest logits at experts t*K .. t*K + K
-                wanted = torch.arange(self.T)[:, None] * self.K + torch.arange(self.K)
-                self.ours.router.gate.weight.copy_(torch.randn(self.E, self.D))
-                tokens = 0.1 * tokens + self.ours.router.gate.weight.float()[wanted % self.E].sum(1)
-            self.ours.router.gate.bias.copy_(favour(routing, self.E, self.K))
-            self.loop.load_state_dict(self.ours.state_dict())
-        self.x = tokens.to(dtype).requires_grad_()
-        self.dout = torch.randn(self.T, self.D).to(dtype)
-        rows = self.T * self.K
-        random = (torch.randn(*s).to(dtype) for s in ((rows, self.D), (self.D, 2 * self.F)))
-        self.dense_up = tuple(random)
-        random = (torch.randn(*s).to(dtype) for s in ((rows, self.F), (self.F, self.D)))
-        self.dense_down = tuple(random)
+            self.ours.router.gate.weight.copy_(gate)
+        self.x = x.to(factory["dtype"]).requires_grad_()
+        self.dout = torch.randn(T, D, **factory)
+        rows = T * K
+        shapes = ((rows, D), (D, 2 * hidden)), ((rows, hidden), (hidden, D))
+        self.dense_products = [[torch.randn(shape, **factory) for shape in pair] for pair in shapes]
 
     def flops(self, what: str) -> int:
-        return (6 if what == "forward" else 18) * self.T * self.K * self.D * self.F
+        T, _, K, D, hidden = self.sizes
+        return (6 if what == "forward" else 18) * T * K * D * hidden
 
-    def layer(self, layer: torch.nn.Module, what: str) -> None:
+    def intensity(self, what: str) -> float:
+        """FLOPs a byte of what any layer must read and write: tokens, weights, and their gradients."""
+        T, E, _, D, hidden = self.sizes
+        elements = 2 * T * D + 3 * E * D * hidden
+        return self.flops(what) / (self.x.element_size() * elements * (1 if what == "forward" else 2))
+
+    def step(self, layer: nn.Module, what: str) -> None:
         if what == "forward":
             with torch.no_grad():
                 layer(self.x)
             return
-        self.x.grad = None
-        layer.zero_grad(set_to_none=True)
+        self.forget(layer)
         layer(self.x).backward(self.dout)
 
     def dense(self, what: str) -> None:
-        for a, b in (self.dense_up, self.dense_down):
+        for a, b in self.dense_products:
             out = a @ b
             if what != "forward":
                 out @ b.t()
                 a.t() @ out
 
-    def error(self) -> float:
-        """The largest norm-relative error of the output and of every gradient, in float64's eyes."""
-        exact = fused_moe.reference.FusedMoE(
-            self.D, self.F, self.E, self.K, gate_bias=True, dtype=torch.float64
-        )
-        exact.load_state_dict(self.ours.state_dict())
+    def forget(self, layer: nn.Module) -> None:
+        self.x.grad = None
+        layer.zero_grad(set_to_none=True)
+
+    def memory(self, layer: nn.Module) -> tuple[float | None, float | None]:
+        """MiB beyond inputs and weights: what backward keeps, and the most in use during a step."""
+        if self.device != "cuda":
+            return None, None
+        self.forget(layer)
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        out = layer(self.x)
+        kept = torch.cuda.memory_allocated() - before - out.nbytes  # out is the next layer's input
+        out.backward(self.dout)
+        peak = torch.cuda.max_memory_allocated() - before
+        return round(kept / MIB, 1), round(peak / MIB, 1)
+
+    def exact_rows(self, expert: int, tokens: Tensor, scores: Tensor) -> list[Tensor]:
+        """One expert on some tokens in float64: its share of out, and of dx, dscores, dw1, dw2, dw3."""
+        x, s, dout = (t.detach().double() for t in (self.x[tokens], scores, self.dout[tokens]))
+        experts = self.ours.experts
+        w1, w2, w3 = (w.detach()[expert].double() for w in (experts.w1, experts.w2, experts.w3))
+        inputs = [t.requires_grad_() for t in (x, s, w1, w2, w3)]
+        out = s[:, None] * F.linear(F.silu(F.linear(x, w1)) * F.linear(x, w3), w2)
+        return [out.detach(), *torch.autograd.grad(out, inputs, dout)]
+
+    def error(self) -> Error:
+        """Of one full step: all that belongs to some tokens and some experts, ends and busiest included."""
+        (T, E, K, D, _), ours, error = self.sizes, self.ours, Error()
+        self.forget(ours)
+        scores, ids, logits = ours.router(self.x, None)
+        scores.retain_grad()
+        out, counts = ours.experts(self.x, scores, ids)
+        out.backward(self.dout)
+
+        tokens = torch.linspace(0, T - 1, min(T, CHECKED_TOKENS), device=self.device).long()
+        exact_out, exact_dx = (out.new_zeros(tokens.numel(), D, dtype=torch.float64) for _ in range(2))
+        dscores = scores.grad.double()
+        exact_dscores = dscores.new_zeros(tokens.numel(), K)
+        for expert in range(E):
+            place, slot = (ids[tokens] == expert).nonzero(as_tuple=True)
+            some_out, dx, ds, *_ = self.exact_rows(expert, tokens[place], scores[tokens[place], slot])
+            exact_out.index_add_(0, place, some_out)
+            exact_dx.index_add_(0, place, dx)
+            exact_dscores[place, slot] = ds
+        error.add("out", out[tokens], exact_out)
+        error.add("dscores", dscores[tokens], exact_dscores)
+
+        exact_logits = logits.detach().double().requires_grad_()
+        exact_scores = exact_logits.softmax(-1).gather(-1, ids.long())
+        exact_scores = exact_scores / exact_scores.sum(-1, keepdim=True)
+        dscores[tokens] = exact_dscores
+        (dlogits,) = torch.autograd.grad(exact_scores, exact_logits, dscores)
+        gate = ours.router.gate.weight
+        error.add("scores", scores.detach(), exact_scores.detach())
+        error.add("dx", self.x.grad[tokens], exact_dx + dlogits[tokens] @ gate.detach().double())
+        error.add("dgate", gate.grad, dlogits.T @ self.x.detach().double())
+
+        for expert in {0, E // 2, E - 1, int(counts.argmax())}:
+            token, slot = (ids == expert).nonzero(as_tuple=True)
+            *_, dw1, dw2, dw3 = self.exact_rows(expert, token, scores[token, slot])
+            for name, exact in (("w1", dw1), ("w2", dw2), ("w3", dw3)):
+                error.add(f"d{name}", getattr(ours.experts, name).grad[expert], exact)
+        return error
+
+    def check_peer(self, name: str, peer: nn.Module) -> None:
+        """Raises unless the peer computes the same layer.
+
+        Medians over the tokens: equal 16-bit logits may fall to either expert.
+        """
         results = []
-        for layer, dtype in ((self.ours, self.dtype), (exact, torch.float64)):
-            x = self.x.detach().to(dtype).requires_grad_()
-            # the same choice for both: near ties would fall either way in lower precision
-            scores, ids, _ = self.ours.router(self.x.detach(), None)
-            out, _ = layer.experts(x, scores.detach().to(dtype), ids)
-            out.backward(self.dout.to(dtype))
-            results.append([out.detach(), x.grad, *(p.grad for p in layer.experts.parameters())])
-        return max(float((a.double() - b).norm() / b.norm()) for a, b in zip(*results, strict=True))
+        for layer in (self.ours, peer):
+            self.forget(layer)
+            out = layer(self.x)
+            out.backward(self.dout)
+            results.append((out.detach().float(), self.x.grad.float()))
+        for what, ours, theirs in zip(("out", "dx"), *results, strict=True):
+            error = float(((theirs - ours).norm(dim=-1) / ours.norm(dim=-1)).median())
+            if not error < 0.03:
+                raise ValueError(f"{what} differs from ours by {error:.1e}")
 
 
-def timed(run, *args) -> float:
-    start = time.perf_counter()
-    run(*args)
-    return time.perf_counter() - start
+def find_peers(case: Case, options: argparse.Namespace, dtype: str) -> dict[str, nn.Module]:
+    """The peers asked for, and PyTorch's own path where it is fast; one that fails is named and left out."""
+    from peers import PEERS
+
+    default = "loop" if case.device == "cpu" else ""
+    names = [name for name in (default if options.peers is None else options.peers).split(",") if name]
+    if common.has_grouped_mm(case.device, dtype) and "torch" not in names:
+        names.insert(0, "torch")
+    found = {}
+    for name in names:
+        if name not in PEERS:
+            raise SystemExit(f"--peers: expected some of {', '.join(PEERS)}, found {name}")
+        try:
+            peer = PEERS[name](case.ours)
+            case.check_peer(name, peer)
+        except Exception as error:  # another library's failure is not the end of ours
+            print(f"{name} is left out: {error}", flush=True)
+        else:
+            found[name] = peer
+    return found
 
 
-def machine() -> dict[str, str | int]:
-    commit = subprocess.run(
-        ["git", "describe", "--always", "--dirty"], capture_output=True, text=True, cwd=HERE
-    )
-    model = [
-        line.partition(":")[2].strip()
-        for line in Path("/proc/cpuinfo").read_text().splitlines()
-        if line.startswith("model name")
-    ]
-    return {
-        "cpu": (model or [platform.processor()])[0],
-        "threads": torch.get_num_threads(),
-        "gpu": "none",
-        "torch": torch.__version__,
-        "cuda": torch.version.cuda or "none",
-        "commit": commit.stdout.strip() or "unknown",
-        "date": datetime.date.today().isoformat(),
-    }
-
-
-def records(shape: str, routing: str, dtype: str, repeats: int):
-    case = Case(sizes_of(shape), routing, DTYPES[dtype])
-    error = case.error()
-    bound = {"fp32": 1e-5, "fp16": 2e-3, "bf16": 1e-2}[dtype]
-    if not error < bound:
-        raise SystemExit(f"{shape} {dtype}: wrong before it is fast: relative error {error:.1e}")
+def measure(shape: str, dtype: str, options: argparse.Namespace) -> Iterator[dict]:
+    case = Case(common.layer_sizes(shape), options.routing, dtype, options.device)
+    error = case.error().check(shape, dtype)
+    peers = find_peers(case, options, dtype)
+    layers = {"ours": case.ours, **peers}
+    memory = {name: case.memory(layer) for name, layer in layers.items()}
     for what in ("forward", "forward_backward"):
-        runs = {
-            "ours": (case.layer, case.ours, what),
-            "loop": (case.layer, case.loop, what),
-            "dense": (case.dense, what),
-        }
-        for run in runs.values():
-            timed(*run)
-        samples = {name: [] for name in runs}
-        for _ in range(repeats):
-            for name, run in runs.items():
-                samples[name].append(timed(*run))
-        median = {name: statistics.median(s) for name, s in samples.items()}
-        yield {
-            "bench": "layer",
-            "shape": shape,
-            "routing": routing,
-            "tier": "cpu",
-            "dtype": dtype,
-            "what": what,
-            "time_us": round(median["ours"] * 1e6, 1),
-            "tflops": round(case.flops(what) / median["ours"] / 1e12, 4),
-            "dense_ratio": round(median["dense"] / median["ours"], 3),
-            "torch_ratio": None,
-            "peer": "loop",
-            "peer_ratio": round(median["loop"] / median["ours"], 3),
-            "max_rel_error": error,
-            **machine(),
-        }
+        runs = {name: partial(case.step, layer, what) for name, layer in layers.items()}
+        runs["dense"] = partial(case.dense, what)
+        seconds = common.times(common.clock(case.device), runs, options.repeats)
+        best = min(peers, key=seconds.get, default=None)
+        kept, peak = memory["ours"] if what == "forward_backward" else (None, None)
+        extra = {f"ratio_to_{name}": common.ratio(seconds, name) for name in peers if name != "torch"}
+        if kept is not None:
+            extra |= {f"activation_mib_{name}": memory[name][0] for name in peers}
+            extra |= {f"peak_mib_{name}": memory[name][1] for name in peers}
+        yield common.record(
+            options,
+            bench="layer",
+            shape=shape,
+            routing=options.routing,
+            dtype=dtype,
+            what=what,
+            time_us=round(seconds["ours"] * 1e6, 1),
+            tflops=round(case.flops(what) / seconds["ours"] / 1e12, 4),
+            dense_ratio=common.ratio(seconds, "dense"),
+            torch_ratio=common.ratio(seconds, "torch"),
+            peer=best,
+            peer_ratio=best and common.ratio(seconds, best),
+            activation_mib=kept,
+            peak_mib=peak,
+            max_rel_error=error,
+            intensity=round(case.intensity(what), 1),
+            **extra,
+        )
 
 
-def main() -> None:
-    options = arguments()
-    if options.threads:
-        torch.set_num_threads(options.threads)
-    found = []
-    for shape in options.shape:
-        for dtype in options.dtype:
-            for r in records(shape, options.routing, dtype, options.repeats):
-                found.append(r)
-                print(
-                    f"{r['shape']:16} {r['routing']:9} {r['dtype']} {r['what']:17} "
-                    f"{r['time_us'] / 1e3:9.1f} ms {r['tflops'] * 1e3:7.1f} GFLOP/s  "
-                    f"{r['dense_ratio']:.2f} of dense  {r['peer_ratio']:.2f}x the loop  "
-                    f"error {r['max_rel_error']:.1e}",
-                    flush=True,
-                )
-    if options.json:
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps(found, indent=1) + "\n")
+def main(argv: list[str] | None = None) -> None:
+    options = arguments(argv)
+    common.start(options)
+    every = ((shape, dtype) for shape in options.shape for dtype in options.dtype)
+    common.report(options, (r for shape, dtype in every for r in measure(shape, dtype, options)))
 
 
 if __name__ == "__main__":

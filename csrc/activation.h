@@ -7,7 +7,8 @@
  *   real            the type
  *   ACT_NAME(x)     x, made unique for that type
  *   ACT_FN          how to declare a function
- *   ACT_EXP, ACT_ERF
+ *   ACT_EXP, ACT_CDF  exp, and the normal distribution's cumulative function
+ *   ACT_SIGMOID       1 / (1 + exp(-x))
  * defined; it undefines them. */
 #ifndef FUSED_MOE_ACTIVATION_H
 #define FUSED_MOE_ACTIVATION_H
@@ -36,19 +37,15 @@ typedef struct {
 
 #define POINT(value, slope) ((ACT_NAME(Point)){value, slope})
 
-ACT_FN real ACT_NAME(sigmoid)(real x) {
-    return 1 / (1 + ACT_EXP(-x));
-}
-
 ACT_FN ACT_NAME(Point) ACT_NAME(silu)(real x, real alpha, real limit) {
     (void)alpha, (void)limit;
-    real s = ACT_NAME(sigmoid)(x);
+    real s = ACT_SIGMOID(x);
     return POINT(x * s, s + x * s * (1 - s));
 }
 
 ACT_FN ACT_NAME(Point) ACT_NAME(gelu)(real x, real alpha, real limit) {
     (void)alpha, (void)limit;
-    real cdf = (real)0.5 * (1 + ACT_ERF(x * (real)0.70710678118654752440));
+    real cdf = ACT_CDF(x);
     real pdf = (real)0.39894228040143267794 * ACT_EXP((real)-0.5 * x * x);
     return POINT(x * cdf, cdf + x * pdf);
 }
@@ -58,7 +55,7 @@ ACT_FN ACT_NAME(Point) ACT_NAME(gelu_tanh)(real x, real alpha, real limit) {
     (void)alpha, (void)limit;
     const real two_root = (real)1.59576912160573071176, cubic = (real)0.044715;
     real u = two_root * (x + cubic * x * x * x);
-    real s = ACT_NAME(sigmoid)(u), c = ACT_NAME(sigmoid)(-u);
+    real s = ACT_SIGMOID(u), c = ACT_SIGMOID(-u);
     return POINT(x * s, s + x * s * c * two_root * (1 + 3 * cubic * x * x));
 }
 
@@ -69,7 +66,7 @@ ACT_FN ACT_NAME(Point) ACT_NAME(relu)(real x, real alpha, real limit) {
 
 ACT_FN ACT_NAME(Point) ACT_NAME(swiglu_clamped)(real x, real alpha, real limit) {
     real g = x > limit ? limit : x;
-    real s = ACT_NAME(sigmoid)(alpha * g);
+    real s = ACT_SIGMOID(alpha * g);
     return POINT(g * s, x > limit ? 0 : s + alpha * g * s * (1 - s));
 }
 
@@ -88,6 +85,7 @@ ACT_FN ACT_NAME(Point) ACT_NAME(clamped)(real x, real limit) {
 #undef ACT_NAME
 #undef ACT_FN
 #undef ACT_EXP
-#undef ACT_ERF
+#undef ACT_CDF
+#undef ACT_SIGMOID
 
 #endif

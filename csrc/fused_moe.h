@@ -8,11 +8,15 @@
  *   H: width of h and dh: 2F for gated experts, F for ungated ones.
  *
  * All matrices are row-major and dense unless they carry strides; strides count elements.
- * Functions return a FusedMoeStatus and never print, exit or throw. */
+ * Functions return a FusedMoeStatus and never print, exit or throw.
+ *
+ * A workspace is memory of the caller's that one call uses. Its size follows from the other members, by
+ * the function fused_moe_cuda_<operator>_workspace; the CPU tier takes none. */
 #ifndef FUSED_MOE_H
 #define FUSED_MOE_H
 
 #include <stdbool.h>
+#include <stddef.h>
 #include <stdint.h>
 
 #ifdef __cplusplus
@@ -25,6 +29,10 @@ typedef enum {
     FUSED_MOE_OUT_OF_MEMORY,
     FUSED_MOE_PRODUCT_FAILED, /* PyTorch's matrix product or thread pool reported an error */
     FUSED_MOE_UNSUPPORTED_DTYPE,
+    FUSED_MOE_DRIVER_TOO_OLD, /* for the CUDA runtime that the library was linked with */
+    FUSED_MOE_GPU_TOO_OLD,    /* below compute capability 8.0 */
+    FUSED_MOE_NO_SUCH_TIER,   /* FUSED_MOE_TIER names one that this build or this GPU has not */
+    FUSED_MOE_CUDA_ERROR,     /* a launch failed; fused_moe_cuda_error() has the runtime's words */
 } FusedMoeStatus;
 
 const char *fused_moe_status_string(int status);
@@ -110,6 +118,7 @@ typedef struct {     /* the plan from the chosen ids, stable in t*K + k */
     int32_t *row_slot;  /* [T*K]   -1 past the last row */
     int32_t *token_row; /* [T,K]   */
     int32_t *tiles;     /* [2+2E]  */
+    void *workspace;
     int64_t T;
     int32_t K, E;
 } FusedMoeRoutePlan;
@@ -157,11 +166,13 @@ typedef struct {        /* drows[r] = s dout[row_token[r]];  dscores[t,k] = <row
 /* --- grouped products --------------------------------------------------------------------------- */
 
 typedef struct { /* out[r] = sum_i a[r, part i] b[i][e(r)]^T + bias[e(r)]; zero past the last row */
-    const void *a;       /* [R, N0+N1] */
-    FusedMoeWeight b[2]; /* (E, M, Ni); b[1] may be absent */
-    const void *bias;    /* [E,M]; may be NULL */
-    void *out;           /* [R,M]  */
-    const int32_t *ends; /* [E]    */
+    const void *a;        /* [R, N0+N1] */
+    FusedMoeWeight b[2];  /* (E, M, Ni); b[1] may be absent */
+    const void *bias;     /* [E,M]; may be NULL */
+    void *out;            /* [R,M]  */
+    const int32_t *ends;  /* [E]    */
+    const int32_t *tiles; /* [2+2E] plan.h; NULL: made in the workspace */
+    void *workspace;
     int64_t R, M, N[2];
     int32_t E;
     FusedMoeDtype dtype;
@@ -175,7 +186,7 @@ typedef struct {   /* dw[i][e] = a[rows of e, part i]^T b[rows of e]; zero for a
     const void *b_scores;       /* [T,K] b's rows are multiplied and rounded; NULL: not */
     FusedMoeWeight dw[2];       /* (E, Mi, N); either may be absent */
     const int32_t *ends;        /* [E] */
-    int64_t R, T, N, M[2];      /* T: rows of b */
+    int64_t R, T, K, N, M[2];   /* T: rows of b */
     int32_t E;
     FusedMoeDtype dtype;
 } FusedMoeWgrad;
@@ -187,7 +198,7 @@ typedef struct {              /* db[e] = sum over the rows of e of s rows[r] */
     const void *scores;       /* [T,K] or NULL: ones    */
     void *db;                 /* [E,N]                  */
     const int32_t *ends;      /* [E]                    */
-    int64_t R, T, N;          /* T: rows of rows        */
+    int64_t R, T, K, N;       /* T: rows of rows        */
     int32_t E;
     FusedMoeDtype dtype;
 } FusedMoeBiasGrad;
@@ -220,6 +231,7 @@ typedef struct
     void *dh;           /* [R,H]; may be NULL */
     void *a_scaled;     /* [R,F]; may be NULL */
     void *dscores;      /* [T,K] zero in slots without a row; may be NULL */
+    void *workspace;
     FusedMoePlan plan;
     int64_t D, F;
     FusedMoeLayout layout;
@@ -255,6 +267,37 @@ int fused_moe_cpu_bias_grad(const FusedMoeBiasGrad *p);
 int fused_moe_cpu_up_gate(const FusedMoeUpGate *p);
 int fused_moe_cpu_down_dgrad(const FusedMoeDownDgrad *p);
 int fused_moe_cpu_act_dgrad(const FusedMoeActDgrad *p);
+
+/* --- the CUDA tiers (kernels/): launched on `stream`, a cudaStream_t of the current device -------- */
+
+typedef struct {
+    int32_t driver_version, runtime_version; /* 13000 is CUDA 13.0; driver 0: there is none */
+    int32_t capability;                      /* 90 is sm_90; 0: no such device */
+} FusedMoeCudaDevice;
+
+/* What is known of a device, and FUSED_MOE_OK where a CUDA tier runs on it. */
+int fused_moe_cuda_device(int device, FusedMoeCudaDevice *found);
+
+/* The CUDA runtime's words for the calling thread's last FUSED_MOE_CUDA_ERROR. */
+const char *fused_moe_cuda_error(void);
+
+size_t fused_moe_cuda_route_plan_workspace(const FusedMoeRoutePlan *p);
+size_t fused_moe_cuda_grouped_mm_workspace(const FusedMoeGroupedMM *p);
+size_t fused_moe_cuda_down_dgrad_workspace(const FusedMoeDownDgrad *p);
+
+int fused_moe_cuda_route(const FusedMoeRoute *p, void *stream);
+int fused_moe_cuda_route_backward(const FusedMoeRouteBackward *p, void *stream);
+int fused_moe_cuda_route_plan(const FusedMoeRoutePlan *p, void *stream);
+int fused_moe_cuda_count_plan(const FusedMoeCountPlan *p, void *stream);
+int fused_moe_cuda_permute(const FusedMoePermute *p, void *stream);
+int fused_moe_cuda_unpermute(const FusedMoeUnpermute *p, void *stream);
+int fused_moe_cuda_unpermute_backward(const FusedMoeUnpermuteBackward *p, void *stream);
+int fused_moe_cuda_grouped_mm(const FusedMoeGroupedMM *p, void *stream);
+int fused_moe_cuda_wgrad(const FusedMoeWgrad *p, void *stream);
+int fused_moe_cuda_bias_grad(const FusedMoeBiasGrad *p, void *stream);
+int fused_moe_cuda_up_gate(const FusedMoeUpGate *p, void *stream);
+int fused_moe_cuda_down_dgrad(const FusedMoeDownDgrad *p, void *stream);
+int fused_moe_cuda_act_dgrad(const FusedMoeActDgrad *p, void *stream);
 
 #ifdef __cplusplus
 }

@@ -3,6 +3,7 @@
 // Written against PyTorch's stable ABI (target 2.10), so that one library serves every PyTorch from there
 // on. The checks here are those that memory safety needs when torch.ops is called directly; friendly
 // ones, with TypeError and ValueError, stand in fused_moe/function.py. Shapes are those of fused_moe.h.
+#include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
@@ -14,6 +15,10 @@
 #include "activation.h"
 #include "fused_moe.h"
 #include "plan.h"
+
+// Weak, because a CPU build of PyTorch has none: the same library loads there.
+extern "C" __attribute__((weak)) AOTITorchError aoti_torch_get_current_cuda_stream(int32_t,
+                                                                                   void **);
 
 namespace {
 
@@ -60,11 +65,38 @@ void check_size(const char *op, const char *name, int64_t found, int64_t low, in
 }
 
 void check_status(const char *op, int status) {
+#ifdef FUSED_MOE_WITH_CUDA
+    STD_TORCH_CHECK(status != FUSED_MOE_CUDA_ERROR, "fused_moe::", op,
+                    ": CUDA: ", fused_moe_cuda_error());
+#endif
     STD_TORCH_CHECK(status == FUSED_MOE_OK, "fused_moe::", op, ": ",
                     fused_moe_status_string(status));
 }
 
-#define RUN(op, params) check_status(#op, fused_moe_cpu_##op(&(params)))
+#ifdef FUSED_MOE_WITH_CUDA
+// On x's device, whichever is current, and on its current stream.
+template <typename Params>
+void run_cuda(const char *op, int (*kernel)(const Params *, void *), const Params &p,
+              const Tensor &x) {
+    torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
+    FusedMoeCudaDevice device;
+    check_status(op, fused_moe_cuda_device(x.get_device_index(), &device));
+    void *stream = nullptr;
+    STD_TORCH_CHECK(aoti_torch_get_current_cuda_stream &&
+                        !aoti_torch_get_current_cuda_stream(x.get_device_index(), &stream),
+                    "fused_moe::", op, ": PyTorch gave no CUDA stream");
+    check_status(op, kernel(&p, stream));
+}
+
+#define RUN(op, params, x)                                                                         \
+    ((x).is_cuda() ? run_cuda(#op, fused_moe_cuda_##op, params, x)                                 \
+                   : check_status(#op, fused_moe_cpu_##op(&(params))))
+#define WORKSPACE(op, params, x)                                                                   \
+    workspace((x).is_cuda() ? fused_moe_cuda_##op##_workspace(&(params)) : 0, x)
+#else
+#define RUN(op, params, x) check_status(#op, fused_moe_cpu_##op(&(params)))
+#define WORKSPACE(op, params, x) workspace(0, x)
+#endif
 
 FusedMoeDtype dtype_of(const char *op, const char *name, const Tensor &x, bool floating) {
     static const struct {
@@ -109,6 +141,10 @@ Tensor new_like(const Tensor &like, const Shape &shape, std::optional<ScalarType
 // In w's own strides: the gradient of a weight lies as the weight does.
 Tensor grad_like(const Tensor &w) {
     return prepared(torch::stable::empty_like(w));
+}
+
+Tensor workspace(size_t bytes, const Tensor &like) {
+    return torch::stable::new_empty(like, Shape{(int64_t)bytes}, ScalarType::Byte);
 }
 
 Tensor nothing(const Tensor &like, std::optional<ScalarType> dtype = {}) {
@@ -304,7 +340,7 @@ std::tuple<Tensor, Tensor> route(const Tensor &logits_, const OptTensor &bias_, 
     p.T = T;
     p.E = (int32_t)E;
     p.K = (int32_t)top_k;
-    RUN(route, p);
+    RUN(route, p, logits);
     return {scores, ids};
 }
 
@@ -331,7 +367,7 @@ Tensor route_backward(const Tensor &dscores_, const Tensor &logits_, const Tenso
     p.T = logits.size(0);
     p.E = (int32_t)logits.size(1);
     p.K = (int32_t)ids.size(1);
-    RUN(route_backward, p);
+    RUN(route_backward, p, logits);
     return dlogits;
 }
 
@@ -361,7 +397,9 @@ PlanTensors route_plan(const Tensor &ids_, int64_t num_experts) {
     p.T = ids.size(0);
     p.K = (int32_t)ids.size(1);
     p.E = (int32_t)num_experts;
-    RUN(route_plan, p);
+    Tensor scratch = WORKSPACE(route_plan, p, ids);
+    p.workspace = mutable_data(scratch);
+    RUN(route_plan, p, ids);
     return {counts, offsets, row_token, row_slot, token_row, tiles};
 }
 
@@ -384,7 +422,7 @@ std::tuple<Tensor, Tensor, Tensor> count_plan(const Tensor &counts_, int64_t num
     p.tiles = mutable_ints(tiles);
     p.R = num_rows;
     p.E = (int32_t)E;
-    RUN(count_plan, p);
+    RUN(count_plan, p, given);
     return {counts, offsets, tiles};
 }
 
@@ -409,7 +447,7 @@ Tensor permute(const Tensor &x_, const Tensor &offsets, const Tensor &row_token,
     p.plan = m.plan;
     p.D = x.size(1);
     p.dtype = float_dtype("permute", x);
-    RUN(permute, p);
+    RUN(permute, p, x);
     return rows;
 }
 
@@ -421,7 +459,7 @@ void run_unpermute(const Tensor &rows, const OptTensor &scores, const Maps &m, c
     p.plan = m.plan;
     p.D = rows.size(1);
     p.dtype = float_dtype("unpermute", rows);
-    RUN(unpermute, p);
+    RUN(unpermute, p, rows);
 }
 
 Tensor unpermute(const Tensor &rows_, const OptTensor &scores_, const Tensor &offsets,
@@ -449,7 +487,7 @@ void run_unpermute_backward(const Tensor &dout, const OptTensor &rows, const Opt
     p.plan = m.plan;
     p.D = dout.size(1);
     p.dtype = float_dtype("unpermute_backward", dout);
-    RUN(unpermute_backward, p);
+    RUN(unpermute_backward, p, dout);
 }
 
 std::tuple<Tensor, Tensor> unpermute_backward(const Tensor &dout_, const OptTensor &rows_,
@@ -485,18 +523,22 @@ Tensor ends_of(const char *op, const Tensor &ends, const Tensor &x) {
 
 // out = a b^T + bias; with a second part b[1] the sum of both products.
 void run_grouped_mm(const Tensor &a, const FusedMoeWeight b[2], const int64_t N[2],
-                    const OptTensor &bias, const int32_t *ends, int64_t E, const Tensor &out) {
+                    const OptTensor &bias, const int32_t *ends, const int32_t *tiles, int64_t E,
+                    const Tensor &out) {
     FusedMoeGroupedMM p = {};
     p.a = data(a);
     p.bias = data(bias);
     p.out = mutable_data(out);
     p.ends = ends;
+    p.tiles = tiles;
     p.R = a.size(0);
     p.M = out.size(1);
     for (int i = 0; i < 2; i++) p.b[i] = b[i], p.N[i] = N[i];
     p.E = (int32_t)E;
     p.dtype = float_dtype("grouped_mm", a);
-    RUN(grouped_mm, p);
+    Tensor scratch = WORKSPACE(grouped_mm, p, a);
+    p.workspace = mutable_data(scratch);
+    RUN(grouped_mm, p, a);
 }
 
 Tensor grouped_mm(const Tensor &a_, const Tensor &b_, const Tensor &offsets) {
@@ -509,7 +551,7 @@ Tensor grouped_mm(const Tensor &a_, const Tensor &b_, const Tensor &offsets) {
                     text(shape_of(b_)));
     FusedMoeWeight b[2] = {weight(op, "b", b_, a, {E, M, N[0]}), {}};
     Tensor out = new_like(a, {a.size(0), M});
-    run_grouped_mm(a, b, N, {}, ints(ends), E, out);
+    run_grouped_mm(a, b, N, {}, ints(ends), nullptr, E, out);
     return out;
 }
 
@@ -526,11 +568,12 @@ void run_wgrad(const Tensor &a, const Tensor &b, const int32_t *b_row_token,
     p.ends = ends;
     p.R = a.size(0);
     p.T = b.size(0);
+    p.K = scores ? scores->size(1) : 1;
     p.N = b.size(1);
     for (int i = 0; i < 2; i++) p.dw[i] = dw[i], p.M[i] = M[i];
     p.E = (int32_t)E;
     p.dtype = float_dtype("wgrad", a);
-    RUN(wgrad, p);
+    RUN(wgrad, p, a);
 }
 
 Tensor wgrad(const Tensor &a_, const Tensor &b_, const Tensor &offsets,
@@ -579,10 +622,11 @@ void run_bias_grad(const Tensor &rows, const int32_t *row_token, const int32_t *
     p.ends = ends;
     p.R = R;
     p.T = rows.size(0);
+    p.K = scores ? scores->size(1) : 1;
     p.N = rows.size(1);
     p.E = (int32_t)E;
     p.dtype = float_dtype("bias_grad", rows);
-    RUN(bias_grad, p);
+    RUN(bias_grad, p, rows);
 }
 
 Tensor bias_grad(const Tensor &rows_, const Tensor &offsets) {
@@ -630,7 +674,7 @@ std::tuple<Tensor, Tensor> experts_up(const Tensor &x_, const Tensor &w1, const 
     p.layout = (FusedMoeLayout)layout;
     p.activation = activation_of(op, activation, alpha, limit);
     p.dtype = float_dtype(op, x);
-    RUN(up_gate, p);
+    RUN(up_gate, p, x);
     return {h, a};
 }
 
@@ -645,10 +689,10 @@ std::tuple<Tensor, Tensor> up_gate(const Tensor &x, const Tensor &w1, const OptT
 
 // dx_rows = dh w1, or dgate w1 + dup w3.
 void run_up_dgrad(const Tensor &dh, const FusedMoeWeight &w1, const FusedMoeWeight &w3,
-                  const Width &s, const int32_t *ends, const Tensor &dx_rows) {
+                  const Width &s, const FusedMoePlan &plan, const Tensor &dx_rows) {
     const FusedMoeWeight b[2] = {transposed(w1), transposed(w3)};
     const int64_t N[2] = {s.w1_rows, w3.data ? s.F : 0};
-    run_grouped_mm(dh, b, N, {}, ends, s.E, dx_rows);
+    run_grouped_mm(dh, b, N, {}, plan.ends, plan.tiles, s.E, dx_rows);
 }
 
 Tensor up_dgrad(const Tensor &dh_, const Tensor &w1, const OptTensor &w3, const Tensor &offsets,
@@ -660,7 +704,7 @@ Tensor up_dgrad(const Tensor &dh_, const Tensor &w1, const OptTensor &w3, const 
     Maps m = maps_of(op, dh, false, s.E, offsets, {}, {}, {});
     Tensor dx_rows = new_like(dh, {dh.size(0), s.D});
     FusedMoeWeight up = w3 ? weight(op, "w3", *w3, dh, {s.E, s.F, s.D}) : FusedMoeWeight{};
-    run_up_dgrad(dh, weight(op, "w1", w1, dh, {s.E, s.w1_rows, s.D}), up, s, m.plan.ends, dx_rows);
+    run_up_dgrad(dh, weight(op, "w1", w1, dh, {s.E, s.w1_rows, s.D}), up, s, m.plan, dx_rows);
     return dx_rows;
 }
 
@@ -688,7 +732,7 @@ experts_up_backward(const Tensor &dh_, const Tensor &x_, const Tensor &w1, const
     Tensor dscores = nothing(x, score_dtype(x));
     if (need_dx || need_dscores) {
         Tensor dx_rows = new_like(x, {m.plan.R, s.D});
-        run_up_dgrad(dh, gate, up, s, m.plan.ends, dx_rows);
+        run_up_dgrad(dh, gate, up, s, m.plan, dx_rows);
         if (need_dscores) {
             dscores = new_like(x, {m.plan.T, m.plan.K}, score_dtype(x));
             run_unpermute_backward(x, dx_rows, {}, m, {}, dscores);
@@ -739,7 +783,7 @@ Tensor experts_down(const Tensor &a_, const OptTensor &, const Tensor &w2, const
     STD_TORCH_CHECK(!scores || m.row_token, "fused_moe::", op, ": expected maps with scores");
     const FusedMoeWeight b[2] = {weight(op, "w2", w2, a, {E, D, N[0]}), {}};
     Tensor y = new_like(a, {m.plan.R, D});
-    run_grouped_mm(a, b, N, b2, m.plan.ends, E, y);
+    run_grouped_mm(a, b, N, b2, m.plan.ends, m.plan.tiles, E, y);
     if (!m.row_token) return y;
     Tensor out = new_like(a, {m.plan.T, D});
     run_unpermute(y, scores, m, out);
@@ -790,6 +834,12 @@ DownDgrad down_dgrad_of(const char *op, const Tensor &dout_, const Tensor &w2, c
     return d;
 }
 
+void run_down_dgrad(DownDgrad &d) {
+    Tensor scratch = WORKSPACE(down_dgrad, d.p, d.dout);
+    d.p.workspace = mutable_data(scratch);
+    RUN(down_dgrad, d.p, d.dout);
+}
+
 std::tuple<Tensor, Tensor, Tensor>
 down_dgrad(const Tensor &dout, const Tensor &w2, const OptTensor &b2, const Tensor &h,
            const OptTensor &scores, const Tensor &offsets, const OptTensor &row_token,
@@ -803,7 +853,7 @@ down_dgrad(const Tensor &dout, const Tensor &w2, const OptTensor &b2, const Tens
     d.p.dh = mutable_data(dh);
     d.p.a_scaled = mutable_data(a_scaled);
     d.p.dscores = mutable_data(dscores);
-    RUN(down_dgrad, d.p);
+    run_down_dgrad(d);
     return {dh, a_scaled, dscores};
 }
 
@@ -831,7 +881,7 @@ experts_down_backward(const Tensor &dout, const Tensor &h, const Tensor &w2, con
         a_scaled = new_like(d.dout, {plan.R, d.p.F});
         d.p.a_scaled = mutable_data(a_scaled);
     }
-    if (need_dh || need_dscores || need_dw2) RUN(down_dgrad, d.p);
+    if (need_dh || need_dscores || need_dw2) run_down_dgrad(d);
     if (need_dw2) {
         dw2 = grad_like(w2);
         const FusedMoeWeight dw[2] = {transposed(weight(dw2)), {}};
@@ -864,8 +914,21 @@ Tensor act_dgrad(const Tensor &da_, const Tensor &h_, int64_t layout, int64_t ac
     p.layout = (FusedMoeLayout)layout;
     p.activation = activation_of(op, activation, alpha, limit);
     p.dtype = float_dtype(op, da);
-    RUN(act_dgrad, p);
+    RUN(act_dgrad, p, da);
     return dh;
+}
+
+// What info() tells of a device: whether a CUDA tier runs there (0: it does), the driver's and the
+// runtime's CUDA version, the compute capability.
+std::tuple<int64_t, int64_t, int64_t, int64_t> cuda_device(int64_t index) {
+#ifdef FUSED_MOE_WITH_CUDA
+    FusedMoeCudaDevice found;
+    int status = fused_moe_cuda_device((int)index, &found);
+    return {status, found.driver_version, found.runtime_version, found.capability};
+#else
+    (void)index;
+    return {FUSED_MOE_NO_SUCH_TIER, 0, 0, 0};
+#endif
 }
 
 } // namespace
@@ -879,6 +942,7 @@ Tensor act_dgrad(const Tensor &da_, const Tensor &h_, int64_t layout, int64_t ac
 #define ACTIVATION "int activation, float alpha, float limit"
 
 STABLE_TORCH_LIBRARY(fused_moe, m) {
+    m.def("cuda_device(int index) -> (int status, int driver, int runtime, int capability)");
     m.def("route(Tensor logits, Tensor? bias, int top_k, int score_func, bool route_norm, float "
           "route_scale, int num_groups, int num_limited_groups) -> (Tensor scores, Tensor ids)");
     m.def("route_backward(Tensor dscores, Tensor logits, Tensor ids, int score_func, bool "
@@ -915,25 +979,38 @@ STABLE_TORCH_LIBRARY(fused_moe, m) {
           "need_dscores) -> (Tensor dh, Tensor dw2, Tensor db2, Tensor dscores)");
 }
 
-STABLE_TORCH_LIBRARY_IMPL(fused_moe, CPU, m) {
+// The same functions serve both devices: RUN looks at the tensors.
 #define IMPL(op) m.impl(#op, TORCH_BOX(&op))
-    IMPL(route);
-    IMPL(route_backward);
-    IMPL(route_plan);
-    IMPL(count_plan);
-    IMPL(permute);
-    IMPL(unpermute);
-    IMPL(unpermute_backward);
-    IMPL(grouped_mm);
-    IMPL(wgrad);
-    IMPL(bias_grad);
-    IMPL(up_gate);
-    IMPL(up_dgrad);
-    IMPL(down_dgrad);
-    IMPL(act_dgrad);
-    IMPL(experts_up);
-    IMPL(experts_up_backward);
-    IMPL(experts_down);
-    IMPL(experts_down_backward);
-#undef IMPL
+#define IMPL_ALL                                                                                   \
+    IMPL(route);                                                                                   \
+    IMPL(route_backward);                                                                          \
+    IMPL(route_plan);                                                                              \
+    IMPL(count_plan);                                                                              \
+    IMPL(permute);                                                                                 \
+    IMPL(unpermute);                                                                               \
+    IMPL(unpermute_backward);                                                                      \
+    IMPL(grouped_mm);                                                                              \
+    IMPL(wgrad);                                                                                   \
+    IMPL(bias_grad);                                                                               \
+    IMPL(up_gate);                                                                                 \
+    IMPL(up_dgrad);                                                                                \
+    IMPL(down_dgrad);                                                                              \
+    IMPL(act_dgrad);                                                                               \
+    IMPL(experts_up);                                                                              \
+    IMPL(experts_up_backward);                                                                     \
+    IMPL(experts_down);                                                                            \
+    IMPL(experts_down_backward)
+
+STABLE_TORCH_LIBRARY_IMPL(fused_moe, CPU, m) {
+    IMPL_ALL;
+}
+
+#ifdef FUSED_MOE_WITH_CUDA
+STABLE_TORCH_LIBRARY_IMPL(fused_moe, CUDA, m) {
+    IMPL_ALL;
+}
+#endif
+
+STABLE_TORCH_LIBRARY_IMPL(fused_moe, CompositeExplicitAutograd, m) {
+    IMPL(cuda_device);
 }

@@ -8,6 +8,8 @@ from pathlib import Path
 # Before torch is imported: waiting threads sleep. Spinning, they make every parallel region fifty times
 # slower when another process shares the cores.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+# cuBLAS as deterministic mode wants it, with several streams too; else it warns at every product.
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 import pytest  # noqa: E402
 import torch  # noqa: E402
@@ -29,8 +31,13 @@ def pytest_addoption(parser):
 def pytest_configure(config):
     config.addinivalue_line("markers", "gpu: needs a CUDA device")
     config.addinivalue_line("markers", "quick: a small part of every subject, about 30 s in all")
+    config.addinivalue_line("markers", "sanitizer: every kernel once on tiny shapes, for compute-sanitizer")
     if "s" not in config.option.reportchars:  # no skip without a printed reason
         config.option.reportchars += "s"
+    # The loop that judges us multiplies and sums in full float32, whatever the environment says.
+    torch.set_float32_matmul_precision("highest")
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+    torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
 
 
 def pytest_report_header(config):
@@ -53,9 +60,9 @@ def device(request):
 
 @pytest.fixture(scope="session")
 def cpu(device):
-    """The device of a test about the CPU tier alone."""
+    """The device of a test about the CPU tier alone, or one that no device changes."""
     if device.type != "cpu":
-        pytest.skip("about the CPU tier: float64 or PyTorch's CPU thread pool")
+        pytest.skip("for --device cpu alone: its threads and checks of values, the reference, the build")
     return device
 
 

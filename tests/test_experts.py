@@ -91,8 +91,6 @@ def test_accuracy(device, dtype, layout):
 @given(case=experts_cases())
 def test_any_case(device, case):
     """Any sizes, routing, layout, activation and dtype."""
-    if case.dtype == F64 and device.type != "cpu":
-        case = replace(case, dtype=F32)
     check_experts(case, device)
 
 

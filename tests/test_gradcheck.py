@@ -25,9 +25,9 @@ def check(fn, inputs: dict) -> None:
 
 @pytest.mark.parametrize("score_func", ("softmax", "sigmoid"))
 @pytest.mark.parametrize("route_norm", (False, True))
-def test_route(cpu, score_func, route_norm):
+def test_route(device, score_func, route_norm):
     """route away from ties, with and without renormalisation, scaled."""
-    logits = torch.stack([torch.randperm(9) for _ in range(4)]).to(cpu, F64) / 3
+    logits = torch.stack([torch.randperm(9) for _ in range(4)]).to(device, F64) / 3
     logits.requires_grad_()
     options = {"score_func": score_func, "route_norm": route_norm, "route_scale": 1.5}
     assert gradcheck(lambda z: route(z, 3, **options)[0], logits)
@@ -37,51 +37,51 @@ def test_route(cpu, score_func, route_norm):
 
 @pytest.mark.quick
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_fused_experts(cpu, layout):
+def test_fused_experts(device, layout):
     """Every layout with biases: x, weights, biases and scores at once, scores on either side."""
     activations = ("silu", "gelu", "gelu_tanh", "swiglu_clamped")
     for score_on in ("output", "input"):
         activation = activations[(list(LAYOUTS).index(layout) + len(score_on)) % 4]
         case = Case(5, 3, 2, 4, 2, F64, "sentinels", layout, activation, bias=True, score_on=score_on, seed=1)
-        ids = case.ids(cpu)
+        ids = case.ids(device)
         check(
             lambda ids=ids, case=case, **t: fused_experts(
                 **t, ids=ids, score_on=case.score_on, **case.options
             ),
-            case.inputs(cpu),
+            case.inputs(device),
         )
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_grouped_mlp(cpu, layout):
+def test_grouped_mlp(device, layout):
     """Every layout without scores, an empty expert and a row past the last."""
     case = Case(dim=3, hidden=2, num_experts=3, dtype=F64, layout=layout, bias=True)
-    counts = torch.tensor([2, 0, 3], device=cpu)
-    inputs = {"x_rows": leaf(6, 3, device=cpu), **case.weights(cpu)}
+    counts = torch.tensor([2, 0, 3], device=device)
+    inputs = {"x_rows": leaf(6, 3, device=device), **case.weights(device)}
     check(lambda **t: grouped_mlp(**t, counts=counts, **case.options), inputs)
 
 
-def test_grouped_mm(cpu):
+def test_grouped_mm(device):
     """grouped_mm and its gradients close under differentiation: first and second order."""
-    a, b = leaf(7, 3, device=cpu), leaf(3, 2, 3, device=cpu)
-    ends = torch.tensor([2, 2, 6], dtype=torch.int32, device=cpu)
+    a, b = leaf(7, 3, device=device), leaf(3, 2, 3, device=device)
+    ends = torch.tensor([2, 2, 6], dtype=torch.int32, device=device)
     assert gradcheck(lambda a, b: grouped_mm(a, b, ends), (a, b))
     assert gradgradcheck(lambda a, b: grouped_mm(a, b, ends), (a, b))
 
 
-def test_wgrad(cpu):
+def test_wgrad(device):
     """wgrad of rows as they lie, first and second order."""
-    a, b = leaf(7, 3, device=cpu), leaf(7, 2, device=cpu)
-    ends = torch.tensor([2, 2, 7], dtype=torch.int32, device=cpu)
+    a, b = leaf(7, 3, device=device), leaf(7, 2, device=device)
+    ends = torch.tensor([2, 2, 7], dtype=torch.int32, device=device)
     assert gradcheck(lambda a, b: ops.wgrad(a, b, ends), (a, b))
     assert gradgradcheck(lambda a, b: ops.wgrad(a, b, ends), (a, b))
 
 
-def test_permute_and_unpermute(cpu):
+def test_permute_and_unpermute(device):
     """Both, with sentinels; unweighted they may be differentiated twice."""
-    ids = torch.tensor([[0, 2], [1, -1], [2, 0], [7, 7]], device=cpu)
+    ids = torch.tensor([[0, 2], [1, -1], [2, 0], [7, 7]], device=device)
     plan = route_plan(ids, 3)
-    x, rows, scores = leaf(4, 3, device=cpu), leaf(8, 3, device=cpu), leaf(4, 2, device=cpu)
+    x, rows, scores = leaf(4, 3, device=device), leaf(8, 3, device=device), leaf(4, 2, device=device)
     assert gradcheck(lambda x: permute(x, ids, 3)[0], x)
     assert gradgradcheck(lambda x: permute(x, ids, 3)[0], x)
     assert gradcheck(lambda rows, scores: unpermute(rows, plan, scores), (rows, scores))
@@ -90,12 +90,12 @@ def test_permute_and_unpermute(cpu):
 
 
 @pytest.mark.parametrize("layout", ("separate", "ungated", "interleaved"))
-def test_up_gate(cpu, layout):
+def test_up_gate(device, layout):
     """The fine-grained up side: gradients through h and through a."""
     case = Case(4, 3, 2, 3, 2, F64, layout=layout, bias=True)
-    inputs = {n: case.inputs(cpu)[n] for n in ("x", "w1", "w3", "b1", "b3")}
+    inputs = {n: case.inputs(device)[n] for n in ("x", "w1", "w3", "b1", "b3")}
     code = {"separate": 0, "ungated": 3, "interleaved": 2}[layout]
-    maps = route_plan(case.ids(cpu), 3)[1:]
+    maps = route_plan(case.ids(device), 3)[1:]
 
     def up_gate(x, w1, w3, b1, b3):
         return ops.up_gate(x, w1, w3, b1, b3, *maps, code, 0, 1.0, 1.0)

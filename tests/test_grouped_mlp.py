@@ -71,8 +71,6 @@ def test_accuracy(device, dtype):
 )
 def test_any_case(device, counts, spare, dim, hidden, layout, activation, bias, dtype, form):
     """Any counts, sizes, layout, activation, dtype and storage."""
-    if dtype == F64 and device.type != "cpu":
-        dtype = F32
     case = Case(
         dim=dim, hidden=hidden, num_experts=len(counts), layout=layout, activation=activation,
         bias=bias, dtype=dtype,

@@ -66,8 +66,6 @@ def test_accuracy(device, dtype):
 )
 def test_any_sizes(device, counts, spare, widths, dtype, form):
     """Any counts, widths, dtype and storage."""
-    if dtype == F64 and device.type != "cpu":
-        dtype = F32
     inputs, dout, ends = setup(device, dtype, counts, spare, *widths)
     inputs = {n: FORMS[form](t) for n, t in inputs.items()}
     check_against_reference("grouped_mm", inputs, FORMS[form](dout), offsets=ends)

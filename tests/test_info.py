@@ -1,8 +1,9 @@
 """fused_moe.info() and python -m fused_moe: what runs here, and why something does not."""
 
+import os
 import subprocess
 import sys
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import pytest
@@ -13,23 +14,37 @@ import fused_moe
 
 @pytest.mark.quick
 def test_info_tells_versions_tiers_and_threads(device):
-    """Versions, the library's file, the tiers, the CPU's threads and how it was built."""
+    """Versions, the library's file, the tiers and the CPU's threads."""
     info = fused_moe.info()
-    assert info["fused_moe"] == fused_moe.__version__ == version("fused_moe")
+    assert info["fused_moe"] == fused_moe.__version__
     assert info["torch"] == torch.__version__
     assert Path(info["library"]).exists()
     assert info["tiers"]["cpu"] == "on"
     assert info["cpu"]["threads"] == torch.get_num_threads()
-    assert {"c_compiler", "cxx_compiler", "gpu_targets", "abi_target"} <= set(info["build"])
+
+
+def test_info_tells_how_it_was_built(device):
+    """The compilers and targets, from _host."""
+    pytest.importorskip("fused_moe._host", reason="fused_moe._host was not built for this Python")
+    assert {"c_compiler", "cxx_compiler", "gpu_targets", "abi_target"} <= set(fused_moe.info()["build"])
+
+
+def test_the_installed_version_is_the_packages(device):
+    """pip and import agree on the version."""
+    try:
+        installed = version("fused_moe")
+    except PackageNotFoundError:
+        pytest.skip("fused_moe is imported from a folder, not installed")
+    assert installed == fused_moe.__version__
 
 
 def test_info_says_why_cuda_is_off(device):
     """A tier that is off comes with its reason."""
     cuda = fused_moe.info()["tiers"]["cuda"]
     if device.type == "cuda":
-        assert cuda == "on"
+        assert cuda.startswith("on")
     else:
-        assert cuda == "on" or cuda.startswith("off: ")
+        assert cuda.startswith(("on", "off: "))
 
 
 def test_info_follows_the_number_of_threads(cpu, threads):
@@ -66,6 +81,8 @@ def test_the_public_names(device):
 @pytest.mark.quick
 def test_python_m_prints_info(device, tmp_path):
     """python -m fused_moe prints the report and exits with 0, from any folder."""
-    run = subprocess.run([sys.executable, "-m", "fused_moe"], capture_output=True, text=True, cwd=tmp_path)
+    env = os.environ | {"PYTHONPATH": str(Path(fused_moe.__file__).parents[1])}  # where it is not installed
+    command = [sys.executable, "-m", "fused_moe"]
+    run = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=env)
     assert run.returncode == 0, run.stderr
     assert fused_moe.__version__ in run.stdout and "tiers" in run.stdout

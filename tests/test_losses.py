@@ -69,10 +69,10 @@ def test_any_leading_shape(device):
     assert torch.equal(load_balancing_loss(logits, ids.view(3, 5, 2), 7), expected)
 
 
-def test_gradients(cpu):
+def test_gradients(device):
     """Both agree with numerical gradients, the z-loss also for large logits."""
-    ids = torch.randint(5, (6, 2), device=cpu)
-    logits = torch.randn(6, 5, dtype=F64, device=cpu, requires_grad=True)
+    ids = torch.randint(5, (6, 2), device=device)
+    logits = torch.randn(6, 5, dtype=F64, device=device, requires_grad=True)
     eps, tolerance = 1e-3, 1e-3  # computed in float32
     for loss in (lambda z: load_balancing_loss(z, ids, 5), router_z_loss):
         (grad,) = torch.autograd.grad(loss(logits), logits)

@@ -395,10 +395,10 @@ def test_load_report_before_any_token(device):
     assert "0.00" in str(report)
 
 
-def test_float64_layer(cpu):
+def test_float64_layer(device):
     """A float64 layer routes in float64."""
-    ours, loop = pair(cpu, F64, **SETTINGS["deepseek"])
-    x = torch.randn(20, 24, dtype=F64, device=cpu)
+    ours, loop = pair(device, F64, **SETTINGS["deepseek"])
+    x = torch.randn(20, 24, dtype=F64, device=device)
     torch.testing.assert_close(ours(x), loop(x), rtol=1e-12, atol=1e-13)
 
 

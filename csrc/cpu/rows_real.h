@@ -54,7 +54,8 @@ ROW_FN void REAL_NAME(merge)(void *pairs_, const void *even_, const void *odd_, 
 #define ACT_NAME(x) REAL_NAME(x)
 #define ACT_FN INLINE
 #define ACT_EXP REAL_EXP
-#define ACT_ERF REAL_ERF
+#define ACT_CDF(x) ((REAL)0.5 * (1 + REAL_ERF((x) * (REAL)0.70710678118654752440)))
+#define ACT_SIGMOID(x) (1 / (1 + REAL_EXP(-(x))))
 #include "../activation.h"
 
 /* One pair of loops an activation, so that each vectorises. */

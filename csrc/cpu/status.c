@@ -10,6 +10,16 @@ const char *fused_moe_status_string(int status) {
     case FUSED_MOE_OUT_OF_MEMORY: return "out of memory";
     case FUSED_MOE_PRODUCT_FAILED: return "PyTorch's matrix product or thread pool failed";
     case FUSED_MOE_UNSUPPORTED_DTYPE: return "expected float32, float64, float16 or bfloat16";
+    case FUSED_MOE_DRIVER_TOO_OLD:
+        return "the NVIDIA driver is too old for the CUDA runtime of this build; tensors on the "
+               "CPU "
+               "work";
+    case FUSED_MOE_GPU_TOO_OLD:
+        return "expected a GPU of compute capability 8.0 or newer; tensors on the CPU work";
+    case FUSED_MOE_NO_SUCH_TIER:
+        return "expected FUSED_MOE_TIER to be portable or auto: hopper is not in this build, other "
+               "tiers do not exist";
+    case FUSED_MOE_CUDA_ERROR: return "a CUDA call failed";
     default: return "unknown status";
     }
 }

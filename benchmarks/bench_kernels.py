@@ -1,0 +1,196 @@
+"""Times the kernels that move and choose, which memory bounds, against a copy on the same device.
+
+    python benchmarks/bench_kernels.py --shape olmoe --what route --what permute --json out.json
+
+GB/s counts every input read once and every output written once; copy_ratio is that rate over a large
+copy's, which counts what it reads and what it writes. On a GPU graph_us is the same call replayed from a
+CUDA graph: without the gaps between its launches.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import common
+import torch
+from common import MIB, Error
+from torch import Tensor
+
+CHECKED_TOKENS = 1024
+WHATS = (
+    "route",
+    "route_backward",
+    "route_plan",
+    "route_and_plan",
+    "permute",
+    "combine",
+    "unpermute_backward",
+)
+
+
+class Kernel(NamedTuple):
+    """What is timed, what it must read, and how to check what it returns."""
+
+    inputs: tuple[Tensor, ...]
+    run: Callable[[], object]
+    check: Callable[[Error, object], None]
+
+
+def arguments(argv: list[str] | None) -> argparse.Namespace:
+    flags = common.parser(__doc__)
+    flags.add_argument("--what", choices=WHATS, action="append", help="may be repeated; default: all")
+    return flags.parse_args(argv)
+
+
+class Case:
+    """The tensors of a layer's routing, and each kernel on them."""
+
+    def __init__(self, sizes: common.Sizes, routing: str, dtype: str, device: str):
+        import fused_moe
+
+        torch.manual_seed(0)
+        T, self.num_experts, self.top_k, D, _ = sizes
+        self.ops, self.reference = torch.ops.fused_moe, fused_moe.reference
+        factory = {"dtype": common.DTYPES[dtype], "device": device}
+        self.logits = common.routing_logits(routing, sizes, device).to(factory["dtype"])
+        self.scores, self.ids = fused_moe.route(self.logits, self.top_k)
+        self.dscores = torch.randn_like(self.scores)
+        self.plan = fused_moe.route_plan(self.ids, self.num_experts)
+        self.maps = self.plan[1:5]
+        self.x, self.dout = torch.randn(T, D, **factory), torch.randn(T, D, **factory)
+        self.rows = torch.randn(T * self.top_k, D, **factory)
+        # to be checked: the last tokens, at the end of every offset
+        self.last = slice(max(0, T - CHECKED_TOKENS), T)
+        self.last_rows = self.plan.token_row[self.last].long()
+
+    def route(self) -> Kernel:
+        def check(error: Error, found) -> None:
+            scores, ids = self.reference.route(self.logits, self.top_k)
+            error.add_equal("ids", found[1], ids)
+            error.add("scores", found[0], scores)
+
+        softmax, plain = 0, (False, 1.0, 0, 0)
+        return Kernel(
+            (self.logits,),
+            lambda: self.ops.route(self.logits, None, self.top_k, softmax, *plain),
+            check,
+        )
+
+    def route_backward(self) -> Kernel:
+        def check(error: Error, found) -> None:
+            logits = self.logits.double().requires_grad_()
+            scores = logits.softmax(-1).gather(-1, self.ids.long())
+            error.add("dlogits", found, *torch.autograd.grad(scores, logits, self.dscores.double()))
+
+        inputs = self.dscores, self.logits, self.ids
+        return Kernel(inputs, lambda: self.ops.route_backward(*inputs, 0, False, 1.0), check)
+
+    def route_plan(self) -> Kernel:
+        def check(error: Error, found) -> None:
+            exact = self.reference.route_plan(self.ids, self.num_experts)
+            for name, ours, right in zip(exact._fields[:5], found, exact, strict=False):
+                error.add_equal(name, ours, right)
+
+        return Kernel((self.ids,), lambda: self.ops.route_plan(self.ids, self.num_experts), check)
+
+    def route_and_plan(self) -> Kernel:
+        """What stands between the router's product and the experts."""
+        route, plan = self.route(), self.route_plan()
+
+        def run():
+            scores, ids = route.run()
+            return scores, ids, *self.ops.route_plan(ids, self.num_experts)
+
+        def check(error: Error, found) -> None:
+            route.check(error, found[:2])
+            plan.check(error, found[2:])
+
+        return Kernel((self.logits,), run, check)
+
+    def permute(self) -> Kernel:
+        def check(error: Error, found) -> None:
+            error.add("rows", found[self.last_rows], self.x[self.last].unsqueeze(1).double())
+
+        return Kernel((self.x, self.plan.row_token), lambda: self.ops.permute(self.x, *self.maps), check)
+
+    def combine(self) -> Kernel:
+        def check(error: Error, found) -> None:
+            exact = self.scores[self.last].unsqueeze(1).double() @ self.rows[self.last_rows].double()
+            error.add("out", found[self.last], exact.squeeze(1))
+
+        inputs = self.rows, self.scores
+        return Kernel((*inputs, self.plan.token_row), lambda: self.ops.unpermute(*inputs, *self.maps), check)
+
+    def unpermute_backward(self) -> Kernel:
+        def check(error: Error, found) -> None:
+            drows, dscores = found
+            dout, scores = self.dout[self.last].unsqueeze(1).double(), self.scores[self.last].double()
+            error.add("drows", drows[self.last_rows], scores.unsqueeze(-1) * dout)
+            error.add("dscores", dscores[self.last], (self.rows[self.last_rows].double() * dout).sum(-1))
+
+        inputs = self.dout, self.rows, self.scores
+        return Kernel(
+            (*inputs, self.plan.token_row),
+            lambda: self.ops.unpermute_backward(*inputs, *self.maps, True, True),
+            check,
+        )
+
+
+def size_of(tensors: object) -> int:
+    """Bytes of a tensor or of several."""
+    return sum(t.nbytes for t in ((tensors,) if isinstance(tensors, Tensor) else tensors))
+
+
+def measure(shape: str, dtype: str, options: argparse.Namespace) -> Iterator[dict]:
+    case = Case(common.layer_sizes(shape), options.routing, dtype, options.device)
+    whats = options.what or WHATS
+    kernels = {what: getattr(case, what)() for what in whats}
+    errors, sizes = {}, {}
+    for what, kernel in kernels.items():
+        found, error = kernel.run(), Error()
+        kernel.check(error, found)
+        errors[what] = error.check(f"{shape} {what}", dtype)
+        sizes[what] = size_of(kernel.inputs) + size_of(found)
+
+    source = torch.empty((1024 if options.device == "cuda" else 64) * MIB, dtype=torch.int8)
+    source = source.fill_(1).to(options.device)
+    target = torch.empty_like(source)
+    runs = {what: kernel.run for what, kernel in kernels.items()} | {"copy": lambda: target.copy_(source)}
+    if options.device == "cuda":
+        for what, kernel in kernels.items():
+            try:
+                runs[f"{what} as a graph"] = common.as_graph(kernel.run)
+            except RuntimeError as error:
+                print(f"{what} is not timed as a graph: {error}", flush=True)
+    seconds = common.times(common.clock(options.device, lead=0), runs, options.repeats)
+    copy_rate = 2 * source.nbytes / seconds["copy"] / 1e9
+    for what in whats:
+        rate = sizes[what] / seconds[what] / 1e9
+        graph = seconds.get(f"{what} as a graph")
+        yield common.record(
+            options,
+            bench="kernel",
+            shape=shape,
+            routing=options.routing,
+            dtype=dtype,
+            what=what,
+            time_us=round(seconds[what] * 1e6, 1),
+            max_rel_error=errors[what],
+            graph_us=graph and round(graph * 1e6, 1),
+            gb_per_s=round(rate, 1),
+            copy_ratio=round(rate / copy_rate, 3),
+            copy_gb_per_s=round(copy_rate, 1),
+        )
+
+
+def main(argv: list[str] | None = None) -> None:
+    options = arguments(argv)
+    common.start(options)
+    every = ((shape, dtype) for shape in options.shape for dtype in options.dtype)
+    common.report(options, (r for shape, dtype in every for r in measure(shape, dtype, options)))
+
+
+if __name__ == "__main__":
+    main()

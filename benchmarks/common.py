@@ -1,0 +1,330 @@
+"""What the benchmark programs share: flags, shapes, routing, timing, and the records they leave.
+
+A record is a flat dictionary with the names of FIELDS first; what a program has not measured is None.
+Everything that is compared is timed in one run and in turns, since a GPU's clocks follow its heat: a
+ratio holds within its record, a time only for that minute.
+
+fused_moe is imported by the functions that need it, after `start`: the environment variable behind --tier
+has to stand before the library is loaded.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import platform
+import statistics
+import subprocess
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+HERE = Path(__file__).parent
+SHAPES = json.loads((HERE / "shapes.json").read_text())
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+ERROR_BOUNDS = {"fp32": 1e-5, "fp16": 2e-3, "bf16": 1e-2}
+MIB = 2**20
+
+KEY = ("bench", "shape", "routing", "tier", "dtype", "what")
+FIELDS = (
+    *KEY,
+    "time_us",
+    "tflops",
+    "dense_ratio",
+    "torch_ratio",
+    "peer",
+    "peer_ratio",
+    "activation_mib",
+    "peak_mib",
+    "max_rel_error",
+)
+
+
+class Sizes(NamedTuple):
+    """T tokens, E experts, K experts per token, D model width, F expert hidden width."""
+
+    num_tokens: int
+    num_experts: int
+    top_k: int
+    dim: int
+    hidden_dim: int
+
+
+# --- flags --------------------------------------------------------------------------------------------
+
+
+def parser(doc: str) -> argparse.ArgumentParser:
+    """The flags of every program that measures; `doc` opens with the line that describes it."""
+    flags = argparse.ArgumentParser(description=doc.splitlines()[0])
+    add = flags.add_argument
+    add("--shape", action="append", help="a name of shapes.json or T,E,K,D,F; may be repeated")
+    add("--routing", default="random", help="random, balanced, worst or zipf:EXPONENT")
+    add("--dtype", choices=DTYPES, action="append", help="may be repeated")
+    add("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    add("--tier", choices=("auto", "portable", "hopper"), default="auto", help="of the CUDA kernels")
+    add("--repeats", type=int, help="default: 9 on the CPU, 20 on a GPU")
+    add("--threads", type=int, help="default: PyTorch's own choice")
+    add("--json", type=Path, help="where the records go")
+    add("--append", action="store_true", help="keep the other records of that file")
+    return flags
+
+
+def start(options: argparse.Namespace) -> None:
+    """Does what the flags ask before fused_moe is loaded, and fills in what was left out."""
+    os.environ["FUSED_MOE_TIER"] = options.tier
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    import fused_moe
+    from fused_moe.ops import HAS_CUDA_KERNELS
+
+    runs_on_gpu = HAS_CUDA_KERNELS and torch.cuda.is_available()
+    if options.device == "cuda" and not runs_on_gpu:
+        raise SystemExit(f"--device cuda: {fused_moe.info()['tiers']}")
+    if options.device == "auto":
+        options.device = "cuda" if runs_on_gpu else "cpu"
+    on_cpu = options.device == "cpu"
+    options.tier = "cpu" if on_cpu else _tier_in_use(options.tier, fused_moe.info()["tiers"])
+    options.repeats = options.repeats or (9 if on_cpu else 20)
+    options.dtype = options.dtype or (["fp32", "bf16"] if on_cpu else ["bf16"])
+    options.shape = options.shape or [name for name in SHAPES["layers"] if name.startswith("cpu") == on_cpu]
+
+
+def _tier_in_use(asked: str, tiers: dict[str, str]) -> str:
+    if asked != "auto":
+        return asked
+    best_first = ("hopper", "portable")
+    on = [name for name, state in tiers.items() if state.startswith("on")]
+    return next((tier for tier in best_first if any(tier in name for name in on)), "auto")
+
+
+# --- shapes and routing -------------------------------------------------------------------------------
+
+
+def layer_sizes(shape: str) -> Sizes:
+    if shape in SHAPES["layers"]:
+        return Sizes(**SHAPES["layers"][shape])
+    try:
+        return Sizes(*map(int, shape.split(",")))
+    except (TypeError, ValueError):
+        raise SystemExit(f"--shape: expected T,E,K,D,F or one of {', '.join(SHAPES['layers'])}") from None
+
+
+def routing_logits(routing: str, sizes: Sizes, device: str) -> Tensor:
+    """Logits (T, E) whose K largest fall on the experts as `routing` says.
+
+    random: every expert is as likely. balanced: all counts are equal, up to one. zipf:S: the chance to be
+    drawn falls as rank ** -S. worst: the same K experts take every token. Scores stay of ordinary size
+    everywhere, because denormal ones would measure the arithmetic unit.
+    """
+    T, E, K, *_ = sizes
+    noise = torch.randn(T, E, device=device)
+    experts = torch.arange(E, device=device)
+    if routing == "random":
+        return noise
+    if routing == "worst":
+        return noise + 16 * (experts < K)
+    if routing == "balanced":
+        first = torch.arange(T, device=device)[:, None] * K
+        return 0.5 * noise + 8 * ((experts - first) % E < K)
+    if routing.startswith("zipf:"):  # the K largest of log(weight) + Gumbel noise: drawn by weight
+        gumbel = -torch.empty_like(noise).exponential_().log()
+        return gumbel - float(routing.removeprefix("zipf:")) * (experts + 1).log()
+    raise SystemExit(f"--routing: expected random, balanced, worst or zipf:EXPONENT, found {routing}")
+
+
+def tokens_and_gate(logits: Tensor, dim: int) -> tuple[Tensor, Tensor]:
+    """Random x (T, D) and a router's weight (E, D), orthonormal, with x @ weight.T = logits."""
+    T, E = logits.shape
+    if E > dim:
+        raise SystemExit(f"--shape: expected at most D = {dim} experts, found {E}")
+    gate = torch.linalg.qr(torch.randn(dim, E, device=logits.device)).Q.T
+    x = torch.randn(T, dim, device=logits.device)
+    return x + (logits - x @ gate.T) @ gate, gate
+
+
+# --- timing -------------------------------------------------------------------------------------------
+
+
+class CpuClock:
+    """Seconds that a call takes."""
+
+    warm_up = 1
+
+    def __call__(self, run: Callable) -> float:
+        start = time.perf_counter()
+        run()
+        return time.perf_counter() - start
+
+
+class CudaClock:
+    """Seconds between two events around a call, with nothing of its data in the L2 cache.
+
+    A layer of a training step finds its kernels queued long before the GPU comes to them. `lead` lets
+    Python run ahead by as many cycles in the same way; without it a short kernel shows its launch.
+    """
+
+    warm_up = 3
+
+    def __init__(self, lead: int = 0):
+        self.lead = lead
+        self.flush = torch.empty(256 * MIB, dtype=torch.int8, device="cuda")
+
+    def __call__(self, run: Callable) -> float:
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        self.flush.zero_()
+        if self.lead:
+            torch.cuda._sleep(self.lead)
+        begin.record()
+        run()
+        end.record()
+        end.synchronize()
+        return begin.elapsed_time(end) / 1e3
+
+
+def clock(device: str, lead: int = 500_000) -> CpuClock | CudaClock:
+    return CudaClock(lead) if device == "cuda" else CpuClock()
+
+
+def times(clock: CpuClock | CudaClock, runs: dict[str, Callable], repeats: int) -> dict[str, float]:
+    """Median seconds of every run; they take turns, so that all meet the same clocks."""
+    for run in runs.values():
+        for _ in range(clock.warm_up):
+            clock(run)
+    samples: dict[str, list[float]] = {name: [] for name in runs}
+    for _ in range(repeats):
+        for name, run in runs.items():
+            samples[name].append(clock(run))
+    return {name: statistics.median(s) for name, s in samples.items()}
+
+
+def as_graph(run: Callable) -> Callable:
+    """`run` as the replay of a CUDA graph: its kernels without the gaps between their launches."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):  # whatever happens once only must not happen in the capture
+        run()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    return graph.replay
+
+
+def has_grouped_mm(device: str, dtype: str) -> bool:
+    """Whether torch._grouped_mm is one kernel here; elsewhere it is a loop, or missing."""
+    fast = device == "cuda" and dtype == "bf16" and torch.cuda.get_device_capability() >= (9, 0)
+    return fast and hasattr(torch, "_grouped_mm")
+
+
+# --- errors -------------------------------------------------------------------------------------------
+
+
+class Error:
+    """The largest norm-relative difference from exact tensors, each name's parts taken together."""
+
+    def __init__(self):
+        self.sums: dict[str, list[float]] = {}
+
+    def add(self, name: str, found: Tensor, exact: Tensor) -> None:
+        found, exact = found.detach().double(), exact.detach().double()
+        sums = self.sums.setdefault(name, [0.0, 0.0])
+        sums[0] += float((found - exact).square().sum())
+        sums[1] += float(exact.square().sum())
+
+    def add_equal(self, name: str, found: Tensor, exact: Tensor) -> None:
+        """For integers, which are right or wrong."""
+        self.sums[name] = [0.0 if torch.equal(found, exact) else torch.inf, 1.0]
+
+    def check(self, title: str, dtype: str) -> float:
+        """The error; ends the program where it is too large: nothing wrong is timed."""
+        errors = {name: (d / max(n, 1e-300)) ** 0.5 for name, (d, n) in self.sums.items()}
+        worst = max(errors, key=errors.get)
+        if not all(error < ERROR_BOUNDS[dtype] for error in errors.values()):
+            found = ", ".join(f"{name} {error:.1e}" for name, error in errors.items())
+            raise SystemExit(f"{title} {dtype}: wrong before it is fast: {found}")
+        return errors[worst]
+
+
+# --- records ------------------------------------------------------------------------------------------
+
+
+def record(options: argparse.Namespace, **measured) -> dict:
+    return dict.fromkeys(FIELDS) | {"tier": options.tier} | measured | machine(options.device)
+
+
+def ratio(seconds: dict[str, float], name: str) -> float | None:
+    """How many times as long `name` takes as ours; None where it was not timed."""
+    return round(seconds[name] / seconds["ours"], 3) if name in seconds else None
+
+
+def machine(device: str) -> dict[str, str | int]:
+    return {
+        "cpu": _cpu_name(),
+        "threads": torch.get_num_threads(),
+        "gpu": torch.cuda.get_device_name() if device == "cuda" else "none",
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda or "none",
+        "commit": os.environ.get("COMMIT") or _commit(),
+        "date": datetime.date.today().isoformat(),
+    }
+
+
+def _cpu_name() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return (names or [platform.processor()])[0]
+
+
+def _commit() -> str:
+    command = ["git", "describe", "--always", "--dirty"]
+    try:
+        found = subprocess.run(command, capture_output=True, text=True, cwd=HERE)
+    except FileNotFoundError:
+        return "unknown"
+    return found.stdout.strip() or "unknown"
+
+
+def merge(old: Iterable[dict], new: Iterable[dict]) -> list[dict]:
+    """Both, where a new record takes the place of an old one with the same KEY."""
+    by_key = {tuple(r[name] for name in KEY): r for r in (*old, *new)}
+    return list(by_key.values())
+
+
+def report(options: argparse.Namespace, records: Iterable[dict]) -> None:
+    """Prints every record as it comes, and writes the file after each, so that a stopped run leaves some."""
+    path, found = options.json, []
+    old = json.loads(path.read_text()) if path and options.append and path.exists() else []
+    for r in records:
+        print(line(r), flush=True)
+        found.append(r)
+        if path:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(json.dumps(merge(old, found), indent=1) + "\n")
+
+
+def line(r: dict) -> str:
+    """A record on one line; what it has not measured is left out."""
+    tflops = r["tflops"] or 0
+    rate = f"{tflops:7.1f} TFLOP/s" if tflops >= 1 else f"{tflops * 1e3:7.1f} GFLOP/s"
+    peers = [name for name in r if name.startswith("ratio_to_")]
+    parts = [
+        (r["tflops"], rate),
+        (r.get("gb_per_s"), "{:7.0f} GB/s"),
+        (r["dense_ratio"], "{:.2f} of dense"),
+        (r.get("copy_ratio"), "{:.2f} of copy"),
+        (r.get("graph_us"), "{:.1f} us as a graph"),
+        (r["torch_ratio"], "{:.2f}x torch"),
+        *((r[name], f"{{:.2f}}x {name.removeprefix('ratio_to_')}") for name in peers),
+        (r["activation_mib"], "keeps {:.0f} MiB"),
+        (r["peak_mib"], "peak {:.0f} MiB"),
+        (r["max_rel_error"], "error {:.1e}"),
+    ]
+    title = f"{r['shape']:16} {r['routing']:9} {r['dtype']} {r['what']:17} {r['time_us'] / 1e3:9.3f} ms"
+    return "  ".join([title, *(text.format(value) for value, text in parts if value is not None)])

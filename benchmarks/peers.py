@@ -1,0 +1,124 @@
+"""Other implementations of the layer, with the parameters of ours.
+
+Each entry of PEERS builds a module from a fused_moe.FusedMoE: softmax over all experts, the K best,
+renormalised; silu gate times up; no biases. What is not installed raises Unavailable with the reason.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fused_moe import FusedMoE, reference
+
+
+class Unavailable(Exception):
+    """A peer that cannot run here."""
+
+
+def route(x: Tensor, gate: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
+    """The usual router in plain PyTorch: scores (T, K) in x's dtype, ids (T, K)."""
+    scores, ids = F.linear(x, gate).float().softmax(-1).topk(top_k)
+    return (scores / scores.sum(-1, keepdim=True)).to(x.dtype), ids
+
+
+class TorchMoE(nn.Module):
+    """PyTorch's own path, as torchtitan arranges it: sort, gather, torch._grouped_mm, scatter, combine.
+
+    index_select and index_copy, since the backward of plain indexing sorts once more. It shares the
+    parameters of `ours`: copies would take gigabytes.
+    """
+
+    def __init__(self, ours: FusedMoE):
+        super().__init__()
+        self.gate = ours.router.gate.weight
+        self.w1, self.w2, self.w3 = ours.experts.w1, ours.experts.w2, ours.experts.w3
+        self.top_k, self.num_experts = ours.top_k, ours.num_experts
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores, ids = route(x, self.gate, self.top_k)
+        by_expert, order = ids.flatten().sort(stable=True)
+        experts = torch.arange(self.num_experts, device=x.device)
+        ends = torch.searchsorted(by_expert, experts, right=True, out_int32=True)
+        rows = x.index_select(0, order // self.top_k)
+        gate = torch._grouped_mm(rows, self.w1.transpose(-2, -1), offs=ends)
+        up = torch._grouped_mm(rows, self.w3.transpose(-2, -1), offs=ends)
+        y = torch._grouped_mm(F.silu(gate) * up, self.w2.transpose(-2, -1), offs=ends)
+        slots = torch.empty_like(y).index_copy_(0, order, y)
+        return (scores.unsqueeze(1) @ slots.unflatten(0, scores.shape)).squeeze(1)
+
+
+class ScatterMoE(nn.Module):
+    """github.com/shawntan/scattermoe, whose packed first weight holds the up half before the gate half."""
+
+    def __init__(self, ours: FusedMoE):
+        super().__init__()
+        try:
+            from scattermoe.mlp import GLUMLP
+        except ImportError as error:
+            raise Unavailable(f"scattermoe is not installed ({error})") from None
+        experts = ours.experts
+        with torch.device(experts.w1.device):
+            mlp = GLUMLP(experts.dim, experts.hidden_dim, ours.num_experts, ours.top_k, activation=nn.SiLU())
+        self.mlp = mlp.to(experts.w1.dtype)
+        self.gate, self.top_k = ours.router.gate.weight, ours.top_k
+        with torch.no_grad():
+            self.mlp.experts.weight.copy_(torch.cat([experts.w3, experts.w1], dim=1))
+            self.mlp.output_experts.weight.copy_(experts.w2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.mlp(x, *route(x, self.gate, self.top_k))
+
+
+class SonicMoE(nn.Module):
+    """github.com/Dao-AILab/sonic-moe through the function that its own benchmark times.
+
+    Its MoE module would add a balance loss. Gate and up rows of its first weight alternate. Its softmax
+    over the K chosen logits is our renormalised softmax over all.
+    """
+
+    def __init__(self, ours: FusedMoE):
+        super().__init__()
+        try:
+            from sonicmoe.enums import ActivationType
+            from sonicmoe.functional import moe_TC_softmax_topk_layer
+        except ImportError as error:
+            raise Unavailable(f"sonicmoe is not installed ({error})") from None
+        experts = ours.experts
+        self.layer, self.activation = moe_TC_softmax_topk_layer, ActivationType.SWIGLU
+        self.gate, self.w2, self.top_k = ours.router.gate.weight, experts.w2, ours.top_k
+        self.w13 = nn.Parameter(torch.stack([experts.w1, experts.w3], dim=2).flatten(1, 2).detach())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(
+            x,
+            self.gate,
+            self.w13.permute(1, 2, 0),
+            None,
+            self.w2.permute(1, 2, 0),
+            None,
+            self.top_k,
+            torch.cuda.current_stream().cuda_stream,
+            activation_type=self.activation,
+            is_inference_mode_enabled=not torch.is_grad_enabled(),
+        )[0]
+
+
+def loop(ours: FusedMoE) -> nn.Module:
+    """One expert after another: fused_moe.reference."""
+    weight = ours.experts.w1
+    layer = reference.FusedMoE(
+        ours.experts.dim,
+        ours.experts.hidden_dim,
+        ours.num_experts,
+        ours.top_k,
+        **ours.router.routing,
+        device=weight.device,
+        dtype=weight.dtype,
+    )
+    layer.load_state_dict(ours.state_dict())
+    return layer
+
+
+PEERS = {"loop": loop, "torch": TorchMoE, "scattermoe": ScatterMoE, "sonicmoe": SonicMoE}

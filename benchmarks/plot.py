@@ -1,0 +1,132 @@
+"""Draws records: roofline.png, the rate over arithmetic intensity, and ratios.png, bars for every shape.
+
+python benchmarks/plot.py benchmarks/results/*.json -o pictures
+
+Records of several machines get a panel each. The ceilings are what the records themselves measured: the
+fastest dense product, and the large copy of bench_kernels.py where there is one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt  # noqa: E402
+
+RATIOS = {"dense_ratio": "to dense", "torch_ratio": "to PyTorch", "peer_ratio": "to the best peer"}
+COLOURS = dict(zip(RATIOS, ("tab:blue", "tab:orange", "tab:green"), strict=True))
+MARKERS = "osD^v<>Ph*"
+
+
+def arguments(argv: list[str] | None) -> argparse.Namespace:
+    flags = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    flags.add_argument("files", nargs="+", type=Path, help="what the programs wrote with --json")
+    flags.add_argument("-o", "--output", type=Path, default=Path(), help="folder of the pictures")
+    return flags.parse_args(argv)
+
+
+def split(records: list[dict], *names: str) -> dict[tuple, list[dict]]:
+    found: dict[tuple, list[dict]] = {}
+    for r in records:
+        found.setdefault(tuple(r[name] for name in names), []).append(r)
+    return found
+
+
+def machine(r: dict) -> str:
+    return r["cpu"] if r["gpu"] == "none" else r["gpu"]
+
+
+def roofline(records: list[dict], path: Path) -> None:
+    machines = {key: rs for key, rs in split(records, "gpu", "cpu").items() if any(map(has_point, rs))}
+    if not machines:
+        print(f"{path} is not drawn: no record has an intensity")
+        return
+    figure, panels = plt.subplots(1, len(machines), figsize=(8.5 * len(machines), 5), squeeze=False)
+    for axes, group in zip(panels[0], machines.values(), strict=True):
+        points = [r for r in group if has_point(r)]
+        dense = max(r["tflops"] / (r["dense_ratio"] or 1) for r in points)
+        copies = [r["copy_gb_per_s"] / 1e3 for r in group if r.get("copy_gb_per_s")]
+        ridge = dense / max(copies) if copies else 0
+        low = min([r["intensity"] for r in points] + [ridge or 1e9]) / 2
+        high = 2 * max([r["intensity"] for r in points] + [ridge])
+        axes.plot([max(low, ridge), high], [dense, dense], "k-", linewidth=1)
+        axes.annotate(f"dense: {dense:.3g} TFLOP/s", (high, dense), ha="right", va="bottom", fontsize=8)
+        if copies:
+            slope = [low * (ridge / low) ** (i / 50) for i in range(51)]
+            axes.plot(slope, [x * max(copies) for x in slope], "k--", linewidth=1)
+            spot = {"xytext": (8, -4), "textcoords": "offset points", "va": "top", "fontsize": 8}
+            axes.annotate(f"copy: {max(copies):.3g} TB/s", (slope[25], slope[25] * max(copies)), **spot)
+        for i, ((bench, what, dtype), rs) in enumerate(split(points, "bench", "what", "dtype").items()):
+            xs, ys = [r["intensity"] for r in rs], [r["tflops"] for r in rs]
+            marker = MARKERS[i % len(MARKERS)]
+            axes.plot(xs, ys, marker, markersize=5, alpha=0.8, label=f"{bench} {what} {dtype}")
+        axes.set(xscale="log", title=machine(group[0]), ylabel="TFLOP/s")
+        axes.set_ylim(bottom=0)
+        axes.set_xlabel("FLOPs per byte of inputs, weights and outputs")
+        axes.grid(which="both", alpha=0.2)
+        axes.legend(fontsize=7, loc="upper left", bbox_to_anchor=(1, 1))
+    save(figure, path)
+
+
+def has_point(r: dict) -> bool:
+    return bool(r.get("intensity") and r["tflops"])
+
+
+def ratios(records: list[dict], path: Path) -> None:
+    compared = [r for r in records if any(r[name] for name in RATIOS)]
+    panels = list(split(compared, "gpu", "cpu", "bench", "dtype", "what").values())
+    if not panels:
+        print(f"{path} is not drawn: no record has a ratio")
+        return
+    rows = (len(panels) + 1) // 2
+    figure, grid = plt.subplots(rows, 2, figsize=(14, 3.6 * rows), squeeze=False)
+    for axes in grid.flat[len(panels) :]:
+        axes.remove()
+    for axes, group in zip(grid.flat, panels, strict=False):
+        names = [name for name in RATIOS if any(r[name] for r in group)]
+        if "torch_ratio" in names and all(r["peer"] in (None, "torch") for r in group):
+            names = [name for name in names if name != "peer_ratio"]
+        width = 0.8 / len(names)
+        for i, name in enumerate(names):
+            places = [place + (i - (len(names) - 1) / 2) * width for place in range(len(group))]
+            heights = [r[name] or 0 for r in group]
+            bars = axes.bar(places, heights, width, label=RATIOS[name], color=COLOURS[name])
+            axes.bar_label(bars, [f"{h:.2f}" if h else "" for h in heights], fontsize=6)
+        axes.axhline(1, color="black", linewidth=0.8)
+        axes.set_xticks(range(len(group)), [label(r) for r in group], fontsize=7, rotation=20, ha="right")
+        axes.margins(y=0.3)  # room for the legend
+        first = group[0]
+        title = f"{first['bench']} {first['what']} {first['dtype']}, {machine(first)}"
+        axes.set_title(title, fontsize=9)
+        axes.set_ylabel("higher is better", fontsize=8)
+        axes.legend(fontsize=7, ncols=3, loc="upper right")
+    save(figure, path)
+
+
+def label(r: dict) -> str:
+    routing = "" if r["routing"] == "random" else f"\n{r['routing']}"
+    tier = "" if r["tier"] in ("cpu", "hopper") else f"\n{r['tier']}"
+    return r["shape"] + routing + tier
+
+
+def save(figure, path: Path) -> None:
+    figure.tight_layout()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+    print(path)
+
+
+def main(argv: list[str] | None = None) -> None:
+    options = arguments(argv)
+    records = [r for path in options.files for r in json.loads(path.read_text())]
+    roofline(records, options.output / "roofline.png")
+    ratios(records, options.output / "ratios.png")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,134 @@
+"""Makes Markdown tables of records, one for each machine and benchmark, and puts them in the README.
+
+python benchmarks/table.py benchmarks/results/*.json
+python benchmarks/table.py benchmarks/results/layer_*.json --readme README.md [--check]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from common import SHAPES, layer_sizes
+from tabulate import tabulate
+
+BEGIN, END = "<!-- performance: begin -->", "<!-- performance: end -->"
+MACHINE = ("gpu", "cpu", "threads", "torch", "cuda")
+
+
+def arguments(argv: list[str] | None) -> argparse.Namespace:
+    flags = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    flags.add_argument("files", nargs="+", type=Path, help="what the programs wrote with --json")
+    flags.add_argument("--readme", type=Path, help="replace what stands between its two markers")
+    flags.add_argument("--check", action="store_true", help="write nothing; fail where it is out of date")
+    options = flags.parse_args(argv)
+    if options.check and not options.readme:
+        flags.error("--check needs --readme")
+    return options
+
+
+def groups(records: list[dict]) -> list[list[dict]]:
+    """Records of one benchmark on one machine, in the order of their first."""
+    found: dict[tuple, list[dict]] = {}
+    for r in records:
+        found.setdefault((r["bench"], *(r[name] for name in MACHINE)), []).append(r)
+    return list(found.values())
+
+
+def caption(records: list[dict]) -> str:
+    first = records[0]
+    if first["gpu"] == "none":
+        cpu = first["cpu"].replace("(R)", "").replace("(TM)", "")
+        machine = f"{first['threads']} threads on {cpu}, PyTorch {first['torch']}"
+    else:
+        machine = f"{first['gpu']}, PyTorch {first['torch']}, CUDA {first['cuda']}"
+    days = sorted({r["date"] for r in records})
+    return f"{machine}, {' to '.join(dict.fromkeys((days[0], days[-1])))}."
+
+
+def sizes(r: dict) -> str:
+    gemm = SHAPES["gemms"].get(r["shape"])
+    values = [gemm[name] for name in ("num_rows", "num_experts", "k", "n")] if gemm else None
+    if not values and r["shape"].count(",") != 3:
+        values = layer_sizes(r["shape"])
+    return ", ".join(map(str, values)) if values else r["shape"].replace(",", ", ")
+
+
+def number(name: str, text: str = "{:.2f}") -> Callable[[dict], str | None]:
+    return lambda r: None if r.get(name) is None else text.format(r[name])
+
+
+def versus(peer: str) -> Callable[[dict], str | None]:
+    """A peer's ratio, which older records hold only where it was the fastest."""
+
+    def cell(r: dict) -> str | None:
+        best = r["peer_ratio"] if r["peer"] == peer else None
+        value = r.get(f"ratio_to_{peer}", best)
+        return None if value is None else f"{value:.2f}x"
+
+    return cell
+
+
+def columns(records: list[dict]) -> dict[str, Callable[[dict], str | None]]:
+    """Headers and cells; a column without any cell is left out."""
+    on_gpu = records[0]["gpu"] != "none"
+    others = {r["peer"] for r in records} | {name.removeprefix("ratio_to_") for r in records for name in r}
+    peers = [name for name in ("loop", "scattermoe", "sonicmoe") if name in others]
+    usual_routing = all(r["routing"] == "random" for r in records)
+    known: dict[str, Callable[[dict], str | None]] = {
+        "shape": lambda r: None if "," in r["shape"] else r["shape"],
+        {"gemm": "T, E, K, D, F or R, E, k, n"}.get(records[0]["bench"], "T, E, K, D, F"): sizes,
+        "routing": lambda r: None if usual_routing else r["routing"],
+        "tier": lambda r: r["tier"] if on_gpu else None,
+        "dtype": lambda r: r["dtype"],
+        "what": lambda r: {"forward_backward": "forward + backward"}.get(r["what"], r["what"]),
+        "µs": number("time_us", "{:.0f}") if on_gpu else lambda r: None,
+        "TFLOP/s": number("tflops", "{:.0f}") if on_gpu else lambda r: None,
+        "GB/s": number("gb_per_s", "{:.0f}"),
+        "MiB kept": number("activation_mib", "{:.0f}"),
+        "MiB at the peak": number("peak_mib", "{:.0f}"),
+        **{f"against {'the loop' if name == 'loop' else name}": versus(name) for name in peers},
+        "against PyTorch": number("torch_ratio", "{:.2f}x"),
+        "against dense": number("dense_ratio"),
+        "against a copy": number("copy_ratio"),
+    }
+    return {header: cell for header, cell in known.items() if any(cell(r) for r in records)}
+
+
+def tables(records: list[dict]) -> str:
+    parts = []
+    for group in groups(records):
+        cells = columns(group)
+        rows = [[cell(r) or "" for cell in cells.values()] for r in group]
+        text = tabulate(rows, headers=list(cells), tablefmt="github", disable_numparse=True)
+        parts += [caption(group), text]
+    return "\n\n".join(parts)
+
+
+def between_markers(readme: str, text: str) -> str:
+    before, begin, rest = readme.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not (begin and end):
+        raise SystemExit(f"expected the lines {BEGIN} and {END}")
+    return f"{before}{begin}\n\n{text}\n\n{end}{after}"
+
+
+def main(argv: list[str] | None = None) -> None:
+    options = arguments(argv)
+    text = tables([r for path in options.files for r in json.loads(path.read_text())])
+    if not options.readme:
+        print(text)
+        return
+    old = options.readme.read_text()
+    new = between_markers(old, text)
+    if options.check and old != new:
+        sys.exit(f"{options.readme} is out of date: run this again without --check")
+    if not options.check:
+        options.readme.write_text(new)
+
+
+if __name__ == "__main__":
+    main()

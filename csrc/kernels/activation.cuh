@@ -1,0 +1,144 @@
+/* The formulas of activation.h on the device, in float and in double, for chunks of hidden columns. */
+#pragma once
+
+#include "../fused_moe.h"
+#include "numeric.cuh"
+
+namespace fused_moe {
+
+#define real float
+#define ACT_NAME(x) x##_f32
+#define ACT_FN __device__ inline
+#define ACT_EXP expf
+#define ACT_CDF normcdff
+#define ACT_SIGMOID(x) (1 / (1 + expf(-(x))))
+#include "../activation.h"
+
+/* For 16-bit dtypes: the fast exponential and quotient err by some units of float, which they round off. */
+#define real float
+#define ACT_NAME(x) x##_half
+#define ACT_FN __device__ inline
+#define ACT_EXP __expf
+#define ACT_CDF(x) (0.5f + 0.5f * erff((x) * 0.70710678f))
+#define ACT_SIGMOID(x) __fdividef(1.0f, 1.0f + __expf(-(x)))
+#include "../activation.h"
+
+#define real double
+#define ACT_NAME(x) x##_f64
+#define ACT_FN __device__ inline
+#define ACT_EXP exp
+#define ACT_CDF normcdf
+#define ACT_SIGMOID(x) (1 / (1 + exp(-(x))))
+#include "../activation.h"
+
+/* Both functions of an activation, in the arithmetic of dtype T. */
+template <int kind, typename T>
+struct Act;
+#define ACT(T, suffix, gate_fn, up_fn)                                                             \
+    template <>                                                                                    \
+    struct Act<FUSED_MOE_ACT_##gate_fn, T> {                                                       \
+        using R = Real<T>;                                                                         \
+        static __device__ auto gate(R x, R alpha, R limit) {                                       \
+            return gate_fn##suffix(x, alpha, limit);                                               \
+        }                                                                                          \
+        static __device__ auto up(R x, R limit) { return up_fn##suffix(x, limit); }                \
+    };
+#define X(gate_fn, up_fn)                                                                          \
+    ACT(float, _f32, gate_fn, up_fn)                                                               \
+    ACT(double, _f64, gate_fn, up_fn)                                                              \
+    ACT(__half, _half, gate_fn, up_fn)                                                             \
+    ACT(__nv_bfloat16, _half, gate_fn, up_fn)
+FUSED_MOE_ACTIVATIONS(X)
+#undef X
+#undef ACT
+
+/* Calls fn(Act<kind, T>()), so that the choice stands outside the loop over a chunk. */
+template <typename T, typename Fn>
+__device__ inline void with_activation(int kind, Fn fn) {
+    switch (kind) {
+#define X(gate_fn, up_fn)                                                                          \
+    case FUSED_MOE_ACT_##gate_fn: fn(Act<FUSED_MOE_ACT_##gate_fn, T>()); break;
+        FUSED_MOE_ACTIVATIONS(X)
+#undef X
+    }
+}
+
+/* A chunk's gate and up, and where they lie in a row of h: gate | up, or gate0, up0, ... */
+template <typename R>
+struct Pair {
+    R gate[CHUNK], up[CHUNK];
+};
+
+/* The chunk at hidden column j of a row of h; n columns of it exist. */
+template <typename T>
+__device__ inline void load_pair(Pair<Real<T>> &q, FusedMoeLayout layout, const T *h, int64_t F,
+                                 int64_t j, int n, bool whole) {
+    if (layout == FUSED_MOE_INTERLEAVED) {
+        Real<T> low[CHUNK], high[CHUNK];
+        load_chunk<T>(low, h + 2 * j, 2 * n, whole);
+        load_chunk<T>(high, h + 2 * j + CHUNK, 2 * n - CHUNK, whole);
+#pragma unroll
+        for (int i = 0; i < CHUNK / 2; i++) {
+            q.gate[i] = low[2 * i], q.up[i] = low[2 * i + 1];
+            q.gate[i + CHUNK / 2] = high[2 * i], q.up[i + CHUNK / 2] = high[2 * i + 1];
+        }
+    } else {
+        load_chunk<T>(q.gate, h + j, n, whole);
+        if (layout != FUSED_MOE_UNGATED) load_chunk<T>(q.up, h + F + j, n, whole);
+    }
+}
+
+template <typename T>
+__device__ inline void store_pair(T *h, const Pair<Real<T>> &q, FusedMoeLayout layout, int64_t F,
+                                  int64_t j, int n, bool whole) {
+    if (layout == FUSED_MOE_INTERLEAVED) {
+        Real<T> low[CHUNK], high[CHUNK];
+#pragma unroll
+        for (int i = 0; i < CHUNK / 2; i++) {
+            low[2 * i] = q.gate[i], low[2 * i + 1] = q.up[i];
+            high[2 * i] = q.gate[i + CHUNK / 2], high[2 * i + 1] = q.up[i + CHUNK / 2];
+        }
+        store_chunk<T>(h + 2 * j, low, 2 * n, whole);
+        store_chunk<T>(h + 2 * j + CHUNK, high, 2 * n - CHUNK, whole);
+    } else {
+        store_chunk<T>(h + j, q.gate, n, whole);
+        if (layout != FUSED_MOE_UNGATED) store_chunk<T>(h + F + j, q.up, n, whole);
+    }
+}
+
+/* a = f(gate) m(up), or f(gate) */
+template <typename T, typename R = Real<T>>
+__device__ inline void activate(R (&a)[CHUNK], const Pair<R> &q, const FusedMoeActivation &f,
+                                bool gated) {
+    with_activation<T>(f.kind, [&](auto act) {
+#pragma unroll
+        for (int i = 0; i < CHUNK; i++) {
+            a[i] = act.gate(q.gate[i], (R)f.alpha, (R)f.limit).value;
+            if (gated) a[i] *= act.up(q.up[i], (R)f.limit).value;
+        }
+    });
+}
+
+/* a as above, and the gradients of gate and up from da. */
+template <typename T, typename R = Real<T>>
+__device__ inline void activate_backward(R (&a)[CHUNK], Pair<R> &d, const R (&da)[CHUNK],
+                                         const Pair<R> &q, const FusedMoeActivation &f,
+                                         bool gated) {
+    with_activation<T>(f.kind, [&](auto act) {
+#pragma unroll
+        for (int i = 0; i < CHUNK; i++) {
+            auto g = act.gate(q.gate[i], (R)f.alpha, (R)f.limit);
+            if (gated) {
+                auto u = act.up(q.up[i], (R)f.limit);
+                a[i] = g.value * u.value;
+                d.gate[i] = da[i] * u.value * g.slope;
+                d.up[i] = da[i] * g.value * u.slope;
+            } else {
+                a[i] = g.value;
+                d.gate[i] = da[i] * g.slope;
+            }
+        }
+    });
+}
+
+} // namespace fused_moe

@@ -1,0 +1,214 @@
+/* down_dgrad: the gradient of the down side, and with it everything that h gives. act_dgrad is its last
+ * step alone.
+ *
+ * A grouped product g = dout[row_token] w2 whose epilogue loads h, computes a again, and stores
+ *   dh = dact(s g, h),  a_scaled = s a,  and the row's partial sum of <g, a> over a warp's 64 columns,
+ * so that neither a nor the down product's output is kept from forward. A second kernel adds the partial
+ * sums of a slot in a fixed order: dscore = <g, a> (+ <dout, b2>), zero in slots without a row. */
+#include "activation.cuh"
+#include "grouped_tile.cuh"
+
+namespace fused_moe {
+
+/* --- kernels ------------------------------------------------------------------------------------------- */
+
+__host__ __device__ inline int64_t partials_of_row(int64_t F) {
+    return (F + WARP_COLS - 1) / WARP_COLS;
+}
+
+template <class Tile>
+__global__ void __launch_bounds__(Tile::THREADS, Tile::CTAS)
+    down_dgrad_kernel(const __grid_constant__ FusedMoeDownDgrad p) {
+    using T = typename Tile::T;
+    using R = typename Tile::R;
+    extern __shared__ __align__(128) char memory[];
+    auto &s = *reinterpret_cast<TileShared<Tile> *>(memory);
+    const FusedMoePlan &plan = p.plan;
+    bool gated = p.layout != FUSED_MOE_UNGATED;
+    int64_t H = gated ? 2 * p.F : p.F;
+    Work w =
+        find_work(plan.tiles, plan.ends, plan.E, plan.R, (int)((p.F + Tile::BN - 1) / Tile::BN));
+    T *dh = (T *)p.dh, *a_scaled = (T *)p.a_scaled;
+    if (!w.rows.num_rows) {
+        zero_tail(w, dh, H, plan.ends, plan.E, plan.R);
+        zero_tail(w, a_scaled, p.F, plan.ends, plan.E, plan.R);
+        return;
+    }
+
+    for (int i = threadIdx.x; i < Tile::BM; i += Tile::THREADS) {
+        int64_t row = w.rows.first_row + i, token = row, slot = row;
+        bool valid = i < w.rows.num_rows;
+        if (valid && plan.row_token) token = plan.row_token[row], slot = plan.row_slot[row];
+        valid = valid && (uint64_t)token < (uint64_t)plan.T;
+        s.origin_a[i] = valid ? (const T *)p.dout + token * p.D : nullptr;
+        valid = valid && (uint64_t)slot < (uint64_t)(plan.T * plan.K);
+        s.scale_a[i] = !p.scores ? R(1) : valid ? ((const R *)p.scores)[slot] : R(0);
+    }
+    int64_t first_col = (int64_t)w.column_tile * Tile::BN;
+    for (int i = threadIdx.x; i < Tile::BN; i += Tile::THREADS) {
+        const T *line = (const T *)p.w2.data + w.rows.expert * p.w2.stride_expert +
+                        (first_col + i) * p.w2.stride_in;
+        s.origin_b[i] = first_col + i < p.F ? line : nullptr;
+    }
+    __syncthreads();
+
+    Operand<T> rows = {s.origin_a}, cols = {s.origin_b};
+    rows.stride_k = 1;
+    cols.stride_k = p.w2.stride_out;
+    Tile tile;
+    tile.zero();
+    tile.multiply(s.ring, rows, cols, (int)p.D);
+
+    bool whole_h = chunks_are_whole<T>(p.h, p.F), staged = is_half<T> && whole_h;
+    bool whole_dh = chunks_are_whole<T>(dh, p.F);
+    bool whole_a = chunks_are_whole<T>(a_scaled, p.F);
+    R *partials = (R *)p.workspace;
+    int64_t warp_col = first_col + tile.warp_n() * WARP_COLS;
+    auto fetch =
+        [&](int q) { /* h of the warp's slice q, gate | up or as pairs, into shared memory */
+                     constexpr int CHUNKS = WARP_COLS / CHUNK;
+                     int halves = gated ? 2 : 1;
+                     for (int i = threadIdx.x % 32;
+                          staged && i < Tile::SLICE_ROWS * CHUNKS * halves; i += 32) {
+                         int at = i / (CHUNKS * halves), chunk = i % (CHUNKS * halves),
+                             row = Tile::slice_row(q, at);
+                         int64_t j = warp_col * halves + chunk * CHUNK;
+                         if (p.layout == FUSED_MOE_HALVES || p.layout == FUSED_MOE_SEPARATE)
+                             j = warp_col + chunk % CHUNKS * CHUNK + chunk / CHUNKS * p.F;
+                         int64_t hidden =
+                             warp_col +
+                             (p.layout == FUSED_MOE_INTERLEAVED ? chunk / 2 : chunk % CHUNKS) *
+                                 CHUNK;
+                         bool valid = row < w.rows.num_rows && hidden < p.F;
+                         const T *from = (const T *)p.h + (w.rows.first_row + row) * H + j;
+                         cp_async(shared_address(s.aside(q) + at * 2 * WARP_COLS + chunk * CHUNK),
+                                  from, valid);
+                     }
+        };
+    for_each_chunk(
+        tile, s, WARP_COLS / CHUNK,
+        [&](int row, int chunk, const R *sums, int slice, int at) {
+            int64_t j = warp_col + chunk * CHUNK;
+            int64_t r = w.rows.first_row + row;
+            bool mine = row < w.rows.num_rows && j < p.F;
+            R dot = 0;
+            if (mine) {
+                int n = (int)min((int64_t)CHUNK, p.F - j);
+                Pair<R> q, d;
+                R g[CHUNK], a[CHUNK], score = s.scale_a[row];
+#pragma unroll
+                for (int i = 0; i < CHUNK; i++) g[i] = sums[chunk * CHUNK + i];
+                if (staged)
+                    load_pair<T>(q, p.layout, s.aside(slice) + at * 2 * WARP_COLS, WARP_COLS,
+                                 chunk * CHUNK, n, true);
+                else
+                    load_pair<T>(q, p.layout, (const T *)p.h + r * H, p.F, j, n, whole_h);
+                /* dact is linear in da: with g itself it gives dh / s, and a beside it */
+                activate_backward<T>(a, d, g, q, p.activation, gated);
+#pragma unroll
+                for (int i = 0; i < CHUNK; i++) {
+                    if (i < n) dot += g[i] * a[i];
+                    a[i] *= score;
+                    d.gate[i] *= score;
+                    if (gated) d.up[i] *= score;
+                }
+                if (dh) store_pair<T>(dh + r * H, d, p.layout, p.F, j, n, whole_dh);
+                if (a_scaled) store_chunk<T>(a_scaled + r * p.F + j, a, n, whole_a);
+            }
+            if (!p.dscores) return;
+            dot = warp_sum(dot, WARP_COLS / CHUNK);
+            if (chunk == 0 && mine) partials[r * partials_of_row(p.F) + warp_col / WARP_COLS] = dot;
+        },
+        fetch);
+}
+
+/* A warp a slot. */
+template <typename T>
+__global__ void dscores_kernel(const __grid_constant__ FusedMoeDownDgrad p) {
+    using R = Real<T>;
+    const FusedMoePlan &plan = p.plan;
+    int lane = threadIdx.x % 32;
+    int64_t warps = (int64_t)gridDim.x * (blockDim.x / 32), slots = plan.T * plan.K;
+    int64_t partials = partials_of_row(p.F), end = min((int64_t)plan.ends[plan.E - 1], plan.R);
+    for (int64_t slot = (blockIdx.x * (int64_t)blockDim.x + threadIdx.x) / 32; slot < slots;
+         slot += warps) {
+        int64_t r = plan.token_row ? plan.token_row[slot] : slot;
+        R sum = 0;
+        if (r >= 0 && r < end) {
+            const R *row = (const R *)p.workspace + r * partials;
+            for (int64_t i = lane; i < partials; i += 32) sum += row[i];
+            if (p.b2) {
+                int e = 0; /* the expert of row r: the first whose end is past it */
+                for (int size = plan.E; size > 0;) {
+                    int half = size / 2;
+                    if (plan.ends[e + half] <= r)
+                        e += half + 1, size -= half + 1;
+                    else
+                        size = half;
+                }
+                const T *bias = (const T *)p.b2 + min(e, plan.E - 1) * p.D;
+                const T *dout = (const T *)p.dout + slot / plan.K * p.D;
+                for (int64_t i = lane; i < p.D; i += 32) sum += to_real(bias[i]) * to_real(dout[i]);
+            }
+            sum = warp_sum(sum);
+        }
+        if (lane == 0) ((R *)p.dscores)[slot] = sum;
+    }
+}
+
+template <typename T>
+__global__ void act_dgrad_kernel(const __grid_constant__ FusedMoeActDgrad p) {
+    using R = Real<T>;
+    bool gated = p.layout != FUSED_MOE_UNGATED;
+    int64_t H = gated ? 2 * p.F : p.F, chunks = (p.F + CHUNK - 1) / CHUNK;
+    bool whole = chunks_are_whole<T>(p.da, p.F) && chunks_are_whole<T>(p.h, p.F) &&
+                 chunks_are_whole<T>(p.dh, p.F);
+    for (int64_t i = blockIdx.x * (int64_t)blockDim.x + threadIdx.x; i < p.R * chunks;
+         i += (int64_t)gridDim.x * blockDim.x) {
+        int64_t r = i / chunks, j = i % chunks * CHUNK;
+        int n = (int)min((int64_t)CHUNK, p.F - j);
+        Pair<R> q, d;
+        R da[CHUNK], a[CHUNK];
+        load_chunk<T>(da, (const T *)p.da + r * p.F + j, n, whole);
+        load_pair<T>(q, p.layout, (const T *)p.h + r * H, p.F, j, n, whole);
+        activate_backward<T>(a, d, da, q, p.activation, gated);
+        store_pair<T>((T *)p.dh + r * H, d, p.layout, p.F, j, n, whole);
+    }
+}
+
+/* --- launchers ------------------------------------------------------------------------------------------ */
+
+template <typename T>
+static int down_dgrad(const FusedMoeDownDgrad &p, void *stream) {
+    bool rows = (uintptr_t)p.dout % 16 == 0 && p.D % CHUNK == 0;
+    Access cols = access_of<T>(p.w2, p.w2.stride_in, p.w2.stride_out, p.F, p.D);
+    int status = with_tile<T>(rows, cols, [&](auto tile) {
+        using Tile = decltype(tile);
+        int64_t grid = max_row_tiles(p.plan.R, p.plan.E) * ceil_div(p.F, Tile::BN);
+        return launch(down_dgrad_kernel<Tile>, p, grid, Tile::THREADS, sizeof(TileShared<Tile>),
+                      stream);
+    });
+    if (status != FUSED_MOE_OK || !p.dscores) return status;
+    return launch(dscores_kernel<T>, p, ceil_div(p.plan.T * p.plan.K, 8), 256, 0, stream);
+}
+
+} // namespace fused_moe
+
+extern "C" size_t fused_moe_cuda_down_dgrad_workspace(const FusedMoeDownDgrad *p) {
+    size_t real = p->dtype == FUSED_MOE_F64 ? sizeof(double) : sizeof(float);
+    return p->dscores ? p->plan.R * fused_moe::partials_of_row(p->F) * real : 0;
+}
+
+extern "C" int fused_moe_cuda_down_dgrad(const FusedMoeDownDgrad *p, void *stream) {
+    return fused_moe::with_dtype(
+        p->dtype, [&](auto t) { return fused_moe::down_dgrad<decltype(t)>(*p, stream); });
+}
+
+extern "C" int fused_moe_cuda_act_dgrad(const FusedMoeActDgrad *p, void *stream) {
+    using namespace fused_moe;
+    int64_t chunks = p->R * ceil_div(p->F, CHUNK);
+    return with_dtype(p->dtype, [&](auto t) {
+        return launch(act_dgrad_kernel<decltype(t)>, *p, chunks ? grid_for(chunks, 256) : 0, 256, 0,
+                      stream);
+    });
+}

@@ -1,0 +1,122 @@
+/* The four dtypes, the arithmetic of each, and chunks of eight numbers moved at once.
+ *
+ * real is the type of sums and of everything computed: float, and double for double. Scores are real. */
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <stdint.h>
+
+#include "../fused_moe.h"
+
+namespace fused_moe {
+
+template <typename T>
+struct RealOf {
+    using type = float;
+};
+template <>
+struct RealOf<double> {
+    using type = double;
+};
+template <typename T>
+using Real = typename RealOf<T>::type;
+
+template <typename T>
+constexpr bool is_half = sizeof(T) == 2;
+
+__device__ inline float to_real(float x) {
+    return x;
+}
+__device__ inline double to_real(double x) {
+    return x;
+}
+__device__ inline float to_real(__half x) {
+    return __half2float(x);
+}
+__device__ inline float to_real(__nv_bfloat16 x) {
+    return __bfloat162float(x);
+}
+
+template <typename T>
+__device__ inline T from_real(Real<T> x);
+template <>
+__device__ inline float from_real<float>(float x) {
+    return x;
+}
+template <>
+__device__ inline double from_real<double>(double x) {
+    return x;
+}
+template <>
+__device__ inline __half from_real<__half>(float x) {
+    return __float2half_rn(x);
+}
+template <>
+__device__ inline __nv_bfloat16 from_real<__nv_bfloat16>(float x) {
+    return __float2bfloat16_rn(x);
+}
+
+/* --- chunks: eight consecutive numbers, as 16-byte accesses where `whole` says so ----------------- */
+
+constexpr int CHUNK = 8;
+
+template <typename T>
+struct alignas(16) Pack {
+    T v[CHUNK];
+};
+
+/* True where every chunk that starts at a multiple of CHUNK is whole and lies on 16 bytes. */
+template <typename T>
+__host__ __device__ inline bool chunks_are_whole(const void *data, int64_t width) {
+    return (uintptr_t)data % 16 == 0 && width % CHUNK == 0;
+}
+
+template <typename T>
+__device__ inline void load_chunk(Real<T> (&v)[CHUNK], const T *p, int n, bool whole) {
+    if (whole) {
+        Pack<T> pack = *reinterpret_cast<const Pack<T> *>(p);
+#pragma unroll
+        for (int i = 0; i < CHUNK; i++) v[i] = to_real(pack.v[i]);
+    } else {
+#pragma unroll
+        for (int i = 0; i < CHUNK; i++) v[i] = i < n ? to_real(p[i]) : Real<T>(0);
+    }
+}
+
+template <typename T>
+__device__ inline void store_chunk(T *p, const Real<T> (&v)[CHUNK], int n, bool whole) {
+    if (whole) {
+        Pack<T> pack;
+#pragma unroll
+        for (int i = 0; i < CHUNK; i++) pack.v[i] = from_real<T>(v[i]);
+        *reinterpret_cast<Pack<T> *>(p) = pack;
+    } else {
+#pragma unroll
+        for (int i = 0; i < CHUNK; i++)
+            if (i < n) p[i] = from_real<T>(v[i]);
+    }
+}
+
+/* --- warps ----------------------------------------------------------------------------------------- */
+
+template <typename T>
+__device__ inline T warp_sum(T x, int width = 32) {
+    for (int lane = width / 2; lane; lane /= 2) x += __shfl_xor_sync(~0u, x, lane);
+    return x;
+}
+
+/* --- host: a launcher for every dtype ---------------------------------------------------------------- */
+
+template <typename Fn>
+int with_dtype(FusedMoeDtype dtype, Fn fn) {
+    switch (dtype) {
+    case FUSED_MOE_F32: return fn(float());
+    case FUSED_MOE_F64: return fn(double());
+    case FUSED_MOE_F16: return fn(__half());
+    case FUSED_MOE_BF16: return fn(__nv_bfloat16());
+    default: return FUSED_MOE_UNSUPPORTED_DTYPE;
+    }
+}
+
+} // namespace fused_moe

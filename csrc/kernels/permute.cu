@@ -1,0 +1,184 @@
+/* permute, unpermute and unpermute's gradient: rows moved between token order and expert order.
+ *
+ * All are bound by memory: a warp has a token, 16 bytes a lane. permute reads x once and writes its K
+ * copies from registers. unpermute has a lane load its chunk of eight rows before it adds them, in slot
+ * order. */
+#include "launch.cuh"
+#include "numeric.cuh"
+
+namespace fused_moe {
+
+constexpr int WARPS = 8, THREADS = 32 * WARPS;
+
+/* A row of a matrix as 16-byte units where it can be, else as single numbers. */
+__host__ inline bool is_whole(const void *data, int64_t row_bytes) {
+    return (uintptr_t)data % 16 == 0 && row_bytes % 16 == 0;
+}
+
+__device__ inline int64_t first_warp() {
+    return (blockIdx.x * (int64_t)blockDim.x + threadIdx.x) / 32;
+}
+__device__ inline int64_t num_warps() {
+    return (int64_t)gridDim.x * WARPS;
+}
+
+/* --- permute ------------------------------------------------------------------------------------------ */
+
+template <typename Unit>
+__global__ void __launch_bounds__(THREADS)
+    permute_kernel(const __grid_constant__ FusedMoePermute p) {
+    constexpr int UNITS = 4; /* of a lane, loaded before the first is stored */
+    const FusedMoePlan &plan = p.plan;
+    int lane = threadIdx.x % 32;
+    for (int64_t t = first_warp(); t < plan.T; t += num_warps()) {
+        const Unit *from = (const Unit *)p.x + t * p.D;
+        for (int64_t first = lane; first < p.D; first += 32 * UNITS) {
+            Unit v[UNITS];
+#pragma unroll
+            for (int i = 0; i < UNITS; i++)
+                if (first + 32 * i < p.D) v[i] = from[first + 32 * i];
+            for (int64_t k = 0; k < plan.K; k++) {
+                int64_t r = plan.token_row[t * plan.K + k];
+                if ((uint64_t)r >= (uint64_t)plan.R) continue;
+                Unit *to = (Unit *)p.rows + r * p.D;
+#pragma unroll
+                for (int i = 0; i < UNITS; i++)
+                    if (first + 32 * i < p.D) to[first + 32 * i] = v[i];
+            }
+        }
+    }
+    int64_t last = max(0, plan.ends[plan.E - 1]);
+    for (int64_t r = last + first_warp(); r < plan.R; r += num_warps())
+        for (int64_t j = lane; j < p.D; j += 32) ((Unit *)p.rows)[r * p.D + j] = Unit{};
+}
+
+/* --- unpermute ---------------------------------------------------------------------------------------- */
+
+/* A warp a token. */
+template <typename T, bool whole>
+__global__ void __launch_bounds__(THREADS)
+    unpermute_kernel(const __grid_constant__ FusedMoeUnpermute p) {
+    using R = Real<T>;
+    constexpr int BATCH = 8; /* rows whose loads are under way at one time */
+    const FusedMoePlan &plan = p.plan;
+    int lane = threadIdx.x % 32;
+    for (int64_t t = first_warp(); t < plan.T; t += num_warps()) {
+        const int32_t *token_row = plan.token_row + t * plan.K;
+        const R *scores = p.scores ? (const R *)p.scores + t * plan.K : nullptr;
+        for (int64_t j = lane * CHUNK; j < p.D; j += 32 * CHUNK) {
+            int n = (int)min((int64_t)CHUNK, p.D - j);
+            R sum[CHUNK] = {};
+            for (int64_t k0 = 0; k0 < plan.K; k0 += BATCH) {
+                Pack<T> pack[BATCH];
+                R s[BATCH];
+#pragma unroll
+                for (int k = 0; k < BATCH; k++) {
+                    int64_t r = k0 + k < plan.K ? token_row[k0 + k] : -1;
+                    bool found = (uint64_t)r < (uint64_t)plan.R;
+                    const T *from = (const T *)p.rows + (found ? r : 0) * p.D + j;
+                    s[k] = found && scores ? scores[k0 + k] : R(found);
+                    if constexpr (whole) {
+                        pack[k] = *reinterpret_cast<const Pack<T> *>(from);
+                    } else {
+#pragma unroll
+                        for (int c = 0; c < CHUNK; c++) pack[k].v[c] = c < n ? from[c] : T(0.0f);
+                    }
+                    /* where there is no row, row 0 is read so that no load waits, and not used */
+                    if (!found) pack[k] = Pack<T>{};
+                }
+#pragma unroll
+                for (int k = 0; k < BATCH; k++)
+#pragma unroll
+                    for (int c = 0; c < CHUNK; c++) sum[c] += s[k] * to_real(pack[k].v[c]);
+            }
+            store_chunk<T>((T *)p.out + t * p.D + j, sum, n, whole);
+        }
+    }
+}
+
+/* --- unpermute's gradient ------------------------------------------------------------------------------- */
+
+/* A warp a slot: drows of its row, and the dot product of row and dout. */
+template <typename T>
+__global__ void unpermute_backward_kernel(const __grid_constant__ FusedMoeUnpermuteBackward p,
+                                          bool whole) {
+    using R = Real<T>;
+    const FusedMoePlan &plan = p.plan;
+    int lane = threadIdx.x % 32;
+    T *drows = (T *)p.drows;
+    for (int64_t slot = first_warp(); slot < plan.T * plan.K; slot += num_warps()) {
+        int64_t r = plan.token_row ? plan.token_row[slot] : slot, t = slot / plan.K;
+        bool found = (uint64_t)r < (uint64_t)plan.R;
+        R score = p.scores && found ? ((const R *)p.scores)[slot] : R(1), dot = 0;
+        for (int64_t j = lane * CHUNK; found && j < p.D; j += 32 * CHUNK) {
+            int n = (int)min((int64_t)CHUNK, p.D - j);
+            R dout[CHUNK], row[CHUNK];
+            load_chunk<T>(dout, (const T *)p.dout + t * p.D + j, n, whole);
+            if (p.dscores) {
+                load_chunk<T>(row, (const T *)p.rows + r * p.D + j, n, whole);
+#pragma unroll
+                for (int c = 0; c < CHUNK; c++) dot += row[c] * dout[c];
+            }
+            if (!drows) continue;
+#pragma unroll
+            for (int c = 0; c < CHUNK; c++) dout[c] *= score;
+            store_chunk<T>(drows + r * p.D + j, dout, n, whole);
+        }
+        if (!p.dscores) continue;
+        dot = warp_sum(dot);
+        if (lane == 0) ((R *)p.dscores)[slot] = dot;
+    }
+    if (!drows) return;
+    for (int64_t r = max(0, plan.ends[plan.E - 1]) + first_warp(); r < plan.R; r += num_warps())
+        for (int64_t j = lane; j < p.D; j += 32) drows[r * p.D + j] = T(0.0f);
+}
+
+/* --- launchers ------------------------------------------------------------------------------------------ */
+
+template <typename T>
+static int permute(FusedMoePermute p, void *stream) {
+    int64_t row_bytes = p.D * sizeof(T), warps = p.plan.T > p.plan.R ? p.plan.T : p.plan.R;
+    if (is_whole(p.x, row_bytes) && is_whole(p.rows, row_bytes)) {
+        p.D = row_bytes / sizeof(int4);
+        return launch(permute_kernel<int4>, p, ceil_div(warps, WARPS), THREADS, 0, stream);
+    }
+    using Unit = std::conditional_t<sizeof(T) == 2, uint16_t,
+                                    std::conditional_t<sizeof(T) == 4, uint32_t, uint64_t>>;
+    return launch(permute_kernel<Unit>, p, ceil_div(warps, WARPS), THREADS, 0, stream);
+}
+
+template <typename T>
+static int unpermute(const FusedMoeUnpermute &p, void *stream) {
+    int64_t grid = ceil_div(p.plan.T, WARPS);
+    bool whole = chunks_are_whole<T>(p.rows, p.D) && chunks_are_whole<T>(p.out, p.D);
+    auto kernel = whole ? unpermute_kernel<T, true> : unpermute_kernel<T, false>;
+    return launch(kernel, p, grid, THREADS, 0, stream);
+}
+
+template <typename T>
+static int unpermute_backward(const FusedMoeUnpermuteBackward &p, void *stream) {
+    int64_t slots = p.plan.T * p.plan.K;
+    if (!slots && !p.plan.R) return FUSED_MOE_OK;
+    bool whole = chunks_are_whole<T>(p.dout, p.D) && chunks_are_whole<T>(p.rows, p.D) &&
+                 chunks_are_whole<T>(p.drows, p.D);
+    unsigned grid = grid_for(slots > p.plan.R ? slots : p.plan.R, WARPS);
+    unpermute_backward_kernel<T><<<grid, THREADS, 0, (cudaStream_t)stream>>>(p, whole);
+    return launch_status();
+}
+
+} // namespace fused_moe
+
+extern "C" int fused_moe_cuda_permute(const FusedMoePermute *p, void *stream) {
+    return fused_moe::with_dtype(
+        p->dtype, [&](auto t) { return fused_moe::permute<decltype(t)>(*p, stream); });
+}
+
+extern "C" int fused_moe_cuda_unpermute(const FusedMoeUnpermute *p, void *stream) {
+    return fused_moe::with_dtype(
+        p->dtype, [&](auto t) { return fused_moe::unpermute<decltype(t)>(*p, stream); });
+}
+
+extern "C" int fused_moe_cuda_unpermute_backward(const FusedMoeUnpermuteBackward *p, void *stream) {
+    return fused_moe::with_dtype(
+        p->dtype, [&](auto t) { return fused_moe::unpermute_backward<decltype(t)>(*p, stream); });
+}

@@ -1,0 +1,142 @@
+/* up_gate: h = x[row_token] w1^T | w3^T + b and a = act(gate) up, as one grouped product.
+ *
+ * A CTA is a tile of an expert's rows, read through row_token, and 64 hidden columns of a gated expert:
+ * a warp's 64 columns are 32 gates and the 32 ups that belong to them (pairs side by side where the weight
+ * is interleaved), so that a pair meets in the epilogue and not through memory. Ungated: 128 columns. */
+#include "activation.cuh"
+#include "grouped_tile.cuh"
+
+namespace fused_moe {
+
+/* --- kernel -------------------------------------------------------------------------------------------- */
+
+template <class Tile>
+__global__ void __launch_bounds__(Tile::THREADS, Tile::CTAS)
+    up_gate_kernel(const __grid_constant__ FusedMoeUpGate p) {
+    using T = typename Tile::T;
+    using R = typename Tile::R;
+    extern __shared__ __align__(128) char memory[];
+    auto &s = *reinterpret_cast<TileShared<Tile> *>(memory);
+    const FusedMoePlan &plan = p.plan;
+    bool gated = p.layout != FUSED_MOE_UNGATED, packed = gated && !p.w3.data;
+    int warp_hidden = gated ? WARP_COLS / 2 : WARP_COLS; /* hidden columns of a warp */
+    int tile_hidden = warp_hidden * Tile::WARPS_N;
+    int64_t H = gated ? 2 * p.F : p.F;
+    Work w = find_work(plan.tiles, plan.ends, plan.E, plan.R,
+                       (int)((p.F + tile_hidden - 1) / tile_hidden));
+    T *h = (T *)p.h, *a = (T *)p.a;
+    if (!w.rows.num_rows) {
+        zero_tail(w, h, H, plan.ends, plan.E, plan.R);
+        zero_tail(w, a, p.F, plan.ends, plan.E, plan.R);
+        return;
+    }
+
+    for (int i = threadIdx.x; i < Tile::BM; i += Tile::THREADS) {
+        int64_t row = w.rows.first_row + i, token = row;
+        bool valid = i < w.rows.num_rows;
+        if (valid && plan.row_token) token = plan.row_token[row];
+        valid = valid && (uint64_t)token < (uint64_t)plan.T;
+        s.origin_a[i] = valid ? (const T *)p.x + token * p.D : nullptr;
+        if (!p.scores) continue;
+        int64_t slot = valid ? plan.row_slot[row] : -1;
+        s.scale_a[i] =
+            (uint64_t)slot < (uint64_t)(plan.T * plan.K) ? ((const R *)p.scores)[slot] : 0;
+    }
+    for (int i = threadIdx.x; i < Tile::BN; i += Tile::THREADS) {
+        int64_t warp_first = (int64_t)w.column_tile * tile_hidden + i / WARP_COLS * warp_hidden;
+        int col = i % WARP_COLS, half = gated ? col / warp_hidden : 0;
+        int64_t j = warp_first + col % warp_hidden, row = j;
+        const FusedMoeWeight *weight = &p.w1;
+        if (p.layout == FUSED_MOE_INTERLEAVED) {
+            row = 2 * warp_first + col;
+            j = row / 2;
+        } else if (half && p.layout == FUSED_MOE_HALVES) {
+            row += p.F;
+        } else if (half) {
+            weight = &p.w3;
+        }
+        const T *line = (const T *)weight->data + w.rows.expert * weight->stride_expert +
+                        row * weight->stride_out;
+        s.origin_b[i] = j < p.F ? line : nullptr;
+        s.stride_b[i] = weight->stride_in;
+    }
+    __syncthreads();
+
+    Operand<T> rows = {s.origin_a}, cols = {s.origin_b};
+    rows.stride_k = 1;
+    rows.line_scale = p.scores ? s.scale_a : nullptr;
+    cols.stride_k = p.w1.stride_in;
+    if (p.w3.data && p.w3.stride_in != p.w1.stride_in) cols.line_stride = s.stride_b;
+    Tile tile;
+    tile.zero();
+    tile.multiply(s.ring, rows, cols, (int)p.D);
+
+    bool whole = chunks_are_whole<T>(h, p.F) && chunks_are_whole<T>(a, p.F);
+    const T *b1 = p.b1 ? (const T *)p.b1 + w.rows.expert * (packed ? H : p.F) : nullptr;
+    const T *b3 = p.b3 ? (const T *)p.b3 + w.rows.expert * p.F : nullptr;
+    for_each_chunk(tile, s, warp_hidden / CHUNK, [&](int row, int chunk, const R *sums, int, int) {
+        int64_t j =
+            (int64_t)w.column_tile * tile_hidden + tile.warp_n() * warp_hidden + chunk * CHUNK;
+        if (row >= w.rows.num_rows || j >= p.F) return;
+        int n = (int)min((int64_t)CHUNK, p.F - j);
+        Pair<R> q, bias;
+#pragma unroll
+        for (int i = 0; i < CHUNK; i++) {
+            bool pairs = p.layout == FUSED_MOE_INTERLEAVED;
+            q.gate[i] = sums[pairs ? 2 * (chunk * CHUNK + i) : chunk * CHUNK + i];
+            q.up[i] = sums[pairs ? 2 * (chunk * CHUNK + i) + 1
+                                 : (chunk * CHUNK + i + warp_hidden) % WARP_COLS];
+        }
+        if (b1 && p.w3.data) {
+            load_chunk<T>(bias.gate, b1 + j, n, false);
+#pragma unroll
+            for (int i = 0; i < CHUNK; i++) q.gate[i] += bias.gate[i];
+        } else if (b1) {
+            load_pair<T>(bias, p.layout, b1, p.F, j, n, false);
+#pragma unroll
+            for (int i = 0; i < CHUNK; i++) {
+                q.gate[i] += bias.gate[i];
+                if (gated) q.up[i] += bias.up[i];
+            }
+        }
+        if (b3) {
+            load_chunk<T>(bias.up, b3 + j, n, false);
+#pragma unroll
+            for (int i = 0; i < CHUNK; i++) q.up[i] += bias.up[i];
+        }
+        int64_t r = w.rows.first_row + row;
+        if (h) store_pair<T>(h + r * H, q, p.layout, p.F, j, n, whole);
+        R act[CHUNK];
+        activate<T>(act, q, p.activation, gated);
+        store_chunk<T>(a + r * p.F + j, act, n, whole);
+    });
+}
+
+/* --- launcher ------------------------------------------------------------------------------------------- */
+
+template <typename T>
+static int up_gate(const FusedMoeUpGate &p, void *stream) {
+    bool gated = p.layout != FUSED_MOE_UNGATED;
+    bool packed = p.layout == FUSED_MOE_HALVES || p.layout == FUSED_MOE_INTERLEAVED;
+    bool rows = (uintptr_t)p.x % 16 == 0 && p.D % CHUNK == 0;
+    int64_t w1_rows = packed ? 2 * p.F : p.F;
+    Access cols = access_of<T>(p.w1, p.w1.stride_out, p.w1.stride_in, w1_rows, p.D);
+    if (p.w3.data && (access_of<T>(p.w3, p.w3.stride_out, p.w3.stride_in, p.F, p.D) != cols ||
+                      p.w3.stride_in != p.w1.stride_in))
+        cols = ONE_BY_ONE;
+    if (cols == ALONG_LINES && p.F % CHUNK) cols = ONE_BY_ONE; /* ups start at F */
+    auto run = [&](auto tile) {
+        using Tile = decltype(tile);
+        int64_t columns = ceil_div(p.F, Tile::BN / (gated ? 2 : 1));
+        return launch(up_gate_kernel<Tile>, p, max_row_tiles(p.plan.R, p.plan.E) * columns,
+                      Tile::THREADS, sizeof(TileShared<Tile>), stream);
+    };
+    return with_tile<T, true>(rows, cols, run, p.scores != nullptr);
+}
+
+} // namespace fused_moe
+
+extern "C" int fused_moe_cuda_up_gate(const FusedMoeUpGate *p, void *stream) {
+    return fused_moe::with_dtype(
+        p->dtype, [&](auto t) { return fused_moe::up_gate<decltype(t)>(*p, stream); });
+}

@@ -1,0 +1,181 @@
+/* wgrad: a product along the rows of each expert, dw[e] = a[rows of e]^T b[rows of e]; and bias_grad,
+ * their plain sum.
+ *
+ * A CTA is a tile of one expert's weight and walks that expert's rows, so sums have a fixed order and an
+ * expert without rows gets zeros. Both operands lie along their lines; either may be read through
+ * row_token. Rows past the expert's last are zero on both sides: 0 * NaN would be NaN. */
+#include "grouped_tile.cuh"
+
+namespace fused_moe {
+
+/* --- kernels ------------------------------------------------------------------------------------------- */
+
+typedef struct {      /* one side of the product: rows of `lines` numbers */
+    const void *data; /* [rows, stride] from the first line on */
+    int64_t lines, stride;
+    const int32_t *row_token; /* [R] or NULL */
+    const void *scores;       /* [num_slots] or NULL */
+} Side;
+
+typedef struct {
+    Side a, b;
+    const int32_t *row_slot, *ends;
+    void *dw; /* (E, a.lines, b.lines) */
+    int64_t stride_expert, stride_a, stride_b;
+    int64_t R, T, num_slots;
+    int32_t E;
+} Wgrad;
+
+template <typename T>
+__device__ inline Operand<T> operand_of(const Side &side, const Wgrad &p, const T *const *origin,
+                                        int64_t first_row) {
+    Operand<T> x = {origin};
+    x.stride_k = side.stride;
+    x.row = side.row_token ? side.row_token + first_row : nullptr;
+    x.num_rows = p.T;
+    x.scores = (const Real<T> *)side.scores;
+    x.slot = p.row_slot + first_row;
+    x.num_slots = p.num_slots;
+    return x;
+}
+
+template <typename T>
+__device__ inline const T *origin_of(const Side &side, int64_t line, int64_t first_row) {
+    int64_t offset = side.row_token ? 0 : first_row * side.stride;
+    return line < side.lines ? (const T *)side.data + offset + line : nullptr;
+}
+
+template <class Tile>
+__global__ void __launch_bounds__(Tile::THREADS, Tile::CTAS)
+    wgrad_kernel(const __grid_constant__ Wgrad p) {
+    using T = typename Tile::T;
+    using R = typename Tile::R;
+    extern __shared__ __align__(128) char memory[];
+    auto &s = *reinterpret_cast<TileShared<Tile> *>(memory);
+    int64_t tiles_b = (p.b.lines + Tile::BN - 1) / Tile::BN;
+    int64_t tiles_a = (p.a.lines + Tile::BM - 1) / Tile::BM;
+    int e = (int)(blockIdx.x / (tiles_a * tiles_b));
+    int64_t first_a = blockIdx.x / tiles_b % tiles_a * Tile::BM;
+    int64_t first_b = blockIdx.x % tiles_b * Tile::BN;
+    int64_t first = max(0, e ? p.ends[e - 1] : 0), end = min((int64_t)p.ends[e], p.R);
+
+    for (int i = threadIdx.x; i < Tile::BM; i += Tile::THREADS) {
+        s.origin_a[i] = origin_of<T>(p.a, first_a + i, first);
+        s.origin_b[i] = origin_of<T>(p.b, first_b + i, first);
+    }
+    __syncthreads();
+    Tile tile;
+    tile.zero();
+    tile.multiply(s.ring, operand_of<T>(p.a, p, s.origin_a, first),
+                  operand_of<T>(p.b, p, s.origin_b, first), (int)max((int64_t)0, end - first));
+
+    T *dw = (T *)p.dw + e * p.stride_expert;
+    bool whole = p.stride_b == 1 && p.stride_a % CHUNK == 0 && p.stride_expert % CHUNK == 0 &&
+                 chunks_are_whole<T>(p.dw, p.b.lines);
+    for_each_chunk(tile, s, WARP_COLS / CHUNK, [&](int row, int chunk, const R *sums, int, int) {
+        int64_t i = first_a + row, j = first_b + tile.warp_n() * WARP_COLS + chunk * CHUNK;
+        if (row >= Tile::BM || i >= p.a.lines || j >= p.b.lines) return;
+        T *out = dw + i * p.stride_a + j * p.stride_b;
+        R v[CHUNK];
+#pragma unroll
+        for (int c = 0; c < CHUNK; c++) v[c] = sums[chunk * CHUNK + c];
+        if (whole) {
+            store_chunk<T>(out, v, CHUNK, true);
+        } else {
+#pragma unroll
+            for (int c = 0; c < CHUNK; c++)
+                if (j + c < p.b.lines) out[c * p.stride_b] = from_real<T>(v[c]);
+        }
+    });
+}
+
+/* A CTA is an expert and 32 columns; its warps share the rows. Sums as long as an expert's rows are double. */
+template <typename T>
+__global__ void bias_grad_kernel(const __grid_constant__ FusedMoeBiasGrad p) {
+    constexpr int WARPS = 8;
+    __shared__ double sums[WARPS][32];
+    int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    int64_t blocks = (p.N + 31) / 32, col = blockIdx.x % blocks * 32 + lane;
+    int e = (int)(blockIdx.x / blocks);
+    int64_t end = min((int64_t)p.ends[e], p.R);
+    double sum = 0;
+    for (int64_t r = max(0, e ? p.ends[e - 1] : 0) + warp; r < end && col < p.N; r += WARPS) {
+        int64_t from = p.row_token ? p.row_token[r] : r, slot = p.scores ? p.row_slot[r] : 0;
+        if ((uint64_t)from >= (uint64_t)p.T || (uint64_t)slot >= (uint64_t)(p.T * p.K)) continue;
+        Real<T> score = p.scores ? ((const Real<T> *)p.scores)[slot] : Real<T>(1);
+        sum += (double)score * to_real(((const T *)p.rows)[from * p.N + col]);
+    }
+    sums[warp][lane] = sum;
+    __syncthreads();
+    if (warp || col >= p.N) return;
+    for (int i = 1; i < WARPS; i++) sum += sums[i][lane];
+    ((T *)p.db)[e * p.N + col] = from_real<T>((Real<T>)sum);
+}
+
+/* --- launchers ------------------------------------------------------------------------------------------ */
+
+template <typename T>
+static bool is_vectors(const Side &side) {
+    return (uintptr_t)side.data % 16 == 0 && side.stride % CHUNK == 0 && side.stride < INT32_MAX &&
+           side.lines % CHUNK == 0;
+}
+
+template <typename T>
+static int wgrad(const Wgrad &p, void *stream) {
+    auto run = [&](auto tile) {
+        using Tile = decltype(tile);
+        int64_t grid = p.E * ceil_div(p.a.lines, Tile::BM) * ceil_div(p.b.lines, Tile::BN);
+        return launch(wgrad_kernel<Tile>, p, grid, Tile::THREADS, sizeof(TileShared<Tile>), stream);
+    };
+    if constexpr (!is_half<T>)
+        return run(SimtTile<T>());
+    else if (!is_vectors<T>(p.a) || !is_vectors<T>(p.b) || p.b.scores)
+        return run(TensorTile<T, false, false, false>());
+    else if (p.a.scores)
+        return run(TensorTile<T, false, false, true, true>());
+    else
+        return run(TensorTile<T, false, false, true>());
+}
+
+} // namespace fused_moe
+
+/* One launch a part. The side whose numbers are consecutive in dw is b, for the sake of the stores. */
+extern "C" int fused_moe_cuda_wgrad(const FusedMoeWgrad *p, void *stream) {
+    using namespace fused_moe;
+    size_t elem = p->dtype == FUSED_MOE_F64 ? 8 : p->dtype == FUSED_MOE_F32 ? 4 : 2;
+    for (int part = 0; part < 2; part++) {
+        const FusedMoeWeight &dw = p->dw[part];
+        if (!dw.data) continue;
+        const char *first = (const char *)p->a + (part ? p->M[0] * elem : 0);
+        Side a = {first, p->M[part], p->M[0] + p->M[1], nullptr, nullptr};
+        Side b = {p->b, p->N, p->N, p->b_row_token, p->b_scores};
+        Wgrad w = {a,
+                   b,
+                   p->row_slot,
+                   p->ends,
+                   dw.data,
+                   dw.stride_expert,
+                   dw.stride_out,
+                   dw.stride_in,
+                   p->R,
+                   p->T,
+                   p->T * p->K,
+                   p->E};
+        /* scores can be multiplied into a alone, at the price of stores one by one */
+        if (b.scores || (dw.stride_in != 1 && dw.stride_out == 1)) {
+            w.a = b, w.b = a;
+            w.stride_a = dw.stride_in, w.stride_b = dw.stride_out;
+        }
+        int status = with_dtype(p->dtype, [&](auto t) { return wgrad<decltype(t)>(w, stream); });
+        if (status != FUSED_MOE_OK) return status;
+    }
+    return FUSED_MOE_OK;
+}
+
+extern "C" int fused_moe_cuda_bias_grad(const FusedMoeBiasGrad *p, void *stream) {
+    using namespace fused_moe;
+    int64_t grid = p->E * ceil_div(p->N, 32);
+    return with_dtype(p->dtype, [&](auto t) {
+        return launch(bias_grad_kernel<decltype(t)>, *p, grid, 256, 0, stream);
+    });
+}

@@ -1,0 +1,78 @@
+#!/bin/bash
+# The suite on a GPU, then compute-sanitizer over the tests marked `sanitizer`, and a summary of both.
+#
+#   tests/gpu/run.sh [-o FILE] [--no-suite] [--tools "memcheck racecheck initcheck synccheck"] [PYTEST_ARGS...]
+#
+# -o FILE appends the summary to FILE. --tools "" leaves the sanitizer out. Everything else goes to the
+# suite's pytest: -n 4 --dist loadfile, -k graph, ... fused_moe/_ops.so is taken as it lies; where it is
+# missing it is built. Exits with 1 when a test failed, a tool found something, or one of them could not run.
+set -uo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/../.." || exit
+
+out=/dev/null suite=1 tools="memcheck racecheck initcheck synccheck" pytest_args=()
+while [ $# -gt 0 ]; do
+    case $1 in
+    -o) out=$(cd "$OLDPWD" && realpath -m "$2") && shift ;;
+    --no-suite) suite= ;;
+    --tools) tools=$2 && shift ;;
+    *) pytest_args+=("$1") ;;
+    esac
+    shift
+done
+
+python=${PYTHON:-python3}
+export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
+PATH=$PATH:/usr/local/cuda/bin
+logs=$(mktemp -d)
+trap 'rm -rf "$logs"' EXIT
+failed=0 summary=()
+
+say() {
+    echo "$*"
+    summary+=("$*")
+}
+
+counts() { # the closing line of pytest's log, less its decoration
+    grep -E '[0-9]+ (passed|failed|skipped|errors?|deselected).* in [0-9.]+s' "$1" | tail -1 | tr -d '='
+}
+
+if [ ! -e fused_moe/_ops.so ]; then
+    $python setup.py build_ext --inplace || exit 1
+fi
+say "$(date -u '+%Y-%m-%d %H:%M UTC'), commit ${COMMIT:-$(git rev-parse --short HEAD 2>/dev/null || echo unknown)}"
+say "$(nvidia-smi --query-gpu=name,driver_version --format=csv,noheader | paste -sd '+')"
+say "$($python -c 'import platform, torch; print(f"PyTorch {torch.__version__}, Python {platform.python_version()}")')"
+
+if [ -n "$suite" ]; then
+    $python -m pytest --device cuda "${pytest_args[@]}" 2>&1 | tee "$logs/suite"
+    [ "${PIPESTATUS[0]}" -eq 0 ] || failed=1
+    say "suite: $(counts "$logs/suite")"
+fi
+
+# Only our kernels are looked at. Not so in initcheck: it has to see what PyTorch's kernels write, so there
+# the reports are sifted instead. Without PyTorch's cache every tensor is an allocation of its own, so that
+# one number past its end is seen.
+for tool in $tools; do
+    options=(--tool "$tool" --target-processes all --report-api-errors no --show-backtrace device)
+    [ "$tool" = initcheck ] || options+=(--error-exitcode 1 --kernel-name kns=fused_moe)
+    log=$logs/$tool start=$SECONDS
+    PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer "${options[@]}" --print-limit 1000 \
+        "$python" -m pytest --device cuda -m sanitizer -q -p no:cacheprovider tests/test_cuda.py 2>&1 | tee "$log"
+    [ "${PIPESTATUS[0]}" -eq 0 ] || failed=1
+    # A report's first or second line names the kernel: "at void fused_moe::..."
+    found=$(awk '/^=+ .*(Invalid|Uninitialized|Race reported|hazard detected|Barrier error)/ {
+                     if (!/fused_moe/) getline
+                     found += /fused_moe/
+                 } END { print found + 0 }' "$log")
+    total=$(sed -En 's/^=+ (ERROR|RACECHECK) SUMMARY: //p' "$log" | paste -sd ';')
+    passed=$(counts "$log")
+    if [ "$found" -ne 0 ] || [ -z "$total" ] || [[ $passed != *passed* ]]; then failed=1; fi
+    say "$tool: ${total:-did not run}, $found in our kernels; ${passed:-no tests}, $((SECONDS - start)) s"
+done
+
+result="passed"
+[ $failed -eq 0 ] || result="FAILED"
+say "result: $result"
+printf '%s\n' "${summary[@]}" >>"$out"
+echo && printf '%s\n' "${summary[@]}"
+exit $failed

@@ -1,0 +1,225 @@
+"""benchmarks/: every program runs on the CPU, and what it claims about its inputs and records holds.
+
+Tiny shapes: nothing here looks at a time. Skipped where there is no checkout, as when the tests run
+against an installed wheel.
+"""
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import fused_moe
+
+ROOT = Path(__file__).resolve().parents[1]
+BENCHMARKS = ROOT / "benchmarks"
+PROGRAMS = ("bench_layer", "bench_gemm", "bench_kernels", "table", "plot")
+SMALL = "192,8,2,64,32"
+FIELDS = {
+    *("bench", "shape", "routing", "tier", "dtype", "what", "time_us", "tflops", "dense_ratio"),
+    *("torch_ratio", "peer", "peer_ratio", "activation_mib", "peak_mib", "max_rel_error"),
+    *("gpu", "torch", "cuda", "commit", "date"),
+}
+pytestmark = pytest.mark.skipif(not BENCHMARKS.exists(), reason="not in a checkout")
+
+
+@pytest.fixture
+def load(monkeypatch, cpu):
+    """Imports a module of benchmarks/, whose names are no packages'."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    monkeypatch.setenv("FUSED_MOE_TIER", os.environ.get("FUSED_MOE_TIER", "auto"))
+    before = set(sys.modules)
+
+    def load(name: str):
+        if name in ("table", "plot"):
+            pytest.importorskip({"table": "tabulate", "plot": "matplotlib"}[name])
+        return importlib.import_module(name)
+
+    yield load
+    for name in set(sys.modules) - before:
+        if str(BENCHMARKS) in str(getattr(sys.modules[name], "__file__", "")):
+            del sys.modules[name]
+
+
+@pytest.fixture
+def run(load, tmp_path):
+    """Runs a program on the CPU and returns its records."""
+
+    def run(name: str, *flags: str) -> list[dict]:
+        path = tmp_path / f"{name}.json"
+        load(name).main([*flags, "--device", "cpu", "--repeats", "1", "--json", str(path)])
+        return json.loads(path.read_text())
+
+    return run
+
+
+def rows_of(logits, top_k):
+    """Rows of each expert, by the layer's own choice."""
+    _, ids = fused_moe.route(logits, top_k)
+    return ids.flatten().bincount(minlength=logits.size(1))
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_help(load, capsys, name):
+    with pytest.raises(SystemExit) as left:
+        load(name).main(["--help"])
+    assert left.value.code == 0
+    assert "usage:" in capsys.readouterr().out
+
+
+def test_a_layer_leaves_records_with_every_field(run):
+    records = run("bench_layer", "--shape", SMALL, "--routing", "balanced", "--peers", "loop,torch")
+    assert [(r["dtype"], r["what"]) for r in records] == [
+        (dtype, what) for dtype in ("fp32", "bf16") for what in ("forward", "forward_backward")
+    ]
+    for r in records:
+        assert set(r) >= FIELDS
+        assert (r["bench"], r["shape"], r["tier"], r["gpu"]) == ("layer", SMALL, "cpu", "none")
+        assert r["time_us"] > 0 and r["dense_ratio"] > 0 and r["ratio_to_loop"] > 0
+        assert r["peer"] in ("loop", "torch")
+        assert r["max_rel_error"] < 1e-2
+
+
+def test_a_peer_that_is_missing_is_named(run, capsys):
+    records = run("bench_layer", "--shape", SMALL, "--dtype", "fp32", "--peers", "scattermoe,sonicmoe")
+    printed = capsys.readouterr().out
+    for name in ("scattermoe", "sonicmoe"):
+        if importlib.util.find_spec(name) is None:
+            assert f"{name} is left out: {name} is not installed" in printed
+            assert f"ratio_to_{name}" not in records[0]
+
+
+def test_products(run):
+    records = run("bench_gemm", "--shape", SMALL, "--shape", "100,10,16,24", "--dtype", "bf16")
+    whats = ["up_gate", "down", "up_dgrad", "down_dgrad", "wgrad_up", "wgrad_down", *["grouped_mm"] * 3]
+    assert [r["what"] for r in records] == whats
+    assert [r["routing"] for r in records[-3:]] == ["balanced", "best", "worst"]
+    for r in records:
+        assert set(r) >= FIELDS
+        assert r["torch_ratio"] is None
+        assert r["dense_ratio"] > 0 and 0 < r["max_rel_error"] < 1e-2
+
+
+def test_kernels(run):
+    records = run("bench_kernels", "--shape", SMALL, "--routing", "zipf:1.2", "--dtype", "bf16")
+    names = "route route_backward route_plan route_and_plan permute combine unpermute_backward"
+    assert [r["what"] for r in records] == names.split()
+    for r in records:
+        assert set(r) >= FIELDS
+        assert r["gb_per_s"] >= 0 and r["copy_ratio"] >= 0 and r["copy_gb_per_s"] > 0
+        assert r["torch_ratio"] is None and r["graph_us"] is None
+
+
+def test_a_wrong_result_is_not_timed(load):
+    error = load("common").Error()
+    error.add("out", torch.ones(4), torch.ones(4))
+    error.add_equal("ids", torch.arange(3), torch.arange(3))
+    assert error.check("shape", "fp32") == 0
+    error.add("dx", torch.full((4,), 1.1), torch.ones(4))
+    with pytest.raises(SystemExit, match=r"wrong before it is fast.*dx 1\.0e-01"):
+        error.check("shape", "bf16")
+
+
+def test_routings_are_what_their_names_say(load):
+    common = load("common")
+    sizes = common.Sizes(4096, 16, 2, 64, 32)
+    rows = {
+        name: rows_of(common.routing_logits(name, sizes, "cpu"), 2)
+        for name in ("balanced", "random", "zipf:1", "worst")
+    }
+    assert rows["balanced"].tolist() == [512] * 16
+    assert (rows["random"] / 512 - 1).abs().max() < 0.25
+    assert rows["worst"].tolist() == [4096] * 2 + [0] * 14
+    first = common.routing_logits("zipf:1", sizes, "cpu").argmax(-1).bincount(minlength=16)
+    share = 1 / torch.arange(1, 17)
+    assert torch.allclose(first / 4096, share / share.sum(), atol=0.03)
+    with pytest.raises(SystemExit, match="expected random, balanced"):
+        common.routing_logits("uniform", sizes, "cpu")
+
+
+def test_tokens_give_the_router_these_logits(load):
+    common = load("common")
+    logits = torch.randn(50, 8)
+    x, gate = common.tokens_and_gate(logits, 32)
+    torch.testing.assert_close(x @ gate.T, logits, rtol=0, atol=1e-4)
+
+
+def test_distributions_of_plain_products(load):
+    row_counts = load("bench_gemm").row_counts
+    assert row_counts("balanced", 10, 4).tolist() == [3, 3, 2, 2]
+    assert row_counts("best", 160, 10).tolist() == [20] * 8 + [0] * 2
+    assert row_counts("worst", 160, 4).tolist() == [1, 1, 1, 157]
+
+
+def test_shapes(load):
+    common = load("common")
+    assert common.layer_sizes("olmoe") == (16384, 64, 8, 2048, 1024)
+    assert common.layer_sizes("1,2,3,4,5") == (1, 2, 3, 4, 5)
+    with pytest.raises(SystemExit, match="expected T,E,K,D,F or one of cpu-32-experts"):
+        common.layer_sizes("gpt-5")
+
+
+def test_records_with_the_same_key_are_replaced(load):
+    common = load("common")
+    key = dict.fromkeys(common.KEY, "same")
+    old = [key | {"time_us": 1}, key | {"what": "other", "time_us": 2}]
+    new = [key | {"time_us": 3}]
+    assert common.merge(old, new) == [key | {"time_us": 3}, key | {"what": "other", "time_us": 2}]
+
+
+def test_append_keeps_the_others(run):
+    flags = ("--shape", SMALL, "--dtype", "fp32", "--append")
+    assert len(run("bench_kernels", *flags, "--what", "route")) == 1
+    assert [r["what"] for r in run("bench_kernels", *flags, "--what", "permute")] == ["route", "permute"]
+
+
+def test_a_commit_without_git(load, monkeypatch):
+    common = load("common")
+    monkeypatch.delenv("COMMIT", raising=False)
+    monkeypatch.setenv("PATH", "")
+    assert common.machine("cpu")["commit"] == "unknown"
+    monkeypatch.setenv("COMMIT", "abc")
+    assert common.machine("cpu")["commit"] == "abc"
+
+
+def test_the_readme_holds_the_committed_results(load):
+    files = map(str, sorted((BENCHMARKS / "results").glob("layer_*.json")))
+    load("table").main([*files, "--readme", str(ROOT / "README.md"), "--check"])
+
+
+def test_the_table_fills_the_markers(load, tmp_path):
+    table, readme = load("table"), tmp_path / "README.md"
+    flags = [str(BENCHMARKS / "results" / "layer_cpu.json"), "--readme", str(readme)]
+    readme.write_text(f"before\n{table.BEGIN}\nold\n{table.END}\nafter\n")
+    with pytest.raises(SystemExit, match="out of date"):
+        table.main([*flags, "--check"])
+    table.main(flags)
+    table.main([*flags, "--check"])
+    text = readme.read_text()
+    assert text.startswith("before\n") and text.endswith("after\n")
+    assert "old" not in text and "| 4096, 32, 4, 512, 256" in text
+    readme.write_text("no markers\n")
+    with pytest.raises(SystemExit, match="performance: begin"):
+        table.main(flags)
+
+
+def test_plots(load, run, tmp_path):
+    plot = load("plot")
+    run("bench_gemm", "--shape", SMALL, "--dtype", "fp32", "--what", "down")
+    run("bench_kernels", "--shape", SMALL, "--dtype", "fp32", "--what", "route")
+    committed = BENCHMARKS / "results" / "layer_cpu.json"
+    plot.main([*map(str, tmp_path.glob("*.json")), str(committed), "-o", str(tmp_path / "pictures")])
+    for name in ("roofline.png", "ratios.png"):
+        assert (tmp_path / "pictures" / name).read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_program_runs_as_a_script(cpu):
+    command = [sys.executable, str(BENCHMARKS / "bench_kernels.py"), "--shape", SMALL, "--dtype", "fp32"]
+    command += ["--device", "cpu", "--repeats", "1", "--what", "permute"]
+    found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert "permute" in found.stdout
