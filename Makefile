@@ -47,7 +47,7 @@ $(VENV)/ready: tools/setup.sh
 
 $(VENV)/built: $(VENV)/ready setup.py pyproject.toml $(C_CODE)
 	@echo "fused_moe: compiling; the first time takes a minute or two"
-	$(install) '.[test,train]'
+	$(install) '.[test,train,bench]'
 	touch $@
 
 $(VENV)/dev: pyproject.toml | $(VENV)/built

@@ -429,7 +429,7 @@ def parse_args(argv):
     if args.resume and not (first / "checkpoint.pt").exists():
         parser.error(f"--resume: no checkpoint.pt in {first}")
     if args.device == "auto":
-        args.device = "cuda" if fused_moe.info()["tiers"]["cuda"] == "on" else "cpu"
+        args.device = "cuda" if fused_moe.info()["tiers"]["cuda"].startswith("on") else "cpu"
     args.device = torch.device(args.device)
     return args
 

@@ -7,7 +7,9 @@ import platform
 
 import torch
 
-from .ops import HAS_CUDA_KERNELS, LIBRARY
+from .ops import HAS_CUDA_KERNELS, LIBRARY, ops
+
+DRIVER_TOO_OLD, GPU_TOO_OLD, NO_SUCH_TIER = 5, 6, 7  # FusedMoeStatus of csrc/fused_moe.h
 
 
 class Info(dict):
@@ -56,13 +58,25 @@ def info() -> Info:
 
 
 def _tiers() -> dict[str, str]:
+    cuda = _why_cuda_is_off()
+    cuda = f"off: {cuda}" if cuda else "on"
+    return {"cpu": "on", "cuda": cuda, "portable": cuda, "hopper": "off: not in this build"}
+
+
+def _why_cuda_is_off() -> str:
     if not HAS_CUDA_KERNELS:
-        cuda = "off: this build has no CUDA kernels"
-    elif not torch.cuda.is_available():
-        cuda = "off: PyTorch sees no CUDA device"
-    else:
-        cuda = "on"
-    return {"cpu": "on", "cuda": cuda}
+        return "this build has no CUDA kernels"
+    if not torch.cuda.is_available():
+        return "PyTorch sees no CUDA device"
+    status, driver, runtime, capability = ops.cuda_device(torch.cuda.current_device())
+    if status == 0:
+        return ""
+    driver, runtime = (f"{v // 1000}.{v % 1000 // 10}" for v in (driver, runtime))
+    return {
+        DRIVER_TOO_OLD: f"the driver supports CUDA {driver}, this build's runtime is {runtime}",
+        GPU_TOO_OLD: f"expected compute capability 8.0 or newer, found {capability / 10}",
+        NO_SUCH_TIER: f"FUSED_MOE_TIER is {os.environ.get('FUSED_MOE_TIER')}, expected portable or auto",
+    }.get(status, f"status {status} of fused_moe.h")
 
 
 def _gpus() -> dict[str, str]:

@@ -67,10 +67,10 @@ __global__ void __launch_bounds__(Tile::THREADS, Tile::CTAS)
     auto fetch =
         [&](int q) { /* h of the warp's slice q, gate | up or as pairs, into shared memory */
                      constexpr int CHUNKS = WARP_COLS / CHUNK;
-                     int halves = gated ? 2 : 1;
+                     int halves = gated ? 2 : 1, shift = gated ? 4 : 3; /* CHUNKS * halves a row */
                      for (int i = threadIdx.x % 32;
                           staged && i < Tile::SLICE_ROWS * CHUNKS * halves; i += 32) {
-                         int at = i / (CHUNKS * halves), chunk = i % (CHUNKS * halves),
+                         int at = i >> shift, chunk = i & ((1 << shift) - 1),
                              row = Tile::slice_row(q, at);
                          int64_t j = warp_col * halves + chunk * CHUNK;
                          if (p.layout == FUSED_MOE_HALVES || p.layout == FUSED_MOE_SEPARATE)
@@ -96,8 +96,7 @@ __global__ void __launch_bounds__(Tile::THREADS, Tile::CTAS)
                 int n = (int)min((int64_t)CHUNK, p.F - j);
                 Pair<R> q, d;
                 R g[CHUNK], a[CHUNK], score = s.scale_a[row];
-#pragma unroll
-                for (int i = 0; i < CHUNK; i++) g[i] = sums[chunk * CHUNK + i];
+                load_sums(g, sums + chunk * CHUNK);
                 if (staged)
                     load_pair<T>(q, p.layout, s.aside(slice) + at * 2 * WARP_COLS, WARP_COLS,
                                  chunk * CHUNK, n, true);

@@ -54,8 +54,7 @@ __global__ void __launch_bounds__(Tile::THREADS, Tile::CTAS)
         if (row >= w.rows.num_rows || col >= p.M) return;
         int n = (int)min((int64_t)CHUNK, p.M - col);
         R v[CHUNK], more[CHUNK];
-#pragma unroll
-        for (int i = 0; i < CHUNK; i++) v[i] = sums[chunk * CHUNK + i];
+        load_sums(v, sums + chunk * CHUNK);
         if (bias) {
             load_chunk<T>(more, bias + col, n, false);
 #pragma unroll

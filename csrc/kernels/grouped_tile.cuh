@@ -43,7 +43,7 @@ template <class Tile, typename Fn, typename Fetch = FetchNothing>
 __device__ inline void for_each_chunk(const Tile &tile, TileShared<Tile> &s, int chunks, Fn fn,
                                       Fetch fetch = Fetch()) {
     typename Tile::R *slice = s.slice[threadIdx.x / 32];
-    int lane = threadIdx.x % 32;
+    int lane = threadIdx.x % 32, shift = __ffs(chunks) - 1; /* chunks: a power of two */
     fetch(0);
     cp_async_commit_group();
     for (int q = 0; q < Tile::SLICES; q++) {
@@ -53,10 +53,10 @@ __device__ inline void for_each_chunk(const Tile &tile, TileShared<Tile> &s, int
         cp_async_wait_group<1>();
         __syncwarp();
         for (int i = lane; i - lane < Tile::SLICE_ROWS * chunks; i += 32) {
-            int at = min(i / chunks, Tile::SLICE_ROWS - 1);
+            int at = min(i >> shift, Tile::SLICE_ROWS - 1);
             bool mine = i < Tile::SLICE_ROWS * chunks;
-            fn(mine ? Tile::slice_row(q, at) : Tile::BM, i % chunks, slice + at * SLICE_PITCH, q,
-               at);
+            fn(mine ? Tile::slice_row(q, at) : Tile::BM, i & (chunks - 1), slice + at * SLICE_PITCH,
+               q, at);
         }
         __syncwarp();
     }

@@ -98,6 +98,14 @@ __device__ inline void store_chunk(T *p, const Real<T> (&v)[CHUNK], int n, bool 
     }
 }
 
+/* Eight sums that an epilogue finds in shared memory, on 16 bytes. */
+template <typename R>
+__device__ inline void load_sums(R (&v)[CHUNK], const R *sums) {
+    Pack<R> pack = *reinterpret_cast<const Pack<R> *>(sums);
+#pragma unroll
+    for (int i = 0; i < CHUNK; i++) v[i] = pack.v[i];
+}
+
 /* --- warps ----------------------------------------------------------------------------------------- */
 
 template <typename T>

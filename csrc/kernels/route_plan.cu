@@ -63,7 +63,7 @@ __global__ void __launch_bounds__(THREADS) count_kernel(const __grid_constant__ 
 }
 
 __global__ void __launch_bounds__(THREADS) scan_kernel(const __grid_constant__ Sort s) {
-    using Scan = cub::BlockScan<int32_t, THREADS>;
+    using Scan = cub::BlockScan<int32_t, THREADS, cub::BLOCK_SCAN_WARP_SCANS>;
     __shared__ typename Scan::TempStorage storage;
     int32_t *rows = s.rows_before + blockIdx.x * s.blocks, done = 0;
     for (int64_t first = 0; first < s.blocks; first += THREADS) {
@@ -142,7 +142,7 @@ __device__ inline void finish(int E, Count count, int32_t *offsets, int32_t *til
             return {a.rows + b.rows, a.busy + b.busy, a.tiles + b.tiles};
         }
     };
-    using Scan = cub::BlockScan<Sum, FINISH_THREADS>;
+    using Scan = cub::BlockScan<Sum, FINISH_THREADS, cub::BLOCK_SCAN_WARP_SCANS>;
     __shared__ typename Scan::TempStorage storage;
     Sum done = {0, 0, 0};
     for (int first = 0; first < E; first += FINISH_THREADS) {
@@ -179,7 +179,7 @@ __global__ void __launch_bounds__(FINISH_THREADS)
 /* Counts that are negative or lead past R rows are cut: a GPU cannot raise without a synchronisation. */
 __global__ void __launch_bounds__(FINISH_THREADS)
     count_plan_kernel(const __grid_constant__ FusedMoeCountPlan p) {
-    using Scan = cub::BlockScan<int64_t, FINISH_THREADS>;
+    using Scan = cub::BlockScan<int64_t, FINISH_THREADS, cub::BLOCK_SCAN_WARP_SCANS>;
     __shared__ typename Scan::TempStorage storage;
     int64_t done = 0;
     for (int first = 0; first < p.E; first += FINISH_THREADS) {
@@ -207,7 +207,7 @@ __global__ void __launch_bounds__(FINISH_THREADS)
     struct Max {
         __device__ int32_t operator()(int32_t a, int32_t b) const { return max(a, b); }
     };
-    using Scan = cub::BlockScan<int32_t, FINISH_THREADS>;
+    using Scan = cub::BlockScan<int32_t, FINISH_THREADS, cub::BLOCK_SCAN_WARP_SCANS>;
     __shared__ typename Scan::TempStorage storage;
     int32_t done = 0;
     for (int first = 0; first < p.E; first += FINISH_THREADS) {

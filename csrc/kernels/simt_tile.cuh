@@ -15,7 +15,7 @@ template <typename T_>
 struct SimtTile {
     using T = T_;
     using R = T_;
-    static constexpr int BM = 128, BN = 128, BK = 64 / sizeof(T), THREADS = 256, CTAS = 1;
+    static constexpr int BM = 128, BN = 128, BK = 32 / sizeof(T), THREADS = 256, CTAS = 1;
     static constexpr int WARPS_N = 2, WARP_M = 32, SLICES = 8, SLICE_ROWS = 4;
     static constexpr int COPIES = BM * BK / THREADS, PITCH = BM + 4;
 

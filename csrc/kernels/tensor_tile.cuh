@@ -97,36 +97,42 @@ struct TensorTile {
         }
     };
 
-    /* Sixteen threads a k, eight k at a time. The rows of the next step are fetched a step ahead. */
+    /* Sixteen threads a k, eight k at a time. A map's rows are fetched a step ahead. */
     template <bool with_scale>
     struct AlongLines {
         const Operand<T> &x;
         const T *line;
         int k, depth, stride;
+        unsigned limit; /* rows below it are there */
         int row[COPIES];
 
         __device__ AlongLines(const Operand<T> &operand, int depth_)
             : x(operand), line(x.origin[threadIdx.x % 16 * CHUNK]), k(threadIdx.x / 16),
-              depth(line ? depth_ : 0), stride((int)x.stride_k) {
+              depth(depth_), stride((int)x.stride_k), limit(!line   ? 0
+                                                            : x.row ? (unsigned)x.num_rows
+                                                                    : depth) {
             fetch_rows();
         }
 
         __device__ void fetch_rows() {
 #pragma unroll
-            for (int i = 0; i < COPIES; i++) row[i] = x.row_of(k + i * (BK / COPIES), depth);
+            for (int i = 0; i < COPIES; i++) row[i] = k + i * (BK / COPIES);
+            if (x.row)
+#pragma unroll
+                for (int i = 0; i < COPIES; i++) row[i] = row[i] < depth ? x.row[row[i]] : -1;
         }
 
         __device__ void copy(T *stage) {
             T *dst = stage + place<false>(threadIdx.x % 16 * CHUNK, threadIdx.x / 16);
 #pragma unroll
             for (int i = 0; i < COPIES; i++) {
+                bool here = (unsigned)row[i] < limit;
                 const T *src = line + (int64_t)row[i] * stride;
                 T *to = dst + i * (BK / COPIES * LINES);
                 if constexpr (with_scale)
-                    copy_scaled(to, src, row[i] >= 0,
-                                row[i] >= 0 ? x.scale(0, k + i * (BK / COPIES)) : 0.0f);
+                    copy_scaled(to, src, here, here ? x.scale(0, k + i * (BK / COPIES)) : 0.0f);
                 else
-                    copy_chunk(to, src, row[i] >= 0);
+                    copy_chunk(to, src, here);
             }
             k += BK;
             fetch_rows();
@@ -198,32 +204,39 @@ struct TensorTile {
             }
             cp_async_commit_group();
         }
+        /* Fragments of the next 16 k are on their way while these are multiplied, across stages too. */
+        uint32_t fa[2][4][4], fb[2][4][4];
+        auto load = [&](int half, int stage) {
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                fragments_a.load(fa[half][i], shared_address(s.a[stage]), i, 16 * half);
+                fragments_b.load(fb[half][i], shared_address(s.b[stage]), i, 16 * half);
+            }
+        };
+        auto multiply_half = [&](int half) {
+#pragma unroll
+            for (int i = 0; i < 4; i++)
+#pragma unroll
+                for (int j = 0; j < 8; j++)
+                    mma_m16n8k16(acc[i][j], fa[half][i], fb[half][j / 2][j % 2 * 2],
+                                 fb[half][j / 2][j % 2 * 2 + 1], T());
+        };
+        cp_async_wait_group<STAGES - 2>();
+        __syncthreads();
+        if (steps) load(0, 0);
         for (int step = 0; step < steps; step++) {
-            cp_async_wait_group<STAGES - 2>();
-            __syncthreads();
+            load(1, step % STAGES);
             int ahead = step + STAGES - 1;
             if (ahead < steps) {
                 copy_a.copy(s.a[ahead % STAGES]);
                 copy_b.copy(s.b[ahead % STAGES]);
             }
             cp_async_commit_group();
-
-            uint32_t stage_a = shared_address(s.a[step % STAGES]);
-            uint32_t stage_b = shared_address(s.b[step % STAGES]);
-#pragma unroll
-            for (int k = 0; k < BK; k += 16) {
-                uint32_t fa[4][4], fb[4][4];
-#pragma unroll
-                for (int i = 0; i < 4; i++) fragments_a.load(fa[i], stage_a, i, k);
-#pragma unroll
-                for (int i = 0; i < 4; i++) fragments_b.load(fb[i], stage_b, i, k);
-#pragma unroll
-                for (int i = 0; i < 4; i++)
-#pragma unroll
-                    for (int j = 0; j < 8; j++)
-                        mma_m16n8k16(acc[i][j], fa[i], fb[j / 2][j % 2 * 2],
-                                     fb[j / 2][j % 2 * 2 + 1], T());
-            }
+            multiply_half(0);
+            cp_async_wait_group<STAGES - 2>();
+            __syncthreads();
+            if (step + 1 < steps) load(0, (step + 1) % STAGES);
+            multiply_half(1);
         }
         cp_async_wait_group<0>();
         __syncthreads();

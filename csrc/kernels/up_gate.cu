@@ -80,12 +80,11 @@ __global__ void __launch_bounds__(Tile::THREADS, Tile::CTAS)
         if (row >= w.rows.num_rows || j >= p.F) return;
         int n = (int)min((int64_t)CHUNK, p.F - j);
         Pair<R> q, bias;
-#pragma unroll
-        for (int i = 0; i < CHUNK; i++) {
-            bool pairs = p.layout == FUSED_MOE_INTERLEAVED;
-            q.gate[i] = sums[pairs ? 2 * (chunk * CHUNK + i) : chunk * CHUNK + i];
-            q.up[i] = sums[pairs ? 2 * (chunk * CHUNK + i) + 1
-                                 : (chunk * CHUNK + i + warp_hidden) % WARP_COLS];
+        if (p.layout == FUSED_MOE_INTERLEAVED) {
+            load_pair<R>(q, p.layout, sums, 0, chunk * CHUNK, CHUNK, true);
+        } else {
+            load_sums(q.gate, sums + chunk * CHUNK);
+            load_sums(q.up, sums + (chunk * CHUNK + warp_hidden) % WARP_COLS);
         }
         if (b1 && p.w3.data) {
             load_chunk<T>(bias.gate, b1 + j, n, false);

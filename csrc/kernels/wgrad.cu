@@ -77,8 +77,7 @@ __global__ void __launch_bounds__(Tile::THREADS, Tile::CTAS)
         if (row >= Tile::BM || i >= p.a.lines || j >= p.b.lines) return;
         T *out = dw + i * p.stride_a + j * p.stride_b;
         R v[CHUNK];
-#pragma unroll
-        for (int c = 0; c < CHUNK; c++) v[c] = sums[chunk * CHUNK + c];
+        load_sums(v, sums + chunk * CHUNK);
         if (whole) {
             store_chunk<T>(out, v, CHUNK, true);
         } else {
