@@ -75,16 +75,17 @@ __global__ void __launch_bounds__(THREADS)
                 for (int k = 0; k < BATCH; k++) {
                     int64_t r = k0 + k < plan.K ? token_row[k0 + k] : -1;
                     bool found = (uint64_t)r < (uint64_t)plan.R;
-                    const T *from = (const T *)p.rows + (found ? r : 0) * p.D + j;
+                    const T *from = (const T *)p.rows + r * p.D + j;
                     s[k] = found && scores ? scores[k0 + k] : R(found);
+                    pack[k] = Pack<T>{};
+                    if (!found) continue;
                     if constexpr (whole) {
                         pack[k] = *reinterpret_cast<const Pack<T> *>(from);
                     } else {
 #pragma unroll
-                        for (int c = 0; c < CHUNK; c++) pack[k].v[c] = c < n ? from[c] : T(0.0f);
+                        for (int c = 0; c < CHUNK; c++)
+                            if (c < n) pack[k].v[c] = from[c];
                     }
-                    /* where there is no row, row 0 is read so that no load waits, and not used */
-                    if (!found) pack[k] = Pack<T>{};
                 }
 #pragma unroll
                 for (int k = 0; k < BATCH; k++)
