@@ -1,8 +1,8 @@
 /* permute, unpermute and unpermute's gradient: rows moved between token order and expert order.
  *
  * All are bound by memory: a warp has a token, 16 bytes a lane. permute reads x once and writes its K
- * copies from registers. unpermute has a lane load its chunk of eight rows before it adds them, in slot
- * order. */
+ * copies from registers. unpermute has a lane load eight chunks, of eight rows or of fewer, before it adds them,
+ * in slot order. */
 #include "launch.cuh"
 #include "numeric.cuh"
 
@@ -54,45 +54,55 @@ __global__ void __launch_bounds__(THREADS)
 
 /* --- unpermute ---------------------------------------------------------------------------------------- */
 
-/* A warp a token. */
-template <typename T, bool whole>
+/* A warp a token. A lane has `rows` loads of `cols` chunks under way at one time. */
+template <typename T, bool whole, int rows, int cols>
 __global__ void __launch_bounds__(THREADS)
     unpermute_kernel(const __grid_constant__ FusedMoeUnpermute p) {
     using R = Real<T>;
-    constexpr int BATCH = 8; /* rows whose loads are under way at one time */
     const FusedMoePlan &plan = p.plan;
     int lane = threadIdx.x % 32;
     for (int64_t t = first_warp(); t < plan.T; t += num_warps()) {
         const int32_t *token_row = plan.token_row + t * plan.K;
         const R *scores = p.scores ? (const R *)p.scores + t * plan.K : nullptr;
-        for (int64_t j = lane * CHUNK; j < p.D; j += 32 * CHUNK) {
-            int n = (int)min((int64_t)CHUNK, p.D - j);
-            R sum[CHUNK] = {};
-            for (int64_t k0 = 0; k0 < plan.K; k0 += BATCH) {
-                Pack<T> pack[BATCH];
-                R s[BATCH];
+        for (int64_t first = lane * CHUNK; first < p.D; first += cols * 32 * CHUNK) {
+            R sum[cols][CHUNK] = {};
+            for (int64_t k0 = 0; k0 < plan.K; k0 += rows) {
+                Pack<T> pack[rows][cols];
+                R s[rows];
 #pragma unroll
-                for (int k = 0; k < BATCH; k++) {
+                for (int k = 0; k < rows; k++) {
                     int64_t r = k0 + k < plan.K ? token_row[k0 + k] : -1;
                     bool found = (uint64_t)r < (uint64_t)plan.R;
-                    const T *from = (const T *)p.rows + r * p.D + j;
                     s[k] = found && scores ? scores[k0 + k] : R(found);
-                    pack[k] = Pack<T>{};
-                    if (!found) continue;
-                    if constexpr (whole) {
-                        pack[k] = *reinterpret_cast<const Pack<T> *>(from);
-                    } else {
 #pragma unroll
-                        for (int c = 0; c < CHUNK; c++)
-                            if (c < n) pack[k].v[c] = from[c];
+                    for (int i = 0; i < cols; i++) {
+                        int64_t j = first + i * 32 * CHUNK;
+                        const T *from = (const T *)p.rows + r * p.D + j;
+                        pack[k][i] = Pack<T>{};
+                        if (!found || j >= p.D) continue;
+                        if constexpr (whole) {
+                            pack[k][i] = *reinterpret_cast<const Pack<T> *>(from);
+                        } else {
+#pragma unroll
+                            for (int c = 0; c < CHUNK; c++)
+                                if (j + c < p.D) pack[k][i].v[c] = from[c];
+                        }
                     }
                 }
 #pragma unroll
-                for (int k = 0; k < BATCH; k++)
+                for (int k = 0; k < rows; k++)
 #pragma unroll
-                    for (int c = 0; c < CHUNK; c++) sum[c] += s[k] * to_real(pack[k].v[c]);
+                    for (int i = 0; i < cols; i++)
+#pragma unroll
+                        for (int c = 0; c < CHUNK; c++)
+                            sum[i][c] += s[k] * to_real(pack[k][i].v[c]);
             }
-            store_chunk<T>((T *)p.out + t * p.D + j, sum, n, whole);
+#pragma unroll
+            for (int i = 0; i < cols; i++) {
+                int64_t j = first + i * 32 * CHUNK;
+                int n = (int)min((int64_t)CHUNK, p.D - j);
+                if (n > 0) store_chunk<T>((T *)p.out + t * p.D + j, sum[i], n, whole);
+            }
         }
     }
 }
@@ -152,7 +162,9 @@ template <typename T>
 static int unpermute(const FusedMoeUnpermute &p, void *stream) {
     int64_t grid = ceil_div(p.plan.T, WARPS);
     bool whole = chunks_are_whole<T>(p.rows, p.D) && chunks_are_whole<T>(p.out, p.D);
-    auto kernel = whole ? unpermute_kernel<T, true> : unpermute_kernel<T, false>;
+    auto kernel = whole ? unpermute_kernel<T, true, 8, 1> : unpermute_kernel<T, false, 8, 1>;
+    if constexpr (is_half<T>)
+        if (whole && p.plan.K <= 2) kernel = unpermute_kernel<T, true, 2, 4>;
     return launch(kernel, p, grid, THREADS, 0, stream);
 }
 
