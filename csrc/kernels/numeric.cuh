@@ -8,6 +8,7 @@
 #include <stdint.h>
 
 #include "../fused_moe.h"
+#include "ptx.cuh"
 
 namespace fused_moe {
 
@@ -61,8 +62,10 @@ __device__ inline __nv_bfloat16 from_real<__nv_bfloat16>(float x) {
 
 constexpr int CHUNK = 8;
 
+/* Words are what is copied: left to itself, nvcc stores 16-bit numbers one at a time. */
 template <typename T>
-struct alignas(16) Pack {
+union alignas(16) Pack {
+    uint4 words[CHUNK * sizeof(T) / sizeof(uint4)];
     T v[CHUNK];
 };
 
@@ -90,7 +93,9 @@ __device__ inline void store_chunk(T *p, const Real<T> (&v)[CHUNK], int n, bool 
         Pack<T> pack;
 #pragma unroll
         for (int i = 0; i < CHUNK; i++) pack.v[i] = from_real<T>(v[i]);
-        *reinterpret_cast<Pack<T> *>(p) = pack;
+#pragma unroll
+        for (int i = 0; i < (int)(sizeof(pack) / sizeof(uint4)); i++)
+            st_global_v4((uint4 *)p + i, pack.words[i]);
     } else {
 #pragma unroll
         for (int i = 0; i < CHUNK; i++)

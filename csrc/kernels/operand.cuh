@@ -7,7 +7,6 @@
 #pragma once
 
 #include "numeric.cuh"
-#include "ptx.cuh"
 
 namespace fused_moe {
 

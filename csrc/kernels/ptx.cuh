@@ -28,6 +28,13 @@ __device__ inline void cp_async_wait_group() {
     asm volatile("cp.async.wait_group %0;" ::"n"(pending) : "memory");
 }
 
+/* 16 bytes to global memory in one store, which the compiler may not split. */
+__device__ inline void st_global_v4(void *dst, const uint4 &v) {
+    asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(dst), "r"(v.x), "r"(v.y),
+                 "r"(v.z), "r"(v.w)
+                 : "memory");
+}
+
 /* Four 8x8 matrices of 16-bit numbers; lane l gives the address of row l%8 of matrix l/8. */
 __device__ inline void ldmatrix_x4(uint32_t (&r)[4], uint32_t address) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"

@@ -56,11 +56,11 @@ struct TensorTile {
     }
 
     __device__ static void copy_scaled(T *dst, const T *src, bool valid, float scale) {
-        float v[CHUNK] = {};
-        if (valid) load_chunk<T>(v, src, CHUNK, true);
+        Pack<T> pack = {};
+        if (valid) pack = *reinterpret_cast<const Pack<T> *>(src);
 #pragma unroll
-        for (int i = 0; i < CHUNK; i++) v[i] = valid ? v[i] * scale : 0;
-        store_chunk<T>(dst, v, CHUNK, true);
+        for (int i = 0; i < CHUNK; i++) pack.v[i] = from_real<T>(valid ? to_real(pack.v[i]) * scale : 0);
+        *reinterpret_cast<Pack<T> *>(dst) = pack;
     }
 
     /* Four threads a line, a fourth of the lines at a time. */
