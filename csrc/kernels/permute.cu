@@ -1,8 +1,7 @@
 /* permute, unpermute and unpermute's gradient: rows moved between token order and expert order.
  *
  * All are bound by memory: a warp has a token, 16 bytes a lane. permute reads x once and writes its K
- * copies from registers. unpermute has a lane load eight chunks, of eight rows or of fewer, before it adds them,
- * in slot order. */
+ * copies from registers. unpermute has a lane load sixteen times before it adds, in slot order. */
 #include "launch.cuh"
 #include "numeric.cuh"
 
@@ -54,11 +53,12 @@ __global__ void __launch_bounds__(THREADS)
 
 /* --- unpermute ---------------------------------------------------------------------------------------- */
 
-/* A warp a token. A lane has `rows` loads of `cols` chunks under way at one time. */
-template <typename T, bool whole, int rows, int cols>
+/* A warp a token. A lane has the loads of two rows under way at one time, 128 bytes of each. */
+template <typename T, bool whole>
 __global__ void __launch_bounds__(THREADS)
     unpermute_kernel(const __grid_constant__ FusedMoeUnpermute p) {
     using R = Real<T>;
+    constexpr int rows = 2, cols = whole ? 128 / sizeof(Pack<T>) : 1;
     const FusedMoePlan &plan = p.plan;
     int lane = threadIdx.x % 32;
     for (int64_t t = first_warp(); t < plan.T; t += num_warps()) {
@@ -78,14 +78,15 @@ __global__ void __launch_bounds__(THREADS)
                     for (int i = 0; i < cols; i++) {
                         int64_t j = first + i * 32 * CHUNK;
                         const T *from = (const T *)p.rows + r * p.D + j;
-                        pack[k][i] = Pack<T>{};
-                        if (!found || j >= p.D) continue;
+                        bool here = found && j < p.D;
                         if constexpr (whole) {
-                            pack[k][i] = *reinterpret_cast<const Pack<T> *>(from);
+#pragma unroll
+                            for (int c = 0; c < (int)(sizeof(Pack<T>) / sizeof(uint4)); c++)
+                                pack[k][i].words[c] = ld_global_v4((const uint4 *)from + c, here);
                         } else {
 #pragma unroll
                             for (int c = 0; c < CHUNK; c++)
-                                if (j + c < p.D) pack[k][i].v[c] = from[c];
+                                pack[k][i].v[c] = here && j + c < p.D ? from[c] : from_real<T>(0);
                         }
                     }
                 }
@@ -162,10 +163,8 @@ template <typename T>
 static int unpermute(const FusedMoeUnpermute &p, void *stream) {
     int64_t grid = ceil_div(p.plan.T, WARPS);
     bool whole = chunks_are_whole<T>(p.rows, p.D) && chunks_are_whole<T>(p.out, p.D);
-    auto kernel = whole ? unpermute_kernel<T, true, 8, 1> : unpermute_kernel<T, false, 8, 1>;
-    if constexpr (is_half<T>)
-        if (whole && p.plan.K <= 2) kernel = unpermute_kernel<T, true, 2, 4>;
-    return launch(kernel, p, grid, THREADS, 0, stream);
+    return launch(whole ? unpermute_kernel<T, true> : unpermute_kernel<T, false>, p, grid, THREADS,
+                  0, stream);
 }
 
 template <typename T>

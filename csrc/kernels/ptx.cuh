@@ -11,6 +11,24 @@ __device__ inline uint32_t shared_address(const void *p) {
     return (uint32_t)__cvta_generic_to_shared(p);
 }
 
+/* x, made such that ptxas keeps it in a register: it would rather compute addresses again inside a loop. */
+__device__ inline uint32_t opaque(uint32_t x) {
+    return __shfl_sync(~0u, x, threadIdx.x % 32);
+}
+
+/* 2^x and 1/x to two units in the last place; tiny numbers count as zero. */
+__device__ inline float ex2_approx_ftz(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+__device__ inline float rcp_approx_ftz(float x) {
+    float y;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
 /* 16 bytes from global to shared memory, past L1; zeros where valid is false, and src is not read. */
 __device__ inline void cp_async(uint32_t dst, const void *src, bool valid) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(dst), "l"(src),
@@ -26,6 +44,17 @@ __device__ inline void cp_async_commit_group() {
 template <int pending>
 __device__ inline void cp_async_wait_group() {
     asm volatile("cp.async.wait_group %0;" ::"n"(pending) : "memory");
+}
+
+/* 16 bytes of global memory; zeros where valid is false, and src is not read. */
+__device__ inline uint4 ld_global_v4(const void *src, bool valid) {
+    uint4 v;
+    asm volatile("{.reg .pred p; setp.ne.b32 p, %5, 0; "
+                 "mov.b32 %0, 0; mov.b32 %1, 0; mov.b32 %2, 0; mov.b32 %3, 0; "
+                 "@p ld.global.v4.b32 {%0, %1, %2, %3}, [%4];}"
+                 : "=&r"(v.x), "=&r"(v.y), "=&r"(v.z), "=&r"(v.w)
+                 : "l"(src), "r"((int)valid));
+    return v;
 }
 
 /* 16 bytes to global memory in one store, which the compiler may not split. */
