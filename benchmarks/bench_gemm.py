@@ -262,8 +262,7 @@ def main(argv: list[str] | None = None) -> None:
     common.start(options)
     if all_shapes and options.device == "cuda":
         options.shape += common.SHAPES["gemms"]
-    every = ((shape, dtype) for shape in options.shape for dtype in options.dtype)
-    common.report(options, (r for shape, dtype in every for r in measure(shape, dtype, options)))
+    common.report(options, measure)
 
 
 if __name__ == "__main__":

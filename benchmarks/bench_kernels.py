@@ -188,8 +188,7 @@ def measure(shape: str, dtype: str, options: argparse.Namespace) -> Iterator[dic
 def main(argv: list[str] | None = None) -> None:
     options = arguments(argv)
     common.start(options)
-    every = ((shape, dtype) for shape in options.shape for dtype in options.dtype)
-    common.report(options, (r for shape, dtype in every for r in measure(shape, dtype, options)))
+    common.report(options, measure)
 
 
 if __name__ == "__main__":

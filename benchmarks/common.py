@@ -297,11 +297,13 @@ def merge(old: Iterable[dict], new: Iterable[dict]) -> list[dict]:
     return list(by_key.values())
 
 
-def report(options: argparse.Namespace, records: Iterable[dict]) -> None:
-    """Prints every record as it comes, and writes the file after each, so that a stopped run leaves some."""
+def report(options: argparse.Namespace, measure: Callable[..., Iterable[dict]]) -> None:
+    """measure(shape, dtype, options) for all of them. Prints every record as it comes, and writes the file
+    after each, so that a stopped run leaves some."""
     path, found = options.json, []
     old = json.loads(path.read_text()) if path and options.append and path.exists() else []
-    for r in records:
+    every = ((shape, dtype) for shape in options.shape for dtype in options.dtype)
+    for r in (r for shape, dtype in every for r in measure(shape, dtype, options)):
         print(line(r), flush=True)
         found.append(r)
         if path:

@@ -1,15 +1,6 @@
 /* route_plan: a counting sort of the slots by expert, stable in t*K + k; and the plan of given counts. */
+#include "../integer.h"
 #include "cpu.h"
-
-static int64_t integer(const void *data, FusedMoeDtype dtype, int64_t i) {
-    switch (dtype) {
-    case FUSED_MOE_I64: return ((const int64_t *)data)[i];
-    case FUSED_MOE_I32: return ((const int32_t *)data)[i];
-    case FUSED_MOE_I16: return ((const int16_t *)data)[i];
-    case FUSED_MOE_I8: return ((const int8_t *)data)[i];
-    default: return ((const uint8_t *)data)[i];
-    }
-}
 
 /* offsets and tiles from counts */
 static void finish_plan(const int32_t *counts, int32_t E, int32_t *offsets, int32_t *tiles) {

@@ -7,6 +7,7 @@
  *   finish   offsets and the tile plan from the experts' counts, in one block
  *   scatter  a slot's rank among those of its expert in its block, and so its row
  * No atomics decide an order, so the same ids give the same plan. */
+#include "../integer.h"
 #include "../plan.h"
 #include "launch.cuh"
 #include "plan_tiles.cuh"
@@ -18,16 +19,6 @@ namespace fused_moe {
 constexpr int WARPS = 8, THREADS = 32 * WARPS, ROUNDS = 4, SLOTS = THREADS * ROUNDS;
 constexpr int EXPERTS = 1024;        /* of a block: counters of a block's warps fill 32 KiB */
 constexpr int FINISH_THREADS = 1024; /* one block, all experts */
-
-__device__ inline int64_t integer(const void *data, FusedMoeDtype dtype, int64_t i) {
-    switch (dtype) {
-    case FUSED_MOE_I64: return ((const int64_t *)data)[i];
-    case FUSED_MOE_I32: return ((const int32_t *)data)[i];
-    case FUSED_MOE_I16: return ((const int16_t *)data)[i];
-    case FUSED_MOE_I8: return ((const int8_t *)data)[i];
-    default: return ((const uint8_t *)data)[i];
-    }
-}
 
 /* --- kernels -------------------------------------------------------------------------------------------- */
 
