@@ -64,13 +64,13 @@ def resources(library) -> dict[tuple[str, str], dict[str, int]]:
 
 
 def instructions(library, arch: str) -> dict[str, set[str]]:
-    """{mangled kernel: names of its instructions, such as HMMA}"""
+    """{mangled kernel: names of its instructions, such as STG, and with what they do, such as STG.E.128}"""
     found, current = {}, set()
     for line in cuobjdump(library, "--dump-sass", "--gpu-architecture", arch).splitlines():
         if match := re.match(r"\s*Function : (\w+)", line):
             current = found.setdefault(match[1], set())
-        elif match := re.match(r"\s*/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9]*)", line):
-            current.add(match[1])
+        elif match := re.match(r"\s*/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+\s+)?(([A-Z][A-Z0-9]*)[A-Z0-9.]*)", line):
+            current.update(match.groups())
     return found
 
 
@@ -103,7 +103,8 @@ def test_no_kernel_spills(cpu):
 
 @pytest.mark.parametrize("arch", sorted(MACHINE_CODE))
 def test_products_run_on_the_tensor_cores(cpu, arch):
-    """Both half-precision dtypes of every product: matrix instructions fed by cp.async and ldmatrix."""
+    """Both half-precision dtypes of every product: matrix instructions fed by cp.async and ldmatrix, and
+    results stored 16 bytes at a time, which nvcc has been seen to take apart."""
     needs_cuda_kernels()
     kernels = instructions(LIBRARY, arch)
     for product in PRODUCTS:
@@ -111,6 +112,7 @@ def test_products_run_on_the_tensor_cores(cpu, arch):
             mine = [used for n, used in kernels.items() if f"{product}_kernel" in n and dtype in n]
             matrix = [used for used in mine if "HMMA" in used]
             assert matrix and all("LDSM" in used for used in matrix), f"{product}, {dtype}"
+            assert all("STG.E.128" in used for used in matrix), f"{product}, {dtype}: stores taken apart"
             assert any("LDGSTS" in used for used in matrix), f"{product}, {dtype}: no asynchronous copy"
 
 

@@ -14,13 +14,17 @@ namespace fused_moe {
 #define ACT_SIGMOID(x) (1 / (1 + expf(-(x))))
 #include "../activation.h"
 
-/* For 16-bit dtypes: the fast exponential and quotient err by some units of float, which they round off. */
+/* For 16-bit dtypes: fast exponentials and quotients err by some units of float, which rounding hides. */
+__device__ inline float exp_half(float x) {
+    return ex2_approx_ftz(1.44269504f * x);
+}
+
 #define real float
 #define ACT_NAME(x) x##_half
 #define ACT_FN __device__ inline
-#define ACT_EXP __expf
+#define ACT_EXP exp_half
 #define ACT_CDF(x) (0.5f + 0.5f * erff((x) * 0.70710678f))
-#define ACT_SIGMOID(x) __fdividef(1.0f, 1.0f + __expf(-(x)))
+#define ACT_SIGMOID(x) rcp_approx_ftz(1.0f + exp_half(-(x)))
 #include "../activation.h"
 
 #define real double
@@ -69,28 +73,48 @@ struct Pair {
     R gate[CHUNK], up[CHUNK];
 };
 
-/* The chunk at hidden column j of a row of h; n columns of it exist. */
+/* The chunk at hidden column j of a row of h as it lies there, so that it can be loaded early in few
+ * registers: the gates and the ups, or the first and the second eight of interleaved pairs. n columns exist. */
 template <typename T>
-__device__ inline void load_pair(Pair<Real<T>> &q, FusedMoeLayout layout, const T *h, int64_t F,
-                                 int64_t j, int n, bool whole) {
-    if (layout == FUSED_MOE_INTERLEAVED) {
-        Real<T> low[CHUNK], high[CHUNK];
-        load_chunk<T>(low, h + 2 * j, 2 * n, whole);
-        load_chunk<T>(high, h + 2 * j + CHUNK, 2 * n - CHUNK, whole);
-#pragma unroll
-        for (int i = 0; i < CHUNK / 2; i++) {
-            q.gate[i] = low[2 * i], q.up[i] = low[2 * i + 1];
-            q.gate[i + CHUNK / 2] = high[2 * i], q.up[i + CHUNK / 2] = high[2 * i + 1];
-        }
-    } else {
-        load_chunk<T>(q.gate, h + j, n, whole);
-        if (layout != FUSED_MOE_UNGATED) load_chunk<T>(q.up, h + F + j, n, whole);
+struct PackedPair {
+    Pack<T> low, high;
+
+    __device__ void load(FusedMoeLayout layout, const T *h, int F, int j, int n, bool whole) {
+        bool interleaved = layout == FUSED_MOE_INTERLEAVED;
+        const T *first = h + (interleaved ? 2 * j : j);
+        load_pack(low, first, interleaved ? 2 * n : n, whole);
+        if (interleaved)
+            load_pack(high, first + CHUNK, 2 * n - CHUNK, whole);
+        else if (layout != FUSED_MOE_UNGATED)
+            load_pack(high, first + F, n, whole);
     }
+
+    __device__ void unpack(Pair<Real<T>> &q, FusedMoeLayout layout) const {
+        if (layout == FUSED_MOE_INTERLEAVED) {
+#pragma unroll
+            for (int i = 0; i < CHUNK; i++)
+                to_reals(q.gate[i], q.up[i], (i < CHUNK / 2 ? low : high).v + 2 * i % CHUNK);
+        } else {
+#pragma unroll
+            for (int i = 0; i < CHUNK; i += 2) {
+                to_reals(q.gate[i], q.gate[i + 1], low.v + i);
+                to_reals(q.up[i], q.up[i + 1], high.v + i);
+            }
+        }
+    }
+};
+
+template <typename T>
+__device__ inline void load_pair(Pair<Real<T>> &q, FusedMoeLayout layout, const T *h, int F, int j,
+                                 int n, bool whole) {
+    PackedPair<T> packed;
+    packed.load(layout, h, F, j, n, whole);
+    packed.unpack(q, layout);
 }
 
 template <typename T>
-__device__ inline void store_pair(T *h, const Pair<Real<T>> &q, FusedMoeLayout layout, int64_t F,
-                                  int64_t j, int n, bool whole) {
+__device__ inline void store_pair(T *h, const Pair<Real<T>> &q, FusedMoeLayout layout, int F, int j,
+                                  int n, bool whole) {
     if (layout == FUSED_MOE_INTERLEAVED) {
         Real<T> low[CHUNK], high[CHUNK];
 #pragma unroll

@@ -25,9 +25,8 @@ __global__ void __launch_bounds__(Tile::THREADS, Tile::CTAS)
     auto &s = *reinterpret_cast<TileShared<Tile> *>(memory);
     const FusedMoePlan &plan = p.plan;
     bool gated = p.layout != FUSED_MOE_UNGATED;
-    int64_t H = gated ? 2 * p.F : p.F;
-    Work w =
-        find_work(plan.tiles, plan.ends, plan.E, plan.R, (int)((p.F + Tile::BN - 1) / Tile::BN));
+    int F = (int)p.F, H = gated ? 2 * F : F, num_partials = (int)partials_of_row(F);
+    Work w = find_work(plan.tiles, plan.ends, plan.E, plan.R, (F + Tile::BN - 1) / Tile::BN);
     T *dh = (T *)p.dh, *a_scaled = (T *)p.a_scaled;
     if (!w.rows.num_rows) {
         zero_tail(w, dh, H, plan.ends, plan.E, plan.R);
@@ -59,66 +58,40 @@ __global__ void __launch_bounds__(Tile::THREADS, Tile::CTAS)
     tile.zero();
     tile.multiply(s.ring, rows, cols, (int)p.D);
 
-    bool whole_h = chunks_are_whole<T>(p.h, p.F), staged = is_half<T> && whole_h;
-    bool whole_dh = chunks_are_whole<T>(dh, p.F);
+    bool whole_h = chunks_are_whole<T>(p.h, p.F), whole_dh = chunks_are_whole<T>(dh, p.F);
     bool whole_a = chunks_are_whole<T>(a_scaled, p.F);
     R *partials = (R *)p.workspace;
-    int64_t warp_col = first_col + tile.warp_n() * WARP_COLS;
-    auto fetch =
-        [&](int q) { /* h of the warp's slice q, gate | up or as pairs, into shared memory */
-                     constexpr int CHUNKS = WARP_COLS / CHUNK;
-                     int halves = gated ? 2 : 1, shift = gated ? 4 : 3; /* CHUNKS * halves a row */
-                     for (int i = threadIdx.x % 32;
-                          staged && i < Tile::SLICE_ROWS * CHUNKS * halves; i += 32) {
-                         int at = i >> shift, chunk = i & ((1 << shift) - 1),
-                             row = Tile::slice_row(q, at);
-                         int64_t j = warp_col * halves + chunk * CHUNK;
-                         if (p.layout == FUSED_MOE_HALVES || p.layout == FUSED_MOE_SEPARATE)
-                             j = warp_col + chunk % CHUNKS * CHUNK + chunk / CHUNKS * p.F;
-                         int64_t hidden =
-                             warp_col +
-                             (p.layout == FUSED_MOE_INTERLEAVED ? chunk / 2 : chunk % CHUNKS) *
-                                 CHUNK;
-                         bool valid = row < w.rows.num_rows && hidden < p.F;
-                         const T *from = (const T *)p.h + (w.rows.first_row + row) * H + j;
-                         cp_async(shared_address(s.aside(q) + at * 2 * WARP_COLS + chunk * CHUNK),
-                                  from, valid);
-                     }
-        };
-    for_each_chunk(
-        tile, s, WARP_COLS / CHUNK,
-        [&](int row, int chunk, const R *sums, int slice, int at) {
-            int64_t j = warp_col + chunk * CHUNK;
-            int64_t r = w.rows.first_row + row;
-            bool mine = row < w.rows.num_rows && j < p.F;
-            R dot = 0;
-            if (mine) {
-                int n = (int)min((int64_t)CHUNK, p.F - j);
-                Pair<R> q, d;
-                R g[CHUNK], a[CHUNK], score = s.scale_a[row];
-                load_sums(g, sums + chunk * CHUNK);
-                if (staged)
-                    load_pair<T>(q, p.layout, s.aside(slice) + at * 2 * WARP_COLS, WARP_COLS,
-                                 chunk * CHUNK, n, true);
-                else
-                    load_pair<T>(q, p.layout, (const T *)p.h + r * H, p.F, j, n, whole_h);
-                /* dact is linear in da: with g itself it gives dh / s, and a beside it */
-                activate_backward<T>(a, d, g, q, p.activation, gated);
+    int warp_col = (int)first_col + tile.warp_n() * WARP_COLS;
+    auto load_h = [&](int row, int chunk) {
+        int j = warp_col + chunk * CHUNK, r = w.rows.first_row + row;
+        PackedPair<T> h;
+        if (row < w.rows.num_rows && j < F)
+            h.load(p.layout, (const T *)p.h + (int64_t)r * H, F, j, F - j, whole_h);
+        return h;
+    };
+    auto finish = [&](int row, int chunk, const R *sums, const PackedPair<T> &h) {
+        int j = warp_col + chunk * CHUNK, r = w.rows.first_row + row;
+        bool mine = row < w.rows.num_rows && j < F;
+        R dot = 0;
+        if (mine) {
+            int n = min(CHUNK, F - j);
+            Pair<R> q, d;
+            R g[CHUNK], da[CHUNK], a[CHUNK], score = s.scale_a[row];
+            load_sums(g, sums + chunk * CHUNK);
+            h.unpack(q, p.layout);
 #pragma unroll
-                for (int i = 0; i < CHUNK; i++) {
-                    if (i < n) dot += g[i] * a[i];
-                    a[i] *= score;
-                    d.gate[i] *= score;
-                    if (gated) d.up[i] *= score;
-                }
-                if (dh) store_pair<T>(dh + r * H, d, p.layout, p.F, j, n, whole_dh);
-                if (a_scaled) store_chunk<T>(a_scaled + r * p.F + j, a, n, whole_a);
-            }
-            if (!p.dscores) return;
-            dot = warp_sum(dot, WARP_COLS / CHUNK);
-            if (chunk == 0 && mine) partials[r * partials_of_row(p.F) + warp_col / WARP_COLS] = dot;
-        },
-        fetch);
+            for (int i = 0; i < CHUNK; i++) da[i] = score * g[i];
+            activate_backward<T>(a, d, da, q, p.activation, gated);
+#pragma unroll
+            for (int i = 0; i < CHUNK; i++) dot += g[i] * a[i], a[i] *= score; /* past F g is 0 */
+            if (dh) store_pair<T>(dh + (int64_t)r * H, d, p.layout, F, j, n, whole_dh);
+            if (a_scaled) store_chunk<T>(a_scaled + (int64_t)r * F + j, a, n, whole_a);
+        }
+        if (!p.dscores) return;
+        dot = warp_sum(dot, WARP_COLS / CHUNK);
+        if (chunk == 0 && mine) partials[(int64_t)r * num_partials + warp_col / WARP_COLS] = dot;
+    };
+    for_each_chunk<WARP_COLS / CHUNK, false>(tile, s, finish, load_h);
 }
 
 /* A warp a slot. */
@@ -181,10 +154,10 @@ template <typename T>
 static int down_dgrad(const FusedMoeDownDgrad &p, void *stream) {
     bool rows = (uintptr_t)p.dout % 16 == 0 && p.D % CHUNK == 0;
     Access cols = access_of<T>(p.w2, p.w2.stride_in, p.w2.stride_out, p.F, p.D);
-    int status = with_tile<T>(rows, cols, [&](auto tile) {
+    int status = with_tile<T, 128>(rows, cols, [&](auto tile) {
         using Tile = decltype(tile);
         int64_t grid = max_row_tiles(p.plan.R, p.plan.E) * ceil_div(p.F, Tile::BN);
-        return launch(down_dgrad_kernel<Tile>, p, grid, Tile::THREADS, sizeof(TileShared<Tile>),
+        return launch(down_dgrad_kernel<Tile>, p, grid, Tile::THREADS, shared_bytes<Tile>(),
                       stream);
     });
     if (status != FUSED_MOE_OK || !p.dscores) return status;

@@ -29,7 +29,7 @@ __global__ void __launch_bounds__(Tile::THREADS, Tile::CTAS)
     Tile tile;
     tile.zero();
     for (int part = 0; part < 2 && p.b[part].data; part++) {
-        const FusedMoeWeight &b = p.b[part];
+        const FusedMoeWeight b = part ? p.b[1] : p.b[0];
         for (int i = threadIdx.x; i < Tile::BM; i += Tile::THREADS) {
             const T *row = (const T *)p.a + (w.rows.first_row + i) * width + (part ? p.N[0] : 0);
             s.origin_a[i] = i < w.rows.num_rows ? row : nullptr;
@@ -44,15 +44,16 @@ __global__ void __launch_bounds__(Tile::THREADS, Tile::CTAS)
         Operand<T> rows = {s.origin_a}, cols = {s.origin_b};
         rows.stride_k = 1;
         cols.stride_k = b.stride_in;
-        tile.multiply(s.ring, rows, cols, (int)p.N[part]);
+        tile.multiply(s.ring, rows, cols, (int)(part ? p.N[1] : p.N[0]));
     }
 
     bool whole = chunks_are_whole<T>(out, p.M);
     const T *bias = p.bias ? (const T *)p.bias + w.rows.expert * p.M : nullptr;
-    for_each_chunk(tile, s, WARP_COLS / CHUNK, [&](int row, int chunk, const R *sums, int, int) {
-        int64_t col = first_col + tile.warp_n() * WARP_COLS + chunk * CHUNK;
-        if (row >= w.rows.num_rows || col >= p.M) return;
-        int n = (int)min((int64_t)CHUNK, p.M - col);
+    int M = (int)p.M, warp_col = (int)first_col + tile.warp_n() * WARP_COLS;
+    auto finish = [&](int row, int chunk, const R *sums, Nothing) {
+        int col = warp_col + chunk * CHUNK;
+        if (row >= w.rows.num_rows || col >= M) return;
+        int n = min(CHUNK, M - col);
         R v[CHUNK], more[CHUNK];
         load_sums(v, sums + chunk * CHUNK);
         if (bias) {
@@ -60,8 +61,9 @@ __global__ void __launch_bounds__(Tile::THREADS, Tile::CTAS)
 #pragma unroll
             for (int i = 0; i < CHUNK; i++) v[i] += more[i];
         }
-        store_chunk<T>(out + (w.rows.first_row + row) * p.M + col, v, n, whole);
-    });
+        store_chunk<T>(out + (int64_t)(w.rows.first_row + row) * M + col, v, n, whole);
+    };
+    for_each_chunk<WARP_COLS / CHUNK, true>(tile, s, finish);
 }
 
 /* --- launcher ------------------------------------------------------------------------------------------- */
@@ -76,7 +78,7 @@ static int grouped_mm(const FusedMoeGroupedMM &p, void *stream) {
     return with_tile<T>(rows, cols, [&](auto tile) {
         using Tile = decltype(tile);
         int64_t grid = max_row_tiles(p.R, p.E) * ceil_div(p.M, Tile::BN);
-        return launch(grouped_mm_kernel<Tile>, p, grid, Tile::THREADS, sizeof(TileShared<Tile>),
+        return launch(grouped_mm_kernel<Tile>, p, grid, Tile::THREADS, shared_bytes<Tile>(),
                       stream);
     });
 }

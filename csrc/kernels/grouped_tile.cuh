@@ -18,45 +18,45 @@ template <class Tile>
 struct TileShared {
     union {
         typename Tile::Shared ring;
-        struct {
-            typename Tile::R slice[Tile::THREADS / 32][Tile::SLICE_ROWS * SLICE_PITCH];
-            typename Tile::T pairs[is_half<typename Tile::T> ? Tile::THREADS / 32 : 1][2]
-                                  [Tile::SLICE_ROWS * 2 * WARP_COLS];
-        };
+        typename Tile::R slice[Tile::THREADS / 32][Tile::SLICE_ROWS * SLICE_PITCH];
     };
     const typename Tile::T *origin_a[Tile::BM], *origin_b[Tile::BN];
-    typename Tile::R scale_a[Tile::BM];
-    int64_t stride_b[Tile::BN];
-
-    /* What the epilogue fetched beside slice q of this warp: rows of up to two values a column. */
-    __device__ typename Tile::T *aside(int q) { return pairs[threadIdx.x / 32][q % 2]; }
+    typename Tile::R scale_a[Tile::HAS_SCALES * Tile::BM];
+    int64_t stride_b[Tile::HAS_STRIDES * Tile::BN];
 };
 
-struct FetchNothing {
-    __device__ void operator()(int) const {}
+struct Nothing {};
+
+struct LoadNothing {
+    __device__ Nothing operator()(int, int) const { return {}; }
 };
 
-/* Calls fn(row, chunk, sums, q, i) for every chunk of this thread: row of the tile, which is row i of the
- * warp's slice q; chunk of `chunks` a row; sums of the row's 64 columns. All lanes call it the same number
- * of times, lanes of a row side by side. fetch(q) may issue cp_async for slice q, a slice ahead. */
-template <class Tile, typename Fn, typename Fetch = FetchNothing>
-__device__ inline void for_each_chunk(const Tile &tile, TileShared<Tile> &s, int chunks, Fn fn,
-                                      Fetch fetch = Fetch()) {
+/* Calls fn(row, chunk, sums, loaded) for every chunk of this thread: row of the tile, BM where there is
+ * none; chunk of `chunks` a row; sums of the row's 64 columns; loaded = load(row, chunk), called for the
+ * chunk after this one. All lanes call it the same number of times, lanes of a row side by side.
+ * unrolled: for a small fn; the code of a large one is not to be there 16 times. */
+template <int chunks, bool unrolled, class Tile, typename Fn, typename Load = LoadNothing>
+__device__ inline void for_each_chunk(const Tile &tile, TileShared<Tile> &s, Fn fn,
+                                      Load load = Load()) {
+    constexpr int ROWS = 32 / chunks, TIMES = (Tile::SLICE_ROWS + ROWS - 1) / ROWS;
     typename Tile::R *slice = s.slice[threadIdx.x / 32];
-    int lane = threadIdx.x % 32, shift = __ffs(chunks) - 1; /* chunks: a power of two */
-    fetch(0);
-    cp_async_commit_group();
+    int chunk = threadIdx.x % chunks, lane_row = threadIdx.x % 32 / chunks;
+    auto row_of = [&](int time) {
+        int at = time % TIMES * ROWS + lane_row;
+        bool there = at < Tile::SLICE_ROWS && time < TIMES * Tile::SLICES;
+        return there ? Tile::slice_row(time / TIMES, at) : Tile::BM;
+    };
+    auto next = load(row_of(0), chunk);
+#pragma unroll(unrolled ? Tile::SLICES : 1)
     for (int q = 0; q < Tile::SLICES; q++) {
-        if (q + 1 < Tile::SLICES) fetch(q + 1);
-        cp_async_commit_group();
         tile.store_slice(q, slice, SLICE_PITCH);
-        cp_async_wait_group<1>();
         __syncwarp();
-        for (int i = lane; i - lane < Tile::SLICE_ROWS * chunks; i += 32) {
-            int at = min(i >> shift, Tile::SLICE_ROWS - 1);
-            bool mine = i < Tile::SLICE_ROWS * chunks;
-            fn(mine ? Tile::slice_row(q, at) : Tile::BM, i & (chunks - 1), slice + at * SLICE_PITCH,
-               q, at);
+#pragma unroll(unrolled ? TIMES : 1)
+        for (int i = 0; i < TIMES; i++) {
+            int time = q * TIMES + i, at = min(i * ROWS + lane_row, Tile::SLICE_ROWS - 1);
+            auto loaded = next;
+            next = load(row_of(time + 1), chunk);
+            fn(row_of(time), chunk, slice + at * SLICE_PITCH, loaded);
         }
         __syncwarp();
     }
@@ -79,19 +79,27 @@ inline Access access_of(const FusedMoeWeight &w, int64_t stride_line, int64_t st
     return ONE_BY_ONE;
 }
 
-/* Calls fn(Tile()) with the tile for A along k, or not, and B as it is. A is multiplied where scaled. */
-template <typename T, bool may_scale = false, typename Fn>
+template <class Tile>
+constexpr size_t shared_bytes() {
+    static_assert(sizeof(TileShared<Tile>) <= 99 * 1024, "what sm_86 and sm_89 have for a CTA");
+    return sizeof(TileShared<Tile>);
+}
+
+/* Calls fn(Tile()) with the tile for A along k, or not, and B as it is. A is multiplied where scaled. Two
+ * CTAs of 128 columns an SM hide a long epilogue; one of 256 reads a quarter less from L2. */
+template <typename T, int columns = 256, bool may_scale = false, typename Fn>
 int with_tile(bool a_along_k, Access b, Fn fn, bool scaled = false) {
     if constexpr (!is_half<T>)
         return fn(SimtTile<T>());
     else {
-        if (!a_along_k || b == ONE_BY_ONE) return fn(TensorTile<T, true, true, false>());
+        if (!a_along_k || b == ONE_BY_ONE)
+            return fn(TensorTile<T, true, true, false, false, columns>());
         if constexpr (may_scale)
             if (scaled)
-                return b == ALONG_K ? fn(TensorTile<T, true, true, true, true>())
-                                    : fn(TensorTile<T, true, false, true, true>());
-        return b == ALONG_K ? fn(TensorTile<T, true, true, true>())
-                            : fn(TensorTile<T, true, false, true>());
+                return b == ALONG_K ? fn(TensorTile<T, true, true, true, true, columns>())
+                                    : fn(TensorTile<T, true, false, true, true, columns>());
+        return b == ALONG_K ? fn(TensorTile<T, true, true, true, false, columns>())
+                            : fn(TensorTile<T, true, false, true, false, columns>());
     }
 }
 

@@ -75,16 +75,38 @@ __host__ __device__ inline bool chunks_are_whole(const void *data, int64_t width
     return (uintptr_t)data % 16 == 0 && width % CHUNK == 0;
 }
 
+/* Numbers i and i + 1 as reals: for 16-bit numbers, from one word. */
 template <typename T>
-__device__ inline void load_chunk(Real<T> (&v)[CHUNK], const T *p, int n, bool whole) {
+__device__ inline void to_reals(Real<T> &low, Real<T> &high, const T *p) {
+    low = to_real(p[0]), high = to_real(p[1]);
+}
+template <>
+__device__ inline void to_reals(float &low, float &high, const __half *p) {
+    float2 v = __half22float2(*reinterpret_cast<const __half2 *>(p));
+    low = v.x, high = v.y;
+}
+template <>
+__device__ inline void to_reals(float &low, float &high, const __nv_bfloat16 *p) {
+    float2 v = __bfloat1622float2(*reinterpret_cast<const __nv_bfloat162 *>(p));
+    low = v.x, high = v.y;
+}
+
+template <typename T>
+__device__ inline void load_pack(Pack<T> &pack, const T *p, int n, bool whole) {
     if (whole) {
-        Pack<T> pack = *reinterpret_cast<const Pack<T> *>(p);
-#pragma unroll
-        for (int i = 0; i < CHUNK; i++) v[i] = to_real(pack.v[i]);
+        pack = *reinterpret_cast<const Pack<T> *>(p);
     } else {
 #pragma unroll
-        for (int i = 0; i < CHUNK; i++) v[i] = i < n ? to_real(p[i]) : Real<T>(0);
+        for (int i = 0; i < CHUNK; i++) pack.v[i] = i < n ? p[i] : from_real<T>(0);
     }
+}
+
+template <typename T>
+__device__ inline void load_chunk(Real<T> (&v)[CHUNK], const T *p, int n, bool whole) {
+    Pack<T> pack;
+    load_pack(pack, p, n, whole);
+#pragma unroll
+    for (int i = 0; i < CHUNK; i += 2) to_reals(v[i], v[i + 1], pack.v + i);
 }
 
 template <typename T>

@@ -17,6 +17,7 @@ struct SimtTile {
     using R = T_;
     static constexpr int BM = 128, BN = 128, BK = 32 / sizeof(T), THREADS = 256, CTAS = 1;
     static constexpr int WARPS_N = 2, WARP_M = 32, SLICES = 8, SLICE_ROWS = 4;
+    static constexpr bool HAS_SCALES = true, HAS_STRIDES = true;
     static constexpr int COPIES = BM * BK / THREADS, PITCH = BM + 4;
 
     struct Shared {

@@ -20,6 +20,15 @@ inline int64_t max_row_tiles(int64_t R, int64_t E) {
     return R / FUSED_MOE_TILE_ROWS + (E < R ? E : R) + 1;
 }
 
+/* Tile `index` of rows x columns in that order. */
+__device__ inline void grouped_order(unsigned index, unsigned num_rows, unsigned num_columns,
+                                     int &row, int &column) {
+    unsigned first = index / (GROUP * num_columns) * GROUP, within = index - first * num_columns;
+    unsigned size = min((unsigned)GROUP, num_rows - first);
+    column = (int)(within / size);
+    row = (int)(first + within - column * size);
+}
+
 struct Work {
     FusedMoeTile rows; /* num_rows 0: nothing to compute */
     int column_tile;
@@ -48,11 +57,8 @@ __device__ inline Work find_work(const int32_t *tiles, const int32_t *ends, int 
     Work w = {{0, 0, 0}, 0, index - num_work, gridDim.x - num_work};
     if (index >= num_work) return w;
 
-    int64_t first = index / (GROUP * num_columns) * GROUP, within = index - first * num_columns;
-    int64_t size = min((int64_t)GROUP, num_tiles - first);
-    int tile = (int)(first + within % size);
-    w.column_tile = (int)(within / size);
-
+    int tile;
+    grouped_order(blockIdx.x, (unsigned)num_tiles, num_columns, tile, w.column_tile);
     int b = busy_before(tile_end, num_busy, tile);
     if (b >= num_busy) return w;
     int e = busy[b];

@@ -21,9 +21,8 @@ __global__ void __launch_bounds__(Tile::THREADS, Tile::CTAS)
     bool gated = p.layout != FUSED_MOE_UNGATED, packed = gated && !p.w3.data;
     int warp_hidden = gated ? WARP_COLS / 2 : WARP_COLS; /* hidden columns of a warp */
     int tile_hidden = warp_hidden * Tile::WARPS_N;
-    int64_t H = gated ? 2 * p.F : p.F;
-    Work w = find_work(plan.tiles, plan.ends, plan.E, plan.R,
-                       (int)((p.F + tile_hidden - 1) / tile_hidden));
+    int F = (int)p.F, H = gated ? 2 * F : F;
+    Work w = find_work(plan.tiles, plan.ends, plan.E, plan.R, (F + tile_hidden - 1) / tile_hidden);
     T *h = (T *)p.h, *a = (T *)p.a;
     if (!w.rows.num_rows) {
         zero_tail(w, h, H, plan.ends, plan.E, plan.R);
@@ -37,7 +36,7 @@ __global__ void __launch_bounds__(Tile::THREADS, Tile::CTAS)
         if (valid && plan.row_token) token = plan.row_token[row];
         valid = valid && (uint64_t)token < (uint64_t)plan.T;
         s.origin_a[i] = valid ? (const T *)p.x + token * p.D : nullptr;
-        if (!p.scores) continue;
+        if (!Tile::HAS_SCALES || !p.scores) continue;
         int64_t slot = valid ? plan.row_slot[row] : -1;
         s.scale_a[i] =
             (uint64_t)slot < (uint64_t)(plan.T * plan.K) ? ((const R *)p.scores)[slot] : 0;
@@ -58,7 +57,7 @@ __global__ void __launch_bounds__(Tile::THREADS, Tile::CTAS)
         const T *line = (const T *)weight->data + w.rows.expert * weight->stride_expert +
                         row * weight->stride_out;
         s.origin_b[i] = j < p.F ? line : nullptr;
-        s.stride_b[i] = weight->stride_in;
+        if constexpr (Tile::HAS_STRIDES) s.stride_b[i] = weight->stride_in;
     }
     __syncthreads();
 
@@ -74,11 +73,11 @@ __global__ void __launch_bounds__(Tile::THREADS, Tile::CTAS)
     bool whole = chunks_are_whole<T>(h, p.F) && chunks_are_whole<T>(a, p.F);
     const T *b1 = p.b1 ? (const T *)p.b1 + w.rows.expert * (packed ? H : p.F) : nullptr;
     const T *b3 = p.b3 ? (const T *)p.b3 + w.rows.expert * p.F : nullptr;
-    for_each_chunk(tile, s, warp_hidden / CHUNK, [&](int row, int chunk, const R *sums, int, int) {
-        int64_t j =
-            (int64_t)w.column_tile * tile_hidden + tile.warp_n() * warp_hidden + chunk * CHUNK;
-        if (row >= w.rows.num_rows || j >= p.F) return;
-        int n = (int)min((int64_t)CHUNK, p.F - j);
+    int warp_first = w.column_tile * tile_hidden + tile.warp_n() * warp_hidden;
+    auto finish = [&](int row, int chunk, const R *sums, Nothing) {
+        int j = warp_first + chunk * CHUNK;
+        if (row >= w.rows.num_rows || j >= F) return;
+        int n = min(CHUNK, F - j);
         Pair<R> q, bias;
         if (p.layout == FUSED_MOE_INTERLEAVED) {
             load_pair<R>(q, p.layout, sums, 0, chunk * CHUNK, CHUNK, true);
@@ -103,12 +102,16 @@ __global__ void __launch_bounds__(Tile::THREADS, Tile::CTAS)
 #pragma unroll
             for (int i = 0; i < CHUNK; i++) q.up[i] += bias.up[i];
         }
-        int64_t r = w.rows.first_row + row;
-        if (h) store_pair<T>(h + r * H, q, p.layout, p.F, j, n, whole);
+        int r = w.rows.first_row + row;
+        if (h) store_pair<T>(h + (int64_t)r * H, q, p.layout, F, j, n, whole);
         R act[CHUNK];
         activate<T>(act, q, p.activation, gated);
-        store_chunk<T>(a + r * p.F + j, act, n, whole);
-    });
+        store_chunk<T>(a + (int64_t)r * F + j, act, n, whole);
+    };
+    if (gated)
+        for_each_chunk<WARP_COLS / 2 / CHUNK, false>(tile, s, finish);
+    else
+        for_each_chunk<WARP_COLS / CHUNK, false>(tile, s, finish);
 }
 
 /* --- launcher ------------------------------------------------------------------------------------------- */
@@ -128,9 +131,9 @@ static int up_gate(const FusedMoeUpGate &p, void *stream) {
         using Tile = decltype(tile);
         int64_t columns = ceil_div(p.F, Tile::BN / (gated ? 2 : 1));
         return launch(up_gate_kernel<Tile>, p, max_row_tiles(p.plan.R, p.plan.E) * columns,
-                      Tile::THREADS, sizeof(TileShared<Tile>), stream);
+                      Tile::THREADS, shared_bytes<Tile>(), stream);
     };
-    return with_tile<T, true>(rows, cols, run, p.scores != nullptr);
+    return with_tile<T, 256, true>(rows, cols, run, p.scores != nullptr);
 }
 
 } // namespace fused_moe

@@ -52,17 +52,18 @@ __global__ void __launch_bounds__(Tile::THREADS, Tile::CTAS)
     using R = typename Tile::R;
     extern __shared__ __align__(128) char memory[];
     auto &s = *reinterpret_cast<TileShared<Tile> *>(memory);
-    int64_t tiles_b = (p.b.lines + Tile::BN - 1) / Tile::BN;
-    int64_t tiles_a = (p.a.lines + Tile::BM - 1) / Tile::BM;
-    int e = (int)(blockIdx.x / (tiles_a * tiles_b));
-    int64_t first_a = blockIdx.x / tiles_b % tiles_a * Tile::BM;
-    int64_t first_b = blockIdx.x % tiles_b * Tile::BN;
+    unsigned tiles_a = (unsigned)((p.a.lines + Tile::BM - 1) / Tile::BM);
+    unsigned tiles_b = (unsigned)((p.b.lines + Tile::BN - 1) / Tile::BN);
+    unsigned tiles = tiles_a * tiles_b;
+    int e = blockIdx.x / tiles, tile_a, tile_b;
+    grouped_order(blockIdx.x % tiles, tiles_a, tiles_b, tile_a, tile_b);
+    int64_t first_a = (int64_t)tile_a * Tile::BM, first_b = (int64_t)tile_b * Tile::BN;
     int64_t first = max(0, e ? p.ends[e - 1] : 0), end = min((int64_t)p.ends[e], p.R);
 
-    for (int i = threadIdx.x; i < Tile::BM; i += Tile::THREADS) {
+    for (int i = threadIdx.x; i < Tile::BM; i += Tile::THREADS)
         s.origin_a[i] = origin_of<T>(p.a, first_a + i, first);
+    for (int i = threadIdx.x; i < Tile::BN; i += Tile::THREADS)
         s.origin_b[i] = origin_of<T>(p.b, first_b + i, first);
-    }
     __syncthreads();
     Tile tile;
     tile.zero();
@@ -72,7 +73,7 @@ __global__ void __launch_bounds__(Tile::THREADS, Tile::CTAS)
     T *dw = (T *)p.dw + e * p.stride_expert;
     bool whole = p.stride_b == 1 && p.stride_a % CHUNK == 0 && p.stride_expert % CHUNK == 0 &&
                  chunks_are_whole<T>(p.dw, p.b.lines);
-    for_each_chunk(tile, s, WARP_COLS / CHUNK, [&](int row, int chunk, const R *sums, int, int) {
+    auto finish = [&](int row, int chunk, const R *sums, Nothing) {
         int64_t i = first_a + row, j = first_b + tile.warp_n() * WARP_COLS + chunk * CHUNK;
         if (row >= Tile::BM || i >= p.a.lines || j >= p.b.lines) return;
         T *out = dw + i * p.stride_a + j * p.stride_b;
@@ -85,7 +86,8 @@ __global__ void __launch_bounds__(Tile::THREADS, Tile::CTAS)
             for (int c = 0; c < CHUNK; c++)
                 if (j + c < p.b.lines) out[c * p.stride_b] = from_real<T>(v[c]);
         }
-    });
+    };
+    for_each_chunk<WARP_COLS / CHUNK, true>(tile, s, finish);
 }
 
 /* A CTA is an expert and 32 columns; its warps share the rows. Sums as long as an expert's rows are double. */
@@ -124,7 +126,7 @@ static int wgrad(const Wgrad &p, void *stream) {
     auto run = [&](auto tile) {
         using Tile = decltype(tile);
         int64_t grid = p.E * ceil_div(p.a.lines, Tile::BM) * ceil_div(p.b.lines, Tile::BN);
-        return launch(wgrad_kernel<Tile>, p, grid, Tile::THREADS, sizeof(TileShared<Tile>), stream);
+        return launch(wgrad_kernel<Tile>, p, grid, Tile::THREADS, shared_bytes<Tile>(), stream);
     };
     if constexpr (!is_half<T>)
         return run(SimtTile<T>());
