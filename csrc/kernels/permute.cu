@@ -53,12 +53,12 @@ __global__ void __launch_bounds__(THREADS)
 
 /* --- unpermute ---------------------------------------------------------------------------------------- */
 
-/* A warp a token. A lane has the loads of two rows under way at one time, 128 bytes of each. */
-template <typename T, bool whole>
+/* A warp a token. A lane has loads of `rows` rows under way at one time, sixteen in all. */
+template <typename T, bool whole, int rows>
 __global__ void __launch_bounds__(THREADS)
     unpermute_kernel(const __grid_constant__ FusedMoeUnpermute p) {
     using R = Real<T>;
-    constexpr int rows = 2, cols = whole ? 128 / sizeof(Pack<T>) : 1;
+    constexpr int loads = 256 / sizeof(Pack<T>), cols = whole && loads > rows ? loads / rows : 1;
     const FusedMoePlan &plan = p.plan;
     int lane = threadIdx.x % 32;
     for (int64_t t = first_warp(); t < plan.T; t += num_warps()) {
@@ -163,8 +163,10 @@ template <typename T>
 static int unpermute(const FusedMoeUnpermute &p, void *stream) {
     int64_t grid = ceil_div(p.plan.T, WARPS);
     bool whole = chunks_are_whole<T>(p.rows, p.D) && chunks_are_whole<T>(p.out, p.D);
-    return launch(whole ? unpermute_kernel<T, true> : unpermute_kernel<T, false>, p, grid, THREADS,
-                  0, stream);
+    auto kernel = !whole                    ? unpermute_kernel<T, false, 2>
+                  : p.D * sizeof(T) <= 2048 ? unpermute_kernel<T, true, 8>
+                                            : unpermute_kernel<T, true, 2>;
+    return launch(kernel, p, grid, THREADS, 0, stream);
 }
 
 template <typename T>
