@@ -34,7 +34,7 @@ __global__ void __launch_bounds__(Tile::THREADS, Tile::CTAS)
         return;
     }
 
-    for (int i = threadIdx.x; i < Tile::BM; i += Tile::THREADS) {
+    for_each_line<Tile::BM, Tile>([&](int i) {
         int64_t row = w.rows.first_row + i, token = row, slot = row;
         bool valid = i < w.rows.num_rows;
         if (valid && plan.row_token) token = plan.row_token[row], slot = plan.row_slot[row];
@@ -42,13 +42,13 @@ __global__ void __launch_bounds__(Tile::THREADS, Tile::CTAS)
         s.origin_a[i] = valid ? (const T *)p.dout + token * p.D : nullptr;
         valid = valid && (uint64_t)slot < (uint64_t)(plan.T * plan.K);
         s.scale_a[i] = !p.scores ? R(1) : valid ? ((const R *)p.scores)[slot] : R(0);
-    }
+    });
     int64_t first_col = (int64_t)w.column_tile * Tile::BN;
-    for (int i = threadIdx.x; i < Tile::BN; i += Tile::THREADS) {
+    for_each_line<Tile::BN, Tile>([&](int i) {
         const T *line = (const T *)p.w2.data + w.rows.expert * p.w2.stride_expert +
                         (first_col + i) * p.w2.stride_in;
         s.origin_b[i] = first_col + i < p.F ? line : nullptr;
-    }
+    });
     __syncthreads();
 
     Operand<T> rows = {s.origin_a}, cols = {s.origin_b};

@@ -30,16 +30,16 @@ __global__ void __launch_bounds__(Tile::THREADS, Tile::CTAS)
     tile.zero();
     for (int part = 0; part < 2 && p.b[part].data; part++) {
         const FusedMoeWeight b = part ? p.b[1] : p.b[0];
-        for (int i = threadIdx.x; i < Tile::BM; i += Tile::THREADS) {
+        for_each_line<Tile::BM, Tile>([&](int i) {
             const T *row = (const T *)p.a + (w.rows.first_row + i) * width + (part ? p.N[0] : 0);
             s.origin_a[i] = i < w.rows.num_rows ? row : nullptr;
-        }
-        for (int i = threadIdx.x; i < Tile::BN; i += Tile::THREADS) {
+        });
+        for_each_line<Tile::BN, Tile>([&](int i) {
             int64_t col = first_col + i;
             const T *line =
                 (const T *)b.data + w.rows.expert * b.stride_expert + col * b.stride_out;
             s.origin_b[i] = col < p.M ? line : nullptr;
-        }
+        });
         __syncthreads();
         Operand<T> rows = {s.origin_a}, cols = {s.origin_b};
         rows.stride_k = 1;

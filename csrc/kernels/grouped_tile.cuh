@@ -25,6 +25,16 @@ struct TileShared {
     int64_t stride_b[Tile::HAS_STRIDES * Tile::BN];
 };
 
+/* Calls fn(i) for this thread's share of i < lines. */
+template <int lines, class Tile, typename Fn>
+__device__ inline void for_each_line(Fn fn) {
+#pragma unroll
+    for (int first = 0; first < lines; first += Tile::THREADS) {
+        int i = first + threadIdx.x;
+        if (first + Tile::THREADS <= lines || i < lines) fn(i);
+    }
+}
+
 struct Nothing {};
 
 struct LoadNothing {

@@ -91,6 +91,20 @@ __device__ inline void to_reals(float &low, float &high, const __nv_bfloat16 *p)
     low = v.x, high = v.y;
 }
 
+/* And back: two conversions in one instruction. */
+template <typename T>
+__device__ inline void from_reals(T *p, Real<T> low, Real<T> high) {
+    p[0] = from_real<T>(low), p[1] = from_real<T>(high);
+}
+template <>
+__device__ inline void from_reals(__half *p, float low, float high) {
+    *reinterpret_cast<__half2 *>(p) = __floats2half2_rn(low, high);
+}
+template <>
+__device__ inline void from_reals(__nv_bfloat16 *p, float low, float high) {
+    *reinterpret_cast<__nv_bfloat162 *>(p) = __floats2bfloat162_rn(low, high);
+}
+
 template <typename T>
 __device__ inline void load_pack(Pack<T> &pack, const T *p, int n, bool whole) {
     if (whole) {
@@ -114,7 +128,7 @@ __device__ inline void store_chunk(T *p, const Real<T> (&v)[CHUNK], int n, bool 
     if (whole) {
         Pack<T> pack;
 #pragma unroll
-        for (int i = 0; i < CHUNK; i++) pack.v[i] = from_real<T>(v[i]);
+        for (int i = 0; i < CHUNK; i += 2) from_reals(pack.v + i, v[i], v[i + 1]);
 #pragma unroll
         for (int i = 0; i < (int)(sizeof(pack) / sizeof(uint4)); i++)
             st_global_v4((uint4 *)p + i, pack.words[i]);

@@ -30,18 +30,18 @@ __global__ void __launch_bounds__(Tile::THREADS, Tile::CTAS)
         return;
     }
 
-    for (int i = threadIdx.x; i < Tile::BM; i += Tile::THREADS) {
+    for_each_line<Tile::BM, Tile>([&](int i) {
         int64_t row = w.rows.first_row + i, token = row;
         bool valid = i < w.rows.num_rows;
         if (valid && plan.row_token) token = plan.row_token[row];
         valid = valid && (uint64_t)token < (uint64_t)plan.T;
         s.origin_a[i] = valid ? (const T *)p.x + token * p.D : nullptr;
-        if (!Tile::HAS_SCALES || !p.scores) continue;
+        if (!Tile::HAS_SCALES || !p.scores) return;
         int64_t slot = valid ? plan.row_slot[row] : -1;
         s.scale_a[i] =
             (uint64_t)slot < (uint64_t)(plan.T * plan.K) ? ((const R *)p.scores)[slot] : 0;
-    }
-    for (int i = threadIdx.x; i < Tile::BN; i += Tile::THREADS) {
+    });
+    for_each_line<Tile::BN, Tile>([&](int i) {
         int64_t warp_first = (int64_t)w.column_tile * tile_hidden + i / WARP_COLS * warp_hidden;
         int col = i % WARP_COLS, half = gated ? col / warp_hidden : 0;
         int64_t j = warp_first + col % warp_hidden, row = j;
@@ -58,7 +58,7 @@ __global__ void __launch_bounds__(Tile::THREADS, Tile::CTAS)
                         row * weight->stride_out;
         s.origin_b[i] = j < p.F ? line : nullptr;
         if constexpr (Tile::HAS_STRIDES) s.stride_b[i] = weight->stride_in;
-    }
+    });
     __syncthreads();
 
     Operand<T> rows = {s.origin_a}, cols = {s.origin_b};
