@@ -90,7 +90,7 @@ __global__ void __launch_bounds__(Tile::THREADS, Tile::CTAS)
                     dw[row * p.stride_a + (col + c) * p.stride_b] = from_real<T>(v[c]);
         }
     };
-    for_each_chunk<WARP_COLS / CHUNK, true>(tile, s, finish);
+    for_each_chunk<WARP_COLS / CHUNK, is_half<T>>(tile, s, finish);
 }
 
 /* A CTA is an expert and 32 columns; its warps share the rows. Sums as long as an expert's rows are double. */
