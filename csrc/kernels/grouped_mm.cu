@@ -63,7 +63,7 @@ __global__ void __launch_bounds__(Tile::THREADS, Tile::CTAS)
         }
         store_chunk<T>(out + (int64_t)(w.rows.first_row + row) * M + col, v, n, whole);
     };
-    for_each_chunk<WARP_COLS / CHUNK, is_half<T>>(tile, s, finish);
+    for_each_chunk<WARP_COLS / CHUNK, true>(tile, s, finish);
 }
 
 /* --- launcher ------------------------------------------------------------------------------------------- */

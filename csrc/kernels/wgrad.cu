@@ -70,27 +70,24 @@ __global__ void __launch_bounds__(Tile::THREADS, Tile::CTAS)
     tile.multiply(s.ring, operand_of<T>(p.a, p, s.origin_a, first),
                   operand_of<T>(p.b, p, s.origin_b, first), (int)max((int64_t)0, end - first));
 
-    first_b += tile.warp_n() * WARP_COLS;
-    T *dw = (T *)p.dw + e * p.stride_expert + first_a * p.stride_a + first_b * p.stride_b;
-    int num_rows = (int)min((int64_t)Tile::BM, p.a.lines - first_a);
-    int num_cols = (int)max((int64_t)0, min((int64_t)WARP_COLS, p.b.lines - first_b));
+    T *dw = (T *)p.dw + e * p.stride_expert;
     bool whole = p.stride_b == 1 && p.stride_a % CHUNK == 0 && p.stride_expert % CHUNK == 0 &&
-                 p.stride_a < INT32_MAX && chunks_are_whole<T>(p.dw, p.b.lines);
+                 chunks_are_whole<T>(p.dw, p.b.lines);
     auto finish = [&](int row, int chunk, const R *sums, Nothing) {
-        int col = chunk * CHUNK;
-        if (row >= num_rows || col >= num_cols) return;
+        int64_t i = first_a + row, j = first_b + tile.warp_n() * WARP_COLS + chunk * CHUNK;
+        if (row >= Tile::BM || i >= p.a.lines || j >= p.b.lines) return;
+        T *out = dw + i * p.stride_a + j * p.stride_b;
         R v[CHUNK];
-        load_sums(v, sums + col);
+        load_sums(v, sums + chunk * CHUNK);
         if (whole) {
-            store_chunk<T>(dw + (int64_t)row * (int)p.stride_a + col, v, CHUNK, true);
+            store_chunk<T>(out, v, CHUNK, true);
         } else {
 #pragma unroll
             for (int c = 0; c < CHUNK; c++)
-                if (col + c < num_cols)
-                    dw[row * p.stride_a + (col + c) * p.stride_b] = from_real<T>(v[c]);
+                if (j + c < p.b.lines) out[c * p.stride_b] = from_real<T>(v[c]);
         }
     };
-    for_each_chunk<WARP_COLS / CHUNK, is_half<T>>(tile, s, finish);
+    for_each_chunk<WARP_COLS / CHUNK, true>(tile, s, finish);
 }
 
 /* A CTA is an expert and 32 columns; its warps share the rows. Sums as long as an expert's rows are double. */
