@@ -59,6 +59,9 @@ void check_device(const char *op, const char *name, const Tensor &x, const Tenso
                     " on the device of the first tensor");
 }
 
+// Kernels count rows and columns in 32 bits, some tiles past the last one, and two numbers a column.
+constexpr int64_t MAX_ROWS = INT32_MAX - 1024, MAX_WIDTH = INT32_MAX / 2 - 1024;
+
 void check_size(const char *op, const char *name, int64_t found, int64_t low, int64_t high) {
     STD_TORCH_CHECK(found >= low && found <= high, "fused_moe::", op, ": expected ", name, " from ",
                     low, " to ", high, ", found ", found);
@@ -207,6 +210,7 @@ FusedMoeWeight weight(const char *op, const char *name, const Tensor &w, const T
     check_shape(op, name, w, shape);
     check_dtype(op, name, w, like.scalar_type());
     check_device(op, name, w, like);
+    for (int i = 1; i < 3; i++) check_size(op, "a weight's width", w.size(i), 0, MAX_WIDTH);
     return weight(w);
 }
 
@@ -267,7 +271,8 @@ Maps maps_of(const char *op, const Tensor &x, bool tokens, int64_t E, const Tens
         p.row_slot = ints(*m.row_slot);
         p.token_row = ints(*m.token_row);
     }
-    check_size(op, "rows", p.R, 0, INT32_MAX);
+    check_size(op, "rows", p.R, 0, MAX_ROWS);
+    check_size(op, "tokens", p.T, 0, INT32_MAX);
     return m;
 }
 
@@ -379,7 +384,7 @@ PlanTensors route_plan(const Tensor &ids_, int64_t num_experts) {
     check_size(op, "num_experts", num_experts, 1, INT32_MAX / 4);
     Tensor ids = dense(ids_);
     int64_t slots = ids.numel();
-    check_size(op, "T*K", slots, 0, INT32_MAX);
+    check_size(op, "T*K", slots, 0, MAX_ROWS);
     auto map = [&](const Shape &shape) { return new_like(ids, shape, ScalarType::Int); };
     Tensor counts = map({num_experts}), offsets = map({num_experts + 1}), row_token = map({slots});
     Tensor row_slot = map({slots}), token_row = map(shape_of(ids));
@@ -407,7 +412,7 @@ std::tuple<Tensor, Tensor, Tensor> count_plan(const Tensor &counts_, int64_t num
     const char *op = "count_plan";
     check_dim(op, "counts", counts_, 1);
     check_size(op, "experts", counts_.size(0), 1, INT32_MAX / 4);
-    check_size(op, "num_rows", num_rows, 0, INT32_MAX);
+    check_size(op, "num_rows", num_rows, 0, MAX_ROWS);
     Tensor given = dense(counts_);
     int64_t E = given.size(0);
     Tensor counts = new_like(given, {E}, ScalarType::Int);
@@ -517,7 +522,7 @@ std::tuple<Tensor, Tensor> unpermute_backward(const Tensor &dout_, const OptTens
 Tensor ends_of(const char *op, const Tensor &ends, const Tensor &x) {
     Tensor e = index_map(op, "offsets", ends, x, 1);
     check_size(op, "experts", e.size(0), 1, INT32_MAX / 4);
-    check_size(op, "rows", x.size(0), 0, INT32_MAX);
+    check_size(op, "rows", x.size(0), 0, MAX_ROWS);
     return e;
 }
 
@@ -903,6 +908,7 @@ Tensor act_dgrad(const Tensor &da_, const Tensor &h_, int64_t layout, int64_t ac
     check_dim(op, "da", da_, 2);
     Tensor da = dense(da_);
     int64_t R = da.size(0), F = da.size(1), H = layout == FUSED_MOE_UNGATED ? F : 2 * F;
+    check_size(op, "da's width", F, 0, MAX_WIDTH);
     Tensor h = operand(op, "h", h_, da, {R, H}), dh = new_like(da, {R, H});
 
     FusedMoeActDgrad p = {};

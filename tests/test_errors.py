@@ -411,3 +411,15 @@ def test_operators_without_a_gradient_say_so(device, name):
     }
     with pytest.raises(RuntimeError, match=f"fused_moe: {name} (has no gradient|cannot be differentiated)"):
         results[name]().sum().backward()
+
+
+def test_sizes_that_kernels_cannot_count_are_refused(device):
+    """A weight wider, and a plan longer, than 32 bits hold with what kernels add, before any output."""
+    zero = torch.zeros(1, 1, device=device)
+    ends = torch.ones(1, dtype=torch.int32, device=device)
+    wide = zero.view(1, 1, 1).expand(1, 2**30, 1)
+    with pytest.raises(RuntimeError, match=r"a weight's width from 0 to 1073740799, found 1073741824"):
+        ops.grouped_mm(zero, wide, ends)
+    counts = torch.ones(1, dtype=torch.int64, device=device)
+    with pytest.raises(RuntimeError, match=r"num_rows from 0 to 2147482623, found 2147483647"):
+        ops.count_plan(counts, 2**31 - 1)

@@ -21,6 +21,7 @@ __global__ void __launch_bounds__(Tile::THREADS, Tile::CTAS)
     down_dgrad_kernel(const __grid_constant__ FusedMoeDownDgrad p) {
     using T = typename Tile::T;
     using R = typename Tile::R;
+    static_assert(Tile::HAS_SCALES);
     extern __shared__ __align__(128) char memory[];
     auto &s = *reinterpret_cast<TileShared<Tile> *>(memory);
     const FusedMoePlan &plan = p.plan;
@@ -83,7 +84,10 @@ __global__ void __launch_bounds__(Tile::THREADS, Tile::CTAS)
             for (int i = 0; i < CHUNK; i++) da[i] = score * g[i];
             activate_backward<T>(a, d, da, q, p.activation, gated);
 #pragma unroll
-            for (int i = 0; i < CHUNK; i++) dot += g[i] * a[i], a[i] *= score; /* past F g is 0 */
+            for (int i = 0; i < CHUNK; i++) {
+                if (i < n) dot += g[i] * a[i];
+                a[i] *= score;
+            }
             if (dh) store_pair<T>(dh + (int64_t)r * H, d, p.layout, F, j, n, whole_dh);
             if (a_scaled) store_chunk<T>(a_scaled + (int64_t)r * F + j, a, n, whole_a);
         }

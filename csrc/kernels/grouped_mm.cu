@@ -1,6 +1,6 @@
 /* grouped_mm: every expert's weight on its own rows, out[r] = sum_i a[r, part i] b[i][e]^T + bias[e].
  *
- * A CTA is a tile of rows of one expert and 128 columns of the output. Weights carry strides, so forward,
+ * A CTA is a tile of rows of one expert and of columns of the output. Weights carry strides, so forward,
  * the gradient of the rows, and up_dgrad = dgate w1 + dup w3 (two parts in one accumulator) are this one
  * kernel: a weight is read along k or along its columns, as it lies. */
 #include "grouped_tile.cuh"

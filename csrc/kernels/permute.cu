@@ -1,7 +1,7 @@
 /* permute, unpermute and unpermute's gradient: rows moved between token order and expert order.
  *
  * All are bound by memory: a warp has a token, 16 bytes a lane. permute reads x once and writes its K
- * copies from registers. unpermute has a lane load sixteen times before it adds, in slot order. */
+ * copies from registers. unpermute has a lane load 256 bytes before it adds, in slot order. */
 #include "launch.cuh"
 #include "numeric.cuh"
 
@@ -53,12 +53,13 @@ __global__ void __launch_bounds__(THREADS)
 
 /* --- unpermute ---------------------------------------------------------------------------------------- */
 
-/* A warp a token. A lane has loads of `rows` rows under way at one time, sixteen in all. */
+/* A warp a token. A lane has chunks of `rows` rows under way at one time, 256 bytes in all or one a row. */
 template <typename T, bool whole, int rows>
 __global__ void __launch_bounds__(THREADS)
     unpermute_kernel(const __grid_constant__ FusedMoeUnpermute p) {
     using R = Real<T>;
-    constexpr int loads = 256 / sizeof(Pack<T>), cols = whole && loads > rows ? loads / rows : 1;
+    constexpr int chunks = 256 / sizeof(Pack<T>);
+    constexpr int cols = whole && chunks > rows ? chunks / rows : 1;
     const FusedMoePlan &plan = p.plan;
     int lane = threadIdx.x % 32;
     for (int64_t t = first_warp(); t < plan.T; t += num_warps()) {

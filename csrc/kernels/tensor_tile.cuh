@@ -30,7 +30,7 @@ struct TensorTile {
     static constexpr int STAGES = FAST && a_k_major ? 4 : 3;
     static constexpr int WARPS_N = BN / 64, WARP_M = 64, SLICES = 4, SLICE_ROWS = 16;
     static constexpr bool A_K = a_k_major || !vectors, B_K = b_k_major || !vectors;
-    /* Four wide stages leave no room for them in the 99 KiB of a small GPU. */
+    /* Of TileShared. Four wide stages leave no room for scales in the 99 KiB of a small GPU. */
     static constexpr bool HAS_SCALES = !FAST || BN == 128, HAS_STRIDES = !vectors;
 
     struct Shared {
@@ -122,7 +122,8 @@ struct TensorTile {
         const Operand<T> &x;
         T *ring;
         const char *line;
-        unsigned stride, limit; /* in bytes; rows below limit are there */
+        unsigned stride; /* in bytes */
+        unsigned limit;  /* rows below it are there */
         int k, depth;
         int row[COPIES];
         uint32_t dst;

@@ -1,8 +1,8 @@
 /* up_gate: h = x[row_token] w1^T | w3^T + b and a = act(gate) up, as one grouped product.
  *
- * A CTA is a tile of an expert's rows, read through row_token, and 64 hidden columns of a gated expert:
- * a warp's 64 columns are 32 gates and the 32 ups that belong to them (pairs side by side where the weight
- * is interleaved), so that a pair meets in the epilogue and not through memory. Ungated: 128 columns. */
+ * A CTA is a tile of an expert's rows, read through row_token, and for a gated expert of half as many hidden
+ * columns as the tile has: a warp's 64 columns are 32 gates and the 32 ups that belong to them (pairs side by
+ * side where the weight is interleaved), so that a pair meets in the epilogue and not through memory. */
 #include "activation.cuh"
 #include "grouped_tile.cuh"
 
