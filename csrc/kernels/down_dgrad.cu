@@ -80,14 +80,12 @@ __global__ void __launch_bounds__(Tile::THREADS, Tile::CTAS)
             R g[CHUNK], da[CHUNK], a[CHUNK], score = s.scale_a[row];
             load_sums(g, sums + chunk * CHUNK);
             h.unpack(q, p.layout);
+            /* past F g is 0, or NaN in a row of dout that is not finite */
 #pragma unroll
             for (int i = 0; i < CHUNK; i++) da[i] = score * g[i];
             activate_backward<T>(a, d, da, q, p.activation, gated);
 #pragma unroll
-            for (int i = 0; i < CHUNK; i++) {
-                if (i < n) dot += g[i] * a[i];
-                a[i] *= score;
-            }
+            for (int i = 0; i < CHUNK; i++) dot += g[i] * a[i], a[i] *= score;
             if (dh) store_pair<T>(dh + (int64_t)r * H, d, p.layout, F, j, n, whole_dh);
             if (a_scaled) store_chunk<T>(a_scaled + (int64_t)r * F + j, a, n, whole_a);
         }
