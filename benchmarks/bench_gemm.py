@@ -2,16 +2,22 @@
 
     python benchmarks/bench_gemm.py --shape olmoe --what up_gate --what wgrad_up --json out.json
     python benchmarks/bench_gemm.py --shape static-batching --shape grouped-launch
+    python benchmarks/bench_gemm.py --routing balanced --routing zipf:1.2 --order linear --json out.json
 
 The six products of a layer, with the gathers, activations and scores that ours fuses; dense and torch get
-contiguous rows and do the product alone. FLOPs: 4TKDF for up_gate, up_dgrad and wgrad_up, 2TKDF for down,
-down_dgrad and wgrad_down. The `gemms` of shapes.json, or R,E,k,n, are plain products of rows that are
-grouped already, in distributions of their own.
+contiguous rows and do the product alone. Beside them dgrad_down, the product in down_dgrad without what it
+fuses: plain as down and up_dgrad are. FLOPs: 4TKDF for up_gate, up_dgrad and wgrad_up, 2TKDF for the others.
+The `gemms` of shapes.json, or R,E,k,n, are plain products of rows that are grouped already, in
+distributions of their own.
+
+--order, --expert-order and --tails are decisions of the Hopper engine's schedule (csrc/schedule.h), switched
+off one by one to measure what each is worth: `table.py --gains` compares the records.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
@@ -21,7 +27,7 @@ import torch.nn.functional as F
 from common import Error
 from torch import Tensor
 
-LAYER_PRODUCTS = ("up_gate", "down", "up_dgrad", "down_dgrad", "wgrad_up", "wgrad_down")
+LAYER_PRODUCTS = ("up_gate", "down", "up_dgrad", "dgrad_down", "down_dgrad", "wgrad_up", "wgrad_down")
 DISTRIBUTIONS = ("balanced", "best", "worst")
 
 
@@ -38,10 +44,22 @@ class Product(NamedTuple):
 
 
 def arguments(argv: list[str] | None) -> argparse.Namespace:
-    flags = common.parser(__doc__)
+    flags = common.parser(__doc__, many_routings=True)
+    add = flags.add_argument
     choices = (*LAYER_PRODUCTS, "grouped_mm")
-    flags.add_argument("--what", choices=choices, action="append", help="may be repeated; default: all")
+    add("--what", choices=choices, action="append", help="may be repeated; default: all")
+    add("--order", choices=("linear", "grouped", "column"), help="of an output's tiles; default: grouped")
+    add("--expert-order", choices=("interleaved", "in-turn"), help="busy and idle; default: interleaved")
+    add("--tails", choices=("on", "off"), help="tiles of their own for few rows; default: on")
     return flags.parse_args(argv)
+
+
+def set_schedule(options: argparse.Namespace) -> None:
+    """FUSED_MOE_SCHEDULE is read at every launch. Without any of the flags the environment's own holds."""
+    asked = {"order": options.order, "experts": options.expert_order, "tails": options.tails}
+    if any(asked.values()):
+        parts = (f"{name}={value}" for name, value in asked.items() if value)
+        os.environ["FUSED_MOE_SCHEDULE"] = ",".join(parts)
 
 
 class Layer:
@@ -107,6 +125,16 @@ class Layer:
             lambda: self.dh @ self.w13[0],
             lambda: self.grouped(self.dh, self.w13),
             lambda found, e, rows: [(found[rows], self.dh[rows].double() @ self.w13[e].double())],
+        )
+
+    def dgrad_down(self) -> Product:
+        return Product(
+            self.flops,
+            (self.dout_rows, self.w2, self.a),
+            lambda: self.ops.grouped_mm(self.dout_rows, self.w2.mT, self.ends),
+            lambda: self.dout_rows @ self.w2[0],
+            lambda: self.grouped(self.dout_rows, self.w2),
+            lambda found, e, rows: [(found[rows], self.dout_rows[rows].double() @ self.w2[e].double())],
         )
 
     def down_dgrad(self) -> Product:
@@ -214,7 +242,8 @@ def cases(shape: str, dtype: str, options: argparse.Namespace) -> Iterator[tuple
         sizes, distributions = tuple(map(int, shape.split(","))), DISTRIBUTIONS
     else:
         sizes, distributions = common.layer_sizes(shape), ()
-        yield options.routing, Layer(sizes, options.routing, dtype, options.device)
+        for routing in options.routing:
+            yield routing, Layer(sizes, routing, dtype, options.device)
     for distribution in distributions:
         yield distribution, Gemm(sizes, distribution, dtype, options.device)
 
@@ -259,6 +288,7 @@ def measure(shape: str, dtype: str, options: argparse.Namespace) -> Iterator[dic
 def main(argv: list[str] | None = None) -> None:
     options = arguments(argv)
     all_shapes = options.shape is None
+    set_schedule(options)
     common.start(options)
     if all_shapes and options.device == "cuda":
         options.shape += common.SHAPES["gemms"]

@@ -30,8 +30,9 @@ SHAPES = json.loads((HERE / "shapes.json").read_text())
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 ERROR_BOUNDS = {"fp32": 1e-5, "fp16": 2e-3, "bf16": 1e-2}
 MIB = 2**20
+DEFAULT_SCHEDULE = "default"  # in records; FUSED_MOE_SCHEDULE is not set
 
-KEY = ("bench", "shape", "routing", "tier", "dtype", "what")
+KEY = ("bench", "shape", "routing", "tier", "schedule", "dtype", "what")
 FIELDS = (
     *KEY,
     "time_us",
@@ -59,12 +60,17 @@ class Sizes(NamedTuple):
 # --- flags --------------------------------------------------------------------------------------------
 
 
-def parser(doc: str) -> argparse.ArgumentParser:
+def parser(doc: str, *, many_routings: bool = False) -> argparse.ArgumentParser:
     """The flags of every program that measures; `doc` opens with the line that describes it."""
+    routing = {"help": "random (the default), balanced, worst or zipf:EXPONENT"}
+    if many_routings:
+        routing = {"help": f"{routing['help']}; may be repeated", "action": "append"}
+    else:
+        routing["default"] = "random"
     flags = argparse.ArgumentParser(description=doc.splitlines()[0])
     add = flags.add_argument
     add("--shape", action="append", help="a name of shapes.json or T,E,K,D,F; may be repeated")
-    add("--routing", default="random", help="random, balanced, worst or zipf:EXPONENT")
+    add("--routing", **routing)
     add("--dtype", choices=DTYPES, action="append", help="may be repeated")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto")
     add("--tier", choices=("auto", "portable", "hopper"), default="auto", help="of the CUDA kernels")
@@ -90,6 +96,7 @@ def start(options: argparse.Namespace) -> None:
         options.device = "cuda" if runs_on_gpu else "cpu"
     on_cpu = options.device == "cpu"
     options.tier = "cpu" if on_cpu else _tier_in_use(options.tier, fused_moe.info()["tiers"])
+    options.routing = options.routing or ["random"]
     options.repeats = options.repeats or (9 if on_cpu else 20)
     options.dtype = options.dtype or (["fp32", "bf16"] if on_cpu else ["bf16"])
     options.shape = options.shape or [name for name in SHAPES["layers"] if name.startswith("cpu") == on_cpu]
@@ -255,7 +262,13 @@ class Error:
 
 
 def record(options: argparse.Namespace, **measured) -> dict:
-    return dict.fromkeys(FIELDS) | {"tier": options.tier} | measured | machine(options.device)
+    used = {"tier": options.tier, "schedule": os.environ.get("FUSED_MOE_SCHEDULE") or DEFAULT_SCHEDULE}
+    return dict.fromkeys(FIELDS) | used | measured | machine(options.device)
+
+
+def schedule_of(r: dict) -> str:
+    """Of FUSED_MOE_SCHEDULE; records from before there was one have none."""
+    return r.get("schedule") or DEFAULT_SCHEDULE
 
 
 def ratio(seconds: dict[str, float], name: str) -> float | None:
@@ -293,7 +306,7 @@ def _commit() -> str:
 
 def merge(old: Iterable[dict], new: Iterable[dict]) -> list[dict]:
     """Both, where a new record takes the place of an old one with the same KEY."""
-    by_key = {tuple(r[name] for name in KEY): r for r in (*old, *new)}
+    by_key = {tuple(({"schedule": DEFAULT_SCHEDULE} | r)[name] for name in KEY): r for r in (*old, *new)}
     return list(by_key.values())
 
 
@@ -322,6 +335,7 @@ def line(r: dict) -> str:
         (r["dense_ratio"], "{:.2f} of dense"),
         (r.get("copy_ratio"), "{:.2f} of copy"),
         (r.get("graph_us"), "{:.1f} us as a graph"),
+        (r.get("over_later_us"), "{:.0f} us over a later call"),
         (r["torch_ratio"], "{:.2f}x torch"),
         *((r[name], f"{{:.2f}}x {name.removeprefix('ratio_to_')}") for name in peers),
         (r["activation_mib"], "keeps {:.0f} MiB"),
@@ -329,4 +343,6 @@ def line(r: dict) -> str:
         (r["max_rel_error"], "error {:.1e}"),
     ]
     title = f"{r['shape']:16} {r['routing']:9} {r['dtype']} {r['what']:17} {r['time_us'] / 1e3:9.3f} ms"
+    if schedule_of(r) != DEFAULT_SCHEDULE:
+        title += f"  {r['schedule']}"
     return "  ".join([title, *(text.format(value) for value, text in parts if value is not None)])

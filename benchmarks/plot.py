@@ -110,7 +110,8 @@ def ratios(records: list[dict], path: Path) -> None:
 def label(r: dict) -> str:
     routing = "" if r["routing"] == "random" else f"\n{r['routing']}"
     tier = "" if r["tier"] in ("cpu", "hopper") else f"\n{r['tier']}"
-    return r["shape"] + routing + tier
+    schedule = "" if r.get("schedule") in (None, "default") else f"\n{r['schedule']}"
+    return r["shape"] + routing + tier + schedule
 
 
 def save(figure, path: Path) -> None:

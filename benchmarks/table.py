@@ -2,6 +2,7 @@
 
 python benchmarks/table.py benchmarks/results/*.json
 python benchmarks/table.py benchmarks/results/layer_*.json --readme README.md [--check]
+python benchmarks/table.py --gains benchmarks/results/gemm_h200.json
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from common import SHAPES, layer_sizes
+from common import DEFAULT_SCHEDULE, SHAPES, layer_sizes, schedule_of
 from tabulate import tabulate
 
 BEGIN, END = "<!-- performance: begin -->", "<!-- performance: end -->"
@@ -22,6 +23,7 @@ MACHINE = ("gpu", "cpu", "threads", "torch", "cuda")
 def arguments(argv: list[str] | None) -> argparse.Namespace:
     flags = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     flags.add_argument("files", nargs="+", type=Path, help="what the programs wrote with --json")
+    flags.add_argument("--gains", action="store_true", help="only of schedules, against the default one")
     flags.add_argument("--readme", type=Path, help="replace what stands between its two markers")
     flags.add_argument("--check", action="store_true", help="write nothing; fail where it is out of date")
     options = flags.parse_args(argv)
@@ -78,16 +80,19 @@ def columns(records: list[dict]) -> dict[str, Callable[[dict], str | None]]:
     others = {r["peer"] for r in records} | {name.removeprefix("ratio_to_") for r in records for name in r}
     peers = [name for name in ("loop", "scattermoe", "sonicmoe") if name in others]
     usual_routing = all(r["routing"] == "random" for r in records)
+    usual_schedule = all(schedule_of(r) == DEFAULT_SCHEDULE for r in records)
     known: dict[str, Callable[[dict], str | None]] = {
         "shape": lambda r: None if "," in r["shape"] else r["shape"],
         {"gemm": "T, E, K, D, F or R, E, k, n"}.get(records[0]["bench"], "T, E, K, D, F"): sizes,
         "routing": lambda r: None if usual_routing else r["routing"],
         "tier": lambda r: r["tier"] if on_gpu else None,
+        "schedule": lambda r: None if usual_schedule else schedule_of(r).replace(",", ", "),
         "dtype": lambda r: r["dtype"],
         "what": lambda r: {"forward_backward": "forward + backward"}.get(r["what"], r["what"]),
         "µs": number("time_us", "{:.0f}") if on_gpu else lambda r: None,
         "TFLOP/s": number("tflops", "{:.0f}") if on_gpu else lambda r: None,
         "GB/s": number("gb_per_s", "{:.0f}"),
+        "µs over a later call": number("over_later_us", "{:.0f}"),
         "MiB kept": number("activation_mib", "{:.0f}"),
         "MiB at the peak": number("peak_mib", "{:.0f}"),
         **{f"against {'the loop' if name == 'loop' else name}": versus(name) for name in peers},
@@ -98,14 +103,46 @@ def columns(records: list[dict]) -> dict[str, Callable[[dict], str | None]]:
     return {header: cell for header, cell in known.items() if any(cell(r) for r in records)}
 
 
+def markdown(headers: list[str], rows: list[list[str]]) -> str:
+    return tabulate(rows, headers=headers, tablefmt="github", disable_numparse=True)
+
+
 def tables(records: list[dict]) -> str:
     parts = []
     for group in groups(records):
         cells = columns(group)
         rows = [[cell(r) or "" for cell in cells.values()] for r in group]
-        text = tabulate(rows, headers=list(cells), tablefmt="github", disable_numparse=True)
-        parts += [caption(group), text]
+        parts += [caption(group), markdown(list(cells), rows)]
     return "\n\n".join(parts)
+
+
+def gains(records: list[dict]) -> str:
+    """How fast each schedule is beside the default one: a line a product, a column a schedule.
+
+    Schedules are measured one after the other, so not their times are compared but their ratios to the
+    dense product that took turns with each.
+    """
+    parts = []
+    for group in groups(records):
+        found: dict[tuple, dict[str, float]] = {}
+        for r in group:
+            if r["dense_ratio"]:
+                line = found.setdefault((r["shape"], r["routing"], r["tier"], r["dtype"], r["what"]), {})
+                line[schedule_of(r)] = r["dense_ratio"]
+        lines = {key: line for key, line in found.items() if DEFAULT_SCHEDULE in line and len(line) > 1}
+        if not lines:
+            continue
+        names = list(dict.fromkeys(name for line in lines.values() for name in line))
+        names.remove(DEFAULT_SCHEDULE)
+        rows = []
+        for (shape, routing, _, dtype, what), line in lines.items():
+            usual = line[DEFAULT_SCHEDULE]
+            cells = [f"{line[name] / usual:.2f}x" if name in line else "" for name in names]
+            rows.append([shape.replace(",", ", "), routing, dtype, what, f"{usual:.2f}", *cells])
+        first = ["shape", "routing", "dtype", "what", "default against dense"]
+        headers = first + [name.replace(",", ", ") for name in names]
+        parts += [caption(group), markdown(headers, rows)]
+    return "\n\n".join(parts) or "no product was measured on the default schedule and on another"
 
 
 def between_markers(readme: str, text: str) -> str:
@@ -118,7 +155,8 @@ def between_markers(readme: str, text: str) -> str:
 
 def main(argv: list[str] | None = None) -> None:
     options = arguments(argv)
-    text = tables([r for path in options.files for r in json.loads(path.read_text())])
+    records = [r for path in options.files for r in json.loads(path.read_text())]
+    text = gains(records) if options.gains else tables(records)
     if not options.readme:
         print(text)
         return

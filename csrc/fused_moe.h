@@ -214,6 +214,7 @@ typedef struct {        /* h = x[row_token] w1^T | w3^T + b;  a = act(gate) up *
     const void *b3;     /* [E,F] when separate; may be NULL */
     void *h;            /* [R,H]; NULL: not kept */
     void *a;            /* [R,F] */
+    void *workspace;
     FusedMoePlan plan;
     int64_t D, F;
     FusedMoeLayout layout;
@@ -278,11 +279,39 @@ typedef struct {
 /* What is known of a device, and FUSED_MOE_OK where a CUDA tier runs on it. */
 int fused_moe_cuda_device(int device, FusedMoeCudaDevice *found);
 
+/* Why the portable tier had a call; kernels/hopper/tier.cu has the rules. */
+typedef enum {
+    FUSED_MOE_ON_HOPPER = 0, /* it had not */
+    FUSED_MOE_OTHER_GPU,
+    FUSED_MOE_PORTABLE_ASKED, /* by FUSED_MOE_TIER */
+    FUSED_MOE_OTHER_DTYPE,
+    FUSED_MOE_NO_ROWS,
+    FUSED_MOE_SCORED_INPUT,
+    FUSED_MOE_WIDTH,     /* one is not a multiple of 8 */
+    FUSED_MOE_UNALIGNED, /* rows that do not lie on 16 bytes */
+    FUSED_MOE_STRIDES,   /* of a weight */
+} FusedMoeTierReason;
+
+/* The operators that the Hopper engine has. */
+typedef enum {
+    FUSED_MOE_OP_GROUPED_MM,
+    FUSED_MOE_OP_UP_GATE,
+    FUSED_MOE_NUM_TIER_OPS
+} FusedMoeTierOp;
+
+typedef struct { /* calls of one operator in this process */
+    int64_t hopper, portable;
+    int32_t reason; /* FusedMoeTierReason of the last portable one */
+} FusedMoeCalls;
+
+void fused_moe_cuda_calls(FusedMoeTierOp op, FusedMoeCalls *found);
+
 /* The CUDA runtime's words for the calling thread's last FUSED_MOE_CUDA_ERROR. */
 const char *fused_moe_cuda_error(void);
 
 size_t fused_moe_cuda_route_plan_workspace(const FusedMoeRoutePlan *p);
 size_t fused_moe_cuda_grouped_mm_workspace(const FusedMoeGroupedMM *p);
+size_t fused_moe_cuda_up_gate_workspace(const FusedMoeUpGate *p);
 size_t fused_moe_cuda_down_dgrad_workspace(const FusedMoeDownDgrad *p);
 
 int fused_moe_cuda_route(const FusedMoeRoute *p, void *stream);

@@ -1,4 +1,5 @@
-/* fused_moe._host: the tile plan of plan.h and the build's facts, for tests, info() and pictures.
+/* fused_moe._host: the tile plan of plan.h, the schedule of schedule.h and the build's facts, for
+ * tests, info() and pictures.
  *
  * Nothing in training calls it. Kernels trust their plan; Python callers are checked here. */
 #include <pybind11/pybind11.h>
@@ -10,6 +11,7 @@
 #include <vector>
 
 #include "plan.h"
+#include "schedule.h"
 
 namespace py = pybind11;
 using Ints = std::vector<int32_t>;
@@ -41,6 +43,54 @@ static py::tuple find_tile(const Ints &tiles, const Ints &ends, int32_t tile, in
     return py::make_tuple(found.expert, found.first_row, found.num_rows);
 }
 
+/* In the order of FusedMoeOrder. */
+static const std::vector<std::string> ORDERS = {"linear", "grouped", "column"};
+
+static FusedMoeSchedule schedule(int32_t tile_rows, int32_t few_rows, const std::string &order,
+                                 int32_t group, bool interleave) {
+    auto place = std::find(ORDERS.begin(), ORDERS.end(), order);
+    check(0 <= few_rows && few_rows <= tile_rows,
+          "few_rows: expected 0 to tile_rows = " + std::to_string(tile_rows) + ", found " +
+              std::to_string(few_rows));
+    check(place != ORDERS.end(), "order: expected linear, grouped or column, found " + order);
+    check(group >= 1, "group: expected at least 1, found " + std::to_string(group));
+    return {tile_rows, few_rows, static_cast<int32_t>(place - ORDERS.begin()), group, interleave};
+}
+
+static Ints plan(const Ints &ends, const FusedMoeSchedule &s) {
+    Ints work(fused_moe_work_length(ends.size()));
+    fused_moe_plan_work(ends.data(), ends.size(), &s, work.data());
+    return work;
+}
+
+static Ints plan_work(const Ints &ends, int32_t tile_rows, int32_t few_rows,
+                      const std::string &order, int32_t group, bool interleave) {
+    check_ends(ends, tile_rows);
+    return plan(ends, schedule(tile_rows, few_rows, order, group, interleave));
+}
+
+static py::tuple find_work(const Ints &work, const Ints &ends, int32_t num_columns, int64_t index,
+                           int32_t tile_rows, int32_t few_rows, const std::string &order,
+                           int32_t group, bool interleave) {
+    check_ends(ends, tile_rows);
+    FusedMoeSchedule s = schedule(tile_rows, few_rows, order, group, interleave);
+    check(work == plan(ends, s), "work: not the plan of these ends, tile_rows and few_rows");
+    check(num_columns >= 1,
+          "num_columns: expected at least 1, found " + std::to_string(num_columns));
+    double few = double(work[2] - work[3]) * num_columns;
+    check(few * work[2] * num_columns < 0x1p63,
+          "num_columns: expected items * items of few rows below 2**63, found " +
+              std::to_string(num_columns) + " columns");
+    int64_t num_items = int64_t(work[2]) * num_columns;
+    if (index < 0 || index >= num_items)
+        throw py::index_error("index: expected 0 <= index < " + std::to_string(num_items) +
+                              ", found " + std::to_string(index));
+    FusedMoeWork found =
+        fused_moe_find_work(work.data(), ends.data(), ends.size(), &s, num_columns, index);
+    return py::make_tuple(found.rows.expert, found.rows.first_row, found.rows.num_rows,
+                          found.column, found.few != 0);
+}
+
 static py::dict build_info() {
     py::dict info;
     for (const auto &[name, value] : std::vector<std::pair<const char *, const char *>>{BUILD_INFO})
@@ -57,6 +107,14 @@ PYBIND11_MODULE(_host, m) {
     m.def("find_tile", find_tile, "tiles"_a, "ends"_a, "tile"_a,
           "tile_rows"_a = +FUSED_MOE_TILE_ROWS,
           "(expert, first row, number of rows) of one tile of a plan.");
+    m.def("plan_work", plan_work, "ends"_a, py::kw_only(), "tile_rows"_a, "few_rows"_a, "order"_a,
+          "group"_a, "interleave"_a,
+          "The schedule (csrc/schedule.h) of experts whose rows end at `ends`. order: linear, "
+          "grouped or column.");
+    m.def("find_work", find_work, "work"_a, "ends"_a, "num_columns"_a, "index"_a, py::kw_only(),
+          "tile_rows"_a, "few_rows"_a, "order"_a, "group"_a, "interleave"_a,
+          "(expert, first row, number of rows, tile of columns, few rows?) of the item drawn as "
+          "number `index`.");
     m.def("build_info", build_info,
           "Compilers, GPU targets, and the PyTorch built against and aimed at.");
 }

@@ -91,11 +91,18 @@ void run_cuda(const char *op, int (*kernel)(const Params *, void *), const Param
     check_status(op, kernel(&p, stream));
 }
 
+// The tier that will serve the call on x's device decides.
+template <typename Params>
+size_t workspace_cuda(size_t (*bytes)(const Params *), const Params &p, const Tensor &x) {
+    torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
+    return bytes(&p);
+}
+
 #define RUN(op, params, x)                                                                         \
     ((x).is_cuda() ? run_cuda(#op, fused_moe_cuda_##op, params, x)                                 \
                    : check_status(#op, fused_moe_cpu_##op(&(params))))
 #define WORKSPACE(op, params, x)                                                                   \
-    workspace((x).is_cuda() ? fused_moe_cuda_##op##_workspace(&(params)) : 0, x)
+    workspace((x).is_cuda() ? workspace_cuda(fused_moe_cuda_##op##_workspace, params, x) : 0, x)
 #else
 #define RUN(op, params, x) check_status(#op, fused_moe_cpu_##op(&(params)))
 #define WORKSPACE(op, params, x) workspace(0, x)
@@ -679,6 +686,8 @@ std::tuple<Tensor, Tensor> experts_up(const Tensor &x_, const Tensor &w1, const 
     p.layout = (FusedMoeLayout)layout;
     p.activation = activation_of(op, activation, alpha, limit);
     p.dtype = float_dtype(op, x);
+    Tensor scratch = WORKSPACE(up_gate, p, x);
+    p.workspace = mutable_data(scratch);
     RUN(up_gate, p, x);
     return {h, a};
 }
@@ -924,6 +933,16 @@ Tensor act_dgrad(const Tensor &da_, const Tensor &h_, int64_t layout, int64_t ac
     return dh;
 }
 
+// How many calls of an operator the Hopper engine and the portable tier had, and why the latter its last.
+std::tuple<int64_t, int64_t, int64_t> cuda_calls(int64_t op) {
+    check_size("cuda_calls", "op", op, 0, FUSED_MOE_NUM_TIER_OPS - 1);
+    FusedMoeCalls found = {};
+#ifdef FUSED_MOE_WITH_CUDA
+    fused_moe_cuda_calls((FusedMoeTierOp)op, &found);
+#endif
+    return {found.hopper, found.portable, found.reason};
+}
+
 // What info() tells of a device: whether a CUDA tier runs there (0: it does), the driver's and the
 // runtime's CUDA version, the compute capability.
 std::tuple<int64_t, int64_t, int64_t, int64_t> cuda_device(int64_t index) {
@@ -949,6 +968,7 @@ std::tuple<int64_t, int64_t, int64_t, int64_t> cuda_device(int64_t index) {
 
 STABLE_TORCH_LIBRARY(fused_moe, m) {
     m.def("cuda_device(int index) -> (int status, int driver, int runtime, int capability)");
+    m.def("cuda_calls(int op) -> (int hopper, int portable, int reason)");
     m.def("route(Tensor logits, Tensor? bias, int top_k, int score_func, bool route_norm, float "
           "route_scale, int num_groups, int num_limited_groups) -> (Tensor scores, Tensor ids)");
     m.def("route_backward(Tensor dscores, Tensor logits, Tensor ids, int score_func, bool "
@@ -1019,4 +1039,5 @@ STABLE_TORCH_LIBRARY_IMPL(fused_moe, CUDA, m) {
 
 STABLE_TORCH_LIBRARY_IMPL(fused_moe, CompositeExplicitAutograd, m) {
     IMPL(cuda_device);
+    IMPL(cuda_calls);
 }

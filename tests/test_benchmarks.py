@@ -18,10 +18,10 @@ import fused_moe
 
 ROOT = Path(__file__).resolve().parents[1]
 BENCHMARKS = ROOT / "benchmarks"
-PROGRAMS = ("bench_layer", "bench_gemm", "bench_kernels", "table", "plot")
+PROGRAMS = ("bench_layer", "bench_gemm", "bench_kernels", "first_call", "table", "plot")
 SMALL = "192,8,2,64,32"
 FIELDS = {
-    *("bench", "shape", "routing", "tier", "dtype", "what", "time_us", "tflops", "dense_ratio"),
+    *("bench", "shape", "routing", "tier", "schedule", "dtype", "what", "time_us", "tflops", "dense_ratio"),
     *("torch_ratio", "peer", "peer_ratio", "activation_mib", "peak_mib", "max_rel_error"),
     *("gpu", "torch", "cuda", "commit", "date"),
 }
@@ -33,6 +33,8 @@ def load(monkeypatch, cpu):
     """Imports a module of benchmarks/, whose names are no packages'."""
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     monkeypatch.setenv("FUSED_MOE_TIER", os.environ.get("FUSED_MOE_TIER", "auto"))
+    monkeypatch.setenv("FUSED_MOE_SCHEDULE", "")  # put back, whatever a program leaves there
+    monkeypatch.delenv("FUSED_MOE_SCHEDULE")
     before = set(sys.modules)
 
     def load(name: str):
@@ -80,6 +82,7 @@ def test_a_layer_leaves_records_with_every_field(run):
     for r in records:
         assert set(r) >= FIELDS
         assert (r["bench"], r["shape"], r["tier"], r["gpu"]) == ("layer", SMALL, "cpu", "none")
+        assert r["schedule"] == "default"
         assert r["time_us"] > 0 and r["dense_ratio"] > 0 and r["ratio_to_loop"] > 0
         assert r["peer"] in ("loop", "torch")
         assert r["max_rel_error"] < 1e-2
@@ -96,13 +99,69 @@ def test_a_peer_that_is_missing_is_named(run, capsys):
 
 def test_products(run):
     records = run("bench_gemm", "--shape", SMALL, "--shape", "100,10,16,24", "--dtype", "bf16")
-    whats = ["up_gate", "down", "up_dgrad", "down_dgrad", "wgrad_up", "wgrad_down", *["grouped_mm"] * 3]
-    assert [r["what"] for r in records] == whats
+    layer = ["up_gate", "down", "up_dgrad", "dgrad_down", "down_dgrad", "wgrad_up", "wgrad_down"]
+    assert [r["what"] for r in records] == [*layer, *["grouped_mm"] * 3]
     assert [r["routing"] for r in records[-3:]] == ["balanced", "best", "worst"]
     for r in records:
         assert set(r) >= FIELDS
         assert r["torch_ratio"] is None
         assert r["dense_ratio"] > 0 and 0 < r["max_rel_error"] < 1e-2
+
+
+def test_products_of_several_routings(run):
+    records = run(
+        "bench_gemm", "--shape", SMALL, "--shape", "20,2,8,8", "--dtype", "fp32", "--what", "down", "--what",
+        "grouped_mm", "--routing", "balanced", "--routing", "zipf:1.2",
+    )  # fmt: skip
+    found = [(r["what"], r["routing"]) for r in records]
+    plain = [("grouped_mm", name) for name in ("balanced", "best", "worst")]
+    assert found == [("down", "balanced"), ("down", "zipf:1.2"), *plain]
+
+
+def test_schedules_stand_beside_each_other(load, run, tmp_path, capsys):
+    """A flag sets FUSED_MOE_SCHEDULE, --append keeps both records, and --gains compares them."""
+    flags = ("--shape", SMALL, "--dtype", "fp32", "--what", "down", "--append")
+    run("bench_gemm", *flags)
+    assert "FUSED_MOE_SCHEDULE" not in os.environ
+    run("bench_gemm", *flags, "--order", "column")
+    schedule = "order=linear,experts=in-turn,tails=off"
+    chosen = ("--tails", "off", "--order", "linear", "--expert-order", "in-turn")
+    records = run("bench_gemm", *flags, *chosen)
+    assert os.environ["FUSED_MOE_SCHEDULE"] == schedule
+    assert [r["schedule"] for r in records] == ["default", "order=column", schedule]
+    assert schedule in capsys.readouterr().out
+
+    path = tmp_path / "bench_gemm.json"
+    for r, ratio in zip(records, (0.8, 0.6, 1.0), strict=True):
+        r["dense_ratio"] = ratio
+    path.write_text(json.dumps(records))
+    load("table").main([str(path), "--gains"])
+    header, _, row = (line.split(" | ") for line in capsys.readouterr().out.splitlines()[-3:])
+    assert [name.strip(" |") for name in header[-2:]] == ["order=column", schedule.replace(",", ", ")]
+    assert [cell.strip(" |") for cell in row[-3:]] == ["0.80", "0.75x", "1.25x"]
+    load("table").main([str(path)])
+    assert "| order=column" in capsys.readouterr().out
+    path.write_text(json.dumps(records[1:]))
+    load("table").main([str(path), "--gains"])
+    assert "no product was measured on the default schedule" in capsys.readouterr().out
+
+
+def test_the_first_call(load, run, capsys):
+    (r,) = run("first_call", "--shape", SMALL, "--dtype", "bf16")
+    assert set(r) >= FIELDS
+    assert r["what"] == "up_gate_grouped_mm" and r["processes"] == 1
+    assert (
+        r["over_later_us"] == r["over_later_us_worst"] == pytest.approx(r["time_us"] - r["later_us"], abs=1)
+    )
+    assert "us over a later call" in capsys.readouterr().out
+
+
+def test_the_first_call_is_a_gpus(load):
+    """Unless the CPU is asked for by name."""
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    with pytest.raises(SystemExit, match="--device cuda: "):
+        load("first_call").main([])
 
 
 def test_kernels(run):
@@ -170,6 +229,15 @@ def test_records_with_the_same_key_are_replaced(load):
     old = [key | {"time_us": 1}, key | {"what": "other", "time_us": 2}]
     new = [key | {"time_us": 3}]
     assert common.merge(old, new) == [key | {"time_us": 3}, key | {"what": "other", "time_us": 2}]
+
+
+def test_records_from_before_the_schedule_had_the_default(load):
+    common = load("common")
+    new = dict.fromkeys(common.KEY, "same") | {"schedule": "default"}
+    old = {name: value for name, value in new.items() if name != "schedule"}
+    other = new | {"schedule": "order=linear"}
+    assert common.merge([old], [new, other]) == [new, other]
+    assert common.schedule_of(old) == "default"
 
 
 def test_append_keeps_the_others(run):

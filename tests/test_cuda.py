@@ -4,12 +4,15 @@ import os
 import re
 import subprocess
 import sys
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 from cases import (
+    ACTIVATIONS,
     BF16,
     F16,
     F32,
@@ -25,11 +28,14 @@ from cases import (
     forward_backward,
     make_ids,
     operator_calls,
+    swapped,
     variants,
 )
 
 import fused_moe
 from fused_moe import FusedMoE, fused_experts, grouped_mlp, grouped_mm, reference
+from fused_moe import ops as codes
+from fused_moe.info import REASONS, TIER_OPS
 
 pytestmark = pytest.mark.gpu
 
@@ -518,6 +524,495 @@ def test_an_unknown_tier_is_named(device):
     message = run.stderr[run.stderr.rindex("RuntimeError") :]
     for tier in ("portable", "hopper", "auto"):
         assert re.search(rf"\b{tier}\b", message), message
+
+
+# --- the Hopper engine ----------------------------------------------------------------------------
+
+ops = torch.ops.fused_moe
+HALF_DTYPES = pytest.mark.parametrize("dtype", (BF16, F16), ids=("bf16", "f16"))
+# Rows of an expert about every height that a tile, a warpgroup's part of it or a switch of kinds may have.
+BOUNDARIES = (
+    193, 0, 1, 64, 7, 257, 8, 63, 0, 65, 127, 16, 128, 255, 9, 129, 191, 192, 17, 256, 0, 383, 32, 385, 15, 384,
+)  # fmt: skip
+COUNTS = {
+    "boundaries": BOUNDARIES,
+    "one row each": (1,) * 300,
+    "all rows to one": (0,) * 5 + (1500,) + (0,) * 3,
+    "1024 experts": tuple(i * 7919 % 11 for i in range(1024)),
+    "one busy among 1024": (0,) * 700 + (200,) + (0,) * 323,
+    "no rows": (0,) * 16,
+}
+SCHEDULES = [
+    f"order={order},experts={experts},tails={tails}"
+    for order in ("linear", "grouped", "column")
+    for experts in ("interleaved", "in-turn")
+    for tails in ("on", "off")
+]
+
+
+@pytest.fixture
+def hopper(device):
+    """Where the Hopper engine has the calls."""
+    major, minor = torch.cuda.get_device_capability(device)
+    if (major, minor) != (9, 0):
+        pytest.skip(f"needs compute capability 9.0, found {major}.{minor}")
+    if os.environ.get("FUSED_MOE_TIER") == "portable":
+        pytest.skip("FUSED_MOE_TIER=portable")
+
+
+@contextmanager
+def poisoned():
+    """Fresh memory, outputs and workspaces, holds NaN or the largest integer."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def draw_rows(counts, width, dtype, device, spare=0) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows for all experts, NaN in `spare` more, and the ends."""
+    rows = torch.randn(sum(counts) + spare, width).to(device, dtype)
+    rows[sum(counts) :] = torch.nan
+    return rows, torch.tensor(counts).cumsum(0).int().to(device)
+
+
+def draw_weights(num_experts, width_out, width_in, dtype, device) -> torch.Tensor:
+    return (torch.randn(num_experts, width_out, width_in) / width_in**0.5).to(device, dtype)
+
+
+def ids_of(counts, device) -> torch.Tensor:
+    """Two experts a token, in any order, that add up to these counts; -1 where one is left over."""
+    ids = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
+    ids = torch.cat([ids, ids.new_full((2 + len(ids) % 2,), -1)])
+    return ids[torch.randperm(len(ids))].view(-1, 2).int().to(device)
+
+
+def check_everywhere(found: torch.Tensor, exact: torch.Tensor) -> None:
+    """In norm, and number by number, so that one wrong number among thousands of rows shows."""
+    assert_near(found, exact)
+    eps = torch.finfo(found.dtype).eps
+    torch.testing.assert_close(found.double(), exact, rtol=eps, atol=1e-4)
+
+
+def check_product(a, b, ends) -> torch.Tensor:
+    """grouped_mm of operands as they are stored, on poisoned memory."""
+    with poisoned():
+        out = ops.grouped_mm(a, b, ends)
+    num_rows = int(ends[-1])
+    check_everywhere(out[:num_rows], reference.grouped_mm(a[:num_rows].double(), b.double(), offsets=ends))
+    assert not out[num_rows:].count_nonzero()
+    return out
+
+
+def up_arguments(case: Case, device) -> tuple[tuple, tuple]:
+    """(w1, w3, b1, b3) as the operator takes them, and (layout, activation, alpha, limit)."""
+    layout, gated, pairs, transposed = LAYOUTS[case.layout]
+    w = case.weights(device)
+    w1, w3 = (t if t is None or not transposed else t.mT for t in (w["w1"], w["w3"]))
+    w1 = w1.flatten(1, 2) if pairs else w1
+    code = codes.LAYOUTS[layout] if gated else codes.UNGATED
+    return (w1, w3, w["b1"], w["b3"]), (code, codes.ACTIVATION_CODES[case.activation], 1.702, case.limit)
+
+
+def both_parts(first, second, dim: int = 1):
+    """w1 and w3, or their biases, in one tensor of float64."""
+    parts = [t.double() for t in (first, second) if t is not None]
+    return torch.cat(parts, dim) if parts else None
+
+
+def exact_up_gate(case: Case, rows, up, ends) -> tuple[torch.Tensor, torch.Tensor]:
+    """h and a of gathered rows, in float64."""
+    w1, w3, b1, b3 = up
+    h = reference.grouped_mm(rows.double(), both_parts(w1, w3), offsets=ends)
+    if case.bias:
+        counts = ends.diff(prepend=ends.new_zeros(1)).long()
+        h = h + both_parts(b1, b3).repeat_interleave(counts, 0)
+    name, gated, *_ = LAYOUTS[case.layout]
+    if not gated:
+        gate, other = h, None
+    elif name == "interleaved":
+        gate, other = h[:, 0::2], h[:, 1::2]
+    else:
+        gate, other = h.chunk(2, 1)
+    a = reference.activate(gate, other, activation=case.activation, alpha=1.702, limit=case.limit)
+    return h, a
+
+
+def check_up_gate(case: Case, counts, device) -> None:
+    """up_gate of tokens gathered from any place, and of rows as they lie with NaN behind them."""
+    up, settings = up_arguments(case, device)
+    ids = ids_of(counts, device)
+    plan = fused_moe.route_plan(ids, len(counts))
+    num_rows, ends = sum(counts), plan.offsets[1:]
+    x = torch.randn(ids.size(0), case.dim).to(device, case.dtype)
+    rows, _ = draw_rows(counts, case.dim, case.dtype, device, spare=200)
+    token = plan.row_token[:num_rows].long()
+    no_maps = (plan.offsets, None, None, None, ops.count_plan(plan.counts, rows.size(0))[2])
+    for source, maps, gathered in ((x, plan[1:], x[token]), (rows, no_maps, rows[:num_rows])):
+        with poisoned():
+            h, a = ops.up_gate(source, *up, *maps, *settings)
+        exact_h, exact_a = exact_up_gate(case, gathered, up, ends)
+        check_everywhere(h[:num_rows], exact_h)
+        check_everywhere(a[:num_rows], exact_a)
+        with poisoned():  # in inference h is not kept
+            _, alone = ops.experts_up(source, *up, None, *maps, *settings, False)
+        assert torch.equal(alone[:num_rows], a[:num_rows])
+
+
+def calls_during(name: str, run) -> tuple[int, int, str]:
+    """How many calls of an operator the Hopper engine and the portable tier had, and the last reason."""
+    before = ops.cuda_calls(TIER_OPS.index(name))
+    run()
+    after = ops.cuda_calls(TIER_OPS.index(name))
+    return after[0] - before[0], after[1] - before[1], [*REASONS][after[2]]
+
+
+@HALF_DTYPES
+@pytest.mark.parametrize("tier", (None, "auto", "hopper"))
+def test_the_engine_has_every_call_of_a_layer(device, hopper, monkeypatch, tier, dtype):
+    """Forward and backward, all layouts: up_gate once, grouped_mm down and for the gradient of the rows."""
+    if tier is None:
+        monkeypatch.delenv("FUSED_MOE_TIER", raising=False)
+    else:
+        monkeypatch.setenv("FUSED_MOE_TIER", tier)
+    for layout in LAYOUTS:
+        case = Case(100, 72, 136, 4, 2, dtype, layout=layout, bias=True)
+        inputs, dout, ids = case.inputs(device), case.dout(device), case.ids(device)
+
+        def run(case=case, inputs=inputs, dout=dout, ids=ids):
+            forward_backward(fused_experts, inputs, dout, ids=ids, **case.options)
+
+        assert calls_during("up_gate", run)[:2] == (1, 0), layout
+        assert calls_during("grouped_mm", run)[:2] == (2, 0), layout
+    assert re.match(r"[1-9]\d* on hopper", fused_moe.info()["calls"]["up_gate"])
+    assert fused_moe.info()["tiers"]["hopper"].startswith("on")
+
+
+PORTABLE_PRODUCTS = {  # (k, n, dtype, form of a, form of b) -> why
+    "float32": (72, 136, F32, "contiguous", "contiguous", "OTHER_DTYPE"),
+    "float64": (72, 136, F64, "contiguous", "contiguous", "OTHER_DTYPE"),
+    "depth": (68, 136, BF16, "contiguous", "contiguous", "WIDTH"),
+    "columns": (72, 132, F16, "contiguous", "contiguous", "WIDTH"),
+    "rows off 16 bytes": (72, 136, BF16, "misaligned", "contiguous", "UNALIGNED"),
+    "weights off 16 bytes": (72, 136, F16, "contiguous", "misaligned", "STRIDES"),
+    "weights nowhere dense": (72, 136, BF16, "contiguous", "strided", "STRIDES"),
+}
+
+
+@pytest.mark.parametrize("name", PORTABLE_PRODUCTS)
+def test_why_the_portable_tier_has_a_product(device, hopper, name):
+    """What the engine cannot read goes to the portable tier, which says why; the result is right."""
+    k, n, dtype, a_form, b_form, why = PORTABLE_PRODUCTS[name]
+    a, ends = draw_rows((5, 0, 130), k, dtype, device)
+    a, b = FORMS[a_form](a), FORMS[b_form](draw_weights(3, n, k, dtype, device))
+    assert calls_during("grouped_mm", lambda: ops.grouped_mm(a, b, ends)) == (0, 1, why)
+    assert_near(ops.grouped_mm(a, b, ends), reference.grouped_mm(a.double(), b.double(), offsets=ends))
+    assert REASONS[why] in fused_moe.info()["calls"]["grouped_mm"]
+
+
+@pytest.mark.parametrize("width", (72, 80))
+def test_strides_that_are_not_whole_chunks(device, hopper, width):
+    """Rows of a weight in a wider one: the pitch decides, not the width."""
+    a, ends = draw_rows((5, 0, 130), 64, BF16, device)
+    b = draw_weights(3, 136, width, BF16, device)
+    for first in (0, 4, 8):
+        some = b[..., first : first + 64]
+        served = (1, 0) if first % 8 == 0 else (0, 1)
+        assert calls_during("grouped_mm", lambda some=some: ops.grouped_mm(a, some, ends))[:2] == served
+        check_product(a, some, ends)
+
+
+PORTABLE_UP_GATES = {  # (D, F, dtype, form of x, form of w1, layout) -> why
+    "float32": (72, 136, F32, "contiguous", "contiguous", "separate", "OTHER_DTYPE"),
+    "depth": (68, 136, BF16, "contiguous", "contiguous", "separate", "WIDTH"),
+    "columns": (72, 132, F16, "contiguous", "contiguous", "halves", "WIDTH"),
+    "rows off 16 bytes": (72, 136, BF16, "misaligned", "contiguous", "interleaved", "UNALIGNED"),
+    "weights off 16 bytes": (72, 136, F16, "contiguous", "misaligned", "ungated", "STRIDES"),
+    "weights nowhere dense": (72, 136, BF16, "contiguous", "strided", "separate", "STRIDES"),
+    "w1 and w3 differ": (72, 136, BF16, "contiguous", "swapped", "separate", "STRIDES"),
+}
+
+
+@pytest.mark.parametrize("name", PORTABLE_UP_GATES)
+def test_why_the_portable_tier_has_an_up_gate(device, hopper, name):
+    """As for grouped_mm."""
+    dim, hidden, dtype, x_form, w_form, layout, why = PORTABLE_UP_GATES[name]
+    case = Case(100, dim, hidden, 4, 2, dtype, layout=layout)
+    inputs, ids = case.inputs(device), case.ids(device)
+    inputs["x"], inputs["w1"] = FORMS[x_form](inputs["x"]), FORMS[w_form](inputs["w1"])
+    with torch.no_grad():
+        found = calls_during("up_gate", lambda: fused_experts(**inputs, ids=ids, **case.options))
+        out = fused_experts(**inputs, ids=ids, **case.options)
+        exact = reference.fused_experts(
+            **{n: t if t is None else t.double() for n, t in inputs.items()}, ids=ids, **case.options
+        )
+    assert found == (0, 1, why)
+    assert_near(out, exact, 8)
+
+
+def test_scored_inputs_and_no_rows_are_the_portable_tiers(device, hopper):
+    """score_on="input" multiplies x before the product; without rows there is nothing to launch for."""
+    case = Case(100, 72, 136, 4, 2, BF16)
+    inputs, ids = case.inputs(device), case.ids(device)
+    with torch.no_grad():
+        scored = calls_during("up_gate", lambda: fused_experts(**inputs, ids=ids, score_on="input"))
+    assert scored == (0, 1, "SCORED_INPUT")
+    a, b = torch.empty(0, 72, device=device, dtype=BF16), draw_weights(3, 136, 72, BF16, device)
+    ends = torch.zeros(3, device=device, dtype=torch.int32)
+    assert calls_during("grouped_mm", lambda: ops.grouped_mm(a, b, ends)) == (0, 1, "NO_ROWS")
+
+
+def test_the_portable_tier_by_name(device, hopper, monkeypatch):
+    """FUSED_MOE_TIER=portable is read at every call, and gives results as good."""
+    a, ends = draw_rows((5, 0, 130), 72, BF16, device)
+    b = draw_weights(3, 136, 72, BF16, device)
+    ours = check_product(a, b, ends)
+    monkeypatch.setenv("FUSED_MOE_TIER", "portable")
+    assert calls_during("grouped_mm", lambda: ops.grouped_mm(a, b, ends)) == (0, 1, "PORTABLE_ASKED")
+    assert_near(check_product(a, b, ends), ours.double())
+    assert fused_moe.info()["tiers"]["hopper"] == "off: FUSED_MOE_TIER=portable"
+    monkeypatch.setenv("FUSED_MOE_TIER", "hopper")
+    assert calls_during("grouped_mm", lambda: ops.grouped_mm(a, b, ends))[:2] == (1, 0)
+
+
+@HALF_DTYPES
+@pytest.mark.parametrize("n", (8, 136, 264, 520))
+@pytest.mark.parametrize("k", (8, 72, 200, 328))
+def test_products_at_every_boundary(device, hopper, k, n, dtype):
+    """Row counts about all tile heights, tails of k and of columns, weights dense either way."""
+    a, ends = draw_rows(BOUNDARIES, k, dtype, device, spare=200)
+    b = draw_weights(len(BOUNDARIES), n, k, dtype, device)
+    for weights in (b, swapped(b)):
+        check_product(a, weights, ends)
+
+
+@HALF_DTYPES
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("size", ((8, 520), (72, 136), (200, 8), (328, 264)))
+def test_up_gate_at_every_boundary(device, hopper, size, layout, dtype):
+    """Both ways to read rows, every layout stored either way round, with biases."""
+    case = Case(
+        dim=size[0], hidden=size[1], num_experts=len(BOUNDARIES), dtype=dtype, layout=layout, bias=True
+    )
+    check_up_gate(case, BOUNDARIES, device)
+
+
+@HALF_DTYPES
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("layout", ("separate", "halves.T", "interleaved", "ungated"))
+@pytest.mark.parametrize("bias", (False, True), ids=("", "bias"))
+def test_up_gate_of_every_activation(device, hopper, bias, layout, activation, dtype):
+    """Each with and without biases, on columns that fill a tile and a part of the next."""
+    case = Case(
+        dim=136, hidden=200, num_experts=5, dtype=dtype, layout=layout, activation=activation, bias=bias
+    )
+    check_up_gate(case, (130, 0, 64, 1, 257), device)
+
+
+@HALF_DTYPES
+@pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "pairs"])
+@pytest.mark.parametrize("size", ((72, 136), (264, 200)))
+def test_two_parts_at_every_boundary(device, hopper, size, layout, dtype):
+    """up_dgrad: dgate w1 + dup w3 in one accumulator, where a part's depth ends inside a step."""
+    dim, hidden = size
+    case = Case(dim=dim, hidden=hidden, num_experts=len(BOUNDARIES), dtype=dtype, layout=layout)
+    (w1, w3, _, _), (code, *_) = up_arguments(case, device)
+    w13 = both_parts(w1, w3)
+    dh, ends = draw_rows(BOUNDARIES, w13.size(1), dtype, device, spare=70)
+    dh = dh / (w13.size(1) / dim) ** 0.5  # so that dx is of order one
+    num_rows = sum(BOUNDARIES)
+    with poisoned():
+        dx = ops.up_dgrad(dh, w1, w3, F.pad(ends, (1, 0)), code)
+    check_everywhere(dx[:num_rows], reference.grouped_mm(dh[:num_rows].double(), w13.mT, offsets=ends))
+    assert not dx[num_rows:].count_nonzero()
+
+
+@HALF_DTYPES
+@pytest.mark.parametrize("name", [name for name in COUNTS if name != "boundaries"])
+def test_any_number_of_experts(device, hopper, name, dtype):
+    """One row each, all rows to one, 1024 experts, all but one of them empty, no rows at all."""
+    counts = COUNTS[name]
+    a, ends = draw_rows(counts, 72, dtype, device, spare=50)
+    b = draw_weights(len(counts), 136, 72, dtype, device)
+    for weights in (b, swapped(b)):
+        check_product(a, weights, ends)
+    check_up_gate(Case(dim=72, hidden=136, num_experts=len(counts), dtype=dtype, bias=True), counts, device)
+
+
+@HALF_DTYPES
+@pytest.mark.parametrize("layout", ("separate", "halves", "interleaved.T", "ungated"))
+def test_garbage_past_the_last_row(device, hopper, layout, dtype):
+    """grouped_mlp with NaN in rows that are no expert's: the same bits, exact zeros there."""
+    counts, spare = (5, 0, 193, 64, 1), 321
+    case = Case(dim=72, hidden=136, num_experts=5, dtype=dtype, layout=layout, bias=True)
+    x, _ = draw_rows(counts, 72, dtype, device, spare)
+    dout, _ = draw_rows(counts, 72, dtype, device, spare)
+    weights, on_device = case.weights(device), torch.tensor(counts, device=device)
+    runs = []
+    for x_rows, d in ((x.nan_to_num(), dout.nan_to_num()), (x, dout)):
+        inputs = {"x_rows": x_rows, **weights}
+        with poisoned():
+            runs.append(forward_backward(grouped_mlp, inputs, d, counts=on_device, **case.options))
+    assert_same_bits(*runs)
+    for name in ("out", "dx_rows"):
+        assert runs[1][name].isfinite().all()
+        assert not runs[1][name][sum(counts) :].count_nonzero()
+
+
+@HALF_DTYPES
+def test_nan_stays_where_it_is(device, hopper, dtype):
+    """A token's NaN reaches that token, an expert's NaN its own tokens, and nobody else a bit."""
+    case = Case(500, 136, 200, 6, 2, dtype, bias=True)
+    inputs, ids = case.inputs(device), case.ids(device)
+    with torch.no_grad():
+        expected = fused_experts(**inputs, ids=ids)
+        for name, index, reached in (
+            ("x", 77, torch.arange(500, device=device) == 77),
+            ("w1", 3, (ids == 3).any(1)),
+            ("w2", 4, (ids == 4).any(1)),
+            ("b3", 0, (ids == 0).any(1)),
+        ):
+            wrong = inputs | {name: inputs[name].clone()}
+            wrong[name][index] = torch.nan
+            out = fused_experts(**wrong, ids=ids)
+            assert torch.equal(out[~reached], expected[~reached]), name
+            assert out[reached].isnan().all(), name
+
+
+@HALF_DTYPES
+@pytest.mark.parametrize("size", ((72, 136), (200, 8), (8, 264)))
+def test_garbage_around_the_weights(device, hopper, size, dtype):
+    """Weights cut out of wider ones that hold NaN: neither a tail of k nor one of columns reads it."""
+    k, n = size
+    a, ends = draw_rows((5, 0, 193, 64, 1), k, dtype, device, spare=70)
+    b = draw_weights(5, n, k, dtype, device)
+    for along_k in (True, False):
+        lines = b if along_k else b.mT
+        wide = lines.new_full((5, lines.size(1) + 16, lines.size(2) + 24), torch.nan)
+        inner = wide[:, 8:-8, 8:-16]
+        inner.copy_(lines)
+        weights = inner if along_k else inner.mT
+        assert calls_during("grouped_mm", lambda w=weights: ops.grouped_mm(a, w, ends))[:2] == (1, 0)
+        check_product(a, weights, ends)
+
+
+def busy_calls(dtype, device):
+    """A function that makes h, a and out of a skewed routing, with more tiles than the GPU has SMs."""
+    tokens, top_k, experts, dim, hidden = 4096, 4, 32, 264, 520
+    case = Case(dim=dim, hidden=hidden, num_experts=experts, dtype=dtype, bias=True)
+    up, settings = up_arguments(case, device)
+    w2 = draw_weights(experts, dim, hidden, dtype, device)
+    x = torch.randn(tokens, dim).to(device, dtype)
+    ids = (torch.rand(tokens, top_k) ** 3 * experts).int().to(device)
+
+    def run() -> dict:
+        plan = fused_moe.route_plan(ids, experts)
+        h, a = ops.up_gate(x, *up, *plan[1:], *settings)
+        return {"h": h, "a": a, "out": ops.grouped_mm(a, w2, plan.offsets[1:].contiguous())}
+
+    return run, ids
+
+
+@HALF_DTYPES
+def test_same_bits_in_every_run(device, hopper, dtype):
+    """Twenty runs: whichever SM draws a tile, it has the same numbers."""
+    run, _ = busy_calls(dtype, device)
+    first = run()
+    for _ in range(20):
+        assert_same_bits(first, run())
+
+
+@HALF_DTYPES
+def test_same_bits_in_every_schedule(device, hopper, monkeypatch, dtype):
+    """An order says when a tile is computed, not what is in it."""
+    run, ids = busy_calls(dtype, device)
+    ids[:, 0] = torch.arange(len(ids), device=device) % 32  # experts with few rows beside busy ones
+    ids[64:, :][ids[64:, :] > 24] = 0
+    monkeypatch.delenv("FUSED_MOE_SCHEDULE", raising=False)
+    first = run()
+    for schedule in SCHEDULES:
+        monkeypatch.setenv("FUSED_MOE_SCHEDULE", schedule)
+        assert_same_bits(first, run())
+
+
+@HALF_DTYPES
+def test_graph_of_the_engine(device, hopper, dtype):
+    """Recorded once, replayed on other routings: what depends on them is made on the device."""
+    run, ids = busy_calls(dtype, device)
+    graph, recorded = capture(run)
+    num_experts = 32
+    for other in (
+        torch.randint(num_experts, ids.shape),
+        torch.full(ids.shape, 31),
+        torch.where(torch.rand(ids.shape) < 0.01, 7, -1),
+        torch.full(ids.shape, -1),
+        torch.arange(ids.numel()).view(ids.shape) % num_experts,
+    ):
+        ids.copy_(other)
+        graph.replay()
+        found = copies(recorded)
+        num_rows = int((other >= 0).sum())
+        expected = run()
+        assert_same_bits(*({n: t[:num_rows] for n, t in r.items()} for r in (found, expected)))
+        assert not found["out"][num_rows:].count_nonzero()
+
+
+def test_two_streams_of_the_engine(device, hopper):
+    """Two calls at once, each with more tiles than there are SMs, have workspaces of their own."""
+    runs = [busy_calls(dtype, device)[0] for dtype in (BF16, F16)]
+    alone = [run() for run in runs]
+    streams = [torch.cuda.Stream(device) for _ in runs]
+    torch.cuda.synchronize()
+    for _ in range(5):
+        together = []
+        for stream in streams:
+            with torch.cuda.stream(stream):
+                torch.cuda._sleep(2_000_000)
+        for stream, run in zip(streams, runs, strict=True):
+            with torch.cuda.stream(stream):
+                together.append(run())
+        torch.cuda.synchronize()
+        for found, expected in zip(together, alone, strict=True):
+            assert_same_bits(found, expected)
+
+
+def test_large_gather(device, hopper, returned):
+    """x of more than 2**31 numbers, read through row_token. Large h, a and out: test_large_products, _hidden."""
+    needs_memory(device, 12)
+    tokens, dim = 70_001, 32768
+    assert tokens * dim > 2**31
+    x = torch.randn(tokens, dim, device=device, dtype=BF16)
+    w1, w3 = (torch.randn(2, 8, dim, device=device, dtype=BF16) / dim**0.5 for _ in range(2))
+    ids = (torch.arange(tokens, device=device, dtype=torch.int32) % 2)[:, None]
+    plan = fused_moe.route_plan(ids, 2)
+    h, _ = ops.up_gate(x, w1, w3, None, None, *plan[1:], 0, 0, 0.0, 0.0)
+    for token in (0, 1, 65_535, 65_536, tokens - 2, tokens - 1):
+        expert = token % 2
+        exact = torch.cat([w1[expert], w3[expert]]).double() @ x[token].double()
+        assert_near(h[plan.token_row[token, 0]], exact)
+
+
+@pytest.mark.sanitizer
+@HALF_DTYPES
+@pytest.mark.parametrize("layout", ("separate", "halves.T", "interleaved", "ungated"))
+def test_the_engine_on_few_tiles(device, hopper, layout, dtype):
+    """Part tiles, part steps and every way to read a weight, for the sanitizer."""
+    counts = (0, 1, 64, 65, 0, 129, 193)
+    case = Case(dim=72, hidden=264, num_experts=len(counts), dtype=dtype, layout=layout, bias=True)
+    up, settings = up_arguments(case, device)
+    plan = fused_moe.route_plan(ids_of(counts, device), len(counts))
+    ends = plan.offsets[1:].contiguous()
+    x = torch.randn(plan.token_row.size(0), 72).to(device, dtype)
+    w2 = draw_weights(len(counts), 72, 264, dtype, device)
+    h, a = ops.up_gate(x, *up, *plan[1:], *settings)
+    rows = ops.grouped_mm(a, w2, ends)
+    da = ops.grouped_mm(rows, w2.mT, ends)
+    dx = ops.up_dgrad(h, up[0], up[1], plan.offsets, settings[0])
+    torch.cuda.synchronize()
+    num_rows = sum(counts)
+    for value in (h, a, rows, da, dx):
+        assert value[:num_rows].isfinite().all()
 
 
 # --- compiled, mixed ------------------------------------------------------------------------------

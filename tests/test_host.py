@@ -1,6 +1,7 @@
-"""fused_moe._host: the tile plan of csrc/plan.h against a naive list of tiles."""
+"""fused_moe._host: the tile plan of csrc/plan.h and the schedule of csrc/schedule.h against naive lists."""
 
-from itertools import accumulate
+import random
+from itertools import accumulate, product
 
 import pytest
 from hypothesis import given
@@ -11,6 +12,8 @@ from fused_moe.plan import TILE_ROWS as PYTHON_TILE_ROWS
 _host = pytest.importorskip("fused_moe._host", reason="fused_moe._host was not built for this Python")
 COUNTS = st.lists(st.one_of(st.just(0), st.integers(0, 700)), max_size=40)
 TILE_ROWS = st.one_of(st.just(_host.TILE_ROWS), st.integers(1, 300))
+ORDERS = ("linear", "grouped", "column")
+HOPPER = {"tile_rows": 128, "few_rows": 64, "order": "grouped", "group": 16, "interleave": True}
 
 
 def naive_tiles(counts, tile_rows):
@@ -83,6 +86,178 @@ def test_wrong_tiles_are_refused():
             _host.find_tile(plan, ends, tile)
     with pytest.raises(ValueError, match="not the plan of these ends"):
         _host.find_tile(plan, [1, 400], 0)
+
+
+# --- the schedule -------------------------------------------------------------------------------------
+
+
+def drawn(counts, num_columns, schedule):
+    """Every item of the schedule, in the order in which it is drawn."""
+    ends = list(accumulate(counts))
+    work = _host.plan_work(ends, **schedule)
+    return [_host.find_work(work, ends, num_columns, i, **schedule) for i in range(work[2] * num_columns)]
+
+
+def naive_items(counts, num_columns, schedule, few):
+    """The items of one kind of experts, sorted by the order's own key."""
+    tiles = [t for t in naive_tiles(counts, schedule["tile_rows"]) if is_few(counts[t[0]], schedule) == few]
+    group = {"linear": 1, "grouped": schedule["group"], "column": len(tiles) or 1}[schedule["order"]]
+    items = sorted(product(range(len(tiles)), range(num_columns)), key=lambda i: (i[0] // group, i[1], i[0]))
+    return [(*tiles[tile], column, few) for tile, column in items]
+
+
+def is_few(rows, schedule):
+    return rows <= schedule["few_rows"]
+
+
+def check_schedule(counts, num_columns, schedule):
+    """Each item once, each kind in its order, and the experts with few rows spread or last."""
+    items = drawn(counts, num_columns, schedule)
+    few = [item for item in items if item[4]]
+    assert few == naive_items(counts, num_columns, schedule, few=True)
+    assert [item for item in items if not item[4]] == naive_items(counts, num_columns, schedule, few=False)
+    if not schedule["interleave"]:
+        assert items[len(items) - len(few) :] == few
+        return
+    # How far the few items of the first i are from their share, times the number of items. A window's
+    # distance is the difference of two.
+    ahead = list(accumulate((len(items) * item[4] - len(few) for item in items), initial=0))
+    assert max(ahead) - min(ahead) <= len(items)
+
+
+def random_counts(draw):
+    """1 to 40 experts: some layers are nearly empty, some have experts with few rows, some a huge one."""
+    empty, few = draw.random(), draw.random()
+    kinds = {0: empty, draw.randint(1, 64): few, 64: 0.05, 65: 0.05, draw.randint(66, 500): 0.3}
+    counts = draw.choices(list(kinds), kinds.values(), k=draw.randint(1, 40))
+    if draw.random() < 0.2:
+        counts[draw.randrange(len(counts))] = draw.randint(1000, 5000)
+    return counts
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("interleave", [False, True])
+@pytest.mark.parametrize("tile_rows", [64, 128, 192])
+def test_every_item_is_drawn_once_and_in_order(order, interleave, tile_rows, request):
+    """300 random layers each, 5400 in all."""
+    draw = random.Random(f"{order} {interleave} {tile_rows} {request.config.getoption('seed')}")
+    for _ in range(300):
+        sizes = {"few_rows": draw.choice((0, 16, 64)), "group": draw.choice((1, 3, 8, 16))}
+        schedule = sizes | {"order": order, "interleave": interleave, "tile_rows": tile_rows}
+        check_schedule(random_counts(draw), draw.randint(1, 4), schedule)
+
+
+@pytest.mark.quick
+@given(
+    counts=COUNTS,
+    num_columns=st.integers(1, 12),
+    schedule=st.fixed_dictionaries(
+        {
+            "tile_rows": st.sampled_from((64, 128, 192)),
+            "few_rows": st.integers(0, 64),
+            "order": st.sampled_from(ORDERS),
+            "group": st.integers(1, 20),
+            "interleave": st.booleans(),
+        }
+    ),
+)
+def test_any_schedule_draws_every_item_once_and_in_order(counts, num_columns, schedule):
+    check_schedule(counts, num_columns, schedule)
+
+
+@given(counts=COUNTS, num_columns=st.integers(1, 12), interleave=st.booleans())
+def test_groups_of_all_tiles_are_the_column_order_and_of_one_the_linear(counts, num_columns, interleave):
+    def with_order(**changes):
+        return drawn(counts, num_columns, HOPPER | {"interleave": interleave} | changes)
+
+    num_tiles = len(naive_tiles(counts, 128))
+    assert with_order(order="grouped", group=num_tiles + 1) == with_order(order="column")
+    assert with_order(order="grouped", group=1) == with_order(order="linear")
+
+
+def test_every_window_has_its_share_of_few_rows():
+    """As check_schedule, but window by window."""
+    items = drawn([5] * 7 + [900, 0, 700], 5, HOPPER)
+    few = [0, *accumulate(item[4] for item in items)]
+    for first in range(len(items)):
+        for last in range(first, len(items) + 1):
+            assert abs(few[last] - few[first] - (last - first) * few[-1] / len(items)) <= 1
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("interleave", [False, True])
+@pytest.mark.parametrize("tile_rows", [64, 128, 192])
+def test_schedules_of_the_last_int32_rows(order, interleave, tile_rows):
+    """Too many items to draw all of them: of those drawn no two are the same, and each is a whole tile."""
+    last, num_columns = 2**31 - 1, 1000
+    ends = [0, 1, 2**30, 2**30, last - 64, last]
+    schedule = HOPPER | {"order": order, "interleave": interleave, "tile_rows": tile_rows}
+    work = _host.plan_work(ends, **schedule)
+    tall = sum(-(-rows // tile_rows) for rows in (2**30 - 1, last - 64 - 2**30))
+    assert work[:8] == [4, 2, tall + 2, tall, 2, 4, 1, 5]
+    num_items = (tall + 2) * num_columns
+    draw, found = random.Random(0), {}
+    for index in [0, num_items - 1, *(draw.randrange(num_items) for _ in range(2000))]:
+        item = expert, first_row, num_rows, column, few = _host.find_work(
+            work, ends, num_columns, index, **schedule
+        )
+        assert found.setdefault(item, index) == index
+        begin = ends[expert - 1]
+        assert begin <= first_row < first_row + num_rows <= ends[expert]
+        assert (first_row - begin) % tile_rows == 0
+        assert num_rows == min(tile_rows, ends[expert] - first_row)
+        assert 0 <= column < num_columns
+        assert few == (expert in (1, 5))
+        if not interleave:
+            assert few == (index >= tall * num_columns)
+    assert _host.find_work(work, ends, num_columns, num_items - 1, **schedule) == (
+        5,
+        last - 64,
+        64,
+        999,
+        True,
+    )
+    with pytest.raises(IndexError, match=f"found {num_items}"):
+        _host.find_work(work, ends, num_columns, num_items, **schedule)
+
+
+@pytest.mark.parametrize(
+    ("ends", "changes", "message"),
+    [
+        ([5, 3], {}, "never decrease"),
+        ([5], {"tile_rows": 0}, "tile_rows: expected at least 1, found 0"),
+        ([5], {"few_rows": 129}, "few_rows: expected 0 to tile_rows = 128, found 129"),
+        ([5], {"few_rows": -1}, "few_rows: expected 0 to tile_rows = 128, found -1"),
+        ([5], {"order": "diagonal"}, "order: expected linear, grouped or column, found diagonal"),
+        ([5], {"group": 0}, "group: expected at least 1, found 0"),
+    ],
+)
+def test_wrong_schedules_are_refused(ends, changes, message):
+    with pytest.raises(ValueError, match=message):
+        _host.plan_work(ends, **HOPPER | changes)
+    with pytest.raises(ValueError, match=message):
+        _host.find_work([1, 0, 1, 0, 0, 1], ends, 1, 0, **HOPPER | changes)
+
+
+def test_wrong_items_are_refused():
+    ends = [1, 300]
+    work = _host.plan_work(ends, **HOPPER)
+    for index in (-1, 8):
+        with pytest.raises(IndexError, match=f"expected 0 <= index < 8, found {index}"):
+            _host.find_work(work, ends, 2, index, **HOPPER)
+    with pytest.raises(ValueError, match="not the plan of these ends"):
+        _host.find_work(work, [1, 400], 2, 0, **HOPPER)
+    with pytest.raises(ValueError, match="num_columns: expected at least 1, found 0"):
+        _host.find_work(work, ends, 0, 0, **HOPPER)
+    one_row_tiles = HOPPER | {"tile_rows": 1, "few_rows": 1}
+    ends = [1, 2**31 - 1]
+    with pytest.raises(ValueError, match="found 131072 columns"):
+        _host.find_work(_host.plan_work(ends, **one_row_tiles), ends, 2**17, 0, **one_row_tiles)
+
+
+def test_no_rows_no_items():
+    for counts in ([], [0, 0, 0]):
+        assert drawn(counts, 3, HOPPER) == []
 
 
 def test_python_and_c_agree_on_the_tile():

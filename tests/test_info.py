@@ -1,15 +1,20 @@
 """fused_moe.info() and python -m fused_moe: what runs here, and why something does not."""
 
 import os
+import re
 import subprocess
 import sys
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import fused_moe
+from fused_moe.info import REASONS, TIER_OPS
+
+ROOT = Path(__file__).resolve().parents[1]
 
 
 @pytest.mark.quick
@@ -45,6 +50,78 @@ def test_info_says_why_cuda_is_off(device):
         assert cuda.startswith("on")
     else:
         assert cuda.startswith(("on", "off: "))
+
+
+def with_device(monkeypatch, *found):
+    """info() finds a GPU of which cuda_device tells this: status, driver, runtime, capability."""
+    module = sys.modules["fused_moe.info"]
+    fake = SimpleNamespace(cuda_device=lambda index: found, cuda_calls=lambda op: (12, 3 * op, 6))
+    monkeypatch.setattr(module, "ops", fake)
+    monkeypatch.setattr(module, "HAS_CUDA_KERNELS", True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    return module
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("tier", "found", "cuda", "hopper"),
+    [
+        ("auto", (0, 13000, 13000, 90), "on", "on: bf16 and fp16, widths that are multiples of 8"),
+        ("hopper", (0, 13000, 13000, 90), "on", "on: bf16 and fp16"),
+        ("portable", (0, 13000, 13000, 90), "on", "off: FUSED_MOE_TIER=portable"),
+        ("auto", (0, 13000, 13000, 80), "on", "off: expected compute capability 9.0, found 8.0"),
+        ("auto", (0, 13000, 13000, 100), "on", "off: expected compute capability 9.0, found 10.0"),
+        ("auto", (6, 13000, 13000, 75), "off: expected compute capability 8.0 or newer, found 7.5", None),
+        ("auto", (5, 12040, 13000, 90), "off: the driver supports CUDA 12.4", None),
+        ("hopper", (7, 13000, 13000, 80), "off: FUSED_MOE_TIER is hopper, expected portable or auto", None),
+        ("x", (7, 13000, 13000, 90), "off: FUSED_MOE_TIER is x, expected portable, hopper or auto", None),
+    ],
+)
+def test_tiers_of_a_gpu(cpu, monkeypatch, tier, found, cuda, hopper):
+    """Each tier, from what the library finds of the device; what turns CUDA off turns Hopper off."""
+    monkeypatch.setenv("FUSED_MOE_TIER", tier)
+    tiers = with_device(monkeypatch, *found)._tiers()
+    assert tiers["cpu"] == "on"
+    assert tiers["cuda"] == tiers["portable"] and tiers["cuda"].startswith(cuda)
+    assert tiers["hopper"].startswith(hopper or cuda)
+
+
+def test_info_tells_who_had_the_calls(cpu, monkeypatch):
+    """An entry an operator of the Hopper engine, with the last reason of the portable tier."""
+    module = with_device(monkeypatch, 0, 13000, 13000, 90)
+    assert module._calls() == {
+        "grouped_mm": "12 on hopper, 0 on portable",
+        "up_gate": "12 on hopper, 3 on portable, last because a width is not a multiple of 8",
+    }
+    monkeypatch.setattr(module, "HAS_CUDA_KERNELS", False)
+    assert list(module._calls()) == ["none"]
+
+
+def test_the_calls_on_the_cpu_are_not_counted(cpu):
+    """cuda_calls tells of CUDA tiers alone, and takes the operators that there are."""
+    before = [torch.ops.fused_moe.cuda_calls(op) for op in range(len(TIER_OPS))]
+    fused_moe.grouped_mm(torch.ones(2, 8), torch.ones(1, 8, 8), torch.tensor([2], dtype=torch.int32))
+    assert [torch.ops.fused_moe.cuda_calls(op) for op in range(len(TIER_OPS))] == before
+    with pytest.raises(RuntimeError, match="cuda_calls"):
+        torch.ops.fused_moe.cuda_calls(len(TIER_OPS))
+
+
+def names_of_enum(text: str, name: str) -> list[str]:
+    """The enumerators of a C enum, less FUSED_MOE_."""
+    body = re.search(r"typedef enum \{([^}]*)\} " + name + ";", text)[1]
+    return re.findall(r"FUSED_MOE_(\w+)", re.sub(r"/\*.*?\*/", "", body, flags=re.DOTALL))
+
+
+@pytest.mark.quick
+def test_the_tables_are_those_of_the_header(cpu):
+    """Reasons and operators stand in the order of the C enums, whose numbers cuda_calls returns."""
+    header = ROOT / "csrc" / "fused_moe.h"
+    if not header.exists():
+        pytest.skip("not in a checkout")
+    text = header.read_text()
+    assert list(REASONS) == names_of_enum(text, "FusedMoeTierReason")
+    assert [f"OP_{name.upper()}" for name in TIER_OPS] == names_of_enum(text, "FusedMoeTierOp")[:-1]
 
 
 def test_info_follows_the_number_of_threads(cpu, threads):

@@ -4,6 +4,7 @@
  * the gradient of the rows, and up_dgrad = dgate w1 + dup w3 (two parts in one accumulator) are this one
  * kernel: a weight is read along k or along its columns, as it lies. */
 #include "grouped_tile.cuh"
+#include "hopper/tier.cuh"
 #include "plan_tiles.cuh"
 
 namespace fused_moe {
@@ -86,16 +87,19 @@ static int grouped_mm(const FusedMoeGroupedMM &p, void *stream) {
 } // namespace fused_moe
 
 extern "C" size_t fused_moe_cuda_grouped_mm_workspace(const FusedMoeGroupedMM *p) {
-    return p->tiles ? 0 : fused_moe::checked_plan_ints(p->E) * sizeof(int32_t);
+    using namespace fused_moe;
+    if (tier_reason(*p) == FUSED_MOE_ON_HOPPER) return hopper_workspace(p->E);
+    return p->tiles ? 0 : checked_plan_ints(p->E) * sizeof(int32_t);
 }
 
 extern "C" int fused_moe_cuda_grouped_mm(const FusedMoeGroupedMM *p, void *stream) {
+    using namespace fused_moe;
+    if (serves(FUSED_MOE_OP_GROUPED_MM, tier_reason(*p))) return hopper_grouped_mm(*p, stream);
     FusedMoeGroupedMM q = *p;
     if (!q.tiles) {
-        int status = fused_moe::make_checked_plan(q.ends, q.E, q.R, (int32_t *)q.workspace, &q.ends,
-                                                  &q.tiles, stream);
+        int status = make_checked_plan(q.ends, q.E, q.R, (int32_t *)q.workspace, &q.ends, &q.tiles,
+                                       stream);
         if (status != FUSED_MOE_OK) return status;
     }
-    return fused_moe::with_dtype(
-        q.dtype, [&](auto t) { return fused_moe::grouped_mm<decltype(t)>(q, stream); });
+    return with_dtype(q.dtype, [&](auto t) { return grouped_mm<decltype(t)>(q, stream); });
 }

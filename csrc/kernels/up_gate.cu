@@ -5,6 +5,7 @@
  * side where the weight is interleaved), so that a pair meets in the epilogue and not through memory. */
 #include "activation.cuh"
 #include "grouped_tile.cuh"
+#include "hopper/tier.cuh"
 
 namespace fused_moe {
 
@@ -138,7 +139,13 @@ static int up_gate(const FusedMoeUpGate &p, void *stream) {
 
 } // namespace fused_moe
 
+extern "C" size_t fused_moe_cuda_up_gate_workspace(const FusedMoeUpGate *p) {
+    using namespace fused_moe;
+    return tier_reason(*p) == FUSED_MOE_ON_HOPPER ? hopper_workspace(p->plan.E) : 0;
+}
+
 extern "C" int fused_moe_cuda_up_gate(const FusedMoeUpGate *p, void *stream) {
-    return fused_moe::with_dtype(
-        p->dtype, [&](auto t) { return fused_moe::up_gate<decltype(t)>(*p, stream); });
+    using namespace fused_moe;
+    if (serves(FUSED_MOE_OP_UP_GATE, tier_reason(*p))) return hopper_up_gate(*p, stream);
+    return with_dtype(p->dtype, [&](auto t) { return up_gate<decltype(t)>(*p, stream); });
 }

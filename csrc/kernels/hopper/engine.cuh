@@ -1,0 +1,353 @@
+/* The engine of the Hopper products: d[r, :] = a[r, :] b[e(r)]^T on a persistent grid, one CTA an SM.
+ *
+ *   producer      one warpgroup of few registers: draws the items, keeps a ring of stages full
+ *   consumers     2 or 3 warpgroups: each multiplies 64 of the tile's rows by its 256 columns, and then
+ *                 hands its sums, in registers, to the epilogue
+ *
+ *   stage   0      1      2      3      0      1 ...              64 numbers of k each
+ *   load    |A B   |A B   |A B   |A B   |A B (waits until every consumer has left stage 0)
+ *   wg 0           |k 0   |k 1   |k 2   |...        |epilogue |k 0 of the next tile
+ *   wg 1                  |k 0   |k 1   |k 2   |...        |epilogue |
+ *
+ * Consumers share the stages but do not wait for each other: the second begins LAG steps after the first and
+ * keeps that distance, so that one multiplies at the tensor cores' full rate while the other stores. That is
+ * what a ping-pong schedule is for, at the shared-memory and L2 traffic of a cooperative one, and without
+ * a second set of accumulators. A consumer whose rows are past the expert's end only passes the stages on.
+ *
+ * A comes by the copy engine, or, gathered through row_token, by cp.async of the producer's 128 threads,
+ * which write the swizzle themselves. Their writes are ordinary ones: a thread waits for its copies, fences
+ * them for wgmma, and arrives, two stages behind its newest copies. */
+#pragma once
+
+#include "tile_scheduler.cuh"
+
+namespace fused_moe {
+
+#ifndef XLAG
+#define XLAG 400
+#endif
+constexpr int BUFFERS = 2;
+
+/* What every product has; a kernel's parameters begin with it. */
+typedef struct {
+    CUtensorMap a[2];         /* (R, k of part i); not with a gather                        */
+    CUtensorMap b[2];         /* (E, columns, k of part i), or (E, F, k) of gate and of up  */
+    const void *x;            /* [T, k] A before the gather                                 */
+    const int32_t *row_token; /* [R]; NULL: row r is token r                                */
+    int64_t T;
+    int32_t k;        /* of x                                                         */
+    int32_t steps[2]; /* of BOX numbers of k, of part i                               */
+    bool paired;      /* b holds gate and up, which share a tile's columns           */
+    Plan plan;
+} Product;
+
+template <typename T_, Major B_MAJOR_, bool GATHER_>
+struct Tile {
+    using T = T_;
+    static constexpr Major B_MAJOR = B_MAJOR_;
+    static constexpr bool GATHER = GATHER_;
+
+    static constexpr int WARPGROUPS = 2; /* of consumers */
+    static constexpr int BM = BOX * WARPGROUPS, BN = 256, STAGES = 4;
+    static constexpr int THREADS = 128 * (1 + WARPGROUPS), CONSUMER_WARPS = 4 * WARPGROUPS;
+    static constexpr int COPYING_WARPS = GATHER ? 3 : 1; /* of the producer; its last warp draws */
+    /* of 65536: what the launch gives everyone is taken from the producer for the consumers */
+    static constexpr int PRODUCER_REGISTERS = GATHER ? 56 : 40;
+    static constexpr int CONSUMER_REGISTERS = GATHER ? 224 : 232;
+    using Items = ItemRing<CONSUMER_WARPS + COPYING_WARPS, GATHER ? BM : 0>;
+    using Stages = Cursor<STAGES>;
+};
+
+template <class Tile>
+struct alignas(1024) Shared {
+    struct Stage {
+        uint8_t a[Tile::WARPGROUPS * BOX_BYTES]; /* boxes of 64 rows                      */
+        uint8_t b[4 * BOX_BYTES];                /* boxes of 64 columns                   */
+    } stage[Tile::STAGES];
+    /* a consumer warp's way out: 16 rows by 64 columns, twice */
+    uint8_t out[Tile::CONSUMER_WARPS][BUFFERS][16 * 128];
+    uint64_t full[Tile::STAGES], empty[Tile::STAGES];
+    typename Tile::Items items;
+};
+
+/* --- producer ------------------------------------------------------------------------------------------------ */
+
+/* The weights of a step. One thread calls it. */
+template <class Tile>
+__device__ inline void load_b(const Product &p, uint32_t dst, uint32_t full, int part, int step,
+                              const Item &item) {
+    int k = BOX * step, lines = p.paired ? Tile::BN / 2 : Tile::BN, line = lines * item.column;
+    if constexpr (Tile::B_MAJOR == ALONG_K) {
+        cp_async_bulk_tensor_load(dst, &p.b[part], full, k, line, item.expert);
+        if (p.paired)
+            cp_async_bulk_tensor_load(dst + 2 * BOX_BYTES, &p.b[1], full, k, line, item.expert);
+    } else {
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            const CUtensorMap *map = &p.b[p.paired ? i / 2 : part];
+            int box = p.paired ? i % 2 : i;
+            cp_async_bulk_tensor_load(dst + i * BOX_BYTES, map, full, line + BOX * box, k,
+                                      item.expert);
+        }
+    }
+}
+
+/* One warp. */
+template <class Tile>
+__device__ inline void copy(const Product &p, Shared<Tile> &s) {
+    Receiver<typename Tile::Items> receiver(s.items);
+    typename Tile::Stages to;
+    int steps = p.steps[0] + p.steps[1];
+    for (Item item = receiver.next(); item.num_rows; item = receiver.next()) {
+        int boxes = item.num_rows > BOX ? 2 : 1;
+        for (int i = 0; i < steps; i++, to.advance()) {
+            auto &stage = s.stage[to.at];
+            int part = i >= p.steps[0], step = part ? i - p.steps[0] : i;
+            uint32_t full = shared_address(&s.full[to.at]);
+            mbarrier_wait(shared_address(&s.empty[to.at]), to.parity ^ 1);
+            if (elect_sync()) {
+                mbarrier_arrive_expect_tx(full, (boxes + 4) * BOX_BYTES);
+                for (int box = 0; box < boxes; box++)
+                    cp_async_bulk_tensor_load(shared_address(stage.a) + box * BOX_BYTES, &p.a[part],
+                                              full, BOX * step, item.first_row + BOX * box);
+                load_b<Tile>(p, shared_address(stage.b), full, part, step, item);
+            }
+            __syncwarp();
+        }
+    }
+}
+
+/* Three warps, which gather A: thread i copies chunk i % 8 of rows i / 8, i / 8 + 12, ... Rows that are not
+ * there are copies of x's first: nothing stores what comes of them. */
+template <class Tile>
+__device__ inline void copy_gathered(const Product &p, Shared<Tile> &s) {
+    constexpr int EVERY = 4 * Tile::COPYING_WARPS, ROWS = (Tile::BM + EVERY - 1) / EVERY;
+    int chunk = threadIdx.x % 8, first = threadIdx.x / 8;
+    bool leads = __shfl_sync(~0u, threadIdx.x / 32, 0) == 0;
+    uint32_t swizzled[2]; /* rows 12 apart take turns between two swizzles */
+    for (int i = 0; i < 2; i++) {
+        int row = first + EVERY * i;
+        swizzled[i] = 128 * row + 16 * (chunk ^ row % 8);
+    }
+    Receiver<typename Tile::Items> receiver(s.items);
+    typename Tile::Stages to;
+    for (;;) {
+        const char *source[ROWS];
+        const int32_t *token = receiver.wait_for_tokens();
+#pragma unroll
+        for (int i = 0; i < ROWS; i++) {
+            int row = min(first + EVERY * i, Tile::BM - 1);
+            source[i] = (const char *)p.x + token[row] * (int64_t)p.k * 2 + chunk * 16;
+        }
+        Item item = receiver.next();
+        if (!item.num_rows) break;
+#pragma unroll 1
+        for (int step = 0; step < p.steps[0]; step++, to.advance()) {
+            auto &stage = s.stage[to.at];
+            uint32_t full = shared_address(&s.full[to.at]), a = shared_address(stage.a);
+            mbarrier_wait(shared_address(&s.empty[to.at]), to.parity ^ 1);
+            if (leads && elect_sync()) {
+                mbarrier_arrive_expect_tx(full, 4 * BOX_BYTES);
+                load_b<Tile>(p, shared_address(stage.b), full, 0, step, item);
+            }
+            bool inside = step * BOX + chunk * CHUNK < p.k;
+#pragma unroll
+            for (int i = 0; i < ROWS; i++) {
+                if ((i + 1) * EVERY <= Tile::BM || first + EVERY * i < Tile::BM)
+                    cp_async(a + swizzled[i % 2] + i / 2 * 2 * EVERY * 128, source[i], inside);
+                source[i] += 2 * BOX;
+            }
+            cp_async_mbarrier_arrive_noinc(full);
+        }
+    }
+    cp_async_wait_group<0>();
+}
+
+/* --- consumers ------------------------------------------------------------------------------------------------- */
+
+/* Tells the producer that this warp has left a stage. */
+template <class Tile>
+__device__ inline void leave(Shared<Tile> &s, int stage) {
+    if (threadIdx.x % 32 == 0) mbarrier_arrive(shared_address(&s.empty[stage]));
+}
+
+/* d = the 64 rows of warpgroup `wg` times the tile's 256 columns, over all steps of k. */
+template <class Tile>
+__device__ inline void multiply(float (&d)[128], Shared<Tile> &s, typename Tile::Stages &from,
+                                int steps, int wg) {
+    int before = 0;
+    for (int step = 0; step < steps; step++) {
+        auto &stage = s.stage[from.at];
+        uint64_t a = matrix_descriptor<ALONG_K>(shared_address(stage.a) + wg * BOX_BYTES);
+        uint64_t b = matrix_descriptor<Tile::B_MAJOR>(shared_address(stage.b));
+        mbarrier_wait(shared_address(&s.full[from.at]), from.parity);
+        if constexpr (Tile::GATHER) fence_proxy_async(); /* the copies were ordinary writes */
+        wgmma_fence();
+#pragma unroll
+        for (int k = 0; k < BOX / 16; k++)
+            wgmma_m64n256k16<ALONG_K, Tile::B_MAJOR>(d, a + k * K16_STEP<ALONG_K>,
+                                                     b + k * K16_STEP<Tile::B_MAJOR>, step + k > 0,
+                                                     typename Tile::T());
+        wgmma_commit_group();
+        wgmma_wait_group<1>(); /* the step before is complete: its stage may be filled again */
+        if (step) leave<Tile>(s, before);
+        before = from.at;
+        from.advance();
+    }
+    wgmma_wait_group<0>();
+    leave<Tile>(s, before);
+}
+
+/* Leaves the stages to the others. */
+template <class Tile>
+__device__ inline void pass(Shared<Tile> &s, typename Tile::Stages &from, int steps) {
+    for (int step = 0; step < steps; step++, from.advance()) {
+        mbarrier_wait(shared_address(&s.full[from.at]), from.parity);
+        __syncwarp();
+        leave<Tile>(s, from.at);
+    }
+}
+
+/* A consumer warp's stores: 16 rows by 64 columns at a time, through two buffers, by the copy engine. */
+class BoxWriter {
+    uint32_t buffers, lane_offset;
+    int chunk, turn = 0;
+
+public:
+    template <class Shared>
+    __device__ BoxWriter(Shared &s, int warp) : buffers(shared_address(s.out[warp])) {
+        int lane = threadIdx.x % 32;
+        lane_offset = 128 * (lane % 16); /* matrices 0 and 1: rows 0 to 15, 2 and 3: the next chunk */
+        chunk = lane / 16;
+    }
+
+    /* words[2j], words[2j + 1]: columns 8 j + 2 (lane % 4) of rows lane / 4 and lane / 4 + 8. */
+    __device__ void store(const uint32_t (&words)[16], const CUtensorMap *map, int column, int row) {
+        if (threadIdx.x % 32 == 0) cp_async_bulk_wait_group_read<BUFFERS - 1>();
+        __syncwarp();
+        uint32_t buffer = buffers + turn * 16 * 128, swizzle = threadIdx.x % 8;
+#pragma unroll
+        for (int j = 0; j < 4; j++)
+            stmatrix_x4(buffer + lane_offset + 16 * ((2 * j + chunk) ^ swizzle), words[4 * j],
+                        words[4 * j + 1], words[4 * j + 2], words[4 * j + 3]);
+        fence_proxy_async();
+        __syncwarp();
+        if (threadIdx.x % 32 == 0) {
+            cp_async_bulk_tensor_store(map, buffer, column, row);
+            cp_async_bulk_commit_group();
+        }
+        turn = (turn + 1) % BUFFERS;
+    }
+
+    __device__ void finish() {
+        if (threadIdx.x % 32 == 0) cp_async_bulk_wait_group_read<0>();
+    }
+};
+
+/* Two sums as one word of T. */
+template <typename T>
+__device__ inline uint32_t pack(float low, float high) {
+    uint32_t word;
+    from_reals<T>(reinterpret_cast<T *>(&word), low, high);
+    return word;
+}
+
+/* Adds to 64 columns of sums what belongs to them: bias[first + pitch * n], for columns before `end`. Columns
+ * come in eights, so the two of a thread are there or not. */
+template <typename T>
+__device__ inline void add_bias(float *d, const T *bias, int first, int pitch, int end) {
+#pragma unroll
+    for (int j = 0; j < 8; j++) {
+        int n = first + 8 * j + 2 * (threadIdx.x % 4);
+        if (n >= end) return;
+        float low = to_real(bias[(int64_t)pitch * n]), high = to_real(bias[(int64_t)pitch * (n + 1)]);
+        d[4 * j] += low, d[4 * j + 1] += high, d[4 * j + 2] += low, d[4 * j + 3] += high;
+    }
+}
+
+/* --- the whole kernel ------------------------------------------------------------------------------------------- */
+
+/* finish(d, item, row, writer): stores a warp's 16 of 64 rows; row is the first of them in the expert. */
+template <class Tile, typename Finish>
+__device__ inline void grouped_product(const Product &p, Finish finish) {
+    extern __shared__ __align__(1024) uint8_t memory[];
+    auto &s = *reinterpret_cast<Shared<Tile> *>(memory);
+    int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), wg = warp / 4 - 1; /* -1: the producer */
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < Tile::STAGES; i++) {
+            /* the copy engine's bytes, and every gathering thread */
+            mbarrier_init(shared_address(&s.full[i]), 1 + Tile::GATHER * 32 * Tile::COPYING_WARPS);
+            mbarrier_init(shared_address(&s.empty[i]), Tile::CONSUMER_WARPS);
+        }
+        s.items.init();
+        fence_mbarrier_init();
+    }
+    __syncthreads();
+    griddepcontrol_wait(); /* for the plan */
+
+    if (wg < 0) {
+        setmaxnreg_dec<Tile::PRODUCER_REGISTERS>();
+        if (warp == 3)
+            draw(p.plan, s.items, p.row_token, p.T);
+        else if constexpr (Tile::GATHER)
+            copy_gathered<Tile>(p, s);
+        else if (warp == 0)
+            copy<Tile>(p, s);
+    } else {
+        setmaxnreg_inc<Tile::CONSUMER_REGISTERS>();
+        int steps = p.steps[0] + p.steps[1];
+        float d[128];
+        Receiver<typename Tile::Items> receiver(s.items);
+        typename Tile::Stages from;
+        BoxWriter writer(s, warp - 4);
+        if (XLAG && wg) __nanosleep(XLAG);
+        for (Item item = receiver.next(); item.num_rows; item = receiver.next()) {
+            if (item.num_rows <= BOX * wg) {
+                pass<Tile>(s, from, steps);
+                continue;
+            }
+            multiply<Tile>(d, s, from, steps, wg);
+            finish(d, item, item.row_in_expert + BOX * wg + 16 * (warp % 4), writer);
+        }
+        writer.finish();
+    }
+}
+
+/* Zeroes rows [ends[E-1], R) of a result, which no tile covers. Called by all threads of the consumers. */
+template <typename T>
+__device__ inline void zero_rows_past(const Plan &p, T *out, int64_t width) {
+    int64_t first = (int64_t)p.ends[p.E - 1] * width, end = p.R * width;
+    int64_t thread = (int64_t)blockIdx.x * blockDim.x + threadIdx.x;
+    int64_t threads = (int64_t)gridDim.x * blockDim.x;
+    for (int64_t i = first / CHUNK + thread; i < end / CHUNK; i += threads)
+        st_global_v4((uint4 *)out + i, make_uint4(0, 0, 0, 0));
+}
+
+/* --- launcher ---------------------------------------------------------------------------------------------------- */
+
+/* Launches a product behind its plan: it may start while the plan is made, and waits for it itself. */
+template <class Tile, typename Params>
+int launch_product(void (*kernel)(Params), const Params &p, void *stream) {
+    constexpr size_t bytes = sizeof(Shared<Tile>);
+    static_assert(bytes <= 227 * 1024, "what a CTA of sm_90 has");
+    int device, processors;
+    cudaError_t error = cudaGetDevice(&device);
+    if (error == cudaSuccess)
+        error = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
+    if (error == cudaSuccess)
+        error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+    if (error != cudaSuccess) return cuda_status(error);
+    cudaLaunchAttribute behind = {};
+    behind.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    behind.val.programmaticStreamSerializationAllowed = 1;
+    cudaLaunchConfig_t config = {};
+    config.gridDim = processors;
+    config.blockDim = Tile::THREADS;
+    config.dynamicSmemBytes = bytes;
+    config.stream = (cudaStream_t)stream;
+    config.attrs = &behind;
+    config.numAttrs = 1;
+    return cuda_status(cudaLaunchKernelEx(&config, kernel, p));
+}
+
+} // namespace fused_moe

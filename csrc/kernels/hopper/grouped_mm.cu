@@ -1,0 +1,85 @@
+/* grouped_mm on the Hopper engine: out[r] = sum_i a[r, part i] b[i][e(r)]^T + bias[e(r)].
+ *
+ * Forward (weights dense along k) and the gradient of rows (dense along the columns) differ in how B's boxes
+ * lie alone; up_dgrad's two parts are two runs of k in one accumulator. */
+#include "engine.cuh"
+#include "tier.cuh"
+
+namespace fused_moe {
+
+/* --- kernel ------------------------------------------------------------------------------------------------ */
+
+typedef struct {
+    Product product;
+    const void *bias; /* [E,M] or NULL */
+    void *out;        /* [R,M] */
+    int32_t M;
+} GroupedMM;
+
+template <class Tile>
+__global__ void __launch_bounds__(Tile::THREADS, 1)
+    hopper_grouped_mm_kernel(const __grid_constant__ GroupedMM p) {
+    using T = typename Tile::T;
+    const Plan &plan = p.product.plan;
+    auto finish = [&](float (&d)[128], const Item &item, int row, BoxWriter &writer) {
+        const CUtensorMap *map = plan.maps + item.expert;
+        const T *bias = p.bias ? (const T *)p.bias + (int64_t)item.expert * p.M : nullptr;
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            int column = item.column * Tile::BN + i * BOX;
+            uint32_t words[16];
+            if (bias) add_bias(&d[32 * i], bias, column, 1, p.M);
+#pragma unroll
+            for (int j = 0; j < 16; j++) words[j] = pack<T>(d[32 * i + 2 * j], d[32 * i + 2 * j + 1]);
+            if (column < p.M) writer.store(words, map, column, row);
+        }
+    };
+    grouped_product<Tile>(p.product, finish);
+    zero_rows_past(plan, (T *)p.out, p.M);
+}
+
+/* --- launcher ----------------------------------------------------------------------------------------------- */
+
+template <class Tile>
+static int run(const FusedMoeGroupedMM &p, void *stream) {
+    using T = typename Tile::T;
+    GroupedMM q = {};
+    q.bias = p.bias;
+    q.out = p.out;
+    q.M = (int32_t)p.M;
+    Product &product = q.product;
+    int status = FUSED_MOE_OK;
+    const T *a = (const T *)p.a;
+    for (int i = 0; i < 2 && p.b[i].data && status == FUSED_MOE_OK; a += p.N[i++]) {
+        status = matrix_map(&product.a[i], a, p.R, p.N[i], p.N[0] + p.N[1], BOX);
+        if (status == FUSED_MOE_OK)
+            status = weight_map<T>(&product.b[i], p.b[i], Tile::B_MAJOR, p.b[i].stride_out,
+                                   p.b[i].stride_in, p.E, p.M, p.N[i], Tile::BN);
+        product.steps[i] = (int32_t)ceil_div(p.N[i], BOX);
+    }
+    Result results[MAX_RESULTS] = {};
+    results[0].data = p.out;
+    results[0].pitch_bytes = p.M * sizeof(T);
+    if (status == FUSED_MOE_OK)
+        status = matrix_map(&results[0].whole, (const T *)p.out, p.R, p.M, p.M, 16);
+    product.plan.R = p.R;
+    product.plan.E = p.E;
+    product.plan.num_columns = (int32_t)ceil_div(p.M, Tile::BN);
+    product.plan.schedule = schedule_for(Tile::BM);
+    if (status == FUSED_MOE_OK)
+        status = make_plan(&product.plan, p.ends, results, p.workspace, stream);
+    if (status == FUSED_MOE_OK)
+        status = launch_product<Tile>(hopper_grouped_mm_kernel<Tile>, q, stream);
+    return status;
+}
+
+int hopper_grouped_mm(const FusedMoeGroupedMM &p, void *stream) {
+    return with_half(p.dtype, [&](auto t) {
+        using T = decltype(t);
+        if (p.b[0].stride_in == 1)
+            return run<Tile<T, ALONG_K, false>>(p, stream);
+        return run<Tile<T, ALONG_LINES, false>>(p, stream);
+    });
+}
+
+} // namespace fused_moe

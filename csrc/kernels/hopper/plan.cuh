@@ -1,0 +1,41 @@
+/* What a Hopper product needs to know of its rows, made on the device before it, in one workspace:
+ *
+ *   ends   [E]       ends of the experts' rows, made to never decrease and to stay within R
+ *   work   [5+2E]    schedule.h's plan
+ *   next   [1]       the next item that no CTA has drawn
+ *   maps   [n, E]    tensor maps of the results, each ending where the expert's rows end                  */
+#pragma once
+
+#include "../../schedule.h"
+#include "tensor_map.cuh"
+
+namespace fused_moe {
+
+constexpr int MAX_RESULTS = 3;
+
+typedef struct {                      /* a result whose rows are grouped by expert */
+    CUtensorMap whole;                /* of all its rows        */
+    void *data;                       /* NULL: there is none    */
+    int64_t pitch_bytes;              /* from row to row        */
+} Result;
+
+typedef struct {
+    const int32_t *ends; /* [E]      */
+    const int32_t *work; /* [5+2E]   */
+    int32_t *next;       /* [1]      */
+    CUtensorMap *maps;   /* [MAX_RESULTS, E] */
+    int64_t R;
+    int32_t E, num_columns, num_results;
+    FusedMoeSchedule schedule;
+} Plan;
+
+size_t plan_workspace(int32_t E);
+
+/* Launches the planning kernel; plan receives where everything lies in the workspace. */
+int make_plan(Plan *plan, const int32_t *ends, const Result (&results)[MAX_RESULTS], void *workspace,
+              void *stream);
+
+/* The schedule of tiles of so many rows, or what FUSED_MOE_SCHEDULE asks for instead. */
+FusedMoeSchedule schedule_for(int tile_rows);
+
+} // namespace fused_moe

@@ -1,0 +1,162 @@
+/* PTX of sm_90a, one wrapper an instruction, named like it. Shared addresses are those of shared_address().
+ *
+ * PTX ISA: mbarrier 9.7.13.15, cp.async.bulk 9.7.9.25, tensormap 9.7.9.27 and 9.7.10, setmaxnreg 9.7.19.5. */
+#pragma once
+
+#include "../ptx.cuh"
+
+namespace fused_moe {
+
+/* --- warps and registers --------------------------------------------------------------------------------- */
+
+/* One lane of a whole warp, the same every time. */
+__device__ inline bool elect_sync() {
+    uint32_t elected;
+    asm volatile("{.reg .pred p; elect.sync _|p, 0xffffffff; selp.u32 %0, 1, 0, p;}"
+                 : "=r"(elected));
+    return elected;
+}
+
+template <int registers>
+__device__ inline void setmaxnreg_inc() {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(registers));
+}
+
+template <int registers>
+__device__ inline void setmaxnreg_dec() {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(registers));
+}
+
+/* --- barriers in shared memory ------------------------------------------------------------------------------ */
+
+__device__ inline void mbarrier_init(uint32_t barrier, uint32_t arrivals) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals));
+}
+
+/* After the inits, before any other thread or the copy engine sees the barriers. */
+__device__ inline void fence_mbarrier_init() {
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+
+__device__ inline void mbarrier_arrive(uint32_t barrier) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
+__device__ inline void mbarrier_arrive_expect_tx(uint32_t barrier, uint32_t bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
+                 : "memory");
+}
+
+/* An arrival of this thread when its cp.async copies so far are complete; the barrier's count includes it. */
+__device__ inline void cp_async_mbarrier_arrive_noinc(uint32_t barrier) {
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
+}
+
+/* Waits for the end of the phase with this parity; the hardware suspends the thread for a while. */
+__device__ inline void mbarrier_wait(uint32_t barrier, uint32_t parity) {
+    asm volatile("{.reg .pred p;\n"
+                 "again: mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n"
+                 "@p bra.uni done;\n"
+                 "bra.uni again;\n"
+                 "done:}" ::"r"(barrier),
+                 "r"(parity)
+                 : "memory");
+}
+
+/* --- the copy engine ---------------------------------------------------------------------------------------- */
+
+/* Ordinary writes to shared memory of this thread become visible to the copy engine and to wgmma. */
+__device__ inline void fence_proxy_async() {
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+/* A box of a map's tensor to shared memory; its bytes count on the barrier. */
+__device__ inline void cp_async_bulk_tensor_load(uint32_t dst, const void *map, uint32_t barrier,
+                                                 int c0, int c1) {
+    asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], "
+                 "[%1, {%3, %4}], [%2];" ::"r"(dst),
+                 "l"(map), "r"(barrier), "r"(c0), "r"(c1)
+                 : "memory");
+}
+
+__device__ inline void cp_async_bulk_tensor_load(uint32_t dst, const void *map, uint32_t barrier,
+                                                 int c0, int c1, int c2) {
+    asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], "
+                 "[%1, {%3, %4, %5}], [%2];" ::"r"(dst),
+                 "l"(map), "r"(barrier), "r"(c0), "r"(c1), "r"(c2)
+                 : "memory");
+}
+
+/* A box from shared memory; what lies outside the tensor is not written. */
+__device__ inline void cp_async_bulk_tensor_store(const void *map, uint32_t src, int c0, int c1) {
+    asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%2, %3}], [%1];" ::"l"(
+                     map),
+                 "r"(src), "r"(c0), "r"(c1)
+                 : "memory");
+}
+
+__device__ inline void cp_async_bulk_commit_group() {
+    asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+}
+
+/* Waits until at most `pending` of this thread's groups still read their shared memory. */
+template <int pending>
+__device__ inline void cp_async_bulk_wait_group_read() {
+    asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(pending) : "memory");
+}
+
+__device__ inline void prefetch_tensormap(const void *map) {
+    asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+}
+
+/* --- maps that the device builds ----------------------------------------------------------------------------- */
+
+__device__ inline void tensormap_replace_global_address(uint32_t map, const void *address) {
+    asm volatile("tensormap.replace.tile.global_address.shared::cta.b1024.b64 [%0], %1;" ::"r"(map),
+                 "l"(address)
+                 : "memory");
+}
+
+template <int dimension>
+__device__ inline void tensormap_replace_global_dim(uint32_t map, uint32_t size) {
+    asm volatile("tensormap.replace.tile.global_dim.shared::cta.b1024.b32 [%0], %1, %2;" ::"r"(map),
+                 "n"(dimension), "r"(size)
+                 : "memory");
+}
+
+/* A map from shared to global memory, released to the maps' own proxy. Called by a whole warp. */
+__device__ inline void tensormap_cp_fenceproxy(void *dst, uint32_t src) {
+    asm volatile("tensormap.cp_fenceproxy.global.shared::cta.tensormap::generic.release.gpu.sync."
+                 "aligned [%0], [%1], 128;" ::"l"(dst),
+                 "r"(src)
+                 : "memory");
+}
+
+/* Before a map that the device has built is used. */
+__device__ inline void fence_proxy_tensormap_acquire(const void *map) {
+    asm volatile("fence.proxy.tensormap::generic.acquire.gpu [%0], 128;" ::"l"(map) : "memory");
+}
+
+/* --- results to shared memory --------------------------------------------------------------------------------- */
+
+/* Four 8x8 matrices of 16-bit numbers; lane l gives the address of row l%8 of matrix l/8. */
+__device__ inline void stmatrix_x4(uint32_t address, uint32_t r0, uint32_t r1, uint32_t r2,
+                                   uint32_t r3) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address),
+                 "r"(r0), "r"(r1), "r"(r2), "r"(r3)
+                 : "memory");
+}
+
+/* --- a kernel behind another ------------------------------------------------------------------------------------ */
+
+/* Waits until the kernels before this one in the stream are complete and what they wrote is visible. */
+__device__ inline void griddepcontrol_wait() {
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+}
+
+/* The next kernel of the stream may be launched from here on. */
+__device__ inline void griddepcontrol_launch_dependents() {
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+}
+
+} // namespace fused_moe

@@ -1,0 +1,100 @@
+/* The rules of tier.cuh.
+ *
+ * The copy engine reads rows whose address and pitch are multiples of 16 bytes, and weights of which one
+ * width is dense and the other strides are such multiples. Everything else is the portable tier's. */
+#include "tier.cuh"
+
+#include <stdlib.h>
+#include <string.h>
+
+#include <atomic>
+
+#include "plan.cuh"
+
+namespace fused_moe {
+
+/* Whether the current device and the environment have the engine. */
+static FusedMoeTierReason engine_reason(FusedMoeDtype dtype) {
+    int device, major = 0, minor = 0;
+    if (cudaGetDevice(&device) != cudaSuccess ||
+        cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device) != cudaSuccess ||
+        cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device) != cudaSuccess)
+        return FUSED_MOE_OTHER_GPU;
+    if (major != 9 || minor != 0) return FUSED_MOE_OTHER_GPU;
+    const char *tier = getenv("FUSED_MOE_TIER");
+    if (tier && !strcmp(tier, "portable")) return FUSED_MOE_PORTABLE_ASKED;
+    bool half = dtype == FUSED_MOE_BF16 || dtype == FUSED_MOE_F16;
+    return half ? FUSED_MOE_ON_HOPPER : FUSED_MOE_OTHER_DTYPE;
+}
+
+static bool on_16_bytes(const void *data) {
+    return (uintptr_t)data % 16 == 0;
+}
+
+/* Weight (E, lines, k) of 16-bit numbers. */
+static bool readable(const FusedMoeWeight &w, int64_t stride_line, int64_t stride_k, int32_t E) {
+    bool along_k = stride_k == 1;
+    int64_t pitch = along_k ? stride_line : stride_k, dense = along_k ? stride_k : stride_line;
+    auto fits = [](int64_t stride) {
+        return stride > 0 && stride % CHUNK == 0 && stride < 1ll << 39; /* 2^40 bytes */
+    };
+    return dense == 1 && fits(pitch) && (E == 1 || fits(w.stride_expert)) && on_16_bytes(w.data);
+}
+
+FusedMoeTierReason tier_reason(const FusedMoeGroupedMM &p) {
+    FusedMoeTierReason reason = engine_reason(p.dtype);
+    if (reason != FUSED_MOE_ON_HOPPER) return reason;
+    const FusedMoeWeight *b = p.b;
+    if (p.R == 0) return FUSED_MOE_NO_ROWS;
+    if (p.M % CHUNK || p.N[0] % CHUNK || p.N[1] % CHUNK) return FUSED_MOE_WIDTH;
+    if (!on_16_bytes(p.a) || !on_16_bytes(p.out)) return FUSED_MOE_UNALIGNED;
+    for (int i = 0; i < 2 && b[i].data; i++)
+        if (!readable(b[i], b[i].stride_out, b[i].stride_in, p.E)) return FUSED_MOE_STRIDES;
+    if (b[1].data && (b[0].stride_in == 1) != (b[1].stride_in == 1)) return FUSED_MOE_STRIDES;
+    return FUSED_MOE_ON_HOPPER;
+}
+
+FusedMoeTierReason tier_reason(const FusedMoeUpGate &p) {
+    FusedMoeTierReason reason = engine_reason(p.dtype);
+    if (reason != FUSED_MOE_ON_HOPPER) return reason;
+    const FusedMoeWeight &w1 = p.w1, &w3 = p.w3;
+    if (p.plan.R == 0 || p.plan.T == 0) return FUSED_MOE_NO_ROWS;
+    if (p.scores) return FUSED_MOE_SCORED_INPUT;
+    if (p.D % CHUNK || p.F % CHUNK) return FUSED_MOE_WIDTH;
+    if (!on_16_bytes(p.x) || !on_16_bytes(p.h) || !on_16_bytes(p.a)) return FUSED_MOE_UNALIGNED;
+    if (!readable(w1, w1.stride_out, w1.stride_in, p.plan.E)) return FUSED_MOE_STRIDES;
+    if (w3.data && (!readable(w3, w3.stride_out, w3.stride_in, p.plan.E) ||
+                    (w1.stride_in == 1) != (w3.stride_in == 1)))
+        return FUSED_MOE_STRIDES;
+    return FUSED_MOE_ON_HOPPER;
+}
+
+int tile_rows_for(int64_t, int64_t, int64_t, int64_t) {
+    const char *asked = getenv("FUSED_MOE_TILE_ROWS");
+    return asked ? atoi(asked) : 128;
+}
+
+size_t hopper_workspace(int32_t E) {
+    return plan_workspace(E);
+}
+
+/* --- what info() tells ---------------------------------------------------------------------------------------- */
+
+static struct {
+    std::atomic<int64_t> hopper, portable;
+    std::atomic<int32_t> reason; /* of the last call that the portable tier had */
+} calls[FUSED_MOE_NUM_TIER_OPS];
+
+bool serves(FusedMoeTierOp op, FusedMoeTierReason reason) {
+    bool hopper = reason == FUSED_MOE_ON_HOPPER;
+    (hopper ? calls[op].hopper : calls[op].portable)++;
+    if (!hopper) calls[op].reason = reason;
+    return hopper;
+}
+
+} // namespace fused_moe
+
+extern "C" void fused_moe_cuda_calls(FusedMoeTierOp op, FusedMoeCalls *found) {
+    auto &calls = fused_moe::calls[op];
+    *found = {calls.hopper, calls.portable, calls.reason};
+}

@@ -1,0 +1,103 @@
+/* wgmma: matrix products of a warpgroup (128 threads) from shared memory into registers.
+ *
+ * d (64xN, fp32) = a (64x16) b (16xN) [+ d]. A thread holds 4 numbers of every 8 columns:
+ *
+ *   lane l of warp w, n = 8 j + 2 (l % 4):   d[4j], d[4j+1]      row 16 w + l / 4,      columns n, n + 1
+ *                                            d[4j+2], d[4j+3]    row 16 w + l / 4 + 8,  columns n, n + 1
+ *
+ * An operand is made of BOXES, 64 lines (rows of A, columns of B) by 64 numbers of k, as the copy engine
+ * writes them with the 128-byte swizzle: 16-byte chunk c of 128-byte row r lies at 128 r + 16 (c ^ r % 8).
+ *
+ *   ALONG_K      a box has 64 rows, one a line, of 64 numbers of k; boxes of further lines follow at once
+ *   ALONG_LINES  a box has 64 rows, one a number of k, of 64 lines; likewise                              */
+#pragma once
+
+#include "ptx.cuh"
+
+namespace fused_moe {
+
+constexpr int BOX = 64, BOX_BYTES = BOX * BOX * 2;
+
+/* How a matrix of lines lies in memory: numbers consecutive along k, or along the lines. */
+enum Major { ALONG_K = 0, ALONG_LINES = 1 };
+
+/* Matrix descriptor of the operand that starts at `address`: units of 16 bytes; 8 rows are 1024 bytes
+ * apart, and for ALONG_LINES 64 lines BOX_BYTES. */
+template <Major major>
+__device__ inline uint64_t matrix_descriptor(uint32_t address) {
+    constexpr uint64_t swizzle_128 = 1ull << 62, rows = (uint64_t)(1024 >> 4) << 32;
+    constexpr uint64_t lines = (uint64_t)(major == ALONG_LINES ? BOX_BYTES >> 4 : 1) << 16;
+    return swizzle_128 | rows | lines | (address >> 4 & 0x3fff);
+}
+
+/* What 16 further numbers of k add to a descriptor. */
+template <Major major>
+constexpr int K16_STEP = (major == ALONG_LINES ? 16 * 128 : 16 * 2) >> 4;
+
+/* Before the first wgmma, and after registers of d were touched. */
+__device__ inline void wgmma_fence() {
+    asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+}
+
+__device__ inline void wgmma_commit_group() {
+    asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+}
+
+/* Waits until at most `pending` groups are under way. */
+template <int pending>
+__device__ inline void wgmma_wait_group() {
+    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(pending) : "memory");
+}
+
+/* Lists of operands: "%0, %1, .." for the text, "+f"(d[0]), .. for the registers. */
+#define TEXT_2(t) "%" #t "0, %" #t "1"
+#define TEXT_8(t) TEXT_2(t) ", %" #t "2, %" #t "3, %" #t "4, %" #t "5, %" #t "6, %" #t "7"
+#define TEXT_10(t) TEXT_8(t) ", %" #t "8, %" #t "9"
+#define TEXT_30 TEXT_10() ", " TEXT_10(1) ", " TEXT_10(2)
+#define TEXT_60 TEXT_30 ", " TEXT_10(3) ", " TEXT_10(4) ", " TEXT_10(5)
+#define TEXT_120                                                                                   \
+    TEXT_60 ", " TEXT_10(6) ", " TEXT_10(7) ", " TEXT_10(8) ", " TEXT_10(9) ", " TEXT_10(          \
+        10) ", " TEXT_10(11)
+#define REGISTERS_4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
+#define REGISTERS_16(i)                                                                            \
+    REGISTERS_4(i), REGISTERS_4(i + 4), REGISTERS_4(i + 8), REGISTERS_4(i + 12)
+#define REGISTERS_32(i) REGISTERS_16(i), REGISTERS_16(i + 16)
+#define REGISTERS_64(i) REGISTERS_32(i), REGISTERS_32(i + 32)
+#define REGISTERS_128(i) REGISTERS_64(i), REGISTERS_64(i + 64)
+
+/* A, B, accumulate and the two transpositions are the operands after the N / 2 registers. */
+#define WGMMA(T, TYPE, N, REGS, TEXT, A, B, P, TA, TB)                                             \
+    template <Major a_major, Major b_major>                                                        \
+    __device__ inline void wgmma_m64n##N##k16(float *d, uint64_t a, uint64_t b, int accumulate,    \
+                                              T) {                                                 \
+        asm volatile("{.reg .pred p; setp.ne.b32 p, " P ", 0;\n"                                   \
+                     "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" TEXT     \
+                     "}, " A ", " B ", p, 1, 1, " TA ", " TB ";}"                                  \
+                     : REGS(0)                                                                     \
+                     : "l"(a), "l"(b), "r"(accumulate), "n"((int)a_major), "n"((int)b_major));     \
+    }
+#define WGMMAS(T, TYPE)                                                                            \
+    WGMMA(T, TYPE, 8, REGISTERS_4, "%0, %1, %2, %3", "%4", "%5", "%6", "%7", "%8")                 \
+    WGMMA(T, TYPE, 32, REGISTERS_16, TEXT_10() ", %10, %11, %12, %13, %14, %15", "%16", "%17",     \
+          "%18", "%19", "%20")                                                                     \
+    WGMMA(T, TYPE, 64, REGISTERS_32, TEXT_30 ", " TEXT_2(3), "%32", "%33", "%34", "%35", "%36")    \
+    WGMMA(T, TYPE, 256, REGISTERS_128, TEXT_120 ", " TEXT_8(12), "%128", "%129", "%130", "%131",   \
+          "%132")
+WGMMAS(__nv_bfloat16, "bf16")
+WGMMAS(__half, "f16")
+
+#undef WGMMAS
+#undef WGMMA
+#undef TEXT_2
+#undef TEXT_8
+#undef TEXT_10
+#undef TEXT_30
+#undef TEXT_60
+#undef TEXT_120
+#undef REGISTERS_4
+#undef REGISTERS_16
+#undef REGISTERS_32
+#undef REGISTERS_64
+#undef REGISTERS_128
+
+} // namespace fused_moe

@@ -1,0 +1,303 @@
+"""Draws a grouped product's schedule: which SM works on which expert's tile when.
+
+    python -m fused_moe.schedule --shape 16384,64,6,2048,1408 --routing zipf:1.2 -o schedule.png
+
+The items and their order are the kernels' own: csrc/schedule.h, asked through fused_moe._host. The times
+are a model's, with the constants below. An SM that is free draws the next item. That lasts as long as its
+product, or as reading what L2 does not hold if this takes longer, and then an epilogue; SMs that read at
+one time share the memory. So much is enough to see what the decisions are for: interleaved, an expert with
+few rows reads its weight while others multiply; grouped, items that run together share operands.
+
+Sources: the prefix over busy experts and their interleaving are those of Li et al., "Static Batching of
+Irregular Workloads on GPUs", 2025; persistent workers and the grouped order those of PyTorch's
+"Accelerating MoE's with a Triton Persistent Cache-Aware Grouped GEMM Kernel", 2025.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections import OrderedDict
+from heapq import heappop, heappush
+from itertools import accumulate, count
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from . import _host
+
+# The kernels' own, members of FusedMoeSchedule.
+SCHEDULE = {"tile_rows": 128, "few_rows": 64, "order": "grouped", "group": 16, "interleave": True}
+TILE_COLUMNS = 256  # columns of a product that a tile computes; of up_gate 128 of gate and 128 of up
+ROWS_OF_MMA = 64  # rows are multiplied in multiples of these
+NUMBER = 2  # bytes of a 16-bit operand
+# Of an H200 with 132 SMs.
+ARITHMETIC = 5.7e6  # FLOP/us of one SM: 750 TFLOP/s of all
+MEMORY = 4.2e6  # bytes/us of all SMs together
+MEMORY_OF_SM = 0.15e6  # bytes/us of one SM: 192 KiB on their way for 1.3 us
+L2_SIZE = 50e6  # bytes
+EPILOGUE = 2.0  # us a tile
+
+SHAPES = Path(__file__).parents[1] / "benchmarks" / "shapes.json"  # there in a checkout
+
+
+class Sizes(NamedTuple):
+    """T tokens, E experts, K experts per token, D model width, F expert hidden width."""
+
+    num_tokens: int
+    num_experts: int
+    top_k: int
+    dim: int
+    hidden_dim: int
+
+
+class Item(NamedTuple):
+    """A work item: one row tile times one tile of columns."""
+
+    expert: int
+    first_row: int
+    num_rows: int
+    column: int
+    few: bool  # of an expert with few rows
+
+
+class Run(NamedTuple):
+    """An item, and when it ran where."""
+
+    item: Item
+    sm: int
+    start: float  # us
+    end: float  # us
+    bytes_read: int  # from memory; the other operands were in L2
+
+
+# --- the model ----------------------------------------------------------------------------------------
+
+
+def items_of(counts: list[int], num_columns: int, **changes) -> list[Item]:
+    """The items of experts with `counts` rows times `num_columns` tiles of columns, in the order drawn.
+
+    changes: of SCHEDULE.
+    """
+    ends, how = list(accumulate(counts)), SCHEDULE | changes
+    work = _host.plan_work(ends, **how)
+    num_items = work[2] * num_columns
+    return [Item(*_host.find_work(work, ends, num_columns, i, **how)) for i in range(num_items)]
+
+
+def operands(item: Item, depth: int) -> dict[tuple, int]:
+    """Bytes of the rows and of the tile of weight that an item reads, by a name; depth: the sum's length."""
+    rows, weight = ("rows", item.first_row), ("weight", item.expert, item.column)
+    return {rows: item.num_rows * depth * NUMBER, weight: TILE_COLUMNS * depth * NUMBER}
+
+
+def bring(needed: dict[tuple, int], l2: OrderedDict) -> int:
+    """Bytes of the operands that come from memory. L2 drops what was not used for the longest time."""
+    missed = sum(size for name, size in needed.items() if name not in l2)
+    for name, size in needed.items():
+        l2[name] = size
+        l2.move_to_end(name)
+    while sum(l2.values()) > L2_SIZE:
+        l2.popitem(last=False)
+    return missed
+
+
+def simulate(items: list[Item], depth: int, num_sms: int = 132) -> list[Run]:
+    """The items' runs on SMs that each draw the next item when free; in the order drawn.
+
+    depth is the length of the product's sums: D for up_gate, F for down. SMs that read get equal shares of
+    the memory, so `progress`, the bytes read by one that reads all the time, tells when each is through.
+    """
+    if num_sms < 1:
+        raise ValueError(f"sms: expected at least 1, found {num_sms}")
+    l2, runs, numbers = OrderedDict(), {}, count()
+    now = progress = 0.0
+    free = [(now, sm) for sm in range(num_sms)]
+    reading: list[tuple] = []
+    while free or reading:
+        rate = min(MEMORY_OF_SM, MEMORY / max(len(reading), 1))
+        all_read = now + (reading[0][0] - progress) / rate if reading else float("inf")
+        if free and free[0][0] < all_read:
+            then, sm = heappop(free)
+            progress += rate * (then - now)
+            now, number = then, next(numbers)
+            if number < len(items):
+                missed = bring(operands(items[number], depth), l2)
+                heappush(reading, (progress + missed, number, sm, now, missed))
+        else:
+            progress, number, sm, start, missed = heappop(reading)
+            now, rows = all_read, -(-items[number].num_rows // ROWS_OF_MMA) * ROWS_OF_MMA
+            product = 2 * rows * TILE_COLUMNS * depth / ARITHMETIC
+            end = max(now, start + product) + EPILOGUE
+            runs[number] = Run(items[number], sm, start, end, missed)
+            heappush(free, (end, sm))
+    return [runs[number] for number in range(len(items))]
+
+
+# --- shapes and routing -------------------------------------------------------------------------------
+
+
+def layer_sizes(shape: str) -> Sizes:
+    """T,E,K,D,F, or in a checkout a name of benchmarks/shapes.json."""
+    named = json.loads(SHAPES.read_text())["layers"] if SHAPES.exists() else {}
+    if shape in named:
+        return Sizes(**named[shape])
+    try:
+        sizes = Sizes(*map(int, shape.split(",")))
+    except (TypeError, ValueError):
+        sizes = None
+    if not sizes or min(sizes) < 1 or sizes.top_k > sizes.num_experts:
+        names = f", or one of {', '.join(named)}" if named else ""
+        raise SystemExit(f"--shape: expected T,E,K,D,F from 1 up with K <= E{names}; found {shape}")
+    return sizes
+
+
+def rows_of_experts(routing: str, sizes: Sizes, seed: int = 0) -> list[int]:
+    """Rows of each expert.
+
+    random: every expert is as likely. balanced: all counts are equal, up to one. zipf:S: the chance to be
+    drawn falls as rank ** -S. worst: the same K experts take every token.
+    """
+    T, E, K, *_ = sizes
+    if routing == "balanced":
+        return [T * K // E + (expert < T * K % E) for expert in range(E)]
+    if routing == "worst":
+        return [T * (expert < K) for expert in range(E)]
+    name, _, exponent = routing.partition(":")
+    try:
+        exponent = {"random": 0.0}[routing] if name != "zipf" else float(exponent)
+    except (KeyError, ValueError):
+        expected = "random, balanced, worst or zipf:EXPONENT"
+        raise SystemExit(f"--routing: expected {expected}, found {routing}") from None
+    generator = torch.Generator().manual_seed(seed)
+    gumbel = -torch.empty(T, E).exponential_(generator=generator).log()  # K draws by weight
+    logits = gumbel - exponent * torch.arange(1, E + 1).log()
+    return logits.topk(K).indices.flatten().bincount(minlength=E).tolist()
+
+
+# --- the picture --------------------------------------------------------------------------------------
+
+
+def draw(runs: list[Run], depth: int, num_sms: int, title: str, path: Path) -> None:
+    """Writes the picture: SMs over time on the left, the first wave's order on the right."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(15, 8), layout="constrained")
+    timeline, order = figure.subplots(1, 2, width_ratios=(3.2, 1))
+    draw_timeline(timeline, runs, num_sms)
+    draw_order(order, runs, depth, num_sms)
+    time = max(run.end for run in runs)
+    busy = sum(run.end - run.start for run in runs) / (time * num_sms)
+    read = sum(run.bytes_read for run in runs) / 1e9
+    facts = f"{len(runs)} tiles in {time:.0f} \N{MICRO SIGN}s, SMs busy {busy:.1%}, {read:.2f} GB from memory"
+    figure.suptitle(f"{title}\n{facts}", fontsize=14)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=100)
+
+
+def draw_timeline(axes, runs: list[Run], num_sms: int) -> None:
+    from matplotlib import colormaps
+    from matplotlib.collections import PolyCollection
+    from matplotlib.patches import Patch
+
+    shades = colormaps["tab20"].colors
+    palette = [c for i, c in enumerate(shades[0::2] + shades[1::2]) if i % 10 != 7]  # 7: grey
+    colour = {run.item.expert: palette[run.item.expert % len(palette)] for run in runs}
+    outlined = {"edgecolor": "black", "hatch": "/////"}
+    for few, style in (False, {"edgecolor": "white"}), (True, outlined):
+        mine = [run for run in runs if run.item.few == few]
+        spans = [(run.start, run.end, run.sm - 0.5, run.sm + 0.5) for run in mine]
+        boxes = [[(x0, y0), (x1, y0), (x1, y1), (x0, y1)] for x0, x1, y0, y1 in spans]
+        faces = [colour[run.item.expert] for run in mine]
+        width = min(0.4, 4000 / len(runs))
+        axes.add_collection(PolyCollection(boxes, facecolor=faces, linewidth=width, **style))
+    axes.set(xlim=(0, max(run.end for run in runs)), xlabel="time (\N{MICRO SIGN}s)")
+    axes.set(ylim=(num_sms - 0.5, -0.5), ylabel="SM")
+    axes.set_title("Who works on what when: a bar is one tile", fontsize=12)
+
+    rows = dict.fromkeys(colour, 0)
+    for expert, _, num_rows in {run.item[:3] for run in runs}:
+        rows[expert] += num_rows
+    largest = sorted(rows, key=rows.get, reverse=True)[:8]
+    legend = [Patch(color=colour[e], label=f"expert {e}: {rows[e]} rows") for e in largest]
+    if others := len(rows) - len(largest):
+        least = f"{others} more, down to {min(rows.values())} rows;\ncolours repeat"
+        legend.append(Patch(facecolor="none", label=least))
+    if any(run.item.few for run in runs):
+        legend.append(Patch(facecolor="white", label="of an expert with few rows", **outlined))
+    legend.append(Patch(facecolor="white", edgecolor="0.8", label="idle"))
+    axes.figure.legend(handles=legend, ncols=6, loc="outside lower center", frameon=False)
+
+
+def draw_order(axes, runs: list[Run], depth: int, num_sms: int) -> None:
+    wave = runs[:num_sms]
+    tiles = sorted({(run.item.few, run.item.first_row, run.item.expert) for run in wave})
+    place = {first_row: i for i, (_, first_row, _) in enumerate(tiles)}
+    num_columns = 1 + max(run.item.column for run in runs)
+    drawn = [[float("nan")] * num_columns for _ in tiles]
+    read: dict[tuple, int] = {}
+    for number, run in enumerate(wave):
+        column, row = run.item.column, place[run.item.first_row]
+        drawn[row][column] = number
+        read |= operands(run.item, depth)
+        if len(tiles) <= 40 and num_columns <= 12:
+            shade = "white" if number < 0.7 * len(wave) else "black"
+            axes.annotate(number, (column, row), ha="center", va="center", fontsize=8, color=shade)
+    image = axes.imshow(drawn, aspect="auto", cmap="viridis", interpolation="nearest")
+    axes.figure.colorbar(image, ax=axes, label="drawn as number")
+    ticks: list[int] = []
+    for i, (_, _, expert) in enumerate(tiles):  # an expert's first row tile, where there is room
+        if not ticks or (tiles[i - 1][2] != expert and i - ticks[-1] >= len(tiles) / 40):
+            ticks.append(i)
+    axes.set_yticks(ticks, [f"expert {tiles[i][2]}" for i in ticks], fontsize=8)
+    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.set(xlabel="tile of columns", ylabel="row tile", facecolor="0.9")
+    weights = sum(name[0] == "weight" for name in read)
+    sums = f"{len(read) - weights} row tiles, {weights} tiles of weight: {sum(read.values()) / 1e6:.0f} MB"
+    axes.set_title(f"The first {len(wave)} items, as drawn, share\n{sums}", fontsize=12)
+
+
+# --- command line -------------------------------------------------------------------------------------
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    flags = argparse.ArgumentParser(prog="python -m fused_moe.schedule", description=__doc__.splitlines()[0])
+    add = flags.add_argument
+    add("--shape", required=True, help="T,E,K,D,F, or in a checkout a name of benchmarks/shapes.json")
+    add("--routing", default="random", help="random, balanced, worst or zipf:EXPONENT")
+    add("--product", choices=("up_gate", "down"), default="up_gate")
+    add("--order", choices=("linear", "grouped", "column"))
+    add("--group", type=int, help="row tiles of a group")
+    add("--no-interleave", dest="interleave", action="store_false", help="experts with few rows come last")
+    add("--tile-rows", type=int)
+    add("--few-rows", type=int, help="an expert with so many rows, or fewer, has few")
+    add("--sms", type=int, default=132, help="workers")
+    add("--seed", type=int, default=0, help="of the routing")
+    add("-o", "--output", type=Path, default=Path("schedule.png"))
+    flags.set_defaults(**SCHEDULE)
+    return flags.parse_args(argv)
+
+
+def main(argv: list[str] | None = None) -> None:
+    options = parse(argv)
+    sizes = layer_sizes(options.shape)
+    counts = rows_of_experts(options.routing, sizes, options.seed)
+    up = options.product == "up_gate"
+    depth, width = (sizes.dim, 2 * sizes.hidden_dim) if up else (sizes.hidden_dim, sizes.dim)
+    how = {name: getattr(options, name) for name in SCHEDULE}
+    try:
+        runs = simulate(items_of(counts, -(-width // TILE_COLUMNS), **how), depth, options.sms)
+    except ValueError as error:
+        raise SystemExit(error) from None
+    spread = "interleaved" if options.interleave else "few rows last"
+    title = f"{options.shape} {options.product}, {options.routing} routing: {options.order} order, {spread}"
+    try:
+        draw(runs, depth, options.sms, title, options.output)
+    except ImportError as error:
+        raise SystemExit(f"{error}: the picture needs matplotlib, as in fused_moe[bench]") from None
+    print(options.output)
+
+
+if __name__ == "__main__":
+    main()
