@@ -31,7 +31,7 @@ from setuptools.command.build_ext import build_ext
 ABI_TARGET = (2, 10)  # the oldest PyTorch that the library runs under
 OBJECTS = Path("build/objects")
 OPS_SOURCES = ["csrc/torch_ops.cpp", *sorted(map(str, Path("csrc/cpu").glob("*.c")))]
-CUDA_SOURCES = sorted(map(str, Path("csrc/kernels").glob("*.cu")))
+CUDA_SOURCES = sorted(map(str, Path("csrc/kernels").glob("**/*.cu")))
 HOST_SOURCES = ["csrc/host_module.cpp"]
 
 CC = shlex.split(os.environ.get("CC", "cc"))
@@ -88,6 +88,12 @@ def cuda_library_dirs(nvcc: str) -> list[str]:
 def version_line(command: list[str], line: int = 0) -> str:
     version = subprocess.run([*command, "--version"], capture_output=True, text=True, check=True)
     return version.stdout.splitlines()[line]
+
+
+def targets_of(source: str) -> list[str]:
+    """nvcc's flags for the GPUs that a file is compiled for: kernels/hopper/ is for one."""
+    names = ["sm_90a"] if "/hopper/" in source else GENCODE
+    return [f"-gencode={GENCODE[name]}" for name in names] if source.endswith(".cu") else []
 
 
 # --- objects -------------------------------------------------------------------------------------
@@ -171,13 +177,13 @@ class Build(build_ext):
         link = [f"-L{torch}/lib", *LINK]
         if nvcc:
             cuda = [nvcc, "-std=c++17", "-O3", "-lineinfo", "-Icsrc", *["-Werror=all-warnings"] * WERROR]
-            cuda += ["-Xcompiler=-fPIC,-fvisibility=hidden", *(f"-gencode={g}" for g in GENCODE.values())]
+            cuda += ["-Xcompiler=-fPIC,-fvisibility=hidden"]
             compilers[".cu"] = cuda
             torch_cpp += ["-DFUSED_MOE_WITH_CUDA"]
             link += [*cuda_library_dirs(nvcc), "-lcudart_static", "-lpthread", "-ldl", "-lrt"]
 
         sources = OPS_SOURCES + CUDA_SOURCES * bool(nvcc)
-        ops = {OBJECTS / f"{s}.o": [*compilers[Path(s).suffix], "-c", s] for s in sources}
+        ops = {OBJECTS / f"{s}.o": [*compilers[Path(s).suffix], *targets_of(s), "-c", s] for s in sources}
         host = {OBJECTS / f"{s}.o": [*host_cpp, "-c", s] for s in HOST_SOURCES}
         compile_objects(ops | host, versions=info)
         self.link("fused_moe._ops", ops, link)

@@ -23,6 +23,7 @@ REASONS = {
     "WIDTH": "a width is not a multiple of 8",
     "UNALIGNED": "rows do not lie on 16 bytes",
     "STRIDES": "a weight's strides or address are not multiples of 16 bytes",
+    "TOO_LARGE": "there are more than 2^31 tiles",
 }
 TIER_OPS = ("grouped_mm", "up_gate")  # FusedMoeTierOp
 

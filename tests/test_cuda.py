@@ -517,6 +517,15 @@ def test_a_tier_by_name(device, tier):
     assert run.returncode == 0 and "a step was made" in run.stdout, run.stderr
 
 
+def test_the_hopper_tier_by_name(device):
+    """FUSED_MOE_TIER=hopper is for compute capability 9.0, and a RuntimeError elsewhere."""
+    run = run_with_tier("hopper")
+    if torch.cuda.get_device_capability(device) == (9, 0):
+        assert run.returncode == 0 and "a step was made" in run.stdout, run.stderr
+    else:
+        assert run.returncode != 0 and "RuntimeError" in run.stderr, run.stderr
+
+
 def test_an_unknown_tier_is_named(device):
     """A RuntimeError that tells what may stand there."""
     run = run_with_tier("nonsense")
@@ -532,7 +541,8 @@ ops = torch.ops.fused_moe
 HALF_DTYPES = pytest.mark.parametrize("dtype", (BF16, F16), ids=("bf16", "f16"))
 # Rows of an expert about every height that a tile, a warpgroup's part of it or a switch of kinds may have.
 BOUNDARIES = (
-    193, 0, 1, 64, 7, 257, 8, 63, 0, 65, 127, 16, 128, 255, 9, 129, 191, 192, 17, 256, 0, 383, 32, 385, 15, 384,
+    193, 0, 1, 64, 7, 257, 8, 63, 0, 65, 127, 16, 128,
+    255, 9, 129, 191, 192, 17, 256, 0, 383, 32, 385, 15, 384,
 )  # fmt: skip
 COUNTS = {
     "boundaries": BOUNDARIES,
@@ -711,14 +721,14 @@ def test_why_the_portable_tier_has_a_product(device, hopper, name):
     assert REASONS[why] in fused_moe.info()["calls"]["grouped_mm"]
 
 
-@pytest.mark.parametrize("width", (72, 80))
-def test_strides_that_are_not_whole_chunks(device, hopper, width):
-    """Rows of a weight in a wider one: the pitch decides, not the width."""
+@pytest.mark.parametrize("width", (72, 76))
+def test_weights_in_wider_ones(device, hopper, width):
+    """Views of 64 columns: the pitch and the first number's address decide who has them."""
     a, ends = draw_rows((5, 0, 130), 64, BF16, device)
     b = draw_weights(3, 136, width, BF16, device)
     for first in (0, 4, 8):
         some = b[..., first : first + 64]
-        served = (1, 0) if first % 8 == 0 else (0, 1)
+        served = (1, 0) if width % 8 == first % 8 == 0 else (0, 1)
         assert calls_during("grouped_mm", lambda some=some: ops.grouped_mm(a, some, ends))[:2] == served
         check_product(a, some, ends)
 
@@ -978,7 +988,7 @@ def test_two_streams_of_the_engine(device, hopper):
 
 
 def test_large_gather(device, hopper, returned):
-    """x of more than 2**31 numbers, read through row_token. Large h, a and out: test_large_products, _hidden."""
+    """x of more than 2**31 numbers, read through row_token. test_large_products and _hidden have the rest."""
     needs_memory(device, 12)
     tokens, dim = 70_001, 32768
     assert tokens * dim > 2**31

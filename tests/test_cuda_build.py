@@ -16,6 +16,9 @@ MACHINE_CODE, PTX = {"sm_80", "sm_90a"}, {"sm_80"}
 # Mangled names that may keep something in local memory: float64 is there for gradcheck, not for speed.
 MAY_SPILL = re.compile(r"I(NS_8SimtTileI)?d[EL]")
 PRODUCTS = ("grouped_mm", "wgrad", "up_gate", "down_dgrad")
+HOPPER_PRODUCTS = ("hopper_grouped_mm_kernel", "hopper_up_gate_kernel")
+# What each of 3 * 128 threads has of 65536, in eights; setmaxnreg deals them out anew.
+HOPPER_REGISTERS = 65536 // (3 * 128) // 8 * 8
 
 
 def needs_cuda_kernels() -> None:
@@ -114,6 +117,35 @@ def test_products_run_on_the_tensor_cores(cpu, arch):
             assert matrix and all("LDSM" in used for used in matrix), f"{product}, {dtype}"
             assert all("STG.E.128" in used for used in matrix), f"{product}, {dtype}: stores taken apart"
             assert any("LDGSTS" in used for used in matrix), f"{product}, {dtype}: no asynchronous copy"
+
+
+@pytest.mark.quick
+def test_hopper_kernels_are_there(cpu):
+    """For sm_90a alone, in both half-precision dtypes and with weights dense either way, with all registers
+    that a launch of its threads may have."""
+    needs_cuda_kernels()
+    ours = {key: used for key, used in resources(LIBRARY).items() if "hopper_" in key[1]}
+    assert {arch for arch, _ in ours} == {"sm_90a"}
+    for product in HOPPER_PRODUCTS:
+        for dtype in ("__nv_bfloat16", "__half"):
+            mine = {n: used for (_, n), used in ours.items() if product in n and dtype in n}
+            majors = {int(re.search(r"5MajorE(\d)E", n)[1]) for n in mine}
+            assert majors == {0, 1}, f"{product}, {dtype}"
+            assert {used["REG"] for used in mine.values()} == {HOPPER_REGISTERS}, f"{product}, {dtype}"
+
+
+def test_hopper_kernels_run_on_wgmma_and_the_copy_engine(cpu):
+    """wgmma fed by TMA through mbarriers, results stored by TMA; up_gate gathers rows by cp.async."""
+    needs_cuda_kernels()
+    kernels = instructions(LIBRARY, "sm_90a")
+    for product in HOPPER_PRODUCTS:
+        mine = {n: used for n, used in kernels.items() if product in n}
+        assert mine, product
+        for name, used in mine.items():
+            missing = {"HGMMA", "UTMALDG", "UTMASTG", "SYNCS", "USETMAXREG"} - used
+            assert not missing, f"{name}: no {missing}"
+            assert "HMMA" not in used, name
+            assert ("LDGSTS" in used) == (product == "hopper_up_gate_kernel"), name
 
 
 SOURCE = """

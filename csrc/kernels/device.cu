@@ -1,6 +1,7 @@
-/* Which CUDA tier runs on a device, decided here alone, and what the runtime said when a call failed.
+/* Whether a CUDA tier runs on a device (hopper/tier.cu: which of them has a call), and what the runtime said when a call failed.
  *
- * The environment variable FUSED_MOE_TIER asks for a tier: portable, hopper or auto (the default). */
+ * The environment variable FUSED_MOE_TIER asks for a tier: portable, hopper or auto (the default). hopper is
+ * auto, and an error on other GPUs. */
 #include "launch.cuh"
 
 #include <stdlib.h>
@@ -36,5 +37,6 @@ extern "C" int fused_moe_cuda_device(int device, FusedMoeCudaDevice *found) {
     if (major < 8) return FUSED_MOE_GPU_TOO_OLD;
     const char *tier = getenv("FUSED_MOE_TIER");
     bool known = !tier || !*tier || !strcmp(tier, "auto") || !strcmp(tier, "portable");
-    return known ? FUSED_MOE_OK : FUSED_MOE_NO_SUCH_TIER;
+    bool hopper = tier && !strcmp(tier, "hopper") && found->capability == 90;
+    return known || hopper ? FUSED_MOE_OK : FUSED_MOE_NO_SUCH_TIER;
 }

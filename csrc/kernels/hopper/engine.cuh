@@ -99,7 +99,7 @@ __device__ inline void copy(const Product &p, Shared<Tile> &s) {
     typename Tile::Stages to;
     int steps = p.steps[0] + p.steps[1];
     for (Item item = receiver.next(); item.num_rows; item = receiver.next()) {
-        int boxes = item.num_rows > BOX ? 2 : 1;
+        int boxes = item.num_rows > BOX || !p.plan.schedule.few_rows ? 2 : 1;
         for (int i = 0; i < steps; i++, to.advance()) {
             auto &stage = s.stage[to.at];
             int part = i >= p.steps[0], step = part ? i - p.steps[0] : i;
@@ -175,8 +175,7 @@ __device__ inline void leave(Shared<Tile> &s, int stage) {
 template <class Tile>
 __device__ inline void multiply(float (&d)[128], Shared<Tile> &s, typename Tile::Stages &from,
                                 int steps, int wg) {
-    int before = 0;
-    for (int step = 0; step < steps; step++) {
+    for (int step = 0; step < steps; step++, from.advance()) {
         auto &stage = s.stage[from.at];
         uint64_t a = matrix_descriptor<ALONG_K>(shared_address(stage.a) + wg * BOX_BYTES);
         uint64_t b = matrix_descriptor<Tile::B_MAJOR>(shared_address(stage.b));
@@ -189,13 +188,9 @@ __device__ inline void multiply(float (&d)[128], Shared<Tile> &s, typename Tile:
                                                      b + k * K16_STEP<Tile::B_MAJOR>, step + k > 0,
                                                      typename Tile::T());
         wgmma_commit_group();
-        wgmma_wait_group<1>(); /* the step before is complete: its stage may be filled again */
-        if (step) leave<Tile>(s, before);
-        before = from.at;
-        from.advance();
+        wgmma_wait_group<0>(); /* the other warpgroup's are under way; a stage held longer is worse */
+        leave<Tile>(s, from.at);
     }
-    wgmma_wait_group<0>();
-    leave<Tile>(s, before);
 }
 
 /* Leaves the stages to the others. */
@@ -252,17 +247,25 @@ __device__ inline uint32_t pack(float low, float high) {
     return word;
 }
 
-/* Adds to 64 columns of sums what belongs to them: bias[first + pitch * n], for columns before `end`. Columns
- * come in eights, so the two of a thread are there or not. */
+/* Adds bias[column] to 64 columns of sums, for columns before `end`. Columns come in eights, so the two of a
+ * thread are both there or not. */
 template <typename T>
-__device__ inline void add_bias(float *d, const T *bias, int first, int pitch, int end) {
+__device__ inline void add_bias(float *d, const T *bias, int first, int end) {
 #pragma unroll
     for (int j = 0; j < 8; j++) {
         int n = first + 8 * j + 2 * (threadIdx.x % 4);
         if (n >= end) return;
-        float low = to_real(bias[(int64_t)pitch * n]), high = to_real(bias[(int64_t)pitch * (n + 1)]);
+        float low, high;
+        to_reals(low, high, bias + n);
         d[4 * j] += low, d[4 * j + 1] += high, d[4 * j + 2] += low, d[4 * j + 3] += high;
     }
+}
+
+/* 64 columns of sums as BoxWriter takes them. */
+template <typename T>
+__device__ inline void pack_box(uint32_t (&words)[16], const float *d) {
+#pragma unroll
+    for (int j = 0; j < 16; j++) words[j] = pack<T>(d[2 * j], d[2 * j + 1]);
 }
 
 /* --- the whole kernel ------------------------------------------------------------------------------------------- */
@@ -296,13 +299,14 @@ __device__ inline void grouped_product(const Product &p, Finish finish) {
     } else {
         setmaxnreg_inc<Tile::CONSUMER_REGISTERS>();
         int steps = p.steps[0] + p.steps[1];
+        bool tails = p.plan.schedule.few_rows > 0;
         float d[128];
         Receiver<typename Tile::Items> receiver(s.items);
         typename Tile::Stages from;
         BoxWriter writer(s, warp - 4);
         if (XLAG && wg) __nanosleep(XLAG);
         for (Item item = receiver.next(); item.num_rows; item = receiver.next()) {
-            if (item.num_rows <= BOX * wg) {
+            if (item.num_rows <= BOX * wg && tails) {
                 pass<Tile>(s, from, steps);
                 continue;
             }

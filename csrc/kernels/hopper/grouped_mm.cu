@@ -28,10 +28,10 @@ __global__ void __launch_bounds__(Tile::THREADS, 1)
         for (int i = 0; i < 4; i++) {
             int column = item.column * Tile::BN + i * BOX;
             uint32_t words[16];
-            if (bias) add_bias(&d[32 * i], bias, column, 1, p.M);
-#pragma unroll
-            for (int j = 0; j < 16; j++) words[j] = pack<T>(d[32 * i + 2 * j], d[32 * i + 2 * j + 1]);
-            if (column < p.M) writer.store(words, map, column, row);
+            if (column >= p.M) return;
+            if (bias) add_bias(&d[32 * i], bias, column, p.M);
+            pack_box<T>(words, &d[32 * i]);
+            writer.store(words, map, column, row);
         }
     };
     grouped_product<Tile>(p.product, finish);

@@ -149,6 +149,8 @@ FusedMoeSchedule schedule_for(int tile_rows) {
     if (strstr(asked, "order=column")) s.order = FUSED_MOE_ORDER_COLUMN;
     if (strstr(asked, "experts=in-turn")) s.interleave = 0;
     if (strstr(asked, "tails=off")) s.few_rows = 0;
+    const char *group = strstr(asked, "group=");
+    if (group && atoi(group + 6) > 0) s.group = atoi(group + 6);
     return s;
 }
 

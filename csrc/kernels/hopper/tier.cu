@@ -41,6 +41,11 @@ static bool readable(const FusedMoeWeight &w, int64_t stride_line, int64_t strid
     return dense == 1 && fits(pitch) && (E == 1 || fits(w.stride_expert)) && on_16_bytes(w.data);
 }
 
+/* Whether items can be counted in 31 bits, whatever the routing. */
+static bool countable(int64_t R, int64_t E, int64_t width) {
+    return (R / 128 + (E < R ? E : R)) * ceil_div(width, 256) < INT32_MAX;
+}
+
 FusedMoeTierReason tier_reason(const FusedMoeGroupedMM &p) {
     FusedMoeTierReason reason = engine_reason(p.dtype);
     if (reason != FUSED_MOE_ON_HOPPER) return reason;
@@ -51,7 +56,7 @@ FusedMoeTierReason tier_reason(const FusedMoeGroupedMM &p) {
     for (int i = 0; i < 2 && b[i].data; i++)
         if (!readable(b[i], b[i].stride_out, b[i].stride_in, p.E)) return FUSED_MOE_STRIDES;
     if (b[1].data && (b[0].stride_in == 1) != (b[1].stride_in == 1)) return FUSED_MOE_STRIDES;
-    return FUSED_MOE_ON_HOPPER;
+    return countable(p.R, p.E, p.M) ? FUSED_MOE_ON_HOPPER : FUSED_MOE_TOO_LARGE;
 }
 
 FusedMoeTierReason tier_reason(const FusedMoeUpGate &p) {
@@ -66,12 +71,7 @@ FusedMoeTierReason tier_reason(const FusedMoeUpGate &p) {
     if (w3.data && (!readable(w3, w3.stride_out, w3.stride_in, p.plan.E) ||
                     (w1.stride_in == 1) != (w3.stride_in == 1)))
         return FUSED_MOE_STRIDES;
-    return FUSED_MOE_ON_HOPPER;
-}
-
-int tile_rows_for(int64_t, int64_t, int64_t, int64_t) {
-    const char *asked = getenv("FUSED_MOE_TILE_ROWS");
-    return asked ? atoi(asked) : 128;
+    return countable(p.plan.R, p.plan.E, 2 * p.F) ? FUSED_MOE_ON_HOPPER : FUSED_MOE_TOO_LARGE;
 }
 
 size_t hopper_workspace(int32_t E) {

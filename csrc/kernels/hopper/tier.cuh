@@ -13,9 +13,6 @@ FusedMoeTierReason tier_reason(const FusedMoeUpGate &p);
 /* Counts a call for fused_moe_cuda_calls; true where the Hopper engine has it. */
 bool serves(FusedMoeTierOp op, FusedMoeTierReason reason);
 
-/* Rows of a tile, 128 or 192, for R rows of E experts, M columns and k numbers to sum over. */
-int tile_rows_for(int64_t R, int64_t E, int64_t M, int64_t k);
-
 /* The engine's launchers, for calls that it serves. */
 int hopper_grouped_mm(const FusedMoeGroupedMM &p, void *stream);
 int hopper_up_gate(const FusedMoeUpGate &p, void *stream);

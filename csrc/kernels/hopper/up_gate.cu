@@ -1,10 +1,11 @@
 /* up_gate on the Hopper engine: h = x[row_token] w1^T | w3^T + b and a = act(gate) up in one product.
  *
- * For a gated expert the four boxes of a tile's columns are 64 gates, the 64 ups that belong to them, and the
- * next 64 of each, from two maps: w1 and w3, or the two halves of a packed weight. A gate and its up are then
- * 64 columns apart and meet in one thread's registers, 32 numbers apart. Interleaved weights have the pair in
- * neighbouring columns, which one thread holds, too. Nothing is copied, and h and a leave the registers only
- * for the copy engine. */
+ * A tile has 128 hidden columns, of 256 columns of h. Where h is gate | up (PAIRS), B's lines are 128 rows of the
+ * gate's weight and the 128 of the up's that belong to them, from two maps: w1 and w3, or the two halves of a
+ * packed weight. A gate and its up are then 128 columns apart: in one thread's registers, 64 numbers apart.
+ * Where they are interleaved, B's lines are consecutive and the pair lies in neighbouring columns, which one
+ * thread holds, too. An ungated tile has 256 hidden columns. Nothing is copied, and h and a leave the registers
+ * only for the copy engine. */
 #include "../activation.cuh"
 #include "engine.cuh"
 #include "tier.cuh"
@@ -13,65 +14,95 @@ namespace fused_moe {
 
 /* --- kernel ------------------------------------------------------------------------------------------------ */
 
-enum { MAP_A, MAP_GATE, MAP_UP }; /* results; interleaved and ungated h is MAP_GATE */
+enum Columns { PAIRS, INTERLEAVED, UNGATED };
+
+enum { MAP_A, MAP_H, MAP_UP }; /* results; with PAIRS MAP_H is the gate's half */
 
 typedef struct {
     Product product;
-    const void *b_gate, *b_up; /* [E] rows of biases, bias_pitch apart in memory; or NULL */
-    void *h, *a;               /* h may be NULL */
-    int64_t bias_stride;       /* from expert to expert */
-    int32_t bias_pitch;        /* from column to column */
+    const void *bias, *bias_up; /* [E] x bias_stride: of h's columns, with PAIRS of the two halves; or NULL */
+    void *h, *a;                /* h may be NULL */
+    int64_t bias_stride;
     int32_t F, H;
-    FusedMoeLayout layout;
     FusedMoeActivation activation;
 } UpGate;
 
-/* v = act(gate) up for 32 pairs of a thread. */
-template <typename T>
-__device__ inline void activate_pairs(float (&v)[32], const float *gate, const float *up,
-                                      const FusedMoeActivation &f) {
+/* a = act(gate) up of 32 numbers, or act(gate); up's stand `next` behind the gate's. */
+template <typename T, bool gated, int every, int next>
+__device__ inline void activate_box(float (&a)[32], const float *d, const FusedMoeActivation &f) {
     with_activation<T>(f.kind, [&](auto act) {
 #pragma unroll
-        for (int i = 0; i < 32; i++)
-            v[i] = act.gate(gate[i], f.alpha, f.limit).value * act.up(up[i], f.limit).value;
+        for (int i = 0; i < 32; i++) {
+            a[i] = act.gate(d[every * i], f.alpha, f.limit).value;
+            if (gated) a[i] *= act.up(d[every * i + next], f.limit).value;
+        }
     });
 }
 
+/* 64 columns of which a thread holds number 4 j + lane % 4 (of two rows: a[2 j], a[2 j + 1]), as BoxWriter takes
+ * them: the two of columns 2 (lane % 4) and one more of every eight. */
 template <typename T>
-__device__ inline void pack_box(uint32_t (&words)[16], const float *d) {
+__device__ inline void pack_spread_box(uint32_t (&words)[16], const float (&a)[32]) {
+    int quad = threadIdx.x % 32 / 4 * 4, t = threadIdx.x % 4;
 #pragma unroll
-    for (int j = 0; j < 16; j++) words[j] = pack<T>(d[2 * j], d[2 * j + 1]);
+    for (int m = 0; m < 16; m++) { /* chunk m / 2 of eight columns, row m % 2 of the two */
+        const float *v = &a[m / 2 * 4 + m % 2];
+        uint32_t mine = pack<T>(v[0], v[2]);
+        uint32_t low = __shfl_sync(~0u, mine, quad + 2 * t % 4);
+        uint32_t high = __shfl_sync(~0u, mine, quad + (2 * t + 1) % 4);
+        words[m] = __byte_perm(low, high, t < 2 ? 0x5410 : 0x7632);
+    }
 }
 
-template <class Tile, FusedMoeLayout layout>
+template <class Tile, Columns columns>
 __global__ void __launch_bounds__(Tile::THREADS, 1)
     hopper_up_gate_kernel(const __grid_constant__ UpGate p) {
     using T = typename Tile::T;
     const Plan &plan = p.product.plan;
     auto finish = [&](float (&d)[128], const Item &item, int row, BoxWriter &writer) {
         const CUtensorMap *map_a = plan.maps + MAP_A * plan.E + item.expert;
-        const CUtensorMap *map_gate = map_a + plan.E, *map_up = map_gate + plan.E;
-        int64_t expert = (int64_t)item.expert * p.bias_stride;
-        const T *b_gate = p.b_gate ? (const T *)p.b_gate + expert : nullptr;
-        const T *b_up = p.b_up ? (const T *)p.b_up + expert : nullptr;
+        const CUtensorMap *map_h = plan.maps + MAP_H * plan.E + item.expert, *map_up = map_h + plan.E;
+        const T *bias = p.bias ? (const T *)p.bias + item.expert * p.bias_stride : nullptr;
+        const T *bias_up = p.bias_up ? (const T *)p.bias_up + item.expert * p.bias_stride : nullptr;
         uint32_t words[16];
-        if constexpr (layout == FUSED_MOE_SEPARATE) {
+        float a[32];
+        if constexpr (columns == PAIRS) {
 #pragma unroll
             for (int i = 0; i < 2; i++) {
-                float *gate = &d[32 * i], *up = gate + 64, a[32];
-                int column = (2 * item.column + i) * BOX;
-                if (column >= p.F) break;
-                if (b_gate) add_bias(gate, b_gate, column, p.bias_pitch, p.F);
-                if (b_up) add_bias(up, b_up, column, p.bias_pitch, p.F);
+                float *gate = &d[32 * i], *up = gate + 64;
+                int column = item.column * Tile::BN / 2 + i * BOX;
+                if (column >= p.F) return;
+                if (bias) add_bias(gate, bias, column, p.F);
+                if (bias_up) add_bias(up, bias_up, column, p.F);
                 if (p.h) {
                     pack_box<T>(words, gate);
-                    writer.store(words, map_gate, column, row);
+                    writer.store(words, map_h, column, row);
                     pack_box<T>(words, up);
                     writer.store(words, map_up, column, row);
                 }
-                activate_pairs<T>(a, gate, up, p.activation);
+                activate_box<T, true, 1, 64>(a, gate, p.activation);
                 pack_box<T>(words, a);
                 writer.store(words, map_a, column, row);
+            }
+        } else {
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                int column = item.column * Tile::BN + i * BOX;
+                if (bias) add_bias(&d[32 * i], bias, column, p.H);
+                if (p.h && column < p.H) {
+                    pack_box<T>(words, &d[32 * i]);
+                    writer.store(words, map_h, column, row);
+                }
+                if (columns == UNGATED && column < p.H) {
+                    activate_box<T, false, 1, 0>(a, &d[32 * i], p.activation);
+                    pack_box<T>(words, a);
+                    writer.store(words, map_a, column, row);
+                }
+                if (columns == INTERLEAVED && i % 2 && column - BOX < p.H) { /* two boxes of h: one of a */
+                    activate_box<T, true, 2, 1>(a, &d[32 * (i - 1)], p.activation);
+                    pack_spread_box<T>(words, a);
+                    writer.store(words, map_a, (column - BOX) / 2, row);
+                }
             }
         }
     };
@@ -82,23 +113,22 @@ __global__ void __launch_bounds__(Tile::THREADS, 1)
 
 /* --- launcher ----------------------------------------------------------------------------------------------- */
 
-template <class Tile, FusedMoeLayout layout>
+template <class Tile, Columns columns>
 static int run(const FusedMoeUpGate &p, void *stream) {
     using T = typename Tile::T;
     const FusedMoePlan &rows = p.plan;
-    bool packed = p.layout == FUSED_MOE_HALVES;
-    int32_t F = (int32_t)p.F, H = p.layout == FUSED_MOE_UNGATED ? F : 2 * F;
+    const FusedMoeWeight &w1 = p.w1;
+    bool halves = p.layout == FUSED_MOE_HALVES;
+    int32_t F = (int32_t)p.F, H = columns == UNGATED ? F : 2 * F, part = columns == PAIRS ? F : H;
     UpGate q = {};
     q.h = p.h;
     q.a = p.a;
     q.F = F;
     q.H = H;
-    q.layout = p.layout;
     q.activation = p.activation;
-    q.b_gate = p.b1;
-    q.b_up = packed && p.b1 ? (const T *)p.b1 + F : p.b3;
-    q.bias_stride = packed ? H : F;
-    q.bias_pitch = 1;
+    q.bias = p.b1;
+    q.bias_up = halves && p.b1 ? (const T *)p.b1 + F : p.b3;
+    q.bias_stride = halves ? H : part;
 
     Product &product = q.product;
     product.x = p.x;
@@ -106,17 +136,15 @@ static int run(const FusedMoeUpGate &p, void *stream) {
     product.T = rows.T;
     product.k = (int32_t)p.D;
     product.steps[0] = (int32_t)ceil_div(p.D, BOX);
-    product.paired = true;
-    FusedMoeWeight gate = p.w1, up = p.w3;
-    if (packed) {
-        up = p.w1;
-        up.data = (T *)up.data + F * up.stride_out;
-    }
-    int status = weight_map<T>(&product.b[0], gate, Tile::B_MAJOR, gate.stride_out, gate.stride_in,
-                               rows.E, F, p.D, Tile::BN / 2);
-    if (status == FUSED_MOE_OK)
+    product.paired = columns == PAIRS;
+    FusedMoeWeight up = halves ? w1 : p.w3;
+    if (halves) up.data = (T *)w1.data + F * w1.stride_out;
+    int lines = columns == PAIRS ? Tile::BN / 2 : Tile::BN;
+    int status = weight_map<T>(&product.b[0], w1, Tile::B_MAJOR, w1.stride_out, w1.stride_in,
+                               rows.E, part, p.D, lines);
+    if (status == FUSED_MOE_OK && columns == PAIRS)
         status = weight_map<T>(&product.b[1], up, Tile::B_MAJOR, up.stride_out, up.stride_in, rows.E,
-                               F, p.D, Tile::BN / 2);
+                               part, p.D, lines);
     Result results[MAX_RESULTS] = {};
     auto result = [&](int i, T *data, int64_t width, int64_t pitch) {
         results[i].data = data;
@@ -125,27 +153,30 @@ static int run(const FusedMoeUpGate &p, void *stream) {
             status = matrix_map(&results[i].whole, data, rows.R, width, pitch, 16);
     };
     result(MAP_A, (T *)p.a, F, F);
-    if (p.h) {
-        result(MAP_GATE, (T *)p.h, F, H);
-        result(MAP_UP, (T *)p.h + F, F, H);
-    }
+    if (p.h) result(MAP_H, (T *)p.h, part, H);
+    if (p.h && columns == PAIRS) result(MAP_UP, (T *)p.h + F, F, H);
     product.plan.R = rows.R;
     product.plan.E = rows.E;
-    product.plan.num_columns = (int32_t)ceil_div(F, Tile::BN / 2);
+    product.plan.num_columns = (int32_t)ceil_div(part, lines);
     product.plan.schedule = schedule_for(Tile::BM);
     if (status == FUSED_MOE_OK)
         status = make_plan(&product.plan, rows.ends, results, p.workspace, stream);
     if (status == FUSED_MOE_OK)
-        status = launch_product<Tile>(hopper_up_gate_kernel<Tile, layout>, q, stream);
+        status = launch_product<Tile>(hopper_up_gate_kernel<Tile, columns>, q, stream);
     return status;
 }
 
 int hopper_up_gate(const FusedMoeUpGate &p, void *stream) {
     return with_half(p.dtype, [&](auto t) {
+        auto with_columns = [&](auto tile) {
+            using Tile = decltype(tile);
+            if (p.layout == FUSED_MOE_UNGATED) return run<Tile, UNGATED>(p, stream);
+            if (p.layout == FUSED_MOE_INTERLEAVED) return run<Tile, INTERLEAVED>(p, stream);
+            return run<Tile, PAIRS>(p, stream);
+        };
         using T = decltype(t);
-        if (p.w1.stride_in == 1)
-            return run<Tile<T, ALONG_K, true>, FUSED_MOE_SEPARATE>(p, stream);
-        return run<Tile<T, ALONG_LINES, true>, FUSED_MOE_SEPARATE>(p, stream);
+        return p.w1.stride_in == 1 ? with_columns(Tile<T, ALONG_K, true>())
+                                   : with_columns(Tile<T, ALONG_LINES, true>());
     });
 }
 
