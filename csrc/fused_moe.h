@@ -288,7 +288,7 @@ typedef enum {
     FUSED_MOE_NO_ROWS,
     FUSED_MOE_SCORED_INPUT,
     FUSED_MOE_WIDTH,     /* one is not a multiple of 8 */
-    FUSED_MOE_UNALIGNED, /* rows that do not lie on 16 bytes */
+    FUSED_MOE_UNALIGNED, /* rows or a bias that do not lie on 16 bytes */
     FUSED_MOE_STRIDES,   /* of a weight */
     FUSED_MOE_TOO_LARGE, /* 2^31 tiles */
 } FusedMoeTierReason;

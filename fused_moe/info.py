@@ -21,7 +21,7 @@ REASONS = {
     "NO_ROWS": "there is no row",
     "SCORED_INPUT": "the input is multiplied by its scores",
     "WIDTH": "a width is not a multiple of 8",
-    "UNALIGNED": "rows do not lie on 16 bytes",
+    "UNALIGNED": "rows or a bias do not lie on 16 bytes",
     "STRIDES": "a weight's strides or address are not multiples of 16 bytes",
     "TOO_LARGE": "there are more than 2^31 tiles",
 }

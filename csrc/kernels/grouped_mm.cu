@@ -97,8 +97,8 @@ extern "C" int fused_moe_cuda_grouped_mm(const FusedMoeGroupedMM *p, void *strea
     if (serves(FUSED_MOE_OP_GROUPED_MM, tier_reason(*p))) return hopper_grouped_mm(*p, stream);
     FusedMoeGroupedMM q = *p;
     if (!q.tiles) {
-        int status = make_checked_plan(q.ends, q.E, q.R, (int32_t *)q.workspace, &q.ends, &q.tiles,
-                                       stream);
+        int status =
+            make_checked_plan(q.ends, q.E, q.R, (int32_t *)q.workspace, &q.ends, &q.tiles, stream);
         if (status != FUSED_MOE_OK) return status;
     }
     return with_dtype(q.dtype, [&](auto t) { return grouped_mm<decltype(t)>(q, stream); });

@@ -1,32 +1,40 @@
 /* The engine of the Hopper products: d[r, :] = a[r, :] b[e(r)]^T on a persistent grid, one CTA an SM.
  *
- *   producer      one warpgroup of few registers: draws the items, keeps a ring of stages full
- *   consumers     2 or 3 warpgroups: each multiplies 64 of the tile's rows by its 256 columns, and then
- *                 hands its sums, in registers, to the epilogue
+ *   producer      a warpgroup of few registers: one warp draws the items, the others keep a ring of stages full
+ *   consumers     two warpgroups: each multiplies 64 of the tile's 128 rows by its 256 columns, and then hands
+ *                 its sums, in registers, to the epilogue
  *
  *   stage   0      1      2      3      0      1 ...              64 numbers of k each
- *   load    |A B   |A B   |A B   |A B   |A B (waits until every consumer has left stage 0)
+ *   load    |A B   |A B   |A B   |A B   |A B (waits until both consumers have left stage 0)
  *   wg 0           |k 0   |k 1   |k 2   |...        |epilogue |k 0 of the next tile
- *   wg 1                  |k 0   |k 1   |k 2   |...        |epilogue |
+ *   wg 1                |k 0   |k 1   |k 2   |...        |epilogue |k 0
  *
- * Consumers share the stages but do not wait for each other: the second begins LAG steps after the first and
- * keeps that distance, so that one multiplies at the tensor cores' full rate while the other stores. That is
- * what a ping-pong schedule is for, at the shared-memory and L2 traffic of a cooperative one, and without
- * a second set of accumulators. A consumer whose rows are past the expert's end only passes the stages on.
+ * Consumers share the stages but do not wait for each other: the second begins a moment later and keeps that
+ * distance, so that one multiplies at the tensor cores' full rate while the other stores. That is what a
+ * ping-pong schedule is for, at the shared-memory and L2 traffic of a cooperative one and without a second set
+ * of accumulators, so there is no choice between the two to make. A consumer that waits for each of its own
+ * steps leaves no gap, since the other's are under way, and holds a stage for as short as can be.
  *
- * A comes by the copy engine, or, gathered through row_token, by cp.async of the producer's 128 threads,
- * which write the swizzle themselves. Their writes are ordinary ones: a thread waits for its copies, fences
- * them for wgmma, and arrives, two stages behind its newest copies. */
+ * Less arithmetic where there is less to do: a consumer whose rows are past the expert's end only passes the
+ * stages on; a last tile of at most 128 columns is multiplied at that width; an expert of at most 64 rows has
+ * its operands swapped (multiply_few).
+ *
+ * A comes by the copy engine, or, gathered through row_token, by cp.async of 96 threads that write the swizzle
+ * themselves. Their copies arrive at the stage's barrier when they are complete. They are ordinary writes, so
+ * a consumer fences them for wgmma after it has waited.
+ *
+ * Tried and dropped (docs/performance.md): clusters of two CTAs that share B by multicast, prefetches into L2,
+ * results stored from registers past the copy engine, three stages and more room on the way out. */
 #pragma once
 
+#include <type_traits>
+
+#include "epilogue.cuh"
 #include "tile_scheduler.cuh"
 
 namespace fused_moe {
 
-#ifndef XLAG
-#define XLAG 400
-#endif
-constexpr int BUFFERS = 2;
+constexpr int LAG = 400; /* ns by which the second consumer begins later */
 
 /* What every product has; a kernel's parameters begin with it. */
 typedef struct {
@@ -37,7 +45,7 @@ typedef struct {
     int64_t T;
     int32_t k;        /* of x                                                         */
     int32_t steps[2]; /* of BOX numbers of k, of part i                               */
-    bool paired;      /* b holds gate and up, which share a tile's columns           */
+    bool paired;      /* b holds gate and up, which share a tile's columns            */
     Plan plan;
 } Product;
 
@@ -64,8 +72,7 @@ struct alignas(1024) Shared {
         uint8_t a[Tile::WARPGROUPS * BOX_BYTES]; /* boxes of 64 rows                      */
         uint8_t b[4 * BOX_BYTES];                /* boxes of 64 columns                   */
     } stage[Tile::STAGES];
-    /* a consumer warp's way out: 16 rows by 64 columns, twice */
-    uint8_t out[Tile::CONSUMER_WARPS][BUFFERS][16 * 128];
+    uint8_t out[Tile::CONSUMER_WARPS][BoxWriter::BYTES];
     uint64_t full[Tile::STAGES], empty[Tile::STAGES];
     typename Tile::Items items;
 };
@@ -171,26 +178,64 @@ __device__ inline void leave(Shared<Tile> &s, int stage) {
     if (threadIdx.x % 32 == 0) mbarrier_arrive(shared_address(&s.empty[stage]));
 }
 
-/* d = the 64 rows of warpgroup `wg` times the tile's 256 columns, over all steps of k. */
-template <class Tile>
-__device__ inline void multiply(float (&d)[128], Shared<Tile> &s, typename Tile::Stages &from,
-                                int steps, int wg) {
-    for (int step = 0; step < steps; step++, from.advance()) {
-        auto &stage = s.stage[from.at];
-        uint64_t a = matrix_descriptor<ALONG_K>(shared_address(stage.a) + wg * BOX_BYTES);
-        uint64_t b = matrix_descriptor<Tile::B_MAJOR>(shared_address(stage.b));
+/* Calls issue(stage, first k or not) for every step of k, whose wgmmas it issues. */
+template <class Tile, typename Issue>
+__device__ inline void for_each_step(Shared<Tile> &s, typename Tile::Stages &from, int steps,
+                                     Issue issue) {
+    auto step = [&](auto first) {
         mbarrier_wait(shared_address(&s.full[from.at]), from.parity);
         if constexpr (Tile::GATHER) fence_proxy_async(); /* the copies were ordinary writes */
         wgmma_fence();
-#pragma unroll
-        for (int k = 0; k < BOX / 16; k++)
-            wgmma_m64n256k16<ALONG_K, Tile::B_MAJOR>(d, a + k * K16_STEP<ALONG_K>,
-                                                     b + k * K16_STEP<Tile::B_MAJOR>, step + k > 0,
-                                                     typename Tile::T());
+        issue(s.stage[from.at], first);
         wgmma_commit_group();
-        wgmma_wait_group<0>(); /* the other warpgroup's are under way; a stage held longer is worse */
+        wgmma_wait_group<
+            0>(); /* the other warpgroup's are under way; a stage held longer is worse */
         leave<Tile>(s, from.at);
-    }
+        from.advance();
+    };
+    step(std::true_type());
+    for (int i = 1; i < steps; i++) step(std::false_type());
+}
+
+/* d = the 64 rows of warpgroup `wg` times the tile's first `columns` columns. */
+template <class Tile, int columns>
+__device__ inline void multiply(float *d, Shared<Tile> &s, typename Tile::Stages &from, int steps,
+                                int wg) {
+    for_each_step<Tile>(s, from, steps, [&](auto &stage, auto first) {
+        constexpr int r = K16_STEP<ALONG_K>, w = K16_STEP<Tile::B_MAJOR>;
+        uint64_t a = matrix_descriptor<ALONG_K>(shared_address(stage.a) + wg * BOX_BYTES);
+        uint64_t b = matrix_descriptor<Tile::B_MAJOR>(shared_address(stage.b));
+        typename Tile::T t = {};
+        wgmma<columns, !first.value, ALONG_K, Tile::B_MAJOR>(d, a, b, t);
+#pragma unroll
+        for (int k = 1; k < BOX / 16; k++)
+            wgmma<columns, 1, ALONG_K, Tile::B_MAJOR>(d, a + k * r, b + k * w, t);
+    });
+}
+
+/* An expert of few rows, with the operands swapped, so that no arithmetic goes into rows that are not there: 64
+ * lines of the weight are wgmma's 64 rows, the expert's rows, up to `tokens`, its columns. A warpgroup has two
+ * boxes of lines: the sums of the first are d[0 .. tokens / 2), of the second those after it. */
+template <class Tile, int tokens>
+__device__ inline void multiply_few(float (&d)[tokens], Shared<Tile> &s,
+                                    typename Tile::Stages &from, int steps, int first_box,
+                                    int second_box) {
+    for_each_step<Tile>(s, from, steps, [&](auto &stage, auto first) {
+        constexpr int r = K16_STEP<ALONG_K>, w = K16_STEP<Tile::B_MAJOR>;
+        uint64_t rows = matrix_descriptor<ALONG_K>(shared_address(stage.a));
+        uint64_t a =
+            matrix_descriptor<Tile::B_MAJOR>(shared_address(stage.b) + first_box * BOX_BYTES);
+        uint64_t b =
+            matrix_descriptor<Tile::B_MAJOR>(shared_address(stage.b) + second_box * BOX_BYTES);
+        typename Tile::T t = {};
+        wgmma<tokens, !first.value, Tile::B_MAJOR, ALONG_K>(d, a, rows, t);
+        wgmma<tokens, !first.value, Tile::B_MAJOR, ALONG_K>(d + tokens / 2, b, rows, t);
+#pragma unroll
+        for (int k = 1; k < BOX / 16; k++) {
+            wgmma<tokens, 1, Tile::B_MAJOR, ALONG_K>(d, a + k * w, rows + k * r, t);
+            wgmma<tokens, 1, Tile::B_MAJOR, ALONG_K>(d + tokens / 2, b + k * w, rows + k * r, t);
+        }
+    });
 }
 
 /* Leaves the stages to the others. */
@@ -203,74 +248,11 @@ __device__ inline void pass(Shared<Tile> &s, typename Tile::Stages &from, int st
     }
 }
 
-/* A consumer warp's stores: 16 rows by 64 columns at a time, through two buffers, by the copy engine. */
-class BoxWriter {
-    uint32_t buffers, lane_offset;
-    int chunk, turn = 0;
-
-public:
-    template <class Shared>
-    __device__ BoxWriter(Shared &s, int warp) : buffers(shared_address(s.out[warp])) {
-        int lane = threadIdx.x % 32;
-        lane_offset = 128 * (lane % 16); /* matrices 0 and 1: rows 0 to 15, 2 and 3: the next chunk */
-        chunk = lane / 16;
-    }
-
-    /* words[2j], words[2j + 1]: columns 8 j + 2 (lane % 4) of rows lane / 4 and lane / 4 + 8. */
-    __device__ void store(const uint32_t (&words)[16], const CUtensorMap *map, int column, int row) {
-        if (threadIdx.x % 32 == 0) cp_async_bulk_wait_group_read<BUFFERS - 1>();
-        __syncwarp();
-        uint32_t buffer = buffers + turn * 16 * 128, swizzle = threadIdx.x % 8;
-#pragma unroll
-        for (int j = 0; j < 4; j++)
-            stmatrix_x4(buffer + lane_offset + 16 * ((2 * j + chunk) ^ swizzle), words[4 * j],
-                        words[4 * j + 1], words[4 * j + 2], words[4 * j + 3]);
-        fence_proxy_async();
-        __syncwarp();
-        if (threadIdx.x % 32 == 0) {
-            cp_async_bulk_tensor_store(map, buffer, column, row);
-            cp_async_bulk_commit_group();
-        }
-        turn = (turn + 1) % BUFFERS;
-    }
-
-    __device__ void finish() {
-        if (threadIdx.x % 32 == 0) cp_async_bulk_wait_group_read<0>();
-    }
-};
-
-/* Two sums as one word of T. */
-template <typename T>
-__device__ inline uint32_t pack(float low, float high) {
-    uint32_t word;
-    from_reals<T>(reinterpret_cast<T *>(&word), low, high);
-    return word;
-}
-
-/* Adds bias[column] to 64 columns of sums, for columns before `end`. Columns come in eights, so the two of a
- * thread are both there or not. */
-template <typename T>
-__device__ inline void add_bias(float *d, const T *bias, int first, int end) {
-#pragma unroll
-    for (int j = 0; j < 8; j++) {
-        int n = first + 8 * j + 2 * (threadIdx.x % 4);
-        if (n >= end) return;
-        float low, high;
-        to_reals(low, high, bias + n);
-        d[4 * j] += low, d[4 * j + 1] += high, d[4 * j + 2] += low, d[4 * j + 3] += high;
-    }
-}
-
-/* 64 columns of sums as BoxWriter takes them. */
-template <typename T>
-__device__ inline void pack_box(uint32_t (&words)[16], const float *d) {
-#pragma unroll
-    for (int j = 0; j < 16; j++) words[j] = pack<T>(d[2 * j], d[2 * j + 1]);
-}
-
 /* --- the whole kernel ------------------------------------------------------------------------------------------- */
 
-/* finish(d, item, row, writer): stores a warp's 16 of 64 rows; row is the first of them in the expert. */
+/* finish.tall(d, item, row, writer) stores a warp's 16 of 64 rows; row is the first of them in the expert.
+ * finish.few(d, item, wg, warp, writer) stores what multiply_few left: a warp of 4 has lines 16 warp to
+ * 16 warp + 15 of each of its warpgroup's two boxes. */
 template <class Tile, typename Finish>
 __device__ inline void grouped_product(const Product &p, Finish finish) {
     extern __shared__ __align__(1024) uint8_t memory[];
@@ -300,24 +282,42 @@ __device__ inline void grouped_product(const Product &p, Finish finish) {
         setmaxnreg_inc<Tile::CONSUMER_REGISTERS>();
         int steps = p.steps[0] + p.steps[1];
         bool tails = p.plan.schedule.few_rows > 0;
-        float d[128];
         Receiver<typename Tile::Items> receiver(s.items);
         typename Tile::Stages from;
-        BoxWriter writer(s, warp - 4);
-        if (XLAG && wg) __nanosleep(XLAG);
+        BoxWriter writer(shared_address(s.out[warp - 4]));
+        if (wg) __nanosleep(LAG);
         for (Item item = receiver.next(); item.num_rows; item = receiver.next()) {
+            if (item.few) {
+                int first = p.paired ? wg : 2 * wg, second = p.paired ? wg + 2 : 2 * wg + 1;
+                auto few = [&](auto tokens) {
+                    float d[tokens.value];
+                    multiply_few<Tile>(d, s, from, steps, first, second);
+                    finish.few(d, item, wg, warp % 4, writer);
+                };
+                if (item.num_rows <= 8)
+                    few(std::integral_constant<int, 8>());
+                else if (item.num_rows <= 32)
+                    few(std::integral_constant<int, 32>());
+                else
+                    few(std::integral_constant<int, 64>());
+                continue;
+            }
             if (item.num_rows <= BOX * wg && tails) {
                 pass<Tile>(s, from, steps);
                 continue;
             }
-            multiply<Tile>(d, s, from, steps, wg);
-            finish(d, item, item.row_in_expert + BOX * wg + 16 * (warp % 4), writer);
+            float d[128];
+            if (item.narrow)
+                multiply<Tile, Tile::BN / 2>(d, s, from, steps, wg);
+            else
+                multiply<Tile, Tile::BN>(d, s, from, steps, wg);
+            finish.tall(d, item, item.row_in_expert + BOX * wg + 16 * (warp % 4), writer);
         }
         writer.finish();
     }
 }
 
-/* Zeroes rows [ends[E-1], R) of a result, which no tile covers. Called by all threads of the consumers. */
+/* Zeroes rows [ends[E-1], R) of a result, which no tile covers. Called by all threads. */
 template <typename T>
 __device__ inline void zero_rows_past(const Plan &p, T *out, int64_t width) {
     int64_t first = (int64_t)p.ends[p.E - 1] * width, end = p.R * width;

@@ -16,26 +16,43 @@ typedef struct {
     int32_t M;
 } GroupedMM;
 
-template <class Tile>
-__global__ void __launch_bounds__(Tile::THREADS, 1)
-    hopper_grouped_mm_kernel(const __grid_constant__ GroupedMM p) {
-    using T = typename Tile::T;
-    const Plan &plan = p.product.plan;
-    auto finish = [&](float (&d)[128], const Item &item, int row, BoxWriter &writer) {
-        const CUtensorMap *map = plan.maps + item.expert;
+template <typename T>
+struct Finish {
+    const GroupedMM &p;
+
+    __device__ void tall(float (&d)[128], const Item &item, int row, BoxWriter &writer) {
+        const CUtensorMap *map = p.product.plan.maps + item.expert;
         const T *bias = p.bias ? (const T *)p.bias + (int64_t)item.expert * p.M : nullptr;
 #pragma unroll
         for (int i = 0; i < 4; i++) {
-            int column = item.column * Tile::BN + i * BOX;
+            int column = item.column * 4 * BOX + i * BOX;
             uint32_t words[16];
             if (column >= p.M) return;
             if (bias) add_bias(&d[32 * i], bias, column, p.M);
             pack_box<T>(words, &d[32 * i]);
             writer.store(words, map, column, row);
         }
-    };
-    grouped_product<Tile>(p.product, finish);
-    zero_rows_past(plan, (T *)p.out, p.M);
+    }
+
+    template <int tokens>
+    __device__ void few(float (&d)[tokens], const Item &item, int wg, int warp, BoxWriter &writer) {
+        const T *bias = p.bias ? (const T *)p.bias + (int64_t)item.expert * p.M : nullptr;
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            int column = (4 * item.column + 2 * wg + i) * BOX + 16 * warp;
+            if (column >= p.M) return;
+            if (bias) add_bias_few<tokens>(&d[tokens / 2 * i], bias, column, p.M);
+            T *out = (T *)p.out + (int64_t)item.first_row * p.M + column;
+            writer.store_few<tokens>(&d[tokens / 2 * i], out, p.M, item.num_rows, p.M - column);
+        }
+    }
+};
+
+template <class Tile>
+__global__ void __launch_bounds__(Tile::THREADS, 1)
+    hopper_grouped_mm_kernel(const __grid_constant__ GroupedMM p) {
+    grouped_product<Tile>(p.product, Finish<typename Tile::T>{p});
+    zero_rows_past(p.product.plan, (typename Tile::T *)p.out, p.M);
 }
 
 /* --- launcher ----------------------------------------------------------------------------------------------- */
@@ -65,6 +82,7 @@ static int run(const FusedMoeGroupedMM &p, void *stream) {
     product.plan.R = p.R;
     product.plan.E = p.E;
     product.plan.num_columns = (int32_t)ceil_div(p.M, Tile::BN);
+    product.plan.last_is_narrow = (p.M - 1) % Tile::BN < Tile::BN / 2;
     product.plan.schedule = schedule_for(Tile::BM);
     if (status == FUSED_MOE_OK)
         status = make_plan(&product.plan, p.ends, results, p.workspace, stream);
@@ -76,8 +94,7 @@ static int run(const FusedMoeGroupedMM &p, void *stream) {
 int hopper_grouped_mm(const FusedMoeGroupedMM &p, void *stream) {
     return with_half(p.dtype, [&](auto t) {
         using T = decltype(t);
-        if (p.b[0].stride_in == 1)
-            return run<Tile<T, ALONG_K, false>>(p, stream);
+        if (p.b[0].stride_in == 1) return run<Tile<T, ALONG_K, false>>(p, stream);
         return run<Tile<T, ALONG_LINES, false>>(p, stream);
     });
 }

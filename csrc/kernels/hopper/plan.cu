@@ -138,11 +138,12 @@ static size_t ints_bytes(int32_t E) {
 }
 
 size_t plan_workspace(int32_t E) {
-    return ints_bytes(E) + MAX_RESULTS * (size_t)E * MAP_BYTES + MAP_BYTES; /* its start is aligned */
+    return ints_bytes(E) + MAX_RESULTS * (size_t)E * MAP_BYTES +
+           MAP_BYTES; /* its start is aligned */
 }
 
 FusedMoeSchedule schedule_for(int tile_rows) {
-    FusedMoeSchedule s = {tile_rows, tile_rows / 2, FUSED_MOE_ORDER_GROUPED, 2048 / tile_rows, 1};
+    FusedMoeSchedule s = {tile_rows, 64, FUSED_MOE_ORDER_GROUPED, 8, 1};
     const char *asked = getenv("FUSED_MOE_SCHEDULE");
     if (!asked) return s;
     if (strstr(asked, "order=linear")) s.order = FUSED_MOE_ORDER_LINEAR;
@@ -154,8 +155,8 @@ FusedMoeSchedule schedule_for(int tile_rows) {
     return s;
 }
 
-int make_plan(Plan *plan, const int32_t *ends, const Result (&results)[MAX_RESULTS], void *workspace,
-              void *stream) {
+int make_plan(Plan *plan, const int32_t *ends, const Result (&results)[MAX_RESULTS],
+              void *workspace, void *stream) {
     int32_t E = plan->E;
     char *memory = (char *)round_up((uintptr_t)workspace, MAP_BYTES);
     int32_t *ints = (int32_t *)memory;

@@ -13,10 +13,10 @@ namespace fused_moe {
 
 constexpr int MAX_RESULTS = 3;
 
-typedef struct {                      /* a result whose rows are grouped by expert */
-    CUtensorMap whole;                /* of all its rows        */
-    void *data;                       /* NULL: there is none    */
-    int64_t pitch_bytes;              /* from row to row        */
+typedef struct {         /* a result whose rows are grouped by expert */
+    CUtensorMap whole;   /* of all its rows        */
+    void *data;          /* NULL: there is none    */
+    int64_t pitch_bytes; /* from row to row        */
 } Result;
 
 typedef struct {
@@ -26,14 +26,15 @@ typedef struct {
     CUtensorMap *maps;   /* [MAX_RESULTS, E] */
     int64_t R;
     int32_t E, num_columns, num_results;
+    bool last_is_narrow; /* the last tile of columns is half empty, or more */
     FusedMoeSchedule schedule;
 } Plan;
 
 size_t plan_workspace(int32_t E);
 
 /* Launches the planning kernel; plan receives where everything lies in the workspace. */
-int make_plan(Plan *plan, const int32_t *ends, const Result (&results)[MAX_RESULTS], void *workspace,
-              void *stream);
+int make_plan(Plan *plan, const int32_t *ends, const Result (&results)[MAX_RESULTS],
+              void *workspace, void *stream);
 
 /* The schedule of tiles of so many rows, or what FUSED_MOE_SCHEDULE asks for instead. */
 FusedMoeSchedule schedule_for(int tile_rows);

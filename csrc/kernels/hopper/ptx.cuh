@@ -73,26 +73,28 @@ __device__ inline void fence_proxy_async() {
 /* A box of a map's tensor to shared memory; its bytes count on the barrier. */
 __device__ inline void cp_async_bulk_tensor_load(uint32_t dst, const void *map, uint32_t barrier,
                                                  int c0, int c1) {
-    asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], "
-                 "[%1, {%3, %4}], [%2];" ::"r"(dst),
-                 "l"(map), "r"(barrier), "r"(c0), "r"(c1)
-                 : "memory");
+    asm volatile(
+        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], "
+        "[%1, {%3, %4}], [%2];" ::"r"(dst),
+        "l"(map), "r"(barrier), "r"(c0), "r"(c1)
+        : "memory");
 }
 
 __device__ inline void cp_async_bulk_tensor_load(uint32_t dst, const void *map, uint32_t barrier,
                                                  int c0, int c1, int c2) {
-    asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], "
-                 "[%1, {%3, %4, %5}], [%2];" ::"r"(dst),
-                 "l"(map), "r"(barrier), "r"(c0), "r"(c1), "r"(c2)
-                 : "memory");
+    asm volatile(
+        "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], "
+        "[%1, {%3, %4, %5}], [%2];" ::"r"(dst),
+        "l"(map), "r"(barrier), "r"(c0), "r"(c1), "r"(c2)
+        : "memory");
 }
 
 /* A box from shared memory; what lies outside the tensor is not written. */
 __device__ inline void cp_async_bulk_tensor_store(const void *map, uint32_t src, int c0, int c1) {
-    asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%2, %3}], [%1];" ::"l"(
-                     map),
-                 "r"(src), "r"(c0), "r"(c1)
-                 : "memory");
+    asm volatile(
+        "cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%2, %3}], [%1];" ::"l"(map),
+        "r"(src), "r"(c0), "r"(c1)
+        : "memory");
 }
 
 __device__ inline void cp_async_bulk_commit_group() {
@@ -137,6 +139,15 @@ __device__ inline void fence_proxy_tensormap_acquire(const void *map) {
     asm volatile("fence.proxy.tensormap::generic.acquire.gpu [%0], 128;" ::"l"(map) : "memory");
 }
 
+__device__ inline uint4 ld_shared_v4(uint32_t address) {
+    uint4 v;
+    asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                 : "r"(address)
+                 : "memory");
+    return v;
+}
+
 /* --- results to shared memory --------------------------------------------------------------------------------- */
 
 /* Four 8x8 matrices of 16-bit numbers; lane l gives the address of row l%8 of matrix l/8. */
@@ -145,6 +156,15 @@ __device__ inline void stmatrix_x4(uint32_t address, uint32_t r0, uint32_t r1, u
     asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address),
                  "r"(r0), "r"(r1), "r"(r2), "r"(r3)
                  : "memory");
+}
+
+/* The same of the transposed matrices. */
+__device__ inline void stmatrix_x4_trans(uint32_t address, uint32_t r0, uint32_t r1, uint32_t r2,
+                                         uint32_t r3) {
+    asm volatile(
+        "stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address),
+        "r"(r0), "r"(r1), "r"(r2), "r"(r3)
+        : "memory");
 }
 
 /* --- a kernel behind another ------------------------------------------------------------------------------------ */

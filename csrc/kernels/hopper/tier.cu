@@ -52,7 +52,8 @@ FusedMoeTierReason tier_reason(const FusedMoeGroupedMM &p) {
     const FusedMoeWeight *b = p.b;
     if (p.R == 0) return FUSED_MOE_NO_ROWS;
     if (p.M % CHUNK || p.N[0] % CHUNK || p.N[1] % CHUNK) return FUSED_MOE_WIDTH;
-    if (!on_16_bytes(p.a) || !on_16_bytes(p.out)) return FUSED_MOE_UNALIGNED;
+    if (!on_16_bytes(p.a) || !on_16_bytes(p.out) || !on_16_bytes(p.bias))
+        return FUSED_MOE_UNALIGNED;
     for (int i = 0; i < 2 && b[i].data; i++)
         if (!readable(b[i], b[i].stride_out, b[i].stride_in, p.E)) return FUSED_MOE_STRIDES;
     if (b[1].data && (b[0].stride_in == 1) != (b[1].stride_in == 1)) return FUSED_MOE_STRIDES;
@@ -66,7 +67,8 @@ FusedMoeTierReason tier_reason(const FusedMoeUpGate &p) {
     if (p.plan.R == 0 || p.plan.T == 0) return FUSED_MOE_NO_ROWS;
     if (p.scores) return FUSED_MOE_SCORED_INPUT;
     if (p.D % CHUNK || p.F % CHUNK) return FUSED_MOE_WIDTH;
-    if (!on_16_bytes(p.x) || !on_16_bytes(p.h) || !on_16_bytes(p.a)) return FUSED_MOE_UNALIGNED;
+    for (const void *data : {p.x, (const void *)p.h, (const void *)p.a, p.b1, p.b3})
+        if (!on_16_bytes(data)) return FUSED_MOE_UNALIGNED;
     if (!readable(w1, w1.stride_out, w1.stride_in, p.plan.E)) return FUSED_MOE_STRIDES;
     if (w3.data && (!readable(w3, w3.stride_out, w3.stride_in, p.plan.E) ||
                     (w1.stride_in == 1) != (w3.stride_in == 1)))

@@ -16,6 +16,8 @@ struct alignas(16) Item {
     int32_t expert, column;
     int32_t first_row, num_rows; /* num_rows 0: there are no more items */
     int32_t row_in_expert;       /* of first_row */
+    int32_t narrow;              /* not more than half of the tile's columns are there          */
+    int32_t few;                 /* the expert has few rows: weights and rows change their roles */
 };
 
 template <int readers, int tokens>
@@ -75,6 +77,8 @@ __device__ inline void draw(const Plan &plan, Ring &ring, const int32_t *row_tok
             item.expert = rows.expert;
             item.first_row = rows.first_row;
             item.num_rows = rows.num_rows;
+            item.few = b >= plan.work[1];
+            item.narrow = plan.last_is_narrow && item.column == plan.num_columns - 1;
             item.row_in_expert = rows.first_row - fused_moe_first_row(plan.ends, rows.expert);
             if (item.expert != acquired && lane < plan.num_results)
                 fence_proxy_tensormap_acquire(plan.maps + lane * plan.E + item.expert);
@@ -99,7 +103,7 @@ class Receiver {
     Ring &ring;
     Cursor<ITEMS> from;
 
-public:
+  public:
     __device__ explicit Receiver(Ring &ring) : ring(ring) {}
 
     __device__ void wait() { mbarrier_wait(shared_address(&ring.full[from.at]), from.parity); }

@@ -20,24 +20,13 @@ enum { MAP_A, MAP_H, MAP_UP }; /* results; with PAIRS MAP_H is the gate's half *
 
 typedef struct {
     Product product;
-    const void *bias, *bias_up; /* [E] x bias_stride: of h's columns, with PAIRS of the two halves; or NULL */
-    void *h, *a;                /* h may be NULL */
+    const void *bias,
+        *bias_up; /* [E] x bias_stride: of h's columns, with PAIRS of the two halves; or NULL */
+    void *h, *a;  /* h may be NULL */
     int64_t bias_stride;
     int32_t F, H;
     FusedMoeActivation activation;
 } UpGate;
-
-/* a = act(gate) up of 32 numbers, or act(gate); up's stand `next` behind the gate's. */
-template <typename T, bool gated, int every, int next>
-__device__ inline void activate_box(float (&a)[32], const float *d, const FusedMoeActivation &f) {
-    with_activation<T>(f.kind, [&](auto act) {
-#pragma unroll
-        for (int i = 0; i < 32; i++) {
-            a[i] = act.gate(d[every * i], f.alpha, f.limit).value;
-            if (gated) a[i] *= act.up(d[every * i + next], f.limit).value;
-        }
-    });
-}
 
 /* 64 columns of which a thread holds number 4 j + lane % 4 (of two rows: a[2 j], a[2 j + 1]), as BoxWriter takes
  * them: the two of columns 2 (lane % 4) and one more of every eight. */
@@ -54,23 +43,27 @@ __device__ inline void pack_spread_box(uint32_t (&words)[16], const float (&a)[3
     }
 }
 
-template <class Tile, Columns columns>
-__global__ void __launch_bounds__(Tile::THREADS, 1)
-    hopper_up_gate_kernel(const __grid_constant__ UpGate p) {
-    using T = typename Tile::T;
-    const Plan &plan = p.product.plan;
-    auto finish = [&](float (&d)[128], const Item &item, int row, BoxWriter &writer) {
+template <typename T, Columns columns>
+struct Finish {
+    const UpGate &p;
+
+    __device__ const T *bias_of(const void *bias, const Item &item) const {
+        return bias ? (const T *)bias + item.expert * p.bias_stride : nullptr;
+    }
+
+    __device__ void tall(float (&d)[128], const Item &item, int row, BoxWriter &writer) {
+        const Plan &plan = p.product.plan;
         const CUtensorMap *map_a = plan.maps + MAP_A * plan.E + item.expert;
-        const CUtensorMap *map_h = plan.maps + MAP_H * plan.E + item.expert, *map_up = map_h + plan.E;
-        const T *bias = p.bias ? (const T *)p.bias + item.expert * p.bias_stride : nullptr;
-        const T *bias_up = p.bias_up ? (const T *)p.bias_up + item.expert * p.bias_stride : nullptr;
+        const CUtensorMap *map_h = plan.maps + MAP_H * plan.E + item.expert,
+                          *map_up = map_h + plan.E;
+        const T *bias = bias_of(p.bias, item), *bias_up = bias_of(p.bias_up, item);
         uint32_t words[16];
         float a[32];
         if constexpr (columns == PAIRS) {
 #pragma unroll
             for (int i = 0; i < 2; i++) {
                 float *gate = &d[32 * i], *up = gate + 64;
-                int column = item.column * Tile::BN / 2 + i * BOX;
+                int column = (2 * item.column + i) * BOX;
                 if (column >= p.F) return;
                 if (bias) add_bias(gate, bias, column, p.F);
                 if (bias_up) add_bias(up, bias_up, column, p.F);
@@ -80,35 +73,94 @@ __global__ void __launch_bounds__(Tile::THREADS, 1)
                     pack_box<T>(words, up);
                     writer.store(words, map_up, column, row);
                 }
-                activate_box<T, true, 1, 64>(a, gate, p.activation);
+                activate<true, 1>(a, gate, up);
                 pack_box<T>(words, a);
                 writer.store(words, map_a, column, row);
             }
         } else {
 #pragma unroll
             for (int i = 0; i < 4; i++) {
-                int column = item.column * Tile::BN + i * BOX;
+                int column = (4 * item.column + i) * BOX;
                 if (bias) add_bias(&d[32 * i], bias, column, p.H);
                 if (p.h && column < p.H) {
                     pack_box<T>(words, &d[32 * i]);
                     writer.store(words, map_h, column, row);
                 }
                 if (columns == UNGATED && column < p.H) {
-                    activate_box<T, false, 1, 0>(a, &d[32 * i], p.activation);
+                    activate<false, 1>(a, &d[32 * i], nullptr);
                     pack_box<T>(words, a);
                     writer.store(words, map_a, column, row);
                 }
-                if (columns == INTERLEAVED && i % 2 && column - BOX < p.H) { /* two boxes of h: one of a */
-                    activate_box<T, true, 2, 1>(a, &d[32 * (i - 1)], p.activation);
+                if (columns == INTERLEAVED && i % 2 &&
+                    column - BOX < p.H) { /* two boxes of h: one of a */
+                    activate<true, 2>(a, &d[32 * (i - 1)], &d[32 * (i - 1)] + 1);
                     pack_spread_box<T>(words, a);
                     writer.store(words, map_a, (column - BOX) / 2, row);
                 }
             }
         }
-    };
-    grouped_product<Tile>(p.product, finish);
-    if (p.h) zero_rows_past(plan, (T *)p.h, p.H);
-    zero_rows_past(plan, (T *)p.a, p.F);
+    }
+
+    template <int tokens>
+    __device__ void few(float (&d)[tokens], const Item &item, int wg, int warp, BoxWriter &writer) {
+        const T *bias = bias_of(p.bias, item), *bias_up = bias_of(p.bias_up, item);
+        T *h = (T *)p.h + (int64_t)item.first_row * p.H,
+          *out = (T *)p.a + (int64_t)item.first_row * p.F;
+        int rows = item.num_rows;
+        float a[tokens / 2];
+        if constexpr (columns == PAIRS) { /* gates, then their ups */
+            int column = (2 * item.column + wg) * BOX + 16 * warp, left = p.F - column;
+            if (left <= 0) return;
+            if (bias) add_bias_few<tokens>(d, bias, column, p.F);
+            if (bias_up) add_bias_few<tokens>(d + tokens / 2, bias_up, column, p.F);
+            if (p.h) {
+                writer.store_few<tokens>(d, h + column, p.H, rows, left);
+                writer.store_few<tokens>(d + tokens / 2, h + p.F + column, p.H, rows, left);
+            }
+            activate<true, 1>(a, d, d + tokens / 2);
+            writer.store_few<tokens>(a, out + column, p.F, rows, left);
+        } else {
+#pragma unroll
+            for (int i = 0; i < 2; i++) {
+                float *lines = &d[tokens / 2 * i];
+                int column = (4 * item.column + 2 * wg + i) * BOX + 16 * warp, left = p.H - column;
+                if (left <= 0) return;
+                if (bias) add_bias_few<tokens>(lines, bias, column, p.H);
+                if (p.h) writer.store_few<tokens>(lines, h + column, p.H, rows, left);
+                if constexpr (columns == UNGATED) {
+                    activate<false, 1>(a, lines, nullptr);
+                    writer.store_few<tokens>(a, out + column, p.F, rows, left);
+                } else { /* a gate's up is the next line, four lanes on */
+#pragma unroll
+                    for (int n = 0; n < tokens / 2; n++) a[n] = __shfl_down_sync(~0u, lines[n], 4);
+                    activate<true, 1>(a, lines, a);
+                    writer.store_few_pairs<tokens>(a, out + column / 2, p.F, rows, left / 2);
+                }
+            }
+        }
+    }
+
+    /* a = act(gate) up, or act(gate); numbers of both stand `every` apart. up may be a. */
+    template <bool gated, int every, int count>
+    __device__ void activate(float (&a)[count], const float *gate, const float *up) const {
+        const FusedMoeActivation &f = p.activation;
+        with_activation<T>(f.kind, [&](auto act) {
+#pragma unroll
+            for (int i = 0; i < count; i++) {
+                float v = act.gate(gate[every * i], f.alpha, f.limit).value;
+                a[i] = gated ? v * act.up(up[every * i], f.limit).value : v;
+            }
+        });
+    }
+};
+
+template <class Tile, Columns columns>
+__global__ void __launch_bounds__(Tile::THREADS, 1)
+    hopper_up_gate_kernel(const __grid_constant__ UpGate p) {
+    using T = typename Tile::T;
+    grouped_product<Tile>(p.product, Finish<T, columns>{p});
+    if (p.h) zero_rows_past(p.product.plan, (T *)p.h, p.H);
+    zero_rows_past(p.product.plan, (T *)p.a, p.F);
 }
 
 /* --- launcher ----------------------------------------------------------------------------------------------- */
@@ -143,8 +195,8 @@ static int run(const FusedMoeUpGate &p, void *stream) {
     int status = weight_map<T>(&product.b[0], w1, Tile::B_MAJOR, w1.stride_out, w1.stride_in,
                                rows.E, part, p.D, lines);
     if (status == FUSED_MOE_OK && columns == PAIRS)
-        status = weight_map<T>(&product.b[1], up, Tile::B_MAJOR, up.stride_out, up.stride_in, rows.E,
-                               part, p.D, lines);
+        status = weight_map<T>(&product.b[1], up, Tile::B_MAJOR, up.stride_out, up.stride_in,
+                               rows.E, part, p.D, lines);
     Result results[MAX_RESULTS] = {};
     auto result = [&](int i, T *data, int64_t width, int64_t pitch) {
         results[i].data = data;
@@ -158,6 +210,7 @@ static int run(const FusedMoeUpGate &p, void *stream) {
     product.plan.R = rows.R;
     product.plan.E = rows.E;
     product.plan.num_columns = (int32_t)ceil_div(part, lines);
+    product.plan.last_is_narrow = columns != PAIRS && (H - 1) % Tile::BN < Tile::BN / 2;
     product.plan.schedule = schedule_for(Tile::BM);
     if (status == FUSED_MOE_OK)
         status = make_plan(&product.plan, rows.ends, results, p.workspace, stream);

@@ -58,36 +58,54 @@ __device__ inline void wgmma_wait_group() {
 #define TEXT_120                                                                                   \
     TEXT_60 ", " TEXT_10(6) ", " TEXT_10(7) ", " TEXT_10(8) ", " TEXT_10(9) ", " TEXT_10(          \
         10) ", " TEXT_10(11)
-#define REGISTERS_4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
-#define REGISTERS_16(i)                                                                            \
-    REGISTERS_4(i), REGISTERS_4(i + 4), REGISTERS_4(i + 8), REGISTERS_4(i + 12)
-#define REGISTERS_32(i) REGISTERS_16(i), REGISTERS_16(i + 16)
-#define REGISTERS_64(i) REGISTERS_32(i), REGISTERS_32(i + 32)
-#define REGISTERS_128(i) REGISTERS_64(i), REGISTERS_64(i + 64)
+#define REGISTERS_4(c, i) c(d[i]), c(d[i + 1]), c(d[i + 2]), c(d[i + 3])
+#define REGISTERS_16(c, i)                                                                         \
+    REGISTERS_4(c, i), REGISTERS_4(c, i + 4), REGISTERS_4(c, i + 8), REGISTERS_4(c, i + 12)
+#define REGISTERS_32(c, i) REGISTERS_16(c, i), REGISTERS_16(c, i + 16)
+#define REGISTERS_64(c, i) REGISTERS_32(c, i), REGISTERS_32(c, i + 32)
+#define REGISTERS_128(c, i) REGISTERS_64(c, i), REGISTERS_64(c, i + 64)
 
-/* A, B, accumulate and the two transpositions are the operands after the N / 2 registers. */
-#define WGMMA(T, TYPE, N, REGS, TEXT, A, B, P, TA, TB)                                             \
-    template <Major a_major, Major b_major>                                                        \
-    __device__ inline void wgmma_m64n##N##k16(float *d, uint64_t a, uint64_t b, int accumulate,    \
-                                              T) {                                                 \
-        asm volatile("{.reg .pred p; setp.ne.b32 p, " P ", 0;\n"                                   \
-                     "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" TEXT     \
-                     "}, " A ", " B ", p, 1, 1, " TA ", " TB ";}"                                  \
-                     : REGS(0)                                                                     \
-                     : "l"(a), "l"(b), "r"(accumulate), "n"((int)a_major), "n"((int)b_major));     \
+/* A, B, accumulate and the two transpositions are the operands after the N / 2 registers. Where nothing is
+ * accumulated the registers are results alone, so that nothing keeps what they held before. */
+#define WGMMA_ASM(TYPE, N, C, REGS, TEXT, A, B, P, TA, TB)                                         \
+    asm volatile("{.reg .pred p; setp.ne.b32 p, " P ", 0;\n"                                       \
+                 "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" TEXT "}, " A \
+                 ", " B ", p, 1, 1, " TA ", " TB ";}"                                              \
+                 : REGS(C, 0)                                                                      \
+                 : "l"(a), "l"(b), "n"(accumulate), "n"((int)a_major), "n"((int)b_major))
+#define WGMMA(T, TYPE, N, ...)                                                                     \
+    template <int accumulate, Major a_major, Major b_major>                                        \
+    __device__ inline void wgmma_m64n##N##k16(float *d, uint64_t a, uint64_t b, T) {               \
+        if constexpr (accumulate)                                                                  \
+            WGMMA_ASM(TYPE, N, "+f", __VA_ARGS__);                                                 \
+        else                                                                                       \
+            WGMMA_ASM(TYPE, N, "=f", __VA_ARGS__);                                                 \
     }
 #define WGMMAS(T, TYPE)                                                                            \
     WGMMA(T, TYPE, 8, REGISTERS_4, "%0, %1, %2, %3", "%4", "%5", "%6", "%7", "%8")                 \
     WGMMA(T, TYPE, 32, REGISTERS_16, TEXT_10() ", %10, %11, %12, %13, %14, %15", "%16", "%17",     \
           "%18", "%19", "%20")                                                                     \
     WGMMA(T, TYPE, 64, REGISTERS_32, TEXT_30 ", " TEXT_2(3), "%32", "%33", "%34", "%35", "%36")    \
+    WGMMA(T, TYPE, 128, REGISTERS_64, TEXT_60 ", %60, %61, %62, %63", "%64", "%65", "%66", "%67",  \
+          "%68")                                                                                   \
     WGMMA(T, TYPE, 256, REGISTERS_128, TEXT_120 ", " TEXT_8(12), "%128", "%129", "%130", "%131",   \
           "%132")
 WGMMAS(__nv_bfloat16, "bf16")
 WGMMAS(__half, "f16")
 
+/* By number of columns. */
+template <int columns, int accumulate, Major a_major, Major b_major, typename T>
+__device__ inline void wgmma(float *d, uint64_t a, uint64_t b, T t) {
+    if constexpr (columns == 256) wgmma_m64n256k16<accumulate, a_major, b_major>(d, a, b, t);
+    if constexpr (columns == 128) wgmma_m64n128k16<accumulate, a_major, b_major>(d, a, b, t);
+    if constexpr (columns == 64) wgmma_m64n64k16<accumulate, a_major, b_major>(d, a, b, t);
+    if constexpr (columns == 32) wgmma_m64n32k16<accumulate, a_major, b_major>(d, a, b, t);
+    if constexpr (columns == 8) wgmma_m64n8k16<accumulate, a_major, b_major>(d, a, b, t);
+}
+
 #undef WGMMAS
 #undef WGMMA
+#undef WGMMA_ASM
 #undef TEXT_2
 #undef TEXT_8
 #undef TEXT_10
