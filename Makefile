@@ -14,7 +14,7 @@ TORCH  = torch==2.13.0
 
 python  = $(VENV)/bin/python
 install = $(python) -m pip install --quiet --no-build-isolation --editable
-C_CODE  = $(wildcard csrc/*.[ch] csrc/*.cpp csrc/*/*.[ch] csrc/*/*.cu csrc/*/*.cuh)
+C_CODE  = $(wildcard csrc/*.[ch] csrc/*.cpp csrc/*/*.[ch] csrc/*/*.cu csrc/*/*.cuh csrc/*/*/*.cu csrc/*/*/*.cuh)
 
 build: $(VENV)/built
 

@@ -77,16 +77,17 @@ static py::tuple find_work(const Ints &work, const Ints &ends, int32_t num_colum
     check(work == plan(ends, s), "work: not the plan of these ends, tile_rows and few_rows");
     check(num_columns >= 1,
           "num_columns: expected at least 1, found " + std::to_string(num_columns));
-    double few = double(work[2] - work[3]) * num_columns;
-    check(few * work[2] * num_columns < 0x1p63,
-          "num_columns: expected items * items of few rows below 2**63, found " +
-              std::to_string(num_columns) + " columns");
     int64_t num_items = int64_t(work[2]) * num_columns;
+    check(num_items < INT64_C(1) << 31, "num_columns: expected fewer than 2^31 items, found " +
+                                            std::to_string(work[2]) + " row tiles times " +
+                                            std::to_string(num_columns) + " columns");
+    /* A group of all row tiles is as good as a larger one, which could pass 32 bits. */
+    s.group = std::min(s.group, std::max(work[2], 1));
     if (index < 0 || index >= num_items)
         throw py::index_error("index: expected 0 <= index < " + std::to_string(num_items) +
                               ", found " + std::to_string(index));
-    FusedMoeWork found =
-        fused_moe_find_work(work.data(), ends.data(), ends.size(), &s, num_columns, index);
+    FusedMoeWork found = fused_moe_find_work(work.data(), ends.data(), ends.size(), &s, num_columns,
+                                             static_cast<uint32_t>(index));
     return py::make_tuple(found.rows.expert, found.rows.first_row, found.rows.num_rows,
                           found.column, found.few != 0);
 }

@@ -27,10 +27,11 @@ import torch
 
 from . import _host
 
-# The kernels' own, members of FusedMoeSchedule.
-SCHEDULE = {"tile_rows": 128, "few_rows": 64, "order": "grouped", "group": 16, "interleave": True}
+# The kernels' own, members of FusedMoeSchedule: schedule_for in csrc/kernels/hopper/plan.cu.
+SCHEDULE = {"tile_rows": 128, "few_rows": 64, "order": "grouped", "group": 8, "interleave": True}
 TILE_COLUMNS = 256  # columns of a product that a tile computes; of up_gate 128 of gate and 128 of up
 ROWS_OF_MMA = 64  # rows are multiplied in multiples of these
+ROWS_OF_SWAPPED = (8, 32, 64)  # but an expert's few rows, with swapped operands, in the first that has room
 NUMBER = 2  # bytes of a 16-bit operand
 # Of an H200 with 132 SMs.
 ARITHMETIC = 5.7e6  # FLOP/us of one SM: 750 TFLOP/s of all
@@ -103,6 +104,12 @@ def bring(needed: dict[tuple, int], l2: OrderedDict) -> int:
     return missed
 
 
+def multiplied_rows(item: Item) -> int:
+    """An item's rows with those that the tensor cores' shapes add."""
+    rounded_up = -(-item.num_rows // ROWS_OF_MMA) * ROWS_OF_MMA
+    return next((n for n in ROWS_OF_SWAPPED if item.few and item.num_rows <= n), rounded_up)
+
+
 def simulate(items: list[Item], depth: int, num_sms: int = 132) -> list[Run]:
     """The items' runs on SMs that each draw the next item when free; in the order drawn.
 
@@ -127,8 +134,8 @@ def simulate(items: list[Item], depth: int, num_sms: int = 132) -> list[Run]:
                 heappush(reading, (progress + missed, number, sm, now, missed))
         else:
             progress, number, sm, start, missed = heappop(reading)
-            now, rows = all_read, -(-items[number].num_rows // ROWS_OF_MMA) * ROWS_OF_MMA
-            product = 2 * rows * TILE_COLUMNS * depth / ARITHMETIC
+            now = all_read
+            product = 2 * multiplied_rows(items[number]) * TILE_COLUMNS * depth / ARITHMETIC
             end = max(now, start + product) + EPILOGUE
             runs[number] = Run(items[number], sm, start, end, missed)
             heappush(free, (end, sm))

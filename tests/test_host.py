@@ -1,7 +1,8 @@
 """fused_moe._host: the tile plan of csrc/plan.h and the schedule of csrc/schedule.h against naive lists."""
 
+import math
 import random
-from itertools import accumulate, product
+from itertools import accumulate, pairwise, product
 
 import pytest
 from hypothesis import given
@@ -13,7 +14,7 @@ _host = pytest.importorskip("fused_moe._host", reason="fused_moe._host was not b
 COUNTS = st.lists(st.one_of(st.just(0), st.integers(0, 700)), max_size=40)
 TILE_ROWS = st.one_of(st.just(_host.TILE_ROWS), st.integers(1, 300))
 ORDERS = ("linear", "grouped", "column")
-HOPPER = {"tile_rows": 128, "few_rows": 64, "order": "grouped", "group": 16, "interleave": True}
+HOPPER = {"tile_rows": 128, "few_rows": 64, "order": "grouped", "group": 8, "interleave": True}
 
 
 def naive_tiles(counts, tile_rows):
@@ -188,19 +189,20 @@ def test_every_window_has_its_share_of_few_rows():
 @pytest.mark.parametrize("interleave", [False, True])
 @pytest.mark.parametrize("tile_rows", [64, 128, 192])
 def test_schedules_of_the_last_int32_rows(order, interleave, tile_rows):
-    """Too many items to draw all of them: of those drawn no two are the same, and each is a whole tile."""
-    last, num_columns = 2**31 - 1, 1000
+    """Too many items to draw all: of those drawn each is as many-th of its kind as its order tells."""
+    last = 2**31 - 1
     ends = [0, 1, 2**30, 2**30, last - 64, last]
     schedule = HOPPER | {"order": order, "interleave": interleave, "tile_rows": tile_rows}
     work = _host.plan_work(ends, **schedule)
-    tall = sum(-(-rows // tile_rows) for rows in (2**30 - 1, last - 64 - 2**30))
-    assert work[:8] == [4, 2, tall + 2, tall, 2, 4, 1, 5]
-    num_items = (tall + 2) * num_columns
+    tiles = [-(-(end - begin) // tile_rows) for begin, end in pairwise(ends)]  # of experts 1 to 5
+    tall, share = tiles[1] + tiles[3], 2 / sum(tiles)
+    assert work[:9] == [4, 2, tall + 2, tall, math.ceil(2**32 * share), 2, 4, 1, 5]
+    num_columns = last // work[2]  # the most there may be
+    num_items = work[2] * num_columns
     draw, found = random.Random(0), {}
     for index in [0, num_items - 1, *(draw.randrange(num_items) for _ in range(2000))]:
-        item = expert, first_row, num_rows, column, few = _host.find_work(
-            work, ends, num_columns, index, **schedule
-        )
+        item = _host.find_work(work, ends, num_columns, index, **schedule)
+        expert, first_row, num_rows, column, few = item
         assert found.setdefault(item, index) == index
         begin = ends[expert - 1]
         assert begin <= first_row < first_row + num_rows <= ends[expert]
@@ -208,17 +210,39 @@ def test_schedules_of_the_last_int32_rows(order, interleave, tile_rows):
         assert num_rows == min(tile_rows, ends[expert] - first_row)
         assert 0 <= column < num_columns
         assert few == (expert in (1, 5))
-        if not interleave:
-            assert few == (index >= tall * num_columns)
-    assert _host.find_work(work, ends, num_columns, num_items - 1, **schedule) == (
-        5,
-        last - 64,
-        64,
-        999,
-        True,
-    )
+
+        tile = (first_row - begin) // tile_rows + {1: 0, 2: 0, 4: tiles[1], 5: 1}[expert]
+        num_tiles = 2 if few else tall
+        group = {"linear": 1, "grouped": schedule["group"], "column": num_tiles}[order]
+        before = tile // group * group
+        number = before * num_columns + column * min(group, num_tiles - before) + tile - before
+        if interleave:
+            assert abs((number if few else index - number) - index * share) <= 1
+        else:
+            assert index == number + few * tall * num_columns
+    expert, *_, column, few = _host.find_work(work, ends, num_columns, num_items - 1, **schedule)
+    assert (expert, column) == (5 if few else 4, num_columns - 1)
     with pytest.raises(IndexError, match=f"found {num_items}"):
         _host.find_work(work, ends, num_columns, num_items, **schedule)
+    for too_many in (num_columns + 1, last):
+        with pytest.raises(ValueError, match=r"num_columns: expected fewer than 2\^31 items, found "):
+            _host.find_work(work, ends, too_many, 0, **schedule)
+
+
+@pytest.mark.parametrize("few_experts", [1, 64, 3000])
+def test_few_rows_have_their_share_of_nearly_2_to_the_31_items(few_experts):
+    """The share in 32 bits is rounded up; over so many items that comes to half an item at most."""
+    counts = [1] * few_experts + [128 * 7919]
+    ends, schedule = list(accumulate(counts)), HOPPER | {"order": "linear"}
+    work = _host.plan_work(ends, **schedule)
+    num_columns = (2**31 - 1) // work[2]
+    num_items, draw = work[2] * num_columns, random.Random(0)
+    for index in [num_items - 1, *(draw.randrange(num_items) for _ in range(2000))]:
+        expert, first_row, _, column, few = _host.find_work(work, ends, num_columns, index, **schedule)
+        tile = expert if few else (first_row - few_experts) // 128
+        number = tile * num_columns + column
+        few_before = number if few else index - number
+        assert abs(few_before - index * few_experts / work[2]) <= 1
 
 
 @pytest.mark.parametrize(
@@ -236,7 +260,7 @@ def test_wrong_schedules_are_refused(ends, changes, message):
     with pytest.raises(ValueError, match=message):
         _host.plan_work(ends, **HOPPER | changes)
     with pytest.raises(ValueError, match=message):
-        _host.find_work([1, 0, 1, 0, 0, 1], ends, 1, 0, **HOPPER | changes)
+        _host.find_work([1, 0, 1, 0, 0, 0, 1], ends, 1, 0, **HOPPER | changes)
 
 
 def test_wrong_items_are_refused():
@@ -249,10 +273,15 @@ def test_wrong_items_are_refused():
         _host.find_work(work, [1, 400], 2, 0, **HOPPER)
     with pytest.raises(ValueError, match="num_columns: expected at least 1, found 0"):
         _host.find_work(work, ends, 0, 0, **HOPPER)
-    one_row_tiles = HOPPER | {"tile_rows": 1, "few_rows": 1}
-    ends = [1, 2**31 - 1]
-    with pytest.raises(ValueError, match="found 131072 columns"):
-        _host.find_work(_host.plan_work(ends, **one_row_tiles), ends, 2**17, 0, **one_row_tiles)
+    with pytest.raises(ValueError, match=r"num_columns: expected fewer than 2\^31 items, found 4 row tiles"):
+        _host.find_work(work, ends, 2**29, 0, **HOPPER)
+
+
+def test_a_group_may_be_of_any_size():
+    """Larger than a product of 32 bits allows: 2**30 row tiles of 4 columns are no items in 32 bits."""
+    for group in (2**29, 2**30, 2**31 - 1):
+        huge = HOPPER | {"group": group}
+        assert drawn([500, 3, 0, 300], 4, huge) == drawn([500, 3, 0, 300], 4, HOPPER | {"order": "column"})
 
 
 def test_no_rows_no_items():

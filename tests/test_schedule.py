@@ -1,8 +1,10 @@
 """python -m fused_moe.schedule: the model's schedule holds together, and the picture is drawn."""
 
+import re
 import sys
 from collections import Counter
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 
@@ -11,6 +13,7 @@ from fused_moe import schedule  # noqa: E402
 
 ORDERS = ("linear", "grouped", "column")
 WORST = [1] * 63 + [32768 - 63]  # of 64 experts, with K = 3584 and N = 2560
+KERNELS = Path(__file__).parents[1] / "csrc" / "kernels" / "hopper"
 SMALL = "256,16,2,512,256"
 
 
@@ -30,6 +33,27 @@ def draw(tmp_path):
         return path.read_bytes()[:8]
 
     return draw
+
+
+@pytest.mark.quick
+def test_the_schedule_is_the_kernels():
+    """SCHEDULE has what schedule_for of plan.cu starts from, for the tile of engine.cuh."""
+    if not KERNELS.exists():
+        pytest.skip("not in a checkout")
+    defaults = r"FusedMoeSchedule s = \{tile_rows, (\d+), FUSED_MOE_ORDER_(\w+), (\d+), ([01])\};"
+    ((few_rows, order, group, interleave),) = re.findall(defaults, (KERNELS / "plan.cu").read_text())
+    box = re.search(r"int BOX = (\d+)", (KERNELS / "wgmma.cuh").read_text())[1]
+    engine = (KERNELS / "engine.cuh").read_text()
+    warpgroups = re.search(r"int WARPGROUPS = (\d+)", engine)[1]
+    columns = re.search(r"int BM = BOX \* WARPGROUPS, BN = (\d+)", engine)[1]
+    assert (schedule.ROWS_OF_MMA, schedule.TILE_COLUMNS) == (int(box), int(columns))
+    assert schedule.SCHEDULE == {
+        "tile_rows": int(box) * int(warpgroups),
+        "few_rows": int(few_rows),
+        "order": order.lower(),
+        "group": int(group),
+        "interleave": interleave == "1",
+    }
 
 
 @pytest.mark.parametrize("routing", ["zipf:1.2", "worst"])
@@ -76,6 +100,13 @@ def test_an_item_lasts_as_long_as_its_product_or_its_bytes():
         product = 2 * rows * 256 * depth / schedule.ARITHMETIC
         reading = run.bytes_read / schedule.MEMORY_OF_SM
         assert run.end - run.start == pytest.approx(max(product, reading) + schedule.EPILOGUE)
+
+
+def test_few_rows_cost_the_tokens_that_a_swapped_product_has_room_for():
+    for rows, room in ((1, 8), (8, 8), (9, 32), (33, 64), (64, 64)):
+        assert schedule.multiplied_rows(*schedule.items_of([rows], 1)) == room
+    assert [schedule.multiplied_rows(i) for i in schedule.items_of([128, 129], 1)] == [128, 128, 64]
+    assert schedule.multiplied_rows(*schedule.items_of([100], 1, few_rows=128)) == 128
 
 
 def test_sms_share_the_memory():

@@ -151,7 +151,8 @@ FusedMoeSchedule schedule_for(int tile_rows) {
     if (strstr(asked, "experts=in-turn")) s.interleave = 0;
     if (strstr(asked, "tails=off")) s.few_rows = 0;
     const char *group = strstr(asked, "group=");
-    if (group && atoi(group + 6) > 0) s.group = atoi(group + 6);
+    int tiles = group ? atoi(group + strlen("group=")) : 0;
+    if (tiles > 0) s.group = tiles < 256 ? tiles : 256; /* times columns it stays within 32 bits */
     return s;
 }
 
