@@ -10,8 +10,8 @@
  * All matrices are row-major and dense unless they carry strides; strides count elements.
  * Functions return a FusedMoeStatus and never print, exit or throw.
  *
- * A workspace is memory of the caller's that one call uses. Its size follows from the other members, by
- * the function fused_moe_cuda_<operator>_workspace; the CPU tier takes none. */
+ * A workspace is memory of the caller's that one call uses. fused_moe_cuda_<operator>_workspace gives its size, from
+ * the other members, the current device and FUSED_MOE_TIER; the CPU tier takes none. */
 #ifndef FUSED_MOE_H
 #define FUSED_MOE_H
 
@@ -173,6 +173,7 @@ typedef struct { /* out[r] = sum_i a[r, part i] b[i][e(r)]^T + bias[e(r)]; zero 
     const int32_t *ends;  /* [E]    */
     const int32_t *tiles; /* [2+2E] plan.h; NULL: made in the workspace */
     void *workspace;
+    int64_t workspace_bytes;
     int64_t R, M, N[2];
     int32_t E;
     FusedMoeDtype dtype;
@@ -215,6 +216,7 @@ typedef struct {        /* h = x[row_token] w1^T | w3^T + b;  a = act(gate) up *
     void *h;            /* [R,H]; NULL: not kept */
     void *a;            /* [R,F] */
     void *workspace;
+    int64_t workspace_bytes;
     FusedMoePlan plan;
     int64_t D, F;
     FusedMoeLayout layout;
@@ -283,7 +285,7 @@ int fused_moe_cuda_device(int device, FusedMoeCudaDevice *found);
 typedef enum {
     FUSED_MOE_ON_HOPPER = 0, /* it had not */
     FUSED_MOE_OTHER_GPU,
-    FUSED_MOE_PORTABLE_ASKED, /* by FUSED_MOE_TIER */
+    FUSED_MOE_PORTABLE_ASKED, /* by FUSED_MOE_TIER, when the workspace was made or now */
     FUSED_MOE_OTHER_DTYPE,
     FUSED_MOE_NO_ROWS,
     FUSED_MOE_SCORED_INPUT,

@@ -550,6 +550,7 @@ void run_grouped_mm(const Tensor &a, const FusedMoeWeight b[2], const int64_t N[
     p.dtype = float_dtype("grouped_mm", a);
     Tensor scratch = WORKSPACE(grouped_mm, p, a);
     p.workspace = mutable_data(scratch);
+    p.workspace_bytes = scratch.numel();
     RUN(grouped_mm, p, a);
 }
 
@@ -668,6 +669,7 @@ std::tuple<Tensor, Tensor> experts_up(const Tensor &x_, const Tensor &w1, const 
     OptTensor scores = scores_of(op, scores_, x, {m.plan.T, m.plan.K});
     check_size(op, "x's width", x.size(1), s.D, s.D);
     STD_TORCH_CHECK(!scores || m.row_token, "fused_moe::experts_up: expected maps with scores");
+    STD_TORCH_CHECK(w3 || !b3, "fused_moe::experts_up: expected b3 with w3 and not without");
     Tensor h = new_like(x, {save_h ? m.plan.R : 0, s.H});
     Tensor a = new_like(x, {m.plan.R, s.F});
 
@@ -688,6 +690,7 @@ std::tuple<Tensor, Tensor> experts_up(const Tensor &x_, const Tensor &w1, const 
     p.dtype = float_dtype(op, x);
     Tensor scratch = WORKSPACE(up_gate, p, x);
     p.workspace = mutable_data(scratch);
+    p.workspace_bytes = scratch.numel();
     RUN(up_gate, p, x);
     return {h, a};
 }

@@ -22,7 +22,7 @@ REASONS = {
     "SCORED_INPUT": "the input is multiplied by its scores",
     "WIDTH": "a width is not a multiple of 8",
     "UNALIGNED": "rows or a bias do not lie on 16 bytes",
-    "STRIDES": "a weight's strides or address are not multiples of 16 bytes",
+    "STRIDES": "a weight's strides or address are not what the copy engine reads",
     "TOO_LARGE": "there are more than 2^31 tiles",
 }
 TIER_OPS = ("grouped_mm", "up_gate")  # FusedMoeTierOp

@@ -312,6 +312,8 @@ def operator_calls(device) -> tuple[dict, dict]:
         "up_gate: unknown layout": (ops.up_gate, *up, *maps, 9, *act),
         "up_gate: unknown activation": (ops.up_gate, *up, *maps, 0, 17, 1.0, 1.0),
         "up_gate: w3 with a packed layout": (ops.up_gate, *up, *maps, 1, *act),
+        "up_gate: b3 with a packed layout": (
+            ops.up_gate, x, w1, None, None, w1[:, : w1.size(1) // 2, 0], *maps, 1, *act),
         "up_gate: narrow b1": (ops.up_gate, x, w1, w3, w1[:, 0, :1], None, *maps, 0, *act),
         "up_gate: odd packed width": (ops.up_gate, x, w1[:, :3], None, None, None, *maps, 2, *act),
         "up_gate: offsets of fewer experts": (ops.up_gate, *up, *changed(0, plan.offsets[:3], maps), 0, *act),

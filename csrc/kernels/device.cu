@@ -1,4 +1,5 @@
-/* Whether a CUDA tier runs on a device (hopper/tier.cu: which of them has a call), and what the runtime said when a call failed.
+/* Whether a CUDA tier runs on a device, and what the runtime said when a call failed. Which of the CUDA tiers has a
+ * call: hopper/tier.cu.
  *
  * The environment variable FUSED_MOE_TIER asks for a tier: portable, hopper or auto (the default). hopper is
  * auto, and an error on other GPUs. */

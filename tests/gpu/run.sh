@@ -55,7 +55,8 @@ fi
 for tool in $tools; do
     options=(--tool "$tool" --target-processes all --report-api-errors no --show-backtrace device)
     select=() tier=${FUSED_MOE_TIER:-auto}
-    if [ "$tool" = initcheck ]; then # garbage maps name rows that nothing wrote; it does not see what the copy engine writes
+    # Garbage maps name rows that nothing wrote, and what the copy engine writes initcheck does not see.
+    if [ "$tool" = initcheck ]; then
         select=(-k "not garbage and not engine and not tier") tier=portable
     else
         options+=(--error-exitcode 1 --kernel-name kns=fused_moe)
@@ -72,7 +73,7 @@ for tool in $tools; do
     total=$(sed -En 's/^=+ (ERROR|RACECHECK) SUMMARY: //p' "$log" | paste -sd ';')
     passed=$(counts "$log")
     if [ "$found" -ne 0 ] || [ -z "$total" ] || [[ $passed != *passed* ]]; then failed=1; fi
-    say "$tool: ${total:-did not run}, $found in our kernels; ${passed:-no tests}, $((SECONDS - start)) s"
+    say "$tool ($tier): ${total:-did not run}, $found in our kernels; ${passed:-no tests}, $((SECONDS - start)) s"
 done
 
 result="passed"

@@ -1,6 +1,6 @@
 /* The engine of the Hopper products: d[r, :] = a[r, :] b[e(r)]^T on a persistent grid, one CTA an SM.
  *
- *   producer      a warpgroup of few registers: one warp draws the items, the others keep a ring of stages full
+ *   producer      a warpgroup of few registers: one warp draws the items, one (three for a gather) keeps the stages full
  *   consumers     two warpgroups: each multiplies 64 of the tile's 128 rows by its 256 columns, and then hands
  *                 its sums, in registers, to the epilogue
  *
@@ -125,7 +125,7 @@ __device__ inline void copy(const Product &p, Shared<Tile> &s) {
 }
 
 /* Three warps, which gather A: thread i copies chunk i % 8 of rows i / 8, i / 8 + 12, ... Rows that are not
- * there are copies of x's first: nothing stores what comes of them. */
+ * there are copies of x's first, and so are rows whose token is out of range, which no plan of ours has. */
 template <class Tile>
 __device__ inline void copy_gathered(const Product &p, Shared<Tile> &s) {
     constexpr int EVERY = 4 * Tile::COPYING_WARPS, ROWS = (Tile::BM + EVERY - 1) / EVERY;
@@ -188,8 +188,8 @@ __device__ inline void for_each_step(Shared<Tile> &s, typename Tile::Stages &fro
         wgmma_fence();
         issue(s.stage[from.at], first);
         wgmma_commit_group();
-        wgmma_wait_group<
-            0>(); /* the other warpgroup's are under way; a stage held longer is worse */
+        /* the other warpgroup's are under way; a stage held longer is worse */
+        wgmma_wait_group<0>();
         leave<Tile>(s, from.at);
         from.advance();
     };

@@ -3,7 +3,7 @@
  *   ends   [E]       ends of the experts' rows, made to never decrease and to stay within R
  *   work   [5+2E]    schedule.h's plan
  *   next   [1]       the next item that no CTA has drawn
- *   maps   [n, E]    tensor maps of the results, each ending where the expert's rows end                  */
+ *   maps   [3, E]    tensor maps of the results, each ending where the expert's rows end                  */
 #pragma once
 
 #include "../../schedule.h"

@@ -107,10 +107,6 @@ __device__ inline void cp_async_bulk_wait_group_read() {
     asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(pending) : "memory");
 }
 
-__device__ inline void prefetch_tensormap(const void *map) {
-    asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
-}
-
 /* --- maps that the device builds ----------------------------------------------------------------------------- */
 
 __device__ inline void tensormap_replace_global_address(uint32_t map, const void *address) {
@@ -139,6 +135,8 @@ __device__ inline void fence_proxy_tensormap_acquire(const void *map) {
     asm volatile("fence.proxy.tensormap::generic.acquire.gpu [%0], 128;" ::"l"(map) : "memory");
 }
 
+/* --- results through shared memory --------------------------------------------------------------------------------- */
+
 __device__ inline uint4 ld_shared_v4(uint32_t address) {
     uint4 v;
     asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
@@ -147,8 +145,6 @@ __device__ inline uint4 ld_shared_v4(uint32_t address) {
                  : "memory");
     return v;
 }
-
-/* --- results to shared memory --------------------------------------------------------------------------------- */
 
 /* Four 8x8 matrices of 16-bit numbers; lane l gives the address of row l%8 of matrix l/8. */
 __device__ inline void stmatrix_x4(uint32_t address, uint32_t r0, uint32_t r1, uint32_t r2,

@@ -8,7 +8,7 @@
  *                                           the copy engine itself clips what a tile has past them. The
  *                                           planning kernel (plan.cu) edits a template's address and row
  *                                           count into the workspace and releases it to the maps' proxy;
- *                                           a warp that stores acquires it when its expert changes.
+ *                                           the warp that draws items acquires it for the warps that store.
  *
  * The driver's encoder is looked up at run time: the library does not link libcuda. */
 #pragma once

@@ -1,4 +1,4 @@
-/* Which tier serves a call on a CUDA device, and with which tile: the rules, in one place. */
+/* Which tier serves a call on a CUDA device: the rules, in one place. */
 #pragma once
 
 #include "../launch.cuh"

@@ -179,7 +179,7 @@ static int run(const FusedMoeUpGate &p, void *stream) {
     q.H = H;
     q.activation = p.activation;
     q.bias = p.b1;
-    q.bias_up = halves && p.b1 ? (const T *)p.b1 + F : p.b3;
+    q.bias_up = !halves ? p.b3 : p.b1 ? (const T *)p.b1 + F : nullptr;
     q.bias_stride = halves ? H : part;
 
     Product &product = q.product;
