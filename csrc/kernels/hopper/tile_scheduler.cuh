@@ -6,6 +6,7 @@
  * with the tokens of its rows where they are gathered. Which CTA computes a tile changes nothing in its result. */
 #pragma once
 
+#include "../tile_scheduler.cuh"
 #include "plan.cuh"
 
 namespace fused_moe {
@@ -46,17 +47,6 @@ struct Cursor {
     }
 };
 
-/* The first b with row_tile < tile_end[b]. Called by whole warps. */
-__device__ inline int vote_for_expert(const int32_t *tile_end, int num_busy, int row_tile) {
-    int lane = threadIdx.x % 32, before = 0;
-#pragma unroll 4
-    for (int base = 0; base < num_busy; base += 32) {
-        int b = base + lane;
-        before += __popc(__ballot_sync(~0u, b < num_busy && tile_end[b] <= row_tile));
-    }
-    return before;
-}
-
 /* The warp that draws. It acquires the maps of the results, which the item's receivers use. */
 template <class Ring>
 __device__ inline void draw(const Plan &plan, Ring &ring, const int32_t *row_token, int64_t T) {
@@ -71,7 +61,7 @@ __device__ inline void draw(const Plan &plan, Ring &ring, const int32_t *row_tok
             int32_t row_tile;
             fused_moe_work_order(plan.work, &plan.schedule, plan.num_columns, index, &row_tile,
                                  &item.column);
-            int b = vote_for_expert(plan.work + 5 + plan.E, plan.work[0], row_tile);
+            int b = busy_before(plan.work + 5 + plan.E, plan.work[0], row_tile);
             FusedMoeTile rows = fused_moe_rows_of(plan.work, plan.ends, plan.E,
                                                   plan.schedule.tile_rows, b, row_tile);
             item.expert = rows.expert;
