@@ -733,6 +733,16 @@ def test_weights_in_wider_ones(device, hopper, width):
         check_product(a, some, ends)
 
 
+def test_weights_with_experts_innermost(device, hopper):
+    """Rows of all experts lie side by side: an expert's stride is smaller than that of its lines."""
+    a, ends = draw_rows((5, 0, 130, 70), 72, BF16, device)
+    for shape, order in (((136, 4, 72), (1, 0, 2)), ((72, 4, 136), (1, 2, 0))):
+        b = torch.randn(shape).to(device, BF16).permute(order)
+        assert b.shape == (4, 136, 72) and b.stride(0) < max(b.stride())
+        assert calls_during("grouped_mm", lambda b=b: ops.grouped_mm(a, b, ends))[:2] == (1, 0)
+        check_product(a, b, ends)
+
+
 PORTABLE_UP_GATES = {  # (D, F, dtype, form of x, form of w1, layout) -> why
     "float32": (72, 136, F32, "contiguous", "contiguous", "separate", "OTHER_DTYPE"),
     "depth": (68, 136, BF16, "contiguous", "contiguous", "separate", "WIDTH"),

@@ -59,9 +59,10 @@ struct Tile {
     static constexpr int BM = BOX * WARPGROUPS, BN = 256, STAGES = 4;
     static constexpr int THREADS = 128 * (1 + WARPGROUPS), CONSUMER_WARPS = 4 * WARPGROUPS;
     static constexpr int COPYING_WARPS = GATHER ? 3 : 1; /* of the producer; its last warp draws */
-    /* of 65536: what the launch gives everyone is taken from the producer for the consumers */
-    static constexpr int PRODUCER_REGISTERS = GATHER ? 56 : 40;
-    static constexpr int CONSUMER_REGISTERS = GATHER ? 224 : 232;
+    /* of the 384 x 168 that the launch gives: taken from the producer for the consumers */
+    static constexpr int PRODUCER_REGISTERS = GATHER ? 72 : 40;
+    static constexpr int CONSUMER_REGISTERS = GATHER ? 216 : 232;
+    static_assert(PRODUCER_REGISTERS + WARPGROUPS * CONSUMER_REGISTERS <= 3 * 168, "or it hangs");
     using Items = ItemRing<CONSUMER_WARPS + COPYING_WARPS, GATHER ? BM : 0>;
     using Stages = Cursor<STAGES>;
 };
@@ -72,29 +73,31 @@ struct alignas(1024) Shared {
         uint8_t a[Tile::WARPGROUPS * BOX_BYTES]; /* boxes of 64 rows                      */
         uint8_t b[4 * BOX_BYTES];                /* boxes of 64 columns                   */
     } stage[Tile::STAGES];
-    uint8_t out[Tile::CONSUMER_WARPS][BoxWriter::BYTES];
+    uint8_t out[Tile::WARPGROUPS][Writer::BYTES];
     uint64_t full[Tile::STAGES], empty[Tile::STAGES];
     typename Tile::Items items;
 };
 
 /* --- producer ------------------------------------------------------------------------------------------------ */
 
-/* The weights of a step. One thread calls it. */
+/* Bytes of B in a stage: a narrow tile has half. */
+__device__ inline int bytes_of_b(const Item &item) {
+    return (item.narrow ? 2 : 4) * BOX_BYTES;
+}
+
+/* The weights of a step: boxes of 128 lines, or two of 64. One thread calls it. */
 template <class Tile>
 __device__ inline void load_b(const Product &p, uint32_t dst, uint32_t full, int part, int step,
                               const Item &item) {
-    int k = BOX * step, lines = p.paired ? Tile::BN / 2 : Tile::BN, line = lines * item.column;
-    if constexpr (Tile::B_MAJOR == ALONG_K) {
-        cp_async_bulk_tensor_load(dst, &p.b[part], full, k, line, item.expert);
-        if (p.paired)
-            cp_async_bulk_tensor_load(dst + 2 * BOX_BYTES, &p.b[1], full, k, line, item.expert);
-    } else {
-#pragma unroll
-        for (int i = 0; i < 4; i++) {
-            const CUtensorMap *map = &p.b[p.paired ? i / 2 : part];
-            int box = p.paired ? i % 2 : i;
-            cp_async_bulk_tensor_load(dst + i * BOX_BYTES, map, full, line + BOX * box, k,
-                                      item.expert);
+    int k = BOX * step, first = (p.paired ? Tile::BN / 2 : Tile::BN) * item.column;
+    for (int half = 0; half <= !item.narrow; half++, dst += 2 * BOX_BYTES) {
+        const CUtensorMap *map = &p.b[p.paired ? half : part];
+        int line = p.paired ? first : first + 2 * BOX * half;
+        if constexpr (Tile::B_MAJOR == ALONG_K) {
+            cp_async_bulk_tensor_load(dst, map, full, k, line, item.expert);
+        } else {
+            cp_async_bulk_tensor_load(dst, map, full, line, k, item.expert);
+            cp_async_bulk_tensor_load(dst + BOX_BYTES, map, full, line + BOX, k, item.expert);
         }
     }
 }
@@ -113,7 +116,7 @@ __device__ inline void copy(const Product &p, Shared<Tile> &s) {
             uint32_t full = shared_address(&s.full[to.at]);
             mbarrier_wait(shared_address(&s.empty[to.at]), to.parity ^ 1);
             if (elect_sync()) {
-                mbarrier_arrive_expect_tx(full, (boxes + 4) * BOX_BYTES);
+                mbarrier_arrive_expect_tx(full, boxes * BOX_BYTES + bytes_of_b(item));
                 for (int box = 0; box < boxes; box++)
                     cp_async_bulk_tensor_load(shared_address(stage.a) + box * BOX_BYTES, &p.a[part],
                                               full, BOX * step, item.first_row + BOX * box);
@@ -154,7 +157,7 @@ __device__ inline void copy_gathered(const Product &p, Shared<Tile> &s) {
             uint32_t full = shared_address(&s.full[to.at]), a = shared_address(stage.a);
             mbarrier_wait(shared_address(&s.empty[to.at]), to.parity ^ 1);
             if (leads && elect_sync()) {
-                mbarrier_arrive_expect_tx(full, 4 * BOX_BYTES);
+                mbarrier_arrive_expect_tx(full, bytes_of_b(item));
                 load_b<Tile>(p, shared_address(stage.b), full, 0, step, item);
             }
             bool inside = step * BOX + chunk * CHUNK < p.k;
@@ -167,7 +170,6 @@ __device__ inline void copy_gathered(const Product &p, Shared<Tile> &s) {
             cp_async_mbarrier_arrive_noinc(full);
         }
     }
-    cp_async_wait_group<0>();
 }
 
 /* --- consumers ------------------------------------------------------------------------------------------------- */
@@ -250,7 +252,7 @@ __device__ inline void pass(Shared<Tile> &s, typename Tile::Stages &from, int st
 
 /* --- the whole kernel ------------------------------------------------------------------------------------------- */
 
-/* finish.tall(d, item, row, writer) stores a warp's 16 of 64 rows; row is the first of them in the expert.
+/* finish.tall(d, item, row, writer) stores a warpgroup's 64 rows; row is the first of them in the expert.
  * finish.few(d, item, wg, warp, writer) stores what multiply_few left: a warp of 4 has lines 16 warp to
  * 16 warp + 15 of each of its warpgroup's two boxes. */
 template <class Tile, typename Finish>
@@ -284,7 +286,7 @@ __device__ inline void grouped_product(const Product &p, Finish finish) {
         bool tails = p.plan.schedule.few_rows > 0;
         Receiver<typename Tile::Items> receiver(s.items);
         typename Tile::Stages from;
-        BoxWriter writer(shared_address(s.out[warp - 4]));
+        typename Finish::Writer writer(shared_address(s.out[wg]), wg, warp % 4);
         if (wg) __nanosleep(LAG);
         for (Item item = receiver.next(); item.num_rows; item = receiver.next()) {
             if (item.few) {
@@ -292,6 +294,7 @@ __device__ inline void grouped_product(const Product &p, Finish finish) {
                 auto few = [&](auto tokens) {
                     float d[tokens.value];
                     multiply_few<Tile>(d, s, from, steps, first, second);
+                    writer.drain();
                     finish.few(d, item, wg, warp % 4, writer);
                 };
                 if (item.num_rows <= 8)
@@ -311,7 +314,7 @@ __device__ inline void grouped_product(const Product &p, Finish finish) {
                 multiply<Tile, Tile::BN / 2>(d, s, from, steps, wg);
             else
                 multiply<Tile, Tile::BN>(d, s, from, steps, wg);
-            finish.tall(d, item, item.row_in_expert + BOX * wg + 16 * (warp % 4), writer);
+            finish.tall(d, item, item.row_in_expert + BOX * wg, writer);
         }
         writer.finish();
     }

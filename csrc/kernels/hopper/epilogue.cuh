@@ -1,6 +1,10 @@
-/* The way of a tile's sums out of the registers: as T through a warp's own piece of shared memory, so that no warp
- * waits for another. Whole tiles leave by the copy engine, which clips what lies past the expert's rows and the
- * result's columns; the few rows of a swapped product by ordinary stores. wgmma.cuh says which sums a thread has. */
+/* The way of a tile's sums out of the registers: as T through shared memory. Whole tiles leave by the copy engine,
+ * which clips what lies past the expert's rows and the result's columns; the few rows of a swapped product by
+ * ordinary stores. wgmma.cuh says which sums a thread has.
+ *
+ * The copy engine is slow to take an order while loads queue up before it. Of the two writers that follow from
+ * that, a kernel has one: orders as large as can be where an epilogue only stores, and no warp waiting for
+ * another where it computes in between. */
 #pragma once
 
 #include "tensor_map.cuh"
@@ -15,44 +19,35 @@ __device__ inline uint32_t pack(float low, float high) {
     return word;
 }
 
-/* A consumer warp's stores: 16 rows by 64 columns at a time, through two buffers, by the copy engine. */
-class BoxWriter {
-    static constexpr int BUFFERS = 2, BUFFER_BYTES = 16 * 128;
-    uint32_t buffers;
-    int turn = 0;
+/* A warp's 16 rows of a box of 64 columns, into the box at `box`, of which they are the rows from `row` on.
+ * words[2j], words[2j + 1]: columns 8 j + 2 (lane % 4) of the warp's rows lane / 4 and lane / 4 + 8. */
+__device__ inline void fill_box(uint32_t box, int row, const uint32_t (&words)[16]) {
+    int lane = threadIdx.x % 32, chunk = lane / 16;
+    row += lane % 16;
+#pragma unroll
+    for (int j = 0; j < 4; j++) /* 16 rows of chunks 2 j and 2 j + 1, swizzled */
+        stmatrix_x4(box + 128 * row + 16 * ((2 * j + chunk) ^ row % 8), words[4 * j],
+                    words[4 * j + 1], words[4 * j + 2], words[4 * j + 3]);
+}
+
+/* What both writers have: a warp's piece of its warpgroup's shared memory, and the way of few rows. */
+class Writer {
+  protected:
+    uint32_t of_warpgroup;
+    int warp; /* of the warpgroup's four */
+
+    __device__ Writer(uint32_t of_warpgroup, int warp) : of_warpgroup(of_warpgroup), warp(warp) {}
+
+    __device__ uint32_t own() const { return of_warpgroup + warp * (BYTES / 4); }
 
   public:
-    static constexpr int BYTES = BUFFERS * BUFFER_BYTES; /* of shared memory, on 1024 */
-
-    __device__ explicit BoxWriter(uint32_t buffers) : buffers(buffers) {}
-
-    /* words[2j], words[2j + 1]: columns 8 j + 2 (lane % 4) of rows lane / 4 and lane / 4 + 8. */
-    __device__ void store(const uint32_t (&words)[16], const CUtensorMap *map, int column,
-                          int row) {
-        if (threadIdx.x % 32 == 0) cp_async_bulk_wait_group_read<BUFFERS - 1>();
-        __syncwarp();
-        uint32_t buffer = buffers + turn * BUFFER_BYTES;
-        int lane = threadIdx.x % 32, row_of_lane = lane % 16, chunk = lane / 16;
-#pragma unroll
-        for (int j = 0; j < 4; j++) /* rows 0 to 15 of chunks 2 j and 2 j + 1, swizzled */
-            stmatrix_x4(buffer + 128 * row_of_lane + 16 * ((2 * j + chunk) ^ row_of_lane % 8),
-                        words[4 * j], words[4 * j + 1], words[4 * j + 2], words[4 * j + 3]);
-        fence_proxy_async();
-        __syncwarp();
-        if (threadIdx.x % 32 == 0) {
-            cp_async_bulk_tensor_store(map, buffer, column, row);
-            cp_async_bulk_commit_group();
-        }
-        turn = (turn + 1) % BUFFERS;
-    }
+    static constexpr int BYTES = 2 * BOX_BYTES; /* of shared memory, a warpgroup, on 1024 */
 
     /* 16 lines of swapped sums, d[4j], d[4j+1]: line lane / 4 of rows 8 j + 2 (lane % 4) and one more, d[4j+2],
-     * d[4j+3]: line lane / 4 + 8. To out[row][0 .. lines), row < rows; lines come in eights. */
+     * d[4j+3]: line lane / 4 + 8. To out[row][0 .. lines), row < rows; lines come in eights. After drain(). */
     template <int tokens, typename T>
     __device__ void store_few(const float *d, T *out, int64_t pitch, int rows, int lines) {
         int lane = threadIdx.x % 32;
-        if (lane == 0) cp_async_bulk_wait_group_read<0>();
-        __syncwarp();
 #pragma unroll
         for (int j = 0; j < tokens / 8; j += 2) {
             uint32_t words[4] = {};
@@ -62,8 +57,7 @@ class BoxWriter {
                     words[i] =
                         pack<T>(d[4 * (j + i / 2) + i % 2 * 2], d[4 * (j + i / 2) + i % 2 * 2 + 1]);
             int row = 8 * (j + lane / 16) + lane % 8, half = lane / 8 % 2;
-            stmatrix_x4_trans(buffers + 32 * row + 16 * half, words[0], words[1], words[2],
-                              words[3]);
+            stmatrix_x4_trans(own() + 32 * row + 16 * half, words[0], words[1], words[2], words[3]);
         }
         copy_out<T>(out, pitch, rows, lines, 2);
     }
@@ -72,9 +66,7 @@ class BoxWriter {
     template <int tokens, typename T>
     __device__ void store_few_pairs(const float *d, T *out, int64_t pitch, int rows, int columns) {
         int lane = threadIdx.x % 32, row = 2 * (lane % 4);
-        if (lane == 0) cp_async_bulk_wait_group_read<0>();
-        __syncwarp();
-        T *at = (T *)__cvta_shared_to_generic(buffers) + CHUNK * row + lane / 8;
+        T *at = (T *)__cvta_shared_to_generic(own()) + CHUNK * row + lane / 8;
 #pragma unroll
         for (int j = 0; j < tokens / 8; j++)
 #pragma unroll
@@ -84,20 +76,101 @@ class BoxWriter {
         copy_out<T>(out, pitch, rows, columns, 1);
     }
 
-    /* Rows of `chunks` 16-byte chunks, one after the other in the first buffer, to global memory. */
+    /* Rows of `chunks` 16-byte chunks, one after the other in the warp's piece, to global memory. */
     template <typename T>
     __device__ void copy_out(T *out, int64_t pitch, int rows, int columns, int chunks) {
         __syncwarp();
         for (int i = threadIdx.x % 32; i < rows * chunks; i += 32) {
             int row = i / chunks, column = i % chunks * CHUNK;
             if (column < columns)
-                st_global_v4(out + row * pitch + column, ld_shared_v4(buffers + 16 * i));
+                st_global_v4(out + row * pitch + column, ld_shared_v4(own() + 16 * i));
         }
         __syncwarp();
     }
 
-    __device__ void finish() {
-        if (threadIdx.x % 32 == 0) cp_async_bulk_wait_group_read<0>();
+    /* The engine has read all that this thread has ordered. */
+    __device__ void finish() const { cp_async_bulk_wait_group_read<0>(); }
+};
+
+/* Boxes of 16 rows, two buffers a warp, by each warp for itself. A kernel uses store() or store_two(). */
+class WarpWriter : public Writer {
+    int turn = 0;
+
+    __device__ uint32_t buffer(int i) const { return own() + i * ROWS * 128; }
+
+  public:
+    static constexpr int ROWS = 16;
+
+    __device__ WarpWriter(uint32_t of_warpgroup, int, int warp) : Writer(of_warpgroup, warp) {}
+
+    __device__ void drain() const {
+        cp_async_bulk_wait_group_read<0>();
+        __syncwarp();
+    }
+
+    /* One box; row is the warpgroup's first in the expert. */
+    __device__ void store(const uint32_t (&words)[16], const CUtensorMap *map, int column,
+                          int row) {
+        cp_async_bulk_wait_group_read<1>();
+        __syncwarp();
+        fill_box(buffer(turn), 0, words);
+        fence_proxy_async();
+        __syncwarp();
+        if (threadIdx.x % 32 == 0) {
+            cp_async_bulk_tensor_store(map, buffer(turn), column, row + ROWS * warp);
+            cp_async_bulk_commit_group();
+        }
+        turn ^= 1;
+    }
+
+    /* Two boxes with half the fences and waits: order(first box, second box, row) stores them. */
+    template <typename Order>
+    __device__ void store_two(const uint32_t (&first)[16], const uint32_t (&second)[16], int row,
+                              Order order) const {
+        drain();
+        fill_box(buffer(0), 0, first);
+        fill_box(buffer(1), 0, second);
+        fence_proxy_async();
+        __syncwarp();
+        if (threadIdx.x % 32 == 0) {
+            order(buffer(0), buffer(1), row + ROWS * warp);
+            cp_async_bulk_commit_group();
+        }
+    }
+};
+
+/* Boxes of 64 rows, two buffers a warpgroup, whose warps take turns to give the orders. */
+class WarpgroupWriter : public Writer {
+    int barrier, turn = 0;
+
+    __device__ void sync() const { barrier_sync(barrier, 128); }
+
+  public:
+    static constexpr int ROWS = 64;
+
+    __device__ WarpgroupWriter(uint32_t of_warpgroup, int wg, int warp)
+        : Writer(of_warpgroup, warp), barrier(1 + wg) {}
+
+    __device__ void drain() const {
+        cp_async_bulk_wait_group_read<0>();
+        sync();
+    }
+
+    /* One box; row is its first in the expert. */
+    __device__ void store(const uint32_t (&words)[16], const CUtensorMap *map, int column,
+                          int row) {
+        uint32_t buffer = of_warpgroup + turn % 2 * BOX_BYTES;
+        if (warp % 2 == turn % 2)
+            cp_async_bulk_wait_group_read<0>(); /* who gave this buffer's last */
+        sync();
+        fill_box(buffer, 16 * warp, words);
+        fence_proxy_async();
+        sync();
+        if (warp == turn && threadIdx.x % 32 == 0) {
+            cp_async_bulk_tensor_store(map, buffer, column, row);
+            cp_async_bulk_commit_group();
+        }
+        turn = (turn + 1) % 4;
     }
 };
 
@@ -128,7 +201,7 @@ __device__ inline void add_bias_few(float *d, const T *bias, int first, int end)
     }
 }
 
-/* 64 columns of sums as BoxWriter takes them. */
+/* 64 columns of sums as a writer takes them. */
 template <typename T>
 __device__ inline void pack_box(uint32_t (&words)[16], const float *d) {
 #pragma unroll

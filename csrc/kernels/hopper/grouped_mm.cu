@@ -17,10 +17,11 @@ typedef struct {
 } GroupedMM;
 
 template <typename T>
-struct Finish {
+struct GroupedMMFinish {
+    using Writer = WarpgroupWriter;
     const GroupedMM &p;
 
-    __device__ void tall(float (&d)[128], const Item &item, int row, BoxWriter &writer) {
+    __device__ void tall(float (&d)[128], const Item &item, int row, Writer &writer) {
         const CUtensorMap *map = p.product.plan.maps + item.expert;
         const T *bias = p.bias ? (const T *)p.bias + (int64_t)item.expert * p.M : nullptr;
 #pragma unroll
@@ -35,7 +36,7 @@ struct Finish {
     }
 
     template <int tokens>
-    __device__ void few(float (&d)[tokens], const Item &item, int wg, int warp, BoxWriter &writer) {
+    __device__ void few(float (&d)[tokens], const Item &item, int wg, int warp, Writer &writer) {
         const T *bias = p.bias ? (const T *)p.bias + (int64_t)item.expert * p.M : nullptr;
 #pragma unroll
         for (int i = 0; i < 2; i++) {
@@ -51,7 +52,7 @@ struct Finish {
 template <class Tile>
 __global__ void __launch_bounds__(Tile::THREADS, 1)
     hopper_grouped_mm_kernel(const __grid_constant__ GroupedMM p) {
-    grouped_product<Tile>(p.product, Finish<typename Tile::T>{p});
+    grouped_product<Tile>(p.product, GroupedMMFinish<typename Tile::T>{p});
     zero_rows_past(p.product.plan, (typename Tile::T *)p.out, p.M);
 }
 
@@ -71,14 +72,15 @@ static int run(const FusedMoeGroupedMM &p, void *stream) {
         status = matrix_map(&product.a[i], a, p.R, p.N[i], p.N[0] + p.N[1], BOX);
         if (status == FUSED_MOE_OK)
             status = weight_map<T>(&product.b[i], p.b[i], Tile::B_MAJOR, p.b[i].stride_out,
-                                   p.b[i].stride_in, p.E, p.M, p.N[i], Tile::BN);
+                                   p.b[i].stride_in, p.E, p.M, p.N[i]);
         product.steps[i] = (int32_t)ceil_div(p.N[i], BOX);
     }
     Result results[MAX_RESULTS] = {};
     results[0].data = p.out;
     results[0].pitch_bytes = p.M * sizeof(T);
     if (status == FUSED_MOE_OK)
-        status = matrix_map(&results[0].whole, (const T *)p.out, p.R, p.M, p.M, 16);
+        status =
+            matrix_map(&results[0].whole, (const T *)p.out, p.R, p.M, p.M, WarpgroupWriter::ROWS);
     product.plan.R = p.R;
     product.plan.E = p.E;
     product.plan.num_columns = (int32_t)ceil_div(p.M, Tile::BN);

@@ -164,7 +164,7 @@ int make_plan(Plan *plan, const int32_t *ends, const Result (&results)[MAX_RESUL
     PlanParams p = {ends, ints, ints + E, ints + E + fused_moe_work_length(E)};
     p.maps = (CUtensorMap *)(memory + ints_bytes(E));
     for (int i = 0; i < MAX_RESULTS; i++) p.results[i] = results[i];
-    plan->num_results = !results[0].data ? 0 : !results[1].data ? 1 : !results[2].data ? 2 : 3;
+    plan->num_results = results[1].data ? 2 : 1;
     p.R = plan->R;
     p.E = E;
     p.schedule = plan->schedule;

@@ -3,7 +3,7 @@
  *   ends   [E]       ends of the experts' rows, made to never decrease and to stay within R
  *   work   [5+2E]    schedule.h's plan
  *   next   [1]       the next item that no CTA has drawn
- *   maps   [3, E]    tensor maps of the results, each ending where the expert's rows end                  */
+ *   maps   [2, E]    tensor maps of the results, each ending where the expert's rows end                  */
 #pragma once
 
 #include "../../schedule.h"
@@ -11,7 +11,7 @@
 
 namespace fused_moe {
 
-constexpr int MAX_RESULTS = 3;
+constexpr int MAX_RESULTS = 2;
 
 typedef struct {         /* a result whose rows are grouped by expert */
     CUtensorMap whole;   /* of all its rows        */

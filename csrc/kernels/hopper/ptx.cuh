@@ -27,6 +27,11 @@ __device__ inline void setmaxnreg_dec() {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(registers));
 }
 
+/* Waits until `threads` threads, in whole warps, have come to barrier `id` (1 to 15; 0 is __syncthreads'). */
+__device__ inline void barrier_sync(int id, int threads) {
+    asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
 /* --- barriers in shared memory ------------------------------------------------------------------------------ */
 
 __device__ inline void mbarrier_init(uint32_t barrier, uint32_t arrivals) {
@@ -56,8 +61,8 @@ __device__ inline void cp_async_mbarrier_arrive_noinc(uint32_t barrier) {
 __device__ inline void mbarrier_wait(uint32_t barrier, uint32_t parity) {
     asm volatile("{.reg .pred p;\n"
                  "again: mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n"
-                 "@p bra.uni done;\n"
-                 "bra.uni again;\n"
+                 "@p bra done;\n"
+                 "bra again;\n"
                  "done:}" ::"r"(barrier),
                  "r"(parity)
                  : "memory");
@@ -94,6 +99,15 @@ __device__ inline void cp_async_bulk_tensor_store(const void *map, uint32_t src,
     asm volatile(
         "cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%2, %3}], [%1];" ::"l"(map),
         "r"(src), "r"(c0), "r"(c1)
+        : "memory");
+}
+
+__device__ inline void cp_async_bulk_tensor_store(const void *map, uint32_t src, int c0, int c1,
+                                                  int c2) {
+    asm volatile(
+        "cp.async.bulk.tensor.3d.global.shared::cta.bulk_group [%0, {%2, %3, %4}], [%1];" ::"l"(
+            map),
+        "r"(src), "r"(c0), "r"(c1), "r"(c2)
         : "memory");
 }
 

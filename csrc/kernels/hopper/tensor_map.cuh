@@ -45,17 +45,27 @@ int matrix_map(CUtensorMap *map, const T *data, int64_t rows, int64_t width, int
     return encode_tensor_map(map, map_dtype(T()), 2, data, sizes, strides, box);
 }
 
-/* Weight (E, lines, k). ALONG_K: boxes of box_lines x 64 numbers of k, coordinates (k, line, expert).
+/* Rows of two halves of `width` numbers, in boxes of box_rows x 64 of both halves: coordinates
+ * (column, row, half). */
+template <typename T>
+int halves_map(CUtensorMap *map, const T *data, int64_t rows, int64_t width, int box_rows) {
+    const uint64_t sizes[] = {(uint64_t)width, (uint64_t)(rows > 0 ? rows : 1), 2};
+    const uint64_t strides[] = {2 * width * sizeof(T), width * sizeof(T)};
+    const uint32_t box[] = {BOX, (uint32_t)box_rows, 2};
+    return encode_tensor_map(map, map_dtype(T()), 3, data, sizes, strides, box);
+}
+
+/* Weight (E, lines, k). ALONG_K: boxes of 128 lines x 64 numbers of k, coordinates (k, line, expert).
  * ALONG_LINES: boxes of 64 lines x 64 numbers of k, coordinates (line, k, expert). */
 template <typename T>
 int weight_map(CUtensorMap *map, const FusedMoeWeight &w, Major major, int64_t stride_line,
-               int64_t stride_k, int32_t E, int64_t lines, int64_t k, int box_lines) {
+               int64_t stride_k, int32_t E, int64_t lines, int64_t k) {
     bool along_k = major == ALONG_K;
     const uint64_t sizes[] = {(uint64_t)(along_k ? k : lines), (uint64_t)(along_k ? lines : k),
                               (uint64_t)E};
     const uint64_t strides[] = {(along_k ? stride_line : stride_k) * sizeof(T),
                                 (E > 1 ? w.stride_expert : CHUNK) * sizeof(T)};
-    const uint32_t box[] = {BOX, (uint32_t)(along_k ? box_lines : BOX), 1};
+    const uint32_t box[] = {BOX, (uint32_t)(along_k ? 2 * BOX : BOX), 1};
     return encode_tensor_map(map, map_dtype(T()), 3, w.data, sizes, strides, box);
 }
 

@@ -16,7 +16,7 @@ namespace fused_moe {
 
 enum Columns { PAIRS, INTERLEAVED, UNGATED };
 
-enum { MAP_A, MAP_H, MAP_UP }; /* results; with PAIRS MAP_H is the gate's half */
+enum { MAP_A, MAP_H }; /* results; with PAIRS the map of h is one of its two halves */
 
 typedef struct {
     Product product;
@@ -28,7 +28,7 @@ typedef struct {
     FusedMoeActivation activation;
 } UpGate;
 
-/* 64 columns of which a thread holds number 4 j + lane % 4 (of two rows: a[2 j], a[2 j + 1]), as BoxWriter takes
+/* 64 columns of which a thread holds number 4 j + lane % 4 (of two rows: a[2 j], a[2 j + 1]), as a writer takes
  * them: the two of columns 2 (lane % 4) and one more of every eight. */
 template <typename T>
 __device__ inline void pack_spread_box(uint32_t (&words)[16], const float (&a)[32]) {
@@ -44,39 +44,44 @@ __device__ inline void pack_spread_box(uint32_t (&words)[16], const float (&a)[3
 }
 
 template <typename T, Columns columns>
-struct Finish {
+struct UpGateFinish {
+    using Writer = WarpWriter;
     const UpGate &p;
 
     __device__ const T *bias_of(const void *bias, const Item &item) const {
         return bias ? (const T *)bias + item.expert * p.bias_stride : nullptr;
     }
 
-    __device__ void tall(float (&d)[128], const Item &item, int row, BoxWriter &writer) {
+    __device__ void tall(float (&d)[128], const Item &item, int row, Writer &writer) {
         const Plan &plan = p.product.plan;
         const CUtensorMap *map_a = plan.maps + MAP_A * plan.E + item.expert;
-        const CUtensorMap *map_h = plan.maps + MAP_H * plan.E + item.expert,
-                          *map_up = map_h + plan.E;
+        const CUtensorMap *map_h = plan.maps + MAP_H * plan.E + item.expert;
         const T *bias = bias_of(p.bias, item), *bias_up = bias_of(p.bias_up, item);
         uint32_t words[16];
         float a[32];
         if constexpr (columns == PAIRS) {
+            uint32_t up_words[16], a_words[2][16];
+            int first = 2 * item.column * BOX;
 #pragma unroll
             for (int i = 0; i < 2; i++) {
                 float *gate = &d[32 * i], *up = gate + 64;
-                int column = (2 * item.column + i) * BOX;
-                if (column >= p.F) return;
+                int column = first + i * BOX;
                 if (bias) add_bias(gate, bias, column, p.F);
                 if (bias_up) add_bias(up, bias_up, column, p.F);
                 if (p.h) {
                     pack_box<T>(words, gate);
-                    writer.store(words, map_h, column, row);
-                    pack_box<T>(words, up);
-                    writer.store(words, map_up, column, row);
+                    pack_box<T>(up_words, up);
+                    writer.store_two(words, up_words, row, [&](uint32_t box, uint32_t, int r) {
+                        cp_async_bulk_tensor_store(map_h, box, column, r, 0); /* both halves */
+                    });
                 }
                 activate<true, 1>(a, gate, up);
-                pack_box<T>(words, a);
-                writer.store(words, map_a, column, row);
+                pack_box<T>(a_words[i], a);
             }
+            writer.store_two(a_words[0], a_words[1], row, [&](uint32_t box, uint32_t next, int r) {
+                cp_async_bulk_tensor_store(map_a, box, first, r);
+                cp_async_bulk_tensor_store(map_a, next, first + BOX, r);
+            });
         } else {
 #pragma unroll
             for (int i = 0; i < 4; i++) {
@@ -102,7 +107,7 @@ struct Finish {
     }
 
     template <int tokens>
-    __device__ void few(float (&d)[tokens], const Item &item, int wg, int warp, BoxWriter &writer) {
+    __device__ void few(float (&d)[tokens], const Item &item, int wg, int warp, Writer &writer) {
         const T *bias = bias_of(p.bias, item), *bias_up = bias_of(p.bias_up, item);
         T *h = (T *)p.h + (int64_t)item.first_row * p.H,
           *out = (T *)p.a + (int64_t)item.first_row * p.F;
@@ -158,7 +163,7 @@ template <class Tile, Columns columns>
 __global__ void __launch_bounds__(Tile::THREADS, 1)
     hopper_up_gate_kernel(const __grid_constant__ UpGate p) {
     using T = typename Tile::T;
-    grouped_product<Tile>(p.product, Finish<T, columns>{p});
+    grouped_product<Tile>(p.product, UpGateFinish<T, columns>{p});
     if (p.h) zero_rows_past(p.product.plan, (T *)p.h, p.H);
     zero_rows_past(p.product.plan, (T *)p.a, p.F);
 }
@@ -193,20 +198,22 @@ static int run(const FusedMoeUpGate &p, void *stream) {
     if (halves) up.data = (T *)w1.data + F * w1.stride_out;
     int lines = columns == PAIRS ? Tile::BN / 2 : Tile::BN;
     int status = weight_map<T>(&product.b[0], w1, Tile::B_MAJOR, w1.stride_out, w1.stride_in,
-                               rows.E, part, p.D, lines);
+                               rows.E, part, p.D);
     if (status == FUSED_MOE_OK && columns == PAIRS)
         status = weight_map<T>(&product.b[1], up, Tile::B_MAJOR, up.stride_out, up.stride_in,
-                               rows.E, part, p.D, lines);
+                               rows.E, part, p.D);
     Result results[MAX_RESULTS] = {};
-    auto result = [&](int i, T *data, int64_t width, int64_t pitch) {
-        results[i].data = data;
-        results[i].pitch_bytes = pitch * sizeof(T);
-        if (status == FUSED_MOE_OK)
-            status = matrix_map(&results[i].whole, data, rows.R, width, pitch, 16);
-    };
-    result(MAP_A, (T *)p.a, F, F);
-    if (p.h) result(MAP_H, (T *)p.h, part, H);
-    if (p.h && columns == PAIRS) result(MAP_UP, (T *)p.h + F, F, H);
+    results[MAP_A].data = p.a;
+    results[MAP_A].pitch_bytes = F * sizeof(T);
+    results[MAP_H].data = p.h;
+    results[MAP_H].pitch_bytes = H * sizeof(T);
+    if (status == FUSED_MOE_OK)
+        status = matrix_map(&results[MAP_A].whole, (const T *)p.a, rows.R, F, F, WarpWriter::ROWS);
+    if (status == FUSED_MOE_OK && p.h)
+        status =
+            columns == PAIRS
+                ? halves_map(&results[MAP_H].whole, (const T *)p.h, rows.R, F, WarpWriter::ROWS)
+                : matrix_map(&results[MAP_H].whole, (const T *)p.h, rows.R, H, H, WarpWriter::ROWS);
     product.plan.R = rows.R;
     product.plan.E = rows.E;
     product.plan.num_columns = (int32_t)ceil_div(part, lines);

@@ -96,6 +96,8 @@ WGMMAS(__half, "f16")
 /* By number of columns. */
 template <int columns, int accumulate, Major a_major, Major b_major, typename T>
 __device__ inline void wgmma(float *d, uint64_t a, uint64_t b, T t) {
+    static_assert(columns == 256 || columns == 128 || columns == 64 || columns == 32 ||
+                  columns == 8);
     if constexpr (columns == 256) wgmma_m64n256k16<accumulate, a_major, b_major>(d, a, b, t);
     if constexpr (columns == 128) wgmma_m64n128k16<accumulate, a_major, b_major>(d, a, b, t);
     if constexpr (columns == 64) wgmma_m64n64k16<accumulate, a_major, b_major>(d, a, b, t);
