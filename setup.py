@@ -29,6 +29,7 @@ from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
 ABI_TARGET = (2, 10)  # the oldest PyTorch that the library runs under
+NVCC_OLDEST = (12, 3)  # the first with PTX ISA 8.3, which edits tensor maps on the device
 OBJECTS = Path("build/objects")
 OPS_SOURCES = ["csrc/torch_ops.cpp", *sorted(map(str, Path("csrc/cpu").glob("*.c")))]
 CUDA_SOURCES = sorted(map(str, Path("csrc/kernels").glob("**/*.cu")))
@@ -76,6 +77,19 @@ def find_nvcc() -> str | None:
     if home:
         return shutil.which("nvcc", path=f"{home}/bin")
     return shutil.which("nvcc") or shutil.which("nvcc", path="/usr/local/cuda/bin")
+
+
+def usable_nvcc() -> tuple[str | None, str]:
+    """nvcc, or why there are no GPU tiers."""
+    nvcc = find_nvcc()
+    if not CUDA_SOURCES:
+        return None, "no CUDA sources"
+    if nvcc is None:
+        return None, "nvcc not found"
+    release = re.search(r"release (\d+)\.(\d+)", version_line([nvcc], -2))
+    if release and tuple(map(int, release.groups())) < NVCC_OLDEST:
+        return None, f"{nvcc} is {release[0]}, expected {'.'.join(map(str, NVCC_OLDEST))} or newer"
+    return nvcc, ""
 
 
 def cuda_library_dirs(nvcc: str) -> list[str]:
@@ -152,7 +166,7 @@ class Build(build_ext):
         import pybind11
 
         torch, torch_version = find_torch()
-        nvcc = find_nvcc() if CUDA_SOURCES else None
+        nvcc, why_not = usable_nvcc()
         facts = {
             "c_compiler": version_line(CC),
             "cxx_compiler": version_line(CXX),
@@ -161,8 +175,7 @@ class Build(build_ext):
             "abi_target": ".".join(map(str, ABI_TARGET)),
             "torch": torch_version,
         }
-        why = "" if nvcc else " (nvcc not found)" if CUDA_SOURCES else " (no CUDA sources)"
-        print(f"fused_moe: CPU tier; GPU targets: {facts['gpu_targets']}{why}")
+        print(f"fused_moe: CPU tier; GPU targets: {facts['gpu_targets']}{why_not and f' ({why_not})'}")
 
         abi = "0x{:02x}{:02x}000000000000ULL".format(*ABI_TARGET)
         info = ",".join(f"{{{json.dumps(name)},{json.dumps(fact)}}}" for name, fact in facts.items())

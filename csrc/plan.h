@@ -57,22 +57,28 @@ FUSED_MOE_PLAN_FN void fused_moe_plan_tiles(const int32_t *ends, int32_t num_exp
     tiles[1] = num_tiles;
 }
 
-/* The rows of tile number `tile`, 0 <= tile < tiles[1]. */
-FUSED_MOE_PLAN_FN FusedMoeTile fused_moe_find_tile(const int32_t *tiles, const int32_t *ends,
-                                                   int32_t num_experts, int32_t tile_rows,
-                                                   int32_t tile) {
-    const int32_t *busy = tiles + 2, *tile_end = busy + num_experts;
-    int32_t low = 0, high = tiles[0] - 1;
-    while (low < high) { /* the first b with tile < tile_end[b] */
+/* The first of num_busy experts with tile < tile_end[b]; one has to be there. */
+FUSED_MOE_PLAN_FN int32_t fused_moe_owner(const int32_t *tile_end, int32_t num_busy, int32_t tile) {
+    int32_t low = 0, high = num_busy - 1;
+    while (low < high) {
         int32_t mid = (low + high) / 2;
         if (tile < tile_end[mid])
             high = mid;
         else
             low = mid + 1;
     }
+    return low;
+}
+
+/* The rows of tile number `tile`, 0 <= tile < tiles[1]. */
+FUSED_MOE_PLAN_FN FusedMoeTile fused_moe_find_tile(const int32_t *tiles, const int32_t *ends,
+                                                   int32_t num_experts, int32_t tile_rows,
+                                                   int32_t tile) {
+    const int32_t *busy = tiles + 2, *tile_end = busy + num_experts;
+    int32_t b = fused_moe_owner(tile_end, tiles[0], tile);
     FusedMoeTile found;
-    found.expert = busy[low];
-    int32_t tile_in_expert = tile - (low ? tile_end[low - 1] : 0);
+    found.expert = busy[b];
+    int32_t tile_in_expert = tile - (b ? tile_end[b - 1] : 0);
     found.first_row = fused_moe_first_row(ends, found.expert) + tile_in_expert * tile_rows;
     int32_t rows_left = ends[found.expert] - found.first_row;
     found.num_rows = rows_left < tile_rows ? rows_left : tile_rows;

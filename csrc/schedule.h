@@ -135,17 +135,11 @@ FUSED_MOE_PLAN_FN FusedMoeWork fused_moe_find_work(const int32_t *work, const in
                                                    int32_t num_columns, uint32_t index) {
     const int32_t *tile_end = work + 5 + num_experts;
     FusedMoeWork found;
-    int32_t row_tile, low = 0, high = work[0] - 1;
+    int32_t row_tile;
     fused_moe_work_order(work, s, num_columns, index, &row_tile, &found.column);
-    while (low < high) { /* the first b with row_tile < tile_end[b] */
-        int32_t mid = (low + high) / 2;
-        if (row_tile < tile_end[mid])
-            high = mid;
-        else
-            low = mid + 1;
-    }
-    found.rows = fused_moe_rows_of(work, ends, num_experts, s->tile_rows, low, row_tile);
-    found.few = low >= work[1];
+    int32_t b = fused_moe_owner(tile_end, work[0], row_tile);
+    found.rows = fused_moe_rows_of(work, ends, num_experts, s->tile_rows, b, row_tile);
+    found.few = b >= work[1];
     return found;
 }
 

@@ -100,6 +100,20 @@ def test_nvcc_is_looked_for_in_cuda_home(build, monkeypatch, tmp_path):
     assert build.find_nvcc() == str(nvcc)
 
 
+@pytest.mark.parametrize(
+    ("release", "usable"), [("11.8", False), ("12.2", False), ("12.3", True), ("13.0", True)]
+)
+def test_an_old_nvcc_is_named(build, monkeypatch, tmp_path, release, usable):
+    """The CPU tier is built without it, and the build says why."""
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+    nvcc = tmp_path / "bin" / "nvcc"
+    nvcc.parent.mkdir()
+    nvcc.write_text(f"#!/bin/sh\necho Cuda compilation tools, release {release}, V{release}.1\necho Build\n")
+    nvcc.chmod(0o755)
+    why = f"{nvcc} is release {release}, expected 12.3 or newer"
+    assert build.usable_nvcc() == ((str(nvcc), "") if usable else (None, why))
+
+
 def test_an_sdist_holds_all_that_a_build_reads(tmp_path):
     setuptools = pytest.importorskip("setuptools")
     if int(setuptools.__version__.partition(".")[0]) < 77:
