@@ -92,7 +92,8 @@ class Writer {
     __device__ void finish() const { cp_async_bulk_wait_group_read<0>(); }
 };
 
-/* Boxes of 16 rows, two buffers a warp, by each warp for itself. A kernel uses store() or store_two(). */
+/* Boxes of 16 rows, two buffers a warp, by each warp for itself. A kernel uses store() or store_two(), since
+ * store() leaves one order unread, and one of store_two() has both buffers. */
 class WarpWriter : public Writer {
     int turn = 0;
 
@@ -123,7 +124,8 @@ class WarpWriter : public Writer {
         turn ^= 1;
     }
 
-    /* Two boxes with half the fences and waits: order(first box, second box, row) stores them. */
+    /* Two boxes with half the fences and waits: order(first box, second box, row) stores them. The second lies
+     * right behind the first, so that one order of two halves may take both. */
     template <typename Order>
     __device__ void store_two(const uint32_t (&first)[16], const uint32_t (&second)[16], int row,
                               Order order) const {
@@ -160,8 +162,7 @@ class WarpgroupWriter : public Writer {
     __device__ void store(const uint32_t (&words)[16], const CUtensorMap *map, int column,
                           int row) {
         uint32_t buffer = of_warpgroup + turn % 2 * BOX_BYTES;
-        if (warp % 2 == turn % 2)
-            cp_async_bulk_wait_group_read<0>(); /* who gave this buffer's last */
+        if (warp % 2 == turn % 2) cp_async_bulk_wait_group_read<0>(); /* one of them sent it */
         sync();
         fill_box(buffer, 16 * warp, words);
         fence_proxy_async();

@@ -46,7 +46,8 @@ int matrix_map(CUtensorMap *map, const T *data, int64_t rows, int64_t width, int
 }
 
 /* Rows of two halves of `width` numbers, in boxes of box_rows x 64 of both halves: coordinates
- * (column, row, half). */
+ * (column, row, half). Rows are dimension 1, as in matrix_map, since plan.cu sets its size. Strides need not grow
+ * with the dimension (seen with driver 580). */
 template <typename T>
 int halves_map(CUtensorMap *map, const T *data, int64_t rows, int64_t width, int box_rows) {
     const uint64_t sizes[] = {(uint64_t)width, (uint64_t)(rows > 0 ? rows : 1), 2};

@@ -16,7 +16,7 @@ namespace fused_moe {
 
 enum Columns { PAIRS, INTERLEAVED, UNGATED };
 
-enum { MAP_A, MAP_H }; /* results; with PAIRS the map of h is one of its two halves */
+enum { MAP_A, MAP_H }; /* results; with PAIRS h's map has two halves (halves_map) */
 
 typedef struct {
     Product product;
@@ -60,6 +60,7 @@ struct UpGateFinish {
         uint32_t words[16];
         float a[32];
         if constexpr (columns == PAIRS) {
+            /* boxes past F are clipped whole */
             uint32_t up_words[16], a_words[2][16];
             int first = 2 * item.column * BOX;
 #pragma unroll
