@@ -94,10 +94,8 @@ extern "C" size_t fused_moe_cuda_grouped_mm_workspace(const FusedMoeGroupedMM *p
 
 extern "C" int fused_moe_cuda_grouped_mm(const FusedMoeGroupedMM *p, void *stream) {
     using namespace fused_moe;
-    FusedMoeTierReason reason = tier_reason(*p);
-    if (reason == FUSED_MOE_ON_HOPPER && p->workspace_bytes < (int64_t)hopper_workspace(p->E))
-        reason = FUSED_MOE_PORTABLE_ASKED;
-    if (serves(FUSED_MOE_OP_GROUPED_MM, reason)) return hopper_grouped_mm(*p, stream);
+    if (serves(FUSED_MOE_OP_GROUPED_MM, tier_reason(*p), p->workspace_bytes, p->E))
+        return hopper_grouped_mm(*p, stream);
     FusedMoeGroupedMM q = *p;
     if (!q.tiles) {
         int status =

@@ -146,9 +146,7 @@ extern "C" size_t fused_moe_cuda_up_gate_workspace(const FusedMoeUpGate *p) {
 
 extern "C" int fused_moe_cuda_up_gate(const FusedMoeUpGate *p, void *stream) {
     using namespace fused_moe;
-    FusedMoeTierReason reason = tier_reason(*p);
-    if (reason == FUSED_MOE_ON_HOPPER && p->workspace_bytes < (int64_t)hopper_workspace(p->plan.E))
-        reason = FUSED_MOE_PORTABLE_ASKED;
-    if (serves(FUSED_MOE_OP_UP_GATE, reason)) return hopper_up_gate(*p, stream);
+    if (serves(FUSED_MOE_OP_UP_GATE, tier_reason(*p), p->workspace_bytes, p->plan.E))
+        return hopper_up_gate(*p, stream);
     return with_dtype(p->dtype, [&](auto t) { return up_gate<decltype(t)>(*p, stream); });
 }

@@ -87,7 +87,9 @@ static struct {
     std::atomic<int32_t> reason; /* of the last call that the portable tier had */
 } calls[FUSED_MOE_NUM_TIER_OPS];
 
-bool serves(FusedMoeTierOp op, FusedMoeTierReason reason) {
+bool serves(FusedMoeTierOp op, FusedMoeTierReason reason, int64_t workspace_bytes, int32_t E) {
+    if (reason == FUSED_MOE_ON_HOPPER && workspace_bytes < (int64_t)hopper_workspace(E))
+        reason = FUSED_MOE_PORTABLE_ASKED;
     bool hopper = reason == FUSED_MOE_ON_HOPPER;
     (hopper ? calls[op].hopper : calls[op].portable)++;
     if (!hopper) calls[op].reason = reason;

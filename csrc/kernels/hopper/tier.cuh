@@ -10,8 +10,9 @@ namespace fused_moe {
 FusedMoeTierReason tier_reason(const FusedMoeGroupedMM &p);
 FusedMoeTierReason tier_reason(const FusedMoeUpGate &p);
 
-/* Counts a call for fused_moe_cuda_calls; true where the Hopper engine has it. */
-bool serves(FusedMoeTierOp op, FusedMoeTierReason reason);
+/* Whether the Hopper engine has a call of E experts, which is counted for fused_moe_cuda_calls. A workspace that is
+ * too small was made while FUSED_MOE_TIER asked for the portable tier, which then has the call. */
+bool serves(FusedMoeTierOp op, FusedMoeTierReason reason, int64_t workspace_bytes, int32_t E);
 
 /* The engine's launchers, for calls that it serves. */
 int hopper_grouped_mm(const FusedMoeGroupedMM &p, void *stream);
