@@ -48,9 +48,9 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     add = flags.add_argument
     choices = (*LAYER_PRODUCTS, "grouped_mm")
     add("--what", choices=choices, action="append", help="may be repeated; default: all")
-    add("--order", choices=("linear", "grouped", "column"), help="of an output's tiles; default: grouped")
+    add("--order", choices=("linear", "grouped", "column"), help="of an expert's tiles; default: grouped")
     add("--expert-order", choices=("interleaved", "in-turn"), help="busy and idle; default: interleaved")
-    add("--tails", choices=("on", "off"), help="tiles of their own for few rows; default: on")
+    add("--tails", choices=("on", "off"), help="few rows and the last turn's tiles made smaller; default: on")
     return flags.parse_args(argv)
 
 

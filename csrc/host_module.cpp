@@ -43,18 +43,14 @@ static py::tuple find_tile(const Ints &tiles, const Ints &ends, int32_t tile, in
     return py::make_tuple(found.expert, found.first_row, found.num_rows);
 }
 
-/* In the order of FusedMoeOrder. */
-static const std::vector<std::string> ORDERS = {"linear", "grouped", "column"};
-
-static FusedMoeSchedule schedule(int32_t tile_rows, int32_t few_rows, const std::string &order,
-                                 int32_t group, bool interleave) {
-    auto place = std::find(ORDERS.begin(), ORDERS.end(), order);
+static FusedMoeSchedule schedule(int32_t tile_rows, int32_t few_rows, int32_t group,
+                                 bool interleave, int32_t halving) {
     check(0 <= few_rows && few_rows <= tile_rows,
           "few_rows: expected 0 to tile_rows = " + std::to_string(tile_rows) + ", found " +
               std::to_string(few_rows));
-    check(place != ORDERS.end(), "order: expected linear, grouped or column, found " + order);
     check(group >= 1, "group: expected at least 1, found " + std::to_string(group));
-    return {tile_rows, few_rows, static_cast<int32_t>(place - ORDERS.begin()), group, interleave};
+    check(halving >= 0, "halving: expected at least 0, found " + std::to_string(halving));
+    return {tile_rows, few_rows, group, interleave, halving};
 }
 
 static Ints plan(const Ints &ends, const FusedMoeSchedule &s) {
@@ -63,33 +59,42 @@ static Ints plan(const Ints &ends, const FusedMoeSchedule &s) {
     return work;
 }
 
-static Ints plan_work(const Ints &ends, int32_t tile_rows, int32_t few_rows,
-                      const std::string &order, int32_t group, bool interleave) {
+static Ints plan_work(const Ints &ends, int32_t tile_rows, int32_t few_rows, int32_t group,
+                      bool interleave, int32_t halving) {
     check_ends(ends, tile_rows);
-    return plan(ends, schedule(tile_rows, few_rows, order, group, interleave));
+    return plan(ends, schedule(tile_rows, few_rows, group, interleave, halving));
+}
+
+static uint32_t num_items(const Ints &work, int32_t num_columns, const FusedMoeSchedule &s) {
+    check(num_columns >= 1,
+          "num_columns: expected at least 1, found " + std::to_string(num_columns));
+    int64_t num_tiles = int64_t(work.at(2)) * num_columns;
+    check(num_tiles < INT64_C(1) << 31, "num_columns: expected fewer than 2^31 tiles, found " +
+                                            std::to_string(work[2]) + " row tiles times " +
+                                            std::to_string(num_columns) + " columns");
+    return static_cast<uint32_t>(num_tiles) +
+           fused_moe_cut_tiles(&s, static_cast<uint32_t>(num_tiles));
 }
 
 static py::tuple find_work(const Ints &work, const Ints &ends, int32_t num_columns, int64_t index,
-                           int32_t tile_rows, int32_t few_rows, const std::string &order,
-                           int32_t group, bool interleave) {
+                           int32_t tile_rows, int32_t few_rows, int32_t group, bool interleave,
+                           int32_t halving) {
     check_ends(ends, tile_rows);
-    FusedMoeSchedule s = schedule(tile_rows, few_rows, order, group, interleave);
+    FusedMoeSchedule s = schedule(tile_rows, few_rows, group, interleave, halving);
     check(work == plan(ends, s), "work: not the plan of these ends, tile_rows and few_rows");
-    check(num_columns >= 1,
-          "num_columns: expected at least 1, found " + std::to_string(num_columns));
-    int64_t num_items = int64_t(work[2]) * num_columns;
-    check(num_items < INT64_C(1) << 31, "num_columns: expected fewer than 2^31 items, found " +
-                                            std::to_string(work[2]) + " row tiles times " +
-                                            std::to_string(num_columns) + " columns");
-    /* A group of all row tiles is as good as a larger one, which could pass 32 bits. */
-    s.group = std::min(s.group, std::max(work[2], 1));
-    if (index < 0 || index >= num_items)
-        throw py::index_error("index: expected 0 <= index < " + std::to_string(num_items) +
-                              ", found " + std::to_string(index));
+    uint32_t items = num_items(work, num_columns, s);
+    if (index < 0 || index >= items)
+        throw py::index_error("index: expected 0 <= index < " + std::to_string(items) + ", found " +
+                              std::to_string(index));
     FusedMoeWork found = fused_moe_find_work(work.data(), ends.data(), ends.size(), &s, num_columns,
                                              static_cast<uint32_t>(index));
     return py::make_tuple(found.rows.expert, found.rows.first_row, found.rows.num_rows,
-                          found.column, found.few != 0);
+                          found.column, found.half, found.few != 0);
+}
+
+static uint32_t first_free_item(uint32_t items, uint32_t workers) {
+    check(workers >= 1, "workers: expected at least 1, found 0");
+    return fused_moe_first_free_item(items, workers);
 }
 
 static py::dict build_info() {
@@ -108,14 +113,23 @@ PYBIND11_MODULE(_host, m) {
     m.def("find_tile", find_tile, "tiles"_a, "ends"_a, "tile"_a,
           "tile_rows"_a = +FUSED_MOE_TILE_ROWS,
           "(expert, first row, number of rows) of one tile of a plan.");
-    m.def("plan_work", plan_work, "ends"_a, py::kw_only(), "tile_rows"_a, "few_rows"_a, "order"_a,
-          "group"_a, "interleave"_a,
-          "The schedule (csrc/schedule.h) of experts whose rows end at `ends`. order: linear, "
-          "grouped or column.");
-    m.def("find_work", find_work, "work"_a, "ends"_a, "num_columns"_a, "index"_a, py::kw_only(),
-          "tile_rows"_a, "few_rows"_a, "order"_a, "group"_a, "interleave"_a,
-          "(expert, first row, number of rows, tile of columns, few rows?) of the item drawn as "
-          "number `index`.");
+    m.def("plan_work", plan_work, "ends"_a, py::kw_only(), "tile_rows"_a, "few_rows"_a, "group"_a,
+          "interleave"_a, "halving"_a,
+          "The schedule (csrc/schedule.h) of experts whose rows end at `ends`.");
+    m.def(
+        "num_items",
+        [](const Ints &work, int32_t num_columns, int32_t halving) {
+            return num_items(work, num_columns, schedule(1, 0, 1, false, halving));
+        },
+        "work"_a, "num_columns"_a, "halving"_a,
+        "Items of a schedule and so many tiles of columns.");
+    m.def(
+        "find_work", find_work, "work"_a, "ends"_a, "num_columns"_a, "index"_a, py::kw_only(),
+        "tile_rows"_a, "few_rows"_a, "group"_a, "interleave"_a, "halving"_a,
+        "(expert, first row, number of rows, tile of columns, half of it or 0, few rows?) of item "
+        "`index`.");
+    m.def("first_free_item", first_free_item, "num_items"_a, "workers"_a,
+          "Items below this number are taken by turns, the others by whoever is free.");
     m.def("build_info", build_info,
           "Compilers, GPU targets, and the PyTorch built against and aimed at.");
 }

@@ -1,8 +1,9 @@
-/* The Hopper engine's schedule: which tile of a grouped product is computed when.
+/* The Hopper engine's schedule: which tile of a grouped product is computed when, and by whom.
  *
  * Rows are grouped by expert; expert e owns rows [ends[e-1], ends[e]), cut into row tiles of `tile_rows`.
- * A work item is one row tile times one tile of the output's columns. Workers (CTAs) draw items in order,
- * each the next one that nobody has: so a worker whose items are short draws more of them.
+ * A work item is one row tile times one tile of the output's columns. Workers (CTAs) take items by turns, worker
+ * i those of numbers i, i + workers, .., so that neighbours stay neighbours: they load the same rows or the same
+ * columns at the same time, which the L2 cache answers once. The last items go to whoever is free.
  *
  * Two kinds of experts. TALL ones have tiles that keep the tensor cores busy. An expert of at most `few_rows`
  * rows (few_rows <= tile_rows) has one row tile, and its time is that of reading its weight: memory, not
@@ -21,11 +22,13 @@
  * Interleaved, the items of experts with few rows are spread evenly over the others, so that at any
  * moment some workers read memory while most multiply; otherwise they come last, together.
  *
- * Orders, within each kind:
- *   linear    a row tile's columns, then the next row tile
- *   column    a column's row tiles, then the next column
- *   grouped   as column, but in groups of `group` row tiles: the workers that run at one time then share
- *             both rows of A and columns of B in L2
+ * Order, within each kind: expert by expert. Of an expert's row tiles at most `group` make a group (several are
+ * of one size, or nearly), and a group's items go column by column. Groups of 1 are a row tile's columns, then the
+ * next row tile; a group of all is each column of the weight once. In between, the items of one time share both
+ * rows of A and columns of B. Groups that two experts shared would share the columns of neither.
+ *
+ * Halves: where the last turn would leave half of the workers idle, or more, its tiles are cut into a left and a
+ * right half, two items.
  *
  * Items are counted in 32 bits. Plain C without a dependency: usable from C, C++ and CUDA; the kernels, the
  * tests and the picture of `python -m fused_moe.schedule` go through the same functions. */
@@ -34,23 +37,18 @@
 
 #include "plan.h"
 
-typedef enum {
-    FUSED_MOE_ORDER_LINEAR,
-    FUSED_MOE_ORDER_GROUPED,
-    FUSED_MOE_ORDER_COLUMN
-} FusedMoeOrder;
-
 typedef struct {
     int32_t tile_rows;
     int32_t few_rows; /* 0 .. tile_rows; 0: every expert counts as tall */
-    int32_t order;    /* FusedMoeOrder */
-    int32_t group;    /* row tiles of a group */
+    int32_t group;    /* row tiles of a group, at most */
     int32_t interleave;
+    int32_t halving; /* workers; 0: no tile is cut in two */
 } FusedMoeSchedule;
 
 typedef struct {
     FusedMoeTile rows; /* num_rows 1 .. tile_rows */
     int32_t column;    /* tile of columns */
+    int32_t half;      /* 0: all of it; 1, 2: left, right */
     int32_t few;       /* the expert has few rows */
 } FusedMoeWork;
 
@@ -87,59 +85,72 @@ FUSED_MOE_PLAN_FN void fused_moe_plan_work(const int32_t *ends, int32_t num_expe
     work[4] = (int32_t)fused_moe_few_share(work[3], work[2]);
 }
 
-/* Row tile and column of item `index`, 0 <= index < work[2] * num_columns < 2^31. */
-FUSED_MOE_PLAN_FN void fused_moe_work_order(const int32_t *work, const FusedMoeSchedule *s,
-                                            uint32_t num_columns, uint32_t index, int32_t *row_tile,
-                                            int32_t *column) {
-    uint32_t tall_tiles = (uint32_t)work[3], tall = tall_tiles * num_columns;
-    uint32_t few_before = index < tall ? 0 : index - tall;
-    int is_few = index >= tall;
-    if (s->interleave && tall) {
-        uint64_t share = (uint32_t)work[4];
-        few_before = (uint32_t)(index * share >> 32);
-        is_few = (uint32_t)((index + 1) * share >> 32) > few_before;
-    }
-    uint32_t first = is_few ? tall_tiles : 0, num_rows = is_few ? work[2] - tall_tiles : tall_tiles;
-    index = is_few ? few_before : index - few_before;
-    if (s->order == FUSED_MOE_ORDER_LINEAR) {
-        uint32_t row = index / num_columns;
-        *row_tile = (int32_t)(first + row);
-        *column = (int32_t)(index - row * num_columns);
-        return;
-    }
-    uint32_t group = s->order == FUSED_MOE_ORDER_COLUMN ? num_rows : (uint32_t)s->group;
-    uint32_t before = index / (group * num_columns) * group;
-    uint32_t size = num_rows - before < group ? num_rows - before : group;
-    index -= before * num_columns;
-    *column = (int32_t)(index / size);
-    *row_tile = (int32_t)(first + before + (index - *column * size));
+/* The tiles that are cut in two, of so many in all; they are the last. */
+FUSED_MOE_PLAN_FN uint32_t fused_moe_cut_tiles(const FusedMoeSchedule *s, uint32_t num_tiles) {
+    uint32_t workers = (uint32_t)s->halving, last = workers ? num_tiles % workers : 0;
+    return 2 * last <= workers ? last : 0;
 }
 
-/* The rows of row tile `row_tile` of the b-th busy expert. */
-FUSED_MOE_PLAN_FN FusedMoeTile fused_moe_rows_of(const int32_t *work, const int32_t *ends,
-                                                 int32_t num_experts, int32_t tile_rows, int32_t b,
-                                                 int32_t row_tile) {
+/* Items below this number are taken by turns, the others by whoever is free: experts with few rows and last tiles
+ * of an expert take less time, and four turns even that out. */
+FUSED_MOE_PLAN_FN uint32_t fused_moe_first_free_item(uint32_t num_items, uint32_t workers) {
+    uint32_t turns = num_items / workers;
+    return (turns > 4 ? turns - 4 : 1) * workers;
+}
+
+/* The place that tile `index`, 0 <= index < work[2] * num_columns < 2^31, would have if the tall ones came first. */
+FUSED_MOE_PLAN_FN uint32_t fused_moe_work_place(const int32_t *work, const FusedMoeSchedule *s,
+                                                uint32_t num_columns, uint32_t index) {
+    uint32_t tall = (uint32_t)work[3] * num_columns;
+    if (!s->interleave || !tall) return index;
+    uint64_t share = (uint32_t)work[4];
+    uint32_t few_before = (uint32_t)(index * share >> 32);
+    int is_few = (uint32_t)((index + 1) * share >> 32) > few_before;
+    return is_few ? tall + few_before : index - few_before;
+}
+
+/* The tile at `place`: of the b-th busy expert, which has row tile place / num_columns. */
+FUSED_MOE_PLAN_FN FusedMoeWork fused_moe_work_at(const int32_t *work, const int32_t *ends,
+                                                 int32_t num_experts, const FusedMoeSchedule *s,
+                                                 uint32_t num_columns, int32_t b, uint32_t place) {
     const int32_t *busy = work + 5, *tile_end = busy + num_experts;
-    FusedMoeTile rows;
-    rows.expert = busy[b];
-    int32_t tile_in_expert = row_tile - (b ? tile_end[b - 1] : 0);
-    rows.first_row = fused_moe_first_row(ends, rows.expert) + tile_in_expert * tile_rows;
-    int32_t rows_left = ends[rows.expert] - rows.first_row;
-    rows.num_rows = rows_left < tile_rows ? rows_left : tile_rows;
-    return rows;
+    uint32_t before = b ? (uint32_t)tile_end[b - 1] : 0, tiles = (uint32_t)tile_end[b] - before;
+    uint32_t groups = (tiles - 1) / (uint32_t)s->group + 1, size = (tiles - 1) / groups + 1;
+    uint32_t index = place - before * num_columns, first = index / (size * num_columns) * size;
+    if (size > tiles - first) size = tiles - first; /* the last group */
+    index -= first * num_columns;
+    FusedMoeWork found;
+    found.column = (int32_t)(index / size);
+    found.half = 0;
+    found.few = b >= work[1];
+    int32_t row_tile = (int32_t)(first + index % size), expert = busy[b];
+    found.rows.expert = expert;
+    found.rows.first_row = fused_moe_first_row(ends, expert) + row_tile * s->tile_rows;
+    int32_t rows_left = ends[expert] - found.rows.first_row;
+    found.rows.num_rows = rows_left < s->tile_rows ? rows_left : s->tile_rows;
+    return found;
 }
 
-/* Item `index`; a GPU finds b by a warp's vote (kernels/hopper/tile_scheduler.cuh) and goes on as here. */
+/* The tile of item `index`, and which half of it. */
+FUSED_MOE_PLAN_FN uint32_t fused_moe_tile_of_item(uint32_t index, uint32_t num_tiles, uint32_t cut,
+                                                  int32_t *half) {
+    uint32_t whole = num_tiles - cut, past = index < whole ? 0 : index - whole;
+    *half = index < whole ? 0 : 1 + (int32_t)(past % 2);
+    return index < whole ? index : whole + past / 2;
+}
+
+/* Item `index`; a GPU finds b by a warp's vote (kernels/hopper/tile_scheduler.cuh) and else does the same. */
 FUSED_MOE_PLAN_FN FusedMoeWork fused_moe_find_work(const int32_t *work, const int32_t *ends,
                                                    int32_t num_experts, const FusedMoeSchedule *s,
-                                                   int32_t num_columns, uint32_t index) {
+                                                   uint32_t num_columns, uint32_t index) {
+    uint32_t num_tiles = (uint32_t)work[2] * num_columns;
+    int32_t half;
+    index = fused_moe_tile_of_item(index, num_tiles, fused_moe_cut_tiles(s, num_tiles), &half);
+    uint32_t place = fused_moe_work_place(work, s, num_columns, index);
     const int32_t *tile_end = work + 5 + num_experts;
-    FusedMoeWork found;
-    int32_t row_tile;
-    fused_moe_work_order(work, s, num_columns, index, &row_tile, &found.column);
-    int32_t b = fused_moe_owner(tile_end, work[0], row_tile);
-    found.rows = fused_moe_rows_of(work, ends, num_experts, s->tile_rows, b, row_tile);
-    found.few = b >= work[1];
+    int32_t b = fused_moe_owner(tile_end, work[0], (int32_t)(place / num_columns));
+    FusedMoeWork found = fused_moe_work_at(work, ends, num_experts, s, num_columns, b, place);
+    found.half = half;
     return found;
 }
 

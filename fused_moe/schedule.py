@@ -3,10 +3,11 @@
     python -m fused_moe.schedule --shape 16384,64,6,2048,1408 --routing zipf:1.2 -o schedule.png
 
 The items and their order are the kernels' own: csrc/schedule.h, asked through fused_moe._host. The times
-are a model's, with the constants below. An SM that is free draws the next item. That lasts as long as its
-product, or as reading what L2 does not hold if this takes longer, and then an epilogue; SMs that read at
-one time share the memory. So much is enough to see what the decisions are for: interleaved, an expert with
-few rows reads its weight while others multiply; grouped, items that run together share operands.
+are a model's, with the constants below. SMs take items by turns, the last ones when they are free. An item
+lasts as long as its product, or as reading what L2 does not hold if this takes longer, and then an epilogue;
+SMs that read at one time share the memory. So much is enough to see what the decisions are for:
+interleaved, an expert with few rows reads its weight while others multiply; grouped, items that run together
+share operands.
 
 Sources: the prefix over busy experts and their interleaving are those of Li et al., "Static Batching of
 Irregular Workloads on GPUs", 2025; persistent workers and the grouped order those of PyTorch's
@@ -28,10 +29,10 @@ import torch
 from . import _host
 
 # The kernels' own, members of FusedMoeSchedule: schedule_for in csrc/kernels/hopper/plan.cu.
-SCHEDULE = {"tile_rows": 128, "few_rows": 64, "order": "grouped", "group": 8, "interleave": True}
+SCHEDULE = {"tile_rows": 128, "few_rows": 64, "group": 16, "interleave": True, "halving": 0}
+ORDERS = {"linear": 1, "grouped": SCHEDULE["group"], "column": 2**31 - 1}  # groups of so many row tiles
 TILE_COLUMNS = 256  # columns of a product that a tile computes; of up_gate 128 of gate and 128 of up
-ROWS_OF_MMA = 64  # rows are multiplied in multiples of these
-ROWS_OF_SWAPPED = (8, 32, 64)  # but an expert's few rows, with swapped operands, in the first that has room
+ROWS_OF_SWAPPED = (8, 32, 64)  # an expert's few rows, with swapped operands, take the first that has room
 NUMBER = 2  # bytes of a 16-bit operand
 # Of an H200 with 132 SMs.
 ARITHMETIC = 5.7e6  # FLOP/us of one SM: 750 TFLOP/s of all
@@ -60,6 +61,7 @@ class Item(NamedTuple):
     first_row: int
     num_rows: int
     column: int
+    half: int  # 0: all of the tile's columns; 1, 2: the left ones, the right ones
     few: bool  # of an expert with few rows
 
 
@@ -77,20 +79,24 @@ class Run(NamedTuple):
 
 
 def items_of(counts: list[int], num_columns: int, **changes) -> list[Item]:
-    """The items of experts with `counts` rows times `num_columns` tiles of columns, in the order drawn.
+    """The items of experts with `counts` rows times `num_columns` tiles of columns, in their order.
 
     changes: of SCHEDULE.
     """
     ends, how = list(accumulate(counts)), SCHEDULE | changes
     work = _host.plan_work(ends, **how)
-    num_items = work[2] * num_columns
+    num_items = _host.num_items(work, num_columns, how["halving"])
     return [Item(*_host.find_work(work, ends, num_columns, i, **how)) for i in range(num_items)]
 
 
 def operands(item: Item, depth: int) -> dict[tuple, int]:
     """Bytes of the rows and of the tile of weight that an item reads, by a name; depth: the sum's length."""
-    rows, weight = ("rows", item.first_row), ("weight", item.expert, item.column)
-    return {rows: item.num_rows * depth * NUMBER, weight: TILE_COLUMNS * depth * NUMBER}
+    rows, weight = ("rows", item.first_row), ("weight", item.expert, item.column, item.half)
+    return {rows: item.num_rows * depth * NUMBER, weight: columns_of(item) * depth * NUMBER}
+
+
+def columns_of(item: Item) -> int:
+    return TILE_COLUMNS // 2 if item.half else TILE_COLUMNS
 
 
 def bring(needed: dict[tuple, int], l2: OrderedDict) -> int:
@@ -105,40 +111,41 @@ def bring(needed: dict[tuple, int], l2: OrderedDict) -> int:
 
 
 def multiplied_rows(item: Item) -> int:
-    """An item's rows with those that the tensor cores' shapes add."""
-    rounded_up = -(-item.num_rows // ROWS_OF_MMA) * ROWS_OF_MMA
-    return next((n for n in ROWS_OF_SWAPPED if item.few and item.num_rows <= n), rounded_up)
+    """An item's rows with those that fill the tile, or with swapped operands the tensor cores' shape."""
+    return next((n for n in ROWS_OF_SWAPPED if item.few and item.num_rows <= n), SCHEDULE["tile_rows"])
 
 
 def simulate(items: list[Item], depth: int, num_sms: int = 132) -> list[Run]:
-    """The items' runs on SMs that each draw the next item when free; in the order drawn.
+    """The items' runs, in the items' order, on SMs that take them by turns, and the last when they are free.
 
     depth is the length of the product's sums: D for up_gate, F for down. SMs that read get equal shares of
     the memory, so `progress`, the bytes read by one that reads all the time, tells when each is through.
     """
     if num_sms < 1:
         raise ValueError(f"sms: expected at least 1, found {num_sms}")
-    l2, runs, numbers = OrderedDict(), {}, count()
+    l2, runs = OrderedDict(), {}
+    first_free = _host.first_free_item(len(items), num_sms)
+    numbers = count(first_free)
     now = progress = 0.0
-    free = [(now, sm) for sm in range(num_sms)]
+    free = [(now, sm, sm) for sm in range(num_sms)]  # when it is, the SM, its turn's item
     reading: list[tuple] = []
     while free or reading:
         rate = min(MEMORY_OF_SM, MEMORY / max(len(reading), 1))
         all_read = now + (reading[0][0] - progress) / rate if reading else float("inf")
         if free and free[0][0] < all_read:
-            then, sm = heappop(free)
+            then, sm, number = heappop(free)
             progress += rate * (then - now)
-            now, number = then, next(numbers)
+            now, number = then, number if number < first_free else next(numbers)
             if number < len(items):
                 missed = bring(operands(items[number], depth), l2)
                 heappush(reading, (progress + missed, number, sm, now, missed))
         else:
             progress, number, sm, start, missed = heappop(reading)
             now = all_read
-            product = 2 * multiplied_rows(items[number]) * TILE_COLUMNS * depth / ARITHMETIC
+            product = 2 * multiplied_rows(items[number]) * columns_of(items[number]) * depth / ARITHMETIC
             end = max(now, start + product) + EPILOGUE
             runs[number] = Run(items[number], sm, start, end, missed)
-            heappush(free, (end, sm))
+            heappush(free, (end, sm, number + num_sms))
     return [runs[number] for number in range(len(items))]
 
 
@@ -274,16 +281,19 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--shape", required=True, help="T,E,K,D,F, or in a checkout a name of benchmarks/shapes.json")
     add("--routing", default="random", help="random, balanced, worst or zipf:EXPONENT")
     add("--product", choices=("up_gate", "down"), default="up_gate")
-    add("--order", choices=("linear", "grouped", "column"))
-    add("--group", type=int, help="row tiles of a group")
+    add("--order", choices=ORDERS, default="grouped", help="of an expert's tiles")
+    add("--group", type=int, help="row tiles of a group, at most; default: as the order has it")
     add("--no-interleave", dest="interleave", action="store_false", help="experts with few rows come last")
     add("--tile-rows", type=int)
     add("--few-rows", type=int, help="an expert with so many rows, or fewer, has few")
     add("--sms", type=int, default=132, help="workers")
     add("--seed", type=int, default=0, help="of the routing")
     add("-o", "--output", type=Path, default=Path("schedule.png"))
-    flags.set_defaults(**SCHEDULE)
-    return flags.parse_args(argv)
+    flags.set_defaults(**SCHEDULE | {"group": None})
+    options = flags.parse_args(argv)
+    if options.group is None:
+        options.group = ORDERS[options.order]
+    return options
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -293,6 +303,8 @@ def main(argv: list[str] | None = None) -> None:
     up = options.product == "up_gate"
     depth, width = (sizes.dim, 2 * sizes.hidden_dim) if up else (sizes.hidden_dim, sizes.dim)
     how = {name: getattr(options, name) for name in SCHEDULE}
+    if not up and (width - 1) % TILE_COLUMNS >= TILE_COLUMNS // 2:  # as in csrc/kernels/hopper/grouped_mm.cu
+        how["halving"] = max(options.sms, 0)
     try:
         runs = simulate(items_of(counts, -(-width // TILE_COLUMNS), **how), depth, options.sms)
     except ValueError as error:

@@ -808,6 +808,17 @@ def test_products_at_every_boundary(device, hopper, k, n, dtype):
 
 
 @HALF_DTYPES
+@pytest.mark.parametrize("n", (512, 640))
+def test_products_of_many_turns(device, hopper, n, dtype):
+    """Most tiles taken by turns, each stored under the next; few rows among them, the last in halves."""
+    counts = (49_000, 3, 0, 64, 129, 3000)
+    a, ends = draw_rows(counts, 328, dtype, device, spare=70)
+    b = draw_weights(len(counts), n, 328, dtype, device)
+    for weights in (b, swapped(b)):
+        check_product(a, weights, ends)
+
+
+@HALF_DTYPES
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("size", ((8, 520), (72, 136), (200, 8), (328, 264)))
 def test_up_gate_at_every_boundary(device, hopper, size, layout, dtype):

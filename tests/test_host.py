@@ -2,6 +2,7 @@
 
 import math
 import random
+from collections import Counter
 from itertools import accumulate, pairwise, product
 
 import pytest
@@ -13,8 +14,7 @@ from fused_moe.plan import TILE_ROWS as PYTHON_TILE_ROWS
 _host = pytest.importorskip("fused_moe._host", reason="fused_moe._host was not built for this Python")
 COUNTS = st.lists(st.one_of(st.just(0), st.integers(0, 700)), max_size=40)
 TILE_ROWS = st.one_of(st.just(_host.TILE_ROWS), st.integers(1, 300))
-ORDERS = ("linear", "grouped", "column")
-HOPPER = {"tile_rows": 128, "few_rows": 64, "order": "grouped", "group": 8, "interleave": True}
+HOPPER = {"tile_rows": 128, "few_rows": 64, "group": 16, "interleave": True, "halving": 0}
 
 
 def naive_tiles(counts, tile_rows):
@@ -93,17 +93,39 @@ def test_wrong_tiles_are_refused():
 
 
 def drawn(counts, num_columns, schedule):
-    """Every item of the schedule, in the order in which it is drawn."""
+    """Every item of the schedule, in order."""
     ends = list(accumulate(counts))
     work = _host.plan_work(ends, **schedule)
-    return [_host.find_work(work, ends, num_columns, i, **schedule) for i in range(work[2] * num_columns)]
+    num_items = _host.num_items(work, num_columns, schedule["halving"])
+    return [_host.find_work(work, ends, num_columns, i, **schedule) for i in range(num_items)]
+
+
+def whole_tiles(items, num_tiles, halving):
+    """The items' tiles. The last come as two halves where they would leave half of the workers idle."""
+    last = num_tiles % halving if halving else 0
+    cut = last if last <= halving / 2 else 0
+    halves = items[num_tiles - cut :]
+    assert len(halves) == 2 * cut
+    assert [item[4] for item in items] == [0] * (num_tiles - cut) + [1, 2] * cut
+    assert [item[:4] for item in halves[::2]] == [item[:4] for item in halves[1::2]]
+    return [(*item[:4], item[5]) for item in (*items[: num_tiles - cut], *halves[::2])]
 
 
 def naive_items(counts, num_columns, schedule, few):
-    """The items of one kind of experts, sorted by the order's own key."""
+    """The tiles of one kind of experts, sorted by the order's own key."""
     tiles = [t for t in naive_tiles(counts, schedule["tile_rows"]) if is_few(counts[t[0]], schedule) == few]
-    group = {"linear": 1, "grouped": schedule["group"], "column": len(tiles) or 1}[schedule["order"]]
-    items = sorted(product(range(len(tiles)), range(num_columns)), key=lambda i: (i[0] // group, i[1], i[0]))
+    first = {expert: i for i, (expert, *_) in reversed(list(enumerate(tiles)))}
+    size = {}
+    for expert, num_tiles in Counter(expert for expert, *_ in tiles).items():
+        num_groups = math.ceil(num_tiles / schedule["group"])
+        size[expert] = math.ceil(num_tiles / num_groups)
+
+    def place(item):
+        tile, column = item
+        expert = tiles[tile][0]
+        return expert, (tile - first[expert]) // size[expert], column, tile
+
+    items = sorted(product(range(len(tiles)), range(num_columns)), key=place)
     return [(*tiles[tile], column, few) for tile, column in items]
 
 
@@ -112,8 +134,9 @@ def is_few(rows, schedule):
 
 
 def check_schedule(counts, num_columns, schedule):
-    """Each item once, each kind in its order, and the experts with few rows spread or last."""
-    items = drawn(counts, num_columns, schedule)
+    """Each tile once, each kind in its order, and the experts with few rows spread or last."""
+    num_tiles = len(naive_tiles(counts, schedule["tile_rows"])) * num_columns
+    items = whole_tiles(drawn(counts, num_columns, schedule), num_tiles, schedule["halving"])
     few = [item for item in items if item[4]]
     assert few == naive_items(counts, num_columns, schedule, few=True)
     assert [item for item in items if not item[4]] == naive_items(counts, num_columns, schedule, few=False)
@@ -136,15 +159,15 @@ def random_counts(draw):
     return counts
 
 
-@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("group", [1, 3, 16])
 @pytest.mark.parametrize("interleave", [False, True])
 @pytest.mark.parametrize("tile_rows", [64, 128, 192])
-def test_every_item_is_drawn_once_and_in_order(order, interleave, tile_rows, request):
+def test_every_item_is_drawn_once_and_in_order(group, interleave, tile_rows, request):
     """300 random layers each, 5400 in all."""
-    draw = random.Random(f"{order} {interleave} {tile_rows} {request.config.getoption('seed')}")
+    draw = random.Random(f"{group} {interleave} {tile_rows} {request.config.getoption('seed')}")
     for _ in range(300):
-        sizes = {"few_rows": draw.choice((0, 16, 64)), "group": draw.choice((1, 3, 8, 16))}
-        schedule = sizes | {"order": order, "interleave": interleave, "tile_rows": tile_rows}
+        sizes = {"few_rows": draw.choice((0, 16, 64)), "halving": draw.choice((0, 1, 5, 64, 132))}
+        schedule = sizes | {"group": group, "interleave": interleave, "tile_rows": tile_rows}
         check_schedule(random_counts(draw), draw.randint(1, 4), schedule)
 
 
@@ -156,8 +179,8 @@ def test_every_item_is_drawn_once_and_in_order(order, interleave, tile_rows, req
         {
             "tile_rows": st.sampled_from((64, 128, 192)),
             "few_rows": st.integers(0, 64),
-            "order": st.sampled_from(ORDERS),
-            "group": st.integers(1, 20),
+            "group": st.one_of(st.integers(1, 20), st.just(2**31 - 1)),
+            "halving": st.integers(0, 140),
             "interleave": st.booleans(),
         }
     ),
@@ -166,33 +189,32 @@ def test_any_schedule_draws_every_item_once_and_in_order(counts, num_columns, sc
     check_schedule(counts, num_columns, schedule)
 
 
-@given(counts=COUNTS, num_columns=st.integers(1, 12), interleave=st.booleans())
-def test_groups_of_all_tiles_are_the_column_order_and_of_one_the_linear(counts, num_columns, interleave):
-    def with_order(**changes):
-        return drawn(counts, num_columns, HOPPER | {"interleave": interleave} | changes)
-
-    num_tiles = len(naive_tiles(counts, 128))
-    assert with_order(order="grouped", group=num_tiles + 1) == with_order(order="column")
-    assert with_order(order="grouped", group=1) == with_order(order="linear")
+@given(num_items=st.integers(0, 2**31), workers=st.integers(1, 200))
+def test_the_last_turns_are_free(num_items, workers):
+    """All of the first turn is taken by turns, and of the others all but at most five turns."""
+    first_free = _host.first_free_item(num_items, workers)
+    assert first_free >= workers
+    assert first_free % workers == 0
+    assert first_free == workers or 4 * workers <= num_items - first_free < 5 * workers
 
 
 def test_every_window_has_its_share_of_few_rows():
     """As check_schedule, but window by window."""
     items = drawn([5] * 7 + [900, 0, 700], 5, HOPPER)
-    few = [0, *accumulate(item[4] for item in items)]
+    few = [0, *accumulate(item[5] for item in items)]
     for first in range(len(items)):
         for last in range(first, len(items) + 1):
             assert abs(few[last] - few[first] - (last - first) * few[-1] / len(items)) <= 1
 
 
-@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("group", [1, 16, 2**31 - 1])
 @pytest.mark.parametrize("interleave", [False, True])
 @pytest.mark.parametrize("tile_rows", [64, 128, 192])
-def test_schedules_of_the_last_int32_rows(order, interleave, tile_rows):
+def test_schedules_of_the_last_int32_rows(group, interleave, tile_rows):
     """Too many items to draw all: of those drawn each is as many-th of its kind as its order tells."""
     last = 2**31 - 1
     ends = [0, 1, 2**30, 2**30, last - 64, last]
-    schedule = HOPPER | {"order": order, "interleave": interleave, "tile_rows": tile_rows}
+    schedule = HOPPER | {"group": group, "interleave": interleave, "tile_rows": tile_rows}
     work = _host.plan_work(ends, **schedule)
     tiles = [-(-(end - begin) // tile_rows) for begin, end in pairwise(ends)]  # of experts 1 to 5
     tall, share = tiles[1] + tiles[3], 2 / sum(tiles)
@@ -202,30 +224,31 @@ def test_schedules_of_the_last_int32_rows(order, interleave, tile_rows):
     draw, found = random.Random(0), {}
     for index in [0, num_items - 1, *(draw.randrange(num_items) for _ in range(2000))]:
         item = _host.find_work(work, ends, num_columns, index, **schedule)
-        expert, first_row, num_rows, column, few = item
+        expert, first_row, num_rows, column, half, few = item
         assert found.setdefault(item, index) == index
         begin = ends[expert - 1]
         assert begin <= first_row < first_row + num_rows <= ends[expert]
         assert (first_row - begin) % tile_rows == 0
         assert num_rows == min(tile_rows, ends[expert] - first_row)
         assert 0 <= column < num_columns
+        assert half == 0
         assert few == (expert in (1, 5))
 
-        tile = (first_row - begin) // tile_rows + {1: 0, 2: 0, 4: tiles[1], 5: 1}[expert]
-        num_tiles = 2 if few else tall
-        group = {"linear": 1, "grouped": schedule["group"], "column": num_tiles}[order]
-        before = tile // group * group
-        number = before * num_columns + column * min(group, num_tiles - before) + tile - before
+        tile, num_tiles = (first_row - begin) // tile_rows, tiles[expert - 1]
+        size = -(-num_tiles // -(-num_tiles // group))
+        before = tile // size * size
+        number = before * num_columns + column * min(size, num_tiles - before) + tile - before
+        number += {1: 0, 2: 0, 4: tiles[1], 5: 1}[expert] * num_columns
         if interleave:
             assert abs((number if few else index - number) - index * share) <= 1
         else:
             assert index == number + few * tall * num_columns
-    expert, *_, column, few = _host.find_work(work, ends, num_columns, num_items - 1, **schedule)
+    expert, *_, column, _, few = _host.find_work(work, ends, num_columns, num_items - 1, **schedule)
     assert (expert, column) == (5 if few else 4, num_columns - 1)
     with pytest.raises(IndexError, match=f"found {num_items}"):
         _host.find_work(work, ends, num_columns, num_items, **schedule)
     for too_many in (num_columns + 1, last):
-        with pytest.raises(ValueError, match=r"num_columns: expected fewer than 2\^31 items, found "):
+        with pytest.raises(ValueError, match=r"num_columns: expected fewer than 2\^31 tiles, found "):
             _host.find_work(work, ends, too_many, 0, **schedule)
 
 
@@ -233,12 +256,12 @@ def test_schedules_of_the_last_int32_rows(order, interleave, tile_rows):
 def test_few_rows_have_their_share_of_nearly_2_to_the_31_items(few_experts):
     """The share in 32 bits is rounded up; over so many items that comes to half an item at most."""
     counts = [1] * few_experts + [128 * 7919]
-    ends, schedule = list(accumulate(counts)), HOPPER | {"order": "linear"}
+    ends, schedule = list(accumulate(counts)), HOPPER | {"group": 1}
     work = _host.plan_work(ends, **schedule)
     num_columns = (2**31 - 1) // work[2]
     num_items, draw = work[2] * num_columns, random.Random(0)
     for index in [num_items - 1, *(draw.randrange(num_items) for _ in range(2000))]:
-        expert, first_row, _, column, few = _host.find_work(work, ends, num_columns, index, **schedule)
+        expert, first_row, _, column, _, few = _host.find_work(work, ends, num_columns, index, **schedule)
         tile = expert if few else (first_row - few_experts) // 128
         number = tile * num_columns + column
         few_before = number if few else index - number
@@ -252,8 +275,8 @@ def test_few_rows_have_their_share_of_nearly_2_to_the_31_items(few_experts):
         ([5], {"tile_rows": 0}, "tile_rows: expected at least 1, found 0"),
         ([5], {"few_rows": 129}, "few_rows: expected 0 to tile_rows = 128, found 129"),
         ([5], {"few_rows": -1}, "few_rows: expected 0 to tile_rows = 128, found -1"),
-        ([5], {"order": "diagonal"}, "order: expected linear, grouped or column, found diagonal"),
         ([5], {"group": 0}, "group: expected at least 1, found 0"),
+        ([5], {"halving": -1}, "halving: expected at least 0, found -1"),
     ],
 )
 def test_wrong_schedules_are_refused(ends, changes, message):
@@ -273,20 +296,15 @@ def test_wrong_items_are_refused():
         _host.find_work(work, [1, 400], 2, 0, **HOPPER)
     with pytest.raises(ValueError, match="num_columns: expected at least 1, found 0"):
         _host.find_work(work, ends, 0, 0, **HOPPER)
-    with pytest.raises(ValueError, match=r"num_columns: expected fewer than 2\^31 items, found 4 row tiles"):
+    with pytest.raises(ValueError, match=r"num_columns: expected fewer than 2\^31 tiles, found 4 row tiles"):
         _host.find_work(work, ends, 2**29, 0, **HOPPER)
-
-
-def test_a_group_may_be_of_any_size():
-    """Larger than a product of 32 bits allows: 2**30 row tiles of 4 columns are no items in 32 bits."""
-    for group in (2**29, 2**30, 2**31 - 1):
-        huge = HOPPER | {"group": group}
-        assert drawn([500, 3, 0, 300], 4, huge) == drawn([500, 3, 0, 300], 4, HOPPER | {"order": "column"})
+    with pytest.raises(ValueError, match="workers: expected at least 1, found 0"):
+        _host.first_free_item(10, 0)
 
 
 def test_no_rows_no_items():
     for counts in ([], [0, 0, 0]):
-        assert drawn(counts, 3, HOPPER) == []
+        assert drawn(counts, 3, HOPPER | {"halving": 132}) == []
 
 
 def test_python_and_c_agree_on_the_tile():

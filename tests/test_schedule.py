@@ -11,7 +11,6 @@ import pytest
 pytest.importorskip("fused_moe._host", reason="fused_moe._host was not built for this Python")
 from fused_moe import schedule  # noqa: E402
 
-ORDERS = ("linear", "grouped", "column")
 WORST = [1] * 63 + [32768 - 63]  # of 64 experts, with K = 3584 and N = 2560
 KERNELS = Path(__file__).parents[1] / "csrc" / "kernels" / "hopper"
 SMALL = "256,16,2,512,256"
@@ -40,19 +39,19 @@ def test_the_schedule_is_the_kernels():
     """SCHEDULE has what schedule_for of plan.cu starts from, for the tile of engine.cuh."""
     if not KERNELS.exists():
         pytest.skip("not in a checkout")
-    defaults = r"FusedMoeSchedule s = \{tile_rows, (\d+), FUSED_MOE_ORDER_(\w+), (\d+), ([01])\};"
-    ((few_rows, order, group, interleave),) = re.findall(defaults, (KERNELS / "plan.cu").read_text())
+    defaults = r"FusedMoeSchedule s = \{tile_rows, (\d+), (\d+), ([01]), halving\};"
+    ((few_rows, group, interleave),) = re.findall(defaults, (KERNELS / "plan.cu").read_text())
     box = re.search(r"int BOX = (\d+)", (KERNELS / "wgmma.cuh").read_text())[1]
     engine = (KERNELS / "engine.cuh").read_text()
     warpgroups = re.search(r"int WARPGROUPS = (\d+)", engine)[1]
     columns = re.search(r"int BM = BOX \* WARPGROUPS, BN = (\d+)", engine)[1]
-    assert (schedule.ROWS_OF_MMA, schedule.TILE_COLUMNS) == (int(box), int(columns))
+    assert int(columns) == schedule.TILE_COLUMNS
     assert schedule.SCHEDULE == {
         "tile_rows": int(box) * int(warpgroups),
         "few_rows": int(few_rows),
-        "order": order.lower(),
         "group": int(group),
         "interleave": interleave == "1",
+        "halving": 0,
     }
 
 
@@ -64,30 +63,32 @@ def test_a_picture_is_drawn(draw, capsys, routing, product):
     assert capsys.readouterr().out.endswith("schedule.png\n")
 
 
-@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("order", schedule.ORDERS)
 def test_every_flag(draw, order):
     sizes = ("--tile-rows", "64", "--few-rows", "16", "--group", "2", "--sms", "7", "--seed", "3")
     assert draw("--shape", SMALL, "--order", order, "--no-interleave", *sizes)
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("order", schedule.ORDERS)
 @pytest.mark.parametrize("interleave", [False, True])
 @pytest.mark.parametrize("num_sms", [1, 7, 132])
 def test_every_tile_runs_once_on_an_sm_of_its_own(order, interleave, num_sms):
     counts, num_columns, depth = [700, 3, 0, 128, 1, 4000, 64, 65], 5, 256
-    items = schedule.items_of(counts, num_columns, order=order, interleave=interleave)
+    how = {"group": schedule.ORDERS[order], "interleave": interleave, "halving": num_sms}
+    items = schedule.items_of(counts, num_columns, **how)
     runs = schedule.simulate(items, depth, num_sms)
     assert [run.item for run in runs] == items
 
-    rows = Counter((item.expert, item.column) for item in items for _ in range(item.num_rows))
-    assert rows == {(e, c): count for e, count in enumerate(counts) if count for c in range(num_columns)}
+    halves = Counter()  # of all rows: a whole item counts twice
+    for item in items:
+        halves[item.expert, item.column] += item.num_rows * (1 if item.half else 2)
+    assert halves == {(e, c): 2 * n for e, n in enumerate(counts) if n for c in range(num_columns)}
     for sm in range(num_sms):
         mine = sorted((run.start, run.end) for run in runs if run.sm == sm)
         assert all(end <= start for (_, end), (start, _) in pairwise(mine))
-    starts = [run.start for run in runs]
-    assert starts == sorted(starts)
     assert sum(run.start == 0 for run in runs) == min(num_sms, len(runs))
+    assert [run.sm for run in runs[:num_sms]] == list(range(min(num_sms, len(runs))))
 
 
 def test_an_item_lasts_as_long_as_its_product_or_its_bytes():
@@ -96,8 +97,8 @@ def test_an_item_lasts_as_long_as_its_product_or_its_bytes():
     long, short = schedule.simulate(schedule.items_of([129], 1), depth, num_sms=1)
     weight, row = depth * 512, depth * 2
     assert (long.bytes_read, short.bytes_read) == (weight + 128 * row, row)
-    for run, rows in ((long, 128), (short, 64)):
-        product = 2 * rows * 256 * depth / schedule.ARITHMETIC
+    for run in (long, short):
+        product = 2 * 128 * 256 * depth / schedule.ARITHMETIC
         reading = run.bytes_read / schedule.MEMORY_OF_SM
         assert run.end - run.start == pytest.approx(max(product, reading) + schedule.EPILOGUE)
 
@@ -105,8 +106,17 @@ def test_an_item_lasts_as_long_as_its_product_or_its_bytes():
 def test_few_rows_cost_the_tokens_that_a_swapped_product_has_room_for():
     for rows, room in ((1, 8), (8, 8), (9, 32), (33, 64), (64, 64)):
         assert schedule.multiplied_rows(*schedule.items_of([rows], 1)) == room
-    assert [schedule.multiplied_rows(i) for i in schedule.items_of([128, 129], 1)] == [128, 128, 64]
+    assert [schedule.multiplied_rows(i) for i in schedule.items_of([128, 129], 1)] == [128, 128, 128]
     assert schedule.multiplied_rows(*schedule.items_of([100], 1, few_rows=128)) == 128
+
+
+def test_halves_fill_the_last_turn():
+    """Ten tiles on eight SMs: two turns, of which the second is cut to half its length."""
+    half, whole = (
+        max(run.end for run in schedule.simulate(schedule.items_of([256], 5, halving=h), 8192, 8))
+        for h in (8, 0)
+    )
+    assert 0.7 < half / whole < 0.8
 
 
 def test_sms_share_the_memory():
@@ -118,14 +128,14 @@ def test_sms_share_the_memory():
 
 
 def test_interleaving_hides_the_experts_with_few_rows():
-    for order in ORDERS:
-        spread, last = (time_of(WORST, 3584, 2560, order=order, interleave=i) for i in (True, False))
+    for group in schedule.ORDERS.values():
+        spread, last = (time_of(WORST, 3584, 2560, group=group, interleave=i) for i in (True, False))
         assert spread < 0.9 * last
 
 
 def test_groups_read_less_than_columns():
     def read(order):
-        items = schedule.items_of([4096] * 8, 16, order=order)
+        items = schedule.items_of([32768], 16, group=schedule.ORDERS[order])
         return sum(run.bytes_read for run in schedule.simulate(items, 2048))
 
     assert read("grouped") < 0.5 * read("column")

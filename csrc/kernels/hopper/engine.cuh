@@ -6,18 +6,21 @@
  *
  *   stage   0      1      2      3      0      1 ...              64 numbers of k each
  *   load    |A B   |A B   |A B   |A B   |A B (waits until both consumers have left stage 0)
- *   wg 0           |k 0   |k 1   |k 2   |...        |epilogue |k 0 of the next tile
- *   wg 1                |k 0   |k 1   |k 2   |...        |epilogue |k 0
+ *   wg 0           |k 0   |k 1   |k 2   |...        |take |k 0 of the next tile |k 1 ..
+ *   wg 1           |k 0   |k 1   |k 2   |...        |take |k 0                  |k 1 ..
+ *   results                                               |put 0                |put 1 ..
  *
- * Consumers share the stages but do not wait for each other: the second begins a moment later and keeps that
- * distance, so that one multiplies at the tensor cores' full rate while the other stores. That is what a
- * ping-pong schedule is for, at the shared-memory and L2 traffic of a cooperative one and without a second set
- * of accumulators, so there is no choice between the two to make. A consumer that waits for each of its own
- * steps leaves no gap, since the other's are under way, and holds a stage for as short as can be.
+ * A tile's results are on their way while the next tile is multiplied: the epilogue takes the sums out of the
+ * accumulators, and puts what it has taken to memory piece by piece, each under the products of one step. So an
+ * epilogue is as short as rounding, also where a tile has few steps, and there is one schedule for every shape
+ * where others choose between ping-pong and cooperative. A consumer waits for each of its own steps: the other's
+ * are under way, and a stage is held for as short as can be.
  *
- * Less arithmetic where there is less to do: a consumer whose rows are past the expert's end only passes the
- * stages on; a last tile of at most 128 columns is multiplied at that width; an expert of at most 64 rows has
- * its operands swapped (multiply_few).
+ * Which CTA computes which tile matters more than anything in the loop: CTAs that run in step, neighbours beside
+ * neighbours, have their common lines read once (schedule.h). So all tall tiles are made to last equally long: both
+ * consumers multiply, also where the rows of the second are past the expert's end. Less is computed only where it
+ * is much less: a last tile of at most 128 columns at that width, and an expert of at most 64 rows with its
+ * operands swapped (multiply_few).
  *
  * A comes by the copy engine, or, gathered through row_token, by cp.async of 96 threads that write the swizzle
  * themselves. Their copies arrive at the stage's barrier when they are complete. They are ordinary writes, so
@@ -33,8 +36,6 @@
 #include "tile_scheduler.cuh"
 
 namespace fused_moe {
-
-constexpr int LAG = 400; /* ns by which the second consumer begins later */
 
 /* What every product has; a kernel's parameters begin with it. */
 typedef struct {
@@ -89,10 +90,10 @@ __device__ inline int bytes_of_b(const Item &item) {
 template <class Tile>
 __device__ inline void load_b(const Product &p, uint32_t dst, uint32_t full, int part, int step,
                               const Item &item) {
-    int k = BOX * step, first = (p.paired ? Tile::BN / 2 : Tile::BN) * item.column;
+    int k = BOX * step;
     for (int half = 0; half <= !item.narrow; half++, dst += 2 * BOX_BYTES) {
         const CUtensorMap *map = &p.b[p.paired ? half : part];
-        int line = p.paired ? first : first + 2 * BOX * half;
+        int line = item.first_column + (p.paired ? 0 : 2 * BOX * half);
         if constexpr (Tile::B_MAJOR == ALONG_K) {
             cp_async_bulk_tensor_load(dst, map, full, k, line, item.expert);
         } else {
@@ -109,7 +110,7 @@ __device__ inline void copy(const Product &p, Shared<Tile> &s) {
     typename Tile::Stages to;
     int steps = p.steps[0] + p.steps[1];
     for (Item item = receiver.next(); item.num_rows; item = receiver.next()) {
-        int boxes = item.num_rows > BOX || !p.plan.schedule.few_rows ? 2 : 1;
+        int boxes = item.few ? 1 : 2;
         for (int i = 0; i < steps; i++, to.advance()) {
             auto &stage = s.stage[to.at];
             int part = i >= p.steps[0], step = part ? i - p.steps[0] : i;
@@ -180,30 +181,44 @@ __device__ inline void leave(Shared<Tile> &s, int stage) {
     if (threadIdx.x % 32 == 0) mbarrier_arrive(shared_address(&s.empty[stage]));
 }
 
-/* Calls issue(stage, first k or not) for every step of k, whose wgmmas it issues. */
-template <class Tile, typename Issue>
+/* Calls fn(first), .., fn(end - 1) with constants. */
+template <int first, int end, typename Fn>
+__device__ inline void for_each_slot(Fn fn) {
+    if constexpr (first < end) {
+        fn(std::integral_constant<int, first>());
+        for_each_slot<first + 1, end>(fn);
+    }
+}
+
+/* Calls issue(stage, first k or not) for every step of k, whose wgmmas it issues, and while they are under way
+ * meanwhile(number of the step), for the first `slots` steps. */
+template <class Tile, int slots, typename Issue, typename Meanwhile>
 __device__ inline void for_each_step(Shared<Tile> &s, typename Tile::Stages &from, int steps,
-                                     Issue issue) {
-    auto step = [&](auto first) {
+                                     Issue issue, Meanwhile meanwhile) {
+    auto step = [&](auto first, auto slot) {
         mbarrier_wait(shared_address(&s.full[from.at]), from.parity);
         if constexpr (Tile::GATHER) fence_proxy_async(); /* the copies were ordinary writes */
         wgmma_fence();
         issue(s.stage[from.at], first);
         wgmma_commit_group();
-        /* the other warpgroup's are under way; a stage held longer is worse */
+        if constexpr (slot.value < slots) meanwhile(slot);
         wgmma_wait_group<0>();
         leave<Tile>(s, from.at);
         from.advance();
     };
-    step(std::true_type());
-    for (int i = 1; i < steps; i++) step(std::false_type());
+    step(std::true_type(), std::integral_constant<int, 0>());
+    for_each_slot<1, slots>([&](auto slot) {
+        if (slot.value < steps) step(std::false_type(), slot);
+    });
+    for (int i = slots > 1 ? slots : 1; i < steps; i++)
+        step(std::false_type(), std::integral_constant<int, slots>());
 }
 
 /* d = the 64 rows of warpgroup `wg` times the tile's first `columns` columns. */
-template <class Tile, int columns>
+template <class Tile, int columns, int slots, typename Meanwhile>
 __device__ inline void multiply(float *d, Shared<Tile> &s, typename Tile::Stages &from, int steps,
-                                int wg) {
-    for_each_step<Tile>(s, from, steps, [&](auto &stage, auto first) {
+                                int wg, Meanwhile meanwhile) {
+    auto issue = [&](auto &stage, auto first) {
         constexpr int r = K16_STEP<ALONG_K>, w = K16_STEP<Tile::B_MAJOR>;
         uint64_t a = matrix_descriptor<ALONG_K>(shared_address(stage.a) + wg * BOX_BYTES);
         uint64_t b = matrix_descriptor<Tile::B_MAJOR>(shared_address(stage.b));
@@ -212,7 +227,8 @@ __device__ inline void multiply(float *d, Shared<Tile> &s, typename Tile::Stages
 #pragma unroll
         for (int k = 1; k < BOX / 16; k++)
             wgmma<columns, 1, ALONG_K, Tile::B_MAJOR>(d, a + k * r, b + k * w, t);
-    });
+    };
+    for_each_step<Tile, slots>(s, from, steps, issue, meanwhile);
 }
 
 /* An expert of few rows, with the operands swapped, so that no arithmetic goes into rows that are not there: 64
@@ -222,7 +238,7 @@ template <class Tile, int tokens>
 __device__ inline void multiply_few(float (&d)[tokens], Shared<Tile> &s,
                                     typename Tile::Stages &from, int steps, int first_box,
                                     int second_box) {
-    for_each_step<Tile>(s, from, steps, [&](auto &stage, auto first) {
+    auto issue = [&](auto &stage, auto first) {
         constexpr int r = K16_STEP<ALONG_K>, w = K16_STEP<Tile::B_MAJOR>;
         uint64_t rows = matrix_descriptor<ALONG_K>(shared_address(stage.a));
         uint64_t a =
@@ -237,22 +253,14 @@ __device__ inline void multiply_few(float (&d)[tokens], Shared<Tile> &s,
             wgmma<tokens, 1, Tile::B_MAJOR, ALONG_K>(d, a + k * w, rows + k * r, t);
             wgmma<tokens, 1, Tile::B_MAJOR, ALONG_K>(d + tokens / 2, b + k * w, rows + k * r, t);
         }
-    });
-}
-
-/* Leaves the stages to the others. */
-template <class Tile>
-__device__ inline void pass(Shared<Tile> &s, typename Tile::Stages &from, int steps) {
-    for (int step = 0; step < steps; step++, from.advance()) {
-        mbarrier_wait(shared_address(&s.full[from.at]), from.parity);
-        __syncwarp();
-        leave<Tile>(s, from.at);
-    }
+    };
+    for_each_step<Tile, 0>(s, from, steps, issue, [](auto) {});
 }
 
 /* --- the whole kernel ------------------------------------------------------------------------------------------- */
 
-/* finish.tall(d, item, row, writer) stores a warpgroup's 64 rows; row is the first of them in the expert.
+/* finish.take(d, item, row, writer) takes a warpgroup's 64 rows, of which `row` is the first in the expert;
+ * finish.put<slot>(writer), for the slots 0 to SLOTS - 1, and put_all(writer) store what it holds of them.
  * finish.few(d, item, wg, warp, writer) stores what multiply_few left: a warp of 4 has lines 16 warp to
  * 16 warp + 15 of each of its warpgroup's two boxes. */
 template <class Tile, typename Finish>
@@ -283,12 +291,12 @@ __device__ inline void grouped_product(const Product &p, Finish finish) {
     } else {
         setmaxnreg_inc<Tile::CONSUMER_REGISTERS>();
         int steps = p.steps[0] + p.steps[1];
-        bool tails = p.plan.schedule.few_rows > 0;
         Receiver<typename Tile::Items> receiver(s.items);
         typename Tile::Stages from;
         typename Finish::Writer writer(shared_address(s.out[wg]), wg, warp % 4);
-        if (wg) __nanosleep(LAG);
+        auto put = [&](auto slot) { finish.template put<slot.value>(writer); };
         for (Item item = receiver.next(); item.num_rows; item = receiver.next()) {
+            if (item.few || steps < Finish::SLOTS) finish.put_all(writer);
             if (item.few) {
                 int first = p.paired ? wg : 2 * wg, second = p.paired ? wg + 2 : 2 * wg + 1;
                 auto few = [&](auto tokens) {
@@ -305,17 +313,14 @@ __device__ inline void grouped_product(const Product &p, Finish finish) {
                     few(std::integral_constant<int, 64>());
                 continue;
             }
-            if (item.num_rows <= BOX * wg && tails) {
-                pass<Tile>(s, from, steps);
-                continue;
-            }
             float d[128];
             if (item.narrow)
-                multiply<Tile, Tile::BN / 2>(d, s, from, steps, wg);
+                multiply<Tile, Tile::BN / 2, Finish::SLOTS>(d, s, from, steps, wg, put);
             else
-                multiply<Tile, Tile::BN>(d, s, from, steps, wg);
-            finish.tall(d, item, item.row_in_expert + BOX * wg, writer);
+                multiply<Tile, Tile::BN, Finish::SLOTS>(d, s, from, steps, wg, put);
+            finish.take(d, item, item.row_in_expert + BOX * wg, writer);
         }
+        finish.put_all(writer);
         writer.finish();
     }
 }
@@ -332,17 +337,24 @@ __device__ inline void zero_rows_past(const Plan &p, T *out, int64_t width) {
 
 /* --- launcher ---------------------------------------------------------------------------------------------------- */
 
+/* The workers: one CTA a multiprocessor. */
+inline int num_processors(int *processors) {
+    int device;
+    cudaError_t error = cudaGetDevice(&device);
+    if (error == cudaSuccess)
+        error = cudaDeviceGetAttribute(processors, cudaDevAttrMultiProcessorCount, device);
+    return cuda_status(error);
+}
+
 /* Launches a product behind its plan: it may start while the plan is made, and waits for it itself. */
 template <class Tile, typename Params>
 int launch_product(void (*kernel)(Params), const Params &p, void *stream) {
     constexpr size_t bytes = sizeof(Shared<Tile>);
     static_assert(bytes <= 227 * 1024, "what a CTA of sm_90 has");
-    int device, processors;
-    cudaError_t error = cudaGetDevice(&device);
-    if (error == cudaSuccess)
-        error = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
-    if (error == cudaSuccess)
-        error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+    int processors, status = num_processors(&processors);
+    if (status != FUSED_MOE_OK) return status;
+    cudaError_t error =
+        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
     if (error != cudaSuccess) return cuda_status(error);
     cudaLaunchAttribute behind = {};
     behind.id = cudaLaunchAttributeProgrammaticStreamSerialization;

@@ -3,8 +3,8 @@
  * ordinary stores. wgmma.cuh says which sums a thread has.
  *
  * The copy engine is slow to take an order while loads queue up before it. Of the two writers that follow from
- * that, a kernel has one: orders as large as can be where an epilogue only stores, and no warp waiting for
- * another where it computes in between. */
+ * that, a kernel has one: orders as large as can be where nothing but storing is left, and no warp waiting for
+ * another where an epilogue computes in between. */
 #pragma once
 
 #include "tensor_map.cuh"
@@ -144,6 +144,7 @@ class WarpWriter : public Writer {
 /* Boxes of 64 rows, two buffers a warpgroup, whose warps take turns to give the orders. */
 class WarpgroupWriter : public Writer {
     int barrier, turn = 0;
+    bool ordered = false; /* since drain() */
 
     __device__ void sync() const { barrier_sync(barrier, 128); }
 
@@ -153,9 +154,11 @@ class WarpgroupWriter : public Writer {
     __device__ WarpgroupWriter(uint32_t of_warpgroup, int wg, int warp)
         : Writer(of_warpgroup, warp), barrier(1 + wg) {}
 
-    __device__ void drain() const {
+    __device__ void drain() {
+        if (!ordered) return;
         cp_async_bulk_wait_group_read<0>();
         sync();
+        ordered = false;
     }
 
     /* One box; row is its first in the expert. */
@@ -172,6 +175,7 @@ class WarpgroupWriter : public Writer {
             cp_async_bulk_commit_group();
         }
         turn = (turn + 1) % 4;
+        ordered = true;
     }
 };
 

@@ -19,20 +19,32 @@ typedef struct {
 template <typename T>
 struct GroupedMMFinish {
     using Writer = WarpgroupWriter;
+    static constexpr int SLOTS = 4; /* a box each */
     const GroupedMM &p;
+    /* what is held of the tile before: rounded boxes of 64 columns, in columns [column, end), end 0: nothing */
+    uint32_t words[SLOTS][16];
+    int expert, row, column, end;
 
-    __device__ void tall(float (&d)[128], const Item &item, int row, Writer &writer) {
-        const CUtensorMap *map = p.product.plan.maps + item.expert;
+    __device__ void take(float (&d)[128], const Item &item, int first_row, Writer &) {
         const T *bias = p.bias ? (const T *)p.bias + (int64_t)item.expert * p.M : nullptr;
+        expert = item.expert, row = first_row, column = item.first_column;
+        end = item.narrow ? min(p.M, column + 2 * BOX) : p.M;
 #pragma unroll
-        for (int i = 0; i < 4; i++) {
-            int column = item.column * 4 * BOX + i * BOX;
-            uint32_t words[16];
-            if (column >= p.M) return;
-            if (bias) add_bias(&d[32 * i], bias, column, p.M);
-            pack_box<T>(words, &d[32 * i]);
-            writer.store(words, map, column, row);
+        for (int i = 0; i < SLOTS; i++) {
+            if (bias) add_bias(&d[32 * i], bias, column + i * BOX, p.M);
+            pack_box<T>(words[i], &d[32 * i]);
         }
+    }
+
+    template <int slot>
+    __device__ void put(Writer &writer) {
+        int at = column + slot * BOX;
+        if (at < end) writer.store(words[slot], p.product.plan.maps + expert, at, row);
+    }
+
+    __device__ void put_all(Writer &writer) {
+        for_each_slot<0, SLOTS>([&](auto slot) { put<slot.value>(writer); });
+        end = 0;
     }
 
     template <int tokens>
@@ -40,8 +52,8 @@ struct GroupedMMFinish {
         const T *bias = p.bias ? (const T *)p.bias + (int64_t)item.expert * p.M : nullptr;
 #pragma unroll
         for (int i = 0; i < 2; i++) {
-            int column = (4 * item.column + 2 * wg + i) * BOX + 16 * warp;
-            if (column >= p.M) return;
+            int column = item.first_column + (2 * wg + i) * BOX + 16 * warp;
+            if (column >= p.M || (item.narrow && wg)) return; /* these boxes were not loaded */
             if (bias) add_bias_few<tokens>(&d[tokens / 2 * i], bias, column, p.M);
             T *out = (T *)p.out + (int64_t)item.first_row * p.M + column;
             writer.store_few<tokens>(&d[tokens / 2 * i], out, p.M, item.num_rows, p.M - column);
@@ -52,7 +64,7 @@ struct GroupedMMFinish {
 template <class Tile>
 __global__ void __launch_bounds__(Tile::THREADS, 1)
     hopper_grouped_mm_kernel(const __grid_constant__ GroupedMM p) {
-    grouped_product<Tile>(p.product, GroupedMMFinish<typename Tile::T>{p});
+    grouped_product<Tile>(p.product, GroupedMMFinish<typename Tile::T>{p, {}});
     zero_rows_past(p.product.plan, (typename Tile::T *)p.out, p.M);
 }
 
@@ -83,9 +95,13 @@ static int run(const FusedMoeGroupedMM &p, void *stream) {
             matrix_map(&results[0].whole, (const T *)p.out, p.R, p.M, p.M, WarpgroupWriter::ROWS);
     product.plan.R = p.R;
     product.plan.E = p.E;
+    product.plan.tile_columns = Tile::BN;
     product.plan.num_columns = (int32_t)ceil_div(p.M, Tile::BN);
     product.plan.last_is_narrow = (p.M - 1) % Tile::BN < Tile::BN / 2;
-    product.plan.schedule = schedule_for(Tile::BM);
+    int workers =
+        0; /* a tile that is narrow already is not cut, and its neighbours are not, either */
+    if (status == FUSED_MOE_OK && !product.plan.last_is_narrow) status = num_processors(&workers);
+    product.plan.schedule = schedule_for(Tile::BM, workers);
     if (status == FUSED_MOE_OK)
         status = make_plan(&product.plan, p.ends, results, p.workspace, stream);
     if (status == FUSED_MOE_OK)

@@ -142,17 +142,17 @@ size_t plan_workspace(int32_t E) {
            MAP_BYTES; /* its start is aligned */
 }
 
-FusedMoeSchedule schedule_for(int tile_rows) {
-    FusedMoeSchedule s = {tile_rows, 64, FUSED_MOE_ORDER_GROUPED, 8, 1};
+FusedMoeSchedule schedule_for(int tile_rows, int halving) {
+    FusedMoeSchedule s = {tile_rows, 64, 16, 1, halving};
     const char *asked = getenv("FUSED_MOE_SCHEDULE");
     if (!asked) return s;
-    if (strstr(asked, "order=linear")) s.order = FUSED_MOE_ORDER_LINEAR;
-    if (strstr(asked, "order=column")) s.order = FUSED_MOE_ORDER_COLUMN;
-    if (strstr(asked, "experts=in-turn")) s.interleave = 0;
-    if (strstr(asked, "tails=off")) s.few_rows = 0;
     const char *group = strstr(asked, "group=");
     int tiles = group ? atoi(group + strlen("group=")) : 0;
-    if (tiles > 0) s.group = tiles < 256 ? tiles : 256; /* times columns it stays within 32 bits */
+    if (tiles > 0) s.group = tiles;
+    if (strstr(asked, "order=linear")) s.group = 1;
+    if (strstr(asked, "order=column")) s.group = INT32_MAX;
+    if (strstr(asked, "experts=in-turn")) s.interleave = 0;
+    if (strstr(asked, "tails=off")) s.few_rows = s.halving = 0;
     return s;
 }
 

@@ -25,8 +25,9 @@ typedef struct {
     int32_t *next;       /* [1]      */
     CUtensorMap *maps;   /* [MAX_RESULTS, E] */
     int64_t R;
-    int32_t E, num_columns, num_results;
-    bool last_is_narrow; /* the last tile of columns is half empty, or more */
+    int32_t E, num_results;
+    int32_t num_columns, tile_columns; /* tiles of columns, and the columns of one */
+    bool last_is_narrow;               /* the last tile of columns is half empty, or more */
     FusedMoeSchedule schedule;
 } Plan;
 
@@ -36,7 +37,7 @@ size_t plan_workspace(int32_t E);
 int make_plan(Plan *plan, const int32_t *ends, const Result (&results)[MAX_RESULTS],
               void *workspace, void *stream);
 
-/* The schedule of tiles of so many rows, or what FUSED_MOE_SCHEDULE asks for instead. */
-FusedMoeSchedule schedule_for(int tile_rows);
+/* The schedule of tiles of so many rows, or what FUSED_MOE_SCHEDULE asks for instead. halving: workers, or 0. */
+FusedMoeSchedule schedule_for(int tile_rows, int halving);
 
 } // namespace fused_moe

@@ -1,7 +1,6 @@
 /* How the CTAs of a persistent grid come to their items: schedule.h on the device.
  *
- * One warp of a CTA draws: its first item has the CTA's own number, every further one is the next that no CTA
- * has drawn, so a CTA with short items computes more of them. The warp finds the expert of a row tile with one
+ * One warp of a CTA draws: items by turns, the last ones from a counter. It finds the expert of a row tile with one
  * comparison a lane and a ballot, and hands the item to the CTA's other warps through a ring in shared memory,
  * with the tokens of its rows where they are gathered. Which CTA computes a tile changes nothing in its result. */
 #pragma once
@@ -14,10 +13,11 @@ namespace fused_moe {
 constexpr int ITEMS = 2; /* drawn ahead: more would be kept from CTAs that have nothing to do */
 
 struct alignas(16) Item {
-    int32_t expert, column;
+    int32_t expert;
     int32_t first_row, num_rows; /* num_rows 0: there are no more items */
     int32_t row_in_expert;       /* of first_row */
-    int32_t narrow;              /* not more than half of the tile's columns are there          */
+    int32_t first_column;        /* of the result, or of the gates and the ups alike */
+    int32_t narrow;              /* half of a tile's columns, or fewer                           */
     int32_t few;                 /* the expert has few rows: weights and rows change their roles */
 };
 
@@ -51,25 +51,31 @@ struct Cursor {
 template <class Ring>
 __device__ inline void draw(const Plan &plan, Ring &ring, const int32_t *row_token, int64_t T) {
     int lane = threadIdx.x % 32, acquired = -1;
-    uint32_t num_items = plan.work[2] * plan.num_columns, index = blockIdx.x, next = 0;
+    uint32_t num_tiles = plan.work[2] * plan.num_columns;
+    uint32_t cut = fused_moe_cut_tiles(&plan.schedule, num_tiles), num_items = num_tiles + cut;
+    uint32_t first_free = fused_moe_first_free_item(num_items, gridDim.x), index = blockIdx.x;
     Cursor<ITEMS> to;
     for (bool there = true; there; to.advance()) {
-        if (lane == 0) next = gridDim.x + atomicAdd(plan.next, 1);
+        uint32_t next = index + gridDim.x;
+        if (next >= first_free && lane == 0) next = first_free + atomicAdd(plan.next, 1);
         there = index < num_items;
         Item item = {};
         if (there) {
-            int32_t row_tile;
-            fused_moe_work_order(plan.work, &plan.schedule, plan.num_columns, index, &row_tile,
-                                 &item.column);
-            int b = busy_before(plan.work + 5 + plan.E, plan.work[0], row_tile);
-            FusedMoeTile rows = fused_moe_rows_of(plan.work, plan.ends, plan.E,
-                                                  plan.schedule.tile_rows, b, row_tile);
-            item.expert = rows.expert;
-            item.first_row = rows.first_row;
-            item.num_rows = rows.num_rows;
-            item.few = b >= plan.work[1];
-            item.narrow = plan.last_is_narrow && item.column == plan.num_columns - 1;
-            item.row_in_expert = rows.first_row - fused_moe_first_row(plan.ends, rows.expert);
+            int32_t half;
+            uint32_t tile = fused_moe_tile_of_item(index, num_tiles, cut, &half);
+            uint32_t place =
+                fused_moe_work_place(plan.work, &plan.schedule, plan.num_columns, tile);
+            int b = busy_before(plan.work + 5 + plan.E, plan.work[0], place / plan.num_columns);
+            FusedMoeWork work = fused_moe_work_at(plan.work, plan.ends, plan.E, &plan.schedule,
+                                                  plan.num_columns, b, place);
+            item.expert = work.rows.expert;
+            item.first_row = work.rows.first_row;
+            item.num_rows = work.rows.num_rows;
+            item.row_in_expert = item.first_row - fused_moe_first_row(plan.ends, item.expert);
+            item.first_column = work.column * plan.tile_columns;
+            if (half == 2) item.first_column += plan.tile_columns / 2;
+            item.narrow = half || (plan.last_is_narrow && work.column == plan.num_columns - 1);
+            item.few = work.few;
             if (item.expert != acquired && lane < plan.num_results)
                 fence_proxy_tensormap_acquire(plan.maps + lane * plan.E + item.expert);
             acquired = item.expert;

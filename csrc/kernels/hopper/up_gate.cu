@@ -5,7 +5,10 @@
  * packed weight. A gate and its up are then 128 columns apart: in one thread's registers, 64 numbers apart.
  * Where they are interleaved, B's lines are consecutive and the pair lies in neighbouring columns, which one
  * thread holds, too. An ungated tile has 256 hidden columns. Nothing is copied, and h and a leave the registers
- * only for the copy engine. */
+ * only for the copy engine.
+ *
+ * A tile is stored before the next is multiplied, not under it: there are h and a to hold, and too few registers
+ * beside the sums. What was tried is in docs/performance.md. */
 #include "../activation.cuh"
 #include "engine.cuh"
 #include "tier.cuh"
@@ -46,13 +49,14 @@ __device__ inline void pack_spread_box(uint32_t (&words)[16], const float (&a)[3
 template <typename T, Columns columns>
 struct UpGateFinish {
     using Writer = WarpWriter;
+    static constexpr int SLOTS = 0; /* nothing is held */
     const UpGate &p;
 
     __device__ const T *bias_of(const void *bias, const Item &item) const {
         return bias ? (const T *)bias + item.expert * p.bias_stride : nullptr;
     }
 
-    __device__ void tall(float (&d)[128], const Item &item, int row, Writer &writer) {
+    __device__ void take(float (&d)[128], const Item &item, int row, Writer &writer) {
         const Plan &plan = p.product.plan;
         const CUtensorMap *map_a = plan.maps + MAP_A * plan.E + item.expert;
         const CUtensorMap *map_h = plan.maps + MAP_H * plan.E + item.expert;
@@ -62,7 +66,7 @@ struct UpGateFinish {
         if constexpr (columns == PAIRS) {
             /* boxes past F are clipped whole */
             uint32_t up_words[16], a_words[2][16];
-            int first = 2 * item.column * BOX;
+            int first = item.first_column;
 #pragma unroll
             for (int i = 0; i < 2; i++) {
                 float *gate = &d[32 * i], *up = gate + 64;
@@ -86,7 +90,7 @@ struct UpGateFinish {
         } else {
 #pragma unroll
             for (int i = 0; i < 4; i++) {
-                int column = (4 * item.column + i) * BOX;
+                int column = item.first_column + i * BOX;
                 if (bias) add_bias(&d[32 * i], bias, column, p.H);
                 if (p.h && column < p.H) {
                     pack_box<T>(words, &d[32 * i]);
@@ -107,6 +111,10 @@ struct UpGateFinish {
         }
     }
 
+    template <int slot>
+    __device__ void put(Writer &) {}
+    __device__ void put_all(Writer &) {}
+
     template <int tokens>
     __device__ void few(float (&d)[tokens], const Item &item, int wg, int warp, Writer &writer) {
         const T *bias = bias_of(p.bias, item), *bias_up = bias_of(p.bias_up, item);
@@ -115,7 +123,7 @@ struct UpGateFinish {
         int rows = item.num_rows;
         float a[tokens / 2];
         if constexpr (columns == PAIRS) { /* gates, then their ups */
-            int column = (2 * item.column + wg) * BOX + 16 * warp, left = p.F - column;
+            int column = item.first_column + wg * BOX + 16 * warp, left = p.F - column;
             if (left <= 0) return;
             if (bias) add_bias_few<tokens>(d, bias, column, p.F);
             if (bias_up) add_bias_few<tokens>(d + tokens / 2, bias_up, column, p.F);
@@ -129,7 +137,8 @@ struct UpGateFinish {
 #pragma unroll
             for (int i = 0; i < 2; i++) {
                 float *lines = &d[tokens / 2 * i];
-                int column = (4 * item.column + 2 * wg + i) * BOX + 16 * warp, left = p.H - column;
+                int column = item.first_column + (2 * wg + i) * BOX + 16 * warp,
+                    left = p.H - column;
                 if (left <= 0) return;
                 if (bias) add_bias_few<tokens>(lines, bias, column, p.H);
                 if (p.h) writer.store_few<tokens>(lines, h + column, p.H, rows, left);
@@ -217,9 +226,10 @@ static int run(const FusedMoeUpGate &p, void *stream) {
                 : matrix_map(&results[MAP_H].whole, (const T *)p.h, rows.R, H, H, WarpWriter::ROWS);
     product.plan.R = rows.R;
     product.plan.E = rows.E;
+    product.plan.tile_columns = lines;
     product.plan.num_columns = (int32_t)ceil_div(part, lines);
     product.plan.last_is_narrow = columns != PAIRS && (H - 1) % Tile::BN < Tile::BN / 2;
-    product.plan.schedule = schedule_for(Tile::BM);
+    product.plan.schedule = schedule_for(Tile::BM, 0);
     if (status == FUSED_MOE_OK)
         status = make_plan(&product.plan, rows.ends, results, p.workspace, stream);
     if (status == FUSED_MOE_OK)
