@@ -63,9 +63,11 @@ def test_accuracy(device, dtype):
     widths=st.tuples(st.sampled_from(ODD), st.sampled_from(ODD)),
     dtype=st.sampled_from((F32, BF16, F64)),
     form=st.sampled_from(sorted(FORMS)),
+    seed=st.integers(0, 999),
 )
-def test_any_sizes(device, counts, spare, widths, dtype, form):
+def test_any_sizes(device, counts, spare, widths, dtype, form, seed):
     """Any counts, widths, dtype and storage."""
+    torch.manual_seed(seed)
     inputs, dout, ends = setup(device, dtype, counts, spare, *widths)
     inputs = {n: FORMS[form](t) for n, t in inputs.items()}
     check_against_reference("grouped_mm", inputs, FORMS[form](dout), offsets=ends)
