@@ -92,11 +92,6 @@ static py::tuple find_work(const Ints &work, const Ints &ends, int32_t num_colum
                           found.column, found.half, found.few != 0);
 }
 
-static uint32_t first_free_item(uint32_t items, uint32_t workers) {
-    check(workers >= 1, "workers: expected at least 1, found 0");
-    return fused_moe_first_free_item(items, workers);
-}
-
 static py::dict build_info() {
     py::dict info;
     for (const auto &[name, value] : std::vector<std::pair<const char *, const char *>>{BUILD_INFO})
@@ -128,8 +123,15 @@ PYBIND11_MODULE(_host, m) {
         "tile_rows"_a, "few_rows"_a, "group"_a, "interleave"_a, "halving"_a,
         "(expert, first row, number of rows, tile of columns, half of it or 0, few rows?) of item "
         "`index`.");
-    m.def("first_free_item", first_free_item, "num_items"_a, "workers"_a,
-          "Items below this number are taken by turns, the others by whoever is free.");
+    m.def(
+        "turns",
+        [](uint32_t num_items, uint32_t worker, uint32_t workers) {
+            check(worker < workers, "worker: expected less than " + std::to_string(workers) +
+                                        ", found " + std::to_string(worker));
+            return fused_moe_turns(num_items, worker, workers);
+        },
+        "num_items"_a, "worker"_a, "workers"_a,
+        "How many items a worker has: its own number, and every `workers`-th after it.");
     m.def("build_info", build_info,
           "Compilers, GPU targets, and the PyTorch built against and aimed at.");
 }

@@ -3,7 +3,7 @@
  * Rows are grouped by expert; expert e owns rows [ends[e-1], ends[e]), cut into row tiles of `tile_rows`.
  * A work item is one row tile times one tile of the output's columns. Workers (CTAs) take items by turns, worker
  * i those of numbers i, i + workers, .., so that neighbours stay neighbours: they load the same rows or the same
- * columns at the same time, which the L2 cache answers once. The last items go to whoever is free.
+ * columns at the same time, which the L2 cache answers once. Who is through takes from who is behind.
  *
  * Two kinds of experts. TALL ones have tiles that keep the tensor cores busy. An expert of at most `few_rows`
  * rows (few_rows <= tile_rows) has one row tile, and its time is that of reading its weight: memory, not
@@ -22,8 +22,8 @@
  * Interleaved, the items of experts with few rows are spread evenly over the others, so that at any
  * moment some workers read memory while most multiply; otherwise they come last, together.
  *
- * Order, within each kind: expert by expert. Of an expert's row tiles at most `group` make a group (several are
- * of one size, or nearly), and a group's items go column by column. Groups of 1 are a row tile's columns, then the
+ * Order, within each kind: expert by expert. Of an expert's row tiles at most `group` make a group (where there are
+ * several the last may be smaller), and a group's items go column by column. Groups of 1 are a row tile's columns, then the
  * next row tile; a group of all is each column of the weight once. In between, the items of one time share both
  * rows of A and columns of B. Groups that two experts shared would share the columns of neither.
  *
@@ -91,11 +91,11 @@ FUSED_MOE_PLAN_FN uint32_t fused_moe_cut_tiles(const FusedMoeSchedule *s, uint32
     return 2 * last <= workers ? last : 0;
 }
 
-/* Items below this number are taken by turns, the others by whoever is free: experts with few rows and last tiles
- * of an expert take less time, and four turns even that out. */
-FUSED_MOE_PLAN_FN uint32_t fused_moe_first_free_item(uint32_t num_items, uint32_t workers) {
-    uint32_t turns = num_items / workers;
-    return (turns > 4 ? turns - 4 : 1) * workers;
+/* The items of a worker. One that is through takes the next one of the worker that has most left, if these are
+ * two or more: a single one its owner will have computed as soon. So a worker that began late, since another
+ * kernel had its place, or that had the longer items, keeps nobody waiting. */
+FUSED_MOE_PLAN_FN uint32_t fused_moe_turns(uint32_t num_items, uint32_t worker, uint32_t workers) {
+    return worker < num_items ? (num_items - worker - 1) / workers + 1 : 0;
 }
 
 /* The place that tile `index`, 0 <= index < work[2] * num_columns < 2^31, would have if the tall ones came first. */

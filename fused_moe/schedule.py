@@ -3,11 +3,11 @@
     python -m fused_moe.schedule --shape 16384,64,6,2048,1408 --routing zipf:1.2 -o schedule.png
 
 The items and their order are the kernels' own: csrc/schedule.h, asked through fused_moe._host. The times
-are a model's, with the constants below. SMs take items by turns, the last ones when they are free. An item
-lasts as long as its product, or as reading what L2 does not hold if this takes longer, and then an epilogue;
-SMs that read at one time share the memory. So much is enough to see what the decisions are for:
-interleaved, an expert with few rows reads its weight while others multiply; grouped, items that run together
-share operands.
+are a model's, with the constants below. SMs take items by turns, and who is through takes from who is
+furthest behind. An item lasts as long as its product, or as reading what L2 does not hold if this takes
+longer, and then an epilogue; SMs that read at one time share the memory. So much is enough to see what the
+decisions are for: interleaved, an expert with few rows reads its weight while others multiply; grouped,
+items that run together share operands.
 
 Sources: the prefix over busy experts and their interleaving are those of Li et al., "Static Batching of
 Irregular Workloads on GPUs", 2025; persistent workers and the grouped order those of PyTorch's
@@ -20,7 +20,7 @@ import argparse
 import json
 from collections import OrderedDict
 from heapq import heappop, heappush
-from itertools import accumulate, count
+from itertools import accumulate
 from pathlib import Path
 from typing import NamedTuple
 
@@ -91,12 +91,10 @@ def items_of(counts: list[int], num_columns: int, **changes) -> list[Item]:
 
 def operands(item: Item, depth: int) -> dict[tuple, int]:
     """Bytes of the rows and of the tile of weight that an item reads, by a name; depth: the sum's length."""
-    rows, weight = ("rows", item.first_row), ("weight", item.expert, item.column, item.half)
-    return {rows: item.num_rows * depth * NUMBER, weight: columns_of(item) * depth * NUMBER}
-
-
-def columns_of(item: Item) -> int:
-    return TILE_COLUMNS // 2 if item.half else TILE_COLUMNS
+    rows, size = ("rows", item.first_row), TILE_COLUMNS // 2 * depth * NUMBER
+    halves = (item.half,) if item.half else (1, 2)
+    weight = {("weight", item.expert, item.column, half): size for half in halves}
+    return {rows: item.num_rows * depth * NUMBER, **weight}
 
 
 def bring(needed: dict[tuple, int], l2: OrderedDict) -> int:
@@ -110,42 +108,62 @@ def bring(needed: dict[tuple, int], l2: OrderedDict) -> int:
     return missed
 
 
-def multiplied_rows(item: Item) -> int:
+def multiplied_rows(item: Item, tile_rows: int = SCHEDULE["tile_rows"]) -> int:
     """An item's rows with those that fill the tile, or with swapped operands the tensor cores' shape."""
-    return next((n for n in ROWS_OF_SWAPPED if item.few and item.num_rows <= n), SCHEDULE["tile_rows"])
+    return next((n for n in ROWS_OF_SWAPPED if item.few and item.num_rows <= n), tile_rows)
 
 
-def simulate(items: list[Item], depth: int, num_sms: int = 132) -> list[Run]:
-    """The items' runs, in the items' order, on SMs that take them by turns, and the last when they are free.
+class Turns:
+    """Who takes which of so many items next: one of its own, or one of the SM that is furthest behind."""
+
+    def __init__(self, num_items: int, num_sms: int):
+        self.own = [range(sm, num_items, num_sms) for sm in range(num_sms)]
+        self.taken = [0] * num_sms
+
+    def left(self, sm: int) -> int:
+        return len(self.own[sm]) - self.taken[sm]
+
+    def take(self, sm: int) -> int | None:
+        if not self.left(sm):
+            sm = max(range(len(self.own)), key=self.left)
+            if self.left(sm) < 2:  # as soon as a thief its owner will have computed it
+                return None
+        self.taken[sm] += 1
+        return self.own[sm][self.taken[sm] - 1]
+
+
+def simulate(
+    items: list[Item], depth: int, num_sms: int = 132, tile_rows: int = SCHEDULE["tile_rows"]
+) -> list[Run]:
+    """The items' runs on the SMs, in the items' order.
 
     depth is the length of the product's sums: D for up_gate, F for down. SMs that read get equal shares of
     the memory, so `progress`, the bytes read by one that reads all the time, tells when each is through.
     """
     if num_sms < 1:
         raise ValueError(f"sms: expected at least 1, found {num_sms}")
-    l2, runs = OrderedDict(), {}
-    first_free = _host.first_free_item(len(items), num_sms)
-    numbers = count(first_free)
+    l2, runs, turns = OrderedDict(), {}, Turns(len(items), num_sms)
     now = progress = 0.0
-    free = [(now, sm, sm) for sm in range(num_sms)]  # when it is, the SM, its turn's item
+    free = [(now, sm) for sm in range(num_sms)]
     reading: list[tuple] = []
     while free or reading:
         rate = min(MEMORY_OF_SM, MEMORY / max(len(reading), 1))
         all_read = now + (reading[0][0] - progress) / rate if reading else float("inf")
         if free and free[0][0] < all_read:
-            then, sm, number = heappop(free)
+            then, sm = heappop(free)
             progress += rate * (then - now)
-            now, number = then, number if number < first_free else next(numbers)
-            if number < len(items):
+            now, number = then, turns.take(sm)
+            if number is not None:
                 missed = bring(operands(items[number], depth), l2)
                 heappush(reading, (progress + missed, number, sm, now, missed))
         else:
             progress, number, sm, start, missed = heappop(reading)
             now = all_read
-            product = 2 * multiplied_rows(items[number]) * columns_of(items[number]) * depth / ARITHMETIC
+            columns = TILE_COLUMNS // 2 if items[number].half else TILE_COLUMNS
+            product = 2 * multiplied_rows(items[number], tile_rows) * columns * depth / ARITHMETIC
             end = max(now, start + product) + EPILOGUE
             runs[number] = Run(items[number], sm, start, end, missed)
-            heappush(free, (end, sm, number + num_sms))
+            heappush(free, (end, sm))
     return [runs[number] for number in range(len(items))]
 
 
@@ -259,7 +277,7 @@ def draw_order(axes, runs: list[Run], depth: int, num_sms: int) -> None:
             shade = "white" if number < 0.7 * len(wave) else "black"
             axes.annotate(number, (column, row), ha="center", va="center", fontsize=8, color=shade)
     image = axes.imshow(drawn, aspect="auto", cmap="viridis", interpolation="nearest")
-    axes.figure.colorbar(image, ax=axes, label="drawn as number")
+    axes.figure.colorbar(image, ax=axes, label="number")
     ticks: list[int] = []
     for i, (_, _, expert) in enumerate(tiles):  # an expert's first row tile, where there is room
         if not ticks or (tiles[i - 1][2] != expert and i - ticks[-1] >= len(tiles) / 40):
@@ -269,7 +287,7 @@ def draw_order(axes, runs: list[Run], depth: int, num_sms: int) -> None:
     axes.set(xlabel="tile of columns", ylabel="row tile", facecolor="0.9")
     weights = sum(name[0] == "weight" for name in read)
     sums = f"{len(read) - weights} row tiles, {weights} tiles of weight: {sum(read.values()) / 1e6:.0f} MB"
-    axes.set_title(f"The first {len(wave)} items, as drawn, share\n{sums}", fontsize=12)
+    axes.set_title(f"The first {len(wave)} items share\n{sums}", fontsize=12)
 
 
 # --- command line -------------------------------------------------------------------------------------
@@ -306,7 +324,8 @@ def main(argv: list[str] | None = None) -> None:
     if not up and (width - 1) % TILE_COLUMNS >= TILE_COLUMNS // 2:  # as in csrc/kernels/hopper/grouped_mm.cu
         how["halving"] = max(options.sms, 0)
     try:
-        runs = simulate(items_of(counts, -(-width // TILE_COLUMNS), **how), depth, options.sms)
+        items = items_of(counts, -(-width // TILE_COLUMNS), **how)
+        runs = simulate(items, depth, options.sms, options.tile_rows)
     except ValueError as error:
         raise SystemExit(error) from None
     spread = "interleaved" if options.interleave else "few rows last"

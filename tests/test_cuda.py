@@ -809,13 +809,21 @@ def test_products_at_every_boundary(device, hopper, k, n, dtype):
 
 @HALF_DTYPES
 @pytest.mark.parametrize("n", (512, 640))
-def test_products_of_many_turns(device, hopper, n, dtype):
-    """Most tiles taken by turns, each stored under the next; few rows among them, the last in halves."""
+@pytest.mark.parametrize("k", (8, 136, 256, 328))
+def test_products_of_many_turns(device, hopper, k, n, dtype):
+    """A CTA's tiles, each stored under the next if that has steps enough; few rows and halves, too."""
     counts = (49_000, 3, 0, 64, 129, 3000)
-    a, ends = draw_rows(counts, 328, dtype, device, spare=70)
-    b = draw_weights(len(counts), n, 328, dtype, device)
+    a, ends = draw_rows(counts, k, dtype, device, spare=70)
+    b = draw_weights(len(counts), n, k, dtype, device)
     for weights in (b, swapped(b)):
         check_product(a, weights, ends)
+    two = [draw_weights(len(counts), k, n, dtype, device) for _ in range(2)]  # up_dgrad's w1 and w3
+    dh = torch.cat((a, a.flip(1)), 1) / 2**0.5
+    with poisoned():
+        dx = ops.up_dgrad(dh, *two, F.pad(ends, (1, 0)), codes.LAYOUTS["separate"])
+    num_rows = sum(counts)
+    exact = reference.grouped_mm(dh[:num_rows].double(), torch.cat(two, 1).double().mT, offsets=ends)
+    check_everywhere(dx[:num_rows], exact)
 
 
 @HALF_DTYPES
@@ -930,7 +938,7 @@ def test_garbage_around_the_weights(device, hopper, size, dtype):
 
 def busy_calls(dtype, device):
     """A function that makes h, a and out of a skewed routing, with more tiles than the GPU has SMs."""
-    tokens, top_k, experts, dim, hidden = 4096, 4, 32, 264, 520
+    tokens, top_k, experts, dim, hidden = 4096, 4, 32, 400, 520
     case = Case(dim=dim, hidden=hidden, num_experts=experts, dtype=dtype, bias=True)
     up, settings = up_arguments(case, device)
     w2 = draw_weights(experts, dim, hidden, dtype, device)

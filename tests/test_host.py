@@ -189,13 +189,11 @@ def test_any_schedule_draws_every_item_once_and_in_order(counts, num_columns, sc
     check_schedule(counts, num_columns, schedule)
 
 
-@given(num_items=st.integers(0, 2**31), workers=st.integers(1, 200))
-def test_the_last_turns_are_free(num_items, workers):
-    """All of the first turn is taken by turns, and of the others all but at most five turns."""
-    first_free = _host.first_free_item(num_items, workers)
-    assert first_free >= workers
-    assert first_free % workers == 0
-    assert first_free == workers or 4 * workers <= num_items - first_free < 5 * workers
+@given(num_items=st.integers(0, 1000), workers=st.integers(1, 200))
+def test_every_item_is_the_turn_of_one_worker(num_items, workers):
+    turns = [_host.turns(num_items, worker, workers) for worker in range(workers)]
+    items = [worker + turn * workers for worker, n in enumerate(turns) for turn in range(n)]
+    assert sorted(items) == list(range(num_items))
 
 
 def test_every_window_has_its_share_of_few_rows():
@@ -298,8 +296,8 @@ def test_wrong_items_are_refused():
         _host.find_work(work, ends, 0, 0, **HOPPER)
     with pytest.raises(ValueError, match=r"num_columns: expected fewer than 2\^31 tiles, found 4 row tiles"):
         _host.find_work(work, ends, 2**29, 0, **HOPPER)
-    with pytest.raises(ValueError, match="workers: expected at least 1, found 0"):
-        _host.first_free_item(10, 0)
+    with pytest.raises(ValueError, match="worker: expected less than 132, found 132"):
+        _host.turns(10, 132, 132)
 
 
 def test_no_rows_no_items():

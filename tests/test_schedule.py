@@ -40,7 +40,11 @@ def test_the_schedule_is_the_kernels():
     if not KERNELS.exists():
         pytest.skip("not in a checkout")
     defaults = r"FusedMoeSchedule s = \{tile_rows, (\d+), (\d+), ([01]), halving\};"
-    ((few_rows, group, interleave),) = re.findall(defaults, (KERNELS / "plan.cu").read_text())
+    plan = (KERNELS / "plan.cu").read_text()
+    ((few_rows, group, interleave),) = re.findall(defaults, plan)
+    orders = dict(re.findall(r'"order=(\w+)"\)\) s.group = (\w+);', plan))
+    assert orders == {"linear": "1", "column": "INT32_MAX"}
+    assert schedule.ORDERS == {"linear": 1, "grouped": int(group), "column": 2**31 - 1}
     box = re.search(r"int BOX = (\d+)", (KERNELS / "wgmma.cuh").read_text())[1]
     engine = (KERNELS / "engine.cuh").read_text()
     warpgroups = re.search(r"int WARPGROUPS = (\d+)", engine)[1]
@@ -88,7 +92,6 @@ def test_every_tile_runs_once_on_an_sm_of_its_own(order, interleave, num_sms):
         mine = sorted((run.start, run.end) for run in runs if run.sm == sm)
         assert all(end <= start for (_, end), (start, _) in pairwise(mine))
     assert sum(run.start == 0 for run in runs) == min(num_sms, len(runs))
-    assert [run.sm for run in runs[:num_sms]] == list(range(min(num_sms, len(runs))))
 
 
 def test_an_item_lasts_as_long_as_its_product_or_its_bytes():
@@ -103,11 +106,30 @@ def test_an_item_lasts_as_long_as_its_product_or_its_bytes():
         assert run.end - run.start == pytest.approx(max(product, reading) + schedule.EPILOGUE)
 
 
+def test_equal_items_are_taken_by_turns():
+    runs = schedule.simulate(schedule.items_of([128 * 40], 5), depth=8192, num_sms=7)
+    assert [run.sm for run in runs] == [number % 7 for number in range(200)]
+
+
+def test_who_is_through_takes_from_who_is_behind():
+    """Every second item is of few rows, so that one SM of two has all that last long."""
+    items = schedule.items_of([128 * 30] + [1] * 30, 1)
+    assert [item.few for item in items] in ([False, True] * 30, [True, False] * 30)
+    runs = schedule.simulate(items, depth=16384, num_sms=2)
+    (first, last), longest = (
+        sorted(max(r.end for r in runs if r.sm == sm) for sm in (0, 1)),
+        max(r.end - r.start for r in runs),
+    )
+    assert last - first <= 2 * longest
+    assert sum(run.sm != number % 2 for number, run in enumerate(runs)) >= 2
+
+
 def test_few_rows_cost_the_tokens_that_a_swapped_product_has_room_for():
     for rows, room in ((1, 8), (8, 8), (9, 32), (33, 64), (64, 64)):
         assert schedule.multiplied_rows(*schedule.items_of([rows], 1)) == room
     assert [schedule.multiplied_rows(i) for i in schedule.items_of([128, 129], 1)] == [128, 128, 128]
     assert schedule.multiplied_rows(*schedule.items_of([100], 1, few_rows=128)) == 128
+    assert schedule.multiplied_rows(*schedule.items_of([150], 1, tile_rows=192), 192) == 192
 
 
 def test_halves_fill_the_last_turn():

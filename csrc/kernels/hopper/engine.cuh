@@ -10,17 +10,17 @@
  *   wg 1           |k 0   |k 1   |k 2   |...        |take |k 0                  |k 1 ..
  *   results                                               |put 0                |put 1 ..
  *
- * A tile's results are on their way while the next tile is multiplied: the epilogue takes the sums out of the
- * accumulators, and puts what it has taken to memory piece by piece, each under the products of one step. So an
- * epilogue is as short as rounding, also where a tile has few steps, and there is one schedule for every shape
- * where others choose between ping-pong and cooperative. A consumer waits for each of its own steps: the other's
- * are under way, and a stage is held for as short as can be.
+ * A finish with SLOTS (grouped_mm) has a tile's results on their way while the next tile is multiplied: it takes
+ * the sums out of the accumulators, and puts what it has taken to memory piece by piece, each under the products of
+ * one step. Between two tiles there is rounding alone, also where a tile has few steps, and there is one schedule
+ * for every shape where others choose between ping-pong and cooperative. Without slots (up_gate) take() stores at
+ * once. A consumer waits for each of its own steps: the other's are under way, and holding a stage longer is worse.
  *
  * Which CTA computes which tile matters more than anything in the loop: CTAs that run in step, neighbours beside
  * neighbours, have their common lines read once (schedule.h). So all tall tiles are made to last equally long: both
  * consumers multiply, also where the rows of the second are past the expert's end. Less is computed only where it
- * is much less: a last tile of at most 128 columns at that width, and an expert of at most 64 rows with its
- * operands swapped (multiply_few).
+ * is much less: a last tile of at most 128 columns, or half a tile of the last turn, at that width, and an expert of
+ * at most 64 rows with its operands swapped (multiply_few).
  *
  * A comes by the copy engine, or, gathered through row_token, by cp.async of 96 threads that write the swizzle
  * themselves. Their copies arrive at the stage's barrier when they are complete. They are ordinary writes, so
@@ -261,6 +261,7 @@ __device__ inline void multiply_few(float (&d)[tokens], Shared<Tile> &s,
 
 /* finish.take(d, item, row, writer) takes a warpgroup's 64 rows, of which `row` is the first in the expert;
  * finish.put<slot>(writer), for the slots 0 to SLOTS - 1, and put_all(writer) store what it holds of them.
+ * NARROW: there are tiles of half a tile's columns.
  * finish.few(d, item, wg, warp, writer) stores what multiply_few left: a warp of 4 has lines 16 warp to
  * 16 warp + 15 of each of its warpgroup's two boxes. */
 template <class Tile, typename Finish>
@@ -314,7 +315,7 @@ __device__ inline void grouped_product(const Product &p, Finish finish) {
                 continue;
             }
             float d[128];
-            if (item.narrow)
+            if (Finish::NARROW && item.narrow)
                 multiply<Tile, Tile::BN / 2, Finish::SLOTS>(d, s, from, steps, wg, put);
             else
                 multiply<Tile, Tile::BN, Finish::SLOTS>(d, s, from, steps, wg, put);
@@ -337,12 +338,13 @@ __device__ inline void zero_rows_past(const Plan &p, T *out, int64_t width) {
 
 /* --- launcher ---------------------------------------------------------------------------------------------------- */
 
-/* The workers: one CTA a multiprocessor. */
-inline int num_processors(int *processors) {
+/* One CTA a multiprocessor. */
+inline int num_workers(int *workers) {
     int device;
     cudaError_t error = cudaGetDevice(&device);
     if (error == cudaSuccess)
-        error = cudaDeviceGetAttribute(processors, cudaDevAttrMultiProcessorCount, device);
+        error = cudaDeviceGetAttribute(workers, cudaDevAttrMultiProcessorCount, device);
+    if (error == cudaSuccess && *workers > MAX_WORKERS) *workers = MAX_WORKERS;
     return cuda_status(error);
 }
 
@@ -351,7 +353,7 @@ template <class Tile, typename Params>
 int launch_product(void (*kernel)(Params), const Params &p, void *stream) {
     constexpr size_t bytes = sizeof(Shared<Tile>);
     static_assert(bytes <= 227 * 1024, "what a CTA of sm_90 has");
-    int processors, status = num_processors(&processors);
+    int workers, status = num_workers(&workers);
     if (status != FUSED_MOE_OK) return status;
     cudaError_t error =
         cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
@@ -360,7 +362,7 @@ int launch_product(void (*kernel)(Params), const Params &p, void *stream) {
     behind.id = cudaLaunchAttributeProgrammaticStreamSerialization;
     behind.val.programmaticStreamSerializationAllowed = 1;
     cudaLaunchConfig_t config = {};
-    config.gridDim = processors;
+    config.gridDim = workers;
     config.blockDim = Tile::THREADS;
     config.dynamicSmemBytes = bytes;
     config.stream = (cudaStream_t)stream;

@@ -20,6 +20,7 @@ template <typename T>
 struct GroupedMMFinish {
     using Writer = WarpgroupWriter;
     static constexpr int SLOTS = 4; /* a box each */
+    static constexpr bool NARROW = true;
     const GroupedMM &p;
     /* what is held of the tile before: rounded boxes of 64 columns, in columns [column, end), end 0: nothing */
     uint32_t words[SLOTS][16];
@@ -100,7 +101,7 @@ static int run(const FusedMoeGroupedMM &p, void *stream) {
     product.plan.last_is_narrow = (p.M - 1) % Tile::BN < Tile::BN / 2;
     int workers =
         0; /* a tile that is narrow already is not cut, and its neighbours are not, either */
-    if (status == FUSED_MOE_OK && !product.plan.last_is_narrow) status = num_processors(&workers);
+    if (status == FUSED_MOE_OK && !product.plan.last_is_narrow) status = num_workers(&workers);
     product.plan.schedule = schedule_for(Tile::BM, workers);
     if (status == FUSED_MOE_OK)
         status = make_plan(&product.plan, p.ends, results, p.workspace, stream);

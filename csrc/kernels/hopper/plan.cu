@@ -14,12 +14,13 @@ namespace fused_moe {
 /* --- kernel ----------------------------------------------------------------------------------------------- */
 
 constexpr int PLAN_THREADS = 512, PLAN_WARPS = PLAN_THREADS / 32;
+static_assert(MAX_WORKERS <= PLAN_THREADS, "one thread clears one counter");
 
 typedef struct {
     const int32_t *ends_in; /* [E] */
     int32_t *ends;          /* [E] */
     int32_t *work;          /* [5+2E] */
-    int32_t *next;
+    uint32_t *taken;
     CUtensorMap *maps; /* [MAX_RESULTS, E] */
     Result results[MAX_RESULTS];
     int64_t R;
@@ -81,13 +82,13 @@ __device__ inline void plan_work(const PlanParams &p) {
         }
         if (!few) done[1] = done[0];
     }
+    if (threadIdx.x < MAX_WORKERS) p.taken[threadIdx.x] = 0;
     if (threadIdx.x == 0) {
         p.work[0] = done[1].busy;
         p.work[1] = done[0].busy;
         p.work[2] = done[1].tiles;
         p.work[3] = done[0].tiles;
         p.work[4] = (int32_t)fused_moe_few_share(done[0].tiles, done[1].tiles);
-        *p.next = 0;
     }
 }
 
@@ -134,7 +135,7 @@ static size_t round_up(size_t n, size_t to) {
 }
 
 static size_t ints_bytes(int32_t E) {
-    return round_up((E + fused_moe_work_length(E) + 1) * sizeof(int32_t), MAP_BYTES);
+    return round_up((E + fused_moe_work_length(E) + MAX_WORKERS) * sizeof(int32_t), MAP_BYTES);
 }
 
 size_t plan_workspace(int32_t E) {
@@ -161,7 +162,7 @@ int make_plan(Plan *plan, const int32_t *ends, const Result (&results)[MAX_RESUL
     int32_t E = plan->E;
     char *memory = (char *)round_up((uintptr_t)workspace, MAP_BYTES);
     int32_t *ints = (int32_t *)memory;
-    PlanParams p = {ends, ints, ints + E, ints + E + fused_moe_work_length(E)};
+    PlanParams p = {ends, ints, ints + E, (uint32_t *)(ints + E + fused_moe_work_length(E))};
     p.maps = (CUtensorMap *)(memory + ints_bytes(E));
     for (int i = 0; i < MAX_RESULTS; i++) p.results[i] = results[i];
     plan->num_results = results[1].data ? 2 : 1;
@@ -170,7 +171,7 @@ int make_plan(Plan *plan, const int32_t *ends, const Result (&results)[MAX_RESUL
     p.schedule = plan->schedule;
     plan->ends = p.ends;
     plan->work = p.work;
-    plan->next = p.next;
+    plan->taken = p.taken;
     plan->maps = p.maps;
     return launch(plan_kernel, p, 1 + ceil_div(E, PLAN_WARPS), PLAN_THREADS, 0, stream);
 }

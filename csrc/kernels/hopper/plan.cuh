@@ -2,7 +2,7 @@
  *
  *   ends   [E]       ends of the experts' rows, made to never decrease and to stay within R
  *   work   [5+2E]    schedule.h's plan
- *   next   [1]       the next item that no CTA has drawn
+ *   taken  [workers] turns of a CTA's that were taken
  *   maps   [2, E]    tensor maps of the results, each ending where the expert's rows end                  */
 #pragma once
 
@@ -12,6 +12,7 @@
 namespace fused_moe {
 
 constexpr int MAX_RESULTS = 2;
+constexpr int MAX_WORKERS = 256; /* CTAs of a product; GPUs of sm_90 have 144 SMs at most */
 
 typedef struct {         /* a result whose rows are grouped by expert */
     CUtensorMap whole;   /* of all its rows        */
@@ -22,7 +23,7 @@ typedef struct {         /* a result whose rows are grouped by expert */
 typedef struct {
     const int32_t *ends; /* [E]      */
     const int32_t *work; /* [5+2E]   */
-    int32_t *next;       /* [1]      */
+    uint32_t *taken;     /* [MAX_WORKERS] */
     CUtensorMap *maps;   /* [MAX_RESULTS, E] */
     int64_t R;
     int32_t E, num_results;

@@ -1,7 +1,7 @@
 /* How the CTAs of a persistent grid come to their items: schedule.h on the device.
  *
- * One warp of a CTA draws: items by turns, the last ones from a counter. It finds the expert of a row tile with one
- * comparison a lane and a ballot, and hands the item to the CTA's other warps through a ring in shared memory,
+ * One warp of a CTA draws: every CTA has a counter of the turns that were taken of its own, by itself or by others.
+ * The warp finds the expert of a row tile with one comparison a lane and a ballot, and hands the item to the CTA's other warps through a ring in shared memory,
  * with the tokens of its rows where they are gathered. Which CTA computes a tile changes nothing in its result. */
 #pragma once
 
@@ -47,17 +47,34 @@ struct Cursor {
     }
 };
 
+/* The worker that has most turns left, or the grid's size if nobody has two. */
+__device__ inline uint32_t furthest_behind(const Plan &plan, uint32_t num_items) {
+    constexpr uint32_t MOST = UINT32_MAX / MAX_WORKERS; /* what is counted of the turns left */
+    uint32_t found = 0;
+    for (uint32_t worker = threadIdx.x % 32; worker < gridDim.x; worker += 32) {
+        uint32_t turns = fused_moe_turns(num_items, worker, gridDim.x);
+        uint32_t taken = min(turns, __ldcg(plan.taken + worker));
+        found = max(found, min(turns - taken, MOST) * MAX_WORKERS + worker);
+    }
+    found = __reduce_max_sync(~0u, found);
+    return found / MAX_WORKERS >= 2 ? found % MAX_WORKERS : gridDim.x;
+}
+
 /* The warp that draws. It acquires the maps of the results, which the item's receivers use. */
 template <class Ring>
 __device__ inline void draw(const Plan &plan, Ring &ring, const int32_t *row_token, int64_t T) {
     int lane = threadIdx.x % 32, acquired = -1;
     uint32_t num_tiles = plan.work[2] * plan.num_columns;
     uint32_t cut = fused_moe_cut_tiles(&plan.schedule, num_tiles), num_items = num_tiles + cut;
-    uint32_t first_free = fused_moe_first_free_item(num_items, gridDim.x), index = blockIdx.x;
+    auto take = [&](uint32_t worker) { return lane ? 0u : atomicAdd(plan.taken + worker, 1u); };
+    auto item_of = [&](uint32_t worker, uint32_t turn) {
+        return worker + gridDim.x * __shfl_sync(~0u, turn, 0);
+    };
+    uint32_t index = item_of(blockIdx.x, take(blockIdx.x));
+    bool own = true;
     Cursor<ITEMS> to;
     for (bool there = true; there; to.advance()) {
-        uint32_t next = index + gridDim.x;
-        if (next >= first_free && lane == 0) next = first_free + atomicAdd(plan.next, 1);
+        uint32_t turn = own ? take(blockIdx.x) : 0; /* early: it takes a while */
         there = index < num_items;
         Item item = {};
         if (there) {
@@ -89,7 +106,13 @@ __device__ inline void draw(const Plan &plan, Ring &ring, const int32_t *row_tok
         }
         if (lane == 0) ring.item[to.at] = item;
         mbarrier_arrive(shared_address(&ring.full[to.at]));
-        index = __shfl_sync(~0u, next, 0);
+        if (own) index = item_of(blockIdx.x, turn);
+        own = own && index < num_items;
+        for (uint32_t worker = 0; !own && worker < gridDim.x;) {
+            worker = furthest_behind(plan, num_items);
+            index = worker < gridDim.x ? item_of(worker, take(worker)) : num_items;
+            if (index < num_items) break;
+        }
     }
 }
 

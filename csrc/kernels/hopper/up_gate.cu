@@ -50,6 +50,7 @@ template <typename T, Columns columns>
 struct UpGateFinish {
     using Writer = WarpWriter;
     static constexpr int SLOTS = 0; /* nothing is held */
+    static constexpr bool NARROW = false;
     const UpGate &p;
 
     __device__ const T *bias_of(const void *bias, const Item &item) const {
@@ -228,7 +229,6 @@ static int run(const FusedMoeUpGate &p, void *stream) {
     product.plan.E = rows.E;
     product.plan.tile_columns = lines;
     product.plan.num_columns = (int32_t)ceil_div(part, lines);
-    product.plan.last_is_narrow = columns != PAIRS && (H - 1) % Tile::BN < Tile::BN / 2;
     product.plan.schedule = schedule_for(Tile::BM, 0);
     if (status == FUSED_MOE_OK)
         status = make_plan(&product.plan, rows.ends, results, p.workspace, stream);
