@@ -65,7 +65,7 @@ static Ints plan_work(const Ints &ends, int32_t tile_rows, int32_t few_rows, int
     return plan(ends, schedule(tile_rows, few_rows, group, interleave, halving));
 }
 
-static uint32_t num_items(const Ints &work, int32_t num_columns, const FusedMoeSchedule &s) {
+static uint32_t num_items(const Ints &work, int32_t num_columns, uint32_t halving) {
     check(num_columns >= 1,
           "num_columns: expected at least 1, found " + std::to_string(num_columns));
     int64_t num_tiles = int64_t(work.at(2)) * num_columns;
@@ -73,7 +73,7 @@ static uint32_t num_items(const Ints &work, int32_t num_columns, const FusedMoeS
                                             std::to_string(work[2]) + " row tiles times " +
                                             std::to_string(num_columns) + " columns");
     return static_cast<uint32_t>(num_tiles) +
-           fused_moe_cut_tiles(&s, static_cast<uint32_t>(num_tiles));
+           fused_moe_cut_tiles(halving, static_cast<uint32_t>(num_tiles));
 }
 
 static py::tuple find_work(const Ints &work, const Ints &ends, int32_t num_columns, int64_t index,
@@ -82,7 +82,7 @@ static py::tuple find_work(const Ints &work, const Ints &ends, int32_t num_colum
     check_ends(ends, tile_rows);
     FusedMoeSchedule s = schedule(tile_rows, few_rows, group, interleave, halving);
     check(work == plan(ends, s), "work: not the plan of these ends, tile_rows and few_rows");
-    uint32_t items = num_items(work, num_columns, s);
+    uint32_t items = num_items(work, num_columns, halving);
     if (index < 0 || index >= items)
         throw py::index_error("index: expected 0 <= index < " + std::to_string(items) + ", found " +
                               std::to_string(index));
@@ -111,13 +111,8 @@ PYBIND11_MODULE(_host, m) {
     m.def("plan_work", plan_work, "ends"_a, py::kw_only(), "tile_rows"_a, "few_rows"_a, "group"_a,
           "interleave"_a, "halving"_a,
           "The schedule (csrc/schedule.h) of experts whose rows end at `ends`.");
-    m.def(
-        "num_items",
-        [](const Ints &work, int32_t num_columns, int32_t halving) {
-            return num_items(work, num_columns, schedule(1, 0, 1, false, halving));
-        },
-        "work"_a, "num_columns"_a, "halving"_a,
-        "Items of a schedule and so many tiles of columns.");
+    m.def("num_items", num_items, "work"_a, "num_columns"_a, "halving"_a,
+          "Items of a schedule and so many tiles of columns.");
     m.def(
         "find_work", find_work, "work"_a, "ends"_a, "num_columns"_a, "index"_a, py::kw_only(),
         "tile_rows"_a, "few_rows"_a, "group"_a, "interleave"_a, "halving"_a,

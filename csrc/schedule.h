@@ -23,9 +23,9 @@
  * moment some workers read memory while most multiply; otherwise they come last, together.
  *
  * Order, within each kind: expert by expert. Of an expert's row tiles at most `group` make a group (where there are
- * several the last may be smaller), and a group's items go column by column. Groups of 1 are a row tile's columns, then the
- * next row tile; a group of all is each column of the weight once. In between, the items of one time share both
- * rows of A and columns of B. Groups that two experts shared would share the columns of neither.
+ * several the last may be smaller), and a group's items go column by column. Groups of 1 are a row tile's columns,
+ * then the next row tile; a group of all is each column of the weight once. In between, the items of one time share
+ * both rows of A and columns of B. Groups that two experts shared would share the columns of neither.
  *
  * Halves: where the last turn would leave half of the workers idle, or more, its tiles are cut into a left and a
  * right half, two items.
@@ -85,10 +85,10 @@ FUSED_MOE_PLAN_FN void fused_moe_plan_work(const int32_t *ends, int32_t num_expe
     work[4] = (int32_t)fused_moe_few_share(work[3], work[2]);
 }
 
-/* The tiles that are cut in two, of so many in all; they are the last. */
-FUSED_MOE_PLAN_FN uint32_t fused_moe_cut_tiles(const FusedMoeSchedule *s, uint32_t num_tiles) {
-    uint32_t workers = (uint32_t)s->halving, last = workers ? num_tiles % workers : 0;
-    return 2 * last <= workers ? last : 0;
+/* The tiles that are cut in two, of so many in all; they are the last. halving: as in FusedMoeSchedule. */
+FUSED_MOE_PLAN_FN uint32_t fused_moe_cut_tiles(uint32_t halving, uint32_t num_tiles) {
+    uint32_t last = halving ? num_tiles % halving : 0;
+    return 2 * last <= halving ? last : 0;
 }
 
 /* The items of a worker. One that is through takes the next one of the worker that has most left, if these are
@@ -145,7 +145,8 @@ FUSED_MOE_PLAN_FN FusedMoeWork fused_moe_find_work(const int32_t *work, const in
                                                    uint32_t num_columns, uint32_t index) {
     uint32_t num_tiles = (uint32_t)work[2] * num_columns;
     int32_t half;
-    index = fused_moe_tile_of_item(index, num_tiles, fused_moe_cut_tiles(s, num_tiles), &half);
+    index = fused_moe_tile_of_item(index, num_tiles,
+                                   fused_moe_cut_tiles((uint32_t)s->halving, num_tiles), &half);
     uint32_t place = fused_moe_work_place(work, s, num_columns, index);
     const int32_t *tile_end = work + 5 + num_experts;
     int32_t b = fused_moe_owner(tile_end, work[0], (int32_t)(place / num_columns));

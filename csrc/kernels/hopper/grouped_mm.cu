@@ -99,8 +99,8 @@ static int run(const FusedMoeGroupedMM &p, void *stream) {
     product.plan.tile_columns = Tile::BN;
     product.plan.num_columns = (int32_t)ceil_div(p.M, Tile::BN);
     product.plan.last_is_narrow = (p.M - 1) % Tile::BN < Tile::BN / 2;
-    int workers =
-        0; /* a tile that is narrow already is not cut, and its neighbours are not, either */
+    /* where a column of tiles is narrow already, none is cut */
+    int workers = 0;
     if (status == FUSED_MOE_OK && !product.plan.last_is_narrow) status = num_workers(&workers);
     product.plan.schedule = schedule_for(Tile::BM, workers);
     if (status == FUSED_MOE_OK)

@@ -65,7 +65,8 @@ template <class Ring>
 __device__ inline void draw(const Plan &plan, Ring &ring, const int32_t *row_token, int64_t T) {
     int lane = threadIdx.x % 32, acquired = -1;
     uint32_t num_tiles = plan.work[2] * plan.num_columns;
-    uint32_t cut = fused_moe_cut_tiles(&plan.schedule, num_tiles), num_items = num_tiles + cut;
+    uint32_t cut = fused_moe_cut_tiles(plan.schedule.halving, num_tiles),
+             num_items = num_tiles + cut;
     auto take = [&](uint32_t worker) { return lane ? 0u : atomicAdd(plan.taken + worker, 1u); };
     auto item_of = [&](uint32_t worker, uint32_t turn) {
         return worker + gridDim.x * __shfl_sync(~0u, turn, 0);
