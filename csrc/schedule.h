@@ -91,9 +91,9 @@ FUSED_MOE_PLAN_FN uint32_t fused_moe_cut_tiles(uint32_t halving, uint32_t num_ti
     return 2 * last <= halving ? last : 0;
 }
 
-/* The items of a worker. One that is through takes the next one of the worker that has most left, if these are
- * two or more: a single one its owner will have computed as soon. So a worker that began late, since another
- * kernel had its place, or that had the longer items, keeps nobody waiting. */
+/* The items of a worker. One that is through takes the next one of the worker that has most left. So a worker that
+ * began late, since another kernel had its place, or that had the longer items, keeps nobody waiting; and workers in
+ * step take nothing from each other, since they come to their last items at the same time. */
 FUSED_MOE_PLAN_FN uint32_t fused_moe_turns(uint32_t num_items, uint32_t worker, uint32_t workers) {
     return worker < num_items ? (num_items - worker - 1) / workers + 1 : 0;
 }

@@ -126,7 +126,7 @@ class Turns:
     def take(self, sm: int) -> int | None:
         if not self.left(sm):
             sm = max(range(len(self.own)), key=self.left)
-            if self.left(sm) < 2:  # as soon as a thief its owner will have computed it
+            if not self.left(sm):
                 return None
         self.taken[sm] += 1
         return self.own[sm][self.taken[sm] - 1]

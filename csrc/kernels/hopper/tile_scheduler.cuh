@@ -47,7 +47,7 @@ struct Cursor {
     }
 };
 
-/* The worker that has most turns left, or the grid's size if nobody has two. */
+/* The worker that has most turns left, or the grid's size if nobody has one. */
 __device__ inline uint32_t furthest_behind(const Plan &plan, uint32_t num_items) {
     constexpr uint32_t MOST = UINT32_MAX / MAX_WORKERS; /* what is counted of the turns left */
     uint32_t found = 0;
@@ -57,7 +57,7 @@ __device__ inline uint32_t furthest_behind(const Plan &plan, uint32_t num_items)
         found = max(found, min(turns - taken, MOST) * MAX_WORKERS + worker);
     }
     found = __reduce_max_sync(~0u, found);
-    return found / MAX_WORKERS >= 2 ? found % MAX_WORKERS : gridDim.x;
+    return found >= MAX_WORKERS ? found % MAX_WORKERS : gridDim.x;
 }
 
 /* The warp that draws. It acquires the maps of the results, which the item's receivers use. */
