@@ -186,10 +186,14 @@ typedef struct {   /* dw[i][e] = a[rows of e, part i]^T b[rows of e]; zero for a
     const int32_t *row_slot;    /* [R] of b_scores */
     const void *b_scores;       /* [T,K] b's rows are multiplied and rounded; NULL: not */
     FusedMoeWeight dw[2];       /* (E, Mi, N); either may be absent */
+    FusedMoeDtype dw_dtype;     /* dtype, or f32 */
+    bool accumulate;            /* dw += the product; in f32 alone */
     const int32_t *ends;        /* [E] */
-    int64_t R, T, K, N, M[2];   /* T: rows of b */
+    void *workspace;
+    int64_t workspace_bytes;
+    int64_t R, T, K, N, M[2]; /* T: rows of b */
     int32_t E;
-    FusedMoeDtype dtype;
+    FusedMoeDtype dtype; /* of a and b */
 } FusedMoeWgrad;
 
 typedef struct {              /* db[e] = sum over the rows of e of s rows[r] */
@@ -235,6 +239,7 @@ typedef struct
     void *a_scaled;     /* [R,F]; may be NULL */
     void *dscores;      /* [T,K] zero in slots without a row; may be NULL */
     void *workspace;
+    int64_t workspace_bytes;
     FusedMoePlan plan;
     int64_t D, F;
     FusedMoeLayout layout;
@@ -299,6 +304,8 @@ typedef enum {
 typedef enum {
     FUSED_MOE_OP_GROUPED_MM,
     FUSED_MOE_OP_UP_GATE,
+    FUSED_MOE_OP_DOWN_DGRAD,
+    FUSED_MOE_OP_WGRAD,
     FUSED_MOE_NUM_TIER_OPS
 } FusedMoeTierOp;
 
@@ -314,6 +321,7 @@ const char *fused_moe_cuda_error(void);
 
 size_t fused_moe_cuda_route_plan_workspace(const FusedMoeRoutePlan *p);
 size_t fused_moe_cuda_grouped_mm_workspace(const FusedMoeGroupedMM *p);
+size_t fused_moe_cuda_wgrad_workspace(const FusedMoeWgrad *p);
 size_t fused_moe_cuda_up_gate_workspace(const FusedMoeUpGate *p);
 size_t fused_moe_cuda_down_dgrad_workspace(const FusedMoeDownDgrad *p);
 

@@ -585,7 +585,10 @@ void run_wgrad(const Tensor &a, const Tensor &b, const int32_t *b_row_token,
     p.N = b.size(1);
     for (int i = 0; i < 2; i++) p.dw[i] = dw[i], p.M[i] = M[i];
     p.E = (int32_t)E;
-    p.dtype = float_dtype("wgrad", a);
+    p.dtype = p.dw_dtype = float_dtype("wgrad", a);
+    Tensor scratch = WORKSPACE(wgrad, p, a);
+    p.workspace = mutable_data(scratch);
+    p.workspace_bytes = scratch.numel();
     RUN(wgrad, p, a);
 }
 
@@ -854,6 +857,7 @@ DownDgrad down_dgrad_of(const char *op, const Tensor &dout_, const Tensor &w2, c
 void run_down_dgrad(DownDgrad &d) {
     Tensor scratch = WORKSPACE(down_dgrad, d.p, d.dout);
     d.p.workspace = mutable_data(scratch);
+    d.p.workspace_bytes = scratch.numel();
     RUN(down_dgrad, d.p, d.dout);
 }
 

@@ -25,7 +25,7 @@ REASONS = {
     "STRIDES": "a weight's strides or address are not what the copy engine reads",
     "TOO_LARGE": "there are more than 2^31 tiles",
 }
-TIER_OPS = ("grouped_mm", "up_gate")  # FusedMoeTierOp
+TIER_OPS = ("grouped_mm", "up_gate", "down_dgrad", "wgrad")
 
 
 class Info(dict):
