@@ -44,13 +44,13 @@ static py::tuple find_tile(const Ints &tiles, const Ints &ends, int32_t tile, in
 }
 
 static FusedMoeSchedule schedule(int32_t tile_rows, int32_t few_rows, int32_t group,
-                                 bool interleave, int32_t halving) {
+                                 bool interleave, int32_t halving, bool keep_empty) {
     check(0 <= few_rows && few_rows <= tile_rows,
           "few_rows: expected 0 to tile_rows = " + std::to_string(tile_rows) + ", found " +
               std::to_string(few_rows));
     check(group >= 1, "group: expected at least 1, found " + std::to_string(group));
     check(halving >= 0, "halving: expected at least 0, found " + std::to_string(halving));
-    return {tile_rows, few_rows, group, interleave, halving};
+    return {tile_rows, few_rows, group, interleave, halving, keep_empty};
 }
 
 static Ints plan(const Ints &ends, const FusedMoeSchedule &s) {
@@ -60,9 +60,9 @@ static Ints plan(const Ints &ends, const FusedMoeSchedule &s) {
 }
 
 static Ints plan_work(const Ints &ends, int32_t tile_rows, int32_t few_rows, int32_t group,
-                      bool interleave, int32_t halving) {
+                      bool interleave, int32_t halving, bool keep_empty) {
     check_ends(ends, tile_rows);
-    return plan(ends, schedule(tile_rows, few_rows, group, interleave, halving));
+    return plan(ends, schedule(tile_rows, few_rows, group, interleave, halving, keep_empty));
 }
 
 static uint32_t num_items(const Ints &work, int32_t num_columns, uint32_t halving) {
@@ -78,9 +78,9 @@ static uint32_t num_items(const Ints &work, int32_t num_columns, uint32_t halvin
 
 static py::tuple find_work(const Ints &work, const Ints &ends, int32_t num_columns, int64_t index,
                            int32_t tile_rows, int32_t few_rows, int32_t group, bool interleave,
-                           int32_t halving) {
+                           int32_t halving, bool keep_empty) {
     check_ends(ends, tile_rows);
-    FusedMoeSchedule s = schedule(tile_rows, few_rows, group, interleave, halving);
+    FusedMoeSchedule s = schedule(tile_rows, few_rows, group, interleave, halving, keep_empty);
     check(work == plan(ends, s), "work: not the plan of these ends, tile_rows and few_rows");
     uint32_t items = num_items(work, num_columns, halving);
     if (index < 0 || index >= items)
@@ -109,13 +109,31 @@ PYBIND11_MODULE(_host, m) {
           "tile_rows"_a = +FUSED_MOE_TILE_ROWS,
           "(expert, first row, number of rows) of one tile of a plan.");
     m.def("plan_work", plan_work, "ends"_a, py::kw_only(), "tile_rows"_a, "few_rows"_a, "group"_a,
-          "interleave"_a, "halving"_a,
+          "interleave"_a, "halving"_a, "keep_empty"_a = false,
           "The schedule (csrc/schedule.h) of experts whose rows end at `ends`.");
+    m.def(
+        "sum_schedule",
+        [](int64_t num_rows, int64_t num_tiles, int workers) {
+            check(num_rows >= 1 && num_tiles >= 1 && workers >= 1,
+                  "num_rows, num_tiles, workers: expected at least 1");
+            FusedMoeSchedule s = fused_moe_sum_schedule(num_rows, num_tiles, workers);
+            py::dict how;
+            how["tile_rows"] = s.tile_rows;
+            how["few_rows"] = s.few_rows;
+            how["group"] = s.group;
+            how["interleave"] = s.interleave != 0;
+            how["halving"] = s.halving;
+            how["keep_empty"] = s.keep_empty != 0;
+            return py::make_tuple(how, fused_moe_max_pieces(num_rows, &s));
+        },
+        "num_rows"_a, "num_tiles"_a, "workers"_a,
+        "The schedule of weight gradients, as plan_work takes it, and the pieces that there can "
+        "be.");
     m.def("num_items", num_items, "work"_a, "num_columns"_a, "halving"_a,
           "Items of a schedule and so many tiles of columns.");
     m.def(
         "find_work", find_work, "work"_a, "ends"_a, "num_columns"_a, "index"_a, py::kw_only(),
-        "tile_rows"_a, "few_rows"_a, "group"_a, "interleave"_a, "halving"_a,
+        "tile_rows"_a, "few_rows"_a, "group"_a, "interleave"_a, "halving"_a, "keep_empty"_a = false,
         "(expert, first row, number of rows, tile of columns, half of it or 0, few rows?) of item "
         "`index`.");
     m.def(

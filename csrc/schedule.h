@@ -17,7 +17,7 @@
  *   work[5 .. 5+E)      busy[b]: expert of the b-th busy one, tall ones first          (b < work[0])
  *   work[5+E .. 5+2E)   tile_end[b]: row tiles of busy[0..b], inclusive                (b < work[0])
  *
- * Entries past work[0] are not defined. Empty experts are not there, so no item of theirs exists.
+ * Entries past work[0] are not defined. Empty experts are not there, so no item of theirs exists, unless they are kept.
  *
  * Interleaved, the items of experts with few rows are spread evenly over the others, so that at any
  * moment some workers read memory while most multiply; otherwise they come last, together.
@@ -42,11 +42,12 @@ typedef struct {
     int32_t few_rows; /* 0 .. tile_rows; 0: every expert counts as tall */
     int32_t group;    /* row tiles of a group, at most */
     int32_t interleave;
-    int32_t halving; /* workers; 0: no tile is cut in two */
+    int32_t halving;    /* workers; 0: no tile is cut in two */
+    int32_t keep_empty; /* an expert without rows has one tile, of no rows */
 } FusedMoeSchedule;
 
 typedef struct {
-    FusedMoeTile rows; /* num_rows 1 .. tile_rows */
+    FusedMoeTile rows; /* num_rows 1 .. tile_rows, or 0 */
     int32_t column;    /* tile of columns */
     int32_t half;      /* 0: all of it; 1, 2: left, right */
     int32_t few;       /* the expert has few rows */
@@ -56,8 +57,10 @@ FUSED_MOE_PLAN_FN int64_t fused_moe_work_length(int64_t num_experts) {
     return 5 + 2 * num_experts;
 }
 
-FUSED_MOE_PLAN_FN int32_t fused_moe_row_tiles(int32_t rows, int32_t tile_rows) {
-    return rows / tile_rows + (rows % tile_rows != 0);
+/* Row tiles of an expert of so many rows; none: it is not there. */
+FUSED_MOE_PLAN_FN int32_t fused_moe_row_tiles(int32_t rows, const FusedMoeSchedule *s) {
+    if (rows <= 0) return s->keep_empty;
+    return rows / s->tile_rows + (rows % s->tile_rows != 0);
 }
 
 /* work[4]: index * share / 2^32 then counts the few-row items before an index, and all of them at the end. */
@@ -74,8 +77,9 @@ FUSED_MOE_PLAN_FN void fused_moe_plan_work(const int32_t *ends, int32_t num_expe
     for (int few = 0; few < 2; few++) {
         for (int32_t e = 0; e < num_experts; e++) {
             int32_t rows = ends[e] - fused_moe_first_row(ends, e);
-            if (rows <= 0 || (rows <= s->few_rows) != few) continue;
-            num_tiles += fused_moe_row_tiles(rows, s->tile_rows);
+            int32_t tiles = fused_moe_row_tiles(rows, s);
+            if (!tiles || (rows <= s->few_rows) != few) continue;
+            num_tiles += tiles;
             busy[num_busy] = e;
             tile_end[num_busy++] = num_tiles;
         }
@@ -89,6 +93,26 @@ FUSED_MOE_PLAN_FN void fused_moe_plan_work(const int32_t *ends, int32_t num_expe
 FUSED_MOE_PLAN_FN uint32_t fused_moe_cut_tiles(uint32_t halving, uint32_t num_tiles) {
     uint32_t last = halving ? num_tiles % halving : 0;
     return 2 * last <= halving ? last : 0;
+}
+
+/* The schedule of weight gradients, whose sums run along an expert's rows: a row tile is a piece of such a sum, and
+ * an expert has its weight's tiles, of each as many pieces. Most have one. Who has more rows than half of what a
+ * worker computes in all is cut, so that it leaves nobody waiting, and comes first; pieces of its sums are added in
+ * their order. R rows in all; a piece is a multiple of 64 rows. */
+FUSED_MOE_PLAN_FN FusedMoeSchedule fused_moe_sum_schedule(int64_t R, int64_t tiles, int workers) {
+    int64_t rows = R * tiles / (2 * workers);
+    if (rows < 512) rows = 512;
+    if (rows > R) rows = R;
+    FusedMoeSchedule s;
+    s.tile_rows = s.few_rows = (int32_t)((rows + 63) / 64 * 64);
+    s.group = s.keep_empty = 1;
+    s.interleave = s.halving = 0;
+    return s;
+}
+
+/* Pieces of experts that are cut, at most: such an expert has more than tile_rows, and so 2 rows / tile_rows. */
+FUSED_MOE_PLAN_FN int64_t fused_moe_max_pieces(int64_t R, const FusedMoeSchedule *s) {
+    return 2 * (R / s->tile_rows);
 }
 
 /* The items of a worker. One that is through takes the next one of the worker that has most left. So a worker that

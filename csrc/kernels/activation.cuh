@@ -144,24 +144,30 @@ __device__ inline void activate(R (&a)[CHUNK], const Pair<R> &q, const FusedMoeA
 }
 
 /* a as above, and the gradients of gate and up from da. */
+template <typename T, typename Act, typename R = Real<T>>
+__device__ inline void activate_backward(Act act, R (&a)[CHUNK], Pair<R> &d, const R (&da)[CHUNK],
+                                         const Pair<R> &q, R alpha, R limit, bool gated) {
+#pragma unroll
+    for (int i = 0; i < CHUNK; i++) {
+        auto g = act.gate(q.gate[i], alpha, limit);
+        if (gated) {
+            auto u = act.up(q.up[i], limit);
+            a[i] = g.value * u.value;
+            d.gate[i] = da[i] * u.value * g.slope;
+            d.up[i] = da[i] * g.value * u.slope;
+        } else {
+            a[i] = g.value;
+            d.gate[i] = da[i] * g.slope;
+        }
+    }
+}
+
 template <typename T, typename R = Real<T>>
 __device__ inline void activate_backward(R (&a)[CHUNK], Pair<R> &d, const R (&da)[CHUNK],
                                          const Pair<R> &q, const FusedMoeActivation &f,
                                          bool gated) {
     with_activation<T>(f.kind, [&](auto act) {
-#pragma unroll
-        for (int i = 0; i < CHUNK; i++) {
-            auto g = act.gate(q.gate[i], (R)f.alpha, (R)f.limit);
-            if (gated) {
-                auto u = act.up(q.up[i], (R)f.limit);
-                a[i] = g.value * u.value;
-                d.gate[i] = da[i] * u.value * g.slope;
-                d.up[i] = da[i] * g.value * u.slope;
-            } else {
-                a[i] = g.value;
-                d.gate[i] = da[i] * g.slope;
-            }
-        }
+        activate_backward<T>(act, a, d, da, q, (R)f.alpha, (R)f.limit, gated);
     });
 }
 

@@ -7,6 +7,7 @@
  * sums of a slot in a fixed order: dscore = <g, a> (+ <dout, b2>), zero in slots without a row. */
 #include "activation.cuh"
 #include "grouped_tile.cuh"
+#include "hopper/tier.cuh"
 
 namespace fused_moe {
 
@@ -96,21 +97,28 @@ __global__ void __launch_bounds__(Tile::THREADS, Tile::CTAS)
     for_each_chunk<WARP_COLS / CHUNK, false>(tile, s, finish, load_h);
 }
 
+typedef struct {
+    FusedMoeDownDgrad of;
+    const void *partials; /* [R, per_row] */
+    int64_t per_row;
+} Dscores;
+
 /* A warp a slot. */
 template <typename T>
-__global__ void dscores_kernel(const __grid_constant__ FusedMoeDownDgrad p) {
+__global__ void dscores_kernel(const __grid_constant__ Dscores q) {
     using R = Real<T>;
+    const FusedMoeDownDgrad &p = q.of;
     const FusedMoePlan &plan = p.plan;
     int lane = threadIdx.x % 32;
     int64_t warps = (int64_t)gridDim.x * (blockDim.x / 32), slots = plan.T * plan.K;
-    int64_t partials = partials_of_row(p.F), end = min((int64_t)plan.ends[plan.E - 1], plan.R);
+    int64_t end = min((int64_t)plan.ends[plan.E - 1], plan.R);
     for (int64_t slot = (blockIdx.x * (int64_t)blockDim.x + threadIdx.x) / 32; slot < slots;
          slot += warps) {
         int64_t r = plan.token_row ? plan.token_row[slot] : slot;
         R sum = 0;
         if (r >= 0 && r < end) {
-            const R *row = (const R *)p.workspace + r * partials;
-            for (int64_t i = lane; i < partials; i += 32) sum += row[i];
+            const R *row = (const R *)q.partials + r * q.per_row;
+            for (int64_t i = lane; i < q.per_row; i += 32) sum += row[i];
             if (p.b2) {
                 int e = 0; /* the expert of row r: the first whose end is past it */
                 for (int size = plan.E; size > 0;) {
@@ -156,26 +164,39 @@ template <typename T>
 static int down_dgrad(const FusedMoeDownDgrad &p, void *stream) {
     bool rows = (uintptr_t)p.dout % 16 == 0 && p.D % CHUNK == 0;
     Access cols = access_of<T>(p.w2, p.w2.stride_in, p.w2.stride_out, p.F, p.D);
-    int status = with_tile<T, 128>(rows, cols, [&](auto tile) {
+    return with_tile<T, 128>(rows, cols, [&](auto tile) {
         using Tile = decltype(tile);
         int64_t grid = max_row_tiles(p.plan.R, p.plan.E) * ceil_div(p.F, Tile::BN);
         return launch(down_dgrad_kernel<Tile>, p, grid, Tile::THREADS, shared_bytes<Tile>(),
                       stream);
     });
-    if (status != FUSED_MOE_OK || !p.dscores) return status;
-    return launch(dscores_kernel<T>, p, ceil_div(p.plan.T * p.plan.K, 8), 256, 0, stream);
+}
+
+static size_t portable_workspace(const FusedMoeDownDgrad &p) {
+    size_t real = p.dtype == FUSED_MOE_F64 ? sizeof(double) : sizeof(float);
+    return p.dscores ? p.plan.R * partials_of_row(p.F) * real : 0;
 }
 
 } // namespace fused_moe
 
 extern "C" size_t fused_moe_cuda_down_dgrad_workspace(const FusedMoeDownDgrad *p) {
-    size_t real = p->dtype == FUSED_MOE_F64 ? sizeof(double) : sizeof(float);
-    return p->dscores ? p->plan.R * fused_moe::partials_of_row(p->F) * real : 0;
+    using namespace fused_moe;
+    if (tier_reason(*p) == FUSED_MOE_ON_HOPPER) return hopper_down_dgrad_workspace(*p);
+    return portable_workspace(*p);
 }
 
 extern "C" int fused_moe_cuda_down_dgrad(const FusedMoeDownDgrad *p, void *stream) {
-    return fused_moe::with_dtype(
-        p->dtype, [&](auto t) { return fused_moe::down_dgrad<decltype(t)>(*p, stream); });
+    using namespace fused_moe;
+    bool hopper = serves(FUSED_MOE_OP_DOWN_DGRAD, tier_reason(*p), p->workspace_bytes,
+                         hopper_down_dgrad_workspace(*p));
+    return with_dtype(p->dtype, [&](auto t) {
+        using T = decltype(t);
+        int status = hopper ? hopper_down_dgrad(*p, stream) : down_dgrad<T>(*p, stream);
+        if (status != FUSED_MOE_OK || !p->dscores) return status;
+        Dscores q = {*p, p->workspace, partials_of_row(p->F)};
+        if (hopper) q.partials = hopper_partials(*p), q.per_row = hopper_partials_of_row(p->F);
+        return launch(dscores_kernel<T>, q, ceil_div(p->plan.T * p->plan.K, 8), 256, 0, stream);
+    });
 }
 
 extern "C" int fused_moe_cuda_act_dgrad(const FusedMoeActDgrad *p, void *stream) {

@@ -5,6 +5,7 @@
  * expert without rows gets zeros. Both operands lie along their lines; either may be read through
  * row_token. Rows past the expert's last are zero on both sides: 0 * NaN would be NaN. */
 #include "grouped_tile.cuh"
+#include "hopper/tier.cuh"
 
 namespace fused_moe {
 
@@ -140,13 +141,16 @@ static int wgrad(const Wgrad &p, void *stream) {
 
 } // namespace fused_moe
 
-extern "C" size_t fused_moe_cuda_wgrad_workspace(const FusedMoeWgrad *) {
-    return 0;
+extern "C" size_t fused_moe_cuda_wgrad_workspace(const FusedMoeWgrad *p) {
+    using namespace fused_moe;
+    return tier_reason(*p) == FUSED_MOE_ON_HOPPER ? hopper_wgrad_workspace(*p) : 0;
 }
 
 /* One launch a part. The side whose numbers are consecutive in dw is b, for the sake of the stores. */
 extern "C" int fused_moe_cuda_wgrad(const FusedMoeWgrad *p, void *stream) {
     using namespace fused_moe;
+    if (serves(FUSED_MOE_OP_WGRAD, tier_reason(*p), p->workspace_bytes, hopper_wgrad_workspace(*p)))
+        return hopper_wgrad(*p, stream);
     size_t elem = p->dtype == FUSED_MOE_F64 ? 8 : p->dtype == FUSED_MOE_F32 ? 4 : 2;
     for (int part = 0; part < 2; part++) {
         const FusedMoeWeight &dw = p->dw[part];

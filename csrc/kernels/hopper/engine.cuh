@@ -53,17 +53,18 @@ typedef struct {
 template <typename T_, Major B_MAJOR_, bool GATHER_>
 struct Tile {
     using T = T_;
-    static constexpr Major B_MAJOR = B_MAJOR_;
+    static constexpr Major A_MAJOR = ALONG_K, B_MAJOR = B_MAJOR_;
     static constexpr bool GATHER = GATHER_;
 
     static constexpr int WARPGROUPS = 2; /* of consumers */
-    static constexpr int BM = BOX * WARPGROUPS, BN = 256, STAGES = 4;
+    static constexpr int BM = BOX * WARPGROUPS, BN = 256, STAGES = 4, WGMMA_N = BN;
     static constexpr int THREADS = 128 * (1 + WARPGROUPS), CONSUMER_WARPS = 4 * WARPGROUPS;
     static constexpr int COPYING_WARPS = GATHER ? 3 : 1; /* of the producer; its last warp draws */
     /* of the 384 x 168 that the launch gives: taken from the producer for the consumers */
     static constexpr int PRODUCER_REGISTERS = GATHER ? 72 : 40;
     static constexpr int CONSUMER_REGISTERS = GATHER ? 216 : 232;
     static_assert(PRODUCER_REGISTERS + WARPGROUPS * CONSUMER_REGISTERS <= 3 * 168, "or it hangs");
+    static constexpr int OUT_BYTES = Writer::BYTES; /* a warpgroup's way out */
     using Items = ItemRing<CONSUMER_WARPS + COPYING_WARPS, GATHER ? BM : 0>;
     using Stages = Cursor<STAGES>;
 };
@@ -74,7 +75,7 @@ struct alignas(1024) Shared {
         uint8_t a[Tile::WARPGROUPS * BOX_BYTES]; /* boxes of 64 rows                      */
         uint8_t b[4 * BOX_BYTES];                /* boxes of 64 columns                   */
     } stage[Tile::STAGES];
-    uint8_t out[Tile::WARPGROUPS][Writer::BYTES];
+    uint8_t out[Tile::WARPGROUPS][Tile::OUT_BYTES];
     uint64_t full[Tile::STAGES], empty[Tile::STAGES];
     typename Tile::Items items;
 };
@@ -109,7 +110,7 @@ __device__ inline void copy(const Product &p, Shared<Tile> &s) {
     Receiver<typename Tile::Items> receiver(s.items);
     typename Tile::Stages to;
     int steps = p.steps[0] + p.steps[1];
-    for (Item item = receiver.next(); item.num_rows; item = receiver.next()) {
+    for (Item item = receiver.next(); item.expert >= 0; item = receiver.next()) {
         int boxes = item.few ? 1 : 2;
         for (int i = 0; i < steps; i++, to.advance()) {
             auto &stage = s.stage[to.at];
@@ -151,7 +152,7 @@ __device__ inline void copy_gathered(const Product &p, Shared<Tile> &s) {
             source[i] = (const char *)p.x + token[row] * (int64_t)p.k * 2 + chunk * 16;
         }
         Item item = receiver.next();
-        if (!item.num_rows) break;
+        if (item.expert < 0) break;
 #pragma unroll 1
         for (int step = 0; step < p.steps[0]; step++, to.advance()) {
             auto &stage = s.stage[to.at];
@@ -219,14 +220,20 @@ template <class Tile, int columns, int slots, typename Meanwhile>
 __device__ inline void multiply(float *d, Shared<Tile> &s, typename Tile::Stages &from, int steps,
                                 int wg, Meanwhile meanwhile) {
     auto issue = [&](auto &stage, auto first) {
-        constexpr int r = K16_STEP<ALONG_K>, w = K16_STEP<Tile::B_MAJOR>;
-        uint64_t a = matrix_descriptor<ALONG_K>(shared_address(stage.a) + wg * BOX_BYTES);
+        constexpr int r = K16_STEP<Tile::A_MAJOR>, w = K16_STEP<Tile::B_MAJOR>;
+        uint64_t a = matrix_descriptor<Tile::A_MAJOR>(shared_address(stage.a) + wg * BOX_BYTES);
         uint64_t b = matrix_descriptor<Tile::B_MAJOR>(shared_address(stage.b));
         typename Tile::T t = {};
-        wgmma<columns, !first.value, ALONG_K, Tile::B_MAJOR>(d, a, b, t);
+        constexpr int n = columns < Tile::WGMMA_N ? columns : Tile::WGMMA_N;
+        constexpr int next = (BOX_BYTES >> 4) * n / BOX; /* the descriptor's n columns on */
 #pragma unroll
-        for (int k = 1; k < BOX / 16; k++)
-            wgmma<columns, 1, ALONG_K, Tile::B_MAJOR>(d, a + k * r, b + k * w, t);
+        for (int i = 0; i < columns / n; i++, b += next) {
+            float *sums = d + n / 2 * i;
+            wgmma<n, !first.value, Tile::A_MAJOR, Tile::B_MAJOR>(sums, a, b, t);
+#pragma unroll
+            for (int k = 1; k < BOX / 16; k++)
+                wgmma<n, 1, Tile::A_MAJOR, Tile::B_MAJOR>(sums, a + k * r, b + k * w, t);
+        }
     };
     for_each_step<Tile, slots>(s, from, steps, issue, meanwhile);
 }
@@ -259,16 +266,10 @@ __device__ inline void multiply_few(float (&d)[tokens], Shared<Tile> &s,
 
 /* --- the whole kernel ------------------------------------------------------------------------------------------- */
 
-/* finish.take(d, item, row, writer) takes a warpgroup's 64 rows, of which `row` is the first in the expert;
- * finish.put<slot>(writer), for the slots 0 to SLOTS - 1, and put_all(writer) store what it holds of them.
- * NARROW: there are tiles of half a tile's columns.
- * finish.few(d, item, wg, warp, writer) stores what multiply_few left: a warp of 4 has lines 16 warp to
- * 16 warp + 15 of each of its warpgroup's two boxes. */
-template <class Tile, typename Finish>
-__device__ inline void grouped_product(const Product &p, Finish finish) {
+template <class Tile>
+__device__ inline Shared<Tile> &begin() {
     extern __shared__ __align__(1024) uint8_t memory[];
     auto &s = *reinterpret_cast<Shared<Tile> *>(memory);
-    int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), wg = warp / 4 - 1; /* -1: the producer */
     if (threadIdx.x == 0) {
         for (int i = 0; i < Tile::STAGES; i++) {
             /* the copy engine's bytes, and every gathering thread */
@@ -280,7 +281,18 @@ __device__ inline void grouped_product(const Product &p, Finish finish) {
     }
     __syncthreads();
     griddepcontrol_wait(); /* for the plan */
+    return s;
+}
 
+/* finish.take(d, item, row, writer) takes a warpgroup's 64 rows, of which `row` is the first in the expert;
+ * finish.put<slot>(writer), for the slots 0 to SLOTS - 1, and put_all(writer) store what it holds of them.
+ * NARROW: there are tiles of half a tile's columns.
+ * finish.few(d, item, wg, warp, writer) stores what multiply_few left: a warp of 4 has lines 16 warp to
+ * 16 warp + 15 of each of its warpgroup's two boxes. */
+template <class Tile, typename Finish>
+__device__ inline void grouped_product(const Product &p, Finish finish) {
+    auto &s = begin<Tile>();
+    int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), wg = warp / 4 - 1; /* -1: the producer */
     if (wg < 0) {
         setmaxnreg_dec<Tile::PRODUCER_REGISTERS>();
         if (warp == 3)
@@ -296,7 +308,7 @@ __device__ inline void grouped_product(const Product &p, Finish finish) {
         typename Tile::Stages from;
         typename Finish::Writer writer(shared_address(s.out[wg]), wg, warp % 4);
         auto put = [&](auto slot) { finish.template put<slot.value>(writer); };
-        for (Item item = receiver.next(); item.num_rows; item = receiver.next()) {
+        for (Item item = receiver.next(); item.expert >= 0; item = receiver.next()) {
             if (item.few || steps < Finish::SLOTS) finish.put_all(writer);
             if (item.few) {
                 int first = p.paired ? wg : 2 * wg, second = p.paired ? wg + 2 : 2 * wg + 1;
@@ -349,9 +361,9 @@ inline int num_workers(int *workers) {
 }
 
 /* Launches a product behind its plan: it may start while the plan is made, and waits for it itself. */
-template <class Tile, typename Params>
+template <class Tile, class Memory = Shared<Tile>, typename Params>
 int launch_product(void (*kernel)(Params), const Params &p, void *stream) {
-    constexpr size_t bytes = sizeof(Shared<Tile>);
+    constexpr size_t bytes = sizeof(Memory);
     static_assert(bytes <= 227 * 1024, "what a CTA of sm_90 has");
     int workers, status = num_workers(&workers);
     if (status != FUSED_MOE_OK) return status;

@@ -161,21 +161,28 @@ class WarpgroupWriter : public Writer {
         ordered = false;
     }
 
-    /* One box; row is its first in the expert. */
-    __device__ void store(const uint32_t (&words)[16], const CUtensorMap *map, int column,
-                          int row) {
+    /* One box: fill(box, warp) writes a warp's part of it, order(box) gives the order. */
+    template <typename Fill, typename Order>
+    __device__ void store_filled(Fill fill, Order order) {
         uint32_t buffer = of_warpgroup + turn % 2 * BOX_BYTES;
         if (warp % 2 == turn % 2) cp_async_bulk_wait_group_read<0>(); /* one of them sent it */
         sync();
-        fill_box(buffer, 16 * warp, words);
+        fill(buffer, warp);
         fence_proxy_async();
         sync();
         if (warp == turn && threadIdx.x % 32 == 0) {
-            cp_async_bulk_tensor_store(map, buffer, column, row);
+            order(buffer);
             cp_async_bulk_commit_group();
         }
         turn = (turn + 1) % 4;
         ordered = true;
+    }
+
+    /* The same of words as fill_box takes them; row is the box's first in the expert. */
+    __device__ void store(const uint32_t (&words)[16], const CUtensorMap *map, int column,
+                          int row) {
+        store_filled([&](uint32_t box, int warp) { fill_box(box, 16 * warp, words); },
+                     [&](uint32_t box) { cp_async_bulk_tensor_store(map, box, column, row); });
     }
 };
 

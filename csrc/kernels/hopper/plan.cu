@@ -14,16 +14,14 @@ namespace fused_moe {
 /* --- kernel ----------------------------------------------------------------------------------------------- */
 
 constexpr int PLAN_THREADS = 512, PLAN_WARPS = PLAN_THREADS / 32;
-static_assert(MAX_WORKERS <= PLAN_THREADS, "one thread clears one counter");
-
 typedef struct {
     const int32_t *ends_in; /* [E] */
     int32_t *ends;          /* [E] */
     int32_t *work;          /* [5+2E] */
-    uint32_t *taken;
-    CUtensorMap *maps; /* [MAX_RESULTS, E] */
+    uint32_t *taken;        /* [num_counters] */
+    CUtensorMap *maps;      /* [MAX_RESULTS, E] */
     Result results[MAX_RESULTS];
-    int64_t R;
+    int64_t R, num_counters;
     int32_t E;
     FusedMoeSchedule schedule;
 } PlanParams;
@@ -69,8 +67,9 @@ __device__ inline void plan_work(const PlanParams &p) {
         for (int first = 0; first < p.E; first += PLAN_THREADS) {
             int e = first + threadIdx.x;
             int32_t rows = e < p.E ? p.ends[e] - fused_moe_first_row(p.ends, e) : 0;
-            bool mine = rows > 0 && (rows <= p.schedule.few_rows) == few;
-            Sum sum = {mine, mine ? fused_moe_row_tiles(rows, p.schedule.tile_rows) : 0}, total;
+            int32_t tiles = e < p.E ? fused_moe_row_tiles(rows, &p.schedule) : 0;
+            bool mine = tiles && (rows <= p.schedule.few_rows) == few;
+            Sum sum = {mine, mine ? tiles : 0}, total;
             Sums(storage.sums).InclusiveScan(sum, sum, Add(), total);
             __syncthreads();
             sum = Add()(done[few], sum);
@@ -82,7 +81,7 @@ __device__ inline void plan_work(const PlanParams &p) {
         }
         if (!few) done[1] = done[0];
     }
-    if (threadIdx.x < MAX_WORKERS) p.taken[threadIdx.x] = 0;
+    for (int64_t i = threadIdx.x; i < p.num_counters; i += PLAN_THREADS) p.taken[i] = 0;
     if (threadIdx.x == 0) {
         p.work[0] = done[1].busy;
         p.work[1] = done[0].busy;
@@ -134,12 +133,13 @@ static size_t round_up(size_t n, size_t to) {
     return (n + to - 1) / to * to;
 }
 
-static size_t ints_bytes(int32_t E) {
-    return round_up((E + fused_moe_work_length(E) + MAX_WORKERS) * sizeof(int32_t), MAP_BYTES);
+static size_t ints_bytes(int32_t E, int64_t counters) {
+    return round_up((E + fused_moe_work_length(E) + MAX_WORKERS + counters) * sizeof(int32_t),
+                    MAP_BYTES);
 }
 
-size_t plan_workspace(int32_t E) {
-    return ints_bytes(E) + MAX_RESULTS * (size_t)E * MAP_BYTES +
+size_t plan_workspace(int32_t E, int64_t counters) {
+    return ints_bytes(E, counters) + MAX_RESULTS * (size_t)E * MAP_BYTES +
            MAP_BYTES; /* its start is aligned */
 }
 
@@ -158,20 +158,22 @@ FusedMoeSchedule schedule_for(int tile_rows, int halving) {
 }
 
 int make_plan(Plan *plan, const int32_t *ends, const Result (&results)[MAX_RESULTS],
-              void *workspace, void *stream) {
+              void *workspace, void *stream, int64_t counters) {
     int32_t E = plan->E;
     char *memory = (char *)round_up((uintptr_t)workspace, MAP_BYTES);
     int32_t *ints = (int32_t *)memory;
     PlanParams p = {ends, ints, ints + E, (uint32_t *)(ints + E + fused_moe_work_length(E))};
-    p.maps = (CUtensorMap *)(memory + ints_bytes(E));
+    p.maps = (CUtensorMap *)(memory + ints_bytes(E, counters));
     for (int i = 0; i < MAX_RESULTS; i++) p.results[i] = results[i];
-    plan->num_results = results[1].data ? 2 : 1;
+    plan->num_results = results[1].data ? 2 : results[0].data ? 1 : 0;
     p.R = plan->R;
+    p.num_counters = MAX_WORKERS + counters;
     p.E = E;
     p.schedule = plan->schedule;
     plan->ends = p.ends;
     plan->work = p.work;
     plan->taken = p.taken;
+    plan->counters = p.taken + MAX_WORKERS;
     plan->maps = p.maps;
     return launch(plan_kernel, p, 1 + ceil_div(E, PLAN_WARPS), PLAN_THREADS, 0, stream);
 }

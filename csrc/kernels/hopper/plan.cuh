@@ -24,6 +24,7 @@ typedef struct {
     const int32_t *ends; /* [E]      */
     const int32_t *work; /* [5+2E]   */
     uint32_t *taken;     /* [MAX_WORKERS] */
+    uint32_t *counters;  /* the caller's */
     CUtensorMap *maps;   /* [MAX_RESULTS, E] */
     int64_t R;
     int32_t E, num_results;
@@ -32,11 +33,11 @@ typedef struct {
     FusedMoeSchedule schedule;
 } Plan;
 
-size_t plan_workspace(int32_t E);
+size_t plan_workspace(int32_t E, int64_t counters = 0);
 
 /* Launches the planning kernel; plan receives where everything lies in the workspace. */
 int make_plan(Plan *plan, const int32_t *ends, const Result (&results)[MAX_RESULTS],
-              void *workspace, void *stream);
+              void *workspace, void *stream, int64_t counters = 0);
 
 /* The schedule of tiles of so many rows, or what FUSED_MOE_SCHEDULE asks for instead. halving: workers, or 0. */
 FusedMoeSchedule schedule_for(int tile_rows, int halving);

@@ -32,6 +32,17 @@ __device__ inline void barrier_sync(int id, int threads) {
     asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
+/* The same, and whether `value` is true for one of the threads or more. */
+__device__ inline bool barrier_or(int id, int threads, bool value) {
+    uint32_t any;
+    asm volatile("{.reg .pred p, q; setp.ne.b32 p, %3, 0;\n"
+                 "barrier.red.or.pred q, %1, %2, p; selp.u32 %0, 1, 0, q;}"
+                 : "=r"(any)
+                 : "r"(id), "r"(threads), "r"((uint32_t)value)
+                 : "memory");
+    return any;
+}
+
 /* --- barriers in shared memory ------------------------------------------------------------------------------ */
 
 __device__ inline void mbarrier_init(uint32_t barrier, uint32_t arrivals) {
@@ -111,6 +122,15 @@ __device__ inline void cp_async_bulk_tensor_store(const void *map, uint32_t src,
         : "memory");
 }
 
+/* Adds a box of shared memory to the tensor. */
+__device__ inline void cp_reduce_async_bulk_tensor_add(const void *map, uint32_t src, int c0,
+                                                       int c1, int c2) {
+    asm volatile("cp.reduce.async.bulk.tensor.3d.global.shared::cta.add.tile.bulk_group "
+                 "[%0, {%2, %3, %4}], [%1];" ::"l"(map),
+                 "r"(src), "r"(c0), "r"(c1), "r"(c2)
+                 : "memory");
+}
+
 __device__ inline void cp_async_bulk_commit_group() {
     asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }
@@ -149,6 +169,18 @@ __device__ inline void fence_proxy_tensormap_acquire(const void *map) {
     asm volatile("fence.proxy.tensormap::generic.acquire.gpu [%0], 128;" ::"l"(map) : "memory");
 }
 
+/* --- memory ------------------------------------------------------------------------------------------------------- */
+
+/* A number of global memory that no kernel of this launch writes, or another one where `valid` is false. */
+__device__ inline int32_t ld_global_or(const int32_t *src, bool valid, int32_t otherwise) {
+    int32_t v;
+    asm volatile("{.reg .pred p; setp.ne.b32 p, %2, 0; mov.b32 %0, %3;"
+                 "@p ld.global.nc.b32 %0, [%1];}"
+                 : "=&r"(v)
+                 : "l"(src), "r"((int)valid), "r"(otherwise));
+    return v;
+}
+
 /* --- results through shared memory --------------------------------------------------------------------------------- */
 
 __device__ inline uint4 ld_shared_v4(uint32_t address) {
@@ -158,6 +190,10 @@ __device__ inline uint4 ld_shared_v4(uint32_t address) {
                  : "r"(address)
                  : "memory");
     return v;
+}
+
+__device__ inline void st_shared(uint32_t address, float v) {
+    asm volatile("st.shared.f32 [%0], %1;" ::"r"(address), "f"(v) : "memory");
 }
 
 /* Four 8x8 matrices of 16-bit numbers; lane l gives the address of row l%8 of matrix l/8. */

@@ -30,6 +30,10 @@ inline CUtensorMapDataType map_dtype(__half) {
     return CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
 }
 
+inline CUtensorMapDataType map_dtype(float) {
+    return CU_TENSOR_MAP_DATA_TYPE_FLOAT32;
+}
+
 /* A map of a tensor whose dimension 0 is dense; strides in bytes for the dimensions after it. Boxes are
  * 128 bytes wide and swizzled by 128 bytes; reading outside gives zeros. */
 int encode_tensor_map(CUtensorMap *map, CUtensorMapDataType dtype, int rank, const void *data,

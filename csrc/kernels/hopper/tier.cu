@@ -76,6 +76,38 @@ FusedMoeTierReason tier_reason(const FusedMoeUpGate &p) {
     return countable(p.plan.R, p.plan.E, 2 * p.F) ? FUSED_MOE_ON_HOPPER : FUSED_MOE_TOO_LARGE;
 }
 
+FusedMoeTierReason tier_reason(const FusedMoeWgrad &p) {
+    FusedMoeTierReason reason = engine_reason(p.dtype);
+    if (reason != FUSED_MOE_ON_HOPPER) return reason;
+    if (p.R == 0 || p.T == 0) return FUSED_MOE_NO_ROWS;
+    if (p.b_scores) return FUSED_MOE_SCORED_INPUT;
+    if (p.N % CHUNK || p.M[0] % CHUNK || p.M[1] % CHUNK) return FUSED_MOE_WIDTH;
+    if (!on_16_bytes(p.a) || !on_16_bytes(p.b)) return FUSED_MOE_UNALIGNED;
+    int64_t width = 0;
+    for (int i = 0; i < 2; i++) {
+        const FusedMoeWeight &dw = p.dw[i];
+        if (!dw.data) continue;
+        if (!readable(dw, dw.stride_out, dw.stride_in, p.E)) return FUSED_MOE_STRIDES;
+        width += p.M[i];
+    }
+    const FusedMoeWeight *dw = p.dw;
+    if (dw[0].data && dw[1].data && (dw[0].stride_in == 1) != (dw[1].stride_in == 1))
+        return FUSED_MOE_STRIDES;
+    return countable(p.R, p.E, ceil_div(width, 256) * p.N * 2) ? FUSED_MOE_ON_HOPPER
+                                                               : FUSED_MOE_TOO_LARGE;
+}
+
+FusedMoeTierReason tier_reason(const FusedMoeDownDgrad &p) {
+    FusedMoeTierReason reason = engine_reason(p.dtype);
+    if (reason != FUSED_MOE_ON_HOPPER) return reason;
+    if (p.plan.R == 0 || p.plan.T == 0) return FUSED_MOE_NO_ROWS;
+    if (p.D % CHUNK || p.F % CHUNK) return FUSED_MOE_WIDTH;
+    for (const void *data : {p.dout, p.h, (const void *)p.dh, (const void *)p.a_scaled})
+        if (!on_16_bytes(data)) return FUSED_MOE_UNALIGNED;
+    if (!readable(p.w2, p.w2.stride_in, p.w2.stride_out, p.plan.E)) return FUSED_MOE_STRIDES;
+    return countable(p.plan.R, p.plan.E, p.F) ? FUSED_MOE_ON_HOPPER : FUSED_MOE_TOO_LARGE;
+}
+
 size_t hopper_workspace(int32_t E) {
     return plan_workspace(E);
 }
@@ -87,8 +119,8 @@ static struct {
     std::atomic<int32_t> reason; /* of the last call that the portable tier had */
 } calls[FUSED_MOE_NUM_TIER_OPS];
 
-bool serves(FusedMoeTierOp op, FusedMoeTierReason reason, int64_t workspace_bytes, int32_t E) {
-    if (reason == FUSED_MOE_ON_HOPPER && workspace_bytes < (int64_t)hopper_workspace(E))
+bool serves(FusedMoeTierOp op, FusedMoeTierReason reason, int64_t workspace_bytes, size_t needed) {
+    if (reason == FUSED_MOE_ON_HOPPER && workspace_bytes < (int64_t)needed)
         reason = FUSED_MOE_PORTABLE_ASKED;
     bool hopper = reason == FUSED_MOE_ON_HOPPER;
     (hopper ? calls[op].hopper : calls[op].portable)++;

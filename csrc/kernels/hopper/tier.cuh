@@ -9,15 +9,25 @@ namespace fused_moe {
 /* FUSED_MOE_ON_HOPPER, or why the portable tier has the call. */
 FusedMoeTierReason tier_reason(const FusedMoeGroupedMM &p);
 FusedMoeTierReason tier_reason(const FusedMoeUpGate &p);
+FusedMoeTierReason tier_reason(const FusedMoeWgrad &p);
+FusedMoeTierReason tier_reason(const FusedMoeDownDgrad &p);
 
 /* Whether the Hopper engine has a call of E experts, which is counted for fused_moe_cuda_calls. A workspace that is
  * too small was made while FUSED_MOE_TIER asked for the portable tier, which then has the call. */
-bool serves(FusedMoeTierOp op, FusedMoeTierReason reason, int64_t workspace_bytes, int32_t E);
+bool serves(FusedMoeTierOp op, FusedMoeTierReason reason, int64_t workspace_bytes, size_t needed);
 
 /* The engine's launchers, for calls that it serves. */
 int hopper_grouped_mm(const FusedMoeGroupedMM &p, void *stream);
 int hopper_up_gate(const FusedMoeUpGate &p, void *stream);
+int hopper_wgrad(const FusedMoeWgrad &p, void *stream);
 size_t hopper_workspace(int32_t E);
+size_t hopper_wgrad_workspace(const FusedMoeWgrad &p);
+
+/* down_dgrad leaves the sums of <g, a> over tiles of F in its workspace: so many a row. */
+int hopper_down_dgrad(const FusedMoeDownDgrad &p, void *stream);
+size_t hopper_down_dgrad_workspace(const FusedMoeDownDgrad &p);
+int64_t hopper_partials_of_row(int64_t F);
+float *hopper_partials(const FusedMoeDownDgrad &p);
 
 /* Calls fn with a number of the 16-bit dtype. */
 template <typename Fn>

@@ -13,12 +13,14 @@ namespace fused_moe {
 constexpr int ITEMS = 2; /* drawn ahead: more would be kept from CTAs that have nothing to do */
 
 struct alignas(16) Item {
-    int32_t expert;
-    int32_t first_row, num_rows; /* num_rows 0: there are no more items */
-    int32_t row_in_expert;       /* of first_row */
-    int32_t first_column;        /* of the result, or of the gates and the ups alike */
-    int32_t narrow;              /* half of a tile's columns, or fewer                           */
-    int32_t few;                 /* the expert has few rows: weights and rows change their roles */
+    int32_t expert; /* -1: there are no more items */
+    int32_t first_row, num_rows;
+    int32_t row_in_expert;    /* of first_row */
+    int32_t place;            /* of the tile, as in schedule.h */
+    int32_t first_column;     /* of the result, or of the gates and the ups alike */
+    int32_t narrow;           /* half of a tile's columns, or fewer                           */
+    int32_t few;              /* the expert has few rows: weights and rows change their roles */
+    int32_t part, first_line; /* wgrad: of the weights; of b's lines */
 };
 
 template <int readers, int tokens>
@@ -60,9 +62,18 @@ __device__ inline uint32_t furthest_behind(const Plan &plan, uint32_t num_items)
     return found >= MAX_WORKERS ? found % MAX_WORKERS : gridDim.x;
 }
 
-/* The warp that draws. It acquires the maps of the results, which the item's receivers use. */
-template <class Ring>
-__device__ inline void draw(const Plan &plan, Ring &ring, const int32_t *row_token, int64_t T) {
+/* Tiles of columns lie side by side. */
+__device__ inline void place_columns(const Plan &plan, Item &item, int column, int half) {
+    item.first_column = column * plan.tile_columns;
+    if (half == 2) item.first_column += plan.tile_columns / 2;
+    item.narrow = half || (plan.last_is_narrow && column == plan.num_columns - 1);
+}
+
+/* The warp that draws. It acquires the maps of the results, which the item's receivers use. place_tile(plan, item, tile
+ * of columns, half) says what the tile is. */
+template <class Ring, typename PlaceTile = decltype(place_columns)>
+__device__ inline void draw(const Plan &plan, Ring &ring, const int32_t *row_token, int64_t T,
+                            PlaceTile &&place_tile = place_columns) {
     int lane = threadIdx.x % 32, acquired = -1;
     uint32_t num_tiles = plan.work[2] * plan.num_columns;
     uint32_t cut = fused_moe_cut_tiles(plan.schedule.halving, num_tiles),
@@ -77,7 +88,7 @@ __device__ inline void draw(const Plan &plan, Ring &ring, const int32_t *row_tok
     for (bool there = true; there; to.advance()) {
         uint32_t turn = own ? take(blockIdx.x) : 0; /* early: it takes a while */
         there = index < num_items;
-        Item item = {};
+        Item item = {-1};
         if (there) {
             int32_t half;
             uint32_t tile = fused_moe_tile_of_item(index, num_tiles, cut, &half);
@@ -90,9 +101,8 @@ __device__ inline void draw(const Plan &plan, Ring &ring, const int32_t *row_tok
             item.first_row = work.rows.first_row;
             item.num_rows = work.rows.num_rows;
             item.row_in_expert = item.first_row - fused_moe_first_row(plan.ends, item.expert);
-            item.first_column = work.column * plan.tile_columns;
-            if (half == 2) item.first_column += plan.tile_columns / 2;
-            item.narrow = half || (plan.last_is_narrow && work.column == plan.num_columns - 1);
+            item.place = place;
+            place_tile(plan, item, work.column, half);
             item.few = work.few;
             if (item.expert != acquired && lane < plan.num_results)
                 fence_proxy_tensormap_acquire(plan.maps + lane * plan.E + item.expert);
