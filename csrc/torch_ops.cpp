@@ -221,6 +221,18 @@ FusedMoeWeight weight(const char *op, const char *name, const Tensor &w, const T
     return weight(w);
 }
 
+// The gradient of a weight (E, out, in) that a product of `like` is added to, in whatever strides it has.
+FusedMoeWeight main_grad(const char *op, const char *name, const Tensor &grad, const Tensor &like,
+                         const Shape &shape) {
+    check_shape(op, name, grad, shape);
+    check_dtype(op, name, grad, ScalarType::Float);
+    check_device(op, name, grad, like);
+    STD_TORCH_CHECK(like.scalar_type() != ScalarType::Double, "fused_moe::", op,
+                    ": expected operands of dtype Float, BFloat16 or Half with ", name, ", found ",
+                    toString(like.scalar_type()));
+    return {mutable_data(grad), grad.stride(0), grad.stride(1), grad.stride(2)};
+}
+
 FusedMoeWeight transposed(FusedMoeWeight w) {
     return {w.data, w.stride_expert, w.stride_in, w.stride_out};
 }
@@ -568,16 +580,19 @@ Tensor grouped_mm(const Tensor &a_, const Tensor &b_, const Tensor &offsets) {
     return out;
 }
 
-// b may be read through b_row_token, and multiplied by scores; dw[1] may be absent.
+// b may be read through b_row_token, and multiplied by scores; either of dw may be absent. accumulate: they are
+// main_grads.
 void run_wgrad(const Tensor &a, const Tensor &b, const int32_t *b_row_token,
                const int32_t *row_slot, const OptTensor &scores, const FusedMoeWeight dw[2],
-               const int64_t M[2], const int32_t *ends, int64_t E) {
+               bool accumulate, const int64_t M[2], const int32_t *ends, int64_t E) {
+    if (!dw[0].data && !dw[1].data) return;
     FusedMoeWgrad p = {};
     p.a = data(a);
     p.b = data(b);
     p.b_row_token = b_row_token;
     p.row_slot = row_slot;
     p.b_scores = data(scores);
+    p.accumulate = accumulate;
     p.ends = ends;
     p.R = a.size(0);
     p.T = b.size(0);
@@ -585,29 +600,34 @@ void run_wgrad(const Tensor &a, const Tensor &b, const int32_t *b_row_token,
     p.N = b.size(1);
     for (int i = 0; i < 2; i++) p.dw[i] = dw[i], p.M[i] = M[i];
     p.E = (int32_t)E;
-    p.dtype = p.dw_dtype = float_dtype("wgrad", a);
+    p.dtype = float_dtype("wgrad", a);
+    p.dw_dtype = accumulate ? FUSED_MOE_F32 : p.dtype;
     Tensor scratch = WORKSPACE(wgrad, p, a);
     p.workspace = mutable_data(scratch);
     p.workspace_bytes = scratch.numel();
     RUN(wgrad, p, a);
 }
 
-Tensor wgrad(const Tensor &a_, const Tensor &b_, const Tensor &offsets,
-             const OptTensor &a_row_token, const OptTensor &b_row_token) {
-    const char *op = "wgrad";
-    check_dim(op, "a", a_, 2);
-    check_dim(op, "b", b_, 2);
-    STD_TORCH_CHECK(!a_row_token || !b_row_token,
-                    "fused_moe::wgrad: expected at most one of a_row_token and b_row_token");
-    STD_TORCH_CHECK(a_.size(1) >= 1 && b_.size(1) >= 1,
-                    "fused_moe::wgrad: expected widths >= 1, found ", text(shape_of(a_)), " and ",
-                    text(shape_of(b_)));
-    check_dtype(op, "b", b_, a_.scalar_type());
-    check_device(op, "b", b_, a_);
+// Of dw = wgrad(a, b, offsets), and whether such operands have one.
+Shape wgrad_shape(const char *op, const Tensor &a, const Tensor &b, const Tensor &offsets) {
+    check_dim(op, "a", a, 2);
+    check_dim(op, "b", b, 2);
+    check_dim(op, "offsets", offsets, 1);
+    STD_TORCH_CHECK(a.size(1) >= 1 && b.size(1) >= 1, "fused_moe::", op,
+                    ": expected widths >= 1, found ", text(shape_of(a)), " and ",
+                    text(shape_of(b)));
+    check_dtype(op, "b", b, a.scalar_type());
+    check_device(op, "b", b, a);
+    return {offsets.size(0), a.size(1), b.size(1)};
+}
+
+void wgrad_into(const char *op, const Tensor &a_, const Tensor &b_, const Tensor &offsets,
+                const OptTensor &a_row_token, const OptTensor &b_row_token,
+                const FusedMoeWeight &dw, bool accumulate) {
+    STD_TORCH_CHECK(!a_row_token || !b_row_token, "fused_moe::", op,
+                    ": expected at most one of a_row_token and b_row_token");
     Tensor a = dense(a_), b = dense(b_), ends = ends_of(op, offsets, a);
-    int64_t E = ends.size(0);
-    Tensor dw = new_like(a, {E, a.size(1), b.size(1)});
-    FusedMoeWeight out[2] = {weight(dw), {}};
+    FusedMoeWeight out[2] = {dw, {}};
     // the kernel gathers its second operand: with a_row_token the roles change, and dw is written transposed
     bool swap = a_row_token.has_value();
     if (swap) {
@@ -620,9 +640,22 @@ Tensor wgrad(const Tensor &a_, const Tensor &b_, const Tensor &offsets,
         check_shape(op, "row_token", *row_token, {a.size(0)});
     else
         check_size(op, "rows of b", b.size(0), a.size(0), a.size(0));
-    run_wgrad(a, b, static_cast<const int32_t *>(data(row_token)), nullptr, {}, out, M, ints(ends),
-              E);
+    run_wgrad(a, b, static_cast<const int32_t *>(data(row_token)), nullptr, {}, out, accumulate, M,
+              ints(ends), ends.size(0));
+}
+
+Tensor wgrad(const Tensor &a, const Tensor &b, const Tensor &offsets, const OptTensor &a_row_token,
+             const OptTensor &b_row_token) {
+    Tensor dw = new_like(a, wgrad_shape("wgrad", a, b, offsets));
+    wgrad_into("wgrad", a, b, offsets, a_row_token, b_row_token, weight(dw), false);
     return dw;
+}
+
+void wgrad_accumulate(const Tensor &a, const Tensor &b, const Tensor &offsets, const Tensor &dw,
+                      const OptTensor &a_row_token, const OptTensor &b_row_token) {
+    const char *op = "wgrad_accumulate";
+    FusedMoeWeight sum = main_grad(op, "dw", dw, a, wgrad_shape(op, a, b, offsets));
+    wgrad_into(op, a, b, offsets, a_row_token, b_row_token, sum, true);
 }
 
 // db[e] = sum of score * row, rows read through row_token where it is given.
@@ -653,15 +686,17 @@ Tensor bias_grad(const Tensor &rows_, const Tensor &offsets) {
     return db;
 }
 
+// The main_grads given to experts_up and experts_down are there for the autograd formula: what it hands to the
+// backward operators. No forward touches them.
+
 // --- experts, up side -----------------------------------------------------------------------------------------
 
-std::tuple<Tensor, Tensor> experts_up(const Tensor &x_, const Tensor &w1, const OptTensor &w3,
-                                      const OptTensor &b1_, const OptTensor &b3_,
-                                      const OptTensor &scores_, const Tensor &offsets,
-                                      const OptTensor &row_token, const OptTensor &row_slot,
-                                      const OptTensor &token_row, const Tensor &tiles,
-                                      int64_t layout, int64_t activation, double alpha,
-                                      double limit, bool save_h) {
+std::tuple<Tensor, Tensor>
+experts_up(const Tensor &x_, const Tensor &w1, const OptTensor &w3, const OptTensor &b1_,
+           const OptTensor &b3_, const OptTensor &scores_, const Tensor &offsets,
+           const OptTensor &row_token, const OptTensor &row_slot, const OptTensor &token_row,
+           const Tensor &tiles, int64_t layout, int64_t activation, double alpha, double limit,
+           bool save_h, const OptTensor &, const OptTensor &) {
     const char *op = "experts_up";
     check_dim(op, "x", x_, 2);
     Tensor x = dense(x_);
@@ -704,7 +739,7 @@ std::tuple<Tensor, Tensor> up_gate(const Tensor &x, const Tensor &w1, const OptT
                                    const OptTensor &token_row, const Tensor &tiles, int64_t layout,
                                    int64_t activation, double alpha, double limit) {
     return experts_up(x, w1, w3, b1, b3, {}, offsets, row_token, row_slot, token_row, tiles, layout,
-                      activation, alpha, limit, true);
+                      activation, alpha, limit, true, {}, {});
 }
 
 // dx_rows = dh w1, or dgate w1 + dup w3.
@@ -728,12 +763,17 @@ Tensor up_dgrad(const Tensor &dh_, const Tensor &w1, const OptTensor &w3, const 
     return dx_rows;
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>
-experts_up_backward(const Tensor &dh_, const Tensor &x_, const Tensor &w1, const OptTensor &w3,
-                    const OptTensor &scores_, const Tensor &offsets, const OptTensor &row_token,
-                    const OptTensor &row_slot, const OptTensor &token_row, const Tensor &tiles,
-                    int64_t layout, bool need_dx, bool need_dw1, bool need_dw3, bool need_db1,
-                    bool need_db3, bool need_dscores) {
+using UpGrads = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
+
+// A weight's gradient is added to its main_grad where there is one; dw1 and dw3 are then empty.
+UpGrads experts_up_backward_accumulate(const Tensor &dh_, const Tensor &x_, const Tensor &w1,
+                                       const OptTensor &w3, const OptTensor &scores_,
+                                       const Tensor &offsets, const OptTensor &row_token,
+                                       const OptTensor &row_slot, const OptTensor &token_row,
+                                       const Tensor &tiles, int64_t layout, bool need_dx,
+                                       bool need_dw1, bool need_dw3, bool need_db1, bool need_db3,
+                                       bool need_dscores, const OptTensor &main_grad1,
+                                       const OptTensor &main_grad3) {
     const char *op = "experts_up_backward";
     check_dim(op, "x", x_, 2);
     Tensor x = dense(x_);
@@ -747,6 +787,10 @@ experts_up_backward(const Tensor &dh_, const Tensor &x_, const Tensor &w1, const
                     ": expected w3 and scores where their gradients are needed");
     FusedMoeWeight gate = weight(op, "w1", w1, x, {s.E, s.w1_rows, s.D}), up = {};
     if (w3) up = weight(op, "w3", *w3, x, {s.E, s.F, s.D});
+    FusedMoeWeight sums[2] = {}, fresh[2] = {};
+    if (need_dw1 && main_grad1) sums[0] = main_grad(op, "main_grad1", *main_grad1, x, shape_of(w1));
+    if (need_dw3 && main_grad3)
+        sums[1] = main_grad(op, "main_grad3", *main_grad3, x, shape_of(*w3));
 
     Tensor dx = nothing(x), dw1 = nothing(x), dw3 = nothing(x), db1 = nothing(x), db3 = nothing(x);
     Tensor dscores = nothing(x, score_dtype(x));
@@ -764,14 +808,15 @@ experts_up_backward(const Tensor &dh_, const Tensor &x_, const Tensor &w1, const
             dx = dx_rows;
         }
     }
-    if (need_dw1 || need_dw3) {
-        if (need_dw1) dw1 = grad_like(w1);
-        if (need_dw3) dw3 = grad_like(*w3);
-        const FusedMoeWeight dw[2] = {need_dw1 ? weight(dw1) : FusedMoeWeight{},
-                                      need_dw3 ? weight(dw3) : FusedMoeWeight{}};
-        const int64_t M[2] = {s.w1_rows, w3 ? s.F : 0};
-        run_wgrad(dh, x, m.plan.row_token, m.plan.row_slot, scores, dw, M, m.plan.ends, s.E);
-    }
+    if (need_dw1 && !main_grad1) fresh[0] = weight(dw1 = grad_like(w1));
+    if (need_dw3 && !main_grad3) fresh[1] = weight(dw3 = grad_like(*w3));
+    const int64_t M[2] = {s.w1_rows, w3 ? s.F : 0};
+    auto products = [&](const FusedMoeWeight dw[2], bool accumulate) {
+        run_wgrad(dh, x, m.plan.row_token, m.plan.row_slot, scores, dw, accumulate, M, m.plan.ends,
+                  s.E);
+    };
+    products(fresh, false);
+    products(sums, true);
     if (need_db1 || need_db3) {
         Tensor db = new_like(x, {s.E, s.H});
         run_bias_grad(dh, nullptr, nullptr, {}, m.plan.ends, s.E, m.plan.R, db);
@@ -784,12 +829,23 @@ experts_up_backward(const Tensor &dh_, const Tensor &x_, const Tensor &w1, const
     return {dx, dw1, dw3, db1, db3, dscores};
 }
 
+UpGrads experts_up_backward(const Tensor &dh, const Tensor &x, const Tensor &w1,
+                            const OptTensor &w3, const OptTensor &scores, const Tensor &offsets,
+                            const OptTensor &row_token, const OptTensor &row_slot,
+                            const OptTensor &token_row, const Tensor &tiles, int64_t layout,
+                            bool need_dx, bool need_dw1, bool need_dw3, bool need_db1,
+                            bool need_db3, bool need_dscores) {
+    return experts_up_backward_accumulate(dh, x, w1, w3, scores, offsets, row_token, row_slot,
+                                          token_row, tiles, layout, need_dx, need_dw1, need_dw3,
+                                          need_db1, need_db3, need_dscores, {}, {});
+}
+
 // --- experts, down side ---------------------------------------------------------------------------------------
 
 Tensor experts_down(const Tensor &a_, const OptTensor &, const Tensor &w2, const OptTensor &b2_,
                     const OptTensor &scores_, const Tensor &offsets, const OptTensor &row_token,
                     const OptTensor &row_slot, const OptTensor &token_row, const Tensor &tiles,
-                    int64_t, int64_t, double, double) {
+                    int64_t, int64_t, double, double, const OptTensor &) {
     const char *op = "experts_down";
     check_dim(op, "a", a_, 2);
     check_dim(op, "w2", w2, 3);
@@ -878,16 +934,23 @@ down_dgrad(const Tensor &dout, const Tensor &w2, const OptTensor &b2, const Tens
     return {dh, a_scaled, dscores};
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor>
-experts_down_backward(const Tensor &dout, const Tensor &h, const Tensor &w2, const OptTensor &b2,
-                      const OptTensor &scores, const Tensor &offsets, const OptTensor &row_token,
-                      const OptTensor &row_slot, const OptTensor &token_row, const Tensor &tiles,
-                      int64_t layout, int64_t activation, double alpha, double limit, bool need_dh,
-                      bool need_dw2, bool need_db2, bool need_dscores) {
+using DownGrads = std::tuple<Tensor, Tensor, Tensor, Tensor>;
+
+DownGrads experts_down_backward_accumulate(const Tensor &dout, const Tensor &h, const Tensor &w2,
+                                           const OptTensor &b2, const OptTensor &scores,
+                                           const Tensor &offsets, const OptTensor &row_token,
+                                           const OptTensor &row_slot, const OptTensor &token_row,
+                                           const Tensor &tiles, int64_t layout, int64_t activation,
+                                           double alpha, double limit, bool need_dh, bool need_dw2,
+                                           bool need_db2, bool need_dscores,
+                                           const OptTensor &main_grad2) {
     const char *op = "experts_down_backward";
     DownDgrad d = down_dgrad_of(op, dout, w2, b2, h, scores, offsets, row_token, row_slot,
                                 token_row, tiles, layout, activation, alpha, limit);
     const FusedMoePlan &plan = d.m.plan;
+    FusedMoeWeight sum = {};
+    if (need_dw2 && main_grad2)
+        sum = main_grad(op, "main_grad2", *main_grad2, d.dout, shape_of(w2));
     Tensor dh = nothing(d.dout), dw2 = nothing(d.dout), db2 = nothing(d.dout);
     Tensor dscores = nothing(d.dout, score_dtype(d.dout)), a_scaled = nothing(d.dout);
     if (need_dh) {
@@ -904,10 +967,11 @@ experts_down_backward(const Tensor &dout, const Tensor &h, const Tensor &w2, con
     }
     if (need_dh || need_dscores || need_dw2) run_down_dgrad(d);
     if (need_dw2) {
-        dw2 = grad_like(w2);
-        const FusedMoeWeight dw[2] = {transposed(weight(dw2)), {}};
+        if (!main_grad2) dw2 = grad_like(w2);
+        const FusedMoeWeight dw[2] = {transposed(main_grad2 ? sum : weight(dw2)), {}};
         const int64_t M[2] = {d.p.F, 0};
-        run_wgrad(a_scaled, d.dout, plan.row_token, nullptr, {}, dw, M, plan.ends, plan.E);
+        run_wgrad(a_scaled, d.dout, plan.row_token, nullptr, {}, dw, main_grad2.has_value(), M,
+                  plan.ends, plan.E);
     }
     if (need_db2) {
         db2 = new_like(d.dout, {plan.E, d.p.D});
@@ -915,6 +979,17 @@ experts_down_backward(const Tensor &dout, const Tensor &h, const Tensor &w2, con
                       db2);
     }
     return {dh, dw2, db2, dscores};
+}
+
+DownGrads experts_down_backward(const Tensor &dout, const Tensor &h, const Tensor &w2,
+                                const OptTensor &b2, const OptTensor &scores, const Tensor &offsets,
+                                const OptTensor &row_token, const OptTensor &row_slot,
+                                const OptTensor &token_row, const Tensor &tiles, int64_t layout,
+                                int64_t activation, double alpha, double limit, bool need_dh,
+                                bool need_dw2, bool need_db2, bool need_dscores) {
+    return experts_down_backward_accumulate(dout, h, w2, b2, scores, offsets, row_token, row_slot,
+                                            token_row, tiles, layout, activation, alpha, limit,
+                                            need_dh, need_dw2, need_db2, need_dscores, {});
 }
 
 Tensor act_dgrad(const Tensor &da_, const Tensor &h_, int64_t layout, int64_t activation,
@@ -972,6 +1047,15 @@ std::tuple<int64_t, int64_t, int64_t, int64_t> cuda_device(int64_t index) {
     "Tensor offsets, Tensor? row_token, Tensor? row_slot, Tensor? token_row, Tensor tiles, int "   \
     "layout"
 #define ACTIVATION "int activation, float alpha, float limit"
+#define UP_BACKWARD                                                                                \
+    "Tensor dh, Tensor x, Tensor w1, Tensor? w3, Tensor? scores, " PLAN                            \
+    ", bool need_dx, bool need_dw1, bool need_dw3, bool need_db1, bool need_db3, bool "            \
+    "need_dscores"
+#define UP_GRADS "(Tensor dx, Tensor dw1, Tensor dw3, Tensor db1, Tensor db3, Tensor dscores)"
+#define DOWN_BACKWARD                                                                              \
+    "Tensor dout, Tensor h, Tensor w2, Tensor? b2, Tensor? scores, " PLAN ", " ACTIVATION          \
+    ", bool need_dh, bool need_dw2, bool need_db2, bool need_dscores"
+#define DOWN_GRADS "(Tensor dh, Tensor dw2, Tensor db2, Tensor dscores)"
 
 STABLE_TORCH_LIBRARY(fused_moe, m) {
     m.def("cuda_device(int index) -> (int status, int driver, int runtime, int capability)");
@@ -992,6 +1076,8 @@ STABLE_TORCH_LIBRARY(fused_moe, m) {
     m.def("grouped_mm(Tensor a, Tensor b, Tensor offsets) -> Tensor");
     m.def("wgrad(Tensor a, Tensor b, Tensor offsets, Tensor? a_row_token=None, Tensor? "
           "b_row_token=None) -> Tensor");
+    m.def("wgrad_accumulate(Tensor a, Tensor b, Tensor offsets, Tensor(a!) dw, Tensor? "
+          "a_row_token=None, Tensor? b_row_token=None) -> ()");
     m.def("bias_grad(Tensor rows, Tensor offsets) -> Tensor");
     m.def("up_gate(Tensor x, Tensor w1, Tensor? w3, Tensor? b1, Tensor? b3, " PLAN ", " ACTIVATION
           ") -> (Tensor h, Tensor a)");
@@ -1000,16 +1086,16 @@ STABLE_TORCH_LIBRARY(fused_moe, m) {
           ", " ACTIVATION ") -> (Tensor dh, Tensor a_scaled, Tensor dscores)");
     m.def("act_dgrad(Tensor da, Tensor h, int layout, " ACTIVATION ") -> Tensor");
     m.def("experts_up(Tensor x, Tensor w1, Tensor? w3, Tensor? b1, Tensor? b3, Tensor? "
-          "scores, " PLAN ", " ACTIVATION ", bool save_h) -> (Tensor h, Tensor a)");
-    m.def("experts_up_backward(Tensor dh, Tensor x, Tensor w1, Tensor? w3, Tensor? scores, " PLAN
-          ", bool need_dx, bool need_dw1, bool need_dw3, bool need_db1, bool need_db3, bool "
-          "need_dscores) -> (Tensor dx, Tensor dw1, Tensor dw3, Tensor db1, Tensor db3, Tensor "
-          "dscores)");
+          "scores, " PLAN ", " ACTIVATION ", bool save_h, Tensor? main_grad1=None, Tensor? "
+          "main_grad3=None) -> (Tensor h, Tensor a)");
+    m.def("experts_up_backward(" UP_BACKWARD ") -> " UP_GRADS);
+    m.def("experts_up_backward_accumulate(" UP_BACKWARD
+          ", Tensor(a!)? main_grad1, Tensor(b!)? main_grad3) -> " UP_GRADS);
     m.def("experts_down(Tensor a, Tensor? h, Tensor w2, Tensor? b2, Tensor? scores, " PLAN
-          ", " ACTIVATION ") -> Tensor");
-    m.def("experts_down_backward(Tensor dout, Tensor h, Tensor w2, Tensor? b2, Tensor? "
-          "scores, " PLAN ", " ACTIVATION ", bool need_dh, bool need_dw2, bool need_db2, bool "
-          "need_dscores) -> (Tensor dh, Tensor dw2, Tensor db2, Tensor dscores)");
+          ", " ACTIVATION ", Tensor? main_grad2=None) -> Tensor");
+    m.def("experts_down_backward(" DOWN_BACKWARD ") -> " DOWN_GRADS);
+    m.def("experts_down_backward_accumulate(" DOWN_BACKWARD
+          ", Tensor(a!)? main_grad2) -> " DOWN_GRADS);
 }
 
 // The same functions serve both devices: RUN looks at the tensors.
@@ -1024,6 +1110,7 @@ STABLE_TORCH_LIBRARY(fused_moe, m) {
     IMPL(unpermute_backward);                                                                      \
     IMPL(grouped_mm);                                                                              \
     IMPL(wgrad);                                                                                   \
+    IMPL(wgrad_accumulate);                                                                        \
     IMPL(bias_grad);                                                                               \
     IMPL(up_gate);                                                                                 \
     IMPL(up_dgrad);                                                                                \
@@ -1031,8 +1118,10 @@ STABLE_TORCH_LIBRARY(fused_moe, m) {
     IMPL(act_dgrad);                                                                               \
     IMPL(experts_up);                                                                              \
     IMPL(experts_up_backward);                                                                     \
+    IMPL(experts_up_backward_accumulate);                                                          \
     IMPL(experts_down);                                                                            \
-    IMPL(experts_down_backward)
+    IMPL(experts_down_backward);                                                                   \
+    IMPL(experts_down_backward_accumulate)
 
 STABLE_TORCH_LIBRARY_IMPL(fused_moe, CPU, m) {
     IMPL_ALL;

@@ -174,6 +174,41 @@ def _expert_weights(fn: str, x: Tensor, w1, w2, w3, b1, b2, b3, layout: str, tra
     return w1, w2, w3, code
 
 
+def _main_grads(fn: str, main_grads, x: Tensor, weights: tuple, transposed: bool) -> tuple:
+    """Checks them beside w1, w2, w3 as stored. Returns what experts_up and experts_down take: views that fit
+    the weights' (E, out, in), or nothing."""
+    if main_grads is None:
+        return (), ()
+    if not isinstance(main_grads, (tuple, list)):
+        fail(TypeError, fn, "main_grads to be a tuple, of w1, w2 and w3", type(main_grads).__name__)
+    if len(main_grads) != 3:
+        fail(ValueError, fn, "main_grads of w1, w2 and w3", f"{len(main_grads)} of them")
+    views = [None, None, None]
+    for i, (grad, w) in enumerate(zip(main_grads, weights, strict=True)):
+        if grad is None:
+            continue
+        name, weight = f"main_grads[{i}]", f"w{i + 1}"
+        if w is None:
+            fail(ValueError, fn, f"{name} only beside {weight}", f"{name} without {weight}")
+        if x.dtype == torch.float64:
+            fail(TypeError, fn, "x of dtype float32 or bfloat16 or float16 with main_grads", x.dtype)
+        _check_tensor(fn, name, grad, w.dim(), (torch.float32,))
+        _check_shape(fn, name, grad, f"{weight}'s", w.shape)
+        if grad.device != x.device:
+            fail(ValueError, fn, f"{name} on x's device {x.device}", grad.device)
+        if grad.requires_grad:
+            fail(ValueError, fn, f"{name} that requires no gradient itself", "requires_grad=True")
+        if any(stride == 0 and size > 1 for size, stride in zip(grad.shape, grad.stride(), strict=True)):
+            fail(ValueError, fn, f"{name} whose numbers have a place each", f"strides {grad.stride()}")
+        if grad.dim() == 4:
+            if grad.size(1) > 1 and grad.stride(1) != 2 * grad.stride(2):
+                fail(ValueError, fn, f"{name} that can be viewed as (E, 2F, D)", f"strides {grad.stride()}")
+            grad = grad.flatten(1, 2)
+        views[i] = grad.mT if transposed else grad
+    w1, w2, w3 = views
+    return () if w1 is None and w3 is None else (w1, w3), () if w2 is None else (w2,)
+
+
 # --- routing ----------------------------------------------------------------------------------------------
 
 
@@ -292,7 +327,9 @@ def grouped_mm(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
     return ops.grouped_mm(a, b, offsets)
 
 
-def _experts(x, w1, w2, w3, b1, b2, b3, scores, plan: Plan, code, activation, alpha, limit, score_on):
+def _experts(
+    x, w1, w2, w3, b1, b2, b3, scores, plan: Plan, code, activation, alpha, limit, score_on, main_grads
+):
     """The two autograd nodes; h is kept only if a gradient can be asked for."""
     needs_grad = torch.is_grad_enabled() and any(
         t is not None and t.requires_grad for t in (x, w1, w2, w3, b1, b2, b3, scores)
@@ -300,8 +337,10 @@ def _experts(x, w1, w2, w3, b1, b2, b3, scores, plan: Plan, code, activation, al
     act = (code, _ops.ACTIVATION_CODES[activation], alpha, limit)
     maps = plan[1:]
     on_input = score_on == "input"
-    h, a = ops.experts_up(x, w1, w3, b1, b3, scores if on_input else None, *maps, *act, needs_grad)
-    return ops.experts_down(a, h if needs_grad else None, w2, b2, None if on_input else scores, *maps, *act)
+    up, down = (x, w1, w3, b1, b3, scores if on_input else None), (w2, b2, None if on_input else scores)
+    main_up, main_down = main_grads
+    h, a = ops.experts_up(*up, *maps, *act, needs_grad, *main_up)
+    return ops.experts_down(a, h if needs_grad else None, *down, *maps, *act, *main_down)
 
 
 def fused_experts(
@@ -322,6 +361,7 @@ def fused_experts(
     transposed: bool = False,
     score_on: str = "output",
     plan: Plan | None = None,
+    main_grads: tuple[Tensor | None, Tensor | None, Tensor | None] | None = None,
 ) -> Tensor:
     """The routed experts of a layer: out[t] = sum over k of scores[t, k] * expert(ids[t, k])(x[t]).
 
@@ -343,6 +383,10 @@ def fused_experts(
         transposed: weights are stored (E, D, F or 2F) and (E, F, D), as gpt-oss does.
         score_on: "output", or "input": rows are x * score, rounded to x's dtype, and added plainly.
         plan: the plan of `ids`, if it exists already.
+        main_grads: float32 tensors of the shapes of w1, w2 and w3, or None in their places, to which
+            backward adds the weights' gradients, not rounded to the weights' dtype first; such a weight's
+            .grad stays None. x may be of any dtype but float64. Under torch.compile each forward's
+            backward has to come before the next forward, or autograd tells that a main_grad was modified.
 
     Returns:
         (T, D) in x's dtype (autocast's under autocast), differentiable in x, weights, biases, scores.
@@ -353,13 +397,17 @@ def fused_experts(
     fn = "fused_experts"
     _check_input(fn, "x", x, 2)
     check_activation(fn, activation, layout, score_on)
+    stored = (w1, w2, w3)
     w1, w2, w3, code = _expert_weights(fn, x, w1, w2, w3, b1, b2, b3, layout, transposed)
+    main_grads = _main_grads(fn, main_grads, x, stored, transposed)
     _check_ids(fn, ids, x)
     _check_scores(fn, scores, ids)
     if plan is None:
         plan = _ops.route_plan(ids, w2.size(0))
     scores = scores.to(_ops.score_dtype(x))
-    return _experts(x, w1, w2, w3, b1, b2, b3, scores, plan, code, activation, alpha, limit, score_on)
+    return _experts(
+        x, w1, w2, w3, b1, b2, b3, scores, plan, code, activation, alpha, limit, score_on, main_grads
+    )
 
 
 def grouped_mlp(
@@ -377,6 +425,7 @@ def grouped_mlp(
     limit: float = 7.0,
     layout: str = "separate",
     transposed: bool = False,
+    main_grads: tuple[Tensor | None, Tensor | None, Tensor | None] | None = None,
 ) -> Tensor:
     """Every expert on its own rows, which are grouped by expert already, as a token dispatcher leaves them.
 
@@ -392,7 +441,11 @@ def grouped_mlp(
     fn = "grouped_mlp"
     _check_input(fn, "x_rows", x_rows, 2)
     check_activation(fn, activation, layout, "output")
+    stored = (w1, w2, w3)
     w1, w2, w3, code = _expert_weights(fn, x_rows, w1, w2, w3, b1, b2, b3, layout, transposed)
+    main_grads = _main_grads(fn, main_grads, x_rows, stored, transposed)
     _check_counts(fn, counts, w2.size(0), x_rows)
     plan = _ops.plan_from_counts(counts, x_rows.size(0))
-    return _experts(x_rows, w1, w2, w3, b1, b2, b3, None, plan, code, activation, alpha, limit, "output")
+    return _experts(
+        x_rows, w1, w2, w3, b1, b2, b3, None, plan, code, activation, alpha, limit, "output", main_grads
+    )

@@ -90,7 +90,11 @@ class Experts(nn.Module):
     def forward(self, x: Tensor, scores: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
         """x (T, D) -> out (T, D), counts (E,) int32."""
         plan = route_plan(ids, self.num_experts)
-        out = function.fused_experts(x, self.w1, self.w2, self.w3, scores, ids, **self.settings, plan=plan)
+        weights = (self.w1, self.w2, self.w3)
+        main_grads = tuple(getattr(w, "main_grad", None) for w in weights)
+        out = function.fused_experts(
+            x, *weights, scores, ids, **self.settings, plan=plan, main_grads=main_grads
+        )
         return out, plan.counts
 
     @property
@@ -142,6 +146,9 @@ class FusedMoE(nn.Module):
         activation: silu, gelu, gelu_tanh, relu or swiglu_clamped. gated: whether w3 exists.
         bias: biases in the experts. gate_bias: a bias in the router's product.
         device, dtype: of the parameters. Buffers stay float32.
+
+    Where an expert weight has an attribute `main_grad`, a float32 tensor of its shape as Megatron's optimizer
+    gives it, backward adds the weight's gradient to that, and the weight's .grad stays None.
 
     Shapes:
         forward(x: (..., D)) -> (..., D). With return_losses=True -> ((..., D), RouterLosses).

@@ -3,7 +3,8 @@
 csrc/torch_ops.cpp has the schemas and the kernels. Here stand, operator by operator, the fake kernel
 (shapes and dtypes for torch.compile), the autograd formula and the autocast rule. A formula calls
 operators only, so it can be traced. Gradients that nobody asked for are not computed: the coarse
-backward operators take one flag a gradient and return an empty tensor in its place.
+backward operators take one flag a gradient and return an empty tensor in its place. All operators are
+functional but those named *_accumulate, which add a weight's gradient to a float32 one that they are given.
 
 Names and shapes are those of csrc/fused_moe.h. `offsets` is the plan's (E+1,), except in grouped_mm,
 wgrad and bias_grad, where it is the (E,) cumulative ends that torch._grouped_mm takes.
@@ -40,23 +41,68 @@ _library = torch.library.Library("fused_moe", "IMPL")
 def _register(name: str, *, fake, backward=None, setup_context=None, autocast: tuple[int, ...] = ()):
     """Adds the Python half of an operator; without `backward` a gradient through it raises."""
     torch.library.register_fake(f"fused_moe::{name}", fake)
-    if backward is None:
-        backward = _no_backward(name)
-    torch.library.register_autograd(f"fused_moe::{name}", backward, setup_context=setup_context)
+    rule = _autograd_rule(name, backward or _no_backward(name), setup_context)
+    _library.impl(name, rule, "Autograd", with_keyset=True)
     if autocast:
         for device in ("CPU", "CUDA"):
             _library.impl(name, _autocast_rule(name, device, autocast), f"Autocast{device}")
 
 
+def _below_autograd(op, keyset, args):
+    with torch._C._AutoDispatchBelowAutograd():
+        return op.redispatch(keyset & torch._C._after_autograd_keyset, *args)
+
+
+def _autograd_rule(name: str, backward, setup_context):
+    """What torch.library.register_autograd makes, but for its look into the schema for every argument of
+    every call, a third of a small step's time."""
+    op = getattr(ops, name).default
+    defaults = tuple(a.default_value for a in op._schema.arguments)
+
+    def forward(ctx, *args):
+        *args, keyset = args
+        output = _below_autograd(op, keyset, args)
+        if setup_context is not None:
+            setup_context(ctx, (*args, *defaults[len(args) :]), output)
+        return output
+
+    def with_keyset(ctx, *grads):
+        return *backward(ctx, *grads), None
+
+    members = {"forward": staticmethod(forward), "backward": staticmethod(with_keyset)}
+    node = type(name, (torch.autograd.Function,), members)
+
+    def rule(keyset, *args):
+        if torch.is_grad_enabled() and torch._C._any_requires_grad(*args):
+            return node.apply(*args, keyset)
+        return _below_autograd(op, keyset, args)
+
+    return rule
+
+
 def _no_backward(name: str):
     def backward(ctx, *grads):
-        if name.endswith(("_backward", "_dgrad")):
+        if name.endswith(("_backward", "_dgrad", "_accumulate")):
             raise RuntimeError(
                 f"fused_moe: {name} cannot be differentiated: double backward is not supported"
             )
         raise RuntimeError(f"fused_moe: {name} has no gradient")
 
     return backward
+
+
+def _register_accumulate(name: str, *, fake):
+    """As _register, for an operator that adds to an argument. Where a gradient of that could be asked for it
+    refuses: what it writes has no history, which would cut the graph in silence."""
+    op = getattr(ops, name).default
+
+    def rule(keyset, *args):
+        if torch.is_grad_enabled() and torch._C._any_requires_grad(*args):
+            _no_backward(name)(None)
+        return _below_autograd(op, keyset, args)
+
+    torch.library.register_fake(f"fused_moe::{name}", fake)
+    _library.impl(name, rule, "Autograd", with_keyset=True)
 
 
 def _autocast_rule(name: str, device: str, positions: tuple[int, ...]):
@@ -73,6 +119,11 @@ def _autocast_rule(name: str, device: str, positions: tuple[int, ...]):
             return getattr(ops, name).default(*args)
 
     return rule
+
+
+def _returned(need: tuple[bool, ...], main_grads: dict[int, Tensor | None]) -> tuple[bool, ...]:
+    """Of the gradients needed, those that are not added to a main_grad; keys are their places."""
+    return tuple(n and main_grads.get(i) is None for i, n in enumerate(need))
 
 
 def _wanted(needed: bool, grad: Tensor) -> Tensor | None:
@@ -240,6 +291,10 @@ def _wgrad_backward(ctx, dw):
     return da, db, None, None, None
 
 
+def _wgrad_accumulate_fake(a, b, offsets, dw, a_row_token=None, b_row_token=None):
+    return None
+
+
 def _bias_grad_fake(rows, offsets):
     return rows.new_empty(offsets.size(0), rows.size(1))
 
@@ -252,6 +307,7 @@ _register(
     autocast=(0, 1),
 )
 _register("wgrad", fake=_wgrad_fake, backward=_wgrad_backward, setup_context=_wgrad_setup)
+_register_accumulate("wgrad_accumulate", fake=_wgrad_accumulate_fake)
 _register("bias_grad", fake=_bias_grad_fake)
 
 
@@ -329,19 +385,39 @@ _register("act_dgrad", fake=_act_dgrad_fake)
 #
 # The up side keeps x, the down side keeps h; `a` has no gradient, because the down side's backward
 # computes it again from h and returns dh as the gradient of h. So h is freed between the two.
+#
+# A main_grad is an argument of forward for the formula's sake. It is kept beside the saved tensors, whose
+# versions autograd checks: the backward of one micro-batch may write it before another's reads it.
 
 
 def _experts_up_fake(
-    x, w1, w3, b1, b3, scores, offsets, row_token, row_slot, token_row, tiles, layout, *rest
+    x,
+    w1,
+    w3,
+    b1,
+    b3,
+    scores,
+    offsets,
+    row_token,
+    row_slot,
+    token_row,
+    tiles,
+    layout,
+    activation,
+    alpha,
+    limit,
+    save_h,
+    main_grad1=None,
+    main_grad3=None,
 ):
     num_rows = _num_rows(x, row_slot)
     width, h_width = _widths(w1, layout)
-    save_h = rest[-1]
     return x.new_empty(num_rows if save_h else 0, h_width), x.new_empty(num_rows, width)
 
 
 def _experts_up_setup(ctx, inputs, output):
-    x, w1, w3, _, _, scores, *maps, ctx.layout, _, _, _, _ = inputs
+    x, w1, w3, _, _, scores, *maps, ctx.layout, _, _, _, _, main_grad1, main_grad3 = inputs
+    ctx.main_grads = (main_grad1, main_grad3)
     ctx.mark_non_differentiable(output[1])
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(x, w1, w3, scores, *maps)
@@ -349,10 +425,16 @@ def _experts_up_setup(ctx, inputs, output):
 
 def _experts_up_backward(ctx, dh, _):
     if dh is None:
-        return (None,) * 16
+        return (None,) * 18
     need = ctx.needs_input_grad[:6]
-    grads = ops.experts_up_backward(dh, *ctx.saved_tensors, ctx.layout, *need)
-    return *(map(_wanted, need, grads)), *(None,) * 10
+    args = (dh, *ctx.saved_tensors, ctx.layout, *need)
+    main_grad1, main_grad3 = ctx.main_grads
+    if main_grad1 is None and main_grad3 is None:
+        grads = ops.experts_up_backward(*args)
+    else:
+        grads = ops.experts_up_backward_accumulate(*args, main_grad1, main_grad3)
+        need = _returned(need, {1: main_grad1, 2: main_grad3})
+    return *(map(_wanted, need, grads)), *(None,) * 12
 
 
 def _experts_up_backward_fake(
@@ -385,12 +467,18 @@ def _experts_up_backward_fake(
     )
 
 
-def _experts_down_fake(a, h, w2, b2, scores, offsets, row_token, row_slot, token_row, tiles, *activation):
+def _experts_up_backward_accumulate_fake(*args):
+    *args, main_grad1, main_grad3 = args
+    args[11:17] = _returned(args[11:17], {1: main_grad1, 2: main_grad3})
+    return _experts_up_backward_fake(*args)
+
+
+def _experts_down_fake(a, h, w2, b2, scores, offsets, row_token, row_slot, token_row, tiles, *settings):
     return a.new_empty(_num_tokens(a, token_row), w2.size(1))
 
 
 def _experts_down_setup(ctx, inputs, output):
-    _, h, w2, b2, scores, *maps, ctx.layout, ctx.activation, ctx.alpha, ctx.limit = inputs
+    _, h, w2, b2, scores, *maps, ctx.layout, ctx.activation, ctx.alpha, ctx.limit, ctx.main_grad = inputs
     ctx.save_for_backward(h, w2, b2, scores, *maps)
 
 
@@ -399,10 +487,14 @@ def _experts_down_backward(ctx, dout):
     if h is None:
         raise RuntimeError("fused_moe: experts_down was given no h, so it has no gradient")
     need = ctx.needs_input_grad[1:5]
-    grads = ops.experts_down_backward(
-        dout, h, w2, b2, scores, *maps, ctx.layout, ctx.activation, ctx.alpha, ctx.limit, *need
-    )
-    return None, *(map(_wanted, need, grads)), *(None,) * 9
+    act = (ctx.layout, ctx.activation, ctx.alpha, ctx.limit)
+    args = (dout, h, w2, b2, scores, *maps, *act, *need)
+    if ctx.main_grad is None:
+        grads = ops.experts_down_backward(*args)
+    else:
+        grads = ops.experts_down_backward_accumulate(*args, ctx.main_grad)
+        need = _returned(need, {1: ctx.main_grad})
+    return None, *(map(_wanted, need, grads)), *(None,) * 10
 
 
 def _experts_down_backward_fake(
@@ -433,6 +525,12 @@ def _experts_down_backward_fake(
     )
 
 
+def _experts_down_backward_accumulate_fake(*args):
+    *args, main_grad2 = args
+    args[14:18] = _returned(args[14:18], {1: main_grad2})
+    return _experts_down_backward_fake(*args)
+
+
 _register(
     "experts_up",
     fake=_experts_up_fake,
@@ -441,6 +539,7 @@ _register(
     autocast=(0, 1, 2, 3, 4),
 )
 _register("experts_up_backward", fake=_experts_up_backward_fake)
+_register_accumulate("experts_up_backward_accumulate", fake=_experts_up_backward_accumulate_fake)
 _register(
     "experts_down",
     fake=_experts_down_fake,
@@ -449,6 +548,7 @@ _register(
     autocast=(0, 1, 2, 3),
 )
 _register("experts_down_backward", fake=_experts_down_backward_fake)
+_register_accumulate("experts_down_backward_accumulate", fake=_experts_down_backward_accumulate_fake)
 
 
 def route_plan(ids: Tensor, num_experts: int) -> Plan:

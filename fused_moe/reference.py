@@ -152,6 +152,20 @@ def grouped_mm(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
 # --- experts ---------------------------------------------------------------------------------------------
 
 
+class _WithMainGrad(torch.autograd.Function):
+    """A weight whose gradient is added to main_grad and goes no further."""
+
+    @staticmethod
+    def forward(ctx, w: Tensor, main_grad: Tensor) -> Tensor:
+        ctx.main_grad = main_grad
+        return w.view_as(w)
+
+    @staticmethod
+    def backward(ctx, dw: Tensor):
+        ctx.main_grad.add_(dw)
+        return None, None
+
+
 def _expert(x: Tensor, w1, w2, w3, b1, b2, b3, layout: str, **activation) -> Tensor:
     """One expert on its rows (R_e, D); weights are (out, in)."""
     gate, up = F.linear(x, w1, b1), None
@@ -179,9 +193,14 @@ def grouped_mlp(
     limit: float = 7.0,
     layout: str = "separate",
     transposed: bool = False,
+    main_grads: tuple[Tensor | None, Tensor | None, Tensor | None] | None = None,
 ) -> Tensor:
     """Every expert on its own rows, one after another; zero past the last row."""
     num_experts = w2.size(0)
+    w1, w2, w3 = (
+        w if main_grad is None else _WithMainGrad.apply(w, main_grad)
+        for w, main_grad in zip((w1, w2, w3), main_grads or (None,) * 3, strict=True)
+    )
     if layout == "interleaved" and w1.dim() == 4:
         w1 = w1.flatten(1, 2)
     if transposed:

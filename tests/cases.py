@@ -231,7 +231,8 @@ def check_experts(case: Case, device, slack=LOOSE, form=None) -> dict:
 
 
 def operator_calls(case: Case, device) -> dict:
-    """{operator: [argument tuples]}: a typical call of every operator, and its rarer forms."""
+    """{operator: [argument tuples]}: a typical call of every operator, and its rarer forms. Those named
+    *_accumulate have none in float64."""
     T, D, F, E, K, dtype = (
         case.tokens, case.dim, case.hidden, case.num_experts, case.top_k, case.dtype
     )  # fmt: skip
@@ -251,6 +252,13 @@ def operator_calls(case: Case, device) -> dict:
     def new(*shape):
         return torch.randn(shape).to(device, dtype)
 
+    def main_grad(w):
+        return None if w is None else torch.empty_like(w, dtype=F32).normal_()
+
+    def accumulate(*calls):
+        return [] if dtype == F64 else list(calls)
+
+    main1, main2, main3 = map(main_grad, (w1, w2, w3))
     chosen = ids.clamp(0, E - 1)
     rows, a, h, dout, logits = new(R, D), new(R, F), new(R, H), new(T, D), new(T, E)
     up, down = (x, w1, w3, b1, b3), (w2, b2)
@@ -272,6 +280,11 @@ def operator_calls(case: Case, device) -> dict:
         ],
         "grouped_mm": [(a, w2, ends)],
         "wgrad": [(a, rows, ends), (a, x, ends, None, plan.row_token), (x, a, ends, plan.row_token)],
+        "wgrad_accumulate": accumulate(
+            (a, rows, ends, new(E, F, D).float()),
+            (a, x, ends, new(E, D, F).float().mT, None, plan.row_token),
+            (x, a, ends, new(E, D, F).float(), plan.row_token),
+        ),
         "bias_grad": [(rows, ends)],
         "up_gate": [(*up, *maps, code, *act), (rows, *up[1:], *no_maps, code, *act)],
         "up_dgrad": [(h, w1, w3, plan.offsets, code)],
@@ -287,6 +300,12 @@ def operator_calls(case: Case, device) -> dict:
             (h, x, w1, w3, None, *maps, code, *off),
             (h, rows, w1, w3, None, *no_maps, code, *need, False),
         ],
+        "experts_up_backward_accumulate": accumulate(
+            (h, x, w1, w3, scores, *maps, code, *need, True, main1, main3),
+            (h, x, w1, w3, None, *maps, code, *off, main1, main3),
+            (h, rows, w1, w3, None, *no_maps, code, *need, False, None, main3),
+            (h, x, w1, w3, None, *maps, code, *need, False, main1, None),
+        ),
         "experts_down": [
             (a, h, *down, scores, *maps, code, *act),
             (a, None, *down, None, *no_maps, code, *act),
@@ -296,13 +315,22 @@ def operator_calls(case: Case, device) -> dict:
             (dout, h, *down, None, *maps, code, *act, *on[:1], False, False, False),
             (rows, h, *down, None, *no_maps, code, *act, True, True, b2 is not None, False),
         ],
+        "experts_down_backward_accumulate": accumulate(
+            (dout, h, *down, scores, *maps, code, *act, True, True, b2 is not None, True, main2),
+            (dout, h, *down, None, *maps, code, *act, *on[:1], False, False, False, main2),
+            (rows, h, *down, None, *no_maps, code, *act, True, True, b2 is not None, False, main2),
+        ),
     }
 
 
 def call_operator(name: str, args) -> tuple:
-    """The results of an operator, always as a tuple."""
-    result = getattr(torch.ops.fused_moe, name)(*args)
-    return (result,) if isinstance(result, torch.Tensor) else tuple(result)
+    """The results of an operator, always as a tuple, then copies of the arguments that it writes, written."""
+    op = getattr(torch.ops.fused_moe, name).default
+    is_written = [a.is_write for a in op._schema.arguments]
+    args = [a.clone() if w and a is not None else a for w, a in zip(is_written, args, strict=False)]
+    result = op(*args)
+    result = (result,) if isinstance(result, torch.Tensor) else result or ()
+    return (*result, *(a for w, a in zip(is_written, args, strict=False) if w and a is not None))
 
 
 # --- judging --------------------------------------------------------------------------------------

@@ -308,6 +308,7 @@ def operator_calls(device) -> tuple[dict, dict]:
         "grouped_mm: another dtype": (ops.grouped_mm, a, w2.half(), ends),
         "wgrad: fewer rows in b": (ops.wgrad, a, rows[:5], ends),
         "wgrad: both gathered": (ops.wgrad, a, x, ends, plan.row_token, plan.row_token),
+        "wgrad_accumulate: fewer experts in dw": (ops.wgrad_accumulate, a, rows, ends, w1[:2]),
         "up_gate: maps in part": (ops.up_gate, *up, *changed(2, None, maps), 0, *act),
         "up_gate: unknown layout": (ops.up_gate, *up, *maps, 9, *act),
         "up_gate: unknown activation": (ops.up_gate, *up, *maps, 0, 17, 1.0, 1.0),
@@ -328,6 +329,12 @@ def operator_calls(device) -> tuple[dict, dict]:
             ops.experts_up_backward, a, x, w1, None, None, *maps, 3, *[True] * 3, *[False] * 3),
         "experts_up_backward: no h's gradient": (
             ops.experts_up_backward, h[:0], x, w1, w3, None, *maps, 0, *[True] * 3, *[False] * 3),
+        "experts_up_backward_accumulate: main_grad of another shape": (
+            ops.experts_up_backward_accumulate, h, x, w1, w3, None, *maps, 0, *[True] * 3, *[False] * 3,
+            w1, w2),
+        "experts_down_backward_accumulate: half main_grad": (
+            ops.experts_down_backward_accumulate, x, h, w2, None, None, *maps, 0, *act, *[True] * 2,
+            *[False] * 2, w2.half()),
         "experts_down: short a": (ops.experts_down, a[:5], None, w2, None, scores, *maps, 0, *act),
         "experts_down_backward: no h": (
             ops.experts_down_backward, x, h[:0], w2, None, None, *maps, 0, *act, *[True] * 2, *[False] * 2),
@@ -349,6 +356,8 @@ def operator_calls(device) -> tuple[dict, dict]:
         "grouped_mm: offsets beyond the rows": (ops.grouped_mm, a, w2, beyond[1:]),
         "grouped_mm: negative offsets": (ops.grouped_mm, a, w2, -ends),
         "wgrad: row_token far away": (ops.wgrad, a, x, ends, None, far),
+        "wgrad_accumulate: row_token far away": (
+            ops.wgrad_accumulate, a, x, ends, torch.zeros_like(w1), None, far),
         "bias_grad: offsets beyond the rows": (ops.bias_grad, a, beyond[1:]),
         "up_gate: row_token far away": (ops.up_gate, *up, *changed(1, far, maps), 0, *act),
         "down_dgrad: row_slot far away": (

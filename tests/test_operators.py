@@ -19,6 +19,8 @@ class Calls:
         tokens, dim, hidden = SIZES[size]
         case = Case(tokens, dim, hidden, 5, 3, dtype, routing, layout, bias=True)
         self.name, self.calls = name, operator_calls(case, device)[name]
+        if not self.calls:
+            pytest.skip(f"{name} takes no {dtype}")
         ids = case.ids(device)
         self.num_rows = int(((ids >= 0) & (ids < 5)).sum())
         self.num_slots = ids.numel()  # differs from every other size
@@ -58,7 +60,9 @@ def test_everything_is_written(device, name, routing, size, dtype):
 # What is promised of rows past the last one: zero in these, and in h, a, out and dx without maps. Nothing is
 # promised of h and a beside maps, of dh, and of act_dgrad, which knows no last row.
 ZERO_TAILS = {"permute", "unpermute_backward", "grouped_mm", "up_dgrad"}
-NO_PROMISE = {"act_dgrad", "experts_down_backward", "route_plan"}
+NO_PROMISE = {
+    "act_dgrad", "experts_down_backward", "experts_down_backward_accumulate", "route_plan"
+}  # fmt: skip
 
 
 @ALL_DTYPES

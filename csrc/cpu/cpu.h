@@ -60,12 +60,16 @@ FmMatrix fm_part(FmMatrix m, size_t elem_bytes, int64_t row, int64_t rows, int64
 /* Expert e of a weight: (out, in). */
 FmMatrix fm_expert(const FusedMoeWeight *w, size_t elem_bytes, int32_t e, int64_t out, int64_t in);
 
+/* A matrix of m's shape in buffer, dense in m's orientation. */
+FmMatrix fm_dense_as(FmMatrix m, void *buffer);
 /* m itself where its elements are real, else a real copy in buffer, dense in m's orientation. */
 FmMatrix fm_to_real(const FmRows *v, FmMatrix m, void *buffer);
 /* A real matrix to compute m in: m itself where its elements are real, else buffer. */
 FmMatrix fm_real_for(const FmRows *v, FmMatrix m, void *buffer);
 /* Rounds what fm_real_for gave into m; nothing to do where that was m itself. */
 void fm_from_real(const FmRows *v, FmMatrix m, FmMatrix real);
+/* m += real, of elements that are real. */
+void fm_add(const FmRows *v, FmMatrix m, FmMatrix real);
 void fm_zero(const FmRows *v, FmMatrix m);
 
 /* Rows [first, first + rows) read through row_token, columns [col, col + cols), as real; with scores each row is

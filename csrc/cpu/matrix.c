@@ -39,10 +39,13 @@ static void *element(FmMatrix m, size_t bytes, int64_t i, int64_t j) {
     for (int64_t i = 0, run = (m).col_stride == 1 ? (m).cols : 1; i < (m).rows; i++)               \
         for (int64_t j = 0; j < (m).cols; j += run)
 
-FmMatrix fm_real_for(const FmRows *v, FmMatrix m, void *buffer) {
-    if (v->is_real) return m;
+FmMatrix fm_dense_as(FmMatrix m, void *buffer) {
     if (lies_transposed(m)) return fm_transposed(fm_dense(buffer, m.cols, m.rows));
     return fm_dense(buffer, m.rows, m.cols);
+}
+
+FmMatrix fm_real_for(const FmRows *v, FmMatrix m, void *buffer) {
+    return v->is_real ? m : fm_dense_as(m, buffer);
 }
 
 FmMatrix fm_to_real(const FmRows *v, FmMatrix m, void *buffer) {
@@ -59,6 +62,12 @@ void fm_from_real(const FmRows *v, FmMatrix m, FmMatrix real) {
     if (lies_transposed(m)) m = fm_transposed(m), real = fm_transposed(real);
     FOR_RUNS(m, run, i, j)
     v->store(element(m, v->elem_bytes, i, j), element(real, v->real_bytes, i, j), run);
+}
+
+void fm_add(const FmRows *v, FmMatrix m, FmMatrix real) {
+    if (lies_transposed(m)) m = fm_transposed(m), real = fm_transposed(real);
+    FOR_RUNS(m, run, i, j)
+    v->add(element(m, v->real_bytes, i, j), element(real, v->real_bytes, i, j), run);
 }
 
 void fm_zero(const FmRows *v, FmMatrix m) {

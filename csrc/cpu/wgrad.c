@@ -2,15 +2,17 @@
  *
  * dw[e] = a[rows of e]^T b[rows of e]. b may be gathered, so a task is an expert and a block of b's
  * columns, and walks the rows in blocks of FM_TILE_DEPTH: nothing is gathered twice, an expert with
- * many rows is shared by its column blocks, and the order of every sum is fixed. */
+ * many rows is shared by its column blocks, and the order of every sum is fixed.
+ *
+ * What is added to dw is summed apart first: added block by block it would be rounded to dw's size each time. */
 #include "cpu.h"
 
 #include <string.h>
 
 typedef struct {
     const FusedMoeWgrad *p;
-    const FmRows *v;
-    int64_t blocks; /* of columns, an expert */
+    const FmRows *v, *out; /* of a and b; of dw */
+    int64_t blocks;        /* of columns, an expert */
 } Task;
 
 typedef struct {
@@ -21,19 +23,19 @@ static Buffers take(const Task *t, char *scratch, size_t *bytes) {
     const FusedMoeWgrad *p = t->p;
     size_t real = t->v->real_bytes;
     int64_t rows = fm_min(p->R, FM_TILE_DEPTH), cols = fm_min(p->N, FM_TILE_COLS);
-    bool copies = !t->v->is_real;
+    bool copies = !t->v->is_real, sums = !t->out->is_real || p->accumulate;
     Buffers s;
     s.a = fm_take(&scratch, bytes, copies ? rows * (p->M[0] + p->M[1]) * real : 0);
     s.b = fm_take(&scratch, bytes, copies || p->b_row_token ? rows * cols * real : 0);
     for (int i = 0; i < 2; i++)
-        s.dw[i] = fm_take(&scratch, bytes, copies && p->dw[i].data ? p->M[i] * cols * real : 0);
+        s.dw[i] = fm_take(&scratch, bytes, sums && p->dw[i].data ? p->M[i] * cols * real : 0);
     return s;
 }
 
 static int wgrad_block(int64_t i, const void *ctx, char *scratch) {
     const Task *t = ctx;
     const FusedMoeWgrad *p = t->p;
-    const FmRows *v = t->v;
+    const FmRows *v = t->v, *out = t->out;
     size_t unused = 0;
     Buffers s = take(t, scratch, &unused);
     int32_t e = (int32_t)(i / t->blocks);
@@ -44,10 +46,11 @@ static int wgrad_block(int64_t i, const void *ctx, char *scratch) {
     FmMatrix dw[2], sum[2];
     for (int part = 0; part < 2; part++) {
         if (!p->dw[part].data) continue;
-        dw[part] = fm_part(fm_expert(&p->dw[part], v->elem_bytes, e, p->M[part], p->N),
-                           v->elem_bytes, 0, p->M[part], col, cols);
-        sum[part] = fm_real_for(v, dw[part], s.dw[part]);
-        if (first == end) fm_zero(v, dw[part]);
+        dw[part] = fm_part(fm_expert(&p->dw[part], out->elem_bytes, e, p->M[part], p->N),
+                           out->elem_bytes, 0, p->M[part], col, cols);
+        sum[part] = p->accumulate ? fm_dense_as(dw[part], s.dw[part])
+                                  : fm_real_for(out, dw[part], s.dw[part]);
+        if (first == end && !p->accumulate) fm_zero(out, dw[part]);
     }
     if (first == end) return FUSED_MOE_OK;
 
@@ -65,16 +68,17 @@ static int wgrad_block(int64_t i, const void *ctx, char *scratch) {
         }
     }
     for (int part = 0; part < 2; part++)
-        if (p->dw[part].data) fm_from_real(v, dw[part], sum[part]);
+        if (p->dw[part].data) (p->accumulate ? fm_add : fm_from_real)(out, dw[part], sum[part]);
     return FUSED_MOE_OK;
 }
 
 int fused_moe_cpu_wgrad(const FusedMoeWgrad *p) {
-    const FmRows *v = fm_rows(p->dtype);
-    if (!v) return FUSED_MOE_UNSUPPORTED_DTYPE;
+    const FmRows *v = fm_rows(p->dtype), *out = fm_rows(p->dw_dtype);
+    if (!v || !out || v->real_bytes != out->real_bytes) return FUSED_MOE_UNSUPPORTED_DTYPE;
+    if (p->accumulate && p->dw_dtype != FUSED_MOE_F32) return FUSED_MOE_UNSUPPORTED_DTYPE;
     if (!fm_ends_are_valid(p->ends, p->E, p->R)) return FUSED_MOE_INVALID_ROWS;
     if (!fm_map_is_valid(p->b_row_token, p->ends[p->E - 1], 0, p->T)) return FUSED_MOE_INVALID_ROWS;
-    Task task = {p, v, fm_blocks(p->N, FM_TILE_COLS)};
+    Task task = {p, v, out, fm_blocks(p->N, FM_TILE_COLS)};
     size_t bytes = 0;
     take(&task, NULL, &bytes);
     return fm_parallel(p->E * task.blocks, (p->R + p->E) * p->N * (p->M[0] + p->M[1]), wgrad_block,

@@ -3,7 +3,10 @@
  *
  * A CTA is a tile of one expert's weight and walks that expert's rows, so sums have a fixed order and an
  * expert without rows gets zeros. Both operands lie along their lines; either may be read through
- * row_token. Rows past the expert's last are zero on both sides: 0 * NaN would be NaN. */
+ * row_token. Rows past the expert's last are zero on both sides: 0 * NaN would be NaN.
+ *
+ * dw is of the operands' dtype, or float: then the sums may be added to what it holds, and an expert without
+ * rows is left alone. */
 #include "grouped_tile.cuh"
 #include "hopper/tier.cuh"
 
@@ -25,6 +28,7 @@ typedef struct {
     int64_t stride_expert, stride_a, stride_b;
     int64_t R, T, num_slots;
     int32_t E;
+    bool accumulate; /* of a float dw alone */
 } Wgrad;
 
 template <typename T>
@@ -46,11 +50,12 @@ __device__ inline const T *origin_of(const Side &side, int64_t line, int64_t fir
     return line < side.lines ? (const T *)side.data + offset + line : nullptr;
 }
 
-template <class Tile>
+template <class Tile, typename Out>
 __global__ void __launch_bounds__(Tile::THREADS, Tile::CTAS)
     wgrad_kernel(const __grid_constant__ Wgrad p) {
     using T = typename Tile::T;
     using R = typename Tile::R;
+    constexpr bool MAY_ADD = std::is_same_v<Out, float>;
     extern __shared__ __align__(128) char memory[];
     auto &s = *reinterpret_cast<TileShared<Tile> *>(memory);
     unsigned tiles_a = (unsigned)((p.a.lines + Tile::BM - 1) / Tile::BM);
@@ -60,6 +65,7 @@ __global__ void __launch_bounds__(Tile::THREADS, Tile::CTAS)
     grouped_order(blockIdx.x % tiles, tiles_a, tiles_b, tile_a, tile_b);
     int64_t first_a = (int64_t)tile_a * Tile::BM, first_b = (int64_t)tile_b * Tile::BN;
     int64_t first = max(0, e ? p.ends[e - 1] : 0), end = min((int64_t)p.ends[e], p.R);
+    if (MAY_ADD && p.accumulate && first >= end) return;
 
     for_each_line<Tile::BM, Tile>(
         [&](int i) { s.origin_a[i] = origin_of<T>(p.a, first_a + i, first); });
@@ -71,24 +77,45 @@ __global__ void __launch_bounds__(Tile::THREADS, Tile::CTAS)
     tile.multiply(s.ring, operand_of<T>(p.a, p, s.origin_a, first),
                   operand_of<T>(p.b, p, s.origin_b, first), (int)max((int64_t)0, end - first));
 
-    T *dw = (T *)p.dw + e * p.stride_expert;
+    Out *dw = (Out *)p.dw + e * p.stride_expert;
     bool whole = p.stride_b == 1 && p.stride_a % CHUNK == 0 && p.stride_expert % CHUNK == 0 &&
-                 chunks_are_whole<T>(p.dw, p.b.lines);
-    auto finish = [&](int row, int chunk, const R *sums, Nothing) {
+                 chunks_are_whole<Out>(p.dw, p.b.lines);
+    auto finish = [&](int row, int chunk, const R *sums, const auto &before) {
         int64_t i = first_a + row, j = first_b + tile.warp_n() * WARP_COLS + chunk * CHUNK;
         if (row >= Tile::BM || i >= p.a.lines || j >= p.b.lines) return;
-        T *out = dw + i * p.stride_a + j * p.stride_b;
+        Out *out = dw + i * p.stride_a + j * p.stride_b;
         R v[CHUNK];
         load_sums(v, sums + chunk * CHUNK);
+        if constexpr (MAY_ADD)
+#pragma unroll
+            for (int c = 0; c < CHUNK; c++) v[c] += before.v[c];
         if (whole) {
-            store_chunk<T>(out, v, CHUNK, true);
+            store_chunk<Out>(out, v, CHUNK, true);
         } else {
 #pragma unroll
             for (int c = 0; c < CHUNK; c++)
-                if (j + c < p.b.lines) out[c * p.stride_b] = from_real<T>(v[c]);
+                if (j + c < p.b.lines) out[c * p.stride_b] = from_real<Out>(v[c]);
         }
     };
-    for_each_chunk<WARP_COLS / CHUNK, true>(tile, s, finish);
+    /* What a chunk's sums are added to, on its way while the chunk before it is stored. */
+    auto load_before = [&](int row, int chunk) {
+        Pack<Out> before = {};
+        int64_t i = first_a + row, j = first_b + tile.warp_n() * WARP_COLS + chunk * CHUNK;
+        if (!p.accumulate || row >= Tile::BM || i >= p.a.lines || j >= p.b.lines) return before;
+        const Out *from = dw + i * p.stride_a + j * p.stride_b;
+        if (whole) {
+            before = *reinterpret_cast<const Pack<Out> *>(from);
+        } else {
+#pragma unroll
+            for (int c = 0; c < CHUNK; c++)
+                if (j + c < p.b.lines) before.v[c] = from[c * p.stride_b];
+        }
+        return before;
+    };
+    if constexpr (MAY_ADD)
+        for_each_chunk<WARP_COLS / CHUNK, true>(tile, s, finish, load_before);
+    else
+        for_each_chunk<WARP_COLS / CHUNK, true>(tile, s, finish);
 }
 
 /* A CTA is an expert and 32 columns; its warps share the rows. Sums as long as an expert's rows are double. */
@@ -122,12 +149,13 @@ static bool is_vectors(const Side &side) {
            side.lines % CHUNK == 0;
 }
 
-template <typename T>
+template <typename T, typename Out>
 static int wgrad(const Wgrad &p, void *stream) {
     auto run = [&](auto tile) {
         using Tile = decltype(tile);
         int64_t grid = p.E * ceil_div(p.a.lines, Tile::BM) * ceil_div(p.b.lines, Tile::BN);
-        return launch(wgrad_kernel<Tile>, p, grid, Tile::THREADS, shared_bytes<Tile>(), stream);
+        return launch(wgrad_kernel<Tile, Out>, p, grid, Tile::THREADS, shared_bytes<Tile>(),
+                      stream);
     };
     if constexpr (!is_half<T>)
         return run(SimtTile<T>());
@@ -149,6 +177,7 @@ extern "C" size_t fused_moe_cuda_wgrad_workspace(const FusedMoeWgrad *p) {
 /* One launch a part. The side whose numbers are consecutive in dw is b, for the sake of the stores. */
 extern "C" int fused_moe_cuda_wgrad(const FusedMoeWgrad *p, void *stream) {
     using namespace fused_moe;
+    if (p->accumulate && p->dw_dtype != FUSED_MOE_F32) return FUSED_MOE_UNSUPPORTED_DTYPE;
     if (serves(FUSED_MOE_OP_WGRAD, tier_reason(*p), p->workspace_bytes, hopper_wgrad_workspace(*p)))
         return hopper_wgrad(*p, stream);
     size_t elem = p->dtype == FUSED_MOE_F64 ? 8 : p->dtype == FUSED_MOE_F32 ? 4 : 2;
@@ -169,13 +198,20 @@ extern "C" int fused_moe_cuda_wgrad(const FusedMoeWgrad *p, void *stream) {
                    p->R,
                    p->T,
                    p->T * p->K,
-                   p->E};
+                   p->E,
+                   p->accumulate};
         /* scores can be multiplied into a alone, at the price of stores one by one */
         if (b.scores || (dw.stride_in != 1 && dw.stride_out == 1)) {
             w.a = b, w.b = a;
             w.stride_a = dw.stride_in, w.stride_b = dw.stride_out;
         }
-        int status = with_dtype(p->dtype, [&](auto t) { return wgrad<decltype(t)>(w, stream); });
+        int status = with_dtype(p->dtype, [&](auto t) {
+            using T = decltype(t);
+            if (p->dw_dtype == p->dtype) return wgrad<T, T>(w, stream);
+            if constexpr (is_half<T>)
+                if (p->dw_dtype == FUSED_MOE_F32) return wgrad<T, float>(w, stream);
+            return (int)FUSED_MOE_UNSUPPORTED_DTYPE;
+        });
         if (status != FUSED_MOE_OK) return status;
     }
     return FUSED_MOE_OK;

@@ -34,6 +34,7 @@ typedef struct {
 template <typename T>
 struct WgradTile : Tile<T, ALONG_LINES, true> {
     static constexpr Major A_MAJOR = ALONG_LINES;
+    static constexpr int PRODUCER_REGISTERS = 56, CONSUMER_REGISTERS = 224; /* of 3 x 168 */
     using Items = ItemRing<WgradTile::CONSUMER_WARPS + WgradTile::COPYING_WARPS, 0>;
 };
 

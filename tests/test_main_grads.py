@@ -1,0 +1,595 @@
+"""main_grads: weights' gradients added to float32 tensors that are given, instead of becoming .grad."""
+
+from functools import partial
+
+import pytest
+import torch
+from cases import (
+    BF16,
+    F16,
+    F32,
+    F64,
+    FORMS,
+    LAYOUTS,
+    Calls,
+    Case,
+    assert_as_good,
+    assert_near,
+    assert_same_bits,
+    forward_backward,
+    to_double,
+    variants,
+)
+from torch.utils.checkpoint import checkpoint
+
+import fused_moe
+from fused_moe import FusedMoE, fused_experts, grouped_mlp, reference
+from fused_moe import ops as codes
+
+pytestmark = pytest.mark.usefixtures("poison")
+
+ops = torch.ops.fused_moe
+ALL_LAYOUTS = pytest.mark.parametrize("layout", LAYOUTS)
+DTYPES = pytest.mark.parametrize("dtype", (F32, BF16, F16), ids=("f32", "bf16", "f16"))
+WEIGHTS = ("w1", "w2", "w3")
+# Widths that are stored 16 bytes at a time, and such that nothing is.
+SIZES = {"whole": {"dim": 64, "hidden": 40}, "odd": {"dim": 37, "hidden": 29}}
+
+
+def draw_main_grads(inputs: dict, form=None) -> tuple:
+    """Random float32 tensors of the weights' shapes, stored in some form."""
+
+    def draw(w):
+        grad = torch.randn(w.shape, device=w.device)
+        return grad if form is None else form(grad)
+
+    return tuple(None if inputs[n] is None else draw(inputs[n]) for n in WEIGHTS)
+
+
+def copies(main_grads, dtype=F32) -> tuple:
+    return tuple(None if m is None else m.to(dtype, copy=True) for m in main_grads)
+
+
+def run(fn, inputs: dict, dout, main_grads, **fixed) -> dict:
+    """{"out", "dx", ...}: what fn returns and the .grad of every tensor of `inputs`, where there is one."""
+    leaves = {n: t.detach().requires_grad_() for n, t in inputs.items() if t is not None}
+    out = fn(**{**inputs, **leaves}, main_grads=main_grads, **fixed)
+    out.backward(dout)
+    grads = {f"d{n}": t.grad for n, t in leaves.items() if t.grad is not None}
+    return {"out": out.detach(), **grads}
+
+
+def named(main_grads) -> dict:
+    return {n: m for n, m in zip(WEIGHTS, main_grads, strict=True) if m is not None}
+
+
+def check(fn_name: str, inputs: dict, dout, main_grads, slack=4.0, **fixed) -> None:
+    """main_grads against the reference's in float64; all other results against a call without them."""
+    fn, loop = getattr(fused_moe, fn_name), getattr(reference, fn_name)
+    eager, exact = copies(main_grads), copies(main_grads, F64)
+    found = run(fn, inputs, dout, main_grads, **fixed)
+    run(loop, inputs, dout, eager, **fixed)
+    run(loop, to_double(inputs), to_double(dout), exact, **fixed)
+    assert_as_good(named(main_grads), named(eager), named(exact), slack)
+    plain = forward_backward(fn, inputs, dout, **fixed)
+    assert_same_bits(found, {n: v for n, v in plain.items() if n[1:] not in WEIGHTS})
+
+
+# --- values ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.quick
+@ALL_LAYOUTS
+@DTYPES
+def test_layouts(device, dtype, layout):
+    """Every layout, with and without biases, scores on either side, experts without rows among them."""
+    for size in SIZES.values():
+        for case in variants(Case(layout=layout, dtype=dtype, routing="gaps", **size)):
+            inputs, ids = case.inputs(device), case.ids(device)
+            main_grads = draw_main_grads(inputs)
+            before = copies(main_grads)
+            fixed = {"ids": ids, "score_on": case.score_on, **case.options}
+            check("fused_experts", inputs, case.dout(device), main_grads, **fixed)
+            empty = [e for e in range(case.num_experts) if not (ids == e).any()]
+            assert empty
+            for name, grad in named(main_grads).items():
+                first = named(before)[name]
+                assert torch.equal(grad[empty], first[empty]), f"{name} of an empty expert"
+                assert not torch.equal(grad, first), name
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("layout", ("separate", "halves.T", "interleaved"))
+@DTYPES
+def test_storage(device, dtype, layout, form):
+    """Main gradients strided, misaligned, and the other way round than their weights."""
+    for size in SIZES.values():
+        case = Case(layout=layout, dtype=dtype, routing="sentinels", **size)
+        inputs = case.inputs(device)
+        main_grads = draw_main_grads(inputs, FORMS[form])
+        check("fused_experts", inputs, case.dout(device), main_grads, ids=case.ids(device), **case.options)
+
+
+def test_parts_of_one_buffer(device):
+    """Megatron's main gradients are pieces of one flat tensor; numbers between them stay."""
+    case = Case(layout="separate")
+    inputs = case.inputs(device)
+    sizes = [inputs[n].numel() for n in WEIGHTS]
+    buffer = torch.full((sum(sizes) + 9,), 5.0, device=device)
+    pieces, first = [], 3
+    for name, size in zip(WEIGHTS, sizes, strict=True):
+        pieces.append(buffer[first : first + size].view(inputs[name].shape))
+        first += size + 2
+    expected = copies(pieces)
+    fixed = {"ids": case.ids(device)}
+    dout = case.dout(device)
+    run(fused_experts, inputs, dout, tuple(pieces), **fixed)
+    run(fused_experts, inputs, dout, expected, **fixed)
+    between = torch.ones_like(buffer, dtype=torch.bool)
+    first = 3
+    for piece, other, size in zip(pieces, expected, sizes, strict=True):
+        assert_near(piece, other)
+        between[first : first + size] = False
+        first += size + 2
+    assert (buffer[between] == 5).all() and between.sum() == 9
+
+
+@pytest.mark.parametrize("layout", ("separate", "ungated", "interleaved.T"))
+@DTYPES
+def test_tail_rows_do_not_leak(device, dtype, layout):
+    """grouped_mlp with NaN in the rows past counts.sum(), and an expert without rows."""
+    case = Case(layout=layout, dtype=dtype, bias=True)
+    counts = torch.tensor([4, 0, 129, 1, 33], device=device)
+    x, dout = (torch.randn(167 + 41, case.dim, device=device).to(dtype) for _ in range(2))
+    inputs = {"x_rows": x, "w3": None, **case.weights(device)}
+    main_grads = draw_main_grads(inputs)
+    clean, before = copies(main_grads), copies(main_grads)
+    check("grouped_mlp", inputs, dout, clean, counts=counts, **case.options)
+    x[167:] = dout[167:] = float("nan")
+    run(grouped_mlp, inputs, dout, main_grads, counts=counts, **case.options)
+    assert_same_bits(named(main_grads), named(clean))
+    for name, grad in named(main_grads).items():
+        assert torch.equal(grad[1], named(before)[name][1]), f"{name} of the empty expert"
+
+
+@DTYPES
+def test_no_tokens(device, dtype):
+    """Without a token, and where no slot has an expert, nothing is added."""
+    for case in (Case(tokens=0, dtype=dtype), Case(routing="none", dtype=dtype)):
+        inputs = case.inputs(device)
+        main_grads = draw_main_grads(inputs)
+        before = copies(main_grads)
+        run(fused_experts, inputs, case.dout(device), main_grads, ids=case.ids(device))
+        assert_same_bits(named(main_grads), named(before))
+
+
+@pytest.mark.parametrize("order", ("one after another", "interleaved"))
+@DTYPES
+def test_micro_batches_add_up(device, dtype, order):
+    """Two batches on one set of main gradients, the second's forward after or before the first's backward."""
+    case = Case(dtype=dtype)
+    weights = {n: t for n, t in case.weights(device).items() if t is not None}
+    leaves = {n: t.requires_grad_() for n, t in weights.items()}
+    batches = []
+    for seed in range(2):
+        batch = Case(dtype=dtype, seed=seed)
+        inputs = {n: t for n, t in batch.inputs(device).items() if n in ("x", "scores")}
+        batches.append((inputs, batch.ids(device), batch.dout(device)))
+    main_grads = draw_main_grads(leaves)
+    exact = copies(main_grads, F64)
+    eager = copies(main_grads)
+    outs = []
+    for inputs, ids, dout in batches:
+        outs.append((fused_experts(**inputs, **leaves, ids=ids, main_grads=main_grads), dout))
+        if order == "one after another":
+            outs.pop()[0].backward(dout)
+        for sums, values in ((eager, inputs | weights), (exact, to_double(inputs | weights))):
+            run(reference.fused_experts, values, dout.to(values["x"].dtype), sums, ids=ids)
+    for out, dout in outs:
+        out.backward(dout)
+    assert all(t.grad is None for t in leaves.values())
+    assert_as_good(named(main_grads), named(eager), named(exact))
+
+
+def wgrad_operands(device, dtype, rows=700, a=40, b=64, experts=5):
+    """a, b, the ends of experts of which one is empty, and the expert of each row."""
+    counts = torch.full((experts,), rows // (experts - 1))
+    counts[1] = 0
+    counts[-1] = rows - counts[:-1].sum()
+    a, b = (torch.randn(rows, width, device=device).to(dtype) for width in (a, b))
+    return a, b, counts.cumsum(0).int().to(device), counts.tolist()
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("gathered", ("none", "a", "b"))
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("widths", ((40, 64), (7, 37)), ids=("whole", "odd"))
+@DTYPES
+def test_wgrad_accumulate(device, dtype, widths, form, gathered):
+    """The operator, with either operand gathered: float32's rounding alone, none to the operands' dtype."""
+    a, b, ends, counts = wgrad_operands(device, dtype, 700, *widths)
+    tokens = torch.randperm(700, device=device)
+    rows = {"none": (a, b), "a": (a[tokens], b), "b": (a, b[tokens])}[gathered]
+    dw = FORMS[form](torch.randn(5, *widths, device=device))
+    products = [x.double().T @ y.double() for x, y in zip(*(t.split(counts) for t in rows), strict=True)]
+    exact = dw.double() + torch.stack(products)
+    before = dw.clone()
+    maps = (tokens.int() if gathered == n else None for n in "ab")
+    assert ops.wgrad_accumulate(a, b, ends, dw, *maps) is None
+    assert_near(dw, exact)
+    assert torch.equal(dw[1], before[1]), "of the empty expert"
+
+
+@DTYPES
+def test_sums_are_added_once(device, dtype):
+    """A sum over many rows is rounded to the size of a large main gradient once, not block by block."""
+    a, b, ends, counts = wgrad_operands(device, dtype, 9000, 64, 64, 2)
+    dw = 3000 * torch.randn(2, 64, 64, device=device)
+    exact, eager = dw.double(), dw.clone()
+    exact[0] += a.double().T @ b.double()
+    eager[0] += (a.double().T @ b.double()).float()
+    ops.wgrad_accumulate(a, b, ends, dw)
+    assert counts == [9000, 0]
+    assert_as_good({"dw": dw}, {"dw": eager}, {"dw": exact}, slack=0.01)
+
+
+def test_same_bits(device):
+    """Two runs give the same bits."""
+    case = Case(500, 64, 40, 5, 3, BF16, bias=True)
+    inputs, ids, dout = case.inputs(device), case.ids(device), case.dout(device)
+    first = draw_main_grads(inputs)
+    second = copies(first)
+    for main_grads in (first, second):
+        run(fused_experts, inputs, dout, main_grads, ids=ids)
+    assert_same_bits(named(first), named(second))
+
+
+# --- which weights --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("given", ((0,), (1,), (2,), (0, 1), (0, 2), (1, 2)))
+def test_some_weights(device, given):
+    """Weights without a main gradient get their .grad, the same bits as without any."""
+    case = Case(bias=True)
+    inputs, ids, dout = case.inputs(device), case.ids(device), case.dout(device)
+    everything = forward_backward(fused_experts, inputs, dout, ids=ids)
+    drawn = draw_main_grads(inputs)
+    whole = copies(drawn)
+    run(fused_experts, inputs, dout, whole, ids=ids)
+    main_grads = tuple(m if i in given else None for i, m in enumerate(drawn))
+    found = run(fused_experts, inputs, dout, main_grads, ids=ids)
+    absent = {f"d{WEIGHTS[i]}" for i in given}
+    assert_same_bits(found, {n: v for n, v in everything.items() if n not in absent})
+    for i in given:
+        assert torch.equal(drawn[i], whole[i])
+
+
+@pytest.mark.parametrize("frozen", WEIGHTS)
+def test_frozen_weight(device, frozen):
+    """A weight that requires no gradient: its main gradient is left alone, and no product is made for it."""
+    case = Case()
+    inputs, ids, dout = case.inputs(device), case.ids(device), case.dout(device)
+    main_grads = draw_main_grads(inputs)
+    before, whole = copies(main_grads), copies(main_grads)
+    run(fused_experts, inputs, dout, whole, ids=ids)
+    for name, t in inputs.items():
+        if t is not None and name != frozen:
+            t.requires_grad_()
+    out = fused_experts(**inputs, ids=ids, main_grads=main_grads)
+    with Calls() as calls:
+        out.backward(dout)
+    side, flag = {
+        "w1": ("up", -7), "w3": ("up", -6), "w2": ("down", -4)
+    }[frozen]  # fmt: skip
+    [(args, _)] = calls.of(f"experts_{side}_backward_accumulate")
+    assert args[flag] is False
+    for i, name in enumerate(WEIGHTS):
+        assert torch.equal(main_grads[i], before[i] if name == frozen else whole[i]), name
+
+
+def test_empty_main_grads_are_none(device):
+    """None, and a tuple of them, run the operators that are functional."""
+    case = Case()
+    inputs, ids, dout = case.inputs(device), case.ids(device), case.dout(device)
+    expected = forward_backward(fused_experts, inputs, dout, ids=ids)
+    for main_grads in (None, (None, None, None)):
+        with Calls() as calls:
+            found = run(fused_experts, inputs, dout, main_grads, ids=ids)
+        assert_same_bits(found, expected)
+        assert not [n for n, _, _ in calls.calls if n.endswith("accumulate")]
+
+
+@ALL_LAYOUTS
+def test_nothing_of_a_weights_size_is_made(device, layout):
+    """No gradient is made to be added, and no weight or main gradient copied."""
+    case = Case(8, 40, 24, 16, 1, BF16, layout=layout)  # far fewer rows than weights
+    inputs, ids, dout = case.inputs(device), case.ids(device), case.dout(device)
+    main_grads = draw_main_grads(inputs)
+    weights = [inputs[n].requires_grad_() for n in WEIGHTS if inputs[n] is not None]
+    smallest = min(w.numel() for w in weights)
+    known = {t.untyped_storage()._cdata for t in (*weights, *named(main_grads).values())}
+    with Calls() as calls:
+        fused_experts(**inputs, ids=ids, main_grads=main_grads, **case.options).backward(dout)
+    for name, _, result in calls.calls:
+        for t in result if isinstance(result, (tuple, list)) else (result,):
+            if torch.is_tensor(t) and t.untyped_storage()._cdata not in known:
+                assert t.numel() < smallest, name
+    assert all(w.grad is None for w in weights)
+
+
+# --- inside PyTorch -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("use_reentrant", (False, True))
+def test_checkpoint(device, use_reentrant):
+    """Forward computed again in backward: added once, the same bits."""
+    case = Case(dtype=BF16, bias=True)
+    inputs, ids, dout = case.inputs(device), case.ids(device), case.dout(device)
+    expected, found = (copies(m) for m in (draw_main_grads(inputs),) * 2)
+    plain = run(fused_experts, inputs, dout, expected, ids=ids)
+
+    def again(main_grads, **arguments):
+        names, tensors = zip(*arguments.items(), strict=True)
+
+        def call(*tensors):
+            return fused_experts(**dict(zip(names, tensors, strict=True)), main_grads=main_grads)
+
+        return checkpoint(call, *tensors, use_reentrant=use_reentrant)
+
+    assert_same_bits(run(again, inputs, dout, found, ids=ids), plain)
+    assert_same_bits(named(found), named(expected))
+
+
+@pytest.mark.parametrize("dtype", (BF16, F16), ids=("bf16", "f16"))
+@pytest.mark.parametrize("layout", ("separate", "pairs", "interleaved.T"))
+def test_autocast(device, dtype, layout):
+    """Float32 master weights: the gradients go to the main gradients unrounded, .grad stays None."""
+    case = Case(layout=layout)
+    inputs, ids, dout = case.inputs(device), case.ids(device), case.dout(device).to(dtype)
+    expected, found = (copies(m) for m in (draw_main_grads(inputs),) * 2)
+    halved = {n: t if t is None or n == "scores" else t.to(dtype) for n, t in inputs.items()}
+    run(fused_experts, halved, dout, expected, ids=ids, **case.options)
+
+    def under(**arguments):
+        with torch.autocast(device.type, dtype):
+            return fused_experts(**arguments)
+
+    results = run(under, inputs, dout, found, ids=ids, **case.options)
+    assert results.keys() == {"out", "dx", "dscores"}
+    assert_same_bits(named(found), named(expected))
+
+
+def test_double_backward_raises(device):
+    """What is added to a tensor cannot be differentiated: refused before it is added."""
+    case = Case()
+    inputs, ids = case.inputs(device), case.ids(device)
+    main_grads = draw_main_grads(inputs)
+    before = copies(main_grads)
+    x = inputs.pop("x").requires_grad_()
+    inputs["w1"].requires_grad_()
+    out = fused_experts(x, **inputs, ids=ids, main_grads=main_grads)
+    with pytest.raises(RuntimeError, match="double backward is not supported"):
+        torch.autograd.grad(out.square().sum(), x, create_graph=True)
+    assert_same_bits(named(main_grads), named(before))
+
+
+@pytest.mark.parametrize("layout", ("separate", "ungated", "halves.T"))
+def test_opcheck(device, layout):
+    """All of opcheck on the forward operators that are given main gradients."""
+    case = Case(9, 6, 4, 3, 2, layout=layout)
+    t, ids = case.inputs(device), case.ids(device)
+    _, gated, _, transposed = LAYOUTS[layout]
+    w1, w2, w3 = (w.mT if transposed and w is not None else w for w in map(t.get, WEIGHTS))
+    main1, main2, main3 = draw_main_grads({"w1": w1, "w2": w2, "w3": w3})
+    leaves = [v if v is None else v.detach().requires_grad_() for v in (t["x"], w1, w3, w2, t["scores"])]
+    x, w1, w3, w2, scores = leaves
+    plan = fused_moe.route_plan(ids, case.num_experts)
+    code = codes.LAYOUTS[case.options["layout"]] if gated else codes.UNGATED
+    settings = (*plan[1:], code, 0, 1.702, 7.0)
+    rows = ids.numel()
+    h = torch.randn(rows, (2 if gated else 1) * case.hidden, device=device, requires_grad=True)
+    a = torch.randn(rows, case.hidden, device=device)
+    up = (x, w1, w3, None, None, None, *settings, True, main1, main3)
+    torch.library.opcheck(ops.experts_up.default, up)
+    torch.library.opcheck(ops.experts_down.default, (a, h, w2, None, scores, *settings, main2))
+
+
+@pytest.fixture
+def fresh():
+    """No graph of another test is found again, and compiling a function twice is an error."""
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("backend", ("aot_eager", "inductor"))
+def test_compile(device, fresh, backend):
+    """One dynamic graph; forward and backward of one batch after another add up as they do without."""
+    compiled = torch.compile(fused_experts, fullgraph=True, dynamic=True, backend=backend)
+    case = Case(layout="halves.T", bias=True)
+    weights = case.weights(device)
+    expected, found = (copies(m) for m in (draw_main_grads(weights),) * 2)
+    for tokens in (17, 40, 130):
+        batch = Case(tokens, layout="halves.T", bias=True, routing="sentinels")
+        inputs = batch.inputs(device) | weights
+        fixed = {"ids": batch.ids(device), **case.options}
+        dout = batch.dout(device)
+        plain = run(fused_experts, inputs, dout, expected, **fixed)
+        results = run(compiled, inputs, dout, found, **fixed)
+        assert results.keys() == plain.keys()
+        for name, value in plain.items():
+            assert_near(results[name], value)
+    for name, grad in named(found).items():
+        assert_near(grad, named(expected)[name])
+
+
+def test_compile_tells_of_interleaved_batches(device, fresh):
+    """A backward between another's forward and backward: an error, nothing wrong in silence."""
+    compiled = torch.compile(fused_experts, fullgraph=True, backend="aot_eager")
+    case = Case()
+    inputs, ids = case.inputs(device), case.ids(device)
+    inputs["w1"].requires_grad_()
+    main_grads = draw_main_grads(inputs)
+    first, second = (compiled(**inputs, ids=ids, main_grads=main_grads) for _ in range(2))
+    first.sum().backward()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        second.sum().backward()
+
+
+# --- the module -----------------------------------------------------------------------------------
+
+
+def layers(device, dtype=None, **settings):
+    """Two equal layers, main_grads of ones on the first one's expert weights."""
+    ours, plain = (FusedMoE(24, 16, 6, 2, **settings, device=device, dtype=dtype) for _ in range(2))
+    plain.load_state_dict(ours.state_dict())
+    for name, p in ours.experts.named_parameters():
+        if name[0] == "w":
+            p.main_grad = torch.ones(p.shape, device=device)
+    return ours, plain
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("how", ("plain", "checkpointed", "compiled"))
+@pytest.mark.parametrize("settings", ({}, {"gated": False}, {"bias": True}), ids=("gated", "ungated", "bias"))
+def test_module(device, settings, how):
+    """An expert weight's attribute main_grad takes its gradient; every other parameter has its .grad."""
+    torch._dynamo.reset()
+    ours, plain = layers(device, **settings)
+    forward = {
+        "plain": ours,
+        "checkpointed": partial(checkpoint, ours, use_reentrant=False),
+        "compiled": torch.compile(ours, fullgraph=True, backend="aot_eager"),
+    }[how]
+    for _ in range(2):
+        x = torch.randn(40, 24, device=device)
+        forward(x).square().sum().backward()
+        plain(x).square().sum().backward()
+    for (name, p), other in zip(ours.named_parameters(), plain.parameters(), strict=True):
+        if hasattr(p, "main_grad"):
+            assert p.grad is None, name
+            assert_near(p.main_grad - 1, other.grad, slack=16.0)
+        else:
+            assert_near(p.grad, other.grad, slack=16.0)
+    assert sum(hasattr(p, "main_grad") for p in ours.parameters()) == (2 if "gated" in settings else 3)
+
+
+def test_module_in_bfloat16_sums_in_float32(device):
+    """Many small batches: their sum in a main_grad errs far less than the one in bfloat16 .grads."""
+    ours, plain = layers(device, BF16)
+    exact = {n: torch.zeros_like(getattr(ours.experts, n), dtype=F64) for n in WEIGHTS}
+    rounded = {n: torch.zeros_like(t, dtype=BF16) for n, t in exact.items()}
+    for _ in range(64):
+        x = torch.randn(20, 24, device=device, dtype=BF16)
+        plain.zero_grad()
+        for layer in (ours, plain):
+            layer(x).sum().backward()
+        for name in WEIGHTS:
+            exact[name] += getattr(plain.experts, name).grad
+            rounded[name] += getattr(plain.experts, name).grad
+    for name, truth in exact.items():
+        error = (getattr(ours.experts, name).main_grad.double() - 1 - truth).norm()
+        assert error < 0.5 * (rounded[name].double() - truth).norm(), name
+
+
+def test_module_attribute_of_another_kind(device):
+    """A main_grad that is not float32 is refused, not ignored."""
+    ours, _ = layers(device)
+    ours.experts.w2.main_grad = ours.experts.w2.main_grad.to(BF16)
+    with pytest.raises(TypeError, match=r"main_grads\[1\] of dtype float32, found torch.bfloat16"):
+        ours(torch.randn(4, 24, device=device))
+
+
+# --- wrong calls ----------------------------------------------------------------------------------
+
+W = {"w1": (5, 29, 37), "w2": (5, 37, 29), "w3": (5, 29, 37)}
+
+
+def given(i: int, value) -> tuple:
+    return tuple(value if i == j else None for j in range(3))
+
+
+WRONG = {
+    "no tuple": (torch.zeros(W["w1"]), {}, TypeError, "main_grads to be a tuple, of w1, w2 and w3", "Tensor"),
+    "two": ((None, None), {}, ValueError, "main_grads of w1, w2 and w3", "2 of them"),
+    "no tensor": (given(0, 1.0), {}, TypeError, r"main_grads\[0\] to be a tensor", "float"),
+    "bfloat16": (given(1, torch.zeros(W["w2"], dtype=BF16)), {},
+        TypeError, r"main_grads\[1\] of dtype float32", "torch.bfloat16"),
+    "float64": (given(1, torch.zeros(W["w2"], dtype=F64)), {},
+        TypeError, r"main_grads\[1\] of dtype float32", "torch.float64"),
+    "float64 inputs": (given(1, torch.zeros(W["w2"])), {"dtype": F64},
+        TypeError, "x of dtype float32 or bfloat16 or float16 with main_grads", "torch.float64"),
+    "dimensions": (given(2, torch.zeros(29, 37)), {},
+        ValueError, r"main_grads\[2\] of 3 dimensions", r"shape \(29, 37\)"),
+    "shape": (given(0, torch.zeros(W["w2"])), {},
+        ValueError, r"main_grads\[0\] of shape \(w1's\) = \(5, 29, 37\)", r"\(5, 37, 29\)"),
+    "not transposed": (given(0, torch.zeros(W["w1"])), {"layout": "separate.T"},
+        ValueError, r"main_grads\[0\] of shape \(w1's\) = \(5, 37, 29\)", r"\(5, 29, 37\)"),
+    "no w3": (given(2, torch.zeros(W["w3"])), {"layout": "ungated"},
+        ValueError, r"main_grads\[2\] only beside w3", r"main_grads\[2\] without w3"),
+    "requires a gradient": (given(0, torch.zeros(W["w1"], requires_grad=True)), {},
+        ValueError, r"main_grads\[0\] that requires no gradient itself", "requires_grad=True"),
+    "expanded": (given(0, torch.zeros(1, 29, 37).expand(5, -1, -1)), {},
+        ValueError, r"main_grads\[0\] whose numbers have a place each", r"strides \(0, 37, 1\)"),
+    "pairs apart": (given(0, torch.zeros(5, 2, 29, 37).transpose(1, 2)), {"layout": "pairs"},
+        ValueError, r"main_grads\[0\] that can be viewed as \(E, 2F, D\)", "strides"),
+}  # fmt: skip
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_calls(device, name):
+    """TypeError or ValueError with expected and found, before anything runs, from both functions."""
+    main_grads, changes, error, expected, found = WRONG[name]
+
+    def moved(m):
+        return m.detach().to(device).requires_grad_(m.requires_grad) if torch.is_tensor(m) else m
+
+    if isinstance(main_grads, tuple):
+        main_grads = tuple(map(moved, main_grads))
+    case = Case(**changes)
+    inputs, ids = case.inputs(device), case.ids(device)
+    rows = {n: t for n, t in inputs.items() if n not in ("x", "scores")} | {"x_rows": inputs["x"]}
+    counts = torch.tensor([33, 0, 0, 0, 0], device=device)
+    for fn, arguments in ((fused_experts, inputs | {"ids": ids}), (grouped_mlp, rows | {"counts": counts})):
+        message = f"{fn.__name__}: expected {expected}.*, found {found}"
+        with Calls() as calls, pytest.raises(error, match=message):
+            fn(**arguments, main_grads=main_grads, **case.options)
+        assert not [n for n, _, _ in calls.calls if n.startswith("fused_moe::")], "an operator ran"
+
+
+def test_another_device(device):
+    """A main gradient on another device is named."""
+    inputs, ids = Case().inputs(device), Case().ids(device)
+    main_grads = given(1, torch.zeros(W["w2"], device="meta"))
+    with pytest.raises(ValueError, match=rf"main_grads\[1\] on x's device {device.type}.*, found meta"):
+        fused_experts(**inputs, ids=ids, main_grads=main_grads)
+
+
+OPERATOR_ERRORS = {
+    "half": (lambda dw: dw.half(), F32, "dw of dtype Float, found Half"),
+    "shape": (lambda dw: dw.mT, F32, r"dw of shape \(5, 40, 64\), found \(5, 64, 40\)"),
+    "double operands": (lambda dw: dw, F64, "dtype Float, BFloat16 or Half with dw, found Double"),
+}
+
+
+@pytest.mark.parametrize("name", OPERATOR_ERRORS)
+def test_operator_called_directly(device, name):
+    """RuntimeError of the operator, instead of memory touched out of range."""
+    change, dtype, message = OPERATOR_ERRORS[name]
+    a, b, ends, _ = wgrad_operands(device, dtype)
+    dw = change(torch.zeros(5, 40, 64, device=device))
+    with pytest.raises(RuntimeError, match=f"fused_moe::wgrad_accumulate: expected .*{message}"):
+        ops.wgrad_accumulate(a, b, ends, dw)
+
+
+def test_operators_refuse_to_be_differentiated(device):
+    """An operand that requires a gradient: refused, where silence would cut the graph."""
+    a, b, ends, _ = wgrad_operands(device, F32)
+    dw = torch.zeros(5, 40, 64, device=device)
+    with pytest.raises(RuntimeError, match="wgrad_accumulate cannot be differentiated"):
+        ops.wgrad_accumulate(a.requires_grad_(), b, ends, dw)
+    with torch.no_grad():
+        ops.wgrad_accumulate(a, b, ends, dw)
+    assert dw.count_nonzero()
