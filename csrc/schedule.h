@@ -102,7 +102,7 @@ FUSED_MOE_PLAN_FN uint32_t fused_moe_cut_tiles(uint32_t halving, uint32_t num_ti
 FUSED_MOE_PLAN_FN FusedMoeSchedule fused_moe_sum_schedule(int64_t R, int64_t tiles, int workers) {
     int64_t rows = R * tiles / (2 * workers);
     if (rows < 512) rows = 512;
-    if (rows > R) rows = R;
+    if (rows > R) rows = R > 0 ? R : 1;
     FusedMoeSchedule s;
     s.tile_rows = s.few_rows = (int32_t)((rows + 63) / 64 * 64);
     s.group = s.keep_empty = 1;

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -681,7 +682,8 @@ def calls_during(name: str, run) -> tuple[int, int, str]:
 @HALF_DTYPES
 @pytest.mark.parametrize("tier", (None, "auto", "hopper"))
 def test_the_engine_has_every_call_of_a_layer(device, hopper, monkeypatch, tier, dtype):
-    """Forward and backward, all layouts: up_gate once, grouped_mm down and for the gradient of the rows."""
+    """Forward and backward, all layouts: up_gate once, grouped_mm down and for the gradient of the rows,
+    down_dgrad once, wgrad for either side."""
     if tier is None:
         monkeypatch.delenv("FUSED_MOE_TIER", raising=False)
     else:
@@ -693,8 +695,8 @@ def test_the_engine_has_every_call_of_a_layer(device, hopper, monkeypatch, tier,
         def run(case=case, inputs=inputs, dout=dout, ids=ids):
             forward_backward(fused_experts, inputs, dout, ids=ids, **case.options)
 
-        assert calls_during("up_gate", run)[:2] == (1, 0), layout
-        assert calls_during("grouped_mm", run)[:2] == (2, 0), layout
+        for name, calls in {"up_gate": 1, "grouped_mm": 2, "down_dgrad": 1, "wgrad": 2}.items():
+            assert calls_during(name, run)[:2] == (calls, 0), f"{layout}: {name}"
     assert re.match(r"[1-9]\d* on hopper", fused_moe.info()["calls"]["up_gate"])
     assert fused_moe.info()["tiers"]["hopper"].startswith("on")
 
@@ -937,18 +939,30 @@ def test_garbage_around_the_weights(device, hopper, size, dtype):
 
 
 def busy_calls(dtype, device):
-    """A function that makes h, a and out of a skewed routing, with more tiles than the GPU has SMs."""
+    """A function that calls every product on a skewed routing, with more tiles than the GPU has SMs."""
     tokens, top_k, experts, dim, hidden = 4096, 4, 32, 400, 520
     case = Case(dim=dim, hidden=hidden, num_experts=experts, dtype=dtype, bias=True)
     up, settings = up_arguments(case, device)
     w2 = draw_weights(experts, dim, hidden, dtype, device)
     x = torch.randn(tokens, dim).to(device, dtype)
+    scores = torch.rand(tokens, top_k, device=device)
     ids = (torch.rand(tokens, top_k) ** 3 * experts).int().to(device)
 
     def run() -> dict:
         plan = fused_moe.route_plan(ids, experts)
+        ends = plan.offsets[1:].contiguous()
         h, a = ops.up_gate(x, *up, *plan[1:], *settings)
-        return {"h": h, "a": a, "out": ops.grouped_mm(a, w2, plan.offsets[1:].contiguous())}
+        dh, a_scaled, dscores = ops.down_dgrad(x, w2, None, h, scores, *plan[1:], *settings)
+        return {
+            "h": h,
+            "a": a,
+            "out": ops.grouped_mm(a, w2, ends),
+            "dh": dh,
+            "a_scaled": a_scaled,
+            "dscores": dscores,
+            "dw1": ops.wgrad(dh, x, ends, None, plan.row_token),
+            "dw2": ops.wgrad(x, a_scaled, ends, plan.row_token, None),
+        }
 
     return run, ids
 
@@ -993,7 +1007,10 @@ def test_graph_of_the_engine(device, hopper, dtype):
         found = copies(recorded)
         num_rows = int((other >= 0).sum())
         expected = run()
-        assert_same_bits(*({n: t[:num_rows] for n, t in r.items()} for r in (found, expected)))
+        rows = {"h", "a", "out", "dh", "a_scaled"}
+        assert_same_bits(
+            *({n: t[:num_rows] if n in rows else t for n, t in r.items()} for r in (found, expected))
+        )
         assert not found["out"][num_rows:].count_nonzero()
 
 
@@ -1048,10 +1065,186 @@ def test_the_engine_on_few_tiles(device, hopper, layout, dtype):
     rows = ops.grouped_mm(a, w2, ends)
     da = ops.grouped_mm(rows, w2.mT, ends)
     dx = ops.up_dgrad(h, up[0], up[1], plan.offsets, settings[0])
+    scores = torch.rand(plan.token_row.shape, device=device)
+    dh, a_scaled, dscores = ops.down_dgrad(x, w2, None, h, scores, *plan[1:], *settings)
+    dw1 = ops.wgrad(dh, x, ends, None, plan.row_token)
+    dw2 = ops.wgrad(x, a_scaled, ends, plan.row_token, None)
+    for sum_of in (torch.zeros_like(dw1, dtype=F32), swapped(torch.zeros_like(dw1, dtype=F32))):
+        ops.wgrad_accumulate(dh, x, ends, sum_of, None, plan.row_token)
+        assert_near(sum_of.to(dtype), dw1.double())
     torch.cuda.synchronize()
     num_rows = sum(counts)
-    for value in (h, a, rows, da, dx):
+    for value in (h, a, rows, da, dx, dh, a_scaled):
         assert value[:num_rows].isfinite().all()
+    for value in (dscores, dw1, dw2):
+        assert value.isfinite().all()
+
+
+@pytest.mark.sanitizer
+def test_cut_sums_under_the_sanitizer(device, hopper):
+    """An expert whose sums are cut, in both kinds of results."""
+    for arguments, ready in wgrad_cases((1100, 0, 3), (264, 136), BF16, device):
+        check_everywhere(ops.wgrad(*arguments), exact_wgrad(*ready, arguments[2]))
+        dw = torch.zeros(3, 264, 136, device=device)
+        ops.wgrad_accumulate(*arguments[:3], dw, *arguments[3:])
+        check_everywhere(dw.to(BF16), exact_wgrad(*ready, arguments[2]))
+
+
+# --- the Hopper engine, backward -------------------------------------------------------------------
+
+
+def exact_wgrad(a, b, ends) -> torch.Tensor:
+    """(E, M, N) of rows that lie ready, in float64."""
+    first = [0, *ends[:-1].tolist()]
+    return torch.stack(
+        [a[i:j].double().T @ b[i:j].double() for i, j in zip(first, ends.tolist(), strict=True)]
+    )
+
+
+def wgrad_cases(counts, widths, dtype, device):
+    """(arguments of ops.wgrad, the same rows ready): either side gathered, or none, NaN past the last row."""
+    num_rows, tokens = sum(counts), 500
+    (a, ends), (b, _) = (draw_rows(counts, width, dtype, device, spare=70) for width in widths)
+    row_token = torch.randint(tokens, (num_rows + 70,), dtype=torch.int32).to(device)
+    row_token[num_rows:] = -1
+    x = [torch.randn(tokens, width).to(device, dtype) for width in widths]
+    ready = [t[row_token[:num_rows].long()] for t in x]
+    yield (a, b, ends, None, None), (a[:num_rows], b[:num_rows])
+    yield (a, x[1], ends, None, row_token), (a[:num_rows], ready[1])
+    yield (x[0], b, ends, row_token, None), (ready[0], b[:num_rows])
+
+
+LONG_SUMS = (9001, 0, 1, 700, 64, 1500)  # the first and the last are cut into pieces
+
+
+@HALF_DTYPES
+@pytest.mark.parametrize("widths", ((8, 520), (72, 136), (264, 200), (520, 8)))
+def test_weight_gradients_at_every_boundary(device, hopper, widths, dtype):
+    """Sums of any number of rows, part tiles of both sides; exact zeros for experts without rows."""
+    for arguments, ready in wgrad_cases(BOUNDARIES, widths, dtype, device):
+        with poisoned():
+            dw = ops.wgrad(*arguments)
+        check_everywhere(dw, exact_wgrad(*ready, arguments[2]))
+        assert not dw[torch.tensor(BOUNDARIES) == 0].count_nonzero()
+
+
+@HALF_DTYPES
+@pytest.mark.parametrize("name", [name for name in COUNTS if name != "boundaries"])
+def test_weight_gradients_of_any_number_of_experts(device, hopper, name, dtype):
+    for arguments, ready in wgrad_cases(COUNTS[name], (72, 136), dtype, device):
+        with poisoned():
+            dw = ops.wgrad(*arguments)
+        check_everywhere(dw, exact_wgrad(*ready, arguments[2]))
+
+
+@HALF_DTYPES
+def test_long_sums_are_cut(device, hopper, dtype):
+    """An expert with most of the rows: pieces of its sums are added in their order: the same bits."""
+    for arguments, ready in wgrad_cases(LONG_SUMS, (520, 264), dtype, device):
+        with poisoned():
+            dw = ops.wgrad(*arguments)
+        check_everywhere(dw, exact_wgrad(*ready, arguments[2]))
+        for _ in range(10):
+            assert torch.equal(dw, ops.wgrad(*arguments))
+
+
+@HALF_DTYPES
+@pytest.mark.parametrize("counts", (BOUNDARIES, LONG_SUMS), ids=("boundaries", "long"))
+def test_weight_gradients_added_to_float(device, hopper, counts, dtype):
+    """In float32 the products are added to what is there; experts without rows keep theirs."""
+    for arguments, ready in wgrad_cases(counts, (72, 136), dtype, device):
+        a, b, ends, *maps = arguments
+        before = torch.randn(len(counts), 72, 136, device=device)
+        for form in ("contiguous", "swapped"):
+            dw = FORMS[form](before.clone())
+            run = partial(ops.wgrad_accumulate, a, b, ends, dw, *maps)
+            assert calls_during("wgrad", run)[:2] == (1, 0)
+            exact = before.double() + exact_wgrad(*ready, ends)
+            torch.testing.assert_close(dw.double(), exact, rtol=1e-5, atol=1e-3)
+            empty = torch.tensor(counts) == 0
+            assert torch.equal(dw[empty], before[empty])
+
+
+def activated(case: Case, h: torch.Tensor) -> torch.Tensor:
+    name, gated, *_ = LAYOUTS[case.layout]
+    gate, up = (h[:, 0::2], h[:, 1::2]) if name == "interleaved" else h.chunk(2, 1) if gated else (h, None)
+    return reference.activate(gate, up, activation=case.activation, alpha=1.702, limit=case.limit)
+
+
+def check_down_dgrad(case: Case, counts, device) -> None:
+    """dh, a_scaled and dscores of tokens gathered from any place, and of rows as they lie."""
+    _, settings = up_arguments(case, device)
+    w2 = case.weights(device)["w2"]
+    w2, b2 = w2.mT if LAYOUTS[case.layout][3] else w2, case.weights(device)["b2"]
+    gated = LAYOUTS[case.layout][1]
+    plan = fused_moe.route_plan(ids_of(counts, device), len(counts))
+    num_rows, ends, slots = sum(counts), plan.offsets[1:], plan.row_slot[: sum(counts)].long()
+    dout = torch.randn(plan.token_row.size(0), case.dim).to(device, case.dtype)
+    scores = torch.rand(plan.token_row.shape, device=device)
+    h = torch.randn(plan.row_slot.numel(), case.hidden * (2 if gated else 1)).to(device, case.dtype)
+    h[num_rows:] = torch.nan
+    with poisoned():
+        found = ops.down_dgrad(dout, w2, b2, h, scores, *plan[1:], *settings)
+    dh, a_scaled, dscores = found
+
+    exact_h = h[:num_rows].double().requires_grad_()
+    a = activated(case, exact_h)
+    rows = dout[plan.row_token[:num_rows].long()].double()
+    g, s = reference.grouped_mm(rows, w2.double().mT, offsets=ends), scores.flatten()[slots].double()
+    (exact_dh,) = torch.autograd.grad(a, exact_h, s[:, None] * g)
+    a = a.detach()
+    exact_dscores = (g * a).sum(1)
+    if b2 is not None:
+        bias = b2.double().repeat_interleave(torch.tensor(counts, device=device), 0)
+        exact_dscores += (rows * bias).sum(1)
+    eps = torch.finfo(case.dtype).eps
+    for ours, exact in ((dh, exact_dh), (a_scaled, s[:, None] * a)):
+        assert_near(ours[:num_rows], exact)
+        torch.testing.assert_close(ours[:num_rows].double(), exact, rtol=2 * eps, atol=1e-3)
+        assert not ours[num_rows:].count_nonzero()
+    assert_near(dscores.flatten()[slots].to(case.dtype), exact_dscores)
+    assert not dscores[plan.token_row < 0].count_nonzero()
+    for _ in range(3):
+        again = ops.down_dgrad(dout, w2, b2, h, scores, *plan[1:], *settings)
+        assert all(torch.equal(t[:num_rows], u[:num_rows]) for t, u in zip(found, again, strict=True))
+
+    no_maps = (plan.offsets, None, None, None, ops.count_plan(plan.counts, h.size(0))[2])
+    ready = torch.full((h.size(0), case.dim), torch.nan, dtype=case.dtype, device=device)
+    ready[:num_rows] = rows.to(case.dtype)
+    with poisoned():
+        dh, _, _ = ops.down_dgrad(ready, w2, None, h, None, *no_maps, *settings)
+    exact_h = exact_h.detach().requires_grad_()
+    (exact_dh,) = torch.autograd.grad(activated(case, exact_h), exact_h, g)
+    assert_near(dh[:num_rows], exact_dh)
+    assert not dh[num_rows:].count_nonzero()
+
+
+@HALF_DTYPES
+@pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "pairs"])
+@pytest.mark.parametrize("size", ((8, 520), (72, 136), (200, 8), (328, 264)))
+def test_down_dgrad_at_every_boundary(device, hopper, size, layout, dtype):
+    dim, hidden = size
+    case = Case(dim=dim, hidden=hidden, num_experts=len(BOUNDARIES), dtype=dtype, layout=layout)
+    check_down_dgrad(case, BOUNDARIES, device)
+
+
+@HALF_DTYPES
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("layout", ("separate", "halves.T", "interleaved", "ungated"))
+@pytest.mark.parametrize("bias", (False, True), ids=("", "bias"))
+def test_down_dgrad_of_every_activation(device, hopper, bias, layout, activation, dtype):
+    counts = (70, 0, 129, 300)
+    case = Case(
+        dim=136, hidden=200, num_experts=4, dtype=dtype, layout=layout, bias=bias, activation=activation
+    )
+    check_down_dgrad(case, counts, device)
+
+
+@HALF_DTYPES
+@pytest.mark.parametrize("name", [name for name in COUNTS if name != "boundaries"])
+def test_down_dgrad_of_any_number_of_experts(device, hopper, name, dtype):
+    case = Case(dim=72, hidden=136, num_experts=len(COUNTS[name]), dtype=dtype)
+    check_down_dgrad(case, COUNTS[name], device)
 
 
 # --- compiled, mixed ------------------------------------------------------------------------------

@@ -18,9 +18,13 @@ MACHINE_CODE, PTX = {"sm_80", "sm_90a"}, {"sm_80"}
 # Mangled names that may keep something in local memory: float64 is there for gradcheck, not for speed.
 MAY_SPILL = re.compile(r"I(NS_8SimtTileI)?d[EL]")
 PRODUCTS = ("grouped_mm", "wgrad", "up_gate", "down_dgrad")
-HOPPER_PRODUCTS = ("hopper_grouped_mm_kernel", "hopper_up_gate_kernel")
-# What each of 3 * 128 threads has of 65536, in eights; setmaxnreg deals them out anew.
-HOPPER_REGISTERS = 65536 // (3 * 128) // 8 * 8
+# Product -> its warpgroups. What each of their threads has of 65536, in eights, setmaxnreg deals out anew.
+HOPPER_PRODUCTS = {
+    "hopper_grouped_mm_kernel": 3,
+    "hopper_up_gate_kernel": 3,
+    "hopper_down_dgrad_kernel": 4,
+    "hopper_wgrad_kernel": 3,
+}
 
 
 def needs_cuda_kernels() -> None:
@@ -132,26 +136,32 @@ def test_hopper_kernels_are_there(cpu):
     needs_cuda_kernels()
     ours = {key: used for key, used in resources(LIBRARY).items() if "hopper_" in key[1]}
     assert {arch for arch, _ in ours} == {"sm_90a"}
-    for product in HOPPER_PRODUCTS:
+    for product, warpgroups in HOPPER_PRODUCTS.items():
         for dtype in ("__nv_bfloat16", "__half"):
             mine = {n: used for (_, n), used in ours.items() if product in n and dtype in n}
-            majors = {int(re.search(r"5MajorE(\d)E", n)[1]) for n in mine}
-            assert majors == {0, 1}, f"{product}, {dtype}"
-            assert {used["REG"] for used in mine.values()} == {HOPPER_REGISTERS}, f"{product}, {dtype}"
+            if product == "hopper_wgrad_kernel":  # as the weight lies or not, in its dtype or float32
+                assert len(mine) == 4, dtype
+            else:
+                majors = {int(re.search(r"5MajorE(\d)E", n)[1]) for n in mine}
+                assert majors == {0, 1}, f"{product}, {dtype}"
+            registers = 65536 // (warpgroups * 128) // 8 * 8
+            assert {used["REG"] for used in mine.values()} == {registers}, f"{product}, {dtype}"
 
 
 def test_hopper_kernels_run_on_wgmma_and_the_copy_engine(cpu):
-    """wgmma fed by TMA through mbarriers, results stored by TMA; up_gate gathers rows by cp.async."""
+    """wgmma fed by TMA through mbarriers, results stored by TMA, but down_dgrad's by its finisher; all but
+    grouped_mm gather rows by cp.async."""
     needs_cuda_kernels()
     kernels = instructions(LIBRARY, "sm_90a")
     for product in HOPPER_PRODUCTS:
         mine = {n: used for n, used in kernels.items() if product in n}
         assert mine, product
         for name, used in mine.items():
-            missing = {"HGMMA", "UTMALDG", "UTMASTG", "SYNCS", "USETMAXREG"} - used.keys()
+            missing = {"HGMMA", "UTMALDG", "SYNCS", "USETMAXREG"} - used.keys()
             assert not missing, f"{name}: no {missing}"
             assert "HMMA" not in used, name
-            assert ("LDGSTS" in used) == (product == "hopper_up_gate_kernel"), name
+            assert ("UTMASTG" in used) == (product != "hopper_down_dgrad_kernel"), name
+            assert ("LDGSTS" in used) == (product != "hopper_grouped_mm_kernel"), name
 
 
 def test_products_of_hopper_kernels_are_not_serialised(cpu):
@@ -162,8 +172,13 @@ def test_products_of_hopper_kernels_are_not_serialised(cpu):
     mine = {n: used for n, used in kernels.items() if any(product in n for product in HOPPER_PRODUCTS)}
     assert mine
     for name, used in mine.items():
-        narrow = (128,) if "grouped_mm" in name else ()
-        for width in (256, *narrow, 64, 32, 8):
+        if "down_dgrad" in name:
+            widths = (128,)
+        elif "wgrad" in name:
+            widths = (256,)
+        else:
+            widths = (256, *((128,) if "grouped_mm" in name else ()), 64, 32, 8)
+        for width in widths:
             products = {i: count for i, count in used.items() if i.startswith(f"HGMMA.64x{width}x16")}
             waited = sum(count for i, count in products.items() if i.endswith(" gsb0"))
             free = sum(products.values()) - 2 * waited  # those waited for are counted by both names

@@ -266,6 +266,32 @@ def test_few_rows_have_their_share_of_nearly_2_to_the_31_items(few_experts):
         assert abs(few_before - index * few_experts / work[2]) <= 1
 
 
+@pytest.mark.parametrize("workers", [1, 132])
+@pytest.mark.parametrize("num_tiles", [1, 12, 7168])
+@pytest.mark.parametrize(
+    "counts", [(100, 0, 3), (9000, 0, 1, 700, 0), (0,) * 5, (1,) * 300, (513,) * 40, (40_000, *(64,) * 127)]
+)
+def test_pieces_of_sums(counts, num_tiles, workers):
+    """Every expert has its weight's tiles, one without rows too; long sums are cut, and come first."""
+    how, most = _host.sum_schedule(max(sum(counts), 1), num_tiles, workers)
+    ends, rows = list(accumulate(counts)), how["tile_rows"]
+    assert rows % 64 == 0
+    work = _host.plan_work(ends, **how)
+    pieces = {e: max(1, -(-count // rows)) for e, count in enumerate(counts)}
+    assert work[0] == len(counts)
+    assert work[2] == sum(pieces.values())
+    assert work[3] == sum(n for n in pieces.values() if n > 1) <= most
+    # none is longer than half of a worker's share, or 512 rows, rounded up
+    assert rows - 64 < max(512, sum(counts) * num_tiles / (2 * workers))
+    found = [_host.find_work(work, ends, num_tiles, i * num_tiles, **how) for i in range(work[2])]
+    assert [few for *_, few in found] == sorted(few for *_, few in found)
+    for expert, n in pieces.items():
+        mine = [(first, size) for e, first, size, *_ in found if e == expert]
+        begin = ends[expert] - counts[expert]
+        sizes = [min(rows, counts[expert] - i * rows) for i in range(n)]
+        assert mine == [(begin + i * rows, size) for i, size in enumerate(sizes)]
+
+
 @pytest.mark.parametrize(
     ("ends", "changes", "message"),
     [

@@ -230,7 +230,8 @@ def test_sums_are_added_once(device, dtype):
     eager[0] += (a.double().T @ b.double()).float()
     ops.wgrad_accumulate(a, b, ends, dw)
     assert counts == [9000, 0]
-    assert_as_good({"dw": dw}, {"dw": eager}, {"dw": exact}, slack=0.01)
+    slack = 0.01 if device.type == "cpu" else 1  # a GPU's own sum of 9000 products shows, too
+    assert_as_good({"dw": dw}, {"dw": eager}, {"dw": exact}, slack=slack)
 
 
 def test_same_bits(device):
@@ -544,7 +545,10 @@ def test_wrong_calls(device, name):
     main_grads, changes, error, expected, found = WRONG[name]
 
     def moved(m):
-        return m.detach().to(device).requires_grad_(m.requires_grad) if torch.is_tensor(m) else m
+        if not torch.is_tensor(m):
+            return m
+        like = torch.empty_strided(m.shape, m.stride(), dtype=m.dtype, device=device)
+        return like.requires_grad_(m.requires_grad)
 
     if isinstance(main_grads, tuple):
         main_grads = tuple(map(moved, main_grads))

@@ -22,11 +22,19 @@ int encode_tensor_map(CUtensorMap *map, CUtensorMapDataType dtype, int rank, con
     static const PFN_cuTensorMapEncodeTiled_v12000 encode = find_encoder();
     if (!encode) return FUSED_MOE_DRIVER_TOO_OLD;
     const uint32_t element_strides[] = {1, 1, 1};
-    CUresult result =
-        encode(map, dtype, rank, const_cast<void *>(data), sizes, strides, box, element_strides,
-               CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-               CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-    return result == CUDA_SUCCESS ? FUSED_MOE_OK : cuda_status(cudaErrorInvalidValue);
+    auto encoded = [&] {
+        return encode(map, dtype, rank, const_cast<void *>(data), sizes, strides, box,
+                      element_strides, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+                      CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                      CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
+    };
+    if (encoded()) return FUSED_MOE_OK;
+    /* It wants a current context, which a thread has from its first launch on: autograd's may come here before. */
+    int device;
+    cudaError_t error = cudaGetDevice(&device);
+    if (error == cudaSuccess) error = cudaSetDevice(device);
+    if (error == cudaSuccess && !encoded()) error = cudaErrorInvalidValue;
+    return cuda_status(error);
 }
 
 } // namespace fused_moe

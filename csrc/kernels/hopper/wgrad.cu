@@ -80,9 +80,15 @@ __device__ inline void copy_rows(const Wgrad &p, Shared<Tile> &s) {
     auto quad_of = [&](int half, int i) { return (warp + half) % WARPS + WARPS * i; };
     Receiver<typename Tile::Items> receiver(s.items);
     typename Tile::Stages to;
+    /* the warp that uses a map acquires it */
+    auto acquire = [&](const Item &item, int before) {
+        if (warp == 0 && item.expert >= 0 && item.expert != before)
+            fence_proxy_tensormap_acquire(p.plan.maps + item.expert);
+    };
     Item next = receiver.next();
     Tokens next_tokens;
     next_tokens.load(p, next, 0);
+    acquire(next, -1);
     while (next.expert >= 0) {
         Item item = next;
         Tokens tokens = next_tokens;
@@ -134,6 +140,7 @@ __device__ inline void copy_rows(const Wgrad &p, Shared<Tile> &s) {
             if (step == 0) {
                 next = receiver.next();
                 next_tokens.load(p, next, 0);
+                acquire(next, item.expert);
             }
         }
     }
@@ -392,6 +399,7 @@ static int run(const FusedMoeWgrad &p, void *stream) {
     int64_t arrivals = arrivals_of(p, q.plan.schedule);
     status = make_plan(&q.plan, p.ends, operands, p.workspace, stream, arrivals);
     if (status != FUSED_MOE_OK) return status;
+    q.plan.num_results = 0; /* the maps are of what is loaded */
     q.arrived = q.plan.counters;
     q.pieces = (float4 *)((char *)q.plan.maps + MAX_RESULTS * (size_t)p.E * MAP_BYTES);
     return launch_product<Tile>(hopper_wgrad_kernel<Tile, Finish>, q, stream);
