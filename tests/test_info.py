@@ -55,7 +55,8 @@ def test_info_says_why_cuda_is_off(device):
 def with_device(monkeypatch, *found):
     """info() finds a GPU of which cuda_device tells this: status, driver, runtime, capability."""
     module = sys.modules["fused_moe.info"]
-    fake = SimpleNamespace(cuda_device=lambda index: found, cuda_calls=lambda op: (12, 3 * op, 6))
+    width = [*REASONS].index("WIDTH")
+    fake = SimpleNamespace(cuda_device=lambda index: found, cuda_calls=lambda op: (12, 3 * op, width))
     monkeypatch.setattr(module, "ops", fake)
     monkeypatch.setattr(module, "HAS_CUDA_KERNELS", True)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -93,6 +94,8 @@ def test_info_tells_who_had_the_calls(cpu, monkeypatch):
     assert module._calls() == {
         "grouped_mm": "12 on hopper, 0 on portable",
         "up_gate": "12 on hopper, 3 on portable, last because a width is not a multiple of 8",
+        "down_dgrad": "12 on hopper, 6 on portable, last because a width is not a multiple of 8",
+        "wgrad": "12 on hopper, 9 on portable, last because a width is not a multiple of 8",
     }
     monkeypatch.setattr(module, "HAS_CUDA_KERNELS", False)
     assert list(module._calls()) == ["none"]

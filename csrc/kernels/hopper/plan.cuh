@@ -3,7 +3,9 @@
  *   ends   [E]       ends of the experts' rows, made to never decrease and to stay within R
  *   work   [5+2E]    schedule.h's plan
  *   taken  [workers] turns of a CTA's that were taken
- *   maps   [2, E]    tensor maps of the results, each ending where the expert's rows end                  */
+ *   maps   [2, E]    tensor maps of the results, each ending where the expert's rows end; of wgrad's operand
+ *
+ * and counters of the caller's own, which are zeroed. */
 #pragma once
 
 #include "../../schedule.h"
@@ -14,7 +16,7 @@ namespace fused_moe {
 constexpr int MAX_RESULTS = 2;
 constexpr int MAX_WORKERS = 256; /* CTAs of a product; GPUs of sm_90 have 144 SMs at most */
 
-typedef struct {         /* a result whose rows are grouped by expert */
+typedef struct { /* a matrix whose rows are grouped by expert: a result, or what wgrad loads */
     CUtensorMap whole;   /* of all its rows        */
     void *data;          /* NULL: there is none    */
     int64_t pitch_bytes; /* from row to row        */
