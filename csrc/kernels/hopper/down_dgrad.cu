@@ -93,15 +93,19 @@ __device__ inline void finish_tiles(const DownDgrad &p, DownDgradShared<Tile> &s
         auto inside = [&](int row, int box) {
             return row < item.num_rows && box < boxes && first + box * BOX < p.F;
         };
+        /* Past the last row nothing is sent, so that nothing is on its way when the CTA ends: the next one on this SM,
+         * of another stream perhaps, has the same shared memory. */
         auto send_for = [&](int i, int box) {
             int row = row_of(i + lane / 8), j = first + box * BOX;
-            bool there = i < 32 && inside(row, box);
+            bool there = inside(row, box);
             const T *h = (const T *)p.h + (int64_t)(item.first_row + row) * p.H;
-            cp_async(shared_address(&s.h[warp][box][0][lane]), h + (interleaved ? 2 * j : j),
-                     there);
-            if (gated)
-                cp_async(shared_address(&s.h[warp][box][1][lane]),
-                         h + (interleaved ? 2 * j + CHUNK : p.F + j), there);
+            if (i < 32) {
+                cp_async(shared_address(&s.h[warp][box][0][lane]), h + (interleaved ? 2 * j : j),
+                         there);
+                if (gated)
+                    cp_async(shared_address(&s.h[warp][box][1][lane]),
+                             h + (interleaved ? 2 * j + CHUNK : p.F + j), there);
+            }
             cp_async_commit_group();
         };
         for (int box = 0; box < 4; box++) send_for(0, box);

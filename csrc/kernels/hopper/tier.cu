@@ -80,8 +80,8 @@ FusedMoeTierReason tier_reason(const FusedMoeUpGate &p) {
     return countable(p.plan.R, p.plan.E, 2 * p.F) ? FUSED_MOE_ON_HOPPER : FUSED_MOE_TOO_LARGE;
 }
 
-/* Beside kernels of another stream the engine's wgrad was seen to leave out a tile in 2 of 100 runs, for a reason that
- * is not known yet: it has to be asked for. docs/performance.md says what was seen. */
+/* Beside kernels of another stream the engine's wgrad was seen to leave out a tile in 2 of 100 runs. What mends it is
+ * not proven yet: it has to be asked for. docs/performance.md says what was seen. */
 FusedMoeTierReason tier_reason(const FusedMoeWgrad &p) {
     FusedMoeTierReason reason = engine_reason(p.dtype);
     if (reason != FUSED_MOE_ON_HOPPER) return reason;
