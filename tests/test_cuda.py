@@ -638,13 +638,8 @@ def both_parts(first, second, dim: int = 1):
     return torch.cat(parts, dim) if parts else None
 
 
-def exact_up_gate(case: Case, rows, up, ends) -> tuple[torch.Tensor, torch.Tensor]:
-    """h and a of gathered rows, in float64."""
-    w1, w3, b1, b3 = up
-    h = reference.grouped_mm(rows.double(), both_parts(w1, w3), offsets=ends)
-    if case.bias:
-        counts = ends.diff(prepend=ends.new_zeros(1)).long()
-        h = h + both_parts(b1, b3).repeat_interleave(counts, 0)
+def activated(case: Case, h: torch.Tensor) -> torch.Tensor:
+    """a of h, whose columns lie as the layout says."""
     name, gated, *_ = LAYOUTS[case.layout]
     if not gated:
         gate, other = h, None
@@ -652,8 +647,17 @@ def exact_up_gate(case: Case, rows, up, ends) -> tuple[torch.Tensor, torch.Tenso
         gate, other = h[:, 0::2], h[:, 1::2]
     else:
         gate, other = h.chunk(2, 1)
-    a = reference.activate(gate, other, activation=case.activation, alpha=1.702, limit=case.limit)
-    return h, a
+    return reference.activate(gate, other, activation=case.activation, alpha=1.702, limit=case.limit)
+
+
+def exact_up_gate(case: Case, rows, up, ends) -> tuple[torch.Tensor, torch.Tensor]:
+    """h and a of gathered rows, in float64."""
+    w1, w3, b1, b3 = up
+    h = reference.grouped_mm(rows.double(), both_parts(w1, w3), offsets=ends)
+    if case.bias:
+        counts = ends.diff(prepend=ends.new_zeros(1)).long()
+        h = h + both_parts(b1, b3).repeat_interleave(counts, 0)
+    return h, activated(case, h)
 
 
 def check_up_gate(case: Case, counts, device) -> None:
@@ -1170,12 +1174,6 @@ def test_weight_gradients_added_to_float(device, hopper_by_name, counts, dtype):
             torch.testing.assert_close(dw.double(), exact, rtol=1e-5, atol=1e-3)
             empty = torch.tensor(counts) == 0
             assert torch.equal(dw[empty], before[empty])
-
-
-def activated(case: Case, h: torch.Tensor) -> torch.Tensor:
-    name, gated, *_ = LAYOUTS[case.layout]
-    gate, up = (h[:, 0::2], h[:, 1::2]) if name == "interleaved" else h.chunk(2, 1) if gated else (h, None)
-    return reference.activate(gate, up, activation=case.activation, alpha=1.702, limit=case.limit)
 
 
 def check_down_dgrad(case: Case, counts, device) -> None:

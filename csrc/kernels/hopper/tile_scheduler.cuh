@@ -1,8 +1,9 @@
 /* How the CTAs of a persistent grid come to their items: schedule.h on the device.
  *
  * One warp of a CTA draws: every CTA has a counter of the turns that were taken of its own, by itself or by others.
- * The warp finds the expert of a row tile with one comparison a lane and a ballot, and hands the item to the CTA's other warps through a ring in shared memory,
- * with the tokens of its rows where they are gathered. Which CTA computes a tile changes nothing in its result. */
+ * The warp finds the expert of a row tile with one comparison a lane and a ballot, and hands the item to the CTA's
+ * other warps through a ring in shared memory, with the tokens of its rows where they are gathered. Which CTA computes
+ * a tile changes nothing in its result. */
 #pragma once
 
 #include "../tile_scheduler.cuh"
