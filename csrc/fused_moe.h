@@ -291,7 +291,6 @@ typedef enum {
     FUSED_MOE_ON_HOPPER = 0, /* it had not */
     FUSED_MOE_OTHER_GPU,
     FUSED_MOE_PORTABLE_ASKED, /* by FUSED_MOE_TIER, when the workspace was made or now */
-    FUSED_MOE_NOT_BY_NAME,    /* the engine has it where FUSED_MOE_TIER names it alone */
     FUSED_MOE_OTHER_DTYPE,
     FUSED_MOE_NO_ROWS,
     FUSED_MOE_SCORED_INPUT,

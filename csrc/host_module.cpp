@@ -6,6 +6,8 @@
 #include <pybind11/stl.h>
 
 #include <algorithm>
+#include <map>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -92,6 +94,31 @@ static py::tuple find_work(const Ints &work, const Ints &ends, int32_t num_colum
                           found.column, found.half, found.few != 0);
 }
 
+/* Workers that draw, in whatever order they are asked. */
+class Draws {
+    uint32_t num_items;
+    std::vector<uint32_t> taken;
+    std::map<uint32_t, FusedMoeDraw> begun;
+
+  public:
+    Draws(uint32_t num_items, uint32_t workers) : num_items(num_items), taken(workers) {
+        check(1 <= workers && workers <= FUSED_MOE_MAX_WORKERS,
+              "workers: expected 1 to " + std::to_string(FUSED_MOE_MAX_WORKERS) + ", found " +
+                  std::to_string(workers));
+    }
+
+    std::optional<uint32_t> next(uint32_t worker) {
+        uint32_t workers = static_cast<uint32_t>(taken.size());
+        check(worker < workers, "worker: expected less than " + std::to_string(workers) +
+                                    ", found " + std::to_string(worker));
+        if (!begun.count(worker))
+            begun[worker] = fused_moe_begin_draw(taken.data(), num_items, worker, workers);
+        uint32_t item = fused_moe_draw(&begun[worker]);
+        if (item >= num_items) return std::nullopt;
+        return item;
+    }
+};
+
 static py::dict build_info() {
     py::dict info;
     for (const auto &[name, value] : std::vector<std::pair<const char *, const char *>>{BUILD_INFO})
@@ -103,6 +130,7 @@ PYBIND11_MODULE(_host, m) {
     using namespace py::literals;
     m.doc() = "Host-side planners of fused_moe and the facts of its build.";
     m.attr("TILE_ROWS") = static_cast<int>(FUSED_MOE_TILE_ROWS);
+    m.attr("MAX_WORKERS") = static_cast<int>(FUSED_MOE_MAX_WORKERS);
     m.def("plan_tiles", plan_tiles, "ends"_a, "tile_rows"_a = +FUSED_MOE_TILE_ROWS,
           "The tile plan (csrc/plan.h) of experts whose rows end at `ends`.");
     m.def("find_tile", find_tile, "tiles"_a, "ends"_a, "tile"_a,
@@ -136,15 +164,9 @@ PYBIND11_MODULE(_host, m) {
         "tile_rows"_a, "few_rows"_a, "group"_a, "interleave"_a, "halving"_a, "keep_empty"_a = false,
         "(expert, first row, number of rows, tile of columns, half of it or 0, few rows?) of item "
         "`index`.");
-    m.def(
-        "turns",
-        [](uint32_t num_items, uint32_t worker, uint32_t workers) {
-            check(worker < workers, "worker: expected less than " + std::to_string(workers) +
-                                        ", found " + std::to_string(worker));
-            return fused_moe_turns(num_items, worker, workers);
-        },
-        "num_items"_a, "worker"_a, "workers"_a,
-        "How many items a worker has: its own number, and every `workers`-th after it.");
+    py::class_<Draws>(m, "Draws", "How workers come to the items 0 .. num_items - 1.")
+        .def(py::init<uint32_t, uint32_t>(), "num_items"_a, "workers"_a)
+        .def("next", &Draws::next, "worker"_a, "The item that a worker draws, or None.");
     m.def("build_info", build_info,
           "Compilers, GPU targets, and the PyTorch built against and aimed at.");
 }

@@ -115,13 +115,6 @@ FUSED_MOE_PLAN_FN int64_t fused_moe_max_pieces(int64_t R, const FusedMoeSchedule
     return 2 * (R / s->tile_rows);
 }
 
-/* The items of a worker. One that is through takes the next one of the worker that has most left. So a worker that
- * began late, since another kernel had its place, or that had the longer items, keeps nobody waiting; and workers in
- * step take nothing from each other, since they come to their last items at the same time. */
-FUSED_MOE_PLAN_FN uint32_t fused_moe_turns(uint32_t num_items, uint32_t worker, uint32_t workers) {
-    return worker < num_items ? (num_items - worker - 1) / workers + 1 : 0;
-}
-
 /* The place that tile `index`, 0 <= index < work[2] * num_columns < 2^31, would have if the tall ones came first. */
 FUSED_MOE_PLAN_FN uint32_t fused_moe_work_place(const int32_t *work, const FusedMoeSchedule *s,
                                                 uint32_t num_columns, uint32_t index) {
@@ -177,6 +170,79 @@ FUSED_MOE_PLAN_FN FusedMoeWork fused_moe_find_work(const int32_t *work, const in
     FusedMoeWork found = fused_moe_work_at(work, ends, num_experts, s, num_columns, b, place);
     found.half = half;
     return found;
+}
+
+/* --- who takes which item --------------------------------------------------------------------------------------- */
+
+/* A worker has its turns; one that is through takes the next one of the worker that has most left. So a worker that
+ * began late, since another kernel had its place, or that had the longer items, keeps nobody waiting; and workers in
+ * step take nothing from each other, since they come to their last items at the same time. */
+FUSED_MOE_PLAN_FN uint32_t fused_moe_turns(uint32_t num_items, uint32_t worker, uint32_t workers) {
+    return worker < num_items ? (num_items - worker - 1) / workers + 1 : 0;
+}
+
+enum { FUSED_MOE_MAX_WORKERS = 256 };
+
+typedef struct {
+    uint32_t *taken; /* [workers] turns of a worker's that were asked for, by itself or by others */
+    uint32_t num_items, worker, workers; /* this worker of so many, FUSED_MOE_MAX_WORKERS at most */
+    uint32_t turn;                       /* its next one */
+    int own;                             /* it may have turns left */
+} FusedMoeDraw;
+
+/* On a GPU a whole warp draws; its first lane asks, and all lanes look who is behind. */
+#ifdef __CUDA_ARCH__
+#define FUSED_MOE_LANE (threadIdx.x % 32)
+#define FUSED_MOE_LANES 32
+#define FUSED_MOE_ASK(taken) (FUSED_MOE_LANE ? 0u : atomicAdd(taken, 1u))
+#define FUSED_MOE_ANSWER(turn) __shfl_sync(~0u, turn, 0)
+#define FUSED_MOE_LOOK(taken) __ldcg(taken)
+#define FUSED_MOE_MOST(of_lane) __reduce_max_sync(~0u, of_lane)
+#else
+#define FUSED_MOE_LANE 0
+#define FUSED_MOE_LANES 1
+#define FUSED_MOE_ASK(taken) ((*(taken))++)
+#define FUSED_MOE_ANSWER(turn) (turn)
+#define FUSED_MOE_LOOK(taken) (*(taken))
+#define FUSED_MOE_MOST(of_lane) (of_lane)
+#endif
+
+/* The worker that has most turns left, or `workers` if nobody has one. */
+FUSED_MOE_PLAN_FN uint32_t fused_moe_furthest_behind(const FusedMoeDraw *d) {
+    const uint32_t most = UINT32_MAX / FUSED_MOE_MAX_WORKERS; /* counted of what is left */
+    uint32_t found = 0;
+    for (uint32_t worker = FUSED_MOE_LANE; worker < d->workers; worker += FUSED_MOE_LANES) {
+        uint32_t turns = fused_moe_turns(d->num_items, worker, d->workers);
+        uint32_t taken = FUSED_MOE_LOOK(d->taken + worker);
+        uint32_t left = taken < turns ? turns - taken : 0;
+        if (left > most) left = most;
+        left = left * FUSED_MOE_MAX_WORKERS + worker;
+        if (left > found) found = left;
+    }
+    found = FUSED_MOE_MOST(found);
+    return found >= FUSED_MOE_MAX_WORKERS ? found % FUSED_MOE_MAX_WORKERS : d->workers;
+}
+
+FUSED_MOE_PLAN_FN FusedMoeDraw fused_moe_begin_draw(uint32_t *taken, uint32_t num_items,
+                                                    uint32_t worker, uint32_t workers) {
+    FusedMoeDraw d = {taken, num_items, worker, workers, FUSED_MOE_ASK(taken + worker), 1};
+    return d;
+}
+
+/* The next item, or one past the last: there are no more. Others may have all turns of a worker before its first. */
+FUSED_MOE_PLAN_FN uint32_t fused_moe_draw(FusedMoeDraw *d) {
+    uint32_t index = d->num_items;
+    if (d->own) {
+        index = d->worker + d->workers * FUSED_MOE_ANSWER(d->turn);
+        d->own = index < d->num_items;
+    }
+    if (d->own) d->turn = FUSED_MOE_ASK(d->taken + d->worker); /* early: it takes a while */
+    for (uint32_t behind = 0; index >= d->num_items && behind < d->workers;) {
+        behind = fused_moe_furthest_behind(d);
+        if (behind < d->workers)
+            index = behind + d->workers * FUSED_MOE_ANSWER(FUSED_MOE_ASK(d->taken + behind));
+    }
+    return index;
 }
 
 #endif

@@ -17,7 +17,6 @@ REASONS = {
     "ON_HOPPER": "the Hopper tier has it",
     "OTHER_GPU": "the GPU is not of compute capability 9.0",
     "PORTABLE_ASKED": "FUSED_MOE_TIER=portable",
-    "NOT_BY_NAME": "the Hopper tier has it where FUSED_MOE_TIER=hopper alone",
     "OTHER_DTYPE": "the dtype is neither bf16 nor fp16",
     "NO_ROWS": "there is no row",
     "SCORED_INPUT": "the input is multiplied by its scores",

@@ -2,9 +2,8 @@
 
     python -m fused_moe.schedule --shape 16384,64,6,2048,1408 --routing zipf:1.2 -o schedule.png
 
-The items and their order are the kernels' own: csrc/schedule.h, asked through fused_moe._host. The times
-are a model's, with the constants below. SMs take items by turns, and who is through takes from who is
-furthest behind. An item lasts as long as its product, or as reading what L2 does not hold if this takes
+The items, their order and who takes which are the kernels' own: csrc/schedule.h, asked through
+fused_moe._host. The times are a model's, with the constants below. An item lasts as long as its product, or as reading what L2 does not hold if this takes
 longer, and then an epilogue; SMs that read at one time share the memory. So much is enough to see what the
 decisions are for: interleaved, an expert with few rows reads its weight while others multiply; grouped,
 items that run together share operands.
@@ -113,25 +112,6 @@ def multiplied_rows(item: Item, tile_rows: int = SCHEDULE["tile_rows"]) -> int:
     return next((n for n in ROWS_OF_SWAPPED if item.few and item.num_rows <= n), tile_rows)
 
 
-class Turns:
-    """Who takes which of so many items next: one of its own, or one of the SM that is furthest behind."""
-
-    def __init__(self, num_items: int, num_sms: int):
-        self.own = [range(sm, num_items, num_sms) for sm in range(num_sms)]
-        self.taken = [0] * num_sms
-
-    def left(self, sm: int) -> int:
-        return len(self.own[sm]) - self.taken[sm]
-
-    def take(self, sm: int) -> int | None:
-        if not self.left(sm):
-            sm = max(range(len(self.own)), key=self.left)
-            if not self.left(sm):
-                return None
-        self.taken[sm] += 1
-        return self.own[sm][self.taken[sm] - 1]
-
-
 def simulate(
     items: list[Item], depth: int, num_sms: int = 132, tile_rows: int = SCHEDULE["tile_rows"]
 ) -> list[Run]:
@@ -140,9 +120,9 @@ def simulate(
     depth is the length of the product's sums: D for up_gate, F for down. SMs that read get equal shares of
     the memory, so `progress`, the bytes read by one that reads all the time, tells when each is through.
     """
-    if num_sms < 1:
-        raise ValueError(f"sms: expected at least 1, found {num_sms}")
-    l2, runs, turns = OrderedDict(), {}, Turns(len(items), num_sms)
+    if not 1 <= num_sms <= _host.MAX_WORKERS:
+        raise ValueError(f"sms: expected 1 to {_host.MAX_WORKERS}, found {num_sms}")
+    l2, runs, draws = OrderedDict(), {}, _host.Draws(len(items), num_sms)
     now = progress = 0.0
     free = [(now, sm) for sm in range(num_sms)]
     reading: list[tuple] = []
@@ -152,7 +132,7 @@ def simulate(
         if free and free[0][0] < all_read:
             then, sm = heappop(free)
             progress += rate * (then - now)
-            now, number = then, turns.take(sm)
+            now, number = then, draws.next(sm)
             if number is not None:
                 missed = bring(operands(items[number], depth), l2)
                 heappush(reading, (progress + missed, number, sm, now, missed))

@@ -571,12 +571,6 @@ def hopper(device):
         pytest.skip("FUSED_MOE_TIER=portable")
 
 
-@pytest.fixture
-def hopper_by_name(hopper, monkeypatch):
-    """Where the engine has weight gradients, too."""
-    monkeypatch.setenv("FUSED_MOE_TIER", "hopper")
-
-
 @contextmanager
 def poisoned():
     """Fresh memory, outputs and workspaces, holds NaN or the largest integer."""
@@ -693,7 +687,7 @@ def calls_during(name: str, run) -> tuple[int, int, str]:
 @pytest.mark.parametrize("tier", (None, "auto", "hopper"))
 def test_the_engine_has_every_call_of_a_layer(device, hopper, monkeypatch, tier, dtype):
     """Forward and backward, all layouts: up_gate once, grouped_mm down and for the gradient of the rows,
-    down_dgrad once, wgrad for either side if the engine is asked for by name."""
+    down_dgrad once, wgrad for either side."""
     if tier is None:
         monkeypatch.delenv("FUSED_MOE_TIER", raising=False)
     else:
@@ -705,9 +699,8 @@ def test_the_engine_has_every_call_of_a_layer(device, hopper, monkeypatch, tier,
         def run(case=case, inputs=inputs, dout=dout, ids=ids):
             forward_backward(fused_experts, inputs, dout, ids=ids, **case.options)
 
-        for name, calls in {"up_gate": 1, "grouped_mm": 2, "down_dgrad": 1}.items():
+        for name, calls in {"up_gate": 1, "grouped_mm": 2, "down_dgrad": 1, "wgrad": 2}.items():
             assert calls_during(name, run)[:2] == (calls, 0), f"{layout}: {name}"
-        assert calls_during("wgrad", run)[:2] == ((2, 0) if tier == "hopper" else (0, 2)), layout
     assert re.match(r"[1-9]\d* on hopper", fused_moe.info()["calls"]["up_gate"])
     assert fused_moe.info()["tiers"]["hopper"].startswith("on")
 
@@ -1026,16 +1019,17 @@ def test_graph_of_the_engine(device, hopper, dtype):
 
 
 def test_two_streams_of_the_engine(device, hopper):
-    """Two calls at once, each with more tiles than there are SMs, have workspaces of their own."""
+    """Two calls at once, each with more tiles than there are SMs, have workspaces of their own. A CTA that has to
+    wait for an SM comes when others have taken its turns: in 3 of 100 runs, its next item was once lost."""
     runs = [busy_calls(dtype, device)[0] for dtype in (BF16, F16)]
     alone = [run() for run in runs]
     streams = [torch.cuda.Stream(device) for _ in runs]
     torch.cuda.synchronize()
-    for _ in range(5):
+    for _ in range(300):
         together = []
         for stream in streams:
             with torch.cuda.stream(stream):
-                torch.cuda._sleep(2_000_000)
+                torch.cuda._sleep(300_000)
         for stream, run in zip(streams, runs, strict=True):
             with torch.cuda.stream(stream):
                 together.append(run())
@@ -1063,7 +1057,7 @@ def test_large_gather(device, hopper, returned):
 @pytest.mark.sanitizer
 @HALF_DTYPES
 @pytest.mark.parametrize("layout", ("separate", "halves.T", "interleaved", "ungated"))
-def test_the_engine_on_few_tiles(device, hopper_by_name, layout, dtype):
+def test_the_engine_on_few_tiles(device, hopper, layout, dtype):
     """Part tiles, part steps and every way to read a weight, for the sanitizer."""
     counts = (0, 1, 64, 65, 0, 129, 193)
     case = Case(dim=72, hidden=264, num_experts=len(counts), dtype=dtype, layout=layout, bias=True)
@@ -1092,7 +1086,7 @@ def test_the_engine_on_few_tiles(device, hopper_by_name, layout, dtype):
 
 
 @pytest.mark.sanitizer
-def test_cut_sums_under_the_sanitizer(device, hopper_by_name):
+def test_cut_sums_under_the_sanitizer(device, hopper):
     """An expert whose sums are cut, in both kinds of results."""
     for arguments, ready in wgrad_cases((1100, 0, 3), (264, 136), BF16, device):
         check_everywhere(ops.wgrad(*arguments), exact_wgrad(*ready, arguments[2]))
@@ -1130,7 +1124,7 @@ LONG_SUMS = (9001, 0, 1, 700, 64, 1500)  # the first and the last are cut into p
 
 @HALF_DTYPES
 @pytest.mark.parametrize("widths", ((8, 520), (72, 136), (264, 200), (520, 8)))
-def test_weight_gradients_at_every_boundary(device, hopper_by_name, widths, dtype):
+def test_weight_gradients_at_every_boundary(device, hopper, widths, dtype):
     """Sums of any number of rows, part tiles of both sides; exact zeros for experts without rows."""
     for arguments, ready in wgrad_cases(BOUNDARIES, widths, dtype, device):
         with poisoned():
@@ -1141,7 +1135,7 @@ def test_weight_gradients_at_every_boundary(device, hopper_by_name, widths, dtyp
 
 @HALF_DTYPES
 @pytest.mark.parametrize("name", [name for name in COUNTS if name != "boundaries"])
-def test_weight_gradients_of_any_number_of_experts(device, hopper_by_name, name, dtype):
+def test_weight_gradients_of_any_number_of_experts(device, hopper, name, dtype):
     for arguments, ready in wgrad_cases(COUNTS[name], (72, 136), dtype, device):
         with poisoned():
             dw = ops.wgrad(*arguments)
@@ -1149,7 +1143,7 @@ def test_weight_gradients_of_any_number_of_experts(device, hopper_by_name, name,
 
 
 @HALF_DTYPES
-def test_long_sums_are_cut(device, hopper_by_name, dtype):
+def test_long_sums_are_cut(device, hopper, dtype):
     """An expert with most of the rows: pieces of its sums are added in their order: the same bits."""
     for arguments, ready in wgrad_cases(LONG_SUMS, (520, 264), dtype, device):
         with poisoned():
@@ -1161,7 +1155,7 @@ def test_long_sums_are_cut(device, hopper_by_name, dtype):
 
 @HALF_DTYPES
 @pytest.mark.parametrize("counts", (BOUNDARIES, LONG_SUMS), ids=("boundaries", "long"))
-def test_weight_gradients_added_to_float(device, hopper_by_name, counts, dtype):
+def test_weight_gradients_added_to_float(device, hopper, counts, dtype):
     """In float32 the products are added to what is there; experts without rows keep theirs."""
     for arguments, ready in wgrad_cases(counts, (72, 136), dtype, device):
         a, b, ends, *maps = arguments

@@ -189,11 +189,31 @@ def test_any_schedule_draws_every_item_once_and_in_order(counts, num_columns, sc
     check_schedule(counts, num_columns, schedule)
 
 
-@given(num_items=st.integers(0, 1000), workers=st.integers(1, 200))
-def test_every_item_is_the_turn_of_one_worker(num_items, workers):
-    turns = [_host.turns(num_items, worker, workers) for worker in range(workers)]
-    items = [worker + turn * workers for worker, n in enumerate(turns) for turn in range(n)]
-    assert sorted(items) == list(range(num_items))
+@pytest.mark.quick
+@given(num_items=st.integers(0, 1000), workers=st.integers(1, 256), late=st.floats(0, 1), seed=st.integers())
+def test_every_item_is_drawn_by_one_worker(num_items, workers, late, seed):
+    """Whoever is fast, slow or late: some workers come when others have taken some or all of their turns."""
+    draws, chance, drawn = _host.Draws(num_items, workers), random.Random(seed), []
+    present, absent = [], list(range(workers))
+    chance.shuffle(absent)
+    while present or absent:
+        if absent and (not present or chance.random() > late):
+            present.append(absent.pop())
+        worker = present[int(len(present) * chance.random() ** 3)]  # the first are the fastest
+        item = draws.next(worker)
+        drawn.append(item)
+        if item is None:
+            present.remove(worker)
+    assert sorted(item for item in drawn if item is not None) == list(range(num_items))
+    assert drawn.count(None) == workers
+
+
+def test_a_late_worker_takes_from_who_is_behind():
+    """Worker 2 comes when its only turn is taken, and worker 1 has one left."""
+    draws = _host.Draws(5, 3)
+    assert [draws.next(0) for _ in range(4)] == [0, 3, 1, 2]
+    assert draws.next(2) == 4
+    assert [draws.next(worker) for worker in range(3)] == [None] * 3
 
 
 def test_every_window_has_its_share_of_few_rows():
@@ -323,7 +343,9 @@ def test_wrong_items_are_refused():
     with pytest.raises(ValueError, match=r"num_columns: expected fewer than 2\^31 tiles, found 4 row tiles"):
         _host.find_work(work, ends, 2**29, 0, **HOPPER)
     with pytest.raises(ValueError, match="worker: expected less than 132, found 132"):
-        _host.turns(10, 132, 132)
+        _host.Draws(10, 132).next(132)
+    with pytest.raises(ValueError, match="workers: expected 1 to 256, found 257"):
+        _host.Draws(10, 257)
 
 
 def test_no_rows_no_items():

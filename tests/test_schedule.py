@@ -194,7 +194,7 @@ def test_shapes_have_names_in_a_checkout():
         (("--shape", SMALL, "--routing", "flat"), "--routing: expected random, .*found flat"),
         (("--shape", SMALL, "--few-rows", "200"), "few_rows: expected 0 to tile_rows = 128, found 200"),
         (("--shape", SMALL, "--group", "0"), "group: expected at least 1, found 0"),
-        (("--shape", SMALL, "--sms", "0"), "sms: expected at least 1, found 0"),
+        (("--shape", SMALL, "--sms", "0"), "sms: expected 1 to 256, found 0"),
     ],
 )
 def test_wrong_flags_are_refused(flags, message):

@@ -188,7 +188,7 @@ extern "C" size_t fused_moe_cuda_down_dgrad_workspace(const FusedMoeDownDgrad *p
 extern "C" int fused_moe_cuda_down_dgrad(const FusedMoeDownDgrad *p, void *stream) {
     using namespace fused_moe;
     bool hopper = serves(FUSED_MOE_OP_DOWN_DGRAD, tier_reason(*p), p->workspace_bytes,
-                         fused_moe_cuda_down_dgrad_workspace(p));
+                         hopper_down_dgrad_workspace(*p));
     return with_dtype(p->dtype, [&](auto t) {
         using T = decltype(t);
         int status = hopper ? hopper_down_dgrad(*p, stream) : down_dgrad<T>(*p, stream);

@@ -95,7 +95,7 @@ extern "C" size_t fused_moe_cuda_grouped_mm_workspace(const FusedMoeGroupedMM *p
 extern "C" int fused_moe_cuda_grouped_mm(const FusedMoeGroupedMM *p, void *stream) {
     using namespace fused_moe;
     if (serves(FUSED_MOE_OP_GROUPED_MM, tier_reason(*p), p->workspace_bytes,
-               fused_moe_cuda_grouped_mm_workspace(p)))
+               hopper_workspace(p->E)))
         return hopper_grouped_mm(*p, stream);
     FusedMoeGroupedMM q = *p;
     if (!q.tiles) {

@@ -147,7 +147,7 @@ extern "C" size_t fused_moe_cuda_up_gate_workspace(const FusedMoeUpGate *p) {
 extern "C" int fused_moe_cuda_up_gate(const FusedMoeUpGate *p, void *stream) {
     using namespace fused_moe;
     if (serves(FUSED_MOE_OP_UP_GATE, tier_reason(*p), p->workspace_bytes,
-               fused_moe_cuda_up_gate_workspace(p)))
+               hopper_workspace(p->plan.E)))
         return hopper_up_gate(*p, stream);
     return with_dtype(p->dtype, [&](auto t) { return up_gate<decltype(t)>(*p, stream); });
 }

@@ -178,8 +178,7 @@ extern "C" size_t fused_moe_cuda_wgrad_workspace(const FusedMoeWgrad *p) {
 extern "C" int fused_moe_cuda_wgrad(const FusedMoeWgrad *p, void *stream) {
     using namespace fused_moe;
     if (p->accumulate && p->dw_dtype != FUSED_MOE_F32) return FUSED_MOE_UNSUPPORTED_DTYPE;
-    if (serves(FUSED_MOE_OP_WGRAD, tier_reason(*p), p->workspace_bytes,
-               fused_moe_cuda_wgrad_workspace(p)))
+    if (serves(FUSED_MOE_OP_WGRAD, tier_reason(*p), p->workspace_bytes, hopper_wgrad_workspace(*p)))
         return hopper_wgrad(*p, stream);
     size_t elem = p->dtype == FUSED_MOE_F64 ? 8 : p->dtype == FUSED_MOE_F32 ? 4 : 2;
     for (int part = 0; part < 2; part++) {

@@ -14,7 +14,7 @@
 namespace fused_moe {
 
 constexpr int MAX_RESULTS = 2;
-constexpr int MAX_WORKERS = 256; /* CTAs of a product; GPUs of sm_90 have 144 SMs at most */
+constexpr int MAX_WORKERS = FUSED_MOE_MAX_WORKERS; /* GPUs of sm_90 have 144 SMs at most */
 
 typedef struct { /* a matrix whose rows are grouped by expert: a result, or what wgrad loads */
     CUtensorMap whole;   /* of all its rows        */

@@ -50,19 +50,6 @@ struct Cursor {
     }
 };
 
-/* The worker that has most turns left, or the grid's size if nobody has one. */
-__device__ inline uint32_t furthest_behind(const Plan &plan, uint32_t num_items) {
-    constexpr uint32_t MOST = UINT32_MAX / MAX_WORKERS; /* what is counted of the turns left */
-    uint32_t found = 0;
-    for (uint32_t worker = threadIdx.x % 32; worker < gridDim.x; worker += 32) {
-        uint32_t turns = fused_moe_turns(num_items, worker, gridDim.x);
-        uint32_t taken = min(turns, __ldcg(plan.taken + worker));
-        found = max(found, min(turns - taken, MOST) * MAX_WORKERS + worker);
-    }
-    found = __reduce_max_sync(~0u, found);
-    return found >= MAX_WORKERS ? found % MAX_WORKERS : gridDim.x;
-}
-
 /* Tiles of columns lie side by side. */
 __device__ inline void place_columns(const Plan &plan, Item &item, int column, int half) {
     item.first_column = column * plan.tile_columns;
@@ -79,15 +66,10 @@ __device__ inline void draw(const Plan &plan, Ring &ring, const int32_t *row_tok
     uint32_t num_tiles = plan.work[2] * plan.num_columns;
     uint32_t cut = fused_moe_cut_tiles(plan.schedule.halving, num_tiles),
              num_items = num_tiles + cut;
-    auto take = [&](uint32_t worker) { return lane ? 0u : atomicAdd(plan.taken + worker, 1u); };
-    auto item_of = [&](uint32_t worker, uint32_t turn) {
-        return worker + gridDim.x * __shfl_sync(~0u, turn, 0);
-    };
-    uint32_t index = item_of(blockIdx.x, take(blockIdx.x));
-    bool own = true;
+    FusedMoeDraw turns = fused_moe_begin_draw(plan.taken, num_items, blockIdx.x, gridDim.x);
     Cursor<ITEMS> to;
     for (bool there = true; there; to.advance()) {
-        uint32_t turn = own ? take(blockIdx.x) : 0; /* early: it takes a while */
+        uint32_t index = fused_moe_draw(&turns);
         there = index < num_items;
         Item item = {-1};
         if (there) {
@@ -118,13 +100,6 @@ __device__ inline void draw(const Plan &plan, Ring &ring, const int32_t *row_tok
         }
         if (lane == 0) ring.item[to.at] = item;
         mbarrier_arrive(shared_address(&ring.full[to.at]));
-        if (own) index = item_of(blockIdx.x, turn);
-        own = own && index < num_items;
-        for (uint32_t worker = 0; !own && worker < gridDim.x;) {
-            worker = furthest_behind(plan, num_items);
-            index = worker < gridDim.x ? item_of(worker, take(worker)) : num_items;
-            if (index < num_items) break;
-        }
     }
 }
 
