@@ -3,10 +3,10 @@
     python -m fused_moe.schedule --shape 16384,64,6,2048,1408 --routing zipf:1.2 -o schedule.png
 
 The items, their order and who takes which are the kernels' own: csrc/schedule.h, asked through
-fused_moe._host. The times are a model's, with the constants below. An item lasts as long as its product, or as reading what L2 does not hold if this takes
-longer, and then an epilogue; SMs that read at one time share the memory. So much is enough to see what the
-decisions are for: interleaved, an expert with few rows reads its weight while others multiply; grouped,
-items that run together share operands.
+fused_moe._host. The times are a model's, with the constants below. An item lasts as long as its product, or
+as reading what L2 does not hold if this takes longer, and then an epilogue; SMs that read at one time share
+the memory. So much is enough to see what the decisions are for: interleaved, an expert with few rows reads
+its weight while others multiply; grouped, items that run together share operands.
 
 Sources: the prefix over busy experts and their interleaving are those of Li et al., "Static Batching of
 Irregular Workloads on GPUs", 2025; persistent workers and the grouped order those of PyTorch's

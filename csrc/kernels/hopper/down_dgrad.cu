@@ -45,8 +45,7 @@ struct DownDgradTile : Tile<T, B_MAJOR, true> {
 
 template <class Tile>
 struct DownDgradShared : Shared<Tile> {
-    static constexpr int AHEAD = 4; /* chunks of h on their way, for every finishing thread */
-    uint4 h[4][AHEAD][2][32];
+    uint4 h[4][4][2][32]; /* by warp and box: chunks on their way to its lanes */
     uint64_t handed[Tile::WARPGROUPS][4], taken[Tile::WARPGROUPS][4]; /* by warp */
 };
 
@@ -66,89 +65,87 @@ __device__ inline void hand_over(DownDgradShared<Tile> &s, int wg, int warp, uin
     if (threadIdx.x % 32 == 0) mbarrier_arrive(shared_address(&s.handed[wg][warp]));
 }
 
+/* The score of a tile's row; 0 if there is none. */
+__device__ inline float score_of(const DownDgrad &p, const Item &item, int row) {
+    if (row >= item.num_rows) return 0;
+    int64_t r = item.first_row + row, slot = p.row_slot ? p.row_slot[r] : r;
+    if (!p.scores) return 1;
+    return (uint64_t)slot < (uint64_t)p.num_slots ? p.scores[slot] : 0;
+}
+
 /* A warp of the finisher: four rows at a time, of each of their boxes a chunk a lane. What a lane needs of h it has
- * sent for four chunks before. */
-template <class Tile, typename Act>
+ * sent for when it had the same box of the four rows before. */
+template <class Tile, FusedMoeLayout layout, typename Act>
 __device__ inline void finish_tiles(const DownDgrad &p, DownDgradShared<Tile> &s, int warp,
                                     Act act) {
     using T = typename Tile::T;
-    int lane = threadIdx.x % 32, chunk = lane % 8;
-    bool gated = p.layout != FUSED_MOE_UNGATED, interleaved = p.layout == FUSED_MOE_INTERLEAVED;
-    T *dh = (T *)p.dh, *a_scaled = (T *)p.a_scaled;
+    constexpr bool GATED = layout != FUSED_MOE_UNGATED, PAIRS = layout == FUSED_MOE_INTERLEAVED;
+    constexpr int WIDTH = PAIRS ? 2 : 1; /* numbers of h side by side for one of g */
+    int lane = threadIdx.x % 32, second = PAIRS ? CHUNK : p.F;
     float alpha = (float)p.activation.alpha, limit = (float)p.activation.limit;
     Receiver<typename Tile::Items> receiver(s.items);
     uint32_t parity = 0;
     for (Item item = receiver.next(); item.expert >= 0; item = receiver.next(), parity ^= 1) {
-        int boxes = item.narrow ? 2 : 4, first = item.first_column + chunk * CHUNK;
-        /* the tile's row of number i of the warp's 32 */
-        auto row_of = [&](int i) { return i / 16 * BOX + 16 * warp + i % 16; };
-        float of_lane = 0;
-        if (row_of(lane) < item.num_rows) {
-            int64_t r = item.first_row + row_of(lane), slot = p.row_slot ? p.row_slot[r] : r;
-            if (!p.scores)
-                of_lane = 1;
-            else if ((uint64_t)slot < (uint64_t)p.num_slots)
-                of_lane = p.scores[slot];
-        }
-        auto inside = [&](int row, int box) {
-            return row < item.num_rows && box < boxes && first + box * BOX < p.F;
-        };
-        /* Past the last row nothing is sent, so that nothing is on its way when the CTA ends: the next one on this SM,
-         * of another stream perhaps, has the same shared memory. */
-        auto send_for = [&](int i, int box) {
-            int row = row_of(i + lane / 8), j = first + box * BOX;
-            bool there = inside(row, box);
-            const T *h = (const T *)p.h + (int64_t)(item.first_row + row) * p.H;
-            if (i < 32) {
-                cp_async(shared_address(&s.h[warp][box][0][lane]), h + (interleaved ? 2 * j : j),
-                         there);
-                if (gated)
-                    cp_async(shared_address(&s.h[warp][box][1][lane]),
-                             h + (interleaved ? 2 * j + CHUNK : p.F + j), there);
+        /* the lane's first row and column; of its rows and boxes, how many are there */
+        int row = 16 * warp + lane / 8, column = item.first_column + lane % 8 * CHUNK;
+        int rows = item.num_rows - row;
+        int boxes = min(item.narrow ? 2 : 4, (p.F - column + BOX - 1) / BOX);
+        int64_t r = item.first_row + row, in_h = r * p.H + WIDTH * column;
+        const T *h = (const T *)p.h + in_h, *h_second = h + second;
+        T *dh = (T *)p.dh + in_h, *a_scaled = (T *)p.a_scaled + r * p.F + column;
+        /* Past the last row nothing is sent, so that nothing is on its way when the CTA ends. */
+        auto send_for = [&](int box, bool there) {
+            if (there && box < boxes) {
+                cp_async(shared_address(&s.h[warp][box][0][lane]), h + WIDTH * BOX * box, true);
+                if (GATED)
+                    cp_async(shared_address(&s.h[warp][box][1][lane]), h_second + WIDTH * BOX * box,
+                             true);
             }
             cp_async_commit_group();
         };
-        for (int box = 0; box < 4; box++) send_for(0, box);
+        for (int box = 0; box < 4; box++) send_for(box, rows > 0);
+        float of_lane = score_of(p, item, lane / 16 * BOX + 16 * warp + lane % 16);
 #pragma unroll 1
-        for (int i = 0; i < 32; i += 4) {
-            int wg = i / 16, row = row_of(i + lane / 8);
-            if (i % 16 == 0) mbarrier_wait(shared_address(&s.handed[wg][warp]), parity);
-            float score = __shfl_sync(~0u, of_lane, i + lane / 8), dot = 0;
-            int64_t r = item.first_row + row;
-            uint32_t g_row = shared_address(s.out[wg]) + 128 * (row % BOX) + 16 * (chunk ^ row % 8);
-#pragma unroll 1
+        for (int i = 0; i < 8; i++) {
+            int wg = i / 4, on = i % 4 < 3 ? 4 : BOX - 12; /* rows to the next four */
+            if (i % 4 == 0) mbarrier_wait(shared_address(&s.handed[wg][warp]), parity);
+            int line = 16 * warp + 4 * (i % 4) + lane / 8;
+            uint32_t g_line = shared_address(s.out[wg]) + 128 * line + 16 * (lane % 8 ^ line % 8);
+            float score = __shfl_sync(~0u, of_lane, 4 * i + lane / 8), dot = 0;
+            h += on * p.H, h_second += on * p.H;
+#pragma unroll
             for (int box = 0; box < 4; box++) {
                 Pack<T> packed;
-                PackedPair<T> h;
+                PackedPair<T> pair;
                 cp_async_wait_group<3>();
-                packed.words[0] = ld_shared_v4(g_row + box * BOX_BYTES);
-                h.low.words[0] = ld_shared_v4(shared_address(&s.h[warp][box][0][lane]));
-                h.high.words[0] = ld_shared_v4(shared_address(&s.h[warp][box][1][lane]));
-                send_for(i + 4, box);
-                if (!inside(row, box)) continue;
+                packed.words[0] = ld_shared_v4(g_line + box * BOX_BYTES);
+                pair.low.words[0] = ld_shared_v4(shared_address(&s.h[warp][box][0][lane]));
+                pair.high.words[0] = ld_shared_v4(shared_address(&s.h[warp][box][1][lane]));
+                send_for(box, rows > on && i < 7);
+                if (rows <= 0 || box >= boxes) continue;
                 Pair<float> q, d;
                 float g[CHUNK], da[CHUNK], a[CHUNK];
 #pragma unroll
                 for (int n = 0; n < CHUNK; n += 2) to_reals(g[n], g[n + 1], packed.v + n);
-                h.unpack(q, p.layout);
+                pair.unpack(q, layout);
 #pragma unroll
                 for (int n = 0; n < CHUNK; n++) da[n] = score * g[n];
-                activate_backward<T>(act, a, d, da, q, alpha, limit, gated);
+                activate_backward<T>(act, a, d, da, q, alpha, limit, GATED);
 #pragma unroll
                 for (int n = 0; n < CHUNK; n++) dot += g[n] * a[n], a[n] *= score;
-                int j = first + box * BOX;
-                if (dh) store_pair<T>(dh + r * p.H, d, p.layout, p.F, j, CHUNK, true);
-                if (a_scaled) store_chunk<T>(a_scaled + r * p.F + j, a, CHUNK, true);
+                if (p.dh) store_pair<T>(dh, d, layout, p.F, BOX * box, CHUNK, true);
+                if (p.a_scaled) store_chunk<T>(a_scaled + BOX * box, a, CHUNK, true);
             }
-            if (i % 16 == 12) {
+            if (i % 4 == 3) {
                 __syncwarp();
                 if (lane == 0) mbarrier_arrive(shared_address(&s.taken[wg][warp]));
             }
             if (p.partials) {
                 dot = warp_sum(dot, 8);
-                if (chunk == 0 && row < item.num_rows)
+                if (lane % 8 == 0 && rows > 0)
                     p.partials[r * p.product.plan.num_columns + item.first_column / Tile::BN] = dot;
             }
+            r += on, rows -= on, dh += on * p.H, a_scaled += on * p.F;
         }
     }
 }
@@ -188,8 +185,14 @@ __global__ void __launch_bounds__(Tile::THREADS, 1)
         }
     } else {
         setmaxnreg_dec<Tile::FINISHER_REGISTERS>();
-        with_activation<T>(p.activation.kind,
-                           [&](auto act) { finish_tiles<Tile>(p, s, warp % 4, act); });
+        with_activation<T>(p.activation.kind, [&p, &s, warp](auto act) {
+            if (p.layout == FUSED_MOE_UNGATED)
+                finish_tiles<Tile, FUSED_MOE_UNGATED>(p, s, warp % 4, act);
+            else if (p.layout == FUSED_MOE_INTERLEAVED)
+                finish_tiles<Tile, FUSED_MOE_INTERLEAVED>(p, s, warp % 4, act);
+            else
+                finish_tiles<Tile, FUSED_MOE_HALVES>(p, s, warp % 4, act);
+        });
     }
     if (p.dh) zero_rows_past(product.plan, (T *)p.dh, p.H);
     if (p.a_scaled) zero_rows_past(product.plan, (T *)p.a_scaled, p.F);
