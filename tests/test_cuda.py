@@ -1020,7 +1020,7 @@ def test_graph_of_the_engine(device, hopper, dtype):
 
 def test_two_streams_of_the_engine(device, hopper):
     """Two calls at once, each with more tiles than there are SMs, have workspaces of their own. A CTA that
-    has to wait for an SM comes when others have taken its turns: in 3 of 100 runs an item was once lost then."""
+    waits for an SM comes when others have taken its turns: in 3 of 100 runs an item was once lost then."""
     runs = [busy_calls(dtype, device)[0] for dtype in (BF16, F16)]
     alone = [run() for run in runs]
     streams = [torch.cuda.Stream(device) for _ in runs]

@@ -301,6 +301,7 @@ def test_pieces_of_sums(counts, num_tiles, workers):
     assert work[0] == len(counts)
     assert work[2] == sum(pieces.values())
     assert work[3] == sum(n for n in pieces.values() if n > 1) <= most
+    assert most * num_tiles <= 4 * workers  # pieces are kept in memory
     # none is longer than half of a worker's share, or 512 rows, rounded up
     assert rows - 64 < max(512, sum(counts) * num_tiles / (2 * workers))
     found = [_host.find_work(work, ends, num_tiles, i * num_tiles, **how) for i in range(work[2])]
