@@ -5,6 +5,9 @@
     python examples/train_lm.py --compare         FusedMoE against the for-loop, from the same seed
     python examples/train_lm.py --resume          goes on from OUT/checkpoint.pt
 
+    torchrun --nproc-per-node 2 examples/train_lm.py --fsdp                       in two processes
+    torchrun --nproc-per-node 2 examples/train_lm.py --fsdp --expert-parallel 2   half of the experts in each
+
 A decoder-only transformer with `fused_moe.FusedMoE` as the feed-forward layer of every block. It runs
 on a GPU where there is one, else on the CPU, and writes OUT/loss.png, OUT/log.json and
 OUT/checkpoint.pt.
@@ -12,12 +15,17 @@ OUT/checkpoint.pt.
 The batch and the learning rate of a step follow from the flags and the step's number alone. So no
 state of a data loader, a scheduler or a random generator has to be saved, and on a CPU a resumed run
 gives the losses of an uninterrupted one bit for bit.
+
+Several processes share each batch and spread the parameters: the same curve, up to the order of sums, and
+the same checkpoints, with which any other number of processes can go on. Only the first process reports.
 """
 
 import argparse
+import contextlib
 import hashlib
 import json
 import math
+import os
 import platform
 import signal
 import sysconfig
@@ -25,12 +33,18 @@ import time
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from matplotlib.figure import Figure
 from torch import nn
+from torch.distributed.checkpoint import state_dict as checkpoint
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import parallelize_module
 from tqdm import tqdm
 
 import fused_moe
+from fused_moe.distributed import ExpertParallel
 
 EXPERTS = {"fused": fused_moe.FusedMoE, "loop": fused_moe.reference.FusedMoE}
 HEAD_DIM = 32
@@ -38,7 +52,77 @@ WARMUP_STEPS = 50
 REPORT_EVERY = 10  # steps
 VALIDATE_EVERY = 100  # steps
 VALIDATION_WINDOWS = 128
+WHOLE = checkpoint.StateDictOptions(full_state_dict=True, cpu_offload=True)  # as one process would save it
 COMPARED_STEPS = 50  # over which --compare holds the two loss curves against each other
+
+# ---- Processes -------------------------------------------------------------------------------------
+
+
+def num_processes():
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def process():
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def sum_over_processes(tensor):
+    """In place."""
+    if dist.is_initialized():
+        dist.all_reduce(tensor)
+    return tensor
+
+
+@contextlib.contextmanager
+def joined_processes(args):
+    """With --fsdp, the process group of what torchrun started, where only the first process prints."""
+    if not args.fsdp:
+        yield
+        return
+    if args.device.type == "cuda":
+        args.device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(args.device)
+    dist.init_process_group("nccl" if args.device.type == "cuda" else "gloo")
+    try:
+        with open(os.devnull, "w") as nowhere:
+            with contextlib.redirect_stdout(nowhere) if process() else contextlib.nullcontext():
+                yield
+    finally:
+        dist.destroy_process_group()
+
+
+def shard(model, args):
+    """Spreads parameters, and with them gradients and the optimizer's state, over the processes.
+
+    With --expert-parallel N the processes stand in rows of N. Each row holds all experts, E/N in a process,
+    and its tokens stay within it; columns share out what their process would hold. Whatever a parameter's
+    mesh, its gradient is the mean over all processes.
+    """
+    every, apart = num_processes(), args.expert_parallel
+    line = init_device_mesh(args.device.type, (every,))
+    grid = init_device_mesh(args.device.type, (every // apart, apart), mesh_dim_names=("data", "experts"))
+    for block in model.blocks:
+        if apart > 1:
+            parallelize_module(block.moe, grid["experts"], {"experts": ExpertParallel()})
+            fully_shard(block.moe.experts, mesh=grid["data"])
+            block.moe.experts.set_gradient_divide_factor(every)
+            if every > apart:  # gloo cannot divide while it adds, as this factor would have it
+                block.moe.experts.set_force_sum_reduction_for_comms(True)
+        fully_shard(block, mesh=line)
+    fully_shard(model, mesh=line)
+
+
+def clip_gradients(parameters, max_norm):
+    """nn.utils.clip_grad_norm_, which takes no DTensors of several meshes."""
+    if not dist.is_initialized():
+        nn.utils.clip_grad_norm_(parameters, max_norm)
+        return
+    grads = [p.grad.to_local() for p in parameters]
+    # No number lies in two processes.
+    norm = sum_over_processes(nn.utils.get_total_norm(grads).square()).sqrt()
+    for grad in grads:
+        grad.mul_((max_norm / norm).clamp_max(1))
+
 
 # ---- Data ------------------------------------------------------------------------------------------
 
@@ -107,6 +191,7 @@ def windows(text, starts, length):
 def training_batch(text, step, args):
     generator = torch.Generator().manual_seed(args.seed * 1_000_003 + step)
     starts = torch.randint(len(text) - args.seq_len, (args.batch_size,), generator=generator)
+    starts = starts.chunk(num_processes())[process()]
     return windows(text, starts, args.seq_len)
 
 
@@ -198,9 +283,11 @@ class Run:
         torch.manual_seed(args.seed)
         self.model = LanguageModel(args, experts).to(args.device)  # drawn on the CPU: the same everywhere
         self.moes = [block.moe for block in self.model.blocks]
+        if args.fsdp:
+            shard(self.model, args)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), betas=(0.9, 0.95), fused=True)
         # What the losses follow from. The other flags may change when a run is resumed.
-        others = ("experts", "compare", "device", "threads", "compile", "out", "resume")
+        others = "experts compare device threads compile out resume fsdp expert_parallel".split()
         flags = {name: value for name, value in vars(args).items() if name not in others}
         self.log = {
             "config": {**flags, "experts": experts, "data": str(args.data or "the standard library")},
@@ -241,16 +328,19 @@ class Run:
         loss = self.loss(*training_batch(self.training_text, number, self.args))
         self.optimizer.zero_grad()
         loss.backward()
-        nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        clip_gradients(list(self.model.parameters()), 1.0)
         self.optimizer.step()
-        self.tokens_per_expert = torch.stack([moe.tokens_per_expert for moe in self.moes])
+        self.tokens_per_expert = sum_over_processes(torch.stack([moe.tokens_per_expert for moe in self.moes]))
         for moe in self.moes:
             moe.update_expert_bias()  # and zeroes tokens_per_expert, so that no count outlives its step
-        return loss.detach()
+        return sum_over_processes(loss.detach()) / num_processes()
 
     @torch.no_grad()
     def validate(self):
-        """Bits per byte over windows spread evenly over the text, the same ones every time."""
+        """Bits per byte over windows spread evenly over the text, the same ones every time.
+
+        Each process takes all of them: whatever their number, all enter the same collectives as often.
+        """
         self.model.eval()
         text, args, nats = self.validation_text, self.args, 0.0
         last = len(text) - args.seq_len - 1
@@ -262,20 +352,28 @@ class Run:
 
     def save(self):
         """By way of a second file, so that a crash while writing leaves the last checkpoint whole."""
-        state = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict(), "log": self.log}
+        model, optimizer = checkpoint.get_state_dict(self.model, self.optimizer, options=WHOLE)
+        if process():
+            return
+        state = {"model": model, "optimizer": optimizer, "log": self.log}
         torch.save(state, self.out / "checkpoint.tmp")
         (self.out / "checkpoint.tmp").replace(self.checkpoint)
         write_json(self.out / "log.json", self.log)
 
     def load(self):
-        state = torch.load(self.checkpoint, map_location=self.args.device, weights_only=True)
+        state = torch.load(self.checkpoint, map_location="cpu", weights_only=True)
         for name, value in self.log["config"].items():
             saved = state["log"]["config"].get(name)
             if saved != value:
                 flag = "--" + name.replace("_", "-")
                 raise SystemExit(f"train_lm: {self.checkpoint} was made with {flag} {saved}, not {value}")
-        self.model.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
+        checkpoint.set_state_dict(
+            self.model,
+            self.optimizer,
+            model_state_dict=state["model"],
+            optim_state_dict=state["optimizer"],
+            options=WHOLE,
+        )
         self.log = state["log"]
 
 
@@ -301,7 +399,8 @@ def train(run, interrupt):
     args, log = run.args, run.log
     first = len(log["loss"])
     bar_format = "{desc} {n_fmt}/{total_fmt} {bar} {elapsed}<{remaining}{postfix}"
-    with tqdm(desc=run.experts, initial=first, total=args.steps, bar_format=bar_format) as bar:
+    settings = {"initial": first, "total": args.steps, "bar_format": bar_format, "disable": process() > 0}
+    with tqdm(desc=run.experts, **settings) as bar:
         losses, start = [], time.perf_counter()
         for done in range(first + 1, args.steps + 1):
             losses.append(run.step(done - 1))
@@ -324,7 +423,8 @@ def train(run, interrupt):
             if stop:
                 break
             losses, start = [], time.perf_counter()
-    draw(run.out / "loss.png", [log])
+    if process() == 0:
+        draw(run.out / "loss.png", [log])
 
 
 # ---- Reports ---------------------------------------------------------------------------------------
@@ -334,10 +434,11 @@ def describe(run):
     total = sum(p.numel() for p in run.model.parameters())
     routed = sum(p.numel() for moe in run.moes for p in moe.experts.parameters())
     active = total - routed + routed * run.args.top_k // run.args.num_experts
+    processes = f", {num_processes()} processes" if run.args.fsdp else ""
     return (
         f"{run.experts}: {total:,} parameters, {active:,} of them active per byte; text of "
         f"{len(run.training_text):,} bytes, {len(run.validation_text):,} more for validation; "
-        f"{run.args.device}, {run.args.dtype}"
+        f"{run.args.device}, {run.args.dtype}{processes}"
     )
 
 
@@ -415,6 +516,14 @@ def parse_args(argv):
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: cuda if fused_moe has it")
     add("--threads", type=positive, help="of the CPU; None: PyTorch's choice")
     add("--compile", action="store_true", help="torch.compile the model, unless its experts are the loop")
+    add("--fsdp", action="store_true", help="under torchrun: fully_shard the model over its processes")
+    add(
+        "--expert-parallel",
+        type=positive,
+        metavar="N",
+        default=1,
+        help="with --fsdp: spread the experts over N processes, and send them their tokens",
+    )
     args = parser.parse_args(argv)
 
     if args.dim % HEAD_DIM:
@@ -425,6 +534,7 @@ def parse_args(argv):
         parser.error(f"--data {args.data}: no such folder")
     if args.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda: PyTorch sees no GPU")
+    check_processes(args, parser)
     first = run_folder(args, "fused" if args.compare else args.experts)
     if args.resume and not (first / "checkpoint.pt").exists():
         parser.error(f"--resume: no checkpoint.pt in {first}")
@@ -432,6 +542,26 @@ def parse_args(argv):
         args.device = "cuda" if fused_moe.info()["tiers"]["cuda"].startswith("on") else "cpu"
     args.device = torch.device(args.device)
     return args
+
+
+def check_processes(args, parser):
+    under_torchrun = dist.is_torchelastic_launched()
+    if args.fsdp != under_torchrun:
+        parser.error("--fsdp is for torchrun, and torchrun for --fsdp")
+    processes, apart = int(os.environ["WORLD_SIZE"]) if under_torchrun else 1, args.expert_parallel
+    if args.batch_size % processes:
+        parser.error(f"--batch-size {args.batch_size} is not a multiple of the {processes} processes")
+    if args.fsdp and args.compile:
+        parser.error("--compile is for one process")
+    if apart == 1:
+        return
+    if processes % apart or args.num_experts % processes:
+        parser.error(
+            f"--expert-parallel {apart} has to divide the number of processes, {processes}, and that has to "
+            f"divide --num-experts {args.num_experts}"
+        )
+    if args.compare or args.experts != "fused":
+        parser.error("--expert-parallel is for --experts fused")
 
 
 def run_folder(args, experts):
@@ -443,8 +573,14 @@ def main(argv=None):
     if args.threads:
         torch.set_num_threads(args.threads)
     texts = load_text(args.data, args.seq_len)
-    logs = {}
-    with Interrupt() as interrupt:
+    with joined_processes(args):
+        train_all(args, texts)
+
+
+def train_all(args, texts):
+    logs, interrupt = {}, Interrupt()
+    # Processes would stop at different steps, each waiting for the others; there Ctrl-C acts as usual.
+    with contextlib.nullcontext() if args.fsdp else interrupt:
         for experts in EXPERTS if args.compare else [args.experts]:
             run = Run(args, experts, texts, run_folder(args, experts))
             print(describe(run))
@@ -462,8 +598,9 @@ def main(argv=None):
             f"{comparison['validation_difference']:.2%}; {logs['fused']['tokens_per_second']:,.0f} against "
             f"{logs['loop']['tokens_per_second']:,.0f} tokens/s"
         )
-        write_json(args.out / "log.json", {**comparison, **logs})
-        draw(args.out / "loss.png", logs.values())
+        if process() == 0:
+            write_json(args.out / "log.json", {**comparison, **logs})
+            draw(args.out / "loss.png", logs.values())
     print(f"wrote {args.out}/loss.png and {args.out}/log.json")
 
 

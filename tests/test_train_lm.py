@@ -1,4 +1,5 @@
-"""examples/train_lm.py: it learns, agrees with the for-loop, and stops and resumes without a trace."""
+"""examples/train_lm.py: it learns, agrees with the for-loop and in two processes with itself, and stops and
+resumes without a trace."""
 
 import importlib.util
 import json
@@ -8,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 SCRIPT = Path(__file__).parent.parent / "examples" / "train_lm.py"
 # Small, with nothing of the default run's left out: three blocks deep needs no test of its own.
@@ -33,6 +35,22 @@ def train(train_lm, device, tmp_path):
         folder = tmp_path / out
         train_lm.main([*TINY, "--device", device.type, "--out", str(folder), *map(str, flags)])
         return json.loads((folder / "log.json").read_text())
+
+    return run
+
+
+@pytest.fixture
+def torchrun(train_lm, device, tmp_path):
+    """torchrun(*flags, out=NAME) -> the log of a tiny run in two processes, and what they printed."""
+    if device.type == "cuda" and torch.cuda.device_count() < 2:
+        pytest.skip(f"needs 2 GPUs, found {torch.cuda.device_count()}")
+
+    def run(*flags, out):
+        launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+        command = [*launch, SCRIPT, *TINY, "--device", device.type, "--out", tmp_path / out, *flags]
+        done = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stderr
+        return json.loads((tmp_path / out / "log.json").read_text()), done.stdout
 
     return run
 
@@ -108,6 +126,45 @@ def test_an_interrupted_comparison_goes_on(train, train_lm, tmp_path, monkeypatc
     assert log["loss_difference"] < 1e-4
 
 
+def flattened(state, name=""):
+    """{path: leaf} of nested dicts and lists."""
+    if isinstance(state, (dict, list)):
+        items = state.items() if isinstance(state, dict) else enumerate(state)
+        return {n: v for key, value in items for n, v in flattened(value, f"{name}/{key}").items()}
+    return {name: state}
+
+
+@pytest.mark.parametrize("flags", ["--fsdp", "--fsdp --expert-parallel 2"])
+def test_two_processes_repeat_the_single_one(train, torchrun, tmp_path, flags):
+    """The loss curve and the checkpoint, up to the order of sums. The rate is one at which weights move."""
+    fixed = ("--steps", 8, "--lr", 0.1)
+    whole = train(*fixed, out="whole")
+    log, printed = torchrun(*fixed, *flags.split(), out="parts")
+    assert whole["loss"][-1] < 0.9 * whole["loss"][0]
+    assert log["loss"] == pytest.approx(whole["loss"], rel=1e-5)
+    assert log["validation"][0]["bits_per_byte"] == pytest.approx(
+        whole["validation"][0]["bits_per_byte"], rel=1e-5
+    )
+    assert log["expert_load"] == whole["expert_load"]  # counts, so exactly
+    assert printed.count("2 processes") == printed.count("wrote ") == 1
+    files = (tmp_path / name / "checkpoint.pt" for name in ("whole", "parts"))
+    expected, found = (flattened(torch.load(file, weights_only=True)) for file in files)
+    tensors = {name for name, value in expected.items() if isinstance(value, torch.Tensor)}
+    assert {name for name, value in found.items() if isinstance(value, torch.Tensor)} == tensors
+    for name in tensors:
+        error = (found[name].double() - expected[name].double()).norm()
+        assert error <= 1e-3 * expected[name].double().norm() + 1e-7, name
+
+
+def test_two_processes_go_on_from_one(train, train_lm, torchrun, monkeypatch):
+    fixed = ("--steps", 8, "--lr", 0.1)
+    whole = train(*fixed, out="whole")
+    interrupt_at(3, train_lm, monkeypatch)
+    assert len(train(*fixed)["loss"]) == 4
+    log, _ = torchrun(*fixed, "--fsdp", "--expert-parallel", 2, "--resume", out="run")
+    assert log["loss"] == pytest.approx(whole["loss"], rel=1e-5)
+
+
 def test_ctrl_c_ends_the_process_cleanly(train_lm, device, tmp_path):
     command = [
         sys.executable,
@@ -165,9 +222,30 @@ def test_the_standard_library(train_lm):
         ("--top-k 9", "--top-k 9 is more than --num-experts 8"),
         ("--data nowhere", "--data nowhere: no such folder"),
         ("--resume", "--resume: no checkpoint.pt in"),
+        ("--fsdp", "--fsdp is for torchrun"),
+        ("--expert-parallel 2", "--expert-parallel 2 has to divide the number of processes, 1"),
     ],
 )
 def test_bad_flags_are_named(train, flags, message, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        train(*flags.split())
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("", "--fsdp is for torchrun, and torchrun for --fsdp"),
+        ("--fsdp --batch-size 9", "--batch-size 9 is not a multiple of the 2 processes"),
+        ("--fsdp --compile", "--compile is for one process"),
+        ("--fsdp --expert-parallel 3", "--expert-parallel 3 has to divide the number of processes, 2"),
+        ("--fsdp --expert-parallel 2 --num-experts 7", "divide --num-experts 7"),
+        ("--fsdp --expert-parallel 2 --experts loop", "--expert-parallel is for --experts fused"),
+    ],
+)
+def test_bad_flags_under_torchrun_are_named(train, flags, message, monkeypatch, capsys):
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(SystemExit, match="2"):
         train(*flags.split())
     assert message in capsys.readouterr().err

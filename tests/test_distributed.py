@@ -1,0 +1,470 @@
+"""fused_moe.distributed and fully_shard in two processes: the outputs, gradients and state dicts of one.
+
+The tests share two worker processes, because starting one costs more than any test. A test sends both a
+function of this file and judges here what they return.
+"""
+
+import io
+import math
+import multiprocessing
+import traceback
+from datetime import timedelta
+from functools import partial
+
+import cases
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    set_model_state_dict,
+)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.parallel import parallelize_module
+from torch.utils.checkpoint import checkpoint
+
+from fused_moe import FusedMoE, reference
+from fused_moe.distributed import ExpertParallel
+
+RANKS = 2
+T, D, F, E, K = 22, 20, 12, 6, 2
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}  # of the norm; bf16 rounds dy once more on its way
+
+
+# --- two workers --------------------------------------------------------------------------------------
+
+
+def serve(rank, device_type, store, pipe):
+    """A worker: runs what it is sent until the pipe closes."""
+    device = torch.device(device_type, rank if device_type == "cuda" else None)
+    if device_type == "cuda":
+        torch.cuda.set_device(device)
+    torch.set_num_threads(1)
+    torch.use_deterministic_algorithms(True, warn_only=True)  # fresh memory holds NaN
+    dist.init_process_group(
+        "nccl" if device_type == "cuda" else "gloo",
+        init_method=f"file://{store}",
+        rank=rank,
+        world_size=RANKS,
+        timeout=timedelta(seconds=60),
+    )
+    while True:
+        try:
+            fn, args = pipe.recv()
+        except EOFError:
+            break
+        try:
+            reply = to_bytes(fn(rank, device, *args))
+        except Exception:
+            reply = traceback.format_exc()
+        pipe.send(reply)
+    dist.destroy_process_group()
+
+
+def to_bytes(value):
+    file = io.BytesIO()
+    torch.save(value, file)
+    return file.getvalue()
+
+
+class Workers:
+    def __init__(self, device_type, folder):
+        context = multiprocessing.get_context("spawn")
+        ends = [context.Pipe() for _ in range(RANKS)]
+        self.pipes = [ours for ours, _ in ends]
+        self.processes = [
+            context.Process(target=serve, args=(rank, device_type, folder / "store", theirs), daemon=True)
+            for rank, (_, theirs) in enumerate(ends)
+        ]
+        for process, (_, theirs) in zip(self.processes, ends, strict=True):
+            process.start()
+            theirs.close()
+
+    def __call__(self, fn, *args):
+        """[fn(rank, device, *args)] of every rank; the tensors on the CPU."""
+        for pipe in self.pipes:
+            pipe.send((fn, args))
+        replies = [pipe.recv() for pipe in self.pipes]
+        errors = [reply for reply in replies if isinstance(reply, str)]
+        if errors:
+            raise RuntimeError("\n".join(errors))
+        return [torch.load(io.BytesIO(reply), map_location="cpu") for reply in replies]
+
+    def close(self):
+        for pipe in self.pipes:
+            pipe.close()
+        for process in self.processes:
+            process.join(timeout=60)
+            process.kill()
+
+
+@pytest.fixture(scope="module")
+def workers(device, tmp_path_factory):
+    if device.type == "cuda" and torch.cuda.device_count() < RANKS:
+        pytest.skip(f"needs {RANKS} GPUs, found {torch.cuda.device_count()}")
+    workers = Workers(device.type, tmp_path_factory.mktemp("workers"))
+    yield workers
+    workers.close()
+
+
+# --- what is compared ---------------------------------------------------------------------------------
+
+
+def new_layer(device, dtype=torch.float32):
+    """The same layer in every process, with every kind of parameter and buffer."""
+    torch.manual_seed(1)
+    layer = FusedMoE(
+        D,
+        F,
+        E,
+        K,
+        score_func="sigmoid",
+        num_shared_experts=1,
+        load_balance_coeff=0.01,
+        bias=True,
+        gate_bias=True,
+    )
+    return layer.to(device, dtype)
+
+
+def new_signals(device, dtype=torch.float32):
+    """x and dout of all ranks together."""
+    generator = torch.Generator().manual_seed(2)
+    return [torch.randn(T, D, generator=generator).to(device, dtype) for _ in range(2)]
+
+
+UNEVEN, EVEN = T // 3, T // 2  # tokens of the first rank
+
+
+def share(rank, tokens, cut=UNEVEN):
+    """This rank's tokens."""
+    return tokens[:cut] if rank == 0 else tokens[cut:]
+
+
+def whole(value):
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def step(layer, x, dout):
+    """{"out", "dx", "d" + parameter}, and the buffers after the step's update of the bias."""
+    x = x.requires_grad_()
+    out = layer(x)
+    out.backward(dout)
+    found = {"out": out.detach(), "dx": x.grad}
+    found |= {f"d{name}": whole(p.grad) for name, p in layer.named_parameters()}
+    layer.update_expert_bias()
+    return {**found, "expert_bias": layer.expert_bias}
+
+
+def merged(results, added):
+    """One process's tensors of the ranks': tokens one after the other, of `added` gradients the sum."""
+    first, second = results
+    assert first.keys() == second.keys()
+    merge = {}
+    for name, value in first.items():
+        if name in ("out", "dx", "dscores"):
+            merge[name] = torch.cat([value, second[name]])
+        elif name in added:
+            merge[name] = value + second[name]
+        else:
+            assert torch.equal(value, second[name]), f"{name} differs between the ranks"
+            merge[name] = value
+    return merge
+
+
+def assert_close(found, expected, tolerance):
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        value = value.cpu()
+        assert found[name].shape == value.shape and found[name].dtype == value.dtype, name
+        error = (found[name].double() - value.double()).norm().item()
+        allowed = tolerance * max(value.double().norm().item(), math.sqrt(value.numel()) * 1e-2)
+        assert error <= allowed, f"{name}: error {error:.2e}, allowed {allowed:.2e}"
+
+
+# --- the experts alone, any routing -------------------------------------------------------------------
+
+
+def experts_step(experts, x, scores, ids, dout, recompute=False):
+    x, scores = x.requires_grad_(), scores.requires_grad_()
+    run = partial(checkpoint, experts, use_reentrant=False) if recompute else experts
+    out, counts = run(x, scores, ids)
+    out.backward(dout)
+    grads = {f"d{name}": whole(p.grad) for name, p in experts.named_parameters()}
+    return {"out": out.detach(), "counts": counts, "dx": x.grad, "dscores": scores.grad, **grads}
+
+
+def experts_signals(device, ids):
+    x, dout = new_signals(device)
+    scores = torch.rand(T, K, generator=torch.Generator().manual_seed(3)).add(0.1)
+    return x, scores.to(device), ids.to(device), dout
+
+
+def parallel_experts(rank, device, ids, options, cut, recompute=False):
+    layer = new_layer(device)
+    parallelize_module(layer, init_device_mesh(device.type, (RANKS,)), ExpertParallel(**options))
+    own = [share(rank, signal, cut).clone() for signal in experts_signals(device, ids)]
+    found = experts_step(layer.experts, *own, recompute)
+    return {**found, "dropped": layer.experts.dropped_rows}
+
+
+@pytest.mark.parametrize("static", (False, True), ids=("exact", "static"))
+@pytest.mark.parametrize("routing", cases.ROUTINGS)
+def test_any_routing(workers, device, routing, static):
+    """Experts without rows, all rows for one rank's expert, ids of nobody, no rows at all."""
+    ids = cases.make_ids(routing, T, K, E)
+    # Of the static capacity no rank may have more tokens than another.
+    results = workers(parallel_experts, ids, {"static": static}, EVEN if static else UNEVEN)
+    found = merged(results, added=("counts", "dropped"))
+    assert found.pop("dropped") == 0
+    expected = experts_step(new_layer(device).experts, *experts_signals(device, ids))
+    assert_close(found, expected, TOLERANCE[torch.float32])
+
+
+def test_a_rank_without_tokens(workers, device):
+    ids = cases.make_ids("random", T, K, E)
+    found = merged(workers(parallel_experts, ids, {}, 0), added=("counts", "dropped"))
+    assert found.pop("dropped") == 0
+    expected = experts_step(new_layer(device).experts, *experts_signals(device, ids))
+    assert_close(found, expected, TOLERANCE[torch.float32])
+
+
+def kept_ids(ids, capacity):
+    """ids of one rank, -1 where a slot is past a peer's capacity in the order of its experts."""
+    order = ids.flatten().argsort(stable=True)
+    kept = torch.full_like(ids.flatten(), -1)
+    for peer in range(RANKS):
+        of_peer = order[ids.flatten()[order] // (E // RANKS) == peer][:capacity]
+        kept[of_peer] = ids.flatten()[of_peer]
+    return kept.view_as(ids)
+
+
+@pytest.mark.parametrize("recompute", (False, True), ids=("once", "checkpointed"))
+def test_overflow_is_counted(workers, device, recompute):
+    """What does not fit adds nothing, and the user can read how much that was; once, if computed twice."""
+    ids, capacity = cases.make_ids("random", T, K, E), 9
+    options = {"static": True, "capacity": capacity, "overflow": "drop"}
+    found = merged(workers(parallel_experts, ids, options, EVEN, recompute), added=("counts", "dropped"))
+    kept = torch.cat([kept_ids(share(rank, ids, cut=EVEN), capacity) for rank in range(RANKS)])
+    num_dropped = int((kept < 0).sum())
+    assert found.pop("dropped") == num_dropped > 0
+    assert not found["dscores"][kept < 0].any()
+    expected = experts_step(new_layer(device).experts, *experts_signals(device, kept))
+    expected["counts"] = ids.flatten().bincount(minlength=E).int()  # of what the router asked for
+    assert_close(found, expected, TOLERANCE[torch.float32])
+
+
+def test_overflow_is_an_error(workers, cpu):
+    """On a GPU this ends the process, as every device-side assertion does."""
+    ids = cases.make_ids("one", T, K, E)
+    with pytest.raises(RuntimeError, match="more than capacity = 9 rows for a rank"):
+        workers(parallel_experts, ids, {"static": True, "capacity": 9}, EVEN)
+
+
+def unequal_capacities(rank, device, ids):
+    return parallel_experts(rank, device, ids, {"static": True, "capacity": 40 + rank}, EVEN)
+
+
+def test_unequal_capacities_are_an_error(workers, cpu):
+    with pytest.raises(RuntimeError, match="one capacity on all ranks"):
+        workers(unequal_capacities, cases.make_ids("random", T, K, E))
+
+
+# --- the layer ----------------------------------------------------------------------------------------
+
+REPLICATED = ("router", "shared_experts")
+
+
+def parallel_layer(rank, device, dtype, options):
+    layer = new_layer(device, dtype)
+    before = layer.state_dict()
+    parallelize_module(layer, init_device_mesh(device.type, (RANKS,)), {"experts": ExpertParallel(**options)})
+    for name, p in layer.experts.named_parameters():
+        assert p.placements == (Shard(0),) and p.to_local().size(0) == E // RANKS, name
+    after = layer.state_dict()
+    assert list(after) == list(before)
+    assert all(torch.equal(whole(after[name]), value) for name, value in before.items())
+    x, dout = new_signals(device, dtype)
+    cut = EVEN if options["static"] else UNEVEN
+    return step(layer, share(rank, x, cut).clone(), share(rank, dout, cut))
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("static", (False, True), ids=("exact", "static"))
+def test_layer(workers, device, dtype, static):
+    """Output, every gradient, expert_bias and the state dict of the layer on one process."""
+    expected = step(new_layer(device, dtype), *new_signals(device, dtype))
+    added = [name for name in expected if name[1:].startswith(REPLICATED)]
+    found = merged(workers(parallel_layer, dtype, {"static": static}), added)
+    assert_close(found, expected, TOLERANCE[dtype])
+
+
+def autocast_layer(rank, device):
+    layer = new_layer(device)
+    parallelize_module(layer, init_device_mesh(device.type, (RANKS,)), ExpertParallel())
+    sent = []
+    with torch.autocast(device.type, dtype=torch.bfloat16), cases.Calls() as calls:
+        out = layer(share(rank, new_signals(device)[0]))
+        sent += [args[0].dtype for name, args, _ in calls.calls if name.endswith("all_to_all_single")]
+    return out.detach(), sent
+
+
+def test_autocast(workers, device):
+    """Rows travel in the dtype that the products have."""
+    results = workers(autocast_layer)
+    with torch.autocast(device.type, dtype=torch.bfloat16):
+        expected = new_layer(device)(new_signals(device)[0])
+    found = torch.cat([out for out, _ in results])
+    assert_close({"out": found}, {"out": expected.detach()}, TOLERANCE[torch.bfloat16])
+    for _, sent in results:
+        assert sent == [torch.int32, torch.bfloat16, torch.bfloat16]
+
+
+def main_grad_layer(rank, device):
+    """The experts' gradients, added to main_grads of ones."""
+    layer = new_layer(device)
+    parallelize_module(layer, init_device_mesh(device.type, (RANKS,)), ExpertParallel())
+    weights = {n: p for n, p in layer.experts.named_parameters() if n.startswith("w")}
+    for p in weights.values():
+        p.main_grad = torch.ones_like(p)
+    x, dout = new_signals(device)
+    layer(share(rank, x)).backward(share(rank, dout))
+    assert all(p.grad is None for p in weights.values())
+    return {f"dexperts.{n}": whole(p.main_grad) - 1 for n, p in weights.items()}
+
+
+def test_main_grads(workers, device):
+    found = merged(workers(main_grad_layer), added=())
+    expected = step(new_layer(device), *new_signals(device))
+    assert_close(found, {name: expected[name] for name in found}, TOLERANCE[torch.float32])
+
+
+# --- fully_shard --------------------------------------------------------------------------------------
+
+
+def shard_second(parameter):
+    return Shard(1) if parameter.dim() > 1 else Shard(0)
+
+
+PLACEMENTS = {"Shard(0)": None, "Shard(1)": shard_second}
+
+
+def full_state(model):
+    return get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+
+
+def check_round_trip(layer, other):
+    """A full state dict has a plain layer's names, and another layer that loads it has the same state."""
+    state = full_state(layer)
+    assert list(state) == list(new_layer("cpu").state_dict())
+    for p in other.parameters():
+        torch.nn.init.zeros_(p)
+    # Of a copy, because it puts DTensors into the dict it is given.
+    set_model_state_dict(other, dict(state), options=StateDictOptions(full_state_dict=True))
+    again = full_state(other)
+    assert all(torch.equal(again[name], value) for name, value in state.items())
+
+
+def fsdp_layer(rank, device, placement, half):
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if half else MixedPrecisionPolicy()
+    mesh = init_device_mesh(device.type, (RANKS,))
+    shard = partial(fully_shard, mesh=mesh, mp_policy=policy, shard_placement_fn=PLACEMENTS[placement])
+    layer = shard(new_layer(device))
+    check_round_trip(layer, shard(new_layer(device)))
+    x, dout = new_signals(device)
+    own = share(rank, x, cut=EVEN).clone()
+    return step(layer, own, share(rank, dout, cut=EVEN).to(torch.bfloat16 if half else dout.dtype))
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize("half", (False, True), ids=("float32", "bfloat16"))
+def test_fully_shard(workers, device, placement, half):
+    """A plain FusedMoE: gradients are the mean over the ranks, so half of one process's."""
+    found = merged(workers(fsdp_layer, placement, half), added=())
+    expected = step(new_layer(device), *new_signals(device))
+    for name, value in expected.items():
+        if name.startswith("d") and name != "dx":
+            value /= RANKS
+    if half:
+        assert found["out"].dtype == torch.bfloat16
+        found["out"] = found["out"].float()
+    assert_close(found, expected, TOLERANCE[torch.bfloat16 if half else torch.float32])
+
+
+def fsdp_and_expert_parallel_layer(rank, device, shape):
+    mesh = init_device_mesh(device.type, shape, mesh_dim_names=("dp", "ep"))
+    world = init_device_mesh(device.type, (RANKS,))
+
+    def shard():
+        layer = new_layer(device)
+        parallelize_module(layer, mesh["ep"], ExpertParallel())
+        fully_shard(layer.experts, mesh=mesh["dp"])
+        layer.experts.set_gradient_divide_factor(RANKS)
+        return fully_shard(layer, mesh=world)
+
+    layer = shard()
+    check_round_trip(layer, shard())
+    x, dout = new_signals(device)
+    return step(layer, share(rank, x).clone(), share(rank, dout))
+
+
+@pytest.mark.parametrize("shape", ((1, 2), (2, 1)), ids=str)
+def test_fully_shard_beside_expert_parallel(workers, device, shape):
+    """As ExpertParallel's docstring says it: means over all ranks, of the experts' gradients too."""
+    found = merged(workers(fsdp_and_expert_parallel_layer, shape), added=())
+    expected = step(new_layer(device), *new_signals(device))
+    for name, value in expected.items():
+        if name.startswith("d") and name != "dx":
+            value /= RANKS
+    assert_close(found, expected, TOLERANCE[torch.float32])
+
+
+# --- wrong calls --------------------------------------------------------------------------------------
+
+
+def refusals(rank, device):
+    line = init_device_mesh(device.type, (RANKS,))
+    square = init_device_mesh(device.type, (1, RANKS))
+    wrong = (
+        (torch.nn.Linear(2, 2), line),
+        (reference.FusedMoE(4, 4, 4, 1), line),
+        (fully_shard(new_layer(device), mesh=line), line),
+        (new_layer(device), square),
+        (FusedMoE(4, 4, 3, 1), line),
+    )
+    found = []
+    for module, mesh in wrong:
+        try:
+            # Not by parallelize_module, which has a message of its own for the square mesh.
+            ExpertParallel()._apply(module, mesh)
+        except (TypeError, ValueError) as error:
+            found.append(f"{type(error).__name__} {error}")
+    return found
+
+
+def test_wrong_modules_and_meshes(workers):
+    for found in workers(refusals):
+        assert found == [
+            "TypeError ExpertParallel: expected a FusedMoE, or its experts, found Linear",
+            "TypeError ExpertParallel: expected a FusedMoE, or its experts, found _Experts",
+            "ValueError ExpertParallel: expected plain parameters, as before fully_shard, found DTensors",
+            "ValueError ExpertParallel: expected a mesh of one dimension, found shape (1, 2)",
+            "ValueError ExpertParallel: expected a number of experts that 2 divides, found 3 experts",
+        ]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"capacity": 8}, "capacity only with static=True"),
+        ({"static": True, "capacity": 0}, "capacity >= 1"),
+        ({"overflow": "ignore"}, "overflow to be 'error' or 'drop'"),
+    ],
+)
+def test_wrong_options(options, message):
+    with pytest.raises(ValueError, match=message):
+        ExpertParallel(**options)
