@@ -18,7 +18,7 @@ import fused_moe
 
 ROOT = Path(__file__).resolve().parents[1]
 BENCHMARKS = ROOT / "benchmarks"
-PROGRAMS = ("bench_layer", "bench_gemm", "bench_kernels", "first_call", "table", "plot")
+PROGRAMS = ("bench_layer", "bench_gemm", "bench_kernels", "bench_transformers", "first_call", "table", "plot")
 SMALL = "192,8,2,64,32"
 FIELDS = {
     *("bench", "shape", "routing", "tier", "schedule", "dtype", "what", "time_us", "tflops", "dense_ratio"),

@@ -1,0 +1,99 @@
+"""torchtitan 0.2.x: a model converter that changes the classes of the MoE layers and nothing else.
+
+A converter runs on the meta device, before parallelisation, so the modules and their parameters have to
+stay the same objects. The layers remain subclasses of torchtitan's: its compile and FSDP code asks for them.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torchtitan.models.moe.moe import GroupedExperts, MoE, TokenChoiceTopKRouter
+from torchtitan.protocols.model_converter import register_model_converter
+from torchtitan.tools.logging import logger
+
+from .layer import SAVED_OPS, Routing, choose, run_experts
+
+
+class FusedGroupedExperts(GroupedExperts):
+    """The experts behind any dispatcher: the hooks of EP and TP stay around forward."""
+
+    def forward(self, x: Tensor, num_tokens_per_expert: Tensor, routing: Routing | None = None) -> Tensor:
+        """x (R, D) rows grouped by expert, or (T, D) tokens with a routing -> the same shape."""
+        # Where the stock layer multiplies one expert after another it does so in x's dtype.
+        dtype = torch.bfloat16 if self.use_grouped_mm else None
+        weights = (self.w1, self.w2, self.w3)
+        return run_experts(x, weights, num_tokens_per_expert, routing, dtype=dtype)
+
+
+class FusedMoE(MoE):
+    """The whole routed path in our kernels, unless experts live on other ranks."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x (B, L, D) -> (B, L, D)."""
+        if self._is_expert_parallel() or self.router._debug_force_load_balance:
+            return super().forward(x)
+        tokens = x.view(-1, x.size(-1))
+        score_on = "input" if self.score_before_experts else "output"
+        routing = choose(self.router, self.router.gate(tokens), self.expert_bias, score_on)
+        counts = routing.plan.counts
+        with torch.no_grad():
+            self.tokens_per_expert.add_(counts)
+        out = self.experts(tokens, counts, routing=routing)
+        if self.shared_experts is not None:
+            out = self.shared_experts(tokens) + out
+        return out.view(x.shape)
+
+    def _is_expert_parallel(self) -> bool:
+        w1 = self.experts.w1
+        return isinstance(w1, DTensor) and "ep" in (w1.device_mesh.mesh_dim_names or ())
+
+
+class FusedMoEConverter:
+    """torchtitan's ModelConverter, registered as "fused_moe".
+
+    Layers of classes derived from torchtitan's keep what they compute; of a DeepEP layer the experts are
+    fused. Selective checkpointing of every model that is imported learns our operators.
+    """
+
+    def __init__(self, job_config, parallel_dims):
+        """Takes what the protocol gives; nothing here depends on it."""
+
+    def convert(self, model: nn.Module) -> None:
+        """Changes the model's MoE layers in place.
+
+        Raises:
+            ValueError: if it has none that can be fused.
+        """
+        converted = 0
+        for module in model.modules():
+            # A layer comes before its parts, so its experts are still torchtitan's here.
+            if type(module) is MoE and _is_stock(module):
+                module.__class__ = FusedMoE
+            elif type(module) is GroupedExperts:
+                module.__class__ = FusedGroupedExperts
+                converted += 1
+        if not converted:
+            raise ValueError("fused_moe: expected a model with torchtitan's GroupedExperts, found none")
+        for save_list in _selective_save_lists():
+            save_list.update(SAVED_OPS)
+        logger.info(f"fused_moe: {converted} MoE layers converted")
+
+    def post_optimizer_hook(self, model) -> None:
+        """Nothing: the load balancing hook is torchtitan's own."""
+
+
+def _is_stock(layer: MoE) -> bool:
+    return type(layer.experts) is GroupedExperts and type(layer.router) is TokenChoiceTopKRouter
+
+
+def _selective_save_lists() -> list[set]:
+    """Each model's parallelize module has a list of its own, by this name."""
+    lists = (vars(module).get("_op_sac_save_list") for module in list(sys.modules.values()))
+    return [found for found in lists if isinstance(found, set)]
+
+
+register_model_converter(FusedMoEConverter, "fused_moe")

@@ -1,0 +1,78 @@
+"""What the adapters of every torchtitan share: routing as its router asks, experts on its weights.
+
+Letters: T tokens, D model width, F expert hidden width, E experts, K experts per token, R rows.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from .. import function
+from ..ops import ops, route_plan
+from ..plan import Plan
+
+# What selective checkpointing keeps. The routing is small, and kept it cannot change in recomputation. Of the
+# experts' two products only the later one is kept, as torchtitan keeps every second mm: its result spares a
+# third of the work, while the earlier one's h and a are the bulk of a layer's activations.
+SAVED_OPS = frozenset(op.default for op in (ops.route, ops.route_plan, ops.count_plan, ops.experts_down))
+
+
+class Routing(NamedTuple):
+    """Who computes which token: one keyword argument that passes through the host's modules and hooks."""
+
+    scores: Tensor  # (T, K) float32
+    ids: Tensor  # (T, K)
+    plan: Plan | None = None  # of ids, where it exists already
+    score_on: str = "output"
+
+
+def choose(
+    router: nn.Module, logits: Tensor, expert_bias: Tensor | None, score_on: str = "output"
+) -> Routing:
+    """The routing of logits (T, E) by the attributes of torchtitan's TokenChoiceTopKRouter, with its plan."""
+    scores, ids = function.route(
+        logits,
+        router.top_k,
+        score_func=router.score_func,
+        bias=expert_bias,
+        route_norm=router.route_norm,
+        route_scale=router.route_scale,
+        num_expert_groups=getattr(router, "num_expert_groups", None),  # since 0.2.1
+        num_limited_groups=getattr(router, "num_limited_groups", None),
+    )
+    return Routing(scores, ids, route_plan(ids, logits.size(1)), score_on)
+
+
+def run_experts(
+    x: Tensor,
+    weights: tuple[Tensor, Tensor, Tensor],
+    counts: Tensor,
+    routing: Routing | None,
+    *,
+    dtype: torch.dtype | None,
+) -> Tensor:
+    """The experts of this rank, on tokens or on rows that a dispatcher has brought.
+
+    Args:
+        x: with a routing (T, D), without (R, D) grouped by expert; rows past counts.sum() may be garbage.
+        weights: gate (E, F, D), down (E, D, F), up (E, F, D), local or DTensor, of any floating dtype.
+        counts: (E,) of any integer dtype; not read with a routing.
+        dtype: of the products; None is x's, or autocast's.
+
+    Returns:
+        The shape and dtype of x.
+    """
+    w1, w2, w3 = (w.to_local() if isinstance(w, DTensor) else w for w in weights)
+    rows = x
+    if dtype is not None:
+        rows, w1, w2, w3 = (t.to(dtype) for t in (rows, w1, w2, w3))
+    if routing is None:
+        out = function.grouped_mlp(rows, w1, w2, w3, counts)
+    else:
+        scores, ids, plan, score_on = routing
+        out = function.fused_experts(rows, w1, w2, w3, scores, ids, plan=plan, score_on=score_on)
+    return out.to(x.dtype)

@@ -1,0 +1,153 @@
+"""torchtitan 0.3.0 and later: overrides that replace Config nodes before the model is built.
+
+Each class derives from the one that it replaces and has its parameters, so initialisation, sharding and
+state dicts are inherited. Names of forward's arguments are part of the host's sharding contract and differ
+between versions: functools.wraps lends each forward the host's own signature.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import wraps
+
+import spmd_types as spmd
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torchtitan.config import derive, override
+from torchtitan.distributed.activation_checkpoint import SelectiveAC
+from torchtitan.models.common.moe import GroupedExperts, MoE, RoutedExperts, TokenChoiceTopKRouter
+from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher, LocalTokenDispatcher
+
+from .layer import SAVED_OPS, Routing, choose, run_experts
+
+# --- modules ------------------------------------------------------------------------------------------
+
+
+class FusedGroupedExperts(GroupedExperts):
+    """The experts behind any dispatcher, or on tokens with a routing."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(GroupedExperts.Config):
+        pass
+
+    @wraps(GroupedExperts.forward)
+    def forward(self, x: Tensor, counts: Tensor, routing: Routing | None = None) -> Tensor:
+        weights = (self.w1_EFD, self.w2_EDF, self.w3_EFD)
+        return run_experts(x, weights, counts, routing, dtype=torch.bfloat16)  # the stock layer's dtype
+
+
+class FusedRoutedExperts(RoutedExperts):
+    """From scores and ids to combined tokens in our kernels, unless rows come from other ranks."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(RoutedExperts.Config):
+        pass
+
+    @wraps(RoutedExperts.forward)
+    def forward(
+        self, x: Tensor, scores: Tensor, ids: Tensor, counts: Tensor, routing: Routing | None = None
+    ) -> Tensor:
+        if not self.is_local:
+            return super().forward(x, scores, ids, counts)
+        if routing is None:
+            routing = Routing(scores.flatten(0, -2), ids.flatten(0, -2))
+        return self.inner_experts(x.flatten(0, -2), counts, routing=routing).view(x.shape)
+
+    @property
+    def is_local(self) -> bool:
+        """Whether dispatch would only reorder this rank's tokens."""
+        dispatcher = self.token_dispatcher
+        only_reorders = type(dispatcher) in (LocalTokenDispatcher, AllToAllTokenDispatcher)
+        return only_reorders and getattr(dispatcher, "ep_mesh", None) is None
+
+
+class FusedMoE(MoE):
+    """The whole routed path in our kernels, unless experts live on other ranks."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(MoE.Config):
+        pass
+
+    @wraps(MoE.forward)
+    def forward(self, x: Tensor) -> Tensor:
+        if not self._routes_here(x):
+            return super().forward(x)
+        with torch.autocast(x.device.type, dtype=torch.float32):  # as the stock router
+            logits = self.router.gate(x)
+        routing = choose(self.router, logits.flatten(0, -2), self.expert_bias_E)
+        counts = routing.plan.counts
+        if self.training:
+            with torch.no_grad():
+                self.tokens_per_expert_E.add_(counts)
+        per_token = (*x.shape[:-1], -1)
+        scores, ids = routing.scores.view(per_token), routing.ids.view(per_token)
+        out = self.routed_experts(x, scores, ids, counts, routing=routing)
+        return out if self.shared_experts is None else out + self.shared_experts(x)
+
+    def _routes_here(self, x: Tensor) -> bool:
+        """Whether all experts are here, and x is a tensor that our router can take.
+
+        A DTensor it is not, and under SPMD type checking an operator needs a rule of its types.
+        """
+        return (
+            self.routed_experts.is_local
+            and not self.router._debug_force_load_balance
+            and not isinstance(x, DTensor)
+            and not spmd.is_type_checking()
+        )
+
+
+class FusedSelectiveAC(SelectiveAC):
+    """Selective checkpointing that keeps what of ours is dear to compute again."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(SelectiveAC.Config):
+        pass
+
+    def get_save_ops(self) -> set:
+        return super().get_save_ops() | SAVED_OPS
+
+
+# --- overrides ----------------------------------------------------------------------------------------
+
+
+def _override(target: type, description: str):
+    """torchtitan's override of exactly this Config, not of quantised or other models' subclasses."""
+
+    def register(factory):
+        # torchtitan names an override by its factory's module: the package, as users write it.
+        factory.__module__ = __package__
+        return override(target=target, exact=True, description=description)(factory)
+
+    return register
+
+
+@_override(GroupedExperts.Config, "fused_moe: grouped SwiGLU of the routed experts")
+def fused_experts(cfg: GroupedExperts.Config) -> GroupedExperts.Config:
+    """The experts alone, behind torchtitan's own dispatch and combine."""
+    return derive(cfg, FusedGroupedExperts.Config)
+
+
+@_override(RoutedExperts.Config, "fused_moe: dispatch, experts and combine")
+def fused_routed_experts(cfg: RoutedExperts.Config) -> RoutedExperts.Config:
+    """Experts with dispatch and combine where no token leaves the rank. Other experts stay as they are."""
+    if type(cfg.inner_experts) is not GroupedExperts.Config:
+        return cfg
+    return derive(cfg, FusedRoutedExperts.Config, inner_experts=fused_experts(cfg.inner_experts))
+
+
+@_override(MoE.Config, "fused_moe: router, dispatch, experts and combine")
+def fused_moe(cfg: MoE.Config) -> MoE.Config:
+    """The routed half of the layer, router included. A router of another class keeps its own computation."""
+    if type(cfg.routed_experts) is not RoutedExperts.Config:
+        return cfg
+    routed_experts = fused_routed_experts(cfg.routed_experts)
+    is_stock = type(cfg.router) is TokenChoiceTopKRouter.Config and routed_experts is not cfg.routed_experts
+    return derive(cfg, FusedMoE.Config if is_stock else type(cfg), routed_experts=routed_experts)
+
+
+@_override(SelectiveAC.Config, "fused_moe: operators that selective checkpointing saves")
+def selective_ac(cfg: SelectiveAC.Config) -> SelectiveAC.Config:
+    """torchtitan's save list and our operators."""
+    return derive(cfg, FusedSelectiveAC.Config)

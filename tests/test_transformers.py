@@ -1,0 +1,515 @@
+"""fused_moe.transformers: tiny models of each family and single experts against eager; the fallback; LoRA.
+
+A model is judged tensor by tensor, its logits and every gradient. All runs of one test take the routing of
+the first: rounding decides between two nearly equal experts, and then nothing else could be compared.
+"""
+
+import copy
+import subprocess
+import sys
+import warnings
+from types import SimpleNamespace
+
+import pytest
+import torch
+from cases import (
+    BF16,
+    F32,
+    F64,
+    FORMS,
+    LOOSE,
+    STRICT,
+    Calls,
+    assert_as_good,
+    assert_near,
+    assert_same_bits,
+    forward_backward,
+    make_ids,
+    to_double,
+)
+from torch import nn
+from torch.func import functional_call
+from torch.overrides import TorchFunctionMode
+
+transformers = pytest.importorskip("transformers")
+peft = pytest.importorskip("peft")
+
+from transformers import AutoConfig, AutoModelForCausalLM  # noqa: E402
+from transformers.models.aria.modeling_aria import AriaExperts  # noqa: E402
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts  # noqa: E402
+from transformers.models.mixtral.modeling_mixtral import MixtralExperts  # noqa: E402
+from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHExperts  # noqa: E402
+
+import fused_moe.transformers  # noqa: E402
+
+pytestmark = pytest.mark.usefixtures("registered")
+
+BOTH_DTYPES = pytest.mark.parametrize("dtype", (F32, BF16), ids=("f32", "bf16"))
+
+
+@pytest.fixture(scope="module")
+def registered():
+    fused_moe.transformers.register()
+    fused_moe.transformers.register()  # again does no harm
+
+
+@pytest.fixture
+def fresh_warnings(monkeypatch):
+    """Nobody has been warned yet."""
+    monkeypatch.setattr(fused_moe.transformers, "_warned", set())
+
+
+# --- models ---------------------------------------------------------------------------------------
+
+NUM_EXPERTS = 8
+DENSE_FIRST = {"first_k_dense_replace": 1, "n_routed_experts": NUM_EXPERTS, "n_shared_experts": 1}
+LATENT = {
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+}
+
+# model_type -> what its configuration needs beyond tiny_config's
+FAMILIES = {
+    "mixtral": {"num_local_experts": NUM_EXPERTS, "intermediate_size": 24},
+    "qwen2_moe": {"num_experts": NUM_EXPERTS, "shared_expert_intermediate_size": 20},
+    "qwen3_moe": {"num_experts": NUM_EXPERTS, "head_dim": 8, "norm_topk_prob": True},
+    "olmoe": {"num_experts": NUM_EXPERTS, "intermediate_size": 24},
+    "deepseek_v3": {**DENSE_FIRST, **LATENT, "n_group": 4, "topk_group": 2, "num_key_value_heads": 4},
+    "glm4_moe": {**DENSE_FIRST, "head_dim": 8},
+    "gpt_oss": {
+        "num_local_experts": NUM_EXPERTS,
+        "intermediate_size": 24,
+        "head_dim": 8,
+        "sliding_window": 8,
+    },
+}
+ALL_FAMILIES = pytest.mark.parametrize("family", FAMILIES)
+
+
+def tiny_config(family: str, **more):
+    sizes = {
+        "vocab_size": 96,
+        "hidden_size": 32,
+        "intermediate_size": 40,
+        "moe_intermediate_size": 24,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "num_experts_per_tok": 3,
+        "max_position_embeddings": 64,
+        "pad_token_id": 0,
+        "bos_token_id": 1,
+        "eos_token_id": None,
+    }
+    return AutoConfig.for_model(family, **{**sizes, **FAMILIES.get(family, {}), **more})
+
+
+def tiny_model(family: str, device, dtype=F32, **more) -> nn.Module:
+    """In eager, with weights that keep signals of order one, so that the experts do count in the logits."""
+    if family == "gpt_oss":
+        # as Case.limit: a limit that is reached, but not where rounding decides on which side a value is
+        more = {"swiglu_limit": 1.0 if dtype == F32 else 7.0, **more}
+    model = AutoModelForCausalLM.from_config(
+        tiny_config(family, **more),
+        experts_implementation="eager",
+        attn_implementation="eager",  # the same bits every run, on a GPU too
+    )
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(0, 0.2)
+    return model.to(device, dtype)
+
+
+def in_fused_moe(model: nn.Module) -> nn.Module:
+    """A copy whose experts are ours."""
+    model = copy.deepcopy(model)
+    model.set_experts_implementation("fused_moe")
+    return model
+
+
+def expert_modules(model: nn.Module) -> list[nn.Module]:
+    return [m for m in model.modules() if hasattr(m, "gate_up_proj") and m.gate_up_proj.dim() == 3]
+
+
+def token_ids(device) -> torch.Tensor:
+    return torch.randint(1, 96, (4, 40), device=device)
+
+
+class Routing(TorchFunctionMode):
+    """Keeps what every top-k chose, or lets each choose what it chose in an earlier run."""
+
+    def __init__(self, earlier: "Routing | None" = None):
+        super().__init__()
+        self.chosen = []
+        self.earlier = earlier and iter(earlier.chosen)
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if func not in (torch.topk, torch.Tensor.topk):
+            return result
+        if self.earlier is None:
+            self.chosen.append(result.indices)
+            return result
+        indices = next(self.earlier)
+        return torch.return_types.topk((args[0].gather(-1, indices), indices))
+
+
+def logits_and_gradients(model: nn.Module, ids, dlogits, routing: Routing) -> dict:
+    with routing:
+        logits = model(input_ids=ids).logits
+    names, parameters = zip(*((n, p) for n, p in model.named_parameters() if p.requires_grad), strict=True)
+    grads = torch.autograd.grad(logits, parameters, dlogits.to(logits.dtype))
+    return {"logits": logits.detach(), **dict(zip(names, grads, strict=True))}
+
+
+def assert_models_agree(eager: nn.Module, ours: nn.Module, ids) -> None:
+    """float32 to 1e-5 of each norm, for sums in another order; bfloat16 as near to float64 as eager is."""
+    dlogits = torch.randn(*ids.shape, eager.config.vocab_size, device=ids.device)
+    routing = Routing()
+    expected = logits_and_gradients(eager, ids, dlogits, routing)
+    found = logits_and_gradients(ours, ids, dlogits, Routing(routing))
+    if eager.dtype == F32:
+        for name, value in expected.items():
+            assert_near(found[name], value, slack=64)
+        return
+    exact = logits_and_gradients(copy.deepcopy(eager).double(), ids, dlogits, Routing(routing))
+    assert_as_good(found, expected, exact)
+    # Sinks and biases have a few numbers each, where rounding falls either way; all together do not.
+    together = ({"all": torch.cat([run[n].flatten() for n in exact])} for run in (found, expected, exact))
+    assert_as_good(*together, STRICT)
+
+
+@ALL_FAMILIES
+@BOTH_DTYPES
+def test_logits_and_gradients(device, dtype, family):
+    """Every family: the model in fused_moe is the model in eager, forward and backward."""
+    eager = tiny_model(family, device, dtype)
+    assert_models_agree(eager, in_fused_moe(eager), token_ids(device))
+
+
+@ALL_FAMILIES
+def test_every_layer_is_ours_and_weights_stay_where_they_are(device, family):
+    """Each layer of experts is one call of our operators, on the parameters' own memory."""
+    model = in_fused_moe(tiny_model(family, device))
+    ids = token_ids(device)
+    with Calls() as calls:
+        model(input_ids=ids, labels=ids).loss.backward()
+    experts = expert_modules(model)
+    assert experts
+    for operator, argument, name in (("experts_up", 1, "gate_up_proj"), ("experts_down", 2, "down_proj")):
+        used = [args[argument].data_ptr() for args, _ in calls.of(operator)]
+        assert used == [getattr(module, name).data_ptr() for module in experts]
+        assert len(calls.of(f"{operator}_backward")) == len(experts)
+
+
+@ALL_FAMILIES
+def test_generate(device, family):
+    """Greedy decoding with a cache gives eager's tokens."""
+    eager = tiny_model(family, device).eval()
+    ours, ids = in_fused_moe(eager), token_ids(device)
+    settings = {"max_new_tokens": 6, "do_sample": False, "attention_mask": torch.ones_like(ids)}
+    expected = eager.generate(ids, **settings)
+    with Calls() as calls:
+        found = ours.generate(ids, **settings)
+    assert torch.equal(found, expected)
+    assert len(calls.of("experts_up")) == 6 * len(expert_modules(ours))
+
+
+def test_from_pretrained(device, tmp_path):
+    """The name is known to from_pretrained, and the checkpoint's names and layout stay transformers'."""
+    saved = tiny_model("qwen3_moe", device)
+    saved.save_pretrained(tmp_path)
+    chosen = {"experts_implementation": "fused_moe", "attn_implementation": "eager"}
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, **chosen).to(device)
+    assert loaded.config._experts_implementation == "fused_moe"
+    assert_same_bits(saved.state_dict(), loaded.state_dict())
+    ids = token_ids(device)
+    with torch.no_grad():
+        assert torch.equal(loaded(ids).logits, in_fused_moe(saved)(ids).logits)
+
+
+def test_checkpointing_gives_the_same_gradients(device):
+    """Recomputed in backward, as large models train: the same bits."""
+    ours, ids = in_fused_moe(tiny_model("qwen3_moe", device)).train(), token_ids(device)
+    grads = []
+    for _ in range(2):
+        ours.zero_grad()
+        ours(input_ids=ids, labels=ids).loss.backward()
+        grads.append({n: p.grad for n, p in ours.named_parameters()})
+        # the later name, where transformers has it
+        getattr(ours, "activation_checkpointing_enable", ours.gradient_checkpointing_enable)()
+    assert_same_bits(*grads)
+
+
+# --- experts alone --------------------------------------------------------------------------------
+
+EXPERTS = {
+    "halves": MixtralExperts,
+    "halves.T": AriaExperts,
+    "interleaved.T, biases, clamped": GptOssExperts,
+    "ungated": NemotronHExperts,
+}
+# Each release of transformers opens more classes to its interface.
+EXPERTS = {kind: c for kind, c in EXPERTS.items() if hasattr(c.forward, "__wrapped__")}
+ALL_EXPERTS = pytest.mark.parametrize("kind", EXPERTS)
+T, D, F, E, K = 33, 37, 29, 5, 2
+
+
+def experts_config(**more) -> SimpleNamespace:
+    """Whatever name a class has for a size."""
+    sizes = {
+        "hidden_size": D,
+        "moe_hidden_size": D,
+        "intermediate_size": F,
+        "moe_intermediate_size": F,
+        "moe_latent_size": None,
+        "num_local_experts": E,
+        "moe_num_experts": E,
+        "n_routed_experts": E,
+        "hidden_act": "silu",
+        "mlp_hidden_act": "relu",
+        "swiglu_alpha": 1.5,
+        "swiglu_limit": 1.0,
+        "post_norm_eps": 1e-6,
+        "_experts_implementation": "fused_moe",
+    }
+    return SimpleNamespace(**{**sizes, **more})
+
+
+class Experts:
+    """One module of experts, and the differentiable arguments of a call: x, scores and its parameters."""
+
+    def __init__(self, experts_class, device, dtype=F32, *, tokens=T, score_dtype=F32, **config):
+        if dtype != F32:  # as Case.limit
+            config = {"swiglu_limit": 7.0, **config}
+        self.module = experts_class(experts_config(**config)).to(device, dtype)
+        parameters = dict(self.module.named_parameters())
+        values = {n: torch.randn(p.shape, dtype=F64) * 0.2 for n, p in parameters.items()}
+        values["x"] = torch.randn(tokens, D, dtype=F64)
+        self.inputs = {n: v.to(device, dtype) for n, v in values.items()}
+        with torch.no_grad():
+            for name, parameter in parameters.items():
+                parameter.copy_(self.inputs[name])
+        self.inputs["scores"] = torch.rand(tokens, K, dtype=F64).add(0.1).to(device, score_dtype)
+        self.dout = torch.randn(tokens, D, dtype=F64).to(device, dtype)
+        self.ids = make_ids("random", tokens, K, E).to(device)
+
+    def run(self, implementation: str, inputs=None, dout=None, ids=None) -> dict:
+        """out and the gradient of every input."""
+        self.module.config._experts_implementation = implementation
+
+        def call(x, scores, ids, **parameters):
+            return functional_call(self.module, parameters, (x, ids, scores))
+
+        dout = self.dout if dout is None else dout
+        ids = self.ids if ids is None else ids
+        return forward_backward(call, inputs or self.inputs, dout, ids=ids)
+
+    def exact(self) -> dict:
+        return self.run("eager", to_double(self.inputs), to_double(self.dout))
+
+    def check(self, **changed) -> dict:
+        """Ours, once it is as good as eager; `changed` is the same call with its inputs stored otherwise."""
+        ours = self.run("fused_moe", **changed)
+        assert_as_good(ours, self.run("eager"), self.exact())
+        return ours
+
+
+@ALL_EXPERTS
+@BOTH_DTYPES
+@pytest.mark.parametrize("score_dtype", (F32, BF16), ids=("scores f32", "scores bf16"))
+def test_experts(device, dtype, score_dtype, kind):
+    """Every layout that transformers stores, with scores of either dtype: output and all gradients."""
+    ours = Experts(EXPERTS[kind], device, dtype, score_dtype=score_dtype).check()
+    assert ours["out"].dtype == dtype and ours["dscores"].dtype == score_dtype
+
+
+@pytest.mark.parametrize("hidden_act", ("gelu", "gelu_new", "gelu_pytorch_tanh", "relu", "swish"))
+def test_activations(device, hidden_act):
+    """The other activations that a configuration may name and we compute."""
+    experts = Experts(MixtralExperts, device, hidden_act=hidden_act)
+    with Calls() as calls:
+        experts.check()
+    assert calls.of("experts_up")
+
+
+@ALL_EXPERTS
+@pytest.mark.parametrize("tokens", (0, 1))
+def test_few_tokens(device, tokens, kind):
+    """No token or one, as a rank of a sharded batch may see, in forward and backward."""
+    experts = Experts(EXPERTS[kind], device, tokens=tokens)
+    if tokens:
+        experts.check()
+        return
+    for name, value in experts.run("fused_moe").items():
+        assert value.shape == (experts.dout if name == "out" else experts.inputs[name[1:]]).shape
+        assert not value.count_nonzero(), name
+
+
+@ALL_EXPERTS
+@BOTH_DTYPES
+@pytest.mark.usefixtures("poison")
+def test_sentinels(device, dtype, kind):
+    """An id of E or more is another rank's: no contribution, no NaN from memory that nobody wrote, and no
+    gradient to its score."""
+    experts = Experts(EXPERTS[kind], device, dtype)
+    foreign = torch.rand(T, K, device=device) < 0.4
+    foreign[3] = True  # a token without an expert here
+    experts.inputs["scores"].masked_fill_(foreign, 0)
+    beyond = E + torch.randint(4, (T, K), device=device)
+    ours = experts.run("fused_moe", ids=experts.ids.where(~foreign, beyond))
+    # Eager counts the same slots to some expert, with a score of zero.
+    eager, exact = experts.run("eager"), experts.exact()
+    for result in (eager, exact):
+        result["dscores"].masked_fill_(foreign, 0)
+    assert_as_good(ours, eager, exact)
+    assert not ours["dscores"][foreign].count_nonzero()
+    assert not ours["out"][3].count_nonzero() and not ours["dx"][3].count_nonzero()
+
+
+@ALL_EXPERTS
+@BOTH_DTYPES
+@pytest.mark.parametrize("form", [f for f in FORMS if f != "contiguous"])
+def test_storage(device, dtype, form, kind):
+    """Pointers off 16 bytes, as memory-mapped checkpoints have them, and strides of any kind."""
+    experts, form = Experts(EXPERTS[kind], device, dtype), FORMS[form]
+    inputs = {n: form(t) for n, t in experts.inputs.items()}
+    experts.check(inputs=inputs, dout=form(experts.dout), ids=form(experts.ids))
+
+
+@pytest.mark.parametrize("dtype", (torch.int32, torch.int64))
+def test_ids_of_either_dtype(device, dtype):
+    """Routers give int64; what dispatches tokens may give int32."""
+    experts = Experts(MixtralExperts, device)
+    assert_same_bits(experts.run("fused_moe", ids=experts.ids.to(dtype)), experts.run("fused_moe"))
+
+
+def test_tokens_of_another_dtype(device):
+    """A float32 norm before bfloat16 experts: computed in the weights' dtype, returned in the tokens'."""
+    experts = Experts(MixtralExperts, device, BF16)
+    wide = experts.inputs | {"x": experts.inputs["x"].float()}
+    found = experts.run("fused_moe", wide, experts.dout.float())
+    assert found["out"].dtype == found["dx"].dtype == F32
+    expected = experts.run("fused_moe")
+    assert_same_bits({n: v.to(expected[n].dtype) for n, v in found.items()}, expected)
+
+
+@ALL_EXPERTS
+def test_autocast(device, kind):
+    """float32 experts under autocast: products in bfloat16, results and gradients in float32."""
+    experts = Experts(EXPERTS[kind], device, swiglu_limit=7.0)
+    with torch.autocast(device.type, BF16):
+        ours, eager = experts.run("fused_moe"), experts.run("eager")
+    slack = LOOSE * torch.finfo(BF16).eps / torch.finfo(F32).eps
+    assert_as_good(ours, eager, experts.exact(), slack)
+
+
+@ALL_EXPERTS
+def test_compile(device, kind):
+    """Traced whole, with all that is asked of the module on the way: the same bits."""
+    experts = Experts(EXPERTS[kind], device)
+    x, scores = (experts.inputs[n].detach().requires_grad_() for n in ("x", "scores"))
+    try:
+        out = torch.compile(experts.module, fullgraph=True, backend="aot_eager")(x, experts.ids, scores)
+        out.backward(experts.dout)
+    finally:
+        torch._dynamo.reset()
+    grads = {f"d{n}": p.grad for n, p in experts.module.named_parameters()}
+    found = {"out": out.detach(), **grads, "dx": x.grad, "dscores": scores.grad}
+    assert_same_bits({n: found[n] for n in experts.run("fused_moe")}, experts.run("fused_moe"))
+
+
+# --- what we do not compute -----------------------------------------------------------------------
+
+
+# model -> its class of experts, its configuration, and what the warning says
+UNKNOWN = {
+    "openai_privacy_filter": ("OpenAIPrivacyFilterExperts", {}, "the gate .*_apply_gate"),
+    "muse_spark": ("MuseSparkExperts", {}, "the norm after each expert"),
+    "mixtral": ("MixtralExperts", {"hidden_act": "gelu_fast"}, "the activation .*FastGELUActivation"),
+    "nemotron_h": ("NemotronHExperts", {"mlp_hidden_act": "relu2"}, "the activation .*ReLUSquaredActivation"),
+}
+
+
+@pytest.mark.parametrize("model", UNKNOWN)
+@pytest.mark.usefixtures("fresh_warnings")
+def test_the_unknown_runs_eager(device, model):
+    """What no kernel here computes is left to eager, to the last bit, and a warning names it once."""
+    name, config, reason = UNKNOWN[model]
+    module = f"transformers.models.{model}.modeling_{model}"
+    module = pytest.importorskip(module, reason=f"this transformers has no {model}", exc_type=ImportError)
+    experts = Experts(getattr(module, name), device, **config)
+    with pytest.warns(UserWarning, match=f"{reason} of {name}, which runs eager"), Calls() as calls:
+        found = experts.run("fused_moe")
+    assert not calls.of("experts_up")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert_same_bits(found, experts.run("fused_moe"))
+    assert_same_bits(found, experts.run("eager"))
+
+
+@pytest.mark.usefixtures("fresh_warnings")
+def test_a_model_warns_once(device):
+    """Not once a layer, and not once a step."""
+    eager = tiny_model("mixtral", device, hidden_act="gelu_fast")
+    ours, ids = in_fused_moe(eager), token_ids(device)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        logits = [ours(ids).logits for _ in range(2)]
+    assert [str(w.message) for w in caught if "fused_moe" in str(w.message)] == [
+        "fused_moe does not compute the activation transformers.activations.FastGELUActivation of "
+        "MixtralExperts, which runs eager"
+    ]
+    assert torch.equal(logits[0], eager(ids).logits) and torch.equal(*logits)
+
+
+# --- LoRA -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", ("qwen3_moe", "gpt_oss"))
+@BOTH_DTYPES
+def test_lora_on_the_expert_weights(device, dtype, family):
+    """PEFT's adapters of the packed weights get eager's gradients, and a few steps on them fit a batch."""
+    names = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    config = peft.LoraConfig(r=4, target_modules=[], target_parameters=names, init_lora_weights=False)
+    eager = peft.get_peft_model(tiny_model(family, device, dtype), config)
+    ours, ids = copy.deepcopy(eager), token_ids(device)
+    ours.get_base_model().set_experts_implementation("fused_moe")
+    adapters = [n for n, p in ours.named_parameters() if p.requires_grad]
+    assert len(adapters) == 2 * 2 * 2 and all("lora_" in n for n in adapters)
+    assert_models_agree(eager, ours, ids)
+
+    optimizer = torch.optim.Adam([p for p in ours.parameters() if p.requires_grad], lr=0.02)
+    losses = []
+    with Calls() as calls:
+        for _ in range(5):
+            loss = ours(input_ids=ids, labels=ids).loss
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+    assert losses[-1] < losses[0]
+    assert calls.of("experts_up_backward")
+
+
+# --- the import -----------------------------------------------------------------------------------
+
+
+def test_transformers_is_imported_by_our_module_alone(cpu):
+    """fused_moe does without it; where it is missing, or too old, the message says what to install."""
+    program = """
+import sys
+import fused_moe
+assert "transformers" not in sys.modules
+sys.modules["transformers"] = None
+try:
+    import fused_moe.transformers
+except ImportError as error:
+    print(error)
+"""
+    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert "pip install 'transformers" in found.stdout
