@@ -43,7 +43,8 @@ class ExpertParallel(ParallelStyle):
     It is a ParallelStyle, because that is what `parallelize_module` takes beside the styles of PyTorch's own
     for the rest of a model. The experts' weights and biases become DTensors, Shard(0) on the mesh, under the
     names they had, so full state dicts keep names and shapes; router and shared experts stay whole on every
-    rank.
+    rank. On CPUs draw the parameters before: DTensor gives CPU ranks no common generator, so that
+    `reset_parameters` afterwards, under one seed, gives every rank the same experts.
 
     Every rank's backward adds up the gradients that ALL ranks' losses give its experts, while those of the
     other parameters follow from the rank's own tokens. Under `fully_shard`, which averages over the mesh it
@@ -65,8 +66,8 @@ class ExpertParallel(ParallelStyle):
 
     Raises (where the style is applied):
         TypeError: for a module that is neither FusedMoE nor its experts, or has experts of another type.
-        ValueError: for parameters that are DTensors already, a mesh of several dimensions, or E not a
-            multiple of N.
+        ValueError: for parameters that are DTensors already or have a main_grad, a mesh of several
+            dimensions, or E not a multiple of N.
     """
 
     def __init__(self, *, static: bool = False, capacity: int | None = None, overflow: str = "error"):
@@ -87,6 +88,8 @@ class ExpertParallel(ParallelStyle):
             function.fail(TypeError, fn, "a FusedMoE, or its experts", type(experts).__name__)
         if isinstance(experts.w1, DTensor):
             function.fail(ValueError, fn, "plain parameters, as before fully_shard", "DTensors")
+        if any(getattr(p, "main_grad", None) is not None for p in experts.parameters()):
+            function.fail(ValueError, fn, "main_grad to be set afterwards, on the DTensors", "one")
         if device_mesh.ndim != 1:
             function.fail(ValueError, fn, "a mesh of one dimension", f"shape {tuple(device_mesh.shape)}")
         if experts.num_experts % device_mesh.size():
@@ -192,10 +195,7 @@ class ParallelExperts(Experts):
             *map(_local, weights),
             scores,
             ids.unsqueeze(1),
-            b1=_local(self.b1),
-            b2=_local(self.b2),
-            b3=_local(self.b3),
-            activation=self.activation,
+            **{name: _local(value) for name, value in self.settings.items()},
             main_grads=main_grads,
         )
 
@@ -228,5 +228,6 @@ def _with_length(rows: Tensor, length: int) -> Tensor:
     return rows if rows.size(0) == length else F.pad(rows, (0, 0, 0, length - rows.size(0)))
 
 
-def _local(value: Tensor | None) -> Tensor | None:
+def _local(value):
+    """A DTensor's part on this rank; anything else as it is."""
     return value.to_local() if isinstance(value, DTensor) else value

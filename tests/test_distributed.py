@@ -429,10 +429,13 @@ def test_fully_shard_beside_expert_parallel(workers, device, shape):
 def refusals(rank, device):
     line = init_device_mesh(device.type, (RANKS,))
     square = init_device_mesh(device.type, (1, RANKS))
+    accumulating = new_layer(device)
+    accumulating.experts.w2.main_grad = torch.zeros_like(accumulating.experts.w2)
     wrong = (
         (torch.nn.Linear(2, 2), line),
         (reference.FusedMoE(4, 4, 4, 1), line),
         (fully_shard(new_layer(device), mesh=line), line),
+        (accumulating, line),
         (new_layer(device), square),
         (FusedMoE(4, 4, 3, 1), line),
     )
@@ -452,6 +455,7 @@ def test_wrong_modules_and_meshes(workers):
             "TypeError ExpertParallel: expected a FusedMoE, or its experts, found Linear",
             "TypeError ExpertParallel: expected a FusedMoE, or its experts, found _Experts",
             "ValueError ExpertParallel: expected plain parameters, as before fully_shard, found DTensors",
+            "ValueError ExpertParallel: expected main_grad to be set afterwards, on the DTensors, found one",
             "ValueError ExpertParallel: expected a mesh of one dimension, found shape (1, 2)",
             "ValueError ExpertParallel: expected a number of experts that 2 divides, found 3 experts",
         ]

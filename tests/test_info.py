@@ -1,5 +1,6 @@
 """fused_moe.info() and python -m fused_moe: what runs here, and why something does not."""
 
+import importlib
 import os
 import re
 import subprocess
@@ -166,3 +167,13 @@ def test_python_m_prints_info(device, tmp_path):
     run = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=env)
     assert run.returncode == 0, run.stderr
     assert fused_moe.__version__ in run.stdout and "tiers" in run.stdout
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("host", ("torchtitan", "transformers"))
+def test_a_missing_host_is_named(host, monkeypatch):
+    """The adapter of a package that is not there says what to install."""
+    monkeypatch.setitem(sys.modules, host, None)
+    monkeypatch.delitem(sys.modules, f"fused_moe.{host}", raising=False)
+    with pytest.raises(ImportError, match=f"^fused_moe.{host} needs .*{host}"):
+        importlib.import_module(f"fused_moe.{host}")

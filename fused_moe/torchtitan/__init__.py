@@ -18,16 +18,25 @@ Names in torchtitan move between versions, so features are looked for and versio
 
 from importlib.util import find_spec
 
-if find_spec("torchtitan.config.override"):
+
+def _has(name: str) -> bool:
+    """Whether a module is there. find_spec imports what is above it, which may be missing itself."""
+    try:
+        return find_spec(name) is not None
+    except ImportError:
+        return False
+
+
+if _has("torchtitan.config.override"):
     from .overrides import fused_experts, fused_moe, fused_routed_experts, selective_ac
 
     __all__ = ["fused_experts", "fused_moe", "fused_routed_experts", "selective_ac"]
-elif find_spec("torchtitan.models.moe"):
+elif _has("torchtitan.models.moe"):
     from .converter import FusedMoEConverter
 
     __all__ = ["FusedMoEConverter"]
 else:
     raise ImportError(
-        "fused_moe.torchtitan: this torchtitan has neither overrides (torchtitan.config.override, as 0.3.0) "
-        "nor the MoE layer of its releases 0.2.x (torchtitan.models.moe)"
+        "fused_moe.torchtitan needs torchtitan with overrides (torchtitan.config.override, as in 0.3.0) "
+        "or with the MoE layer of its releases 0.2.x (torchtitan.models.moe), and finds neither"
     )

@@ -92,7 +92,8 @@ def _is_stock(layer: MoE) -> bool:
 
 def _selective_save_lists() -> list[set]:
     """Each model's parallelize module has a list of its own, by this name."""
-    lists = (vars(module).get("_op_sac_save_list") for module in list(sys.modules.values()))
+    modules = list(sys.modules.values())  # some are None: imports that somebody has blocked
+    lists = (getattr(module, "__dict__", {}).get("_op_sac_save_list") for module in modules)
     return [found for found in lists if isinstance(found, set)]
 
 
