@@ -57,7 +57,7 @@ def serve(rank, device_type, store, pipe):
         except EOFError:
             break
         try:
-            reply = to_bytes(fn(rank, device, *args))
+            reply = to_bytes(fn(rank, device, *from_bytes(args)))
         except Exception:
             reply = traceback.format_exc()
         pipe.send(reply)
@@ -65,9 +65,14 @@ def serve(rank, device_type, store, pipe):
 
 
 def to_bytes(value):
+    """For a pipe, which would put tensors into shared memory, and not everybody may write there."""
     file = io.BytesIO()
     torch.save(value, file)
     return file.getvalue()
+
+
+def from_bytes(data):
+    return torch.load(io.BytesIO(data), map_location="cpu", weights_only=False)
 
 
 class Workers:
@@ -86,12 +91,12 @@ class Workers:
     def __call__(self, fn, *args):
         """[fn(rank, device, *args)] of every rank; the tensors on the CPU."""
         for pipe in self.pipes:
-            pipe.send((fn, args))
+            pipe.send((fn, to_bytes(args)))
         replies = [pipe.recv() for pipe in self.pipes]
         errors = [reply for reply in replies if isinstance(reply, str)]
         if errors:
             raise RuntimeError("\n".join(errors))
-        return [torch.load(io.BytesIO(reply), map_location="cpu") for reply in replies]
+        return [from_bytes(reply) for reply in replies]
 
     def close(self):
         for pipe in self.pipes:
