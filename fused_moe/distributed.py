@@ -187,16 +187,14 @@ class ParallelExperts(Experts):
 
     def _local_experts(self, rows: Tensor, ids: Tensor) -> Tensor:
         """Rows (R, D), each for one of this rank's experts (R,), or for nobody -> (R, D)."""
-        weights = (self.w1, self.w2, self.w3)
-        main_grads = tuple(_local(getattr(w, "main_grad", None)) for w in weights)
         scores = torch.ones(rows.size(0), 1, dtype=score_dtype(rows), device=rows.device)
         return function.fused_experts(
             rows,
-            *map(_local, weights),
+            *map(_local, self.weights),
             scores,
             ids.unsqueeze(1),
             **{name: _local(value) for name, value in self.settings.items()},
-            main_grads=main_grads,
+            main_grads=tuple(map(_local, self.main_grads)),
         )
 
     def extra_repr(self) -> str:

@@ -90,12 +90,18 @@ class Experts(nn.Module):
     def forward(self, x: Tensor, scores: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
         """x (T, D) -> out (T, D), counts (E,) int32."""
         plan = route_plan(ids, self.num_experts)
-        weights = (self.w1, self.w2, self.w3)
-        main_grads = tuple(getattr(w, "main_grad", None) for w in weights)
         out = function.fused_experts(
-            x, *weights, scores, ids, **self.settings, plan=plan, main_grads=main_grads
+            x, *self.weights, scores, ids, **self.settings, plan=plan, main_grads=self.main_grads
         )
         return out, plan.counts
+
+    @property
+    def weights(self) -> tuple:
+        return self.w1, self.w2, self.w3
+
+    @property
+    def main_grads(self) -> tuple:
+        return tuple(getattr(w, "main_grad", None) for w in self.weights)
 
     @property
     def settings(self) -> dict:
