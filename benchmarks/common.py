@@ -95,14 +95,14 @@ def start(options: argparse.Namespace) -> None:
     if options.device == "auto":
         options.device = "cuda" if runs_on_gpu else "cpu"
     on_cpu = options.device == "cpu"
-    options.tier = "cpu" if on_cpu else _tier_in_use(options.tier, fused_moe.info()["tiers"])
+    options.tier = "cpu" if on_cpu else tier_in_use(options.tier, fused_moe.info()["tiers"])
     options.routing = options.routing or ["random"]
     options.repeats = options.repeats or (9 if on_cpu else 20)
     options.dtype = options.dtype or (["fp32", "bf16"] if on_cpu else ["bf16"])
     options.shape = options.shape or [name for name in SHAPES["layers"] if name.startswith("cpu") == on_cpu]
 
 
-def _tier_in_use(asked: str, tiers: dict[str, str]) -> str:
+def tier_in_use(asked: str, tiers: dict[str, str]) -> str:
     if asked != "auto":
         return asked
     best_first = ("hopper", "portable")

@@ -1,15 +1,17 @@
-"""Draws records: roofline.png, the rate over arithmetic intensity, and ratios.png, bars for every shape.
+"""Draws records: roofline.png, ratios.png and, where there are any of bench_torchtitan.py's, losses.png.
 
 python benchmarks/plot.py benchmarks/results/*.json -o pictures
 
-Records of several machines get a panel each. The ceilings are what the records themselves measured: the
-fastest dense product, and the large copy of bench_kernels.py where there is one.
+The first has the rate over arithmetic intensity, the second bars for every shape, the third loss curves.
+Records of several machines get a panel each. The roofline's ceilings are what the records themselves
+measured: the fastest dense product, and the large copy of bench_kernels.py where there is one.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import statistics
 from pathlib import Path
 
 import matplotlib
@@ -20,6 +22,8 @@ import matplotlib.pyplot as plt  # noqa: E402
 RATIOS = {"dense_ratio": "to dense", "torch_ratio": "to PyTorch", "peer_ratio": "to the best peer"}
 COLOURS = dict(zip(RATIOS, ("tab:blue", "tab:orange", "tab:green"), strict=True))
 MARKERS = "osD^v<>Ph*"
+LINES = ("-", "--", ":")
+SMOOTH = 5
 
 
 def arguments(argv: list[str] | None) -> argparse.Namespace:
@@ -107,6 +111,33 @@ def ratios(records: list[dict], path: Path) -> None:
     save(figure, path)
 
 
+def losses(records: list[dict], path: Path) -> None:
+    """A setting's curves on each other: every step's loss, pale, and the mean of SMOOTH to either side."""
+    panels = split([r for r in records if r.get("losses")], "gpu", "shape")
+    columns = min(2, len(panels))
+    rows = -(-len(panels) // columns)
+    figure, grid = plt.subplots(rows, columns, figsize=(7.5 * columns, 4.5 * rows), squeeze=False)
+    for axes in grid.flat[len(panels) :]:
+        axes.remove()
+    for axes, group in zip(grid.flat, panels.values(), strict=False):
+        for i, r in enumerate(group):
+            values = r["losses"]
+            reach = [min(SMOOTH, s, len(values) - 1 - s) for s in range(len(values))]
+            smooth = [statistics.fmean(values[s - n : s + n + 1]) for s, n in enumerate(reach)]
+            steps, colour = range(1, len(values) + 1), f"C{i}"
+            text = f"{r['what']}: {r['final_loss']:.4f} at the end, {r['tokens_per_second']:,} tokens/s a GPU"
+            axes.plot(steps, values, color=colour, linewidth=0.6, alpha=0.35)
+            axes.plot(steps, smooth, color=colour, linewidth=1.2, label=text, linestyle=LINES[i % len(LINES)])
+        first = group[0]
+        axes.set_title(
+            f"torchtitan {first['torchtitan']}, deepseek_v3 {first['shape']}, {machine(first)}", fontsize=9
+        )
+        axes.set(xlabel="step", ylabel="loss")
+        axes.grid(alpha=0.2)
+        axes.legend(fontsize=8)
+    save(figure, path)
+
+
 def label(r: dict) -> str:
     routing = "" if r["routing"] == "random" else f"\n{r['routing']}"
     tier = "" if r["tier"] in ("cpu", "hopper") else f"\n{r['tier']}"
@@ -127,6 +158,8 @@ def main(argv: list[str] | None = None) -> None:
     records = [r for path in options.files for r in json.loads(path.read_text())]
     roofline(records, options.output / "roofline.png")
     ratios(records, options.output / "ratios.png")
+    if any(r.get("losses") for r in records):
+        losses(records, options.output / "losses.png")
 
 
 if __name__ == "__main__":

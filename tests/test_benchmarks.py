@@ -13,12 +13,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 import fused_moe
 
 ROOT = Path(__file__).resolve().parents[1]
 BENCHMARKS = ROOT / "benchmarks"
-PROGRAMS = ("bench_layer", "bench_gemm", "bench_kernels", "bench_transformers", "first_call", "table", "plot")
+PROGRAMS = (
+    *("bench_layer", "bench_gemm", "bench_kernels", "bench_transformers", "bench_torchtitan", "first_call"),
+    *("table", "plot"),
+)
 SMALL = "192,8,2,64,32"
 FIELDS = {
     *("bench", "shape", "routing", "tier", "schedule", "dtype", "what", "time_us", "tflops", "dense_ratio"),
@@ -284,6 +288,99 @@ def test_plots(load, run, tmp_path):
     plot.main([*map(str, tmp_path.glob("*.json")), str(committed), "-o", str(tmp_path / "pictures")])
     for name in ("roofline.png", "ratios.png"):
         assert (tmp_path / "pictures" / name).read_bytes().startswith(b"\x89PNG")
+
+
+TRAINER = """
+import json, os, sys, time
+settings = json.loads(os.environ["BENCH_TORCHTITAN"])
+while not os.path.exists(settings["turn"]):
+    time.sleep(0.01)
+if settings["variant"] == "loop":
+    sys.exit("this one cannot")
+ours = "--model.converters=fused_moe" in sys.argv
+with open(settings["record"], "w") as file:
+    write = lambda entry: file.write(json.dumps(entry) + "\\n")
+    for step in range(1, 41):
+        seconds = 9 if step < 5 else 8 if step > 38 else 0.25 if ours else 0.5
+        write({"step": step, "loss": 4 / step, "grad_norm": 1, "seconds": seconds, "data_seconds": 0,
+               "tokens": 1000, "peak_gib": 2, "profiled": step > 38})
+    write({"profile": {"moe_us": 1 if ours else 3, "shared_experts_us": 1, "busy_us": 4 if ours else 6}})
+    write({"model": {"moe": "MoE"}})
+"""
+
+
+def test_torchtitan_in_three_variants(load, tmp_path, capsys):
+    """Of a trainer that only writes what torchtitan_spec.py would. One variant fails: the others count."""
+    trainer, path, work = tmp_path / "titan/torchtitan/train.py", tmp_path / "out.json", tmp_path / "work"
+    trainer.parent.mkdir(parents=True)
+    trainer.write_text(TRAINER)
+    (tmp_path / "titan/assets").mkdir()
+    (tmp_path / "titan/assets/version.txt").write_text("0.2.2\n")
+    flags = f"--torchtitan {tmp_path}/titan --steps 40 --profile 2 --nproc 1 --work {work} --json {path}"
+    with pytest.raises(SystemExit, match="1"):
+        load("bench_torchtitan").main([*flags.split(), "--ac", "full", "--compile"])
+    assert "this one cannot" in capsys.readouterr().out
+    stock, ours = json.loads(path.read_text())
+    for r in (stock, ours):
+        assert set(r) >= FIELDS
+        assert (r["bench"], r["shape"]) == ("torchtitan", "16B6, 1 GPU, full AC, compiled")
+        assert (r["peak_mib"], r["timed_steps"], len(r["losses"]), r["torchtitan"]) == (2048, 32, 40, "0.2.2")
+        assert r["final_loss"] == pytest.approx(sum(4 / step for step in range(37, 41)) / 4)
+    assert (stock["what"], stock["time_us"], stock["tokens_per_second"]) == ("grouped_mm", 5e5, 2000)
+    assert (ours["what"], ours["time_us"], ours["tokens_per_second"]) == ("fused_moe", 2.5e5, 4000)
+    assert ours["ratio_to_grouped_mm"] == ours["peer_ratio"] == 2 and "ratio_to_loop" not in ours
+    assert (ours["moe_time_over_grouped_mm"], ours["moe_share_over_grouped_mm"]) == (0.5, 0.75)
+    assert ours["loss_over_grouped_mm"] == 1
+    command = (work / "fused_moe/command").read_text()
+    assert "--activation_checkpoint.mode=full" in command and "--compile.enable" in command
+    assert len((work / "text/data.json").read_text().splitlines()) == 3000
+
+    load("plot").main([str(path), "-o", str(tmp_path)])
+    assert (tmp_path / "losses.png").read_bytes().startswith(b"\x89PNG")
+
+
+class Block(torch.nn.Module):
+    """A product of its own, and a layer with two of which one is a shared expert's."""
+
+    def __init__(self):
+        super().__init__()
+        self.own, self.moe = torch.nn.Linear(8, 8, bias=False), torch.nn.Linear(8, 8, bias=False)
+        self.moe.shared_experts = torch.nn.Linear(8, 8, bias=False)
+        self.moe.register_forward_hook(lambda moe, args, out: out + moe.shared_experts(args[0]))
+
+    def forward(self, x):
+        return x + self.moe(self.own(x))
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["kept", "computed again"])
+def test_kernels_are_attributed_to_layers(load, tmp_path, again):
+    """Products of a trace from the CPU, as if each had launched a kernel."""
+    profiled = load("moe_profile")
+    blocks = [Block(), Block()]
+    marks = profiled.Marks([block.moe for block in blocks], blocks)
+    x = torch.randn(4, 8, requires_grad=True)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+        for _ in range(2):
+            out = x
+            for block in blocks:
+                out = checkpoint(block, out, use_reentrant=False) if again else block(out)
+            out.mm(torch.ones(8, 1)).sum().backward()
+    marks.remove()
+    profiler.export_chrome_trace(str(tmp_path / "trace.json"))
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    products = [e for e in events if e["name"] == "aten::mm"]
+    for i, e in enumerate(products):
+        launch = {"ph": "X", "args": {"correlation": i}, "dur": 0.001}
+        events.append(launch | {"cat": "cuda_runtime", "name": "launch", "tid": e["tid"], "ts": e["ts"]})
+        events.append(launch | {"cat": "kernel", "name": "mm", "tid": 7, "ts": 100 * i, "dur": 10})
+    nccl = {"ph": "X", "cat": "kernel", "name": "ncclDevKernel", "tid": 8, "ts": 105, "dur": 10}
+    found = profiled.by_part([*events, nccl], marks.nodes, steps=2)
+    each = 2 * (4 if again else 3) * 10  # two blocks; forward, backward twice, and perhaps forward again
+    assert found["moe_us"] == found["shared_experts_us"] == each
+    assert found["rest_us"] == each + 20  # of the last product's backward only the input's
+    assert (found["communication_us"], found["moe_communication_us"], found["without_launch_us"]) == (5, 0, 5)
+    assert found["busy_us"] == 3 * each + 20 + 2.5
+    assert found["kernels"] == [["mm", each, each / 10]]
 
 
 def test_a_program_runs_as_a_script(cpu):

@@ -15,7 +15,7 @@ from torchtitan.models.moe.moe import GroupedExperts, MoE, TokenChoiceTopKRouter
 from torchtitan.protocols.model_converter import register_model_converter
 from torchtitan.tools.logging import logger
 
-from .layer import SAVED_OPS, Routing, choose, run_experts
+from .layer import SAVED_OPS, Routing, choose, combine, routed_rows, run_experts
 
 
 class FusedGroupedExperts(GroupedExperts):
@@ -30,11 +30,11 @@ class FusedGroupedExperts(GroupedExperts):
 
 
 class FusedMoE(MoE):
-    """The whole routed path in our kernels, unless experts live on other ranks."""
+    """The routed path in our kernels, all but the way to experts on other ranks and back."""
 
     def forward(self, x: Tensor) -> Tensor:
         """x (B, L, D) -> (B, L, D)."""
-        if self._is_expert_parallel() or self.router._debug_force_load_balance:
+        if self.router._debug_force_load_balance or self._splits_routing():
             return super().forward(x)
         tokens = x.view(-1, x.size(-1))
         score_on = "input" if self.score_before_experts else "output"
@@ -42,14 +42,23 @@ class FusedMoE(MoE):
         counts = routing.plan.counts
         with torch.no_grad():
             self.tokens_per_expert.add_(counts)
-        out = self.experts(tokens, counts, routing=routing)
-        if self.shared_experts is not None:
-            out = self.shared_experts(tokens) + out
-        return out.view(x.shape)
+        if self._is_expert_parallel():
+            rows = self.experts(routed_rows(tokens, routing), counts.long())
+            # As in the stock layer while the rows are on their way back.
+            shared = self.shared_experts(tokens) if self.shared_experts is not None else None
+            out = combine(rows, routing)
+        else:
+            out = self.experts(tokens, counts, routing=routing)
+            shared = self.shared_experts(tokens) if self.shared_experts is not None else None
+        return (out if shared is None else shared + out).view(x.shape)
 
     def _is_expert_parallel(self) -> bool:
         w1 = self.experts.w1
         return isinstance(w1, DTensor) and "ep" in (w1.device_mesh.mesh_dim_names or ())
+
+    def _splits_routing(self) -> bool:
+        """Whether hooks of tensor parallelism give every rank a part of the routing."""
+        return bool(self.reorderer._forward_pre_hooks or self.reorderer._forward_hooks)
 
 
 class FusedMoEConverter:

@@ -47,6 +47,21 @@ def choose(
     return Routing(scores, ids, route_plan(ids, logits.size(1)), score_on)
 
 
+def routed_rows(x: Tensor, routing: Routing) -> Tensor:
+    """The rows that a dispatcher shall take to the experts: x (T, D) -> (T * K, D), grouped by expert."""
+    plan = routing.plan
+    rows = ops.permute(x, plan.offsets, plan.row_token, plan.row_slot, plan.token_row)
+    if routing.score_on == "output":
+        return rows
+    scores = routing.scores.flatten().index_select(0, plan.row_slot)
+    return (rows.float() * scores[:, None]).to(x.dtype)
+
+
+def combine(rows: Tensor, routing: Routing) -> Tensor:
+    """What the dispatcher has brought back, every token's rows summed: (T * K, D) -> (T, D)."""
+    return function.unpermute(rows, routing.plan, routing.scores if routing.score_on == "output" else None)
+
+
 def run_experts(
     x: Tensor,
     weights: tuple[Tensor, Tensor, Tensor],

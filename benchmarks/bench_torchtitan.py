@@ -1,0 +1,311 @@
+"""Trains deepseek_v3 with torchtitan 0.2.x's own trainer: stock for-loop, stock grouped_mm, fused_moe.
+
+    python benchmarks/bench_torchtitan.py --torchtitan CHECKOUT --profile 3 --json out.json
+    python benchmarks/bench_torchtitan.py --torchtitan CHECKOUT --expert-parallel 2 --ac selective --compile
+    python benchmarks/plot.py out.json -o pictures        # the loss curves: losses.png
+
+The variants are runs of `torchrun -m torchtitan.train` one after another, with the same seed and data, and
+differ in `use_grouped_mm` and `--model.converters=fused_moe` alone. torchtitan_spec.py, in torchtitan as a
+custom import, adds the flavour 16B6 (the 16B's layers, six of them of which five are MoE, vocabulary 2048,
+SDPA) and writes every step's loss, seconds and memory. CHECKOUT is torchtitan's sources with
+tests/assets/tokenizer and assets/version.txt; where it has no tests/assets/c4_test, text of the same form is
+made up. Nothing is downloaded.
+
+A record holds the median time of the steps after the first tenth (at most 20), tokens per second of one GPU,
+and all losses; final_loss is the mean over the last tenth. --profile N has the last N steps under
+torch.profiler and out of the times: moe_profile.py says which kernels are the MoE's. While one variant runs
+the next one imports, and waits.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import ExitStack
+from pathlib import Path
+
+import common
+import moe_profile
+import torch
+
+VARIANTS = ("loop", "grouped_mm", "fused_moe")
+CONFIG = "torchtitan/models/deepseek_v3/train_configs/debug_model.toml"
+TEXT = "tests/assets/c4_test"
+FLAVORS = {  # of a GPU; the rates are those of torchtitan's own configurations
+    "debugmodel": {"local_batch_size": 8, "seq_len": 2048, "lr": 8e-4},
+    "16B6": {"local_batch_size": 4, "seq_len": 4096, "lr": 2.2e-4},
+}
+
+
+def arguments(argv: list[str] | None) -> argparse.Namespace:
+    flags = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add = flags.add_argument
+    add("--torchtitan", type=Path, required=True, help="the checkout")
+    add("--flavor", choices=FLAVORS, default="16B6")
+    add("--variants", default=",".join(VARIANTS), help="some of them, by commas")
+    add("--steps", type=int, default=200)
+    add("--nproc", type=int, default=max(torch.cuda.device_count(), 1), help="GPUs; default: all")
+    add("--expert-parallel", type=int, default=1, help="degree")
+    add("--ac", choices=("none", "selective", "full"), default="none", help="activation checkpointing")
+    add("--compile", action="store_true")
+    add("--seed", type=int, default=0)
+    add("--profile", type=int, default=0, metavar="N", help="the last N steps")
+    add("--workers", type=int, default=1, help="processes that load data, 0 for none")
+    add("--limit", type=float, default=1800, help="seconds for one variant")
+    add("--work", type=Path, help="keeps logs, steps and traces in this folder")
+    add("--json", type=Path, help="where the records go")
+    add("--append", action="store_true", help="keep the other records of that file")
+    options = flags.parse_args(argv)
+    options.variants = options.variants.split(",")
+    if not set(options.variants) <= set(VARIANTS):
+        flags.error(f"--variants: expected some of {','.join(VARIANTS)}")
+    if options.profile >= options.steps:
+        flags.error("--profile: expected fewer than --steps")
+    options.torchtitan = options.torchtitan.resolve()
+    options.device = "cuda" if torch.cuda.is_available() else "cpu"
+    return options
+
+
+# --- one run ------------------------------------------------------------------------------------------
+
+
+def trainer_flags(options: argparse.Namespace, variant: str, text: Path, folder: Path) -> list[str]:
+    sizes = FLAVORS[options.flavor]
+    flags = {
+        "job.config_file": CONFIG,
+        "job.dump_folder": folder,
+        "experimental.custom_import": "torchtitan_spec",
+        "model.flavor": options.flavor,
+        "training.steps": options.steps,
+        "training.local_batch_size": sizes["local_batch_size"],
+        "training.seq_len": sizes["seq_len"],
+        "training.dataset_path": text,
+        "training.dataloader.num_workers": options.workers,
+        "optimizer.lr": sizes["lr"],
+        "lr_scheduler.warmup_steps": max(2, min(20, options.steps // 10)),
+        "parallelism.expert_parallel_degree": options.expert_parallel,
+        "activation_checkpoint.mode": options.ac,
+        "debug.seed": options.seed,
+    }
+    if variant == "fused_moe":
+        flags["model.converters"] = "fused_moe"
+    switches = ["metrics.disable_color_printing", *(["compile.enable"] if options.compile else [])]
+    return [f"--{name}={value}" for name, value in flags.items()] + [f"--{name}" for name in switches]
+
+
+def start(options: argparse.Namespace, variant: str, text: Path, work: Path) -> subprocess.Popen:
+    """The variant's processes, which wait for their turn."""
+    folder = work / variant
+    folder.mkdir(parents=True)
+    settings = {
+        "variant": variant,
+        "record": str(folder / "steps.jsonl"),
+        "profile": options.profile,
+        "turn": str(folder / "turn"),
+    }
+    paths = [str(common.HERE), os.environ.get("PYTHONPATH", "")]
+    environment = os.environ | {
+        "BENCH_TORCHTITAN": json.dumps(settings),
+        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+        "HF_HUB_OFFLINE": "1",
+        "HF_DATASETS_OFFLINE": "1",
+        "HF_DATASETS_CACHE": str(work / "datasets"),
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={options.nproc}"]
+    command = [sys.executable, *torchrun, "-m", "torchtitan.train"]
+    command += trainer_flags(options, variant, text, folder)
+    (folder / "command").write_text(" ".join(command) + "\n")
+    with (folder / "log").open("w") as log:
+        return subprocess.Popen(
+            command, cwd=options.torchtitan, env=environment, stdout=log, stderr=subprocess.STDOUT
+        )
+
+
+def finish(options: argparse.Namespace, process: subprocess.Popen, folder: Path) -> list[dict]:
+    """Gives the run its turn; what it has written, or nothing where it failed."""
+    (folder / "turn").touch()
+    try:
+        code = process.wait(options.limit)
+    except subprocess.TimeoutExpired:
+        code = f"over {options.limit:g} s"
+        stop(process)
+    steps = folder / "steps.jsonl"
+    entries = [json.loads(line) for line in steps.read_text().splitlines()] if steps.exists() else []
+    if code == 0 and any("model" in entry for entry in entries):
+        return entries
+    log = (folder / "log").read_text().splitlines()
+    print(f"{folder.name} failed ({code}) after {len(entries)} steps:", *log[-60:], sep="\n", flush=True)
+    return []
+
+
+def stop(process: subprocess.Popen) -> None:
+    """torchrun ends its workers when it is asked to."""
+    if process.poll() is None:
+        process.terminate()
+        try:
+            process.wait(20)
+        except subprocess.TimeoutExpired:
+            process.kill()
+
+
+def write_text(path: Path, lines: int = 3000, characters: int = 4000) -> None:
+    """Lines {"text": ...} of made-up words, each of which leaves 64 next ones, the first the likeliest.
+
+    There is something to learn, and a floor of the loss above zero.
+    """
+    rng = random.Random(0)
+    syllables = [c + v for c in "bdfgklmnprstvw" for v in "aeiou"]
+    words = ["".join(rng.choices(syllables, k=rng.choice((1, 2, 2, 3)))) for _ in range(1024)]
+    following = [rng.sample(range(len(words)), 64) for _ in words]
+    chances = [1 / rank for rank in range(1, 65)]
+    with path.open("w") as file:
+        for _ in range(lines):
+            word, text = rng.randrange(len(words)), []
+            for rank in rng.choices(range(64), chances, k=characters // 5):
+                text.append(words[word])
+                word = following[word][rank]
+            file.write(json.dumps({"text": " ".join(text)[:characters]}) + "\n")
+
+
+# --- records ------------------------------------------------------------------------------------------
+
+
+def setting(options: argparse.Namespace) -> str:
+    parts = [options.flavor, f"{options.nproc} GPUs" if options.nproc > 1 else "1 GPU"]
+    if options.expert_parallel > 1:
+        parts.append(f"EP {options.expert_parallel}")
+    if options.ac != "none":
+        parts.append(f"{options.ac} AC")
+    return ", ".join(parts + ["compiled"] * options.compile)
+
+
+def summary(entries: list[dict]) -> dict:
+    """One run's figures from what torchtitan_spec.py wrote."""
+    steps = [entry for entry in entries if "step" in entry]
+    other = {name: value for entry in entries if "step" not in entry for name, value in entry.items()}
+    warm_up, tail = min(20, len(steps) // 10 + 2), max(1, len(steps) // 10)
+    timed = [s for s in steps[warm_up:] if not s["profiled"]] or steps[-1:]
+    seconds = statistics.median(s["seconds"] for s in timed)
+    return {
+        "seconds": seconds,
+        "mean_seconds": statistics.fmean(s["seconds"] for s in timed),
+        "data_seconds": statistics.median(s["data_seconds"] for s in timed),
+        "timed_steps": len(timed),
+        "tokens_per_second": round(timed[0]["tokens"] / seconds),
+        "peak_mib": round(max(s["peak_gib"] for s in steps) * 1024),
+        "final_loss": statistics.fmean(s["loss"] for s in steps[-tail:]),
+        "losses": [s["loss"] for s in steps],
+        "grad_norms": [round(s["grad_norm"], 6) for s in steps],
+        "model": other["model"],
+        "profile": other.get("profile"),
+        "moe_share": round(moe_profile.share(other["profile"]), 4) if "profile" in other else None,
+    }
+
+
+def records(options: argparse.Namespace, runs: dict[str, dict]) -> list[dict]:
+    """Of all variants that ran, ours against the others."""
+    options.tier = "none"
+    return [
+        common.record(
+            options,
+            bench="torchtitan",
+            shape=setting(options),
+            routing="trained",
+            dtype="bf16",
+            what=variant,
+            time_us=round(run["seconds"] * 1e6, 1),
+            peak_mib=run["peak_mib"],
+            **(comparisons(runs) if variant == "fused_moe" else {}),
+            **{name: value for name, value in run.items() if name not in ("seconds", "peak_mib")},
+            steps=options.steps,
+            nproc=options.nproc,
+            seed=options.seed,
+            **FLAVORS[options.flavor],
+            torchtitan=(options.torchtitan / "assets" / "version.txt").read_text().strip(),
+        )
+        for variant, run in runs.items()
+    ]
+
+
+def comparisons(runs: dict[str, dict]) -> dict:
+    """fused_moe against the stock layers: ratio_* are speeds, *_over_* quantities, all ours over theirs."""
+    ours, stock = runs["fused_moe"], runs.get("grouped_mm")
+    found = {
+        f"ratio_to_{peer}": round(runs[peer]["seconds"] / ours["seconds"], 3)
+        for peer in ("loop", "grouped_mm")
+        if peer in runs
+    }
+    if ours["model"].get("tiers"):
+        found["tier"] = common.tier_in_use("auto", ours["model"]["tiers"])
+    if stock:
+        found |= {"peer": "grouped_mm", "peer_ratio": found["ratio_to_grouped_mm"]}
+        found["loss_over_grouped_mm"] = round(ours["final_loss"] / stock["final_loss"], 5)
+    if stock and ours["profile"] and stock["profile"]:
+        times = [p["moe_us"] + p["shared_experts_us"] for p in (ours["profile"], stock["profile"])]
+        found["moe_time_over_grouped_mm"] = round(times[0] / times[1], 3)
+        found["moe_share_over_grouped_mm"] = round(ours["moe_share"] / stock["moe_share"], 3)
+    return found
+
+
+def line(r: dict) -> str:
+    """A record on one line."""
+    parts = [f"{r['what']:10} {r['time_us'] / 1e3:8.1f} ms  {r['tokens_per_second']:7,} tokens/s a GPU"]
+    parts.append(f"loss {r['final_loss']:.4f}  peak {r['peak_mib']:,} MiB")
+    parts += [f"{r[f'ratio_to_{peer}']:.2f}x {peer}" for peer in VARIANTS if f"ratio_to_{peer}" in r]
+    if r["moe_share"] is not None:
+        parts.append(f"MoE {(r['profile']['moe_us'] + r['profile']['shared_experts_us']) / 1e3:.1f} ms")
+        parts.append(f"{r['moe_share']:.1%} of the step")
+    return "  ".join(parts)
+
+
+def main(argv: list[str] | None = None) -> None:
+    options = arguments(argv)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the runs are ended, too
+    path, runs = options.json, {}
+    old = json.loads(path.read_text()) if path and options.append and path.exists() else []
+    with ExitStack() as stack:
+        work = (options.work or Path(stack.enter_context(tempfile.TemporaryDirectory()))).resolve()
+        text = options.torchtitan / TEXT
+        if not (text / "data.json").exists():
+            text = work / "text"
+            text.mkdir(parents=True, exist_ok=True)
+            write_text(text / "data.json")
+
+        def begin(variant: str) -> subprocess.Popen:
+            process = start(options, variant, text, work)
+            stack.callback(stop, process)
+            return process
+
+        print(setting(options), flush=True)
+        following = begin(options.variants[0])
+        for i, variant in enumerate(options.variants):
+            process, following = following, None
+            if i + 1 < len(options.variants):
+                following = begin(options.variants[i + 1])
+            began = time.perf_counter()
+            entries = finish(options, process, work / variant)
+            if not entries:
+                continue
+            runs[variant] = summary(entries)
+            new = records(options, runs)
+            print(line(new[-1]), f" ({time.perf_counter() - began:.0f} s in all)", flush=True)
+            if path:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_text(json.dumps(common.merge(old, new), indent=1) + "\n")
+    if "fused_moe" in runs and variant != "fused_moe":  # only now against all others
+        print(next(line(r) for r in records(options, runs) if r["what"] == "fused_moe"))
+    if len(runs) < len(options.variants):
+        raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    main()
