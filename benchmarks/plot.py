@@ -155,7 +155,8 @@ def save(figure, path: Path) -> None:
 
 def main(argv: list[str] | None = None) -> None:
     options = arguments(argv)
-    records = [r for path in options.files for r in json.loads(path.read_text())]
+    found = [json.loads(path.read_text()) for path in options.files]
+    records = [r for part in found if isinstance(part, list) for r in part]  # train_lm.py's logs are none
     roofline(records, options.output / "roofline.png")
     ratios(records, options.output / "ratios.png")
     if any(r.get("losses") for r in records):

@@ -190,7 +190,7 @@ class ParallelExperts(Experts):
         scores = torch.ones(rows.size(0), 1, dtype=score_dtype(rows), device=rows.device)
         return function.fused_experts(
             rows,
-            *map(_local, self.weights),
+            *map(_local_weight, self.weights, self.main_grads),
             scores,
             ids.unsqueeze(1),
             **{name: _local(value) for name, value in self.settings.items()},
@@ -229,3 +229,10 @@ def _with_length(rows: Tensor, length: int) -> Tensor:
 def _local(value):
     """A DTensor's part on this rank; anything else as it is."""
     return value.to_local() if isinstance(value, DTensor) else value
+
+
+def _local_weight(weight, main_grad):
+    """A weight's part. With a main_grad it is a leaf: where no gradient comes, to_local of PyTorch 2.11 makes
+    zeros of it."""
+    local = _local(weight)
+    return local if main_grad is None else local.detach().requires_grad_(weight.requires_grad)

@@ -173,6 +173,8 @@ def test_python_m_prints_info(device, tmp_path):
 @pytest.mark.parametrize("host", ("torchtitan", "transformers"))
 def test_a_missing_host_is_named(host, monkeypatch):
     """The adapter of a package that is not there says what to install."""
+    for name in [name for name in sys.modules if name.startswith(f"{host}.")]:
+        monkeypatch.delitem(sys.modules, name)  # where another test has loaded it
     monkeypatch.setitem(sys.modules, host, None)
     monkeypatch.delitem(sys.modules, f"fused_moe.{host}", raising=False)
     with pytest.raises(ImportError, match=f"^fused_moe.{host} needs .*{host}"):
