@@ -3,6 +3,7 @@
 import copy
 import subprocess
 import sys
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial, wraps
 from importlib import import_module
@@ -159,7 +160,7 @@ if HAS_OVERRIDES:
 
     FlexAttention.forward = causal_attention
 
-    def deepseek(fused, ep):
+    def deepseek(fused, ep, compiled):
         """The debug model of two layers as torchtitan's Trainer makes it, its optimizers and its FLOPs."""
         config = config_registry.deepseek_v3_debugmodel()
         spec, training, parallelism = config.model_spec, config.training, config.parallelism
@@ -171,6 +172,7 @@ if HAS_OVERRIDES:
             "partial_dtensor"  # FSDP of PyTorch 2.13 refuses the other one's parameters
         )
         set_spmd_backend(parallelism.spmd_backend)
+        config.compile.enable, config.compile.backend = compiled, "aot_eager"
         dims = parallel_dims.ParallelDims.from_config(parallelism, dist.get_world_size())
         spec.model.update_from_config(config=config)
         if fused:
@@ -267,10 +269,11 @@ else:
         apply_ac(model, config.activation_checkpoint, op_sac_save_list=deepseek_v3._op_sac_save_list)
         return model
 
-    def deepseek(fused, ep):
+    def deepseek(fused, ep, compiled):
         """The debug model of two layers as torchtitan's Trainer makes it, its optimizers and its FLOPs."""
         config = job_config(
             *(FLAGS if fused else ()),
+            *(("--compile.enable", "--compile.backend=aot_eager") if compiled else ()),
             "--model.name=deepseek_v3",
             "--model.flavor=debugmodel",
             f"--training.seq_len={TOKENS}",
@@ -468,9 +471,12 @@ def full(t):
     return t.full_tensor() if isinstance(t, DTensor) else t.clone()
 
 
-def train(fused, ep):
+TRAININGS = ((1, False), (2, False), (2, True))  # degree of expert parallelism, compiled
+
+
+def train(fused, ep, compiled):
     """Two steps of the whole model: initial state and shards, losses, first gradients, bias of the choice."""
-    model, optimizers, accounting = deepseek(fused, ep)
+    model, optimizers, accounting = deepseek(fused, ep, compiled)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_force_sum_reduction_for_comms(True)  # gloo cannot scale as it reduces
@@ -484,7 +490,7 @@ def train(fused, ep):
         "losses": [],
     }
     ids = torch.randint(2048, (2, TOKENS), generator=torch.Generator().manual_seed(dist.get_rank()))
-    with Calls() as calls:
+    with nullcontext() if compiled else Calls() as calls:  # which no compiler looks through
         for _ in range(2):
             optimizers.zero_grad()
             loss = functional.cross_entropy(model(ids).float().flatten(0, 1), ids.flatten())
@@ -495,7 +501,8 @@ def train(fused, ep):
             if not result["losses"]:  # later a rounded weight may send a token elsewhere
                 result["bias"] = [full(b) for n, b in model.named_buffers() if "expert_bias" in n]
             result["losses"].append(loss.item())
-    result["routes"], result["products"] = len(calls.of("route")), len(calls.of("experts_down"))
+    if not compiled:
+        result["counts"] = {name: len(calls.of(name)) for name in ("route", "unpermute", "experts_down")}
     return result
 
 
@@ -521,7 +528,7 @@ def worker(rank, rendezvous, results):
     torch.set_num_threads(1)
     parallel_dims.device_type = "cpu"
     dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=2)
-    found = {(fused, ep): train(fused, ep) for ep in (1, 2) for fused in (False, True)}
+    found = {(fused, *run): train(fused, *run) for run in TRAININGS for fused in (False, True)}
     found["shard"] = {dim: sharded_layer(dim) for dim in (0, 1)}
     if rank == 0:
         torch.save(found, results)
@@ -536,10 +543,10 @@ def trained(tmp_path_factory):
     return torch.load(folder / "results", weights_only=False)
 
 
-@pytest.mark.parametrize("ep", (1, 2))
-def test_training(trained, ep):
+@pytest.mark.parametrize("ep, compiled", TRAININGS)
+def test_training(trained, ep, compiled):
     """The debug model under FSDP2 and expert parallelism, with selective checkpointing and load balancing."""
-    stock, ours = trained[False, ep], trained[True, ep]
+    stock, ours = (trained[fused, ep, compiled] for fused in (False, True))
     assert ours["accounting"] == stock["accounting"]
     assert ours["shards"] == stock["shards"]
     assert ours["initial"].keys() == stock["initial"].keys()
@@ -551,10 +558,14 @@ def test_training(trained, ep):
     for mine, other in zip(ours["bias"], stock["bias"], strict=True):
         assert other.any()
         assert torch.equal(mine, other)
-    assert (ours["routes"] > 0) == (ep == 1 or not HAS_OVERRIDES)  # 0.3 dispatches with what its router says
+    if compiled:
+        return
+    counts = ours["counts"]
+    assert (counts["route"] > 0) == (ep == 1 or not HAS_OVERRIDES)  # 0.3 dispatches with what its router says
+    assert (counts["unpermute"] > 0) == (ep == 2)  # alone on a rank it is part of experts_down
     # Once a step where selective checkpointing saved it; that of 0.2.x is full for every second layer.
-    assert ours["products"] == (2 if HAS_OVERRIDES else 4)
-    assert stock["products"] == 0
+    assert counts["experts_down"] == (2 if HAS_OVERRIDES else 4)
+    assert not any(stock["counts"].values())
 
 
 @pytest.mark.parametrize("score_on", ("output", "input"))

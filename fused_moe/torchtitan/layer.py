@@ -59,7 +59,10 @@ def routed_rows(x: Tensor, routing: Routing) -> Tensor:
 
 def combine(rows: Tensor, routing: Routing) -> Tensor:
     """What the dispatcher has brought back, every token's rows summed: (T * K, D) -> (T, D)."""
-    return function.unpermute(rows, routing.plan, routing.scores if routing.score_on == "output" else None)
+    plan = routing.plan
+    # For torch.compile, which sees a length that the exchange decides.
+    torch._check(rows.size(0) == plan.row_slot.size(0))
+    return function.unpermute(rows, plan, routing.scores if routing.score_on == "output" else None)
 
 
 def run_experts(

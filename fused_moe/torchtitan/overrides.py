@@ -16,10 +16,12 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torchtitan.config import derive, override
 from torchtitan.distributed.activation_checkpoint import SelectiveAC
+from torchtitan.distributed.utils import get_spmd_backend
 from torchtitan.models.common.moe import GroupedExperts, MoE, RoutedExperts, TokenChoiceTopKRouter
 from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher, LocalTokenDispatcher
 
-from .layer import SAVED_OPS, Routing, choose, run_experts
+from ..ops import route_plan
+from .layer import SAVED_OPS, Routing, choose, combine, routed_rows, run_experts
 
 # --- modules ------------------------------------------------------------------------------------------
 
@@ -35,6 +37,37 @@ class FusedGroupedExperts(GroupedExperts):
     def forward(self, x: Tensor, counts: Tensor, routing: Routing | None = None) -> Tensor:
         weights = (self.w1_EFD, self.w2_EDF, self.w3_EFD)
         return run_experts(x, weights, counts, routing, dtype=torch.bfloat16)  # the stock layer's dtype
+
+
+class FusedTokenDispatcher(AllToAllTokenDispatcher):
+    """torchtitan's exchange between ranks; the rows that it takes and the sum of what it brings are ours.
+
+    Alone on a rank, or where SPMD types are checked, it is torchtitan's as a whole.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(AllToAllTokenDispatcher.Config):
+        pass
+
+    @property
+    def is_ours(self) -> bool:
+        return self.ep_mesh is not None and get_spmd_backend() != "spmd_types"
+
+    @wraps(AllToAllTokenDispatcher._local_reorder)
+    def _local_reorder(self, x: Tensor, scores: Tensor, ids: Tensor):
+        if not self.is_ours:
+            return super()._local_reorder(x, scores, ids)
+        routing = Routing(scores, ids, route_plan(ids, self.num_experts))
+        return routed_rows(x, routing), routing, scores  # dispatch hands the last two on to combine
+
+    @wraps(AllToAllTokenDispatcher.combine)
+    def combine(self, rows: Tensor, metadata, x: Tensor) -> Tensor:
+        if not self.is_ours:
+            return super().combine(rows, metadata, x)
+        rows = self._unpermute(rows, metadata.input_shape, metadata.permuted_indices)
+        group, splits = self.ep_mesh.get_group(), (metadata.input_splits, metadata.output_splits)
+        rows = self._combine_token_exchange(rows, group, *splits)
+        return combine(rows, metadata.token_indices_experts_sorted_N)
 
 
 class FusedRoutedExperts(RoutedExperts):
@@ -58,7 +91,7 @@ class FusedRoutedExperts(RoutedExperts):
     def is_local(self) -> bool:
         """Whether dispatch would only reorder this rank's tokens."""
         dispatcher = self.token_dispatcher
-        only_reorders = type(dispatcher) in (LocalTokenDispatcher, AllToAllTokenDispatcher)
+        only_reorders = type(dispatcher) in (LocalTokenDispatcher, FusedTokenDispatcher)
         return only_reorders and getattr(dispatcher, "ep_mesh", None) is None
 
 
@@ -134,7 +167,11 @@ def fused_routed_experts(cfg: RoutedExperts.Config) -> RoutedExperts.Config:
     """Experts with dispatch and combine where no token leaves the rank. Other experts stay as they are."""
     if type(cfg.inner_experts) is not GroupedExperts.Config:
         return cfg
-    return derive(cfg, FusedRoutedExperts.Config, inner_experts=fused_experts(cfg.inner_experts))
+    dispatcher = cfg.token_dispatcher
+    if type(dispatcher) is AllToAllTokenDispatcher.Config:
+        dispatcher = derive(dispatcher, FusedTokenDispatcher.Config)
+    experts = fused_experts(cfg.inner_experts)
+    return derive(cfg, FusedRoutedExperts.Config, inner_experts=experts, token_dispatcher=dispatcher)
 
 
 @_override(MoE.Config, "fused_moe: router, dispatch, experts and combine")
