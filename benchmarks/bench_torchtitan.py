@@ -11,10 +11,10 @@ SDPA) and writes every step's loss, seconds and memory. CHECKOUT is torchtitan's
 tests/assets/tokenizer and assets/version.txt; where it has no tests/assets/c4_test, text of the same form is
 made up. Nothing is downloaded.
 
-A record holds the median time of the steps after the first tenth (at most 20), tokens per second of one GPU,
-and all losses; final_loss is the mean over the last tenth. --profile N has the last N steps under
-torch.profiler and out of the times: moe_profile.py says which kernels are the MoE's. While one variant runs
-the next one imports, and waits.
+A record holds the median time of the steps after the first tenth and two more (at most 20), tokens per second
+of one GPU, all losses, the first GPU's peak of memory in use, and where the text is from; final_loss is the
+mean over the last tenth. --profile N has the last N steps under torch.profiler and out of the times:
+moe_profile.py says which kernels are the MoE's. While one variant runs the next one imports, and waits.
 """
 
 from __future__ import annotations
@@ -230,6 +230,7 @@ def records(options: argparse.Namespace, runs: dict[str, dict]) -> list[dict]:
             nproc=options.nproc,
             seed=options.seed,
             **FLAVORS[options.flavor],
+            text="the checkout's" if (options.torchtitan / TEXT / "data.json").exists() else "made up",
             torchtitan=(options.torchtitan / "assets" / "version.txt").read_text().strip(),
         )
         for variant, run in runs.items()

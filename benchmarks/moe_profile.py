@@ -83,9 +83,8 @@ def by_part(events: list[dict], nodes: Nodes, steps: int = 1, longest: int = 15)
     longest of the MoE's own: name, microseconds and launches of a step.
     """
     part_of_node = {}
-    for part, first, after in sorted(
-        nodes, key=lambda n: n[1] - n[2]
-    ):  # the widest first, inner ones over it
+    widest_first = sorted(nodes, key=lambda node: node[1] - node[2])
+    for part, first, after in widest_first:  # inner ones over it
         part_of_node.update(dict.fromkeys(range(first, after), part))
     ranges, launches, kernels = defaultdict(list), {}, []
     for e in events:

@@ -132,7 +132,10 @@ def spec() -> TrainSpec:
 
 def wait_for_turn() -> None:
     """All imports are done; the run before this one may not be."""
+    parent = os.getppid()
     while SETTINGS["turn"] and not Path(SETTINGS["turn"]).exists():
+        if os.getppid() != parent:
+            raise SystemExit("torchrun is gone")
         time.sleep(0.02)
 
 

@@ -154,7 +154,8 @@ class FusedMoE(nn.Module):
         device, dtype: of the parameters. Buffers stay float32.
 
     Where an expert weight has an attribute `main_grad`, a float32 tensor of its shape as Megatron's optimizer
-    gives it, backward adds the weight's gradient to that, and the weight's .grad stays None.
+    gives it, backward adds the weight's gradient to that, and the weight's .grad stays None. Not under
+    `fully_shard`: forward then sees other tensors, without the attribute.
 
     Shapes:
         forward(x: (..., D)) -> (..., D). With return_losses=True -> ((..., D), RouterLosses).

@@ -524,12 +524,48 @@ def sharded_layer(dim):
     return [{n: full(t).float() for n, t in result.items()} for result in (sharded, alone)]
 
 
+TENSOR_PARALLEL = ((1, False), (2, False), (2, True))  # degree of expert parallelism, compiled
+
+
+def tensor_parallel_layer(fused, ep, compiled):
+    """A layer of 0.2.x over two ranks of tensor parallelism: a rank's output and gradient of the gate."""
+    from torchtitan.models.llama4.infra.parallelize import apply_moe_ep_tp
+    from torchtitan.models.moe import MoE, MoEArgs
+
+    from fused_moe.torchtitan import FusedMoEConverter
+
+    moe = MoE(MoEArgs(num_experts=E, num_shared_experts=0, top_k=2, use_grouped_mm=True), D, D)
+    torch.manual_seed(0)
+    with torch.no_grad():
+        moe.init_weights(0.2, torch.device("cpu"))
+    model = nn.Module()
+    model.layers = nn.ModuleDict({"0": Block(moe)})
+    if fused:
+        FusedMoEConverter(None, None).convert(model)
+    x, dout = (make_input().chunk(2, dim=1)[dist.get_rank()] for _ in range(2))
+    dims = parallel_dims.ParallelDims(
+        dp_replicate=1, dp_shard=1, cp=1, tp=2, pp=1, ep=ep, etp=1 if ep > 1 else 2, world_size=2
+    )
+    tp, ep, etp = (dims.get_optional_mesh(name) for name in ("tp", "ep", "etp"))
+    apply_moe_ep_tp(model, tp_mesh=tp, ep_mesh=ep, etp_mesh=etp if ep else None, ep_etp_mesh=None)
+    if compiled:  # as torchtitan does it, part by part
+        moe.router = torch.compile(moe.router, backend="eager")
+        moe.reorderer = torch.compile(moe.reorderer, backend="eager")
+    out = model.layers["0"](x)
+    out.backward(dout)
+    grad = moe.router.gate.weight.grad
+    return [t.to_local() if isinstance(t, DTensor) else t for t in (out.detach(), grad)]
+
+
 def worker(rank, rendezvous, results):
     torch.set_num_threads(1)
     parallel_dims.device_type = "cpu"
     dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=2)
     found = {(fused, *run): train(fused, *run) for run in TRAININGS for fused in (False, True)}
     found["shard"] = {dim: sharded_layer(dim) for dim in (0, 1)}
+    if not HAS_OVERRIDES:
+        runs = [(fused, *run) for run in TENSOR_PARALLEL for fused in (False, True)]
+        found["tensor"] = {run: tensor_parallel_layer(*run) for run in runs}
     if rank == 0:
         torch.save(found, results)
     dist.destroy_process_group()
@@ -594,3 +630,12 @@ def test_shards(trained, dim):
     """Experts sharded by FSDP2 on either dimension: the gradients of the whole layer."""
     sharded, alone = trained["shard"][dim]
     assert_close(sharded, alone, 1e-6)
+
+
+@pytest.mark.skipif(HAS_OVERRIDES, reason="for 0.2.x, where hooks stand between the parts of the layer")
+@pytest.mark.parametrize("ep, compiled", TENSOR_PARALLEL)
+def test_tensor_parallelism(trained, ep, compiled):
+    """Between the hooks of tensor parallelism the layer is torchtitan's, and its experts are ours."""
+    stock, ours = (trained["tensor"][fused, ep, compiled] for fused in (False, True))
+    for mine, other in zip(ours, stock, strict=True):
+        assert (mine - other).norm() <= 3e-2 * other.norm()

@@ -34,15 +34,15 @@ class FusedMoE(MoE):
 
     def forward(self, x: Tensor) -> Tensor:
         """x (B, L, D) -> (B, L, D)."""
-        if self.router._debug_force_load_balance or self._splits_routing():
-            return super().forward(x)
+        if self.router._debug_force_load_balance or _is_spread_over(self.router.gate.weight, "tp"):
+            return super().forward(x)  # hooks of tensor parallelism take part in what lies between
         tokens = x.view(-1, x.size(-1))
         score_on = "input" if self.score_before_experts else "output"
         routing = choose(self.router, self.router.gate(tokens), self.expert_bias, score_on)
         counts = routing.plan.counts
         with torch.no_grad():
             self.tokens_per_expert.add_(counts)
-        if self._is_expert_parallel():
+        if _is_spread_over(self.experts.w1, "ep"):
             rows = self.experts(routed_rows(tokens, routing), counts.long())
             # As in the stock layer while the rows are on their way back.
             shared = self.shared_experts(tokens) if self.shared_experts is not None else None
@@ -52,19 +52,17 @@ class FusedMoE(MoE):
             shared = self.shared_experts(tokens) if self.shared_experts is not None else None
         return (out if shared is None else shared + out).view(x.shape)
 
-    def _is_expert_parallel(self) -> bool:
-        w1 = self.experts.w1
-        return isinstance(w1, DTensor) and "ep" in (w1.device_mesh.mesh_dim_names or ())
 
-    def _splits_routing(self) -> bool:
-        """Whether hooks of tensor parallelism give every rank a part of the routing."""
-        return bool(self.reorderer._forward_pre_hooks or self.reorderer._forward_hooks)
+def _is_spread_over(weight: Tensor, dim: str) -> bool:
+    """Whether a weight is spread over a dimension of this name."""
+    return isinstance(weight, DTensor) and dim in (weight.device_mesh.mesh_dim_names or ())
 
 
 class FusedMoEConverter:
     """torchtitan's ModelConverter, registered as "fused_moe".
 
-    Layers of classes derived from torchtitan's keep what they compute; of a DeepEP layer the experts are
+    Layers of classes derived from torchtitan's keep what they compute, and so do weights that a converter
+    named before this one has quantised. Of a DeepEP layer, and under tensor parallelism, the experts are
     fused. Selective checkpointing of every model that is imported learns our operators.
     """
 
@@ -82,7 +80,7 @@ class FusedMoEConverter:
             # A layer comes before its parts, so its experts are still torchtitan's here.
             if type(module) is MoE and _is_stock(module):
                 module.__class__ = FusedMoE
-            elif type(module) is GroupedExperts:
+            elif _has_stock_experts(module):
                 module.__class__ = FusedGroupedExperts
                 converted += 1
         if not converted:
@@ -96,7 +94,12 @@ class FusedMoEConverter:
 
 
 def _is_stock(layer: MoE) -> bool:
-    return type(layer.experts) is GroupedExperts and type(layer.router) is TokenChoiceTopKRouter
+    return _has_stock_experts(layer.experts) and type(layer.router) is TokenChoiceTopKRouter
+
+
+def _has_stock_experts(module: nn.Module) -> bool:
+    """Of torchtitan's class and with plain weights: a converter that quantises changes these alone."""
+    return type(module) is GroupedExperts and all(type(p) is nn.Parameter for p in module.parameters())
 
 
 def _selective_save_lists() -> list[set]:

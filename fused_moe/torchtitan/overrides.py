@@ -49,25 +49,24 @@ class FusedTokenDispatcher(AllToAllTokenDispatcher):
     class Config(AllToAllTokenDispatcher.Config):
         pass
 
-    @property
-    def is_ours(self) -> bool:
-        return self.ep_mesh is not None and get_spmd_backend() != "spmd_types"
-
-    @wraps(AllToAllTokenDispatcher._local_reorder)
     def _local_reorder(self, x: Tensor, scores: Tensor, ids: Tensor):
-        if not self.is_ours:
+        if self.ep_mesh is None or get_spmd_backend() == "spmd_types":
             return super()._local_reorder(x, scores, ids)
         routing = Routing(scores, ids, route_plan(ids, self.num_experts))
         return routed_rows(x, routing), routing, scores  # dispatch hands the last two on to combine
 
-    @wraps(AllToAllTokenDispatcher.combine)
     def combine(self, rows: Tensor, metadata, x: Tensor) -> Tensor:
-        if not self.is_ours:
+        routing = metadata.token_indices_experts_sorted_N
+        if not isinstance(routing, Routing):
             return super().combine(rows, metadata, x)
         rows = self._unpermute(rows, metadata.input_shape, metadata.permuted_indices)
         group, splits = self.ep_mesh.get_group(), (metadata.input_splits, metadata.output_splits)
-        rows = self._combine_token_exchange(rows, group, *splits)
-        return combine(rows, metadata.token_indices_experts_sorted_N)
+        return combine(self._combine_token_exchange(rows, group, *splits), routing)
+
+
+# What FusedTokenDispatcher is made of; where a release has other parts, its dispatcher stays as it is.
+DISPATCHER_PARTS = ("_local_reorder", "_unpermute", "_combine_token_exchange")
+HAS_DISPATCHER_PARTS = all(hasattr(AllToAllTokenDispatcher, name) for name in DISPATCHER_PARTS)
 
 
 class FusedRoutedExperts(RoutedExperts):
@@ -91,7 +90,8 @@ class FusedRoutedExperts(RoutedExperts):
     def is_local(self) -> bool:
         """Whether dispatch would only reorder this rank's tokens."""
         dispatcher = self.token_dispatcher
-        only_reorders = type(dispatcher) in (LocalTokenDispatcher, FusedTokenDispatcher)
+        known = (LocalTokenDispatcher, AllToAllTokenDispatcher, FusedTokenDispatcher)
+        only_reorders = type(dispatcher) in known
         return only_reorders and getattr(dispatcher, "ep_mesh", None) is None
 
 
@@ -168,7 +168,7 @@ def fused_routed_experts(cfg: RoutedExperts.Config) -> RoutedExperts.Config:
     if type(cfg.inner_experts) is not GroupedExperts.Config:
         return cfg
     dispatcher = cfg.token_dispatcher
-    if type(dispatcher) is AllToAllTokenDispatcher.Config:
+    if HAS_DISPATCHER_PARTS and type(dispatcher) is AllToAllTokenDispatcher.Config:
         dispatcher = derive(dispatcher, FusedTokenDispatcher.Config)
     experts = fused_experts(cfg.inner_experts)
     return derive(cfg, FusedRoutedExperts.Config, inner_experts=experts, token_dispatcher=dispatcher)

@@ -61,8 +61,8 @@ for tool in $tools; do
     else
         options+=(--error-exitcode 1 --kernel-name kns=fused_moe)
     fi
-    # synccheck makes room by the places that make a barrier, and one place can make eight. It aborts when there
-    # are more. Room for 32 is less than its own choice, so all blocks seem to share it: up to 132 with 26 each.
+    # synccheck makes room by the places that make a barrier, and aborts when there are more: one place can make
+    # eight. With room for 32, more than a block has, it aborts sooner. This is for 132 blocks; it has not run yet.
     if [ "$tool" = synccheck ]; then options+=(--num-cuda-barriers 4096); fi
     log=$logs/$tool start=$SECONDS
     FUSED_MOE_TIER=$tier PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer "${options[@]}" --print-limit 1000 \
