@@ -251,7 +251,7 @@ def comparisons(runs: dict[str, dict]) -> dict:
         found |= {"peer": "grouped_mm", "peer_ratio": found["ratio_to_grouped_mm"]}
         found["loss_over_grouped_mm"] = round(ours["final_loss"] / stock["final_loss"], 5)
     if stock and ours["profile"] and stock["profile"]:
-        times = [p["moe_us"] + p["shared_experts_us"] for p in (ours["profile"], stock["profile"])]
+        times = [moe_profile.moe_us(run["profile"]) for run in (ours, stock)]
         found["moe_time_over_grouped_mm"] = round(times[0] / times[1], 3)
         found["moe_share_over_grouped_mm"] = round(ours["moe_share"] / stock["moe_share"], 3)
     return found
@@ -263,7 +263,7 @@ def line(r: dict) -> str:
     parts.append(f"loss {r['final_loss']:.4f}  peak {r['peak_mib']:,} MiB")
     parts += [f"{r[f'ratio_to_{peer}']:.2f}x {peer}" for peer in VARIANTS if f"ratio_to_{peer}" in r]
     if r["moe_share"] is not None:
-        parts.append(f"MoE {(r['profile']['moe_us'] + r['profile']['shared_experts_us']) / 1e3:.1f} ms")
+        parts.append(f"MoE {moe_profile.moe_us(r['profile']) / 1e3:.1f} ms")
         parts.append(f"{r['moe_share']:.1%} of the step")
     return "  ".join(parts)
 

@@ -161,6 +161,11 @@ def _covered(spans: Iterable[tuple[float, float]]) -> float:
     return total
 
 
+def moe_us(profile: dict) -> float:
+    """Of the MoE layers, shared experts included."""
+    return profile["moe_us"] + profile["shared_experts_us"]
+
+
 def share(profile: dict) -> float:
-    """The MoE layers' part of the time in which the GPU was busy, shared experts included."""
-    return (profile["moe_us"] + profile["shared_experts_us"]) / max(profile["busy_us"], 1e-9)
+    """The MoE layers' part of the time in which the GPU was busy."""
+    return moe_us(profile) / max(profile["busy_us"], 1e-9)

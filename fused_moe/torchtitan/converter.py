@@ -42,14 +42,14 @@ class FusedMoE(MoE):
         counts = routing.plan.counts
         with torch.no_grad():
             self.tokens_per_expert.add_(counts)
-        if _is_spread_over(self.experts.w1, "ep"):
-            rows = self.experts(routed_rows(tokens, routing), counts.long())
-            # As in the stock layer while the rows are on their way back.
-            shared = self.shared_experts(tokens) if self.shared_experts is not None else None
-            out = combine(rows, routing)
+        is_expert_parallel = _is_spread_over(self.experts.w1, "ep")
+        if is_expert_parallel:
+            routed = self.experts(routed_rows(tokens, routing), counts.long())
         else:
-            out = self.experts(tokens, counts, routing=routing)
-            shared = self.shared_experts(tokens) if self.shared_experts is not None else None
+            routed = self.experts(tokens, counts, routing=routing)
+        # As in the stock layer, while rows are on their way back.
+        shared = self.shared_experts(tokens) if self.shared_experts is not None else None
+        out = combine(routed, routing) if is_expert_parallel else routed
         return (out if shared is None else shared + out).view(x.shape)
 
 

@@ -164,7 +164,7 @@ def fused_experts(cfg: GroupedExperts.Config) -> GroupedExperts.Config:
 
 @_override(RoutedExperts.Config, "fused_moe: dispatch, experts and combine")
 def fused_routed_experts(cfg: RoutedExperts.Config) -> RoutedExperts.Config:
-    """Experts with dispatch and combine where no token leaves the rank. Other experts stay as they are."""
+    """Experts, dispatch and combine, but for the exchange between ranks. Other experts stay as they are."""
     if type(cfg.inner_experts) is not GroupedExperts.Config:
         return cfg
     dispatcher = cfg.token_dispatcher
