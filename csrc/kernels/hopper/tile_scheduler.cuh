@@ -16,12 +16,12 @@ constexpr int ITEMS = 2; /* drawn ahead: more would be kept from CTAs that have 
 struct alignas(16) Item {
     int32_t expert; /* -1: there are no more items */
     int32_t first_row, num_rows;
-    int32_t row_in_expert;    /* of first_row */
-    int32_t place;            /* of the tile, as in schedule.h */
-    int32_t first_column;     /* of the result, or of the gates and the ups alike */
-    int32_t narrow;           /* half of a tile's columns, or fewer                           */
-    int32_t few;              /* the expert has few rows: weights and rows change their roles */
-    int32_t part, first_line; /* wgrad: of the weights; of b's lines */
+    int32_t row_in_expert; /* of first_row */
+    int32_t place;         /* of the tile, as in schedule.h */
+    int32_t first_column;  /* of the result, or of the gates and the ups alike */
+    int32_t narrow;        /* half of a tile's columns, or fewer                           */
+    int32_t few;           /* the expert has few rows: weights and rows change their roles */
+    int32_t first_box, first_line; /* wgrad: of a's lines; of b's */
 };
 
 template <int readers, int tokens>

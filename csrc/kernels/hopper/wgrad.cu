@@ -1,9 +1,11 @@
 /* wgrad on the Hopper engine: dw[e] = a[rows of e]^T b[row_token[rows of e]], sums along the rows of an expert.
  *
  * Both operands lie along their lines, and wgmma reads them so: nothing is transposed. A tile is 128 lines of b
- * (wgmma's rows), which three warps gather, times 256 lines of a (its columns), which the copy engine loads through
+ * (wgmma's rows), which three warps gather where row_token asks for it, times 256 lines of a (its columns), which the copy engine loads through
  * the expert's own map: rows past the expert's last are zero on both sides, since 0 * NaN is NaN. An expert without
  * rows has its tiles, too, and gets zeros.
+ *
+ * a's lines are counted in boxes of 64, those of part 1 behind those of part 0, so that a tile may have some of both.
  *
  * A weight's gradient lies as the weight does. If a's lines are consecutive there, a tile leaves as it lies in the
  * registers, else TRANSPOSED, by stmatrix.trans. In f32 the copy engine can add what it stores.
@@ -20,10 +22,10 @@ namespace fused_moe {
 typedef struct {
     CUtensorMap dw[2];        /* of part i, as it lies */
     const void *b;            /* [T,N] */
-    const int32_t *row_token; /* [R]; NULL: row r is token r */
+    const int32_t *row_token; /* [R], of a gather         */
     int64_t T;
     int32_t N, M[2];
-    int32_t tiles_n, tiles_m[2]; /* of 128 lines of b; of 256 lines of a, by part */
+    int32_t tiles_n, boxes[2]; /* tiles of b's lines; boxes of a's, of part 0 and of both */
     bool accumulate;
     float4 *pieces; /* [pieces, tiles of an expert, 2, 32, 128] sums of a warpgroup's threads */
     uint32_t *
@@ -31,26 +33,54 @@ typedef struct {
     Plan plan;
 } Wgrad;
 
-template <typename T>
-struct WgradTile : Tile<T, ALONG_LINES, true> {
+template <typename T, bool GATHER>
+struct WgradTile : Tile<T, ALONG_LINES, GATHER> {
     static constexpr Major A_MAJOR = ALONG_LINES;
     static constexpr int PRODUCER_REGISTERS = 56, CONSUMER_REGISTERS = 224; /* of 3 x 168 */
     using Items = ItemRing<WgradTile::CONSUMER_WARPS + WgradTile::COPYING_WARPS, 0>;
 };
 
+/* Of a box of a's lines. */
+__device__ inline int part_of(const Wgrad &p, int box) {
+    return box >= p.boxes[0];
+}
+__device__ inline int line_in_part(const Wgrad &p, int box) {
+    return (box - part_of(p, box) * p.boxes[0]) * BOX;
+}
+
 /* Tiles of one time share lines of both: GROUP tiles of b's lines beside each other, then the next of a's. */
 __device__ inline void place_lines(const Wgrad &p, Item &item, int index) {
     constexpr int GROUP = 16;
-    int tiles_m = p.tiles_m[0] + p.tiles_m[1], first = index / (GROUP * tiles_m) * GROUP;
-    int size = min(GROUP, p.tiles_n - first), within = index - first * tiles_m, m = within / size;
-    item.part = m >= p.tiles_m[0];
-    item.first_column = (m - item.part * p.tiles_m[0]) * 4 * BOX;
+    int tiles_m = (p.boxes[1] + 3) / 4, first = index / (GROUP * tiles_m) * GROUP;
+    int size = min(GROUP, p.tiles_n - first), within = index - first * tiles_m;
+    item.first_box = within / size * 4;
     item.first_line = (first + within % size) * 2 * BOX;
 }
 
 __device__ inline int steps_of(const Item &item) {
     return (item.num_rows + BOX - 1) / BOX;
 }
+
+/* An item's lines of a. */
+struct LinesOfA {
+    const CUtensorMap *map;
+    int column[4]; /* of each box */
+
+    __device__ LinesOfA(const Wgrad &p, const Item &item) : map(p.plan.maps + item.expert) {
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            int box = item.first_box + i;
+            column[i] = part_of(p, box) * p.M[0] + line_in_part(p, box);
+        }
+    }
+
+    /* 64 rows of them. One thread calls it. */
+    __device__ void load(uint32_t dst, uint32_t full, int row) const {
+#pragma unroll
+        for (int i = 0; i < 4; i++)
+            cp_async_bulk_tensor_load(dst + i * BOX_BYTES, map, full, column[i], row);
+    }
+};
 
 /* The tokens of some steps' rows, two rows of a step a lane; -1: there is none. A load of theirs has to wait behind the
  * copies, so it is sent as many steps ahead, and an item's first ones while the item before is copied. */
@@ -59,16 +89,47 @@ struct Tokens {
     int of[STEPS][2];
 
     __device__ void load(const Wgrad &p, const Item &item, int first_step) {
-        int row = first_step * BOX + threadIdx.x % 32, r = item.first_row + row;
-        const int32_t *token = p.row_token + r;
+        int row = first_step * BOX + threadIdx.x % 32;
+        const int32_t *token = p.row_token + item.first_row + row;
 #pragma unroll
         for (int i = 0; i < 2 * STEPS; i++) {
             bool there = row + 32 * i < item.num_rows;
-            of[i / 2][i % 2] =
-                ld_global_or(token + 32 * i, there && p.row_token, there ? r + 32 * i : -1);
+            of[i / 2][i % 2] = ld_global_or(token + 32 * i, there, -1);
         }
     }
 };
+
+/* One warp, where b's rows lie as a's do: the copy engine loads both. */
+template <class Tile>
+__device__ inline void copy_lines(const Wgrad &p, Shared<Tile> &s) {
+    Receiver<typename Tile::Items> receiver(s.items);
+    typename Tile::Stages to;
+    int acquired = -1;
+    for (Item item = receiver.next(); item.expert >= 0; item = receiver.next()) {
+        LinesOfA lines(p, item);
+        const CUtensorMap *b = lines.map + p.plan.E;
+        if (item.expert != acquired) {
+            fence_proxy_tensormap_acquire(lines.map);
+            fence_proxy_tensormap_acquire(b);
+        }
+        acquired = item.expert;
+        int steps = steps_of(item);
+        for (int step = 0; step < steps; step++, to.advance()) {
+            auto &stage = s.stage[to.at];
+            uint32_t full = shared_address(&s.full[to.at]);
+            mbarrier_wait(shared_address(&s.empty[to.at]), to.parity ^ 1);
+            if (elect_sync()) {
+                mbarrier_arrive_expect_tx(full, 6 * BOX_BYTES);
+                int row = item.row_in_expert + step * BOX;
+                lines.load(shared_address(stage.b), full, row);
+                for (int i = 0; i < 2; i++)
+                    cp_async_bulk_tensor_load(shared_address(stage.a) + i * BOX_BYTES, b, full,
+                                              item.first_line + i * BOX, row);
+            }
+            __syncwarp();
+        }
+    }
+}
 
 /* Three warps. A copy of theirs is 64 lines of four rows, a chunk a lane. */
 template <class Tile>
@@ -92,9 +153,9 @@ __device__ inline void copy_rows(const Wgrad &p, Shared<Tile> &s) {
     while (next.expert >= 0) {
         Item item = next;
         Tokens tokens = next_tokens;
-        int column = item.first_column + (item.part ? p.M[0] : 0);
         int line = item.first_line + chunk * CHUNK, steps = steps_of(item);
-        const char *lines = (const char *)p.b + line * 2;
+        const char *first = (const char *)p.b + line * 2;
+        LinesOfA lines(p, item);
         bool inside = line < p.N, inside_next = line + BOX < p.N;
         auto copy_step = [&](int step, const int (&token)[2]) {
             auto &stage = s.stage[to.at];
@@ -108,10 +169,7 @@ __device__ inline void copy_rows(const Wgrad &p, Shared<Tile> &s) {
             mbarrier_wait(shared_address(&s.empty[to.at]), to.parity ^ 1);
             if (warp == 0 && elect_sync()) {
                 mbarrier_arrive_expect_tx(full, 4 * BOX_BYTES);
-                const CUtensorMap *map = p.plan.maps + item.expert;
-                for (int box = 0; box < 4; box++)
-                    cp_async_bulk_tensor_load(shared_address(stage.b) + box * BOX_BYTES, map, full,
-                                              column + box * BOX, item.row_in_expert + step * BOX);
+                lines.load(shared_address(stage.b), full, item.row_in_expert + step * BOX);
             }
             __syncwarp();
 #pragma unroll
@@ -121,7 +179,7 @@ __device__ inline void copy_rows(const Wgrad &p, Shared<Tile> &s) {
                     if (quad_of(half, i) >= QUADS) continue;
                     int row = 32 * half + 4 * quad_of(half, i) + lane / 8;
                     uint32_t dst = a + 128 * row + 16 * (chunk ^ row % 8);
-                    const char *src = lines + from[half][i] * (int64_t)p.N * 2;
+                    const char *src = first + from[half][i] * (int64_t)p.N * 2;
                     bool there = from[half][i] < T;
                     cp_async(dst, src, inside && there);
                     cp_async(dst + BOX_BYTES, src + 2 * BOX, inside_next && there);
@@ -209,24 +267,15 @@ __device__ inline void fill_box_f32(uint32_t box, int warp, int half, const floa
 
 /* Where a warpgroup's tile goes. */
 struct Target {
-    const CUtensorMap *map = nullptr;
-    int expert = 0, a_line = 0, b_line = 0, lines = 0; /* lines 0: nowhere */
-
-    __device__ Target() {}
-
-    __device__ Target(const Wgrad &p, const Item &item, int wg) {
-        map = &p.dw[item.part];
-        expert = item.expert, lines = p.M[item.part];
-        a_line = item.first_column, b_line = item.first_line + wg * BOX;
-    }
+    int expert, box, b_line; /* box: the first of a's lines; past the last: nowhere */
 };
 
 /* In a's dtype: rounded and held, as in grouped_mm. */
 template <typename T, bool TRANSPOSED>
 struct WgradFinish {
-    static constexpr int SLOTS = 4;
+    static constexpr int SLOTS = 4, NOWHERE = INT32_MAX - SLOTS;
     uint32_t words[SLOTS][16];
-    Target held;
+    Target held = {0, NOWHERE, 0};
 
     __device__ void take(const Wgrad &, const float (&d)[128], const Target &target,
                          WarpgroupWriter &) {
@@ -236,9 +285,9 @@ struct WgradFinish {
     }
 
     template <int slot>
-    __device__ void put(WarpgroupWriter &writer) {
-        int a_line = held.a_line + slot * BOX;
-        if (a_line >= held.lines) return;
+    __device__ void put(const Wgrad &p, WarpgroupWriter &writer) {
+        int a_box = held.box + slot;
+        if (a_box >= p.boxes[1]) return;
         auto fill = [&](uint32_t box, int warp) {
             if constexpr (TRANSPOSED)
                 fill_box_transposed(box, warp, words[slot]);
@@ -246,19 +295,21 @@ struct WgradFinish {
                 fill_box(box, 16 * warp, words[slot]);
         };
         writer.store_filled(fill, [&](uint32_t box) {
+            const CUtensorMap *map = &p.dw[part_of(p, a_box)];
+            int a_line = line_in_part(p, a_box);
             if constexpr (TRANSPOSED)
-                cp_async_bulk_tensor_store(held.map, box, held.b_line, a_line, held.expert);
+                cp_async_bulk_tensor_store(map, box, held.b_line, a_line, held.expert);
             else
-                cp_async_bulk_tensor_store(held.map, box, a_line, held.b_line, held.expert);
+                cp_async_bulk_tensor_store(map, box, a_line, held.b_line, held.expert);
         });
     }
 
-    __device__ void put_all(WarpgroupWriter &writer) {
-        for_each_slot<0, SLOTS>([&](auto slot) { put<slot.value>(writer); });
+    __device__ void put_all(const Wgrad &p, WarpgroupWriter &writer) {
+        for_each_slot<0, SLOTS>([&](auto slot) { put<slot.value>(p, writer); });
         forget();
     }
 
-    __device__ void forget() { held.lines = 0; }
+    __device__ void forget() { held.box = NOWHERE; }
 };
 
 /* In f32: stored, or added, at once. */
@@ -270,25 +321,27 @@ struct WgradFinishF32 {
                          WarpgroupWriter &writer) {
 #pragma unroll
         for (int i = 0; i < 8; i++) {
-            int half = i % 2, a_line = target.a_line + i / 2 * BOX, b_line = target.b_line;
-            if (a_line >= target.lines) return;
+            int half = i % 2, a_box = target.box + i / 2;
+            if (a_box >= p.boxes[1]) return;
+            int a_line = line_in_part(p, a_box), b_line = target.b_line;
             (TRANSPOSED ? b_line : a_line) += half * BOX / 2;
             auto fill = [&](uint32_t box, int warp) {
                 fill_box_f32<TRANSPOSED>(box, warp, half, &d[i / 2 * 32]);
             };
             writer.store_filled(fill, [&](uint32_t box) {
+                const CUtensorMap *map = &p.dw[part_of(p, a_box)];
                 int column = TRANSPOSED ? b_line : a_line, row = TRANSPOSED ? a_line : b_line;
                 if (p.accumulate)
-                    cp_reduce_async_bulk_tensor_add(target.map, box, column, row, target.expert);
+                    cp_reduce_async_bulk_tensor_add(map, box, column, row, target.expert);
                 else
-                    cp_async_bulk_tensor_store(target.map, box, column, row, target.expert);
+                    cp_async_bulk_tensor_store(map, box, column, row, target.expert);
             });
         }
     }
 
     template <int slot>
-    __device__ void put(WarpgroupWriter &) {}
-    __device__ void put_all(WarpgroupWriter &) {}
+    __device__ void put(const Wgrad &, WarpgroupWriter &) {}
+    __device__ void put_all(const Wgrad &, WarpgroupWriter &) {}
     __device__ void forget() {}
 };
 
@@ -302,18 +355,20 @@ __global__ void __launch_bounds__(Tile::THREADS, 1)
         if (warp == 3)
             draw(p.plan, s.items, nullptr, 0,
                  [&](const Plan &, Item &item, int column, int) { place_lines(p, item, column); });
-        else
+        else if constexpr (Tile::GATHER)
             copy_rows<Tile>(p, s);
+        else if (warp == 0)
+            copy_lines<Tile>(p, s);
     } else {
         setmaxnreg_inc<Tile::CONSUMER_REGISTERS>();
         Receiver<typename Tile::Items> receiver(s.items);
         typename Tile::Stages from;
         WarpgroupWriter writer(shared_address(s.out[wg]), wg, warp % 4);
         Finish finish;
-        auto put = [&](auto slot) { finish.template put<slot.value>(writer); };
+        auto put = [&](auto slot) { finish.template put<slot.value>(p, writer); };
         for (Item item = receiver.next(); item.expert >= 0; item = receiver.next()) {
             int steps = steps_of(item);
-            if (steps < Finish::SLOTS) finish.put_all(writer);
+            if (steps < Finish::SLOTS) finish.put_all(p, writer);
             float d[128];
             if (steps) {
                 multiply<Tile, Tile::BN, Finish::SLOTS>(d, s, from, steps, wg, put);
@@ -323,21 +378,22 @@ __global__ void __launch_bounds__(Tile::THREADS, 1)
             }
             finish.forget();
             if (item.few || add_pieces(p, item, wg, d))
-                finish.take(p, d, Target(p, item, wg), writer);
+                finish.take(p, d, {item.expert, item.first_box, item.first_line + wg * BOX},
+                            writer);
         }
-        finish.put_all(writer);
+        finish.put_all(p, writer);
         writer.finish();
     }
 }
 
 /* --- launcher ----------------------------------------------------------------------------------------------- */
 
-static int64_t tiles_of(const FusedMoeWgrad &p, int part) {
-    return p.dw[part].data ? ceil_div(p.M[part], 4 * BOX) : 0;
+static int64_t boxes_of(const FusedMoeWgrad &p, int part) {
+    return p.dw[part].data ? ceil_div(p.M[part], BOX) : 0;
 }
 
 static int64_t tiles_of(const FusedMoeWgrad &p) {
-    return (tiles_of(p, 0) + tiles_of(p, 1)) * ceil_div(p.N, 2 * BOX);
+    return ceil_div(boxes_of(p, 0) + boxes_of(p, 1), 4) * ceil_div(p.N, 2 * BOX);
 }
 
 static int64_t arrivals_of(const FusedMoeWgrad &p, const FusedMoeSchedule &s) {
@@ -364,9 +420,9 @@ static int gradient_map(CUtensorMap *map, const FusedMoeWeight &dw, bool transpo
     return encode_tensor_map(map, map_dtype(Out()), 3, dw.data, sizes, strides, box);
 }
 
-template <typename T, typename Out, bool TRANSPOSED>
+template <typename T, bool GATHER, typename Out, bool TRANSPOSED>
 static int run(const FusedMoeWgrad &p, void *stream) {
-    using Tile = WgradTile<T>;
+    using Tile = WgradTile<T, GATHER>;
     constexpr bool HELD = std::is_same<T, Out>::value;
     using Finish = std::conditional_t<HELD, WgradFinish<T, TRANSPOSED>, WgradFinishF32<TRANSPOSED>>;
     Wgrad q = {};
@@ -375,11 +431,12 @@ static int run(const FusedMoeWgrad &p, void *stream) {
     q.T = p.T;
     q.N = (int32_t)p.N;
     q.tiles_n = (int32_t)ceil_div(p.N, Tile::BM);
+    q.boxes[0] = (int32_t)boxes_of(p, 0);
+    q.boxes[1] = q.boxes[0] + (int32_t)boxes_of(p, 1);
     q.accumulate = p.accumulate;
     int workers, status = num_workers(&workers);
     for (int i = 0; i < 2 && status == FUSED_MOE_OK; i++) {
         q.M[i] = (int32_t)p.M[i];
-        q.tiles_m[i] = (int32_t)tiles_of(p, i);
         if (p.dw[i].data)
             status = gradient_map<Out>(&q.dw[i], p.dw[i], TRANSPOSED, p.M[i], p.N, p.E,
                                        128 / sizeof(Out));
@@ -390,6 +447,12 @@ static int run(const FusedMoeWgrad &p, void *stream) {
     operands[0].pitch_bytes = width * sizeof(T);
     if (status == FUSED_MOE_OK)
         status = matrix_map(&operands[0].whole, (const T *)p.a, p.R, width, width, BOX);
+    if (!GATHER) {
+        operands[1].data = const_cast<void *>(p.b);
+        operands[1].pitch_bytes = p.N * sizeof(T);
+        if (status == FUSED_MOE_OK)
+            status = matrix_map(&operands[1].whole, (const T *)p.b, p.R, p.N, p.N, BOX);
+    }
     if (status != FUSED_MOE_OK) return status;
     q.plan.R = p.R;
     q.plan.E = p.E;
@@ -405,13 +468,19 @@ static int run(const FusedMoeWgrad &p, void *stream) {
     return launch_product<Tile>(hopper_wgrad_kernel<Tile, Finish>, q, stream);
 }
 
+template <typename T, bool GATHER>
+static int run(const FusedMoeWgrad &p, void *stream) {
+    const FusedMoeWeight &dw = p.dw[p.dw[0].data ? 0 : 1];
+    bool transposed = dw.stride_in == 1, f32 = p.dw_dtype == FUSED_MOE_F32;
+    if (transposed)
+        return f32 ? run<T, GATHER, float, true>(p, stream) : run<T, GATHER, T, true>(p, stream);
+    return f32 ? run<T, GATHER, float, false>(p, stream) : run<T, GATHER, T, false>(p, stream);
+}
+
 int hopper_wgrad(const FusedMoeWgrad &p, void *stream) {
     return with_half(p.dtype, [&](auto t) {
         using T = decltype(t);
-        const FusedMoeWeight &dw = p.dw[p.dw[0].data ? 0 : 1];
-        bool transposed = dw.stride_in == 1, f32 = p.dw_dtype == FUSED_MOE_F32;
-        if (transposed) return f32 ? run<T, float, true>(p, stream) : run<T, T, true>(p, stream);
-        return f32 ? run<T, float, false>(p, stream) : run<T, T, false>(p, stream);
+        return p.b_row_token ? run<T, true>(p, stream) : run<T, false>(p, stream);
     });
 }
 
