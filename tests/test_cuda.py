@@ -1119,6 +1119,36 @@ def wgrad_cases(counts, widths, dtype, device):
     yield (x[0], b, ends, row_token, None), (ready[0], b[:num_rows])
 
 
+@HALF_DTYPES
+@pytest.mark.parametrize("hidden", (64, 72, 192, 200, 320))
+def test_tiles_of_the_gradients_of_gate_and_up(device, hopper, hidden, dtype):
+    """Their lines are counted in one row: a tile may have some of both. Or one of the two is not wanted."""
+    dim, experts = 136, len(BOUNDARIES)
+    ids = ids_of(BOUNDARIES, device)
+    gathered = fused_moe.route_plan(ids, experts)
+    counts = torch.tensor(BOUNDARIES, device=device)
+    tokens = torch.randn(ids.size(0), dim).to(device, dtype)
+    rows, ends = draw_rows(BOUNDARIES, dim, dtype, device, spare=70)
+    ready = fused_moe.plan_from_counts(counts, rows.size(0))
+    num_rows = sum(BOUNDARIES)
+    weights = [draw_weights(experts, hidden, dim, dtype, device) for _ in range(2)]
+    for x, plan, in_order in (
+        (tokens, gathered, tokens[gathered.row_token[:num_rows].long()]),
+        (rows, ready, rows[:num_rows]),
+    ):
+        spare = (plan.row_slot.size(0) if plan.row_slot is not None else rows.size(0)) - num_rows
+        dh, _ = draw_rows(BOUNDARIES, 2 * hidden, dtype, device, spare=spare)
+        exact = [exact_wgrad(part, in_order, ends) for part in dh[:num_rows].chunk(2, dim=1)]
+        for need in ((True, True), (True, False), (False, True)):
+            flags = (False, *need, False, False, False)
+            with poisoned():
+                _, *found = ops.experts_up_backward(dh, x, *weights, None, *plan[1:], 0, *flags)[:3]
+            for dw, expected, wanted in zip(found, exact, need, strict=True):
+                if wanted:
+                    check_everywhere(dw, expected)
+                    assert not dw[counts == 0].count_nonzero()
+
+
 LONG_SUMS = (9001, 0, 1, 700, 64, 1500)  # the first and the last are cut into pieces
 
 

@@ -3,7 +3,7 @@
  *   ends   [E]       ends of the experts' rows, made to never decrease and to stay within R
  *   work   [5+2E]    schedule.h's plan
  *   taken  [workers] turns of a CTA's that were taken
- *   maps   [2, E]    tensor maps of the results, each ending where the expert's rows end; of wgrad's operand
+ *   maps   [2, E]    tensor maps of the results, each ending where the expert's rows end; of wgrad's operands
  *
  * and counters of the caller's own, which are zeroed. */
 #pragma once

@@ -1,9 +1,9 @@
 /* wgrad on the Hopper engine: dw[e] = a[rows of e]^T b[row_token[rows of e]], sums along the rows of an expert.
  *
  * Both operands lie along their lines, and wgmma reads them so: nothing is transposed. A tile is 128 lines of b
- * (wgmma's rows), which three warps gather where row_token asks for it, times 256 lines of a (its columns), which the copy engine loads through
- * the expert's own map: rows past the expert's last are zero on both sides, since 0 * NaN is NaN. An expert without
- * rows has its tiles, too, and gets zeros.
+ * (wgmma's rows) times 256 lines of a (its columns), which the copy engine loads through the expert's own map. b it
+ * loads likewise, but where its rows are gathered, by three warps. Rows past the expert's last are zero on both sides,
+ * since 0 * NaN is NaN. An expert without rows has its tiles, too, and gets zeros.
  *
  * a's lines are counted in boxes of 64, those of part 1 behind those of part 0, so that a tile may have some of both.
  *
