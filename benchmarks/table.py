@@ -17,7 +17,6 @@ from common import DEFAULT_SCHEDULE, SHAPES, layer_sizes, schedule_of
 from tabulate import tabulate
 
 BEGIN, END = "<!-- performance: begin -->", "<!-- performance: end -->"
-MACHINE = ("gpu", "cpu", "threads", "torch", "cuda")
 
 
 def arguments(argv: list[str] | None) -> argparse.Namespace:
@@ -32,11 +31,17 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     return options
 
 
+def machine(r: dict) -> tuple:
+    """What the caption says of it; the host of a GPU is not among it."""
+    names = ("cpu", "threads", "torch") if r["gpu"] == "none" else ("gpu", "torch", "cuda")
+    return tuple(r[name] for name in names)
+
+
 def groups(records: list[dict]) -> list[list[dict]]:
     """Records of one benchmark on one machine, in the order of their first."""
     found: dict[tuple, list[dict]] = {}
     for r in records:
-        found.setdefault((r["bench"], *(r[name] for name in MACHINE)), []).append(r)
+        found.setdefault((r["bench"], *machine(r)), []).append(r)
     return list(found.values())
 
 
