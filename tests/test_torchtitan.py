@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import partial, wraps
 from importlib import import_module
 from importlib.util import find_spec
+from inspect import signature
 
 import pytest
 import torch
@@ -84,13 +85,14 @@ if HAS_OVERRIDES:
     from torchtitan.distributed.utils import set_spmd_backend
     from torchtitan.models.common import config_utils
     from torchtitan.models.common.attention import FlexAttention
-    from torchtitan.models.common.moe import GroupedExperts
+    from torchtitan.models.common.moe import GroupedExperts, MoE
     from torchtitan.models.deepseek_v3 import config_registry
     from torchtitan.protocols.module import Module
 
     FUSIONS = ("fused_experts", "fused_routed_experts", "fused_moe")
     PRECISIONS = ("float32", "autocast", "bfloat16")
     WEIGHTS = ("w1_EFD", "w2_EDF", "w3_EFD")
+    IS_FLAT = "x_TD" in signature(MoE.forward).parameters  # later than 0.3.0: tokens without a batch
 
     class Root(Module):
         """Has the config under test as a node: overrides do not replace the root of a tree."""
@@ -155,8 +157,8 @@ if HAS_OVERRIDES:
     # FlexAttention has no backward on a CPU.
     @wraps(FlexAttention.forward)
     def causal_attention(self, q, k, v, **kwargs):
-        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-        return functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
+        q, k, v = (t.transpose(-3, -2) for t in (q, k, v))
+        return functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(-3, -2)
 
     FlexAttention.forward = causal_attention
 
@@ -165,7 +167,7 @@ if HAS_OVERRIDES:
         config = config_registry.deepseek_v3_debugmodel()
         spec, training, parallelism = config.model_spec, config.training, config.parallelism
         spec.model.layers = spec.model.layers[:2]
-        training.seq_len = TOKENS
+        setattr(training, "max_context_length" if IS_FLAT else "seq_len", 2 * TOKENS)
         training.mixed_precision_param = "float32"  # bf16 scores tie: a CPU's autocast cannot widen the gate
         parallelism.expert_parallel_degree = ep
         parallelism.spmd_backend = (
@@ -209,6 +211,7 @@ else:
     from torchtitan.protocols.model_converter import build_model_converters
 
     FUSIONS = ("fused_moe",)
+    IS_FLAT = False
     PRECISIONS = ("loop", "float32", "autocast", "bfloat16")
     FLAVORS["llama4"] = {"top_k": 1, "score_func": "sigmoid", "score_before_experts": True, "shared": 1}
     FLAVORS["before"] = {"top_k": 3, "score_func": "softmax", "score_before_experts": True}
@@ -304,7 +307,7 @@ else:
 
 
 def make_input(dtype=F32):
-    return torch.randn(2, 20, D).to(dtype)
+    return torch.randn(*((40,) if IS_FLAT else (2, 20)), D).to(dtype)
 
 
 def half(model):
@@ -493,7 +496,8 @@ def train(fused, ep, compiled):
     with nullcontext() if compiled else Calls() as calls:  # which no compiler looks through
         for _ in range(2):
             optimizers.zero_grad()
-            loss = functional.cross_entropy(model(ids).float().flatten(0, 1), ids.flatten())
+            logits = model(ids.flatten() if IS_FLAT else ids).float()
+            loss = functional.cross_entropy(logits.flatten(0, -2), ids.flatten())
             loss.backward()
             if not result["losses"]:
                 result["grads"] = {n: full(p.grad) for n, p in model.named_parameters() if "moe" in n}
