@@ -49,11 +49,11 @@ def caption(records: list[dict]) -> str:
     first = records[0]
     if first["gpu"] == "none":
         cpu = first["cpu"].replace("(R)", "").replace("(TM)", "")
-        machine = f"{first['threads']} threads on {cpu}, PyTorch {first['torch']}"
+        text = f"{first['threads']} threads on {cpu}, PyTorch {first['torch']}"
     else:
-        machine = f"{first['gpu']}, PyTorch {first['torch']}, CUDA {first['cuda']}"
+        text = f"{first['gpu']}, PyTorch {first['torch']}, CUDA {first['cuda']}"
     days = sorted({r["date"] for r in records})
-    return f"{machine}, {' to '.join(dict.fromkeys((days[0], days[-1])))}."
+    return f"{text}, {' to '.join(dict.fromkeys((days[0], days[-1])))}."
 
 
 def sizes(r: dict) -> str:
@@ -132,7 +132,8 @@ def gains(records: list[dict]) -> str:
         found: dict[tuple, dict[str, float]] = {}
         for r in group:
             if r["dense_ratio"]:
-                line = found.setdefault((r["shape"], r["routing"], r["tier"], r["dtype"], r["what"]), {})
+                key = (r["shape"], r["routing"], r["dtype"], r["what"], r["tier"], r["cpu"], r["threads"])
+                line = found.setdefault(key, {})
                 line[schedule_of(r)] = r["dense_ratio"]
         lines = {key: line for key, line in found.items() if DEFAULT_SCHEDULE in line and len(line) > 1}
         if not lines:
@@ -140,7 +141,7 @@ def gains(records: list[dict]) -> str:
         names = list(dict.fromkeys(name for line in lines.values() for name in line))
         names.remove(DEFAULT_SCHEDULE)
         rows = []
-        for (shape, routing, _, dtype, what), line in lines.items():
+        for (shape, routing, dtype, what, *_), line in lines.items():
             usual = line[DEFAULT_SCHEDULE]
             cells = [f"{line[name] / usual:.2f}x" if name in line else "" for name in names]
             rows.append([shape.replace(",", ", "), routing, dtype, what, f"{usual:.2f}", *cells])

@@ -97,7 +97,7 @@ __device__ inline void plan_maps(const PlanParams &p, int e, CUtensorMap *scratc
     for (int i = lane; i < e; i += 32) first = max(first, checked_end(p, i));
     first = __reduce_max_sync(~0u, first);
     int32_t rows = max(first, checked_end(p, e)) - first;
-    if (rows == 0) return; /* nobody stores there, and a map of no rows does not exist */
+    if (rows == 0) return; /* nobody goes there, and a map of no rows does not exist */
 #pragma unroll
     for (int i = 0; i < MAX_RESULTS; i++) {
         const Result &r = p.results[i];

@@ -2,13 +2,14 @@
  *
  * Built where:
  *   operands (A without a gather, weights)  on the host, static for a call: a map of the whole matrix or of
- *                                           (experts, lines, k). It goes to the kernel in its parameters.
- *   results                                 on the device, since they depend on the routing: one map for
+ *   and wgrad's results                     (experts, lines, k). It goes to the kernel in its parameters.
+ *   results and wgrad's operands            on the device, since they depend on the routing: one map for
  *                                           every expert, whose rows end where the expert's do, so that
  *                                           the copy engine itself clips what a tile has past them. The
  *                                           planning kernel (plan.cu) edits a template's address and row
  *                                           count into the workspace and releases it to the maps' proxy;
- *                                           the warp that draws items acquires it for the warps that store.
+ *                                           the warp that draws items acquires it for the warps that store,
+ *                                           and wgrad's copying warp for itself.
  *
  * The driver's encoder is looked up at run time: the library does not link libcuda. */
 #pragma once

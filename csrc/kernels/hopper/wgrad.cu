@@ -21,8 +21,8 @@ namespace fused_moe {
 
 typedef struct {
     CUtensorMap dw[2];        /* of part i, as it lies */
-    const void *b;            /* [T,N] */
-    const int32_t *row_token; /* [R], of a gather         */
+    const void *b;            /* [T,N] to be gathered */
+    const int32_t *row_token; /* [R] */
     int64_t T;
     int32_t N, M[2];
     int32_t tiles_n, boxes[2]; /* tiles of b's lines; boxes of a's, of part 0 and of both */
