@@ -4,7 +4,7 @@
  * its order is that of ACTIVATIONS in fused_moe/activation.py, the same formulas in PyTorch.
  *
  * Included once as it is, it gives the list. To have the formulas in an arithmetic, include it again with
- *   real            the type
+ *   accum_t            the type
  *   ACT_NAME(x)     x, made unique for that type
  *   ACT_FN          how to declare a function
  *   ACT_EXP, ACT_CDF  exp, and the normal distribution's cumulative function
@@ -29,59 +29,59 @@ enum {
 
 #endif
 
-#ifdef real
+#ifdef accum_t
 
 typedef struct {
-    real value, slope;
+    accum_t value, derivative;
 } ACT_NAME(Point);
 
-#define POINT(value, slope) ((ACT_NAME(Point)){value, slope})
+#define POINT(value, derivative) ((ACT_NAME(Point)){value, derivative})
 
-ACT_FN ACT_NAME(Point) ACT_NAME(silu)(real x, real alpha, real limit) {
+ACT_FN ACT_NAME(Point) ACT_NAME(silu)(accum_t x, accum_t alpha, accum_t limit) {
     (void)alpha, (void)limit;
-    real s = ACT_SIGMOID(x);
+    accum_t s = ACT_SIGMOID(x);
     return POINT(x * s, s + x * s * (1 - s));
 }
 
-ACT_FN ACT_NAME(Point) ACT_NAME(gelu)(real x, real alpha, real limit) {
+ACT_FN ACT_NAME(Point) ACT_NAME(gelu)(accum_t x, accum_t alpha, accum_t limit) {
     (void)alpha, (void)limit;
-    real cdf = ACT_CDF(x);
-    real pdf = (real)0.39894228040143267794 * ACT_EXP((real)-0.5 * x * x);
+    accum_t cdf = ACT_CDF(x);
+    accum_t pdf = (accum_t)0.39894228040143267794 * ACT_EXP((accum_t)-0.5 * x * x);
     return POINT(x * cdf, cdf + x * pdf);
 }
 
-/* 0.5 (1 + tanh(u)) is the sigmoid s of 2u. 1 - s would round away what the slope multiplies by up to 5. */
-ACT_FN ACT_NAME(Point) ACT_NAME(gelu_tanh)(real x, real alpha, real limit) {
+/* 0.5 (1 + tanh(u)) is the sigmoid s of 2u. 1 - s would round away what the derivative multiplies by up to 5. */
+ACT_FN ACT_NAME(Point) ACT_NAME(gelu_tanh)(accum_t x, accum_t alpha, accum_t limit) {
     (void)alpha, (void)limit;
-    const real two_root = (real)1.59576912160573071176, cubic = (real)0.044715;
-    real u = two_root * (x + cubic * x * x * x);
-    real s = ACT_SIGMOID(u), c = ACT_SIGMOID(-u);
+    const accum_t two_root = (accum_t)1.59576912160573071176, cubic = (accum_t)0.044715;
+    accum_t u = two_root * (x + cubic * x * x * x);
+    accum_t s = ACT_SIGMOID(u), c = ACT_SIGMOID(-u);
     return POINT(x * s, s + x * s * c * two_root * (1 + 3 * cubic * x * x));
 }
 
-ACT_FN ACT_NAME(Point) ACT_NAME(relu)(real x, real alpha, real limit) {
+ACT_FN ACT_NAME(Point) ACT_NAME(relu)(accum_t x, accum_t alpha, accum_t limit) {
     (void)alpha, (void)limit;
     return POINT(x < 0 ? 0 : x, x > 0 ? 1 : 0);
 }
 
-ACT_FN ACT_NAME(Point) ACT_NAME(swiglu_clamped)(real x, real alpha, real limit) {
-    real g = x > limit ? limit : x;
-    real s = ACT_SIGMOID(alpha * g);
+ACT_FN ACT_NAME(Point) ACT_NAME(swiglu_clamped)(accum_t x, accum_t alpha, accum_t limit) {
+    accum_t g = x > limit ? limit : x;
+    accum_t s = ACT_SIGMOID(alpha * g);
     return POINT(g * s, x > limit ? 0 : s + alpha * g * s * (1 - s));
 }
 
-ACT_FN ACT_NAME(Point) ACT_NAME(linear)(real x, real limit) {
+ACT_FN ACT_NAME(Point) ACT_NAME(linear)(accum_t x, accum_t limit) {
     (void)limit;
     return POINT(x, 1);
 }
 
-ACT_FN ACT_NAME(Point) ACT_NAME(clamped)(real x, real limit) {
-    real u = x > limit ? limit : x < -limit ? -limit : x;
+ACT_FN ACT_NAME(Point) ACT_NAME(clamped)(accum_t x, accum_t limit) {
+    accum_t u = x > limit ? limit : x < -limit ? -limit : x;
     return POINT(u + 1, x > limit || x < -limit ? 0 : 1);
 }
 
 #undef POINT
-#undef real
+#undef accum_t
 #undef ACT_NAME
 #undef ACT_FN
 #undef ACT_EXP

@@ -27,7 +27,7 @@ typedef enum {
     FUSED_MOE_OK = 0,
     FUSED_MOE_INVALID_ROWS, /* ids, maps or row counts lead outside the tensors given */
     FUSED_MOE_OUT_OF_MEMORY,
-    FUSED_MOE_PRODUCT_FAILED, /* PyTorch's matrix product or thread pool reported an error */
+    FUSED_MOE_MATMUL_FAILED, /* PyTorch's matrix product or thread pool reported an error */
     FUSED_MOE_UNSUPPORTED_DTYPE,
     FUSED_MOE_DRIVER_TOO_OLD, /* for the CUDA runtime that the library was linked with */
     FUSED_MOE_GPU_TOO_OLD,    /* below compute capability 8.0 */
@@ -78,7 +78,7 @@ typedef struct {              /* which row holds which (token, slot) */
     const int32_t *tiles;     /* [2+2E] plan.h, tiles of FUSED_MOE_TILE_ROWS; may be NULL */
     int64_t T, K, R;
     int32_t E;
-} FusedMoePlan;
+} FusedMoeRowMap;
 
 /* --- routing --------------------------------------------------------------------------------- */
 
@@ -138,7 +138,7 @@ typedef struct {           /* the plan of rows that are grouped already */
 typedef struct {   /* rows[r] = x[row_token[r]]; zero past the last row */
     const void *x; /* [T,D] */
     void *rows;    /* [R,D] */
-    FusedMoePlan plan;
+    FusedMoeRowMap row_map;
     int64_t D;
     FusedMoeDtype dtype;
 } FusedMoePermute;
@@ -147,7 +147,7 @@ typedef struct {        /* out[t] = sum_k scores[t,k] rows[token_row[t,k]] */
     const void *rows;   /* [R,D] */
     const void *scores; /* [T,K] f32, f64 for f64 rows; NULL: ones */
     void *out;          /* [T,D] */
-    FusedMoePlan plan;
+    FusedMoeRowMap row_map;
     int64_t D;
     FusedMoeDtype dtype;
 } FusedMoeUnpermute;
@@ -158,7 +158,7 @@ typedef struct {        /* drows[r] = s dout[row_token[r]];  dscores[t,k] = <row
     const void *scores; /* [T,K]; NULL: ones     */
     void *drows;        /* [R,D]; may be NULL    */
     void *dscores;      /* [T,K]; may be NULL    */
-    FusedMoePlan plan;
+    FusedMoeRowMap row_map;
     int64_t D;
     FusedMoeDtype dtype;
 } FusedMoeUnpermuteBackward;
@@ -221,7 +221,7 @@ typedef struct {        /* h = x[row_token] w1^T | w3^T + b;  a = act(gate) up *
     void *a;            /* [R,F] */
     void *workspace;
     int64_t workspace_bytes;
-    FusedMoePlan plan;
+    FusedMoeRowMap row_map;
     int64_t D, F;
     FusedMoeLayout layout;
     FusedMoeActivation activation;
@@ -240,7 +240,7 @@ typedef struct
     void *dscores;      /* [T,K] zero in slots without a row; may be NULL */
     void *workspace;
     int64_t workspace_bytes;
-    FusedMoePlan plan;
+    FusedMoeRowMap row_map;
     int64_t D, F;
     FusedMoeLayout layout;
     FusedMoeActivation activation;
@@ -288,7 +288,7 @@ int fused_moe_cuda_device(int device, FusedMoeCudaDevice *found);
 
 /* Why the portable tier had a call; kernels/hopper/tier.cu has the rules. */
 typedef enum {
-    FUSED_MOE_ON_HOPPER = 0, /* it had not */
+    FUSED_MOE_ON_SM90 = 0, /* it had not */
     FUSED_MOE_OTHER_GPU,
     FUSED_MOE_PORTABLE_ASKED, /* by FUSED_MOE_TIER, when the workspace was made or now */
     FUSED_MOE_OTHER_DTYPE,

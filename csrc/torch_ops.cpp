@@ -1,6 +1,6 @@
 // The only file that sees torch: schemas, and for every operator check -> fill struct -> call.
 //
-// Written against PyTorch's stable ABI (target 2.10), so that one library serves every PyTorch from there
+// Written against PyTorch's stable ABI (target 2.10), so that one library dispatches_to_sm90 every PyTorch from there
 // on. The checks here are those that memory safety needs when torch.ops is called directly; friendly
 // ones, with TypeError and ValueError, stand in fused_moe/function.py. Shapes are those of fused_moe.h.
 #include <torch/csrc/stable/accelerator.h>
@@ -137,7 +137,7 @@ ScalarType score_dtype(const Tensor &x) {
 
 // --- tensors -----------------------------------------------------------------------------------------
 
-// A fresh tensor whose memory is about to be written as a whole.
+// A fresh tensor whose memory is about to be written as a aligned.
 Tensor prepared(Tensor x) {
     if (x.is_cpu())
         fused_moe_cpu_prepare(x.mutable_data_ptr(), x.numel() * (int64_t)x.element_size());
@@ -243,7 +243,7 @@ FusedMoeWeight transposed(FusedMoeWeight w) {
 struct Maps {
     Tensor offsets;
     OptTensor row_token, row_slot, token_row, tiles;
-    FusedMoePlan plan;
+    FusedMoeRowMap row_map;
 };
 
 Tensor index_map(const char *op, const char *name, const Tensor &map, const Tensor &x,
@@ -273,7 +273,7 @@ Maps maps_of(const char *op, const Tensor &x, bool tokens, int64_t E, const Tens
         index_map(op, "tiles", tiles, x, 1),       {}};
     check_shape(op, "offsets", m.offsets, {E + 1});
     if (m.tiles) check_shape(op, "tiles", *m.tiles, {fused_moe_tiles_length(E)});
-    FusedMoePlan &p = m.plan;
+    FusedMoeRowMap &p = m.row_map;
     p.ends = ints(m.offsets) + 1;
     p.tiles = static_cast<const int32_t *>(data(m.tiles));
     p.E = (int32_t)E;
@@ -463,12 +463,12 @@ Tensor permute(const Tensor &x_, const Tensor &offsets, const Tensor &row_token,
     Tensor x = dense(x_);
     Maps m = maps_of("permute", x, true, experts_of("permute", offsets), offsets, row_token,
                      row_slot, token_row);
-    Tensor rows = new_like(x, {m.plan.R, x.size(1)});
+    Tensor rows = new_like(x, {m.row_map.R, x.size(1)});
 
     FusedMoePermute p = {};
     p.x = data(x);
     p.rows = mutable_data(rows);
-    p.plan = m.plan;
+    p.row_map = m.row_map;
     p.D = x.size(1);
     p.dtype = float_dtype("permute", x);
     RUN(permute, p, x);
@@ -480,7 +480,7 @@ void run_unpermute(const Tensor &rows, const OptTensor &scores, const Maps &m, c
     p.rows = data(rows);
     p.scores = data(scores);
     p.out = mutable_data(out);
-    p.plan = m.plan;
+    p.row_map = m.row_map;
     p.D = rows.size(1);
     p.dtype = float_dtype("unpermute", rows);
     RUN(unpermute, p, rows);
@@ -493,8 +493,8 @@ Tensor unpermute(const Tensor &rows_, const OptTensor &scores_, const Tensor &of
     Tensor rows = dense(rows_);
     Maps m =
         maps_of(op, rows, false, experts_of(op, offsets), offsets, row_token, row_slot, token_row);
-    OptTensor scores = scores_of(op, scores_, rows, {m.plan.T, m.plan.K});
-    Tensor out = new_like(rows, {m.plan.T, rows.size(1)});
+    OptTensor scores = scores_of(op, scores_, rows, {m.row_map.T, m.row_map.K});
+    Tensor out = new_like(rows, {m.row_map.T, rows.size(1)});
     run_unpermute(rows, scores, m, out);
     return out;
 }
@@ -508,7 +508,7 @@ void run_unpermute_backward(const Tensor &dout, const OptTensor &rows, const Opt
     p.scores = data(scores);
     p.drows = drows ? mutable_data(*drows) : nullptr;
     p.dscores = dscores ? mutable_data(*dscores) : nullptr;
-    p.plan = m.plan;
+    p.row_map = m.row_map;
     p.D = dout.size(1);
     p.dtype = float_dtype("unpermute_backward", dout);
     RUN(unpermute_backward, p, dout);
@@ -524,7 +524,7 @@ std::tuple<Tensor, Tensor> unpermute_backward(const Tensor &dout_, const OptTens
     Tensor dout = dense(dout_);
     Maps m =
         maps_of(op, dout, true, experts_of(op, offsets), offsets, row_token, row_slot, token_row);
-    const Shape rows_shape = {m.plan.R, dout.size(1)}, scores_shape = {m.plan.T, m.plan.K};
+    const Shape rows_shape = {m.row_map.R, dout.size(1)}, scores_shape = {m.row_map.T, m.row_map.K};
     OptTensor rows = operand(op, "rows", rows_, dout, rows_shape);
     OptTensor scores = scores_of(op, scores_, dout, scores_shape);
     STD_TORCH_CHECK(rows || !need_dscores, "fused_moe::", op, ": expected rows for dscores");
@@ -704,12 +704,12 @@ experts_up(const Tensor &x_, const Tensor &w1, const OptTensor &w3, const OptTen
     Maps m = maps_of(op, x, true, s.E, offsets, row_token, row_slot, token_row, tiles);
     OptTensor b1 = operand(op, "b1", b1_, x, {s.E, s.w1_rows});
     OptTensor b3 = operand(op, "b3", b3_, x, {s.E, s.F});
-    OptTensor scores = scores_of(op, scores_, x, {m.plan.T, m.plan.K});
+    OptTensor scores = scores_of(op, scores_, x, {m.row_map.T, m.row_map.K});
     check_size(op, "x's width", x.size(1), s.D, s.D);
     STD_TORCH_CHECK(!scores || m.row_token, "fused_moe::experts_up: expected maps with scores");
     STD_TORCH_CHECK(w3 || !b3, "fused_moe::experts_up: expected b3 with w3 and not without");
-    Tensor h = new_like(x, {save_h ? m.plan.R : 0, s.H});
-    Tensor a = new_like(x, {m.plan.R, s.F});
+    Tensor h = new_like(x, {save_h ? m.row_map.R : 0, s.H});
+    Tensor a = new_like(x, {m.row_map.R, s.F});
 
     FusedMoeUpGate p = {};
     p.x = data(x);
@@ -720,7 +720,7 @@ experts_up(const Tensor &x_, const Tensor &w1, const OptTensor &w3, const OptTen
     p.b3 = data(b3);
     p.h = save_h ? mutable_data(h) : nullptr;
     p.a = mutable_data(a);
-    p.plan = m.plan;
+    p.row_map = m.row_map;
     p.D = s.D;
     p.F = s.F;
     p.layout = (FusedMoeLayout)layout;
@@ -744,10 +744,10 @@ std::tuple<Tensor, Tensor> up_gate(const Tensor &x, const Tensor &w1, const OptT
 
 // dx_rows = dh w1, or dgate w1 + dup w3.
 void run_up_dgrad(const Tensor &dh, const FusedMoeWeight &w1, const FusedMoeWeight &w3,
-                  const Width &s, const FusedMoePlan &plan, const Tensor &dx_rows) {
+                  const Width &s, const FusedMoeRowMap &row_map, const Tensor &dx_rows) {
     const FusedMoeWeight b[2] = {transposed(w1), transposed(w3)};
     const int64_t N[2] = {s.w1_rows, w3.data ? s.F : 0};
-    run_grouped_mm(dh, b, N, {}, plan.ends, plan.tiles, s.E, dx_rows);
+    run_grouped_mm(dh, b, N, {}, row_map.ends, row_map.tiles, s.E, dx_rows);
 }
 
 Tensor up_dgrad(const Tensor &dh_, const Tensor &w1, const OptTensor &w3, const Tensor &offsets,
@@ -759,7 +759,7 @@ Tensor up_dgrad(const Tensor &dh_, const Tensor &w1, const OptTensor &w3, const 
     Maps m = maps_of(op, dh, false, s.E, offsets, {}, {}, {});
     Tensor dx_rows = new_like(dh, {dh.size(0), s.D});
     FusedMoeWeight up = w3 ? weight(op, "w3", *w3, dh, {s.E, s.F, s.D}) : FusedMoeWeight{};
-    run_up_dgrad(dh, weight(op, "w1", w1, dh, {s.E, s.w1_rows, s.D}), up, s, m.plan, dx_rows);
+    run_up_dgrad(dh, weight(op, "w1", w1, dh, {s.E, s.w1_rows, s.D}), up, s, m.row_map, dx_rows);
     return dx_rows;
 }
 
@@ -779,8 +779,8 @@ UpGrads experts_up_backward_accumulate(const Tensor &dh_, const Tensor &x_, cons
     Tensor x = dense(x_);
     Width s = width_of(op, w1, w3, layout);
     Maps m = maps_of(op, x, true, s.E, offsets, row_token, row_slot, token_row, tiles);
-    Tensor dh = operand(op, "dh", dh_, x, {m.plan.R, s.H});
-    OptTensor scores = scores_of(op, scores_, x, {m.plan.T, m.plan.K});
+    Tensor dh = operand(op, "dh", dh_, x, {m.row_map.R, s.H});
+    OptTensor scores = scores_of(op, scores_, x, {m.row_map.T, m.row_map.K});
     check_size(op, "x's width", x.size(1), s.D, s.D);
     STD_TORCH_CHECK(!scores || m.row_token, "fused_moe::", op, ": expected maps with scores");
     STD_TORCH_CHECK((w3 || !(need_dw3 || need_db3)) && (scores || !need_dscores), "fused_moe::", op,
@@ -795,10 +795,10 @@ UpGrads experts_up_backward_accumulate(const Tensor &dh_, const Tensor &x_, cons
     Tensor dx = nothing(x), dw1 = nothing(x), dw3 = nothing(x), db1 = nothing(x), db3 = nothing(x);
     Tensor dscores = nothing(x, score_dtype(x));
     if (need_dx || need_dscores) {
-        Tensor dx_rows = new_like(x, {m.plan.R, s.D});
-        run_up_dgrad(dh, gate, up, s, m.plan, dx_rows);
+        Tensor dx_rows = new_like(x, {m.row_map.R, s.D});
+        run_up_dgrad(dh, gate, up, s, m.row_map, dx_rows);
         if (need_dscores) {
-            dscores = new_like(x, {m.plan.T, m.plan.K}, score_dtype(x));
+            dscores = new_like(x, {m.row_map.T, m.row_map.K}, score_dtype(x));
             run_unpermute_backward(x, dx_rows, {}, m, {}, dscores);
         }
         if (need_dx && m.row_token) {
@@ -812,14 +812,14 @@ UpGrads experts_up_backward_accumulate(const Tensor &dh_, const Tensor &x_, cons
     if (need_dw3 && !main_grad3) fresh[1] = weight(dw3 = grad_like(*w3));
     const int64_t M[2] = {s.w1_rows, w3 ? s.F : 0};
     auto products = [&](const FusedMoeWeight dw[2], bool accumulate) {
-        run_wgrad(dh, x, m.plan.row_token, m.plan.row_slot, scores, dw, accumulate, M, m.plan.ends,
-                  s.E);
+        run_wgrad(dh, x, m.row_map.row_token, m.row_map.row_slot, scores, dw, accumulate, M,
+                  m.row_map.ends, s.E);
     };
     products(fresh, false);
     products(sums, true);
     if (need_db1 || need_db3) {
         Tensor db = new_like(x, {s.E, s.H});
-        run_bias_grad(dh, nullptr, nullptr, {}, m.plan.ends, s.E, m.plan.R, db);
+        run_bias_grad(dh, nullptr, nullptr, {}, m.row_map.ends, s.E, m.row_map.R, db);
         auto half = [&](int64_t first, int64_t size) {
             return torch::stable::contiguous(torch::stable::narrow(db, 1, first, size));
         };
@@ -855,13 +855,13 @@ Tensor experts_down(const Tensor &a_, const OptTensor &, const Tensor &w2, const
                     text(shape_of(w2)));
     Maps m = maps_of(op, a, false, E, offsets, row_token, row_slot, token_row, tiles);
     OptTensor b2 = operand(op, "b2", b2_, a, {E, D});
-    OptTensor scores = scores_of(op, scores_, a, {m.plan.T, m.plan.K});
+    OptTensor scores = scores_of(op, scores_, a, {m.row_map.T, m.row_map.K});
     STD_TORCH_CHECK(!scores || m.row_token, "fused_moe::", op, ": expected maps with scores");
     const FusedMoeWeight b[2] = {weight(op, "w2", w2, a, {E, D, N[0]}), {}};
-    Tensor y = new_like(a, {m.plan.R, D});
-    run_grouped_mm(a, b, N, b2, m.plan.ends, m.plan.tiles, E, y);
+    Tensor y = new_like(a, {m.row_map.R, D});
+    run_grouped_mm(a, b, N, b2, m.row_map.ends, m.row_map.tiles, E, y);
     if (!m.row_token) return y;
-    Tensor out = new_like(a, {m.plan.T, D});
+    Tensor out = new_like(a, {m.row_map.T, D});
     run_unpermute(y, scores, m, out);
     return out;
 }
@@ -890,9 +890,9 @@ DownDgrad down_dgrad_of(const char *op, const Tensor &dout_, const Tensor &w2, c
     Maps m = maps_of(op, dout, true, E, offsets, row_token, row_slot, token_row, tiles);
     int64_t H = layout == FUSED_MOE_UNGATED ? F : 2 * F;
     DownDgrad d = {dout,
-                   operand(op, "h", h, dout, {m.plan.R, H}),
+                   operand(op, "h", h, dout, {m.row_map.R, H}),
                    operand(op, "b2", b2, dout, {E, D}),
-                   scores_of(op, scores, dout, {m.plan.T, m.plan.K}),
+                   scores_of(op, scores, dout, {m.row_map.T, m.row_map.K}),
                    m,
                    {}};
     STD_TORCH_CHECK(!d.scores || m.row_token, "fused_moe::", op, ": expected maps with scores");
@@ -901,7 +901,7 @@ DownDgrad down_dgrad_of(const char *op, const Tensor &dout_, const Tensor &w2, c
     d.p.b2 = data(d.b2);
     d.p.h = data(d.h);
     d.p.scores = data(d.scores);
-    d.p.plan = m.plan;
+    d.p.row_map = m.row_map;
     d.p.D = D;
     d.p.F = F;
     d.p.layout = (FusedMoeLayout)layout;
@@ -924,9 +924,9 @@ down_dgrad(const Tensor &dout, const Tensor &w2, const OptTensor &b2, const Tens
            int64_t layout, int64_t activation, double alpha, double limit) {
     DownDgrad d = down_dgrad_of("down_dgrad", dout, w2, b2, h, scores, offsets, row_token, row_slot,
                                 token_row, tiles, layout, activation, alpha, limit);
-    const FusedMoePlan &plan = d.m.plan;
-    Tensor dh = new_like(d.h, shape_of(d.h)), a_scaled = new_like(d.h, {plan.R, d.p.F});
-    Tensor dscores = new_like(d.dout, {plan.T, plan.K}, score_dtype(d.dout));
+    const FusedMoeRowMap &row_map = d.m.row_map;
+    Tensor dh = new_like(d.h, shape_of(d.h)), a_scaled = new_like(d.h, {row_map.R, d.p.F});
+    Tensor dscores = new_like(d.dout, {row_map.T, row_map.K}, score_dtype(d.dout));
     d.p.dh = mutable_data(dh);
     d.p.a_scaled = mutable_data(a_scaled);
     d.p.dscores = mutable_data(dscores);
@@ -947,7 +947,7 @@ DownGrads experts_down_backward_accumulate(const Tensor &dout, const Tensor &h, 
     const char *op = "experts_down_backward";
     DownDgrad d = down_dgrad_of(op, dout, w2, b2, h, scores, offsets, row_token, row_slot,
                                 token_row, tiles, layout, activation, alpha, limit);
-    const FusedMoePlan &plan = d.m.plan;
+    const FusedMoeRowMap &row_map = d.m.row_map;
     FusedMoeWeight sum = {};
     if (need_dw2 && main_grad2)
         sum = main_grad(op, "main_grad2", *main_grad2, d.dout, shape_of(w2));
@@ -958,11 +958,11 @@ DownGrads experts_down_backward_accumulate(const Tensor &dout, const Tensor &h, 
         d.p.dh = mutable_data(dh);
     }
     if (need_dscores) {
-        dscores = new_like(d.dout, {plan.T, plan.K}, score_dtype(d.dout));
+        dscores = new_like(d.dout, {row_map.T, row_map.K}, score_dtype(d.dout));
         d.p.dscores = mutable_data(dscores);
     }
     if (need_dw2) {
-        a_scaled = new_like(d.dout, {plan.R, d.p.F});
+        a_scaled = new_like(d.dout, {row_map.R, d.p.F});
         d.p.a_scaled = mutable_data(a_scaled);
     }
     if (need_dh || need_dscores || need_dw2) run_down_dgrad(d);
@@ -970,13 +970,13 @@ DownGrads experts_down_backward_accumulate(const Tensor &dout, const Tensor &h, 
         if (!main_grad2) dw2 = grad_like(w2);
         const FusedMoeWeight dw[2] = {transposed(main_grad2 ? sum : weight(dw2)), {}};
         const int64_t M[2] = {d.p.F, 0};
-        run_wgrad(a_scaled, d.dout, plan.row_token, nullptr, {}, dw, main_grad2.has_value(), M,
-                  plan.ends, plan.E);
+        run_wgrad(a_scaled, d.dout, row_map.row_token, nullptr, {}, dw, main_grad2.has_value(), M,
+                  row_map.ends, row_map.E);
     }
     if (need_db2) {
-        db2 = new_like(d.dout, {plan.E, d.p.D});
-        run_bias_grad(d.dout, plan.row_token, plan.row_slot, d.scores, plan.ends, plan.E, plan.R,
-                      db2);
+        db2 = new_like(d.dout, {row_map.E, d.p.D});
+        run_bias_grad(d.dout, row_map.row_token, row_map.row_slot, d.scores, row_map.ends,
+                      row_map.E, row_map.R, db2);
     }
     return {dh, dw2, db2, dscores};
 }

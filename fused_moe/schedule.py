@@ -1,4 +1,4 @@
-"""Draws a grouped product's schedule: which SM works on which expert's tile when.
+"""TileSchedulers a grouped product's schedule: which SM works on which expert's tile when.
 
     python -m fused_moe.schedule --shape 16384,64,6,2048,1408 --routing zipf:1.2 -o schedule.png
 
@@ -9,7 +9,7 @@ the memory. So much is enough to see what the decisions are for: interleaved, an
 its weight while others multiply; grouped, items that run together share operands.
 
 Sources: the prefix over busy experts and their interleaving are those of Li et al., "Static Batching of
-Irregular Workloads on GPUs", 2025; persistent workers and the grouped order those of PyTorch's
+Irregular Workloads on GPUs", 2025; persistent num_ctas and the grouped order those of PyTorch's
 "Accelerating MoE's with a Triton Persistent Cache-Aware Grouped GEMM Kernel", 2025.
 """
 
@@ -28,7 +28,7 @@ import torch
 from . import _host
 
 # The kernels' own, members of FusedMoeSchedule: schedule_for in csrc/kernels/hopper/plan.cu.
-SCHEDULE = {"tile_rows": 128, "few_rows": 64, "group": 16, "interleave": True, "halving": 0}
+SCHEDULE = {"tile_rows": 128, "skinny_rows": 64, "group": 16, "interleave": True, "split_last_wave": 0}
 ORDERS = {"linear": 1, "grouped": SCHEDULE["group"], "column": 2**31 - 1}  # groups of so many row tiles
 TILE_COLUMNS = 256  # columns of a product that a tile computes; of up_gate 128 of gate and 128 of up
 ROWS_OF_SWAPPED = (8, 32, 64)  # an expert's few rows, with swapped operands, take the first that has room
@@ -84,8 +84,8 @@ def items_of(counts: list[int], num_columns: int, **changes) -> list[Item]:
     """
     ends, how = list(accumulate(counts)), SCHEDULE | changes
     work = _host.plan_work(ends, **how)
-    num_items = _host.num_items(work, num_columns, how["halving"])
-    return [Item(*_host.find_work(work, ends, num_columns, i, **how)) for i in range(num_items)]
+    num_items = _host.num_items(work, num_columns, how["split_last_wave"])
+    return [Item(*_host.find_work_tile(work, ends, num_columns, i, **how)) for i in range(num_items)]
 
 
 def operands(item: Item, depth: int) -> dict[tuple, int]:
@@ -120,9 +120,9 @@ def simulate(
     depth is the length of the product's sums: D for up_gate, F for down. SMs that read get equal shares of
     the memory, so `progress`, the bytes read by one that reads all the time, tells when each is through.
     """
-    if not 1 <= num_sms <= _host.MAX_WORKERS:
-        raise ValueError(f"sms: expected 1 to {_host.MAX_WORKERS}, found {num_sms}")
-    l2, runs, draws = OrderedDict(), {}, _host.Draws(len(items), num_sms)
+    if not 1 <= num_sms <= _host.MAX_CTAS:
+        raise ValueError(f"sms: expected 1 to {_host.MAX_CTAS}, found {num_sms}")
+    l2, runs, draws = OrderedDict(), {}, _host.TileSchedulers(len(items), num_sms)
     now = progress = 0.0
     free = [(now, sm) for sm in range(num_sms)]
     reading: list[tuple] = []
@@ -284,7 +284,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--no-interleave", dest="interleave", action="store_false", help="experts with few rows come last")
     add("--tile-rows", type=int)
     add("--few-rows", type=int, help="an expert with so many rows, or fewer, has few")
-    add("--sms", type=int, default=132, help="workers")
+    add("--sms", type=int, default=132, help="num_ctas")
     add("--seed", type=int, default=0, help="of the routing")
     add("-o", "--output", type=Path, default=Path("schedule.png"))
     flags.set_defaults(**SCHEDULE | {"group": None})
@@ -302,7 +302,7 @@ def main(argv: list[str] | None = None) -> None:
     depth, width = (sizes.dim, 2 * sizes.hidden_dim) if up else (sizes.hidden_dim, sizes.dim)
     how = {name: getattr(options, name) for name in SCHEDULE}
     if not up and (width - 1) % TILE_COLUMNS >= TILE_COLUMNS // 2:  # as in csrc/kernels/hopper/grouped_mm.cu
-        how["halving"] = max(options.sms, 0)
+        how["split_last_wave"] = max(options.sms, 0)
     try:
         items = items_of(counts, -(-width // TILE_COLUMNS), **how)
         runs = simulate(items, depth, options.sms, options.tile_rows)

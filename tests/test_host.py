@@ -14,7 +14,7 @@ from fused_moe.plan import TILE_ROWS as PYTHON_TILE_ROWS
 _host = pytest.importorskip("fused_moe._host", reason="fused_moe._host was not built for this Python")
 COUNTS = st.lists(st.one_of(st.just(0), st.integers(0, 700)), max_size=40)
 TILE_ROWS = st.one_of(st.just(_host.TILE_ROWS), st.integers(1, 300))
-HOPPER = {"tile_rows": 128, "few_rows": 64, "group": 16, "interleave": True, "halving": 0}
+HOPPER = {"tile_rows": 128, "skinny_rows": 64, "group": 16, "interleave": True, "split_last_wave": 0}
 
 
 def naive_tiles(counts, tile_rows):
@@ -96,14 +96,14 @@ def drawn(counts, num_columns, schedule):
     """Every item of the schedule, in order."""
     ends = list(accumulate(counts))
     work = _host.plan_work(ends, **schedule)
-    num_items = _host.num_items(work, num_columns, schedule["halving"])
-    return [_host.find_work(work, ends, num_columns, i, **schedule) for i in range(num_items)]
+    num_items = _host.num_items(work, num_columns, schedule["split_last_wave"])
+    return [_host.find_work_tile(work, ends, num_columns, i, **schedule) for i in range(num_items)]
 
 
-def whole_tiles(items, num_tiles, halving):
-    """The items' tiles. The last come as two halves where they would leave half of the workers idle."""
-    last = num_tiles % halving if halving else 0
-    cut = last if last <= halving / 2 else 0
+def whole_tiles(items, num_tiles, split_last_wave):
+    """The items' tiles. The last come as two halves where they would leave half of the num_ctas idle."""
+    last = num_tiles % split_last_wave if split_last_wave else 0
+    cut = last if last <= split_last_wave / 2 else 0
     halves = items[num_tiles - cut :]
     assert len(halves) == 2 * cut
     assert [item[4] for item in items] == [0] * (num_tiles - cut) + [1, 2] * cut
@@ -113,7 +113,9 @@ def whole_tiles(items, num_tiles, halving):
 
 def naive_items(counts, num_columns, schedule, few):
     """The tiles of one kind of experts, sorted by the order's own key."""
-    tiles = [t for t in naive_tiles(counts, schedule["tile_rows"]) if is_few(counts[t[0]], schedule) == few]
+    tiles = [
+        t for t in naive_tiles(counts, schedule["tile_rows"]) if is_skinny(counts[t[0]], schedule) == few
+    ]
     first = {expert: i for i, (expert, *_) in reversed(list(enumerate(tiles)))}
     size = {}
     for expert, num_tiles in Counter(expert for expert, *_ in tiles).items():
@@ -129,14 +131,14 @@ def naive_items(counts, num_columns, schedule, few):
     return [(*tiles[tile], column, few) for tile, column in items]
 
 
-def is_few(rows, schedule):
-    return rows <= schedule["few_rows"]
+def is_skinny(rows, schedule):
+    return rows <= schedule["skinny_rows"]
 
 
 def check_schedule(counts, num_columns, schedule):
     """Each tile once, each kind in its order, and the experts with few rows spread or last."""
     num_tiles = len(naive_tiles(counts, schedule["tile_rows"])) * num_columns
-    items = whole_tiles(drawn(counts, num_columns, schedule), num_tiles, schedule["halving"])
+    items = whole_tiles(drawn(counts, num_columns, schedule), num_tiles, schedule["split_last_wave"])
     few = [item for item in items if item[4]]
     assert few == naive_items(counts, num_columns, schedule, few=True)
     assert [item for item in items if not item[4]] == naive_items(counts, num_columns, schedule, few=False)
@@ -166,7 +168,7 @@ def test_every_item_is_drawn_once_and_in_order(group, interleave, tile_rows, req
     """300 random layers each, 5400 in all."""
     draw = random.Random(f"{group} {interleave} {tile_rows} {request.config.getoption('seed')}")
     for _ in range(300):
-        sizes = {"few_rows": draw.choice((0, 16, 64)), "halving": draw.choice((0, 1, 5, 64, 132))}
+        sizes = {"skinny_rows": draw.choice((0, 16, 64)), "split_last_wave": draw.choice((0, 1, 5, 64, 132))}
         schedule = sizes | {"group": group, "interleave": interleave, "tile_rows": tile_rows}
         check_schedule(random_counts(draw), draw.randint(1, 4), schedule)
 
@@ -178,9 +180,9 @@ def test_every_item_is_drawn_once_and_in_order(group, interleave, tile_rows, req
     schedule=st.fixed_dictionaries(
         {
             "tile_rows": st.sampled_from((64, 128, 192)),
-            "few_rows": st.integers(0, 64),
+            "skinny_rows": st.integers(0, 64),
             "group": st.one_of(st.integers(1, 20), st.just(2**31 - 1)),
-            "halving": st.integers(0, 140),
+            "split_last_wave": st.integers(0, 140),
             "interleave": st.booleans(),
         }
     ),
@@ -190,30 +192,30 @@ def test_any_schedule_draws_every_item_once_and_in_order(counts, num_columns, sc
 
 
 @pytest.mark.quick
-@given(num_items=st.integers(0, 1000), workers=st.integers(1, 256), late=st.floats(0, 1), seed=st.integers())
-def test_every_item_is_drawn_by_one_worker(num_items, workers, late, seed):
-    """Whoever is fast, slow or late: some workers come when others have taken some or all of their turns."""
-    draws, chance, drawn = _host.Draws(num_items, workers), random.Random(seed), []
-    present, absent = [], list(range(workers))
+@given(num_items=st.integers(0, 1000), num_ctas=st.integers(1, 256), late=st.floats(0, 1), seed=st.integers())
+def test_every_item_is_drawn_by_one_worker(num_items, num_ctas, late, seed):
+    """Whoever is fast, slow or late: some num_ctas come when others have claimed some or all of their turns."""
+    draws, chance, drawn = _host.TileSchedulers(num_items, num_ctas), random.Random(seed), []
+    present, absent = [], list(range(num_ctas))
     chance.shuffle(absent)
     while present or absent:
         if absent and (not present or chance.random() > late):
             present.append(absent.pop())
-        worker = present[int(len(present) * chance.random() ** 3)]  # the first are the fastest
-        item = draws.next(worker)
+        cta = present[int(len(present) * chance.random() ** 3)]  # the first are the fastest
+        item = draws.next(cta)
         drawn.append(item)
         if item is None:
-            present.remove(worker)
+            present.remove(cta)
     assert sorted(item for item in drawn if item is not None) == list(range(num_items))
-    assert drawn.count(None) == workers
+    assert drawn.count(None) == num_ctas
 
 
 def test_a_late_worker_takes_from_who_is_behind():
-    """Worker 2 comes when its only turn is taken, and worker 1 has one left."""
-    draws = _host.Draws(5, 3)
+    """Worker 2 comes when its only turn is claimed, and cta 1 has one left."""
+    draws = _host.TileSchedulers(5, 3)
     assert [draws.next(0) for _ in range(4)] == [0, 3, 1, 2]
     assert draws.next(2) == 4
-    assert [draws.next(worker) for worker in range(3)] == [None] * 3
+    assert [draws.next(cta) for cta in range(3)] == [None] * 3
 
 
 def test_every_window_has_its_share_of_few_rows():
@@ -235,13 +237,13 @@ def test_schedules_of_the_last_int32_rows(group, interleave, tile_rows):
     schedule = HOPPER | {"group": group, "interleave": interleave, "tile_rows": tile_rows}
     work = _host.plan_work(ends, **schedule)
     tiles = [-(-(end - begin) // tile_rows) for begin, end in pairwise(ends)]  # of experts 1 to 5
-    tall, share = tiles[1] + tiles[3], 2 / sum(tiles)
-    assert work[:9] == [4, 2, tall + 2, tall, math.ceil(2**32 * share), 2, 4, 1, 5]
+    full, share = tiles[1] + tiles[3], 2 / sum(tiles)
+    assert work[:9] == [4, 2, full + 2, full, math.ceil(2**32 * share), 2, 4, 1, 5]
     num_columns = last // work[2]  # the most there may be
     num_items = work[2] * num_columns
     draw, found = random.Random(0), {}
     for index in [0, num_items - 1, *(draw.randrange(num_items) for _ in range(2000))]:
-        item = _host.find_work(work, ends, num_columns, index, **schedule)
+        item = _host.find_work_tile(work, ends, num_columns, index, **schedule)
         expert, first_row, num_rows, column, half, few = item
         assert found.setdefault(item, index) == index
         begin = ends[expert - 1]
@@ -260,14 +262,14 @@ def test_schedules_of_the_last_int32_rows(group, interleave, tile_rows):
         if interleave:
             assert abs((number if few else index - number) - index * share) <= 1
         else:
-            assert index == number + few * tall * num_columns
-    expert, *_, column, _, few = _host.find_work(work, ends, num_columns, num_items - 1, **schedule)
+            assert index == number + few * full * num_columns
+    expert, *_, column, _, few = _host.find_work_tile(work, ends, num_columns, num_items - 1, **schedule)
     assert (expert, column) == (5 if few else 4, num_columns - 1)
     with pytest.raises(IndexError, match=f"found {num_items}"):
-        _host.find_work(work, ends, num_columns, num_items, **schedule)
+        _host.find_work_tile(work, ends, num_columns, num_items, **schedule)
     for too_many in (num_columns + 1, last):
         with pytest.raises(ValueError, match=r"num_columns: expected fewer than 2\^31 tiles, found "):
-            _host.find_work(work, ends, too_many, 0, **schedule)
+            _host.find_work_tile(work, ends, too_many, 0, **schedule)
 
 
 @pytest.mark.parametrize("few_experts", [1, 64, 3000])
@@ -279,34 +281,36 @@ def test_few_rows_have_their_share_of_nearly_2_to_the_31_items(few_experts):
     num_columns = (2**31 - 1) // work[2]
     num_items, draw = work[2] * num_columns, random.Random(0)
     for index in [num_items - 1, *(draw.randrange(num_items) for _ in range(2000))]:
-        expert, first_row, _, column, _, few = _host.find_work(work, ends, num_columns, index, **schedule)
+        expert, first_row, _, column, _, few = _host.find_work_tile(
+            work, ends, num_columns, index, **schedule
+        )
         tile = expert if few else (first_row - few_experts) // 128
         number = tile * num_columns + column
-        few_before = number if few else index - number
-        assert abs(few_before - index * few_experts / work[2]) <= 1
+        skinny_before = number if few else index - number
+        assert abs(skinny_before - index * few_experts / work[2]) <= 1
 
 
-@pytest.mark.parametrize("workers", [1, 132])
+@pytest.mark.parametrize("num_ctas", [1, 132])
 @pytest.mark.parametrize("num_tiles", [1, 12, 7168])
 @pytest.mark.parametrize(
     "counts", [(100, 0, 3), (9000, 0, 1, 700, 0), (0,) * 5, (1,) * 300, (513,) * 40, (40_000, *(64,) * 127)]
 )
-def test_pieces_of_sums(counts, num_tiles, workers):
+def test_pieces_of_sums(counts, num_tiles, num_ctas):
     """Every expert has its weight's tiles, one without rows too; long sums are cut, and come first."""
-    how, most = _host.sum_schedule(max(sum(counts), 1), num_tiles, workers)
+    how, most = _host.split_k_schedule(max(sum(counts), 1), num_tiles, num_ctas)
     ends, rows = list(accumulate(counts)), how["tile_rows"]
     assert rows % 64 == 0
     work = _host.plan_work(ends, **how)
-    pieces = {e: max(1, -(-count // rows)) for e, count in enumerate(counts)}
+    slices = {e: max(1, -(-count // rows)) for e, count in enumerate(counts)}
     assert work[0] == len(counts)
-    assert work[2] == sum(pieces.values())
-    assert work[3] == sum(n for n in pieces.values() if n > 1) <= most
-    assert most * num_tiles <= 4 * workers  # pieces are kept in memory
-    # none is longer than half of a worker's share, or 512 rows, rounded up
-    assert rows - 64 < max(512, sum(counts) * num_tiles / (2 * workers))
-    found = [_host.find_work(work, ends, num_tiles, i * num_tiles, **how) for i in range(work[2])]
+    assert work[2] == sum(slices.values())
+    assert work[3] == sum(n for n in slices.values() if n > 1) <= most
+    assert most * num_tiles <= 4 * num_ctas  # slices are kept in memory
+    # none is longer than half of a cta's share, or 512 rows, rounded up
+    assert rows - 64 < max(512, sum(counts) * num_tiles / (2 * num_ctas))
+    found = [_host.find_work_tile(work, ends, num_tiles, i * num_tiles, **how) for i in range(work[2])]
     assert [few for *_, few in found] == sorted(few for *_, few in found)
-    for expert, n in pieces.items():
+    for expert, n in slices.items():
         mine = [(first, size) for e, first, size, *_ in found if e == expert]
         begin = ends[expert] - counts[expert]
         sizes = [min(rows, counts[expert] - i * rows) for i in range(n)]
@@ -318,17 +322,17 @@ def test_pieces_of_sums(counts, num_tiles, workers):
     [
         ([5, 3], {}, "never decrease"),
         ([5], {"tile_rows": 0}, "tile_rows: expected at least 1, found 0"),
-        ([5], {"few_rows": 129}, "few_rows: expected 0 to tile_rows = 128, found 129"),
-        ([5], {"few_rows": -1}, "few_rows: expected 0 to tile_rows = 128, found -1"),
+        ([5], {"skinny_rows": 129}, "skinny_rows: expected 0 to tile_rows = 128, found 129"),
+        ([5], {"skinny_rows": -1}, "skinny_rows: expected 0 to tile_rows = 128, found -1"),
         ([5], {"group": 0}, "group: expected at least 1, found 0"),
-        ([5], {"halving": -1}, "halving: expected at least 0, found -1"),
+        ([5], {"split_last_wave": -1}, "split_last_wave: expected at least 0, found -1"),
     ],
 )
 def test_wrong_schedules_are_refused(ends, changes, message):
     with pytest.raises(ValueError, match=message):
         _host.plan_work(ends, **HOPPER | changes)
     with pytest.raises(ValueError, match=message):
-        _host.find_work([1, 0, 1, 0, 0, 0, 1], ends, 1, 0, **HOPPER | changes)
+        _host.find_work_tile([1, 0, 1, 0, 0, 0, 1], ends, 1, 0, **HOPPER | changes)
 
 
 def test_wrong_items_are_refused():
@@ -336,22 +340,22 @@ def test_wrong_items_are_refused():
     work = _host.plan_work(ends, **HOPPER)
     for index in (-1, 8):
         with pytest.raises(IndexError, match=f"expected 0 <= index < 8, found {index}"):
-            _host.find_work(work, ends, 2, index, **HOPPER)
+            _host.find_work_tile(work, ends, 2, index, **HOPPER)
     with pytest.raises(ValueError, match="not the plan of these ends"):
-        _host.find_work(work, [1, 400], 2, 0, **HOPPER)
+        _host.find_work_tile(work, [1, 400], 2, 0, **HOPPER)
     with pytest.raises(ValueError, match="num_columns: expected at least 1, found 0"):
-        _host.find_work(work, ends, 0, 0, **HOPPER)
+        _host.find_work_tile(work, ends, 0, 0, **HOPPER)
     with pytest.raises(ValueError, match=r"num_columns: expected fewer than 2\^31 tiles, found 4 row tiles"):
-        _host.find_work(work, ends, 2**29, 0, **HOPPER)
-    with pytest.raises(ValueError, match="worker: expected less than 132, found 132"):
-        _host.Draws(10, 132).next(132)
-    with pytest.raises(ValueError, match="workers: expected 1 to 256, found 257"):
-        _host.Draws(10, 257)
+        _host.find_work_tile(work, ends, 2**29, 0, **HOPPER)
+    with pytest.raises(ValueError, match="cta: expected less than 132, found 132"):
+        _host.TileSchedulers(10, 132).next(132)
+    with pytest.raises(ValueError, match="num_ctas: expected 1 to 256, found 257"):
+        _host.TileSchedulers(10, 257)
 
 
 def test_no_rows_no_items():
     for counts in ([], [0, 0, 0]):
-        assert drawn(counts, 3, HOPPER | {"halving": 132}) == []
+        assert drawn(counts, 3, HOPPER | {"split_last_wave": 132}) == []
 
 
 def test_python_and_c_agree_on_the_tile():

@@ -39,9 +39,9 @@ def test_the_schedule_is_the_kernels():
     """SCHEDULE has what schedule_for of plan.cu starts from, for the tile of engine.cuh."""
     if not KERNELS.exists():
         pytest.skip("not in a checkout")
-    defaults = r"FusedMoeSchedule s = \{tile_rows, (\d+), (\d+), ([01]), halving\};"
+    defaults = r"FusedMoeSchedule s = \{tile_rows, (\d+), (\d+), ([01]), split_last_wave\};"
     plan = (KERNELS / "plan.cu").read_text()
-    ((few_rows, group, interleave),) = re.findall(defaults, plan)
+    ((skinny_rows, group, interleave),) = re.findall(defaults, plan)
     orders = dict(re.findall(r'"order=(\w+)"\)\) s.group = (\w+);', plan))
     assert orders == {"linear": "1", "column": "INT32_MAX"}
     assert schedule.ORDERS == {"linear": 1, "grouped": int(group), "column": 2**31 - 1}
@@ -52,10 +52,10 @@ def test_the_schedule_is_the_kernels():
     assert int(columns) == schedule.TILE_COLUMNS
     assert schedule.SCHEDULE == {
         "tile_rows": int(box) * int(warpgroups),
-        "few_rows": int(few_rows),
+        "skinny_rows": int(skinny_rows),
         "group": int(group),
         "interleave": interleave == "1",
-        "halving": 0,
+        "split_last_wave": 0,
     }
 
 
@@ -79,7 +79,7 @@ def test_every_flag(draw, order):
 @pytest.mark.parametrize("num_sms", [1, 7, 132])
 def test_every_tile_runs_once_on_an_sm_of_its_own(order, interleave, num_sms):
     counts, num_columns, depth = [700, 3, 0, 128, 1, 4000, 64, 65], 5, 256
-    how = {"group": schedule.ORDERS[order], "interleave": interleave, "halving": num_sms}
+    how = {"group": schedule.ORDERS[order], "interleave": interleave, "split_last_wave": num_sms}
     items = schedule.items_of(counts, num_columns, **how)
     runs = schedule.simulate(items, depth, num_sms)
     assert [run.item for run in runs] == items
@@ -128,14 +128,14 @@ def test_few_rows_cost_the_tokens_that_a_swapped_product_has_room_for():
     for rows, room in ((1, 8), (8, 8), (9, 32), (33, 64), (64, 64)):
         assert schedule.multiplied_rows(*schedule.items_of([rows], 1)) == room
     assert [schedule.multiplied_rows(i) for i in schedule.items_of([128, 129], 1)] == [128, 128, 128]
-    assert schedule.multiplied_rows(*schedule.items_of([100], 1, few_rows=128)) == 128
+    assert schedule.multiplied_rows(*schedule.items_of([100], 1, skinny_rows=128)) == 128
     assert schedule.multiplied_rows(*schedule.items_of([150], 1, tile_rows=192), 192) == 192
 
 
 def test_halves_fill_the_last_turn():
     """Ten tiles on eight SMs: two turns, of which the second is cut to half its length."""
     half, whole = (
-        max(run.end for run in schedule.simulate(schedule.items_of([256], 5, halving=h), 8192, 8))
+        max(run.end for run in schedule.simulate(schedule.items_of([256], 5, split_last_wave=h), 8192, 8))
         for h in (8, 0)
     )
     assert 0.7 < half / whole < 0.8
@@ -192,7 +192,7 @@ def test_shapes_have_names_in_a_checkout():
         (("--shape", SMALL, "--routing", "zipf"), "--routing: expected random, .*found zipf"),
         (("--shape", SMALL, "--routing", "zipf:x"), "--routing: expected random, .*found zipf:x"),
         (("--shape", SMALL, "--routing", "flat"), "--routing: expected random, .*found flat"),
-        (("--shape", SMALL, "--few-rows", "200"), "few_rows: expected 0 to tile_rows = 128, found 200"),
+        (("--shape", SMALL, "--few-rows", "200"), "skinny_rows: expected 0 to tile_rows = 128, found 200"),
         (("--shape", SMALL, "--group", "0"), "group: expected at least 1, found 0"),
         (("--shape", SMALL, "--sms", "0"), "sms: expected 1 to 256, found 0"),
     ],

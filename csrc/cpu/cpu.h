@@ -89,7 +89,7 @@ FmMatrix fm_gather(const FmRows *v, const FmGather *g, int64_t first, int64_t ro
  * [low, end), or there is no map; a plan has both. */
 bool fm_ends_are_valid(const int32_t *ends, int32_t E, int64_t R);
 bool fm_map_is_valid(const int32_t *map, int64_t n, int32_t low, int64_t end);
-bool fm_plan_is_valid(const FusedMoePlan *plan);
+bool fm_row_map_is_valid(const FusedMoeRowMap *row_map);
 /* The plan of tiles of FM_TILE_ROWS. Free it; NULL: no memory. */
 int32_t *fm_make_tiles(const int32_t *ends, int32_t E);
 
@@ -129,7 +129,7 @@ static inline void *fm_at(const void *data, size_t bytes, int64_t index) {
 typedef int FmTask(int64_t i, const void *ctx, char *scratch);
 int fm_parallel(int64_t n, int64_t work, FmTask *task, const void *ctx, size_t scratch_bytes);
 
-/* Into how many parts to cut the columns of every tile, so that few tiles still keep every thread busy. */
+/* Into how many parts to cut the columns of every tile, so that few tiles still keep every thread active. */
 int64_t fm_parts(int64_t tiles, int64_t width);
 
 /* out = a b, or out += a b, of real matrices. */

@@ -39,7 +39,7 @@ static Rows take_rows(size_t real_bytes, int64_t cols, char **scratch, size_t *b
 static Buffers take(const Task *t, char *scratch, size_t *bytes) {
     const FusedMoeDownDgrad *p = t->p;
     size_t real = t->v->real_bytes;
-    int64_t rows = fm_min(p->plan.R, FM_TILE_ROWS), cols = fm_min(p->F, FM_TILE_COLS);
+    int64_t rows = fm_min(p->row_map.R, FM_TILE_ROWS), cols = fm_min(p->F, FM_TILE_COLS);
     Buffers s;
     s.dout = fm_take(&scratch, bytes, rows * p->D * real);
     s.w = fm_take(&scratch, bytes, t->v->is_real ? 0 : cols * p->D * real);
@@ -61,8 +61,8 @@ static int down_dgrad_tile(int64_t i, const void *ctx, char *scratch) {
     void *up = gated ? q->up : NULL, *dup = gated ? q->dup : NULL;
     int64_t h_width = fm_h_width(p->layout, p->F);
     FusedMoeTile tile =
-        fused_moe_find_tile(t->tiles, p->plan.ends, p->plan.E, FM_TILE_ROWS, (int32_t)i);
-    const FmGather gather = {p->dout, p->D, p->plan.row_token, NULL, NULL};
+        fused_moe_find_tile(t->tiles, p->row_map.ends, p->row_map.E, FM_TILE_ROWS, (int32_t)i);
+    const FmGather gather = {p->dout, p->D, p->row_map.row_token, NULL, NULL};
     FmMatrix dout = fm_gather(v, &gather, tile.first_row, tile.num_rows, 0, p->D, s.dout);
 
     memset(s.dscore, 0, tile.num_rows * sizeof *s.dscore);
@@ -82,7 +82,7 @@ static int down_dgrad_tile(int64_t i, const void *ctx, char *scratch) {
         if (status != FUSED_MOE_OK) return status;
         for (int64_t r = 0; r < tile.num_rows; r++) {
             int64_t row = tile.first_row + r;
-            double score = p->scores ? v->get(p->scores, p->plan.row_slot[row]) : 1;
+            double score = p->scores ? v->get(p->scores, p->row_map.row_slot[row]) : 1;
             void *g_row = fm_at(g.data, v->real_bytes, r * n);
             fm_load_pair(v, p->layout, p->F, fm_at(p->h, v->elem_bytes, row * h_width), j, n,
                          q->gate, up, q->pairs);
@@ -103,7 +103,7 @@ static int down_dgrad_tile(int64_t i, const void *ctx, char *scratch) {
     }
     for (int64_t r = 0; p->dscores && r < tile.num_rows; r++) {
         int64_t row = tile.first_row + r;
-        v->set(p->dscores, p->plan.row_slot ? p->plan.row_slot[row] : row, s.dscore[r]);
+        v->set(p->dscores, p->row_map.row_slot ? p->row_map.row_slot[row] : row, s.dscore[r]);
     }
     return FUSED_MOE_OK;
 }
@@ -111,17 +111,17 @@ static int down_dgrad_tile(int64_t i, const void *ctx, char *scratch) {
 int fused_moe_cpu_down_dgrad(const FusedMoeDownDgrad *p) {
     const FmRows *v = fm_rows(p->dtype);
     if (!v) return FUSED_MOE_UNSUPPORTED_DTYPE;
-    if (!fm_plan_is_valid(&p->plan)) return FUSED_MOE_INVALID_ROWS;
-    int64_t num_rows = p->plan.ends[p->plan.E - 1], unused_rows = p->plan.R - num_rows;
+    if (!fm_row_map_is_valid(&p->row_map)) return FUSED_MOE_INVALID_ROWS;
+    int64_t num_rows = p->row_map.ends[p->row_map.E - 1], unused_rows = p->row_map.R - num_rows;
     int64_t h_width = fm_h_width(p->layout, p->F);
-    if (p->dscores) memset(p->dscores, 0, p->plan.T * p->plan.K * v->real_bytes);
+    if (p->dscores) memset(p->dscores, 0, p->row_map.T * p->row_map.K * v->real_bytes);
     if (p->dh)
         memset(fm_at(p->dh, v->elem_bytes, num_rows * h_width), 0,
                unused_rows * h_width * v->elem_bytes);
     if (p->a_scaled)
         memset(fm_at(p->a_scaled, v->elem_bytes, num_rows * p->F), 0,
                unused_rows * p->F * v->elem_bytes);
-    int32_t *tiles = fm_make_tiles(p->plan.ends, p->plan.E);
+    int32_t *tiles = fm_make_tiles(p->row_map.ends, p->row_map.E);
     if (!tiles) return FUSED_MOE_OUT_OF_MEMORY;
     Task task = {p, v, tiles};
     size_t bytes = 0;

@@ -34,7 +34,7 @@ static void *element(FmMatrix m, size_t bytes, int64_t i, int64_t j) {
     return fm_at(m.data, bytes, i * m.row_stride + j * m.col_stride);
 }
 
-/* Calls the conversion on whole rows where they are dense, else on one element at a time. */
+/* Calls the conversion on aligned rows where they are dense, else on one element at a time. */
 #define FOR_RUNS(m, run, i, j)                                                                     \
     for (int64_t i = 0, run = (m).col_stride == 1 ? (m).cols : 1; i < (m).rows; i++)               \
         for (int64_t j = 0; j < (m).cols; j += run)
@@ -119,12 +119,12 @@ bool fm_map_is_valid(const int32_t *map, int64_t n, int32_t low, int64_t end) {
     return valid;
 }
 
-bool fm_plan_is_valid(const FusedMoePlan *plan) {
-    if (!fm_ends_are_valid(plan->ends, plan->E, plan->R)) return false;
-    int64_t num_rows = plan->ends[plan->E - 1];
-    return fm_map_is_valid(plan->row_token, num_rows, 0, plan->T) &&
-           fm_map_is_valid(plan->row_slot, num_rows, 0, plan->T * plan->K) &&
-           fm_map_is_valid(plan->token_row, plan->T * plan->K, -1, num_rows);
+bool fm_row_map_is_valid(const FusedMoeRowMap *row_map) {
+    if (!fm_ends_are_valid(row_map->ends, row_map->E, row_map->R)) return false;
+    int64_t num_rows = row_map->ends[row_map->E - 1];
+    return fm_map_is_valid(row_map->row_token, num_rows, 0, row_map->T) &&
+           fm_map_is_valid(row_map->row_slot, num_rows, 0, row_map->T * row_map->K) &&
+           fm_map_is_valid(row_map->token_row, row_map->T * row_map->K, -1, num_rows);
 }
 
 int32_t *fm_make_tiles(const int32_t *ends, int32_t E) {

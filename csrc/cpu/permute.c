@@ -13,12 +13,12 @@ enum { BLOCK = 64 }; /* rows or tokens a task */
 static int permute_block(int64_t block, const void *ctx, char *scratch) {
     const FusedMoePermute *p = ctx;
     size_t row_bytes = (size_t)p->D * fm_rows(p->dtype)->elem_bytes;
-    int64_t num_rows = p->plan.ends[p->plan.E - 1];
+    int64_t num_rows = p->row_map.ends[p->row_map.E - 1];
     (void)scratch;
-    for (int64_t r = block * BLOCK; r < fm_min(p->plan.R, (block + 1) * BLOCK); r++) {
+    for (int64_t r = block * BLOCK; r < fm_min(p->row_map.R, (block + 1) * BLOCK); r++) {
         void *row = fm_at(p->rows, row_bytes, r);
         if (r < num_rows)
-            memcpy(row, fm_at(p->x, row_bytes, p->plan.row_token[r]), row_bytes);
+            memcpy(row, fm_at(p->x, row_bytes, p->row_map.row_token[r]), row_bytes);
         else
             memset(row, 0, row_bytes);
     }
@@ -27,8 +27,8 @@ static int permute_block(int64_t block, const void *ctx, char *scratch) {
 
 int fused_moe_cpu_permute(const FusedMoePermute *p) {
     if (!fm_rows(p->dtype)) return FUSED_MOE_UNSUPPORTED_DTYPE;
-    if (!fm_plan_is_valid(&p->plan)) return FUSED_MOE_INVALID_ROWS;
-    return fm_parallel(fm_blocks(p->plan.R, BLOCK), p->plan.R * p->D, permute_block, p, 0);
+    if (!fm_row_map_is_valid(&p->row_map)) return FUSED_MOE_INVALID_ROWS;
+    return fm_parallel(fm_blocks(p->row_map.R, BLOCK), p->row_map.R * p->D, permute_block, p, 0);
 }
 
 /* --- unpermute ---------------------------------------------------------------------------------------- */
@@ -39,10 +39,10 @@ static int unpermute_block(int64_t block, const void *ctx, char *scratch) {
     size_t unused = 0;
     void *sum = fm_take(&scratch, &unused, p->D * v->real_bytes);
     void *row = fm_take(&scratch, &unused, p->D * v->real_bytes);
-    for (int64_t t = block * BLOCK; t < fm_min(p->plan.T, (block + 1) * BLOCK); t++) {
+    for (int64_t t = block * BLOCK; t < fm_min(p->row_map.T, (block + 1) * BLOCK); t++) {
         memset(sum, 0, p->D * v->real_bytes);
-        for (int64_t slot = t * p->plan.K; slot < (t + 1) * p->plan.K; slot++) {
-            int32_t r = p->plan.token_row[slot];
+        for (int64_t slot = t * p->row_map.K; slot < (t + 1) * p->row_map.K; slot++) {
+            int32_t r = p->row_map.token_row[slot];
             if (r < 0) continue;
             v->load(row, fm_at(p->rows, v->elem_bytes, r * p->D), p->D);
             v->axpy(sum, p->scores ? v->get(p->scores, slot) : 1, row, p->D);
@@ -55,9 +55,10 @@ static int unpermute_block(int64_t block, const void *ctx, char *scratch) {
 int fused_moe_cpu_unpermute(const FusedMoeUnpermute *p) {
     const FmRows *v = fm_rows(p->dtype);
     if (!v) return FUSED_MOE_UNSUPPORTED_DTYPE;
-    if (!fm_plan_is_valid(&p->plan)) return FUSED_MOE_INVALID_ROWS;
+    if (!fm_row_map_is_valid(&p->row_map)) return FUSED_MOE_INVALID_ROWS;
     size_t bytes = 2 * (p->D * v->real_bytes + 64);
-    return fm_parallel(fm_blocks(p->plan.T, BLOCK), p->plan.R * p->D, unpermute_block, p, bytes);
+    return fm_parallel(fm_blocks(p->row_map.T, BLOCK), p->row_map.R * p->D, unpermute_block, p,
+                       bytes);
 }
 
 /* --- unpermute's gradient ------------------------------------------------------------------------------- */
@@ -68,15 +69,15 @@ static int unpermute_backward_block(int64_t block, const void *ctx, char *scratc
     size_t unused = 0;
     void *dout = fm_take(&scratch, &unused, p->D * v->real_bytes);
     void *row = fm_take(&scratch, &unused, p->D * v->real_bytes);
-    int64_t num_rows = p->plan.ends[p->plan.E - 1];
-    for (int64_t r = block * BLOCK; r < fm_min(p->plan.R, (block + 1) * BLOCK); r++) {
+    int64_t num_rows = p->row_map.ends[p->row_map.E - 1];
+    for (int64_t r = block * BLOCK; r < fm_min(p->row_map.R, (block + 1) * BLOCK); r++) {
         void *drow = p->drows ? fm_at(p->drows, v->elem_bytes, r * p->D) : NULL;
         if (r >= num_rows) {
             if (drow) memset(drow, 0, p->D * v->elem_bytes);
             continue;
         }
-        int32_t slot = p->plan.row_slot[r];
-        v->load(dout, fm_at(p->dout, v->elem_bytes, p->plan.row_token[r] * p->D), p->D);
+        int32_t slot = p->row_map.row_slot[r];
+        v->load(dout, fm_at(p->dout, v->elem_bytes, p->row_map.row_token[r] * p->D), p->D);
         if (p->dscores) {
             v->load(row, fm_at(p->rows, v->elem_bytes, r * p->D), p->D);
             v->set(p->dscores, slot, v->dot(row, dout, p->D));
@@ -91,9 +92,9 @@ static int unpermute_backward_block(int64_t block, const void *ctx, char *scratc
 int fused_moe_cpu_unpermute_backward(const FusedMoeUnpermuteBackward *p) {
     const FmRows *v = fm_rows(p->dtype);
     if (!v) return FUSED_MOE_UNSUPPORTED_DTYPE;
-    if (!fm_plan_is_valid(&p->plan)) return FUSED_MOE_INVALID_ROWS;
-    if (p->dscores) memset(p->dscores, 0, (size_t)(p->plan.T * p->plan.K) * v->real_bytes);
+    if (!fm_row_map_is_valid(&p->row_map)) return FUSED_MOE_INVALID_ROWS;
+    if (p->dscores) memset(p->dscores, 0, (size_t)(p->row_map.T * p->row_map.K) * v->real_bytes);
     size_t bytes = 2 * (p->D * v->real_bytes + 64);
-    return fm_parallel(fm_blocks(p->plan.R, BLOCK), p->plan.R * p->D, unpermute_backward_block, p,
-                       bytes);
+    return fm_parallel(fm_blocks(p->row_map.R, BLOCK), p->row_map.R * p->D,
+                       unpermute_backward_block, p, bytes);
 }

@@ -2,7 +2,7 @@
  *
  * rows_real.h has the arithmetic and is included for float and for double; here stand the conversions and
  * the tables. Loops are plain, for the compiler to vectorise; on x86-64 it makes copies for AVX2 and
- * AVX-512 and the loader picks one, so that one binary serves every machine. */
+ * AVX-512 and the loader picks one, so that one binary dispatches_to_sm90 every machine. */
 #include "../activation.h"
 #include "cpu.h"
 
@@ -88,16 +88,16 @@ INLINE uint16_t f16_from_float(float x) { /* to nearest, ties to even; NaN stays
 
 /* --- load and store --------------------------------------------------------------------------------- */
 
-#define CONVERSIONS(name, elem_t, to_real, from_real)                                              \
+#define CONVERSIONS(name, elem_t, to_accum, from_accum)                                            \
     ROW_FN void load_##name(void *real_, const void *elem_, int64_t n) {                           \
         float *restrict r = real_;                                                                 \
         const elem_t *restrict e = elem_;                                                          \
-        for (int64_t i = 0; i < n; i++) r[i] = to_real(e[i]);                                      \
+        for (int64_t i = 0; i < n; i++) r[i] = to_accum(e[i]);                                     \
     }                                                                                              \
     ROW_FN void store_##name(void *elem_, const void *real_, int64_t n) {                          \
         elem_t *restrict e = elem_;                                                                \
         const float *restrict r = real_;                                                           \
-        for (int64_t i = 0; i < n; i++) e[i] = from_real(r[i]);                                    \
+        for (int64_t i = 0; i < n; i++) e[i] = from_accum(r[i]);                                   \
     }
 
 CONVERSIONS(bf16, uint16_t, bf16_to_float, bf16_from_float)

@@ -50,7 +50,7 @@ ROW_FN void REAL_NAME(merge)(void *pairs_, const void *even_, const void *odd_, 
     for (int64_t i = 0; i < n; i++) pairs[2 * i] = even[i], pairs[2 * i + 1] = odd[i];
 }
 
-#define real REAL
+#define accum_t REAL
 #define ACT_NAME(x) REAL_NAME(x)
 #define ACT_FN INLINE
 #define ACT_EXP REAL_EXP
@@ -77,15 +77,15 @@ ROW_FN void REAL_NAME(merge)(void *pairs_, const void *even_, const void *odd_, 
         if (!up)                                                                                   \
             for (int64_t i = 0; i < n; i++) {                                                      \
                 REAL_NAME(Point) f = REAL_NAME(gate_fn)(gate[i], alpha, limit);                    \
-                dgate[i] = da[i] * f.slope;                                                        \
+                dgate[i] = da[i] * f.derivative;                                                   \
                 a[i] = f.value;                                                                    \
             }                                                                                      \
         else                                                                                       \
             for (int64_t i = 0; i < n; i++) {                                                      \
                 REAL_NAME(Point) f = REAL_NAME(gate_fn)(gate[i], alpha, limit);                    \
                 REAL_NAME(Point) m = REAL_NAME(up_fn)(up[i], limit);                               \
-                dgate[i] = da[i] * m.value * f.slope;                                              \
-                dup[i] = da[i] * f.value * m.slope;                                                \
+                dgate[i] = da[i] * m.value * f.derivative;                                         \
+                dup[i] = da[i] * f.value * m.derivative;                                           \
                 a[i] = f.value * m.value;                                                          \
             }                                                                                      \
     }

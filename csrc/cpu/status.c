@@ -8,7 +8,7 @@ const char *fused_moe_status_string(int status) {
         return "expected ids and maps in range, and row counts >= 0 that sum to at most the rows "
                "given";
     case FUSED_MOE_OUT_OF_MEMORY: return "out of memory";
-    case FUSED_MOE_PRODUCT_FAILED: return "PyTorch's matrix product or thread pool failed";
+    case FUSED_MOE_MATMUL_FAILED: return "PyTorch's matrix product or thread pool failed";
     case FUSED_MOE_UNSUPPORTED_DTYPE: return "expected float32, float64, float16 or bfloat16";
     case FUSED_MOE_DRIVER_TOO_OLD:
         return "the NVIDIA driver is too old for the CUDA runtime of this build; tensors on the "

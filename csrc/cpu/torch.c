@@ -73,7 +73,7 @@ int fm_parallel(int64_t n, int64_t work, FmTask *task, const void *ctx, size_t s
     if (workers <= 1)
         run_tasks(0, 1, &w);
     else if (torch_parallel_for(0, workers, 1, run_tasks, &w))
-        return FUSED_MOE_PRODUCT_FAILED;
+        return FUSED_MOE_MATMUL_FAILED;
     return atomic_load(&w.status);
 }
 
@@ -105,5 +105,5 @@ int fm_product(const FmRows *v, FmMatrix out, FmMatrix a, FmMatrix b, bool accum
                     : aoti_torch_cpu_mm_out(tensor[0], tensor[1], tensor[2]);
     for (int i = 0; i < 3; i++)
         if (tensor[i]) aoti_torch_delete_tensor_object(tensor[i]);
-    return error ? FUSED_MOE_PRODUCT_FAILED : FUSED_MOE_OK;
+    return error ? FUSED_MOE_MATMUL_FAILED : FUSED_MOE_OK;
 }

@@ -21,7 +21,7 @@ typedef struct {
 static Buffers take(const Task *t, char *scratch, size_t *bytes) {
     const FusedMoeUpGate *p = t->p;
     size_t real = t->v->real_bytes;
-    int64_t rows = fm_min(p->plan.R, FM_TILE_ROWS), cols = fm_min(p->F, FM_TILE_COLS);
+    int64_t rows = fm_min(p->row_map.R, FM_TILE_ROWS), cols = fm_min(p->F, FM_TILE_COLS);
     Buffers s;
     s.x = fm_take(&scratch, bytes, rows * p->D * real);
     s.w = fm_take(&scratch, bytes, t->v->is_real ? 0 : 2 * cols * p->D * real);
@@ -66,10 +66,10 @@ static int up_gate_tile(int64_t i, const void *ctx, char *scratch) {
     size_t unused = 0;
     Buffers s = take(t, scratch, &unused);
     int64_t h_width = fm_h_width(p->layout, p->F);
-    FusedMoeTile tile = fused_moe_find_tile(t->tiles, p->plan.ends, p->plan.E, FM_TILE_ROWS,
+    FusedMoeTile tile = fused_moe_find_tile(t->tiles, p->row_map.ends, p->row_map.E, FM_TILE_ROWS,
                                             (int32_t)(i / t->parts));
     FmCols cols = fm_cols_of(p->F, t->parts, i % t->parts);
-    const FmGather gather = {p->x, p->D, p->plan.row_token, p->plan.row_slot, p->scores};
+    const FmGather gather = {p->x, p->D, p->row_map.row_token, p->row_map.row_slot, p->scores};
     FmMatrix x = fm_gather(v, &gather, tile.first_row, tile.num_rows, 0, p->D, s.x);
 
     for (int64_t j = cols.first; j < cols.end; j += FM_TILE_COLS) {
@@ -113,14 +113,14 @@ static int up_gate_tile(int64_t i, const void *ctx, char *scratch) {
 int fused_moe_cpu_up_gate(const FusedMoeUpGate *p) {
     const FmRows *v = fm_rows(p->dtype);
     if (!v) return FUSED_MOE_UNSUPPORTED_DTYPE;
-    if (!fm_plan_is_valid(&p->plan)) return FUSED_MOE_INVALID_ROWS;
-    int64_t num_rows = p->plan.ends[p->plan.E - 1], unused_rows = p->plan.R - num_rows;
+    if (!fm_row_map_is_valid(&p->row_map)) return FUSED_MOE_INVALID_ROWS;
+    int64_t num_rows = p->row_map.ends[p->row_map.E - 1], unused_rows = p->row_map.R - num_rows;
     int64_t h_width = fm_h_width(p->layout, p->F);
     memset(fm_at(p->a, v->elem_bytes, num_rows * p->F), 0, unused_rows * p->F * v->elem_bytes);
     if (p->h)
         memset(fm_at(p->h, v->elem_bytes, num_rows * h_width), 0,
                unused_rows * h_width * v->elem_bytes);
-    int32_t *tiles = fm_make_tiles(p->plan.ends, p->plan.E);
+    int32_t *tiles = fm_make_tiles(p->row_map.ends, p->row_map.E);
     if (!tiles) return FUSED_MOE_OUT_OF_MEMORY;
     Task task = {p, v, tiles, fm_parts(tiles[1], p->F)};
     size_t bytes = 0;

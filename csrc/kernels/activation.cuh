@@ -6,7 +6,7 @@
 
 namespace fused_moe {
 
-#define real float
+#define accum_t float
 #define ACT_NAME(x) x##_f32
 #define ACT_FN __device__ inline
 #define ACT_EXP expf
@@ -19,7 +19,7 @@ __device__ inline float exp_half(float x) {
     return ex2_approx_ftz(1.44269504f * x);
 }
 
-#define real float
+#define accum_t float
 #define ACT_NAME(x) x##_half
 #define ACT_FN __device__ inline
 #define ACT_EXP exp_half
@@ -27,7 +27,7 @@ __device__ inline float exp_half(float x) {
 #define ACT_SIGMOID(x) rcp_approx_ftz(1.0f + exp_half(-(x)))
 #include "../activation.h"
 
-#define real double
+#define accum_t double
 #define ACT_NAME(x) x##_f64
 #define ACT_FN __device__ inline
 #define ACT_EXP exp
@@ -41,7 +41,7 @@ struct Act;
 #define ACT(T, suffix, gate_fn, up_fn)                                                             \
     template <>                                                                                    \
     struct Act<FUSED_MOE_ACT_##gate_fn, T> {                                                       \
-        using R = Real<T>;                                                                         \
+        using R = Accum<T>;                                                                        \
         static __device__ auto gate(R x, R alpha, R limit) {                                       \
             return gate_fn##suffix(x, alpha, limit);                                               \
         }                                                                                          \
@@ -79,59 +79,59 @@ template <typename T>
 struct PackedPair {
     Pack<T> low, high;
 
-    __device__ void load(FusedMoeLayout layout, const T *h, int F, int j, int n, bool whole) {
+    __device__ void load(FusedMoeLayout layout, const T *h, int F, int j, int n, bool aligned) {
         bool interleaved = layout == FUSED_MOE_INTERLEAVED;
         const T *first = h + (interleaved ? 2 * j : j);
-        load_pack(low, first, interleaved ? 2 * n : n, whole);
+        load_pack(low, first, interleaved ? 2 * n : n, aligned);
         if (interleaved)
-            load_pack(high, first + CHUNK, 2 * n - CHUNK, whole);
+            load_pack(high, first + CHUNK, 2 * n - CHUNK, aligned);
         else if (layout != FUSED_MOE_UNGATED)
-            load_pack(high, first + F, n, whole);
+            load_pack(high, first + F, n, aligned);
     }
 
-    __device__ void unpack(Pair<Real<T>> &q, FusedMoeLayout layout) const {
+    __device__ void unpack(Pair<Accum<T>> &q, FusedMoeLayout layout) const {
         if (layout == FUSED_MOE_INTERLEAVED) {
 #pragma unroll
             for (int i = 0; i < CHUNK; i++)
-                to_reals(q.gate[i], q.up[i], (i < CHUNK / 2 ? low : high).v + 2 * i % CHUNK);
+                to_accums(q.gate[i], q.up[i], (i < CHUNK / 2 ? low : high).v + 2 * i % CHUNK);
         } else {
 #pragma unroll
             for (int i = 0; i < CHUNK; i += 2) {
-                to_reals(q.gate[i], q.gate[i + 1], low.v + i);
-                to_reals(q.up[i], q.up[i + 1], high.v + i);
+                to_accums(q.gate[i], q.gate[i + 1], low.v + i);
+                to_accums(q.up[i], q.up[i + 1], high.v + i);
             }
         }
     }
 };
 
 template <typename T>
-__device__ inline void load_pair(Pair<Real<T>> &q, FusedMoeLayout layout, const T *h, int F, int j,
-                                 int n, bool whole) {
+__device__ inline void load_pair(Pair<Accum<T>> &q, FusedMoeLayout layout, const T *h, int F, int j,
+                                 int n, bool aligned) {
     PackedPair<T> packed;
-    packed.load(layout, h, F, j, n, whole);
+    packed.load(layout, h, F, j, n, aligned);
     packed.unpack(q, layout);
 }
 
 template <typename T>
-__device__ inline void store_pair(T *h, const Pair<Real<T>> &q, FusedMoeLayout layout, int F, int j,
-                                  int n, bool whole) {
+__device__ inline void store_pair(T *h, const Pair<Accum<T>> &q, FusedMoeLayout layout, int F,
+                                  int j, int n, bool aligned) {
     if (layout == FUSED_MOE_INTERLEAVED) {
-        Real<T> low[CHUNK], high[CHUNK];
+        Accum<T> low[CHUNK], high[CHUNK];
 #pragma unroll
         for (int i = 0; i < CHUNK / 2; i++) {
             low[2 * i] = q.gate[i], low[2 * i + 1] = q.up[i];
             high[2 * i] = q.gate[i + CHUNK / 2], high[2 * i + 1] = q.up[i + CHUNK / 2];
         }
-        store_chunk<T>(h + 2 * j, low, 2 * n, whole);
-        store_chunk<T>(h + 2 * j + CHUNK, high, 2 * n - CHUNK, whole);
+        store_chunk<T>(h + 2 * j, low, 2 * n, aligned);
+        store_chunk<T>(h + 2 * j + CHUNK, high, 2 * n - CHUNK, aligned);
     } else {
-        store_chunk<T>(h + j, q.gate, n, whole);
-        if (layout != FUSED_MOE_UNGATED) store_chunk<T>(h + F + j, q.up, n, whole);
+        store_chunk<T>(h + j, q.gate, n, aligned);
+        if (layout != FUSED_MOE_UNGATED) store_chunk<T>(h + F + j, q.up, n, aligned);
     }
 }
 
 /* a = f(gate) m(up), or f(gate) */
-template <typename T, typename R = Real<T>>
+template <typename T, typename R = Accum<T>>
 __device__ inline void activate(R (&a)[CHUNK], const Pair<R> &q, const FusedMoeActivation &f,
                                 bool gated) {
     with_activation<T>(f.kind, [&](auto act) {
@@ -144,7 +144,7 @@ __device__ inline void activate(R (&a)[CHUNK], const Pair<R> &q, const FusedMoeA
 }
 
 /* a as above, and the gradients of gate and up from da. */
-template <typename T, typename Act, typename R = Real<T>>
+template <typename T, typename Act, typename R = Accum<T>>
 __device__ inline void activate_backward(Act act, R (&a)[CHUNK], Pair<R> &d, const R (&da)[CHUNK],
                                          const Pair<R> &q, R alpha, R limit, bool gated) {
 #pragma unroll
@@ -153,16 +153,16 @@ __device__ inline void activate_backward(Act act, R (&a)[CHUNK], Pair<R> &d, con
         if (gated) {
             auto u = act.up(q.up[i], limit);
             a[i] = g.value * u.value;
-            d.gate[i] = da[i] * u.value * g.slope;
-            d.up[i] = da[i] * g.value * u.slope;
+            d.gate[i] = da[i] * u.value * g.derivative;
+            d.up[i] = da[i] * g.value * u.derivative;
         } else {
             a[i] = g.value;
-            d.gate[i] = da[i] * g.slope;
+            d.gate[i] = da[i] * g.derivative;
         }
     }
 }
 
-template <typename T, typename R = Real<T>>
+template <typename T, typename R = Accum<T>>
 __device__ inline void activate_backward(R (&a)[CHUNK], Pair<R> &d, const R (&da)[CHUNK],
                                          const Pair<R> &q, const FusedMoeActivation &f,
                                          bool gated) {

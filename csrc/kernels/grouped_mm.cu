@@ -19,7 +19,7 @@ __global__ void __launch_bounds__(Tile::THREADS, Tile::CTAS)
     extern __shared__ __align__(128) char memory[];
     auto &s = *reinterpret_cast<TileShared<Tile> *>(memory);
     int num_columns = (int)((p.M + Tile::BN - 1) / Tile::BN);
-    Work w = find_work(p.tiles, p.ends, p.E, p.R, num_columns);
+    Work w = find_work_tile(p.tiles, p.ends, p.E, p.R, num_columns);
     T *out = (T *)p.out;
     if (!w.rows.num_rows) {
         zero_tail(w, out, p.M, p.ends, p.E, p.R);
@@ -31,11 +31,11 @@ __global__ void __launch_bounds__(Tile::THREADS, Tile::CTAS)
     tile.zero();
     for (int part = 0; part < 2 && p.b[part].data; part++) {
         const FusedMoeWeight b = part ? p.b[1] : p.b[0];
-        for_each_line<Tile::BM, Tile>([&](int i) {
+        for_each_origin<Tile::BM, Tile>([&](int i) {
             const T *row = (const T *)p.a + (w.rows.first_row + i) * width + (part ? p.N[0] : 0);
             s.origin_a[i] = i < w.rows.num_rows ? row : nullptr;
         });
-        for_each_line<Tile::BN, Tile>([&](int i) {
+        for_each_origin<Tile::BN, Tile>([&](int i) {
             int64_t col = first_col + i;
             const T *line =
                 (const T *)b.data + w.rows.expert * b.stride_expert + col * b.stride_out;
@@ -48,23 +48,23 @@ __global__ void __launch_bounds__(Tile::THREADS, Tile::CTAS)
         tile.multiply(s.ring, rows, cols, (int)(part ? p.N[1] : p.N[0]));
     }
 
-    bool whole = chunks_are_whole<T>(out, p.M);
+    bool aligned = rows_are_aligned<T>(out, p.M);
     const T *bias = p.bias ? (const T *)p.bias + w.rows.expert * p.M : nullptr;
     int M = (int)p.M, warp_col = (int)first_col + tile.warp_n() * WARP_COLS;
-    auto finish = [&](int row, int chunk, const R *sums, Nothing) {
+    auto epilogue = [&](int row, int chunk, const R *sums, Nothing) {
         int col = warp_col + chunk * CHUNK;
         if (row >= w.rows.num_rows || col >= M) return;
         int n = min(CHUNK, M - col);
         R v[CHUNK], more[CHUNK];
-        load_sums(v, sums + chunk * CHUNK);
+        load_accumulators(v, sums + chunk * CHUNK);
         if (bias) {
             load_chunk<T>(more, bias + col, n, false);
 #pragma unroll
             for (int i = 0; i < CHUNK; i++) v[i] += more[i];
         }
-        store_chunk<T>(out + (int64_t)(w.rows.first_row + row) * M + col, v, n, whole);
+        store_chunk<T>(out + (int64_t)(w.rows.first_row + row) * M + col, v, n, aligned);
     };
-    for_each_chunk<WARP_COLS / CHUNK, true>(tile, s, finish);
+    for_each_chunk<WARP_COLS / CHUNK, true>(tile, s, epilogue);
 }
 
 /* --- launcher ------------------------------------------------------------------------------------------- */
@@ -75,7 +75,7 @@ static int grouped_mm(const FusedMoeGroupedMM &p, void *stream) {
     Access cols = access_of<T>(p.b[0], p.b[0].stride_out, p.b[0].stride_in, p.M, p.N[0]);
     if (p.b[1].data &&
         access_of<T>(p.b[1], p.b[1].stride_out, p.b[1].stride_in, p.M, p.N[1]) != cols)
-        cols = ONE_BY_ONE;
+        cols = MAJOR_NONE;
     return with_tile<T>(rows, cols, [&](auto tile) {
         using Tile = decltype(tile);
         int64_t grid = max_row_tiles(p.R, p.E) * ceil_div(p.M, Tile::BN);
@@ -88,14 +88,14 @@ static int grouped_mm(const FusedMoeGroupedMM &p, void *stream) {
 
 extern "C" size_t fused_moe_cuda_grouped_mm_workspace(const FusedMoeGroupedMM *p) {
     using namespace fused_moe;
-    if (tier_reason(*p) == FUSED_MOE_ON_HOPPER) return hopper_workspace(p->E);
+    if (sm90_reason(*p) == FUSED_MOE_ON_SM90) return hopper_workspace(p->E);
     return p->tiles ? 0 : checked_plan_ints(p->E) * sizeof(int32_t);
 }
 
 extern "C" int fused_moe_cuda_grouped_mm(const FusedMoeGroupedMM *p, void *stream) {
     using namespace fused_moe;
-    if (serves(FUSED_MOE_OP_GROUPED_MM, tier_reason(*p), p->workspace_bytes,
-               hopper_workspace(p->E)))
+    if (dispatches_to_sm90(FUSED_MOE_OP_GROUPED_MM, sm90_reason(*p), p->workspace_bytes,
+                           hopper_workspace(p->E)))
         return hopper_grouped_mm(*p, stream);
     FusedMoeGroupedMM q = *p;
     if (!q.tiles) {

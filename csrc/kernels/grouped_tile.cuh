@@ -27,7 +27,7 @@ struct TileShared {
 
 /* Calls fn(i) for this thread's share of i < lines. */
 template <int lines, class Tile, typename Fn>
-__device__ inline void for_each_line(Fn fn) {
+__device__ inline void for_each_origin(Fn fn) {
 #pragma unroll
     for (int first = 0; first < lines; first += Tile::THREADS) {
         int i = first + threadIdx.x;
@@ -72,21 +72,21 @@ __device__ inline void for_each_chunk(const Tile &tile, TileShared<Tile> &s, Fn 
     }
 }
 
-/* --- host: which tile serves a call ------------------------------------------------------------------ */
+/* --- host: which tile dispatches_to_sm90 a call ------------------------------------------------------------------ */
 
 /* How a matrix of lines can be copied: 16 bytes at a time along k, along the lines, or not at all. */
-enum Access { ALONG_K, ALONG_LINES, ONE_BY_ONE };
+enum Access { MAJOR_K, MAJOR_MN, MAJOR_NONE };
 
 /* Weight (E, lines, k) or (E, k, lines), by its strides. */
 template <typename T>
 inline Access access_of(const FusedMoeWeight &w, int64_t stride_line, int64_t stride_k,
                         int64_t lines, int64_t k) {
     bool base = (uintptr_t)w.data % 16 == 0 && w.stride_expert % CHUNK == 0;
-    if (base && stride_k == 1 && stride_line % CHUNK == 0 && k % CHUNK == 0) return ALONG_K;
+    if (base && stride_k == 1 && stride_line % CHUNK == 0 && k % CHUNK == 0) return MAJOR_K;
     if (base && stride_line == 1 && stride_k % CHUNK == 0 && stride_k < INT32_MAX &&
         lines % CHUNK == 0)
-        return ALONG_LINES;
-    return ONE_BY_ONE;
+        return MAJOR_MN;
+    return MAJOR_NONE;
 }
 
 template <class Tile>
@@ -102,13 +102,13 @@ int with_tile(bool a_along_k, Access b, Fn fn, bool scaled = false) {
     if constexpr (!is_half<T>)
         return fn(SimtTile<T>());
     else {
-        if (!a_along_k || b == ONE_BY_ONE)
+        if (!a_along_k || b == MAJOR_NONE)
             return fn(TensorTile<T, true, true, false, false, columns>());
         if constexpr (may_scale)
             if (scaled)
-                return b == ALONG_K ? fn(TensorTile<T, true, true, true, true, columns>())
+                return b == MAJOR_K ? fn(TensorTile<T, true, true, true, true, columns>())
                                     : fn(TensorTile<T, true, false, true, true, columns>());
-        return b == ALONG_K ? fn(TensorTile<T, true, true, true, false, columns>())
+        return b == MAJOR_K ? fn(TensorTile<T, true, true, true, false, columns>())
                             : fn(TensorTile<T, true, false, true, false, columns>());
     }
 }

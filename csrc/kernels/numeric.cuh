@@ -13,52 +13,52 @@
 namespace fused_moe {
 
 template <typename T>
-struct RealOf {
+struct AccumOf {
     using type = float;
 };
 template <>
-struct RealOf<double> {
+struct AccumOf<double> {
     using type = double;
 };
 template <typename T>
-using Real = typename RealOf<T>::type;
+using Accum = typename AccumOf<T>::type;
 
 template <typename T>
 constexpr bool is_half = sizeof(T) == 2;
 
-__device__ inline float to_real(float x) {
+__device__ inline float to_accum(float x) {
     return x;
 }
-__device__ inline double to_real(double x) {
+__device__ inline double to_accum(double x) {
     return x;
 }
-__device__ inline float to_real(__half x) {
+__device__ inline float to_accum(__half x) {
     return __half2float(x);
 }
-__device__ inline float to_real(__nv_bfloat16 x) {
+__device__ inline float to_accum(__nv_bfloat16 x) {
     return __bfloat162float(x);
 }
 
 template <typename T>
-__device__ inline T from_real(Real<T> x);
+__device__ inline T from_accum(Accum<T> x);
 template <>
-__device__ inline float from_real<float>(float x) {
+__device__ inline float from_accum<float>(float x) {
     return x;
 }
 template <>
-__device__ inline double from_real<double>(double x) {
+__device__ inline double from_accum<double>(double x) {
     return x;
 }
 template <>
-__device__ inline __half from_real<__half>(float x) {
+__device__ inline __half from_accum<__half>(float x) {
     return __float2half_rn(x);
 }
 template <>
-__device__ inline __nv_bfloat16 from_real<__nv_bfloat16>(float x) {
+__device__ inline __nv_bfloat16 from_accum<__nv_bfloat16>(float x) {
     return __float2bfloat16_rn(x);
 }
 
-/* --- chunks: eight consecutive numbers, as 16-byte accesses where `whole` says so ----------------- */
+/* --- chunks: eight consecutive numbers, as 16-byte accesses where `aligned` says so ----------------- */
 
 constexpr int CHUNK = 8;
 
@@ -69,79 +69,79 @@ union alignas(16) Pack {
     T v[CHUNK];
 };
 
-/* True where every chunk that starts at a multiple of CHUNK is whole and lies on 16 bytes. */
+/* True where every chunk that starts at a multiple of CHUNK is aligned and lies on 16 bytes. */
 template <typename T>
-__host__ __device__ inline bool chunks_are_whole(const void *data, int64_t width) {
+__host__ __device__ inline bool rows_are_aligned(const void *data, int64_t width) {
     return (uintptr_t)data % 16 == 0 && width % CHUNK == 0;
 }
 
 /* Numbers i and i + 1 as reals: for 16-bit numbers, from one word. */
 template <typename T>
-__device__ inline void to_reals(Real<T> &low, Real<T> &high, const T *p) {
-    low = to_real(p[0]), high = to_real(p[1]);
+__device__ inline void to_accums(Accum<T> &low, Accum<T> &high, const T *p) {
+    low = to_accum(p[0]), high = to_accum(p[1]);
 }
 template <>
-__device__ inline void to_reals(float &low, float &high, const __half *p) {
+__device__ inline void to_accums(float &low, float &high, const __half *p) {
     float2 v = __half22float2(*reinterpret_cast<const __half2 *>(p));
     low = v.x, high = v.y;
 }
 template <>
-__device__ inline void to_reals(float &low, float &high, const __nv_bfloat16 *p) {
+__device__ inline void to_accums(float &low, float &high, const __nv_bfloat16 *p) {
     float2 v = __bfloat1622float2(*reinterpret_cast<const __nv_bfloat162 *>(p));
     low = v.x, high = v.y;
 }
 
 /* And back: two conversions in one instruction. */
 template <typename T>
-__device__ inline void from_reals(T *p, Real<T> low, Real<T> high) {
-    p[0] = from_real<T>(low), p[1] = from_real<T>(high);
+__device__ inline void from_accums(T *p, Accum<T> low, Accum<T> high) {
+    p[0] = from_accum<T>(low), p[1] = from_accum<T>(high);
 }
 template <>
-__device__ inline void from_reals(__half *p, float low, float high) {
+__device__ inline void from_accums(__half *p, float low, float high) {
     *reinterpret_cast<__half2 *>(p) = __floats2half2_rn(low, high);
 }
 template <>
-__device__ inline void from_reals(__nv_bfloat16 *p, float low, float high) {
+__device__ inline void from_accums(__nv_bfloat16 *p, float low, float high) {
     *reinterpret_cast<__nv_bfloat162 *>(p) = __floats2bfloat162_rn(low, high);
 }
 
 template <typename T>
-__device__ inline void load_pack(Pack<T> &pack, const T *p, int n, bool whole) {
-    if (whole) {
+__device__ inline void load_pack(Pack<T> &pack, const T *p, int n, bool aligned) {
+    if (aligned) {
         pack = *reinterpret_cast<const Pack<T> *>(p);
     } else {
 #pragma unroll
-        for (int i = 0; i < CHUNK; i++) pack.v[i] = i < n ? p[i] : from_real<T>(0);
+        for (int i = 0; i < CHUNK; i++) pack.v[i] = i < n ? p[i] : from_accum<T>(0);
     }
 }
 
 template <typename T>
-__device__ inline void load_chunk(Real<T> (&v)[CHUNK], const T *p, int n, bool whole) {
+__device__ inline void load_chunk(Accum<T> (&v)[CHUNK], const T *p, int n, bool aligned) {
     Pack<T> pack;
-    load_pack(pack, p, n, whole);
+    load_pack(pack, p, n, aligned);
 #pragma unroll
-    for (int i = 0; i < CHUNK; i += 2) to_reals(v[i], v[i + 1], pack.v + i);
+    for (int i = 0; i < CHUNK; i += 2) to_accums(v[i], v[i + 1], pack.v + i);
 }
 
 template <typename T>
-__device__ inline void store_chunk(T *p, const Real<T> (&v)[CHUNK], int n, bool whole) {
-    if (whole) {
+__device__ inline void store_chunk(T *p, const Accum<T> (&v)[CHUNK], int n, bool aligned) {
+    if (aligned) {
         Pack<T> pack;
 #pragma unroll
-        for (int i = 0; i < CHUNK; i += 2) from_reals(pack.v + i, v[i], v[i + 1]);
+        for (int i = 0; i < CHUNK; i += 2) from_accums(pack.v + i, v[i], v[i + 1]);
 #pragma unroll
         for (int i = 0; i < (int)(sizeof(pack) / sizeof(uint4)); i++)
             st_global_v4((uint4 *)p + i, pack.words[i]);
     } else {
 #pragma unroll
         for (int i = 0; i < CHUNK; i++)
-            if (i < n) p[i] = from_real<T>(v[i]);
+            if (i < n) p[i] = from_accum<T>(v[i]);
     }
 }
 
 /* Eight sums that an epilogue finds in shared memory, on 16 bytes. */
 template <typename R>
-__device__ inline void load_sums(R (&v)[CHUNK], const R *sums) {
+__device__ inline void load_accumulators(R (&v)[CHUNK], const R *sums) {
     Pack<R> pack = *reinterpret_cast<const Pack<R> *>(sums);
 #pragma unroll
     for (int i = 0; i < CHUNK; i++) v[i] = pack.v[i];

@@ -12,13 +12,13 @@ namespace fused_moe {
 
 template <typename T>
 struct Operand {
-    const T *const *origin;    /* shared [lines]; NULL entries: zero lines */
-    const Real<T> *line_scale; /* shared [lines], or NULL */
+    const T *const *origin;     /* shared [lines]; NULL entries: zero lines */
+    const Accum<T> *line_scale; /* shared [lines], or NULL */
     int64_t stride_k;
     const int64_t *line_stride; /* shared [lines] instead of stride_k, one by one only; or NULL */
     const int32_t *row;         /* map(k) = row[k] < num_rows; NULL: map(k) = k */
     int64_t num_rows;
-    const Real<T> *scores; /* scale of k: scores[slot[k]], slot[k] < num_slots; or NULL */
+    const Accum<T> *scores; /* scale of k: scores[slot[k]], slot[k] < num_slots; or NULL */
     const int32_t *slot;
     int64_t num_slots;
 
@@ -28,11 +28,11 @@ struct Operand {
         return !row ? k : (uint64_t)(int64_t)row[k] < (uint64_t)num_rows ? row[k] : -1;
     }
 
-    __device__ Real<T> scale(int line, int k) const {
-        Real<T> s = line_scale ? line_scale[line] : Real<T>(1);
+    __device__ Accum<T> scale(int line, int k) const {
+        Accum<T> s = line_scale ? line_scale[line] : Accum<T>(1);
         if (scores) {
             int64_t i = slot[k];
-            s *= (uint64_t)i < (uint64_t)num_slots ? scores[i] : Real<T>(0);
+            s *= (uint64_t)i < (uint64_t)num_slots ? scores[i] : Accum<T>(0);
         }
         return s;
     }
@@ -40,9 +40,9 @@ struct Operand {
     __device__ T at(int line, int k, int depth) const {
         const T *p = origin[line];
         int64_t at = row_of(k, depth);
-        if (!p || at < 0) return from_real<T>(0);
+        if (!p || at < 0) return from_accum<T>(0);
         T x = p[at * (line_stride ? line_stride[line] : stride_k)];
-        return line_scale || scores ? from_real<T>(to_real(x) * scale(line, k)) : x;
+        return line_scale || scores ? from_accum<T>(to_accum(x) * scale(line, k)) : x;
     }
 };
 

@@ -10,7 +10,7 @@ namespace fused_moe {
 constexpr int WARPS = 8, THREADS = 32 * WARPS;
 
 /* A row of a matrix as 16-byte units where it can be, else as single numbers. */
-__host__ inline bool is_whole(const void *data, int64_t row_bytes) {
+__host__ inline bool is_aligned(const void *data, int64_t row_bytes) {
     return (uintptr_t)data % 16 == 0 && row_bytes % 16 == 0;
 }
 
@@ -27,18 +27,18 @@ template <typename Unit>
 __global__ void __launch_bounds__(THREADS)
     permute_kernel(const __grid_constant__ FusedMoePermute p) {
     constexpr int UNITS = 4; /* of a lane, loaded before the first is stored */
-    const FusedMoePlan &plan = p.plan;
+    const FusedMoeRowMap &row_map = p.row_map;
     int lane = threadIdx.x % 32;
-    for (int64_t t = first_warp(); t < plan.T; t += num_warps()) {
+    for (int64_t t = first_warp(); t < row_map.T; t += num_warps()) {
         const Unit *from = (const Unit *)p.x + t * p.D;
         for (int64_t first = lane; first < p.D; first += 32 * UNITS) {
             Unit v[UNITS];
 #pragma unroll
             for (int i = 0; i < UNITS; i++)
                 if (first + 32 * i < p.D) v[i] = from[first + 32 * i];
-            for (int64_t k = 0; k < plan.K; k++) {
-                int64_t r = plan.token_row[t * plan.K + k];
-                if ((uint64_t)r >= (uint64_t)plan.R) continue;
+            for (int64_t k = 0; k < row_map.K; k++) {
+                int64_t r = row_map.token_row[t * row_map.K + k];
+                if ((uint64_t)r >= (uint64_t)row_map.R) continue;
                 Unit *to = (Unit *)p.rows + r * p.D;
 #pragma unroll
                 for (int i = 0; i < UNITS; i++)
@@ -46,48 +46,48 @@ __global__ void __launch_bounds__(THREADS)
             }
         }
     }
-    int64_t last = max(0, plan.ends[plan.E - 1]);
-    for (int64_t r = last + first_warp(); r < plan.R; r += num_warps())
+    int64_t last = max(0, row_map.ends[row_map.E - 1]);
+    for (int64_t r = last + first_warp(); r < row_map.R; r += num_warps())
         for (int64_t j = lane; j < p.D; j += 32) ((Unit *)p.rows)[r * p.D + j] = Unit{};
 }
 
 /* --- unpermute ---------------------------------------------------------------------------------------- */
 
 /* A warp a token. A lane has chunks of `rows` rows under way at one time, 256 bytes in all or one a row. */
-template <typename T, bool whole, int rows>
+template <typename T, bool aligned, int rows>
 __global__ void __launch_bounds__(THREADS)
     unpermute_kernel(const __grid_constant__ FusedMoeUnpermute p) {
-    using R = Real<T>;
+    using R = Accum<T>;
     constexpr int chunks = 256 / sizeof(Pack<T>);
-    constexpr int cols = whole && chunks > rows ? chunks / rows : 1;
-    const FusedMoePlan &plan = p.plan;
+    constexpr int cols = aligned && chunks > rows ? chunks / rows : 1;
+    const FusedMoeRowMap &row_map = p.row_map;
     int lane = threadIdx.x % 32;
-    for (int64_t t = first_warp(); t < plan.T; t += num_warps()) {
-        const int32_t *token_row = plan.token_row + t * plan.K;
-        const R *scores = p.scores ? (const R *)p.scores + t * plan.K : nullptr;
+    for (int64_t t = first_warp(); t < row_map.T; t += num_warps()) {
+        const int32_t *token_row = row_map.token_row + t * row_map.K;
+        const R *scores = p.scores ? (const R *)p.scores + t * row_map.K : nullptr;
         for (int64_t first = lane * CHUNK; first < p.D; first += cols * 32 * CHUNK) {
             R sum[cols][CHUNK] = {};
-            for (int64_t k0 = 0; k0 < plan.K; k0 += rows) {
+            for (int64_t k0 = 0; k0 < row_map.K; k0 += rows) {
                 Pack<T> pack[rows][cols];
                 R s[rows];
 #pragma unroll
                 for (int k = 0; k < rows; k++) {
-                    int64_t r = k0 + k < plan.K ? token_row[k0 + k] : -1;
-                    bool found = (uint64_t)r < (uint64_t)plan.R;
+                    int64_t r = k0 + k < row_map.K ? token_row[k0 + k] : -1;
+                    bool found = (uint64_t)r < (uint64_t)row_map.R;
                     s[k] = found && scores ? scores[k0 + k] : R(found);
 #pragma unroll
                     for (int i = 0; i < cols; i++) {
                         int64_t j = first + i * 32 * CHUNK;
                         const T *from = (const T *)p.rows + r * p.D + j;
                         bool here = found && j < p.D;
-                        if constexpr (whole) {
+                        if constexpr (aligned) {
 #pragma unroll
                             for (int c = 0; c < (int)(sizeof(Pack<T>) / sizeof(uint4)); c++)
                                 pack[k][i].words[c] = ld_global_v4((const uint4 *)from + c, here);
                         } else {
 #pragma unroll
                             for (int c = 0; c < CHUNK; c++)
-                                pack[k][i].v[c] = here && j + c < p.D ? from[c] : from_real<T>(0);
+                                pack[k][i].v[c] = here && j + c < p.D ? from[c] : from_accum<T>(0);
                         }
                     }
                 }
@@ -97,13 +97,13 @@ __global__ void __launch_bounds__(THREADS)
                     for (int i = 0; i < cols; i++)
 #pragma unroll
                         for (int c = 0; c < CHUNK; c++)
-                            sum[i][c] += s[k] * to_real(pack[k][i].v[c]);
+                            sum[i][c] += s[k] * to_accum(pack[k][i].v[c]);
             }
 #pragma unroll
             for (int i = 0; i < cols; i++) {
                 int64_t j = first + i * 32 * CHUNK;
                 int n = (int)min((int64_t)CHUNK, p.D - j);
-                if (n > 0) store_chunk<T>((T *)p.out + t * p.D + j, sum[i], n, whole);
+                if (n > 0) store_chunk<T>((T *)p.out + t * p.D + j, sum[i], n, aligned);
             }
         }
     }
@@ -114,35 +114,36 @@ __global__ void __launch_bounds__(THREADS)
 /* A warp a slot: drows of its row, and the dot product of row and dout. */
 template <typename T>
 __global__ void unpermute_backward_kernel(const __grid_constant__ FusedMoeUnpermuteBackward p,
-                                          bool whole) {
-    using R = Real<T>;
-    const FusedMoePlan &plan = p.plan;
+                                          bool aligned) {
+    using R = Accum<T>;
+    const FusedMoeRowMap &row_map = p.row_map;
     int lane = threadIdx.x % 32;
     T *drows = (T *)p.drows;
-    for (int64_t slot = first_warp(); slot < plan.T * plan.K; slot += num_warps()) {
-        int64_t r = plan.token_row ? plan.token_row[slot] : slot, t = slot / plan.K;
-        bool found = (uint64_t)r < (uint64_t)plan.R;
+    for (int64_t slot = first_warp(); slot < row_map.T * row_map.K; slot += num_warps()) {
+        int64_t r = row_map.token_row ? row_map.token_row[slot] : slot, t = slot / row_map.K;
+        bool found = (uint64_t)r < (uint64_t)row_map.R;
         R score = p.scores && found ? ((const R *)p.scores)[slot] : R(1), dot = 0;
         for (int64_t j = lane * CHUNK; found && j < p.D; j += 32 * CHUNK) {
             int n = (int)min((int64_t)CHUNK, p.D - j);
             R dout[CHUNK], row[CHUNK];
-            load_chunk<T>(dout, (const T *)p.dout + t * p.D + j, n, whole);
+            load_chunk<T>(dout, (const T *)p.dout + t * p.D + j, n, aligned);
             if (p.dscores) {
-                load_chunk<T>(row, (const T *)p.rows + r * p.D + j, n, whole);
+                load_chunk<T>(row, (const T *)p.rows + r * p.D + j, n, aligned);
 #pragma unroll
                 for (int c = 0; c < CHUNK; c++) dot += row[c] * dout[c];
             }
             if (!drows) continue;
 #pragma unroll
             for (int c = 0; c < CHUNK; c++) dout[c] *= score;
-            store_chunk<T>(drows + r * p.D + j, dout, n, whole);
+            store_chunk<T>(drows + r * p.D + j, dout, n, aligned);
         }
         if (!p.dscores) continue;
         dot = warp_sum(dot);
         if (lane == 0) ((R *)p.dscores)[slot] = dot;
     }
     if (!drows) return;
-    for (int64_t r = max(0, plan.ends[plan.E - 1]) + first_warp(); r < plan.R; r += num_warps())
+    for (int64_t r = max(0, row_map.ends[row_map.E - 1]) + first_warp(); r < row_map.R;
+         r += num_warps())
         for (int64_t j = lane; j < p.D; j += 32) drows[r * p.D + j] = T(0.0f);
 }
 
@@ -150,8 +151,9 @@ __global__ void unpermute_backward_kernel(const __grid_constant__ FusedMoeUnperm
 
 template <typename T>
 static int permute(FusedMoePermute p, void *stream) {
-    int64_t row_bytes = p.D * sizeof(T), warps = p.plan.T > p.plan.R ? p.plan.T : p.plan.R;
-    if (is_whole(p.x, row_bytes) && is_whole(p.rows, row_bytes)) {
+    int64_t row_bytes = p.D * sizeof(T),
+            warps = p.row_map.T > p.row_map.R ? p.row_map.T : p.row_map.R;
+    if (is_aligned(p.x, row_bytes) && is_aligned(p.rows, row_bytes)) {
         p.D = row_bytes / sizeof(int4);
         return launch(permute_kernel<int4>, p, ceil_div(warps, WARPS), THREADS, 0, stream);
     }
@@ -162,9 +164,9 @@ static int permute(FusedMoePermute p, void *stream) {
 
 template <typename T>
 static int unpermute(const FusedMoeUnpermute &p, void *stream) {
-    int64_t grid = ceil_div(p.plan.T, WARPS);
-    bool whole = chunks_are_whole<T>(p.rows, p.D) && chunks_are_whole<T>(p.out, p.D);
-    auto kernel = !whole                    ? unpermute_kernel<T, false, 2>
+    int64_t grid = ceil_div(p.row_map.T, WARPS);
+    bool aligned = rows_are_aligned<T>(p.rows, p.D) && rows_are_aligned<T>(p.out, p.D);
+    auto kernel = !aligned                  ? unpermute_kernel<T, false, 2>
                   : p.D * sizeof(T) <= 2048 ? unpermute_kernel<T, true, 8>
                                             : unpermute_kernel<T, true, 2>;
     return launch(kernel, p, grid, THREADS, 0, stream);
@@ -172,12 +174,12 @@ static int unpermute(const FusedMoeUnpermute &p, void *stream) {
 
 template <typename T>
 static int unpermute_backward(const FusedMoeUnpermuteBackward &p, void *stream) {
-    int64_t slots = p.plan.T * p.plan.K;
-    if (!slots && !p.plan.R) return FUSED_MOE_OK;
-    bool whole = chunks_are_whole<T>(p.dout, p.D) && chunks_are_whole<T>(p.rows, p.D) &&
-                 chunks_are_whole<T>(p.drows, p.D);
-    unsigned grid = grid_for(slots > p.plan.R ? slots : p.plan.R, WARPS);
-    unpermute_backward_kernel<T><<<grid, THREADS, 0, (cudaStream_t)stream>>>(p, whole);
+    int64_t slots = p.row_map.T * p.row_map.K;
+    if (!slots && !p.row_map.R) return FUSED_MOE_OK;
+    bool aligned = rows_are_aligned<T>(p.dout, p.D) && rows_are_aligned<T>(p.rows, p.D) &&
+                   rows_are_aligned<T>(p.drows, p.D);
+    unsigned grid = grid_for(slots > p.row_map.R ? slots : p.row_map.R, WARPS);
+    unpermute_backward_kernel<T><<<grid, THREADS, 0, (cudaStream_t)stream>>>(p, aligned);
     return launch_status();
 }
 

@@ -17,10 +17,10 @@ template <typename R>
 constexpr int WARPS = 16 / sizeof(R);
 constexpr unsigned ALL = ~0u;
 
-__device__ inline float exp_real(float x) {
+__device__ inline float exp_accum(float x) {
     return expf(x);
 }
-__device__ inline double exp_real(double x) {
+__device__ inline double exp_accum(double x) {
     return exp(x);
 }
 __device__ inline float lowest(float) {
@@ -89,7 +89,7 @@ __device__ inline void all_scores(FusedMoeScoreFunc f, R (&score)[V], const R (&
     uint32_t valid = in_range<V>(E);
     if (f == FUSED_MOE_SIGMOID) {
 #pragma unroll
-        for (int i = 0; i < V; i++) score[i] = 1 / (1 + exp_real(-logit[i]));
+        for (int i = 0; i < V; i++) score[i] = 1 / (1 + exp_accum(-logit[i]));
         return;
     }
     R max = lowest(R()), sum = 0;
@@ -102,7 +102,7 @@ __device__ inline void all_scores(FusedMoeScoreFunc f, R (&score)[V], const R (&
     }
 #pragma unroll
     for (int i = 0; i < V; i++) {
-        score[i] = valid >> i & 1 ? exp_real(logit[i] - max) : R(0);
+        score[i] = valid >> i & 1 ? exp_accum(logit[i] - max) : R(0);
         sum += score[i];
     }
     sum = warp_sum(sum);
@@ -112,8 +112,8 @@ __device__ inline void all_scores(FusedMoeScoreFunc f, R (&score)[V], const R (&
 
 /* The dtype is a run-time matter here: one kernel an arithmetic, not one a dtype. */
 __device__ inline void load(float &x, const void *data, FusedMoeDtype dtype, int64_t i) {
-    x = dtype == FUSED_MOE_BF16  ? to_real(((const __nv_bfloat16 *)data)[i])
-        : dtype == FUSED_MOE_F16 ? to_real(((const __half *)data)[i])
+    x = dtype == FUSED_MOE_BF16  ? to_accum(((const __nv_bfloat16 *)data)[i])
+        : dtype == FUSED_MOE_F16 ? to_accum(((const __half *)data)[i])
                                  : ((const float *)data)[i];
 }
 __device__ inline void load(double &x, const void *data, FusedMoeDtype, int64_t i) {
@@ -121,9 +121,9 @@ __device__ inline void load(double &x, const void *data, FusedMoeDtype, int64_t 
 }
 __device__ inline void store(void *data, FusedMoeDtype dtype, int64_t i, float x) {
     if (dtype == FUSED_MOE_BF16)
-        ((__nv_bfloat16 *)data)[i] = from_real<__nv_bfloat16>(x);
+        ((__nv_bfloat16 *)data)[i] = from_accum<__nv_bfloat16>(x);
     else if (dtype == FUSED_MOE_F16)
-        ((__half *)data)[i] = from_real<__half>(x);
+        ((__half *)data)[i] = from_accum<__half>(x);
     else
         ((float *)data)[i] = x;
 }
@@ -253,8 +253,8 @@ __global__ void __launch_bounds__(32 * WARPS<R>)
 #pragma unroll
         for (int i = 0; i < V; i++) {
             int e = lane + 32 * i;
-            R slope = p.score_func == FUSED_MOE_SOFTMAX ? value[i] : value[i] * (1 - value[i]);
-            if (e < p.E) store(p.dlogits, p.dtype, t * p.E + e, (dscore[e] - mean) * slope);
+            R derivative = p.score_func == FUSED_MOE_SOFTMAX ? value[i] : value[i] * (1 - value[i]);
+            if (e < p.E) store(p.dlogits, p.dtype, t * p.E + e, (dscore[e] - mean) * derivative);
         }
         __syncwarp();
     }

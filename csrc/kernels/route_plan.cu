@@ -126,11 +126,11 @@ __global__ void __launch_bounds__(THREADS) scatter_kernel(const __grid_constant_
 template <typename Count>
 __device__ inline void finish(int E, Count count, int32_t *offsets, int32_t *tiles) {
     struct Sum {
-        int rows, busy, tiles;
+        int rows, active, tiles;
     };
     struct Add {
         __device__ Sum operator()(const Sum &a, const Sum &b) const {
-            return {a.rows + b.rows, a.busy + b.busy, a.tiles + b.tiles};
+            return {a.rows + b.rows, a.active + b.active, a.tiles + b.tiles};
         }
     };
     using Scan = cub::BlockScan<Sum, FINISH_THREADS, cub::BLOCK_SCAN_WARP_SCANS>;
@@ -147,17 +147,17 @@ __device__ inline void finish(int E, Count count, int32_t *offsets, int32_t *til
         if (e < E) {
             if (offsets) offsets[e + 1] = sum.rows;
             if (rows) {
-                tiles[2 + sum.busy - 1] = e;
-                tiles[2 + E + sum.busy - 1] = sum.tiles;
+                tiles[2 + sum.active - 1] = e;
+                tiles[2 + E + sum.active - 1] = sum.tiles;
             }
         }
         done = Add()(done, total);
     }
-    for (int b = done.busy + threadIdx.x; b < E; b += FINISH_THREADS)
+    for (int b = done.active + threadIdx.x; b < E; b += FINISH_THREADS)
         tiles[2 + b] = tiles[2 + E + b] = 0;
     if (threadIdx.x == 0) {
         if (offsets) offsets[0] = 0;
-        tiles[0] = done.busy;
+        tiles[0] = done.active;
         tiles[1] = done.tiles;
     }
 }

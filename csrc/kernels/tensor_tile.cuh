@@ -56,7 +56,7 @@ struct TensorTile {
     /* --- from global memory to a stage: this thread's part of one operand -----------------------------
      *
      * copy(stage, ahead) takes the chunks `ahead` stages past the present one; both are constants where the
-     * loop calls it, and advance() moves on by a whole ring. Past depth it writes zeros. */
+     * loop calls it, and advance() moves on by a aligned ring. Past depth it writes zeros. */
 
     static constexpr int RING_K = STAGES * BK;
 
@@ -65,7 +65,7 @@ struct TensorTile {
         if (valid) pack = *reinterpret_cast<const Pack<T> *>(src);
 #pragma unroll
         for (int i = 0; i < CHUNK; i++)
-            pack.v[i] = from_real<T>(valid ? to_real(pack.v[i]) * scale : 0);
+            pack.v[i] = from_accum<T>(valid ? to_accum(pack.v[i]) * scale : 0);
         *reinterpret_cast<Pack<T> *>(dst) = pack;
     }
 

@@ -35,33 +35,33 @@ struct Work {
     int64_t idle, num_idle; /* this idle CTA's number, and how many there are */
 };
 
-/* tile_end[b] <= tile for how many busy experts: one comparison a lane and a ballot. */
-__device__ inline int busy_before(const int32_t *tile_end, int num_busy, int tile) {
+/* tile_end[b] <= tile for how many active experts: one comparison a lane and a ballot. */
+__device__ inline int find_owner(const int32_t *tile_end, int num_active, int tile) {
     int lane = threadIdx.x % 32, before = 0;
 #pragma unroll 4
-    for (int base = 0; base < num_busy; base += 32) {
+    for (int base = 0; base < num_active; base += 32) {
         int b = base + lane;
-        before += __popc(__ballot_sync(~0u, b < num_busy && tile_end[b] <= tile));
+        before += __popc(__ballot_sync(~0u, b < num_active && tile_end[b] <= tile));
     }
     return before;
 }
 
-/* Called by whole warps, all with the same result. Plans that lead outside R rows or E experts, which
+/* Called by aligned warps, all with the same result. Plans that lead outside R rows or E experts, which
  * only a caller of torch.ops can make, give no work. */
-__device__ inline Work find_work(const int32_t *tiles, const int32_t *ends, int E, int64_t R,
-                                 int num_columns) {
+__device__ inline Work find_work_tile(const int32_t *tiles, const int32_t *ends, int E, int64_t R,
+                                      int num_columns) {
     int64_t index = blockIdx.x;
-    const int32_t *busy = tiles + 2, *tile_end = busy + E;
-    int num_busy = min(max(tiles[0], 0), E);
+    const int32_t *active = tiles + 2, *tile_end = active + E;
+    int num_active = min(max(tiles[0], 0), E);
     int64_t num_tiles = max(tiles[1], 0), num_work = num_tiles * num_columns;
     Work w = {{0, 0, 0}, 0, index - num_work, gridDim.x - num_work};
     if (index >= num_work) return w;
 
     int tile;
     grouped_order(blockIdx.x, (unsigned)num_tiles, num_columns, tile, w.column_tile);
-    int b = busy_before(tile_end, num_busy, tile);
-    if (b >= num_busy) return w;
-    int e = busy[b];
+    int b = find_owner(tile_end, num_active, tile);
+    if (b >= num_active) return w;
+    int e = active[b];
     if ((unsigned)e >= (unsigned)E) return w;
     int64_t tile_in_expert = tile - (b ? tile_end[b - 1] : 0);
     int64_t row = (e ? ends[e - 1] : 0) + tile_in_expert * FUSED_MOE_TILE_ROWS;

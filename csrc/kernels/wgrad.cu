@@ -38,7 +38,7 @@ __device__ inline Operand<T> operand_of(const Side &side, const Wgrad &p, const 
     x.stride_k = side.stride;
     x.row = side.row_token ? side.row_token + first_row : nullptr;
     x.num_rows = p.T;
-    x.scores = (const Real<T> *)side.scores;
+    x.scores = (const Accum<T> *)side.scores;
     x.slot = p.row_slot + first_row;
     x.num_slots = p.num_slots;
     return x;
@@ -67,9 +67,9 @@ __global__ void __launch_bounds__(Tile::THREADS, Tile::CTAS)
     int64_t first = max(0, e ? p.ends[e - 1] : 0), end = min((int64_t)p.ends[e], p.R);
     if (MAY_ADD && p.accumulate && first >= end) return;
 
-    for_each_line<Tile::BM, Tile>(
+    for_each_origin<Tile::BM, Tile>(
         [&](int i) { s.origin_a[i] = origin_of<T>(p.a, first_a + i, first); });
-    for_each_line<Tile::BN, Tile>(
+    for_each_origin<Tile::BN, Tile>(
         [&](int i) { s.origin_b[i] = origin_of<T>(p.b, first_b + i, first); });
     __syncthreads();
     Tile tile;
@@ -78,23 +78,23 @@ __global__ void __launch_bounds__(Tile::THREADS, Tile::CTAS)
                   operand_of<T>(p.b, p, s.origin_b, first), (int)max((int64_t)0, end - first));
 
     Out *dw = (Out *)p.dw + e * p.stride_expert;
-    bool whole = p.stride_b == 1 && p.stride_a % CHUNK == 0 && p.stride_expert % CHUNK == 0 &&
-                 chunks_are_whole<Out>(p.dw, p.b.lines);
-    auto finish = [&](int row, int chunk, const R *sums, const auto &before) {
+    bool aligned = p.stride_b == 1 && p.stride_a % CHUNK == 0 && p.stride_expert % CHUNK == 0 &&
+                   rows_are_aligned<Out>(p.dw, p.b.lines);
+    auto epilogue = [&](int row, int chunk, const R *sums, const auto &before) {
         int64_t i = first_a + row, j = first_b + tile.warp_n() * WARP_COLS + chunk * CHUNK;
         if (row >= Tile::BM || i >= p.a.lines || j >= p.b.lines) return;
         Out *out = dw + i * p.stride_a + j * p.stride_b;
         R v[CHUNK];
-        load_sums(v, sums + chunk * CHUNK);
+        load_accumulators(v, sums + chunk * CHUNK);
         if constexpr (MAY_ADD)
 #pragma unroll
             for (int c = 0; c < CHUNK; c++) v[c] += before.v[c];
-        if (whole) {
+        if (aligned) {
             store_chunk<Out>(out, v, CHUNK, true);
         } else {
 #pragma unroll
             for (int c = 0; c < CHUNK; c++)
-                if (j + c < p.b.lines) out[c * p.stride_b] = from_real<Out>(v[c]);
+                if (j + c < p.b.lines) out[c * p.stride_b] = from_accum<Out>(v[c]);
         }
     };
     /* What a chunk's sums are added to, on its way while the chunk before it is stored. */
@@ -103,7 +103,7 @@ __global__ void __launch_bounds__(Tile::THREADS, Tile::CTAS)
         int64_t i = first_a + row, j = first_b + tile.warp_n() * WARP_COLS + chunk * CHUNK;
         if (!p.accumulate || row >= Tile::BM || i >= p.a.lines || j >= p.b.lines) return before;
         const Out *from = dw + i * p.stride_a + j * p.stride_b;
-        if (whole) {
+        if (aligned) {
             before = *reinterpret_cast<const Pack<Out> *>(from);
         } else {
 #pragma unroll
@@ -113,9 +113,9 @@ __global__ void __launch_bounds__(Tile::THREADS, Tile::CTAS)
         return before;
     };
     if constexpr (MAY_ADD)
-        for_each_chunk<WARP_COLS / CHUNK, true>(tile, s, finish, load_before);
+        for_each_chunk<WARP_COLS / CHUNK, true>(tile, s, epilogue, load_before);
     else
-        for_each_chunk<WARP_COLS / CHUNK, true>(tile, s, finish);
+        for_each_chunk<WARP_COLS / CHUNK, true>(tile, s, epilogue);
 }
 
 /* A CTA is an expert and 32 columns; its warps share the rows. Sums as long as an expert's rows are double. */
@@ -131,14 +131,14 @@ __global__ void bias_grad_kernel(const __grid_constant__ FusedMoeBiasGrad p) {
     for (int64_t r = max(0, e ? p.ends[e - 1] : 0) + warp; r < end && col < p.N; r += WARPS) {
         int64_t from = p.row_token ? p.row_token[r] : r, slot = p.scores ? p.row_slot[r] : 0;
         if ((uint64_t)from >= (uint64_t)p.T || (uint64_t)slot >= (uint64_t)(p.T * p.K)) continue;
-        Real<T> score = p.scores ? ((const Real<T> *)p.scores)[slot] : Real<T>(1);
-        sum += (double)score * to_real(((const T *)p.rows)[from * p.N + col]);
+        Accum<T> score = p.scores ? ((const Accum<T> *)p.scores)[slot] : Accum<T>(1);
+        sum += (double)score * to_accum(((const T *)p.rows)[from * p.N + col]);
     }
     sums[warp][lane] = sum;
     __syncthreads();
     if (warp || col >= p.N) return;
     for (int i = 1; i < WARPS; i++) sum += sums[i][lane];
-    ((T *)p.db)[e * p.N + col] = from_real<T>((Real<T>)sum);
+    ((T *)p.db)[e * p.N + col] = from_accum<T>((Accum<T>)sum);
 }
 
 /* --- launchers ------------------------------------------------------------------------------------------ */
@@ -171,14 +171,15 @@ static int wgrad(const Wgrad &p, void *stream) {
 
 extern "C" size_t fused_moe_cuda_wgrad_workspace(const FusedMoeWgrad *p) {
     using namespace fused_moe;
-    return tier_reason(*p) == FUSED_MOE_ON_HOPPER ? hopper_wgrad_workspace(*p) : 0;
+    return sm90_reason(*p) == FUSED_MOE_ON_SM90 ? hopper_wgrad_workspace(*p) : 0;
 }
 
 /* One launch a part. The side whose numbers are consecutive in dw is b, for the sake of the stores. */
 extern "C" int fused_moe_cuda_wgrad(const FusedMoeWgrad *p, void *stream) {
     using namespace fused_moe;
     if (p->accumulate && p->dw_dtype != FUSED_MOE_F32) return FUSED_MOE_UNSUPPORTED_DTYPE;
-    if (serves(FUSED_MOE_OP_WGRAD, tier_reason(*p), p->workspace_bytes, hopper_wgrad_workspace(*p)))
+    if (dispatches_to_sm90(FUSED_MOE_OP_WGRAD, sm90_reason(*p), p->workspace_bytes,
+                           hopper_wgrad_workspace(*p)))
         return hopper_wgrad(*p, stream);
     size_t elem = p->dtype == FUSED_MOE_F64 ? 8 : p->dtype == FUSED_MOE_F32 ? 4 : 2;
     for (int part = 0; part < 2; part++) {

@@ -10,54 +10,55 @@ namespace fused_moe {
 /* --- kernel ------------------------------------------------------------------------------------------------ */
 
 typedef struct {
-    Product product;
+    Gemm gemm;
     const void *bias; /* [E,M] or NULL */
     void *out;        /* [R,M] */
     int32_t M;
 } GroupedMM;
 
 template <typename T>
-struct GroupedMMFinish {
+struct GroupedMMEpilogue {
     using Writer = WarpgroupWriter;
-    static constexpr int SLOTS = 4; /* a box each */
-    static constexpr bool NARROW = true;
+    static constexpr int SUBTILES = 4; /* a box each */
+    static constexpr bool HALF_N = true;
     const GroupedMM &p;
     /* what is held of the tile before: rounded boxes of 64 columns, in columns [column, end), end 0: nothing */
-    uint32_t words[SLOTS][16];
+    uint32_t words[SUBTILES][16];
     int expert, row, column, end;
 
-    __device__ void take(float (&d)[128], const Item &item, int first_row, Writer &) {
-        const T *bias = p.bias ? (const T *)p.bias + (int64_t)item.expert * p.M : nullptr;
-        expert = item.expert, row = first_row, column = item.first_column;
-        end = item.narrow ? min(p.M, column + 2 * BOX) : p.M;
+    __device__ void hold(float (&d)[128], const WorkTile &tile, int first_row, Writer &) {
+        const T *bias = p.bias ? (const T *)p.bias + (int64_t)tile.expert * p.M : nullptr;
+        expert = tile.expert, row = first_row, column = tile.first_column;
+        end = tile.half_n ? min(p.M, column + 2 * SUBTILE) : p.M;
 #pragma unroll
-        for (int i = 0; i < SLOTS; i++) {
-            if (bias) add_bias(&d[32 * i], bias, column + i * BOX, p.M);
-            pack_box<T>(words[i], &d[32 * i]);
+        for (int i = 0; i < SUBTILES; i++) {
+            if (bias) add_bias(&d[32 * i], bias, column + i * SUBTILE, p.M);
+            pack_subtile<T>(words[i], &d[32 * i]);
         }
     }
 
     template <int slot>
-    __device__ void put(Writer &writer) {
-        int at = column + slot * BOX;
-        if (at < end) writer.store(words[slot], p.product.plan.maps + expert, at, row);
+    __device__ void store_subtile(Writer &writer) {
+        int at = column + slot * SUBTILE;
+        if (at < end) writer.store(words[slot], p.gemm.schedule.maps + expert, at, row);
     }
 
-    __device__ void put_all(Writer &writer) {
-        for_each_slot<0, SLOTS>([&](auto slot) { put<slot.value>(writer); });
+    __device__ void flush(Writer &writer) {
+        for_each_subtile<0, SUBTILES>([&](auto slot) { store_subtile<slot.value>(writer); });
         end = 0;
     }
 
     template <int tokens>
-    __device__ void few(float (&d)[tokens], const Item &item, int wg, int warp, Writer &writer) {
-        const T *bias = p.bias ? (const T *)p.bias + (int64_t)item.expert * p.M : nullptr;
+    __device__ void store_swapped(float (&d)[tokens], const WorkTile &tile, int wg, int warp,
+                                  Writer &writer) {
+        const T *bias = p.bias ? (const T *)p.bias + (int64_t)tile.expert * p.M : nullptr;
 #pragma unroll
         for (int i = 0; i < 2; i++) {
-            int column = item.first_column + (2 * wg + i) * BOX + 16 * warp;
-            if (column >= p.M || (item.narrow && wg)) return; /* these boxes were not loaded */
-            if (bias) add_bias_few<tokens>(&d[tokens / 2 * i], bias, column, p.M);
-            T *out = (T *)p.out + (int64_t)item.first_row * p.M + column;
-            writer.store_few<tokens>(&d[tokens / 2 * i], out, p.M, item.num_rows, p.M - column);
+            int column = tile.first_column + (2 * wg + i) * SUBTILE + 16 * warp;
+            if (column >= p.M || (tile.half_n && wg)) return; /* these boxes were not loaded */
+            if (bias) add_bias_swapped<tokens>(&d[tokens / 2 * i], bias, column, p.M);
+            T *out = (T *)p.out + (int64_t)tile.first_row * p.M + column;
+            writer.store_swapped<tokens>(&d[tokens / 2 * i], out, p.M, tile.num_rows, p.M - column);
         }
     }
 };
@@ -65,8 +66,8 @@ struct GroupedMMFinish {
 template <class Tile>
 __global__ void __launch_bounds__(Tile::THREADS, 1)
     hopper_grouped_mm_kernel(const __grid_constant__ GroupedMM p) {
-    grouped_product<Tile>(p.product, GroupedMMFinish<typename Tile::T>{p, {}});
-    zero_rows_past(p.product.plan, (typename Tile::T *)p.out, p.M);
+    persistent_gemm<Tile>(p.gemm, GroupedMMEpilogue<typename Tile::T>{p, {}});
+    zero_rows_past(p.gemm.schedule, (typename Tile::T *)p.out, p.M);
 }
 
 /* --- launcher ----------------------------------------------------------------------------------------------- */
@@ -78,43 +79,43 @@ static int run(const FusedMoeGroupedMM &p, void *stream) {
     q.bias = p.bias;
     q.out = p.out;
     q.M = (int32_t)p.M;
-    Product &product = q.product;
+    Gemm &gemm = q.gemm;
     int status = FUSED_MOE_OK;
     const T *a = (const T *)p.a;
     for (int i = 0; i < 2 && p.b[i].data && status == FUSED_MOE_OK; a += p.N[i++]) {
-        status = matrix_map(&product.a[i], a, p.R, p.N[i], p.N[0] + p.N[1], BOX);
+        status = matrix_map(&gemm.a[i], a, p.R, p.N[i], p.N[0] + p.N[1], SUBTILE);
         if (status == FUSED_MOE_OK)
-            status = weight_map<T>(&product.b[i], p.b[i], Tile::B_MAJOR, p.b[i].stride_out,
+            status = weight_map<T>(&gemm.b[i], p.b[i], Tile::B_MAJOR, p.b[i].stride_out,
                                    p.b[i].stride_in, p.E, p.M, p.N[i]);
-        product.steps[i] = (int32_t)ceil_div(p.N[i], BOX);
+        gemm.num_k_tiles[i] = (int32_t)ceil_div(p.N[i], K_TILE);
     }
     Result results[MAX_RESULTS] = {};
     results[0].data = p.out;
     results[0].pitch_bytes = p.M * sizeof(T);
     if (status == FUSED_MOE_OK)
         status =
-            matrix_map(&results[0].whole, (const T *)p.out, p.R, p.M, p.M, WarpgroupWriter::ROWS);
-    product.plan.R = p.R;
-    product.plan.E = p.E;
-    product.plan.tile_columns = Tile::BN;
-    product.plan.num_columns = (int32_t)ceil_div(p.M, Tile::BN);
-    product.plan.last_is_narrow = (p.M - 1) % Tile::BN < Tile::BN / 2;
-    /* where a column of tiles is narrow already, none is cut */
-    int workers = 0;
-    if (status == FUSED_MOE_OK && !product.plan.last_is_narrow) status = num_workers(&workers);
-    product.plan.schedule = schedule_for(Tile::BM, workers);
+            matrix_map(&results[0].aligned, (const T *)p.out, p.R, p.M, p.M, WarpgroupWriter::ROWS);
+    gemm.schedule.R = p.R;
+    gemm.schedule.E = p.E;
+    gemm.schedule.tile_columns = Tile::BN;
+    gemm.schedule.num_columns = (int32_t)ceil_div(p.M, Tile::BN);
+    gemm.schedule.last_is_half_n = (p.M - 1) % Tile::BN < Tile::BN / 2;
+    /* where a column of tiles is half_n already, none is cut */
+    int num_ctas = 0;
+    if (status == FUSED_MOE_OK && !gemm.schedule.last_is_half_n) status = num_sms(&num_ctas);
+    gemm.schedule.order = schedule_for(Tile::BM, num_ctas);
     if (status == FUSED_MOE_OK)
-        status = make_plan(&product.plan, p.ends, results, p.workspace, stream);
+        status = make_tile_schedule(&gemm.schedule, p.ends, results, p.workspace, stream);
     if (status == FUSED_MOE_OK)
-        status = launch_product<Tile>(hopper_grouped_mm_kernel<Tile>, q, stream);
+        status = launch_gemm<Tile>(hopper_grouped_mm_kernel<Tile>, q, stream);
     return status;
 }
 
 int hopper_grouped_mm(const FusedMoeGroupedMM &p, void *stream) {
     return with_half(p.dtype, [&](auto t) {
         using T = decltype(t);
-        if (p.b[0].stride_in == 1) return run<Tile<T, ALONG_K, false>>(p, stream);
-        return run<Tile<T, ALONG_LINES, false>>(p, stream);
+        if (p.b[0].stride_in == 1) return run<Tile<T, MAJOR_K, false>>(p, stream);
+        return run<Tile<T, MAJOR_MN, false>>(p, stream);
     });
 }
 

@@ -9,7 +9,7 @@ namespace fused_moe {
 
 /* --- warps and registers --------------------------------------------------------------------------------- */
 
-/* One lane of a whole warp, the same every time. */
+/* One lane of a aligned warp, the same every time. */
 __device__ inline bool elect_sync() {
     uint32_t elected;
     asm volatile("{.reg .pred p; elect.sync _|p, 0xffffffff; selp.u32 %0, 1, 0, p;}"
@@ -27,7 +27,7 @@ __device__ inline void setmaxnreg_dec() {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(registers));
 }
 
-/* Waits until `threads` threads, in whole warps, have come to barrier `id` (1 to 15; 0 is __syncthreads'). */
+/* Waits until `threads` threads, in aligned warps, have come to barrier `id` (1 to 15; 0 is __syncthreads'). */
 __device__ inline void barrier_sync(int id, int threads) {
     asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
@@ -45,8 +45,8 @@ __device__ inline bool barrier_or(int id, int threads, bool value) {
 
 /* --- barriers in shared memory ------------------------------------------------------------------------------ */
 
-__device__ inline void mbarrier_init(uint32_t barrier, uint32_t arrivals) {
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals));
+__device__ inline void mbarrier_init(uint32_t barrier, uint32_t num_semaphores) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(num_semaphores));
 }
 
 /* After the inits, before any other thread or the copy engine sees the barriers. */
@@ -156,7 +156,7 @@ __device__ inline void tensormap_replace_global_dim(uint32_t map, uint32_t size)
                  : "memory");
 }
 
-/* A map from shared to global memory, released to the maps' own proxy. Called by a whole warp. */
+/* A map from shared to global memory, released to the maps' own proxy. Called by a aligned warp. */
 __device__ inline void tensormap_cp_fenceproxy(void *dst, uint32_t src) {
     asm volatile("tensormap.cp_fenceproxy.global.shared::cta.tensormap::generic.release.gpu.sync."
                  "aligned [%0], [%1], 128;" ::"l"(dst),

@@ -1,4 +1,4 @@
-/* Which tier serves a call on a CUDA device: the rules, in one place. */
+/* Which tier dispatches_to_sm90 a call on a CUDA device: the rules, in one place. */
 #pragma once
 
 #include "../launch.cuh"
@@ -6,17 +6,18 @@
 
 namespace fused_moe {
 
-/* FUSED_MOE_ON_HOPPER, or why the portable tier has the call. */
-FusedMoeTierReason tier_reason(const FusedMoeGroupedMM &p);
-FusedMoeTierReason tier_reason(const FusedMoeUpGate &p);
-FusedMoeTierReason tier_reason(const FusedMoeWgrad &p);
-FusedMoeTierReason tier_reason(const FusedMoeDownDgrad &p);
+/* FUSED_MOE_ON_SM90, or why the portable tier has the call. */
+FusedMoeTierReason sm90_reason(const FusedMoeGroupedMM &p);
+FusedMoeTierReason sm90_reason(const FusedMoeUpGate &p);
+FusedMoeTierReason sm90_reason(const FusedMoeWgrad &p);
+FusedMoeTierReason sm90_reason(const FusedMoeDownDgrad &p);
 
 /* Whether the Hopper engine has a call of E experts, which is counted for fused_moe_cuda_calls. A workspace that is
  * too small was made while FUSED_MOE_TIER asked for the portable tier, which then has the call. */
-bool serves(FusedMoeTierOp op, FusedMoeTierReason reason, int64_t workspace_bytes, size_t needed);
+bool dispatches_to_sm90(FusedMoeTierOp op, FusedMoeTierReason reason, int64_t workspace_bytes,
+                        size_t needed);
 
-/* The engine's launchers, for calls that it serves. */
+/* The engine's launchers, for calls that it dispatches_to_sm90. */
 int hopper_grouped_mm(const FusedMoeGroupedMM &p, void *stream);
 int hopper_up_gate(const FusedMoeUpGate &p, void *stream);
 int hopper_wgrad(const FusedMoeWgrad &p, void *stream);

@@ -1,6 +1,6 @@
-/* up_gate on the Hopper engine: h = x[row_token] w1^T | w3^T + b and a = act(gate) up in one product.
+/* up_gate on the Hopper engine: h = x[row_token] w1^T | w3^T + b and a = act(gate) up in one gemm.
  *
- * A tile has 128 hidden columns, of 256 columns of h. Where h is gate | up (PAIRS), B's lines are 128 rows of the
+ * A tile has 128 hidden columns, of 256 columns of h. Where h is gate | up (GATE_UP), B's lines are 128 rows of the
  * gate's weight and the 128 of the up's that belong to them, from two maps: w1 and w3, or the two halves of a
  * packed weight. A gate and its up are then 128 columns apart: in one thread's registers, 64 numbers apart.
  * Where they are interleaved, B's lines are consecutive and the pair lies in neighbouring columns, which one
@@ -17,14 +17,14 @@ namespace fused_moe {
 
 /* --- kernel ------------------------------------------------------------------------------------------------ */
 
-enum Columns { PAIRS, INTERLEAVED, UNGATED };
+enum Columns { GATE_UP, INTERLEAVED, UNGATED };
 
-enum { MAP_A, MAP_H }; /* results; with PAIRS h's map has two halves (halves_map) */
+enum { MAP_A, MAP_H }; /* results; with GATE_UP h's map has two halves (halves_map) */
 
 typedef struct {
-    Product product;
+    Gemm gemm;
     const void *bias,
-        *bias_up; /* [E] x bias_stride: of h's columns, with PAIRS of the two halves; or NULL */
+        *bias_up; /* [E] x bias_stride: of h's columns, with GATE_UP of the two halves; or NULL */
     void *h, *a;  /* h may be NULL */
     int64_t bias_stride;
     int32_t F, H;
@@ -34,7 +34,7 @@ typedef struct {
 /* 64 columns of which a thread holds number 4 j + lane % 4 (of two rows: a[2 j], a[2 j + 1]), as a writer takes
  * them: the two of columns 2 (lane % 4) and one more of every eight. */
 template <typename T>
-__device__ inline void pack_spread_box(uint32_t (&words)[16], const float (&a)[32]) {
+__device__ inline void pack_spread_subtile(uint32_t (&words)[16], const float (&a)[32]) {
     int quad = threadIdx.x % 32 / 4 * 4, t = threadIdx.x % 4;
 #pragma unroll
     for (int m = 0; m < 16; m++) { /* chunk m / 2 of eight columns, row m % 2 of the two */
@@ -47,110 +47,111 @@ __device__ inline void pack_spread_box(uint32_t (&words)[16], const float (&a)[3
 }
 
 template <typename T, Columns columns>
-struct UpGateFinish {
+struct UpGateEpilogue {
     using Writer = WarpWriter;
-    static constexpr int SLOTS = 0; /* nothing is held */
-    static constexpr bool NARROW = false;
+    static constexpr int SUBTILES = 0; /* nothing is held */
+    static constexpr bool HALF_N = false;
     const UpGate &p;
 
-    __device__ const T *bias_of(const void *bias, const Item &item) const {
-        return bias ? (const T *)bias + item.expert * p.bias_stride : nullptr;
+    __device__ const T *bias_of(const void *bias, const WorkTile &tile) const {
+        return bias ? (const T *)bias + tile.expert * p.bias_stride : nullptr;
     }
 
-    __device__ void take(float (&d)[128], const Item &item, int row, Writer &writer) {
-        const Plan &plan = p.product.plan;
-        const CUtensorMap *map_a = plan.maps + MAP_A * plan.E + item.expert;
-        const CUtensorMap *map_h = plan.maps + MAP_H * plan.E + item.expert;
-        const T *bias = bias_of(p.bias, item), *bias_up = bias_of(p.bias_up, item);
+    __device__ void hold(float (&d)[128], const WorkTile &tile, int row, Writer &writer) {
+        const TileSchedule &plan = p.gemm.schedule;
+        const CUtensorMap *map_a = plan.maps + MAP_A * plan.E + tile.expert;
+        const CUtensorMap *map_h = plan.maps + MAP_H * plan.E + tile.expert;
+        const T *bias = bias_of(p.bias, tile), *bias_up = bias_of(p.bias_up, tile);
         uint32_t words[16];
         float a[32];
-        if constexpr (columns == PAIRS) {
-            /* boxes past F are clipped whole */
+        if constexpr (columns == GATE_UP) {
+            /* boxes past F are clipped aligned */
             uint32_t up_words[16], a_words[2][16];
-            int first = item.first_column;
+            int first = tile.first_column;
 #pragma unroll
             for (int i = 0; i < 2; i++) {
                 float *gate = &d[32 * i], *up = gate + 64;
-                int column = first + i * BOX;
+                int column = first + i * SUBTILE;
                 if (bias) add_bias(gate, bias, column, p.F);
                 if (bias_up) add_bias(up, bias_up, column, p.F);
                 if (p.h) {
-                    pack_box<T>(words, gate);
-                    pack_box<T>(up_words, up);
+                    pack_subtile<T>(words, gate);
+                    pack_subtile<T>(up_words, up);
                     writer.store_two(words, up_words, row, [&](uint32_t box, uint32_t, int r) {
                         cp_async_bulk_tensor_store(map_h, box, column, r, 0); /* both halves */
                     });
                 }
                 activate<true, 1>(a, gate, up);
-                pack_box<T>(a_words[i], a);
+                pack_subtile<T>(a_words[i], a);
             }
             writer.store_two(a_words[0], a_words[1], row, [&](uint32_t box, uint32_t next, int r) {
                 cp_async_bulk_tensor_store(map_a, box, first, r);
-                cp_async_bulk_tensor_store(map_a, next, first + BOX, r);
+                cp_async_bulk_tensor_store(map_a, next, first + SUBTILE, r);
             });
         } else {
 #pragma unroll
             for (int i = 0; i < 4; i++) {
-                int column = item.first_column + i * BOX;
+                int column = tile.first_column + i * SUBTILE;
                 if (bias) add_bias(&d[32 * i], bias, column, p.H);
                 if (p.h && column < p.H) {
-                    pack_box<T>(words, &d[32 * i]);
+                    pack_subtile<T>(words, &d[32 * i]);
                     writer.store(words, map_h, column, row);
                 }
                 if (columns == UNGATED && column < p.H) {
                     activate<false, 1>(a, &d[32 * i], nullptr);
-                    pack_box<T>(words, a);
+                    pack_subtile<T>(words, a);
                     writer.store(words, map_a, column, row);
                 }
                 if (columns == INTERLEAVED && i % 2 &&
-                    column - BOX < p.H) { /* two boxes of h: one of a */
+                    column - SUBTILE < p.H) { /* two boxes of h: one of a */
                     activate<true, 2>(a, &d[32 * (i - 1)], &d[32 * (i - 1)] + 1);
-                    pack_spread_box<T>(words, a);
-                    writer.store(words, map_a, (column - BOX) / 2, row);
+                    pack_spread_subtile<T>(words, a);
+                    writer.store(words, map_a, (column - SUBTILE) / 2, row);
                 }
             }
         }
     }
 
     template <int slot>
-    __device__ void put(Writer &) {}
-    __device__ void put_all(Writer &) {}
+    __device__ void store_subtile(Writer &) {}
+    __device__ void flush(Writer &) {}
 
     template <int tokens>
-    __device__ void few(float (&d)[tokens], const Item &item, int wg, int warp, Writer &writer) {
-        const T *bias = bias_of(p.bias, item), *bias_up = bias_of(p.bias_up, item);
-        T *h = (T *)p.h + (int64_t)item.first_row * p.H,
-          *out = (T *)p.a + (int64_t)item.first_row * p.F;
-        int rows = item.num_rows;
+    __device__ void store_swapped(float (&d)[tokens], const WorkTile &tile, int wg, int warp,
+                                  Writer &writer) {
+        const T *bias = bias_of(p.bias, tile), *bias_up = bias_of(p.bias_up, tile);
+        T *h = (T *)p.h + (int64_t)tile.first_row * p.H,
+          *out = (T *)p.a + (int64_t)tile.first_row * p.F;
+        int rows = tile.num_rows;
         float a[tokens / 2];
-        if constexpr (columns == PAIRS) { /* gates, then their ups */
-            int column = item.first_column + wg * BOX + 16 * warp, left = p.F - column;
+        if constexpr (columns == GATE_UP) { /* gates, then their ups */
+            int column = tile.first_column + wg * SUBTILE + 16 * warp, left = p.F - column;
             if (left <= 0) return;
-            if (bias) add_bias_few<tokens>(d, bias, column, p.F);
-            if (bias_up) add_bias_few<tokens>(d + tokens / 2, bias_up, column, p.F);
+            if (bias) add_bias_swapped<tokens>(d, bias, column, p.F);
+            if (bias_up) add_bias_swapped<tokens>(d + tokens / 2, bias_up, column, p.F);
             if (p.h) {
-                writer.store_few<tokens>(d, h + column, p.H, rows, left);
-                writer.store_few<tokens>(d + tokens / 2, h + p.F + column, p.H, rows, left);
+                writer.store_swapped<tokens>(d, h + column, p.H, rows, left);
+                writer.store_swapped<tokens>(d + tokens / 2, h + p.F + column, p.H, rows, left);
             }
             activate<true, 1>(a, d, d + tokens / 2);
-            writer.store_few<tokens>(a, out + column, p.F, rows, left);
+            writer.store_swapped<tokens>(a, out + column, p.F, rows, left);
         } else {
 #pragma unroll
             for (int i = 0; i < 2; i++) {
                 float *lines = &d[tokens / 2 * i];
-                int column = item.first_column + (2 * wg + i) * BOX + 16 * warp,
+                int column = tile.first_column + (2 * wg + i) * SUBTILE + 16 * warp,
                     left = p.H - column;
                 if (left <= 0) return;
-                if (bias) add_bias_few<tokens>(lines, bias, column, p.H);
-                if (p.h) writer.store_few<tokens>(lines, h + column, p.H, rows, left);
+                if (bias) add_bias_swapped<tokens>(lines, bias, column, p.H);
+                if (p.h) writer.store_swapped<tokens>(lines, h + column, p.H, rows, left);
                 if constexpr (columns == UNGATED) {
                     activate<false, 1>(a, lines, nullptr);
-                    writer.store_few<tokens>(a, out + column, p.F, rows, left);
+                    writer.store_swapped<tokens>(a, out + column, p.F, rows, left);
                 } else { /* a gate's up is the next line, four lanes on */
 #pragma unroll
                     for (int n = 0; n < tokens / 2; n++) a[n] = __shfl_down_sync(~0u, lines[n], 4);
                     activate<true, 1>(a, lines, a);
-                    writer.store_few_pairs<tokens>(a, out + column / 2, p.F, rows, left / 2);
+                    writer.store_swapped_pairs<tokens>(a, out + column / 2, p.F, rows, left / 2);
                 }
             }
         }
@@ -174,9 +175,9 @@ template <class Tile, Columns columns>
 __global__ void __launch_bounds__(Tile::THREADS, 1)
     hopper_up_gate_kernel(const __grid_constant__ UpGate p) {
     using T = typename Tile::T;
-    grouped_product<Tile>(p.product, UpGateFinish<T, columns>{p});
-    if (p.h) zero_rows_past(p.product.plan, (T *)p.h, p.H);
-    zero_rows_past(p.product.plan, (T *)p.a, p.F);
+    persistent_gemm<Tile>(p.gemm, UpGateEpilogue<T, columns>{p});
+    if (p.h) zero_rows_past(p.gemm.schedule, (T *)p.h, p.H);
+    zero_rows_past(p.gemm.schedule, (T *)p.a, p.F);
 }
 
 /* --- launcher ----------------------------------------------------------------------------------------------- */
@@ -184,10 +185,10 @@ __global__ void __launch_bounds__(Tile::THREADS, 1)
 template <class Tile, Columns columns>
 static int run(const FusedMoeUpGate &p, void *stream) {
     using T = typename Tile::T;
-    const FusedMoePlan &rows = p.plan;
+    const FusedMoeRowMap &rows = p.row_map;
     const FusedMoeWeight &w1 = p.w1;
     bool halves = p.layout == FUSED_MOE_HALVES;
-    int32_t F = (int32_t)p.F, H = columns == UNGATED ? F : 2 * F, part = columns == PAIRS ? F : H;
+    int32_t F = (int32_t)p.F, H = columns == UNGATED ? F : 2 * F, part = columns == GATE_UP ? F : H;
     UpGate q = {};
     q.h = p.h;
     q.a = p.a;
@@ -198,42 +199,43 @@ static int run(const FusedMoeUpGate &p, void *stream) {
     q.bias_up = !halves ? p.b3 : p.b1 ? (const T *)p.b1 + F : nullptr;
     q.bias_stride = halves ? H : part;
 
-    Product &product = q.product;
-    product.x = p.x;
-    product.row_token = rows.row_token;
-    product.T = rows.T;
-    product.k = (int32_t)p.D;
-    product.steps[0] = (int32_t)ceil_div(p.D, BOX);
-    product.paired = columns == PAIRS;
+    Gemm &gemm = q.gemm;
+    gemm.x = p.x;
+    gemm.row_token = rows.row_token;
+    gemm.T = rows.T;
+    gemm.k = (int32_t)p.D;
+    gemm.num_k_tiles[0] = (int32_t)ceil_div(p.D, K_TILE);
+    gemm.gate_up = columns == GATE_UP;
     FusedMoeWeight up = halves ? w1 : p.w3;
     if (halves) up.data = (T *)w1.data + F * w1.stride_out;
-    int lines = columns == PAIRS ? Tile::BN / 2 : Tile::BN;
-    int status = weight_map<T>(&product.b[0], w1, Tile::B_MAJOR, w1.stride_out, w1.stride_in,
-                               rows.E, part, p.D);
-    if (status == FUSED_MOE_OK && columns == PAIRS)
-        status = weight_map<T>(&product.b[1], up, Tile::B_MAJOR, up.stride_out, up.stride_in,
-                               rows.E, part, p.D);
+    int lines = columns == GATE_UP ? Tile::BN / 2 : Tile::BN;
+    int status = weight_map<T>(&gemm.b[0], w1, Tile::B_MAJOR, w1.stride_out, w1.stride_in, rows.E,
+                               part, p.D);
+    if (status == FUSED_MOE_OK && columns == GATE_UP)
+        status = weight_map<T>(&gemm.b[1], up, Tile::B_MAJOR, up.stride_out, up.stride_in, rows.E,
+                               part, p.D);
     Result results[MAX_RESULTS] = {};
     results[MAP_A].data = p.a;
     results[MAP_A].pitch_bytes = F * sizeof(T);
     results[MAP_H].data = p.h;
     results[MAP_H].pitch_bytes = H * sizeof(T);
     if (status == FUSED_MOE_OK)
-        status = matrix_map(&results[MAP_A].whole, (const T *)p.a, rows.R, F, F, WarpWriter::ROWS);
-    if (status == FUSED_MOE_OK && p.h)
         status =
-            columns == PAIRS
-                ? halves_map(&results[MAP_H].whole, (const T *)p.h, rows.R, F, WarpWriter::ROWS)
-                : matrix_map(&results[MAP_H].whole, (const T *)p.h, rows.R, H, H, WarpWriter::ROWS);
-    product.plan.R = rows.R;
-    product.plan.E = rows.E;
-    product.plan.tile_columns = lines;
-    product.plan.num_columns = (int32_t)ceil_div(part, lines);
-    product.plan.schedule = schedule_for(Tile::BM, 0);
+            matrix_map(&results[MAP_A].aligned, (const T *)p.a, rows.R, F, F, WarpWriter::ROWS);
+    if (status == FUSED_MOE_OK && p.h)
+        status = columns == GATE_UP ? halves_map(&results[MAP_H].aligned, (const T *)p.h, rows.R, F,
+                                                 WarpWriter::ROWS)
+                                    : matrix_map(&results[MAP_H].aligned, (const T *)p.h, rows.R, H,
+                                                 H, WarpWriter::ROWS);
+    gemm.schedule.R = rows.R;
+    gemm.schedule.E = rows.E;
+    gemm.schedule.tile_columns = lines;
+    gemm.schedule.num_columns = (int32_t)ceil_div(part, lines);
+    gemm.schedule.order = schedule_for(Tile::BM, 0);
     if (status == FUSED_MOE_OK)
-        status = make_plan(&product.plan, rows.ends, results, p.workspace, stream);
+        status = make_tile_schedule(&gemm.schedule, rows.ends, results, p.workspace, stream);
     if (status == FUSED_MOE_OK)
-        status = launch_product<Tile>(hopper_up_gate_kernel<Tile, columns>, q, stream);
+        status = launch_gemm<Tile>(hopper_up_gate_kernel<Tile, columns>, q, stream);
     return status;
 }
 
@@ -243,11 +245,11 @@ int hopper_up_gate(const FusedMoeUpGate &p, void *stream) {
             using Tile = decltype(tile);
             if (p.layout == FUSED_MOE_UNGATED) return run<Tile, UNGATED>(p, stream);
             if (p.layout == FUSED_MOE_INTERLEAVED) return run<Tile, INTERLEAVED>(p, stream);
-            return run<Tile, PAIRS>(p, stream);
+            return run<Tile, GATE_UP>(p, stream);
         };
         using T = decltype(t);
-        return p.w1.stride_in == 1 ? with_columns(Tile<T, ALONG_K, true>())
-                                   : with_columns(Tile<T, ALONG_LINES, true>());
+        return p.w1.stride_in == 1 ? with_columns(Tile<T, MAJOR_K, true>())
+                                   : with_columns(Tile<T, MAJOR_MN, true>());
     });
 }
 

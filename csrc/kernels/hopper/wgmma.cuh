@@ -8,31 +8,31 @@
  * An operand is made of BOXES, 64 lines (rows of A, columns of B) by 64 numbers of k, as the copy engine
  * writes them with the 128-byte swizzle: 16-byte chunk c of 128-byte row r lies at 128 r + 16 (c ^ r % 8).
  *
- *   ALONG_K      a box has 64 rows, one a line, of 64 numbers of k; boxes of further lines follow at once
- *   ALONG_LINES  a box has 64 rows, one a number of k, of 64 lines; likewise                              */
+ *   MAJOR_K      a box has 64 rows, one a line, of 64 numbers of k; boxes of further lines follow at once
+ *   MAJOR_MN  a box has 64 rows, one a number of k, of 64 lines; likewise                              */
 #pragma once
 
 #include "ptx.cuh"
 
 namespace fused_moe {
 
-constexpr int BOX = 64, BOX_BYTES = BOX * BOX * 2;
+constexpr int K_TILE = 64, SUBTILE = 64, SUBTILE_BYTES = SUBTILE * K_TILE * 2;
 
 /* How a matrix of lines lies in memory: numbers consecutive along k, or along the lines. */
-enum Major { ALONG_K = 0, ALONG_LINES = 1 };
+enum Major { MAJOR_K = 0, MAJOR_MN = 1 };
 
 /* Matrix descriptor of the operand that starts at `address`: units of 16 bytes; 8 rows are 1024 bytes
- * apart, and for ALONG_LINES 64 lines BOX_BYTES. */
+ * apart, and for MAJOR_MN 64 lines SUBTILE_BYTES. */
 template <Major major>
 __device__ inline uint64_t matrix_descriptor(uint32_t address) {
     constexpr uint64_t swizzle_128 = 1ull << 62, rows = (uint64_t)(1024 >> 4) << 32;
-    constexpr uint64_t lines = (uint64_t)(major == ALONG_LINES ? BOX_BYTES >> 4 : 1) << 16;
+    constexpr uint64_t lines = (uint64_t)(major == MAJOR_MN ? SUBTILE_BYTES >> 4 : 1) << 16;
     return swizzle_128 | rows | lines | (address >> 4 & 0x3fff);
 }
 
 /* What 16 further numbers of k add to a descriptor. */
 template <Major major>
-constexpr int K16_STEP = (major == ALONG_LINES ? 16 * 128 : 16 * 2) >> 4;
+constexpr int K16_STEP = (major == MAJOR_MN ? 16 * 128 : 16 * 2) >> 4;
 
 /* Before the first wgmma, and after registers of d were touched. */
 __device__ inline void wgmma_fence() {

@@ -10,8 +10,8 @@
  * A weight's gradient lies as the weight does. If a's lines are consecutive there, a tile leaves as it lies in the
  * registers, else TRANSPOSED, by stmatrix.trans. In f32 the copy engine can add what it stores.
  *
- * An expert with many rows is cut into pieces (schedule.h), whose sums meet in memory: who comes last adds them, in
- * the order of the pieces whoever that is. */
+ * An expert with many rows is cut into slices (schedule.h), whose sums meet in memory: who comes last adds them, in
+ * the order of the slices whoever that is. */
 #include "engine.cuh"
 #include "tier.cuh"
 
@@ -27,17 +27,17 @@ typedef struct {
     int32_t N, M[2];
     int32_t tiles_n, boxes[2]; /* tiles of b's lines; boxes of a's, of part 0 and of both */
     bool accumulate;
-    float4 *pieces; /* [pieces, tiles of an expert, 2, 32, 128] sums of a warpgroup's threads */
+    float4 *slices; /* [slices, tiles of an expert, 2, 32, 128] sums of a warpgroup's threads */
     uint32_t *
-        arrived; /* [pieces, tiles of an expert, 2] of those that an expert's first piece stands for */
-    Plan plan;
+        semaphores; /* [slices, tiles of an expert, 2] of those that an expert's first slice stands for */
+    TileSchedule schedule;
 } Wgrad;
 
 template <typename T, bool GATHER>
-struct WgradTile : Tile<T, ALONG_LINES, GATHER> {
-    static constexpr Major A_MAJOR = ALONG_LINES;
+struct WgradTile : Tile<T, MAJOR_MN, GATHER> {
+    static constexpr Major A_MAJOR = MAJOR_MN;
     static constexpr int PRODUCER_REGISTERS = 56, CONSUMER_REGISTERS = 224; /* of 3 x 168 */
-    using Items = ItemRing<WgradTile::CONSUMER_WARPS + WgradTile::COPYING_WARPS, 0>;
+    using Queue = TileQueue<WgradTile::CONSUMER_WARPS + WgradTile::LOAD_WARPS, 0>;
 };
 
 /* Of a box of a's lines. */
@@ -45,31 +45,31 @@ __device__ inline int part_of(const Wgrad &p, int box) {
     return box >= p.boxes[0];
 }
 __device__ inline int line_in_part(const Wgrad &p, int box) {
-    return (box - part_of(p, box) * p.boxes[0]) * BOX;
+    return (box - part_of(p, box) * p.boxes[0]) * SUBTILE;
 }
 
 /* Tiles of one time share lines of both: GROUP tiles of b's lines beside each other, then the next of a's. */
-__device__ inline void place_lines(const Wgrad &p, Item &item, int index) {
+__device__ inline void set_tile_of_weight(const Wgrad &p, WorkTile &tile, int index) {
     constexpr int GROUP = 16;
     int tiles_m = (p.boxes[1] + 3) / 4, first = index / (GROUP * tiles_m) * GROUP;
     int size = min(GROUP, p.tiles_n - first), within = index - first * tiles_m;
-    item.first_box = within / size * 4;
-    item.first_line = (first + within % size) * 2 * BOX;
+    tile.first_box = within / size * 4;
+    tile.first_line = (first + within % size) * 2 * SUBTILE;
 }
 
-__device__ inline int steps_of(const Item &item) {
-    return (item.num_rows + BOX - 1) / BOX;
+__device__ inline int num_k_tiles_of(const WorkTile &tile) {
+    return (tile.num_rows + K_TILE - 1) / K_TILE;
 }
 
-/* An item's lines of a. */
+/* An tile's lines of a. */
 struct LinesOfA {
     const CUtensorMap *map;
     int column[4]; /* of each box */
 
-    __device__ LinesOfA(const Wgrad &p, const Item &item) : map(p.plan.maps + item.expert) {
+    __device__ LinesOfA(const Wgrad &p, const WorkTile &tile) : map(p.schedule.maps + tile.expert) {
 #pragma unroll
         for (int i = 0; i < 4; i++) {
-            int box = item.first_box + i;
+            int box = tile.first_box + i;
             column[i] = part_of(p, box) * p.M[0] + line_in_part(p, box);
         }
     }
@@ -78,22 +78,22 @@ struct LinesOfA {
     __device__ void load(uint32_t dst, uint32_t full, int row) const {
 #pragma unroll
         for (int i = 0; i < 4; i++)
-            cp_async_bulk_tensor_load(dst + i * BOX_BYTES, map, full, column[i], row);
+            cp_async_bulk_tensor_load(dst + i * SUBTILE_BYTES, map, full, column[i], row);
     }
 };
 
-/* The tokens of some steps' rows, two rows of a step a lane; -1: there is none. A load of theirs has to wait behind the
- * copies, so it is sent as many steps ahead, and an item's first ones while the item before is copied. */
+/* The tokens of some num_k_tiles' rows, two rows of a k_tile a lane; -1: there is none. A load of theirs has to wait behind the
+ * copies, so it is sent as many num_k_tiles ahead, and an tile's first ones while the tile before is copied. */
 struct Tokens {
     static constexpr int STEPS = 2;
     int of[STEPS][2];
 
-    __device__ void load(const Wgrad &p, const Item &item, int first_step) {
-        int row = first_step * BOX + threadIdx.x % 32;
-        const int32_t *token = p.row_token + item.first_row + row;
+    __device__ void load(const Wgrad &p, const WorkTile &tile, int first_step) {
+        int row = first_step * K_TILE + threadIdx.x % 32;
+        const int32_t *token = p.row_token + tile.first_row + row;
 #pragma unroll
         for (int i = 0; i < 2 * STEPS; i++) {
-            bool there = row + 32 * i < item.num_rows;
+            bool there = row + 32 * i < tile.num_rows;
             of[i / 2][i % 2] = ld_global_or(token + 32 * i, there, -1);
         }
     }
@@ -101,30 +101,30 @@ struct Tokens {
 
 /* One warp, where b's rows lie as a's do: the copy engine loads both. */
 template <class Tile>
-__device__ inline void copy_lines(const Wgrad &p, Shared<Tile> &s) {
-    Receiver<typename Tile::Items> receiver(s.items);
-    typename Tile::Stages to;
+__device__ inline void load_tma(const Wgrad &p, Shared<Tile> &s) {
+    TileReader<typename Tile::Queue> reader(s.queue);
+    typename Tile::Stages pipe;
     int acquired = -1;
-    for (Item item = receiver.next(); item.expert >= 0; item = receiver.next()) {
-        LinesOfA lines(p, item);
-        const CUtensorMap *b = lines.map + p.plan.E;
-        if (item.expert != acquired) {
+    for (WorkTile tile = reader.next(); tile.expert >= 0; tile = reader.next()) {
+        LinesOfA lines(p, tile);
+        const CUtensorMap *b = lines.map + p.schedule.E;
+        if (tile.expert != acquired) {
             fence_proxy_tensormap_acquire(lines.map);
             fence_proxy_tensormap_acquire(b);
         }
-        acquired = item.expert;
-        int steps = steps_of(item);
-        for (int step = 0; step < steps; step++, to.advance()) {
-            auto &stage = s.stage[to.at];
-            uint32_t full = shared_address(&s.full[to.at]);
-            mbarrier_wait(shared_address(&s.empty[to.at]), to.parity ^ 1);
+        acquired = tile.expert;
+        int num_k_tiles = num_k_tiles_of(tile);
+        for (int k_tile = 0; k_tile < num_k_tiles; k_tile++, pipe.advance()) {
+            auto &stage = s.stage[pipe.index];
+            uint32_t full = shared_address(&s.full[pipe.index]);
+            mbarrier_wait(shared_address(&s.empty[pipe.index]), pipe.phase ^ 1);
             if (elect_sync()) {
-                mbarrier_arrive_expect_tx(full, 6 * BOX_BYTES);
-                int row = item.row_in_expert + step * BOX;
+                mbarrier_arrive_expect_tx(full, 6 * SUBTILE_BYTES);
+                int row = tile.row_in_expert + k_tile * K_TILE;
                 lines.load(shared_address(stage.b), full, row);
                 for (int i = 0; i < 2; i++)
-                    cp_async_bulk_tensor_load(shared_address(stage.a) + i * BOX_BYTES, b, full,
-                                              item.first_line + i * BOX, row);
+                    cp_async_bulk_tensor_load(shared_address(stage.a) + i * SUBTILE_BYTES, b, full,
+                                              tile.first_line + i * SUBTILE, row);
             }
             __syncwarp();
         }
@@ -133,43 +133,43 @@ __device__ inline void copy_lines(const Wgrad &p, Shared<Tile> &s) {
 
 /* Three warps. A copy of theirs is 64 lines of four rows, a chunk a lane. */
 template <class Tile>
-__device__ inline void copy_rows(const Wgrad &p, Shared<Tile> &s) {
-    constexpr int WARPS = Tile::COPYING_WARPS, QUADS = BOX / 8; /* of rows, in half a step */
+__device__ inline void load_gather(const Wgrad &p, Shared<Tile> &s) {
+    constexpr int WARPS = Tile::LOAD_WARPS, QUADS = K_TILE / 8; /* of rows, in half a k_tile */
     constexpr int COPIES = (QUADS + WARPS - 1) / WARPS;
     int lane = threadIdx.x % 32, warp = __shfl_sync(~0u, threadIdx.x / 32, 0), chunk = lane % 8;
     uint32_t T = (uint32_t)p.T; /* 2^31 - 1 at most */
     auto quad_of = [&](int half, int i) { return (warp + half) % WARPS + WARPS * i; };
-    Receiver<typename Tile::Items> receiver(s.items);
-    typename Tile::Stages to;
+    TileReader<typename Tile::Queue> reader(s.queue);
+    typename Tile::Stages pipe;
     /* the warp that uses a map acquires it */
-    auto acquire = [&](const Item &item, int before) {
-        if (warp == 0 && item.expert >= 0 && item.expert != before)
-            fence_proxy_tensormap_acquire(p.plan.maps + item.expert);
+    auto acquire = [&](const WorkTile &tile, int before) {
+        if (warp == 0 && tile.expert >= 0 && tile.expert != before)
+            fence_proxy_tensormap_acquire(p.schedule.maps + tile.expert);
     };
-    Item next = receiver.next();
+    WorkTile next = reader.next();
     Tokens next_tokens;
     next_tokens.load(p, next, 0);
     acquire(next, -1);
     while (next.expert >= 0) {
-        Item item = next;
+        WorkTile tile = next;
         Tokens tokens = next_tokens;
-        int line = item.first_line + chunk * CHUNK, steps = steps_of(item);
+        int line = tile.first_line + chunk * CHUNK, num_k_tiles = num_k_tiles_of(tile);
         const char *first = (const char *)p.b + line * 2;
-        LinesOfA lines(p, item);
-        bool inside = line < p.N, inside_next = line + BOX < p.N;
-        auto copy_step = [&](int step, const int (&token)[2]) {
-            auto &stage = s.stage[to.at];
-            uint32_t full = shared_address(&s.full[to.at]), a = shared_address(stage.a);
+        LinesOfA lines(p, tile);
+        bool inside = line < p.N, inside_next = line + SUBTILE < p.N;
+        auto copy_step = [&](int k_tile, const int (&token)[2]) {
+            auto &stage = s.stage[pipe.index];
+            uint32_t full = shared_address(&s.full[pipe.index]), a = shared_address(stage.a);
             uint32_t from[2][COPIES]; /* all of them first: shuffles would wait behind copies */
 #pragma unroll
             for (int half = 0; half < 2; half++)
 #pragma unroll
                 for (int i = 0; i < COPIES; i++)
                     from[half][i] = __shfl_sync(~0u, token[half], 4 * quad_of(half, i) + lane / 8);
-            mbarrier_wait(shared_address(&s.empty[to.at]), to.parity ^ 1);
+            mbarrier_wait(shared_address(&s.empty[pipe.index]), pipe.phase ^ 1);
             if (warp == 0 && elect_sync()) {
-                mbarrier_arrive_expect_tx(full, 4 * BOX_BYTES);
-                lines.load(shared_address(stage.b), full, item.row_in_expert + step * BOX);
+                mbarrier_arrive_expect_tx(full, 4 * SUBTILE_BYTES);
+                lines.load(shared_address(stage.b), full, tile.row_in_expert + k_tile * K_TILE);
             }
             __syncwarp();
 #pragma unroll
@@ -182,50 +182,51 @@ __device__ inline void copy_rows(const Wgrad &p, Shared<Tile> &s) {
                     const char *src = first + from[half][i] * (int64_t)p.N * 2;
                     bool there = from[half][i] < T;
                     cp_async(dst, src, inside && there);
-                    cp_async(dst + BOX_BYTES, src + 2 * BOX, inside_next && there);
+                    cp_async(dst + SUBTILE_BYTES, src + 2 * SUBTILE, inside_next && there);
                 }
             cp_async_mbarrier_arrive_noinc(full);
-            to.advance();
+            pipe.advance();
         };
-        for (int step = 0; step == 0 || step < steps; step += Tokens::STEPS) {
+        for (int k_tile = 0; k_tile == 0 || k_tile < num_k_tiles; k_tile += Tokens::STEPS) {
             Tokens later;
 #pragma unroll
             for (int i = 0; i < Tokens::STEPS; i++) {
-                if (step + i < steps) copy_step(step + i, tokens.of[i]);
-                if (i == 0) later.load(p, item, step + Tokens::STEPS);
+                if (k_tile + i < num_k_tiles) copy_step(k_tile + i, tokens.of[i]);
+                if (i == 0) later.load(p, tile, k_tile + Tokens::STEPS);
             }
             tokens = later;
-            if (step == 0) {
-                next = receiver.next();
+            if (k_tile == 0) {
+                next = reader.next();
                 next_tokens.load(p, next, 0);
-                acquire(next, item.expert);
+                acquire(next, tile.expert);
             }
         }
     }
 }
 
-/* A warpgroup's sums of a piece go to memory. True for the last to come, which then has the sums of all. */
-__device__ inline bool add_pieces(const Wgrad &p, const Item &item, int wg, float (&d)[128]) {
-    int rows = p.plan.ends[item.expert] - fused_moe_first_row(p.plan.ends, item.expert);
-    int piece_rows = p.plan.schedule.tile_rows, pieces = (rows + piece_rows - 1) / piece_rows;
-    int own_piece = item.row_in_expert / piece_rows, thread = threadIdx.x % 128;
-    auto index = [&](int piece) {
-        return ((int64_t)item.place + (piece - own_piece) * p.plan.num_columns) * 2 + wg;
+/* A warpgroup's sums of a slice go to memory. True for the last to come, which then has the sums of all. */
+__device__ inline bool reduce_slices(const Wgrad &p, const WorkTile &tile, int wg,
+                                     float (&d)[128]) {
+    int rows = p.schedule.ends[tile.expert] - fused_moe_first_row(p.schedule.ends, tile.expert);
+    int slice_rows = p.schedule.order.tile_rows, slices = (rows + slice_rows - 1) / slice_rows;
+    int own_slice = tile.row_in_expert / slice_rows, thread = threadIdx.x % 128;
+    auto index = [&](int slice) {
+        return ((int64_t)tile.linear_index + (slice - own_slice) * p.schedule.num_columns) * 2 + wg;
     };
-    auto sums = [&](int piece) { return p.pieces + index(piece) * 32 * 128 + thread; };
-    float4 *own = sums(own_piece);
+    auto sums = [&](int slice) { return p.slices + index(slice) * 32 * 128 + thread; };
+    float4 *own = sums(own_slice);
 #pragma unroll
     for (int i = 0; i < 32; i++)
         __stcg(own + 128 * i, make_float4(d[4 * i], d[4 * i + 1], d[4 * i + 2], d[4 * i + 3]));
     __threadfence();
     barrier_sync(1 + wg, 128);
-    bool last = thread == 0 && (int)atomicAdd(p.arrived + index(0), 1u) == pieces - 1;
+    bool last = thread == 0 && (int)atomicAdd(p.semaphores + index(0), 1u) == slices - 1;
     if (!barrier_or(1 + wg, 128, last)) return false;
     __threadfence();
 #pragma unroll
     for (int i = 0; i < 128; i++) d[i] = 0;
-    for (int piece = 0; piece < pieces; piece++) {
-        const float4 *other = sums(piece);
+    for (int slice = 0; slice < slices; slice++) {
+        const float4 *other = sums(slice);
 #pragma unroll
         for (int i = 0; i < 32; i++) {
             float4 v = __ldcg(other + 128 * i);
@@ -235,8 +236,9 @@ __device__ inline bool add_pieces(const Wgrad &p, const Item &item, int wg, floa
     return true;
 }
 
-/* A box of 64 a-lines, which a thread has as fill_box says, of which 64 b-lines become the columns. */
-__device__ inline void fill_box_transposed(uint32_t box, int warp, const uint32_t (&words)[16]) {
+/* A box of 64 a-lines, which a thread has as fill_subtile says, of which 64 b-lines become the columns. */
+__device__ inline void fill_subtile_transposed(uint32_t box, int warp,
+                                               const uint32_t (&words)[16]) {
     int lane = threadIdx.x % 32, chunk = 2 * warp + lane / 8 % 2;
 #pragma unroll
     for (int j = 0; j < 8; j += 2) {
@@ -248,7 +250,7 @@ __device__ inline void fill_box_transposed(uint32_t box, int warp, const uint32_
 
 /* Half of such a box in f32: 64 rows of 32 columns, of d's 64 columns. */
 template <bool TRANSPOSED>
-__device__ inline void fill_box_f32(uint32_t box, int warp, int half, const float *d) {
+__device__ inline void fill_subtile_f32(uint32_t box, int warp, int half, const float *d) {
     int lane = threadIdx.x % 32;
     if (TRANSPOSED && warp / 2 != half) return;
 #pragma unroll
@@ -272,27 +274,27 @@ struct Target {
 
 /* In a's dtype: rounded and held, as in grouped_mm. */
 template <typename T, bool TRANSPOSED>
-struct WgradFinish {
-    static constexpr int SLOTS = 4, NOWHERE = INT32_MAX - SLOTS;
-    uint32_t words[SLOTS][16];
+struct WgradEpilogue {
+    static constexpr int SUBTILES = 4, NOWHERE = INT32_MAX - SUBTILES;
+    uint32_t words[SUBTILES][16];
     Target held = {0, NOWHERE, 0};
 
-    __device__ void take(const Wgrad &, const float (&d)[128], const Target &target,
+    __device__ void hold(const Wgrad &, const float (&d)[128], const Target &target,
                          WarpgroupWriter &) {
         held = target;
 #pragma unroll
-        for (int i = 0; i < SLOTS; i++) pack_box<T>(words[i], &d[32 * i]);
+        for (int i = 0; i < SUBTILES; i++) pack_subtile<T>(words[i], &d[32 * i]);
     }
 
     template <int slot>
-    __device__ void put(const Wgrad &p, WarpgroupWriter &writer) {
+    __device__ void store_subtile(const Wgrad &p, WarpgroupWriter &writer) {
         int a_box = held.box + slot;
         if (a_box >= p.boxes[1]) return;
         auto fill = [&](uint32_t box, int warp) {
             if constexpr (TRANSPOSED)
-                fill_box_transposed(box, warp, words[slot]);
+                fill_subtile_transposed(box, warp, words[slot]);
             else
-                fill_box(box, 16 * warp, words[slot]);
+                fill_subtile(box, 16 * warp, words[slot]);
         };
         writer.store_filled(fill, [&](uint32_t box) {
             const CUtensorMap *map = &p.dw[part_of(p, a_box)];
@@ -304,8 +306,8 @@ struct WgradFinish {
         });
     }
 
-    __device__ void put_all(const Wgrad &p, WarpgroupWriter &writer) {
-        for_each_slot<0, SLOTS>([&](auto slot) { put<slot.value>(p, writer); });
+    __device__ void flush(const Wgrad &p, WarpgroupWriter &writer) {
+        for_each_subtile<0, SUBTILES>([&](auto slot) { store_subtile<slot.value>(p, writer); });
         forget();
     }
 
@@ -314,19 +316,19 @@ struct WgradFinish {
 
 /* In f32: stored, or added, at once. */
 template <bool TRANSPOSED>
-struct WgradFinishF32 {
-    static constexpr int SLOTS = 0;
+struct WgradEpilogueF32 {
+    static constexpr int SUBTILES = 0;
 
-    __device__ void take(const Wgrad &p, const float (&d)[128], const Target &target,
+    __device__ void hold(const Wgrad &p, const float (&d)[128], const Target &target,
                          WarpgroupWriter &writer) {
 #pragma unroll
         for (int i = 0; i < 8; i++) {
             int half = i % 2, a_box = target.box + i / 2;
             if (a_box >= p.boxes[1]) return;
             int a_line = line_in_part(p, a_box), b_line = target.b_line;
-            (TRANSPOSED ? b_line : a_line) += half * BOX / 2;
+            (TRANSPOSED ? b_line : a_line) += half * SUBTILE / 2;
             auto fill = [&](uint32_t box, int warp) {
-                fill_box_f32<TRANSPOSED>(box, warp, half, &d[i / 2 * 32]);
+                fill_subtile_f32<TRANSPOSED>(box, warp, half, &d[i / 2 * 32]);
             };
             writer.store_filled(fill, [&](uint32_t box) {
                 const CUtensorMap *map = &p.dw[part_of(p, a_box)];
@@ -340,72 +342,78 @@ struct WgradFinishF32 {
     }
 
     template <int slot>
-    __device__ void put(const Wgrad &, WarpgroupWriter &) {}
-    __device__ void put_all(const Wgrad &, WarpgroupWriter &) {}
+    __device__ void store_subtile(const Wgrad &, WarpgroupWriter &) {}
+    __device__ void flush(const Wgrad &, WarpgroupWriter &) {}
     __device__ void forget() {}
 };
 
-template <class Tile, class Finish>
+template <class Tile, class Epilogue>
 __global__ void __launch_bounds__(Tile::THREADS, 1)
     hopper_wgrad_kernel(const __grid_constant__ Wgrad p) {
-    auto &s = begin<Tile>();
+    auto &s = prologue<Tile>();
     int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), wg = warp / 4 - 1; /* -1: the producer */
     if (wg < 0) {
         setmaxnreg_dec<Tile::PRODUCER_REGISTERS>();
         if (warp == 3)
-            draw(p.plan, s.items, nullptr, 0,
-                 [&](const Plan &, Item &item, int column, int) { place_lines(p, item, column); });
+            fetch_tiles(p.schedule, s.queue, nullptr, 0,
+                        [&](const TileSchedule &, WorkTile &tile, int column, int) {
+                            set_tile_of_weight(p, tile, column);
+                        });
         else if constexpr (Tile::GATHER)
-            copy_rows<Tile>(p, s);
+            load_gather<Tile>(p, s);
         else if (warp == 0)
-            copy_lines<Tile>(p, s);
+            load_tma<Tile>(p, s);
     } else {
         setmaxnreg_inc<Tile::CONSUMER_REGISTERS>();
-        Receiver<typename Tile::Items> receiver(s.items);
-        typename Tile::Stages from;
-        WarpgroupWriter writer(shared_address(s.out[wg]), wg, warp % 4);
-        Finish finish;
-        auto put = [&](auto slot) { finish.template put<slot.value>(p, writer); };
-        for (Item item = receiver.next(); item.expert >= 0; item = receiver.next()) {
-            int steps = steps_of(item);
-            if (steps < Finish::SLOTS) finish.put_all(p, writer);
+        TileReader<typename Tile::Queue> reader(s.queue);
+        typename Tile::Stages pipe;
+        WarpgroupWriter writer(shared_address(s.staging[wg]), wg, warp % 4);
+        Epilogue epilogue;
+        auto store_subtile = [&](auto slot) {
+            epilogue.template store_subtile<slot.value>(p, writer);
+        };
+        for (WorkTile tile = reader.next(); tile.expert >= 0; tile = reader.next()) {
+            int num_k_tiles = num_k_tiles_of(tile);
+            if (num_k_tiles < Epilogue::SUBTILES) epilogue.flush(p, writer);
             float d[128];
-            if (steps) {
-                multiply<Tile, Tile::BN, Finish::SLOTS>(d, s, from, steps, wg, put);
+            if (num_k_tiles) {
+                run_mainloop<Tile, Tile::BN, Epilogue::SUBTILES>(d, s, pipe, num_k_tiles, wg,
+                                                                 store_subtile);
             } else {
 #pragma unroll
                 for (int i = 0; i < 128; i++) d[i] = 0;
             }
-            finish.forget();
-            if (item.few || add_pieces(p, item, wg, d))
-                finish.take(p, d, {item.expert, item.first_box, item.first_line + wg * BOX},
-                            writer);
+            epilogue.forget();
+            if (tile.skinny || reduce_slices(p, tile, wg, d))
+                epilogue.hold(p, d, {tile.expert, tile.first_box, tile.first_line + wg * SUBTILE},
+                              writer);
         }
-        finish.put_all(p, writer);
-        writer.finish();
+        epilogue.flush(p, writer);
+        writer.drain_all();
     }
 }
 
 /* --- launcher ----------------------------------------------------------------------------------------------- */
 
 static int64_t boxes_of(const FusedMoeWgrad &p, int part) {
-    return p.dw[part].data ? ceil_div(p.M[part], BOX) : 0;
+    return p.dw[part].data ? ceil_div(p.M[part], SUBTILE) : 0;
 }
 
 static int64_t tiles_of(const FusedMoeWgrad &p) {
-    return ceil_div(boxes_of(p, 0) + boxes_of(p, 1), 4) * ceil_div(p.N, 2 * BOX);
+    return ceil_div(boxes_of(p, 0) + boxes_of(p, 1), 4) * ceil_div(p.N, 2 * SUBTILE);
 }
 
-static int64_t arrivals_of(const FusedMoeWgrad &p, const FusedMoeSchedule &s) {
-    return fused_moe_max_pieces(p.R, &s) * tiles_of(p) * 2;
+static int64_t num_semaphores_of(const FusedMoeWgrad &p, const FusedMoeSchedule &s) {
+    return fused_moe_max_slices(p.R, &s) * tiles_of(p) * 2;
 }
 
 size_t hopper_wgrad_workspace(const FusedMoeWgrad &p) {
-    int workers;
-    if (num_workers(&workers) != FUSED_MOE_OK) return 0;
-    FusedMoeSchedule s = fused_moe_sum_schedule(p.R, tiles_of(p), workers);
-    int64_t arrivals = arrivals_of(p, s);
-    return plan_workspace(p.E, arrivals) + arrivals * 32 * 128 * sizeof(float4);
+    int num_ctas;
+    if (num_sms(&num_ctas) != FUSED_MOE_OK) return 0;
+    FusedMoeSchedule s = fused_moe_split_k_schedule(p.R, tiles_of(p), num_ctas);
+    int64_t num_semaphores = num_semaphores_of(p, s);
+    return tile_schedule_workspace(p.E, num_semaphores) +
+           num_semaphores * 32 * 128 * sizeof(float4);
 }
 
 /* The map of a gradient as it lies: coordinates (consecutive line, other line, expert). */
@@ -416,7 +424,7 @@ static int gradient_map(CUtensorMap *map, const FusedMoeWeight &dw, bool transpo
                               (uint64_t)E};
     const uint64_t strides[] = {(transposed ? dw.stride_out : dw.stride_in) * sizeof(Out),
                                 (E > 1 ? dw.stride_expert : CHUNK) * sizeof(Out)};
-    const uint32_t box[] = {(uint32_t)box_columns, BOX, 1};
+    const uint32_t box[] = {(uint32_t)box_columns, SUBTILE, 1};
     return encode_tensor_map(map, map_dtype(Out()), 3, dw.data, sizes, strides, box);
 }
 
@@ -424,7 +432,8 @@ template <typename T, bool GATHER, typename Out, bool TRANSPOSED>
 static int run(const FusedMoeWgrad &p, void *stream) {
     using Tile = WgradTile<T, GATHER>;
     constexpr bool HELD = std::is_same<T, Out>::value;
-    using Finish = std::conditional_t<HELD, WgradFinish<T, TRANSPOSED>, WgradFinishF32<TRANSPOSED>>;
+    using Epilogue =
+        std::conditional_t<HELD, WgradEpilogue<T, TRANSPOSED>, WgradEpilogueF32<TRANSPOSED>>;
     Wgrad q = {};
     q.b = p.b;
     q.row_token = p.b_row_token;
@@ -434,7 +443,7 @@ static int run(const FusedMoeWgrad &p, void *stream) {
     q.boxes[0] = (int32_t)boxes_of(p, 0);
     q.boxes[1] = q.boxes[0] + (int32_t)boxes_of(p, 1);
     q.accumulate = p.accumulate;
-    int workers, status = num_workers(&workers);
+    int num_ctas, status = num_sms(&num_ctas);
     for (int i = 0; i < 2 && status == FUSED_MOE_OK; i++) {
         q.M[i] = (int32_t)p.M[i];
         if (p.dw[i].data)
@@ -446,26 +455,26 @@ static int run(const FusedMoeWgrad &p, void *stream) {
     operands[0].data = const_cast<void *>(p.a);
     operands[0].pitch_bytes = width * sizeof(T);
     if (status == FUSED_MOE_OK)
-        status = matrix_map(&operands[0].whole, (const T *)p.a, p.R, width, width, BOX);
+        status = matrix_map(&operands[0].aligned, (const T *)p.a, p.R, width, width, SUBTILE);
     if (!GATHER) {
         operands[1].data = const_cast<void *>(p.b);
         operands[1].pitch_bytes = p.N * sizeof(T);
         if (status == FUSED_MOE_OK)
-            status = matrix_map(&operands[1].whole, (const T *)p.b, p.R, p.N, p.N, BOX);
+            status = matrix_map(&operands[1].aligned, (const T *)p.b, p.R, p.N, p.N, SUBTILE);
     }
     if (status != FUSED_MOE_OK) return status;
-    q.plan.R = p.R;
-    q.plan.E = p.E;
-    q.plan.tile_columns = 1;
-    q.plan.num_columns = (int32_t)tiles_of(p);
-    q.plan.schedule = fused_moe_sum_schedule(p.R, tiles_of(p), workers);
-    int64_t arrivals = arrivals_of(p, q.plan.schedule);
-    status = make_plan(&q.plan, p.ends, operands, p.workspace, stream, arrivals);
+    q.schedule.R = p.R;
+    q.schedule.E = p.E;
+    q.schedule.tile_columns = 1;
+    q.schedule.num_columns = (int32_t)tiles_of(p);
+    q.schedule.order = fused_moe_split_k_schedule(p.R, tiles_of(p), num_ctas);
+    int64_t num_semaphores = num_semaphores_of(p, q.schedule.order);
+    status = make_tile_schedule(&q.schedule, p.ends, operands, p.workspace, stream, num_semaphores);
     if (status != FUSED_MOE_OK) return status;
-    q.plan.num_results = 0; /* the maps are of what is loaded */
-    q.arrived = q.plan.counters;
-    q.pieces = (float4 *)((char *)q.plan.maps + MAX_RESULTS * (size_t)p.E * MAP_BYTES);
-    return launch_product<Tile>(hopper_wgrad_kernel<Tile, Finish>, q, stream);
+    q.schedule.num_results = 0; /* the maps are of what is loaded */
+    q.semaphores = q.schedule.counters;
+    q.slices = (float4 *)((char *)q.schedule.maps + MAX_RESULTS * (size_t)p.E * MAP_BYTES);
+    return launch_gemm<Tile>(hopper_wgrad_kernel<Tile, Epilogue>, q, stream);
 }
 
 template <typename T, bool GATHER>
