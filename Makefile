@@ -6,17 +6,22 @@
 # make clean    removes what a build leaves; remove $(VENV) too to start from nothing
 #
 # Each does the set-up it needs on a fresh machine, once: tools/setup.sh checks what must come from the
-# system's packages and makes $(VENV); then the extensions are built for the PyTorch in there.
+# system's packages and makes $(VENV); then ninja compiles, for the PyTorch in there, what is out of date.
 
 PYTHON = python3
 VENV   = .venv
 TORCH  = torch==2.13.0
 
 python  = $(VENV)/bin/python
+compile = $(python) setup.py --quiet build_ext --inplace
 install = $(python) -m pip install --quiet --no-build-isolation --editable
-C_CODE  = $(wildcard csrc/*.[ch] csrc/*.cpp csrc/*/*.[ch] csrc/*/*.cu csrc/*/*.cuh csrc/*/*/*.cu csrc/*/*/*.cuh)
+C_CODE  = $(shell find csrc -name '*.[ch]*')
+
+# Adds fused_moe._host, which tests need and a wheel must not contain.
+build $(VENV)/built $(VENV)/dev: export FUSED_MOE_HOST = 1
 
 build: $(VENV)/built
+	$(compile)
 
 train: build
 	$(python) examples/train_lm.py $(ARGS)
@@ -39,14 +44,15 @@ wheel: $(VENV)/dev
 	$(python) -m build --no-isolation
 
 clean:
-	rm -rf build dist *.egg-info fused_moe/*.so $(VENV)/built
+	rm -rf build dist *.egg-info fused_moe/*.so compile_commands.json $(VENV)/built
 
 $(VENV)/ready: tools/setup.sh
 	PYTHON=$(PYTHON) sh tools/setup.sh $(VENV) $(TORCH)
 	touch $@
 
-$(VENV)/built: $(VENV)/ready setup.py pyproject.toml $(C_CODE)
-	@echo "fused_moe: compiling; the first time takes a minute or two"
+# pip, which compiles too, would not show the progress.
+$(VENV)/built: $(VENV)/ready pyproject.toml
+	$(compile)
 	$(install) '.[test,train,bench]'
 	touch $@
 

@@ -1,12 +1,13 @@
-"""Builds the two extensions; what is only metadata stands in pyproject.toml.
+"""Builds the extensions; what is only metadata is in pyproject.toml.
 
   fused_moe/_ops.so      the operators of every tier. On PyTorch's stable ABI and without libpython:
                          one binary for every Python, and every PyTorch from ABI_TARGET on
-  fused_moe/_host.*.so   the host-side planners and the build's facts (pybind11, one per Python)
+  fused_moe/_host.*.so   the host-side planners for tests (pybind11, one per Python). Never in a wheel:
+                         only built in place with FUSED_MOE_HOST=1, as `make build` does
 
-The compilers are driven from here: torch.utils.cpp_extension refuses CUDA sources under a CPU build
-of PyTorch. Objects, and what each was made from, stay in build/objects: an editable build gets a new
-temporary folder every time.
+The graph of compilations is written here and run by ninja: torch.utils.cpp_extension refuses CUDA sources
+under a CPU build of PyTorch. The graph and the objects are in build/objects; compile_commands.json is for
+clangd.
 
 Environment: CC, CXX, CFLAGS, CXXFLAGS, LDFLAGS as usual; CUDA_HOME, where nvcc is looked for first;
 MAX_JOBS, how many compilers run at a time; FUSED_MOE_WERROR=1 makes warnings errors.
@@ -20,20 +21,32 @@ import re
 import shlex
 import shutil
 import subprocess
+import sys
 import sysconfig
-from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from setuptools import Extension, setup
+from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
+
+
+def find_sources(*patterns: str) -> list[str]:
+    return sorted(str(path) for pattern in patterns for path in Path("csrc").glob(pattern))
+
 
 ABI_TARGET = (2, 10)  # the oldest PyTorch that the library runs under
 NVCC_OLDEST = (12, 3)  # the first with PTX ISA 8.3, which edits tensor maps on the device
 OBJECTS = Path("build/objects")
-OPS_SOURCES = ["csrc/torch_ops.cpp", *sorted(map(str, Path("csrc/cpu").glob("*.c")))]
-CUDA_SOURCES = sorted(map(str, Path("csrc/kernels").glob("**/*.cu")))
-HOST_SOURCES = ["csrc/host_module.cpp"]
+C_SOURCES = find_sources("cpu/*.c")
+CPP_SOURCES = find_sources("torch_ops.cpp", "torch/*.cpp")
+CUDA_SOURCES = find_sources("kernels/**/*.cu")
+HOST_SOURCES = find_sources("host_module.cpp")
+# The facts that info() reports are compiled into those of these files that exist.
+FACTS_SOURCES = {"csrc/torch/library.cpp", "csrc/torch_ops.cpp", "csrc/host_module.cpp"}
+EXTENSIONS = [
+    Extension("fused_moe._ops", C_SOURCES + CPP_SOURCES + CUDA_SOURCES),
+    Extension("fused_moe._host", HOST_SOURCES),
+]
 
 CC = shlex.split(os.environ.get("CC", "cc"))
 CXX = shlex.split(os.environ.get("CXX", "c++"))
@@ -53,6 +66,8 @@ GENCODE = {
     "compute_80": "arch=compute_80,code=compute_80",
     "sm_90a": "arch=compute_90a,code=sm_90a",
 }
+# Folders of csrc/kernels for some of these GPUs only; every other file is compiled for all of them.
+FOLDER_TARGETS = {"sm90": ["sm_90a"], "hopper": ["sm_90a"]}
 
 
 # --- what is on this machine ---------------------------------------------------------------------
@@ -64,7 +79,7 @@ def find_torch() -> tuple[Path, str]:
     if spec is None or spec.origin is None:
         raise SystemExit(
             "fused_moe is built against the PyTorch that it will run with, and none is importable. "
-            "Install torch, setuptools and pybind11, then pip install with --no-build-isolation."
+            "Install torch, setuptools and ninja, then pip install with --no-build-isolation."
         )
     version = importlib.metadata.version("torch")
     if tuple(map(int, version.split(".")[:2])) < ABI_TARGET:
@@ -105,66 +120,76 @@ def version_line(command: list[str], line: int = 0) -> str:
 
 
 def targets_of(source: str) -> list[str]:
-    """nvcc's flags for the GPUs that a file is compiled for: kernels/hopper/ is for one."""
-    names = ["sm_90a"] if "/hopper/" in source else GENCODE
-    return [f"-gencode={GENCODE[name]}" for name in names] if source.endswith(".cu") else []
+    """nvcc's flags for the GPUs that a CUDA file is compiled for."""
+    names = FOLDER_TARGETS.get(Path(source).parent.name, GENCODE)
+    return [f"-gencode={GENCODE[name]}" for name in names]
 
 
-# --- objects -------------------------------------------------------------------------------------
+# --- the graph of compilations -------------------------------------------------------------------
+
+Libraries = dict[str, tuple[list[str], list[str]]]  # {library: (its sources, linker flags)}
 
 
-def run(command: list[str]) -> None:
-    print(shlex.join(command), flush=True)
-    if subprocess.run(command).returncode:
-        raise SystemExit(f"fused_moe: failed: {shlex.join(command)}")
+def quoted(command: list[str]) -> str:
+    """For the shell, then for ninja."""
+    return shlex.join(command).replace("$", "$$")
 
 
-def out_of_date(obj: Path, record: str) -> bool:
-    """False when `obj` came from this very command and no file it was made from changed since."""
-    made_by = obj.with_suffix(".cmd")
-    try:
-        if not obj.exists() or made_by.read_text() != record:
-            return True
-        made_from = obj.with_suffix(".d").read_text().partition(":")[2].replace("\\\n", " ")
-        started = made_by.stat().st_mtime_ns
-        return any(Path(name).stat().st_mtime_ns >= started for name in shlex.split(made_from))
-    except FileNotFoundError:  # never built, or a header is gone
-        return True
+def run_ninja(compilers: dict[str, list[str]], libraries: Libraries, facts: str) -> None:
+    """Compiles and links what is out of date. `compilers` is {source: compiler and flags}.
 
-
-def compile_objects(commands: dict[Path, list[str]], versions: str = "") -> list[Path]:
-    """Runs the compile commands (less -o) whose objects are out of date, and returns those objects.
-
-    `versions` stands for what a command line does not show, such as the compiler's release.
+    `facts` is what command lines do not show, such as compiler releases: when it changes, everything is
+    recompiled.
     """
+    try:
+        from ninja.ninja_syntax import Writer
+    except ImportError:
+        raise SystemExit("fused_moe is compiled by ninja, which is missing: pip install ninja") from None
+    OBJECTS.mkdir(parents=True, exist_ok=True)
+    facts_file, ninja_file = OBJECTS / "facts.txt", str(OBJECTS / "build.ninja")
+    if not facts_file.exists() or facts_file.read_text() != facts:
+        facts_file.write_text(facts)
+    with open(ninja_file, "w") as file:
+        graph = Writer(file, width=sys.maxsize)  # wrapping can drop a space inside a quoted word
+        graph.variable("builddir", str(OBJECTS))
+        command = "$compiler -MD -MF $out.d -c $in -o $out"
+        graph.rule("compile", command, description="compile $in", depfile="$out.d", deps="gcc")
+        graph.rule("link", f"{quoted(CXX)} -shared $in $flags -o $out", description="link $out")
+        for source, compiler in compilers.items():
+            variables = {"compiler": quoted(compiler)}
+            graph.build(f"{OBJECTS}/{source}.o", "compile", source, str(facts_file), variables=variables)
+        for library, (sources, flags) in libraries.items():
+            variables = {"flags": quoted([*flags, *LDFLAGS])}
+            graph.build(library, "link", [f"{OBJECTS}/{source}.o" for source in sources], variables=variables)
 
-    def compile_object(obj: Path) -> None:
-        command = [*commands[obj], "-MMD", "-MF", str(obj.with_suffix(".d")), "-o", str(obj)]
-        obj.parent.mkdir(parents=True, exist_ok=True)
-        obj.unlink(missing_ok=True)
-        # Written before the compiler starts, so that a file edited while it runs counts as changed.
-        obj.with_suffix(".cmd").write_text(records[obj])
-        run(command)
-
-    records = {obj: f"{shlex.join(command)}\n{versions}" for obj, command in commands.items()}
-    stale = [obj for obj in commands if out_of_date(obj, records[obj])]
-    with ThreadPoolExecutor(int(os.environ.get("MAX_JOBS") or os.cpu_count() or 1)) as pool:
-        list(pool.map(compile_object, stale))
-    return stale
+    ninja = [sys.executable, "-m", "ninja", "-f", ninja_file]
+    with open("compile_commands.json", "w") as database:
+        subprocess.run([*ninja, "-t", "compdb", "compile"], stdout=database, check=True)
+    if jobs := os.environ.get("MAX_JOBS"):
+        ninja += ["-j", jobs]
+    if subprocess.run(ninja).returncode:
+        raise SystemExit("fused_moe: the build failed; the command and its messages are above")
 
 
 # --- the extensions ------------------------------------------------------------------------------
 
 
 class Build(build_ext):
+    def finalize_options(self) -> None:
+        super().finalize_options()
+        # The default is a folder whose whole contents go into a wheel, or an editable build's temporary one.
+        if self.inplace:
+            self.build_lib = str(OBJECTS)
+        # _host fits one Python only, a wheel has to fit all of them.
+        if not (self.inplace and os.environ.get("FUSED_MOE_HOST") == "1"):
+            self.extensions = [e for e in self.extensions if e.name != "fused_moe._host"]
+
     def get_ext_filename(self, fullname: str) -> str:
         if fullname.endswith("_ops"):  # no Python in it, no Python version in its name
             return os.path.join(*fullname.split(".")) + ".so"
         return super().get_ext_filename(fullname)
 
     def build_extensions(self) -> None:
-        import pybind11
-
         torch, torch_version = find_torch()
         nvcc, why_not = usable_nvcc()
         facts = {
@@ -175,44 +200,41 @@ class Build(build_ext):
             "abi_target": ".".join(map(str, ABI_TARGET)),
             "torch": torch_version,
         }
-        print(f"fused_moe: CPU tier; GPU targets: {facts['gpu_targets']}{why_not and f' ({why_not})'}")
+        tiers = f"fused_moe: CPU tier; GPU targets: {facts['gpu_targets']}{why_not and f' ({why_not})'}"
+        print(tiers, flush=True)  # before what ninja prints
 
         abi = "0x{:02x}{:02x}000000000000ULL".format(*ABI_TARGET)
-        info = ",".join(f"{{{json.dumps(name)},{json.dumps(fact)}}}" for name, fact in facts.items())
-        python_includes = [pybind11.get_include(), sysconfig.get_path("include")]
-
         c = [*CC, "-std=gnu11", *COMMON, *C_MATH, *CFLAGS]
-        torch_cpp = [*CXX, "-std=c++20", *COMMON, f"-isystem{torch}/include", *CXXFLAGS]
-        torch_cpp += [f"-DTORCH_TARGET_VERSION={abi}", "-DTORCH_STABLE_ONLY"]
-        host_cpp = [*CXX, "-std=c++17", *COMMON, f"-DBUILD_INFO={info}", *CXXFLAGS]
-        host_cpp += [f"-isystem{folder}" for folder in python_includes]
-        compilers = {".c": c, ".cpp": torch_cpp}
+        cpp = [*CXX, "-std=c++20", *COMMON, *CXXFLAGS]
+        torch_cpp = [*cpp, f"-isystem{torch}/include", f"-DTORCH_TARGET_VERSION={abi}", "-DTORCH_STABLE_ONLY"]
+        compilers = dict.fromkeys(C_SOURCES, c)
         link = [f"-L{torch}/lib", *LINK]
         if nvcc:
+            torch_cpp += ["-DFUSED_MOE_WITH_CUDA"]
             cuda = [nvcc, "-std=c++17", "-O3", "-lineinfo", "-Icsrc", *["-Werror=all-warnings"] * WERROR]
             cuda += ["-Xcompiler=-fPIC,-fvisibility=hidden"]
-            compilers[".cu"] = cuda
-            torch_cpp += ["-DFUSED_MOE_WITH_CUDA"]
+            compilers |= {source: [*cuda, *targets_of(source)] for source in CUDA_SOURCES}
             link += [*cuda_library_dirs(nvcc), "-lcudart_static", "-lpthread", "-ldl", "-lrt"]
+        compilers |= dict.fromkeys(CPP_SOURCES, torch_cpp)
+        libraries = {self.get_ext_fullpath("fused_moe._ops"): (list(compilers), link)}
+        if len(self.extensions) > 1:
+            import pybind11
 
-        sources = OPS_SOURCES + CUDA_SOURCES * bool(nvcc)
-        ops = {OBJECTS / f"{s}.o": [*compilers[Path(s).suffix], *targets_of(s), "-c", s] for s in sources}
-        host = {OBJECTS / f"{s}.o": [*host_cpp, "-c", s] for s in HOST_SOURCES}
-        compile_objects(ops | host, versions=info)
-        self.link("fused_moe._ops", ops, link)
-        self.link("fused_moe._host", host, [])
+            includes = [pybind11.get_include(), sysconfig.get_path("include")]
+            host_cpp = [*cpp, *(f"-isystem{folder}" for folder in includes)]
+            compilers |= dict.fromkeys(HOST_SOURCES, host_cpp)
+            libraries[self.get_ext_fullpath("fused_moe._host")] = (HOST_SOURCES, [])
+        info = ",".join(f"{{{json.dumps(name)},{json.dumps(fact)}}}" for name, fact in facts.items())
+        for source in FACTS_SOURCES & compilers.keys():
+            compilers[source] = [*compilers[source], f"-DBUILD_INFO={info}"]
 
-    def link(self, name: str, objects: Iterable[Path], flags: list[str]) -> None:
-        out = Path(self.get_ext_fullpath(name))
-        out.parent.mkdir(parents=True, exist_ok=True)
-        run([*CXX, "-shared", "-o", str(out), *map(str, objects), *flags, *LDFLAGS])
+        run_ninja(compilers, libraries, info)
+
+
+class Wheel(bdist_wheel):
+    def get_tag(self) -> tuple[str, str, str]:
+        return "py3", "none", super().get_tag()[2]
 
 
 if __name__ == "__main__":  # the tests import the functions above
-    setup(
-        ext_modules=[
-            Extension("fused_moe._ops", OPS_SOURCES + CUDA_SOURCES),
-            Extension("fused_moe._host", HOST_SOURCES),
-        ],
-        cmdclass={"build_ext": Build},
-    )
+    setup(ext_modules=EXTENSIONS, cmdclass={"build_ext": Build, "bdist_wheel": Wheel})

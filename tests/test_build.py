@@ -1,17 +1,17 @@
-"""setup.py: what is compiled again and when, what an sdist holds, what the library may lean on.
+"""setup.py: what is compiled again and when, what a wheel and an sdist contain, what the library may lean on.
 
 Compilers run on tiny sources in a temporary folder; the real library is looked at, not built. Skipped
 where there is no checkout, as when the tests run against an installed wheel.
 """
 
+import ctypes
 import importlib.util
-import os
+import json
 import re
 import shutil
 import subprocess
 import sys
 import tarfile
-import time
 from pathlib import Path
 
 import pytest
@@ -20,63 +20,97 @@ ROOT = Path(__file__).resolve().parents[1]
 pytestmark = pytest.mark.skipif(not (ROOT / "setup.py").exists(), reason="not in a checkout")
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def build():
-    pytest.importorskip("setuptools")
+    pytest.importorskip("setuptools", "77")
     spec = importlib.util.spec_from_file_location("fused_moe_setup", ROOT / "setup.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    if not shutil.which(module.CC[0]):
-        pytest.skip(f"needs a C compiler, found no {module.CC[0]}")
     return module
 
 
 @pytest.fixture
-def project(build, tmp_path):
-    """Two sources and a header that one of them includes, written long before any compiler runs."""
-    (tmp_path / "a header.h").write_text("enum { ANSWER = 42 };\n")
-    (tmp_path / "one.c").write_text('#include "a header.h"\nint one(void) { return ANSWER; }\n')
-    (tmp_path / "two.c").write_text("int two(void) { return 2; }\n")
-    for path in tmp_path.iterdir():
-        os.utime(path, (time.time() - 60,) * 2)
-    return {tmp_path / f"{name}.o": [*build.CC, "-c", str(tmp_path / f"{name}.c")] for name in ("one", "two")}
+def project(build, capfd, monkeypatch, tmp_path):
+    """A folder with two sources and a header that one.c includes. Building it returns what had to be made."""
+    pytest.importorskip("ninja")
+    if not (shutil.which(build.CC[0]) and shutil.which(build.CXX[0])):
+        pytest.skip("needs a C and a C++ compiler")
+    monkeypatch.chdir(tmp_path)
+    Path("a header.h").write_text("enum { ANSWER = 42 };\n")
+    Path("one.c").write_text('#include "a header.h"\nint one(void) { return ANSWER; }\n')
+    Path("two.c").write_text("int two(void) { return 2; }\n")
+
+    def build_project(*flags_of_two: str, facts: str = "a compiler") -> list[str]:
+        capfd.readouterr()
+        compilers = {"one.c": [*build.CC, "-fPIC"], "two.c": [*build.CC, "-fPIC", *flags_of_two]}
+        build.run_ninja(compilers, {"both.so": (list(compilers), [])}, facts)
+        return sorted(re.findall(r"(?:compile|link) (.*)", capfd.readouterr().out))
+
+    return build_project
 
 
-def test_only_what_changed_is_compiled_again(build, project, tmp_path):
-    one, two = project
-    assert build.compile_objects(project) == [one, two]
-    assert build.compile_objects(project) == []
-
-    (tmp_path / "two.c").touch()
-    assert build.compile_objects(project) == [two]
-    (tmp_path / "a header.h").touch()
-    assert build.compile_objects(project) == [one]
-
-    project[two].insert(-2, "-O1")
-    assert build.compile_objects(project) == [two]
-    two.unlink()
-    assert build.compile_objects(project) == [two]
-    assert build.compile_objects(project, versions="another compiler") == [one, two]
+def test_only_what_changed_is_made_again(project):
+    assert project() == ["both.so", "one.c", "two.c"]
+    assert project() == []
+    Path("two.c").touch()
+    assert project() == ["both.so", "two.c"]
+    Path("a header.h").touch()
+    assert project() == ["both.so", "one.c"]
+    assert project("-O1") == ["both.so", "two.c"]
+    assert project("-O1", facts="another compiler") == ["both.so", "one.c", "two.c"]
 
 
-def test_a_header_that_went_is_noticed(build, project, tmp_path):
-    one, _ = project
-    build.compile_objects(project)
-    (tmp_path / "a header.h").rename(tmp_path / "b.h")
-    (tmp_path / "one.c").write_text('#include "b.h"\nint one(void) { return ANSWER; }\n')
-    assert build.compile_objects(project) == [one]
-
-
-def test_a_failed_compilation_is_tried_again(build, project, tmp_path):
-    one, two = project
-    build.compile_objects(project)
-    (tmp_path / "two.c").write_text("int two(void) { return }\n")
+def test_a_failed_compilation_fails_the_build_until_mended(project, capfd):
+    project()
+    Path("two.c").write_text("int two(void) { return }\n")
     for _ in range(2):
-        with pytest.raises(SystemExit, match=r"failed: .*two\.c"):
-            build.compile_objects(project)
-    (tmp_path / "two.c").write_text("int two(void) { return 3; }\n")
-    assert build.compile_objects(project) == [two]
-    assert one.exists()
+        with pytest.raises(SystemExit, match="the build failed"):
+            project()
+        assert "two.c:1:" in capfd.readouterr().out
+    Path("two.c").write_text("int two(void) { return 3; }\n")
+    assert project() == ["both.so", "two.c"]
+
+
+def test_words_reach_the_compiler_unchanged(project):
+    """Through ninja's quotes and the shell's, and into compile_commands.json."""
+    text = "a  $in 'b' $$ `c`: \\d"
+    Path("two.c").write_text("const char *two(void) { return TEXT; }\n")
+    project(f"-DTEXT={json.dumps(text)}")
+    two = ctypes.CDLL("./both.so").two
+    two.restype = ctypes.c_char_p
+    assert two() == text.encode()
+    database = json.loads(Path("compile_commands.json").read_text())
+    assert [entry["file"] for entry in database] == ["one.c", "two.c"]
+
+
+def test_a_build_without_ninja_says_what_to_do(build, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, "ninja.ninja_syntax", None)
+    with pytest.raises(SystemExit, match="pip install ninja"):
+        build.run_ninja({}, {}, "")
+
+
+def test_the_folder_decides_the_gpu_targets(build):
+    assert build.targets_of("csrc/kernels/sm90/wgrad.cu") == ["-gencode=arch=compute_90a,code=sm_90a"]
+    for everywhere in ("csrc/kernels/dispatch.cu", "csrc/kernels/common/route.cu"):
+        targets = [flag.rpartition("code=")[2] for flag in build.targets_of(everywhere)]
+        assert targets == ["sm_80", "compute_80", "sm_90a"]
+
+
+def test_a_wheel_fits_every_python(build, monkeypatch):
+    """By its tag, and because _host, which fits one Python only, is built in place only."""
+    from setuptools import Distribution
+
+    monkeypatch.setenv("FUSED_MOE_HOST", "1")
+    wheel = build.Wheel(Distribution({"ext_modules": build.EXTENSIONS}))
+    wheel.ensure_finalized()
+    assert wheel.get_tag()[:2] == ("py3", "none")
+    assert wheel.get_tag()[2] != "any"
+    for inplace, modules in ((False, ["_ops"]), (True, ["_ops", "_host"])):
+        command = build.Build(Distribution({"ext_modules": build.EXTENSIONS}))
+        command.inplace = inplace
+        command.ensure_finalized()
+        assert [extension.name.rpartition(".")[2] for extension in command.extensions] == modules
 
 
 def test_a_build_without_torch_says_what_to_do(build, monkeypatch):
@@ -93,7 +127,7 @@ def test_an_old_torch_is_refused(build, monkeypatch):
 
 def test_nvcc_is_looked_for_in_cuda_home(build, monkeypatch, tmp_path):
     monkeypatch.setenv("CUDA_HOME", str(tmp_path))
-    assert build.find_nvcc() is None
+    assert build.usable_nvcc() == (None, "nvcc not found")
     nvcc = tmp_path / "bin" / "nvcc"
     nvcc.parent.mkdir()
     nvcc.touch(mode=0o755)
@@ -115,9 +149,7 @@ def test_an_old_nvcc_is_named(build, monkeypatch, tmp_path, release, usable):
 
 
 def test_an_sdist_holds_all_that_a_build_reads(tmp_path):
-    setuptools = pytest.importorskip("setuptools")
-    if int(setuptools.__version__.partition(".")[0]) < 77:
-        pytest.skip(f"needs setuptools >= 77, found {setuptools.__version__}")
+    pytest.importorskip("setuptools", "77")
     tracked = [*ROOT.glob("csrc/**/*.*"), *ROOT.glob("fused_moe/**/*.py"), *ROOT.glob("tests/**/*.*")]
     tracked = [path for path in tracked if path.suffix != ".pyc"]
     names = {str(path.relative_to(ROOT)) for path in tracked}

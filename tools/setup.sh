@@ -57,4 +57,4 @@ if ! has_torch "$venv/bin/python"; then
     $pip install "$@"
 fi
 # New virtual environments come with an old setuptools, or none.
-$pip install --quiet 'setuptools>=77' 'pybind11>=2.11'
+$pip install --quiet 'setuptools>=77' 'ninja>=1.11' 'pybind11>=2.11'

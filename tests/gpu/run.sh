@@ -37,7 +37,7 @@ counts() { # the closing line of pytest's log, less its decoration
 }
 
 if [ ! -e fused_moe/_ops.so ]; then
-    $python setup.py build_ext --inplace || exit 1
+    FUSED_MOE_HOST=1 $python setup.py build_ext --inplace || exit 1
 fi
 say "$(date -u '+%Y-%m-%d %H:%M UTC'), commit ${COMMIT:-$(git rev-parse --short HEAD 2>/dev/null || echo unknown)}"
 say "$(nvidia-smi --query-gpu=name,driver_version --format=csv,noheader | paste -sd '+')"
