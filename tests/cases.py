@@ -1,10 +1,4 @@
-"""Shared cases: shapes, routings, layouts and storage forms, and how a result is judged.
-
-A result is judged by the norm of its error against the reference computed in float64, tensor by tensor:
-at most 1.1 times the norm of the error that the eager reference makes in the same dtype. Signals are of
-order one. In tensors of a few numbers rounding falls either way, so tests of shapes add a slack of some
-units of rounding; tests of accuracy (`STRICT`) use tensors large enough to do without.
-"""
+"""Shared cases: shapes, routings, layouts and storage forms. Signals are of order one; judging.py judges."""
 
 import itertools
 import math
@@ -12,13 +6,22 @@ from dataclasses import dataclass, replace
 
 import torch
 from hypothesis import strategies as st
+from judging import (  # noqa: F401 - tests take them from here
+    LOOSE,
+    STRICT,
+    assert_as_good,
+    assert_near,
+    assert_same_bits,
+    check_against_reference,
+    forward_backward,
+    to_double,
+)
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fused_moe
 from fused_moe import ops as codes
 
 BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
-LOOSE, STRICT = 4.0, 0.01  # slack in units of the dtype's eps
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "swiglu_clamped")
 
@@ -190,32 +193,6 @@ def variants(case: Case):
 # --- running --------------------------------------------------------------------------------------
 
 
-def forward_backward(fn, inputs: dict, dout: torch.Tensor, **fixed) -> dict:
-    """{"out", "dx", "dw1", ...}: what fn returns and the gradient of every tensor of `inputs`."""
-    leaves = {n: t.detach().requires_grad_() for n, t in inputs.items() if t is not None}
-    out = fn(**{**inputs, **leaves}, **fixed)
-    grads = torch.autograd.grad(out, list(leaves.values()), dout)
-    return {"out": out.detach(), **{f"d{n}": g for n, g in zip(leaves, grads, strict=True)}}
-
-
-def to_double(value):
-    """Dicts, tuples and tensors in float64; integers and the rest as they are."""
-    if isinstance(value, dict):
-        return {n: to_double(v) for n, v in value.items()}
-    is_float = isinstance(value, torch.Tensor) and value.is_floating_point()
-    return value.double() if is_float else value
-
-
-def check_against_reference(name: str, inputs: dict, dout: torch.Tensor, slack=LOOSE, **fixed) -> dict:
-    """Runs fused_moe.<name>, forward and backward, and judges every tensor. Returns ours."""
-    fn, reference = getattr(fused_moe, name), getattr(fused_moe.reference, name)
-    ours = forward_backward(fn, inputs, dout, **fixed)
-    eager = forward_backward(reference, inputs, dout, **fixed)
-    exact = forward_backward(reference, to_double(inputs), to_double(dout), **fixed)
-    assert_as_good(ours, eager, exact, slack)
-    return ours
-
-
 def check_experts(case: Case, device, slack=LOOSE, form=None) -> dict:
     """fused_experts of one case against the reference; `form` stores every input otherwise."""
     inputs, dout, ids = case.inputs(device), case.dout(device), case.ids(device)
@@ -230,6 +207,13 @@ def check_experts(case: Case, device, slack=LOOSE, form=None) -> dict:
 # --- every operator -------------------------------------------------------------------------------
 
 
+def arguments_of(name: str, **named) -> tuple:
+    """The arguments of an operator in the order of its schema."""
+    args = getattr(torch.ops.fused_moe, name).default._schema.arguments
+    assert named.keys() <= {a.name for a in args}, f"{name} has no {named.keys() - {a.name for a in args}}"
+    return tuple(named[a.name] if a.name in named else a.default_value for a in args)
+
+
 def operator_calls(case: Case, device) -> dict:
     """{operator: [argument tuples]}: a typical call of every operator, and its rarer forms. Those named
     *_accumulate have none in float64."""
@@ -238,12 +222,9 @@ def operator_calls(case: Case, device) -> dict:
     )  # fmt: skip
     stored, gated, pairs, transposed = LAYOUTS[case.layout]
     t, ids = case.inputs(device), case.ids(device)
-    code = codes.LAYOUTS[stored] if gated else codes.UNGATED
-    act = (codes.ACTIVATION_CODES[case.activation], 1.702, case.limit)
     plan = fused_moe.route_plan(ids, E)
-    moves, maps = plan[1:5], plan[1:]
-    no_maps = (plan.offsets, None, None, None, plan.tiles)
-    ends = plan.offsets[1:].contiguous()
+    rows_plan, moves = plan.tensors[:2], {"plan": plan.tensors}
+    offs = plan.offsets[1:].contiguous()
     x, scores, b1, b2, b3 = (t[n] for n in ("x", "scores", "b1", "b2", "b3"))
     w1, w2, w3 = (w if w is None or not transposed else w.mT for w in (t["w1"], t["w2"], t["w3"]))
     w1 = w1.flatten(1, 2) if pairs else w1
@@ -255,127 +236,106 @@ def operator_calls(case: Case, device) -> dict:
     def main_grad(w):
         return None if w is None else torch.empty_like(w, dtype=F32).normal_()
 
-    def accumulate(*calls):
-        return [] if dtype == F64 else list(calls)
-
     main1, main2, main3 = map(main_grad, (w1, w2, w3))
-    chosen = ids.clamp(0, E - 1)
     rows, a, h, dout, logits = new(R, D), new(R, F), new(R, H), new(T, D), new(T, E)
-    up, down = (x, w1, w3, b1, b3), (w2, b2)
-    need = [v is not None for v in (x, w1, w3, b1, b3)]
-    on, off = [True] * len(need), [False] * 6
-    return {
+    layout = {"layout": codes.LAYOUTS[stored] if gated else codes.UNGATED}
+    act = {**layout, "activation": codes.ACTIVATION_CODES[case.activation], "constants": [1.702, case.limit]}
+    softmax = {"score_func": 0, "route_norm": False, "route_scale": 1.0}
+    sigmoid = {"score_func": 1, "route_norm": True, "route_scale": 2.0}
+    all_groups, two_groups = (
+        {"num_groups": num, "num_limited_groups": limited} for num, limited in ((0, 0), (E, min(E, 2)))
+    )
+    up, down = {"w1": w1, "w3": w3, "b1": b1, "b3": b3}, {"w2": w2, "b2": b2}
+    up_needs = {f"need_d{n}": v is not None for n, v in {"x": x, **up}.items()}
+    up_backward = {"dh": h, "x": x, "w1": w1, "w3": w3, "scores": None, **moves, **layout}
+    up_backwards = [
+        {**up_backward, "scores": scores, **up_needs, "need_dscores": True},
+        {**up_backward, **dict.fromkeys(up_needs, False), "need_dscores": False},
+        {**up_backward, "x": rows, "plan": rows_plan, **up_needs, "need_dscores": False},
+        {**up_backward, **up_needs, "need_dscores": False},
+    ]
+    main_grads = [(main1, main3), (main1, main3), (None, main3), (main1, None)]
+    down_needs = {"need_dh": True, "need_dw2": True, "need_db2": b2 is not None}
+    only_dh = {**dict.fromkeys(down_needs, False), "need_dh": True}
+    down_backward = {"dout": dout, "h": h, **down, "scores": None, **moves, **act}
+    down_backwards = [
+        {**down_backward, "scores": scores, **down_needs, "need_dscores": True},
+        {**down_backward, **only_dh, "need_dscores": False},
+        {**down_backward, "dout": rows, "plan": rows_plan, **down_needs, "need_dscores": False},
+    ]
+    calls = {
         "route": [
-            (logits, None, K, 0, False, 1.0, 0, 0),
-            (logits, torch.zeros(E).to(device), 1, 1, True, 2.0, E, min(E, 2)),
+            {"logits": logits, "bias": None, "top_k": K, **softmax, **all_groups},
+            {"logits": logits, "bias": torch.zeros(E).to(device), "top_k": 1, **sigmoid, **two_groups},
         ],
-        "route_backward": [(scores, logits, chosen, 0, False, 1.0), (scores, logits, chosen, 1, True, 2.0)],
-        "route_plan": [(ids, E), (ids.long(), E)],
-        "count_plan": [(plan.counts, R), (plan.counts.to(torch.uint8), R)],
-        "permute": [(x, *moves)],
-        "unpermute": [(rows, scores, *moves), (rows, None, *moves)],
+        "route_backward": [
+            {"dscores": scores, "logits": logits, "ids": ids.clamp(0, E - 1), **settings}
+            for settings in (softmax, sigmoid)
+        ],
+        "route_plan": [{"ids": i, "num_experts": E} for i in (ids, ids.long())],
+        "count_plan": [{"counts": c, "num_rows": R} for c in (plan.counts, plan.counts.to(torch.uint8))],
+        "permute": [{"x": x, **moves}],
+        "unpermute": [{"rows": rows, "scores": s, **moves} for s in (scores, None)],
         "unpermute_backward": [
-            (dout, rows, scores, *moves, True, True),
-            (dout, rows, scores, *moves, False, True),
+            {"dout": dout, "rows": rows, "scores": scores, **moves, "need_drows": need, "need_dscores": True}
+            for need in (True, False)
         ],
-        "grouped_mm": [(a, w2, ends)],
-        "wgrad": [(a, rows, ends), (a, x, ends, None, plan.row_token), (x, a, ends, plan.row_token)],
-        "wgrad_accumulate": accumulate(
-            (a, rows, ends, new(E, F, D).float()),
-            (a, x, ends, new(E, D, F).float().mT, None, plan.row_token),
-            (x, a, ends, new(E, D, F).float(), plan.row_token),
-        ),
-        "bias_grad": [(rows, ends)],
-        "up_gate": [(*up, *maps, code, *act), (rows, *up[1:], *no_maps, code, *act)],
-        "up_dgrad": [(h, w1, w3, plan.offsets, code)],
-        "down_dgrad": [(dout, *down, h, scores, *maps, code, *act)],
-        "act_dgrad": [(a, h, code, *act)],
+        "grouped_mm": [{"a": a, "b": w2, "offsets": offs}],
+        "wgrad": [
+            {"a": a, "b": rows, "offsets": offs},
+            {"a": a, "b": x, "offsets": offs, "b_row_token": plan.row_token},
+            {"a": x, "b": a, "offsets": offs, "a_row_token": plan.row_token},
+        ],
+        "wgrad_accumulate": [
+            {"a": a, "b": rows, "offsets": offs, "dw": new(E, F, D).float()},
+            {"a": a, "b": x, "offsets": offs, "dw": new(E, D, F).float().mT, "b_row_token": plan.row_token},
+            {"a": x, "b": a, "offsets": offs, "dw": new(E, D, F).float(), "a_row_token": plan.row_token},
+        ],
+        "bias_grad": [{"rows": rows, "offsets": offs}],
+        "up_gate": [{"x": x, **up, **moves, **act}, {"x": rows, **up, "plan": rows_plan, **act}],
+        "up_dgrad": [{"dh": h, "w1": w1, "w3": w3, "plan": p, **layout} for p in (plan.tensors, rows_plan)],
+        "down_dgrad": [{"dout": dout, **down, "h": h, "scores": scores, **moves, **act}],
         "experts_up": [
-            (*up, None, *maps, code, *act, True),
-            (*up, scores, *maps, code, *act, False),
-            (rows, *up[1:], None, *no_maps, code, *act, True),
+            {"x": x, **up, "scores": None, **moves, **act, "save_h": True},
+            {"x": x, **up, "scores": scores, **moves, **act, "save_h": False},
+            {"x": rows, **up, "scores": None, "plan": rows_plan, **act, "save_h": True},
         ],
-        "experts_up_backward": [
-            (h, x, w1, w3, scores, *maps, code, *need, True),
-            (h, x, w1, w3, None, *maps, code, *off),
-            (h, rows, w1, w3, None, *no_maps, code, *need, False),
+        "experts_up_backward": up_backwards[:3],
+        "experts_up_backward_accumulate": [
+            {**call, "main_grad1": grad1, "main_grad3": grad3}
+            for call, (grad1, grad3) in zip(up_backwards, main_grads, strict=True)
         ],
-        "experts_up_backward_accumulate": accumulate(
-            (h, x, w1, w3, scores, *maps, code, *need, True, main1, main3),
-            (h, x, w1, w3, None, *maps, code, *off, main1, main3),
-            (h, rows, w1, w3, None, *no_maps, code, *need, False, None, main3),
-            (h, x, w1, w3, None, *maps, code, *need, False, main1, None),
-        ),
         "experts_down": [
-            (a, h, *down, scores, *maps, code, *act),
-            (a, None, *down, None, *no_maps, code, *act),
+            {"a": a, "h": h, **down, "scores": scores, **moves, **act},
+            {"a": a, "h": None, **down, "scores": None, "plan": rows_plan, **act},
         ],
-        "experts_down_backward": [
-            (dout, h, *down, scores, *maps, code, *act, True, True, b2 is not None, True),
-            (dout, h, *down, None, *maps, code, *act, *on[:1], False, False, False),
-            (rows, h, *down, None, *no_maps, code, *act, True, True, b2 is not None, False),
-        ],
-        "experts_down_backward_accumulate": accumulate(
-            (dout, h, *down, scores, *maps, code, *act, True, True, b2 is not None, True, main2),
-            (dout, h, *down, None, *maps, code, *act, *on[:1], False, False, False, main2),
-            (rows, h, *down, None, *no_maps, code, *act, True, True, b2 is not None, False, main2),
-        ),
+        "experts_down_backward": down_backwards,
+        "experts_down_backward_accumulate": [{**call, "main_grad2": main2} for call in down_backwards],
     }
+    if dtype == F64:
+        calls |= {name: [] for name in calls if name.endswith("_accumulate")}
+    return {name: [arguments_of(name, **call) for call in of_name] for name, of_name in calls.items()}
 
 
 def call_operator(name: str, args) -> tuple:
     """The results of an operator, always as a tuple, then copies of the arguments that it writes, written."""
     op = getattr(torch.ops.fused_moe, name).default
     is_written = [a.is_write for a in op._schema.arguments]
-    args = [a.clone() if w and a is not None else a for w, a in zip(is_written, args, strict=False)]
+    args = [a.clone() if w and a is not None else a for w, a in zip(is_written, args, strict=True)]
     result = op(*args)
     result = (result,) if isinstance(result, torch.Tensor) else result or ()
-    return (*result, *(a for w, a in zip(is_written, args, strict=False) if w and a is not None))
+    return (*result, *(a for w, a in zip(is_written, args, strict=True) if w and a is not None))
 
 
-# --- judging --------------------------------------------------------------------------------------
+def defined_words(schedule: torch.Tensor) -> torch.Tensor:
+    """A tile schedule without the words past its list of active experts, which are undefined."""
+    head = codes.FACTS["constants"]["HEAD_WORDS"]
+    num_experts, num_active = (len(schedule) - head) // 4, int(schedule[0])
+    lists = schedule[head:].view(4, num_experts)
+    return torch.cat([schedule[:head], lists[:2, :num_active].flatten(), lists[2:].flatten()])
 
 
-def assert_as_good(ours: dict, eager: dict, exact: dict, slack: float = LOOSE) -> None:
-    """Every tensor of `ours` errs at most 1.1 times as much as eager's, in norm, plus the slack.
-
-    One exception, in float32: dscores is <g, a>, where the loop takes <y, dout>, so that y is never kept.
-    The product g sums over D where y sums over F, and a relu leaves <g, a> half as many terms.
-    """
-    for name, truth in exact.items():
-        mine, other = ours[name], eager[name]
-        assert mine.shape == truth.shape, f"{name}: {tuple(mine.shape)}, not {tuple(truth.shape)}"
-        assert mine.dtype == other.dtype, f"{name}: {mine.dtype}, not {other.dtype}"
-        error = (mine.double() - truth).norm().item()
-        dot = name == "dscores" and ours["out"].dtype == F32
-        factor = 1.3 if dot else 1.1
-        limit = factor * (other.double() - truth).norm().item()
-        norm = truth.norm().item()
-        order_one = math.sqrt(truth.count_nonzero().item())
-        # Half-precision inputs round gradients in their own dtype, scores in float32.
-        eps = max(torch.finfo(v.dtype).eps for v in ours.values())
-        limit += (1.5 if dot else 1.0) * slack * eps * max(norm, order_one)
-        if truth.dtype == mine.dtype:
-            # In float64 eager is the truth, and errs itself where hundreds of terms cancel: db2 of three
-            # numbers was seen 42 eps apart.
-            limit *= 32
-        # A gradient that is zero by cancellation, as that of a single renormalised score.
-        limit += 1e-15
-        size = norm or 1.0
-        message = f"{name}: error {error / size:.3e} of its norm, allowed {limit / size:.3e}"
-        assert error <= limit, message  # also fails for NaN
-
-
-def assert_near(ours, exact, slack=LOOSE) -> None:
-    """Two tensors agree to a few units of rounding of the first one's dtype."""
-    assert_as_good({"value": ours}, {"value": exact.to(ours.dtype)}, {"value": exact.double()}, slack)
-
-
-def assert_same_bits(first: dict, second: dict) -> None:
-    """Two runs gave the same numbers, to the last bit."""
-    assert first.keys() == second.keys()
-    for name, value in first.items():
-        assert torch.equal(value, second[name]), f"{name} differs"
+# --- watching ------------------------------------------------------------------------------------
 
 
 class Calls(TorchDispatchMode):

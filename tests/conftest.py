@@ -5,10 +5,10 @@ import sys
 import zlib
 from pathlib import Path
 
-# Before torch is imported: waiting threads sleep. Spinning, they make every parallel region fifty times
+# Before torch is imported: waiting threads sleep. Spinning threads make every parallel region fifty times
 # slower when another process shares the cores.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-# cuBLAS as deterministic mode wants it, with several streams too; else it warns at every product.
+# The workspace that deterministic cuBLAS needs, also with several streams; else every GEMM warns.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 import pytest  # noqa: E402
@@ -34,7 +34,7 @@ def pytest_configure(config):
     config.addinivalue_line("markers", "sanitizer: every kernel once on tiny shapes, for compute-sanitizer")
     if "s" not in config.option.reportchars:  # no skip without a printed reason
         config.option.reportchars += "s"
-    # The loop that judges us multiplies and sums in full float32, whatever the environment says.
+    # The for-loop reference multiplies and accumulates in full float32, whatever the environment says.
     torch.set_float32_matmul_precision("highest")
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
@@ -60,7 +60,7 @@ def device(request):
 
 @pytest.fixture(scope="session")
 def cpu(device):
-    """The device of a test about the CPU tier alone, or one that no device changes."""
+    """For tests of the CPU tier only, or of code that does not depend on the device."""
     if device.type != "cpu":
         pytest.skip("for --device cpu alone: its threads and checks of values, the reference, the build")
     return device
@@ -68,13 +68,13 @@ def cpu(device):
 
 @pytest.fixture(autouse=True)
 def seed(request):
-    """Every test draws inputs of its own, the same ones in every run of the same --seed."""
+    """Every test has its own random inputs, the same in every run with the same --seed."""
     torch.manual_seed(zlib.crc32(request.node.nodeid.encode()) + request.config.option.seed)
 
 
 @pytest.fixture(scope="module")
 def poison():
-    """Fresh memory holds NaN, or the largest integer, so that what was never written shows."""
+    """Fills new memory with NaN, or the largest integer, so that unwritten elements show."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     yield
     torch.use_deterministic_algorithms(False)
@@ -82,7 +82,7 @@ def poison():
 
 @pytest.fixture
 def threads():
-    """torch.set_num_threads, put back afterwards."""
+    """torch.set_num_threads, restored afterwards."""
     before = torch.get_num_threads()
     yield torch.set_num_threads
     torch.set_num_threads(before)

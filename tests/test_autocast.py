@@ -1,4 +1,4 @@
-"""Autocast: the products in its dtype as torch's own linear does it, routing and sums in float32."""
+"""Autocast: GEMMs in its dtype, as torch's linear; routing and weighted sums in float32."""
 
 import pytest
 import torch
@@ -53,16 +53,16 @@ def test_grouped_mm_and_grouped_mlp(device, dtype):
     assert_same_bits(found, {n: v.float() if n != "out" else v for n, v in expected.items()})
     assert found["out"].dtype == dtype
 
-    product = {"a": rows["x_rows"], "b": rows["w1"]}
-    ends = counts.cumsum(0).int()
+    operands = {"a": rows["x_rows"], "b": rows["w1"]}
+    offs = counts.cumsum(0).int()
     dout = torch.randn(13, 8, device=device).to(dtype)
-    found = forward_backward(under(grouped_mm, device, dtype), product, dout, offsets=ends)
-    expected = forward_backward(grouped_mm, halved(product, dtype), dout, offsets=ends)
+    found = forward_backward(under(grouped_mm, device, dtype), operands, dout, offsets=offs)
+    expected = forward_backward(grouped_mm, halved(operands, dtype), dout, offsets=offs)
     assert_same_bits(found, {n: v.float() if n != "out" else v for n, v in expected.items()})
 
 
 def test_mixed_dtypes_meet_in_autocasts(device):
-    """bfloat16 x with float32 weights is an error outside and one product inside, as for linear."""
+    """bfloat16 x with float32 weights is an error outside of autocast and works inside, as for linear."""
     case = Case()
     inputs, ids = case.inputs(device), case.ids(device)
     inputs["x"] = inputs["x"].to(BF16)
@@ -107,7 +107,7 @@ def test_routing_stays_in_float32(device, dtype):
 
 @BOTH
 def test_layer(device, dtype):
-    """The whole layer trains in float32 parameters under autocast, as near as the for-loop layer is."""
+    """The whole layer trains in float32 parameters under autocast, as accurately as the for-loop layer."""
     layer = FusedMoE(24, 16, 6, 2, num_shared_experts=1, shared_expert_gate=True, device=device)
     loop = reference.FusedMoE(24, 16, 6, 2, num_shared_experts=1, shared_expert_gate=True, device=device)
     loop.load_state_dict(layer.state_dict())
@@ -120,6 +120,6 @@ def test_layer(device, dtype):
         out.float().square().sum().backward()
         results.append((out, [p.grad for p in module.parameters()]))
     torch.testing.assert_close(results[0][0], results[1][0], rtol=0.05, atol=0.02)
-    for mine, other in zip(results[0][1], results[1][1], strict=True):
-        assert mine.dtype == F32
-        assert (mine - other).norm() <= 0.03 * other.norm()
+    for grad, other in zip(results[0][1], results[1][1], strict=True):
+        assert grad.dtype == F32
+        assert (grad - other).norm() <= 0.03 * other.norm()

@@ -1,7 +1,7 @@
-"""setup.py: what is compiled again and when, what a wheel and an sdist contain, what the library may lean on.
+"""setup.py: incremental builds, the contents of a wheel and an sdist, and the library's dependencies.
 
-Compilers run on tiny sources in a temporary folder; the real library is looked at, not built. Skipped
-where there is no checkout, as when the tests run against an installed wheel.
+Compilers run on tiny sources in a temporary folder; the real library is inspected, not built. Skipped
+without a checkout, as when the tests run against an installed wheel.
 """
 
 import ctypes
@@ -31,7 +31,7 @@ def build():
 
 @pytest.fixture
 def project(build, capfd, monkeypatch, tmp_path):
-    """A folder with two sources and a header that one.c includes. Building it returns what had to be made."""
+    """A folder with two sources and a header that one.c includes. Building it returns what was built."""
     pytest.importorskip("ninja")
     if not (shutil.which(build.CC[0]) and shutil.which(build.CXX[0])):
         pytest.skip("needs a C and a C++ compiler")
@@ -98,7 +98,7 @@ def test_the_folder_decides_the_gpu_targets(build):
 
 
 def test_a_wheel_fits_every_python(build, monkeypatch):
-    """By its tag, and because _host, which fits one Python only, is built in place only."""
+    """By its tag; _host, which depends on the Python version, is built only in place."""
     from setuptools import Distribution
 
     monkeypatch.setenv("FUSED_MOE_HOST", "1")

@@ -1,4 +1,4 @@
-"""Activation checkpointing, full and selective: the same gradients, and what is computed again."""
+"""Activation checkpointing, full and selective: the same gradients, and what is recomputed."""
 
 from functools import partial
 
@@ -38,7 +38,7 @@ def assert_equal(found, expected):
 @pytest.mark.quick
 @pytest.mark.parametrize("use_reentrant", (False, True))
 def test_full(device, use_reentrant):
-    """A layer computed again in backward gives the same bits, and counts its tokens once."""
+    """A layer recomputed in backward gives the same bits, and counts its tokens once."""
     layer, x = layer_and_input(device)
     expected = gradients(layer, x, lambda layer, x: layer(x))
     counted = layer.tokens_per_expert.clone()
@@ -50,7 +50,7 @@ def test_full(device, use_reentrant):
 
 
 def selective(*saved):
-    """A policy that saves the results of the operators given and computes the rest again."""
+    """A policy that saves the results of the given operators and recomputes the rest."""
 
     def policy(ctx, op, *args, **kwargs):
         keep = CheckpointPolicy.MUST_SAVE if op in saved else CheckpointPolicy.PREFER_RECOMPUTE
@@ -92,7 +92,7 @@ def test_selective(device, saved):
 
 
 def test_a_checkpointed_layer_keeps_its_input_only(device):
-    """Between forward and backward nothing of the experts is kept but what checkpoint itself keeps."""
+    """Between forward and backward nothing is saved but what checkpoint itself saves."""
     layer, x = layer_and_input(device)
     kept = []
 

@@ -10,7 +10,7 @@ from fused_moe import FusedMoE, fused_experts, grouped_mlp
 
 @pytest.fixture(autouse=True)
 def fresh():
-    """No graph of another test is found again, and compiling a function twice is an error."""
+    """Clears the graphs of other tests. Compiling a function twice is an error."""
     torch._dynamo.reset()
     with torch._dynamo.config.patch(error_on_recompile=True):
         yield
@@ -18,7 +18,7 @@ def fresh():
 
 
 def compile_once(fn):
-    """fn compiled for every number of tokens at once, without a backend's own code."""
+    """fn compiled once for every number of tokens, without a backend's code generation."""
     return torch.compile(fn, fullgraph=True, dynamic=True, backend="aot_eager")
 
 
@@ -46,8 +46,8 @@ def test_layer(device):
         expected = train(module, module, x)
         counted = module.tokens_per_expert.clone()
         found = train(module, compiled, x)
-        for mine, other in zip(found, expected, strict=True):
-            assert_near(mine, other, slack=16.0)  # the router's products in another layout
+        for value, other in zip(found, expected, strict=True):
+            assert_near(value, other, slack=16.0)  # the router's GEMMs in another layout
         assert torch.equal(module.tokens_per_expert, 2 * counted)
         module.update_expert_bias()
 
@@ -67,7 +67,7 @@ def test_fused_experts(device, score_on):
 
 
 def test_grouped_mlp(device):
-    """grouped_mlp with counts that change from call to call, and grouped_mm and permute beside it."""
+    """grouped_mlp with counts that change from call to call, together with grouped_mm and permute."""
 
     def layer(x, w1, w2, w3, ids, scores):
         rows, plan = fused_moe.permute(x, ids, 5)
@@ -88,7 +88,7 @@ def test_grouped_mlp(device):
 
 
 def test_autocast_inside(device):
-    """A region under autocast compiles, and its products run in bfloat16."""
+    """A region under autocast compiles, and its GEMMs run in bfloat16."""
     module = layer(device)
 
     def run(x):
@@ -99,12 +99,12 @@ def test_autocast_inside(device):
     x = torch.randn(20, 16, device=device)
     expected, found = train(module, run, x), train(module, compiled, x)
     assert found[0].dtype == BF16
-    for mine, other in zip(found, expected, strict=True):
-        assert (mine.double() - other.double()).norm() <= 0.02 * other.double().norm()
+    for value, other in zip(found, expected, strict=True):
+        assert (value.double() - other.double()).norm() <= 0.02 * other.double().norm()
 
 
 def test_inference(device):
-    """Without gradients the compiled layer runs experts_up that keeps no h."""
+    """Without gradients the compiled layer's experts_up saves no h."""
     module = layer(device).eval()
     seen = []
 
@@ -126,5 +126,5 @@ def test_inductor(device):
     compiled = torch.compile(module, fullgraph=True)
     x = torch.randn(33, 16, device=device)
     expected, found = train(module, module, x), train(module, compiled, x)
-    for mine, other in zip(found, expected, strict=True):
-        assert_near(mine, other, slack=16.0)
+    for value, other in zip(found, expected, strict=True):
+        assert_near(value, other, slack=16.0)

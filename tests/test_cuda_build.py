@@ -1,11 +1,9 @@
 """What the library holds for GPUs, looked at without one: kernels, targets, local memory, instructions."""
 
+import importlib.util
 import re
 import shutil
 import subprocess
-import sysconfig
-from collections import Counter
-from functools import cache
 from pathlib import Path
 
 import pytest
@@ -17,162 +15,115 @@ from fused_moe.ops import HAS_CUDA_KERNELS, LIBRARY
 MACHINE_CODE, PTX = {"sm_80", "sm_90a"}, {"sm_80"}
 # Mangled names that may keep something in local memory: float64 is there for gradcheck, not for speed.
 MAY_SPILL = re.compile(r"I(NS_8SimtTileI)?d[EL]")
-PRODUCTS = ("grouped_mm", "wgrad", "up_gate", "down_dgrad")
-# Product -> its warpgroups. What each of their threads has of 65536, in eights, setmaxnreg deals out anew.
-HOPPER_PRODUCTS = {
-    "hopper_grouped_mm_kernel": 3,
-    "hopper_up_gate_kernel": 3,
-    "hopper_down_dgrad_kernel": 4,
-    "hopper_wgrad_kernel": 3,
-}
+SM80, SM90 = "4sm80", "4sm90"  # namespaces, mangled
+# GEMM -> warpgroups of its sm_90 kernel, whose threads' registers setmaxnreg deals out anew.
+GEMMS = {"grouped_mm_kernel": 3, "up_gate_kernel": 3, "down_dgrad_kernel": 4, "wgrad_kernel": 3}
+DTYPES = ("__nv_bfloat16", "__half")
+CONTIGUOUS_WGRAD = re.compile(r"WgradConfigI[^L]*Lb0E")  # without GATHER
+FACTS = ("cuda_calls", "cuda_device", "cuda_reset", "facts")
+PLANNERS = ("default_order", "next_tile", "tile_schedule", "wgrad_tiles", "work_tiles")
+HAVE_NO_CUDA_KERNEL = {f"fused_moe::{name}" for name in FACTS + PLANNERS}
+TOOLS = Path(__file__).parents[1] / "tools" / "sass.py"
 
 
-def needs_cuda_kernels() -> None:
-    if not HAS_CUDA_KERNELS:
+@pytest.fixture(scope="module")
+def sass():
+    """tools/sass.py, where its tools are there."""
+    if not TOOLS.exists():
+        pytest.skip("not in a checkout")
+    spec = importlib.util.spec_from_file_location("sass", TOOLS)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    if module.find_cuobjdump() is None:
+        pytest.skip(module.MISSING)
+    return module
+
+
+@pytest.fixture(autouse=True)
+def cuda_kernels(cpu, request):
+    if not HAS_CUDA_KERNELS and request.node.originalname != "test_the_checks_above_see_what_they_look_for":
         pytest.skip("this build has no CUDA kernels")
 
 
-def find_cuobjdump() -> str | None:
-    """From the toolkit, or from PyPI's nvidia-cuda-cuobjdump, which puts it beside its nvdisasm."""
-    folders = sorted(Path(sysconfig.get_path("purelib")).glob("nvidia/*/bin"))
-    for path in (None, "/usr/local/cuda/bin", *map(str, folders)):
-        found = shutil.which("cuobjdump", path=path)
-        # --dump-sass runs nvdisasm
-        if found and (shutil.which("nvdisasm") or (Path(found).parent / "nvdisasm").exists()):
-            return found
-    return None
-
-
-def cuobjdump(library, *options: str) -> str:
-    """What cuobjdump prints of a library."""
-    tool = find_cuobjdump()
-    if tool is None:
-        pytest.skip("needs cuobjdump and nvdisasm: a CUDA toolkit, or pip install nvidia-cuda-cuobjdump")
-    path = f"{Path(tool).parent}:/usr/bin:/bin"
-    command = [tool, *options, str(library)]
-    return subprocess.run(command, capture_output=True, text=True, check=True, env={"PATH": path}).stdout
-
-
-def targets(library) -> tuple[set[str], set[str]]:
-    """The architectures of the machine code and of the PTX inside."""
-    elf = cuobjdump(library, "--list-elf")
-    ptx = cuobjdump(library, "--list-ptx")
-    return (set(re.findall(r"\.(sm_\w+)\.cubin", elf)), set(re.findall(r"\.(sm_\w+)\.ptx", ptx)))
-
-
-def resources(library) -> dict[tuple[str, str], dict[str, int]]:
-    """{(architecture, mangled kernel): {"REG": .., "STACK": .., "SHARED": .., "LOCAL": ..}}"""
-    found, arch = {}, ""
-    lines = iter(cuobjdump(library, "--dump-resource-usage").splitlines())
-    for line in lines:
-        if match := re.match(r"arch = (\w+)", line):
-            arch = match[1]
-        elif match := re.match(r"\s*Function (\w+):", line):
-            found[arch, match[1]] = {n: int(v) for n, v in re.findall(r"(\w+):(\d+)", next(lines))}
-    return found
-
-
-@cache
-def instructions(library, arch: str) -> dict[str, Counter[str]]:
-    """How often each mangled kernel has an instruction: by its name, such as STG, by this with what it does,
-    such as STG.E.128, and by "HGMMA.. gsb0" where the SM waits for it."""
-    found, current = {}, Counter()
-    for line in cuobjdump(library, "--dump-sass", "--gpu-architecture", arch).splitlines():
-        if match := re.match(r"\s*Function : (\w+)", line):
-            current = found.setdefault(match[1], Counter())
-        elif match := re.match(r"\s*/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+\s+)?(([A-Z][A-Z0-9]*)[\w.]*)", line):
-            current.update({*match.groups()})
-            if "gsb0" in line:
-                current[f"{match[1]} gsb0"] += 1
-    return found
-
-
 @pytest.mark.quick
-def test_every_operator_has_a_cuda_kernel(cpu):
-    """What the CPU tier computes, the CUDA tiers compute."""
-    needs_cuda_kernels()
+def test_every_operator_has_a_cuda_kernel():
+    """Every operator of the schema list, but the library's facts and the planners of pictures."""
     names = {n for n in torch._C._dispatch_get_all_op_names() if n.startswith("fused_moe::")}
     has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
-    on_the_cpu = {n for n in names if has_kernel(n, "CPU")}
-    assert len(on_the_cpu) >= 18
-    assert {n for n in on_the_cpu if not has_kernel(n, "CUDA")} == set()
+    assert {n for n in names if not has_kernel(n, "CUDA")} == HAVE_NO_CUDA_KERNEL
+    assert {n for n in names if not has_kernel(n, "CPU")} == HAVE_NO_CUDA_KERNEL
 
 
 @pytest.mark.quick
-def test_targets(cpu):
+def test_targets(sass):
     """Machine code of both tiers, and PTX for the GPUs that come after them."""
-    needs_cuda_kernels()
-    assert targets(LIBRARY) == (MACHINE_CODE, PTX)
+    assert sass.targets(LIBRARY) == (MACHINE_CODE, PTX)
 
 
-def test_no_kernel_spills(cpu):
+def test_no_kernel_spills(sass):
     """No kernel keeps registers or arrays in local memory, which is device memory."""
-    needs_cuda_kernels()
-    ours = {key: used for key, used in resources(LIBRARY).items() if "fused_moe" in key[1]}
+    ours = {key: used for key, used in sass.resources(LIBRARY).items() if "fused_moe" in key[1]}
     assert {arch for arch, _ in ours} == MACHINE_CODE
     spilling = {key: used for key, used in ours.items() if used["STACK"] or used["LOCAL"]}
     assert {key: used for key, used in spilling.items() if not MAY_SPILL.search(key[1])} == {}
 
 
 @pytest.mark.parametrize("arch", sorted(MACHINE_CODE))
-def test_products_run_on_the_tensor_cores(cpu, arch):
-    """Both half-precision dtypes of every product: matrix instructions fed by cp.async and ldmatrix, and
-    results stored 16 bytes at a time, which nvcc has been seen to take apart."""
-    needs_cuda_kernels()
-    kernels = instructions(LIBRARY, arch)
-    for product in PRODUCTS:
-        for dtype in ("__nv_bfloat16", "__half"):
-            mine = [used for n, used in kernels.items() if f"{product}_kernel" in n and dtype in n]
-            matrix = [used for used in mine if "HMMA" in used]
-            assert matrix and all("LDSM" in used for used in matrix), f"{product}, {dtype}"
-            assert all("STG.E.128" in used for used in matrix), f"{product}, {dtype}: stores taken apart"
-            assert any("LDGSTS" in used for used in matrix), f"{product}, {dtype}: no asynchronous copy"
+def test_sm80_gemms_run_on_the_tensor_cores(sass, arch):
+    """Both half-precision dtypes of every GEMM: mma fed by cp.async and ldmatrix, and results stored 16
+    bytes at a time, which nvcc has been seen to take apart."""
+    kernels = sass.instructions(LIBRARY, arch)
+    for gemm in GEMMS:
+        for dtype in DTYPES:
+            mine = [used for n, used in kernels.items() if SM80 in n and gemm in n and dtype in n]
+            tensor_cores = [used for used in mine if "HMMA" in used]
+            assert tensor_cores and all("LDSM" in used for used in tensor_cores), f"{gemm}, {dtype}"
+            taken_apart = [used for used in tensor_cores if "STG.E.128" not in used]
+            assert not taken_apart, f"{gemm}, {dtype}: stores taken apart"
+            assert any("LDGSTS" in used for used in tensor_cores), f"{gemm}, {dtype}: no cp.async"
 
 
 @pytest.mark.quick
-def test_hopper_kernels_are_there(cpu):
+def test_sm90_gemms_are_there(sass):
     """For sm_90a alone, in both half-precision dtypes and with weights dense either way, with all registers
     that a launch of its threads may have."""
-    needs_cuda_kernels()
-    ours = {key: used for key, used in resources(LIBRARY).items() if "hopper_" in key[1]}
+    ours = {key: used for key, used in sass.resources(LIBRARY).items() if SM90 in key[1]}
     assert {arch for arch, _ in ours} == {"sm_90a"}
-    for product, warpgroups in HOPPER_PRODUCTS.items():
-        for dtype in ("__nv_bfloat16", "__half"):
-            mine = {n: used for (_, n), used in ours.items() if product in n and dtype in n}
-            if product == "hopper_wgrad_kernel":  # gathering, as the weight lies, in its dtype: or not
+    for gemm, warpgroups in GEMMS.items():
+        for dtype in DTYPES:
+            mine = {n: used for (_, n), used in ours.items() if gemm in n and dtype in n}
+            if gemm == "wgrad_kernel":  # gathering or not, float32 or its own dtype, transposed or not
                 assert len(mine) == 8, dtype
             else:
                 majors = {int(re.search(r"5MajorE(\d)E", n)[1]) for n in mine}
-                assert majors == {0, 1}, f"{product}, {dtype}"
+                assert majors == {0, 1}, f"{gemm}, {dtype}"
             registers = 65536 // (warpgroups * 128) // 8 * 8
-            assert {used["REG"] for used in mine.values()} == {registers}, f"{product}, {dtype}"
+            assert {used["REG"] for used in mine.values()} == {registers}, f"{gemm}, {dtype}"
 
 
-def test_hopper_kernels_run_on_wgmma_and_the_copy_engine(cpu):
-    """wgmma fed by TMA through mbarriers, results stored by TMA, but down_dgrad's by its finisher; all but
-    grouped_mm and the wgrad of rows that lie ready gather rows by cp.async."""
-    needs_cuda_kernels()
-    kernels = instructions(LIBRARY, "sm_90a")
-    for product in HOPPER_PRODUCTS:
-        mine = {n: used for n, used in kernels.items() if product in n}
-        assert mine, product
-        for name, used in mine.items():
-            missing = {"HGMMA", "UTMALDG", "SYNCS", "USETMAXREG"} - used.keys()
-            assert not missing, f"{name}: no {missing}"
-            assert "HMMA" not in used, name
-            assert ("UTMASTG" in used) == (product != "hopper_down_dgrad_kernel"), name
-            gathers = product != "hopper_grouped_mm_kernel" and not re.search(r"WgradTileI[^L]*Lb0E", name)
-            assert ("LDGSTS" in used) == gathers, name
-
-
-def test_products_of_hopper_kernels_are_not_serialised(cpu):
-    """Where registers run short, ptxas waits for each product (its warnings C7510 to C7512): all have gsb0,
-    which belongs to the last one of a step alone."""
-    needs_cuda_kernels()
-    kernels = instructions(LIBRARY, "sm_90a")
-    mine = {n: used for n, used in kernels.items() if any(product in n for product in HOPPER_PRODUCTS)}
+def sm90_gemms(sass) -> dict:
+    kernels = sass.instructions(LIBRARY, "sm_90a")
+    mine = {n: used for n, used in kernels.items() if SM90 in n and any(gemm in n for gemm in GEMMS)}
     assert mine
-    for name, used in mine.items():
+    return mine
+
+
+def test_sm90_gemms_run_on_wgmma_and_tma(sass):
+    """wgmma fed by TMA through mbarriers, results stored by TMA, but down_dgrad's by its epilogue warps;
+    all but grouped_mm and the wgrad of contiguous rows gather rows by cp.async."""
+    for name, used in sm90_gemms(sass).items():
+        missing = {"HGMMA", "UTMALDG", "SYNCS", "USETMAXREG"} - used.keys()
+        assert not missing, f"{name}: no {missing}"
+        assert "HMMA" not in used, name
+        assert ("UTMASTG" in used) == ("down_dgrad_kernel" not in name), name
+        contiguous = "grouped_mm_kernel" in name or CONTIGUOUS_WGRAD.search(name)
+        assert ("LDGSTS" in used) == (not contiguous), name
+
+
+def test_wgmma_is_not_serialised(sass):
+    """Where registers run short, ptxas waits for each wgmma (its warnings C7510 to C7512): all have gsb0,
+    which belongs to the last one of a k-tile alone."""
+    for name, used in sm90_gemms(sass).items():
         if "down_dgrad" in name:
             widths = (128,)
         elif "wgrad" in name:
@@ -180,9 +131,9 @@ def test_products_of_hopper_kernels_are_not_serialised(cpu):
         else:
             widths = (256, *((128,) if "grouped_mm" in name else ()), 64, 32, 8)
         for width in widths:
-            products = {i: count for i, count in used.items() if i.startswith(f"HGMMA.64x{width}x16")}
-            waited = sum(count for i, count in products.items() if i.endswith(" gsb0"))
-            free = sum(products.values()) - 2 * waited  # those waited for are counted by both names
+            wgmmas = {i: count for i, count in used.items() if i.startswith(f"HGMMA.64x{width}x16")}
+            waited = sum(count for i, count in wgmmas.items() if i.endswith(" gsb0"))
+            free = sum(wgmmas.values()) - 2 * waited  # those waited for are counted by both names
             assert free >= 2 * waited > 0, f"{name}, {width} wide: {free} go on, {waited} are waited for"
 
 
@@ -205,7 +156,7 @@ __global__ void keeps_an_array(float *x, int n) {
 """
 
 
-def test_the_checks_above_see_what_they_look_for(cpu, tmp_path):
+def test_the_checks_above_see_what_they_look_for(sass, tmp_path):
     """A library of two kernels: its targets, the one with local memory, the one with an asynchronous copy."""
     nvcc = shutil.which("nvcc")
     if nvcc is None:
@@ -215,11 +166,11 @@ def test_the_checks_above_see_what_they_look_for(cpu, tmp_path):
     code = ["arch=compute_80,code=sm_80", "arch=compute_80,code=compute_80", "arch=compute_90a,code=sm_90a"]
     flags = ["-O3", "-shared", "-Xcompiler=-fPIC", *(f"-gencode={c}" for c in code)]
     subprocess.run([nvcc, *flags, "-o", library, tmp_path / "two.cu"], check=True)
-    assert targets(library) == (MACHINE_CODE, PTX)
-    used = resources(library)
+    assert sass.targets(library) == (MACHINE_CODE, PTX)
+    used = sass.resources(library)
     assert {arch for arch, _ in used} == MACHINE_CODE
     for (_, name), amounts in used.items():
         assert bool(amounts["STACK"]) == ("keeps_an_array" in name)
     for arch in MACHINE_CODE:
-        found = instructions(library, arch)
+        found = sass.instructions(library, arch)
         assert {n for n, used in found.items() if "LDGSTS" in used} == {n for n in found if "copies" in n}

@@ -1,7 +1,7 @@
 """fused_moe.distributed and fully_shard in two processes: the outputs, gradients and state dicts of one.
 
-The tests share two worker processes, because starting one costs more than any test. A test sends both a
-function of this file and judges here what they return.
+The tests share two worker processes, because starting one takes longer than any test. A test sends both a
+function of this file and checks their results here.
 """
 
 import io
@@ -31,14 +31,17 @@ from fused_moe.distributed import ExpertParallel
 
 RANKS = 2
 T, D, F, E, K = 22, 20, 12, 6, 2
-TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}  # of the norm; bf16 rounds dy once more on its way
+TOLERANCE = {
+    torch.float32: 1e-5,
+    torch.bfloat16: 2e-2,
+}  # of the norm; bf16 rounds dy once more for the exchange
 
 
 # --- two workers --------------------------------------------------------------------------------------
 
 
 def serve(rank, device_type, store, pipe):
-    """A worker: runs what it is sent until the pipe closes."""
+    """A worker process: runs the functions that it is sent until the pipe closes."""
     device = torch.device(device_type, rank if device_type == "cuda" else None)
     if device_type == "cuda":
         torch.cuda.set_device(device)
@@ -65,7 +68,7 @@ def serve(rank, device_type, store, pipe):
 
 
 def to_bytes(value):
-    """For a pipe, which would put tensors into shared memory, and not everybody may write there."""
+    """Bytes for a pipe, which would put tensors into shared memory; that may be read-only."""
     file = io.BytesIO()
     torch.save(value, file)
     return file.getvalue()
@@ -119,7 +122,7 @@ def workers(device, tmp_path_factory):
 
 
 def new_layer(device, dtype=torch.float32):
-    """The same layer in every process, with every kind of parameter and buffer."""
+    """A layer with every kind of parameter and buffer, the same in every process."""
     torch.manual_seed(1)
     layer = FusedMoE(
         D,
@@ -136,7 +139,7 @@ def new_layer(device, dtype=torch.float32):
 
 
 def new_signals(device, dtype=torch.float32):
-    """x and dout of all ranks together."""
+    """x and dout of all ranks, concatenated."""
     generator = torch.Generator().manual_seed(2)
     return [torch.randn(T, D, generator=generator).to(device, dtype) for _ in range(2)]
 
@@ -165,7 +168,7 @@ def step(layer, x, dout):
 
 
 def merged(results, added):
-    """One process's tensors of the ranks': tokens one after the other, of `added` gradients the sum."""
+    """The ranks' tensors as those of one process: tokens concatenated, `added` gradients summed."""
     first, second = results
     assert first.keys() == second.keys()
     merge = {}
@@ -219,9 +222,9 @@ def parallel_experts(rank, device, ids, options, cut, recompute=False):
 @pytest.mark.parametrize("static", (False, True), ids=("exact", "static"))
 @pytest.mark.parametrize("routing", cases.ROUTINGS)
 def test_any_routing(workers, device, routing, static):
-    """Experts without rows, all rows for one rank's expert, ids of nobody, no rows at all."""
+    """Experts without rows, all rows for one rank's expert, remote ids, no rows at all."""
     ids = cases.make_ids(routing, T, K, E)
-    # Of the static capacity no rank may have more tokens than another.
+    # With a static capacity all ranks need the same number of tokens.
     results = workers(parallel_experts, ids, {"static": static}, EVEN if static else UNEVEN)
     found = merged(results, added=("counts", "dropped"))
     assert found.pop("dropped") == 0
@@ -238,7 +241,7 @@ def test_a_rank_without_tokens(workers, device):
 
 
 def kept_ids(ids, capacity):
-    """ids of one rank, -1 where a slot is past a peer's capacity in the order of its experts."""
+    """ids of one rank, -1 where a slot exceeds a peer's capacity, in expert order."""
     order = ids.flatten().argsort(stable=True)
     kept = torch.full_like(ids.flatten(), -1)
     for peer in range(RANKS):
@@ -249,7 +252,7 @@ def kept_ids(ids, capacity):
 
 @pytest.mark.parametrize("recompute", (False, True), ids=("once", "checkpointed"))
 def test_overflow_is_counted(workers, device, recompute):
-    """What does not fit adds nothing, and the user can read how much that was; once, if computed twice."""
+    """Dropped rows add nothing and are counted, once even if recomputed."""
     ids, capacity = cases.make_ids("random", T, K, E), 9
     options = {"static": True, "capacity": capacity, "overflow": "drop"}
     found = merged(workers(parallel_experts, ids, options, EVEN, recompute), added=("counts", "dropped"))
@@ -258,12 +261,12 @@ def test_overflow_is_counted(workers, device, recompute):
     assert found.pop("dropped") == num_dropped > 0
     assert not found["dscores"][kept < 0].any()
     expected = experts_step(new_layer(device).experts, *experts_signals(device, kept))
-    expected["counts"] = ids.flatten().bincount(minlength=E).int()  # of what the router asked for
+    expected["counts"] = ids.flatten().bincount(minlength=E).int()  # as the router chose them
     assert_close(found, expected, TOLERANCE[torch.float32])
 
 
 def test_overflow_is_an_error(workers, cpu):
-    """On a GPU this ends the process, as every device-side assertion does."""
+    """On a GPU this terminates the process, as any device-side assertion."""
     ids = cases.make_ids("one", T, K, E)
     with pytest.raises(RuntimeError, match="more than capacity = 9 rows for a rank"):
         workers(parallel_experts, ids, {"static": True, "capacity": 9}, EVEN)
@@ -319,7 +322,7 @@ def autocast_layer(rank, device):
 
 
 def test_autocast(workers, device):
-    """Rows travel in the dtype that the products have."""
+    """Rows are exchanged in the dtype of the GEMMs."""
     results = workers(autocast_layer)
     with torch.autocast(device.type, dtype=torch.bfloat16):
         expected = new_layer(device)(new_signals(device)[0])
@@ -330,7 +333,7 @@ def test_autocast(workers, device):
 
 
 def main_grad_layer(rank, device):
-    """The experts' gradients, added to main_grads of ones."""
+    """The experts' gradients, accumulated into main_grads of ones."""
     layer = new_layer(device)
     parallelize_module(layer, init_device_mesh(device.type, (RANKS,)), ExpertParallel())
     weights = {n: p for n, p in layer.experts.named_parameters() if n.startswith("w")}
@@ -368,7 +371,7 @@ def check_round_trip(layer, other):
     assert list(state) == list(new_layer("cpu").state_dict())
     for p in other.parameters():
         torch.nn.init.zeros_(p)
-    # Of a copy, because it puts DTensors into the dict it is given.
+    # On a copy, because it puts DTensors into its argument.
     set_model_state_dict(other, dict(state), options=StateDictOptions(full_state_dict=True))
     again = full_state(other)
     assert all(torch.equal(again[name], value) for name, value in state.items())
@@ -419,7 +422,7 @@ def fsdp_and_expert_parallel_layer(rank, device, shape):
 
 @pytest.mark.parametrize("shape", ((1, 2), (2, 1)), ids=str)
 def test_fully_shard_beside_expert_parallel(workers, device, shape):
-    """As ExpertParallel's docstring says it: means over all ranks, of the experts' gradients too."""
+    """As in ExpertParallel's docstring: all gradients are means over all ranks, the experts' too."""
     found = merged(workers(fsdp_and_expert_parallel_layer, shape), added=())
     expected = step(new_layer(device), *new_signals(device))
     for name, value in expected.items():
@@ -447,7 +450,7 @@ def refusals(rank, device):
     found = []
     for module, mesh in wrong:
         try:
-            # Not by parallelize_module, which has a message of its own for the square mesh.
+            # Not through parallelize_module, which has its own message for the square mesh.
             ExpertParallel()._apply(module, mesh)
         except (TypeError, ValueError) as error:
             found.append(f"{type(error).__name__} {error}")

@@ -1,4 +1,4 @@
-"""Wrong calls: TypeError or ValueError that tell what was expected and found, before anything runs."""
+"""Wrong calls raise TypeError or ValueError with expected and found, before anything runs."""
 
 import re
 
@@ -8,6 +8,7 @@ from cases import BF16, F16, F32, Calls
 
 import fused_moe
 from fused_moe import FusedMoE, fused_experts, grouped_mlp, grouped_mm, permute, route, unpermute
+from fused_moe.ops import UNGATED
 
 ops = torch.ops.fused_moe
 T, D, F, E, K = 6, 8, 4, 3, 2
@@ -15,7 +16,7 @@ FLOAT = r"dtype float32 or bfloat16 or float16 or float64"
 
 
 def experts(**changes):
-    """A right call of fused_experts, but for `changes`."""
+    """A valid call of fused_experts, except for `changes`."""
     arguments = {
         "x": torch.randn(T, D),
         "w1": torch.randn(E, F, D),
@@ -28,7 +29,7 @@ def experts(**changes):
 
 
 def mlp(**changes):
-    """A right call of grouped_mlp, but for `changes`."""
+    """A valid call of grouped_mlp, except for `changes`."""
     _, arguments = experts()
     rows = {"x_rows": arguments["x"], "counts": torch.tensor([2, 0, 4])}
     return grouped_mlp, {n: arguments[n] for n in ("w1", "w2", "w3")} | rows | changes
@@ -38,7 +39,7 @@ def router(**changes):
     return route, {"logits": torch.randn(T, 8), "top_k": 2} | changes
 
 
-def product(**changes):
+def gemm(**changes):
     ends = torch.tensor([2, 2, 6], dtype=torch.int32)
     return grouped_mm, {"a": torch.randn(T, D), "b": torch.randn(E, F, D), "offsets": ends} | changes
 
@@ -106,13 +107,13 @@ TABLE = [
      ValueError, r"scores of shape \(T, K\) = \(6, 2\)", r"\(6, 3\)"),
     (combination(scores=torch.zeros(T, K).int()), TypeError, f"scores of {FLOAT}", "torch.int32"),
     # grouped_mm
-    (product(a=torch.randn(T)), ValueError, "a of 2 dimensions", r"shape \(6,\)"),
-    (product(b=torch.randn(F, D)), ValueError, "b of 3 dimensions", r"shape \(4, 8\)"),
-    (product(b=torch.randn(E, F, 7)), ValueError, r"= \(3, 4, 8\)", r"\(3, 4, 7\)"),
-    (product(b=torch.randn(E, F, D).double()),
+    (gemm(a=torch.randn(T)), ValueError, "a of 2 dimensions", r"shape \(6,\)"),
+    (gemm(b=torch.randn(F, D)), ValueError, "b of 3 dimensions", r"shape \(4, 8\)"),
+    (gemm(b=torch.randn(E, F, 7)), ValueError, r"= \(3, 4, 8\)", r"\(3, 4, 7\)"),
+    (gemm(b=torch.randn(E, F, D).double()),
      TypeError, "a's dtype torch.float32", "torch.float64"),
-    (product(offsets=torch.tensor([2, 2, 6])), TypeError, "offsets of dtype int32", "torch.int64"),
-    (product(offsets=torch.zeros(4, dtype=torch.int32)), ValueError, r"\(E\) = \(3,\)", r"\(4,\)"),
+    (gemm(offsets=torch.tensor([2, 2, 6])), TypeError, "offsets of dtype int32", "torch.int64"),
+    (gemm(offsets=torch.zeros(4, dtype=torch.int32)), ValueError, r"\(E\) = \(3,\)", r"\(4,\)"),
     # fused_experts
     (experts(x=torch.randn(2, T, D)), ValueError, "x of 2 dimensions", r"shape \(2, 6, 8\)"),
     (experts(x=torch.randn(T, 7)), ValueError, r"x of shape \(T, D\) = \(6, 8\)", r"\(6, 7\)"),
@@ -180,7 +181,7 @@ def names() -> list[str]:
 
 
 def moved(arguments: dict, device) -> dict:
-    """The arguments with their tensors, a plan's too, on the device."""
+    """The arguments with their tensors, also those of a plan, on the device."""
 
     def move(value):
         if isinstance(value, fused_moe.Plan):
@@ -193,7 +194,7 @@ def moved(arguments: dict, device) -> dict:
 @pytest.mark.quick
 @pytest.mark.parametrize("call, error, expected, found", TABLE, ids=names())
 def test_table(device, call, error, expected, found):
-    """A wrong call raises the kind of error that it is, names both sides, and ran no operator."""
+    """A wrong call raises the right type of error with expected and found, and runs no operator."""
     fn, arguments = call
     arguments = moved(arguments, device)
     before = {n: t.clone() for n, t in arguments.items() if torch.is_tensor(t)}
@@ -221,7 +222,7 @@ def test_counts_are_checked_on_the_cpu(cpu, counts):
 
 def test_right_calls_are_right(device):
     """The table's calls without changes run: each fails for its own reason."""
-    for call in (experts, mlp, router, product, permutation, combination):
+    for call in (experts, mlp, router, gemm, permutation, combination):
         fn, arguments = call()
         fn(**moved(arguments, device))
     fn, arguments = module()
@@ -234,7 +235,7 @@ def test_right_calls_are_right(device):
     ids=("width", "scalar", "list"),
 )
 def test_layer_input(device, x, found):
-    """FusedMoE's forward tells the width it wants."""
+    """FusedMoE's forward names the width that it expects."""
     x = x.to(device) if torch.is_tensor(x) else x
     with pytest.raises((TypeError, ValueError), match=rf"FusedMoE: expected .*D = 8, found {found}"):
         FusedMoE(D, F, E, K, device=device)(x)
@@ -253,23 +254,22 @@ def test_meta_arguments_are_not_mixed(device):
             fn(**arguments)
 
 
-# --- torch.ops called directly: nothing is touched out of range -----------------------------------
+# --- torch.ops called directly: no access out of range --------------------------------------------
 
 
 def operator_calls(device) -> tuple[dict, dict]:
-    """Calls that would read or write out of range if the operator believed them: shapes, and values."""
+    """Calls that would read or write out of range if the operator did not check: by shape, and by value."""
     ids = torch.arange(T * K, device=device, dtype=torch.int32).remainder(E).view(T, K)
     plan = fused_moe.route_plan(ids, E)
-    moves, maps = plan[1:5], plan[1:]
+    maps, no_maps = plan.tensors, plan.tensors[:2]  # offsets, schedule, row_token, row_slot, token_row
     x, rows, scores = (torch.randn(s, device=device) for s in ((T, D), (T * K, D), (T, K)))
     w1, w2, w3 = (torch.randn(s, device=device) for s in ((E, F, D), (E, D, F), (E, F, D)))
     a, h = torch.randn(T * K, F, device=device), torch.randn(T * K, 2 * F, device=device)
-    ends, act = plan.offsets[1:].contiguous(), (0, 1.0, 1.0)
+    ends, act = plan.offsets[1:].contiguous(), (0, [1.0, 1.0])
     up = (x, w1, w3, None, None)
-    no_maps = (plan.offsets, None, None, None, plan.tiles)
 
-    def changed(i, value, values=moves):
-        return [value if j == i else v for j, v in enumerate(values)]
+    def changed(i, value):
+        return [value if j == i else v for j, v in enumerate(maps)]
 
     far = torch.full_like(plan.row_token, 10**6)
     before = torch.full_like(plan.row_token, -5)
@@ -295,13 +295,13 @@ def operator_calls(device) -> tuple[dict, dict]:
         "route_plan: flat ids": (ops.route_plan, ids.flatten(), 3),
         "count_plan: float counts": (ops.count_plan, torch.ones(3, device=device), 9),
         "count_plan: negative rows": (ops.count_plan, torch.zeros(3, device=device).int(), -1),
-        "permute: short row_token": (ops.permute, x, *changed(1, plan.row_token[:5])),
-        "permute: int64 row_token": (ops.permute, x, *changed(1, plan.row_token.long())),
-        "permute: maps of more tokens": (ops.permute, x[:3], *moves),
-        "unpermute: short rows": (ops.unpermute, rows[:7], None, *moves),
-        "unpermute: scores of another shape": (ops.unpermute, rows, scores[:, :1], *moves),
-        "unpermute: half scores": (ops.unpermute, rows, scores.half(), *moves),
-        "unpermute_backward: short dout": (ops.unpermute_backward, x[:2], rows, scores, *moves, True, True),
+        "permute: short row_token": (ops.permute, x, changed(2, plan.row_token[:5])),
+        "permute: int64 row_token": (ops.permute, x, changed(2, plan.row_token.long())),
+        "permute: maps of more tokens": (ops.permute, x[:3], maps),
+        "unpermute: short rows": (ops.unpermute, rows[:7], None, maps),
+        "unpermute: scores of another shape": (ops.unpermute, rows, scores[:, :1], maps),
+        "unpermute: half scores": (ops.unpermute, rows, scores.half(), maps),
+        "unpermute_backward: short dout": (ops.unpermute_backward, x[:2], rows, scores, maps, True, True),
         "grouped_mm: int64 offsets": (ops.grouped_mm, a, w2, ends.long()),
         "grouped_mm: offsets of fewer experts": (ops.grouped_mm, a, w2, ends[:2]),
         "grouped_mm: another width": (ops.grouped_mm, rows, w2, ends),
@@ -309,49 +309,54 @@ def operator_calls(device) -> tuple[dict, dict]:
         "wgrad: fewer rows in b": (ops.wgrad, a, rows[:5], ends),
         "wgrad: both gathered": (ops.wgrad, a, x, ends, plan.row_token, plan.row_token),
         "wgrad_accumulate: fewer experts in dw": (ops.wgrad_accumulate, a, rows, ends, w1[:2]),
-        "up_gate: maps in part": (ops.up_gate, *up, *changed(2, None, maps), 0, *act),
-        "up_gate: unknown layout": (ops.up_gate, *up, *maps, 9, *act),
-        "up_gate: unknown activation": (ops.up_gate, *up, *maps, 0, 17, 1.0, 1.0),
-        "up_gate: w3 with a packed layout": (ops.up_gate, *up, *maps, 1, *act),
+        "up_gate: a plan of three tensors": (ops.up_gate, *up, maps[:3], 0, *act),
+        "up_gate: an empty plan": (ops.up_gate, *up, [], 0, *act),
+        "up_gate: int64 schedule": (ops.up_gate, *up, changed(1, plan.schedule.long()), 0, *act),
+        "up_gate: one constant": (ops.up_gate, *up, maps, 0, 0, [1.0]),
+        "up_gate: three constants": (ops.up_gate, *up, maps, 0, 0, [1.0, 1.0, 1.0]),
+        "permute: a plan without row maps": (ops.permute, x, no_maps),
+        "unpermute: a plan without row maps": (ops.unpermute, rows, None, no_maps),
+        "up_gate: unknown layout": (ops.up_gate, *up, maps, 9, *act),
+        "up_gate: unknown activation": (ops.up_gate, *up, maps, 0, 17, [1.0, 1.0]),
+        "up_gate: w3 with a packed layout": (ops.up_gate, *up, maps, 1, *act),
         "up_gate: b3 with a packed layout": (
-            ops.up_gate, x, w1, None, None, w1[:, : w1.size(1) // 2, 0], *maps, 1, *act),
-        "up_gate: narrow b1": (ops.up_gate, x, w1, w3, w1[:, 0, :1], None, *maps, 0, *act),
-        "up_gate: odd packed width": (ops.up_gate, x, w1[:, :3], None, None, None, *maps, 2, *act),
-        "up_gate: offsets of fewer experts": (ops.up_gate, *up, *changed(0, plan.offsets[:3], maps), 0, *act),
-        "up_gate: tiles of another size": (ops.up_gate, *up, *changed(4, plan.tiles[:3], maps), 0, *act),
-        "up_dgrad: narrow dh": (ops.up_dgrad, a, w1, w3, plan.offsets, 0),
-        "act_dgrad: fewer rows of h": (ops.act_dgrad, a, h[:3], 0, *act),
-        "down_dgrad: narrow h": (ops.down_dgrad, x, w2, None, a, scores, *maps, 0, *act),
+            ops.up_gate, x, w1, None, None, w1[:, : w1.size(1) // 2, 0], maps, 1, *act),
+        "up_gate: narrow b1": (ops.up_gate, x, w1, w3, w1[:, 0, :1], None, maps, 0, *act),
+        "up_gate: odd packed width": (ops.up_gate, x, w1[:, :3], None, None, None, maps, 2, *act),
+        "up_gate: offsets of fewer experts": (ops.up_gate, *up, changed(0, plan.offsets[:3]), 0, *act),
+        "up_gate: schedule of another size": (ops.up_gate, *up, changed(1, plan.schedule[:3]), 0, *act),
+        "up_dgrad: narrow dh": (ops.up_dgrad, a, w1, w3, maps, 0),
+        "down_dgrad: narrow h": (ops.down_dgrad, x, w2, None, a, scores, maps, 0, *act),
         "experts_up: scores without maps": (
-            ops.experts_up, rows, w1, w3, None, None, scores, *no_maps, 0, *act, True),
-        "experts_up: other width of x": (ops.experts_up, a, *up[1:], None, *no_maps, 0, *act, True),
+            ops.experts_up, rows, w1, w3, None, None, scores, no_maps, 0, *act, True),
+        "experts_up: other width of x": (ops.experts_up, a, *up[1:], None, no_maps, 0, *act, True),
         "experts_up_backward: w3 wanted but absent": (
-            ops.experts_up_backward, a, x, w1, None, None, *maps, 3, *[True] * 3, *[False] * 3),
+            ops.experts_up_backward, a, x, w1, None, None, maps, 3, *[True] * 3, *[False] * 3),
         "experts_up_backward: no h's gradient": (
-            ops.experts_up_backward, h[:0], x, w1, w3, None, *maps, 0, *[True] * 3, *[False] * 3),
+            ops.experts_up_backward, h[:0], x, w1, w3, None, maps, 0, *[True] * 3, *[False] * 3),
         "experts_up_backward_accumulate: main_grad of another shape": (
-            ops.experts_up_backward_accumulate, h, x, w1, w3, None, *maps, 0, *[True] * 3, *[False] * 3,
+            ops.experts_up_backward_accumulate, h, x, w1, w3, None, maps, 0, *[True] * 3, *[False] * 3,
             w1, w2),
         "experts_down_backward_accumulate: half main_grad": (
-            ops.experts_down_backward_accumulate, x, h, w2, None, None, *maps, 0, *act, *[True] * 2,
+            ops.experts_down_backward_accumulate, x, h, w2, None, None, maps, 0, *act, *[True] * 2,
             *[False] * 2, w2.half()),
-        "experts_down: short a": (ops.experts_down, a[:5], None, w2, None, scores, *maps, 0, *act),
+        "experts_down: short a": (ops.experts_down, a[:5], None, w2, None, scores, maps, 0, *act),
         "experts_down_backward: no h": (
-            ops.experts_down_backward, x, h[:0], w2, None, None, *maps, 0, *act, *[True] * 2, *[False] * 2),
+            ops.experts_down_backward, x, h[:0], w2, None, None, maps, 0, *act, *[True] * 2, *[False] * 2),
         "experts_down_backward: db2 wanted without rows": (
-            ops.experts_down_backward, x[:2], h, w2, None, None, *maps, 0, *act, *[True] * 2, *[False] * 2),
+            ops.experts_down_backward, x[:2], h, w2, None, None, maps, 0, *act, *[True] * 2, *[False] * 2),
     }  # fmt: skip
     values = {
         "count_plan: negative count": (ops.count_plan, torch.tensor([-1, 5], device=device), 9),
         "count_plan: more than the rows": (ops.count_plan, torch.tensor([5, 5], device=device), 9),
-        "permute: row_token far away": (ops.permute, x, *changed(1, far)),
-        "permute: row_token below zero": (ops.permute, x, *changed(1, before)),
-        "permute: offsets beyond the rows": (ops.permute, x, *changed(0, beyond)),
-        "permute: falling offsets": (ops.permute, x, *changed(0, falling)),
-        "unpermute: token_row far away": (ops.unpermute, rows, None, *changed(3, far.view(T, K))),
-        "unpermute: token_row below -1": (ops.unpermute, rows, None, *changed(3, before.view(T, K))),
+        "permute: row_token far away": (ops.permute, x, changed(2, far)),
+        "permute: row_token below zero": (ops.permute, x, changed(2, before)),
+        "permute: offsets beyond the rows": (ops.permute, x, changed(0, beyond)),
+        "permute: falling offsets": (ops.permute, x, changed(0, falling)),
+        "unpermute: token_row far away": (ops.unpermute, rows, None, changed(4, far.view(T, K))),
+        "unpermute: token_row below -1": (ops.unpermute, rows, None, changed(4, before.view(T, K))),
         "unpermute_backward: row_slot far away": (
-            ops.unpermute_backward, x, rows, scores, *changed(2, far), True, True),
+            ops.unpermute_backward, x, rows, scores, changed(3, far), True, True),
         "grouped_mm: falling offsets": (ops.grouped_mm, a, w2, falling[1:]),
         "grouped_mm: offsets beyond the rows": (ops.grouped_mm, a, w2, beyond[1:]),
         "grouped_mm: negative offsets": (ops.grouped_mm, a, w2, -ends),
@@ -359,11 +364,11 @@ def operator_calls(device) -> tuple[dict, dict]:
         "wgrad_accumulate: row_token far away": (
             ops.wgrad_accumulate, a, x, ends, torch.zeros_like(w1), None, far),
         "bias_grad: offsets beyond the rows": (ops.bias_grad, a, beyond[1:]),
-        "up_gate: row_token far away": (ops.up_gate, *up, *changed(1, far, maps), 0, *act),
+        "up_gate: row_token far away": (ops.up_gate, *up, changed(2, far), 0, *act),
         "down_dgrad: row_slot far away": (
-            ops.down_dgrad, x, w2, None, h, scores, *changed(2, far, maps), 0, *act),
+            ops.down_dgrad, x, w2, None, h, scores, changed(3, far), 0, *act),
         "experts_down: token_row far away": (
-            ops.experts_down, a, None, w2, None, scores, *changed(3, far.view(T, K), maps), 0, *act),
+            ops.experts_down, a, None, w2, None, scores, changed(4, far.view(T, K)), 0, *act),
     }  # fmt: skip
     return shapes, values
 
@@ -373,7 +378,7 @@ SHAPES, VALUES = operator_calls("cpu")
 
 @pytest.mark.parametrize("name", SHAPES)
 def test_operators_called_directly(device, name):
-    """RuntimeError of the operator, instead of memory touched out of range."""
+    """RuntimeError of the operator, instead of an access out of range."""
     op, *args = operator_calls(device)[0][name]
     with pytest.raises(RuntimeError, match="fused_moe"):
         op(*args)
@@ -381,7 +386,7 @@ def test_operators_called_directly(device, name):
 
 @pytest.mark.parametrize("name", VALUES)
 def test_maps_that_lead_astray(device, name):
-    """RuntimeError on the CPU. A GPU does not read them back: its kernels stay inside the tensors given."""
+    """RuntimeError on the CPU. A GPU does not read them back: its kernels stay inside of the tensors."""
     op, *args = operator_calls(device)[1][name]
     if device.type == "cpu":
         with pytest.raises(RuntimeError, match="fused_moe"):
@@ -399,25 +404,25 @@ def test_operators_tell_both_sides(device):
 
 
 def test_experts_without_h_have_no_gradient(device):
-    """experts_down that was given no h says so in backward."""
+    """The backward of experts_down without h raises."""
     x = torch.randn(T, F, device=device, dtype=F32)
     plan = fused_moe.plan_from_counts(torch.tensor([2, 0, 4], device=device), T)
     w2 = torch.randn(E, D, F, device=device, requires_grad=True)
-    maps = (plan.offsets, None, None, None, plan.tiles)
-    out = ops.experts_down(x, None, w2, None, None, *maps, 0, 0, 1.0, 1.0)
+    out = ops.experts_down(x, None, w2, None, None, plan.tensors, 0, 0, [1.0, 1.0])
     with pytest.raises(RuntimeError, match="was given no h"):
         out.sum().backward()
 
 
-@pytest.mark.parametrize("name", ("bias_grad", "act_dgrad", "route_backward"))
+@pytest.mark.parametrize("name", ("bias_grad", "up_dgrad", "route_backward"))
 def test_operators_without_a_gradient_say_so(device, name):
-    """An operator without a derivative refuses instead of cutting the graph silently."""
+    """An operator without a derivative raises instead of cutting the graph silently."""
     x = torch.randn(T, F, device=device, requires_grad=True)
     ends = torch.tensor([2, 2, 6], dtype=torch.int32, device=device)
     ids = torch.zeros(T, 1, dtype=torch.int32, device=device)
+    plan = fused_moe.plan_from_counts(torch.tensor([2, 0, 4], device=device), T).tensors
     results = {
         "bias_grad": lambda: ops.bias_grad(x, ends),
-        "act_dgrad": lambda: ops.act_dgrad(x, torch.randn(T, F, device=device), 3, 0, 1.0, 1.0),
+        "up_dgrad": lambda: ops.up_dgrad(x, torch.randn(3, F, D, device=device), None, plan, UNGATED),
         "route_backward": lambda: ops.route_backward(torch.ones(T, 1, device=device), x, ids, 0, False, 1.0),
     }
     with pytest.raises(RuntimeError, match=f"fused_moe: {name} (has no gradient|cannot be differentiated)"):
@@ -425,7 +430,7 @@ def test_operators_without_a_gradient_say_so(device, name):
 
 
 def test_sizes_that_kernels_cannot_count_are_refused(device):
-    """A weight wider, and a plan longer, than 32 bits hold with what kernels add, before any output."""
+    """A weight too wide, and a plan too long, for 32-bit arithmetic in the kernels: refused first."""
     zero = torch.zeros(1, 1, device=device)
     ends = torch.ones(1, dtype=torch.int32, device=device)
     wide = zero.view(1, 1, 1).expand(1, 2**30, 1)

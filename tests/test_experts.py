@@ -40,7 +40,7 @@ ALL_LAYOUTS = pytest.mark.parametrize("layout", LAYOUTS)
 
 
 def test_the_reference_is_the_plain_sum(cpu):
-    """What everything here is compared with: one token and one slot at a time, in float64."""
+    """The reference is compared with a loop over single tokens and slots, in float64."""
     for layout in LAYOUTS:
         case = Case(7, 5, 3, 4, 2, F64, "sentinels", layout, bias=True)
         p = Parts(case, cpu)
@@ -66,7 +66,7 @@ def test_the_reference_is_the_plain_sum(cpu):
 @ALL_LAYOUTS
 @BOTH_DTYPES
 def test_layouts(device, dtype, layout):
-    """Every layout and activation, with and without biases, scores on either side: all gradients."""
+    """Every layout and activation, with and without biases, scores on input or output: all gradients."""
     for activation in ACTIVATIONS:
         for case in variants(Case(layout=layout, activation=activation, dtype=dtype)):
             check_experts(case, device)
@@ -75,7 +75,7 @@ def test_layouts(device, dtype, layout):
 @pytest.mark.parametrize("dtype", (F32, BF16, F16), ids=("f32", "bf16", "f16"))
 @pytest.mark.parametrize("layout", ("separate", "ungated", "interleaved.T"))
 def test_accuracy(device, dtype, layout):
-    """No tensor errs more than 1.1 times as much as the eager loop in the same dtype."""
+    """No tensor's error exceeds 1.1 times that of the eager loop in the same dtype."""
     case = Case(384, 128, 96, 8, 4, dtype=dtype, layout=layout)
     for activation, bias, score_on in (
         ("silu", False, "output"),
@@ -99,21 +99,21 @@ def test_any_case(device, case, seed):
 @pytest.mark.parametrize("routing", ROUTINGS)
 @BOTH_DTYPES
 def test_routings(device, dtype, routing):
-    """Repeated ids, one busy expert, empty experts, sentinels: and exact zeros where nothing ran."""
+    """Repeated ids, one active expert, empty experts, sentinels: exact zeros where nothing is computed."""
     for case in variants(Case(130, 24, 16, 6, 3, dtype=dtype, routing=routing)):
         inputs, ids, dout = case.inputs(device), case.ids(device), case.dout(device)
         ours = forward_backward(
             fused_moe.fused_experts, inputs, dout, ids=ids, score_on=case.score_on, **case.options
         )
-        mine = (ids >= 0) & (ids < case.num_experts)
-        busy = ids[mine].unique().tolist()
+        is_local = (ids >= 0) & (ids < case.num_experts)
+        active = ids[is_local].unique().tolist()
         for name, value in ours.items():
             if name[1] in "wb":
-                empty = [e for e in range(case.num_experts) if e not in busy]
+                empty = [e for e in range(case.num_experts) if e not in active]
                 assert not value[empty].count_nonzero(), f"{name} of an empty expert"
-        assert not ours["dscores"][~mine].count_nonzero()
-        assert not ours["out"][~mine.any(1)].count_nonzero()
-        assert not ours["dx"][~mine.any(1)].count_nonzero()
+        assert not ours["dscores"][~is_local].count_nonzero()
+        assert not ours["out"][~is_local.any(1)].count_nonzero()
+        assert not ours["dx"][~is_local.any(1)].count_nonzero()
         check_experts(case, device)
 
 
@@ -152,7 +152,7 @@ def test_storage(device, dtype, layout, form):
 
 
 def test_expanded_gradient(device):
-    """The gradient of sum() is one number, expanded."""
+    """The gradient of sum() is one element, expanded."""
     case = Case()
     inputs, ids = case.inputs(device), case.ids(device)
     one = torch.ones((), device=device).expand(case.tokens, case.dim)
@@ -188,7 +188,7 @@ def test_gradient_of_swapped_weights(device):
 @pytest.mark.parametrize("layout", ("separate", "halves", "halves.T", "ungated"))
 @pytest.mark.parametrize("score_on", ("output", "input"))
 def test_frozen_inputs_get_no_gradient_computed(device, layout, score_on):
-    """Each input alone: its gradient is what it is among all, and the operators computed no other."""
+    """Each input alone: its gradient is the same as with all others, and no other is computed."""
     case = Case(layout=layout, bias=True, score_on=score_on)
     inputs, ids, dout = case.inputs(device), case.ids(device), case.dout(device)
     fixed = {"ids": ids, "score_on": score_on, **case.options}
@@ -204,18 +204,18 @@ def test_frozen_inputs_get_no_gradient_computed(device, layout, score_on):
         dh, dw2, db2, dscores = args[-4:]
         assert (dh, dw2, db2) == (not down_side, name == "w2", name == "b2")
         assert dscores == (name == "scores" and score_on == "output")
-        assert [bool(r.numel()) for r in result] == list(args[-4:]), "computed what nobody asked for"
+        assert [bool(r.numel()) for r in result] == list(args[-4:]), "computed a gradient that is not needed"
         if down_side:
             assert not calls.of("experts_up_backward")
             continue
         [(args, result)] = calls.of("experts_up_backward")
         wanted = [name == n for n in ("x", "w1", "w3", "b1", "b3", "scores")]
         assert list(args[-6:]) == wanted
-        assert [bool(r.numel()) for r in result] == wanted, "computed what nobody asked for"
+        assert [bool(r.numel()) for r in result] == wanted, "computed a gradient that is not needed"
 
 
 def test_nothing_needs_a_gradient(device):
-    """Without a gradient to ask for the result is the same and has no history."""
+    """Without requires_grad the result is the same and has no history."""
     case = Case()
     inputs, ids = case.inputs(device), case.ids(device)
     out = fused_moe.fused_experts(**inputs, ids=ids)
@@ -226,7 +226,7 @@ def test_nothing_needs_a_gradient(device):
 
 @pytest.mark.parametrize("dtype", (torch.int32, torch.int64))
 def test_a_plan_made_before_is_used(device, dtype):
-    """A plan of the same ids, int32 or int64, gives the same bits."""
+    """A precomputed plan of the same ids, int32 or int64, gives the same bits."""
     case = Case(routing="sentinels")
     inputs, ids, dout = case.inputs(device), case.ids(device, dtype), case.dout(device)
     plan = fused_moe.route_plan(ids, case.num_experts)
@@ -238,22 +238,22 @@ def test_a_plan_made_before_is_used(device, dtype):
 @pytest.mark.parametrize("score_on", ("output", "input"))
 @BOTH_DTYPES
 def test_scores_of_sentinels_do_not_matter(device, dtype, score_on, score):
-    """Whatever finite score stands in a slot without an expert, nothing changes."""
+    """Finite scores in slots without an expert change nothing."""
     case = Case(routing="sentinels", dtype=dtype, bias=True, score_on=score_on)
     inputs, ids, dout = case.inputs(device), case.ids(device), case.dout(device)
     fixed = {"ids": ids, "score_on": score_on}
     expected = forward_backward(fused_moe.fused_experts, inputs, dout, **fixed)
-    mine = (ids >= 0) & (ids < case.num_experts)
-    assert mine.any() and not mine.all()
-    inputs["scores"] = inputs["scores"].where(mine, score)
+    is_local = (ids >= 0) & (ids < case.num_experts)
+    assert is_local.any() and not is_local.all()
+    inputs["scores"] = inputs["scores"].where(is_local, score)
     found = forward_backward(fused_moe.fused_experts, inputs, dout, **fixed)
     assert_same_bits(found, expected)
-    assert not found["dscores"][~mine].count_nonzero()
+    assert not found["dscores"][~is_local].count_nonzero()
 
 
 @pytest.mark.parametrize("dtype", (BF16, F16), ids=("bf16", "f16"))
 def test_scores_of_any_dtype(device, dtype):
-    """Half-precision scores count in float32, and their gradient comes back in their dtype."""
+    """Half-precision scores are computed in float32; their gradient has their dtype."""
     case = Case(dtype=dtype)
     inputs, ids, dout = case.inputs(device), case.ids(device), case.dout(device)
     half = inputs | {"scores": inputs["scores"].to(dtype)}
@@ -266,7 +266,7 @@ def test_scores_of_any_dtype(device, dtype):
 
 @pytest.mark.parametrize("value", (float("nan"), float("inf")))
 def test_a_poisoned_token_stays_alone(device, value):
-    """NaN or infinity in one token reaches no other token's output or input gradient."""
+    """NaN or infinity in one token affects no other token's output or input gradient."""
     case = Case(64, 24, 16, 4, 2)
     inputs, ids, dout = case.inputs(device), case.ids(device), case.dout(device)
     expected = forward_backward(fused_moe.fused_experts, inputs, dout, ids=ids)
@@ -279,7 +279,7 @@ def test_a_poisoned_token_stays_alone(device, value):
 
 
 def test_double_backward_raises(device):
-    """A second derivative is refused with a clear message, not computed wrongly."""
+    """A second derivative raises a clear message."""
     case = Case()
     inputs, ids = case.inputs(device), case.ids(device)
     leaves = {n: t if t is None else t.requires_grad_() for n, t in inputs.items()}
@@ -308,14 +308,14 @@ THREADED = {
     "many experts": Case(500, 96, 64, 16, 4),
     "few experts": Case(300, 33, 65, 3, 2),
     "one expert": Case(200, 96, 512, 1, 1),
-    "long sums": Case(30, 2048, 64, 2, 1),  # a BLAS likes to cut these among threads
+    "long sums": Case(30, 2048, 64, 2, 1),  # a BLAS would split these between threads
 }
 
 
 @pytest.mark.parametrize("dtype", (F32, BF16), ids=("f32", "bf16"))
 @pytest.mark.parametrize("case", THREADED.values(), ids=THREADED)
 def test_same_bits_on_any_number_of_threads(cpu, threads, dtype, case):
-    """Threads divide the work, not the sums: 1, 2 and 3 threads give the same bits."""
+    """Threads split rows and columns, never a sum: 1, 2 and 3 threads give the same bits."""
     case = replace(case, dtype=dtype, bias=True)
     inputs, ids, dout = case.inputs(cpu), case.ids(cpu), case.dout(cpu)
     threads(1)
@@ -326,15 +326,15 @@ def test_same_bits_on_any_number_of_threads(cpu, threads, dtype, case):
 
 
 def test_number_of_threads_is_honoured(cpu, threads):
-    """With one thread the caller does all the work; with two it does not do it alone."""
+    """With one thread the caller does all the work; with two, only a part."""
     case = Case(2000, 256, 192, 8, 4)
     inputs, ids, dout = case.inputs(cpu), case.ids(cpu), case.dout(cpu)
 
     def share_of_the_caller() -> float:
-        own, whole = time.thread_time(), time.process_time()
+        own, total = time.thread_time(), time.process_time()
         for _ in range(3):
             forward_backward(fused_moe.fused_experts, inputs, dout, ids=ids)
-        return (time.thread_time() - own) / (time.process_time() - whole)
+        return (time.thread_time() - own) / (time.process_time() - total)
 
     threads(1)
     assert share_of_the_caller() > 0.97
@@ -346,7 +346,7 @@ def test_number_of_threads_is_honoured(cpu, threads):
 
 
 class Parts:
-    """One case taken apart: weights as (E, out, in) views, the plan, and h and a in float64."""
+    """The parts of one case: weights as (E, out, in) views, the plan, and h and a in float64."""
 
     def __init__(self, case: Case, device):
         self.case = case
@@ -362,20 +362,23 @@ class Parts:
             self.w1 = self.w1.flatten(1, 2)
         self.b1, self.b2, self.b3 = map(self.inputs.get, ("b1", "b2", "b3"))
         self.scores = self.inputs["scores"]
-        self.maps = self.plan[1:]
-        self.act = (codes.ACTIVATION_CODES[case.activation], 1.702, case.limit)
+        self.maps = self.plan.tensors
+        activation = codes.ACTIVATION_CODES[case.activation]
+        self.act = {"layout": self.layout, "activation": activation, "constants": [1.702, case.limit]}
+        self.up = {"w1": self.w1, "w3": self.w3, "b1": self.b1, "b3": self.b3}
+        self.down = {"w2": self.w2, "b2": self.b2}
         self.ends = self.plan.offsets[1:].contiguous()
         self.row_expert = torch.repeat_interleave(self.plan.counts.long())
         self.row_token = self.plan.row_token[: self.num_rows].long()
         self.row_slot = self.plan.row_slot[: self.num_rows].long()
         self.row_scores = self.scores.flatten()[self.row_slot].double().unsqueeze(1)
         self.x_rows = self.inputs["x"].double()[self.row_token]
-        self.h = self.product(self.x_rows, self.w1, self.b1)
+        self.h = self.grouped_gemm(self.x_rows, self.w1, self.b1)
         if self.w3 is not None:
-            self.h = torch.cat([self.h, self.product(self.x_rows, self.w3, self.b3)], 1)
+            self.h = torch.cat([self.h, self.grouped_gemm(self.x_rows, self.w3, self.b3)], 1)
         self.a = self.activate(self.h)
 
-    def product(self, rows, w, b=None):
+    def grouped_gemm(self, rows, w, b=None):
         """rows[r] @ w[e(r)].T + b[e(r)] in float64."""
         out = torch.einsum("ri,roi->ro", rows.double(), w.double()[self.row_expert])
         return out if b is None else out + b.double()[self.row_expert]
@@ -393,7 +396,7 @@ class Parts:
         return torch.autograd.grad(self.activate(h), h, da.double())[0]
 
     def near(self, found, exact):
-        """The first rows agree with `exact`; what is past the last row is nobody's."""
+        """The first rows agree with `exact`; rows past the last one are undefined."""
         assert_near(found[: exact.size(0)], exact.to(found.dtype))
 
 
@@ -422,19 +425,17 @@ OPERATOR_CASES = pytest.mark.parametrize(
 def test_up_gate(device, case):
     """h = x w1^T | w3^T + b through row_token, a = act(gate) up."""
     p = Parts(case, device)
-    h, a = ops.up_gate(p.inputs["x"], p.w1, p.w3, p.b1, p.b3, *p.maps, p.layout, *p.act)
+    h, a = ops.up_gate(p.inputs["x"], **p.up, plan=p.maps, **p.act)
     p.near(h, p.h)
     p.near(a, p.a)
 
 
 @OPERATOR_CASES
 def test_up_gate_without_maps(device, case):
-    """Rows that are grouped already need no row_token: row r is token r."""
+    """Contiguous rows need no row_token: row r is token r."""
     p = Parts(case, device)
     rows = p.x_rows.to(case.dtype)
-    h, a = ops.up_gate(
-        rows, p.w1, p.w3, p.b1, p.b3, p.plan.offsets, None, None, None, p.plan.tiles, p.layout, *p.act
-    )
+    h, a = ops.up_gate(rows, **p.up, plan=p.maps[:2], **p.act)
     p.near(h, p.h)
     p.near(a, p.a)
 
@@ -445,10 +446,10 @@ def test_down_dgrad(device, case):
     p = Parts(case, device)
     h = torch.zeros(p.ids.numel(), p.h.size(1), dtype=case.dtype, device=device)
     h[: p.num_rows] = p.h
-    dh, a_scaled, dscores = ops.down_dgrad(p.dout, p.w2, p.b2, h, p.scores, *p.maps, p.layout, *p.act)
+    dh, a_scaled, dscores = ops.down_dgrad(p.dout, **p.down, h=h, scores=p.scores, plan=p.maps, **p.act)
     h = h[: p.num_rows].double()
     dout_rows = p.dout.double()[p.row_token]
-    g = p.product(dout_rows, p.w2.mT)
+    g = p.grouped_gemm(dout_rows, p.w2.mT)
     p.near(dh, p.dact(p.row_scores * g, h))
     p.near(a_scaled, p.row_scores * p.activate(h))
     row_dscores = (g * p.activate(h)).sum(1)
@@ -456,7 +457,7 @@ def test_down_dgrad(device, case):
         row_dscores += (dout_rows * p.b2.double()[p.row_expert]).sum(1)
     expected = torch.zeros(p.ids.numel(), dtype=F64, device=device)
     expected[p.row_slot] = row_dscores
-    # a sum over F of numbers that were rounded to x's dtype first
+    # a sum over F of elements that were rounded to x's dtype
     slack = 4 * case.hidden**0.5 * torch.finfo(case.dtype).eps / torch.finfo(dscores.dtype).eps
     assert_near(dscores, expected.view(p.ids.shape), slack)
 
@@ -466,46 +467,39 @@ def test_up_dgrad(device, case):
     """dx_rows = dgate w1 + dup w3, summed in one accumulator."""
     p = Parts(case, device)
     dh = torch.randn(p.num_rows, p.h.size(1), device=device).to(case.dtype)
-    found = ops.up_dgrad(dh, p.w1, p.w3, p.plan.offsets, p.layout)
+    found = ops.up_dgrad(dh, p.w1, p.w3, p.maps[:2], p.layout)
     if p.w3 is None:
-        expected = p.product(dh, p.w1.mT)
+        expected = p.grouped_gemm(dh, p.w1.mT)
     else:
         dgate, dup = dh.chunk(2, 1)
-        expected = p.product(dgate, p.w1.mT) + p.product(dup, p.w3.mT)
+        expected = p.grouped_gemm(dgate, p.w1.mT) + p.grouped_gemm(dup, p.w3.mT)
     p.near(found, expected)
-
-
-@OPERATOR_CASES
-def test_act_dgrad(device, case):
-    """dh is the activation's own gradient at h."""
-    p = Parts(case, device)
-    h = p.h.to(case.dtype)
-    da = torch.randn(p.num_rows, case.hidden, device=device).to(case.dtype)
-    p.near(ops.act_dgrad(da, h, p.layout, *p.act), p.dact(da, h))
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("dtype", (F32, BF16, F16), ids=("f32", "bf16", "f16"))
 def test_activation_at_its_edges(device, dtype, activation):
-    """Value and gradient at zero, at the clamps, beside them, and far out, as PyTorch's own."""
+    """Value and derivative at zero, at and near the clamps, and far out, as PyTorch's."""
     edges = [0.0, 1.0, 1.0625, 0.9375, 3.0, 7.0, 10.0, 30.0, 100.0, 1000.0, 60000.0]
     points = torch.tensor([s * v for v in edges for s in (1, -1)], device=device, dtype=dtype)
     gate, up = (t.flatten() for t in torch.meshgrid(points, points, indexing="ij"))
     h = torch.stack([gate, up], 1)  # F = 1: a row is one gate and one up
     da = torch.randn(len(h), 1, device=device).to(dtype)
-    act = (codes.ACTIVATION_CODES[activation], 1.702, 1.0)
+    act = {"activation": codes.ACTIVATION_CODES[activation], "constants": [1.702, 1.0]}
     exact = h.double().requires_grad_()
     a = activate(*exact.chunk(2, 1), activation=activation, limit=1.0)
     expected = torch.autograd.grad(a, exact, da.double())[0]
-    found = ops.act_dgrad(da, h, 0, *act)
+    # through weights of one: dout is da, and h is gate and up themselves
+    one = torch.ones(1, 1, 1, device=device, dtype=dtype)
+    plan = fused_moe.plan_from_counts(torch.tensor([len(h)], device=device), len(h)).tensors
+    layout = codes.LAYOUTS["separate"]
+    found, _, _ = ops.down_dgrad(da, one, None, h, None, plan=plan, layout=layout, **act)
     rtol = 4 * torch.finfo(dtype).eps
     torch.testing.assert_close(found, expected.to(dtype), rtol=rtol, atol=rtol)
-    # through weights of one: gate and up are the row itself
-    one = torch.ones(1, 1, 1, device=device, dtype=dtype)
-    plan = fused_moe.plan_from_counts(torch.tensor([len(points)], device=device), len(points))
-    maps = (plan.offsets, None, None, None, plan.tiles)
+    # likewise x is gate
+    plan = fused_moe.plan_from_counts(torch.tensor([len(points)], device=device), len(points)).tensors
     x = points.unsqueeze(1)
-    _, a = ops.up_gate(x, one, None, None, None, *maps, codes.UNGATED, *act)
+    _, a = ops.up_gate(x, one, None, None, None, plan=plan, layout=codes.UNGATED, **act)
     expected = activate(x.double(), activation=activation, limit=1.0)
     torch.testing.assert_close(a.double(), expected, rtol=rtol, atol=rtol)
 
@@ -544,10 +538,9 @@ def test_bias_grad(device, case):
 @OPERATOR_CASES
 @pytest.mark.parametrize("save_h", (False, True))
 def test_experts_up(device, case, save_h):
-    """The coarse up side is up_gate; h has no rows when it is not to be saved."""
+    """experts_up is up_gate; h has no rows if it is not saved."""
     p = Parts(case, device)
-    args = (p.inputs["x"], p.w1, p.w3, p.b1, p.b3)
-    h, a = ops.experts_up(*args, None, *p.maps, p.layout, *p.act, save_h)
+    h, a = ops.experts_up(p.inputs["x"], **p.up, scores=None, plan=p.maps, **p.act, save_h=save_h)
     assert h.size(0) == (p.ids.numel() if save_h else 0)
     p.near(a, p.a)
     if save_h:
@@ -556,31 +549,31 @@ def test_experts_up(device, case, save_h):
 
 @OPERATOR_CASES
 def test_experts_down(device, case):
-    """The coarse down side: out[t] = sum of s (a w2^T + b2), without h too."""
+    """out[t] = sum of s (a w2^T + b2), with and without h."""
     p = Parts(case, device)
     a = torch.full((p.ids.numel(), case.hidden), float("nan"), dtype=case.dtype, device=device)
     a[: p.num_rows] = p.a
-    out = ops.experts_down(a, None, p.w2, p.b2, p.scores, *p.maps, p.layout, *p.act)
+    out = ops.experts_down(a, h=None, **p.down, scores=p.scores, plan=p.maps, **p.act)
     expected = torch.zeros(case.tokens, case.dim, dtype=F64, device=device)
-    y = p.row_scores * p.product(a[: p.num_rows], p.w2, p.b2)
+    y = p.row_scores * p.grouped_gemm(a[: p.num_rows], p.w2, p.b2)
     assert_near(out, expected.index_add_(0, p.row_token, y))
 
 
 @OPERATOR_CASES
 def test_coarse_backwards_are_the_fine_operators(device, case):
-    """experts_*_backward computes what the fine-grained operators compose to, garbage in tail rows."""
+    """experts_*_backward is the composition of the fine-grained operators, with garbage in tail rows."""
     p = Parts(case, device)
-    need = [t is not None for t in (p.w2, p.b2)]
     R = p.num_rows
     garbage = torch.full((p.ids.numel(), p.h.size(1)), float("nan"), dtype=case.dtype, device=device)
     h, dh = garbage.clone(), garbage.clone()
     h[:R] = p.h
+    needs = {"need_dh": True, "need_dw2": True, "need_db2": p.b2 is not None, "need_dscores": True}
     dh_found, dw2, db2, dscores = ops.experts_down_backward(
-        p.dout, h, p.w2, p.b2, p.scores, *p.maps, p.layout, *p.act, True, *need, True
+        p.dout, h, **p.down, scores=p.scores, plan=p.maps, **p.act, **needs
     )
     clean = h.nan_to_num()
     dh_fine, a_scaled, dscores_fine = ops.down_dgrad(
-        p.dout, p.w2, p.b2, clean, p.scores, *p.maps, p.layout, *p.act
+        p.dout, **p.down, h=clean, scores=p.scores, plan=p.maps, **p.act
     )
     p.near(dh_found, dh_fine[:R])
     assert_near(dscores, dscores_fine)
@@ -592,14 +585,14 @@ def test_coarse_backwards_are_the_fine_operators(device, case):
         assert_near(db2, expected)
 
     dh[:R] = torch.randn(R, p.h.size(1), device=device)
-    need = [t is not None for t in (p.inputs["x"], p.w1, p.w3, p.b1, p.b3)]
+    needs = {f"need_d{n}": t is not None for n, t in {"x": p.inputs["x"], **p.up}.items()}
     dx, dw1, dw3, db1, db3, _ = ops.experts_up_backward(
-        dh, p.inputs["x"], p.w1, p.w3, None, *p.maps, p.layout, *need, False
+        dh, p.inputs["x"], p.w1, p.w3, scores=None, plan=p.maps, layout=p.layout, **needs, need_dscores=False
     )
     clean = dh[:R].contiguous()
     dx_rows = dh.nan_to_num()
-    dx_rows = ops.up_dgrad(dx_rows, p.w1, p.w3, p.plan.offsets, p.layout)
-    assert_near(dx, ops.unpermute(dx_rows, None, *p.plan[1:5]))
+    dx_rows = ops.up_dgrad(dx_rows, p.w1, p.w3, p.maps, p.layout)
+    assert_near(dx, ops.unpermute(dx_rows, None, p.maps))
     dgate, dup = (clean, None) if p.w3 is None else clean.chunk(2, 1)
     assert_near(dw1, ops.wgrad(dgate, p.inputs["x"], p.ends, None, row_token))
     if p.w3 is not None:
@@ -613,14 +606,14 @@ def test_coarse_backwards_are_the_fine_operators(device, case):
 @pytest.mark.parametrize("layout", ("separate", "halves", "ungated", "interleaved.T"))
 @BOTH_DTYPES
 def test_fine_operators_compose(device, dtype, layout):
-    """up_gate, grouped_mm and unpermute, each differentiable, make the layer that fused_experts is."""
+    """up_gate, an activation, grouped_mm and unpermute, each differentiable, compose to fused_experts."""
     case = Case(layout=layout, bias=layout == "separate", routing="sentinels", dtype=dtype)
     p = Parts(case, device)
 
     def composed(x, w1, w2, w3, b1, b2, b3, scores):
         w1, w2, w3 = (w if w is None or not case.options["transposed"] else w.mT for w in (w1, w2, w3))
-        h, a = ops.up_gate(x, w1, w3, b1, b3, *p.maps, p.layout, *p.act)
-        y = ops.grouped_mm(a, w2, p.ends)
+        h, _ = ops.up_gate(x, w1, w3, b1, b3, plan=p.maps, **p.act)
+        y = ops.grouped_mm(p.activate(h), w2, p.ends)
         if b2 is not None:
             y = y + torch.cat([b2[p.row_expert], y.new_zeros(y.size(0) - p.num_rows, y.size(1))])
         return fused_moe.unpermute(y, p.plan, scores)

@@ -1,4 +1,4 @@
-"""grouped_mlp: experts on rows that are grouped already, and what lies past them."""
+"""grouped_mlp: experts on contiguous rows, and the rows past counts.sum()."""
 
 import pytest
 import torch
@@ -52,7 +52,7 @@ def test_layouts(device, dtype, layout):
 
 @pytest.mark.parametrize("dtype", (F32, BF16, F16), ids=("f32", "bf16", "f16"))
 def test_accuracy(device, dtype):
-    """No tensor errs more than 1.1 times as much as the eager loop in the same dtype."""
+    """No tensor's error exceeds 1.1 times that of the eager loop in the same dtype."""
     case = Case(dim=128, hidden=96, num_experts=4, dtype=dtype, bias=True)
     inputs, dout, counts = setup(case, device, (300, 120, 0, 180))
     check_against_reference("grouped_mlp", inputs, dout, STRICT, counts=counts, **case.options)
@@ -86,7 +86,7 @@ def test_any_case(device, counts, spare, dim, hidden, layout, activation, bias, 
 @pytest.mark.parametrize("poison", (float("nan"), float("inf")))
 @BOTH_DTYPES
 def test_tail_rows_do_not_leak(device, dtype, layout, poison):
-    """Rows past counts.sum() are not read and come back as zero, forward and backward."""
+    """Rows past counts.sum() are not read; results are zero there, forward and backward."""
     case = Case(layout=layout, bias=True, dtype=dtype)
     inputs, dout, counts = setup(case, device, spare=41)
     expected = forward_backward(grouped_mlp, inputs, dout, counts=counts, **case.options)
@@ -99,7 +99,7 @@ def test_tail_rows_do_not_leak(device, dtype, layout, poison):
 
 
 def test_empty_experts_get_exact_zeros(device):
-    """Weight and bias gradients of an expert without rows are zero, whatever memory held before."""
+    """Weight and bias gradients of an expert without rows are zero, whatever the memory had before."""
     case = Case(bias=True)
     inputs, dout, counts = setup(case, device)
     ours = forward_backward(grouped_mlp, inputs, dout, counts=counts)
@@ -111,7 +111,7 @@ def test_empty_experts_get_exact_zeros(device):
 @pytest.mark.parametrize("counts", ((0, 0, 0, 0, 0), (0, 0, 7, 0, 0)))
 @pytest.mark.parametrize("spare", (0, 5))
 def test_few_rows(device, counts, spare):
-    """No rows at all, and one busy expert."""
+    """No rows at all, and one active expert."""
     case = Case(bias=True)
     inputs, dout, counts = setup(case, device, counts, spare)
     check_against_reference("grouped_mlp", inputs, dout, counts=counts)
@@ -129,7 +129,7 @@ def test_counts_of_any_integer_dtype(device, dtype):
 
 
 def test_same_as_fused_experts(device):
-    """Rows permuted by hand give what fused_experts gives with K = 1 and scores of one."""
+    """Permuted rows give the same as fused_experts with K = 1 and scores of one."""
     case = Case(tokens=100, top_k=1)
     inputs, ids = case.inputs(device), case.ids(device)
     inputs["scores"].fill_(1)
@@ -141,7 +141,7 @@ def test_same_as_fused_experts(device):
 
 
 def test_double_backward_raises(device):
-    """A second derivative is refused with a clear message."""
+    """A second derivative raises a clear message."""
     inputs, _, counts = setup(Case(), device)
     inputs["x_rows"].requires_grad_()
     out = grouped_mlp(**inputs, counts=counts)

@@ -26,7 +26,7 @@ ALL_DTYPES = pytest.mark.parametrize("dtype", (F32, BF16, F16), ids=("f32", "bf1
 
 
 def setup(device, dtype=F32, counts=(5, 0, 31, 1, 260), spare=0, width_in=37, width_out=29):
-    """a (R, in), b (E, out, in), dout (R, out) and the ends."""
+    """a (R, in), b (E, out, in), dout (R, out) and offs."""
     num_rows = sum(counts) + spare
     ends = torch.tensor(counts, device=device).cumsum(0).int()
 
@@ -52,7 +52,7 @@ def test_grouped_mm(device, dtype, spare):
 
 @ALL_DTYPES
 def test_accuracy(device, dtype):
-    """No tensor errs more than 1.1 times as much as the eager loop in the same dtype."""
+    """No tensor's error exceeds 1.1 times that of the eager loop in the same dtype."""
     inputs, dout, ends = setup(device, dtype, (200, 60, 0, 140), 0, 128, 96)
     check_against_reference("grouped_mm", inputs, dout, STRICT, offsets=ends)
 
@@ -81,7 +81,7 @@ def test_many_experts(device):
 
 
 def test_rows_past_the_last_are_not_read(device):
-    """NaN past the last row reaches neither the result nor a gradient."""
+    """NaN past the last row affects neither the result nor a gradient."""
     inputs, dout, ends = setup(device, spare=9)
     expected = forward_backward(grouped_mm, inputs, dout, offsets=ends)
     inputs["a"][-9:] = float("nan")
@@ -91,7 +91,7 @@ def test_rows_past_the_last_are_not_read(device):
 
 @pytest.mark.parametrize("form", ("contiguous", "swapped"))
 def test_either_major_order_needs_no_copy(device, form):
-    """Weights stored (E, in, out) give the same numbers as weights stored (E, out, in)."""
+    """MN-major weights (E, in, out) give the same result as K-major ones (E, out, in)."""
     inputs, dout, ends = setup(device)
     expected = forward_backward(grouped_mm, inputs, dout, offsets=ends)
     inputs["b"] = FORMS[form](inputs["b"])
@@ -101,7 +101,7 @@ def test_either_major_order_needs_no_copy(device, form):
 
 
 def test_offsets_are_those_of_torch_grouped_mm(device):
-    """The same offsets give torch._grouped_mm the same product."""
+    """torch._grouped_mm gives the same with the same offsets."""
     inputs, _, ends = setup(device, BF16, (16, 0, 32, 8), 0, 32, 16)
     try:
         expected = torch._grouped_mm(inputs["a"], inputs["b"].mT, offs=ends)
@@ -111,7 +111,7 @@ def test_offsets_are_those_of_torch_grouped_mm(device):
 
 
 def test_each_gradient_alone(device):
-    """da without db and db without da are what they are together."""
+    """da alone and db alone are the same as both together."""
     inputs, dout, ends = setup(device)
     both = forward_backward(grouped_mm, inputs, dout, offsets=ends)
     for name, other in (("a", "b"), ("b", "a")):

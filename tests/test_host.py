@@ -1,4 +1,4 @@
-"""fused_moe._host: the tile plan of csrc/plan.h and the schedule of csrc/schedule.h against naive lists."""
+"""csrc/schedule.h against naive lists, through the planners' operators and fused_moe._host."""
 
 import math
 import random
@@ -6,155 +6,174 @@ from collections import Counter
 from itertools import accumulate, pairwise, product
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fused_moe.plan import TILE_ROWS as PYTHON_TILE_ROWS
+import fused_moe  # noqa: F401, loads the operators
 
-_host = pytest.importorskip("fused_moe._host", reason="fused_moe._host was not built for this Python")
-COUNTS = st.lists(st.one_of(st.just(0), st.integers(0, 700)), max_size=40)
-TILE_ROWS = st.one_of(st.just(_host.TILE_ROWS), st.integers(1, 300))
-HOPPER = {"tile_rows": 128, "skinny_rows": 64, "group": 16, "interleave": True, "split_last_wave": 0}
+try:
+    from fused_moe import _host
+except ImportError:
+    _host = None
+
+ops = torch.ops.fused_moe
+needs_host = pytest.mark.skipif(_host is None, reason="fused_moe._host was not built for this Python")
+SKINNY_ROWS, MIN_SLICE, MAX_CTAS, NUM_COUNTERS = 64, 512, 256, 8192
+INT32_MAX = 2**31 - 1
+MAX_ROWS = INT32_MAX - 1024  # of a call
+COUNTS = st.lists(st.one_of(st.just(0), st.integers(1, SKINNY_ROWS), st.integers(0, 700)), max_size=40)
+ORDER = {"group": 16, "interleave": True, "split_last_wave": 0}
 
 
-def naive_tiles(counts, tile_rows):
-    """(expert, first row, number of rows) of every tile, by walking over all rows."""
+def offs_of(counts):
+    return torch.tensor(list(accumulate(counts)), dtype=torch.int32)
+
+
+def ceil_div(a, b):
+    return -(-a // b)
+
+
+def naive_row_tiles(counts, tile_rows):
+    """(expert, first_row, num_rows) of every row tile, by a walk over all rows."""
     tiles, row = [], 0
     for expert, count in enumerate(counts):
-        last = row + count
-        while row < last:
-            tiles.append((expert, row, min(tile_rows, last - row)))
+        end = row + count
+        while row < end:
+            tiles.append((expert, row, min(tile_rows, end - row)))
             row += tiles[-1][2]
     return tiles
 
 
+def is_skinny(rows):
+    return rows <= SKINNY_ROWS
+
+
+@needs_host
+def test_constants():
+    expected = {"TILE_ROWS": 128, "SKINNY_ROWS": SKINNY_ROWS, "MIN_SLICE": MIN_SLICE}
+    expected |= {"MAX_CTAS": MAX_CTAS, "NUM_COUNTERS": NUM_COUNTERS}
+    assert {name: getattr(_host, name) for name in expected} == expected
+    assert ops.default_order() == (_host.TILE_ROWS, 16, True)
+
+
+# --- the schedule of a routing ------------------------------------------------------------------------
+
+
+def naive_schedule(counts, tile_rows, slice_rows):
+    """The schedule's words, with 0 past the last active expert."""
+    experts = range(len(counts))
+    full = [e for e in experts if counts[e] > SKINNY_ROWS]
+    active = full + [e for e in experts if 0 < counts[e] <= SKINNY_ROWS]
+    tile_end = list(accumulate(ceil_div(counts[e], tile_rows) for e in active))
+    sliced = sorted(experts, key=lambda e: counts[e] <= slice_rows)  # stable
+    slice_end = list(accumulate(max(1, ceil_div(counts[e], slice_rows)) for e in sliced))
+    row_tiles, full_tiles = ([0, *tile_end][n] for n in (len(active), len(full)))
+    share = math.ceil(2**32 * (row_tiles - full_tiles) / row_tiles) if full else 0
+    head = [len(active), len(full), row_tiles, full_tiles, share, [0, *slice_end][-1], slice_rows, tile_rows]
+    padding = [0] * (len(counts) - len(active))
+    return head + active + padding + tile_end + padding + sliced + slice_end
+
+
 @pytest.mark.quick
-@given(counts=COUNTS, tile_rows=TILE_ROWS)
-def test_tiles_are_those_of_a_walk_over_the_rows(counts, tile_rows):
-    ends = list(accumulate(counts))
-    expected = naive_tiles(counts, tile_rows)
-    plan = _host.plan_tiles(ends, tile_rows)
-    assert plan[1] == len(expected)
-    assert [_host.find_tile(plan, ends, i, tile_rows) for i in range(len(expected))] == expected
+@given(counts=COUNTS, tile_rows=st.integers(1, 300), slice_rows=st.integers(1, 1000))
+def test_schedule_words(counts, tile_rows, slice_rows):
+    words = ops.tile_schedule(offs_of(counts), tile_rows, slice_rows).tolist()
+    words[4] %= 2**32  # unsigned
+    assert words == naive_schedule(counts, tile_rows, slice_rows)
 
 
-@given(counts=COUNTS, tile_rows=TILE_ROWS)
-def test_plan_lists_busy_experts_then_zeros(counts, tile_rows):
-    num_experts = len(counts)
-    plan = _host.plan_tiles(list(accumulate(counts)), tile_rows)
-    busy = [expert for expert, count in enumerate(counts) if count]
-    tile_end = list(accumulate(-(-counts[expert] // tile_rows) for expert in busy))
-    zeros = [0] * (num_experts - len(busy))
-    assert plan == [
-        len(busy),
-        sum(-(-count // tile_rows) for count in counts),
-        *busy,
-        *zeros,
-        *tile_end,
-        *zeros,
-    ]
-
-
-def test_row_numbers_up_to_the_last_int32():
-    last = 2**31 - 1
-    ends = [0, last - 1, last - 1, last]
-    plan = _host.plan_tiles(ends)
-    num_tiles = -(-(last - 1) // _host.TILE_ROWS) + 1
-    assert plan[:2] == [2, num_tiles]
-    assert _host.find_tile(plan, ends, num_tiles - 1) == (3, last - 1, 1)
-    expert, first_row, num_rows = _host.find_tile(plan, ends, num_tiles - 2)
-    assert (expert, first_row + num_rows) == (1, last - 1)
+def test_schedule_of_the_last_int32_row():
+    offs = torch.tensor([0, INT32_MAX - 1, INT32_MAX - 1, INT32_MAX], dtype=torch.int32)
+    words = ops.tile_schedule(offs, 128, 2**30).tolist()
+    full = 2**24  # row tiles
+    share = ceil_div(2**32, full + 1)
+    assert words[:8] == [2, 1, full + 1, full, share, 5, 2**30, 128]
+    assert words[8:10] + words[12:14] == [1, 3, full, full + 1]
+    assert words[16:] == [1, 0, 2, 3, 2, 3, 4, 5]
 
 
 @pytest.mark.parametrize(
-    ("ends", "tile_rows", "message"),
+    ("offs", "sizes", "message"),
     [
-        ([5, 3], 128, "never decrease"),
-        ([-1, 3], 128, "from 0 up"),
-        ([1, 3], 0, "tile_rows: expected at least 1, found 0"),
+        ([5, 3], (128, 512), "expected offs that never decrease, from 0 up; found 3 after 5"),
+        ([-1, 3], (128, 512), "from 0 up; found -1 after 0"),
+        ([1, 3], (0, 512), "tile_schedule: expected tile_rows from 1 to .*, found 0"),
+        ([1, 3], (128, 0), "tile_schedule: expected slice_rows from 1 to .*, found 0"),
+        ([1, 3], (INT32_MAX, 512), f"expected tile_rows from 1 to .*, found {INT32_MAX}"),
+        ([[1, 3]], (128, 512), r"expected offs of 1 dimensions, found shape \(1, 2\)"),
+        ([1.0], (128, 512), "expected offs of dtype Int, found Float"),
     ],
 )
-def test_wrong_plans_are_refused(ends, tile_rows, message):
-    with pytest.raises(ValueError, match=message):
-        _host.plan_tiles(ends, tile_rows)
+def test_wrong_offs_and_sizes_are_refused(offs, sizes, message):
+    dtype = torch.float32 if isinstance(offs[0], float) else torch.int32
+    with pytest.raises(RuntimeError, match=message):
+        ops.tile_schedule(torch.tensor(offs, dtype=dtype), *sizes)
 
 
-def test_wrong_tiles_are_refused():
-    ends = [1, 300]
-    plan = _host.plan_tiles(ends)
-    for tile in (-1, plan[1]):
-        with pytest.raises(IndexError, match="expected 0 <= tile < 4"):
-            _host.find_tile(plan, ends, tile)
-    with pytest.raises(ValueError, match="not the plan of these ends"):
-        _host.find_tile(plan, [1, 400], 0)
+# --- work tiles ---------------------------------------------------------------------------------------
 
 
-# --- the schedule -------------------------------------------------------------------------------------
+def work_tiles(counts, num_n_tiles, tile_rows, order):
+    """Every work tile, in order."""
+    offs = offs_of(counts)
+    schedule = ops.tile_schedule(offs, tile_rows, MIN_SLICE)
+    return [tuple(tile) for tile in ops.work_tiles(schedule, offs, num_n_tiles, **order).tolist()]
 
 
-def drawn(counts, num_columns, schedule):
-    """Every item of the schedule, in order."""
-    ends = list(accumulate(counts))
-    work = _host.plan_work(ends, **schedule)
-    num_items = _host.num_items(work, num_columns, schedule["split_last_wave"])
-    return [_host.find_work_tile(work, ends, num_columns, i, **schedule) for i in range(num_items)]
+def unsplit_tiles(tiles, num_tiles, split_last_wave):
+    """(expert, first_row, num_rows, n_tile, skinny), with the last wave's halves put together.
 
-
-def whole_tiles(items, num_tiles, split_last_wave):
-    """The items' tiles. The last come as two halves where they would leave half of the num_ctas idle."""
+    They are there where the last wave would leave half of the CTAs idle, or more.
+    """
     last = num_tiles % split_last_wave if split_last_wave else 0
-    cut = last if last <= split_last_wave / 2 else 0
-    halves = items[num_tiles - cut :]
-    assert len(halves) == 2 * cut
-    assert [item[4] for item in items] == [0] * (num_tiles - cut) + [1, 2] * cut
-    assert [item[:4] for item in halves[::2]] == [item[:4] for item in halves[1::2]]
-    return [(*item[:4], item[5]) for item in (*items[: num_tiles - cut], *halves[::2])]
+    num_split = last if last <= split_last_wave / 2 else 0
+    halves = tiles[num_tiles - num_split :]
+    assert len(halves) == 2 * num_split
+    assert [tile[4] for tile in tiles] == [0] * (num_tiles - num_split) + [1, 2] * num_split
+    assert [(*tile[:4], tile[5]) for tile in halves[::2]] == [(*tile[:4], tile[5]) for tile in halves[1::2]]
+    return [(*tile[:4], tile[5]) for tile in (*tiles[: num_tiles - num_split], *halves[::2])]
 
 
-def naive_items(counts, num_columns, schedule, few):
-    """The tiles of one kind of experts, sorted by the order's own key."""
-    tiles = [
-        t for t in naive_tiles(counts, schedule["tile_rows"]) if is_skinny(counts[t[0]], schedule) == few
-    ]
+def naive_work_tiles(counts, num_n_tiles, tile_rows, group, skinny):
+    """The tiles of the full experts, or of the skinny ones, sorted by the order's own key."""
+    tiles = [t for t in naive_row_tiles(counts, tile_rows) if is_skinny(counts[t[0]]) == skinny]
     first = {expert: i for i, (expert, *_) in reversed(list(enumerate(tiles)))}
     size = {}
     for expert, num_tiles in Counter(expert for expert, *_ in tiles).items():
-        num_groups = math.ceil(num_tiles / schedule["group"])
-        size[expert] = math.ceil(num_tiles / num_groups)
+        size[expert] = ceil_div(num_tiles, ceil_div(num_tiles, group))
 
-    def place(item):
-        tile, column = item
+    def key(work_tile):
+        tile, n_tile = work_tile
         expert = tiles[tile][0]
-        return expert, (tile - first[expert]) // size[expert], column, tile
+        return expert, (tile - first[expert]) // size[expert], n_tile, tile
 
-    items = sorted(product(range(len(tiles)), range(num_columns)), key=place)
-    return [(*tiles[tile], column, few) for tile, column in items]
-
-
-def is_skinny(rows, schedule):
-    return rows <= schedule["skinny_rows"]
+    in_order = sorted(product(range(len(tiles)), range(num_n_tiles)), key=key)
+    return [(*tiles[tile], n_tile, int(skinny)) for tile, n_tile in in_order]
 
 
-def check_schedule(counts, num_columns, schedule):
-    """Each tile once, each kind in its order, and the experts with few rows spread or last."""
-    num_tiles = len(naive_tiles(counts, schedule["tile_rows"])) * num_columns
-    items = whole_tiles(drawn(counts, num_columns, schedule), num_tiles, schedule["split_last_wave"])
-    few = [item for item in items if item[4]]
-    assert few == naive_items(counts, num_columns, schedule, few=True)
-    assert [item for item in items if not item[4]] == naive_items(counts, num_columns, schedule, few=False)
-    if not schedule["interleave"]:
-        assert items[len(items) - len(few) :] == few
+def check_work_tiles(counts, num_n_tiles, tile_rows, order):
+    """Each tile once, each kind in its order, and the skinny experts spread or last."""
+    num_tiles = len(naive_row_tiles(counts, tile_rows)) * num_n_tiles
+    tiles = work_tiles(counts, num_n_tiles, tile_rows, order)
+    tiles = unsplit_tiles(tiles, num_tiles, order["split_last_wave"])
+    skinny = [tile for tile in tiles if tile[4]]
+    full = [tile for tile in tiles if not tile[4]]
+    assert skinny == naive_work_tiles(counts, num_n_tiles, tile_rows, order["group"], skinny=True)
+    assert full == naive_work_tiles(counts, num_n_tiles, tile_rows, order["group"], skinny=False)
+    if not order["interleave"]:
+        assert tiles == full + skinny
         return
-    # How far the few items of the first i are from their share, times the number of items. A window's
+    # How far the skinny tiles among the first i are from their share, times the number of tiles. A window's
     # distance is the difference of two.
-    ahead = list(accumulate((len(items) * item[4] - len(few) for item in items), initial=0))
-    assert max(ahead) - min(ahead) <= len(items)
+    ahead = list(accumulate((len(tiles) * tile[4] - len(skinny) for tile in tiles), initial=0))
+    assert max(ahead) - min(ahead) <= len(tiles)
 
 
 def random_counts(draw):
-    """1 to 40 experts: some layers are nearly empty, some have experts with few rows, some a huge one."""
-    empty, few = draw.random(), draw.random()
-    kinds = {0: empty, draw.randint(1, 64): few, 64: 0.05, 65: 0.05, draw.randint(66, 500): 0.3}
+    """1 to 40 experts: some layers are nearly empty, some have skinny experts, some a huge one."""
+    empty, skinny = draw.random(), draw.random()
+    kinds = {0: empty, draw.randint(1, 63): skinny, 64: 0.05, 65: 0.05, draw.randint(66, 500): 0.3}
     counts = draw.choices(list(kinds), kinds.values(), k=draw.randint(1, 40))
     if draw.random() < 0.2:
         counts[draw.randrange(len(counts))] = draw.randint(1000, 5000)
@@ -164,208 +183,356 @@ def random_counts(draw):
 @pytest.mark.parametrize("group", [1, 3, 16])
 @pytest.mark.parametrize("interleave", [False, True])
 @pytest.mark.parametrize("tile_rows", [64, 128, 192])
-def test_every_item_is_drawn_once_and_in_order(group, interleave, tile_rows, request):
+def test_every_work_tile_once_and_in_order(group, interleave, tile_rows, request):
     """300 random layers each, 5400 in all."""
     draw = random.Random(f"{group} {interleave} {tile_rows} {request.config.getoption('seed')}")
     for _ in range(300):
-        sizes = {"skinny_rows": draw.choice((0, 16, 64)), "split_last_wave": draw.choice((0, 1, 5, 64, 132))}
-        schedule = sizes | {"group": group, "interleave": interleave, "tile_rows": tile_rows}
-        check_schedule(random_counts(draw), draw.randint(1, 4), schedule)
+        order = {"group": group, "interleave": interleave, "split_last_wave": draw.choice((0, 1, 5, 64, 132))}
+        check_work_tiles(random_counts(draw), draw.randint(1, 4), tile_rows, order)
 
 
 @pytest.mark.quick
 @given(
     counts=COUNTS,
-    num_columns=st.integers(1, 12),
-    schedule=st.fixed_dictionaries(
+    num_n_tiles=st.integers(1, 12),
+    tile_rows=st.sampled_from((16, 64, 128, 192)),
+    order=st.fixed_dictionaries(
         {
-            "tile_rows": st.sampled_from((64, 128, 192)),
-            "skinny_rows": st.integers(0, 64),
-            "group": st.one_of(st.integers(1, 20), st.just(2**31 - 1)),
+            "group": st.one_of(st.integers(1, 20), st.just(INT32_MAX)),
             "split_last_wave": st.integers(0, 140),
             "interleave": st.booleans(),
         }
     ),
 )
-def test_any_schedule_draws_every_item_once_and_in_order(counts, num_columns, schedule):
-    check_schedule(counts, num_columns, schedule)
+def test_any_order_has_every_work_tile_once(counts, num_n_tiles, tile_rows, order):
+    check_work_tiles(counts, num_n_tiles, tile_rows, order)
 
 
-@pytest.mark.quick
-@given(num_items=st.integers(0, 1000), num_ctas=st.integers(1, 256), late=st.floats(0, 1), seed=st.integers())
-def test_every_item_is_drawn_by_one_worker(num_items, num_ctas, late, seed):
-    """Whoever is fast, slow or late: some num_ctas come when others have claimed some or all of their turns."""
-    draws, chance, drawn = _host.TileSchedulers(num_items, num_ctas), random.Random(seed), []
-    present, absent = [], list(range(num_ctas))
-    chance.shuffle(absent)
-    while present or absent:
-        if absent and (not present or chance.random() > late):
-            present.append(absent.pop())
-        cta = present[int(len(present) * chance.random() ** 3)]  # the first are the fastest
-        item = draws.next(cta)
-        drawn.append(item)
-        if item is None:
-            present.remove(cta)
-    assert sorted(item for item in drawn if item is not None) == list(range(num_items))
-    assert drawn.count(None) == num_ctas
+def test_every_window_has_its_share_of_skinny_tiles():
+    """As check_work_tiles, but window by window."""
+    tiles = work_tiles([5] * 7 + [900, 0, 700], 5, 128, ORDER)
+    skinny = [0, *accumulate(tile[5] for tile in tiles)]
+    for first in range(len(tiles)):
+        for last in range(first, len(tiles) + 1):
+            assert abs(skinny[last] - skinny[first] - (last - first) * skinny[-1] / len(tiles)) <= 1
 
 
-def test_a_late_worker_takes_from_who_is_behind():
-    """Worker 2 comes when its only turn is claimed, and cta 1 has one left."""
-    draws = _host.TileSchedulers(5, 3)
-    assert [draws.next(0) for _ in range(4)] == [0, 3, 1, 2]
-    assert draws.next(2) == 4
-    assert [draws.next(cta) for cta in range(3)] == [None] * 3
+@pytest.mark.parametrize("counts", [[], [0, 0, 0]])
+def test_no_rows_no_work_tiles(counts):
+    assert work_tiles(counts, 3, 128, ORDER | {"split_last_wave": 132}) == []
 
 
-def test_every_window_has_its_share_of_few_rows():
-    """As check_schedule, but window by window."""
-    items = drawn([5] * 7 + [900, 0, 700], 5, HOPPER)
-    few = [0, *accumulate(item[5] for item in items)]
-    for first in range(len(items)):
-        for last in range(first, len(items) + 1):
-            assert abs(few[last] - few[first] - (last - first) * few[-1] / len(items)) <= 1
+@needs_host
+def test_one_work_tile_is_that_of_the_list():
+    counts, order = [5] * 7 + [900, 0, 700], (3, True, 132)
+    offs = offs_of(counts)
+    schedule = ops.tile_schedule(offs, 128, MIN_SLICE)
+    tiles = ops.work_tiles(schedule, offs, 5, *order).tolist()
+    words = schedule.tolist(), offs.tolist(), 5, *order
+    assert [list(_host.work_tile(*words, i)) for i in range(len(tiles))] == tiles
+    for index in (-1, len(tiles)):
+        with pytest.raises(IndexError, match=f"expected 0 <= index < {len(tiles)}, found {index}"):
+            _host.work_tile(*words, index)
 
 
-@pytest.mark.parametrize("group", [1, 16, 2**31 - 1])
+@needs_host
+@pytest.mark.parametrize("group", [1, 16, INT32_MAX])
 @pytest.mark.parametrize("interleave", [False, True])
 @pytest.mark.parametrize("tile_rows", [64, 128, 192])
-def test_schedules_of_the_last_int32_rows(group, interleave, tile_rows):
-    """Too many items to draw all: of those drawn each is as many-th of its kind as its order tells."""
-    last = 2**31 - 1
-    ends = [0, 1, 2**30, 2**30, last - 64, last]
-    schedule = HOPPER | {"group": group, "interleave": interleave, "tile_rows": tile_rows}
-    work = _host.plan_work(ends, **schedule)
-    tiles = [-(-(end - begin) // tile_rows) for begin, end in pairwise(ends)]  # of experts 1 to 5
+def test_work_tiles_of_the_last_int32_rows(group, interleave, tile_rows):
+    """Too many tiles to list: each one looked at is as many-th of its kind as its order tells."""
+    ends = [0, 1, 2**30, 2**30, INT32_MAX - 64, INT32_MAX]
+    offs = torch.tensor(ends, dtype=torch.int32)
+    schedule = ops.tile_schedule(offs, tile_rows, MIN_SLICE)
+    words = schedule.tolist()
+    tiles = [ceil_div(end - begin, tile_rows) for begin, end in pairwise(ends)]  # of experts 1 to 5
     full, share = tiles[1] + tiles[3], 2 / sum(tiles)
-    assert work[:9] == [4, 2, full + 2, full, math.ceil(2**32 * share), 2, 4, 1, 5]
-    num_columns = last // work[2]  # the most there may be
-    num_items = work[2] * num_columns
+    num_n_tiles = INT32_MAX // sum(tiles)  # the most there may be
+    num_tiles = sum(tiles) * num_n_tiles
     draw, found = random.Random(0), {}
-    for index in [0, num_items - 1, *(draw.randrange(num_items) for _ in range(2000))]:
-        item = _host.find_work_tile(work, ends, num_columns, index, **schedule)
-        expert, first_row, num_rows, column, half, few = item
-        assert found.setdefault(item, index) == index
+    for index in [0, num_tiles - 1, *(draw.randrange(num_tiles) for _ in range(2000))]:
+        tile = _host.work_tile(words, ends, num_n_tiles, group, interleave, 0, index)
+        expert, first_row, num_rows, n_tile, n_half, skinny = tile
+        assert found.setdefault(tile, index) == index
         begin = ends[expert - 1]
         assert begin <= first_row < first_row + num_rows <= ends[expert]
         assert (first_row - begin) % tile_rows == 0
         assert num_rows == min(tile_rows, ends[expert] - first_row)
-        assert 0 <= column < num_columns
-        assert half == 0
-        assert few == (expert in (1, 5))
+        assert 0 <= n_tile < num_n_tiles
+        assert n_half == 0
+        assert skinny == (expert in (1, 5))
 
-        tile, num_tiles = (first_row - begin) // tile_rows, tiles[expert - 1]
-        size = -(-num_tiles // -(-num_tiles // group))
-        before = tile // size * size
-        number = before * num_columns + column * min(size, num_tiles - before) + tile - before
-        number += {1: 0, 2: 0, 4: tiles[1], 5: 1}[expert] * num_columns
+        row_tile, row_tiles = (first_row - begin) // tile_rows, tiles[expert - 1]
+        size = ceil_div(row_tiles, ceil_div(row_tiles, group))
+        before = row_tile // size * size
+        number = before * num_n_tiles + n_tile * min(size, row_tiles - before) + row_tile - before
+        number += {1: 0, 2: 0, 4: tiles[1], 5: 1}[expert] * num_n_tiles
         if interleave:
-            assert abs((number if few else index - number) - index * share) <= 1
+            assert abs((number if skinny else index - number) - index * share) <= 1
         else:
-            assert index == number + few * full * num_columns
-    expert, *_, column, _, few = _host.find_work_tile(work, ends, num_columns, num_items - 1, **schedule)
-    assert (expert, column) == (5 if few else 4, num_columns - 1)
-    with pytest.raises(IndexError, match=f"found {num_items}"):
-        _host.find_work_tile(work, ends, num_columns, num_items, **schedule)
-    for too_many in (num_columns + 1, last):
-        with pytest.raises(ValueError, match=r"num_columns: expected fewer than 2\^31 tiles, found "):
-            _host.find_work_tile(work, ends, too_many, 0, **schedule)
+            assert index == number + skinny * full * num_n_tiles
+    last = _host.work_tile(words, ends, num_n_tiles, group, interleave, 0, num_tiles - 1)
+    assert (last[0], last[3]) == (5 if last[5] else 4, num_n_tiles - 1)
+    for too_many in (num_n_tiles + 1, INT32_MAX):
+        with pytest.raises(RuntimeError, match=r"expected fewer than 2\^31 tiles, found "):
+            ops.work_tiles(schedule, offs, too_many, group, interleave, 0)
 
 
-@pytest.mark.parametrize("few_experts", [1, 64, 3000])
-def test_few_rows_have_their_share_of_nearly_2_to_the_31_items(few_experts):
-    """The share in 32 bits is rounded up; over so many items that comes to half an item at most."""
-    counts = [1] * few_experts + [128 * 7919]
-    ends, schedule = list(accumulate(counts)), HOPPER | {"group": 1}
-    work = _host.plan_work(ends, **schedule)
-    num_columns = (2**31 - 1) // work[2]
-    num_items, draw = work[2] * num_columns, random.Random(0)
-    for index in [num_items - 1, *(draw.randrange(num_items) for _ in range(2000))]:
-        expert, first_row, _, column, _, few = _host.find_work_tile(
-            work, ends, num_columns, index, **schedule
-        )
-        tile = expert if few else (first_row - few_experts) // 128
-        number = tile * num_columns + column
-        skinny_before = number if few else index - number
-        assert abs(skinny_before - index * few_experts / work[2]) <= 1
-
-
-@pytest.mark.parametrize("num_ctas", [1, 132])
-@pytest.mark.parametrize("num_tiles", [1, 12, 7168])
-@pytest.mark.parametrize(
-    "counts", [(100, 0, 3), (9000, 0, 1, 700, 0), (0,) * 5, (1,) * 300, (513,) * 40, (40_000, *(64,) * 127)]
-)
-def test_pieces_of_sums(counts, num_tiles, num_ctas):
-    """Every expert has its weight's tiles, one without rows too; long sums are cut, and come first."""
-    how, most = _host.split_k_schedule(max(sum(counts), 1), num_tiles, num_ctas)
-    ends, rows = list(accumulate(counts)), how["tile_rows"]
-    assert rows % 64 == 0
-    work = _host.plan_work(ends, **how)
-    slices = {e: max(1, -(-count // rows)) for e, count in enumerate(counts)}
-    assert work[0] == len(counts)
-    assert work[2] == sum(slices.values())
-    assert work[3] == sum(n for n in slices.values() if n > 1) <= most
-    assert most * num_tiles <= 4 * num_ctas  # slices are kept in memory
-    # none is longer than half of a cta's share, or 512 rows, rounded up
-    assert rows - 64 < max(512, sum(counts) * num_tiles / (2 * num_ctas))
-    found = [_host.find_work_tile(work, ends, num_tiles, i * num_tiles, **how) for i in range(work[2])]
-    assert [few for *_, few in found] == sorted(few for *_, few in found)
-    for expert, n in slices.items():
-        mine = [(first, size) for e, first, size, *_ in found if e == expert]
-        begin = ends[expert] - counts[expert]
-        sizes = [min(rows, counts[expert] - i * rows) for i in range(n)]
-        assert mine == [(begin + i * rows, size) for i, size in enumerate(sizes)]
+@needs_host
+@pytest.mark.parametrize("skinny_experts", [1, 64, 3000])
+def test_skinny_experts_have_their_share_of_nearly_2_to_the_31_tiles(skinny_experts):
+    """The share in 32 bits is rounded up; over so many tiles that comes to half a tile at most."""
+    offs = offs_of([1] * skinny_experts + [128 * 7919])
+    words, ends = ops.tile_schedule(offs, 128, MIN_SLICE).tolist(), offs.tolist()
+    row_tiles = skinny_experts + 7919
+    num_n_tiles = INT32_MAX // row_tiles
+    num_tiles, draw = row_tiles * num_n_tiles, random.Random(0)
+    for index in [num_tiles - 1, *(draw.randrange(num_tiles) for _ in range(2000))]:
+        tile = _host.work_tile(words, ends, num_n_tiles, 1, True, 0, index)
+        expert, first_row, _, n_tile, _, skinny = tile
+        row_tile = expert if skinny else (first_row - skinny_experts) // 128
+        number = row_tile * num_n_tiles + n_tile
+        skinny_before = number if skinny else index - number
+        assert abs(skinny_before - index * skinny_experts / row_tiles) <= 1
 
 
 @pytest.mark.parametrize(
-    ("ends", "changes", "message"),
+    ("changes", "message"),
     [
-        ([5, 3], {}, "never decrease"),
-        ([5], {"tile_rows": 0}, "tile_rows: expected at least 1, found 0"),
-        ([5], {"skinny_rows": 129}, "skinny_rows: expected 0 to tile_rows = 128, found 129"),
-        ([5], {"skinny_rows": -1}, "skinny_rows: expected 0 to tile_rows = 128, found -1"),
-        ([5], {"group": 0}, "group: expected at least 1, found 0"),
-        ([5], {"split_last_wave": -1}, "split_last_wave: expected at least 0, found -1"),
+        ({"num_n_tiles": 0}, "expected num_n_tiles from 1 to .*, found 0"),
+        ({"num_n_tiles": 2**29}, r"expected fewer than 2\^31 tiles, found 2147483648"),
+        ({"group": 0}, "expected group from 1 to .*, found 0"),
+        ({"split_last_wave": -1}, "expected split_last_wave from 0 to 256, found -1"),
+        ({"split_last_wave": 257}, "expected split_last_wave from 0 to 256, found 257"),
     ],
 )
-def test_wrong_schedules_are_refused(ends, changes, message):
-    with pytest.raises(ValueError, match=message):
-        _host.plan_work(ends, **HOPPER | changes)
-    with pytest.raises(ValueError, match=message):
-        _host.find_work_tile([1, 0, 1, 0, 0, 0, 1], ends, 1, 0, **HOPPER | changes)
+def test_wrong_orders_are_refused(changes, message):
+    offs = offs_of([1, 299])
+    schedule = ops.tile_schedule(offs, 128, MIN_SLICE)
+    with pytest.raises(RuntimeError, match=f"work_tiles: {message}"):
+        ops.work_tiles(schedule, offs, **{"num_n_tiles": 2} | ORDER | changes)
 
 
-def test_wrong_items_are_refused():
-    ends = [1, 300]
-    work = _host.plan_work(ends, **HOPPER)
-    for index in (-1, 8):
-        with pytest.raises(IndexError, match=f"expected 0 <= index < 8, found {index}"):
-            _host.find_work_tile(work, ends, 2, index, **HOPPER)
-    with pytest.raises(ValueError, match="not the plan of these ends"):
-        _host.find_work_tile(work, [1, 400], 2, 0, **HOPPER)
-    with pytest.raises(ValueError, match="num_columns: expected at least 1, found 0"):
-        _host.find_work_tile(work, ends, 0, 0, **HOPPER)
-    with pytest.raises(ValueError, match=r"num_columns: expected fewer than 2\^31 tiles, found 4 row tiles"):
-        _host.find_work_tile(work, ends, 2**29, 0, **HOPPER)
-    with pytest.raises(ValueError, match="cta: expected less than 132, found 132"):
-        _host.TileSchedulers(10, 132).next(132)
-    with pytest.raises(ValueError, match="num_ctas: expected 1 to 256, found 257"):
-        _host.TileSchedulers(10, 257)
+def test_a_schedule_of_other_offs_is_refused():
+    """Word by word: whatever was changed, tiles would lead elsewhere."""
+    offs = offs_of([1, 299, 0, 2000])
+    schedule = ops.tile_schedule(offs, 128, MIN_SLICE)
+    num_active, num_words = 3, schedule.numel()
+    unused = {8 + num_active, 12 + num_active}  # past the last active expert
+    for word in range(num_words):
+        changed = schedule.clone()
+        changed[word] += 1
+        if word in unused:
+            assert torch.equal(
+                ops.work_tiles(changed, offs, 2, **ORDER), ops.work_tiles(schedule, offs, 2, **ORDER)
+            )
+        elif word not in (6, 7):  # slice_rows and tile_rows, with which it may be a schedule of these offs
+            for tiles in (
+                lambda s: ops.work_tiles(s, offs, 2, **ORDER),
+                lambda s: ops.wgrad_tiles(s, offs, 2, 1),
+            ):
+                with pytest.raises(RuntimeError, match="expected the schedule of these offs, found another"):
+                    tiles(changed)
+    for word in (6, 7):
+        changed = schedule.clone()
+        changed[word] = 0
+        with pytest.raises(RuntimeError, match="_rows in schedule from 1 to .*, found 0"):
+            ops.work_tiles(changed, offs, 2, **ORDER)
+    with pytest.raises(RuntimeError, match="expected a schedule of 24 words for 4 experts, found 23"):
+        ops.work_tiles(schedule[:-1], offs, 2, **ORDER)
 
 
-def test_no_rows_no_items():
-    for counts in ([], [0, 0, 0]):
-        assert drawn(counts, 3, HOPPER | {"split_last_wave": 132}) == []
+# --- work tiles of a weight gradient ------------------------------------------------------------------
 
 
-def test_python_and_c_agree_on_the_tile():
-    assert _host.TILE_ROWS == PYTHON_TILE_ROWS
+def wgrad_tiles(counts, weight_tiles, slice_rows, slices_per_tile):
+    offs = offs_of(counts)
+    schedule = ops.tile_schedule(offs, 128, slice_rows)
+    return [tuple(tile) for tile in ops.wgrad_tiles(schedule, offs, weight_tiles, slices_per_tile).tolist()]
+
+
+def check_wgrad_tiles(counts, weight_tiles, slice_rows, slices_per_tile, spare=0):
+    """Every weight tile sums each row of its expert once; split tiles' slices have slots of their own.
+
+    spare: rows that R has beyond the experts'. Returns the number of slots.
+    """
+    tiles = wgrad_tiles(counts, weight_tiles, slice_rows, slices_per_tile)
+    most = slices_per_tile * slice_rows or INT32_MAX  # rows of a split-K slice
+    first = [0, *accumulate(counts)]
+
+    # Slice by slice, each with all weight tiles. A skipped slice is summed by another tile.
+    assert [tile[3] for tile in tiles] == list(range(weight_tiles)) * (len(tiles) // weight_tiles)
+    slices = tiles[::weight_tiles]
+    for i in range(weight_tiles):
+        assert [(*t[:3], *t[4:]) for t in tiles[i::weight_tiles]] == [(*t[:3], *t[4:]) for t in slices]
+    assert len(slices) == sum(max(1, ceil_div(n, slice_rows)) if slices_per_tile else 1 for n in counts)
+    if slices_per_tile:  # experts of several of the schedule's slices come first
+        order = [expert for expert, *_ in slices]
+        assert order == sorted(order, key=lambda e: (counts[e] <= slice_rows, e))
+
+    summed = [tile for tile in slices if tile[5]]
+    for expert, count in enumerate(counts):
+        number = max(1, ceil_div(count, most))
+        assert [(*t[1:3], *t[4:]) for t in summed if t[0] == expert] == [
+            (first[expert] + i * most, max(0, min(most, count - i * most)), i, number) for i in range(number)
+        ]
+    if _host is None or not slices_per_tile:
+        assert slices_per_tile or all(tile[5] == 1 for tile in summed)
+        return 0
+    R = sum(counts) + spare
+    num_slots = _host.num_split_slots(R, most)
+    slots = [_host.split_slot(R, most, first[e], i) for e, *_, i, number in summed if number > 1]
+    assert len(slots) == len(set(slots))
+    assert all(0 <= slot < num_slots for slot in slots)
+    return num_slots
 
 
 @pytest.mark.quick
-def test_build_info_names_what_built_it():
-    info = _host.build_info()
-    assert list(info) == ["c_compiler", "cxx_compiler", "nvcc", "gpu_targets", "abi_target", "torch"]
-    assert all(info.values())
-    assert info["abi_target"] == "2.10"
-    assert (info["nvcc"] == "none") == (info["gpu_targets"] == "none")
+@given(
+    counts=st.lists(st.integers(0, 200), max_size=30),
+    weight_tiles=st.integers(1, 3),
+    slice_rows=st.integers(1, 70),
+    slices_per_tile=st.integers(0, 4),
+    spare=st.integers(0, 200),
+)
+def test_any_slices_cover_every_row_once(counts, weight_tiles, slice_rows, slices_per_tile, spare):
+    check_wgrad_tiles(counts, weight_tiles, slice_rows, slices_per_tile, spare)
+
+
+def test_slots_of_experts_just_longer_than_a_slice():
+    """The closest that slots come: of S + 1, S and S - 1 rows, whatever the slices' phase."""
+    for size in (1, 2, 3, 8):
+        for slices_per_tile in (1, 2):
+            most = size * slices_per_tile
+            for begin in range(2 * most):
+                lengths = [most + 1, most + 1, most, 2 * most + 1, most - 1, most + 1, 2 * most]
+                check_wgrad_tiles([begin, *lengths], 1, size, slices_per_tile)
+
+
+@needs_host
+@pytest.mark.parametrize("num_ctas", [1, 132])
+@pytest.mark.parametrize("weight_tiles", [1, 12, 100, 300])
+@pytest.mark.parametrize(
+    "counts", [(100, 0, 3), (9000, 0, 1, 700, 0), (0,) * 5, (1,) * 300, (513,) * 40, (40_000, *(64,) * 127)]
+)
+@pytest.mark.parametrize("spare", [0, 5000])
+def test_split_k_slices_of_a_layer(counts, weight_tiles, num_ctas, spare):
+    """As the kernel chooses them; R may be more than the experts have."""
+    R = sum(counts) + spare
+    slice_rows = _host.slice_rows(R, len(counts), num_ctas)
+    slices_per_tile = _host.slices_per_tile(R, slice_rows, weight_tiles, num_ctas)
+    num_slots = check_wgrad_tiles(counts, weight_tiles, slice_rows, slices_per_tile, spare)
+    assert num_slots * weight_tiles * 2 <= 16 * num_ctas  # a semaphore per warpgroup
+
+
+@needs_host
+@given(
+    R=st.one_of(st.integers(0, 10**6), st.integers(0, MAX_ROWS)),
+    E=st.integers(1, 1000),
+    num_sms=st.integers(1, MAX_CTAS),
+    weight_tiles=st.one_of(st.integers(1, 600), st.integers(1, 10**5)),
+)
+def test_slice_rules(R, E, num_sms, weight_tiles):
+    slice_rows = _host.slice_rows(R, E, num_sms)
+    parts = max(E, num_sms // 2)
+    assert slice_rows % 64 == 0
+    assert min(R, max(MIN_SLICE, 2 * R // parts)) <= slice_rows
+    assert slice_rows - 64 < max(MIN_SLICE, 2 * R / parts)
+    assert slice_rows <= ceil_div(max(R, 1), 64) * 64
+    assert ceil_div(R, E) <= slice_rows or E < num_sms // 2  # even routing cuts no expert
+
+    slices_per_tile = _host.slices_per_tile(R, slice_rows, weight_tiles, num_sms)
+    most = slices_per_tile * slice_rows
+    if not slices_per_tile:
+        half_a_cta = R * weight_tiles // (2 * num_sms)
+        assert R <= ceil_div(max(half_a_cta, 1), slice_rows) * slice_rows
+        return
+    assert most < R
+    assert most - slice_rows < R * weight_tiles / (2 * num_sms) or slices_per_tile == 1
+    assert _host.num_split_slots(R, most) * weight_tiles * 2 <= 16 * num_sms
+
+
+def test_the_counters_suffice():
+    """Of wgrad: one per CTA of the tile scheduler, and 16 semaphores (test_slice_rules)."""
+    assert (1 + 16) * MAX_CTAS <= NUM_COUNTERS
+
+
+def test_wrong_wgrad_tiles_are_refused():
+    offs = offs_of([1, 299])
+    schedule = ops.tile_schedule(offs, 128, MIN_SLICE)
+    for arguments, message in (
+        ((0, 1), "expected weight_tiles from 1 to .*, found 0"),
+        ((1, -1), "expected slices_per_tile from 0 to .*, found -1"),
+        ((1, 2**22), "expected slices_per_tile from 0 to .*, found 4194304"),
+        ((2**30, 0), r"expected fewer than 2\^31 tiles, found 2147483648"),
+    ):
+        with pytest.raises(RuntimeError, match=f"wgrad_tiles: {message}"):
+            ops.wgrad_tiles(schedule, offs, *arguments)
+
+
+# --- which CTA computes which tile --------------------------------------------------------------------
+
+
+def scheduler_state(num_ctas):
+    return torch.zeros(3, num_ctas, dtype=torch.int32)
+
+
+@pytest.mark.quick
+@given(num_tiles=st.integers(0, 1000), num_ctas=st.integers(1, 256), late=st.floats(0, 1), seed=st.integers())
+def test_every_tile_is_claimed_once(num_tiles, num_ctas, late, seed):
+    """Fast, slow and late CTAs: some start when others have stolen some or all of their tiles.
+
+    A tile of another CTA is that CTA's next one, and no CTA has more left.
+    """
+    state, chance, claimed = scheduler_state(num_ctas), random.Random(seed), []
+    assigned = [len(range(cta, num_tiles, num_ctas)) for cta in range(num_ctas)]
+    running, absent = [], list(range(num_ctas))
+    chance.shuffle(absent)
+    while running or absent:
+        if absent and (not running or chance.random() > late):
+            running.append(absent.pop())
+        cta = running[int(len(running) * chance.random() ** 3)]  # the first are the fastest
+        before = state[0].tolist()
+        index = ops.next_tile(state, num_tiles, cta)
+        if index >= num_tiles:
+            running.remove(cta)
+            continue
+        claimed.append(index)
+        owner, turn = index % num_ctas, index // num_ctas
+        if owner != cta:
+            left = [max(0, a - b) for a, b in zip(assigned, before, strict=True)]
+            left[cta] = 0
+            assert left[owner] == max(left)
+            assert turn == before[owner]
+    assert sorted(claimed) == list(range(num_tiles))
+
+
+def test_ctas_in_lockstep_steal_nothing():
+    state = scheduler_state(7)
+    assert [ops.next_tile(state, 200, i % 7) for i in range(200)] == list(range(200))
+
+
+def test_a_late_cta_steals_from_the_one_with_most_left():
+    """CTA 2 starts when its only tile is stolen, and CTA 1 has one left."""
+    state = scheduler_state(3)
+    assert [ops.next_tile(state, 5, 0) for _ in range(4)] == [0, 3, 1, 2]
+    assert ops.next_tile(state, 5, 2) == 4
+    assert all(ops.next_tile(state, 5, cta) >= 5 for cta in range(3))
+
+
+@pytest.mark.parametrize(
+    ("state", "arguments", "message"),
+    [
+        (scheduler_state(132), (10, 132), "expected cta from 0 to 131, found 132"),
+        (scheduler_state(132), (10, -1), "expected cta from 0 to 131, found -1"),
+        (scheduler_state(132), (-1, 0), "expected num_tiles from 0 to .*, found -1"),
+        (scheduler_state(257), (10, 0), "expected CTAs in state from 1 to 256, found 257"),
+        (scheduler_state(0), (10, 0), "expected CTAs in state from 1 to 256, found 0"),
+        (scheduler_state(3).mT, (10, 0), "expected a contiguous state of 3 rows"),
+        (scheduler_state(3)[:2], (10, 0), "expected a contiguous state of 3 rows, found 2"),
+        (scheduler_state(3).long(), (10, 0), "expected state of dtype Int, found Long"),
+    ],
+)
+def test_wrong_scheduler_states_are_refused(state, arguments, message):
+    with pytest.raises(RuntimeError, match=f"next_tile: {message}"):
+        ops.next_tile(state, *arguments)

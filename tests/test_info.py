@@ -1,8 +1,7 @@
-"""fused_moe.info() and python -m fused_moe: what runs here, and why something does not."""
+"""fused_moe.info() and python -m fused_moe: the tiers that run, and why one is off."""
 
 import importlib
 import os
-import re
 import subprocess
 import sys
 from importlib.metadata import PackageNotFoundError, version
@@ -13,9 +12,7 @@ import pytest
 import torch
 
 import fused_moe
-from fused_moe.info import REASONS, TIER_OPS
-
-ROOT = Path(__file__).resolve().parents[1]
+from fused_moe.ops import FACTS, HAS_CUDA_KERNELS
 
 
 @pytest.mark.quick
@@ -30,9 +27,10 @@ def test_info_tells_versions_tiers_and_threads(device):
 
 
 def test_info_tells_how_it_was_built(device):
-    """The compilers and targets, from _host."""
-    pytest.importorskip("fused_moe._host", reason="fused_moe._host was not built for this Python")
-    assert {"c_compiler", "cxx_compiler", "gpu_targets", "abi_target"} <= set(fused_moe.info()["build"])
+    """The compilers and targets, from the library itself."""
+    build = fused_moe.info()["build"]
+    assert {"c_compiler", "cxx_compiler", "nvcc", "gpu_targets", "abi_target", "torch"} <= build.keys()
+    assert (build["nvcc"] == "none") == (not HAS_CUDA_KERNELS)
 
 
 def test_the_installed_version_is_the_packages(device):
@@ -45,21 +43,29 @@ def test_the_installed_version_is_the_packages(device):
 
 
 def test_info_says_why_cuda_is_off(device):
-    """A tier that is off comes with its reason."""
-    cuda = fused_moe.info()["tiers"]["cuda"]
-    if device.type == "cuda":
-        assert cuda.startswith("on")
+    """A tier that is off has a reason: the first thing missing in build or device."""
+    tiers = fused_moe.info()["tiers"]
+    assert list(tiers) == ["cpu", "cuda", "portable", "hopper"]
+    if not HAS_CUDA_KERNELS:
+        expected = "off: this build has no CUDA kernels"
+    elif not torch.cuda.is_available():
+        expected = "off: PyTorch sees no CUDA device"
     else:
-        assert cuda.startswith(("on", "off: "))
+        assert tiers["cuda"] == "on" and tiers["portable"] == "on"
+        return
+    assert [tiers[name] for name in ("cuda", "portable", "hopper")] == [expected] * 3
 
 
 def with_device(monkeypatch, *found):
-    """info() finds a GPU of which cuda_device tells this: status, driver, runtime, capability."""
+    """info() finds a GPU for which cuda_device returns this status, driver, runtime and capability."""
     module = sys.modules["fused_moe.info"]
-    width = [*REASONS].index("WIDTH")
-    fake = SimpleNamespace(cuda_device=lambda index: found, cuda_calls=lambda op: (12, 3 * op, width))
+    reasons = ["it runs", "a width is not a multiple of 8"]
+    fake = SimpleNamespace(
+        cuda_device=lambda index: found, cuda_calls=lambda op: torch.tensor([12, 3 * op, int(op > 0)])
+    )
     monkeypatch.setattr(module, "ops", fake)
     monkeypatch.setattr(module, "HAS_CUDA_KERNELS", True)
+    monkeypatch.setattr(module, "FACTS", FACTS | {"reasons": reasons})
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     return module
@@ -77,11 +83,11 @@ def with_device(monkeypatch, *found):
         ("auto", (6, 13000, 13000, 75), "off: expected compute capability 8.0 or newer, found 7.5", None),
         ("auto", (5, 12040, 13000, 90), "off: the driver supports CUDA 12.4", None),
         ("hopper", (7, 13000, 13000, 80), "off: FUSED_MOE_TIER is hopper, expected portable or auto", None),
-        ("x", (7, 13000, 13000, 90), "off: FUSED_MOE_TIER is x, expected portable, hopper or auto", None),
+        ("x", (7, 13000, 13000, 90), "off: FUSED_MOE_TIER is x, expected portable or hopper or auto", None),
     ],
 )
 def test_tiers_of_a_gpu(cpu, monkeypatch, tier, found, cuda, hopper):
-    """Each tier, from what the library finds of the device; what turns CUDA off turns Hopper off."""
+    """Each tier, from the device's properties. What turns CUDA off turns Hopper off."""
     monkeypatch.setenv("FUSED_MOE_TIER", tier)
     tiers = with_device(monkeypatch, *found)._tiers()
     assert tiers["cpu"] == "on"
@@ -89,8 +95,8 @@ def test_tiers_of_a_gpu(cpu, monkeypatch, tier, found, cuda, hopper):
     assert tiers["hopper"].startswith(hopper or cuda)
 
 
-def test_info_tells_who_had_the_calls(cpu, monkeypatch):
-    """An entry an operator of the Hopper engine, with the last reason of the portable tier."""
+def test_info_tells_the_calls_of_each_tier(cpu, monkeypatch):
+    """One entry per operator with several tiers, with the last reason for a tier other than the best."""
     module = with_device(monkeypatch, 0, 13000, 13000, 90)
     assert module._calls() == {
         "grouped_mm": "12 on hopper, 0 on portable",
@@ -103,39 +109,40 @@ def test_info_tells_who_had_the_calls(cpu, monkeypatch):
 
 
 def test_the_calls_on_the_cpu_are_not_counted(cpu):
-    """cuda_calls tells of CUDA tiers alone, and takes the operators that there are."""
-    before = [torch.ops.fused_moe.cuda_calls(op) for op in range(len(TIER_OPS))]
+    """cuda_calls counts the calls of CUDA tiers only, and checks the operator's index."""
+    ops, indices = torch.ops.fused_moe, range(len(FACTS["operators"]))
+    before = [ops.cuda_calls(op).tolist() for op in indices]
+    assert {len(calls) for calls in before} == {len(FACTS["tiers"]) + 1}
     fused_moe.grouped_mm(torch.ones(2, 8), torch.ones(1, 8, 8), torch.tensor([2], dtype=torch.int32))
-    assert [torch.ops.fused_moe.cuda_calls(op) for op in range(len(TIER_OPS))] == before
+    assert [ops.cuda_calls(op).tolist() for op in indices] == before
     with pytest.raises(RuntimeError, match="cuda_calls"):
-        torch.ops.fused_moe.cuda_calls(len(TIER_OPS))
-
-
-def names_of_enum(text: str, name: str) -> list[str]:
-    """The enumerators of a C enum, less FUSED_MOE_."""
-    body = re.search(r"typedef enum \{([^}]*)\} " + name + ";", text)[1]
-    return re.findall(r"FUSED_MOE_(\w+)", re.sub(r"/\*.*?\*/", "", body, flags=re.DOTALL))
+        ops.cuda_calls(len(indices))
 
 
 @pytest.mark.quick
-def test_the_tables_are_those_of_the_header(cpu):
-    """Reasons and operators stand in the order of the C enums, whose numbers cuda_calls returns."""
-    header = ROOT / "csrc" / "fused_moe.h"
-    if not header.exists():
-        pytest.skip("not in a checkout")
-    text = header.read_text()
-    assert list(REASONS) == names_of_enum(text, "FusedMoeTierReason")
-    assert [f"OP_{name.upper()}" for name in TIER_OPS] == names_of_enum(text, "FusedMoeTierOp")[:-1]
+def test_the_facts_of_the_library(device):
+    """The facts that Python and the tests read from the library."""
+    assert FACTS["operators"] == ["grouped_mm", "up_gate", "down_dgrad", "wgrad"]
+    assert FACTS["tiers"] == ["hopper", "portable"] and len(FACTS["capabilities"]) == 2
+    assert bool(FACTS["reasons"]) == HAS_CUDA_KERNELS
+    assert FACTS["constants"]["TILE_ROWS"] == 128
+
+
+def test_devices_are_read_again(device):
+    """cuda_reset is safe at any time, on any build."""
+    before = fused_moe.info()["tiers"]
+    torch.ops.fused_moe.cuda_reset()
+    assert fused_moe.info()["tiers"] == before
 
 
 def test_info_follows_the_number_of_threads(cpu, threads):
-    """info() reads, it does not remember."""
+    """info() caches nothing."""
     threads(1)
     assert fused_moe.info()["cpu"]["threads"] == 1
 
 
 def test_info_prints_every_entry(device):
-    """The report has one line an entry, nested ones indented."""
+    """The report has one line per entry, nested ones indented."""
     info = fused_moe.info()
     text = str(info)
     for name, value in info.items():
@@ -144,15 +151,8 @@ def test_info_prints_every_entry(device):
             assert any(inner in line and str(entry) in line for line in text.splitlines()), inner
 
 
-def test_info_works_without_the_host_module(device, monkeypatch):
-    """Nothing but the build's facts is missing when _host cannot be imported."""
-    monkeypatch.setitem(sys.modules, "fused_moe._host", None)
-    build = fused_moe.info()["build"]
-    assert "_host" in build["unknown"]
-
-
 def test_the_public_names(device):
-    """Every public name is there, and the reference has the functions' and the layer's."""
+    """Every public name exists, and the reference has the functions and the layer."""
     for name in fused_moe.__all__:
         assert hasattr(fused_moe, name), name
     own = {"LoadReport", "Plan", "RouterLosses", "info", "reference"}
@@ -172,7 +172,7 @@ def test_python_m_prints_info(device, tmp_path):
 @pytest.mark.quick
 @pytest.mark.parametrize("host", ("torchtitan", "transformers"))
 def test_a_missing_host_is_named(host, monkeypatch):
-    """The adapter of a package that is not there says what to install."""
+    """The adapter of a missing package says what to install."""
     for name in [name for name in sys.modules if name.startswith(f"{host}.")]:
         monkeypatch.delitem(sys.modules, name)  # where another test has loaded it
     monkeypatch.setitem(sys.modules, host, None)

@@ -27,7 +27,7 @@ def test_balance_loss_of_perfect_balance_is_one(device):
 
 
 def test_balance_loss_of_collapse_is_the_number_of_experts(device):
-    """All tokens sure of one expert: the largest loss there is, E."""
+    """All tokens choose one expert with probability 1: the largest loss, E."""
     logits = torch.zeros(16, 8, device=device)
     logits[:, 3] = 50.0
     ids = torch.full((16, 1), 3, dtype=torch.int32, device=device)
@@ -35,7 +35,7 @@ def test_balance_loss_of_collapse_is_the_number_of_experts(device):
 
 
 def test_balance_loss_pushes_against_the_load(device):
-    """Its gradient lowers the logit of the busiest expert."""
+    """Its gradient lowers the logit of the most loaded expert."""
     logits = torch.randn(64, 4, device=device)
     logits[:, 2] += 2.0
     logits.requires_grad_()
@@ -45,7 +45,7 @@ def test_balance_loss_pushes_against_the_load(device):
 
 @pytest.mark.parametrize("dtype", (torch.int32, torch.int64))
 def test_ids_of_no_expert_count_for_none(device, dtype):
-    """Ids outside [0, E) add to no expert's share, and touch no memory."""
+    """Ids outside [0, E) add to no expert's share, and access no memory."""
     logits = torch.zeros(4, 2, device=device)
     ids = torch.tensor([[0], [1], [-1], [9]], dtype=dtype, device=device)
     torch.testing.assert_close(load_balancing_loss(logits, ids, 2).item(), 0.5)

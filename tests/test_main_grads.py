@@ -1,4 +1,4 @@
-"""main_grads: weights' gradients added to float32 tensors that are given, instead of becoming .grad."""
+"""main_grads: weight gradients are accumulated into float32 buffers instead of .grad."""
 
 from functools import partial
 
@@ -32,12 +32,12 @@ ops = torch.ops.fused_moe
 ALL_LAYOUTS = pytest.mark.parametrize("layout", LAYOUTS)
 DTYPES = pytest.mark.parametrize("dtype", (F32, BF16, F16), ids=("f32", "bf16", "f16"))
 WEIGHTS = ("w1", "w2", "w3")
-# Widths that are stored 16 bytes at a time, and such that nothing is.
+# Widths with aligned 16-byte stores, and widths without any.
 SIZES = {"whole": {"dim": 64, "hidden": 40}, "odd": {"dim": 37, "hidden": 29}}
 
 
 def draw_main_grads(inputs: dict, form=None) -> tuple:
-    """Random float32 tensors of the weights' shapes, stored in some form."""
+    """Random float32 tensors of the weights' shapes, in any storage."""
 
     def draw(w):
         grad = torch.randn(w.shape, device=w.device)
@@ -51,7 +51,7 @@ def copies(main_grads, dtype=F32) -> tuple:
 
 
 def run(fn, inputs: dict, dout, main_grads, **fixed) -> dict:
-    """{"out", "dx", ...}: what fn returns and the .grad of every tensor of `inputs`, where there is one."""
+    """{"out", "dx", ...}: the result of fn and the .grad of every tensor of `inputs` that has one."""
     leaves = {n: t.detach().requires_grad_() for n, t in inputs.items() if t is not None}
     out = fn(**{**inputs, **leaves}, main_grads=main_grads, **fixed)
     out.backward(dout)
@@ -82,7 +82,7 @@ def check(fn_name: str, inputs: dict, dout, main_grads, slack=4.0, **fixed) -> N
 @ALL_LAYOUTS
 @DTYPES
 def test_layouts(device, dtype, layout):
-    """Every layout, with and without biases, scores on either side, experts without rows among them."""
+    """Every layout, with and without biases, scores on input or output, some experts without rows."""
     for size in SIZES.values():
         for case in variants(Case(layout=layout, dtype=dtype, routing="gaps", **size)):
             inputs, ids = case.inputs(device), case.ids(device)
@@ -102,7 +102,7 @@ def test_layouts(device, dtype, layout):
 @pytest.mark.parametrize("layout", ("separate", "halves.T", "interleaved"))
 @DTYPES
 def test_storage(device, dtype, layout, form):
-    """Main gradients strided, misaligned, and the other way round than their weights."""
+    """Main gradients strided, misaligned, and in the other major order than their weights."""
     for size in SIZES.values():
         case = Case(layout=layout, dtype=dtype, routing="sentinels", **size)
         inputs = case.inputs(device)
@@ -111,7 +111,7 @@ def test_storage(device, dtype, layout, form):
 
 
 def test_parts_of_one_buffer(device):
-    """Megatron's main gradients are pieces of one flat tensor; numbers between them stay."""
+    """Megatron's main gradients are slices of one flat buffer; elements between them do not change."""
     case = Case(layout="separate")
     inputs = case.inputs(device)
     sizes = [inputs[n].numel() for n in WEIGHTS]
@@ -183,8 +183,8 @@ def test_micro_batches_add_up(device, dtype, order):
         outs.append((fused_experts(**inputs, **leaves, ids=ids, main_grads=main_grads), dout))
         if order == "one after another":
             outs.pop()[0].backward(dout)
-        for sums, values in ((eager, inputs | weights), (exact, to_double(inputs | weights))):
-            run(reference.fused_experts, values, dout.to(values["x"].dtype), sums, ids=ids)
+        for grads, values in ((eager, inputs | weights), (exact, to_double(inputs | weights))):
+            run(reference.fused_experts, values, dout.to(values["x"].dtype), grads, ids=ids)
     for out, dout in outs:
         out.backward(dout)
     assert all(t.grad is None for t in leaves.values())
@@ -192,7 +192,7 @@ def test_micro_batches_add_up(device, dtype, order):
 
 
 def wgrad_operands(device, dtype, rows=700, a=40, b=64, experts=5):
-    """a, b, the ends of experts of which one is empty, and the expert of each row."""
+    """a, b, the offs of experts of which one is empty, and the counts."""
     counts = torch.full((experts,), rows // (experts - 1))
     counts[1] = 0
     counts[-1] = rows - counts[:-1].sum()
@@ -206,13 +206,13 @@ def wgrad_operands(device, dtype, rows=700, a=40, b=64, experts=5):
 @pytest.mark.parametrize("widths", ((40, 64), (7, 37)), ids=("whole", "odd"))
 @DTYPES
 def test_wgrad_accumulate(device, dtype, widths, form, gathered):
-    """The operator, with either operand gathered: float32's rounding alone, none to the operands' dtype."""
+    """The operator, with either operand gathered: rounded to float32 only, not to the operands' dtype."""
     a, b, ends, counts = wgrad_operands(device, dtype, 700, *widths)
     tokens = torch.randperm(700, device=device)
     rows = {"none": (a, b), "a": (a[tokens], b), "b": (a, b[tokens])}[gathered]
     dw = FORMS[form](torch.randn(5, *widths, device=device))
-    products = [x.double().T @ y.double() for x, y in zip(*(t.split(counts) for t in rows), strict=True)]
-    exact = dw.double() + torch.stack(products)
+    grads = [x.double().T @ y.double() for x, y in zip(*(t.split(counts) for t in rows), strict=True)]
+    exact = dw.double() + torch.stack(grads)
     before = dw.clone()
     maps = (tokens.int() if gathered == n else None for n in "ab")
     assert ops.wgrad_accumulate(a, b, ends, dw, *maps) is None
@@ -230,7 +230,9 @@ def test_sums_are_added_once(device, dtype):
     eager[0] += (a.double().T @ b.double()).float()
     ops.wgrad_accumulate(a, b, ends, dw)
     assert counts == [9000, 0]
-    slack = 0.01 if device.type == "cpu" else 1  # a GPU's own sum of 9000 products shows, too
+    slack = (
+        0.01 if device.type == "cpu" else 1
+    )  # the rounding of a GPU's accumulation of 9000 rows shows, too
     assert_as_good({"dw": dw}, {"dw": eager}, {"dw": exact}, slack=slack)
 
 
@@ -267,7 +269,7 @@ def test_some_weights(device, given):
 
 @pytest.mark.parametrize("frozen", WEIGHTS)
 def test_frozen_weight(device, frozen):
-    """A weight that requires no gradient: its main gradient is left alone, and no product is made for it."""
+    """A weight that requires no gradient: its main gradient does not change, and no GEMM runs for it."""
     case = Case()
     inputs, ids, dout = case.inputs(device), case.ids(device), case.dout(device)
     main_grads = draw_main_grads(inputs)
@@ -302,7 +304,7 @@ def test_empty_main_grads_are_none(device):
 
 @ALL_LAYOUTS
 def test_nothing_of_a_weights_size_is_made(device, layout):
-    """No gradient is made to be added, and no weight or main gradient copied."""
+    """No temporary weight gradient is allocated, and no weight or main gradient copied."""
     case = Case(8, 40, 24, 16, 1, BF16, layout=layout)  # far fewer rows than weights
     inputs, ids, dout = case.inputs(device), case.ids(device), case.dout(device)
     main_grads = draw_main_grads(inputs)
@@ -323,7 +325,7 @@ def test_nothing_of_a_weights_size_is_made(device, layout):
 
 @pytest.mark.parametrize("use_reentrant", (False, True))
 def test_checkpoint(device, use_reentrant):
-    """Forward computed again in backward: added once, the same bits."""
+    """Forward recomputed in backward: accumulated once, the same bits."""
     case = Case(dtype=BF16, bias=True)
     inputs, ids, dout = case.inputs(device), case.ids(device), case.dout(device)
     expected, found = (copies(m) for m in (draw_main_grads(inputs),) * 2)
@@ -361,7 +363,7 @@ def test_autocast(device, dtype, layout):
 
 
 def test_double_backward_raises(device):
-    """What is added to a tensor cannot be differentiated: refused before it is added."""
+    """An accumulated gradient cannot be differentiated: refused before it is accumulated."""
     case = Case()
     inputs, ids = case.inputs(device), case.ids(device)
     main_grads = draw_main_grads(inputs)
@@ -376,7 +378,7 @@ def test_double_backward_raises(device):
 
 @pytest.mark.parametrize("layout", ("separate", "ungated", "halves.T"))
 def test_opcheck(device, layout):
-    """All of opcheck on the forward operators that are given main gradients."""
+    """All of opcheck on the forward operators with main gradients."""
     case = Case(9, 6, 4, 3, 2, layout=layout)
     t, ids = case.inputs(device), case.ids(device)
     _, gated, _, transposed = LAYOUTS[layout]
@@ -386,7 +388,7 @@ def test_opcheck(device, layout):
     x, w1, w3, w2, scores = leaves
     plan = fused_moe.route_plan(ids, case.num_experts)
     code = codes.LAYOUTS[case.options["layout"]] if gated else codes.UNGATED
-    settings = (*plan[1:], code, 0, 1.702, 7.0)
+    settings = (plan.tensors, code, 0, [1.702, 7.0])
     rows = ids.numel()
     h = torch.randn(rows, (2 if gated else 1) * case.hidden, device=device, requires_grad=True)
     a = torch.randn(rows, case.hidden, device=device)
@@ -397,7 +399,7 @@ def test_opcheck(device, layout):
 
 @pytest.fixture
 def fresh():
-    """No graph of another test is found again, and compiling a function twice is an error."""
+    """Clears the graphs of other tests. Compiling a function twice is an error."""
     torch._dynamo.reset()
     with torch._dynamo.config.patch(error_on_recompile=True):
         yield
@@ -426,7 +428,7 @@ def test_compile(device, fresh, backend):
 
 
 def test_compile_tells_of_interleaved_batches(device, fresh):
-    """A backward between another's forward and backward: an error, nothing wrong in silence."""
+    """A backward between another's forward and backward raises; nothing is silently wrong."""
     compiled = torch.compile(fused_experts, fullgraph=True, backend="aot_eager")
     case = Case()
     inputs, ids = case.inputs(device), case.ids(device)
@@ -455,7 +457,7 @@ def layers(device, dtype=None, **settings):
 @pytest.mark.parametrize("how", ("plain", "checkpointed", "compiled"))
 @pytest.mark.parametrize("settings", ({}, {"gated": False}, {"bias": True}), ids=("gated", "ungated", "bias"))
 def test_module(device, settings, how):
-    """An expert weight's attribute main_grad takes its gradient; every other parameter has its .grad."""
+    """A weight's gradient goes to its attribute main_grad; every other parameter has its .grad."""
     torch._dynamo.reset()
     ours, plain = layers(device, **settings)
     forward = {
@@ -477,7 +479,7 @@ def test_module(device, settings, how):
 
 
 def test_module_in_bfloat16_sums_in_float32(device):
-    """Many small batches: their sum in a main_grad errs far less than the one in bfloat16 .grads."""
+    """Many small batches: the sum in a main_grad is far more accurate than the one in bfloat16 .grads."""
     ours, plain = layers(device, BF16)
     exact = {n: torch.zeros_like(getattr(ours.experts, n), dtype=F64) for n in WEIGHTS}
     rounded = {n: torch.zeros_like(t, dtype=BF16) for n, t in exact.items()}
@@ -532,7 +534,7 @@ WRONG = {
     "requires a gradient": (given(0, torch.zeros(W["w1"], requires_grad=True)), {},
         ValueError, r"main_grads\[0\] that requires no gradient itself", "requires_grad=True"),
     "expanded": (given(0, torch.zeros(1, 29, 37).expand(5, -1, -1)), {},
-        ValueError, r"main_grads\[0\] whose numbers have a place each", r"strides \(0, 37, 1\)"),
+        ValueError, r"main_grads\[0\] whose elements do not overlap", r"strides \(0, 37, 1\)"),
     "pairs apart": (given(0, torch.zeros(5, 2, 29, 37).transpose(1, 2)), {"layout": "pairs"},
         ValueError, r"main_grads\[0\] that can be viewed as \(E, 2F, D\)", "strides"),
 }  # fmt: skip
@@ -580,7 +582,7 @@ OPERATOR_ERRORS = {
 
 @pytest.mark.parametrize("name", OPERATOR_ERRORS)
 def test_operator_called_directly(device, name):
-    """RuntimeError of the operator, instead of memory touched out of range."""
+    """RuntimeError of the operator, instead of an access out of range."""
     change, dtype, message = OPERATOR_ERRORS[name]
     a, b, ends, _ = wgrad_operands(device, dtype)
     dw = change(torch.zeros(5, 40, 64, device=device))
@@ -589,7 +591,7 @@ def test_operator_called_directly(device, name):
 
 
 def test_operators_refuse_to_be_differentiated(device):
-    """An operand that requires a gradient: refused, where silence would cut the graph."""
+    """An operand that requires a gradient is refused: otherwise the graph would be cut silently."""
     a, b, ends, _ = wgrad_operands(device, F32)
     dw = torch.zeros(5, 40, 64, device=device)
     with pytest.raises(RuntimeError, match="wgrad_accumulate cannot be differentiated"):

@@ -102,7 +102,7 @@ def test_state_dict_round_trip(device):
 @pytest.mark.quick
 @pytest.mark.parametrize("settings", SETTINGS)
 def test_same_seed_same_parameters_as_the_reference(device, settings):
-    """FusedMoE and reference.FusedMoE draw the same parameters in the same order."""
+    """FusedMoE and reference.FusedMoE initialise the same parameters in the same order."""
     layers = []
     for kind in (FusedMoE, reference.FusedMoE, FusedMoE):
         torch.manual_seed(7)
@@ -127,7 +127,7 @@ def test_initial_scale(device):
 
 
 def test_meta_device(device):
-    """A layer made on meta, emptied onto the device and reset is a layer made there."""
+    """A layer made on meta, then to_empty and reset, equals a layer made on the device."""
     layer = FusedMoE(12, 8, 8, 2, **EVERYTHING, device="meta")
     assert all(t.is_meta for t in (*layer.parameters(), *layer.buffers()))
     layer.to_empty(device=device)
@@ -137,8 +137,8 @@ def test_meta_device(device):
     layer.reset_parameters()
     torch.manual_seed(3)
     expected = FusedMoE(12, 8, 8, 2, **EVERYTHING, device=device)
-    for (name, mine), other in zip(layer.state_dict().items(), expected.state_dict().values(), strict=True):
-        assert torch.equal(mine, other), name
+    for (name, value), other in zip(layer.state_dict().items(), expected.state_dict().values(), strict=True):
+        assert torch.equal(value, other), name
     assert not layer.tokens_per_expert.count_nonzero()
     assert torch.equal(layer(torch.ones(4, 12, device=device)), expected(torch.ones(4, 12, device=device)))
 
@@ -171,17 +171,17 @@ def test_repr_tells_the_settings(device):
         assert part in text, part
 
 
-# --- numbers --------------------------------------------------------------------------------------
+# --- values ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.quick
 @pytest.mark.parametrize("settings", SETTINGS)
 @pytest.mark.parametrize("dtype", (F32, BF16), ids=("f32", "bf16"))
 def test_agrees_with_the_reference_layer(device, settings, dtype):
-    """Output and every gradient, the router's included, are as good as the for-loop layer's."""
+    """Output and every gradient, the router's included, are as accurate as the for-loop layer's."""
     ours, loop = pair(device, dtype, **SETTINGS[settings])
     x = torch.randn(60, 24, device=device).to(dtype)
-    if dtype == BF16:  # choose by the same rounded logits in all three
+    if dtype == BF16:  # all three choose by the same rounded logits
         ours, loop = separated(ours), separated(loop)
     exact = copy.deepcopy(loop).double()
     dout = torch.randn(60, 24, device=device).to(dtype)
@@ -220,7 +220,7 @@ def test_any_leading_shape(device, shape):
 
 
 def test_non_contiguous_input(device):
-    """A transposed (S, B, D) input is read as it lies."""
+    """A transposed (S, B, D) input works."""
     layer = FusedMoE(24, 20, 8, 2, device=device)
     x = torch.randn(4, 6, 24, device=device)
     assert torch.equal(layer(x.transpose(0, 1)), layer(x.transpose(0, 1).contiguous()))
@@ -288,7 +288,7 @@ def test_deepcopy_is_independent(device):
 
 @pytest.mark.quick
 def test_tokens_per_expert_counts(device):
-    """Every training forward adds its slots; evaluation does not; the sum over experts is T*K a call."""
+    """Every training forward adds its slots; evaluation does not; the sum over experts is T*K per call."""
     layer = FusedMoE(24, 20, 8, 2, device=device)
     x = torch.randn(50, 24, device=device)
     _, ids, _ = layer.router(x, None)
@@ -306,7 +306,7 @@ def test_tokens_per_expert_counts(device):
 
 
 def test_expert_bias_steers_but_is_not_in_the_output(device):
-    """A large expert_bias sends every token to one expert, weighted by its unbiased score."""
+    """A large expert_bias routes every token to one expert, weighted by its unbiased score."""
     layer = FusedMoE(24, 20, 8, 1, load_balance_coeff=1e-3, device=device)
     layer.expert_bias[5] = 100.0
     x = torch.randn(30, 24, device=device)
@@ -320,7 +320,7 @@ def test_expert_bias_steers_but_is_not_in_the_output(device):
 
 @pytest.mark.quick
 def test_update_expert_bias_moves_against_the_load(device):
-    """Busy experts' bias falls and idle experts' rises, by the coefficient, centred; counts restart."""
+    """The bias falls by the coefficient for a high load, rises for a low one; centred; counts are reset."""
     layer = FusedMoE(24, 20, 4, 1, load_balance_coeff=0.5, device=device)
     layer.tokens_per_expert.copy_(torch.tensor([10.0, 2.0, 5.0, 3.0]))
     layer.update_expert_bias()
@@ -330,7 +330,7 @@ def test_update_expert_bias_moves_against_the_load(device):
 
 
 def test_update_without_coefficient_restarts_the_counts(device):
-    """A layer without expert_bias only starts counting anew."""
+    """A layer without expert_bias only resets its counts."""
     layer = FusedMoE(24, 20, 4, 1, device=device)
     layer(torch.randn(9, 24, device=device))
     layer.update_expert_bias()
@@ -338,7 +338,7 @@ def test_update_without_coefficient_restarts_the_counts(device):
 
 
 def test_balancing_evens_the_load(device):
-    """Some updates spread tokens that all wanted the same experts."""
+    """Some updates spread tokens that were all routed to the same experts."""
     layer = FusedMoE(
         24, 20, 8, 2, score_func="sigmoid", load_balance_coeff=0.02, gate_bias=True, device=device
     )
@@ -355,7 +355,7 @@ def test_balancing_evens_the_load(device):
 
 
 def _rank(rank: int, folder: str) -> None:
-    """One of two processes: loads of its own, then the update that both must agree on."""
+    """One of two processes: its own load, then an update whose result must be equal in both."""
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
     layer = FusedMoE(8, 4, 4, 1, load_balance_coeff=0.5)
     layer.tokens_per_expert.copy_(torch.tensor([[9.0, 0.0, 4.0, 3.0], [1.0, 2.0, 4.0, 9.0]][rank]))
@@ -376,7 +376,7 @@ def test_update_under_a_process_group(cpu):
 
 
 def test_load_report(device):
-    """Counts, shares, max over mean and idle experts, drawn one line an expert."""
+    """Counts, shares, max over mean and idle experts, printed one line per expert."""
     layer = FusedMoE(24, 20, 4, 1, device=device)
     layer.tokens_per_expert.copy_(torch.tensor([6.0, 0.0, 2.0, 0.0]))
     report = layer.load_report()

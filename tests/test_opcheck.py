@@ -8,10 +8,17 @@ ops = torch.ops.fused_moe
 
 
 def all_operators() -> set[str]:
-    """Names of all operators of the library that compute something, as the dispatcher knows them."""
+    """Names of all operators of the library that a layer may call, as the dispatcher knows them."""
     names = torch._C._dispatch_get_all_op_names()
     names = {n.removeprefix("fused_moe::") for n in names if n.startswith("fused_moe::")}
-    return {n for n in names if "Tensor" in str(getattr(ops, n).default._schema)}
+    names -= {
+        "tile_schedule",
+        "work_tiles",
+        "wgrad_tiles",
+        "next_tile",
+    }  # planners, for tests and schedule pictures
+    arguments = {n: getattr(ops, n).default._schema.arguments for n in names}
+    return {n for n in names if any("Tensor" in str(a.type) for a in arguments[n])}
 
 
 def arguments(device, layout: str, dtype, bias: bool) -> dict:
@@ -26,15 +33,14 @@ OPERATORS = sorted(arguments(torch.device("cpu"), "separate", F32, True))
 
 
 def test_every_operator_is_here(device):
-    """An operator without a call above fails this test, and so does a call of one that is gone."""
+    """An operator without a call above fails this test, and so does a call without an operator."""
     assert set(OPERATORS) == all_operators()
 
 
 @pytest.mark.quick
 @pytest.mark.parametrize("name", OPERATORS)
 def test_schema_and_fake_kernel(device, name):
-    """Inputs are not changed but as the schema says, and the fake kernel tells shapes, strides and dtypes:
-    every layout."""
+    """Inputs change only as the schema says, and the fake kernel has the right shapes, strides and dtypes."""
     for layout in LAYOUTS:
         for dtype, bias in ((F32, False), (BF16, True)):
             for args in arguments(device, layout, dtype, bias)[name]:
@@ -55,9 +61,9 @@ def test_opcheck(device, name):
 
 
 def test_every_operator_has_its_kernels(device):
-    """Each has a CPU kernel, an autograd rule and a fake kernel."""
+    """Each has a CPU kernel, a fake kernel, and an autograd rule if an input can require a gradient."""
     for name in OPERATORS:
-        for key in ("CPU", "Autograd"):
+        for key in ("CPU",) if name in ("route_plan", "count_plan") else ("CPU", "Autograd"):
             assert torch._C._dispatch_has_kernel_for_dispatch_key(f"fused_moe::{name}", key), name
         fake = torch._library.simple_registry.singleton.find(f"fused_moe::{name}").fake_impl
         assert fake.kernel is not None, name

@@ -1,4 +1,4 @@
-"""permute and unpermute: exact copies, weighted sums, and each the other's adjoint."""
+"""permute and unpermute: exact copies, weighted sums, and adjoint to each other."""
 
 import pytest
 import torch
@@ -46,7 +46,7 @@ def rows_of(x, ids, num_experts):
 @ALL_DTYPES
 @pytest.mark.parametrize("routing", ROUTINGS)
 def test_permute(device, dtype, routing):
-    """Every row is its token's bits, rows past the last one are zero, and the plan is the ids'."""
+    """Every row is its token's bits, rows past the last one are zero, and the plan is that of the ids."""
     ids, expected, x, _, _ = setup(device, dtype, routing=routing)
     rows, plan = permute(x, ids, 6)
     assert rows.dtype == dtype
@@ -73,7 +73,7 @@ def test_unpermute(device, dtype, routing, weighted):
 
 @pytest.mark.parametrize("dtype", (BF16, F16), ids=("bf16", "f16"))
 def test_unpermute_accuracy(device, dtype):
-    """The sum errs at most 1.1 times as much as the eager one, which is a sum in float32."""
+    """The sum's error is at most 1.1 times that of the eager sum in float32."""
     _, plan, x, rows, scores = setup(device, dtype, 500, 129, 8, 8)
     inputs = {"rows": rows, "scores": scores}
     check_against_reference("unpermute", inputs, torch.randn_like(x), STRICT, plan=plan)
@@ -118,7 +118,7 @@ def test_adjoint(device, routing):
 
 
 def test_rows_past_the_last_are_not_read(device):
-    """NaN in rows that no slot owns reaches neither the sum nor a gradient."""
+    """NaN in rows without a slot affects neither the sum nor a gradient."""
     _, plan, x, rows, scores = setup(device, routing="sentinels")
     num_rows = int(plan.offsets[-1])
     assert num_rows < rows.size(0)
@@ -132,7 +132,7 @@ def test_rows_past_the_last_are_not_read(device):
 
 
 def test_gradient_past_the_last_row_is_not_read(device):
-    """NaN in the gradient of rows that hold no token does not reach x."""
+    """NaN in the gradient of rows without a token does not affect x."""
     ids, plan, x, rows, _ = setup(device, routing="sentinels")
     expected = forward_backward(rows_of, {"x": x}, rows, ids=ids, num_experts=6)
     rows[int(plan.offsets[-1]) :] = float("nan")
@@ -141,7 +141,7 @@ def test_gradient_past_the_last_row_is_not_read(device):
 
 
 def test_scores_alone_or_rows_alone(device):
-    """Each gradient alone is what it is beside the other."""
+    """Each gradient alone is the same as both together."""
     _, plan, x, rows, scores = setup(device)
     dout = torch.randn_like(x)
     both = forward_backward(unpermute, {"rows": rows, "scores": scores}, dout, plan=plan)
@@ -152,7 +152,7 @@ def test_scores_alone_or_rows_alone(device):
 
 
 def test_round_trip(device):
-    """Unpermuting what was permuted, weighted by 1/K with K a power of two, gives x's own bits."""
+    """unpermute of permute, weighted by 1/K with K a power of two, gives the bits of x."""
     for dtype in (F32, BF16, F16):
         ids, _, x, _, _ = setup(device, dtype, top_k=4)
         rows, plan = permute(x, ids, 6)
@@ -172,7 +172,7 @@ def test_same_bits_on_any_number_of_threads(cpu, threads):
 
 
 def test_weighted_double_backward_raises(device):
-    """A second derivative of the weighted sum is refused."""
+    """A second derivative of the weighted sum raises."""
     _, plan, _, rows, scores = setup(device)
     rows.requires_grad_()
     out = unpermute(rows, plan, scores.requires_grad_())

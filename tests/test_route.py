@@ -1,4 +1,4 @@
-"""route: scores and ids against the reference in float64; ties, bias, groups, no numbers."""
+"""route: scores and ids against the reference in float64; ties, bias, groups, NaN and infinity."""
 
 import pytest
 import torch
@@ -36,7 +36,7 @@ def run(fn, logits, dscores, top_k, **options) -> tuple[torch.Tensor, dict]:
 
 
 def check(logits, top_k, slack=4.0, **options) -> None:
-    """The reference's ids, and scores and gradient as good as the eager ones in the same dtype."""
+    """The reference's ids, and scores and gradient as accurate as eager in the same dtype."""
     dscores = torch.randn(logits.size(0), top_k, device=logits.device)
     ids, ours = run(route, logits, dscores, top_k, **options)
     exact_ids, exact = run(reference.route, logits.double(), dscores.double(), top_k, **options)
@@ -44,7 +44,7 @@ def check(logits, top_k, slack=4.0, **options) -> None:
     assert ids.dtype == torch.int32
     assert ours["scores"].dtype == score_dtype(logits.dtype)
     assert torch.equal(ids, exact_ids)
-    for name in exact:  # apart, because scores are float32 where the gradient may be bfloat16
+    for name in exact:  # separately: scores are float32, the gradient may be bfloat16
         assert_as_good(*({name: results[name]} for results in (ours, eager, exact)), slack)
 
 
@@ -69,7 +69,7 @@ def test_sizes(device, num_experts, top_k, dtype, score_func):
 @ALL_DTYPES
 @pytest.mark.parametrize("route_norm", (False, True))
 def test_accuracy(device, dtype, score_func, route_norm):
-    """Scores and gradient err at most 1.1 times as much as the eager ones."""
+    """The errors of scores and gradient are at most 1.1 times those of eager."""
     logits = torch.randn(2000, 64, device=device).to(dtype)
     check(logits, 6, slack=STRICT, score_func=score_func, route_norm=route_norm)
 
@@ -94,14 +94,14 @@ def test_any_settings(device, data):
     if draw(st.booleans(), "bias"):
         options["bias"] = torch.randn(num_experts, device=device) * 0.3
     tokens = draw(st.sampled_from((0, 1, 5, 64)), "tokens")
-    # Rounding decides near-ties of scores, which many experts have in float32; logits have none.
+    # Scores of many experts have near-ties in float32, which rounding decides; logits have none.
     rounds = num_groups is not None or "bias" in options
     dtype = F64 if rounds else F32
     check(torch.randn(tokens, num_experts, dtype=dtype, device=device), top_k, **options)
 
 
 def choice_values(logits, options):
-    """What the choice is made on where there is a bias or a group."""
+    """The values whose top-k is chosen with a bias or groups."""
     scores = logits.softmax(-1) if options["score_func"] == "softmax" else logits.sigmoid()
     return scores + options.get("bias", torch.zeros(())).double()
 
@@ -132,7 +132,7 @@ def test_ties_of_few_values(device, score_func):
 
 
 def test_saturated_scores_keep_the_logits_order(device):
-    """Sigmoid rounds logits of 40 and 50 to the same score; the choice is still made on the logits."""
+    """Sigmoid rounds logits of 40 and 50 to the same score; the top-k is still that of the logits."""
     logits = torch.tensor([[40.0, 60.0, 50.0, -40.0]], device=device)
     scores, ids = route(logits, 3, score_func="sigmoid")
     assert ids.tolist() == [[1, 2, 0]]
@@ -141,7 +141,7 @@ def test_saturated_scores_keep_the_logits_order(device):
 
 @BOTH_FUNCS
 def test_bias_steers_the_choice_not_the_score(device, score_func):
-    """A large bias chooses the worst expert; its score is what it was without the bias."""
+    """A large bias chooses the worst expert; its score is the same as without the bias."""
     logits = torch.randn(50, 16, device=device)
     bias = torch.zeros(16, device=device)
     bias[11] = 100.0
@@ -153,7 +153,7 @@ def test_bias_steers_the_choice_not_the_score(device, score_func):
 
 
 def test_bias_has_no_gradient(device):
-    """The bias is balanced by its own rule, so no gradient reaches it."""
+    """The bias has its own update rule and no gradient."""
     bias = torch.zeros(8, device=device, requires_grad=True)
     logits = torch.randn(4, 8, device=device, requires_grad=True)
     route(logits, 2, bias=bias)[0].sum().backward()
@@ -187,7 +187,7 @@ def test_keeping_every_group_is_no_limit(device):
 
 @BOTH_FUNCS
 def test_negative_biased_scores_in_kept_groups(device, score_func):
-    """Scores made negative by the bias still beat every expert of a group that is not kept."""
+    """Scores that the bias makes negative are still chosen before experts of groups that are not kept."""
     logits = torch.randn(30, 16, device=device)
     bias = torch.full((16,), -5.0, device=device)
     options = {"score_func": score_func, "num_expert_groups": 4, "num_limited_groups": 2}
@@ -203,7 +203,7 @@ def test_renormalised_scores_sum_to_the_scale(device):
         assert_near(scores.sum(-1), torch.full((50,), 2.5, dtype=F64, device=device))
 
 
-# --- logits that are no numbers -------------------------------------------------------------------
+# --- NaN and infinite logits ----------------------------------------------------------------------
 
 
 @BOTH_FUNCS
@@ -211,7 +211,7 @@ def test_renormalised_scores_sum_to_the_scale(device):
 @pytest.mark.parametrize("num_experts, top_k", ((8, 3), (40, 30), (1024, 32)))
 @pytest.mark.parametrize("value", (NAN, INF, -INF))
 def test_no_numbers(device, value, num_experts, top_k, groups, kept, score_func):
-    """One or all logits NaN or infinite: ids stay valid and distinct, other tokens do not notice."""
+    """One or all logits NaN or infinite: ids stay valid and distinct, other tokens do not change."""
     options = {"num_expert_groups": groups, "num_limited_groups": kept}
     logits = torch.randn(6, num_experts, device=device)
     clean_scores, clean_ids = route(logits, top_k, score_func=score_func, **options)
@@ -241,7 +241,7 @@ def test_no_numbers(device, value, num_experts, top_k, groups, kept, score_func)
 
 @BOTH_FUNCS
 def test_huge_logits(device, score_func):
-    """Logits near the end of float32 neither overflow nor lose the choice."""
+    """Logits near float32's maximum neither overflow nor change the top-k."""
     logits = torch.tensor([[3e38, -3e38, 0.0, 1e38], [-3e38, -3e38, -3e38, -3e38]], device=device)
     logits.requires_grad_()
     scores, ids = route(logits, 2, score_func=score_func)
@@ -273,7 +273,7 @@ def test_no_tokens(device):
 
 
 def test_sentinels_have_no_route_gradient(device):
-    """route_backward given ids outside [0, E) touches nothing out of range."""
+    """route_backward with ids outside [0, E) accesses nothing out of range."""
     logits = torch.randn(3, 8, device=device)
     ids = torch.tensor([[0, -1], [8, 2**31 - 1], [-(2**31), 7]], dtype=torch.int32, device=device)
     try:
@@ -309,7 +309,7 @@ def test_same_bits_on_any_number_of_threads(cpu, threads):
 
 
 def test_double_backward_raises(device):
-    """A second derivative of route is refused."""
+    """A second derivative of route raises."""
     logits = torch.randn(4, 8, device=device, requires_grad=True)
     scores, _ = route(logits, 2)
     (dlogits,) = torch.autograd.grad(scores.square().sum(), logits, create_graph=True)

@@ -1,4 +1,4 @@
-"""route_plan and plan_from_counts: every map against the reference, and the invariants of a plan."""
+"""route_plan and plan_from_counts: every field against the reference, and the invariants of a plan."""
 
 import pytest
 import torch
@@ -7,33 +7,37 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import fused_moe
-from fused_moe import reference
-from fused_moe.plan import TILE_ROWS, Plan
+from fused_moe import Plan, reference
+from fused_moe.ops import FACTS
 
 pytestmark = pytest.mark.usefixtures("poison")
 
+TILE_ROWS, SKINNY_ROWS, HEAD_WORDS = (
+    FACTS["constants"][name] for name in ("TILE_ROWS", "SKINNY_ROWS", "HEAD_WORDS")
+)
 COUNT_DTYPES = (torch.int32, torch.int64, torch.int16, torch.int8, torch.uint8)
 
 
 def assert_same_plan(found: Plan, expected: Plan) -> None:
     for name, value in expected._asdict().items():
-        mine = getattr(found, name)
+        actual = getattr(found, name)
         if value is None:
-            assert mine is None, name
+            assert actual is None, name
         else:
-            assert mine.dtype == torch.int32, name
-            assert torch.equal(mine, value), name
+            assert actual.dtype == torch.int32, name
+            assert actual.shape == value.shape, name
+            assert torch.equal(actual, value), name
 
 
 def assert_is_plan_of(plan: Plan, ids: torch.Tensor, num_experts: int) -> None:
-    """The maps do what design and docstring say, told without the reference."""
+    """The row maps fit the ids, checked without the reference."""
     ids = ids.long()
-    mine = (ids >= 0) & (ids < num_experts)
-    num_rows = int(mine.sum())
+    has_row = (ids >= 0) & (ids < num_experts)
+    num_rows = int(has_row.sum())
     assert plan.counts.tolist() == [int((ids == e).sum()) for e in range(num_experts)]
     assert plan.offsets[0] == 0 and plan.offsets[-1] == num_rows
     assert torch.equal(plan.offsets.diff(), plan.counts)
-    assert ((plan.token_row >= 0) == mine).all()
+    assert ((plan.token_row >= 0) == has_row).all()
     assert (plan.row_slot[num_rows:] == -1).all() and (plan.row_token[num_rows:] == -1).all()
     slots = plan.row_slot[:num_rows].long()
     rows = torch.arange(num_rows, device=ids.device)
@@ -49,7 +53,7 @@ def assert_is_plan_of(plan: Plan, ids: torch.Tensor, num_experts: int) -> None:
 @pytest.mark.parametrize("dtype", (torch.int32, torch.int64))
 @pytest.mark.parametrize("routing", ROUTINGS)
 def test_routings(device, routing, dtype):
-    """Distinct and repeated ids, one busy expert, gaps and sentinels, int32 and int64."""
+    """Distinct and repeated ids, one active expert, gaps and sentinels, int32 and int64."""
     ids = make_ids(routing, 300, 3, 7).to(device, dtype)
     plan = fused_moe.route_plan(ids, 7)
     assert_same_plan(plan, reference.route_plan(ids, 7))
@@ -73,26 +77,43 @@ def test_any_ids(device, tokens, top_k, num_experts, routing, seed, form):
 
 
 def test_ids_beyond_int32_are_no_experts(device):
-    """int64 ids are compared whole: 2**32 + 1 is not expert 1."""
+    """int64 ids are compared in all 64 bits: 2**32 + 1 is not expert 1."""
     ids = torch.tensor([[1, 2**32 + 1], [-(2**63), 2**63 - 1], [2**32, 0]], device=device)
     plan = fused_moe.route_plan(ids, 4)
     assert plan.counts.tolist() == [1, 1, 0, 0]
     assert_is_plan_of(plan, ids, 4)
 
 
-@pytest.mark.parametrize("count", (1, TILE_ROWS - 1, TILE_ROWS, TILE_ROWS + 1, 5 * TILE_ROWS))
-def test_tiles(device, count):
-    """Tiles: busy experts and the inclusive prefix of their tiles, none for an empty expert."""
+@pytest.mark.parametrize("count", (SKINNY_ROWS + 1, TILE_ROWS - 1, TILE_ROWS, TILE_ROWS + 1, 5 * TILE_ROWS))
+def test_row_tiles(device, count):
+    """Full experts, then skinny ones, with the inclusive prefix of their row tiles; none for an empty one."""
     ids = torch.tensor([3] * count + [1] * 2, device=device).unsqueeze(1)
-    tiles = fused_moe.route_plan(ids, 5).tiles.tolist()
-    num_tiles = -(-count // TILE_ROWS)
-    assert tiles == [2, 1 + num_tiles, 1, 3, 0, 0, 0, 1, 1 + num_tiles, 0, 0, 0]
+    schedule = fused_moe.route_plan(ids, 5).schedule
+    tiles = -(-count // TILE_ROWS)
+    num_active, num_full, num_tiles, num_full_tiles, *_, tile_rows = schedule[:HEAD_WORDS].tolist()
+    assert (num_active, num_full, num_tiles, num_full_tiles, tile_rows) == (2, 1, tiles + 1, tiles, TILE_ROWS)
+    lists = schedule[HEAD_WORDS:].view(4, 5)
+    assert lists[0, :2].tolist() == [3, 1] and lists[1, :2].tolist() == [tiles, tiles + 1]
+
+
+def test_slices(device):
+    """Experts of several split-K slices come first; an empty expert has one slice of no rows."""
+    counts = [10, 0, 5000, 600]
+    schedule = fused_moe.plan_from_counts(torch.tensor(counts, device=device), 6000).schedule
+    num_slices, slice_rows = schedule[5:7].tolist()
+    assert slice_rows % 64 == 0
+    order = sorted(range(4), key=lambda e: counts[e] <= slice_rows)  # stable
+    slices = [max(1, -(-counts[e] // slice_rows)) for e in order]
+    lists = schedule[HEAD_WORDS:].view(4, 4)
+    assert lists[2].tolist() == order
+    assert lists[3].tolist() == [sum(slices[: i + 1]) for i in range(4)]
+    assert num_slices == sum(slices)
 
 
 @pytest.mark.quick
 @pytest.mark.parametrize("dtype", COUNT_DTYPES)
 def test_counts_of_any_integer_dtype(device, dtype):
-    """A plan from counts: offsets and tiles, the same from every integer dtype."""
+    """A plan from counts: offsets and schedule, the same from every integer dtype."""
     counts = torch.tensor([3, 0, 127, 100, 0, 1], dtype=dtype, device=device)
     plan = fused_moe.plan_from_counts(counts, 400)
     assert_same_plan(plan, reference.plan_from_counts(counts, 400))
@@ -115,14 +136,14 @@ def test_any_counts(device, counts, spare):
 
 
 def test_strided_counts(device):
-    """Counts that are every second number of a tensor."""
+    """Counts that are every second element of a tensor."""
     wide = torch.tensor([2, 99, 0, 99, 5, 99], device=device)
     assert fused_moe.plan_from_counts(wide[::2], 7).offsets.tolist() == [0, 2, 2, 7]
 
 
 @pytest.mark.parametrize("counts", ([5, -1], [2**62, 2**62], [2**31 - 1, 1], [4, 7], [-1, 5]))
 def test_impossible_counts_on_the_cpu(cpu, counts):
-    """Negative counts and counts beyond the rows given are refused, not planned."""
+    """Negative counts and counts beyond the given rows raise."""
     with pytest.raises(RuntimeError, match="row counts"):
         fused_moe.plan_from_counts(torch.tensor(counts, device=cpu), 10)
 
@@ -145,6 +166,6 @@ def test_same_plan_on_any_number_of_threads(cpu, threads):
 
 
 def test_maps_have_no_gradient(device):
-    """A plan is index arithmetic: nothing in it requires a gradient."""
+    """A plan has integers only: nothing in it requires a gradient."""
     plan = fused_moe.route_plan(torch.zeros(3, 1, dtype=torch.int32, device=device), 2)
     assert not any(t.requires_grad for t in plan)

@@ -1,24 +1,20 @@
 """python -m fused_moe.schedule: the model's schedule holds together, and the picture is drawn."""
 
-import re
 import sys
 from collections import Counter
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
 
-pytest.importorskip("fused_moe._host", reason="fused_moe._host was not built for this Python")
-from fused_moe import schedule  # noqa: E402
+from fused_moe import schedule
 
 WORST = [1] * 63 + [32768 - 63]  # of 64 experts, with K = 3584 and N = 2560
-KERNELS = Path(__file__).parents[1] / "csrc" / "kernels" / "hopper"
 SMALL = "256,16,2,512,256"
 
 
-def time_of(counts, depth, width, num_sms=132, **changes):
-    items = schedule.items_of(counts, width // schedule.TILE_COLUMNS, **changes)
-    return max(run.end for run in schedule.simulate(items, depth, num_sms))
+def time_of(counts, depth, width, num_sms=132, **order):
+    tiles = schedule.work_tiles(counts, width // schedule.TILE_N, **order)
+    return max(run.end for run in schedule.simulate(tiles, depth, num_sms))
 
 
 @pytest.fixture
@@ -35,41 +31,31 @@ def draw(tmp_path):
 
 
 @pytest.mark.quick
-def test_the_schedule_is_the_kernels():
-    """SCHEDULE has what schedule_for of plan.cu starts from, for the tile of engine.cuh."""
-    if not KERNELS.exists():
-        pytest.skip("not in a checkout")
-    defaults = r"FusedMoeSchedule s = \{tile_rows, (\d+), (\d+), ([01]), split_last_wave\};"
-    plan = (KERNELS / "plan.cu").read_text()
-    ((skinny_rows, group, interleave),) = re.findall(defaults, plan)
-    orders = dict(re.findall(r'"order=(\w+)"\)\) s.group = (\w+);', plan))
-    assert orders == {"linear": "1", "column": "INT32_MAX"}
-    assert schedule.ORDERS == {"linear": 1, "grouped": int(group), "column": 2**31 - 1}
-    box = re.search(r"int BOX = (\d+)", (KERNELS / "wgmma.cuh").read_text())[1]
-    engine = (KERNELS / "engine.cuh").read_text()
-    warpgroups = re.search(r"int WARPGROUPS = (\d+)", engine)[1]
-    columns = re.search(r"int BM = BOX \* WARPGROUPS, BN = (\d+)", engine)[1]
-    assert int(columns) == schedule.TILE_COLUMNS
-    assert schedule.SCHEDULE == {
-        "tile_rows": int(box) * int(warpgroups),
-        "skinny_rows": int(skinny_rows),
-        "group": int(group),
-        "interleave": interleave == "1",
-        "split_last_wave": 0,
-    }
+def test_the_order_is_the_librarys():
+    """Row tiles, groups and interleaving have the sm90 tier's sizes by default."""
+    tile_rows, group, interleave = schedule.ops.default_order()
+    assert schedule.ORDERS == {"linear": 1, "grouped": group, "column": 2**31 - 1}
+    options = schedule.parse(["--shape", SMALL])
+    assert (options.tile_rows, options.group, options.interleave) == (tile_rows, group, interleave)
+    counts, order = [5000, 3, 0, 700], {"tile_rows": tile_rows, "group": group, "interleave": interleave}
+    assert schedule.work_tiles(counts, 3) == schedule.work_tiles(counts, 3, **order)
+    tiles = schedule.work_tiles(counts, 3, interleave=False)
+    assert tiles[:group] == [(0, tile_rows * i, tile_rows, 0, 0, 0) for i in range(group - 2)] + [
+        (0, tile_rows * i, tile_rows, 1, 0, 0) for i in range(2)
+    ]
 
 
 @pytest.mark.parametrize("routing", ["zipf:1.2", "worst"])
-@pytest.mark.parametrize("product", ["up_gate", "down"])
-def test_a_picture_is_drawn(draw, capsys, routing, product):
-    flags = ("--shape", SMALL, "--routing", routing, "--product", product)
+@pytest.mark.parametrize("gemm", ["up_gate", "down"])
+def test_a_picture_is_drawn(draw, capsys, routing, gemm):
+    flags = ("--shape", SMALL, "--routing", routing, "--gemm", gemm)
     assert draw(*flags) == b"\x89PNG\r\n\x1a\n"
     assert capsys.readouterr().out.endswith("schedule.png\n")
 
 
 @pytest.mark.parametrize("order", schedule.ORDERS)
 def test_every_flag(draw, order):
-    sizes = ("--tile-rows", "64", "--few-rows", "16", "--group", "2", "--sms", "7", "--seed", "3")
+    sizes = ("--tile-rows", "64", "--group", "2", "--sms", "7", "--seed", "3")
     assert draw("--shape", SMALL, "--order", order, "--no-interleave", *sizes)
 
 
@@ -78,78 +64,75 @@ def test_every_flag(draw, order):
 @pytest.mark.parametrize("interleave", [False, True])
 @pytest.mark.parametrize("num_sms", [1, 7, 132])
 def test_every_tile_runs_once_on_an_sm_of_its_own(order, interleave, num_sms):
-    counts, num_columns, depth = [700, 3, 0, 128, 1, 4000, 64, 65], 5, 256
-    how = {"group": schedule.ORDERS[order], "interleave": interleave, "split_last_wave": num_sms}
-    items = schedule.items_of(counts, num_columns, **how)
-    runs = schedule.simulate(items, depth, num_sms)
-    assert [run.item for run in runs] == items
+    counts, num_n_tiles, depth = [700, 3, 0, 128, 1, 4000, 64, 65], 5, 256
+    order = {"group": schedule.ORDERS[order], "interleave": interleave, "split_last_wave": num_sms}
+    tiles = schedule.work_tiles(counts, num_n_tiles, **order)
+    runs = schedule.simulate(tiles, depth, num_sms)
+    assert [run.tile for run in runs] == tiles
 
-    halves = Counter()  # of all rows: a whole item counts twice
-    for item in items:
-        halves[item.expert, item.column] += item.num_rows * (1 if item.half else 2)
-    assert halves == {(e, c): 2 * n for e, n in enumerate(counts) if n for c in range(num_columns)}
+    halves = Counter()  # of all rows: a whole N tile counts twice
+    for tile in tiles:
+        halves[tile.expert, tile.n_tile] += tile.num_rows * (1 if tile.n_half else 2)
+    assert halves == {(e, n): 2 * rows for e, rows in enumerate(counts) if rows for n in range(num_n_tiles)}
     for sm in range(num_sms):
-        mine = sorted((run.start, run.end) for run in runs if run.sm == sm)
-        assert all(end <= start for (_, end), (start, _) in pairwise(mine))
+        spans = sorted((run.start, run.end) for run in runs if run.sm == sm)
+        assert all(end <= start for (_, end), (start, _) in pairwise(spans))
     assert sum(run.start == 0 for run in runs) == min(num_sms, len(runs))
 
 
-def test_an_item_lasts_as_long_as_its_product_or_its_bytes():
-    """One SM, and an expert whose second row tile finds the weight in L2."""
+def test_a_tile_lasts_as_long_as_its_mmas_or_its_bytes():
+    """One SM, and an expert whose second row tile hits the weight in L2."""
     depth = 1024
-    long, short = schedule.simulate(schedule.items_of([129], 1), depth, num_sms=1)
+    missing, hitting = schedule.simulate(schedule.work_tiles([129], 1), depth, num_sms=1)
     weight, row = depth * 512, depth * 2
-    assert (long.bytes_read, short.bytes_read) == (weight + 128 * row, row)
-    for run in (long, short):
-        product = 2 * 128 * 256 * depth / schedule.ARITHMETIC
-        reading = run.bytes_read / schedule.MEMORY_OF_SM
-        assert run.end - run.start == pytest.approx(max(product, reading) + schedule.EPILOGUE)
+    assert (missing.bytes_read, hitting.bytes_read) == (weight + 128 * row, row)
+    for run in (missing, hitting):
+        mmas = 2 * 128 * 256 * depth / schedule.FLOPS_PER_SM
+        reading = run.bytes_read / schedule.BANDWIDTH_PER_SM
+        assert run.end - run.start == pytest.approx(max(mmas, reading) + schedule.EPILOGUE)
 
 
-def test_equal_items_are_taken_by_turns():
-    runs = schedule.simulate(schedule.items_of([128 * 40], 5), depth=8192, num_sms=7)
-    assert [run.sm for run in runs] == [number % 7 for number in range(200)]
+def test_equal_tiles_run_round_robin():
+    runs = schedule.simulate(schedule.work_tiles([128 * 40], 5), depth=8192, num_sms=7)
+    assert [run.sm for run in runs] == [index % 7 for index in range(200)]
 
 
-def test_who_is_through_takes_from_who_is_behind():
-    """Every second item is of few rows, so that one SM of two has all that last long."""
-    items = schedule.items_of([128 * 30] + [1] * 30, 1)
-    assert [item.few for item in items] in ([False, True] * 30, [True, False] * 30)
-    runs = schedule.simulate(items, depth=16384, num_sms=2)
-    (first, last), longest = (
-        sorted(max(r.end for r in runs if r.sm == sm) for sm in (0, 1)),
-        max(r.end - r.start for r in runs),
+def test_an_idle_sm_steals():
+    """Every second tile is skinny, so round-robin alone would give one SM of two all full ones."""
+    tiles = schedule.work_tiles([128 * 30] + [1] * 30, 1)
+    assert [tile.skinny for tile in tiles] in ([0, 1] * 30, [1, 0] * 30)
+    runs = schedule.simulate(tiles, depth=16384, num_sms=2)
+    first, last = sorted(max(run.end for run in runs if run.sm == sm) for sm in (0, 1))
+    assert last - first <= 2 * max(run.end - run.start for run in runs)
+    assert sum(run.sm != index % 2 for index, run in enumerate(runs)) >= 2
+
+
+def test_swap_ab_computes_the_rows_that_its_wgmma_has():
+    for rows, n in ((1, 8), (8, 8), (9, 32), (33, 64), (64, 64)):
+        assert schedule.mma_rows(*schedule.work_tiles([rows], 1)) == n
+    assert [schedule.mma_rows(tile) for tile in schedule.work_tiles([128, 129], 1)] == [128, 128, 128]
+    assert schedule.mma_rows(*schedule.work_tiles([65], 1)) == 128
+    assert schedule.mma_rows(*schedule.work_tiles([150], 1, tile_rows=192), 192) == 192
+
+
+def test_splitting_fills_the_last_wave():
+    """Ten tiles on eight SMs: two waves, of which the second takes half as long."""
+    split, whole = (
+        max(run.end for run in schedule.simulate(schedule.work_tiles([256], 5, split_last_wave=n), 8192, 8))
+        for n in (8, 0)
     )
-    assert last - first <= 2 * longest
-    assert sum(run.sm != number % 2 for number, run in enumerate(runs)) >= 2
-
-
-def test_few_rows_cost_the_tokens_that_a_swapped_product_has_room_for():
-    for rows, room in ((1, 8), (8, 8), (9, 32), (33, 64), (64, 64)):
-        assert schedule.multiplied_rows(*schedule.items_of([rows], 1)) == room
-    assert [schedule.multiplied_rows(i) for i in schedule.items_of([128, 129], 1)] == [128, 128, 128]
-    assert schedule.multiplied_rows(*schedule.items_of([100], 1, skinny_rows=128)) == 128
-    assert schedule.multiplied_rows(*schedule.items_of([150], 1, tile_rows=192), 192) == 192
-
-
-def test_halves_fill_the_last_turn():
-    """Ten tiles on eight SMs: two turns, of which the second is cut to half its length."""
-    half, whole = (
-        max(run.end for run in schedule.simulate(schedule.items_of([256], 5, split_last_wave=h), 8192, 8))
-        for h in (8, 0)
-    )
-    assert 0.7 < half / whole < 0.8
+    assert 0.7 < split / whole < 0.8
 
 
 def test_sms_share_the_memory():
-    """A hundred experts of one row are read no faster than the memory allows."""
-    runs = schedule.simulate(schedule.items_of([1] * 100, 8), depth=2048)
+    """A hundred experts of one row are read no faster than the bandwidth allows."""
+    runs = schedule.simulate(schedule.work_tiles([1] * 100, 8), depth=2048)
     time = max(run.end for run in runs)
     read = sum(run.bytes_read for run in runs)
-    assert 0.8 < read / schedule.MEMORY / time < 1
+    assert 0.8 < read / schedule.BANDWIDTH / time < 1
 
 
-def test_interleaving_hides_the_experts_with_few_rows():
+def test_interleaving_hides_the_skinny_experts():
     for group in schedule.ORDERS.values():
         spread, last = (time_of(WORST, 3584, 2560, group=group, interleave=i) for i in (True, False))
         assert spread < 0.9 * last
@@ -157,8 +140,8 @@ def test_interleaving_hides_the_experts_with_few_rows():
 
 def test_groups_read_less_than_columns():
     def read(order):
-        items = schedule.items_of([32768], 16, group=schedule.ORDERS[order])
-        return sum(run.bytes_read for run in schedule.simulate(items, 2048))
+        tiles = schedule.work_tiles([32768], 16, group=schedule.ORDERS[order])
+        return sum(run.bytes_read for run in schedule.simulate(tiles, 2048))
 
     assert read("grouped") < 0.5 * read("column")
 
@@ -192,9 +175,10 @@ def test_shapes_have_names_in_a_checkout():
         (("--shape", SMALL, "--routing", "zipf"), "--routing: expected random, .*found zipf"),
         (("--shape", SMALL, "--routing", "zipf:x"), "--routing: expected random, .*found zipf:x"),
         (("--shape", SMALL, "--routing", "flat"), "--routing: expected random, .*found flat"),
-        (("--shape", SMALL, "--few-rows", "200"), "skinny_rows: expected 0 to tile_rows = 128, found 200"),
-        (("--shape", SMALL, "--group", "0"), "group: expected at least 1, found 0"),
-        (("--shape", SMALL, "--sms", "0"), "sms: expected 1 to 256, found 0"),
+        (("--shape", SMALL, "--tile-rows", "0"), "expected tile_rows from 1 to .*, found 0"),
+        (("--shape", SMALL, "--group", "0"), "expected group from 1 to .*, found 0"),
+        (("--shape", SMALL, "--sms", "0"), "num_sms: expected at least 1, found 0"),
+        (("--shape", SMALL, "--sms", "257"), "expected CTAs in state from 1 to 256, found 257"),
     ],
 )
 def test_wrong_flags_are_refused(flags, message):

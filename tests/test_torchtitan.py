@@ -29,9 +29,9 @@ from fused_moe.torchtitan.layer import Routing, combine, routed_rows  # noqa: E4
 HAS_OVERRIDES = find_spec("torchtitan.config.override") is not None
 
 D, F, E = 32, 24, 8
-TOKENS = 16  # of a sequence of the whole model
+TOKENS = 16  # length of a sequence, for the whole model
 
-# Of torchtitan's models, in the names that both hosts share.
+# torchtitan's models, by the names that both releases share.
 FLAVORS = {
     "deepseek_v3": {"top_k": 3, "score_func": "softmax", "shared": 2},
     "groups": {
@@ -47,11 +47,11 @@ FLAVORS = {
     "balanced": {"top_k": 2, "score_func": "softmax", "_debug_force_load_balance": True},
 }
 
-# --- the two hosts: a model of one block, stock or fused --------------------------------------------------
+# --- the two releases: a model of one block, stock or fused -----------------------------------------------
 
 
 class Block(nn.Module):
-    """As much of a transformer block as torchtitan's code asks for."""
+    """The parts of a transformer block that torchtitan's code needs."""
 
     moe_enabled = True
 
@@ -92,7 +92,7 @@ if HAS_OVERRIDES:
     FUSIONS = ("fused_experts", "fused_routed_experts", "fused_moe")
     PRECISIONS = ("float32", "autocast", "bfloat16")
     WEIGHTS = ("w1_EFD", "w2_EDF", "w3_EFD")
-    IS_FLAT = "x_TD" in signature(MoE.forward).parameters  # later than 0.3.0: tokens without a batch
+    IS_FLAT = "x_TD" in signature(MoE.forward).parameters  # after 0.3.0: tokens without a batch dimension
 
     class Root(Module):
         """Has the config under test as a node: overrides do not replace the root of a tree."""
@@ -194,7 +194,9 @@ if HAS_OVERRIDES:
             dump_folder="",
         )
         model.to_empty(device="cpu")
-        torch.manual_seed(dist.get_rank())  # each draws its own shard, or experts would be each other's twins
+        torch.manual_seed(
+            dist.get_rank()
+        )  # every rank initialises its own shard; one seed would give equal experts
         with torch.no_grad():
             model.init_states()
         optimizers = config.optimizer.build(model_parts=[model])
@@ -216,7 +218,7 @@ else:
     FLAVORS["llama4"] = {"top_k": 1, "score_func": "sigmoid", "score_before_experts": True, "shared": 1}
     FLAVORS["before"] = {"top_k": 3, "score_func": "softmax", "score_before_experts": True}
 
-    # Both run on a GPU alone as they stand.
+    # Unchanged, both run only on a GPU.
     histc = torch.histc
     utils.generate_permute_indices = partial(kernels.generate_permute_indices, use_cpu=True)
 
@@ -252,7 +254,7 @@ else:
         torch.manual_seed(0)
         with torch.no_grad():
             model.moe.init_weights(0.2, torch.device("cpu"))
-            model.moe.experts.w1.mul_(10)  # its own 0.02 is too small to tell one gate from another
+            model.moe.experts.w1.mul_(10)  # its default, 0.02, is too small to separate gates
         return model
 
     def experts_of(model):
@@ -290,14 +292,16 @@ else:
         args = copy.deepcopy(spec.model_args["debugmodel"])
         args.n_layers = 2
         args.update_from_config(config)
-        args.moe_args.use_grouped_mm = True  # which it leaves to Hopper, though a CPU has it
+        args.moe_args.use_grouped_mm = True  # torchtitan enables it on Hopper only, though CPUs support it
         with torch.device("meta"):
             model = spec.model_cls(args)
         build_model_converters(config, dims).convert(model)
         accounting = args.get_nparams_and_flops(model, TOKENS)
         model = spec.parallelize_fn(model, dims, config)
         model.to_empty(device="cpu")
-        torch.manual_seed(dist.get_rank())  # each draws its own shard, or experts would be each other's twins
+        torch.manual_seed(
+            dist.get_rank()
+        )  # every rank initialises its own shard; one seed would give equal experts
         with torch.no_grad():
             model.init_weights()
         return model, spec.build_optimizers_fn([model], config.optimizer, dims), accounting
@@ -311,7 +315,7 @@ def make_input(dtype=F32):
 
 
 def half(model):
-    """The parameters in bfloat16; the buffers count on in float32."""
+    """The parameters in bfloat16; the buffers stay float32."""
     for parameter in model.parameters():
         parameter.data = parameter.data.to(BF16)
     return model
@@ -330,13 +334,13 @@ def run(model, x, dout, autocast=False):
 
 
 def assert_close(found, expected, tolerance):
-    """Every tensor, by the norm of the difference; tokens per expert to the last one."""
+    """Every tensor, by the norm of the difference; tokens per expert exactly."""
     assert found.keys() == expected.keys()
     assert torch.equal(found["tokens"], expected["tokens"])
     for name, truth in expected.items():
-        mine = found[name]
-        assert mine.dtype == truth.dtype and mine.shape == truth.shape, name
-        error = (mine.double() - truth.double()).norm()
+        value = found[name]
+        assert value.dtype == truth.dtype and value.shape == truth.shape, name
+        error = (value.double() - truth.double()).norm()
         assert error <= tolerance * truth.double().norm(), f"{name}: {error / truth.double().norm():.2e}"
 
 
@@ -357,7 +361,7 @@ def test_import_is_lazy():
 @pytest.mark.parametrize("fusion", FUSIONS)
 @pytest.mark.parametrize("flavor", FLAVORS)
 def test_layer(flavor, fusion, precision):
-    """Output, gradients and counts of the stock layer, with a bias on the choice."""
+    """Output, gradients and counts of the stock layer, with an expert bias."""
     stock, ours = pair(flavor, fusion, **({"loop": True} if precision == "loop" else {}))
     for model in (stock, ours):
         bias = buffers_of(model)[1]
@@ -388,7 +392,7 @@ def test_state_dict(flavor, fusion):
         before = copy.deepcopy(source.state_dict())
         assert before.keys() == target.state_dict().keys()
         for name, value in target.state_dict().items():
-            assert torch.equal(value, before[name]), name  # the same seed initialised both
+            assert torch.equal(value, before[name]), name  # both were initialised with the same seed
         for parameter in source.parameters():
             nn.init.normal_(parameter)
         target.load_state_dict(source.state_dict(), strict=True)
@@ -401,7 +405,7 @@ class OtherExperts(GroupedExperts):
 
 
 def test_other_experts():
-    """Experts of a derived class keep their own computation, and a converter with nothing to do says so."""
+    """Experts of a derived class are not replaced, and a converter without anything to convert raises."""
     if not HAS_OVERRIDES:
         with pytest.raises(ValueError, match="GroupedExperts"):
             fuse(nn.ModuleList([OtherExperts(D, F, E, use_grouped_mm=True)]))
@@ -421,7 +425,7 @@ def test_other_experts():
 
 @pytest.mark.parametrize("dtype", (torch.int32, torch.int64))
 def test_garbage_tail(dtype):
-    """Rows past the counts, as dispatchers of static capacity leave them, harm no result and no gradient."""
+    """Rows past the counts, as from dispatchers with static capacity, affect no result and no gradient."""
     ours = build_experts(fused=True)
     for parameter in ours.parameters():
         nn.init.normal_(parameter, std=0.2)
@@ -453,14 +457,14 @@ def test_compile(fusion):
 @pytest.mark.parametrize("mode", ("selective", "full"))
 @pytest.mark.parametrize("fusion", FUSIONS)
 def test_activation_checkpointing(fusion, mode):
-    """torchtitan's own policies: the same bits; the later product runs again under the full one alone."""
+    """torchtitan's own policies: the same bits; only full checkpointing recomputes experts_down."""
     model = build(fusion, **FLAVORS["deepseek_v3"])
     x, dout = make_input(), make_input()
     expected = run(model, x, dout)
     checkpointed(model, mode)
     with Calls() as calls:
         found = run(model, x, dout)
-    # torchtitan's hook takes the second count of a recomputed forward into account.
+    # torchtitan's hook corrects for the second count of a recomputed forward.
     expected["tokens"] *= 2
     assert_close(found, expected, 0)
     assert len(calls.of("experts_up")) == 2
@@ -478,11 +482,11 @@ TRAININGS = ((1, False), (2, False), (2, True))  # degree of expert parallelism,
 
 
 def train(fused, ep, compiled):
-    """Two steps of the whole model: initial state and shards, losses, first gradients, bias of the choice."""
+    """Two steps of the whole model: initial state and shards, losses, first gradients, expert bias."""
     model, optimizers, accounting = deepseek(fused, ep, compiled)
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            module.set_force_sum_reduction_for_comms(True)  # gloo cannot scale as it reduces
+            module.set_force_sum_reduction_for_comms(True)  # gloo cannot scale in a reduction
     state = model.state_dict()
     result = {
         "accounting": accounting,
@@ -493,7 +497,7 @@ def train(fused, ep, compiled):
         "losses": [],
     }
     ids = torch.randint(2048, (2, TOKENS), generator=torch.Generator().manual_seed(dist.get_rank()))
-    with nullcontext() if compiled else Calls() as calls:  # which no compiler looks through
+    with nullcontext() if compiled else Calls() as calls:  # which does not compile
         for _ in range(2):
             optimizers.zero_grad()
             logits = model(ids.flatten() if IS_FLAT else ids).float()
@@ -502,7 +506,7 @@ def train(fused, ep, compiled):
             if not result["losses"]:
                 result["grads"] = {n: full(p.grad) for n, p in model.named_parameters() if "moe" in n}
             optimizers.step()
-            if not result["losses"]:  # later a rounded weight may send a token elsewhere
+            if not result["losses"]:  # in later steps a rounded weight may change the routing
                 result["bias"] = [full(b) for n, b in model.named_buffers() if "expert_bias" in n]
             result["losses"].append(loss.item())
     if not compiled:
@@ -511,10 +515,10 @@ def train(fused, ep, compiled):
 
 
 def sharded_layer(dim):
-    """The fused layer alone in bf16, and with its experts sharded by FSDP2 on this dimension."""
+    """The fused layer alone in bf16, and with its experts sharded by FSDP2 along this dimension."""
     block = build("fused_moe", **FLAVORS["deepseek_v3"]).layers["0"]
     experts = set(experts_of(block).parameters())
-    torch.manual_seed(1)  # the same input everywhere: the mean of the gradients is each one's
+    torch.manual_seed(1)  # the same input everywhere: the mean of the gradients is that of each rank
     x, dout = make_input(BF16), make_input(BF16)
     alone = run(half(copy.deepcopy(block)), x, dout)
     fully_shard(
@@ -552,7 +556,7 @@ def tensor_parallel_layer(fused, ep, compiled):
     )
     tp, ep, etp = (dims.get_optional_mesh(name) for name in ("tp", "ep", "etp"))
     apply_moe_ep_tp(model, tp_mesh=tp, ep_mesh=ep, etp_mesh=etp if ep else None, ep_etp_mesh=None)
-    if compiled:  # as torchtitan does it, part by part
+    if compiled:  # as torchtitan parallelises it, part by part
         moe.router = torch.compile(moe.router, backend="eager")
         moe.reorderer = torch.compile(moe.reorderer, backend="eager")
     out = model.layers["0"](x)
@@ -577,7 +581,7 @@ def worker(rank, rendezvous, results):
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """What two processes over gloo computed, stock and ours, in one go: they take seconds to start."""
+    """The results of two gloo processes, stock and ours, from one start, which takes seconds."""
     folder = tmp_path_factory.mktemp("gloo")
     torch.multiprocessing.spawn(worker, (folder / "rendezvous", folder / "results"), nprocs=2)
     return torch.load(folder / "results", weights_only=False)
@@ -595,14 +599,16 @@ def test_training(trained, ep, compiled):
     assert ours["losses"] == pytest.approx(stock["losses"], rel=2e-3)
     for name, value in stock["grads"].items():
         assert (ours["grads"][name] - value).norm() <= 3e-2 * value.norm(), name
-    for mine, other in zip(ours["bias"], stock["bias"], strict=True):
+    for value, other in zip(ours["bias"], stock["bias"], strict=True):
         assert other.any()
-        assert torch.equal(mine, other)
+        assert torch.equal(value, other)
     if compiled:
         return
     counts = ours["counts"]
-    assert (counts["route"] > 0) == (ep == 1 or not HAS_OVERRIDES)  # 0.3 dispatches with what its router says
-    assert (counts["unpermute"] > 0) == (ep == 2)  # alone on a rank it is part of experts_down
+    assert (counts["route"] > 0) == (
+        ep == 1 or not HAS_OVERRIDES
+    )  # 0.3 dispatches with its router's scores and ids
+    assert (counts["unpermute"] > 0) == (ep == 2)  # on a single rank it is part of experts_down
     # Once a step where selective checkpointing saved it; that of 0.2.x is full for every second layer.
     assert counts["experts_down"] == (2 if HAS_OVERRIDES else 4)
     assert not any(stock["counts"].values())
@@ -610,7 +616,7 @@ def test_training(trained, ep, compiled):
 
 @pytest.mark.parametrize("score_on", ("output", "input"))
 def test_rows_for_a_dispatcher(score_on):
-    """To the experts and back, which here return what they get: every token times the sum of its scores."""
+    """Identity experts between routed_rows and combine: every token times the sum of its scores."""
     torch.manual_seed(0)
     x = torch.randn(TOKENS, D, requires_grad=True)
     scores = torch.rand(TOKENS, 3, requires_grad=True)
@@ -631,15 +637,15 @@ def test_rows_for_a_dispatcher(score_on):
 
 @pytest.mark.parametrize("dim", (0, 1))
 def test_shards(trained, dim):
-    """Experts sharded by FSDP2 on either dimension: the gradients of the whole layer."""
+    """Experts sharded by FSDP2 along either dimension: the gradients of the unsharded layer."""
     sharded, alone = trained["shard"][dim]
     assert_close(sharded, alone, 1e-6)
 
 
-@pytest.mark.skipif(HAS_OVERRIDES, reason="for 0.2.x, where hooks stand between the parts of the layer")
+@pytest.mark.skipif(HAS_OVERRIDES, reason="for 0.2.x, which hooks the modules inside the layer")
 @pytest.mark.parametrize("ep, compiled", TENSOR_PARALLEL)
 def test_tensor_parallelism(trained, ep, compiled):
-    """Between the hooks of tensor parallelism the layer is torchtitan's, and its experts are ours."""
+    """Under tensor parallelism the layer is torchtitan's, and its experts are ours."""
     stock, ours = (trained["tensor"][fused, ep, compiled] for fused in (False, True))
-    for mine, other in zip(ours, stock, strict=True):
-        assert (mine - other).norm() <= 3e-2 * other.norm()
+    for value, other in zip(ours, stock, strict=True):
+        assert (value - other).norm() <= 3e-2 * other.norm()

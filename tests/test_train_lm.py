@@ -1,5 +1,4 @@
-"""examples/train_lm.py: it learns, agrees with the for-loop and in two processes with itself, and stops and
-resumes without a trace."""
+"""examples/train_lm.py: it learns, agrees with the for-loop, gives the same in two processes, and resumes."""
 
 import importlib.util
 import json
@@ -12,7 +11,7 @@ import pytest
 import torch
 
 SCRIPT = Path(__file__).parent.parent / "examples" / "train_lm.py"
-# Small, with nothing of the default run's left out: three blocks deep needs no test of its own.
+# Small, but with every part of the default run except its three blocks.
 TINY = "--layers 2 --dim 32 --hidden-dim 16 --num-experts 8 --top-k 2 --seq-len 32 --batch-size 8".split()
 
 
@@ -69,7 +68,7 @@ def interrupt_at(step, train_lm, monkeypatch):
 
 
 def text_folder(folder, files=12):
-    """Files of text, a binary one, and a hidden one."""
+    """Text files, a binary file and a hidden one."""
     (folder / "sub").mkdir(parents=True)
     for i in range(files):
         (folder / "sub" / f"{i}.txt").write_text(f"file {i}: the quick brown fox, naïve as ever.\n" * 30)
@@ -106,13 +105,13 @@ def test_a_resumed_run_repeats_the_uninterrupted_one(train, train_lm, device, mo
     whole = train("--steps", 25, out="whole")
     interrupt_at(13, train_lm, monkeypatch)
     stopped = train("--steps", 25)
-    assert len(stopped["loss"]) == 14  # the running step was finished
-    assert "saved at step 14; the same command with --resume goes on" in capsys.readouterr().out
+    assert len(stopped["loss"]) == 14  # the current step was finished
+    assert "saved at step 14; the same command with --resume continues" in capsys.readouterr().out
     resumed = train("--steps", 25, "--resume")
     if device.type == "cpu":
         assert resumed["loss"] == whole["loss"]
         assert resumed["validation"] == whole["validation"]
-    else:  # PyTorch's own CUDA backwards add in an order that changes
+    else:  # PyTorch's CUDA backwards sum in a varying order
         assert resumed["loss"] == pytest.approx(whole["loss"], rel=1e-3)
 
 
@@ -136,7 +135,7 @@ def flattened(state, name=""):
 
 @pytest.mark.parametrize("flags", ["--fsdp", "--fsdp --expert-parallel 2"])
 def test_two_processes_repeat_the_single_one(train, torchrun, tmp_path, flags):
-    """The loss curve and the checkpoint, up to the order of sums. The rate is one at which weights move."""
+    """The same loss curve and checkpoint, up to the order of summation. The learning rate is high."""
     fixed = ("--steps", 8, "--lr", 0.1)
     whole = train(*fixed, out="whole")
     log, printed = torchrun(*fixed, *flags.split(), out="parts")
@@ -146,7 +145,7 @@ def test_two_processes_repeat_the_single_one(train, torchrun, tmp_path, flags):
         whole["validation"][0]["bits_per_byte"], rel=1e-5
     )
     loads = [torch.tensor(run["expert_load"][-1]["max_over_mean"]) for run in (log, whole)]
-    torch.testing.assert_close(*loads, rtol=0.02, atol=0)  # a token whose scores tie may go either way
+    torch.testing.assert_close(*loads, rtol=0.02, atol=0)  # ties of scores may be broken differently
     assert printed.count("2 processes") == printed.count("wrote ") == 1
     files = (tmp_path / name / "checkpoint.pt" for name in ("whole", "parts"))
     expected, found = (flattened(torch.load(file, weights_only=True)) for file in files)
@@ -223,8 +222,8 @@ def test_the_standard_library(train_lm):
         ("--top-k 9", "--top-k 9 is more than --num-experts 8"),
         ("--data nowhere", "--data nowhere: no such folder"),
         ("--resume", "--resume: no checkpoint.pt in"),
-        ("--fsdp", "--fsdp is for torchrun"),
-        ("--expert-parallel 2", "--expert-parallel 2 has to divide the number of processes, 1"),
+        ("--fsdp", "--fsdp needs torchrun"),
+        ("--expert-parallel 2", "--expert-parallel 2 must divide the number of processes, 1"),
     ],
 )
 def test_bad_flags_are_named(train, flags, message, capsys):
@@ -236,12 +235,12 @@ def test_bad_flags_are_named(train, flags, message, capsys):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("", "--fsdp is for torchrun, and torchrun for --fsdp"),
+        ("", "--fsdp needs torchrun, and torchrun needs --fsdp"),
         ("--fsdp --batch-size 9", "--batch-size 9 is not a multiple of the 2 processes"),
-        ("--fsdp --compile", "--compile is for one process"),
-        ("--fsdp --expert-parallel 3", "--expert-parallel 3 has to divide the number of processes, 2"),
+        ("--fsdp --compile", "--compile needs a single process"),
+        ("--fsdp --expert-parallel 3", "--expert-parallel 3 must divide the number of processes, 2"),
         ("--fsdp --expert-parallel 2 --num-experts 7", "divide --num-experts 7"),
-        ("--fsdp --expert-parallel 2 --experts loop", "--expert-parallel is for --experts fused"),
+        ("--fsdp --expert-parallel 2 --experts loop", "--expert-parallel needs --experts fused"),
     ],
 )
 def test_bad_flags_under_torchrun_are_named(train, flags, message, monkeypatch, capsys):
@@ -254,7 +253,7 @@ def test_bad_flags_under_torchrun_are_named(train, flags, message, monkeypatch, 
 
 def test_an_empty_folder_is_refused(train, tmp_path):
     (tmp_path / "empty").mkdir()
-    with pytest.raises(SystemExit, match="too little text below .*: 0 files"):
+    with pytest.raises(SystemExit, match="too little text in .*: 0 files"):
         train("--data", tmp_path / "empty")
 
 

@@ -1,7 +1,7 @@
 """fused_moe.transformers: tiny models of each family and single experts against eager; the fallback; LoRA.
 
-A model is judged tensor by tensor, its logits and every gradient. All runs of one test take the routing of
-the first: rounding decides between two nearly equal experts, and then nothing else could be compared.
+A model's logits and every gradient are compared. All runs of one test use the routing of the first run:
+otherwise rounding could choose between nearly equal experts, and nothing would be comparable.
 """
 
 import copy
@@ -55,7 +55,7 @@ def registered():
 
 @pytest.fixture
 def fresh_warnings(monkeypatch):
-    """Nobody has been warned yet."""
+    """Forgets the warnings of other tests."""
     monkeypatch.setattr(fused_moe.transformers, "_warned", set())
 
 
@@ -71,7 +71,7 @@ LATENT = {
     "v_head_dim": 8,
 }
 
-# model_type -> what its configuration needs beyond tiny_config's
+# model_type -> additions to tiny_config
 FAMILIES = {
     "mixtral": {"num_local_experts": NUM_EXPERTS, "intermediate_size": 24},
     "qwen2_moe": {"num_experts": NUM_EXPERTS, "shared_expert_intermediate_size": 20},
@@ -108,9 +108,9 @@ def tiny_config(family: str, **more):
 
 
 def tiny_model(family: str, device, dtype=F32, **more) -> nn.Module:
-    """In eager, with weights that keep signals of order one, so that the experts do count in the logits."""
+    """In eager, with weights that keep activations of order one, so the experts matter for the logits."""
     if family == "gpt_oss":
-        # as Case.limit: a limit that is reached, but not where rounding decides on which side a value is
+        # as Case.limit: some values exceed it, but none by so little that rounding decides
         more = {"swiglu_limit": 1.0 if dtype == F32 else 7.0, **more}
     model = AutoModelForCausalLM.from_config(
         tiny_config(family, **more),
@@ -140,7 +140,7 @@ def token_ids(device) -> torch.Tensor:
 
 
 class Routing(TorchFunctionMode):
-    """Keeps what every top-k chose, or lets each choose what it chose in an earlier run."""
+    """Records the result of every top-k, or replays those of an earlier run."""
 
     def __init__(self, earlier: "Routing | None" = None):
         super().__init__()
@@ -167,7 +167,7 @@ def logits_and_gradients(model: nn.Module, ids, dlogits, routing: Routing) -> di
 
 
 def assert_models_agree(eager: nn.Module, ours: nn.Module, ids) -> None:
-    """float32 to 1e-5 of each norm, for sums in another order; bfloat16 as near to float64 as eager is."""
+    """float32 to 1e-5 of each norm, for another order of summation; bfloat16 as accurate as eager."""
     dlogits = torch.randn(*ids.shape, eager.config.vocab_size, device=ids.device)
     routing = Routing()
     expected = logits_and_gradients(eager, ids, dlogits, routing)
@@ -178,22 +178,24 @@ def assert_models_agree(eager: nn.Module, ours: nn.Module, ids) -> None:
         return
     exact = logits_and_gradients(copy.deepcopy(eager).double(), ids, dlogits, Routing(routing))
     assert_as_good(found, expected, exact)
-    # Sinks and biases have a few numbers each, where rounding falls either way; all together do not.
-    together = ({"all": torch.cat([run[n].flatten() for n in exact])} for run in (found, expected, exact))
+    # Sinks and biases have few elements each, whose rounding errors vary; those of all together do not.
+    together = (
+        {"all": torch.cat([run[n].flatten() for n in exact])[None]} for run in (found, expected, exact)
+    )
     assert_as_good(*together, STRICT)
 
 
 @ALL_FAMILIES
 @BOTH_DTYPES
 def test_logits_and_gradients(device, dtype, family):
-    """Every family: the model in fused_moe is the model in eager, forward and backward."""
+    """Every family: fused_moe agrees with eager, forward and backward."""
     eager = tiny_model(family, device, dtype)
     assert_models_agree(eager, in_fused_moe(eager), token_ids(device))
 
 
 @ALL_FAMILIES
 def test_every_layer_is_ours_and_weights_stay_where_they_are(device, family):
-    """Each layer of experts is one call of our operators, on the parameters' own memory."""
+    """Each layer's experts are one call of our operators, on the parameters' own memory."""
     model = in_fused_moe(tiny_model(family, device))
     ids = token_ids(device)
     with Calls() as calls:
@@ -233,14 +235,14 @@ def test_from_pretrained(device, tmp_path):
 
 
 def test_checkpointing_gives_the_same_gradients(device):
-    """Recomputed in backward, as large models train: the same bits."""
+    """Gradient checkpointing gives the same bits."""
     ours, ids = in_fused_moe(tiny_model("qwen3_moe", device)).train(), token_ids(device)
     grads = []
     for _ in range(2):
         ours.zero_grad()
         ours(input_ids=ids, labels=ids).loss.backward()
         grads.append({n: p.grad for n, p in ours.named_parameters()})
-        # the later name, where transformers has it
+        # the newer name, if transformers has it
         getattr(ours, "activation_checkpointing_enable", ours.gradient_checkpointing_enable)()
     assert_same_bits(*grads)
 
@@ -253,14 +255,14 @@ EXPERTS = {
     "interleaved.T, biases, clamped": GptOssExperts,
     "ungated": NemotronHExperts,
 }
-# Each release of transformers opens more classes to its interface.
+# Newer releases of transformers have more classes with the interface.
 EXPERTS = {kind: c for kind, c in EXPERTS.items() if hasattr(c.forward, "__wrapped__")}
 ALL_EXPERTS = pytest.mark.parametrize("kind", EXPERTS)
 T, D, F, E, K = 33, 37, 29, 5, 2
 
 
 def experts_config(**more) -> SimpleNamespace:
-    """Whatever name a class has for a size."""
+    """A configuration with every name that a class may use for a size."""
     sizes = {
         "hidden_size": D,
         "moe_hidden_size": D,
@@ -281,7 +283,7 @@ def experts_config(**more) -> SimpleNamespace:
 
 
 class Experts:
-    """One module of experts, and the differentiable arguments of a call: x, scores and its parameters."""
+    """One module of experts, and the differentiable inputs of a call: x, scores and parameters."""
 
     def __init__(self, experts_class, device, dtype=F32, *, tokens=T, score_dtype=F32, **config):
         if dtype != F32:  # as Case.limit
@@ -313,7 +315,7 @@ class Experts:
         return self.run("eager", to_double(self.inputs), to_double(self.dout))
 
     def check(self, **changed) -> dict:
-        """Ours, once it is as good as eager; `changed` is the same call with its inputs stored otherwise."""
+        """Our result, checked to be as accurate as eager. `changed` is the same call with other storage."""
         ours = self.run("fused_moe", **changed)
         assert_as_good(ours, self.run("eager"), self.exact())
         return ours
@@ -330,7 +332,7 @@ def test_experts(device, dtype, score_dtype, kind):
 
 @pytest.mark.parametrize("hidden_act", ("gelu", "gelu_new", "gelu_pytorch_tanh", "relu", "swish"))
 def test_activations(device, hidden_act):
-    """The other activations that a configuration may name and we compute."""
+    """The other supported activations."""
     experts = Experts(MixtralExperts, device, hidden_act=hidden_act)
     with Calls() as calls:
         experts.check()
@@ -340,7 +342,7 @@ def test_activations(device, hidden_act):
 @ALL_EXPERTS
 @pytest.mark.parametrize("tokens", (0, 1))
 def test_few_tokens(device, tokens, kind):
-    """No token or one, as a rank of a sharded batch may see, in forward and backward."""
+    """No token or one, as on a rank of a sharded batch, in forward and backward."""
     experts = Experts(EXPERTS[kind], device, tokens=tokens)
     if tokens:
         experts.check()
@@ -354,15 +356,15 @@ def test_few_tokens(device, tokens, kind):
 @BOTH_DTYPES
 @pytest.mark.usefixtures("poison")
 def test_sentinels(device, dtype, kind):
-    """An id of E or more is another rank's: no contribution, no NaN from memory that nobody wrote, and no
-    gradient to its score."""
+    """Ids of E or more are treated as remote: no contribution, no NaN from unwritten memory, and a zero score
+    gradient."""
     experts = Experts(EXPERTS[kind], device, dtype)
     foreign = torch.rand(T, K, device=device) < 0.4
-    foreign[3] = True  # a token without an expert here
+    foreign[3] = True  # a token without a local expert
     experts.inputs["scores"].masked_fill_(foreign, 0)
     beyond = E + torch.randint(4, (T, K), device=device)
     ours = experts.run("fused_moe", ids=experts.ids.where(~foreign, beyond))
-    # Eager counts the same slots to some expert, with a score of zero.
+    # Eager gives the same slots some expert, with a score of zero.
     eager, exact = experts.run("eager"), experts.exact()
     for result in (eager, exact):
         result["dscores"].masked_fill_(foreign, 0)
@@ -375,7 +377,7 @@ def test_sentinels(device, dtype, kind):
 @BOTH_DTYPES
 @pytest.mark.parametrize("form", [f for f in FORMS if f != "contiguous"])
 def test_storage(device, dtype, form, kind):
-    """Pointers off 16 bytes, as memory-mapped checkpoints have them, and strides of any kind."""
+    """Pointers that are not 16-byte aligned, as in memory-mapped checkpoints, and any strides."""
     experts, form = Experts(EXPERTS[kind], device, dtype), FORMS[form]
     inputs = {n: form(t) for n, t in experts.inputs.items()}
     experts.check(inputs=inputs, dout=form(experts.dout), ids=form(experts.ids))
@@ -383,7 +385,7 @@ def test_storage(device, dtype, form, kind):
 
 @pytest.mark.parametrize("dtype", (torch.int32, torch.int64))
 def test_ids_of_either_dtype(device, dtype):
-    """Routers give int64; what dispatches tokens may give int32."""
+    """Routers give int64, token dispatchers may give int32."""
     experts = Experts(MixtralExperts, device)
     assert_same_bits(experts.run("fused_moe", ids=experts.ids.to(dtype)), experts.run("fused_moe"))
 
@@ -400,7 +402,7 @@ def test_tokens_of_another_dtype(device):
 
 @ALL_EXPERTS
 def test_autocast(device, kind):
-    """float32 experts under autocast: products in bfloat16, results and gradients in float32."""
+    """float32 experts under autocast: GEMMs in bfloat16, results and gradients in float32."""
     experts = Experts(EXPERTS[kind], device, swiglu_limit=7.0)
     with torch.autocast(device.type, BF16):
         ours, eager = experts.run("fused_moe"), experts.run("eager")
@@ -410,7 +412,7 @@ def test_autocast(device, kind):
 
 @ALL_EXPERTS
 def test_compile(device, kind):
-    """Traced whole, with all that is asked of the module on the way: the same bits."""
+    """One graph, the checks of the module included: the same bits."""
     experts = Experts(EXPERTS[kind], device)
     x, scores = (experts.inputs[n].detach().requires_grad_() for n in ("x", "scores"))
     try:
@@ -423,10 +425,10 @@ def test_compile(device, kind):
     assert_same_bits({n: found[n] for n in experts.run("fused_moe")}, experts.run("fused_moe"))
 
 
-# --- what we do not compute -----------------------------------------------------------------------
+# --- unsupported experts --------------------------------------------------------------------------
 
 
-# model -> its class of experts, its configuration, and what the warning says
+# model -> its class of experts, its configuration, and the warning
 UNKNOWN = {
     "openai_privacy_filter": ("OpenAIPrivacyFilterExperts", {}, "the gate .*_apply_gate"),
     "muse_spark": ("MuseSparkExperts", {}, "the norm after each expert"),
@@ -438,7 +440,7 @@ UNKNOWN = {
 @pytest.mark.parametrize("model", UNKNOWN)
 @pytest.mark.usefixtures("fresh_warnings")
 def test_the_unknown_runs_eager(device, model):
-    """What no kernel here computes is left to eager, to the last bit, and a warning names it once."""
+    """Unsupported experts run eager, with the same bits, and a warning names the reason once."""
     name, config, reason = UNKNOWN[model]
     module = f"transformers.models.{model}.modeling_{model}"
     module = pytest.importorskip(module, reason=f"this transformers has no {model}", exc_type=ImportError)
@@ -454,7 +456,7 @@ def test_the_unknown_runs_eager(device, model):
 
 @pytest.mark.usefixtures("fresh_warnings")
 def test_a_model_warns_once(device):
-    """Not once a layer, and not once a step."""
+    """Not once per layer, and not once per step."""
     eager = tiny_model("mixtral", device, hidden_act="gelu_fast")
     ours, ids = in_fused_moe(eager), token_ids(device)
     with warnings.catch_warnings(record=True) as caught:
@@ -473,7 +475,7 @@ def test_a_model_warns_once(device):
 @pytest.mark.parametrize("family", ("qwen3_moe", "gpt_oss"))
 @BOTH_DTYPES
 def test_lora_on_the_expert_weights(device, dtype, family):
-    """PEFT's adapters of the packed weights get eager's gradients, and a few steps on them fit a batch."""
+    """PEFT's adapters of the packed weights get eager's gradients, and a few steps fit one batch."""
     names = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
     config = peft.LoraConfig(r=4, target_modules=[], target_parameters=names, init_lora_weights=False)
     eager = peft.get_peft_model(tiny_model(family, device, dtype), config)
@@ -500,7 +502,7 @@ def test_lora_on_the_expert_weights(device, dtype, family):
 
 
 def test_transformers_is_imported_by_our_module_alone(cpu):
-    """fused_moe does without it; where it is missing, or too old, the message says what to install."""
+    """fused_moe does not need it. If it is missing or too old, the message says what to install."""
     program = """
 import sys
 import fused_moe

@@ -4,7 +4,7 @@
 #   tests/gpu/run.sh [-o FILE] [--no-suite] [--tools "memcheck racecheck initcheck synccheck"] [PYTEST_ARGS...]
 #
 # -o FILE appends the summary to FILE. --tools "" leaves the sanitizer out. Everything else goes to the
-# suite's pytest: -n 4 --dist loadfile, -k graph, ... fused_moe/_ops.so is taken as it lies; where it is
+# suite's pytest: -n 4 --dist loadfile, -k graph, ... fused_moe/_ops.so is taken as it is; where it is
 # missing it is built. Exits with 1 when a test failed, a tool found something, or one of them could not run.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.." || exit
@@ -51,22 +51,22 @@ fi
 
 # Only our kernels are looked at. Not so in initcheck: it has to see what PyTorch's kernels write, so there
 # the reports are sifted instead. Without PyTorch's cache every tensor is an allocation of its own, so that
-# one number past its end is seen.
+# one element past its end is seen.
 for tool in $tools; do
     options=(--tool "$tool" --target-processes all --report-api-errors no --show-backtrace device)
     select=() tier=${FUSED_MOE_TIER:-auto}
-    # Garbage maps name rows that nothing wrote, and what the copy engine writes initcheck does not see.
+    # Garbage maps name rows that nothing wrote, and what TMA writes initcheck does not see.
     if [ "$tool" = initcheck ]; then
-        select=(-k "not garbage and not engine and not tier") tier=portable
+        select=(-k "not garbage and not hopper and not tiers") tier=portable
     else
         options+=(--error-exitcode 1 --kernel-name kns=fused_moe)
     fi
-    # synccheck makes room by the places that make a barrier, and aborts when there are more: one place can make
-    # eight. With room for 32, more than a block has, it aborts sooner. This is enough for 132 blocks.
+    # synccheck reserves memory per instruction that initialises a barrier, and aborts when there are more barriers:
+    # one instruction can initialise eight. This is enough for 132 CTAs.
     if [ "$tool" = synccheck ]; then options+=(--num-cuda-barriers 4096); fi
     log=$logs/$tool start=$SECONDS
     FUSED_MOE_TIER=$tier PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer "${options[@]}" --print-limit 1000 \
-        "$python" -m pytest --device cuda -m sanitizer -q -p no:cacheprovider "${select[@]}" tests/test_cuda.py 2>&1 | tee "$log"
+        "$python" -m pytest --device cuda -m sanitizer -q -p no:cacheprovider "${select[@]}" tests/cuda 2>&1 | tee "$log"
     [ "${PIPESTATUS[0]}" -eq 0 ] || failed=1
     # A report's first or second line names the kernel: "at void fused_moe::..."
     found=$(awk '/^=+ .*(Invalid|Uninitialized|Race reported|hazard detected|Barrier error)/ {

@@ -1,7 +1,7 @@
-"""benchmarks/: every program runs on the CPU, and what it claims about its inputs and records holds.
+"""benchmarks/: every program runs on the CPU, and its inputs and records are what it documents.
 
-Tiny shapes: nothing here looks at a time. Skipped where there is no checkout, as when the tests run
-against an installed wheel.
+The shapes are tiny: no time is checked. Skipped without a checkout, as when the tests run against an
+installed wheel.
 """
 
 import importlib
@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fused_moe
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 BENCHMARKS = ROOT / "benchmarks"
 PROGRAMS = (
     *("bench_layer", "bench_gemm", "bench_kernels", "bench_transformers", "bench_torchtitan", "first_call"),
@@ -37,7 +37,7 @@ def load(monkeypatch, cpu):
     """Imports a module of benchmarks/, whose names are no packages'."""
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     monkeypatch.setenv("FUSED_MOE_TIER", os.environ.get("FUSED_MOE_TIER", "auto"))
-    monkeypatch.setenv("FUSED_MOE_SCHEDULE", "")  # put back, whatever a program leaves there
+    monkeypatch.setenv("FUSED_MOE_SCHEDULE", "")  # restored, whatever a program sets
     monkeypatch.delenv("FUSED_MOE_SCHEDULE")
     before = set(sys.modules)
 
@@ -147,7 +147,7 @@ def test_schedules_stand_beside_each_other(load, run, tmp_path, capsys):
     assert "| order=column" in capsys.readouterr().out
     path.write_text(json.dumps(records[1:]))
     load("table").main([str(path), "--gains"])
-    assert "no product was measured on the default schedule" in capsys.readouterr().out
+    assert "no GEMM was measured on the default schedule" in capsys.readouterr().out
 
 
 def test_the_first_call(load, run, capsys):
@@ -293,7 +293,7 @@ def test_plots(load, run, tmp_path):
 TRAINER = """
 import json, os, sys, time
 settings = json.loads(os.environ["BENCH_TORCHTITAN"])
-while not os.path.exists(settings["turn"]):
+while not os.path.exists(settings["start_file"]):
     time.sleep(0.01)
 if settings["variant"] == "loop":
     sys.exit("this one cannot")
@@ -310,7 +310,7 @@ with open(settings["record"], "w") as file:
 
 
 def test_torchtitan_in_three_variants(load, tmp_path, capsys):
-    """Of a trainer that only writes what torchtitan_spec.py would. One variant fails: the others count."""
+    """With a trainer that only writes torchtitan_spec.py's output. One variant fails; the others count."""
     trainer, path, work = tmp_path / "titan/torchtitan/train.py", tmp_path / "out.json", tmp_path / "work"
     trainer.parent.mkdir(parents=True)
     trainer.write_text(TRAINER)
@@ -340,7 +340,7 @@ def test_torchtitan_in_three_variants(load, tmp_path, capsys):
 
 
 class Block(torch.nn.Module):
-    """A product of its own, and a layer with two of which one is a shared expert's."""
+    """A GEMM of its own, and a layer with two GEMMs, one of them a shared expert's."""
 
     def __init__(self):
         super().__init__()
@@ -354,7 +354,7 @@ class Block(torch.nn.Module):
 
 @pytest.mark.parametrize("again", [False, True], ids=["kept", "computed again"])
 def test_kernels_are_attributed_to_layers(load, tmp_path, again):
-    """Products of a trace from the CPU, as if each had launched a kernel."""
+    """The GEMMs in a CPU trace, as if each had launched a kernel."""
     profiled = load("moe_profile")
     blocks = [Block(), Block()]
     marks = profiled.Marks([block.moe for block in blocks], blocks)
@@ -368,8 +368,8 @@ def test_kernels_are_attributed_to_layers(load, tmp_path, again):
     marks.remove()
     profiler.export_chrome_trace(str(tmp_path / "trace.json"))
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
-    products = [e for e in events if e["name"] == "aten::mm"]
-    for i, e in enumerate(products):
+    gemms = [e for e in events if e["name"] == "aten::mm"]
+    for i, e in enumerate(gemms):
         launch = {"ph": "X", "args": {"correlation": i}, "dur": 0.001}
         events.append(launch | {"cat": "cuda_runtime", "name": "launch", "tid": e["tid"], "ts": e["ts"]})
         events.append(launch | {"cat": "kernel", "name": "mm", "tid": 7, "ts": 100 * i, "dur": 10})
@@ -377,7 +377,7 @@ def test_kernels_are_attributed_to_layers(load, tmp_path, again):
     found = profiled.by_part([*events, nccl], marks.nodes, steps=2)
     each = 2 * (4 if again else 3) * 10  # two blocks; forward, backward twice, and perhaps forward again
     assert found["moe_us"] == found["shared_experts_us"] == each
-    assert found["rest_us"] == each + 20  # of the last product's backward only the input's
+    assert found["rest_us"] == each + 20  # the last GEMM's backward has only the input's gradient
     assert (found["communication_us"], found["moe_communication_us"], found["without_launch_us"]) == (5, 0, 5)
     assert found["busy_us"] == 3 * each + 20 + 2.5
     assert found["kernels"] == [["mm", each, each / 10]]

@@ -1,0 +1,175 @@
+"""What the CUDA tests share: row counts, operands, calls of all GEMMs, captured graphs."""
+
+from contextlib import contextmanager
+
+import pytest
+import torch
+from cases import BF16, F16, F32, F64, LAYOUTS, Case
+
+import fused_moe
+from fused_moe import ops as codes
+
+ops = torch.ops.fused_moe
+
+ALL_DTYPES = pytest.mark.parametrize("dtype", (F32, BF16, F16, F64), ids=("f32", "bf16", "f16", "f64"))
+FAST_DTYPES = pytest.mark.parametrize("dtype", (F32, BF16, F16), ids=("f32", "bf16", "f16"))
+HALF_DTYPES = pytest.mark.parametrize("dtype", (BF16, F16), ids=("bf16", "f16"))
+
+# Rows of an expert about every tile height, warpgroup height and threshold between full and skinny experts.
+BOUNDARIES = (
+    193, 0, 1, 64, 7, 257, 8, 63, 0, 65, 127, 16, 128,
+    255, 9, 129, 191, 192, 17, 256, 0, 383, 32, 385, 15, 384,
+)  # fmt: skip
+COUNTS = {
+    "boundaries": BOUNDARIES,
+    "one row each": (1,) * 300,
+    "all rows to one": (0,) * 5 + (1500,) + (0,) * 3,
+    "1024 experts": tuple(i * 7919 % 11 for i in range(1024)),
+    "one active among 1024": (0,) * 700 + (200,) + (0,) * 323,
+    "no rows": (0,) * 16,
+}
+OTHER_COUNTS = pytest.mark.parametrize("name", [name for name in COUNTS if name != "boundaries"])
+UNPAIRED_LAYOUTS = [name for name in LAYOUTS if name != "pairs"]
+
+
+@contextmanager
+def poisoned():
+    """Fresh memory, outputs and workspaces, holds NaN or the largest integer."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def calls_during(name: str, run) -> tuple[int, int, str]:
+    """How many calls of an operator the Hopper and the portable tier had, and the last reason, in words."""
+    index = codes.FACTS["operators"].index(name)
+    before = ops.cuda_calls(index).tolist()
+    run()
+    after = ops.cuda_calls(index).tolist()
+    return after[0] - before[0], after[1] - before[1], codes.FACTS["reasons"][after[-1]]
+
+
+def copies(results: dict) -> dict:
+    return {n: t.clone() for n, t in results.items()}
+
+
+def capture(fn):
+    """fn() recorded as a CUDA graph, after a warm-up on a side stream. Returns the graph and fn's result."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            fn()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = fn()
+    return graph, result
+
+
+def needs_memory(device, gib: int) -> None:
+    torch.cuda.empty_cache()
+    free = torch.cuda.mem_get_info(device)[0]
+    if free < gib << 30:
+        pytest.skip(f"needs {gib} GiB of free device memory, found {free / 2**30:.1f} GiB")
+
+
+# --- operands -------------------------------------------------------------------------------------
+
+
+def draw_rows(counts, width, dtype, device, spare=0) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows for all experts, NaN in `spare` more, and their cumulative ends."""
+    rows = torch.randn(sum(counts) + spare, width).to(device, dtype)
+    rows[sum(counts) :] = torch.nan
+    return rows, torch.tensor(counts).cumsum(0).int().to(device)
+
+
+def draw_weights(num_experts, width_out, width_in, dtype, device) -> torch.Tensor:
+    return (torch.randn(num_experts, width_out, width_in) / width_in**0.5).to(device, dtype)
+
+
+def ids_of(counts, device) -> torch.Tensor:
+    """Two experts per token, in any order, that add up to these counts; -1 where one is left over."""
+    ids = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
+    ids = torch.cat([ids, ids.new_full((2 + len(ids) % 2,), -1)])
+    return ids[torch.randperm(len(ids))].view(-1, 2).int().to(device)
+
+
+def plan_of(counts, num_rows: int, device) -> fused_moe.Plan:
+    return fused_moe.plan_from_counts(torch.tensor(counts, device=device), num_rows)
+
+
+def settings_of(case: Case) -> dict:
+    """The operators' layout, activation and constants."""
+    layout, gated, *_ = LAYOUTS[case.layout]
+    return {
+        "layout": codes.LAYOUTS[layout] if gated else codes.UNGATED,
+        "activation": codes.ACTIVATION_CODES[case.activation],
+        "constants": [1.702, case.limit],
+    }
+
+
+def weights_of(case: Case, device) -> tuple[dict, dict]:
+    """{w1, w3, b1, b3} and {w2, b2} as the operators take them."""
+    _, _, pairs, transposed = LAYOUTS[case.layout]
+    w = case.weights(device)
+    for name in ("w1", "w2", "w3"):
+        if transposed and w[name] is not None:
+            w[name] = w[name].mT
+    if pairs:
+        w["w1"] = w["w1"].flatten(1, 2)
+    return {n: w[n] for n in ("w1", "w3", "b1", "b3")}, {n: w[n] for n in ("w2", "b2")}
+
+
+def wgrad_operands(counts, widths, dtype, device):
+    """(arguments of ops.wgrad, both operands' rows in expert order): either side gathered, or none, NaN
+    past the last row."""
+    num_rows, tokens = sum(counts), 500
+    (a, offsets), (b, _) = (draw_rows(counts, width, dtype, device, spare=70) for width in widths)
+    row_token = torch.randint(tokens, (num_rows + 70,), dtype=torch.int32).to(device)
+    row_token[num_rows:] = -1
+    x = [torch.randn(tokens, width).to(device, dtype) for width in widths]
+    a_rows, b_rows = a[:num_rows], b[:num_rows]
+    gathered = [t[row_token[:num_rows].long()] for t in x]
+    yield {"a": a, "b": b, "offsets": offsets}, (a_rows, b_rows)
+    yield {"a": a, "b": x[1], "offsets": offsets, "b_row_token": row_token}, (a_rows, gathered[1])
+    yield {"a": x[0], "b": b, "offsets": offsets, "a_row_token": row_token}, (gathered[0], b_rows)
+
+
+def every_gemm(dtype, device, dim=400, hidden=520, experts=32, tokens=4096, top_k=4):
+    """A function that calls every GEMM on a skewed routing, by default with more tiles than the GPU has
+    SMs, and the ids that it reads."""
+    case = Case(dim=dim, hidden=hidden, num_experts=experts, dtype=dtype, bias=True)
+    (up, _), settings = weights_of(case, device), settings_of(case)
+    w2 = draw_weights(experts, dim, hidden, dtype, device)
+    x = torch.randn(tokens, dim).to(device, dtype)
+    scores = torch.rand(tokens, top_k, device=device)
+    ids = (torch.rand(tokens, top_k) ** 3 * experts).int().to(device)
+
+    def run() -> dict:
+        plan = fused_moe.route_plan(ids, experts)
+        offsets = plan.offsets[1:]
+        h, a = ops.up_gate(x=x, **up, plan=plan.tensors, **settings)
+        dh, a_scaled, dscores = ops.down_dgrad(
+            dout=x, w2=w2, b2=None, h=h, scores=scores, plan=plan.tensors, **settings
+        )
+        return {
+            "h": h,
+            "a": a,
+            "out": ops.grouped_mm(a=a, b=w2, offsets=offsets),
+            "dh": dh,
+            "a_scaled": a_scaled,
+            "dscores": dscores,
+            "dx_rows": ops.up_dgrad(
+                dh=dh, w1=up["w1"], w3=up["w3"], plan=plan.tensors, layout=settings["layout"]
+            ),
+            "dw1": ops.wgrad(a=dh, b=x, offsets=offsets, b_row_token=plan.row_token),
+            "dw2": ops.wgrad(a=x, b=a_scaled, offsets=offsets, a_row_token=plan.row_token),
+        }
+
+    return run, ids
+
+
+ROWS = {"h", "a", "out", "dh", "a_scaled", "dx_rows"}  # results of every_gemm that have rows past the last

@@ -1,0 +1,76 @@
+"""The Hopper tier's up_gate: every layout and activation, gathered rows and rows in expert order."""
+
+import exact
+import pytest
+import torch
+from cases import ACTIVATIONS, LAYOUTS, Case
+from gpu_cases import (
+    BOUNDARIES,
+    COUNTS,
+    HALF_DTYPES,
+    OTHER_COUNTS,
+    draw_rows,
+    ids_of,
+    ops,
+    plan_of,
+    poisoned,
+    settings_of,
+    weights_of,
+)
+
+import fused_moe
+
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("hopper")]
+
+
+def check_up_gate(case: Case, counts, device) -> None:
+    """Tokens gathered from any place, and rows in expert order with NaN behind them."""
+    (up, _), settings = weights_of(case, device), settings_of(case)
+    ids = ids_of(counts, device)
+    plan = fused_moe.route_plan(ids, len(counts))
+    num_rows, offsets = sum(counts), plan.offsets[1:]
+    x = torch.randn(ids.size(0), case.dim).to(device, case.dtype)
+    rows, _ = draw_rows(counts, case.dim, case.dtype, device, spare=200)
+    in_order = plan_of(counts, rows.size(0), device)
+    token = plan.row_token[:num_rows].long()
+    for source, row_map, expected in ((x, plan, x[token]), (rows, in_order, rows[:num_rows])):
+        with poisoned():
+            h, a = ops.up_gate(x=source, **up, plan=row_map.tensors, **settings)
+        exact_h, exact_a = exact.up_gate(case, expected, up, offsets)
+        exact.check(h[:num_rows], exact_h)
+        exact.check(a[:num_rows], exact_a)
+        with poisoned():  # in inference h is not kept
+            _, alone = ops.experts_up(
+                x=source, **up, scores=None, plan=row_map.tensors, **settings, save_h=False
+            )
+        assert torch.equal(alone[:num_rows], a[:num_rows])
+
+
+@HALF_DTYPES
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("size", ((8, 520), (72, 136), (200, 8), (328, 264)))
+def test_every_boundary(device, size, layout, dtype):
+    """Both ways to read rows, every layout stored either way round, with biases."""
+    dim, hidden = size
+    experts = len(BOUNDARIES)
+    case = Case(dim=dim, hidden=hidden, num_experts=experts, dtype=dtype, layout=layout, bias=True)
+    check_up_gate(case, BOUNDARIES, device)
+
+
+@HALF_DTYPES
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("layout", ("separate", "halves.T", "interleaved", "ungated"))
+@pytest.mark.parametrize("bias", (False, True), ids=("", "bias"))
+def test_every_activation(device, bias, layout, activation, dtype):
+    """Each with and without biases, on columns that fill a tile and a part of the next."""
+    case = Case(
+        dim=136, hidden=200, num_experts=5, dtype=dtype, layout=layout, activation=activation, bias=bias
+    )
+    check_up_gate(case, (130, 0, 64, 1, 257), device)
+
+
+@HALF_DTYPES
+@OTHER_COUNTS
+def test_any_number_of_experts(device, name, dtype):
+    case = Case(dim=72, hidden=136, num_experts=len(COUNTS[name]), dtype=dtype, bias=True)
+    check_up_gate(case, COUNTS[name], device)

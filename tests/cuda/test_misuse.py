@@ -1,0 +1,167 @@
+"""What the caller may get wrong: ids, counts, offsets and maps that lead outside the tensors, NaN past the
+last row."""
+
+import pytest
+import torch
+from cases import (
+    BF16,
+    F32,
+    Case,
+    assert_same_bits,
+    call_operator,
+    defined_words,
+    forward_backward,
+    operator_calls,
+)
+from gpu_cases import HALF_DTYPES, draw_rows, ops, poisoned
+
+import fused_moe
+from fused_moe import grouped_mlp
+
+pytestmark = pytest.mark.gpu
+
+
+def with_garbage(value, low: int, high: int):
+    """The same arguments, any integers in every int32 tensor, but for a plan's offsets and schedule, which
+    are trusted."""
+    if isinstance(value, tuple):
+        return tuple(with_garbage(v, low, high) for v in value)
+    if isinstance(value, list):  # a plan
+        return [*value[:2], *(with_garbage(v, low, high) for v in value[2:])]
+    if torch.is_tensor(value) and value.dtype == torch.int32:
+        return torch.randint(low, high, value.shape, dtype=torch.int32).to(value.device)
+    return value
+
+
+@pytest.mark.sanitizer
+@pytest.mark.parametrize("name", sorted(operator_calls(Case(), "cpu")))
+def test_garbage_in_the_maps(device, name):
+    """Any integers in ids, counts, raw offsets and row maps: no access leaves the tensors, the device
+    lives."""
+    case = Case(61, 24, 16, 5, 3, BF16, bias=True)
+    for call in operator_calls(case, device)[name]:
+        expected = [r.clone() for r in call_operator(name, call)]
+        for low, high in ((-(2**31), 2**31), (-3, 400), (0, 61)):
+            call_operator(name, with_garbage(call, low, high))
+            torch.cuda.synchronize()
+        for i, (mine, other) in enumerate(zip(call_operator(name, call), expected, strict=True)):
+            if name in ("route_plan", "count_plan") and i == 2:
+                mine, other = defined_words(mine), defined_words(other)
+            assert torch.equal(mine, other), "a call after it gives other results"
+
+
+class Guarded:
+    """Tensors inside wider ones that hold NaN: what is read beyond them shows in the results, what is
+    written there in the guards."""
+
+    GUARD = 1 << 16  # elements on either side
+
+    def __init__(self):
+        self.guards = []
+
+    def __call__(self, t: torch.Tensor) -> torch.Tensor:
+        wide = t.new_full((t.numel() + 2 * self.GUARD,), torch.nan)
+        inner = wide[self.GUARD : -self.GUARD].view(t.shape)
+        self.guards += [wide[: self.GUARD], wide[-self.GUARD :]]
+        return inner.copy_(t)
+
+    def are_intact(self) -> bool:
+        return all(bool(guard.isnan().all()) for guard in self.guards)
+
+
+# counts, and what is left of them: each clamped to the 70 rows, the sum likewise
+WRONG_COUNTS = {
+    "negative": ([5, -1, 3], [5, 0, 3]),
+    "too many": ([2**31 - 1, 1, 1], [70, 0, 0]),
+    "64 bits": ([2**40, -(2**40), 3], [70, 0, 0]),
+    "one too many": ([70, 0, 1], [70, 0, 0]),
+    "later ones too many": ([20, 30, 50], [20, 30, 20]),
+}
+
+
+@pytest.mark.parametrize("dtype", (F32, BF16), ids=("f32", "bf16"))
+@pytest.mark.parametrize("wrong, clamped", WRONG_COUNTS.values(), ids=WRONG_COUNTS)
+def test_wrong_counts_are_clamped(device, wrong, clamped, dtype):
+    """Counts that are negative or beyond the rows, unread by the host, are those that fit: the same bits
+    of every result, NaN around every input, and no byte written around main_grads."""
+    case = Case(dim=64, hidden=48, num_experts=3, dtype=dtype)
+    rows, dout = (torch.randn(70, 64).to(device, dtype) for _ in range(2))
+    weights = {n: w for n, w in case.weights(device).items() if w is not None}
+    runs = []
+    for counts in (wrong, clamped):
+        guarded = Guarded()
+        inputs = {"x_rows": guarded(rows), **{n: guarded(w) for n, w in weights.items()}}
+        main_grads = [guarded(torch.zeros_like(w, dtype=F32)) for w in weights.values()]
+        on_device = torch.tensor(counts, device=device)
+        with poisoned():
+            found = forward_backward(grouped_mlp, inputs, guarded(dout), counts=on_device)
+            leaf = inputs["x_rows"].detach().requires_grad_()
+            own = {n: w.detach().requires_grad_() for n, w in inputs.items() if n != "x_rows"}
+            out = grouped_mlp(leaf, **own, counts=on_device, main_grads=tuple(main_grads))
+            out.backward(guarded(dout))
+        torch.cuda.synchronize()
+        assert guarded.are_intact()
+        runs.append(found | {f"main_grad {i}": grad for i, grad in enumerate(main_grads)})
+    assert all(value.isfinite().all() for value in runs[0].values())
+    assert_same_bits(*runs)
+    assert not runs[0]["out"][sum(clamped) :].count_nonzero()
+
+
+WRONG_OFFSETS = {
+    "decreasing": ([50, 20, 60], [50, 50, 60]),
+    "negative": ([-5, 20, 60], [0, 20, 60]),
+    "too many": ([10, 2**31 - 1, 60], [10, 70, 70]),
+}
+
+
+@pytest.mark.parametrize("dtype", (F32, BF16), ids=("f32", "bf16"))
+@pytest.mark.parametrize("wrong, clamped", WRONG_OFFSETS.values(), ids=WRONG_OFFSETS)
+def test_wrong_offsets_are_clamped(device, wrong, clamped, dtype):
+    """The same for the offsets of grouped_mm, wgrad and wgrad_accumulate."""
+    guarded = Guarded()
+    a, b = guarded(torch.randn(70, 72).to(device, dtype)), guarded(torch.randn(70, 136).to(device, dtype))
+    weight = guarded(torch.randn(3, 136, 72).to(device, dtype))
+    runs = []
+    for values in (wrong, clamped):
+        offsets = torch.tensor(values, dtype=torch.int32, device=device)
+        dw = guarded(torch.ones(3, 72, 136, device=device))
+        with poisoned():
+            ops.wgrad_accumulate(a=a, b=b, offsets=offsets, dw=dw)
+            runs.append(
+                {
+                    "out": ops.grouped_mm(a=a, b=weight, offsets=offsets),
+                    "dw": ops.wgrad(a=a, b=b, offsets=offsets),
+                    "dw accumulated": dw,
+                }
+            )
+    assert guarded.are_intact()
+    assert all(value.isfinite().all() for value in runs[0].values())
+    assert_same_bits(*runs)
+
+
+def test_maps_on_the_cpu_are_refused(device):
+    """The dispatcher takes tensors of two devices; the operator does not."""
+    x = torch.randn(6, 8, device=device)
+    plan = fused_moe.route_plan(torch.zeros(6, 2, dtype=torch.int32), 3)
+    with pytest.raises(RuntimeError, match="fused_moe::permute: expected .* on the device"):
+        torch.ops.fused_moe.permute(x=x, plan=plan.tensors)
+
+
+@HALF_DTYPES
+@pytest.mark.parametrize("layout", ("separate", "halves", "interleaved.T", "ungated"))
+def test_garbage_past_the_last_row(device, layout, dtype):
+    """grouped_mlp with NaN in rows that are no expert's: the same bits, exact zeros there."""
+    counts, spare = (5, 0, 193, 64, 1), 321
+    case = Case(dim=72, hidden=136, num_experts=5, dtype=dtype, layout=layout, bias=True)
+    x, _ = draw_rows(counts, 72, dtype, device, spare)
+    dout, _ = draw_rows(counts, 72, dtype, device, spare)
+    weights, on_device = case.weights(device), torch.tensor(counts, device=device)
+    runs = []
+    for x_rows, d in ((x.nan_to_num(), dout.nan_to_num()), (x, dout)):
+        inputs = {"x_rows": x_rows, **weights}
+        with poisoned():
+            runs.append(forward_backward(grouped_mlp, inputs, d, counts=on_device, **case.options))
+    assert_same_bits(*runs)
+    for name in ("out", "dx_rows"):
+        assert runs[1][name].isfinite().all()
+        assert not runs[1][name][sum(counts) :].count_nonzero()

@@ -1,0 +1,187 @@
+"""Which tier is dispatched to, why, and by FUSED_MOE_TIER."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import exact
+import pytest
+import torch
+from cases import BF16, F16, F32, F64, FORMS, LAYOUTS, Case, assert_near, forward_backward, to_double
+from gpu_cases import HALF_DTYPES, calls_during, draw_rows, draw_weights, ops
+
+import fused_moe
+from fused_moe import fused_experts, reference
+
+pytestmark = pytest.mark.gpu
+
+LAYER_STEP = """
+import torch, fused_moe
+layer = fused_moe.FusedMoE(64, 32, 4, 2, device="cuda", dtype=torch.bfloat16)
+x = torch.ones(64, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+layer(x).float().square().sum().backward()
+assert x.grad.isfinite().all()
+print("a step was made")
+"""
+
+
+def run_with_tier(name: str) -> subprocess.CompletedProcess:
+    folder = str(Path(fused_moe.__file__).parents[1])
+    env = os.environ | {"FUSED_MOE_TIER": name, "PYTHONPATH": folder}
+    return subprocess.run([sys.executable, "-c", LAYER_STEP], capture_output=True, text=True, env=env)
+
+
+def check_product(a, b, offsets) -> torch.Tensor:
+    out = ops.grouped_mm(a=a, b=b, offsets=offsets)
+    exact.check(out, exact.grouped_mm(a, b, offsets))
+    return out
+
+
+def test_info_tells_that_cuda_is_on(device):
+    """The report names the tier, and the GPU."""
+    info = fused_moe.info()
+    assert info["tiers"]["cuda"].startswith("on")
+    assert torch.cuda.get_device_name(device) in str(info)
+
+
+@pytest.mark.parametrize("name", ("portable", "auto"))
+def test_a_tier_by_name(device, name):
+    """FUSED_MOE_TIER takes these on every GPU."""
+    run = run_with_tier(name)
+    assert run.returncode == 0 and "a step was made" in run.stdout, run.stderr
+
+
+def test_the_hopper_tier_by_name(device):
+    """FUSED_MOE_TIER=hopper is for compute capability 9.0, and a RuntimeError elsewhere."""
+    run = run_with_tier("hopper")
+    if torch.cuda.get_device_capability(device) == (9, 0):
+        assert run.returncode == 0 and "a step was made" in run.stdout, run.stderr
+    else:
+        assert run.returncode != 0 and "RuntimeError" in run.stderr, run.stderr
+
+
+def test_an_unknown_tier_is_named(device):
+    """A RuntimeError that tells what it is and what it may be on this GPU."""
+    run = run_with_tier("nonsense")
+    assert run.returncode != 0 and "RuntimeError" in run.stderr, run.stderr
+    message = run.stderr[run.stderr.rindex("RuntimeError") :]
+    assert "FUSED_MOE_TIER is nonsense, expected " in message, message
+    is_hopper = torch.cuda.get_device_capability(device) == (9, 0)
+    for name, runs in (("portable", True), ("hopper", is_hopper), ("auto", True)):
+        assert bool(re.search(rf"\b{name}\b", message)) == runs, message
+
+
+@HALF_DTYPES
+@pytest.mark.parametrize("name", (None, "auto", "hopper"))
+def test_the_hopper_tier_has_every_call_of_a_layer(device, hopper, tier, name, dtype):
+    """Forward and backward, all layouts: up_gate once, grouped_mm down and for the gradient of the rows,
+    down_dgrad once, wgrad for either side."""
+    tier(name)
+    for layout in LAYOUTS:
+        case = Case(100, 72, 136, 4, 2, dtype, layout=layout, bias=True)
+        inputs, dout, ids = case.inputs(device), case.dout(device), case.ids(device)
+
+        def run(case=case, inputs=inputs, dout=dout, ids=ids):
+            forward_backward(fused_experts, inputs, dout, ids=ids, **case.options)
+
+        for op, calls in {"up_gate": 1, "grouped_mm": 2, "down_dgrad": 1, "wgrad": 2}.items():
+            assert calls_during(op, run)[:2] == (calls, 0), f"{layout}: {op}"
+    assert re.match(r"[1-9]\d* on hopper", fused_moe.info()["calls"]["up_gate"])
+    assert fused_moe.info()["tiers"]["hopper"].startswith("on")
+
+
+PORTABLE_PRODUCTS = {  # (k, n, dtype, form of a, form of b) -> why
+    "float32": (72, 136, F32, "contiguous", "contiguous", "dtype"),
+    "float64": (72, 136, F64, "contiguous", "contiguous", "dtype"),
+    "depth": (68, 136, BF16, "contiguous", "contiguous", "multiple of 8"),
+    "columns": (72, 132, F16, "contiguous", "contiguous", "multiple of 8"),
+    "rows off 16 bytes": (72, 136, BF16, "misaligned", "contiguous", "16-byte"),
+    "weights off 16 bytes": (72, 136, F16, "contiguous", "misaligned", "strides"),
+    "weights nowhere dense": (72, 136, BF16, "contiguous", "strided", "strides"),
+}
+
+
+@pytest.mark.parametrize("name", PORTABLE_PRODUCTS)
+def test_why_the_portable_tier_has_a_product(device, hopper, name):
+    """What TMA cannot read goes to the portable tier, which says why; the result is right."""
+    k, n, dtype, a_form, b_form, why = PORTABLE_PRODUCTS[name]
+    a, offsets = draw_rows((5, 0, 130), k, dtype, device)
+    a, b = FORMS[a_form](a), FORMS[b_form](draw_weights(3, n, k, dtype, device))
+    *calls, reason = calls_during("grouped_mm", lambda: ops.grouped_mm(a=a, b=b, offsets=offsets))
+    assert calls == [0, 1] and why in reason
+    assert_near(ops.grouped_mm(a=a, b=b, offsets=offsets), exact.grouped_mm(a, b, offsets))
+    assert reason in fused_moe.info()["calls"]["grouped_mm"]
+
+
+PORTABLE_UP_GATES = {  # (D, F, dtype, form of x, form of w1, layout) -> why
+    "float32": (72, 136, F32, "contiguous", "contiguous", "separate", "dtype"),
+    "depth": (68, 136, BF16, "contiguous", "contiguous", "separate", "multiple of 8"),
+    "columns": (72, 132, F16, "contiguous", "contiguous", "halves", "multiple of 8"),
+    "rows off 16 bytes": (72, 136, BF16, "misaligned", "contiguous", "interleaved", "16-byte"),
+    "weights off 16 bytes": (72, 136, F16, "contiguous", "misaligned", "ungated", "strides"),
+    "weights nowhere dense": (72, 136, BF16, "contiguous", "strided", "separate", "strides"),
+    "w1 and w3 differ": (72, 136, BF16, "contiguous", "swapped", "separate", "strides"),
+}
+
+
+@pytest.mark.parametrize("name", PORTABLE_UP_GATES)
+def test_why_the_portable_tier_has_an_up_gate(device, hopper, name):
+    """As for grouped_mm."""
+    dim, hidden, dtype, x_form, w_form, layout, why = PORTABLE_UP_GATES[name]
+    case = Case(100, dim, hidden, 4, 2, dtype, layout=layout)
+    inputs, ids = case.inputs(device), case.ids(device)
+    inputs["x"], inputs["w1"] = FORMS[x_form](inputs["x"]), FORMS[w_form](inputs["w1"])
+    fixed = {"ids": ids, **case.options}
+    with torch.no_grad():
+        *calls, reason = calls_during("up_gate", lambda: fused_experts(**inputs, **fixed))
+        out = fused_experts(**inputs, **fixed)
+        expected = reference.fused_experts(**to_double(inputs), **fixed)
+    assert calls == [0, 1] and why in reason
+    assert_near(out, expected, 8)
+
+
+def test_scored_inputs_and_no_rows_are_the_portable_tiers(device, hopper):
+    """score_on="input" multiplies x before the GEMM; without rows there is nothing to launch for."""
+    case = Case(100, 72, 136, 4, 2, BF16)
+    inputs, ids = case.inputs(device), case.ids(device)
+    with torch.no_grad():
+        *calls, reason = calls_during("up_gate", lambda: fused_experts(**inputs, ids=ids, score_on="input"))
+    assert calls == [0, 1] and "scores" in reason
+    a, b = torch.empty(0, 72, device=device, dtype=BF16), draw_weights(3, 136, 72, BF16, device)
+    offsets = torch.zeros(3, device=device, dtype=torch.int32)
+    *calls, reason = calls_during("grouped_mm", lambda: ops.grouped_mm(a=a, b=b, offsets=offsets))
+    assert calls == [0, 1] and "no row" in reason
+
+
+def test_the_portable_tier_instead(device, hopper, tier):
+    """FUSED_MOE_TIER=portable where Hopper would run, and back: results as good."""
+    a, offsets = draw_rows((5, 0, 130), 72, BF16, device)
+    b = draw_weights(3, 136, 72, BF16, device)
+
+    def run():
+        return ops.grouped_mm(a=a, b=b, offsets=offsets)
+
+    ours = check_product(a, b, offsets)
+    tier("portable")
+    *calls, reason = calls_during("grouped_mm", run)
+    assert calls == [0, 1] and "FUSED_MOE_TIER" in reason
+    assert_near(check_product(a, b, offsets), ours.double())
+    assert fused_moe.info()["tiers"]["hopper"].startswith("off: ")
+    assert "FUSED_MOE_TIER" in fused_moe.info()["tiers"]["hopper"]
+    tier("hopper")
+    assert calls_during("grouped_mm", run)[:2] == (1, 0)
+
+
+def test_the_environment_is_read_once(device, hopper, tier, monkeypatch):
+    """What is set after the first call has to wait for a reset."""
+    tier(None)
+    a, offsets = draw_rows((5, 0, 130), 72, BF16, device)
+    b = draw_weights(3, 136, 72, BF16, device)
+    run = lambda: ops.grouped_mm(a=a, b=b, offsets=offsets)  # noqa: E731
+    run()
+    monkeypatch.setenv("FUSED_MOE_TIER", "portable")
+    assert calls_during("grouped_mm", run)[:2] == (1, 0)
+    ops.cuda_reset()
+    assert calls_during("grouped_mm", run)[:2] == (0, 1)

@@ -1,0 +1,806 @@
+"""Breaks one line at a time and shows which test notices: mutation testing of the kernels and of their
+Python.
+
+python tests/mutants.py [--list] [--cuda] [NAME...]
+
+Works on a copy of the tree in build/mutants, built for the CPU; with --cuda, on a machine with a GPU and
+nvcc, for both, and the mutants are those of the CUDA kernels. Every result goes into the table of
+docs/mutations.md. Exits with 1 if a mutant survives its tests, or if its text is not found exactly once:
+then it has to be written anew.
+"""
+
+import argparse
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parents[1]
+TABLE = ROOT / "docs" / "mutations.md"
+BEGIN, END = "<!-- mutants: begin -->", "<!-- mutants: end -->"
+TIMEOUT = 300  # seconds: a mutant that hangs is noticed, too
+
+
+class Mutant(NamedTuple):
+    name: str
+    path: str
+    old: str
+    new: str
+    tests: str  # what may notice: a file, or pytest's arguments
+
+
+CPU = [
+    # --- route
+    Mutant(
+        "softmax without its maximum",
+        "csrc/cpu/route.c",
+        "exp(logits[e] - max)",
+        "exp(logits[e])",
+        "tests/test_route.py",
+    ),
+    Mutant(
+        "ties to the higher id",
+        "csrc/cpu/route.c",
+        "return a > b ||",
+        "return a >= b ||",
+        "tests/test_route.py",
+    ),
+    Mutant(
+        "NaN is not the greatest", "csrc/cpu/route.c", "|| (isnan(a) && !isnan(b))", "", "tests/test_route.py"
+    ),
+    Mutant(
+        "scores with the bias",
+        "csrc/cpu/route.c",
+        "score[ids[k]] * factor",
+        "choice[ids[k]] * factor",
+        "tests/test_route.py",
+    ),
+    Mutant(
+        "a group is worth its best expert",
+        "csrc/cpu/route.c",
+        "(n > 1 ? choice[g * size + two[1]] : 0)",
+        "0",
+        "tests/test_route.py",
+    ),
+    Mutant(
+        "norm without the scale",
+        "csrc/cpu/route.c",
+        "? p->route_scale / sum : p->route_scale; for (int32_t k = 0; k < p->K; k++) v->set",
+        "? 1 / sum : p->route_scale; for (int32_t k = 0; k < p->K; k++) v->set",
+        "tests/test_route.py",
+    ),
+    Mutant(
+        "norm's gradient without its shift",
+        "csrc/cpu/route.c",
+        "- shift) * factor",
+        ") * factor",
+        "tests/test_route.py",
+    ),
+    Mutant(
+        "softmax's gradient without its mean",
+        "csrc/cpu/route.c",
+        "(dscore[e] - mean) * score[e]",
+        "dscore[e] * score[e]",
+        "tests/test_route.py",
+    ),
+    # --- route_plan
+    Mutant(
+        "the sentinel E has a row",
+        "csrc/cpu/route_plan.c",
+        "if (e < 0 || e >= p->E) continue;",
+        "if (e < 0 || e > p->E) continue;",
+        "tests/test_route_plan.py",
+    ),
+    Mutant(
+        "row_token is the slot's",
+        "csrc/cpu/route_plan.c",
+        "(int32_t)(slot / p->K)",
+        "(int32_t)(slot % p->K)",
+        "tests/test_route_plan.py",
+    ),
+    Mutant(
+        "no -1 past the last row",
+        "csrc/cpu/route_plan.c",
+        "p->row_slot[row] = p->row_token[row] = -1",
+        "p->row_slot[row] = -1",
+        "tests/test_route_plan.py",
+    ),
+    Mutant(
+        "offsets are left walked through",
+        "csrc/cpu/route_plan.c",
+        "p->offsets[e] = p->offsets[e - 1];",
+        ";",
+        "tests/test_route_plan.py",
+    ),
+    Mutant(
+        "counts may exceed the rows",
+        "csrc/cpu/route_plan.c",
+        "|| count > p->R - sum",
+        "",
+        "tests/test_errors.py tests/test_route_plan.py tests/test_operators.py",
+    ),
+    # --- permute
+    Mutant(
+        "tail rows are not zeroed",
+        "csrc/cpu/permute.c",
+        "memset(row, 0, row_bytes);",
+        ";",
+        "tests/test_permute.py",
+    ),
+    Mutant(
+        "permute loses the last element",
+        "csrc/cpu/permute.c",
+        "p->row_map.row_token[r]), row_bytes);",
+        "p->row_map.row_token[r]), row_bytes - 1);",
+        "tests/test_permute.py",
+    ),
+    Mutant(
+        "unpermute takes the next slot's score",
+        "csrc/cpu/permute.c",
+        "v->axpy(sum, p->scores ? v->get(p->scores, slot) : 1, row, p->D);",
+        "v->axpy(sum, p->scores ? v->get(p->scores, slot ^ 1) : 1, row, p->D);",
+        "tests/test_permute.py",
+    ),
+    Mutant(
+        "unpermute sums K - 1 rows",
+        "csrc/cpu/permute.c",
+        "slot < (t + 1) * p->row_map.K; slot++",
+        "slot < (t + 1) * p->row_map.K - 1; slot++",
+        "tests/test_permute.py",
+    ),
+    Mutant(
+        "drows without the score",
+        "csrc/cpu/permute.c",
+        "if (p->scores) v->scale(dout,",
+        "if (0) v->scale(dout,",
+        "tests/test_permute.py",
+    ),
+    Mutant(
+        "a lost row of dscores",
+        "csrc/cpu/permute.c",
+        "if (p->dscores) { v->load",
+        "if (p->dscores && r != 5) { v->load",
+        "tests/test_permute.py",
+    ),
+    # --- gather
+    Mutant(
+        "gather reads the next token",
+        "csrc/cpu/matrix.c",
+        "g->row_token[r] * g->width + col)",
+        "g->row_token[r ^ 1] * g->width + col)",
+        "tests/test_experts.py",
+    ),
+    Mutant(
+        "one score for all inputs of a tile",
+        "csrc/cpu/matrix.c",
+        "g->row_slot[r])",
+        "g->row_slot[first])",
+        "tests/test_experts.py",
+    ),
+    Mutant(
+        "a part of a matrix starts a row late",
+        "csrc/cpu/matrix.c",
+        "row * m.row_stride + col * m.col_stride); return",
+        "(row + (row > 0)) * m.row_stride + col * m.col_stride); return",
+        "tests/test_grouped_mm.py",
+    ),
+    # --- up_gate and its epilogue
+    Mutant(
+        "w3 reads b1",
+        "csrc/cpu/up_gate.c",
+        "{&p->w3, p->b3, F, j, n, F + j}",
+        "{&p->w3, p->b1, F, j, n, F + j}",
+        "tests/test_experts.py",
+    ),
+    Mutant(
+        "up's half is gate's",
+        "csrc/cpu/up_gate.c",
+        "{&p->w1, p->b1, 2 * F, F + j, n, F + j}",
+        "{&p->w1, p->b1, 2 * F, j, n, F + j}",
+        "tests/test_experts.py",
+    ),
+    Mutant(
+        "no bias",
+        "csrc/cpu/up_gate.c",
+        "if (c->bias) v->add(row, s.bias, c->width);",
+        "",
+        "tests/test_experts.py",
+    ),
+    Mutant(
+        "the first expert's bias",
+        "csrc/cpu/up_gate.c",
+        "tile.expert * c->weight_rows + c->row",
+        "c->row",
+        "tests/test_experts.py",
+    ),
+    Mutant(
+        "a of garbage rows is garbage",
+        "csrc/cpu/up_gate.c",
+        "memset(fm_at(p->a, v->elem_bytes, num_rows * p->F), 0, unused_rows * p->F * v->elem_bytes);",
+        "",
+        "tests/test_experts.py tests/test_operators.py tests/test_grouped_mlp.py",
+    ),
+    # --- down_dgrad
+    Mutant(
+        "dgate without the score",
+        "csrc/cpu/down_dgrad.c",
+        "v->scale(q->dgate, score, q->dgate, n);",
+        "",
+        "tests/test_experts.py",
+    ),
+    Mutant(
+        "dup without the score",
+        "csrc/cpu/down_dgrad.c",
+        "if (gated) v->scale(dup, score, dup, n);",
+        "",
+        "tests/test_experts.py",
+    ),
+    Mutant(
+        "a_scaled is 3% too large",
+        "csrc/cpu/down_dgrad.c",
+        "v->scale(q->a, score, q->a, n);",
+        "v->scale(q->a, 1.03 * score, q->a, n);",
+        "tests/test_experts.py",
+    ),
+    Mutant(
+        "dscores 2% too large",
+        "csrc/cpu/down_dgrad.c",
+        "row, s.dscore[r]);",
+        "row, 1.02 * s.dscore[r]);",
+        "tests/test_experts.py",
+    ),
+    Mutant(
+        "dscores without b2",
+        "csrc/cpu/down_dgrad.c",
+        "if (p->dscores && p->b2) {",
+        "if (0) {",
+        "tests/test_experts.py",
+    ),
+    Mutant(
+        "dscores of the last columns alone",
+        "csrc/cpu/down_dgrad.c",
+        "s.dscore[r] += v->dot(g_row",
+        "s.dscore[r] = v->dot(g_row",
+        "tests/test_experts.py",
+    ),
+    # --- wgrad and bias_grad
+    Mutant(
+        "sums begin anew in every block",
+        "csrc/cpu/wgrad.c",
+        "b, row > first);",
+        "b, false);",
+        "tests/test_experts.py tests/test_main_grads.py",
+    ),
+    Mutant(
+        "an empty expert's gradient is not zeroed",
+        "csrc/cpu/wgrad.c",
+        "if (first == end && !p->accumulate) fm_zero(out, dw[part]);",
+        "",
+        "tests/test_experts.py",
+    ),
+    Mutant(
+        "dw3 from gate's columns",
+        "csrc/cpu/wgrad.c",
+        "part ? p->M[0] : 0, p->M[part]",
+        "0, p->M[part]",
+        "tests/test_experts.py",
+    ),
+    Mutant(
+        "a main gradient is overwritten",
+        "csrc/cpu/wgrad.c",
+        "(p->accumulate ? fm_add : fm_from_accum)",
+        "fm_from_accum",
+        "tests/test_main_grads.py",
+    ),
+    Mutant(
+        "bias_grad loses a row",
+        "csrc/cpu/wgrad.c",
+        "r < p->offs[e]; r++",
+        "r < p->offs[e] - 1; r++",
+        "tests/test_experts.py",
+    ),
+    Mutant(
+        "bias_grad without scores",
+        "csrc/cpu/wgrad.c",
+        "v->sum(sum, p->scores ? v->get(p->scores, p->row_slot[r]) : 1, row, cols);",
+        "v->sum(sum, 1, row, cols);",
+        "tests/test_experts.py",
+    ),
+    # --- grouped_mm
+    Mutant(
+        "up_dgrad loses gate's part",
+        "csrc/cpu/grouped_mm.c",
+        "fm_transposed(b), part > 0);",
+        "fm_transposed(b), false);",
+        "tests/test_experts.py",
+    ),
+    Mutant(
+        "part columns of the first block",
+        "csrc/cpu/grouped_mm.c",
+        "tile.first_row, tile.num_rows, j, n);",
+        "tile.first_row, tile.num_rows, cols.first, n);",
+        "tests/test_grouped_mm.py tests/test_experts.py",
+    ),
+    Mutant(
+        "garbage past the last row",
+        "csrc/cpu/grouped_mm.c",
+        "int64_t num_rows = p->offs[p->E - 1]; memset(fm_at(p->out, v->elem_bytes, num_rows * p->M), 0,",
+        "int64_t num_rows = p->offs[p->E - 1]; memset(fm_at(p->out, v->elem_bytes, num_rows * p->M), 1,",
+        "tests/test_grouped_mm.py",
+    ),
+    # --- arithmetic of rows, activations
+    Mutant(
+        "bf16 is truncated",
+        "csrc/cpu/rows.c",
+        "(bits + 0x7fff + ((bits >> 16) & 1)) >> 16",
+        "bits >> 16",
+        "tests/test_experts.py",
+    ),
+    Mutant(
+        "a dot product loses its tail",
+        "csrc/cpu/rows_accum.h",
+        "for (int l = 0; i < n; i++, l++) lane[l]",
+        "for (int l = 0; i < n - 1; i++, l++) lane[l]",
+        "tests/test_permute.py",
+    ),
+    Mutant(
+        "up's derivative has no gate",
+        "csrc/cpu/rows_accum.h",
+        "dup[i] = da[i] * f.value * m.derivative;",
+        "dup[i] = da[i] * m.derivative;",
+        "tests/test_experts.py",
+    ),
+    Mutant(
+        "silu's derivative is the sigmoid",
+        "csrc/activation.h",
+        "s + x * s * (1 - s)",
+        "s",
+        "tests/test_experts.py",
+    ),
+    Mutant(
+        "gelu's density is 3% too large",
+        "csrc/activation.h",
+        "0.39894228040143267794",
+        "0.411",
+        "tests/test_experts.py",
+    ),
+    Mutant(
+        "gelu_tanh's cubic term",
+        "csrc/activation.h",
+        "(accum_t)0.044715;",
+        "(accum_t)0.04;",
+        "tests/test_experts.py",
+    ),
+    Mutant(
+        "relu's derivative at zero",
+        "csrc/activation.h",
+        "x > 0 ? 1 : 0",
+        "x >= 0 ? 1 : 0",
+        "tests/test_experts.py tests/test_gradcheck.py",
+    ),
+    Mutant(
+        "up is clamped from above alone",
+        "csrc/activation.h",
+        "x > limit ? limit : x < -limit ? -limit : x",
+        "x > limit ? limit : x",
+        "tests/test_experts.py",
+    ),
+    # --- the tile schedule, shared with the kernels
+    Mutant(
+        "an expert of 64 rows is full",
+        "csrc/schedule.h",
+        "E, FUSED_MOE_SKINNY_ROWS + 1, INT32_MAX, tile_rows",
+        "E, FUSED_MOE_SKINNY_ROWS, INT32_MAX, tile_rows",
+        "tests/test_host.py tests/test_schedule.py tests/test_route_plan.py",
+    ),
+    Mutant(
+        "the last tile has a full tile's rows",
+        "csrc/schedule.h",
+        "rows_left < head->tile_rows ? rows_left : head->tile_rows",
+        "head->tile_rows",
+        "tests/test_host.py tests/test_experts.py",
+    ),
+    Mutant(
+        "no expert has a part tile",
+        "csrc/schedule.h",
+        "rows ? (rows - 1) / tile_rows + 1 : 1",
+        "rows >= tile_rows ? rows / tile_rows : 1",
+        "tests/test_host.py tests/test_experts.py",
+    ),
+    Mutant(
+        "halves of the last wave overlap",
+        "csrc/schedule.h",
+        "1 + (int32_t)((index - unsplit) % 2)",
+        "1",
+        "tests/test_host.py",
+    ),
+    Mutant(
+        "a thief steals from another CTA",
+        "csrc/schedule.h",
+        "if (left > most) most = left;",
+        "most = left;",
+        "tests/test_host.py",
+    ),
+    # --- Python
+    Mutant(
+        "main_grad and .grad",
+        "fused_moe/ops.py",
+        "if need.w1 and main_grad1 is None:",
+        "if need.w1:",
+        "tests/test_main_grads.py",
+    ),
+    Mutant(
+        "grouped_mm's gradient has no transpose",
+        "fused_moe/ops.py",
+        "run(ops.grouped_mm.default, a, dw.mT, offsets)",
+        "run(ops.grouped_mm.default, a, dw.mT.mT, offsets)",
+        "tests/test_grouped_mm.py tests/test_gradcheck.py",
+    ),
+    Mutant(
+        "autocast casts a alone",
+        "fused_moe/ops.py",
+        'autocast=("a", "b"),',
+        'autocast=("a",),',
+        "tests/test_autocast.py",
+    ),
+    Mutant(
+        "h is always kept",
+        "fused_moe/function.py",
+        "*settings, needs_grad, *main_up)",
+        "*settings, True, *main_up)",
+        "tests/test_memory.py",
+    ),
+    Mutant(
+        "scores on the input, too",
+        "fused_moe/function.py",
+        "b2, None if on_input else scores)",
+        "b2, scores)",
+        "tests/test_experts.py",
+    ),
+    Mutant(
+        "the load bias goes the wrong way",
+        "fused_moe/module.py",
+        "torch.sign(tokens.mean() - tokens)",
+        "torch.sign(tokens - tokens.mean())",
+        "tests/test_module.py",
+    ),
+    Mutant(
+        "the load bias drifts",
+        "fused_moe/module.py",
+        "self.expert_bias.add_(delta - delta.mean())",
+        "self.expert_bias.add_(delta)",
+        "tests/test_module.py",
+    ),
+]
+
+CUDA = [
+    # --- common: every tier
+    Mutant(
+        "cuda: a block counts a slot too many",
+        "csrc/kernels/common/route_plan.cu",
+        "counts[e] = 0; __syncthreads();",
+        "counts[e] = e == 3; __syncthreads();",
+        "tests/test_route_plan.py",
+    ),
+    Mutant(
+        "cuda: counts are not clamped",
+        "csrc/kernels/common/route_plan.cu",
+        "end = max((int64_t)0, min(end, s.R));",
+        "",
+        "tests/cuda/test_misuse.py",
+    ),
+    Mutant(
+        "cuda: permute leaves tail rows",
+        "csrc/kernels/common/permute.cu",
+        "((Unit *)p.rows)[r * p.D + j] = Unit{};",
+        ";",
+        "tests/test_permute.py",
+    ),
+    Mutant(
+        "cuda: unpermute without scores",
+        "csrc/kernels/common/permute.cu",
+        "has_row && scores ? scores[k0 + k] : Acc(has_row)",
+        "Acc(has_row)",
+        "tests/test_permute.py",
+    ),
+    Mutant(
+        "cuda: drows without the score",
+        "csrc/kernels/common/permute.cu",
+        "for (int c = 0; c < CHUNK; c++) dout[c] *= score;",
+        "for (int c = 0; c < CHUNK; c++) dout[c] *= 1;",
+        "tests/test_permute.py",
+    ),
+    Mutant(
+        "cuda: bias_grad loses a warp's rows",
+        "csrc/kernels/common/bias_grad.cu",
+        "for (int i = 1; i < WARPS; i++)",
+        "for (int i = 2; i < WARPS; i++)",
+        "tests/test_experts.py",
+    ),
+    Mutant(
+        "cuda: dscores without b2",
+        "csrc/kernels/common/dscores.cu",
+        "if (p.b2) {",
+        "if (false) {",
+        "tests/test_experts.py",
+    ),
+    # --- sm80
+    Mutant(
+        "sm80: a main gradient is overwritten",
+        "csrc/kernels/sm80/wgrad.cu",
+        "v[c] += old.v[c];",
+        "v[c] += 0;",
+        "tests/test_main_grads.py",
+    ),
+    Mutant(
+        "sm80: wgrad loses an expert's last row",
+        "csrc/kernels/sm80/wgrad.cu",
+        "num_rows = p.offs[e] - first_row;",
+        "num_rows = max(0, p.offs[e] - first_row - 1);",
+        "tests/test_experts.py",
+    ),
+    # --- sm90
+    Mutant(
+        "sm90: half of the swizzle",
+        "csrc/kernels/sm90/engine.cuh",
+        "CHUNK_BYTES * (chunk ^ row % 8)",
+        "CHUNK_BYTES * (chunk ^ row % 4)",
+        "tests/cuda/test_hopper_up_gate.py",
+    ),
+    Mutant(
+        "sm90: the gather reads past k",
+        "csrc/kernels/sm90/engine.cuh",
+        "k_tile * K_TILE<T> + chunk * CHUNK < p.k",
+        "true",
+        "tests/cuda/test_hopper_up_gate.py",
+    ),
+    Mutant(
+        "sm90: skinny experts of 33 rows lose some",
+        "csrc/kernels/sm90/engine.cuh",
+        "if (tile.num_rows <= 32)",
+        "if (tile.num_rows <= 64)",
+        "tests/cuda/test_hopper_grouped_mm.py",
+    ),
+    Mutant(
+        "sm90: the last subtile is not flushed",
+        "csrc/kernels/sm90/engine.cuh",
+        "if (tile.skinny || num_k_tiles < Epilogue::SUBTILES) epilogue.flush(writer);",
+        "if (tile.skinny) epilogue.flush(writer);",
+        "tests/cuda/test_hopper_grouped_mm.py",
+    ),
+    Mutant(
+        "sm90: the first k-tile accumulates",
+        "csrc/kernels/sm90/engine.cuh",
+        "wgmma<N, !first.value, A_MAJOR, B_MAJOR>(accumulators, a, b, T());",
+        "wgmma<N, 1, A_MAJOR, B_MAJOR>(accumulators, a, b, T());",
+        "tests/cuda/test_hopper_grouped_mm.py",
+    ),
+    Mutant(
+        "sm90: up_gate without the up bias",
+        "csrc/kernels/sm90/up_gate.cu",
+        "if (bias_up) add_bias(up, bias_up, column, p.F);",
+        "",
+        "tests/cuda/test_hopper_up_gate.py",
+    ),
+    Mutant(
+        "sm90: the swapped up bias is gate's",
+        "csrc/kernels/sm90/up_gate.cu",
+        "add_bias_swapped<TOKENS>(d + TOKENS / 2, bias_up, column, p.F);",
+        "add_bias_swapped<TOKENS>(d + TOKENS / 2, bias, column, p.F);",
+        "tests/cuda/test_hopper_up_gate.py",
+    ),
+    Mutant(
+        "sm90: interleaved a one column off",
+        "csrc/kernels/sm90/up_gate.cu",
+        "__shfl_down_sync(~0u, outputs[n], 4)",
+        "__shfl_down_sync(~0u, outputs[n], 8)",
+        "tests/cuda/test_hopper_up_gate.py",
+    ),
+    Mutant(
+        "sm90: dh without the score",
+        "csrc/kernels/sm90/down_dgrad.cu",
+        "da[n] = score * g[n];",
+        "da[n] = g[n];",
+        "tests/cuda/test_hopper_down_dgrad.py",
+    ),
+    Mutant(
+        "sm90: a_scaled without the score",
+        "csrc/kernels/sm90/down_dgrad.cu",
+        "dot += g[n] * a[n], a[n] *= score;",
+        "dot += g[n] * a[n];",
+        "tests/cuda/test_hopper_down_dgrad.py",
+    ),
+    Mutant(
+        "sm90: dscores of the last subtile alone",
+        "csrc/kernels/sm90/down_dgrad.cu",
+        "dot += g[n] * a[n],",
+        "dot = g[n] * a[n],",
+        "tests/cuda/test_hopper_down_dgrad.py",
+    ),
+    Mutant(
+        "sm90: down_dgrad leaves tail rows",
+        "csrc/kernels/sm90/down_dgrad.cu",
+        "if (p.a_scaled) zero_rows_past(gemm.tiles, (T *)p.a_scaled, p.F);",
+        "",
+        "tests/cuda/test_hopper_down_dgrad.py",
+    ),
+    Mutant(
+        "sm90: an empty expert's gradient is what registers held",
+        "csrc/kernels/sm90/wgrad.cu",
+        "for (int i = 0; i < 128; i++) d[i] = 0;",
+        "for (int i = 0; i < 128; i++) d[i] = 1;",
+        "tests/cuda/test_hopper_wgrad.py",
+    ),
+    Mutant(
+        "sm90: split-K keeps its last slice alone",
+        "csrc/kernels/sm90/wgrad.cu",
+        "if (tile.num_slices == 1 || sum_slices(p, tile, wg, d))",
+        "if (tile.num_slices == 1 || tile.slice == tile.num_slices - 1)",
+        "tests/cuda/test_hopper_wgrad.py",
+    ),
+    Mutant(
+        "sm90: a main gradient is overwritten",
+        "csrc/kernels/sm90/wgrad.cu",
+        "if (p.accumulate) cp_reduce",
+        "if (false) cp_reduce",
+        "tests/cuda/test_hopper_wgrad.py",
+    ),
+]
+
+
+def sole_place(mutant: Mutant, root: Path) -> tuple[str, str]:
+    """The file's text before and after, if the mutant's is in there exactly once, white space apart."""
+    path = root / mutant.path
+    if not path.exists():
+        raise SystemExit(f"{mutant.name}: there is no {mutant.path}")
+    text = path.read_text()
+    pattern = r"\s+".join(map(re.escape, mutant.old.split()))
+    places = re.findall(pattern, text)
+    if len(places) != 1:
+        raise SystemExit(f"{mutant.name}: {len(places)} times in {mutant.path}, expected once: {mutant.old}")
+    return text, text.replace(places[0], mutant.new)
+
+
+# --- a copy of the tree ---------------------------------------------------------------------------
+
+
+def update(tree: Path) -> None:
+    """Copies what differs, so that only that is compiled again."""
+    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
+    names = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
+    names = [n for n in names if (ROOT / n).is_file() and n.split("/")[0] != "shared"]
+    for name in names:
+        source, target = ROOT / name, tree / name
+        if not target.exists() or source.read_bytes() != target.read_bytes():
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(source, target)
+    for folder in ("csrc", "fused_moe", "tests"):
+        for path in (tree / folder).rglob("*.*"):
+            is_source = path.suffix in (".py", ".c", ".h", ".cpp", ".cu", ".cuh")
+            if is_source and str(path.relative_to(tree)) not in names:
+                path.unlink()
+
+
+def build(tree: Path, cuda: bool) -> bool:
+    environment = os.environ | {"FUSED_MOE_HOST": "1"} | ({} if cuda else {"CUDA_HOME": "/nonexistent"})
+    command = [sys.executable, "setup.py", "--quiet", "build_ext", "--inplace"]
+    built = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True)
+    if built.returncode:
+        print(built.stdout[-3000:], built.stderr[-3000:])
+    return built.returncode == 0
+
+
+def failing_test(tree: Path, tests: str, cuda: bool) -> str | None:
+    """The first test that fails, or None if all pass."""
+    device = ["--device", "cuda"] if cuda else []
+    command = [sys.executable, "-m", "pytest", "-x", "-v", "-p", "no:cacheprovider", *device, *tests.split()]
+    environment = os.environ | {"CI": "1", "PYTHONPATH": str(tree)}
+    try:
+        run = subprocess.run(
+            command, cwd=tree, env=environment, capture_output=True, text=True, timeout=TIMEOUT
+        )
+        code, output = run.returncode, run.stdout
+    except subprocess.TimeoutExpired as late:
+        code, output = 1, (late.stdout or b"").decode()
+    if code == 0:
+        return None
+    if failed := re.findall(r"^(?:FAILED|ERROR) (\S+?)(?:\[| |$)", output, re.M):
+        return failed[0]
+    started = re.findall(r"^(tests/\S+?::\w+)", output, re.M)  # it crashed, or hung
+    if code in (2, 4, 5) or not started:
+        raise SystemExit(f"pytest {tests} did not run: {output[-3000:]}")
+    return started[-1]
+
+
+def try_mutant(mutant: Mutant, tree: Path, cuda: bool) -> str:
+    """The test that kills it, "" if it survives."""
+    text, mutated = sole_place(mutant, tree)
+    path = tree / mutant.path
+    path.write_text(mutated)
+    try:
+        if mutant.path.startswith("csrc") and not build(tree, cuda):
+            raise SystemExit(f"{mutant.name}: does not compile: {mutant.new}")
+        return failing_test(tree, mutant.tests, cuda) or ""
+    finally:
+        path.write_text(text)
+
+
+# --- the table ------------------------------------------------------------------------------------
+
+
+def cell(code: str) -> str:
+    code = re.sub(r"\s+", " ", code.strip()).replace("|", "\\|")
+    return f"`` {code} ``" if code else "(nothing)"
+
+
+def row_of(mutant: Mutant) -> str:
+    """All but its last cell."""
+    cells = (mutant.name, mutant.path, cell(mutant.old), cell(mutant.new))
+    return f"| {' | '.join(cells)} |"
+
+
+def read_killers() -> dict[str, str]:
+    """{row_of(mutant): the last cell}: a mutant that was changed has to be tried again."""
+    table = TABLE.read_text().split(BEGIN)[1].split(END)[0]
+    lines = [line.removesuffix(" |").rpartition(" | ") for line in table.strip().splitlines()[2:]]
+    return {f"{row} |": killer for row, _, killer in lines}
+
+
+def write_table(found: dict[str, str]) -> None:
+    """found: {mutant: the test that kills it, or ""}. What was not tried keeps its result."""
+    killers = read_killers()
+    lines = ["| mutant | file | instead of | it has | killed by |", "|---|---|---|---|---|"]
+    for mutant in (*CPU, *CUDA):
+        row = row_of(mutant)
+        if mutant.name in found:
+            killer = f"`{found[mutant.name]}`" if found[mutant.name] else "**nothing**"
+        else:
+            killer = killers.get(row, "not tried yet")
+        lines.append(f"{row} {killer} |")
+    before, rest = TABLE.read_text().split(BEGIN)
+    _, after = rest.split(END)
+    table = "\n".join(lines)
+    TABLE.write_text(f"{before}{BEGIN}\n{table}\n{END}{after}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("names", nargs="*", metavar="NAME", help="these mutants alone")
+    parser.add_argument("--cuda", action="store_true", help="the CUDA kernels' mutants; needs a GPU and nvcc")
+    parser.add_argument("--list", action="store_true", help="only looks for each mutant's text")
+    options = parser.parse_args()
+    mutants = CUDA if options.cuda else CPU
+    unknown = set(options.names) - {m.name for m in mutants}
+    if unknown:
+        raise SystemExit(f"no such mutants: {', '.join(sorted(unknown))}")
+    mutants = [m for m in mutants if not options.names or m.name in options.names]
+    for mutant in (*CPU, *CUDA) if options.list else mutants:
+        sole_place(mutant, ROOT)
+        if options.list:
+            print(f"{mutant.name:<40} {mutant.path}")
+    if options.list:
+        return
+
+    tree = ROOT / "build" / "mutants" / ("cuda" if options.cuda else "cpu")
+    update(tree)
+    if not build(tree, options.cuda):
+        raise SystemExit("the tree does not build")
+    for tests in sorted({m.tests for m in mutants}):
+        if failed := failing_test(tree, tests, options.cuda):
+            raise SystemExit(f"{failed} fails without any mutant")
+    found = {}
+    try:
+        for mutant in mutants:
+            found[mutant.name] = killer = try_mutant(mutant, tree, options.cuda)
+            print(f"{mutant.name:<40} {killer or 'SURVIVES'}", flush=True)
+    finally:
+        write_table(found)
+        build(tree, options.cuda)
+    raise SystemExit(not all(found.values()))
+
+
+if __name__ == "__main__":
+    main()
