@@ -1,7 +1,7 @@
 """fused_moe: Mixture-of-Experts layers for PyTorch as few fused kernels, forward and backward.
 
 `FusedMoE` is the module, the functions below are its parts, `reference` is the same in plain PyTorch,
-and `info()` tells what runs where.
+and `info()` tells which tiers run.
 """
 
 from . import reference

@@ -1,7 +1,7 @@
 """Activations in plain PyTorch: the specification of csrc/activation.h, in the same order.
 
-An expert computes a = f(gate) * m(up); without up, a = f(gate). `alpha` and `limit` belong to
-swiglu_clamped (gpt-oss) alone.
+An expert computes a = f(gate) * m(up); without up, a = f(gate). Only swiglu_clamped
+(gpt-oss) uses `alpha` and `limit`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def activate(
     alpha: float = 1.702,
     limit: float = 7.0,
 ) -> Tensor:
-    """f(gate) * m(up), or f(gate) where there is no up."""
+    """f(gate) * m(up), or f(gate) without up."""
     f, m = ACTIVATIONS[activation]
     value = f(gate, alpha, limit)
     return value if up is None else value * m(up, limit)

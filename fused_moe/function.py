@@ -1,7 +1,7 @@
-"""The functional interface: checks what it is given, then calls the operators.
+"""The functional interface: checks the arguments, then calls the operators.
 
-Every wrong call raises TypeError (a kind or dtype) or ValueError (a shape, device or value) with what
-was expected and what was found, before anything runs. Below, T is the number of tokens, D the model
+A wrong argument raises TypeError (type or dtype) or ValueError (shape, device or value) before anything
+runs. The message says what was expected and what was found. Below, T is the number of tokens, D the model
 width, F the expert hidden width, E the number of experts, K experts per token and R rows.
 """
 
@@ -24,7 +24,7 @@ _DEVICES = ("cpu", "meta", *(["cuda"] if _ops.HAS_CUDA_KERNELS else []))
 
 
 def fail(error: type[Exception], fn: str, expected: str, found) -> None:
-    """Called where a check failed: a message made before would fix its sizes under torch.compile."""
+    """Raises a failed check's error. A message formatted before would make sizes static in torch.compile."""
     raise error(f"{fn}: expected {expected}, found {found}")
 
 
@@ -39,7 +39,7 @@ def _check_tensor(fn: str, name: str, value, dim: int, dtypes: tuple[torch.dtype
 
 
 def _check_input(fn: str, name: str, value, dim: int) -> None:
-    """A floating tensor on a device that has kernels."""
+    """Checks for a floating tensor on a device that this build has kernels for."""
     _check_tensor(fn, name, value, dim, _FLOATING)
     if value.device.type not in _DEVICES:
         kernels = f"{name} on a device that this build has kernels for ({', '.join(_DEVICES)})"
@@ -52,7 +52,7 @@ def _check_shape(fn: str, name: str, value: Tensor, letters: str, shape: tuple) 
 
 
 def _check_like(fn: str, name: str, value: Tensor, x_name: str, x: Tensor) -> None:
-    """Same device, and same dtype unless autocast is about to make it so."""
+    """Checks for the same device, and for the same dtype unless autocast casts it."""
     if value.device != x.device:
         fail(ValueError, fn, f"{name} on {x_name}'s device {x.device}", value.device)
     if value.dtype != x.dtype and not torch.is_autocast_enabled(x.device.type):
@@ -67,7 +67,7 @@ def _check_choice(fn: str, name: str, value, choices) -> None:
 def check_routing(
     fn: str, num_experts: int, top_k: int, score_func: str, num_expert_groups, num_limited_groups
 ) -> None:
-    """The rules between E, K and the groups, for `route` and for the module's constructor."""
+    """Checks E, K and the groups against each other, for `route` and for the module's constructor."""
     _check_choice(fn, "score_func", score_func, _ops.SCORE_FUNCS)
     if not 1 <= num_experts <= 1024:
         fail(ValueError, fn, "1 to 1024 experts", num_experts)
@@ -116,7 +116,7 @@ def _check_counts(fn: str, counts, num_experts: int, rows: Tensor) -> None:
     _check_shape(fn, "counts", counts, "E", (num_experts,))
     if counts.device != rows.device:
         fail(ValueError, fn, f"counts on {rows.device}", counts.device)
-    # On a GPU reading the values would synchronise; there the kernels never leave the rows given.
+    # On a GPU reading the values would synchronise. Its kernels never access rows outside of the tensor.
     if counts.device.type == "cpu" and type(counts) is Tensor and not torch.compiler.is_compiling():
         bad = bool((counts < 0).any()) or int(counts.sum()) > rows.size(0)
         if bad:
@@ -175,8 +175,8 @@ def _expert_weights(fn: str, x: Tensor, w1, w2, w3, b1, b2, b3, layout: str, tra
 
 
 def _main_grads(fn: str, main_grads, x: Tensor, weights: tuple, transposed: bool) -> tuple:
-    """Checks them beside w1, w2, w3 as stored. Returns what experts_up and experts_down take: views that fit
-    the weights' (E, out, in), or nothing."""
+    """Checks main_grads against w1, w2 and w3 as stored. Returns the main_grad arguments of experts_up and of
+    experts_down: views of shape (E, out, in), or empty tuples."""
     if main_grads is None:
         return (), ()
     if not isinstance(main_grads, (tuple, list)):
@@ -199,7 +199,7 @@ def _main_grads(fn: str, main_grads, x: Tensor, weights: tuple, transposed: bool
         if grad.requires_grad:
             fail(ValueError, fn, f"{name} that requires no gradient itself", "requires_grad=True")
         if any(stride == 0 and size > 1 for size, stride in zip(grad.shape, grad.stride(), strict=True)):
-            fail(ValueError, fn, f"{name} whose numbers have a place each", f"strides {grad.stride()}")
+            fail(ValueError, fn, f"{name} whose elements do not overlap", f"strides {grad.stride()}")
         if grad.dim() == 4:
             if grad.size(1) > 1 and grad.stride(1) != 2 * grad.stride(2):
                 fail(ValueError, fn, f"{name} that can be viewed as (E, 2F, D)", f"strides {grad.stride()}")
@@ -225,14 +225,15 @@ def route(
 ) -> tuple[Tensor, Tensor]:
     """Chooses the K best experts of every token: softmax or sigmoid, fused with top-k.
 
-    Ties go to the lowest expert id; slots come best first. NaN or infinite logits give NaN scores and
-    still valid, distinct ids. Source: the routers of DeepSeek-V3 (arXiv 2412.19437, 2.1.2) and Mixtral.
+    Ties go to the lowest expert id. Slots are sorted by score, best first. NaN or infinite logits give
+    NaN scores, and ids that are still valid and distinct. Source: the routers of DeepSeek-V3 (arXiv
+    2412.19437, 2.1.2) and Mixtral.
 
     Args:
         logits: (T, E) of any floating dtype, E from 1 to 1024. Computed in float32 (float64 stays).
         top_k: K, from 1 to min(E, 32).
         score_func: "softmax" over all experts, or "sigmoid".
-        bias: (E,) added to the scores for the choice, not to the scores returned.
+        bias: (E,) added to the scores for the top-k only, not to the returned scores.
         route_norm: divide each token's K scores by their sum.
         route_scale: factor on the scores.
         num_expert_groups, num_limited_groups: only experts of the `num_limited_groups` best groups may
@@ -242,7 +243,7 @@ def route(
         scores (T, K) float32 (float64 for float64 logits), differentiable in logits; ids (T, K) int32.
 
     Raises:
-        TypeError, ValueError: with what was expected and what was found.
+        TypeError, ValueError: the message says what was expected and what was found.
     """
     _check_input("route", "logits", logits, 2)
     check_routing("route", logits.size(1), top_k, score_func, num_expert_groups, num_limited_groups)
@@ -268,29 +269,29 @@ def route(
 
 
 def permute(x: Tensor, ids: Tensor, num_experts: int) -> tuple[Tensor, Plan]:
-    """Copies every token to its experts' rows, grouped by expert.
+    """Copies every token to the rows of its experts. Rows are grouped by expert.
 
     Args:
         x: (T, D), floating. ids: (T, K) int32 or int64; a slot whose id is outside [0, E) gets no row.
         num_experts: E.
 
     Returns:
-        rows (T*K, D), zero past the last row, differentiable in x; and the plan, for `unpermute`.
+        rows (T*K, D), zero past the last row, differentiable in x; and the plan for `unpermute`.
     """
     _check_input("permute", "x", x, 2)
     _check_ids("permute", ids, x)
     if num_experts < 1:
         fail(ValueError, "permute", "num_experts >= 1", num_experts)
     plan = _ops.route_plan(ids, num_experts)
-    return ops.permute(x, plan.offsets, plan.row_token, plan.row_slot, plan.token_row), plan
+    return ops.permute(x, plan.tensors), plan
 
 
 def unpermute(rows: Tensor, plan: Plan, scores: Tensor | None = None) -> Tensor:
     """Sums every token's rows, weighted: out[t] = sum over k of scores[t, k] * rows[token_row[t, k]].
 
     Args:
-        rows: (T*K, D), floating. plan: as `permute` or `route_plan` gave it.
-        scores: (T, K), any floating dtype; None weighs every row with one.
+        rows: (T*K, D), floating. plan: from `permute` or `route_plan`.
+        scores: (T, K), any floating dtype; None: every row has weight 1.
 
     Returns:
         (T, D) in rows' dtype, summed in float32 or wider, differentiable in rows and scores.
@@ -300,7 +301,7 @@ def unpermute(rows: Tensor, plan: Plan, scores: Tensor | None = None) -> Tensor:
     if scores is not None:
         _check_scores("unpermute", scores, plan.token_row)
         scores = scores.to(_ops.score_dtype(rows))
-    return ops.unpermute(rows, scores, plan.offsets, plan.row_token, plan.row_slot, plan.token_row)
+    return ops.unpermute(rows, scores, plan.tensors)
 
 
 # --- experts ----------------------------------------------------------------------------------------------
@@ -311,10 +312,10 @@ def grouped_mm(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
 
     Args:
         a: (R, in), rows grouped by expert. b: (E, out, in), a's dtype (cast under autocast).
-        offsets: (E,) int32 cumulative ends on a's device, as torch._grouped_mm takes them.
+        offsets: (E,) int32 cumulative ends on a's device, as torch._grouped_mm's offs.
 
     Returns:
-        (R, out), differentiable in a and b, any number of times.
+        (R, out), differentiable in a and b, to any order.
     """
     _check_input("grouped_mm", "a", a, 2)
     _check_tensor("grouped_mm", "b", b, 3, _FLOATING)
@@ -330,17 +331,17 @@ def grouped_mm(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
 def _experts(
     x, w1, w2, w3, b1, b2, b3, scores, plan: Plan, code, activation, alpha, limit, score_on, main_grads
 ):
-    """The two autograd nodes; h is kept only if a gradient can be asked for."""
+    """The two autograd nodes. h is saved only if a gradient may be needed."""
     needs_grad = torch.is_grad_enabled() and any(
         t is not None and t.requires_grad for t in (x, w1, w2, w3, b1, b2, b3, scores)
     )
-    act = (code, _ops.ACTIVATION_CODES[activation], alpha, limit)
-    maps = plan[1:]
+    settings = (plan.tensors, code, _ops.ACTIVATION_CODES[activation], [alpha, limit])
     on_input = score_on == "input"
-    up, down = (x, w1, w3, b1, b3, scores if on_input else None), (w2, b2, None if on_input else scores)
     main_up, main_down = main_grads
-    h, a = ops.experts_up(*up, *maps, *act, needs_grad, *main_up)
-    return ops.experts_down(a, h if needs_grad else None, *down, *maps, *act, *main_down)
+    up = (x, w1, w3, b1, b3, scores if on_input else None)
+    h, a = _ops.run(ops.experts_up.default, *up, *settings, needs_grad, *main_up)
+    down = (a, h if needs_grad else None, w2, b2, None if on_input else scores)
+    return _ops.run(ops.experts_down.default, *down, *settings, *main_down)
 
 
 def fused_experts(
@@ -366,33 +367,34 @@ def fused_experts(
     """The routed experts of a layer: out[t] = sum over k of scores[t, k] * expert(ids[t, k])(x[t]).
 
     expert(e)(x) = w2[e] @ (act(w1[e] @ x + b1[e]) * (w3[e] @ x + b3[e])) + b2[e].
-    For backward only x, h (T*K, 2F), scores and int32 maps are kept; double backward raises.
+    Only x, h (T*K, 2F), scores and the int32 row maps are saved for backward. Double backward raises.
 
     Args:
         x: (T, D). T may be 0.
         w1, w2, w3: gate (E, F, D), down (E, D, F), up (E, F, D), all of x's dtype (cast under autocast).
-            w3=None with layout "separate" leaves the gate out: act(w1 x). A weight that needs no
-            gradient gets none computed.
+            w3=None with layout "separate" computes act(w1 x), without a gate. The gradient of a weight
+            that requires none is not computed.
         scores: (T, K), any floating dtype; used in float32 (float64 for float64 x).
-        ids: (T, K) int32 or int64. An id outside [0, E) means "not mine": the slot is not computed,
-            contributes zero and gets a zero score gradient.
+        ids: (T, K) int32 or int64. Ids outside [0, E) are treated as remote: their slots are not computed,
+            contribute zero and get a zero score gradient.
         b1, b2, b3: biases (E, F), (E, D), (E, F); b1 is (E, 2F) in w1's layout when packed.
         activation: silu, gelu, gelu_tanh, relu, or swiglu_clamped (gpt-oss), which uses alpha and limit.
         layout: "separate"; "halves": w1 is (E, 2F, D), gate rows then up rows; "interleaved": w1 is
             (E, 2F, D) or (E, F, 2, D), gate0, up0, gate1, ... With the last two w3 is None.
         transposed: weights are stored (E, D, F or 2F) and (E, F, D), as gpt-oss does.
-        score_on: "output", or "input": rows are x * score, rounded to x's dtype, and added plainly.
-        plan: the plan of `ids`, if it exists already.
-        main_grads: float32 tensors of the shapes of w1, w2 and w3, or None in their places, to which
-            backward adds the weights' gradients, not rounded to the weights' dtype first; such a weight's
-            .grad stays None. x may be of any dtype but float64. Under torch.compile each forward's
-            backward has to come before the next forward, or autograd tells that a main_grad was modified.
+        score_on: "output", or "input": rows are x * score, rounded to x's dtype, and summed unweighted.
+        plan: the plan of `ids`, if it has been computed already.
+        main_grads: Megatron-style float32 buffers of the shapes of w1, w2 and w3; each may be None. Backward
+            accumulates the weight's gradient into its buffer, without rounding to the weight's dtype, and
+            the weight's .grad stays None. x may have any dtype except float64. Under torch.compile each
+            forward's backward must run before the next forward; otherwise autograd raises, because a
+            main_grad was modified in place.
 
     Returns:
         (T, D) in x's dtype (autocast's under autocast), differentiable in x, weights, biases, scores.
 
     Raises:
-        TypeError, ValueError: with what was expected and what was found, before anything runs.
+        TypeError, ValueError: before anything runs, with what was expected and what was found.
     """
     fn = "fused_experts"
     _check_input(fn, "x", x, 2)
@@ -427,13 +429,13 @@ def grouped_mlp(
     transposed: bool = False,
     main_grads: tuple[Tensor | None, Tensor | None, Tensor | None] | None = None,
 ) -> Tensor:
-    """Every expert on its own rows, which are grouped by expert already, as a token dispatcher leaves them.
+    """Applies every expert to its own rows, which are contiguous, as a token dispatcher returns them.
 
     Args:
         x_rows: (R, D): counts[0] rows of expert 0, then counts[1] of expert 1, ... Rows past counts.sum()
-            are never read, and written as zero, forward and backward: they may hold garbage.
-        counts: (E,) of any integer dtype, on x_rows' device; never read by the host on a GPU.
-        Other arguments: as `fused_experts` takes them.
+            may hold garbage: they are never read. Output and gradients are zero there.
+        counts: (E,) of any integer dtype, on x_rows' device. On a GPU the host never reads them.
+        Other arguments: as those of `fused_experts`.
 
     Returns:
         (R, D), differentiable in x_rows, weights and biases.

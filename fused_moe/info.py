@@ -7,25 +7,10 @@ import platform
 
 import torch
 
-from .ops import HAS_CUDA_KERNELS, LIBRARY, ops
+from .ops import FACTS, HAS_CUDA_KERNELS, LIBRARY, ops
 
-DRIVER_TOO_OLD, GPU_TOO_OLD, NO_SUCH_TIER = 5, 6, 7  # FusedMoeStatus of csrc/fused_moe.h
-HOPPER = 90  # compute capability 9.0
-
-# FusedMoeTierReason of csrc/fused_moe.h, in its order: why the portable tier had a call.
-REASONS = {
-    "ON_HOPPER": "the Hopper tier has it",
-    "OTHER_GPU": "the GPU is not of compute capability 9.0",
-    "PORTABLE_ASKED": "FUSED_MOE_TIER=portable",
-    "OTHER_DTYPE": "the dtype is neither bf16 nor fp16",
-    "NO_ROWS": "there is no row",
-    "SCORED_INPUT": "the input is multiplied by its scores",
-    "WIDTH": "a width is not a multiple of 8",
-    "UNALIGNED": "rows or a bias do not lie on 16 bytes",
-    "STRIDES": "a weight's strides or address are not what the copy engine reads",
-    "TOO_LARGE": "there are more than 2^31 tiles",
-}
-TIER_OPS = ("grouped_mm", "up_gate", "down_dgrad", "wgrad")
+# The calls that are dispatched to a tier where it runs; all others go to the last tier.
+LIMITS = {"hopper": "bf16 and fp16, widths that are multiples of 8, rows that are 16-byte aligned"}
 
 
 class Info(dict):
@@ -48,12 +33,6 @@ def info() -> Info:
     """Versions, devices, the tiers with the reason why one is off, and how the library was built."""
     from . import __version__
 
-    try:
-        from ._host import build_info
-    except ImportError as error:  # nothing but this report, tests and pictures needs _host
-        build = {"unknown": str(error)}
-    else:
-        build = dict(build_info())
     return Info(
         {
             "fused_moe": __version__,
@@ -69,29 +48,43 @@ def info() -> Info:
                 "threads": torch.get_num_threads(),
             },
             "gpus": _gpus(),
-            "build": build,
+            "build": FACTS["build"],
         }
     )
 
 
 def _tiers() -> dict[str, str]:
-    why = _why_cuda_is_off()
-    cuda = f"off: {why}" if why else "on"
-    why = why or _why_hopper_is_off()
-    hopper = f"off: {why}" if why else "on: bf16 and fp16, widths that are multiples of 8, rows on 16 bytes"
-    return {"cpu": "on", "cuda": cuda, "portable": cuda, "hopper": hopper}
+    why_not = _why_cuda_is_off()
+    tiers = {"cpu": "on", "cuda": f"off: {why_not}" if why_not else "on"}
+    capability = 0 if why_not else _cuda_device()[-1]
+    for tier in reversed(range(len(FACTS["tiers"]))):
+        name = FACTS["tiers"][tier]
+        reason = why_not or _why_tier_is_off(tier, capability)
+        limits = f": {LIMITS[name]}" if name in LIMITS else ""
+        tiers[name] = f"off: {reason}" if reason else f"on{limits}"
+    return tiers
 
 
 def _calls() -> dict[str, str]:
-    """Of this process so far, by the tier that had them."""
+    """The calls of this process so far, by the tier that they were dispatched to."""
     if not HAS_CUDA_KERNELS:
         return {"none": "this build has no CUDA kernels"}
-    return {name: _calls_in_words(*ops.cuda_calls(op)) for op, name in enumerate(TIER_OPS)}
+    return {name: _calls_in_words(ops.cuda_calls(op)) for op, name in enumerate(FACTS["operators"])}
 
 
-def _calls_in_words(hopper: int, portable: int, reason: int) -> str:
-    words = f"{hopper} on hopper, {portable} on portable"
-    return f"{words}, last because {[*REASONS.values()][reason]}" if portable else words
+def _calls_in_words(calls: torch.Tensor) -> str:
+    *of_tier, reason = calls.tolist()
+    words = ", ".join(f"{n} on {name}" for n, name in zip(of_tier, FACTS["tiers"], strict=True))
+    return f"{words}, last because {FACTS['reasons'][reason]}" if any(of_tier[1:]) and reason else words
+
+
+def _cuda_device() -> tuple[int, int, int, int]:
+    """status, driver version, runtime version, compute capability"""
+    return ops.cuda_device(torch.cuda.current_device())
+
+
+def _capability(oldest: int, newest: int) -> str:
+    return f"{oldest / 10}" if oldest == newest else f"{oldest / 10} or newer"
 
 
 def _why_cuda_is_off() -> str:
@@ -99,24 +92,33 @@ def _why_cuda_is_off() -> str:
         return "this build has no CUDA kernels"
     if not torch.cuda.is_available():
         return "PyTorch sees no CUDA device"
-    status, driver, runtime, capability = ops.cuda_device(torch.cuda.current_device())
+    status, driver, runtime, capability = _cuda_device()
     if status == 0:
         return ""
     driver, runtime = (f"{v // 1000}.{v % 1000 // 10}" for v in (driver, runtime))
-    tiers = "portable, hopper or auto" if capability == HOPPER else "portable or auto"
+    oldest = min(FACTS["capabilities"])
+    tiers = zip(FACTS["tiers"], FACTS["capabilities"], strict=True)
+    possible = [*reversed([name for name, (low, high) in tiers if low <= capability <= high]), "auto"]
+    constants = FACTS["constants"]
     return {
-        DRIVER_TOO_OLD: f"the driver supports CUDA {driver}, this build's runtime is {runtime}",
-        GPU_TOO_OLD: f"expected compute capability 8.0 or newer, found {capability / 10}",
-        NO_SUCH_TIER: f"FUSED_MOE_TIER is {os.environ.get('FUSED_MOE_TIER')}, expected {tiers}",
+        constants["DRIVER_TOO_OLD"]: f"the driver supports CUDA {driver}, this build's runtime is {runtime}",
+        constants["GPU_TOO_OLD"]: (
+            f"expected compute capability {_capability(*oldest)}, found {capability / 10}"
+        ),
+        constants["NO_SUCH_TIER"]: (
+            f"FUSED_MOE_TIER is {os.environ.get('FUSED_MOE_TIER')}, expected {' or '.join(possible)}"
+        ),
     }.get(status, f"status {status} of fused_moe.h")
 
 
-def _why_hopper_is_off() -> str:
-    """Where a CUDA tier is on."""
-    *_, capability = ops.cuda_device(torch.cuda.current_device())
-    if capability != HOPPER:
-        return f"expected compute capability 9.0, found {capability / 10}"
-    return REASONS["PORTABLE_ASKED"] if os.environ.get("FUSED_MOE_TIER") == "portable" else ""
+def _why_tier_is_off(tier: int, capability: int) -> str:
+    """Assumes that CUDA is on. Tiers are numbered best first, and FUSED_MOE_TIER turns off
+    those before the one that it names."""
+    low, high = FACTS["capabilities"][tier]
+    if not low <= capability <= high:
+        return f"expected compute capability {_capability(low, high)}, found {capability / 10}"
+    asked = os.environ.get("FUSED_MOE_TIER")
+    return f"FUSED_MOE_TIER={asked}" if asked in FACTS["tiers"][tier + 1 :] else ""
 
 
 def _gpus() -> dict[str, str]:

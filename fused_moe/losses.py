@@ -1,4 +1,4 @@
-"""Auxiliary router losses, in plain PyTorch: values that a trainer can add to its loss."""
+"""Auxiliary router losses, in plain PyTorch: scalars that a trainer can add to its loss."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def load_balancing_loss(logits: Tensor, ids: Tensor, num_experts: int) -> Tensor
 
     Args:
         logits: (..., E) router logits, any floating dtype; computed in float32.
-        ids: (..., K) chosen experts, any integer dtype; ids outside [0, E) count for no expert.
+        ids: (..., K) chosen experts, any integer dtype; ids outside [0, E) are not counted.
         num_experts: E.
 
     Returns:

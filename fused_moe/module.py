@@ -16,19 +16,19 @@ from .ops import route_plan
 
 
 class RouterLosses(NamedTuple):
-    """Scalars a trainer can add to its loss, each times a coefficient of its own."""
+    """Scalars that a trainer can add to its loss, each with its own coefficient."""
 
     load_balancing: Tensor
     z: Tensor
 
 
 class LoadReport(NamedTuple):
-    """How the tokens fell on the experts since the last reset."""
+    """How many tokens each expert got since the last reset."""
 
-    tokens: Tensor  # (E,) slots given to each expert
+    tokens: Tensor  # (E,) slots of each expert
     share: Tensor  # (E,) the same over their sum
     max_over_mean: float  # 1.0 is a perfect balance
-    idle: int  # experts that got nothing
+    idle: int  # experts without tokens
 
     def __str__(self) -> str:
         bars = "\n".join(
@@ -40,7 +40,7 @@ class LoadReport(NamedTuple):
 
 
 class Router(nn.Module):
-    """Scores every expert for every token, and chooses."""
+    """Scores every expert for every token and selects the K best."""
 
     def __init__(self, dim, num_experts, top_k, *, bias, routing, device=None, dtype=None):
         super().__init__()
@@ -116,7 +116,7 @@ class Experts(nn.Module):
 
 
 class SharedExperts(nn.Module):
-    """The dense expert that every token visits: w2(act(w1 x) * w3 x)."""
+    """The dense MLP that is applied to every token: w2(act(w1 x) * w3 x)."""
 
     def __init__(self, dim, hidden_dim, *, activation, gated, bias, device, dtype):
         super().__init__()
@@ -139,23 +139,23 @@ class FusedMoE(nn.Module):
     """A Mixture-of-Experts feed-forward layer: router, routed experts, shared experts.
 
     out = sum over k of scores[k] * w2[e](act(w1[e] x) * w3[e] x), e the k-th best expert of x, plus the
-    shared experts. Trains on kernels of its own in every tier; `fused_moe.info()` tells which tiers run.
+    shared experts. Every tier has kernels for forward and backward; `fused_moe.info()` tells which tiers run.
 
     Args:
         dim: D, model width. hidden_dim: F, width of one expert.
         num_experts: E, 1 to 1024. top_k: K, experts per token, 1 to min(E, 32).
         score_func, route_norm, route_scale, num_expert_groups, num_limited_groups: as `fused_moe.route`.
-        num_shared_experts: dense experts beside the routed ones, as one of width F * num_shared_experts.
-        shared_expert_gate: weigh their output with sigmoid(gate(x)), as Qwen2-MoE does.
-        load_balance_coeff: balance without auxiliary loss (DeepSeek-V3): an `expert_bias` steers the
-            choice, and `update_expert_bias()` after each optimizer step moves it by this much.
+        num_shared_experts: dense experts next to the routed ones, as one MLP of width F * num_shared_experts.
+        shared_expert_gate: multiply their output by sigmoid(gate(x)), as Qwen2-MoE does.
+        load_balance_coeff: balance without auxiliary loss (DeepSeek-V3): an `expert_bias` is added for the
+            top-k, and `update_expert_bias()` after each optimizer step moves it by this much.
         activation: silu, gelu, gelu_tanh, relu or swiglu_clamped. gated: whether w3 exists.
-        bias: biases in the experts. gate_bias: a bias in the router's product.
+        bias: biases in the experts. gate_bias: a bias in the router's linear layer.
         device, dtype: of the parameters. Buffers stay float32.
 
-    Where an expert weight has an attribute `main_grad`, a float32 tensor of its shape as Megatron's optimizer
-    gives it, backward adds the weight's gradient to that, and the weight's .grad stays None. Not under
-    `fully_shard`: forward then sees other tensors, without the attribute.
+    Weight gradients can be accumulated straight into Megatron-style float32 `main_grad` buffers: where an
+    expert weight has an attribute `main_grad`, backward adds to it and the weight's .grad stays None. Under
+    `fully_shard` this has no effect: forward gets other tensors, without the attribute.
 
     Shapes:
         forward(x: (..., D)) -> (..., D). With return_losses=True -> ((..., D), RouterLosses).
@@ -224,7 +224,7 @@ class FusedMoE(nn.Module):
         self.register_buffer("tokens_per_expert", zeros.clone(), persistent=False)
 
     def reset_parameters(self) -> None:
-        """Draws every parameter anew and zeroes the buffers; also after `to_empty` from the meta device."""
+        """Initialises every parameter again and zeroes the buffers, as is needed after `to_empty`."""
         for child in self.children():
             child.reset_parameters()
         for buffer in self.buffers(recurse=False):
@@ -257,10 +257,10 @@ class FusedMoE(nn.Module):
 
     @torch.no_grad()
     def update_expert_bias(self, process_group=None) -> None:
-        """Moves expert_bias by load_balance_coeff against the load, and starts counting anew.
+        """Moves expert_bias by load_balance_coeff against the load, and zeroes the token counts.
 
-        Call it once after each optimizer step. Under torch.distributed the load is summed over
-        `process_group` (default: all ranks) first, so that every rank keeps the same bias.
+        Call it once after each optimizer step. Under torch.distributed the counts are first summed over
+        `process_group` (default: all ranks), so every rank keeps the same bias.
         """
         tokens = self.tokens_per_expert
         if dist.is_available() and dist.is_initialized():
@@ -271,7 +271,7 @@ class FusedMoE(nn.Module):
         tokens.zero_()
 
     def load_report(self) -> LoadReport:
-        """The load of every expert since the last `update_expert_bias`; `print` draws it."""
+        """The load of every expert since the last `update_expert_bias`; `print` shows it as bars."""
         tokens = self.tokens_per_expert.detach().cpu()
         total = tokens.sum().clamp_min(1)
         max_over_mean = float(tokens.max() * self.num_experts / total)
@@ -281,7 +281,7 @@ class FusedMoE(nn.Module):
         return f"load_balance_coeff={self.load_balance_coeff}" if self.load_balance_coeff else ""
 
     def _apply(self, fn, recurse=True):
-        """Moves as any module, but keeps the buffers in float32: a bfloat16 counter stops at 256."""
+        """As nn.Module, but buffers stay float32: a bfloat16 counter stops at 256."""
         before = dict(self._buffers)
         super()._apply(fn, recurse)
         for name, buffer in self._buffers.items():
@@ -291,5 +291,5 @@ class FusedMoE(nn.Module):
 
 
 def _is_recomputing() -> bool:
-    """Inside backward, where activation checkpointing runs forward again: those tokens are counted."""
+    """Whether activation checkpointing recomputes forward inside backward: its tokens are counted already."""
     return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1

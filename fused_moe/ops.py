@@ -1,17 +1,20 @@
-"""torch.ops.fused_moe.*: loads the library and adds what its C++ cannot hold.
+"""torch.ops.fused_moe.*: loads the library and registers the Python half of its operators.
 
-csrc/torch_ops.cpp has the schemas and the kernels. Here stand, operator by operator, the fake kernel
-(shapes and dtypes for torch.compile), the autograd formula and the autocast rule. A formula calls
-operators only, so it can be traced. Gradients that nobody asked for are not computed: the coarse
-backward operators take one flag a gradient and return an empty tensor in its place. All operators are
-functional but those named *_accumulate, which add a weight's gradient to a float32 one that they are given.
+csrc/torch/library.cpp has the schemas. This file has each operator's fake kernel (shapes and dtypes for
+torch.compile), its autograd formula and its autocast rule. They read arguments by the schema's names. An
+autograd formula calls operators only, so it can be traced. Gradients that are not needed are not computed:
+the coarse backward operators take one flag per gradient and return an empty tensor in its place. All
+operators are functional except those named *_accumulate, which add a weight gradient to a float32 buffer.
 
-Names and shapes are those of csrc/fused_moe.h. `offsets` is the plan's (E+1,), except in grouped_mm,
-wgrad and bias_grad, where it is the (E,) cumulative ends that torch._grouped_mm takes.
+Names and shapes are those of csrc/fused_moe.h. `plan` is the list of tensors of a Plan, `constants` the
+activation's [alpha, limit]. `offsets` of grouped_mm, wgrad and bias_grad are (E,) cumulative ends, as
+torch._grouped_mm's offs.
 """
 
 from __future__ import annotations
 
+import json
+from collections import namedtuple
 from pathlib import Path
 
 import torch
@@ -34,18 +37,66 @@ if not LIBRARY.exists():
 torch.ops.load_library(str(LIBRARY))
 
 ops = torch.ops.fused_moe
+FACTS = json.loads(ops.facts())  # build, tiers, capabilities, reasons, operators, constants
 HAS_CUDA_KERNELS = torch._C._dispatch_has_kernel_for_dispatch_key("fused_moe::experts_up", "CUDA")
 _library = torch.library.Library("fused_moe", "IMPL")
 
 
-def _register(name: str, *, fake, backward=None, setup_context=None, autocast: tuple[int, ...] = ()):
-    """Adds the Python half of an operator; without `backward` a gradient through it raises."""
-    torch.library.register_fake(f"fused_moe::{name}", fake)
-    rule = _autograd_rule(name, backward or _no_backward(name), setup_context)
+# --- registration -------------------------------------------------------------------------------------
+#
+# The rules that torch.library.register_autograd and register_autocast would make, without their schema
+# lookup for every argument of every call. That lookup takes a third of a small step's time.
+
+
+class _Schema:
+    """An operator, and its arguments by name."""
+
+    def __init__(self, name: str):
+        self.name, self.op = name, getattr(ops, name).default
+        arguments = self.op._schema.arguments
+        defaults = [a.default_value for a in arguments if a.has_default_value()]
+        self.named = namedtuple(name, [a.name for a in arguments], defaults=defaults)
+        self.position = {a.name: i for i, a in enumerate(arguments)}
+
+
+def _register(name: str, *, fake, backward=None, setup_context=None, autocast: tuple[str, ...] = ()):
+    """Registers the Python half of an operator. Without `backward` a gradient through it raises.
+
+    fake(args) and setup_context(ctx, args, output) get the arguments as a named tuple. backward(ctx, need,
+    *grads) returns {argument: gradient}; need.<argument> tells whether its gradient is needed.
+    """
+    schema = _Schema(name)
+    _register_fake(schema, fake)
+    rule = _autograd_rule(schema, backward or _no_backward(name), setup_context)
     _library.impl(name, rule, "Autograd", with_keyset=True)
-    if autocast:
-        for device in ("CPU", "CUDA"):
-            _library.impl(name, _autocast_rule(name, device, autocast), f"Autocast{device}")
+    for device in ("CPU", "CUDA") if autocast else ():
+        _library.impl(name, _autocast_rule(schema, device, autocast), f"Autocast{device}")
+
+
+def _register_integers(name: str, *, fake):
+    """As _register, for an operator on integers. They require no gradient, so it has no autograd rule."""
+    _register_fake(_Schema(name), fake)
+
+
+def _register_accumulate(name: str, *, fake):
+    """As _register, for an operator that adds to an argument. It raises where autograd would record the
+    call: the write is not recorded, so the graph would be cut silently."""
+    schema = _Schema(name)
+    _register_fake(schema, fake)
+
+    def rule(keyset, *args):
+        if torch.is_grad_enabled() and torch._C._any_requires_grad(*args):
+            _no_backward(name)()
+        return _below_autograd(schema.op, keyset, args)
+
+    _library.impl(name, rule, "Autograd", with_keyset=True)
+
+
+def _register_fake(schema: _Schema, fake):
+    def by_name(*args, **kwargs):
+        return fake(schema.named(*args, **kwargs))
+
+    torch.library.register_fake(f"fused_moe::{schema.name}", by_name)
 
 
 def _below_autograd(op, keyset, args):
@@ -53,35 +104,38 @@ def _below_autograd(op, keyset, args):
         return op.redispatch(keyset & torch._C._after_autograd_keyset, *args)
 
 
-def _autograd_rule(name: str, backward, setup_context):
-    """What torch.library.register_autograd makes, but for its look into the schema for every argument of
-    every call, a third of a small step's time."""
-    op = getattr(ops, name).default
-    defaults = tuple(a.default_value for a in op._schema.arguments)
+def _autograd_rule(schema: _Schema, backward, setup_context):
+    op, named, position = schema.op, schema.named, schema.position
 
     def forward(ctx, *args):
         *args, keyset = args
         output = _below_autograd(op, keyset, args)
         if setup_context is not None:
-            setup_context(ctx, (*args, *defaults[len(args) :]), output)
+            setup_context(ctx, named(*args), output)
         return output
 
-    def with_keyset(ctx, *grads):
-        return *backward(ctx, *grads), None
+    def by_position(ctx, *grads):
+        result = [None] * len(ctx.needs_input_grad)
+        for name, grad in backward(ctx, named(*ctx.needs_input_grad[:-1]), *grads).items():
+            result[position[name]] = grad
+        return tuple(result)
 
-    members = {"forward": staticmethod(forward), "backward": staticmethod(with_keyset)}
-    node = type(name, (torch.autograd.Function,), members)
+    members = {"forward": staticmethod(forward), "backward": staticmethod(by_position)}
+    node = type(schema.name, (torch.autograd.Function,), members)
+    apply = super(torch.autograd.Function, node).apply  # skips the functorch check
 
     def rule(keyset, *args):
-        if torch.is_grad_enabled() and torch._C._any_requires_grad(*args):
+        if not (torch.is_grad_enabled() and torch._C._any_requires_grad(*args)):
+            return _below_autograd(op, keyset, args)
+        if torch._C._are_functorch_transforms_active():
             return node.apply(*args, keyset)
-        return _below_autograd(op, keyset, args)
+        return apply(*args, keyset)
 
     return rule
 
 
 def _no_backward(name: str):
-    def backward(ctx, *grads):
+    def backward(*_):
         if name.endswith(("_backward", "_dgrad", "_accumulate")):
             raise RuntimeError(
                 f"fused_moe: {name} cannot be differentiated: double backward is not supported"
@@ -91,23 +145,10 @@ def _no_backward(name: str):
     return backward
 
 
-def _register_accumulate(name: str, *, fake):
-    """As _register, for an operator that adds to an argument. Where a gradient of that could be asked for it
-    refuses: what it writes has no history, which would cut the graph in silence."""
-    op = getattr(ops, name).default
-
-    def rule(keyset, *args):
-        if torch.is_grad_enabled() and torch._C._any_requires_grad(*args):
-            _no_backward(name)(None)
-        return _below_autograd(op, keyset, args)
-
-    torch.library.register_fake(f"fused_moe::{name}", fake)
-    _library.impl(name, rule, "Autograd", with_keyset=True)
-
-
-def _autocast_rule(name: str, device: str, positions: tuple[int, ...]):
-    """Casts the floating inputs at `positions` as autocast does for linear; float64 stays."""
+def _autocast_rule(schema: _Schema, device: str, names: tuple[str, ...]):
+    """Casts the floating inputs `names` as autocast does for linear. float64 is not cast."""
     keys = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, f"Autocast{device}"))
+    positions = [schema.position[name] for name in names]
 
     def rule(*args):
         dtype = torch.get_autocast_dtype(device.lower())
@@ -116,137 +157,144 @@ def _autocast_rule(name: str, device: str, positions: tuple[int, ...]):
             if args[i] is not None and args[i].dtype != torch.float64:
                 args[i] = args[i].to(dtype)
         with torch._C._ExcludeDispatchKeyGuard(keys):
-            return getattr(ops, name).default(*args)
+            return schema.op(*args)
 
     return rule
 
 
-def _returned(need: tuple[bool, ...], main_grads: dict[int, Tensor | None]) -> tuple[bool, ...]:
-    """Of the gradients needed, those that are not added to a main_grad; keys are their places."""
-    return tuple(n and main_grads.get(i) is None for i, n in enumerate(need))
+def run(op, *args):
+    """op(*args). Where autograd is off, in most backward passes and in inference, the call goes straight to
+    the kernel, which halves its time on the host."""
+    if torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return op(*args)
+    with torch._C._AutoDispatchBelowAutograd():
+        return op(*args)
 
 
-def _wanted(needed: bool, grad: Tensor) -> Tensor | None:
-    return grad if needed else None
+# --- shapes -------------------------------------------------------------------------------------------
 
 
 def score_dtype(x: Tensor) -> torch.dtype:
-    """Of scores beside x: float32, float64 for float64."""
+    """The dtype of the scores of x: float32, or float64 for float64."""
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
-def _num_rows(x: Tensor, row_slot: Tensor | None) -> int:
-    return x.size(0) if row_slot is None else row_slot.size(0)
+def _has_row_maps(plan: list[Tensor]) -> bool:
+    return len(plan) > 2
 
 
-def _num_tokens(rows: Tensor, token_row: Tensor | None) -> int:
-    return rows.size(0) if token_row is None else token_row.size(0)
+def _num_rows(x: Tensor, plan: list[Tensor]) -> int:
+    return plan[3].size(0) if _has_row_maps(plan) else x.size(0)
+
+
+def _slots(x: Tensor, plan: list[Tensor]) -> tuple[int, int]:
+    """T and K. Without row maps x has one row per token."""
+    return tuple(plan[4].shape) if _has_row_maps(plan) else (x.size(0), 1)
 
 
 def _widths(w1: Tensor, layout: int) -> tuple[int, int]:
-    """F and the width H of h."""
+    """F, and the width H of h."""
     rows = w1.size(1)
     if layout in (LAYOUTS["halves"], LAYOUTS["interleaved"]):
         return rows // 2, rows
     return rows, rows if layout == UNGATED else 2 * rows
 
 
+def _needed(need: bool, like: Tensor, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+    """A new tensor; an empty one if it is not needed."""
+    return like.new_empty(shape if need else (0,), dtype=dtype or like.dtype)
+
+
+def _grad_like(need: bool, w: Tensor | None, like: Tensor) -> Tensor:
+    """A new tensor with w's shape and strides; an empty one if it is not needed."""
+    return torch.empty_like(w) if need else like.new_empty(0)
+
+
 # --- routing ------------------------------------------------------------------------------------------
 
 
-def _route_fake(logits, bias, top_k, *settings):
-    scores = logits.new_empty(logits.size(0), top_k, dtype=score_dtype(logits))
+def _route_fake(args):
+    logits = args.logits
+    scores = logits.new_empty(logits.size(0), args.top_k, dtype=score_dtype(logits))
     return scores, torch.empty_like(scores, dtype=torch.int32)
 
 
-def _route_setup(ctx, inputs, output):
-    logits, _, _, ctx.score_func, ctx.route_norm, ctx.route_scale, _, _ = inputs
-    ctx.save_for_backward(logits, output[1])
+def _route_setup(ctx, args, output):
+    ctx.settings = (args.score_func, args.route_norm, args.route_scale)
+    ctx.save_for_backward(args.logits, output[1])
 
 
-def _route_backward(ctx, dscores, _):
-    dlogits = ops.route_backward(dscores, *ctx.saved_tensors, ctx.score_func, ctx.route_norm, ctx.route_scale)
-    return dlogits, None, None, None, None, None, None, None
+def _route_backward(ctx, need, dscores, _):
+    return {"logits": run(ops.route_backward.default, dscores, *ctx.saved_tensors, *ctx.settings)}
 
 
-def _route_backward_fake(dscores, logits, ids, *settings):
-    return torch.empty_like(logits, memory_format=torch.contiguous_format)
+def _route_backward_fake(args):
+    return torch.empty_like(args.logits, memory_format=torch.contiguous_format)
 
 
-def _tiles_fake(like, num_experts):
-    return like.new_empty(2 + 2 * num_experts, dtype=torch.int32)
+def schedule_words(num_experts: int) -> int:
+    """The length of the tile schedule: fused_moe_schedule_words of csrc/schedule.h."""
+    return FACTS["constants"]["HEAD_WORDS"] + 4 * num_experts
 
 
-def _route_plan_fake(ids, num_experts):
+def _route_plan_fake(args):
     def new(*shape):
-        return ids.new_empty(shape, dtype=torch.int32)
+        return args.ids.new_empty(shape, dtype=torch.int32)
 
-    slots = ids.size(0) * ids.size(1)
-    return (
-        new(num_experts),
-        new(num_experts + 1),
-        new(slots),
-        new(slots),
-        new(ids.size(0), ids.size(1)),
-        _tiles_fake(ids, num_experts),
-    )
+    (T, K), E = args.ids.shape, args.num_experts
+    return new(E), new(E + 1), new(schedule_words(E)), new(T * K), new(T * K), new(T, K)
 
 
-def _count_plan_fake(counts, num_rows):
-    num_experts = counts.size(0)
-    return (
-        counts.new_empty(num_experts, dtype=torch.int32),
-        counts.new_empty(num_experts + 1, dtype=torch.int32),
-        _tiles_fake(counts, num_experts),
-    )
+def _count_plan_fake(args):
+    def new(*shape):
+        return args.counts.new_empty(shape, dtype=torch.int32)
+
+    E = args.counts.size(0)
+    return new(E), new(E + 1), new(schedule_words(E))
 
 
 _register("route", fake=_route_fake, backward=_route_backward, setup_context=_route_setup)
 _register("route_backward", fake=_route_backward_fake)
-_register("route_plan", fake=_route_plan_fake)
-_register("count_plan", fake=_count_plan_fake)
+_register_integers("route_plan", fake=_route_plan_fake)
+_register_integers("count_plan", fake=_count_plan_fake)
 
 
-# --- rows: permute and unpermute are each other's adjoint ------------------------------------------------
+# --- rows: permute and unpermute are each other's adjoint ---------------------------------------------
 
 
-def _permute_fake(x, offsets, row_token, row_slot, token_row):
-    return x.new_empty(row_slot.size(0), x.size(1))
+def _permute_fake(args):
+    return args.x.new_empty(_num_rows(args.x, args.plan), args.x.size(1))
 
 
-def _permute_setup(ctx, inputs, output):
-    ctx.save_for_backward(*inputs[1:])
+def _permute_setup(ctx, args, output):
+    ctx.save_for_backward(*args.plan)
 
 
-def _permute_backward(ctx, drows):
-    return ops.unpermute(drows, None, *ctx.saved_tensors), None, None, None, None
+def _permute_backward(ctx, need, drows):
+    return {"x": run(ops.unpermute.default, drows, None, ctx.saved_tensors)}
 
 
-def _unpermute_fake(rows, scores, offsets, row_token, row_slot, token_row):
-    return rows.new_empty(token_row.size(0), rows.size(1))
+def _unpermute_fake(args):
+    return args.rows.new_empty(_slots(args.rows, args.plan)[0], args.rows.size(1))
 
 
-def _unpermute_setup(ctx, inputs, output):
-    rows, scores, *maps = inputs
-    needs_scores = scores is not None and ctx.needs_input_grad[1]
-    ctx.save_for_backward(rows if needs_scores else None, scores, *maps)
+def _unpermute_setup(ctx, args, output):
+    needs_scores = args.scores is not None and ctx.needs_input_grad[1]
+    ctx.save_for_backward(args.rows if needs_scores else None, args.scores, *args.plan)
 
 
-def _unpermute_backward(ctx, dout):
-    rows, scores, *maps = ctx.saved_tensors
+def _unpermute_backward(ctx, need, dout):
+    rows, scores, *plan = ctx.saved_tensors
     if scores is None:
-        return ops.permute(dout, *maps), None, None, None, None, None
-    need = ctx.needs_input_grad[:2]
-    drows, dscores = ops.unpermute_backward(dout, rows, scores, *maps, *need)
-    return _wanted(need[0], drows), _wanted(need[1], dscores), None, None, None, None
+        return {"rows": run(ops.permute.default, dout, plan)}
+    drows, dscores = run(ops.unpermute_backward.default, dout, rows, scores, plan, need.rows, need.scores)
+    return {"rows": drows if need.rows else None, "scores": dscores if need.scores else None}
 
 
-def _unpermute_backward_fake(
-    dout, rows, scores, offsets, row_token, row_slot, token_row, need_drows, need_dscores
-):
-    rows_shape = (row_slot.size(0), dout.size(1)) if need_drows else (0,)
-    scores_shape = token_row.shape if need_dscores else (0,)
-    return dout.new_empty(rows_shape), dout.new_empty(scores_shape, dtype=score_dtype(dout))
+def _unpermute_backward_fake(args):
+    dout, plan = args.dout, args.plan
+    drows = _needed(args.need_drows, dout, _num_rows(dout, plan), dout.size(1))
+    return drows, _needed(args.need_dscores, dout, *_slots(dout, plan), dtype=score_dtype(dout))
 
 
 _register("permute", fake=_permute_fake, backward=_permute_backward, setup_context=_permute_setup)
@@ -254,49 +302,46 @@ _register("unpermute", fake=_unpermute_fake, backward=_unpermute_backward, setup
 _register("unpermute_backward", fake=_unpermute_backward_fake)
 
 
-# --- grouped products: grouped_mm and wgrad close under differentiation ----------------------------------
+# --- grouped GEMMs: the gradients of grouped_mm and wgrad are grouped_mm and wgrad --------------------
 
 
-def _grouped_mm_fake(a, b, offsets):
-    return a.new_empty(a.size(0), b.size(1))
+def _grouped_mm_fake(args):
+    return args.a.new_empty(args.a.size(0), args.b.size(1))
 
 
-def _grouped_mm_setup(ctx, inputs, output):
-    ctx.save_for_backward(*inputs)
+def _grouped_mm_setup(ctx, args, output):
+    ctx.save_for_backward(args.a, args.b, args.offsets)
 
 
-def _grouped_mm_backward(ctx, dout):
+def _grouped_mm_backward(ctx, need, dout):
     a, b, offsets = ctx.saved_tensors
-    da = ops.grouped_mm(dout, b.mT, offsets) if ctx.needs_input_grad[0] else None
-    db = ops.wgrad(dout, a, offsets) if ctx.needs_input_grad[1] else None
-    return da, db, None
+    return {
+        "a": run(ops.grouped_mm.default, dout, b.mT, offsets) if need.a else None,
+        "b": run(ops.wgrad.default, dout, a, offsets) if need.b else None,
+    }
 
 
-def _wgrad_fake(a, b, offsets, a_row_token=None, b_row_token=None):
-    return a.new_empty(offsets.size(0), a.size(1), b.size(1))
+def _wgrad_fake(args):
+    return args.a.new_empty(args.offsets.size(0), args.a.size(1), args.b.size(1))
 
 
-def _wgrad_setup(ctx, inputs, output):
-    a, b, offsets, a_row_token, b_row_token = inputs
-    ctx.gathered = a_row_token is not None or b_row_token is not None
-    ctx.save_for_backward(a, b, offsets)
+def _wgrad_setup(ctx, args, output):
+    ctx.gathered = args.a_row_token is not None or args.b_row_token is not None
+    ctx.save_for_backward(args.a, args.b, args.offsets)
 
 
-def _wgrad_backward(ctx, dw):
+def _wgrad_backward(ctx, need, dw):
     if ctx.gathered:
-        _no_backward("wgrad with a gathered operand")(ctx, dw)
+        _no_backward("wgrad with a gathered operand")()
     a, b, offsets = ctx.saved_tensors
-    da = ops.grouped_mm(b, dw, offsets) if ctx.needs_input_grad[0] else None
-    db = ops.grouped_mm(a, dw.mT, offsets) if ctx.needs_input_grad[1] else None
-    return da, db, None, None, None
+    return {
+        "a": run(ops.grouped_mm.default, b, dw, offsets) if need.a else None,
+        "b": run(ops.grouped_mm.default, a, dw.mT, offsets) if need.b else None,
+    }
 
 
-def _wgrad_accumulate_fake(a, b, offsets, dw, a_row_token=None, b_row_token=None):
-    return None
-
-
-def _bias_grad_fake(rows, offsets):
-    return rows.new_empty(offsets.size(0), rows.size(1))
+def _bias_grad_fake(args):
+    return args.rows.new_empty(args.offsets.size(0), args.rows.size(1))
 
 
 _register(
@@ -304,259 +349,186 @@ _register(
     fake=_grouped_mm_fake,
     backward=_grouped_mm_backward,
     setup_context=_grouped_mm_setup,
-    autocast=(0, 1),
+    autocast=("a", "b"),
 )
 _register("wgrad", fake=_wgrad_fake, backward=_wgrad_backward, setup_context=_wgrad_setup)
-_register_accumulate("wgrad_accumulate", fake=_wgrad_accumulate_fake)
+_register_accumulate("wgrad_accumulate", fake=lambda args: None)
 _register("bias_grad", fake=_bias_grad_fake)
 
 
-# --- experts, fine-grained: for composition and for tests -------------------------------------------------
-
-
-def _up_gate_fake(x, w1, w3, b1, b3, offsets, row_token, row_slot, token_row, tiles, layout, *activation):
-    num_rows = _num_rows(x, row_slot)
-    width, h_width = _widths(w1, layout)
-    return x.new_empty(num_rows, h_width), x.new_empty(num_rows, width)
-
-
-def _up_gate_setup(ctx, inputs, output):
-    x, w1, w3, _, _, offsets, row_token, row_slot, token_row, _, ctx.layout, *ctx.activation = inputs
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(x, w1, w3, offsets, row_token, row_slot, token_row, output[0])
-
-
-def _up_gate_backward(ctx, dh, da):
-    x, w1, w3, offsets, row_token, row_slot, token_row, h = ctx.saved_tensors
-    if da is not None:
-        from_a = ops.act_dgrad(da, h, ctx.layout, *ctx.activation)
-        dh = from_a if dh is None else dh + from_a
-    if dh is None:
-        return (None,) * 14
-    need_x, need_w1, need_w3, need_b1, need_b3 = ctx.needs_input_grad[:5]
-    dx = dw1 = dw3 = db1 = db3 = None
-    ends = offsets[1:]
-    if need_x:
-        dx = ops.up_dgrad(dh, w1, w3, offsets, ctx.layout)
-        if row_token is not None:
-            dx = ops.unpermute(dx, None, offsets, row_token, row_slot, token_row)
-    dgate, dup = (dh, None) if w3 is None else dh.chunk(2, dim=1)
-    if need_w1:
-        dw1 = ops.wgrad(dgate, x, ends, None, row_token)
-    if need_w3:
-        dw3 = ops.wgrad(dup, x, ends, None, row_token)
-    if need_b1:
-        db1 = ops.bias_grad(dgate, ends)
-    if need_b3:
-        db3 = ops.bias_grad(dup, ends)
-    return dx, dw1, dw3, db1, db3, *(None,) * 9
-
-
-def _up_dgrad_fake(dh, w1, w3, offsets, layout):
-    return dh.new_empty(dh.size(0), w1.size(2))
-
-
-def _down_dgrad_fake(dout, w2, b2, h, scores, offsets, row_token, row_slot, token_row, tiles, *activation):
-    slots = dout.new_empty(dout.size(0), 1) if token_row is None else token_row
-    return (
-        torch.empty_like(h),
-        h.new_empty(h.size(0), w2.size(2)),
-        torch.empty_like(slots, dtype=score_dtype(dout)),
-    )
-
-
-def _act_dgrad_fake(da, h, *activation):
-    return torch.empty_like(h, memory_format=torch.contiguous_format)
-
-
-_register(
-    "up_gate",
-    fake=_up_gate_fake,
-    backward=_up_gate_backward,
-    setup_context=_up_gate_setup,
-    autocast=(0, 1, 2, 3, 4),
-)
-_register("up_dgrad", fake=_up_dgrad_fake)
-_register("down_dgrad", fake=_down_dgrad_fake)
-_register("act_dgrad", fake=_act_dgrad_fake)
-
-
-# --- experts, coarse: the layer's two autograd nodes ------------------------------------------------------
+# --- experts: the layer's two autograd nodes, and finer operators for composition and tests -----------
 #
-# The up side keeps x, the down side keeps h; `a` has no gradient, because the down side's backward
-# computes it again from h and returns dh as the gradient of h. So h is freed between the two.
+# experts_up saves x, experts_down saves h. `a` has no gradient: the backward of experts_down recomputes it
+# from h and returns dh as the gradient of h. So h is freed between the two backward nodes.
 #
-# A main_grad is an argument of forward for the formula's sake. It is kept beside the saved tensors, whose
-# versions autograd checks: the backward of one micro-batch may write it before another's reads it.
+# A main_grad is an argument of forward, so that backward can reach it. It is not a saved tensor, because
+# autograd checks their versions: one micro-batch's backward may write it before another's backward runs.
 
 
-def _experts_up_fake(
-    x,
-    w1,
-    w3,
-    b1,
-    b3,
-    scores,
-    offsets,
-    row_token,
-    row_slot,
-    token_row,
-    tiles,
-    layout,
-    activation,
-    alpha,
-    limit,
-    save_h,
-    main_grad1=None,
-    main_grad3=None,
-):
-    num_rows = _num_rows(x, row_slot)
-    width, h_width = _widths(w1, layout)
-    return x.new_empty(num_rows if save_h else 0, h_width), x.new_empty(num_rows, width)
+def _up_fake(args, save_h: bool):
+    num_rows = _num_rows(args.x, args.plan)
+    width, h_width = _widths(args.w1, args.layout)
+    return args.x.new_empty(num_rows if save_h else 0, h_width), args.x.new_empty(num_rows, width)
 
 
-def _experts_up_setup(ctx, inputs, output):
-    x, w1, w3, _, _, scores, *maps, ctx.layout, _, _, _, _, main_grad1, main_grad3 = inputs
-    ctx.main_grads = (main_grad1, main_grad3)
+def _up_setup(ctx, args, output, scores=None, main_grads=(None, None)):
+    ctx.layout, ctx.main_grads = args.layout, main_grads
     ctx.mark_non_differentiable(output[1])
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(x, w1, w3, scores, *maps)
+    ctx.save_for_backward(args.x, args.w1, args.w3, scores, *args.plan)
 
 
-def _experts_up_backward(ctx, dh, _):
+def _up_backward(ctx, need, dh, needs_scores: bool = False):
+    """Backward of experts_up, and of up_gate, which is experts_up without scores."""
     if dh is None:
-        return (None,) * 18
-    need = ctx.needs_input_grad[:6]
-    args = (dh, *ctx.saved_tensors, ctx.layout, *need)
+        return {}
+    x, w1, w3, scores, *plan = ctx.saved_tensors
+    needs = (need.x, need.w1, need.w3, need.b1, need.b3, needs_scores)
+    args = (dh, x, w1, w3, scores, plan, ctx.layout, *needs)
     main_grad1, main_grad3 = ctx.main_grads
     if main_grad1 is None and main_grad3 is None:
-        grads = ops.experts_up_backward(*args)
+        grads = run(ops.experts_up_backward.default, *args)
     else:
-        grads = ops.experts_up_backward_accumulate(*args, main_grad1, main_grad3)
-        need = _returned(need, {1: main_grad1, 2: main_grad3})
-    return *(map(_wanted, need, grads)), *(None,) * 12
+        grads = run(ops.experts_up_backward_accumulate.default, *args, main_grad1, main_grad3)
+    dx, dw1, dw3, db1, db3, dscores = grads
+    result = {}
+    if need.x:
+        result["x"] = dx
+    if need.w1 and main_grad1 is None:
+        result["w1"] = dw1
+    if need.w3 and main_grad3 is None:
+        result["w3"] = dw3
+    if need.b1:
+        result["b1"] = db1
+    if need.b3:
+        result["b3"] = db3
+    if needs_scores:
+        result["scores"] = dscores
+    return result
 
 
-def _experts_up_backward_fake(
-    dh,
-    x,
-    w1,
-    w3,
-    scores,
-    offsets,
-    row_token,
-    row_slot,
-    token_row,
-    tiles,
-    layout,
-    need_dx,
-    need_dw1,
-    need_dw3,
-    need_db1,
-    need_db3,
-    need_dscores,
-):
-    bias_shape = w1.shape[:2]
+def _experts_up_setup(ctx, args, output):
+    _up_setup(ctx, args, output, args.scores, (args.main_grad1, args.main_grad3))
+
+
+def _experts_up_backward(ctx, need, dh, _):
+    return _up_backward(ctx, need, dh, need.scores)
+
+
+def _experts_up_backward_fake(args):
+    """For experts_up_backward and experts_up_backward_accumulate; only the latter has main_grads."""
+    dh, w1, w3 = args.dh, args.w1, args.w3
+    accumulates1, accumulates3 = (
+        getattr(args, name, None) is not None for name in ("main_grad1", "main_grad3")
+    )
     return (
-        torch.empty_like(x, memory_format=torch.contiguous_format) if need_dx else dh.new_empty(0),
-        torch.empty_like(w1) if need_dw1 else dh.new_empty(0),
-        torch.empty_like(w3) if need_dw3 else dh.new_empty(0),
-        w1.new_empty(bias_shape) if need_db1 else dh.new_empty(0),
-        w1.new_empty(bias_shape) if need_db3 else dh.new_empty(0),
-        torch.empty_like(scores) if need_dscores else dh.new_empty(0, dtype=score_dtype(dh)),
+        _needed(args.need_dx, args.x, *args.x.shape),
+        _grad_like(args.need_dw1 and not accumulates1, w1, dh),
+        _grad_like(args.need_dw3 and not accumulates3, w3, dh),
+        _needed(args.need_db1, dh, *w1.shape[:2]),
+        _needed(args.need_db3, dh, *w1.shape[:2]),
+        _needed(args.need_dscores, dh, *_slots(args.x, args.plan), dtype=score_dtype(dh)),
     )
 
 
-def _experts_up_backward_accumulate_fake(*args):
-    *args, main_grad1, main_grad3 = args
-    args[11:17] = _returned(args[11:17], {1: main_grad1, 2: main_grad3})
-    return _experts_up_backward_fake(*args)
+def _up_dgrad_fake(args):
+    return args.dh.new_empty(args.dh.size(0), args.w1.size(2))
 
 
-def _experts_down_fake(a, h, w2, b2, scores, offsets, row_token, row_slot, token_row, tiles, *settings):
-    return a.new_empty(_num_tokens(a, token_row), w2.size(1))
-
-
-def _experts_down_setup(ctx, inputs, output):
-    _, h, w2, b2, scores, *maps, ctx.layout, ctx.activation, ctx.alpha, ctx.limit, ctx.main_grad = inputs
-    ctx.save_for_backward(h, w2, b2, scores, *maps)
-
-
-def _experts_down_backward(ctx, dout):
-    h, w2, b2, scores, *maps = ctx.saved_tensors
-    if h is None:
-        raise RuntimeError("fused_moe: experts_down was given no h, so it has no gradient")
-    need = ctx.needs_input_grad[1:5]
-    act = (ctx.layout, ctx.activation, ctx.alpha, ctx.limit)
-    args = (dout, h, w2, b2, scores, *maps, *act, *need)
-    if ctx.main_grad is None:
-        grads = ops.experts_down_backward(*args)
-    else:
-        grads = ops.experts_down_backward_accumulate(*args, ctx.main_grad)
-        need = _returned(need, {1: ctx.main_grad})
-    return None, *(map(_wanted, need, grads)), *(None,) * 10
-
-
-def _experts_down_backward_fake(
-    dout,
-    h,
-    w2,
-    b2,
-    scores,
-    offsets,
-    row_token,
-    row_slot,
-    token_row,
-    tiles,
-    layout,
-    activation,
-    alpha,
-    limit,
-    need_dh,
-    need_dw2,
-    need_db2,
-    need_dscores,
-):
-    return (
-        torch.empty_like(h) if need_dh else dout.new_empty(0),
-        torch.empty_like(w2) if need_dw2 else dout.new_empty(0),
-        w2.new_empty(w2.shape[:2]) if need_db2 else dout.new_empty(0),
-        torch.empty_like(scores) if need_dscores else dout.new_empty(0, dtype=score_dtype(dout)),
-    )
-
-
-def _experts_down_backward_accumulate_fake(*args):
-    *args, main_grad2 = args
-    args[14:18] = _returned(args[14:18], {1: main_grad2})
-    return _experts_down_backward_fake(*args)
-
-
+UP_INPUTS = ("x", "w1", "w3", "b1", "b3")
 _register(
     "experts_up",
-    fake=_experts_up_fake,
+    fake=lambda args: _up_fake(args, args.save_h),
     backward=_experts_up_backward,
     setup_context=_experts_up_setup,
-    autocast=(0, 1, 2, 3, 4),
+    autocast=UP_INPUTS,
 )
 _register("experts_up_backward", fake=_experts_up_backward_fake)
-_register_accumulate("experts_up_backward_accumulate", fake=_experts_up_backward_accumulate_fake)
+_register_accumulate("experts_up_backward_accumulate", fake=_experts_up_backward_fake)
+_register(
+    "up_gate",
+    fake=lambda args: _up_fake(args, save_h=True),
+    backward=lambda ctx, need, dh, _: _up_backward(ctx, need, dh),
+    setup_context=_up_setup,
+    autocast=UP_INPUTS,
+)
+_register("up_dgrad", fake=_up_dgrad_fake)
+
+
+def _experts_down_fake(args):
+    return args.a.new_empty(_slots(args.a, args.plan)[0], args.w2.size(1))
+
+
+def _experts_down_setup(ctx, args, output):
+    ctx.activation = (args.layout, args.activation, args.constants)
+    ctx.main_grad = args.main_grad2
+    ctx.save_for_backward(args.h, args.w2, args.b2, args.scores, *args.plan)
+
+
+def _experts_down_backward(ctx, need, dout):
+    h, w2, b2, scores, *plan = ctx.saved_tensors
+    if h is None:
+        raise RuntimeError("fused_moe: experts_down was given no h, so it has no gradient")
+    needs = (need.h, need.w2, need.b2, need.scores)
+    args = (dout, h, w2, b2, scores, plan, *ctx.activation, *needs)
+    if ctx.main_grad is None:
+        dh, dw2, db2, dscores = run(ops.experts_down_backward.default, *args)
+    else:
+        grads = run(ops.experts_down_backward_accumulate.default, *args, ctx.main_grad)
+        dh, dw2, db2, dscores = grads
+    result = {}
+    if need.h:
+        result["h"] = dh
+    if need.w2 and ctx.main_grad is None:
+        result["w2"] = dw2
+    if need.b2:
+        result["b2"] = db2
+    if need.scores:
+        result["scores"] = dscores
+    return result
+
+
+def _experts_down_backward_fake(args):
+    """For experts_down_backward and experts_down_backward_accumulate; only the latter has a main_grad."""
+    dout, w2 = args.dout, args.w2
+    accumulates = getattr(args, "main_grad2", None) is not None
+    return (
+        _needed(args.need_dh, args.h, *args.h.shape),
+        _grad_like(args.need_dw2 and not accumulates, w2, dout),
+        _needed(args.need_db2, dout, *w2.shape[:2]),
+        _needed(args.need_dscores, dout, *_slots(dout, args.plan), dtype=score_dtype(dout)),
+    )
+
+
+def _down_dgrad_fake(args):
+    dout, h = args.dout, args.h
+    return (
+        h.new_empty(h.shape),
+        h.new_empty(h.size(0), args.w2.size(2)),
+        dout.new_empty(_slots(dout, args.plan), dtype=score_dtype(dout)),
+    )
+
+
 _register(
     "experts_down",
     fake=_experts_down_fake,
     backward=_experts_down_backward,
     setup_context=_experts_down_setup,
-    autocast=(0, 1, 2, 3),
+    autocast=("a", "h", "w2", "b2"),
 )
 _register("experts_down_backward", fake=_experts_down_backward_fake)
-_register_accumulate("experts_down_backward_accumulate", fake=_experts_down_backward_accumulate_fake)
+_register_accumulate("experts_down_backward_accumulate", fake=_experts_down_backward_fake)
+_register("down_dgrad", fake=_down_dgrad_fake)
+
+
+# --- plans --------------------------------------------------------------------------------------------
 
 
 def route_plan(ids: Tensor, num_experts: int) -> Plan:
-    """The plan of chosen ids (T, K)."""
-    return Plan(*ops.route_plan(ids, num_experts))
+    """The plan of expert ids (T, K)."""
+    return Plan(*ops.route_plan.default(ids, num_experts))
 
 
 def plan_from_counts(counts: Tensor, num_rows: int) -> Plan:
-    """The plan of `num_rows` rows that are grouped by expert already; counts (E,) of any integer dtype."""
-    counts, offsets, tiles = ops.count_plan(counts, num_rows)
-    return Plan(counts, offsets, None, None, None, tiles)
+    """The plan of `num_rows` contiguous rows, already grouped by expert; counts (E,) of any integer dtype."""
+    return Plan(*ops.count_plan.default(counts, num_rows), None, None, None)

@@ -1,4 +1,4 @@
-"""The plan: which row belongs to which token and expert. Index arithmetic alone, no gradients."""
+"""Plan: the maps between rows, tokens and experts, and the tile schedule. Integers, without gradients."""
 
 from __future__ import annotations
 
@@ -6,18 +6,21 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-TILE_ROWS = 128  # FUSED_MOE_TILE_ROWS of csrc/plan.h
-
 
 class Plan(NamedTuple):
-    """Rows grouped by expert, all tensors int32 on the device of the ids it was made from.
+    """Rows grouped by expert. All tensors are int32, on the device of the ids or counts.
 
-    The three maps are None in a plan made from counts: there row r is token r.
+    The last three, the row maps, are None in a plan made from counts: there row r is token r.
     """
 
     counts: Tensor  # (E,)    rows of each expert
     offsets: Tensor  # (E+1,)  first row of each expert, then the number of rows
+    schedule: Tensor  # (8+4E,) the tile schedule of csrc/schedule.h; words past its lists are zeros
     row_token: Tensor | None  # (R,)    token of each row, -1 past the last row
     row_slot: Tensor | None  # (R,)    t * K + k of each row, -1 past the last row
     token_row: Tensor | None  # (T, K)  row of each slot, -1 where a slot has none
-    tiles: Tensor  # (2+2E,) the tile plan of csrc/plan.h
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """As the operators take a plan."""
+        return [*self[1:3]] if self.row_token is None else [*self[1:]]

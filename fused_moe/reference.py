@@ -1,8 +1,8 @@
 """The specification: every public name of fused_moe in plain PyTorch, differentiable by autograd.
 
-It is written to be read and to be right in any floating dtype, float64 included. The tests compare the
-kernels with it; `reference.fused_experts` is also the for-loop baseline that the benchmarks and
-`examples/train_lm.py --experts loop` run: rows sorted by expert once, then one expert after another.
+It is written for clarity and is correct in any floating dtype, float64 included. The tests compare the
+kernels with it. `reference.fused_experts` is also the for-loop baseline of the benchmarks and of
+`examples/train_lm.py --experts loop`: it sorts rows by expert once, then computes one expert after another.
 
 Letters: T tokens, D model width, F expert hidden width, E experts, K experts per token, R rows.
 """
@@ -16,7 +16,8 @@ from torch import Tensor
 from . import module
 from .activation import activate
 from .losses import load_balancing_loss, router_z_loss
-from .plan import TILE_ROWS, Plan
+from .ops import FACTS, schedule_words
+from .plan import Plan
 
 __all__ = [
     "FusedMoE",
@@ -54,8 +55,8 @@ def route(
 ) -> tuple[Tensor, Tensor]:
     """Scores (T, K) and expert ids (T, K) int32 of the K best experts of every token.
 
-    Without bias and groups the choice is made on the logits themselves, so that it does not depend on
-    how a tier rounds its exponential; with them, on score + bias, as torchtitan does.
+    Without bias and groups the top-k is that of the logits, so it does not depend on how a tier rounds its
+    exponential. With them it is that of score + bias, as in torchtitan.
     """
     logits = logits if logits.dtype == torch.float64 else logits.float()
     all_scores = logits.softmax(-1) if score_func == "softmax" else logits.sigmoid()
@@ -76,21 +77,46 @@ def route(
     return scores * route_scale, ids.int()
 
 
-def _tiles(counts: Tensor) -> Tensor:
-    """The tile plan of csrc/plan.h."""
-    num_experts = counts.numel()
-    tiles = torch.zeros(2 + 2 * num_experts, dtype=torch.int32, device=counts.device)
-    busy = counts.nonzero().flatten()
-    ends = ((counts[busy] + TILE_ROWS - 1) // TILE_ROWS).cumsum(0)
-    tiles[0] = busy.numel()
-    tiles[1] = ends[-1] if busy.numel() else 0
-    tiles[2 : 2 + busy.numel()] = busy
-    tiles[2 + num_experts : 2 + num_experts + busy.numel()] = ends
-    return tiles
+def _slice_rows(num_rows: int, num_experts: int, num_sms: int) -> int:
+    """Rows of a split-K slice, at most: fused_moe_slice_rows of csrc/schedule.h."""
+    parts = max(num_experts, num_sms // 2)
+    rows = max(2 * num_rows // parts if parts else num_rows, FACTS["constants"]["MIN_SLICE"])
+    return -(-min(rows, max(num_rows, 1)) // 64) * 64
+
+
+def _schedule(counts: Tensor, num_rows: int) -> Tensor:
+    """The tile schedule of csrc/schedule.h for at most num_rows rows. Words past its lists are zeros."""
+    tile_rows, skinny_rows = (FACTS["constants"][name] for name in ("TILE_ROWS", "SKINNY_ROWS"))
+    E, device = counts.numel(), counts.device
+    num_sms = torch.cuda.get_device_properties(device).multi_processor_count if counts.is_cuda else 132
+    slice_rows = _slice_rows(num_rows, E, num_sms)
+
+    def experts_of(*masks: Tensor) -> Tensor:
+        return torch.cat([mask.nonzero().flatten() for mask in masks])
+
+    def ends(experts: Tensor, rows: int) -> Tensor:
+        return ((counts[experts] + rows - 1) // rows).clamp_min(1).cumsum(0)
+
+    full, skinny = counts > skinny_rows, (counts > 0) & (counts <= skinny_rows)
+    active = experts_of(full, skinny)
+    sliced = experts_of(counts > slice_rows, counts <= slice_rows)
+    tile_ends, slice_ends = ends(active, tile_rows), ends(sliced, slice_rows)
+    num_full = int(full.sum())
+    tiles = int(tile_ends[-1]) if len(active) else 0
+    full_tiles = int(tile_ends[num_full - 1]) if num_full else 0
+    share = -(-(tiles - full_tiles) * 2**32 // tiles) if full_tiles else 0
+    share -= 2**32 if share >= 2**31 else 0  # uint32, in an int32 tensor
+    head = (len(active), num_full, tiles, full_tiles, share, int(slice_ends[-1]), slice_rows, tile_rows)
+    schedule = torch.zeros(schedule_words(E), dtype=torch.int32, device=device)
+    lists = schedule[len(head) :].view(4, E)
+    schedule[: len(head)] = torch.tensor(head, dtype=torch.int32)
+    lists[0, : len(active)], lists[1, : len(active)] = active, tile_ends
+    lists[2], lists[3] = sliced, slice_ends
+    return schedule
 
 
 def route_plan(ids: Tensor, num_experts: int) -> Plan:
-    """The plan of chosen ids (T, K): rows sorted by expert, stable; other ids get no row."""
+    """The plan of expert ids (T, K): a stable sort by expert. Ids outside [0, E) get no row."""
     flat = ids.flatten().long()
     has_row = (flat >= 0) & (flat < num_experts)
     order = torch.where(has_row, flat, num_experts).argsort(stable=True)
@@ -105,18 +131,18 @@ def route_plan(ids: Tensor, num_experts: int) -> Plan:
     return Plan(
         counts.int(),
         F.pad(counts.cumsum(0), (1, 0)).int(),
+        _schedule(counts, ids.numel()),
         row_token.int(),
         row_slot.int(),
         token_row.view(ids.shape).int(),
-        _tiles(counts),
     )
 
 
 def plan_from_counts(counts: Tensor, num_rows: int) -> Plan:
-    """The plan of rows (num_rows, D) that are grouped by expert already."""
+    """The plan of contiguous rows (num_rows, D), already grouped by expert."""
     counts = counts.long()
     offsets = F.pad(counts.cumsum(0), (1, 0)).int()
-    return Plan(counts.int(), offsets, None, None, None, _tiles(counts))
+    return Plan(counts.int(), offsets, _schedule(counts, num_rows), None, None, None)
 
 
 # --- rows ------------------------------------------------------------------------------------------------
@@ -153,7 +179,7 @@ def grouped_mm(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
 
 
 class _WithMainGrad(torch.autograd.Function):
-    """A weight whose gradient is added to main_grad and goes no further."""
+    """A weight whose gradient is accumulated into main_grad; its .grad stays None."""
 
     @staticmethod
     def forward(ctx, w: Tensor, main_grad: Tensor) -> Tensor:
@@ -195,7 +221,7 @@ def grouped_mlp(
     transposed: bool = False,
     main_grads: tuple[Tensor | None, Tensor | None, Tensor | None] | None = None,
 ) -> Tensor:
-    """Every expert on its own rows, one after another; zero past the last row."""
+    """Applies every expert to its own rows, one expert after another; zero past the last row."""
     num_experts = w2.size(0)
     w1, w2, w3 = (
         w if main_grad is None else _WithMainGrad.apply(w, main_grad)
@@ -206,7 +232,7 @@ def grouped_mlp(
     if transposed:
         w1, w2 = w1.mT, w2.mT
         w3 = None if w3 is None else w3.mT
-    # unbind, not w[e]: its backward stacks E gradients once, where indexing would fill E full tensors
+    # unbind, not w[e]: its backward stacks E gradients once; that of indexing fills E full tensors
     params = [[None] * num_experts if p is None else p.unbind() for p in (w1, w2, w3, b1, b2, b3)]
     act = {"activation": activation, "alpha": alpha, "limit": limit}
     rows = x_rows.split([*counts.tolist(), x_rows.size(0) - int(counts.sum())])
@@ -225,7 +251,7 @@ def fused_experts(
     score_on: str = "output",
     **experts,
 ) -> Tensor:
-    """out[t] = sum over k of scores[t, k] * expert(ids[t, k])(x[t]), the routed half of a layer."""
+    """out[t] = sum over k of scores[t, k] * expert(ids[t, k])(x[t]), the routed part of a layer."""
     num_experts = w2.size(0)
     rows, plan = permute(x, ids, num_experts)
     if score_on == "input":
@@ -250,7 +276,7 @@ class _Experts(module.Experts):
 
 
 class FusedMoE(module.FusedMoE):
-    """FusedMoE computed by this file's functions: the same parameters, the for-loop's arithmetic."""
+    """FusedMoE with the same parameters, computed by this file's for-loop."""
 
     router_type = _Router
     experts_type = _Experts

@@ -1,15 +1,16 @@
-"""TileSchedulers a grouped product's schedule: which SM works on which expert's tile when.
+"""Draws a grouped GEMM's schedule: which SM works on which expert's tile when.
 
     python -m fused_moe.schedule --shape 16384,64,6,2048,1408 --routing zipf:1.2 -o schedule.png
 
-The items, their order and who takes which are the kernels' own: csrc/schedule.h, asked through
-fused_moe._host. The times are a model's, with the constants below. An item lasts as long as its product, or
-as reading what L2 does not hold if this takes longer, and then an epilogue; SMs that read at one time share
-the memory. So much is enough to see what the decisions are for: interleaved, an expert with few rows reads
-its weight while others multiply; grouped, items that run together share operands.
+The work tiles, their order and the CTA that claims each come from the functions that the kernels run:
+csrc/schedule.h, through the operators of csrc/torch/planners.cpp. The times are those of a model with the
+constants below. A tile takes the longer of its MMAs and its reads that miss L2, and then an epilogue. SMs
+that read at the same time share the memory's bandwidth. This is enough to show what the order is for:
+interleaved, skinny experts read their weights while full tiles multiply; grouped, tiles in flight together
+share operands in L2.
 
-Sources: the prefix over busy experts and their interleaving are those of Li et al., "Static Batching of
-Irregular Workloads on GPUs", 2025; persistent num_ctas and the grouped order those of PyTorch's
+Sources: the prefix over active experts and their interleaving are those of Li et al., "Static Batching of
+Irregular Workloads on GPUs", 2025; the persistent grid and the grouped order those of PyTorch's
 "Accelerating MoE's with a Triton Persistent Cache-Aware Grouped GEMM Kernel", 2025.
 """
 
@@ -25,22 +26,22 @@ from typing import NamedTuple
 
 import torch
 
-from . import _host
+from .ops import ops
 
-# The kernels' own, members of FusedMoeSchedule: schedule_for in csrc/kernels/hopper/plan.cu.
-SCHEDULE = {"tile_rows": 128, "skinny_rows": 64, "group": 16, "interleave": True, "split_last_wave": 0}
-ORDERS = {"linear": 1, "grouped": SCHEDULE["group"], "column": 2**31 - 1}  # groups of so many row tiles
-TILE_COLUMNS = 256  # columns of a product that a tile computes; of up_gate 128 of gate and 128 of up
-ROWS_OF_SWAPPED = (8, 32, 64)  # an expert's few rows, with swapped operands, take the first that has room
-NUMBER = 2  # bytes of a 16-bit operand
-# Of an H200 with 132 SMs.
-ARITHMETIC = 5.7e6  # FLOP/us of one SM: 750 TFLOP/s of all
-MEMORY = 4.2e6  # bytes/us of all SMs together
-MEMORY_OF_SM = 0.15e6  # bytes/us of one SM: 192 KiB on their way for 1.3 us
+# The order of the sm90 tier.
+TILE_ROWS, GROUP, INTERLEAVE = ops.default_order()
+TILE_N = 256  # columns of the output per N tile; of up_gate 128 of gate and 128 of up
+ORDERS = {"linear": 1, "grouped": GROUP, "column": 2**31 - 1}  # row tiles of a group, at most
+SWAP_AB_N = (8, 32, 64)  # the wgmma N of a skinny expert, swap-AB: the first that its rows fit
+ELEMENT_SIZE = 2  # bytes of a 16-bit operand
+# An H200 with 132 SMs.
+FLOPS_PER_SM = 5.7e6  # per us: 750 TFLOP/s of all SMs
+BANDWIDTH = 4.2e6  # bytes/us of all SMs together
+BANDWIDTH_PER_SM = 0.15e6  # bytes/us: 192 KiB in flight for 1.3 us
 L2_SIZE = 50e6  # bytes
-EPILOGUE = 2.0  # us a tile
+EPILOGUE = 2.0  # us per tile
 
-SHAPES = Path(__file__).parents[1] / "benchmarks" / "shapes.json"  # there in a checkout
+SHAPES = Path(__file__).parents[1] / "benchmarks" / "shapes.json"  # only in a checkout
 
 
 class Sizes(NamedTuple):
@@ -53,51 +54,56 @@ class Sizes(NamedTuple):
     hidden_dim: int
 
 
-class Item(NamedTuple):
-    """A work item: one row tile times one tile of columns."""
+class WorkTile(NamedTuple):
+    """One row tile times one N tile: FusedMoeWorkTile of csrc/schedule.h."""
 
     expert: int
     first_row: int
     num_rows: int
-    column: int
-    half: int  # 0: all of the tile's columns; 1, 2: the left ones, the right ones
-    few: bool  # of an expert with few rows
+    n_tile: int
+    n_half: int  # 0: the whole N tile; 1, 2: its left, right half
+    skinny: int  # 1: of a skinny expert
 
 
 class Run(NamedTuple):
-    """An item, and when it ran where."""
+    """A work tile, the SM that it ran on, and when."""
 
-    item: Item
+    tile: WorkTile
     sm: int
     start: float  # us
     end: float  # us
-    bytes_read: int  # from memory; the other operands were in L2
+    bytes_read: int  # from memory; other operands hit L2
 
 
 # --- the model ----------------------------------------------------------------------------------------
 
 
-def items_of(counts: list[int], num_columns: int, **changes) -> list[Item]:
-    """The items of experts with `counts` rows times `num_columns` tiles of columns, in their order.
-
-    changes: of SCHEDULE.
-    """
-    ends, how = list(accumulate(counts)), SCHEDULE | changes
-    work = _host.plan_work(ends, **how)
-    num_items = _host.num_items(work, num_columns, how["split_last_wave"])
-    return [Item(*_host.find_work_tile(work, ends, num_columns, i, **how)) for i in range(num_items)]
-
-
-def operands(item: Item, depth: int) -> dict[tuple, int]:
-    """Bytes of the rows and of the tile of weight that an item reads, by a name; depth: the sum's length."""
-    rows, size = ("rows", item.first_row), TILE_COLUMNS // 2 * depth * NUMBER
-    halves = (item.half,) if item.half else (1, 2)
-    weight = {("weight", item.expert, item.column, half): size for half in halves}
-    return {rows: item.num_rows * depth * NUMBER, **weight}
+def work_tiles(
+    counts: list[int],
+    num_n_tiles: int,
+    *,
+    tile_rows: int = TILE_ROWS,
+    group: int = GROUP,
+    interleave: bool = INTERLEAVE,
+    split_last_wave: int = 0,
+) -> list[WorkTile]:
+    """The work tiles of experts with `counts` rows, in order. split_last_wave: the number of CTAs, or 0."""
+    offs = torch.tensor(list(accumulate(counts)), dtype=torch.int32)
+    schedule = ops.tile_schedule(offs, tile_rows, slice_rows=tile_rows)  # slices are for wgrad only
+    tiles = ops.work_tiles(schedule, offs, num_n_tiles, group, interleave, split_last_wave)
+    return [WorkTile(*tile) for tile in tiles.tolist()]
 
 
-def bring(needed: dict[tuple, int], l2: OrderedDict) -> int:
-    """Bytes of the operands that come from memory. L2 drops what was not used for the longest time."""
+def operands(tile: WorkTile, depth: int) -> dict[tuple, int]:
+    """Bytes of its rows and of its weight's N tile that a work tile reads; depth: the k extent."""
+    rows, half_size = ("rows", tile.first_row), TILE_N // 2 * depth * ELEMENT_SIZE
+    halves = (tile.n_half,) if tile.n_half else (1, 2)
+    weight = {("weight", tile.expert, tile.n_tile, half): half_size for half in halves}
+    return {rows: tile.num_rows * depth * ELEMENT_SIZE, **weight}
+
+
+def read_through(l2: OrderedDict, needed: dict[tuple, int]) -> int:
+    """Bytes of the operands that miss L2, which evicts the least recently used operand."""
     missed = sum(size for name, size in needed.items() if name not in l2)
     for name, size in needed.items():
         l2[name] = size
@@ -107,51 +113,51 @@ def bring(needed: dict[tuple, int], l2: OrderedDict) -> int:
     return missed
 
 
-def multiplied_rows(item: Item, tile_rows: int = SCHEDULE["tile_rows"]) -> int:
-    """An item's rows with those that fill the tile, or with swapped operands the tensor cores' shape."""
-    return next((n for n in ROWS_OF_SWAPPED if item.few and item.num_rows <= n), tile_rows)
+def mma_rows(tile: WorkTile, tile_rows: int = TILE_ROWS) -> int:
+    """The rows that a work tile's MMAs compute: those of a full tile, or with swap-AB the wgmma N."""
+    return next((n for n in SWAP_AB_N if tile.skinny and tile.num_rows <= n), tile_rows)
 
 
-def simulate(
-    items: list[Item], depth: int, num_sms: int = 132, tile_rows: int = SCHEDULE["tile_rows"]
-) -> list[Run]:
-    """The items' runs on the SMs, in the items' order.
+def simulate(tiles: list[WorkTile], depth: int, num_sms: int = 132, tile_rows: int = TILE_ROWS) -> list[Run]:
+    """Runs the work tiles on SMs with one persistent CTA each; returns the runs in the tiles' order.
 
-    depth is the length of the product's sums: D for up_gate, F for down. SMs that read get equal shares of
-    the memory, so `progress`, the bytes read by one that reads all the time, tells when each is through.
+    depth is the GEMM's k extent: D for up_gate, F for down. SMs that read get equal shares of the bandwidth.
+    `progress` counts the bytes that an SM would have read if it read all the time; a read ends when progress
+    has grown by the read's bytes.
     """
-    if not 1 <= num_sms <= _host.MAX_CTAS:
-        raise ValueError(f"sms: expected 1 to {_host.MAX_CTAS}, found {num_sms}")
-    l2, runs, draws = OrderedDict(), {}, _host.TileSchedulers(len(items), num_sms)
+    if num_sms < 1:
+        raise ValueError(f"num_sms: expected at least 1, found {num_sms}")
+    state = torch.zeros(3, num_sms, dtype=torch.int32)  # of the CTAs' tile schedulers
+    l2, runs = OrderedDict(), {}
     now = progress = 0.0
     free = [(now, sm) for sm in range(num_sms)]
     reading: list[tuple] = []
     while free or reading:
-        rate = min(MEMORY_OF_SM, MEMORY / max(len(reading), 1))
+        rate = min(BANDWIDTH_PER_SM, BANDWIDTH / max(len(reading), 1))
         all_read = now + (reading[0][0] - progress) / rate if reading else float("inf")
         if free and free[0][0] < all_read:
-            then, sm = heappop(free)
-            progress += rate * (then - now)
-            now, number = then, draws.next(sm)
-            if number is not None:
-                missed = bring(operands(items[number], depth), l2)
-                heappush(reading, (progress + missed, number, sm, now, missed))
+            free_at, sm = heappop(free)
+            progress += rate * (free_at - now)
+            now, index = free_at, ops.next_tile(state, len(tiles), sm)
+            if index < len(tiles):
+                missed = read_through(l2, operands(tiles[index], depth))
+                heappush(reading, (progress + missed, index, sm, now, missed))
         else:
-            progress, number, sm, start, missed = heappop(reading)
+            progress, index, sm, start, missed = heappop(reading)
             now = all_read
-            columns = TILE_COLUMNS // 2 if items[number].half else TILE_COLUMNS
-            product = 2 * multiplied_rows(items[number], tile_rows) * columns * depth / ARITHMETIC
-            end = max(now, start + product) + EPILOGUE
-            runs[number] = Run(items[number], sm, start, end, missed)
+            columns = TILE_N // 2 if tiles[index].n_half else TILE_N
+            mma_time = 2 * mma_rows(tiles[index], tile_rows) * columns * depth / FLOPS_PER_SM
+            end = max(now, start + mma_time) + EPILOGUE
+            runs[index] = Run(tiles[index], sm, start, end, missed)
             heappush(free, (end, sm))
-    return [runs[number] for number in range(len(items))]
+    return [runs[index] for index in range(len(tiles))]
 
 
 # --- shapes and routing -------------------------------------------------------------------------------
 
 
 def layer_sizes(shape: str) -> Sizes:
-    """T,E,K,D,F, or in a checkout a name of benchmarks/shapes.json."""
+    """shape: T,E,K,D,F, or in a checkout a name of benchmarks/shapes.json."""
     named = json.loads(SHAPES.read_text())["layers"] if SHAPES.exists() else {}
     if shape in named:
         return Sizes(**named[shape])
@@ -168,8 +174,8 @@ def layer_sizes(shape: str) -> Sizes:
 def rows_of_experts(routing: str, sizes: Sizes, seed: int = 0) -> list[int]:
     """Rows of each expert.
 
-    random: every expert is as likely. balanced: all counts are equal, up to one. zipf:S: the chance to be
-    drawn falls as rank ** -S. worst: the same K experts take every token.
+    random: all experts have the same probability. balanced: counts differ by at most 1. zipf:S: probability
+    falls as rank ** -S. worst: all tokens go to the same K experts.
     """
     T, E, K, *_ = sizes
     if routing == "balanced":
@@ -183,7 +189,7 @@ def rows_of_experts(routing: str, sizes: Sizes, seed: int = 0) -> list[int]:
         expected = "random, balanced, worst or zipf:EXPONENT"
         raise SystemExit(f"--routing: expected {expected}, found {routing}") from None
     generator = torch.Generator().manual_seed(seed)
-    gumbel = -torch.empty(T, E).exponential_(generator=generator).log()  # K draws by weight
+    gumbel = -torch.empty(T, E).exponential_(generator=generator).log()  # its top K are K weighted draws
     logits = gumbel - exponent * torch.arange(1, E + 1).log()
     return logits.topk(K).indices.flatten().bincount(minlength=E).tolist()
 
@@ -200,9 +206,11 @@ def draw(runs: list[Run], depth: int, num_sms: int, title: str, path: Path) -> N
     draw_timeline(timeline, runs, num_sms)
     draw_order(order, runs, depth, num_sms)
     time = max(run.end for run in runs)
-    busy = sum(run.end - run.start for run in runs) / (time * num_sms)
+    active = sum(run.end - run.start for run in runs) / (time * num_sms)
     read = sum(run.bytes_read for run in runs) / 1e9
-    facts = f"{len(runs)} tiles in {time:.0f} \N{MICRO SIGN}s, SMs busy {busy:.1%}, {read:.2f} GB from memory"
+    facts = (
+        f"{len(runs)} tiles in {time:.0f} \N{MICRO SIGN}s, SMs active {active:.1%}, {read:.2f} GB from memory"
+    )
     figure.suptitle(f"{title}\n{facts}", fontsize=14)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=100)
@@ -215,59 +223,62 @@ def draw_timeline(axes, runs: list[Run], num_sms: int) -> None:
 
     shades = colormaps["tab20"].colors
     palette = [c for i, c in enumerate(shades[0::2] + shades[1::2]) if i % 10 != 7]  # 7: grey
-    colour = {run.item.expert: palette[run.item.expert % len(palette)] for run in runs}
+    colour = {run.tile.expert: palette[run.tile.expert % len(palette)] for run in runs}
     outlined = {"edgecolor": "black", "hatch": "/////"}
-    for few, style in (False, {"edgecolor": "white"}), (True, outlined):
-        mine = [run for run in runs if run.item.few == few]
-        spans = [(run.start, run.end, run.sm - 0.5, run.sm + 0.5) for run in mine]
-        boxes = [[(x0, y0), (x1, y0), (x1, y1), (x0, y1)] for x0, x1, y0, y1 in spans]
-        faces = [colour[run.item.expert] for run in mine]
+    for skinny, style in (0, {"edgecolor": "white"}), (1, outlined):
+        kind = [run for run in runs if run.tile.skinny == skinny]
+        spans = [(run.start, run.end, run.sm - 0.5, run.sm + 0.5) for run in kind]
+        bars = [[(x0, y0), (x1, y0), (x1, y1), (x0, y1)] for x0, x1, y0, y1 in spans]
+        faces = [colour[run.tile.expert] for run in kind]
         width = min(0.4, 4000 / len(runs))
-        axes.add_collection(PolyCollection(boxes, facecolor=faces, linewidth=width, **style))
+        axes.add_collection(PolyCollection(bars, facecolor=faces, linewidth=width, **style))
     axes.set(xlim=(0, max(run.end for run in runs)), xlabel="time (\N{MICRO SIGN}s)")
     axes.set(ylim=(num_sms - 0.5, -0.5), ylabel="SM")
-    axes.set_title("Who works on what when: a bar is one tile", fontsize=12)
+    axes.set_title("Timeline of the SMs: one bar per work tile", fontsize=12)
 
     rows = dict.fromkeys(colour, 0)
-    for expert, _, num_rows in {run.item[:3] for run in runs}:
+    for expert, _, num_rows in {run.tile[:3] for run in runs}:
         rows[expert] += num_rows
     largest = sorted(rows, key=rows.get, reverse=True)[:8]
     legend = [Patch(color=colour[e], label=f"expert {e}: {rows[e]} rows") for e in largest]
     if others := len(rows) - len(largest):
         least = f"{others} more, down to {min(rows.values())} rows;\ncolours repeat"
         legend.append(Patch(facecolor="none", label=least))
-    if any(run.item.few for run in runs):
-        legend.append(Patch(facecolor="white", label="of an expert with few rows", **outlined))
+    if any(run.tile.skinny for run in runs):
+        legend.append(Patch(facecolor="white", label="of a skinny expert", **outlined))
     legend.append(Patch(facecolor="white", edgecolor="0.8", label="idle"))
     axes.figure.legend(handles=legend, ncols=6, loc="outside lower center", frameon=False)
 
 
 def draw_order(axes, runs: list[Run], depth: int, num_sms: int) -> None:
     wave = runs[:num_sms]
-    tiles = sorted({(run.item.few, run.item.first_row, run.item.expert) for run in wave})
-    place = {first_row: i for i, (_, first_row, _) in enumerate(tiles)}
-    num_columns = 1 + max(run.item.column for run in runs)
-    drawn = [[float("nan")] * num_columns for _ in tiles]
+    row_tiles = sorted({(run.tile.skinny, run.tile.first_row, run.tile.expert) for run in wave})
+    row_of = {first_row: i for i, (_, first_row, _) in enumerate(row_tiles)}
+    num_n_tiles = 1 + max(run.tile.n_tile for run in runs)
+    indices = [[float("nan")] * num_n_tiles for _ in row_tiles]
     read: dict[tuple, int] = {}
-    for number, run in enumerate(wave):
-        column, row = run.item.column, place[run.item.first_row]
-        drawn[row][column] = number
-        read |= operands(run.item, depth)
-        if len(tiles) <= 40 and num_columns <= 12:
-            shade = "white" if number < 0.7 * len(wave) else "black"
-            axes.annotate(number, (column, row), ha="center", va="center", fontsize=8, color=shade)
-    image = axes.imshow(drawn, aspect="auto", cmap="viridis", interpolation="nearest")
-    axes.figure.colorbar(image, ax=axes, label="number")
+    for index, run in enumerate(wave):
+        x, y = run.tile.n_tile, row_of[run.tile.first_row]
+        indices[y][x] = index
+        read |= operands(run.tile, depth)
+        if len(row_tiles) <= 40 and num_n_tiles <= 12:
+            shade = "white" if index < 0.7 * len(wave) else "black"
+            axes.annotate(index, (x, y), ha="center", va="center", fontsize=8, color=shade)
+    image = axes.imshow(indices, aspect="auto", cmap="viridis", interpolation="nearest")
+    axes.figure.colorbar(image, ax=axes, label="index")
     ticks: list[int] = []
-    for i, (_, _, expert) in enumerate(tiles):  # an expert's first row tile, where there is room
-        if not ticks or (tiles[i - 1][2] != expert and i - ticks[-1] >= len(tiles) / 40):
+    for i, (_, _, expert) in enumerate(row_tiles):  # labels an expert's first row tile, if it fits
+        if not ticks or (row_tiles[i - 1][2] != expert and i - ticks[-1] >= len(row_tiles) / 40):
             ticks.append(i)
-    axes.set_yticks(ticks, [f"expert {tiles[i][2]}" for i in ticks], fontsize=8)
+    axes.set_yticks(ticks, [f"expert {row_tiles[i][2]}" for i in ticks], fontsize=8)
     axes.xaxis.get_major_locator().set_params(integer=True)
-    axes.set(xlabel="tile of columns", ylabel="row tile", facecolor="0.9")
+    axes.set(xlabel="N tile", ylabel="row tile", facecolor="0.9")
+    # A weight's N tile counts as two halves.
     weights = sum(name[0] == "weight" for name in read)
-    sums = f"{len(read) - weights} row tiles, {weights} tiles of weight: {sum(read.values()) / 1e6:.0f} MB"
-    axes.set_title(f"The first {len(wave)} items share\n{sums}", fontsize=12)
+    shared = (
+        f"{len(read) - weights} row tiles, {weights / 2:g} tiles of weight: {sum(read.values()) / 1e6:.0f} MB"
+    )
+    axes.set_title(f"The first {len(wave)} work tiles share\n{shared}", fontsize=12)
 
 
 # --- command line -------------------------------------------------------------------------------------
@@ -278,16 +289,20 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add = flags.add_argument
     add("--shape", required=True, help="T,E,K,D,F, or in a checkout a name of benchmarks/shapes.json")
     add("--routing", default="random", help="random, balanced, worst or zipf:EXPONENT")
-    add("--product", choices=("up_gate", "down"), default="up_gate")
+    add("--gemm", choices=("up_gate", "down"), default="up_gate")
     add("--order", choices=ORDERS, default="grouped", help="of an expert's tiles")
-    add("--group", type=int, help="row tiles of a group, at most; default: as the order has it")
-    add("--no-interleave", dest="interleave", action="store_false", help="experts with few rows come last")
-    add("--tile-rows", type=int)
-    add("--few-rows", type=int, help="an expert with so many rows, or fewer, has few")
-    add("--sms", type=int, default=132, help="num_ctas")
+    add("--group", type=int, help="row tiles of a group, at most; default: the order's")
+    add(
+        "--no-interleave",
+        dest="interleave",
+        action="store_false",
+        default=INTERLEAVE,
+        help="skinny experts come last",
+    )
+    add("--tile-rows", type=int, default=TILE_ROWS)
+    add("--sms", type=int, default=132, help="SMs, with one persistent CTA each")
     add("--seed", type=int, default=0, help="of the routing")
     add("-o", "--output", type=Path, default=Path("schedule.png"))
-    flags.set_defaults(**SCHEDULE | {"group": None})
     options = flags.parse_args(argv)
     if options.group is None:
         options.group = ORDERS[options.order]
@@ -298,18 +313,24 @@ def main(argv: list[str] | None = None) -> None:
     options = parse(argv)
     sizes = layer_sizes(options.shape)
     counts = rows_of_experts(options.routing, sizes, options.seed)
-    up = options.product == "up_gate"
+    up = options.gemm == "up_gate"
     depth, width = (sizes.dim, 2 * sizes.hidden_dim) if up else (sizes.hidden_dim, sizes.dim)
-    how = {name: getattr(options, name) for name in SCHEDULE}
-    if not up and (width - 1) % TILE_COLUMNS >= TILE_COLUMNS // 2:  # as in csrc/kernels/hopper/grouped_mm.cu
-        how["split_last_wave"] = max(options.sms, 0)
+    # As csrc/kernels/sm90/grouped_mm.cu: no splitting if at least half of the last N tile is empty.
+    split = not up and (width - 1) % TILE_N >= TILE_N // 2
     try:
-        items = items_of(counts, -(-width // TILE_COLUMNS), **how)
-        runs = simulate(items, depth, options.sms, options.tile_rows)
-    except ValueError as error:
+        tiles = work_tiles(
+            counts,
+            -(-width // TILE_N),
+            tile_rows=options.tile_rows,
+            group=options.group,
+            interleave=options.interleave,
+            split_last_wave=max(options.sms, 0) if split else 0,
+        )
+        runs = simulate(tiles, depth, options.sms, options.tile_rows)
+    except (ValueError, RuntimeError) as error:  # the model or the planners reject a flag's value
         raise SystemExit(error) from None
-    spread = "interleaved" if options.interleave else "few rows last"
-    title = f"{options.shape} {options.product}, {options.routing} routing: {options.order} order, {spread}"
+    spread = "interleaved" if options.interleave else "skinny experts last"
+    title = f"{options.shape} {options.gemm}, {options.routing} routing: {options.order} order, {spread}"
     try:
         draw(runs, depth, options.sms, title, options.output)
     except ImportError as error:

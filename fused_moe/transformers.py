@@ -1,15 +1,15 @@
-"""fused_moe in Hugging Face transformers: one more entry of its experts interface.
+"""fused_moe in Hugging Face transformers: an implementation for its experts interface.
 
     import fused_moe.transformers
 
     fused_moe.transformers.register()
     model = AutoModelForCausalLM.from_pretrained(..., experts_implementation="fused_moe")
 
-A model's router, shared experts and checkpoint stay its own; only the routed experts change hands. Their
-parameters are used as they lie, packed in halves or interleaved, transposed or not, so no step copies a
-weight. What the experts compute is read off the module: the flags that transformers' decorator leaves there,
-the gate function and the activation. Experts with a gate, an activation or a norm that no kernel here
-computes run eager, and one warning says so.
+The model keeps its router, shared experts and checkpoint; only the computation of the routed experts is
+replaced. Their parameters are used in place: packed in halves or interleaved, transposed or not. No step
+copies a weight. The module tells what its experts compute: the flags that transformers' decorator sets, the
+gate function and the activation. Experts with a gate, an activation or a norm that no kernel supports run
+eager, and a warning says so once.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ try:
     from transformers.activations import ACT2FN
     from transformers.integrations.moe import _default_apply_gate
 
-    # The models' own view of the interface: earlier releases have none, and accept built-in names alone.
+    # The registry that models read. Earlier releases have none: they accept only built-in names.
     from transformers.modeling_utils import ALL_EXPERTS_FUNCTIONS
     from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 except ImportError as error:
@@ -39,10 +39,10 @@ __all__ = ["NAME", "experts_forward", "register"]
 
 NAME = "fused_moe"
 
-# By type: a configuration has several names for one activation.
+# Keyed by type: a configuration may have several names for one activation.
 _ACTIVATIONS = {
-    type(ACT2FN[theirs]): ours
-    for theirs, ours in (
+    type(ACT2FN[their_name]): our_name
+    for their_name, our_name in (
         ("silu", "silu"),
         ("swish", "silu"),
         ("gelu", "gelu"),
@@ -58,8 +58,8 @@ _warned: set[tuple[str, str]] = set()
 def register() -> None:
     """Makes "fused_moe" a name that `experts_implementation=` and `set_experts_implementation` know.
 
-    Call it before a model is loaded, or before its implementation is set; again does no harm. Source:
-    transformers.integrations.moe.
+    Call it before a model is loaded, or before its implementation is set. Calling it again does no harm.
+    Source: transformers.integrations.moe.
     """
     ALL_EXPERTS_FUNCTIONS.register(NAME, experts_forward)
 
@@ -67,15 +67,16 @@ def register() -> None:
 def experts_forward(
     experts: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
 ) -> Tensor:
-    """What transformers calls in place of the forward of a class under its `use_experts_implementation`.
+    """transformers calls this instead of the forward of a class with `use_experts_implementation`.
 
     Args:
-        experts: its parameters are gate_up_proj (E, 2F, D), or up_proj (E, F, D) without a gate, down_proj
-            (E, D, F) and, with biases, gate_up_proj_bias or up_proj_bias and down_proj_bias; the last two
-            dimensions of the weights are swapped where `is_transposed`.
-        hidden_states: (T, D). Outside of autocast it is cast to the weights' dtype, as grouped_mm does.
-        top_k_index: (T, K) int32 or int64. An index of E or more is a slot of another rank: it is not
-            computed, adds nothing, and gives its weight a zero gradient.
+        experts: has the parameters gate_up_proj (E, 2F, D), or up_proj (E, F, D) without a gate, and
+            down_proj (E, D, F); with biases also gate_up_proj_bias or up_proj_bias, and down_proj_bias. If
+            `is_transposed`, the last two dimensions of the weights are swapped.
+        hidden_states: (T, D). Outside of autocast it is cast to the weights' dtype, as in transformers'
+            grouped_mm.
+        top_k_index: (T, K) int32 or int64. An index of E or more is treated as remote: its slot is not
+            computed, adds nothing, and its weight gets a zero gradient.
         top_k_weights: (T, K) of any floating dtype.
 
     Returns:
@@ -109,8 +110,8 @@ def experts_forward(
 
 
 def _settings(experts: nn.Module) -> dict | str:
-    """The layout and activation of these experts, or, in words, what of theirs is not computed here."""
-    if getattr(experts, "has_post_expert_norm", False):  # younger than the other flags
+    """The layout and activation of these experts, or the name of the part that is not supported."""
+    if getattr(experts, "has_post_expert_norm", False):  # newer than the other flags
         return "the norm after each expert"
     layout = "separate"
     if experts.has_gate:
@@ -136,7 +137,7 @@ def _full_name(thing) -> str:
 
 
 def _warn_once(experts: str, reason: str) -> None:
-    """Once for a kind of experts: a model has dozens of layers of it, and each is called every step."""
+    """Warns once per class of experts: a model has dozens of such layers and calls each every step."""
     if (experts, reason) not in _warned:
         _warned.add((experts, reason))
         warnings.warn(f"fused_moe does not compute {reason} of {experts}, which runs eager", stacklevel=2)

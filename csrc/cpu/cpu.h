@@ -1,32 +1,32 @@
 /* What the CPU kernels share.
  *
- * Arithmetic is float, for float64 tensors double ("real"). A kernel converts what it reads to real in
- * a worker's scratch, multiplies and sums there, and rounds once when it writes. So 16-bit tensors are
- * as accurate as float sums make them, and on CPUs without 16-bit matrix units PyTorch's float product
- * is also several times faster than its 16-bit one.
+ * Arithmetic is in the accumulation type: float, for float64 tensors double. A kernel converts what it reads
+ * in a thread's scratch, multiplies and sums there, and rounds once when it writes. So 16-bit tensors are as
+ * accurate as float sums make them, and on CPUs without 16-bit matrix units PyTorch's float matmul is also
+ * several times faster than its 16-bit one.
  *
- * FmRows is the table of row functions of one dtype (rows.c): the only code that knows an element.
- * torch.c is the only file that knows PyTorch: its thread pool and its matrix product. */
+ * FmRows is the table of row functions of one dtype (rows.c): the only code that knows an element. torch.c is
+ * the only file that knows PyTorch: its thread pool and its matmul. */
 #ifndef FUSED_MOE_CPU_H
 #define FUSED_MOE_CPU_H
 
 #include "../fused_moe.h"
-#include "../plan.h"
+#include "../schedule.h"
 
 #include <stddef.h>
 
-/* Tiles of the CPU tier: rows of an expert a task takes, columns of its output at a time, and rows of a
+/* Tiles of the CPU tier: rows of an expert per task, columns of its output at a time, and rows of a
  * reduction at a time. Chosen so that a converted weight tile is used by enough rows, and that the
  * buffers of a task stay in the L2 cache for common widths. */
 enum { FM_TILE_ROWS = 256, FM_TILE_COLS = 256, FM_TILE_DEPTH = 512 };
 
-/* --- rows.c: rows of n elements -------------------------------------------------------------------- */
+/* --- rows.c: rows of n elements ------------------------------------------------------------------------- */
 
 typedef struct {
-    size_t elem_bytes, real_bytes;
-    bool is_real; /* elements are real already: views need no conversion */
-    void (*load)(void *real, const void *elem, int64_t n);
-    void (*store)(void *elem, const void *real, int64_t n);
+    size_t elem_bytes, accum_bytes;
+    bool is_accum; /* elements are of the accumulation type: views need no conversion */
+    void (*load)(void *accum, const void *elem, int64_t n);
+    void (*store)(void *elem, const void *accum, int64_t n);
     void (*add)(void *y, const void *x, int64_t n);             /* y += x     */
     void (*axpy)(void *y, double s, const void *x, int64_t n);  /* y += s x   */
     void (*sum)(double *y, double s, const void *x, int64_t n); /* y += s x, in double */
@@ -39,13 +39,13 @@ typedef struct {
     /* dgate, dup and a from da; up and dup NULL: ungated */
     void (*dact)(const FusedMoeActivation *f, void *dgate, void *dup, void *a, const void *da,
                  const void *gate, const void *up, int64_t n);
-    double (*get)(const void *real, int64_t i);
-    void (*set)(void *real, int64_t i, double value);
+    double (*get)(const void *accum, int64_t i);
+    void (*set)(void *accum, int64_t i, double value);
 } FmRows;
 
 const FmRows *fm_rows(FusedMoeDtype dtype); /* NULL: not a floating dtype */
 
-/* --- matrix.c: strided matrices, and tiles of rows ------------------------------------------------- */
+/* --- matrix.c: strided matrices, and tiles of rows ------------------------------------------------------ */
 
 typedef struct { /* element (i, j) is data[i row_stride + j col_stride] */
     void *data;
@@ -55,55 +55,56 @@ typedef struct { /* element (i, j) is data[i row_stride + j col_stride] */
 FmMatrix fm_dense(void *data, int64_t rows, int64_t cols);
 FmMatrix fm_transposed(FmMatrix m);
 /* Rows [row, row+rows) and columns [col, col+cols). */
-FmMatrix fm_part(FmMatrix m, size_t elem_bytes, int64_t row, int64_t rows, int64_t col,
-                 int64_t cols);
+FmMatrix fm_part(FmMatrix m, size_t elem_bytes, int64_t row, int64_t rows, int64_t col, int64_t cols);
 /* Expert e of a weight: (out, in). */
 FmMatrix fm_expert(const FusedMoeWeight *w, size_t elem_bytes, int32_t e, int64_t out, int64_t in);
 
 /* A matrix of m's shape in buffer, dense in m's orientation. */
 FmMatrix fm_dense_as(FmMatrix m, void *buffer);
-/* m itself where its elements are real, else a real copy in buffer, dense in m's orientation. */
-FmMatrix fm_to_real(const FmRows *v, FmMatrix m, void *buffer);
-/* A real matrix to compute m in: m itself where its elements are real, else buffer. */
-FmMatrix fm_real_for(const FmRows *v, FmMatrix m, void *buffer);
-/* Rounds what fm_real_for gave into m; nothing to do where that was m itself. */
-void fm_from_real(const FmRows *v, FmMatrix m, FmMatrix real);
-/* m += real, of elements that are real. */
-void fm_add(const FmRows *v, FmMatrix m, FmMatrix real);
+/* m itself where is_accum, else a copy in the accumulation type in buffer, dense in m's orientation. */
+FmMatrix fm_to_accum(const FmRows *v, FmMatrix m, void *buffer);
+/* A matrix of the accumulation type to compute m in: m itself where is_accum, else buffer. */
+FmMatrix fm_accum_for(const FmRows *v, FmMatrix m, void *buffer);
+/* Rounds what fm_accum_for gave into m; nothing to do where that was m itself. */
+void fm_from_accum(const FmRows *v, FmMatrix m, FmMatrix accum);
+/* m += accum, where is_accum. */
+void fm_add(const FmRows *v, FmMatrix m, FmMatrix accum);
 void fm_zero(const FmRows *v, FmMatrix m);
 
-/* Rows [first, first + rows) read through row_token, columns [col, col + cols), as real; with scores each row is
- * multiplied by its own and rounded to the dtype, as the host library does before it calls an expert. */
+/* Rows [first, first + rows) read through row_token, columns [col, col + cols), in the accumulation type;
+ * with scores each row is multiplied by its own and rounded to the dtype, as the host library does before it
+ * calls an expert. */
 typedef struct {
     const void *x;
     int64_t width;
-    const int32_t *row_token; /* NULL: rows as they lie */
+    const int32_t *row_token; /* NULL: contiguous rows */
     const int32_t *row_slot;
     const void *scores; /* NULL: ones */
 } FmGather;
 
-FmMatrix fm_gather(const FmRows *v, const FmGather *g, int64_t first, int64_t rows, int64_t col,
-                   int64_t cols, void *buffer);
+FmMatrix fm_gather(const FmRows *v, const FmGather *g, int64_t first, int64_t rows, int64_t col, int64_t cols,
+                   void *buffer);
 
-/* What a wrong caller could break: ends are within [0, R] and do not fall; a map's first n entries are in
- * [low, end), or there is no map; a plan has both. */
-bool fm_ends_are_valid(const int32_t *ends, int32_t E, int64_t R);
+/* What a wrong caller could break: offs are within [0, R] and never decrease; a map's first n entries are in
+ * [low, end), or there is no map; a row map has both. */
+bool fm_offs_are_valid(const int32_t *offs, int32_t E, int64_t R);
 bool fm_map_is_valid(const int32_t *map, int64_t n, int32_t low, int64_t end);
 bool fm_row_map_is_valid(const FusedMoeRowMap *row_map);
-/* The plan of tiles of FM_TILE_ROWS. Free it; NULL: no memory. */
-int32_t *fm_make_tiles(const int32_t *ends, int32_t E);
+/* A schedule of row tiles of FM_TILE_ROWS. Free it; NULL: no memory. */
+int32_t *fm_make_schedule(const int32_t *offs, int32_t E);
+FusedMoeWorkTile fm_row_tile(const int32_t *schedule, const int32_t *offs, int32_t E, int64_t index);
 
-/* The columns of one of the parts that fm_parts cuts a tile into. */
+/* The columns of one of the parts that fm_parts splits a tile into. */
 typedef struct {
     int64_t first, end;
 } FmCols;
 FmCols fm_cols_of(int64_t width, int64_t parts, int64_t part);
 
-/* h's columns: where gate and up of hidden columns [j, j+n) lie in a row of h. */
-void fm_load_pair(const FmRows *v, FusedMoeLayout layout, int64_t F, const void *h_row, int64_t j,
-                  int64_t n, void *gate, void *up, void *pairs);
-void fm_store_pair(const FmRows *v, FusedMoeLayout layout, int64_t F, void *h_row, int64_t j,
-                   int64_t n, const void *gate, const void *up, void *pairs);
+/* h's columns: where gate and up of hidden columns [j, j+n) are in a row of h. */
+void fm_load_pair(const FmRows *v, FusedMoeLayout layout, int64_t F, const void *h_row, int64_t j, int64_t n,
+                  void *gate, void *up, void *pairs);
+void fm_store_pair(const FmRows *v, FusedMoeLayout layout, int64_t F, void *h_row, int64_t j, int64_t n,
+                   const void *gate, const void *up, void *pairs);
 
 static inline int64_t fm_h_width(FusedMoeLayout layout, int64_t F) {
     return layout == FUSED_MOE_UNGATED ? F : 2 * F;
@@ -121,21 +122,21 @@ static inline void *fm_at(const void *data, size_t bytes, int64_t index) {
     return (char *)data + (int64_t)bytes * index;
 }
 
-/* --- torch.c: PyTorch's thread pool and matrix product ---------------------------------------------- */
+/* --- torch.c: PyTorch's thread pool and matmul ---------------------------------------------------------- */
 
 /* Runs task(i, ctx, scratch) for 0 <= i < n. Tasks are handed out one by one, so uneven ones balance;
- * each worker has scratch_bytes of its own, aligned to 64. `work` counts the elements touched or multiplied
+ * each thread has scratch_bytes of its own, aligned to 64. `work` counts the elements touched or multiplied
  * by all tasks together: little of it is not worth waking a thread. Returns the first error of a task. */
 typedef int FmTask(int64_t i, const void *ctx, char *scratch);
 int fm_parallel(int64_t n, int64_t work, FmTask *task, const void *ctx, size_t scratch_bytes);
 
-/* Into how many parts to cut the columns of every tile, so that few tiles still keep every thread active. */
+/* Into how many parts to split the columns of every tile, so that few tiles still keep every thread busy. */
 int64_t fm_parts(int64_t tiles, int64_t width);
 
-/* out = a b, or out += a b, of real matrices. */
-int fm_product(const FmRows *v, FmMatrix out, FmMatrix a, FmMatrix b, bool accumulate);
+/* out = a b, or out += a b, of matrices of the accumulation type. */
+int fm_matmul(const FmRows *v, FmMatrix out, FmMatrix a, FmMatrix b, bool accumulate);
 
-/* Cuts a worker's scratch: first the size of it all (scratch NULL), then the buffers. */
+/* Carves up a thread's scratch: first the size of it all (scratch NULL), then the buffers. */
 static inline void *fm_take(char **scratch, size_t *total, size_t bytes) {
     bytes = (bytes + 63) / 64 * 64;
     *total += bytes;

@@ -2,7 +2,7 @@
  * expert's rows: it gathers dout once, and for every block of hidden columns forms g = dout w2, computes a
  * from h again, and from g, h and the row's score s
  *   dh = dact(s g, h),  a_scaled = s a  (for dw2),  dscore = <g, a> (+ <dout, b2>),
- * so that neither a nor the down product's output is kept from forward. act_dgrad is its last step alone. */
+ * so that neither a nor the down GEMM's output is kept from forward. */
 #include "cpu.h"
 
 #include <stdlib.h>
@@ -11,7 +11,7 @@
 typedef struct {
     const FusedMoeDownDgrad *p;
     const FmRows *v;
-    const int32_t *tiles;
+    const int32_t *schedule;
 } Task;
 
 typedef struct {
@@ -24,8 +24,8 @@ typedef struct {
     Rows rows;
 } Buffers;
 
-static Rows take_rows(size_t real_bytes, int64_t cols, char **scratch, size_t *bytes) {
-    size_t row_bytes = cols * real_bytes;
+static Rows take_rows(size_t accum_bytes, int64_t cols, char **scratch, size_t *bytes) {
+    size_t row_bytes = cols * accum_bytes;
     Rows s;
     s.gate = fm_take(scratch, bytes, row_bytes);
     s.up = fm_take(scratch, bytes, row_bytes);
@@ -38,15 +38,15 @@ static Rows take_rows(size_t real_bytes, int64_t cols, char **scratch, size_t *b
 
 static Buffers take(const Task *t, char *scratch, size_t *bytes) {
     const FusedMoeDownDgrad *p = t->p;
-    size_t real = t->v->real_bytes;
+    size_t accum = t->v->accum_bytes;
     int64_t rows = fm_min(p->row_map.R, FM_TILE_ROWS), cols = fm_min(p->F, FM_TILE_COLS);
     Buffers s;
-    s.dout = fm_take(&scratch, bytes, rows * p->D * real);
-    s.w = fm_take(&scratch, bytes, t->v->is_real ? 0 : cols * p->D * real);
-    s.g = fm_take(&scratch, bytes, rows * cols * real);
-    s.bias = fm_take(&scratch, bytes, p->b2 ? p->D * real : 0);
+    s.dout = fm_take(&scratch, bytes, rows * p->D * accum);
+    s.w = fm_take(&scratch, bytes, t->v->is_accum ? 0 : cols * p->D * accum);
+    s.g = fm_take(&scratch, bytes, rows * cols * accum);
+    s.bias = fm_take(&scratch, bytes, p->b2 ? p->D * accum : 0);
     s.dscore = fm_take(&scratch, bytes, rows * sizeof *s.dscore);
-    s.rows = take_rows(real, cols, &scratch, bytes);
+    s.rows = take_rows(accum, cols, &scratch, bytes);
     return s;
 }
 
@@ -60,8 +60,7 @@ static int down_dgrad_tile(int64_t i, const void *ctx, char *scratch) {
     bool gated = p->layout != FUSED_MOE_UNGATED;
     void *up = gated ? q->up : NULL, *dup = gated ? q->dup : NULL;
     int64_t h_width = fm_h_width(p->layout, p->F);
-    FusedMoeTile tile =
-        fused_moe_find_tile(t->tiles, p->row_map.ends, p->row_map.E, FM_TILE_ROWS, (int32_t)i);
+    FusedMoeWorkTile tile = fm_row_tile(t->schedule, p->row_map.offs, p->row_map.E, i);
     const FmGather gather = {p->dout, p->D, p->row_map.row_token, NULL, NULL};
     FmMatrix dout = fm_gather(v, &gather, tile.first_row, tile.num_rows, 0, p->D, s.dout);
 
@@ -69,31 +68,30 @@ static int down_dgrad_tile(int64_t i, const void *ctx, char *scratch) {
     if (p->dscores && p->b2) {
         v->load(s.bias, fm_at(p->b2, v->elem_bytes, tile.expert * p->D), p->D);
         for (int64_t r = 0; r < tile.num_rows; r++)
-            s.dscore[r] =
-                v->dot(fm_at(dout.data, v->real_bytes, r * dout.row_stride), s.bias, p->D);
+            s.dscore[r] = v->dot(fm_at(dout.data, v->accum_bytes, r * dout.row_stride), s.bias, p->D);
     }
 
     FmMatrix all_w = fm_expert(&p->w2, v->elem_bytes, tile.expert, p->D, p->F);
     for (int64_t j = 0; j < p->F; j += FM_TILE_COLS) {
         int64_t n = fm_min(FM_TILE_COLS, p->F - j);
-        FmMatrix w = fm_to_real(v, fm_part(all_w, v->elem_bytes, 0, p->D, j, n), s.w);
+        FmMatrix w = fm_to_accum(v, fm_part(all_w, v->elem_bytes, 0, p->D, j, n), s.w);
         FmMatrix g = fm_dense(s.g, tile.num_rows, n);
-        int status = fm_product(v, g, dout, w, false);
+        int status = fm_matmul(v, g, dout, w, false);
         if (status != FUSED_MOE_OK) return status;
         for (int64_t r = 0; r < tile.num_rows; r++) {
             int64_t row = tile.first_row + r;
             double score = p->scores ? v->get(p->scores, p->row_map.row_slot[row]) : 1;
-            void *g_row = fm_at(g.data, v->real_bytes, r * n);
-            fm_load_pair(v, p->layout, p->F, fm_at(p->h, v->elem_bytes, row * h_width), j, n,
-                         q->gate, up, q->pairs);
+            void *g_row = fm_at(g.data, v->accum_bytes, r * n);
+            fm_load_pair(v, p->layout, p->F, fm_at(p->h, v->elem_bytes, row * h_width), j, n, q->gate, up,
+                         q->pairs);
             /* dact is linear in da: with g itself it gives dh / s, and a beside it */
             v->dact(&p->activation, q->dgate, dup, q->a, g_row, q->gate, up, n);
             if (p->dscores) s.dscore[r] += v->dot(g_row, q->a, n);
             if (p->dh) {
                 v->scale(q->dgate, score, q->dgate, n);
                 if (gated) v->scale(dup, score, dup, n);
-                fm_store_pair(v, p->layout, p->F, fm_at(p->dh, v->elem_bytes, row * h_width), j, n,
-                              q->dgate, dup, q->pairs);
+                fm_store_pair(v, p->layout, p->F, fm_at(p->dh, v->elem_bytes, row * h_width), j, n, q->dgate,
+                              dup, q->pairs);
             }
             if (p->a_scaled) {
                 v->scale(q->a, score, q->a, n);
@@ -112,55 +110,20 @@ int fused_moe_cpu_down_dgrad(const FusedMoeDownDgrad *p) {
     const FmRows *v = fm_rows(p->dtype);
     if (!v) return FUSED_MOE_UNSUPPORTED_DTYPE;
     if (!fm_row_map_is_valid(&p->row_map)) return FUSED_MOE_INVALID_ROWS;
-    int64_t num_rows = p->row_map.ends[p->row_map.E - 1], unused_rows = p->row_map.R - num_rows;
+    int64_t num_rows = p->row_map.offs[p->row_map.E - 1], unused_rows = p->row_map.R - num_rows;
     int64_t h_width = fm_h_width(p->layout, p->F);
-    if (p->dscores) memset(p->dscores, 0, p->row_map.T * p->row_map.K * v->real_bytes);
+    if (p->dscores) memset(p->dscores, 0, p->row_map.T * p->row_map.K * v->accum_bytes);
     if (p->dh)
-        memset(fm_at(p->dh, v->elem_bytes, num_rows * h_width), 0,
-               unused_rows * h_width * v->elem_bytes);
+        memset(fm_at(p->dh, v->elem_bytes, num_rows * h_width), 0, unused_rows * h_width * v->elem_bytes);
     if (p->a_scaled)
-        memset(fm_at(p->a_scaled, v->elem_bytes, num_rows * p->F), 0,
-               unused_rows * p->F * v->elem_bytes);
-    int32_t *tiles = fm_make_tiles(p->row_map.ends, p->row_map.E);
-    if (!tiles) return FUSED_MOE_OUT_OF_MEMORY;
-    Task task = {p, v, tiles};
+        memset(fm_at(p->a_scaled, v->elem_bytes, num_rows * p->F), 0, unused_rows * p->F * v->elem_bytes);
+    int32_t *schedule = fm_make_schedule(p->row_map.offs, p->row_map.E);
+    if (!schedule) return FUSED_MOE_OUT_OF_MEMORY;
+    int64_t num_tiles = fused_moe_schedule_head(schedule)->num_row_tiles;
+    Task task = {p, v, schedule};
     size_t bytes = 0;
     take(&task, NULL, &bytes);
-    int status = fm_parallel(tiles[1], num_rows * p->D * p->F, down_dgrad_tile, &task, bytes);
-    free(tiles);
+    int status = fm_parallel(num_tiles, num_rows * p->D * p->F, down_dgrad_tile, &task, bytes);
+    free(schedule);
     return status;
-}
-
-/* --- act_dgrad ------------------------------------------------------------------------------------------ */
-
-static int act_dgrad_block(int64_t block, const void *ctx, char *scratch) {
-    const FusedMoeActDgrad *p = ctx;
-    const FmRows *v = fm_rows(p->dtype);
-    size_t unused = 0;
-    Rows q = take_rows(v->real_bytes, FM_TILE_COLS, &scratch, &unused);
-    void *da = fm_take(&scratch, &unused, FM_TILE_COLS * v->real_bytes);
-    bool gated = p->layout != FUSED_MOE_UNGATED;
-    void *up = gated ? q.up : NULL, *dup = gated ? q.dup : NULL;
-    size_t h_bytes = fm_h_width(p->layout, p->F) * v->elem_bytes;
-
-    for (int64_t r = block * FM_TILE_ROWS; r < fm_min(p->R, (block + 1) * FM_TILE_ROWS); r++)
-        for (int64_t j = 0; j < p->F; j += FM_TILE_COLS) {
-            int64_t n = fm_min(FM_TILE_COLS, p->F - j);
-            v->load(da, fm_at(p->da, v->elem_bytes, r * p->F + j), n);
-            fm_load_pair(v, p->layout, p->F, fm_at(p->h, h_bytes, r), j, n, q.gate, up, q.pairs);
-            v->dact(&p->activation, q.dgate, dup, q.a, da, q.gate, up, n);
-            fm_store_pair(v, p->layout, p->F, fm_at(p->dh, h_bytes, r), j, n, q.dgate, dup,
-                          q.pairs);
-        }
-    return FUSED_MOE_OK;
-}
-
-int fused_moe_cpu_act_dgrad(const FusedMoeActDgrad *p) {
-    const FmRows *v = fm_rows(p->dtype);
-    if (!v) return FUSED_MOE_UNSUPPORTED_DTYPE;
-    size_t bytes = 0;
-    char *none = NULL;
-    take_rows(v->real_bytes, FM_TILE_COLS, &none, &bytes);
-    fm_take(&none, &bytes, FM_TILE_COLS * v->real_bytes);
-    return fm_parallel(fm_blocks(p->R, FM_TILE_ROWS), p->R * p->F, act_dgrad_block, p, bytes);
 }

@@ -1,10 +1,10 @@
-/* Strided matrices and tiles of rows: what stands between the tensors and the products. */
+/* Strided matrices and tiles of rows: what is between the tensors and the GEMMs. */
 #include "cpu.h"
 
 #include <stdlib.h>
 #include <string.h>
 
-/* --- matrices ----------------------------------------------------------------------------------------- */
+/* --- matrices ------------------------------------------------------------------------------------------- */
 
 FmMatrix fm_dense(void *data, int64_t rows, int64_t cols) {
     return (FmMatrix){data, rows, cols, cols, 1};
@@ -14,8 +14,7 @@ FmMatrix fm_transposed(FmMatrix m) {
     return (FmMatrix){m.data, m.cols, m.rows, m.col_stride, m.row_stride};
 }
 
-FmMatrix fm_part(FmMatrix m, size_t elem_bytes, int64_t row, int64_t rows, int64_t col,
-                 int64_t cols) {
+FmMatrix fm_part(FmMatrix m, size_t elem_bytes, int64_t row, int64_t rows, int64_t col, int64_t cols) {
     void *data = fm_at(m.data, elem_bytes, row * m.row_stride + col * m.col_stride);
     return (FmMatrix){data, rows, cols, m.row_stride, m.col_stride};
 }
@@ -25,8 +24,8 @@ FmMatrix fm_expert(const FusedMoeWeight *w, size_t elem_bytes, int32_t e, int64_
     return (FmMatrix){data, out, in, w->stride_out, w->stride_in};
 }
 
-/* Everything below walks along the unit stride, so a matrix is first turned to have it in its columns. */
-static bool lies_transposed(FmMatrix m) {
+/* Everything below walks along the unit stride, so a matrix is first transposed to have it in its columns. */
+static bool is_transposed(FmMatrix m) {
     return m.col_stride != 1 && m.row_stride == 1;
 }
 
@@ -35,81 +34,80 @@ static void *element(FmMatrix m, size_t bytes, int64_t i, int64_t j) {
 }
 
 /* Calls the conversion on aligned rows where they are dense, else on one element at a time. */
-#define FOR_RUNS(m, run, i, j)                                                                     \
-    for (int64_t i = 0, run = (m).col_stride == 1 ? (m).cols : 1; i < (m).rows; i++)               \
+#define FOR_RUNS(m, run, i, j)                                                                               \
+    for (int64_t i = 0, run = (m).col_stride == 1 ? (m).cols : 1; i < (m).rows; i++)                         \
         for (int64_t j = 0; j < (m).cols; j += run)
 
 FmMatrix fm_dense_as(FmMatrix m, void *buffer) {
-    if (lies_transposed(m)) return fm_transposed(fm_dense(buffer, m.cols, m.rows));
+    if (is_transposed(m)) return fm_transposed(fm_dense(buffer, m.cols, m.rows));
     return fm_dense(buffer, m.rows, m.cols);
 }
 
-FmMatrix fm_real_for(const FmRows *v, FmMatrix m, void *buffer) {
-    return v->is_real ? m : fm_dense_as(m, buffer);
+FmMatrix fm_accum_for(const FmRows *v, FmMatrix m, void *buffer) {
+    return v->is_accum ? m : fm_dense_as(m, buffer);
 }
 
-FmMatrix fm_to_real(const FmRows *v, FmMatrix m, void *buffer) {
-    FmMatrix real = fm_real_for(v, m, buffer);
-    if (v->is_real) return real;
-    if (lies_transposed(m)) return fm_transposed(fm_to_real(v, fm_transposed(m), buffer));
+FmMatrix fm_to_accum(const FmRows *v, FmMatrix m, void *buffer) {
+    FmMatrix accum = fm_accum_for(v, m, buffer);
+    if (v->is_accum) return accum;
+    if (is_transposed(m)) return fm_transposed(fm_to_accum(v, fm_transposed(m), buffer));
     FOR_RUNS(m, run, i, j)
-    v->load(element(real, v->real_bytes, i, j), element(m, v->elem_bytes, i, j), run);
-    return real;
+    v->load(element(accum, v->accum_bytes, i, j), element(m, v->elem_bytes, i, j), run);
+    return accum;
 }
 
-void fm_from_real(const FmRows *v, FmMatrix m, FmMatrix real) {
-    if (real.data == m.data) return;
-    if (lies_transposed(m)) m = fm_transposed(m), real = fm_transposed(real);
+void fm_from_accum(const FmRows *v, FmMatrix m, FmMatrix accum) {
+    if (accum.data == m.data) return;
+    if (is_transposed(m)) m = fm_transposed(m), accum = fm_transposed(accum);
     FOR_RUNS(m, run, i, j)
-    v->store(element(m, v->elem_bytes, i, j), element(real, v->real_bytes, i, j), run);
+    v->store(element(m, v->elem_bytes, i, j), element(accum, v->accum_bytes, i, j), run);
 }
 
-void fm_add(const FmRows *v, FmMatrix m, FmMatrix real) {
-    if (lies_transposed(m)) m = fm_transposed(m), real = fm_transposed(real);
+void fm_add(const FmRows *v, FmMatrix m, FmMatrix accum) {
+    if (is_transposed(m)) m = fm_transposed(m), accum = fm_transposed(accum);
     FOR_RUNS(m, run, i, j)
-    v->add(element(m, v->real_bytes, i, j), element(real, v->real_bytes, i, j), run);
+    v->add(element(m, v->accum_bytes, i, j), element(accum, v->accum_bytes, i, j), run);
 }
 
 void fm_zero(const FmRows *v, FmMatrix m) {
-    if (lies_transposed(m)) m = fm_transposed(m);
+    if (is_transposed(m)) m = fm_transposed(m);
     FOR_RUNS(m, run, i, j)
     memset(element(m, v->elem_bytes, i, j), 0, (size_t)run * v->elem_bytes);
 }
 
-/* --- rows through a map ------------------------------------------------------------------------------- */
+/* --- rows through a map --------------------------------------------------------------------------------- */
 
-FmMatrix fm_gather(const FmRows *v, const FmGather *g, int64_t first, int64_t rows, int64_t col,
-                   int64_t cols, void *buffer) {
+FmMatrix fm_gather(const FmRows *v, const FmGather *g, int64_t first, int64_t rows, int64_t col, int64_t cols,
+                   void *buffer) {
     if (!g->row_token) {
-        FmMatrix lying = {fm_at(g->x, v->elem_bytes, first * g->width + col), rows, cols, g->width,
-                          1};
-        return fm_to_real(v, lying, buffer);
+        FmMatrix rows_of_x = {fm_at(g->x, v->elem_bytes, first * g->width + col), rows, cols, g->width, 1};
+        return fm_to_accum(v, rows_of_x, buffer);
     }
-    FmMatrix real = fm_dense(buffer, rows, cols);
+    FmMatrix accum = fm_dense(buffer, rows, cols);
     for (int64_t i = 0; i < rows; i++) {
         int64_t r = first + i;
-        void *to = fm_at(buffer, v->real_bytes, i * cols);
-        v->load(to, fm_at(g->x, v->elem_bytes, g->row_token[r] * g->width + col), cols);
+        void *row = fm_at(buffer, v->accum_bytes, i * cols);
+        v->load(row, fm_at(g->x, v->elem_bytes, g->row_token[r] * g->width + col), cols);
         if (!g->scores) continue;
-        v->scale(to, v->get(g->scores, g->row_slot[r]), to, cols);
-        if (v->is_real) continue;
+        v->scale(row, v->get(g->scores, g->row_slot[r]), row, cols);
+        if (v->is_accum) continue;
         /* round as the host library does, through a small buffer */
         char rounded[512];
         int64_t step = (int64_t)(sizeof rounded / v->elem_bytes);
         for (int64_t j = 0; j < cols; j += step) {
             int64_t n = fm_min(step, cols - j);
-            v->store(rounded, fm_at(to, v->real_bytes, j), n);
-            v->load(fm_at(to, v->real_bytes, j), rounded, n);
+            v->store(rounded, fm_at(row, v->accum_bytes, j), n);
+            v->load(fm_at(row, v->accum_bytes, j), rounded, n);
         }
     }
-    return real;
+    return accum;
 }
 
 /* --- experts' rows -------------------------------------------------------------------------------------- */
 
-bool fm_ends_are_valid(const int32_t *ends, int32_t E, int64_t R) {
+bool fm_offs_are_valid(const int32_t *offs, int32_t E, int64_t R) {
     for (int32_t e = 0; e < E; e++)
-        if (ends[e] < fused_moe_first_row(ends, e) || ends[e] > R) return false;
+        if (offs[e] < fused_moe_expert_start(offs, e) || offs[e] > R) return false;
     return true;
 }
 
@@ -120,17 +118,22 @@ bool fm_map_is_valid(const int32_t *map, int64_t n, int32_t low, int64_t end) {
 }
 
 bool fm_row_map_is_valid(const FusedMoeRowMap *row_map) {
-    if (!fm_ends_are_valid(row_map->ends, row_map->E, row_map->R)) return false;
-    int64_t num_rows = row_map->ends[row_map->E - 1];
+    if (!fm_offs_are_valid(row_map->offs, row_map->E, row_map->R)) return false;
+    int64_t num_rows = row_map->offs[row_map->E - 1];
     return fm_map_is_valid(row_map->row_token, num_rows, 0, row_map->T) &&
            fm_map_is_valid(row_map->row_slot, num_rows, 0, row_map->T * row_map->K) &&
            fm_map_is_valid(row_map->token_row, row_map->T * row_map->K, -1, num_rows);
 }
 
-int32_t *fm_make_tiles(const int32_t *ends, int32_t E) {
-    int32_t *tiles = malloc((size_t)fused_moe_tiles_length(E) * sizeof *tiles);
-    if (tiles) fused_moe_plan_tiles(ends, E, FM_TILE_ROWS, tiles);
-    return tiles;
+int32_t *fm_make_schedule(const int32_t *offs, int32_t E) {
+    int32_t *schedule = malloc((size_t)fused_moe_schedule_words(E) * sizeof *schedule);
+    if (schedule) fused_moe_schedule_row_tiles(schedule, offs, E, FM_TILE_ROWS);
+    return schedule;
+}
+
+FusedMoeWorkTile fm_row_tile(const int32_t *schedule, const int32_t *offs, int32_t E, int64_t index) {
+    const FusedMoeTileOrder order = {.num_n_tiles = 1, .group = 1};
+    return fused_moe_work_tile(schedule, offs, E, &order, (uint32_t)index);
 }
 
 FmCols fm_cols_of(int64_t width, int64_t parts, int64_t part) {
@@ -139,10 +142,10 @@ FmCols fm_cols_of(int64_t width, int64_t parts, int64_t part) {
                     fm_min(width, blocks * (part + 1) / parts * FM_TILE_COLS)};
 }
 
-/* --- a row of h ------------------------------------------------------------------------------------------- */
+/* --- a row of h ----------------------------------------------------------------------------------------- */
 
-void fm_load_pair(const FmRows *v, FusedMoeLayout layout, int64_t F, const void *h_row, int64_t j,
-                  int64_t n, void *gate, void *up, void *pairs) {
+void fm_load_pair(const FmRows *v, FusedMoeLayout layout, int64_t F, const void *h_row, int64_t j, int64_t n,
+                  void *gate, void *up, void *pairs) {
     if (layout == FUSED_MOE_INTERLEAVED) {
         v->load(pairs, fm_at(h_row, v->elem_bytes, 2 * j), 2 * n);
         v->split(gate, up, pairs, n);
@@ -152,8 +155,8 @@ void fm_load_pair(const FmRows *v, FusedMoeLayout layout, int64_t F, const void 
     if (layout != FUSED_MOE_UNGATED) v->load(up, fm_at(h_row, v->elem_bytes, F + j), n);
 }
 
-void fm_store_pair(const FmRows *v, FusedMoeLayout layout, int64_t F, void *h_row, int64_t j,
-                   int64_t n, const void *gate, const void *up, void *pairs) {
+void fm_store_pair(const FmRows *v, FusedMoeLayout layout, int64_t F, void *h_row, int64_t j, int64_t n,
+                   const void *gate, const void *up, void *pairs) {
     if (layout == FUSED_MOE_INTERLEAVED) {
         v->merge(pairs, gate, up, n);
         v->store(fm_at(h_row, v->elem_bytes, 2 * j), pairs, 2 * n);

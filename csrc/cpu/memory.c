@@ -15,8 +15,7 @@ void fused_moe_cpu_prepare(void *data, int64_t bytes) {
     const uintptr_t huge = 2 << 20;
     uintptr_t first = ((uintptr_t)data + huge - 1) / huge * huge;
     uintptr_t end = ((uintptr_t)data + (uintptr_t)bytes) / huge * huge;
-    if (first < end)
-        (void)madvise((void *)first, end - first, MADV_HUGEPAGE); /* advice: may fail */
+    if (first < end) (void)madvise((void *)first, end - first, MADV_HUGEPAGE); /* advice: may fail */
 #else
     (void)data, (void)bytes;
 #endif

@@ -1,19 +1,20 @@
 /* permute, unpermute and unpermute's gradient: rows moved between token order and expert order.
  *
- * permute and unpermute are each other's adjoint. Both walk their output, so no two tasks write one row,
- * and unpermute sums a token's rows in slot order, in real: the same bits on any number of threads. */
+ * permute and unpermute are each other's adjoint. Both walk their output, so no two tasks write one row, and
+ * unpermute sums a token's rows in slot order, in the accumulation type: the same bits on any number of
+ * threads. */
 #include "cpu.h"
 
 #include <string.h>
 
-enum { BLOCK = 64 }; /* rows or tokens a task */
+enum { BLOCK = 64 }; /* rows or tokens per task */
 
-/* --- permute ------------------------------------------------------------------------------------------ */
+/* --- permute -------------------------------------------------------------------------------------------- */
 
 static int permute_block(int64_t block, const void *ctx, char *scratch) {
     const FusedMoePermute *p = ctx;
     size_t row_bytes = (size_t)p->D * fm_rows(p->dtype)->elem_bytes;
-    int64_t num_rows = p->row_map.ends[p->row_map.E - 1];
+    int64_t num_rows = p->row_map.offs[p->row_map.E - 1];
     (void)scratch;
     for (int64_t r = block * BLOCK; r < fm_min(p->row_map.R, (block + 1) * BLOCK); r++) {
         void *row = fm_at(p->rows, row_bytes, r);
@@ -31,16 +32,16 @@ int fused_moe_cpu_permute(const FusedMoePermute *p) {
     return fm_parallel(fm_blocks(p->row_map.R, BLOCK), p->row_map.R * p->D, permute_block, p, 0);
 }
 
-/* --- unpermute ---------------------------------------------------------------------------------------- */
+/* --- unpermute ------------------------------------------------------------------------------------------ */
 
 static int unpermute_block(int64_t block, const void *ctx, char *scratch) {
     const FusedMoeUnpermute *p = ctx;
     const FmRows *v = fm_rows(p->dtype);
     size_t unused = 0;
-    void *sum = fm_take(&scratch, &unused, p->D * v->real_bytes);
-    void *row = fm_take(&scratch, &unused, p->D * v->real_bytes);
+    void *sum = fm_take(&scratch, &unused, p->D * v->accum_bytes);
+    void *row = fm_take(&scratch, &unused, p->D * v->accum_bytes);
     for (int64_t t = block * BLOCK; t < fm_min(p->row_map.T, (block + 1) * BLOCK); t++) {
-        memset(sum, 0, p->D * v->real_bytes);
+        memset(sum, 0, p->D * v->accum_bytes);
         for (int64_t slot = t * p->row_map.K; slot < (t + 1) * p->row_map.K; slot++) {
             int32_t r = p->row_map.token_row[slot];
             if (r < 0) continue;
@@ -56,9 +57,8 @@ int fused_moe_cpu_unpermute(const FusedMoeUnpermute *p) {
     const FmRows *v = fm_rows(p->dtype);
     if (!v) return FUSED_MOE_UNSUPPORTED_DTYPE;
     if (!fm_row_map_is_valid(&p->row_map)) return FUSED_MOE_INVALID_ROWS;
-    size_t bytes = 2 * (p->D * v->real_bytes + 64);
-    return fm_parallel(fm_blocks(p->row_map.T, BLOCK), p->row_map.R * p->D, unpermute_block, p,
-                       bytes);
+    size_t bytes = 2 * (p->D * v->accum_bytes + 64);
+    return fm_parallel(fm_blocks(p->row_map.T, BLOCK), p->row_map.R * p->D, unpermute_block, p, bytes);
 }
 
 /* --- unpermute's gradient ------------------------------------------------------------------------------- */
@@ -67,9 +67,9 @@ static int unpermute_backward_block(int64_t block, const void *ctx, char *scratc
     const FusedMoeUnpermuteBackward *p = ctx;
     const FmRows *v = fm_rows(p->dtype);
     size_t unused = 0;
-    void *dout = fm_take(&scratch, &unused, p->D * v->real_bytes);
-    void *row = fm_take(&scratch, &unused, p->D * v->real_bytes);
-    int64_t num_rows = p->row_map.ends[p->row_map.E - 1];
+    void *dout = fm_take(&scratch, &unused, p->D * v->accum_bytes);
+    void *row = fm_take(&scratch, &unused, p->D * v->accum_bytes);
+    int64_t num_rows = p->row_map.offs[p->row_map.E - 1];
     for (int64_t r = block * BLOCK; r < fm_min(p->row_map.R, (block + 1) * BLOCK); r++) {
         void *drow = p->drows ? fm_at(p->drows, v->elem_bytes, r * p->D) : NULL;
         if (r >= num_rows) {
@@ -93,8 +93,8 @@ int fused_moe_cpu_unpermute_backward(const FusedMoeUnpermuteBackward *p) {
     const FmRows *v = fm_rows(p->dtype);
     if (!v) return FUSED_MOE_UNSUPPORTED_DTYPE;
     if (!fm_row_map_is_valid(&p->row_map)) return FUSED_MOE_INVALID_ROWS;
-    if (p->dscores) memset(p->dscores, 0, (size_t)(p->row_map.T * p->row_map.K) * v->real_bytes);
-    size_t bytes = 2 * (p->D * v->real_bytes + 64);
-    return fm_parallel(fm_blocks(p->row_map.R, BLOCK), p->row_map.R * p->D,
-                       unpermute_backward_block, p, bytes);
+    if (p->dscores) memset(p->dscores, 0, (size_t)(p->row_map.T * p->row_map.K) * v->accum_bytes);
+    size_t bytes = 2 * (p->D * v->accum_bytes + 64);
+    return fm_parallel(fm_blocks(p->row_map.R, BLOCK), p->row_map.R * p->D, unpermute_backward_block, p,
+                       bytes);
 }

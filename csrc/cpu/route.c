@@ -1,6 +1,6 @@
 /* route: scores of every expert, fused with the choice of the K best; and its gradient.
  *
- * A row of E <= 1024 logits fits a worker's scratch. Scores are computed in double and rounded once to
+ * A row of E <= 1024 logits fits a thread's scratch. Scores are computed in double and rounded once to
  * float, and the choice is made on the rounded ones, as the contract says (float64 logits stay double).
  * Without bias and groups the choice is made on the logits: it cannot depend on how exp rounds. */
 #include "cpu.h"
@@ -26,12 +26,12 @@ static void all_scores(FusedMoeScoreFunc f, double *p, const double *logits, int
         for (int32_t e = 0; e < E; e++) p[e] = 1 / (1 + exp(-logits[e]));
 }
 
-static void load_logits(const FmRows *v, double *logits, void *real, const void *row, int32_t E) {
-    v->load(real, row, E);
-    for (int32_t e = 0; e < E; e++) logits[e] = v->get(real, e);
+static void load_logits(const FmRows *v, double *logits, void *accum, const void *row, int32_t E) {
+    v->load(accum, row, E);
+    for (int32_t e = 0; e < E; e++) logits[e] = v->get(accum, e);
 }
 
-/* --- forward ------------------------------------------------------------------------------------------ */
+/* --- forward -------------------------------------------------------------------------------------------- */
 
 /* NaN is the greatest, as in torch.topk: a poisoned logit is chosen and shows in the scores. */
 static bool is_better(double a, double b) {
@@ -65,7 +65,7 @@ static int route_block(int64_t block, const void *ctx, char *scratch) {
     const FusedMoeRoute *p = ctx;
     const FmRows *v = fm_rows(p->dtype);
     size_t unused = 0;
-    void *real = fm_take(&scratch, &unused, p->E * v->real_bytes);
+    void *accum = fm_take(&scratch, &unused, p->E * v->accum_bytes);
     double *logits = fm_take(&scratch, &unused, p->E * sizeof(double));
     double *score = fm_take(&scratch, &unused, p->E * sizeof(double));
     double *choice = fm_take(&scratch, &unused, p->E * sizeof(double));
@@ -75,14 +75,14 @@ static int route_block(int64_t block, const void *ctx, char *scratch) {
     bool limited = p->num_groups > 0, by_score = p->bias || limited;
 
     for (int64_t t = block * BLOCK; t < fm_min(p->T, (block + 1) * BLOCK); t++) {
-        load_logits(v, logits, real, fm_at(p->logits, v->elem_bytes, t * p->E), p->E);
+        load_logits(v, logits, accum, fm_at(p->logits, v->elem_bytes, t * p->E), p->E);
         all_scores(p->score_func, score, logits, p->E);
         for (int32_t e = 0; e < p->E; e++) {
-            if (v->real_bytes == sizeof(float)) score[e] = (float)score[e];
+            if (v->accum_bytes == sizeof(float)) score[e] = (float)score[e];
             choice[e] = by_score ? score[e] : logits[e];
             if (!p->bias) continue;
             choice[e] += p->bias[e];
-            if (v->real_bytes == sizeof(float)) choice[e] = (float)choice[e];
+            if (v->accum_bytes == sizeof(float)) choice[e] = (float)choice[e];
         }
         if (limited) keep_groups(p, choice, worth, groups, kept);
 
@@ -100,7 +100,7 @@ static int route_block(int64_t block, const void *ctx, char *scratch) {
 int fused_moe_cpu_route(const FusedMoeRoute *p) {
     const FmRows *v = fm_rows(p->dtype);
     if (!v) return FUSED_MOE_UNSUPPORTED_DTYPE;
-    size_t bytes = p->E * (v->real_bytes + 4 * sizeof(double) + sizeof(int32_t) + 1) + 7 * 64;
+    size_t bytes = p->E * (v->accum_bytes + 4 * sizeof(double) + sizeof(int32_t) + 1) + 7 * 64;
     return fm_parallel(fm_blocks(p->T, BLOCK), p->T * p->E * EXP_WORK, route_block, p, bytes);
 }
 
@@ -110,14 +110,14 @@ static int route_backward_block(int64_t block, const void *ctx, char *scratch) {
     const FusedMoeRouteBackward *p = ctx;
     const FmRows *v = fm_rows(p->dtype);
     size_t unused = 0;
-    void *real = fm_take(&scratch, &unused, p->E * v->real_bytes);
+    void *accum = fm_take(&scratch, &unused, p->E * v->accum_bytes);
     double *logits = fm_take(&scratch, &unused, p->E * sizeof(double));
     double *score = fm_take(&scratch, &unused, p->E * sizeof(double));
     double *dscore = fm_take(&scratch, &unused, p->E * sizeof(double));
 
     for (int64_t t = block * BLOCK; t < fm_min(p->T, (block + 1) * BLOCK); t++) {
         const int32_t *ids = p->ids + t * p->K;
-        load_logits(v, logits, real, fm_at(p->logits, v->elem_bytes, t * p->E), p->E);
+        load_logits(v, logits, accum, fm_at(p->logits, v->elem_bytes, t * p->E), p->E);
         all_scores(p->score_func, score, logits, p->E);
         for (int32_t e = 0; e < p->E; e++) dscore[e] = 0;
 
@@ -135,12 +135,11 @@ static int route_backward_block(int64_t block, const void *ctx, char *scratch) {
         if (p->score_func == FUSED_MOE_SOFTMAX) {
             double mean = 0;
             for (int32_t e = 0; e < p->E; e++) mean += dscore[e] * score[e];
-            for (int32_t e = 0; e < p->E; e++) v->set(real, e, (dscore[e] - mean) * score[e]);
+            for (int32_t e = 0; e < p->E; e++) v->set(accum, e, (dscore[e] - mean) * score[e]);
         } else {
-            for (int32_t e = 0; e < p->E; e++)
-                v->set(real, e, dscore[e] * score[e] * (1 - score[e]));
+            for (int32_t e = 0; e < p->E; e++) v->set(accum, e, dscore[e] * score[e] * (1 - score[e]));
         }
-        v->store(fm_at(p->dlogits, v->elem_bytes, t * p->E), real, p->E);
+        v->store(fm_at(p->dlogits, v->elem_bytes, t * p->E), accum, p->E);
     }
     return FUSED_MOE_OK;
 }
@@ -150,7 +149,6 @@ int fused_moe_cpu_route_backward(const FusedMoeRouteBackward *p) {
     if (!v) return FUSED_MOE_UNSUPPORTED_DTYPE;
     for (int64_t i = 0; i < p->T * p->K; i++)
         if (p->ids[i] < 0 || p->ids[i] >= p->E) return FUSED_MOE_INVALID_ROWS;
-    size_t bytes = p->E * (v->real_bytes + 3 * sizeof(double)) + 4 * 64;
-    return fm_parallel(fm_blocks(p->T, BLOCK), p->T * p->E * EXP_WORK, route_backward_block, p,
-                       bytes);
+    size_t bytes = p->E * (v->accum_bytes + 3 * sizeof(double)) + 4 * 64;
+    return fm_parallel(fm_blocks(p->T, BLOCK), p->T * p->E * EXP_WORK, route_backward_block, p, bytes);
 }

@@ -2,11 +2,18 @@
 #include "../integer.h"
 #include "cpu.h"
 
-/* offsets and tiles from counts */
-static void finish_plan(const int32_t *counts, int32_t E, int32_t *offsets, int32_t *tiles) {
+#include <string.h>
+
+enum { NUM_SMS = 132 }; /* that a schedule made here is meant for: an H100's */
+
+/* offsets and schedule from counts */
+static void finish_plan(const int32_t *counts, int64_t R, int32_t E, int32_t *offsets, int32_t *schedule) {
     offsets[0] = 0;
     for (int32_t e = 0; e < E; e++) offsets[e + 1] = offsets[e] + counts[e];
-    fused_moe_plan_tiles(offsets + 1, E, FUSED_MOE_TILE_ROWS, tiles);
+    memset(schedule, 0,
+           (size_t)fused_moe_schedule_words(E) * sizeof *schedule); /* no list fills all of its words */
+    fused_moe_schedule_row_tiles(schedule, offsets + 1, E, FUSED_MOE_TILE_ROWS);
+    fused_moe_schedule_slices(schedule, offsets + 1, E, fused_moe_slice_rows(R, E, NUM_SMS));
 }
 
 int fused_moe_cpu_route_plan(const FusedMoeRoutePlan *p) {
@@ -16,7 +23,7 @@ int fused_moe_cpu_route_plan(const FusedMoeRoutePlan *p) {
         int64_t e = integer(p->ids, p->ids_dtype, slot);
         if (e >= 0 && e < p->E) p->counts[e]++;
     }
-    finish_plan(p->counts, p->E, p->offsets, p->tiles);
+    finish_plan(p->counts, slots, p->E, p->offsets, p->schedule);
 
     /* offsets[e] walks through the rows of e, and ends where those of e + 1 begin */
     for (int64_t slot = 0; slot < slots; slot++) {
@@ -30,8 +37,7 @@ int fused_moe_cpu_route_plan(const FusedMoeRoutePlan *p) {
     }
     for (int32_t e = p->E; e > 0; e--) p->offsets[e] = p->offsets[e - 1];
     p->offsets[0] = 0;
-    for (int64_t row = p->offsets[p->E]; row < slots; row++)
-        p->row_slot[row] = p->row_token[row] = -1;
+    for (int64_t row = p->offsets[p->E]; row < slots; row++) p->row_slot[row] = p->row_token[row] = -1;
     return FUSED_MOE_OK;
 }
 
@@ -43,6 +49,6 @@ int fused_moe_cpu_count_plan(const FusedMoeCountPlan *p) {
         sum += count;
         p->counts[e] = (int32_t)count;
     }
-    finish_plan(p->counts, p->E, p->offsets, p->tiles);
+    finish_plan(p->counts, p->R, p->E, p->offsets, p->schedule);
     return FUSED_MOE_OK;
 }

@@ -1,8 +1,8 @@
-/* Rows of one dtype: conversion to and from real, and the row arithmetic of the kernels.
+/* Rows of one dtype: conversion to and from the accumulation type, and the row arithmetic of the kernels.
  *
- * rows_real.h has the arithmetic and is included for float and for double; here stand the conversions and
+ * rows_accum.h has the arithmetic and is included for float and for double; here are the conversions and
  * the tables. Loops are plain, for the compiler to vectorise; on x86-64 it makes copies for AVX2 and
- * AVX-512 and the loader picks one, so that one binary dispatches_to_sm90 every machine. */
+ * AVX-512 and the loader picks one, so that one binary serves every machine. */
 #include "../activation.h"
 #include "cpu.h"
 
@@ -10,8 +10,7 @@
 #include <string.h>
 
 #if defined(__x86_64__) && defined(__GLIBC__) && defined(__GNUC__) && !defined(__clang__)
-#define ROW_FN                                                                                     \
-    __attribute__((target_clones("arch=skylake-avx512", "arch=haswell", "default"))) static
+#define ROW_FN __attribute__((target_clones("arch=skylake-avx512", "arch=haswell", "default"))) static
 #else
 #define ROW_FN static
 #endif
@@ -35,7 +34,7 @@ INLINE uint32_t bits_from_float(float x) {
  * x = n ln2 + r, |r| <= ln2/2, exp(r) by the Taylor polynomial of degree 7. NaN stays NaN. */
 INLINE float exp_float(float x) {
     float clamped = x > 88.72f ? 88.72f : x < -87.33f ? -87.33f : x;
-    float shifted = clamped * 1.44269504f + 12582912.0f; /* 1.5 * 2^23: rounds to an integer */
+    float shifted = clamped * 1.44269504f + 12582912.0f;          /* 1.5 * 2^23: rounds to an integer */
     int32_t n = (int32_t)(bits_from_float(shifted) - 0x4b400000); /* 12582912.0f */
     float rounded = shifted - 12582912.0f;
     float r = clamped - rounded * 0.693359375f;
@@ -54,7 +53,7 @@ INLINE float exp_float(float x) {
     return x < -87.33f ? 0.0f : x > 88.72f ? INFINITY : y;
 }
 
-/* --- float16 and bfloat16 bits --------------------------------------------------------------------- */
+/* --- float16 and bfloat16 bits -------------------------------------------------------------------------- */
 
 INLINE float bf16_to_float(uint16_t b) {
     return float_from_bits((uint32_t)b << 16);
@@ -68,7 +67,7 @@ INLINE uint16_t bf16_from_float(float x) { /* to nearest, ties to even; NaN stay
 
 INLINE float f16_to_float(uint16_t b) {
     uint32_t magnitude = (uint32_t)(b & 0x7fff) << 13, sign = (uint32_t)(b & 0x8000) << 16;
-    /* the exponent's bias differs by 112; the product also makes subnormals right */
+    /* the exponent's bias differs by 112; the multiplication also makes subnormals right */
     float x = float_from_bits(magnitude) * 0x1p112f;
     uint32_t bits = bits_from_float(x) | (magnitude >= 0x0f800000 ? 0x7f800000u : 0);
     return float_from_bits(bits | sign);
@@ -86,18 +85,18 @@ INLINE uint16_t f16_from_float(float x) { /* to nearest, ties to even; NaN stays
     return (uint16_t)(half | sign);
 }
 
-/* --- load and store --------------------------------------------------------------------------------- */
+/* --- load and store ------------------------------------------------------------------------------------- */
 
-#define CONVERSIONS(name, elem_t, to_accum, from_accum)                                            \
-    ROW_FN void load_##name(void *real_, const void *elem_, int64_t n) {                           \
-        float *restrict r = real_;                                                                 \
-        const elem_t *restrict e = elem_;                                                          \
-        for (int64_t i = 0; i < n; i++) r[i] = to_accum(e[i]);                                     \
-    }                                                                                              \
-    ROW_FN void store_##name(void *elem_, const void *real_, int64_t n) {                          \
-        elem_t *restrict e = elem_;                                                                \
-        const float *restrict r = real_;                                                           \
-        for (int64_t i = 0; i < n; i++) e[i] = from_accum(r[i]);                                   \
+#define CONVERSIONS(name, elem_t, to_accum, from_accum)                                                      \
+    ROW_FN void load_##name(void *accum_, const void *elem_, int64_t n) {                                    \
+        float *restrict r = accum_;                                                                          \
+        const elem_t *restrict e = elem_;                                                                    \
+        for (int64_t i = 0; i < n; i++) r[i] = to_accum(e[i]);                                               \
+    }                                                                                                        \
+    ROW_FN void store_##name(void *elem_, const void *accum_, int64_t n) {                                   \
+        elem_t *restrict e = elem_;                                                                          \
+        const float *restrict r = accum_;                                                                    \
+        for (int64_t i = 0; i < n; i++) e[i] = from_accum(r[i]);                                             \
     }
 
 CONVERSIONS(bf16, uint16_t, bf16_to_float, bf16_from_float)
@@ -111,39 +110,39 @@ static void copy_double(void *to, const void *from, int64_t n) {
     memcpy(to, from, (size_t)n * sizeof(double));
 }
 
-/* --- arithmetic --------------------------------------------------------------------------------------- */
+/* --- arithmetic ----------------------------------------------------------------------------------------- */
 
-#define REAL float
-#define REAL_NAME(x) x##_float
-#define REAL_EXP(x) exp_float(x)
-#define REAL_ERF(x) erff(x)
-#include "rows_real.h"
+#define ACCUM float
+#define ACCUM_NAME(x) x##_float
+#define ACCUM_EXP(x) exp_float(x)
+#define ACCUM_ERF(x) erff(x)
+#include "rows_accum.h"
 
-#define REAL double
-#define REAL_NAME(x) x##_double
-#define REAL_EXP(x) exp(x)
-#define REAL_ERF(x) erf(x)
-#include "rows_real.h"
+#define ACCUM double
+#define ACCUM_NAME(x) x##_double
+#define ACCUM_EXP(x) exp(x)
+#define ACCUM_ERF(x) erf(x)
+#include "rows_accum.h"
 
-/* --- tables -------------------------------------------------------------------------------------------- */
+/* --- tables --------------------------------------------------------------------------------------------- */
 
-#define ROWS(real, bytes, real_elements, load_fn, store_fn)                                        \
-    {.elem_bytes = bytes,                                                                          \
-     .real_bytes = sizeof(real),                                                                   \
-     .is_real = real_elements,                                                                     \
-     .load = load_fn,                                                                              \
-     .store = store_fn,                                                                            \
-     .add = add_##real,                                                                            \
-     .axpy = axpy_##real,                                                                          \
-     .sum = sum_##real,                                                                            \
-     .scale = scale_##real,                                                                        \
-     .dot = dot_##real,                                                                            \
-     .split = split_##real,                                                                        \
-     .merge = merge_##real,                                                                        \
-     .act = act_##real,                                                                            \
-     .dact = dact_##real,                                                                          \
-     .get = get_##real,                                                                            \
-     .set = set_##real}
+#define ROWS(accum, bytes, accum_elements, load_fn, store_fn)                                                \
+    {.elem_bytes = bytes,                                                                                    \
+     .accum_bytes = sizeof(accum),                                                                           \
+     .is_accum = accum_elements,                                                                             \
+     .load = load_fn,                                                                                        \
+     .store = store_fn,                                                                                      \
+     .add = add_##accum,                                                                                     \
+     .axpy = axpy_##accum,                                                                                   \
+     .sum = sum_##accum,                                                                                     \
+     .scale = scale_##accum,                                                                                 \
+     .dot = dot_##accum,                                                                                     \
+     .split = split_##accum,                                                                                 \
+     .merge = merge_##accum,                                                                                 \
+     .act = act_##accum,                                                                                     \
+     .dact = dact_##accum,                                                                                   \
+     .get = get_##accum,                                                                                     \
+     .set = set_##accum}
 
 const FmRows *fm_rows(FusedMoeDtype dtype) {
     static const FmRows table[] = {

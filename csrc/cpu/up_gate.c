@@ -10,7 +10,7 @@
 typedef struct {
     const FusedMoeUpGate *p;
     const FmRows *v;
-    const int32_t *tiles;
+    const int32_t *schedule;
     int64_t parts; /* of a tile's columns, a task each */
 } Task;
 
@@ -20,16 +20,16 @@ typedef struct {
 
 static Buffers take(const Task *t, char *scratch, size_t *bytes) {
     const FusedMoeUpGate *p = t->p;
-    size_t real = t->v->real_bytes;
+    size_t accum = t->v->accum_bytes;
     int64_t rows = fm_min(p->row_map.R, FM_TILE_ROWS), cols = fm_min(p->F, FM_TILE_COLS);
     Buffers s;
-    s.x = fm_take(&scratch, bytes, rows * p->D * real);
-    s.w = fm_take(&scratch, bytes, t->v->is_real ? 0 : 2 * cols * p->D * real);
-    for (int i = 0; i < 2; i++) s.out[i] = fm_take(&scratch, bytes, (2 - i) * rows * cols * real);
-    s.bias = fm_take(&scratch, bytes, 2 * cols * real);
-    s.gate = fm_take(&scratch, bytes, cols * real);
-    s.up = fm_take(&scratch, bytes, cols * real);
-    s.a = fm_take(&scratch, bytes, cols * real);
+    s.x = fm_take(&scratch, bytes, rows * p->D * accum);
+    s.w = fm_take(&scratch, bytes, t->v->is_accum ? 0 : 2 * cols * p->D * accum);
+    for (int i = 0; i < 2; i++) s.out[i] = fm_take(&scratch, bytes, (2 - i) * rows * cols * accum);
+    s.bias = fm_take(&scratch, bytes, 2 * cols * accum);
+    s.gate = fm_take(&scratch, bytes, cols * accum);
+    s.up = fm_take(&scratch, bytes, cols * accum);
+    s.a = fm_take(&scratch, bytes, cols * accum);
     return s;
 }
 
@@ -52,9 +52,7 @@ static int pieces(const FusedMoeUpGate *p, int64_t j, int64_t n, Piece piece[2])
         piece[0] = (Piece){&p->w1, p->b1, 2 * F, j, n, j};
         piece[1] = (Piece){&p->w1, p->b1, 2 * F, F + j, n, F + j};
         return 2;
-    case FUSED_MOE_INTERLEAVED:
-        piece[0] = (Piece){&p->w1, p->b1, 2 * F, 2 * j, 2 * n, 2 * j};
-        return 1;
+    case FUSED_MOE_INTERLEAVED: piece[0] = (Piece){&p->w1, p->b1, 2 * F, 2 * j, 2 * n, 2 * j}; return 1;
     default: piece[0] = (Piece){&p->w1, p->b1, F, j, n, j}; return 1;
     }
 }
@@ -66,8 +64,7 @@ static int up_gate_tile(int64_t i, const void *ctx, char *scratch) {
     size_t unused = 0;
     Buffers s = take(t, scratch, &unused);
     int64_t h_width = fm_h_width(p->layout, p->F);
-    FusedMoeTile tile = fused_moe_find_tile(t->tiles, p->row_map.ends, p->row_map.E, FM_TILE_ROWS,
-                                            (int32_t)(i / t->parts));
+    FusedMoeWorkTile tile = fm_row_tile(t->schedule, p->row_map.offs, p->row_map.E, i / t->parts);
     FmCols cols = fm_cols_of(p->F, t->parts, i % t->parts);
     const FmGather gather = {p->x, p->D, p->row_map.row_token, p->row_map.row_slot, p->scores};
     FmMatrix x = fm_gather(v, &gather, tile.first_row, tile.num_rows, 0, p->D, s.x);
@@ -79,29 +76,28 @@ static int up_gate_tile(int64_t i, const void *ctx, char *scratch) {
         for (int q = 0; q < num_pieces; q++) {
             const Piece *c = &piece[q];
             FmMatrix w = fm_expert(c->w, v->elem_bytes, tile.expert, c->weight_rows, p->D);
-            w = fm_to_real(v, fm_part(w, v->elem_bytes, c->row, c->width, 0, p->D), s.w);
+            w = fm_to_accum(v, fm_part(w, v->elem_bytes, c->row, c->width, 0, p->D), s.w);
             FmMatrix out = fm_dense(s.out[q], tile.num_rows, c->width);
-            int status = fm_product(v, out, x, fm_transposed(w), false);
+            int status = fm_matmul(v, out, x, fm_transposed(w), false);
             if (status != FUSED_MOE_OK) return status;
             if (c->bias)
-                v->load(s.bias,
-                        fm_at(c->bias, v->elem_bytes, tile.expert * c->weight_rows + c->row),
+                v->load(s.bias, fm_at(c->bias, v->elem_bytes, tile.expert * c->weight_rows + c->row),
                         c->width);
             for (int64_t r = 0; r < tile.num_rows; r++) {
-                void *row = fm_at(out.data, v->real_bytes, r * c->width);
+                void *row = fm_at(out.data, v->accum_bytes, r * c->width);
                 if (c->bias) v->add(row, s.bias, c->width);
                 if (p->h)
-                    v->store(fm_at(p->h, v->elem_bytes, (tile.first_row + r) * h_width + c->h_col),
-                             row, c->width);
+                    v->store(fm_at(p->h, v->elem_bytes, (tile.first_row + r) * h_width + c->h_col), row,
+                             c->width);
             }
         }
         for (int64_t r = 0; r < tile.num_rows; r++) {
-            void *gate = fm_at(s.out[0], v->real_bytes, r * n), *up = NULL;
+            void *gate = fm_at(s.out[0], v->accum_bytes, r * n), *up = NULL;
             if (p->layout == FUSED_MOE_INTERLEAVED) {
-                v->split(s.gate, s.up, fm_at(s.out[0], v->real_bytes, r * 2 * n), n);
+                v->split(s.gate, s.up, fm_at(s.out[0], v->accum_bytes, r * 2 * n), n);
                 gate = s.gate, up = s.up;
             } else if (p->layout != FUSED_MOE_UNGATED) {
-                up = fm_at(s.out[1], v->real_bytes, r * n);
+                up = fm_at(s.out[1], v->accum_bytes, r * n);
             }
             v->act(&p->activation, s.a, gate, up, n);
             v->store(fm_at(p->a, v->elem_bytes, (tile.first_row + r) * p->F + j), s.a, n);
@@ -114,19 +110,18 @@ int fused_moe_cpu_up_gate(const FusedMoeUpGate *p) {
     const FmRows *v = fm_rows(p->dtype);
     if (!v) return FUSED_MOE_UNSUPPORTED_DTYPE;
     if (!fm_row_map_is_valid(&p->row_map)) return FUSED_MOE_INVALID_ROWS;
-    int64_t num_rows = p->row_map.ends[p->row_map.E - 1], unused_rows = p->row_map.R - num_rows;
+    int64_t num_rows = p->row_map.offs[p->row_map.E - 1], unused_rows = p->row_map.R - num_rows;
     int64_t h_width = fm_h_width(p->layout, p->F);
     memset(fm_at(p->a, v->elem_bytes, num_rows * p->F), 0, unused_rows * p->F * v->elem_bytes);
     if (p->h)
-        memset(fm_at(p->h, v->elem_bytes, num_rows * h_width), 0,
-               unused_rows * h_width * v->elem_bytes);
-    int32_t *tiles = fm_make_tiles(p->row_map.ends, p->row_map.E);
-    if (!tiles) return FUSED_MOE_OUT_OF_MEMORY;
-    Task task = {p, v, tiles, fm_parts(tiles[1], p->F)};
+        memset(fm_at(p->h, v->elem_bytes, num_rows * h_width), 0, unused_rows * h_width * v->elem_bytes);
+    int32_t *schedule = fm_make_schedule(p->row_map.offs, p->row_map.E);
+    if (!schedule) return FUSED_MOE_OUT_OF_MEMORY;
+    int64_t num_tiles = fused_moe_schedule_head(schedule)->num_row_tiles;
+    Task task = {p, v, schedule, fm_parts(num_tiles, p->F)};
     size_t bytes = 0;
     take(&task, NULL, &bytes);
-    int status =
-        fm_parallel(tiles[1] * task.parts, num_rows * p->D * h_width, up_gate_tile, &task, bytes);
-    free(tiles);
+    int status = fm_parallel(num_tiles * task.parts, num_rows * p->D * h_width, up_gate_tile, &task, bytes);
+    free(schedule);
     return status;
 }

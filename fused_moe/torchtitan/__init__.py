@@ -1,26 +1,25 @@
-"""fused_moe inside torchtitan: its MoE layers computed by our kernels, everything else as it was.
+"""fused_moe inside torchtitan: our kernels compute its MoE layers, everything else is unchanged.
 
-Parameters, names, buffers, initialisation, sharding, load balancing and FLOP accounting stay the host's,
-so a checkpoint written with the stock layer loads here and the other way round. Releases 0.2.x are
-reached through their model converters:
+Parameters, names, buffers, initialisation, sharding, load balancing and FLOP accounting stay torchtitan's.
+So checkpoints of the stock layer load here, and the other way round. Releases 0.2.x use a model converter:
 
     --experimental.custom_import=fused_moe.torchtitan --model.converters=fused_moe
 
-and later ones through their overrides, of which the first three exclude each other:
+Later releases use overrides, of which the first three exclude each other:
 
     --override.imports fused_moe.torchtitan.fused_moe             router, experts and combine
     --override.imports fused_moe.torchtitan.fused_routed_experts  experts and combine
-    --override.imports fused_moe.torchtitan.fused_experts         the grouped products alone
-    --override.imports fused_moe.torchtitan.selective_ac          our operators in selective checkpointing
+    --override.imports fused_moe.torchtitan.fused_experts         the grouped GEMMs and activation only
+    --override.imports fused_moe.torchtitan.selective_ac          selective checkpointing saves our operators
 
-Names in torchtitan move between versions, so features are looked for and versions never compared.
+torchtitan moves names between versions, so this package looks for features and never compares versions.
 """
 
 from importlib.util import find_spec
 
 
 def _has(name: str) -> bool:
-    """Whether a module is there. find_spec imports what is above it, which may be missing itself."""
+    """Whether a module exists. find_spec imports its parent packages, which may be missing too."""
     try:
         return find_spec(name) is not None
     except ImportError:

@@ -1,7 +1,7 @@
-"""torchtitan 0.2.x: a model converter that changes the classes of the MoE layers and nothing else.
+"""torchtitan 0.2.x: a model converter that changes only the classes of the MoE layers.
 
-A converter runs on the meta device, before parallelisation, so the modules and their parameters have to
-stay the same objects. The layers remain subclasses of torchtitan's: its compile and FSDP code asks for them.
+A converter runs on the meta device, before parallelisation, so modules and parameters must stay the same
+objects. The new classes are subclasses of torchtitan's: its compile and FSDP code checks for those.
 """
 
 from __future__ import annotations
@@ -19,65 +19,65 @@ from .layer import SAVED_OPS, Routing, choose, combine, routed_rows, run_experts
 
 
 class FusedGroupedExperts(GroupedExperts):
-    """The experts behind any dispatcher: the hooks of EP and TP stay around forward."""
+    """The experts behind any dispatcher. EP and TP hook their forward as before."""
 
     def forward(self, x: Tensor, num_tokens_per_expert: Tensor, routing: Routing | None = None) -> Tensor:
         """x (R, D) rows grouped by expert, or (T, D) tokens with a routing -> the same shape."""
-        # Where the stock layer multiplies one expert after another it does so in x's dtype.
+        # The stock layer's for-loop computes in x's dtype, its grouped_mm in bfloat16.
         dtype = torch.bfloat16 if self.use_grouped_mm else None
         weights = (self.w1, self.w2, self.w3)
         return run_experts(x, weights, num_tokens_per_expert, routing, dtype=dtype)
 
 
 class FusedMoE(MoE):
-    """The routed path in our kernels, all but the way to experts on other ranks and back."""
+    """Our kernels compute the routed path, except the exchange with other ranks."""
 
     def forward(self, x: Tensor) -> Tensor:
         """x (B, L, D) -> (B, L, D)."""
-        if self.router._debug_force_load_balance or _is_spread_over(self.router.gate.weight, "tp"):
-            return super().forward(x)  # hooks of tensor parallelism take part in what lies between
+        if self.router._debug_force_load_balance or _is_sharded_over(self.router.gate.weight, "tp"):
+            return super().forward(x)  # tensor parallelism hooks the modules in between
         tokens = x.view(-1, x.size(-1))
         score_on = "input" if self.score_before_experts else "output"
         routing = choose(self.router, self.router.gate(tokens), self.expert_bias, score_on)
         counts = routing.plan.counts
         with torch.no_grad():
             self.tokens_per_expert.add_(counts)
-        is_expert_parallel = _is_spread_over(self.experts.w1, "ep")
+        is_expert_parallel = _is_sharded_over(self.experts.w1, "ep")
         if is_expert_parallel:
             routed = self.experts(routed_rows(tokens, routing), counts.long())
         else:
             routed = self.experts(tokens, counts, routing=routing)
-        # As in the stock layer, while rows are on their way back.
+        # As in the stock layer, they run while the combine's all-to-all is in flight.
         shared = self.shared_experts(tokens) if self.shared_experts is not None else None
         out = combine(routed, routing) if is_expert_parallel else routed
         return (out if shared is None else shared + out).view(x.shape)
 
 
-def _is_spread_over(weight: Tensor, dim: str) -> bool:
-    """Whether a weight is spread over a dimension of this name."""
+def _is_sharded_over(weight: Tensor, dim: str) -> bool:
+    """Whether a weight is a DTensor on a mesh with a dimension of this name."""
     return isinstance(weight, DTensor) and dim in (weight.device_mesh.mesh_dim_names or ())
 
 
 class FusedMoEConverter:
     """torchtitan's ModelConverter, registered as "fused_moe".
 
-    Layers of classes derived from torchtitan's keep what they compute, and so do weights that a converter
-    named before this one has quantised. Of a DeepEP layer, and under tensor parallelism, the experts are
-    fused. Selective checkpointing of every model that is imported learns our operators.
+    Layers of classes derived from torchtitan's are not converted, nor are weights that an earlier converter
+    has quantised. In a DeepEP layer, and under tensor parallelism, only the experts are fused. Selective
+    checkpointing of every imported model saves our operators, too.
     """
 
     def __init__(self, job_config, parallel_dims):
-        """Takes what the protocol gives; nothing here depends on it."""
+        """The protocol's arguments, which are not used."""
 
     def convert(self, model: nn.Module) -> None:
-        """Changes the model's MoE layers in place.
+        """Converts the model's MoE layers in place.
 
         Raises:
-            ValueError: if it has none that can be fused.
+            ValueError: if no layer can be converted.
         """
         converted = 0
         for module in model.modules():
-            # A layer comes before its parts, so its experts are still torchtitan's here.
+            # modules() yields a layer before its experts, which are still torchtitan's here.
             if type(module) is MoE and _is_stock(module):
                 module.__class__ = FusedMoE
             elif _has_stock_experts(module):
@@ -90,7 +90,7 @@ class FusedMoEConverter:
         logger.info(f"fused_moe: {converted} MoE layers converted")
 
     def post_optimizer_hook(self, model) -> None:
-        """Nothing: the load balancing hook is torchtitan's own."""
+        """Does nothing: torchtitan's load balancing hook remains."""
 
 
 def _is_stock(layer: MoE) -> bool:
@@ -98,15 +98,15 @@ def _is_stock(layer: MoE) -> bool:
 
 
 def _has_stock_experts(module: nn.Module) -> bool:
-    """Of torchtitan's class and with plain weights: a converter that quantises changes these alone."""
+    """Whether it is torchtitan's class, with plain weights: quantising converters change only the weights."""
     return type(module) is GroupedExperts and all(type(p) is nn.Parameter for p in module.parameters())
 
 
 def _selective_save_lists() -> list[set]:
-    """Each model's parallelize module has a list of its own, by this name."""
-    modules = list(sys.modules.values())  # some are None: imports that somebody has blocked
+    """The save lists of all models: each parallelize module has one, under this name."""
+    modules = list(sys.modules.values())  # None: a blocked import
     lists = (getattr(module, "__dict__", {}).get("_op_sac_save_list") for module in modules)
-    return [found for found in lists if isinstance(found, set)]
+    return [save_list for save_list in lists if isinstance(save_list, set)]
 
 
 register_model_converter(FusedMoEConverter, "fused_moe")

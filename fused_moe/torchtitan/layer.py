@@ -1,4 +1,4 @@
-"""What the adapters of every torchtitan share: routing as its router asks, experts on its weights.
+"""What the adapters of all torchtitan releases share: its router's settings, and experts on its weights.
 
 Letters: T tokens, D model width, F expert hidden width, E experts, K experts per token, R rows.
 """
@@ -15,25 +15,25 @@ from .. import function
 from ..ops import ops, route_plan
 from ..plan import Plan
 
-# What selective checkpointing keeps. The routing is small, and kept it cannot change in recomputation. Of the
-# experts' two products only the later one is kept, as torchtitan keeps every second mm: its result spares a
-# third of the work, while the earlier one's h and a are the bulk of a layer's activations.
+# What selective checkpointing saves. The routing is small, and must not change in recomputation. Of the
+# experts' two operators only experts_down is saved, as torchtitan saves every second mm: that avoids a third
+# of the recomputation, whereas h and a of experts_up are the bulk of a layer's activations.
 SAVED_OPS = frozenset(op.default for op in (ops.route, ops.route_plan, ops.count_plan, ops.experts_down))
 
 
 class Routing(NamedTuple):
-    """Who computes which token: one keyword argument that passes through the host's modules and hooks."""
+    """Which experts compute which token, as one keyword argument for torchtitan's modules and hooks."""
 
     scores: Tensor  # (T, K) float32
     ids: Tensor  # (T, K)
-    plan: Plan | None = None  # of ids, where it exists already
+    plan: Plan | None = None  # of ids, if it has been computed already
     score_on: str = "output"
 
 
 def choose(
     router: nn.Module, logits: Tensor, expert_bias: Tensor | None, score_on: str = "output"
 ) -> Routing:
-    """The routing of logits (T, E) by the attributes of torchtitan's TokenChoiceTopKRouter, with its plan."""
+    """The routing of logits (T, E) by the attributes of torchtitan's TokenChoiceTopKRouter, and its plan."""
     scores, ids = function.route(
         logits,
         router.top_k,
@@ -48,9 +48,9 @@ def choose(
 
 
 def routed_rows(x: Tensor, routing: Routing) -> Tensor:
-    """The rows that a dispatcher shall take to the experts: x (T, D) -> (T * K, D), grouped by expert."""
+    """The rows for a dispatcher to send to the experts: x (T, D) -> (T * K, D), grouped by expert."""
     plan = routing.plan
-    rows = ops.permute(x, plan.offsets, plan.row_token, plan.row_slot, plan.token_row)
+    rows = ops.permute(x, plan.tensors)
     if routing.score_on == "output":
         return rows
     scores = routing.scores.flatten().index_select(0, plan.row_slot)
@@ -58,9 +58,9 @@ def routed_rows(x: Tensor, routing: Routing) -> Tensor:
 
 
 def combine(rows: Tensor, routing: Routing) -> Tensor:
-    """What the dispatcher has brought back, every token's rows summed: (T * K, D) -> (T, D)."""
+    """Sums every token's rows, which a dispatcher has sent back: (T * K, D) -> (T, D)."""
     plan = routing.plan
-    # For torch.compile, which sees a length that the exchange decides.
+    # For torch.compile, to which the length that the exchange returns is data-dependent.
     torch._check(rows.size(0) == plan.row_slot.size(0))
     return function.unpermute(rows, plan, routing.scores if routing.score_on == "output" else None)
 
@@ -73,13 +73,13 @@ def run_experts(
     *,
     dtype: torch.dtype | None,
 ) -> Tensor:
-    """The experts of this rank, on tokens or on rows that a dispatcher has brought.
+    """The experts of this rank, on tokens or on rows from a dispatcher.
 
     Args:
         x: with a routing (T, D), without (R, D) grouped by expert; rows past counts.sum() may be garbage.
         weights: gate (E, F, D), down (E, D, F), up (E, F, D), local or DTensor, of any floating dtype.
-        counts: (E,) of any integer dtype; not read with a routing.
-        dtype: of the products; None is x's, or autocast's.
+        counts: (E,) of any integer dtype; ignored with a routing.
+        dtype: of the GEMMs; None: x's, or autocast's.
 
     Returns:
         The shape and dtype of x.

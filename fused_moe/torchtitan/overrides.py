@@ -1,8 +1,8 @@
 """torchtitan 0.3.0 and later: overrides that replace Config nodes before the model is built.
 
-Each class derives from the one that it replaces and has its parameters, so initialisation, sharding and
-state dicts are inherited. Names of forward's arguments are part of the host's sharding contract and differ
-between versions: functools.wraps lends each forward the host's own signature.
+Each class derives from the one that it replaces and has the same parameters, so it inherits initialisation,
+sharding and state dicts. torchtitan's sharding relies on the names of forward's arguments, which differ
+between versions: functools.wraps gives each forward torchtitan's signature.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from .layer import SAVED_OPS, Routing, choose, combine, routed_rows, run_experts
 
 
 class FusedGroupedExperts(GroupedExperts):
-    """The experts behind any dispatcher, or on tokens with a routing."""
+    """The experts behind any dispatcher; with a routing, on tokens."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(GroupedExperts.Config):
@@ -40,9 +40,9 @@ class FusedGroupedExperts(GroupedExperts):
 
 
 class FusedTokenDispatcher(AllToAllTokenDispatcher):
-    """torchtitan's exchange between ranks; the rows that it takes and the sum of what it brings are ours.
+    """torchtitan's exchange between ranks, with our permute before it and our weighted sum after it.
 
-    Alone on a rank, or where SPMD types are checked, it is torchtitan's as a whole.
+    On a single rank, or where SPMD types are checked, it is torchtitan's dispatcher unchanged.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -53,7 +53,7 @@ class FusedTokenDispatcher(AllToAllTokenDispatcher):
         if self.ep_mesh is None or get_spmd_backend() == "spmd_types":
             return super()._local_reorder(x, scores, ids)
         routing = Routing(scores, ids, route_plan(ids, self.num_experts))
-        return routed_rows(x, routing), routing, scores  # dispatch hands the last two on to combine
+        return routed_rows(x, routing), routing, scores  # dispatch passes the last two on to combine
 
     def combine(self, rows: Tensor, metadata, x: Tensor) -> Tensor:
         routing = metadata.token_indices_experts_sorted_N
@@ -64,13 +64,13 @@ class FusedTokenDispatcher(AllToAllTokenDispatcher):
         return combine(self._combine_token_exchange(rows, group, *splits), routing)
 
 
-# What FusedTokenDispatcher is made of; where a release has other parts, its dispatcher stays as it is.
+# The methods that FusedTokenDispatcher relies on. In a release without them the dispatcher is not replaced.
 DISPATCHER_PARTS = ("_local_reorder", "_unpermute", "_combine_token_exchange")
 HAS_DISPATCHER_PARTS = all(hasattr(AllToAllTokenDispatcher, name) for name in DISPATCHER_PARTS)
 
 
 class FusedRoutedExperts(RoutedExperts):
-    """From scores and ids to combined tokens in our kernels, unless rows come from other ranks."""
+    """Our kernels compute everything from scores and ids to combined tokens, if all experts are local."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(RoutedExperts.Config):
@@ -96,7 +96,7 @@ class FusedRoutedExperts(RoutedExperts):
 
 
 class FusedMoE(MoE):
-    """The whole routed path in our kernels, unless experts live on other ranks."""
+    """Our kernels compute the whole routed path, if all experts are local."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(MoE.Config):
@@ -106,7 +106,7 @@ class FusedMoE(MoE):
     def forward(self, x: Tensor) -> Tensor:
         if not self._routes_here(x):
             return super().forward(x)
-        with torch.autocast(x.device.type, dtype=torch.float32):  # as the stock router
+        with torch.autocast(x.device.type, dtype=torch.float32):  # as in the stock router
             logits = self.router.gate(x)
         routing = choose(self.router, logits.flatten(0, -2), self.expert_bias_E)
         counts = routing.plan.counts
@@ -119,9 +119,9 @@ class FusedMoE(MoE):
         return out if self.shared_experts is None else out + self.shared_experts(x)
 
     def _routes_here(self, x: Tensor) -> bool:
-        """Whether all experts are here, and x is a tensor that our router can take.
+        """Whether all experts are local, and our router supports x.
 
-        A DTensor it is not, and under SPMD type checking an operator needs a rule of its types.
+        It does not support DTensors, nor SPMD type checking, for which its operator has no rule.
         """
         return (
             self.routed_experts.is_local
@@ -132,7 +132,7 @@ class FusedMoE(MoE):
 
 
 class FusedSelectiveAC(SelectiveAC):
-    """Selective checkpointing that keeps what of ours is dear to compute again."""
+    """Selective checkpointing that also saves our operators that are expensive to recompute."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(SelectiveAC.Config):
@@ -146,10 +146,10 @@ class FusedSelectiveAC(SelectiveAC):
 
 
 def _override(target: type, description: str):
-    """torchtitan's override of exactly this Config, not of quantised or other models' subclasses."""
+    """torchtitan's override of exactly this Config, not of its subclasses (quantised, or other models')."""
 
     def register(factory):
-        # torchtitan names an override by its factory's module: the package, as users write it.
+        # torchtitan names an override by its factory's module. Users write the package's name.
         factory.__module__ = __package__
         return override(target=target, exact=True, description=description)(factory)
 
@@ -158,13 +158,13 @@ def _override(target: type, description: str):
 
 @_override(GroupedExperts.Config, "fused_moe: grouped SwiGLU of the routed experts")
 def fused_experts(cfg: GroupedExperts.Config) -> GroupedExperts.Config:
-    """The experts alone, behind torchtitan's own dispatch and combine."""
+    """Only the experts, behind torchtitan's dispatch and combine."""
     return derive(cfg, FusedGroupedExperts.Config)
 
 
 @_override(RoutedExperts.Config, "fused_moe: dispatch, experts and combine")
 def fused_routed_experts(cfg: RoutedExperts.Config) -> RoutedExperts.Config:
-    """Experts, dispatch and combine, but for the exchange between ranks. Other experts stay as they are."""
+    """Experts, dispatch and combine, except the exchange between ranks. Other experts are not replaced."""
     if type(cfg.inner_experts) is not GroupedExperts.Config:
         return cfg
     dispatcher = cfg.token_dispatcher
@@ -176,7 +176,7 @@ def fused_routed_experts(cfg: RoutedExperts.Config) -> RoutedExperts.Config:
 
 @_override(MoE.Config, "fused_moe: router, dispatch, experts and combine")
 def fused_moe(cfg: MoE.Config) -> MoE.Config:
-    """The routed half of the layer, router included. A router of another class keeps its own computation."""
+    """The routed part of the layer, router included. A router of another class is not replaced."""
     if type(cfg.routed_experts) is not RoutedExperts.Config:
         return cfg
     routed_experts = fused_routed_experts(cfg.routed_experts)
@@ -186,5 +186,5 @@ def fused_moe(cfg: MoE.Config) -> MoE.Config:
 
 @_override(SelectiveAC.Config, "fused_moe: operators that selective checkpointing saves")
 def selective_ac(cfg: SelectiveAC.Config) -> SelectiveAC.Config:
-    """torchtitan's save list and our operators."""
+    """torchtitan's save list with our operators added."""
     return derive(cfg, FusedSelectiveAC.Config)

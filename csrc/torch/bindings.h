@@ -1,0 +1,176 @@
+/* What the files of the bindings share. An operator checks its arguments, fills a struct of fused_moe.h and
+ * runs it.
+ *
+ * The bindings are the only code that sees torch. They are written against PyTorch's stable ABI (target
+ * 2.10), so one library serves every PyTorch from there on. Shapes are those of fused_moe.h. */
+#ifndef FUSED_MOE_TORCH_BINDINGS_H
+#define FUSED_MOE_TORCH_BINDINGS_H
+
+#include <torch/csrc/stable/accelerator.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <initializer_list>
+#include <optional>
+#include <type_traits>
+#include <vector>
+
+#include "../activation.h"
+#include "../fused_moe.h"
+#include "../schedule.h"
+#include "checks.h"
+
+using Constants = std::vector<double>; /* alpha, limit */
+
+/* A function of the CUDA tiers; a CPU build has none. */
+#ifdef FUSED_MOE_WITH_CUDA
+#define CUDA(function) function
+#else
+#define CUDA(function) nullptr
+#endif
+
+/* --- running: workspace.cpp ----------------------------------------------------------------------------- */
+
+/* One call of an operator: on x's device, whichever is current, and on its current stream. */
+struct Call {
+    const char *op;
+    bool is_cuda;
+    int32_t device;
+    void *stream;
+    std::optional<torch::stable::accelerator::DeviceGuard> guard;
+};
+
+Call begin_call(const char *op, const Tensor &x);
+void check_status(const Call &call, int status);
+
+template <typename Params>
+using CpuFunction = int (*)(const Params *);
+template <typename Params>
+using CudaFunction = int (*)(const Params *, void *stream);
+template <typename Params>
+using SelectFunction = int (*)(Params *);
+
+template <typename Params>
+void run(const Call &call, const Params &p, std::type_identity_t<CpuFunction<Params>> cpu,
+         std::type_identity_t<CudaFunction<Params>> cuda) {
+    check_status(call, call.is_cuda ? cuda(&p, call.stream) : cpu(&p));
+}
+
+/* A workspace's memory; alive until the call is launched. */
+struct WorkspaceTensors {
+    OptTensor data, counters;
+};
+
+/* What the selected tier needs: memory, and zeroed counters. */
+void provide_workspace(const Call &call, const Tensor &x, FusedMoeWorkspace *workspace,
+                       WorkspaceTensors *tensors);
+
+/* Of an operator that several tiers have. */
+template <typename Params>
+void run_tiered(const Call &call, Params &p, const Tensor &x, std::type_identity_t<CpuFunction<Params>> cpu,
+                std::type_identity_t<SelectFunction<Params>> select,
+                std::type_identity_t<CudaFunction<Params>> cuda) {
+    WorkspaceTensors tensors;
+    if (call.is_cuda) {
+        check_status(call, select(&p));
+        provide_workspace(call, x, &p.workspace, &tensors);
+    }
+    run(call, p, cpu, cuda);
+}
+
+/* --- tensors: tensors.cpp ------------------------------------------------------------------------------- */
+
+/* Fresh, on like's device, of like's dtype unless another one is given. */
+Tensor new_tensor(const Tensor &like, std::initializer_list<int64_t> shape,
+                  std::optional<ScalarType> dtype = {});
+/* In w's own strides: the gradient of a weight has the weight's layout. */
+Tensor new_grad(const Tensor &w);
+/* In place of a result that is not needed. */
+Tensor new_empty_result(const Tensor &like, std::optional<ScalarType> dtype = {});
+
+ScalarType score_dtype(const Tensor &x); /* of scores beside x */
+FusedMoeDtype dtype_of(const char *op, const char *name, const Tensor &x, bool floating);
+FusedMoeDtype float_dtype(const char *op, const Tensor &x); /* of the first tensor */
+
+const void *data(const Tensor &x);
+const void *data(const OptTensor &x);
+const int32_t *ints(const Tensor &x);
+int32_t *mutable_ints(const Tensor &x);
+
+Tensor dense(const Tensor &x);
+/* x as a dense matrix or vector of like's dtype on like's device. */
+Tensor operand(const char *op, const char *name, const Tensor &x, const Tensor &like,
+               std::initializer_list<int64_t> shape);
+OptTensor operand(const char *op, const char *name, const OptTensor &x, const Tensor &like,
+                  std::initializer_list<int64_t> shape);
+OptTensor scores_of(const char *op, const OptTensor &scores, const Tensor &x,
+                    std::initializer_list<int64_t> shape);
+
+/* A weight (E, out, in), in whatever strides it has. */
+FusedMoeWeight weight(const Tensor &w);
+FusedMoeWeight weight(const char *op, const char *name, const Tensor &w, const Tensor &like,
+                      std::initializer_list<int64_t> shape);
+FusedMoeWeight transposed(FusedMoeWeight w);
+/* The float32 gradient of a weight, in whatever strides it has, that a GEMM of operands like `like` is added
+ * to. */
+FusedMoeWeight main_grad(const char *op, const char *name, const Tensor &grad, const Tensor &like,
+                         std::initializer_list<int64_t> shape);
+
+/* A dense int32 tensor on x's device. */
+Tensor index_tensor(const char *op, const char *name, const Tensor &map, const Tensor &x, int64_t dim);
+/* Cumulative ends (E,), as torch._grouped_mm takes them. */
+Tensor offs_of(const char *op, const Tensor &offsets, const Tensor &x);
+
+/* A checked plan: the struct that points into its tensors, and copies of those that are not dense. */
+struct RowMap {
+    FusedMoeRowMap p;
+    bool has_maps; /* not told by p's pointers: those of empty tensors are NULL */
+    std::vector<Tensor> copies;
+};
+
+/* Whether x has a row for each token, or for each row. */
+enum class RowsOf { TOKENS, ROWS };
+
+/* Of [offsets, schedule] or [offsets, schedule, row_token, row_slot, token_row]; E 0: of any number of
+ * experts. */
+RowMap row_map_of(const char *op, const Tensor &x, RowsOf rows_of, int64_t E, const TensorList &plan);
+/* The same where the plan has to have all five tensors. */
+RowMap full_row_map_of(const char *op, const Tensor &x, RowsOf rows_of, const TensorList &plan);
+
+/* --- what operators are made of ------------------------------------------------------------------------- */
+
+/* rows.cpp */
+void run_unpermute(const Call &call, const Tensor &rows, const OptTensor &scores, const RowMap &map,
+                   const Tensor &out);
+/* drows and dscores may be absent; rows only matter to dscores. */
+void run_unpermute_backward(const Call &call, const Tensor &dout, const OptTensor &rows,
+                            const OptTensor &scores, const RowMap &map, const OptTensor &drows,
+                            const OptTensor &dscores);
+
+/* gemm.cpp */
+/* The experts' rows; schedule is NULL where offs comes from the caller, unchecked. */
+struct Grouping {
+    const int32_t *offs, *schedule;
+    int64_t E;
+};
+
+Grouping grouping_of(const RowMap &map);
+/* out = a b[0]^T + bias; with b[1] the sum of both GEMMs, each on its part of a's columns. */
+void run_grouped_mm(const Call &call, const Tensor &a, const FusedMoeWeight b[2], const int64_t N[2],
+                    const OptTensor &bias, const Grouping &grouping, const Tensor &out);
+
+/* The second operand of a weight gradient: read through row_token, and multiplied by its scores. */
+struct GatheredRows {
+    const Tensor *rows;
+    const int32_t *row_token, *row_slot; /* NULL: row r is row r */
+    const Tensor *scores;                /* NULL: ones */
+};
+
+/* Either of dw may be absent. accumulate: they are main_grads. */
+void run_wgrad(const Call &call, const Tensor &a, const GatheredRows &b, const FusedMoeWeight dw[2],
+               const int64_t M[2], bool accumulate, const Grouping &grouping);
+/* db[e] = sum of score * row, over R rows. */
+void run_bias_grad(const Call &call, const GatheredRows &rows, int64_t R, const Grouping &grouping,
+                   const Tensor &db);
+
+#endif

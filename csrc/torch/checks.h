@@ -1,0 +1,33 @@
+/* The checks that memory safety needs when torch.ops is called directly. A failed one throws, with what was
+ * expected and what was found; friendly ones, with TypeError and ValueError, are in fused_moe/function.py. */
+#ifndef FUSED_MOE_TORCH_CHECKS_H
+#define FUSED_MOE_TORCH_CHECKS_H
+
+#include <torch/csrc/stable/tensor.h>
+
+#include <initializer_list>
+#include <optional>
+#include <string>
+#include <vector>
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+using OptTensor = std::optional<Tensor>;
+using TensorList = std::vector<Tensor>;
+
+/* Kernels count rows and columns in 32 bits, some tiles past the last one, and two elements per column. */
+inline constexpr int64_t MAX_ROWS = INT32_MAX - 1024, MAX_WIDTH = INT32_MAX / 2 - 1024,
+                         MAX_EXPERTS = INT32_MAX / 8;
+
+std::string shape_text(const Tensor &x);
+
+void check(bool ok, const char *op, const char *expected);
+void check_dim(const char *op, const char *name, const Tensor &x, int64_t dim);
+void check_shape(const char *op, const char *name, const Tensor &x, std::initializer_list<int64_t> shape);
+void check_dtype(const char *op, const char *name, const Tensor &x, ScalarType dtype);
+void check_device(const char *op, const char *name, const Tensor &x, const Tensor &like);
+void check_size(const char *op, const char *name, int64_t found, int64_t low, int64_t high);
+/* Every size of x from `first` on is at least one. */
+void check_widths(const char *op, const char *name, const Tensor &x, int64_t first);
+
+#endif

@@ -1,0 +1,320 @@
+/* The experts, in two sides with h between them: up_gate and its gradients, the down GEMM and its gradients.
+ *
+ * The main_grads given to experts_up and experts_down are there for the autograd formula, which hands them to
+ * the backward operators. No forward touches them. */
+#include "operators.h"
+
+/* --- shapes --------------------------------------------------------------------------------------------- */
+
+struct Width {
+    int64_t E, D, F, H, w1_rows;
+};
+
+/* From w1 (E, F or 2F, D). */
+static Width width_of(const char *op, const Tensor &w1, const OptTensor &w3, int64_t layout) {
+    check_dim(op, "w1", w1, 3);
+    check_size(op, "layout", layout, FUSED_MOE_SEPARATE, FUSED_MOE_UNGATED);
+    check((layout == FUSED_MOE_SEPARATE) == w3.has_value(), op, "w3 with layout separate and with no other");
+    bool packed = layout == FUSED_MOE_HALVES || layout == FUSED_MOE_INTERLEAVED;
+    int64_t rows = w1.size(1), F = packed ? rows / 2 : rows;
+    STD_TORCH_CHECK(w1.size(0) >= 1 && w1.size(2) >= 1 && rows >= 1 && !(packed && rows % 2),
+                    "fused_moe::", op, ": expected w1 of E, D, F >= 1 (2F even), found ", shape_text(w1));
+    return {w1.size(0), w1.size(2), F, layout == FUSED_MOE_UNGATED ? F : 2 * F, rows};
+}
+
+static FusedMoeActivation activation_of(const char *op, int64_t kind, const Constants &constants) {
+    check_size(op, "activation", kind, 0, FUSED_MOE_NUM_ACTIVATIONS - 1);
+    check(constants.size() == 2, op, "constants of [alpha, limit]");
+    return {(int32_t)kind, constants[0], constants[1]};
+}
+
+/* The weights of the up side; w3's data is NULL where there is none. */
+struct UpWeights {
+    FusedMoeWeight w1, w3;
+};
+
+static UpWeights up_weights(const char *op, const Tensor &w1, const OptTensor &w3, const Tensor &like,
+                            const Width &s) {
+    UpWeights weights = {weight(op, "w1", w1, like, {s.E, s.w1_rows, s.D}), {}};
+    if (w3) weights.w3 = weight(op, "w3", *w3, like, {s.E, s.F, s.D});
+    return weights;
+}
+
+static void check_scores(const char *op, const OptTensor &scores, const RowMap &map) {
+    check(!scores || map.has_maps, op, "a plan with row maps beside scores");
+}
+
+/* --- up side -------------------------------------------------------------------------------------------- */
+
+std::tuple<Tensor, Tensor> experts_up(const Tensor &x_, const Tensor &w1, const OptTensor &w3,
+                                      const OptTensor &b1_, const OptTensor &b3_, const OptTensor &scores_,
+                                      const TensorList &plan, int64_t layout, int64_t activation,
+                                      const Constants &constants, bool save_h, const OptTensor &,
+                                      const OptTensor &) {
+    const char *op = "experts_up";
+    check_dim(op, "x", x_, 2);
+    Tensor x = dense(x_);
+    Width s = width_of(op, w1, w3, layout);
+    RowMap map = row_map_of(op, x, RowsOf::TOKENS, s.E, plan);
+    OptTensor b1 = operand(op, "b1", b1_, x, {s.E, s.w1_rows}), b3 = operand(op, "b3", b3_, x, {s.E, s.F});
+    OptTensor scores = scores_of(op, scores_, x, {map.p.T, map.p.K});
+    check_size(op, "x's width", x.size(1), s.D, s.D);
+    check_scores(op, scores, map);
+    check(w3 || !b3, op, "b3 with w3 and not without");
+    UpWeights weights = up_weights(op, w1, w3, x, s);
+    FusedMoeUpGate p = {};
+    p.activation = activation_of(op, activation, constants);
+    p.dtype = float_dtype(op, x);
+
+    Call call = begin_call(op, x);
+    Tensor h = new_tensor(x, {save_h ? map.p.R : 0, s.H}), a = new_tensor(x, {map.p.R, s.F});
+    p.x = data(x);
+    p.scores = data(scores);
+    p.w1 = weights.w1;
+    p.w3 = weights.w3;
+    p.b1 = data(b1);
+    p.b3 = data(b3);
+    p.h = save_h ? h.mutable_data_ptr() : nullptr;
+    p.a = a.mutable_data_ptr();
+    p.row_map = map.p;
+    p.D = s.D;
+    p.F = s.F;
+    p.layout = (FusedMoeLayout)layout;
+    run_tiered(call, p, x, fused_moe_cpu_up_gate, CUDA(fused_moe_cuda_select_up_gate),
+               CUDA(fused_moe_cuda_up_gate));
+    return {h, a};
+}
+
+std::tuple<Tensor, Tensor> up_gate(const Tensor &x, const Tensor &w1, const OptTensor &w3,
+                                   const OptTensor &b1, const OptTensor &b3, const TensorList &plan,
+                                   int64_t layout, int64_t activation, const Constants &constants) {
+    return experts_up(x, w1, w3, b1, b3, {}, plan, layout, activation, constants, true, {}, {});
+}
+
+/* dx_rows = dh w1, or dgate w1 + dup w3. */
+static Tensor run_up_dgrad(const Call &call, const Tensor &dh, const UpWeights &weights, const Width &s,
+                           const RowMap &map) {
+    const FusedMoeWeight b[2] = {transposed(weights.w1), transposed(weights.w3)};
+    const int64_t N[2] = {s.w1_rows, weights.w3.data ? s.F : 0};
+    Tensor dx_rows = new_tensor(dh, {map.p.R, s.D});
+    run_grouped_mm(call, dh, b, N, {}, grouping_of(map), dx_rows);
+    return dx_rows;
+}
+
+Tensor up_dgrad(const Tensor &dh_, const Tensor &w1, const OptTensor &w3, const TensorList &plan,
+                int64_t layout) {
+    const char *op = "up_dgrad";
+    Width s = width_of(op, w1, w3, layout);
+    check_dim(op, "dh", dh_, 2);
+    Tensor dh = operand(op, "dh", dh_, dh_, {dh_.size(0), s.H});
+    RowMap map = row_map_of(op, dh, RowsOf::ROWS, s.E, plan);
+    UpWeights weights = up_weights(op, w1, w3, dh, s);
+    (void)float_dtype(op, dh);
+    return run_up_dgrad(begin_call(op, dh), dh, weights, s, map);
+}
+
+/* A weight's gradient is added to its main_grad where there is one; dw1 and dw3 are then empty. */
+UpGrads experts_up_backward_accumulate(const Tensor &dh_, const Tensor &x_, const Tensor &w1,
+                                       const OptTensor &w3, const OptTensor &scores_, const TensorList &plan,
+                                       int64_t layout, bool need_dx, bool need_dw1, bool need_dw3,
+                                       bool need_db1, bool need_db3, bool need_dscores,
+                                       const OptTensor &main_grad1, const OptTensor &main_grad3) {
+    const char *op = "experts_up_backward";
+    check_dim(op, "x", x_, 2);
+    Tensor x = dense(x_);
+    Width s = width_of(op, w1, w3, layout);
+    RowMap map = row_map_of(op, x, RowsOf::TOKENS, s.E, plan);
+    int64_t T = map.p.T, K = map.p.K, R = map.p.R;
+    Tensor dh = operand(op, "dh", dh_, x, {R, s.H});
+    OptTensor scores = scores_of(op, scores_, x, {T, K});
+    check_size(op, "x's width", x.size(1), s.D, s.D);
+    check_scores(op, scores, map);
+    check((w3 || !(need_dw3 || need_db3)) && (scores || !need_dscores), op,
+          "w3 and scores where their gradients are needed");
+    UpWeights weights = up_weights(op, w1, w3, x, s);
+    FusedMoeWeight sums[2] = {}, fresh[2] = {};
+    if (need_dw1 && main_grad1) sums[0] = main_grad(op, "main_grad1", *main_grad1, x, {s.E, s.w1_rows, s.D});
+    if (need_dw3 && main_grad3) sums[1] = main_grad(op, "main_grad3", *main_grad3, x, {s.E, s.F, s.D});
+    (void)float_dtype(op, x);
+
+    Call call = begin_call(op, x);
+    OptTensor dx, dw1, dw3, db1, db3, dscores;
+    if (need_dx || need_dscores) {
+        Tensor dx_rows = run_up_dgrad(call, dh, weights, s, map);
+        if (need_dscores) {
+            dscores = new_tensor(x, {T, K}, score_dtype(x));
+            run_unpermute_backward(call, x, dx_rows, {}, map, {}, dscores);
+        }
+        if (need_dx && map.has_maps) {
+            dx = new_tensor(x, {T, s.D});
+            run_unpermute(call, dx_rows, scores, map, *dx);
+        } else if (need_dx) {
+            dx = dx_rows;
+        }
+    }
+    if (need_dw1 && !main_grad1) fresh[0] = weight(*(dw1 = new_grad(w1)));
+    if (need_dw3 && !main_grad3) fresh[1] = weight(*(dw3 = new_grad(*w3)));
+    const int64_t M[2] = {s.w1_rows, w3 ? s.F : 0};
+    const GatheredRows x_rows = {&x, map.p.row_token, map.p.row_slot, scores ? &*scores : nullptr};
+    run_wgrad(call, dh, x_rows, fresh, M, false, grouping_of(map));
+    run_wgrad(call, dh, x_rows, sums, M, true, grouping_of(map));
+    if (need_db1 || need_db3) {
+        Tensor db = new_tensor(x, {s.E, s.H});
+        run_bias_grad(call, {&dh, nullptr, nullptr, nullptr}, R, grouping_of(map), db);
+        if (need_db1) db1 = w3 ? torch::stable::contiguous(torch::stable::narrow(db, 1, 0, s.F)) : db;
+        if (need_db3) db3 = torch::stable::contiguous(torch::stable::narrow(db, 1, s.F, s.F));
+    }
+    for (OptTensor *grad : {&dx, &dw1, &dw3, &db1, &db3})
+        if (!*grad) *grad = new_empty_result(x);
+    if (!dscores) dscores = new_empty_result(x, score_dtype(x));
+    return {*dx, *dw1, *dw3, *db1, *db3, *dscores};
+}
+
+UpGrads experts_up_backward(const Tensor &dh, const Tensor &x, const Tensor &w1, const OptTensor &w3,
+                            const OptTensor &scores, const TensorList &plan, int64_t layout, bool need_dx,
+                            bool need_dw1, bool need_dw3, bool need_db1, bool need_db3, bool need_dscores) {
+    return experts_up_backward_accumulate(dh, x, w1, w3, scores, plan, layout, need_dx, need_dw1, need_dw3,
+                                          need_db1, need_db3, need_dscores, {}, {});
+}
+
+/* --- down side ------------------------------------------------------------------------------------------ */
+
+Tensor experts_down(const Tensor &a_, const OptTensor &, const Tensor &w2, const OptTensor &b2_,
+                    const OptTensor &scores_, const TensorList &plan, int64_t, int64_t, const Constants &,
+                    const OptTensor &) {
+    const char *op = "experts_down";
+    check_dim(op, "a", a_, 2);
+    check_dim(op, "w2", w2, 3);
+    check_widths(op, "w2", w2, 0);
+    Tensor a = dense(a_);
+    int64_t E = w2.size(0), D = w2.size(1);
+    const int64_t N[2] = {a.size(1), 0};
+    RowMap map = row_map_of(op, a, RowsOf::ROWS, E, plan);
+    OptTensor b2 = operand(op, "b2", b2_, a, {E, D}), scores = scores_of(op, scores_, a, {map.p.T, map.p.K});
+    check_scores(op, scores, map);
+    const FusedMoeWeight b[2] = {weight(op, "w2", w2, a, {E, D, N[0]}), {}};
+    (void)float_dtype(op, a);
+
+    Call call = begin_call(op, a);
+    Tensor y = new_tensor(a, {map.p.R, D});
+    run_grouped_mm(call, a, b, N, b2, grouping_of(map), y);
+    if (!map.has_maps) return y;
+    Tensor out = new_tensor(a, {map.p.T, D});
+    run_unpermute(call, y, scores, map, out);
+    return out;
+}
+
+/* What down_dgrad reads, checked; what it writes is filled in by the caller. */
+struct DownDgrad {
+    Tensor dout, h;
+    OptTensor b2, scores;
+    RowMap map;
+    FusedMoeDownDgrad p;
+};
+
+static DownDgrad down_dgrad_of(const char *op, const Tensor &dout_, const Tensor &w2, const OptTensor &b2,
+                               const Tensor &h, const OptTensor &scores, const TensorList &plan,
+                               int64_t layout, int64_t activation, const Constants &constants) {
+    check_dim(op, "dout", dout_, 2);
+    check_dim(op, "w2", w2, 3);
+    check_widths(op, "w2", w2, 0);
+    check_size(op, "layout", layout, FUSED_MOE_SEPARATE, FUSED_MOE_UNGATED);
+    Tensor dout = dense(dout_);
+    int64_t E = w2.size(0), D = w2.size(1), F = w2.size(2), H = layout == FUSED_MOE_UNGATED ? F : 2 * F;
+    check_shape(op, "dout", dout, {dout.size(0), D});
+    RowMap map = row_map_of(op, dout, RowsOf::TOKENS, E, plan);
+    DownDgrad d = {dout,
+                   operand(op, "h", h, dout, {map.p.R, H}),
+                   operand(op, "b2", b2, dout, {E, D}),
+                   scores_of(op, scores, dout, {map.p.T, map.p.K}),
+                   std::move(map),
+                   {}};
+    check_scores(op, d.scores, d.map);
+    d.p.dout = data(d.dout);
+    d.p.w2 = weight(op, "w2", w2, dout, {E, D, F});
+    d.p.b2 = data(d.b2);
+    d.p.h = data(d.h);
+    d.p.scores = data(d.scores);
+    d.p.row_map = d.map.p;
+    d.p.D = D;
+    d.p.F = F;
+    d.p.layout = (FusedMoeLayout)layout;
+    d.p.activation = activation_of(op, activation, constants);
+    d.p.dtype = float_dtype(op, dout);
+    return d;
+}
+
+static void run_down_dgrad(const Call &call, DownDgrad &d) {
+    run_tiered(call, d.p, d.dout, fused_moe_cpu_down_dgrad, CUDA(fused_moe_cuda_select_down_dgrad),
+               CUDA(fused_moe_cuda_down_dgrad));
+}
+
+std::tuple<Tensor, Tensor, Tensor> down_dgrad(const Tensor &dout, const Tensor &w2, const OptTensor &b2,
+                                              const Tensor &h, const OptTensor &scores,
+                                              const TensorList &plan, int64_t layout, int64_t activation,
+                                              const Constants &constants) {
+    const char *op = "down_dgrad";
+    DownDgrad d = down_dgrad_of(op, dout, w2, b2, h, scores, plan, layout, activation, constants);
+    Call call = begin_call(op, d.dout);
+    Tensor dh = new_tensor(d.h, {d.h.size(0), d.h.size(1)}), a_scaled = new_tensor(d.h, {d.map.p.R, d.p.F});
+    Tensor dscores = new_tensor(d.dout, {d.map.p.T, d.map.p.K}, score_dtype(d.dout));
+    d.p.dh = dh.mutable_data_ptr();
+    d.p.a_scaled = a_scaled.mutable_data_ptr();
+    d.p.dscores = dscores.mutable_data_ptr();
+    run_down_dgrad(call, d);
+    return {dh, a_scaled, dscores};
+}
+
+DownGrads experts_down_backward_accumulate(const Tensor &dout, const Tensor &h, const Tensor &w2,
+                                           const OptTensor &b2, const OptTensor &scores,
+                                           const TensorList &plan, int64_t layout, int64_t activation,
+                                           const Constants &constants, bool need_dh, bool need_dw2,
+                                           bool need_db2, bool need_dscores, const OptTensor &main_grad2) {
+    const char *op = "experts_down_backward";
+    DownDgrad d = down_dgrad_of(op, dout, w2, b2, h, scores, plan, layout, activation, constants);
+    const FusedMoeRowMap &map = d.map.p;
+    int64_t E = map.E, R = map.R, D = d.p.D, F = d.p.F;
+    FusedMoeWeight dw = {};
+    if (need_dw2 && main_grad2) dw = main_grad(op, "main_grad2", *main_grad2, d.dout, {E, D, F});
+
+    Call call = begin_call(op, d.dout);
+    OptTensor dh, a_scaled, dscores, dw2, db2;
+    if (need_dh) {
+        dh = new_tensor(d.h, {d.h.size(0), d.h.size(1)});
+        d.p.dh = dh->mutable_data_ptr();
+    }
+    if (need_dscores) {
+        dscores = new_tensor(d.dout, {map.T, map.K}, score_dtype(d.dout));
+        d.p.dscores = dscores->mutable_data_ptr();
+    }
+    if (need_dw2) {
+        a_scaled = new_tensor(d.dout, {R, F});
+        d.p.a_scaled = a_scaled->mutable_data_ptr();
+    }
+    if (need_dh || need_dscores || need_dw2) run_down_dgrad(call, d);
+    if (need_dw2) {
+        if (!main_grad2) dw = weight(*(dw2 = new_grad(w2)));
+        const FusedMoeWeight parts[2] = {transposed(dw), {}};
+        const int64_t M[2] = {F, 0};
+        const GatheredRows dout_rows = {&d.dout, map.row_token, nullptr, nullptr};
+        run_wgrad(call, *a_scaled, dout_rows, parts, M, main_grad2.has_value(), grouping_of(d.map));
+    }
+    if (need_db2) {
+        db2 = new_tensor(d.dout, {E, D});
+        const GatheredRows dout_rows = {&d.dout, map.row_token, map.row_slot,
+                                        d.scores ? &*d.scores : nullptr};
+        run_bias_grad(call, dout_rows, R, grouping_of(d.map), *db2);
+    }
+    for (OptTensor *grad : {&dh, &dw2, &db2})
+        if (!*grad) *grad = new_empty_result(d.dout);
+    if (!dscores) dscores = new_empty_result(d.dout, score_dtype(d.dout));
+    return {*dh, *dw2, *db2, *dscores};
+}
+
+DownGrads experts_down_backward(const Tensor &dout, const Tensor &h, const Tensor &w2, const OptTensor &b2,
+                                const OptTensor &scores, const TensorList &plan, int64_t layout,
+                                int64_t activation, const Constants &constants, bool need_dh, bool need_dw2,
+                                bool need_db2, bool need_dscores) {
+    return experts_down_backward_accumulate(dout, h, w2, b2, scores, plan, layout, activation, constants,
+                                            need_dh, need_dw2, need_db2, need_dscores, {});
+}

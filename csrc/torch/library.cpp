@@ -1,0 +1,256 @@
+/* The list of operators: their schemas, their functions, and what the library tells of itself.
+ *
+ * An argument that has a gradient, or is written, is an argument of its own: autograd makes no node for a
+ * list that holds None. The others are grouped:
+ *   plan       [offsets, schedule], where row r is token r; or these, row_token, row_slot and token_row
+ *   constants  [alpha, limit] of the activation */
+#include <torch/csrc/stable/library.h>
+
+#include <string>
+
+#include "operators.h"
+
+/* --- facts ---------------------------------------------------------------------------------------------- */
+
+struct Fact {
+    const char *name, *value;
+};
+
+struct Constant {
+    const char *name;
+    int64_t value;
+};
+
+TierCapability tier_capability(int tier) {
+    return tier == FUSED_MOE_TIER_SM90 ? TierCapability{90, 90} : TierCapability{80, INT32_MAX};
+}
+
+/* A build without CUDA kernels has no dispatch.cu to ask, and still tells that its tiers are off. */
+static const char *tier_name(int tier) {
+#ifdef FUSED_MOE_WITH_CUDA
+    return fused_moe_cuda_tier_name(tier);
+#else
+    return tier == FUSED_MOE_TIER_SM90 ? "hopper" : "portable";
+#endif
+}
+
+/* A JSON text, written from front to back. */
+static void write_string(std::string *json, const char *s) {
+    *json += '"';
+    for (; *s; s++) {
+        if (*s == '"' || *s == '\\') *json += '\\';
+        if ((unsigned char)*s >= ' ') *json += *s;
+    }
+    *json += '"';
+}
+
+/* Opens the next member of an object: a comma where it is not the first, and its name. */
+static void write_name(std::string *json, const char *name) {
+    if (json->back() != '{') *json += ',';
+    write_string(json, name);
+    *json += ':';
+}
+
+static void write_strings(std::string *json, int num, const char *(*string_of)(int)) {
+    *json += '[';
+    for (int i = 0; i < num; i++) {
+        if (i) *json += ',';
+        write_string(json, string_of(i));
+    }
+    *json += ']';
+}
+
+static const char *operator_name(int op) {
+    switch (op) {
+    case FUSED_MOE_OP_GROUPED_MM: return "grouped_mm";
+    case FUSED_MOE_OP_UP_GATE: return "up_gate";
+    case FUSED_MOE_OP_DOWN_DGRAD: return "down_dgrad";
+    case FUSED_MOE_OP_WGRAD: return "wgrad";
+    default: return "unknown";
+    }
+}
+
+/* As JSON, so that Python and the tests read no C source: how the library was built, its tiers, best first,
+ * with the compute capabilities that they run on, the reasons and operators that cuda_calls numbers, and
+ * constants. */
+static std::string facts() {
+    static const Fact build[] = {BUILD_INFO};
+    static const Constant constants[] = {
+        {"TILE_ROWS", FUSED_MOE_TILE_ROWS},           {"SKINNY_ROWS", FUSED_MOE_SKINNY_ROWS},
+        {"MIN_SLICE", FUSED_MOE_MIN_SLICE},           {"MAX_CTAS", FUSED_MOE_MAX_CTAS},
+        {"HEAD_WORDS", FUSED_MOE_HEAD_WORDS},         {"NUM_COUNTERS", FUSED_MOE_NUM_COUNTERS},
+        {"DRIVER_TOO_OLD", FUSED_MOE_DRIVER_TOO_OLD}, {"GPU_TOO_OLD", FUSED_MOE_GPU_TOO_OLD},
+        {"NO_SUCH_TIER", FUSED_MOE_NO_SUCH_TIER},
+    };
+    std::string json = "{";
+    write_name(&json, "build");
+    json += '{';
+    for (const Fact &fact : build) {
+        write_name(&json, fact.name);
+        write_string(&json, fact.value);
+    }
+    json += '}';
+    write_name(&json, "tiers");
+    write_strings(&json, FUSED_MOE_NUM_TIERS, tier_name);
+    write_name(&json, "capabilities");
+    for (int tier = 0; tier < FUSED_MOE_NUM_TIERS; tier++) {
+        TierCapability runs_on = tier_capability(tier);
+        json += tier ? ",[" : "[[";
+        json += std::to_string(runs_on.oldest) + "," + std::to_string(runs_on.newest) + "]";
+    }
+    json += ']';
+    write_name(&json, "reasons");
+#ifdef FUSED_MOE_WITH_CUDA
+    write_strings(&json, FUSED_MOE_NUM_REASONS, fused_moe_cuda_reason);
+#else
+    json += "[]";
+#endif
+    write_name(&json, "operators");
+    write_strings(&json, FUSED_MOE_NUM_TIERED_OPS, operator_name);
+    write_name(&json, "constants");
+    json += '{';
+    for (const Constant &constant : constants) {
+        write_name(&json, constant.name);
+        json += std::to_string(constant.value);
+    }
+    return json + "}}";
+}
+
+/* How many calls of an operator each tier had, best first, and why its last one was not dispatched to the
+ * best. */
+static Tensor cuda_calls(int64_t op) {
+    check_size("cuda_calls", "op", op, 0, FUSED_MOE_NUM_TIERED_OPS - 1);
+    FusedMoeCalls calls = {};
+#ifdef FUSED_MOE_WITH_CUDA
+    fused_moe_cuda_calls((FusedMoeTieredOp)op, &calls);
+#endif
+    const int64_t num = FUSED_MOE_NUM_TIERS;
+    Tensor counts = torch::stable::empty({num + 1}, ScalarType::Long, {},
+                                         torch::stable::Device(torch::headeronly::DeviceType::CPU));
+    int64_t *values = (int64_t *)counts.mutable_data_ptr();
+    for (int tier = 0; tier < num; tier++) values[tier] = calls.of_tier[tier];
+    values[num] = calls.reason;
+    return counts;
+}
+
+/* Whether a CUDA tier runs on a device (status 0: it does), and what decides that. */
+static std::tuple<int64_t, int64_t, int64_t, int64_t> cuda_device(int64_t index) {
+#ifdef FUSED_MOE_WITH_CUDA
+    FusedMoeCudaDevice device = {};
+    int status = fused_moe_cuda_device((int)index, &device);
+    return {status, device.driver_version, device.runtime_version, device.capability};
+#else
+    (void)index;
+    return {FUSED_MOE_NO_SUCH_TIER, 0, 0, 0};
+#endif
+}
+
+static void cuda_reset() {
+#ifdef FUSED_MOE_WITH_CUDA
+    fused_moe_cuda_reset();
+#endif
+}
+
+/* --- schemas -------------------------------------------------------------------------------------------- */
+
+/* A backward operator and its twin, which adds weight gradients to main_grads, differ in those alone. */
+#define EXPERTS_UP_BACKWARD(main_grads)                                                                      \
+    "(Tensor dh, Tensor x, Tensor w1, Tensor? w3, Tensor? scores, Tensor[] plan, int layout, bool need_dx, " \
+    "bool need_dw1, bool need_dw3, bool need_db1, bool need_db3, bool need_dscores" main_grads               \
+    ") -> (Tensor dx, Tensor dw1, Tensor dw3, Tensor db1, Tensor db3, Tensor dscores)"
+#define EXPERTS_DOWN_BACKWARD(main_grads)                                                                    \
+    "(Tensor dout, Tensor h, Tensor w2, Tensor? b2, Tensor? scores, Tensor[] plan, int layout, int "         \
+    "activation, "                                                                                           \
+    "float[] constants, bool need_dh, bool need_dw2, bool need_db2, bool need_dscores" main_grads            \
+    ") -> (Tensor dh, Tensor dw2, Tensor db2, Tensor dscores)"
+
+STABLE_TORCH_LIBRARY(fused_moe, m) {
+    m.def("facts() -> str");
+    m.def("cuda_device(int index) -> (int status, int driver, int runtime, int capability)");
+    m.def("cuda_calls(int op) -> Tensor");
+    m.def("cuda_reset() -> ()");
+
+    m.def("route(Tensor logits, Tensor? bias, int top_k, int score_func, bool route_norm, float route_scale, "
+          "int num_groups, int num_limited_groups) -> (Tensor scores, Tensor ids)");
+    m.def("route_backward(Tensor dscores, Tensor logits, Tensor ids, int score_func, bool route_norm, "
+          "float route_scale) -> Tensor");
+    m.def("route_plan(Tensor ids, int num_experts) -> (Tensor counts, Tensor offsets, Tensor schedule, "
+          "Tensor row_token, Tensor row_slot, Tensor token_row)");
+    m.def(
+        "count_plan(Tensor counts, SymInt num_rows) -> (Tensor counts_out, Tensor offsets, Tensor schedule)");
+
+    m.def("permute(Tensor x, Tensor[] plan) -> Tensor");
+    m.def("unpermute(Tensor rows, Tensor? scores, Tensor[] plan) -> Tensor");
+    m.def("unpermute_backward(Tensor dout, Tensor? rows, Tensor? scores, Tensor[] plan, bool need_drows, "
+          "bool need_dscores) -> (Tensor drows, Tensor dscores)");
+
+    m.def("grouped_mm(Tensor a, Tensor b, Tensor offsets) -> Tensor");
+    m.def("wgrad(Tensor a, Tensor b, Tensor offsets, Tensor? a_row_token=None, Tensor? b_row_token=None) -> "
+          "Tensor");
+    m.def("wgrad_accumulate(Tensor a, Tensor b, Tensor offsets, Tensor(a!) dw, Tensor? a_row_token=None, "
+          "Tensor? b_row_token=None) -> ()");
+    m.def("bias_grad(Tensor rows, Tensor offsets) -> Tensor");
+
+    m.def("up_gate(Tensor x, Tensor w1, Tensor? w3, Tensor? b1, Tensor? b3, Tensor[] plan, int layout, "
+          "int activation, float[] constants) -> (Tensor h, Tensor a)");
+    m.def("up_dgrad(Tensor dh, Tensor w1, Tensor? w3, Tensor[] plan, int layout) -> Tensor");
+    m.def(
+        "down_dgrad(Tensor dout, Tensor w2, Tensor? b2, Tensor h, Tensor? scores, Tensor[] plan, int layout, "
+        "int activation, float[] constants) -> (Tensor dh, Tensor a_scaled, Tensor dscores)");
+    m.def(
+        "experts_up(Tensor x, Tensor w1, Tensor? w3, Tensor? b1, Tensor? b3, Tensor? scores, Tensor[] plan, "
+        "int layout, int activation, float[] constants, bool save_h, Tensor? main_grad1=None, "
+        "Tensor? main_grad3=None) -> (Tensor h, Tensor a)");
+    m.def(
+        "experts_down(Tensor a, Tensor? h, Tensor w2, Tensor? b2, Tensor? scores, Tensor[] plan, int layout, "
+        "int activation, float[] constants, Tensor? main_grad2=None) -> Tensor");
+    m.def("experts_up_backward" EXPERTS_UP_BACKWARD(""));
+    m.def("experts_up_backward_accumulate" EXPERTS_UP_BACKWARD(
+        ", Tensor(a!)? main_grad1, Tensor(b!)? main_grad3"));
+    m.def("experts_down_backward" EXPERTS_DOWN_BACKWARD(""));
+    m.def("experts_down_backward_accumulate" EXPERTS_DOWN_BACKWARD(", Tensor(a!)? main_grad2"));
+}
+
+/* --- functions ------------------------------------------------------------------------------------------ */
+
+/* The same functions for either device: begin_call looks at the tensors. */
+template <typename Library>
+static void register_functions(Library &m) {
+    m.impl("route", TORCH_BOX(&route));
+    m.impl("route_backward", TORCH_BOX(&route_backward));
+    m.impl("route_plan", TORCH_BOX(&route_plan));
+    m.impl("count_plan", TORCH_BOX(&count_plan));
+    m.impl("permute", TORCH_BOX(&permute));
+    m.impl("unpermute", TORCH_BOX(&unpermute));
+    m.impl("unpermute_backward", TORCH_BOX(&unpermute_backward));
+    m.impl("grouped_mm", TORCH_BOX(&grouped_mm));
+    m.impl("wgrad", TORCH_BOX(&wgrad));
+    m.impl("wgrad_accumulate", TORCH_BOX(&wgrad_accumulate));
+    m.impl("bias_grad", TORCH_BOX(&bias_grad));
+    m.impl("up_gate", TORCH_BOX(&up_gate));
+    m.impl("up_dgrad", TORCH_BOX(&up_dgrad));
+    m.impl("down_dgrad", TORCH_BOX(&down_dgrad));
+    m.impl("experts_up", TORCH_BOX(&experts_up));
+    m.impl("experts_up_backward", TORCH_BOX(&experts_up_backward));
+    m.impl("experts_up_backward_accumulate", TORCH_BOX(&experts_up_backward_accumulate));
+    m.impl("experts_down", TORCH_BOX(&experts_down));
+    m.impl("experts_down_backward", TORCH_BOX(&experts_down_backward));
+    m.impl("experts_down_backward_accumulate", TORCH_BOX(&experts_down_backward_accumulate));
+}
+
+STABLE_TORCH_LIBRARY_IMPL(fused_moe, CPU, m) {
+    register_functions(m);
+}
+
+#ifdef FUSED_MOE_WITH_CUDA
+STABLE_TORCH_LIBRARY_IMPL(fused_moe, CUDA, m) {
+    register_functions(m);
+}
+#endif
+
+STABLE_TORCH_LIBRARY_IMPL(fused_moe, CompositeExplicitAutograd, m) {
+    m.impl("facts", TORCH_BOX(&facts));
+    m.impl("cuda_device", TORCH_BOX(&cuda_device));
+    m.impl("cuda_calls", TORCH_BOX(&cuda_calls));
+    m.impl("cuda_reset", TORCH_BOX(&cuda_reset));
+}

@@ -1,0 +1,85 @@
+/* The operators, one function per schema of library.cpp. */
+#ifndef FUSED_MOE_TORCH_OPERATORS_H
+#define FUSED_MOE_TORCH_OPERATORS_H
+
+#include <tuple>
+
+#include "bindings.h"
+
+/* --- route.cpp ------------------------------------------------------------------------------------------ */
+
+std::tuple<Tensor, Tensor> route(const Tensor &logits, const OptTensor &bias, int64_t top_k,
+                                 int64_t score_func, bool route_norm, double route_scale, int64_t num_groups,
+                                 int64_t num_limited_groups);
+Tensor route_backward(const Tensor &dscores, const Tensor &logits, const Tensor &ids, int64_t score_func,
+                      bool route_norm, double route_scale);
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> route_plan(const Tensor &ids, int64_t num_experts);
+std::tuple<Tensor, Tensor, Tensor> count_plan(const Tensor &counts, int64_t num_rows);
+
+/* --- rows.cpp ------------------------------------------------------------------------------------------- */
+
+Tensor permute(const Tensor &x, const TensorList &plan);
+Tensor unpermute(const Tensor &rows, const OptTensor &scores, const TensorList &plan);
+std::tuple<Tensor, Tensor> unpermute_backward(const Tensor &dout, const OptTensor &rows,
+                                              const OptTensor &scores, const TensorList &plan,
+                                              bool need_drows, bool need_dscores);
+
+/* --- gemm.cpp ------------------------------------------------------------------------------------------- */
+
+Tensor grouped_mm(const Tensor &a, const Tensor &b, const Tensor &offsets);
+Tensor wgrad(const Tensor &a, const Tensor &b, const Tensor &offsets, const OptTensor &a_row_token,
+             const OptTensor &b_row_token);
+void wgrad_accumulate(const Tensor &a, const Tensor &b, const Tensor &offsets, const Tensor &dw,
+                      const OptTensor &a_row_token, const OptTensor &b_row_token);
+Tensor bias_grad(const Tensor &rows, const Tensor &offsets);
+
+/* --- experts.cpp ---------------------------------------------------------------------------------------- */
+
+using UpGrads = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
+using DownGrads = std::tuple<Tensor, Tensor, Tensor, Tensor>;
+
+std::tuple<Tensor, Tensor> up_gate(const Tensor &x, const Tensor &w1, const OptTensor &w3,
+                                   const OptTensor &b1, const OptTensor &b3, const TensorList &plan,
+                                   int64_t layout, int64_t activation, const Constants &constants);
+Tensor up_dgrad(const Tensor &dh, const Tensor &w1, const OptTensor &w3, const TensorList &plan,
+                int64_t layout);
+std::tuple<Tensor, Tensor> experts_up(const Tensor &x, const Tensor &w1, const OptTensor &w3,
+                                      const OptTensor &b1, const OptTensor &b3, const OptTensor &scores,
+                                      const TensorList &plan, int64_t layout, int64_t activation,
+                                      const Constants &constants, bool save_h, const OptTensor &main_grad1,
+                                      const OptTensor &main_grad3);
+UpGrads experts_up_backward(const Tensor &dh, const Tensor &x, const Tensor &w1, const OptTensor &w3,
+                            const OptTensor &scores, const TensorList &plan, int64_t layout, bool need_dx,
+                            bool need_dw1, bool need_dw3, bool need_db1, bool need_db3, bool need_dscores);
+UpGrads experts_up_backward_accumulate(const Tensor &dh, const Tensor &x, const Tensor &w1,
+                                       const OptTensor &w3, const OptTensor &scores, const TensorList &plan,
+                                       int64_t layout, bool need_dx, bool need_dw1, bool need_dw3,
+                                       bool need_db1, bool need_db3, bool need_dscores,
+                                       const OptTensor &main_grad1, const OptTensor &main_grad3);
+
+std::tuple<Tensor, Tensor, Tensor> down_dgrad(const Tensor &dout, const Tensor &w2, const OptTensor &b2,
+                                              const Tensor &h, const OptTensor &scores,
+                                              const TensorList &plan, int64_t layout, int64_t activation,
+                                              const Constants &constants);
+Tensor experts_down(const Tensor &a, const OptTensor &h, const Tensor &w2, const OptTensor &b2,
+                    const OptTensor &scores, const TensorList &plan, int64_t layout, int64_t activation,
+                    const Constants &constants, const OptTensor &main_grad2);
+DownGrads experts_down_backward(const Tensor &dout, const Tensor &h, const Tensor &w2, const OptTensor &b2,
+                                const OptTensor &scores, const TensorList &plan, int64_t layout,
+                                int64_t activation, const Constants &constants, bool need_dh, bool need_dw2,
+                                bool need_db2, bool need_dscores);
+DownGrads experts_down_backward_accumulate(const Tensor &dout, const Tensor &h, const Tensor &w2,
+                                           const OptTensor &b2, const OptTensor &scores,
+                                           const TensorList &plan, int64_t layout, int64_t activation,
+                                           const Constants &constants, bool need_dh, bool need_dw2,
+                                           bool need_db2, bool need_dscores, const OptTensor &main_grad2);
+
+/* --- library.cpp: what info() tells --------------------------------------------------------------------- */
+
+/* The compute capabilities that a tier runs on, 90 for 9.0. */
+struct TierCapability {
+    int32_t oldest, newest;
+};
+TierCapability tier_capability(int tier);
+
+#endif

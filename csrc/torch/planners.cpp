@@ -1,0 +1,181 @@
+/* The planners of schedule.h as operators on CPU tensors, for `python -m fused_moe.schedule` and the tests.
+ *
+ * Each runs the C function of its name, which the kernels run too. Training calls none of them. Tiles are
+ * listed as rows of an int32 matrix, one column per member of FusedMoeWorkTile or FusedMoeWgradTile. */
+#include <torch/csrc/stable/library.h>
+
+#include <cstring>
+#include <tuple>
+#include <vector>
+
+#include "bindings.h"
+
+namespace {
+
+using Ints = std::vector<int32_t>;
+
+/* --- checks --------------------------------------------------------------------------------------------- */
+
+int32_t checked_size(const char *op, const char *name, int64_t found, int64_t low, int64_t high) {
+    check_size(op, name, found, low, high);
+    return static_cast<int32_t>(found);
+}
+
+void check_int32(const char *op, const char *name, const Tensor &x, int64_t dim) {
+    check(x.is_cpu(), op, "tensors on the CPU");
+    check_dtype(op, name, x, ScalarType::Int);
+    check_dim(op, name, x, dim);
+}
+
+/* Cumulative ends (E,) of the experts' rows. */
+Ints checked_offs(const char *op, const Tensor &offs) {
+    check_int32(op, "offs", offs, 1);
+    check_size(op, "experts", offs.numel(), 0, MAX_EXPERTS);
+    Tensor copy = dense(offs);
+    Ints ends(ints(copy), ints(copy) + copy.numel());
+    for (size_t e = 0; e < ends.size(); e++)
+        STD_TORCH_CHECK(ends[e] >= (e ? ends[e - 1] : 0), "fused_moe::", op,
+                        ": expected offs that never decrease, from 0 up; found ", ends[e], " after ",
+                        e ? ends[e - 1] : 0);
+    return ends;
+}
+
+Ints make_schedule(const Ints &offs, int32_t tile_rows, int32_t slice_rows) {
+    int32_t E = static_cast<int32_t>(offs.size());
+    Ints schedule(fused_moe_schedule_words(E));
+    fused_moe_schedule_row_tiles(schedule.data(), offs.data(), E, tile_rows);
+    fused_moe_schedule_slices(schedule.data(), offs.data(), E, slice_rows);
+    return schedule;
+}
+
+/* A schedule of these offs. Words past the last active expert are undefined; here they become 0. */
+Ints checked_schedule(const char *op, const Tensor &schedule, const Ints &offs) {
+    check_int32(op, "schedule", schedule, 1);
+    int64_t E = offs.size(), words = fused_moe_schedule_words(E);
+    STD_TORCH_CHECK(schedule.numel() == words, "fused_moe::", op, ": expected a schedule of ", words,
+                    " words for ", E, " experts, found ", schedule.numel());
+    Tensor copy = dense(schedule);
+    const FusedMoeScheduleHead *head = fused_moe_schedule_head(ints(copy));
+    check_size(op, "tile_rows in schedule", head->tile_rows, 1, MAX_ROWS);
+    check_size(op, "slice_rows in schedule", head->slice_rows, 1, MAX_ROWS);
+    Ints expected = make_schedule(offs, head->tile_rows, head->slice_rows);
+    auto same = [&](const void *found, const void *wanted, int64_t count) {
+        return !count || !memcmp(found, wanted, count * sizeof(int32_t));
+    };
+    FusedMoeExpertList active = fused_moe_active_experts(expected.data(), E);
+    FusedMoeExpertList sliced = fused_moe_sliced_experts(expected.data(), E);
+    const int32_t *found = ints(copy), *base = expected.data();
+    STD_TORCH_CHECK(same(found, base, FUSED_MOE_HEAD_WORDS) &&
+                        same(found + (active.expert - base), active.expert, active.num) &&
+                        same(found + (active.end - base), active.end, active.num) &&
+                        same(found + (sliced.expert - base), sliced.expert, 2 * E),
+                    "fused_moe::", op, ": expected the schedule of these offs, found another one");
+    return expected;
+}
+
+void check_num_tiles(const char *op, int64_t num_tiles) {
+    STD_TORCH_CHECK(num_tiles <= INT32_MAX, "fused_moe::", op, ": expected fewer than 2^31 tiles, found ",
+                    num_tiles);
+}
+
+/* A matrix of one tile per row. */
+template <typename Tile, typename MakeTile>
+Tensor list_tiles(const Tensor &like, uint32_t num_tiles, MakeTile make_tile) {
+    constexpr int64_t WORDS = sizeof(Tile) / sizeof(int32_t);
+    Tensor tiles = new_tensor(like, {num_tiles, WORDS});
+    Tile *out = static_cast<Tile *>(tiles.mutable_data_ptr());
+    for (uint32_t index = 0; index < num_tiles; index++) out[index] = make_tile(index);
+    return tiles;
+}
+
+/* --- operators ------------------------------------------------------------------------------------------ */
+
+Tensor tile_schedule(const Tensor &offs, int64_t tile_rows, int64_t slice_rows) {
+    const char *op = "tile_schedule";
+    check_size(op, "tile_rows", tile_rows, 1, MAX_ROWS);
+    check_size(op, "slice_rows", slice_rows, 1, MAX_ROWS);
+    Ints schedule = make_schedule(checked_offs(op, offs), static_cast<int32_t>(tile_rows),
+                                  static_cast<int32_t>(slice_rows));
+    Tensor out = new_tensor(offs, {static_cast<int64_t>(schedule.size())});
+    memcpy(out.mutable_data_ptr(), schedule.data(), schedule.size() * sizeof(int32_t));
+    return out;
+}
+
+Tensor work_tiles(const Tensor &schedule, const Tensor &offs, int64_t num_n_tiles, int64_t group,
+                  bool interleave, int64_t split_last_wave) {
+    const char *op = "work_tiles";
+    Ints ends = checked_offs(op, offs), words = checked_schedule(op, schedule, ends);
+    FusedMoeTileOrder order = {checked_size(op, "num_n_tiles", num_n_tiles, 1, INT32_MAX),
+                               checked_size(op, "group", group, 1, INT32_MAX), interleave,
+                               checked_size(op, "split_last_wave", split_last_wave, 0, FUSED_MOE_MAX_CTAS)};
+    check_num_tiles(op, fused_moe_schedule_head(words.data())->num_row_tiles * num_n_tiles);
+    return list_tiles<FusedMoeWorkTile>(
+        schedule, fused_moe_num_work_tiles(words.data(), &order), [&](uint32_t index) {
+            return fused_moe_work_tile(words.data(), ends.data(), static_cast<int32_t>(ends.size()), &order,
+                                       index);
+        });
+}
+
+Tensor wgrad_tiles(const Tensor &schedule, const Tensor &offs, int64_t weight_tiles,
+                   int64_t slices_per_tile) {
+    const char *op = "wgrad_tiles";
+    Ints ends = checked_offs(op, offs), words = checked_schedule(op, schedule, ends);
+    int32_t E = static_cast<int32_t>(ends.size());
+    const FusedMoeScheduleHead *head = fused_moe_schedule_head(words.data());
+    int32_t tiles = checked_size(op, "weight_tiles", weight_tiles, 1, INT32_MAX);
+    int32_t slices = checked_size(op, "slices_per_tile", slices_per_tile, 0, MAX_ROWS / head->slice_rows);
+    check_num_tiles(op, (slices ? head->num_slices : E) * weight_tiles);
+    return list_tiles<FusedMoeWgradTile>(
+        schedule, fused_moe_num_wgrad_tiles(words.data(), E, tiles, slices), [&](uint32_t index) {
+            return fused_moe_wgrad_tile(words.data(), ends.data(), E, tiles, slices, index);
+        });
+}
+
+/* The tile that a CTA claims next; num_tiles or more: there are none left. The state (3, CTAs) is zeros at
+ * first. Its rows are the CTAs' `claimed` counters, then their schedulers' `next`, and a phase: 0 before the
+ * first call, 1 with may_own, 2 without. */
+int64_t next_tile(Tensor state, int64_t num_tiles, int64_t cta) {
+    const char *op = "next_tile";
+    check_int32(op, "state", state, 2);
+    STD_TORCH_CHECK(state.size(0) == 3 && state.is_contiguous(), "fused_moe::", op,
+                    ": expected a contiguous state of 3 rows, found ", state.size(0));
+    int32_t ctas = checked_size(op, "CTAs in state", state.size(1), 1, FUSED_MOE_MAX_CTAS);
+    check_size(op, "cta", cta, 0, ctas - 1);
+    check_size(op, "num_tiles", num_tiles, 0, INT32_MAX);
+    uint32_t *claimed = static_cast<uint32_t *>(state.mutable_data_ptr());
+    uint32_t &next = claimed[ctas + cta], &phase = claimed[2 * ctas + cta];
+    uint32_t tiles = static_cast<uint32_t>(num_tiles), own = static_cast<uint32_t>(cta);
+    uint32_t grid = static_cast<uint32_t>(ctas);
+    FusedMoeTileScheduler scheduler = {claimed, tiles, own, grid, next, phase == 1};
+    if (phase == 0) scheduler = fused_moe_tile_scheduler(claimed, tiles, own, grid);
+    uint32_t index = fused_moe_next_tile(&scheduler);
+    next = scheduler.next;
+    phase = scheduler.may_own ? 1 : 2;
+    return index;
+}
+
+std::tuple<int64_t, int64_t, bool> default_order() {
+    FusedMoeTileOrder order = fused_moe_default_order(1, 0);
+    return {FUSED_MOE_TILE_ROWS, order.group, order.interleave != 0};
+}
+
+} // namespace
+
+STABLE_TORCH_LIBRARY_FRAGMENT(fused_moe, m) {
+    m.def("tile_schedule(Tensor offs, int tile_rows, int slice_rows) -> Tensor");
+    m.def("work_tiles(Tensor schedule, Tensor offs, int num_n_tiles, int group, bool interleave, int "
+          "split_last_wave) "
+          "-> Tensor");
+    m.def("wgrad_tiles(Tensor schedule, Tensor offs, int weight_tiles, int slices_per_tile) -> Tensor");
+    m.def("next_tile(Tensor(a!) state, int num_tiles, int cta) -> int");
+    m.def("default_order() -> (int tile_rows, int group, bool interleave)");
+}
+
+/* Not CPU: that key is for a layer's operators, which have a CUDA, a fake and an autograd kernel, too. */
+STABLE_TORCH_LIBRARY_IMPL(fused_moe, CompositeExplicitAutograd, m) {
+    m.impl("tile_schedule", TORCH_BOX(&tile_schedule));
+    m.impl("work_tiles", TORCH_BOX(&work_tiles));
+    m.impl("wgrad_tiles", TORCH_BOX(&wgrad_tiles));
+    m.impl("next_tile", TORCH_BOX(&next_tile));
+    m.impl("default_order", TORCH_BOX(&default_order));
+}

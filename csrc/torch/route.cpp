@@ -1,0 +1,135 @@
+/* Routing: scores and ids, their gradient, and the plan of rows and tiles that follows from the ids. */
+#include "operators.h"
+
+std::tuple<Tensor, Tensor> route(const Tensor &logits_, const OptTensor &bias_, int64_t top_k,
+                                 int64_t score_func, bool route_norm, double route_scale, int64_t num_groups,
+                                 int64_t num_limited_groups) {
+    const char *op = "route";
+    check_dim(op, "logits", logits_, 2);
+    int64_t T = logits_.size(0), E = logits_.size(1);
+    check_size(op, "experts", E, 1, 1024);
+    check_size(op, "top_k", top_k, 1, E < 32 ? E : 32);
+    check_size(op, "score_func", score_func, FUSED_MOE_SOFTMAX, FUSED_MOE_SIGMOID);
+    if (num_groups) {
+        check_size(op, "num_expert_groups", num_groups, 1, E);
+        check(E % num_groups == 0, op, "num_expert_groups to divide the number of experts");
+        check_size(op, "num_limited_groups", num_limited_groups, 1, num_groups);
+        check_size(op, "top_k", top_k, 1, num_limited_groups * (E / num_groups));
+    }
+    Tensor logits = dense(logits_);
+    OptTensor bias;
+    if (bias_) {
+        check_shape(op, "bias", *bias_, {E});
+        check_dtype(op, "bias", *bias_, ScalarType::Float);
+        check_device(op, "bias", *bias_, logits);
+        bias = dense(*bias_);
+    }
+    FusedMoeRoute p = {};
+    p.dtype = float_dtype(op, logits);
+    Call call = begin_call(op, logits);
+    Tensor scores = new_tensor(logits, {T, top_k}, score_dtype(logits));
+    Tensor ids = new_tensor(logits, {T, top_k}, ScalarType::Int);
+    p.logits = data(logits);
+    p.bias = (const float *)data(bias);
+    p.scores = scores.mutable_data_ptr();
+    p.ids = mutable_ints(ids);
+    p.score_func = (FusedMoeScoreFunc)score_func;
+    p.route_norm = route_norm;
+    p.route_scale = route_scale;
+    p.num_groups = (int32_t)num_groups;
+    p.num_limited_groups = (int32_t)num_limited_groups;
+    p.T = T;
+    p.E = (int32_t)E;
+    p.K = (int32_t)top_k;
+    run(call, p, fused_moe_cpu_route, CUDA(fused_moe_cuda_route));
+    return {scores, ids};
+}
+
+Tensor route_backward(const Tensor &dscores_, const Tensor &logits_, const Tensor &ids_, int64_t score_func,
+                      bool route_norm, double route_scale) {
+    const char *op = "route_backward";
+    check_dim(op, "logits", logits_, 2);
+    check_size(op, "score_func", score_func, FUSED_MOE_SOFTMAX, FUSED_MOE_SIGMOID);
+    Tensor logits = dense(logits_), ids = index_tensor(op, "ids", ids_, logits, 2);
+    int64_t T = logits.size(0), E = logits.size(1), K = ids.size(1);
+    check_shape(op, "ids", ids, {T, K});
+    Tensor dscores = *scores_of(op, dscores_, logits, {T, K});
+
+    FusedMoeRouteBackward p = {};
+    p.dtype = float_dtype(op, logits);
+    Call call = begin_call(op, logits);
+    Tensor dlogits = new_tensor(logits, {T, E});
+    p.dscores = data(dscores);
+    p.logits = data(logits);
+    p.ids = ints(ids);
+    p.dlogits = dlogits.mutable_data_ptr();
+    p.score_func = (FusedMoeScoreFunc)score_func;
+    p.route_norm = route_norm;
+    p.route_scale = route_scale;
+    p.T = T;
+    p.E = (int32_t)E;
+    p.K = (int32_t)K;
+    run(call, p, fused_moe_cpu_route_backward, CUDA(fused_moe_cuda_route_backward));
+    return dlogits;
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> route_plan(const Tensor &ids_,
+                                                                      int64_t num_experts) {
+    const char *op = "route_plan";
+    check_dim(op, "ids", ids_, 2);
+    check_size(op, "num_experts", num_experts, 1, MAX_EXPERTS);
+    Tensor ids = dense(ids_);
+    int64_t T = ids.size(0), K = ids.size(1);
+    check_size(op, "T*K", T * K, 0, MAX_ROWS);
+    FusedMoeRoutePlan p = {};
+    p.ids_dtype = dtype_of(op, "ids", ids, false);
+    Call call = begin_call(op, ids);
+    Tensor counts = new_tensor(ids, {num_experts}, ScalarType::Int);
+    Tensor offsets = new_tensor(ids, {num_experts + 1}, ScalarType::Int);
+    Tensor schedule = new_tensor(ids, {fused_moe_schedule_words(num_experts)}, ScalarType::Int);
+    Tensor row_token = new_tensor(ids, {T * K}, ScalarType::Int);
+    Tensor row_slot = new_tensor(ids, {T * K}, ScalarType::Int);
+    Tensor token_row = new_tensor(ids, {T, K}, ScalarType::Int);
+    p.ids = data(ids);
+    p.counts = mutable_ints(counts);
+    p.offsets = mutable_ints(offsets);
+    p.schedule = mutable_ints(schedule);
+    p.row_token = mutable_ints(row_token);
+    p.row_slot = mutable_ints(row_slot);
+    p.token_row = mutable_ints(token_row);
+    p.T = T;
+    p.K = (int32_t)K;
+    p.E = (int32_t)num_experts;
+    OptTensor workspace;
+#ifdef FUSED_MOE_WITH_CUDA
+    if (call.is_cuda) {
+        workspace = new_tensor(ids, {(int64_t)fused_moe_cuda_route_plan_workspace(&p)}, ScalarType::Byte);
+        p.workspace = workspace->mutable_data_ptr();
+    }
+#endif
+    run(call, p, fused_moe_cpu_route_plan, CUDA(fused_moe_cuda_route_plan));
+    return {counts, offsets, schedule, row_token, row_slot, token_row};
+}
+
+std::tuple<Tensor, Tensor, Tensor> count_plan(const Tensor &counts_, int64_t num_rows) {
+    const char *op = "count_plan";
+    check_dim(op, "counts", counts_, 1);
+    Tensor counts_in = dense(counts_);
+    int64_t E = counts_in.size(0);
+    check_size(op, "experts", E, 1, MAX_EXPERTS);
+    check_size(op, "num_rows", num_rows, 0, MAX_ROWS);
+    FusedMoeCountPlan p = {};
+    p.counts_dtype = dtype_of(op, "counts", counts_in, false);
+    Call call = begin_call(op, counts_in);
+    Tensor counts = new_tensor(counts_in, {E}, ScalarType::Int);
+    Tensor offsets = new_tensor(counts_in, {E + 1}, ScalarType::Int);
+    Tensor schedule = new_tensor(counts_in, {fused_moe_schedule_words(E)}, ScalarType::Int);
+    p.counts_in = data(counts_in);
+    p.counts = mutable_ints(counts);
+    p.offsets = mutable_ints(offsets);
+    p.schedule = mutable_ints(schedule);
+    p.R = num_rows;
+    p.E = (int32_t)E;
+    run(call, p, fused_moe_cpu_count_plan, CUDA(fused_moe_cuda_count_plan));
+    return {counts, offsets, schedule};
+}

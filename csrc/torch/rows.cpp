@@ -1,0 +1,78 @@
+/* Rows between token order and expert order: permute, unpermute, and the latter's gradient. */
+#include "operators.h"
+
+Tensor permute(const Tensor &x_, const TensorList &plan) {
+    const char *op = "permute";
+    check_dim(op, "x", x_, 2);
+    Tensor x = dense(x_);
+    RowMap map = full_row_map_of(op, x, RowsOf::TOKENS, plan);
+    FusedMoePermute p = {};
+    p.dtype = float_dtype(op, x);
+    Call call = begin_call(op, x);
+    Tensor rows = new_tensor(x, {map.p.R, x.size(1)});
+    p.x = data(x);
+    p.rows = rows.mutable_data_ptr();
+    p.row_map = map.p;
+    p.D = x.size(1);
+    run(call, p, fused_moe_cpu_permute, CUDA(fused_moe_cuda_permute));
+    return rows;
+}
+
+void run_unpermute(const Call &call, const Tensor &rows, const OptTensor &scores, const RowMap &map,
+                   const Tensor &out) {
+    FusedMoeUnpermute p = {};
+    p.rows = data(rows);
+    p.scores = data(scores);
+    p.out = out.mutable_data_ptr();
+    p.row_map = map.p;
+    p.D = rows.size(1);
+    p.dtype = float_dtype(call.op, rows);
+    run(call, p, fused_moe_cpu_unpermute, CUDA(fused_moe_cuda_unpermute));
+}
+
+Tensor unpermute(const Tensor &rows_, const OptTensor &scores_, const TensorList &plan) {
+    const char *op = "unpermute";
+    check_dim(op, "rows", rows_, 2);
+    Tensor rows = dense(rows_);
+    RowMap map = full_row_map_of(op, rows, RowsOf::ROWS, plan);
+    OptTensor scores = scores_of(op, scores_, rows, {map.p.T, map.p.K});
+    Call call = begin_call(op, rows);
+    Tensor out = new_tensor(rows, {map.p.T, rows.size(1)});
+    run_unpermute(call, rows, scores, map, out);
+    return out;
+}
+
+void run_unpermute_backward(const Call &call, const Tensor &dout, const OptTensor &rows,
+                            const OptTensor &scores, const RowMap &map, const OptTensor &drows,
+                            const OptTensor &dscores) {
+    FusedMoeUnpermuteBackward p = {};
+    p.dout = data(dout);
+    p.rows = data(rows);
+    p.scores = data(scores);
+    p.drows = drows ? drows->mutable_data_ptr() : nullptr;
+    p.dscores = dscores ? dscores->mutable_data_ptr() : nullptr;
+    p.row_map = map.p;
+    p.D = dout.size(1);
+    p.dtype = float_dtype(call.op, dout);
+    run(call, p, fused_moe_cpu_unpermute_backward, CUDA(fused_moe_cuda_unpermute_backward));
+}
+
+std::tuple<Tensor, Tensor> unpermute_backward(const Tensor &dout_, const OptTensor &rows_,
+                                              const OptTensor &scores_, const TensorList &plan,
+                                              bool need_drows, bool need_dscores) {
+    const char *op = "unpermute_backward";
+    check_dim(op, "dout", dout_, 2);
+    Tensor dout = dense(dout_);
+    RowMap map = full_row_map_of(op, dout, RowsOf::TOKENS, plan);
+    int64_t T = map.p.T, K = map.p.K, R = map.p.R, D = dout.size(1);
+    OptTensor rows = operand(op, "rows", rows_, dout, {R, D}), scores = scores_of(op, scores_, dout, {T, K});
+    check(rows || !need_dscores, op, "rows where dscores are needed");
+    Call call = begin_call(op, dout);
+    OptTensor drows, dscores;
+    if (need_drows) drows = new_tensor(dout, {R, D});
+    if (need_dscores) dscores = new_tensor(dout, {T, K}, score_dtype(dout));
+    run_unpermute_backward(call, dout, rows, scores, map, drows, dscores);
+    if (!drows) drows = new_empty_result(dout);
+    if (!dscores) dscores = new_empty_result(dout, score_dtype(dout));
+    return {*drows, *dscores};
+}

@@ -1,0 +1,225 @@
+/* Tensors as kernels take them: allocated, dense, of the right shape, dtype and device; and the plan's. */
+#include "bindings.h"
+
+/* --- allocation ----------------------------------------------------------------------------------------- */
+
+/* Straight to the allocator: a boxed call of new_empty takes several times as long on the host. */
+static Tensor new_strided(const Tensor &like, int64_t dim, const int64_t *sizes, const int64_t *strides,
+                          std::optional<ScalarType> dtype) {
+    int32_t type, code;
+    TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(like.get(), &type));
+    if (dtype)
+        code = torch::stable::detail::to<int32_t>(torch::stable::detail::from(*dtype));
+    else
+        TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(like.get(), &code));
+    AtenTensorHandle tensor;
+    TORCH_ERROR_CODE_CHECK(
+        aoti_torch_empty_strided(dim, sizes, strides, code, type, like.get_device_index(), &tensor));
+    return Tensor(tensor);
+}
+
+/* Memory that is about to be written as a whole. */
+static Tensor prepared(Tensor x) {
+    fused_moe_cpu_prepare(x.mutable_data_ptr(), x.numel() * (int64_t)x.element_size());
+    return x;
+}
+
+Tensor new_tensor(const Tensor &like, std::initializer_list<int64_t> shape, std::optional<ScalarType> dtype) {
+    /* not new_strided on the CPU, where that ignores torch.use_deterministic_algorithms, which fills
+     * memory */
+    if (!like.is_cuda()) return prepared(torch::stable::new_empty(like, shape, dtype));
+    int64_t strides[3], dim = (int64_t)shape.size();
+    for (int64_t i = dim - 1, stride = 1; i >= 0; i--) {
+        int64_t size = shape.begin()[i];
+        strides[i] = stride;
+        stride *= size > 0 ? size : 1;
+    }
+    return new_strided(like, dim, shape.begin(), strides, dtype);
+}
+
+Tensor new_grad(const Tensor &w) {
+    int64_t rows = w.size(1), cols = w.size(2);
+    bool swapped = w.stride(0) == rows * cols && w.stride(1) == 1 && w.stride(2) == rows;
+    if (w.is_cuda() && (swapped || w.is_contiguous()))
+        return new_strided(w, 3, w.sizes().data(), w.strides().data(), {});
+    Tensor grad = torch::stable::empty_like(w);
+    return w.is_cuda() ? grad : prepared(grad);
+}
+
+Tensor new_empty_result(const Tensor &like, std::optional<ScalarType> dtype) {
+    return new_tensor(like, {0}, dtype);
+}
+
+/* --- dtypes and data ------------------------------------------------------------------------------------ */
+
+ScalarType score_dtype(const Tensor &x) {
+    return x.scalar_type() == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
+}
+
+FusedMoeDtype dtype_of(const char *op, const char *name, const Tensor &x, bool floating) {
+    ScalarType dtype = x.scalar_type();
+    if (floating) switch (dtype) {
+        case ScalarType::Float: return FUSED_MOE_F32;
+        case ScalarType::Double: return FUSED_MOE_F64;
+        case ScalarType::Half: return FUSED_MOE_F16;
+        case ScalarType::BFloat16: return FUSED_MOE_BF16;
+        default: break;
+        }
+    else
+        switch (dtype) {
+        case ScalarType::Int: return FUSED_MOE_I32;
+        case ScalarType::Long: return FUSED_MOE_I64;
+        case ScalarType::Short: return FUSED_MOE_I16;
+        case ScalarType::Char: return FUSED_MOE_I8;
+        case ScalarType::Byte: return FUSED_MOE_U8;
+        default: break;
+        }
+    STD_TORCH_CHECK(false, "fused_moe::", op, ": expected ", name, " of ",
+                    floating ? "a floating" : "an integer", " dtype, found ", toString(dtype));
+}
+
+FusedMoeDtype float_dtype(const char *op, const Tensor &x) {
+    return dtype_of(op, "the first tensor", x, true);
+}
+
+const void *data(const Tensor &x) {
+    return x.const_data_ptr();
+}
+
+const void *data(const OptTensor &x) {
+    return x ? x->const_data_ptr() : nullptr;
+}
+
+const int32_t *ints(const Tensor &x) {
+    return (const int32_t *)x.const_data_ptr();
+}
+
+int32_t *mutable_ints(const Tensor &x) {
+    return (int32_t *)x.mutable_data_ptr();
+}
+
+/* --- operands ------------------------------------------------------------------------------------------- */
+
+Tensor dense(const Tensor &x) {
+    return x.is_contiguous() ? x : torch::stable::contiguous(x);
+}
+
+Tensor operand(const char *op, const char *name, const Tensor &x, const Tensor &like,
+               std::initializer_list<int64_t> shape) {
+    check_shape(op, name, x, shape);
+    check_dtype(op, name, x, like.scalar_type());
+    check_device(op, name, x, like);
+    return dense(x);
+}
+
+OptTensor operand(const char *op, const char *name, const OptTensor &x, const Tensor &like,
+                  std::initializer_list<int64_t> shape) {
+    return x ? OptTensor(operand(op, name, *x, like, shape)) : OptTensor();
+}
+
+OptTensor scores_of(const char *op, const OptTensor &scores, const Tensor &x,
+                    std::initializer_list<int64_t> shape) {
+    if (!scores) return {};
+    check_shape(op, "scores", *scores, shape);
+    check_dtype(op, "scores", *scores, score_dtype(x));
+    check_device(op, "scores", *scores, x);
+    return dense(*scores);
+}
+
+FusedMoeWeight weight(const Tensor &w) {
+    return {const_cast<void *>(w.const_data_ptr()), w.stride(0), w.stride(1), w.stride(2)};
+}
+
+FusedMoeWeight weight(const char *op, const char *name, const Tensor &w, const Tensor &like,
+                      std::initializer_list<int64_t> shape) {
+    check_shape(op, name, w, shape);
+    check_dtype(op, name, w, like.scalar_type());
+    check_device(op, name, w, like);
+    for (int i = 1; i < 3; i++) check_size(op, "a weight's width", w.size(i), 0, MAX_WIDTH);
+    return weight(w);
+}
+
+FusedMoeWeight transposed(FusedMoeWeight w) {
+    return {w.data, w.stride_expert, w.stride_in, w.stride_out};
+}
+
+FusedMoeWeight main_grad(const char *op, const char *name, const Tensor &grad, const Tensor &like,
+                         std::initializer_list<int64_t> shape) {
+    check_shape(op, name, grad, shape);
+    check_dtype(op, name, grad, ScalarType::Float);
+    check_device(op, name, grad, like);
+    STD_TORCH_CHECK(like.scalar_type() != ScalarType::Double, "fused_moe::", op,
+                    ": expected operands of dtype Float, BFloat16 or Half with ", name, ", found ",
+                    toString(like.scalar_type()));
+    return {grad.mutable_data_ptr(), grad.stride(0), grad.stride(1), grad.stride(2)};
+}
+
+/* --- the plan ------------------------------------------------------------------------------------------- */
+
+static void check_index_tensor(const char *op, const char *name, const Tensor &map, const Tensor &x,
+                               int64_t dim) {
+    check_dim(op, name, map, dim);
+    check_dtype(op, name, map, ScalarType::Int);
+    check_device(op, name, map, x);
+}
+
+Tensor index_tensor(const char *op, const char *name, const Tensor &map, const Tensor &x, int64_t dim) {
+    check_index_tensor(op, name, map, x, dim);
+    return dense(map);
+}
+
+Tensor offs_of(const char *op, const Tensor &offsets, const Tensor &x) {
+    Tensor offs = index_tensor(op, "offsets", offsets, x, 1);
+    check_size(op, "experts", offs.size(0), 1, MAX_EXPERTS);
+    check_size(op, "rows", x.size(0), 0, MAX_ROWS);
+    return offs;
+}
+
+static const int32_t *map_data(const char *op, const char *name, const Tensor &map, const Tensor &x,
+                               int64_t dim, RowMap *row_map) {
+    check_index_tensor(op, name, map, x, dim);
+    if (map.is_contiguous()) return ints(map);
+    row_map->copies.push_back(torch::stable::contiguous(map));
+    return ints(row_map->copies.back());
+}
+
+RowMap row_map_of(const char *op, const Tensor &x, RowsOf rows_of, int64_t E, const TensorList &plan) {
+    STD_TORCH_CHECK(
+        plan.size() == 2 || plan.size() == 5, "fused_moe::", op,
+        ": expected plan of [offsets, schedule] or [offsets, schedule, row_token, row_slot, token_row], "
+        "found ",
+        plan.size(), " tensors");
+    RowMap map;
+    FusedMoeRowMap &p = map.p;
+    p = {};
+    map.has_maps = plan.size() == 5;
+    const int32_t *offsets = map_data(op, "offsets", plan[0], x, 1, &map);
+    if (!E) E = plan[0].size(0) - 1;
+    check_size(op, "experts", E, 1, MAX_EXPERTS);
+    check_shape(op, "offsets", plan[0], {E + 1});
+    p.offs = offsets + 1;
+    p.schedule = map_data(op, "schedule", plan[1], x, 1, &map);
+    check_shape(op, "schedule", plan[1], {fused_moe_schedule_words(E)});
+    p.E = (int32_t)E;
+    p.T = p.R = x.size(0);
+    p.K = 1;
+    if (map.has_maps) {
+        p.row_token = map_data(op, "row_token", plan[2], x, 1, &map);
+        p.row_slot = map_data(op, "row_slot", plan[3], x, 1, &map);
+        p.token_row = map_data(op, "token_row", plan[4], x, 2, &map);
+        p.T = plan[4].size(0);
+        p.K = plan[4].size(1);
+        p.R = plan[3].size(0);
+        check_shape(op, "row_token", plan[2], {p.R});
+        int64_t rows = rows_of == RowsOf::TOKENS ? p.T : p.R;
+        check_size(op, "rows of the first tensor", x.size(0), rows, rows);
+    }
+    check_size(op, "rows", p.R, 0, MAX_ROWS);
+    check_size(op, "tokens", p.T, 0, INT32_MAX);
+    return map;
+}
+
+RowMap full_row_map_of(const char *op, const Tensor &x, RowsOf rows_of, const TensorList &plan) {
+    check(plan.size() == 5, op, "plan of [offsets, schedule, row_token, row_slot, token_row]");
+    return row_map_of(op, x, rows_of, 0, plan);
+}
