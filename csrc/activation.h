@@ -1,23 +1,23 @@
-/* Activations and their slopes, for every tier.
+/* Activations and their derivatives, for every tier.
  *
- * An expert computes a = f(gate) * m(up), an ungated one a = f(gate). The list names both functions;
- * its order is that of ACTIVATIONS in fused_moe/activation.py, the same formulas in PyTorch.
+ * A gated expert computes a = f(gate) * m(up), an ungated one a = f(gate). The list names f and m. Its order
+ * is that of ACTIVATIONS in fused_moe/activation.py, which has the same formulas in PyTorch.
  *
- * Included once as it is, it gives the list. To have the formulas in an arithmetic, include it again with
- *   accum_t            the type
- *   ACT_NAME(x)     x, made unique for that type
- *   ACT_FN          how to declare a function
- *   ACT_EXP, ACT_CDF  exp, and the normal distribution's cumulative function
+ * Included without these macros, the header gives the list alone. Each further inclusion with
+ *   accum_t           the accumulation type
+ *   ACT_NAME(x)       x with a suffix for that type
+ *   ACT_FN            function qualifiers
+ *   ACT_EXP, ACT_CDF  exp, and the standard normal distribution's cumulative function
  *   ACT_SIGMOID       1 / (1 + exp(-x))
- * defined; it undefines them. */
+ * defined gives the functions for one accumulation type, and undefines the macros. */
 #ifndef FUSED_MOE_ACTIVATION_H
 #define FUSED_MOE_ACTIVATION_H
 
-#define FUSED_MOE_ACTIVATIONS(X)                                                                   \
-    X(silu, linear)                                                                                \
-    X(gelu, linear)                                                                                \
-    X(gelu_tanh, linear)                                                                           \
-    X(relu, linear)                                                                                \
+#define FUSED_MOE_ACTIVATIONS(X)                                                                             \
+    X(silu, linear)                                                                                          \
+    X(gelu, linear)                                                                                          \
+    X(gelu_tanh, linear)                                                                                     \
+    X(relu, linear)                                                                                          \
     X(swiglu_clamped, clamped) /* gpt-oss */
 
 enum {
@@ -50,7 +50,8 @@ ACT_FN ACT_NAME(Point) ACT_NAME(gelu)(accum_t x, accum_t alpha, accum_t limit) {
     return POINT(x * cdf, cdf + x * pdf);
 }
 
-/* 0.5 (1 + tanh(u)) is the sigmoid s of 2u. 1 - s would round away what the derivative multiplies by up to 5. */
+/* 0.5 (1 + tanh(u)) is sigmoid(2u). c is 1 - s without cancellation: the derivative multiplies its error by
+ * up to 5. */
 ACT_FN ACT_NAME(Point) ACT_NAME(gelu_tanh)(accum_t x, accum_t alpha, accum_t limit) {
     (void)alpha, (void)limit;
     const accum_t two_root = (accum_t)1.59576912160573071176, cubic = (accum_t)0.044715;

@@ -1,17 +1,16 @@
-/* fused_moe: the interface between the torch edge (torch_ops.cpp) and the kernels of every tier.
+/* fused_moe: the interface between the bindings (csrc/torch/) and the kernels of every tier.
  *
- * C11, no torch, no C++. One params struct and one prototype an operator; shapes stand in the margin.
+ * C11, no torch, no C++. One params struct and one prototype per operator, shapes in the margin.
  *
  *   T tokens, D model width, F expert hidden width, E experts, K experts per token,
- *   R capacity in rows (T*K, or the rows given), N and M the widths of a general product.
+ *   R capacity in rows (T*K, or the rows given), N and M the widths of a GEMM's operands.
  *   token t, slot k, row r, expert e; a map is named from_to: row_token[r] is a token.
  *   H: width of h and dh: 2F for gated experts, F for ungated ones.
  *
  * All matrices are row-major and dense unless they carry strides; strides count elements.
  * Functions return a FusedMoeStatus and never print, exit or throw.
  *
- * A workspace is memory of the caller's that one call uses. fused_moe_cuda_<operator>_workspace gives its size, from
- * the other members, the current device and FUSED_MOE_TIER; the CPU tier takes none. */
+ * Kernels allocate nothing: FusedMoeWorkspace says what memory a call needs and where it is. */
 #ifndef FUSED_MOE_H
 #define FUSED_MOE_H
 
@@ -27,11 +26,11 @@ typedef enum {
     FUSED_MOE_OK = 0,
     FUSED_MOE_INVALID_ROWS, /* ids, maps or row counts lead outside the tensors given */
     FUSED_MOE_OUT_OF_MEMORY,
-    FUSED_MOE_MATMUL_FAILED, /* PyTorch's matrix product or thread pool reported an error */
+    FUSED_MOE_MATMUL_FAILED, /* PyTorch's matmul or thread pool reported an error */
     FUSED_MOE_UNSUPPORTED_DTYPE,
     FUSED_MOE_DRIVER_TOO_OLD, /* for the CUDA runtime that the library was linked with */
     FUSED_MOE_GPU_TOO_OLD,    /* below compute capability 8.0 */
-    FUSED_MOE_NO_SUCH_TIER,   /* FUSED_MOE_TIER names one that this build or this GPU has not */
+    FUSED_MOE_NO_SUCH_TIER,   /* FUSED_MOE_TIER names none, or one that this GPU does not run */
     FUSED_MOE_CUDA_ERROR,     /* a launch failed; fused_moe_cuda_error() has the runtime's words */
 } FusedMoeStatus;
 
@@ -70,17 +69,27 @@ typedef struct { /* expert weights (E, out, in); either of out and in may be the
     int64_t stride_expert, stride_out, stride_in;
 } FusedMoeWeight;
 
-typedef struct {              /* which row holds which (token, slot) */
-    const int32_t *ends;      /* [E]    one past the last row of each expert              */
-    const int32_t *row_token; /* [R]    token of each row; NULL: row r is token r         */
-    const int32_t *row_slot;  /* [R]    t*K + k of each row; NULL with row_token          */
-    const int32_t *token_row; /* [T,K]  row of each slot, -1: none; NULL with row_token   */
-    const int32_t *tiles;     /* [2+2E] plan.h, tiles of FUSED_MOE_TILE_ROWS; may be NULL */
+typedef struct {              /* which row holds which (token, slot)                         */
+    const int32_t *offs;      /* [E]    cumulative ends: one past the last row of each expert */
+    const int32_t *row_token; /* [R]    token of each row; NULL: row r is token r            */
+    const int32_t *row_slot;  /* [R]    t*K + k of each row; NULL with row_token             */
+    const int32_t *token_row; /* [T,K]  row of each slot, -1: none; NULL with row_token      */
+    const int32_t *schedule;  /* [8+4E] schedule.h; NULL where no GEMM reads it              */
     int64_t T, K, R;
     int32_t E;
 } FusedMoeRowMap;
 
-/* --- routing --------------------------------------------------------------------------------- */
+typedef struct {        /* what one call of a GEMM needs beside its tensors; the CPU tier needs nothing */
+    int32_t tier;       /* FusedMoeTier, by fused_moe_cuda_select_<operator>                 */
+    int64_t bytes;      /* of data, likewise                                                 */
+    void *data;         /* uninitialised memory, by the caller                               */
+    uint32_t *counters; /* [FUSED_MOE_NUM_COUNTERS] zeros, by the caller; zeros again after  */
+} FusedMoeWorkspace;
+
+/* Work stealing's counters, and split-K's semaphores. */
+enum { FUSED_MOE_NUM_COUNTERS = 4096 };
+
+/* --- routing -------------------------------------------------------------------------------------------- */
 
 typedef struct {         /* scores and the K best experts of every token */
     const void *logits;  /* [T,E]                              */
@@ -117,8 +126,8 @@ typedef struct {     /* the plan from the chosen ids, stable in t*K + k */
     int32_t *row_token; /* [T*K]   -1 past the last row */
     int32_t *row_slot;  /* [T*K]   -1 past the last row */
     int32_t *token_row; /* [T,K]   */
-    int32_t *tiles;     /* [2+2E]  */
-    void *workspace;
+    int32_t *schedule;  /* [8+4E]  */
+    void *workspace;    /* fused_moe_cuda_route_plan_workspace bytes */
     int64_t T;
     int32_t K, E;
 } FusedMoeRoutePlan;
@@ -126,14 +135,14 @@ typedef struct {     /* the plan from the chosen ids, stable in t*K + k */
 typedef struct {           /* the plan of rows that are grouped already */
     const void *counts_in; /* [E] any integer dtype */
     FusedMoeDtype counts_dtype;
-    int32_t *counts;  /* [E]     */
-    int32_t *offsets; /* [E+1]   */
-    int32_t *tiles;   /* [2+2E]  */
+    int32_t *counts;   /* [E]     */
+    int32_t *offsets;  /* [E+1]   */
+    int32_t *schedule; /* [8+4E] */
     int64_t R;
     int32_t E;
 } FusedMoeCountPlan;
 
-/* --- moving rows ------------------------------------------------------------------------------ */
+/* --- moving rows ---------------------------------------------------------------------------------------- */
 
 typedef struct {   /* rows[r] = x[row_token[r]]; zero past the last row */
     const void *x; /* [T,D] */
@@ -163,34 +172,33 @@ typedef struct {        /* drows[r] = s dout[row_token[r]];  dscores[t,k] = <row
     FusedMoeDtype dtype;
 } FusedMoeUnpermuteBackward;
 
-/* --- grouped products --------------------------------------------------------------------------- */
+/* --- grouped GEMMs -------------------------------------------------------------------------------------- */
 
-typedef struct { /* out[r] = sum_i a[r, part i] b[i][e(r)]^T + bias[e(r)]; zero past the last row */
-    const void *a;        /* [R, N0+N1] */
-    FusedMoeWeight b[2];  /* (E, M, Ni); b[1] may be absent */
-    const void *bias;     /* [E,M]; may be NULL */
-    void *out;            /* [R,M]  */
-    const int32_t *ends;  /* [E]    */
-    const int32_t *tiles; /* [2+2E] plan.h; NULL: made in the workspace */
-    void *workspace;
-    int64_t workspace_bytes;
+typedef struct {         /* out[r] = sum_i a[r, part i] b[i][e(r)]^T + bias[e(r)]; zero past the last row */
+    const void *a;       /* [R, N0+N1] */
+    FusedMoeWeight b[2]; /* (E, M, Ni); b[1] may be absent */
+    const void *bias;    /* [E,M]; may be NULL */
+    void *out;           /* [R,M]  */
+    const int32_t *offs; /* [E]    */
+    const int32_t *schedule; /* [8+4E] schedule.h; NULL: offs is unchecked */
+    FusedMoeWorkspace workspace;
     int64_t R, M, N[2];
     int32_t E;
     FusedMoeDtype dtype;
 } FusedMoeGroupedMM;
 
-typedef struct {   /* dw[i][e] = a[rows of e, part i]^T b[rows of e]; zero for an empty expert */
-    const void *a; /* [R, M0+M1]     */
-    const void *b; /* [R or T, N]    */
+typedef struct {                /* dw[i][e] = a[rows of e, part i]^T b[rows of e]; zero for an empty expert */
+    const void *a;              /* [R, M0+M1]     */
+    const void *b;              /* [R or T, N]    */
     const int32_t *b_row_token; /* [R] b is read through it; NULL: b has R rows */
     const int32_t *row_slot;    /* [R] of b_scores */
     const void *b_scores;       /* [T,K] b's rows are multiplied and rounded; NULL: not */
     FusedMoeWeight dw[2];       /* (E, Mi, N); either may be absent */
     FusedMoeDtype dw_dtype;     /* dtype, or f32 */
-    bool accumulate;            /* dw += the product; in f32 alone */
-    const int32_t *ends;        /* [E] */
-    void *workspace;
-    int64_t workspace_bytes;
+    bool accumulate;            /* dw += the result; f32 dw alone */
+    const int32_t *offs;        /* [E] */
+    const int32_t *schedule;    /* [8+4E] schedule.h; NULL: offs is unchecked */
+    FusedMoeWorkspace workspace;
     int64_t R, T, K, N, M[2]; /* T: rows of b */
     int32_t E;
     FusedMoeDtype dtype; /* of a and b */
@@ -202,13 +210,13 @@ typedef struct {              /* db[e] = sum over the rows of e of s rows[r] */
     const int32_t *row_slot;  /* [R] of scores          */
     const void *scores;       /* [T,K] or NULL: ones    */
     void *db;                 /* [E,N]                  */
-    const int32_t *ends;      /* [E]                    */
+    const int32_t *offs;      /* [E]                    */
     int64_t R, T, K, N;       /* T: rows of rows        */
     int32_t E;
     FusedMoeDtype dtype;
 } FusedMoeBiasGrad;
 
-/* --- experts -------------------------------------------------------------------------------------- */
+/* --- experts -------------------------------------------------------------------------------------------- */
 
 typedef struct {        /* h = x[row_token] w1^T | w3^T + b;  a = act(gate) up */
     const void *x;      /* [T,D] */
@@ -219,8 +227,7 @@ typedef struct {        /* h = x[row_token] w1^T | w3^T + b;  a = act(gate) up *
     const void *b3;     /* [E,F] when separate; may be NULL */
     void *h;            /* [R,H]; NULL: not kept */
     void *a;            /* [R,F] */
-    void *workspace;
-    int64_t workspace_bytes;
+    FusedMoeWorkspace workspace;
     FusedMoeRowMap row_map;
     int64_t D, F;
     FusedMoeLayout layout;
@@ -228,8 +235,7 @@ typedef struct {        /* h = x[row_token] w1^T | w3^T + b;  a = act(gate) up *
     FusedMoeDtype dtype;
 } FusedMoeUpGate;
 
-typedef struct
-{ /* g = dout[row_token] w2;  dh = dact(s g, h);  a_scaled = s a;  dscores = <g, a> */
+typedef struct {        /* g = dout[row_token] w2;  dh = dact(s g, h);  a_scaled = s a;  dscores = <g, a> */
     const void *dout;   /* [T,D] */
     FusedMoeWeight w2;  /* (E,D,F) */
     const void *b2;     /* [E,D] adds <dout, b2> to dscores; may be NULL */
@@ -238,8 +244,7 @@ typedef struct
     void *dh;           /* [R,H]; may be NULL */
     void *a_scaled;     /* [R,F]; may be NULL */
     void *dscores;      /* [T,K] zero in slots without a row; may be NULL */
-    void *workspace;
-    int64_t workspace_bytes;
+    FusedMoeWorkspace workspace;
     FusedMoeRowMap row_map;
     int64_t D, F;
     FusedMoeLayout layout;
@@ -247,17 +252,7 @@ typedef struct
     FusedMoeDtype dtype;
 } FusedMoeDownDgrad;
 
-typedef struct {    /* dh = dact(da, h): the activation's own gradient */
-    const void *da; /* [R,F] */
-    const void *h;  /* [R,H] */
-    void *dh;       /* [R,H] */
-    int64_t R, F;
-    FusedMoeLayout layout;
-    FusedMoeActivation activation;
-    FusedMoeDtype dtype;
-} FusedMoeActDgrad;
-
-/* --- the CPU tier (cpu/): C11 on PyTorch's thread pool ------------------------------------------- */
+/* --- the CPU tier (cpu/): C11 on PyTorch's thread pool -------------------------------------------------- */
 
 /* Advises the system that a fresh tensor of this many bytes is about to be written. */
 void fused_moe_cpu_prepare(void *data, int64_t bytes);
@@ -274,9 +269,14 @@ int fused_moe_cpu_wgrad(const FusedMoeWgrad *p);
 int fused_moe_cpu_bias_grad(const FusedMoeBiasGrad *p);
 int fused_moe_cpu_up_gate(const FusedMoeUpGate *p);
 int fused_moe_cpu_down_dgrad(const FusedMoeDownDgrad *p);
-int fused_moe_cpu_act_dgrad(const FusedMoeActDgrad *p);
 
-/* --- the CUDA tiers (kernels/): launched on `stream`, a cudaStream_t of the current device -------- */
+/* --- the CUDA tiers (kernels/): launched on `stream`, a cudaStream_t of the current device -------------- */
+
+typedef enum { /* best first */
+               FUSED_MOE_TIER_SM90,
+               FUSED_MOE_TIER_SM80,
+               FUSED_MOE_NUM_TIERS
+} FusedMoeTier;
 
 typedef struct {
     int32_t driver_version, runtime_version; /* 13000 is CUDA 13.0; driver 0: there is none */
@@ -286,44 +286,62 @@ typedef struct {
 /* What is known of a device, and FUSED_MOE_OK where a CUDA tier runs on it. */
 int fused_moe_cuda_device(int device, FusedMoeCudaDevice *found);
 
-/* Why the portable tier had a call; kernels/hopper/tier.cu has the rules. */
+/* Devices and the environment are read once per process; this makes the next call read them again. For
+ * tests. */
+void fused_moe_cuda_reset(void);
+
+/* Why a tier is not dispatched to. */
 typedef enum {
-    FUSED_MOE_ON_SM90 = 0, /* it had not */
+    FUSED_MOE_RUNS = 0,
     FUSED_MOE_OTHER_GPU,
-    FUSED_MOE_PORTABLE_ASKED, /* by FUSED_MOE_TIER, when the workspace was made or now */
+    FUSED_MOE_OTHER_TIER_ASKED, /* by FUSED_MOE_TIER */
     FUSED_MOE_OTHER_DTYPE,
     FUSED_MOE_NO_ROWS,
     FUSED_MOE_SCORED_INPUT,
     FUSED_MOE_WIDTH,     /* one is not a multiple of 8 */
-    FUSED_MOE_UNALIGNED, /* rows or a bias that do not lie on 16 bytes */
+    FUSED_MOE_UNALIGNED, /* rows or a bias that are not 16-byte aligned */
     FUSED_MOE_STRIDES,   /* of a weight */
     FUSED_MOE_TOO_LARGE, /* 2^31 tiles */
-} FusedMoeTierReason;
+    FUSED_MOE_NUM_REASONS
+} FusedMoeReason;
 
-/* The operators that the Hopper engine has. */
+/* The operators that several tiers have. */
 typedef enum {
     FUSED_MOE_OP_GROUPED_MM,
     FUSED_MOE_OP_UP_GATE,
     FUSED_MOE_OP_DOWN_DGRAD,
     FUSED_MOE_OP_WGRAD,
-    FUSED_MOE_NUM_TIER_OPS
-} FusedMoeTierOp;
+    FUSED_MOE_NUM_TIERED_OPS
+} FusedMoeTieredOp;
 
 typedef struct { /* calls of one operator in this process */
-    int64_t hopper, portable;
-    int32_t reason; /* FusedMoeTierReason of the last portable one */
+    int64_t of_tier[FUSED_MOE_NUM_TIERS];
+    int32_t reason; /* FusedMoeReason why the last call was not dispatched to the best tier */
 } FusedMoeCalls;
 
-void fused_moe_cuda_calls(FusedMoeTierOp op, FusedMoeCalls *found);
+void fused_moe_cuda_calls(FusedMoeTieredOp op, FusedMoeCalls *found);
+
+/* The name of a tier as FUSED_MOE_TIER has it, and a reason in words. */
+const char *fused_moe_cuda_tier_name(int tier);
+const char *fused_moe_cuda_reason(int reason);
 
 /* The CUDA runtime's words for the calling thread's last FUSED_MOE_CUDA_ERROR. */
 const char *fused_moe_cuda_error(void);
 
+/* The zeroed counters of a stream of the current device. NULL where the caller has to zero some for this
+ * call: while the stream is captured, since a graph may be replayed beside other work, and where streams
+ * outnumber counters. */
+int fused_moe_cuda_counters(void *stream, uint32_t **counters);
+int fused_moe_cuda_zero(void *data, int64_t bytes, void *stream);
+
 size_t fused_moe_cuda_route_plan_workspace(const FusedMoeRoutePlan *p);
-size_t fused_moe_cuda_grouped_mm_workspace(const FusedMoeGroupedMM *p);
-size_t fused_moe_cuda_wgrad_workspace(const FusedMoeWgrad *p);
-size_t fused_moe_cuda_up_gate_workspace(const FusedMoeUpGate *p);
-size_t fused_moe_cuda_down_dgrad_workspace(const FusedMoeDownDgrad *p);
+
+/* Selects the tier that runs the call on the current device, and fills workspace.tier and workspace.bytes.
+ * Once per call: the operator below runs on that tier. */
+int fused_moe_cuda_select_grouped_mm(FusedMoeGroupedMM *p);
+int fused_moe_cuda_select_wgrad(FusedMoeWgrad *p);
+int fused_moe_cuda_select_up_gate(FusedMoeUpGate *p);
+int fused_moe_cuda_select_down_dgrad(FusedMoeDownDgrad *p);
 
 int fused_moe_cuda_route(const FusedMoeRoute *p, void *stream);
 int fused_moe_cuda_route_backward(const FusedMoeRouteBackward *p, void *stream);
@@ -337,7 +355,6 @@ int fused_moe_cuda_wgrad(const FusedMoeWgrad *p, void *stream);
 int fused_moe_cuda_bias_grad(const FusedMoeBiasGrad *p, void *stream);
 int fused_moe_cuda_up_gate(const FusedMoeUpGate *p, void *stream);
 int fused_moe_cuda_down_dgrad(const FusedMoeDownDgrad *p, void *stream);
-int fused_moe_cuda_act_dgrad(const FusedMoeActDgrad *p, void *stream);
 
 #ifdef __cplusplus
 }

@@ -1,4 +1,4 @@
-/* A number of an array whose integer dtype is known at run time, for every tier. */
+/* Reads an element of an array whose integer dtype is known at run time, for every tier. */
 #ifndef FUSED_MOE_INTEGER_H
 #define FUSED_MOE_INTEGER_H
 

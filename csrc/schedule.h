@@ -1,258 +1,403 @@
-/* The Hopper engine's schedule: which tile of a grouped product is computed when, and by whom.
+/* The tile schedule: which CTA computes which tile of a grouped GEMM, and when.
  *
- * Rows are grouped by expert; expert e owns rows [ends[e-1], ends[e]), cut into row tiles of `tile_rows`.
- * A work item is one row tile times one tile of the output's columns. Workers (CTAs) take items by turns, cta
- * i those of numbers i, i + num_ctas, .., so that neighbours stay neighbours: they load the same rows or the same
- * columns at the same time, which the L2 cache answers once. Who is through takes from who is behind.
+ * Rows are grouped by expert; expert e owns rows [offs[e-1], offs[e]), which row tiles of tile_rows rows
+ * cover. A work tile is one row tile times one N tile of the output. What depends on the routing alone is
+ * made once, by route_plan, as one int32 tensor:
  *
- * Two kinds of experts. TALL ones have tiles that keep the tensor cores active. An expert of at most `skinny_rows`
- * rows (skinny_rows <= tile_rows) has one row tile, and its time is that of reading its weight: memory, not
- * arithmetic.
+ *   head           FusedMoeScheduleHead, 8 words
+ *   active[E]      the experts that have rows: full ones, then skinny ones
+ *   tile_end[E]    inclusive prefix of their row tiles
+ *   sliced[E]      every expert: those of several split-K slices, then the others        (wgrad)
+ *   slice_end[E]   inclusive prefix of their slices
  *
- *   work[0]             experts with rows: the full ones, then those with few rows
- *   work[1]             full ones
- *   work[2]             row tiles of all
- *   work[3]             row tiles of the full ones
- *   work[4]             2^32 times the share of few-row tiles in all, rounded up (as uint32_t)
- *   work[5 .. 5+E)      active[b]: expert of the b-th active one, full ones first          (b < work[0])
- *   work[5+E .. 5+2E)   tile_end[b]: row tiles of active[0..b], inclusive                (b < work[0])
+ * Words past the last active expert are zeros. An empty expert has no row tile, so no work tile of it exists;
+ * it has one slice of no rows, since its weight gradient is zeros. What depends on the GEMM is a few integers
+ * that its launch computes: FusedMoeTileOrder.
  *
- * Entries past work[0] are not defined. Empty experts are not there, so no item of theirs exists, unless they are kept.
+ * Full and skinny experts. An expert of at most FUSED_MOE_SKINNY_ROWS rows is bound by reading its weight,
+ * the others by arithmetic. Interleaved, skinny tiles are spread evenly over the full ones, so at any moment
+ * some CTAs read memory while most multiply.
  *
- * Interleaved, the items of experts with few rows are spread evenly over the others, so that at any
- * moment some num_ctas read memory while most multiply; otherwise they come last, together.
+ * Order within each kind: expert by expert. An expert's row tiles form groups of at most `group`, and a
+ * group's tiles go N tile by N tile. Groups of 1 walk along N first, a group of all row tiles reads each
+ * column of the weight once; in between, tiles in flight together share both rows of A and columns of B in
+ * L2.
  *
- * Order, within each kind: expert by expert. Of an expert's row tiles at most `group` make a group (where there are
- * several the last may be smaller), and a group's items go column by column. Groups of 1 are a row tile's columns,
- * then the next row tile; a group of all is each column of the weight once. In between, the items of one time share
- * both rows of A and columns of B. Groups that two experts shared would share the columns of neither.
+ * Static round-robin with work stealing: CTA i gets tiles i, i + grid, ..., so neighbouring CTAs run in
+ * lockstep and share operands in L2. A CTA that runs out steals the next tile of the CTA with the most left.
  *
- * Halves: where the last turn would leave half of the num_ctas idle, or more, its tiles are cut into a left and a
- * right half, two items.
+ * Wave quantisation: where the last wave would leave half of the CTAs idle, or more, its tiles are split
+ * along N.
  *
- * Items are counted in 32 bits. Plain C without a dependency: usable from C, C++ and CUDA; the kernels, the
- * tests and the picture of `python -m fused_moe.schedule` go through the same functions. */
+ * Tiles are counted in 32 bits. Plain C without a dependency: kernels, the CPU tier, tests and the picture of
+ * `python -m fused_moe.schedule` call the same functions. On a GPU a warp calls them, all lanes alike.
+ *
+ * Sources: the prefix over active experts, found by a vote, is static batching's (Li et al., 2025); the
+ * persistent grid and the grouped order are those of PyTorch's persistent cache-aware grouped GEMM (2025). */
 #ifndef FUSED_MOE_SCHEDULE_H
 #define FUSED_MOE_SCHEDULE_H
 
-#include "plan.h"
+#include <stdint.h>
+
+#ifdef __CUDACC__
+#define FUSED_MOE_FN static inline __host__ __device__
+#else
+#define FUSED_MOE_FN static inline
+#endif
+
+enum {
+    FUSED_MOE_TILE_ROWS = 128,  /* of the row tiles in a routing's schedule */
+    FUSED_MOE_SKINNY_ROWS = 64, /* at most: the expert is skinny */
+    FUSED_MOE_MIN_SLICE = 512,  /* rows of a split-K slice, at least */
+    FUSED_MOE_MAX_CTAS = 256,   /* of a persistent grid; sm_90 has 144 SMs at most */
+};
+
+/* --- warps: the lanes of a GPU's warp, or the one lane of a CPU ----------------------------------------- */
+
+#ifdef __CUDA_ARCH__
+#define FUSED_MOE_LANES 32
+#define FUSED_MOE_LANE ((int32_t)(threadIdx.x % 32))
+#define FUSED_MOE_COUNT(flag) __popc(__ballot_sync(~0u, flag))
+#define FUSED_MOE_COUNT_BELOW(flag) __popc(__ballot_sync(~0u, flag) & ((1u << FUSED_MOE_LANE) - 1))
+#define FUSED_MOE_BROADCAST(value, lane) __shfl_sync(~0u, value, lane)
+#define FUSED_MOE_REDUCE_MAX(value) __reduce_max_sync(~0u, value)
+#define FUSED_MOE_CLAIM(counter) (FUSED_MOE_LANE ? 0u : atomicAdd(counter, 1u))
+#define FUSED_MOE_PEEK(counter) __ldcg(counter)
+#else
+#define FUSED_MOE_LANES 1
+#define FUSED_MOE_LANE 0
+#define FUSED_MOE_COUNT(flag) (flag)
+#define FUSED_MOE_COUNT_BELOW(flag) 0
+#define FUSED_MOE_BROADCAST(value, lane) (value)
+#define FUSED_MOE_REDUCE_MAX(value) (value)
+#define FUSED_MOE_CLAIM(counter) ((*(counter))++)
+#define FUSED_MOE_PEEK(counter) (*(counter))
+#endif
+
+FUSED_MOE_FN int32_t fused_moe_inclusive_sum(int32_t value) {
+#ifdef __CUDA_ARCH__
+    for (int distance = 1; distance < 32; distance *= 2) {
+        int32_t other = __shfl_up_sync(~0u, value, distance);
+        if (FUSED_MOE_LANE >= distance) value += other;
+    }
+#endif
+    return value;
+}
+
+/* --- the schedule of a routing -------------------------------------------------------------------------- */
 
 typedef struct {
-    int32_t tile_rows;
-    int32_t skinny_rows; /* 0 .. tile_rows; 0: every expert counts as full */
-    int32_t group;       /* row tiles of a group, at most */
-    int32_t interleave;
-    int32_t split_last_wave; /* num_ctas; 0: no tile is cut in two */
-    int32_t keep_empty;      /* an expert without rows has one tile, of no rows */
-} FusedMoeSchedule;
+    int32_t num_active, num_full;              /* experts                                              */
+    int32_t num_row_tiles, num_full_row_tiles; /* of all active experts, of the full ones              */
+    uint32_t skinny_share;                     /* of skinny row tiles in all, times 2^32 and rounded up */
+    int32_t num_slices;                        /* split-K slices of all experts                        */
+    int32_t slice_rows;                        /* of one slice, at most                                */
+    int32_t tile_rows;                         /* of one row tile, at most                             */
+} FusedMoeScheduleHead;
+
+enum { FUSED_MOE_HEAD_WORDS = sizeof(FusedMoeScheduleHead) / sizeof(int32_t) };
+
+/* A list of experts and the inclusive prefix of what they have: row tiles, or slices. */
+typedef struct {
+    int32_t *expert, *end; /* [num] */
+    int32_t num;
+} FusedMoeExpertList;
+
+FUSED_MOE_FN int64_t fused_moe_schedule_words(int64_t E) {
+    return FUSED_MOE_HEAD_WORDS + 4 * E;
+}
+
+FUSED_MOE_FN FusedMoeScheduleHead *fused_moe_schedule_head(const int32_t *schedule) {
+    return (FusedMoeScheduleHead *)schedule;
+}
+
+FUSED_MOE_FN FusedMoeExpertList fused_moe_active_experts(const int32_t *schedule, int32_t E) {
+    int32_t *words = (int32_t *)schedule + FUSED_MOE_HEAD_WORDS;
+    FusedMoeExpertList list = {words, words + E, fused_moe_schedule_head(schedule)->num_active};
+    return list;
+}
+
+FUSED_MOE_FN FusedMoeExpertList fused_moe_sliced_experts(const int32_t *schedule, int32_t E) {
+    int32_t *words = (int32_t *)schedule + FUSED_MOE_HEAD_WORDS + 2 * (int64_t)E;
+    FusedMoeExpertList list = {words, words + E, E};
+    return list;
+}
+
+FUSED_MOE_FN int32_t fused_moe_expert_start(const int32_t *offs, int32_t expert) {
+    return expert ? offs[expert - 1] : 0;
+}
+
+/* Rows of a split-K slice, a multiple of 64, of R rows of E experts: twice an expert's mean, so that with
+ * even routing no expert is cut, or two slices' worth for every SM where experts are fewer than that. */
+FUSED_MOE_FN int32_t fused_moe_slice_rows(int64_t R, int32_t E, int32_t num_sms) {
+    int64_t parts = E > num_sms / 2 ? E : num_sms / 2;
+    int64_t rows = parts ? 2 * R / parts : R;
+    if (rows < FUSED_MOE_MIN_SLICE) rows = FUSED_MOE_MIN_SLICE;
+    if (rows > R) rows = R > 0 ? R : 1;
+    return (int32_t)((rows + 63) / 64 * 64);
+}
+
+/* Appends the experts of low to high rows, in order, with tiles of tile_rows rows; no rows: one tile. end: of
+ * the list so far. Returns its new end. */
+FUSED_MOE_FN int32_t fused_moe_append_experts(FusedMoeExpertList *list, int32_t end, const int32_t *offs,
+                                              int32_t E, int32_t low, int32_t high, int32_t tile_rows) {
+    for (int32_t first = 0; first < E; first += FUSED_MOE_LANES) {
+        int32_t e = first + FUSED_MOE_LANE, rows = e < E ? offs[e] - fused_moe_expert_start(offs, e) : -1;
+        int32_t listed = e < E && low <= rows && rows <= high;
+        int32_t tiles = !listed ? 0 : rows ? (rows - 1) / tile_rows + 1 : 1;
+        int32_t index = list->num + FUSED_MOE_COUNT_BELOW(listed), sum = end + fused_moe_inclusive_sum(tiles);
+        if (listed) list->expert[index] = e, list->end[index] = sum;
+        list->num += FUSED_MOE_COUNT(listed);
+        end = FUSED_MOE_BROADCAST(sum, FUSED_MOE_LANES - 1);
+    }
+    return end;
+}
+
+/* Zeros behind the last expert of a list, so that equal routings have equal schedules. */
+FUSED_MOE_FN void fused_moe_clear_past(const FusedMoeExpertList *list, int32_t E) {
+    for (int32_t i = list->num + FUSED_MOE_LANE; i < E; i += FUSED_MOE_LANES)
+        list->expert[i] = list->end[i] = 0;
+}
+
+/* The row tiles of offs[E], which never decrease. Writes the head's words but for the slices'. */
+FUSED_MOE_FN void fused_moe_schedule_row_tiles(int32_t *schedule, const int32_t *offs, int32_t E,
+                                               int32_t tile_rows) {
+    FusedMoeScheduleHead *head = fused_moe_schedule_head(schedule);
+    FusedMoeExpertList list = {schedule + FUSED_MOE_HEAD_WORDS, schedule + FUSED_MOE_HEAD_WORDS + E, 0};
+    int32_t full =
+        fused_moe_append_experts(&list, 0, offs, E, FUSED_MOE_SKINNY_ROWS + 1, INT32_MAX, tile_rows);
+    int32_t num_full = list.num;
+    int32_t all = fused_moe_append_experts(&list, full, offs, E, 1, FUSED_MOE_SKINNY_ROWS, tile_rows);
+    fused_moe_clear_past(&list, E);
+    if (FUSED_MOE_LANE) return;
+    head->num_full = num_full, head->num_full_row_tiles = full;
+    head->num_active = list.num, head->num_row_tiles = all;
+    head->skinny_share = full ? (uint32_t)((((uint64_t)(all - full) << 32) + all - 1) / all) : 0;
+    head->tile_rows = tile_rows;
+}
+
+/* The slices of offs[E]. Experts of several slices come first: they take the longest. */
+FUSED_MOE_FN void fused_moe_schedule_slices(int32_t *schedule, const int32_t *offs, int32_t E,
+                                            int32_t slice_rows) {
+    FusedMoeScheduleHead *head = fused_moe_schedule_head(schedule);
+    FusedMoeExpertList list = fused_moe_sliced_experts(schedule, E);
+    list.num = 0;
+    int32_t end = fused_moe_append_experts(&list, 0, offs, E, slice_rows + 1, INT32_MAX, slice_rows);
+    end = fused_moe_append_experts(&list, end, offs, E, 0, slice_rows, slice_rows);
+    if (FUSED_MOE_LANE) return;
+    head->num_slices = end, head->slice_rows = slice_rows;
+}
+
+/* --- work tiles of a GEMM ------------------------------------------------------------------------------- */
+
+typedef struct { /* what a GEMM adds to its routing's schedule */
+    int32_t num_n_tiles;
+    int32_t group;           /* row tiles of a group, at most                      */
+    int32_t interleave;      /* skinny tiles are spread over the full ones         */
+    int32_t split_last_wave; /* CTAs of the grid; 0: the last wave is not split    */
+} FusedMoeTileOrder;
+
+/* The order of the sm90 tier's GEMMs. split_last_wave: CTAs of the grid, or 0. */
+FUSED_MOE_FN FusedMoeTileOrder fused_moe_default_order(int32_t num_n_tiles, int32_t split_last_wave) {
+    FusedMoeTileOrder order = {num_n_tiles, 16, 1, split_last_wave};
+    return order;
+}
 
 typedef struct {
-    FusedMoeTile rows; /* num_rows 1 .. tile_rows, or 0 */
-    int32_t column;    /* tile of columns */
-    int32_t half;      /* 0: all of it; 1, 2: left, right */
-    int32_t skinny;    /* the expert has few rows */
+    int32_t expert, first_row, num_rows; /* num_rows 1 .. tile_rows    */
+    int32_t n_tile;
+    int32_t n_half; /* 0: the whole N tile; 1, 2: its left, right half */
+    int32_t skinny; /* of a skinny expert                              */
 } FusedMoeWorkTile;
 
-FUSED_MOE_PLAN_FN int64_t fused_moe_work_length(int64_t num_experts) {
-    return 5 + 2 * num_experts;
-}
-
-/* Row tiles of an expert of so many rows; none: it is not there. */
-FUSED_MOE_PLAN_FN int32_t fused_moe_row_tiles(int32_t rows, const FusedMoeSchedule *s) {
-    if (rows <= 0) return s->keep_empty;
-    return rows / s->tile_rows + (rows % s->tile_rows != 0);
-}
-
-/* work[4]: index * share / 2^32 then counts the few-row items before an index, and all of them at the end. */
-FUSED_MOE_PLAN_FN uint32_t fused_moe_skinny_share(int32_t tall_tiles, int32_t all_tiles) {
-    uint64_t few = (uint64_t)(all_tiles - tall_tiles) << 32;
-    return tall_tiles ? (uint32_t)((few + all_tiles - 1) / all_tiles) : 0;
-}
-
-/* Fills work[5 + 2E] from ends[E], which never decrease. */
-FUSED_MOE_PLAN_FN void fused_moe_plan_work(const int32_t *ends, int32_t num_experts,
-                                           const FusedMoeSchedule *s, int32_t *work) {
-    int32_t *active = work + 5, *tile_end = active + num_experts;
-    int32_t num_active = 0, num_tiles = 0;
-    for (int few = 0; few < 2; few++) {
-        for (int32_t e = 0; e < num_experts; e++) {
-            int32_t rows = ends[e] - fused_moe_first_row(ends, e);
-            int32_t tiles = fused_moe_row_tiles(rows, s);
-            if (!tiles || (rows <= s->skinny_rows) != few) continue;
-            num_tiles += tiles;
-            active[num_active] = e;
-            tile_end[num_active++] = num_tiles;
-        }
-        work[few ? 0 : 1] = num_active;
-        work[few ? 2 : 3] = num_tiles;
+/* The first expert of a list with index < end; there is one. A GPU compares one expert per lane and counts
+ * votes. */
+FUSED_MOE_FN int32_t fused_moe_find_owner(const FusedMoeExpertList *list, int32_t index) {
+    int32_t owner = 0;
+    for (int32_t first = 0; first < list->num; first += FUSED_MOE_LANES) {
+        int32_t b = first + FUSED_MOE_LANE;
+        int32_t before = FUSED_MOE_COUNT(b < list->num && list->end[b] <= index);
+        owner += before;
+        if (before < FUSED_MOE_LANES) break;
     }
-    work[4] = (int32_t)fused_moe_skinny_share(work[3], work[2]);
+    return owner;
 }
 
-/* The tiles that are cut in two, of so many in all; they are the last. split_last_wave: as in FusedMoeSchedule. */
-FUSED_MOE_PLAN_FN uint32_t fused_moe_num_split_tiles(uint32_t split_last_wave, uint32_t num_tiles) {
-    uint32_t last = split_last_wave ? num_tiles % split_last_wave : 0;
-    return 2 * last <= split_last_wave ? last : 0;
+/* Tiles of the last wave, the last ones of num_tiles, which are split along N into two each. */
+FUSED_MOE_FN uint32_t fused_moe_num_split_tiles(const FusedMoeTileOrder *order, uint32_t num_tiles) {
+    uint32_t ctas = (uint32_t)order->split_last_wave, last = ctas ? num_tiles % ctas : 0;
+    return 2 * last <= ctas ? last : 0;
 }
 
-/* The schedule of weight gradients, whose sums run along an expert's rows: a row tile is a slice of such a sum, and
- * an expert has its weight's tiles, of each as many slices. Most have one. Who has more rows than half of what a
- * cta computes in all is cut, so that it leaves nobody waiting, and comes first; slices of its sums are added in
- * their order. R rows in all; a slice is a multiple of 64 rows. */
-FUSED_MOE_PLAN_FN FusedMoeSchedule fused_moe_split_k_schedule(int64_t R, int64_t tiles,
-                                                              int num_ctas) {
-    int64_t rows = R * tiles / (2 * num_ctas);
-    if (rows < 512) rows = 512;
-    if (rows > R) rows = R > 0 ? R : 1;
-    FusedMoeSchedule s;
-    s.tile_rows = s.skinny_rows = (int32_t)((rows + 63) / 64 * 64);
-    s.group = s.keep_empty = 1;
-    s.interleave = s.split_last_wave = 0;
+/* Work tiles of a GEMM: fewer than 2^31. */
+FUSED_MOE_FN uint32_t fused_moe_num_work_tiles(const int32_t *schedule, const FusedMoeTileOrder *order) {
+    uint32_t tiles =
+        (uint32_t)fused_moe_schedule_head(schedule)->num_row_tiles * (uint32_t)order->num_n_tiles;
+    return tiles + fused_moe_num_split_tiles(order, tiles);
+}
+
+/* Row and column of tile `index` of rows x columns tiles, in groups of at most `group` rows, equal but for
+ * the last. */
+FUSED_MOE_FN void fused_moe_grouped_order(uint32_t index, uint32_t rows, uint32_t columns, uint32_t group,
+                                          int32_t *row, int32_t *column) {
+    uint32_t groups = (rows - 1) / group + 1, size = (rows - 1) / groups + 1;
+    uint32_t first = index / (size * columns) * size;
+    if (size > rows - first) size = rows - first; /* the last group */
+    index -= first * columns;
+    *row = (int32_t)(first + index % size);
+    *column = (int32_t)(index / size);
+}
+
+/* Work tile `index` of fused_moe_num_work_tiles. */
+FUSED_MOE_FN FusedMoeWorkTile fused_moe_work_tile(const int32_t *schedule, const int32_t *offs, int32_t E,
+                                                  const FusedMoeTileOrder *order, uint32_t index) {
+    const FusedMoeScheduleHead *head = fused_moe_schedule_head(schedule);
+    FusedMoeExpertList active = fused_moe_active_experts(schedule, E);
+    uint32_t n_tiles = (uint32_t)order->num_n_tiles, num_tiles = (uint32_t)head->num_row_tiles * n_tiles;
+    FusedMoeWorkTile tile;
+
+    /* which tile, and which half of it */
+    uint32_t unsplit = num_tiles - fused_moe_num_split_tiles(order, num_tiles);
+    tile.n_half = index < unsplit ? 0 : 1 + (int32_t)((index - unsplit) % 2);
+    if (index > unsplit) index = unsplit + (index - unsplit) / 2;
+
+    /* its linear index where full tiles come first: index * share / 2^32 skinny ones are before it */
+    uint32_t full = (uint32_t)head->num_full_row_tiles * n_tiles;
+    if (order->interleave && full) {
+        uint64_t share = head->skinny_share;
+        uint32_t before = (uint32_t)(index * share >> 32),
+                 is_skinny = (uint32_t)((index + 1) * share >> 32) > before;
+        index = is_skinny ? full + before : index - before;
+    }
+
+    int32_t b = fused_moe_find_owner(&active, (int32_t)(index / n_tiles));
+    uint32_t before = b ? (uint32_t)active.end[b - 1] : 0, row_tiles = (uint32_t)active.end[b] - before;
+    int32_t row_tile;
+    fused_moe_grouped_order(index - before * n_tiles, row_tiles, n_tiles, (uint32_t)order->group, &row_tile,
+                            &tile.n_tile);
+    tile.expert = active.expert[b];
+    tile.skinny = b >= head->num_full;
+    tile.first_row = fused_moe_expert_start(offs, tile.expert) + row_tile * head->tile_rows;
+    int32_t rows_left = offs[tile.expert] - tile.first_row;
+    tile.num_rows = rows_left < head->tile_rows ? rows_left : head->tile_rows;
+    return tile;
+}
+
+/* --- work tiles of a weight gradient, which sums along an expert's rows --------------------------------- */
+
+/* How many of the schedule's slices a tile of a weight gradient sums, so that no tile takes longer than half
+ * of what a CTA computes in all. 0: tiles are many enough, and each sums all rows of its expert. */
+FUSED_MOE_FN int32_t fused_moe_slices_per_tile(int64_t R, int32_t slice_rows, int64_t weight_tiles,
+                                               int32_t ctas) {
+    if (weight_tiles >= 2 * (int64_t)ctas || R <= slice_rows) return 0;
+    int64_t rows = R * weight_tiles / (2 * ctas);
+    int64_t slices = (rows + slice_rows - 1) / slice_rows;
+    return slices < 1 ? 1 : slices * slice_rows >= R ? 0 : (int32_t)slices;
+}
+
+typedef struct {
+    int32_t expert, first_row, num_rows; /* num_rows 0: an empty expert            */
+    int32_t weight_tile;                 /* of the expert's weight                             */
+    int32_t slice, num_slices;           /* of the tile's, summed up; 0: another tile has these rows */
+} FusedMoeWgradTile;
+
+FUSED_MOE_FN uint32_t fused_moe_num_wgrad_tiles(const int32_t *schedule, int32_t E, int32_t weight_tiles,
+                                                int32_t slices_per_tile) {
+    uint32_t slices = slices_per_tile ? (uint32_t)fused_moe_schedule_head(schedule)->num_slices : (uint32_t)E;
+    return slices * (uint32_t)weight_tiles;
+}
+
+FUSED_MOE_FN FusedMoeWgradTile fused_moe_wgrad_tile(const int32_t *schedule, const int32_t *offs, int32_t E,
+                                                    int32_t weight_tiles, int32_t slices_per_tile,
+                                                    uint32_t index) {
+    FusedMoeWgradTile tile;
+    int32_t slice = (int32_t)(index / (uint32_t)weight_tiles), slice_rows = INT32_MAX;
+    tile.weight_tile = (int32_t)(index % (uint32_t)weight_tiles);
+    tile.expert = slice;
+    if (slices_per_tile) {
+        FusedMoeExpertList sliced = fused_moe_sliced_experts(schedule, E);
+        int32_t b = fused_moe_find_owner(&sliced, slice);
+        tile.expert = sliced.expert[b];
+        slice -= b ? sliced.end[b - 1] : 0;
+        slice_rows = slices_per_tile * fused_moe_schedule_head(schedule)->slice_rows;
+    } else {
+        slice = 0;
+    }
+    int32_t first = fused_moe_expert_start(offs, tile.expert), rows = offs[tile.expert] - first;
+    tile.num_slices = rows ? (rows - 1) / slice_rows + 1 : 1;
+    if (slices_per_tile && slice % slices_per_tile) tile.num_slices = 0;
+    tile.slice = slices_per_tile ? slice / slices_per_tile : 0;
+    int32_t done = tile.slice ? tile.slice * slice_rows : 0;
+    tile.first_row = first + done;
+    tile.num_rows = rows - done < slice_rows ? rows - done : slice_rows;
+    return tile;
+}
+
+/* Slices of split tiles leave their accumulators in slots: first the first slices', then the later ones'. An
+ * expert that is cut has more than slice_rows rows, so no two first slices, and no two later ones, begin in
+ * the same slice_rows rows; the last slice_rows rows have no first one, and the first ones no later one. */
+FUSED_MOE_FN int64_t fused_moe_num_split_slots(int64_t R, int64_t slice_rows) {
+    return R > slice_rows ? 2 * ((R - 1) / slice_rows) : 0;
+}
+
+/* first_row: of the expert. */
+FUSED_MOE_FN int64_t fused_moe_split_slot(int64_t R, int64_t slice_rows, int32_t first_row, int32_t slice) {
+    int64_t slot = first_row / slice_rows + slice;
+    return slice ? slot - 1 + (R - 1) / slice_rows : slot;
+}
+
+/* --- which CTA computes which tile ---------------------------------------------------------------------- */
+
+typedef struct {
+    uint32_t *claimed;             /* [ctas] zeros: tiles claimed of each CTA's, by itself or by thieves */
+    uint32_t num_tiles, cta, ctas; /* this CTA of so many, FUSED_MOE_MAX_CTAS at most                    */
+    uint32_t next;                 /* its next one, claimed already                                      */
+    int32_t may_own;               /* it may have tiles left                                             */
+} FusedMoeTileScheduler;
+
+/* Tiles that static round-robin assigns to a CTA. */
+FUSED_MOE_FN uint32_t fused_moe_num_assigned(uint32_t num_tiles, uint32_t cta, uint32_t ctas) {
+    return cta < num_tiles ? (num_tiles - cta - 1) / ctas + 1 : 0;
+}
+
+/* The CTA with the most tiles left, or `ctas` if none has any. */
+FUSED_MOE_FN uint32_t fused_moe_most_remaining(const FusedMoeTileScheduler *s) {
+    const uint32_t limit = UINT32_MAX / FUSED_MOE_MAX_CTAS; /* of what is counted */
+    uint32_t most = 0;
+    for (uint32_t cta = (uint32_t)FUSED_MOE_LANE; cta < s->ctas; cta += FUSED_MOE_LANES) {
+        uint32_t assigned = fused_moe_num_assigned(s->num_tiles, cta, s->ctas);
+        uint32_t claimed = FUSED_MOE_PEEK(s->claimed + cta);
+        uint32_t left = claimed < assigned ? assigned - claimed : 0;
+        if (left > limit) left = limit;
+        left = left * FUSED_MOE_MAX_CTAS + cta;
+        if (left > most) most = left;
+    }
+    most = FUSED_MOE_REDUCE_MAX(most);
+    return most >= FUSED_MOE_MAX_CTAS ? most % FUSED_MOE_MAX_CTAS : s->ctas;
+}
+
+FUSED_MOE_FN FusedMoeTileScheduler fused_moe_tile_scheduler(uint32_t *claimed, uint32_t num_tiles,
+                                                            uint32_t cta, uint32_t ctas) {
+    FusedMoeTileScheduler s = {claimed, num_tiles, cta, ctas, FUSED_MOE_CLAIM(claimed + cta), 1};
     return s;
 }
 
-/* Pieces of experts that are cut, at most: such an expert has more than tile_rows, and so 2 rows / tile_rows. Their
- * sums' memory follows from it: of a slice's 128 x 256 tiles, 128 KiB each, 69 MB in all with 132 num_ctas. */
-FUSED_MOE_PLAN_FN int64_t fused_moe_max_slices(int64_t R, const FusedMoeSchedule *s) {
-    return R > s->tile_rows ? 2 * (R / s->tile_rows) : 0;
-}
-
-/* The place that tile `index`, 0 <= index < work[2] * num_columns < 2^31, would have if the full ones came first. */
-FUSED_MOE_PLAN_FN uint32_t fused_moe_linear_index(const int32_t *work, const FusedMoeSchedule *s,
-                                                  uint32_t num_columns, uint32_t index) {
-    uint32_t full = (uint32_t)work[3] * num_columns;
-    if (!s->interleave || !full) return index;
-    uint64_t share = (uint32_t)work[4];
-    uint32_t skinny_before = (uint32_t)(index * share >> 32);
-    int is_skinny = (uint32_t)((index + 1) * share >> 32) > skinny_before;
-    return is_skinny ? full + skinny_before : index - skinny_before;
-}
-
-/* The tile at `place`: of the b-th active expert, which has row tile place / num_columns. */
-FUSED_MOE_PLAN_FN FusedMoeWorkTile fused_moe_work_tile_at(const int32_t *work, const int32_t *ends,
-                                                          int32_t num_experts,
-                                                          const FusedMoeSchedule *s,
-                                                          uint32_t num_columns, int32_t b,
-                                                          uint32_t place) {
-    const int32_t *active = work + 5, *tile_end = active + num_experts;
-    uint32_t before = b ? (uint32_t)tile_end[b - 1] : 0, tiles = (uint32_t)tile_end[b] - before;
-    uint32_t groups = (tiles - 1) / (uint32_t)s->group + 1, size = (tiles - 1) / groups + 1;
-    uint32_t index = place - before * num_columns, first = index / (size * num_columns) * size;
-    if (size > tiles - first) size = tiles - first; /* the last group */
-    index -= first * num_columns;
-    FusedMoeWorkTile found;
-    found.column = (int32_t)(index / size);
-    found.half = 0;
-    found.skinny = b >= work[1];
-    int32_t row_tile = (int32_t)(first + index % size), expert = active[b];
-    found.rows.expert = expert;
-    found.rows.first_row = fused_moe_first_row(ends, expert) + row_tile * s->tile_rows;
-    int32_t rows_left = ends[expert] - found.rows.first_row;
-    found.rows.num_rows = rows_left < s->tile_rows ? rows_left : s->tile_rows;
-    return found;
-}
-
-/* The tile of item `index`, and which half of it. */
-FUSED_MOE_PLAN_FN uint32_t fused_moe_tile_of_index(uint32_t index, uint32_t num_tiles, uint32_t cut,
-                                                   int32_t *half) {
-    uint32_t aligned = num_tiles - cut, past = index < aligned ? 0 : index - aligned;
-    *half = index < aligned ? 0 : 1 + (int32_t)(past % 2);
-    return index < aligned ? index : aligned + past / 2;
-}
-
-/* Item `index`; a GPU finds b by a warp's vote (kernels/hopper/tile_scheduler.cuh) and else does the same. */
-FUSED_MOE_PLAN_FN FusedMoeWorkTile fused_moe_find_work_tile(const int32_t *work,
-                                                            const int32_t *ends,
-                                                            int32_t num_experts,
-                                                            const FusedMoeSchedule *s,
-                                                            uint32_t num_columns, uint32_t index) {
-    uint32_t num_tiles = (uint32_t)work[2] * num_columns;
-    int32_t half;
-    index = fused_moe_tile_of_index(
-        index, num_tiles, fused_moe_num_split_tiles((uint32_t)s->split_last_wave, num_tiles),
-        &half);
-    uint32_t place = fused_moe_linear_index(work, s, num_columns, index);
-    const int32_t *tile_end = work + 5 + num_experts;
-    int32_t b = fused_moe_find_owner(tile_end, work[0], (int32_t)(place / num_columns));
-    FusedMoeWorkTile found =
-        fused_moe_work_tile_at(work, ends, num_experts, s, num_columns, b, place);
-    found.half = half;
-    return found;
-}
-
-/* --- who takes which item --------------------------------------------------------------------------------------- */
-
-/* A cta has its turns; one that is through takes the next one of the cta that has most left. So a cta that
- * began late, since another kernel had its place, or that had the longer items, keeps nobody waiting; and num_ctas in
- * step take nothing from each other, since they come to their last items at the same time. */
-FUSED_MOE_PLAN_FN uint32_t fused_moe_num_assigned(uint32_t num_items, uint32_t cta,
-                                                  uint32_t num_ctas) {
-    return cta < num_items ? (num_items - cta - 1) / num_ctas + 1 : 0;
-}
-
-enum { FUSED_MOE_MAX_CTAS = 256 };
-
-typedef struct {
-    uint32_t *claimed; /* [num_ctas] turns of a cta's that were asked for, by itself or by others */
-    uint32_t num_items, cta, num_ctas; /* this cta of so many, FUSED_MOE_MAX_CTAS at most */
-    uint32_t turn;                     /* its next one */
-    int own;                           /* it may have turns left */
-} FusedMoeTileScheduler;
-
-/* On a GPU a aligned warp draws; its first lane asks, and all lanes look who is behind. */
-#ifdef __CUDA_ARCH__
-#define FUSED_MOE_LANE (threadIdx.x % 32)
-#define FUSED_MOE_LANES 32
-#define FUSED_MOE_CLAIM(claimed) (FUSED_MOE_LANE ? 0u : atomicAdd(claimed, 1u))
-#define FUSED_MOE_BROADCAST(turn) __shfl_sync(~0u, turn, 0)
-#define FUSED_MOE_PEEK(claimed) __ldcg(claimed)
-#define FUSED_MOE_REDUCE_MAX(of_lane) __reduce_max_sync(~0u, of_lane)
-#else
-#define FUSED_MOE_LANE 0
-#define FUSED_MOE_LANES 1
-#define FUSED_MOE_CLAIM(claimed) ((*(claimed))++)
-#define FUSED_MOE_BROADCAST(turn) (turn)
-#define FUSED_MOE_PEEK(claimed) (*(claimed))
-#define FUSED_MOE_REDUCE_MAX(of_lane) (of_lane)
-#endif
-
-/* The cta that has most turns left, or `num_ctas` if nobody has one. */
-FUSED_MOE_PLAN_FN uint32_t fused_moe_most_remaining(const FusedMoeTileScheduler *d) {
-    const uint32_t most = UINT32_MAX / FUSED_MOE_MAX_CTAS; /* counted of what is left */
-    uint32_t found = 0;
-    for (uint32_t cta = FUSED_MOE_LANE; cta < d->num_ctas; cta += FUSED_MOE_LANES) {
-        uint32_t turns = fused_moe_num_assigned(d->num_items, cta, d->num_ctas);
-        uint32_t claimed = FUSED_MOE_PEEK(d->claimed + cta);
-        uint32_t left = claimed < turns ? turns - claimed : 0;
-        if (left > most) left = most;
-        left = left * FUSED_MOE_MAX_CTAS + cta;
-        if (left > found) found = left;
+/* The next tile; num_tiles or more: there are none. Thieves may have all of a CTA's tiles before its
+ * first. */
+FUSED_MOE_FN uint32_t fused_moe_next_tile(FusedMoeTileScheduler *s) {
+    uint32_t index = s->num_tiles;
+    if (s->may_own) {
+        index = s->cta + s->ctas * FUSED_MOE_BROADCAST(s->next, 0);
+        s->may_own = index < s->num_tiles;
     }
-    found = FUSED_MOE_REDUCE_MAX(found);
-    return found >= FUSED_MOE_MAX_CTAS ? found % FUSED_MOE_MAX_CTAS : d->num_ctas;
-}
-
-FUSED_MOE_PLAN_FN FusedMoeTileScheduler fused_moe_tile_scheduler(uint32_t *claimed,
-                                                                 uint32_t num_items, uint32_t cta,
-                                                                 uint32_t num_ctas) {
-    FusedMoeTileScheduler d = {claimed, num_items, cta, num_ctas, FUSED_MOE_CLAIM(claimed + cta),
-                               1};
-    return d;
-}
-
-/* The next item, or one past the last: there are no more. Others may have all turns of a cta before its first. */
-FUSED_MOE_PLAN_FN uint32_t fused_moe_next_tile(FusedMoeTileScheduler *d) {
-    uint32_t index = d->num_items;
-    if (d->own) {
-        index = d->cta + d->num_ctas * FUSED_MOE_BROADCAST(d->turn);
-        d->own = index < d->num_items;
-    }
-    if (d->own) d->turn = FUSED_MOE_CLAIM(d->claimed + d->cta); /* early: it takes a while */
-    for (uint32_t behind = 0; index >= d->num_items && behind < d->num_ctas;) {
-        behind = fused_moe_most_remaining(d);
-        if (behind < d->num_ctas)
-            index =
-                behind + d->num_ctas * FUSED_MOE_BROADCAST(FUSED_MOE_CLAIM(d->claimed + behind));
+    if (s->may_own)
+        s->next = FUSED_MOE_CLAIM(s->claimed + s->cta); /* ahead of its use: an atomic takes a while */
+    for (uint32_t victim = 0; index >= s->num_tiles && victim < s->ctas;) {
+        victim = fused_moe_most_remaining(s);
+        if (victim < s->ctas) {
+            uint32_t stolen = FUSED_MOE_CLAIM(s->claimed + victim);
+            index = victim + s->ctas * FUSED_MOE_BROADCAST(stolen, 0);
+        }
     }
     return index;
 }

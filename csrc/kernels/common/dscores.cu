@@ -1,0 +1,56 @@
+/* dscores: adds each slot's partial sums of <g, a>, and <dout, b2> where there is a bias. One warp per slot;
+ * the order of the sum is fixed, so the result is deterministic. */
+#include "dscores.cuh"
+
+#include "../../schedule.h"
+#include "launch.cuh"
+#include "numeric.cuh"
+
+namespace fused_moe {
+namespace {
+
+constexpr int WARPS = 8;
+
+typedef struct {
+    FusedMoeDownDgrad p;
+    const void *partials; /* [R, partials_per_row] */
+    int64_t partials_per_row;
+} Dscores;
+
+template <typename T>
+__global__ void __launch_bounds__(32 * WARPS) dscores_kernel(const __grid_constant__ Dscores s) {
+    using Acc = Accum<T>;
+    const FusedMoeDownDgrad &p = s.p;
+    const FusedMoeRowMap &row_map = p.row_map;
+    const FusedMoeExpertList experts = {nullptr, (int32_t *)row_map.offs, row_map.E};
+    int lane = threadIdx.x % 32;
+    int64_t num_slots = row_map.T * row_map.K, num_rows = row_map.offs[row_map.E - 1];
+    int64_t first_slot = blockIdx.x * (int64_t)WARPS + threadIdx.x / 32, stride = (int64_t)gridDim.x * WARPS;
+    for (int64_t slot = first_slot; slot < num_slots; slot += stride) {
+        int64_t r = row_map.token_row ? row_map.token_row[slot] : slot;
+        Acc sum = 0;
+        if (r >= 0 && r < num_rows) {
+            const Acc *row = (const Acc *)s.partials + r * s.partials_per_row;
+            for (int64_t i = lane; i < s.partials_per_row; i += 32) sum += row[i];
+            if (p.b2) {
+                int64_t expert = fused_moe_find_owner(&experts, (int32_t)r);
+                const T *bias = (const T *)p.b2 + expert * p.D,
+                        *dout = (const T *)p.dout + slot / row_map.K * p.D;
+                for (int64_t i = lane; i < p.D; i += 32) sum += to_accum(bias[i]) * to_accum(dout[i]);
+            }
+            sum = warp_sum(sum);
+        }
+        if (lane == 0) ((Acc *)p.dscores)[slot] = sum;
+    }
+}
+
+} // namespace
+
+int run_dscores(const FusedMoeDownDgrad &p, const void *partials, int64_t partials_per_row, void *stream) {
+    Dscores s = {p, partials, partials_per_row};
+    int64_t grid = ceil_div(p.row_map.T * p.row_map.K, WARPS);
+    return with_dtype(
+        p.dtype, [&](auto t) { return launch(dscores_kernel<decltype(t)>, s, grid, 32 * WARPS, 0, stream); });
+}
+
+} // namespace fused_moe

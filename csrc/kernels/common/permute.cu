@@ -1,0 +1,202 @@
+/* permute, unpermute and unpermute_backward: move rows between token order and expert order.
+ *
+ * All are memory-bound. A warp processes one token (one slot in unpermute_backward), 16 bytes per lane and
+ * access. permute reads a token's row once and writes its K copies from registers. unpermute keeps 256 bytes
+ * per lane in flight and adds in slot order, so its result is deterministic. */
+#include "launch.cuh"
+#include "numeric.cuh"
+
+#include <type_traits>
+
+namespace fused_moe {
+namespace {
+
+constexpr int WARPS = 8, THREADS = 32 * WARPS;
+
+/* The matrix can be copied in 16-byte units. */
+inline bool is_aligned(const void *data, int64_t row_bytes) {
+    return (uintptr_t)data % 16 == 0 && row_bytes % 16 == 0;
+}
+
+__device__ inline int64_t first_warp() {
+    return (blockIdx.x * (int64_t)blockDim.x + threadIdx.x) / 32;
+}
+__device__ inline int64_t num_warps() {
+    return (int64_t)gridDim.x * WARPS;
+}
+
+/* --- permute -------------------------------------------------------------------------------------------- */
+
+template <typename Unit>
+__global__ void __launch_bounds__(THREADS) permute_kernel(const __grid_constant__ FusedMoePermute p) {
+    constexpr int UNITS = 4; /* per lane, all loaded before the first is stored */
+    const FusedMoeRowMap &row_map = p.row_map;
+    int lane = threadIdx.x % 32;
+    for (int64_t t = first_warp(); t < row_map.T; t += num_warps()) {
+        const Unit *src = (const Unit *)p.x + t * p.D;
+        for (int64_t first = lane; first < p.D; first += 32 * UNITS) {
+            Unit v[UNITS];
+#pragma unroll
+            for (int i = 0; i < UNITS; i++)
+                if (first + 32 * i < p.D) v[i] = src[first + 32 * i];
+            for (int64_t k = 0; k < row_map.K; k++) {
+                int64_t r = row_map.token_row[t * row_map.K + k];
+                if ((uint64_t)r >= (uint64_t)row_map.R) continue;
+                Unit *dst = (Unit *)p.rows + r * p.D;
+#pragma unroll
+                for (int i = 0; i < UNITS; i++)
+                    if (first + 32 * i < p.D) dst[first + 32 * i] = v[i];
+            }
+        }
+    }
+    /* zero the rows past the last one */
+    int64_t num_rows = max(0, row_map.offs[row_map.E - 1]);
+    for (int64_t r = num_rows + first_warp(); r < row_map.R; r += num_warps())
+        for (int64_t j = lane; j < p.D; j += 32) ((Unit *)p.rows)[r * p.D + j] = Unit{};
+}
+
+/* --- unpermute ------------------------------------------------------------------------------------------ */
+
+/* One warp per token. Each lane has chunks of `rows` rows in flight: 256 bytes, or one chunk per row. */
+template <typename T, bool aligned, int rows>
+__global__ void __launch_bounds__(THREADS) unpermute_kernel(const __grid_constant__ FusedMoeUnpermute p) {
+    using Acc = Accum<T>;
+    constexpr int in_flight = 256 / sizeof(Pack<T>);                           /* chunks */
+    constexpr int chunks = aligned && in_flight > rows ? in_flight / rows : 1; /* per row */
+    const FusedMoeRowMap &row_map = p.row_map;
+    int lane = threadIdx.x % 32;
+    for (int64_t t = first_warp(); t < row_map.T; t += num_warps()) {
+        const int32_t *token_row = row_map.token_row + t * row_map.K;
+        const Acc *scores = p.scores ? (const Acc *)p.scores + t * row_map.K : nullptr;
+        for (int64_t first = lane * CHUNK; first < p.D; first += chunks * 32 * CHUNK) {
+            Acc sum[chunks][CHUNK] = {};
+            for (int64_t k0 = 0; k0 < row_map.K; k0 += rows) {
+                Pack<T> pack[rows][chunks];
+                Acc s[rows];
+#pragma unroll
+                for (int k = 0; k < rows; k++) {
+                    int64_t r = k0 + k < row_map.K ? token_row[k0 + k] : -1;
+                    bool has_row = (uint64_t)r < (uint64_t)row_map.R;
+                    s[k] = has_row && scores ? scores[k0 + k] : Acc(has_row);
+#pragma unroll
+                    for (int i = 0; i < chunks; i++) {
+                        int64_t j = first + i * 32 * CHUNK;
+                        const T *src = (const T *)p.rows + r * p.D + j;
+                        bool valid = has_row && j < p.D;
+                        if constexpr (aligned) {
+#pragma unroll
+                            for (int c = 0; c < (int)(sizeof(Pack<T>) / sizeof(uint4)); c++)
+                                pack[k][i].words[c] = ld_global_v4((const uint4 *)src + c, valid);
+                        } else {
+#pragma unroll
+                            for (int c = 0; c < CHUNK; c++)
+                                pack[k][i].v[c] = valid && j + c < p.D ? src[c] : from_accum<T>(0);
+                        }
+                    }
+                }
+#pragma unroll
+                for (int k = 0; k < rows; k++)
+#pragma unroll
+                    for (int i = 0; i < chunks; i++)
+#pragma unroll
+                        for (int c = 0; c < CHUNK; c++) sum[i][c] += s[k] * to_accum(pack[k][i].v[c]);
+            }
+#pragma unroll
+            for (int i = 0; i < chunks; i++) {
+                int64_t j = first + i * 32 * CHUNK;
+                int n = (int)min((int64_t)CHUNK, p.D - j);
+                if (n > 0) store_chunk<T>((T *)p.out + t * p.D + j, sum[i], n, aligned);
+            }
+        }
+    }
+}
+
+/* --- unpermute_backward --------------------------------------------------------------------------------- */
+
+/* One warp per slot: drows of its row, and the dot product of the row and dout. */
+template <typename T>
+__global__ void unpermute_backward_kernel(const __grid_constant__ FusedMoeUnpermuteBackward p, bool aligned) {
+    using Acc = Accum<T>;
+    const FusedMoeRowMap &row_map = p.row_map;
+    int lane = threadIdx.x % 32;
+    T *drows = (T *)p.drows;
+    for (int64_t slot = first_warp(); slot < row_map.T * row_map.K; slot += num_warps()) {
+        int64_t r = row_map.token_row ? row_map.token_row[slot] : slot, t = slot / row_map.K;
+        bool has_row = (uint64_t)r < (uint64_t)row_map.R;
+        Acc score = p.scores && has_row ? ((const Acc *)p.scores)[slot] : Acc(1), dot = 0;
+        for (int64_t j = lane * CHUNK; has_row && j < p.D; j += 32 * CHUNK) {
+            int n = (int)min((int64_t)CHUNK, p.D - j);
+            Acc dout[CHUNK], row[CHUNK];
+            load_chunk<T>(dout, (const T *)p.dout + t * p.D + j, n, aligned);
+            if (p.dscores) {
+                load_chunk<T>(row, (const T *)p.rows + r * p.D + j, n, aligned);
+#pragma unroll
+                for (int c = 0; c < CHUNK; c++) dot += row[c] * dout[c];
+            }
+            if (!drows) continue;
+#pragma unroll
+            for (int c = 0; c < CHUNK; c++) dout[c] *= score;
+            store_chunk<T>(drows + r * p.D + j, dout, n, aligned);
+        }
+        if (!p.dscores) continue;
+        dot = warp_sum(dot);
+        if (lane == 0) ((Acc *)p.dscores)[slot] = dot;
+    }
+    if (!drows) return;
+    /* zero the rows past the last one */
+    int64_t num_rows = max(0, row_map.offs[row_map.E - 1]);
+    for (int64_t r = num_rows + first_warp(); r < row_map.R; r += num_warps())
+        for (int64_t j = lane; j < p.D; j += 32) drows[r * p.D + j] = T(0.0f);
+}
+
+/* --- launchers ------------------------------------------------------------------------------------------ */
+
+template <typename T>
+int permute(FusedMoePermute p, void *stream) {
+    int64_t row_bytes = p.D * sizeof(T), warps = p.row_map.T > p.row_map.R ? p.row_map.T : p.row_map.R;
+    if (is_aligned(p.x, row_bytes) && is_aligned(p.rows, row_bytes)) {
+        p.D = row_bytes / sizeof(int4);
+        return launch(permute_kernel<int4>, p, ceil_div(warps, WARPS), THREADS, 0, stream);
+    }
+    using Unit =
+        std::conditional_t<sizeof(T) == 2, uint16_t, std::conditional_t<sizeof(T) == 4, uint32_t, uint64_t>>;
+    return launch(permute_kernel<Unit>, p, ceil_div(warps, WARPS), THREADS, 0, stream);
+}
+
+template <typename T>
+int unpermute(const FusedMoeUnpermute &p, void *stream) {
+    int64_t grid = ceil_div(p.row_map.T, WARPS);
+    bool aligned = rows_are_aligned<T>(p.rows, p.D) && rows_are_aligned<T>(p.out, p.D);
+    auto kernel = !aligned                  ? unpermute_kernel<T, false, 2>
+                  : p.D * sizeof(T) <= 2048 ? unpermute_kernel<T, true, 8>
+                                            : unpermute_kernel<T, true, 2>;
+    return launch(kernel, p, grid, THREADS, 0, stream);
+}
+
+template <typename T>
+int unpermute_backward(const FusedMoeUnpermuteBackward &p, void *stream) {
+    int64_t slots = p.row_map.T * p.row_map.K;
+    if (!slots && !p.row_map.R) return FUSED_MOE_OK;
+    bool aligned = rows_are_aligned<T>(p.dout, p.D) && rows_are_aligned<T>(p.rows, p.D) &&
+                   rows_are_aligned<T>(p.drows, p.D);
+    unsigned grid = grid_for(slots > p.row_map.R ? slots : p.row_map.R, WARPS);
+    unpermute_backward_kernel<T><<<grid, THREADS, 0, (cudaStream_t)stream>>>(p, aligned);
+    return launch_status();
+}
+
+} // namespace
+} // namespace fused_moe
+
+using namespace fused_moe;
+
+extern "C" int fused_moe_cuda_permute(const FusedMoePermute *p, void *stream) {
+    return with_dtype(p->dtype, [&](auto t) { return permute<decltype(t)>(*p, stream); });
+}
+
+extern "C" int fused_moe_cuda_unpermute(const FusedMoeUnpermute *p, void *stream) {
+    return with_dtype(p->dtype, [&](auto t) { return unpermute<decltype(t)>(*p, stream); });
+}
+
+extern "C" int fused_moe_cuda_unpermute_backward(const FusedMoeUnpermuteBackward *p, void *stream) {
+    return with_dtype(p->dtype, [&](auto t) { return unpermute_backward<decltype(t)>(*p, stream); });
+}

@@ -1,0 +1,192 @@
+/* PTX of sm_90 and newer, one wrapper per instruction, named like it: mbarrier, TMA, named barriers,
+ * stmatrix, PDL. Shared addresses are those of shared_address().
+ *
+ * PTX ISA: mbarrier 9.7.13.15, cp.async.bulk 9.7.9.25, fence.proxy.tensormap 9.7.13.4, griddepcontrol
+ * 9.7.13.13. */
+#pragma once
+
+#include "ptx.cuh"
+
+namespace fused_moe {
+
+/* --- warps ---------------------------------------------------------------------------------------------- */
+
+/* One lane of a aligned warp, the same every time. */
+__device__ inline bool elect_sync() {
+    uint32_t elected;
+    asm volatile("{.reg .pred p; elect.sync _|p, 0xffffffff; selp.u32 %0, 1, 0, p;}" : "=r"(elected));
+    return elected;
+}
+
+/* Waits until `threads` threads, in aligned warps, have come to barrier `id` (1 to 15; 0 is
+ * __syncthreads'). */
+__device__ inline void barrier_sync(int id, int threads) {
+    asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
+/* The same, and whether `value` is true for one of the threads or more. */
+__device__ inline bool barrier_or(int id, int threads, bool value) {
+    uint32_t any;
+    asm volatile("{.reg .pred p, q; setp.ne.b32 p, %3, 0;\n"
+                 "barrier.red.or.pred q, %1, %2, p; selp.u32 %0, 1, 0, q;}"
+                 : "=r"(any)
+                 : "r"(id), "r"(threads), "r"((uint32_t)value)
+                 : "memory");
+    return any;
+}
+
+/* --- barriers in shared memory -------------------------------------------------------------------------- */
+
+__device__ inline void mbarrier_init(uint32_t barrier, uint32_t num_semaphores) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(num_semaphores));
+}
+
+/* After the inits, before any other thread or TMA sees the barriers. */
+__device__ inline void fence_mbarrier_init() {
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+
+__device__ inline void mbarrier_arrive(uint32_t barrier) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
+__device__ inline void mbarrier_arrive_expect_tx(uint32_t barrier, uint32_t bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
+                 : "memory");
+}
+
+/* An arrival of this thread when its cp.async copies so far are complete; the barrier's count includes it. */
+__device__ inline void cp_async_mbarrier_arrive_noinc(uint32_t barrier) {
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
+}
+
+/* Waits for the end of the phase with this parity; the hardware suspends the thread for a while. */
+__device__ inline void mbarrier_wait(uint32_t barrier, uint32_t parity) {
+    asm volatile("{.reg .pred p;\n"
+                 "again: mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n"
+                 "@p bra done;\n"
+                 "bra again;\n"
+                 "done:}" ::"r"(barrier),
+                 "r"(parity)
+                 : "memory");
+}
+
+/* --- TMA ------------------------------------------------------------------------------------------------ */
+
+/* Ordinary writes to shared memory of this thread become visible to TMA and to wgmma. */
+__device__ inline void fence_proxy_async() {
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+/* A box of a map's tensor to shared memory; its bytes count on the barrier. */
+__device__ inline void cp_async_bulk_tensor_load(uint32_t dst, const void *map, uint32_t barrier, int c0,
+                                                 int c1) {
+    asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], "
+                 "[%1, {%3, %4}], [%2];" ::"r"(dst),
+                 "l"(map), "r"(barrier), "r"(c0), "r"(c1)
+                 : "memory");
+}
+
+__device__ inline void cp_async_bulk_tensor_load(uint32_t dst, const void *map, uint32_t barrier, int c0,
+                                                 int c1, int c2) {
+    asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], "
+                 "[%1, {%3, %4, %5}], [%2];" ::"r"(dst),
+                 "l"(map), "r"(barrier), "r"(c0), "r"(c1), "r"(c2)
+                 : "memory");
+}
+
+/* A box from shared memory; what lies outside the tensor is not written. */
+__device__ inline void cp_async_bulk_tensor_store(const void *map, uint32_t src, int c0, int c1) {
+    asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%2, %3}], [%1];" ::"l"(map),
+                 "r"(src), "r"(c0), "r"(c1)
+                 : "memory");
+}
+
+__device__ inline void cp_async_bulk_tensor_store(const void *map, uint32_t src, int c0, int c1, int c2) {
+    asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.bulk_group [%0, {%2, %3, %4}], [%1];" ::"l"(map),
+                 "r"(src), "r"(c0), "r"(c1), "r"(c2)
+                 : "memory");
+}
+
+__device__ inline void cp_async_bulk_tensor_store(const void *map, uint32_t src, int c0, int c1, int c2,
+                                                  int c3) {
+    asm volatile(
+        "cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(map),
+        "r"(src), "r"(c0), "r"(c1), "r"(c2), "r"(c3)
+        : "memory");
+}
+
+/* Adds a box of shared memory to the tensor. */
+__device__ inline void cp_reduce_async_bulk_tensor_add(const void *map, uint32_t src, int c0, int c1,
+                                                       int c2) {
+    asm volatile("cp.reduce.async.bulk.tensor.3d.global.shared::cta.add.tile.bulk_group "
+                 "[%0, {%2, %3, %4}], [%1];" ::"l"(map),
+                 "r"(src), "r"(c0), "r"(c1), "r"(c2)
+                 : "memory");
+}
+
+__device__ inline void cp_async_bulk_commit_group() {
+    asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+}
+
+/* Waits until at most `pending` of this thread's groups still read their shared memory. */
+template <int pending>
+__device__ inline void cp_async_bulk_wait_group_read() {
+    asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(pending) : "memory");
+}
+
+/* Before TMA uses a tensor map that the device has built. */
+__device__ inline void fence_proxy_tensormap_acquire(const void *map) {
+    asm volatile("fence.proxy.tensormap::generic.acquire.gpu [%0], 128;" ::"l"(map) : "memory");
+}
+
+/* --- memory --------------------------------------------------------------------------------------------- */
+
+/* An element of global memory that no kernel of this launch writes, or `otherwise` where `valid` is false. */
+__device__ inline int32_t ld_global_or(const int32_t *src, bool valid, int32_t otherwise) {
+    int32_t v;
+    asm volatile("{.reg .pred p; setp.ne.b32 p, %2, 0; mov.b32 %0, %3;"
+                 "@p ld.global.nc.b32 %0, [%1];}"
+                 : "=&r"(v)
+                 : "l"(src), "r"((int)valid), "r"(otherwise));
+    return v;
+}
+
+/* --- epilogues through shared memory -------------------------------------------------------------------- */
+
+__device__ inline uint4 ld_shared_v4(uint32_t address) {
+    uint4 v;
+    asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                 : "r"(address)
+                 : "memory");
+    return v;
+}
+
+__device__ inline void st_shared(uint32_t address, float v) {
+    asm volatile("st.shared.f32 [%0], %1;" ::"r"(address), "f"(v) : "memory");
+}
+
+/* Four 8x8 matrices of 16-bit elements; lane l gives the address of row l%8 of matrix l/8. */
+__device__ inline void stmatrix_x4(uint32_t address, uint32_t r0, uint32_t r1, uint32_t r2, uint32_t r3) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(r0),
+                 "r"(r1), "r"(r2), "r"(r3)
+                 : "memory");
+}
+
+/* The same of the transposed matrices. */
+__device__ inline void stmatrix_x4_trans(uint32_t address, uint32_t r0, uint32_t r1, uint32_t r2,
+                                         uint32_t r3) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address),
+                 "r"(r0), "r"(r1), "r"(r2), "r"(r3)
+                 : "memory");
+}
+
+/* --- PDL, programmatic dependent launch ----------------------------------------------------------------- */
+
+/* Waits until the kernels before this one in the stream are complete and what they wrote is visible. */
+__device__ inline void griddepcontrol_wait() {
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+}
+
+} // namespace fused_moe

@@ -1,0 +1,270 @@
+/* route_plan: a counting sort of the slots by expert, stable in t*K + k, without the host, in two launches;
+ * the plan of given counts, and the schedule of offsets that nothing has checked, in one.
+ *
+ * A sort block has a span of consecutive slots.
+ *   count    how many slots of each block chose each expert: block_counts[block][e]
+ *   scatter  every block sums the counts again, over all blocks for the experts' offsets and over the earlier
+ *            blocks for its own rows, and writes its slots' rows. Block 0 writes counts, offsets and schedule
+ * Summing in every block costs E * blocks reads from L2, which is less than the two launches it replaces,
+ * since blocks are as many as SMs at most. No atomics decide an order, so the same ids give the same plan. */
+#include "../../integer.h"
+#include "../dispatch.cuh"
+#include "schedule.cuh"
+
+#include <cub/block/block_scan.cuh>
+
+namespace fused_moe {
+namespace {
+
+constexpr int THREADS = 1024, WARPS = THREADS / 32;
+constexpr int ROUNDS = 2; /* slots of a thread in one pass over a chunk */
+constexpr int CHUNK_SLOTS = THREADS * ROUNDS;
+constexpr int EXPERTS = 512; /* of a block: next_row of its warps fills 64 KiB, which every GPU has */
+constexpr int SCHEDULE_THREADS = 1024;
+
+typedef struct {
+    FusedMoeRoutePlan p;
+    int32_t *block_counts; /* [blocks, E] */
+    int64_t slots, span;   /* slots of all, of a block */
+    int32_t blocks, num_sms;
+} Sort;
+
+/* --- schedules ------------------------------------------------------------------------------------------ */
+
+/* Two warps of a block, from offs that the whole block sees. */
+__device__ inline void make_schedule(int32_t *schedule, const int32_t *offs, int32_t E, int64_t R,
+                                     int32_t num_sms) {
+    int warp = threadIdx.x / 32;
+    if (warp == 0) fused_moe_schedule_row_tiles(schedule, offs, E, FUSED_MOE_TILE_ROWS);
+    if (warp == 1) fused_moe_schedule_slices(schedule, offs, E, fused_moe_slice_rows(R, E, num_sms));
+}
+
+typedef struct {        /* offsets from counts, or from cumulative ends that may be wrong; neither: no rows */
+    const void *counts; /* [E] of counts_dtype, or NULL */
+    const int32_t *offs_in; /* [E] or NULL */
+    FusedMoeDtype counts_dtype;
+    int32_t *counts_out; /* [E] or NULL */
+    int32_t *offs;       /* [E] never decreasing, within [0, R] */
+    int32_t *schedule;   /* [8+4E] */
+    int64_t R;
+    int32_t E, num_sms;
+    bool leading_zero; /* offs[-1] = 0: offsets (E+1,) */
+} Schedule;
+
+/* A GPU cannot raise without a synchronisation, so what is wrong is clamped: counts to [0, R], ends to [0, R]
+ * and to no less than the ends before. */
+__global__ void __launch_bounds__(SCHEDULE_THREADS) schedule_kernel(const __grid_constant__ Schedule s) {
+    struct Max {
+        __device__ int64_t operator()(int64_t a, int64_t b) const { return max(a, b); }
+    };
+    using Scan = cub::BlockScan<int64_t, SCHEDULE_THREADS, cub::BLOCK_SCAN_WARP_SCANS>;
+    __shared__ typename Scan::TempStorage storage;
+    if (s.leading_zero && threadIdx.x == 0) s.offs[-1] = 0;
+    int64_t before = 0; /* the end of the experts before these */
+    for (int32_t first = 0; first < s.E; first += SCHEDULE_THREADS) {
+        int32_t e = first + threadIdx.x;
+        int64_t end = 0, total;
+        if (e < s.E && s.counts) end = integer(s.counts, s.counts_dtype, e);
+        if (e < s.E && s.offs_in) end = s.offs_in[e];
+        end = max((int64_t)0, min(end, s.R));
+        if (s.counts)
+            Scan(storage).InclusiveSum(end, end, total);
+        else
+            Scan(storage).InclusiveScan(end, end, Max(), total);
+        __syncthreads();
+        end = min(s.counts ? before + end : max(before, end), s.R);
+        before = s.counts ? before + total : max(before, total);
+        if (e < s.E) s.offs[e] = (int32_t)end;
+    }
+    __syncthreads();
+    for (int32_t e = threadIdx.x; s.counts_out && e < s.E; e += SCHEDULE_THREADS)
+        s.counts_out[e] = s.offs[e] - fused_moe_expert_start(s.offs, e);
+    make_schedule(s.schedule, s.offs, s.E, s.R, s.num_sms);
+}
+
+/* --- the sort ------------------------------------------------------------------------------------------- */
+
+/* The expert of a slot among those of this block, or -1. */
+__device__ inline int expert_of(const Sort &s, int64_t slot, int64_t end, int32_t first_expert) {
+    if (slot >= end) return -1;
+    int64_t e = integer(s.p.ids, s.p.ids_dtype, slot);
+    return e >= first_expert && e < min(s.p.E, first_expert + EXPERTS) ? (int)(e - first_expert) : -1;
+}
+
+__global__ void __launch_bounds__(THREADS) count_kernel(const __grid_constant__ Sort s) {
+    __shared__ int32_t counts[EXPERTS];
+    int32_t block = blockIdx.x % s.blocks, first_expert = blockIdx.x / s.blocks * EXPERTS;
+    int32_t num_experts = min(EXPERTS, s.p.E - first_expert);
+    int64_t first = block * s.span, end = min(first + s.span, s.slots);
+    for (int32_t e = threadIdx.x; e < num_experts; e += THREADS) counts[e] = 0;
+    __syncthreads();
+    for (int64_t slot = first + threadIdx.x; slot < end; slot += THREADS) {
+        int e = expert_of(s, slot, end, first_expert);
+        if (e >= 0) atomicAdd(&counts[e], 1);
+    }
+    __syncthreads();
+    for (int32_t e = threadIdx.x; e < num_experts; e += THREADS)
+        s.block_counts[(int64_t)block * s.p.E + first_expert + e] = counts[e];
+}
+
+/* Sums all blocks' counts. Leaves in row_of_block[e] this block's first row of its own experts, and returns
+ * the number of rows in all; block 0 writes counts and offsets. */
+__device__ inline int32_t sum_counts(const Sort &s, int32_t block, int32_t first_expert,
+                                     int32_t *row_of_block) {
+    using Scan = cub::BlockScan<int32_t, THREADS, cub::BLOCK_SCAN_WARP_SCANS>;
+    __shared__ typename Scan::TempStorage storage;
+    __shared__ int32_t rows[THREADS],
+        earlier[THREADS]; /* of an expert: in all, and of the blocks before this one */
+    int32_t before = 0;   /* rows of the experts before these */
+    for (int32_t first = 0; first < s.p.E; first += THREADS) {
+        int32_t num = min(THREADS, s.p.E - first), e = first + threadIdx.x, row, total;
+        rows[threadIdx.x] = earlier[threadIdx.x] = 0;
+        __syncthreads();
+#pragma unroll 4
+        for (int32_t i = threadIdx.x; i < num * s.blocks; i += THREADS) {
+            int32_t b = i / num, count = s.block_counts[(int64_t)b * s.p.E + first + i % num];
+            if (count) atomicAdd(&rows[i % num], count);
+            if (count && b < block) atomicAdd(&earlier[i % num], count);
+        }
+        __syncthreads();
+        Scan(storage).ExclusiveSum(rows[threadIdx.x], row, total);
+        row += before;
+        before += total;
+        if (e >= first_expert && e < min(s.p.E, first_expert + EXPERTS))
+            row_of_block[e - first_expert] = row + earlier[threadIdx.x];
+        if (blockIdx.x == 0 && e < s.p.E) {
+            s.p.counts[e] = rows[threadIdx.x];
+            s.p.offsets[e + 1] = row + rows[threadIdx.x];
+            if (e == 0) s.p.offsets[0] = 0;
+        }
+        __syncthreads();
+    }
+    return before;
+}
+
+__global__ void __launch_bounds__(THREADS) scatter_kernel(const __grid_constant__ Sort s) {
+    extern __shared__ int32_t
+        next_row[]; /* [WARPS, num_experts]: counts of a warp's slots, then its next row */
+    __shared__ int32_t row_of_block[EXPERTS];
+    const FusedMoeRoutePlan &p = s.p;
+    int32_t block = blockIdx.x % s.blocks, first_expert = blockIdx.x / s.blocks * EXPERTS;
+    int32_t num_experts = min(EXPERTS, p.E - first_expert), warp = threadIdx.x / 32;
+    unsigned lane = threadIdx.x % 32, lanes_before = (1u << lane) - 1;
+    int32_t num_rows = sum_counts(s, block, first_expert, row_of_block);
+    if (blockIdx.x == 0) make_schedule(p.schedule, p.offsets + 1, p.E, s.slots, s.num_sms);
+
+    int64_t end = min((block + 1) * s.span, s.slots);
+    for (int64_t chunk = block * s.span; chunk < end; chunk += CHUNK_SLOTS) {
+        for (int32_t i = threadIdx.x; i < WARPS * num_experts; i += THREADS) next_row[i] = 0;
+        __syncthreads();
+
+        /* slots of a warp are consecutive, so ranks follow from lanes, rounds and warps in that order */
+        int32_t *mine = next_row + warp * num_experts;
+        int64_t first_slot = chunk + warp * 32 * ROUNDS + lane;
+        int expert[ROUNDS];
+        unsigned peers[ROUNDS]; /* lanes with the same expert */
+#pragma unroll
+        for (int i = 0; i < ROUNDS; i++) {
+            expert[i] = expert_of(s, first_slot + 32 * i, end, first_expert);
+            peers[i] = __match_any_sync(~0u, expert[i]);
+            if (expert[i] >= 0 && !(peers[i] & lanes_before)) mine[expert[i]] += __popc(peers[i]);
+            __syncwarp();
+        }
+        __syncthreads();
+        for (int32_t e = threadIdx.x; e < num_experts; e += THREADS) {
+            int32_t row = row_of_block[e];
+            for (int w = 0; w < WARPS; w++) {
+                int32_t count = next_row[w * num_experts + e];
+                next_row[w * num_experts + e] = row;
+                row += count;
+            }
+            row_of_block[e] = row;
+        }
+        __syncthreads();
+#pragma unroll
+        for (int i = 0; i < ROUNDS; i++) {
+            int64_t slot = first_slot + 32 * i;
+            int e = expert[i];
+            int32_t row = e >= 0 ? mine[e] + __popc(peers[i] & lanes_before) : -1;
+            __syncwarp();
+            if (e >= 0 && !(peers[i] & lanes_before)) mine[e] += __popc(peers[i]);
+            __syncwarp();
+            if (e >= 0) {
+                p.token_row[slot] = row;
+                p.row_slot[row] = (int32_t)slot;
+                p.row_token[row] = (int32_t)(slot / p.K);
+            }
+            if (slot >= end || first_expert) continue;
+            int64_t id = integer(p.ids, p.ids_dtype, slot);
+            if (id < 0 || id >= p.E) p.token_row[slot] = -1;
+            if (slot >= num_rows) p.row_slot[slot] = p.row_token[slot] = -1; /* there is no such row */
+        }
+        __syncthreads();
+    }
+}
+
+} // namespace
+
+/* --- launchers ------------------------------------------------------------------------------------------ */
+
+int check_offsets(const int32_t **offs, const int32_t **schedule, int32_t E, int64_t R, void *workspace,
+                  void *stream) {
+    Schedule s = {};
+    s.offs_in = *offs;
+    s.offs = (int32_t *)workspace;
+    s.schedule = s.offs + E;
+    s.R = R;
+    s.E = E;
+    s.num_sms = current_device().num_sms;
+    *offs = s.offs;
+    *schedule = s.schedule;
+    return launch(schedule_kernel, s, 1, SCHEDULE_THREADS, 0, stream);
+}
+
+/* As many blocks as SMs at most: each reads every block's counts. */
+static int32_t sort_blocks(const FusedMoeRoutePlan &p) {
+    int64_t blocks = ceil_div(p.T * p.K, CHUNK_SLOTS), sms = current_device().num_sms;
+    return (int32_t)(blocks < sms ? blocks : sms);
+}
+
+} // namespace fused_moe
+
+using namespace fused_moe;
+
+extern "C" size_t fused_moe_cuda_route_plan_workspace(const FusedMoeRoutePlan *p) {
+    return p->E * (size_t)sort_blocks(*p) * sizeof(int32_t);
+}
+
+extern "C" int fused_moe_cuda_route_plan(const FusedMoeRoutePlan *p, void *stream) {
+    int32_t blocks = sort_blocks(*p);
+    if (!blocks) { /* no slots: no rows of any expert */
+        Schedule none = {};
+        none.counts_out = p->counts;
+        none.offs = p->offsets + 1;
+        none.schedule = p->schedule;
+        none.E = p->E;
+        none.num_sms = current_device().num_sms;
+        none.leading_zero = true;
+        return launch(schedule_kernel, none, 1, SCHEDULE_THREADS, 0, stream);
+    }
+    int64_t slots = p->T * p->K;
+    Sort s = {*p, (int32_t *)p->workspace, slots, ceil_div(slots, blocks), blocks, current_device().num_sms};
+    int64_t grid = blocks * ceil_div(p->E, EXPERTS);
+    int status = launch(count_kernel, s, grid, THREADS, 0, stream);
+    size_t shared = WARPS * (size_t)(p->E < EXPERTS ? p->E : EXPERTS) * sizeof(int32_t);
+    return status == FUSED_MOE_OK ? launch(scatter_kernel, s, grid, THREADS, shared, stream) : status;
+}
+
+extern "C" int fused_moe_cuda_count_plan(const FusedMoeCountPlan *p, void *stream) {
+    Schedule s = {};
+    s.counts = p->counts_in;
+    s.counts_dtype = p->counts_dtype;
+    s.counts_out = p->counts;
+    s.offs = p->offsets + 1;
+    s.schedule = p->schedule;
+    s.R = p->R;
+    s.E = p->E;
+    s.num_sms = current_device().num_sms;
+    s.leading_zero = true;
+    return launch(schedule_kernel, s, 1, SCHEDULE_THREADS, 0, stream);
+}

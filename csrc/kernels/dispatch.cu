@@ -1,0 +1,301 @@
+/* Which tier runs a call, and why: one table per operator, best tier first, decided once per call.
+ *
+ * A tier is a folder beside this file and a line in each table. The last tier takes every call. Calls whose
+ * offsets are unchecked (raw grouped_mm and wgrad) get them clamped, and their schedule, by one launch before
+ * the GEMM's.
+ *
+ * The environment, read once per process:
+ *   FUSED_MOE_TIER       portable, hopper, or auto (the default); hopper is auto, and an error on other GPUs
+ *   FUSED_MOE_SCHEDULE   overrides for experiments, e.g. order=linear,experts=in-turn,tails=off,group=8 */
+#include "dispatch.cuh"
+
+#include <stdlib.h>
+#include <string.h>
+
+#include <atomic>
+#include <mutex>
+
+#include "common/schedule.cuh"
+
+namespace fused_moe {
+
+/* --- tables --------------------------------------------------------------------------------------------- */
+
+static const struct {
+    const char *name; /* in FUSED_MOE_TIER and info() */
+    int32_t capability;
+} TIERS[FUSED_MOE_NUM_TIERS] = {{"hopper", 90}, {"portable", 0}};
+
+template <typename Params>
+using Table = const Kernel<Params> *const[FUSED_MOE_NUM_TIERS];
+
+static Table<FusedMoeGroupedMM> GROUPED_MM = {&sm90::grouped_mm, &sm80::grouped_mm};
+static Table<FusedMoeWgrad> WGRAD = {&sm90::wgrad, &sm80::wgrad};
+static Table<FusedMoeUpGate> UP_GATE = {&sm90::up_gate, &sm80::up_gate};
+static Table<FusedMoeDownDgrad> DOWN_DGRAD = {&sm90::down_dgrad, &sm80::down_dgrad};
+
+static const char *const REASONS[FUSED_MOE_NUM_REASONS] = {
+    "it runs",
+    "the GPU is of another compute capability",
+    "FUSED_MOE_TIER asks for another tier",
+    "the dtype is neither bf16 nor fp16",
+    "there is no row",
+    "the input is multiplied by its scores",
+    "a width is not a multiple of 8",
+    "rows or a bias are not 16-byte aligned",
+    "a weight's strides or address are not what TMA reads",
+    "there are more than 2^31 tiles",
+};
+
+/* --- facts, read once per process ----------------------------------------------------------------------- */
+
+constexpr int MAX_DEVICES = 64;
+
+typedef struct {
+    bool known;
+    int status; /* why no CUDA tier runs there, or FUSED_MOE_OK */
+    FusedMoeCudaDevice versions;
+    DeviceFacts facts;
+} Device;
+
+static struct {
+    std::mutex mutex;
+    std::atomic<bool> known;
+    int32_t tier; /* asked for by name: FusedMoeTier, -1 for auto, -2 for an unknown name */
+    ScheduleOverride schedule;
+    Device devices[MAX_DEVICES];
+} process;
+
+static thread_local cudaError_t last_error = cudaSuccess;
+
+int cuda_status(cudaError_t error) {
+    if (error == cudaSuccess) return FUSED_MOE_OK;
+    last_error = error;
+    return FUSED_MOE_CUDA_ERROR;
+}
+
+static void read_environment() {
+    const char *tier = getenv("FUSED_MOE_TIER"), *schedule = getenv("FUSED_MOE_SCHEDULE");
+    process.tier = !tier || !*tier || !strcmp(tier, "auto") ? -1 : -2;
+    for (int i = 0; tier && i < FUSED_MOE_NUM_TIERS; i++)
+        if (!strcmp(tier, TIERS[i].name)) process.tier = i;
+    ScheduleOverride s = {};
+    if (schedule) {
+        const char *group = strstr(schedule, "group=");
+        if (group) s.group = atoi(group + strlen("group="));
+        if (strstr(schedule, "order=linear")) s.group = 1;
+        if (strstr(schedule, "order=column")) s.group = INT32_MAX;
+        s.no_interleave = strstr(schedule, "experts=in-turn");
+        s.no_tails = strstr(schedule, "tails=off");
+    }
+    process.schedule = s;
+}
+
+static int read_device(int index, Device *d) {
+    int major = 0, minor = 0, num_sms = 0;
+    cudaDriverGetVersion(&d->versions.driver_version);
+    cudaRuntimeGetVersion(&d->versions.runtime_version);
+    cudaError_t error = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, index);
+    if (error == cudaSuccess)
+        error = cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, index);
+    if (error == cudaSuccess) error = cudaDeviceGetAttribute(&num_sms, cudaDevAttrMultiProcessorCount, index);
+    cudaGetLastError(); /* a failed question must not show up as a later launch's error */
+    d->versions.capability = d->facts.capability = 10 * major + minor;
+    d->facts.num_sms = num_sms;
+    if (error == cudaErrorInsufficientDriver) return FUSED_MOE_DRIVER_TOO_OLD;
+    if (error != cudaSuccess) return cuda_status(error);
+    if (major < 8) return FUSED_MOE_GPU_TOO_OLD;
+    bool runs = process.tier == -1 ||
+                (process.tier >= 0 &&
+                 (!TIERS[process.tier].capability || TIERS[process.tier].capability == d->facts.capability));
+    return runs ? FUSED_MOE_OK : FUSED_MOE_NO_SUCH_TIER;
+}
+
+/* The device's entry, read on its first use; NULL: no such index. */
+static const Device *device_at(int index) {
+    if (index < 0 || index >= MAX_DEVICES) return nullptr;
+    Device *d = &process.devices[index];
+    if (process.known.load(std::memory_order_acquire) && d->known) return d;
+    std::lock_guard<std::mutex> lock(process.mutex);
+    if (!process.known.load(std::memory_order_relaxed)) read_environment();
+    if (!d->known) d->status = read_device(index, d);
+    d->known = d->status == FUSED_MOE_OK || d->status == FUSED_MOE_NO_SUCH_TIER; /* others may be passing */
+    process.known.store(true, std::memory_order_release);
+    return d;
+}
+
+const DeviceFacts &current_device() {
+    int index = 0;
+    cudaGetDevice(&index);
+    const Device *d = device_at(index);
+    static const DeviceFacts none = {};
+    return d ? d->facts : none;
+}
+
+const ScheduleOverride &schedule_override() {
+    current_device();
+    return process.schedule;
+}
+
+/* --- selecting and running ------------------------------------------------------------------------------ */
+
+static struct {
+    std::atomic<int64_t> of_tier[FUSED_MOE_NUM_TIERS];
+    std::atomic<int32_t> reason;
+} calls[FUSED_MOE_NUM_TIERED_OPS];
+
+/* Why a tier does not run on the current device, whatever the call. */
+static FusedMoeReason device_reason(int tier) {
+    int32_t capability = current_device().capability;
+    if (TIERS[tier].capability && TIERS[tier].capability != capability) return FUSED_MOE_OTHER_GPU;
+    bool is_last = tier == FUSED_MOE_NUM_TIERS - 1;
+    return process.tier > tier && !is_last ? FUSED_MOE_OTHER_TIER_ASKED : FUSED_MOE_RUNS;
+}
+
+template <typename Params>
+static int select(FusedMoeTieredOp op, Table<Params> &table, Params *p, size_t more_bytes = 0) {
+    int tier = 0;
+    FusedMoeReason reason = FUSED_MOE_RUNS;
+    for (;; tier++) {
+        FusedMoeReason why = device_reason(tier);
+        if (why == FUSED_MOE_RUNS && tier < FUSED_MOE_NUM_TIERS - 1) why = table[tier]->reason(*p);
+        if (why == FUSED_MOE_RUNS) break;
+        if (reason == FUSED_MOE_RUNS) reason = why;
+    }
+    calls[op].of_tier[tier]++;
+    if (tier) calls[op].reason = reason;
+    p->workspace.tier = tier;
+    p->workspace.bytes = (int64_t)((table[tier]->workspace ? table[tier]->workspace(*p) : 0) + more_bytes);
+    return FUSED_MOE_OK;
+}
+
+template <typename Params>
+static int run(Table<Params> &table, const Params &p, void *stream) {
+    return table[p.workspace.tier]->run(p, stream);
+}
+
+/* The same for a call whose offsets may be unchecked: these are clamped, and their schedule is made, at the
+ * start of the workspace. */
+template <typename Params>
+static size_t own_schedule_bytes(const Params &p) {
+    return p.schedule ? 0 : checked_offsets_bytes(p.E);
+}
+
+template <typename Params>
+static int run_checked(Table<Params> &table, const Params &unchecked, void *stream) {
+    Params p = unchecked;
+    if (!p.schedule) {
+        int status = check_offsets(&p.offs, &p.schedule, p.E, p.R, p.workspace.data, stream);
+        if (status != FUSED_MOE_OK) return status;
+        p.workspace.data = (char *)p.workspace.data + checked_offsets_bytes(p.E);
+    }
+    return run(table, p, stream);
+}
+
+/* --- zeroed counters ------------------------------------------------------------------------------------ */
+
+/* Calls on one stream run one after the other, so they share the stream's counters, which each leaves at
+ * zero. They are zeros when the module is loaded. */
+constexpr int MAX_STREAMS = 128; /* PyTorch has 65 of its own */
+static __device__ uint32_t stream_counters[MAX_STREAMS][FUSED_MOE_NUM_COUNTERS];
+
+static struct {
+    std::mutex mutex;
+    unsigned long long stream[MAX_STREAMS]; /* identities, which no later stream has */
+    int num_streams;
+} counters_of[MAX_DEVICES];
+
+static int find_counters(cudaStream_t stream, uint32_t **found) {
+    cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
+    unsigned long long id = 0;
+    int device = 0;
+    void *first = nullptr;
+    *found = nullptr;
+    cudaError_t error = cudaStreamIsCapturing(stream, &capture);
+    if (error != cudaSuccess || capture != cudaStreamCaptureStatusNone) return cuda_status(error);
+    error = cudaStreamGetId(stream, &id);
+    if (error == cudaSuccess) error = cudaGetDevice(&device);
+    if (error == cudaSuccess) error = cudaGetSymbolAddress(&first, stream_counters);
+    if (error != cudaSuccess || device >= MAX_DEVICES) return cuda_status(error);
+    auto &known = counters_of[device];
+    std::lock_guard<std::mutex> lock(known.mutex);
+    int i = 0;
+    while (i < known.num_streams && known.stream[i] != id) i++;
+    if (i == MAX_STREAMS) return FUSED_MOE_OK;
+    if (i == known.num_streams) known.stream[known.num_streams++] = id;
+    *found = (uint32_t *)first + (size_t)i * FUSED_MOE_NUM_COUNTERS;
+    return FUSED_MOE_OK;
+}
+
+} // namespace fused_moe
+
+/* --- the C interface ------------------------------------------------------------------------------------ */
+
+using namespace fused_moe;
+
+extern "C" {
+
+int fused_moe_cuda_select_grouped_mm(FusedMoeGroupedMM *p) {
+    return select(FUSED_MOE_OP_GROUPED_MM, GROUPED_MM, p, own_schedule_bytes(*p));
+}
+int fused_moe_cuda_select_wgrad(FusedMoeWgrad *p) {
+    return select(FUSED_MOE_OP_WGRAD, WGRAD, p, own_schedule_bytes(*p));
+}
+int fused_moe_cuda_select_up_gate(FusedMoeUpGate *p) {
+    return select(FUSED_MOE_OP_UP_GATE, UP_GATE, p);
+}
+int fused_moe_cuda_select_down_dgrad(FusedMoeDownDgrad *p) {
+    return select(FUSED_MOE_OP_DOWN_DGRAD, DOWN_DGRAD, p);
+}
+
+int fused_moe_cuda_grouped_mm(const FusedMoeGroupedMM *p, void *stream) {
+    return run_checked(GROUPED_MM, *p, stream);
+}
+int fused_moe_cuda_wgrad(const FusedMoeWgrad *p, void *stream) {
+    return run_checked(WGRAD, *p, stream);
+}
+int fused_moe_cuda_up_gate(const FusedMoeUpGate *p, void *stream) {
+    return run(UP_GATE, *p, stream);
+}
+int fused_moe_cuda_down_dgrad(const FusedMoeDownDgrad *p, void *stream) {
+    return run(DOWN_DGRAD, *p, stream);
+}
+
+int fused_moe_cuda_device(int device, FusedMoeCudaDevice *found) {
+    const Device *d = device_at(device);
+    *found = d ? d->versions : FusedMoeCudaDevice{};
+    return d ? d->status : cuda_status(cudaErrorInvalidDevice);
+}
+
+void fused_moe_cuda_reset(void) {
+    std::lock_guard<std::mutex> lock(process.mutex);
+    process.known.store(false, std::memory_order_release);
+    for (Device &d : process.devices) d.known = false;
+}
+
+void fused_moe_cuda_calls(FusedMoeTieredOp op, FusedMoeCalls *found) {
+    for (int i = 0; i < FUSED_MOE_NUM_TIERS; i++) found->of_tier[i] = calls[op].of_tier[i];
+    found->reason = calls[op].reason;
+}
+
+const char *fused_moe_cuda_tier_name(int tier) {
+    return tier >= 0 && tier < FUSED_MOE_NUM_TIERS ? TIERS[tier].name : "unknown";
+}
+
+const char *fused_moe_cuda_reason(int reason) {
+    return reason >= 0 && reason < FUSED_MOE_NUM_REASONS ? REASONS[reason] : "unknown";
+}
+
+const char *fused_moe_cuda_error(void) {
+    return cudaGetErrorString(last_error);
+}
+
+int fused_moe_cuda_counters(void *stream, uint32_t **counters) {
+    return find_counters((cudaStream_t)stream, counters);
+}
+
+int fused_moe_cuda_zero(void *data, int64_t bytes, void *stream) {
+    return cuda_status(cudaMemsetAsync(data, 0, (size_t)bytes, (cudaStream_t)stream));
+}
+
+} // extern "C"

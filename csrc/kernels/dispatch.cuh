@@ -1,0 +1,48 @@
+/* What dispatch.cu knows of the tiers, and what tiers may ask of it. */
+#pragma once
+
+#include "common/launch.cuh"
+
+namespace fused_moe {
+
+/* One operator of one tier. A tier defines one for each of the operators below, under its kernel. */
+template <typename Params>
+struct Kernel {
+    FusedMoeReason (*reason)(const Params &p); /* FUSED_MOE_RUNS, or why the tier does not take the call */
+    size_t (*workspace)(const Params &p);      /* bytes; NULL: none                                      */
+    int (*run)(const Params &p, void *stream);
+};
+
+namespace sm80 {
+extern const Kernel<FusedMoeGroupedMM> grouped_mm;
+extern const Kernel<FusedMoeWgrad> wgrad;
+extern const Kernel<FusedMoeUpGate> up_gate;
+extern const Kernel<FusedMoeDownDgrad> down_dgrad;
+} // namespace sm80
+
+namespace sm90 {
+extern const Kernel<FusedMoeGroupedMM> grouped_mm;
+extern const Kernel<FusedMoeWgrad> wgrad;
+extern const Kernel<FusedMoeUpGate> up_gate;
+extern const Kernel<FusedMoeDownDgrad> down_dgrad;
+} // namespace sm90
+
+/* Read once per process. */
+typedef struct {
+    int32_t capability; /* 90 is sm_90 */
+    int32_t num_sms;
+} DeviceFacts;
+
+/* Of the current device, on which a CUDA tier is known to run. */
+const DeviceFacts &current_device();
+
+/* What the environment variable FUSED_MOE_SCHEDULE asks for. */
+typedef struct {
+    int32_t group;      /* row tiles of a group; 0: as the kernel has it */
+    bool no_interleave; /* skinny tiles come last                        */
+    bool no_tails;      /* no swapped operands, no split last wave       */
+} ScheduleOverride;
+
+const ScheduleOverride &schedule_override();
+
+} // namespace fused_moe

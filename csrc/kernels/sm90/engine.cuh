@@ -1,0 +1,389 @@
+/* Grouped GEMM for Hopper: D[r,:] = A[r,:] B[e(r)]^T. Persistent, warp-specialised, one CTA per SM, 128x256x64.
+ *
+ * Roles (384 threads; down_dgrad adds an epilogue warpgroup)
+ *   warpgroup 0     producer: warp 3 fetches work tiles; warp 0 loads A and B by TMA, or warps 0-2 gather A by
+ *                   cp.async and warp 0 loads B
+ *   warpgroups 1-2  consumers: wgmma m64n256k16 on 64 rows each, then the epilogue
+ * Pipelines                                    full: arrivals                     empty: arrivals
+ *   k-tile stage x4  (producer -> consumers)   1 + TMA bytes, +96 with a gather   8: one per consumer warp
+ *   work tile    x2  (warp 3 -> all)           32                                 one per reading warp
+ *
+ *   stage      0      1      2      3      0      1 ...              one k-tile each
+ *   producer   |A B   |A B   |A B   |A B   |A B (waits until both consumers have released stage 0)
+ *   consumer 1        |k 0   |k 1   |k 2   |...        |hold |k 0 of the next tile |k 1 ..
+ *   consumer 2        |k 0   |k 1   |k 2   |...        |hold |k 0                  |k 1 ..
+ *   stores                                                   |subtile 0            |subtile 1 ..
+ *
+ * Overlapped epilogue (grouped_mm, wgrad): hold() rounds the accumulators into registers, and each of the
+ * first k-tiles of the NEXT work tile stores one 64-column subtile while its MMAs run. Only the rounding
+ * stands between two tiles, even where a tile has few k-tiles, so one schedule serves every shape, and there
+ * is no choice of ping-pong or cooperative. up_gate stores at once: h and a leave no registers to hold. A
+ * consumer waits for each k-tile's own MMAs: the other consumer's are in flight, and keeping a stage longer
+ * costs more.
+ *
+ * Which CTA computes which tile matters more than anything in the main loop: neighbouring CTAs in lockstep
+ * read shared rows and columns once from L2 (schedule.h). So all full tiles last equally long: both consumers
+ * compute, even where the second's rows are past the expert's end. Tiles that cost much less are computed as
+ * such: half-N tiles, and skinny experts with swapped operands (the weight is wgmma's A, the tokens its B).
+ *
+ * A gathered by cp.async is written by 96 threads, which apply the swizzle. Their copies arrive at the
+ * stage's full barrier on completion. They are ordinary writes, so a consumer fences them for wgmma after its
+ * wait.
+ *
+ * What was tried and dropped is in docs/lab/forward.md: clusters that share B by multicast, prefetches into
+ * L2, stores from registers, three stages with a larger staging buffer. */
+#pragma once
+
+#include <type_traits>
+
+#include "epilogue.cuh"
+#include "tile_queue.cuh"
+
+namespace fused_moe {
+namespace sm90 {
+
+/* What every GEMM has; a kernel's parameters begin with it. */
+typedef struct {
+    CUtensorMap a[2];         /* (R, k of part i); not with a gather                          */
+    CUtensorMap b[2];         /* (E, N, k of part i), or (E, F, k) of gate and of up          */
+    const void *x;            /* [T, k] A before the gather                                   */
+    const int32_t *row_token; /* [R]; NULL: row r is token r                                  */
+    int64_t T;
+    int32_t k;              /* of x                                                         */
+    int32_t num_k_tiles[2]; /* of part i                                                    */
+    bool gate_up;           /* b is gate and up, which share a tile's columns               */
+    TileSource tiles;
+} Gemm;
+
+/* Named barriers beside barrier 0, which is __syncthreads'. */
+enum NamedBarrier { WARPGROUP_BARRIER = 1 }; /* + the consumer warpgroup's number */
+
+template <typename T_, Major B_MAJOR_, bool GATHER_>
+struct GemmConfig {
+    using T = T_;
+    static constexpr Major A_MAJOR = Major::K, B_MAJOR = B_MAJOR_;
+    static constexpr bool GATHER = GATHER_;
+
+    static constexpr int CONSUMERS = 2; /* warpgroups */
+    static constexpr int BM = SUBTILE * CONSUMERS, BN = 256, STAGES = 4, WGMMA_N = BN;
+    static constexpr int THREADS = 128 * (1 + CONSUMERS), CONSUMER_WARPS = 4 * CONSUMERS;
+    static constexpr int LOAD_WARPS = GATHER ? 3 : 1;
+    /* Of 384 x 168 at launch: setmaxnreg takes registers from the producer for the consumers. */
+    static constexpr int PRODUCER_REGISTERS = GATHER ? 72 : 40;
+    static constexpr int CONSUMER_REGISTERS = GATHER ? 216 : 232;
+    static_assert(PRODUCER_REGISTERS + CONSUMERS * CONSUMER_REGISTERS <= 3 * 168,
+                  "setmaxnreg would wait forever");
+    static constexpr int STAGING_BYTES = Writer::BYTES; /* of a warpgroup */
+    using Queue = TileQueue<WorkTile, CONSUMER_WARPS + LOAD_WARPS, GATHER ? BM : 0>;
+    using Pipeline = PipelineState<STAGES>;
+};
+
+template <class Config>
+struct alignas(1024) Shared {
+    struct Stage {
+        uint8_t a[Config::CONSUMERS * SUBTILE_BYTES];
+        uint8_t b[Config::BN / SUBTILE * SUBTILE_BYTES];
+    } stage[Config::STAGES];
+    uint8_t staging[Config::CONSUMERS][Config::STAGING_BYTES];
+    uint64_t full[Config::STAGES], empty[Config::STAGES];
+    typename Config::Queue queue;
+};
+
+/* --- the kernel: roles ---------------------------------------------------------------------------------- */
+
+template <class Config>
+__device__ inline Shared<Config> &prologue();
+template <class Config>
+__device__ inline void load_tma(const Gemm &p, Shared<Config> &s);
+template <class Config>
+__device__ inline void load_gather(const Gemm &p, Shared<Config> &s);
+template <class Config, int COLUMNS, int SUBTILES, typename Meanwhile>
+__device__ inline void run_mainloop(float *d, Shared<Config> &s, typename Config::Pipeline &pipe,
+                                    int num_k_tiles, int wg, Meanwhile meanwhile);
+template <class Config, int TOKENS>
+__device__ inline void run_mainloop_swapped(float (&d)[TOKENS], Shared<Config> &s,
+                                            typename Config::Pipeline &pipe, int num_k_tiles,
+                                            int first_subtile, int second_subtile);
+
+/* The fetching warp of a GEMM whose rows may be gathered. A token out of range, which no plan of ours has, is
+ * row 0. */
+template <class Queue>
+__device__ inline void fetch_gemm_tiles(const Gemm &p, Queue &queue) {
+    auto decode = [&](uint32_t index, WorkTile &tile) {
+        decode_tile(p.tiles, index, tile);
+        return true;
+    };
+    auto token_of = [&](const WorkTile &tile, int i) {
+        int token = 0;
+        if (tile.expert >= 0 && i < tile.num_rows)
+            token = p.row_token ? p.row_token[tile.first_row + i] : tile.first_row + i;
+        return (uint32_t)token < (uint64_t)p.T ? token : 0;
+    };
+    fetch_tiles(p.tiles, queue, fused_moe_num_work_tiles(p.tiles.schedule, &p.tiles.order), decode, token_of);
+}
+
+/* epilogue.hold(d, tile, row, writer) takes a consumer's 64 rows of accumulators; `row` is their first in the
+ * expert. epilogue.store_subtile<i>(writer), for i < SUBTILES, and flush(writer) store what it holds.
+ * epilogue.store_swapped(d, tile, wg, warp, writer) stores what run_mainloop_swapped left: warp w of 4 has
+ * output columns 16 w to 16 w + 15 of each of its warpgroup's two subtiles. HALF_N: there are half-N
+ * tiles. */
+template <class Config, typename Epilogue>
+__device__ inline void persistent_gemm(const Gemm &p, Epilogue epilogue) {
+    auto &s = prologue<Config>();
+    int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), wg = warp / 4 - 1; /* -1: the producer */
+    if (wg < 0) {
+        setmaxnreg_dec<Config::PRODUCER_REGISTERS>();
+        if (warp == 3)
+            fetch_gemm_tiles(p, s.queue);
+        else if constexpr (Config::GATHER)
+            load_gather<Config>(p, s);
+        else if (warp == 0)
+            load_tma<Config>(p, s);
+    } else {
+        setmaxnreg_inc<Config::CONSUMER_REGISTERS>();
+        int num_k_tiles = p.num_k_tiles[0] + p.num_k_tiles[1];
+        TileReader<typename Config::Queue> reader(s.queue);
+        typename Config::Pipeline pipe;
+        typename Epilogue::Writer writer(shared_address(s.staging[wg]), WARPGROUP_BARRIER + wg, warp % 4);
+        auto store_subtile = [&](auto i) { epilogue.template store_subtile<i.value>(writer); };
+        for (WorkTile tile = reader.next(); tile.expert >= 0; tile = reader.next()) {
+            /* the last tile's subtiles that this tile's k-tiles have no room for */
+            if (tile.skinny || num_k_tiles < Epilogue::SUBTILES) epilogue.flush(writer);
+            if (tile.skinny) {
+                int first = p.gate_up ? wg : 2 * wg, second = p.gate_up ? wg + 2 : 2 * wg + 1;
+                auto run_swapped = [&](auto tokens) {
+                    float d[tokens.value];
+                    run_mainloop_swapped<Config>(d, s, pipe, num_k_tiles, first, second);
+                    writer.drain();
+                    epilogue.store_swapped(d, tile, wg, warp % 4, writer);
+                };
+                if (tile.num_rows <= 8)
+                    run_swapped(std::integral_constant<int, 8>());
+                else if (tile.num_rows <= 32)
+                    run_swapped(std::integral_constant<int, 32>());
+                else
+                    run_swapped(std::integral_constant<int, 64>());
+                continue;
+            }
+            float d[128];
+            if (Epilogue::HALF_N && tile.half_n)
+                run_mainloop<Config, Config::BN / 2, Epilogue::SUBTILES>(d, s, pipe, num_k_tiles, wg,
+                                                                         store_subtile);
+            else
+                run_mainloop<Config, Config::BN, Epilogue::SUBTILES>(d, s, pipe, num_k_tiles, wg,
+                                                                     store_subtile);
+            epilogue.hold(d, tile, tile.store_row + SUBTILE * wg, writer);
+        }
+        epilogue.flush(writer);
+        writer.drain_all();
+    }
+}
+
+template <class Config>
+__device__ inline Shared<Config> &prologue() {
+    extern __shared__ __align__(1024) uint8_t memory[];
+    auto &s = *reinterpret_cast<Shared<Config> *>(memory);
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < Config::STAGES; i++) {
+            /* TMA's bytes with the thread that expects them, and every gathering thread */
+            mbarrier_init(shared_address(&s.full[i]), 1 + Config::GATHER * 32 * Config::LOAD_WARPS);
+            mbarrier_init(shared_address(&s.empty[i]), Config::CONSUMER_WARPS);
+        }
+        s.queue.init();
+        fence_mbarrier_init();
+    }
+    __syncthreads();
+    griddepcontrol_wait(); /* PDL: for what the kernels before this one wrote */
+    return s;
+}
+
+/* --- producer: loads ------------------------------------------------------------------------------------ */
+
+/* Bytes of B in a stage. */
+__device__ inline int bytes_of_b(const WorkTile &tile) {
+    return (tile.half_n ? 2 : 4) * SUBTILE_BYTES;
+}
+
+/* B of one k-tile: boxes of two subtiles, or of one where N is contiguous. One thread calls it. */
+template <class Config>
+__device__ inline void load_b(const Gemm &p, uint32_t dst, uint32_t full, int part, int k_tile,
+                              const WorkTile &tile) {
+    int k = K_TILE<typename Config::T> * k_tile;
+    for (int half = 0; half <= !tile.half_n; half++, dst += 2 * SUBTILE_BYTES) {
+        const CUtensorMap *map = &p.b[p.gate_up ? half : part];
+        int n = tile.first_column + (p.gate_up ? 0 : 2 * SUBTILE * half);
+        if constexpr (Config::B_MAJOR == Major::K) {
+            cp_async_bulk_tensor_load(dst, map, full, k, n, tile.expert);
+        } else {
+            cp_async_bulk_tensor_load(dst, map, full, n, k, tile.expert);
+            cp_async_bulk_tensor_load(dst + SUBTILE_BYTES, map, full, n + SUBTILE, k, tile.expert);
+        }
+    }
+}
+
+/* One warp: A and B by TMA. */
+template <class Config>
+__device__ inline void load_tma(const Gemm &p, Shared<Config> &s) {
+    TileReader<typename Config::Queue> reader(s.queue);
+    typename Config::Pipeline pipe;
+    int num_k_tiles = p.num_k_tiles[0] + p.num_k_tiles[1];
+    for (WorkTile tile = reader.next(); tile.expert >= 0; tile = reader.next()) {
+        int subtiles = tile.skinny ? 1 : Config::CONSUMERS;
+        for (int i = 0; i < num_k_tiles; i++, pipe.advance()) {
+            auto &stage = s.stage[pipe.index];
+            int part = i >= p.num_k_tiles[0], k_tile = part ? i - p.num_k_tiles[0] : i;
+            uint32_t full = shared_address(&s.full[pipe.index]);
+            mbarrier_wait(shared_address(&s.empty[pipe.index]), pipe.phase ^ 1);
+            if (elect_sync()) {
+                mbarrier_arrive_expect_tx(full, subtiles * SUBTILE_BYTES + bytes_of_b(tile));
+                for (int m = 0; m < subtiles; m++)
+                    cp_async_bulk_tensor_load(shared_address(stage.a) + m * SUBTILE_BYTES, &p.a[part], full,
+                                              K_TILE<typename Config::T> * k_tile,
+                                              tile.first_row + SUBTILE * m);
+                load_b<Config>(p, shared_address(stage.b), full, part, k_tile, tile);
+            }
+            __syncwarp();
+        }
+    }
+}
+
+/* Three warps gather A: thread i copies chunk i % 8 of rows i / 8, i / 8 + 12, ...; warp 0 loads B by TMA.
+ * Rows past the expert's last are copies of x's first row. */
+template <class Config>
+__device__ inline void load_gather(const Gemm &p, Shared<Config> &s) {
+    using T = typename Config::T;
+    constexpr int CHUNK_BYTES = CHUNK * sizeof(T);
+    constexpr int ROW_STEP = 4 * Config::LOAD_WARPS, ROWS = (Config::BM + ROW_STEP - 1) / ROW_STEP;
+    int chunk = threadIdx.x % 8, first = threadIdx.x / 8;
+    bool loads_b = __shfl_sync(~0u, threadIdx.x / 32, 0) == 0;
+    uint32_t swizzled[2]; /* rows 12 apart alternate between two swizzles */
+    for (int i = 0; i < 2; i++) {
+        int row = first + ROW_STEP * i;
+        swizzled[i] = SWIZZLE_BYTES * row + CHUNK_BYTES * (chunk ^ row % 8);
+    }
+    TileReader<typename Config::Queue> reader(s.queue);
+    typename Config::Pipeline pipe;
+    for (;;) {
+        const char *source[ROWS];
+        const int32_t *token = reader.wait_for_tokens();
+#pragma unroll
+        for (int i = 0; i < ROWS; i++) {
+            int row = min(first + ROW_STEP * i, Config::BM - 1);
+            source[i] = (const char *)p.x + token[row] * (int64_t)p.k * (int)sizeof(T) + chunk * CHUNK_BYTES;
+        }
+        WorkTile tile = reader.next();
+        if (tile.expert < 0) break;
+#pragma unroll 1
+        for (int k_tile = 0; k_tile < p.num_k_tiles[0]; k_tile++, pipe.advance()) {
+            auto &stage = s.stage[pipe.index];
+            uint32_t full = shared_address(&s.full[pipe.index]), a = shared_address(stage.a);
+            mbarrier_wait(shared_address(&s.empty[pipe.index]), pipe.phase ^ 1);
+            if (loads_b && elect_sync()) {
+                mbarrier_arrive_expect_tx(full, bytes_of_b(tile));
+                load_b<Config>(p, shared_address(stage.b), full, 0, k_tile, tile);
+            }
+            bool inside = k_tile * K_TILE<T> + chunk * CHUNK < p.k;
+#pragma unroll
+            for (int i = 0; i < ROWS; i++) {
+                if ((i + 1) * ROW_STEP <= Config::BM || first + ROW_STEP * i < Config::BM)
+                    cp_async(a + swizzled[i % 2] + i / 2 * 2 * ROW_STEP * SWIZZLE_BYTES, source[i], inside);
+                source[i] += SWIZZLE_BYTES;
+            }
+            cp_async_mbarrier_arrive_noinc(full);
+        }
+    }
+}
+
+/* --- consumers: main loops ------------------------------------------------------------------------------ */
+
+/* This warp is done with a stage. */
+template <class Config>
+__device__ inline void release(Shared<Config> &s, int stage) {
+    if (threadIdx.x % 32 == 0) mbarrier_arrive(shared_address(&s.empty[stage]));
+}
+
+/* Calls fn(first), .., fn(end - 1) with constants. */
+template <int first, int end, typename Fn>
+__device__ inline void for_each_constant(Fn fn) {
+    if constexpr (first < end) {
+        fn(std::integral_constant<int, first>());
+        for_each_constant<first + 1, end>(fn);
+    }
+}
+
+/* For every k-tile: issue(stage, whether it is the first) issues its MMAs, and for the first SUBTILES k-tiles
+ * meanwhile(i) runs while they are in flight. */
+template <class Config, int SUBTILES, typename Issue, typename Meanwhile>
+__device__ inline void for_each_k_tile(Shared<Config> &s, typename Config::Pipeline &pipe, int num_k_tiles,
+                                       Issue issue, Meanwhile meanwhile) {
+    auto k_tile = [&](auto first, auto i) {
+        mbarrier_wait(shared_address(&s.full[pipe.index]), pipe.phase);
+        if constexpr (Config::GATHER) fence_proxy_async(); /* cp.async's copies are ordinary writes */
+        wgmma_fence();
+        issue(s.stage[pipe.index], first);
+        wgmma_commit_group();
+        if constexpr (i.value < SUBTILES) meanwhile(i);
+        wgmma_wait_group<0>();
+        release<Config>(s, pipe.index);
+        pipe.advance();
+    };
+    k_tile(std::true_type(), std::integral_constant<int, 0>());
+    for_each_constant<1, SUBTILES>([&](auto i) {
+        if (i.value < num_k_tiles) k_tile(std::false_type(), i);
+    });
+    for (int i = SUBTILES > 1 ? SUBTILES : 1; i < num_k_tiles; i++)
+        k_tile(std::false_type(), std::integral_constant<int, SUBTILES>());
+}
+
+/* d = the 64 rows of consumer `wg` times the tile's first COLUMNS columns. */
+template <class Config, int COLUMNS, int SUBTILES, typename Meanwhile>
+__device__ inline void run_mainloop(float *d, Shared<Config> &s, typename Config::Pipeline &pipe,
+                                    int num_k_tiles, int wg, Meanwhile meanwhile) {
+    using T = typename Config::T;
+    constexpr Major A_MAJOR = Config::A_MAJOR, B_MAJOR = Config::B_MAJOR;
+    auto issue = [&](auto &stage, auto first) {
+        constexpr int N = COLUMNS < Config::WGMMA_N ? COLUMNS : Config::WGMMA_N;
+        constexpr int a_step = K16_STEP<A_MAJOR, T>, b_step = K16_STEP<B_MAJOR, T>;
+        constexpr int next_n =
+            (SUBTILE_BYTES >> 4) * N / SUBTILE; /* what N more columns add to B's descriptor */
+        uint64_t a = matrix_descriptor<A_MAJOR>(shared_address(stage.a) + wg * SUBTILE_BYTES);
+        uint64_t b = matrix_descriptor<B_MAJOR>(shared_address(stage.b));
+#pragma unroll
+        for (int i = 0; i < COLUMNS / N; i++, b += next_n) {
+            float *accumulators = d + N / 2 * i;
+            wgmma<N, !first.value, A_MAJOR, B_MAJOR>(accumulators, a, b, T());
+#pragma unroll
+            for (int k = 1; k < K_TILE<T> / 16; k++)
+                wgmma<N, 1, A_MAJOR, B_MAJOR>(accumulators, a + k * a_step, b + k * b_step, T());
+        }
+    };
+    for_each_k_tile<Config, SUBTILES>(s, pipe, num_k_tiles, issue, meanwhile);
+}
+
+/* A skinny expert with swapped operands, so that no arithmetic goes into rows that do not exist: 64 output
+ * columns are wgmma's M, the expert's rows, TOKENS at most, its N. A consumer has two subtiles of output
+ * columns: the accumulators of the first are d[0 .. TOKENS / 2), of the second those after it. */
+template <class Config, int TOKENS>
+__device__ inline void run_mainloop_swapped(float (&d)[TOKENS], Shared<Config> &s,
+                                            typename Config::Pipeline &pipe, int num_k_tiles,
+                                            int first_subtile, int second_subtile) {
+    using T = typename Config::T;
+    constexpr Major W_MAJOR = Config::B_MAJOR;
+    auto issue = [&](auto &stage, auto first) {
+        constexpr int x_step = K16_STEP<Major::K, T>, w_step = K16_STEP<W_MAJOR, T>;
+        uint64_t x = matrix_descriptor<Major::K>(shared_address(stage.a));
+        uint64_t w0 = matrix_descriptor<W_MAJOR>(shared_address(stage.b) + first_subtile * SUBTILE_BYTES);
+        uint64_t w1 = matrix_descriptor<W_MAJOR>(shared_address(stage.b) + second_subtile * SUBTILE_BYTES);
+        wgmma<TOKENS, !first.value, W_MAJOR, Major::K>(d, w0, x, T());
+        wgmma<TOKENS, !first.value, W_MAJOR, Major::K>(d + TOKENS / 2, w1, x, T());
+#pragma unroll
+        for (int k = 1; k < K_TILE<T> / 16; k++) {
+            wgmma<TOKENS, 1, W_MAJOR, Major::K>(d, w0 + k * w_step, x + k * x_step, T());
+            wgmma<TOKENS, 1, W_MAJOR, Major::K>(d + TOKENS / 2, w1 + k * w_step, x + k * x_step, T());
+        }
+    };
+    for_each_k_tile<Config, 0>(s, pipe, num_k_tiles, issue, [](auto) {});
+}
+
+} // namespace sm90
+} // namespace fused_moe

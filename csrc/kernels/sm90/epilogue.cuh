@@ -1,0 +1,225 @@
+/* Epilogue writers: accumulators are rounded to T, go through a staging buffer in shared memory, and are
+ * stored by TMA, which clips what is past the expert's rows and the output's columns. Swapped accumulators of
+ * skinny experts are stored by ordinary stores. wgmma.cuh says which accumulators a thread has.
+ *
+ * Issuing a TMA store is slow while TMA loads are queued. Hence two writers: WarpgroupWriter issues few large
+ * stores, for epilogues that only store; WarpWriter never synchronises warps, for epilogues that compute
+ * between stores. */
+#pragma once
+
+#include "wgmma.cuh"
+
+namespace fused_moe {
+namespace sm90 {
+
+/* Two accumulators as one word of T. */
+template <typename T>
+__device__ inline uint32_t pack(float low, float high) {
+    uint32_t word;
+    from_accums<T>(reinterpret_cast<T *>(&word), low, high);
+    return word;
+}
+
+/* Writes a warp's 16 rows of a subtile of 64 columns, from its row `row` on, swizzled as TMA reads them.
+ * words[2j], words[2j + 1]: columns 8 j + 2 (lane % 4) of the warp's rows lane / 4 and lane / 4 + 8. */
+__device__ inline void fill_subtile(uint32_t subtile, int row, const uint32_t (&words)[16]) {
+    int lane = threadIdx.x % 32, chunk = lane / 16;
+    row += lane % 16;
+#pragma unroll
+    for (int j = 0; j < 4; j++) /* 16 rows of chunks 2 j and 2 j + 1, swizzled */
+        stmatrix_x4(subtile + SWIZZLE_BYTES * row + 16 * ((2 * j + chunk) ^ row % 8), words[4 * j],
+                    words[4 * j + 1], words[4 * j + 2], words[4 * j + 3]);
+}
+
+/* What both writers have: a warp's part of its warpgroup's staging buffer, and stores of swapped
+ * accumulators. */
+class Writer {
+  protected:
+    uint32_t warpgroup_buffer;
+    int warp; /* of the warpgroup's four */
+
+    __device__ Writer(uint32_t warpgroup_buffer, int warp) : warpgroup_buffer(warpgroup_buffer), warp(warp) {}
+
+    __device__ uint32_t own() const { return warpgroup_buffer + warp * (BYTES / 4); }
+
+  public:
+    static constexpr int BYTES = 2 * SUBTILE_BYTES; /* of shared memory, a warpgroup, on 1024 */
+
+    /* 16 output columns of swapped accumulators to out[row][0 .. columns), row < rows, after drain(). d[4j],
+     * d[4j+1]: column lane / 4 of rows 8 j + 2 (lane % 4) and one more; d[4j+2], d[4j+3]: column lane / 4 +
+     * 8. Columns come in eights. */
+    template <int tokens, typename T>
+    __device__ void store_swapped(const float *d, T *out, int64_t pitch, int rows, int columns) {
+        int lane = threadIdx.x % 32;
+#pragma unroll
+        for (int j = 0; j < tokens / 8; j += 2) {
+            uint32_t words[4] = {};
+#pragma unroll
+            for (int i = 0; i < 4; i++) /* matrix i: rows 8 (j + i / 2), columns 8 (i % 2) */
+                if (j + i / 2 < tokens / 8)
+                    words[i] = pack<T>(d[4 * (j + i / 2) + i % 2 * 2], d[4 * (j + i / 2) + i % 2 * 2 + 1]);
+            int row = 8 * (j + lane / 16) + lane % 8, half = lane / 8 % 2;
+            stmatrix_x4_trans(own() + 32 * row + 16 * half, words[0], words[1], words[2], words[3]);
+        }
+        copy_out<T>(out, pitch, rows, columns, 2);
+    }
+
+    /* The same for interleaved gate and up, where only every second column is an output, which the lanes of
+     * even columns hold: 8 columns. */
+    template <int tokens, typename T>
+    __device__ void store_swapped_pairs(const float *d, T *out, int64_t pitch, int rows, int columns) {
+        int lane = threadIdx.x % 32, row = 2 * (lane % 4);
+        T *staged = (T *)__cvta_shared_to_generic(own()) + CHUNK * row + lane / 8;
+#pragma unroll
+        for (int j = 0; j < tokens / 8; j++)
+#pragma unroll
+            for (int i = 0; i < 4; i++) /* row i % 2 of two, column i / 2 * 8 of sixteen */
+                if (lane / 4 % 2 == 0)
+                    staged[CHUNK * (8 * j + i % 2) + i / 2 * 4] = from_accum<T>(d[4 * j + i]);
+        copy_out<T>(out, pitch, rows, columns, 1);
+    }
+
+    /* Rows of `chunks` 16-byte chunks, packed in the warp's part of the buffer, to global memory. */
+    template <typename T>
+    __device__ void copy_out(T *out, int64_t pitch, int rows, int columns, int chunks) {
+        __syncwarp();
+        for (int i = threadIdx.x % 32; i < rows * chunks; i += 32) {
+            int row = i / chunks, column = i % chunks * CHUNK;
+            if (column < columns) st_global_v4(out + row * pitch + column, ld_shared_v4(own() + 16 * i));
+        }
+        __syncwarp();
+    }
+
+    /* TMA has read all that this thread stored. */
+    __device__ void drain_all() const { cp_async_bulk_wait_group_read<0>(); }
+};
+
+/* Stores of 16 rows, by each warp for itself, through two buffers. A kernel uses store() or store_two():
+ * store() leaves one store unread, store_two() needs both buffers. */
+class WarpWriter : public Writer {
+    int buffer_index = 0;
+
+    __device__ uint32_t buffer(int i) const { return own() + i * ROWS * SWIZZLE_BYTES; }
+
+  public:
+    static constexpr int ROWS = 16;
+
+    __device__ WarpWriter(uint32_t warpgroup_buffer, int, int warp) : Writer(warpgroup_buffer, warp) {}
+
+    __device__ void drain() const {
+        cp_async_bulk_wait_group_read<0>();
+        __syncwarp();
+    }
+
+    /* One subtile: issue(subtile) stores it. */
+    template <typename Issue>
+    __device__ void store(const uint32_t (&words)[16], Issue issue) {
+        cp_async_bulk_wait_group_read<1>();
+        __syncwarp();
+        fill_subtile(buffer(buffer_index), 0, words);
+        fence_proxy_async();
+        __syncwarp();
+        if (threadIdx.x % 32 == 0) {
+            issue(buffer(buffer_index));
+            cp_async_bulk_commit_group();
+        }
+        buffer_index ^= 1;
+    }
+
+    /* Two subtiles with half the fences and waits: issue(first, second) stores them. The second follows the
+     * first at once, so one store of two halves may take both. */
+    template <typename Issue>
+    __device__ void store_two(const uint32_t (&first)[16], const uint32_t (&second)[16], Issue issue) const {
+        drain();
+        fill_subtile(buffer(0), 0, first);
+        fill_subtile(buffer(1), 0, second);
+        fence_proxy_async();
+        __syncwarp();
+        if (threadIdx.x % 32 == 0) {
+            issue(buffer(0), buffer(1));
+            cp_async_bulk_commit_group();
+        }
+    }
+};
+
+/* Stores of 64 rows, through two buffers of a warpgroup; its warps issue them in rotation. */
+class WarpgroupWriter : public Writer {
+    int barrier, issuer = 0; /* the warp that issues the next store */
+    bool has_stored = false; /* since drain() */
+
+    __device__ void sync() const { barrier_sync(barrier, 128); }
+
+  public:
+    static constexpr int ROWS = 64;
+
+    __device__ WarpgroupWriter(uint32_t warpgroup_buffer, int barrier, int warp)
+        : Writer(warpgroup_buffer, warp), barrier(barrier) {}
+
+    __device__ void drain() {
+        if (!has_stored) return;
+        cp_async_bulk_wait_group_read<0>();
+        sync();
+        has_stored = false;
+    }
+
+    /* One subtile: fill(subtile, warp) writes a warp's part of it, issue(subtile) stores it. */
+    template <typename Fill, typename Issue>
+    __device__ void store_filled(Fill fill, Issue issue) {
+        uint32_t buffer = warpgroup_buffer + issuer % 2 * SUBTILE_BYTES;
+        if (warp % 2 == issuer % 2)
+            cp_async_bulk_wait_group_read<0>(); /* one of them issued the store from it */
+        sync();
+        fill(buffer, warp);
+        fence_proxy_async();
+        sync();
+        if (warp == issuer && threadIdx.x % 32 == 0) {
+            issue(buffer);
+            cp_async_bulk_commit_group();
+        }
+        issuer = (issuer + 1) % 4;
+        has_stored = true;
+    }
+
+    /* The same of words as fill_subtile takes them; row is the subtile's first in the expert. */
+    __device__ void store(const uint32_t (&words)[16], const CUtensorMap *map, int column, int row) {
+        store_filled([&](uint32_t subtile, int warp) { fill_subtile(subtile, 16 * warp, words); },
+                     [&](uint32_t subtile) { cp_async_bulk_tensor_store(map, subtile, column, row); });
+    }
+};
+
+/* Adds bias[column] to 64 columns of accumulators, for columns before `end`. Columns come in eights, so a
+ * thread's two both exist or neither does. */
+template <typename T>
+__device__ inline void add_bias(float *d, const T *bias, int first, int end) {
+#pragma unroll
+    for (int j = 0; j < 8; j++) {
+        int n = first + 8 * j + 2 * (threadIdx.x % 4);
+        if (n >= end) return;
+        float low, high;
+        to_accums(low, high, bias + n);
+        d[4 * j] += low, d[4 * j + 1] += high, d[4 * j + 2] += low, d[4 * j + 3] += high;
+    }
+}
+
+/* The same for 16 columns of swapped accumulators. */
+template <int tokens, typename T>
+__device__ inline void add_bias_swapped(float *d, const T *bias, int first, int end) {
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        int n = first + 8 * half + threadIdx.x % 32 / 4;
+        if (n >= end) return;
+        float b = to_accum(bias[n]);
+#pragma unroll
+        for (int j = 0; j < tokens / 8; j++) d[4 * j + 2 * half] += b, d[4 * j + 2 * half + 1] += b;
+    }
+}
+
+/* 64 columns of accumulators as a writer takes them. */
+template <typename T>
+__device__ inline void pack_subtile(uint32_t (&words)[16], const float *d) {
+#pragma unroll
+    for (int j = 0; j < 16; j++) words[j] = pack<T>(d[2 * j], d[2 * j + 1]);
+}
+
+} // namespace sm90
+} // namespace fused_moe

@@ -1,0 +1,138 @@
+/* grouped_mm on Hopper: out[r] = sum_i a[r, part i] b[i][e(r)]^T + bias[e(r)].
+ *
+ * Roles, pipelines and timeline are engine.cuh's. Forward (weights with k contiguous) and the gradient of the
+ * rows (N contiguous) differ in B's boxes alone; up_dgrad's two parts are two runs of k in one accumulator.
+ * The epilogue is overlapped: accumulators are rounded into 64 registers and stored under the next tile's
+ * k-tiles. */
+#include "engine.cuh"
+#include "launch.cuh"
+
+namespace fused_moe {
+namespace sm90 {
+namespace {
+
+/* --- kernel --------------------------------------------------------------------------------------------- */
+
+typedef struct {
+    Gemm gemm;
+    const void *bias; /* [E,M] or NULL */
+    void *out;        /* [R,M] */
+    int32_t M;
+} GroupedMM;
+
+template <typename T>
+struct Epilogue {
+    using Writer = WarpgroupWriter;
+    static constexpr int SUBTILES = 4;
+    static constexpr bool HALF_N = true;
+    const GroupedMM &p;
+    /* What is held of the last tile: rounded subtiles, of columns [column, end). end 0: nothing. */
+    uint32_t words[SUBTILES][16];
+    int map_slot, row, column, end;
+
+    __device__ void hold(float (&d)[128], const WorkTile &tile, int first_row, Writer &) {
+        const T *bias = p.bias ? (const T *)p.bias + (int64_t)tile.expert * p.M : nullptr;
+        map_slot = tile.map_slot, row = first_row, column = tile.first_column;
+        end = tile.half_n ? min(p.M, column + 2 * SUBTILE) : p.M;
+#pragma unroll
+        for (int i = 0; i < SUBTILES; i++) {
+            if (bias) add_bias(&d[32 * i], bias, column + i * SUBTILE, p.M);
+            pack_subtile<T>(words[i], &d[32 * i]);
+        }
+    }
+
+    template <int i>
+    __device__ void store_subtile(Writer &writer) {
+        int first = column + i * SUBTILE;
+        if (first < end) writer.store(words[i], map_of_slot(p.gemm.tiles, 0, map_slot), first, row);
+    }
+
+    __device__ void flush(Writer &writer) {
+        for_each_constant<0, SUBTILES>([&](auto i) { store_subtile<i.value>(writer); });
+        end = 0;
+    }
+
+    template <int TOKENS>
+    __device__ void store_swapped(float (&d)[TOKENS], const WorkTile &tile, int wg, int warp,
+                                  Writer &writer) {
+        const T *bias = p.bias ? (const T *)p.bias + (int64_t)tile.expert * p.M : nullptr;
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            int first = tile.first_column + (2 * wg + i) * SUBTILE + 16 * warp;
+            if (first >= p.M || (tile.half_n && wg)) return; /* these columns were not loaded */
+            if (bias) add_bias_swapped<TOKENS>(&d[TOKENS / 2 * i], bias, first, p.M);
+            T *out = (T *)p.out + (int64_t)tile.first_row * p.M + first;
+            writer.store_swapped<TOKENS>(&d[TOKENS / 2 * i], out, p.M, tile.num_rows, p.M - first);
+        }
+    }
+};
+
+template <class Config>
+__global__ void __launch_bounds__(Config::THREADS, 1) grouped_mm_kernel(const __grid_constant__ GroupedMM p) {
+    persistent_gemm<Config>(p.gemm, Epilogue<typename Config::T>{p, {}});
+    zero_rows_past(p.gemm.tiles, (typename Config::T *)p.out, p.M);
+}
+
+/* --- launcher ------------------------------------------------------------------------------------------- */
+
+template <class Config>
+int launch(const FusedMoeGroupedMM &p, void *stream) {
+    using T = typename Config::T;
+    GroupedMM q = {};
+    q.bias = p.bias;
+    q.out = p.out;
+    q.M = (int32_t)p.M;
+    Gemm &gemm = q.gemm;
+    TileSource &tiles = gemm.tiles;
+    int status = FUSED_MOE_OK;
+    const T *a = (const T *)p.a;
+    for (int i = 0; i < 2 && p.b[i].data && status == FUSED_MOE_OK; a += p.N[i++]) {
+        status = matrix_map(&gemm.a[i], a, p.R, p.N[i], p.N[0] + p.N[1], SUBTILE);
+        if (status == FUSED_MOE_OK)
+            status = weight_map<T>(&gemm.b[i], p.b[i], Config::B_MAJOR, p.b[i].stride_out, p.b[i].stride_in,
+                                   p.E, p.M, p.N[i]);
+        gemm.num_k_tiles[i] = (int32_t)ceil_div(p.N[i], K_TILE<T>);
+    }
+    tiles = tile_source(p.offs, p.schedule, p.R, p.E, p.M, Config::BN, p.workspace);
+    tiles.last_is_half_n = (p.M - 1) % Config::BN < Config::BN / 2;
+    /* where an N tile is half as wide already, the last wave is not split */
+    if (!tiles.last_is_half_n && tiles.swaps_skinny) tiles.order.split_last_wave = num_ctas();
+    tiles.num_maps = 1;
+    tiles.rows[0].data = p.out;
+    tiles.rows[0].pitch_bytes = p.M * sizeof(T);
+    if (status == FUSED_MOE_OK)
+        status = matrix_map(&tiles.rows[0].all_rows, (const T *)p.out, p.R, p.M, p.M, WarpgroupWriter::ROWS);
+    if (status != FUSED_MOE_OK) return status;
+    return launch_persistent<Config, Shared<Config>, grouped_mm_kernel<Config>>(q, stream);
+}
+
+int run(const FusedMoeGroupedMM &p, void *stream) {
+    return with_half(p.dtype, [&](auto t) {
+        using T = decltype(t);
+        if (p.b[0].stride_in == 1) return launch<GemmConfig<T, Major::K, false>>(p, stream);
+        return launch<GemmConfig<T, Major::MN, false>>(p, stream);
+    });
+}
+
+FusedMoeReason reason(const FusedMoeGroupedMM &p) {
+    const FusedMoeWeight *b = p.b;
+    if (!is_half(p.dtype)) return FUSED_MOE_OTHER_DTYPE;
+    if (p.R == 0) return FUSED_MOE_NO_ROWS;
+    if (p.M % CHUNK || p.N[0] % CHUNK || p.N[1] % CHUNK) return FUSED_MOE_WIDTH;
+    if (!is_aligned(p.a) || !is_aligned(p.out) || !is_aligned(p.bias)) return FUSED_MOE_UNALIGNED;
+    for (int i = 0; i < 2 && b[i].data; i++)
+        if (!is_readable(b[i], b[i].stride_out, b[i].stride_in, p.E)) return FUSED_MOE_STRIDES;
+    if (b[1].data && (b[0].stride_in == 1) != (b[1].stride_in == 1)) return FUSED_MOE_STRIDES;
+    return is_countable(p.R, p.E, p.M) ? FUSED_MOE_RUNS : FUSED_MOE_TOO_LARGE;
+}
+
+size_t workspace(const FusedMoeGroupedMM &) {
+    return map_bytes(1);
+}
+
+} // namespace
+
+const Kernel<FusedMoeGroupedMM> grouped_mm = {reason, workspace, run};
+
+} // namespace sm90
+} // namespace fused_moe

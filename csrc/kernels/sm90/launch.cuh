@@ -1,0 +1,104 @@
+/* What the sm90 launchers share: the grid, the tile source, and which calls TMA and wgmma can take. */
+#pragma once
+
+#include <atomic>
+
+#include "../dispatch.cuh"
+#include "tile_queue.cuh"
+
+namespace fused_moe {
+namespace sm90 {
+
+/* --- launching ------------------------------------------------------------------------------------------ */
+
+/* One CTA per SM. */
+inline int num_ctas() {
+    int sms = current_device().num_sms;
+    return sms < FUSED_MOE_MAX_CTAS ? sms : FUSED_MOE_MAX_CTAS;
+}
+
+/* Row tiles and N tiles of a GEMM: `columns` output columns in tiles of tile_n. */
+inline TileSource tile_source(const int32_t *offs, const int32_t *schedule, int64_t R, int32_t E,
+                              int64_t columns, int tile_n, const FusedMoeWorkspace &workspace) {
+    const ScheduleOverride &asked = schedule_override();
+    TileSource source = {};
+    source.offs = offs;
+    source.schedule = schedule;
+    source.R = R;
+    source.E = E;
+    source.tile_n = tile_n;
+    source.swaps_skinny = !asked.no_tails;
+    source.order = fused_moe_default_order((int32_t)ceil_div(columns, tile_n), 0);
+    if (asked.group) source.order.group = asked.group;
+    if (asked.no_interleave) source.order.interleave = 0;
+    source.maps = (CUtensorMap *)workspace.data;
+    source.counters = workspace.counters;
+    return source;
+}
+
+/* Bytes of the per-expert tensor maps, first in the workspace. */
+inline size_t map_bytes(int num_maps) {
+    return (size_t)num_ctas() * MAP_SLOTS * num_maps * sizeof(CUtensorMap);
+}
+
+/* Launches a persistent kernel. By PDL its prologue overlaps the end of the kernel before it. */
+template <class Config, class Memory, auto kernel, typename Params>
+int launch_persistent(const Params &p, void *stream) {
+    constexpr size_t bytes = sizeof(Memory);
+    static_assert(bytes <= 227 * 1024, "shared memory of a CTA of sm_90");
+    static std::atomic<uint64_t> allowed; /* devices on which the kernel may have so much, one bit each */
+    int device;
+    cudaError_t error = cudaGetDevice(&device);
+    uint64_t bit = 1ull << device % 64;
+    if (error == cudaSuccess && !(allowed & bit)) {
+        error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+        if (error == cudaSuccess) allowed |= bit;
+    }
+    if (error != cudaSuccess) return cuda_status(error);
+    cudaLaunchAttribute pdl = {};
+    pdl.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    pdl.val.programmaticStreamSerializationAllowed = 1;
+    cudaLaunchConfig_t config = {};
+    config.gridDim = num_ctas();
+    config.blockDim = Config::THREADS;
+    config.dynamicSmemBytes = bytes;
+    config.stream = (cudaStream_t)stream;
+    config.attrs = &pdl;
+    config.numAttrs = 1;
+    return cuda_status(cudaLaunchKernelEx(&config, kernel, p));
+}
+
+/* Calls fn with a value of the 16-bit dtype. */
+template <typename Fn>
+int with_half(FusedMoeDtype dtype, Fn fn) {
+    return dtype == FUSED_MOE_BF16 ? fn(__nv_bfloat16()) : fn(__half());
+}
+
+/* --- which calls the tier takes: TMA reads 16-byte aligned rows and multiples of 16 bytes as strides ------ */
+
+inline bool is_half(FusedMoeDtype dtype) {
+    return dtype == FUSED_MOE_BF16 || dtype == FUSED_MOE_F16;
+}
+
+inline bool is_aligned(const void *data) {
+    return (uintptr_t)data % 16 == 0;
+}
+
+/* Weight (E, N, k) of 16-bit elements: one of N and k is contiguous, the other strides are multiples of 16
+ * bytes. */
+inline bool is_readable(const FusedMoeWeight &w, int64_t stride_n, int64_t stride_k, int32_t E) {
+    bool k_major = stride_k == 1;
+    int64_t pitch = k_major ? stride_n : stride_k, contiguous = k_major ? stride_k : stride_n;
+    auto fits = [](int64_t stride) {
+        return stride > 0 && stride % CHUNK == 0 && stride < 1ll << 39; /* 2^40 bytes */
+    };
+    return contiguous == 1 && fits(pitch) && (E == 1 || fits(w.stride_expert)) && is_aligned(w.data);
+}
+
+/* Whether tiles can be counted in 31 bits, whatever the routing. */
+inline bool is_countable(int64_t R, int64_t E, int64_t columns) {
+    return (R / FUSED_MOE_TILE_ROWS + (E < R ? E : R)) * ceil_div(columns, 256) < INT32_MAX;
+}
+
+} // namespace sm90
+} // namespace fused_moe

@@ -1,0 +1,47 @@
+/* Split-K: the tiles of a long sum are computed as slices along k, and the last slice to arrive adds them up.
+ *
+ * Each slice leaves its accumulators in memory and counts itself on the tile's semaphore. The last arriver
+ * reads all slices and adds them in their order, whichever it is, so the bits are the same in every run. It
+ * leaves the semaphore at zero for the next call. A warpgroup's 64 rows are on their own: they have a
+ * semaphore and memory of their own. */
+#pragma once
+
+#include "ptx.cuh"
+
+namespace fused_moe {
+namespace sm90 {
+
+constexpr int ACCUMULATOR_VECTORS = 32 * 128; /* float4s of a warpgroup's 64x256 accumulators */
+constexpr int64_t ACCUMULATOR_BYTES = ACCUMULATOR_VECTORS * (int64_t)sizeof(float4);
+
+/* A warpgroup calls it with the accumulators of slice `slice` of num_slices. vectors_of(i) is where slice i's
+ * are kept. True for the last arriver, which then has the sum of all in d. */
+template <typename VectorsOf>
+__device__ inline bool reduce_slices(float (&d)[128], int slice, int num_slices, VectorsOf vectors_of,
+                                     uint32_t *semaphore, int barrier) {
+    int thread = threadIdx.x % 128;
+    float4 *own = vectors_of(slice) + thread;
+#pragma unroll
+    for (int i = 0; i < 32; i++)
+        __stcg(own + 128 * i, make_float4(d[4 * i], d[4 * i + 1], d[4 * i + 2], d[4 * i + 3]));
+    __threadfence();
+    barrier_sync(barrier, 128);
+    bool is_last = thread == 0 && (int)atomicAdd(semaphore, 1u) == num_slices - 1;
+    if (!barrier_or(barrier, 128, is_last)) return false;
+    if (is_last) *semaphore = 0;
+    __threadfence();
+#pragma unroll
+    for (int i = 0; i < 128; i++) d[i] = 0;
+    for (int other = 0; other < num_slices; other++) {
+        const float4 *vectors = vectors_of(other) + thread;
+#pragma unroll
+        for (int i = 0; i < 32; i++) {
+            float4 v = __ldcg(vectors + 128 * i);
+            d[4 * i] += v.x, d[4 * i + 1] += v.y, d[4 * i + 2] += v.z, d[4 * i + 3] += v.w;
+        }
+    }
+    return true;
+}
+
+} // namespace sm90
+} // namespace fused_moe

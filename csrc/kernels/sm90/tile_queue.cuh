@@ -1,0 +1,223 @@
+/* How the CTAs of a persistent grid get their work tiles: schedule.h on the device.
+ *
+ * One warp of a CTA fetches tiles, two ahead of the warps that work on them: it claims an index (static
+ * round-robin, then work stealing), decodes it with a vote over the experts' prefix, builds the tensor maps
+ * that end where the expert's rows end, and publishes the tile through a queue in shared memory. Which CTA
+ * computes a tile changes nothing in its result.
+ *
+ * Tensor maps on the device. A store past the expert's last row must be dropped, a load past it must give
+ * zeros, so these need a map whose row extent is the expert's. The fetching warp edits a template's address
+ * and row count in shared memory when the expert changes, copies it to the CTA's next slot in global memory
+ * with release to the tensormap proxy, and acquires it there; the warps that use the slot synchronise with it
+ * through the queue. A tile that is stored and has all of its rows uses the map of all rows instead: an edit
+ * for every tile was seen to cost up to 8% where k is short. */
+#pragma once
+
+#include "../../schedule.h"
+#include "../common/tensor_map.cuh"
+#include "ptx.cuh"
+
+namespace fused_moe {
+namespace sm90 {
+
+constexpr int QUEUE_DEPTH = 2; /* tiles fetched ahead: more would be kept from idle CTAs */
+constexpr int MAX_MAPS = 2;    /* per-expert tensor maps of a GEMM */
+/* Of a CTA, more than the tiles in flight: when a slot is written again, TMA is done with it. In flight are
+ * QUEUE_DEPTH tiles, the one that consumers compute, the one whose stores they issue, and the one whose
+ * stores TMA still reads. */
+constexpr int MAP_SLOTS = 8;
+
+/* A stage of a pipeline, and the phase of its barriers. */
+template <int STAGES>
+struct PipelineState {
+    int index = 0;
+    uint32_t phase = 0;
+
+    __device__ void advance() {
+        if (++index == STAGES) index = 0, phase ^= 1;
+    }
+};
+
+/* --- what a GEMM's launch computes ---------------------------------------------------------------------- */
+
+typedef struct { /* rows grouped by expert that TMA stores, or loads */
+    CUtensorMap all_rows;
+    const void *data;
+    int64_t pitch_bytes;
+} GroupedRows;
+
+typedef struct {
+    const int32_t *offs;     /* [E]    */
+    const int32_t *schedule; /* [8+4E] */
+    int64_t R;
+    int32_t E;
+    int32_t tile_n;      /* output columns of an N tile                            */
+    bool last_is_half_n; /* the last N tile has at most half of them               */
+    bool swaps_skinny;   /* skinny experts are computed with swapped operands      */
+    FusedMoeTileOrder order;
+    int32_t num_maps;
+    GroupedRows rows[MAX_MAPS];
+    CUtensorMap *maps;  /* [CTAs, MAP_SLOTS, num_maps] */
+    uint32_t *counters; /* [FUSED_MOE_NUM_COUNTERS] zeros, left as zeros */
+} TileSource;
+
+/* Where counters are. */
+enum { CLAIMED = 0, EXITED = FUSED_MOE_MAX_CTAS, SEMAPHORES = FUSED_MOE_MAX_CTAS + 32 };
+
+/* --- the queue ------------------------------------------------------------------------------------------ */
+
+struct alignas(16) WorkTile {
+    int32_t expert; /* -1: there are no more tiles */
+    int32_t first_row, num_rows;
+    int32_t store_row;    /* of first_row, in the map that stores use        */
+    int32_t first_column; /* of the output, or of gate and of up alike      */
+    int32_t half_n;       /* half of an N tile's columns, or fewer          */
+    int32_t skinny;       /* computed with swapped operands                 */
+    int32_t map_slot;     /* of the CTA's, with the expert's maps; -1: all rows' */
+};
+
+/* full: 32 arrivals, of the fetching warp's lanes; empty: one of each reading warp. token: of the tile's
+ * rows. */
+template <class Tile, int READING_WARPS, int TOKENS_>
+struct TileQueue {
+    using WorkTile = Tile;
+    static constexpr int TOKENS = TOKENS_;
+    Tile tile[QUEUE_DEPTH];
+    int32_t token[QUEUE_DEPTH][TOKENS ? TOKENS : 1];
+    uint64_t full[QUEUE_DEPTH], empty[QUEUE_DEPTH];
+    alignas(128) CUtensorMap scratch; /* the fetching warp's, for the map that it edits */
+
+    __device__ void init() {
+        for (int i = 0; i < QUEUE_DEPTH; i++) {
+            mbarrier_init(shared_address(&full[i]), 32);
+            mbarrier_init(shared_address(&empty[i]), READING_WARPS);
+        }
+    }
+};
+
+/* Any warp that needs to know the tiles. */
+template <class Queue>
+class TileReader {
+    Queue &queue;
+    PipelineState<QUEUE_DEPTH> stage;
+
+  public:
+    __device__ explicit TileReader(Queue &queue) : queue(queue) {}
+
+    /* The tokens of the next tile's rows; they stay until next() has returned the tile. */
+    __device__ const int32_t *wait_for_tokens() {
+        mbarrier_wait(shared_address(&queue.full[stage.index]), stage.phase);
+        return queue.token[stage.index];
+    }
+
+    __device__ typename Queue::WorkTile next() {
+        mbarrier_wait(shared_address(&queue.full[stage.index]), stage.phase);
+        auto tile = queue.tile[stage.index];
+        __syncwarp();
+        if (threadIdx.x % 32 == 0) mbarrier_arrive(shared_address(&queue.empty[stage.index]));
+        stage.advance();
+        return tile;
+    }
+};
+
+/* --- the fetching warp ---------------------------------------------------------------------------------- */
+
+/* Tensor map i of one of this CTA's slots, or that of all rows. */
+__device__ inline const CUtensorMap *map_of_slot(const TileSource &source, int i, int slot) {
+    if (slot < 0) return &source.rows[i].all_rows;
+    return source.maps + ((int64_t)blockIdx.x * MAP_SLOTS + slot) * source.num_maps + i;
+}
+
+/* Builds and acquires an expert's tensor maps. An expert without rows has none: nothing is loaded or
+ * stored. */
+__device__ inline void build_maps(const TileSource &source, CUtensorMap &scratch, int32_t expert, int slot) {
+    int lane = threadIdx.x % 32;
+    int32_t first = fused_moe_expert_start(source.offs, expert), rows = source.offs[expert] - first;
+    if (rows == 0) return;
+    for (int i = 0; i < source.num_maps; i++) {
+        const GroupedRows &r = source.rows[i];
+        ((uint32_t *)&scratch)[lane] = ((const uint32_t *)&r.all_rows)[lane];
+        __syncwarp();
+        if (elect_sync()) {
+            uint32_t map = shared_address(&scratch);
+            tensormap_replace_global_address(map, (const char *)r.data + first * r.pitch_bytes);
+            tensormap_replace_global_dim<1>(map, rows);
+        }
+        __syncwarp();
+        const CUtensorMap *map = map_of_slot(source, i, slot);
+        tensormap_cp_fenceproxy((void *)map, shared_address(&scratch));
+        fence_proxy_tensormap_acquire(map);
+        __syncwarp();
+    }
+}
+
+/* After the CTA's last claim. The last CTA leaves the counters as it found them. */
+__device__ inline void reset_claims(const TileSource &source) {
+    int lane = threadIdx.x % 32;
+    uint32_t exited = 0;
+    __threadfence();
+    if (lane == 0) exited = atomicInc(source.counters + EXITED, gridDim.x - 1); /* wraps to zero by itself */
+    if (__shfl_sync(~0u, exited, 0) != gridDim.x - 1) return;
+    __threadfence();
+    for (uint32_t cta = lane; cta < gridDim.x; cta += 32) source.counters[CLAIMED + cta] = 0;
+}
+
+/* Fetches tiles until there are none. decode(index, tile) fills a tile and returns whether it is to be
+ * computed, with map_slot -1 where the map of all rows will do, else 0. token_of(tile, i) is the token of its
+ * row i. */
+template <class Queue, typename Decode, typename TokenOf>
+__device__ inline void fetch_tiles(const TileSource &source, Queue &queue, uint32_t num_tiles, Decode decode,
+                                   TokenOf token_of) {
+    int lane = threadIdx.x % 32, expert = -1, slot = 0;
+    FusedMoeTileScheduler scheduler =
+        fused_moe_tile_scheduler(source.counters + CLAIMED, num_tiles, blockIdx.x, gridDim.x);
+    PipelineState<QUEUE_DEPTH> stage;
+    for (bool has_tile = true; has_tile;) {
+        uint32_t index = fused_moe_next_tile(&scheduler);
+        has_tile = index < num_tiles;
+        typename Queue::WorkTile tile = {-1};
+        if (has_tile && !decode(index, tile)) continue;
+        if (has_tile && tile.map_slot >= 0) {
+            if (tile.expert != expert) {
+                expert = tile.expert;
+                slot = (slot + 1) % MAP_SLOTS;
+                build_maps(source, queue.scratch, expert, slot);
+            }
+            tile.map_slot = slot;
+        }
+        mbarrier_wait(shared_address(&queue.empty[stage.index]), stage.phase ^ 1);
+        for (int i = lane; i < Queue::TOKENS; i += 32) queue.token[stage.index][i] = token_of(tile, i);
+        if (lane == 0) queue.tile[stage.index] = tile;
+        mbarrier_arrive(shared_address(&queue.full[stage.index]));
+        stage.advance();
+    }
+    reset_claims(source);
+}
+
+/* A grouped GEMM's tile. */
+__device__ inline void decode_tile(const TileSource &source, uint32_t index, WorkTile &tile) {
+    FusedMoeWorkTile work = fused_moe_work_tile(source.schedule, source.offs, source.E, &source.order, index);
+    tile.expert = work.expert;
+    tile.first_row = work.first_row;
+    tile.num_rows = work.num_rows;
+    bool is_clipped = work.num_rows < FUSED_MOE_TILE_ROWS && source.num_maps;
+    tile.map_slot = is_clipped ? 0 : -1;
+    tile.store_row = work.first_row - (is_clipped ? fused_moe_expert_start(source.offs, work.expert) : 0);
+    tile.first_column = work.n_tile * source.tile_n + (work.n_half == 2) * source.tile_n / 2;
+    tile.half_n = work.n_half || (source.last_is_half_n && work.n_tile == source.order.num_n_tiles - 1);
+    tile.skinny = work.skinny && source.swaps_skinny;
+    if (tile.skinny) tile.map_slot = -1; /* stored without TMA */
+}
+
+/* Zeroes rows [offs[E-1], R) of an output, which no tile covers. Called by all threads. */
+template <typename T>
+__device__ inline void zero_rows_past(const TileSource &source, T *out, int64_t width) {
+    int64_t first = (int64_t)source.offs[source.E - 1] * width, end = source.R * width;
+    int64_t thread = (int64_t)blockIdx.x * blockDim.x + threadIdx.x;
+    int64_t threads = (int64_t)gridDim.x * blockDim.x;
+    for (int64_t i = first / CHUNK + thread; i < end / CHUNK; i += threads)
+        st_global_v4((uint4 *)out + i, make_uint4(0, 0, 0, 0));
+}
+
+} // namespace sm90
+} // namespace fused_moe

@@ -1,0 +1,276 @@
+/* up_gate on Hopper: h = x[row_token] w1^T | w3^T + b and a = act(gate) up, in one GEMM.
+ *
+ * Roles and pipelines are engine.cuh's, with A gathered. A tile has 128 hidden columns, 256 columns of h.
+ *   GATE_UP      h is gate | up: B is 128 rows of the gate's weight and the 128 of the up's that belong to them,
+ *                from two maps (w1 and w3, or the halves of a packed weight). Gate and up are 128 columns apart,
+ *                elements apart in the registers of one thread.
+ *   INTERLEAVED  B's rows are consecutive: gate and up are neighbouring columns, in one thread too
+ *   UNGATED      a tile has 256 hidden columns
+ * Nothing is copied: h and a go from registers through the staging buffer to TMA stores. Their maps are
+ * ragged: maps that the device builds for the last row tile of each expert, as grouped_mm's, cost 2% here.
+ *
+ * The epilogue is not overlapped with the next tile: with h and a to hold there are too few registers beside
+ * the accumulators (docs/lab/forward.md has what was tried). */
+#include "../common/activation.cuh"
+#include "engine.cuh"
+#include "launch.cuh"
+
+namespace fused_moe {
+namespace sm90 {
+namespace {
+
+/* --- kernel --------------------------------------------------------------------------------------------- */
+
+enum Columns { GATE_UP, INTERLEAVED, UNGATED };
+
+enum { MAP_A, MAP_H }; /* ragged maps; with GATE_UP h's has two halves */
+
+typedef struct {
+    Gemm gemm;
+    const void *bias,
+        *bias_up; /* [E] x bias_stride: of h's columns, with GATE_UP of the two halves; or NULL */
+    int64_t bias_stride;
+    void *h, *a; /* [R,H], may be NULL; [R,F] */
+    int32_t F, H;
+    FusedMoeActivation activation;
+    CUtensorMap maps[2];
+} UpGate;
+
+/* 64 columns of which a thread holds columns 4 j + lane % 4 (of two rows: a[2 j], a[2 j + 1]), as a writer
+ * takes them: columns 2 (lane % 4) and 2 (lane % 4) + 1 of every eight. */
+template <typename T>
+__device__ inline void pack_spread_subtile(uint32_t (&words)[16], const float (&a)[32]) {
+    int quad = threadIdx.x % 32 / 4 * 4, t = threadIdx.x % 4;
+#pragma unroll
+    for (int m = 0; m < 16; m++) { /* chunk m / 2 of eight columns, row m % 2 of the two */
+        const float *v = &a[m / 2 * 4 + m % 2];
+        uint32_t mine = pack<T>(v[0], v[2]);
+        uint32_t low = __shfl_sync(~0u, mine, quad + 2 * t % 4);
+        uint32_t high = __shfl_sync(~0u, mine, quad + (2 * t + 1) % 4);
+        words[m] = __byte_perm(low, high, t < 2 ? 0x5410 : 0x7632);
+    }
+}
+
+template <typename T, Columns columns>
+struct Epilogue {
+    using Writer = WarpWriter;
+    static constexpr int SUBTILES = 0; /* held for the next tile: none */
+    static constexpr bool HALF_N = false;
+    const UpGate &p;
+
+    __device__ const T *bias_of(const void *bias, const WorkTile &tile) const {
+        return bias ? (const T *)bias + tile.expert * p.bias_stride : nullptr;
+    }
+
+    __device__ void hold(float (&d)[128], const WorkTile &tile, int, Writer &writer) {
+        const T *bias = bias_of(p.bias, tile), *bias_up = bias_of(p.bias_up, tile);
+        uint32_t words[16];
+        float a[32];
+        int warp = threadIdx.x / 32 - 4,
+            offset = WarpWriter::ROWS * warp; /* of the warp's rows in the tile */
+        int rows = min(WarpWriter::ROWS, tile.num_rows - offset), end = tile.first_row + offset + rows;
+        auto store_a = [&](uint32_t subtile, int column) {
+            if (rows > 0)
+                cp_async_bulk_tensor_store(&p.maps[MAP_A], subtile, column, WarpWriter::ROWS - rows, end);
+        };
+        auto store_h = [&](uint32_t subtile, int column) {
+            if (rows > 0)
+                cp_async_bulk_tensor_store(&p.maps[MAP_H], subtile, column, WarpWriter::ROWS - rows, end);
+        };
+        auto store_both_halves = [&](uint32_t subtile, int column) {
+            if (rows > 0)
+                cp_async_bulk_tensor_store(&p.maps[MAP_H], subtile, column, WarpWriter::ROWS - rows, end, 0);
+        };
+        if constexpr (columns == GATE_UP) {
+            /* TMA drops subtiles past F */
+            uint32_t up_words[16], a_words[2][16];
+            int first = tile.first_column;
+#pragma unroll
+            for (int i = 0; i < 2; i++) {
+                float *gate = &d[32 * i], *up = gate + 64;
+                int column = first + i * SUBTILE;
+                if (bias) add_bias(gate, bias, column, p.F);
+                if (bias_up) add_bias(up, bias_up, column, p.F);
+                if (p.h) {
+                    pack_subtile<T>(words, gate);
+                    pack_subtile<T>(up_words, up);
+                    writer.store_two(words, up_words,
+                                     [&](uint32_t gates, uint32_t) { store_both_halves(gates, column); });
+                }
+                activate<true, 1>(a, gate, up);
+                pack_subtile<T>(a_words[i], a);
+            }
+            writer.store_two(a_words[0], a_words[1], [&](uint32_t subtile, uint32_t next) {
+                store_a(subtile, first);
+                store_a(next, first + SUBTILE);
+            });
+        } else {
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                int column = tile.first_column + i * SUBTILE;
+                if (bias) add_bias(&d[32 * i], bias, column, p.H);
+                if (p.h && column < p.H) {
+                    pack_subtile<T>(words, &d[32 * i]);
+                    writer.store(words, [&](uint32_t subtile) { store_h(subtile, column); });
+                }
+                if (columns == UNGATED && column < p.H) {
+                    activate<false, 1>(a, &d[32 * i], nullptr);
+                    pack_subtile<T>(words, a);
+                    writer.store(words, [&](uint32_t subtile) { store_a(subtile, column); });
+                }
+                if (columns == INTERLEAVED && i % 2 &&
+                    column - SUBTILE < p.H) { /* two subtiles of h: one of a */
+                    activate<true, 2>(a, &d[32 * (i - 1)], &d[32 * (i - 1)] + 1);
+                    pack_spread_subtile<T>(words, a);
+                    writer.store(words, [&](uint32_t subtile) { store_a(subtile, (column - SUBTILE) / 2); });
+                }
+            }
+        }
+    }
+
+    template <int i>
+    __device__ void store_subtile(Writer &) {}
+    __device__ void flush(Writer &) {}
+
+    template <int TOKENS>
+    __device__ void store_swapped(float (&d)[TOKENS], const WorkTile &tile, int wg, int warp,
+                                  Writer &writer) {
+        const T *bias = bias_of(p.bias, tile), *bias_up = bias_of(p.bias_up, tile);
+        T *h = (T *)p.h + (int64_t)tile.first_row * p.H, *out = (T *)p.a + (int64_t)tile.first_row * p.F;
+        int rows = tile.num_rows;
+        float a[TOKENS / 2];
+        if constexpr (columns == GATE_UP) { /* gates, then ups */
+            int column = tile.first_column + wg * SUBTILE + 16 * warp, left = p.F - column;
+            if (left <= 0) return;
+            if (bias) add_bias_swapped<TOKENS>(d, bias, column, p.F);
+            if (bias_up) add_bias_swapped<TOKENS>(d + TOKENS / 2, bias_up, column, p.F);
+            if (p.h) {
+                writer.store_swapped<TOKENS>(d, h + column, p.H, rows, left);
+                writer.store_swapped<TOKENS>(d + TOKENS / 2, h + p.F + column, p.H, rows, left);
+            }
+            activate<true, 1>(a, d, d + TOKENS / 2);
+            writer.store_swapped<TOKENS>(a, out + column, p.F, rows, left);
+        } else {
+#pragma unroll
+            for (int i = 0; i < 2; i++) {
+                float *outputs = &d[TOKENS / 2 * i];
+                int column = tile.first_column + (2 * wg + i) * SUBTILE + 16 * warp, left = p.H - column;
+                if (left <= 0) return;
+                if (bias) add_bias_swapped<TOKENS>(outputs, bias, column, p.H);
+                if (p.h) writer.store_swapped<TOKENS>(outputs, h + column, p.H, rows, left);
+                if constexpr (columns == UNGATED) {
+                    activate<false, 1>(a, outputs, nullptr);
+                    writer.store_swapped<TOKENS>(a, out + column, p.F, rows, left);
+                } else { /* a gate's up is the next column, four lanes on */
+#pragma unroll
+                    for (int n = 0; n < TOKENS / 2; n++) a[n] = __shfl_down_sync(~0u, outputs[n], 4);
+                    activate<true, 1>(a, outputs, a);
+                    writer.store_swapped_pairs<TOKENS>(a, out + column / 2, p.F, rows, left / 2);
+                }
+            }
+        }
+    }
+
+    /* a = act(gate) up, or act(gate); elements of both are `stride` apart. up may be a. */
+    template <bool GATED, int stride, int count>
+    __device__ void activate(float (&a)[count], const float *gate, const float *up) const {
+        const FusedMoeActivation &f = p.activation;
+        with_activation<T>(f.kind, [&](auto act) {
+#pragma unroll
+            for (int i = 0; i < count; i++) {
+                float v = act.gate(gate[stride * i], f.alpha, f.limit).value;
+                a[i] = GATED ? v * act.up(up[stride * i], f.limit).value : v;
+            }
+        });
+    }
+};
+
+template <class Config, Columns columns>
+__global__ void __launch_bounds__(Config::THREADS, 1) up_gate_kernel(const __grid_constant__ UpGate p) {
+    using T = typename Config::T;
+    persistent_gemm<Config>(p.gemm, Epilogue<T, columns>{p});
+    if (p.h) zero_rows_past(p.gemm.tiles, (T *)p.h, p.H);
+    zero_rows_past(p.gemm.tiles, (T *)p.a, p.F);
+}
+
+/* --- launcher ------------------------------------------------------------------------------------------- */
+
+template <class Config, Columns columns>
+int launch(const FusedMoeUpGate &p, void *stream) {
+    using T = typename Config::T;
+    const FusedMoeRowMap &rows = p.row_map;
+    const FusedMoeWeight &w1 = p.w1;
+    bool halves = p.layout == FUSED_MOE_HALVES;
+    int32_t F = (int32_t)p.F, H = columns == UNGATED ? F : 2 * F, part = columns == GATE_UP ? F : H;
+    UpGate q = {};
+    q.h = p.h;
+    q.a = p.a;
+    q.F = F;
+    q.H = H;
+    q.activation = p.activation;
+    q.bias = p.b1;
+    q.bias_up = !halves ? p.b3 : p.b1 ? (const T *)p.b1 + F : nullptr;
+    q.bias_stride = halves ? H : part;
+
+    Gemm &gemm = q.gemm;
+    gemm.x = p.x;
+    gemm.row_token = rows.row_token;
+    gemm.T = rows.T;
+    gemm.k = (int32_t)p.D;
+    gemm.num_k_tiles[0] = (int32_t)ceil_div(p.D, K_TILE<T>);
+    gemm.gate_up = columns == GATE_UP;
+    FusedMoeWeight up = halves ? w1 : p.w3;
+    if (halves) up.data = (T *)w1.data + F * w1.stride_out;
+    int status =
+        weight_map<T>(&gemm.b[0], w1, Config::B_MAJOR, w1.stride_out, w1.stride_in, rows.E, part, p.D);
+    if (status == FUSED_MOE_OK && columns == GATE_UP)
+        status =
+            weight_map<T>(&gemm.b[1], up, Config::B_MAJOR, up.stride_out, up.stride_in, rows.E, part, p.D);
+
+    gemm.tiles = tile_source(rows.offs, rows.schedule, rows.R, rows.E, part,
+                             columns == GATE_UP ? Config::BN / 2 : Config::BN, p.workspace);
+    const T *a = (const T *)p.a, *h = (const T *)p.h;
+    if (status == FUSED_MOE_OK) status = ragged_map(&q.maps[MAP_A], a, rows.R, F, F, WarpWriter::ROWS);
+    if (status == FUSED_MOE_OK && h)
+        status = columns == GATE_UP ? ragged_halves_map(&q.maps[MAP_H], h, rows.R, F, WarpWriter::ROWS)
+                                    : ragged_map(&q.maps[MAP_H], h, rows.R, H, H, WarpWriter::ROWS);
+    if (status != FUSED_MOE_OK) return status;
+    return launch_persistent<Config, Shared<Config>, up_gate_kernel<Config, columns>>(q, stream);
+}
+
+int run(const FusedMoeUpGate &p, void *stream) {
+    return with_half(p.dtype, [&](auto t) {
+        auto with_layout = [&](auto config) {
+            using Config = decltype(config);
+            if (p.layout == FUSED_MOE_UNGATED) return launch<Config, UNGATED>(p, stream);
+            if (p.layout == FUSED_MOE_INTERLEAVED) return launch<Config, INTERLEAVED>(p, stream);
+            return launch<Config, GATE_UP>(p, stream);
+        };
+        using T = decltype(t);
+        return p.w1.stride_in == 1 ? with_layout(GemmConfig<T, Major::K, true>())
+                                   : with_layout(GemmConfig<T, Major::MN, true>());
+    });
+}
+
+FusedMoeReason reason(const FusedMoeUpGate &p) {
+    const FusedMoeWeight &w1 = p.w1, &w3 = p.w3;
+    const FusedMoeRowMap &rows = p.row_map;
+    if (!is_half(p.dtype)) return FUSED_MOE_OTHER_DTYPE;
+    if (rows.R == 0 || rows.T == 0) return FUSED_MOE_NO_ROWS;
+    if (p.scores) return FUSED_MOE_SCORED_INPUT;
+    if (p.D % CHUNK || p.F % CHUNK) return FUSED_MOE_WIDTH;
+    for (const void *data : {p.x, (const void *)p.h, (const void *)p.a, p.b1, p.b3})
+        if (!is_aligned(data)) return FUSED_MOE_UNALIGNED;
+    if (!is_readable(w1, w1.stride_out, w1.stride_in, rows.E)) return FUSED_MOE_STRIDES;
+    if (w3.data &&
+        (!is_readable(w3, w3.stride_out, w3.stride_in, rows.E) || (w1.stride_in == 1) != (w3.stride_in == 1)))
+        return FUSED_MOE_STRIDES;
+    return is_countable(rows.R, rows.E, 2 * p.F) ? FUSED_MOE_RUNS : FUSED_MOE_TOO_LARGE;
+}
+
+} // namespace
+
+const Kernel<FusedMoeUpGate> up_gate = {reason, nullptr, run};
+
+} // namespace sm90
+} // namespace fused_moe

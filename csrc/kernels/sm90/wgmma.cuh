@@ -1,0 +1,117 @@
+/* wgmma: matrix multiply-accumulates (MMAs) of a warpgroup, 128 threads, from shared memory into registers.
+ *
+ * d (64xN, fp32) = a (64x16) b (16xN) [+ d]. A thread holds 4 elements of every 8 columns:
+ *
+ *   lane l of warp w, n = 8 j + 2 (l % 4):   d[4j], d[4j+1]      row 16 w + l / 4,      columns n, n + 1
+ *                                            d[4j+2], d[4j+3]    row 16 w + l / 4 + 8,  columns n, n + 1
+ *
+ * An operand consists of subtiles of 64 of M or N by one k-tile, as TMA writes them with the 128-byte
+ * swizzle: 16-byte chunk c of 128-byte row r is at 128 r + 16 (c ^ r % 8).
+ *
+ *   Major::K     a subtile's 64 rows run along M or N, 64 elements of k each; the next subtile follows
+ *   Major::MN    a subtile's 64 rows run along k, 64 elements of M or N each; likewise */
+#pragma once
+
+#include "../common/tensor_map.cuh"
+#include "ptx.cuh"
+
+namespace fused_moe {
+namespace sm90 {
+
+/* Descriptor of the operand that starts at `address`, in units of 16 bytes: groups of 8 rows are 8 swizzle
+ * spans apart, and for Major::MN 64 of M or N are a subtile apart. */
+template <Major major>
+__device__ inline uint64_t matrix_descriptor(uint32_t address) {
+    constexpr uint64_t swizzle_128 = 1ull << 62, stride = (uint64_t)(8 * SWIZZLE_BYTES >> 4) << 32;
+    constexpr uint64_t leading = (uint64_t)(major == Major::MN ? SUBTILE_BYTES >> 4 : 1) << 16;
+    return swizzle_128 | stride | leading | (address >> 4 & 0x3fff);
+}
+
+/* What the next 16 elements of k add to a descriptor. */
+template <Major major, typename T>
+constexpr int K16_STEP = (major == Major::MN ? 16 * SWIZZLE_BYTES : 16 * sizeof(T)) >> 4;
+
+/* Before the first wgmma, and after registers of d were written. */
+__device__ inline void wgmma_fence() {
+    asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+}
+
+__device__ inline void wgmma_commit_group() {
+    asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+}
+
+/* Waits until at most `pending` groups are in flight. */
+template <int pending>
+__device__ inline void wgmma_wait_group() {
+    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(pending) : "memory");
+}
+
+/* Lists of operands: "%0, %1, .." for the text, "+f"(d[0]), .. for the registers. */
+#define TEXT_2(t) "%" #t "0, %" #t "1"
+#define TEXT_8(t) TEXT_2(t) ", %" #t "2, %" #t "3, %" #t "4, %" #t "5, %" #t "6, %" #t "7"
+#define TEXT_10(t) TEXT_8(t) ", %" #t "8, %" #t "9"
+#define TEXT_30 TEXT_10() ", " TEXT_10(1) ", " TEXT_10(2)
+#define TEXT_60 TEXT_30 ", " TEXT_10(3) ", " TEXT_10(4) ", " TEXT_10(5)
+#define TEXT_120                                                                                             \
+    TEXT_60 ", " TEXT_10(6) ", " TEXT_10(7) ", " TEXT_10(8) ", " TEXT_10(9) ", " TEXT_10(10) ", " TEXT_10(11)
+#define REGISTERS_4(c, i) c(d[i]), c(d[i + 1]), c(d[i + 2]), c(d[i + 3])
+#define REGISTERS_16(c, i)                                                                                   \
+    REGISTERS_4(c, i), REGISTERS_4(c, i + 4), REGISTERS_4(c, i + 8), REGISTERS_4(c, i + 12)
+#define REGISTERS_32(c, i) REGISTERS_16(c, i), REGISTERS_16(c, i + 16)
+#define REGISTERS_64(c, i) REGISTERS_32(c, i), REGISTERS_32(c, i + 32)
+#define REGISTERS_128(c, i) REGISTERS_64(c, i), REGISTERS_64(c, i + 64)
+
+/* A, B, accumulate and the two transpositions are the operands after the N / 2 registers. Where nothing is
+ * accumulated the registers are results alone, so that nothing keeps what they held before. */
+#define WGMMA_ASM(TYPE, N, C, REGS, TEXT, A, B, P, TA, TB)                                                   \
+    asm volatile("{.reg .pred p; setp.ne.b32 p, " P ", 0;\n"                                                 \
+                 "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" TEXT "}, " A ", " B    \
+                 ", p, 1, 1, " TA ", " TB ";}"                                                               \
+                 : REGS(C, 0)                                                                                \
+                 : "l"(a), "l"(b), "n"(accumulate), "n"((int)a_major), "n"((int)b_major))
+#define WGMMA(T, TYPE, N, ...)                                                                               \
+    template <int accumulate, Major a_major, Major b_major>                                                  \
+    __device__ inline void wgmma_m64n##N##k16(float *d, uint64_t a, uint64_t b, T) {                         \
+        if constexpr (accumulate)                                                                            \
+            WGMMA_ASM(TYPE, N, "+f", __VA_ARGS__);                                                           \
+        else                                                                                                 \
+            WGMMA_ASM(TYPE, N, "=f", __VA_ARGS__);                                                           \
+    }
+#define WGMMAS(T, TYPE)                                                                                      \
+    WGMMA(T, TYPE, 8, REGISTERS_4, "%0, %1, %2, %3", "%4", "%5", "%6", "%7", "%8")                           \
+    WGMMA(T, TYPE, 32, REGISTERS_16, TEXT_10() ", %10, %11, %12, %13, %14, %15", "%16", "%17", "%18", "%19", \
+          "%20")                                                                                             \
+    WGMMA(T, TYPE, 64, REGISTERS_32, TEXT_30 ", " TEXT_2(3), "%32", "%33", "%34", "%35", "%36")              \
+    WGMMA(T, TYPE, 128, REGISTERS_64, TEXT_60 ", %60, %61, %62, %63", "%64", "%65", "%66", "%67", "%68")     \
+    WGMMA(T, TYPE, 256, REGISTERS_128, TEXT_120 ", " TEXT_8(12), "%128", "%129", "%130", "%131", "%132")
+WGMMAS(__nv_bfloat16, "bf16")
+WGMMAS(__half, "f16")
+
+/* By N. */
+template <int columns, int accumulate, Major a_major, Major b_major, typename T>
+__device__ inline void wgmma(float *d, uint64_t a, uint64_t b, T t) {
+    static_assert(columns == 256 || columns == 128 || columns == 64 || columns == 32 || columns == 8);
+    if constexpr (columns == 256) wgmma_m64n256k16<accumulate, a_major, b_major>(d, a, b, t);
+    if constexpr (columns == 128) wgmma_m64n128k16<accumulate, a_major, b_major>(d, a, b, t);
+    if constexpr (columns == 64) wgmma_m64n64k16<accumulate, a_major, b_major>(d, a, b, t);
+    if constexpr (columns == 32) wgmma_m64n32k16<accumulate, a_major, b_major>(d, a, b, t);
+    if constexpr (columns == 8) wgmma_m64n8k16<accumulate, a_major, b_major>(d, a, b, t);
+}
+
+#undef WGMMAS
+#undef WGMMA
+#undef WGMMA_ASM
+#undef TEXT_2
+#undef TEXT_8
+#undef TEXT_10
+#undef TEXT_30
+#undef TEXT_60
+#undef TEXT_120
+#undef REGISTERS_4
+#undef REGISTERS_16
+#undef REGISTERS_32
+#undef REGISTERS_64
+#undef REGISTERS_128
+
+} // namespace sm90
+} // namespace fused_moe

@@ -1,0 +1,339 @@
+/* wgrad on Hopper: dw[e] = a[rows of e]^T b[row_token[rows of e]], a GEMM whose k is an expert's rows.
+ *
+ * Roles and pipelines are engine.cuh's; wgrad_load.cuh has the loads, split_k.cuh the sum of an expert that
+ * is cut along k. A tile is 128 of b's columns (wgmma's M) times 256 of a's (its N); those of part 1 follow
+ * those of part 0, so a tile may have some of both. An expert without rows has its tiles too, and gets zeros.
+ *
+ * A weight's gradient has the weight's strides. Where a's columns are contiguous in it, accumulators are
+ * stored as they are, else TRANSPOSED, by stmatrix.trans. In a's dtype the epilogue is overlapped as in
+ * grouped_mm. In f32 it stores at once, and TMA can add to what is there. */
+#include "launch.cuh"
+#include "split_k.cuh"
+#include "wgrad_load.cuh"
+
+namespace fused_moe {
+namespace sm90 {
+namespace {
+
+/* --- kernel --------------------------------------------------------------------------------------------- */
+
+template <typename T, bool GATHER>
+struct WgradConfig : GemmConfig<T, Major::MN, GATHER> {
+    static constexpr Major A_MAJOR = Major::MN;
+    static constexpr int PRODUCER_REGISTERS = 56, CONSUMER_REGISTERS = 224; /* of 3 x 168 */
+    using Queue = TileQueue<WgradTile, WgradConfig::CONSUMER_WARPS + WgradConfig::LOAD_WARPS, 0>;
+};
+
+/* Where a warpgroup's accumulators go: 64 of b's columns times 256 of a's. */
+struct Target {
+    int expert, first_subtile, n; /* first_subtile past the last: nowhere */
+};
+
+template <typename T, bool TRANSPOSED>
+struct Epilogue;
+template <bool TRANSPOSED>
+struct EpilogueF32;
+__device__ inline bool sum_slices(const Wgrad &p, const WgradTile &tile, int wg, float (&d)[128]);
+
+__device__ inline bool decode_tile(const Wgrad &p, uint32_t index, WgradTile &tile) {
+    constexpr int GROUP = 16; /* tiles in flight together share columns of both operands */
+    const TileSource &source = p.tiles;
+    FusedMoeWgradTile work = fused_moe_wgrad_tile(source.schedule, source.offs, source.E, p.weight_tiles,
+                                                  p.slices_per_tile, index);
+    int n_tile, m_tile;
+    fused_moe_grouped_order(work.weight_tile, p.n_tiles, p.weight_tiles / p.n_tiles, GROUP, &n_tile, &m_tile);
+    tile.expert = work.expert;
+    tile.first_row = work.first_row;
+    tile.num_rows = work.num_rows;
+    tile.row_in_expert = work.first_row - fused_moe_expert_start(source.offs, work.expert);
+    tile.slice = work.slice;
+    tile.num_slices = work.num_slices;
+    tile.split_index =
+        (tile.first_row - tile.row_in_expert) / p.slice_rows * p.weight_tiles + work.weight_tile;
+    tile.first_subtile = 4 * m_tile;
+    tile.first_n = 2 * SUBTILE * n_tile;
+    tile.map_slot = 0;
+    return work.num_slices > 0;
+}
+
+template <class Config, class Epilogue>
+__global__ void __launch_bounds__(Config::THREADS, 1) wgrad_kernel(const __grid_constant__ Wgrad p) {
+    using T = typename Config::T;
+    auto &s = prologue<Config>();
+    int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), wg = warp / 4 - 1; /* -1: the producer */
+    if (wg < 0) {
+        setmaxnreg_dec<Config::PRODUCER_REGISTERS>();
+        if (warp == 3) {
+            uint32_t num_tiles =
+                fused_moe_num_wgrad_tiles(p.tiles.schedule, p.tiles.E, p.weight_tiles, p.slices_per_tile);
+            auto decode = [&](uint32_t index, WgradTile &tile) { return decode_tile(p, index, tile); };
+            fetch_tiles(p.tiles, s.queue, num_tiles, decode, [](const WgradTile &, int) { return 0; });
+        } else if constexpr (Config::GATHER) {
+            load_gather<Config>(p, s);
+        } else if (warp == 0) {
+            load_tma<Config>(p, s);
+        }
+    } else {
+        setmaxnreg_inc<Config::CONSUMER_REGISTERS>();
+        TileReader<typename Config::Queue> reader(s.queue);
+        typename Config::Pipeline pipe;
+        WarpgroupWriter writer(shared_address(s.staging[wg]), WARPGROUP_BARRIER + wg, warp % 4);
+        Epilogue epilogue;
+        auto store_subtile = [&](auto i) { epilogue.template store_subtile<i.value>(p, writer); };
+        for (WgradTile tile = reader.next(); tile.expert >= 0; tile = reader.next()) {
+            int num_k_tiles = num_k_tiles_of<T>(tile);
+            if (num_k_tiles < Epilogue::SUBTILES) epilogue.flush(p, writer);
+            float d[128];
+            if (num_k_tiles) {
+                run_mainloop<Config, Config::BN, Epilogue::SUBTILES>(d, s, pipe, num_k_tiles, wg,
+                                                                     store_subtile);
+            } else {
+#pragma unroll
+                for (int i = 0; i < 128; i++) d[i] = 0;
+            }
+            epilogue.forget(); /* the last tile is stored by now */
+            if (tile.num_slices == 1 || sum_slices(p, tile, wg, d))
+                epilogue.hold(p, d, {tile.expert, tile.first_subtile, tile.first_n + wg * SUBTILE}, writer);
+        }
+        epilogue.flush(p, writer);
+        writer.drain_all();
+    }
+}
+
+/* Split-K of a warpgroup's accumulators. True where they are the sum of all slices. */
+__device__ inline bool sum_slices(const Wgrad &p, const WgradTile &tile, int wg, float (&d)[128]) {
+    auto vectors_of = [&](int slice) {
+        int64_t index =
+            tile.split_index + (slice ? (int64_t)p.later_slots + (int64_t)slice * p.weight_tiles : 0);
+        return p.slices + (2 * index + wg) * ACCUMULATOR_VECTORS;
+    };
+    return reduce_slices(d, tile.slice, tile.num_slices, vectors_of,
+                         p.tiles.counters + SEMAPHORES + 2 * tile.split_index + wg, WARPGROUP_BARRIER + wg);
+}
+
+/* --- epilogues ------------------------------------------------------------------------------------------ */
+
+/* A subtile of 64 of a's columns, which a thread has as fill_subtile says, with b's 64 columns along its
+ * rows. */
+__device__ inline void fill_subtile_transposed(uint32_t subtile, int warp, const uint32_t (&words)[16]) {
+    int lane = threadIdx.x % 32, chunk = 2 * warp + lane / 8 % 2;
+#pragma unroll
+    for (int j = 0; j < 8; j += 2) {
+        int row = 8 * (j + lane / 16) + lane % 8;
+        stmatrix_x4_trans(subtile + SWIZZLE_BYTES * row + 16 * (chunk ^ row % 8), words[2 * j],
+                          words[2 * j + 1], words[2 * j + 2], words[2 * j + 3]);
+    }
+}
+
+/* Half of such a subtile in f32: 64 rows of 32 columns, of d's 64 columns. */
+template <bool TRANSPOSED>
+__device__ inline void fill_subtile_f32(uint32_t subtile, int warp, int half, const float *d) {
+    int lane = threadIdx.x % 32;
+    if (TRANSPOSED && warp / 2 != half) return;
+#pragma unroll
+    for (int i = 0; i < (TRANSPOSED ? 32 : 16); i++) {
+        int n = TRANSPOSED ? i : i + 16 * half; /* d[n] is at this row and column of the accumulators: */
+        int row = 16 * warp + lane / 4 + n / 2 % 2 * 8, column = n / 4 * 8 + lane % 4 * 2 + n % 2;
+        if (TRANSPOSED) {
+            int a_column = column;
+            column = row % 32, row = a_column;
+        } else {
+            column %= 32;
+        }
+        st_shared(subtile + SWIZZLE_BYTES * row + 16 * (column / 4 ^ row % 8) + column % 4 * 4, d[n]);
+    }
+}
+
+/* In a's dtype: rounded, held, and stored under the next tile's k-tiles. */
+template <typename T, bool TRANSPOSED>
+struct Epilogue {
+    static constexpr int SUBTILES = 4, NOWHERE = INT32_MAX - SUBTILES;
+    uint32_t words[SUBTILES][16];
+    Target held = {0, NOWHERE, 0};
+
+    __device__ void hold(const Wgrad &, const float (&d)[128], const Target &target, WarpgroupWriter &) {
+        held = target;
+#pragma unroll
+        for (int i = 0; i < SUBTILES; i++) pack_subtile<T>(words[i], &d[32 * i]);
+    }
+
+    template <int i>
+    __device__ void store_subtile(const Wgrad &p, WarpgroupWriter &writer) {
+        int subtile = held.first_subtile + i;
+        if (subtile >= p.subtiles[1]) return;
+        auto fill = [&](uint32_t staged, int warp) {
+            if constexpr (TRANSPOSED)
+                fill_subtile_transposed(staged, warp, words[i]);
+            else
+                fill_subtile(staged, 16 * warp, words[i]);
+        };
+        writer.store_filled(fill, [&](uint32_t staged) {
+            const CUtensorMap *map = &p.dw[part_of(p, subtile)];
+            int m = column_in_part(p, subtile);
+            if constexpr (TRANSPOSED)
+                cp_async_bulk_tensor_store(map, staged, held.n, m, held.expert);
+            else
+                cp_async_bulk_tensor_store(map, staged, m, held.n, held.expert);
+        });
+    }
+
+    __device__ void flush(const Wgrad &p, WarpgroupWriter &writer) {
+        for_each_constant<0, SUBTILES>([&](auto i) { store_subtile<i.value>(p, writer); });
+        forget();
+    }
+
+    __device__ void forget() { held.first_subtile = NOWHERE; }
+};
+
+/* In f32: stored, or added, at once. */
+template <bool TRANSPOSED>
+struct EpilogueF32 {
+    static constexpr int SUBTILES = 0;
+
+    __device__ void hold(const Wgrad &p, const float (&d)[128], const Target &target,
+                         WarpgroupWriter &writer) {
+#pragma unroll
+        for (int i = 0; i < 8; i++) {
+            int half = i % 2, subtile = target.first_subtile + i / 2;
+            if (subtile >= p.subtiles[1]) return;
+            int m = column_in_part(p, subtile), n = target.n;
+            (TRANSPOSED ? n : m) += half * SUBTILE / 2;
+            auto fill = [&](uint32_t staged, int warp) {
+                fill_subtile_f32<TRANSPOSED>(staged, warp, half, &d[i / 2 * 32]);
+            };
+            writer.store_filled(fill, [&](uint32_t staged) {
+                const CUtensorMap *map = &p.dw[part_of(p, subtile)];
+                int column = TRANSPOSED ? n : m, row = TRANSPOSED ? m : n;
+                if (p.accumulate)
+                    cp_reduce_async_bulk_tensor_add(map, staged, column, row, target.expert);
+                else
+                    cp_async_bulk_tensor_store(map, staged, column, row, target.expert);
+            });
+        }
+    }
+
+    template <int i>
+    __device__ void store_subtile(const Wgrad &, WarpgroupWriter &) {}
+    __device__ void flush(const Wgrad &, WarpgroupWriter &) {}
+    __device__ void forget() {}
+};
+
+/* --- launcher ------------------------------------------------------------------------------------------- */
+
+int64_t subtiles_of(const FusedMoeWgrad &p, int part) {
+    return p.dw[part].data ? ceil_div(p.M[part], SUBTILE) : 0;
+}
+
+/* Of an expert's weight. */
+int64_t weight_tiles_of(const FusedMoeWgrad &p) {
+    return ceil_div(subtiles_of(p, 0) + subtiles_of(p, 1), 4) * ceil_div(p.N, 2 * SUBTILE);
+}
+
+typedef struct {
+    int32_t per_tile;  /* of the schedule's slices, in one of a tile's; 0: no expert is cut */
+    int64_t rows;      /* of a tile's slice, at most; R where none is cut */
+    int64_t num_slots; /* for their accumulators */
+} Slices;
+
+Slices slices_of(const FusedMoeWgrad &p) {
+    int32_t rows = fused_moe_slice_rows(p.R, p.E, current_device().num_sms);
+    Slices s = {fused_moe_slices_per_tile(p.R, rows, weight_tiles_of(p), num_ctas()), p.R > 0 ? p.R : 1, 0};
+    if (s.per_tile) s.rows = (int64_t)s.per_tile * rows;
+    if (s.per_tile) s.num_slots = fused_moe_num_split_slots(p.R, s.rows);
+    return s;
+}
+
+/* The map of a gradient in its own strides: coordinates (contiguous dimension, other dimension, expert). */
+template <typename Out>
+int gradient_map(CUtensorMap *map, const FusedMoeWeight &dw, bool transposed, int64_t M, int64_t N,
+                 int32_t E) {
+    const uint64_t sizes[] = {(uint64_t)(transposed ? N : M), (uint64_t)(transposed ? M : N), (uint64_t)E};
+    const uint64_t strides[] = {(transposed ? dw.stride_out : dw.stride_in) * sizeof(Out),
+                                (E > 1 ? dw.stride_expert : CHUNK) * sizeof(Out)};
+    const uint32_t box[] = {K_TILE<Out>, SUBTILE, 1};
+    return encode_tensor_map(map, map_dtype(Out()), 3, dw.data, sizes, strides, box);
+}
+
+template <typename T, bool GATHER, typename Out, bool TRANSPOSED>
+int launch(const FusedMoeWgrad &p, void *stream) {
+    using Store =
+        std::conditional_t<std::is_same_v<T, Out>, Epilogue<T, TRANSPOSED>, EpilogueF32<TRANSPOSED>>;
+    using Config = WgradConfig<T, GATHER>;
+    int64_t width = p.M[0] + p.M[1];
+    Slices slices = slices_of(p);
+    Wgrad q = {};
+    q.b = p.b;
+    q.row_token = p.b_row_token;
+    q.T = p.T;
+    q.N = (int32_t)p.N;
+    q.n_tiles = (int32_t)ceil_div(p.N, Config::BM);
+    q.subtiles[0] = (int32_t)subtiles_of(p, 0);
+    q.subtiles[1] = q.subtiles[0] + (int32_t)subtiles_of(p, 1);
+    q.weight_tiles = (int32_t)weight_tiles_of(p);
+    q.slices_per_tile = slices.per_tile;
+    q.slice_rows = (int32_t)slices.rows;
+    q.later_slots = (int32_t)((slices.num_slots / 2 - 1) * q.weight_tiles);
+    q.accumulate = p.accumulate;
+    q.slices = (float4 *)((char *)p.workspace.data + map_bytes(MAX_MAPS));
+    int status = FUSED_MOE_OK;
+    for (int i = 0; i < 2 && status == FUSED_MOE_OK; i++) {
+        q.M[i] = (int32_t)p.M[i];
+        if (p.dw[i].data) status = gradient_map<Out>(&q.dw[i], p.dw[i], TRANSPOSED, p.M[i], p.N, p.E);
+    }
+    TileSource &tiles = q.tiles;
+    tiles = tile_source(p.offs, p.schedule, p.R, p.E, 1, 1, p.workspace);
+    tiles.num_maps = GATHER ? 1 : 2;
+    tiles.rows[MAP_OF_A].data = p.a;
+    tiles.rows[MAP_OF_A].pitch_bytes = width * sizeof(T);
+    tiles.rows[MAP_OF_B].data = p.b;
+    tiles.rows[MAP_OF_B].pitch_bytes = p.N * sizeof(T);
+    if (status == FUSED_MOE_OK)
+        status = matrix_map(&tiles.rows[MAP_OF_A].all_rows, (const T *)p.a, p.R, width, width, K_TILE<T>);
+    if (status == FUSED_MOE_OK && !GATHER)
+        status = matrix_map(&tiles.rows[MAP_OF_B].all_rows, (const T *)p.b, p.R, p.N, p.N, K_TILE<T>);
+    if (status != FUSED_MOE_OK) return status;
+    return launch_persistent<Config, Shared<Config>, wgrad_kernel<Config, Store>>(q, stream);
+}
+
+template <typename T, bool GATHER>
+int launch(const FusedMoeWgrad &p, void *stream) {
+    const FusedMoeWeight &dw = p.dw[p.dw[0].data ? 0 : 1];
+    bool transposed = dw.stride_in == 1, f32 = p.dw_dtype == FUSED_MOE_F32;
+    if (transposed)
+        return f32 ? launch<T, GATHER, float, true>(p, stream) : launch<T, GATHER, T, true>(p, stream);
+    return f32 ? launch<T, GATHER, float, false>(p, stream) : launch<T, GATHER, T, false>(p, stream);
+}
+
+int run(const FusedMoeWgrad &p, void *stream) {
+    return with_half(p.dtype, [&](auto t) {
+        using T = decltype(t);
+        return p.b_row_token ? launch<T, true>(p, stream) : launch<T, false>(p, stream);
+    });
+}
+
+FusedMoeReason reason(const FusedMoeWgrad &p) {
+    if (!is_half(p.dtype)) return FUSED_MOE_OTHER_DTYPE;
+    if (p.R == 0 || p.T == 0) return FUSED_MOE_NO_ROWS;
+    if (p.b_scores) return FUSED_MOE_SCORED_INPUT;
+    if (p.N % CHUNK || p.M[0] % CHUNK || p.M[1] % CHUNK) return FUSED_MOE_WIDTH;
+    if (!is_aligned(p.a) || !is_aligned(p.b)) return FUSED_MOE_UNALIGNED;
+    const FusedMoeWeight *dw = p.dw;
+    for (int i = 0; i < 2; i++)
+        if (dw[i].data && !is_readable(dw[i], dw[i].stride_out, dw[i].stride_in, p.E))
+            return FUSED_MOE_STRIDES;
+    if (dw[0].data && dw[1].data && (dw[0].stride_in == 1) != (dw[1].stride_in == 1))
+        return FUSED_MOE_STRIDES;
+    bool is_countable = (p.R / FUSED_MOE_MIN_SLICE + p.E) * weight_tiles_of(p) < INT32_MAX;
+    return is_countable ? FUSED_MOE_RUNS : FUSED_MOE_TOO_LARGE;
+}
+
+size_t workspace(const FusedMoeWgrad &p) {
+    return map_bytes(MAX_MAPS) + slices_of(p).num_slots * weight_tiles_of(p) * 2 * ACCUMULATOR_BYTES;
+}
+
+} // namespace
+
+const Kernel<FusedMoeWgrad> wgrad = {reason, workspace, run};
+
+} // namespace sm90
+} // namespace fused_moe

@@ -1,0 +1,206 @@
+/* Loads of wgrad: dw[e] = a[rows of e]^T b[row_token[rows of e]], k runs along the rows of an expert.
+ *
+ * Both operands are MN-major, and wgmma reads them so: nothing is transposed. wgmma's A is 128 columns of b,
+ * its B is 256 columns of a. TMA loads a through the expert's own map. b is loaded likewise, or gathered by
+ * three warps with cp.async. Rows past the expert's last are zero on both sides, since 0 * NaN is NaN. */
+#pragma once
+
+#include "engine.cuh"
+
+namespace fused_moe {
+namespace sm90 {
+
+struct alignas(16) WgradTile {
+    int32_t expert; /* -1: there are no more tiles */
+    int32_t first_row, num_rows, row_in_expert;
+    int32_t slice, num_slices; /* split-K: of so many that are summed up                */
+    int32_t split_index;       /* of the tile's semaphore and its first slice's slot    */
+    int32_t first_subtile;     /* of a's columns, those of part 1 after those of part 0 */
+    int32_t first_n;           /* of b's columns                                        */
+    int32_t map_slot;
+};
+
+enum { MAP_OF_A, MAP_OF_B }; /* per-expert tensor maps; with a gather b has none */
+
+typedef struct {
+    CUtensorMap dw[2];        /* of part i, in its own strides   */
+    const void *b;            /* [T,N] to be gathered            */
+    const int32_t *row_token; /* [R]                             */
+    int64_t T;
+    int32_t N, M[2];
+    int32_t n_tiles, subtiles[2]; /* tiles of N; subtiles of M, of part 0 and of both */
+    int32_t weight_tiles;         /* of an expert: n_tiles times tiles of M           */
+    int32_t slices_per_tile;      /* schedule.h; 0: no expert is cut                  */
+    int32_t slice_rows;           /* of a tile's slice, at most                       */
+    int32_t later_slots;          /* distance of later slices' slots from the first's */
+    bool accumulate;
+    float4 *slices; /* [slots, weight_tiles, 2] accumulators of a warpgroup */
+    TileSource tiles;
+} Wgrad;
+
+/* Of a subtile of a's columns: its part, and its first column there. */
+__device__ inline int part_of(const Wgrad &p, int subtile) {
+    return subtile >= p.subtiles[0];
+}
+__device__ inline int column_in_part(const Wgrad &p, int subtile) {
+    return (subtile - part_of(p, subtile) * p.subtiles[0]) * SUBTILE;
+}
+
+template <typename T>
+__device__ inline int num_k_tiles_of(const WgradTile &tile) {
+    return (tile.num_rows + K_TILE<T> - 1) / K_TILE<T>;
+}
+
+/* A tile's 256 columns of a, loaded one k-tile at a time. */
+struct ColumnsOfA {
+    const CUtensorMap *map;
+    int column[4]; /* of each subtile */
+
+    __device__ ColumnsOfA(const Wgrad &p, const WgradTile &tile)
+        : map(map_of_slot(p.tiles, MAP_OF_A, tile.map_slot)) {
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            int subtile = tile.first_subtile + i;
+            column[i] = part_of(p, subtile) * p.M[0] + column_in_part(p, subtile);
+        }
+    }
+
+    /* One thread calls it. */
+    __device__ void load(uint32_t dst, uint32_t full, int row) const {
+#pragma unroll
+        for (int i = 0; i < 4; i++)
+            cp_async_bulk_tensor_load(dst + i * SUBTILE_BYTES, map, full, column[i], row);
+    }
+};
+
+/* One warp: a and b, which are both grouped by expert, by TMA. */
+template <class Config>
+__device__ inline void load_tma(const Wgrad &p, Shared<Config> &s) {
+    using T = typename Config::T;
+    TileReader<typename Config::Queue> reader(s.queue);
+    typename Config::Pipeline pipe;
+    int acquired = -1;
+    for (WgradTile tile = reader.next(); tile.expert >= 0; tile = reader.next()) {
+        ColumnsOfA columns(p, tile);
+        const CUtensorMap *b = columns.map - MAP_OF_A + MAP_OF_B;
+        if (tile.map_slot != acquired) {
+            fence_proxy_tensormap_acquire(columns.map);
+            fence_proxy_tensormap_acquire(b);
+        }
+        acquired = tile.map_slot;
+        int num_k_tiles = num_k_tiles_of<T>(tile);
+        for (int k_tile = 0; k_tile < num_k_tiles; k_tile++, pipe.advance()) {
+            auto &stage = s.stage[pipe.index];
+            uint32_t full = shared_address(&s.full[pipe.index]);
+            mbarrier_wait(shared_address(&s.empty[pipe.index]), pipe.phase ^ 1);
+            if (elect_sync()) {
+                mbarrier_arrive_expect_tx(full, sizeof(stage));
+                int row = tile.row_in_expert + k_tile * K_TILE<T>;
+                columns.load(shared_address(stage.b), full, row);
+                for (int i = 0; i < Config::CONSUMERS; i++)
+                    cp_async_bulk_tensor_load(shared_address(stage.a) + i * SUBTILE_BYTES, b, full,
+                                              tile.first_n + i * SUBTILE, row);
+            }
+            __syncwarp();
+        }
+    }
+}
+
+/* The tokens of the rows of two k-tiles, two rows of a k-tile per lane; -1: there is no such row. Loading
+ * them would wait behind the copies, so they are loaded two k-tiles ahead, a tile's first ones during the
+ * tile before. */
+template <typename T>
+struct Tokens {
+    static constexpr int K_TILES = 2, PER_LANE = K_TILE<T> / 32;
+    int token[K_TILES][PER_LANE];
+
+    __device__ void load(const Wgrad &p, const WgradTile &tile, int first_k_tile) {
+        int row = first_k_tile * K_TILE<T> + threadIdx.x % 32;
+        const int32_t *row_token = p.row_token + tile.first_row + row;
+#pragma unroll
+        for (int i = 0; i < K_TILES * PER_LANE; i++)
+            token[i / PER_LANE][i % PER_LANE] =
+                ld_global_or(row_token + 32 * i, row + 32 * i < tile.num_rows, -1);
+    }
+};
+
+/* Three warps gather b: a warp copies one subtile's columns of four rows at a time, one chunk per lane. Warp
+ * 0 loads a by TMA. */
+template <class Config>
+__device__ inline void load_gather(const Wgrad &p, Shared<Config> &s) {
+    using T = typename Config::T;
+    constexpr int WARPS = Config::LOAD_WARPS, HALVES = Tokens<T>::PER_LANE; /* of a k-tile: 32 rows each */
+    constexpr int QUADS = 32 / 4, COPIES = (QUADS + WARPS - 1) / WARPS;     /* of rows in a half; of a warp */
+    int lane = threadIdx.x % 32, warp = __shfl_sync(~0u, threadIdx.x / 32, 0), chunk = lane % 8;
+    uint32_t num_tokens = (uint32_t)p.T; /* 2^31 - 1 at most */
+    auto quad_of = [&](int half, int i) { return (warp + half) % WARPS + WARPS * i; };
+    TileReader<typename Config::Queue> reader(s.queue);
+    typename Config::Pipeline pipe;
+    int acquired = -1;
+    auto acquire = [&](const WgradTile &tile) { /* by the warp that uses the map */
+                                                if (warp == 0 && tile.expert >= 0 &&
+                                                    tile.map_slot != acquired)
+                                                    fence_proxy_tensormap_acquire(
+                                                        map_of_slot(p.tiles, MAP_OF_A, tile.map_slot));
+                                                acquired = tile.map_slot;
+    };
+    WgradTile next = reader.next();
+    Tokens<T> next_tokens;
+    next_tokens.load(p, next, 0);
+    acquire(next);
+    while (next.expert >= 0) {
+        WgradTile tile = next;
+        Tokens<T> tokens = next_tokens;
+        int n = tile.first_n + chunk * CHUNK, num_k_tiles = num_k_tiles_of<T>(tile);
+        const char *first_token = (const char *)p.b + n * (int)sizeof(T);
+        ColumnsOfA columns(p, tile);
+        bool inside = n < p.N, inside_next = n + SUBTILE < p.N; /* of the two subtiles */
+        auto load_k_tile = [&](int k_tile, const int (&token)[HALVES]) {
+            auto &stage = s.stage[pipe.index];
+            uint32_t full = shared_address(&s.full[pipe.index]), dst_b = shared_address(stage.a);
+            uint32_t source[HALVES][COPIES]; /* all of them first: shuffles would wait behind copies */
+#pragma unroll
+            for (int half = 0; half < HALVES; half++)
+#pragma unroll
+                for (int i = 0; i < COPIES; i++)
+                    source[half][i] = __shfl_sync(~0u, token[half], 4 * quad_of(half, i) + lane / 8);
+            mbarrier_wait(shared_address(&s.empty[pipe.index]), pipe.phase ^ 1);
+            if (warp == 0 && elect_sync()) {
+                mbarrier_arrive_expect_tx(full, sizeof(stage.b));
+                columns.load(shared_address(stage.b), full, tile.row_in_expert + k_tile * K_TILE<T>);
+            }
+            __syncwarp();
+#pragma unroll
+            for (int half = 0; half < HALVES; half++)
+#pragma unroll
+                for (int i = 0; i < COPIES; i++) {
+                    if (quad_of(half, i) >= QUADS) continue;
+                    int row = 32 * half + 4 * quad_of(half, i) + lane / 8;
+                    uint32_t dst = dst_b + SWIZZLE_BYTES * row + 16 * (chunk ^ row % 8);
+                    const char *src = first_token + source[half][i] * (int64_t)p.N * (int)sizeof(T);
+                    bool is_row = source[half][i] < num_tokens;
+                    cp_async(dst, src, inside && is_row);
+                    cp_async(dst + SUBTILE_BYTES, src + SWIZZLE_BYTES, inside_next && is_row);
+                }
+            cp_async_mbarrier_arrive_noinc(full);
+            pipe.advance();
+        };
+        for (int k_tile = 0; k_tile == 0 || k_tile < num_k_tiles; k_tile += Tokens<T>::K_TILES) {
+            Tokens<T> later;
+#pragma unroll
+            for (int i = 0; i < Tokens<T>::K_TILES; i++) {
+                if (k_tile + i < num_k_tiles) load_k_tile(k_tile + i, tokens.token[i]);
+                if (i == 0) later.load(p, tile, k_tile + Tokens<T>::K_TILES);
+            }
+            tokens = later;
+            if (k_tile == 0) {
+                next = reader.next();
+                next_tokens.load(p, next, 0);
+                acquire(next);
+            }
+        }
+    }
+}
+
+} // namespace sm90
+} // namespace fused_moe
