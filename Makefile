@@ -1,12 +1,12 @@
 # make train    trains the example language model        ARGS="--steps 100 --experts loop"
 # make test     runs the test suite                      PYTEST_ARGS="-k route -x"
 # make build    builds the package in place
-# make format   lays the code out; make lint only checks it
+# make format   formats the code; make lint only checks it
 # make wheel    builds dist/*.tar.gz, and dist/*.whl from it
-# make clean    removes what a build leaves; remove $(VENV) too to start from nothing
+# make clean    removes build outputs; remove $(VENV), too, to start from scratch
 #
-# Each does the set-up it needs on a fresh machine, once: tools/setup.sh checks what must come from the
-# system's packages and makes $(VENV); then ninja compiles, for the PyTorch in there, what is out of date.
+# Each target does its set-up on a fresh machine, once: tools/setup.sh checks for the system's packages and
+# makes $(VENV); then ninja compiles what is out of date, against the PyTorch of $(VENV).
 
 PYTHON = python3
 VENV   = .venv
@@ -17,7 +17,7 @@ compile = $(python) setup.py --quiet build_ext --inplace
 install = $(python) -m pip install --quiet --no-build-isolation --editable
 C_CODE  = $(shell find csrc -name '*.[ch]*')
 
-# Adds fused_moe._host, which tests need and a wheel must not contain.
+# Also build fused_moe._host, which tests need and a wheel must not contain.
 build $(VENV)/built $(VENV)/dev: export FUSED_MOE_HOST = 1
 
 build: $(VENV)/built
@@ -50,7 +50,7 @@ $(VENV)/ready: tools/setup.sh
 	PYTHON=$(PYTHON) sh tools/setup.sh $(VENV) $(TORCH)
 	touch $@
 
-# pip, which compiles too, would not show the progress.
+# pip would compile, too, but without showing progress.
 $(VENV)/built: $(VENV)/ready pyproject.toml
 	$(compile)
 	$(install) '.[test,train,bench]'

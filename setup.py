@@ -38,11 +38,11 @@ ABI_TARGET = (2, 10)  # the oldest PyTorch that the library runs under
 NVCC_OLDEST = (12, 3)  # the first with PTX ISA 8.3, which edits tensor maps on the device
 OBJECTS = Path("build/objects")
 C_SOURCES = find_sources("cpu/*.c")
-CPP_SOURCES = find_sources("torch_ops.cpp", "torch/*.cpp")
+CPP_SOURCES = find_sources("torch/*.cpp")
 CUDA_SOURCES = find_sources("kernels/**/*.cu")
 HOST_SOURCES = find_sources("host_module.cpp")
 # The facts that info() reports are compiled into those of these files that exist.
-FACTS_SOURCES = {"csrc/torch/library.cpp", "csrc/torch_ops.cpp", "csrc/host_module.cpp"}
+FACTS_SOURCES = {"csrc/torch/library.cpp", "csrc/host_module.cpp"}
 EXTENSIONS = [
     Extension("fused_moe._ops", C_SOURCES + CPP_SOURCES + CUDA_SOURCES),
     Extension("fused_moe._host", HOST_SOURCES),
@@ -67,7 +67,7 @@ GENCODE = {
     "sm_90a": "arch=compute_90a,code=sm_90a",
 }
 # Folders of csrc/kernels for some of these GPUs only; every other file is compiled for all of them.
-FOLDER_TARGETS = {"sm90": ["sm_90a"], "hopper": ["sm_90a"]}
+FOLDER_TARGETS = {"sm90": ["sm_90a"]}
 
 
 # --- what is on this machine ---------------------------------------------------------------------

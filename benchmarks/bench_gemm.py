@@ -1,17 +1,16 @@
-"""Times single grouped products against one dense product of equal FLOPs and against torch._grouped_mm.
+"""Times single grouped GEMMs against one dense GEMM of equal FLOPs and against torch._grouped_mm.
 
     python benchmarks/bench_gemm.py --shape olmoe --what up_gate --what wgrad_up --json out.json
     python benchmarks/bench_gemm.py --shape static-batching --shape grouped-launch
     python benchmarks/bench_gemm.py --routing balanced --routing zipf:1.2 --order linear --json out.json
 
-The six products of a layer, with the gathers, activations and scores that ours fuses; dense and torch get
-contiguous rows and do the product alone. Beside them dgrad_down, the product in down_dgrad without what it
-fuses: plain as down and up_dgrad are. FLOPs: 4TKDF for up_gate, up_dgrad and wgrad_up, 2TKDF for the others.
-The `gemms` of shapes.json, or R,E,k,n, are plain products of rows that are grouped already, in
-distributions of their own.
+The six GEMMs of a layer are timed with the gathers, activations and scores that our kernels fuse; dense and
+torch get contiguous rows and compute the GEMM only. dgrad_down is the GEMM of down_dgrad without anything
+fused, as in down and up_dgrad. FLOPs: 4TKDF for up_gate, up_dgrad and wgrad_up, 2TKDF for the others. The
+`gemms` of shapes.json, or R,E,k,n, are plain GEMMs on contiguous rows, with distributions of their own.
 
---order, --expert-order and --tails are decisions of the Hopper engine's schedule (csrc/schedule.h), switched
-off one by one to measure what each is worth: `table.py --gains` compares the records.
+--order, --expert-order and --tails set parts of the sm90 tier's tile schedule (csrc/schedule.h). One record
+for each setting shows what that part is worth: `table.py --gains` compares the records.
 """
 
 from __future__ import annotations
@@ -27,43 +26,45 @@ import torch.nn.functional as F
 from common import Error
 from torch import Tensor
 
-LAYER_PRODUCTS = ("up_gate", "down", "up_dgrad", "dgrad_down", "down_dgrad", "wgrad_up", "wgrad_down")
+LAYER_GEMMS = ("up_gate", "down", "up_dgrad", "dgrad_down", "down_dgrad", "wgrad_up", "wgrad_down")
 DISTRIBUTIONS = ("balanced", "best", "worst")
 
 
-class Product(NamedTuple):
-    """What is timed, and how to check it expert by expert."""
+class Gemm(NamedTuple):
+    """A GEMM in three implementations, and a check of ours for one expert."""
 
     flops: int
-    operands: tuple[Tensor, ...]  # of the dense product, for its arithmetic intensity
+    operands: tuple[Tensor, ...]  # of the dense GEMM, for its arithmetic intensity
     ours: Callable[[], object]
     dense: Callable[[], Tensor]
     torch: Callable[[], Tensor]
-    # (result of ours, expert, its rows) -> pairs of what was found and what is exact
+    # (our result, expert, its rows) -> pairs (ours, exact)
     check: Callable[[object, int, slice], list[tuple[Tensor, Tensor]]]
 
 
 def arguments(argv: list[str] | None) -> argparse.Namespace:
     flags = common.parser(__doc__, many_routings=True)
     add = flags.add_argument
-    choices = (*LAYER_PRODUCTS, "grouped_mm")
+    choices = (*LAYER_GEMMS, "grouped_mm")
     add("--what", choices=choices, action="append", help="may be repeated; default: all")
     add("--order", choices=("linear", "grouped", "column"), help="of an expert's tiles; default: grouped")
-    add("--expert-order", choices=("interleaved", "in-turn"), help="busy and idle; default: interleaved")
-    add("--tails", choices=("on", "off"), help="few rows and the last turn's tiles made smaller; default: on")
+    add("--expert-order", choices=("interleaved", "in-turn"), help="skinny experts; default: interleaved")
+    add("--tails", choices=("on", "off"), help="swap-AB and splitting the last wave; default: on")
     return flags.parse_args(argv)
 
 
 def set_schedule(options: argparse.Namespace) -> None:
-    """FUSED_MOE_SCHEDULE is read at every launch. Without any of the flags the environment's own holds."""
+    """Sets FUSED_MOE_SCHEDULE; without any of the flags the environment's value stays. Call it after
+    common.start: the library reads the variable once per process, and again after cuda_reset."""
     asked = {"order": options.order, "experts": options.expert_order, "tails": options.tails}
     if any(asked.values()):
         parts = (f"{name}={value}" for name, value in asked.items() if value)
         os.environ["FUSED_MOE_SCHEDULE"] = ",".join(parts)
+        torch.ops.fused_moe.cuda_reset()
 
 
 class Layer:
-    """The products of a layer's step. Rows are contiguous copies beside tokens that ours gathers."""
+    """The GEMMs of a layer's step. Our kernels gather tokens; the others get contiguous rows."""
 
     def __init__(self, sizes: common.Sizes, routing: str, dtype: str, device: str):
         import fused_moe
@@ -78,7 +79,7 @@ class Layer:
 
         self.scores, ids = fused_moe.route(common.routing_logits(routing, sizes, device), K)
         self.plan = fused_moe.route_plan(ids, E)
-        self.ends = self.plan.offsets[1:].clone()
+        self.offs = self.plan.offsets[1:].clone()
         self.x, self.dout = new(T, D), new(T, D)
         self.a, self.h, self.dh = new(rows, hidden), new(rows, 2 * hidden), new(rows, 2 * hidden)
         self.w1, self.w3 = (new(E, hidden, D, scale=D**-0.5) for _ in range(2))
@@ -86,58 +87,60 @@ class Layer:
         self.w13 = torch.cat([self.w1, self.w3], dim=1)
         self.x_rows, self.dout_rows = (t.index_select(0, self.plan.row_token) for t in (self.x, self.dout))
         layout, silu = 0, 0  # w1 and w3 separate
-        self.activation = (layout, silu, 0.0, 0.0)
+        self.activation = (layout, silu, [0.0, 0.0])
         self.ops = torch.ops.fused_moe
 
     def grouped(self, a: Tensor, b: Tensor) -> Tensor:
-        return torch._grouped_mm(a, b, offs=self.ends)
+        return torch._grouped_mm(a, b, offs=self.offs)
 
-    def up_gate(self) -> Product:
+    def up_gate(self) -> Gemm:
         def check(found, e: int, rows: slice):
             h = self.x_rows[rows].double() @ self.w13[e].double().T
             gate, up = h.chunk(2, dim=1)
             return [(found[0][rows], h), (found[1][rows], F.silu(gate) * up)]
 
-        return Product(
+        return Gemm(
             2 * self.flops,
             (self.x_rows, self.w13, self.h),
-            lambda: self.ops.up_gate(self.x, self.w1, self.w3, None, None, *self.plan[1:], *self.activation),
+            lambda: self.ops.up_gate(
+                self.x, self.w1, self.w3, None, None, self.plan.tensors, *self.activation
+            ),
             lambda: self.x_rows @ self.w13[0].T,
             lambda: self.grouped(self.x_rows, self.w13.mT),
             check,
         )
 
-    def down(self) -> Product:
-        return Product(
+    def down(self) -> Gemm:
+        return Gemm(
             self.flops,
             (self.a, self.w2, self.x_rows),
-            lambda: self.ops.grouped_mm(self.a, self.w2, self.ends),
+            lambda: self.ops.grouped_mm(self.a, self.w2, self.offs),
             lambda: self.a @ self.w2[0].T,
             lambda: self.grouped(self.a, self.w2.mT),
             lambda found, e, rows: [(found[rows], self.a[rows].double() @ self.w2[e].double().T)],
         )
 
-    def up_dgrad(self) -> Product:
-        return Product(
+    def up_dgrad(self) -> Gemm:
+        return Gemm(
             2 * self.flops,
             (self.dh, self.w13, self.x_rows),
-            lambda: self.ops.up_dgrad(self.dh, self.w1, self.w3, self.plan.offsets, self.activation[0]),
+            lambda: self.ops.up_dgrad(self.dh, self.w1, self.w3, self.plan.tensors, self.activation[0]),
             lambda: self.dh @ self.w13[0],
             lambda: self.grouped(self.dh, self.w13),
             lambda found, e, rows: [(found[rows], self.dh[rows].double() @ self.w13[e].double())],
         )
 
-    def dgrad_down(self) -> Product:
-        return Product(
+    def dgrad_down(self) -> Gemm:
+        return Gemm(
             self.flops,
             (self.dout_rows, self.w2, self.a),
-            lambda: self.ops.grouped_mm(self.dout_rows, self.w2.mT, self.ends),
+            lambda: self.ops.grouped_mm(self.dout_rows, self.w2.mT, self.offs),
             lambda: self.dout_rows @ self.w2[0],
             lambda: self.grouped(self.dout_rows, self.w2),
             lambda found, e, rows: [(found[rows], self.dout_rows[rows].double() @ self.w2[e].double())],
         )
 
-    def down_dgrad(self) -> Product:
+    def down_dgrad(self) -> Gemm:
         def check(found, e: int, rows: slice):
             dh, a_scaled, dscores = found
             slots = self.plan.row_slot[rows].long()
@@ -155,32 +158,32 @@ class Layer:
                 (dscores.flatten()[slots], exact_dscores),
             ]
 
-        return Product(
+        return Gemm(
             self.flops,
             (self.dout_rows, self.w2, self.h, self.dh, self.a),
             lambda: self.ops.down_dgrad(
-                self.dout, self.w2, None, self.h, self.scores, *self.plan[1:], *self.activation
+                self.dout, self.w2, None, self.h, self.scores, self.plan.tensors, *self.activation
             ),
             lambda: self.dout_rows @ self.w2[0],
             lambda: self.grouped(self.dout_rows, self.w2),
             check,
         )
 
-    def wgrad_up(self) -> Product:
-        """Both weights in one launch, as the layer's backward has it."""
+    def wgrad_up(self) -> Gemm:
+        """Both weights in one launch, as in the layer's backward."""
 
         def ours():
-            wanted = (False, True, True, False, False, False)  # of dx, dw1, dw3, db1, db3, dscores
-            maps, layout = self.plan[1:], self.activation[0]
+            needs = (False, True, True, False, False, False)  # of dx, dw1, dw3, db1, db3, dscores
+            plan, layout = self.plan.tensors, self.activation[0]
             return self.ops.experts_up_backward(
-                self.dh, self.x, self.w1, self.w3, None, *maps, layout, *wanted
+                self.dh, self.x, self.w1, self.w3, None, plan, layout, *needs
             )[1:3]
 
         def check(found, e: int, rows: slice):
             exact = self.dh[rows].double().T @ self.x_rows[rows].double()
             return list(zip((dw[e] for dw in found), exact.chunk(2), strict=True))
 
-        return Product(
+        return Gemm(
             2 * self.flops,
             (self.dh, self.x_rows, self.w13),
             ours,
@@ -189,50 +192,50 @@ class Layer:
             check,
         )
 
-    def wgrad_down(self) -> Product:
-        return Product(
+    def wgrad_down(self) -> Gemm:
+        return Gemm(
             self.flops,
             (self.dout_rows, self.a, self.w2),
-            lambda: self.ops.wgrad(self.dout, self.a, self.ends, self.plan.row_token, None),
+            lambda: self.ops.wgrad(self.dout, self.a, self.offs, self.plan.row_token, None),
             lambda: self.dout_rows.T @ self.a,
             lambda: self.grouped(self.dout_rows.mT, self.a),
             lambda found, e, rows: [(found[e], self.dout_rows[rows].double().T @ self.a[rows].double())],
         )
 
 
-class Gemm:
-    """One plain product a (R, k), b (E, n, k), with rows on the experts as `distribution` says."""
+class Plain:
+    """One plain GEMM a (R, k), b (E, n, k); `distribution` tells the rows of each expert."""
 
     def __init__(self, sizes: tuple[int, ...], distribution: str, dtype: str, device: str):
         torch.manual_seed(0)
         rows, E, k, n = sizes
         factory = {"dtype": common.DTYPES[dtype], "device": device}
         self.a, self.b = torch.randn(rows, k, **factory), torch.randn(E, n, k, **factory)
-        self.ends = row_counts(distribution, rows, E).cumsum(0, dtype=torch.int32).to(device)
+        self.offs = row_counts(distribution, rows, E).cumsum(0, dtype=torch.int32).to(device)
         self.flops = 2 * rows * n * k
 
-    def grouped_mm(self) -> Product:
-        return Product(
+    def grouped_mm(self) -> Gemm:
+        return Gemm(
             self.flops,
             (self.a, self.b, self.a.new_empty(self.a.size(0), self.b.size(1))),
-            lambda: torch.ops.fused_moe.grouped_mm(self.a, self.b, self.ends),
+            lambda: torch.ops.fused_moe.grouped_mm(self.a, self.b, self.offs),
             lambda: self.a @ self.b[0].T,
-            lambda: torch._grouped_mm(self.a, self.b.mT, offs=self.ends),
+            lambda: torch._grouped_mm(self.a, self.b.mT, offs=self.offs),
             lambda found, e, rows: [(found[rows], self.a[rows].double() @ self.b[e].double().T)],
         )
 
 
 def row_counts(distribution: str, num_rows: int, num_experts: int) -> Tensor:
-    """Rows of each expert. balanced: equal, up to one. best: eight experts share all. worst: one row each,
-    all others in the last expert."""
+    """Rows of each expert. balanced: counts differ by at most 1. best: eight experts share all rows. worst:
+    the last expert has all rows but one of each other expert."""
     experts = torch.arange(num_experts)
     if distribution == "worst":
         return torch.where(experts < num_experts - 1, 1, num_rows - num_experts + 1)
-    busy = min(8, num_experts) if distribution == "best" else num_experts
-    return torch.where(experts < busy, num_rows // busy + (experts < num_rows % busy), 0)
+    active = min(8, num_experts) if distribution == "best" else num_experts
+    return torch.where(experts < active, num_rows // active + (experts < num_rows % active), 0)
 
 
-def cases(shape: str, dtype: str, options: argparse.Namespace) -> Iterator[tuple[str, Layer | Gemm]]:
+def cases(shape: str, dtype: str, options: argparse.Namespace) -> Iterator[tuple[str, Layer | Plain]]:
     """The routings of a shape, each with its operands."""
     gemm = common.SHAPES["gemms"].get(shape)
     if gemm:
@@ -245,29 +248,29 @@ def cases(shape: str, dtype: str, options: argparse.Namespace) -> Iterator[tuple
         for routing in options.routing:
             yield routing, Layer(sizes, routing, dtype, options.device)
     for distribution in distributions:
-        yield distribution, Gemm(sizes, distribution, dtype, options.device)
+        yield distribution, Plain(sizes, distribution, dtype, options.device)
 
 
-def error_of(product: Product, ends: Tensor) -> Error:
-    """On the first, a middle, the last and the busiest expert, in float64."""
-    error, found = Error(), product.ours()
-    ends = [0, *ends.tolist()]
+def error_of(gemm: Gemm, offs: Tensor) -> Error:
+    """In float64, of the first, a middle, the last and the largest expert."""
+    error, found = Error(), gemm.ours()
+    ends = [0, *offs.tolist()]
     sizes = [end - first for first, end in zip(ends, ends[1:], strict=False)]
     for e in sorted({0, len(sizes) // 2, len(sizes) - 1, sizes.index(max(sizes))}):
-        for i, (ours, exact) in enumerate(product.check(found, e, slice(ends[e], ends[e + 1]))):
+        for i, (ours, exact) in enumerate(gemm.check(found, e, slice(ends[e], ends[e + 1]))):
             error.add(f"result {i}", ours, exact)
     return error
 
 
 def measure(shape: str, dtype: str, options: argparse.Namespace) -> Iterator[dict]:
     for routing, case in cases(shape, dtype, options):
-        known = LAYER_PRODUCTS if isinstance(case, Layer) else ("grouped_mm",)
+        known = LAYER_GEMMS if isinstance(case, Layer) else ("grouped_mm",)
         for what in (name for name in known if name in (options.what or known)):
-            product = getattr(case, what)()
-            error = error_of(product, case.ends).check(f"{shape} {what}", dtype)
-            runs = {"ours": product.ours, "dense": product.dense}
+            gemm = getattr(case, what)()
+            error = error_of(gemm, case.offs).check(f"{shape} {what}", dtype)
+            runs = {"ours": gemm.ours, "dense": gemm.dense}
             if common.has_grouped_mm(options.device, dtype):
-                runs["torch"] = product.torch
+                runs["torch"] = gemm.torch
             seconds = common.times(common.clock(options.device), runs, options.repeats)
             yield common.record(
                 options,
@@ -277,19 +280,19 @@ def measure(shape: str, dtype: str, options: argparse.Namespace) -> Iterator[dic
                 dtype=dtype,
                 what=what,
                 time_us=round(seconds["ours"] * 1e6, 1),
-                tflops=round(product.flops / seconds["ours"] / 1e12, 4),
+                tflops=round(gemm.flops / seconds["ours"] / 1e12, 4),
                 dense_ratio=common.ratio(seconds, "dense"),
                 torch_ratio=common.ratio(seconds, "torch"),
                 max_rel_error=error,
-                intensity=round(product.flops / sum(t.nbytes for t in product.operands), 1),
+                intensity=round(gemm.flops / sum(t.nbytes for t in gemm.operands), 1),
             )
 
 
 def main(argv: list[str] | None = None) -> None:
     options = arguments(argv)
     all_shapes = options.shape is None
-    set_schedule(options)
     common.start(options)
+    set_schedule(options)
     if all_shapes and options.device == "cuda":
         options.shape += common.SHAPES["gemms"]
     common.report(options, measure)

@@ -1,10 +1,10 @@
-"""Times the kernels that move and choose, which memory bounds, against a copy on the same device.
+"""Times the memory-bound kernels, routing and permutation, against a copy on the same device.
 
     python benchmarks/bench_kernels.py --shape olmoe --what route --what permute --json out.json
 
-GB/s counts every input read once and every output written once; copy_ratio is that rate over a large
-copy's, which counts what it reads and what it writes. On a GPU graph_us is the same call replayed from a
-CUDA graph: without the gaps between its launches.
+GB/s counts every input read once and every output written once. copy_ratio is that rate over the rate of a
+large copy, counted likewise. On a GPU graph_us is the same call replayed from a CUDA graph, so without the
+gaps between its launches.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ WHATS = (
 
 
 class Kernel(NamedTuple):
-    """What is timed, what it must read, and how to check what it returns."""
+    """A call to time, the tensors that it must read, and the check of its result."""
 
     inputs: tuple[Tensor, ...]
     run: Callable[[], object]
@@ -58,10 +58,10 @@ class Case:
         self.scores, self.ids = fused_moe.route(self.logits, self.top_k)
         self.dscores = torch.randn_like(self.scores)
         self.plan = fused_moe.route_plan(self.ids, self.num_experts)
-        self.maps = self.plan[1:5]
+        self.plan_tensors = self.plan.tensors
         self.x, self.dout = torch.randn(T, D, **factory), torch.randn(T, D, **factory)
         self.rows = torch.randn(T * self.top_k, D, **factory)
-        # to be checked: the last tokens, at the end of every offset
+        # the last tokens are checked: their offsets are the largest
         self.last = slice(max(0, T - CHECKED_TOKENS), T)
         self.last_rows = self.plan.token_row[self.last].long()
 
@@ -90,13 +90,13 @@ class Case:
     def route_plan(self) -> Kernel:
         def check(error: Error, found) -> None:
             exact = self.reference.route_plan(self.ids, self.num_experts)
-            for name, ours, right in zip(exact._fields[:5], found, exact, strict=False):
+            for name, ours, right in zip(exact._fields, found, exact, strict=True):
                 error.add_equal(name, ours, right)
 
         return Kernel((self.ids,), lambda: self.ops.route_plan(self.ids, self.num_experts), check)
 
     def route_and_plan(self) -> Kernel:
-        """What stands between the router's product and the experts."""
+        """Everything between the router's GEMM and the experts."""
         route, plan = self.route(), self.route_plan()
 
         def run():
@@ -113,7 +113,9 @@ class Case:
         def check(error: Error, found) -> None:
             error.add("rows", found[self.last_rows], self.x[self.last].unsqueeze(1).double())
 
-        return Kernel((self.x, self.plan.row_token), lambda: self.ops.permute(self.x, *self.maps), check)
+        return Kernel(
+            (self.x, self.plan.row_token), lambda: self.ops.permute(self.x, self.plan_tensors), check
+        )
 
     def combine(self) -> Kernel:
         def check(error: Error, found) -> None:
@@ -121,7 +123,9 @@ class Case:
             error.add("out", found[self.last], exact.squeeze(1))
 
         inputs = self.rows, self.scores
-        return Kernel((*inputs, self.plan.token_row), lambda: self.ops.unpermute(*inputs, *self.maps), check)
+        return Kernel(
+            (*inputs, self.plan.token_row), lambda: self.ops.unpermute(*inputs, self.plan_tensors), check
+        )
 
     def unpermute_backward(self) -> Kernel:
         def check(error: Error, found) -> None:
@@ -133,7 +137,7 @@ class Case:
         inputs = self.dout, self.rows, self.scores
         return Kernel(
             (*inputs, self.plan.token_row),
-            lambda: self.ops.unpermute_backward(*inputs, *self.maps, True, True),
+            lambda: self.ops.unpermute_backward(*inputs, self.plan_tensors, True, True),
             check,
         )
 

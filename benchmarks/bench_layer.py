@@ -1,11 +1,11 @@
-"""Times a whole layer, router to combine, against dense products of equal FLOPs, PyTorch's path and peers.
+"""Times a whole layer, router to combine, against dense GEMMs of equal FLOPs, PyTorch's path and peers.
 
     python benchmarks/bench_layer.py --shape cpu-32-experts --dtype fp32 --json out.json
     python benchmarks/bench_layer.py --shape olmoe --tier hopper --peers scattermoe,sonicmoe
 
-All layers have the same parameters and see the same tokens. Before anything is timed one full step is
-checked in float64, on some tokens and some experts: a whole layer of the larger shapes would take
-minutes. FLOPs: 6TKDF forward, 18TKDF with backward.
+All layers have the same parameters and get the same tokens. Before anything is timed one full step is
+checked in float64, on a sample of tokens and experts: all of them would take minutes on the larger shapes.
+FLOPs: 6TKDF forward, 18TKDF with backward.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
 
 
 class Case:
-    """Our layer of one shape and dtype, its input, and what it is compared with."""
+    """Our layer of one shape and dtype, its input, and the dense GEMMs that it is compared with."""
 
     def __init__(self, sizes: common.Sizes, routing: str, dtype: str, device: str):
         import fused_moe
@@ -39,7 +39,7 @@ class Case:
         self.sizes, self.device = sizes, device
         T, E, K, D, hidden = sizes
         factory = {"device": device, "dtype": common.DTYPES[dtype]}
-        # renormalised scores: the one rule that all peers know
+        # renormalised scores: the only rule that all peers support
         self.ours = fused_moe.FusedMoE(D, hidden, E, K, route_norm=True, **factory)
         x, gate = common.tokens_and_gate(common.routing_logits(routing, sizes, device), D)
         with torch.no_grad():
@@ -48,14 +48,14 @@ class Case:
         self.dout = torch.randn(T, D, **factory)
         rows = T * K
         shapes = ((rows, D), (D, 2 * hidden)), ((rows, hidden), (hidden, D))
-        self.dense_products = [[torch.randn(shape, **factory) for shape in pair] for pair in shapes]
+        self.dense_gemms = [[torch.randn(shape, **factory) for shape in pair] for pair in shapes]
 
     def flops(self, what: str) -> int:
         T, _, K, D, hidden = self.sizes
         return (6 if what == "forward" else 18) * T * K * D * hidden
 
     def intensity(self, what: str) -> float:
-        """FLOPs a byte of what any layer must read and write: tokens, weights, and their gradients."""
+        """FLOPs per byte that any layer must read and write: tokens, weights, and their gradients."""
         T, E, _, D, hidden = self.sizes
         elements = 2 * T * D + 3 * E * D * hidden
         return self.flops(what) / (self.x.element_size() * elements * (1 if what == "forward" else 2))
@@ -65,35 +65,35 @@ class Case:
             with torch.no_grad():
                 layer(self.x)
             return
-        self.forget(layer)
+        self.clear_grads(layer)
         layer(self.x).backward(self.dout)
 
     def dense(self, what: str) -> None:
-        for a, b in self.dense_products:
+        for a, b in self.dense_gemms:
             out = a @ b
             if what != "forward":
                 out @ b.t()
                 a.t() @ out
 
-    def forget(self, layer: nn.Module) -> None:
+    def clear_grads(self, layer: nn.Module) -> None:
         self.x.grad = None
         layer.zero_grad(set_to_none=True)
 
     def memory(self, layer: nn.Module) -> tuple[float | None, float | None]:
-        """MiB beyond inputs and weights: what backward keeps, and the most in use during a step."""
+        """MiB beyond inputs and weights: those saved for backward, and the peak of a step."""
         if self.device != "cuda":
             return None, None
-        self.forget(layer)
+        self.clear_grads(layer)
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         out = layer(self.x)
-        kept = torch.cuda.memory_allocated() - before - out.nbytes  # out is the next layer's input
+        saved = torch.cuda.memory_allocated() - before - out.nbytes  # out is the next layer's input
         out.backward(self.dout)
         peak = torch.cuda.max_memory_allocated() - before
-        return round(kept / MIB, 1), round(peak / MIB, 1)
+        return round(saved / MIB, 1), round(peak / MIB, 1)
 
     def exact_rows(self, expert: int, tokens: Tensor, scores: Tensor) -> list[Tensor]:
-        """One expert on some tokens in float64: its share of out, and of dx, dscores, dw1, dw2, dw3."""
+        """One expert on some tokens in float64: its contribution to out, dx, dscores, dw1, dw2 and dw3."""
         x, s, dout = (t.detach().double() for t in (self.x[tokens], scores, self.dout[tokens]))
         experts = self.ours.experts
         w1, w2, w3 = (w.detach()[expert].double() for w in (experts.w1, experts.w2, experts.w3))
@@ -102,9 +102,9 @@ class Case:
         return [out.detach(), *torch.autograd.grad(out, inputs, dout)]
 
     def error(self) -> Error:
-        """Of one full step: all that belongs to some tokens and some experts, ends and busiest included."""
+        """Of one full step, on some tokens and experts, the first, last and largest experts included."""
         (T, E, K, D, _), ours, error = self.sizes, self.ours, Error()
-        self.forget(ours)
+        self.clear_grads(ours)
         scores, ids, logits = ours.router(self.x, None)
         scores.retain_grad()
         out, counts = ours.experts(self.x, scores, ids)
@@ -115,11 +115,11 @@ class Case:
         dscores = scores.grad.double()
         exact_dscores = dscores.new_zeros(tokens.numel(), K)
         for expert in range(E):
-            place, slot = (ids[tokens] == expert).nonzero(as_tuple=True)
-            some_out, dx, ds, *_ = self.exact_rows(expert, tokens[place], scores[tokens[place], slot])
-            exact_out.index_add_(0, place, some_out)
-            exact_dx.index_add_(0, place, dx)
-            exact_dscores[place, slot] = ds
+            index, slot = (ids[tokens] == expert).nonzero(as_tuple=True)
+            some_out, dx, ds, *_ = self.exact_rows(expert, tokens[index], scores[tokens[index], slot])
+            exact_out.index_add_(0, index, some_out)
+            exact_dx.index_add_(0, index, dx)
+            exact_dscores[index, slot] = ds
         error.add("out", out[tokens], exact_out)
         error.add("dscores", dscores[tokens], exact_dscores)
 
@@ -143,11 +143,11 @@ class Case:
     def check_peer(self, name: str, peer: nn.Module) -> None:
         """Raises unless the peer computes the same layer.
 
-        Medians over the tokens: equal 16-bit logits may fall to either expert.
+        Errors are medians over the tokens, because a peer may break ties of 16-bit logits otherwise.
         """
         results = []
         for layer in (self.ours, peer):
-            self.forget(layer)
+            self.clear_grads(layer)
             out = layer(self.x)
             out.backward(self.dout)
             results.append((out.detach().float(), self.x.grad.float()))
@@ -158,25 +158,25 @@ class Case:
 
 
 def find_peers(case: Case, options: argparse.Namespace, dtype: str) -> dict[str, nn.Module]:
-    """The peers asked for, and PyTorch's own path where it is fast; one that fails is named and left out."""
+    """The peers of --peers, and PyTorch's own path if it is fast. A peer that fails is skipped."""
     from peers import PEERS
 
     default = "loop" if case.device == "cpu" else ""
     names = [name for name in (default if options.peers is None else options.peers).split(",") if name]
     if common.has_grouped_mm(case.device, dtype) and "torch" not in names:
         names.insert(0, "torch")
-    found = {}
+    peers = {}
     for name in names:
         if name not in PEERS:
             raise SystemExit(f"--peers: expected some of {', '.join(PEERS)}, found {name}")
         try:
             peer = PEERS[name](case.ours)
             case.check_peer(name, peer)
-        except Exception as error:  # another library's failure is not the end of ours
+        except Exception as error:  # a peer may fail in any way; the others still run
             print(f"{name} is left out: {error}", flush=True)
         else:
-            found[name] = peer
-    return found
+            peers[name] = peer
+    return peers
 
 
 def measure(shape: str, dtype: str, options: argparse.Namespace) -> Iterator[dict]:
@@ -190,9 +190,9 @@ def measure(shape: str, dtype: str, options: argparse.Namespace) -> Iterator[dic
         runs["dense"] = partial(case.dense, what)
         seconds = common.times(common.clock(case.device), runs, options.repeats)
         best = min(peers, key=seconds.get, default=None)
-        kept, peak = memory["ours"] if what == "forward_backward" else (None, None)
+        saved, peak = memory["ours"] if what == "forward_backward" else (None, None)
         extra = {f"ratio_to_{name}": common.ratio(seconds, name) for name in peers if name != "torch"}
-        if kept is not None:
+        if saved is not None:
             extra |= {f"activation_mib_{name}": memory[name][0] for name in peers}
             extra |= {f"peak_mib_{name}": memory[name][1] for name in peers}
         yield common.record(
@@ -208,7 +208,7 @@ def measure(shape: str, dtype: str, options: argparse.Namespace) -> Iterator[dic
             torch_ratio=common.ratio(seconds, "torch"),
             peer=best,
             peer_ratio=best and common.ratio(seconds, best),
-            activation_mib=kept,
+            activation_mib=saved,
             peak_mib=peak,
             max_rel_error=error,
             intensity=round(case.intensity(what), 1),

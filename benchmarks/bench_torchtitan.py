@@ -1,20 +1,21 @@
-"""Trains deepseek_v3 with torchtitan 0.2.x's own trainer: stock for-loop, stock grouped_mm, fused_moe.
+"""Trains deepseek_v3 with the trainer of torchtitan 0.2.x: stock for-loop, stock grouped_mm, fused_moe.
 
     python benchmarks/bench_torchtitan.py --torchtitan CHECKOUT --profile 3 --json out.json
     python benchmarks/bench_torchtitan.py --torchtitan CHECKOUT --expert-parallel 2 --ac selective --compile
     python benchmarks/plot.py out.json -o pictures        # the loss curves: losses.png
 
-The variants are runs of `torchrun -m torchtitan.train` one after another, with the same seed and data, and
-differ in `use_grouped_mm` and `--model.converters=fused_moe` alone. torchtitan_spec.py, in torchtitan as a
-custom import, adds the flavour 16B6 (the 16B's layers, six of them of which five are MoE, vocabulary 2048,
-SDPA) and writes every step's loss, seconds and memory. CHECKOUT is torchtitan's sources with
-tests/assets/tokenizer and assets/version.txt; where it has no tests/assets/c4_test, text of the same form is
-made up. Nothing is downloaded.
+Each variant is a run of `torchrun -m torchtitan.train`, one after another, with the same seed and data. They
+differ only in `use_grouped_mm` and `--model.converters=fused_moe`. torchtitan_spec.py, a custom import of
+torchtitan, adds the flavour 16B6 (six of the 16B's layers, five of them MoE, vocabulary 2048, SDPA) and
+writes every step's loss, seconds and memory. CHECKOUT has torchtitan's sources with tests/assets/tokenizer
+and assets/version.txt. If it has no tests/assets/c4_test, text of the same form is generated. Nothing is
+downloaded.
 
-A record holds the median time of the steps after the first tenth and two more (at most 20), tokens per second
-of one GPU, all losses, the first GPU's peak of memory in use, and where the text is from; final_loss is the
-mean over the last tenth. --profile N has the last N steps under torch.profiler and out of the times:
-moe_profile.py says which kernels are the MoE's. While one variant runs the next one imports, and waits.
+A record has the median time of the steps after a warm-up (a tenth of the steps and two, at most 20), tokens
+per second per GPU, all losses, the first GPU's peak memory, and the source of the text. final_loss is the
+mean over the last tenth. --profile N runs the last N steps under torch.profiler and excludes them from the
+times; moe_profile.py tells which kernels belong to the MoE. While one variant runs, the next one imports and
+waits.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ import torch
 VARIANTS = ("loop", "grouped_mm", "fused_moe")
 CONFIG = "torchtitan/models/deepseek_v3/train_configs/debug_model.toml"
 TEXT = "tests/assets/c4_test"
-FLAVORS = {  # of a GPU; the rates are those of torchtitan's own configurations
+FLAVORS = {  # per GPU; learning rates as in torchtitan's configurations
     "debugmodel": {"local_batch_size": 8, "seq_len": 2048, "lr": 8e-4},
     "16B6": {"local_batch_size": 4, "seq_len": 4096, "lr": 2.2e-4},
 }
@@ -50,7 +51,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     add = flags.add_argument
     add("--torchtitan", type=Path, required=True, help="the checkout")
     add("--flavor", choices=FLAVORS, default="16B6")
-    add("--variants", default=",".join(VARIANTS), help="some of them, by commas")
+    add("--variants", default=",".join(VARIANTS), help="comma-separated")
     add("--steps", type=int, default=200)
     add("--nproc", type=int, default=max(torch.cuda.device_count(), 1), help="GPUs; default: all")
     add("--expert-parallel", type=int, default=1, help="degree")
@@ -58,7 +59,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     add("--compile", action="store_true")
     add("--seed", type=int, default=0)
     add("--profile", type=int, default=0, metavar="N", help="the last N steps")
-    add("--workers", type=int, default=1, help="processes that load data, 0 for none")
+    add("--workers", type=int, default=1, help="data loader processes")
     add("--limit", type=float, default=1800, help="seconds for one variant")
     add("--work", type=Path, help="keeps logs, steps and traces in this folder")
     add("--json", type=Path, help="where the records go")
@@ -102,14 +103,14 @@ def trainer_flags(options: argparse.Namespace, variant: str, text: Path, folder:
 
 
 def start(options: argparse.Namespace, variant: str, text: Path, work: Path) -> subprocess.Popen:
-    """The variant's processes, which wait for their turn."""
+    """Starts the variant's processes, which wait for `finish` after their imports."""
     folder = work / variant
     folder.mkdir(parents=True)
     settings = {
         "variant": variant,
         "record": str(folder / "steps.jsonl"),
         "profile": options.profile,
-        "turn": str(folder / "turn"),
+        "start_file": str(folder / "start"),
     }
     paths = [str(common.HERE), os.environ.get("PYTHONPATH", "")]
     environment = os.environ | {
@@ -131,8 +132,8 @@ def start(options: argparse.Namespace, variant: str, text: Path, work: Path) -> 
 
 
 def finish(options: argparse.Namespace, process: subprocess.Popen, folder: Path) -> list[dict]:
-    """Gives the run its turn; what it has written, or nothing where it failed."""
-    (folder / "turn").touch()
+    """Lets the run begin, and waits for its end. Returns what it wrote, or nothing if it failed."""
+    (folder / "start").touch()
     try:
         code = process.wait(options.limit)
     except subprocess.TimeoutExpired:
@@ -148,7 +149,7 @@ def finish(options: argparse.Namespace, process: subprocess.Popen, folder: Path)
 
 
 def stop(process: subprocess.Popen) -> None:
-    """torchrun ends its workers when it is asked to."""
+    """Terminates torchrun, which terminates its processes."""
     if process.poll() is None:
         process.terminate()
         try:
@@ -158,9 +159,9 @@ def stop(process: subprocess.Popen) -> None:
 
 
 def write_text(path: Path, lines: int = 3000, characters: int = 4000) -> None:
-    """Lines {"text": ...} of made-up words, each of which leaves 64 next ones, the first the likeliest.
+    """Writes lines {"text": ...} of random words. Each word has 64 successors of falling probability.
 
-    There is something to learn, and a floor of the loss above zero.
+    So a model can learn something, and its loss stays above zero.
     """
     rng = random.Random(0)
     syllables = [c + v for c in "bdfgklmnprstvw" for v in "aeiou"]
@@ -189,7 +190,7 @@ def setting(options: argparse.Namespace) -> str:
 
 
 def summary(entries: list[dict]) -> dict:
-    """One run's figures from what torchtitan_spec.py wrote."""
+    """The figures of one run, from the entries that torchtitan_spec.py wrote."""
     steps = [entry for entry in entries if "step" in entry]
     other = {name: value for entry in entries if "step" not in entry for name, value in entry.items()}
     warm_up, tail = min(20, len(steps) // 10 + 2), max(1, len(steps) // 10)
@@ -212,7 +213,7 @@ def summary(entries: list[dict]) -> dict:
 
 
 def records(options: argparse.Namespace, runs: dict[str, dict]) -> list[dict]:
-    """Of all variants that ran, ours against the others."""
+    """One record per variant; fused_moe's has the ratios to the others."""
     options.tier = "none"
     return [
         common.record(
@@ -238,7 +239,7 @@ def records(options: argparse.Namespace, runs: dict[str, dict]) -> list[dict]:
 
 
 def comparisons(runs: dict[str, dict]) -> dict:
-    """fused_moe against the stock layers: ratio_* are speeds, *_over_* quantities, all ours over theirs."""
+    """fused_moe over the stock layers: ratio_* are ratios of speeds, *_over_* ratios of quantities."""
     ours, stock = runs["fused_moe"], runs.get("grouped_mm")
     found = {
         f"ratio_to_{peer}": round(runs[peer]["seconds"] / ours["seconds"], 3)
@@ -258,8 +259,8 @@ def comparisons(runs: dict[str, dict]) -> dict:
 
 
 def line(r: dict) -> str:
-    """A record on one line."""
-    parts = [f"{r['what']:10} {r['time_us'] / 1e3:8.1f} ms  {r['tokens_per_second']:7,} tokens/s a GPU"]
+    """A record as one line."""
+    parts = [f"{r['what']:10} {r['time_us'] / 1e3:8.1f} ms  {r['tokens_per_second']:7,} tokens/s per GPU"]
     parts.append(f"loss {r['final_loss']:.4f}  peak {r['peak_mib']:,} MiB")
     parts += [f"{r[f'ratio_to_{peer}']:.2f}x {peer}" for peer in VARIANTS if f"ratio_to_{peer}" in r]
     if r["moe_share"] is not None:
@@ -270,7 +271,7 @@ def line(r: dict) -> str:
 
 def main(argv: list[str] | None = None) -> None:
     options = arguments(argv)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the runs are ended, too
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the runs are terminated, too
     path, runs = options.json, {}
     old = json.loads(path.read_text()) if path and options.append and path.exists() else []
     with ExitStack() as stack:
@@ -302,7 +303,7 @@ def main(argv: list[str] | None = None) -> None:
             if path:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 path.write_text(json.dumps(common.merge(old, new), indent=1) + "\n")
-    if "fused_moe" in runs and variant != "fused_moe":  # only now against all others
+    if "fused_moe" in runs and variant != "fused_moe":  # its ratios to the variants that ran after it
         print(next(line(r) for r in records(options, runs) if r["what"] == "fused_moe"))
     if len(runs) < len(options.variants):
         raise SystemExit(1)

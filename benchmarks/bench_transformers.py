@@ -1,11 +1,11 @@
-"""Times Qwen3's MoE layer inside transformers, a training step: fused_moe against grouped_mm, its default.
+"""Times a training step of Qwen3's MoE layer in transformers: fused_moe against grouped_mm, its default.
 
     python benchmarks/bench_transformers.py --json out.json
     python benchmarks/bench_transformers.py --device cpu --dtype fp32 --shape 256,8,2,64,32
 
-The layer is transformers' own module, router included, with random weights; its sizes are Qwen3-30B-A3B's
-unless --shape says otherwise. Both runs share it and differ in `experts_implementation` alone. Before
-anything is timed, one step of the experts is checked in float64 against eager. FLOPs: 18TKDF.
+The layer is transformers' own module, router included, with random weights. Without --shape its sizes are
+those of Qwen3-30B-A3B. Both runs use the same layer and differ only in `experts_implementation`. Before
+anything is timed, one step of the experts is checked against eager in float64. FLOPs: 18TKDF.
 """
 
 from __future__ import annotations
@@ -58,19 +58,19 @@ class Case:
         return 18 * T * K * D * hidden
 
     def step(self, implementation: str) -> None:
-        self.forget()
+        self.clear_grads()
         self.layer.experts.config._experts_implementation = implementation
         self.layer(self.x[None])[0].backward(self.dout)
 
-    def forget(self) -> None:
+    def clear_grads(self) -> None:
         self.x.grad = None
         self.layer.zero_grad(set_to_none=True)
 
     def peak(self, implementation: str) -> float | None:
-        """MiB beyond inputs and weights at the most in use during a step."""
+        """The peak of a step in MiB, beyond inputs and weights."""
         if self.device != "cuda":
             return None
-        self.forget()
+        self.clear_grads()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         self.step(implementation)

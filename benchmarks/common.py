@@ -1,11 +1,11 @@
-"""What the benchmark programs share: flags, shapes, routing, timing, and the records they leave.
+"""What the benchmark programs share: flags, shapes, routing, timing and records.
 
-A record is a flat dictionary with the names of FIELDS first; what a program has not measured is None.
-Everything that is compared is timed in one run and in turns, since a GPU's clocks follow its heat: a
-ratio holds within its record, a time only for that minute.
+A record is a flat dictionary, FIELDS first; fields that a program has not measured are None. A GPU's clocks
+depend on its temperature, so everything that is compared is timed in one run, alternating. A ratio is
+reliable within its record; a time is only that run's.
 
-fused_moe is imported by the functions that need it, after `start`: the environment variable behind --tier
-has to stand before the library is loaded.
+fused_moe is imported by the functions that need it, after `start`: the library reads the environment
+variable behind --tier once.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Sizes(NamedTuple):
 
 
 def parser(doc: str, *, many_routings: bool = False) -> argparse.ArgumentParser:
-    """The flags of every program that measures; `doc` opens with the line that describes it."""
+    """The flags of every program that measures. The first line of `doc` is the description."""
     routing = {"help": "random (the default), balanced, worst or zipf:EXPONENT"}
     if many_routings:
         routing = {"help": f"{routing['help']}; may be repeated", "action": "append"}
@@ -82,7 +82,7 @@ def parser(doc: str, *, many_routings: bool = False) -> argparse.ArgumentParser:
 
 
 def start(options: argparse.Namespace) -> None:
-    """Does what the flags ask before fused_moe is loaded, and fills in what was left out."""
+    """Applies the flags that must precede the import of fused_moe, and fills in defaults."""
     os.environ["FUSED_MOE_TIER"] = options.tier
     if options.threads:
         torch.set_num_threads(options.threads)
@@ -123,11 +123,11 @@ def layer_sizes(shape: str) -> Sizes:
 
 
 def routing_logits(routing: str, sizes: Sizes, device: str) -> Tensor:
-    """Logits (T, E) whose K largest fall on the experts as `routing` says.
+    """Logits (T, E) with the distribution over experts that `routing` names.
 
-    random: every expert is as likely. balanced: all counts are equal, up to one. zipf:S: the chance to be
-    drawn falls as rank ** -S. worst: the same K experts take every token. Scores stay of ordinary size
-    everywhere, because denormal ones would measure the arithmetic unit.
+    random: all experts have the same probability. balanced: counts differ by at most 1. zipf:S: probability
+    falls as rank ** -S. worst: all tokens go to the same K experts. Logits are small, so no score is
+    denormal: denormals would slow down the arithmetic.
     """
     T, E, K, *_ = sizes
     noise = torch.randn(T, E, device=device)
@@ -139,14 +139,14 @@ def routing_logits(routing: str, sizes: Sizes, device: str) -> Tensor:
     if routing == "balanced":
         first = torch.arange(T, device=device)[:, None] * K
         return 0.5 * noise + 8 * ((experts - first) % E < K)
-    if routing.startswith("zipf:"):  # the K largest of log(weight) + Gumbel noise: drawn by weight
+    if routing.startswith("zipf:"):  # the top K of log(weight) + Gumbel noise are K weighted draws
         gumbel = -torch.empty_like(noise).exponential_().log()
         return gumbel - float(routing.removeprefix("zipf:")) * (experts + 1).log()
     raise SystemExit(f"--routing: expected random, balanced, worst or zipf:EXPONENT, found {routing}")
 
 
 def tokens_and_gate(logits: Tensor, dim: int) -> tuple[Tensor, Tensor]:
-    """Random x (T, D) and a router's weight (E, D), orthonormal, with x @ weight.T = logits."""
+    """Random x (T, D) and an orthonormal router weight (E, D) such that x @ weight.T = logits."""
     T, E = logits.shape
     if E > dim:
         raise SystemExit(f"--shape: expected at most D = {dim} experts, found {E}")
@@ -159,7 +159,7 @@ def tokens_and_gate(logits: Tensor, dim: int) -> tuple[Tensor, Tensor]:
 
 
 class CpuClock:
-    """Seconds that a call takes."""
+    """Seconds of a call."""
 
     warm_up = 1
 
@@ -170,10 +170,10 @@ class CpuClock:
 
 
 class CudaClock:
-    """Seconds between two events around a call, with nothing of its data in the L2 cache.
+    """Seconds between two events around a call, with a cold L2 cache.
 
-    A layer of a training step finds its kernels queued long before the GPU comes to them. `lead` lets
-    Python run ahead by as many cycles in the same way; without it a short kernel shows its launch.
+    In a training step kernels are queued long before the GPU runs them. `lead` delays the GPU by so many
+    cycles to the same effect; without it the time of a short kernel includes its launch.
     """
 
     warm_up = 3
@@ -199,7 +199,7 @@ def clock(device: str, lead: int = 500_000) -> CpuClock | CudaClock:
 
 
 def times(clock: CpuClock | CudaClock, runs: dict[str, Callable], repeats: int) -> dict[str, float]:
-    """Median seconds of every run; they take turns, so that all meet the same clocks."""
+    """Median seconds of every run. The runs alternate, so all get the same clocks."""
     for run in runs.values():
         for _ in range(clock.warm_up):
             clock(run)
@@ -211,10 +211,10 @@ def times(clock: CpuClock | CudaClock, runs: dict[str, Callable], repeats: int) 
 
 
 def as_graph(run: Callable) -> Callable:
-    """`run` as the replay of a CUDA graph: its kernels without the gaps between their launches."""
+    """`run` as the replay of a CUDA graph, without the gaps between its launches."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):  # whatever happens once only must not happen in the capture
+    with torch.cuda.stream(stream):  # one-time initialisation must not be captured
         run()
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
@@ -224,7 +224,7 @@ def as_graph(run: Callable) -> Callable:
 
 
 def has_grouped_mm(device: str, dtype: str) -> bool:
-    """Whether torch._grouped_mm is one kernel here; elsewhere it is a loop, or missing."""
+    """Whether torch._grouped_mm is a single kernel on this device; otherwise it is a loop, or missing."""
     fast = device == "cuda" and dtype == "bf16" and torch.cuda.get_device_capability() >= (9, 0)
     return fast and hasattr(torch, "_grouped_mm")
 
@@ -233,24 +233,24 @@ def has_grouped_mm(device: str, dtype: str) -> bool:
 
 
 class Error:
-    """The largest norm-relative difference from exact tensors, each name's parts taken together."""
+    """The largest norm-relative difference from exact tensors. Tensors of the same name count as one."""
 
     def __init__(self):
-        self.sums: dict[str, list[float]] = {}
+        self.squares: dict[str, list[float]] = {}
 
     def add(self, name: str, found: Tensor, exact: Tensor) -> None:
         found, exact = found.detach().double(), exact.detach().double()
-        sums = self.sums.setdefault(name, [0.0, 0.0])
-        sums[0] += float((found - exact).square().sum())
-        sums[1] += float(exact.square().sum())
+        squares = self.squares.setdefault(name, [0.0, 0.0])
+        squares[0] += float((found - exact).square().sum())
+        squares[1] += float(exact.square().sum())
 
     def add_equal(self, name: str, found: Tensor, exact: Tensor) -> None:
-        """For integers, which are right or wrong."""
-        self.sums[name] = [0.0 if torch.equal(found, exact) else torch.inf, 1.0]
+        """For integers, which must be equal."""
+        self.squares[name] = [0.0 if torch.equal(found, exact) else torch.inf, 1.0]
 
     def check(self, title: str, dtype: str) -> float:
-        """The error; ends the program where it is too large: nothing wrong is timed."""
-        errors = {name: (d / max(n, 1e-300)) ** 0.5 for name, (d, n) in self.sums.items()}
+        """The error. Ends the program if it is too large: wrong results are not timed."""
+        errors = {name: (d / max(n, 1e-300)) ** 0.5 for name, (d, n) in self.squares.items()}
         worst = max(errors, key=errors.get)
         if not all(error < ERROR_BOUNDS[dtype] for error in errors.values()):
             found = ", ".join(f"{name} {error:.1e}" for name, error in errors.items())
@@ -267,12 +267,12 @@ def record(options: argparse.Namespace, **measured) -> dict:
 
 
 def schedule_of(r: dict) -> str:
-    """Of FUSED_MOE_SCHEDULE; records from before there was one have none."""
+    """The FUSED_MOE_SCHEDULE of a record. Older records have none: default."""
     return r.get("schedule") or DEFAULT_SCHEDULE
 
 
 def ratio(seconds: dict[str, float], name: str) -> float | None:
-    """How many times as long `name` takes as ours; None where it was not timed."""
+    """The time of `name` over the time of ours; None if it was not timed."""
     return round(seconds[name] / seconds["ours"], 3) if name in seconds else None
 
 
@@ -305,14 +305,14 @@ def _commit() -> str:
 
 
 def merge(old: Iterable[dict], new: Iterable[dict]) -> list[dict]:
-    """Both, where a new record takes the place of an old one with the same KEY."""
+    """Both lists. A new record replaces the old one with the same KEY."""
     by_key = {tuple(({"schedule": DEFAULT_SCHEDULE} | r)[name] for name in KEY): r for r in (*old, *new)}
     return list(by_key.values())
 
 
 def report(options: argparse.Namespace, measure: Callable[..., Iterable[dict]]) -> None:
-    """measure(shape, dtype, options) for all of them. Prints every record as it comes, and writes the file
-    after each, so that a stopped run leaves some."""
+    """Runs measure(shape, dtype, options) for every shape and dtype. Prints every record at once, and writes
+    the file after each, so a stopped run keeps its records."""
     path, found = options.json, []
     old = json.loads(path.read_text()) if path and options.append and path.exists() else []
     every = ((shape, dtype) for shape in options.shape for dtype in options.dtype)
@@ -325,7 +325,7 @@ def report(options: argparse.Namespace, measure: Callable[..., Iterable[dict]]) 
 
 
 def line(r: dict) -> str:
-    """A record on one line; what it has not measured is left out."""
+    """A record as one line, without the fields that are None."""
     tflops = r["tflops"] or 0
     rate = f"{tflops:7.1f} TFLOP/s" if tflops >= 1 else f"{tflops * 1e3:7.1f} GFLOP/s"
     peers = [name for name in r if name.startswith("ratio_to_")]

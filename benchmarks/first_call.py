@@ -2,11 +2,11 @@
 
     python benchmarks/first_call.py --shape olmoe --repeats 5 --json out.json
 
-The first call pays for what is done once: loading the kernels' code, their attributes, tensor maps and the
-allocator's first blocks. Each measurement is a process of its own, in which PyTorch and the library are
-loaded, CUDA has its context and the inputs lie on the GPU; the plan comes from the CPU, so that no kernel of
-ours has run. Times are the host's, synchronised: time_us is the first call's median over the processes,
-over_later_us what it takes more than a later one, over_later_us_worst the most of all processes.
+The first call includes one-time costs: loading the kernels' code, their attributes, tensor maps and the
+allocator's first blocks. Each measurement runs in a new process. Before the first call PyTorch and the
+library are loaded, the CUDA context exists and the inputs are on the GPU. The plan is made on the CPU, so no
+kernel of ours has run. Times are the host's, synchronised. time_us is the median of the first call over the
+processes, over_later_us the median of its excess over a later call, over_later_us_worst the largest excess.
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ LATER_CALLS = 20
 
 def arguments(argv: list[str] | None) -> argparse.Namespace:
     flags = common.parser(__doc__)
-    flags.add_argument("--in-this-process", action="store_true", help="one measurement, for the others")
+    flags.add_argument(
+        "--in-this-process", action="store_true", help="one measurement in this process; used internally"
+    )
     return flags.parse_args(argv)
 
 
@@ -43,8 +45,8 @@ def first_and_later(shape: str, routing: str, dtype: str, device: str) -> tuple[
         torch.randn(s, **factory) for s in ((T, D), (E, hidden, D), (E, hidden, D), (E, D, hidden))
     )
     ids = common.routing_logits(routing, sizes, "cpu").topk(K).indices
-    plan = [t.to(device) for t in fused_moe.route_plan(ids, E)]
-    ends = plan[1][1:].clone()
+    plan = [t.to(device) for t in fused_moe.route_plan(ids, E).tensors]
+    offs = plan[0][1:].clone()
     layout, silu = 0, 0  # w1 and w3 separate
     ops = torch.ops.fused_moe
 
@@ -55,8 +57,8 @@ def first_and_later(shape: str, routing: str, dtype: str, device: str) -> tuple[
     def call() -> float:
         synchronize()
         start = time.perf_counter()
-        _, a = ops.up_gate(x, w1, w3, None, None, *plan[1:], layout, silu, 0.0, 0.0)
-        ops.grouped_mm(a, w2, ends)
+        _, a = ops.up_gate(x, w1, w3, None, None, plan, layout, silu, [0.0, 0.0])
+        ops.grouped_mm(a, w2, offs)
         synchronize()
         return time.perf_counter() - start
 
@@ -65,7 +67,7 @@ def first_and_later(shape: str, routing: str, dtype: str, device: str) -> tuple[
 
 
 def in_a_fresh_process(shape: str, routing: str, dtype: str, device: str) -> tuple[float, float]:
-    """Inherits the environment, with it the tier and the schedule."""
+    """The process inherits the environment, so the tier and the schedule."""
     flags = ["--shape", shape, "--routing", routing, "--dtype", dtype, "--device", device]
     command = [sys.executable, __file__, *flags, "--in-this-process"]
     found = subprocess.run(command, capture_output=True, text=True)
@@ -75,9 +77,9 @@ def in_a_fresh_process(shape: str, routing: str, dtype: str, device: str) -> tup
 
 
 def measure(shape: str, dtype: str, options: argparse.Namespace) -> Iterator[dict]:
-    of = (shape, options.routing, dtype, options.device)
-    found = [in_a_fresh_process(*of) for _ in range(options.repeats)]
-    over = [first - later for first, later in found]
+    case = (shape, options.routing, dtype, options.device)
+    found = [in_a_fresh_process(*case) for _ in range(options.repeats)]
+    excess = [first - later for first, later in found]
     first, later = (statistics.median(seconds) for seconds in zip(*found, strict=True))
     yield common.record(
         options,
@@ -88,8 +90,8 @@ def measure(shape: str, dtype: str, options: argparse.Namespace) -> Iterator[dic
         what="up_gate_grouped_mm",
         time_us=round(first * 1e6, 1),
         later_us=round(later * 1e6, 1),
-        over_later_us=round(statistics.median(over) * 1e6, 1),
-        over_later_us_worst=round(max(over) * 1e6, 1),
+        over_later_us=round(statistics.median(excess) * 1e6, 1),
+        over_later_us_worst=round(max(excess) * 1e6, 1),
         processes=len(found),
     )
 
@@ -97,7 +99,7 @@ def measure(shape: str, dtype: str, options: argparse.Namespace) -> Iterator[dic
 def main(argv: list[str] | None = None) -> None:
     options = arguments(argv)
     if options.device == "auto":
-        options.device = "cuda"  # what is done once on the CPU is nobody's question
+        options.device = "cuda"  # the CPU tier has no one-time costs worth measuring
     options.repeats = options.repeats or 5
     if options.in_this_process:
         print(

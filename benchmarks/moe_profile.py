@@ -1,4 +1,4 @@
-"""The GPU time of a training step by who launched it: MoE layers, communication, everything else.
+"""Splits the GPU time of a training step into MoE layers, communication and everything else.
 
     marks = Marks(layers, blocks)                 # hooks that leave ranges in the profiler's trace
     with torch.profiler.profile() as profiler:    # CPU and CUDA activities
@@ -6,14 +6,14 @@
     marks.remove()
     by_part(trace_events, marks.nodes)
 
-A kernel belongs to the innermost thing on its launching thread when it was launched (kernel and launch share
-a correlation id). In the forward pass that is a range around a module's forward. In the backward pass it is
-an autograd node, and a node belongs to the module during whose forward it was made: autograd numbers its
-nodes in the order of their making, the hooks note the numbers at the ends of each forward, and the trace has
-each node's. What activation checkpointing computes again runs the modules' hooks again, inside the node that
-asked for it. FSDP's ranges within an MoE layer (its experts are a unit of their own under expert parallelism)
-are FSDP's. So router, permutation, padding, gathers, scatters, shared experts and their gradients count,
-whatever their kernels are called, and all-gather and reduce-scatter do not.
+A kernel belongs to the innermost range that was open on its launching thread at its launch (kernel and launch
+share a correlation id). In the forward pass that is the range of a module's forward. In the backward pass it
+is an autograd node, and a node belongs to the module whose forward created it: autograd numbers its nodes in
+order of creation, the hooks record the number before and after each forward, and the trace has the number of
+each node. Recomputation by activation checkpointing runs the modules' hooks again, inside the node that
+triggered it. FSDP's ranges within an MoE layer count as FSDP (under expert parallelism the experts are their
+own FSDP unit). So router, permutation, padding, gathers, scatters, shared experts and their gradients
+count as MoE, whatever the names of their kernels; all-gather and reduce-scatter do not.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ ON_GPU = ("kernel", "gpu_memcpy", "gpu_memset")
 LAUNCHES = ("cuda_runtime", "cuda_driver")
 PARTS = ("moe", "shared_experts", "moe_communication", "communication", "fsdp", "rest")
 
-Nodes = list[tuple[str, int, int]]  # part, first number, number after the last
+Nodes = list[tuple[str, int, int]]  # part, first sequence number, the number after the last
 
 
 class Marks:
@@ -40,7 +40,7 @@ class Marks:
     def __init__(self, layers: Iterable[nn.Module], blocks: Iterable[nn.Module] = ()):
         self.nodes: Nodes = []
         self._handles = []
-        for block in blocks:  # computed again as a whole inside a node that may be the layer's
+        for block in blocks:  # may be recomputed as a whole, inside a node of the layer
             self._mark(block, "rest")
         for layer in layers:
             self._mark(layer, "moe")
@@ -72,19 +72,19 @@ class Marks:
 
 
 def _in_backward() -> bool:
-    """Numbers are a thread's own, and of what is computed again there is no backward pass."""
+    """Sequence numbers are per thread, and recomputed nodes have no backward pass: not recorded."""
     return torch._C._current_graph_task_id() != -1
 
 
 def by_part(events: list[dict], nodes: Nodes, steps: int = 1, longest: int = 15) -> dict:
-    """Microseconds of one step by part, from the traceEvents of a Chrome trace over several.
+    """Microseconds per step of each part, from the traceEvents of a Chrome trace of several steps.
 
-    busy_us is the time in which anything ran on the GPU; parts that overlap add up to more. `kernels` are the
-    longest of the MoE's own: name, microseconds and launches of a step.
+    busy_us is the time in which anything ran on the GPU; overlapping parts add up to more. `kernels` are the
+    longest of the MoE layers: name, microseconds and launches per step.
     """
     part_of_node = {}
     widest_first = sorted(nodes, key=lambda node: node[1] - node[2])
-    for part, first, after in widest_first:  # inner ones over it
+    for part, first, after in widest_first:  # inner ranges overwrite outer ones
         part_of_node.update(dict.fromkeys(range(first, after), part))
     ranges, launches, kernels = defaultdict(list), {}, []
     for e in events:
@@ -104,12 +104,12 @@ def by_part(events: list[dict], nodes: Nodes, steps: int = 1, longest: int = 15)
             part = part_of_node.get(args.get("Sequence number"), "rest")
             ranges[e["tid"]].append((e["ts"], e["ts"] + e["dur"], part))
 
-    asked = defaultdict(set)
+    launch_times = defaultdict(set)
     for thread, moment in launches.values():
-        asked[thread].add(moment)
+        launch_times[thread].add(moment)
     part_at = {
         (thread, moment): part
-        for thread, moments in asked.items()
+        for thread, moments in launch_times.items()
         for moment, part in _innermost(sorted(moments), sorted(ranges[thread], key=lambda r: (r[0], -r[1])))
     }
     times, own, without = dict.fromkeys(PARTS, 0.0), defaultdict(lambda: [0.0, 0]), 0.0
@@ -139,7 +139,7 @@ def by_part(events: list[dict], nodes: Nodes, steps: int = 1, longest: int = 15)
 
 
 def _innermost(moments: list[float], ranges: list[tuple]) -> Iterator[tuple[float, str]]:
-    """The part of the innermost of nested ranges at each moment; both are sorted by their start."""
+    """The part of the innermost range at each moment. Moments and nested ranges are sorted by start."""
     open_ranges, following = [], 0
     for moment in moments:
         while following < len(ranges) and ranges[following][0] <= moment:
@@ -162,10 +162,10 @@ def _covered(spans: Iterable[tuple[float, float]]) -> float:
 
 
 def moe_us(profile: dict) -> float:
-    """Of the MoE layers, shared experts included."""
+    """Microseconds of the MoE layers, shared experts included."""
     return profile["moe_us"] + profile["shared_experts_us"]
 
 
 def share(profile: dict) -> float:
-    """The MoE layers' part of the time in which the GPU was busy."""
+    """The time of the MoE layers over the time in which the GPU was busy."""
     return moe_us(profile) / max(profile["busy_us"], 1e-9)

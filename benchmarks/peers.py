@@ -1,7 +1,7 @@
 """Other implementations of the layer, with the parameters of ours.
 
 Each entry of PEERS builds a module from a fused_moe.FusedMoE: softmax over all experts, the K best,
-renormalised; silu gate times up; no biases. What is not installed raises Unavailable with the reason.
+renormalised; silu gate times up; no biases. A peer that is not installed raises Unavailable with the reason.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ def route(x: Tensor, gate: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
 
 
 class TorchMoE(nn.Module):
-    """PyTorch's own path, as torchtitan arranges it: sort, gather, torch._grouped_mm, scatter, combine.
+    """PyTorch's own path, as in torchtitan: sort, gather, torch._grouped_mm, scatter, combine.
 
-    index_select and index_copy, since the backward of plain indexing sorts once more. It shares the
+    It uses index_select and index_copy, because the backward of plain indexing sorts again. It shares the
     parameters of `ours`: copies would take gigabytes.
     """
 
@@ -40,17 +40,17 @@ class TorchMoE(nn.Module):
         scores, ids = route(x, self.gate, self.top_k)
         by_expert, order = ids.flatten().sort(stable=True)
         experts = torch.arange(self.num_experts, device=x.device)
-        ends = torch.searchsorted(by_expert, experts, right=True, out_int32=True)
+        offs = torch.searchsorted(by_expert, experts, right=True, out_int32=True)
         rows = x.index_select(0, order // self.top_k)
-        gate = torch._grouped_mm(rows, self.w1.transpose(-2, -1), offs=ends)
-        up = torch._grouped_mm(rows, self.w3.transpose(-2, -1), offs=ends)
-        y = torch._grouped_mm(F.silu(gate) * up, self.w2.transpose(-2, -1), offs=ends)
+        gate = torch._grouped_mm(rows, self.w1.transpose(-2, -1), offs=offs)
+        up = torch._grouped_mm(rows, self.w3.transpose(-2, -1), offs=offs)
+        y = torch._grouped_mm(F.silu(gate) * up, self.w2.transpose(-2, -1), offs=offs)
         slots = torch.empty_like(y).index_copy_(0, order, y)
         return (scores.unsqueeze(1) @ slots.unflatten(0, scores.shape)).squeeze(1)
 
 
 class ScatterMoE(nn.Module):
-    """github.com/shawntan/scattermoe, whose packed first weight holds the up half before the gate half."""
+    """github.com/shawntan/scattermoe, whose packed first weight has the up half first, then the gate half."""
 
     def __init__(self, ours: FusedMoE):
         super().__init__()
@@ -72,7 +72,7 @@ class ScatterMoE(nn.Module):
 
 
 class SonicMoE(nn.Module):
-    """github.com/Dao-AILab/sonic-moe through the function that its own benchmark times.
+    """github.com/Dao-AILab/sonic-moe through the function that sonic-moe's benchmark times.
 
     Its MoE module would add a balance loss. Gate and up rows of its first weight alternate. Its softmax
     over the K chosen logits is our renormalised softmax over all.

@@ -1,10 +1,10 @@
-"""Draws records: roofline.png, ratios.png and, where there are any of bench_torchtitan.py's, losses.png.
+"""Draws records: roofline.png, ratios.png and, for records of bench_torchtitan.py, losses.png.
 
 python benchmarks/plot.py benchmarks/results/*.json -o pictures
 
-The first has the rate over arithmetic intensity, the second bars for every shape, the third loss curves.
-Records of several machines get a panel each. The roofline's ceilings are what the records themselves
-measured: the fastest dense product, and the large copy of bench_kernels.py where there is one.
+The first shows the rate over arithmetic intensity, the second bars for every shape, the third loss curves.
+Each machine gets a panel. The roofline's ceilings are measured, too: the fastest dense GEMM of the records,
+and the large copy of bench_kernels.py if there is one.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ SMOOTH = 5
 
 def arguments(argv: list[str] | None) -> argparse.Namespace:
     flags = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    flags.add_argument("files", nargs="+", type=Path, help="what the programs wrote with --json")
+    flags.add_argument("files", nargs="+", type=Path, help="records that the programs wrote with --json")
     flags.add_argument("-o", "--output", type=Path, default=Path(), help="folder of the pictures")
     return flags.parse_args(argv)
 
@@ -96,9 +96,9 @@ def ratios(records: list[dict], path: Path) -> None:
             names = [name for name in names if name != "peer_ratio"]
         width = 0.8 / len(names)
         for i, name in enumerate(names):
-            places = [place + (i - (len(names) - 1) / 2) * width for place in range(len(group))]
+            xs = [x + (i - (len(names) - 1) / 2) * width for x in range(len(group))]
             heights = [r[name] or 0 for r in group]
-            bars = axes.bar(places, heights, width, label=RATIOS[name], color=COLOURS[name])
+            bars = axes.bar(xs, heights, width, label=RATIOS[name], color=COLOURS[name])
             axes.bar_label(bars, [f"{h:.2f}" if h else "" for h in heights], fontsize=6)
         axes.axhline(1, color="black", linewidth=0.8)
         axes.set_xticks(range(len(group)), [label(r) for r in group], fontsize=7, rotation=20, ha="right")
@@ -112,7 +112,7 @@ def ratios(records: list[dict], path: Path) -> None:
 
 
 def losses(records: list[dict], path: Path) -> None:
-    """A setting's curves on each other: every step's loss, pale, and the mean of SMOOTH to either side."""
+    """One panel per setting: every step's loss, pale, and its mean over SMOOTH steps to either side."""
     panels = split([r for r in records if r.get("losses")], "gpu", "shape")
     columns = min(2, len(panels))
     rows = -(-len(panels) // columns)
@@ -125,7 +125,9 @@ def losses(records: list[dict], path: Path) -> None:
             reach = [min(SMOOTH, s, len(values) - 1 - s) for s in range(len(values))]
             smooth = [statistics.fmean(values[s - n : s + n + 1]) for s, n in enumerate(reach)]
             steps, colour = range(1, len(values) + 1), f"C{i}"
-            text = f"{r['what']}: {r['final_loss']:.4f} at the end, {r['tokens_per_second']:,} tokens/s a GPU"
+            text = (
+                f"{r['what']}: {r['final_loss']:.4f} at the end, {r['tokens_per_second']:,} tokens/s per GPU"
+            )
             axes.plot(steps, values, color=colour, linewidth=0.6, alpha=0.35)
             axes.plot(steps, smooth, color=colour, linewidth=1.2, label=text, linestyle=LINES[i % len(LINES)])
         first = group[0]
@@ -156,7 +158,7 @@ def save(figure, path: Path) -> None:
 def main(argv: list[str] | None = None) -> None:
     options = arguments(argv)
     found = [json.loads(path.read_text()) for path in options.files]
-    records = [r for part in found if isinstance(part, list) for r in part]  # train_lm.py's logs are none
+    records = [r for part in found if isinstance(part, list) for r in part]  # logs of train_lm.py are skipped
     roofline(records, options.output / "roofline.png")
     ratios(records, options.output / "ratios.png")
     if any(r.get("losses") for r in records):

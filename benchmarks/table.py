@@ -1,4 +1,4 @@
-"""Makes Markdown tables of records, one for each machine and benchmark, and puts them in the README.
+"""Prints records as Markdown tables, one per machine and benchmark, or updates the README with them.
 
 python benchmarks/table.py benchmarks/results/*.json
 python benchmarks/table.py benchmarks/results/layer_*.json --readme README.md [--check]
@@ -21,10 +21,12 @@ BEGIN, END = "<!-- performance: begin -->", "<!-- performance: end -->"
 
 def arguments(argv: list[str] | None) -> argparse.Namespace:
     flags = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    flags.add_argument("files", nargs="+", type=Path, help="what the programs wrote with --json")
-    flags.add_argument("--gains", action="store_true", help="only of schedules, against the default one")
-    flags.add_argument("--readme", type=Path, help="replace what stands between its two markers")
-    flags.add_argument("--check", action="store_true", help="write nothing; fail where it is out of date")
+    flags.add_argument("files", nargs="+", type=Path, help="records that the programs wrote with --json")
+    flags.add_argument("--gains", action="store_true", help="compare schedules with the default one")
+    flags.add_argument("--readme", type=Path, help="replace the text between its two markers")
+    flags.add_argument(
+        "--check", action="store_true", help="write nothing; fail if the README is out of date"
+    )
     options = flags.parse_args(argv)
     if options.check and not options.readme:
         flags.error("--check needs --readme")
@@ -32,13 +34,13 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
 
 
 def machine(r: dict) -> tuple:
-    """What the caption says of it; the host of a GPU is not among it."""
+    """What the caption says of a machine. The host of a GPU is left out."""
     names = ("cpu", "threads", "torch") if r["gpu"] == "none" else ("gpu", "torch", "cuda")
     return tuple(r[name] for name in names)
 
 
 def groups(records: list[dict]) -> list[list[dict]]:
-    """Records of one benchmark on one machine, in the order of their first."""
+    """Records by benchmark and machine, in order of first appearance."""
     found: dict[tuple, list[dict]] = {}
     for r in records:
         found.setdefault((r["bench"], *machine(r)), []).append(r)
@@ -69,7 +71,7 @@ def number(name: str, text: str = "{:.2f}") -> Callable[[dict], str | None]:
 
 
 def versus(peer: str) -> Callable[[dict], str | None]:
-    """A peer's ratio, which older records hold only where it was the fastest."""
+    """A peer's ratio. Older records have it only for the fastest peer."""
 
     def cell(r: dict) -> str | None:
         best = r["peer_ratio"] if r["peer"] == peer else None
@@ -80,7 +82,7 @@ def versus(peer: str) -> Callable[[dict], str | None]:
 
 
 def columns(records: list[dict]) -> dict[str, Callable[[dict], str | None]]:
-    """Headers and cells; a column without any cell is left out."""
+    """Headers and cells. Empty columns are left out."""
     on_gpu = records[0]["gpu"] != "none"
     others = {r["peer"] for r in records} | {name.removeprefix("ratio_to_") for r in records for name in r}
     peers = [name for name in ("loop", "scattermoe", "sonicmoe") if name in others]
@@ -122,10 +124,10 @@ def tables(records: list[dict]) -> str:
 
 
 def gains(records: list[dict]) -> str:
-    """How fast each schedule is beside the default one: a line a product, a column a schedule.
+    """The speed of each schedule over the default one: one line per GEMM, one column per schedule.
 
-    Schedules are measured one after the other, so not their times are compared but their ratios to the
-    dense product that took turns with each.
+    Schedules are measured one after the other, so their times are not comparable. Each one's ratio to the
+    dense GEMM that was timed in the same run is.
     """
     parts = []
     for group in groups(records):
@@ -148,7 +150,7 @@ def gains(records: list[dict]) -> str:
         first = ["shape", "routing", "dtype", "what", "default against dense"]
         headers = first + [name.replace(",", ", ") for name in names]
         parts += [caption(group), markdown(headers, rows)]
-    return "\n\n".join(parts) or "no product was measured on the default schedule and on another"
+    return "\n\n".join(parts) or "no GEMM was measured on the default schedule and on another"
 
 
 def between_markers(readme: str, text: str) -> str:

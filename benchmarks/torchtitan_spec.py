@@ -1,8 +1,8 @@
-"""What bench_torchtitan.py puts into torchtitan's trainer, as --experimental.custom_import=torchtitan_spec.
+"""bench_torchtitan.py's part inside torchtitan's trainer: --experimental.custom_import=torchtitan_spec.
 
-By torchtitan's own means: a TrainSpec for deepseek_v3 with one more flavour, and a metrics processor that
-writes every step's figures, unrounded, as one line of JSON. The environment variable BENCH_TORCHTITAN holds
-what the program asks for.
+It registers a TrainSpec for deepseek_v3 with one more flavour, and with a metrics processor that writes every
+step's figures, unrounded, as one line of JSON. The environment variable BENCH_TORCHTITAN has the program's
+settings.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ if SETTINGS["variant"] == "fused_moe":
 
 
 def flavors(use_grouped_mm: bool) -> dict:
-    """torchtitan's debug model, and its 16B's layers in a model of six that fits two GPUs."""
+    """torchtitan's flavours, and six of the 16B's layers as a model that fits two GPUs."""
     args = dict(deepseek_v3.deepseekv3_args)
     args["16B6"] = dataclasses.replace(
         args["16B"], vocab_size=2048, n_layers=6, attn_type="sdpa", attn_mask_type="causal"
     )
     return {
         name: dataclasses.replace(
-            found, moe_args=dataclasses.replace(found.moe_args, use_grouped_mm=use_grouped_mm)
+            flavor, moe_args=dataclasses.replace(flavor.moe_args, use_grouped_mm=use_grouped_mm)
         )
-        for name, found in args.items()
+        for name, flavor in args.items()
     }
 
 
 class Recorder(MetricsProcessor):
-    """torchtitan's, which also writes SETTINGS["record"], and profiles the last steps on the first rank."""
+    """torchtitan's processor; also writes SETTINGS["record"], and profiles the last steps on rank 0."""
 
     profiler = None
 
@@ -100,7 +100,7 @@ class Recorder(MetricsProcessor):
         return moe_profile.by_part(events, self.marks.nodes, SETTINGS["profile"])
 
     def describe(self) -> dict:
-        """Who computed, for the record."""
+        """The modules that computed, for the record."""
         layers = [m for m in self.modules() if isinstance(m, MoE)]
         found = {
             "parameters": sum(p.numel() for part in self.model_parts for p in part.parameters()),
@@ -116,7 +116,9 @@ class Recorder(MetricsProcessor):
 
 
 def _full_name(module) -> str:
-    cls = next(c for c in type(module).__mro__ if not c.__name__.startswith("FSDP"))  # fully_shard adds one
+    cls = next(
+        c for c in type(module).__mro__ if not c.__name__.startswith("FSDP")
+    )  # fully_shard adds a class
     return f"{cls.__module__}.{cls.__name__}"
 
 
@@ -130,14 +132,14 @@ def spec() -> TrainSpec:
     )
 
 
-def wait_for_turn() -> None:
-    """All imports are done; the run before this one may not be."""
+def wait_for_start() -> None:
+    """Waits after the imports until bench_torchtitan.py starts this run: the previous one may still run."""
     parent = os.getppid()
-    while SETTINGS["turn"] and not Path(SETTINGS["turn"]).exists():
+    while SETTINGS["start_file"] and not Path(SETTINGS["start_file"]).exists():
         if os.getppid() != parent:
             raise SystemExit("torchrun is gone")
         time.sleep(0.02)
 
 
 register_train_spec("deepseek_v3", spec())
-wait_for_turn()
+wait_for_start()

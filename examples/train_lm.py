@@ -1,23 +1,23 @@
 """Trains a small byte-level Mixture-of-Experts language model with fused_moe.
 
     python examples/train_lm.py                   on the sources of Python's standard library
-    python examples/train_lm.py --data FOLDER     on the text files below a folder
+    python examples/train_lm.py --data FOLDER     on the text files in a folder
     python examples/train_lm.py --compare         FusedMoE against the for-loop, from the same seed
-    python examples/train_lm.py --resume          goes on from OUT/checkpoint.pt
+    python examples/train_lm.py --resume          resumes from OUT/checkpoint.pt
 
     torchrun --nproc-per-node 2 examples/train_lm.py --fsdp                       in two processes
-    torchrun --nproc-per-node 2 examples/train_lm.py --fsdp --expert-parallel 2   half of the experts in each
+    torchrun --nproc-per-node 2 examples/train_lm.py --fsdp --expert-parallel 2   half of the experts each
 
-A decoder-only transformer with `fused_moe.FusedMoE` as the feed-forward layer of every block. It runs
-on a GPU where there is one, else on the CPU, and writes OUT/loss.png, OUT/log.json and
-OUT/checkpoint.pt.
+The model is a decoder-only transformer with `fused_moe.FusedMoE` as the feed-forward layer of every block. It
+runs on a GPU if there is one, else on the CPU, and writes OUT/loss.png, OUT/log.json and OUT/checkpoint.pt.
 
-The batch and the learning rate of a step follow from the flags and the step's number alone. So no
-state of a data loader, a scheduler or a random generator has to be saved, and on a CPU a resumed run
-gives the losses of an uninterrupted one bit for bit.
+The batch and the learning rate of a step depend only on the flags and the step's number. So no state of a
+data loader, a scheduler or a random generator has to be saved, and on a CPU a resumed run gives bit for bit
+the losses of an uninterrupted one.
 
-Several processes share each batch and spread the parameters: the same curve, up to the order of sums, and
-the same checkpoints, with which any other number of processes can go on. Only the first process reports.
+Several processes split each batch and shard the parameters. The loss curve is the same up to the order of
+summation. Checkpoints are the same, too, and any other number of processes can resume from them. Only the
+first process reports.
 """
 
 import argparse
@@ -52,8 +52,10 @@ WARMUP_STEPS = 50
 REPORT_EVERY = 10  # steps
 VALIDATE_EVERY = 100  # steps
 VALIDATION_WINDOWS = 128
-WHOLE = checkpoint.StateDictOptions(full_state_dict=True, cpu_offload=True)  # as one process would save it
-COMPARED_STEPS = 50  # over which --compare holds the two loss curves against each other
+FULL_STATE = checkpoint.StateDictOptions(
+    full_state_dict=True, cpu_offload=True
+)  # as a single process saves it
+COMPARED_STEPS = 50  # over which --compare compares the two loss curves
 
 # ---- Processes -------------------------------------------------------------------------------------
 
@@ -75,7 +77,7 @@ def sum_over_processes(tensor):
 
 @contextlib.contextmanager
 def joined_processes(args):
-    """With --fsdp, the process group of what torchrun started, where only the first process prints."""
+    """With --fsdp, the process group of torchrun's processes. Only the first process prints."""
     if not args.fsdp:
         yield
         return
@@ -84,41 +86,41 @@ def joined_processes(args):
         torch.cuda.set_device(args.device)
     dist.init_process_group("nccl" if args.device.type == "cuda" else "gloo")
     try:
-        with open(os.devnull, "w") as nowhere:
-            with contextlib.redirect_stdout(nowhere) if process() else contextlib.nullcontext():
+        with open(os.devnull, "w") as devnull:
+            with contextlib.redirect_stdout(devnull) if process() else contextlib.nullcontext():
                 yield
     finally:
         dist.destroy_process_group()
 
 
 def shard(model, args):
-    """Spreads parameters, and with them gradients and the optimizer's state, over the processes.
+    """Shards parameters, and with them gradients and the optimizer's state, over the processes.
 
-    With --expert-parallel N the processes stand in rows of N. Each row holds all experts, E/N in a process,
-    and its tokens stay within it; columns share out what their process would hold. Whatever a parameter's
-    mesh, its gradient is the mean over all processes.
+    With --expert-parallel N the processes form a grid with rows of N. Each row has all experts, E/N per
+    process, and exchanges only its own tokens. The processes of a column have the same experts and shard
+    them. The gradient of every parameter is the mean over all processes.
     """
-    every, apart = num_processes(), args.expert_parallel
-    line = init_device_mesh(args.device.type, (every,))
-    grid = init_device_mesh(args.device.type, (every // apart, apart), mesh_dim_names=("data", "experts"))
+    processes, ranks = num_processes(), args.expert_parallel
+    line = init_device_mesh(args.device.type, (processes,))
+    grid = init_device_mesh(args.device.type, (processes // ranks, ranks), mesh_dim_names=("data", "experts"))
     for block in model.blocks:
-        if apart > 1:
+        if ranks > 1:
             parallelize_module(block.moe, grid["experts"], {"experts": ExpertParallel()})
             fully_shard(block.moe.experts, mesh=grid["data"])
-            block.moe.experts.set_gradient_divide_factor(every)
-            if every > apart:  # gloo cannot divide while it adds, as this factor would have it
+            block.moe.experts.set_gradient_divide_factor(processes)
+            if processes > ranks:  # gloo cannot divide in a reduction, which this factor would ask for
                 block.moe.experts.set_force_sum_reduction_for_comms(True)
         fully_shard(block, mesh=line)
     fully_shard(model, mesh=line)
 
 
 def clip_gradients(parameters, max_norm):
-    """nn.utils.clip_grad_norm_, which takes no DTensors of several meshes."""
+    """nn.utils.clip_grad_norm_, which does not support DTensors of several meshes."""
     if not dist.is_initialized():
         nn.utils.clip_grad_norm_(parameters, max_norm)
         return
     grads = [p.grad.to_local() for p in parameters]
-    # No number lies in two processes.
+    # Shards do not overlap, so the squares of the local norms add up.
     norm = sum_over_processes(nn.utils.get_total_norm(grads).square()).sqrt()
     for grad in grads:
         grad.mul_((max_norm / norm).clamp_max(1))
@@ -126,8 +128,8 @@ def clip_gradients(parameters, max_norm):
 
 # ---- Data ------------------------------------------------------------------------------------------
 
-# Modules and packages that every CPython from 3.10 to 3.14 has. Not here: tables rather than text
-# (encodings, pydoc_data), and what Linux distributions put into packages of their own.
+# Modules and packages of every CPython from 3.10 to 3.14. Left out: tables (encodings, pydoc_data), and
+# modules that Linux distributions put into separate packages.
 STDLIB = """
     _collections_abc _pydecimal _pyio _strptime abc argparse ast asyncio base64 bdb bisect bz2 cProfile
     calendar cmd code codecs codeop collections compileall concurrent configparser contextlib copy copyreg
@@ -144,14 +146,14 @@ STDLIB = """
 
 
 def stdlib_files(root):
-    """The modules above; packages without the test suites that some of them carry."""
+    """The files of the modules above, without test suites."""
     files = [root / f"{name}.py" for name in STDLIB]
     files += [file for name in STDLIB for file in (root / name).rglob("*.py")]
     return [file for file in files if file.is_file() and "test" not in file.parts]
 
 
 def folder_files(root):
-    """Every file below root, except hidden ones and what is in hidden folders, as .git is."""
+    """Every file in root, except hidden files and hidden folders such as .git."""
     files = [file for file in root.rglob("*") if file.is_file()]
     return [file for file in files if not any(p.startswith(".") for p in file.relative_to(root).parts)]
 
@@ -164,25 +166,25 @@ def is_text(data):
 
 
 def load_text(folder, seq_len):
-    """(training text, validation text) as bytes, uint8. Every tenth file or so is for validation."""
+    """(training text, validation text) as bytes, uint8. About a tenth of the files is for validation."""
     root = folder or Path(sysconfig.get_path("stdlib"))
     files = folder_files(root) if folder else stdlib_files(root)
     texts = {file.relative_to(root).as_posix(): file.read_bytes() for file in files}
-    # In the order of a hash of the name: the same split everywhere, unlike that of a shuffle, and
-    # every package has files on both sides, unlike in the alphabet's order.
+    # Sorted by a hash of the name: unlike a shuffle, it gives the same split everywhere; unlike alphabetical
+    # order, it puts files of every package on both sides.
     names = sorted((n for n in texts if is_text(texts[n])), key=lambda n: hashlib.sha256(n.encode()).digest())
     cut = math.ceil(len(names) / 10)
     parts = [b"\0".join(texts[n] for n in part) for part in (names[cut:], names[:cut])]
     if min(map(len, parts)) <= seq_len:
         raise SystemExit(
-            f"train_lm: too little text below {root}: {len(names)} files, split into {len(parts[0])} bytes "
+            f"train_lm: too little text in {root}: {len(names)} files, split into {len(parts[0])} bytes "
             f"for training and {len(parts[1])} for validation; each needs more than --seq-len {seq_len}"
         )
     return [torch.frombuffer(bytearray(part), dtype=torch.uint8) for part in parts]
 
 
 def windows(text, starts, length):
-    """length bytes from each start on, and as targets the byte that follows each: two (N, length)."""
+    """`length` bytes from each start, and as targets the byte after each: two tensors (N, length)."""
     index = starts[:, None] + torch.arange(length + 1)
     data = text[index.to(text.device)].long()
     return data[:, :-1], data[:, 1:]
@@ -237,7 +239,7 @@ class Block(nn.Module):
             args.top_k,
             score_func="sigmoid",
             route_norm=True,
-            load_balance_coeff=0.01,  # ten times the usual one: a run is short, and balance must come soon
+            load_balance_coeff=0.01,  # ten times the usual: runs are short
         )
 
     def forward(self, x, cos, sin):
@@ -254,7 +256,7 @@ class LanguageModel(nn.Module):
         self.blocks = nn.ModuleList(Block(args, experts) for _ in range(args.layers))
         self.norm = nn.RMSNorm(args.dim)
         self.head = nn.Linear(args.dim, 256, bias=False)
-        # PyTorch's default, std 1, drowns what the first blocks add to the residual stream.
+        # With PyTorch's default, std 1, the first blocks would contribute little to the residual stream.
         nn.init.normal_(self.embedding.weight, std=0.1)
 
     def forward(self, inputs):
@@ -275,18 +277,20 @@ def learning_rate(step, args):
 
 
 class Run:
-    """Model, optimizer and log: all the state of a training run. The log's losses tell its steps."""
+    """Model, optimizer and log: all state of a training run. The number of losses is the step."""
 
     def __init__(self, args, experts, texts, out):
         self.args, self.experts, self.out = args, experts, out
         self.training_text, self.validation_text = (text.to(args.device) for text in texts)
         torch.manual_seed(args.seed)
-        self.model = LanguageModel(args, experts).to(args.device)  # drawn on the CPU: the same everywhere
+        self.model = LanguageModel(args, experts).to(
+            args.device
+        )  # initialised on the CPU: the same everywhere
         self.moes = [block.moe for block in self.model.blocks]
         if args.fsdp:
             shard(self.model, args)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), betas=(0.9, 0.95), fused=True)
-        # What the losses follow from. The other flags may change when a run is resumed.
+        # The losses depend on these flags. The others may change when a run is resumed.
         others = "experts compare device threads compile out resume fsdp expert_parallel".split()
         flags = {name: value for name, value in vars(args).items() if name not in others}
         self.log = {
@@ -297,16 +301,16 @@ class Run:
                 "fused_moe": fused_moe.__version__,
             },
             "device": str(args.device),
-            "seconds": 0.0,  # in training steps
+            "seconds": 0.0,  # of training steps
             "tokens_per_second": 0.0,
-            "expert_load": [],  # the busiest expert's tokens over the mean, in every layer
+            "expert_load": [],  # tokens of the largest expert over the mean, per layer
             "validation": [],  # bits per byte
-            "loss": [],  # nats per byte, of every step
+            "loss": [],  # nats per byte, per step
         }
         out.mkdir(parents=True, exist_ok=True)
         if args.resume and self.checkpoint.exists():
             self.load()
-        if args.compile and experts == "fused":  # the loop's shapes are data: each would compile anew
+        if args.compile and experts == "fused":  # the loop's shapes depend on data: it would recompile
             self.model.compile()
 
     @property
@@ -314,8 +318,8 @@ class Run:
         return self.out / "checkpoint.pt"
 
     def loss(self, inputs, targets):
-        # bfloat16 by autocast: weights and optimizer stay in float32, because the updates of late
-        # training are smaller than the last of bfloat16's 8 bits and would be rounded away.
+        # bfloat16 by autocast: weights and optimizer stay in float32, because late updates are below
+        # bfloat16's 8 bits of precision and would be rounded away.
         bfloat16 = self.args.dtype == "bfloat16"
         with torch.autocast(self.args.device.type, dtype=torch.bfloat16, enabled=bfloat16):
             logits = self.model(inputs)
@@ -332,14 +336,14 @@ class Run:
         self.optimizer.step()
         self.tokens_per_expert = sum_over_processes(torch.stack([moe.tokens_per_expert for moe in self.moes]))
         for moe in self.moes:
-            moe.update_expert_bias()  # and zeroes tokens_per_expert, so that no count outlives its step
+            moe.update_expert_bias()  # it also zeroes tokens_per_expert
         return sum_over_processes(loss.detach()) / num_processes()
 
     @torch.no_grad()
     def validate(self):
-        """Bits per byte over windows spread evenly over the text, the same ones every time.
+        """Bits per byte over evenly spaced windows of the text, the same ones every time.
 
-        Each process takes all of them: whatever their number, all enter the same collectives as often.
+        Each process computes all windows, so all processes enter the same collectives equally often.
         """
         self.model.eval()
         text, args, nats = self.validation_text, self.args, 0.0
@@ -351,8 +355,8 @@ class Run:
         return nats / len(starts) / math.log(2)
 
     def save(self):
-        """By way of a second file, so that a crash while writing leaves the last checkpoint whole."""
-        model, optimizer = checkpoint.get_state_dict(self.model, self.optimizer, options=WHOLE)
+        """Writes a temporary file first: a crash while writing does not damage the last checkpoint."""
+        model, optimizer = checkpoint.get_state_dict(self.model, self.optimizer, options=FULL_STATE)
         if process():
             return
         state = {"model": model, "optimizer": optimizer, "log": self.log}
@@ -372,13 +376,13 @@ class Run:
             self.optimizer,
             model_state_dict=state["model"],
             optim_state_dict=state["optimizer"],
-            options=WHOLE,
+            options=FULL_STATE,
         )
         self.log = state["log"]
 
 
 class Interrupt:
-    """Makes the first Ctrl-C a request to stop after the running step; the second acts as usual."""
+    """The first Ctrl-C requests a stop after the current step; the second acts as usual."""
 
     requested = False
 
@@ -395,7 +399,7 @@ class Interrupt:
 
 
 def train(run, interrupt):
-    """Goes on to the last step or to an interrupt, and leaves all of it in files."""
+    """Trains up to the last step or an interrupt, and writes all files."""
     args, log = run.args, run.log
     first = len(log["loss"])
     bar_format = "{desc} {n_fmt}/{total_fmt} {bar} {elapsed}<{remaining}{postfix}"
@@ -408,7 +412,7 @@ def train(run, interrupt):
             stop = interrupt.requested or done == args.steps
             if not stop and done % REPORT_EVERY:
                 continue
-            # Reading a value waits for the device, so it is not done at every step.
+            # Reading a value synchronises with the device, so not every step does it.
             log["loss"] += torch.stack(losses).tolist()
             log["seconds"] += time.perf_counter() - start
             log["tokens_per_second"] = done * args.batch_size * args.seq_len / log["seconds"]
@@ -454,7 +458,7 @@ def write_json(path, value):
 
 
 def draw(path, logs):
-    """Training and validation curves of every log; the first one's are wide, to show under another's."""
+    """Training and validation curves of every log. The first log's are wider, to show under others."""
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.subplots()
     for log, color, width in zip(logs, ("tab:blue", "tab:orange"), (4, 1.5), strict=False):
@@ -471,7 +475,7 @@ def draw(path, logs):
 
 
 def compare(fused, loop):
-    """How far the curves of FusedMoE and of the for-loop lie apart, relative to the latter's."""
+    """The differences of FusedMoE's curves from the for-loop's, relative to the latter."""
     pairs = list(zip(fused["loss"], loop["loss"], strict=True))[:COMPARED_STEPS]
     ours, theirs = (log["validation"][-1]["bits_per_byte"] for log in (fused, loop))
     return {
@@ -498,10 +502,10 @@ def parse_args(argv):
     add = parser.add_argument
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--experts", choices=EXPERTS, default="fused", help="FusedMoE or the for-loop")
-    which.add_argument("--compare", action="store_true", help="train with both, and compare the curves")
+    which.add_argument("--compare", action="store_true", help="train both, and compare the curves")
     add("--data", type=Path, metavar="FOLDER", help="text files to train on; None: Python's standard library")
     add("--out", type=Path, metavar="FOLDER", default="runs/train_lm", help="for plot, log and checkpoint")
-    add("--resume", action="store_true", help="go on from the checkpoint in OUT")
+    add("--resume", action="store_true", help="resume from the checkpoint in OUT")
     add("--steps", type=positive, default=600)
     add("--batch-size", type=positive, default=8, help="windows of text per step")
     add("--seq-len", type=positive, default=256, help="bytes per window")
@@ -512,8 +516,13 @@ def parse_args(argv):
     add("--top-k", type=positive, default=2, help="experts per byte")
     add("--lr", type=float, default=3e-3, help="highest learning rate")
     add("--seed", type=int, default=0)
-    add("--dtype", choices=("float32", "bfloat16"), default="float32", help="of products; bfloat16: autocast")
-    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: cuda if fused_moe has it")
+    add("--dtype", choices=("float32", "bfloat16"), default="float32", help="of GEMMs; bfloat16: autocast")
+    add(
+        "--device",
+        choices=("auto", "cpu", "cuda"),
+        default="auto",
+        help="auto: cuda if fused_moe supports it",
+    )
     add("--threads", type=positive, help="of the CPU; None: PyTorch's choice")
     add("--compile", action="store_true", help="torch.compile the model, unless its experts are the loop")
     add("--fsdp", action="store_true", help="under torchrun: fully_shard the model over its processes")
@@ -522,7 +531,7 @@ def parse_args(argv):
         type=positive,
         metavar="N",
         default=1,
-        help="with --fsdp: spread the experts over N processes, and send them their tokens",
+        help="with --fsdp: shard the experts over N processes, with all-to-all for the tokens",
     )
     args = parser.parse_args(argv)
 
@@ -547,21 +556,21 @@ def parse_args(argv):
 def check_processes(args, parser):
     under_torchrun = dist.is_torchelastic_launched()
     if args.fsdp != under_torchrun:
-        parser.error("--fsdp is for torchrun, and torchrun for --fsdp")
-    processes, apart = int(os.environ["WORLD_SIZE"]) if under_torchrun else 1, args.expert_parallel
+        parser.error("--fsdp needs torchrun, and torchrun needs --fsdp")
+    processes, ranks = int(os.environ["WORLD_SIZE"]) if under_torchrun else 1, args.expert_parallel
     if args.batch_size % processes:
         parser.error(f"--batch-size {args.batch_size} is not a multiple of the {processes} processes")
     if args.fsdp and args.compile:
-        parser.error("--compile is for one process")
-    if apart == 1:
+        parser.error("--compile needs a single process")
+    if ranks == 1:
         return
-    if processes % apart or args.num_experts % processes:
+    if processes % ranks or args.num_experts % processes:
         parser.error(
-            f"--expert-parallel {apart} has to divide the number of processes, {processes}, and that has to "
+            f"--expert-parallel {ranks} must divide the number of processes, {processes}, which must "
             f"divide --num-experts {args.num_experts}"
         )
     if args.compare or args.experts != "fused":
-        parser.error("--expert-parallel is for --experts fused")
+        parser.error("--expert-parallel needs --experts fused")
 
 
 def run_folder(args, experts):
@@ -579,7 +588,7 @@ def main(argv=None):
 
 def train_all(args, texts):
     logs, interrupt = {}, Interrupt()
-    # Processes would stop at different steps, each waiting for the others; there Ctrl-C acts as usual.
+    # Several processes could stop at different steps and deadlock; there Ctrl-C acts as usual.
     with contextlib.nullcontext() if args.fsdp else interrupt:
         for experts in EXPERTS if args.compare else [args.experts]:
             run = Run(args, experts, texts, run_folder(args, experts))
@@ -588,7 +597,7 @@ def train_all(args, texts):
             logs[experts] = run.log
             done = len(run.log["loss"])
             if done < args.steps:
-                print(f"{experts}: saved at step {done}; the same command with --resume goes on from there")
+                print(f"{experts}: saved at step {done}; the same command with --resume continues from there")
                 return
     if args.compare:
         comparison = compare(**logs)

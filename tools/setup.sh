@@ -1,15 +1,15 @@
 #!/bin/sh
 # tools/setup.sh FOLDER REQUIREMENT...: makes the virtual environment FOLDER with PyTorch in it.
 #
-# First comes what pip cannot bring: all that is missing is named at once, with its Debian package.
-# A PyTorch that is new enough and that $PYTHON can import is used; else REQUIREMENT is installed.
+# First it checks for what pip cannot install, and lists everything missing with its Debian package.
+# If $PYTHON can import a PyTorch that is new enough, the environment uses it; else REQUIREMENT is installed.
 set -eu
 venv=$1
 shift
 python=${PYTHON:-python3}
 missing=
 
-# require PACKAGE WHAT COMMAND...: notes that WHAT is missing when COMMAND fails.
+# require PACKAGE WHAT COMMAND...: records that WHAT is missing if COMMAND fails.
 require() {
     package=$1 what=$2
     shift 2
@@ -41,7 +41,7 @@ fi
 has_torch() {
     "$1" -c 'import torch; assert tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 10)' 2>/dev/null
 }
-# Only the packages of a Python that is not itself a virtual environment's are seen in a new one.
+# A new virtual environment can use the packages of $PYTHON, unless that is a virtual environment itself.
 if "$python" -c 'import sys; assert sys.prefix == sys.base_prefix' 2>/dev/null && has_torch "$python"; then
     site=--system-site-packages
 else
@@ -51,10 +51,10 @@ fi
 pip="$venv/bin/python -m pip --disable-pip-version-check"
 if ! has_torch "$venv/bin/python"; then
     if [ ! -e /proc/driver/nvidia ]; then
-        echo "fused_moe: no NVIDIA GPU here: PyTorch's CPU build would do and is far smaller. To have it,"
-        echo "install it before, or add its index: make TORCH='$* --index-url ...' (see pytorch.org)"
+        echo "fused_moe: no NVIDIA GPU here: PyTorch's CPU build suffices and is far smaller. To use it,"
+        echo "install it first, or add its index: make TORCH='$* --index-url ...' (see pytorch.org)"
     fi
     $pip install "$@"
 fi
-# New virtual environments come with an old setuptools, or none.
+# A new virtual environment has an old setuptools, or none.
 $pip install --quiet 'setuptools>=77' 'ninja>=1.11' 'pybind11>=2.11'
