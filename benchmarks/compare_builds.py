@@ -126,9 +126,11 @@ def worker() -> None:
 
 
 class Build:
-    def __init__(self, tree: Path):
+    """A process that imports one tree's library and answers requests; `script` is run with --worker."""
+
+    def __init__(self, tree: Path, script: str = __file__):
         environment = {**os.environ, "PYTHONPATH": f"{tree}:{Path(__file__).parent}"}
-        command = [sys.executable, __file__, "--worker"]
+        command = [sys.executable, script, "--worker"]
         pipe = subprocess.PIPE
         self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=environment)
 

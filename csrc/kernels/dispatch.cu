@@ -201,6 +201,7 @@ static __device__ uint32_t stream_counters[MAX_STREAMS][FUSED_MOE_NUM_COUNTERS];
 
 static struct {
     std::mutex mutex;
+    uint32_t *first;                        /* the device's address of stream_counters */
     unsigned long long stream[MAX_STREAMS]; /* identities, which no later stream has */
     int num_streams;
 } counters_of[MAX_DEVICES];
@@ -209,21 +210,21 @@ static int find_counters(cudaStream_t stream, uint32_t **found) {
     cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
     unsigned long long id = 0;
     int device = 0;
-    void *first = nullptr;
     *found = nullptr;
     cudaError_t error = cudaStreamIsCapturing(stream, &capture);
     if (error != cudaSuccess || capture != cudaStreamCaptureStatusNone) return cuda_status(error);
     error = cudaStreamGetId(stream, &id);
     if (error == cudaSuccess) error = cudaGetDevice(&device);
-    if (error == cudaSuccess) error = cudaGetSymbolAddress(&first, stream_counters);
     if (error != cudaSuccess || device >= MAX_DEVICES) return cuda_status(error);
     auto &known = counters_of[device];
     std::lock_guard<std::mutex> lock(known.mutex);
+    if (!known.first) error = cudaGetSymbolAddress((void **)&known.first, stream_counters);
+    if (error != cudaSuccess) return cuda_status(error);
     int i = 0;
     while (i < known.num_streams && known.stream[i] != id) i++;
     if (i == MAX_STREAMS) return FUSED_MOE_OK;
     if (i == known.num_streams) known.stream[known.num_streams++] = id;
-    *found = (uint32_t *)first + (size_t)i * FUSED_MOE_NUM_COUNTERS;
+    *found = known.first + (size_t)i * FUSED_MOE_NUM_COUNTERS;
     return FUSED_MOE_OK;
 }
 

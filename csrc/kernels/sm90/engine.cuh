@@ -119,11 +119,12 @@ __device__ inline void fetch_gemm_tiles(const Gemm &p, Queue &queue) {
             token = p.row_token ? p.row_token[tile.first_row + i] : tile.first_row + i;
         return (uint32_t)token < (uint64_t)p.T ? token : 0;
     };
-    fetch_tiles(p.tiles, queue, fused_moe_num_work_tiles(p.tiles.schedule, &p.tiles.order), decode, token_of);
+    fetch_tiles(p.tiles, queue, fused_moe_num_work_tiles(p.tiles.schedule, &p.tiles.order), decode, token_of,
+                [](WorkTile &) {});
 }
 
-/* epilogue.hold(d, tile, row, writer) takes a consumer's 64 rows of accumulators; `row` is their first in the
- * expert. epilogue.store_subtile<i>(writer), for i < SUBTILES, and flush(writer) store what it holds.
+/* epilogue.hold(d, tile, wg, writer) takes the 64 rows of accumulators of consumer wg.
+ * epilogue.store_subtile<i>(writer), for i < SUBTILES, and flush(writer) store what it holds.
  * epilogue.store_swapped(d, tile, wg, warp, writer) stores what run_mainloop_swapped left: warp w of 4 has
  * output columns 16 w to 16 w + 15 of each of its warpgroup's two subtiles. HALF_N: there are half-N
  * tiles. */
@@ -172,7 +173,7 @@ __device__ inline void persistent_gemm(const Gemm &p, Epilogue epilogue) {
             else
                 run_mainloop<Config, Config::BN, Epilogue::SUBTILES>(d, s, pipe, num_k_tiles, wg,
                                                                      store_subtile);
-            epilogue.hold(d, tile, tile.store_row + SUBTILE * wg, writer);
+            epilogue.hold(d, tile, wg, writer);
         }
         epilogue.flush(writer);
         writer.drain_all();

@@ -179,12 +179,6 @@ class WarpgroupWriter : public Writer {
         issuer = (issuer + 1) % 4;
         has_stored = true;
     }
-
-    /* The same of words as fill_subtile takes them; row is the subtile's first in the expert. */
-    __device__ void store(const uint32_t (&words)[16], const CUtensorMap *map, int column, int row) {
-        store_filled([&](uint32_t subtile, int warp) { fill_subtile(subtile, 16 * warp, words); },
-                     [&](uint32_t subtile) { cp_async_bulk_tensor_store(map, subtile, column, row); });
-    }
 };
 
 /* Adds bias[column] to 64 columns of accumulators, for columns before `end`. Columns come in eights, so a

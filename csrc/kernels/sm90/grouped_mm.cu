@@ -18,6 +18,7 @@ typedef struct {
     const void *bias; /* [E,M] or NULL */
     void *out;        /* [R,M] */
     int32_t M;
+    CUtensorMap out_map; /* ragged */
 } GroupedMM;
 
 template <typename T>
@@ -28,12 +29,14 @@ struct Epilogue {
     const GroupedMM &p;
     /* What is held of the last tile: rounded subtiles, of columns [column, end). end 0: nothing. */
     uint32_t words[SUBTILES][16];
-    int map_slot, row, column, end;
+    int row, num_rows, column, end;
 
-    __device__ void hold(float (&d)[128], const WorkTile &tile, int first_row, Writer &) {
+    __device__ void hold(float (&d)[128], const WorkTile &tile, int wg, Writer &) {
         const T *bias = p.bias ? (const T *)p.bias + (int64_t)tile.expert * p.M : nullptr;
-        map_slot = tile.map_slot, row = first_row, column = tile.first_column;
+        row = tile.first_row + SUBTILE * wg, num_rows = min(SUBTILE, tile.num_rows - SUBTILE * wg);
+        column = tile.first_column;
         end = tile.half_n ? min(p.M, column + 2 * SUBTILE) : p.M;
+        if (num_rows <= 0) end = 0;
 #pragma unroll
         for (int i = 0; i < SUBTILES; i++) {
             if (bias) add_bias(&d[32 * i], bias, column + i * SUBTILE, p.M);
@@ -44,7 +47,11 @@ struct Epilogue {
     template <int i>
     __device__ void store_subtile(Writer &writer) {
         int first = column + i * SUBTILE;
-        if (first < end) writer.store(words[i], map_of_slot(p.gemm.tiles, 0, map_slot), first, row);
+        if (first >= end) return;
+        auto fill = [&](uint32_t subtile, int warp) { fill_subtile(subtile, 16 * warp, words[i]); };
+        writer.store_filled(fill, [&](uint32_t subtile) {
+            cp_async_bulk_tensor_store(&p.out_map, subtile, first, SUBTILE - num_rows, row + num_rows);
+        });
     }
 
     __device__ void flush(Writer &writer) {
@@ -97,11 +104,8 @@ int launch(const FusedMoeGroupedMM &p, void *stream) {
     tiles.last_is_half_n = (p.M - 1) % Config::BN < Config::BN / 2;
     /* where an N tile is half as wide already, the last wave is not split */
     if (!tiles.last_is_half_n && tiles.swaps_skinny) tiles.order.split_last_wave = num_ctas();
-    tiles.num_maps = 1;
-    tiles.rows[0].data = p.out;
-    tiles.rows[0].pitch_bytes = p.M * sizeof(T);
     if (status == FUSED_MOE_OK)
-        status = matrix_map(&tiles.rows[0].all_rows, (const T *)p.out, p.R, p.M, p.M, WarpgroupWriter::ROWS);
+        status = ragged_map(&q.out_map, (const T *)p.out, p.R, p.M, p.M, WarpgroupWriter::ROWS);
     if (status != FUSED_MOE_OK) return status;
     return launch_persistent<Config, Shared<Config>, grouped_mm_kernel<Config>>(q, stream);
 }
@@ -126,13 +130,9 @@ FusedMoeReason reason(const FusedMoeGroupedMM &p) {
     return is_countable(p.R, p.E, p.M) ? FUSED_MOE_RUNS : FUSED_MOE_TOO_LARGE;
 }
 
-size_t workspace(const FusedMoeGroupedMM &) {
-    return map_bytes(1);
-}
-
 } // namespace
 
-const Kernel<FusedMoeGroupedMM> grouped_mm = {reason, workspace, run};
+const Kernel<FusedMoeGroupedMM> grouped_mm = {reason, nullptr, run};
 
 } // namespace sm90
 } // namespace fused_moe

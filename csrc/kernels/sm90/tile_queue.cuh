@@ -1,16 +1,14 @@
 /* How the CTAs of a persistent grid get their work tiles: schedule.h on the device.
  *
  * One warp of a CTA fetches tiles, two ahead of the warps that work on them: it claims an index (static
- * round-robin, then work stealing), decodes it with a vote over the experts' prefix, builds the tensor maps
- * that end where the expert's rows end, and publishes the tile through a queue in shared memory. Which CTA
- * computes a tile changes nothing in its result.
+ * round-robin, then work stealing), decodes it with a vote over the experts' prefix, and publishes the tile
+ * through a queue in shared memory. Which CTA computes a tile changes nothing in its result.
  *
- * Tensor maps on the device. A store past the expert's last row must be dropped, a load past it must give
- * zeros, so these need a map whose row extent is the expert's. The fetching warp edits a template's address
- * and row count in shared memory when the expert changes, copies it to the CTA's next slot in global memory
- * with release to the tensormap proxy, and acquires it there; the warps that use the slot synchronise with it
- * through the queue. A tile that is stored and has all of its rows uses the map of all rows instead: an edit
- * for every tile was seen to cost up to 8% where k is short. */
+ * Tensor maps on the device (wgrad). A load past the expert's last row must give zeros, so its map's row extent
+ * is the expert's. The fetching warp edits a template's address and row count in shared memory when the expert
+ * changes, copies it to the CTA's next slot in global memory with release to the tensormap proxy, and acquires
+ * it there; the warps that use the slot synchronise with it through the queue. Stores past the last row are
+ * dropped by ragged maps instead (tensor_map.cuh): device-built ones cost up to 3% there. */
 #pragma once
 
 #include "../../schedule.h"
@@ -23,8 +21,7 @@ namespace sm90 {
 constexpr int QUEUE_DEPTH = 2; /* tiles fetched ahead: more would be kept from idle CTAs */
 constexpr int MAX_MAPS = 2;    /* per-expert tensor maps of a GEMM */
 /* Of a CTA, more than the tiles in flight: when a slot is written again, TMA is done with it. In flight are
- * QUEUE_DEPTH tiles, the one that consumers compute, the one whose stores they issue, and the one whose
- * stores TMA still reads. */
+ * QUEUE_DEPTH tiles, the one that is loaded and the one that consumers compute. */
 constexpr int MAP_SLOTS = 8;
 
 /* A stage of a pipeline, and the phase of its barriers. */
@@ -40,7 +37,7 @@ struct PipelineState {
 
 /* --- what a GEMM's launch computes ---------------------------------------------------------------------- */
 
-typedef struct { /* rows grouped by expert that TMA stores, or loads */
+typedef struct { /* rows grouped by expert, loaded through per-expert maps */
     CUtensorMap all_rows;
     const void *data;
     int64_t pitch_bytes;
@@ -69,11 +66,9 @@ enum { CLAIMED = 0, EXITED = FUSED_MOE_MAX_CTAS, SEMAPHORES = FUSED_MOE_MAX_CTAS
 struct alignas(16) WorkTile {
     int32_t expert; /* -1: there are no more tiles */
     int32_t first_row, num_rows;
-    int32_t store_row;    /* of first_row, in the map that stores use        */
     int32_t first_column; /* of the output, or of gate and of up alike      */
     int32_t half_n;       /* half of an N tile's columns, or fewer          */
     int32_t skinny;       /* computed with swapped operands                 */
-    int32_t map_slot;     /* of the CTA's, with the expert's maps; -1: all rows' */
 };
 
 /* full: 32 arrivals, of the fetching warp's lanes; empty: one of each reading warp. token: of the tile's
@@ -122,9 +117,8 @@ class TileReader {
 
 /* --- the fetching warp ---------------------------------------------------------------------------------- */
 
-/* Tensor map i of one of this CTA's slots, or that of all rows. */
+/* Tensor map i of one of this CTA's slots. */
 __device__ inline const CUtensorMap *map_of_slot(const TileSource &source, int i, int slot) {
-    if (slot < 0) return &source.rows[i].all_rows;
     return source.maps + ((int64_t)blockIdx.x * MAP_SLOTS + slot) * source.num_maps + i;
 }
 
@@ -162,13 +156,12 @@ __device__ inline void reset_claims(const TileSource &source) {
     for (uint32_t cta = lane; cta < gridDim.x; cta += 32) source.counters[CLAIMED + cta] = 0;
 }
 
-/* Fetches tiles until there are none. decode(index, tile) fills a tile and returns whether it is to be
- * computed, with map_slot -1 where the map of all rows will do, else 0. token_of(tile, i) is the token of its
- * row i. */
-template <class Queue, typename Decode, typename TokenOf>
+/* Fetches tiles until there are none. decode(index, tile) fills a tile and returns whether it is to be computed.
+ * prepare(tile) runs before the tile is published; token_of(tile, i) is the token of its row i. */
+template <class Queue, typename Decode, typename TokenOf, typename Prepare>
 __device__ inline void fetch_tiles(const TileSource &source, Queue &queue, uint32_t num_tiles, Decode decode,
-                                   TokenOf token_of) {
-    int lane = threadIdx.x % 32, expert = -1, slot = 0;
+                                   TokenOf token_of, Prepare prepare) {
+    int lane = threadIdx.x % 32;
     FusedMoeTileScheduler scheduler =
         fused_moe_tile_scheduler(source.counters + CLAIMED, num_tiles, blockIdx.x, gridDim.x);
     PipelineState<QUEUE_DEPTH> stage;
@@ -177,14 +170,7 @@ __device__ inline void fetch_tiles(const TileSource &source, Queue &queue, uint3
         has_tile = index < num_tiles;
         typename Queue::WorkTile tile = {-1};
         if (has_tile && !decode(index, tile)) continue;
-        if (has_tile && tile.map_slot >= 0) {
-            if (tile.expert != expert) {
-                expert = tile.expert;
-                slot = (slot + 1) % MAP_SLOTS;
-                build_maps(source, queue.scratch, expert, slot);
-            }
-            tile.map_slot = slot;
-        }
+        if (has_tile) prepare(tile);
         mbarrier_wait(shared_address(&queue.empty[stage.index]), stage.phase ^ 1);
         for (int i = lane; i < Queue::TOKENS; i += 32) queue.token[stage.index][i] = token_of(tile, i);
         if (lane == 0) queue.tile[stage.index] = tile;
@@ -200,13 +186,9 @@ __device__ inline void decode_tile(const TileSource &source, uint32_t index, Wor
     tile.expert = work.expert;
     tile.first_row = work.first_row;
     tile.num_rows = work.num_rows;
-    bool is_clipped = work.num_rows < FUSED_MOE_TILE_ROWS && source.num_maps;
-    tile.map_slot = is_clipped ? 0 : -1;
-    tile.store_row = work.first_row - (is_clipped ? fused_moe_expert_start(source.offs, work.expert) : 0);
     tile.first_column = work.n_tile * source.tile_n + (work.n_half == 2) * source.tile_n / 2;
     tile.half_n = work.n_half || (source.last_is_half_n && work.n_tile == source.order.num_n_tiles - 1);
     tile.skinny = work.skinny && source.swaps_skinny;
-    if (tile.skinny) tile.map_slot = -1; /* stored without TMA */
 }
 
 /* Zeroes rows [offs[E-1], R) of an output, which no tile covers. Called by all threads. */

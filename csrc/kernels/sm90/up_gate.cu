@@ -3,11 +3,10 @@
  * Roles and pipelines are engine.cuh's, with A gathered. A tile has 128 hidden columns, 256 columns of h.
  *   GATE_UP      h is gate | up: B is 128 rows of the gate's weight and the 128 of the up's that belong to them,
  *                from two maps (w1 and w3, or the halves of a packed weight). Gate and up are 128 columns apart,
- *                elements apart in the registers of one thread.
+ *                which is 64 elements apart in the registers of one thread.
  *   INTERLEAVED  B's rows are consecutive: gate and up are neighbouring columns, in one thread too
  *   UNGATED      a tile has 256 hidden columns
- * Nothing is copied: h and a go from registers through the staging buffer to TMA stores. Their maps are
- * ragged: maps that the device builds for the last row tile of each expert, as grouped_mm's, cost 2% here.
+ * Nothing is copied: h and a go from registers through the staging buffer to TMA stores, by ragged maps.
  *
  * The epilogue is not overlapped with the next tile: with h and a to hold there are too few registers beside
  * the accumulators (docs/lab/forward.md has what was tried). */
@@ -62,12 +61,12 @@ struct Epilogue {
         return bias ? (const T *)bias + tile.expert * p.bias_stride : nullptr;
     }
 
-    __device__ void hold(float (&d)[128], const WorkTile &tile, int, Writer &writer) {
+    __device__ void hold(float (&d)[128], const WorkTile &tile, int wg, Writer &writer) {
         const T *bias = bias_of(p.bias, tile), *bias_up = bias_of(p.bias_up, tile);
         uint32_t words[16];
         float a[32];
-        int warp = threadIdx.x / 32 - 4,
-            offset = WarpWriter::ROWS * warp; /* of the warp's rows in the tile */
+        /* the warp's rows in the tile */
+        int offset = SUBTILE * wg + WarpWriter::ROWS * (threadIdx.x / 32 % 4);
         int rows = min(WarpWriter::ROWS, tile.num_rows - offset), end = tile.first_row + offset + rows;
         auto store_a = [&](uint32_t subtile, int column) {
             if (rows > 0)

@@ -52,7 +52,6 @@ __device__ inline bool decode_tile(const Wgrad &p, uint32_t index, WgradTile &ti
         (tile.first_row - tile.row_in_expert) / p.slice_rows * p.weight_tiles + work.weight_tile;
     tile.first_subtile = 4 * m_tile;
     tile.first_n = 2 * SUBTILE * n_tile;
-    tile.map_slot = 0;
     return work.num_slices > 0;
 }
 
@@ -67,7 +66,17 @@ __global__ void __launch_bounds__(Config::THREADS, 1) wgrad_kernel(const __grid_
             uint32_t num_tiles =
                 fused_moe_num_wgrad_tiles(p.tiles.schedule, p.tiles.E, p.weight_tiles, p.slices_per_tile);
             auto decode = [&](uint32_t index, WgradTile &tile) { return decode_tile(p, index, tile); };
-            fetch_tiles(p.tiles, s.queue, num_tiles, decode, [](const WgradTile &, int) { return 0; });
+            int expert = -1, slot = 0;
+            auto prepare = [&](WgradTile &tile) {
+                if (tile.expert != expert) {
+                    expert = tile.expert;
+                    slot = (slot + 1) % MAP_SLOTS;
+                    build_maps(p.tiles, s.queue.scratch, expert, slot);
+                }
+                tile.map_slot = slot;
+            };
+            fetch_tiles(
+                p.tiles, s.queue, num_tiles, decode, [](const WgradTile &, int) { return 0; }, prepare);
         } else if constexpr (Config::GATHER) {
             load_gather<Config>(p, s);
         } else if (warp == 0) {
