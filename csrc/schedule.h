@@ -49,6 +49,7 @@ enum {
     FUSED_MOE_TILE_ROWS = 128,  /* of the row tiles in a routing's schedule */
     FUSED_MOE_SKINNY_ROWS = 64, /* at most: the expert is skinny */
     FUSED_MOE_MIN_SLICE = 512,  /* rows of a split-K slice, at least */
+    FUSED_MOE_SLICE_SMS = 132,  /* that slices are made for: H100, H200 */
     FUSED_MOE_MAX_CTAS = 256,   /* of a persistent grid; sm_90 has 144 SMs at most */
 };
 

@@ -86,10 +86,10 @@ def _slice_rows(num_rows: int, num_experts: int, num_sms: int) -> int:
 
 def _schedule(counts: Tensor, num_rows: int) -> Tensor:
     """The tile schedule of csrc/schedule.h for at most num_rows rows. Words past its lists are zeros."""
-    tile_rows, skinny_rows = (FACTS["constants"][name] for name in ("TILE_ROWS", "SKINNY_ROWS"))
+    names = "TILE_ROWS", "SKINNY_ROWS", "SLICE_SMS"
+    tile_rows, skinny_rows, slice_sms = (FACTS["constants"][name] for name in names)
     E, device = counts.numel(), counts.device
-    num_sms = torch.cuda.get_device_properties(device).multi_processor_count if counts.is_cuda else 132
-    slice_rows = _slice_rows(num_rows, E, num_sms)
+    slice_rows = _slice_rows(num_rows, E, slice_sms)
 
     def experts_of(*masks: Tensor) -> Tensor:
         return torch.cat([mask.nonzero().flatten() for mask in masks])

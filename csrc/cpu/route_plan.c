@@ -4,8 +4,6 @@
 
 #include <string.h>
 
-enum { NUM_SMS = 132 }; /* that a schedule made here is meant for: an H100's */
-
 /* offsets and schedule from counts */
 static void finish_plan(const int32_t *counts, int64_t R, int32_t E, int32_t *offsets, int32_t *schedule) {
     offsets[0] = 0;
@@ -13,7 +11,7 @@ static void finish_plan(const int32_t *counts, int64_t R, int32_t E, int32_t *of
     memset(schedule, 0,
            (size_t)fused_moe_schedule_words(E) * sizeof *schedule); /* no list fills all of its words */
     fused_moe_schedule_row_tiles(schedule, offsets + 1, E, FUSED_MOE_TILE_ROWS);
-    fused_moe_schedule_slices(schedule, offsets + 1, E, fused_moe_slice_rows(R, E, NUM_SMS));
+    fused_moe_schedule_slices(schedule, offsets + 1, E, fused_moe_slice_rows(R, E, FUSED_MOE_SLICE_SMS));
 }
 
 int fused_moe_cpu_route_plan(const FusedMoeRoutePlan *p) {

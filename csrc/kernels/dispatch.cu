@@ -52,7 +52,7 @@ static const char *const REASONS[FUSED_MOE_NUM_REASONS] = {
 constexpr int MAX_DEVICES = 64;
 
 typedef struct {
-    bool known;
+    std::atomic<bool> known;
     int status; /* why no CUDA tier runs there, or FUSED_MOE_OK */
     FusedMoeCudaDevice versions;
     DeviceFacts facts;
@@ -160,7 +160,7 @@ static int select(FusedMoeTieredOp op, Table<Params> &table, Params *p, size_t m
         FusedMoeReason why = device_reason(tier);
         if (why == FUSED_MOE_RUNS && tier < FUSED_MOE_NUM_TIERS - 1) why = table[tier]->reason(*p);
         if (why == FUSED_MOE_RUNS) break;
-        if (reason == FUSED_MOE_RUNS) reason = why;
+        if (reason == FUSED_MOE_RUNS || reason == FUSED_MOE_OTHER_GPU) reason = why;
     }
     calls[op].of_tier[tier]++;
     if (tier) calls[op].reason = reason;

@@ -11,14 +11,14 @@ namespace fused_moe {
 
 /* --- warps ---------------------------------------------------------------------------------------------- */
 
-/* One lane of a aligned warp, the same every time. */
+/* One lane of a whole warp, the same every time. */
 __device__ inline bool elect_sync() {
     uint32_t elected;
     asm volatile("{.reg .pred p; elect.sync _|p, 0xffffffff; selp.u32 %0, 1, 0, p;}" : "=r"(elected));
     return elected;
 }
 
-/* Waits until `threads` threads, in aligned warps, have come to barrier `id` (1 to 15; 0 is
+/* Waits until `threads` threads, in whole warps, have come to barrier `id` (1 to 15; 0 is
  * __syncthreads'). */
 __device__ inline void barrier_sync(int id, int threads) {
     asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
@@ -37,8 +37,8 @@ __device__ inline bool barrier_or(int id, int threads, bool value) {
 
 /* --- barriers in shared memory -------------------------------------------------------------------------- */
 
-__device__ inline void mbarrier_init(uint32_t barrier, uint32_t num_semaphores) {
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(num_semaphores));
+__device__ inline void mbarrier_init(uint32_t barrier, uint32_t arrivals) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals));
 }
 
 /* After the inits, before any other thread or TMA sees the barriers. */

@@ -26,17 +26,17 @@ typedef struct {
     FusedMoeRoutePlan p;
     int32_t *block_counts; /* [blocks, E] */
     int64_t slots, span;   /* slots of all, of a block */
-    int32_t blocks, num_sms;
+    int32_t blocks;
 } Sort;
 
 /* --- schedules ------------------------------------------------------------------------------------------ */
 
 /* Two warps of a block, from offs that the whole block sees. */
-__device__ inline void make_schedule(int32_t *schedule, const int32_t *offs, int32_t E, int64_t R,
-                                     int32_t num_sms) {
+__device__ inline void make_schedule(int32_t *schedule, const int32_t *offs, int32_t E, int64_t R) {
     int warp = threadIdx.x / 32;
     if (warp == 0) fused_moe_schedule_row_tiles(schedule, offs, E, FUSED_MOE_TILE_ROWS);
-    if (warp == 1) fused_moe_schedule_slices(schedule, offs, E, fused_moe_slice_rows(R, E, num_sms));
+    if (warp == 1)
+        fused_moe_schedule_slices(schedule, offs, E, fused_moe_slice_rows(R, E, FUSED_MOE_SLICE_SMS));
 }
 
 typedef struct {        /* offsets from counts, or from cumulative ends that may be wrong; neither: no rows */
@@ -47,7 +47,7 @@ typedef struct {        /* offsets from counts, or from cumulative ends that may
     int32_t *offs;       /* [E] never decreasing, within [0, R] */
     int32_t *schedule;   /* [8+4E] */
     int64_t R;
-    int32_t E, num_sms;
+    int32_t E;
     bool leading_zero; /* offs[-1] = 0: offsets (E+1,) */
 } Schedule;
 
@@ -79,7 +79,7 @@ __global__ void __launch_bounds__(SCHEDULE_THREADS) schedule_kernel(const __grid
     __syncthreads();
     for (int32_t e = threadIdx.x; s.counts_out && e < s.E; e += SCHEDULE_THREADS)
         s.counts_out[e] = s.offs[e] - fused_moe_expert_start(s.offs, e);
-    make_schedule(s.schedule, s.offs, s.E, s.R, s.num_sms);
+    make_schedule(s.schedule, s.offs, s.E, s.R);
 }
 
 /* --- the sort ------------------------------------------------------------------------------------------- */
@@ -151,7 +151,7 @@ __global__ void __launch_bounds__(THREADS) scatter_kernel(const __grid_constant_
     int32_t num_experts = min(EXPERTS, p.E - first_expert), warp = threadIdx.x / 32;
     unsigned lane = threadIdx.x % 32, lanes_before = (1u << lane) - 1;
     int32_t num_rows = sum_counts(s, block, first_expert, row_of_block);
-    if (blockIdx.x == 0) make_schedule(p.schedule, p.offsets + 1, p.E, s.slots, s.num_sms);
+    if (blockIdx.x == 0) make_schedule(p.schedule, p.offsets + 1, p.E, s.slots);
 
     int64_t end = min((block + 1) * s.span, s.slots);
     for (int64_t chunk = block * s.span; chunk < end; chunk += CHUNK_SLOTS) {
@@ -215,7 +215,6 @@ int check_offsets(const int32_t **offs, const int32_t **schedule, int32_t E, int
     s.schedule = s.offs + E;
     s.R = R;
     s.E = E;
-    s.num_sms = current_device().num_sms;
     *offs = s.offs;
     *schedule = s.schedule;
     return launch(schedule_kernel, s, 1, SCHEDULE_THREADS, 0, stream);
@@ -243,12 +242,11 @@ extern "C" int fused_moe_cuda_route_plan(const FusedMoeRoutePlan *p, void *strea
         none.offs = p->offsets + 1;
         none.schedule = p->schedule;
         none.E = p->E;
-        none.num_sms = current_device().num_sms;
         none.leading_zero = true;
         return launch(schedule_kernel, none, 1, SCHEDULE_THREADS, 0, stream);
     }
     int64_t slots = p->T * p->K;
-    Sort s = {*p, (int32_t *)p->workspace, slots, ceil_div(slots, blocks), blocks, current_device().num_sms};
+    Sort s = {*p, (int32_t *)p->workspace, slots, ceil_div(slots, blocks), blocks};
     int64_t grid = blocks * ceil_div(p->E, EXPERTS);
     int status = launch(count_kernel, s, grid, THREADS, 0, stream);
     size_t shared = WARPS * (size_t)(p->E < EXPERTS ? p->E : EXPERTS) * sizeof(int32_t);
@@ -264,7 +262,6 @@ extern "C" int fused_moe_cuda_count_plan(const FusedMoeCountPlan *p, void *strea
     s.schedule = p->schedule;
     s.R = p->R;
     s.E = p->E;
-    s.num_sms = current_device().num_sms;
     s.leading_zero = true;
     return launch(schedule_kernel, s, 1, SCHEDULE_THREADS, 0, stream);
 }

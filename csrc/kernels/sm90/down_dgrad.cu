@@ -259,12 +259,14 @@ int run(const FusedMoeDownDgrad &p, void *stream) {
 
 FusedMoeReason reason(const FusedMoeDownDgrad &p) {
     const FusedMoeRowMap &rows = p.row_map;
-    if (!is_half(p.dtype)) return FUSED_MOE_OTHER_DTYPE;
+    if (!is_16_bit(p.dtype)) return FUSED_MOE_OTHER_DTYPE;
     if (rows.R == 0 || rows.T == 0) return FUSED_MOE_NO_ROWS;
     if (p.D % CHUNK || p.F % CHUNK) return FUSED_MOE_WIDTH;
     for (const void *data : {p.dout, p.h, (const void *)p.dh, (const void *)p.a_scaled})
         if (!is_aligned(data)) return FUSED_MOE_UNALIGNED;
     if (!is_readable(p.w2, p.w2.stride_in, p.w2.stride_out, rows.E)) return FUSED_MOE_STRIDES;
+    if (2 * p.F * SUBTILE > INT32_MAX)
+        return FUSED_MOE_TOO_LARGE; /* the epilogue steps rows of h in 32 bits */
     return is_countable(rows.R, rows.E, p.F) ? FUSED_MOE_RUNS : FUSED_MOE_TOO_LARGE;
 }
 

@@ -120,7 +120,7 @@ int run(const FusedMoeGroupedMM &p, void *stream) {
 
 FusedMoeReason reason(const FusedMoeGroupedMM &p) {
     const FusedMoeWeight *b = p.b;
-    if (!is_half(p.dtype)) return FUSED_MOE_OTHER_DTYPE;
+    if (!is_16_bit(p.dtype)) return FUSED_MOE_OTHER_DTYPE;
     if (p.R == 0) return FUSED_MOE_NO_ROWS;
     if (p.M % CHUNK || p.N[0] % CHUNK || p.N[1] % CHUNK) return FUSED_MOE_WIDTH;
     if (!is_aligned(p.a) || !is_aligned(p.out) || !is_aligned(p.bias)) return FUSED_MOE_UNALIGNED;

@@ -41,7 +41,7 @@ inline size_t map_bytes(int num_maps) {
     return (size_t)num_ctas() * MAP_SLOTS * num_maps * sizeof(CUtensorMap);
 }
 
-/* Launches a persistent kernel. By PDL its prologue overlaps the end of the kernel before it. */
+/* Launches a persistent kernel. By PDL its prologue overlaps the last CTAs' exit of the kernel before it. */
 template <class Config, class Memory, auto kernel, typename Params>
 int launch_persistent(const Params &p, void *stream) {
     constexpr size_t bytes = sizeof(Memory);
@@ -65,7 +65,9 @@ int launch_persistent(const Params &p, void *stream) {
     config.stream = (cudaStream_t)stream;
     config.attrs = &pdl;
     config.numAttrs = 1;
-    return cuda_status(cudaLaunchKernelEx(&config, kernel, p));
+    error = cudaLaunchKernelEx(&config, kernel, p);
+    if (error != cudaSuccess) cudaGetLastError(); /* it is reported here, not by a later launch */
+    return cuda_status(error);
 }
 
 /* Calls fn with a value of the 16-bit dtype. */
@@ -76,7 +78,7 @@ int with_half(FusedMoeDtype dtype, Fn fn) {
 
 /* --- which calls the tier takes: TMA reads 16-byte aligned rows and multiples of 16 bytes as strides ------ */
 
-inline bool is_half(FusedMoeDtype dtype) {
+inline bool is_16_bit(FusedMoeDtype dtype) {
     return dtype == FUSED_MOE_BF16 || dtype == FUSED_MOE_F16;
 }
 

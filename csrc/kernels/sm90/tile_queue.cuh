@@ -23,6 +23,7 @@ constexpr int MAX_MAPS = 2;    /* per-expert tensor maps of a GEMM */
 /* Of a CTA, more than the tiles in flight: when a slot is written again, TMA is done with it. In flight are
  * QUEUE_DEPTH tiles, the one that is loaded and the one that consumers compute. */
 constexpr int MAP_SLOTS = 8;
+static_assert(MAP_SLOTS >= QUEUE_DEPTH + 2, "a map would be edited under TMA");
 
 /* A stage of a pipeline, and the phase of its barriers. */
 template <int STAGES>
@@ -60,6 +61,8 @@ typedef struct {
 
 /* Where counters are. */
 enum { CLAIMED = 0, EXITED = FUSED_MOE_MAX_CTAS, SEMAPHORES = FUSED_MOE_MAX_CTAS + 32 };
+/* split tiles are at most 2 * CTAs, with a first slice and a warpgroup's semaphore each: schedule.h */
+static_assert(SEMAPHORES + 8 * FUSED_MOE_MAX_CTAS <= FUSED_MOE_NUM_COUNTERS, "counters overlap");
 
 /* --- the queue ------------------------------------------------------------------------------------------ */
 

@@ -254,7 +254,7 @@ int run(const FusedMoeUpGate &p, void *stream) {
 FusedMoeReason reason(const FusedMoeUpGate &p) {
     const FusedMoeWeight &w1 = p.w1, &w3 = p.w3;
     const FusedMoeRowMap &rows = p.row_map;
-    if (!is_half(p.dtype)) return FUSED_MOE_OTHER_DTYPE;
+    if (!is_16_bit(p.dtype)) return FUSED_MOE_OTHER_DTYPE;
     if (rows.R == 0 || rows.T == 0) return FUSED_MOE_NO_ROWS;
     if (p.scores) return FUSED_MOE_SCORED_INPUT;
     if (p.D % CHUNK || p.F % CHUNK) return FUSED_MOE_WIDTH;

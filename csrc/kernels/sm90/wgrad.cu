@@ -21,6 +21,7 @@ template <typename T, bool GATHER>
 struct WgradConfig : GemmConfig<T, Major::MN, GATHER> {
     static constexpr Major A_MAJOR = Major::MN;
     static constexpr int PRODUCER_REGISTERS = 56, CONSUMER_REGISTERS = 224; /* of 3 x 168 */
+    static_assert(PRODUCER_REGISTERS + 2 * CONSUMER_REGISTERS <= 3 * 168, "setmaxnreg would wait forever");
     using Queue = TileQueue<WgradTile, WgradConfig::CONSUMER_WARPS + WgradConfig::LOAD_WARPS, 0>;
 };
 
@@ -245,7 +246,7 @@ typedef struct {
 } Slices;
 
 Slices slices_of(const FusedMoeWgrad &p) {
-    int32_t rows = fused_moe_slice_rows(p.R, p.E, current_device().num_sms);
+    int32_t rows = fused_moe_slice_rows(p.R, p.E, FUSED_MOE_SLICE_SMS);
     Slices s = {fused_moe_slices_per_tile(p.R, rows, weight_tiles_of(p), num_ctas()), p.R > 0 ? p.R : 1, 0};
     if (s.per_tile) s.rows = (int64_t)s.per_tile * rows;
     if (s.per_tile) s.num_slots = fused_moe_num_split_slots(p.R, s.rows);
@@ -321,7 +322,7 @@ int run(const FusedMoeWgrad &p, void *stream) {
 }
 
 FusedMoeReason reason(const FusedMoeWgrad &p) {
-    if (!is_half(p.dtype)) return FUSED_MOE_OTHER_DTYPE;
+    if (!is_16_bit(p.dtype)) return FUSED_MOE_OTHER_DTYPE;
     if (p.R == 0 || p.T == 0) return FUSED_MOE_NO_ROWS;
     if (p.b_scores) return FUSED_MOE_SCORED_INPUT;
     if (p.N % CHUNK || p.M[0] % CHUNK || p.M[1] % CHUNK) return FUSED_MOE_WIDTH;
