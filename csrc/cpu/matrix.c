@@ -33,7 +33,7 @@ static void *element(FmMatrix m, size_t bytes, int64_t i, int64_t j) {
     return fm_at(m.data, bytes, i * m.row_stride + j * m.col_stride);
 }
 
-/* Calls the conversion on aligned rows where they are dense, else on one element at a time. */
+/* Calls the conversion on whole rows where they are dense, else on one element at a time. */
 #define FOR_RUNS(m, run, i, j)                                                                               \
     for (int64_t i = 0, run = (m).col_stride == 1 ? (m).cols : 1; i < (m).rows; i++)                         \
         for (int64_t j = 0; j < (m).cols; j += run)

@@ -48,7 +48,7 @@ Ints make_schedule(const Ints &offs, int32_t tile_rows, int32_t slice_rows) {
     return schedule;
 }
 
-/* A schedule of these offs. Words past the last active expert are undefined; here they become 0. */
+/* A schedule of these offs. Words past the last active expert are zeros. */
 Ints checked_schedule(const char *op, const Tensor &schedule, const Ints &offs) {
     check_int32(op, "schedule", schedule, 1);
     int64_t E = offs.size(), words = fused_moe_schedule_words(E);

@@ -125,8 +125,7 @@ __device__ inline const CUtensorMap *map_of_slot(const TileSource &source, int i
     return source.maps + ((int64_t)blockIdx.x * MAP_SLOTS + slot) * source.num_maps + i;
 }
 
-/* Builds and acquires an expert's tensor maps. An expert without rows has none: nothing is loaded or
- * stored. */
+/* Builds and acquires an expert's tensor maps. An expert without rows has none: nothing is loaded. */
 __device__ inline void build_maps(const TileSource &source, CUtensorMap &scratch, int32_t expert, int slot) {
     int lane = threadIdx.x % 32;
     int32_t first = fused_moe_expert_start(source.offs, expert), rows = source.offs[expert] - first;

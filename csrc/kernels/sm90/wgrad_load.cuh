@@ -124,8 +124,8 @@ struct Tokens {
     }
 };
 
-/* Three warps gather b: a warp copies one subtile's columns of four rows at a time, one chunk per lane. Warp
- * 0 loads a by TMA. */
+/* Three warps gather b: a warp copies both subtiles' columns of four rows at a time, one chunk of each per lane.
+ * Warp 0 loads a by TMA. */
 template <class Config>
 __device__ inline void load_gather(const Wgrad &p, Shared<Config> &s) {
     using T = typename Config::T;
@@ -137,12 +137,11 @@ __device__ inline void load_gather(const Wgrad &p, Shared<Config> &s) {
     TileReader<typename Config::Queue> reader(s.queue);
     typename Config::Pipeline pipe;
     int acquired = -1;
-    auto acquire = [&](const WgradTile &tile) { /* by the warp that uses the map */
-                                                if (warp == 0 && tile.expert >= 0 &&
-                                                    tile.map_slot != acquired)
-                                                    fence_proxy_tensormap_acquire(
-                                                        map_of_slot(p.tiles, MAP_OF_A, tile.map_slot));
-                                                acquired = tile.map_slot;
+    /* The warp that uses a map acquires it, beside the warp that built it. */
+    auto acquire = [&](const WgradTile &tile) {
+        if (warp == 0 && tile.expert >= 0 && tile.map_slot != acquired)
+            fence_proxy_tensormap_acquire(map_of_slot(p.tiles, MAP_OF_A, tile.map_slot));
+        acquired = tile.map_slot;
     };
     WgradTile next = reader.next();
     Tokens<T> next_tokens;
