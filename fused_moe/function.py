@@ -253,7 +253,8 @@ def route(
         if bias.device != logits.device:
             fail(ValueError, "route", f"bias on {logits.device}", bias.device)
         bias = bias.detach().float()
-    return ops.route(
+    return _ops.run(
+        ops.route.default,
         logits,
         bias,
         top_k,
@@ -283,7 +284,7 @@ def permute(x: Tensor, ids: Tensor, num_experts: int) -> tuple[Tensor, Plan]:
     if num_experts < 1:
         fail(ValueError, "permute", "num_experts >= 1", num_experts)
     plan = _ops.route_plan(ids, num_experts)
-    return ops.permute(x, plan.tensors), plan
+    return _ops.run(ops.permute.default, x, plan.tensors), plan
 
 
 def unpermute(rows: Tensor, plan: Plan, scores: Tensor | None = None) -> Tensor:
@@ -301,7 +302,7 @@ def unpermute(rows: Tensor, plan: Plan, scores: Tensor | None = None) -> Tensor:
     if scores is not None:
         _check_scores("unpermute", scores, plan.token_row)
         scores = scores.to(_ops.score_dtype(rows))
-    return ops.unpermute(rows, scores, plan.tensors)
+    return _ops.run(ops.unpermute.default, rows, scores, plan.tensors)
 
 
 # --- experts ----------------------------------------------------------------------------------------------
@@ -325,7 +326,7 @@ def grouped_mm(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
     _check_shape("grouped_mm", "offsets", offsets, "E", (b.size(0),))
     if offsets.device != a.device:
         fail(ValueError, "grouped_mm", f"offsets on {a.device}", offsets.device)
-    return ops.grouped_mm(a, b, offsets)
+    return _ops.run(ops.grouped_mm.default, a, b, offsets)
 
 
 def _experts(

@@ -238,18 +238,18 @@ class FusedMoE(nn.Module):
                 f"x of shape (..., D) with D = {self.experts.dim}",
                 tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__,
             )
-        tokens = x.reshape(-1, x.size(-1))
+        tokens = x if x.dim() == 2 else x.reshape(-1, x.size(-1))
         scores, ids, logits = self.router(tokens, self.expert_bias)
         out, counts = self.experts(tokens, scores, ids)
         if self.training and not _is_recomputing():
-            with torch.no_grad():
-                self.tokens_per_expert.add_(counts)
+            self.tokens_per_expert.add_(counts)
         if self.shared_experts is not None:
             shared = self.shared_experts(tokens)
             if self.shared_expert_gate is not None:
                 shared = self.shared_expert_gate(tokens).sigmoid() * shared
             out = out + shared
-        out = out.view(x.shape)
+        if x.dim() != 2:
+            out = out.view(x.shape)
         if not return_losses:
             return out
         balance = load_balancing_loss(logits, ids, self.num_experts)
