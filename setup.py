@@ -6,10 +6,9 @@
                          only built in place with FUSED_MOE_HOST=1, as `make build` does
 
 The graph of compilations is written here and run by ninja: torch.utils.cpp_extension refuses CUDA sources
-under a CPU build of PyTorch. The graph and the objects are in build/objects; compile_commands.json is for
-clangd.
+under a CPU build of PyTorch. Graph and objects are in build/objects; compile_commands.json is for clangd.
 
-Environment: CC, CXX, CFLAGS, CXXFLAGS, LDFLAGS as usual; CUDA_HOME, where nvcc is looked for first;
+Environment: CC, CXX, CFLAGS, CXXFLAGS, LDFLAGS as usual; CUDA_HOME, the one place to look for nvcc in;
 MAX_JOBS, how many compilers run at a time; FUSED_MOE_WERROR=1 makes warnings errors.
 """
 
@@ -29,24 +28,14 @@ from setuptools import Extension, setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 
-
-def find_sources(*patterns: str) -> list[str]:
-    return sorted(str(path) for pattern in patterns for path in Path("csrc").glob(pattern))
-
-
 ABI_TARGET = (2, 10)  # the oldest PyTorch that the library runs under
 NVCC_OLDEST = (12, 3)  # the first with PTX ISA 8.3, which edits tensor maps on the device
 OBJECTS = Path("build/objects")
-C_SOURCES = find_sources("cpu/*.c")
-CPP_SOURCES = find_sources("torch/*.cpp")
-CUDA_SOURCES = find_sources("kernels/**/*.cu")
-HOST_SOURCES = find_sources("host_module.cpp")
-# The facts that info() reports are compiled into those of these files that exist.
-FACTS_SOURCES = {"csrc/torch/library.cpp", "csrc/host_module.cpp"}
-EXTENSIONS = [
-    Extension("fused_moe._ops", C_SOURCES + CPP_SOURCES + CUDA_SOURCES),
-    Extension("fused_moe._host", HOST_SOURCES),
-]
+C_SOURCES, CPP_SOURCES, CUDA_SOURCES = (
+    sorted(map(str, Path("csrc").glob(files))) for files in ("cpu/*.c", "torch/*.cpp", "kernels/**/*.cu")
+)
+OPS = Extension("fused_moe._ops", C_SOURCES + CPP_SOURCES + CUDA_SOURCES)
+HOST = Extension("fused_moe._host", ["csrc/host_module.cpp"])
 
 CC = shlex.split(os.environ.get("CC", "cc"))
 CXX = shlex.split(os.environ.get("CXX", "c++"))
@@ -61,16 +50,15 @@ C_MATH = ["-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math"]
 LINK = ["-Wl,--no-as-needed", "-ltorch", "-ltorch_cpu", "-Wl,--as-needed", "-lm", "-Wl,-z,defs"]
 # Machine code for the two CUDA tiers, and PTX for the GPUs that come after them. The short form
 # -arch=sm_90a would not do: wgmma fails to assemble under it.
-GENCODE = {
-    "sm_80": "arch=compute_80,code=sm_80",
-    "compute_80": "arch=compute_80,code=compute_80",
-    "sm_90a": "arch=compute_90a,code=sm_90a",
-}
+GENCODE = ["sm_80", "compute_80", "sm_90a"]
 # Folders of csrc/kernels for some of these GPUs only; every other file is compiled for all of them.
 FOLDER_TARGETS = {"sm90": ["sm_90a"]}
 
 
-# --- what is on this machine ---------------------------------------------------------------------
+def targets_of(source: str) -> list[str]:
+    """nvcc's flags for the GPUs that a CUDA file is compiled for."""
+    names = FOLDER_TARGETS.get(Path(source).parent.name, GENCODE)
+    return [f"-gencode=arch={name.replace('sm', 'compute')},code={name}" for name in names]
 
 
 def find_torch() -> tuple[Path, str]:
@@ -87,91 +75,54 @@ def find_torch() -> tuple[Path, str]:
     return Path(spec.origin).parent, version
 
 
-def find_nvcc() -> str | None:
-    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
-    if home:
-        return shutil.which("nvcc", path=f"{home}/bin")
-    return shutil.which("nvcc") or shutil.which("nvcc", path="/usr/local/cuda/bin")
-
-
-def usable_nvcc() -> tuple[str | None, str]:
-    """nvcc, or why there are no GPU tiers."""
-    nvcc = find_nvcc()
-    if not CUDA_SOURCES:
-        return None, "no CUDA sources"
+def find_nvcc() -> tuple[str | None, str]:
+    """nvcc and its release, or None and why there are no GPU tiers."""
+    home = os.environ.get("CUDA_HOME")
+    folders = [f"{home}/bin"] if home else [*os.get_exec_path(), "/usr/local/cuda/bin"]
+    nvcc = shutil.which("nvcc", path=os.pathsep.join(folders))
     if nvcc is None:
         return None, "nvcc not found"
-    release = re.search(r"release (\d+)\.(\d+)", version_line([nvcc], -2))
-    if release and tuple(map(int, release.groups())) < NVCC_OLDEST:
-        return None, f"{nvcc} is {release[0]}, expected {'.'.join(map(str, NVCC_OLDEST))} or newer"
-    return nvcc, ""
+    release = re.search(r".*release ([\d.]+).*", subprocess.check_output([nvcc, "--version"], text=True))
+    if tuple(map(int, release[1].split("."))) < NVCC_OLDEST:
+        return None, f"{nvcc} is release {release[1]}, expected {'.'.join(map(str, NVCC_OLDEST))} or newer"
+    return nvcc, release[0]
 
 
-def cuda_library_dirs(nvcc: str) -> list[str]:
-    """As -L flags, from nvcc itself: it may come from a toolkit, conda or pip, or be a wrapper."""
-    command = [nvcc, "--dryrun", "-c", "-x", "cu", os.devnull]
-    dryrun = subprocess.run(command, capture_output=True, text=True, check=True).stderr
-    return shlex.split(re.search(r"LIBRARIES=(.*)", dryrun)[1])
+def run_ninja(libraries: dict[str, tuple[dict, list[str]]], facts: str) -> None:
+    """Compiles and links what is out of date.
 
-
-def version_line(command: list[str], line: int = 0) -> str:
-    version = subprocess.run([*command, "--version"], capture_output=True, text=True, check=True)
-    return version.stdout.splitlines()[line]
-
-
-def targets_of(source: str) -> list[str]:
-    """nvcc's flags for the GPUs that a CUDA file is compiled for."""
-    names = FOLDER_TARGETS.get(Path(source).parent.name, GENCODE)
-    return [f"-gencode={GENCODE[name]}" for name in names]
-
-
-# --- the graph of compilations -------------------------------------------------------------------
-
-Libraries = dict[str, tuple[list[str], list[str]]]  # {library: (its sources, linker flags)}
-
-
-def quoted(command: list[str]) -> str:
-    """For the shell, then for ninja."""
-    return shlex.join(command).replace("$", "$$")
-
-
-def run_ninja(compilers: dict[str, list[str]], libraries: Libraries, facts: str) -> None:
-    """Compiles and links what is out of date. `compilers` is {source: compiler and flags}.
-
-    `facts` is what command lines do not show, such as compiler releases: when it changes, everything is
-    recompiled.
+    `libraries` is {library: ({source: its compiler and flags}, linker flags)}. `facts` is what command lines
+    do not show, such as compiler releases: when it changes, everything is recompiled.
     """
     try:
-        from ninja.ninja_syntax import Writer
+        from ninja.ninja_syntax import Writer, escape
     except ImportError:
         raise SystemExit("fused_moe is compiled by ninja, which is missing: pip install ninja") from None
     OBJECTS.mkdir(parents=True, exist_ok=True)
-    facts_file, ninja_file = OBJECTS / "facts.txt", str(OBJECTS / "build.ninja")
+    facts_file, ninja_file = OBJECTS / "facts.txt", OBJECTS / "build.ninja"
     if not facts_file.exists() or facts_file.read_text() != facts:
         facts_file.write_text(facts)
-    with open(ninja_file, "w") as file:
+    with ninja_file.open("w") as file:
         graph = Writer(file, width=sys.maxsize)  # wrapping can drop a space inside a quoted word
         graph.variable("builddir", str(OBJECTS))
-        command = "$compiler -MD -MF $out.d -c $in -o $out"
-        graph.rule("compile", command, description="compile $in", depfile="$out.d", deps="gcc")
-        graph.rule("link", f"{quoted(CXX)} -shared $in $flags -o $out", description="link $out")
-        for source, compiler in compilers.items():
-            variables = {"compiler": quoted(compiler)}
-            graph.build(f"{OBJECTS}/{source}.o", "compile", source, str(facts_file), variables=variables)
-        for library, (sources, flags) in libraries.items():
-            variables = {"flags": quoted([*flags, *LDFLAGS])}
-            graph.build(library, "link", [f"{OBJECTS}/{source}.o" for source in sources], variables=variables)
+        graph.rule("compile", "$compiler -MD -MF $out.d -c $in -o $out", "compile $in", "$out.d", deps="gcc")
+        graph.rule("link", f"{escape(shlex.join(CXX))} -shared $in $flags -o $out", "link $out")
+        for library, (compilers, flags) in libraries.items():
+            objects = []
+            for source, compiler in compilers.items():
+                variables = {"compiler": escape(shlex.join(compiler))}
+                path = f"{OBJECTS}/{source}.o"
+                objects += graph.build(path, "compile", source, str(facts_file), variables=variables)
+            variables = {"flags": escape(shlex.join([*flags, *LDFLAGS]))}
+            graph.build(library, "link", objects, variables=variables)
 
-    ninja = [sys.executable, "-m", "ninja", "-f", ninja_file]
+    ninja = [sys.executable, "-m", "ninja", "-f", str(ninja_file)]
     with open("compile_commands.json", "w") as database:
         subprocess.run([*ninja, "-t", "compdb", "compile"], stdout=database, check=True)
     if jobs := os.environ.get("MAX_JOBS"):
         ninja += ["-j", jobs]
     if subprocess.run(ninja).returncode:
         raise SystemExit("fused_moe: the build failed; the command and its messages are above")
-
-
-# --- the extensions ------------------------------------------------------------------------------
 
 
 class Build(build_ext):
@@ -182,53 +133,52 @@ class Build(build_ext):
             self.build_lib = str(OBJECTS)
         # _host fits one Python only, a wheel has to fit all of them.
         if not (self.inplace and os.environ.get("FUSED_MOE_HOST") == "1"):
-            self.extensions = [e for e in self.extensions if e.name != "fused_moe._host"]
+            self.extensions = [OPS]
 
     def get_ext_filename(self, fullname: str) -> str:
         if fullname.endswith("_ops"):  # no Python in it, no Python version in its name
-            return os.path.join(*fullname.split(".")) + ".so"
+            return fullname.replace(".", "/") + ".so"
         return super().get_ext_filename(fullname)
 
     def build_extensions(self) -> None:
         torch, torch_version = find_torch()
-        nvcc, why_not = usable_nvcc()
+        nvcc, release_or_reason = find_nvcc()
         facts = {
-            "c_compiler": version_line(CC),
-            "cxx_compiler": version_line(CXX),
-            "nvcc": version_line([nvcc], -2) if nvcc else "none",
+            "c_compiler": subprocess.check_output([*CC, "--version"], text=True).splitlines()[0],
+            "cxx_compiler": subprocess.check_output([*CXX, "--version"], text=True).splitlines()[0],
+            "nvcc": release_or_reason if nvcc else "none",
             "gpu_targets": " ".join(GENCODE) if nvcc else "none",
             "abi_target": ".".join(map(str, ABI_TARGET)),
             "torch": torch_version,
         }
-        tiers = f"fused_moe: CPU tier; GPU targets: {facts['gpu_targets']}{why_not and f' ({why_not})'}"
+        info = ",".join(f"{{{json.dumps(name)},{json.dumps(fact)}}}" for name, fact in facts.items())
+        tiers = f"fused_moe: CPU tier; GPU targets: {facts['gpu_targets']} ({release_or_reason})"
         print(tiers, flush=True)  # before what ninja prints
 
         abi = "0x{:02x}{:02x}000000000000ULL".format(*ABI_TARGET)
-        c = [*CC, "-std=gnu11", *COMMON, *C_MATH, *CFLAGS]
         cpp = [*CXX, "-std=c++20", *COMMON, *CXXFLAGS]
         torch_cpp = [*cpp, f"-isystem{torch}/include", f"-DTORCH_TARGET_VERSION={abi}", "-DTORCH_STABLE_ONLY"]
-        compilers = dict.fromkeys(C_SOURCES, c)
         link = [f"-L{torch}/lib", *LINK]
+        compilers = dict.fromkeys(C_SOURCES, [*CC, "-std=gnu11", *COMMON, *C_MATH, *CFLAGS])
         if nvcc:
             torch_cpp += ["-DFUSED_MOE_WITH_CUDA"]
             cuda = [nvcc, "-std=c++17", "-O3", "-lineinfo", "-Icsrc", *["-Werror=all-warnings"] * WERROR]
             cuda += ["-Xcompiler=-fPIC,-fvisibility=hidden"]
             compilers |= {source: [*cuda, *targets_of(source)] for source in CUDA_SOURCES}
-            link += [*cuda_library_dirs(nvcc), "-lcudart_static", "-lpthread", "-ldl", "-lrt"]
+            # nvcc knows its libraries' folders. It may come from a toolkit, conda or pip, or be a wrapper.
+            dryrun = [nvcc, "--dryrun", "-c", "-x", "cu", os.devnull]
+            output = subprocess.check_output(dryrun, stderr=subprocess.STDOUT, text=True)
+            link += shlex.split(re.search(r"LIBRARIES=(.*)", output)[1])
+            link += ["-lcudart_static", "-lpthread", "-ldl", "-lrt"]
         compilers |= dict.fromkeys(CPP_SOURCES, torch_cpp)
-        libraries = {self.get_ext_fullpath("fused_moe._ops"): (list(compilers), link)}
-        if len(self.extensions) > 1:
+        compilers["csrc/torch/library.cpp"] = [*torch_cpp, f"-DBUILD_INFO={info}"]  # for fused_moe.info()
+        libraries = {self.get_ext_fullpath(OPS.name): (compilers, link)}
+        if HOST in self.extensions:
             import pybind11
 
-            includes = [pybind11.get_include(), sysconfig.get_path("include")]
-            host_cpp = [*cpp, *(f"-isystem{folder}" for folder in includes)]
-            compilers |= dict.fromkeys(HOST_SOURCES, host_cpp)
-            libraries[self.get_ext_fullpath("fused_moe._host")] = (HOST_SOURCES, [])
-        info = ",".join(f"{{{json.dumps(name)},{json.dumps(fact)}}}" for name, fact in facts.items())
-        for source in FACTS_SOURCES & compilers.keys():
-            compilers[source] = [*compilers[source], f"-DBUILD_INFO={info}"]
-
-        run_ninja(compilers, libraries, info)
+            includes = [f"-isystem{path}" for path in (pybind11.get_include(), sysconfig.get_path("include"))]
+            libraries[self.get_ext_fullpath(HOST.name)] = dict.fromkeys(HOST.sources, [*cpp, *includes]), []
+        run_ninja(libraries, info)
 
 
 class Wheel(bdist_wheel):
@@ -237,4 +187,4 @@ class Wheel(bdist_wheel):
 
 
 if __name__ == "__main__":  # the tests import the functions above
-    setup(ext_modules=EXTENSIONS, cmdclass={"build_ext": Build, "bdist_wheel": Wheel})
+    setup(ext_modules=[OPS, HOST], cmdclass={"build_ext": Build, "bdist_wheel": Wheel})

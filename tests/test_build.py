@@ -5,6 +5,7 @@ without a checkout, as when the tests run against an installed wheel.
 """
 
 import ctypes
+import importlib.metadata
 import importlib.util
 import json
 import re
@@ -43,37 +44,28 @@ def project(build, capfd, monkeypatch, tmp_path):
     def build_project(*flags_of_two: str, facts: str = "a compiler") -> list[str]:
         capfd.readouterr()
         compilers = {"one.c": [*build.CC, "-fPIC"], "two.c": [*build.CC, "-fPIC", *flags_of_two]}
-        build.run_ninja(compilers, {"both.so": (list(compilers), [])}, facts)
+        build.run_ninja({"both.so": (compilers, [])}, facts)
         return sorted(re.findall(r"(?:compile|link) (.*)", capfd.readouterr().out))
 
     return build_project
 
 
-def test_only_what_changed_is_made_again(project):
+def test_only_what_changed_is_made_again(project, capfd):
     assert project() == ["both.so", "one.c", "two.c"]
     assert project() == []
-    Path("two.c").touch()
-    assert project() == ["both.so", "two.c"]
     Path("a header.h").touch()
     assert project() == ["both.so", "one.c"]
     assert project("-O1") == ["both.so", "two.c"]
     assert project("-O1", facts="another compiler") == ["both.so", "one.c", "two.c"]
-
-
-def test_a_failed_compilation_fails_the_build_until_mended(project, capfd):
-    project()
     Path("two.c").write_text("int two(void) { return }\n")
-    for _ in range(2):
-        with pytest.raises(SystemExit, match="the build failed"):
-            project()
-        assert "two.c:1:" in capfd.readouterr().out
-    Path("two.c").write_text("int two(void) { return 3; }\n")
-    assert project() == ["both.so", "two.c"]
+    with pytest.raises(SystemExit, match="the build failed"):
+        project()
+    assert "two.c:1:" in capfd.readouterr().out
 
 
 def test_words_reach_the_compiler_unchanged(project):
     """Through ninja's quotes and the shell's, and into compile_commands.json."""
-    text = "a  $in 'b' $$ `c`: \\d"
+    text = "a  $in 'b' $$ `c`: \\d" + 99 * " " + "."  # ninja drops what is blank where a line is wrapped
     Path("two.c").write_text("const char *two(void) { return TEXT; }\n")
     project(f"-DTEXT={json.dumps(text)}")
     two = ctypes.CDLL("./both.so").two
@@ -87,14 +79,15 @@ def test_a_build_without_ninja_says_what_to_do(build, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(sys.modules, "ninja.ninja_syntax", None)
     with pytest.raises(SystemExit, match="pip install ninja"):
-        build.run_ninja({}, {}, "")
+        build.run_ninja({}, "")
 
 
 def test_the_folder_decides_the_gpu_targets(build):
-    assert build.targets_of("csrc/kernels/sm90/wgrad.cu") == ["-gencode=arch=compute_90a,code=sm_90a"]
+    portable = ["-gencode=arch=compute_80,code=sm_80", "-gencode=arch=compute_80,code=compute_80"]
+    hopper = ["-gencode=arch=compute_90a,code=sm_90a"]
+    assert build.targets_of("csrc/kernels/sm90/wgrad.cu") == hopper
     for everywhere in ("csrc/kernels/dispatch.cu", "csrc/kernels/common/route.cu"):
-        targets = [flag.rpartition("code=")[2] for flag in build.targets_of(everywhere)]
-        assert targets == ["sm_80", "compute_80", "sm_90a"]
+        assert build.targets_of(everywhere) == portable + hopper
 
 
 def test_a_wheel_fits_every_python(build, monkeypatch):
@@ -102,63 +95,52 @@ def test_a_wheel_fits_every_python(build, monkeypatch):
     from setuptools import Distribution
 
     monkeypatch.setenv("FUSED_MOE_HOST", "1")
-    wheel = build.Wheel(Distribution({"ext_modules": build.EXTENSIONS}))
+    distribution = Distribution({"ext_modules": [build.OPS, build.HOST]})
+    wheel = build.Wheel(distribution)
     wheel.ensure_finalized()
     assert wheel.get_tag()[:2] == ("py3", "none")
     assert wheel.get_tag()[2] != "any"
-    for inplace, modules in ((False, ["_ops"]), (True, ["_ops", "_host"])):
-        command = build.Build(Distribution({"ext_modules": build.EXTENSIONS}))
+    for inplace, extensions in ((False, [build.OPS]), (True, [build.OPS, build.HOST])):
+        command = build.Build(distribution)
         command.inplace = inplace
         command.ensure_finalized()
-        assert [extension.name.rpartition(".")[2] for extension in command.extensions] == modules
+        assert command.extensions == extensions
 
 
-def test_a_build_without_torch_says_what_to_do(build, monkeypatch):
+def test_a_build_without_a_torch_that_fits_says_what_to_do(build, monkeypatch):
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "2.9.1+cpu")
+    with pytest.raises(SystemExit, match=re.escape("needs PyTorch >= 2.10, found 2.9.1+cpu")):
+        build.find_torch()
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(SystemExit, match="--no-build-isolation"):
         build.find_torch()
 
 
-def test_an_old_torch_is_refused(build, monkeypatch):
-    monkeypatch.setattr(importlib.metadata, "version", lambda name: "2.9.1+cpu")
-    with pytest.raises(SystemExit, match=re.escape("needs PyTorch >= 2.10, found 2.9.1+cpu")):
-        build.find_torch()
-
-
-def test_nvcc_is_looked_for_in_cuda_home(build, monkeypatch, tmp_path):
-    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
-    assert build.usable_nvcc() == (None, "nvcc not found")
-    nvcc = tmp_path / "bin" / "nvcc"
-    nvcc.parent.mkdir()
-    nvcc.touch(mode=0o755)
-    assert build.find_nvcc() == str(nvcc)
-
-
 @pytest.mark.parametrize(
     ("release", "usable"), [("11.8", False), ("12.2", False), ("12.3", True), ("13.0", True)]
 )
-def test_an_old_nvcc_is_named(build, monkeypatch, tmp_path, release, usable):
-    """The CPU tier is built without it, and the build says why."""
+def test_nvcc_is_looked_for_in_cuda_home(build, monkeypatch, tmp_path, release, usable):
+    """Without one, or with an old one, the CPU tier is built, and the build says why."""
     monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+    assert build.find_nvcc() == (None, "nvcc not found")
     nvcc = tmp_path / "bin" / "nvcc"
     nvcc.parent.mkdir()
-    nvcc.write_text(f"#!/bin/sh\necho Cuda compilation tools, release {release}, V{release}.1\necho Build\n")
+    version = f"Cuda compilation tools, release {release}, V{release}.1"
+    nvcc.write_text(f"#!/bin/sh\necho nvcc: NVIDIA\necho {version}\necho Build\n")
     nvcc.chmod(0o755)
     why = f"{nvcc} is release {release}, expected 12.3 or newer"
-    assert build.usable_nvcc() == ((str(nvcc), "") if usable else (None, why))
+    assert build.find_nvcc() == ((str(nvcc), version) if usable else (None, why))
 
 
 def test_an_sdist_holds_all_that_a_build_reads(tmp_path):
     pytest.importorskip("setuptools", "77")
-    tracked = [*ROOT.glob("csrc/**/*.*"), *ROOT.glob("fused_moe/**/*.py"), *ROOT.glob("tests/**/*.*")]
-    tracked = [path for path in tracked if path.suffix != ".pyc"]
-    names = {str(path.relative_to(ROOT)) for path in tracked}
-    names |= {"fused_moe/py.typed", "setup.py", "pyproject.toml", "Makefile", "tools/setup.sh", "LICENSE"}
+    names = {"fused_moe/py.typed", "setup.py", "pyproject.toml", "Makefile", "tools/setup.sh", "LICENSE"}
+    for pattern in ("csrc/**/*.*", "fused_moe/**/*.py", "tests/**/*.*"):
+        names |= {str(path.relative_to(ROOT)) for path in ROOT.glob(pattern) if path.suffix != ".pyc"}
     # From a copy, so that no egg-info of the checkout is written or read.
     copy = tmp_path / "copy"
-    shutil.copytree(
-        ROOT, copy, ignore=shutil.ignore_patterns(".*", "build", "dist", "runs", "*.so", "*.egg-info")
-    )
+    ignored = shutil.ignore_patterns(".*", "build", "dist", "runs", "*.so", "*.egg-info")
+    shutil.copytree(ROOT, copy, ignore=ignored)
     subprocess.run([sys.executable, "setup.py", "-q", "sdist", "-d", tmp_path], cwd=copy, check=True)
     (sdist,) = tmp_path.glob("*.tar.gz")
     with tarfile.open(sdist) as archive:
@@ -176,6 +158,5 @@ def test_the_library_leans_on_the_stable_abi_only():
     assert re.findall(r".*\b(?:at|c10|torch)::.*", symbols) == []
     needed = subprocess.check_output(["readelf", "-d", LIBRARY], text=True)
     libraries = set(re.findall(r"NEEDED.*\[(.*?)\.so", needed))
-    assert {"libtorch", "libtorch_cpu"} <= libraries
     system = {"libstdc++", "libgcc_s", "libm", "libc", "libdl", "libpthread", "librt", "ld-linux-x86-64"}
     assert libraries - system == {"libtorch", "libtorch_cpu"}
