@@ -279,6 +279,20 @@ typedef enum { /* best first */
 } FusedMoeTier;
 
 typedef struct {
+    const char *name;       /* in FUSED_MOE_TIER and info()                       */
+    int32_t oldest, newest; /* compute capabilities that it runs on, 90 for sm_90 */
+    bool uses_counters;     /* calls need workspace.counters                      */
+} FusedMoeTierFacts;
+
+static inline FusedMoeTierFacts fused_moe_tier(int tier) {
+    static const FusedMoeTierFacts tiers[FUSED_MOE_NUM_TIERS] = {
+        {"hopper", 90, 90, true},
+        {"portable", 80, INT32_MAX, false},
+    };
+    return tiers[tier];
+}
+
+typedef struct {
     int32_t driver_version, runtime_version; /* 13000 is CUDA 13.0; driver 0: there is none */
     int32_t capability;                      /* 90 is sm_90; 0: no such device */
 } FusedMoeCudaDevice;
@@ -321,8 +335,7 @@ typedef struct { /* calls of one operator in this process */
 
 void fused_moe_cuda_calls(FusedMoeTieredOp op, FusedMoeCalls *found);
 
-/* The name of a tier as FUSED_MOE_TIER has it, and a reason in words. */
-const char *fused_moe_cuda_tier_name(int tier);
+/* A reason in words. */
 const char *fused_moe_cuda_reason(int reason);
 
 /* The CUDA runtime's words for the calling thread's last FUSED_MOE_CUDA_ERROR. */
@@ -338,10 +351,10 @@ size_t fused_moe_cuda_route_plan_workspace(const FusedMoeRoutePlan *p);
 
 /* Selects the tier that runs the call on the current device, and fills workspace.tier and workspace.bytes.
  * Once per call: the operator below runs on that tier. */
-int fused_moe_cuda_select_grouped_mm(FusedMoeGroupedMM *p);
-int fused_moe_cuda_select_wgrad(FusedMoeWgrad *p);
-int fused_moe_cuda_select_up_gate(FusedMoeUpGate *p);
-int fused_moe_cuda_select_down_dgrad(FusedMoeDownDgrad *p);
+void fused_moe_cuda_select_grouped_mm(FusedMoeGroupedMM *p);
+void fused_moe_cuda_select_wgrad(FusedMoeWgrad *p);
+void fused_moe_cuda_select_up_gate(FusedMoeUpGate *p);
+void fused_moe_cuda_select_down_dgrad(FusedMoeDownDgrad *p);
 
 int fused_moe_cuda_route(const FusedMoeRoute *p, void *stream);
 int fused_moe_cuda_route_backward(const FusedMoeRouteBackward *p, void *stream);

@@ -21,10 +21,7 @@ namespace fused_moe {
 
 /* --- tables --------------------------------------------------------------------------------------------- */
 
-static const struct {
-    const char *name; /* in FUSED_MOE_TIER and info() */
-    int32_t capability;
-} TIERS[FUSED_MOE_NUM_TIERS] = {{"hopper", 90}, {"portable", 0}};
+constexpr int LAST_TIER = FUSED_MOE_NUM_TIERS - 1; /* takes every call */
 
 template <typename Params>
 using Table = const Kernel<Params> *const[FUSED_MOE_NUM_TIERS];
@@ -78,7 +75,7 @@ static void read_environment() {
     const char *tier = getenv("FUSED_MOE_TIER"), *schedule = getenv("FUSED_MOE_SCHEDULE");
     process.tier = !tier || !*tier || !strcmp(tier, "auto") ? -1 : -2;
     for (int i = 0; tier && i < FUSED_MOE_NUM_TIERS; i++)
-        if (!strcmp(tier, TIERS[i].name)) process.tier = i;
+        if (!strcmp(tier, fused_moe_tier(i).name)) process.tier = i;
     ScheduleOverride s = {};
     if (schedule) {
         const char *group = strstr(schedule, "group=");
@@ -89,6 +86,10 @@ static void read_environment() {
         s.no_tails = strstr(schedule, "tails=off");
     }
     process.schedule = s;
+}
+
+static bool runs_on(int tier, int32_t capability) {
+    return fused_moe_tier(tier).oldest <= capability && capability <= fused_moe_tier(tier).newest;
 }
 
 static int read_device(int index, Device *d) {
@@ -104,11 +105,9 @@ static int read_device(int index, Device *d) {
     d->facts.num_sms = num_sms;
     if (error == cudaErrorInsufficientDriver) return FUSED_MOE_DRIVER_TOO_OLD;
     if (error != cudaSuccess) return cuda_status(error);
-    if (major < 8) return FUSED_MOE_GPU_TOO_OLD;
-    bool runs = process.tier == -1 ||
-                (process.tier >= 0 &&
-                 (!TIERS[process.tier].capability || TIERS[process.tier].capability == d->facts.capability));
-    return runs ? FUSED_MOE_OK : FUSED_MOE_NO_SUCH_TIER;
+    if (!runs_on(LAST_TIER, d->facts.capability)) return FUSED_MOE_GPU_TOO_OLD;
+    int asked = process.tier == -1 ? LAST_TIER : process.tier;
+    return asked >= 0 && runs_on(asked, d->facts.capability) ? FUSED_MOE_OK : FUSED_MOE_NO_SUCH_TIER;
 }
 
 /* The device's entry, read on its first use; NULL: no such index. */
@@ -146,19 +145,17 @@ static struct {
 
 /* Why a tier does not run on the current device, whatever the call. */
 static FusedMoeReason device_reason(int tier) {
-    int32_t capability = current_device().capability;
-    if (TIERS[tier].capability && TIERS[tier].capability != capability) return FUSED_MOE_OTHER_GPU;
-    bool is_last = tier == FUSED_MOE_NUM_TIERS - 1;
-    return process.tier > tier && !is_last ? FUSED_MOE_OTHER_TIER_ASKED : FUSED_MOE_RUNS;
+    if (!runs_on(tier, current_device().capability)) return FUSED_MOE_OTHER_GPU;
+    return process.tier > tier ? FUSED_MOE_OTHER_TIER_ASKED : FUSED_MOE_RUNS;
 }
 
 template <typename Params>
-static int select(FusedMoeTieredOp op, Table<Params> &table, Params *p, size_t more_bytes = 0) {
+static void select(FusedMoeTieredOp op, Table<Params> &table, Params *p, size_t more_bytes = 0) {
     int tier = 0;
     FusedMoeReason reason = FUSED_MOE_RUNS;
-    for (;; tier++) {
+    for (; tier < LAST_TIER; tier++) {
         FusedMoeReason why = device_reason(tier);
-        if (why == FUSED_MOE_RUNS && tier < FUSED_MOE_NUM_TIERS - 1) why = table[tier]->reason(*p);
+        if (why == FUSED_MOE_RUNS) why = table[tier]->reason(*p);
         if (why == FUSED_MOE_RUNS) break;
         if (reason == FUSED_MOE_RUNS || reason == FUSED_MOE_OTHER_GPU) reason = why;
     }
@@ -166,7 +163,6 @@ static int select(FusedMoeTieredOp op, Table<Params> &table, Params *p, size_t m
     if (tier) calls[op].reason = reason;
     p->workspace.tier = tier;
     p->workspace.bytes = (int64_t)((table[tier]->workspace ? table[tier]->workspace(*p) : 0) + more_bytes);
-    return FUSED_MOE_OK;
 }
 
 template <typename Params>
@@ -236,17 +232,17 @@ using namespace fused_moe;
 
 extern "C" {
 
-int fused_moe_cuda_select_grouped_mm(FusedMoeGroupedMM *p) {
-    return select(FUSED_MOE_OP_GROUPED_MM, GROUPED_MM, p, own_schedule_bytes(*p));
+void fused_moe_cuda_select_grouped_mm(FusedMoeGroupedMM *p) {
+    select(FUSED_MOE_OP_GROUPED_MM, GROUPED_MM, p, own_schedule_bytes(*p));
 }
-int fused_moe_cuda_select_wgrad(FusedMoeWgrad *p) {
-    return select(FUSED_MOE_OP_WGRAD, WGRAD, p, own_schedule_bytes(*p));
+void fused_moe_cuda_select_wgrad(FusedMoeWgrad *p) {
+    select(FUSED_MOE_OP_WGRAD, WGRAD, p, own_schedule_bytes(*p));
 }
-int fused_moe_cuda_select_up_gate(FusedMoeUpGate *p) {
-    return select(FUSED_MOE_OP_UP_GATE, UP_GATE, p);
+void fused_moe_cuda_select_up_gate(FusedMoeUpGate *p) {
+    select(FUSED_MOE_OP_UP_GATE, UP_GATE, p);
 }
-int fused_moe_cuda_select_down_dgrad(FusedMoeDownDgrad *p) {
-    return select(FUSED_MOE_OP_DOWN_DGRAD, DOWN_DGRAD, p);
+void fused_moe_cuda_select_down_dgrad(FusedMoeDownDgrad *p) {
+    select(FUSED_MOE_OP_DOWN_DGRAD, DOWN_DGRAD, p);
 }
 
 int fused_moe_cuda_grouped_mm(const FusedMoeGroupedMM *p, void *stream) {
@@ -277,10 +273,6 @@ void fused_moe_cuda_reset(void) {
 void fused_moe_cuda_calls(FusedMoeTieredOp op, FusedMoeCalls *found) {
     for (int i = 0; i < FUSED_MOE_NUM_TIERS; i++) found->of_tier[i] = calls[op].of_tier[i];
     found->reason = calls[op].reason;
-}
-
-const char *fused_moe_cuda_tier_name(int tier) {
-    return tier >= 0 && tier < FUSED_MOE_NUM_TIERS ? TIERS[tier].name : "unknown";
 }
 
 const char *fused_moe_cuda_reason(int reason) {

@@ -48,7 +48,7 @@ using CpuFunction = int (*)(const Params *);
 template <typename Params>
 using CudaFunction = int (*)(const Params *, void *stream);
 template <typename Params>
-using SelectFunction = int (*)(Params *);
+using SelectFunction = void (*)(Params *);
 
 template <typename Params>
 void run(const Call &call, const Params &p, std::type_identity_t<CpuFunction<Params>> cpu,
@@ -72,7 +72,7 @@ void run_tiered(const Call &call, Params &p, const Tensor &x, std::type_identity
                 std::type_identity_t<CudaFunction<Params>> cuda) {
     WorkspaceTensors tensors;
     if (call.is_cuda) {
-        check_status(call, select(&p));
+        select(&p);
         provide_workspace(call, x, &p.workspace, &tensors);
     }
     run(call, p, cpu, cuda);

@@ -21,17 +21,8 @@ struct Constant {
     int64_t value;
 };
 
-TierCapability tier_capability(int tier) {
-    return tier == FUSED_MOE_TIER_SM90 ? TierCapability{90, 90} : TierCapability{80, INT32_MAX};
-}
-
-/* A build without CUDA kernels has no dispatch.cu to ask, and still tells that its tiers are off. */
 static const char *tier_name(int tier) {
-#ifdef FUSED_MOE_WITH_CUDA
-    return fused_moe_cuda_tier_name(tier);
-#else
-    return tier == FUSED_MOE_TIER_SM90 ? "hopper" : "portable";
-#endif
+    return fused_moe_tier(tier).name;
 }
 
 /* A JSON text, written from front to back. */
@@ -94,7 +85,7 @@ static std::string facts() {
     write_strings(&json, FUSED_MOE_NUM_TIERS, tier_name);
     write_name(&json, "capabilities");
     for (int tier = 0; tier < FUSED_MOE_NUM_TIERS; tier++) {
-        TierCapability runs_on = tier_capability(tier);
+        FusedMoeTierFacts runs_on = fused_moe_tier(tier);
         json += tier ? ",[" : "[[";
         json += std::to_string(runs_on.oldest) + "," + std::to_string(runs_on.newest) + "]";
     }

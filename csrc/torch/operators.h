@@ -74,12 +74,4 @@ DownGrads experts_down_backward_accumulate(const Tensor &dout, const Tensor &h, 
                                            const Constants &constants, bool need_dh, bool need_dw2,
                                            bool need_db2, bool need_dscores, const OptTensor &main_grad2);
 
-/* --- library.cpp: what info() tells --------------------------------------------------------------------- */
-
-/* The compute capabilities that a tier runs on, 90 for 9.0. */
-struct TierCapability {
-    int32_t oldest, newest;
-};
-TierCapability tier_capability(int tier);
-
 #endif

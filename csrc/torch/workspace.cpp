@@ -31,9 +31,9 @@ static std::string why_no_such_tier(int32_t device_index) {
     (void)fused_moe_cuda_device(device_index, &device);
     std::string possible = "auto";
     for (int tier = 0; tier < FUSED_MOE_NUM_TIERS; tier++) {
-        TierCapability needs = tier_capability(tier);
-        if (device.capability < needs.oldest || device.capability > needs.newest) continue;
-        possible += std::string(" or ") + fused_moe_cuda_tier_name(tier);
+        FusedMoeTierFacts facts = fused_moe_tier(tier);
+        if (device.capability < facts.oldest || device.capability > facts.newest) continue;
+        possible += std::string(" or ") + facts.name;
     }
     const char *asked = getenv("FUSED_MOE_TIER");
     return "FUSED_MOE_TIER is " + std::string(asked ? asked : "not set") + ", expected " + possible +
@@ -73,7 +73,7 @@ void provide_workspace(const Call &call, const Tensor &x, FusedMoeWorkspace *wor
         workspace->data = tensors->data->mutable_data_ptr();
     }
 #ifdef FUSED_MOE_WITH_CUDA
-    if (workspace->tier == FUSED_MOE_TIER_SM90) workspace->counters = zeroed_counters(call, x, tensors);
+    if (fused_moe_tier(workspace->tier).uses_counters) workspace->counters = zeroed_counters(call, x, tensors);
 #else
     (void)call;
 #endif
