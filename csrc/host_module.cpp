@@ -44,5 +44,5 @@ PYBIND11_MODULE(_host, m) {
     m.def("slice_rows", fused_moe_slice_rows, "R"_a, "E"_a, "num_sms"_a);
     m.def("slices_per_tile", fused_moe_slices_per_tile, "R"_a, "slice_rows"_a, "weight_tiles"_a, "ctas"_a);
     m.def("num_split_slots", fused_moe_num_split_slots, "R"_a, "slice_rows"_a);
-    m.def("split_slot", fused_moe_split_slot, "R"_a, "slice_rows"_a, "first_row"_a, "slice"_a);
+    m.def("split_slot", fused_moe_split_slot, "first"_a, "later"_a, "stride"_a, "slice"_a);
 }

@@ -341,10 +341,10 @@ FUSED_MOE_FN int64_t fused_moe_num_split_slots(int64_t R, int64_t slice_rows) {
     return R > slice_rows ? 2 * ((R - 1) / slice_rows) : 0;
 }
 
-/* first_row: of the expert. */
-FUSED_MOE_FN int64_t fused_moe_split_slot(int64_t R, int64_t slice_rows, int32_t first_row, int32_t slice) {
-    int64_t slot = first_row / slice_rows + slice;
-    return slice ? slot - 1 + (R - 1) / slice_rows : slot;
+/* The slot of a tile's slice: `first` is its first slice's, the expert's first row / slice_rows; `later` is
+ * half of the slots less 1. Both are in units of `stride`, as weight tiles share each slot. */
+FUSED_MOE_FN int64_t fused_moe_split_slot(int64_t first, int64_t later, int64_t stride, int32_t slice) {
+    return first + (slice ? later + slice * stride : 0);
 }
 
 /* --- which CTA computes which tile ---------------------------------------------------------------------- */

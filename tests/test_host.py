@@ -381,7 +381,8 @@ def check_wgrad_tiles(counts, weight_tiles, slice_rows, slices_per_tile, spare=0
         return 0
     R = sum(counts) + spare
     num_slots = _host.num_split_slots(R, most)
-    slots = [_host.split_slot(R, most, first[e], i) for e, *_, i, number in summed if number > 1]
+    later = num_slots // 2 - 1
+    slots = [_host.split_slot(first[e] // most, later, 1, i) for e, *_, i, number in summed if number > 1]
     assert len(slots) == len(set(slots))
     assert all(0 <= slot < num_slots for slot in slots)
     return num_slots

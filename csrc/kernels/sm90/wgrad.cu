@@ -113,8 +113,7 @@ __global__ void __launch_bounds__(Config::THREADS, 1) wgrad_kernel(const __grid_
 /* Split-K of a warpgroup's accumulators. True where they are the sum of all slices. */
 __device__ inline bool sum_slices(const Wgrad &p, const WgradTile &tile, int wg, float (&d)[128]) {
     auto vectors_of = [&](int slice) {
-        int64_t index =
-            tile.split_index + (slice ? (int64_t)p.later_slots + (int64_t)slice * p.weight_tiles : 0);
+        int64_t index = fused_moe_split_slot(tile.split_index, p.later_slots, p.weight_tiles, slice);
         return p.slices + (2 * index + wg) * ACCUMULATOR_VECTORS;
     };
     return reduce_slices(d, tile.slice, tile.num_slices, vectors_of,
