@@ -327,14 +327,6 @@ def call_operator(name: str, args) -> tuple:
     return (*result, *(a for w, a in zip(is_written, args, strict=True) if w and a is not None))
 
 
-def defined_words(schedule: torch.Tensor) -> torch.Tensor:
-    """A tile schedule without the words past its list of active experts, which are undefined."""
-    head = codes.FACTS["constants"]["HEAD_WORDS"]
-    num_experts, num_active = (len(schedule) - head) // 4, int(schedule[0])
-    lists = schedule[head:].view(4, num_experts)
-    return torch.cat([schedule[:head], lists[:2, :num_active].flatten(), lists[2:].flatten()])
-
-
 # --- watching ------------------------------------------------------------------------------------
 
 
