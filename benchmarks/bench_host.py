@@ -3,25 +3,21 @@
     python benchmarks/bench_host.py --build d1353da=../old --build HEAD=. --json out.json
 
 The GPU computes so small a layer in less time than Python and the launches take, so a layer's time is the
-host's: host_us. Builds are checkouts with their libraries; there is a process for each, and they take turns.
-launches counts this library's kernels and memsets per layer; other_launches counts PyTorch's (the router's
-GEMMs, the sum of two gradients, the token counter).
+host's: host_us. launches counts this library's kernels and memsets per layer; other_launches counts
+PyTorch's (the router's GEMMs, the sum of two gradients, the token counter).
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
-import sys
 import time
-from pathlib import Path
 
+import builds
 import torch
-from compare_builds import Build
 
 LAYERS, TOKENS, EXPERTS, TOP_K, WIDTH = 8, 2048, 32, 4, 256
-STEPS, ROUNDS = 10, 30
+STEPS = 10
 # Our kernels' names contain one of these; PyTorch's do not.
 OWN = ("fused_moe",)
 
@@ -61,8 +57,8 @@ def host_us(stack, x, what: str) -> float:
     return (time.perf_counter() - start) / (STEPS * LAYERS) * 1e6
 
 
-def launches(stack, x, what: str) -> tuple[float, float, list[str]]:
-    """Launches per layer, ours and PyTorch's, and the names of all kernels."""
+def launches(stack, x, what: str) -> tuple[float, float]:
+    """Per layer, ours and PyTorch's."""
     from torch.profiler import ProfilerActivity, profile
 
     step(stack, x, what)
@@ -72,52 +68,42 @@ def launches(stack, x, what: str) -> tuple[float, float, list[str]]:
         torch.cuda.synchronize()
     names = [e.name for e in profiled.events() if e.device_type == torch.autograd.DeviceType.CUDA]
     own = [n for n in names if any(part in n for part in OWN) or "memset" in n.lower()]
-    return len(own) / LAYERS, (len(names) - len(own)) / LAYERS, sorted(set(names))
+    return len(own) / LAYERS, (len(names) - len(own)) / LAYERS
 
 
-def worker() -> None:
-    """Answers requests, one line of JSON each: {"what"} times, {"count"} counts launches."""
-    stack, x = layers()
-    for line in sys.stdin:
-        request = json.loads(line)
-        if "count" in request:
-            own, others, names = launches(stack, x, request["count"])
-            answer = {"launches": own, "other_launches": others, "names": names}
-        else:
-            answer = {"us": host_us(stack, x, request["what"])}
-        print(json.dumps(answer), flush=True)
+class Worker:
+    """Answers {what}: microseconds per layer; and {count}: launches."""
+
+    def __init__(self):
+        self.layers = None
+
+    def __call__(self, what: str = "", count: str = ""):
+        self.layers = self.layers or layers()
+        if count:
+            own, others = launches(*self.layers, count)
+            return {"launches": own, "other_launches": others}
+        return host_us(*self.layers, what)
 
 
-def main() -> None:
-    flags = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    flags.add_argument("--build", action="append", required=True, help="COMMIT=TREE; may be repeated")
-    flags.add_argument("--json", type=Path, help="where the records go")
-    options = flags.parse_args()
-    trees = dict(build.split("=", 1) for build in options.build)
-    builds = {commit: Build(Path(tree).resolve(), __file__) for commit, tree in trees.items()}
+def main(argv: list[str] | None = None) -> None:
+    options = builds.parser(__doc__, rounds=30).parse_args(argv)
+    processes = builds.start(options.build, __file__)
     records = []
     for what in ("forward", "forward_backward"):
-        times = {commit: [] for commit in builds}
-        for build in builds.values():
-            build.ask(what=what)  # warm-up
-        for _ in range(ROUNDS):
-            for commit, build in builds.items():
-                times[commit].append(build.ask(what=what)["us"])
-        for commit, build in builds.items():
-            found = build.ask(count=what)
-            median = round(statistics.median(times[commit]), 1)
+        builds.in_turns(processes, 1, what=what)  # warm-up
+        times = builds.in_turns(processes, options.rounds, what=what)
+        for process in processes:
+            us, counts = times[process.commit], process.ask(count=what)
+            median, least = round(statistics.median(us), 1), round(min(us), 1)
             print(
-                f"{commit:10} {what:17} {median:7.1f} us per layer (least {min(times[commit]):.1f}), "
-                f"{found['launches']:g} launches of ours, {found['other_launches']:g} of PyTorch's"
+                f"{process.commit:10} {what:17} {median:7.1f} us per layer (least {least}), "
+                f"{counts['launches']:g} launches of ours, {counts['other_launches']:g} of PyTorch's"
             )
-            counts = {name: found[name] for name in ("launches", "other_launches")}
-            records.append({"bench": "host", "what": what, "commit": commit, "host_us": median, **counts})
+            times_us = {"host_us": median, "least_us": least}
+            records.append({"bench": "host", "what": what, "commit": process.commit, **times_us, **counts})
     if options.json:
         options.json.write_text(json.dumps(records, indent=1) + "\n")
 
 
 if __name__ == "__main__":
-    if sys.argv[1:] == ["--worker"]:
-        worker()
-    else:
-        main()
+    builds.run(main, Worker())

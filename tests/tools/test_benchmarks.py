@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[2]
 BENCHMARKS = ROOT / "benchmarks"
 PROGRAMS = (
     *("bench_layer", "bench_gemm", "bench_kernels", "bench_transformers", "bench_torchtitan", "first_call"),
-    *("table", "plot"),
+    *("bench_host", "compare_builds", "table", "plot"),
 )
 SMALL = "192,8,2,64,32"
 FIELDS = {
@@ -381,6 +381,29 @@ def test_kernels_are_attributed_to_layers(load, tmp_path, again):
     assert (found["communication_us"], found["moe_communication_us"], found["without_launch_us"]) == (5, 0, 5)
     assert found["busy_us"] == 3 * each + 20 + 2.5
     assert found["kernels"] == [["mm", each, each / 10]]
+
+
+def test_builds_take_turns(load, tmp_path):
+    """Each build has a process and a second one, in mirrored order; every other round goes backwards."""
+    builds = load("builds")
+    script, log = tmp_path / "script.py", tmp_path / "log"
+    script.write_text(
+        "import builds, fused_moe, sys\n"
+        "def answer(path=None):\n"
+        "    print(fused_moe.NAME, end=' ', flush=True, file=open(path or sys.exit(), 'a'))\n"
+        "    return fused_moe.NAME\n"
+        "builds.run(None, answer)"
+    )
+    for tree in ("old", "new"):
+        (tmp_path / tree).mkdir()
+        (tmp_path / tree / "fused_moe.py").write_text(f"NAME = {tree!r}")
+    trees = [f"A={tmp_path / 'old'}", f"B={tmp_path / 'new'}"]
+    three = builds.start([*trees, trees[0]], str(script))
+    assert builds.in_turns(three, 2, path=str(log)) == {"A": 4 * ["old"], "B": 2 * ["new"]}
+    builds.in_turns(builds.start(trees, str(script), twice=True)[:3], 2, path=str(log))
+    assert log.read_text().split() == "old new old old new old new new old old new new".split()
+    with pytest.raises(SystemExit, match="A: its process ended"):
+        three[0].ask()
 
 
 def test_a_program_runs_as_a_script(cpu):

@@ -1,0 +1,72 @@
+"""Builds of this library side by side: a process for each, which answer in turns.
+
+Builds are checkouts with their libraries. Their processes run this folder's programs, whatever the checkouts
+have there. Requests and answers are one line of JSON each.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+
+WORKER = "--worker"
+
+
+def parser(doc: str, rounds: int) -> argparse.ArgumentParser:
+    flags = argparse.ArgumentParser(description=doc.splitlines()[0])
+    flags.add_argument("--build", action="append", required=True, help="COMMIT=TREE, the older one first")
+    flags.add_argument("--rounds", type=int, default=rounds, help="how many turns every process has")
+    flags.add_argument("--json", type=Path, help="where the records go")
+    return flags
+
+
+class Process:
+    """Imports one tree's library and runs `script`, which calls `serve`."""
+
+    def __init__(self, commit: str, tree: str, script: str):
+        self.commit = commit
+        path = f"{Path(tree).resolve()}:{Path(__file__).parent}"
+        command, pipe = [sys.executable, script, WORKER], subprocess.PIPE
+        environment = os.environ | {"PYTHONPATH": path}
+        self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=environment)
+
+    def ask(self, **request):
+        self.process.stdin.write(json.dumps(request) + "\n")
+        self.process.stdin.flush()
+        line = self.process.stdout.readline()
+        if not line:
+            raise SystemExit(f"{self.commit}: its process ended at {request}")
+        return json.loads(line)
+
+
+def start(builds: list[str], script: str, *, twice: bool = False) -> list[Process]:
+    """The processes. `twice`: two for each build, in the order A B B A, so that neither has the better
+    place."""
+    pairs = [build.split("=", 1) for build in builds]
+    return [Process(commit, tree, script) for commit, tree in pairs + pairs[::-1] * twice]
+
+
+def in_turns(processes: list[Process], rounds: int, **request) -> dict[str, list]:
+    """{commit: its answers}. Every other round has the reverse order."""
+    answers = defaultdict(list)
+    for number in range(rounds):
+        for process in processes[:: 1 if number % 2 else -1]:
+            answers[process.commit].append(process.ask(**request))
+    return answers
+
+
+def serve(answer: Callable) -> None:
+    """Answers requests until there are no more."""
+    for line in sys.stdin:
+        print(json.dumps(answer(**json.loads(line))), flush=True)
+
+
+def run(main: Callable[[], None], answer: Callable) -> None:
+    """What a script does: it serves in a worker's process, and is a program otherwise."""
+    serve(answer) if sys.argv[1:] == [WORKER] else main()
