@@ -33,11 +33,6 @@ static py::tuple work_tile(const Ints &schedule, const Ints &offs, int32_t num_n
 PYBIND11_MODULE(_host, m) {
     using namespace py::literals;
     m.doc() = "The functions of csrc/schedule.h that tests need and the operators do not offer.";
-    m.attr("TILE_ROWS") = static_cast<int>(FUSED_MOE_TILE_ROWS);
-    m.attr("SKINNY_ROWS") = static_cast<int>(FUSED_MOE_SKINNY_ROWS);
-    m.attr("MIN_SLICE") = static_cast<int>(FUSED_MOE_MIN_SLICE);
-    m.attr("MAX_CTAS") = static_cast<int>(FUSED_MOE_MAX_CTAS);
-    m.attr("NUM_COUNTERS") = static_cast<int>(FUSED_MOE_NUM_COUNTERS);
     m.def("work_tile", work_tile, "schedule"_a, "offs"_a, "num_n_tiles"_a, "group"_a, "interleave"_a,
           "split_last_wave"_a, "index"_a,
           "(expert, first_row, num_rows, n_tile, n_half, skinny) of work tile `index`.");

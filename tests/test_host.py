@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-import fused_moe  # noqa: F401, loads the operators
+from fused_moe.ops import FACTS
 
 try:
     from fused_moe import _host
@@ -19,7 +19,7 @@ except ImportError:
 
 ops = torch.ops.fused_moe
 needs_host = pytest.mark.skipif(_host is None, reason="fused_moe._host was not built for this Python")
-SKINNY_ROWS, MIN_SLICE, MAX_CTAS, NUM_COUNTERS = 64, 512, 256, 4096
+TILE_ROWS, SKINNY_ROWS, MIN_SLICE, MAX_CTAS, NUM_COUNTERS = 128, 64, 512, 256, 4096
 INT32_MAX = 2**31 - 1
 MAX_ROWS = INT32_MAX - 1024  # of a call
 COUNTS = st.lists(st.one_of(st.just(0), st.integers(1, SKINNY_ROWS), st.integers(0, 700)), max_size=40)
@@ -49,12 +49,11 @@ def is_skinny(rows):
     return rows <= SKINNY_ROWS
 
 
-@needs_host
 def test_constants():
-    expected = {"TILE_ROWS": 128, "SKINNY_ROWS": SKINNY_ROWS, "MIN_SLICE": MIN_SLICE}
+    expected = {"TILE_ROWS": TILE_ROWS, "SKINNY_ROWS": SKINNY_ROWS, "MIN_SLICE": MIN_SLICE}
     expected |= {"MAX_CTAS": MAX_CTAS, "NUM_COUNTERS": NUM_COUNTERS}
-    assert {name: getattr(_host, name) for name in expected} == expected
-    assert ops.default_order() == (_host.TILE_ROWS, 16, True)
+    assert {name: FACTS["constants"][name] for name in expected} == expected
+    assert ops.default_order() == (TILE_ROWS, 16, True)
 
 
 # --- the schedule of a routing ------------------------------------------------------------------------
@@ -456,7 +455,7 @@ def test_slice_rules(R, E, num_sms, weight_tiles):
 def test_the_counters_suffice():
     """Of wgrad: one per CTA of the tile scheduler, one of those that have exited, and 8 semaphores per CTA.
     Half of the slots (test_slice_rules) are first slices', which have one."""
-    assert MAX_CTAS + 32 + 16 // 2 * MAX_CTAS <= _host.NUM_COUNTERS
+    assert MAX_CTAS + 32 + 16 // 2 * MAX_CTAS <= NUM_COUNTERS
 
 
 def test_wrong_wgrad_tiles_are_refused():
