@@ -230,10 +230,13 @@ def _route_fake(args):
 
 def _route_setup(ctx, args, output):
     ctx.settings = (args.score_func, args.route_norm, args.route_scale)
+    ctx.set_materialize_grads(False)  # or every backward fills zeros for the ids
     ctx.save_for_backward(args.logits, output[1])
 
 
 def _route_backward(ctx, need, dscores, _):
+    if dscores is None:
+        return {}
     return {"logits": run(ops.route_backward.default, dscores, *ctx.saved_tensors, *ctx.settings)}
 
 

@@ -6,7 +6,7 @@ from cases import BF16, F32, LAYOUTS, Calls, Case
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fused_moe import fused_experts, grouped_mlp, permute, route, unpermute
+from fused_moe import FusedMoE, fused_experts, grouped_mlp, permute, route, unpermute
 from fused_moe import ops as codes
 from fused_moe.ops import schedule_words
 
@@ -182,6 +182,19 @@ def test_the_ids_plan_is_made_once(device):
         )
     ]
     assert codes.ops.route_plan is torch.ops.fused_moe.route_plan
+
+
+def test_backward_makes_no_zeros(device):
+    """Autograd gives zeros to a node for each output without a gradient, such as ids, unless told not to."""
+    layer = FusedMoE(16, 8, 4, 2, device=device)
+    x = torch.randn(5, 16, device=device, requires_grad=True)
+    out = layer(x)
+    dout = torch.ones_like(out)
+    with Calls() as calls:
+        out.backward(dout)
+    names = [name for name, _, _ in calls.calls]
+    assert "fused_moe::route_backward" in names
+    assert not [name for name in names if "zero" in name or "fill" in name or "full" in name]
 
 
 def available_bytes() -> int:
