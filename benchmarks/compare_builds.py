@@ -19,8 +19,7 @@ import common
 import torch
 from bench_layer import Case
 
-STEPS = 6
-LEAD = 40_000_000  # cycles for the host to queue that many steps
+LEAD = 40_000_000  # cycles for the host to queue some steps
 LAYER = ("forward", "forward_backward")
 # Kind of kernel -> parts of the kernels' names, of old and new builds; the first match counts.
 KINDS = {
@@ -53,9 +52,9 @@ def kind_of(name: str) -> str:
 
 
 class Worker:
-    """Answers {shape, routing}, which makes a layer, and {what}, which times it: microseconds."""
+    """Answers {shape, routing}, which makes a layer, and {what, steps}, which times it: microseconds."""
 
-    def __call__(self, what: str = "", shape: str = "", routing: str = ""):
+    def __call__(self, what: str = "", steps: int = 0, shape: str = "", routing: str = ""):
         if shape:
             self.case = None
             torch.cuda.empty_cache()
@@ -66,20 +65,20 @@ class Worker:
         if what == "kernels":
             return self.kernels()
         dense = what.removeprefix("dense_")
-        return self.queued(
-            lambda: self.case.step(self.case.ours, what) if dense == what else self.case.dense(dense)
-        )
+        if dense != what:
+            return self.queued(lambda: self.case.dense(dense), steps)
+        return self.queued(lambda: self.case.step(self.case.ours, what), steps)
 
-    def queued(self, step) -> float:
+    def queued(self, step, steps: int) -> float:
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda.synchronize()
         torch.cuda._sleep(LEAD)
         start.record()
-        for _ in range(STEPS):
+        for _ in range(steps):
             step()
         end.record()
         end.synchronize()
-        return start.elapsed_time(end) / STEPS * 1e3
+        return start.elapsed_time(end) / steps * 1e3
 
     def kernels(self) -> dict[str, float]:
         from torch.profiler import ProfilerActivity, profile
@@ -107,16 +106,18 @@ class Worker:
 # --- both -----------------------------------------------------------------------------------------------
 
 
-def compare(processes: list[builds.Process], shape: str, routing: str, rounds: int) -> dict[str, dict]:
+def compare(
+    processes: list[builds.Process], shape: str, routing: str, rounds: int, steps: int
+) -> dict[str, dict]:
     """{what: {commit: median us}}, of layers also {"dense": median us}."""
     for process in processes:
         process.ask(shape=shape, routing=routing)
     found = defaultdict(lambda: defaultdict(list))
     for _ in range(rounds):
         for what in LAYER:
-            for commit, times in builds.in_turns(processes, 1, what=what).items():
+            for commit, times in builds.in_turns(processes, 1, what=what, steps=steps).items():
                 found[what][commit] += times
-            found[what]["dense"].append(processes[0].ask(what=f"dense_{what}"))
+            found[what]["dense"].append(processes[0].ask(what=f"dense_{what}", steps=steps))
         for commit, answers in builds.in_turns(processes, 1, what="kernels").items():
             for kind, us in ((kind, us) for times in answers for kind, us in times.items()):
                 found[kind][commit].append(us)
@@ -130,16 +131,17 @@ def main(argv: list[str] | None = None) -> None:
     flags = builds.parser(__doc__, rounds=5)
     flags.add_argument("--shape", action="append", required=True, help="of shapes.json; may be repeated")
     flags.add_argument("--routing", default="random")
+    flags.add_argument("--steps", type=int, default=6, help="of a layer, queued one behind the other")
     options = flags.parse_args(argv)
     processes = builds.start(options.build, __file__, twice=True)
     old, new = (process.commit for process in processes[:2])
     records = []
     for shape in options.shape:
         line = []
-        for what, us in compare(processes, shape, options.routing, options.rounds).items():
+        for what, us in compare(processes, shape, options.routing, options.rounds, options.steps).items():
             old_us, new_us = (round(us.get(commit, 0), 1) for commit in (old, new))
             key = {"bench": "builds", "shape": shape, "routing": options.routing, "what": what}
-            key |= {"old_commit": old, "new_commit": new, "rounds": options.rounds}
+            key |= {"old_commit": old, "new_commit": new, "rounds": options.rounds, "steps": options.steps}
             records.append(key | {"old_us": old_us, "new_us": new_us})
             line.append(f"{what} {old_us:.0f}/{new_us:.0f}" + (f" {old_us / new_us:.3f}" if new_us else ""))
             if what in LAYER:
