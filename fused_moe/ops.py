@@ -41,6 +41,11 @@ FACTS = json.loads(ops.facts())  # build, tiers, capabilities, reasons, operator
 HAS_CUDA_KERNELS = torch._C._dispatch_has_kernel_for_dispatch_key("fused_moe::experts_up", "CUDA")
 _library = torch.library.Library("fused_moe", "IMPL")
 _nodes = {}  # operator -> apply of its autograd node
+# The dispatch keys that a thread includes by itself. Functorch, tracing and dispatch modes include more.
+_OWN_KEYS = (
+    torch._C.DispatchKeySet(torch._C.DispatchKey.BackendSelect)
+    | torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
+).raw_repr()
 
 
 # --- registration -------------------------------------------------------------------------------------
@@ -167,17 +172,26 @@ def _autocast_rule(schema: _Schema, device: str, names: tuple[str, ...]):
 
 
 def run(op, *args):
-    """op(*args) in less time on the host, by taking the dispatcher's decisions here: straight to the kernel
-    where nothing is differentiated, straight to the autograd node where something is. What dispatch keys
-    above autograd's do (torch.compile, torch.func, autocast) is left to the dispatcher."""
+    """op(*args) in less time on the host: without grad mode straight to the kernel, in grad mode straight to
+    the autograd node, or to the kernel if no argument requires a gradient. Only a plain call is taken past
+    the dispatcher: anything that wants to see it before autograd (autocast, torch.func, tracing, modes,
+    __torch_function__) does."""
     if torch.compiler.is_compiling():
         return op(*args)
-    if not (torch.is_grad_enabled() and torch._C._any_requires_grad(*args)):
+    if not torch.is_grad_enabled():
         return _below_autograd(op, None, args)
     node = _nodes.get(op)
-    if not node or torch._C._is_any_autocast_enabled() or torch._C._are_functorch_transforms_active():
+    if not node or not _is_plain(args):
         return op(*args)
-    return node(*args, None)
+    return node(*args, None) if torch._C._any_requires_grad(*args) else _below_autograd(op, None, args)
+
+
+def _is_plain(args) -> bool:
+    return not (
+        torch._C._dispatch_tls_local_include_set().raw_repr() != _OWN_KEYS
+        or torch._C._is_any_autocast_enabled()
+        or torch._C._has_torch_function(args)
+    )
 
 
 # --- shapes -------------------------------------------------------------------------------------------
