@@ -72,7 +72,7 @@ def launches(stack, x, what: str) -> tuple[float, float]:
 
 
 class Worker:
-    """Answers {what}: microseconds per layer; and {count}: launches."""
+    """Answers {what} with microseconds per layer, and {count} with launches."""
 
     def __init__(self):
         self.layers = None

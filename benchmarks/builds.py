@@ -46,18 +46,24 @@ class Process:
 
 
 def start(builds: list[str], script: str, *, twice: bool = False) -> list[Process]:
-    """The processes. `twice`: two for each build, in the order A B B A, so that neither has the better
-    place."""
+    """The processes. `twice`: two for each build, in the order A B B A."""
     pairs = [build.split("=", 1) for build in builds]
     return [Process(commit, tree, script) for commit, tree in pairs + pairs[::-1] * twice]
 
 
+def rotated(processes: list[Process]) -> list[Process]:
+    """A B becomes B A, and A B B A becomes B A A B: in turns, neither build has the better place."""
+    half = len(processes) // 2
+    return processes[half:] + processes[:half]
+
+
 def in_turns(processes: list[Process], rounds: int, **request) -> dict[str, list]:
-    """{commit: its answers}. Every other round has the reverse order."""
+    """{commit: its answers}. Each round begins half the processes later."""
     answers = defaultdict(list)
-    for number in range(rounds):
-        for process in processes[:: 1 if number % 2 else -1]:
+    for _ in range(rounds):
+        for process in processes:
             answers[process.commit].append(process.ask(**request))
+        processes = rotated(processes)
     return answers
 
 

@@ -115,13 +115,14 @@ def compare(
     found = defaultdict(lambda: defaultdict(list))
     for _ in range(rounds):
         for what in LAYER:
+            processes[-1].ask(what=what, steps=steps)  # as hot for the first one as for the others
             for commit, times in builds.in_turns(processes, 1, what=what, steps=steps).items():
                 found[what][commit] += times
             found[what]["dense"].append(processes[0].ask(what=f"dense_{what}", steps=steps))
         for commit, answers in builds.in_turns(processes, 1, what="kernels").items():
             for kind, us in ((kind, us) for times in answers for kind, us in times.items()):
                 found[kind][commit].append(us)
-        processes = processes[::-1]
+        processes = builds.rotated(processes)
     return {
         what: {name: statistics.median(us) for name, us in times.items()} for what, times in found.items()
     }

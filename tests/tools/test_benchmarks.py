@@ -384,7 +384,7 @@ def test_kernels_are_attributed_to_layers(load, tmp_path, again):
 
 
 def test_builds_take_turns(load, tmp_path):
-    """Each build has a process and a second one, in mirrored order; every other round goes backwards."""
+    """Each build has a process, or two in mirrored order; every other round begins with the other build."""
     builds = load("builds")
     script, log = tmp_path / "script.py", tmp_path / "log"
     script.write_text(
@@ -398,12 +398,14 @@ def test_builds_take_turns(load, tmp_path):
         (tmp_path / tree).mkdir()
         (tmp_path / tree / "fused_moe.py").write_text(f"NAME = {tree!r}")
     trees = [f"A={tmp_path / 'old'}", f"B={tmp_path / 'new'}"]
-    three = builds.start([*trees, trees[0]], str(script))
-    assert builds.in_turns(three, 2, path=str(log)) == {"A": 4 * ["old"], "B": 2 * ["new"]}
-    builds.in_turns(builds.start(trees, str(script), twice=True)[:3], 2, path=str(log))
-    assert log.read_text().split() == "old new old old new old new new old old new new".split()
+    for twice, order in ((False, "old new  new old"), (True, "old new new old  new old old new")):
+        processes = builds.start(trees, str(script), twice=twice)
+        answers = builds.in_turns(processes, 2, path=str(log))
+        assert answers == {"A": len(processes) * ["old"], "B": len(processes) * ["new"]}
+        assert log.read_text().split() == order.split()
+        log.unlink()
     with pytest.raises(SystemExit, match="A: its process ended"):
-        three[0].ask()
+        processes[0].ask()
 
 
 def test_a_program_runs_as_a_script(cpu):
