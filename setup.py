@@ -83,6 +83,8 @@ def find_nvcc() -> tuple[str | None, str]:
     if nvcc is None:
         return None, "nvcc not found"
     release = re.search(r".*release ([\d.]+).*", subprocess.check_output([nvcc, "--version"], text=True))
+    if release is None:
+        return None, f"{nvcc} --version tells no release"
     if tuple(map(int, release[1].split("."))) < NVCC_OLDEST:
         return None, f"{nvcc} is release {release[1]}, expected {'.'.join(map(str, NVCC_OLDEST))} or newer"
     return nvcc, release[0]

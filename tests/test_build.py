@@ -130,6 +130,8 @@ def test_nvcc_is_looked_for_in_cuda_home(build, monkeypatch, tmp_path, release, 
     nvcc.chmod(0o755)
     why = f"{nvcc} is release {release}, expected 12.3 or newer"
     assert build.find_nvcc() == ((str(nvcc), version) if usable else (None, why))
+    nvcc.write_text("#!/bin/sh\necho a wrapper\n")
+    assert build.find_nvcc() == (None, f"{nvcc} --version tells no release")
 
 
 def test_an_sdist_holds_all_that_a_build_reads(tmp_path):
