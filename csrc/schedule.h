@@ -341,8 +341,8 @@ FUSED_MOE_FN int64_t fused_moe_num_split_slots(int64_t R, int64_t slice_rows) {
     return R > slice_rows ? 2 * ((R - 1) / slice_rows) : 0;
 }
 
-/* The slot of a tile's slice: `first` is its first slice's, the expert's first row / slice_rows; `later` is
- * half of the slots less 1. Both are in units of `stride`, as weight tiles share each slot. */
+/* Where a slice's accumulators are, in units of one tile's: a slot holds `stride` of them, one for each weight
+ * tile. `first`: where the tile's first slice has them. `later`: (half of the slots - 1) * stride. */
 FUSED_MOE_FN int64_t fused_moe_split_slot(int64_t first, int64_t later, int64_t stride, int32_t slice) {
     return first + (slice ? later + slice * stride : 0);
 }

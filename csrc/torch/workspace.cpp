@@ -73,7 +73,8 @@ void provide_workspace(const Call &call, const Tensor &x, FusedMoeWorkspace *wor
         workspace->data = tensors->data->mutable_data_ptr();
     }
 #ifdef FUSED_MOE_WITH_CUDA
-    if (fused_moe_tier(workspace->tier).uses_counters) workspace->counters = zeroed_counters(call, x, tensors);
+    if (fused_moe_tier(workspace->tier).uses_counters)
+        workspace->counters = zeroed_counters(call, x, tensors);
 #else
     (void)call;
 #endif
