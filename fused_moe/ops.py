@@ -187,10 +187,10 @@ def run(op, *args):
 
 
 def _is_plain(args) -> bool:
-    return not (
-        torch._C._dispatch_tls_local_include_set().raw_repr() != _OWN_KEYS
-        or torch._C._is_any_autocast_enabled()
-        or torch._C._has_torch_function(args)
+    return (
+        torch._C._dispatch_tls_local_include_set().raw_repr() == _OWN_KEYS
+        and not torch._C._is_any_autocast_enabled()
+        and not torch._C._has_torch_function(args)
     )
 
 
