@@ -73,6 +73,22 @@ Tensor route_backward(const Tensor &dscores_, const Tensor &logits_, const Tenso
     return dlogits;
 }
 
+/* What every plan has, of E experts; the kernel's params point into it. */
+struct PlanTensors {
+    Tensor counts, offsets, schedule;
+};
+
+template <typename Params>
+static PlanTensors new_plan(const Tensor &like, int64_t E, Params *p) {
+    PlanTensors plan = {new_tensor(like, {E}, ScalarType::Int), new_tensor(like, {E + 1}, ScalarType::Int),
+                        new_tensor(like, {fused_moe_schedule_words(E)}, ScalarType::Int)};
+    p->counts = mutable_ints(plan.counts);
+    p->offsets = mutable_ints(plan.offsets);
+    p->schedule = mutable_ints(plan.schedule);
+    p->E = (int32_t)E;
+    return plan;
+}
+
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> route_plan(const Tensor &ids_,
                                                                       int64_t num_experts) {
     const char *op = "route_plan";
@@ -84,22 +100,16 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> route_plan(const Tens
     FusedMoeRoutePlan p = {};
     p.ids_dtype = dtype_of(op, "ids", ids, false);
     Call call = begin_call(op, ids);
-    Tensor counts = new_tensor(ids, {num_experts}, ScalarType::Int);
-    Tensor offsets = new_tensor(ids, {num_experts + 1}, ScalarType::Int);
-    Tensor schedule = new_tensor(ids, {fused_moe_schedule_words(num_experts)}, ScalarType::Int);
+    PlanTensors plan = new_plan(ids, num_experts, &p);
     Tensor row_token = new_tensor(ids, {T * K}, ScalarType::Int);
     Tensor row_slot = new_tensor(ids, {T * K}, ScalarType::Int);
     Tensor token_row = new_tensor(ids, {T, K}, ScalarType::Int);
     p.ids = data(ids);
-    p.counts = mutable_ints(counts);
-    p.offsets = mutable_ints(offsets);
-    p.schedule = mutable_ints(schedule);
     p.row_token = mutable_ints(row_token);
     p.row_slot = mutable_ints(row_slot);
     p.token_row = mutable_ints(token_row);
     p.T = T;
     p.K = (int32_t)K;
-    p.E = (int32_t)num_experts;
     OptTensor workspace;
 #ifdef FUSED_MOE_WITH_CUDA
     if (call.is_cuda) {
@@ -108,7 +118,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> route_plan(const Tens
     }
 #endif
     run(call, p, fused_moe_cpu_route_plan, CUDA(fused_moe_cuda_route_plan));
-    return {counts, offsets, schedule, row_token, row_slot, token_row};
+    return {plan.counts, plan.offsets, plan.schedule, row_token, row_slot, token_row};
 }
 
 std::tuple<Tensor, Tensor, Tensor> count_plan(const Tensor &counts_, int64_t num_rows) {
@@ -121,15 +131,9 @@ std::tuple<Tensor, Tensor, Tensor> count_plan(const Tensor &counts_, int64_t num
     FusedMoeCountPlan p = {};
     p.counts_dtype = dtype_of(op, "counts", counts_in, false);
     Call call = begin_call(op, counts_in);
-    Tensor counts = new_tensor(counts_in, {E}, ScalarType::Int);
-    Tensor offsets = new_tensor(counts_in, {E + 1}, ScalarType::Int);
-    Tensor schedule = new_tensor(counts_in, {fused_moe_schedule_words(E)}, ScalarType::Int);
+    PlanTensors plan = new_plan(counts_in, E, &p);
     p.counts_in = data(counts_in);
-    p.counts = mutable_ints(counts);
-    p.offsets = mutable_ints(offsets);
-    p.schedule = mutable_ints(schedule);
     p.R = num_rows;
-    p.E = (int32_t)E;
     run(call, p, fused_moe_cpu_count_plan, CUDA(fused_moe_cuda_count_plan));
-    return {counts, offsets, schedule};
+    return {plan.counts, plan.offsets, plan.schedule};
 }
