@@ -292,6 +292,11 @@ static inline FusedMoeTierFacts fused_moe_tier(int tier) {
     return tiers[tier];
 }
 
+static inline bool fused_moe_tier_runs_on(int tier, int32_t capability) {
+    FusedMoeTierFacts facts = fused_moe_tier(tier);
+    return facts.oldest <= capability && capability <= facts.newest;
+}
+
 typedef struct {
     int32_t driver_version, runtime_version; /* 13000 is CUDA 13.0; driver 0: there is none */
     int32_t capability;                      /* 90 is sm_90; 0: no such device */

@@ -88,10 +88,6 @@ static void read_environment() {
     process.schedule = s;
 }
 
-static bool runs_on(int tier, int32_t capability) {
-    return fused_moe_tier(tier).oldest <= capability && capability <= fused_moe_tier(tier).newest;
-}
-
 static int read_device(int index, Device *d) {
     int major = 0, minor = 0, num_sms = 0;
     cudaDriverGetVersion(&d->versions.driver_version);
@@ -105,9 +101,10 @@ static int read_device(int index, Device *d) {
     d->facts.num_sms = num_sms;
     if (error == cudaErrorInsufficientDriver) return FUSED_MOE_DRIVER_TOO_OLD;
     if (error != cudaSuccess) return cuda_status(error);
-    if (!runs_on(LAST_TIER, d->facts.capability)) return FUSED_MOE_GPU_TOO_OLD;
+    int32_t capability = d->facts.capability;
+    if (!fused_moe_tier_runs_on(LAST_TIER, capability)) return FUSED_MOE_GPU_TOO_OLD;
     int asked = process.tier == -1 ? LAST_TIER : process.tier;
-    return asked >= 0 && runs_on(asked, d->facts.capability) ? FUSED_MOE_OK : FUSED_MOE_NO_SUCH_TIER;
+    return asked >= 0 && fused_moe_tier_runs_on(asked, capability) ? FUSED_MOE_OK : FUSED_MOE_NO_SUCH_TIER;
 }
 
 /* The device's entry, read on its first use; NULL: no such index. */
@@ -145,7 +142,7 @@ static struct {
 
 /* Why a tier does not run on the current device, whatever the call. */
 static FusedMoeReason device_reason(int tier) {
-    if (!runs_on(tier, current_device().capability)) return FUSED_MOE_OTHER_GPU;
+    if (!fused_moe_tier_runs_on(tier, current_device().capability)) return FUSED_MOE_OTHER_GPU;
     return process.tier > tier ? FUSED_MOE_OTHER_TIER_ASKED : FUSED_MOE_RUNS;
 }
 

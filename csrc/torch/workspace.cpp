@@ -31,9 +31,8 @@ static std::string why_no_such_tier(int32_t device_index) {
     (void)fused_moe_cuda_device(device_index, &device);
     std::string possible = "auto";
     for (int tier = 0; tier < FUSED_MOE_NUM_TIERS; tier++) {
-        FusedMoeTierFacts facts = fused_moe_tier(tier);
-        if (device.capability < facts.oldest || device.capability > facts.newest) continue;
-        possible += std::string(" or ") + facts.name;
+        if (fused_moe_tier_runs_on(tier, device.capability))
+            possible += std::string(" or ") + fused_moe_tier(tier).name;
     }
     const char *asked = getenv("FUSED_MOE_TIER");
     return "FUSED_MOE_TIER is " + std::string(asked ? asked : "not set") + ", expected " + possible +
