@@ -33,9 +33,16 @@ enum {
 
 typedef struct {
     accum_t value, derivative;
+    bool flat; /* constant on this side of a kink */
 } ACT_NAME(Point);
 
-#define POINT(value, derivative) ((ACT_NAME(Point)){value, derivative})
+#define POINT(value, derivative) ((ACT_NAME(Point)){value, derivative, false})
+#define KINKED(value, derivative, flat) ((ACT_NAME(Point)){value, derivative, flat})
+
+/* d * derivative, but 0 where flat even if d is NaN, as PyTorch's relu and clamp have it. */
+ACT_FN accum_t ACT_NAME(chain)(accum_t d, ACT_NAME(Point) p) {
+    return p.flat ? 0 : d * p.derivative;
+}
 
 ACT_FN ACT_NAME(Point) ACT_NAME(silu)(accum_t x, accum_t alpha, accum_t limit) {
     (void)alpha, (void)limit;
@@ -62,13 +69,13 @@ ACT_FN ACT_NAME(Point) ACT_NAME(gelu_tanh)(accum_t x, accum_t alpha, accum_t lim
 
 ACT_FN ACT_NAME(Point) ACT_NAME(relu)(accum_t x, accum_t alpha, accum_t limit) {
     (void)alpha, (void)limit;
-    return POINT(x < 0 ? 0 : x, x > 0 ? 1 : 0);
+    return KINKED(x < 0 ? 0 : x, 1, x <= 0);
 }
 
 ACT_FN ACT_NAME(Point) ACT_NAME(swiglu_clamped)(accum_t x, accum_t alpha, accum_t limit) {
     accum_t g = x > limit ? limit : x;
     accum_t s = ACT_SIGMOID(alpha * g);
-    return POINT(g * s, x > limit ? 0 : s + alpha * g * s * (1 - s));
+    return KINKED(g * s, s + alpha * g * s * (1 - s), x > limit);
 }
 
 ACT_FN ACT_NAME(Point) ACT_NAME(linear)(accum_t x, accum_t limit) {
@@ -78,10 +85,11 @@ ACT_FN ACT_NAME(Point) ACT_NAME(linear)(accum_t x, accum_t limit) {
 
 ACT_FN ACT_NAME(Point) ACT_NAME(clamped)(accum_t x, accum_t limit) {
     accum_t u = x > limit ? limit : x < -limit ? -limit : x;
-    return POINT(u + 1, x > limit || x < -limit ? 0 : 1);
+    return KINKED(u + 1, 1, x > limit || x < -limit);
 }
 
 #undef POINT
+#undef KINKED
 #undef accum_t
 #undef ACT_NAME
 #undef ACT_FN

@@ -15,7 +15,7 @@ typedef struct {
 } Task;
 
 typedef struct {
-    void *gate, *up, *dgate, *dup, *a, *pairs;
+    void *sg, *gate, *up, *dgate, *dup, *a, *pairs;
 } Rows;
 
 typedef struct {
@@ -27,6 +27,7 @@ typedef struct {
 static Rows take_rows(size_t accum_bytes, int64_t cols, char **scratch, size_t *bytes) {
     size_t row_bytes = cols * accum_bytes;
     Rows s;
+    s.sg = fm_take(scratch, bytes, row_bytes);
     s.gate = fm_take(scratch, bytes, row_bytes);
     s.up = fm_take(scratch, bytes, row_bytes);
     s.dgate = fm_take(scratch, bytes, row_bytes);
@@ -84,15 +85,12 @@ static int down_dgrad_tile(int64_t i, const void *ctx, char *scratch) {
             void *g_row = fm_at(g.data, v->accum_bytes, r * n);
             fm_load_pair(v, p->layout, p->F, fm_at(p->h, v->elem_bytes, row * h_width), j, n, q->gate, up,
                          q->pairs);
-            /* dact is linear in da: with g itself it gives dh / s, and a beside it */
-            v->dact(&p->activation, q->dgate, dup, q->a, g_row, q->gate, up, n);
+            v->scale(q->sg, score, g_row, n);
+            v->dact(&p->activation, q->dgate, dup, q->a, q->sg, q->gate, up, n);
             if (p->dscores) s.dscore[r] += v->dot(g_row, q->a, n);
-            if (p->dh) {
-                v->scale(q->dgate, score, q->dgate, n);
-                if (gated) v->scale(dup, score, dup, n);
+            if (p->dh)
                 fm_store_pair(v, p->layout, p->F, fm_at(p->dh, v->elem_bytes, row * h_width), j, n, q->dgate,
                               dup, q->pairs);
-            }
             if (p->a_scaled) {
                 v->scale(q->a, score, q->a, n);
                 v->store(fm_at(p->a_scaled, v->elem_bytes, row * p->F + j), q->a, n);
@@ -112,11 +110,11 @@ int fused_moe_cpu_down_dgrad(const FusedMoeDownDgrad *p) {
     if (!fm_row_map_is_valid(&p->row_map)) return FUSED_MOE_INVALID_ROWS;
     int64_t num_rows = p->row_map.offs[p->row_map.E - 1], unused_rows = p->row_map.R - num_rows;
     int64_t h_width = fm_h_width(p->layout, p->F);
-    if (p->dscores) memset(p->dscores, 0, p->row_map.T * p->row_map.K * v->accum_bytes);
+    if (p->dscores) fm_clear(p->dscores, p->row_map.T * p->row_map.K * v->accum_bytes);
     if (p->dh)
-        memset(fm_at(p->dh, v->elem_bytes, num_rows * h_width), 0, unused_rows * h_width * v->elem_bytes);
+        fm_clear(fm_at(p->dh, v->elem_bytes, num_rows * h_width), unused_rows * h_width * v->elem_bytes);
     if (p->a_scaled)
-        memset(fm_at(p->a_scaled, v->elem_bytes, num_rows * p->F), 0, unused_rows * p->F * v->elem_bytes);
+        fm_clear(fm_at(p->a_scaled, v->elem_bytes, num_rows * p->F), unused_rows * p->F * v->elem_bytes);
     int32_t *schedule = fm_make_schedule(p->row_map.offs, p->row_map.E);
     if (!schedule) return FUSED_MOE_OUT_OF_MEMORY;
     int64_t num_tiles = fused_moe_schedule_head(schedule)->num_row_tiles;

@@ -75,15 +75,15 @@ ROW_FN void ACCUM_NAME(merge)(void *pairs_, const void *even_, const void *odd_,
         if (!up)                                                                                             \
             for (int64_t i = 0; i < n; i++) {                                                                \
                 ACCUM_NAME(Point) f = ACCUM_NAME(gate_fn)(gate[i], alpha, limit);                            \
-                dgate[i] = da[i] * f.derivative;                                                             \
+                dgate[i] = ACCUM_NAME(chain)(da[i], f);                                                      \
                 a[i] = f.value;                                                                              \
             }                                                                                                \
         else                                                                                                 \
             for (int64_t i = 0; i < n; i++) {                                                                \
                 ACCUM_NAME(Point) f = ACCUM_NAME(gate_fn)(gate[i], alpha, limit);                            \
                 ACCUM_NAME(Point) m = ACCUM_NAME(up_fn)(up[i], limit);                                       \
-                dgate[i] = da[i] * m.value * f.derivative;                                                   \
-                dup[i] = da[i] * f.value * m.derivative;                                                     \
+                dgate[i] = ACCUM_NAME(chain)(da[i] * m.value, f);                                            \
+                dup[i] = ACCUM_NAME(chain)(da[i] * f.value, m);                                              \
                 a[i] = f.value * m.value;                                                                    \
             }                                                                                                \
     }

@@ -36,7 +36,7 @@ __device__ inline float exp_half(float x) {
 #define ACT_SIGMOID(x) (1 / (1 + exp(-(x))))
 #include "../../activation.h"
 
-/* The gate and up functions of an activation, for dtype T. */
+/* The gate and up functions of an activation, and their chain rule, for dtype T. */
 template <int kind, typename T>
 struct Act;
 #define ACT(T, suffix, gate_fn, up_fn)                                                                       \
@@ -47,6 +47,7 @@ struct Act;
             return gate_fn##suffix(x, alpha, limit);                                                         \
         }                                                                                                    \
         static __device__ auto up(Acc x, Acc limit) { return up_fn##suffix(x, limit); }                      \
+        static __device__ Acc chain(Acc d, Point##suffix p) { return chain##suffix(d, p); }                  \
     };
 #define X(gate_fn, up_fn)                                                                                    \
     ACT(float, _f32, gate_fn, up_fn)                                                                         \
@@ -155,11 +156,11 @@ __device__ inline void activate_backward(Act act, Acc (&a)[CHUNK], Pair<Acc> &d,
         if (gated) {
             auto u = act.up(q.up[i], limit);
             a[i] = g.value * u.value;
-            d.gate[i] = da[i] * u.value * g.derivative;
-            d.up[i] = da[i] * g.value * u.derivative;
+            d.gate[i] = act.chain(da[i] * u.value, g);
+            d.up[i] = act.chain(da[i] * g.value, u);
         } else {
             a[i] = g.value;
-            d.gate[i] = da[i] * g.derivative;
+            d.gate[i] = act.chain(da[i], g);
         }
     }
 }
