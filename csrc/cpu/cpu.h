@@ -14,6 +14,7 @@
 #include "../schedule.h"
 
 #include <stddef.h>
+#include <string.h>
 
 /* Tiles of the CPU tier: rows of an expert per task, columns of its output at a time, and rows of a
  * reduction at a time. Chosen so that a converted weight tile is used by enough rows, and that the
@@ -116,6 +117,11 @@ static inline int64_t fm_min(int64_t a, int64_t b) {
 
 static inline int64_t fm_blocks(int64_t n, int64_t block) {
     return (n + block - 1) / block;
+}
+
+/* memset to 0, which takes no NULL; a tensor without elements has one. */
+static inline void fm_clear(void *data, int64_t bytes) {
+    if (bytes > 0) memset(data, 0, (size_t)bytes);
 }
 
 static inline void *fm_at(const void *data, size_t bytes, int64_t index) {

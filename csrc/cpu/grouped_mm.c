@@ -73,8 +73,8 @@ int fused_moe_cpu_grouped_mm(const FusedMoeGroupedMM *p) {
     if (!v) return FUSED_MOE_UNSUPPORTED_DTYPE;
     if (!fm_offs_are_valid(p->offs, p->E, p->R)) return FUSED_MOE_INVALID_ROWS;
     int64_t num_rows = p->offs[p->E - 1];
-    memset(fm_at(p->out, v->elem_bytes, num_rows * p->M), 0,
-           (size_t)((p->R - num_rows) * p->M) * v->elem_bytes);
+    fm_clear(fm_at(p->out, v->elem_bytes, num_rows * p->M),
+             (p->R - num_rows) * p->M * (int64_t)v->elem_bytes);
     int32_t *schedule = fm_make_schedule(p->offs, p->E);
     if (!schedule) return FUSED_MOE_OUT_OF_MEMORY;
     int64_t num_tiles = fused_moe_schedule_head(schedule)->num_row_tiles;

@@ -93,7 +93,7 @@ int fused_moe_cpu_unpermute_backward(const FusedMoeUnpermuteBackward *p) {
     const FmRows *v = fm_rows(p->dtype);
     if (!v) return FUSED_MOE_UNSUPPORTED_DTYPE;
     if (!fm_row_map_is_valid(&p->row_map)) return FUSED_MOE_INVALID_ROWS;
-    if (p->dscores) memset(p->dscores, 0, (size_t)(p->row_map.T * p->row_map.K) * v->accum_bytes);
+    if (p->dscores) fm_clear(p->dscores, p->row_map.T * p->row_map.K * (int64_t)v->accum_bytes);
     size_t bytes = 2 * (p->D * v->accum_bytes + 64);
     return fm_parallel(fm_blocks(p->row_map.R, BLOCK), p->row_map.R * p->D, unpermute_backward_block, p,
                        bytes);

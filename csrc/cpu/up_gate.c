@@ -112,9 +112,8 @@ int fused_moe_cpu_up_gate(const FusedMoeUpGate *p) {
     if (!fm_row_map_is_valid(&p->row_map)) return FUSED_MOE_INVALID_ROWS;
     int64_t num_rows = p->row_map.offs[p->row_map.E - 1], unused_rows = p->row_map.R - num_rows;
     int64_t h_width = fm_h_width(p->layout, p->F);
-    memset(fm_at(p->a, v->elem_bytes, num_rows * p->F), 0, unused_rows * p->F * v->elem_bytes);
-    if (p->h)
-        memset(fm_at(p->h, v->elem_bytes, num_rows * h_width), 0, unused_rows * h_width * v->elem_bytes);
+    fm_clear(fm_at(p->a, v->elem_bytes, num_rows * p->F), unused_rows * p->F * v->elem_bytes);
+    if (p->h) fm_clear(fm_at(p->h, v->elem_bytes, num_rows * h_width), unused_rows * h_width * v->elem_bytes);
     int32_t *schedule = fm_make_schedule(p->row_map.offs, p->row_map.E);
     if (!schedule) return FUSED_MOE_OUT_OF_MEMORY;
     int64_t num_tiles = fused_moe_schedule_head(schedule)->num_row_tiles;

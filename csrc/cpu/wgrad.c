@@ -10,6 +10,11 @@
 
 #include <string.h>
 
+static bool maps_are_valid(const int32_t *row_token, const int32_t *row_slot, int64_t n, int64_t T,
+                           int64_t K) {
+    return fm_map_is_valid(row_token, n, 0, T) && fm_map_is_valid(row_slot, n, 0, T * K);
+}
+
 typedef struct {
     const FusedMoeWgrad *p;
     const FmRows *v, *out; /* of a and b; of dw */
@@ -77,7 +82,8 @@ int fused_moe_cpu_wgrad(const FusedMoeWgrad *p) {
     if (!v || !out || v->accum_bytes != out->accum_bytes) return FUSED_MOE_UNSUPPORTED_DTYPE;
     if (p->accumulate && p->dw_dtype != FUSED_MOE_F32) return FUSED_MOE_UNSUPPORTED_DTYPE;
     if (!fm_offs_are_valid(p->offs, p->E, p->R)) return FUSED_MOE_INVALID_ROWS;
-    if (!fm_map_is_valid(p->b_row_token, p->offs[p->E - 1], 0, p->T)) return FUSED_MOE_INVALID_ROWS;
+    if (!maps_are_valid(p->b_row_token, p->b_scores ? p->row_slot : NULL, p->offs[p->E - 1], p->T, p->K))
+        return FUSED_MOE_INVALID_ROWS;
     Task task = {p, v, out, fm_blocks(p->N, FM_TILE_COLS)};
     size_t bytes = 0;
     take(&task, NULL, &bytes);
@@ -112,7 +118,8 @@ int fused_moe_cpu_bias_grad(const FusedMoeBiasGrad *p) {
     const FmRows *v = fm_rows(p->dtype);
     if (!v) return FUSED_MOE_UNSUPPORTED_DTYPE;
     if (!fm_offs_are_valid(p->offs, p->E, p->R)) return FUSED_MOE_INVALID_ROWS;
-    if (!fm_map_is_valid(p->row_token, p->offs[p->E - 1], 0, p->T)) return FUSED_MOE_INVALID_ROWS;
+    if (!maps_are_valid(p->row_token, p->scores ? p->row_slot : NULL, p->offs[p->E - 1], p->T, p->K))
+        return FUSED_MOE_INVALID_ROWS;
     size_t bytes = FM_TILE_COLS * (sizeof(double) + v->accum_bytes);
     return fm_parallel(p->E * fm_blocks(p->N, FM_TILE_COLS), (p->R + p->E) * p->N, bias_grad_block, p, bytes);
 }
