@@ -91,6 +91,12 @@ std::tuple<Tensor, Tensor> up_gate(const Tensor &x, const Tensor &w1, const OptT
     return experts_up(x, w1, w3, b1, b3, {}, plan, layout, activation, constants, true, {}, {});
 }
 
+/* A copy: with one expert the view would be dense itself, and two gradients would share memory. */
+static Tensor columns(Tensor &db, int64_t first, int64_t count) {
+    Tensor copy = new_tensor(db, {db.size(0), count});
+    return torch::stable::copy_(copy, torch::stable::narrow(db, 1, first, count));
+}
+
 /* dx_rows = dh w1, or dgate w1 + dup w3. */
 static Tensor run_up_dgrad(const Call &call, const Tensor &dh, const UpWeights &weights, const Width &s,
                            const RowMap &map) {
@@ -161,8 +167,8 @@ UpGrads experts_up_backward_accumulate(const Tensor &dh_, const Tensor &x_, cons
     if (need_db1 || need_db3) {
         Tensor db = new_tensor(x, {s.E, s.H});
         run_bias_grad(call, {&dh, nullptr, nullptr, nullptr}, R, grouping_of(map), db);
-        if (need_db1) db1 = w3 ? torch::stable::contiguous(torch::stable::narrow(db, 1, 0, s.F)) : db;
-        if (need_db3) db3 = torch::stable::contiguous(torch::stable::narrow(db, 1, s.F, s.F));
+        if (need_db1) db1 = w3 ? columns(db, 0, s.F) : db;
+        if (need_db3) db3 = columns(db, s.F, s.F);
     }
     for (OptTensor *grad : {&dx, &dw1, &dw3, &db1, &db3})
         if (!*grad) *grad = new_empty_result(x);

@@ -1,14 +1,17 @@
 /* Routing: scores and ids, their gradient, and the plan of rows and tiles that follows from the ids. */
 #include "operators.h"
 
+/* What the kernels of route keep of a token: its logits in shared memory, its slots in a warp's lanes. */
+static constexpr int64_t MAX_ROUTED_EXPERTS = 1024, MAX_TOP_K = 32;
+
 std::tuple<Tensor, Tensor> route(const Tensor &logits_, const OptTensor &bias_, int64_t top_k,
                                  int64_t score_func, bool route_norm, double route_scale, int64_t num_groups,
                                  int64_t num_limited_groups) {
     const char *op = "route";
     check_dim(op, "logits", logits_, 2);
     int64_t T = logits_.size(0), E = logits_.size(1);
-    check_size(op, "experts", E, 1, 1024);
-    check_size(op, "top_k", top_k, 1, E < 32 ? E : 32);
+    check_size(op, "experts", E, 1, MAX_ROUTED_EXPERTS);
+    check_size(op, "top_k", top_k, 1, E < MAX_TOP_K ? E : MAX_TOP_K);
     check_size(op, "score_func", score_func, FUSED_MOE_SOFTMAX, FUSED_MOE_SIGMOID);
     if (num_groups) {
         check_size(op, "num_expert_groups", num_groups, 1, E);
@@ -52,6 +55,8 @@ Tensor route_backward(const Tensor &dscores_, const Tensor &logits_, const Tenso
     check_size(op, "score_func", score_func, FUSED_MOE_SOFTMAX, FUSED_MOE_SIGMOID);
     Tensor logits = dense(logits_), ids = index_tensor(op, "ids", ids_, logits, 2);
     int64_t T = logits.size(0), E = logits.size(1), K = ids.size(1);
+    check_size(op, "experts", E, 1, MAX_ROUTED_EXPERTS);
+    check_size(op, "top_k", K, 1, MAX_TOP_K);
     check_shape(op, "ids", ids, {T, K});
     Tensor dscores = *scores_of(op, dscores_, logits, {T, K});
 
