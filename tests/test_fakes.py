@@ -1,0 +1,107 @@
+"""What torch.compile is told of an operator is what it gives: shapes, dtypes, strides; no shared memory."""
+
+import itertools
+
+import pytest
+import torch
+from cases import ACTIVATIONS, BF16, F32, F64, FORMS, LAYOUTS, Case, call_operator, operator_calls
+from hypothesis import given
+from hypothesis import strategies as st
+from torch._subclasses import FakeTensorMode
+from torch.utils import _pytree as pytree
+
+from fused_moe import fused_experts, ops
+
+pytestmark = pytest.mark.quick
+
+
+def transposed(t: torch.Tensor) -> torch.Tensor:
+    """The same values, all dimensions swapped in memory."""
+    return t.permute(*reversed(range(t.dim()))).contiguous().permute(*reversed(range(t.dim())))
+
+
+def expanded(t: torch.Tensor) -> torch.Tensor:
+    """The first expert's, token's or row's values for all of them, in one place."""
+    return t[:1].expand(t.shape) if t.size(0) else t
+
+
+STORED = st.sampled_from([FORMS["contiguous"], FORMS["strided"], FORMS["misaligned"], transposed, expanded])
+NAMES = sorted(operator_calls(Case(3, 4, 5, 2, 1), torch.device("cpu")))
+
+
+def facts(results):
+    return [(tuple(r.shape), r.dtype, r.stride(), r.device) for r in results]
+
+
+def call_fake(name: str, args):
+    with FakeTensorMode() as mode:
+        return call_operator(name, pytree.tree_map_only(torch.Tensor, mode.from_tensor, args))
+
+
+@st.composite
+def cases(draw) -> Case:
+    num_experts = draw(st.sampled_from((1, 3)))
+    return Case(
+        tokens=draw(st.sampled_from((0, 1, 5, 33))),
+        dim=draw(st.sampled_from((1, 8, 37))),
+        hidden=draw(st.sampled_from((1, 16, 29))),
+        num_experts=num_experts,
+        top_k=draw(st.integers(1, num_experts)),
+        dtype=draw(st.sampled_from((F32, F64, BF16))),
+        layout=draw(st.sampled_from(sorted(LAYOUTS))),
+        activation=draw(st.sampled_from(ACTIVATIONS)),
+        bias=draw(st.booleans()),
+        routing=draw(st.sampled_from(("random", "sentinels"))),
+    )
+
+
+@pytest.mark.parametrize("name", NAMES)
+@given(case=cases(), forms=st.lists(STORED, min_size=9, max_size=9))
+def test_a_fake_is_what_the_operator_gives(device, name, case, forms):
+    arguments = getattr(torch.ops.fused_moe, name).default._schema.arguments
+    for args in operator_calls(case, device)[name]:
+        args = [
+            form(arg) if isinstance(arg, torch.Tensor) and arg.is_floating_point() and not a.is_write else arg
+            for a, arg, form in zip(arguments, args, itertools.cycle(forms), strict=False)
+        ]
+        real = call_operator(name, args)
+        assert facts(real) == facts(call_fake(name, args))
+        pointers = [r.untyped_storage().data_ptr() for r in real if r.numel()]
+        assert len(set(pointers)) == len(pointers), "two results share memory"
+
+
+@pytest.mark.parametrize("name", ["experts_down_backward", "experts_down_backward_accumulate"])
+def test_down_backward_without_scores(device, name):
+    """One gradient of scores is asked for where there are none."""
+    for args in operator_calls(Case(5, 8, 16, 3, 2), device)[name]:
+        by_name = ops.Schema(name).named(*args)._replace(scores=None, need_dscores=True)
+        assert facts(call_operator(name, by_name)) == facts(call_fake(name, tuple(by_name)))
+
+
+def test_bias_gradients_of_one_expert_have_memory_of_their_own(device):
+    for args in operator_calls(Case(5, 8, 16, 1, 1, bias=True), device)["experts_up_backward"]:
+        _, _, _, db1, db3, _ = call_operator("experts_up_backward", args)
+        before = db3.clone()
+        db1.zero_()
+        assert torch.equal(db3, before)
+
+
+@pytest.mark.parametrize("grad_of", ("scores", "x", "w"))
+def test_compiled_backward_of_transposed_inputs(device, grad_of):
+    """inductor checks the strides that it was told."""
+    case = Case(9, 8, 16, 3, 2)
+    inputs, ids = case.inputs(device), case.ids(device)
+    leaf = {"scores": inputs["scores"].t(), "x": inputs["x"].t(), "w": inputs["w1"].mT}[grad_of]
+    leaf = leaf.contiguous().requires_grad_()
+
+    def run(t):
+        t = t.mT
+        x, w1 = (t if grad_of == n else inputs[k] for n, k in (("x", "x"), ("w", "w1")))
+        scores = t if grad_of == "scores" else inputs["scores"]
+        return fused_experts(x, w1, inputs["w2"], inputs["w3"], scores, ids)
+
+    found = []
+    for function in (run, torch.compile(run, fullgraph=True)):
+        (grad,) = torch.autograd.grad(function(leaf).square().sum(), leaf)
+        found.append(grad)
+    torch.testing.assert_close(*found)
