@@ -19,6 +19,9 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch._functorch.utils import enable_single_level_autograd_function
+from torch.autograd import forward_ad
+from torch.utils import _pytree as pytree
 
 from .activation import ACTIVATIONS
 from .plan import Plan
@@ -54,7 +57,7 @@ _OWN_KEYS = (
 # lookup for every argument of every call. That lookup takes a third of a small step's time.
 
 
-class _Schema:
+class Schema:
     """An operator, and its arguments by name."""
 
     def __init__(self, name: str):
@@ -71,8 +74,9 @@ def _register(name: str, *, fake, backward=None, setup_context=None, autocast: t
     fake(args) and setup_context(ctx, args, output) get the arguments as a named tuple. backward(ctx, need,
     *grads) returns {argument: gradient}; need.<argument> tells whether its gradient is needed.
     """
-    schema = _Schema(name)
+    schema = Schema(name)
     _register_fake(schema, fake)
+    _register_vmap(schema)
     rule = _autograd_rule(schema, backward or _no_backward(name), setup_context)
     _library.impl(name, rule, "Autograd", with_keyset=True)
     for device in ("CPU", "CUDA") if autocast else ():
@@ -81,28 +85,77 @@ def _register(name: str, *, fake, backward=None, setup_context=None, autocast: t
 
 def _register_integers(name: str, *, fake):
     """As _register, for an operator on integers. They require no gradient, so it has no autograd rule."""
-    _register_fake(_Schema(name), fake)
+    schema = Schema(name)
+    _register_fake(schema, fake)
+    _register_vmap(schema)
 
 
 def _register_accumulate(name: str, *, fake):
-    """As _register, for an operator that adds to an argument. It raises where autograd would record the
-    call: the write is not recorded, so the graph would be cut silently."""
-    schema = _Schema(name)
+    """As _register, for an operator that adds to arguments. It raises where autograd would record the call:
+    the write is not recorded, so the graph would be cut silently. Autograd is told of the write, so that it
+    raises where the values before it were saved."""
+    schema = Schema(name)
     _register_fake(schema, fake)
+    _register_vmap(schema)
+    written = [a.name for a in schema.op._schema.arguments if a.is_write]
 
     def rule(keyset, *args):
         if torch.is_grad_enabled() and torch._C._any_requires_grad(*args):
             _no_backward(name)()
+        _refuse_tangents(name, args)
         return _below_autograd(schema.op, keyset, args)
 
+    def new_version(keyset, *args):
+        by_name = schema.named(*args)
+        for tensor in (getattr(by_name, name) for name in written):
+            if tensor is not None:
+                torch.autograd.graph.increment_version(tensor)
+        return schema.op.redispatch(keyset & torch._C._after_ADInplaceOrView_keyset, *args)
+
     _library.impl(name, rule, "Autograd", with_keyset=True)
+    _library.impl(name, new_version, "ADInplaceOrView", with_keyset=True)
 
 
-def _register_fake(schema: _Schema, fake):
+def _register_fake(schema: Schema, fake):
     def by_name(*args, **kwargs):
         return fake(schema.named(*args, **kwargs))
 
     torch.library.register_fake(f"fused_moe::{schema.name}", by_name)
+
+
+def _register_vmap(schema: Schema):
+    """Under vmap an operator is called once per sample. PyTorch's own fallback does not see batched tensors
+    in lists, and a plan is a list."""
+
+    def loop(info, in_dims, *args):
+        leaves, spec = pytree.tree_flatten(args)
+        dims = pytree.tree_leaves(in_dims)
+
+        def sample(i):
+            return [x if d is None else x.select(d, i) for x, d in zip(leaves, dims, strict=True)]
+
+        if info.batch_size == 0:
+            raise ValueError(f"fused_moe: expected vmap of {schema.name} over at least one sample, found 0")
+        results = [schema.op(*pytree.tree_unflatten(sample(i), spec)) for i in range(info.batch_size)]
+        if results[0] is None:
+            return None, None
+        if isinstance(results[0], Tensor):
+            return torch.stack(results), 0
+        return tuple(map(torch.stack, zip(*results, strict=True))), (0,) * len(results[0])
+
+    torch.library.register_vmap(f"fused_moe::{schema.name}", loop, lib=_library)
+
+
+def _refuse_tangents(name: str, args):
+    """Raises where forward-mode differentiation would get a tangent of zeros."""
+    if forward_ad._current_level < 0:
+        return
+    for x in pytree.tree_leaves(args):
+        if isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None:
+            raise NotImplementedError(
+                f"fused_moe: {name} has no forward-mode derivative (torch.func.jvp, jacfwd, forward_ad). "
+                "Use reverse mode (backward, torch.func.vjp, jacrev), or fused_moe.reference"
+            )
 
 
 def _below_autograd(op, keyset, args):
@@ -113,7 +166,7 @@ def _below_autograd(op, keyset, args):
         return op.redispatch(keyset & torch._C._after_autograd_keyset, *args)
 
 
-def _autograd_rule(schema: _Schema, backward, setup_context):
+def _autograd_rule(schema: Schema, backward, setup_context):
     op, named, position = schema.op, schema.named, schema.position
 
     def forward(ctx, *args):
@@ -131,14 +184,17 @@ def _autograd_rule(schema: _Schema, backward, setup_context):
 
     members = {"forward": staticmethod(forward), "backward": staticmethod(by_position)}
     node = type(schema.name, (torch.autograd.Function,), members)
-    _nodes[op] = apply = super(torch.autograd.Function, node).apply  # skips the functorch check
+    # Not node.apply, which handles torch.func's transforms: the dispatcher has done so before this rule.
+    _nodes[op] = apply = super(torch.autograd.Function, node).apply
 
     def rule(keyset, *args):
+        _refuse_tangents(schema.name, args)
         if not (torch.is_grad_enabled() and torch._C._any_requires_grad(*args)):
             return _below_autograd(op, keyset, args)
-        if torch._C._are_functorch_transforms_active():
-            return node.apply(*args, keyset)
-        return apply(*args, keyset)
+        if not torch._C._are_functorch_transforms_active():
+            return apply(*args, keyset)
+        with enable_single_level_autograd_function():  # the dispatcher is at one level of torch.func here
+            return apply(*args, keyset)
 
     return rule
 
@@ -154,7 +210,7 @@ def _no_backward(name: str):
     return backward
 
 
-def _autocast_rule(schema: _Schema, device: str, names: tuple[str, ...]):
+def _autocast_rule(schema: Schema, device: str, names: tuple[str, ...]):
     """Casts the floating inputs `names` as autocast does for linear. float64 is not cast."""
     keys = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, f"Autocast{device}"))
     positions = [schema.position[name] for name in names]
@@ -178,7 +234,7 @@ def run(op, *args):
     __torch_function__) does."""
     if torch.compiler.is_compiling():
         return op(*args)
-    if not torch.is_grad_enabled():
+    if not torch.is_grad_enabled() and forward_ad._current_level < 0:
         return _below_autograd(op, None, args)
     node = _nodes.get(op)
     if not node or not _is_plain(args):
@@ -189,6 +245,7 @@ def run(op, *args):
 def _is_plain(args) -> bool:
     return (
         torch._C._dispatch_tls_local_include_set().raw_repr() == _OWN_KEYS
+        and forward_ad._current_level < 0
         and not torch._C._is_any_autocast_enabled()
         and not torch._C._has_torch_function(args)
     )

@@ -17,6 +17,7 @@ from cases import (
     assert_near,
     assert_same_bits,
     forward_backward,
+    operator_calls,
     to_double,
     variants,
 )
@@ -599,3 +600,20 @@ def test_operators_refuse_to_be_differentiated(device):
     with torch.no_grad():
         ops.wgrad_accumulate(a, b, ends, dw)
     assert dw.count_nonzero()
+
+
+@pytest.mark.parametrize(
+    "name", ("wgrad_accumulate", "experts_up_backward_accumulate", "experts_down_backward_accumulate")
+)
+def test_accumulating_is_a_new_version(device, name):
+    """Autograd raises where what was there before was saved, as it does for PyTorch's in-place operators."""
+    for args in operator_calls(Case(5, 8, 16, 3, 2), device)[name]:
+        arguments = getattr(torch.ops.fused_moe, name).default._schema.arguments
+        for written in (x for a, x in zip(arguments, args, strict=True) if a.is_write and x is not None):
+            scale = torch.ones((), device=device, requires_grad=True)
+            product = written * scale
+            version = written._version
+            getattr(torch.ops.fused_moe, name).default(*args)
+            assert written._version > version
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                product.sum().backward()

@@ -1,11 +1,21 @@
-"""What has to see a call before autograd does: vmap, tracing, __torch_function__. `ops.run` lets it."""
+"""torch.func, forward mode, and what else has to see a call before autograd does. `ops.run` lets it."""
 
 import pytest
 import torch
 from cases import Calls
 from torch.overrides import TorchFunctionMode
 
-from fused_moe import FusedMoE, grouped_mm, ops, route
+from fused_moe import (
+    FusedMoE,
+    fused_experts,
+    grouped_mlp,
+    grouped_mm,
+    ops,
+    permute,
+    reference,
+    route,
+    unpermute,
+)
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:There is a performance drop"),
@@ -45,6 +55,111 @@ def test_batched_gradients_of_gradients(device, rows):
     (single,) = torch.autograd.grad(out, x, douts.sum(0), create_graph=True)
     (expected,) = torch.autograd.grad(single.sum(), b)
     torch.testing.assert_close(second, expected)
+
+
+@pytest.fixture
+def layer(device):
+    """The layer, its parameters, and x of three samples."""
+    module = FusedMoE(
+        16, 8, 4, 2, score_func="sigmoid", route_norm=True, bias=True, num_shared_experts=1, device=device
+    )
+    return module.eval(), dict(module.named_parameters()), torch.randn(3, 5, 16, device=device)
+
+
+def loss_of(module, parameters, x):
+    return torch.func.functional_call(module, parameters, x).square().sum()
+
+
+def test_func_grad_and_vjp(device, layer):
+    module, parameters, x = layer
+    expected = torch.autograd.grad(loss_of(module, parameters, x), list(parameters.values()))
+    found = torch.func.grad(loss_of, argnums=1)(module, parameters, x)
+    assert_close_all(found.values(), expected)
+    _, vjp = torch.func.vjp(lambda p: loss_of(module, p, x), parameters)
+    assert_close_all(vjp(torch.ones((), device=device))[0].values(), expected)
+
+
+def test_gradients_of_samples(device, layer):
+    module, parameters, x = layer
+    found = torch.func.vmap(torch.func.grad(loss_of, argnums=1), in_dims=(None, None, 0))(
+        module, parameters, x
+    )
+    for i, sample in enumerate(x):
+        expected = torch.autograd.grad(loss_of(module, parameters, sample), list(parameters.values()))
+        assert_close_all([grad[i] for grad in found.values()], expected)
+
+
+def test_jacrev(device, layer):
+    module, _, x = layer
+    token = x[0, 0]
+    expected = torch.autograd.functional.jacobian(module, token)
+    torch.testing.assert_close(torch.func.jacrev(module)(token), expected)
+
+
+def test_ensembles(device, layer):
+    """vmap over stacked parameters, the batched plan within."""
+    module, parameters, x = layer
+    stacked = {n: torch.stack([p, 2 * p, -p]) for n, p in parameters.items()}
+    found = torch.func.vmap(lambda p, x: torch.func.functional_call(module, p, x))(stacked, x)
+    for i, sample in enumerate(x):
+        expected = torch.func.functional_call(module, {n: p[i] for n, p in stacked.items()}, sample)
+        torch.testing.assert_close(found[i], expected)
+
+
+def test_vmap_over_no_samples(device, rows):
+    a, b, offsets = rows
+    with pytest.raises(ValueError, match="expected vmap of grouped_mm over at least one sample, found 0"):
+        torch.func.vmap(lambda x: grouped_mm(x, b, offsets))(a[:0])
+
+
+def assert_close_all(found, expected):
+    for mine, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(mine, other)
+
+
+def experts_calls(device):
+    """(function, name of the operator that refuses, its input), each function differentiable in the input."""
+    x, logits = torch.randn(5, 16, device=device), torch.randn(5, 3, device=device)
+    w1, w2, w3 = (torch.randn(3, *shape, device=device) for shape in ((8, 16), (16, 8), (8, 16)))
+    scores, ids = route(logits, 2)
+    _, plan = permute(x, ids, 3)
+    counts = torch.tensor([2, 0, 3], device=device)
+    offsets = counts.cumsum(0).int()
+    return {
+        "route": (lambda t: route(t, 2)[0], logits),
+        "permute": (lambda t: permute(t, ids, 3)[0], x),
+        "unpermute": (lambda t: unpermute(t, plan, scores), torch.randn(10, 16, device=device)),
+        "grouped_mm": (lambda t: grouped_mm(t, w1, offsets), x),
+        "experts_up": (lambda t: fused_experts(t, w1, w2, w3, scores, ids), x),
+        "experts_down": (lambda t: fused_experts(x, w1, t, w3, scores, ids), w2),
+        "experts_up_of_rows": (lambda t: grouped_mlp(t, w1, w2, w3, counts), x),
+    }
+
+
+@pytest.mark.parametrize("no_grad", (False, True))
+@pytest.mark.parametrize("name", experts_calls(torch.device("cpu")))
+def test_forward_mode_is_refused(device, name, no_grad):
+    """Not answered with a tangent of zeros; other calls go on."""
+    function, primal = experts_calls(device)[name]
+    tangent = torch.randn_like(primal)
+    operator = name.removesuffix("_of_rows")
+    with torch.set_grad_enabled(not no_grad):
+        with pytest.raises(NotImplementedError, match=f"{operator} has no forward-mode derivative"):
+            torch.func.jvp(function, (primal,), (tangent,))
+        with torch.autograd.forward_ad.dual_level():
+            dual = torch.autograd.forward_ad.make_dual(primal, tangent)
+            with pytest.raises(NotImplementedError, match=f"{operator} has no forward-mode derivative"):
+                function(dual)
+            torch.testing.assert_close(function(primal), function(primal.clone()))
+
+
+def test_the_reference_has_forward_mode(device):
+    x, w = torch.randn(5, 16, device=device), torch.randn(3, 8, 16, device=device)
+    ids = torch.tensor([[0, 1], [2, 0], [1, 2], [0, 2], [1, 0]], device=device)
+    _, tangent = torch.func.jvp(
+        lambda t: reference.fused_experts(t, w, w.mT, w, torch.ones(5, 2, device=device), ids), (x,), (x,)
+    )
+    assert tangent.count_nonzero()
 
 
 @pytest.mark.parametrize("grad", (True, False))
