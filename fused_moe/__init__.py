@@ -4,6 +4,7 @@
 and `info()` tells which tiers run.
 """
 
+from . import flops as flops  # registers its formulas
 from . import reference
 from .function import fused_experts, grouped_mlp, grouped_mm, permute, route, unpermute
 from .info import info

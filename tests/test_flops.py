@@ -1,0 +1,66 @@
+"""What FlopCounterMode counts, against the products of the operators' definitions."""
+
+import pytest
+import torch
+from cases import F32, Case
+from torch.utils.flop_counter import FlopCounterMode
+
+from fused_moe import FusedMoE, fused_experts, grouped_mlp, grouped_mm
+
+pytestmark = pytest.mark.quick
+
+
+def flops_of(function) -> int:
+    with FlopCounterMode(display=False) as counter:
+        function()
+    return counter.get_total_flops()
+
+
+@pytest.mark.parametrize("layout, products", (("separate", 3), ("halves", 3), ("ungated", 2)))
+def test_experts(device, layout, products):
+    """2 TKDF per product forward, twice that backward: 6 and 12 TKDF of a gated layer."""
+    case = Case(6, 10, 7, 4, 2, layout=layout)
+    inputs, ids = case.inputs(device), case.ids(device)
+    leaves = {n: t if t is None else t.requires_grad_() for n, t in inputs.items()}
+    outs = []
+    forward = flops_of(lambda: outs.append(fused_experts(**leaves, ids=ids, **case.options)))
+    assert forward == products * 2 * 6 * 2 * 10 * 7
+    assert flops_of(lambda: outs[0].sum().backward()) == 2 * forward
+
+
+def test_what_is_not_needed_does_not_count(device):
+    case = Case(6, 10, 7, 4, 2)
+    inputs, ids = case.inputs(device), case.ids(device)
+    inputs["w2"].requires_grad_()
+    out = fused_experts(**inputs, ids=ids)
+    # g = dout w2, of which the recomputed a's scores need nothing, and dw2
+    assert flops_of(lambda: out.sum().backward()) == 2 * 2 * 6 * 2 * 10 * 7
+
+
+def test_main_grads_count_alike(device):
+    case = Case(6, 10, 7, 4, 2)
+    inputs, ids = case.inputs(device), case.ids(device)
+    leaves = {n: t if t is None else t.requires_grad_() for n, t in inputs.items()}
+    sums = tuple(torch.zeros_like(inputs[w], dtype=F32) for w in ("w1", "w2", "w3"))
+    out = fused_experts(**leaves, ids=ids, main_grads=sums)
+    assert flops_of(lambda: out.sum().backward()) == 12 * 6 * 2 * 10 * 7
+
+
+def test_rows(device):
+    """grouped_mlp and grouped_mm count the rows given."""
+    case = Case(6, 10, 7, 4, 1)
+    weights = {n: w for n, w in case.weights(device).items() if n in ("w1", "w2", "w3")}
+    counts = torch.tensor([1, 0, 2, 3], device=device)
+    x = torch.randn(6, 10, device=device, requires_grad=True)
+    assert flops_of(lambda: grouped_mlp(x, **weights, counts=counts)) == 6 * 6 * 10 * 7
+    offsets, w1 = counts.cumsum(0).int(), weights["w1"].requires_grad_()
+    outs = []
+    assert flops_of(lambda: outs.append(grouped_mm(x, w1, offsets))) == 2 * 6 * 10 * 7
+    assert flops_of(lambda: outs[0].sum().backward()) == 2 * 2 * 6 * 10 * 7
+
+
+def test_layer(device):
+    """With the gate, which is a linear layer."""
+    layer = FusedMoE(10, 7, 4, 2, device=device)
+    x = torch.randn(6, 10, device=device, requires_grad=True)
+    assert flops_of(lambda: layer(x).sum().backward()) == 18 * 6 * 2 * 10 * 7 + 3 * 2 * 6 * 10 * 4
