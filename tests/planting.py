@@ -1,0 +1,87 @@
+"""Wrong integers planted in the arguments of an operator, and guards around tensors."""
+
+import torch
+from cases import Case, operator_calls
+from torch.utils._pytree import tree_map
+
+PLAN = ("offsets", "schedule", "row_token", "row_slot", "token_row")
+INT_MIN, INT_MAX = -(2**31), 2**31 - 1
+
+
+def integer_arguments(name: str, args: tuple) -> dict[str, torch.Tensor]:
+    """{name: tensor} of an operator's ids, counts, offsets and maps, those of a plan by their own names."""
+    named = {}
+    for argument, value in zip(
+        getattr(torch.ops.fused_moe, name).default._schema.arguments, args, strict=True
+    ):
+        members = zip(PLAN, value, strict=False) if argument.name == "plan" else [(argument.name, value)]
+        named |= {n: t for n, t in members if torch.is_tensor(t) and not t.is_floating_point()}
+    return named
+
+
+def calls_of(name: str, case: Case, device) -> list[tuple]:
+    """operator_calls of one operator, and those with scores again for each result alone: what is checked, and
+    what is read, depends on which results are needed."""
+    arguments = getattr(torch.ops.fused_moe, name).default._schema.arguments
+    at = {a.name: i for i, a in enumerate(arguments)}
+    needs = [n for n in at if n.startswith("need_")]
+    calls = operator_calls(case, device)[name]
+    for call in [c for c in calls if needs and "scores" in at and c[at["scores"]] is not None]:
+        for need in (n for n in needs if call[at[n]]):
+            values = {**dict(zip(at, call, strict=True)), **dict.fromkeys(needs, False), need: True}
+            calls.append(tuple(values.values()))
+    return calls
+
+
+def wrong_values(case: Case, label: str) -> dict[str, int]:
+    """What no planner writes: just outside of what the argument may hold, and far outside."""
+    rows = case.tokens * case.top_k
+    end = {
+        "ids": case.num_experts,
+        "offsets": rows + 1,
+        "counts": rows + 1,
+        "row_slot": rows,
+        "token_row": rows,
+    }
+    below = -2 if label == "token_row" else -1  # a slot without a row has -1
+    return {"below": below, "above": end.get(label, case.tokens), "lowest": INT_MIN, "highest": INT_MAX}
+
+
+def planted(args: tuple, label: str, tensor: torch.Tensor, value: int, everywhere: bool = False) -> tuple:
+    """The arguments with `value` in one element of `tensor`, which an expert reads, or in all of them."""
+    wrong = tensor.to(torch.int32)  # counts of 8 bits cannot hold most of the values
+    if everywhere:
+        wrong = torch.full_like(wrong, value)
+    else:
+        wrong = wrong.clone()
+        wrong.view(-1)[0 if label != "offsets" or tensor.numel() < 2 else 1] = value
+    return replaced(args, tensor, wrong)
+
+
+def replaced(args: tuple, old: torch.Tensor, new: torch.Tensor) -> tuple:
+    return tree_map(lambda a: new if a is old else a, args)
+
+
+class Guarded:
+    """Tensors inside wider ones that hold NaN, or a large integer: what is read beyond them shows in the
+    results, what is written there in the guards."""
+
+    def __init__(self, elements: int = 1 << 16):
+        self.elements = elements  # on either side
+        self.guards = []
+
+    def __call__(self, t: torch.Tensor) -> torch.Tensor:
+        fill = torch.nan if t.is_floating_point() else torch.iinfo(t.dtype).max
+        wide = t.new_full((t.numel() + 2 * self.elements,), fill)
+        inner = wide[self.elements : -self.elements].view(t.shape)
+        self.guards += [(wide[: self.elements], fill), (wide[-self.elements :], fill)]
+        return inner.copy_(t)
+
+    def all_of(self, args):
+        """The arguments, every tensor guarded."""
+        return tree_map(lambda a: self(a) if torch.is_tensor(a) else a, args)
+
+    def are_intact(self) -> bool:
+        return all(
+            bool((guard.isnan() if fill != fill else guard == fill).all()) for guard, fill in self.guards
+        )
