@@ -73,8 +73,8 @@ class Guarded:
     def __call__(self, t: torch.Tensor) -> torch.Tensor:
         fill = torch.nan if t.is_floating_point() else torch.iinfo(t.dtype).max
         wide = t.new_full((t.numel() + 2 * self.elements,), fill)
-        inner = wide[self.elements : -self.elements].view(t.shape)
-        self.guards += [(wide[: self.elements], fill), (wide[-self.elements :], fill)]
+        inner = wide[self.elements : self.elements + t.numel()].view(t.shape)
+        self.guards += [(wide[: self.elements], fill), (wide[self.elements + t.numel() :], fill)]
         return inner.copy_(t)
 
     def all_of(self, args):

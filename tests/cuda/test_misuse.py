@@ -1,6 +1,8 @@
 """What the caller may get wrong: ids, counts, offsets and maps that lead outside the tensors, NaN past the
 last row."""
 
+import itertools
+
 import pytest
 import torch
 from cases import (
@@ -13,27 +15,31 @@ from cases import (
     operator_calls,
 )
 from gpu_cases import HALF_DTYPES, draw_rows, ops, poisoned
+from planting import Guarded, calls_of, integer_arguments, planted, replaced, wrong_values
 
 import fused_moe
 from fused_moe import grouped_mlp
 
 pytestmark = pytest.mark.gpu
 
+# A plan's offsets and schedule come from the planners, and on a GPU the GEMMs trust them. The operators that
+# only move rows read no schedule, and of the offsets the last one, which they clamp.
+CLAMPS_OFFSETS = {"permute", "unpermute", "unpermute_backward"}
+OPERATORS = sorted(name for name in operator_calls(Case(), "cpu") if name != "route")  # it reads no integers
 
-def with_garbage(value, low: int, high: int):
-    """The same arguments, any integers in every int32 tensor, but for a plan's offsets and schedule, which
-    are trusted."""
-    if isinstance(value, tuple):
-        return tuple(with_garbage(v, low, high) for v in value)
-    if isinstance(value, list):  # a plan
-        return [*value[:2], *(with_garbage(v, low, high) for v in value[2:])]
-    if torch.is_tensor(value) and value.dtype == torch.int32:
-        return torch.randint(low, high, value.shape, dtype=torch.int32).to(value.device)
-    return value
+
+def is_trusted(name: str, args: tuple, label: str) -> bool:
+    has_plan = any(isinstance(a, list) and a and torch.is_tensor(a[0]) for a in args)
+    return has_plan and (label == "schedule" or (label == "offsets" and name not in CLAMPS_OFFSETS))
+
+
+def untrusted(name: str, args: tuple) -> dict[str, torch.Tensor]:
+    named = integer_arguments(name, args)
+    return {label: t for label, t in named.items() if not is_trusted(name, args, label)}
 
 
 @pytest.mark.sanitizer
-@pytest.mark.parametrize("name", sorted(operator_calls(Case(), "cpu")))
+@pytest.mark.parametrize("name", OPERATORS)
 def test_garbage_in_the_maps(device, name):
     """Any integers in ids, counts, raw offsets and row maps: no access leaves the tensors, the device
     lives."""
@@ -41,29 +47,47 @@ def test_garbage_in_the_maps(device, name):
     for call in operator_calls(case, device)[name]:
         expected = [r.clone() for r in call_operator(name, call)]
         for low, high in ((-(2**31), 2**31), (-3, 400), (0, 61)):
-            call_operator(name, with_garbage(call, low, high))
+            wrong = call
+            for tensor in untrusted(name, call).values():
+                garbage = torch.randint(low, high, tensor.shape, dtype=torch.int32).to(device)
+                wrong = replaced(wrong, tensor, garbage)
+            call_operator(name, wrong)
             torch.cuda.synchronize()
         for mine, other in zip(call_operator(name, call), expected, strict=True):
             assert torch.equal(mine, other), "a call after it gives other results"
 
 
-class Guarded:
-    """Tensors inside wider ones that hold NaN: what is read beyond them shows in the results, what is
-    written there in the guards."""
+def plant(name: str, case: Case, device, calls: list[tuple], places: tuple, elements: int) -> None:
+    """Wrong values in one element, then in all, of each argument alone; guards of so many elements."""
+    for call in calls:
+        expected = [r.clone() for r in call_operator(name, call)]
+        for label, tensor in untrusted(name, call).items():
+            values = wrong_values(case, label)
+            for value, everywhere in itertools.product((values[p] for p in places), (False, True)):
+                guard = Guarded(elements)
+                getattr(ops, name)(*guard.all_of(planted(call, label, tensor, value, everywhere)))
+                torch.cuda.synchronize()
+                assert guard.are_intact(), f"written beyond a tensor: {label} has {value}"
+        for mine, other in zip(call_operator(name, call), expected, strict=True):
+            assert torch.equal(mine, other), "a call after it gives other results"
 
-    GUARD = 1 << 16  # elements on either side
 
-    def __init__(self):
-        self.guards = []
+@pytest.mark.parametrize("dtype", (F32, BF16), ids=("f32", "bf16"))
+@pytest.mark.parametrize("name", OPERATORS)
+def test_planted_garbage(device, name, dtype):
+    """Each argument alone just outside and far outside of what it may hold, for each result alone, too:
+    nothing is written around any tensor. Widths of the Hopper tier, and odd ones."""
+    for dim, hidden in ((24, 16), (19, 9)):
+        case = Case(61, dim, hidden, 5, 3, dtype, bias=True)
+        plant(name, case, device, calls_of(name, case, device), ("below", "above", "lowest", "highest"), 4096)
 
-    def __call__(self, t: torch.Tensor) -> torch.Tensor:
-        wide = t.new_full((t.numel() + 2 * self.GUARD,), torch.nan)
-        inner = wide[self.GUARD : -self.GUARD].view(t.shape)
-        self.guards += [wide[: self.GUARD], wide[-self.GUARD :]]
-        return inner.copy_(t)
 
-    def are_intact(self) -> bool:
-        return all(bool(guard.isnan().all()) for guard in self.guards)
+@pytest.mark.sanitizer
+@pytest.mark.parametrize("name", OPERATORS)
+def test_planted_garbage_without_guards(device, name):
+    """The same just outside, where the sanitizer also sees what is read: tensors end with their memory."""
+    case = Case(9, 16, 8, 3, 2, BF16, bias=True)
+    plant(name, case, device, operator_calls(case, device)[name][:1], ("below", "above"), 0)
 
 
 # counts, and what is left of them: each clamped to the 70 rows, the sum likewise
