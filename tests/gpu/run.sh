@@ -1,20 +1,31 @@
 #!/bin/bash
-# The suite on a GPU, then compute-sanitizer over the tests marked `sanitizer`, and a summary of both.
+# The suite on a GPU, then compute-sanitizer over the tests marked `sanitizer`, then fuzzing and soaking where
+# they are asked for, and a summary of all.
 #
-#   tests/gpu/run.sh [-o FILE] [--no-suite] [--tools "memcheck racecheck initcheck synccheck"] [PYTEST_ARGS...]
+#   tests/gpu/run.sh [-o FILE] [--no-suite] [--tools "memcheck racecheck initcheck synccheck"]
+#                    [--fuzz MINUTES [--jobs N]] [--soak MINUTES] [--seed N] [--record FILE] [PYTEST_ARGS...]
 #
-# -o FILE appends the summary to FILE. --tools "" leaves the sanitizer out. Everything else goes to the
-# suite's pytest: -n 4 --dist loadfile, -k graph, ... fused_moe/_ops.so is taken as it is; where it is
-# missing it is built. Exits with 1 when a test failed, a tool found something, or one of them could not run.
+# -o FILE appends the summary to FILE. --tools "" leaves the sanitizer out. --fuzz runs tests/trust/fuzz.py with
+# 12 jobs, or N; --soak runs tests/trust/soak.py, for 8 minutes at most. --record FILE takes a record of each.
+# --seed, 0 by default, is the suite's, too; another seed is another part of a soak, and records add up. For one
+# part alone: --no-suite --tools "" --soak 8 --seed 1. Everything else goes to the suite's pytest: -n 4 --dist
+# loadfile, -k graph, ... fused_moe/_ops.so is taken as it is; where it is missing it is built. Exits with 1 when
+# a test failed, a tool, the fuzzer or the soak found something, or one of them could not run.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.." || exit
 
 out=/dev/null suite=1 tools="memcheck racecheck initcheck synccheck" pytest_args=()
+fuzz='' soak='' seed=0 jobs=12 record=()
 while [ $# -gt 0 ]; do
     case $1 in
     -o) out=$(cd "$OLDPWD" && realpath -m "$2") && shift ;;
     --no-suite) suite= ;;
     --tools) tools=$2 && shift ;;
+    --fuzz) fuzz=$2 && shift ;;
+    --soak) soak=$2 && shift ;;
+    --seed) seed=$2 pytest_args+=(--seed "$2") && shift ;;
+    --jobs) jobs=$2 && shift ;;
+    --record) record=(--record "$(cd "$OLDPWD" && realpath -m "$2")") && shift ;;
     *) pytest_args+=("$1") ;;
     esac
     shift
@@ -78,6 +89,17 @@ for tool in $tools; do
     if [ "$found" -ne 0 ] || [ -z "$total" ] || [[ $passed != *passed* ]]; then failed=1; fi
     say "$tool ($tier): ${total:-did not run}, $found in our kernels; ${passed:-no tests}, $((SECONDS - start)) s"
 done
+
+# Their last line is their result.
+run_trust() { # NAME ARGS...
+    local name=$1 log=$logs/$1
+    shift
+    $python "tests/trust/$name.py" --device cuda --seed "$seed" "${record[@]}" "$@" 2>&1 | tee "$log"
+    [ "${PIPESTATUS[0]}" -eq 0 ] || failed=1
+    say "$name: $(tail -n 1 "$log")"
+}
+if [ -n "$fuzz" ]; then run_trust fuzz --minutes "$fuzz" --jobs "$jobs"; fi
+if [ -n "$soak" ]; then run_trust soak --minutes "$soak"; fi
 
 result="passed"
 [ $failed -eq 0 ] || result="FAILED"

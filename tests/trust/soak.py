@@ -248,7 +248,7 @@ class Soak:
         """Replays beside the other models' steps, and one that is compared with the same step run eagerly."""
         captured, trainee = self.captured, self.captured.trainee
         for _ in range(self.choice.randint(1, 4)):
-            with trainee.current():
+            with self.survived_out_of_memory(trainee), trainee.current():
                 captured.draw()
                 captured.graph.replay()
                 self.losses.append(captured.recorded["loss"].clone())
@@ -454,7 +454,7 @@ class Soak:
             about = {"tier": tier, "seed": self.args.seed, "minutes": minutes, "findings": num}
             record.append(self.args.record, [record.make("soak", where, counts=self.counts, **about)])
         counts = ", ".join(f"{n} {name}" for name, n in self.counts.items())
-        print(f"soak, seed {self.args.seed}, {minutes:.1f} minutes: {counts}, {num} findings", flush=True)
+        print(f"seed {self.args.seed}, {minutes:.1f} minutes: {counts}, {num} findings", flush=True)
         return 1 if num else 0
 
 
