@@ -4,8 +4,8 @@
 
 Two models, bf16 and float32, train on two streams at once, with changing token counts and routings, some
 steps with main_grads. Between them a captured step of a third model is replayed. PyTorch may take only a part
-of the device's memory (--memory-fraction), so several soaks share a GPU. A filler leaves little of that, so
-the allocator has to free and retry. Checked are:
+of the device's memory (--memory-fraction), so several soaks share a GPU; mostly hardly more than the steps
+need, so its allocator has to free and retry. Checked are:
   finite      every loss
   same bits   sampled steps run again from the same parameters, optimizer state and inputs; every number
   graphs      a replay gives the bits of the same step, run eagerly
@@ -190,13 +190,11 @@ class Soak:
         self.is_cuda = self.device.type == "cuda"
         self.choice = random.Random(args.seed)
         self.counts, self.findings = Counter(), []
-        self.losses, self.filler = [], []
+        self.losses = []
         torch.manual_seed(args.seed)
         if self.is_cuda:
             torch.cuda.set_device(self.device.index or 0)
-            torch.cuda.set_per_process_memory_fraction(args.memory_fraction)
-            total = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
-            self.limit = int(total * args.memory_fraction)
+            self.allow()
         common = {"num_layers": 3, "num_shared_experts": 1}
         self.trainees = [
             Trainee(self.device, torch.bfloat16, args.seed, hidden_dim=128, num_experts=16, top_k=4,
@@ -211,7 +209,7 @@ class Soak:
                 self.replay_graph: 12,
                 self.run_out_of_memory: 6,
                 self.hold_sms: 1,
-                self.refill: 2,
+                self.tighten: 2,
             }
             try:
                 held_sms.library()
@@ -266,31 +264,31 @@ class Soak:
     def run_out_of_memory(self) -> None:
         """The experts with memory, without, and with memory again: before forward, or before backward."""
         trainee = self.choice.choice(self.trainees)
-        in_backward, num_spared = self.choice.random() < 0.5, self.choice.randint(0, 5)
-        self.free()
+        in_backward, room = self.choice.random() < 0.5, self.choice.randint(0, 64) * MIB
+        self.allow()
         with trainee.current():
             inputs, dout, fixed = self.experts_call(trainee)
             expected = forward_backward(fused_experts, inputs, dout, **fixed)
             with self.survived_out_of_memory(trainee):
                 leaves = {n: t.detach().requires_grad_() for n, t in inputs.items() if t is not None}
                 if not in_backward:
-                    self.fill(num_spared)
+                    self.allow(room)
                 out = fused_experts(**{**inputs, **leaves}, **fixed)
                 if in_backward:
-                    self.fill(num_spared)
+                    self.allow(room)
                 torch.autograd.grad(out, list(leaves.values()), dout)
             out = leaves = None
-            self.free()
+            self.allow()
             found = forward_backward(fused_experts, inputs, dout, **fixed)
             self.compare("a call after one without memory", expected, found)
-        self.refill()
+        self.tighten()
 
     def hold_sms(self) -> None:
         """A step, while a kernel holds some of the SMs."""
         trainee = self.choice.choice(self.trainees)
         num_sms = torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
         held = self.choice.choice((1, num_sms // 2, num_sms - 1))
-        self.free()
+        self.allow()
         with trainee.current():
             batch, state, runs = self.draw(trainee, tokens=1000), trainee.state(), []
 
@@ -310,7 +308,7 @@ class Soak:
                 if not ended:
                     self.find(f"a step did not end while {held} SMs were held")
                 self.compare(f"a step with {held} SMs held", runs[0], found)
-        self.refill()
+        self.tighten()
 
     def hold_no_sms(self, reason: Exception) -> None:
         print(f"no SMs are held: {reason}", flush=True)
@@ -328,8 +326,8 @@ class Soak:
         )
 
     def experts_call(self, trainee: Trainee) -> tuple[dict, Tensor, dict]:
-        """Inputs, the output's gradient and the ids of a call whose results are megabytes."""
-        layer, (x, dout) = trainee.model.layers[0], (trainee.draw(4000).inputs[0] for _ in range(2))
+        """Inputs, the output's gradient and the ids of a call with results of 16 MiB and more."""
+        layer, (x, dout) = trainee.model.layers[0], (trainee.draw(16000).inputs[0] for _ in range(2))
         experts = layer.experts
         with torch.no_grad():
             scores, ids, _ = layer.router(x, layer.expert_bias)
@@ -339,35 +337,22 @@ class Soak:
     # --- memory --------------------------------------------------------------------------------------------
 
     def asked(self) -> int:
-        """Bytes asked of PyTorch's allocator and held, without the filler."""
-        held = torch.cuda.memory_stats()["requested_bytes.all.current"]
-        return held - sum(t.numel() for t in self.filler)
+        """Bytes asked of PyTorch's allocator and held."""
+        return torch.cuda.memory_stats()["requested_bytes.all.current"]
 
-    def free(self) -> None:
+    def allow(self, room: int | None = None) -> None:
+        """Lets PyTorch take so many bytes more than what is in use; None: all of its part of the device."""
         torch.cuda.synchronize()
-        self.filler.clear()
         torch.cuda.empty_cache()
+        part = self.args.memory_fraction
+        if room is not None:
+            total = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
+            part = min(part, (torch.cuda.memory_reserved() + room) / total)
+        torch.cuda.set_per_process_memory_fraction(part)
 
-    def take(self, size: int) -> bool:
-        try:
-            self.filler.append(torch.empty(size, dtype=torch.uint8, device=self.device))
-        except torch.OutOfMemoryError:
-            return False
-        return True
-
-    def fill(self, num_spared: int) -> None:
-        """Takes all memory, but for the last and smallest pieces."""
-        self.free()
-        for size in (256 * MIB, 32 * MIB, 4 * MIB, 2 * MIB, MIB):
-            while self.take(size):
-                pass
-        del self.filler[len(self.filler) - num_spared :]
-
-    def refill(self) -> None:
+    def tighten(self) -> None:
         """Leaves room for the largest steps, or a little less or more."""
-        self.free()
-        room = int(self.need * self.choice.uniform(0.8, 1.4))
-        self.take(max(self.limit - torch.cuda.memory_reserved() - room, 0))
+        self.allow(int(self.need * self.choice.uniform(0.8, 1.4)))
 
     @contextmanager
     def survived_out_of_memory(self, trainee: Trainee):
