@@ -1,4 +1,4 @@
-"""Out of memory, wherever in forward and backward: PyTorch's own exception, and the next call is as before."""
+"""Out of memory, wherever in forward and backward: PyTorch's own exception, and the next call is the same."""
 
 from contextlib import contextmanager
 
