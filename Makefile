@@ -1,5 +1,6 @@
 # make train    trains the example language model        ARGS="--steps 100 --experts loop"
 # make test     runs the test suite                      PYTEST_ARGS="-k route -x"
+# make sanitize runs the CPU kernels, and the suite with them, under sanitizers; PYTEST_ARGS as above
 # make build    builds the package in place
 # make format   formats the code; make lint only checks it
 # make wheel    builds dist/*.tar.gz, and dist/*.whl from it
@@ -15,7 +16,7 @@ TORCH  = torch==2.13.0
 python  = $(VENV)/bin/python
 compile = $(python) setup.py --quiet build_ext --inplace
 install = $(python) -m pip install --quiet --no-build-isolation --editable
-C_CODE  = $(shell find csrc -name '*.[ch]*')
+C_CODE  = $(shell find csrc tests/sanitize -name '*.[ch]*')
 
 # Also build fused_moe._host, which tests need and a wheel must not contain.
 build $(VENV)/built $(VENV)/dev: export FUSED_MOE_HOST = 1
@@ -28,6 +29,9 @@ train: build
 
 test: build
 	$(python) -m pytest $(PYTEST_ARGS)
+
+sanitize: build
+	PYTHON=$(python) tests/sanitize/run.sh $(PYTEST_ARGS)
 
 format: $(VENV)/dev
 	$(VENV)/bin/clang-format -i $(C_CODE)
@@ -60,4 +64,4 @@ $(VENV)/dev: pyproject.toml | $(VENV)/built
 	$(install) '.[dev]'
 	touch $@
 
-.PHONY: build train test format lint wheel clean
+.PHONY: build train test sanitize format lint wheel clean

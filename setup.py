@@ -9,7 +9,8 @@ The graph of compilations is written here and run by ninja: torch.utils.cpp_exte
 under a CPU build of PyTorch. Graph and objects are in build/objects; compile_commands.json is for clangd.
 
 Environment: CC, CXX, CFLAGS, CXXFLAGS, LDFLAGS as usual; CUDA_HOME, the one place to look for nvcc in;
-MAX_JOBS, how many compilers run at a time; FUSED_MOE_WERROR=1 makes warnings errors.
+MAX_JOBS, how many compilers run at a time; FUSED_MOE_WERROR=1 makes warnings errors; FUSED_MOE_OBJECTS,
+another folder than build/objects.
 """
 
 import importlib.metadata
@@ -30,7 +31,7 @@ from setuptools.command.build_ext import build_ext
 
 ABI_TARGET = (2, 10)  # the oldest PyTorch that the library runs under
 NVCC_OLDEST = (12, 3)  # the first with PTX ISA 8.3, which edits tensor maps on the device
-OBJECTS = Path("build/objects")
+OBJECTS = Path(os.environ.get("FUSED_MOE_OBJECTS", "build/objects"))
 C_SOURCES, CPP_SOURCES, CUDA_SOURCES = (
     sorted(map(str, Path("csrc").glob(files))) for files in ("cpu/*.c", "torch/*.cpp", "kernels/**/*.cu")
 )
@@ -100,20 +101,22 @@ def run_ninja(libraries: dict[str, tuple[dict, list[str]]], facts: str) -> None:
         from ninja.ninja_syntax import Writer, escape
     except ImportError:
         raise SystemExit("fused_moe is compiled by ninja, which is missing: pip install ninja") from None
-    OBJECTS.mkdir(parents=True, exist_ok=True)
-    facts_file, ninja_file = OBJECTS / "facts.txt", OBJECTS / "build.ninja"
+    # ninja knows an object by its path: absolute, so that a copy of the sources elsewhere can share them.
+    objects_folder = OBJECTS.absolute()
+    objects_folder.mkdir(parents=True, exist_ok=True)
+    facts_file, ninja_file = objects_folder / "facts.txt", objects_folder / "build.ninja"
     if not facts_file.exists() or facts_file.read_text() != facts:
         facts_file.write_text(facts)
     with ninja_file.open("w") as file:
         graph = Writer(file, width=sys.maxsize)  # wrapping can drop a space inside a quoted word
-        graph.variable("builddir", str(OBJECTS))
+        graph.variable("builddir", escape(str(objects_folder)))
         graph.rule("compile", "$compiler -MD -MF $out.d -c $in -o $out", "compile $in", "$out.d", deps="gcc")
         graph.rule("link", f"{escape(shlex.join(CXX))} -shared $in $flags -o $out", "link $out")
         for library, (compilers, flags) in libraries.items():
             objects = []
             for source, compiler in compilers.items():
                 variables = {"compiler": escape(shlex.join(compiler))}
-                path = f"{OBJECTS}/{source}.o"
+                path = f"{objects_folder}/{source}.o"
                 objects += graph.build(path, "compile", source, str(facts_file), variables=variables)
             variables = {"flags": escape(shlex.join([*flags, *LDFLAGS]))}
             graph.build(library, "link", objects, variables=variables)
