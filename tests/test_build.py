@@ -63,6 +63,21 @@ def test_only_what_changed_is_made_again(project, capfd):
     assert "two.c:1:" in capfd.readouterr().out
 
 
+def test_a_copy_of_the_sources_shares_objects(build, project, monkeypatch, tmp_path):
+    """As .ci/run builds the unpacked sdist: nothing is compiled again, and a missing file is noticed."""
+    assert project() == ["both.so", "one.c", "two.c"]
+    monkeypatch.setattr(build, "OBJECTS", tmp_path / "build/objects")
+    copy = tmp_path / "a copy"
+    copy.mkdir()
+    for name in ("a header.h", "one.c", "two.c"):
+        shutil.copy2(name, copy)
+    monkeypatch.chdir(copy)
+    assert project() == ["both.so"]
+    Path("a header.h").unlink()
+    with pytest.raises(SystemExit, match="the build failed"):
+        project()
+
+
 def test_words_reach_the_compiler_unchanged(project):
     """Through ninja's quotes and the shell's, and into compile_commands.json."""
     text = "a  $in 'b' $$ `c`: \\d" + 99 * " " + "."  # ninja drops what is blank where a line is wrapped

@@ -5,7 +5,7 @@
 #   tests/sanitize/run.sh [PYTEST_ARGS...]
 #
 # Exits with 1 at the first finding. Before each part a planted fault has to be reported, so silence means that
-# nothing was found. Needs gcc. Everything is built in build/sanitize: the suite runs there on a copy of the
+# nothing was found. Needs gcc and git. Everything is built in build/sanitize: the suite runs there on a copy of the
 # checkout, whose own build stays as it is. $PYTHON has what the tests need. compute-sanitizer, for the CUDA
 # kernels, is in tests/gpu/run.sh.
 set -euo pipefail
