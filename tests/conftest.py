@@ -3,6 +3,7 @@
 import os
 import sys
 import zlib
+from collections import Counter
 from pathlib import Path
 
 # Before torch is imported: waiting threads sleep. Spinning threads make every parallel region fifty times
@@ -32,8 +33,6 @@ def pytest_configure(config):
     config.addinivalue_line("markers", "gpu: needs a CUDA device")
     config.addinivalue_line("markers", "quick: a small part of every subject, about 30 s in all")
     config.addinivalue_line("markers", "sanitizer: every kernel once on tiny shapes, for compute-sanitizer")
-    if "s" not in config.option.reportchars:  # no skip without a printed reason
-        config.option.reportchars += "s"
     # The for-loop reference multiplies and accumulates in full float32, whatever the environment says.
     torch.set_float32_matmul_precision("highest")
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
@@ -42,6 +41,16 @@ def pytest_configure(config):
 
 def pytest_report_header(config):
     return f"device: {config.option.device}, seed: {config.option.seed}, torch {torch.__version__}"
+
+
+def pytest_terminal_summary(terminalreporter):
+    """No skip without a printed reason: how many tests each has, not where each of them is, as -rs lists."""
+    skipped = terminalreporter.stats.get("skipped", [])
+    reasons = Counter(report.longrepr[2].removeprefix("Skipped: ") for report in skipped)
+    if reasons:
+        terminalreporter.section("skipped tests and why")
+    for reason, count in reasons.most_common():
+        terminalreporter.line(f"{count:5d}  {reason}")
 
 
 def pytest_collection_modifyitems(config, items):

@@ -1,7 +1,7 @@
 """Work stealing, step by step: schedule_model.cpp runs csrc/schedule.h in every interleaving and in threads.
 
-The C code is the kernels' own. In a copy of it the two macros of atomic steps call the model, and nothing else
-differs; `edit` fails where a line that it changes is gone.
+The C code is the kernels' own. In a copy of it the two macros of atomic steps call the model, and nothing
+else differs; `edit` fails where a line that it changes is gone.
 """
 
 import os
@@ -20,8 +20,8 @@ STEPS = {
     "#define FUSED_MOE_PEEK(counter) (*(counter))": "#define FUSED_MOE_PEEK(counter) peek(counter)",
 }
 ONE_LANE = {"cta += 32": "cta++"}
-# Defect -> (what the source has, what it has instead, what the model says). The last two need a CTA that never
-# starts, or would never end, so threads do not show them.
+# Defect -> (what the source has, what it has instead, what the model says). The last two show where a CTA
+# never starts or never ends, which no thread does.
 DEFECTS = {
     "a claim is a read and a write": (
         "claim(counter)",
