@@ -1,5 +1,5 @@
 /* The checks that memory safety needs when torch.ops is called directly. A failed one throws, with what was
- * expected and what was found; friendly ones, with TypeError and ValueError, are in fused_moe/function.py. */
+ * expected and what was found; friendly ones, with TypeError and ValueError, are in fused_moe/checks.py. */
 #ifndef FUSED_MOE_TORCH_CHECKS_H
 #define FUSED_MOE_TORCH_CHECKS_H
 
@@ -7,6 +7,8 @@
 
 #include <initializer_list>
 #include <optional>
+#include <sstream>
+#include <stdexcept>
 #include <string>
 #include <vector>
 
@@ -19,7 +21,18 @@ using TensorList = std::vector<Tensor>;
 inline constexpr int64_t MAX_ROWS = INT32_MAX - 1024, MAX_WIDTH = INT32_MAX / 2 - 1024,
                          MAX_EXPERTS = INT32_MAX / 8;
 
+/* Throws what Python raises as RuntimeError: "fused_moe::op: " and the message. STD_TORCH_CHECK would put the
+ * C++ function, file and line in front of it. */
+template <typename... Words>
+[[noreturn]] void fail(const char *op, const Words &...message) {
+    std::ostringstream text;
+    text << "fused_moe::" << op << ": ";
+    (text << ... << message);
+    throw std::runtime_error(text.str());
+}
+
 std::string shape_text(const Tensor &x);
+std::string shape_text(const int64_t *sizes, int64_t dim);
 
 void check(bool ok, const char *op, const char *expected);
 void check_dim(const char *op, const char *name, const Tensor &x, int64_t dim);

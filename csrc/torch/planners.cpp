@@ -22,7 +22,7 @@ int32_t checked_size(const char *op, const char *name, int64_t found, int64_t lo
 }
 
 void check_int32(const char *op, const char *name, const Tensor &x, int64_t dim) {
-    check(x.is_cpu(), op, "tensors on the CPU");
+    if (!x.is_cpu()) fail(op, "expected ", name, " on the CPU, found another device");
     check_dtype(op, name, x, ScalarType::Int);
     check_dim(op, name, x, dim);
 }
@@ -34,9 +34,8 @@ Ints checked_offs(const char *op, const Tensor &offs) {
     Tensor copy = dense(offs);
     Ints ends(ints(copy), ints(copy) + copy.numel());
     for (size_t e = 0; e < ends.size(); e++)
-        STD_TORCH_CHECK(ends[e] >= (e ? ends[e - 1] : 0), "fused_moe::", op,
-                        ": expected offs that never decrease, from 0 up; found ", ends[e], " after ",
-                        e ? ends[e - 1] : 0);
+        if (int32_t before = e ? ends[e - 1] : 0; ends[e] < before)
+            fail(op, "expected offs that never decrease, from 0 up; found ", ends[e], " after ", before);
     return ends;
 }
 
@@ -52,8 +51,8 @@ Ints make_schedule(const Ints &offs, int32_t tile_rows, int32_t slice_rows) {
 Ints checked_schedule(const char *op, const Tensor &schedule, const Ints &offs) {
     check_int32(op, "schedule", schedule, 1);
     int64_t E = offs.size(), words = fused_moe_schedule_words(E);
-    STD_TORCH_CHECK(schedule.numel() == words, "fused_moe::", op, ": expected a schedule of ", words,
-                    " words for ", E, " experts, found ", schedule.numel());
+    if (schedule.numel() != words)
+        fail(op, "expected a schedule of ", words, " words for ", E, " experts, found ", schedule.numel());
     Tensor copy = dense(schedule);
     const FusedMoeScheduleHead *head = fused_moe_schedule_head(ints(copy));
     check_size(op, "tile_rows in schedule", head->tile_rows, 1, MAX_ROWS);
@@ -65,17 +64,16 @@ Ints checked_schedule(const char *op, const Tensor &schedule, const Ints &offs) 
     FusedMoeExpertList active = fused_moe_active_experts(expected.data(), E);
     FusedMoeExpertList sliced = fused_moe_sliced_experts(expected.data(), E);
     const int32_t *found = ints(copy), *base = expected.data();
-    STD_TORCH_CHECK(same(found, base, FUSED_MOE_HEAD_WORDS) &&
-                        same(found + (active.expert - base), active.expert, active.num) &&
-                        same(found + (active.end - base), active.end, active.num) &&
-                        same(found + (sliced.expert - base), sliced.expert, 2 * E),
-                    "fused_moe::", op, ": expected the schedule of these offs, found another one");
+    if (!(same(found, base, FUSED_MOE_HEAD_WORDS) &&
+          same(found + (active.expert - base), active.expert, active.num) &&
+          same(found + (active.end - base), active.end, active.num) &&
+          same(found + (sliced.expert - base), sliced.expert, 2 * E)))
+        fail(op, "expected the schedule of these offs, found another one");
     return expected;
 }
 
 void check_num_tiles(const char *op, int64_t num_tiles) {
-    STD_TORCH_CHECK(num_tiles <= INT32_MAX, "fused_moe::", op, ": expected fewer than 2^31 tiles, found ",
-                    num_tiles);
+    if (num_tiles > INT32_MAX) fail(op, "expected fewer than 2^31 tiles, found ", num_tiles);
 }
 
 /* A matrix of one tile per row. */
@@ -137,8 +135,8 @@ Tensor wgrad_tiles(const Tensor &schedule, const Tensor &offs, int64_t weight_ti
 int64_t next_tile(Tensor state, int64_t num_tiles, int64_t cta) {
     const char *op = "next_tile";
     check_int32(op, "state", state, 2);
-    STD_TORCH_CHECK(state.size(0) == 3 && state.is_contiguous(), "fused_moe::", op,
-                    ": expected a contiguous state of 3 rows, found ", state.size(0));
+    if (state.size(0) != 3 || !state.is_contiguous())
+        fail(op, "expected a contiguous state of 3 rows, found ", state.size(0));
     int32_t ctas = checked_size(op, "CTAs in state", state.size(1), 1, FUSED_MOE_MAX_CTAS);
     check_size(op, "cta", cta, 0, ctas - 1);
     check_size(op, "num_tiles", num_tiles, 0, INT32_MAX);

@@ -3,6 +3,28 @@
 
 /* --- allocation ----------------------------------------------------------------------------------------- */
 
+/* The message of PyTorch's last exception. Weak, because PyTorch has it from 2.13 on. */
+extern "C" __attribute__((weak)) const char *torch_exception_get_what_without_backtrace();
+
+/* The tensor that `allocate` returns. Where memory runs out PyTorch's headers throw the C++ call that failed,
+ * not its reason. */
+template <typename Allocate>
+static Tensor allocated(const int64_t *sizes, int64_t dim, Allocate allocate) {
+    try {
+        return allocate();
+    } catch (const std::runtime_error &) {
+        const char *reason = torch_exception_get_what_without_backtrace
+                                 ? torch_exception_get_what_without_backtrace()
+                                 : "PyTorch's allocator failed";
+        fail("allocation", "expected memory for a tensor of shape ", shape_text(sizes, dim),
+             ", found none: ", reason);
+    }
+}
+
+static Tensor copied(const Tensor &x) {
+    return allocated(x.sizes().data(), x.dim(), [&] { return torch::stable::contiguous(x); });
+}
+
 /* Straight to the allocator: a boxed call of new_empty takes several times as long on the host. */
 static Tensor new_strided(const Tensor &like, int64_t dim, const int64_t *sizes, const int64_t *strides,
                           std::optional<ScalarType> dtype) {
@@ -13,9 +35,11 @@ static Tensor new_strided(const Tensor &like, int64_t dim, const int64_t *sizes,
     else
         TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(like.get(), &code));
     AtenTensorHandle tensor;
-    TORCH_ERROR_CODE_CHECK(
-        aoti_torch_empty_strided(dim, sizes, strides, code, type, like.get_device_index(), &tensor));
-    return Tensor(tensor);
+    return allocated(sizes, dim, [&] {
+        TORCH_ERROR_CODE_CHECK(
+            aoti_torch_empty_strided(dim, sizes, strides, code, type, like.get_device_index(), &tensor));
+        return Tensor(tensor);
+    });
 }
 
 /* Memory that is about to be written as a whole. */
@@ -27,8 +51,10 @@ static Tensor prepared(Tensor x) {
 Tensor new_tensor(const Tensor &like, std::initializer_list<int64_t> shape, std::optional<ScalarType> dtype) {
     /* not new_strided on the CPU, where that ignores torch.use_deterministic_algorithms, which fills
      * memory */
-    if (!like.is_cuda()) return prepared(torch::stable::new_empty(like, shape, dtype));
     int64_t strides[3], dim = (int64_t)shape.size();
+    if (!like.is_cuda())
+        return prepared(
+            allocated(shape.begin(), dim, [&] { return torch::stable::new_empty(like, shape, dtype); }));
     for (int64_t i = dim - 1, stride = 1; i >= 0; i--) {
         int64_t size = shape.begin()[i];
         strides[i] = stride;
@@ -42,7 +68,7 @@ Tensor new_grad(const Tensor &w) {
     bool swapped = w.stride(0) == rows * cols && w.stride(1) == 1 && w.stride(2) == rows;
     if (w.is_cuda() && (swapped || w.is_contiguous()))
         return new_strided(w, 3, w.sizes().data(), w.strides().data(), {});
-    Tensor grad = torch::stable::empty_like(w);
+    Tensor grad = allocated(w.sizes().data(), 3, [&] { return torch::stable::empty_like(w); });
     return w.is_cuda() ? grad : prepared(grad);
 }
 
@@ -74,8 +100,8 @@ FusedMoeDtype dtype_of(const char *op, const char *name, const Tensor &x, bool f
         case ScalarType::Byte: return FUSED_MOE_U8;
         default: break;
         }
-    STD_TORCH_CHECK(false, "fused_moe::", op, ": expected ", name, " of ",
-                    floating ? "a floating" : "an integer", " dtype, found ", toString(dtype));
+    fail(op, "expected ", name, " of ", floating ? "a floating" : "an integer", " dtype, found ",
+         toString(dtype));
 }
 
 FusedMoeDtype float_dtype(const char *op, const Tensor &x) {
@@ -101,7 +127,7 @@ int32_t *mutable_ints(const Tensor &x) {
 /* --- operands ------------------------------------------------------------------------------------------- */
 
 Tensor dense(const Tensor &x) {
-    return x.is_contiguous() ? x : torch::stable::contiguous(x);
+    return x.is_contiguous() ? x : copied(x);
 }
 
 Tensor operand(const char *op, const char *name, const Tensor &x, const Tensor &like,
@@ -148,9 +174,9 @@ FusedMoeWeight main_grad(const char *op, const char *name, const Tensor &grad, c
     check_shape(op, name, grad, shape);
     check_dtype(op, name, grad, ScalarType::Float);
     check_device(op, name, grad, like);
-    STD_TORCH_CHECK(like.scalar_type() != ScalarType::Double, "fused_moe::", op,
-                    ": expected operands of dtype Float, BFloat16 or Half with ", name, ", found ",
-                    toString(like.scalar_type()));
+    if (like.scalar_type() == ScalarType::Double)
+        fail(op, "expected operands of dtype Float, BFloat16 or Half with ", name, ", found ",
+             toString(like.scalar_type()));
     return {grad.mutable_data_ptr(), grad.stride(0), grad.stride(1), grad.stride(2)};
 }
 
@@ -179,16 +205,16 @@ static const int32_t *map_data(const char *op, const char *name, const Tensor &m
                                int64_t dim, RowMap *row_map) {
     check_index_tensor(op, name, map, x, dim);
     if (map.is_contiguous()) return ints(map);
-    row_map->copies.push_back(torch::stable::contiguous(map));
+    row_map->copies.push_back(copied(map));
     return ints(row_map->copies.back());
 }
 
 RowMap row_map_of(const char *op, const Tensor &x, RowsOf rows_of, int64_t E, const TensorList &plan) {
-    STD_TORCH_CHECK(
-        plan.size() == 2 || plan.size() == 5, "fused_moe::", op,
-        ": expected plan of [offsets, schedule] or [offsets, schedule, row_token, row_slot, token_row], "
-        "found ",
-        plan.size(), " tensors");
+    if (plan.size() != 2 && plan.size() != 5)
+        fail(op,
+             "expected plan of [offsets, schedule] or [offsets, schedule, row_token, row_slot, token_row], "
+             "found ",
+             plan.size(), " tensors");
     RowMap map;
     FusedMoeRowMap &p = map.p;
     p = {};
@@ -220,6 +246,8 @@ RowMap row_map_of(const char *op, const Tensor &x, RowsOf rows_of, int64_t E, co
 }
 
 RowMap full_row_map_of(const char *op, const Tensor &x, RowsOf rows_of, const TensorList &plan) {
-    check(plan.size() == 5, op, "plan of [offsets, schedule, row_token, row_slot, token_row]");
+    if (plan.size() != 5)
+        fail(op, "expected plan of [offsets, schedule, row_token, row_slot, token_row], found ", plan.size(),
+             " tensors");
     return row_map_of(op, x, rows_of, 0, plan);
 }

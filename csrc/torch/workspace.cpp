@@ -16,11 +16,10 @@ Call begin_call(const char *op, const Tensor &x) {
     call.guard.emplace(call.device);
     FusedMoeCudaDevice device;
     check_status(call, fused_moe_cuda_device(call.device, &device));
-    STD_TORCH_CHECK(aoti_torch_get_current_cuda_stream &&
-                        !aoti_torch_get_current_cuda_stream(call.device, &call.stream),
-                    "fused_moe::", op, ": PyTorch gave no CUDA stream");
+    if (!aoti_torch_get_current_cuda_stream || aoti_torch_get_current_cuda_stream(call.device, &call.stream))
+        fail(op, "expected a CUDA stream from PyTorch, found none");
 #else
-    STD_TORCH_CHECK(!call.is_cuda, "fused_moe::", op, ": this build has no CUDA kernels");
+    if (call.is_cuda) fail(op, "expected CUDA kernels in this build, found none");
 #endif
     return call;
 }
@@ -43,12 +42,11 @@ static std::string why_no_such_tier(int32_t device_index) {
 void check_status(const Call &call, int status) {
     if (status == FUSED_MOE_OK) return;
 #ifdef FUSED_MOE_WITH_CUDA
-    STD_TORCH_CHECK(status != FUSED_MOE_CUDA_ERROR, "fused_moe::", call.op,
-                    ": CUDA: ", fused_moe_cuda_error());
-    STD_TORCH_CHECK(status != FUSED_MOE_NO_SUCH_TIER, "fused_moe::", call.op, ": ",
-                    why_no_such_tier(call.device));
+    if (status == FUSED_MOE_CUDA_ERROR)
+        fail(call.op, "expected CUDA to run the kernels, found its error: ", fused_moe_cuda_error());
+    if (status == FUSED_MOE_NO_SUCH_TIER) fail(call.op, why_no_such_tier(call.device));
 #endif
-    STD_TORCH_CHECK(false, "fused_moe::", call.op, ": ", fused_moe_status_string(status));
+    fail(call.op, fused_moe_status_string(status));
 }
 
 #ifdef FUSED_MOE_WITH_CUDA
