@@ -16,8 +16,8 @@ static std::string device_text(const Tensor &x) {
     return x.is_cuda() ? "cuda:" + std::to_string(x.get_device_index()) : "cpu";
 }
 
-void check(bool ok, const char *op, const char *expected) {
-    if (!ok) fail(op, "expected ", expected);
+void check(bool ok, const char *op, const char *expected, const char *found) {
+    if (!ok) fail(op, "expected ", expected, ", found ", found);
 }
 
 void check_dim(const char *op, const char *name, const Tensor &x, int64_t dim) {

@@ -34,7 +34,7 @@ template <typename... Words>
 std::string shape_text(const Tensor &x);
 std::string shape_text(const int64_t *sizes, int64_t dim);
 
-void check(bool ok, const char *op, const char *expected);
+void check(bool ok, const char *op, const char *expected, const char *found);
 void check_dim(const char *op, const char *name, const Tensor &x, int64_t dim);
 void check_shape(const char *op, const char *name, const Tensor &x, std::initializer_list<int64_t> shape);
 void check_dtype(const char *op, const char *name, const Tensor &x, ScalarType dtype);

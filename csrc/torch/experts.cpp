@@ -14,17 +14,19 @@ struct Width {
 static Width width_of(const char *op, const Tensor &w1, const OptTensor &w3, int64_t layout) {
     check_dim(op, "w1", w1, 3);
     check_size(op, "layout", layout, FUSED_MOE_SEPARATE, FUSED_MOE_UNGATED);
-    check((layout == FUSED_MOE_SEPARATE) == w3.has_value(), op, "w3 with layout separate and with no other");
+    check((layout == FUSED_MOE_SEPARATE) == w3.has_value(), op, "w3 with layout separate and with no other",
+          w3 ? "w3 with another" : "no w3 with layout separate");
     bool packed = layout == FUSED_MOE_HALVES || layout == FUSED_MOE_INTERLEAVED;
     int64_t rows = w1.size(1), F = packed ? rows / 2 : rows;
-    STD_TORCH_CHECK(w1.size(0) >= 1 && w1.size(2) >= 1 && rows >= 1 && !(packed && rows % 2),
-                    "fused_moe::", op, ": expected w1 of E, D, F >= 1 (2F even), found ", shape_text(w1));
+    if (w1.size(0) < 1 || w1.size(2) < 1 || rows < 1 || (packed && rows % 2))
+        fail(op, "expected w1 of E, D, F >= 1 (2F even), found ", shape_text(w1));
     return {w1.size(0), w1.size(2), F, layout == FUSED_MOE_UNGATED ? F : 2 * F, rows};
 }
 
 static FusedMoeActivation activation_of(const char *op, int64_t kind, const Constants &constants) {
     check_size(op, "activation", kind, 0, FUSED_MOE_NUM_ACTIVATIONS - 1);
-    check(constants.size() == 2, op, "constants of [alpha, limit]");
+    if (constants.size() != 2)
+        fail(op, "expected constants of [alpha, limit], found ", constants.size(), " of them");
     return {(int32_t)kind, constants[0], constants[1]};
 }
 
@@ -41,7 +43,7 @@ static UpWeights up_weights(const char *op, const Tensor &w1, const OptTensor &w
 }
 
 static void check_scores(const char *op, const OptTensor &scores, const RowMap &map) {
-    check(!scores || map.has_maps, op, "a plan with row maps beside scores");
+    check(!scores || map.has_maps, op, "a plan with row maps beside scores", "one without");
 }
 
 /* --- up side -------------------------------------------------------------------------------------------- */
@@ -60,7 +62,7 @@ std::tuple<Tensor, Tensor> experts_up(const Tensor &x_, const Tensor &w1, const 
     OptTensor scores = scores_of(op, scores_, x, {map.p.T, map.p.K});
     check_size(op, "x's width", x.size(1), s.D, s.D);
     check_scores(op, scores, map);
-    check(w3 || !b3, op, "b3 with w3 and not without");
+    check(w3 || !b3, op, "b3 with w3 and not without", "b3 without w3");
     UpWeights weights = up_weights(op, w1, w3, x, s);
     FusedMoeUpGate p = {};
     p.activation = activation_of(op, activation, constants);
@@ -136,7 +138,7 @@ UpGrads experts_up_backward_accumulate(const Tensor &dh_, const Tensor &x_, cons
     check_size(op, "x's width", x.size(1), s.D, s.D);
     check_scores(op, scores, map);
     check((w3 || !(need_dw3 || need_db3)) && (scores || !need_dscores), op,
-          "w3 and scores where their gradients are needed");
+          "w3 and scores where their gradients are needed", "one of them absent");
     UpWeights weights = up_weights(op, w1, w3, x, s);
     FusedMoeWeight sums[2] = {}, fresh[2] = {};
     if (need_dw1 && main_grad1) sums[0] = main_grad(op, "main_grad1", *main_grad1, x, {s.E, s.w1_rows, s.D});

@@ -80,7 +80,7 @@ static void check_wgrad(const char *op, const Tensor &a, const Tensor &b, const 
     check_widths(op, "b", b, 1);
     check_dtype(op, "b", b, a.scalar_type());
     check_device(op, "b", b, a);
-    check(!a_row_token || !b_row_token, op, "at most one of a_row_token and b_row_token");
+    check(!a_row_token || !b_row_token, op, "at most one of a_row_token and b_row_token", "both");
     (void)float_dtype(op, a);
 }
 

@@ -15,7 +15,8 @@ std::tuple<Tensor, Tensor> route(const Tensor &logits_, const OptTensor &bias_, 
     check_size(op, "score_func", score_func, FUSED_MOE_SOFTMAX, FUSED_MOE_SIGMOID);
     if (num_groups) {
         check_size(op, "num_expert_groups", num_groups, 1, E);
-        check(E % num_groups == 0, op, "num_expert_groups to divide the number of experts");
+        if (E % num_groups)
+            fail(op, "expected num_expert_groups to divide ", E, " experts, found ", num_groups);
         check_size(op, "num_limited_groups", num_limited_groups, 1, num_groups);
         check_size(op, "top_k", top_k, 1, num_limited_groups * (E / num_groups));
     }

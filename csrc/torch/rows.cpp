@@ -66,7 +66,7 @@ std::tuple<Tensor, Tensor> unpermute_backward(const Tensor &dout_, const OptTens
     RowMap map = full_row_map_of(op, dout, RowsOf::TOKENS, plan);
     int64_t T = map.p.T, K = map.p.K, R = map.p.R, D = dout.size(1);
     OptTensor rows = operand(op, "rows", rows_, dout, {R, D}), scores = scores_of(op, scores_, dout, {T, K});
-    check(rows || !need_dscores, op, "rows where dscores are needed");
+    check(rows || !need_dscores, op, "rows where dscores are needed", "none");
     Call call = begin_call(op, dout);
     OptTensor drows, dscores;
     if (need_drows) drows = new_tensor(dout, {R, D});
