@@ -7,7 +7,7 @@ import platform
 
 import torch
 
-from .ops import FACTS, HAS_CUDA_KERNELS, LIBRARY, ops
+from .ops import FACTS, HAS_CUDA_KERNELS, HOW_TO_BUILD_CUDA, LIBRARY, ops, unknown_tier
 
 # The calls that are dispatched to a tier where it runs; all others go to the last tier.
 LIMITS = {"hopper": "bf16 and fp16, widths that are multiples of 8, rows that are 16-byte aligned"}
@@ -40,6 +40,7 @@ def info() -> Info:
             "python": platform.python_version(),
             "platform": platform.platform(),
             "library": str(LIBRARY),
+            "FUSED_MOE_TIER": unknown_tier() or os.environ.get("FUSED_MOE_TIER") or "auto",
             "tiers": _tiers(),
             "calls": _calls(),
             "cpu": {
@@ -89,7 +90,7 @@ def _capability(oldest: int, newest: int) -> str:
 
 def _why_cuda_is_off() -> str:
     if not HAS_CUDA_KERNELS:
-        return "this build has no CUDA kernels"
+        return HOW_TO_BUILD_CUDA
     if not torch.cuda.is_available():
         return "PyTorch sees no CUDA device"
     status, driver, runtime, capability = _cuda_device()

@@ -14,6 +14,8 @@ torch._grouped_mm's offs.
 from __future__ import annotations
 
 import json
+import os
+import warnings
 from collections import namedtuple
 from pathlib import Path
 
@@ -31,6 +33,14 @@ LAYOUTS = {"separate": 0, "halves": 1, "interleaved": 2}
 UNGATED = 3  # layout "separate" without w3
 ACTIVATION_CODES = {name: code for code, name in enumerate(ACTIVATIONS)}
 
+OLDEST_TORCH = (2, 10)  # the stable ABI that setup.py builds for
+HOW_TO_BUILD_CUDA = "this build has no CUDA kernels: put nvcc on PATH or set CUDA_HOME, and build it again"
+
+if tuple(map(int, torch.__version__.split(".")[:2])) < OLDEST_TORCH:
+    raise ImportError(
+        f"fused_moe: expected PyTorch {'.'.join(map(str, OLDEST_TORCH))} or newer, found "
+        f"{torch.__version__} at {Path(torch.__file__).parent}"
+    )
 LIBRARY = Path(__file__).with_name("_ops.so")
 if not LIBRARY.exists():
     raise ImportError(
@@ -42,6 +52,7 @@ torch.ops.load_library(str(LIBRARY))
 ops = torch.ops.fused_moe
 FACTS = json.loads(ops.facts())  # build, tiers, capabilities, reasons, operators, constants
 HAS_CUDA_KERNELS = torch._C._dispatch_has_kernel_for_dispatch_key("fused_moe::experts_up", "CUDA")
+TIERS = (*reversed(FACTS["tiers"]), "auto")  # what FUSED_MOE_TIER may be
 _library = torch.library.Library("fused_moe", "IMPL")
 _nodes = {}  # operator -> apply of its autograd node
 # The dispatch keys that a thread includes by itself. Functorch, tracing and dispatch modes include more.
@@ -49,6 +60,16 @@ _OWN_KEYS = (
     torch._C.DispatchKeySet(torch._C.DispatchKey.BackendSelect)
     | torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
 ).raw_repr()
+
+
+def unknown_tier() -> str:
+    """What is wrong with FUSED_MOE_TIER, which only CUDA tensors ask for; empty if nothing is."""
+    asked = os.environ.get("FUSED_MOE_TIER") or "auto"
+    return "" if asked in TIERS else f"expected FUSED_MOE_TIER to be {' or '.join(TIERS)}, found {asked}"
+
+
+if unknown_tier():
+    warnings.warn(f"fused_moe: {unknown_tier()}; calls with CUDA tensors will fail", stacklevel=2)
 
 
 # --- registration -------------------------------------------------------------------------------------
@@ -608,10 +629,10 @@ _register("down_dgrad", fake=_down_dgrad_fake)
 
 
 def route_plan(ids: Tensor, num_experts: int) -> Plan:
-    """The plan of expert ids (T, K)."""
+    """As the public function, without its checks."""
     return Plan(*ops.route_plan.default(ids, num_experts))
 
 
 def plan_from_counts(counts: Tensor, num_rows: int) -> Plan:
-    """The plan of `num_rows` contiguous rows, already grouped by expert; counts (E,) of any integer dtype."""
+    """As the public function, without its checks."""
     return Plan(*ops.count_plan.default(counts, num_rows), None, None, None)

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import fused_moe
-from fused_moe.ops import FACTS, HAS_CUDA_KERNELS
+from fused_moe.ops import FACTS, HAS_CUDA_KERNELS, OLDEST_TORCH
 
 
 @pytest.mark.quick
@@ -47,7 +47,9 @@ def test_info_says_why_cuda_is_off(device):
     tiers = fused_moe.info()["tiers"]
     assert list(tiers) == ["cpu", "cuda", "portable", "hopper"]
     if not HAS_CUDA_KERNELS:
-        expected = "off: this build has no CUDA kernels"
+        expected = (
+            "off: this build has no CUDA kernels: put nvcc on PATH or set CUDA_HOME, and build it again"
+        )
     elif not torch.cuda.is_available():
         expected = "off: PyTorch sees no CUDA device"
     else:
@@ -93,6 +95,42 @@ def test_tiers_of_a_gpu(cpu, monkeypatch, tier, found, cuda, hopper):
     assert tiers["cpu"] == "on"
     assert tiers["cuda"] == tiers["portable"] and tiers["cuda"].startswith(cuda)
     assert tiers["hopper"].startswith(hopper or cuda)
+
+
+def run_python(code: str, **changes) -> subprocess.CompletedProcess:
+    env = os.environ | {"PYTHONPATH": str(Path(fused_moe.__file__).parents[1])} | changes
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env)
+
+
+def test_an_unknown_tier_is_told_without_a_gpu(cpu):
+    """A warning of the import, which CPU tensors do not mind, and an entry of the report."""
+    code = "import fused_moe; print(fused_moe.info()['FUSED_MOE_TIER'])"
+    run = run_python(code, FUSED_MOE_TIER="nonsense")
+    expected = "expected FUSED_MOE_TIER to be portable or hopper or auto, found nonsense"
+    assert run.returncode == 0 and run.stdout.strip() == expected, run.stderr
+    assert f"UserWarning: fused_moe: {expected}; calls with CUDA tensors will fail" in run.stderr
+
+
+@pytest.mark.parametrize("tier", ("auto", "hopper", "portable", ""))
+def test_a_known_tier_needs_no_gpu(cpu, tier):
+    """No warning, and the report names the tier that is asked for."""
+    code = "import warnings; warnings.simplefilter('error', UserWarning); import fused_moe; "
+    run = run_python(f"{code}print(fused_moe.info()['FUSED_MOE_TIER'])", FUSED_MOE_TIER=tier)
+    assert (run.returncode, run.stdout.strip()) == (0, tier or "auto"), run.stderr
+
+
+def test_an_old_pytorch_is_named(cpu):
+    """One line before the library is loaded; the version is that of the ABI that it was built for."""
+    assert FACTS["build"]["abi_target"] == ".".join(map(str, OLDEST_TORCH))
+    code = """
+import torch
+torch.__version__ = "2.9.1+cpu"
+torch.ops.load_library = None
+import fused_moe
+"""
+    run = run_python(code)
+    expected = "ImportError: fused_moe: expected PyTorch 2.10 or newer, found 2.9.1+cpu at "
+    assert run.returncode != 0 and run.stderr.splitlines()[-1].startswith(expected), run.stderr
 
 
 def test_info_tells_the_calls_of_each_tier(cpu, monkeypatch):
