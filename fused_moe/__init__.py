@@ -6,11 +6,19 @@ and `info()` tells which tiers run.
 
 from . import flops as flops  # registers its formulas
 from . import reference
-from .function import fused_experts, grouped_mlp, grouped_mm, permute, route, unpermute
+from .function import (
+    fused_experts,
+    grouped_mlp,
+    grouped_mm,
+    permute,
+    plan_from_counts,
+    route,
+    route_plan,
+    unpermute,
+)
 from .info import info
 from .losses import load_balancing_loss, router_z_loss
 from .module import FusedMoE, LoadReport, RouterLosses
-from .ops import plan_from_counts, route_plan
 from .plan import Plan
 
 __version__ = "0.1.0"

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from . import module
 from .activation import activate
+from .checks import INTEGERS, check_num_experts, check_tensor, fail
 from .losses import load_balancing_loss, router_z_loss
 from .ops import FACTS, schedule_words
 from .plan import Plan
@@ -22,6 +23,7 @@ from .plan import Plan
 __all__ = [
     "FusedMoE",
     "activate",
+    "check_ids",
     "fused_experts",
     "grouped_mlp",
     "grouped_mm",
@@ -143,6 +145,28 @@ def plan_from_counts(counts: Tensor, num_rows: int) -> Plan:
     counts = counts.long()
     offsets = F.pad(counts.cumsum(0), (1, 0)).int()
     return Plan(counts.int(), offsets, _schedule(counts, num_rows), None, None, None)
+
+
+def check_ids(ids: Tensor, num_experts: int) -> None:
+    """Raises ValueError if an id is outside [0, E), where the functions treat it as remote and skip its slot.
+
+    Ids that start at 1 would otherwise give every token the next expert, and the last expert's tokens none.
+    The message has the number of such ids, the first one, and whether they look off by one. It reads the
+    ids, so on a GPU the host synchronises: call it on the first batch only.
+
+    Args:
+        ids: (T, K) of any integer dtype. num_experts: E.
+    """
+    fn = "check_ids"
+    check_tensor(fn, "ids", ids, 2, INTEGERS)
+    check_num_experts(fn, num_experts)
+    bad = ((ids < 0) | (ids >= num_experts)).nonzero().tolist()
+    if bad:
+        token, slot = bad[0]
+        off_by_one = int(ids.min()) == 1 and int(ids.max()) == num_experts
+        advice = "; they run from 1 to E, so subtract 1" if off_by_one else ""
+        found = f"{len(bad)} outside, the first {int(ids[token, slot])} at token {token}, slot {slot}{advice}"
+        fail(ValueError, fn, f"ids from 0 to E - 1 = {num_experts - 1}", found)
 
 
 # --- rows ------------------------------------------------------------------------------------------------

@@ -1,10 +1,13 @@
 """Wrong calls raise TypeError or ValueError with expected and found, before anything runs."""
 
+import contextlib
 import re
 
 import pytest
 import torch
 from cases import BF16, F16, F32, Calls
+from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import fused_moe
 from fused_moe import FusedMoE, fused_experts, grouped_mlp, grouped_mm, permute, route, unpermute
@@ -13,6 +16,7 @@ from fused_moe.ops import UNGATED
 ops = torch.ops.fused_moe
 T, D, F, E, K = 6, 8, 4, 3, 2
 FLOAT = r"dtype float32 or bfloat16 or float16 or float64"
+CPP_FILE = r"csrc|\w\.(c|cc|cpp|cu|cuh|h|hpp)\b"
 
 
 def experts(**changes):
@@ -54,130 +58,392 @@ def combination(**changes):
     return unpermute, {"rows": torch.randn(T * K, D), "plan": plan} | changes
 
 
+def planned(**changes):
+    return fused_moe.route_plan, {"ids": torch.zeros(T, K, dtype=torch.int32), "num_experts": E} | changes
+
+
+def counted(**changes):
+    return fused_moe.plan_from_counts, {"counts": torch.tensor([2, 0, 4]), "num_rows": T} | changes
+
+
+def strict(**changes):
+    ids = torch.zeros(T, K, dtype=torch.int32)
+    return fused_moe.reference.check_ids, {"ids": ids, "num_experts": E} | changes
+
+
 def module(**changes):
     size = {"dim": D, "hidden_dim": F, "num_experts": E, "top_k": K}
     return FusedMoE, size | changes
 
 
+def plan_of(tokens: int, top_k: int, num_experts: int) -> fused_moe.Plan:
+    return fused_moe.route_plan(torch.zeros(tokens, top_k, dtype=torch.int32), num_experts)
+
+
+def integers(*shape) -> torch.Tensor:
+    return torch.zeros(shape, dtype=torch.int32)
+
+
+def fp8(*shape) -> torch.Tensor:
+    return torch.zeros(shape).to(torch.float8_e4m3fn)
+
+
+def complexes(*shape) -> torch.Tensor:
+    return torch.zeros(shape, dtype=torch.complex64)
+
+
 counts_plan = fused_moe.plan_from_counts(torch.tensor([T * K, 0, 0]), T * K)
 half = torch.randn(T, D, dtype=F16)
+nan, inf = float("nan"), float("inf")
+INT_IDS = "ids of dtype int32 or int64"
+SHAPE_1, SHAPE_3 = (rf"{name} of shape \(E, F, D\) = \(3, 4, 8\)" for name in ("w1", "w3"))
+SHAPE_2 = r"w2 of shape \(E, D, F\) = \(3, 8, 4\)"
+SCORES = r"scores of shape \(T, K\) = \(6, 2\)"
+ANY_INT = "dtype int32 or int64 or int16 or int8 or uint8"
 
-# (call, exception, expected, found)
-TABLE = [
-    # route
-    (router(logits=[[1.0]]), TypeError, "logits to be a tensor", "list"),
-    (router(logits=torch.ones(T, 8, dtype=torch.int32)),
-     TypeError, f"logits of {FLOAT}", "torch.int32"),
-    (router(logits=torch.randn(8)), ValueError, "logits of 2 dimensions", r"shape \(8,\)"),
-    (router(logits=torch.randn(T, 0)), ValueError, "1 to 1024 experts", "0"),
-    (router(logits=torch.randn(T, 1025)), ValueError, "1 to 1024 experts", "1025"),
-    (router(top_k=0), ValueError, r"top_k from 1 to min\(E, 32\) = 8", "0"),
-    (router(top_k=9), ValueError, r"top_k from 1 to min\(E, 32\) = 8", "9"),
-    (router(logits=torch.randn(T, 64), top_k=33),
-     ValueError, r"top_k from 1 to min\(E, 32\) = 32", "33"),
-    (router(score_func="tanh"),
-     ValueError, r"score_func to be one of \['sigmoid', 'softmax'\]", "'tanh'"),
-    (router(bias=1.0), TypeError, "bias to be a tensor", "float"),
-    (router(bias=torch.zeros(7)), ValueError, r"bias of shape \(E\) = \(8,\)", r"\(7,\)"),
-    (router(bias=torch.zeros(8, dtype=torch.int64)), TypeError, f"bias of {FLOAT}", "torch.int64"),
-    (router(num_expert_groups=4), ValueError, "num_limited_groups together", r"\(4, None\)"),
-    (router(num_limited_groups=4), ValueError, "num_limited_groups together", r"\(None, 4\)"),
-    (router(num_expert_groups=3, num_limited_groups=1), ValueError, "divide the 8 experts", "3"),
-    (router(num_expert_groups=0, num_limited_groups=1), ValueError, "divide the 8 experts", "0"),
-    (router(num_expert_groups=4, num_limited_groups=5),
-     ValueError, "num_limited_groups from 1 to 4", "5"),
-    (router(num_expert_groups=4, num_limited_groups=0),
-     ValueError, "num_limited_groups from 1 to 4", "0"),
-    (router(top_k=3, num_expert_groups=4, num_limited_groups=1),
-     ValueError, "top_k within the 2 experts", "3"),
-    # permute, unpermute
-    (permutation(x=None), TypeError, "x to be a tensor", "NoneType"),
-    (permutation(x=torch.randn(T, D).long()), TypeError, f"x of {FLOAT}", "torch.int64"),
-    (permutation(ids=torch.zeros(T, K)), TypeError, "ids of dtype int32 or int64", "torch.float32"),
-    (permutation(ids=torch.zeros(T, dtype=torch.int32)),
-     ValueError, "ids of 2 dimensions", r"shape \(6,\)"),
-    (permutation(ids=torch.zeros(5, K, dtype=torch.int32)), ValueError, "6 tokens", r"\(5, 2\)"),
-    (permutation(ids=torch.zeros(T, 0, dtype=torch.int32)),
-     ValueError, "at least one slot", r"\(6, 0\)"),
-    (permutation(num_experts=0), ValueError, "num_experts >= 1", "0"),
-    (combination(rows=torch.randn(11, D)), ValueError, "the plan's 12 rows", "11"),
-    (combination(plan=(1, 2, 3)), TypeError, "plan to be a fused_moe.Plan", "tuple"),
-    (combination(plan=counts_plan), ValueError, "a plan made from ids", "a plan made from counts"),
-    (combination(scores=torch.rand(T, 3)),
-     ValueError, r"scores of shape \(T, K\) = \(6, 2\)", r"\(6, 3\)"),
-    (combination(scores=torch.zeros(T, K).int()), TypeError, f"scores of {FLOAT}", "torch.int32"),
-    # grouped_mm
-    (gemm(a=torch.randn(T)), ValueError, "a of 2 dimensions", r"shape \(6,\)"),
-    (gemm(b=torch.randn(F, D)), ValueError, "b of 3 dimensions", r"shape \(4, 8\)"),
-    (gemm(b=torch.randn(E, F, 7)), ValueError, r"= \(3, 4, 8\)", r"\(3, 4, 7\)"),
-    (gemm(b=torch.randn(E, F, D).double()),
-     TypeError, "a's dtype torch.float32", "torch.float64"),
-    (gemm(offsets=torch.tensor([2, 2, 6])), TypeError, "offsets of dtype int32", "torch.int64"),
-    (gemm(offsets=torch.zeros(4, dtype=torch.int32)), ValueError, r"\(E\) = \(3,\)", r"\(4,\)"),
-    # fused_experts
-    (experts(x=torch.randn(2, T, D)), ValueError, "x of 2 dimensions", r"shape \(2, 6, 8\)"),
-    (experts(x=torch.randn(T, 7)), ValueError, r"x of shape \(T, D\) = \(6, 8\)", r"\(6, 7\)"),
-    (experts(x=half), TypeError, "w1 of x's dtype torch.float16", "torch.float32"),
-    (experts(w1=None), TypeError, "w1 to be a tensor", "NoneType"),
-    (experts(w1=torch.randn(E, 5, D)),
-     ValueError, r"w1 of shape \(E, F, D\) = \(3, 4, 8\)", r"\(3, 5, 8\)"),
-    (experts(w2=torch.randn(D, F)), ValueError, "w2 of 3 dimensions", r"shape \(8, 4\)"),
-    (experts(w2=torch.randn(0, D, F)), ValueError, "E, D, F >= 1", r"\(0, 8, 4\)"),
-    (experts(w2=torch.randn(E, D, 0)), ValueError, "E, D, F >= 1", r"\(3, 8, 0\)"),
-    (experts(w3=torch.randn(E, F, 9)),
-     ValueError, r"w3 of shape \(E, F, D\) = \(3, 4, 8\)", r"\(3, 4, 9\)"),
-    (experts(w3=torch.randn(E, F, D, dtype=BF16)),
-     TypeError, "w3 of x's dtype torch.float32", "torch.bfloat16"),
-    (experts(b1=torch.randn(E, 5)), ValueError, r"b1 of shape \(E, 4\) = \(3, 4\)", r"\(3, 5\)"),
-    (experts(b2=torch.randn(E, 4)), ValueError, r"b2 of shape \(E, 8\) = \(3, 8\)", r"\(3, 4\)"),
-    (experts(b3=torch.randn(F)), ValueError, "b3 of 2 dimensions", r"shape \(4,\)"),
-    (experts(w3=None, b3=torch.randn(E, F)), ValueError, "b3 only beside w3", "b3 without w3"),
-    (experts(b2=torch.randn(E, D).double()),
-     TypeError, "b2 of x's dtype torch.float32", "torch.float64"),
-    (experts(scores=torch.rand(T, 3)),
-     ValueError, r"scores of shape \(T, K\) = \(6, 2\)", r"\(6, 3\)"),
-    (experts(scores=None), TypeError, "scores to be a tensor", "NoneType"),
-    (experts(ids=torch.zeros(T, K, dtype=torch.uint8)),
-     TypeError, "ids of dtype int32 or int64", "torch.uint8"),
-    (experts(ids=torch.zeros(5, K).int()), ValueError, "x's 6 tokens", r"\(5, 2\)"),
-    (experts(activation="swish"), ValueError, "activation to be one of", "'swish'"),
-    (experts(layout="packed"), ValueError, "layout to be one of", "'packed'"),
-    (experts(score_on="both"),
-     ValueError, r"score_on to be one of \['input', 'output'\]", "'both'"),
-    (experts(layout="halves"), ValueError, "no w3 with layout 'halves'", "w3"),
-    (experts(layout="halves", w3=None),
-     ValueError, r"w1 of shape \(E, 2F, D\) = \(3, 8, 8\)", r"\(3, 4, 8\)"),
-    (experts(layout="interleaved", w3=None, w1=torch.randn(E, F, 3, D)),
-     ValueError, r"\(E, F, 2, D\)", r"\(3, 4, 3, 8\)"),
-    (experts(layout="separate", w1=torch.randn(E, F, 2, D)),
-     ValueError, "w1 of 3 dimensions", r"\(3, 4, 2, 8\)"),
-    (experts(transposed=True), ValueError, r"x of shape \(T, D\) = \(6, 4\)", r"\(6, 8\)"),
-    (experts(transposed=True, w2=torch.randn(E, F, D)),
-     ValueError, r"F, D stored transposed\) = \(3, 4, 8\)", r"\(3, 8, 4\)"),
-    # grouped_mlp
-    (mlp(counts=torch.tensor([2.0, 0.0, 4.0])),
-     TypeError, "counts of dtype int32 or int64 or int16", "torch.float32"),
-    (mlp(counts=torch.tensor([2, 4])), ValueError, r"counts of shape \(E\) = \(3,\)", r"\(2,\)"),
-    (mlp(counts=[2, 0, 4]), TypeError, "counts to be a tensor", "list"),
-    (mlp(x_rows=torch.randn(T, 9)), ValueError, r"= \(6, 8\)", r"\(6, 9\)"),
-    (mlp(layout="interleaved"), ValueError, "no w3 with layout 'interleaved'", "w3"),
-    # FusedMoE
-    (module(dim=0), ValueError, "dim >= 1", "0"),
-    (module(dim=8.0), TypeError, "dim to be an int", "float"),
-    (module(hidden_dim=-1), ValueError, "hidden_dim >= 1", "-1"),
-    (module(num_experts=1025), ValueError, "1 to 1024 experts", "1025"),
-    (module(top_k=4), ValueError, r"top_k from 1 to min\(E, 32\) = 3", "4"),
-    (module(activation="tanh"), ValueError, "activation to be one of", "'tanh'"),
-    (module(score_func="relu"), ValueError, "score_func to be one of", "'relu'"),
-    (module(num_expert_groups=2, num_limited_groups=1), ValueError, "divide the 3 experts", "2"),
-    (module(num_shared_experts=-1), ValueError, "num_shared_experts >= 0", "-1"),
-    (module(shared_expert_gate=True),
-     ValueError, "shared_expert_gate only with shared experts", "num_shared_experts=0"),
+# group -> rows of (call, exception, expected, found)
+TABLE = {
+    "route's logits": [
+        (router(logits=[[1.0]]), TypeError, "logits to be a tensor", "list"),
+        (router(logits=None), TypeError, "logits to be a tensor", "NoneType"),
+        (router(logits=integers(T, 8)), TypeError, f"logits of {FLOAT}", "torch.int32"),
+        (router(logits=integers(T, 8).bool()), TypeError, f"logits of {FLOAT}", "torch.bool"),
+        (router(logits=complexes(T, 8)), TypeError, f"logits of {FLOAT}", "torch.complex64"),
+        (router(logits=fp8(T, 8)), TypeError, f"logits of {FLOAT}", "torch.float8_e4m3fn"),
+        (router(logits=torch.randn(8)), ValueError, "logits of 2 dimensions", r"shape \(8,\)"),
+        (router(logits=torch.randn(2, 3, 8)), ValueError, "logits of 2 dimensions", r"shape \(2, 3, 8\)"),
+        (router(logits=torch.randn(T, 0)), ValueError, "1 to 1024 experts", "0"),
+        (router(logits=torch.randn(T, 1025)), ValueError, "1 to 1024 experts", "1025"),
+    ],
+    "route's numbers": [
+        (router(top_k=0), ValueError, r"top_k from 1 to min\(E, 32\) = 8", "0"),
+        (router(top_k=-1), ValueError, r"top_k from 1 to min\(E, 32\) = 8", "-1"),
+        (router(top_k=9), ValueError, r"top_k from 1 to min\(E, 32\) = 8", "9"),
+        (router(logits=torch.randn(T, 64), top_k=33), ValueError, r"top_k from 1 to min\(E, 32\) = 32", "33"),
+        (router(top_k=2.0), TypeError, "top_k to be an int", "float 2.0"),
+        (router(top_k="2"), TypeError, "top_k to be an int", "str '2'"),
+        (router(top_k=True), TypeError, "top_k to be an int", "bool True"),
+        (router(top_k=None), TypeError, "top_k to be an int", "NoneType"),
+        (router(top_k=torch.tensor(2)), TypeError, "top_k to be an int", "Tensor"),
+        (router(route_scale="2.5"), TypeError, "route_scale to be a number", "str '2.5'"),
+        (router(route_scale=None), TypeError, "route_scale to be a number", "NoneType"),
+        (router(route_scale=True), TypeError, "route_scale to be a number", "bool True"),
+        (router(route_scale=1j), TypeError, "route_scale to be a number", "complex"),
+        (router(route_scale=torch.tensor(2.0)), TypeError, "route_scale to be a number", "Tensor"),
+        (router(route_scale=nan), ValueError, "route_scale to be a finite number", "nan"),
+        (router(route_scale=-inf), ValueError, "route_scale to be a finite number", "-inf"),
+        (router(route_norm=1), TypeError, "route_norm to be True or False", "int 1"),
+        (router(route_norm=None), TypeError, "route_norm to be True or False", "NoneType"),
+    ],
+    "route's words and bias": [
+        (router(score_func="tanh"), ValueError, r"one of \['sigmoid', 'softmax'\]", "'tanh'"),
+        (router(score_func=None), ValueError, r"one of \['sigmoid', 'softmax'\]", "None"),
+        (router(score_func=["softmax"]), ValueError, r"one of \['sigmoid', 'softmax'\]", r"\['softmax'\]"),
+        (router(bias=1.0), TypeError, "bias to be a tensor", "float"),
+        (router(bias=torch.zeros(7)), ValueError, r"bias of shape \(E\) = \(8,\)", r"\(7,\)"),
+        (router(bias=torch.zeros(1, 8)), ValueError, "bias of 1 dimensions", r"shape \(1, 8\)"),
+        (router(bias=torch.zeros(8, dtype=torch.int64)), TypeError, f"bias of {FLOAT}", "torch.int64"),
+        (router(bias=complexes(8)), TypeError, f"bias of {FLOAT}", "torch.complex64"),
+    ],
+    "route's groups": [
+        (router(num_expert_groups=4), ValueError, "num_limited_groups together", r"\(4, None\)"),
+        (router(num_limited_groups=4), ValueError, "num_limited_groups together", r"\(None, 4\)"),
+        (router(num_expert_groups=3, num_limited_groups=1), ValueError, "divide the 8 experts", "3"),
+        (router(num_expert_groups=0, num_limited_groups=1), ValueError, "divide the 8 experts", "0"),
+        (router(num_expert_groups=4, num_limited_groups=5), ValueError, "limited_groups from 1 to 4", "5"),
+        (router(num_expert_groups=4, num_limited_groups=0), ValueError, "limited_groups from 1 to 4", "0"),
+        (router(top_k=3, num_expert_groups=4, num_limited_groups=1),
+         ValueError, "top_k within the 2 experts", "3"),
+        (router(num_expert_groups=4.0, num_limited_groups=2),
+         TypeError, "num_expert_groups to be an int", "float 4.0"),
+        (router(num_expert_groups=True, num_limited_groups=1),
+         TypeError, "num_expert_groups to be an int", "bool True"),
+        (router(num_expert_groups=4, num_limited_groups="2"),
+         TypeError, "num_limited_groups to be an int", "str '2'"),
+        (router(num_expert_groups=4, num_limited_groups=2.0),
+         TypeError, "num_limited_groups to be an int", "float 2.0"),
+    ],
+    "route_plan": [
+        (planned(ids=[[0, 1]]), TypeError, "ids to be a tensor", "list"),
+        (planned(ids=None), TypeError, "ids to be a tensor", "NoneType"),
+        (planned(ids=torch.zeros(T, K)), TypeError, f"ids of {ANY_INT}", "torch.float32"),
+        (planned(ids=integers(T, K).bool()), TypeError, f"ids of {ANY_INT}", "torch.bool"),
+        (planned(ids=complexes(T, K)), TypeError, f"ids of {ANY_INT}", "torch.complex64"),
+        (planned(ids=integers(T)), ValueError, "ids of 2 dimensions", r"shape \(6,\)"),
+        (planned(ids=integers(2, 3, K)), ValueError, "ids of 2 dimensions", r"shape \(2, 3, 2\)"),
+        (planned(num_experts=0), ValueError, "num_experts >= 1", "0"),
+        (planned(num_experts=-3), ValueError, "num_experts >= 1", "-3"),
+        (planned(num_experts=3.0), TypeError, "num_experts to be an int", "float 3.0"),
+        (planned(num_experts="3"), TypeError, "num_experts to be an int", "str '3'"),
+        (planned(num_experts=True), TypeError, "num_experts to be an int", "bool True"),
+        (planned(num_experts=None), TypeError, "num_experts to be an int", "NoneType"),
+    ],
+    "plan_from_counts": [
+        (counted(counts=[2, 0, 4]), TypeError, "counts to be a tensor", "list"),
+        (counted(counts=torch.tensor([2.0, 4.0])), TypeError, f"counts of {ANY_INT}", "torch.float32"),
+        (counted(counts=torch.tensor([True])), TypeError, f"counts of {ANY_INT}", "torch.bool"),
+        (counted(counts=integers(2, 3)), ValueError, "counts of 1 dimensions", r"shape \(2, 3\)"),
+        (counted(counts=integers()), ValueError, "counts of 1 dimensions", r"shape \(\)"),
+        (counted(counts=integers(0)), ValueError, "counts of at least one expert", r"\(0,\)"),
+        (counted(num_rows=6.0), TypeError, "num_rows to be an int", "float 6.0"),
+        (counted(num_rows="6"), TypeError, "num_rows to be an int", "str '6'"),
+        (counted(num_rows=True), TypeError, "num_rows to be an int", "bool True"),
+        (counted(num_rows=None), TypeError, "num_rows to be an int", "NoneType"),
+        (counted(num_rows=-1), ValueError, "num_rows >= 0", "-1"),
+    ],
+    "permute": [
+        (permutation(x=None), TypeError, "x to be a tensor", "NoneType"),
+        (permutation(x=torch.randn(T, D).long()), TypeError, f"x of {FLOAT}", "torch.int64"),
+        (permutation(x=complexes(T, D)), TypeError, f"x of {FLOAT}", "torch.complex64"),
+        (permutation(x=fp8(T, D)), TypeError, f"x of {FLOAT}", "torch.float8_e4m3fn"),
+        (permutation(x=torch.randn(D)), ValueError, "x of 2 dimensions", r"shape \(8,\)"),
+        (permutation(ids=[[0, 1]] * T), TypeError, "ids to be a tensor", "list"),
+        (permutation(ids=torch.zeros(T, K)), TypeError, INT_IDS, "torch.float32"),
+        (permutation(ids=integers(T, K).bool()), TypeError, INT_IDS, "torch.bool"),
+        (permutation(ids=integers(T)), ValueError, "ids of 2 dimensions", r"shape \(6,\)"),
+        (permutation(ids=integers(5, K)), ValueError, "ids for x's 6 tokens", r"\(5, 2\)"),
+        (permutation(ids=integers(T, 0)), ValueError, "at least one slot", r"\(6, 0\)"),
+        (permutation(num_experts=0), ValueError, "num_experts >= 1", "0"),
+        (permutation(num_experts=3.0), TypeError, "num_experts to be an int", "float 3.0"),
+        (permutation(num_experts="3"), TypeError, "num_experts to be an int", "str '3'"),
+        (permutation(num_experts=True), TypeError, "num_experts to be an int", "bool True"),
+    ],
+    "unpermute": [
+        (combination(rows=[1.0]), TypeError, "rows to be a tensor", "list"),
+        (combination(rows=integers(T * K, D)), TypeError, f"rows of {FLOAT}", "torch.int32"),
+        (combination(rows=torch.randn(T, K, D)), ValueError, "rows of 2 dimensions", r"shape \(6, 2, 8\)"),
+        (combination(rows=torch.randn(11, D)), ValueError, "the plan's 12 rows", r"\(11, 8\)"),
+        (combination(plan=plan_of(5, K, E)), ValueError, "the plan's 10 rows", r"\(12, 8\)"),
+        (combination(plan=(1, 2, 3)), TypeError, "plan to be a fused_moe.Plan", "tuple"),
+        (combination(plan=None), TypeError, "plan to be a fused_moe.Plan", "NoneType"),
+        (combination(plan=tuple(plan_of(T, K, E))), TypeError, "plan to be a fused_moe.Plan", "tuple"),
+        (combination(plan=counts_plan), ValueError, "a plan made from ids", "a plan made from counts"),
+        (combination(scores=1.0), TypeError, "scores to be a tensor", "float"),
+        (combination(scores=torch.rand(T, 3)), ValueError, SCORES, r"\(6, 3\)"),
+        (combination(scores=torch.rand(T * K)), ValueError, "scores of 2 dimensions", r"shape \(12,\)"),
+        (combination(scores=integers(T, K)), TypeError, f"scores of {FLOAT}", "torch.int32"),
+        (combination(scores=complexes(T, K)), TypeError, f"scores of {FLOAT}", "torch.complex64"),
+    ],
+    "grouped_mm": [
+        (gemm(a=None), TypeError, "a to be a tensor", "NoneType"),
+        (gemm(a=torch.randn(T)), ValueError, "a of 2 dimensions", r"shape \(6,\)"),
+        (gemm(a=integers(T, D)), TypeError, f"a of {FLOAT}", "torch.int32"),
+        (gemm(a=fp8(T, D)), TypeError, f"a of {FLOAT}", "torch.float8_e4m3fn"),
+        (gemm(b=[1.0]), TypeError, "b to be a tensor", "list"),
+        (gemm(b=complexes(E, F, D)), TypeError, f"b of {FLOAT}", "torch.complex64"),
+        (gemm(b=torch.randn(F, D)), ValueError, "b of 3 dimensions", r"shape \(4, 8\)"),
+        (gemm(b=torch.randn(E, F, 7)), ValueError, r"= \(3, 4, 8\)", r"\(3, 4, 7\)"),
+        (gemm(b=torch.randn(E, D, F)), ValueError, r"\(E, out, in\) = \(3, 8, 8\)", r"\(3, 8, 4\)"),
+        (gemm(b=torch.randn(0, F, D)), ValueError, "b of E, out, in >= 1", r"\(0, 4, 8\)"),
+        (gemm(b=torch.randn(E, 0, D)), ValueError, "b of E, out, in >= 1", r"\(3, 0, 8\)"),
+        (gemm(b=torch.randn(E, F, D).double()), TypeError, "b of a's dtype torch.float32", "torch.float64"),
+        (gemm(offsets=[2, 2, 6]), TypeError, "offsets to be a tensor", "list"),
+        (gemm(offsets=torch.tensor([2, 2, 6])), TypeError, "offsets of dtype int32", "torch.int64"),
+        (gemm(offsets=integers(1, 3)), ValueError, "offsets of 1 dimensions", r"shape \(1, 3\)"),
+        (gemm(offsets=integers(4)), ValueError, r"\(E\) = \(3,\)", r"\(4,\)"),
+    ],
+    "fused_experts's x, ids and scores": [
+        (experts(x=[1.0]), TypeError, "x to be a tensor", "list"),
+        (experts(x=integers(T, D)), TypeError, f"x of {FLOAT}", "torch.int32"),
+        (experts(x=integers(T, D).bool()), TypeError, f"x of {FLOAT}", "torch.bool"),
+        (experts(x=complexes(T, D)), TypeError, f"x of {FLOAT}", "torch.complex64"),
+        (experts(x=fp8(T, D)), TypeError, f"x of {FLOAT}", "torch.float8_e4m3fn"),
+        (experts(x=torch.randn(2, T, D)), ValueError, "x of 2 dimensions", r"shape \(2, 6, 8\)"),
+        (experts(x=torch.randn(T, 7)), ValueError, r"x of shape \(T, D\) = \(6, 8\)", r"\(6, 7\)"),
+        (experts(x=half), TypeError, "w1 of x's dtype torch.float16", "torch.float32"),
+        (experts(scores=None), TypeError, "scores to be a tensor", "NoneType"),
+        (experts(scores=integers(T, K)), TypeError, f"scores of {FLOAT}", "torch.int32"),
+        (experts(scores=torch.rand(T, 3)), ValueError, SCORES, r"\(6, 3\)"),
+        (experts(scores=torch.rand(5, K)), ValueError, SCORES, r"\(5, 2\)"),
+        (experts(scores=torch.rand(T)), ValueError, "scores of 2 dimensions", r"shape \(6,\)"),
+        (experts(ids=[[0, 0]] * T), TypeError, "ids to be a tensor", "list"),
+        (experts(ids=integers(T, K).to(torch.uint8)), TypeError, INT_IDS, "torch.uint8"),
+        (experts(ids=torch.rand(T, K)), TypeError, INT_IDS, "torch.float32"),
+        (experts(ids=integers(5, K)), ValueError, "ids for x's 6 tokens", r"\(5, 2\)"),
+        (experts(ids=integers(T)), ValueError, "ids of 2 dimensions", r"shape \(6,\)"),
+        (experts(ids=integers(T, 0)), ValueError, "at least one slot", r"\(6, 0\)"),
+    ],
+    "fused_experts's weights": [
+        (experts(w1=None), TypeError, "w1 to be a tensor", "NoneType"),
+        (experts(w1=integers(E, F, D)), TypeError, f"w1 of {FLOAT}", "torch.int32"),
+        (experts(w1=fp8(E, F, D)), TypeError, f"w1 of {FLOAT}", "torch.float8_e4m3fn"),
+        (experts(w2=None), TypeError, "w2 to be a tensor", "NoneType"),
+        (experts(w2=complexes(E, D, F)), TypeError, f"w2 of {FLOAT}", "torch.complex64"),
+        (experts(w2=torch.randn(D, F)), ValueError, "w2 of 3 dimensions", r"shape \(8, 4\)"),
+        (experts(w3=[1.0]), TypeError, "w3 to be a tensor", "list"),
+        (experts(w3=integers(E, F, D)), TypeError, f"w3 of {FLOAT}", "torch.int32"),
+        (experts(w3=torch.randn(E, F, D, dtype=BF16)),
+         TypeError, "w3 of x's dtype torch.float32", "torch.bfloat16"),
+        (experts(w1=torch.randn(0, F, D), w2=torch.randn(0, D, F), w3=torch.randn(0, F, D)),
+         ValueError, "E, D, F >= 1", r"w2 of shape \(0, 8, 4\)"),
+        (experts(w1=torch.randn(E, 0, D), w2=torch.randn(E, D, 0), w3=torch.randn(E, 0, D)),
+         ValueError, "E, D, F >= 1", r"w2 of shape \(3, 8, 0\)"),
+    ],
+    "fused_experts's one weight of another shape": [
+        (experts(w1=torch.randn(E, 5, D)), ValueError, SHAPE_1, r"\(3, 5, 8\)"),
+        (experts(w1=torch.randn(E, D, F)), ValueError, SHAPE_1, r"\(3, 8, 4\)"),
+        (experts(w1=torch.randn(2, F, D)), ValueError, SHAPE_1, r"\(2, 4, 8\)"),
+        (experts(w2=torch.randn(0, D, F)), ValueError, SHAPE_2, r"\(0, 8, 4\)"),
+        (experts(w2=torch.randn(E, D, 5)), ValueError, SHAPE_2, r"\(3, 8, 5\)"),
+        (experts(w2=torch.randn(E, 9, F)), ValueError, SHAPE_2, r"\(3, 9, 4\)"),
+        (experts(w2=torch.randn(E, F, D)), ValueError, SHAPE_2, r"\(3, 4, 8\)"),
+        (experts(w2=torch.randn(2, D, F)), ValueError, SHAPE_2, r"\(2, 8, 4\)"),
+        (experts(w3=torch.randn(E, F, 9)), ValueError, SHAPE_3, r"\(3, 4, 9\)"),
+        (experts(w3=torch.randn(5, F, D)), ValueError, SHAPE_3, r"\(5, 4, 8\)"),
+        (experts(w3=None, w2=torch.randn(E, F, D)),
+         ValueError, SHAPE_2, r"\(3, 4, 8\)"),
+        (experts(w3=None, w2=torch.randn(E, 9, F)),
+         ValueError, SHAPE_2, r"\(3, 9, 4\)"),
+        (experts(w3=None, w2=torch.randn(2, D, F)),
+         ValueError, SHAPE_2, r"\(2, 8, 4\)"),
+        (experts(w3=None, w1=torch.randn(2, F, D), b1=torch.randn(E, F)),
+         ValueError, SHAPE_1, r"\(2, 4, 8\)"),
+    ],
+    "fused_experts's layouts": [
+        (experts(layout="halves"), ValueError, "no w3 with layout 'halves'", "w3"),
+        (experts(layout="halves", w3=None),
+         ValueError, r"w1 of shape \(E, 2F, D\) = \(3, 8, 8\)", r"\(3, 4, 8\)"),
+        (experts(layout="halves", w3=None, w1=torch.randn(E, 9, D)),
+         ValueError, r"w1 of shape \(E, 2F, D\) = \(3, 8, 8\)", r"\(3, 9, 8\)"),
+        (experts(layout="interleaved", w3=None, w1=torch.randn(E, F, 3, D)),
+         ValueError, r"\(E, F, 2, D\)", r"\(3, 4, 3, 8\)"),
+        (experts(layout="interleaved", w3=None, w1=torch.randn(E, 5, 2, D)),
+         ValueError, r"w1 of shape \(E, F, 2, D\) = \(3, 4, 2, 8\)", r"\(3, 5, 2, 8\)"),
+        (experts(layout="separate", w1=torch.randn(E, F, 2, D)),
+         ValueError, "w1 of 3 dimensions", r"\(3, 4, 2, 8\)"),
+        (experts(transposed=True), ValueError,
+         r"w1 of shape \(E, D, F\) = \(3, 8, 4\) with transposed=True",
+         r"\(3, 4, 8\); all weights fit transposed=False"),
+        (experts(w1=torch.randn(E, D, F), w2=torch.randn(E, F, D), w3=torch.randn(E, D, F)), ValueError,
+         SHAPE_1, r"\(3, 8, 4\); all weights fit transposed=True"),
+        (experts(transposed=True, w2=torch.randn(E, F, D)), ValueError,
+         r"w1 of shape \(E, D, F\) = \(3, 8, 4\) with transposed=True", r"\(3, 4, 8\)$"),
+        (experts(transposed=True, w1=torch.randn(E, D, F), w3=torch.randn(E, D, F)), ValueError,
+         r"w2 of shape \(E, F, D\) = \(3, 4, 8\) with transposed=True", r"\(3, 8, 4\)$"),
+        (experts(transposed=1), TypeError, "transposed to be True or False", "int 1"),
+        (experts(layout="packed"), ValueError, "layout to be one of", "'packed'"),
+        (experts(layout=None), ValueError, "layout to be one of", "None"),
+    ],
+    "fused_experts's biases": [
+        (experts(b1=[0.0]), TypeError, "b1 to be a tensor", "list"),
+        (experts(b1=integers(E, F)), TypeError, f"b1 of {FLOAT}", "torch.int32"),
+        (experts(b1=torch.randn(E, 5)), ValueError, r"b1 of shape \(E, F\) = \(3, 4\)", r"\(3, 5\)"),
+        (experts(layout="halves", w3=None, w1=torch.randn(E, 2 * F, D), b1=torch.randn(E, F)),
+         ValueError, r"b1 of shape \(E, 2F\) = \(3, 8\)", r"\(3, 4\)"),
+        (experts(b2=torch.randn(E, F)), ValueError, r"b2 of shape \(E, D\) = \(3, 8\)", r"\(3, 4\)"),
+        (experts(b2=torch.randn(2, D)), ValueError, r"b2 of shape \(E, D\) = \(3, 8\)", r"\(2, 8\)"),
+        (experts(b2=torch.randn(E, D).double()), TypeError, "b2 of x's dtype torch.float32", "torch.float64"),
+        (experts(b3=torch.randn(F)), ValueError, "b3 of 2 dimensions", r"shape \(4,\)"),
+        (experts(w3=None, b3=torch.randn(E, F)), ValueError, "b3 only beside w3", "b3 without w3"),
+    ],
+    "fused_experts's settings": [
+        (experts(activation="swish"), ValueError, "activation to be one of", "'swish'"),
+        (experts(activation=torch.relu), ValueError, "activation to be one of", "relu"),
+        (experts(score_on="both"), ValueError, r"score_on to be one of \['input', 'output'\]", "'both'"),
+        (experts(alpha="1.7"), TypeError, "alpha to be a number", "str '1.7'"),
+        (experts(alpha=None), TypeError, "alpha to be a number", "NoneType"),
+        (experts(alpha=nan), ValueError, "alpha to be a finite number", "nan"),
+        (experts(alpha=inf), ValueError, "alpha to be a finite number", "inf"),
+        (experts(limit="7"), TypeError, "limit to be a number", "str '7'"),
+        (experts(limit=False), TypeError, "limit to be a number", "bool False"),
+        (experts(limit=nan), ValueError, "limit to be a number", "nan"),
+        (experts(limit=torch.tensor(7.0)), TypeError, "limit to be a number", "Tensor"),
+        (experts(main_grads="w1"), TypeError, "main_grads to be a tuple", "str"),
+        (experts(main_grads=(None, None)), ValueError, "main_grads of w1, w2 and w3", "2 of them"),
+        (experts(main_grads=(1.0, None, None)), TypeError, r"main_grads\[0\] to be a tensor", "float"),
+    ],
+    "fused_experts's plan": [
+        (experts(plan="plan"), TypeError, "plan to be a fused_moe.Plan", "str"),
+        (experts(plan=tuple(plan_of(T, K, E))), TypeError, "plan to be a fused_moe.Plan", "tuple"),
+        (experts(plan=fused_moe.plan_from_counts(torch.tensor([2, 0, 4]), T)),
+         ValueError, "a plan made from ids", "a plan made from counts"),
+        (experts(plan=plan_of(5, K, E)), ValueError, r"shape \(T, K\) = \(6, 2\)", r"a plan of \(5, 2\)"),
+        (experts(plan=plan_of(T, 1, E)), ValueError, r"shape \(T, K\) = \(6, 2\)", r"a plan of \(6, 1\)"),
+        (experts(plan=plan_of(K, T, E)), ValueError, r"shape \(T, K\) = \(6, 2\)", r"a plan of \(2, 6\)"),
+        (experts(plan=plan_of(T, K, 4)), ValueError, "a plan of E = 3 experts", "4"),
+    ],
+    "grouped_mlp": [
+        (mlp(x_rows=[1.0]), TypeError, "x_rows to be a tensor", "list"),
+        (mlp(x_rows=integers(T, D)), TypeError, f"x_rows of {FLOAT}", "torch.int32"),
+        (mlp(x_rows=torch.randn(T, 9)), ValueError, r"x_rows of shape \(R, D\) = \(6, 8\)", r"\(6, 9\)"),
+        (mlp(x_rows=half), TypeError, "w1 of x_rows's dtype torch.float16", "torch.float32"),
+        (mlp(counts=[2, 0, 4]), TypeError, "counts to be a tensor", "list"),
+        (mlp(counts=torch.tensor([2.0, 0.0, 4.0])), TypeError, f"counts of {ANY_INT}", "torch.float32"),
+        (mlp(counts=torch.tensor([True] * 3)), TypeError, f"counts of {ANY_INT}", "torch.bool"),
+        (mlp(counts=torch.tensor([2, 4])), ValueError, r"counts of shape \(E\) = \(3,\)", r"\(2,\)"),
+        (mlp(counts=integers(1, 3)), ValueError, "counts of 1 dimensions", r"shape \(1, 3\)"),
+        (mlp(w2=torch.randn(E, F, D)), ValueError, SHAPE_2, r"\(3, 4, 8\)"),
+        (mlp(w3=torch.randn(2, F, D)), ValueError, SHAPE_3, r"\(2, 4, 8\)"),
+        (mlp(layout="interleaved"), ValueError, "no w3 with layout 'interleaved'", "w3"),
+        (mlp(activation=0), ValueError, "activation to be one of", "0"),
+        (mlp(alpha=1j), TypeError, "alpha to be a number", "complex"),
+        (mlp(limit=None), TypeError, "limit to be a number", "NoneType"),
+        (mlp(main_grads={"w1": None}), TypeError, "main_grads to be a tuple", "dict"),
+    ],
+    "FusedMoE": [
+        (module(dim=0), ValueError, "dim >= 1", "0"),
+        (module(dim=8.0), TypeError, "dim to be an int", "float"),
+        (module(hidden_dim=-1), ValueError, "hidden_dim >= 1", "-1"),
+        (module(hidden_dim="4"), TypeError, "hidden_dim to be an int", "str"),
+        (module(num_experts=1025), ValueError, "1 to 1024 experts", "1025"),
+        (module(num_experts=0), ValueError, "1 to 1024 experts", "0"),
+        (module(num_experts="4"), TypeError, "num_experts to be an int", "str '4'"),
+        (module(num_experts=4.0), TypeError, "num_experts to be an int", "float 4.0"),
+        (module(num_experts=True), TypeError, "num_experts to be an int", "bool True"),
+        (module(top_k=4), ValueError, r"top_k from 1 to min\(E, 32\) = 3", "4"),
+        (module(top_k=2.0), TypeError, "top_k to be an int", "float 2.0"),
+        (module(top_k=None), TypeError, "top_k to be an int", "NoneType"),
+        (module(activation="tanh"), ValueError, "activation to be one of", "'tanh'"),
+        (module(score_func="relu"), ValueError, "score_func to be one of", "'relu'"),
+        (module(num_expert_groups=2, num_limited_groups=1), ValueError, "divide the 3 experts", "2"),
+        (module(num_expert_groups=3, num_limited_groups="1"),
+         TypeError, "num_limited_groups to be an int", "str '1'"),
+        (module(num_shared_experts=-1), ValueError, "num_shared_experts >= 0", "-1"),
+        (module(shared_expert_gate=True),
+         ValueError, "shared_expert_gate only with shared experts", "num_shared_experts=0"),
+    ],
+    "reference.check_ids": [
+        (strict(ids=[[0]]), TypeError, "ids to be a tensor", "list"),
+        (strict(ids=torch.zeros(T, K)), TypeError, f"ids of {ANY_INT}", "torch.float32"),
+        (strict(ids=integers(T)), ValueError, "ids of 2 dimensions", r"shape \(6,\)"),
+        (strict(num_experts=0), ValueError, "num_experts >= 1", "0"),
+        (strict(num_experts="3"), TypeError, "num_experts to be an int", "str '3'"),
+        (strict(ids=torch.tensor([[0, 1], [2, 3]])),
+         ValueError, "ids from 0 to E - 1 = 2", "1 outside, the first 3 at token 1, slot 1$"),
+        (strict(ids=torch.tensor([[0, -1], [-1, 7]])),
+         ValueError, "ids from 0 to E - 1 = 2", "3 outside, the first -1 at token 0, slot 1$"),
+        (strict(ids=torch.tensor([[1, 2], [3, 1]])), ValueError, "ids from 0 to E - 1 = 2",
+         "1 outside, the first 3 at token 1, slot 0; they run from 1 to E, so subtract 1"),
+    ],
+}  # fmt: skip
+ROWS = {f"{group}-{i}": row for group, rows in TABLE.items() for i, row in enumerate(rows)}
+
+UNDER_AUTOCAST = [
+    (experts(x=integers(T, D)), TypeError, f"x of {FLOAT}", "torch.int32"),
+    (experts(x=torch.randn(T, D, dtype=BF16), w1=torch.randn(E, F, D).double()),
+     TypeError, "w1 of x's dtype torch.bfloat16, because autocast does not cast float64", "torch.float64"),
+    (experts(x=torch.randn(T, D).double()),
+     TypeError, "w1 of x's dtype torch.float64, because autocast does not cast float64", "torch.float32"),
+    (experts(b2=torch.randn(E, D).double()), TypeError, "b2 of x's dtype .* does not cast", "torch.float64"),
+    (experts(scores=integers(T, K)), TypeError, f"scores of {FLOAT}", "torch.int32"),
+    (mlp(w3=torch.randn(E, F, D).double()), TypeError, "w3 of x_rows's dtype .* does not cast", "float64"),
+    (gemm(b=torch.randn(E, F, D).double()), TypeError, "b of a's dtype .* does not cast", "torch.float64"),
+    (gemm(b=integers(E, F, D)), TypeError, f"b of {FLOAT}", "torch.int32"),
 ]  # fmt: skip
 
-
-def names() -> list[str]:
-    return [f"{i}-{call[0].__name__}-{expected[:30]}" for i, (call, _, expected, _) in enumerate(TABLE)]
+COUNTS, OFFSETS = (
+    "counts >= 0 that sum to at most the 6 rows given",
+    "offsets that rise from 0 to at most the 6",
+)
+VALUES_ON_THE_CPU = [
+    (mlp(counts=torch.tensor([2, -1, 4])), ValueError, COUNTS, r"\[2, -1, 4\]"),
+    (mlp(counts=torch.tensor([2, 1, 4])), ValueError, COUNTS, r"\[2, 1, 4\]"),
+    (counted(counts=torch.tensor([2**62, 2**62])), ValueError, COUNTS, rf"\[{2**62}, {2**62}\]"),
+    (counted(counts=torch.tensor([-1, 1], dtype=torch.int8)), ValueError, COUNTS, r"\[-1, 1\]"),
+    (gemm(offsets=torch.tensor([4, 2, 6]).int()), ValueError, OFFSETS, r"offsets\[1\] = 2 after 4"),
+    (gemm(offsets=torch.tensor([-1, 2, 6]).int()), ValueError, OFFSETS, r"offsets\[0\] = -1 after 0"),
+    (gemm(offsets=torch.tensor([2, 2, 7]).int()), ValueError, OFFSETS, r"offsets\[2\] = 7 after 2"),
+]  # fmt: skip
 
 
 def moved(arguments: dict, device) -> dict:
@@ -191,38 +457,66 @@ def moved(arguments: dict, device) -> dict:
     return {name: move(value) for name, value in arguments.items()}
 
 
-@pytest.mark.quick
-@pytest.mark.parametrize("call, error, expected, found", TABLE, ids=names())
-def test_table(device, call, error, expected, found):
-    """A wrong call raises the right type of error with expected and found, and runs no operator."""
+def bits(arguments: dict) -> dict:
+    """A copy of every tensor's bytes, also of those in a plan."""
+    tensors = {}
+    for name, value in arguments.items():
+        for i, t in enumerate(value if isinstance(value, tuple) else (value,)):
+            if torch.is_tensor(t):
+                tensors[name, i] = t.detach().cpu().clone().reshape(-1).view(torch.uint8)
+    return tensors
+
+
+def check_raises(call, error, expected: str, found: str, autocast) -> None:
+    """The call raises the error with expected and found, runs no operator and changes no argument."""
     fn, arguments = call
-    arguments = moved(arguments, device)
-    before = {n: t.clone() for n, t in arguments.items() if torch.is_tensor(t)}
-    with Calls() as calls, pytest.raises(error) as raised:
+    before = bits(arguments)
+    with Calls() as calls, autocast, pytest.raises(error) as raised:
         fn(**arguments)
     assert type(raised.value) is error
     assert not [n for n, _, _ in calls.calls if n.startswith("fused_moe::")], "an operator ran"
-    for name, value in before.items():
-        assert torch.equal(arguments[name], value)
+    after = bits(arguments)
+    assert all(torch.equal(after[name], value) for name, value in before.items())
     message = str(raised.value)
-    assert re.match(rf"{fn.__name__}: expected .*", message), message
+    assert re.fullmatch(rf"{fn.__name__}: expected .+, found .+", message), message
+    assert not re.search(CPP_FILE, message), message
     said, _, what = message.rpartition(", found ")
     assert re.search(expected, said), message
     assert re.search(found, what), message
 
 
-@pytest.mark.parametrize("counts", ([2, -1, 4], [2, 1, 4]))
-def test_counts_are_checked_on_the_cpu(cpu, counts):
-    """Negative counts and counts beyond the rows; on a GPU reading them would synchronise."""
-    fn, arguments = mlp(counts=torch.tensor(counts))
-    found = re.escape(str(counts))
-    with pytest.raises(ValueError, match=f"counts >= 0 that sum to at most the 6 rows given, found {found}"):
-        fn(**arguments)
+@pytest.mark.quick
+@pytest.mark.parametrize("row", ROWS.values(), ids=ROWS)
+def test_table(device, row):
+    """A wrong call raises the right type of error with expected and found, and runs no operator."""
+    (fn, arguments), *said = row
+    check_raises((fn, moved(arguments, device)), *said, contextlib.nullcontext())
+
+
+@pytest.mark.parametrize("row", UNDER_AUTOCAST)
+def test_table_under_autocast(device, row):
+    """The same where autocast casts everything but float64 and integers."""
+    (fn, arguments), *said = row
+    check_raises((fn, moved(arguments, device)), *said, torch.autocast(device.type, BF16))
+
+
+@pytest.mark.parametrize("row", VALUES_ON_THE_CPU)
+def test_values_are_checked_on_the_cpu(cpu, row):
+    """Counts and offsets beyond the rows; on a GPU reading them would synchronise."""
+    check_raises(*row, contextlib.nullcontext())
+
+
+def test_the_table_is_long():
+    """Every public function is in it."""
+    assert len(ROWS) >= 150
+    named = {call[0].__name__ for call, *_ in ROWS.values()}
+    public = {"route", "route_plan", "plan_from_counts", "permute", "unpermute", "grouped_mm"}
+    assert named >= public | {"fused_experts", "grouped_mlp", "FusedMoE", "check_ids"}
 
 
 def test_right_calls_are_right(device):
     """The table's calls without changes run: each fails for its own reason."""
-    for call in (experts, mlp, router, gemm, permutation, combination):
+    for call in (experts, mlp, router, gemm, permutation, combination, planned, counted, strict):
         fn, arguments = call()
         fn(**moved(arguments, device))
     fn, arguments = module()
@@ -239,6 +533,85 @@ def test_layer_input(device, x, found):
     x = x.to(device) if torch.is_tensor(x) else x
     with pytest.raises((TypeError, ValueError), match=rf"FusedMoE: expected .*D = 8, found {found}"):
         FusedMoE(D, F, E, K, device=device)(x)
+
+
+def test_dtypes_on_meta_are_checked_under_autocast(device):
+    """autocast leaves the meta device alone, so two dtypes are an error there."""
+    fn, arguments = experts()
+    arguments = {name: t.to("meta") for name, t in arguments.items()} | {
+        "w2": torch.empty(E, D, F, dtype=BF16, device="meta")
+    }
+    with torch.autocast(device.type, BF16), pytest.raises(TypeError, match="w2 of x's dtype torch.float32"):
+        fn(**arguments)
+
+
+@pytest.mark.parametrize("call", (experts, mlp, router, gemm, permutation, combination, planned, counted))
+def test_a_device_without_kernels(device, monkeypatch, call):
+    """The first tensor's device is named, and where kernels for it can be built, how."""
+    monkeypatch.setattr(fused_moe.checks, "DEVICES", ("cpu",))
+    fn, arguments = call()
+    arguments = moved(arguments, "meta")
+    message = f"{fn.__name__}: expected .* on a device that this build has kernels for (.*cpu.*), found meta"
+    with pytest.raises(ValueError, match=message):
+        fn(**arguments)
+
+
+def test_a_build_without_cuda_kernels_says_what_to_do(cpu, monkeypatch):
+    """A CUDA tensor in a build of the CPU tier alone."""
+    monkeypatch.setattr(fused_moe.checks, "DEVICES", ("cpu", "meta"))
+    with FakeTensorMode():  # a CUDA tensor without a GPU
+        x = torch.empty(T, 8, device="cuda")
+    with pytest.raises(ValueError, match="found cuda:0; this build has no CUDA kernels: put nvcc on PATH or"):
+        route(x, 2)
+
+
+def test_an_infinite_limit_is_a_number(device):
+    """limit=inf clamps nothing."""
+    fn, arguments = experts(activation="swiglu_clamped", limit=inf)
+    arguments = moved(arguments, device)
+    assert torch.equal(fn(**arguments), fn(**arguments | {"limit": 1e30}))
+
+
+def test_right_ids_pass_the_strict_check(device):
+    """Every id in [0, E), of any integer dtype, none at all included."""
+    for ids in (torch.tensor([[0, 2], [1, 1]]), integers(0, 2), torch.tensor([[2]], dtype=torch.uint8)):
+        assert fused_moe.reference.check_ids(ids.to(device), E) is None
+
+
+def traced(run, value):
+    return make_fx(run)(value)
+
+
+def functionalized(run, value):
+    return torch.func.functionalize(run)
+
+
+def mapped(run, value):
+    return lambda value: torch.vmap(run)(value[None])[0]
+
+
+@pytest.mark.parametrize(
+    "call, name, transform",
+    (
+        (gemm, "offsets", traced),
+        (gemm, "offsets", functionalized),
+        (gemm, "offsets", mapped),
+        (mlp, "counts", traced),
+        (mlp, "counts", functionalized),
+    ),
+)
+def test_values_are_not_read_where_there_are_none(cpu, call, name, transform):
+    """A transformed call takes offsets and counts as arguments, and they do not become constants."""
+    fn, arguments = call()
+
+    def run(value):
+        return fn(**arguments | {name: value})
+
+    transformed = transform(run, arguments[name])
+    other = arguments[name].clone()
+    other[-1] -= 1
+    with torch.no_grad():
+        assert torch.equal(transformed(other), run(other))
 
 
 def test_meta_arguments_are_not_mixed(device):
@@ -376,12 +749,19 @@ def operator_calls(device) -> tuple[dict, dict]:
 SHAPES, VALUES = operator_calls("cpu")
 
 
+def check_message(message: str) -> None:
+    """The operator, expected and found, and no place in our C++ files."""
+    assert re.fullmatch(r"fused_moe::\w+: expected .+, found .+", message), message
+    assert not re.search(CPP_FILE, message), message
+
+
 @pytest.mark.parametrize("name", SHAPES)
 def test_operators_called_directly(device, name):
     """RuntimeError of the operator, instead of an access out of range."""
     op, *args = operator_calls(device)[0][name]
-    with pytest.raises(RuntimeError, match="fused_moe"):
+    with pytest.raises(RuntimeError) as raised:
         op(*args)
+    check_message(str(raised.value))
 
 
 @pytest.mark.parametrize("name", VALUES)
@@ -389,8 +769,9 @@ def test_maps_that_lead_astray(device, name):
     """RuntimeError on the CPU. A GPU does not read them back: its kernels stay inside of the tensors."""
     op, *args = operator_calls(device)[1][name]
     if device.type == "cpu":
-        with pytest.raises(RuntimeError, match="fused_moe"):
+        with pytest.raises(RuntimeError) as raised:
             op(*args)
+        check_message(str(raised.value))
     else:
         op(*args)
         torch.cuda.synchronize()
@@ -439,3 +820,17 @@ def test_sizes_that_kernels_cannot_count_are_refused(device):
     counts = torch.ones(1, dtype=torch.int64, device=device)
     with pytest.raises(RuntimeError, match=r"num_rows from 0 to 2147482623, found 2147483647"):
         ops.count_plan(counts, 2**31 - 1)
+
+
+def test_memory_that_runs_out_is_named(cpu):
+    """The size that was asked for, and PyTorch's own reason, which its headers would drop."""
+    a, ends = torch.zeros(2**20, 1), torch.ones(1, dtype=torch.int32)
+    wide = torch.zeros(1, 1, 1).expand(1, 2**29, 1)
+    with pytest.raises(RuntimeError) as raised:
+        ops.grouped_mm(a, wide, ends)
+    message = str(raised.value)
+    expected = (
+        "fused_moe::allocation: expected memory for a tensor of shape (1048576, 536870912), found none: "
+    )
+    assert message.startswith(expected), message
+    assert len(message) > len(expected) and "API call failed" not in message, message

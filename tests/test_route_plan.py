@@ -143,15 +143,18 @@ def test_strided_counts(device):
 
 @pytest.mark.parametrize("counts", ([5, -1], [2**62, 2**62], [2**31 - 1, 1], [4, 7], [-1, 5]))
 def test_impossible_counts_on_the_cpu(cpu, counts):
-    """Negative counts and counts beyond the given rows raise."""
+    """Negative counts and counts beyond the given rows raise, from the function and from the operator."""
+    counts = torch.tensor(counts, device=cpu)
+    with pytest.raises(ValueError, match="counts >= 0 that sum to at most the 10 rows"):
+        fused_moe.plan_from_counts(counts, 10)
     with pytest.raises(RuntimeError, match="row counts"):
-        fused_moe.plan_from_counts(torch.tensor(counts, device=cpu), 10)
+        torch.ops.fused_moe.count_plan(counts, 10)
 
 
 def test_negative_counts_of_a_small_dtype(cpu):
     """An int8 count of -1 is not 255 rows."""
     with pytest.raises(RuntimeError, match="row counts"):
-        fused_moe.plan_from_counts(torch.tensor([-1], dtype=torch.int8, device=cpu), 1000)
+        torch.ops.fused_moe.count_plan(torch.tensor([-1], dtype=torch.int8, device=cpu), 1000)
 
 
 def test_same_plan_on_any_number_of_threads(cpu, threads):

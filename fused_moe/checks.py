@@ -1,0 +1,371 @@
+"""The checks of the public functions, before anything runs.
+
+A failed one raises TypeError (type or dtype) or ValueError (shape, device or value). The message names the
+argument, what was expected and what was found, as the caller passed it. They run on every call, so a right
+call is told from a wrong one by few comparisons, and who is wrong is looked for afterwards.
+"""
+
+from __future__ import annotations
+
+import math
+from numbers import Integral, Real
+
+import torch
+from torch import Tensor
+
+from . import ops as _ops
+from .activation import ACTIVATIONS
+from .plan import Plan
+
+FLOATING = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+INTEGERS = (torch.int32, torch.int64, torch.int16, torch.int8, torch.uint8)
+DEVICES = ("cpu", "meta", *(["cuda"] if _ops.HAS_CUDA_KERNELS else []))
+
+
+def fail(error: type[Exception], fn: str, expected: str, found) -> None:
+    """Raises a failed check's error. A message formatted before would make sizes static in torch.compile."""
+    raise error(f"{fn}: expected {expected}, found {found}")
+
+
+# --- numbers and words ------------------------------------------------------------------------------------
+
+
+def check_int(fn: str, name: str, value) -> None:
+    """Checks for an integer; a bool is none. While torch.jit traces, sizes are tensors."""
+    if type(value) is int or (torch.jit.is_tracing() and isinstance(value, Tensor)):
+        return
+    if isinstance(value, bool) or not isinstance(value, (Integral, torch.SymInt)):
+        fail(TypeError, fn, f"{name} to be an int", _described(value))
+
+
+def check_real(fn: str, name: str, value, finite: bool = True) -> None:
+    """Checks for a number that is not NaN; an infinite one passes unless `finite`."""
+    if type(value) is not float and (
+        isinstance(value, bool) or not isinstance(value, (Real, torch.SymInt, torch.SymFloat))
+    ):
+        fail(TypeError, fn, f"{name} to be a number", _described(value))
+    if not (-math.inf < value < math.inf if finite else value == value):
+        fail(ValueError, fn, f"{name} to be a finite number" if finite else f"{name} to be a number", value)
+
+
+def check_bool(fn: str, name: str, value) -> None:
+    if not isinstance(value, bool):
+        fail(TypeError, fn, f"{name} to be True or False", _described(value))
+
+
+def check_choice(fn: str, name: str, value, choices) -> None:
+    if not (isinstance(value, str) and value in choices):
+        fail(ValueError, fn, f"{name} to be one of {sorted(choices)}", repr(value))
+
+
+def _described(value) -> str:
+    """A value of the wrong type: the type, and what is short enough to be recognised."""
+    text = "" if value is None or isinstance(value, Tensor) else f" {value!r}"
+    return type(value).__name__ + (text if len(text) <= 40 else "")
+
+
+# --- tensors ----------------------------------------------------------------------------------------------
+
+
+def check_tensor(fn: str, name: str, value, dim: int, dtypes: tuple[torch.dtype, ...]) -> None:
+    if not isinstance(value, Tensor):
+        fail(TypeError, fn, f"{name} to be a tensor", type(value).__name__)
+    if value.dtype not in dtypes:
+        names = " or ".join(str(d).removeprefix("torch.") for d in dtypes)
+        fail(TypeError, fn, f"{name} of dtype {names}", value.dtype)
+    if value.dim() != dim:
+        fail(ValueError, fn, f"{name} of {dim} dimensions", f"shape {tuple(value.shape)}")
+
+
+def check_input(fn: str, name: str, value, dim: int, dtypes: tuple[torch.dtype, ...] = FLOATING) -> None:
+    """Checks for a tensor on a device that this build has kernels for."""
+    check_tensor(fn, name, value, dim, dtypes)
+    if value.device.type not in DEVICES:
+        kernels = f"{name} on a device that this build has kernels for ({', '.join(DEVICES)})"
+        advice = "" if value.device.type != "cuda" else f"; {_ops.HOW_TO_BUILD_CUDA}"
+        fail(ValueError, fn, kernels, f"{value.device}{advice}")
+
+
+def check_shape(fn: str, name: str, value: Tensor, letters: str, shape: tuple) -> None:
+    if tuple(value.shape) != tuple(shape):
+        fail(ValueError, fn, f"{name} of shape ({letters}) = {tuple(shape)}", tuple(value.shape))
+
+
+def check_device(fn: str, name: str, value: Tensor, like_name: str, like: Tensor) -> None:
+    if value.device != like.device:
+        fail(ValueError, fn, f"{name} on {like_name}'s device {like.device}", value.device)
+
+
+def check_like(fn: str, name: str, value: Tensor, like_name: str, like: Tensor) -> None:
+    """Checks for the same device, and for the same dtype unless autocast casts both."""
+    check_device(fn, name, value, like_name, like)
+    if value.dtype == like.dtype:
+        return
+    if not _is_autocast_enabled(like):
+        fail(TypeError, fn, f"{name} of {like_name}'s dtype {like.dtype}", value.dtype)
+    if torch.float64 in (value.dtype, like.dtype):
+        expected = f"{name} of {like_name}'s dtype {like.dtype}, because autocast does not cast float64"
+        fail(TypeError, fn, expected, value.dtype)
+
+
+def _is_autocast_enabled(x: Tensor) -> bool:
+    return x.device.type in ("cpu", "cuda") and torch.is_autocast_enabled(x.device.type)
+
+
+def _can_read(x: Tensor) -> bool:
+    """Whether x's values can be looked at. On a GPU that would synchronise; its kernels never access rows
+    outside of the tensors. Inside of torch.compile and torch.func it may have none."""
+    return (
+        x.device.type == "cpu"
+        and type(x) is Tensor
+        and not torch.compiler.is_compiling()
+        and not torch._C._are_functorch_transforms_active()
+    )
+
+
+# --- routing ----------------------------------------------------------------------------------------------
+
+
+def check_routing(
+    fn: str,
+    num_experts: int,
+    top_k: int,
+    score_func: str,
+    num_expert_groups,
+    num_limited_groups,
+    route_norm=False,
+    route_scale=1.0,
+) -> None:
+    """Checks E, K and the groups against each other, for `route` and for the module's constructor."""
+    check_choice(fn, "score_func", score_func, _ops.SCORE_FUNCS)
+    check_int(fn, "num_experts", num_experts)
+    check_int(fn, "top_k", top_k)
+    check_bool(fn, "route_norm", route_norm)
+    check_real(fn, "route_scale", route_scale)
+    if not 1 <= num_experts <= 1024:
+        fail(ValueError, fn, "1 to 1024 experts", num_experts)
+    most = min(num_experts, 32)
+    if not 1 <= top_k <= most:
+        fail(ValueError, fn, f"top_k from 1 to min(E, 32) = {most}", top_k)
+    if (num_expert_groups is None) != (num_limited_groups is None):
+        both = "num_expert_groups and num_limited_groups together"
+        fail(ValueError, fn, both, (num_expert_groups, num_limited_groups))
+    if num_expert_groups is None:
+        return
+    check_int(fn, "num_expert_groups", num_expert_groups)
+    check_int(fn, "num_limited_groups", num_limited_groups)
+    if num_expert_groups < 1 or num_experts % num_expert_groups:
+        fail(ValueError, fn, f"num_expert_groups to divide the {num_experts} experts", num_expert_groups)
+    if not 1 <= num_limited_groups <= num_expert_groups:
+        fail(ValueError, fn, f"num_limited_groups from 1 to {num_expert_groups}", num_limited_groups)
+    reach = num_limited_groups * (num_experts // num_expert_groups)
+    if top_k > reach:
+        fail(ValueError, fn, f"top_k within the {reach} experts of the kept groups", top_k)
+
+
+def check_num_experts(fn: str, num_experts: int) -> None:
+    check_int(fn, "num_experts", num_experts)
+    if num_experts < 1:
+        fail(ValueError, fn, "num_experts >= 1", num_experts)
+
+
+def check_ids(fn: str, ids, x: Tensor) -> None:
+    check_tensor(fn, "ids", ids, 2, (torch.int32, torch.int64))
+    if ids.size(0) != x.size(0):
+        fail(ValueError, fn, f"ids for x's {x.size(0)} tokens", tuple(ids.shape))
+    if ids.size(1) < 1:
+        fail(ValueError, fn, "ids with at least one slot", tuple(ids.shape))
+    check_device(fn, "ids", ids, "x", x)
+
+
+def check_scores(fn: str, scores, ids: Tensor) -> None:
+    check_tensor(fn, "scores", scores, 2, FLOATING)
+    check_shape(fn, "scores", scores, "T, K", ids.shape)
+    if scores.device != ids.device:
+        fail(ValueError, fn, f"scores on {ids.device}", scores.device)
+
+
+# --- rows of experts --------------------------------------------------------------------------------------
+
+
+def check_counts(fn: str, counts: Tensor, num_rows: int) -> None:
+    """Checks the values of counts where they can be read."""
+    if _can_read(counts):
+        values = counts.tolist()
+        if min(values) < 0 or sum(values) > num_rows:
+            fail(ValueError, fn, f"counts >= 0 that sum to at most the {num_rows} rows given", values)
+
+
+def check_offsets(fn: str, offsets: Tensor, num_rows: int) -> None:
+    """Checks the values of offsets where they can be read."""
+    if not _can_read(offsets):
+        return
+    ends = offsets.tolist()
+    if ends == sorted(ends) and 0 <= ends[0] and ends[-1] <= num_rows:
+        return
+    for e, (end, before) in enumerate(zip(ends, [0, *ends], strict=False)):
+        if not before <= end <= num_rows:
+            expected = f"offsets that rise from 0 to at most the {num_rows} rows given"
+            fail(ValueError, fn, expected, f"offsets[{e}] = {end} after {before}")
+
+
+def check_plan(fn: str, plan) -> None:
+    """Checks for a plan that has row maps."""
+    if not isinstance(plan, Plan):
+        fail(TypeError, fn, "plan to be a fused_moe.Plan", type(plan).__name__)
+    if plan.token_row is None:
+        fail(ValueError, fn, "a plan made from ids", "a plan made from counts")
+
+
+def check_plan_of_rows(fn: str, plan, rows: Tensor) -> None:
+    check_plan(fn, plan)
+    if plan.row_slot.size(0) != rows.size(0):
+        fail(ValueError, fn, f"rows (R, D) of the plan's {plan.row_slot.size(0)} rows", tuple(rows.shape))
+    if plan.offsets.device != rows.device:
+        fail(ValueError, fn, f"plan on {rows.device}", plan.offsets.device)
+
+
+def check_plan_of_ids(fn: str, plan, ids: Tensor, num_experts: int) -> None:
+    check_plan(fn, plan)
+    if plan.token_row.shape != ids.shape:
+        of_ids = f"the plan of these ids, of shape (T, K) = {tuple(ids.shape)}"
+        fail(ValueError, fn, of_ids, f"a plan of {tuple(plan.token_row.shape)}")
+    if plan.counts.size(0) != num_experts:
+        fail(ValueError, fn, f"a plan of E = {num_experts} experts", plan.counts.size(0))
+    if plan.offsets.device != ids.device:
+        fail(ValueError, fn, f"plan on {ids.device}", plan.offsets.device)
+
+
+# --- experts ----------------------------------------------------------------------------------------------
+
+
+def check_activation(fn: str, activation: str, layout: str, score_on: str) -> None:
+    check_choice(fn, "activation", activation, ACTIVATIONS)
+    check_choice(fn, "layout", layout, _ops.LAYOUTS)
+    check_choice(fn, "score_on", score_on, ("input", "output"))
+
+
+def check_experts(
+    fn: str, x_name: str, x: Tensor, w1, w2, w3, b1, b2, b3, alpha, limit, layout: str, transposed: bool
+):
+    """Checks the weights and returns w1 (E, H, D), w2 (E, D, F), w3 (E, F, D) as views, and the layout."""
+    check_real(fn, "alpha", alpha)
+    check_real(fn, "limit", limit, finite=False)
+    check_bool(fn, "transposed", transposed)
+    packed = layout != "separate"
+    pairs = layout == "interleaved" and isinstance(w1, Tensor) and w1.dim() == 4 and not transposed
+    check_tensor(fn, "w1", w1, 4 if pairs else 3, FLOATING)
+    stored = (w1, w2, w3)
+    if pairs:
+        if w1.size(2) != 2:
+            fail(ValueError, fn, "w1 of shape (E, F, 2, D)", tuple(w1.shape))
+        w1 = w1.flatten(1, 2)
+    check_tensor(fn, "w2", w2, 3, FLOATING)
+    if w3 is not None:
+        if packed:
+            fail(ValueError, fn, f"no w3 with layout {layout!r}, which packs it in w1", "w3")
+        check_tensor(fn, "w3", w3, 3, FLOATING)
+    if transposed:
+        w1, w2, w3 = w1.mT, w2.mT, None if w3 is None else w3.mT
+    E, D, F = w2.shape
+    width = 2 * F if packed else F
+    fits = x.size(1) == D and tuple(w1.shape) == (E, width, D)
+    if not fits or (w3 is not None and tuple(w3.shape) != (E, F, D)):
+        _fail_shapes(fn, x_name, x, stored, (b1, b2, b3), packed, transposed)
+    if E < 1 or D < 1 or F < 1:
+        fail(ValueError, fn, "E, D, F >= 1", f"w2 of shape {tuple(stored[1].shape)}")
+    biases = (("b1", b1, "2F" if packed else "F", width), ("b2", b2, "D", D), ("b3", b3, "F", F))
+    for name, bias, letter, size in biases:
+        if bias is not None:
+            check_tensor(fn, name, bias, 2, FLOATING)
+            check_shape(fn, name, bias, f"E, {letter}", (E, size))
+    if b3 is not None and w3 is None:
+        fail(ValueError, fn, "b3 only beside w3", "b3 without w3")
+    for name, value in (("w1", w1), ("w2", w2), ("w3", w3), ("b1", b1), ("b2", b2), ("b3", b3)):
+        if value is not None:
+            check_like(fn, name, value, x_name, x)
+    code = _ops.UNGATED if not packed and w3 is None else _ops.LAYOUTS[layout]
+    return w1, w2, w3, code
+
+
+def _fail_shapes(fn: str, x_name: str, x: Tensor, stored, biases, packed: bool, transposed: bool) -> None:
+    """Names the tensor that disagrees with most of the others about E, D or F. In a tie w1 is right about E,
+    x about D, and w2 about F."""
+    shapes = {f"w{i}": tuple(w.shape) for i, w in enumerate(stored, 1) if w is not None}
+
+    def sizes(name: str, transposed: bool) -> tuple[int, int, int]:
+        """E, F and D, as a weight's shape tells them."""
+        E, *rows, D = shapes[name]
+        if len(rows) == 2:
+            return E, rows[0], D
+        F, D = (D, rows[0]) if transposed != (name == "w2") else (rows[0], D)
+        return E, F // 2 if packed and name == "w1" else F, D
+
+    def check(name: str, E: int, F: int, D: int, advice: str = "") -> None:
+        H = ("2F", 2 * F) if packed else ("F", F)
+        sides = {"w1": (H, ("D", D)), "w2": (("D", D), ("F", F)), "w3": (("F", F), ("D", D))}[name]
+        if len(shapes[name]) == 4:
+            sides = ("F", F), ("2", 2), ("D", D)
+        letters, shape = zip(("E", E), *(reversed(sides) if transposed else sides), strict=True)
+        if shapes[name] != shape:
+            how = " with transposed=True" if transposed else ""
+            expected = f"{name} of shape ({', '.join(letters)}) = {shape}{how}"
+            fail(ValueError, fn, expected, f"{shapes[name]}{advice}")
+
+    others = [sizes(name, not transposed) for name in shapes]
+    if others.count(others[0]) == len(others) and others[0][2] == x.size(1):
+        check("w1", *others[0], f"; all weights fit transposed={not transposed}")
+    told = {name: sizes(name, transposed) for name in shapes}
+    matrices = [b for b in biases if isinstance(b, Tensor) and b.dim() == 2]
+    E = _most([*(e for e, _, _ in told.values()), *(b.size(0) for b in matrices)])
+    D = _most([x.size(1), *(d for _, _, d in told.values())])
+    check_shape(fn, x_name, x, "T, D" if x_name == "x" else "R, D", (x.size(0), D))
+
+    def hidden(name: str) -> int:
+        """F, also of a weight whose sides are swapped."""
+        _, other_F, other_D = sizes(name, not transposed)
+        return other_F if told[name][2] != D and other_D == D else told[name][1]
+
+    F = _most([hidden(name) for name in ("w2", "w1", "w3") if name in shapes])
+    for name in shapes:
+        check(name, E, F, D)
+
+
+def _most(values: list):
+    """The most frequent one, the first of several."""
+    return max(values, key=values.count)
+
+
+def check_main_grads(fn: str, main_grads, x_name: str, x: Tensor, weights: tuple, transposed: bool) -> tuple:
+    """Checks main_grads against w1, w2 and w3 as stored. Returns the main_grad arguments of experts_up and of
+    experts_down: views of shape (E, out, in), or empty tuples."""
+    if main_grads is None:
+        return (), ()
+    if not isinstance(main_grads, (tuple, list)):
+        fail(TypeError, fn, "main_grads to be a tuple, of w1, w2 and w3", type(main_grads).__name__)
+    if len(main_grads) != 3:
+        fail(ValueError, fn, "main_grads of w1, w2 and w3", f"{len(main_grads)} of them")
+    views = [None, None, None]
+    for i, (grad, w) in enumerate(zip(main_grads, weights, strict=True)):
+        if grad is None:
+            continue
+        name, weight = f"main_grads[{i}]", f"w{i + 1}"
+        if w is None:
+            fail(ValueError, fn, f"{name} only beside {weight}", f"{name} without {weight}")
+        if x.dtype == torch.float64:
+            expected = f"{x_name} of dtype float32 or bfloat16 or float16 with main_grads"
+            fail(TypeError, fn, expected, x.dtype)
+        check_tensor(fn, name, grad, w.dim(), (torch.float32,))
+        check_shape(fn, name, grad, f"{weight}'s", w.shape)
+        check_device(fn, name, grad, x_name, x)
+        if grad.requires_grad:
+            fail(ValueError, fn, f"{name} that requires no gradient itself", "requires_grad=True")
+        if any(stride == 0 and size > 1 for size, stride in zip(grad.shape, grad.stride(), strict=True)):
+            fail(ValueError, fn, f"{name} whose elements do not overlap", f"strides {grad.stride()}")
+        if grad.dim() == 4:
+            if grad.size(1) > 1 and grad.stride(1) != 2 * grad.stride(2):
+                fail(ValueError, fn, f"{name} that can be viewed as (E, 2F, D)", f"strides {grad.stride()}")
+            grad = grad.flatten(1, 2)
+        views[i] = grad.mT if transposed else grad
+    w1, w2, w3 = views
+    return () if w1 is None and w3 is None else (w1, w3), () if w2 is None else (w2,)
