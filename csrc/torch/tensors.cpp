@@ -15,7 +15,7 @@ static Tensor allocated(const int64_t *sizes, int64_t dim, Allocate allocate) {
     } catch (const std::runtime_error &) {
         const char *reason = torch_exception_get_what_without_backtrace
                                  ? torch_exception_get_what_without_backtrace()
-                                 : "PyTorch's allocator failed";
+                                 : "PyTorch printed the reason, most often out of memory";
         fail("allocation", "expected memory for a tensor of shape ", shape_text(sizes, dim),
              ", found none: ", reason);
     }
