@@ -1,0 +1,291 @@
+"""What the public functions compute, once more in plain PyTorch, with autograd for the gradients.
+
+Nothing here is shared with the kernels or with fused_moe.reference: rows are padded to (E, C) batches, so there
+is no sort and no loop over experts. Every function is evaluated twice:
+
+  exact   in float64
+  eager   in float32 (float64 for float64), rounded where PyTorch's operators would round to 16 bits; PyTorch's
+          own 16-bit GEMMs compile a kernel for every new shape, which takes longer than a case
+
+Both take a kink's side from h as it is stored, which is what the kernels do: else a rounding to 16 bits would
+decide about a gradient. What float32's own error can move across a kink is reported by `near_kink`.
+"""
+
+import math
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+F32, F64 = torch.float32, torch.float64
+MARGIN = 2e-5  # of an h of order one: many times what float32 sums in another order differ by
+
+
+class _Round(torch.autograd.Function):
+    """Rounds to a narrower dtype and back: the value, and the gradient on its way back."""
+
+    @staticmethod
+    def forward(ctx, t, dtype):
+        ctx.dtype = dtype
+        return t.to(dtype).to(t.dtype)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad.to(ctx.dtype).to(grad.dtype), None
+
+
+class Arithmetic(NamedTuple):
+    """The dtype that is computed in, the dtype of the tensors between operators, and whether to round to it."""
+
+    wide: torch.dtype
+    stored: torch.dtype
+    rounds: bool
+    near: list  # what near_kink has found, by token
+
+    def round(self, t):
+        return _Round.apply(t, self.stored) if self.rounds else t
+
+
+def exact(stored: torch.dtype) -> Arithmetic:
+    return Arithmetic(F64, stored, False, [])
+
+
+def eager(stored: torch.dtype) -> Arithmetic:
+    return Arithmetic(F64 if stored == F64 else F32, stored, stored.itemsize == 2, [])
+
+
+# --- activations ----------------------------------------------------------------------------------
+
+
+def _at_most(h, limit: float, stored):
+    return torch.where(h.detach().to(stored) > limit, limit, h)
+
+
+def _gate(h, activation: str, limit: float, stored):
+    if activation == "relu":
+        return torch.where(h.detach().to(stored) > 0, h, 0.0)
+    if activation == "swiglu_clamped":
+        h = _at_most(h, limit, stored)
+        return h * torch.sigmoid(1.702 * h)
+    if activation == "silu":
+        return h * torch.sigmoid(h)
+    return F.gelu(h, approximate="tanh" if activation == "gelu_tanh" else "none")
+
+
+def activate(gate, up, activation: str, limit: float, arithmetic: Arithmetic):
+    value = arithmetic.round(_gate(gate, activation, limit, arithmetic.stored))
+    if up is None:
+        return value
+    if activation == "swiglu_clamped":
+        up = -_at_most(-_at_most(up, limit, arithmetic.stored), limit, arithmetic.stored) + 1
+    return arithmetic.round(value * up)
+
+
+def near_kink(gate, up, activation: str, limit: float, stored):
+    """Which rows have an element that an error of float32 could move to the other side of a kink."""
+
+    def sides(h, kink):
+        return (h - MARGIN).to(stored).gt(kink) != (h + MARGIN).to(stored).gt(kink)
+
+    if activation == "relu":
+        return sides(gate, 0.0).any(-1)
+    if activation != "swiglu_clamped":
+        return torch.zeros(gate.shape[:-1], dtype=torch.bool)
+    near = sides(gate, limit).any(-1)
+    return near if up is None else near | sides(up, limit).any(-1) | sides(-up, limit).any(-1)
+
+
+# --- experts --------------------------------------------------------------------------------------
+
+
+class Places(NamedTuple):
+    """Where each slot's row is in (E, C) batches. Slot t * K + k; what is empty has the index past the end."""
+
+    slots: torch.Tensor  # (E, C) slot of each place
+    places: torch.Tensor  # (T, K) place of each slot
+    tokens: torch.Tensor  # (E, C)
+
+
+def places_of(ids: torch.Tensor, num_experts: int) -> Places:
+    (T, K), flat = ids.shape, ids.flatten().long()
+    chosen = flat.unsqueeze(1) == torch.arange(num_experts)  # (T * K, E)
+    rank = chosen.cumsum(0)
+    capacity = int(rank[-1].max()) if len(flat) else 0
+    place = num_experts * capacity
+    slots = torch.full((num_experts, capacity), T * K)
+    places = torch.full((T * K,), place)
+    slot, expert = chosen.nonzero(as_tuple=True)
+    at = rank[slot, expert] - 1
+    slots[expert, at] = slot
+    places[slot] = expert * capacity + at
+    return Places(slots, places.view(T, K), (slots // K).clamp_max(T))
+
+
+def _padded(t):
+    """With a row of zeros at the end, for what is empty."""
+    return torch.cat([t, t.new_zeros(1, *t.shape[1:])])
+
+
+def _linear(rows, w, b, arithmetic: Arithmetic):
+    out = rows @ w.mT
+    return arithmetic.round(out if b is None else out + b.unsqueeze(1))
+
+
+def experts(
+    x, w1, w2, w3, b1, b2, b3, scores, ids, arithmetic: Arithmetic, *,
+    activation="silu", limit=7.0, layout="separate", transposed=False, score_on="output",
+):  # fmt: skip
+    """fused_experts; without scores grouped_mlp, whose ids say which expert's each row is."""
+    dtype = x.dtype
+    x, w1, w2, w3, b1, b2, b3, scores = (
+        t if t is None else t.to(arithmetic.wide) for t in (x, w1, w2, w3, b1, b2, b3, scores)
+    )
+    w1 = w1.flatten(1, 2) if w1.dim() == 4 else w1
+    if transposed:
+        w1, w2, w3 = w1.mT, w2.mT, w3 if w3 is None else w3.mT
+    at = places_of(ids, w2.size(0))
+    rows = arithmetic.round(_padded(x)[at.tokens])
+    if scores is not None and score_on == "input":
+        scale = _padded(scores.reshape(-1))[at.slots].unsqueeze(-1)
+        product = rows * scale
+        if arithmetic.stored.itemsize == 2:
+            # One float32 product, rounded: known to the bit, so that it moves no h across a kink.
+            value = (rows.detach().float() * scale.detach().float()).to(arithmetic.stored)
+            product = product + (value.to(product.dtype) - product).detach()
+        rows = arithmetic.round(product)
+    gate, up = _linear(rows, w1, b1, arithmetic), None
+    if layout == "halves":
+        gate, up = gate.chunk(2, -1)
+    elif layout == "interleaved":
+        gate, up = gate[..., 0::2], gate[..., 1::2]
+    elif w3 is not None:
+        up = _linear(rows, w3, b3, arithmetic)
+    with torch.no_grad():
+        near = near_kink(gate, up, activation, limit, arithmetic.stored)
+        arithmetic.near.append(at.tokens[near & (at.slots < ids.numel())])
+    y = _linear(activate(gate, up, activation, limit, arithmetic), w2, b2, arithmetic)
+    y = _padded(y.flatten(0, 1))[at.places]  # (T, K, D)
+    if scores is not None and score_on == "output":
+        y = y * scores.unsqueeze(-1)
+    return y.sum(1).to(dtype)
+
+
+def grouped_mm(a, b, counts: list[int], arithmetic: Arithmetic):
+    ids = ids_of_counts(counts, a.size(0))
+    at = places_of(ids, b.size(0))
+    rows = _padded(a.to(arithmetic.wide))[at.tokens]
+    out = _linear(rows, b.to(arithmetic.wide), None, arithmetic)
+    return _padded(out.flatten(0, 1))[at.places.flatten()].to(a.dtype)
+
+
+def ids_of_counts(counts: list[int], num_rows: int) -> torch.Tensor:
+    """(R, 1): the expert of each row, -1 past the last."""
+    ids = torch.full((num_rows,), -1)
+    ids[: sum(counts)] = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts))
+    return ids.unsqueeze(1)
+
+
+# --- rows -----------------------------------------------------------------------------------------
+
+
+def row_slots(ids: torch.Tensor, num_experts: int) -> list[int]:
+    """The slot of every row, in expert order."""
+    flat = ids.flatten().tolist()
+    return sorted((s for s, e in enumerate(flat) if 0 <= e < num_experts), key=lambda s: (flat[s], s))
+
+
+def permute(x, slots: list[int], ids):
+    rows = x[torch.tensor(slots, dtype=torch.long) // ids.size(1)]
+    return torch.cat([rows, rows.new_zeros(ids.numel() - len(slots), x.size(1))])
+
+
+def unpermute(rows, slots: list[int], ids, scores, arithmetic: Arithmetic):
+    row_of = torch.full((ids.numel(),), ids.numel())
+    row_of[torch.tensor(slots, dtype=torch.long)] = torch.arange(len(slots))
+    wide = _padded(rows.to(arithmetic.wide))[row_of.view(ids.shape)]
+    if scores is not None:
+        wide = wide * scores.to(arithmetic.wide).unsqueeze(-1)
+    return wide.sum(1).to(rows.dtype)
+
+
+# --- routing --------------------------------------------------------------------------------------
+
+
+def scores_of(logits, ids, arithmetic: Arithmetic, *, score_func, route_norm, route_scale):
+    """The scores of experts that have been chosen."""
+    logits = logits.to(arithmetic.wide)
+    every = logits.softmax(-1) if score_func == "softmax" else logits.sigmoid()
+    scores = every.gather(-1, ids.long())
+    if route_norm:
+        scores = scores / (scores.sum(-1, keepdim=True) + 1e-20)
+    return scores * route_scale
+
+
+def check_choice(logits, ids, *, score_func, bias, groups, kept) -> None:
+    """ids are the top-k of every token; ties go to the lowest id. Where float32's rounding decides between two
+    experts, or two groups, either is right."""
+    T, K = ids.shape
+    assert ids.dtype == torch.int32
+    ordered = ids.sort(-1).values
+    assert ((ids >= 0) & (ids < logits.size(1))).all() and (ordered[:, 1:] > ordered[:, :-1]).all(), "ids"
+    values, unclear = logits.double(), torch.zeros(T, dtype=torch.bool)
+    if bias is not None or groups:
+        values = values.softmax(-1) if score_func == "softmax" else values.sigmoid()
+        values = values if bias is None else values + bias.double()
+    if groups:
+        grouped = values.unflatten(-1, (groups, -1))
+        best = grouped.sort(-1, descending=True).values[..., :2].sum(-1)
+        chosen = best.sort(dim=-1, descending=True, stable=True)
+        unclear |= _close(chosen.values[:, : kept + 1])
+        is_kept = torch.zeros_like(best, dtype=torch.bool).scatter_(-1, chosen.indices[:, :kept], True)
+        values = grouped.masked_fill(~is_kept.unsqueeze(-1), -math.inf).flatten(1)
+    order = values.sort(dim=-1, descending=True, stable=True)
+    if bias is not None or groups:
+        unclear |= _close(order.values[:, : K + 1])
+    wrong = (order.indices[:, :K] != ids).any(-1) & ~unclear
+    assert not wrong.any(), f"ids of token {int(wrong.nonzero()[0])}"
+
+
+def _close(values):
+    """Which rows of descending values have two that differ, but hardly."""
+    gaps = (values[:, :-1] - values[:, 1:]).nan_to_num(posinf=1.0)
+    return ((gaps > 0) & (gaps < 1e-5)).any(-1)
+
+
+def losses_of(logits, ids, arithmetic: Arithmetic):
+    """The balance loss and the z loss."""
+    logits = logits.to(arithmetic.wide)
+    E = logits.size(1)
+    load = (ids.reshape(-1, 1) == torch.arange(E)).to(arithmetic.wide).mean(0)
+    balance = E * (load * logits.softmax(-1).mean(0)).sum()
+    return balance, logits.exp().sum(-1).log().square().mean()
+
+
+# --- the layer ------------------------------------------------------------------------------------
+
+
+def layer(x, params: dict, ids, routing: dict, arithmetic: Arithmetic, activation: str):
+    """FusedMoE on experts that have been chosen: out, and the logits."""
+    round_, wide = arithmetic.round, arithmetic.wide
+    p = {n: t.to(wide) for n, t in params.items()}
+    tokens = x.to(wide)
+
+    def linear(name, rows):
+        out, bias = rows @ p[f"{name}.weight"].T, p.get(f"{name}.bias")
+        return round_(out if bias is None else out + bias)
+
+    logits = linear("router.gate", tokens)
+    scores = scores_of(logits, ids, arithmetic, **routing)
+    weights = (p.get(f"experts.{n}") for n in ("w1", "w2", "w3", "b1", "b2", "b3"))
+    out = experts(tokens, *weights, scores, ids, arithmetic, activation=activation)
+    if "shared_experts.w1.weight" in p:
+        gate = linear("shared_experts.w1", tokens)
+        up = linear("shared_experts.w3", tokens) if "shared_experts.w3.weight" in p else None
+        with torch.no_grad():
+            near = near_kink(gate, up, activation, 7.0, arithmetic.stored)
+            arithmetic.near.append(near.nonzero().flatten())
+        shared = linear("shared_experts.w2", activate(gate, up, activation, 7.0, arithmetic))
+        if "shared_expert_gate.weight" in p:
+            shared = round_(round_(linear("shared_expert_gate", tokens).sigmoid()) * shared)
+        out = out + shared
+    return round_(out).to(x.dtype), logits
