@@ -1,6 +1,7 @@
 # make train    trains the example language model        ARGS="--steps 100 --experts loop"
 # make test     runs the test suite                      PYTEST_ARGS="-k route -x"
-# make sanitize runs the CPU kernels, and the suite with them, under sanitizers; PYTEST_ARGS as above
+# make fuzz     calls every function at random           MINUTES=5 ARGS="--device cuda --jobs 12"
+# make sanitize runs the CPU kernels, and the suite with them, under sanitizers
 # make build    builds the package in place
 # make format   formats the code; make lint only checks it
 # make wheel    builds dist/*.tar.gz, and dist/*.whl from it
@@ -12,6 +13,8 @@
 PYTHON = python3
 VENV   = .venv
 TORCH  = torch==2.13.0
+
+MINUTES = 5
 
 python  = $(VENV)/bin/python
 compile = $(python) setup.py --quiet build_ext --inplace
@@ -29,6 +32,9 @@ train: build
 
 test: build
 	$(python) -m pytest $(PYTEST_ARGS)
+
+fuzz: build
+	$(python) tests/trust/fuzz.py --minutes $(MINUTES) $(ARGS)
 
 sanitize: build
 	PYTHON=$(python) tests/sanitize/run.sh $(PYTEST_ARGS)
@@ -64,4 +70,4 @@ $(VENV)/dev: pyproject.toml | $(VENV)/built
 	$(install) '.[dev]'
 	touch $@
 
-.PHONY: build train test sanitize format lint wheel clean
+.PHONY: build train test fuzz sanitize format lint wheel clean

@@ -3,9 +3,9 @@
 python tests/trust/fuzz.py --minutes 5 [--device cuda] [--jobs 12] [--seed 1] [--record FILE]
 python tests/trust/fuzz.py --case 0:1234          one case again, with its traceback
 
-A case is known by its seed and index. fuzz_cases.py draws it, fuzz_checks.py runs it and says what is checked.
-Worker processes run the cases, so that one that crashes or hangs is a finding, too. A failing case is made smaller
-and printed as a test. Exits with 1 if there was a finding.
+A case is known by its seed and index. fuzz_cases.py draws it, fuzz_checks.py runs it and says what is
+checked. Worker processes run the cases, so that one that crashes or hangs is a finding, too. A failing case
+is made smaller and printed as a test, for a file in tests/trust. Exits with 1 if there was a finding.
 """
 
 import argparse
@@ -31,6 +31,8 @@ import torch  # noqa: E402
 from fuzz_cases import FuzzCase, Shares, as_test, draw, minimise  # noqa: E402
 from fuzz_checks import check  # noqa: E402
 from tqdm import tqdm  # noqa: E402
+
+from fused_moe.ops import FACTS  # noqa: E402
 
 HANGS = 300  # seconds for one case: far more than a compilation takes on a busy machine
 REPORTS = 1.0  # seconds between two of a worker's reports
@@ -73,10 +75,22 @@ def run_cases(seed: int, indices: Iterable[int], device: str, shares: Shares, st
             done.findings.append(found(case, f"{seed}:{index}", error, device))
         dtype = str(case.dtype).removeprefix("torch.")
         done.counts.update(["cases", case.function, dtype, case.mode])
+        if device != "cpu":
+            done.counts.update(how for how in ("stream", "graph") if getattr(case, how))
         if time.monotonic() - last > REPORTS:
             report(done)
             done, last = Report(), time.monotonic()
+    done.counts += tier_calls()
     report(done)
+
+
+def tier_calls() -> Counter:
+    """How many GEMMs each CUDA tier has had in this process."""
+    calls = Counter()
+    for operator in range(len(FACTS["operators"])):
+        numbers = torch.ops.fused_moe.cuda_calls(operator).tolist()
+        calls.update({f"GEMMs of {tier}": n for tier, n in zip(FACTS["tiers"], numbers, strict=False)})
+    return +calls
 
 
 def work(connection, now, seed: int, indices: range, device: str, shares: Shares, deadline: float) -> None:
@@ -96,10 +110,12 @@ def work(connection, now, seed: int, indices: range, device: str, shares: Shares
 
 
 def configure() -> None:
-    """Of this process: one thread where a case does not ask for more, and no warnings."""
+    """One thread where a case does not ask for more, no warnings, and GEMMs as tests/conftest.py has them."""
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     torch.set_float32_matmul_precision("highest")
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+    torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
 
 
 # --- all of them ----------------------------------------------------------------------------------
@@ -114,7 +130,7 @@ class Worker:
         self.now = context.Array("d", [-1, time.monotonic()], lock=False)
         indices = range(first, options.cases or 2**53, options.jobs)
         args = (theirs, self.now, options.seed, indices, options.device, options.shares, deadline)
-        self.process = context.Process(target=target, args=args)
+        self.process = context.Process(target=target, args=args, daemon=True)
         self.process.start()
         theirs.close()
 
@@ -147,7 +163,9 @@ def run_workers(options: argparse.Namespace, target: Callable = work) -> Report:
                 reason = f"exit code {worker.process.exitcode}"
                 if worker.index < 0:
                     raise SystemExit(f"a worker did not start: {reason}")
-                add(total, progress, crash(options, worker.index, f"hangs for {HANGS} s" if hangs else reason))
+                add(
+                    total, progress, crash(options, worker.index, f"hangs for {HANGS} s" if hangs else reason)
+                )
                 workers[i] = Worker(target, worker.index + options.jobs, options, deadline)
     total.counts["seconds"] = round(time.monotonic() - before)
     return total
@@ -210,14 +228,15 @@ def main(options: argparse.Namespace) -> int:
     total = run_workers(options)
     counts, seconds = total.counts, max(total.counts.pop("seconds"), 1)
     for kind in sorted(counts.keys() - {"cases"}):
-        print(f"{kind:16}{counts[kind]:8}")
+        print(f"{kind:20}{counts[kind]:8}")
     rate = counts["cases"] / seconds
     print(f"{counts['cases']} cases in {seconds} s ({rate:.1f} per second), {len(total.findings)} findings")
     if options.record:
         is_cpu = torch.device(options.device).type == "cpu"
         where = "cpu" if is_cpu else torch.cuda.get_device_name(options.device)
         fields = {"seed": options.seed, "minutes": seconds / 60, "findings": len(total.findings)}
-        tier = "cpu" if is_cpu else "portable and hopper"
+        tier = "cpu" if is_cpu else " and ".join(n for n in ("hopper", "portable") if counts[f"GEMMs of {n}"])
+        counts = dict(sorted(counts.items()))
         record.append(options.record, [record.make("fuzz", where, tier=tier, counts=counts, **fields)])
     return min(len(total.findings), 1)
 

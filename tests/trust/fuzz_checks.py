@@ -1,5 +1,5 @@
-"""Runs one FuzzCase and raises what is wrong: values and gradients against fuzz_reference in float64, two runs bit
-for bit, inputs and the memory around them afterwards, rows that a planted NaN must not reach."""
+"""Runs one FuzzCase and raises what is wrong: values and gradients against fuzz_reference in float64, several
+runs bit for bit, inputs and the memory around them afterwards, rows that a planted NaN must not reach."""
 
 import math
 import os
@@ -50,7 +50,9 @@ class Stored:
         before = self.before
         if may_change:
             before = before.clone()
-            before.as_strided(self.view.shape, self.view.stride(), self.view.storage_offset()).copy_(self.view)
+            before.as_strided(self.view.shape, self.view.stride(), self.view.storage_offset()).copy_(
+                self.view
+            )
         bits = BITS[before.itemsize]
         assert torch.equal(self.flat.view(bits), before.view(bits)), f"{name}: memory was written"
 
@@ -203,7 +205,12 @@ class Experts(Problem):
             scores = torch.rand(c.tokens, c.top_k, generator=self.random) + 0.1
             scores = scores.to(c.scores_dtype or score_dtype(c.dtype))
             self.inputs["scores"] = self.expanded("scores", scores)
-        self.options = {"activation": c.activation, "limit": c.limit, "layout": layout, "transposed": transposed}
+        self.options = {
+            "activation": c.activation,
+            "limit": c.limit,
+            "layout": layout,
+            "transposed": transposed,
+        }
         if not grouped:
             self.options["score_on"] = c.score_on
         self.of_tokens = (self.x_name, "out", f"d{self.x_name}", "dscores")
@@ -564,7 +571,9 @@ def on_cpu(results: dict) -> dict:
 
 def run_once(problem: Problem, device, inputs: dict | None = None, douts: dict | None = None):
     run = Run(problem, inputs or problem.inputs, device)
-    return run, on_cpu(run(douts))
+    results = on_cpu(run(douts))
+    run.check_memory()
+    return run, results
 
 
 def reference_of(problem: Problem, arithmetic: plain.Arithmetic, found: dict) -> dict:
@@ -650,7 +659,7 @@ def check_planted(problem: Problem, clean: dict, device) -> None:
     touched = problem.plant(inputs, douts)
     if touched is None:
         return
-    run, found = run_once(problem, device, inputs, douts)
+    _, found = run_once(problem, device, inputs, douts)
     for name, value in clean.items():
         other = found[name]
         if value.dim() and name in touched:
@@ -661,4 +670,3 @@ def check_planted(problem: Problem, clean: dict, device) -> None:
             continue
         assert torch.equal(value, other), f"{name}: {problem.case.planted[1]} of another token's row"
     problem.notice_planted(found, touched)
-    run.check_memory()

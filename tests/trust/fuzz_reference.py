@@ -1,14 +1,14 @@
 """What the public functions compute, once more in plain PyTorch, with autograd for the gradients.
 
-Nothing here is shared with the kernels or with fused_moe.reference: rows are padded to (E, C) batches, so there
-is no sort and no loop over experts. Every function is evaluated twice:
+Nothing here is shared with the kernels or with fused_moe.reference: rows are padded to (E, C) batches, so
+there is no sort and no loop over experts. Every function is evaluated twice:
 
   exact   in float64
-  eager   in float32 (float64 for float64), rounded where PyTorch's operators would round to 16 bits; PyTorch's
-          own 16-bit GEMMs compile a kernel for every new shape, which takes longer than a case
+  eager   in float32 (float64 for float64), rounded where PyTorch's operators would round to 16 bits.
+          PyTorch's own 16-bit GEMMs compile a kernel for every new shape, which takes longer than a case.
 
-Both take a kink's side from h as it is stored, which is what the kernels do: else a rounding to 16 bits would
-decide about a gradient. What float32's own error can move across a kink is reported by `near_kink`.
+Both take the side of a kink from h as it is stored, as the kernels do: otherwise rounding h to 16 bits would
+decide a gradient. `near_kink` tells which rows float32's own errors could move across one.
 """
 
 import math
@@ -35,12 +35,10 @@ class _Round(torch.autograd.Function):
 
 
 class Arithmetic(NamedTuple):
-    """The dtype that is computed in, the dtype of the tensors between operators, and whether to round to it."""
-
-    wide: torch.dtype
-    stored: torch.dtype
-    rounds: bool
-    near: list  # what near_kink has found, by token
+    wide: torch.dtype  # that is computed in
+    stored: torch.dtype  # of the tensors between operators
+    rounds: bool  # to `stored`
+    near: list  # the tokens that near_kink has found
 
     def round(self, t):
         return _Round.apply(t, self.stored) if self.rounds else t
@@ -99,7 +97,7 @@ def near_kink(gate, up, activation: str, limit: float, stored):
 
 
 class Places(NamedTuple):
-    """Where each slot's row is in (E, C) batches. Slot t * K + k; what is empty has the index past the end."""
+    """Where each slot t * K + k is in (E, C) batches. What is empty has the index past the end."""
 
     slots: torch.Tensor  # (E, C) slot of each place
     places: torch.Tensor  # (T, K) place of each slot
@@ -222,8 +220,8 @@ def scores_of(logits, ids, arithmetic: Arithmetic, *, score_func, route_norm, ro
 
 
 def check_choice(logits, ids, *, score_func, bias, groups, kept) -> None:
-    """ids are the top-k of every token; ties go to the lowest id. Where float32's rounding decides between two
-    experts, or two groups, either is right."""
+    """ids are the top-k of every token; ties go to the lowest id. Where float32's rounding decides between
+    two experts, or two groups, either is right."""
     T, K = ids.shape
     assert ids.dtype == torch.int32
     ordered = ids.sort(-1).values
