@@ -68,6 +68,7 @@ class FuzzCase:
     kept: int = 0
     expert_bias: bool = False
     ties: bool = False
+    size: float = 1.0  # of the logits
     shared: int = 0
     shared_gate: bool = False
     gate_bias: bool = False
@@ -146,6 +147,9 @@ def draw(seed: int, index: int, shares: Shares = Shares()) -> FuzzCase:  # noqa:
     function = rng.choices(list(FUNCTIONS), FUNCTIONS.values())[0]
     big, is_aligned = rng.random() < 0.04, rng.random() < 0.5  # aligned: for the Hopper tier
     num_experts = rng.choice((8, 16, 33, 130) if big else (1, 2, 3, 4, 5, 6, 8, 12))
+    most = 8
+    if function == "route":
+        num_experts, most = rng.choice((num_experts, num_experts, 64, 257, 1024)), 32
     dtype = rng.choice((F32, F32, BF16, BF16, F16, F64))
 
     def size() -> int:
@@ -159,7 +163,7 @@ def draw(seed: int, index: int, shares: Shares = Shares()) -> FuzzCase:  # noqa:
         dim=size(),
         hidden=size(),
         num_experts=num_experts,
-        top_k=rng.randint(1, min(num_experts, 8)),
+        top_k=rng.randint(1, min(num_experts, most)),
         dtype=dtype,
         seed=rng.getrandbits(30),
         tier=rng.choice((None, None, "portable")),
@@ -234,6 +238,7 @@ def _of_route(rng: random.Random, case: FuzzCase) -> dict:
     return {
         **_of_routing(rng, case),
         "ties": rng.random() < 0.3,
+        "size": rng.choice((1.0, 1.0, 30.0, 1000.0)),
         "planted": planted if case.tokens and rng.random() < 0.25 else None,
     }
 

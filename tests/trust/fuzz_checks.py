@@ -260,7 +260,7 @@ class GroupedMM(Problem):
 
 class Permute(Problem):
     together = True
-    untouched = ("row_slot", "counts")
+    untouched = ("counts", "offsets", "row_token", "row_slot", "token_row")
     of_tokens = ("x", "out", "dx", "dscores")
     of_experts = ("rows", "drows")  # the token's rows
 
@@ -279,7 +279,8 @@ class Permute(Problem):
     def call(self, inputs, fixed, main_grads):
         rows, plan = fused_moe.permute(inputs["x"], fixed["ids"], self.case.num_experts)
         out = fused_moe.unpermute(inputs["rows"], plan, inputs["scores"])
-        return {"out": out, "rows": rows, "row_slot": plan.row_slot, "counts": plan.counts}
+        integers = {n: getattr(plan, n) for n in self.untouched}
+        return {"out": out, "rows": rows, **integers}
 
     def reference(self, inputs, arithmetic, found):
         args = (self.slots, self.all_ids)
@@ -289,11 +290,20 @@ class Permute(Problem):
         }
 
     def notice(self, found):
+        K, E = self.case.top_k, self.case.num_experts
         tail = [-1] * (self.num_rows - len(self.slots))
-        assert found["row_slot"].tolist() == self.slots + tail, "row_slot"
+        row_of = {slot: row for row, slot in enumerate(self.slots)}
+        counts = self.all_ids.flatten()[self.slots].bincount(minlength=E)
+        expected = {
+            "counts": counts.tolist(),
+            "offsets": [0, *counts.cumsum(0).tolist()],
+            "row_token": [slot // K for slot in self.slots] + tail,
+            "row_slot": self.slots + tail,
+            "token_row": [row_of.get(slot, -1) for slot in range(self.num_rows)],
+        }
+        for name, values in expected.items():
+            assert found[name].flatten().tolist() == values, name
         assert torch.equal(found["rows"], plain.permute(self.inputs["x"], self.slots, self.all_ids)), "rows"
-        of_experts = self.all_ids.flatten()[self.slots].bincount(minlength=self.case.num_experts)
-        assert torch.equal(found["counts"].long(), of_experts), "counts"
 
     def plant(self, inputs, douts):
         name, value = self.case.planted
@@ -319,7 +329,7 @@ class Route(Problem):
 
     def build(self):
         c = self.case
-        logits = self.draw(c.tokens, c.num_experts)
+        logits = self.draw(c.tokens, c.num_experts) * c.size
         if c.ties:
             logits = (2 * logits).round() / 2
         self.inputs["logits"] = self.expanded("logits", logits)
@@ -342,8 +352,10 @@ class Route(Problem):
         return []
 
     def notice_planted(self, found, touched):
-        ids = found["ids"].sort(-1).values
-        assert ((ids >= 0) & (ids < self.case.num_experts)).all() and (ids[:, 1:] > ids[:, :-1]).all(), "ids"
+        c, ids = self.case, found["ids"].sort(-1).values
+        assert ((ids >= 0) & (ids < c.num_experts)).all() and (ids[:, 1:] > ids[:, :-1]).all(), "ids"
+        if math.isnan(c.planted[1]) and not c.groups:
+            assert found["ids"][touched["ids"], 0] == 0, "ids: NaN comes first"
 
 
 class Layer(Problem):

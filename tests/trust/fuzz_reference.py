@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 
 F32, F64 = torch.float32, torch.float64
+NEAR = 1e-5  # scores that float32 may take for equal, or for the other way round
 MARGIN = 2e-5  # of an h of order one: many times what float32 sums in another order differ by
 
 
@@ -234,20 +235,21 @@ def check_choice(logits, ids, *, score_func, bias, groups, kept) -> None:
         grouped = values.unflatten(-1, (groups, -1))
         best = grouped.sort(-1, descending=True).values[..., :2].sum(-1)
         chosen = best.sort(dim=-1, descending=True, stable=True)
-        unclear |= _close(chosen.values[:, : kept + 1])
+        unclear |= _close(chosen.values, kept)
         is_kept = torch.zeros_like(best, dtype=torch.bool).scatter_(-1, chosen.indices[:, :kept], True)
         values = grouped.masked_fill(~is_kept.unsqueeze(-1), -math.inf).flatten(1)
     order = values.sort(dim=-1, descending=True, stable=True)
     if bias is not None or groups:
-        unclear |= _close(order.values[:, : K + 1])
+        unclear |= _close(order.values, K)
     wrong = (order.indices[:, :K] != ids).any(-1) & ~unclear
     assert not wrong.any(), f"ids of token {int(wrong.nonzero()[0])}"
 
 
-def _close(values):
-    """Which rows of descending values have two that differ, but hardly."""
+def _close(values, k: int):
+    """Which rows of descending values have two that hardly differ among the k first and their equals."""
     gaps = (values[:, :-1] - values[:, 1:]).nan_to_num(posinf=1.0)
-    return ((gaps > 0) & (gaps < 1e-5)).any(-1)
+    counts = values[:, :-1] >= values[:, k - 1 : k] - NEAR
+    return ((gaps > 0) & (gaps < NEAR) & counts).any(-1)
 
 
 def losses_of(logits, ids, arithmetic: Arithmetic):
