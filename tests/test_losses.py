@@ -70,16 +70,102 @@ def test_any_leading_shape(device):
 
 
 def test_gradients(device):
-    """Both agree with numerical gradients, the z-loss also for large logits."""
+    """Both agree with numerical gradients, in float64."""
     ids = torch.randint(5, (6, 2), device=device)
     logits = torch.randn(6, 5, dtype=F64, device=device, requires_grad=True)
-    eps, tolerance = 1e-3, 1e-3  # computed in float32
     for loss in (lambda z: load_balancing_loss(z, ids, 5), router_z_loss):
-        (grad,) = torch.autograd.grad(loss(logits), logits)
-        direction = torch.randn_like(logits)
-        ahead, behind = loss(logits + eps * direction), loss(logits - eps * direction)
-        slope = (ahead - behind).double() / (2 * eps)
-        torch.testing.assert_close((grad * direction).sum(), slope, rtol=0, atol=tolerance)
+        assert loss(logits).dtype == F64
+        assert torch.autograd.gradcheck(loss, (logits,))
+
+
+@pytest.mark.parametrize("shape", ((0,), (3, 0)), ids=str)
+def test_no_tokens(device, shape):
+    """Both are 0, and so is the gradient of the router's weight."""
+    weight = torch.randn(5, 4, device=device, requires_grad=True)
+    ids = torch.zeros(*shape, 2, dtype=torch.int32, device=device)
+    for loss in (lambda z: load_balancing_loss(z, ids, 5), router_z_loss):
+        value = loss(torch.nn.functional.linear(torch.randn(*shape, 4, device=device), weight))
+        assert value.item() == 0
+        (grad,) = torch.autograd.grad(value, weight)
+        assert torch.equal(grad, torch.zeros_like(weight))
+
+
+@pytest.mark.parametrize("default", (BF16, F64), ids=str)
+def test_default_dtype(device, default):
+    """The dtype of the result is that of the logits, whatever PyTorch's default is."""
+    logits, ids = torch.randn(20, 5, device=device), torch.randint(5, (20, 2), device=device)
+    expected = load_balancing_loss(logits, ids, 5), router_z_loss(logits)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(default)
+    try:
+        found = load_balancing_loss(logits, ids, 5), router_z_loss(logits)
+    finally:
+        torch.set_default_dtype(before)
+    for value, other in zip(found, expected, strict=True):
+        assert value.dtype == torch.float32 and torch.equal(value, other)
+
+
+def test_compile(device):
+    """One graph for all numbers of tokens from two on; PyTorch gives smaller sizes graphs of their own."""
+
+    def losses(logits, ids):
+        return load_balancing_loss(logits, ids, 5), router_z_loss(logits)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(losses, fullgraph=True, dynamic=True, backend="aot_eager")
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for tokens in (3, 9, 40):
+            logits = torch.randn(tokens, 5, device=device)
+            ids = torch.randint(5, (tokens, 2), device=device)
+            torch.testing.assert_close(compiled(logits, ids), losses(logits, ids))
+
+
+def test_vmap(device):
+    """Batched, both give what they give one by one."""
+    logits, ids = torch.randn(3, 8, 5, device=device), torch.randint(5, (3, 8, 2), device=device)
+    balance = torch.func.vmap(lambda z, i: load_balancing_loss(z, i, 5))(logits, ids)
+    one_by_one = [load_balancing_loss(z, i, 5) for z, i in zip(logits, ids, strict=True)]
+    torch.testing.assert_close(balance, torch.stack(one_by_one))
+    torch.testing.assert_close(
+        torch.func.vmap(router_z_loss)(logits), torch.stack([*map(router_z_loss, logits)])
+    )
+
+
+LOGITS, IDS = torch.zeros(6, 5), torch.zeros(6, 2, dtype=torch.int32)
+WRONG_CALLS = [
+    (([1.0], IDS, 5), TypeError, "logits to be a tensor, found list"),
+    ((LOGITS.int(), IDS, 5), TypeError, "logits of a floating dtype, found torch.int32"),
+    ((LOGITS.cfloat(), IDS, 5), TypeError, "logits of a floating dtype, found torch.complex64"),
+    ((torch.zeros(()), IDS, 5), ValueError, "logits of shape (..., E) with E >= 1, found ()"),
+    ((LOGITS, [0], 5), TypeError, "ids to be a tensor, found list"),
+    ((LOGITS, IDS.float(), 5), TypeError, "ids of an integer dtype, found torch.float32"),
+    ((LOGITS, IDS.bool(), 5), TypeError, "ids of an integer dtype, found torch.bool"),
+    (
+        (LOGITS, IDS[:5], 5),
+        ValueError,
+        "ids (..., K) of the same tokens as logits (6, 5), found (5, 2)",
+    ),
+    (
+        (LOGITS, IDS.view(2, 3, 2), 5),
+        ValueError,
+        "ids (..., K) of the same tokens as logits (6, 5), found (2, 3, 2)",
+    ),
+    ((LOGITS, IDS.to("meta"), 5), ValueError, "ids on the logits' device cpu, found meta"),
+    ((LOGITS, IDS, 4), ValueError, "num_experts of the logits, 5, found 4"),
+    ((LOGITS, IDS, 5.0), TypeError, "num_experts to be an int, found float"),
+]
+
+
+@pytest.mark.parametrize("arguments, error, message", WRONG_CALLS, ids=[call[2] for call in WRONG_CALLS])
+def test_wrong_calls(arguments, error, message):
+    """A wrong argument is named, and so is what was found in its place."""
+    with pytest.raises(error) as raised:
+        load_balancing_loss(*arguments)
+    assert str(raised.value) == f"load_balancing_loss: expected {message}"
+    if message.startswith("logits"):
+        with pytest.raises(error) as raised:
+            router_z_loss(arguments[0])
+        assert str(raised.value) == f"router_z_loss: expected {message}"
 
 
 def test_reference_has_the_same_losses(device):
