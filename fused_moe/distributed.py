@@ -27,7 +27,8 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from . import function
-from .module import Experts, FusedMoE, _is_recomputing
+from .counting import Counting
+from .module import Experts, FusedMoE
 from .ops import score_dtype
 from .plan import Plan
 
@@ -105,14 +106,14 @@ class ExpertParallel(ParallelStyle):
         experts.__class__ = ParallelExperts
         experts.mesh = device_mesh
         experts.static, experts.capacity, experts.overflow = self.static, self.capacity, self.overflow
-        dropped = torch.zeros((), dtype=torch.int64, device=experts.w1.device)
-        experts.register_buffer("dropped_rows", dropped, persistent=False)
+        experts.dropped_rows = torch.zeros((), dtype=torch.int64, device=experts.w1.device)
         return module
 
 
-class ParallelExperts(Experts):
+class ParallelExperts(Counting, Experts):
     """The experts of a layer after `ExpertParallel`: this rank holds E/N of them, as DTensors."""
 
+    counters = ("dropped_rows",)
     mesh: DeviceMesh
     static: bool
     capacity: int | None
@@ -161,8 +162,8 @@ class ParallelExperts(Experts):
             torch._assert_async(
                 dropped == 0, f"ExpertParallel: more than capacity = {capacity} rows for a rank"
             )
-        elif not _is_recomputing():
-            self.dropped_rows.add_(dropped)
+        else:
+            self.count("dropped_rows", dropped)
         # all-to-all does not check that all ranks send buffers of the same size.
         received = _exchange_counts(F.pad(sent, (0, 1), value=capacity), group)
         same = (received[:, -1] == capacity).all()

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from . import function
 from .activation import activate
+from .counting import Counting
 from .losses import load_balancing_loss, router_z_loss
 from .ops import route_plan
 
@@ -135,7 +136,7 @@ class SharedExperts(nn.Module):
         return self.w2(activate(self.w1(x), up, activation=self.activation))
 
 
-class FusedMoE(nn.Module):
+class FusedMoE(Counting):
     """A Mixture-of-Experts feed-forward layer: router, routed experts, shared experts.
 
     out = sum over k of scores[k] * w2[e](act(w1[e] x) * w3[e] x), e the k-th best expert of x, plus the
@@ -151,7 +152,10 @@ class FusedMoE(nn.Module):
             top-k, and `update_expert_bias()` after each optimizer step moves it by this much.
         activation: silu, gelu, gelu_tanh, relu or swiglu_clamped. gated: whether w3 exists.
         bias: biases in the experts. gate_bias: a bias in the router's linear layer.
-        device, dtype: of the parameters. Buffers stay float32.
+        device, dtype: of the parameters. expert_bias and tokens_per_expert stay float32.
+
+    `tokens_per_expert` (E,) counts the slots of this rank's training forward passes. It moves with the layer,
+    but is no buffer: DistributedDataParallel would overwrite it by rank 0's.
 
     Weight gradients can be accumulated straight into Megatron-style float32 `main_grad` buffers: where an
     expert weight has an attribute `main_grad`, backward adds to it and the weight's .grad stays None. Under
@@ -163,6 +167,7 @@ class FusedMoE(nn.Module):
 
     router_type = Router
     experts_type = Experts
+    counters = ("tokens_per_expert",)
 
     def __init__(
         self,
@@ -221,14 +226,15 @@ class FusedMoE(nn.Module):
             self.shared_expert_gate = nn.Linear(dim, 1, bias=False, **factory)
         zeros = torch.zeros(num_experts, device=device, dtype=torch.float32)
         self.register_buffer("expert_bias", None if load_balance_coeff is None else zeros)
-        self.register_buffer("tokens_per_expert", zeros.clone(), persistent=False)
+        self.tokens_per_expert = zeros.clone()
 
     def reset_parameters(self) -> None:
-        """Initialises every parameter again and zeroes the buffers, as is needed after `to_empty`."""
+        """Initialises every parameter again, and zeroes bias and counts, as is needed after `to_empty`."""
         for child in self.children():
             child.reset_parameters()
-        for buffer in self.buffers(recurse=False):
-            buffer.zero_()
+        if self.expert_bias is not None:
+            self.expert_bias.zero_()
+        self.tokens_per_expert.zero_()
 
     def forward(self, x: Tensor, *, return_losses: bool = False):
         if not (isinstance(x, Tensor) and x.dim() >= 1 and x.size(-1) == self.experts.dim):
@@ -241,8 +247,8 @@ class FusedMoE(nn.Module):
         tokens = x if x.dim() == 2 else x.reshape(-1, x.size(-1))
         scores, ids, logits = self.router(tokens, self.expert_bias)
         out, counts = self.experts(tokens, scores, ids)
-        if self.training and not _is_recomputing():
-            self.tokens_per_expert.add_(counts)
+        if self.training:
+            self.count("tokens_per_expert", counts)
         if self.shared_experts is not None:
             shared = self.shared_experts(tokens)
             if self.shared_expert_gate is not None:
@@ -281,15 +287,9 @@ class FusedMoE(nn.Module):
         return f"load_balance_coeff={self.load_balance_coeff}" if self.load_balance_coeff else ""
 
     def _apply(self, fn, recurse=True):
-        """As nn.Module, but buffers stay float32: a bfloat16 counter stops at 256."""
-        before = dict(self._buffers)
+        """As nn.Module, but expert_bias stays float32: a bfloat16 bias does not move by small steps."""
+        before = self.expert_bias
         super()._apply(fn, recurse)
-        for name, buffer in self._buffers.items():
-            if buffer is not None and buffer.dtype != torch.float32:
-                self._buffers[name] = before[name].to(buffer.device)
+        if before is not None and self.expert_bias.dtype != torch.float32:
+            self.expert_bias = before.to(self.expert_bias.device)
         return self
-
-
-def _is_recomputing() -> bool:
-    """Whether activation checkpointing recomputes forward inside backward: its tokens are counted already."""
-    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1

@@ -91,6 +91,43 @@ def test_selective(device, saved):
         assert times == (1 if op in saved else 2), f"{op.name()} ran {times} times"
 
 
+def compiled(run, backend):
+    return torch.compile(run, fullgraph=True, backend=backend)
+
+
+# name -> how a layer runs, given a backend. Outside of a compiled graph it is not known, until it runs,
+# whether forward is recomputed; inside the compiler decides what is.
+RECOMPUTED = {
+    "compiled": lambda layer, backend: partial(checkpoint, compiled(layer, backend), use_reentrant=False),
+    "compiled, reentrant": lambda layer, backend: partial(
+        checkpoint, compiled(layer, backend), use_reentrant=True
+    ),
+    "compiled, selective": lambda layer, backend: partial(
+        checkpoint, compiled(layer, backend), use_reentrant=False, context_fn=selective(*EXPERTS[:2])
+    ),
+    "inside": lambda layer, backend: compiled(
+        lambda x: checkpoint(layer, x.sin(), use_reentrant=False).cos(), backend
+    ),
+    "inside, selective": lambda layer, backend: compiled(
+        lambda x: checkpoint(layer, x.sin(), use_reentrant=False, context_fn=selective(*EXPERTS[:2])).cos(),
+        backend,
+    ),
+}
+
+
+@pytest.mark.parametrize("backend", ("eager", "inductor"))
+@pytest.mark.parametrize("form", RECOMPUTED)
+def test_compiled_layers_count_once(device, form, backend):
+    """A checkpointed compiled layer, and a checkpoint in a compiled model, in every step."""
+    torch._dynamo.reset()
+    layer, x = layer_and_input(device)
+    run = RECOMPUTED[form](layer, backend)
+    for step in range(1, 4):
+        run(x.clone().requires_grad_()).square().sum().backward()
+        assert layer.tokens_per_expert.sum() == 80 * step
+    assert layer.experts.w1.grad.count_nonzero()
+
+
 def test_a_checkpointed_layer_keeps_its_input_only(device):
     """Between forward and backward nothing is saved but what checkpoint itself saves."""
     layer, x = layer_and_input(device)

@@ -8,6 +8,7 @@ import io
 import math
 import multiprocessing
 import traceback
+from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
 
@@ -196,9 +197,11 @@ def assert_close(found, expected, tolerance):
 # --- the experts alone, any routing -------------------------------------------------------------------
 
 
-def experts_step(experts, x, scores, ids, dout, recompute=False):
+def experts_step(experts, x, scores, ids, dout, recompute="once"):
     x, scores = x.requires_grad_(), scores.requires_grad_()
-    run = partial(checkpoint, experts, use_reentrant=False) if recompute else experts
+    run = torch.compile(experts, backend="aot_eager") if recompute == "compiled" else experts
+    if recompute != "once":
+        run = partial(checkpoint, run, use_reentrant=False)
     out, counts = run(x, scores, ids)
     out.backward(dout)
     grads = {f"d{name}": whole(p.grad) for name, p in experts.named_parameters()}
@@ -211,7 +214,7 @@ def experts_signals(device, ids):
     return x, scores.to(device), ids.to(device), dout
 
 
-def parallel_experts(rank, device, ids, options, cut, recompute=False):
+def parallel_experts(rank, device, ids, options, cut, recompute="once"):
     layer = new_layer(device)
     parallelize_module(layer, init_device_mesh(device.type, (RANKS,)), ExpertParallel(**options))
     own = [share(rank, signal, cut).clone() for signal in experts_signals(device, ids)]
@@ -250,7 +253,7 @@ def kept_ids(ids, capacity):
     return kept.view_as(ids)
 
 
-@pytest.mark.parametrize("recompute", (False, True), ids=("once", "checkpointed"))
+@pytest.mark.parametrize("recompute", ("once", "checkpointed", "compiled"))
 def test_overflow_is_counted(workers, device, recompute):
     """Dropped rows add nothing and are counted, once even if recomputed."""
     ids, capacity = cases.make_ids("random", T, K, E), 9
@@ -429,6 +432,53 @@ def test_fully_shard_beside_expert_parallel(workers, device, shape):
         if name.startswith("d") and name != "dx":
             value /= RANKS
     assert_close(found, expected, TOLERANCE[torch.float32])
+
+
+# --- DistributedDataParallel ----------------------------------------------------------------------------
+
+STEPS, MICRO_BATCHES = 3, 3
+
+
+def micro_batches(device, rank=None):
+    """x of every micro-batch of every step, of one rank or of all; not the same from one to the next."""
+    generator = torch.Generator().manual_seed(5)
+    for _ in range(STEPS):
+        all_ranks = torch.randn(MICRO_BATCHES, RANKS, T, D, generator=generator).to(device)
+        yield [x.flatten(0, 1) if rank is None else x[rank] for x in all_ranks]
+
+
+def balanced(device, batches, model, layer, waits):
+    """The tokens counted in each step, and the bias after it. With `waits` gradients are exchanged in the
+    last backward pass of a step only."""
+    found = {}
+    for step, xs in enumerate(batches):
+        for i, x in enumerate(xs):
+            with model.no_sync() if waits and i + 1 < len(xs) else nullcontext():
+                model(x).sum().backward()
+        found[f"tokens {step}"] = layer.tokens_per_expert.clone()
+        layer.update_expert_bias()
+        found[f"bias {step}"] = layer.expert_bias.clone()
+    return found
+
+
+def ddp_layer(rank, device, waits):
+    layer = new_layer(device)
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Sequential(layer))
+    return balanced(device, micro_batches(device, rank), model, layer, waits)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("waits", (False, True), ids=("sync", "no_sync"))
+def test_ddp_balances_by_all_tokens(workers, device, waits):
+    """Wrapped with its defaults, in steps of several micro-batches: counts and bias of one process."""
+    first, second = workers(ddp_layer, waits)
+    layer = new_layer(device)
+    expected = balanced(device, micro_batches(device), layer, layer, waits=False)
+    for name, value in expected.items():
+        if name.startswith("bias"):
+            assert torch.equal(first[name], value.cpu()) and torch.equal(second[name], value.cpu()), name
+        else:
+            assert torch.equal(first[name] + second[name], value.cpu()), name
 
 
 # --- wrong calls --------------------------------------------------------------------------------------

@@ -77,7 +77,7 @@ def test_state_dict_has_torchtitans_names(device):
         "shared_experts.w3.bias": (8,),
         "shared_expert_gate.weight": (1, 6),
     }
-    assert dict(layer.named_buffers()).keys() == {"expert_bias", "tokens_per_expert"}
+    assert dict(layer.named_buffers()).keys() == {"expert_bias"}
 
 
 def test_plain_state_dict(device):
@@ -129,9 +129,9 @@ def test_initial_scale(device):
 def test_meta_device(device):
     """A layer made on meta, then to_empty and reset, equals a layer made on the device."""
     layer = FusedMoE(12, 8, 8, 2, **EVERYTHING, device="meta")
-    assert all(t.is_meta for t in (*layer.parameters(), *layer.buffers()))
+    assert all(t.is_meta for t in (*layer.parameters(), *layer.buffers(), layer.tokens_per_expert))
     layer.to_empty(device=device)
-    for t in (*layer.parameters(), *layer.buffers()):
+    for t in (*layer.parameters(), *layer.buffers(), layer.tokens_per_expert):
         t.data.fill_(float("nan"))
     torch.manual_seed(3)
     layer.reset_parameters()
@@ -144,23 +144,24 @@ def test_meta_device(device):
 
 
 def test_device_and_dtype(device):
-    """device and dtype are the parameters'; buffers stay float32."""
+    """device and dtype are the parameters'; bias and counter stay float32."""
     layer = FusedMoE(12, 8, 8, 2, **EVERYTHING, device=device, dtype=BF16)
     assert all(p.dtype == BF16 and p.device.type == device.type for p in layer.parameters())
-    assert all(b.dtype == F32 and b.device.type == device.type for b in layer.buffers())
+    for t in (layer.expert_bias, layer.tokens_per_expert):
+        assert t.dtype == F32 and t.device.type == device.type
     assert layer(torch.randn(5, 12, device=device, dtype=BF16)).dtype == BF16
 
 
-def test_moving_keeps_float32_buffers(device):
-    """.to(bfloat16), .half() and .double() move parameters; counters and bias keep dtype and values."""
+def test_moving_keeps_float32(device):
+    """.to(bfloat16), .half() and .double() move parameters; counter and bias keep dtype and values."""
     layer = FusedMoE(12, 8, 8, 2, **EVERYTHING, device=device)
     layer.expert_bias.copy_(torch.arange(8) * 1e-4 + 1)
     layer.tokens_per_expert.copy_(torch.arange(8) * 1000 + 257)
-    values = [b.clone() for b in layer.buffers()]
+    values = layer.expert_bias.clone(), layer.tokens_per_expert.clone()
     for move in (lambda m: m.to(BF16), lambda m: m.half(), lambda m: m.double(), lambda m: m.float()):
         move(layer)
-        for buffer, value in zip(layer.buffers(), values, strict=True):
-            assert buffer.dtype == F32 and torch.equal(buffer, value)
+        for t, value in zip((layer.expert_bias, layer.tokens_per_expert), values, strict=True):
+            assert t.dtype == F32 and torch.equal(t, value)
     assert layer.to(BF16).experts.w1.dtype == BF16
 
 

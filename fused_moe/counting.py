@@ -1,0 +1,80 @@
+"""Tensors that count what a layer's forward passes did: tokens per expert, dropped rows.
+
+They move with their module as buffers do, but are plain attributes: DistributedDataParallel overwrites all
+buffers by those of rank 0 before most forward passes. A forward pass is counted once, also if activation
+checkpointing recomputes it, and under torch.compile and the transforms of torch.func.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+
+class Counting(nn.Module):
+    """A module with counters: attributes named in `counters`, set by the subclass."""
+
+    counters: tuple[str, ...] = ()
+
+    def count(self, name: str, amount: Tensor) -> bool:
+        """Adds amount (any integer dtype) to a counter. Returns whether a plain eager call, not recomputed,
+        has done so."""
+        total = getattr(self, name)
+        if total.device != amount.device:
+            total = self._move_counter(name, amount.device)
+        if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+            _op(total, amount)
+            return False
+        if _is_recomputing():
+            return False
+        total.add_(amount)
+        return True
+
+    def _move_counter(self, name: str, device: torch.device) -> Tensor:
+        """For those who move parameters and buffers only: `fully_shard`, and load_state_dict(assign=True),
+        which leaves the rest on meta."""
+        total = getattr(self, name)
+        total = torch.zeros_like(total, device=device) if total.is_meta else total.to(device)
+        setattr(self, name, total)
+        return total
+
+    def _apply(self, fn, recurse=True):
+        """As nn.Module, but counters keep their dtype: a bfloat16 counter stops at 256."""
+        super()._apply(fn, recurse)
+        for name in self.counters:
+            before = getattr(self, name)
+            after = fn(before)
+            setattr(self, name, after if after.dtype == before.dtype else before.to(after.device))
+        return self
+
+
+def _is_recomputing() -> bool:
+    """Whether activation checkpointing runs forward again, inside backward."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def _add(total: Tensor, amount: Tensor) -> None:
+    if not _is_recomputing():
+        total.add_(amount)
+
+
+def _add_batched(info, in_dims, total: Tensor, amount: Tensor):
+    """Under vmap a counter gets the sum over the batch."""
+    total_dim, amount_dim = in_dims
+    if total_dim is None:
+        amount = amount.sum(amount_dim)
+    else:
+        total = total.movedim(total_dim, 0)
+        amount = amount if amount_dim is None else amount.movedim(amount_dim, 0)
+    _op(total, amount)
+    return None, None
+
+
+# In a compiled graph whether forward is recomputed is known at run time only, and torch.func refuses add_ on
+# a tensor from outside. Both call an operator.
+_library = torch.library.Library("fused_moe_counting", "DEF")
+_library.define("add(Tensor(a!) total, Tensor amount) -> ()")
+_library.impl("add", _add, "CompositeExplicitAutograd")
+torch.library.register_fake("fused_moe_counting::add", lambda total, amount: None, lib=_library)
+torch.library.register_vmap("fused_moe_counting::add", _add_batched, lib=_library)
+_op = torch.ops.fused_moe_counting.add.default
