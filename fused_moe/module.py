@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from numbers import Real
 from typing import NamedTuple
 
 import torch
@@ -14,6 +15,10 @@ from .activation import activate
 from .counting import Counting
 from .losses import load_balancing_loss, router_z_loss
 from .ops import route_plan
+
+FN = "FusedMoE"  # as its messages begin
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+DTYPE_NAMES = " or ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
 
 
 class RouterLosses(NamedTuple):
@@ -192,19 +197,31 @@ class FusedMoE(Counting):
         dtype=None,
     ):
         super().__init__()
-        fn = "FusedMoE"
-        for name, size in (("dim", dim), ("hidden_dim", hidden_dim)):
-            if not isinstance(size, int):
-                function.fail(TypeError, fn, f"{name} to be an int", type(size).__name__)
-            if size < 1:
-                function.fail(ValueError, fn, f"{name} >= 1", size)
-        function.check_routing(fn, num_experts, top_k, score_func, num_expert_groups, num_limited_groups)
-        function.check_activation(fn, activation, "separate", "output")
-        if num_shared_experts < 0:
-            function.fail(ValueError, fn, "num_shared_experts >= 0", num_shared_experts)
+        for name, size, least in (
+            ("dim", dim, 1), ("hidden_dim", hidden_dim, 1), ("num_shared_experts", num_shared_experts, 0)
+        ):  # fmt: skip
+            _check_type(name, size, int, "an int")
+            if size < least:
+                function.fail(ValueError, FN, f"{name} >= {least}", size)
+        for name, flag in (
+            ("route_norm", route_norm), ("shared_expert_gate", shared_expert_gate), ("gated", gated),
+            ("bias", bias), ("gate_bias", gate_bias),
+        ):  # fmt: skip
+            _check_type(name, flag, bool, "a bool")
+        _check_type("route_scale", route_scale, Real, "a number")
+        if not math.isfinite(route_scale):
+            function.fail(ValueError, FN, "a finite route_scale", route_scale)
+        if load_balance_coeff is not None:
+            _check_type("load_balance_coeff", load_balance_coeff, Real, "a number or None")
+            if not 0 <= load_balance_coeff < math.inf:
+                function.fail(ValueError, FN, "a finite load_balance_coeff >= 0", load_balance_coeff)
+        if dtype is not None and dtype not in DTYPES:
+            function.fail(TypeError, FN, f"dtype to be None or {DTYPE_NAMES}", dtype)
+        function.check_routing(FN, num_experts, top_k, score_func, num_expert_groups, num_limited_groups)
+        function.check_activation(FN, activation, "separate", "output")
         if shared_expert_gate and not num_shared_experts:
             function.fail(
-                ValueError, fn, "shared_expert_gate only with shared experts", "num_shared_experts=0"
+                ValueError, FN, "shared_expert_gate only with shared experts", "num_shared_experts=0"
             )
         factory = {"device": device, "dtype": dtype}
         mlp = {"activation": activation, "gated": gated, "bias": bias, **factory}
@@ -215,7 +232,7 @@ class FusedMoE(Counting):
             "num_expert_groups": num_expert_groups,
             "num_limited_groups": num_limited_groups,
         }
-        self.num_experts, self.top_k = num_experts, top_k
+        self.dim, self.num_experts, self.top_k = dim, num_experts, top_k
         self.load_balance_coeff = load_balance_coeff
         self.router = self.router_type(dim, num_experts, top_k, bias=gate_bias, routing=routing, **factory)
         self.experts = self.experts_type(dim, hidden_dim, num_experts, **mlp)
@@ -237,15 +254,9 @@ class FusedMoE(Counting):
         self.tokens_per_expert.zero_()
 
     def forward(self, x: Tensor, *, return_losses: bool = False):
-        if not (isinstance(x, Tensor) and x.dim() >= 1 and x.size(-1) == self.experts.dim):
-            function.fail(
-                ValueError,
-                "FusedMoE",
-                f"x of shape (..., D) with D = {self.experts.dim}",
-                tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__,
-            )
+        self._check_input(x)
         tokens = x if x.dim() == 2 else x.reshape(-1, x.size(-1))
-        scores, ids, logits = self.router(tokens, self.expert_bias)
+        scores, ids, logits = self._route(tokens)
         out, counts = self.experts(tokens, scores, ids)
         if self.training:
             self.count("tokens_per_expert", counts)
@@ -260,6 +271,33 @@ class FusedMoE(Counting):
             return out
         balance = load_balancing_loss(logits, ids, self.num_experts)
         return out, RouterLosses(balance, router_z_loss(logits))
+
+    def _check_input(self, x) -> None:
+        if not isinstance(x, Tensor):
+            shape = f"x to be a tensor of shape (..., D) with D = {self.dim}"
+            function.fail(TypeError, FN, shape, type(x).__name__)
+        if x.dtype not in DTYPES:
+            function.fail(TypeError, FN, f"x of dtype {DTYPE_NAMES}", x.dtype)
+        if x.dim() < 1 or x.size(-1) != self.dim:
+            function.fail(ValueError, FN, f"x of shape (..., D) with D = {self.dim}", tuple(x.shape))
+
+    def _route(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The router's results. If its linear layer fails, the error says what is wrong with x. It cannot be
+        checked before: hooks, adapters and quantised weights may cast x. A graph break inside `try` keeps
+        torch.compile from compiling forward, so compiled code has no `try`."""
+        if torch.compiler.is_compiling():
+            return self.router(x, self.expert_bias)
+        try:
+            return self.router(x, self.expert_bias)
+        except RuntimeError:
+            weight = getattr(self.router.gate, "weight", None)
+            if isinstance(weight, Tensor) and weight.is_floating_point():
+                if x.device != weight.device:
+                    function.fail(ValueError, FN, f"x on the parameters' device {weight.device}", x.device)
+                autocasts = torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64
+                if x.dtype != weight.dtype and not autocasts:
+                    function.fail(TypeError, FN, f"x of the parameters' dtype {weight.dtype}", x.dtype)
+            raise
 
     @torch.no_grad()
     def update_expert_bias(self, process_group=None) -> None:
@@ -293,3 +331,9 @@ class FusedMoE(Counting):
         if before is not None and self.expert_bias.dtype != torch.float32:
             self.expert_bias = before.to(self.expert_bias.device)
         return self
+
+
+def _check_type(name: str, value, kind: type, words: str) -> None:
+    """Checks an argument of the constructor. A bool is no number here."""
+    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+        function.fail(TypeError, FN, f"{name} to be {words}", type(value).__name__)

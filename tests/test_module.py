@@ -412,3 +412,119 @@ def test_router_is_the_public_route(device):
     options = {n: SETTINGS["deepseek"][n] for n in layer.router.routing}
     expected = fused_moe.route(logits, 3, bias=layer.expert_bias, **options)
     assert torch.equal(scores, expected[0]) and torch.equal(ids, expected[1])
+
+
+# --- wrong arguments ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "argument, error, message",
+    (
+        ({"dim": True}, TypeError, "dim to be an int, found bool"),
+        ({"hidden_dim": "4"}, TypeError, "hidden_dim to be an int, found str"),
+        ({"num_shared_experts": 1.5}, TypeError, "num_shared_experts to be an int, found float"),
+        ({"num_shared_experts": True}, TypeError, "num_shared_experts to be an int, found bool"),
+        ({"route_norm": 3}, TypeError, "route_norm to be a bool, found int"),
+        ({"gated": None}, TypeError, "gated to be a bool, found NoneType"),
+        ({"bias": "no"}, TypeError, "bias to be a bool, found str"),
+        ({"gate_bias": 1}, TypeError, "gate_bias to be a bool, found int"),
+        ({"shared_expert_gate": 1}, TypeError, "shared_expert_gate to be a bool, found int"),
+        ({"route_scale": "x"}, TypeError, "route_scale to be a number, found str"),
+        ({"route_scale": True}, TypeError, "route_scale to be a number, found bool"),
+        ({"route_scale": float("nan")}, ValueError, "a finite route_scale, found nan"),
+        ({"load_balance_coeff": "a"}, TypeError, "load_balance_coeff to be a number or None, found str"),
+        ({"load_balance_coeff": False}, TypeError, "load_balance_coeff to be a number or None, found bool"),
+        ({"load_balance_coeff": -1e-3}, ValueError, "a finite load_balance_coeff >= 0, found -0.001"),
+        ({"load_balance_coeff": float("nan")}, ValueError, "a finite load_balance_coeff >= 0, found nan"),
+        ({"load_balance_coeff": float("inf")}, ValueError, "a finite load_balance_coeff >= 0, found inf"),
+        ({"dtype": int}, TypeError,
+         "dtype to be None or float32 or bfloat16 or float16 or float64, found <class 'int'>"),
+        ({"dtype": torch.int32}, TypeError,
+         "dtype to be None or float32 or bfloat16 or float16 or float64, found torch.int32"),
+    ),
+    ids=str,
+)  # fmt: skip
+def test_constructor(argument, error, message):
+    """A wrong argument is named, with what was expected and what was found."""
+    with pytest.raises(error) as raised:
+        FusedMoE(**{"dim": 8, "hidden_dim": 4, "num_experts": 4, "top_k": 1} | argument)
+    assert str(raised.value) == f"FusedMoE: expected {message}"
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("autocast", (False, True))
+@pytest.mark.parametrize(
+    "dtype, expected",
+    (
+        (BF16, "x of the parameters' dtype torch.float32"),
+        (torch.float16, "x of the parameters' dtype torch.float32"),
+        (F64, "x of the parameters' dtype torch.float32"),
+        (torch.int64, "x of dtype float32 or bfloat16 or float16 or float64"),
+        (torch.complex64, "x of dtype float32 or bfloat16 or float16 or float64"),
+        (torch.float8_e4m3fn, "x of dtype float32 or bfloat16 or float16 or float64"),
+    ),
+    ids=str,
+)
+def test_input_of_another_dtype(device, dtype, expected, autocast):
+    """It is named, unless autocast casts it."""
+    layer = FusedMoE(8, 4, 4, 1, device=device)
+    x = torch.ones(3, 8, device=device).to(dtype)
+    with torch.autocast(device.type, dtype=BF16, enabled=autocast):
+        if autocast and dtype in (BF16, torch.float16):
+            assert layer(x).dtype == BF16
+            return
+        with pytest.raises(TypeError) as raised:
+            layer(x)
+    assert str(raised.value) == f"FusedMoE: expected {expected}, found {dtype}"
+
+
+@pytest.mark.parametrize("gate_bias", (False, True))
+def test_input_on_another_device(device, gate_bias):
+    """On meta a linear layer without bias takes anything: there the experts name what differs."""
+    layer = FusedMoE(8, 4, 4, 1, gate_bias=gate_bias, device=device)
+    expected = r"FusedMoE: expected x on the parameters' device .*, found meta"
+    if not gate_bias:
+        expected = rf"{expected}|fused_experts: expected w1 on x's device meta, found {device.type}"
+    with pytest.raises(ValueError, match=expected):
+        layer(torch.ones(3, 8, device="meta"))
+
+
+class CastingLinear(torch.nn.Linear):
+    """Computes in its own dtype, as adapters and quantised weights may."""
+
+    def forward(self, x):
+        return super().forward(x.to(self.weight.dtype))
+
+
+def test_a_router_that_casts(device):
+    """A gate kept in float32 beside experts in bfloat16 is not refused."""
+    layer = FusedMoE(8, 4, 4, 1, device=device, dtype=BF16)
+    layer.router.gate = CastingLinear(8, 4, bias=False, device=device)
+    assert layer(torch.ones(3, 8, device=device, dtype=BF16)).dtype == BF16
+
+
+def test_other_errors_of_the_router_pass(device):
+    """An error that has nothing to do with x is not explained by it."""
+    layer = FusedMoE(8, 4, 4, 1, device=device)
+
+    def fails(module, args):
+        raise RuntimeError("something else")
+
+    layer.router.register_forward_pre_hook(fails)
+    with pytest.raises(RuntimeError, match="something else"):
+        layer(torch.ones(3, 8, device=device))
+
+
+@pytest.mark.parametrize("default", (BF16, F64), ids=str)
+def test_default_dtype(device, default):
+    """A layer made and run under another default dtype returns its losses in float32, or float64."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(default)
+    try:
+        layer = FusedMoE(8, 4, 4, 1, load_balance_coeff=1e-3, device=device)
+        out, losses = layer(torch.randn(5, 8, device=device), return_losses=True)
+    finally:
+        torch.set_default_dtype(before)
+    assert out.dtype == default
+    assert all(loss.dtype == (F64 if default == F64 else F32) for loss in losses)
+    assert layer.tokens_per_expert.dtype == layer.expert_bias.dtype == F32
