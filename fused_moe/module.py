@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from numbers import Real
 from typing import NamedTuple
 
@@ -19,6 +20,8 @@ from .ops import route_plan
 FN = "FusedMoE"  # as its messages begin
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 DTYPE_NAMES = " or ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
+# Training forward passes without an update after which FusedMoE warns. A step may have many micro-batches.
+PATIENCE = 256
 
 
 class RouterLosses(NamedTuple):
@@ -29,7 +32,7 @@ class RouterLosses(NamedTuple):
 
 
 class LoadReport(NamedTuple):
-    """How many tokens each expert got since the last reset."""
+    """How many tokens each expert got since the last update of the bias."""
 
     tokens: Tensor  # (E,) slots of each expert
     share: Tensor  # (E,) the same over their sum
@@ -37,8 +40,10 @@ class LoadReport(NamedTuple):
     idle: int  # experts without tokens
 
     def __str__(self) -> str:
+        if not self.tokens.any():
+            return "load: no tokens counted since the last update"
         bars = "\n".join(
-            f"  expert {e:4d}  {int(n):10d}  {s:6.2%}  {'#' * round(40 * s / max(peak, 1e-9))}"
+            f"  expert {e:4d}  {int(n):10d}  {s:6.2%}  {'#' * round(40 * s / peak)}"
             for peak in [float(self.share.max())]
             for e, (n, s) in enumerate(zip(self.tokens.tolist(), self.share.tolist(), strict=True))
         )
@@ -154,7 +159,9 @@ class FusedMoE(Counting):
         num_shared_experts: dense experts next to the routed ones, as one MLP of width F * num_shared_experts.
         shared_expert_gate: multiply their output by sigmoid(gate(x)), as Qwen2-MoE does.
         load_balance_coeff: balance without auxiliary loss (DeepSeek-V3): an `expert_bias` is added for the
-            top-k, and `update_expert_bias()` after each optimizer step moves it by this much.
+            top-k, and `update_expert_bias()`, to be called after each optimizer step, moves it by this much.
+            Without that call nothing is balanced: after 256 training forward passes without an update the
+            layer warns, except under torch.compile.
         activation: silu, gelu, gelu_tanh, relu or swiglu_clamped. gated: whether w3 exists.
         bias: biases in the experts. gate_bias: a bias in the router's linear layer.
         device, dtype: of the parameters. expert_bias and tokens_per_expert stay float32.
@@ -244,6 +251,7 @@ class FusedMoE(Counting):
         zeros = torch.zeros(num_experts, device=device, dtype=torch.float32)
         self.register_buffer("expert_bias", None if load_balance_coeff is None else zeros)
         self.tokens_per_expert = zeros.clone()
+        self._watched = [0, 0]  # forward passes without an update, tokens_per_expert's version after the last
 
     def reset_parameters(self) -> None:
         """Initialises every parameter again, and zeroes bias and counts, as is needed after `to_empty`."""
@@ -258,8 +266,8 @@ class FusedMoE(Counting):
         tokens = x if x.dim() == 2 else x.reshape(-1, x.size(-1))
         scores, ids, logits = self._route(tokens)
         out, counts = self.experts(tokens, scores, ids)
-        if self.training:
-            self.count("tokens_per_expert", counts)
+        if self.training and self.count("tokens_per_expert", counts) and self.load_balance_coeff is not None:
+            self._watch_balance()
         if self.shared_experts is not None:
             shared = self.shared_experts(tokens)
             if self.shared_expert_gate is not None:
@@ -298,6 +306,21 @@ class FusedMoE(Counting):
                 if x.dtype != weight.dtype and not autocasts:
                     function.fail(TypeError, FN, f"x of the parameters' dtype {weight.dtype}", x.dtype)
             raise
+
+    def _watch_balance(self) -> None:
+        """Warns if nothing updates expert_bias. Whatever does so zeroes tokens_per_expert, too, whose version
+        is then no longer the one after the last count."""
+        if self.tokens_per_expert.is_inference():  # has no version
+            return
+        watched, version = self._watched, self.tokens_per_expert._version
+        watched[0] = watched[0] + 1 if version == watched[1] + 1 else 1
+        watched[1] = version
+        if watched[0] == PATIENCE:
+            warnings.warn(
+                "FusedMoE: expected update_expert_bias() after each optimizer step, as load_balance_coeff is "
+                f"set, found {PATIENCE} training forward passes without it: the load is not balanced",
+                stacklevel=2,
+            )
 
     @torch.no_grad()
     def update_expert_bias(self, process_group=None) -> None:

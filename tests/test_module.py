@@ -3,6 +3,7 @@
 import copy
 import os
 import tempfile
+import warnings
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from cases import BF16, F32, F64, assert_as_good
 
 import fused_moe
 from fused_moe import FusedMoE, load_balancing_loss, reference, router_z_loss
+from fused_moe.module import PATIENCE
 
 EVERYTHING = {
     "num_shared_experts": 2,
@@ -390,10 +392,15 @@ def test_load_report(device):
 
 
 def test_load_report_before_any_token(device):
-    """Nothing counted yet: zeros, no division by zero."""
-    report = FusedMoE(24, 20, 4, 1, device=device).load_report()
-    assert report.max_over_mean == 0.0 and report.idle == 4
-    assert "0.00" in str(report)
+    """Nothing counted yet, or since the last update: it says so, and divides by no zero."""
+    layer = FusedMoE(24, 20, 4, 1, device=device)
+    for _ in range(2):
+        report = layer.load_report()
+        assert report.max_over_mean == 0.0 and report.idle == 4
+        assert str(report) == "load: no tokens counted since the last update"
+        layer(torch.randn(9, 24, device=device))
+        assert "idle" in str(layer.load_report())
+        layer.update_expert_bias()
 
 
 def test_float64_layer(device):
@@ -412,6 +419,80 @@ def test_router_is_the_public_route(device):
     options = {n: SETTINGS["deepseek"][n] for n in layer.router.routing}
     expected = fused_moe.route(logits, 3, bias=layer.expert_bias, **options)
     assert torch.equal(scores, expected[0]) and torch.equal(ids, expected[1])
+
+
+# --- a bias that is never updated -----------------------------------------------------------------------
+
+
+def forgetful(device, coefficient=1e-3, **options):
+    """A layer, and how to run it as often as may be without a warning."""
+    layer = FusedMoE(8, 4, 4, 1, load_balance_coeff=coefficient, device=device, **options)
+    x = torch.randn(2, 8, device=device)
+
+    def run(times=PATIENCE - 1):
+        for _ in range(times):
+            layer(x)
+
+    return layer, run
+
+
+@pytest.fixture
+def no_warning():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        yield
+
+
+def test_a_forgotten_update_warns(device):
+    """Once, after so many training forward passes, and not again."""
+    layer, run = forgetful(device)
+    run()
+    with pytest.warns(
+        UserWarning, match=r"expected update_expert_bias\(\) after each optimizer step"
+    ) as caught:
+        run(2 * PATIENCE)
+    assert len(caught) == 1
+
+
+def update(layer):
+    layer.update_expert_bias()
+
+
+def update_by_hand(layer):
+    """As torchtitan's hook does."""
+    layer.expert_bias.add_(torch.sign(layer.tokens_per_expert.mean() - layer.tokens_per_expert), alpha=1e-3)
+    layer.tokens_per_expert.zero_()
+
+
+@pytest.mark.parametrize("updated", (update, update_by_hand))
+def test_updates_do_not_warn(device, no_warning, updated):
+    layer, run = forgetful(device)
+    for _ in range(3):
+        run()
+        updated(layer)
+
+
+def test_layers_without_balancing_do_not_warn(device, no_warning):
+    layer, run = forgetful(device, None)
+    run(PATIENCE)
+    layer, run = forgetful(device)
+    layer.eval()
+    run(PATIENCE)
+    with torch.inference_mode():
+        layer, run = forgetful(device)
+        run(PATIENCE)
+
+
+def test_compiled_layers_do_not_count_forward_passes(device, no_warning):
+    """That would compile each of them anew."""
+    layer, _ = forgetful(device)
+    torch._dynamo.reset()
+    compiled = torch.compile(layer, fullgraph=True, backend="eager")
+    x = torch.randn(2, 8, device=device)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for _ in range(PATIENCE):
+            compiled(x)
+    assert layer.tokens_per_expert.sum() == 2 * PATIENCE
 
 
 # --- wrong arguments ------------------------------------------------------------------------------------
