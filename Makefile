@@ -19,7 +19,7 @@ MINUTES = 5
 python  = $(VENV)/bin/python
 compile = $(python) setup.py --quiet build_ext --inplace
 install = $(python) -m pip install --quiet --no-build-isolation --editable
-C_CODE  = $(shell find csrc tests/sanitize -name '*.[ch]*')
+C_CODE  = $(shell find csrc tests/sanitize -name "*.[ch]*") tests/schedule_model.cpp tests/trust/hold_sms.cu
 
 # Also build fused_moe._host, which tests need and a wheel must not contain.
 build $(VENV)/built $(VENV)/dev: export FUSED_MOE_HOST = 1
