@@ -15,6 +15,7 @@ from torch import Tensor
 
 from . import ops as _ops
 from .activation import ACTIVATIONS
+from .overlap import overlaps_itself, share_memory
 from .plan import Plan
 
 FLOATING = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -114,12 +115,17 @@ def _is_autocast_enabled(x: Tensor) -> bool:
 
 def _can_read(x: Tensor) -> bool:
     """Whether x's values can be looked at. On a GPU that would synchronise; its kernels never access rows
-    outside of the tensors. Inside of torch.compile and torch.func it may have none."""
-    return (
-        x.device.type == "cpu"
-        and type(x) is Tensor
-        and not torch.compiler.is_compiling()
-        and not torch._C._are_functorch_transforms_active()
+    outside of the tensors."""
+    return x.device.type == "cpu" and _has_memory(x)
+
+
+def _has_memory(x: Tensor) -> bool:
+    """Inside of torch.compile and torch.func a tensor may have none."""
+    return not (
+        torch.compiler.is_compiling()
+        or torch._C._are_functorch_transforms_active()
+        or type(x) not in (Tensor, torch.nn.Parameter)
+        or x.is_meta
     )
 
 
@@ -336,6 +342,20 @@ def _most(values: list):
     return max(values, key=values.count)
 
 
+def _check_own_memory(fn: str, i: int, main_grads, weights) -> None:
+    """Checks that main_grads[i] shares no memory with those before it and with the weights."""
+    grad = main_grads[i]
+    if not _has_memory(grad):
+        return
+    if overlaps_itself(grad):
+        fail(ValueError, fn, f"main_grads[{i}] whose elements do not overlap", f"strides {grad.stride()}")
+    others = {f"main_grads[{j}]": grad for j, grad in enumerate(main_grads[:i])}
+    others |= {f"w{j + 1}": w for j, w in enumerate(weights)}
+    for other, tensor in others.items():
+        if tensor is not None and _has_memory(tensor) and share_memory(grad, tensor):
+            fail(ValueError, fn, f"main_grads[{i}] in memory of its own", f"memory shared with {other}")
+
+
 def check_main_grads(fn: str, main_grads, x_name: str, x: Tensor, weights: tuple, transposed: bool) -> tuple:
     """Checks main_grads against w1, w2 and w3 as stored. Returns the main_grad arguments of experts_up and of
     experts_down: views of shape (E, out, in), or empty tuples."""
@@ -360,8 +380,7 @@ def check_main_grads(fn: str, main_grads, x_name: str, x: Tensor, weights: tuple
         check_device(fn, name, grad, x_name, x)
         if grad.requires_grad:
             fail(ValueError, fn, f"{name} that requires no gradient itself", "requires_grad=True")
-        if any(stride == 0 and size > 1 for size, stride in zip(grad.shape, grad.stride(), strict=True)):
-            fail(ValueError, fn, f"{name} whose elements do not overlap", f"strides {grad.stride()}")
+        _check_own_memory(fn, i, main_grads, weights)
         if grad.dim() == 4:
             if grad.size(1) > 1 and grad.stride(1) != 2 * grad.stride(2):
                 fail(ValueError, fn, f"{name} that can be viewed as (E, 2F, D)", f"strides {grad.stride()}")

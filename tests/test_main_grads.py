@@ -617,3 +617,32 @@ def test_accumulating_is_a_new_version(device, name):
             assert written._version > version
             with pytest.raises(RuntimeError, match="modified by an inplace operation"):
                 product.sum().backward()
+
+
+def own_and_shared():
+    """{case: (w1, w2, w3, main_grads, the complaint)} of weights (2, 3, 4) and (2, 4, 3) in float32."""
+    w1, w3 = torch.randn(2, 2, 3, 4)
+    w2, new, packed = torch.randn(2, 4, 3), torch.zeros(2, 3, 4), torch.zeros(2, 6, 4)
+    rows = torch.zeros(40)
+    shifted = rows[:24].view(2, 3, 4), rows[12:36].view(2, 3, 4)
+    return {
+        "halves of one buffer": (w1, w2, w3, (packed[:, :3], None, packed[:, 3:]), None),
+        "rows in turn": (w1, w2, w3, (packed[:, ::2], None, packed[:, 1::2]), None),
+        "one for two": (w1, w2, w3, (new, None, new), r"main_grads\[2\] in .* shared with main_grads\[0\]"),
+        "shifted": (w1, w2, w3, (shifted[0], None, shifted[1]), r"shared with main_grads\[0\]"),
+        "transposed": (w1, w2, w3, (new, new.view(2, 4, 3), None), r"shared with main_grads\[0\]"),
+        "its weight": (w1, w2, w3, (w1, None, None), r"main_grads\[0\] in .* shared with w1"),
+        "another weight": (w1, w2, w3, (w3, None, None), "shared with w3"),
+        "itself": (w1, w2, w3, (rows.as_strided((2, 3, 4), (3, 4, 1)), None, None), "do not overlap"),
+    }
+
+
+@pytest.mark.parametrize("name", own_and_shared())
+def test_memory_of_its_own(cpu, name):
+    w1, w2, w3, main_grads, complaint = own_and_shared()[name]
+    x, scores, ids = torch.randn(5, 4), torch.rand(5, 1), torch.zeros(5, 1, dtype=torch.int32)
+    if complaint is None:
+        fused_experts(x, w1, w2, w3, scores, ids, main_grads=main_grads)
+    else:
+        with pytest.raises(ValueError, match=complaint):
+            fused_experts(x, w1, w2, w3, scores, ids, main_grads=main_grads)
