@@ -181,10 +181,16 @@ def _refuse_tangents(name: str, args):
 
 def _below_autograd(op, keyset, args):
     """keyset: the dispatcher's, or None outside of a dispatch."""
-    with torch._C._AutoDispatchBelowAutograd():
-        if keyset is None:
-            return op(*args)
-        return op.redispatch(keyset & torch._C._after_autograd_keyset, *args)
+    try:
+        with torch._C._AutoDispatchBelowAutograd():
+            if keyset is None:
+                return op(*args)
+            return op.redispatch(keyset & torch._C._after_autograd_keyset, *args)
+    except RuntimeError as error:
+        # What a library on the stable ABI throws arrives as RuntimeError, whatever PyTorch threw there.
+        if "fused_moe::allocation" in str(error) and "out of memory" in str(error):
+            raise torch.OutOfMemoryError(str(error)) from None
+        raise
 
 
 def _autograd_rule(schema: Schema, backward, setup_context):
