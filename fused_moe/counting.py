@@ -16,7 +16,7 @@ class Counting(nn.Module):
 
     counters: tuple[str, ...] = ()
 
-    def count(self, name: str, amount: Tensor) -> bool:
+    def _count(self, name: str, amount: Tensor) -> bool:
         """Adds amount (any integer dtype) to a counter. Returns whether a plain eager call, not recomputed,
         has done so."""
         total = getattr(self, name)

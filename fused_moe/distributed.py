@@ -26,7 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from . import function
+from . import checks, function
 from .counting import Counting
 from .module import Experts, FusedMoE
 from .ops import score_dtype
@@ -76,27 +76,27 @@ class ExpertParallel(ParallelStyle):
         super().__init__()
         fn = "ExpertParallel"
         if capacity is not None and not static:
-            function.fail(ValueError, fn, "capacity only with static=True", capacity)
+            checks.fail(ValueError, fn, "capacity only with static=True", capacity)
         if capacity is not None and capacity < 1:
-            function.fail(ValueError, fn, "capacity >= 1", capacity)
+            checks.fail(ValueError, fn, "capacity >= 1", capacity)
         if overflow not in ("error", "drop"):
-            function.fail(ValueError, fn, "overflow to be 'error' or 'drop'", repr(overflow))
+            checks.fail(ValueError, fn, "overflow to be 'error' or 'drop'", repr(overflow))
         self.static, self.capacity, self.overflow = static, capacity, overflow
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         fn = "ExpertParallel"
         experts = module.experts if isinstance(module, FusedMoE) else module
         if type(experts) is not Experts:  # replacing the class would lose a subclass's forward
-            function.fail(TypeError, fn, "a FusedMoE, or its experts", type(experts).__name__)
+            checks.fail(TypeError, fn, "a FusedMoE, or its experts", type(experts).__name__)
         if isinstance(experts.w1, DTensor):
-            function.fail(ValueError, fn, "plain parameters, as before fully_shard", "DTensors")
+            checks.fail(ValueError, fn, "plain parameters, as before fully_shard", "DTensors")
         if any(getattr(p, "main_grad", None) is not None for p in experts.parameters()):
-            function.fail(ValueError, fn, "main_grad to be set afterwards, on the DTensors", "one")
+            checks.fail(ValueError, fn, "main_grad to be set afterwards, on the DTensors", "one")
         if device_mesh.ndim != 1:
-            function.fail(ValueError, fn, "a mesh of one dimension", f"shape {tuple(device_mesh.shape)}")
+            checks.fail(ValueError, fn, "a mesh of one dimension", f"shape {tuple(device_mesh.shape)}")
         if experts.num_experts % device_mesh.size():
             found = f"{experts.num_experts} experts"
-            function.fail(ValueError, fn, f"a number of experts that {device_mesh.size()} divides", found)
+            checks.fail(ValueError, fn, f"a number of experts that {device_mesh.size()} divides", found)
         for name, parameter in list(experts.named_parameters(recurse=False)):
             sharded = distribute_tensor(
                 parameter.detach(), device_mesh, [Shard(0)], src_data_rank=self.src_data_rank
@@ -163,7 +163,7 @@ class ParallelExperts(Counting, Experts):
                 dropped == 0, f"ExpertParallel: more than capacity = {capacity} rows for a rank"
             )
         else:
-            self.count("dropped_rows", dropped)
+            self._count("dropped_rows", dropped)
         # all-to-all does not check that all ranks send buffers of the same size.
         received = _exchange_counts(F.pad(sent, (0, 1), value=capacity), group)
         same = (received[:, -1] == capacity).all()

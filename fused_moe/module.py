@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import math
 import warnings
-from numbers import Real
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from . import function
+from . import checks, function
 from .activation import activate
 from .counting import Counting
 from .losses import load_balancing_loss, router_z_loss
 from .ops import route_plan
 
 FN = "FusedMoE"  # as its messages begin
-DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-DTYPE_NAMES = " or ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
+DTYPE_NAMES = " or ".join(str(dtype).removeprefix("torch.") for dtype in checks.FLOATING)
 # Training forward passes without an update after which FusedMoE warns. A step may have many micro-batches.
 PATIENCE = 256
 
@@ -207,29 +205,25 @@ class FusedMoE(Counting):
         for name, size, least in (
             ("dim", dim, 1), ("hidden_dim", hidden_dim, 1), ("num_shared_experts", num_shared_experts, 0)
         ):  # fmt: skip
-            _check_type(name, size, int, "an int")
+            checks.check_int(FN, name, size)
             if size < least:
-                function.fail(ValueError, FN, f"{name} >= {least}", size)
+                checks.fail(ValueError, FN, f"{name} >= {least}", size)
         for name, flag in (
             ("route_norm", route_norm), ("shared_expert_gate", shared_expert_gate), ("gated", gated),
             ("bias", bias), ("gate_bias", gate_bias),
         ):  # fmt: skip
-            _check_type(name, flag, bool, "a bool")
-        _check_type("route_scale", route_scale, Real, "a number")
-        if not math.isfinite(route_scale):
-            function.fail(ValueError, FN, "a finite route_scale", route_scale)
+            checks.check_bool(FN, name, flag)
+        checks.check_real(FN, "route_scale", route_scale)
         if load_balance_coeff is not None:
-            _check_type("load_balance_coeff", load_balance_coeff, Real, "a number or None")
-            if not 0 <= load_balance_coeff < math.inf:
-                function.fail(ValueError, FN, "a finite load_balance_coeff >= 0", load_balance_coeff)
-        if dtype is not None and dtype not in DTYPES:
-            function.fail(TypeError, FN, f"dtype to be None or {DTYPE_NAMES}", dtype)
-        function.check_routing(FN, num_experts, top_k, score_func, num_expert_groups, num_limited_groups)
-        function.check_activation(FN, activation, "separate", "output")
+            checks.check_real(FN, "load_balance_coeff", load_balance_coeff)
+            if load_balance_coeff < 0:
+                checks.fail(ValueError, FN, "load_balance_coeff >= 0", load_balance_coeff)
+        if dtype is not None and dtype not in checks.FLOATING:
+            checks.fail(TypeError, FN, f"dtype to be None or {DTYPE_NAMES}", dtype)
+        checks.check_routing(FN, num_experts, top_k, score_func, num_expert_groups, num_limited_groups)
+        checks.check_activation(FN, activation, "separate", "output")
         if shared_expert_gate and not num_shared_experts:
-            function.fail(
-                ValueError, FN, "shared_expert_gate only with shared experts", "num_shared_experts=0"
-            )
+            checks.fail(ValueError, FN, "shared_expert_gate only with shared experts", "num_shared_experts=0")
         factory = {"device": device, "dtype": dtype}
         mlp = {"activation": activation, "gated": gated, "bias": bias, **factory}
         routing = {
@@ -266,7 +260,7 @@ class FusedMoE(Counting):
         tokens = x if x.dim() == 2 else x.reshape(-1, x.size(-1))
         scores, ids, logits = self._route(tokens)
         out, counts = self.experts(tokens, scores, ids)
-        if self.training and self.count("tokens_per_expert", counts) and self.load_balance_coeff is not None:
+        if self.training and self._count("tokens_per_expert", counts) and self.load_balance_coeff is not None:
             self._watch_balance()
         if self.shared_experts is not None:
             shared = self.shared_experts(tokens)
@@ -283,11 +277,11 @@ class FusedMoE(Counting):
     def _check_input(self, x) -> None:
         if not isinstance(x, Tensor):
             shape = f"x to be a tensor of shape (..., D) with D = {self.dim}"
-            function.fail(TypeError, FN, shape, type(x).__name__)
-        if x.dtype not in DTYPES:
-            function.fail(TypeError, FN, f"x of dtype {DTYPE_NAMES}", x.dtype)
+            checks.fail(TypeError, FN, shape, type(x).__name__)
+        if x.dtype not in checks.FLOATING:
+            checks.fail(TypeError, FN, f"x of dtype {DTYPE_NAMES}", x.dtype)
         if x.dim() < 1 or x.size(-1) != self.dim:
-            function.fail(ValueError, FN, f"x of shape (..., D) with D = {self.dim}", tuple(x.shape))
+            checks.fail(ValueError, FN, f"x of shape (..., D) with D = {self.dim}", tuple(x.shape))
 
     def _route(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The router's results. If its linear layer fails, the error says what is wrong with x. It cannot be
@@ -301,10 +295,10 @@ class FusedMoE(Counting):
             weight = getattr(self.router.gate, "weight", None)
             if isinstance(weight, Tensor) and weight.is_floating_point():
                 if x.device != weight.device:
-                    function.fail(ValueError, FN, f"x on the parameters' device {weight.device}", x.device)
+                    checks.fail(ValueError, FN, f"x on the parameters' device {weight.device}", x.device)
                 autocasts = torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64
                 if x.dtype != weight.dtype and not autocasts:
-                    function.fail(TypeError, FN, f"x of the parameters' dtype {weight.dtype}", x.dtype)
+                    checks.fail(TypeError, FN, f"x of the parameters' dtype {weight.dtype}", x.dtype)
             raise
 
     def _watch_balance(self) -> None:
@@ -354,9 +348,3 @@ class FusedMoE(Counting):
         if before is not None and self.expert_bias.dtype != torch.float32:
             self.expert_bias = before.to(self.expert_bias.device)
         return self
-
-
-def _check_type(name: str, value, kind: type, words: str) -> None:
-    """Checks an argument of the constructor. A bool is no number here."""
-    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
-        function.fail(TypeError, FN, f"{name} to be {words}", type(value).__name__)

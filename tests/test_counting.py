@@ -26,7 +26,7 @@ class Positives(Counting):
         self.positives = torch.zeros(E, device=device)
 
     def forward(self, x):
-        self.count("positives", (x > 0).int().sum(0, dtype=torch.int32))
+        self._count("positives", (x > 0).int().sum(0, dtype=torch.int32))
         return x * self.weight
 
 

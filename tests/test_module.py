@@ -505,19 +505,21 @@ def test_compiled_layers_do_not_count_forward_passes(device, no_warning):
         ({"hidden_dim": "4"}, TypeError, "hidden_dim to be an int, found str"),
         ({"num_shared_experts": 1.5}, TypeError, "num_shared_experts to be an int, found float"),
         ({"num_shared_experts": True}, TypeError, "num_shared_experts to be an int, found bool"),
-        ({"route_norm": 3}, TypeError, "route_norm to be a bool, found int"),
-        ({"gated": None}, TypeError, "gated to be a bool, found NoneType"),
-        ({"bias": "no"}, TypeError, "bias to be a bool, found str"),
-        ({"gate_bias": 1}, TypeError, "gate_bias to be a bool, found int"),
-        ({"shared_expert_gate": 1}, TypeError, "shared_expert_gate to be a bool, found int"),
+        ({"route_norm": 3}, TypeError, "route_norm to be True or False, found int"),
+        ({"gated": None}, TypeError, "gated to be True or False, found NoneType"),
+        ({"bias": "no"}, TypeError, "bias to be True or False, found str"),
+        ({"gate_bias": 1}, TypeError, "gate_bias to be True or False, found int"),
+        ({"shared_expert_gate": 1}, TypeError, "shared_expert_gate to be True or False, found int"),
         ({"route_scale": "x"}, TypeError, "route_scale to be a number, found str"),
         ({"route_scale": True}, TypeError, "route_scale to be a number, found bool"),
-        ({"route_scale": float("nan")}, ValueError, "a finite route_scale, found nan"),
-        ({"load_balance_coeff": "a"}, TypeError, "load_balance_coeff to be a number or None, found str"),
-        ({"load_balance_coeff": False}, TypeError, "load_balance_coeff to be a number or None, found bool"),
-        ({"load_balance_coeff": -1e-3}, ValueError, "a finite load_balance_coeff >= 0, found -0.001"),
-        ({"load_balance_coeff": float("nan")}, ValueError, "a finite load_balance_coeff >= 0, found nan"),
-        ({"load_balance_coeff": float("inf")}, ValueError, "a finite load_balance_coeff >= 0, found inf"),
+        ({"route_scale": float("nan")}, ValueError, "route_scale to be a finite number, found nan"),
+        ({"load_balance_coeff": "a"}, TypeError, "load_balance_coeff to be a number, found str"),
+        ({"load_balance_coeff": False}, TypeError, "load_balance_coeff to be a number, found bool"),
+        ({"load_balance_coeff": -1e-3}, ValueError, "load_balance_coeff >= 0, found -0.001"),
+        ({"load_balance_coeff": float("nan")}, ValueError,
+         "load_balance_coeff to be a finite number, found nan"),
+        ({"load_balance_coeff": float("inf")}, ValueError,
+         "load_balance_coeff to be a finite number, found inf"),
         ({"dtype": int}, TypeError,
          "dtype to be None or float32 or bfloat16 or float16 or float64, found <class 'int'>"),
         ({"dtype": torch.int32}, TypeError,
@@ -529,7 +531,7 @@ def test_constructor(argument, error, message):
     """A wrong argument is named, with what was expected and what was found."""
     with pytest.raises(error) as raised:
         FusedMoE(**{"dim": 8, "hidden_dim": 4, "num_experts": 4, "top_k": 1} | argument)
-    assert str(raised.value) == f"FusedMoE: expected {message}"
+    assert str(raised.value).startswith(f"FusedMoE: expected {message}")
 
 
 @pytest.mark.quick
