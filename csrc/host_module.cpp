@@ -1,7 +1,7 @@
 /* fused_moe._host: what tests need of schedule.h beyond the operators of torch/planners.cpp.
  *
- * A tile of any 32-bit index, without a list of all, and the rules that choose split-K slices. A schedule and
- * its offs come from the tests and are trusted, as they are by the kernels. */
+ * A tile of any 32-bit index, without a list of all; the tiles of any words, which the operators refuse; and
+ * the rules that choose split-K slices. */
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -21,13 +21,41 @@ static uint32_t check_index(int64_t index, uint32_t num_tiles) {
     return static_cast<uint32_t>(index);
 }
 
+static py::tuple as_tuple(const FusedMoeWorkTile &tile) {
+    return py::make_tuple(tile.expert, tile.first_row, tile.num_rows, tile.n_tile, tile.n_half, tile.skinny);
+}
+
 static py::tuple work_tile(const Ints &schedule, const Ints &offs, int32_t num_n_tiles, int32_t group,
                            bool interleave, int32_t split_last_wave, int64_t index) {
-    FusedMoeTileOrder order = {num_n_tiles, group, interleave, split_last_wave};
-    uint32_t checked = check_index(index, fused_moe_num_work_tiles(schedule.data(), &order));
-    FusedMoeWorkTile tile =
-        fused_moe_work_tile(schedule.data(), offs.data(), static_cast<int32_t>(offs.size()), &order, checked);
-    return py::make_tuple(tile.expert, tile.first_row, tile.num_rows, tile.n_tile, tile.n_half, tile.skinny);
+    int32_t E = static_cast<int32_t>(offs.size()), R = offs.back();
+    int32_t tile_rows = fused_moe_schedule_head(schedule.data())->tile_rows;
+    FusedMoeTileOrder order = {tile_rows, num_n_tiles, group, interleave, split_last_wave};
+    uint32_t checked = check_index(index, fused_moe_num_work_tiles(schedule.data(), E, R, &order));
+    return as_tuple(fused_moe_work_tile(schedule.data(), offs.data(), E, R, &order, checked));
+}
+
+static std::vector<py::tuple> any_work_tiles(const Ints &schedule, const Ints &offs, int32_t R,
+                                             int32_t num_n_tiles, int32_t group, bool interleave,
+                                             int32_t split_last_wave) {
+    int32_t E = static_cast<int32_t>(offs.size());
+    FusedMoeTileOrder order = {FUSED_MOE_TILE_ROWS, num_n_tiles, group, interleave, split_last_wave};
+    std::vector<py::tuple> tiles(fused_moe_num_work_tiles(schedule.data(), E, R, &order));
+    for (uint32_t i = 0; i < tiles.size(); i++)
+        tiles[i] = as_tuple(fused_moe_work_tile(schedule.data(), offs.data(), E, R, &order, i));
+    return tiles;
+}
+
+static std::vector<py::tuple> any_wgrad_tiles(const Ints &schedule, const Ints &offs, int32_t R,
+                                              int32_t weight_tiles, int32_t slice_rows,
+                                              int32_t slices_per_tile) {
+    int32_t E = static_cast<int32_t>(offs.size());
+    FusedMoeWgradOrder order = {weight_tiles, slice_rows, slices_per_tile};
+    std::vector<py::tuple> tiles(fused_moe_num_wgrad_tiles(schedule.data(), E, R, &order));
+    for (uint32_t i = 0; i < tiles.size(); i++) {
+        FusedMoeWgradTile t = fused_moe_wgrad_tile(schedule.data(), offs.data(), E, R, &order, i);
+        tiles[i] = py::make_tuple(t.expert, t.first_row, t.num_rows, t.weight_tile, t.slice, t.num_slices);
+    }
+    return tiles;
 }
 
 PYBIND11_MODULE(_host, m) {
@@ -36,6 +64,11 @@ PYBIND11_MODULE(_host, m) {
     m.def("work_tile", work_tile, "schedule"_a, "offs"_a, "num_n_tiles"_a, "group"_a, "interleave"_a,
           "split_last_wave"_a, "index"_a,
           "(expert, first_row, num_rows, n_tile, n_half, skinny) of work tile `index`.");
+    m.def("any_work_tiles", any_work_tiles, "schedule"_a, "offs"_a, "R"_a, "num_n_tiles"_a, "group"_a,
+          "interleave"_a, "split_last_wave"_a, "All work tiles, of 128 rows, whatever the words are.");
+    m.def("any_wgrad_tiles", any_wgrad_tiles, "schedule"_a, "offs"_a, "R"_a, "weight_tiles"_a, "slice_rows"_a,
+          "slices_per_tile"_a,
+          "All (expert, first_row, num_rows, weight_tile, slice, num_slices), whatever the words are.");
     m.def("slice_rows", fused_moe_slice_rows, "R"_a, "E"_a, "num_sms"_a);
     m.def("slices_per_tile", fused_moe_slices_per_tile, "R"_a, "slice_rows"_a, "weight_tiles"_a, "ctas"_a);
     m.def("num_split_slots", fused_moe_num_split_slots, "R"_a, "slice_rows"_a);

@@ -29,6 +29,10 @@
  * Wave quantisation: where the last wave would leave half of the CTAs idle, or more, its tiles are split
  * along N.
  *
+ * A plan comes from the caller, and a GPU cannot refuse it. So whatever words offs and a schedule have, tiles
+ * are within the R rows and the weight, no more than a right plan of R rows and E experts may have, and no read
+ * leaves offs and the schedule. Clamping costs a few integers a tile and changes no tile of a right plan.
+ *
  * Tiles are counted in 32 bits. Plain C without a dependency: kernels, the CPU tier, tests and the picture of
  * `python -m fused_moe.schedule` call the same functions. On a GPU a warp calls them, all lanes alike.
  *
@@ -75,6 +79,11 @@ enum {
 #define FUSED_MOE_PEEK(counter) (*(counter))
 #endif
 
+/* value within [0, high] */
+FUSED_MOE_FN int32_t fused_moe_clamp(int32_t value, int32_t high) {
+    return value < 0 ? 0 : value < high ? value : high;
+}
+
 FUSED_MOE_FN int32_t fused_moe_inclusive_sum(int32_t value) {
 #ifdef __CUDA_ARCH__
     for (int distance = 1; distance < 32; distance *= 2) {
@@ -114,7 +123,8 @@ FUSED_MOE_FN FusedMoeScheduleHead *fused_moe_schedule_head(const int32_t *schedu
 
 FUSED_MOE_FN FusedMoeExpertList fused_moe_active_experts(const int32_t *schedule, int32_t E) {
     int32_t *words = (int32_t *)schedule + FUSED_MOE_HEAD_WORDS;
-    FusedMoeExpertList list = {words, words + E, fused_moe_schedule_head(schedule)->num_active};
+    FusedMoeExpertList list = {words, words + E,
+                               fused_moe_clamp(fused_moe_schedule_head(schedule)->num_active, E)};
     return list;
 }
 
@@ -126,6 +136,18 @@ FUSED_MOE_FN FusedMoeExpertList fused_moe_sliced_experts(const int32_t *schedule
 
 FUSED_MOE_FN int32_t fused_moe_expert_start(const int32_t *offs, int32_t expert) {
     return expert ? offs[expert - 1] : 0;
+}
+
+typedef struct {
+    int32_t first, num;
+} FusedMoeRows;
+
+/* An expert's, of R in all; none where its end is not past its start. */
+FUSED_MOE_FN FusedMoeRows fused_moe_expert_rows(const int32_t *offs, int32_t expert, int32_t R) {
+    int32_t first = fused_moe_clamp(fused_moe_expert_start(offs, expert), R);
+    int32_t end = fused_moe_clamp(offs[expert], R);
+    FusedMoeRows rows = {first, end > first ? end - first : 0};
+    return rows;
 }
 
 /* Rows of a split-K slice, a multiple of 64, of R rows of E experts: twice an expert's mean, so that with
@@ -191,7 +213,8 @@ FUSED_MOE_FN void fused_moe_schedule_slices(int32_t *schedule, const int32_t *of
 
 /* --- work tiles of a GEMM ------------------------------------------------------------------------------- */
 
-typedef struct { /* what a GEMM adds to its routing's schedule */
+typedef struct {       /* what a GEMM adds to its routing's schedule */
+    int32_t tile_rows; /* of the schedule's row tiles, at most */
     int32_t num_n_tiles;
     int32_t group;           /* row tiles of a group, at most                      */
     int32_t interleave;      /* skinny tiles are spread over the full ones         */
@@ -200,19 +223,19 @@ typedef struct { /* what a GEMM adds to its routing's schedule */
 
 /* The order of the sm90 tier's GEMMs. split_last_wave: CTAs of the grid, or 0. */
 FUSED_MOE_FN FusedMoeTileOrder fused_moe_default_order(int32_t num_n_tiles, int32_t split_last_wave) {
-    FusedMoeTileOrder order = {num_n_tiles, 16, 1, split_last_wave};
+    FusedMoeTileOrder order = {FUSED_MOE_TILE_ROWS, num_n_tiles, 16, 1, split_last_wave};
     return order;
 }
 
 typedef struct {
-    int32_t expert, first_row, num_rows; /* num_rows 1 .. tile_rows    */
+    int32_t expert, first_row, num_rows; /* num_rows 1 .. tile_rows; 0 only of a wrong plan */
     int32_t n_tile;
     int32_t n_half; /* 0: the whole N tile; 1, 2: its left, right half */
     int32_t skinny; /* of a skinny expert                              */
 } FusedMoeWorkTile;
 
-/* The first expert of a list with index < end; there is one. A GPU compares one expert per lane and counts
- * votes. */
+/* The first expert of a list with index < end, or the list's last one. A GPU compares one expert per lane and
+ * counts votes. */
 FUSED_MOE_FN int32_t fused_moe_find_owner(const FusedMoeExpertList *list, int32_t index) {
     int32_t owner = 0;
     for (int32_t first = 0; first < list->num; first += FUSED_MOE_LANES) {
@@ -221,7 +244,7 @@ FUSED_MOE_FN int32_t fused_moe_find_owner(const FusedMoeExpertList *list, int32_
         owner += before;
         if (before < FUSED_MOE_LANES) break;
     }
-    return owner;
+    return owner && owner == list->num ? owner - 1 : owner;
 }
 
 /* Tiles of the last wave, the last ones of num_tiles, which are split along N into two each. */
@@ -230,10 +253,22 @@ FUSED_MOE_FN uint32_t fused_moe_num_split_tiles(const FusedMoeTileOrder *order, 
     return 2 * last <= ctas ? last : 0;
 }
 
+/* Row tiles of R rows of E experts, at most: each expert may have one that is not full. */
+FUSED_MOE_FN uint32_t fused_moe_max_row_tiles(int32_t R, int32_t E, int32_t tile_rows) {
+    return (uint32_t)(R / tile_rows) + (uint32_t)(E < R ? E : R);
+}
+
+FUSED_MOE_FN uint32_t fused_moe_num_row_tiles(const int32_t *schedule, int32_t E, int32_t R,
+                                              const FusedMoeTileOrder *order) {
+    uint32_t tiles = (uint32_t)fused_moe_schedule_head(schedule)->num_row_tiles;
+    uint32_t most = fused_moe_max_row_tiles(R, E, order->tile_rows);
+    return tiles < most ? tiles : most;
+}
+
 /* Work tiles of a GEMM: fewer than 2^31. */
-FUSED_MOE_FN uint32_t fused_moe_num_work_tiles(const int32_t *schedule, const FusedMoeTileOrder *order) {
-    uint32_t tiles =
-        (uint32_t)fused_moe_schedule_head(schedule)->num_row_tiles * (uint32_t)order->num_n_tiles;
+FUSED_MOE_FN uint32_t fused_moe_num_work_tiles(const int32_t *schedule, int32_t E, int32_t R,
+                                               const FusedMoeTileOrder *order) {
+    uint32_t tiles = fused_moe_num_row_tiles(schedule, E, R, order) * (uint32_t)order->num_n_tiles;
     return tiles + fused_moe_num_split_tiles(order, tiles);
 }
 
@@ -251,10 +286,11 @@ FUSED_MOE_FN void fused_moe_grouped_order(uint32_t index, uint32_t rows, uint32_
 
 /* Work tile `index` of fused_moe_num_work_tiles. */
 FUSED_MOE_FN FusedMoeWorkTile fused_moe_work_tile(const int32_t *schedule, const int32_t *offs, int32_t E,
-                                                  const FusedMoeTileOrder *order, uint32_t index) {
+                                                  int32_t R, const FusedMoeTileOrder *order, uint32_t index) {
     const FusedMoeScheduleHead *head = fused_moe_schedule_head(schedule);
     FusedMoeExpertList active = fused_moe_active_experts(schedule, E);
-    uint32_t n_tiles = (uint32_t)order->num_n_tiles, num_tiles = (uint32_t)head->num_row_tiles * n_tiles;
+    uint32_t n_tiles = (uint32_t)order->num_n_tiles;
+    uint32_t row_tiles = fused_moe_num_row_tiles(schedule, E, R, order), num_tiles = row_tiles * n_tiles;
     FusedMoeWorkTile tile;
 
     /* which tile, and which half of it */
@@ -272,15 +308,19 @@ FUSED_MOE_FN FusedMoeWorkTile fused_moe_work_tile(const int32_t *schedule, const
     }
 
     int32_t b = fused_moe_find_owner(&active, (int32_t)(index / n_tiles));
-    uint32_t before = b ? (uint32_t)active.end[b - 1] : 0, row_tiles = (uint32_t)active.end[b] - before;
+    uint32_t before = b ? (uint32_t)active.end[b - 1] : 0, own_tiles = (uint32_t)active.end[b] - before;
     int32_t row_tile;
-    fused_moe_grouped_order(index - before * n_tiles, row_tiles, n_tiles, (uint32_t)order->group, &row_tile,
-                            &tile.n_tile);
-    tile.expert = active.expert[b];
+    index -= before * n_tiles;
+    if (own_tiles - 1 >= row_tiles) own_tiles = 1; /* where it is 0, too */
+    if (index >= own_tiles * n_tiles) index = 0;
+    fused_moe_grouped_order(index, own_tiles, n_tiles, (uint32_t)order->group, &row_tile, &tile.n_tile);
+    tile.expert = fused_moe_clamp(active.expert[b], E - 1);
     tile.skinny = b >= head->num_full;
-    tile.first_row = fused_moe_expert_start(offs, tile.expert) + row_tile * head->tile_rows;
-    int32_t rows_left = offs[tile.expert] - tile.first_row;
-    tile.num_rows = rows_left < head->tile_rows ? rows_left : head->tile_rows;
+    FusedMoeRows rows = fused_moe_expert_rows(offs, tile.expert, R);
+    uint32_t above = (uint32_t)row_tile * (uint32_t)order->tile_rows;
+    int32_t done = above < (uint32_t)rows.num ? (int32_t)above : rows.num;
+    tile.first_row = rows.first + done;
+    tile.num_rows = rows.num - done < order->tile_rows ? rows.num - done : order->tile_rows;
     return tile;
 }
 
@@ -296,47 +336,63 @@ FUSED_MOE_FN int32_t fused_moe_slices_per_tile(int64_t R, int32_t slice_rows, in
     return slices < 1 ? 1 : slices * slice_rows >= R ? 0 : (int32_t)slices;
 }
 
+typedef struct {             /* what a weight gradient adds to its routing's schedule */
+    int32_t weight_tiles;    /* of an expert                                                         */
+    int32_t slice_rows;      /* of the schedule's slices, at most                                    */
+    int32_t slices_per_tile; /* of them that a tile sums; 0: each tile sums all rows of its expert   */
+} FusedMoeWgradOrder;
+
 typedef struct {
     int32_t expert, first_row, num_rows; /* num_rows 0: an empty expert            */
     int32_t weight_tile;                 /* of the expert's weight                             */
-    int32_t slice, num_slices;           /* of the tile's, summed up; 0: another tile has these rows */
+    int32_t slice, num_slices;           /* of the tile's, summed up; 0: not a tile, its rows are another's */
 } FusedMoeWgradTile;
 
-FUSED_MOE_FN uint32_t fused_moe_num_wgrad_tiles(const int32_t *schedule, int32_t E, int32_t weight_tiles,
-                                                int32_t slices_per_tile) {
-    uint32_t slices = slices_per_tile ? (uint32_t)fused_moe_schedule_head(schedule)->num_slices : (uint32_t)E;
-    return slices * (uint32_t)weight_tiles;
+FUSED_MOE_FN uint32_t fused_moe_num_wgrad_tiles(const int32_t *schedule, int32_t E, int32_t R,
+                                                const FusedMoeWgradOrder *order) {
+    uint32_t slices = (uint32_t)E;
+    if (order->slices_per_tile) {
+        uint32_t most = (uint32_t)(R / order->slice_rows) + (uint32_t)E;
+        slices = (uint32_t)fused_moe_schedule_head(schedule)->num_slices;
+        if (slices > most) slices = most;
+    }
+    return slices * (uint32_t)order->weight_tiles;
 }
 
+/* Tile `index` of fused_moe_num_wgrad_tiles. */
 FUSED_MOE_FN FusedMoeWgradTile fused_moe_wgrad_tile(const int32_t *schedule, const int32_t *offs, int32_t E,
-                                                    int32_t weight_tiles, int32_t slices_per_tile,
+                                                    int32_t R, const FusedMoeWgradOrder *order,
                                                     uint32_t index) {
     FusedMoeWgradTile tile;
-    int32_t slice = (int32_t)(index / (uint32_t)weight_tiles), slice_rows = INT32_MAX;
-    tile.weight_tile = (int32_t)(index % (uint32_t)weight_tiles);
-    tile.expert = slice;
-    if (slices_per_tile) {
+    uint32_t weight_tiles = (uint32_t)order->weight_tiles, slice = index / weight_tiles;
+    uint32_t per_tile = (uint32_t)order->slices_per_tile, offset = 0; /* in the tile's slice */
+    int32_t slice_rows = INT32_MAX;
+    tile.weight_tile = (int32_t)(index % weight_tiles);
+    tile.expert = (int32_t)slice;
+    tile.slice = 0;
+    if (per_tile) {
         FusedMoeExpertList sliced = fused_moe_sliced_experts(schedule, E);
-        int32_t b = fused_moe_find_owner(&sliced, slice);
-        tile.expert = sliced.expert[b];
-        slice -= b ? sliced.end[b - 1] : 0;
-        slice_rows = slices_per_tile * fused_moe_schedule_head(schedule)->slice_rows;
-    } else {
-        slice = 0;
+        int32_t b = fused_moe_find_owner(&sliced, (int32_t)slice);
+        tile.expert = fused_moe_clamp(sliced.expert[b], E - 1);
+        slice -= b ? (uint32_t)sliced.end[b - 1] : 0;
+        slice_rows = order->slices_per_tile * order->slice_rows;
+        tile.slice = (int32_t)(slice / per_tile);
+        offset = slice % per_tile;
     }
-    int32_t first = fused_moe_expert_start(offs, tile.expert), rows = offs[tile.expert] - first;
-    tile.num_slices = rows ? (rows - 1) / slice_rows + 1 : 1;
-    if (slices_per_tile && slice % slices_per_tile) tile.num_slices = 0;
-    tile.slice = slices_per_tile ? slice / slices_per_tile : 0;
+    FusedMoeRows rows = fused_moe_expert_rows(offs, tile.expert, R);
+    tile.num_slices = rows.num ? (rows.num - 1) / slice_rows + 1 : 1;
+    if ((uint32_t)tile.slice >= (uint32_t)tile.num_slices) tile.num_slices = tile.slice = 0;
+    if (offset) tile.num_slices = 0;
     int32_t done = tile.slice ? tile.slice * slice_rows : 0;
-    tile.first_row = first + done;
-    tile.num_rows = rows - done < slice_rows ? rows - done : slice_rows;
+    tile.first_row = rows.first + done;
+    tile.num_rows = rows.num - done < slice_rows ? rows.num - done : slice_rows;
     return tile;
 }
 
 /* Slices of split tiles leave their accumulators in slots: first the first slices', then the later ones'. An
  * expert that is cut has more than slice_rows rows, so no two first slices, and no two later ones, begin in
- * the same slice_rows rows; the last slice_rows rows have no first one, and the first ones no later one. */
+ * the same slice_rows rows; the last slice_rows rows have no first one, and the first ones no later one. The
+ * last two hold for any offs, so no slot is outside. */
 FUSED_MOE_FN int64_t fused_moe_num_split_slots(int64_t R, int64_t slice_rows) {
     return R > slice_rows ? 2 * ((R - 1) / slice_rows) : 0;
 }

@@ -399,8 +399,8 @@ CPU = [
     Mutant(
         "the last tile has a full tile's rows",
         "csrc/schedule.h",
-        "rows_left < head->tile_rows ? rows_left : head->tile_rows",
-        "head->tile_rows",
+        "rows.num - done < order->tile_rows ? rows.num - done : order->tile_rows",
+        "order->tile_rows",
         "tests/test_host.py tests/test_experts.py",
     ),
     Mutant(
@@ -538,8 +538,8 @@ CUDA = [
     Mutant(
         "sm80: wgrad loses an expert's last row",
         "csrc/kernels/sm80/wgrad.cu",
-        "num_rows = p.offs[e] - first_row;",
-        "num_rows = max(0, p.offs[e] - first_row - 1);",
+        "num_rows = rows.num;",
+        "num_rows = max(0, rows.num - 1);",
         "tests/test_experts.py",
     ),
     # --- sm90

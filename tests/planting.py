@@ -5,6 +5,7 @@ from cases import Case, operator_calls
 from torch.utils._pytree import tree_map
 
 PLAN = ("offsets", "schedule", "row_token", "row_slot", "token_row")
+HEAD_WORDS = 8  # of a schedule
 INT_MIN, INT_MAX = -(2**31), 2**31 - 1
 
 
@@ -39,6 +40,7 @@ def wrong_values(case: Case, label: str) -> dict[str, int]:
     end = {
         "ids": case.num_experts,
         "offsets": rows + 1,
+        "schedule": rows + 1,  # no expert, tile, slice or prefix of them is so many
         "counts": rows + 1,
         "row_slot": rows,
         "token_row": rows,
@@ -47,14 +49,20 @@ def wrong_values(case: Case, label: str) -> dict[str, int]:
     return {"below": below, "above": end.get(label, case.tokens), "lowest": INT_MIN, "highest": INT_MAX}
 
 
-def planted(args: tuple, label: str, tensor: torch.Tensor, value: int, everywhere: bool = False) -> tuple:
-    """The arguments with `value` in one element of `tensor`, which an expert reads, or in all of them."""
-    wrong = tensor.to(torch.int32)  # counts of 8 bits cannot hold most of the values
-    if everywhere:
-        wrong = torch.full_like(wrong, value)
-    else:
-        wrong = wrong.clone()
-        wrong.view(-1)[0 if label != "offsets" or tensor.numel() < 2 else 1] = value
+def elements_of(label: str, tensor: torch.Tensor) -> list[int]:
+    """Elements that tiles depend on: one, and of a schedule its head and the first of each list."""
+    if label == "schedule":
+        num_experts = (tensor.numel() - HEAD_WORDS) // 4
+        return [*range(HEAD_WORDS), *range(HEAD_WORDS, tensor.numel(), num_experts)]
+    return [1 if label == "offsets" and tensor.numel() > 1 else 0]
+
+
+def planted(
+    args: tuple, label: str, tensor: torch.Tensor, value: int, where: int | slice | None = None
+) -> tuple:
+    """The arguments with `value` in `tensor`: in the elements `where`, or in one that an expert reads."""
+    wrong = tensor.to(torch.int32, copy=True)  # counts of 8 bits cannot hold most of the values
+    wrong.view(-1)[elements_of(label, tensor)[0] if where is None else where] = value
     return replaced(args, tensor, wrong)
 
 

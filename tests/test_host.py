@@ -341,6 +341,73 @@ def test_a_schedule_of_other_offs_is_refused():
         ops.work_tiles(schedule[:-1], offs, 2, **ORDER)
 
 
+# --- tiles of any words -------------------------------------------------------------------------------
+
+WORD = st.one_of(st.integers(-3, 9), st.integers(-3, 1000), st.integers(-INT32_MAX - 1, INT32_MAX))
+
+
+@st.composite
+def wrong_plans(draw, max_rows):
+    """(schedule, offs, R): those of counts, with any words in any places."""
+    counts = draw(st.lists(st.integers(0, max_rows), min_size=1, max_size=6))
+    offs = offs_of(counts)
+    right = [*ops.tile_schedule(offs, TILE_ROWS, draw(st.integers(1, 300))).tolist(), *offs.tolist()]
+    wrong = draw(st.lists(st.none() | WORD, min_size=len(right), max_size=len(right)))
+    words = [r if w is None else w for r, w in zip(right, wrong, strict=True)]
+    num_words = 8 + 4 * len(counts)
+    return words[:num_words], words[num_words:], draw(st.integers(0, sum(counts) + 200))
+
+
+@needs_host
+@given(
+    plan=wrong_plans(max_rows=600),
+    num_n_tiles=st.integers(1, 5),
+    group=st.one_of(st.integers(1, 20), st.just(INT32_MAX)),
+    interleave=st.booleans(),
+    split_last_wave=st.integers(0, 140),
+)
+def test_work_tiles_of_any_words_are_within_the_tensors(
+    plan, num_n_tiles, group, interleave, split_last_wave
+):
+    """And no more than a right plan may have."""
+    words, offs, R = plan
+    tiles = _host.any_work_tiles(words, offs, R, num_n_tiles, group, interleave, split_last_wave)
+    assert len(tiles) <= (R // TILE_ROWS + min(len(offs), R)) * num_n_tiles + split_last_wave // 2
+    for expert, first_row, num_rows, n_tile, n_half, _ in tiles:
+        assert 0 <= expert < len(offs)
+        assert 0 <= first_row <= first_row + num_rows <= R
+        assert 0 <= num_rows <= TILE_ROWS
+        assert 0 <= n_tile < num_n_tiles
+        assert n_half in ((0, 1, 2) if split_last_wave else (0,))
+
+
+@needs_host
+@given(
+    plan=wrong_plans(max_rows=300),
+    weight_tiles=st.integers(1, 3),
+    slice_rows=st.integers(1, 70),
+    slices_per_tile=st.integers(0, 4),
+)
+def test_wgrad_tiles_of_any_words_are_within_the_tensors(plan, weight_tiles, slice_rows, slices_per_tile):
+    """And no more than a right plan may have; slices have slots, whoever shares them."""
+    words, offs, R = plan
+    tiles = _host.any_wgrad_tiles(words, offs, R, weight_tiles, slice_rows, slices_per_tile)
+    assert len(tiles) <= (R // slice_rows + len(offs)) * weight_tiles
+    most = slices_per_tile * slice_rows or INT32_MAX
+    num_slots = _host.num_split_slots(R, most)
+    for expert, first_row, num_rows, weight_tile, slice, num_slices in tiles:
+        assert 0 <= expert < len(offs)
+        assert 0 <= first_row <= first_row + num_rows <= R
+        assert 0 <= num_rows <= most
+        assert 0 <= weight_tile < weight_tiles
+        assert 0 <= slice < max(1, num_slices) or num_slices == 0
+        if num_slices > 1:
+            first = first_row - slice * most
+            assert 0 <= first <= R
+            assert 0 <= _host.split_slot(first // most, 0, 1, 0) < num_slots // 2
+            assert 0 <= _host.split_slot(first // most, num_slots // 2 - 1, 1, slice) < num_slots
+
+
 # --- work tiles of a weight gradient ------------------------------------------------------------------
 
 

@@ -132,8 +132,8 @@ int32_t *fm_make_schedule(const int32_t *offs, int32_t E) {
 }
 
 FusedMoeWorkTile fm_row_tile(const int32_t *schedule, const int32_t *offs, int32_t E, int64_t index) {
-    const FusedMoeTileOrder order = {.num_n_tiles = 1, .group = 1};
-    return fused_moe_work_tile(schedule, offs, E, &order, (uint32_t)index);
+    const FusedMoeTileOrder order = {.tile_rows = FM_TILE_ROWS, .num_n_tiles = 1, .group = 1};
+    return fused_moe_work_tile(schedule, offs, E, offs[E - 1], &order, (uint32_t)index);
 }
 
 FmCols fm_cols_of(int64_t width, int64_t parts, int64_t part) {

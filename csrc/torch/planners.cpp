@@ -39,6 +39,10 @@ Ints checked_offs(const char *op, const Tensor &offs) {
     return ends;
 }
 
+int32_t num_rows(const Ints &offs) {
+    return offs.empty() ? 0 : offs.back();
+}
+
 Ints make_schedule(const Ints &offs, int32_t tile_rows, int32_t slice_rows) {
     int32_t E = static_cast<int32_t>(offs.size());
     Ints schedule(fused_moe_schedule_words(E));
@@ -103,30 +107,30 @@ Tensor work_tiles(const Tensor &schedule, const Tensor &offs, int64_t num_n_tile
                   bool interleave, int64_t split_last_wave) {
     const char *op = "work_tiles";
     Ints ends = checked_offs(op, offs), words = checked_schedule(op, schedule, ends);
-    FusedMoeTileOrder order = {checked_size(op, "num_n_tiles", num_n_tiles, 1, INT32_MAX),
+    int32_t E = static_cast<int32_t>(ends.size()), R = num_rows(ends);
+    const FusedMoeScheduleHead *head = fused_moe_schedule_head(words.data());
+    FusedMoeTileOrder order = {head->tile_rows, checked_size(op, "num_n_tiles", num_n_tiles, 1, INT32_MAX),
                                checked_size(op, "group", group, 1, INT32_MAX), interleave,
                                checked_size(op, "split_last_wave", split_last_wave, 0, FUSED_MOE_MAX_CTAS)};
-    check_num_tiles(op, fused_moe_schedule_head(words.data())->num_row_tiles * num_n_tiles);
+    check_num_tiles(op, head->num_row_tiles * num_n_tiles);
     return list_tiles<FusedMoeWorkTile>(
-        schedule, fused_moe_num_work_tiles(words.data(), &order), [&](uint32_t index) {
-            return fused_moe_work_tile(words.data(), ends.data(), static_cast<int32_t>(ends.size()), &order,
-                                       index);
-        });
+        schedule, fused_moe_num_work_tiles(words.data(), E, R, &order),
+        [&](uint32_t index) { return fused_moe_work_tile(words.data(), ends.data(), E, R, &order, index); });
 }
 
 Tensor wgrad_tiles(const Tensor &schedule, const Tensor &offs, int64_t weight_tiles,
                    int64_t slices_per_tile) {
     const char *op = "wgrad_tiles";
     Ints ends = checked_offs(op, offs), words = checked_schedule(op, schedule, ends);
-    int32_t E = static_cast<int32_t>(ends.size());
+    int32_t E = static_cast<int32_t>(ends.size()), R = num_rows(ends);
     const FusedMoeScheduleHead *head = fused_moe_schedule_head(words.data());
-    int32_t tiles = checked_size(op, "weight_tiles", weight_tiles, 1, INT32_MAX);
-    int32_t slices = checked_size(op, "slices_per_tile", slices_per_tile, 0, MAX_ROWS / head->slice_rows);
-    check_num_tiles(op, (slices ? head->num_slices : E) * weight_tiles);
+    FusedMoeWgradOrder order = {
+        checked_size(op, "weight_tiles", weight_tiles, 1, INT32_MAX), head->slice_rows,
+        checked_size(op, "slices_per_tile", slices_per_tile, 0, MAX_ROWS / head->slice_rows)};
+    check_num_tiles(op, (order.slices_per_tile ? head->num_slices : E) * weight_tiles);
     return list_tiles<FusedMoeWgradTile>(
-        schedule, fused_moe_num_wgrad_tiles(words.data(), E, tiles, slices), [&](uint32_t index) {
-            return fused_moe_wgrad_tile(words.data(), ends.data(), E, tiles, slices, index);
-        });
+        schedule, fused_moe_num_wgrad_tiles(words.data(), E, R, &order),
+        [&](uint32_t index) { return fused_moe_wgrad_tile(words.data(), ends.data(), E, R, &order, index); });
 }
 
 /* The tile that a CTA claims next; num_tiles or more: there are none left. The state (3, CTAs) is zeros at

@@ -15,61 +15,58 @@ from cases import (
     operator_calls,
 )
 from gpu_cases import HALF_DTYPES, draw_rows, ops, poisoned
-from planting import Guarded, calls_of, integer_arguments, planted, replaced, wrong_values
+from planting import Guarded, calls_of, elements_of, integer_arguments, planted, replaced, wrong_values
 
 import fused_moe
 from fused_moe import grouped_mlp
 
 pytestmark = pytest.mark.gpu
 
-# A plan's offsets and schedule come from the planners, and on a GPU the GEMMs trust them. The operators that
-# only move rows read no schedule, and of the offsets the last one, which they clamp.
-CLAMPS_OFFSETS = {"permute", "unpermute", "unpermute_backward"}
 OPERATORS = sorted(name for name in operator_calls(Case(), "cpu") if name != "route")  # it reads no integers
-
-
-def is_trusted(name: str, args: tuple, label: str) -> bool:
-    has_plan = any(isinstance(a, list) and a and torch.is_tensor(a[0]) for a in args)
-    return has_plan and (label == "schedule" or (label == "offsets" and name not in CLAMPS_OFFSETS))
-
-
-def untrusted(name: str, args: tuple) -> dict[str, torch.Tensor]:
-    named = integer_arguments(name, args)
-    return {label: t for label, t in named.items() if not is_trusted(name, args, label)}
+# Two experts of some 650 rows, more than a split-K slice of 512.
+CUT = Case(1300, 24, 16, 2, 1, BF16, bias=True)
+CUTTING = sorted(name for name in OPERATORS if name.startswith("experts") and "backward" in name)
 
 
 @pytest.mark.sanitizer
+@pytest.mark.parametrize("alone", (False, True), ids=("everywhere", "one tensor"))
 @pytest.mark.parametrize("name", OPERATORS)
-def test_garbage_in_the_maps(device, name):
-    """Any integers in ids, counts, raw offsets and row maps: no access leaves the tensors, the device
-    lives."""
+def test_garbage_in_every_integer(device, name, alone):
+    """Any integers in ids, counts, offsets, schedules and maps, in all of them or in one: no access leaves
+    the tensors, the device lives."""
     case = Case(61, 24, 16, 5, 3, BF16, bias=True)
     for call in operator_calls(case, device)[name]:
         expected = [r.clone() for r in call_operator(name, call)]
-        for low, high in ((-(2**31), 2**31), (-3, 400), (0, 61)):
-            wrong = call
-            for tensor in untrusted(name, call).values():
-                garbage = torch.randint(low, high, tensor.shape, dtype=torch.int32).to(device)
-                wrong = replaced(wrong, tensor, garbage)
-            call_operator(name, wrong)
-            torch.cuda.synchronize()
-        for mine, other in zip(call_operator(name, call), expected, strict=True):
-            assert torch.equal(mine, other), "a call after it gives other results"
+        named = list(integer_arguments(name, call).values())
+        for low, high in ((-(2**31), 2**31), (-3, 400), (0, 61), (0, 5)):
+            for tensors in [[t] for t in named] if alone else [named]:
+                wrong = call
+                for tensor in tensors:
+                    garbage = torch.randint(low, high, tensor.shape, dtype=torch.int32).to(device)
+                    wrong = replaced(wrong, tensor, garbage)
+                call_operator(name, wrong)
+                torch.cuda.synchronize()
+        assert_same_results(name, call, expected)
+
+
+def assert_same_results(name: str, call: tuple, expected: list) -> None:
+    for mine, other in zip(call_operator(name, call), expected, strict=True):
+        assert torch.equal(mine, other), "a call after it gives other results"
 
 
 def plant(name: str, case: Case, device, calls: list[tuple], places: tuple, elements: int) -> None:
     """Wrong values in one element, then in all, of each argument alone; guards of so many elements."""
     for call in calls:
         expected = [r.clone() for r in call_operator(name, call)]
-        for label, tensor in untrusted(name, call).items():
+        for label, tensor in integer_arguments(name, call).items():
             values = wrong_values(case, label)
-            for value, everywhere in itertools.product((values[p] for p in places), (False, True)):
+            elements_or_all = [*elements_of(label, tensor), slice(None)]
+            for value, where in itertools.product((values[p] for p in places), elements_or_all):
                 guard = Guarded(elements)
-                getattr(ops, name)(*guard.all_of(planted(call, label, tensor, value, everywhere)))
+                getattr(ops, name)(*guard.all_of(planted(call, label, tensor, value, where)))
                 torch.cuda.synchronize()
-                assert guard.are_intact(), f"written beyond a tensor: {label} has {value}"
-        for mine, other in zip(call_operator(name, call), expected, strict=True):
-            assert torch.equal(mine, other), "a call after it gives other results"
+                assert guard.are_intact(), f"written beyond a tensor: {label} has {value} at {where}"
+        assert_same_results(name, call, expected)
 
 
 @pytest.mark.parametrize("dtype", (F32, BF16), ids=("f32", "bf16"))
@@ -88,6 +85,29 @@ def test_planted_garbage_without_guards(device, name):
     """The same just outside, where the sanitizer also sees what is read: tensors end with their memory."""
     case = Case(9, 16, 8, 3, 2, BF16, bias=True)
     plant(name, case, device, operator_calls(case, device)[name][:1], ("below", "above"), 0)
+
+
+@pytest.mark.parametrize("name", CUTTING)
+def test_planted_garbage_where_experts_are_cut(device, name):
+    """Split-K keeps accumulators and counts arrivals where offsets and schedule say."""
+    plant(name, CUT, device, operator_calls(CUT, device)[name], ("below", "above", "lowest", "highest"), 4096)
+
+
+@pytest.mark.sanitizer
+@pytest.mark.parametrize("name", CUTTING)
+def test_schedules_of_other_routings(device, name):
+    """Split-K with slices that never arrive, or twice: the next call finds its semaphores at zero."""
+    for call in operator_calls(CUT, device)[name]:
+        schedule = integer_arguments(name, call)["schedule"]
+        expected = [r.clone() for r in call_operator(name, call)]
+        for first in (0, 1, 512, 513, 1299, 1300):
+            counts = torch.tensor([first, 1300 - first], device=device)
+            _, _, other = ops.count_plan(counts, 1300)
+            twice = other.clone()
+            twice[12:14] = 0  # both experts of the sliced list are the first one
+            for wrong in (other, twice):
+                call_operator(name, replaced(call, schedule, wrong))
+                assert_same_results(name, call, expected)
 
 
 # counts, and what is left of them: each clamped to the 70 rows, the sum likewise

@@ -2,9 +2,9 @@
  * the order of the sum is fixed, so the result is deterministic. */
 #include "dscores.cuh"
 
-#include "../../schedule.h"
 #include "launch.cuh"
 #include "numeric.cuh"
+#include "schedule.cuh"
 
 namespace fused_moe {
 namespace {
@@ -24,7 +24,7 @@ __global__ void __launch_bounds__(32 * WARPS) dscores_kernel(const __grid_consta
     const FusedMoeRowMap &row_map = p.row_map;
     const FusedMoeExpertList experts = {nullptr, (int32_t *)row_map.offs, row_map.E};
     int lane = threadIdx.x % 32;
-    int64_t num_slots = row_map.T * row_map.K, num_rows = row_map.offs[row_map.E - 1];
+    int64_t num_slots = row_map.T * row_map.K, num_rows = num_rows_of(row_map.offs, row_map.E, row_map.R);
     int64_t first_slot = blockIdx.x * (int64_t)WARPS + threadIdx.x / 32, stride = (int64_t)gridDim.x * WARPS;
     for (int64_t slot = first_slot; slot < num_slots; slot += stride) {
         int64_t r = row_map.token_row ? row_map.token_row[slot] : slot;

@@ -5,6 +5,7 @@
  * per lane in flight and adds in slot order, so its result is deterministic. */
 #include "launch.cuh"
 #include "numeric.cuh"
+#include "schedule.cuh"
 
 #include <type_traits>
 
@@ -50,7 +51,7 @@ __global__ void __launch_bounds__(THREADS) permute_kernel(const __grid_constant_
         }
     }
     /* zero the rows past the last one */
-    int64_t num_rows = max(0, row_map.offs[row_map.E - 1]);
+    int64_t num_rows = num_rows_of(row_map.offs, row_map.E, row_map.R);
     for (int64_t r = num_rows + first_warp(); r < row_map.R; r += num_warps())
         for (int64_t j = lane; j < p.D; j += 32) ((Unit *)p.rows)[r * p.D + j] = Unit{};
 }
@@ -144,7 +145,7 @@ __global__ void unpermute_backward_kernel(const __grid_constant__ FusedMoeUnperm
     }
     if (!drows) return;
     /* zero the rows past the last one */
-    int64_t num_rows = max(0, row_map.offs[row_map.E - 1]);
+    int64_t num_rows = num_rows_of(row_map.offs, row_map.E, row_map.R);
     for (int64_t r = num_rows + first_warp(); r < row_map.R; r += num_warps())
         for (int64_t j = lane; j < p.D; j += 32) drows[r * p.D + j] = T(0.0f);
 }

@@ -1,4 +1,5 @@
-/* Schedules made on the device from offsets or counts that nothing has checked. Defined in route_plan.cu. */
+/* What kernels share of a plan: the last row, and schedules made on the device from offsets or counts that
+ * nothing has checked, which route_plan.cu defines. */
 #pragma once
 
 #include <stddef.h>
@@ -7,6 +8,11 @@
 #include "../../schedule.h"
 
 namespace fused_moe {
+
+/* Rows that are an expert's, of R in all; the others are zeros in every result. */
+__device__ inline int32_t num_rows_of(const int32_t *offs, int32_t E, int64_t R) {
+    return fused_moe_clamp(offs[E - 1], (int32_t)R);
+}
 
 /* Bytes of checked offsets (E) and their schedule, a multiple of 128. */
 inline size_t checked_offsets_bytes(int64_t E) {

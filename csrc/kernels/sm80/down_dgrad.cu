@@ -31,7 +31,8 @@ __global__ void __launch_bounds__(Tile::THREADS, Tile::CTAS_PER_SM)
     int F = (int)p.F, H = gated ? 2 * F : F, num_partials = (int)partials_per_row(F);
 
     /* Work tile, or zeros past the last row */
-    CtaWork w = find_work(row_map.schedule, row_map.offs, row_map.E, (F + Tile::BN - 1) / Tile::BN);
+    CtaWork w =
+        find_work(row_map.schedule, row_map.offs, row_map.E, row_map.R, (F + Tile::BN - 1) / Tile::BN);
     T *dh = (T *)p.dh, *a_scaled = (T *)p.a_scaled;
     if (!w.tile.num_rows) {
         zero_tail(w, dh, H, row_map.offs, row_map.E, row_map.R);

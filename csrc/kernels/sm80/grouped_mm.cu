@@ -20,7 +20,7 @@ __global__ void __launch_bounds__(Tile::THREADS, Tile::CTAS_PER_SM)
     auto &s = *reinterpret_cast<TileShared<Tile> *>(memory);
 
     /* Work tile, or zeros past the last row */
-    CtaWork w = find_work(p.schedule, p.offs, p.E, (int)((p.M + Tile::BN - 1) / Tile::BN));
+    CtaWork w = find_work(p.schedule, p.offs, p.E, p.R, (int)((p.M + Tile::BN - 1) / Tile::BN));
     T *out = (T *)p.out;
     if (!w.tile.num_rows) {
         zero_tail(w, out, p.M, p.offs, p.E, p.R);

@@ -27,7 +27,8 @@ __global__ void __launch_bounds__(Tile::THREADS, Tile::CTAS_PER_SM)
     int F = (int)p.F, H = gated ? 2 * F : F;
 
     /* Work tile, or zeros past the last row */
-    CtaWork w = find_work(row_map.schedule, row_map.offs, row_map.E, (F + tile_hidden - 1) / tile_hidden);
+    CtaWork w =
+        find_work(row_map.schedule, row_map.offs, row_map.E, row_map.R, (F + tile_hidden - 1) / tile_hidden);
     T *h = (T *)p.h, *a = (T *)p.a;
     if (!w.tile.num_rows) {
         zero_tail(w, h, H, row_map.offs, row_map.E, row_map.R);

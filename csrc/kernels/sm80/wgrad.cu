@@ -27,7 +27,7 @@ typedef struct { /* dw[e] of one part of a: M is a.extent, N is b.extent, or the
     void *dw; /* (E, a.extent, b.extent) */
     int64_t stride_expert, stride_a, stride_b;
     int64_t T, num_slots;
-    int32_t E;
+    int32_t E, R;
     bool accumulate; /* float dw alone */
 } Wgrad;
 
@@ -66,7 +66,8 @@ __global__ void __launch_bounds__(Tile::THREADS, Tile::CTAS_PER_SM)
     int e = blockIdx.x / num_tiles, tile_a, tile_b;
     fused_moe_grouped_order(blockIdx.x % num_tiles, tiles_a, tiles_b, GROUP, &tile_a, &tile_b);
     int64_t first_a = (int64_t)tile_a * Tile::BM, first_b = (int64_t)tile_b * Tile::BN;
-    int first_row = fused_moe_expert_start(p.offs, e), num_rows = p.offs[e] - first_row;
+    const FusedMoeRows rows = fused_moe_expert_rows(p.offs, e, p.R);
+    int first_row = rows.first, num_rows = rows.num;
     if (MAY_ACCUMULATE && p.accumulate && !num_rows) return;
 
     /* Main loop over the expert's rows */
@@ -160,7 +161,7 @@ int run(const FusedMoeWgrad &p, void *stream) {
         w.row_slot = p.row_slot, w.offs = p.offs;
         w.dw = dw.data, w.stride_expert = dw.stride_expert, w.stride_a = dw.stride_out,
         w.stride_b = dw.stride_in;
-        w.T = p.T, w.num_slots = p.T * p.K, w.E = p.E, w.accumulate = p.accumulate;
+        w.T = p.T, w.num_slots = p.T * p.K, w.E = p.E, w.R = (int32_t)p.R, w.accumulate = p.accumulate;
         /* TensorTile scales its first operand alone, even where stores are scalar then */
         if (w.b.scores || (dw.stride_in != 1 && dw.stride_out == 1)) {
             Side a = w.a;

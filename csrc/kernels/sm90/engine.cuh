@@ -119,8 +119,9 @@ __device__ inline void fetch_gemm_tiles(const Gemm &p, Queue &queue) {
             token = p.row_token ? p.row_token[tile.first_row + i] : tile.first_row + i;
         return (uint32_t)token < (uint64_t)p.T ? token : 0;
     };
-    fetch_tiles(p.tiles, queue, fused_moe_num_work_tiles(p.tiles.schedule, &p.tiles.order), decode, token_of,
-                [](WorkTile &) {});
+    uint32_t num_tiles =
+        fused_moe_num_work_tiles(p.tiles.schedule, p.tiles.E, (int32_t)p.tiles.R, &p.tiles.order);
+    fetch_tiles(p.tiles, queue, num_tiles, decode, token_of, [](WorkTile &) {});
 }
 
 /* epilogue.hold(d, tile, wg, writer) takes the 64 rows of accumulators of consumer wg.

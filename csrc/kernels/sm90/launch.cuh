@@ -98,8 +98,8 @@ inline bool is_readable(const FusedMoeWeight &w, int64_t stride_n, int64_t strid
 }
 
 /* Whether tiles can be counted in 31 bits, whatever the routing. */
-inline bool is_countable(int64_t R, int64_t E, int64_t columns) {
-    return (R / FUSED_MOE_TILE_ROWS + (E < R ? E : R)) * ceil_div(columns, 256) < INT32_MAX;
+inline bool is_countable(int64_t R, int32_t E, int64_t columns) {
+    return fused_moe_max_row_tiles((int32_t)R, E, FUSED_MOE_TILE_ROWS) * ceil_div(columns, 256) < INT32_MAX;
 }
 
 } // namespace sm90

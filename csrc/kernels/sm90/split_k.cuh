@@ -1,9 +1,11 @@
 /* Split-K: the tiles of a long sum are computed as slices along k, and the last slice to arrive adds them up.
  *
  * Each slice leaves its accumulators in memory and counts itself on the tile's semaphore. The last arriver
- * reads all slices and adds them in their order, whichever it is, so the bits are the same in every run. It
- * leaves the semaphore at zero for the next call. A warpgroup's 64 rows are on their own: they have a
- * semaphore and memory of their own. */
+ * reads all slices and adds them in their order, whichever it is, so the bits are the same in every run. A
+ * warpgroup's 64 rows are on their own: they have a semaphore and memory of their own.
+ *
+ * Semaphores are zeros again for the next call. The last warpgroup of the grid sees to it, not the tile's last
+ * arriver: in a plan that is wrong, a tile may have slices that never arrive, or too many. */
 #pragma once
 
 #include "ptx.cuh"
@@ -28,7 +30,6 @@ __device__ inline bool reduce_slices(float (&d)[128], int slice, int num_slices,
     barrier_sync(barrier, 128);
     bool is_last = thread == 0 && (int)atomicAdd(semaphore, 1u) == num_slices - 1;
     if (!barrier_or(barrier, 128, is_last)) return false;
-    if (is_last) *semaphore = 0;
     __threadfence();
 #pragma unroll
     for (int i = 0; i < 128; i++) d[i] = 0;
@@ -41,6 +42,19 @@ __device__ inline bool reduce_slices(float (&d)[128], int slice, int num_slices,
         }
     }
     return true;
+}
+
+/* A warpgroup calls it after its last tile, one of `warpgroups`. */
+__device__ inline void reset_semaphores(uint32_t *finished, uint32_t warpgroups, uint32_t *semaphores,
+                                        int num_semaphores) {
+    if (threadIdx.x % 128 >= 32) return; /* the first warp's first lane has done its warpgroup's counting */
+    int lane = threadIdx.x % 32;
+    uint32_t before = 0;
+    __threadfence();
+    if (lane == 0) before = atomicInc(finished, warpgroups - 1); /* wraps to zero by itself */
+    if (__shfl_sync(~0u, before, 0) != warpgroups - 1) return;
+    __threadfence();
+    for (int i = lane; i < num_semaphores; i += 32) semaphores[i] = 0;
 }
 
 } // namespace sm90

@@ -11,7 +11,7 @@
  * dropped by ragged maps instead (tensor_map.cuh): device-built ones cost up to 3% there. */
 #pragma once
 
-#include "../../schedule.h"
+#include "../common/schedule.cuh"
 #include "../common/tensor_map.cuh"
 #include "ptx.cuh"
 
@@ -60,7 +60,12 @@ typedef struct {
 } TileSource;
 
 /* Where counters are. */
-enum { CLAIMED = 0, EXITED = FUSED_MOE_MAX_CTAS, SEMAPHORES = FUSED_MOE_MAX_CTAS + 32 };
+enum {
+    CLAIMED = 0,
+    EXITED = FUSED_MOE_MAX_CTAS,        /* fetching warps                          */
+    FINISHED = FUSED_MOE_MAX_CTAS + 16, /* warpgroups, of a kernel with semaphores */
+    SEMAPHORES = FUSED_MOE_MAX_CTAS + 32
+};
 /* split tiles are at most 2 * CTAs, with a first slice and a warpgroup's semaphore each: schedule.h */
 static_assert(SEMAPHORES + 8 * FUSED_MOE_MAX_CTAS <= FUSED_MOE_NUM_COUNTERS, "counters overlap");
 
@@ -128,16 +133,16 @@ __device__ inline const CUtensorMap *map_of_slot(const TileSource &source, int i
 /* Builds and acquires an expert's tensor maps. An expert without rows has none: nothing is loaded. */
 __device__ inline void build_maps(const TileSource &source, CUtensorMap &scratch, int32_t expert, int slot) {
     int lane = threadIdx.x % 32;
-    int32_t first = fused_moe_expert_start(source.offs, expert), rows = source.offs[expert] - first;
-    if (rows == 0) return;
+    FusedMoeRows rows = fused_moe_expert_rows(source.offs, expert, (int32_t)source.R);
+    if (rows.num == 0) return;
     for (int i = 0; i < source.num_maps; i++) {
         const GroupedRows &r = source.rows[i];
         ((uint32_t *)&scratch)[lane] = ((const uint32_t *)&r.all_rows)[lane];
         __syncwarp();
         if (elect_sync()) {
             uint32_t map = shared_address(&scratch);
-            tensormap_replace_global_address(map, (const char *)r.data + first * r.pitch_bytes);
-            tensormap_replace_global_dim<1>(map, rows);
+            tensormap_replace_global_address(map, (const char *)r.data + rows.first * r.pitch_bytes);
+            tensormap_replace_global_dim<1>(map, rows.num);
         }
         __syncwarp();
         const CUtensorMap *map = map_of_slot(source, i, slot);
@@ -182,21 +187,22 @@ __device__ inline void fetch_tiles(const TileSource &source, Queue &queue, uint3
     reset_claims(source);
 }
 
-/* A grouped GEMM's tile. */
+/* A grouped GEMM's tile. A plan that is wrong may call an expert skinny whose rows are more. */
 __device__ inline void decode_tile(const TileSource &source, uint32_t index, WorkTile &tile) {
-    FusedMoeWorkTile work = fused_moe_work_tile(source.schedule, source.offs, source.E, &source.order, index);
+    FusedMoeWorkTile work =
+        fused_moe_work_tile(source.schedule, source.offs, source.E, (int32_t)source.R, &source.order, index);
     tile.expert = work.expert;
+    tile.skinny = work.skinny && source.swaps_skinny;
     tile.first_row = work.first_row;
-    tile.num_rows = work.num_rows;
+    tile.num_rows = tile.skinny ? min(work.num_rows, FUSED_MOE_SKINNY_ROWS) : work.num_rows;
     tile.first_column = work.n_tile * source.tile_n + (work.n_half == 2) * source.tile_n / 2;
     tile.half_n = work.n_half || (source.last_is_half_n && work.n_tile == source.order.num_n_tiles - 1);
-    tile.skinny = work.skinny && source.swaps_skinny;
 }
 
 /* Zeroes rows [offs[E-1], R) of an output, which no tile covers. Called by all threads. */
 template <typename T>
 __device__ inline void zero_rows_past(const TileSource &source, T *out, int64_t width) {
-    int64_t first = (int64_t)source.offs[source.E - 1] * width, end = source.R * width;
+    int64_t first = num_rows_of(source.offs, source.E, source.R) * width, end = source.R * width;
     int64_t thread = (int64_t)blockIdx.x * blockDim.x + threadIdx.x;
     int64_t threads = (int64_t)gridDim.x * blockDim.x;
     for (int64_t i = first / CHUNK + thread; i < end / CHUNK; i += threads)

@@ -39,18 +39,17 @@ __device__ inline bool sum_slices(const Wgrad &p, const WgradTile &tile, int wg,
 __device__ inline bool decode_tile(const Wgrad &p, uint32_t index, WgradTile &tile) {
     constexpr int GROUP = 16; /* tiles in flight together share columns of both operands */
     const TileSource &source = p.tiles;
-    FusedMoeWgradTile work = fused_moe_wgrad_tile(source.schedule, source.offs, source.E, p.weight_tiles,
-                                                  p.slices_per_tile, index);
-    int n_tile, m_tile;
-    fused_moe_grouped_order(work.weight_tile, p.n_tiles, p.weight_tiles / p.n_tiles, GROUP, &n_tile, &m_tile);
+    FusedMoeWgradTile work =
+        fused_moe_wgrad_tile(source.schedule, source.offs, source.E, (int32_t)source.R, &p.order, index);
+    int n_tile, m_tile, weight_tiles = p.order.weight_tiles;
+    fused_moe_grouped_order(work.weight_tile, p.n_tiles, weight_tiles / p.n_tiles, GROUP, &n_tile, &m_tile);
     tile.expert = work.expert;
     tile.first_row = work.first_row;
     tile.num_rows = work.num_rows;
-    tile.row_in_expert = work.first_row - fused_moe_expert_start(source.offs, work.expert);
+    tile.row_in_expert = work.slice * p.slice_rows;
     tile.slice = work.slice;
     tile.num_slices = work.num_slices;
-    tile.split_index =
-        (tile.first_row - tile.row_in_expert) / p.slice_rows * p.weight_tiles + work.weight_tile;
+    tile.split_index = (tile.first_row - tile.row_in_expert) / p.slice_rows * weight_tiles + work.weight_tile;
     tile.first_subtile = 4 * m_tile;
     tile.first_n = 2 * SUBTILE * n_tile;
     return work.num_slices > 0;
@@ -65,7 +64,7 @@ __global__ void __launch_bounds__(Config::THREADS, 1) wgrad_kernel(const __grid_
         setmaxnreg_dec<Config::PRODUCER_REGISTERS>();
         if (warp == 3) {
             uint32_t num_tiles =
-                fused_moe_num_wgrad_tiles(p.tiles.schedule, p.tiles.E, p.weight_tiles, p.slices_per_tile);
+                fused_moe_num_wgrad_tiles(p.tiles.schedule, p.tiles.E, (int32_t)p.tiles.R, &p.order);
             auto decode = [&](uint32_t index, WgradTile &tile) { return decode_tile(p, index, tile); };
             int expert = -1, slot = 0;
             auto prepare = [&](WgradTile &tile) {
@@ -106,6 +105,10 @@ __global__ void __launch_bounds__(Config::THREADS, 1) wgrad_kernel(const __grid_
                 epilogue.hold(p, d, {tile.expert, tile.first_subtile, tile.first_n + wg * SUBTILE}, writer);
         }
         epilogue.flush(p, writer);
+        if (p.order.slices_per_tile)
+            reset_semaphores(p.tiles.counters + FINISHED, Config::CONSUMERS * gridDim.x,
+                             p.tiles.counters + SEMAPHORES,
+                             Config::CONSUMERS * (p.later_slots + p.order.weight_tiles));
         writer.drain_all();
     }
 }
@@ -113,7 +116,7 @@ __global__ void __launch_bounds__(Config::THREADS, 1) wgrad_kernel(const __grid_
 /* Split-K of a warpgroup's accumulators. True where they are the sum of all slices. */
 __device__ inline bool sum_slices(const Wgrad &p, const WgradTile &tile, int wg, float (&d)[128]) {
     auto vectors_of = [&](int slice) {
-        int64_t index = fused_moe_split_slot(tile.split_index, p.later_slots, p.weight_tiles, slice);
+        int64_t index = fused_moe_split_slot(tile.split_index, p.later_slots, p.order.weight_tiles, slice);
         return p.slices + (2 * index + wg) * ACCUMULATOR_VECTORS;
     };
     return reduce_slices(d, tile.slice, tile.num_slices, vectors_of,
@@ -239,16 +242,17 @@ int64_t weight_tiles_of(const FusedMoeWgrad &p) {
 }
 
 typedef struct {
-    int32_t per_tile;  /* of the schedule's slices, in one of a tile's; 0: no expert is cut */
-    int64_t rows;      /* of a tile's slice, at most; R where none is cut */
+    FusedMoeWgradOrder order;
+    int64_t rows;      /* of a tile's slice, at most; R where no expert is cut */
     int64_t num_slots; /* for their accumulators */
 } Slices;
 
 Slices slices_of(const FusedMoeWgrad &p) {
     int32_t rows = fused_moe_slice_rows(p.R, p.E, FUSED_MOE_SLICE_SMS);
-    Slices s = {fused_moe_slices_per_tile(p.R, rows, weight_tiles_of(p), num_ctas()), p.R > 0 ? p.R : 1, 0};
-    if (s.per_tile) s.rows = (int64_t)s.per_tile * rows;
-    if (s.per_tile) s.num_slots = fused_moe_num_split_slots(p.R, s.rows);
+    int32_t per_tile = fused_moe_slices_per_tile(p.R, rows, weight_tiles_of(p), num_ctas());
+    Slices s = {{(int32_t)weight_tiles_of(p), rows, per_tile}, p.R > 0 ? p.R : 1, 0};
+    if (per_tile) s.rows = (int64_t)per_tile * rows;
+    if (per_tile) s.num_slots = fused_moe_num_split_slots(p.R, s.rows);
     return s;
 }
 
@@ -278,10 +282,9 @@ int launch(const FusedMoeWgrad &p, void *stream) {
     q.n_tiles = (int32_t)ceil_div(p.N, Config::BM);
     q.subtiles[0] = (int32_t)subtiles_of(p, 0);
     q.subtiles[1] = q.subtiles[0] + (int32_t)subtiles_of(p, 1);
-    q.weight_tiles = (int32_t)weight_tiles_of(p);
-    q.slices_per_tile = slices.per_tile;
+    q.order = slices.order;
     q.slice_rows = (int32_t)slices.rows;
-    q.later_slots = (int32_t)((slices.num_slots / 2 - 1) * q.weight_tiles);
+    q.later_slots = (int32_t)((slices.num_slots / 2 - 1) * q.order.weight_tiles);
     q.accumulate = p.accumulate;
     q.slices = (float4 *)((char *)p.workspace.data + map_bytes(MAX_MAPS));
     int status = FUSED_MOE_OK;

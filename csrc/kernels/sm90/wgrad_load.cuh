@@ -29,8 +29,7 @@ typedef struct {
     int64_t T;
     int32_t N, M[2];
     int32_t n_tiles, subtiles[2]; /* tiles of N; subtiles of M, of part 0 and of both */
-    int32_t weight_tiles;         /* of an expert: n_tiles times tiles of M           */
-    int32_t slices_per_tile;      /* schedule.h; 0: no expert is cut                  */
+    FusedMoeWgradOrder order;     /* an expert's weight tiles: n_tiles times tiles of M */
     int32_t slice_rows;           /* of a tile's slice, at most                       */
     int32_t later_slots;          /* distance of later slices' slots from the first's */
     bool accumulate;
