@@ -391,8 +391,8 @@ FUSED_MOE_FN FusedMoeWgradTile fused_moe_wgrad_tile(const int32_t *schedule, con
 
 /* Slices of split tiles leave their accumulators in slots: first the first slices', then the later ones'. An
  * expert that is cut has more than slice_rows rows, so no two first slices, and no two later ones, begin in
- * the same slice_rows rows; the last slice_rows rows have no first one, and the first ones no later one. The
- * last two hold for any offs, so no slot is outside. */
+ * the same slice_rows rows; the last slice_rows rows have no first one, and the first ones no later one, for
+ * any offs: no slot is outside. */
 FUSED_MOE_FN int64_t fused_moe_num_split_slots(int64_t R, int64_t slice_rows) {
     return R > slice_rows ? 2 * ((R - 1) / slice_rows) : 0;
 }
