@@ -4,7 +4,7 @@
 and `info()` tells which tiers run.
 """
 
-from . import flops as flops  # registers its formulas
+from . import flops as flops  # for FlopCounterMode
 from . import reference
 from .function import (
     fused_experts,

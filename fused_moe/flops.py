@@ -7,24 +7,19 @@ the router's is nn.Linear's. A formula gets shapes where the operator gets tenso
 
 from __future__ import annotations
 
+import importlib.util
+import sys
+from importlib.abc import MetaPathFinder
 from math import prod
-
-from torch.utils.flop_counter import register_flop_formula
 
 from .ops import Schema, ops
 
+FORMULAS = {}  # operator -> function of its arguments, a named tuple
+
 
 def _register(*names: str):
-    """Registers formula(args), args a named tuple, for these operators."""
-
     def register(formula):
-        for name in names:
-            schema = Schema(name)
-
-            def by_name(*args, out_shape=None, schema=schema, **kwargs):
-                return formula(schema.named(*args, **kwargs))
-
-            register_flop_formula(getattr(ops, name))(by_name)
+        FORMULAS.update(dict.fromkeys(names, formula))
         return formula
 
     return register
@@ -84,3 +79,42 @@ def _down_dgrad(args) -> int:
 def _experts_down_backward(args) -> int:
     products = (args.need_dh or args.need_dscores or args.need_dw2) + args.need_dw2
     return 2 * products * args.h[0] * prod(args.w2[1:])
+
+
+# --- registration -----------------------------------------------------------------------------------------
+
+
+def _install(module) -> None:
+    for name, formula in FORMULAS.items():
+        schema = Schema(name)
+
+        def by_name(*args, out_shape=None, schema=schema, formula=formula, **kwargs):
+            return formula(schema.named(*args, **kwargs))
+
+        module.register_flop_formula(getattr(ops, name))(by_name)
+
+
+class _AtImport(MetaPathFinder):
+    """Installs the formulas when the counter is imported. Importing it here would import Triton: 0.3 s."""
+
+    NAME = "torch.utils.flop_counter"
+
+    def find_spec(self, name, path, target=None):
+        if name != self.NAME:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        execute = spec.loader.exec_module
+
+        def execute_and_install(module):
+            execute(module)
+            _install(module)
+
+        spec.loader.exec_module = execute_and_install
+        return spec
+
+
+if _AtImport.NAME in sys.modules:
+    _install(sys.modules[_AtImport.NAME])
+else:
+    sys.meta_path.insert(0, _AtImport())

@@ -1,5 +1,8 @@
 """What FlopCounterMode counts, against the products of the operators' definitions."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 from cases import F32, Case
@@ -64,3 +67,19 @@ def test_layer(device):
     layer = FusedMoE(10, 7, 4, 2, device=device)
     x = torch.randn(6, 10, device=device, requires_grad=True)
     assert flops_of(lambda: layer(x).sum().backward()) == 18 * 6 * 2 * 10 * 7 + 3 * 2 * 6 * 10 * 4
+
+
+@pytest.mark.parametrize(
+    "order", ("fused_moe, torch.utils.flop_counter", "torch.utils.flop_counter, fused_moe")
+)
+def test_order_of_imports(cpu, order):
+    """The counter knows the operators whichever is imported first, and is not imported by the package."""
+    script = f"""
+import sys, torch, {order.split(",")[0]}
+assert "{order}".startswith("torch") or "torch.utils.flop_counter" not in sys.modules
+import {order.split(",")[1]}
+from torch.utils.flop_counter import flop_registry
+assert torch.ops.fused_moe.experts_up in flop_registry
+assert len([f for f in sys.meta_path if type(f).__module__ == "fused_moe.flops"]) == 0
+"""
+    subprocess.run([sys.executable, "-c", script], check=True)
