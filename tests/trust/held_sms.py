@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-SECONDS = 5.0  # the kernel ends by itself then
+SECONDS = 20.0  # the kernel ends by itself then
 
 
 class NotAvailable(RuntimeError):
