@@ -219,23 +219,16 @@ CPU = [
     Mutant(
         "a of garbage rows is garbage",
         "csrc/cpu/up_gate.c",
-        "memset(fm_at(p->a, v->elem_bytes, num_rows * p->F), 0, unused_rows * p->F * v->elem_bytes);",
+        "fm_clear(fm_at(p->a, v->elem_bytes, num_rows * p->F), unused_rows * p->F * v->elem_bytes);",
         "",
         "tests/test_experts.py tests/test_operators.py tests/test_grouped_mlp.py",
     ),
     # --- down_dgrad
     Mutant(
-        "dgate without the score",
+        "dh without the score",
         "csrc/cpu/down_dgrad.c",
-        "v->scale(q->dgate, score, q->dgate, n);",
-        "",
-        "tests/test_experts.py",
-    ),
-    Mutant(
-        "dup without the score",
-        "csrc/cpu/down_dgrad.c",
-        "if (gated) v->scale(dup, score, dup, n);",
-        "",
+        "v->scale(q->sg, score, g_row, n);",
+        "v->scale(q->sg, 1, g_row, n);",
         "tests/test_experts.py",
     ),
     Mutant(
@@ -327,8 +320,8 @@ CPU = [
     Mutant(
         "garbage past the last row",
         "csrc/cpu/grouped_mm.c",
-        "int64_t num_rows = p->offs[p->E - 1]; memset(fm_at(p->out, v->elem_bytes, num_rows * p->M), 0,",
-        "int64_t num_rows = p->offs[p->E - 1]; memset(fm_at(p->out, v->elem_bytes, num_rows * p->M), 1,",
+        "(p->R - num_rows) * p->M * (int64_t)v->elem_bytes);",
+        "0);",
         "tests/test_grouped_mm.py",
     ),
     # --- arithmetic of rows, activations
@@ -349,8 +342,8 @@ CPU = [
     Mutant(
         "up's derivative has no gate",
         "csrc/cpu/rows_accum.h",
-        "dup[i] = da[i] * f.value * m.derivative;",
-        "dup[i] = da[i] * m.derivative;",
+        "ACCUM_NAME(chain)(da[i] * f.value, m);",
+        "ACCUM_NAME(chain)(da[i], m);",
         "tests/test_experts.py",
     ),
     Mutant(
@@ -377,9 +370,23 @@ CPU = [
     Mutant(
         "relu's derivative at zero",
         "csrc/activation.h",
-        "x > 0 ? 1 : 0",
-        "x >= 0 ? 1 : 0",
+        "KINKED(x < 0 ? 0 : x, 1, x <= 0)",
+        "KINKED(x < 0 ? 0 : x, 1, x < 0)",
         "tests/test_experts.py tests/test_gradcheck.py",
+    ),
+    Mutant(
+        "NaN passes the flat side of a kink",
+        "csrc/activation.h",
+        "p.flat ? 0 : d * p.derivative",
+        "d * (p.flat ? 0 : p.derivative)",
+        "tests/test_experts.py",
+    ),
+    Mutant(
+        "scores are read through any row_slot",
+        "csrc/cpu/wgrad.c",
+        "fm_map_is_valid(row_token, n, 0, T) && fm_map_is_valid(row_slot, n, 0, T * K)",
+        "fm_map_is_valid(row_token, n, 0, T)",
+        "tests/test_raw_operators.py",
     ),
     Mutant(
         "up is clamped from above alone",
