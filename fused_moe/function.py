@@ -200,9 +200,11 @@ def grouped_mm(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
 def _experts(
     x, w1, w2, w3, b1, b2, b3, scores, plan: Plan, code, activation, alpha, limit, score_on, main_grads
 ):
-    """The two autograd nodes. h is saved only if a gradient may be needed."""
-    needs_grad = torch.is_grad_enabled() and any(
-        t is not None and t.requires_grad for t in (x, w1, w2, w3, b1, b2, b3, scores)
+    """The two autograd nodes. h is saved only if a gradient may be needed. Inside of torch.func a tensor does
+    not tell whether what it wraps requires one."""
+    needs_grad = torch.is_grad_enabled() and (
+        torch._C._are_functorch_transforms_active()
+        or any(t is not None and t.requires_grad for t in (x, w1, w2, w3, b1, b2, b3, scores))
     )
     settings = (plan.tensors, code, _ops.ACTIVATION_CODES[activation], [alpha, limit])
     on_input = score_on == "input"
@@ -256,9 +258,10 @@ def fused_experts(
         plan: the plan of `ids` and E, if it has been computed already.
         main_grads: Megatron-style float32 buffers of the shapes of w1, w2 and w3; each may be None. Backward
             accumulates the weight's gradient into its buffer, without rounding to the weight's dtype, and
-            the weight's .grad stays None. x may have any dtype except float64. Under torch.compile each
-            forward's backward must run before the next forward; otherwise autograd raises, because a
-            main_grad was modified in place.
+            the weight's .grad stays None. x may have any dtype except float64. A backward that is itself
+            recorded (create_graph=True, torch.func.grad) raises. Under torch.compile each forward's backward
+            must run before the next forward; otherwise autograd raises, because a main_grad was modified in
+            place.
 
     Returns:
         (T, D) in x's dtype (autocast's under autocast), differentiable in x, weights, biases, scores.

@@ -97,13 +97,36 @@ def test_jacrev(device, layer):
 
 
 def test_ensembles(device, layer):
-    """vmap over stacked parameters, the batched plan within."""
+    """vmap over stacked parameters, the batched plan within, trained by what is outside."""
     module, parameters, x = layer
     stacked = {n: torch.stack([p, 2 * p, -p]) for n, p in parameters.items()}
+    stacked = {n: p.detach().requires_grad_() for n, p in stacked.items()}
     found = torch.func.vmap(lambda p, x: torch.func.functional_call(module, p, x))(stacked, x)
-    for i, sample in enumerate(x):
-        expected = torch.func.functional_call(module, {n: p[i] for n, p in stacked.items()}, sample)
-        torch.testing.assert_close(found[i], expected)
+    expected = torch.stack(
+        [
+            torch.func.functional_call(module, {n: p[i] for n, p in stacked.items()}, sample)
+            for i, sample in enumerate(x)
+        ]
+    )
+    torch.testing.assert_close(found, expected)
+    leaves = list(stacked.values())
+    assert_close_all(*(torch.autograd.grad(out.square().sum(), leaves) for out in (found, expected)))
+
+
+def test_gradients_of_a_frozen_layers_inputs_through_vmap(device, layer):
+    module, _, x = layer
+    module.requires_grad_(False)
+    x.requires_grad_()
+    found, expected = torch.func.vmap(module)(x), module(x)
+    assert_close_all(*(torch.autograd.grad(out.square().sum(), x) for out in (found, expected)))
+
+
+def test_a_training_layer_counts_under_transforms(device, layer):
+    """Every sample's tokens, and what the counter was moved to is a plain tensor."""
+    module, parameters, x = layer
+    module.train()
+    torch.func.vmap(torch.func.grad(loss_of, argnums=1), in_dims=(None, None, 0))(module, parameters, x)
+    assert module.tokens_per_expert.sum() == x.size(0) * x.size(1) * module.top_k
 
 
 def test_vmap_over_no_samples(device, rows):
