@@ -7,9 +7,10 @@ the router's is nn.Linear's. A formula gets shapes where the operator gets tenso
 
 from __future__ import annotations
 
-import importlib.util
 import sys
+from importlib import import_module
 from importlib.abc import MetaPathFinder
+from importlib.machinery import PathFinder
 from math import prod
 
 from .ops import Schema, ops
@@ -87,6 +88,7 @@ def _experts_down_backward(args) -> int:
 def _install(module) -> None:
     for name, formula in FORMULAS.items():
         schema = Schema(name)
+        module.flop_registry.pop(getattr(ops, name), None)  # of this file before a reload
 
         def by_name(*args, out_shape=None, schema=schema, formula=formula, **kwargs):
             return formula(schema.named(*args, **kwargs))
@@ -100,10 +102,9 @@ class _AtImport(MetaPathFinder):
     NAME = "torch.utils.flop_counter"
 
     def find_spec(self, name, path, target=None):
-        if name != self.NAME:
+        spec = PathFinder.find_spec(name, path, target) if name == self.NAME else None
+        if spec is None:
             return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
         execute = spec.loader.exec_module
 
         def execute_and_install(module):
@@ -115,6 +116,5 @@ class _AtImport(MetaPathFinder):
 
 
 if _AtImport.NAME in sys.modules:
-    _install(sys.modules[_AtImport.NAME])
-else:
-    sys.meta_path.insert(0, _AtImport())
+    _install(import_module(_AtImport.NAME))  # waits for a thread that is importing it
+sys.meta_path.insert(0, _AtImport())
