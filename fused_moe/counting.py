@@ -7,8 +7,11 @@ checkpointing recomputes it, and under torch.compile and the transforms of torch
 
 from __future__ import annotations
 
+from contextlib import ExitStack
+
 import torch
 from torch import Tensor, nn
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 
 class Counting(nn.Module):
@@ -20,6 +23,8 @@ class Counting(nn.Module):
         """Adds amount (any integer dtype) to a counter. Returns whether a plain eager call, not recomputed,
         has done so."""
         total = getattr(self, name)
+        if amount.is_meta and not total.is_meta:  # shapes alone are asked for
+            return False
         if total.device != amount.device:
             total = self._move_counter(name, amount.device)
         if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
@@ -34,7 +39,8 @@ class Counting(nn.Module):
         """For those who move parameters and buffers only: `fully_shard`, and load_state_dict(assign=True),
         which leaves the rest on meta."""
         total = getattr(self, name)
-        total = torch.zeros_like(total, device=device) if total.is_meta else total.to(device)
+        with _plain_tensors():
+            total = torch.zeros_like(total, device=device) if total.is_meta else total.to(device)
         setattr(self, name, total)
         return total
 
@@ -43,13 +49,24 @@ class Counting(nn.Module):
         super()._apply(fn, recurse)
         for name in self.counters:
             before = getattr(self, name)
+            if before.is_meta and not any(p.is_meta for p in self.parameters()):  # they came by assignment
+                before = torch.zeros_like(before, device="cpu")
             after = fn(before)
             setattr(self, name, after if after.dtype == before.dtype else before.to(after.device))
         return self
 
 
+def _plain_tensors() -> ExitStack:
+    """A counter outlives the call that moves it: it is no tensor of inference mode or of a transform."""
+    stack = ExitStack()
+    if not torch.compiler.is_compiling():
+        stack.enter_context(temporarily_clear_interpreter_stack())
+        stack.enter_context(torch.inference_mode(False))
+    return stack
+
+
 def _is_recomputing() -> bool:
-    """Whether activation checkpointing runs forward again, inside backward."""
+    """Whether activation checkpointing runs forward again: whether any backward runs."""
     return torch._C._current_graph_task_id() != -1
 
 

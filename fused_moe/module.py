@@ -306,7 +306,8 @@ class FusedMoE(Counting):
         is then no longer the one after the last count."""
         if self.tokens_per_expert.is_inference():  # has no version
             return
-        watched, version = self._watched, self.tokens_per_expert._version
+        watched = self.__dict__.setdefault("_watched", [0, 0])  # a layer pickled by an older version has none
+        version = self.tokens_per_expert._version
         watched[0] = watched[0] + 1 if version == watched[1] + 1 else 1
         watched[1] = version
         if watched[0] == PATIENCE:
@@ -324,6 +325,10 @@ class FusedMoE(Counting):
         `process_group` (default: all ranks), so every rank keeps the same bias.
         """
         tokens = self.tokens_per_expert
+        if (
+            tokens.is_meta and self.expert_bias is not None
+        ):  # parameters came by assignment, nothing is counted
+            tokens = self._move_counter("tokens_per_expert", self.expert_bias.device)
         if dist.is_available() and dist.is_initialized():
             dist.all_reduce(tokens, group=process_group)
         if self.expert_bias is not None:
@@ -333,7 +338,8 @@ class FusedMoE(Counting):
 
     def load_report(self) -> LoadReport:
         """The load of every expert since the last `update_expert_bias`; `print` shows it as bars."""
-        tokens = self.tokens_per_expert.detach().cpu()
+        tokens = self.tokens_per_expert.detach()
+        tokens = torch.zeros_like(tokens, device="cpu") if tokens.is_meta else tokens.cpu()
         total = tokens.sum().clamp_min(1)
         max_over_mean = float(tokens.max() * self.num_experts / total)
         return LoadReport(tokens.long(), tokens / total, max_over_mean, int((tokens == 0).sum()))

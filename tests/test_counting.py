@@ -174,3 +174,43 @@ def test_a_counter_left_behind(device):
     module(torch.ones(3, E, device=device))
     assert module.positives.device.type == device.type
     assert module.positives.tolist() == [5] * E
+
+
+def assigned(**settings) -> FusedMoE:
+    """A layer made on meta, whose state came by assignment: its counters stayed there."""
+    with torch.device("meta"):
+        layer = FusedMoE(8, 4, 4, 2, **settings)
+    layer.load_state_dict(FusedMoE(8, 4, 4, 2, **settings).state_dict(), assign=True)
+    assert layer.tokens_per_expert.is_meta
+    return layer
+
+
+@pytest.mark.parametrize("mode", (torch.inference_mode, torch.no_grad))
+def test_a_counter_that_moved_outlives_its_call(mode):
+    layer, x = assigned(), torch.randn(5, 8)
+    with mode():
+        layer(x)
+    layer(x).sum().backward()
+    assert layer.tokens_per_expert.sum() == 2 * 5 * 2
+    layer = assigned()
+    parameters = dict(layer.named_parameters())
+    torch.func.grad(lambda p: torch.func.functional_call(layer, p, (x,)).sum())(parameters)
+    assert copy.deepcopy(layer).tokens_per_expert.sum() == 5 * 2
+
+
+def test_a_counter_on_meta(device):
+    """Nothing was counted: the layer moves, reports and updates all the same."""
+    assert "no tokens counted" in str(assigned().load_report())
+    assert assigned().to(device).tokens_per_expert.device.type == device.type
+    layer = assigned(load_balance_coeff=1e-3)
+    layer.update_expert_bias()
+    assert not layer.expert_bias.is_meta and not layer.tokens_per_expert.is_meta
+
+
+def test_shapes_alone_are_not_counted():
+    layer, x = FusedMoE(8, 4, 4, 2), torch.randn(5, 8)
+    layer(x)
+    state = {n: p.to("meta") for n, p in layer.state_dict().items()}
+    torch.func.functional_call(layer, state, (x.to("meta"),))
+    layer(x)
+    assert layer.tokens_per_expert.sum() == 2 * 5 * 2
