@@ -122,7 +122,10 @@ def _register_accumulate(name: str, *, fake):
 
     def rule(keyset, *args):
         if torch.is_grad_enabled() and torch._C._any_requires_grad(*args):
-            _no_backward(name)()
+            raise RuntimeError(
+                f"fused_moe: {name} cannot be differentiated: expected main_grads in a backward that is not "
+                "recorded itself, found create_graph=True, torch.func.grad, or a direct call in grad mode"
+            )
         _refuse_tangents(name, args)
         return _below_autograd(schema.op, keyset, args)
 
@@ -187,10 +190,19 @@ def _below_autograd(op, keyset, args):
                 return op(*args)
             return op.redispatch(keyset & torch._C._after_autograd_keyset, *args)
     except RuntimeError as error:
-        # What a library on the stable ABI throws arrives as RuntimeError, whatever PyTorch threw there.
-        if "fused_moe::allocation" in str(error) and "out of memory" in str(error):
-            raise torch.OutOfMemoryError(str(error)) from None
+        _raise_out_of_memory(error)
         raise
+
+
+def _raise_out_of_memory(error: RuntimeError) -> None:
+    """Raises torch.OutOfMemoryError if that is what `error` was where PyTorch threw it: what a library on the
+    stable ABI throws arrives as RuntimeError. PyTorch before 2.13 does not pass the reason on, so an error of
+    the device that came before is looked for first."""
+    if "fused_moe::allocation" not in str(error) or "out of memory" not in str(error):
+        return
+    if torch.cuda.is_initialized() and not torch.cuda.is_current_stream_capturing():
+        torch.cuda.synchronize()
+    raise torch.OutOfMemoryError(str(error)) from None
 
 
 def _autograd_rule(schema: Schema, backward, setup_context):
@@ -636,9 +648,19 @@ _register("down_dgrad", fake=_down_dgrad_fake)
 
 def route_plan(ids: Tensor, num_experts: int) -> Plan:
     """As the public function, without its checks."""
-    return Plan(*ops.route_plan.default(ids, num_experts))
+    return Plan(*_planned(ops.route_plan.default, ids, num_experts))
 
 
 def plan_from_counts(counts: Tensor, num_rows: int) -> Plan:
     """As the public function, without its checks."""
-    return Plan(*ops.count_plan.default(counts, num_rows), None, None, None)
+    return Plan(*_planned(ops.count_plan.default, counts, num_rows), None, None, None)
+
+
+def _planned(op, *args):
+    if torch.compiler.is_compiling():
+        return op(*args)
+    try:
+        return op(*args)
+    except RuntimeError as error:
+        _raise_out_of_memory(error)
+        raise
