@@ -349,11 +349,14 @@ def _check_own_memory(fn: str, i: int, main_grads, weights) -> None:
         return
     if overlaps_itself(grad):
         fail(ValueError, fn, f"main_grads[{i}] whose elements do not overlap", f"strides {grad.stride()}")
-    others = {f"main_grads[{j}]": grad for j, grad in enumerate(main_grads[:i])}
-    others |= {f"w{j + 1}": w for j, w in enumerate(weights)}
-    for other, tensor in others.items():
-        if tensor is not None and _has_memory(tensor) and share_memory(grad, tensor):
-            fail(ValueError, fn, f"main_grads[{i}] in memory of its own", f"memory shared with {other}")
+    storage = grad.untyped_storage().data_ptr()
+    for name, others in (("main_grads[{}]", main_grads[:i]), ("w{}", (None, *weights))):
+        for j, other in enumerate(others):
+            if other is None or not _has_memory(other) or other.untyped_storage().data_ptr() != storage:
+                continue
+            if share_memory(grad, other):
+                found = f"memory shared with {name.format(j)}"
+                fail(ValueError, fn, f"main_grads[{i}] in memory of its own", found)
 
 
 def check_main_grads(fn: str, main_grads, x_name: str, x: Tensor, weights: tuple, transposed: bool) -> tuple:
