@@ -42,8 +42,8 @@ def test_every_gemm(device, tier, held, dtype, name):
 
 @pytest.mark.parametrize("dtype", (F32, BF16), ids=("f32", "bf16"))
 def test_training_step(device, held, dtype):
-    """The layer with its router, plan and shared experts; its graph, too. PyTorch's bf16 GEMMs may be clusters
-    of CTAs, which start on several SMs of one GPC or not at all."""
+    """The layer with its router, plan and shared experts; its graph, too."""
+    # PyTorch's bf16 GEMMs may be clusters of CTAs, which start on several SMs of one GPC or not at all.
     num_sms = torch.cuda.get_device_properties(device).multi_processor_count
     held = min(held, num_sms - (16 if dtype == BF16 else 1))
     module = FusedMoE(256, 128, 16, 4, num_shared_experts=1, bias=True, device=device, dtype=dtype)
