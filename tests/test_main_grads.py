@@ -372,7 +372,9 @@ def test_double_backward_raises(device):
     x = inputs.pop("x").requires_grad_()
     inputs["w1"].requires_grad_()
     out = fused_experts(x, **inputs, ids=ids, main_grads=main_grads)
-    with pytest.raises(RuntimeError, match="cannot be differentiated: expected main_grads in a backward that is not"):
+    with pytest.raises(
+        RuntimeError, match="cannot be differentiated: expected main_grads in a backward that is not"
+    ):
         torch.autograd.grad(out.square().sum(), x, create_graph=True)
     assert_same_bits(named(main_grads), named(before))
 
