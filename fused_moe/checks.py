@@ -342,21 +342,24 @@ def _most(values: list):
     return max(values, key=values.count)
 
 
-def _check_own_memory(fn: str, i: int, main_grads, weights) -> None:
-    """Checks that main_grads[i] shares no memory with those before it and with the weights."""
-    grad = main_grads[i]
-    if not _has_memory(grad):
+def _check_own_memory(fn: str, main_grads, weights) -> None:
+    """Checks that no main_grad shares memory with itself, another one, or a weight."""
+    if torch.compiler.is_compiling():
         return
-    if overlaps_itself(grad):
-        fail(ValueError, fn, f"main_grads[{i}] whose elements do not overlap", f"strides {grad.stride()}")
-    storage = grad.untyped_storage().data_ptr()
-    for name, others in (("main_grads[{}]", main_grads[:i]), ("w{}", (None, *weights))):
-        for j, other in enumerate(others):
-            if other is None or not _has_memory(other) or other.untyped_storage().data_ptr() != storage:
-                continue
-            if share_memory(grad, other):
-                found = f"memory shared with {name.format(j)}"
-                fail(ValueError, fn, f"main_grads[{i}] in memory of its own", found)
+    names = ("main_grads[0]", "main_grads[1]", "main_grads[2]", "w1", "w2", "w3")
+    found = [
+        (name, x, x.untyped_storage().data_ptr())
+        for name, x in zip(names, (*main_grads, *weights), strict=True)
+        if x is not None and _has_memory(x)
+    ]
+    for i, (name, grad, storage) in enumerate(found):
+        if name[0] == "w":
+            return
+        if overlaps_itself(grad):
+            fail(ValueError, fn, f"{name} whose elements do not overlap", f"strides {grad.stride()}")
+        for other_name, other, other_storage in found[i + 1 :]:
+            if storage == other_storage and share_memory(grad, other):
+                fail(ValueError, fn, f"{name} in memory of its own", f"memory shared with {other_name}")
 
 
 def check_main_grads(fn: str, main_grads, x_name: str, x: Tensor, weights: tuple, transposed: bool) -> tuple:
@@ -383,11 +386,11 @@ def check_main_grads(fn: str, main_grads, x_name: str, x: Tensor, weights: tuple
         check_device(fn, name, grad, x_name, x)
         if grad.requires_grad:
             fail(ValueError, fn, f"{name} that requires no gradient itself", "requires_grad=True")
-        _check_own_memory(fn, i, main_grads, weights)
         if grad.dim() == 4:
             if grad.size(1) > 1 and grad.stride(1) != 2 * grad.stride(2):
                 fail(ValueError, fn, f"{name} that can be viewed as (E, 2F, D)", f"strides {grad.stride()}")
             grad = grad.flatten(1, 2)
         views[i] = grad.mT if transposed else grad
+    _check_own_memory(fn, main_grads, weights)
     w1, w2, w3 = views
     return () if w1 is None and w3 is None else (w1, w3), () if w2 is None else (w2,)

@@ -8,6 +8,8 @@ from torch import Tensor
 def overlaps_itself(x: Tensor) -> bool:
     """Whether two indices of x may lead to one element. Some strides that no view, slice or transpose of a
     dense tensor has are taken for overlapping although they are not."""
+    if x.is_contiguous():
+        return False
     span = 0
     for stride, size in sorted(zip(x.stride(), x.shape, strict=True)):
         if size > 1 and stride <= span:
@@ -20,6 +22,9 @@ def share_memory(x: Tensor, y: Tensor) -> bool:
     """Whether an element of x and one of y have a byte in common."""
     if x.untyped_storage().data_ptr() != y.untyped_storage().data_ptr() or not x.numel() or not y.numel():
         return False
+    if x.is_contiguous() and y.is_contiguous():
+        first, other = x.data_ptr(), y.data_ptr()
+        return first < other + y.nbytes and other < first + x.nbytes
     # The distance in bytes of x[i] from y[j] is a sum of i and -j times their strides.
     distance = x.storage_offset() * x.itemsize - y.storage_offset() * y.itemsize
     terms = [(s * x.itemsize, 0, n - 1) for s, n in zip(x.stride(), x.shape, strict=True)]

@@ -630,9 +630,9 @@ def own_and_shared():
     return {
         "halves of one buffer": (w1, w2, w3, (packed[:, :3], None, packed[:, 3:]), None),
         "rows in turn": (w1, w2, w3, (packed[:, ::2], None, packed[:, 1::2]), None),
-        "one for two": (w1, w2, w3, (new, None, new), r"main_grads\[2\] in .* shared with main_grads\[0\]"),
-        "shifted": (w1, w2, w3, (shifted[0], None, shifted[1]), r"shared with main_grads\[0\]"),
-        "transposed": (w1, w2, w3, (new, new.view(2, 4, 3), None), r"shared with main_grads\[0\]"),
+        "one for two": (w1, w2, w3, (new, None, new), r"main_grads\[0\] in .* shared with main_grads\[2\]"),
+        "shifted": (w1, w2, w3, (shifted[0], None, shifted[1]), r"shared with main_grads\[2\]"),
+        "transposed": (w1, w2, w3, (new, new.view(2, 4, 3), None), r"shared with main_grads\[1\]"),
         "its weight": (w1, w2, w3, (w1, None, None), r"main_grads\[0\] in .* shared with w1"),
         "another weight": (w1, w2, w3, (w3, None, None), "shared with w3"),
         "itself": (w1, w2, w3, (rows.as_strided((2, 3, 4), (3, 4, 1)), None, None), "do not overlap"),
