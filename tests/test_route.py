@@ -315,3 +315,14 @@ def test_double_backward_raises(device):
     (dlogits,) = torch.autograd.grad(scores.square().sum(), logits, create_graph=True)
     with pytest.raises(RuntimeError, match="double backward is not supported"):
         dlogits.sum().backward()
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=("f32", "bf16"))
+def test_ties_of_groups(device, dtype):
+    """Sums of two scores are rounded to float32, as the scores are: sigmoid(0.5) + sigmoid(-0.5) ties with
+    2 sigmoid(0), and the lower group is chosen."""
+    logits = torch.tensor([[0, 0, -1, 9, 9, 9, -0.5, 0.5, -1]]).to(device, dtype)
+    groups = {"num_expert_groups": 3, "num_limited_groups": 2}
+    for function in (route, reference.route):
+        _, ids = function(logits, 5, score_func="sigmoid", **groups)
+        assert ids.tolist() == [[3, 4, 5, 0, 1]]

@@ -1,7 +1,8 @@
 /* route: scores of every expert, fused with the choice of the K best; and its gradient.
  *
  * A row of E <= 1024 logits fits a thread's scratch. Scores are computed in double and rounded once to
- * float, and the choice is made on the rounded ones, as the contract says (float64 logits stay double).
+ * float, as are the groups' sums, and the choice is made on the rounded ones, as the contract says (float64
+ * logits stay double).
  * Without bias and groups the choice is made on the logits: it cannot depend on how exp rounds. */
 #include "cpu.h"
 
@@ -47,13 +48,14 @@ static void insert(int32_t *best, int32_t *n, int32_t k, const double *value, in
 }
 
 /* Marks the experts of the best groups; a group is worth its two best experts. */
-static void keep_groups(const FusedMoeRoute *p, const double *choice, double *worth, int32_t *best,
-                        bool *kept) {
+static void keep_groups(const FusedMoeRoute *p, const FmRows *v, const double *choice, double *worth,
+                        int32_t *best, bool *kept) {
     int32_t size = p->E / p->num_groups, num_best = 0;
     for (int32_t g = 0; g < p->num_groups; g++) {
         int32_t two[2], n = 0;
         for (int32_t i = 0; i < size; i++) insert(two, &n, 2, choice + g * size, i);
         worth[g] = choice[g * size + two[0]] + (n > 1 ? choice[g * size + two[1]] : 0);
+        if (v->accum_bytes == sizeof(float)) worth[g] = (float)worth[g];
         insert(best, &num_best, p->num_limited_groups, worth, g);
     }
     for (int32_t e = 0; e < p->E; e++) kept[e] = false;
@@ -84,7 +86,7 @@ static int route_block(int64_t block, const void *ctx, char *scratch) {
             choice[e] += p->bias[e];
             if (v->accum_bytes == sizeof(float)) choice[e] = (float)choice[e];
         }
-        if (limited) keep_groups(p, choice, worth, groups, kept);
+        if (limited) keep_groups(p, v, choice, worth, groups, kept);
 
         int32_t *ids = p->ids + t * p->K, n = 0;
         for (int32_t e = 0; e < p->E; e++)
