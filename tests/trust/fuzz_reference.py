@@ -233,9 +233,12 @@ def check_choice(logits, ids, *, score_func, bias, groups, kept) -> None:
         values = values if bias is None else values + bias.double()
     if groups:
         grouped = values.unflatten(-1, (groups, -1))
-        best = grouped.sort(-1, descending=True).values[..., :2].sum(-1)
+        pairs = grouped.sort(-1, descending=True).values[..., :2]
+        best = pairs.sum(-1)
         chosen = best.sort(dim=-1, descending=True, stable=True)
-        unclear |= _close(chosen.values, kept)
+        pairs = pairs.gather(1, chosen.indices.unsqueeze(-1).expand(pairs.shape))
+        # sums of other terms may be equal here and not in float32
+        unclear |= _close(chosen.values, kept, (pairs[:, :-1] != pairs[:, 1:]).any(-1))
         is_kept = torch.zeros_like(best, dtype=torch.bool).scatter_(-1, chosen.indices[:, :kept], True)
         values = grouped.masked_fill(~is_kept.unsqueeze(-1), -math.inf).flatten(1)
     order = values.sort(dim=-1, descending=True, stable=True)
@@ -245,11 +248,12 @@ def check_choice(logits, ids, *, score_func, bias, groups, kept) -> None:
     assert not wrong.any(), f"ids of token {int(wrong.nonzero()[0])}"
 
 
-def _close(values, k: int):
-    """Which rows of descending values have two that hardly differ among the k first and their equals."""
+def _close(values, k: int, may_differ=False):
+    """Which rows of descending values have two that hardly differ among the k first and their equals. Equal
+    ones differ where `may_differ`."""
     gaps = (values[:, :-1] - values[:, 1:]).nan_to_num(posinf=1.0)
     counts = values[:, :-1] >= values[:, k - 1 : k] - NEAR
-    return ((gaps > 0) & (gaps < NEAR) & counts).any(-1)
+    return (((gaps > 0) | may_differ) & (gaps < NEAR) & counts).any(-1)
 
 
 def losses_of(logits, ids, arithmetic: Arithmetic):

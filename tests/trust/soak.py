@@ -142,8 +142,10 @@ class Trainee:
         return {"loss": loss, **kept}
 
     def forget(self) -> None:
-        """Gradients, also those of a step that was cut short."""
+        """Gradients and token counts, also those of a step that was cut short."""
         self.optimizer.zero_grad(set_to_none=True)
+        for layer in self.model.layers:
+            layer.tokens_per_expert.zero_()
         for weight, main_grad in zip(self.weights, self.main_grads, strict=True):
             if hasattr(weight, "main_grad"):
                 main_grad.zero_()
@@ -288,7 +290,7 @@ class Soak:
         trainee = self.choice.choice(self.trainees)
         num_sms = torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
         # PyTorch's bf16 GEMMs may be clusters of CTAs, which start on several SMs of one GPC or not at all
-        most = num_sms - (16 if trainee.dtype == torch.bfloat16 else 1)
+        most = num_sms // 2 if trainee.dtype == torch.bfloat16 else num_sms - 1
         held = self.choice.choice((1, num_sms // 2, most))
         self.allow()
         with trainee.current():
