@@ -439,7 +439,7 @@ def forgetful(device, coefficient=1e-3, **options):
 @pytest.fixture
 def no_warning():
     with warnings.catch_warnings():
-        warnings.simplefilter("error")
+        warnings.simplefilter("error", UserWarning)
         yield
 
 
