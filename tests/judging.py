@@ -28,7 +28,7 @@ F32 = torch.float32
 LOOSE, STRICT = 4.0, 0.01
 ROWS, SMALL = 5.0, 4.0
 ZERO = 1e-13  # what is left of zero by cancellation, as the gradient of a single renormalised score
-ZERO_ROW = 32 * torch.finfo(F32).eps  # the same of a row of signals of order one, in float32
+ZERO_ROW = 8 * torch.finfo(F32).eps  # the same of a row of signals of order one, in float32
 
 
 def forward_backward(fn, inputs: dict, dout: torch.Tensor, **fixed) -> dict:
