@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo
 
 from . import ops as _ops
 from .checks import (
@@ -215,6 +216,11 @@ def _experts(
     return _ops.run(ops.experts_down.default, *down, *settings, *main_down)
 
 
+# Where an operator writes a view of an input, inductor added the input's storage offset twice: seen in 2.11.
+WRITES_BESIDE_VIEWS = torch.__version__ < (2, 13)
+_uncompiled_experts = _disable_dynamo(_experts)
+
+
 def fused_experts(
     x: Tensor,
     w1: Tensor,
@@ -261,7 +267,7 @@ def fused_experts(
             the weight's .grad stays None. x may have any dtype except float64. A backward that is itself
             recorded (create_graph=True, torch.func.grad) raises. Under torch.compile each forward's backward
             must run before the next forward; otherwise autograd raises, because a main_grad was modified in
-            place.
+            place. Before PyTorch 2.13 main_grads are not compiled: fullgraph=True raises.
 
     Returns:
         (T, D) in x's dtype (autocast's under autocast), differentiable in x, weights, biases, scores.
@@ -282,7 +288,8 @@ def fused_experts(
     else:
         check_plan_of_ids(fn, plan, ids, w2.size(0))
     scores = scores.to(_ops.score_dtype(x))
-    return _experts(
+    experts = _uncompiled_experts if WRITES_BESIDE_VIEWS and any(main_grads) else _experts
+    return experts(
         x, w1, w2, w3, b1, b2, b3, scores, plan, code, activation, alpha, limit, score_on, main_grads
     )
 
@@ -328,6 +335,7 @@ def grouped_mlp(
     check_device(fn, "counts", counts, "x_rows", x_rows)
     check_counts(fn, counts, x_rows.size(0))
     plan = _ops.plan_from_counts(counts, x_rows.size(0))
-    return _experts(
+    experts = _uncompiled_experts if WRITES_BESIDE_VIEWS and any(main_grads) else _experts
+    return experts(
         x_rows, w1, w2, w3, b1, b2, b3, None, plan, code, activation, alpha, limit, "output", main_grads
     )

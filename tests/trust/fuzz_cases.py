@@ -12,6 +12,8 @@ from dataclasses import dataclass, fields, replace
 import torch
 from cases import ACTIVATIONS, BF16, F16, F32, F64, LAYOUTS, ROUTINGS
 
+from fused_moe.function import WRITES_BESIDE_VIEWS
+
 FUNCTIONS = {  # and how often each is drawn
     "fused_experts": 10,
     "grouped_mlp": 4,
@@ -125,6 +127,7 @@ def is_legal(case: FuzzCase) -> bool:
         and (not case.main_grads or (case.dtype != F64 and on_experts and set(case.main_grads) <= set(names)))
         and (case.autocast is None or case.dtype == case.autocast)
         and not (case.graph and case.mode != "eager")
+        and not (WRITES_BESIDE_VIEWS and case.mode != "eager" and case.main_grads)
         and not (case.losses and (not case.tokens or case.dtype == F64))  # losses are float32
         and not (case.shared_gate and not case.shared)
     )
