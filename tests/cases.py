@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
@@ -93,6 +94,30 @@ def swapped(t: torch.Tensor) -> torch.Tensor:
 FORMS = {"contiguous": lambda t: t, "strided": strided, "misaligned": misaligned, "swapped": swapped}
 
 
+def weight_shapes(layout: str, E: int, D: int, F: int, bias: bool) -> dict:
+    """{weight or bias: its shape in a layout, before it is transposed; None where there is none}."""
+    stored, gated, pairs, _ = LAYOUTS[layout]
+    packed = stored != "separate"
+    return {
+        "w1": (E, F, 2, D) if pairs else (E, 2 * F if packed else F, D),
+        "w2": (E, D, F),
+        "w3": (E, F, D) if gated and not packed else None,
+        "b1": (E, 2 * F if packed else F) if bias else None,
+        "b2": (E, D) if bias else None,
+        "b3": (E, F) if bias and gated and not packed else None,
+    }
+
+
+@contextmanager
+def poisoned():
+    """Fresh memory, outputs and workspaces, holds NaN or the largest integer."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
 @dataclass(frozen=True)
 class Case:
     """One call of the experts."""
@@ -126,17 +151,9 @@ class Case:
 
     def weights(self, device) -> dict:
         """w1, w2, w3, b1, b2, b3 as the layout stores them, None where it has none."""
-        layout, gated, pairs, transposed = LAYOUTS[self.layout]
+        transposed = LAYOUTS[self.layout][3]
         E, D, F = self.num_experts, self.dim, self.hidden
-        packed = layout != "separate"
-        shapes = {
-            "w1": (E, F, 2, D) if pairs else (E, 2 * F if packed else F, D),
-            "w2": (E, D, F),
-            "w3": (E, F, D) if gated and not packed else None,
-            "b1": (E, 2 * F if packed else F) if self.bias else None,
-            "b2": (E, D) if self.bias else None,
-            "b3": (E, F) if self.bias and gated and not packed else None,
-        }
+        shapes = weight_shapes(self.layout, E, D, F, self.bias)
         made = {}
         for name, shape in shapes.items():
             if shape is None:

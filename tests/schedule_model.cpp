@@ -53,7 +53,7 @@ struct Call { /* of one CTA; with real atomics there is none */
 static thread_local Call *call = nullptr;
 static thread_local std::minstd_rand chance; /* with real atomics */
 
-/* One step of the call under way. */
+/* One step of the current call. */
 template <typename Step>
 static uint32_t take(Step step) {
     if (!call) {
@@ -131,7 +131,7 @@ struct Cta { /* between two steps */
     Stage stage = STARTING;
     uint8_t next = 0;
     bool may_own = false;
-    Read read; /* by the call under way */
+    Read read; /* by the current call */
 };
 
 struct State {

@@ -43,7 +43,7 @@ DEFECTS = {
         "for (uint32_t cta = lane + 1;",
         "a counter is not zero again",
     ),
-    "nobody steals": ("victim < s->ctas;)", "victim < 0;)", "a CTA exits while a tile is unclaimed"),
+    "no work stealing": ("victim < s->ctas;)", "victim < 0;)", "a CTA exits while a tile is unclaimed"),
     "a thief sees a tile more than there is": (
         "claimed < assigned ? assigned - claimed : 0",
         "assigned + 1 - (claimed < assigned ? claimed : assigned)",

@@ -1,10 +1,8 @@
 """What the CUDA tests share: row counts, operands, calls of all GEMMs, captured graphs."""
 
-from contextlib import contextmanager
-
 import pytest
 import torch
-from cases import BF16, F16, F32, F64, LAYOUTS, Case
+from cases import BF16, F16, F32, F64, LAYOUTS, Case, poisoned  # noqa: F401 - tests take it from here
 
 import fused_moe
 from fused_moe import ops as codes
@@ -30,16 +28,6 @@ COUNTS = {
 }
 OTHER_COUNTS = pytest.mark.parametrize("name", [name for name in COUNTS if name != "boundaries"])
 UNPAIRED_LAYOUTS = [name for name in LAYOUTS if name != "pairs"]
-
-
-@contextmanager
-def poisoned():
-    """Fresh memory, outputs and workspaces, holds NaN or the largest integer."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(False)
 
 
 def calls_during(name: str, run) -> tuple[int, int, str]:
@@ -173,3 +161,16 @@ def every_gemm(dtype, device, dim=400, hidden=520, experts=32, tokens=4096, top_
 
 
 ROWS = {"h", "a", "out", "dh", "a_scaled", "dx_rows"}  # results of every_gemm that have rows past the last
+
+
+def training_step(module, x, dout):
+    """A function that runs a module forward and backward: its output and every gradient."""
+    parameters = dict(module.named_parameters())
+
+    def step() -> dict:
+        leaf = x.detach().requires_grad_()
+        out = module(leaf)
+        grads = torch.autograd.grad(out, [leaf, *parameters.values()], dout)
+        return {"out": out.detach(), **dict(zip(["dx", *parameters], grads, strict=True))}
+
+    return step

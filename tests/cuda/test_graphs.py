@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from cases import BF16, F32, ROUTINGS, Case, assert_same_bits, forward_backward
-from gpu_cases import FAST_DTYPES, HALF_DTYPES, ROWS, capture, copies, every_gemm
+from gpu_cases import FAST_DTYPES, HALF_DTYPES, ROWS, capture, copies, every_gemm, training_step
 
 from fused_moe import FusedMoE, fused_experts, grouped_mlp
 
@@ -48,14 +48,7 @@ def test_graph_of_the_layer(device, dtype):
         load_balance_coeff=1e-3, bias=True, device=device, dtype=dtype,
     )  # fmt: skip
     x, dout = (torch.randn(150, 64, device=device).to(dtype) for _ in range(2))
-    parameters = dict(module.named_parameters())
-
-    def step() -> dict:
-        leaf = x.detach().requires_grad_()
-        out = module(leaf)
-        grads = torch.autograd.grad(out, [leaf, *parameters.values()], dout)
-        return {"out": out.detach(), **dict(zip(["dx", *parameters], grads, strict=True))}
-
+    step = training_step(module, x, dout)
     graph, recorded = capture(step)
     for favourite in (None, 3, 7):
         x.copy_(torch.randn(150, 64, device=device))

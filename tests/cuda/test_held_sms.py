@@ -4,7 +4,7 @@ each SM of the device, and none of their CTAs may wait for one that has not star
 import pytest
 import torch
 from cases import BF16, F16, F32, assert_same_bits
-from gpu_cases import capture, copies, every_gemm
+from gpu_cases import capture, copies, every_gemm, training_step
 from trust import held_sms
 
 from fused_moe import FusedMoE
@@ -48,14 +48,7 @@ def test_training_step(device, held, dtype):
     held = min(held, num_sms // 2 if dtype == BF16 else num_sms - 1)
     module = FusedMoE(256, 128, 16, 4, num_shared_experts=1, bias=True, device=device, dtype=dtype)
     x, dout = (torch.randn(2000, 256, device=device).to(dtype) for _ in range(2))
-    parameters = dict(module.named_parameters())
-
-    def step() -> dict:
-        leaf = x.detach().requires_grad_()
-        out = module(leaf)
-        grads = torch.autograd.grad(out, [leaf, *parameters.values()], dout)
-        return {"out": out.detach(), **dict(zip(["dx", *parameters], grads, strict=True))}
-
+    step = training_step(module, x, dout)
     expected = step()
     check(step, held, expected)
     graph, recorded = capture(step)

@@ -7,7 +7,7 @@ from contextlib import ExitStack, contextmanager
 
 import fuzz_reference as plain
 import torch
-from cases import F32, F64, LAYOUTS, LOOSE, assert_as_good, make_ids, score_dtype
+from cases import F32, F64, LAYOUTS, LOOSE, assert_as_good, make_ids, poisoned, score_dtype, weight_shapes
 from fuzz_cases import FuzzCase
 from judging import unit_of
 
@@ -185,8 +185,8 @@ class Experts(Problem):
 
     def build(self):
         c, grouped = self.case, self.is_grouped
-        layout, gated, pairs, transposed = LAYOUTS[c.layout]
-        E, D, F, packed = c.num_experts, c.dim, c.hidden, layout != "separate"
+        layout, transposed = LAYOUTS[c.layout][0], LAYOUTS[c.layout][3]
+        E, D, F = c.num_experts, c.dim, c.hidden
         if grouped:
             counts = self.group_rows()
             self.fixed["counts"] = torch.tensor(counts, dtype=c.integers)
@@ -197,14 +197,7 @@ class Experts(Problem):
         self.inputs[self.x_name] = (
             self.grouped_rows("x_rows", D) if grouped else self.expanded("x", self.draw(c.tokens, D))
         )
-        shapes = {
-            "w1": (E, F, 2, D) if pairs else (E, 2 * F if packed else F, D),
-            "w2": (E, D, F),
-            "w3": (E, F, D) if gated and not packed else None,
-            "b1": (E, 2 * F if packed else F) if c.bias else None,
-            "b2": (E, D) if c.bias else None,
-            "b3": (E, F) if c.bias and gated and not packed else None,
-        }
+        shapes = weight_shapes(c.layout, E, D, F, c.bias)
         for name, shape in shapes.items():
             if shape is None:
                 self.fixed[name] = None
@@ -547,16 +540,6 @@ def check(case: FuzzCase, device="cpu") -> None:
         problem.notice(found)
         if case.planted:
             check_planted(problem, found, device)
-
-
-@contextmanager
-def poisoned():
-    """New memory holds NaN or the largest integer."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(False)
 
 
 @contextmanager
