@@ -13,6 +13,7 @@ import fused_moe
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "trust"))
 import fuzz  # noqa: E402
+import fuzz_cases  # noqa: E402
 from fuzz_cases import FUNCTIONS, FuzzCase, Shares, draw, is_legal  # noqa: E402
 from fuzz_checks import check  # noqa: E402
 
@@ -46,6 +47,17 @@ def test_a_case_is_its_seed_and_index(cpu):
         assert is_legal(case)
         assert repr(eval(repr(case))) == repr(case)
     assert {case.mode for case in cases} >= {"eager", "aot_eager"}
+
+
+@pytest.mark.parametrize("beside", [False, True])
+def test_compiled_cases_are_legal(monkeypatch, beside):
+    """Whether this PyTorch compiles main_grads or not."""
+    monkeypatch.setattr(fuzz_cases, "WRITES_BESIDE_VIEWS", beside)
+    cases = [draw(4, i, Shares(9000, 1000)) for i in range(500)]
+    assert all(is_legal(case) for case in cases)
+    compiled = [case for case in cases if case.mode != "eager"]
+    assert len(compiled) > 400
+    assert any(case.main_grads for case in compiled) != beside
 
 
 # --- faults: each is a wrong fused_experts --------------------------------------------------------

@@ -188,7 +188,8 @@ def draw(seed: int, index: int, shares: Shares = Shares()) -> FuzzCase:  # noqa:
     in_ten_thousand = rng.random() * 10_000
     if in_ten_thousand < shares.aot_eager + shares.inductor:
         mode = "aot_eager" if in_ten_thousand < shares.aot_eager else "inductor"
-        case = replace(case, mode=mode, graph=False)
+        if is_legal(compiled := replace(case, mode=mode, graph=False)):
+            case = compiled
     assert is_legal(case), case
     return case
 
