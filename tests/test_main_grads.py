@@ -230,15 +230,13 @@ def test_wgrad_accumulate(device, dtype, widths, form, gathered):
 def test_sums_are_added_once(device, dtype):
     """A sum over many rows is rounded to the size of a large main gradient once, not block by block."""
     a, b, ends, counts = wgrad_operands(device, dtype, 9000, 64, 64, 2)
-    dw = 3000 * torch.randn(2, 64, 64, device=device)
+    dw = 30_000 * torch.randn(2, 64, 64, device=device)
     exact, eager = dw.double(), dw.clone()
     exact[0] += a.double().T @ b.double()
     eager[0] += (a.double().T @ b.double()).float()
     ops.wgrad_accumulate(a, b, ends, dw)
     assert counts == [9000, 0]
-    slack = (
-        0.01 if device.type == "cpu" else 1
-    )  # the rounding of a GPU's accumulation of 9000 rows shows, too
+    slack = 0.01 if device.type == "cpu" else 0.5  # tensor cores cut what they add up: 1e-3 of 9000 rows
     assert_as_good({"dw": dw}, {"dw": eager}, {"dw": exact}, slack=slack)
 
 
