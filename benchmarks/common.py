@@ -32,7 +32,11 @@ ERROR_BOUNDS = {"fp32": 1e-5, "fp16": 2e-3, "bf16": 1e-2}
 MIB = 2**20
 DEFAULT_SCHEDULE = "default"  # in records; FUSED_MOE_SCHEDULE is not set
 
-KEY = ("bench", "shape", "routing", "tier", "schedule", "dtype", "what")
+# How a layer is timed: one call at a time, or several queued behind a long kernel, as in a step of many
+# layers: then a GPU is never idle while the host prepares a launch. Records without a mode are eager.
+MODES = {"eager": {"lead": 500_000, "calls": 1}, "queued": {"lead": 40_000_000, "calls": 6}}
+
+KEY = ("bench", "shape", "routing", "tier", "schedule", "mode", "dtype", "what")
 FIELDS = (
     *KEY,
     "time_us",
@@ -170,7 +174,7 @@ class CpuClock:
 
 
 class CudaClock:
-    """Seconds between two events around a call, with a cold L2 cache.
+    """Seconds per call between two events around `calls` of them; the first has a cold L2 cache.
 
     In a training step kernels are queued long before the GPU runs them. `lead` delays the GPU by so many
     cycles to the same effect; without it the time of a short kernel includes its launch.
@@ -178,8 +182,8 @@ class CudaClock:
 
     warm_up = 3
 
-    def __init__(self, lead: int = 0):
-        self.lead = lead
+    def __init__(self, lead: int = 0, calls: int = 1):
+        self.lead, self.calls = lead, calls
         self.flush = torch.empty(256 * MIB, dtype=torch.int8, device="cuda")
 
     def __call__(self, run: Callable) -> float:
@@ -188,14 +192,15 @@ class CudaClock:
         if self.lead:
             torch.cuda._sleep(self.lead)
         begin.record()
-        run()
+        for _ in range(self.calls):
+            run()
         end.record()
         end.synchronize()
-        return begin.elapsed_time(end) / 1e3
+        return begin.elapsed_time(end) / 1e3 / self.calls
 
 
-def clock(device: str, lead: int = 500_000) -> CpuClock | CudaClock:
-    return CudaClock(lead) if device == "cuda" else CpuClock()
+def clock(device: str, lead: int = 500_000, calls: int = 1) -> CpuClock | CudaClock:
+    return CudaClock(lead, calls) if device == "cuda" else CpuClock()
 
 
 def times(clock: CpuClock | CudaClock, runs: dict[str, Callable], repeats: int) -> dict[str, float]:
@@ -262,7 +267,8 @@ class Error:
 
 
 def record(options: argparse.Namespace, **measured) -> dict:
-    used = {"tier": options.tier, "schedule": os.environ.get("FUSED_MOE_SCHEDULE") or DEFAULT_SCHEDULE}
+    schedule = os.environ.get("FUSED_MOE_SCHEDULE") or DEFAULT_SCHEDULE
+    used = {"tier": options.tier, "schedule": schedule, "mode": "eager"}
     return dict.fromkeys(FIELDS) | used | measured | machine(options.device)
 
 
@@ -306,7 +312,8 @@ def _commit() -> str:
 
 def merge(old: Iterable[dict], new: Iterable[dict]) -> list[dict]:
     """Both lists. A new record replaces the old one with the same KEY."""
-    by_key = {tuple(({"schedule": DEFAULT_SCHEDULE} | r)[name] for name in KEY): r for r in (*old, *new)}
+    usual = {"schedule": DEFAULT_SCHEDULE, "mode": "eager"}
+    by_key = {tuple((usual | r)[name] for name in KEY): r for r in (*old, *new)}
     return list(by_key.values())
 
 

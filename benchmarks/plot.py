@@ -1,10 +1,11 @@
-"""Draws records: roofline.png, ratios.png and, for records of bench_torchtitan.py, losses.png.
+"""Draws records: roofline.png, ratios.png, speedups.png and, for records of bench_torchtitan.py, losses.png.
 
 python benchmarks/plot.py benchmarks/results/*.json -o pictures
 
-The first shows the rate over arithmetic intensity, the second bars for every shape, the third loss curves.
-Each machine gets a panel. The roofline's ceilings are measured, too: the fastest dense GEMM of the records,
-and the large copy of bench_kernels.py if there is one.
+The first shows the rate over arithmetic intensity, the second bars for every shape, the third how much faster
+a layer is than PyTorch's own kernels, the fourth loss curves. Each machine gets a panel. The roofline's
+ceilings are measured, too: the fastest dense GEMM of the records, and the large copy of bench_kernels.py if
+there is one.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import statistics
 from pathlib import Path
 
 import matplotlib
+from common import layer_sizes
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402
@@ -62,8 +64,8 @@ def roofline(records: list[dict], path: Path) -> None:
         if copies:
             slope = [low * (ridge / low) ** (i / 50) for i in range(51)]
             axes.plot(slope, [x * max(copies) for x in slope], "k--", linewidth=1)
-            spot = {"xytext": (8, -4), "textcoords": "offset points", "va": "top", "fontsize": 8}
-            axes.annotate(f"copy: {max(copies):.3g} TB/s", (slope[25], slope[25] * max(copies)), **spot)
+            spot = {"xytext": (-8, 0), "textcoords": "offset points", "ha": "right", "fontsize": 8}
+            axes.annotate(f"copy: {max(copies):.3g} TB/s", (slope[40], slope[40] * max(copies)), **spot)
         for i, ((bench, what, dtype), rs) in enumerate(split(points, "bench", "what", "dtype").items()):
             xs, ys = [r["intensity"] for r in rs], [r["tflops"] for r in rs]
             marker = MARKERS[i % len(MARKERS)]
@@ -87,7 +89,7 @@ def ratios(records: list[dict], path: Path) -> None:
         print(f"{path} is not drawn: no record has a ratio")
         return
     rows = (len(panels) + 1) // 2
-    figure, grid = plt.subplots(rows, 2, figsize=(14, 3.6 * rows), squeeze=False)
+    figure, grid = plt.subplots(rows, 2, figsize=(15, 3.8 * rows), squeeze=False)
     for axes in grid.flat[len(panels) :]:
         axes.remove()
     for axes, group in zip(grid.flat, panels, strict=False):
@@ -99,9 +101,13 @@ def ratios(records: list[dict], path: Path) -> None:
             xs = [x + (i - (len(names) - 1) / 2) * width for x in range(len(group))]
             heights = [r[name] or 0 for r in group]
             bars = axes.bar(xs, heights, width, label=RATIOS[name], color=COLOURS[name])
-            axes.bar_label(bars, [f"{h:.2f}" if h else "" for h in heights], fontsize=6)
-        axes.axhline(1, color="black", linewidth=0.8)
-        axes.set_xticks(range(len(group)), [label(r) for r in group], fontsize=7, rotation=20, ha="right")
+            paper = {"facecolor": "white", "edgecolor": "none", "pad": 0.4}
+            axes.bar_label(
+                bars, [f"{h:.2f}" if h else "" for h in heights], fontsize=6, padding=1, bbox=paper
+            )
+        axes.axhline(1, color="black", linewidth=0.8, zorder=0)
+        axes.set_xticks(range(len(group)), [label(r) for r in group], fontsize=7)
+        plt.setp(axes.get_xticklabels(), rotation=30, ha="right", rotation_mode="anchor")
         axes.margins(y=0.3)  # room for the legend
         first = group[0]
         title = f"{first['bench']} {first['what']} {first['dtype']}, {machine(first)}"
@@ -109,6 +115,34 @@ def ratios(records: list[dict], path: Path) -> None:
         axes.set_ylabel("higher is better", fontsize=8)
         axes.legend(fontsize=7, ncols=3, loc="upper right")
     save(figure, path)
+
+
+def speedups(records: list[dict], path: Path) -> None:
+    """Bars of layers, the largest speed-up first: forward and backward over torch._grouped_mm."""
+    compared = [r for r in records if r["bench"] == "layer" and r["torch_ratio"]]
+    groups = split([r for r in compared if r["what"] == "forward_backward"], "gpu", "tier").values()
+    if not groups:
+        print(f"{path} is not drawn: no layer was compared with PyTorch")
+        return
+    figure, panels = plt.subplots(len(groups), 1, figsize=(8, 3.4 * len(groups)), squeeze=False)
+    for axes, group in zip(panels[:, 0], groups, strict=True):
+        group = sorted(group, key=lambda r: r["torch_ratio"])
+        names = [f"{r['shape']} ({sizes_in_words(r['shape'])})" for r in group]
+        bars = axes.barh(names, [r["torch_ratio"] for r in group], color="tab:blue")
+        axes.bar_label(bars, [f"{r['torch_ratio']:.2f}x" for r in group], padding=3, fontsize=9)
+        axes.axvline(1, color="black", linewidth=0.8)
+        axes.margins(x=0.1)
+        axes.tick_params(axis="y", labelsize=8)
+        axes.spines[["top", "right"]].set_visible(False)
+        first = group[0]
+        axes.set_title(f"A layer's forward and backward on {machine(first)}, {first['dtype']}", fontsize=11)
+        axes.set_xlabel("speed relative to the same layer on torch._grouped_mm (1 = as fast)")
+    save(figure, path)
+
+
+def sizes_in_words(shape: str) -> str:
+    sizes = layer_sizes(shape)
+    return f"{sizes.num_experts} experts, top-{sizes.top_k}"
 
 
 def losses(records: list[dict], path: Path) -> None:
@@ -141,8 +175,8 @@ def losses(records: list[dict], path: Path) -> None:
 
 
 def label(r: dict) -> str:
-    routing = "" if r["routing"] == "random" else f"\n{r['routing']}"
-    tier = "" if r["tier"] in ("cpu", "hopper") else f"\n{r['tier']}"
+    routing = "" if r["routing"] == "random" else f" {r['routing']}"
+    tier = "" if r["tier"] in ("cpu", "hopper") else f" {r['tier']}"
     schedule = "" if r.get("schedule") in (None, "default") else f"\n{r['schedule']}"
     return r["shape"] + routing + tier + schedule
 
@@ -161,6 +195,7 @@ def main(argv: list[str] | None = None) -> None:
     records = [r for part in found if isinstance(part, list) for r in part]  # logs of train_lm.py are skipped
     roofline(records, options.output / "roofline.png")
     ratios(records, options.output / "ratios.png")
+    speedups(records, options.output / "speedups.png")
     if any(r.get("losses") for r in records):
         losses(records, options.output / "losses.png")
 

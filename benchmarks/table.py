@@ -1,7 +1,7 @@
-"""Prints records as Markdown tables, one per machine and benchmark, or updates the README with them.
+"""Prints records as Markdown tables, one per machine and benchmark, or updates a page with them.
 
 python benchmarks/table.py benchmarks/results/*.json
-python benchmarks/table.py benchmarks/results/layer_*.json --readme README.md [--check]
+python benchmarks/table.py benchmarks/results/layer_*.json --page docs/performance.md [--check]
 python benchmarks/table.py --gains benchmarks/results/gemm_h200.json
 """
 
@@ -16,6 +16,8 @@ from pathlib import Path
 from common import DEFAULT_SCHEDULE, SHAPES, layer_sizes, schedule_of
 from tabulate import tabulate
 
+SAID_ONCE = ("tier", "mode", "dtype")  # a caption has what all records of a table share
+USUAL = {"tier": "cpu", "mode": "eager", "dtype": ""}
 BEGIN, END = "<!-- performance: begin -->", "<!-- performance: end -->"
 
 
@@ -23,13 +25,11 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     flags = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     flags.add_argument("files", nargs="+", type=Path, help="records that the programs wrote with --json")
     flags.add_argument("--gains", action="store_true", help="compare schedules with the default one")
-    flags.add_argument("--readme", type=Path, help="replace the text between its two markers")
-    flags.add_argument(
-        "--check", action="store_true", help="write nothing; fail if the README is out of date"
-    )
+    flags.add_argument("--page", type=Path, help="replace the text between its two markers")
+    flags.add_argument("--check", action="store_true", help="write nothing; fail if the page is out of date")
     options = flags.parse_args(argv)
-    if options.check and not options.readme:
-        flags.error("--check needs --readme")
+    if options.check and not options.page:
+        flags.error("--check needs --page")
     return options
 
 
@@ -54,6 +54,10 @@ def caption(records: list[dict]) -> str:
         text = f"{first['threads']} threads on {cpu}, PyTorch {first['torch']}"
     else:
         text = f"{first['gpu']}, PyTorch {first['torch']}, CUDA {first['cuda']}"
+    for name in SAID_ONCE:
+        values = {r.get(name) or USUAL[name] for r in records}
+        if len(values) == 1 and values != {USUAL[name]}:
+            text += f", {values.pop()}"
     days = sorted({r["date"] for r in records})
     return f"{text}, {' to '.join(dict.fromkeys((days[0], days[-1])))}."
 
@@ -88,13 +92,15 @@ def columns(records: list[dict]) -> dict[str, Callable[[dict], str | None]]:
     peers = [name for name in ("loop", "scattermoe", "sonicmoe") if name in others]
     usual_routing = all(r["routing"] == "random" for r in records)
     usual_schedule = all(schedule_of(r) == DEFAULT_SCHEDULE for r in records)
+    same = {name: len({r.get(name) or USUAL[name] for r in records}) == 1 for name in SAID_ONCE}
     known: dict[str, Callable[[dict], str | None]] = {
         "shape": lambda r: None if "," in r["shape"] else r["shape"],
         {"gemm": "T, E, K, D, F or R, E, k, n"}.get(records[0]["bench"], "T, E, K, D, F"): sizes,
         "routing": lambda r: None if usual_routing else r["routing"],
-        "tier": lambda r: r["tier"] if on_gpu else None,
+        "tier": lambda r: None if same["tier"] else r["tier"],
+        "mode": lambda r: None if same["mode"] else r.get("mode") or USUAL["mode"],
         "schedule": lambda r: None if usual_schedule else schedule_of(r).replace(",", ", "),
-        "dtype": lambda r: r["dtype"],
+        "dtype": lambda r: None if same["dtype"] else r["dtype"],
         "what": lambda r: {"forward_backward": "forward + backward"}.get(r["what"], r["what"]),
         "µs": number("time_us", "{:.0f}") if on_gpu else lambda r: None,
         "TFLOP/s": number("tflops", "{:.0f}") if on_gpu else lambda r: None,
@@ -153,8 +159,8 @@ def gains(records: list[dict]) -> str:
     return "\n\n".join(parts) or "no GEMM was measured on the default schedule and on another"
 
 
-def between_markers(readme: str, text: str) -> str:
-    before, begin, rest = readme.partition(BEGIN)
+def between_markers(page: str, text: str) -> str:
+    before, begin, rest = page.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not (begin and end):
         raise SystemExit(f"expected the lines {BEGIN} and {END}")
@@ -165,15 +171,15 @@ def main(argv: list[str] | None = None) -> None:
     options = arguments(argv)
     records = [r for path in options.files for r in json.loads(path.read_text())]
     text = gains(records) if options.gains else tables(records)
-    if not options.readme:
+    if not options.page:
         print(text)
         return
-    old = options.readme.read_text()
+    old = options.page.read_text()
     new = between_markers(old, text)
     if options.check and old != new:
-        sys.exit(f"{options.readme} is out of date: run this again without --check")
+        sys.exit(f"{options.page} is out of date: run this again without --check")
     if not options.check:
-        options.readme.write_text(new)
+        options.page.write_text(new)
 
 
 if __name__ == "__main__":

@@ -25,8 +25,8 @@ PROGRAMS = (
 )
 SMALL = "192,8,2,64,32"
 FIELDS = {
-    *("bench", "shape", "routing", "tier", "schedule", "dtype", "what", "time_us", "tflops", "dense_ratio"),
-    *("torch_ratio", "peer", "peer_ratio", "activation_mib", "peak_mib", "max_rel_error"),
+    *("bench", "shape", "routing", "tier", "schedule", "mode", "dtype", "what", "time_us", "tflops"),
+    *("dense_ratio", "torch_ratio", "peer", "peer_ratio", "activation_mib", "peak_mib", "max_rel_error"),
     *("gpu", "torch", "cuda", "commit", "date"),
 }
 pytestmark = pytest.mark.skipif(not BENCHMARKS.exists(), reason="not in a checkout")
@@ -259,23 +259,23 @@ def test_a_commit_without_git(load, monkeypatch):
     assert common.machine("cpu")["commit"] == "abc"
 
 
-def test_the_readme_holds_the_committed_results(load):
+def test_a_page_holds_the_committed_results(load):
     files = map(str, sorted((BENCHMARKS / "results").glob("layer_*.json")))
-    load("table").main([*files, "--readme", str(ROOT / "README.md"), "--check"])
+    load("table").main([*files, "--page", str(ROOT / "docs" / "performance.md"), "--check"])
 
 
 def test_the_table_fills_the_markers(load, tmp_path):
-    table, readme = load("table"), tmp_path / "README.md"
-    flags = [str(BENCHMARKS / "results" / "layer_cpu.json"), "--readme", str(readme)]
-    readme.write_text(f"before\n{table.BEGIN}\nold\n{table.END}\nafter\n")
+    table, page = load("table"), tmp_path / "page.md"
+    flags = [str(BENCHMARKS / "results" / "layer_cpu.json"), "--page", str(page)]
+    page.write_text(f"before\n{table.BEGIN}\nold\n{table.END}\nafter\n")
     with pytest.raises(SystemExit, match="out of date"):
         table.main([*flags, "--check"])
     table.main(flags)
     table.main([*flags, "--check"])
-    text = readme.read_text()
+    text = page.read_text()
     assert text.startswith("before\n") and text.endswith("after\n")
     assert "old" not in text and "| 4096, 32, 4, 512, 256" in text
-    readme.write_text("no markers\n")
+    page.write_text("no markers\n")
     with pytest.raises(SystemExit, match="performance: begin"):
         table.main(flags)
 
