@@ -1,0 +1,190 @@
+"""README and docs: their code runs; their links, commands and versions are those of this checkout.
+
+Every ```python block of a page runs. The words after `python` in the fence say how:
+
+    ```python                       the page's blocks in order, in one process
+    ```python needs=MODULE          where MODULE is installed
+    ```python nproc=2               under torchrun, over gloo
+    ```python cuda                  on --device cuda
+    ```python notest: REASON        not at all
+
+Blocks of one page with the same words share a process; those with other words start in a process of their own.
+"""
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from importlib.util import find_spec
+from itertools import groupby
+from pathlib import Path
+
+import pytest
+
+import fused_moe
+
+ROOT = Path(__file__).parent.parent
+if not (ROOT / "README.md").exists():
+    pytest.skip("needs README.md and docs/ beside tests/", allow_module_level=True)
+
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+TEXTS = [*PAGES, *(ROOT / f for f in ("CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md"))]
+TEXTS += sorted((ROOT / "docs" / "lab").glob("*.md"))
+TASKS = [ROOT / "README.md"] + [
+    ROOT / "docs" / f"{task}.md"
+    for task in ("training_loop", "functions", "torchtitan", "transformers", "expert_parallelism")
+]
+
+
+def each(pages):
+    return pytest.mark.parametrize("page", pages, ids=lambda page: str(page.relative_to(ROOT)))
+
+
+def blocks(page: Path, language: str):
+    """(how, first line, lines) of every fenced block of a language."""
+    lines = page.read_text().splitlines()
+    fences = [i for i, line in enumerate(lines) if line.startswith("```")]
+    assert len(fences) % 2 == 0, "a fence is not closed"
+    for begin, end in zip(fences[::2], fences[1::2], strict=True):
+        name, _, how = lines[begin].removeprefix("```").partition(" ")
+        if name == language:
+            yield how, begin + 1, lines[begin + 1 : end]
+
+
+def scripts():
+    """One per page and way to run: its blocks, on the lines that they have in the page."""
+    for page in PAGES:
+        found = sorted(blocks(page, "python"), key=lambda block: block[0])
+        for how, group in groupby(found, key=lambda block: block[0]):
+            lines = []
+            for _, first, code in group:
+                lines += [""] * (first - len(lines)) + code
+            name = f"{page.relative_to(ROOT)} {how}".strip()
+            marks = pytest.mark.gpu if how == "cuda" else ()
+            yield pytest.param(page.stem, how, "\n".join(lines), id=name, marks=marks)
+
+
+def is_installed(module: str) -> bool:
+    try:
+        return find_spec(module) is not None
+    except ImportError:  # of the package that it is part of
+        return False
+
+
+@pytest.mark.parametrize(("name", "how", "code"), list(scripts()))
+def test_code(request, tmp_path, name, how, code):
+    """Fails with the page's line in the traceback."""
+    command = [sys.executable]
+    if how.startswith("notest"):
+        reason = how.partition(": ")[2]
+        assert reason, "expected notest: REASON"
+        pytest.skip(f"notest: {reason}")
+    elif how.startswith("needs="):
+        if not is_installed(how.removeprefix("needs=")):
+            pytest.skip(f"{how.removeprefix('needs=')} is not installed")
+    elif how.startswith("nproc="):
+        nproc = int(how.removeprefix("nproc="))
+        command += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={nproc}"]
+    else:
+        assert how in ("", "cuda"), f"expected one of this file's words after python, found {how}"
+    if how != "cuda":
+        request.getfixturevalue("cpu")
+    script = tmp_path / f"{name}.page.py"  # no name of a package
+    script.write_text(code)
+    folder = str(Path(fused_moe.__file__).parent.parent)
+    path = os.pathsep.join(filter(None, (folder, os.environ.get("PYTHONPATH"))))
+    run = subprocess.run(
+        [*command, script],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": path},
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        timeout=600,
+    )
+    assert run.returncode == 0, run.stdout
+
+
+def anchors(page: Path) -> set[str]:
+    """The names that a page's headings have on GitHub."""
+    titles = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@each(TEXTS)
+def test_links(cpu, page):
+    """Files and headings that a page links to exist."""
+    broken = []
+    for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+        if link.startswith(("http://", "https://")):
+            continue
+        path, _, anchor = link.partition("#")
+        target = page.parent / path if path else page
+        if not target.exists() or (anchor and anchor not in anchors(target)):
+            broken.append(link)
+    assert not broken
+
+
+def joined(lines: list[str]) -> list[str]:
+    """The lines, with those that end in a backslash continued by the next."""
+    return "\n".join(lines).replace("\\\n", " ").splitlines()
+
+
+def wrong_words(command: str, targets: set[str]) -> list[str]:
+    """The make targets, programs and modules of a command that do not exist here."""
+    words = [word for word in shlex.split(command, comments=True) if "=" not in word]
+    if not words:
+        return []
+    program, *rest = words
+    if program == "make":
+        return [word for word in rest if word not in targets]
+    if re.fullmatch(r"(.*/)?python3?", program):
+        if rest[:1] == ["-m"]:
+            return [] if is_installed(rest[1]) else [rest[1]]
+        files = rest[:1]
+    elif "/" in program and "/bin/" not in program:
+        files = [program]
+    else:  # a program of others, which may run one of ours: a bare name is the reader's file
+        files = [word for word in rest if re.fullmatch(r"\w+/[\w/]+\.(py|sh)", word)]
+    return [file for file in files if not (ROOT / file).exists()]
+
+
+@each(TEXTS)
+def test_commands(cpu, page):
+    """Targets of make, programs and modules in ```sh blocks exist."""
+    makefile = (ROOT / "Makefile").read_text()
+    targets = {name for names in re.findall(r"^([\w ]+):", makefile, re.MULTILINE) for name in names.split()}
+    commands = [line for _, _, lines in blocks(page, "sh") for line in joined(lines)]
+    assert not [word for command in commands for word in wrong_words(command, targets)]
+
+
+def test_a_wrong_command_is_found(cpu):
+    for command, wrong in (
+        ("make test PYTEST_ARGS='-m quick'  # the suite", []),
+        ("make tests", ["tests"]),
+        ("python examples/train_lm.py --steps 5", []),
+        (".venv/bin/python examples/train.py", ["examples/train.py"]),
+        ("torchrun --nproc-per-node 2 examples/train.py", ["examples/train.py"]),
+        ("tests/gpu/run.py", ["tests/gpu/run.py"]),
+        ("python -m fused_moe.schedules", ["fused_moe.schedules"]),
+    ):
+        assert wrong_words(command, {"test"}) == wrong, command
+
+
+@each(TASKS)
+def test_a_page_is_short(cpu, page):
+    """Few lines, no long cell, no commit hash: figures have their own page."""
+    text = page.read_text()
+    assert text.count("\n") <= (120 if page.name == "README.md" else 100)
+    rows = [line for line in text.splitlines() if line.startswith("|")]
+    assert not [cell for row in rows for cell in row.split("|") if len(cell.split()) > 25]
+    assert not re.findall(r"\b(?=[a-f]*\d)(?=\d*[a-f])[0-9a-f]{7,40}\b", text)
+
+
+def test_versions_agree(cpu):
+    """Package, changelog and citation."""
+    changelog = re.search(r"^## (\d\S+) \((\d{4}-\d\d-\d\d)\)$", (ROOT / "CHANGELOG.md").read_text(), re.M)
+    citation = dict(re.findall(r"^([\w-]+): \"?([^\"\n]+)\"?$", (ROOT / "CITATION.cff").read_text(), re.M))
+    assert changelog.groups() == (citation["version"], citation["date-released"])
+    assert changelog[1] == fused_moe.__version__
