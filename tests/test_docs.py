@@ -8,7 +8,7 @@ Every ```python block of a page runs. The words after `python` in the fence say 
     ```python cuda                  on --device cuda
     ```python notest: REASON        not at all
 
-Blocks of one page with the same words share a process; those with other words start in a process of their own.
+Blocks of one page with the same words share a process. Each choice of words starts a new one.
 """
 
 import os
@@ -73,14 +73,15 @@ def is_installed(module: str) -> bool:
 
 
 @pytest.mark.parametrize(("name", "how", "code"), list(scripts()))
-def test_code(request, tmp_path, name, how, code):
-    """Fails with the page's line in the traceback."""
+def test_code(request, device, tmp_path, name, how, code):
+    """On the suite's device, if the code asks for one. A failure has the page's line in its traceback."""
     command = [sys.executable]
     if how.startswith("notest"):
         reason = how.partition(": ")[2]
         assert reason, "expected notest: REASON"
         pytest.skip(f"notest: {reason}")
     elif how.startswith("needs="):
+        request.getfixturevalue("cpu")
         if not is_installed(how.removeprefix("needs=")):
             pytest.skip(f"{how.removeprefix('needs=')} is not installed")
     elif how.startswith("nproc="):
@@ -88,16 +89,15 @@ def test_code(request, tmp_path, name, how, code):
         command += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={nproc}"]
     else:
         assert how in ("", "cuda"), f"expected one of this file's words after python, found {how}"
-    if how != "cuda":
-        request.getfixturevalue("cpu")
     script = tmp_path / f"{name}.page.py"  # no name of a package
     script.write_text(code)
     folder = str(Path(fused_moe.__file__).parent.parent)
     path = os.pathsep.join(filter(None, (folder, os.environ.get("PYTHONPATH"))))
+    hidden = {"CUDA_VISIBLE_DEVICES": ""} if device.type == "cpu" else {}
     run = subprocess.run(
         [*command, script],
         cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": path},
+        env={**os.environ, "PYTHONPATH": path, **hidden},
         text=True,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
