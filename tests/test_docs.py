@@ -33,7 +33,14 @@ TEXTS = [*PAGES, *(ROOT / f for f in ("CHANGELOG.md", "CONTRIBUTING.md", "SECURI
 TEXTS += sorted((ROOT / "docs" / "lab").glob("*.md"))
 TASKS = [ROOT / "README.md"] + [
     ROOT / "docs" / f"{task}.md"
-    for task in ("training_loop", "functions", "torchtitan", "transformers", "expert_parallelism")
+    for task in (
+        "training_loop",
+        "functions",
+        "torchtitan",
+        "transformers",
+        "expert_parallelism",
+        "integrations",
+    )
 ]
 
 
@@ -174,7 +181,7 @@ def test_a_wrong_command_is_found(cpu):
 
 @each(TASKS)
 def test_a_page_is_short(cpu, page):
-    """Few lines, no long cell, no commit hash: figures have their own page."""
+    """Few lines, no long cell, no commit hash."""
     text = page.read_text()
     assert text.count("\n") <= (120 if page.name == "README.md" else 100)
     rows = [line for line in text.splitlines() if line.startswith("|")]
