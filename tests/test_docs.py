@@ -4,7 +4,7 @@ Every ```python block of a page runs. The words after `python` in the fence say 
 
     ```python                       the page's blocks in order, in one process
     ```python needs=MODULE          where MODULE is installed
-    ```python nproc=2               under torchrun, over gloo
+    ```python nproc=2               under torchrun
     ```python cuda                  on --device cuda
     ```python notest: REASON        not at all
 
@@ -31,17 +31,8 @@ if not (ROOT / "README.md").exists():
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 TEXTS = [*PAGES, *(ROOT / f for f in ("CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md"))]
 TEXTS += sorted((ROOT / "docs" / "lab").glob("*.md"))
-TASKS = [ROOT / "README.md"] + [
-    ROOT / "docs" / f"{task}.md"
-    for task in (
-        "training_loop",
-        "functions",
-        "torchtitan",
-        "transformers",
-        "expert_parallelism",
-        "integrations",
-    )
-]
+NAMES = "training_loop functions torchtitan transformers expert_parallelism integrations".split()
+TASKS = [ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in NAMES)]
 
 
 def each(pages):
