@@ -152,7 +152,8 @@ def check_routing(
         fail(ValueError, fn, "1 to 1024 experts", num_experts)
     most = min(num_experts, 32)
     if not 1 <= top_k <= most:
-        fail(ValueError, fn, f"top_k from 1 to min(E, 32) = {most}", top_k)
+        why = ", the number of experts" if most == num_experts else ""
+        fail(ValueError, fn, f"top_k from 1 to {most}{why}", top_k)
     if (num_expert_groups is None) != (num_limited_groups is None):
         both = "num_expert_groups and num_limited_groups together"
         fail(ValueError, fn, both, (num_expert_groups, num_limited_groups))

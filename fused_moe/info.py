@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import os
 import platform
+import textwrap
 
 import torch
 
 from .ops import FACTS, HAS_CUDA_KERNELS, HOW_TO_BUILD_CUDA, LIBRARY, ops, unknown_tier
 
-# The calls that are dispatched to a tier where it runs; all others go to the last tier.
-LIMITS = {"hopper": "bf16 and fp16, widths that are multiples of 8, rows that are 16-byte aligned"}
+# What each CUDA tier takes where it runs; a call that the first does not take goes to the last.
+TAKES = {
+    "hopper": "bf16 and fp16, widths that are multiples of 8, rows that are 16-byte aligned",
+    "portable": "every call that hopper does not take",
+}
+WIDTH, INDENT = 80, 24  # of the printed report, and of its column of names
 
 
 class Info(dict):
-    """A nested dict that prints as an aligned report."""
+    """A nested dict that prints as an aligned report of at most 80 columns, but for paths."""
 
     def __str__(self) -> str:
         return "\n".join(_lines(self))
@@ -26,7 +31,11 @@ def _lines(entries: dict, indent: str = ""):
             yield f"{indent}{name}"
             yield from _lines(value, indent + "  ")
         else:
-            yield f"{indent}{name:<{24 - len(indent)}}{value}"
+            lines = textwrap.wrap(
+                str(value), WIDTH - INDENT, break_long_words=False, break_on_hyphens=False
+            ) or [""]
+            yield f"{indent}{name:<{INDENT - len(indent)}}{lines[0]}"
+            yield from (" " * INDENT + more for more in lines[1:])
 
 
 def info() -> Info:
@@ -61,16 +70,18 @@ def _tiers() -> dict[str, str]:
     for tier in reversed(range(len(FACTS["tiers"]))):
         name = FACTS["tiers"][tier]
         reason = why_not or _why_tier_is_off(tier, capability)
-        limits = f": {LIMITS[name]}" if name in LIMITS else ""
-        tiers[name] = f"off: {reason}" if reason else f"on{limits}"
+        tiers[name] = f"off: {reason}" if reason else f"on: {TAKES[name]}"
     return tiers
 
 
 def _calls() -> dict[str, str]:
-    """The calls of this process so far, by the tier that they were dispatched to."""
+    """The GEMMs of this process so far, by the CUDA tier that they were dispatched to."""
     if not HAS_CUDA_KERNELS:
         return {"none": "this build has no CUDA kernels"}
-    return {name: _calls_in_words(ops.cuda_calls(op)) for op, name in enumerate(FACTS["operators"])}
+    calls = [ops.cuda_calls(op) for op in range(len(FACTS["operators"]))]
+    if not any(of_op[:-1].any() for of_op in calls):
+        return {"none": "this process has run no GEMM on a GPU yet"}
+    return dict(zip(FACTS["operators"], map(_calls_in_words, calls), strict=True))
 
 
 def _calls_in_words(calls: torch.Tensor) -> str:
@@ -84,32 +95,16 @@ def _cuda_device() -> tuple[int, int, int, int]:
     return ops.cuda_device(torch.cuda.current_device())
 
 
-def _capability(oldest: int, newest: int) -> str:
-    return f"{oldest / 10}" if oldest == newest else f"{oldest / 10} or newer"
-
-
 def _why_cuda_is_off() -> str:
     if not HAS_CUDA_KERNELS:
         return HOW_TO_BUILD_CUDA
-    if not torch.cuda.is_available():
-        return "PyTorch sees no CUDA device"
-    status, driver, runtime, capability = _cuda_device()
-    if status == 0:
+    return _why_no_gpu() or ops.cuda_problem(*_cuda_device())
+
+
+def _why_no_gpu() -> str:
+    if torch.cuda.is_available():
         return ""
-    driver, runtime = (f"{v // 1000}.{v % 1000 // 10}" for v in (driver, runtime))
-    oldest = min(FACTS["capabilities"])
-    tiers = zip(FACTS["tiers"], FACTS["capabilities"], strict=True)
-    possible = [*reversed([name for name, (low, high) in tiers if low <= capability <= high]), "auto"]
-    constants = FACTS["constants"]
-    return {
-        constants["DRIVER_TOO_OLD"]: f"the driver supports CUDA {driver}, this build's runtime is {runtime}",
-        constants["GPU_TOO_OLD"]: (
-            f"expected compute capability {_capability(*oldest)}, found {capability / 10}"
-        ),
-        constants["NO_SUCH_TIER"]: (
-            f"FUSED_MOE_TIER is {os.environ.get('FUSED_MOE_TIER')}, expected {' or '.join(possible)}"
-        ),
-    }.get(status, f"status {status} of fused_moe.h")
+    return "PyTorch sees no CUDA device" if torch.version.cuda else "this PyTorch was built without CUDA"
 
 
 def _why_tier_is_off(tier: int, capability: int) -> str:
@@ -117,13 +112,14 @@ def _why_tier_is_off(tier: int, capability: int) -> str:
     those before the one that it names."""
     low, high = FACTS["capabilities"][tier]
     if not low <= capability <= high:
-        return f"expected compute capability {_capability(low, high)}, found {capability / 10}"
+        least = f"{low / 10}" if low == high else f"{low / 10} or newer"
+        return f"expected compute capability {least}, found {capability / 10}"
     asked = os.environ.get("FUSED_MOE_TIER")
     return f"FUSED_MOE_TIER={asked}" if asked in FACTS["tiers"][tier + 1 :] else ""
 
 
 def _gpus() -> dict[str, str]:
-    if not torch.cuda.is_available():
-        return {"none": "PyTorch sees no CUDA device"}
+    if reason := _why_no_gpu():
+        return {"none": reason}
     devices = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
     return {f"cuda:{i}": f"{d.name}, sm_{d.major}{d.minor}" for i, d in enumerate(devices)}

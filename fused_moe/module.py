@@ -39,13 +39,16 @@ class LoadReport(NamedTuple):
 
     def __str__(self) -> str:
         if not self.tokens.any():
-            return "load: no tokens counted since the last update"
+            return "load: nothing counted since the last update_expert_bias(); only training passes count"
         bars = "\n".join(
-            f"  expert {e:4d}  {int(n):10d}  {s:6.2%}  {'#' * round(40 * s / peak)}"
+            f"  {e:6d}  {int(n):10d}  {s:7.2%}  {'#' * round(40 * s / peak)}"
             for peak in [float(self.share.max())]
             for e, (n, s) in enumerate(zip(self.tokens.tolist(), self.share.tolist(), strict=True))
         )
-        return f"load: max/mean {self.max_over_mean:.2f}, {self.idle} idle\n{bars}"
+        return (
+            f"load: the busiest expert has {self.max_over_mean:.2f}x the mean, {self.idle} of "
+            f"{len(self.tokens)} experts are idle\n  expert      tokens    share\n{bars}"
+        )
 
 
 class Router(nn.Module):
@@ -119,7 +122,7 @@ class Experts(nn.Module):
     def extra_repr(self) -> str:
         gated, bias = self.w3 is not None, self.b1 is not None
         return (
-            f"{self.dim}, {self.hidden_dim}, num_experts={self.num_experts}, "
+            f"dim={self.dim}, hidden_dim={self.hidden_dim}, num_experts={self.num_experts}, "
             f"activation={self.activation!r}, gated={gated}, bias={bias}"
         )
 
@@ -256,6 +259,18 @@ class FusedMoE(Counting):
         self.tokens_per_expert.zero_()
 
     def forward(self, x: Tensor, *, return_losses: bool = False):
+        """Applies the layer to every token.
+
+        Args:
+            x: (..., D), of the parameters' dtype (any under autocast) and on their device.
+            return_losses: whether to return RouterLosses, for the trainer's loss, beside the output.
+
+        Returns:
+            (..., D), or ((..., D), RouterLosses).
+
+        Raises:
+            TypeError, ValueError: before the experts run, with what was expected and what was found.
+        """
         self._check_input(x)
         tokens = x if x.dim() == 2 else x.reshape(-1, x.size(-1))
         scores, ids, logits = self._route(tokens)

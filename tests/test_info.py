@@ -2,6 +2,7 @@
 
 import importlib
 import os
+import shutil
 import subprocess
 import sys
 from importlib.metadata import PackageNotFoundError, version
@@ -50,10 +51,12 @@ def test_info_says_why_cuda_is_off(device):
         expected = (
             "off: this build has no CUDA kernels: put nvcc on PATH or set CUDA_HOME, and build it again"
         )
+    elif torch.version.cuda is None:
+        expected = "off: this PyTorch was built without CUDA"
     elif not torch.cuda.is_available():
         expected = "off: PyTorch sees no CUDA device"
     else:
-        assert tiers["cuda"] == "on" and tiers["portable"] == "on"
+        assert tiers["cuda"] == "on" and tiers["portable"].startswith("on")
         return
     assert [tiers[name] for name in ("cuda", "portable", "hopper")] == [expected] * 3
 
@@ -63,7 +66,9 @@ def with_device(monkeypatch, *found):
     module = sys.modules["fused_moe.info"]
     reasons = ["it runs", "a width is not a multiple of 8"]
     fake = SimpleNamespace(
-        cuda_device=lambda index: found, cuda_calls=lambda op: torch.tensor([12, 3 * op, int(op > 0)])
+        cuda_device=lambda index: found,
+        cuda_problem=module.ops.cuda_problem,
+        cuda_calls=lambda op: torch.tensor([12, 3 * op, int(op > 0)]),
     )
     monkeypatch.setattr(module, "ops", fake)
     monkeypatch.setattr(module, "HAS_CUDA_KERNELS", True)
@@ -82,10 +87,15 @@ def with_device(monkeypatch, *found):
         ("portable", (0, 13000, 13000, 90), "on", "off: FUSED_MOE_TIER=portable"),
         ("auto", (0, 13000, 13000, 80), "on", "off: expected compute capability 9.0, found 8.0"),
         ("auto", (0, 13000, 13000, 100), "on", "off: expected compute capability 9.0, found 10.0"),
-        ("auto", (6, 13000, 13000, 75), "off: expected compute capability 8.0 or newer, found 7.5", None),
-        ("auto", (5, 12040, 13000, 90), "off: the driver supports CUDA 12.4", None),
-        ("hopper", (7, 13000, 13000, 80), "off: FUSED_MOE_TIER is hopper, expected portable or auto", None),
-        ("x", (7, 13000, 13000, 90), "off: FUSED_MOE_TIER is x, expected portable or hopper or auto", None),
+        ("auto", (6, 13000, 13000, 75), "off: expected a GPU of compute capability 8.0 or newer, ", None),
+        ("auto", (5, 12040, 13000, 90), "off: expected an NVIDIA driver for CUDA 13 (580 or newer), ", None),
+        (
+            "hopper",
+            (7, 13000, 13000, 80),
+            "off: FUSED_MOE_TIER is hopper, expected auto or portable on",
+            None,
+        ),
+        ("x", (7, 13000, 13000, 90), "off: FUSED_MOE_TIER is x, expected auto or hopper or portable", None),
     ],
 )
 def test_tiers_of_a_gpu(cpu, monkeypatch, tier, found, cuda, hopper):
@@ -93,7 +103,10 @@ def test_tiers_of_a_gpu(cpu, monkeypatch, tier, found, cuda, hopper):
     monkeypatch.setenv("FUSED_MOE_TIER", tier)
     tiers = with_device(monkeypatch, *found)._tiers()
     assert tiers["cpu"] == "on"
-    assert tiers["cuda"] == tiers["portable"] and tiers["cuda"].startswith(cuda)
+    assert tiers["cuda"].startswith(cuda)
+    assert tiers["portable"] == (
+        "on: every call that hopper does not take" if cuda == "on" else tiers["cuda"]
+    )
     assert tiers["hopper"].startswith(hopper or cuda)
 
 
@@ -133,6 +146,59 @@ import fused_moe
     assert run.returncode != 0 and run.stderr.splitlines()[-1].startswith(expected), run.stderr
 
 
+def test_the_import_is_small(cpu):
+    """What `import fused_moe` adds to `import torch`: its own modules, and none of PyTorch or Python. The
+    adapters, the picture and what they need (DTensor, inductor, argparse) come when they are asked for."""
+    code = """
+import sys, torch
+before = set(sys.modules)
+import fused_moe
+print(*sorted(set(sys.modules) - before))
+"""
+    run = run_python(code)
+    own = "activation checks counting flops function info losses module ops overlap plan reference".split()
+    assert run.stdout.split() == ["fused_moe", *(f"fused_moe.{name}" for name in own)], run.stderr
+
+
+DRIVER = """
+int cuInit(unsigned flags) { (void)flags; return 0; }
+int cuDriverGetVersion(int *version) { *version = VERSION; return 0; }
+"""
+
+
+@pytest.mark.parametrize(
+    ("version", "found"),
+    [
+        (12040, "one for CUDA 12.4: update it, or build fused_moe with a CUDA 12 toolkit"),
+        (11080, "one for CUDA 11.8: update it, or build fused_moe with a CUDA 11 toolkit"),
+        (0, "no driver: update it"),
+    ],
+)
+def test_an_old_driver_is_named(cpu, tmp_path, version, found):
+    """The CUDA runtime inside the library refuses a driver of an older major version. The driver here is a
+    library that tells its version and does nothing else."""
+    if not HAS_CUDA_KERNELS:
+        pytest.skip("this build has no CUDA kernels")
+    if not shutil.which("cc"):
+        pytest.skip("cc is missing")
+    source = tmp_path / "driver.c"
+    source.write_text(DRIVER)
+    command = ["cc", "-shared", "-fPIC", f"-DVERSION={version}", source, "-o", tmp_path / "libcuda.so.1"]
+    subprocess.run(command, check=True)
+    code = """
+from fused_moe.ops import ops
+found = ops.cuda_device(0)
+print(found[2], ops.cuda_problem(*found))
+"""
+    run = run_python(code, LD_LIBRARY_PATH=str(tmp_path))
+    runtime, _, problem = run.stdout.strip().partition(" ")
+    major = int(runtime) // 1000
+    first = {12: " (525 or newer)", 13: " (580 or newer)"}.get(major, "")
+    if version // 1000 >= major:
+        pytest.skip(f"a driver of CUDA {version // 1000} is no older than the runtime's CUDA {major}")
+    assert problem == f"expected an NVIDIA driver for CUDA {major}{first}, found {found}", run.stderr
+
+
 def test_info_tells_the_calls_of_each_tier(cpu, monkeypatch):
     """One entry per operator with several tiers, with the last reason for a tier other than the best."""
     module = with_device(monkeypatch, 0, 13000, 13000, 90)
@@ -142,8 +208,10 @@ def test_info_tells_the_calls_of_each_tier(cpu, monkeypatch):
         "down_dgrad": "12 on hopper, 6 on portable, last because a width is not a multiple of 8",
         "wgrad": "12 on hopper, 9 on portable, last because a width is not a multiple of 8",
     }
+    monkeypatch.setattr(module.ops, "cuda_calls", lambda op: torch.tensor([0, 0, 0]))
+    assert module._calls() == {"none": "this process has run no GEMM on a GPU yet"}
     monkeypatch.setattr(module, "HAS_CUDA_KERNELS", False)
-    assert list(module._calls()) == ["none"]
+    assert module._calls() == {"none": "this build has no CUDA kernels"}
 
 
 def test_the_calls_on_the_cpu_are_not_counted(cpu):
@@ -180,13 +248,22 @@ def test_info_follows_the_number_of_threads(cpu, threads):
 
 
 def test_info_prints_every_entry(device):
-    """The report has one line per entry, nested ones indented."""
+    """Each entry begins a line, nested ones indented, and goes on below where it is long."""
     info = fused_moe.info()
-    text = str(info)
+    text = " ".join(str(info).split())
     for name, value in info.items():
         assert name in text
         for inner, entry in value.items() if isinstance(value, dict) else ():
-            assert any(inner in line and str(entry) in line for line in text.splitlines()), inner
+            assert " ".join(f"{inner} {entry}".split()) in text, inner
+
+
+def test_the_report_fits_a_terminal():
+    """80 columns, but for what has no space to break at."""
+    long = {"tiers": {"cuda": "off: " + "a reason of many words " * 9}, "library": "/a/long-path" * 9}
+    tiers, first, *others, library = str(sys.modules["fused_moe.info"].Info(long)).splitlines()
+    assert (tiers, library.split()) == ("tiers", ["library", "/a/long-path" * 9])
+    assert first.startswith("  cuda" + " " * 18 + "off: a reason") and len(first) <= 80
+    assert others and all(line.startswith(" " * 24) and len(line) <= 80 for line in others)
 
 
 def test_the_public_names(device):

@@ -170,7 +170,15 @@ def test_moving_keeps_float32(device):
 def test_repr_tells_the_settings(device):
     """print(layer) names sizes, routing and activation."""
     text = repr(FusedMoE(12, 8, 16, 2, score_func="sigmoid", load_balance_coeff=0.5, device=device))
-    for part in ("num_experts=16", "top_k=2", "score_func='sigmoid'", "activation='silu'", "12, 8", "0.5"):
+    for part in (
+        "num_experts=16",
+        "top_k=2",
+        "score_func='sigmoid'",
+        "activation='silu'",
+        "dim=12",
+        "hidden_dim=8",
+        "0.5",
+    ):
         assert part in text, part
 
 
@@ -387,8 +395,10 @@ def test_load_report(device):
     assert report.share.tolist() == [0.75, 0.0, 0.25, 0.0]
     assert report.max_over_mean == 3.0 and report.idle == 2
     lines = str(report).splitlines()
-    assert len(lines) == 5 and "3.00" in lines[0] and "75.00%" in lines[1]
-    assert lines[1].count("#") > lines[3].count("#") > lines[2].count("#") == 0
+    assert lines[0] == "load: the busiest expert has 3.00x the mean, 2 of 4 experts are idle"
+    assert lines[1].split() == ["expert", "tokens", "share"]
+    assert len(lines) == 6 and lines[2].split()[:3] == ["0", "6", "75.00%"]
+    assert lines[2].count("#") > lines[4].count("#") > lines[3].count("#") == 0
 
 
 def test_load_report_before_any_token(device):
@@ -397,7 +407,10 @@ def test_load_report_before_any_token(device):
     for _ in range(2):
         report = layer.load_report()
         assert report.max_over_mean == 0.0 and report.idle == 4
-        assert str(report) == "load: no tokens counted since the last update"
+        assert (
+            str(report)
+            == "load: nothing counted since the last update_expert_bias(); only training passes count"
+        )
         layer(torch.randn(9, 24, device=device))
         assert "idle" in str(layer.load_report())
         layer.update_expert_bias()

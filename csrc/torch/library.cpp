@@ -158,6 +158,7 @@ static void cuda_reset() {
 STABLE_TORCH_LIBRARY(fused_moe, m) {
     m.def("facts() -> str");
     m.def("cuda_device(int index) -> (int status, int driver, int runtime, int capability)");
+    m.def("cuda_problem(int status, int driver, int runtime, int capability) -> str");
     m.def("cuda_calls(int op) -> Tensor");
     m.def("cuda_reset() -> ()");
 
@@ -242,6 +243,7 @@ STABLE_TORCH_LIBRARY_IMPL(fused_moe, CUDA, m) {
 STABLE_TORCH_LIBRARY_IMPL(fused_moe, CompositeExplicitAutograd, m) {
     m.impl("facts", TORCH_BOX(&facts));
     m.impl("cuda_device", TORCH_BOX(&cuda_device));
+    m.impl("cuda_problem", TORCH_BOX(&cuda_problem));
     m.impl("cuda_calls", TORCH_BOX(&cuda_calls));
     m.impl("cuda_reset", TORCH_BOX(&cuda_reset));
 }

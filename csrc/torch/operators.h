@@ -2,9 +2,15 @@
 #ifndef FUSED_MOE_TORCH_OPERATORS_H
 #define FUSED_MOE_TORCH_OPERATORS_H
 
+#include <string>
 #include <tuple>
 
 #include "bindings.h"
+
+/* --- workspace.cpp -------------------------------------------------------------------------------------- */
+
+/* What cuda_device found, as the end of an error's message; empty for status 0. */
+std::string cuda_problem(int64_t status, int64_t driver, int64_t runtime, int64_t capability);
 
 /* --- route.cpp ------------------------------------------------------------------------------------------ */
 

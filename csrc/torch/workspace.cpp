@@ -24,27 +24,57 @@ Call begin_call(const char *op, const Tensor &x) {
     return call;
 }
 
-#ifdef FUSED_MOE_WITH_CUDA
-static std::string why_no_such_tier(int32_t device_index) {
-    FusedMoeCudaDevice device = {};
-    (void)fused_moe_cuda_device(device_index, &device);
+/* The first NVIDIA driver for a CUDA major version, on Linux: table 1 of NVIDIA's "CUDA Compatibility", section
+ * "Minor Version Compatibility". */
+static std::string first_driver(int64_t major) {
+    return major == 13 ? " (580 or newer)" : major == 12 ? " (525 or newer)" : "";
+}
+
+/* CUDA's version numbers are 1000 major + 10 minor. */
+static std::string why_driver_too_old(int64_t driver, int64_t runtime) {
+    const int64_t major = driver / 1000;
+    std::string found = "no driver", instead;
+    if (driver) {
+        found = "one for CUDA " + std::to_string(major) + "." + std::to_string(driver % 1000 / 10);
+        instead = ", or build fused_moe with a CUDA " + std::to_string(major) + " toolkit";
+    }
+    return "expected an NVIDIA driver for CUDA " + std::to_string(runtime / 1000) +
+           first_driver(runtime / 1000) + ", found " + found + ": update it" + instead;
+}
+
+static std::string why_no_such_tier(int64_t capability) {
     std::string possible = "auto";
     for (int tier = 0; tier < FUSED_MOE_NUM_TIERS; tier++) {
-        if (fused_moe_tier_runs_on(tier, device.capability))
+        if (fused_moe_tier_runs_on(tier, (int32_t)capability))
             possible += std::string(" or ") + fused_moe_tier(tier).name;
     }
     const char *asked = getenv("FUSED_MOE_TIER");
     return "FUSED_MOE_TIER is " + std::string(asked ? asked : "not set") + ", expected " + possible +
            " on this GPU";
 }
-#endif
+
+std::string cuda_problem(int64_t status, int64_t driver, int64_t runtime, int64_t capability) {
+    switch (status) {
+    case FUSED_MOE_OK: return "";
+    case FUSED_MOE_DRIVER_TOO_OLD: return why_driver_too_old(driver, runtime);
+    case FUSED_MOE_NO_SUCH_TIER: return why_no_such_tier(capability);
+    case FUSED_MOE_GPU_TOO_OLD:
+        return "expected a GPU of compute capability 8.0 or newer, found " + std::to_string(capability / 10) +
+               "." + std::to_string(capability % 10);
+    default: return fused_moe_status_string((int)status);
+    }
+}
 
 void check_status(const Call &call, int status) {
     if (status == FUSED_MOE_OK) return;
 #ifdef FUSED_MOE_WITH_CUDA
     if (status == FUSED_MOE_CUDA_ERROR)
         fail(call.op, "expected CUDA to run the kernels, found its error: ", fused_moe_cuda_error());
-    if (status == FUSED_MOE_NO_SUCH_TIER) fail(call.op, why_no_such_tier(call.device));
+    if (call.is_cuda) {
+        FusedMoeCudaDevice d = {};
+        (void)fused_moe_cuda_device(call.device, &d);
+        fail(call.op, cuda_problem(status, d.driver_version, d.runtime_version, d.capability));
+    }
 #endif
     fail(call.op, fused_moe_status_string(status));
 }
