@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 HERE = Path(__file__).parent
-SHAPES = json.loads((HERE / "shapes.json").read_text())
+SHAPES = json.loads((HERE.parent / "fused_moe" / "shapes.json").read_text())
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 ERROR_BOUNDS = {"fp32": 1e-5, "fp16": 2e-3, "bf16": 1e-2}
 MIB = 2**20
@@ -73,7 +73,7 @@ def parser(doc: str, *, many_routings: bool = False) -> argparse.ArgumentParser:
         routing["default"] = "random"
     flags = argparse.ArgumentParser(description=doc.splitlines()[0])
     add = flags.add_argument
-    add("--shape", action="append", help="a name of shapes.json or T,E,K,D,F; may be repeated")
+    add("--shape", action="append", help="a name of fused_moe/shapes.json or T,E,K,D,F; may be repeated")
     add("--routing", **routing)
     add("--dtype", choices=DTYPES, action="append", help="may be repeated")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto")

@@ -1,6 +1,6 @@
 """Draws a grouped GEMM's schedule: which SM works on which expert's tile when.
 
-    python -m fused_moe.schedule --shape 16384,64,6,2048,1408 --routing zipf:1.2 -o schedule.png
+    python -m fused_moe.schedule --shape dsv2-lite --routing zipf:1.2 -o schedule.png
 
 The work tiles, their order and the CTA that claims each come from the functions that the kernels run:
 csrc/schedule.h, through the operators of csrc/torch/planners.cpp. The times are those of a model with the
@@ -41,7 +41,7 @@ BANDWIDTH_PER_SM = 0.15e6  # bytes/us: 192 KiB in flight for 1.3 us
 L2_SIZE = 50e6  # bytes
 EPILOGUE = 2.0  # us per tile
 
-SHAPES = Path(__file__).parents[1] / "benchmarks" / "shapes.json"  # only in a checkout
+SHAPES = json.loads(Path(__file__).with_name("shapes.json").read_text())["layers"]
 
 
 class Sizes(NamedTuple):
@@ -157,17 +157,18 @@ def simulate(tiles: list[WorkTile], depth: int, num_sms: int = 132, tile_rows: i
 
 
 def layer_sizes(shape: str) -> Sizes:
-    """shape: T,E,K,D,F, or in a checkout a name of benchmarks/shapes.json."""
-    named = json.loads(SHAPES.read_text())["layers"] if SHAPES.exists() else {}
-    if shape in named:
-        return Sizes(**named[shape])
+    """shape: T,E,K,D,F, or a name of shapes.json."""
+    if shape in SHAPES:
+        return Sizes(**SHAPES[shape])
     try:
         sizes = Sizes(*map(int, shape.split(",")))
     except (TypeError, ValueError):
         sizes = None
     if not sizes or min(sizes) < 1 or sizes.top_k > sizes.num_experts:
-        names = f", or one of {', '.join(named)}" if named else ""
-        raise SystemExit(f"--shape: expected T,E,K,D,F from 1 up with K <= E{names}; found {shape}")
+        names = ", ".join(SHAPES)
+        raise SystemExit(
+            f"--shape: expected T,E,K,D,F from 1 up with K <= E, or one of {names}; found {shape}"
+        )
     return sizes
 
 
@@ -197,26 +198,33 @@ def rows_of_experts(routing: str, sizes: Sizes, seed: int = 0) -> list[int]:
 # --- the picture --------------------------------------------------------------------------------------
 
 
-def draw(runs: list[Run], depth: int, num_sms: int, title: str, path: Path) -> None:
-    """Writes the picture: SMs over time on the left, the first wave's order on the right."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(15, 8), layout="constrained")
-    timeline, order = figure.subplots(1, 2, width_ratios=(3.2, 1))
-    draw_timeline(timeline, runs, num_sms)
-    draw_order(order, runs, depth, num_sms)
+def caption(runs: list[Run], num_sms: int) -> str:
+    """What the figures are, in one sentence."""
     time = max(run.end for run in runs)
     active = sum(run.end - run.start for run in runs) / (time * num_sms)
     read = sum(run.bytes_read for run in runs) / 1e9
-    facts = (
-        f"{len(runs)} tiles in {time:.0f} \N{MICRO SIGN}s, SMs active {active:.1%}, {read:.2f} GB from memory"
+    return (
+        f"A model of an H200 runs {len(runs)} work tiles on {num_sms} SMs in {time:.0f} \N{MICRO SIGN}s, "
+        f"with the SMs busy for {active:.1%} of the time, and reads {read:.2f} GB from memory."
     )
-    figure.suptitle(f"{title}\n{facts}", fontsize=14)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=100)
 
 
-def draw_timeline(axes, runs: list[Run], num_sms: int) -> None:
+def draw(runs: list[Run], depth: int, num_sms: int, title: str):
+    """The picture, a matplotlib Figure: SMs over time on the left, the first wave's order on the right."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 6.5), layout="constrained")
+    timeline, order = figure.subplots(1, 2, width_ratios=(3, 1))
+    legend = draw_timeline(timeline, runs, num_sms)
+    draw_order(order, runs, depth, num_sms)
+    figure.suptitle(title, fontsize=13)
+    below = {"loc": "outside lower center", "title": caption(runs, num_sms)}
+    figure.legend(handles=legend, ncols=5, frameon=False, **below)
+    return figure
+
+
+def draw_timeline(axes, runs: list[Run], num_sms: int) -> list:
+    """Returns the legend's entries."""
     from matplotlib import colormaps
     from matplotlib.collections import PolyCollection
     from matplotlib.patches import Patch
@@ -233,8 +241,8 @@ def draw_timeline(axes, runs: list[Run], num_sms: int) -> None:
         width = min(0.4, 4000 / len(runs))
         axes.add_collection(PolyCollection(bars, facecolor=faces, linewidth=width, **style))
     axes.set(xlim=(0, max(run.end for run in runs)), xlabel="time (\N{MICRO SIGN}s)")
-    axes.set(ylim=(num_sms - 0.5, -0.5), ylabel="SM")
-    axes.set_title("Timeline of the SMs: one bar per work tile", fontsize=12)
+    axes.set(ylim=(num_sms - 0.5, -0.5), ylabel="SM number")
+    axes.set_title("One bar per work tile; the colour tells its expert", fontsize=11)
 
     rows = dict.fromkeys(colour, 0)
     for expert, _, num_rows in {run.tile[:3] for run in runs}:
@@ -242,12 +250,12 @@ def draw_timeline(axes, runs: list[Run], num_sms: int) -> None:
     largest = sorted(rows, key=rows.get, reverse=True)[:8]
     legend = [Patch(color=colour[e], label=f"expert {e}: {rows[e]} rows") for e in largest]
     if others := len(rows) - len(largest):
-        least = f"{others} more, down to {min(rows.values())} rows;\ncolours repeat"
+        least = f"{others} others: {min(rows.values())} rows or more"
         legend.append(Patch(facecolor="none", label=least))
     if any(run.tile.skinny for run in runs):
         legend.append(Patch(facecolor="white", label="of a skinny expert", **outlined))
     legend.append(Patch(facecolor="white", edgecolor="0.8", label="idle"))
-    axes.figure.legend(handles=legend, ncols=6, loc="outside lower center", frameon=False)
+    return legend
 
 
 def draw_order(axes, runs: list[Run], depth: int, num_sms: int) -> None:
@@ -255,30 +263,25 @@ def draw_order(axes, runs: list[Run], depth: int, num_sms: int) -> None:
     row_tiles = sorted({(run.tile.skinny, run.tile.first_row, run.tile.expert) for run in wave})
     row_of = {first_row: i for i, (_, first_row, _) in enumerate(row_tiles)}
     num_n_tiles = 1 + max(run.tile.n_tile for run in runs)
-    indices = [[float("nan")] * num_n_tiles for _ in row_tiles]
+    places = [[float("nan")] * num_n_tiles for _ in row_tiles]
     read: dict[tuple, int] = {}
-    for index, run in enumerate(wave):
-        x, y = run.tile.n_tile, row_of[run.tile.first_row]
-        indices[y][x] = index
+    for place, run in enumerate(wave):
+        places[row_of[run.tile.first_row]][run.tile.n_tile] = place
         read |= operands(run.tile, depth)
-        if len(row_tiles) <= 40 and num_n_tiles <= 12:
-            shade = "white" if index < 0.7 * len(wave) else "black"
-            axes.annotate(index, (x, y), ha="center", va="center", fontsize=8, color=shade)
-    image = axes.imshow(indices, aspect="auto", cmap="viridis", interpolation="nearest")
-    axes.figure.colorbar(image, ax=axes, label="index")
+    image = axes.imshow(places, aspect="auto", cmap="viridis", interpolation="nearest")
+    axes.figure.colorbar(image, ax=axes, label="place in the order; grey: later")
     ticks: list[int] = []
     for i, (_, _, expert) in enumerate(row_tiles):  # labels an expert's first row tile, if it fits
-        if not ticks or (row_tiles[i - 1][2] != expert and i - ticks[-1] >= len(row_tiles) / 40):
+        if not ticks or (row_tiles[i - 1][2] != expert and i - ticks[-1] >= len(row_tiles) / 30):
             ticks.append(i)
-    axes.set_yticks(ticks, [f"expert {row_tiles[i][2]}" for i in ticks], fontsize=8)
+    axes.set_yticks(ticks, [row_tiles[i][2] for i in ticks], fontsize=8)
     axes.xaxis.get_major_locator().set_params(integer=True)
-    axes.set(xlabel="N tile", ylabel="row tile", facecolor="0.9")
+    axes.set(xlabel=f"N tile ({TILE_N} columns each)", ylabel="row tile; number: its expert", facecolor="0.9")
     # A weight's N tile counts as two halves.
     weights = sum(name[0] == "weight" for name in read)
-    shared = (
-        f"{len(read) - weights} row tiles, {weights / 2:g} tiles of weight: {sum(read.values()) / 1e6:.0f} MB"
-    )
-    axes.set_title(f"The first {len(wave)} work tiles share\n{shared}", fontsize=12)
+    shared = f"{len(read) - weights} row tiles and {weights / 2:g} of weight"
+    size = sum(read.values()) / 1e6
+    axes.set_title(f"The first {len(wave)} work tiles share\n{shared}: {size:.0f} MB", fontsize=11)
 
 
 # --- command line -------------------------------------------------------------------------------------
@@ -287,22 +290,54 @@ def draw_order(axes, runs: list[Run], depth: int, num_sms: int) -> None:
 def parse(argv: list[str] | None) -> argparse.Namespace:
     flags = argparse.ArgumentParser(prog="python -m fused_moe.schedule", description=__doc__.splitlines()[0])
     add = flags.add_argument
-    add("--shape", required=True, help="T,E,K,D,F, or in a checkout a name of benchmarks/shapes.json")
-    add("--routing", default="random", help="random, balanced, worst or zipf:EXPONENT")
-    add("--gemm", choices=("up_gate", "down"), default="up_gate")
-    add("--order", choices=ORDERS, default="grouped", help="of an expert's tiles")
-    add("--group", type=int, help="row tiles of a group, at most; default: the order's")
+    names = ", ".join(SHAPES)
+    add(
+        "--shape",
+        required=True,
+        help=f"the layer: tokens T, experts E, top-k K, widths D and F, as T,E,K,D,F; or {names}",
+    )
+    add(
+        "--routing",
+        default="random",
+        help="how the tokens choose: random (all experts alike), balanced (equal counts), worst (all tokens "
+        "the same K experts) or zipf:S (expert i with a probability that falls as i ** -S); default: random",
+    )
+    add(
+        "--gemm",
+        choices=("up_gate", "down"),
+        default="up_gate",
+        help="of the forward pass: up_gate multiplies by w1 and w3, down by w2; default: up_gate",
+    )
+    add(
+        "--order",
+        choices=ORDERS,
+        default="grouped",
+        help="of an expert's tiles: row by row, in groups of row tiles as the kernels do, or column by "
+        "column; default: grouped",
+    )
+    add("--group", type=int, help=f"row tiles of a group, at most; default: {GROUP} with --order grouped")
     add(
         "--no-interleave",
         dest="interleave",
         action="store_false",
         default=INTERLEAVE,
-        help="skinny experts come last",
+        help="skinny experts (few rows) come last, instead of between the others",
     )
-    add("--tile-rows", type=int, default=TILE_ROWS)
-    add("--sms", type=int, default=132, help="SMs, with one persistent CTA each")
-    add("--seed", type=int, default=0, help="of the routing")
-    add("-o", "--output", type=Path, default=Path("schedule.png"))
+    add("--tile-rows", type=int, default=TILE_ROWS, help="rows of a full work tile; default: %(default)s")
+    add(
+        "--sms",
+        type=int,
+        default=132,
+        help="SMs, with one persistent CTA each; default: %(default)s, an H200's",
+    )
+    add("--seed", type=int, default=0, help="of the routing's random numbers; default: %(default)s")
+    add(
+        "-o",
+        "--output",
+        type=Path,
+        default=Path("schedule.png"),
+        help="the picture's file; default: %(default)s",
+    )
     options = flags.parse_args(argv)
     if options.group is None:
         options.group = ORDERS[options.order]
@@ -329,12 +364,20 @@ def main(argv: list[str] | None = None) -> None:
         runs = simulate(tiles, depth, options.sms, options.tile_rows)
     except (ValueError, RuntimeError) as error:  # the model or the planners reject a flag's value
         raise SystemExit(error) from None
-    spread = "interleaved" if options.interleave else "skinny experts last"
-    title = f"{options.shape} {options.gemm}, {options.routing} routing: {options.order} order, {spread}"
+    spread = "skinny experts interleaved" if options.interleave else "skinny experts last"
+    layer = ", ".join(f"{letter}={size}" for letter, size in zip("TEKDF", sizes, strict=True))
+    named = f"{options.shape}: " if options.shape in SHAPES else ""
+    title = (
+        f"Schedule of the {options.gemm} GEMM of a layer ({named}{layer})\n"
+        f"{options.routing} routing, {options.order} order, {spread}"
+    )
     try:
-        draw(runs, depth, options.sms, title, options.output)
+        figure = draw(runs, depth, options.sms, title)
     except ImportError as error:
-        raise SystemExit(f"{error}: the picture needs matplotlib, as in fused_moe[bench]") from None
+        raise SystemExit(f"the picture needs matplotlib: pip install matplotlib ({error})") from None
+    options.output.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(options.output, dpi=150)
+    print(caption(runs, options.sms))
     print(options.output)
 
 

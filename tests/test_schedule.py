@@ -2,7 +2,7 @@
 
 import sys
 from collections import Counter
-from itertools import pairwise
+from itertools import combinations, pairwise
 
 import pytest
 
@@ -50,7 +50,47 @@ def test_the_order_is_the_librarys():
 def test_a_picture_is_drawn(draw, capsys, routing, gemm):
     flags = ("--shape", SMALL, "--routing", routing, "--gemm", gemm)
     assert draw(*flags) == b"\x89PNG\r\n\x1a\n"
-    assert capsys.readouterr().out.endswith("schedule.png\n")
+    sentence, path = capsys.readouterr().out.splitlines()
+    assert sentence.startswith("A model of an H200 runs ") and path.endswith("schedule.png")
+
+
+@pytest.mark.parametrize("routing", ["balanced", "zipf:1.2", "zipf:3", "worst"])
+def test_no_two_texts_overlap(routing):
+    """All texts are inside of the picture and beside each other, whatever the legend and the ticks are."""
+    Text = pytest.importorskip("matplotlib.text").Text
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    sizes = schedule.layer_sizes("dsv2-lite")._replace(num_tokens=2048)
+    tiles = schedule.work_tiles(schedule.rows_of_experts(routing, sizes), 8)
+    figure = schedule.draw(schedule.simulate(tiles, sizes.dim), sizes.dim, 132, "a title\nof two lines")
+    FigureCanvasAgg(figure).draw()
+    ticks = [(axis, t) for a in figure.axes for axis in (a.xaxis, a.yaxis) for t in axis.get_major_ticks()]
+    out_of_view = {
+        id(label)
+        for axis, tick in ticks
+        for label in (tick.label1, tick.label2)
+        if not min(axis.get_view_interval()) <= tick.get_loc() <= max(axis.get_view_interval())
+    }
+    texts = [
+        text
+        for text in figure.findobj(Text)
+        if text.get_visible() and text.get_text().strip() and id(text) not in out_of_view
+    ]
+    boxes = {(t.get_text(), i): t.get_window_extent() for i, t in enumerate(texts)}
+    assert {"time (\N{MICRO SIGN}s)", "SM number"} <= {text for text, _ in boxes}
+    for name, box in boxes.items():
+        assert box.x0 >= 0 and box.y0 >= 0, name
+        assert box.x1 <= figure.bbox.x1 and box.y1 <= figure.bbox.y1, name
+    assert not [(a, b) for a, b in combinations(boxes, 2) if boxes[a].overlaps(boxes[b])]
+
+
+def test_the_caption_tells_the_figures():
+    runs = schedule.simulate(schedule.work_tiles([128], 1), depth=1024, num_sms=2)
+    time, read = runs[0].end, runs[0].bytes_read / 1e9
+    assert schedule.caption(runs, 2) == (
+        f"A model of an H200 runs 1 work tiles on 2 SMs in {time:.0f} \N{MICRO SIGN}s, with the SMs busy for "
+        f"50.0% of the time, and reads {read:.2f} GB from memory."
+    )
 
 
 @pytest.mark.parametrize("order", schedule.ORDERS)
@@ -159,9 +199,7 @@ def test_every_token_has_its_experts(routing):
         assert counts == [300] * 3 + [0] * 5
 
 
-def test_shapes_have_names_in_a_checkout():
-    if not schedule.SHAPES.exists():
-        pytest.skip("not in a checkout")
+def test_shapes_have_names():
     assert schedule.layer_sizes("dsv2-lite") == (16384, 64, 6, 2048, 1408)
 
 
@@ -189,10 +227,13 @@ def test_wrong_flags_are_refused(flags, message):
 def test_help(capsys):
     with pytest.raises(SystemExit):
         schedule.main(["--help"])
-    assert "python -m fused_moe.schedule" in capsys.readouterr().out
+    text = " ".join(capsys.readouterr().out.split())
+    assert "python -m fused_moe.schedule" in text and "dsv2-lite" in text
+    for default in ("random", "up_gate", "grouped", "128", "132", "schedule.png"):
+        assert f"default: {default}" in text
 
 
 def test_matplotlib_is_named_where_it_is_missing(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(SystemExit, match="needs matplotlib"):
+    with pytest.raises(SystemExit, match="^the picture needs matplotlib: pip install matplotlib"):
         schedule.main(["--shape", SMALL])
