@@ -4,6 +4,7 @@
 and `info()` tells which tiers run.
 """
 
+from . import oldest as oldest  # isort: skip
 from . import flops as flops  # for FlopCounterMode
 from . import reference
 from .function import (

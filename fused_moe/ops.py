@@ -33,19 +33,13 @@ LAYOUTS = {"separate": 0, "halves": 1, "interleaved": 2}
 UNGATED = 3  # layout "separate" without w3
 ACTIVATION_CODES = {name: code for code, name in enumerate(ACTIVATIONS)}
 
-OLDEST_TORCH = (2, 10)  # the stable ABI that setup.py builds for
 HOW_TO_BUILD_CUDA = "this build has no CUDA kernels: put nvcc on PATH or set CUDA_HOME, and build it again"
 
-if tuple(map(int, torch.__version__.split(".")[:2])) < OLDEST_TORCH:
-    raise ImportError(
-        f"fused_moe: expected PyTorch {'.'.join(map(str, OLDEST_TORCH))} or newer, found "
-        f"{torch.__version__} at {Path(torch.__file__).parent}"
-    )
 LIBRARY = Path(__file__).with_name("_ops.so")
 if not LIBRARY.exists():
     raise ImportError(
-        f"fused_moe is not built: {LIBRARY} is missing. Build it with `make build`, or install with "
-        "`pip install --no-build-isolation .`"
+        f"fused_moe is not built: {LIBRARY} is missing. Build it in that checkout with `make build`; or, if "
+        "fused_moe is installed, start Python in another folder"
     )
 torch.ops.load_library(str(LIBRARY))
 

@@ -13,7 +13,8 @@ import pytest
 import torch
 
 import fused_moe
-from fused_moe.ops import FACTS, HAS_CUDA_KERNELS, OLDEST_TORCH
+from fused_moe.oldest import OLDEST_TORCH
+from fused_moe.ops import FACTS, HAS_CUDA_KERNELS
 
 
 @pytest.mark.quick
@@ -132,17 +133,25 @@ def test_a_known_tier_needs_no_gpu(cpu, tier):
     assert (run.returncode, run.stdout.strip()) == (0, tier or "auto"), run.stderr
 
 
-def test_an_old_pytorch_is_named(cpu):
-    """One line before the library is loaded; the version is that of the ABI that it was built for."""
+@pytest.mark.parametrize("version", ("1.13.1", "2.9.1+cpu", "2.10.0a0+git", "2.11.0+cu130"))
+def test_an_old_pytorch_is_named(cpu, tmp_path, version):
+    """One line, before anything else is asked of PyTorch: this one has a version and nothing else."""
     assert FACTS["build"]["abi_target"] == ".".join(map(str, OLDEST_TORCH))
-    code = """
-import torch
-torch.__version__ = "2.9.1+cpu"
-torch.ops.load_library = None
-import fused_moe
-"""
-    run = run_python(code)
-    expected = "ImportError: fused_moe: expected PyTorch 2.10 or newer, found 2.9.1+cpu at "
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").write_text(f"__version__ = {version!r}\n")
+    run = run_python(f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import fused_moe")
+    expected = f"ImportError: fused_moe: expected PyTorch 2.10 or newer, found {version} at {tmp_path}/torch"
+    assert run.returncode != 0
+    old = tuple(map(int, version.split(".")[:2])) < OLDEST_TORCH
+    assert (run.stderr.splitlines()[-1] == expected) == old, run.stderr
+
+
+def test_a_checkout_that_is_not_built_is_named(cpu, tmp_path):
+    """Also where fused_moe is installed, but Python was started in a checkout."""
+    package = Path(fused_moe.__file__).parent
+    shutil.copytree(package, tmp_path / "fused_moe", ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+    run = run_python(f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import fused_moe")
+    expected = f"ImportError: fused_moe is not built: {tmp_path}/fused_moe/_ops.so is missing. Build it in"
     assert run.returncode != 0 and run.stderr.splitlines()[-1].startswith(expected), run.stderr
 
 
@@ -156,8 +165,8 @@ import fused_moe
 print(*sorted(set(sys.modules) - before))
 """
     run = run_python(code)
-    own = "activation checks counting flops function info losses module ops overlap plan reference".split()
-    assert run.stdout.split() == ["fused_moe", *(f"fused_moe.{name}" for name in own)], run.stderr
+    own = "activation checks counting flops function info losses module oldest ops overlap plan reference"
+    assert run.stdout.split() == ["fused_moe", *(f"fused_moe.{name}" for name in own.split())], run.stderr
 
 
 DRIVER = """
