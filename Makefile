@@ -49,9 +49,13 @@ lint: $(VENV)/dev
 	$(VENV)/bin/ruff format --check
 	$(VENV)/bin/ruff check
 
+# The sdist keeps its files' times, so that the wheel is linked from the objects of `make build`. auditwheel gives it
+# the tag of the oldest glibc that it runs on; PyTorch's libraries are found by name and stay outside.
 wheel: $(VENV)/dev
 	rm -rf dist
-	$(python) -m build --no-isolation
+	FUSED_MOE_OBJECTS=$(CURDIR)/build/objects $(python) -m build --no-isolation
+	PATH=$(abspath $(VENV))/bin:$$PATH auditwheel repair --only-plat --exclude 'libtorch*.so' --wheel-dir dist dist/*.whl
+	rm dist/*-linux_*.whl
 
 clean:
 	rm -rf build dist *.egg-info fused_moe/*.so compile_commands.json $(VENV)/built

@@ -13,6 +13,7 @@ MAX_JOBS, how many compilers run at a time; FUSED_MOE_WERROR=1 makes warnings er
 another folder than build/objects.
 """
 
+import importlib.machinery
 import importlib.metadata
 import importlib.util
 import json
@@ -20,10 +21,20 @@ import os
 import re
 import shlex
 import shutil
+import site
 import subprocess
 import sys
 import sysconfig
 from pathlib import Path
+
+import setuptools
+
+# A new environment of Python 3.11 has 65.5, which cannot read pyproject.toml and says so in twenty lines.
+if int(setuptools.__version__.split(".")[0]) < 77:
+    raise SystemExit(
+        f"fused_moe is built by setuptools >= 77, found {setuptools.__version__}: pip install without "
+        "--no-build-isolation, or first pip install 'setuptools>=77' 'ninja>=1.11'"
+    )
 
 from setuptools import Extension, setup
 from setuptools.command.bdist_wheel import bdist_wheel
@@ -31,6 +42,9 @@ from setuptools.command.build_ext import build_ext
 
 ABI_TARGET = (2, 10)  # the oldest PyTorch that the library runs under
 NVCC_OLDEST = (12, 3)  # the first with PTX ISA 8.3, which edits tensor maps on the device
+# nvcc can compress fatbins to a tenth from 12.8 on. Only drivers from 550 on read them, so that it is left
+# to CUDA 13, which wants a driver from 580 on anyway.
+NVCC_COMPRESSES = (13, 0)
 OBJECTS = Path(os.environ.get("FUSED_MOE_OBJECTS", "build/objects"))
 C_SOURCES, CPP_SOURCES, CUDA_SOURCES = (
     sorted(map(str, Path("csrc").glob(files))) for files in ("cpu/*.c", "torch/*.cpp", "kernels/**/*.cu")
@@ -56,24 +70,47 @@ GENCODE = ["sm_80", "compute_80", "sm_90a"]
 FOLDER_TARGETS = {"sm90": ["sm_90a"]}
 
 
+def release(text: str) -> tuple[int, ...]:
+    """The first X.Y in a text, as numbers; () where there is none."""
+    found = re.search(r"(\d+)\.(\d+)", text)
+    return tuple(map(int, found.groups())) if found else ()
+
+
 def targets_of(source: str) -> list[str]:
     """nvcc's flags for the GPUs that a CUDA file is compiled for."""
     names = FOLDER_TARGETS.get(Path(source).parent.name, GENCODE)
     return [f"-gencode=arch={name.replace('sm', 'compute')},code={name}" for name in names]
 
 
+def nvcc_flags(of_release: tuple[int, ...]) -> list[str]:
+    """nvcc's flags for every CUDA file. tests/test_toolkit.py knows the first release that has each."""
+    compress = ["--compress-mode=size"] * (of_release >= NVCC_COMPRESSES)
+    werror = ["-Werror=all-warnings"] * WERROR
+    host = ["-Xcompiler=-fPIC,-fvisibility=hidden"]
+    return ["-std=c++17", "-O3", "-lineinfo", "-Icsrc", *compress, *werror, *host]
+
+
 def find_torch() -> tuple[Path, str]:
-    """PyTorch's folder and version, without importing it."""
-    spec = importlib.util.find_spec("torch")
-    if spec is None or spec.origin is None:
-        raise SystemExit(
-            "fused_moe is built against the PyTorch that it will run with, and none is importable. "
-            "Install torch, setuptools and ninja, then pip install with --no-build-isolation."
-        )
-    version = importlib.metadata.version("torch")
-    if tuple(map(int, version.split(".")[:2])) < ABI_TARGET:
-        raise SystemExit(f"fused_moe needs PyTorch >= 2.10, found {version} at {spec.origin}")
-    return Path(spec.origin).parent, version
+    """The folder and version of a PyTorch to compile against, without importing it.
+
+    The one that can be imported comes first. In an isolated build there is none; then it is that of the
+    site-packages that pip hides, or of the Python below the virtual environment. Any that is new enough does,
+    since the library is on PyTorch's stable ABI.
+    """
+    hidden = [*site.getsitepackages([sys.prefix, sys.base_prefix]), site.getusersitepackages()]
+    specs = importlib.util.find_spec("torch"), importlib.machinery.PathFinder.find_spec("torch", hidden)
+    too_old = "none"
+    for spec, folders in zip(specs, (sys.path, hidden), strict=True):
+        if spec is None or spec.origin is None:
+            continue
+        for distribution in importlib.metadata.distributions(name="torch", path=folders):
+            if release(distribution.version) >= ABI_TARGET:
+                return Path(spec.origin).parent, distribution.version
+            too_old = f"{distribution.version} at {spec.origin}"
+    raise SystemExit(
+        f"fused_moe is compiled against PyTorch >= {'.'.join(map(str, ABI_TARGET))}, found {too_old}. "
+        "Install one, or pip install without --no-build-isolation, which fetches one for the compilation."
+    )
 
 
 def find_nvcc() -> tuple[str | None, str]:
@@ -83,12 +120,13 @@ def find_nvcc() -> tuple[str | None, str]:
     nvcc = shutil.which("nvcc", path=os.pathsep.join(folders))
     if nvcc is None:
         return None, "nvcc not found"
-    release = re.search(r".*release ([\d.]+).*", subprocess.check_output([nvcc, "--version"], text=True))
-    if release is None:
+    line = re.search(r".*release [\d.]+.*", subprocess.check_output([nvcc, "--version"], text=True))
+    if line is None:
         return None, f"{nvcc} --version tells no release"
-    if tuple(map(int, release[1].split("."))) < NVCC_OLDEST:
-        return None, f"{nvcc} is release {release[1]}, expected {'.'.join(map(str, NVCC_OLDEST))} or newer"
-    return nvcc, release[0]
+    if release(line[0]) < NVCC_OLDEST:
+        found, oldest = (".".join(map(str, numbers)) for numbers in (release(line[0]), NVCC_OLDEST))
+        return None, f"{nvcc} is release {found}, expected {oldest} or newer"
+    return nvcc, line[0]
 
 
 def run_ninja(libraries: dict[str, tuple[dict, list[str]]], facts: str) -> None:
@@ -167,8 +205,7 @@ class Build(build_ext):
         compilers = dict.fromkeys(C_SOURCES, [*CC, "-std=gnu11", *COMMON, *C_MATH, *CFLAGS])
         if nvcc:
             torch_cpp += ["-DFUSED_MOE_WITH_CUDA"]
-            cuda = [nvcc, "-std=c++17", "-O3", "-lineinfo", "-Icsrc", *["-Werror=all-warnings"] * WERROR]
-            cuda += ["-Xcompiler=-fPIC,-fvisibility=hidden"]
+            cuda = [nvcc, *nvcc_flags(release(release_or_reason))]
             compilers |= {source: [*cuda, *targets_of(source)] for source in CUDA_SOURCES}
             # nvcc knows its libraries' folders. It may come from a toolkit, conda or pip, or be a wrapper.
             dryrun = [nvcc, "--dryrun", "-c", "-x", "cu", os.devnull]

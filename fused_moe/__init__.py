@@ -22,7 +22,7 @@ from .losses import load_balancing_loss, router_z_loss
 from .module import FusedMoE, LoadReport, RouterLosses
 from .plan import Plan
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "FusedMoE",

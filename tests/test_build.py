@@ -5,11 +5,11 @@ without a checkout, as when the tests run against an installed wheel.
 """
 
 import ctypes
-import importlib.metadata
 import importlib.util
 import json
 import re
 import shutil
+import site
 import subprocess
 import sys
 import tarfile
@@ -21,13 +21,18 @@ ROOT = Path(__file__).resolve().parents[1]
 pytestmark = pytest.mark.skipif(not (ROOT / "setup.py").exists(), reason="not in a checkout")
 
 
-@pytest.fixture
-def build():
-    pytest.importorskip("setuptools", "77")
-    spec = importlib.util.spec_from_file_location("fused_moe_setup", ROOT / "setup.py")
+def load(path: str):
+    """A module of the checkout that no package has."""
+    spec = importlib.util.spec_from_file_location("loaded", ROOT / path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture
+def build():
+    pytest.importorskip("setuptools", "77")
+    return load("setup.py")
 
 
 @pytest.fixture
@@ -122,13 +127,81 @@ def test_a_wheel_fits_every_python(build, monkeypatch):
         assert command.extensions == extensions
 
 
-def test_a_build_without_a_torch_that_fits_says_what_to_do(build, monkeypatch):
-    monkeypatch.setattr(importlib.metadata, "version", lambda name: "2.9.1+cpu")
-    with pytest.raises(SystemExit, match=re.escape("needs PyTorch >= 2.10, found 2.9.1+cpu")):
+@pytest.fixture
+def torches(monkeypatch, tmp_path):
+    """A function that installs a PyTorch of some version where it can be imported ("shown"), or where only
+    the interpreter outside an isolated build sees it ("hidden"), and returns its folder."""
+    monkeypatch.delitem(sys.modules, "torch", raising=False)
+    monkeypatch.setattr(sys, "path", [str(tmp_path / "shown")])
+    monkeypatch.setattr(site, "getsitepackages", lambda prefixes: [str(tmp_path / "hidden")])
+    monkeypatch.setattr(site, "getusersitepackages", lambda: str(tmp_path / "user"))
+
+    def install(folder: str, version: str) -> Path:
+        importlib.invalidate_caches()
+        torch, metadata = tmp_path / folder / "torch", tmp_path / folder / f"torch-{version}.dist-info"
+        torch.mkdir(parents=True)
+        (torch / "__init__.py").touch()
+        metadata.mkdir()
+        (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: torch\nVersion: {version}\n")
+        return torch
+
+    return install
+
+
+def test_an_isolated_build_finds_the_torch_that_it_is_not_shown(build, torches):
+    with pytest.raises(SystemExit, match=r"PyTorch >= 2\.10, found none.*without --no-build-isolation"):
         build.find_torch()
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(SystemExit, match="--no-build-isolation"):
+    hidden = torches("hidden", "2.11.0+cu130")
+    assert build.find_torch() == (hidden, "2.11.0+cu130")
+    shown = torches("shown", "2.10.0")
+    assert build.find_torch() == (shown, "2.10.0")
+
+
+def test_a_torch_that_is_too_old_is_passed_over(build, torches):
+    shown = torches("shown", "2.9.1+cpu")
+    with pytest.raises(SystemExit, match=re.escape(f"found 2.9.1+cpu at {shown}")):
         build.find_torch()
+    user = torches("hidden", "2.13.0")
+    assert build.find_torch() == (user, "2.13.0")
+
+
+@pytest.mark.parametrize("hook", ["get_requires_for_build_wheel", "get_requires_for_build_editable"])
+def test_the_backend_asks_for_torch_where_there_is_none(build, capsys, hook, monkeypatch, tmp_path):
+    backend = load("tools/build_backend.py")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(backend.build_meta, hook, lambda config_settings: ["another"])
+    monkeypatch.setattr(backend, "TERMINAL", str(tmp_path / "terminal"))
+    Path("setup.py").write_text("def find_torch(): return 'torch', '2.13'")
+    assert getattr(backend, hook)() == ["another"]
+    Path("setup.py").write_text("def find_torch(): raise SystemExit('no torch')")
+    torch = "torch>=" + ".".join(map(str, build.ABI_TARGET))
+    assert getattr(backend, hook)() == ["another", torch]
+    assert "2.6 GB" in Path("terminal").read_text() and "--no-build-isolation" in Path("terminal").read_text()
+    # Without a terminal, into pip's log.
+    monkeypatch.setattr(backend, "TERMINAL", str(tmp_path / "no such folder" / "terminal"))
+    assert getattr(backend, hook)() == ["another", torch]
+    assert "2.6 GB" in capsys.readouterr().err
+
+
+def test_the_backend_is_setuptools_otherwise():
+    pytest.importorskip("setuptools", "77")
+    from setuptools import build_meta
+
+    backend = load("tools/build_backend.py")
+    changed = {name for name in build_meta.__all__ if getattr(backend, name) is not getattr(build_meta, name)}
+    assert changed == {"get_requires_for_build_wheel", "get_requires_for_build_editable"}
+
+
+@pytest.mark.parametrize("path", ["setup.py", "tools/build_backend.py"])
+def test_a_build_without_setuptools_that_fits_says_what_to_do(monkeypatch, path):
+    """65.5, as in a new environment of Python 3.11, and none, as in one of 3.12."""
+    setuptools = pytest.importorskip("setuptools", "77")
+    monkeypatch.setattr(setuptools, "__version__", "65.5.0")
+    if path != "setup.py":
+        monkeypatch.setitem(sys.modules, "setuptools", None)
+    with pytest.raises(SystemExit, match="pip install without --no-build-isolation") as error:
+        load(path)
+    assert "\n" not in str(error.value) and "setuptools>=77" in str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -151,7 +224,8 @@ def test_nvcc_is_looked_for_in_cuda_home(build, monkeypatch, tmp_path, release, 
 
 def test_an_sdist_holds_all_that_a_build_reads(tmp_path):
     pytest.importorskip("setuptools", "77")
-    names = {"fused_moe/py.typed", "setup.py", "pyproject.toml", "Makefile", "tools/setup.sh", "LICENSE"}
+    names = {"fused_moe/py.typed", "setup.py", "pyproject.toml", "Makefile", "LICENSE"}
+    names |= {"tools/build_backend.py", "tools/setup.sh"}
     for pattern in ("csrc/**/*.*", "fused_moe/**/*.py", "tests/**/*.*"):
         names |= {str(path.relative_to(ROOT)) for path in ROOT.glob(pattern) if path.suffix != ".pyc"}
     # From a copy, so that no egg-info of the checkout is written or read.

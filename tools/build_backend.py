@@ -1,0 +1,46 @@
+"""The build backend of pyproject.toml: setuptools.build_meta, and a PyTorch to compile against.
+
+pip builds in an environment of its own that holds only what the backend asks for. Asking for torch would
+download gigabytes for a few headers, so it is asked for only where find_torch() of setup.py finds none.
+"""
+
+import runpy
+import sys
+
+try:
+    from setuptools import build_meta
+    from setuptools.build_meta import *  # noqa: F403 - the hooks that are not changed
+except ImportError:  # as in a new environment of Python 3.12
+    raise SystemExit(
+        "fused_moe is built by setuptools and ninja: pip install without --no-build-isolation, "
+        "or first pip install 'setuptools>=77' 'ninja>=1.11'"
+    ) from None
+
+TERMINAL = "/dev/tty"
+DOWNLOAD = """fused_moe is compiled against PyTorch, and none was found: one is fetched for the compilation.
+PyPI's is the CUDA build, 2.6 GB with its libraries. To choose another, first install it, setuptools and
+ninja, then pip install --no-build-isolation.
+"""
+
+
+def torch_to_ask_for() -> list[str]:
+    try:
+        runpy.run_path("setup.py")["find_torch"]()
+    except SystemExit:
+        pass
+    else:
+        return []
+    try:  # pip shows what a backend prints only when it fails
+        with open(TERMINAL, "w") as terminal:
+            terminal.write(DOWNLOAD)
+    except OSError:
+        sys.stderr.write(DOWNLOAD)
+    return ["torch>=2.10"]
+
+
+def get_requires_for_build_wheel(config_settings=None) -> list[str]:
+    return build_meta.get_requires_for_build_wheel(config_settings) + torch_to_ask_for()
+
+
+def get_requires_for_build_editable(config_settings=None) -> list[str]:
+    return build_meta.get_requires_for_build_editable(config_settings) + torch_to_ask_for()
