@@ -94,10 +94,11 @@ def find_torch() -> tuple[Path, str]:
     """The folder and version of a PyTorch to compile against, without importing it.
 
     The one that can be imported comes first. In an isolated build there is none; then it is that of the
-    site-packages that pip hides, or of the Python below the virtual environment. Any that is new enough does,
-    since the library is on PyTorch's stable ABI.
+    interpreter's own site-packages, which pip hides, of the Python below the build's virtual environment, or
+    of the activated one. Any that is new enough does, since the library is on PyTorch's stable ABI.
     """
-    hidden = [*site.getsitepackages([sys.prefix, sys.base_prefix]), site.getusersitepackages()]
+    prefixes = [sys.prefix, sys.base_prefix, os.environ.get("VIRTUAL_ENV", sys.prefix)]
+    hidden = [*site.getsitepackages(prefixes), site.getusersitepackages()]
     specs = importlib.util.find_spec("torch"), importlib.machinery.PathFinder.find_spec("torch", hidden)
     too_old = "none"
     for spec, folders in zip(specs, (sys.path, hidden), strict=True):

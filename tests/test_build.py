@@ -129,11 +129,14 @@ def test_a_wheel_fits_every_python(build, monkeypatch):
 
 @pytest.fixture
 def torches(monkeypatch, tmp_path):
-    """A function that installs a PyTorch of some version where it can be imported ("shown"), or where only
-    the interpreter outside an isolated build sees it ("hidden"), and returns its folder."""
+    """A function that installs a PyTorch of some version in a folder of site-packages, and returns where: in
+    "shown", which can be imported, or in one that an isolated build hides."""
     monkeypatch.delitem(sys.modules, "torch", raising=False)
     monkeypatch.setattr(sys, "path", [str(tmp_path / "shown")])
-    monkeypatch.setattr(site, "getsitepackages", lambda prefixes: [str(tmp_path / "hidden")])
+    monkeypatch.setattr(sys, "prefix", str(tmp_path / "prefix"))
+    monkeypatch.setattr(sys, "base_prefix", str(tmp_path / "base"))
+    monkeypatch.setenv("VIRTUAL_ENV", str(tmp_path / "activated"))
+    monkeypatch.setattr(site, "getsitepackages", lambda prefixes: prefixes)
     monkeypatch.setattr(site, "getusersitepackages", lambda: str(tmp_path / "user"))
 
     def install(folder: str, version: str) -> Path:
@@ -148,10 +151,11 @@ def torches(monkeypatch, tmp_path):
     return install
 
 
-def test_an_isolated_build_finds_the_torch_that_it_is_not_shown(build, torches):
+@pytest.mark.parametrize("folder", ["prefix", "base", "activated", "user"])
+def test_an_isolated_build_finds_a_torch_that_is_hidden_from_it(build, torches, folder):
     with pytest.raises(SystemExit, match=r"PyTorch >= 2\.10, found none.*without --no-build-isolation"):
         build.find_torch()
-    hidden = torches("hidden", "2.11.0+cu130")
+    hidden = torches(folder, "2.11.0+cu130")
     assert build.find_torch() == (hidden, "2.11.0+cu130")
     shown = torches("shown", "2.10.0")
     assert build.find_torch() == (shown, "2.10.0")
@@ -161,8 +165,8 @@ def test_a_torch_that_is_too_old_is_passed_over(build, torches):
     shown = torches("shown", "2.9.1+cpu")
     with pytest.raises(SystemExit, match=re.escape(f"found 2.9.1+cpu at {shown}")):
         build.find_torch()
-    user = torches("hidden", "2.13.0")
-    assert build.find_torch() == (user, "2.13.0")
+    hidden = torches("base", "2.13.0")
+    assert build.find_torch() == (hidden, "2.13.0")
 
 
 @pytest.mark.parametrize("hook", ["get_requires_for_build_wheel", "get_requires_for_build_editable"])
