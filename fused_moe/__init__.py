@@ -1,4 +1,4 @@
-"""fused_moe: Mixture-of-Experts layers for PyTorch as few fused kernels, forward and backward.
+"""fused_moe: Mixture-of-Experts layers for PyTorch as a few fused kernels, forward and backward.
 
 `FusedMoE` is the module, the functions below are its parts, `reference` is the same in plain PyTorch,
 and `info()` tells which tiers run.
