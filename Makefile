@@ -5,26 +5,34 @@
 # make build    builds the package in place
 # make format   formats the code; make lint only checks it
 # make wheel    builds dist/*.tar.gz, and dist/*.whl from it
-# make clean    removes build outputs; remove $(VENV), too, to start from scratch
+# make clean    removes build outputs; remove .venv, too, to start from scratch
 #
 # Each target does its set-up on a fresh machine, once: tools/setup.sh checks for the system's packages and
-# makes $(VENV); then ninja compiles what is out of date, against the PyTorch of $(VENV).
+# makes the environment; then ninja compiles what is out of date, against the PyTorch of that environment.
 
+# The environment: an activated one, into which fused_moe and what it needs is then installed, else .venv.
+# `make VENV=FOLDER` takes another, and makes it with $(PYTHON) if it is not there.
+VENV   = $(or $(VIRTUAL_ENV),.venv)
 PYTHON = python3
-VENV   = .venv
-TORCH  = torch==2.13.0
+
+# What an environment without PyTorch gets: the newest PyTorch of benchmarks/results/matrix.md that there is for its
+# Python; without an NVIDIA driver from CPU_INDEX, or with `make CPU_INDEX=` from pip's own index in any case.
+TORCH     ?= torch<=2.15.0
+CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 
 MINUTES = 5
 
-python  = $(VENV)/bin/python
-compile = $(python) setup.py --quiet build_ext --inplace
-install = $(python) -m pip install --quiet --no-build-isolation --editable
+bin     = $(subst $() ,\ ,$(VENV))/bin
+python  = $(bin)/python
+# Without make's flags: ninja would ask the jobserver of `make -j`, which is not for it.
+compile = MAKEFLAGS= $(python) setup.py --quiet build_ext --inplace
 C_CODE  = $(shell find csrc tests/sanitize -name "*.[ch]*") tests/schedule_model.cpp tests/trust/hold_sms.cu
 
+export PYTHON TORCH CPU_INDEX
 # Also build fused_moe._host, which tests need and a wheel must not contain.
-build $(VENV)/built $(VENV)/dev: export FUSED_MOE_HOST = 1
+build setup dev: export FUSED_MOE_HOST = 1
 
-build: $(VENV)/built
+build: setup
 	$(compile)
 
 train: build
@@ -39,39 +47,32 @@ fuzz: build
 sanitize: build
 	PYTHON=$(python) tests/sanitize/run.sh $(PYTEST_ARGS)
 
-format: $(VENV)/dev
-	$(VENV)/bin/clang-format -i $(C_CODE)
-	$(VENV)/bin/ruff format
-	$(VENV)/bin/ruff check --fix
+format: dev
+	$(bin)/clang-format -i $(C_CODE)
+	$(bin)/ruff format
+	$(bin)/ruff check --fix
 
-lint: $(VENV)/dev
-	$(VENV)/bin/clang-format --dry-run --Werror $(C_CODE)
-	$(VENV)/bin/ruff format --check
-	$(VENV)/bin/ruff check
+lint: dev
+	$(bin)/clang-format --dry-run --Werror $(C_CODE)
+	$(bin)/ruff format --check
+	$(bin)/ruff check
 
 # The sdist keeps its files' times, so that the wheel is linked from the objects of `make build`. auditwheel gives it
 # the tag of the oldest glibc that it runs on; PyTorch's libraries are found by name and stay outside.
-wheel: $(VENV)/dev
+wheel: dev
 	rm -rf dist
 	FUSED_MOE_OBJECTS=$(CURDIR)/build/objects $(python) -m build --no-isolation
 	PATH=$(abspath $(VENV))/bin:$$PATH auditwheel repair --only-plat --exclude 'libtorch*.so' --wheel-dir dist dist/*.whl
 	rm dist/*-linux_*.whl
 
 clean:
-	rm -rf build dist *.egg-info fused_moe/*.so compile_commands.json $(VENV)/built
+	rm -rf build dist *.egg-info fused_moe/*.so compile_commands.json
 
-$(VENV)/ready: tools/setup.sh
-	PYTHON=$(PYTHON) sh tools/setup.sh $(VENV) $(TORCH)
-	touch $@
+setup:
+	@sh tools/setup.sh "$(VENV)" test,train,bench
 
-# pip would compile, too, but without showing progress.
-$(VENV)/built: $(VENV)/ready pyproject.toml
-	$(compile)
-	$(install) '.[test,train,bench]'
-	touch $@
+# After `setup`, since two pips in one environment would disturb each other.
+dev: setup
+	@sh tools/setup.sh "$(VENV)" dev
 
-$(VENV)/dev: pyproject.toml | $(VENV)/built
-	$(install) '.[dev]'
-	touch $@
-
-.PHONY: build train test fuzz sanitize format lint wheel clean
+.PHONY: build train test fuzz sanitize format lint wheel clean setup dev
