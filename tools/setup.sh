@@ -106,8 +106,14 @@ if [ -z "$torch" ]; then
         say "no NVIDIA driver here. PyTorch's CPU build is about 200 MB to download (20 seconds at 10 MB/s)"
         say "and 0.7 GB on disk."
         if ! pip install --retries 1 --index-url "$CPU_INDEX" $TORCH; then
-            say "$CPU_INDEX cannot be used (see above): installing from pip's own index instead."
-            say "$cuda. Interrupt, and set CPU_INDEX= to a mirror, to avoid that."
+            say "$CPU_INDEX cannot be used (see above)."
+            # A folder of wheels that pip is set to (find-links) needs no download; an index may have newer ones.
+            if pip install --quiet --no-index --no-deps $TORCH 2>/dev/null; then
+                say "using the PyTorch of a folder that pip is set to."
+            else
+                say "installing from pip's own index instead."
+                say "$cuda. Interrupt, and set CPU_INDEX= to a mirror, to avoid that."
+            fi
             from_own_index
         fi
     fi

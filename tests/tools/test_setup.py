@@ -32,7 +32,7 @@ case "$*" in
 "-m pip"*torch*)
     shift 3
     log "pip $*"
-    case "$*" in *"$INDEX_FAILS"*) exit 1 ;; esac
+    case "$*" in *"$INDEX_FAILS"*) exit 1 ;; *--no-index*) [ -n "$HAS_WHEEL" ] || exit 1 ;; esac
     echo 2.15.0 >"$home/torch" ;;
 "-m pip"*) shift 3 && log "pip $*" ;;
 *) [ -z "$MAKEFLAGS" ] && log "python $*" ;;
@@ -114,13 +114,24 @@ def test_index_that_fails(checkout, no_driver, monkeypatch):
     monkeypatch.setenv("INDEX_FAILS", INDEX)
     output, lines = make(checkout, "TORCH=torch==2.13.0")
     install = f"pip install --retries 1 --index-url {INDEX} torch==2.13.0"
-    assert torch_installs(lines) == [install, "pip install torch==2.13.0"]
+    local = "pip install --quiet --no-index --no-deps torch==2.13.0"
+    assert torch_installs(lines) == [install, local, "pip install torch==2.13.0"]
     assert f"{INDEX} cannot be used" in output
     assert (
         output.index("cannot be used")
         < output.index("about 2.7 GB")
         < output.index("install torch==2.13.0\n")
     )
+
+
+def test_index_that_fails_beside_a_folder_of_wheels(checkout, no_driver, monkeypatch):
+    monkeypatch.setenv("INDEX_FAILS", INDEX)
+    monkeypatch.setenv("HAS_WHEEL", "1")
+    output, lines = make(checkout)
+    local, dependencies = torch_installs(lines)[1:]
+    assert local == "pip install --quiet --no-index --no-deps torch<=2.15.0"
+    assert dependencies == "pip install torch<=2.15.0"
+    assert "the PyTorch of a folder" in output and "2.7 GB" not in output
 
 
 def test_no_network(checkout, monkeypatch):
