@@ -1,19 +1,21 @@
 """Trains a small byte-level Mixture-of-Experts language model with fused_moe.
 
-    python examples/train_lm.py                   on the sources of Python's standard library
-    python examples/train_lm.py --data FOLDER     on the text files in a folder
-    python examples/train_lm.py --compare         FusedMoE against the for-loop, from the same seed
-    python examples/train_lm.py --resume          resumes from OUT/checkpoint.pt
+    python examples/train_lm.py                         on the sources of Python's standard library
+    python examples/train_lm.py --data FOLDER           on the text files in a folder
+    python examples/train_lm.py --compare               FusedMoE and the for-loop, taking turns
+    python examples/train_lm.py --resume                continues the newest run, after Ctrl-C or a crash
+    python examples/train_lm.py --resume --steps 1000   prolongs it to 1000 steps
 
     torchrun --nproc-per-node 2 examples/train_lm.py --fsdp                       in two processes
     torchrun --nproc-per-node 2 examples/train_lm.py --fsdp --expert-parallel 2   half of the experts each
 
 The model is a decoder-only transformer with `fused_moe.FusedMoE` as the feed-forward layer of every block. It
-runs on a GPU if there is one, else on the CPU, and writes OUT/loss.png, OUT/log.json and OUT/checkpoint.pt.
+runs on a GPU if there is one, else on the CPU. Every run writes loss.png, log.jsonl and checkpoint.pt into a
+folder of its own, and prints a text that the model writes before and after training.
 
-The batch and the learning rate of a step depend only on the flags and the step's number. So no state of a
-data loader, a scheduler or a random generator has to be saved, and on a CPU a resumed run gives bit for bit
-the losses of an uninterrupted one.
+The batch and the learning rate of a step depend only on the flags and the step's number, not on --steps. So
+no state of a data loader, a scheduler or a random generator has to be saved, and on a CPU a resumed or
+prolonged run gives bit for bit the losses of an uninterrupted one.
 
 Several processes split each batch and shard the parameters. The loss curve is the same up to the order of
 summation. Checkpoints are the same, too, and any other number of processes can resume from them. Only the
@@ -30,7 +32,11 @@ import platform
 import signal
 import sysconfig
 import time
+from datetime import datetime
 from pathlib import Path
+
+# Waiting OpenMP threads spin. On a busy machine that takes cores from threads with work, so limit it.
+os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # before torch loads libgomp
 
 import torch
 import torch.distributed as dist
@@ -50,12 +56,12 @@ EXPERTS = {"fused": fused_moe.FusedMoE, "loop": fused_moe.reference.FusedMoE}
 HEAD_DIM = 32
 WARMUP_STEPS = 50
 REPORT_EVERY = 10  # steps
-VALIDATE_EVERY = 100  # steps
-VALIDATION_WINDOWS = 128
-FULL_STATE = checkpoint.StateDictOptions(
-    full_state_dict=True, cpu_offload=True
-)  # as a single process saves it
+VALIDATE_EVERY = 100  # steps; a multiple of REPORT_EVERY
+VALIDATION_WINDOWS = 64
+GENERATED_BYTES = 240
+TEMPERATURE = 0.7  # of the generated text
 COMPARED_STEPS = 50  # over which --compare compares the two loss curves
+FULL_STATE = checkpoint.StateDictOptions(full_state_dict=True, cpu_offload=True)  # as one process saves it
 
 # ---- Processes -------------------------------------------------------------------------------------
 
@@ -271,59 +277,40 @@ class LanguageModel(nn.Module):
 
 
 def learning_rate(step, args):
-    """A linear warm-up, then a cosine that ends at zero."""
-    warmup = min(1, (step + 1) / WARMUP_STEPS)
-    return args.lr * warmup * (1 + math.cos(math.pi * step / args.steps)) / 2
+    """A linear warm-up, then 1 / sqrt(step): unlike a cosine, it does not depend on the last step."""
+    return args.lr * min((step + 1) / WARMUP_STEPS, math.sqrt(WARMUP_STEPS / (step + 1)))
 
 
 class Run:
-    """Model, optimizer and log: all state of a training run. The number of losses is the step."""
+    """A model, its optimizer and its log, a list of reports."""
 
-    def __init__(self, args, experts, texts, out):
-        self.args, self.experts, self.out = args, experts, out
+    def __init__(self, args, experts, texts):
+        self.args, self.experts, self.log = args, experts, []
         self.training_text, self.validation_text = (text.to(args.device) for text in texts)
         torch.manual_seed(args.seed)
-        self.model = LanguageModel(args, experts).to(
-            args.device
-        )  # initialised on the CPU: the same everywhere
-        self.moes = [block.moe for block in self.model.blocks]
+        model = LanguageModel(args, experts)  # initialised on the CPU: the same everywhere
+        self.model = model.to(args.device)
+        self.moes = [block.moe for block in model.blocks]
         if args.fsdp:
-            shard(self.model, args)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), betas=(0.9, 0.95), fused=True)
-        # The losses depend on these flags. The others may change when a run is resumed.
-        others = "experts compare device threads compile out resume fsdp expert_parallel".split()
-        flags = {name: value for name, value in vars(args).items() if name not in others}
-        self.log = {
-            "config": {**flags, "experts": experts, "data": str(args.data or "the standard library")},
-            "versions": {
-                "python": platform.python_version(),
-                "torch": str(torch.__version__),
-                "fused_moe": fused_moe.__version__,
-            },
-            "device": str(args.device),
-            "seconds": 0.0,  # of training steps
-            "tokens_per_second": 0.0,
-            "expert_load": [],  # tokens of the largest expert over the mean, per layer
-            "validation": [],  # bits per byte
-            "loss": [],  # nats per byte, per step
-        }
-        out.mkdir(parents=True, exist_ok=True)
-        if args.resume and self.checkpoint.exists():
-            self.load()
+            shard(model, args)
+        self.optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), fused=True)
         if args.compile and experts == "fused":  # the loop's shapes depend on data: it would recompile
-            self.model.compile()
+            model.compile()
 
     @property
-    def checkpoint(self):
-        return self.out / "checkpoint.pt"
+    def steps(self):
+        """Steps done."""
+        return self.log[-1]["step"] if self.log else 0
 
-    def loss(self, inputs, targets):
+    def logits(self, inputs):
         # bfloat16 by autocast: weights and optimizer stay in float32, because late updates are below
         # bfloat16's 8 bits of precision and would be rounded away.
         bfloat16 = self.args.dtype == "bfloat16"
         with torch.autocast(self.args.device.type, dtype=torch.bfloat16, enabled=bfloat16):
-            logits = self.model(inputs)
-        return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+            return self.model(inputs).float()
+
+    def loss(self, inputs, targets):
+        return F.cross_entropy(self.logits(inputs).flatten(0, 1), targets.flatten())
 
     def step(self, number):
         """One optimizer step. Returns its loss, on the device."""
@@ -338,6 +325,33 @@ class Run:
         for moe in self.moes:
             moe.update_expert_bias()  # it also zeroes tokens_per_expert
         return sum_over_processes(loss.detach()) / num_processes()
+
+    def advance(self, bar, interrupt):
+        """Steps up to the next report, or fewer after an interrupt. Returns the report."""
+        first, losses, start = self.steps, [], time.perf_counter()
+        for number in range(first, min(first - first % REPORT_EVERY + REPORT_EVERY, self.args.steps)):
+            losses.append(self.step(number))
+            bar.update()
+            if interrupt.requested:
+                break
+        # Reading a value synchronises with the device, so not every step does it.
+        losses = torch.stack(losses).tolist()
+        steps = first + len(losses)
+        seconds = self.log[-1]["seconds"] + time.perf_counter() - start
+        load = self.tokens_per_expert.amax(dim=1) / self.tokens_per_expert.mean(dim=1)
+        self.log.append(
+            {
+                "experts": self.experts,
+                "step": steps,
+                "seconds": seconds,  # of all training steps, without validation
+                "tokens_per_second": steps * self.args.batch_size * self.args.seq_len / seconds,
+                "loss": losses,  # nats per byte, of every step since the last report
+                "expert_load": load.tolist(),  # tokens of the largest expert over the mean, per layer
+            }
+        )
+        if steps % VALIDATE_EVERY == 0 or steps == self.args.steps:
+            self.log[-1]["bits_per_byte"] = self.validate()
+        return self.log[-1]
 
     @torch.no_grad()
     def validate(self):
@@ -354,31 +368,50 @@ class Run:
         self.model.train()
         return nats / len(starts) / math.log(2)
 
-    def save(self):
-        """Writes a temporary file first: a crash while writing does not damage the last checkpoint."""
-        model, optimizer = checkpoint.get_state_dict(self.model, self.optimizer, options=FULL_STATE)
-        if process():
-            return
-        state = {"model": model, "optimizer": optimizer, "log": self.log}
-        torch.save(state, self.out / "checkpoint.tmp")
-        (self.out / "checkpoint.tmp").replace(self.checkpoint)
-        write_json(self.out / "log.json", self.log)
+    @torch.no_grad()
+    def generate(self):
+        """The prompt, continued byte by byte. What is not printable ASCII becomes a dot."""
+        self.model.eval()
+        generator = torch.Generator().manual_seed(self.args.seed)
+        text = list(self.args.prompt.encode())
+        for _ in range(GENERATED_BYTES):
+            inputs = torch.tensor([text[-self.args.seq_len :]], device=self.args.device)
+            probabilities = (self.logits(inputs)[0, -1].cpu() / TEMPERATURE).softmax(0)
+            text.append(torch.multinomial(probabilities, 1, generator=generator).item())
+        self.model.train()
+        return "".join(chr(byte) if byte == 10 or 32 <= byte < 127 else "." for byte in text)
 
-    def load(self):
-        state = torch.load(self.checkpoint, map_location="cpu", weights_only=True)
-        for name, value in self.log["config"].items():
-            saved = state["log"]["config"].get(name)
-            if saved != value:
-                flag = "--" + name.replace("_", "-")
-                raise SystemExit(f"train_lm: {self.checkpoint} was made with {flag} {saved}, not {value}")
-        checkpoint.set_state_dict(
-            self.model,
-            self.optimizer,
-            model_state_dict=state["model"],
-            optim_state_dict=state["optimizer"],
-            options=FULL_STATE,
-        )
-        self.log = state["log"]
+
+# They may change on --resume, and so may --steps. The losses depend on all others.
+OTHER_FLAGS = "device threads compile out resume prompt fsdp expert_parallel".split()
+
+
+def config(args):
+    flags = {name: value for name, value in vars(args).items() if name not in OTHER_FLAGS}
+    return {**flags, "data": str(args.data) if args.data else None}
+
+
+def save(runs, args):
+    """Writes a temporary file first: a crash while writing does not damage the last checkpoint."""
+    state = {"config": config(args)}
+    for run in runs:
+        model, optimizer = checkpoint.get_state_dict(run.model, run.optimizer, options=FULL_STATE)
+        state[run.experts] = {"model": model, "optimizer": optimizer, "log": run.log}
+    if process() == 0:
+        torch.save(state, args.out / "checkpoint.tmp")
+        (args.out / "checkpoint.tmp").replace(args.out / "checkpoint.pt")
+
+
+def load(runs, args):
+    saved = torch.load(args.out / "checkpoint.pt", map_location="cpu", weights_only=True)
+    for run in runs:
+        state = saved[run.experts]
+        parts = {"model_state_dict": state["model"], "optim_state_dict": state["optimizer"]}
+        run.log = state["log"]
+        if run.steps:  # PyTorch saves an optimizer that did no step as if it had done one
+            checkpoint.set_state_dict(run.model, run.optimizer, **parts, options=FULL_STATE)
+    if all(run.steps >= args.steps for run in runs):
+        raise SystemExit(f"train_lm: {args.out} has its {runs[0].steps} steps; a larger --steps prolongs it")
 
 
 class Interrupt:
@@ -398,90 +431,117 @@ class Interrupt:
         signal.signal(signal.SIGINT, self.usual)
 
 
-def train(run, interrupt):
-    """Trains up to the last step or an interrupt, and writes all files."""
-    args, log = run.args, run.log
-    first = len(log["loss"])
-    bar_format = "{desc} {n_fmt}/{total_fmt} {bar} {elapsed}<{remaining}{postfix}"
-    settings = {"initial": first, "total": args.steps, "bar_format": bar_format, "disable": process() > 0}
-    with tqdm(desc=run.experts, **settings) as bar:
-        losses, start = [], time.perf_counter()
-        for done in range(first + 1, args.steps + 1):
-            losses.append(run.step(done - 1))
-            bar.update()
-            stop = interrupt.requested or done == args.steps
-            if not stop and done % REPORT_EVERY:
-                continue
-            # Reading a value synchronises with the device, so not every step does it.
-            log["loss"] += torch.stack(losses).tolist()
-            log["seconds"] += time.perf_counter() - start
-            log["tokens_per_second"] = done * args.batch_size * args.seq_len / log["seconds"]
-            load = run.tokens_per_expert.amax(dim=1) / run.tokens_per_expert.mean(dim=1)
-            log["expert_load"].append({"step": done, "max_over_mean": load.tolist()})
-            if done % VALIDATE_EVERY == 0 or done == args.steps:
-                log["validation"].append({"step": done, "bits_per_byte": run.validate()})
-                bar.write(f"{run.experts} {done}/{args.steps}  {summary(log)}")
-            bar.set_postfix_str(summary(log))
-            if stop or done % VALIDATE_EVERY == 0:
-                run.save()
-            if stop:
+def train(runs, args, interrupt):
+    """Trains up to the last step or an interrupt. Runs take turns, so other load slows down both alike."""
+    with open_log(runs, args) as log, progress_bar(runs, args) as bar:
+        while not interrupt.requested:
+            run = min(runs, key=lambda run: run.steps)
+            if run.steps >= args.steps:
                 break
-            losses, start = [], time.perf_counter()
-    if process() == 0:
-        draw(run.out / "loss.png", [log])
+            report = run.advance(bar, interrupt)
+            print(json.dumps(report), file=log, flush=True)
+            bar.set_postfix_str(summary(run))
+            if "bits_per_byte" in report:
+                bar.write(f"{run.experts} {run.steps}/{args.steps}  {summary(run)}")
+                if run is runs[-1]:
+                    save(runs, args)
+    save(runs, args)
 
 
 # ---- Reports ---------------------------------------------------------------------------------------
 
 
-def describe(run):
-    total = sum(p.numel() for p in run.model.parameters())
-    routed = sum(p.numel() for moe in run.moes for p in moe.experts.parameters())
-    active = total - routed + routed * run.args.top_k // run.args.num_experts
-    processes = f", {num_processes()} processes" if run.args.fsdp else ""
-    return (
-        f"{run.experts}: {total:,} parameters, {active:,} of them active per byte; text of "
-        f"{len(run.training_text):,} bytes, {len(run.validation_text):,} more for validation; "
-        f"{run.args.device}, {run.args.dtype}{processes}"
+def open_log(runs, args):
+    """JSON lines: the flags, then one line per report. Only the first process writes."""
+    log = open(os.devnull if process() else args.out / "log.jsonl", "w")
+    versions = {"python": platform.python_version(), "torch": str(torch.__version__)}
+    versions["fused_moe"] = fused_moe.__version__
+    reports = sorted((report for run in runs for report in run.log), key=lambda report: report["step"])
+    for record in ({"config": config(args), "device": device_name(args), "versions": versions}, *reports):
+        print(json.dumps(record), file=log, flush=True)
+    return log
+
+
+def progress_bar(runs, args):
+    return tqdm(
+        desc=" and ".join(run.experts for run in runs),
+        initial=sum(run.steps for run in runs),
+        total=len(runs) * args.steps,
+        bar_format="{desc} {n_fmt}/{total_fmt} {bar} {elapsed}<{remaining}{postfix}",
+        disable=process() > 0,
     )
 
 
-def summary(log):
-    loss, speed = log["loss"][-1], log["tokens_per_second"]
-    bits = f"{log['validation'][-1]['bits_per_byte']:.3f}" if log["validation"] else "-"
-    load = max(log["expert_load"][-1]["max_over_mean"])
-    return f"loss {loss:.3f}, val {bits} bits/byte, {speed:,.0f} tokens/s, load {load:.2f}"
+def summary(run):
+    report = run.log[-1]
+    bits = [report["bits_per_byte"] for report in run.log if "bits_per_byte" in report][-1]
+    loss, speed, load = report["loss"][-1], report["tokens_per_second"], max(report["expert_load"])
+    return f"loss {loss:.3f}, val {bits:.3f} bits/byte, {speed:,.0f} tokens/s, load {load:.2f}"
 
 
-def write_json(path, value):
-    path.write_text(json.dumps(value, indent=1) + "\n")
+def device_name(args):
+    if args.device.type == "cuda":
+        return torch.cuda.get_device_name(args.device)
+    return f"CPU, {torch.get_num_threads()} threads"
 
 
-def draw(path, logs):
-    """Training and validation curves of every log. The first log's are wider, to show under others."""
-    figure = Figure(figsize=(8, 4.5), layout="constrained")
-    axes = figure.subplots()
-    for log, color, width in zip(logs, ("tab:blue", "tab:orange"), (4, 1.5), strict=False):
-        name = log["config"]["experts"]
-        bits = [loss / math.log(2) for loss in log["loss"]]
-        axes.plot(bits, color=color, lw=width / 2, alpha=0.4, label=f"{name}, training")
-        steps = [point["step"] for point in log["validation"]]
-        bits = [point["bits_per_byte"] for point in log["validation"]]
-        axes.plot(steps, bits, "o-", color=color, lw=width, ms=2 * width + 3, label=f"{name}, validation")
-    axes.set(xlabel="step", ylabel="bits per byte", ylim=(0, 6))
-    axes.grid(alpha=0.3)
-    axes.legend()
+def describe(run):
+    """Two lines: the model; the data and the machine."""
+    args = run.args
+    total = sum(p.numel() for p in run.model.parameters())
+    routed = sum(p.numel() for moe in run.moes for p in moe.experts.parameters())
+    active = total - routed + routed * args.top_k // args.num_experts
+    processes = f", {num_processes()} processes" if args.fsdp else ""
+    return (
+        f"{total:,} parameters, {active:,} active per byte ({args.top_k} of {args.num_experts} experts)\n"
+        f"{args.data or 'Python standard library'}, {len(run.training_text) / 1e6:.1f} MB; "
+        f"{device_name(args)}, {args.dtype}{processes}"
+    )
+
+
+def speeds(runs):
+    """Tokens per second of every run, and the ratio of two."""
+    values = [run.log[-1]["tokens_per_second"] for run in runs]
+    text = ", ".join(f"{run.experts} {v:,.0f} tokens/s" for run, v in zip(runs, values, strict=True))
+    return f"{text}: {values[0] / values[1]:.2f}x" if len(runs) == 2 and values[1] else text
+
+
+def draw(runs, path):
+    """Training and validation curves over the steps; of two runs, which have equal curves, also over time."""
+    figure = Figure(figsize=(5.5 * len(runs) + 2, 5), layout="constrained")
+    panels = figure.subplots(1, len(runs), squeeze=False, sharey=True)[0]
+    for axes, unit in zip(panels, ("step", "seconds"), strict=False):
+        for run, color, width in zip(runs, ("tab:blue", "tab:orange"), (4, 1.5), strict=False):
+            # The first run's curves are wider, to show under the second's.
+            means = [(r[unit], sum(r["loss"]) / len(r["loss"]) / math.log(2)) for r in run.log if r["loss"]]
+            axes.plot(*zip(*means, strict=True), color=color, lw=width, alpha=0.4)
+            points = [(r[unit], r["bits_per_byte"]) for r in run.log if "bits_per_byte" in r]
+            style = {"color": color, "lw": width, "ms": width + 3, "label": run.experts}
+            axes.plot(*zip(*points, strict=True), "o-", **style)
+        axes.set(xlabel="step" if unit == "step" else "seconds of training", ylim=(0, 8.5), xlim=(0, None))
+        axes.grid(alpha=0.3)
+        axes.legend(title="validation; pale: training")
+    panels[0].set_ylabel("bits per byte")
+    figure.suptitle(f"Byte-level MoE language model, {describe(runs[0])}\n{speeds(runs)}", fontsize=11)
     figure.savefig(path, dpi=100)
 
 
-def compare(fused, loop):
-    """The differences of FusedMoE's curves from the for-loop's, relative to the latter."""
-    pairs = list(zip(fused["loss"], loop["loss"], strict=True))[:COMPARED_STEPS]
-    ours, theirs = (log["validation"][-1]["bits_per_byte"] for log in (fused, loop))
-    return {
-        "loss_difference": max(abs(a - b) / b for a, b in pairs),  # the largest over COMPARED_STEPS
-        "validation_difference": abs(ours - theirs) / theirs,  # at the end
-    }
+def report_comparison(fused, loop):
+    """Prints and logs how FusedMoE's curves differ from the for-loop's, relative to the latter."""
+    losses = ([loss for report in run.log for loss in report["loss"]] for run in (fused, loop))
+    pairs = list(zip(*losses, strict=True))[:COMPARED_STEPS]
+    ours, theirs = fused.log[-1], loop.log[-1]
+    loss = max(abs(a - b) / b for a, b in pairs)
+    bits = abs(ours["bits_per_byte"] / theirs["bits_per_byte"] - 1)
+    print(
+        f"fused against loop: over the first {COMPARED_STEPS} steps the losses differ by {loss:.1e} at most, "
+        f"the final validation by {bits:.2%}"
+    )
+    speedup = ours["tokens_per_second"] / theirs["tokens_per_second"]
+    found = {"loss_difference": loss, "validation_difference": bits, "speedup": speedup}
+    if process() == 0:
+        with open(fused.args.out / "log.jsonl", "a") as log:
+            print(json.dumps(found), file=log)
 
 
 # ---- Command line ----------------------------------------------------------------------------------
@@ -502,27 +562,25 @@ def parse_args(argv):
     add = parser.add_argument
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--experts", choices=EXPERTS, default="fused", help="FusedMoE or the for-loop")
-    which.add_argument("--compare", action="store_true", help="train both, and compare the curves")
+    which.add_argument("--compare", action="store_true", help="train both in turns, and compare the curves")
     add("--data", type=Path, metavar="FOLDER", help="text files to train on; None: Python's standard library")
-    add("--out", type=Path, metavar="FOLDER", default="runs/train_lm", help="for plot, log and checkpoint")
-    add("--resume", action="store_true", help="resume from the checkpoint in OUT")
-    add("--steps", type=positive, default=600)
-    add("--batch-size", type=positive, default=8, help="windows of text per step")
+    add("--out", type=Path, metavar="FOLDER", help="for plot, log and checkpoint; None: runs/TIME")
+    add(
+        "--resume", action="store_true", help="go on with the run in OUT, or else the newest; keeps its flags"
+    )
+    add("--steps", type=positive, default=800, help="in all; on --resume, more steps prolong the run")
+    add("--batch-size", type=positive, default=4, help="windows of text per step")
     add("--seq-len", type=positive, default=256, help="bytes per window")
-    add("--layers", type=positive, default=3)
+    add("--layers", type=positive, default=2)
     add("--dim", type=positive, default=128, help=f"model width, a multiple of {HEAD_DIM}")
-    add("--hidden-dim", type=positive, default=128, help="width of one expert")
-    add("--num-experts", type=positive, default=16)
-    add("--top-k", type=positive, default=2, help="experts per byte")
+    add("--hidden-dim", type=positive, default=64, help="width of one expert")
+    add("--num-experts", type=positive, default=64)
+    add("--top-k", type=positive, default=8, help="experts per byte")
     add("--lr", type=float, default=3e-3, help="highest learning rate")
     add("--seed", type=int, default=0)
+    add("--prompt", default="def ", help="of the text that the model writes before and after training")
     add("--dtype", choices=("float32", "bfloat16"), default="float32", help="of GEMMs; bfloat16: autocast")
-    add(
-        "--device",
-        choices=("auto", "cpu", "cuda"),
-        default="auto",
-        help="auto: cuda if fused_moe supports it",
-    )
+    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: cuda if it is supported")
     add("--threads", type=positive, help="of the CPU; None: PyTorch's choice")
     add("--compile", action="store_true", help="torch.compile the model, unless its experts are the loop")
     add("--fsdp", action="store_true", help="under torchrun: fully_shard the model over its processes")
@@ -535,21 +593,39 @@ def parse_args(argv):
     )
     args = parser.parse_args(argv)
 
+    if args.resume:
+        args = with_saved_flags(args, argv, parser)
+    args.out = args.out or Path("runs", f"{datetime.now():%Y-%m-%d_%H-%M-%S}")
     if args.dim % HEAD_DIM:
         parser.error(f"--dim {args.dim} is not a multiple of {HEAD_DIM}")
     if args.top_k > args.num_experts:
         parser.error(f"--top-k {args.top_k} is more than --num-experts {args.num_experts}")
     if args.data and not args.data.is_dir():
         parser.error(f"--data {args.data}: no such folder")
+    if not args.prompt:
+        parser.error("--prompt is empty")
     if args.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda: PyTorch sees no GPU")
     check_processes(args, parser)
-    first = run_folder(args, "fused" if args.compare else args.experts)
-    if args.resume and not (first / "checkpoint.pt").exists():
-        parser.error(f"--resume: no checkpoint.pt in {first}")
     if args.device == "auto":
         args.device = "cuda" if fused_moe.info()["tiers"]["cuda"].startswith("on") else "cpu"
     args.device = torch.device(args.device)
+    return args
+
+
+def with_saved_flags(args, argv, parser):
+    """The arguments of --resume: what is not on the command line is as the run was started."""
+    files = [args.out / "checkpoint.pt"] if args.out else Path("runs").glob("*/checkpoint.pt")
+    files = sorted((file for file in files if file.exists()), key=lambda file: file.stat().st_mtime)
+    if not files:
+        parser.error(f"--resume: no checkpoint.pt in {args.out or 'runs/*'}")
+    saved = torch.load(files[-1], mmap=True, map_location="cpu", weights_only=True)["config"]
+    parser.set_defaults(**saved, out=files[-1].parent)
+    args = parser.parse_args(argv)
+    for name, value in config(args).items():
+        if name != "steps" and value != saved[name]:
+            flag = "--" + name.replace("_", "-")
+            parser.error(f"--resume: {args.out} was made with {flag} {saved[name]}, not {value}")
     return args
 
 
@@ -573,10 +649,6 @@ def check_processes(args, parser):
         parser.error("--expert-parallel needs --experts fused")
 
 
-def run_folder(args, experts):
-    return args.out / experts if args.compare else args.out
-
-
 def main(argv=None):
     args = parse_args(argv)
     if args.threads:
@@ -587,30 +659,33 @@ def main(argv=None):
 
 
 def train_all(args, texts):
-    logs, interrupt = {}, Interrupt()
+    if process() == 0:
+        args.out.mkdir(parents=True, exist_ok=True)
+    runs = [Run(args, experts, texts) for experts in (EXPERTS if args.compare else [args.experts])]
+    print(describe(runs[0]))
+    if args.resume:
+        load(runs, args)
+    else:
+        for run in runs:
+            start = {"experts": run.experts, "step": 0, "seconds": 0.0, "tokens_per_second": 0.0, "loss": []}
+            run.log.append({**start, "bits_per_byte": run.validate()})
+        print(f"\nBefore training:\n{runs[0].generate()}\n")
+
     # Several processes could stop at different steps and deadlock; there Ctrl-C acts as usual.
+    interrupt = Interrupt()
     with contextlib.nullcontext() if args.fsdp else interrupt:
-        for experts in EXPERTS if args.compare else [args.experts]:
-            run = Run(args, experts, texts, run_folder(args, experts))
-            print(describe(run))
-            train(run, interrupt)
-            logs[experts] = run.log
-            done = len(run.log["loss"])
-            if done < args.steps:
-                print(f"{experts}: saved at step {done}; the same command with --resume continues from there")
-                return
-    if args.compare:
-        comparison = compare(**logs)
-        print(
-            f"fused against loop: over the first {COMPARED_STEPS} steps the losses differ by "
-            f"{comparison['loss_difference']:.1e} at most, the final validation by "
-            f"{comparison['validation_difference']:.2%}; {logs['fused']['tokens_per_second']:,.0f} against "
-            f"{logs['loop']['tokens_per_second']:,.0f} tokens/s"
-        )
-        if process() == 0:
-            write_json(args.out / "log.json", {**comparison, **logs})
-            draw(args.out / "loss.png", logs.values())
-    print(f"wrote {args.out}/loss.png and {args.out}/log.json")
+        train(runs, args, interrupt)
+    if process() == 0:
+        draw(runs, args.out / "loss.png")
+    if interrupt.requested:
+        print(f"\nsaved at step {runs[-1].steps}; --resume --out {args.out} continues from there")
+    else:
+        print(f"\nAfter {args.steps} steps:\n{runs[0].generate()}\n\n{speeds(runs)}")
+        if args.compare:
+            report_comparison(*runs)
+        print(f"--resume --out {args.out} --steps {2 * args.steps} prolongs this run")
+    for name in ("loss.png", "log.jsonl", "checkpoint.pt"):
+        print(f"wrote {args.out / name}")
 
 
 if __name__ == "__main__":

@@ -159,8 +159,9 @@ def test_the_examples_checkpoint_loads_with_weights_only(cpu, tmp_path):
     command = [sys.executable, SCRIPT, *sizes.split(), "--device", "cpu", "--out", tmp_path]
     subprocess.run(list(map(str, command)), check=True, capture_output=True)
     state = torch.load(tmp_path / "checkpoint.pt", weights_only=True)
-    assert set(state) == {"model", "optimizer", "log"}
-    assert len(state["log"]["loss"]) == 2
+    assert set(state) == {"config", "fused"}
+    assert set(state["fused"]) == {"model", "optimizer", "log"}
+    assert state["fused"]["log"][-1]["step"] == 2
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -26,14 +27,29 @@ def train_lm():
     return module
 
 
+def read_log(folder):
+    """The log as one dict: the first line, then, for each kind of experts, the reports' values joined."""
+    first, *reports = map(json.loads, (folder / "log.jsonl").read_text().splitlines())
+    log = {**first, "reports": reports}
+    for report in reports:
+        if "experts" not in report:  # the comparison, last
+            return {**log, **report}
+        run = log.setdefault(report["experts"], {"loss": [], "validation": {}})
+        run["loss"] += report["loss"]
+        if "bits_per_byte" in report:
+            run["validation"][report["step"]] = report["bits_per_byte"]
+    return log
+
+
 @pytest.fixture
-def train(train_lm, device, tmp_path):
+def train(train_lm, device, tmp_path, monkeypatch):
     """train(*flags, out=NAME) -> the log of a tiny run."""
+    monkeypatch.setattr(train_lm, "GENERATED_BYTES", 40)
 
     def run(*flags, out="run"):
         folder = tmp_path / out
         train_lm.main([*TINY, "--device", device.type, "--out", str(folder), *map(str, flags)])
-        return json.loads((folder / "log.json").read_text())
+        return read_log(folder)
 
     return run
 
@@ -49,7 +65,7 @@ def torchrun(train_lm, device, tmp_path):
         command = [*launch, SCRIPT, *TINY, "--device", device.type, "--out", tmp_path / out, *flags]
         done = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=300)
         assert done.returncode == 0, done.stderr
-        return json.loads((tmp_path / out / "log.json").read_text()), done.stdout
+        return read_log(tmp_path / out), done.stdout
 
     return run
 
@@ -78,51 +94,100 @@ def text_folder(folder, files=12):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_it_learns(train, tmp_path, dtype):
+def test_it_learns(train, tmp_path, capsys, dtype):
     log = train("--steps", 60, "--lr", 0.01, "--dtype", dtype)
-    assert len(log["loss"]) == 60
-    assert sum(log["loss"][-10:]) < 0.8 * sum(log["loss"][:10])
-    assert [point["step"] for point in log["validation"]] == [60]
-    assert 0 < log["validation"][0]["bits_per_byte"] < 6  # 8 before training
-    assert log["tokens_per_second"] > 0
-    assert {len(point["max_over_mean"]) for point in log["expert_load"]} == {2}  # one for each layer
+    losses, validation = log["fused"]["loss"], log["fused"]["validation"]
+    assert len(losses) == 60
+    assert sum(losses[-10:]) < 0.8 * sum(losses[:10])
+    assert validation.keys() == {0, 60}
+    assert 0 < validation[60] < 6 < validation[0]
+    assert [report["step"] for report in log["reports"]] == [0, 10, 20, 30, 40, 50, 60]
+    assert log["reports"][-1]["tokens_per_second"] > 0
+    assert len(log["reports"][-1]["expert_load"]) == 2  # one for each layer
     assert log["versions"].keys() == {"python", "torch", "fused_moe"}
-    for name in ("loss.png", "checkpoint.pt"):
+    assert max(map(len, (tmp_path / "run" / "log.jsonl").read_text().splitlines())) < 1000
+    printed = capsys.readouterr().out
+    for name in ("loss.png", "log.jsonl", "checkpoint.pt"):
         assert (tmp_path / "run" / name).stat().st_size > 0
+        assert f"wrote {tmp_path / 'run' / name}" in printed
+
+
+def test_it_writes_before_and_after_training(train, capsys):
+    train("--steps", 60, "--lr", 0.01, "--prompt", "import ")
+    printed = capsys.readouterr().out
+    before, after = (
+        printed.split(title)[1].lstrip()[:47] for title in ("Before training:", "After 60 steps:")
+    )
+    assert before.startswith("import ") and after.startswith("import ")
+    # Text has many spaces. Of noise, half is not ASCII.
+    assert before.count(".") > 10 > after.count(".")
+    assert all(c == "\n" or " " <= c <= "~" for c in before + after)
 
 
 def test_fused_and_loop_agree(train, tmp_path, capsys):
     log = train("--compare", "--steps", 50)
     assert log["loss_difference"] < 1e-4
     assert log["validation_difference"] < 0.01
-    assert log["fused"]["config"]["experts"] == "fused" and log["loop"]["config"]["experts"] == "loop"
+    assert log["fused"]["loss"][0] == pytest.approx(log["loop"]["loss"][0], rel=1e-5)
+    turns = [report["experts"] for report in log["reports"][:-1]]
+    assert turns == ["fused", "loop"] * 6
     assert "fused against loop" in capsys.readouterr().out
-    for name in ("loss.png", "fused/checkpoint.pt", "loop/checkpoint.pt"):
-        assert (tmp_path / "run" / name).stat().st_size > 0
+    assert (tmp_path / "run" / "loss.png").stat().st_size > 0
+
+
+def assert_same_losses(log, expected, device, experts="fused"):
+    if device.type == "cpu":
+        assert log[experts]["loss"] == expected[experts]["loss"]
+    else:  # PyTorch's CUDA backwards sum in a varying order
+        assert log[experts]["loss"] == pytest.approx(expected[experts]["loss"], rel=1e-3)
 
 
 def test_a_resumed_run_repeats_the_uninterrupted_one(train, train_lm, device, monkeypatch, capsys):
     whole = train("--steps", 25, out="whole")
     interrupt_at(13, train_lm, monkeypatch)
     stopped = train("--steps", 25)
-    assert len(stopped["loss"]) == 14  # the current step was finished
-    assert "saved at step 14; the same command with --resume continues" in capsys.readouterr().out
-    resumed = train("--steps", 25, "--resume")
+    assert len(stopped["fused"]["loss"]) == 14  # the current step was finished
+    assert "saved at step 14; --resume" in capsys.readouterr().out
+    resumed = train("--resume")
+    assert_same_losses(resumed, whole, device)
     if device.type == "cpu":
-        assert resumed["loss"] == whole["loss"]
-        assert resumed["validation"] == whole["validation"]
-    else:  # PyTorch's CUDA backwards sum in a varying order
-        assert resumed["loss"] == pytest.approx(whole["loss"], rel=1e-3)
+        assert resumed["fused"]["validation"] == whole["fused"]["validation"]
 
 
-def test_an_interrupted_comparison_goes_on(train, train_lm, tmp_path, monkeypatch):
+def test_a_prolonged_run_repeats_the_longer_one(train, device, capsys):
+    whole = train("--steps", 25, out="whole")
+    train("--steps", 12)
+    assert "--steps 24 prolongs this run" in capsys.readouterr().out
+    prolonged = train("--resume", "--steps", 25)
+    assert_same_losses(prolonged, whole, device)
+    assert prolonged["config"] == whole["config"]
+    with pytest.raises(SystemExit, match="has its 25 steps; a larger --steps prolongs it"):
+        train("--resume")
+
+
+def test_resume_takes_the_newest_run_with_its_flags(train_lm, device, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(train_lm, "GENERATED_BYTES", 1)
+    older = tmp_path / "runs" / "older"
+    train_lm.main([*TINY, "--device", device.type, "--steps", "1", "--out", str(older)])
+    os.utime(older / "checkpoint.pt", (0, 0))
+    train_lm.main([*TINY, "--device", device.type, "--steps", "2", "--lr", "0.01"])
+    train_lm.main(["--device", device.type, "--resume", "--steps", "3"])
+    (newest,) = set((tmp_path / "runs").iterdir()) - {older}
+    log = read_log(newest)
+    assert len(log["fused"]["loss"]) == 3
+    assert log["config"]["lr"] == 0.01 and log["config"]["dim"] == 32
+
+
+def test_an_interrupted_comparison_goes_on(train, train_lm, device, monkeypatch):
+    whole = train("--compare", "--steps", 16, out="whole")
     interrupt_at(3, train_lm, monkeypatch)
-    with pytest.raises(FileNotFoundError):  # no comparison yet
-        train("--compare", "--steps", 6)
-    assert not (tmp_path / "run" / "loop").exists()
-    log = train("--compare", "--steps", 6, "--resume")
-    assert len(log["fused"]["loss"]) == len(log["loop"]["loss"]) == 6
+    stopped = train("--compare", "--steps", 16)
+    assert "loss_difference" not in stopped
+    log = train("--resume")
     assert log["loss_difference"] < 1e-4
+    for experts in ("fused", "loop"):
+        assert_same_losses(log, whole, device, experts)
 
 
 def flattened(state, name=""):
@@ -139,14 +204,13 @@ def test_two_processes_repeat_the_single_one(train, torchrun, tmp_path, flags):
     fixed = ("--steps", 8, "--lr", 0.1)
     whole = train(*fixed, out="whole")
     log, printed = torchrun(*fixed, *flags.split(), out="parts")
-    assert whole["loss"][-1] < 0.9 * whole["loss"][0]
-    assert log["loss"] == pytest.approx(whole["loss"], rel=1e-5)
-    assert log["validation"][0]["bits_per_byte"] == pytest.approx(
-        whole["validation"][0]["bits_per_byte"], rel=1e-5
-    )
-    loads = [torch.tensor(run["expert_load"][-1]["max_over_mean"]) for run in (log, whole)]
+    losses = whole["fused"]["loss"]
+    assert losses[-1] < 0.9 * losses[0]
+    assert log["fused"]["loss"] == pytest.approx(losses, rel=1e-5)
+    assert log["fused"]["validation"] == pytest.approx(whole["fused"]["validation"], rel=1e-5)
+    loads = [torch.tensor(run["reports"][-1]["expert_load"]) for run in (log, whole)]
     torch.testing.assert_close(*loads, rtol=0.02, atol=0)  # ties of scores may be broken differently
-    assert printed.count("2 processes") == printed.count("wrote ") == 1
+    assert printed.count("2 processes") == printed.count("Before training") == 1
     files = (tmp_path / name / "checkpoint.pt" for name in ("whole", "parts"))
     expected, found = (flattened(torch.load(file, weights_only=True)) for file in files)
     tensors = {name for name, value in expected.items() if isinstance(value, torch.Tensor)}
@@ -160,23 +224,14 @@ def test_two_processes_go_on_from_one(train, train_lm, torchrun, monkeypatch):
     fixed = ("--steps", 8, "--lr", 0.1)
     whole = train(*fixed, out="whole")
     interrupt_at(3, train_lm, monkeypatch)
-    assert len(train(*fixed)["loss"]) == 4
+    assert len(train(*fixed)["fused"]["loss"]) == 4
     log, _ = torchrun(*fixed, "--fsdp", "--expert-parallel", 2, "--resume", out="run")
-    assert log["loss"] == pytest.approx(whole["loss"], rel=1e-5)
+    assert log["fused"]["loss"] == pytest.approx(whole["fused"]["loss"], rel=1e-5)
 
 
 def test_ctrl_c_ends_the_process_cleanly(train_lm, device, tmp_path):
-    command = [
-        sys.executable,
-        SCRIPT,
-        *TINY,
-        "--device",
-        device.type,
-        "--out",
-        tmp_path,
-        "--steps",
-        "1000000",
-    ]
+    flags = [*TINY, "--device", device.type, "--out", tmp_path, "--steps", "1000000"]
+    command = list(map(str, [sys.executable, SCRIPT, *flags]))
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         seen = b""
         while b"loss" not in seen:  # the bar's first report
@@ -187,7 +242,7 @@ def test_ctrl_c_ends_the_process_cleanly(train_lm, device, tmp_path):
         out, _ = process.communicate(timeout=60)
     assert process.returncode == 0
     assert "--resume" in out.decode()
-    assert {file.name for file in tmp_path.iterdir()} == {"checkpoint.pt", "log.json", "loss.png"}
+    assert {file.name for file in tmp_path.iterdir()} == {"checkpoint.pt", "log.jsonl", "loss.png"}
 
 
 def test_a_folder_of_text(train, train_lm, tmp_path):
@@ -200,7 +255,7 @@ def test_a_folder_of_text(train, train_lm, tmp_path):
     assert not seen[0] & seen[1]
     log = train("--data", folder, "--steps", 30, "--lr", 0.01)
     assert log["config"]["data"] == str(folder)
-    assert log["loss"][-1] < 0.8 * log["loss"][0]
+    assert log["fused"]["loss"][-1] < 0.8 * log["fused"]["loss"][0]
 
 
 def test_the_standard_library(train_lm):
@@ -221,6 +276,7 @@ def test_the_standard_library(train_lm):
         ("--dim 33", "--dim 33 is not a multiple of 32"),
         ("--top-k 9", "--top-k 9 is more than --num-experts 8"),
         ("--data nowhere", "--data nowhere: no such folder"),
+        ("--prompt=", "--prompt is empty"),
         ("--resume", "--resume: no checkpoint.pt in"),
         ("--fsdp", "--fsdp needs torchrun"),
         ("--expert-parallel 2", "--expert-parallel 2 must divide the number of processes, 1"),
@@ -257,7 +313,15 @@ def test_an_empty_folder_is_refused(train, tmp_path):
         train("--data", tmp_path / "empty")
 
 
-def test_resume_with_other_flags_is_refused(train):
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--lr", 0.01), "was made with --lr 0.003, not 0.01"),
+        (("--experts", "loop"), "was made with --experts fused, not loop"),
+    ],
+)
+def test_resume_with_other_flags_is_refused(train, flags, message, capsys):
     train("--steps", 2)
-    with pytest.raises(SystemExit, match="was made with --lr 0.003, not 0.01"):
-        train("--steps", 2, "--resume", "--lr", 0.01)
+    with pytest.raises(SystemExit, match="2"):
+        train("--steps", 3, "--resume", *flags)
+    assert message in capsys.readouterr().err
