@@ -515,9 +515,9 @@ def draw(runs, path):
             # The first run's curves are wider, to show under the second's.
             means = [(r[unit], sum(r["loss"]) / len(r["loss"]) / math.log(2)) for r in run.log if r["loss"]]
             axes.plot(*zip(*means, strict=True), color=color, lw=width, alpha=0.4)
-            points = [(r[unit], r["bits_per_byte"]) for r in run.log if "bits_per_byte" in r]
+            points = [(r[unit], r["bits_per_byte"]) for r in run.log if r["loss"] and "bits_per_byte" in r]
             style = {"color": color, "lw": width, "ms": width + 3, "label": run.experts}
-            axes.plot(*zip(*points, strict=True), "o-", **style)
+            axes.plot([x for x, _ in points], [y for _, y in points], "o-", **style)
         axes.set(xlabel="step" if unit == "step" else "seconds of training", ylim=(0, 8.5), xlim=(0, None))
         axes.grid(alpha=0.3)
         axes.legend(title="validation; pale: training")
@@ -578,7 +578,7 @@ def parse_args(argv):
     add("--top-k", type=positive, default=8, help="experts per byte")
     add("--lr", type=float, default=3e-3, help="highest learning rate")
     add("--seed", type=int, default=0)
-    add("--prompt", default="def ", help="of the text that the model writes before and after training")
+    add("--prompt", default="import ", help="of the text that the model writes before and after training")
     add("--dtype", choices=("float32", "bfloat16"), default="float32", help="of GEMMs; bfloat16: autocast")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: cuda if it is supported")
     add("--threads", type=positive, help="of the CPU; None: PyTorch's choice")
@@ -678,7 +678,7 @@ def train_all(args, texts):
     if process() == 0:
         draw(runs, args.out / "loss.png")
     if interrupt.requested:
-        print(f"\nsaved at step {runs[-1].steps}; --resume --out {args.out} continues from there")
+        print(f"\nsaved at step {runs[0].steps}; --resume --out {args.out} continues from there")
     else:
         print(f"\nAfter {args.steps} steps:\n{runs[0].generate()}\n\n{speeds(runs)}")
         if args.compare:

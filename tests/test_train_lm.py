@@ -184,6 +184,7 @@ def test_an_interrupted_comparison_goes_on(train, train_lm, device, monkeypatch)
     interrupt_at(3, train_lm, monkeypatch)
     stopped = train("--compare", "--steps", 16)
     assert "loss_difference" not in stopped
+    assert len(stopped["fused"]["loss"]) == 4 and not stopped["loop"]["loss"]  # in the first turn
     log = train("--resume")
     assert log["loss_difference"] < 1e-4
     for experts in ("fused", "loop"):
