@@ -15,7 +15,7 @@ folder of its own, and prints a text that the model writes before and after trai
 
 The batch and the learning rate of a step depend only on the flags and the step's number, not on --steps. So
 no state of a data loader, a scheduler or a random generator has to be saved, and on a CPU a resumed or
-prolonged run gives bit for bit the losses of an uninterrupted one.
+prolonged run gives bit for bit the losses of an uninterrupted one (the for-loop up to rounding).
 
 Several processes split each batch and shard the parameters. The loss curve is the same up to the order of
 summation. Checkpoints are the same, too, and any other number of processes can resume from them. Only the
@@ -522,7 +522,7 @@ def draw(runs, path):
         axes.grid(alpha=0.3)
         axes.legend(title="validation; pale: training")
     panels[0].set_ylabel("bits per byte")
-    figure.suptitle(f"Byte-level MoE language model, {describe(runs[0])}\n{speeds(runs)}", fontsize=11)
+    figure.suptitle(f"Byte-level MoE language model, {describe(runs[0])}\n{speeds(runs)}", fontsize=10)
     figure.savefig(path, dpi=100)
 
 
