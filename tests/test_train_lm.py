@@ -138,7 +138,7 @@ def test_fused_and_loop_agree(train, tmp_path, capsys):
 def assert_same_losses(log, expected, device, experts="fused"):
     if device.type == "cpu" and experts == "fused":
         assert log[experts]["loss"] == expected[experts]["loss"]
-    else:  # PyTorch's CUDA backwards sum in a varying order, and so may its CPU GEMMs on the loop's odd slices
+    else:  # PyTorch's CUDA backwards sum in a varying order, and so may its CPU GEMMs on slices
         assert log[experts]["loss"] == pytest.approx(expected[experts]["loss"], rel=1e-3)
 
 
