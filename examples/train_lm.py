@@ -683,7 +683,7 @@ def train_all(args, texts):
         print(f"\nAfter {args.steps} steps:\n{runs[0].generate()}\n\n{speeds(runs)}")
         if args.compare:
             report_comparison(*runs)
-        print(f"--resume --out {args.out} --steps {2 * args.steps} prolongs this run")
+        print(f"to prolong it: --resume --out {args.out} --steps {2 * args.steps}")
     for name in ("loss.png", "log.jsonl", "checkpoint.pt"):
         print(f"wrote {args.out / name}")
 
