@@ -157,7 +157,7 @@ def test_a_resumed_run_repeats_the_uninterrupted_one(train, train_lm, device, mo
 def test_a_prolonged_run_repeats_the_longer_one(train, device, capsys):
     whole = train("--steps", 25, out="whole")
     train("--steps", 12)
-    assert "--steps 24 prolongs this run" in capsys.readouterr().out
+    assert "to prolong it: --resume" in capsys.readouterr().out
     prolonged = train("--resume", "--steps", 25)
     assert_same_losses(prolonged, whole, device)
     assert prolonged["config"] == whole["config"]
