@@ -53,7 +53,16 @@ def checkout(cpu, tmp_path, monkeypatch):
     (checkout / "tools").mkdir(parents=True)
     for file in ("Makefile", "pyproject.toml", "tools/setup.sh"):
         shutil.copy(ROOT / file, checkout / file)
-    for name in ("VIRTUAL_ENV", "CONDA_PREFIX", "VENV", "TORCH", "CPU_INDEX", "MAKEFLAGS", "MAKELEVEL", "PYTHON"):
+    for name in (
+        "VIRTUAL_ENV",
+        "CONDA_PREFIX",
+        "VENV",
+        "TORCH",
+        "CPU_INDEX",
+        "MAKEFLAGS",
+        "MAKELEVEL",
+        "PYTHON",
+    ):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("PATH", f"{system / 'bin'}:{os.environ['PATH']}")
     monkeypatch.setenv("LOG", str(tmp_path / "log"))
