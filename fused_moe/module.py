@@ -160,9 +160,9 @@ class FusedMoE(Counting):
         num_shared_experts: dense experts next to the routed ones, as one MLP of width F * num_shared_experts.
         shared_expert_gate: multiply their output by sigmoid(gate(x)), as Qwen2-MoE does.
         load_balance_coeff: balance without auxiliary loss (DeepSeek-V3): an `expert_bias` is added for the
-            top-k, and `update_expert_bias()`, to be called after each optimizer step, moves it by this much.
-            Without that call nothing is balanced: after 256 training forward passes without an update the
-            layer warns, except under torch.compile.
+            top-k, and `update_expert_bias()`, to be called after each optimizer step, moves it by this much
+            up or down, less the mean over the experts. Without that call nothing is balanced: after 256
+            training forward passes without an update the layer warns, except under torch.compile.
         activation: silu, gelu, gelu_tanh, relu or swiglu_clamped. gated: whether w3 exists.
         bias: biases in the experts. gate_bias: a bias in the router's linear layer.
         device, dtype: of the parameters. expert_bias and tokens_per_expert stay float32.
@@ -251,7 +251,8 @@ class FusedMoE(Counting):
         self._watched = [0, 0]  # forward passes without an update, tokens_per_expert's version after the last
 
     def reset_parameters(self) -> None:
-        """Initialises every parameter again, and zeroes bias and counts, as is needed after `to_empty`."""
+        """Initialises every parameter again, as is needed after `to_empty`: uniform in +-1/sqrt(fan_in), as
+        nn.Linear. Zeroes expert_bias and the counts."""
         for child in self.children():
             child.reset_parameters()
         if self.expert_bias is not None:
@@ -262,7 +263,7 @@ class FusedMoE(Counting):
         """Applies the layer to every token.
 
         Args:
-            x: (..., D), of the parameters' dtype (any under autocast) and on their device.
+            x: (..., D), of the parameters' dtype (any but float64 under autocast) and on their device.
             return_losses: whether to return RouterLosses, for the trainer's loss, beside the output.
 
         Returns:
@@ -337,7 +338,8 @@ class FusedMoE(Counting):
         """Moves expert_bias by load_balance_coeff against the load, and zeroes the token counts.
 
         Call it once after each optimizer step. Under torch.distributed the counts are first summed over
-        `process_group` (default: all ranks), so every rank keeps the same bias.
+        `process_group` (default: all ranks), so every rank keeps the same bias. Without load_balance_coeff it
+        only zeroes them.
         """
         tokens = self.tokens_per_expert
         if (
@@ -352,7 +354,7 @@ class FusedMoE(Counting):
         tokens.zero_()
 
     def load_report(self) -> LoadReport:
-        """The load of every expert since the last `update_expert_bias`; `print` shows it as bars."""
+        """The load of each expert on this rank since the last `update_expert_bias`; `print` shows bars."""
         tokens = self.tokens_per_expert.detach()
         tokens = torch.zeros_like(tokens, device="cpu") if tokens.is_meta else tokens.cpu()
         total = tokens.sum().clamp_min(1)

@@ -22,5 +22,5 @@ class Plan(NamedTuple):
 
     @property
     def tensors(self) -> list[Tensor]:
-        """As the operators take a plan."""
+        """The list that `torch.ops.fused_moe.*` take as `plan`."""
         return [*self[1:3]] if self.row_token is None else [*self[1:]]

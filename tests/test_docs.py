@@ -174,7 +174,7 @@ def test_a_wrong_command_is_found(cpu):
 def test_a_page_is_short(cpu, page):
     """Few lines, no long cell, no commit hash."""
     text = page.read_text()
-    assert text.count("\n") <= (120 if page.name == "README.md" else 100)
+    assert text.count("\n") <= 120
     rows = [line for line in text.splitlines() if line.startswith("|")]
     assert not [cell for row in rows for cell in row.split("|") if len(cell.split()) > 25]
     assert not re.findall(r"\b(?=[a-f]*\d)(?=\d*[a-f])[0-9a-f]{7,40}\b", text)
