@@ -58,7 +58,7 @@ from importlib.metadata import requires
 import re
 cuda = re.compile("nvidia|cuda|triton")
 print(*(r for r in requires("torch") if "extra ==" not in r and not cuda.match(r)), sep="\n")' >"$work/requirements" &&
-        $pip -r "$work/requirements" "pytest>=7" "hypothesis>=6" numpy &&
+        $pip -r "$work/requirements" "pytest>=7" "hypothesis>=6" numpy tqdm &&
         $pip --no-deps "$wheel" &&
         "$work/venv/bin/python" "$root/tools/stub_cuda.py" "$work"/venv/lib/python3*/site-packages/torch/lib
 }
