@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import sys
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
@@ -205,6 +206,12 @@ def variants(case: Case):
     """The case with and without biases, its scores on either side."""
     for bias, score_on in itertools.product((False, True), ("output", "input")):
         yield replace(case, bias=bias, score_on=score_on)
+
+
+def torchrun(num_processes: int) -> list[str]:
+    """The start of a command line. By address: on a bare machine not even localhost may be a name."""
+    rendezvous = ["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1"]
+    return [sys.executable, "-m", "torch.distributed.run", *rendezvous, f"--nproc-per-node={num_processes}"]
 
 
 # --- running --------------------------------------------------------------------------------------

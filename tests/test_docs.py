@@ -21,6 +21,7 @@ from itertools import groupby
 from pathlib import Path
 
 import pytest
+from cases import torchrun
 
 import fused_moe
 
@@ -83,8 +84,7 @@ def test_code(request, device, tmp_path, name, how, code):
         if not is_installed(how.removeprefix("needs=")):
             pytest.skip(f"{how.removeprefix('needs=')} is not installed")
     elif how.startswith("nproc="):
-        nproc = int(how.removeprefix("nproc="))
-        command += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={nproc}"]
+        command = torchrun(int(how.removeprefix("nproc=")))
     else:
         assert how in ("", "cuda"), f"expected one of this file's words after python, found {how}"
     script = tmp_path / f"{name}.page.py"  # no name of a package

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import cases
 import pytest
 import torch
 
@@ -61,8 +62,16 @@ def torchrun(train_lm, device, tmp_path):
         pytest.skip(f"needs 2 GPUs, found {torch.cuda.device_count()}")
 
     def run(*flags, out):
-        launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-        command = [*launch, SCRIPT, *TINY, "--device", device.type, "--out", tmp_path / out, *flags]
+        command = [
+            *cases.torchrun(2),
+            SCRIPT,
+            *TINY,
+            "--device",
+            device.type,
+            "--out",
+            tmp_path / out,
+            *flags,
+        ]
         done = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=300)
         assert done.returncode == 0, done.stderr
         return read_log(tmp_path / out), done.stdout
