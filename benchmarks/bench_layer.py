@@ -5,8 +5,8 @@
 
 All layers have the same parameters and get the same tokens. Before anything is timed one full step is
 checked in float64, on a sample of tokens and experts: all of them would take minutes on the larger shapes.
-On a GPU several steps are queued behind a long kernel, so that nobody's host time counts; --mode eager times
-single calls. FLOPs: 6TKDF forward, 18TKDF with backward.
+On a GPU several steps are queued behind a long kernel, so neither side's host time counts; --mode eager
+times single calls. FLOPs: 6TKDF forward, 18TKDF with backward.
 """
 
 from __future__ import annotations
@@ -223,7 +223,7 @@ def measure(shape: str, dtype: str, options: argparse.Namespace) -> Iterator[dic
 def main(argv: list[str] | None = None) -> None:
     options = arguments(argv)
     common.start(options)
-    options.mode = options.mode or ("queued" if options.device == "cuda" else "eager")
+    options.mode = options.mode or ("queued" if options.device == "cuda" else common.DEFAULT_MODE)
     common.report(options, measure)
 
 

@@ -31,10 +31,11 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 ERROR_BOUNDS = {"fp32": 1e-5, "fp16": 2e-3, "bf16": 1e-2}
 MIB = 2**20
 DEFAULT_SCHEDULE = "default"  # in records; FUSED_MOE_SCHEDULE is not set
+DEFAULT_MODE = "eager"  # of records that have none
 
 # How a layer is timed: one call at a time, or several queued behind a long kernel, as in a step of many
-# layers: then a GPU is never idle while the host prepares a launch. Records without a mode are eager.
-MODES = {"eager": {"lead": 500_000, "calls": 1}, "queued": {"lead": 40_000_000, "calls": 6}}
+# layers: then a GPU is never idle while the host prepares a launch.
+MODES = {DEFAULT_MODE: {"lead": 500_000, "calls": 1}, "queued": {"lead": 40_000_000, "calls": 6}}
 
 KEY = ("bench", "shape", "routing", "tier", "schedule", "mode", "dtype", "what")
 FIELDS = (
@@ -268,13 +269,18 @@ class Error:
 
 def record(options: argparse.Namespace, **measured) -> dict:
     schedule = os.environ.get("FUSED_MOE_SCHEDULE") or DEFAULT_SCHEDULE
-    used = {"tier": options.tier, "schedule": schedule, "mode": "eager"}
+    used = {"tier": options.tier, "schedule": schedule, "mode": DEFAULT_MODE}
     return dict.fromkeys(FIELDS) | used | measured | machine(options.device)
 
 
 def schedule_of(r: dict) -> str:
     """The FUSED_MOE_SCHEDULE of a record. Older records have none: default."""
     return r.get("schedule") or DEFAULT_SCHEDULE
+
+
+def mode_of(r: dict) -> str:
+    """How a record was timed, one of MODES. Older records have none: eager."""
+    return r.get("mode") or DEFAULT_MODE
 
 
 def ratio(seconds: dict[str, float], name: str) -> float | None:
@@ -312,8 +318,10 @@ def _commit() -> str:
 
 def merge(old: Iterable[dict], new: Iterable[dict]) -> list[dict]:
     """Both lists. A new record replaces the old one with the same KEY."""
-    usual = {"schedule": DEFAULT_SCHEDULE, "mode": "eager"}
-    by_key = {tuple((usual | r)[name] for name in KEY): r for r in (*old, *new)}
+    by_key = {}
+    for r in (*old, *new):
+        whole = r | {"schedule": schedule_of(r), "mode": mode_of(r)}
+        by_key[tuple(whole[name] for name in KEY)] = r
     return list(by_key.values())
 
 

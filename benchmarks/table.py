@@ -13,11 +13,12 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from common import DEFAULT_SCHEDULE, SHAPES, layer_sizes, schedule_of
+from common import DEFAULT_MODE, DEFAULT_SCHEDULE, SHAPES, layer_sizes, mode_of, schedule_of
 from tabulate import tabulate
 
-SAID_ONCE = ("tier", "mode", "dtype")  # a caption has what all records of a table share
-USUAL = {"tier": "cpu", "mode": "eager", "dtype": ""}
+# What the caption says if all records of a table share it, and a column otherwise
+SAID_ONCE = {"tier": lambda r: r["tier"], "mode": mode_of, "dtype": lambda r: r["dtype"]}
+UNSAID = ("cpu", DEFAULT_MODE)
 BEGIN, END = "<!-- performance: begin -->", "<!-- performance: end -->"
 
 
@@ -54,12 +55,15 @@ def caption(records: list[dict]) -> str:
         text = f"{first['threads']} threads on {cpu}, PyTorch {first['torch']}"
     else:
         text = f"{first['gpu']}, PyTorch {first['torch']}, CUDA {first['cuda']}"
-    for name in SAID_ONCE:
-        values = {r.get(name) or USUAL[name] for r in records}
-        if len(values) == 1 and values != {USUAL[name]}:
-            text += f", {values.pop()}"
+    text = ", ".join([text, *(value for value in shared(records).values() if value not in UNSAID)])
     days = sorted({r["date"] for r in records})
     return f"{text}, {' to '.join(dict.fromkeys((days[0], days[-1])))}."
+
+
+def shared(records: list[dict]) -> dict[str, str]:
+    """The entries of SAID_ONCE that have a single value."""
+    found = {name: {value_of(r) for r in records} for name, value_of in SAID_ONCE.items()}
+    return {name: values.pop() for name, values in found.items() if len(values) == 1}
 
 
 def sizes(r: dict) -> str:
@@ -92,15 +96,16 @@ def columns(records: list[dict]) -> dict[str, Callable[[dict], str | None]]:
     peers = [name for name in ("loop", "scattermoe", "sonicmoe") if name in others]
     usual_routing = all(r["routing"] == "random" for r in records)
     usual_schedule = all(schedule_of(r) == DEFAULT_SCHEDULE for r in records)
-    same = {name: len({r.get(name) or USUAL[name] for r in records}) == 1 for name in SAID_ONCE}
+    said = shared(records)
+    unlike = {name: (lambda r: None) if name in said else value_of for name, value_of in SAID_ONCE.items()}
     known: dict[str, Callable[[dict], str | None]] = {
         "shape": lambda r: None if "," in r["shape"] else r["shape"],
         {"gemm": "T, E, K, D, F or R, E, k, n"}.get(records[0]["bench"], "T, E, K, D, F"): sizes,
         "routing": lambda r: None if usual_routing else r["routing"],
-        "tier": lambda r: None if same["tier"] else r["tier"],
-        "mode": lambda r: None if same["mode"] else r.get("mode") or USUAL["mode"],
+        "tier": unlike["tier"],
+        "mode": unlike["mode"],
         "schedule": lambda r: None if usual_schedule else schedule_of(r).replace(",", ", "),
-        "dtype": lambda r: None if same["dtype"] else r["dtype"],
+        "dtype": unlike["dtype"],
         "what": lambda r: {"forward_backward": "forward + backward"}.get(r["what"], r["what"]),
         "µs": number("time_us", "{:.0f}") if on_gpu else lambda r: None,
         "TFLOP/s": number("tflops", "{:.0f}") if on_gpu else lambda r: None,
