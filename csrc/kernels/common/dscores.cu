@@ -1,5 +1,5 @@
-/* dscores: adds each slot's partial sums of <g, a>, and <dout, b2> where there is a bias. One warp per slot;
- * the order of the sum is fixed, so the result is deterministic. */
+/* dscores: adds each slot's partial sums of <g, a>, and <dout, b2> where there is a bias. A slot has one thread,
+ * or one warp where there is a bias; the order of its sum is fixed, so the result is deterministic. */
 #include "dscores.cuh"
 
 #include "launch.cuh"
@@ -9,7 +9,7 @@
 namespace fused_moe {
 namespace {
 
-constexpr int WARPS = 8;
+constexpr int THREADS = 256;
 
 typedef struct {
     FusedMoeDownDgrad p;
@@ -17,28 +17,30 @@ typedef struct {
     int64_t partials_per_row;
 } Dscores;
 
-template <typename T>
-__global__ void __launch_bounds__(32 * WARPS) dscores_kernel(const __grid_constant__ Dscores s) {
+/* LANES of a warp share a slot: 1 or 32. */
+template <typename T, int LANES>
+__global__ void __launch_bounds__(THREADS) dscores_kernel(const __grid_constant__ Dscores s) {
     using Acc = Accum<T>;
     const FusedMoeDownDgrad &p = s.p;
     const FusedMoeRowMap &row_map = p.row_map;
     const FusedMoeExpertList experts = {nullptr, (int32_t *)row_map.offs, row_map.E};
-    int lane = threadIdx.x % 32;
+    int lane = threadIdx.x % LANES;
     int64_t num_slots = row_map.T * row_map.K, num_rows = num_rows_of(row_map.offs, row_map.E, row_map.R);
-    int64_t first_slot = blockIdx.x * (int64_t)WARPS + threadIdx.x / 32, stride = (int64_t)gridDim.x * WARPS;
+    int64_t first_slot = (blockIdx.x * (int64_t)THREADS + threadIdx.x) / LANES;
+    int64_t stride = (int64_t)gridDim.x * THREADS / LANES;
     for (int64_t slot = first_slot; slot < num_slots; slot += stride) {
         int64_t r = row_map.token_row ? row_map.token_row[slot] : slot;
         Acc sum = 0;
         if (r >= 0 && r < num_rows) {
             const Acc *row = (const Acc *)s.partials + r * s.partials_per_row;
-            for (int64_t i = lane; i < s.partials_per_row; i += 32) sum += row[i];
-            if (p.b2) {
+            for (int64_t i = lane; i < s.partials_per_row; i += LANES) sum += row[i];
+            if constexpr (LANES == 32) {
                 int64_t expert = fused_moe_find_owner(&experts, (int32_t)r);
                 const T *bias = (const T *)p.b2 + expert * p.D,
                         *dout = (const T *)p.dout + slot / row_map.K * p.D;
                 for (int64_t i = lane; i < p.D; i += 32) sum += to_accum(bias[i]) * to_accum(dout[i]);
+                sum = warp_sum(sum);
             }
-            sum = warp_sum(sum);
         }
         if (lane == 0) ((Acc *)p.dscores)[slot] = sum;
     }
@@ -48,9 +50,13 @@ __global__ void __launch_bounds__(32 * WARPS) dscores_kernel(const __grid_consta
 
 int run_dscores(const FusedMoeDownDgrad &p, const void *partials, int64_t partials_per_row, void *stream) {
     Dscores s = {p, partials, partials_per_row};
-    int64_t grid = ceil_div(p.row_map.T * p.row_map.K, WARPS);
-    return with_dtype(
-        p.dtype, [&](auto t) { return launch(dscores_kernel<decltype(t)>, s, grid, 32 * WARPS, 0, stream); });
+    int64_t num_slots = p.row_map.T * p.row_map.K;
+    return with_dtype(p.dtype, [&](auto t) {
+        using T = decltype(t);
+        if (p.b2)
+            return launch(dscores_kernel<T, 32>, s, ceil_div(num_slots * 32, THREADS), THREADS, 0, stream);
+        return launch(dscores_kernel<T, 1>, s, ceil_div(num_slots, THREADS), THREADS, 0, stream);
+    });
 }
 
 } // namespace fused_moe

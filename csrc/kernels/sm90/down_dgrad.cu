@@ -27,17 +27,24 @@ namespace {
 
 /* --- kernel --------------------------------------------------------------------------------------------- */
 
+/* What the epilogue warps read and write. They hold it in registers: captured by reference, it would be
+ * loaded again for every chunk, by generic loads. */
 typedef struct {
-    Gemm gemm;
     const void *h;           /* [R,H] */
     const float *scores;     /* [T,K] or NULL */
     const int32_t *row_slot; /* [R] or NULL: row r is slot r */
     void *dh, *a_scaled;     /* [R,H], [R,F]; may be NULL */
     float *partials;         /* [R, N tiles] or NULL */
     int64_t num_slots;
-    int32_t F, H;
+    int32_t F, H, num_n_tiles;
+    float alpha, limit; /* of the activation */
+} EpilogueOperands;
+
+typedef struct {
+    Gemm gemm;
+    EpilogueOperands epilogue;
     FusedMoeLayout layout;
-    FusedMoeActivation activation;
+    int32_t activation;
 } DownDgrad;
 
 template <typename T, Major B_MAJOR>
@@ -76,22 +83,21 @@ __device__ inline void store_accumulators(DownDgradShared<Config> &s, int wg, in
 }
 
 /* The score of a tile's row; 0 if there is none. */
-__device__ inline float score_of(const DownDgrad &p, const WorkTile &tile, int row) {
+__device__ inline float score_of(const EpilogueOperands &p, const WorkTile &tile, int row) {
     if (row >= tile.num_rows) return 0;
-    int64_t r = tile.first_row + row, slot = p.row_slot ? p.row_slot[r] : r;
+    int64_t r = tile.first_row + row, slot = p.row_slot ? __ldg(p.row_slot + r) : r;
     if (!p.scores) return 1;
-    return (uint64_t)slot < (uint64_t)p.num_slots ? p.scores[slot] : 0;
+    return (uint64_t)slot < (uint64_t)p.num_slots ? __ldg(p.scores + slot) : 0;
 }
 
 /* One epilogue warp: four rows at a time, one chunk per lane of each of their subtiles. A lane's chunks of h
  * are in flight since it had the same subtile of the four rows before. */
 template <class Config, FusedMoeLayout layout, typename Act>
-__device__ inline void run_epilogue(const DownDgrad &p, DownDgradShared<Config> &s, int warp, Act act) {
+__device__ inline void run_epilogue(EpilogueOperands p, DownDgradShared<Config> &s, int warp, Act act) {
     using T = typename Config::T;
     constexpr bool GATED = layout != FUSED_MOE_UNGATED, INTERLEAVED = layout == FUSED_MOE_INTERLEAVED;
     constexpr int WIDTH = INTERLEAVED ? 2 : 1; /* elements of h side by side for one of g */
     int lane = threadIdx.x % 32, second = INTERLEAVED ? CHUNK : p.F;
-    float alpha = (float)p.activation.alpha, limit = (float)p.activation.limit;
     TileReader<typename Config::Queue> reader(s.queue);
     uint32_t phase = 0;
     for (WorkTile tile = reader.next(); tile.expert >= 0; tile = reader.next(), phase ^= 1) {
@@ -139,7 +145,7 @@ __device__ inline void run_epilogue(const DownDgrad &p, DownDgradShared<Config> 
                 pair.unpack(q, layout);
 #pragma unroll
                 for (int n = 0; n < CHUNK; n++) da[n] = score * g[n];
-                activate_backward<T>(act, a, d, da, q, alpha, limit, GATED);
+                activate_backward<T>(act, a, d, da, q, p.alpha, p.limit, GATED);
 #pragma unroll
                 for (int n = 0; n < CHUNK; n++) dot += g[n] * a[n], a[n] *= score;
                 if (p.dh) store_pair<T>(dh, d, layout, p.F, SUBTILE * i, CHUNK, true);
@@ -152,7 +158,7 @@ __device__ inline void run_epilogue(const DownDgrad &p, DownDgradShared<Config> 
             if (p.partials) {
                 dot = warp_sum(dot, 8);
                 if (lane % 8 == 0 && rows > 0)
-                    p.partials[r * p.gemm.tiles.order.num_n_tiles + tile.first_column / Config::BN] = dot;
+                    __stwb(p.partials + r * p.num_n_tiles + tile.first_column / Config::BN, dot);
             }
             r += row_step, rows -= row_step, dh += row_step * p.H, a_scaled += row_step * p.F;
         }
@@ -193,17 +199,18 @@ __global__ void __launch_bounds__(Config::THREADS, 1) down_dgrad_kernel(const __
         }
     } else {
         setmaxnreg_dec<Config::EPILOGUE_REGISTERS>();
-        with_activation<T>(p.activation.kind, [&p, &s, warp](auto act) {
-            if (p.layout == FUSED_MOE_UNGATED)
-                run_epilogue<Config, FUSED_MOE_UNGATED>(p, s, warp % 4, act);
-            else if (p.layout == FUSED_MOE_INTERLEAVED)
-                run_epilogue<Config, FUSED_MOE_INTERLEAVED>(p, s, warp % 4, act);
+        with_activation<T>(p.activation, [operands = p.epilogue, layout = p.layout, &s, warp](auto act) {
+            if (layout == FUSED_MOE_UNGATED)
+                run_epilogue<Config, FUSED_MOE_UNGATED>(operands, s, warp % 4, act);
+            else if (layout == FUSED_MOE_INTERLEAVED)
+                run_epilogue<Config, FUSED_MOE_INTERLEAVED>(operands, s, warp % 4, act);
             else
-                run_epilogue<Config, FUSED_MOE_HALVES>(p, s, warp % 4, act);
+                run_epilogue<Config, FUSED_MOE_HALVES>(operands, s, warp % 4, act);
         });
     }
-    if (p.dh) zero_rows_past(gemm.tiles, (T *)p.dh, p.H);
-    if (p.a_scaled) zero_rows_past(gemm.tiles, (T *)p.a_scaled, p.F);
+    const EpilogueOperands &e = p.epilogue;
+    if (e.dh) zero_rows_past(gemm.tiles, (T *)e.dh, e.H);
+    if (e.a_scaled) zero_rows_past(gemm.tiles, (T *)e.a_scaled, e.F);
 }
 
 /* --- launcher ------------------------------------------------------------------------------------------- */
@@ -220,17 +227,21 @@ int launch(const FusedMoeDownDgrad &p, void *stream) {
     using T = typename Config::T;
     const FusedMoeRowMap &rows = p.row_map;
     DownDgrad q = {};
-    q.h = p.h;
-    q.scores = (const float *)p.scores;
-    q.row_slot = rows.row_slot;
-    q.dh = p.dh;
-    q.a_scaled = p.a_scaled;
-    q.partials = p.dscores ? (float *)p.workspace.data : nullptr;
-    q.num_slots = rows.T * rows.K;
-    q.F = (int32_t)p.F;
-    q.H = p.layout == FUSED_MOE_UNGATED ? q.F : 2 * q.F;
+    EpilogueOperands &e = q.epilogue;
+    e.h = p.h;
+    e.scores = (const float *)p.scores;
+    e.row_slot = rows.row_slot;
+    e.dh = p.dh;
+    e.a_scaled = p.a_scaled;
+    e.partials = p.dscores ? (float *)p.workspace.data : nullptr;
+    e.num_slots = rows.T * rows.K;
+    e.F = (int32_t)p.F;
+    e.H = p.layout == FUSED_MOE_UNGATED ? e.F : 2 * e.F;
+    e.num_n_tiles = (int32_t)partials_of_row(p);
+    e.alpha = (float)p.activation.alpha;
+    e.limit = (float)p.activation.limit;
     q.layout = p.layout;
-    q.activation = p.activation;
+    q.activation = p.activation.kind;
 
     Gemm &gemm = q.gemm;
     gemm.x = p.dout;
@@ -246,7 +257,7 @@ int launch(const FusedMoeDownDgrad &p, void *stream) {
     if (status == FUSED_MOE_OK)
         status = launch_persistent<Config, DownDgradShared<Config>, down_dgrad_kernel<Config>>(q, stream);
     if (status != FUSED_MOE_OK || !p.dscores) return status;
-    return run_dscores(p, q.partials, partials_of_row(p), stream);
+    return run_dscores(p, e.partials, partials_of_row(p), stream);
 }
 
 int run(const FusedMoeDownDgrad &p, void *stream) {

@@ -105,8 +105,9 @@ __device__ inline void run_mainloop_swapped(float (&d)[TOKENS], Shared<Config> &
                                             typename Config::Pipeline &pipe, int num_k_tiles,
                                             int first_subtile, int second_subtile);
 
-/* The fetching warp of a GEMM whose rows may be gathered. A token out of range, which no plan of ours has, is
- * row 0. */
+/* The fetching warp of a GEMM whose rows may be gathered. Rows that a tile lacks are rows that it has: if all
+ * were one token, every SM would ask L2 for the same lines. A token out of range, which no plan of ours has, is
+ * token 0. */
 template <class Queue>
 __device__ inline void fetch_gemm_tiles(const Gemm &p, Queue &queue) {
     auto decode = [&](uint32_t index, WorkTile &tile) {
@@ -114,9 +115,9 @@ __device__ inline void fetch_gemm_tiles(const Gemm &p, Queue &queue) {
         return true;
     };
     auto token_of = [&](const WorkTile &tile, int i) {
-        int token = 0;
-        if (tile.expert >= 0 && i < tile.num_rows)
-            token = p.row_token ? p.row_token[tile.first_row + i] : tile.first_row + i;
+        if (tile.expert < 0 || tile.num_rows == 0) return 0;
+        int row = tile.first_row + (i < tile.num_rows ? i : i % tile.num_rows);
+        int token = p.row_token ? p.row_token[row] : row;
         return (uint32_t)token < (uint64_t)p.T ? token : 0;
     };
     uint32_t num_tiles =
@@ -250,7 +251,7 @@ __device__ inline void load_tma(const Gemm &p, Shared<Config> &s) {
 }
 
 /* Three warps gather A: thread i copies chunk i % 8 of rows i / 8, i / 8 + 12, ...; warp 0 loads B by TMA.
- * Rows past the expert's last are copies of x's first row. */
+ * Rows past the expert's last are copies of the tile's own. */
 template <class Config>
 __device__ inline void load_gather(const Gemm &p, Shared<Config> &s) {
     using T = typename Config::T;
