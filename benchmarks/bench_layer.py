@@ -6,7 +6,9 @@
 All layers have the same parameters and get the same tokens. Before anything is timed one full step is
 checked in float64, on a sample of tokens and experts: all of them would take minutes on the larger shapes.
 On a GPU several steps are queued behind a long kernel, so neither side's host time counts; --mode eager
-times single calls. FLOPs: 6TKDF forward, 18TKDF with backward.
+times single calls, and both modes may be given. FLOPs: 6TKDF forward, 18TKDF with backward.
+
+--profile adds records of their own: the kernels of a step by kind, with floors, and the board's power.
 """
 
 from __future__ import annotations
@@ -14,8 +16,10 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator
 from functools import partial
+from itertools import product
 
 import common
+import profiling
 import torch
 import torch.nn.functional as F
 from common import MIB, Error
@@ -27,7 +31,10 @@ CHECKED_TOKENS = 256
 def arguments(argv: list[str] | None) -> argparse.Namespace:
     flags = common.parser(__doc__)
     flags.add_argument("--peers", help="of peers.py, comma-separated; default: loop on the CPU")
-    flags.add_argument("--mode", choices=common.MODES, help="default: queued on a GPU, eager on the CPU")
+    flags.add_argument(
+        "--mode", choices=common.MODES, action="append", help="may be repeated; default: queued on a GPU"
+    )
+    flags.add_argument("--profile", action="store_true", help="GPU time by kernel, of ours and of peers")
     return flags.parse_args(argv)
 
 
@@ -130,10 +137,12 @@ class Case:
         exact_scores = exact_scores / exact_scores.sum(-1, keepdim=True)
         dscores[tokens] = exact_dscores
         (dlogits,) = torch.autograd.grad(exact_scores, exact_logits, dscores)
-        gate = ours.router.gate.weight
+        gate, x = ours.router.gate.weight, self.x.detach().double()
         error.add("scores", scores.detach(), exact_scores.detach())
         error.add("dx", self.x.grad[tokens], exact_dx + dlogits[tokens] @ gate.detach().double())
-        error.add("dgate", gate.grad, dlogits.T @ self.x.detach().double())
+        # renormalised scores of K = 1 are constant: dgate is zero
+        unscaled = torch.zeros_like(dlogits).scatter_(1, ids.long(), dscores)
+        error.add("dgate", gate.grad, dlogits.T @ x, terms=unscaled.T @ x)
 
         for expert in {0, E // 2, E - 1, int(counts.argmax())}:
             token, slot = (ids == expert).nonzero(as_tuple=True)
@@ -187,14 +196,15 @@ def measure(shape: str, dtype: str, options: argparse.Namespace) -> Iterator[dic
     peers = find_peers(case, options, dtype)
     layers = {"ours": case.ours, **peers}
     memory = {name: case.memory(layer) for name, layer in layers.items()}
-    for what in ("forward", "forward_backward"):
+    for mode, what in product(options.mode, ("forward", "forward_backward")):
         runs = {name: partial(case.step, layer, what) for name, layer in layers.items()}
         runs["dense"] = partial(case.dense, what)
-        clock = common.clock(case.device, **common.MODES[options.mode])
+        clock = common.clock(case.device, **common.MODES[mode])
         seconds = common.times(clock, runs, options.repeats)
         best = min(peers, key=seconds.get, default=None)
         saved, peak = memory["ours"] if what == "forward_backward" else (None, None)
         extra = {f"ratio_to_{name}": common.ratio(seconds, name) for name in peers if name != "torch"}
+        extra |= {f"about_{name}": peer.about for name, peer in peers.items() if hasattr(peer, "about")}
         if saved is not None:
             extra |= {f"activation_mib_{name}": memory[name][0] for name in peers}
             extra |= {f"peak_mib_{name}": memory[name][1] for name in peers}
@@ -203,7 +213,7 @@ def measure(shape: str, dtype: str, options: argparse.Namespace) -> Iterator[dic
             bench="layer",
             shape=shape,
             routing=options.routing,
-            mode=options.mode,
+            mode=mode,
             dtype=dtype,
             what=what,
             time_us=round(seconds["ours"] * 1e6, 1),
@@ -218,12 +228,30 @@ def measure(shape: str, dtype: str, options: argparse.Namespace) -> Iterator[dic
             intensity=round(case.intensity(what), 1),
             **extra,
         )
+    if options.profile:
+        yield from profile(case, layers, shape, dtype, options)
+
+
+def profile(
+    case: Case, layers: dict[str, nn.Module], shape: str, dtype: str, options: argparse.Namespace
+) -> Iterator[dict]:
+    """A step of each layer: a record for each kind of kernel, and one of the whole step, also of dense."""
+    about = {"bench": "profile", "shape": shape, "routing": options.routing, "mode": "queued", "dtype": dtype}
+    floors = profiling.floors(case.sizes, case.dense_gemms, options.repeats)
+    steps = {name: partial(case.step, layer, "forward_backward") for name, layer in layers.items()}
+    steps["dense"] = partial(case.dense, "forward_backward")
+    for name, step in steps.items():
+        found = profiling.measured(profiling.launches(step), floors, profiling.power(step))
+        for measured in found[-1:] if name == "dense" else found:
+            yield common.record(options, **about, layer=name, **measured)
 
 
 def main(argv: list[str] | None = None) -> None:
     options = arguments(argv)
     common.start(options)
-    options.mode = options.mode or ("queued" if options.device == "cuda" else common.DEFAULT_MODE)
+    options.mode = options.mode or ["queued" if options.device == "cuda" else common.DEFAULT_MODE]
+    if options.profile and options.device != "cuda":
+        raise SystemExit("--profile: expected a GPU")
     common.report(options, measure)
 
 

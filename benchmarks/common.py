@@ -29,6 +29,7 @@ HERE = Path(__file__).parent
 SHAPES = json.loads((HERE.parent / "fused_moe" / "shapes.json").read_text())
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 ERROR_BOUNDS = {"fp32": 1e-5, "fp16": 2e-3, "bf16": 1e-2}
+ZERO = 1e-9  # an exact tensor of this share of its terms is zero, rounded in float64
 MIB = 2**20
 DEFAULT_SCHEDULE = "default"  # in records; FUSED_MOE_SCHEDULE is not set
 DEFAULT_MODE = "eager"  # of records that have none
@@ -37,7 +38,7 @@ DEFAULT_MODE = "eager"  # of records that have none
 # layers: then a GPU is never idle while the host prepares a launch.
 MODES = {DEFAULT_MODE: {"lead": 500_000, "calls": 1}, "queued": {"lead": 40_000_000, "calls": 6}}
 
-KEY = ("bench", "shape", "routing", "tier", "schedule", "mode", "dtype", "what")
+KEY = ("bench", "shape", "routing", "tier", "schedule", "mode", "dtype", "layer", "what")
 FIELDS = (
     *KEY,
     "time_us",
@@ -244,11 +245,16 @@ class Error:
     def __init__(self):
         self.squares: dict[str, list[float]] = {}
 
-    def add(self, name: str, found: Tensor, exact: Tensor) -> None:
+    def add(self, name: str, found: Tensor, exact: Tensor, terms: Tensor | None = None) -> None:
+        """`terms`: of the size of what `exact` sums. Where all of it cancels, errors are relative to them."""
         found, exact = found.detach().double(), exact.detach().double()
+        size = float(exact.square().sum())
+        if terms is not None:
+            terms_size = float(terms.detach().double().square().sum())
+            size = terms_size if size < ZERO**2 * terms_size else size
         squares = self.squares.setdefault(name, [0.0, 0.0])
         squares[0] += float((found - exact).square().sum())
-        squares[1] += float(exact.square().sum())
+        squares[1] += size
 
     def add_equal(self, name: str, found: Tensor, exact: Tensor) -> None:
         """For integers, which must be equal."""
@@ -321,7 +327,7 @@ def merge(old: Iterable[dict], new: Iterable[dict]) -> list[dict]:
     by_key = {}
     for r in (*old, *new):
         whole = r | {"schedule": schedule_of(r), "mode": mode_of(r)}
-        by_key[tuple(whole[name] for name in KEY)] = r
+        by_key[tuple(whole.get(name) for name in KEY)] = r
     return list(by_key.values())
 
 
@@ -346,6 +352,10 @@ def line(r: dict) -> str:
     peers = [name for name in r if name.startswith("ratio_to_")]
     parts = [
         (r["tflops"], rate),
+        (r.get("floor_us"), "floor {:.0f} us"),
+        (r.get("watts"), "{:.0f} W"),
+        (r.get("sm_mhz"), "{:.0f} MHz"),
+        (r.get("joules"), "{:.2f} J"),
         (r.get("gb_per_s"), "{:7.0f} GB/s"),
         (r["dense_ratio"], "{:.2f} of dense"),
         (r.get("copy_ratio"), "{:.2f} of copy"),
@@ -358,6 +368,6 @@ def line(r: dict) -> str:
         (r["max_rel_error"], "error {:.1e}"),
     ]
     title = f"{r['shape']:16} {r['routing']:9} {r['dtype']} {r['what']:17} {r['time_us'] / 1e3:9.3f} ms"
-    if schedule_of(r) != DEFAULT_SCHEDULE:
-        title += f"  {r['schedule']}"
+    said = {"schedule": DEFAULT_SCHEDULE, "mode": DEFAULT_MODE, "layer": None}
+    title += "".join(f"  {r[name]}" for name, usual in said.items() if r.get(name) not in (None, usual))
     return "  ".join([title, *(text.format(value) for value, text in parts if value is not None)])

@@ -13,39 +13,15 @@ from __future__ import annotations
 import json
 import statistics
 from collections import defaultdict
+from functools import partial
 
 import builds
 import common
+import profiling
 import torch
 from bench_layer import Case
 
-LEAD = 40_000_000  # cycles for the host to queue some steps
 LAYER = ("forward", "forward_backward")
-# Kind of kernel -> parts of the kernels' names, of old and new builds; the first match counts.
-KINDS = {
-    "schedule": (
-        "plan_kernel",
-        "schedule_kernel",
-        "count_kernel",
-        "scan_kernel",
-        "scatter_kernel",
-        "finish_kernel",
-    ),
-    "unpermute": ("unpermute",),
-    "dscores": ("dscores",),
-    "route": ("route_kernel", "route_backward"),
-    "up_gate": ("up_gate",),
-    "down_dgrad": ("down_dgrad",),
-    "wgrad": ("wgrad",),
-    "grouped_mm": ("grouped_mm",),
-    "memset": ("memset", "Memset"),
-}
-# Kinds with two launches per step, in their order.
-IN_ORDER = {"wgrad": ("wgrad_down", "wgrad_up"), "grouped_mm": ("down", "up_dgrad")}
-
-
-def kind_of(name: str) -> str:
-    return next((kind for kind, parts in KINDS.items() if any(part in name for part in parts)), "PyTorch")
 
 
 # --- one build ----------------------------------------------------------------------------------------
@@ -72,7 +48,7 @@ class Worker:
     def queued(self, step, steps: int) -> float:
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda.synchronize()
-        torch.cuda._sleep(LEAD)
+        torch.cuda._sleep(profiling.LEAD)
         start.record()
         for _ in range(steps):
             step()
@@ -81,26 +57,8 @@ class Worker:
         return start.elapsed_time(end) / steps * 1e3
 
     def kernels(self) -> dict[str, float]:
-        from torch.profiler import ProfilerActivity, profile
-
-        num_steps = 2
-        with profile(activities=[ProfilerActivity.CUDA]) as profiled:
-            torch.cuda._sleep(LEAD)
-            for _ in range(num_steps):
-                self.case.step(self.case.ours, "forward_backward")
-            torch.cuda.synchronize()
-        times, seen = defaultdict(float), defaultdict(int)
-        events = [e for e in profiled.events() if e.device_type == torch.autograd.DeviceType.CUDA]
-        for event in sorted(events, key=lambda e: e.time_range.start):
-            kind = kind_of(event.name)
-            if kind == "PyTorch" and "spin" in event.name:
-                continue
-            if kind in IN_ORDER:
-                names = IN_ORDER[kind]
-                seen[kind] += 1
-                kind = names[(seen[kind] - 1) % len(names)]
-            times[kind] += event.device_time / num_steps
-        return times
+        step = partial(self.case.step, self.case.ours, "forward_backward")
+        return profiling.us_by_kind(profiling.launches(step))
 
 
 # --- both -----------------------------------------------------------------------------------------------

@@ -6,11 +6,24 @@ renormalised; silu gate times up; no biases. A peer that is not installed raises
 
 from __future__ import annotations
 
+from importlib.metadata import version
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fused_moe import FusedMoE, reference
+
+# SonicMoE's GEMMs: rows and columns of a tile, and whether two consumers take turns (ping-pong) or share a
+# tile (cooperative). QuACK times the tiles that a kernel admits and keeps the fastest for each operand shape;
+# over its whole list the first step of a shape takes minutes.
+TILES = {
+    (128, 256): "cooperative",
+    (256, 128): "cooperative",
+    (128, 192): "ping-pong",
+    (128, 128): "ping-pong",
+}
+CLUSTER = (2, 1)
 
 
 class Unavailable(Exception):
@@ -71,6 +84,25 @@ class ScatterMoE(nn.Module):
         return self.mlp(x, *route(x, self.gate, self.top_k))
 
 
+def tiles_in_words() -> str:
+    each = ", ".join(f"{m}x{n} {kind}" for (m, n), kind in TILES.items())
+    return f"{each}, in clusters of {'x'.join(map(str, CLUSTER))}"
+
+
+def restrict_tiles() -> None:
+    """Leaves only TILES in the tuning lists of QuACK, SonicMoE's GEMM library."""
+    from quack import gemm_interface
+
+    def known(config) -> bool:
+        kind = "ping-pong" if config.pingpong else "cooperative"
+        cluster = (config.cluster_m, config.cluster_n)
+        return TILES.get((config.tile_m, config.tile_n)) == kind and cluster == CLUSTER and not config.swap_ab
+
+    for name in ("gemm_tuned", "gemm_gated_tuned", "gemm_dgated_tuned"):
+        tuner = getattr(gemm_interface, name)
+        tuner.configs = [entry for entry in tuner.configs if known(entry.kwargs["config"])]
+
+
 class SonicMoE(nn.Module):
     """github.com/Dao-AILab/sonic-moe through the function that sonic-moe's benchmark times.
 
@@ -85,6 +117,9 @@ class SonicMoE(nn.Module):
             from sonicmoe.functional import moe_TC_softmax_topk_layer
         except ImportError as error:
             raise Unavailable(f"sonicmoe is not installed ({error})") from None
+        restrict_tiles()
+        versions = f"SonicMoE {version('sonic-moe')}, QuACK {version('quack-kernels')}"
+        self.about = f"{versions}, tiles {tiles_in_words()}"
         experts = ours.experts
         self.layer, self.activation = moe_TC_softmax_topk_layer, ActivationType.SWIGLU
         self.gate, self.w2, self.top_k = ours.router.gate.weight, experts.w2, ours.top_k

@@ -3,6 +3,9 @@
 python benchmarks/table.py benchmarks/results/*.json
 python benchmarks/table.py benchmarks/results/layer_*.json --page docs/performance.md [--check]
 python benchmarks/table.py --gains benchmarks/results/gemm_h200.json
+python benchmarks/table.py --profile benchmarks/results/layer_h200.json
+
+A layer that one run timed in both modes has one row: queued, with its single calls in a column of their own.
 """
 
 from __future__ import annotations
@@ -13,12 +16,14 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from common import DEFAULT_MODE, DEFAULT_SCHEDULE, SHAPES, layer_sizes, mode_of, schedule_of
+from common import DEFAULT_MODE, DEFAULT_SCHEDULE, KEY, SHAPES, layer_sizes, mode_of, schedule_of
+from profiling import ORDER
 from tabulate import tabulate
 
 # What the caption says if all records of a table share it, and a column otherwise
 SAID_ONCE = {"tier": lambda r: r["tier"], "mode": mode_of, "dtype": lambda r: r["dtype"]}
 UNSAID = ("cpu", DEFAULT_MODE)
+PEERS = {"loop": "the loop", "scattermoe": "ScatterMoE", "sonicmoe": "SonicMoE", "torch": "PyTorch"}
 BEGIN, END = "<!-- performance: begin -->", "<!-- performance: end -->"
 
 
@@ -26,6 +31,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     flags = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     flags.add_argument("files", nargs="+", type=Path, help="records that the programs wrote with --json")
     flags.add_argument("--gains", action="store_true", help="compare schedules with the default one")
+    flags.add_argument("--profile", action="store_true", help="GPU time by kernel, and power")
     flags.add_argument("--page", type=Path, help="replace the text between its two markers")
     flags.add_argument("--check", action="store_true", help="write nothing; fail if the page is out of date")
     options = flags.parse_args(argv)
@@ -57,7 +63,10 @@ def caption(records: list[dict]) -> str:
         text = f"{first['gpu']}, PyTorch {first['torch']}, CUDA {first['cuda']}"
     text = ", ".join([text, *(value for value in shared(records).values() if value not in UNSAID)])
     days = sorted({r["date"] for r in records})
-    return f"{text}, {' to '.join(dict.fromkeys((days[0], days[-1])))}."
+    about = dict.fromkeys(r[name] for r in records for name in r if name.startswith("about_"))
+    return " ".join(
+        [f"{text}, {' to '.join(dict.fromkeys((days[0], days[-1])))}.", *(f"{a}." for a in about)]
+    )
 
 
 def shared(records: list[dict]) -> dict[str, str]:
@@ -89,6 +98,33 @@ def versus(peer: str) -> Callable[[dict], str | None]:
     return cell
 
 
+def eager_beside_queued(records: list[dict]) -> list[dict]:
+    """The records, those of single calls as a field of the queued ones of the same run, where there are any."""
+
+    def run(r: dict) -> tuple:
+        return *(r.get(name) for name in KEY if name != "mode"), *machine(r), r["commit"], r["date"]
+
+    queued = {run(r): r | {"eager": None} for r in records if mode_of(r) == "queued"}
+    others = []
+    for r in records:
+        if mode_of(r) == DEFAULT_MODE and run(r) in queued:
+            queued[run(r)]["eager"] = r
+        else:
+            others.append(queued.get(run(r), r))
+    return others
+
+
+def eager(r: dict) -> str | None:
+    """Our single call, and the peers' over it."""
+    single = r.get("eager")
+    if not single:
+        return None
+    ratios = {PEERS[name]: single.get(f"ratio_to_{name}") for name in ("sonicmoe", "scattermoe")}
+    ratios["PyTorch"] = single["torch_ratio"]
+    parts = [f"{value:.2f}x {name}" for name, value in ratios.items() if value is not None]
+    return ", ".join([f"{single['time_us']:.0f} µs", *parts])
+
+
 def columns(records: list[dict]) -> dict[str, Callable[[dict], str | None]]:
     """Headers and cells. Empty columns are left out."""
     on_gpu = records[0]["gpu"] != "none"
@@ -113,10 +149,12 @@ def columns(records: list[dict]) -> dict[str, Callable[[dict], str | None]]:
         "µs over a later call": number("over_later_us", "{:.0f}"),
         "MiB kept": number("activation_mib", "{:.0f}"),
         "MiB at the peak": number("peak_mib", "{:.0f}"),
-        **{f"against {'the loop' if name == 'loop' else name}": versus(name) for name in peers},
+        "MiB at SonicMoE's peak": number("peak_mib_sonicmoe", "{:.0f}"),
+        **{f"against {PEERS[name]}": versus(name) for name in peers},
         "against PyTorch": number("torch_ratio", "{:.2f}x"),
         "against dense": number("dense_ratio"),
         "against a copy": number("copy_ratio"),
+        "eager, one layer": eager,
     }
     return {header: cell for header, cell in known.items() if any(cell(r) for r in records)}
 
@@ -127,7 +165,7 @@ def markdown(headers: list[str], rows: list[list[str]]) -> str:
 
 def tables(records: list[dict]) -> str:
     parts = []
-    for group in groups(records):
+    for group in groups(eager_beside_queued([r for r in records if r["bench"] != "profile"])):
         cells = columns(group)
         rows = [[cell(r) or "" for cell in cells.values()] for r in group]
         parts += [caption(group), markdown(list(cells), rows)]
@@ -164,6 +202,43 @@ def gains(records: list[dict]) -> str:
     return "\n\n".join(parts) or "no GEMM was measured on the default schedule and on another"
 
 
+def profile(records: list[dict]) -> str:
+    """Two tables per machine: the kernels of a step beside floors and peers, and each layer's power."""
+    parts = []
+    for group in groups([r for r in records if r["bench"] == "profile"]):
+        steps = [r for r in group if r["what"] == "step"]
+        names = dict.fromkeys(r["layer"] for r in group)
+        peers = [name for name in names if name not in ("ours", "dense")]
+        own, rows = ("shape", "routing", "dtype"), []
+        for key in dict.fromkeys(tuple(r[name] for name in own) for r in group):
+            found = {(r["layer"], r["what"]): r for r in group if tuple(r[name] for name in own) == key}
+            for what in (*ORDER, "step"):
+                every = [found.get((name, what), {}) for name in ("ours", *peers)]
+                if not any(every):
+                    continue
+                us, floor = (
+                    every[0].get("time_us"),
+                    next((r["floor_us"] for r in every if "floor_us" in r), None),
+                )
+                reached = [f"{us - floor:.0f}", f"{floor / us:.2f}"] if us and floor else ["", ""]
+                times = [f"{r['time_us']:.0f}" if r else "" for r in every]
+                launches = f"{every[0]['launches']:g}" if us else ""
+                floor_us = "" if floor is None else f"{floor:.0f}"
+                rows.append([key[0], what, launches, times[0], floor_us, *reached, *times[1:]])
+        headers = ["shape", "kernel", "launches", "µs", "floor", "gap", "floor / µs"]
+        parts += [caption(group), markdown(headers + [f"{PEERS[name]}, µs" for name in peers], rows)]
+        cells = {
+            "shape": lambda r: r["shape"],
+            "layer": lambda r: PEERS.get(r["layer"], r["layer"]),
+            "µs of kernels": number("time_us", "{:.0f}"),
+            "W": number("watts", "{:.0f}"),
+            "SM MHz": number("sm_mhz", "{:.0f}"),
+            "J per step": number("joules"),
+        }
+        parts.append(markdown(list(cells), [[cell(r) or "" for cell in cells.values()] for r in steps]))
+    return "\n\n".join(parts) or "no step was profiled"
+
+
 def between_markers(page: str, text: str) -> str:
     before, begin, rest = page.partition(BEGIN)
     _, end, after = rest.partition(END)
@@ -175,7 +250,8 @@ def between_markers(page: str, text: str) -> str:
 def main(argv: list[str] | None = None) -> None:
     options = arguments(argv)
     records = [r for path in options.files for r in json.loads(path.read_text())]
-    text = gains(records) if options.gains else tables(records)
+    made = gains if options.gains else profile if options.profile else tables
+    text = made(records)
     if not options.page:
         print(text)
         return

@@ -1,0 +1,209 @@
+"""GPU time by kernel, what bounds it, and power.
+
+`launches` profiles a few steps queued behind a long kernel, and `by_kind` sorts their kernels by the part that
+they play in a layer. Those parts have the same names for ours and for peers, as far as kernels' names tell, so
+they stand beside each other and beside the same floor. `power` runs steps for a while and samples the board.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from functools import partial
+from statistics import fmean
+from typing import NamedTuple
+
+import common
+import torch
+from common import MIB
+
+LEAD = 40_000_000  # cycles for the host to queue some steps
+STEPS = 2
+# Kind of kernel -> parts of its names; the first match counts. Peers: QuACK's, Triton's, PyTorch's.
+KINDS = {
+    "schedule": ("plan_kernel", "schedule_kernel", "count_kernel", "scan_kernel", "scatter_kernel")
+    + ("finish_kernel", "_bitmatrix_metadata", "_col_partial_sum"),
+    "unpermute": ("unpermute", "token_gather_sum"),
+    "permute": ("permute_kernel",),
+    "dscores": ("dscores",),
+    "route_backward": ("route_backward", "softmax_bwd"),
+    "route": ("route_kernel", "Over_TopK"),
+    "up_gate": ("up_gate", "GemmGated"),
+    "down_dgrad": ("down_dgrad", "GemmDGated"),
+    "wgrad": ("wgrad",),
+    "grouped_mm": ("grouped_mm",),
+    "quack": ("GemmDefault",),
+    "grouped GEMMs": ("GroupProblemShape", "grouped_gemm", "scatter2scatter", "groupXtY"),
+    "router GEMMs": ("nvjet", "gemm", "xmma", "splitK"),
+    "memset": ("memset", "Memset"),
+    "add": ("CUDAFunctor_add", "AddFunctor"),
+}
+REST = "rest"
+# Kinds with several launches per step, in their order.
+IN_ORDER = {
+    "unpermute": ("unpermute", "unpermute_dx"),
+    "wgrad": ("wgrad_down", "wgrad_up"),
+    "grouped_mm": ("down", "up_dgrad"),
+    "quack": ("down", "wgrad_down", "up_dgrad", "wgrad_up"),
+}
+# The order of tables and pictures.
+ORDER = (
+    *("up_gate", "down", "down_dgrad", "wgrad_down", "up_dgrad", "wgrad_up"),
+    *("grouped_mm", "wgrad", "quack", "grouped GEMMs"),
+    *("unpermute", "unpermute_dx", "permute", "router GEMMs", "add", "route", "route_backward", "schedule"),
+    *("dscores", "memset", REST),
+)
+DENSE, COPY = "dense", "copy"  # what a floor is made of
+
+
+class Launch(NamedTuple):
+    name: str
+    us: float
+
+
+class Floor(NamedTuple):
+    us: float
+    bound: str
+
+
+# --- kernels ------------------------------------------------------------------------------------------
+
+
+def launches(step: Callable[[], None], steps: int = STEPS) -> list[Launch]:
+    """What the GPU runs in some steps, in order."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA]) as profiled:
+        torch.cuda._sleep(LEAD)
+        for _ in range(steps):
+            step()
+        torch.cuda.synchronize()
+    events = [e for e in profiled.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+    events.sort(key=lambda e: e.time_range.start)
+    return [Launch(e.name, e.device_time) for e in events if "spin_kernel" not in e.name]
+
+
+def kind_of(name: str) -> str:
+    return next((kind for kind, parts in KINDS.items() if any(part in name for part in parts)), REST)
+
+
+def by_kind(found: list[Launch], steps: int = STEPS) -> dict[str, list[Launch]]:
+    """The launches of each kind. Those of IN_ORDER keep one kind if a step has another number of them."""
+    kinds = defaultdict(list)
+    for launch in found:
+        kinds[kind_of(launch.name)].append(launch)
+    for kind, names in IN_ORDER.items():
+        if len(kinds.get(kind, ())) == steps * len(names):
+            own = kinds.pop(kind)
+            kinds |= {name: own[i :: len(names)] for i, name in enumerate(names)}
+    return dict(kinds)
+
+
+def us_by_kind(found: list[Launch], steps: int = STEPS) -> dict[str, float]:
+    """Microseconds per step."""
+    return {kind: sum(l.us for l in own) / steps for kind, own in by_kind(found, steps).items()}
+
+
+def measured(found: list[Launch], floors: dict[str, Floor], power: dict, steps: int = STEPS) -> list[dict]:
+    """What the records of one layer hold beside their key: each kind's, then the step's, which has no gaps."""
+    records = []
+    kinds = by_kind(found, steps)
+    for kind in sorted(kinds, key=ORDER.index):
+        us, floor = sum(l.us for l in kinds[kind]) / steps, floors.get(kind)
+        longest = max(kinds[kind], key=lambda l: l.us).name
+        entry = {"what": kind, "time_us": round(us, 1), "launches": len(kinds[kind]) / steps}
+        if floor:
+            gap = {"floor_us": round(floor.us, 1), "gap_us": round(us - floor.us, 1), "bound": floor.bound}
+            entry |= gap
+        records.append(entry | {"kernel": longest[:120]})
+    total = {"what": "step", "time_us": round(sum(l.us for l in found) / steps, 1)}
+    return [*records, total | {"launches": len(found) / steps} | power]
+
+
+# --- floors -------------------------------------------------------------------------------------------
+
+
+def bytes_moved(sizes: common.Sizes, element_size: int) -> dict[str, int]:
+    """Of kernels bound by memory: each input read once, each output written once."""
+    T, E, K, D, _ = sizes
+    R = T * K
+    gather_sum, logits, slots = (R + T) * D * element_size, T * E * element_size, 4 * R
+    return {
+        "unpermute": gather_sum,
+        "unpermute_dx": gather_sum,
+        "permute": gather_sum,
+        "router GEMMs": 3 * T * D * element_size,  # x, x again, and dx
+        "add": 3 * T * D * element_size,
+        "route": logits + 2 * slots,  # scores, ids
+        "route_backward": 2 * logits + 2 * slots,
+        "schedule": 4 * slots,  # ids, three row maps
+        "dscores": 2 * slots,
+    }
+
+
+def floors(sizes: common.Sizes, dense_gemms: list[list[torch.Tensor]], repeats: int) -> dict[str, Floor]:
+    """Of GEMMs the dense product of equal FLOPs, of the others their bytes at the rate of a large copy."""
+    (x, w13), (a, w2) = dense_gemms
+    h, y = x @ w13, a @ w2
+    products = {
+        "up_gate": (x, w13),
+        "down": (a, w2),
+        "down_dgrad": (y, w2.t()),
+        "wgrad_down": (a.t(), y),
+        "up_dgrad": (h, w13.t()),
+        "wgrad_up": (x.t(), h),
+    }
+    source = torch.ones(1024 * MIB, dtype=torch.int8, device=x.device)
+    runs = {kind: partial(torch.mm, *pair) for kind, pair in products.items()}
+    runs[COPY] = partial(torch.empty_like(source).copy_, source)
+    seconds = common.times(common.clock(x.device.type, calls=3), runs, repeats)
+    rate = 2 * source.nbytes / seconds[COPY]
+    found = {kind: Floor(seconds[kind] * 1e6, DENSE) for kind in products}
+    moved = bytes_moved(sizes, x.element_size())
+    return found | {kind: Floor(size / rate * 1e6, COPY) for kind, size in moved.items()}
+
+
+# --- power --------------------------------------------------------------------------------------------
+
+
+def board() -> tuple[float, float] | None:
+    """Watts and the SMs' MHz now. None without NVML, or where the machine hides it."""
+    try:
+        return torch.cuda.power_draw() / 1e3, torch.cuda.clock_rate()
+    except Exception:  # of the optional pynvml: not installed, or one of its many errors
+        return None
+
+
+def power(step: Callable[[], None], seconds: float = 3, period: float = 0.02) -> dict[str, float | None]:
+    """Queues steps for some seconds, a few ahead of the GPU. Samples of the last third count: the board
+    averages its power over a second. `joules` is of one step."""
+    samples, over = [], threading.Event()
+
+    def sample() -> None:
+        while not over.wait(period):
+            samples.append((time.perf_counter(), board()))
+
+    sampler = threading.Thread(target=sample)
+    sampler.start()
+    start, steps, ends = time.perf_counter(), 0, []
+    try:
+        while time.perf_counter() < start + seconds:
+            for _ in range(STEPS):
+                step()
+            steps += STEPS
+            ends.append(torch.cuda.Event())
+            ends[-1].record()
+            if len(ends) > 2:
+                ends.pop(0).synchronize()
+        torch.cuda.synchronize()
+        each = (time.perf_counter() - start) / steps
+    finally:
+        over.set()
+        sampler.join()
+    late = [found for moment, found in samples if found and moment > start + 2 * seconds / 3]
+    if not late:
+        return {"watts": None, "sm_mhz": None, "joules": None}
+    watts, mhz = (fmean(values) for values in zip(*late, strict=True))
+    return {"watts": round(watts, 1), "sm_mhz": round(mhz), "joules": round(watts * each, 4)}
