@@ -38,6 +38,9 @@ DEFAULT_MODE = "eager"  # of records that have none
 # layers: then a GPU is never idle while the host prepares a launch.
 MODES = {DEFAULT_MODE: {"lead": 500_000, "calls": 1}, "queued": {"lead": 40_000_000, "calls": 6}}
 
+# The layers that ours is compared with, by the name in records, in words
+PEERS = {"loop": "the loop", "scattermoe": "ScatterMoE", "sonicmoe": "SonicMoE", "torch": "PyTorch"}
+
 KEY = ("bench", "shape", "routing", "tier", "schedule", "mode", "dtype", "layer", "what")
 FIELDS = (
     *KEY,
@@ -287,6 +290,23 @@ def schedule_of(r: dict) -> str:
 def mode_of(r: dict) -> str:
     """How a record was timed, one of MODES. Older records have none: eager."""
     return r.get("mode") or DEFAULT_MODE
+
+
+def eager_beside_queued(records: list[dict]) -> list[dict]:
+    """A record of single calls becomes a field of the same run's queued one; without one it stays."""
+
+    def run(r: dict) -> tuple:
+        others = (name for name in KEY if name != "mode")
+        return tuple(r.get(name) for name in (*others, "gpu", "cpu", "torch", "commit", "date"))
+
+    queued = {run(r): r | {"eager": None} for r in records if mode_of(r) == "queued"}
+    kept = []
+    for r in records:
+        if mode_of(r) == DEFAULT_MODE and run(r) in queued:
+            queued[run(r)]["eager"] = r
+        else:
+            kept.append(queued.get(run(r), r))
+    return kept
 
 
 def ratio(seconds: dict[str, float], name: str) -> float | None:

@@ -1,11 +1,12 @@
-"""Draws records: roofline.png, ratios.png, speedups.png and, for records of bench_torchtitan.py, losses.png.
+"""Draws records: roofline.png, ratios.png, speedups.png; losses.png for records of bench_torchtitan.py and
+profile.png for those of bench_layer.py --profile.
 
 python benchmarks/plot.py benchmarks/results/*.json -o pictures
 
 The first shows the rate over arithmetic intensity, the second bars for every shape, the third how much faster
-a layer is than PyTorch's own kernels, the fourth loss curves. Each machine gets a panel. The roofline's
-ceilings are measured, too: the fastest dense GEMM of the records, and the large copy of bench_kernels.py if
-there is one.
+a layer is than PyTorch's own kernels, then loss curves and the kernels of a step. Each machine gets a panel.
+The roofline's ceilings are measured, too: the fastest dense GEMM of the records, and the large copy of
+bench_kernels.py if there is one.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ import statistics
 from pathlib import Path
 
 import matplotlib
-from common import layer_sizes
+from common import PEERS, eager_beside_queued, layer_sizes
+from profiling import ORDER
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402
@@ -174,6 +176,50 @@ def losses(records: list[dict], path: Path) -> None:
     save(figure, path)
 
 
+def profile(records: list[dict], path: Path) -> None:
+    """Stacked bars: the kernels of one step, of ours and of each peer. A kernel's floor is solid."""
+    machines = split([r for r in records if r["bench"] == "profile"], "gpu").values()
+    palette = [*plt.get_cmap("tab20").colors, *plt.get_cmap("tab20b").colors]
+    colours = dict(zip(ORDER, palette, strict=False))
+    longest = max(len(split(group, "shape", "dtype", "layer")) for group in machines)
+    figure, panels = plt.subplots(len(machines), 1, figsize=(3 + longest, 6 * len(machines)), squeeze=False)
+    for axes, group in zip(panels[:, 0], machines, strict=True):
+        x, ticks, drawn = 0, {}, {}
+        for (shape, *_), of_shape in split(group, "shape", "routing", "dtype").items():
+            layers = split(of_shape, "layer")
+            whole = {
+                name: next(r["time_us"] for r in rs if r["what"] == "step") for (name,), rs in layers.items()
+            }
+            dense = whole.pop("dense")
+            for name, us in whole.items():
+                bottom = 0
+                parts = {r["what"]: r for r in layers[name,]}
+                for kind in filter(parts.get, ORDER):
+                    r = parts[kind]
+                    solid = min(r["time_us"], r.get("floor_us", r["time_us"])) / dense
+                    style = {"color": colours[kind], "edgecolor": "white", "linewidth": 0.3}
+                    drawn[kind] = axes.bar(x, solid, 0.85, bottom, **style)
+                    axes.bar(
+                        x, r["time_us"] / dense - solid, 0.85, bottom + solid, hatch="///", alpha=0.6, **style
+                    )
+                    bottom += r["time_us"] / dense
+                axes.text(x, bottom, f"{us:.0f} µs", ha="center", va="bottom", fontsize=7)
+                ticks[x] = f"{shape}\n{PEERS.get(name, name)}"
+                x += 1
+            x += 0.5
+        axes.axhline(1, color="black", linewidth=0.8, label="dense")
+        axes.set_xticks(list(ticks), list(ticks.values()), fontsize=7)
+        plt.setp(axes.get_xticklabels(), rotation=30, ha="right", rotation_mode="anchor")
+        first = group[0]
+        axes.set_title(f"one step, forward and backward, {first['dtype']}, {machine(first)}", fontsize=9)
+        axes.set_ylabel("time, dense products of equal FLOPs = 1", fontsize=8)
+        shown = [kind for kind in reversed(ORDER) if kind in drawn]
+        handles = [drawn[kind] for kind in shown]
+        title = "hatched: over the floor"
+        axes.legend(handles, shown, fontsize=7, title=title, loc="upper left", bbox_to_anchor=(1, 1))
+    save(figure, path)
+
+
 def label(r: dict) -> str:
     routing = "" if r["routing"] == "random" else f" {r['routing']}"
     tier = "" if r["tier"] in ("cpu", "hopper") else f" {r['tier']}"
@@ -193,11 +239,14 @@ def main(argv: list[str] | None = None) -> None:
     options = arguments(argv)
     found = [json.loads(path.read_text()) for path in options.files]
     records = [r for part in found if isinstance(part, list) for r in part]  # logs of train_lm.py are skipped
+    records = eager_beside_queued(records)
     roofline(records, options.output / "roofline.png")
     ratios(records, options.output / "ratios.png")
     speedups(records, options.output / "speedups.png")
     if any(r.get("losses") for r in records):
         losses(records, options.output / "losses.png")
+    if any(r["bench"] == "profile" for r in records):
+        profile(records, options.output / "profile.png")
 
 
 if __name__ == "__main__":

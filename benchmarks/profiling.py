@@ -1,8 +1,9 @@
 """GPU time by kernel, what bounds it, and power.
 
-`launches` profiles a few steps queued behind a long kernel, and `by_kind` sorts their kernels by the part that
-they play in a layer. Those parts have the same names for ours and for peers, as far as kernels' names tell, so
-they stand beside each other and beside the same floor. `power` runs steps for a while and samples the board.
+`launches` profiles a few steps queued behind a long kernel, and `by_kind` sorts their kernels by the part
+that they play in a layer. Those parts have the same names for ours and for peers, as far as kernels' names
+tell, so they stand beside each other and beside the same floor. `power` runs steps for a while and samples
+the board.
 """
 
 from __future__ import annotations
@@ -103,22 +104,22 @@ def by_kind(found: list[Launch], steps: int = STEPS) -> dict[str, list[Launch]]:
 
 def us_by_kind(found: list[Launch], steps: int = STEPS) -> dict[str, float]:
     """Microseconds per step."""
-    return {kind: sum(l.us for l in own) / steps for kind, own in by_kind(found, steps).items()}
+    return {kind: sum(launch.us for launch in own) / steps for kind, own in by_kind(found, steps).items()}
 
 
 def measured(found: list[Launch], floors: dict[str, Floor], power: dict, steps: int = STEPS) -> list[dict]:
-    """What the records of one layer hold beside their key: each kind's, then the step's, which has no gaps."""
+    """What the records of one layer hold: each kind's, then the step's, without gaps between kernels."""
     records = []
     kinds = by_kind(found, steps)
     for kind in sorted(kinds, key=ORDER.index):
-        us, floor = sum(l.us for l in kinds[kind]) / steps, floors.get(kind)
-        longest = max(kinds[kind], key=lambda l: l.us).name
+        us, floor = sum(launch.us for launch in kinds[kind]) / steps, floors.get(kind)
+        longest = max(kinds[kind], key=lambda launch: launch.us).name
         entry = {"what": kind, "time_us": round(us, 1), "launches": len(kinds[kind]) / steps}
         if floor:
             gap = {"floor_us": round(floor.us, 1), "gap_us": round(us - floor.us, 1), "bound": floor.bound}
             entry |= gap
         records.append(entry | {"kernel": longest[:120]})
-    total = {"what": "step", "time_us": round(sum(l.us for l in found) / steps, 1)}
+    total = {"what": "step", "time_us": round(sum(launch.us for launch in found) / steps, 1)}
     return [*records, total | {"launches": len(found) / steps} | power]
 
 

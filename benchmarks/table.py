@@ -16,14 +16,22 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from common import DEFAULT_MODE, DEFAULT_SCHEDULE, KEY, SHAPES, layer_sizes, mode_of, schedule_of
+from common import (
+    DEFAULT_MODE,
+    DEFAULT_SCHEDULE,
+    PEERS,
+    SHAPES,
+    eager_beside_queued,
+    layer_sizes,
+    mode_of,
+    schedule_of,
+)
 from profiling import ORDER
 from tabulate import tabulate
 
 # What the caption says if all records of a table share it, and a column otherwise
 SAID_ONCE = {"tier": lambda r: r["tier"], "mode": mode_of, "dtype": lambda r: r["dtype"]}
 UNSAID = ("cpu", DEFAULT_MODE)
-PEERS = {"loop": "the loop", "scattermoe": "ScatterMoE", "sonicmoe": "SonicMoE", "torch": "PyTorch"}
 BEGIN, END = "<!-- performance: begin -->", "<!-- performance: end -->"
 
 
@@ -96,22 +104,6 @@ def versus(peer: str) -> Callable[[dict], str | None]:
         return None if value is None else f"{value:.2f}x"
 
     return cell
-
-
-def eager_beside_queued(records: list[dict]) -> list[dict]:
-    """The records, those of single calls as a field of the queued ones of the same run, where there are any."""
-
-    def run(r: dict) -> tuple:
-        return *(r.get(name) for name in KEY if name != "mode"), *machine(r), r["commit"], r["date"]
-
-    queued = {run(r): r | {"eager": None} for r in records if mode_of(r) == "queued"}
-    others = []
-    for r in records:
-        if mode_of(r) == DEFAULT_MODE and run(r) in queued:
-            queued[run(r)]["eager"] = r
-        else:
-            others.append(queued.get(run(r), r))
-    return others
 
 
 def eager(r: dict) -> str | None:

@@ -9,11 +9,15 @@ import json
 import os
 import subprocess
 import sys
+import time
+from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
 import fused_moe
 
@@ -186,6 +190,233 @@ def test_a_wrong_result_is_not_timed(load):
     error.add("dx", torch.full((4,), 1.1), torch.ones(4))
     with pytest.raises(SystemExit, match=r"wrong before it is fast.*dx 1\.0e-01"):
         error.check("shape", "bf16")
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "fp16", "bf16"])
+def test_one_expert_per_token(run, dtype):
+    """Renormalised, its score is constant and the router's gradient is zero: no error is relative to that."""
+    records = run("bench_layer", "--shape", "192,8,1,64,32", "--dtype", dtype)
+    assert [r["what"] for r in records] == ["forward", "forward_backward"]
+
+
+@pytest.mark.parametrize(
+    "exact, found, error",
+    [(1e-17, 1e-6, 1e-6), (1e-17, 0.1, 0.1), (1e-6, 1.1e-6, 0.1)],
+    ids=["rounding", "wrong", "not all cancel"],
+)
+def test_an_error_where_all_terms_cancel(load, exact, found, error):
+    """It is relative to the terms, but only there."""
+    ours = load("common").Error()
+    ours.add("dgate", torch.full((4,), found), torch.full((4,), exact), terms=torch.ones(4))
+    if error < 1e-5:
+        assert ours.check("K = 1", "fp32") == pytest.approx(error, rel=1e-3)
+        return
+    with pytest.raises(SystemExit, match=r"dgate 1\.0e-01"):
+        ours.check("K = 1", "fp32")
+
+
+def test_both_modes_of_a_layer_are_one_row(load, run, tmp_path, capsys):
+    flags = ("--shape", SMALL, "--dtype", "fp32", "--mode", "queued", "--mode", "eager")
+    records = run("bench_layer", *flags)
+    assert [(r["mode"], r["what"]) for r in records] == [
+        (mode, what) for mode in ("queued", "eager") for what in ("forward", "forward_backward")
+    ]
+    for r in records:
+        r |= {"time_us": 7000, "ratio_to_sonicmoe": 1.25, "torch_ratio": 2.5} if r["mode"] == "eager" else {}
+    path = tmp_path / "bench_layer.json"
+    capsys.readouterr()
+    path.write_text(json.dumps(records))
+    load("table").main([str(path)])
+    text = capsys.readouterr().out
+    assert ", queued, fp32" in text and "| mode" not in text
+    rows = [line for line in text.splitlines() if line.startswith("| 192")]
+    assert [row.rsplit("|", 2)[1].strip() for row in rows] == ["7000 µs, 1.25x SonicMoE, 2.50x PyTorch"] * 2
+    records[2]["commit"] = "another"  # no longer of the same run
+    path.write_text(json.dumps(records))
+    load("table").main([str(path)])
+    assert len([line for line in capsys.readouterr().out.splitlines() if line.startswith("| 192")]) == 3
+
+
+QUACK = "kernel_cutlass_kernel_quackgemm_"
+# One step's kernels as the profiler names them, ours and SonicMoE's, in order, and microseconds
+STEP = {
+    "ours": [
+        ("nvjet_tst_128x8", 10),
+        ("fused_moe::route_kernel<float, 4>", 5),
+        ("void fused_moe::(anonymous namespace)::count_kernel(Sort)", 3),
+        ("up_gate_kernel<Config>", 500),
+        ("grouped_mm_kernel<Config>", 200),
+        ("unpermute_kernel<bf16>", 50),
+        ("down_dgrad_kernel<Config>", 300),
+        ("dscores_kernel", 4),
+        ("wgrad_kernel<Config>", 220),
+        ("grouped_mm_kernel<Config>", 410),
+        ("wgrad_kernel<Config>", 450),
+        ("unpermute_kernel<bf16>", 60),
+        ("route_backward_kernel<float, 4>", 6),
+        ("nvjet_tst_8x64", 11),
+        ("nvjet_tst_64x8", 12),
+        ("vectorized_elementwise_kernel<4, CUDAFunctor_add>", 9),
+        ("direct_copy_kernel_cuda", 1),
+    ],
+    "sonicmoe": [
+        ("kernel_cutlass_kernel_sonicmoefunctionaltopkSoftmax_Over_TopK_object", 8),
+        (f"{QUACK}actGemmGatedSm90_object_at", 520),
+        (f"{QUACK}default_epiGemmDefaultSm90_obje", 210),
+        ("token_gather_sum_kernel", 45),
+        (f"{QUACK}dactGemmDGatedSm90_object_at", 350),
+        (f"{QUACK}default_epiGemmDefaultSm90_obje", 230),
+        (f"{QUACK}default_epiGemmDefaultSm90_obje", 420),
+        (f"{QUACK}default_epiGemmDefaultSm90_obje", 480),
+        ("token_gather_sum_kernel", 55),
+    ],
+}
+
+
+def fake_profile(load) -> list[dict]:
+    """Records as bench_layer.py --profile writes them on a GPU."""
+    profiling, common = load("profiling"), load("common")
+    floors = {"up_gate": profiling.Floor(450, "dense"), "unpermute": profiling.Floor(40, "copy")}
+    power = {"watts": 690.5, "sm_mhz": 1500, "joules": 1.5}
+    records = []
+    for layer, step in {**STEP, "dense": [("nvjet_tst", 1900)]}.items():
+        launches = [profiling.Launch(name, us + i) for i in (0, 2) for name, us in step]
+        found = profiling.measured(launches, floors, power)
+        key = dict.fromkeys(common.FIELDS) | {"bench": "profile", "shape": "qwen3-30b", "routing": "random"}
+        key |= {"tier": "hopper", "mode": "queued", "dtype": "bf16", "layer": layer, **common.machine("cpu")}
+        records += [key | {"gpu": "NVIDIA H200"} | r for r in (found[-1:] if layer == "dense" else found)]
+    return records
+
+
+def test_kernels_of_a_step_by_kind(load):
+    found = {layer: {} for layer in (*STEP, "dense")}
+    for r in fake_profile(load):
+        found[r["layer"]][r["what"]] = r
+    us = {layer: {kind: r["time_us"] for kind, r in kinds.items()} for layer, kinds in found.items()}
+    gemms = ("up_gate", "down", "down_dgrad", "wgrad_down", "up_dgrad", "wgrad_up")
+    assert [us["ours"][kind] for kind in gemms] == [501, 201, 301, 221, 411, 451]
+    assert [us["sonicmoe"][kind] for kind in gemms] == [521, 211, 351, 231, 421, 481]
+    others = {"unpermute": 51, "unpermute_dx": 61, "router GEMMs": 36, "add": 10, "route": 6, "schedule": 4}
+    others |= {"route_backward": 7, "dscores": 5, "rest": 2}
+    assert {kind: value for kind, value in us["ours"].items() if kind not in (*gemms, "step")} == others
+    assert (us["sonicmoe"]["unpermute"], us["sonicmoe"]["unpermute_dx"], us["sonicmoe"]["route"]) == (
+        46,
+        56,
+        9,
+    )
+    for layer, step in STEP.items():
+        assert us[layer]["step"] == sum(us + 1 for _, us in step)
+    up_gate = found["ours"]["up_gate"]
+    assert (up_gate["floor_us"], up_gate["gap_us"], up_gate["bound"], up_gate["launches"]) == (
+        450,
+        51,
+        "dense",
+        1,
+    )
+    assert found["ours"]["router GEMMs"]["launches"] == 3 and "floor_us" not in found["ours"]["down"]
+    assert list(found["dense"]) == ["step"] and found["dense"]["step"]["watts"] == 690.5
+
+
+def test_kernels_out_of_order_keep_one_kind(load):
+    """A third grouped_mm in a step: no telling which one is up_dgrad."""
+    profiling = load("profiling")
+    launches = [profiling.Launch("grouped_mm_kernel", us) for us in (1, 2, 3, 1, 2, 3)]
+    assert profiling.us_by_kind(launches) == {"grouped_mm": 6}
+    assert profiling.us_by_kind(launches[:4]) == {"down": 2, "up_dgrad": 1.5}
+
+
+def test_a_profile_as_table_and_picture(load, tmp_path, capsys):
+    path = tmp_path / "profile.json"
+    path.write_text(json.dumps(fake_profile(load)))
+    load("table").main([str(path), "--profile"])
+    text = " ".join(capsys.readouterr().out.split())
+    assert "| qwen3-30b | up_gate | 1 | 501 | 450 | 51 | 0.90 | 521 |" in text
+    assert "| qwen3-30b | unpermute_dx | 1 | 61 | | | | 56 |" in text
+    assert "| qwen3-30b | dense | 1901 | 690 | 1500 | 1.50 |" in text
+    load("table").main([str(path)])
+    assert not capsys.readouterr().out.strip()
+    load("plot").main([str(path), "-o", str(tmp_path)])
+    assert (tmp_path / "profile.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_power_is_of_the_last_third(load, monkeypatch):
+    profiling = load("profiling")
+    event = type("Event", (), {"record": lambda self: None, "synchronize": lambda self: time.sleep(0.002)})
+    monkeypatch.setattr(torch.cuda, "Event", event)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    start = time.perf_counter()
+    monkeypatch.setattr(profiling, "board", lambda: (600 if time.perf_counter() > start + 0.3 else 100, 1500))
+    steps = []
+    found = profiling.power(lambda: steps.append(time.perf_counter()), seconds=0.6, period=0.005)
+    each = (steps[-1] - steps[0]) / len(steps)
+    assert (found["watts"], found["sm_mhz"]) == (600, 1500)
+    assert found["joules"] == pytest.approx(600 * each, rel=0.2)
+    monkeypatch.setattr(profiling, "board", lambda: None)
+    nothing = {"watts": None, "sm_mhz": None, "joules": None}
+    assert profiling.power(lambda: None, seconds=0.05, period=0.005) == nothing
+
+
+def test_floors_have_the_flops_of_the_kernels(load, monkeypatch):
+    """And their bytes: with a clock that counts, a floor of each product, and of a copy, is what it does."""
+    profiling, bench_layer = load("profiling"), load("bench_layer")
+    common = load("common")
+    case = bench_layer.Case(common.layer_sizes(SMALL), "random", "fp32", "cpu")
+
+    def flops_of(clock, runs, repeats):
+        found = {}
+        for name, run in runs.items():
+            with FlopCounterMode(display=False) as counter:
+                run()
+            found[name] = counter.get_total_flops() or 1.0
+        return found
+
+    monkeypatch.setattr(common, "times", flops_of)
+    monkeypatch.setattr(profiling, "MIB", 1)
+    floors = profiling.floors(case.sizes, case.dense_gemms, 1)
+    T, E, K, D, F = case.sizes
+    up, down = 4 * T * K * D * F, 2 * T * K * D * F
+    exact = {
+        "up_gate": up,
+        "down": down,
+        "down_dgrad": down,
+        "wgrad_down": down,
+        "up_dgrad": up,
+        "wgrad_up": up,
+    }
+    assert {kind: floor.us / 1e6 for kind, floor in floors.items() if floor.bound == "dense"} == exact
+    assert sum(exact.values()) == case.flops("forward_backward")
+    seconds_per_byte = 1 / (2 * 1024)
+    assert floors["unpermute"].us / 1e6 == pytest.approx((T * K + T) * D * 4 * seconds_per_byte)
+    assert set(floors) <= set(profiling.ORDER)
+
+
+def test_a_profile_needs_a_gpu(run):
+    with pytest.raises(SystemExit, match="--profile: expected a GPU"):
+        run("bench_layer", "--shape", SMALL, "--profile")
+
+
+def test_sonicmoe_chooses_from_the_tiles_that_are_said(load, monkeypatch):
+    """With a stand-in for QuACK's tuning lists."""
+    peers = load("peers")
+    fields = ("tile_m", "tile_n", "pingpong", "cluster_m", "cluster_n", "swap_ab")
+    every = [
+        SimpleNamespace(kwargs={"config": SimpleNamespace(**dict(zip(fields, values, strict=True)))})
+        for values in product((128, 192, 256), (128, 192, 256), (False, True), (1, 2), (1, 2), (False, True))
+    ]
+    names = ("gemm_tuned", "gemm_gated_tuned", "gemm_dgated_tuned")
+    tuners = {name: SimpleNamespace(configs=list(every)) for name in names}
+    quack = SimpleNamespace(gemm_interface=SimpleNamespace(**tuners))
+    monkeypatch.setitem(sys.modules, "quack", quack)
+    for _ in range(2):  # again for the next layer
+        peers.restrict_tiles()
+    for tuner in tuners.values():
+        kept = {tuple(getattr(c.kwargs["config"], name) for name in fields) for c in tuner.configs}
+        tiles = {(128, 256, False), (256, 128, False), (128, 192, True), (128, 128, True)}
+        assert kept == {(*tile, 2, 1, False) for tile in tiles} and len(tuner.configs) == 4
+    words = (
+        "128x256 cooperative, 256x128 cooperative, 128x192 ping-pong, 128x128 ping-pong, in clusters of 2x1"
+    )
+    assert peers.tiles_in_words() == words
 
 
 def test_routings_are_what_their_names_say(load):
