@@ -182,7 +182,9 @@ def profile(records: list[dict], path: Path) -> None:
     palette = [*plt.get_cmap("tab20").colors, *plt.get_cmap("tab20b").colors]
     colours = dict(zip(ORDER, palette, strict=False))
     longest = max(len(split(group, "shape", "dtype", "layer")) for group in machines)
-    figure, panels = plt.subplots(len(machines), 1, figsize=(3 + longest, 6 * len(machines)), squeeze=False)
+    figure, panels = plt.subplots(
+        len(machines), 1, figsize=(4 + 0.55 * longest, 6 * len(machines)), squeeze=False
+    )
     for axes, group in zip(panels[:, 0], machines, strict=True):
         x, ticks, drawn = 0, {}, {}
         for (shape, *_), of_shape in split(group, "shape", "routing", "dtype").items():
@@ -203,7 +205,7 @@ def profile(records: list[dict], path: Path) -> None:
                         x, r["time_us"] / dense - solid, 0.85, bottom + solid, hatch="///", alpha=0.6, **style
                     )
                     bottom += r["time_us"] / dense
-                axes.text(x, bottom, f"{us:.0f} µs", ha="center", va="bottom", fontsize=7)
+                axes.text(x, bottom, f"{us:.0f} µs", ha="center", va="bottom", fontsize=6)
                 ticks[x] = f"{shape}\n{PEERS.get(name, name)}"
                 x += 1
             x += 0.5
@@ -212,6 +214,8 @@ def profile(records: list[dict], path: Path) -> None:
         plt.setp(axes.get_xticklabels(), rotation=30, ha="right", rotation_mode="anchor")
         first = group[0]
         axes.set_title(f"one step, forward and backward, {first['dtype']}, {machine(first)}", fontsize=9)
+        axes.margins(x=0.01)
+        axes.set_ylim(top=1.05 * axes.get_ylim()[1])  # room for the times
         axes.set_ylabel("time, dense products of equal FLOPs = 1", fontsize=8)
         shown = [kind for kind in reversed(ORDER) if kind in drawn]
         handles = [drawn[kind] for kind in shown]
