@@ -237,6 +237,21 @@ def test_both_modes_of_a_layer_are_one_row(load, run, tmp_path, capsys):
     assert len([line for line in capsys.readouterr().out.splitlines() if line.startswith("| 192")]) == 3
 
 
+def test_each_gpu_has_a_table(load, tmp_path, capsys):
+    """With SonicMoE's ratio and peak where it was timed, and the tiles that it chose from."""
+    h200 = json.loads((BENCHMARKS / "results" / "layer_h200.json").read_text())
+    sonic = {"ratio_to_sonicmoe": 1.125, "peak_mib_sonicmoe": 4321.0, "about_sonicmoe": "SonicMoE, two tiles"}
+    h100 = [r | {"gpu": "NVIDIA H100 80GB HBM3"} | sonic for r in h200]
+    for name, records in (("h200", h200), ("h100", h100)):
+        (tmp_path / f"{name}.json").write_text(json.dumps(records))
+    load("table").main([str(tmp_path / "h200.json"), str(tmp_path / "h100.json")])
+    first, second = capsys.readouterr().out.split("NVIDIA H100 80GB HBM3, ")
+    assert first.startswith("NVIDIA H200, ") and "SonicMoE" not in first
+    text = " ".join(second.split())
+    assert "SonicMoE, two tiles." in text and "MiB at SonicMoE's peak | against SonicMoE |" in text
+    assert text.count("| 4321 | 1.12x |") == len(h100)
+
+
 QUACK = "kernel_cutlass_kernel_quackgemm_"
 # One step's kernels as the profiler names them, ours and SonicMoE's, in order, and microseconds
 STEP = {
