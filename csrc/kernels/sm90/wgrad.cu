@@ -6,7 +6,10 @@
  *
  * A weight's gradient has the weight's strides. Where a's columns are contiguous in it, accumulators are
  * stored as they are, else TRANSPOSED, by stmatrix.trans. In a's dtype the epilogue is overlapped as in
- * grouped_mm. In f32 it stores at once, and TMA can add to what is there. */
+ * grouped_mm. In f32 it stores at once, and TMA can add to what is there.
+ *
+ * The gather takes about a tenth of the GEMM's time, for every 256 of a's columns once more. Where a is wide,
+ * b's rows are copied into expert order first. */
 #include "launch.cuh"
 #include "split_k.cuh"
 #include "wgrad_load.cuh"
@@ -316,10 +319,68 @@ int launch(const FusedMoeWgrad &p, void *stream) {
     return f32 ? launch<T, GATHER, float, false>(p, stream) : launch<T, GATHER, T, false>(p, stream);
 }
 
+/* --- b in expert order ---------------------------------------------------------------------------------- */
+
+constexpr int COPY_THREADS = 256;
+
+/* By arithmetic a copy pays from 3,000 columns on; it takes memory, too. */
+bool copies_rows(const FusedMoeWgrad &p) {
+    return p.b_row_token && p.M[0] + p.M[1] >= 8192;
+}
+
+size_t copied_bytes(const FusedMoeWgrad &p) {
+    size_t bytes = (size_t)p.R * p.N * 2;
+    return copies_rows(p) ? (bytes + 127) / 128 * 128 : 0;
+}
+
+/* rows[r] = b[row_token[r]], one warp per row. Rows past the last one stay as they are. */
+typedef struct {
+    const void *b;            /* [T,N] of 16-bit elements */
+    void *rows;               /* [R,N]                    */
+    const int32_t *row_token; /* [R]                      */
+    const int32_t *offs;      /* [E]                      */
+    int64_t R, T, chunks;     /* chunks: of a row         */
+    int32_t E;
+} CopyRows;
+
+__global__ void __launch_bounds__(COPY_THREADS) copy_rows_kernel(const __grid_constant__ CopyRows p) {
+    constexpr int IN_FLIGHT = 8; /* chunks of a lane */
+    int64_t num_rows = num_rows_of(p.offs, p.E, p.R), warps = (int64_t)gridDim.x * (COPY_THREADS / 32);
+    int64_t r = (blockIdx.x * (int64_t)COPY_THREADS + threadIdx.x) / 32;
+    for (; r < num_rows; r += warps) {
+        uint32_t token = p.row_token[r];
+        const uint4 *src = (const uint4 *)p.b + token * p.chunks;
+        uint4 *dst = (uint4 *)p.rows + r * p.chunks;
+        for (int64_t first = threadIdx.x % 32; first < p.chunks; first += 32 * IN_FLIGHT) {
+            uint4 v[IN_FLIGHT];
+#pragma unroll
+            for (int i = 0; i < IN_FLIGHT; i++)
+                v[i] = ld_global_v4(src + first + 32 * i, first + 32 * i < p.chunks && token < p.T);
+#pragma unroll
+            for (int i = 0; i < IN_FLIGHT; i++)
+                if (first + 32 * i < p.chunks) st_global_v4(dst + first + 32 * i, v[i]);
+        }
+    }
+}
+
+/* The same call with b's rows copied to the start of the workspace. */
+int copy_rows(const FusedMoeWgrad &p, FusedMoeWgrad *copied, void *stream) {
+    CopyRows c = {p.b, p.workspace.data, p.b_row_token, p.offs, p.R, p.T, p.N / CHUNK, p.E};
+    *copied = p;
+    copied->b = p.workspace.data;
+    copied->b_row_token = nullptr;
+    copied->T = p.R;
+    copied->workspace.data = (char *)p.workspace.data + copied_bytes(p);
+    return fused_moe::launch(copy_rows_kernel, c, ceil_div(p.R, COPY_THREADS / 32), COPY_THREADS, 0, stream);
+}
+
 int run(const FusedMoeWgrad &p, void *stream) {
-    return with_half(p.dtype, [&](auto t) {
+    FusedMoeWgrad q = p;
+    int status = copies_rows(p) ? copy_rows(p, &q, stream) : FUSED_MOE_OK;
+    if (status != FUSED_MOE_OK) return status;
+    return with_half(q.dtype, [&](auto t) {
         using T = decltype(t);
-        return p.b_row_token ? launch<T, true>(p, stream) : launch<T, false>(p, stream);
+        return q.b_row_token ? launch<T, true>(q, stream) : launch<T, false>(q, stream);
     });
 }
 
@@ -340,7 +401,8 @@ FusedMoeReason reason(const FusedMoeWgrad &p) {
 }
 
 size_t workspace(const FusedMoeWgrad &p) {
-    return map_bytes(MAX_MAPS) + slices_of(p).num_slots * weight_tiles_of(p) * 2 * ACCUMULATOR_BYTES;
+    return copied_bytes(p) + map_bytes(MAX_MAPS) +
+           slices_of(p).num_slots * weight_tiles_of(p) * 2 * ACCUMULATOR_BYTES;
 }
 
 } // namespace
