@@ -1,21 +1,20 @@
 /* route: the scores of all experts, and the top K of them; and route_backward, its gradient.
  *
- * One warp per token; lane l holds experts l, l + 32, ... in registers. Scores are computed in float, in
- * double for double logits. Without bias and groups, top-k compares logits, so the choice does not depend on
- * the rounding of exp. NaN compares greatest, as in torch.topk, and ties go to the lowest id: whatever the
- * logits are, the K ids differ. */
+ * A group of G lanes per token; a warp has 32 / G tokens. Of each 32 experts a lane holds C = 32 / G
+ * consecutive ones, V in all. The sums are those of a warp per token whose lane l holds experts l, l + 32, ...:
+ * whatever G is, a score has the same bits. Scores are computed in float, in double for double logits. Without
+ * bias and groups, top-k compares logits, so the choice does not depend on the rounding of exp. NaN compares
+ * greatest, as in torch.topk, and ties go to the lowest id: whatever the logits are, the K ids differ. */
 #include "launch.cuh"
 #include "numeric.cuh"
 
-#include <math_constants.h>
+#include <limits>
 #include <type_traits>
 
 namespace fused_moe {
 namespace {
 
-/* Warps per CTA: their shared tables, two of up to 1024 experts each, fit 32 KiB. */
-template <typename Acc>
-constexpr int WARPS = 16 / sizeof(Acc);
+constexpr int WARPS = 4; /* per CTA */
 constexpr unsigned ALL = ~0u;
 
 __device__ inline float exp_accum(float x) {
@@ -24,15 +23,190 @@ __device__ inline float exp_accum(float x) {
 __device__ inline double exp_accum(double x) {
     return exp(x);
 }
-__device__ inline float lowest(float) {
-    return -CUDART_INF_F;
+__device__ inline float add(float a, float b) { /* never contracted to an FMA */
+    return __fadd_rn(a, b);
 }
-__device__ inline double lowest(double) {
-    return -CUDART_INF;
+__device__ inline double add(double a, double b) {
+    return __dadd_rn(a, b);
 }
 template <typename Acc>
-__device__ inline Acc norm_epsilon() {
-    return Acc(1e-20); /* torchtitan's */
+constexpr Acc LOWEST = -std::numeric_limits<Acc>::infinity();
+template <typename Acc>
+constexpr Acc NORM_EPSILON = Acc(1e-20); /* torchtitan's */
+
+/* --- a token's group of lanes --------------------------------------------------------------------------- */
+
+template <int G>
+__device__ inline int group_lane() {
+    return threadIdx.x % G;
+}
+
+/* The expert of element i. */
+template <int G>
+__device__ inline int expert(int i) {
+    constexpr int C = 32 / G;
+    return i / C * 32 + group_lane<G>() * C + i % C;
+}
+
+template <int G, typename T, typename Fn>
+__device__ inline T group_reduce(T x, Fn fn) {
+#pragma unroll
+    for (int d = G / 2; d; d /= 2) x = fn(x, __shfl_xor_sync(ALL, x, d));
+    return x;
+}
+template <int G, typename T>
+__device__ inline T group_max(T x) {
+    if constexpr (G == 32 && std::is_same_v<T, uint32_t>) return __reduce_max_sync(ALL, x);
+    return group_reduce<G>(x, [](T a, T b) { return max(a, b); });
+}
+template <int G, typename Acc>
+__device__ inline Acc group_sum(Acc x) {
+    return group_reduce<G>(x + Acc(0), [](Acc a, Acc b) { return add(a, b); });
+}
+
+/* The sum of all elements, in the order of a warp whose lane l adds elements l, l + 32, ... */
+template <int G, typename Acc, int V, typename Fn>
+__device__ inline Acc sum_elements(Fn add_element) {
+    constexpr int C = 32 / G;
+    Acc sum[C] = {};
+#pragma unroll
+    for (int i = 0; i < V; i++) sum[i % C] = add_element(sum[i % C], i);
+#pragma unroll
+    for (int c = 0; c < C; c++) sum[c] = group_reduce<G>(sum[c], [](Acc a, Acc b) { return add(a, b); });
+#pragma unroll
+    for (int n = C / 2; n; n /= 2)
+#pragma unroll
+        for (int c = 0; c < n; c++) sum[c] = add(sum[c], sum[c + n]);
+    return sum[0];
+}
+
+/* --- rows of experts ------------------------------------------------------------------------------------ */
+
+/* Calls fn with an element of the dtype, which is a run-time argument: kernels differ in Acc alone. */
+template <typename Acc, typename Fn>
+__device__ inline void with_element(FusedMoeDtype dtype, Fn fn) {
+    if constexpr (std::is_same_v<Acc, double>)
+        fn(double());
+    else if (dtype == FUSED_MOE_BF16)
+        fn(__nv_bfloat16());
+    else if (dtype == FUSED_MOE_F16)
+        fn(__half());
+    else
+        fn(float());
+}
+
+/* Consecutive experts, accessed at once. */
+template <typename T, int W>
+struct alignas(W * sizeof(T)) Part {
+    T v[W];
+};
+
+/* Calls fn(T *row, width): parts of that width, a lane's C experts or one, are aligned in every row. */
+template <typename Acc, int C, typename Fn>
+__device__ inline void with_row(const void *data, FusedMoeDtype dtype, int64_t t, int E, Fn fn) {
+    with_element<Acc>(dtype, [&](auto element) {
+        using T = decltype(element);
+        T *row = (T *)data + t * E;
+        if ((uintptr_t)data % sizeof(Part<T, C>) == 0 && E % C == 0)
+            fn(row, std::integral_constant<int, C>());
+        else
+            fn(row, std::integral_constant<int, 1>());
+    });
+}
+
+/* Elements past the row are -infinity: they have a score of 0, and no expert is chosen after them. */
+template <int G, typename Acc, int V>
+__device__ inline void load_logits(Acc (&x)[V], const void *data, FusedMoeDtype dtype, int64_t t, int E) {
+    with_row<Acc, 32 / G>(data, dtype, t, E, [&](auto *row, auto width) {
+        constexpr int W = decltype(width)::value;
+        using P = Part<std::remove_pointer_t<decltype(row)>, W>;
+#pragma unroll
+        for (int i = 0; i < V; i += W) {
+            int e = expert<G>(i);
+            P part = {};
+            if (e < E) part = *(const P *)(row + e);
+#pragma unroll
+            for (int w = 0; w < W; w++) x[i + w] = e < E ? to_accum(part.v[w]) : LOWEST<Acc>;
+        }
+    });
+}
+
+template <int G, typename Acc, int V>
+__device__ inline void store_row(void *data, const Acc (&x)[V], FusedMoeDtype dtype, int64_t t, int E) {
+    with_row<Acc, 32 / G>(data, dtype, t, E, [&](auto *row, auto width) {
+        constexpr int W = decltype(width)::value;
+        using T = std::remove_pointer_t<decltype(row)>;
+#pragma unroll
+        for (int i = 0; i < V; i += W) {
+            int e = expert<G>(i);
+            Part<T, W> part;
+#pragma unroll
+            for (int w = 0; w < W; w++) part.v[w] = from_accum<T>(x[i + w]);
+            if (e < E) *(Part<T, W> *)(row + e) = part;
+        }
+    });
+}
+
+template <typename Acc>
+__device__ inline Acc load_one(const void *data, FusedMoeDtype dtype, int64_t i) {
+    Acc x;
+    with_element<Acc>(dtype, [&](auto element) { x = to_accum(((const decltype(element) *)data)[i]); });
+    return x;
+}
+
+/* --- scores --------------------------------------------------------------------------------------------- */
+
+/* What all scores of a token share: the softmax's shift and sum. */
+template <typename Acc>
+struct Scores {
+    bool sigmoid;
+    Acc max, sum;
+
+    __device__ Acc operator()(Acc logit) const {
+        Acc power = exp_accum(sigmoid ? -logit : logit - max);
+        return (sigmoid ? 1 : power) / (sigmoid ? add(1, power) : sum);
+    }
+};
+
+/* A NaN logit makes the sum NaN, and so every score. */
+template <int G, typename Acc, int V>
+__device__ inline Scores<Acc> scores_of(FusedMoeScoreFunc f, const Acc (&logit)[V]) {
+    Scores<Acc> scores = {f == FUSED_MOE_SIGMOID, LOWEST<Acc>, 1};
+    if (scores.sigmoid) return scores;
+    auto greater = [](Acc a, Acc b) { return fmax(a, b); };
+#pragma unroll
+    for (int i = 0; i < V; i++) scores.max = greater(scores.max, logit[i]);
+    scores.max = group_reduce<G>(scores.max, greater);
+    scores.sum =
+        sum_elements<G, Acc, V>([&](Acc sum, int i) { return add(sum, exp_accum(logit[i] - scores.max)); });
+    return scores;
+}
+
+template <typename Acc, int V>
+__device__ inline void all_scores(Acc (&score)[V], const Scores<Acc> &scores, const Acc (&logit)[V]) {
+    if constexpr (std::is_same_v<Acc, float>) {
+        if (!scores.sigmoid) {
+            /* nvcc's own division, with the part that depends on the sum alone done once. It is right unless
+             * a remainder is subnormal. */
+            float power[V], inverse = __frcp_rn(scores.sum);
+            uint32_t least = ~0u; /* of the powers that are not 0, minus one */
+#pragma unroll
+            for (int i = 0; i < V; i++) {
+                power[i] = exp_accum(logit[i] - scores.max);
+                least = min(least, __float_as_uint(power[i]) - 1);
+            }
+            if (least >= __float_as_uint(0x1p-100f)) {
+#pragma unroll
+                for (int i = 0; i < V; i++) {
+                    float quotient = power[i] * inverse;
+                    score[i] = fmaf(fmaf(-scores.sum, quotient, power[i]), inverse, quotient);
+                }
+                return;
+            }
+        }
+    }
+#pragma unroll
+    for (int i = 0; i < V; i++) score[i] = scores(logit[i]);
 }
 
 /* --- top-k: values as unsigned keys of the same order --------------------------------------------------- */
@@ -49,113 +223,43 @@ __device__ inline uint64_t key_of(double x) {
 template <typename Acc>
 using Key = decltype(key_of(Acc()));
 
-__device__ inline uint32_t warp_max(uint32_t key) {
-    return __reduce_max_sync(ALL, key);
-}
-__device__ inline uint64_t warp_max(uint64_t key) {
-    uint32_t high = __reduce_max_sync(ALL, (uint32_t)(key >> 32));
-    return (uint64_t)high << 32 | __reduce_max_sync(ALL, key >> 32 == high ? (uint32_t)key : 0);
-}
-
-/* Removes the warp's greatest key, on a tie that of the lowest index, and returns its index. */
-template <typename K, int V>
+/* Removes the group's greatest key, on a tie that of the lowest index, and returns its index. */
+template <int G, typename K, int V>
 __device__ inline int take_best(K (&key)[V]) {
-    K lane_best = 0;
-    int lane = threadIdx.x % 32;
+    K best = 0;
 #pragma unroll
-    for (int i = 0; i < V; i++) lane_best = max(lane_best, key[i]);
-    K best = warp_max(lane_best);
-    uint32_t index = ~0u;
+    for (int i = 0; i < V; i++) best = max(best, key[i]);
+    best = group_max<G>(best);
+    uint32_t last = 0; /* ~index */
 #pragma unroll
     for (int i = V - 1; i >= 0; i--)
-        if (key[i] == best) index = lane + 32 * i;
-    index = __reduce_min_sync(ALL, index);
+        if (key[i] == best) last = ~expert<G>(i);
+    int index = ~group_max<G>(last);
 #pragma unroll
     for (int i = 0; i < V; i++)
-        if (index == lane + 32 * i) key[i] = 0;
-    return (int)index;
+        if (index == expert<G>(i)) key[i] = 0;
+    return index;
 }
 
-/* --- scores --------------------------------------------------------------------------------------------- */
-
-/* Bit i: element lane + 32 i is below n. */
-template <int V>
-__device__ inline uint32_t in_range(int n) {
-    uint32_t valid = 0;
+/* The same for keys that differ, by what is left of them below the one taken last; no key is changed. */
+template <int G, int V>
+__device__ inline uint32_t next_best(const uint32_t (&key)[V], uint32_t taken) {
+    uint32_t best[2] = {0, 0};
 #pragma unroll
-    for (int i = 0; i < V; i++)
-        if ((int)(threadIdx.x % 32) + 32 * i < n) valid |= 1u << i;
-    return valid;
-}
-
-template <typename Acc, int V>
-__device__ inline void all_scores(FusedMoeScoreFunc f, Acc (&score)[V], const Acc (&logit)[V], int E) {
-    uint32_t valid = in_range<V>(E);
-    if (f == FUSED_MOE_SIGMOID) {
-#pragma unroll
-        for (int i = 0; i < V; i++) score[i] = 1 / (1 + exp_accum(-logit[i]));
-        return;
-    }
-    Acc max = lowest(Acc()), sum = 0;
-#pragma unroll
-    for (int i = 0; i < V; i++)
-        if ((valid >> i & 1) && !(logit[i] <= max)) max = logit[i];
-    for (int d = 16; d; d /= 2) {
-        Acc other = __shfl_xor_sync(ALL, max, d);
-        if (!(other <= max) || other != other) max = max != max ? max : other;
-    }
-#pragma unroll
-    for (int i = 0; i < V; i++) {
-        score[i] = valid >> i & 1 ? exp_accum(logit[i] - max) : Acc(0);
-        sum += score[i];
-    }
-    sum = warp_sum(sum);
-#pragma unroll
-    for (int i = 0; i < V; i++) score[i] /= sum;
-}
-
-/* The dtype is a run-time argument: one kernel per accumulation type, not per dtype. */
-__device__ inline void load(float &x, const void *data, FusedMoeDtype dtype, int64_t i) {
-    x = dtype == FUSED_MOE_BF16  ? to_accum(((const __nv_bfloat16 *)data)[i])
-        : dtype == FUSED_MOE_F16 ? to_accum(((const __half *)data)[i])
-                                 : ((const float *)data)[i];
-}
-__device__ inline void load(double &x, const void *data, FusedMoeDtype, int64_t i) {
-    x = ((const double *)data)[i];
-}
-__device__ inline void store(void *data, FusedMoeDtype dtype, int64_t i, float x) {
-    if (dtype == FUSED_MOE_BF16)
-        ((__nv_bfloat16 *)data)[i] = from_accum<__nv_bfloat16>(x);
-    else if (dtype == FUSED_MOE_F16)
-        ((__half *)data)[i] = from_accum<__half>(x);
-    else
-        ((float *)data)[i] = x;
-}
-__device__ inline void store(void *data, FusedMoeDtype, int64_t i, double x) {
-    ((double *)data)[i] = x;
-}
-
-template <typename Acc, int V>
-__device__ inline void load_logits(Acc (&logit)[V], const void *logits, FusedMoeDtype dtype, int64_t t,
-                                   int E) {
-    int lane = threadIdx.x % 32;
-#pragma unroll
-    for (int i = 0; i < V; i++) {
-        logit[i] = 0;
-        if (lane + 32 * i < E) load(logit[i], logits, dtype, t * E + lane + 32 * i);
-    }
+    for (int i = 0; i < V; i++) best[i % 2] = max(key[i] - taken, best[i % 2]); /* wraps below `taken` */
+    return taken + group_max<G>(max(best[0], best[1]));
 }
 
 /* --- kernels -------------------------------------------------------------------------------------------- */
 
 /* Clears the keys of experts outside the best groups. A group's score is the sum of its two best experts'. */
-template <typename Acc, int V>
+template <int G, typename Acc, int V>
 __device__ inline void keep_groups(const FusedMoeRoute &p, Key<Acc> (&key)[V], const Acc *choice) {
-    int lane = threadIdx.x % 32, size = p.E / p.num_groups;
+    int size = p.E / p.num_groups;
     Key<Acc> group_key[V];
 #pragma unroll
     for (int i = 0; i < V; i++) {
-        int group = lane + 32 * i, end = group < p.num_groups ? (group + 1) * size : 0;
+        int group = expert<G>(i), end = group < p.num_groups ? (group + 1) * size : 0;
         Key<Acc> first = 0, second = 0;
         Acc sum[2] = {0, 0};
         for (int e = group * size; e < end; e++) {
@@ -169,110 +273,141 @@ __device__ inline void keep_groups(const FusedMoeRoute &p, Key<Acc> (&key)[V], c
     }
     uint32_t kept = 0;
     for (int n = 0; n < p.num_limited_groups; n++) {
-        int group = take_best(group_key);
+        int group = take_best<G>(group_key);
 #pragma unroll
         for (int i = 0; i < V; i++)
-            if ((lane + 32 * i) / size == group) kept |= 1u << i;
+            if ((unsigned)(expert<G>(i) - group * size) < (unsigned)size) kept |= 1u << i;
     }
 #pragma unroll
     for (int i = 0; i < V; i++)
         if (!(kept >> i & 1)) key[i] = 0;
 }
 
-template <typename Acc, int V>
-__global__ void __launch_bounds__(32 * WARPS<Acc>) route_kernel(const __grid_constant__ FusedMoeRoute p) {
-    __shared__ Acc scores[WARPS<Acc>][32 * V], choices[WARPS<Acc>][32 * V];
-    int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    Acc *score = scores[warp], *choice = choices[warp];
-    for (int64_t t = blockIdx.x * (int64_t)WARPS<Acc> + warp; t < p.T; t += (int64_t)gridDim.x * WARPS<Acc>) {
-        Acc logit[V], value[V];
+/* The token of this lane's group. */
+template <int G>
+__device__ inline int64_t group_token() {
+    return (blockIdx.x * (int64_t)blockDim.x + threadIdx.x) / G;
+}
+
+template <typename Acc, int G, int V>
+__global__ void __launch_bounds__(32 * WARPS) route_kernel(const __grid_constant__ FusedMoeRoute p) {
+    __shared__ Acc choices[32 * WARPS / G][G * V];
+    int slot = group_lane<G>(); /* gets the expert of its rank */
+    int64_t token = group_token<G>(), t = min(token, p.T - 1);
+    Acc logit[V];
+    load_logits<G>(logit, p.logits, p.dtype, t, p.E);
+    Scores<Acc> scores = scores_of<G>(p.score_func, logit);
+
+    int id = 0;
+    if (!p.bias && !p.num_groups && sizeof(Acc) == 4 && p.dtype != FUSED_MOE_F32) {
+        /* a 16-bit logit's key has zeros in its last bits: room for the expert, and no two are equal. */
+        constexpr uint32_t EXPERT = 1023;
+        uint32_t key[V], taken = 0;
+#pragma unroll
+        for (int i = 0; i < V; i++) key[i] = (key_of((float)logit[i]) & ~EXPERT) | (EXPERT - expert<G>(i));
+        for (int k = 0; k < p.K; k++) {
+            taken = next_best<G>(key, taken);
+            if (k == slot) id = EXPERT - (taken & EXPERT);
+        }
+    } else {
+        if (p.bias || p.num_groups) all_scores(logit, scores, logit);
         Key<Acc> key[V];
-        load_logits(logit, p.logits, p.dtype, t, p.E);
-        all_scores(p.score_func, value, logit, p.E);
+        Acc *choice = choices[threadIdx.x / G];
 #pragma unroll
         for (int i = 0; i < V; i++) {
-            int e = lane + 32 * i;
-            score[e] = value[i];
-            Acc ranked = p.bias || p.num_groups ? value[i] : logit[i];
-            if (p.bias && e < p.E) ranked += p.bias[e];
-            if (p.num_groups) choice[e] = ranked;
-            key[i] = e < p.E ? key_of(ranked) : 0;
+            int e = expert<G>(i);
+            if (p.bias && e < p.E) logit[i] += p.bias[e];
+            if (p.num_groups) choice[e] = logit[i];
+            key[i] = e < p.E ? key_of(logit[i]) : 0;
         }
         __syncwarp();
-        if (p.num_groups) keep_groups(p, key, choice);
-
-        int id = 0; /* lane k gets the k-th best */
+        if (p.num_groups) keep_groups<G>(p, key, choice);
         for (int k = 0; k < p.K; k++) {
-            int best = take_best(key);
-            if (k == lane) id = best;
+            int best = take_best<G>(key);
+            if (k == slot) id = best;
         }
-        Acc chosen = lane < p.K ? score[id] : Acc(0);
-        Acc sum = p.route_norm ? warp_sum(chosen) + norm_epsilon<Acc>() : Acc(1);
-        if (lane < p.K) {
-            ((Acc *)p.scores)[t * p.K + lane] = chosen * ((Acc)p.route_scale / sum);
-            p.ids[t * p.K + lane] = id;
-        }
-        __syncwarp();
+    }
+    Acc chosen = slot < p.K ? scores(load_one<Acc>(p.logits, p.dtype, t * p.E + id)) : Acc(0);
+    Acc sum = p.route_norm ? group_sum<G>(chosen) + NORM_EPSILON<Acc> : Acc(1);
+    if (slot < p.K && token < p.T) {
+        ((Acc *)p.scores)[t * p.K + slot] = chosen * ((Acc)p.route_scale / sum);
+        p.ids[t * p.K + slot] = id;
     }
 }
 
-template <typename Acc, int V>
-__global__ void __launch_bounds__(32 * WARPS<Acc>)
+template <typename Acc, int G, int V>
+__global__ void __launch_bounds__(32 * WARPS)
     route_backward_kernel(const __grid_constant__ FusedMoeRouteBackward p) {
-    __shared__ Acc scores[WARPS<Acc>][32 * V], dscores[WARPS<Acc>][32 * V];
-    int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    Acc *score = scores[warp], *dscore = dscores[warp];
-    for (int64_t t = blockIdx.x * (int64_t)WARPS<Acc> + warp; t < p.T; t += (int64_t)gridDim.x * WARPS<Acc>) {
-        Acc value[V], logit[V];
-        load_logits(logit, p.logits, p.dtype, t, p.E);
-        all_scores(p.score_func, value, logit, p.E);
-#pragma unroll
-        for (int i = 0; i < V; i++) score[lane + 32 * i] = value[i], dscore[lane + 32 * i] = 0;
-        __syncwarp();
+    constexpr int C = 32 / G;
+    __shared__ Part<Acc, C> dscores[32 * WARPS / G][G * V / C];
+    int slot = group_lane<G>(); /* has the id, score and gradient of this slot */
+    int64_t token = group_token<G>(), t = min(token, p.T - 1);
+    int id = slot < p.K ? p.ids[t * p.K + slot] : -1;
+    bool valid = (unsigned)id < (unsigned)p.E;
+    Acc d = valid ? ((const Acc *)p.dscores)[t * p.K + slot] : Acc(0);
+    Acc logit[V], value[V];
+    load_logits<G>(logit, p.logits, p.dtype, t, p.E);
+    Scores<Acc> scores = scores_of<G>(p.score_func, logit);
+    all_scores(value, scores, logit);
 
-        /* lane k holds the id, score and gradient of slot k */
-        int id = lane < p.K ? p.ids[t * p.K + lane] : -1;
-        bool valid = (unsigned)id < (unsigned)p.E;
-        Acc d = valid ? ((const Acc *)p.dscores)[t * p.K + lane] : Acc(0);
-        Acc chosen = valid ? score[id] : Acc(0);
-        /* back through scale and norm: q_k = score_k / sum, dscore_k = (dq_k - sum_j dq_j q_j) / sum */
-        Acc sum = 1, shift = 0;
-        if (p.route_norm) {
-            sum = warp_sum(chosen) + norm_epsilon<Acc>();
-            shift = warp_sum(d * chosen / sum);
-        }
-        for (int k = 0; k < p.K; k++) { /* one slot at a time: ids may repeat */
-            if (k == lane && valid) dscore[id] += (d - shift) * ((Acc)p.route_scale / sum);
-            __syncwarp();
-        }
-        Acc mean = 0;
-        if (p.score_func == FUSED_MOE_SOFTMAX) {
-#pragma unroll
-            for (int i = 0; i < V; i++) mean += dscore[lane + 32 * i] * value[i];
-            mean = warp_sum(mean);
-        }
-#pragma unroll
-        for (int i = 0; i < V; i++) {
-            int e = lane + 32 * i;
-            Acc derivative = p.score_func == FUSED_MOE_SOFTMAX ? value[i] : value[i] * (1 - value[i]);
-            if (e < p.E) store(p.dlogits, p.dtype, t * p.E + e, (dscore[e] - mean) * derivative);
-        }
-        __syncwarp();
+    /* back through scale and norm: q_k = score_k / sum, dscore_k = (dq_k - sum_j dq_j q_j) / sum */
+    Acc sum = 1, shift = 0;
+    if (p.route_norm) {
+        Acc chosen = valid ? scores(load_one<Acc>(p.logits, p.dtype, t * p.E + id)) : Acc(0);
+        sum = group_sum<G>(chosen) + NORM_EPSILON<Acc>;
+        shift = group_sum<G>(d * chosen / sum);
     }
+    Acc factor = (Acc)p.route_scale / sum;
+
+    Part<Acc, C> *row = dscores[threadIdx.x / G];
+    Acc *dscore = (Acc *)row;
+#pragma unroll
+    for (int i = 0; i < V; i += C) row[expert<G>(i) / C] = {};
+    __syncwarp();
+    if (valid) dscore[id] = slot;
+    __syncwarp();
+    if (!__any_sync(ALL, valid && dscore[id] != slot)) {
+        if (valid) dscore[id] = fma(d - shift, factor, Acc(0));
+    } else { /* an id repeats: one slot at a time */
+        if (valid) dscore[id] = 0;
+        for (int k = 0; k < p.K; k++) {
+            __syncwarp();
+            if (k == slot && valid) dscore[id] = fma(d - shift, factor, dscore[id]);
+        }
+    }
+    __syncwarp();
+    Acc x[V];
+#pragma unroll
+    for (int i = 0; i < V; i += C) {
+        Part<Acc, C> part = row[expert<G>(i) / C];
+#pragma unroll
+        for (int c = 0; c < C; c++) x[i + c] = part.v[c];
+    }
+    bool softmax = p.score_func == FUSED_MOE_SOFTMAX;
+    Acc mean = 0;
+    if (softmax) mean = sum_elements<G, Acc, V>([&](Acc sum, int i) { return fma(x[i], value[i], sum); });
+#pragma unroll
+    for (int i = 0; i < V; i++) x[i] = (x[i] - mean) * (softmax ? value[i] : value[i] * (1 - value[i]));
+    if (token < p.T) store_row<G>(p.dlogits, x, p.dtype, t, p.E);
 }
 
 /* --- launchers ------------------------------------------------------------------------------------------ */
 
-/* Calls fn(Acc(), integral_constant<int, V>()) with the dtype's accumulation type Acc and 32 V >= E. */
+/* Calls fn(Acc(), G, V) with the dtype's accumulation type Acc, G >= K lanes and G V >= E elements. */
 template <typename Fn>
-int with_kernel(FusedMoeDtype dtype, int E, Fn fn) {
+int with_kernel(FusedMoeDtype dtype, int E, int K, Fn fn) {
+    auto call = [&](auto acc, auto lanes, auto elements) { return fn(acc, lanes, elements); };
     using std::integral_constant;
+    integral_constant<int, 8> _8;
+    integral_constant<int, 16> _16;
+    integral_constant<int, 32> _32;
     if (dtype > FUSED_MOE_BF16) return FUSED_MOE_UNSUPPORTED_DTYPE;
-    if (dtype == FUSED_MOE_F64) return fn(double(), integral_constant<int, 32>());
-    if (E <= 64) return fn(float(), integral_constant<int, 2>());
-    if (E <= 128) return fn(float(), integral_constant<int, 4>());
-    if (E <= 256) return fn(float(), integral_constant<int, 8>());
-    return fn(float(), integral_constant<int, 32>());
+    if (dtype == FUSED_MOE_F64) return call(double(), _32, _32);
+    if (E <= 64 && K <= 8) return call(float(), _8, _8);
+    if (E <= 128 && K <= 8) return call(float(), _8, _16);
+    if (E <= 256 && K <= 16) return call(float(), _16, _16);
+    if (E <= 512) return call(float(), _32, _16);
+    return call(float(), _32, _32);
 }
 
 } // namespace
@@ -281,15 +416,17 @@ int with_kernel(FusedMoeDtype dtype, int E, Fn fn) {
 using namespace fused_moe;
 
 extern "C" int fused_moe_cuda_route(const FusedMoeRoute *p, void *stream) {
-    return with_kernel(p->dtype, p->E, [&](auto r, auto v) {
-        return launch(route_kernel<decltype(r), decltype(v)::value>, *p, ceil_div(p->T, WARPS<decltype(r)>),
-                      32 * WARPS<decltype(r)>, 0, stream);
+    return with_kernel(p->dtype, p->E, p->K, [&](auto acc, auto lanes, auto elements) {
+        constexpr int G = decltype(lanes)::value, V = decltype(elements)::value;
+        return launch(route_kernel<decltype(acc), G, V>, *p, ceil_div(p->T, 32 * WARPS / G), 32 * WARPS, 0,
+                      stream);
     });
 }
 
 extern "C" int fused_moe_cuda_route_backward(const FusedMoeRouteBackward *p, void *stream) {
-    return with_kernel(p->dtype, p->E, [&](auto r, auto v) {
-        return launch(route_backward_kernel<decltype(r), decltype(v)::value>, *p,
-                      ceil_div(p->T, WARPS<decltype(r)>), 32 * WARPS<decltype(r)>, 0, stream);
+    return with_kernel(p->dtype, p->E, p->K, [&](auto acc, auto lanes, auto elements) {
+        constexpr int G = decltype(lanes)::value, V = decltype(elements)::value;
+        return launch(route_backward_kernel<decltype(acc), G, V>, *p, ceil_div(p->T, 32 * WARPS / G),
+                      32 * WARPS, 0, stream);
     });
 }
