@@ -2,7 +2,7 @@
 
 A gated layer takes 6 TKDF forward and 12 TKDF backward; a gradient that is not needed takes none. Every slot
 counts as a row: how many ids are sentinels is known on the device alone. Only GEMMs count, as in PyTorch;
-the router's is nn.Linear's. A formula gets shapes where the operator gets tensors.
+the router's are PyTorch's. A formula gets shapes where the operator gets tensors.
 """
 
 from __future__ import annotations

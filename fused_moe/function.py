@@ -172,6 +172,8 @@ def unpermute(rows: Tensor, plan: Plan, scores: Tensor | None = None) -> Tensor:
 
 # --- experts ----------------------------------------------------------------------------------------------
 
+ALPHA, LIMIT = 1.702, 7.0  # of swiglu_clamped in gpt-oss
+
 
 def grouped_mm(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
     """out[r] = a[r] @ b[e].T for the rows r of expert e, zero past the last row.
@@ -233,8 +235,8 @@ def fused_experts(
     b2: Tensor | None = None,
     b3: Tensor | None = None,
     activation: str = "silu",
-    alpha: float = 1.702,
-    limit: float = 7.0,
+    alpha: float = ALPHA,
+    limit: float = LIMIT,
     layout: str = "separate",
     transposed: bool = False,
     score_on: str = "output",
@@ -305,8 +307,8 @@ def grouped_mlp(
     b2: Tensor | None = None,
     b3: Tensor | None = None,
     activation: str = "silu",
-    alpha: float = 1.702,
-    limit: float = 7.0,
+    alpha: float = ALPHA,
+    limit: float = LIMIT,
     layout: str = "separate",
     transposed: bool = False,
     main_grads: tuple[Tensor | None, Tensor | None, Tensor | None] | None = None,

@@ -15,6 +15,7 @@ from .activation import activate
 from .counting import Counting
 from .losses import load_balancing_loss, router_z_loss
 from .ops import route_plan
+from .routed import can_join, routed_experts
 
 FN = "FusedMoE"  # as its messages begin
 DTYPE_NAMES = " or ".join(str(dtype).removeprefix("torch.") for dtype in checks.FLOATING)
@@ -274,8 +275,7 @@ class FusedMoE(Counting):
         """
         self._check_input(x)
         tokens = x if x.dim() == 2 else x.reshape(-1, x.size(-1))
-        scores, ids, logits = self._route(tokens)
-        out, counts = self.experts(tokens, scores, ids)
+        out, counts, ids, logits = self._routed(tokens)
         if self.training and self._count("tokens_per_expert", counts) and self.load_balance_coeff is not None:
             self._watch_balance()
         if self.shared_experts is not None:
@@ -298,6 +298,14 @@ class FusedMoE(Counting):
             checks.fail(TypeError, FN, f"x of dtype {DTYPE_NAMES}", x.dtype)
         if x.dim() < 1 or x.size(-1) != self.dim:
             checks.fail(ValueError, FN, f"x of shape (..., D) with D = {self.dim}", tuple(x.shape))
+
+    def _routed(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """The routed experts' out (T, D) and counts (E,), the router's ids (T, K) and logits (T, E)."""
+        stock = type(self.router) is Router and type(self.experts) is Experts
+        if stock and can_join(x, self.router, self.experts):
+            return routed_experts(x, self.router, self.experts, self.expert_bias)
+        scores, ids, logits = self._route(x)
+        return *self.experts(x, scores, ids), ids, logits
 
     def _route(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The router's results. If its linear layer fails, the error says what is wrong with x. It cannot be

@@ -499,9 +499,14 @@ def _up_backward(ctx, need, dh, needs_scores: bool = False):
     if dh is None:
         return {}
     x, w1, w3, scores, *plan = ctx.saved_tensors
+    return up_gradients(need, needs_scores, ctx.layout, ctx.main_grads, dh, x, w1, w3, scores, plan)
+
+
+def up_gradients(need, needs_scores: bool, layout: int, main_grads, dh, x, w1, w3, scores, plan) -> dict:
+    """{input of experts_up: its gradient}, of those that are needed."""
     needs = (need.x, need.w1, need.w3, need.b1, need.b3, needs_scores)
-    args = (dh, x, w1, w3, scores, plan, ctx.layout, *needs)
-    main_grad1, main_grad3 = ctx.main_grads
+    args = (dh, x, w1, w3, scores, plan, layout, *needs)
+    main_grad1, main_grad3 = main_grads
     if main_grad1 is None and main_grad3 is None:
         grads = run(ops.experts_up_backward.default, *args)
     else:

@@ -481,6 +481,20 @@ CPU = [
         "self.expert_bias.add_(delta)",
         "tests/test_module.py",
     ),
+    Mutant(
+        "dx without the router's part",
+        "fused_moe/routed.py",
+        'torch.addmm(grads["x"], dlogits, gate, out=grads["x"])',
+        'torch.addmm(grads["x"], dlogits, gate)',
+        "tests/test_routed.py",
+    ),
+    Mutant(
+        "the router's hooks are passed over",
+        "fused_moe/routed.py",
+        "map(_is_altered, (router, gate, experts))",
+        "map(_is_altered, (gate, experts))",
+        "tests/test_routed.py",
+    ),
 ]
 
 CUDA = [

@@ -1,0 +1,133 @@
+"""The router and the experts' up side as one autograd node, which spares backward an addition.
+
+As nodes of their own each of them writes a gradient of x (T, D), and autograd reads both to write their sum.
+Here the router's product is added to the experts' dx in place, by the GEMM: dx = sum over k of dx_rows,
+rounded, plus dlogits @ gate, rounded once more. They stay apart wherever a call or a module may be changed
+or watched by somebody else: `can_join`.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.nn.modules.module import _has_any_global_hook
+
+from . import function
+from .checks import check_experts, check_main_grads
+from .ops import ACTIVATION_CODES, SCORE_FUNCS, ops, route_plan, run, up_gradients
+from .plan import Plan
+
+
+def can_join(x: Tensor, router: nn.Module, experts: nn.Module) -> bool:
+    """Whether a Router and Experts may be one node on x (T, D): x needs a gradient, and modules, tensors and
+    the call are plain ones."""
+    if not (torch.is_grad_enabled() and x.requires_grad and _is_plain_call()):
+        return False
+    gate = router.gate
+    if type(gate) is not nn.Linear or _has_any_global_hook():
+        return False
+    if any(map(_is_altered, (router, gate, experts))):
+        return False
+    weight = gate.weight
+    tensors = (x, weight, gate.bias, *experts.weights, experts.b1, experts.b2, experts.b3)
+    fits = (x.dtype, x.device) == (weight.dtype, weight.device)
+    return fits and all(t is None or type(t) in (Tensor, nn.Parameter) for t in tensors)
+
+
+def _is_altered(module: nn.Module) -> bool:
+    """Whether calling the module does more, or something else, than its class's forward."""
+    return bool(
+        module._forward_pre_hooks
+        or module._forward_hooks
+        or module._backward_pre_hooks
+        or module._backward_hooks
+        or module._compiled_call_impl
+        or "forward" in vars(module)
+    )
+
+
+def _is_plain_call() -> bool:
+    """Whether nothing acts on operators before autograd does. Dispatch modes act after it."""
+    return not (
+        torch.compiler.is_compiling()
+        or torch._C._is_any_autocast_enabled()
+        or torch._C._are_functorch_transforms_active()
+        or torch._C._is_torch_function_mode_enabled()
+        or torch.jit.is_tracing()
+        or forward_ad._current_level >= 0
+    )
+
+
+class _Needs(NamedTuple):
+    """Whether the gradient of each input is needed."""
+
+    x: bool
+    gate: bool
+    gate_bias: bool
+    w1: bool
+    w3: bool
+    b1: bool
+    b3: bool
+
+
+class _RoutedUp(torch.autograd.Function):
+    """x -> h, a, scores, ids, logits and the plan. h, scores and logits have gradients."""
+
+    @staticmethod
+    def forward(ctx, x, gate, gate_bias, w1, w3, b1, b3, expert_bias, top_k, routing, settings, main_grads):
+        logits = F.linear(x, gate, gate_bias)
+        scores, ids = function.route(logits, top_k, bias=expert_bias, **routing)
+        plan = route_plan(ids, gate.size(0))
+        h, a = run(
+            ops.experts_up.default, x, w1, w3, b1, b3, None, plan.tensors, *settings, True, *main_grads
+        )
+        ctx.routing = (SCORE_FUNCS[routing["score_func"]], routing["route_norm"], routing["route_scale"])
+        ctx.layout, ctx.main_grads = settings[0], main_grads or (None, None)
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(a, ids, *plan)
+        ctx.save_for_backward(x, gate, w1, w3, logits, ids, *plan.tensors)
+        return h, a, scores, ids, logits, *plan
+
+    @staticmethod
+    def backward(ctx, dh, _a, dscores, _ids, dlogits, *_plan):
+        x, gate, w1, w3, logits, ids, *plan = ctx.saved_tensors
+        need = _Needs(*ctx.needs_input_grad[: len(_Needs._fields)])
+        grads = {}
+        if dh is not None:
+            grads = up_gradients(need, False, ctx.layout, ctx.main_grads, dh, x, w1, w3, None, plan)
+        if dscores is not None:
+            of_scores = run(ops.route_backward.default, dscores, logits, ids, *ctx.routing)
+            dlogits = of_scores if dlogits is None else dlogits + of_scores
+        if dlogits is not None:
+            if need.gate:
+                grads["gate"] = dlogits.mT @ x
+            if need.gate_bias:
+                grads["gate_bias"] = dlogits.sum(0)
+            if dh is None:
+                grads["x"] = dlogits @ gate
+            elif torch.is_grad_enabled() or not _is_plain_call():
+                grads["x"] = grads["x"] + dlogits @ gate
+            else:  # into dx, which nobody else has seen
+                torch.addmm(grads["x"], dlogits, gate, out=grads["x"])
+        return *(grads.get(name) for name in _Needs._fields), *[None] * 5
+
+
+def routed_experts(
+    x: Tensor, router: nn.Module, experts: nn.Module, expert_bias: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """What Router and Experts compute of x (T, D): out (T, D), counts (E,), ids (T, K), logits (T, E)."""
+    fn, (w1, w2, w3) = "fused_experts", experts.weights
+    b1, b2, b3 = experts.b1, experts.b2, experts.b3
+    constants = [function.ALPHA, function.LIMIT]
+    *_, layout = check_experts(fn, "x", x, w1, w2, w3, b1, b2, b3, *constants, "separate", False)
+    main_up, main_down = check_main_grads(fn, experts.main_grads, "x", x, experts.weights, False)
+    settings = (layout, ACTIVATION_CODES[experts.activation], constants)
+    up = (w1, w3, b1, b3, expert_bias, router.top_k, router.routing, settings, main_up)
+    h, a, scores, ids, logits, *plan = _RoutedUp.apply(x, router.gate.weight, router.gate.bias, *up)
+    plan = Plan(*plan)
+    down = (a, h, w2, b2, scores, plan.tensors, *settings, *main_down)
+    return run(ops.experts_down.default, *down), plan.counts, ids, logits

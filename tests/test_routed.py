@@ -1,0 +1,315 @@
+"""Router and experts as one autograd node: the gradients of two nodes, and when they stay two."""
+
+import copy
+from functools import partial
+
+import pytest
+import torch
+from cases import BF16, F32, F64, Calls
+from test_module import SETTINGS
+from torch import nn
+from torch.autograd import gradcheck
+from torch.nn.modules.module import register_module_forward_hook
+from torch.nn.utils import parametrize
+from torch.overrides import TorchFunctionMode
+
+from fused_moe import FusedMoE
+
+PLAIN = {"gate_bias": True, "bias": True}
+
+
+def make(device, dtype=F64, tokens=20, **settings):
+    """A layer, and x that requires a gradient."""
+    layer = FusedMoE(24, 20, 8, 2, **settings, device=device, dtype=dtype)
+    return layer, torch.randn(tokens, 24, device=device, dtype=dtype, requires_grad=True)
+
+
+def apart(layer):
+    """A copy of the layer whose router and experts stay two nodes."""
+    other = copy.deepcopy(layer)
+    other.router.register_forward_hook(lambda *_: None)
+    return other
+
+
+def nodes(out) -> set[str]:
+    """The names of all autograd nodes behind a tensor."""
+    seen, stack = set(), [out.grad_fn]
+    while stack:
+        node = stack.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            stack += [following for following, _ in node.next_functions]
+    return {node.name() for node in seen}
+
+
+def is_joined(out) -> bool:
+    return "_RoutedUpBackward" in nodes(out)
+
+
+def loss_of(layer, x, use=("out", "balance", "z")):
+    out, losses = layer(x, return_losses=True)
+    parts = {"out": out.square().mean(), "balance": losses.load_balancing, "z": losses.z}
+    return sum(parts[name] for name in use)
+
+
+def gradients(layer, x, use=("out", "balance", "z")) -> dict:
+    """{"x" or a parameter's name: its gradient}, None where it requires none."""
+    leaves = {"x": x, **dict(layer.named_parameters())}
+    wanted = {n: t for n, t in leaves.items() if t.requires_grad}
+    grads = torch.autograd.grad(loss_of(layer, x, use), wanted.values(), allow_unused=True)
+    return dict(zip(wanted, grads, strict=True))
+
+
+def assert_same(found: dict, expected: dict) -> None:
+    """The same bits, but of dx, which is rounded once less."""
+    assert found.keys() == expected.keys()
+    for name, grad in found.items():
+        if grad is None or name != "x":
+            assert grad is expected[name] or torch.equal(grad, expected[name]), name
+        else:
+            unit = torch.finfo(grad.dtype).eps
+            atol = unit * expected[name].double().norm() / max(grad.numel(), 1) ** 0.5
+            torch.testing.assert_close(grad, expected[name], rtol=2 * unit, atol=4 * float(atol))
+
+
+# --- values -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("dtype", (F64, F32, BF16), ids=str)
+@pytest.mark.parametrize("settings", SETTINGS)
+def test_gradients_of_two_nodes(device, settings, dtype):
+    layer, x = make(device, dtype, **SETTINGS[settings])
+    other = apart(layer)
+    assert is_joined(layer(x)) and not is_joined(other(x))
+    assert torch.equal(layer(x), other(x))
+    assert_same(gradients(layer, x), gradients(other, x))
+
+
+@pytest.mark.parametrize("use", (("out",), ("z",), ("balance", "z"), ("out", "balance")), ids=str)
+def test_any_of_the_outputs(device, use):
+    """Without the output the experts have no gradient; without a loss logits have none but the scores'."""
+    layer, x = make(device, **PLAIN)
+    assert_same(gradients(layer, x, use), gradients(apart(layer), x, use))
+
+
+@pytest.mark.parametrize("tokens", (0, 1, 3))
+def test_few_tokens(device, tokens):
+    layer, x = make(device, tokens=tokens, **PLAIN)
+    assert is_joined(layer(x))
+    assert_same(gradients(layer, x), gradients(apart(layer), x))
+
+
+@pytest.mark.parametrize("frozen", ("router", "router.gate.bias", "experts", "experts.w3", "experts.b1", ""))
+def test_frozen_parameters(device, frozen):
+    """They get no gradient, and their products are not computed."""
+    layer, x = make(device, **PLAIN)
+    for name, parameter in layer.named_parameters():
+        parameter.requires_grad_(not name.startswith(frozen))
+    with Calls() as calls:
+        found = gradients(layer, x)
+    assert is_joined(layer(x))
+    assert_same(found, gradients(apart(layer), x))
+    products = [name for name, _, _ in calls.calls if name in ("aten::mm", "aten::addmm.out")]
+    assert products == ["aten::mm"] * ("router.gate.weight" in found) + ["aten::addmm.out"]
+
+
+def test_gradcheck(device):
+    layer, x = make(device, tokens=5, **PLAIN)
+    names, values = zip(*layer.named_parameters(), strict=True)
+
+    def run(x, *values):
+        assert is_joined(layer(x))
+        return torch.func.functional_call(layer, dict(zip(names, values, strict=True)), (x,))
+
+    assert gradcheck(run, (x, *values))
+
+
+def test_the_sum_has_no_pass_of_its_own(device):
+    """Backward writes dx, adds the router's product in place, and makes no other matrix of x's size."""
+    layer, x = make(device, F32)
+    out = layer(x)
+    dout = torch.randn_like(out)
+    with Calls() as calls:
+        (dx,) = torch.autograd.grad(out, x, dout)
+    makers = [name for name, _, results in calls.calls if any(r is dx for r in as_tuple(results))]
+    same_size = [
+        name for name, _, results in calls.calls if any(r.shape == x.shape for r in as_tuple(results))
+    ]
+    assert makers == same_size == ["fused_moe::experts_up_backward", "aten::addmm.out"]
+
+
+def as_tuple(results) -> tuple:
+    return results if isinstance(results, tuple) else (results,)
+
+
+# --- derivatives of derivatives, batches ----------------------------------------------------------------
+
+
+def test_recorded_backward(device):
+    """The same first derivatives; a second one through the experts raises, one of the z-loss is right."""
+    layer, x = make(device, **PLAIN)
+    (dx,) = torch.autograd.grad(loss_of(layer, x), x, create_graph=True)
+    (expected,) = torch.autograd.grad(loss_of(layer, x), x)
+    torch.testing.assert_close(dx, expected)
+    with pytest.raises(RuntimeError, match="cannot be differentiated: double backward is not supported"):
+        dx.sum().backward()
+    second = []
+    for module in (layer, apart(layer)):
+        (dx,) = torch.autograd.grad(loss_of(module, x, ("z",)), x, create_graph=True)
+        second += torch.autograd.grad(dx.square().sum(), (x, module.router.gate.weight))
+    assert torch.equal(second[0], second[2]) and torch.equal(second[1], second[3])
+
+
+def test_batched_gradients(device):
+    layer, x = make(device)
+    out = layer(x)
+    douts = torch.randn(3, *out.shape, device=device, dtype=F64)
+
+    def gradient(dout):
+        return torch.autograd.grad(out, x, dout, retain_graph=True)[0]
+
+    torch.testing.assert_close(torch.func.vmap(gradient)(douts), torch.stack([*map(gradient, douts)]))
+
+
+def test_backward_under_autocast(device):
+    """The experts' part of dx is not rounded to autocast's dtype."""
+    layer, x = make(device, F32)
+    with torch.no_grad():
+        layer.router.gate.weight.zero_()
+    out = layer(x)
+    (expected,) = torch.autograd.grad(out.sum(), x, retain_graph=True)
+    with torch.autocast(device.type, BF16):
+        (found,) = torch.autograd.grad(out.sum(), x)
+    assert torch.equal(found, expected)
+
+
+# --- two nodes ------------------------------------------------------------------------------------------
+
+
+class OtherLinear(nn.Linear):
+    pass
+
+
+class OtherTensor(torch.Tensor):
+    pass
+
+
+class PassFunctions(TorchFunctionMode):
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        return function(*args, **(kwargs or {}))
+
+
+def same_forward(module):
+    module.forward = module.forward
+
+
+def other_gate(layer):
+    gate = OtherLinear(24, 8, bias=False, device=layer.experts.w1.device, dtype=F64)
+    layer.router.gate = gate.requires_grad_()
+
+
+def other_weight(layer):
+    gate = layer.router.gate
+    del gate.weight
+    gate.weight = torch.randn(8, 24, dtype=F64, device=layer.experts.w1.device).as_subclass(OtherTensor)
+
+
+def normed(module, name="weight"):
+    parametrize.register_parametrization(module, name, nn.Identity())
+
+
+HOOKS = {
+    "forward hook": lambda module: module.register_forward_hook(lambda *_: None),
+    "forward pre-hook": lambda module: module.register_forward_pre_hook(lambda *_: None),
+    "backward hook": lambda module: module.register_full_backward_hook(lambda *_: None),
+    "backward pre-hook": lambda module: module.register_full_backward_pre_hook(lambda *_: None),
+    "forward of its own": same_forward,
+    "compiled": lambda module: module.compile(backend="eager"),
+}
+CHANGES = {
+    **{
+        f"{part}: {name}": lambda layer, part=part, change=change: change(layer.get_submodule(part))
+        for part in ("router", "router.gate", "experts")
+        for name, change in HOOKS.items()
+    },
+    "another gate": other_gate,
+    "a parametrized gate": lambda layer: normed(layer.router.gate),
+    "parametrized experts": lambda layer: normed(layer.experts, "w1"),
+    "a subclass of Tensor": other_weight,
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_changed_modules(device, change):
+    layer, x = make(device)
+    assert is_joined(layer(x))
+    CHANGES[change](layer)
+    assert not is_joined(layer(x))
+
+
+def test_hooks_see_and_change_what_they_did(device):
+    """A hook of the router gets its results, and what it returns is used."""
+    layer, x = make(device)
+    seen = []
+
+    def hook(module, args, results):
+        seen.append(results)
+        scores, ids, logits = results
+        return 2 * scores, ids, logits
+
+    expected = 2 * layer(x)
+    handle = layer.router.register_forward_hook(hook)
+    torch.testing.assert_close(layer(x), expected)
+    [(scores, ids, logits)] = seen
+    assert scores.shape == ids.shape == (20, 2) and logits.shape == (20, 8) and logits.requires_grad
+    handle.remove()
+    assert is_joined(layer(x))
+
+
+def autocast(x):
+    return torch.autocast(x.device.type, BF16)
+
+
+@pytest.mark.parametrize("context", (autocast, lambda x: PassFunctions()), ids=("autocast", "functions"))
+def test_contexts(device, context):
+    layer, x = make(device, F32)
+    with context(x):
+        assert not is_joined(layer(x))
+
+
+def test_hooks_of_all_modules(device):
+    layer, x = make(device)
+    names = []
+    handle = register_module_forward_hook(lambda module, *_: names.append(type(module).__name__))
+    try:
+        assert not is_joined(layer(x))
+    finally:
+        handle.remove()
+    assert names == ["Linear", "Router", "Experts", "FusedMoE"]
+    assert is_joined(layer(x))
+
+
+def test_an_input_without_gradient(device):
+    layer, x = make(device)
+    assert not is_joined(layer(x.detach()))
+    with torch.no_grad():
+        assert layer(x).grad_fn is None
+
+
+def test_torch_func(device):
+    """Its transforms act before autograd does."""
+    layer, x = make(device)
+    found = torch.func.grad(partial(loss_of, layer))(x.detach())
+    torch.testing.assert_close(found, gradients(layer, x)["x"])
+
+
+@pytest.mark.parametrize("backend", ("eager", "aot_eager"))
+def test_compiled(device, backend):
+    """One graph, of two nodes."""
+    layer, x = make(device, **PLAIN)
+    torch._dynamo.reset()
+    compiled = torch.compile(loss_of, fullgraph=True, backend=backend)
+    (found,) = torch.autograd.grad(compiled(layer, x), x)
+    (expected,) = torch.autograd.grad(loss_of(layer, x), x)
+    torch.testing.assert_close(found, expected)
