@@ -120,11 +120,14 @@ __device__ inline int32_t sum_counts(const Sort &s, int32_t block, int32_t first
         int32_t num = min(THREADS, s.p.E - first), e = first + threadIdx.x, row, total;
         rows[threadIdx.x] = earlier[threadIdx.x] = 0;
         __syncthreads();
+        for (int32_t b = threadIdx.x / 32; b < s.blocks; b += WARPS) { /* a warp has whole blocks */
+            const int32_t *counts = s.block_counts + (int64_t)b * s.p.E + first;
 #pragma unroll 4
-        for (int32_t i = threadIdx.x; i < num * s.blocks; i += THREADS) {
-            int32_t b = i / num, count = s.block_counts[(int64_t)b * s.p.E + first + i % num];
-            if (count) atomicAdd(&rows[i % num], count);
-            if (count && b < block) atomicAdd(&earlier[i % num], count);
+            for (int32_t i = threadIdx.x % 32; i < num; i += 32) {
+                int32_t count = counts[i];
+                if (count) atomicAdd(&rows[i], count);
+                if (count && b < block) atomicAdd(&earlier[i], count);
+            }
         }
         __syncthreads();
         Scan(storage).ExclusiveSum(rows[threadIdx.x], row, total);

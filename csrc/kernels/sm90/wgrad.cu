@@ -71,7 +71,7 @@ __global__ void __launch_bounds__(Config::THREADS, 1) wgrad_kernel(const __grid_
             auto decode = [&](uint32_t index, WgradTile &tile) { return decode_tile(p, index, tile); };
             int expert = -1, slot = 0;
             auto prepare = [&](WgradTile &tile) {
-                if (tile.expert != expert) {
+                if (!Config::GATHER && tile.expert != expert) {
                     expert = tile.expert;
                     slot = (slot + 1) % MAP_SLOTS;
                     build_maps(p.tiles, s.queue.scratch, expert, slot);
@@ -303,7 +303,9 @@ int launch(const FusedMoeWgrad &p, void *stream) {
     tiles.rows[MAP_OF_B].data = p.b;
     tiles.rows[MAP_OF_B].pitch_bytes = p.N * sizeof(T);
     if (status == FUSED_MOE_OK)
-        status = matrix_map(&tiles.rows[MAP_OF_A].all_rows, (const T *)p.a, p.R, width, width, K_TILE<T>);
+        status =
+            GATHER ? ragged_map(&q.a_rows, (const T *)p.a, p.R, width, width, K_TILE<T>)
+                   : matrix_map(&tiles.rows[MAP_OF_A].all_rows, (const T *)p.a, p.R, width, width, K_TILE<T>);
     if (status == FUSED_MOE_OK && !GATHER)
         status = matrix_map(&tiles.rows[MAP_OF_B].all_rows, (const T *)p.b, p.R, p.N, p.N, K_TILE<T>);
     if (status != FUSED_MOE_OK) return status;
