@@ -121,8 +121,8 @@ def test_sm90_gemms_run_on_wgmma_and_tma(sass):
 
 
 def test_sm90_gemms_load_no_parameter_again(sass):
-    """No generic load or store: a parameter captured by reference is loaded by one each time it is used, which
-    took 3 to 29% of down_dgrad."""
+    """No generic load or store. A parameter captured by reference is loaded by one each time it is used, which
+    took 3 to 29% of down_dgrad's time."""
     for name, used in sm90_gemms(sass).items():
         assert not {"LD", "ST"} & used.keys(), name
 
@@ -170,8 +170,8 @@ __global__ void keeps_an_array(float *x, int n) {
 
 
 def test_the_checks_above_see_what_they_look_for(sass, tmp_path):
-    """A library of three kernels: its targets, the one with local memory, the one with an asynchronous copy, the
-    one with a generic load."""
+    """A library of three kernels: its targets, the one with local memory, the one with an asynchronous copy,
+    the one with a generic load."""
     nvcc = shutil.which("nvcc")
     if nvcc is None:
         pytest.skip("needs nvcc")

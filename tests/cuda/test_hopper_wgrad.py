@@ -59,6 +59,20 @@ def test_split_k(device, dtype):
 
 
 @HALF_DTYPES
+def test_rows_copied_first(device, dtype):
+    """With 8,192 columns of one operand the other's rows are copied, half of their columns at a time."""
+    counts, widths = (200, 0, 65, 1), (8200, 512)
+    check_wgrad(counts, widths, dtype, device, repeats=3)
+    for call, rows in wgrad_operands(counts, widths, dtype, device):
+        for form in ("contiguous", "swapped"):
+            dw = FORMS[form](torch.ones(len(counts), *widths, device=device))
+            ops.wgrad_accumulate(**call, dw=dw)
+            torch.testing.assert_close(
+                dw.double(), 1 + exact.wgrad(*rows, call["offsets"]), rtol=1e-5, atol=1e-3
+            )
+
+
+@HALF_DTYPES
 @pytest.mark.parametrize("counts", (BOUNDARIES, SPLIT), ids=("boundaries", "split-K"))
 def test_accumulate(device, counts, dtype):
     """In float32 the results are added to what is there; experts without rows keep theirs."""

@@ -1,8 +1,8 @@
 /* permute, unpermute and unpermute_backward: move rows between token order and expert order.
  *
  * All are memory-bound. A warp processes one token (one slot in unpermute_backward), 16 bytes per lane and
- * access. permute reads a token's row once and writes its K copies from registers. unpermute keeps 256 bytes
- * per lane in flight and adds in slot order, so its result is deterministic. */
+ * access. permute reads a token's row once and writes its K copies from registers. unpermute adds in slot order,
+ * so its result is deterministic. */
 #include "launch.cuh"
 #include "numeric.cuh"
 #include "schedule.cuh"
@@ -57,6 +57,48 @@ __global__ void __launch_bounds__(THREADS) permute_kernel(const __grid_constant_
 }
 
 /* --- unpermute ------------------------------------------------------------------------------------------ */
+
+/* 16-bit rows, aligned, of up to 32 slots, with all chunks counted in 32 bits: so few registers that many warps
+ * keep the memory busy. A warp has 1024 columns of one token, lane k slot k's score and where its row starts. */
+template <typename T>
+__global__ void __launch_bounds__(THREADS, 5)
+    unpermute_half_kernel(const __grid_constant__ FusedMoeUnpermute p) {
+    constexpr uint32_t ROWS = 4 /* in flight */, BLOCK = 1024 / CHUNK, ABSENT = ~0u;
+    uint32_t lane = threadIdx.x % 32, K = (uint32_t)p.row_map.K, chunks = (uint32_t)p.D / CHUNK;
+    uint32_t blocks = (chunks + BLOCK - 1) / BLOCK, warp = blockIdx.x * WARPS + threadIdx.x / 32;
+    uint32_t t = warp / blocks, first = warp % blocks * BLOCK, end = min(first + BLOCK, chunks);
+    if (t >= p.row_map.T) return;
+    uint32_t lane_start = ABSENT;
+    float lane_score = 0;
+    if (lane < K) {
+        int64_t slot = t * (int64_t)K + lane;
+        uint32_t r = p.row_map.token_row[slot];
+        if (r < p.row_map.R)
+            lane_start = r * chunks, lane_score = p.scores ? ((const float *)p.scores)[slot] : 1;
+    }
+    for (; first < end; first += 32) {
+        uint32_t chunk = first + lane;
+        float sum[CHUNK] = {};
+        for (uint32_t k = 0; k < K; k += ROWS) {
+            Pack<T> pack[ROWS];
+            float score[ROWS];
+#pragma unroll
+            for (uint32_t i = 0; i < ROWS; i++) {
+                uint32_t start = __shfl_sync(~0u, lane_start, k + i);
+                score[i] = __shfl_sync(~0u, lane_score, k + i);
+                bool valid = k + i < K && start != ABSENT && chunk < end;
+                pack[i].words[0] = ld_global_v4((const uint4 *)p.rows + (start + chunk), valid);
+            }
+#pragma unroll
+            for (uint32_t i = 0; i < ROWS; i++) {
+                if (k + i >= K) break;
+#pragma unroll
+                for (int c = 0; c < CHUNK; c++) sum[c] += score[i] * to_accum(pack[i].v[c]);
+            }
+        }
+        if (chunk < end) store_chunk<T>((T *)p.out + t * p.D + chunk * CHUNK, sum, CHUNK, true);
+    }
+}
 
 /* One warp per token. Each lane has chunks of `rows` rows in flight: 256 bytes, or one chunk per row. */
 template <typename T, bool aligned, int rows>
@@ -168,10 +210,13 @@ template <typename T>
 int unpermute(const FusedMoeUnpermute &p, void *stream) {
     int64_t grid = ceil_div(p.row_map.T, WARPS);
     bool aligned = rows_are_aligned<T>(p.rows, p.D) && rows_are_aligned<T>(p.out, p.D);
-    auto kernel = !aligned                  ? unpermute_kernel<T, false, 2>
-                  : p.D * sizeof(T) <= 2048 ? unpermute_kernel<T, true, 8>
-                                            : unpermute_kernel<T, true, 2>;
-    return launch(kernel, p, grid, THREADS, 0, stream);
+    if constexpr (is_half<T>) {
+        int64_t warps = p.row_map.T * ceil_div(p.D, 1024), chunks = p.row_map.R * p.D / CHUNK;
+        if (aligned && p.row_map.K <= 32 && warps < INT32_MAX && chunks < UINT32_MAX)
+            return launch(unpermute_half_kernel<T>, p, ceil_div(warps, WARPS), THREADS, 0, stream);
+    }
+    return launch(aligned ? unpermute_kernel<T, true, 2> : unpermute_kernel<T, false, 2>, p, grid, THREADS, 0,
+                  stream);
 }
 
 template <typename T>

@@ -364,12 +364,10 @@ __global__ void __launch_bounds__(32 * WARPS)
 #pragma unroll
     for (int i = 0; i < V; i += C) row[expert<G>(i) / C] = {};
     __syncwarp();
-    if (valid) dscore[id] = slot;
-    __syncwarp();
-    if (!__any_sync(ALL, valid && dscore[id] != slot)) {
+    int lane = threadIdx.x % 32, key = valid ? lane / G * p.E + id : ~lane; /* of this token's expert */
+    if (!__any_sync(ALL, __popc(__match_any_sync(ALL, key)) > 1)) {
         if (valid) dscore[id] = fma(d - shift, factor, Acc(0));
     } else { /* an id repeats: one slot at a time */
-        if (valid) dscore[id] = 0;
         for (int k = 0; k < p.K; k++) {
             __syncwarp();
             if (k == slot && valid) dscore[id] = fma(d - shift, factor, dscore[id]);

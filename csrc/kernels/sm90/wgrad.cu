@@ -9,7 +9,7 @@
  * grouped_mm. In f32 it stores at once, and TMA can add to what is there.
  *
  * The gather takes about a tenth of the GEMM's time, for every 256 of a's columns once more. Where a is wide,
- * b's rows are copied into expert order first. */
+ * b's rows are copied into expert order first, half of their columns at a time. */
 #include "launch.cuh"
 #include "split_k.cuh"
 #include "wgrad_load.cuh"
@@ -71,7 +71,7 @@ __global__ void __launch_bounds__(Config::THREADS, 1) wgrad_kernel(const __grid_
             auto decode = [&](uint32_t index, WgradTile &tile) { return decode_tile(p, index, tile); };
             int expert = -1, slot = 0;
             auto prepare = [&](WgradTile &tile) {
-                if (!Config::GATHER && tile.expert != expert) {
+                if (tile.expert != expert) {
                     expert = tile.expert;
                     slot = (slot + 1) % MAP_SLOTS;
                     build_maps(p.tiles, s.queue.scratch, expert, slot);
@@ -303,9 +303,7 @@ int launch(const FusedMoeWgrad &p, void *stream) {
     tiles.rows[MAP_OF_B].data = p.b;
     tiles.rows[MAP_OF_B].pitch_bytes = p.N * sizeof(T);
     if (status == FUSED_MOE_OK)
-        status =
-            GATHER ? ragged_map(&q.a_rows, (const T *)p.a, p.R, width, width, K_TILE<T>)
-                   : matrix_map(&tiles.rows[MAP_OF_A].all_rows, (const T *)p.a, p.R, width, width, K_TILE<T>);
+        status = matrix_map(&tiles.rows[MAP_OF_A].all_rows, (const T *)p.a, p.R, width, width, K_TILE<T>);
     if (status == FUSED_MOE_OK && !GATHER)
         status = matrix_map(&tiles.rows[MAP_OF_B].all_rows, (const T *)p.b, p.R, p.N, p.N, K_TILE<T>);
     if (status != FUSED_MOE_OK) return status;
@@ -321,27 +319,49 @@ int launch(const FusedMoeWgrad &p, void *stream) {
     return f32 ? launch<T, GATHER, float, false>(p, stream) : launch<T, GATHER, T, false>(p, stream);
 }
 
+int run_gemm(const FusedMoeWgrad &p, void *stream) {
+    return with_half(p.dtype, [&](auto t) {
+        using T = decltype(t);
+        return p.b_row_token ? launch<T, true>(p, stream) : launch<T, false>(p, stream);
+    });
+}
+
 /* --- b in expert order ---------------------------------------------------------------------------------- */
 
 constexpr int COPY_THREADS = 256;
 
-/* By arithmetic a copy pays from 3,000 columns on; it takes memory, too. */
+/* By arithmetic a copy pays from 3,000 columns on; it takes memory, too. Half of b's columns are copied at a time,
+ * which takes half of it. */
 bool copies_rows(const FusedMoeWgrad &p) {
-    return p.b_row_token && p.M[0] + p.M[1] >= 8192;
+    return p.b_row_token && p.M[0] + p.M[1] >= 8192 && p.N % (4 * SUBTILE) == 0;
 }
 
 size_t copied_bytes(const FusedMoeWgrad &p) {
-    size_t bytes = (size_t)p.R * p.N * 2;
+    size_t bytes = (size_t)p.R * p.N / 2 * 2;
     return copies_rows(p) ? (bytes + 127) / 128 * 128 : 0;
 }
 
-/* rows[r] = b[row_token[r]], one warp per row. Rows past the last one stay as they are. */
+/* The call for half of the columns of b, which are copied, and of dw. */
+FusedMoeWgrad half_of(const FusedMoeWgrad &p, int half) {
+    FusedMoeWgrad q = p;
+    q.b = p.workspace.data;
+    q.b_row_token = nullptr;
+    q.T = p.R;
+    q.N = p.N / 2;
+    q.workspace.data = (char *)p.workspace.data + copied_bytes(p);
+    for (FusedMoeWeight &dw : q.dw)
+        if (dw.data)
+            dw.data = (char *)dw.data + half * q.N * dw.stride_in * (p.dw_dtype == FUSED_MOE_F32 ? 4 : 2);
+    return q;
+}
+
+/* rows[r] = b[row_token[r]], one warp per row, in chunks. Rows past the last one stay as they are. */
 typedef struct {
-    const void *b;            /* [T,N] of 16-bit elements */
-    void *rows;               /* [R,N]                    */
-    const int32_t *row_token; /* [R]                      */
-    const int32_t *offs;      /* [E]                      */
-    int64_t R, T, chunks;     /* chunks: of a row         */
+    const uint4 *b;           /* [T] rows of b_chunks, from the first chunk on */
+    uint4 *rows;              /* [R, chunks] */
+    const int32_t *row_token; /* [R] */
+    const int32_t *offs;      /* [E] */
+    int64_t R, T, b_chunks, chunks;
     int32_t E;
 } CopyRows;
 
@@ -351,8 +371,8 @@ __global__ void __launch_bounds__(COPY_THREADS) copy_rows_kernel(const __grid_co
     int64_t r = (blockIdx.x * (int64_t)COPY_THREADS + threadIdx.x) / 32;
     for (; r < num_rows; r += warps) {
         uint32_t token = p.row_token[r];
-        const uint4 *src = (const uint4 *)p.b + token * p.chunks;
-        uint4 *dst = (uint4 *)p.rows + r * p.chunks;
+        const uint4 *src = p.b + token * p.b_chunks;
+        uint4 *dst = p.rows + r * p.chunks;
         for (int64_t first = threadIdx.x % 32; first < p.chunks; first += 32 * IN_FLIGHT) {
             uint4 v[IN_FLIGHT];
 #pragma unroll
@@ -365,25 +385,19 @@ __global__ void __launch_bounds__(COPY_THREADS) copy_rows_kernel(const __grid_co
     }
 }
 
-/* The same call with b's rows copied to the start of the workspace. */
-int copy_rows(const FusedMoeWgrad &p, FusedMoeWgrad *copied, void *stream) {
-    CopyRows c = {p.b, p.workspace.data, p.b_row_token, p.offs, p.R, p.T, p.N / CHUNK, p.E};
-    *copied = p;
-    copied->b = p.workspace.data;
-    copied->b_row_token = nullptr;
-    copied->T = p.R;
-    copied->workspace.data = (char *)p.workspace.data + copied_bytes(p);
-    return fused_moe::launch(copy_rows_kernel, c, ceil_div(p.R, COPY_THREADS / 32), COPY_THREADS, 0, stream);
-}
-
 int run(const FusedMoeWgrad &p, void *stream) {
-    FusedMoeWgrad q = p;
-    int status = copies_rows(p) ? copy_rows(p, &q, stream) : FUSED_MOE_OK;
-    if (status != FUSED_MOE_OK) return status;
-    return with_half(q.dtype, [&](auto t) {
-        using T = decltype(t);
-        return q.b_row_token ? launch<T, true>(q, stream) : launch<T, false>(q, stream);
-    });
+    if (!copies_rows(p)) return run_gemm(p, stream);
+    int status = FUSED_MOE_OK;
+    for (int half = 0; half < 2 && status == FUSED_MOE_OK; half++) {
+        int64_t chunks = p.N / 2 / CHUNK;
+        const uint4 *b = (const uint4 *)p.b + half * chunks;
+        CopyRows copy = {b,  (uint4 *)p.workspace.data, p.b_row_token, p.offs, p.R, p.T, 2 * chunks, chunks,
+                         p.E};
+        status = fused_moe::launch(copy_rows_kernel, copy, ceil_div(p.R, COPY_THREADS / 32), COPY_THREADS, 0,
+                                   stream);
+        if (status == FUSED_MOE_OK) status = run_gemm(half_of(p, half), stream);
+    }
+    return status;
 }
 
 FusedMoeReason reason(const FusedMoeWgrad &p) {
@@ -403,8 +417,9 @@ FusedMoeReason reason(const FusedMoeWgrad &p) {
 }
 
 size_t workspace(const FusedMoeWgrad &p) {
+    FusedMoeWgrad q = copies_rows(p) ? half_of(p, 0) : p;
     return copied_bytes(p) + map_bytes(MAX_MAPS) +
-           slices_of(p).num_slots * weight_tiles_of(p) * 2 * ACCUMULATOR_BYTES;
+           slices_of(q).num_slots * weight_tiles_of(q) * 2 * ACCUMULATOR_BYTES;
 }
 
 } // namespace

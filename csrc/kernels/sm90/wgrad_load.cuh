@@ -2,8 +2,7 @@
  *
  * Both operands are MN-major, and wgmma reads them so: nothing is transposed. wgmma's A is 128 columns of b,
  * its B is 256 columns of a. TMA loads a through the expert's own map. b is loaded likewise, or gathered by
- * three warps with cp.async, and a through a ragged map. Rows past the expert's last are zero on both sides,
- * since 0 * NaN is NaN. */
+ * three warps with cp.async. Rows past the expert's last are zero on both sides, since 0 * NaN is NaN. */
 #pragma once
 
 #include "engine.cuh"
@@ -25,7 +24,6 @@ enum { MAP_OF_A, MAP_OF_B }; /* per-expert tensor maps; with a gather b has none
 
 typedef struct {
     CUtensorMap dw[2];        /* of part i, in its own strides   */
-    CUtensorMap a_rows;       /* with a gather: ragged           */
     const void *b;            /* [T,N] to be gathered            */
     const int32_t *row_token; /* [R]                             */
     int64_t T;
@@ -54,9 +52,11 @@ __device__ inline int num_k_tiles_of(const WgradTile &tile) {
 
 /* A tile's 256 columns of a, loaded one k-tile at a time. */
 struct ColumnsOfA {
+    const CUtensorMap *map;
     int column[4]; /* of each subtile */
 
-    __device__ ColumnsOfA(const Wgrad &p, const WgradTile &tile) {
+    __device__ ColumnsOfA(const Wgrad &p, const WgradTile &tile)
+        : map(map_of_slot(p.tiles, MAP_OF_A, tile.map_slot)) {
 #pragma unroll
         for (int i = 0; i < 4; i++) {
             int subtile = tile.first_subtile + i;
@@ -64,22 +64,11 @@ struct ColumnsOfA {
         }
     }
 
-    /* One thread calls either of them: with the expert's own map and a row of the expert, */
-    __device__ void load(uint32_t dst, const CUtensorMap *map, uint32_t full, int row) const {
+    /* One thread calls it. */
+    __device__ void load(uint32_t dst, uint32_t full, int row) const {
 #pragma unroll
         for (int i = 0; i < 4; i++)
             cp_async_bulk_tensor_load(dst + i * SUBTILE_BYTES, map, full, column[i], row);
-    }
-
-    /* or with a ragged map, of which rows [row, row + rows) are loaded. */
-    template <int K_ROWS>
-    __device__ void load_ragged(uint32_t dst, const CUtensorMap *map, uint32_t full, int row,
-                                int rows) const {
-        rows = min(rows, K_ROWS);
-#pragma unroll
-        for (int i = 0; i < 4; i++)
-            cp_async_bulk_tensor_load(dst + i * SUBTILE_BYTES, map, full, column[i], K_ROWS - rows,
-                                      row + rows);
     }
 };
 
@@ -92,9 +81,9 @@ __device__ inline void load_tma(const Wgrad &p, Shared<Config> &s) {
     int acquired = -1;
     for (WgradTile tile = reader.next(); tile.expert >= 0; tile = reader.next()) {
         ColumnsOfA columns(p, tile);
-        const CUtensorMap *a = map_of_slot(p.tiles, MAP_OF_A, tile.map_slot), *b = a - MAP_OF_A + MAP_OF_B;
+        const CUtensorMap *b = columns.map - MAP_OF_A + MAP_OF_B;
         if (tile.map_slot != acquired) {
-            fence_proxy_tensormap_acquire(a);
+            fence_proxy_tensormap_acquire(columns.map);
             fence_proxy_tensormap_acquire(b);
         }
         acquired = tile.map_slot;
@@ -106,7 +95,7 @@ __device__ inline void load_tma(const Wgrad &p, Shared<Config> &s) {
             if (elect_sync()) {
                 mbarrier_arrive_expect_tx(full, sizeof(stage));
                 int row = tile.row_in_expert + k_tile * K_TILE<T>;
-                columns.load(shared_address(stage.b), a, full, row);
+                columns.load(shared_address(stage.b), full, row);
                 for (int i = 0; i < Config::CONSUMERS; i++)
                     cp_async_bulk_tensor_load(shared_address(stage.a) + i * SUBTILE_BYTES, b, full,
                                               tile.first_n + i * SUBTILE, row);
@@ -146,9 +135,17 @@ __device__ inline void load_gather(const Wgrad &p, Shared<Config> &s) {
     auto quad_of = [&](int half, int i) { return (warp + half) % WARPS + WARPS * i; };
     TileReader<typename Config::Queue> reader(s.queue);
     typename Config::Pipeline pipe;
+    int acquired = -1;
+    /* The warp that uses a map acquires it, beside the warp that built it. */
+    auto acquire = [&](const WgradTile &tile) {
+        if (warp == 0 && tile.expert >= 0 && tile.map_slot != acquired)
+            fence_proxy_tensormap_acquire(map_of_slot(p.tiles, MAP_OF_A, tile.map_slot));
+        acquired = tile.map_slot;
+    };
     WgradTile next = reader.next();
     Tokens<T> next_tokens;
     next_tokens.load(p, next, 0);
+    acquire(next);
     while (next.expert >= 0) {
         WgradTile tile = next;
         Tokens<T> tokens = next_tokens;
@@ -168,9 +165,7 @@ __device__ inline void load_gather(const Wgrad &p, Shared<Config> &s) {
             mbarrier_wait(shared_address(&s.empty[pipe.index]), pipe.phase ^ 1);
             if (warp == 0 && elect_sync()) {
                 mbarrier_arrive_expect_tx(full, sizeof(stage.b));
-                int done = k_tile * K_TILE<T>;
-                columns.load_ragged<K_TILE<T>>(shared_address(stage.b), &p.a_rows, full,
-                                               tile.first_row + done, tile.num_rows - done);
+                columns.load(shared_address(stage.b), full, tile.row_in_expert + k_tile * K_TILE<T>);
             }
             __syncwarp();
 #pragma unroll
@@ -199,6 +194,7 @@ __device__ inline void load_gather(const Wgrad &p, Shared<Config> &s) {
             if (k_tile == 0) {
                 next = reader.next();
                 next_tokens.load(p, next, 0);
+                acquire(next);
             }
         }
     }
