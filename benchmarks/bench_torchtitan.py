@@ -2,20 +2,22 @@
 
     python benchmarks/bench_torchtitan.py --torchtitan CHECKOUT --profile 3 --json out.json
     python benchmarks/bench_torchtitan.py --torchtitan CHECKOUT --expert-parallel 2 --ac selective --compile
+    python benchmarks/bench_torchtitan.py --torchtitan CHECKOUT --layers 27 --local-batch 1,2,4,8
+    python benchmarks/table.py out.json
     python benchmarks/plot.py out.json -o pictures        # the loss curves: losses.png
 
 Each variant is a run of `torchrun -m torchtitan.train`, one after another, with the same seed and data. They
 differ only in `use_grouped_mm` and `--model.converters=fused_moe`. torchtitan_spec.py, a custom import of
-torchtitan, adds the flavour 16B6 (six of the 16B's layers, five of them MoE, vocabulary 2048, SDPA) and
-writes every step's loss, seconds and memory. CHECKOUT has torchtitan's sources with tests/assets/tokenizer
-and assets/version.txt. If it has no tests/assets/c4_test, text of the same form is generated. Nothing is
-downloaded.
+torchtitan, adds the flavour 16B6 (six of the 16B's layers, five of them MoE, vocabulary 2048, SDPA; --layers
+27 has them all) and writes every step's loss, seconds and memory. CHECKOUT has torchtitan's sources with
+tests/assets/tokenizer and assets/version.txt. If it has no tests/assets/c4_test, text of the same form is
+generated. Nothing is downloaded.
 
 A record has the median time of the steps after a warm-up (a tenth of the steps and two, at most 20), tokens
 per second per GPU, all losses, the first GPU's peak memory, and the source of the text. final_loss is the
-mean over the last tenth. --profile N runs the last N steps under torch.profiler and excludes them from the
-times; moe_profile.py tells which kernels belong to the MoE. While one variant runs, the next one imports and
-waits.
+mean over the last tenth. If the GPU's memory is too small for a run, its record has `failed` instead.
+--profile N runs the last N steps under torch.profiler and excludes them from the times; moe_profile.py tells
+which kernels belong to the MoE. While one run trains, the next one imports and waits.
 """
 
 from __future__ import annotations
@@ -40,6 +42,7 @@ import torch
 VARIANTS = ("loop", "grouped_mm", "fused_moe")
 CONFIG = "torchtitan/models/deepseek_v3/train_configs/debug_model.toml"
 TEXT = "tests/assets/c4_test"
+OUT_OF_MEMORY = "CUDA out of memory"  # as PyTorch says it
 FLAVORS = {  # per GPU; learning rates as in torchtitan's configurations
     "debugmodel": {"local_batch_size": 8, "seq_len": 2048, "lr": 8e-4},
     "16B6": {"local_batch_size": 4, "seq_len": 4096, "lr": 2.2e-4},
@@ -51,6 +54,8 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     add = flags.add_argument
     add("--torchtitan", type=Path, required=True, help="the checkout")
     add("--flavor", choices=FLAVORS, default="16B6")
+    add("--layers", type=int, help="of the model; default: the flavour's")
+    add("--local-batch", help="sequences per GPU, comma-separated, a run each; default: the flavour's")
     add("--variants", default=",".join(VARIANTS), help="comma-separated")
     add("--steps", type=int, default=200)
     add("--nproc", type=int, default=max(torch.cuda.device_count(), 1), help="GPUs; default: all")
@@ -68,6 +73,13 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     options.variants = options.variants.split(",")
     if not set(options.variants) <= set(VARIANTS):
         flags.error(f"--variants: expected some of {','.join(VARIANTS)}")
+    try:
+        sizes = (options.local_batch or str(FLAVORS[options.flavor]["local_batch_size"])).split(",")
+        options.local_batch = list(dict.fromkeys(map(int, sizes)))
+    except ValueError:
+        options.local_batch = [0]
+    if min(options.local_batch) < 1:
+        flags.error("--local-batch: expected positive integers")
     if options.profile >= options.steps:
         flags.error("--profile: expected fewer than --steps")
     options.torchtitan = options.torchtitan.resolve()
@@ -78,7 +90,9 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
 # --- one run ------------------------------------------------------------------------------------------
 
 
-def trainer_flags(options: argparse.Namespace, variant: str, text: Path, folder: Path) -> list[str]:
+def trainer_flags(
+    options: argparse.Namespace, variant: str, batch: int, text: Path, folder: Path
+) -> list[str]:
     sizes = FLAVORS[options.flavor]
     flags = {
         "job.config_file": CONFIG,
@@ -86,7 +100,7 @@ def trainer_flags(options: argparse.Namespace, variant: str, text: Path, folder:
         "experimental.custom_import": "torchtitan_spec",
         "model.flavor": options.flavor,
         "training.steps": options.steps,
-        "training.local_batch_size": sizes["local_batch_size"],
+        "training.local_batch_size": batch,
         "training.seq_len": sizes["seq_len"],
         "training.dataset_path": text,
         "training.dataloader.num_workers": options.workers,
@@ -102,12 +116,15 @@ def trainer_flags(options: argparse.Namespace, variant: str, text: Path, folder:
     return [f"--{name}={value}" for name, value in flags.items()] + [f"--{name}" for name in switches]
 
 
-def start(options: argparse.Namespace, variant: str, text: Path, work: Path) -> subprocess.Popen:
-    """Starts the variant's processes, which wait for `finish` after their imports."""
-    folder = work / variant
+def start(
+    options: argparse.Namespace, variant: str, batch: int, text: Path, work: Path
+) -> tuple[subprocess.Popen, Path]:
+    """Starts a run's processes, which wait for `finish` after their imports. Also returns its folder."""
+    folder = work / f"{variant}_{batch}"
     folder.mkdir(parents=True)
     settings = {
         "variant": variant,
+        "layers": options.layers,
         "record": str(folder / "steps.jsonl"),
         "profile": options.profile,
         "start_file": str(folder / "start"),
@@ -123,16 +140,17 @@ def start(options: argparse.Namespace, variant: str, text: Path, work: Path) -> 
     }
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={options.nproc}"]
     command = [sys.executable, *torchrun, "-m", "torchtitan.train"]
-    command += trainer_flags(options, variant, text, folder)
+    command += trainer_flags(options, variant, batch, text, folder)
     (folder / "command").write_text(" ".join(command) + "\n")
     with (folder / "log").open("w") as log:
-        return subprocess.Popen(
+        process = subprocess.Popen(
             command, cwd=options.torchtitan, env=environment, stdout=log, stderr=subprocess.STDOUT
         )
+    return process, folder
 
 
-def finish(options: argparse.Namespace, process: subprocess.Popen, folder: Path) -> list[dict]:
-    """Lets the run begin, and waits for its end. Returns what it wrote, or nothing if it failed."""
+def finish(options: argparse.Namespace, process: subprocess.Popen, folder: Path) -> dict:
+    """Lets the run begin, and waits for its end. Returns its figures, or nothing if it failed."""
     (folder / "start").touch()
     try:
         code = process.wait(options.limit)
@@ -142,10 +160,13 @@ def finish(options: argparse.Namespace, process: subprocess.Popen, folder: Path)
     steps = folder / "steps.jsonl"
     entries = [json.loads(line) for line in steps.read_text().splitlines()] if steps.exists() else []
     if code == 0 and any("model" in entry for entry in entries):
-        return entries
-    log = (folder / "log").read_text().splitlines()
-    print(f"{folder.name} failed ({code}) after {len(entries)} steps:", *log[-60:], sep="\n", flush=True)
-    return []
+        return summary(entries)
+    log = (folder / "log").read_text()
+    if OUT_OF_MEMORY in log:
+        return {"failed": OUT_OF_MEMORY}
+    last = log.splitlines()[-60:]
+    print(f"{folder.name} failed ({code}) after {len(entries)} steps:", *last, sep="\n", flush=True)
+    return {}
 
 
 def stop(process: subprocess.Popen) -> None:
@@ -181,7 +202,8 @@ def write_text(path: Path, lines: int = 3000, characters: int = 4000) -> None:
 
 
 def setting(options: argparse.Namespace) -> str:
-    parts = [options.flavor, f"{options.nproc} GPUs" if options.nproc > 1 else "1 GPU"]
+    parts = [options.flavor, *([f"{options.layers} layers"] if options.layers else [])]
+    parts.append(f"{options.nproc} GPUs" if options.nproc > 1 else "1 GPU")
     if options.expert_parallel > 1:
         parts.append(f"EP {options.expert_parallel}")
     if options.ac != "none":
@@ -197,7 +219,7 @@ def summary(entries: list[dict]) -> dict:
     timed = [s for s in steps[warm_up:] if not s["profiled"]] or steps[-1:]
     seconds = statistics.median(s["seconds"] for s in timed)
     return {
-        "seconds": seconds,
+        "time_us": round(seconds * 1e6, 1),
         "mean_seconds": statistics.fmean(s["seconds"] for s in timed),
         "data_seconds": statistics.median(s["data_seconds"] for s in timed),
         "timed_steps": len(timed),
@@ -212,25 +234,24 @@ def summary(entries: list[dict]) -> dict:
     }
 
 
-def records(options: argparse.Namespace, runs: dict[str, dict]) -> list[dict]:
+def records(options: argparse.Namespace, batch: int, runs: dict[str, dict]) -> list[dict]:
     """One record per variant; fused_moe's has the ratios to the others."""
     options.tier = "none"
+    finished = {variant: run for variant, run in runs.items() if "failed" not in run}
     return [
         common.record(
             options,
             bench="torchtitan",
-            shape=setting(options),
+            shape=f"{setting(options)}, batch {batch}",
             routing="trained",
             dtype="bf16",
             what=variant,
-            time_us=round(run["seconds"] * 1e6, 1),
-            peak_mib=run["peak_mib"],
-            **(comparisons(runs) if variant == "fused_moe" else {}),
-            **{name: value for name, value in run.items() if name not in ("seconds", "peak_mib")},
+            **(comparisons(finished) if variant == "fused_moe" and variant in finished else {}),
+            **run,
             steps=options.steps,
             nproc=options.nproc,
             seed=options.seed,
-            **FLAVORS[options.flavor],
+            **FLAVORS[options.flavor] | {"local_batch_size": batch},
             text="the checkout's" if (options.torchtitan / TEXT / "data.json").exists() else "made up",
             torchtitan=(options.torchtitan / "assets" / "version.txt").read_text().strip(),
         )
@@ -242,7 +263,7 @@ def comparisons(runs: dict[str, dict]) -> dict:
     """fused_moe over the stock layers: ratio_* are ratios of speeds, *_over_* ratios of quantities."""
     ours, stock = runs["fused_moe"], runs.get("grouped_mm")
     found = {
-        f"ratio_to_{peer}": round(runs[peer]["seconds"] / ours["seconds"], 3)
+        f"ratio_to_{peer}": round(runs[peer]["time_us"] / ours["time_us"], 3)
         for peer in ("loop", "grouped_mm")
         if peer in runs
     }
@@ -260,7 +281,10 @@ def comparisons(runs: dict[str, dict]) -> dict:
 
 def line(r: dict) -> str:
     """A record as one line."""
-    parts = [f"{r['what']:10} {r['time_us'] / 1e3:8.1f} ms  {r['tokens_per_second']:7,} tokens/s per GPU"]
+    start = f"{r['what']:10} batch {r['local_batch_size']:2}"
+    if "failed" in r:
+        return f"{start}  {r['failed']}"
+    parts = [f"{start} {r['time_us'] / 1e3:8.1f} ms  {r['tokens_per_second']:7,} tokens/s per GPU"]
     parts.append(f"loss {r['final_loss']:.4f}  peak {r['peak_mib']:,} MiB")
     parts += [f"{r[f'ratio_to_{peer}']:.2f}x {peer}" for peer in VARIANTS if f"ratio_to_{peer}" in r]
     if r["moe_share"] is not None:
@@ -272,8 +296,10 @@ def line(r: dict) -> str:
 def main(argv: list[str] | None = None) -> None:
     options = arguments(argv)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the runs are terminated, too
-    path, runs = options.json, {}
+    path, found = options.json, []
     old = json.loads(path.read_text()) if path and options.append and path.exists() else []
+    plan = [(batch, variant) for batch in options.local_batch for variant in options.variants]
+    runs: dict[int, dict[str, dict]] = {batch: {} for batch in options.local_batch}
     with ExitStack() as stack:
         work = (options.work or Path(stack.enter_context(tempfile.TemporaryDirectory()))).resolve()
         text = options.torchtitan / TEXT
@@ -282,30 +308,29 @@ def main(argv: list[str] | None = None) -> None:
             text.mkdir(parents=True, exist_ok=True)
             write_text(text / "data.json")
 
-        def begin(variant: str) -> subprocess.Popen:
-            process = start(options, variant, text, work)
+        def begin(batch: int, variant: str) -> tuple[subprocess.Popen, Path]:
+            process, folder = start(options, variant, batch, text, work)
             stack.callback(stop, process)
-            return process
+            return process, folder
 
         print(setting(options), flush=True)
-        following = begin(options.variants[0])
-        for i, variant in enumerate(options.variants):
-            process, following = following, None
-            if i + 1 < len(options.variants):
-                following = begin(options.variants[i + 1])
+        following = begin(*plan[0])
+        for i, (batch, variant) in enumerate(plan):
+            current, following = following, begin(*plan[i + 1]) if i + 1 < len(plan) else None
             began = time.perf_counter()
-            entries = finish(options, process, work / variant)
-            if not entries:
+            run = finish(options, *current)
+            if not run:
                 continue
-            runs[variant] = summary(entries)
-            new = records(options, runs)
+            runs[batch][variant] = run
+            new = records(options, batch, runs[batch])
             print(line(new[-1]), f" ({time.perf_counter() - began:.0f} s in all)", flush=True)
+            found = common.merge(found, new)
             if path:
                 path.parent.mkdir(parents=True, exist_ok=True)
-                path.write_text(json.dumps(common.merge(old, new), indent=1) + "\n")
-    if "fused_moe" in runs and variant != "fused_moe":  # its ratios to the variants that ran after it
-        print(next(line(r) for r in records(options, runs) if r["what"] == "fused_moe"))
-    if len(runs) < len(options.variants):
+                path.write_text(json.dumps(common.merge(old, found), indent=1) + "\n")
+    if options.variants[-1] != "fused_moe":  # its ratios to the variants that ran after it
+        print(*(line(r) for r in found if r["what"] == "fused_moe"), sep="\n")
+    if len(found) < len(plan):
         raise SystemExit(1)
 
 

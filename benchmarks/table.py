@@ -6,6 +6,7 @@ python benchmarks/table.py --gains benchmarks/results/gemm_h200.json
 python benchmarks/table.py --profile benchmarks/results/layer_h200.json
 
 A layer that one run timed in both modes has one row: queued, with its single calls in a column of their own.
+Records of bench_torchtitan.py have a row for each model, local batch and variant.
 """
 
 from __future__ import annotations
@@ -155,12 +156,49 @@ def markdown(headers: list[str], rows: list[list[str]]) -> str:
     return tabulate(rows, headers=headers, tablefmt="github", disable_numparse=True)
 
 
+def training(records: list[dict]) -> str:
+    """torchtitan's runs, with fused_moe's speed and final loss over those of the same run."""
+
+    def run(r: dict) -> tuple:
+        return tuple(r[name] for name in ("shape", "local_batch_size", "commit", "date"))
+
+    ours = {run(r): r for r in records if r["what"] == "fused_moe" and "failed" not in r}
+
+    def over(r: dict, name: str, text: str) -> str | None:
+        mine = ours.get(run(r), r)
+        return None if mine is r or "failed" in r else text.format(mine[name] / r[name])
+
+    def loss_over(r: dict) -> str | None:  # the learning rate follows the number of steps
+        return over(r, "final_loss", "{:.4f}") if r["steps"] == ours.get(run(r), r)["steps"] else None
+
+    cells: dict[str, Callable[[dict], str | None]] = {
+        "model": lambda r: r["shape"].removesuffix(f", batch {r['local_batch_size']}"),
+        "local batch": lambda r: str(r["local_batch_size"]),
+        "layer": lambda r: r["what"],
+        "steps": lambda r: str(r["steps"]),
+        "tokens/s per GPU": lambda r: r.get("failed") or f"{r['tokens_per_second']:,}",
+        "fused_moe's over it": lambda r: over(r, "tokens_per_second", "{:.2f}x"),
+        "MiB at the peak": number("peak_mib", "{:,}"),
+        "final loss": number("final_loss", "{:.4f}"),
+        "fused_moe's loss over it": loss_over,
+    }
+    in_order = sorted(records, key=lambda r: r["local_batch_size"])
+    models = dict.fromkeys(cells["model"](r) for r in records)
+    rows = [
+        [cell(r) or "" for cell in cells.values()] for m in models for r in in_order if cells["model"](r) == m
+    ]
+    return markdown(list(cells), rows)
+
+
 def tables(records: list[dict]) -> str:
     parts = []
     for group in groups(eager_beside_queued([r for r in records if r["bench"] != "profile"])):
+        parts.append(caption(group))
+        if group[0]["bench"] == "torchtitan":
+            parts.append(training(group))
+            continue
         cells = columns(group)
-        rows = [[cell(r) or "" for cell in cells.values()] for r in group]
-        parts += [caption(group), markdown(list(cells), rows)]
+        parts.append(markdown(list(cells), [[cell(r) or "" for cell in cells.values()] for r in group]))
     return "\n\n".join(parts)
 
 

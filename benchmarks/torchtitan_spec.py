@@ -29,14 +29,19 @@ if SETTINGS["variant"] == "fused_moe":
 
 
 def flavors(use_grouped_mm: bool) -> dict:
-    """torchtitan's flavours, and six of the 16B's layers as a model that fits two GPUs."""
+    """torchtitan's flavours, and six of the 16B's layers as a model that fits two GPUs.
+
+    SETTINGS["layers"] is another number of layers, for each of them.
+    """
     args = dict(deepseek_v3.deepseekv3_args)
     args["16B6"] = dataclasses.replace(
         args["16B"], vocab_size=2048, n_layers=6, attn_type="sdpa", attn_mask_type="causal"
     )
     return {
         name: dataclasses.replace(
-            flavor, moe_args=dataclasses.replace(flavor.moe_args, use_grouped_mm=use_grouped_mm)
+            flavor,
+            n_layers=SETTINGS["layers"] or flavor.n_layers,
+            moe_args=dataclasses.replace(flavor.moe_args, use_grouped_mm=use_grouped_mm),
         )
         for name, flavor in args.items()
     }

@@ -543,6 +543,8 @@ while not os.path.exists(settings["start_file"]):
     time.sleep(0.01)
 if settings["variant"] == "loop":
     sys.exit("this one cannot")
+if settings["variant"] == "grouped_mm" and "--training.local_batch_size=8" in sys.argv:
+    sys.exit("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.")
 ours = "--model.converters=fused_moe" in sys.argv
 with open(settings["record"], "w") as file:
     write = lambda entry: file.write(json.dumps(entry) + "\\n")
@@ -555,21 +557,28 @@ with open(settings["record"], "w") as file:
 """
 
 
-def test_torchtitan_in_three_variants(load, tmp_path, capsys):
-    """With a trainer that only writes torchtitan_spec.py's output. One variant fails; the others count."""
-    trainer, path, work = tmp_path / "titan/torchtitan/train.py", tmp_path / "out.json", tmp_path / "work"
+@pytest.fixture
+def titan(tmp_path):
+    """A checkout whose trainer only writes torchtitan_spec.py's output."""
+    trainer = tmp_path / "titan/torchtitan/train.py"
     trainer.parent.mkdir(parents=True)
     trainer.write_text(TRAINER)
     (tmp_path / "titan/assets").mkdir()
     (tmp_path / "titan/assets/version.txt").write_text("0.2.2\n")
-    flags = f"--torchtitan {tmp_path}/titan --steps 40 --profile 2 --nproc 1 --work {work} --json {path}"
+    return tmp_path / "titan"
+
+
+def test_torchtitan_in_three_variants(load, tmp_path, capsys, titan):
+    """One variant fails; the others count."""
+    path, work = tmp_path / "out.json", tmp_path / "work"
+    flags = f"--torchtitan {titan} --steps 40 --profile 2 --nproc 1 --work {work} --json {path}"
     with pytest.raises(SystemExit, match="1"):
         load("bench_torchtitan").main([*flags.split(), "--ac", "full", "--compile"])
     assert "this one cannot" in capsys.readouterr().out
     stock, ours = json.loads(path.read_text())
     for r in (stock, ours):
         assert set(r) >= FIELDS
-        assert (r["bench"], r["shape"]) == ("torchtitan", "16B6, 1 GPU, full AC, compiled")
+        assert (r["bench"], r["shape"]) == ("torchtitan", "16B6, 1 GPU, full AC, compiled, batch 4")
         assert (r["peak_mib"], r["timed_steps"], len(r["losses"]), r["torchtitan"]) == (2048, 32, 40, "0.2.2")
         assert r["final_loss"] == pytest.approx(sum(4 / step for step in range(37, 41)) / 4)
     assert (stock["what"], stock["time_us"], stock["tokens_per_second"]) == ("grouped_mm", 5e5, 2000)
@@ -577,12 +586,60 @@ def test_torchtitan_in_three_variants(load, tmp_path, capsys):
     assert ours["ratio_to_grouped_mm"] == ours["peer_ratio"] == 2 and "ratio_to_loop" not in ours
     assert (ours["moe_time_over_grouped_mm"], ours["moe_share_over_grouped_mm"]) == (0.5, 0.75)
     assert ours["loss_over_grouped_mm"] == 1
-    command = (work / "fused_moe/command").read_text()
+    command = (work / "fused_moe_4/command").read_text()
     assert "--activation_checkpoint.mode=full" in command and "--compile.enable" in command
     assert len((work / "text/data.json").read_text().splitlines()) == 3000
 
+
+def test_torchtitan_in_several_batches(load, tmp_path, capsys, titan):
+    """A batch that does not fit has a record, too. Later records of other variants get their ratios."""
+    path = tmp_path / "out.json"
+
+    usual = f"--torchtitan {titan} --nproc 1 --steps 40 --layers 27 --local-batch 8,1 --json {path} --append"
+    for name in ("fused_moe", "grouped_mm"):
+        load("bench_torchtitan").main([*usual.split(), "--variants", name, "--work", str(tmp_path / name)])
+    found = {(r["what"], r["local_batch_size"]): r for r in json.loads(path.read_text())}
+    assert len(found) == 4
+    assert found["grouped_mm", 8]["failed"] == "CUDA out of memory"
+    for (what, batch), r in found.items():
+        assert set(r) >= FIELDS
+        assert r["shape"] == f"16B6, 27 layers, 1 GPU, batch {batch}"
+        command = (tmp_path / what / f"{what}_{batch}/command").read_text()
+        assert f"--training.local_batch_size={batch} " in command
+        assert ("failed" in r) == (r["time_us"] is None) == ((what, batch) == ("grouped_mm", 8))
+    assert "grouped_mm batch  8  CUDA out of memory" in capsys.readouterr().out
+
+    load("table").main([str(path)])
+    rows = [[cell.strip() for cell in row.split("|")[2:-1]] for row in capsys.readouterr().out.splitlines()]
+    assert rows[-4:] == [
+        ["1", "fused_moe", "40", "4,000", "", "2,048", "0.1040", ""],
+        ["1", "grouped_mm", "40", "2,000", "2.00x", "2,048", "0.1040", "1.0000"],
+        ["8", "fused_moe", "40", "4,000", "", "2,048", "0.1040", ""],
+        ["8", "grouped_mm", "40", "CUDA out of memory", "", "", "", ""],
+    ]
     load("plot").main([str(path), "-o", str(tmp_path)])
     assert (tmp_path / "losses.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_loss_after_fewer_steps_is_not_compared(load):
+    table = load("table")
+    same = {"shape": "16B6, 2 GPUs", "local_batch_size": 4, "commit": "a", "date": "b", "peak_mib": 1}
+    runs = ("fused_moe", 40, 300, 2.0), ("grouped_mm", 40, 200, 2.0), ("loop", 20, 100, 3.0)
+    names = ("what", "steps", "tokens_per_second", "final_loss")
+    text = table.training([same | dict(zip(names, values, strict=True)) for values in runs])
+    cells = [[cell.strip() for cell in row.split("|")] for row in text.splitlines()[2:]]
+    assert [(row[3], row[6], row[9]) for row in cells] == [
+        ("fused_moe", "", ""),
+        ("grouped_mm", "1.50x", "1.0000"),
+        ("loop", "3.00x", ""),
+    ]
+
+
+@pytest.mark.parametrize("batches", ["0", "4,-1", "4,,8", "four"])
+def test_torchtitan_takes_positive_batches(load, capsys, batches):
+    with pytest.raises(SystemExit):
+        load("bench_torchtitan").arguments(["--torchtitan", ".", "--local-batch", batches])
+    assert "--local-batch: expected positive integers" in capsys.readouterr().err
 
 
 class Block(torch.nn.Module):
