@@ -2,14 +2,14 @@
 
     python benchmarks/bench_torchtitan.py --torchtitan CHECKOUT --profile 3 --json out.json
     python benchmarks/bench_torchtitan.py --torchtitan CHECKOUT --expert-parallel 2 --ac selective --compile
-    python benchmarks/bench_torchtitan.py --torchtitan CHECKOUT --layers 27 --local-batch 1,2,4,8
+    python benchmarks/bench_torchtitan.py --torchtitan CHECKOUT --flavor 16B --local-batch 1,2,4,8
     python benchmarks/table.py out.json
     python benchmarks/plot.py out.json -o pictures        # the loss curves: losses.png
 
 Each variant is a run of `torchrun -m torchtitan.train`, one after another, with the same seed and data. They
 differ only in `use_grouped_mm` and `--model.converters=fused_moe`. torchtitan_spec.py, a custom import of
-torchtitan, adds the flavour 16B6 (six of the 16B's layers, five of them MoE, vocabulary 2048, SDPA; --layers
-27 has them all) and writes every step's loss, seconds and memory. CHECKOUT has torchtitan's sources with
+torchtitan, writes every step's loss, seconds and memory. Its flavour 16B is torchtitan's with a vocabulary of
+2048 and SDPA, and 16B6 has six of its 27 layers, five of them MoE. CHECKOUT has torchtitan's sources with
 tests/assets/tokenizer and assets/version.txt. If it has no tests/assets/c4_test, text of the same form is
 generated. Nothing is downloaded.
 
@@ -45,7 +45,7 @@ TEXT = "tests/assets/c4_test"
 OUT_OF_MEMORY = "CUDA out of memory"  # as PyTorch says it
 FLAVORS = {  # per GPU; learning rates as in torchtitan's configurations
     "debugmodel": {"local_batch_size": 8, "seq_len": 2048, "lr": 8e-4},
-    "16B6": {"local_batch_size": 4, "seq_len": 4096, "lr": 2.2e-4},
+    **dict.fromkeys(("16B6", "16B"), {"local_batch_size": 4, "seq_len": 4096, "lr": 2.2e-4}),
 }
 
 
@@ -329,7 +329,9 @@ def main(argv: list[str] | None = None) -> None:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 path.write_text(json.dumps(common.merge(old, found), indent=1) + "\n")
     if options.variants[-1] != "fused_moe":  # its ratios to the variants that ran after it
-        print(*(line(r) for r in found if r["what"] == "fused_moe"), sep="\n")
+        for r in found:
+            if r["what"] == "fused_moe":
+                print(line(r))
     if len(found) < len(plan):
         raise SystemExit(1)
 

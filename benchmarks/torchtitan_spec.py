@@ -1,8 +1,8 @@
 """bench_torchtitan.py's part inside torchtitan's trainer: --experimental.custom_import=torchtitan_spec.
 
-It registers a TrainSpec for deepseek_v3 with one more flavour, and with a metrics processor that writes every
-step's figures, unrounded, as one line of JSON. The environment variable BENCH_TORCHTITAN has the program's
-settings.
+It registers a TrainSpec for deepseek_v3 with flavours of its own, and with a metrics processor that writes
+every step's figures, unrounded, as one line of JSON. The environment variable BENCH_TORCHTITAN has the
+program's settings.
 """
 
 from __future__ import annotations
@@ -29,14 +29,13 @@ if SETTINGS["variant"] == "fused_moe":
 
 
 def flavors(use_grouped_mm: bool) -> dict:
-    """torchtitan's flavours, and six of the 16B's layers as a model that fits two GPUs.
+    """torchtitan's flavours, the 16B with a small vocabulary, and six of its layers: a model for two GPUs.
 
     SETTINGS["layers"] is another number of layers, for each of them.
     """
     args = dict(deepseek_v3.deepseekv3_args)
-    args["16B6"] = dataclasses.replace(
-        args["16B"], vocab_size=2048, n_layers=6, attn_type="sdpa", attn_mask_type="causal"
-    )
+    args["16B"] = dataclasses.replace(args["16B"], vocab_size=2048, attn_type="sdpa", attn_mask_type="causal")
+    args["16B6"] = dataclasses.replace(args["16B"], n_layers=6)
     return {
         name: dataclasses.replace(
             flavor,
