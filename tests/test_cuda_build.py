@@ -121,7 +121,7 @@ def test_sm90_gemms_run_on_wgmma_and_tma(sass):
 
 
 def test_sm90_gemms_load_no_parameter_again(sass):
-    """No generic load or store. A parameter captured by reference is loaded by one each time it is used, which
+    """No generic load or store. A parameter captured by reference is loaded by one whenever it is used, which
     took 3 to 29% of down_dgrad's time."""
     for name, used in sm90_gemms(sass).items():
         assert not {"LD", "ST"} & used.keys(), name
