@@ -644,7 +644,7 @@ CUDA = [
     Mutant(
         "sm90: down_dgrad leaves tail rows",
         "csrc/kernels/sm90/down_dgrad.cu",
-        "if (p.a_scaled) zero_rows_past(gemm.tiles, (T *)p.a_scaled, p.F);",
+        "if (e.a_scaled) zero_rows_past(gemm.tiles, (T *)e.a_scaled, e.F);",
         "",
         "tests/cuda/test_hopper_down_dgrad.py",
     ),
