@@ -28,7 +28,7 @@ def can_join(x: Tensor, router: nn.Module, experts: nn.Module) -> bool:
     if not (torch.is_grad_enabled() and x.requires_grad and _is_plain_call()):
         return False
     gate = router.gate
-    if type(gate) is not nn.Linear or _has_any_global_hook():
+    if type(gate) is not nn.Linear or _is_watched():
         return False
     if any(map(_is_altered, (router, gate, experts))):
         return False
@@ -48,6 +48,13 @@ def _is_altered(module: nn.Module) -> bool:
         or module._compiled_call_impl
         or "forward" in vars(module)
     )
+
+
+def _is_watched() -> bool:
+    """Whether hooks on all modules are to be called for these, too. Not while saved tensors are packed:
+    checkpointing runs forward again, perhaps without such hooks (FlopCounterMode has some), and wants as many
+    saved tensors."""
+    return _has_any_global_hook() and torch._C._autograd._top_saved_tensors_default_hooks(True) is None
 
 
 def _is_plain_call() -> bool:

@@ -1,6 +1,7 @@
 """Router and experts as one autograd node: the gradients of two nodes, and when they stay two."""
 
 import copy
+from contextlib import nullcontext
 from functools import partial
 
 import pytest
@@ -12,6 +13,8 @@ from torch.autograd import gradcheck
 from torch.nn.modules.module import register_module_forward_hook
 from torch.nn.utils import parametrize
 from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
 from fused_moe import FusedMoE
 
@@ -313,3 +316,17 @@ def test_compiled(device, backend):
     (found,) = torch.autograd.grad(compiled(layer, x), x)
     (expected,) = torch.autograd.grad(loss_of(layer, x), x)
     torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("watched", ("forward", "backward", "both"))
+def test_checkpoint_that_is_watched_once(cpu, watched):
+    """FlopCounterMode has hooks on all modules. Forward and recomputation save the same tensors though one of
+    them is watched alone."""
+    module, x = FusedMoE(16, 24, 4, 2), torch.randn(10, 16, requires_grad=True)
+    with FlopCounterMode(display=False) if watched != "backward" else nullcontext():
+        out = checkpoint(module, x, use_reentrant=False)
+    with FlopCounterMode(display=False) if watched != "forward" else nullcontext():
+        out.sum().backward()
+    found, x.grad = x.grad, None
+    module(x).sum().backward()
+    torch.testing.assert_close(found, x.grad)
