@@ -27,7 +27,7 @@ KINDS = {
     "schedule": ("plan_kernel", "schedule_kernel", "count_kernel", "scan_kernel", "scatter_kernel")
     + ("finish_kernel", "_bitmatrix_metadata", "_col_partial_sum"),
     "unpermute": ("unpermute", "token_gather_sum"),
-    "permute": ("permute_kernel",),
+    "permute": ("permute_kernel", "gather_rows", "copy_rows"),
     "dscores": ("dscores",),
     "route_backward": ("route_backward", "softmax_bwd"),
     "route": ("route_kernel", "Over_TopK"),

@@ -2,8 +2,8 @@
 
 As nodes of their own each of them writes a gradient of x (T, D), and autograd reads both to write their sum.
 Here the router's product is added to the experts' dx in place, by the GEMM: dx = sum over k of dx_rows,
-rounded, plus dlogits @ gate, rounded once more. They stay apart wherever a call or a module may be changed
-or watched by somebody else: `can_join`.
+rounded, plus dlogits @ gate, rounded once more. They stay two nodes wherever hooks, modes or subclasses may
+change or observe the call: `can_join`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def can_join(x: Tensor, router: nn.Module, experts: nn.Module) -> bool:
     if not (torch.is_grad_enabled() and x.requires_grad and _is_plain_call()):
         return False
     gate = router.gate
-    if type(gate) is not nn.Linear or _is_watched():
+    if type(gate) is not nn.Linear or _has_global_hook():
         return False
     if any(map(_is_altered, (router, gate, experts))):
         return False
@@ -50,7 +50,7 @@ def _is_altered(module: nn.Module) -> bool:
     )
 
 
-def _is_watched() -> bool:
+def _has_global_hook() -> bool:
     """Whether hooks on all modules are to be called for these, too. Not while saved tensors are packed:
     checkpointing runs forward again, perhaps without such hooks (FlopCounterMode has some), and wants as many
     saved tensors."""
@@ -118,7 +118,7 @@ class _RoutedUp(torch.autograd.Function):
                 grads["x"] = dlogits @ gate
             elif torch.is_grad_enabled() or not _is_plain_call():
                 grads["x"] = grads["x"] + dlogits @ gate
-            else:  # into dx, which nobody else has seen
+            else:  # into dx, which no other tensor shares
                 torch.addmm(grads["x"], dlogits, gate, out=grads["x"])
         return *(grads.get(name) for name in _Needs._fields), *[None] * 5
 

@@ -318,14 +318,14 @@ def test_compiled(device, backend):
     torch.testing.assert_close(found, expected)
 
 
-@pytest.mark.parametrize("watched", ("forward", "backward", "both"))
-def test_checkpoint_that_is_watched_once(cpu, watched):
-    """FlopCounterMode has hooks on all modules. Forward and recomputation save the same tensors though one of
-    them is watched alone."""
+@pytest.mark.parametrize("counted", ("forward", "backward", "both"))
+def test_checkpoint_with_global_hooks_once(cpu, counted):
+    """FlopCounterMode has hooks on all modules. Forward and recomputation save the same tensors though only
+    one of them is counted."""
     module, x = FusedMoE(16, 24, 4, 2), torch.randn(10, 16, requires_grad=True)
-    with FlopCounterMode(display=False) if watched != "backward" else nullcontext():
+    with FlopCounterMode(display=False) if counted != "backward" else nullcontext():
         out = checkpoint(module, x, use_reentrant=False)
-    with FlopCounterMode(display=False) if watched != "forward" else nullcontext():
+    with FlopCounterMode(display=False) if counted != "forward" else nullcontext():
         out.sum().backward()
     found, x.grad = x.grad, None
     module(x).sum().backward()

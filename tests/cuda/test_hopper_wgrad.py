@@ -59,8 +59,8 @@ def test_split_k(device, dtype):
 
 
 @HALF_DTYPES
-def test_rows_copied_first(device, dtype):
-    """With 8,192 columns of one operand the other's rows are copied, half of their columns at a time."""
+def test_rows_gathered_first(device, dtype):
+    """With 8,192 columns of one operand the other's rows are gathered first, in two halves."""
     counts, widths = (200, 0, 65, 1), (8200, 512)
     check_wgrad(counts, widths, dtype, device, repeats=3)
     for call, rows in wgrad_operands(counts, widths, dtype, device):

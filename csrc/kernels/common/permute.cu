@@ -100,12 +100,12 @@ __global__ void __launch_bounds__(THREADS, 5)
     }
 }
 
-/* One warp per token. Each lane has chunks of `rows` rows in flight: 256 bytes, or one chunk per row. */
-template <typename T, bool aligned, int rows>
+/* One warp per token. Each lane has chunks of two rows in flight: 256 bytes, or one chunk per row. */
+template <typename T, bool aligned>
 __global__ void __launch_bounds__(THREADS) unpermute_kernel(const __grid_constant__ FusedMoeUnpermute p) {
     using Acc = Accum<T>;
-    constexpr int in_flight = 256 / sizeof(Pack<T>);                           /* chunks */
-    constexpr int chunks = aligned && in_flight > rows ? in_flight / rows : 1; /* per row */
+    constexpr int rows = 2, in_flight = 256 / sizeof(Pack<T>); /* chunks */
+    constexpr int chunks = aligned ? in_flight / rows : 1;     /* per row */
     const FusedMoeRowMap &row_map = p.row_map;
     int lane = threadIdx.x % 32;
     for (int64_t t = first_warp(); t < row_map.T; t += num_warps()) {
@@ -215,7 +215,7 @@ int unpermute(const FusedMoeUnpermute &p, void *stream) {
         if (aligned && p.row_map.K <= 32 && warps < INT32_MAX && chunks < UINT32_MAX)
             return launch(unpermute_half_kernel<T>, p, ceil_div(warps, WARPS), THREADS, 0, stream);
     }
-    return launch(aligned ? unpermute_kernel<T, true, 2> : unpermute_kernel<T, false, 2>, p, grid, THREADS, 0,
+    return launch(aligned ? unpermute_kernel<T, true> : unpermute_kernel<T, false>, p, grid, THREADS, 0,
                   stream);
 }
 

@@ -9,7 +9,7 @@
  * grouped_mm. In f32 it stores at once, and TMA can add to what is there.
  *
  * The gather takes about a tenth of the GEMM's time, for every 256 of a's columns once more. Where a is wide,
- * b's rows are copied into expert order first, half of their columns at a time. */
+ * b's rows are gathered into contiguous rows first, half of their columns at a time. */
 #include "launch.cuh"
 #include "split_k.cuh"
 #include "wgrad_load.cuh"
@@ -328,30 +328,31 @@ int run_gemm(const FusedMoeWgrad &p, void *stream) {
 
 /* --- b in expert order ---------------------------------------------------------------------------------- */
 
-constexpr int COPY_THREADS = 256;
+constexpr int GATHER_THREADS = 256;
+constexpr int64_t GATHER_FIRST_FROM = 8192; /* columns of a */
 
-/* By arithmetic a copy pays from 3,000 columns on; it takes memory, too. Half of b's columns are copied at a time,
- * which takes half of it. */
-bool copies_rows(const FusedMoeWgrad &p) {
-    return p.b_row_token && p.M[0] + p.M[1] >= 8192 && p.N % (4 * SUBTILE) == 0;
+/* Whether b's rows are gathered first, half of their columns at a time. By arithmetic it pays from 3,000 columns of a
+ * on, but it takes memory: less than the gradients of so wide a weight. */
+bool gathers_first(const FusedMoeWgrad &p) {
+    return p.b_row_token && p.M[0] + p.M[1] >= GATHER_FIRST_FROM && p.N % (4 * SUBTILE) == 0;
 }
 
-size_t copied_bytes(const FusedMoeWgrad &p) {
-    size_t bytes = (size_t)p.R * p.N / 2 * 2;
-    return copies_rows(p) ? (bytes + 127) / 128 * 128 : 0;
+size_t gathered_bytes(const FusedMoeWgrad &p) {
+    size_t bytes = (size_t)p.R * (p.N / 2) * sizeof(uint16_t);
+    return gathers_first(p) ? (bytes + 127) / 128 * 128 : 0;
 }
 
-/* The call for half of the columns of b, which are copied, and of dw. */
+/* The call for half of the columns of b, which are gathered already, and of dw. */
 FusedMoeWgrad half_of(const FusedMoeWgrad &p, int half) {
     FusedMoeWgrad q = p;
     q.b = p.workspace.data;
     q.b_row_token = nullptr;
     q.T = p.R;
     q.N = p.N / 2;
-    q.workspace.data = (char *)p.workspace.data + copied_bytes(p);
+    q.workspace.data = (char *)p.workspace.data + gathered_bytes(p);
+    int64_t out_bytes = p.dw_dtype == FUSED_MOE_F32 ? sizeof(float) : sizeof(uint16_t);
     for (FusedMoeWeight &dw : q.dw)
-        if (dw.data)
-            dw.data = (char *)dw.data + half * q.N * dw.stride_in * (p.dw_dtype == FUSED_MOE_F32 ? 4 : 2);
+        if (dw.data) dw.data = (char *)dw.data + half * q.N * dw.stride_in * out_bytes;
     return q;
 }
 
@@ -363,12 +364,12 @@ typedef struct {
     const int32_t *offs;      /* [E] */
     int64_t R, T, b_chunks, chunks;
     int32_t E;
-} CopyRows;
+} GatherRows;
 
-__global__ void __launch_bounds__(COPY_THREADS) copy_rows_kernel(const __grid_constant__ CopyRows p) {
+__global__ void __launch_bounds__(GATHER_THREADS) gather_rows_kernel(const __grid_constant__ GatherRows p) {
     constexpr int IN_FLIGHT = 8; /* chunks of a lane */
-    int64_t num_rows = num_rows_of(p.offs, p.E, p.R), warps = (int64_t)gridDim.x * (COPY_THREADS / 32);
-    int64_t r = (blockIdx.x * (int64_t)COPY_THREADS + threadIdx.x) / 32;
+    int64_t num_rows = num_rows_of(p.offs, p.E, p.R), warps = (int64_t)gridDim.x * (GATHER_THREADS / 32);
+    int64_t r = (blockIdx.x * (int64_t)GATHER_THREADS + threadIdx.x) / 32;
     for (; r < num_rows; r += warps) {
         uint32_t token = p.row_token[r];
         const uint4 *src = p.b + token * p.b_chunks;
@@ -386,15 +387,15 @@ __global__ void __launch_bounds__(COPY_THREADS) copy_rows_kernel(const __grid_co
 }
 
 int run(const FusedMoeWgrad &p, void *stream) {
-    if (!copies_rows(p)) return run_gemm(p, stream);
+    if (!gathers_first(p)) return run_gemm(p, stream);
     int status = FUSED_MOE_OK;
     for (int half = 0; half < 2 && status == FUSED_MOE_OK; half++) {
         int64_t chunks = p.N / 2 / CHUNK;
         const uint4 *b = (const uint4 *)p.b + half * chunks;
-        CopyRows copy = {b,  (uint4 *)p.workspace.data, p.b_row_token, p.offs, p.R, p.T, 2 * chunks, chunks,
-                         p.E};
-        status = fused_moe::launch(copy_rows_kernel, copy, ceil_div(p.R, COPY_THREADS / 32), COPY_THREADS, 0,
-                                   stream);
+        GatherRows gather = {
+            b, (uint4 *)p.workspace.data, p.b_row_token, p.offs, p.R, p.T, 2 * chunks, chunks, p.E};
+        status = fused_moe::launch(gather_rows_kernel, gather, ceil_div(p.R, GATHER_THREADS / 32),
+                                   GATHER_THREADS, 0, stream);
         if (status == FUSED_MOE_OK) status = run_gemm(half_of(p, half), stream);
     }
     return status;
@@ -417,8 +418,8 @@ FusedMoeReason reason(const FusedMoeWgrad &p) {
 }
 
 size_t workspace(const FusedMoeWgrad &p) {
-    FusedMoeWgrad q = copies_rows(p) ? half_of(p, 0) : p;
-    return copied_bytes(p) + map_bytes(MAX_MAPS) +
+    FusedMoeWgrad q = gathers_first(p) ? half_of(p, 0) : p;
+    return gathered_bytes(p) + map_bytes(MAX_MAPS) +
            slices_of(q).num_slots * weight_tiles_of(q) * 2 * ACCUMULATOR_BYTES;
 }
 
