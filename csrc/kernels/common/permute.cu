@@ -58,15 +58,23 @@ __global__ void __launch_bounds__(THREADS) permute_kernel(const __grid_constant_
 
 /* --- unpermute ------------------------------------------------------------------------------------------ */
 
-/* 16-bit rows, aligned, of up to 32 slots, with all chunks counted in 32 bits: so few registers that many warps
- * keep the memory busy. A warp has 1024 columns of one token, lane k slot k's score and where its row starts. */
+/* 16-bit rows, aligned, of up to 32 slots, with all chunks counted in 32 bits. So few registers, and CTAs so
+ * small, that many warps keep the memory busy. A warp has 512 to 1023 columns of one token (fewer if there are no
+ * more), lane k has slot k's score and where its row starts. */
+constexpr int HALF_WARPS = 2, COLUMNS_OF_WARP = 512;
+
+__host__ __device__ inline uint32_t warps_of_token(int64_t D) {
+    return D < COLUMNS_OF_WARP ? 1 : (uint32_t)(D / COLUMNS_OF_WARP);
+}
+
 template <typename T>
-__global__ void __launch_bounds__(THREADS, 5)
+__global__ void __launch_bounds__(32 * HALF_WARPS, 20)
     unpermute_half_kernel(const __grid_constant__ FusedMoeUnpermute p) {
-    constexpr uint32_t ROWS = 4 /* in flight */, BLOCK = 1024 / CHUNK, ABSENT = ~0u;
+    constexpr uint32_t ROWS = 4 /* in flight */, ABSENT = ~0u;
     uint32_t lane = threadIdx.x % 32, K = (uint32_t)p.row_map.K, chunks = (uint32_t)p.D / CHUNK;
-    uint32_t blocks = (chunks + BLOCK - 1) / BLOCK, warp = blockIdx.x * WARPS + threadIdx.x / 32;
-    uint32_t t = warp / blocks, first = warp % blocks * BLOCK, end = min(first + BLOCK, chunks);
+    uint32_t warps = warps_of_token(p.D), warp = blockIdx.x * HALF_WARPS + threadIdx.x / 32;
+    uint32_t t = warp / warps, part = warp % warps, steps = (chunks + 31) / 32;
+    uint32_t first = part * steps / warps * 32, end = min((part + 1) * steps / warps * 32, chunks);
     if (t >= p.row_map.T) return;
     uint32_t lane_start = ABSENT;
     float lane_score = 0;
@@ -211,9 +219,10 @@ int unpermute(const FusedMoeUnpermute &p, void *stream) {
     int64_t grid = ceil_div(p.row_map.T, WARPS);
     bool aligned = rows_are_aligned<T>(p.rows, p.D) && rows_are_aligned<T>(p.out, p.D);
     if constexpr (is_half<T>) {
-        int64_t warps = p.row_map.T * ceil_div(p.D, 1024), chunks = p.row_map.R * p.D / CHUNK;
+        int64_t warps = p.row_map.T * warps_of_token(p.D), chunks = p.row_map.R * p.D / CHUNK;
         if (aligned && p.row_map.K <= 32 && warps < INT32_MAX && chunks < UINT32_MAX)
-            return launch(unpermute_half_kernel<T>, p, ceil_div(warps, WARPS), THREADS, 0, stream);
+            return launch(unpermute_half_kernel<T>, p, ceil_div(warps, HALF_WARPS), 32 * HALF_WARPS, 0,
+                          stream);
     }
     return launch(aligned ? unpermute_kernel<T, true> : unpermute_kernel<T, false>, p, grid, THREADS, 0,
                   stream);
