@@ -45,6 +45,7 @@ namespace sm90 {
 /* What every GEMM has; a kernel's parameters begin with it. */
 typedef struct {
     CUtensorMap a[2];         /* (R, k of part i); not with a gather                          */
+    CUtensorMap tail[2];      /* the same in boxes of TAIL_ROWS                               */
     CUtensorMap b[2];         /* (E, N, k of part i), or (E, F, k) of gate and of up          */
     const void *x;            /* [T, k] A before the gather                                   */
     const int32_t *row_token; /* [R]; NULL: row r is token r                                  */
@@ -54,6 +55,9 @@ typedef struct {
     bool gate_up;           /* b is gate and up, which share a tile's columns               */
     TileSource tiles;
 } Gemm;
+
+/* Rows of a box of A in a tile that lacks rows. */
+constexpr int TAIL_ROWS = 16;
 
 /* Named barriers beside barrier 0, which is __syncthreads'. */
 enum NamedBarrier { WARPGROUP_BARRIER = 1 }; /* + the consumer warpgroup's number */
@@ -105,8 +109,7 @@ __device__ inline void run_mainloop_swapped(float (&d)[TOKENS], Shared<Config> &
                                             typename Config::Pipeline &pipe, int num_k_tiles,
                                             int first_subtile, int second_subtile);
 
-/* The fetching warp of a GEMM whose rows may be gathered. Rows that a tile lacks are rows that it has: if all
- * were one token, every SM would ask L2 for the same lines. A token out of range, which no plan of ours has, is
+/* The fetching warp of a GEMM whose rows may be gathered. A token out of range, which no plan of ours has, is
  * token 0. */
 template <class Queue>
 __device__ inline void fetch_gemm_tiles(const Gemm &p, Queue &queue) {
@@ -115,9 +118,8 @@ __device__ inline void fetch_gemm_tiles(const Gemm &p, Queue &queue) {
         return true;
     };
     auto token_of = [&](const WorkTile &tile, int i) {
-        if (tile.expert < 0 || tile.num_rows == 0) return 0;
-        int row = tile.first_row + (i < tile.num_rows ? i : i % tile.num_rows);
-        int token = p.row_token ? p.row_token[row] : row;
+        if (tile.expert < 0 || i >= tile.num_rows) return 0; /* nothing is read */
+        int row = tile.first_row + i, token = p.row_token ? p.row_token[row] : row;
         return (uint32_t)token < (uint64_t)p.T ? token : 0;
     };
     uint32_t num_tiles =
@@ -224,6 +226,21 @@ __device__ inline void load_b(const Gemm &p, uint32_t dst, uint32_t full, int pa
     }
 }
 
+/* A of one k-tile: the rows of `subtiles` subtiles. Rows that the tile lacks are zeros, from outside the matrix:
+ * arithmetic on zeros takes less power than on another expert's rows. One thread calls it. */
+__device__ inline void load_a(const Gemm &p, uint32_t dst, uint32_t full, int part, int k, int subtiles,
+                              const WorkTile &tile) {
+    int rows = SUBTILE * subtiles;
+    if (tile.num_rows >= rows) {
+        for (int row = 0; row < rows; row += SUBTILE)
+            cp_async_bulk_tensor_load(dst + SWIZZLE_BYTES * row, &p.a[part], full, k, tile.first_row + row);
+    } else {
+        for (int row = 0; row < rows; row += TAIL_ROWS)
+            cp_async_bulk_tensor_load(dst + SWIZZLE_BYTES * row, &p.tail[part], full, k,
+                                      row < tile.num_rows ? tile.first_row + row : (int)p.tiles.R);
+    }
+}
+
 /* One warp: A and B by TMA. */
 template <class Config>
 __device__ inline void load_tma(const Gemm &p, Shared<Config> &s) {
@@ -239,10 +256,8 @@ __device__ inline void load_tma(const Gemm &p, Shared<Config> &s) {
             mbarrier_wait(shared_address(&s.empty[pipe.index]), pipe.phase ^ 1);
             if (elect_sync()) {
                 mbarrier_arrive_expect_tx(full, subtiles * SUBTILE_BYTES + bytes_of_b(tile));
-                for (int m = 0; m < subtiles; m++)
-                    cp_async_bulk_tensor_load(shared_address(stage.a) + m * SUBTILE_BYTES, &p.a[part], full,
-                                              K_TILE<typename Config::T> * k_tile,
-                                              tile.first_row + SUBTILE * m);
+                load_a(p, shared_address(stage.a), full, part, K_TILE<typename Config::T> * k_tile, subtiles,
+                       tile);
                 load_b<Config>(p, shared_address(stage.b), full, part, k_tile, tile);
             }
             __syncwarp();
@@ -251,7 +266,7 @@ __device__ inline void load_tma(const Gemm &p, Shared<Config> &s) {
 }
 
 /* Three warps gather A: thread i copies chunk i % 8 of rows i / 8, i / 8 + 12, ...; warp 0 loads B by TMA.
- * Rows past the expert's last are copies of the tile's own. */
+ * Rows that the tile lacks are zeros: see load_a. */
 template <class Config>
 __device__ inline void load_gather(const Gemm &p, Shared<Config> &s) {
     using T = typename Config::T;
@@ -276,6 +291,7 @@ __device__ inline void load_gather(const Gemm &p, Shared<Config> &s) {
         }
         WorkTile tile = reader.next();
         if (tile.expert < 0) break;
+        int rows = (tile.num_rows - first + ROW_STEP - 1) / ROW_STEP; /* of this thread */
 #pragma unroll 1
         for (int k_tile = 0; k_tile < p.num_k_tiles[0]; k_tile++, pipe.advance()) {
             auto &stage = s.stage[pipe.index];
@@ -289,7 +305,8 @@ __device__ inline void load_gather(const Gemm &p, Shared<Config> &s) {
 #pragma unroll
             for (int i = 0; i < ROWS; i++) {
                 if ((i + 1) * ROW_STEP <= Config::BM || first + ROW_STEP * i < Config::BM)
-                    cp_async(a + swizzled[i % 2] + i / 2 * 2 * ROW_STEP * SWIZZLE_BYTES, source[i], inside);
+                    cp_async(a + swizzled[i % 2] + i / 2 * 2 * ROW_STEP * SWIZZLE_BYTES, source[i],
+                             inside && i < rows);
                 source[i] += SWIZZLE_BYTES;
             }
             cp_async_mbarrier_arrive_noinc(full);

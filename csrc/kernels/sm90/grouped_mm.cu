@@ -94,7 +94,9 @@ int launch(const FusedMoeGroupedMM &p, void *stream) {
     int status = FUSED_MOE_OK;
     const T *a = (const T *)p.a;
     for (int i = 0; i < 2 && p.b[i].data && status == FUSED_MOE_OK; a += p.N[i++]) {
-        status = matrix_map(&gemm.a[i], a, p.R, p.N[i], p.N[0] + p.N[1], SUBTILE);
+        int64_t pitch = p.N[0] + p.N[1];
+        status = matrix_map(&gemm.a[i], a, p.R, p.N[i], pitch, SUBTILE);
+        if (status == FUSED_MOE_OK) status = matrix_map(&gemm.tail[i], a, p.R, p.N[i], pitch, TAIL_ROWS);
         if (status == FUSED_MOE_OK)
             status = weight_map<T>(&gemm.b[i], p.b[i], Config::B_MAJOR, p.b[i].stride_out, p.b[i].stride_in,
                                    p.E, p.M, p.N[i]);
