@@ -28,13 +28,14 @@ from cases import (
     to_double,
 )
 from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.func import functional_call
 from torch.overrides import TorchFunctionMode
 
 transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
 
-from transformers import AutoConfig, AutoModelForCausalLM  # noqa: E402
+from transformers import AutoConfig, AutoModelForCausalLM, StaticCache  # noqa: E402
 from transformers.models.aria.modeling_aria import AriaExperts  # noqa: E402
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts  # noqa: E402
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts  # noqa: E402
@@ -219,6 +220,31 @@ def test_generate(device, family):
         found = ours.generate(ids, **settings)
     assert torch.equal(found, expected)
     assert len(calls.of("experts_up")) == 6 * len(expert_modules(ours))
+
+
+@ALL_FAMILIES
+def test_generate_compiled_with_a_static_cache(device, family):
+    """The decode step is one graph, compiled once for all positions, and gives eager's tokens."""
+    eager = tiny_model(family, device).eval()
+    ours, ids, steps = in_fused_moe(eager), token_ids(device), 6
+    expected = eager.generate(ids, max_new_tokens=steps + 1, do_sample=False)
+    prompt = ids.size(1)
+    cache = StaticCache(config=ours.config, max_cache_len=prompt + steps)
+    counter = CompileCounterWithBackend("aot_eager")
+    decode = torch.compile(ours.forward, backend=counter, fullgraph=True)
+
+    def last_token(forward, tokens, positions):
+        logits = forward(tokens, past_key_values=cache, cache_position=positions, use_cache=True).logits
+        return logits[:, -1:].argmax(-1)
+
+    positions = torch.arange(prompt + steps, device=device)
+    with torch.no_grad():
+        found = [ids, last_token(ours.forward, ids, positions[:prompt])]
+        for i in range(prompt, prompt + steps):
+            found.append(last_token(decode, found[-1], positions[i : i + 1]))
+    assert torch.equal(torch.cat(found, 1), expected)
+    # The cache of a sliding window counts in Python: its second step makes that number dynamic.
+    assert counter.frame_count == 1 + (family == "gpt_oss")
 
 
 def test_from_pretrained(device, tmp_path):
