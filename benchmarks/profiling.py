@@ -42,7 +42,7 @@ KINDS = {
     "add": ("CUDAFunctor_add", "AddFunctor"),
 }
 REST = "rest"
-# Kinds with several launches per step, in their order.
+# Kinds of several kernels per step, in their order.
 IN_ORDER = {
     "unpermute": ("unpermute", "unpermute_dx"),
     "wgrad": ("wgrad_down", "wgrad_up"),
@@ -91,14 +91,17 @@ def kind_of(name: str) -> str:
 
 
 def by_kind(found: list[Launch], steps: int = STEPS) -> dict[str, list[Launch]]:
-    """The launches of each kind. Those of IN_ORDER keep one kind if a step has another number of them."""
+    """The launches of each kind. Those of IN_ORDER are shared out evenly, in their order: a wide wgrad is two
+    launches. They keep one kind if they cannot be."""
     kinds = defaultdict(list)
     for launch in found:
         kinds[kind_of(launch.name)].append(launch)
     for kind, names in IN_ORDER.items():
-        if len(kinds.get(kind, ())) == steps * len(names):
+        each, rest = divmod(len(kinds.get(kind, ())), steps * len(names))
+        if each and not rest:
             own = kinds.pop(kind)
-            kinds |= {name: own[i :: len(names)] for i, name in enumerate(names)}
+            for i, launch in enumerate(own):
+                kinds[names[i // each % len(names)]].append(launch)
     return dict(kinds)
 
 

@@ -342,6 +342,13 @@ def test_kernels_out_of_order_keep_one_kind(load):
     assert profiling.us_by_kind(launches[:4]) == {"down": 2, "up_dgrad": 1.5}
 
 
+def test_kernels_of_two_launches_have_one_kind(load):
+    """A wide wgrad computes half of the columns at a time."""
+    profiling = load("profiling")
+    launches = [profiling.Launch("wgrad_kernel", us) for us in (1, 2, 5, 6, 1, 2, 5, 6)]
+    assert profiling.us_by_kind(launches) == {"wgrad_down": 3, "wgrad_up": 11}
+
+
 def test_a_profile_as_table_and_picture(load, tmp_path, capsys):
     path = tmp_path / "profile.json"
     path.write_text(json.dumps(fake_profile(load)))
