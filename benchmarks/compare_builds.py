@@ -1,4 +1,4 @@
-"""Times two builds of this library against each other: whole layers and their kernels.
+"""Times builds of this library against the first one: whole layers and their kernels.
 
     python benchmarks/compare_builds.py --build d1353da=../old --build HEAD=. --shape qwen3-30b --rounds 5
 
@@ -14,6 +14,7 @@ import json
 import statistics
 from collections import defaultdict
 from functools import partial
+from itertools import product
 
 import builds
 import common
@@ -61,7 +62,7 @@ class Worker:
         return profiling.us_by_kind(profiling.launches(step))
 
 
-# --- both -----------------------------------------------------------------------------------------------
+# --- all ------------------------------------------------------------------------------------------------
 
 
 def compare(
@@ -93,21 +94,24 @@ def main(argv: list[str] | None = None) -> None:
     flags.add_argument("--steps", type=int, default=6, help="of a layer, queued one behind the other")
     options = flags.parse_args(argv)
     processes = builds.start(options.build, __file__, twice=True)
-    old, new = (process.commit for process in processes[:2])
+    old, *others = (process.commit for process in processes[: len(options.build)])
     records = []
     for shape in options.shape:
-        line = []
-        for what, us in compare(processes, shape, options.routing, options.rounds, options.steps).items():
+        found = compare(processes, shape, options.routing, options.rounds, options.steps)
+        for what, new in product(found, others):
+            us = found[what]
             old_us, new_us = (round(us.get(commit, 0), 1) for commit in (old, new))
             key = {"bench": "builds", "shape": shape, "routing": options.routing, "what": what}
             key |= {"old_commit": old, "new_commit": new, "rounds": options.rounds, "steps": options.steps}
             records.append(key | {"old_us": old_us, "new_us": new_us})
-            line.append(f"{what} {old_us:.0f}/{new_us:.0f}" + (f" {old_us / new_us:.3f}" if new_us else ""))
+            line = f"{shape} {options.routing} {what:17}{old_us:9.1f} us, {new}{new_us:9.1f}"
+            if new_us:
+                line += f" {old_us / new_us:.3f}"
             if what in LAYER:
                 old_ratio, new_ratio = (round(us["dense"] / t, 3) for t in (old_us, new_us))
                 records[-1] |= {"old_dense_ratio": old_ratio, "new_dense_ratio": new_ratio}
-                line[-1] += f" ({old_ratio:.3f}/{new_ratio:.3f} of dense)"
-        print(f"{shape} {options.routing}: " + ", ".join(line), flush=True)
+                line += f" ({old_ratio:.3f}, {new_ratio:.3f} of dense)"
+            print(line, flush=True)
         if options.json:
             options.json.write_text(json.dumps(records, indent=1) + "\n")
 

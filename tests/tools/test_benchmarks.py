@@ -720,6 +720,39 @@ def test_builds_take_turns(load, tmp_path):
         processes[0].ask()
 
 
+def test_builds_are_compared_with_the_first(load, tmp_path, monkeypatch, capsys):
+    """Of any number of builds each newer one has its records, with layers beside dense GEMMs."""
+    builds, compare_builds = load("builds"), load("compare_builds")
+    microseconds = {"A": 100, "B": 80, "C": 50}
+
+    class Process:
+        def __init__(self, build):
+            self.commit = build.split("=")[0]
+
+        def ask(self, what="", shape="", **_):
+            us = microseconds[self.commit]
+            if shape:
+                return None
+            return {"up_gate": us / 2} if what == "kernels" else us / (2 if what.startswith("dense") else 1)
+
+    def start(trees, script, *, twice):
+        return [Process(build) for build in (*trees, *reversed(trees))]
+
+    monkeypatch.setattr(builds, "start", start)
+    path = tmp_path / "out.json"
+    trees = [flag for name in microseconds for flag in ("--build", f"{name}=.")]
+    compare_builds.main([*trees, "--shape", "olmoe", "--rounds", "3", "--json", str(path)])
+    found = {(r["what"], r["new_commit"]): r for r in json.loads(path.read_text())}
+    assert set(found) == {
+        (what, new) for what in ("forward", "forward_backward", "up_gate") for new in "BC"
+    }  # fmt: skip
+    assert all(r["old_commit"] == "A" for r in found.values())
+    assert (found["up_gate", "C"]["old_us"], found["up_gate", "C"]["new_us"]) == (50, 25)
+    forward = found["forward", "B"]
+    assert (forward["old_dense_ratio"], forward["new_dense_ratio"]) == (0.5, 0.625)
+    assert "2.000 (0.500, 1.000 of dense)" in capsys.readouterr().out
+
+
 def test_a_program_runs_as_a_script(cpu):
     command = [sys.executable, str(BENCHMARKS / "bench_kernels.py"), "--shape", SMALL, "--dtype", "fp32"]
     command += ["--device", "cpu", "--repeats", "1", "--what", "permute"]
