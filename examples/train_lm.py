@@ -60,6 +60,7 @@ VALIDATE_EVERY = 100  # steps; a multiple of REPORT_EVERY
 VALIDATION_WINDOWS = 64
 GENERATED_BYTES = 240
 TEMPERATURE = 0.7  # of the generated text
+PROMPT = "import "
 COMPARED_STEPS = 50  # over which --compare compares the two loss curves
 FULL_STATE = checkpoint.StateDictOptions(full_state_dict=True, cpu_offload=True)  # as one process saves it
 
@@ -206,10 +207,10 @@ def training_batch(text, step, args):
 # ---- Model -----------------------------------------------------------------------------------------
 
 
-def rotary_table(length, device):
-    """cos and sin of every position times every frequency: (length, HEAD_DIM / 2) each."""
-    frequency = 10_000 ** -torch.linspace(0, 1, HEAD_DIM // 2, device=device)
-    angle = torch.arange(length, device=device)[:, None] * frequency
+def rotary_table(positions):
+    """cos and sin of every position (L,) times every frequency: (L, HEAD_DIM / 2) each."""
+    frequency = 10_000 ** -torch.linspace(0, 1, HEAD_DIM // 2, device=positions.device)
+    angle = positions[:, None] * frequency
     return angle.cos(), angle.sin()
 
 
@@ -218,9 +219,14 @@ def rotate(x, cos, sin):
     return torch.cat((a * cos - b * sin, a * sin + b * cos), dim=-1).type_as(x)
 
 
+def causal_attention(q, k, v):
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
 class Attention(nn.Module):
     def __init__(self, dim):
         super().__init__()
+        self.attend = causal_attention  # generate.py sets one that has a key-value cache
         self.qkv = nn.Linear(dim, 3 * dim, bias=False)
         self.out = nn.Linear(dim, dim, bias=False)
 
@@ -228,8 +234,7 @@ class Attention(nn.Module):
         # (B, L, 3 * D) -> three (B, heads, L, HEAD_DIM)
         q, k, v = self.qkv(x).unflatten(-1, (3, -1, HEAD_DIM)).permute(2, 0, 3, 1, 4)
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return self.out(y.transpose(1, 2).flatten(-2))
+        return self.out(self.attend(q, k, v).transpose(1, 2).flatten(-2))
 
 
 class Block(nn.Module):
@@ -254,7 +259,7 @@ class Block(nn.Module):
 
 
 class LanguageModel(nn.Module):
-    """Bytes (B, L) -> logits of the next byte (B, L, 256)."""
+    """Bytes (B, L) and their positions (L,), by default from 0 -> logits of the next byte (B, L, 256)."""
 
     def __init__(self, args, experts):
         super().__init__()
@@ -265,8 +270,10 @@ class LanguageModel(nn.Module):
         # With PyTorch's default, std 1, the first blocks would contribute little to the residual stream.
         nn.init.normal_(self.embedding.weight, std=0.1)
 
-    def forward(self, inputs):
-        cos, sin = rotary_table(inputs.shape[1], inputs.device)
+    def forward(self, inputs, positions=None):
+        if positions is None:
+            positions = torch.arange(inputs.shape[1], device=inputs.device)
+        cos, sin = rotary_table(positions)
         x = self.embedding(inputs)
         for block in self.blocks:
             x = block(x, cos, sin)
@@ -370,7 +377,7 @@ class Run:
 
     @torch.no_grad()
     def generate(self):
-        """The prompt, continued byte by byte. What is not printable ASCII becomes a dot."""
+        """The prompt, continued byte by byte. Simple, but slow: generate.py caches keys and values."""
         self.model.eval()
         generator = torch.Generator().manual_seed(self.args.seed)
         text = list(self.args.prompt.encode())
@@ -379,7 +386,12 @@ class Run:
             probabilities = (self.logits(inputs)[0, -1].cpu() / TEMPERATURE).softmax(0)
             text.append(torch.multinomial(probabilities, 1, generator=generator).item())
         self.model.train()
-        return "".join(chr(byte) if byte == 10 or 32 <= byte < 127 else "." for byte in text)
+        return printable(text)
+
+
+def printable(text):
+    """Bytes as a string. What is not printable ASCII becomes a dot."""
+    return "".join(chr(byte) if byte == 10 or 32 <= byte < 127 else "." for byte in text)
 
 
 # They may change on --resume, and so may --steps. The losses depend on all others.
@@ -578,7 +590,7 @@ def parse_args(argv):
     add("--top-k", type=positive, default=8, help="experts per byte")
     add("--lr", type=float, default=3e-3, help="highest learning rate")
     add("--seed", type=int, default=0)
-    add("--prompt", default="import ", help="of the text that the model writes before and after training")
+    add("--prompt", default=PROMPT, help="of the text that the model writes before and after training")
     add("--dtype", choices=("float32", "bfloat16"), default="float32", help="of GEMMs; bfloat16: autocast")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: cuda if it is supported")
     add("--threads", type=positive, help="of the CPU; None: PyTorch's choice")
@@ -604,23 +616,33 @@ def parse_args(argv):
         parser.error(f"--data {args.data}: no such folder")
     if not args.prompt:
         parser.error("--prompt is empty")
-    if args.device == "cuda" and not torch.cuda.is_available():
-        parser.error("--device cuda: PyTorch sees no GPU")
     check_processes(args, parser)
-    if args.device == "auto":
-        args.device = "cuda" if fused_moe.info()["tiers"]["cuda"].startswith("on") else "cpu"
-    args.device = torch.device(args.device)
+    args.device = chosen_device(args.device, parser)
     return args
+
+
+def chosen_device(name, parser):
+    if name == "cuda" and not torch.cuda.is_available():
+        parser.error("--device cuda: PyTorch sees no GPU")
+    if name == "auto":
+        name = "cuda" if fused_moe.info()["tiers"]["cuda"].startswith("on") else "cpu"
+    return torch.device(name)
+
+
+def find_checkpoint(folder, flag, parser):
+    """The one in the folder, or else the newest run's."""
+    files = [folder / "checkpoint.pt"] if folder else Path("runs").glob("*/checkpoint.pt")
+    files = sorted((file for file in files if file.exists()), key=lambda file: file.stat().st_mtime)
+    if not files:
+        parser.error(f"{flag}: no checkpoint.pt in {folder or 'runs/*'}")
+    return files[-1]
 
 
 def with_saved_flags(args, argv, parser):
     """The arguments of --resume: what is not on the command line is as the run was started."""
-    files = [args.out / "checkpoint.pt"] if args.out else Path("runs").glob("*/checkpoint.pt")
-    files = sorted((file for file in files if file.exists()), key=lambda file: file.stat().st_mtime)
-    if not files:
-        parser.error(f"--resume: no checkpoint.pt in {args.out or 'runs/*'}")
-    saved = torch.load(files[-1], mmap=True, map_location="cpu", weights_only=True)["config"]
-    parser.set_defaults(**saved, out=files[-1].parent)
+    file = find_checkpoint(args.out, "--resume", parser)
+    saved = torch.load(file, mmap=True, map_location="cpu", weights_only=True)["config"]
+    parser.set_defaults(**saved, out=file.parent)
     args = parser.parse_args(argv)
     for name, value in config(args).items():
         if name != "steps" and value != saved[name]:

@@ -1,0 +1,193 @@
+"""Continues a text with a model that train_lm.py trained.
+
+    python examples/generate.py                                240 bytes, by the newest run
+    python examples/generate.py --prompt "def main("           another prompt
+    python examples/generate.py --temperature 0                always the most likely byte
+    python examples/generate.py --batch 4 --seed 1             four continuations at once
+
+The prompt runs once and fills a cache with its keys and values. Then each step runs one byte per sequence.
+On a GPU the step is a CUDA graph, sampling included: nothing in it waits for the host.
+"""
+
+import argparse
+import math
+import time
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+import train_lm
+from train_lm import HEAD_DIM, positive, printable
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+class Decoder:
+    """Continues sequences byte by byte. It takes over the model: attention now has a key-value cache.
+
+    In training the model saw distances below seq_len alone. So the cache is a ring: position p has slot
+    p % seq_len, and each byte attends to the last seq_len. Keys are stored rotated, by positions that go on
+    counting, since attention depends on differences of positions alone.
+    """
+
+    def __init__(self, model, seq_len, batch, temperature):
+        self.model, self.seq_len, self.temperature, self.graph = model.eval(), seq_len, temperature, None
+        weight = model.head.weight
+        # All that lasts from step to step is on the device, and changes in place: a graph has its addresses.
+        self.position = torch.zeros((), dtype=torch.long, device=weight.device)
+        self.bytes = torch.zeros(batch, 1, dtype=torch.long, device=weight.device)
+        self.logits = torch.zeros(batch, 256, device=weight.device)
+        shape = (batch, weight.shape[1] // HEAD_DIM, seq_len, HEAD_DIM)
+        for block in model.blocks:
+            # Zeros, because a masked value is still multiplied, by 0.
+            keys, values = weight.new_zeros(shape), weight.new_zeros(shape)
+            block.attention.attend = partial(self.attend, keys, values)
+
+    def attend(self, keys, values, q, k, v):
+        keys.index_copy_(2, self.slots, k)
+        values.index_copy_(2, self.slots, v)
+        return F.scaled_dot_product_attention(q, keys, values, attn_mask=self.mask)
+
+    @torch.inference_mode()
+    def feed(self, inputs):
+        """Runs the next bytes of every sequence, (B, L), and samples those that follow.
+
+        L is 1 except at the start: several bytes at once must not overwrite what one of them attends to.
+        """
+        device = inputs.device
+        positions = self.position + torch.arange(inputs.shape[1], device=device)
+        self.slots = positions % self.seq_len
+        # What is not written yet is masked. In a full ring that is nothing.
+        masked = torch.arange(self.seq_len, device=device) > positions[:, None]
+        self.mask = self.model.head.weight.new_zeros(masked.shape).masked_fill_(masked, -math.inf)
+        self.logits.copy_(self.model(inputs, positions)[:, -1])
+        # The largest logit plus Gumbel noise is a sample. torch.multinomial would wait for the GPU.
+        noise = -torch.empty_like(self.logits).exponential_().log()
+        self.bytes.copy_((self.logits + self.temperature * noise).argmax(-1, keepdim=True))
+        self.position += inputs.shape[1]
+
+    def start(self, prompt, seed):
+        """Runs the prompt, the same for every sequence, and samples the first byte into self.bytes."""
+        torch.manual_seed(seed)
+        self.position.zero_()
+        # The model never saw longer texts: of a long prompt only the last seq_len bytes count.
+        prompt = torch.tensor(list(prompt[-self.seq_len :]), device=self.bytes.device)
+        self.feed(prompt.expand(len(self.bytes), -1))
+
+    def step(self):
+        """Runs self.bytes, and replaces them by the next."""
+        if self.graph:
+            self.graph.replay()
+        else:
+            self.feed(self.bytes)
+
+    def run(self, prompt, count, seed):
+        """Yields the bytes after the prompt: (B, 1), count times."""
+        self.start(prompt, seed)
+        yield self.bytes.clone()
+        for _ in range(count - 1):
+            self.step()
+            yield self.bytes.clone()
+
+    def capture(self, prompt):
+        """Makes the step a CUDA graph: launching kernels one by one takes longer than they run. The sequences
+        have to be started afterwards."""
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):  # warms up the prompt's kernels, too
+            self.start(prompt, seed=0)
+            for _ in range(3):
+                self.feed(self.bytes)
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            self.feed(self.bytes)
+        self.graph = graph
+
+
+def load_model(saved, args):
+    """The model of a checkpoint, its weights cast once."""
+    model = train_lm.LanguageModel(argparse.Namespace(**saved["config"]), args.experts)
+    model.load_state_dict(saved[args.experts]["model"])
+    return model.to(args.device, DTYPES[args.dtype])
+
+
+def write(decoder, args):
+    """Prints the texts, a single one as it is made, and how long they took."""
+    prompt, single, start = args.prompt.encode(), args.batch == 1, time.perf_counter()
+    steps = decoder.run(prompt, args.bytes, args.seed)
+    made = [next(steps)]
+    text = printable(prompt + bytes(made[0][0].tolist()))  # waits for the device
+    first = time.perf_counter()
+    print(text if single else "", end="", flush=True)
+    for step in steps:
+        made.append(step)
+        if single:
+            print(printable(step[0].tolist()), end="", flush=True)
+    texts = torch.cat(made, dim=1).tolist()  # waits for the device
+    last = time.perf_counter()
+    if single:
+        print("\n")
+    else:
+        for number, text in enumerate(texts, 1):
+            print(f"---- {number} of {args.batch} ----\n{printable(prompt + bytes(text))}\n")
+    length, seconds = min(len(prompt), decoder.seq_len), first - start
+    print(f"prefill: {length} bytes, first byte after {1e3 * seconds:.1f} ms")
+    if len(made) > 1:
+        number, seconds = args.batch * (len(made) - 1), last - first
+        step = 1e3 * seconds / (len(made) - 1)
+        print(f"decode: {number} bytes, {number / seconds:,.0f} bytes/s, {step:.2f} ms per step")
+
+
+def temperature(text):
+    value = float(text)
+    if not 0 <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"must be finite and at least 0, not {value}")
+    return value
+
+
+def parse_args(argv):
+    """The flags and the checkpoint, which has the default of --dtype."""
+    parser = argparse.ArgumentParser(
+        description="Continues a text with a model that train_lm.py trained.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--run", type=Path, metavar="FOLDER", help="of train_lm.py, with a checkpoint.pt; None: the newest")
+    add("--experts", choices=train_lm.EXPERTS, default="fused", help="of a run of --compare: which model")
+    add("--prompt", default=train_lm.PROMPT, help="the text to continue")
+    add("--bytes", type=positive, default=train_lm.GENERATED_BYTES, help="how many to write")
+    add("--batch", type=positive, default=1, help="so many continuations at once")
+    add("--temperature", type=temperature, default=train_lm.TEMPERATURE, help="0: the most likely byte")
+    add("--seed", type=int, default=0)
+    add("--dtype", choices=DTYPES, help="of weights and activations; None: what the run's GEMMs had")
+    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: cuda if it is supported")
+    args = parser.parse_args(argv)
+
+    file = train_lm.find_checkpoint(args.run, "--run", parser)
+    saved = torch.load(file, mmap=True, map_location="cpu", weights_only=True)
+    args.run = file.parent
+    if args.experts not in saved:
+        found = " and ".join(name for name in train_lm.EXPERTS if name in saved)
+        parser.error(f"--experts {args.experts}: {file} has only {found}")
+    if not args.prompt:
+        parser.error("--prompt is empty")
+    args.dtype = args.dtype or saved["config"]["dtype"]
+    args.device = train_lm.chosen_device(args.device, parser)
+    return args, saved
+
+
+def main(argv=None):
+    args, saved = parse_args(argv)
+    steps = saved[args.experts]["log"][-1]["step"]
+    print(f"{args.run}, {args.experts}, step {steps}; {train_lm.device_name(args)}, {args.dtype}\n")
+    decoder = Decoder(load_model(saved, args), saved["config"]["seq_len"], args.batch, args.temperature)
+    # The loop reads on the host how many rows each expert has, which a graph cannot.
+    if args.device.type == "cuda" and args.experts == "fused":
+        decoder.capture(args.prompt.encode())
+    write(decoder, args)
+
+
+if __name__ == "__main__":
+    main()
