@@ -320,7 +320,7 @@ typedef enum {
     FUSED_MOE_WIDTH,     /* one is not a multiple of 8 */
     FUSED_MOE_UNALIGNED, /* rows or a bias that are not 16-byte aligned */
     FUSED_MOE_STRIDES,   /* of a weight */
-    FUSED_MOE_TOO_LARGE, /* 2^31 tiles */
+    FUSED_MOE_TOO_LARGE, /* for the kernel's 32-bit arithmetic */
     FUSED_MOE_NUM_REASONS
 } FusedMoeReason;
 

@@ -12,7 +12,7 @@
  *
  * Words past the last active expert are zeros. An empty expert has no row tile, so no work tile of it exists;
  * it has one slice of no rows, since its weight gradient is zeros. What depends on the GEMM is a few integers
- * that its launch computes: FusedMoeTileOrder.
+ * that its launch computes: FusedMoeTileOrder, and FusedMoeWgradOrder for a weight gradient.
  *
  * Full and skinny experts. An expert of at most FUSED_MOE_SKINNY_ROWS rows is bound by reading its weight,
  * the others by arithmetic. Interleaved, skinny tiles are spread evenly over the full ones, so at any moment
@@ -26,12 +26,16 @@
  * Static round-robin with work stealing: CTA i gets tiles i, i + grid, ..., so neighbouring CTAs run in
  * lockstep and share operands in L2. A CTA that runs out steals the next tile of the CTA with the most left.
  *
- * Wave quantisation: where the last wave would leave half of the CTAs idle, or more, its tiles are split
- * along N.
+ * Wave quantisation: where the last wave would leave half of the CTAs idle, or more, its tiles can be split
+ * along N (split_last_wave).
+ *
+ * Split-K. The schedule cuts an expert's rows into slices of slice_rows rows. A weight gradient's tile sums
+ * slices_per_tile consecutive ones of them, which together are the tile's slice.
  *
  * A plan comes from the caller, and a GPU cannot refuse it. So whatever words offs and a schedule have, tiles
- * are within the R rows and the weight, no more than a right plan of R rows and E experts may have, and no read
- * leaves offs and the schedule. Clamping costs a few integers a tile and changes no tile of a right plan.
+ * are within the R rows and the weight, no more than a right plan of R rows and E experts may have, and no
+ * read leaves offs and the schedule. Clamping costs a few integers a tile and changes no tile of a right
+ * plan.
  *
  * Tiles are counted in 32 bits. Plain C without a dependency: kernels, the CPU tier, tests and the picture of
  * `python -m fused_moe.schedule` call the same functions. On a GPU a warp calls them, all lanes alike.
@@ -52,7 +56,7 @@
 enum {
     FUSED_MOE_TILE_ROWS = 128,  /* of the row tiles in a routing's schedule */
     FUSED_MOE_SKINNY_ROWS = 64, /* at most: the expert is skinny */
-    FUSED_MOE_MIN_SLICE = 512,  /* rows of a split-K slice, at least */
+    FUSED_MOE_MIN_SLICE = 512,  /* rows of the schedule's split-K slices, at least */
     FUSED_MOE_SLICE_SMS = 132,  /* that slices are made for: H100, H200 */
     FUSED_MOE_MAX_CTAS = 256,   /* of a persistent grid; sm_90 has 144 SMs at most */
 };
@@ -150,8 +154,8 @@ FUSED_MOE_FN FusedMoeRows fused_moe_expert_rows(const int32_t *offs, int32_t exp
     return rows;
 }
 
-/* Rows of a split-K slice, a multiple of 64, of R rows of E experts: twice an expert's mean, so that with
- * even routing no expert is cut, or two slices' worth for every SM where experts are fewer than that. */
+/* Rows of the schedule's split-K slices, a multiple of 64: 2 R / E, twice an expert's mean, so that even
+ * routing splits no expert. With fewer than num_sms / 2 experts 4 R / num_sms, however few they are. */
 FUSED_MOE_FN int32_t fused_moe_slice_rows(int64_t R, int32_t E, int32_t num_sms) {
     int64_t parts = E > num_sms / 2 ? E : num_sms / 2;
     int64_t rows = parts ? 2 * R / parts : R;
@@ -218,10 +222,10 @@ typedef struct {       /* what a GEMM adds to its routing's schedule */
     int32_t num_n_tiles;
     int32_t group;           /* row tiles of a group, at most                      */
     int32_t interleave;      /* skinny tiles are spread over the full ones         */
-    int32_t split_last_wave; /* CTAs of the grid; 0: the last wave is not split    */
+    int32_t split_last_wave; /* not a flag: CTAs of the grid; 0: it is not split   */
 } FusedMoeTileOrder;
 
-/* The order of the sm90 tier's GEMMs. split_last_wave: CTAs of the grid, or 0. */
+/* The order of the sm90 tier's GEMMs. split_last_wave: the number of CTAs of the grid, or 0. */
 FUSED_MOE_FN FusedMoeTileOrder fused_moe_default_order(int32_t num_n_tiles, int32_t split_last_wave) {
     FusedMoeTileOrder order = {FUSED_MOE_TILE_ROWS, num_n_tiles, 16, 1, split_last_wave};
     return order;
@@ -298,7 +302,7 @@ FUSED_MOE_FN FusedMoeWorkTile fused_moe_work_tile(const int32_t *schedule, const
     tile.n_half = index < unsplit ? 0 : 1 + (int32_t)((index - unsplit) % 2);
     if (index > unsplit) index = unsplit + (index - unsplit) / 2;
 
-    /* its linear index where full tiles come first: index * share / 2^32 skinny ones are before it */
+    /* undo the interleaving: floor(index * share / 2^32) of the first `index` tiles are skinny */
     uint32_t full = (uint32_t)head->num_full_row_tiles * n_tiles;
     if (order->interleave && full) {
         uint64_t share = head->skinny_share;
@@ -326,8 +330,9 @@ FUSED_MOE_FN FusedMoeWorkTile fused_moe_work_tile(const int32_t *schedule, const
 
 /* --- work tiles of a weight gradient, which sums along an expert's rows --------------------------------- */
 
-/* How many of the schedule's slices a tile of a weight gradient sums, so that no tile takes longer than half
- * of what a CTA computes in all. 0: tiles are many enough, and each sums all rows of its expert. */
+/* How many of the schedule's slices a tile's slice has, so that no tile takes longer than half of what a CTA
+ * computes in all: fewer than 2 * ctas weight tiles are split. 0: tiles are many enough, and each sums all
+ * rows of its expert. */
 FUSED_MOE_FN int32_t fused_moe_slices_per_tile(int64_t R, int32_t slice_rows, int64_t weight_tiles,
                                                int32_t ctas) {
     if (weight_tiles >= 2 * (int64_t)ctas || R <= slice_rows) return 0;
@@ -337,15 +342,15 @@ FUSED_MOE_FN int32_t fused_moe_slices_per_tile(int64_t R, int32_t slice_rows, in
 }
 
 typedef struct {             /* what a weight gradient adds to its routing's schedule */
-    int32_t weight_tiles;    /* of an expert                                                         */
-    int32_t slice_rows;      /* of the schedule's slices, at most                                    */
-    int32_t slices_per_tile; /* of them that a tile sums; 0: each tile sums all rows of its expert   */
+    int32_t weight_tiles;    /* of an expert                                                           */
+    int32_t slice_rows;      /* of the schedule's slices, at most                                      */
+    int32_t slices_per_tile; /* the schedule's in a tile's slice; 0: a tile has all rows of its expert */
 } FusedMoeWgradOrder;
 
 typedef struct {
-    int32_t expert, first_row, num_rows; /* num_rows 0: an empty expert            */
-    int32_t weight_tile;                 /* of the expert's weight                             */
-    int32_t slice, num_slices;           /* of the tile's, summed up; 0: not a tile, its rows are another's */
+    int32_t expert, first_row, num_rows; /* num_rows 0: an empty expert                             */
+    int32_t weight_tile;                 /* of the expert's weight                                  */
+    int32_t slice, num_slices; /* its expert's, as tiles have them; 0: not a tile, its rows are another's */
 } FusedMoeWgradTile;
 
 FUSED_MOE_FN uint32_t fused_moe_num_wgrad_tiles(const int32_t *schedule, int32_t E, int32_t R,
@@ -364,41 +369,43 @@ FUSED_MOE_FN FusedMoeWgradTile fused_moe_wgrad_tile(const int32_t *schedule, con
                                                     int32_t R, const FusedMoeWgradOrder *order,
                                                     uint32_t index) {
     FusedMoeWgradTile tile;
-    uint32_t weight_tiles = (uint32_t)order->weight_tiles, slice = index / weight_tiles;
+    uint32_t weight_tiles = (uint32_t)order->weight_tiles;
+    uint32_t schedule_slice = index / weight_tiles; /* of all experts; an expert where each is one slice */
     uint32_t per_tile = (uint32_t)order->slices_per_tile, offset = 0; /* in the tile's slice */
-    int32_t slice_rows = INT32_MAX;
+    int32_t tile_slice_rows = INT32_MAX;
     tile.weight_tile = (int32_t)(index % weight_tiles);
-    tile.expert = (int32_t)slice;
+    tile.expert = (int32_t)schedule_slice;
     tile.slice = 0;
     if (per_tile) {
         FusedMoeExpertList sliced = fused_moe_sliced_experts(schedule, E);
-        int32_t b = fused_moe_find_owner(&sliced, (int32_t)slice);
+        int32_t b = fused_moe_find_owner(&sliced, (int32_t)schedule_slice);
         tile.expert = fused_moe_clamp(sliced.expert[b], E - 1);
-        slice -= b ? (uint32_t)sliced.end[b - 1] : 0;
-        slice_rows = order->slices_per_tile * order->slice_rows;
-        tile.slice = (int32_t)(slice / per_tile);
-        offset = slice % per_tile;
+        schedule_slice -= b ? (uint32_t)sliced.end[b - 1] : 0;
+        tile_slice_rows = order->slices_per_tile * order->slice_rows;
+        tile.slice = (int32_t)(schedule_slice / per_tile);
+        offset = schedule_slice % per_tile;
     }
     FusedMoeRows rows = fused_moe_expert_rows(offs, tile.expert, R);
-    tile.num_slices = rows.num ? (rows.num - 1) / slice_rows + 1 : 1;
+    tile.num_slices = rows.num ? (rows.num - 1) / tile_slice_rows + 1 : 1;
     if ((uint32_t)tile.slice >= (uint32_t)tile.num_slices) tile.num_slices = tile.slice = 0;
     if (offset) tile.num_slices = 0;
-    int32_t done = tile.slice ? tile.slice * slice_rows : 0;
+    int32_t done = tile.slice ? tile.slice * tile_slice_rows : 0;
     tile.first_row = rows.first + done;
-    tile.num_rows = rows.num - done < slice_rows ? rows.num - done : slice_rows;
+    tile.num_rows = rows.num - done < tile_slice_rows ? rows.num - done : tile_slice_rows;
     return tile;
 }
 
-/* Slices of split tiles leave their accumulators in slots: first the first slices', then the later ones'. An
- * expert that is cut has more than slice_rows rows, so no two first slices, and no two later ones, begin in
- * the same slice_rows rows; the last slice_rows rows have no first one, and the first ones no later one, for
- * any offs: no slot is outside. */
+/* Slots for the accumulators of split experts' slices. slice_rows: of a tile's slice. Cut the R rows into
+ * blocks of slice_rows rows, and let n = (R - 1) / slice_rows. A slice that begins in block b has slot b if
+ * it is its expert's first, else slot n + b - 1. A split expert has more than slice_rows rows. So no two
+ * first slices begin in the same block, and none in the last one, block n; no two later slices begin in the
+ * same block, and none in block 0. 2 n slots are enough, whatever offs holds. */
 FUSED_MOE_FN int64_t fused_moe_num_split_slots(int64_t R, int64_t slice_rows) {
     return R > slice_rows ? 2 * ((R - 1) / slice_rows) : 0;
 }
 
-/* Where a slice's accumulators are, in units of one tile's: a slot holds `stride` of them, one for each weight
- * tile. `first`: where the tile's first slice has them. `later`: (half of the slots - 1) * stride. */
+/* Where the accumulators of slice `slice` of a weight tile are, in units of one tile's: a slot holds `stride`
+ * of them, one for each weight tile. `first`: where those of slice 0 are. `later`: (n - 1) * stride. */
 FUSED_MOE_FN int64_t fused_moe_split_slot(int64_t first, int64_t later, int64_t stride, int32_t slice) {
     return first + (slice ? later + slice * stride : 0);
 }
@@ -439,8 +446,8 @@ FUSED_MOE_FN FusedMoeTileScheduler fused_moe_tile_scheduler(uint32_t *claimed, u
     return s;
 }
 
-/* The next tile; num_tiles or more: there are none. Thieves may have all of a CTA's tiles before its
- * first. */
+/* The next tile; num_tiles or more: there are none. Thieves may have claimed all of a CTA's tiles before the
+ * CTA claims its first. */
 FUSED_MOE_FN uint32_t fused_moe_next_tile(FusedMoeTileScheduler *s) {
     uint32_t index = s->num_tiles;
     if (s->may_own) {

@@ -500,7 +500,7 @@ CPU = [
 CUDA = [
     # --- common: every tier
     Mutant(
-        "cuda: a block counts a slot too many",
+        "cuda: a span counts a slot too many",
         "csrc/kernels/common/route_plan.cu",
         "counts[e] = 0; __syncthreads();",
         "counts[e] = e == 3; __syncthreads();",
@@ -566,9 +566,9 @@ CUDA = [
     # --- sm90
     Mutant(
         "sm90: half of the swizzle",
-        "csrc/kernels/sm90/engine.cuh",
-        "CHUNK_BYTES * (chunk ^ row % 8)",
-        "CHUNK_BYTES * (chunk ^ row % 4)",
+        "csrc/kernels/common/tensor_map.cuh",
+        "16 * (chunk ^ row % 8)",
+        "16 * (chunk ^ row % 4)",
         "tests/cuda/test_hopper_up_gate.py",
     ),
     Mutant(

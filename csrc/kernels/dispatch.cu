@@ -41,7 +41,7 @@ static const char *const REASONS[FUSED_MOE_NUM_REASONS] = {
     "a width is not a multiple of 8",
     "rows or a bias are not 16-byte aligned",
     "a weight's strides or address are not what TMA reads",
-    "there are more than 2^31 tiles",
+    "a size exceeds the kernel's 32-bit arithmetic",
 };
 
 /* --- facts, read once per process ----------------------------------------------------------------------- */
@@ -167,13 +167,14 @@ static int run(Table<Params> &table, const Params &p, void *stream) {
     return table[p.workspace.tier]->run(p, stream);
 }
 
-/* The same for a call whose offsets may be unchecked: these are clamped, and their schedule is made, at the
- * start of the workspace. */
+/* Bytes of the workspace for a call's clamped offsets and their schedule; none where they are checked. */
 template <typename Params>
 static size_t own_schedule_bytes(const Params &p) {
     return p.schedule ? 0 : checked_offsets_bytes(p.E);
 }
 
+/* run() for a call whose offsets may be unchecked: these are clamped, and their schedule is made, at the
+ * start of the workspace. */
 template <typename Params>
 static int run_checked(Table<Params> &table, const Params &unchecked, void *stream) {
     Params p = unchecked;
@@ -188,8 +189,9 @@ static int run_checked(Table<Params> &table, const Params &unchecked, void *stre
 /* --- zeroed counters ------------------------------------------------------------------------------------ */
 
 /* Calls on one stream run one after the other, so they share the stream's counters, which each leaves at
- * zero. They are zeros when the module is loaded. */
-constexpr int MAX_STREAMS = 128; /* PyTorch has 65 of its own */
+ * zero. They are zeros when the module is loaded. PyTorch has the default stream and up to 4 pools of 32, of
+ * which few are used. A call on a stream past the first MAX_STREAMS zeroes counters of its own. */
+constexpr int MAX_STREAMS = 128; /* per device */
 static __device__ uint32_t stream_counters[MAX_STREAMS][FUSED_MOE_NUM_COUNTERS];
 
 static struct {

@@ -5,7 +5,8 @@
 
 namespace fused_moe {
 
-/* One operator of one tier. A tier defines one for each of the operators below, under its kernel. */
+/* One operator of one tier: a table of the functions by which dispatch.cu selects and runs it. A tier defines
+ * one for each of the operators below, under its __global__ kernel. */
 template <typename Params>
 struct Kernel {
     FusedMoeReason (*reason)(const Params &p); /* FUSED_MOE_RUNS, or why the tier does not take the call */

@@ -1,8 +1,9 @@
 /* permute, unpermute and unpermute_backward: move rows between token order and expert order.
  *
- * All are memory-bound. A warp processes one token (one slot in unpermute_backward), 16 bytes per lane and
- * access. permute reads a token's row once and writes its K copies from registers. unpermute adds in slot order,
- * so its result is deterministic. */
+ * All are memory-bound. permute has a warp per token: it reads the token's row once and writes its K copies
+ * from registers. unpermute has a warp per token, or D / 512 warps where rows are 16-bit and aligned; it adds
+ * in slot order, so its result is deterministic. unpermute_backward has a warp per slot. A lane accesses 16
+ * bytes at a time where rows are aligned, else one element. */
 #include "launch.cuh"
 #include "numeric.cuh"
 #include "schedule.cuh"
@@ -59,8 +60,8 @@ __global__ void __launch_bounds__(THREADS) permute_kernel(const __grid_constant_
 /* --- unpermute ------------------------------------------------------------------------------------------ */
 
 /* 16-bit rows, aligned, of up to 32 slots, with all chunks counted in 32 bits. So few registers, and CTAs so
- * small, that many warps keep the memory busy. A warp has 512 to 1023 columns of one token (fewer if there are no
- * more), lane k has slot k's score and where its row starts. */
+ * small, that many warps keep the memory busy. A warp has 512 to 1023 columns of one token (fewer if there
+ * are no more), lane k has slot k's score and where its row starts. */
 constexpr int HALF_WARPS = 2, COLUMNS_OF_WARP = 512;
 
 __host__ __device__ inline uint32_t warps_of_token(int64_t D) {

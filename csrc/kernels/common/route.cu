@@ -1,10 +1,11 @@
 /* route: the scores of all experts, and the top K of them; and route_backward, its gradient.
  *
- * A group of G lanes per token; a warp has 32 / G tokens. Of each 32 experts a lane holds C = 32 / G
- * consecutive ones, V in all. The sums are those of a warp per token whose lane l holds experts l, l + 32, ...:
- * whatever G is, a score has the same bits. Scores are computed in float, in double for double logits. Without
- * bias and groups, top-k compares logits, so the choice does not depend on the rounding of exp. NaN compares
- * greatest, as in torch.topk, and ties go to the lowest id: whatever the logits are, the K ids differ. */
+ * A sub-warp of G lanes per token; a warp has 32 / G tokens. Of each 32 experts a lane holds C = 32 / G
+ * consecutive ones, V in all. The sums are those of a warp per token whose lane l holds experts l, l + 32,
+ * ...: whatever G is, a score has the same bits. Scores are computed in float, in double for double logits.
+ * Without bias and expert groups, top-k compares logits, so the choice does not depend on the rounding of
+ * exp. NaN compares greatest, as in torch.topk, and ties go to the lowest id: whatever the logits are, the K
+ * ids differ. */
 #include "launch.cuh"
 #include "numeric.cuh"
 
@@ -34,10 +35,10 @@ constexpr Acc LOWEST = -std::numeric_limits<Acc>::infinity();
 template <typename Acc>
 constexpr Acc NORM_EPSILON = Acc(1e-20); /* torchtitan's */
 
-/* --- a token's group of lanes --------------------------------------------------------------------------- */
+/* --- a token's sub-warp --------------------------------------------------------------------------------- */
 
 template <int G>
-__device__ inline int group_lane() {
+__device__ inline int subwarp_lane() {
     return threadIdx.x % G;
 }
 
@@ -45,23 +46,23 @@ __device__ inline int group_lane() {
 template <int G>
 __device__ inline int expert(int i) {
     constexpr int C = 32 / G;
-    return i / C * 32 + group_lane<G>() * C + i % C;
+    return i / C * 32 + subwarp_lane<G>() * C + i % C;
 }
 
 template <int G, typename T, typename Fn>
-__device__ inline T group_reduce(T x, Fn fn) {
+__device__ inline T subwarp_reduce(T x, Fn fn) {
 #pragma unroll
     for (int d = G / 2; d; d /= 2) x = fn(x, __shfl_xor_sync(ALL, x, d));
     return x;
 }
 template <int G, typename T>
-__device__ inline T group_max(T x) {
+__device__ inline T subwarp_max(T x) {
     if constexpr (G == 32 && std::is_same_v<T, uint32_t>) return __reduce_max_sync(ALL, x);
-    return group_reduce<G>(x, [](T a, T b) { return max(a, b); });
+    return subwarp_reduce<G>(x, [](T a, T b) { return max(a, b); });
 }
 template <int G, typename Acc>
-__device__ inline Acc group_sum(Acc x) {
-    return group_reduce<G>(x + Acc(0), [](Acc a, Acc b) { return add(a, b); });
+__device__ inline Acc subwarp_sum(Acc x) {
+    return subwarp_reduce<G>(x + Acc(0), [](Acc a, Acc b) { return add(a, b); });
 }
 
 /* The sum of all elements, in the order of a warp whose lane l adds elements l, l + 32, ... */
@@ -72,7 +73,7 @@ __device__ inline Acc sum_elements(Fn add_element) {
 #pragma unroll
     for (int i = 0; i < V; i++) sum[i % C] = add_element(sum[i % C], i);
 #pragma unroll
-    for (int c = 0; c < C; c++) sum[c] = group_reduce<G>(sum[c], [](Acc a, Acc b) { return add(a, b); });
+    for (int c = 0; c < C; c++) sum[c] = subwarp_reduce<G>(sum[c], [](Acc a, Acc b) { return add(a, b); });
 #pragma unroll
     for (int n = C / 2; n; n /= 2)
 #pragma unroll
@@ -176,7 +177,7 @@ __device__ inline Scores<Acc> scores_of(FusedMoeScoreFunc f, const Acc (&logit)[
     auto greater = [](Acc a, Acc b) { return fmax(a, b); };
 #pragma unroll
     for (int i = 0; i < V; i++) scores.max = greater(scores.max, logit[i]);
-    scores.max = group_reduce<G>(scores.max, greater);
+    scores.max = subwarp_reduce<G>(scores.max, greater);
     scores.sum =
         sum_elements<G, Acc, V>([&](Acc sum, int i) { return add(sum, exp_accum(logit[i] - scores.max)); });
     return scores;
@@ -223,18 +224,18 @@ __device__ inline uint64_t key_of(double x) {
 template <typename Acc>
 using Key = decltype(key_of(Acc()));
 
-/* Removes the group's greatest key, on a tie that of the lowest index, and returns its index. */
+/* Removes the sub-warp's greatest key, on a tie that of the lowest index, and returns its index. */
 template <int G, typename K, int V>
 __device__ inline int take_best(K (&key)[V]) {
     K best = 0;
 #pragma unroll
     for (int i = 0; i < V; i++) best = max(best, key[i]);
-    best = group_max<G>(best);
+    best = subwarp_max<G>(best);
     uint32_t last = 0; /* ~index */
 #pragma unroll
     for (int i = V - 1; i >= 0; i--)
         if (key[i] == best) last = ~expert<G>(i);
-    int index = ~group_max<G>(last);
+    int index = ~subwarp_max<G>(last);
 #pragma unroll
     for (int i = 0; i < V; i++)
         if (index == expert<G>(i)) key[i] = 0;
@@ -247,12 +248,13 @@ __device__ inline uint32_t next_best(const uint32_t (&key)[V], uint32_t taken) {
     uint32_t best[2] = {0, 0};
 #pragma unroll
     for (int i = 0; i < V; i++) best[i % 2] = max(key[i] - taken, best[i % 2]); /* wraps below `taken` */
-    return taken + group_max<G>(max(best[0], best[1]));
+    return taken + subwarp_max<G>(max(best[0], best[1]));
 }
 
 /* --- kernels -------------------------------------------------------------------------------------------- */
 
-/* Clears the keys of experts outside the best groups. A group's score is the sum of its two best experts'. */
+/* Clears the keys of experts outside the best expert groups. A group's score is the sum of its two best
+ * experts'. */
 template <int G, typename Acc, int V>
 __device__ inline void keep_groups(const FusedMoeRoute &p, Key<Acc> (&key)[V], const Acc *choice) {
     int size = p.E / p.num_groups;
@@ -283,31 +285,33 @@ __device__ inline void keep_groups(const FusedMoeRoute &p, Key<Acc> (&key)[V], c
         if (!(kept >> i & 1)) key[i] = 0;
 }
 
-/* The token of this lane's group. */
+/* The token of this lane's sub-warp. */
 template <int G>
-__device__ inline int64_t group_token() {
+__device__ inline int64_t subwarp_token() {
     return (blockIdx.x * (int64_t)blockDim.x + threadIdx.x) / G;
 }
 
 template <typename Acc, int G, int V>
 __global__ void __launch_bounds__(32 * WARPS) route_kernel(const __grid_constant__ FusedMoeRoute p) {
     __shared__ Acc choices[32 * WARPS / G][G * V];
-    int slot = group_lane<G>(); /* gets the expert of its rank */
-    int64_t token = group_token<G>(), t = min(token, p.T - 1);
+    int slot = subwarp_lane<G>(); /* gets the expert of its rank */
+    int64_t token = subwarp_token<G>(), t = min(token, p.T - 1);
     Acc logit[V];
     load_logits<G>(logit, p.logits, p.dtype, t, p.E);
     Scores<Acc> scores = scores_of<G>(p.score_func, logit);
 
     int id = 0;
     if (!p.bias && !p.num_groups && sizeof(Acc) == 4 && p.dtype != FUSED_MOE_F32) {
-        /* a 16-bit logit's key has zeros in its last bits: room for the expert, and no two are equal. */
-        constexpr uint32_t EXPERT = 1023;
+        /* A 16-bit logit leaves its key's low bits without information: all are 0, or all 1 if it is negative
+         * or NaN. They are replaced by 1023 - expert, so no two keys are equal. */
+        constexpr uint32_t EXPERT_MASK = 1023;
         uint32_t key[V], taken = 0;
 #pragma unroll
-        for (int i = 0; i < V; i++) key[i] = (key_of((float)logit[i]) & ~EXPERT) | (EXPERT - expert<G>(i));
+        for (int i = 0; i < V; i++)
+            key[i] = (key_of((float)logit[i]) & ~EXPERT_MASK) | (EXPERT_MASK - expert<G>(i));
         for (int k = 0; k < p.K; k++) {
             taken = next_best<G>(key, taken);
-            if (k == slot) id = EXPERT - (taken & EXPERT);
+            if (k == slot) id = EXPERT_MASK - (taken & EXPERT_MASK);
         }
     } else {
         if (p.bias || p.num_groups) all_scores(logit, scores, logit);
@@ -328,7 +332,7 @@ __global__ void __launch_bounds__(32 * WARPS) route_kernel(const __grid_constant
         }
     }
     Acc chosen = slot < p.K ? scores(load_one<Acc>(p.logits, p.dtype, t * p.E + id)) : Acc(0);
-    Acc sum = p.route_norm ? group_sum<G>(chosen) + NORM_EPSILON<Acc> : Acc(1);
+    Acc sum = p.route_norm ? subwarp_sum<G>(chosen) + NORM_EPSILON<Acc> : Acc(1);
     if (slot < p.K && token < p.T) {
         ((Acc *)p.scores)[t * p.K + slot] = chosen * ((Acc)p.route_scale / sum);
         p.ids[t * p.K + slot] = id;
@@ -340,8 +344,8 @@ __global__ void __launch_bounds__(32 * WARPS)
     route_backward_kernel(const __grid_constant__ FusedMoeRouteBackward p) {
     constexpr int C = 32 / G;
     __shared__ Part<Acc, C> dscores[32 * WARPS / G][G * V / C];
-    int slot = group_lane<G>(); /* has the id, score and gradient of this slot */
-    int64_t token = group_token<G>(), t = min(token, p.T - 1);
+    int slot = subwarp_lane<G>(); /* has the id, score and gradient of this slot */
+    int64_t token = subwarp_token<G>(), t = min(token, p.T - 1);
     int id = slot < p.K ? p.ids[t * p.K + slot] : -1;
     bool valid = (unsigned)id < (unsigned)p.E;
     Acc d = valid ? ((const Acc *)p.dscores)[t * p.K + slot] : Acc(0);
@@ -354,8 +358,8 @@ __global__ void __launch_bounds__(32 * WARPS)
     Acc sum = 1, shift = 0;
     if (p.route_norm) {
         Acc chosen = valid ? scores(load_one<Acc>(p.logits, p.dtype, t * p.E + id)) : Acc(0);
-        sum = group_sum<G>(chosen) + NORM_EPSILON<Acc>;
-        shift = group_sum<G>(d * chosen / sum);
+        sum = subwarp_sum<G>(chosen) + NORM_EPSILON<Acc>;
+        shift = subwarp_sum<G>(d * chosen / sum);
     }
     Acc factor = (Acc)p.route_scale / sum;
 
@@ -394,18 +398,17 @@ __global__ void __launch_bounds__(32 * WARPS)
 /* Calls fn(Acc(), G, V) with the dtype's accumulation type Acc, G >= K lanes and G V >= E elements. */
 template <typename Fn>
 int with_kernel(FusedMoeDtype dtype, int E, int K, Fn fn) {
-    auto call = [&](auto acc, auto lanes, auto elements) { return fn(acc, lanes, elements); };
     using std::integral_constant;
     integral_constant<int, 8> _8;
     integral_constant<int, 16> _16;
     integral_constant<int, 32> _32;
     if (dtype > FUSED_MOE_BF16) return FUSED_MOE_UNSUPPORTED_DTYPE;
-    if (dtype == FUSED_MOE_F64) return call(double(), _32, _32);
-    if (E <= 64 && K <= 8) return call(float(), _8, _8);
-    if (E <= 128 && K <= 8) return call(float(), _8, _16);
-    if (E <= 256 && K <= 16) return call(float(), _16, _16);
-    if (E <= 512) return call(float(), _32, _16);
-    return call(float(), _32, _32);
+    if (dtype == FUSED_MOE_F64) return fn(double(), _32, _32);
+    if (E <= 64 && K <= 8) return fn(float(), _8, _8);
+    if (E <= 128 && K <= 8) return fn(float(), _8, _16);
+    if (E <= 256 && K <= 16) return fn(float(), _16, _16);
+    if (E <= 512) return fn(float(), _32, _16);
+    return fn(float(), _32, _32);
 }
 
 } // namespace

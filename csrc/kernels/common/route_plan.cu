@@ -1,12 +1,13 @@
 /* route_plan: a counting sort of the slots by expert, stable in t*K + k, without the host, in two launches;
  * the plan of given counts, and the schedule of offsets that nothing has checked, in one.
  *
- * A sort block has a span of consecutive slots.
- *   count    how many slots of each block chose each expert: block_counts[block][e]
- *   scatter  every block sums the counts again, over all blocks for the experts' offsets and over the earlier
- *            blocks for its own rows, and writes its slots' rows. Block 0 writes counts, offsets and schedule
- * Summing in every block costs E * blocks reads from L2, which is less than the two launches it replaces,
- * since blocks are as many as SMs at most. No atomics decide an order, so the same ids give the same plan. */
+ * The slots are cut into spans of consecutive slots, the experts into ranges of 512. Both grids are spans x
+ * ranges: a CTA has the slots of one span that chose an expert of one range.
+ *   count    how many slots of each span chose each expert: span_counts[span][e]
+ *   scatter  every CTA sums the counts again, over all spans for the experts' offsets and over the earlier
+ *            spans for its own rows, and writes its slots' rows. CTA 0 writes counts, offsets and schedule
+ * Summing in every CTA costs E * spans reads from L2, which is less than the two launches it replaces, since
+ * spans are as many as SMs at most. No atomics decide an order, so the same ids give the same plan. */
 #include "../../integer.h"
 #include "../dispatch.cuh"
 #include "schedule.cuh"
@@ -17,21 +18,21 @@ namespace fused_moe {
 namespace {
 
 constexpr int THREADS = 1024, WARPS = THREADS / 32;
-constexpr int ROUNDS = 2; /* slots of a thread in one pass over a chunk */
-constexpr int CHUNK_SLOTS = THREADS * ROUNDS;
-constexpr int EXPERTS = 512; /* of a block: next_row of its warps fills 64 KiB, which every GPU has */
+constexpr int ROUNDS = 2; /* slots of a thread in one pass */
+constexpr int PASS_SLOTS = THREADS * ROUNDS;
+constexpr int EXPERTS_PER_CTA = 512; /* next_row of its warps fills 64 KiB, which every GPU has */
 constexpr int SCHEDULE_THREADS = 1024;
 
 typedef struct {
     FusedMoeRoutePlan p;
-    int32_t *block_counts; /* [blocks, E] */
-    int64_t slots, span;   /* slots of all, of a block */
-    int32_t blocks;
+    int32_t *span_counts;          /* [num_spans, E] */
+    int64_t num_slots, span_slots; /* of all, of a span */
+    int32_t num_spans;
 } Sort;
 
 /* --- schedules ------------------------------------------------------------------------------------------ */
 
-/* Two warps of a block, from offs that the whole block sees. */
+/* Two warps of a CTA, from offs that the whole CTA sees. */
 __device__ inline void make_schedule(int32_t *schedule, const int32_t *offs, int32_t E, int64_t R) {
     int warp = threadIdx.x / 32;
     if (warp == 0) fused_moe_schedule_row_tiles(schedule, offs, E, FUSED_MOE_TILE_ROWS);
@@ -84,18 +85,18 @@ __global__ void __launch_bounds__(SCHEDULE_THREADS) schedule_kernel(const __grid
 
 /* --- the sort ------------------------------------------------------------------------------------------- */
 
-/* The expert of a slot among those of this block, or -1. */
+/* The expert of a slot, counted from first_expert on; -1: it is not in this CTA's range. */
 __device__ inline int expert_of(const Sort &s, int64_t slot, int64_t end, int32_t first_expert) {
     if (slot >= end) return -1;
     int64_t e = integer(s.p.ids, s.p.ids_dtype, slot);
-    return e >= first_expert && e < min(s.p.E, first_expert + EXPERTS) ? (int)(e - first_expert) : -1;
+    return e >= first_expert && e < min(s.p.E, first_expert + EXPERTS_PER_CTA) ? (int)(e - first_expert) : -1;
 }
 
 __global__ void __launch_bounds__(THREADS) count_kernel(const __grid_constant__ Sort s) {
-    __shared__ int32_t counts[EXPERTS];
-    int32_t block = blockIdx.x % s.blocks, first_expert = blockIdx.x / s.blocks * EXPERTS;
-    int32_t num_experts = min(EXPERTS, s.p.E - first_expert);
-    int64_t first = block * s.span, end = min(first + s.span, s.slots);
+    __shared__ int32_t counts[EXPERTS_PER_CTA];
+    int32_t span = blockIdx.x % s.num_spans, first_expert = blockIdx.x / s.num_spans * EXPERTS_PER_CTA;
+    int32_t num_experts = min(EXPERTS_PER_CTA, s.p.E - first_expert);
+    int64_t first = span * s.span_slots, end = min(first + s.span_slots, s.num_slots);
     for (int32_t e = threadIdx.x; e < num_experts; e += THREADS) counts[e] = 0;
     __syncthreads();
     for (int64_t slot = first + threadIdx.x; slot < end; slot += THREADS) {
@@ -104,37 +105,38 @@ __global__ void __launch_bounds__(THREADS) count_kernel(const __grid_constant__ 
     }
     __syncthreads();
     for (int32_t e = threadIdx.x; e < num_experts; e += THREADS)
-        s.block_counts[(int64_t)block * s.p.E + first_expert + e] = counts[e];
+        s.span_counts[(int64_t)span * s.p.E + first_expert + e] = counts[e];
 }
 
-/* Sums all blocks' counts. Leaves in row_of_block[e] this block's first row of its own experts, and returns
- * the number of rows in all; block 0 writes counts and offsets. */
-__device__ inline int32_t sum_counts(const Sort &s, int32_t block, int32_t first_expert,
-                                     int32_t *row_of_block) {
+/* Sums all spans' counts. Leaves in row_of_span[e] this span's first row of expert first_expert + e, and
+ * returns the number of rows in all; CTA 0 writes counts and offsets. */
+__device__ inline int32_t sum_counts(const Sort &s, int32_t span, int32_t first_expert,
+                                     int32_t *row_of_span) {
     using Scan = cub::BlockScan<int32_t, THREADS, cub::BLOCK_SCAN_WARP_SCANS>;
     __shared__ typename Scan::TempStorage storage;
     __shared__ int32_t rows[THREADS],
-        earlier[THREADS]; /* of an expert: in all, and of the blocks before this one */
+        earlier[THREADS]; /* of an expert: in all, and of the spans before this one */
     int32_t before = 0;   /* rows of the experts before these */
     for (int32_t first = 0; first < s.p.E; first += THREADS) {
         int32_t num = min(THREADS, s.p.E - first), e = first + threadIdx.x, row, total;
         rows[threadIdx.x] = earlier[threadIdx.x] = 0;
         __syncthreads();
-        for (int32_t b = threadIdx.x / 32; b < s.blocks; b += WARPS) { /* a warp has whole blocks */
-            const int32_t *counts = s.block_counts + (int64_t)b * s.p.E + first;
+        /* a warp has whole spans */
+        for (int32_t other = threadIdx.x / 32; other < s.num_spans; other += WARPS) {
+            const int32_t *counts = s.span_counts + (int64_t)other * s.p.E + first;
 #pragma unroll 4
             for (int32_t i = threadIdx.x % 32; i < num; i += 32) {
                 int32_t count = counts[i];
                 if (count) atomicAdd(&rows[i], count);
-                if (count && b < block) atomicAdd(&earlier[i], count);
+                if (count && other < span) atomicAdd(&earlier[i], count);
             }
         }
         __syncthreads();
         Scan(storage).ExclusiveSum(rows[threadIdx.x], row, total);
         row += before;
         before += total;
-        if (e >= first_expert && e < min(s.p.E, first_expert + EXPERTS))
-            row_of_block[e - first_expert] = row + earlier[threadIdx.x];
+        if (e >= first_expert && e < min(s.p.E, first_expert + EXPERTS_PER_CTA))
+            row_of_span[e - first_expert] = row + earlier[threadIdx.x];
         if (blockIdx.x == 0 && e < s.p.E) {
             s.p.counts[e] = rows[threadIdx.x];
             s.p.offsets[e + 1] = row + rows[threadIdx.x];
@@ -148,49 +150,49 @@ __device__ inline int32_t sum_counts(const Sort &s, int32_t block, int32_t first
 __global__ void __launch_bounds__(THREADS) scatter_kernel(const __grid_constant__ Sort s) {
     extern __shared__ int32_t
         next_row[]; /* [WARPS, num_experts]: counts of a warp's slots, then its next row */
-    __shared__ int32_t row_of_block[EXPERTS];
+    __shared__ int32_t row_of_span[EXPERTS_PER_CTA];
     const FusedMoeRoutePlan &p = s.p;
-    int32_t block = blockIdx.x % s.blocks, first_expert = blockIdx.x / s.blocks * EXPERTS;
-    int32_t num_experts = min(EXPERTS, p.E - first_expert), warp = threadIdx.x / 32;
+    int32_t span = blockIdx.x % s.num_spans, first_expert = blockIdx.x / s.num_spans * EXPERTS_PER_CTA;
+    int32_t num_experts = min(EXPERTS_PER_CTA, p.E - first_expert), warp = threadIdx.x / 32;
     unsigned lane = threadIdx.x % 32, lanes_before = (1u << lane) - 1;
-    int32_t num_rows = sum_counts(s, block, first_expert, row_of_block);
-    if (blockIdx.x == 0) make_schedule(p.schedule, p.offsets + 1, p.E, s.slots);
+    int32_t num_rows = sum_counts(s, span, first_expert, row_of_span);
+    if (blockIdx.x == 0) make_schedule(p.schedule, p.offsets + 1, p.E, s.num_slots);
 
-    int64_t end = min((block + 1) * s.span, s.slots);
-    for (int64_t chunk = block * s.span; chunk < end; chunk += CHUNK_SLOTS) {
+    int64_t end = min((span + 1) * s.span_slots, s.num_slots);
+    for (int64_t pass = span * s.span_slots; pass < end; pass += PASS_SLOTS) {
         for (int32_t i = threadIdx.x; i < WARPS * num_experts; i += THREADS) next_row[i] = 0;
         __syncthreads();
 
         /* slots of a warp are consecutive, so ranks follow from lanes, rounds and warps in that order */
-        int32_t *mine = next_row + warp * num_experts;
-        int64_t first_slot = chunk + warp * 32 * ROUNDS + lane;
+        int32_t *warp_rows = next_row + warp * num_experts;
+        int64_t first_slot = pass + warp * 32 * ROUNDS + lane;
         int expert[ROUNDS];
         unsigned peers[ROUNDS]; /* lanes with the same expert */
 #pragma unroll
         for (int i = 0; i < ROUNDS; i++) {
             expert[i] = expert_of(s, first_slot + 32 * i, end, first_expert);
             peers[i] = __match_any_sync(~0u, expert[i]);
-            if (expert[i] >= 0 && !(peers[i] & lanes_before)) mine[expert[i]] += __popc(peers[i]);
+            if (expert[i] >= 0 && !(peers[i] & lanes_before)) warp_rows[expert[i]] += __popc(peers[i]);
             __syncwarp();
         }
         __syncthreads();
         for (int32_t e = threadIdx.x; e < num_experts; e += THREADS) {
-            int32_t row = row_of_block[e];
+            int32_t row = row_of_span[e];
             for (int w = 0; w < WARPS; w++) {
                 int32_t count = next_row[w * num_experts + e];
                 next_row[w * num_experts + e] = row;
                 row += count;
             }
-            row_of_block[e] = row;
+            row_of_span[e] = row;
         }
         __syncthreads();
 #pragma unroll
         for (int i = 0; i < ROUNDS; i++) {
             int64_t slot = first_slot + 32 * i;
             int e = expert[i];
-            int32_t row = e >= 0 ? mine[e] + __popc(peers[i] & lanes_before) : -1;
+            int32_t row = e >= 0 ? warp_rows[e] + __popc(peers[i] & lanes_before) : -1;
             __syncwarp();
-            if (e >= 0 && !(peers[i] & lanes_before)) mine[e] += __popc(peers[i]);
+            if (e >= 0 && !(peers[i] & lanes_before)) warp_rows[e] += __popc(peers[i]);
             __syncwarp();
             if (e >= 0) {
                 p.token_row[slot] = row;
@@ -223,10 +225,10 @@ int check_offsets(const int32_t **offs, const int32_t **schedule, int32_t E, int
     return launch(schedule_kernel, s, 1, SCHEDULE_THREADS, 0, stream);
 }
 
-/* As many blocks as SMs at most: each reads every block's counts. */
-static int32_t sort_blocks(const FusedMoeRoutePlan &p) {
-    int64_t blocks = ceil_div(p.T * p.K, CHUNK_SLOTS), sms = current_device().num_sms;
-    return (int32_t)(blocks < sms ? blocks : sms);
+/* As many spans as SMs at most: each CTA reads every span's counts. */
+static int32_t num_spans_of(const FusedMoeRoutePlan &p) {
+    int64_t spans = ceil_div(p.T * p.K, PASS_SLOTS), sms = current_device().num_sms;
+    return (int32_t)(spans < sms ? spans : sms);
 }
 
 } // namespace fused_moe
@@ -234,12 +236,12 @@ static int32_t sort_blocks(const FusedMoeRoutePlan &p) {
 using namespace fused_moe;
 
 extern "C" size_t fused_moe_cuda_route_plan_workspace(const FusedMoeRoutePlan *p) {
-    return p->E * (size_t)sort_blocks(*p) * sizeof(int32_t);
+    return p->E * (size_t)num_spans_of(*p) * sizeof(int32_t);
 }
 
 extern "C" int fused_moe_cuda_route_plan(const FusedMoeRoutePlan *p, void *stream) {
-    int32_t blocks = sort_blocks(*p);
-    if (!blocks) { /* no slots: no rows of any expert */
+    int32_t num_spans = num_spans_of(*p);
+    if (!num_spans) { /* no slots: no rows of any expert */
         Schedule none = {};
         none.counts_out = p->counts;
         none.offs = p->offsets + 1;
@@ -248,11 +250,11 @@ extern "C" int fused_moe_cuda_route_plan(const FusedMoeRoutePlan *p, void *strea
         none.leading_zero = true;
         return launch(schedule_kernel, none, 1, SCHEDULE_THREADS, 0, stream);
     }
-    int64_t slots = p->T * p->K;
-    Sort s = {*p, (int32_t *)p->workspace, slots, ceil_div(slots, blocks), blocks};
-    int64_t grid = blocks * ceil_div(p->E, EXPERTS);
+    int64_t num_slots = p->T * p->K;
+    Sort s = {*p, (int32_t *)p->workspace, num_slots, ceil_div(num_slots, num_spans), num_spans};
+    int64_t grid = num_spans * ceil_div(p->E, EXPERTS_PER_CTA);
     int status = launch(count_kernel, s, grid, THREADS, 0, stream);
-    size_t shared = WARPS * (size_t)(p->E < EXPERTS ? p->E : EXPERTS) * sizeof(int32_t);
+    size_t shared = WARPS * (size_t)(p->E < EXPERTS_PER_CTA ? p->E : EXPERTS_PER_CTA) * sizeof(int32_t);
     return status == FUSED_MOE_OK ? launch(scatter_kernel, s, grid, THREADS, shared, stream) : status;
 }
 

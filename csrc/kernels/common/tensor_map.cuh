@@ -12,11 +12,19 @@
 
 namespace fused_moe {
 
-/* Bytes of the contiguous dimension in one row of a swizzled box, and elements of k in a k-tile, which is as
- * wide. */
+/* The contiguous dimension's extent in one row of a swizzled box. */
 constexpr int SWIZZLE_BYTES = 128;
 template <typename T>
-constexpr int K_TILE = SWIZZLE_BYTES / sizeof(T);
+constexpr int SWIZZLE_ELEMENTS = SWIZZLE_BYTES / sizeof(T);
+
+/* Shared address of 16-byte chunk `chunk` of row `row` of the swizzled box at `box`, a multiple of 1024. */
+__device__ inline uint32_t swizzled(uint32_t box, int row, int chunk) {
+    return box + SWIZZLE_BYTES * row + 16 * (chunk ^ row % 8);
+}
+
+/* Elements of k in a k-tile: a K-major one is one box wide. */
+template <typename T>
+constexpr int K_TILE = SWIZZLE_ELEMENTS<T>;
 
 /* Rows of M or N in a subtile: the unit of swizzled shared memory, loads, stores and descriptors. */
 constexpr int SUBTILE = 64, SUBTILE_BYTES = SUBTILE * SWIZZLE_BYTES;
@@ -43,19 +51,20 @@ template <typename T>
 int matrix_map(CUtensorMap *map, const T *data, int64_t rows, int64_t width, int64_t pitch, int box_rows) {
     const uint64_t sizes[] = {(uint64_t)width, (uint64_t)(rows > 0 ? rows : 1)};
     const uint64_t strides[] = {pitch * sizeof(T)};
-    const uint32_t box[] = {K_TILE<T>, (uint32_t)box_rows};
+    const uint32_t box[] = {SWIZZLE_ELEMENTS<T>, (uint32_t)box_rows};
     return encode_tensor_map(map, map_dtype(T()), 2, data, sizes, strides, box);
 }
 
 /* Ragged maps: static maps for stores that end at any row. Dimension 1 counts box_rows rows, dimension 2
  * shifts them: with coordinates (column, box_rows - n, r + n) a box is stored from row r on, and TMA drops
- * what is past its first n <= box_rows rows. The base is box_rows rows before the matrix, but no address
- * before the matrix is formed. For stores only: loads would wrap. */
+ * what is past its first n <= box_rows rows. The base is box_rows rows before the matrix, and no store's
+ * coordinates select an element before it. For stores only: loads through such maps read illegal addresses
+ * (docs/lab/backward.md). */
 template <typename T>
 int ragged_map(CUtensorMap *map, const T *data, int64_t rows, int64_t width, int64_t pitch, int box_rows) {
     const uint64_t sizes[] = {(uint64_t)width, (uint64_t)box_rows, (uint64_t)rows + 1};
     const uint64_t strides[] = {pitch * sizeof(T), pitch * sizeof(T)};
-    const uint32_t box[] = {K_TILE<T>, (uint32_t)box_rows, 1};
+    const uint32_t box[] = {SWIZZLE_ELEMENTS<T>, (uint32_t)box_rows, 1};
     return encode_tensor_map(map, map_dtype(T()), 3, data - box_rows * pitch, sizes, strides, box);
 }
 
@@ -66,12 +75,12 @@ int ragged_halves_map(CUtensorMap *map, const T *data, int64_t rows, int64_t wid
     const int64_t pitch = 2 * width;
     const uint64_t sizes[] = {(uint64_t)width, (uint64_t)box_rows, (uint64_t)rows + 1, 2};
     const uint64_t strides[] = {pitch * sizeof(T), pitch * sizeof(T), width * sizeof(T)};
-    const uint32_t box[] = {K_TILE<T>, (uint32_t)box_rows, 1, 2};
+    const uint32_t box[] = {SWIZZLE_ELEMENTS<T>, (uint32_t)box_rows, 1, 2};
     return encode_tensor_map(map, map_dtype(T()), 4, data - box_rows * pitch, sizes, strides, box);
 }
 
-/* Weight (E, N, k), or (E, M, k) where it is A. Major::K: boxes of two subtiles of N, coordinates (k, n,
- * expert). Major::MN: boxes of one, coordinates (n, k, expert). */
+/* Weight (E, N, k). Major::K: boxes of two subtiles of N, coordinates (k, n, expert). Major::MN: boxes of
+ * one, coordinates (n, k, expert). */
 template <typename T>
 int weight_map(CUtensorMap *map, const FusedMoeWeight &w, Major major, int64_t stride_n, int64_t stride_k,
                int32_t E, int64_t N, int64_t k) {
@@ -79,7 +88,7 @@ int weight_map(CUtensorMap *map, const FusedMoeWeight &w, Major major, int64_t s
     const uint64_t sizes[] = {(uint64_t)(k_major ? k : N), (uint64_t)(k_major ? N : k), (uint64_t)E};
     const uint64_t strides[] = {(k_major ? stride_n : stride_k) * sizeof(T),
                                 (E > 1 ? w.stride_expert : CHUNK) * sizeof(T)};
-    const uint32_t box[] = {K_TILE<T>, (uint32_t)(k_major ? 2 * SUBTILE : K_TILE<T>), 1};
+    const uint32_t box[] = {SWIZZLE_ELEMENTS<T>, (uint32_t)(k_major ? 2 * SUBTILE : K_TILE<T>), 1};
     return encode_tensor_map(map, map_dtype(T()), 3, w.data, sizes, strides, box);
 }
 

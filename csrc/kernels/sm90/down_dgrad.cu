@@ -12,7 +12,7 @@
  *
  *   consumer 1   |k 0|k 1| ... |store |k 0|k 1| ... of the next tile
  *   consumer 2   |k 0|k 1| ... |store |k 0|k 1| ...
- *   epilogue     the last tile        |rows of consumer 1 |rows of consumer 2
+ *   epilogue     the previous tile    |rows of consumer 1 |rows of consumer 2
  *
  * The price is one stage of four, and wgmma of N = 128: with 512 threads ptxas has no registers for 256.
  * Skinny experts are ordinary tiles here: whatever the rows, their weight has to be loaded. */
@@ -51,10 +51,8 @@ template <typename T, Major B_MAJOR>
 struct DownDgradConfig : GemmConfig<T, B_MAJOR, true> {
     using Base = GemmConfig<T, B_MAJOR, true>;
     static constexpr int STAGES = 3, WGMMA_N = 128, THREADS = 128 * 4, EPILOGUE_WARPS = 4;
-    static constexpr int CONSUMER_REGISTERS = 160, EPILOGUE_REGISTERS = 120; /* of 512 x 128 */
-    static constexpr int STAGING_BYTES = 4 * SUBTILE_BYTES;                  /* g of 64 rows */
-    static_assert(Base::PRODUCER_REGISTERS + 2 * CONSUMER_REGISTERS + EPILOGUE_REGISTERS <= 4 * 128,
-                  "setmaxnreg would wait forever");
+    static constexpr int CONSUMER_REGISTERS = 160, EPILOGUE_REGISTERS = 120;
+    static constexpr int STAGING_BYTES = 4 * SUBTILE_BYTES; /* g of 64 rows */
     using Queue = TileQueue<WorkTile, Base::CONSUMER_WARPS + Base::LOAD_WARPS + EPILOGUE_WARPS, Base::BM>;
     using Pipeline = PipelineState<STAGES>;
 };
@@ -90,8 +88,8 @@ __device__ inline float score_of(const EpilogueOperands &p, const WorkTile &tile
     return (uint64_t)slot < (uint64_t)p.num_slots ? __ldg(p.scores + slot) : 0;
 }
 
-/* One epilogue warp: four rows at a time, one chunk per lane of each of their subtiles. A lane's chunks of h
- * are in flight since it had the same subtile of the four rows before. */
+/* One epilogue warp: four rows at a time, eight lanes per row, one chunk per lane and subtile. Each lane
+ * prefetches its chunks of h by cp.async, four rows ahead. */
 template <class Config, FusedMoeLayout layout, typename Act>
 __device__ inline void run_epilogue(EpilogueOperands p, DownDgradShared<Config> &s, int warp, Act act) {
     using T = typename Config::T;
@@ -124,8 +122,7 @@ __device__ inline void run_epilogue(EpilogueOperands p, DownDgradShared<Config> 
             int wg = quad / 4, row_step = quad % 4 < 3 ? 4 : SUBTILE - 12; /* to the next four rows */
             if (quad % 4 == 0) mbarrier_wait(shared_address(&s.accumulators_full[wg][warp]), phase);
             int g_row = 16 * warp + 4 * (quad % 4) + lane / 8;
-            uint32_t g_chunk =
-                shared_address(s.staging[wg]) + SWIZZLE_BYTES * g_row + 16 * (lane % 8 ^ g_row % 8);
+            uint32_t g_chunk = swizzled(shared_address(s.staging[wg]), g_row, lane % 8);
             float score = __shfl_sync(~0u, lane_score, 4 * quad + lane / 8), dot = 0;
             h += row_step * p.H, h_second += row_step * p.H;
 #pragma unroll
@@ -249,7 +246,7 @@ int launch(const FusedMoeDownDgrad &p, void *stream) {
     gemm.T = rows.T;
     gemm.k = (int32_t)p.D;
     gemm.num_k_tiles[0] = (int32_t)ceil_div(p.D, K_TILE<T>);
-    gemm.tiles = tile_source(rows.offs, rows.schedule, rows.R, rows.E, p.F, TILE_N, p.workspace);
+    gemm.tiles = tile_source(rows.offs, rows.schedule, rows.R, rows.E, p.F, TILE_N, p.workspace.counters);
     gemm.tiles.last_is_half_n = (p.F - 1) % TILE_N < TILE_N / 2;
     gemm.tiles.swaps_skinny = false;
     int status =

@@ -1,8 +1,9 @@
-/* Grouped GEMM for Hopper: D[r,:] = A[r,:] B[e(r)]^T. Persistent, warp-specialised, one CTA per SM, 128x256x64.
+/* Grouped GEMM for Hopper: D[r,:] = A[r,:] B[e(r)]^T. Persistent, warp-specialised, one CTA per SM, tiles of
+ * 128x256x64.
  *
  * Roles (384 threads; down_dgrad adds an epilogue warpgroup)
- *   warpgroup 0     producer: warp 3 fetches work tiles; warp 0 loads A and B by TMA, or warps 0-2 gather A by
- *                   cp.async and warp 0 loads B
+ *   warpgroup 0     producer: warp 3 fetches work tiles; warp 0 loads A and B by TMA, or warps 0-2 gather A
+ *                   by cp.async and warp 0 loads B
  *   warpgroups 1-2  consumers: wgmma m64n256k16 on 64 rows each, then the epilogue
  * Pipelines                                    full: arrivals                     empty: arrivals
  *   k-tile stage x4  (producer -> consumers)   1 + TMA bytes, +96 with a gather   8: one per consumer warp
@@ -14,12 +15,14 @@
  *   consumer 2        |k 0   |k 1   |k 2   |...        |hold |k 0                  |k 1 ..
  *   stores                                                   |subtile 0            |subtile 1 ..
  *
- * Overlapped epilogue (grouped_mm, wgrad): hold() rounds the accumulators into registers, and each of the
- * first k-tiles of the NEXT work tile stores one 64-column subtile while its MMAs run. Only the rounding
- * stands between two tiles, even where a tile has few k-tiles, so one schedule serves every shape, and there
- * is no choice of ping-pong or cooperative. up_gate stores at once: h and a leave no registers to hold. A
- * consumer waits for each k-tile's own MMAs: the other consumer's are in flight, and keeping a stage longer
- * costs more.
+ * Overlapped epilogue (grouped_mm, and wgrad where dw has a's dtype): hold() rounds the accumulators into
+ * registers, and each of the first k-tiles of the NEXT work tile stores one 64-column subtile while its MMAs
+ * run. Only the rounding stands between two tiles, even where a tile has few k-tiles, so one schedule serves
+ * every shape, and there is no choice of ping-pong or cooperative. up_gate, and wgrad in f32, store at once:
+ * there are no registers to hold h and a, or unrounded accumulators.
+ *
+ * A consumer waits for a k-tile's MMAs before it releases the stage, not one k-tile later. Meanwhile the
+ * other consumer's MMAs keep the tensor cores busy, and holding a stage longer costs more.
  *
  * Which CTA computes which tile matters more than anything in the main loop: neighbouring CTAs in lockstep
  * read shared rows and columns once from L2 (schedule.h). So all full tiles last equally long: both consumers
@@ -56,8 +59,12 @@ typedef struct {
     TileSource tiles;
 } Gemm;
 
-/* Rows of a box of A in a tile that lacks rows. */
+/* Rows of a box of A in a tile that lacks rows: load_a. */
 constexpr int TAIL_ROWS = 16;
+
+/* Registers of a thread at launch: an SM has 64 Ki, a thread gets a multiple of eight. */
+template <int threads>
+constexpr int LAUNCH_REGISTERS = 64 * 1024 / threads / 8 * 8;
 
 /* Named barriers beside barrier 0, which is __syncthreads'. */
 enum NamedBarrier { WARPGROUP_BARRIER = 1 }; /* + the consumer warpgroup's number */
@@ -72,11 +79,10 @@ struct GemmConfig {
     static constexpr int BM = SUBTILE * CONSUMERS, BN = 256, STAGES = 4, WGMMA_N = BN;
     static constexpr int THREADS = 128 * (1 + CONSUMERS), CONSUMER_WARPS = 4 * CONSUMERS;
     static constexpr int LOAD_WARPS = GATHER ? 3 : 1;
-    /* Of 384 x 168 at launch: setmaxnreg takes registers from the producer for the consumers. */
+    /* Of a thread after setmaxnreg, which takes registers from the producer for the consumers. */
     static constexpr int PRODUCER_REGISTERS = GATHER ? 72 : 40;
     static constexpr int CONSUMER_REGISTERS = GATHER ? 216 : 232;
-    static_assert(PRODUCER_REGISTERS + CONSUMERS * CONSUMER_REGISTERS <= 3 * 168,
-                  "setmaxnreg would wait forever");
+    static constexpr int EPILOGUE_REGISTERS = 0;        /* there is no epilogue warpgroup */
     static constexpr int STAGING_BYTES = Writer::BYTES; /* of a warpgroup */
     using Queue = TileQueue<WorkTile, CONSUMER_WARPS + LOAD_WARPS, GATHER ? BM : 0>;
     using Pipeline = PipelineState<STAGES>;
@@ -127,7 +133,8 @@ __device__ inline void fetch_gemm_tiles(const Gemm &p, Queue &queue) {
     fetch_tiles(p.tiles, queue, num_tiles, decode, token_of, [](WorkTile &) {});
 }
 
-/* epilogue.hold(d, tile, wg, writer) takes the 64 rows of accumulators of consumer wg.
+/* epilogue.hold(d, tile, wg, writer) takes the 64 rows of accumulators of consumer wg. It holds them for the
+ * next tile's main loop, or stores them at once, where SUBTILES is 0.
  * epilogue.store_subtile<i>(writer), for i < SUBTILES, and flush(writer) store what it holds.
  * epilogue.store_swapped(d, tile, wg, warp, writer) stores what run_mainloop_swapped left: warp w of 4 has
  * output columns 16 w to 16 w + 15 of each of its warpgroup's two subtiles. HALF_N: there are half-N
@@ -152,9 +159,11 @@ __device__ inline void persistent_gemm(const Gemm &p, Epilogue epilogue) {
         typename Epilogue::Writer writer(shared_address(s.staging[wg]), WARPGROUP_BARRIER + wg, warp % 4);
         auto store_subtile = [&](auto i) { epilogue.template store_subtile<i.value>(writer); };
         for (WorkTile tile = reader.next(); tile.expert >= 0; tile = reader.next()) {
-            /* the last tile's subtiles that this tile's k-tiles have no room for */
+            /* the previous tile's subtiles that this tile's k-tiles have no room for */
             if (tile.skinny || num_k_tiles < Epilogue::SUBTILES) epilogue.flush(writer);
             if (tile.skinny) {
+                /* Two of B's four subtiles. With gate_up 0 and 1 are gates, 2 and 3 their ups: a consumer
+                 * computes act(gate) up, so it has a gate and its up. */
                 int first = p.gate_up ? wg : 2 * wg, second = p.gate_up ? wg + 2 : 2 * wg + 1;
                 auto run_swapped = [&](auto tokens) {
                     float d[tokens.value];
@@ -188,6 +197,10 @@ template <class Config>
 __device__ inline Shared<Config> &prologue() {
     extern __shared__ __align__(1024) uint8_t memory[];
     auto &s = *reinterpret_cast<Shared<Config> *>(memory);
+    static_assert(Config::PRODUCER_REGISTERS + Config::CONSUMERS * Config::CONSUMER_REGISTERS +
+                          Config::EPILOGUE_REGISTERS <=
+                      Config::THREADS / 128 * LAUNCH_REGISTERS<Config::THREADS>,
+                  "setmaxnreg would wait forever");
     if (threadIdx.x == 0) {
         for (int i = 0; i < Config::STAGES; i++) {
             /* TMA's bytes with the thread that expects them, and every gathering thread */
@@ -213,8 +226,8 @@ __device__ inline int bytes_of_b(const WorkTile &tile) {
 template <class Config>
 __device__ inline void load_b(const Gemm &p, uint32_t dst, uint32_t full, int part, int k_tile,
                               const WorkTile &tile) {
-    int k = K_TILE<typename Config::T> * k_tile;
-    for (int half = 0; half <= !tile.half_n; half++, dst += 2 * SUBTILE_BYTES) {
+    int k = K_TILE<typename Config::T> * k_tile, halves = tile.half_n ? 1 : 2;
+    for (int half = 0; half < halves; half++, dst += 2 * SUBTILE_BYTES) {
         const CUtensorMap *map = &p.b[p.gate_up ? half : part];
         int n = tile.first_column + (p.gate_up ? 0 : 2 * SUBTILE * half);
         if constexpr (Config::B_MAJOR == Major::K) {
@@ -226,8 +239,10 @@ __device__ inline void load_b(const Gemm &p, uint32_t dst, uint32_t full, int pa
     }
 }
 
-/* A of one k-tile: the rows of `subtiles` subtiles. Rows that the tile lacks are zeros, from outside the matrix:
- * arithmetic on zeros takes less power than on another expert's rows. One thread calls it. */
+/* A of one k-tile: the rows of `subtiles` subtiles. A tile that lacks rows loads them in boxes of TAIL_ROWS.
+ * Boxes past its last row are zeros, from outside the matrix: arithmetic on zeros takes less power than on
+ * another expert's rows. The box of its last row has up to 15 rows of the next expert, and the stores drop
+ * what comes of them. One thread calls it. */
 __device__ inline void load_a(const Gemm &p, uint32_t dst, uint32_t full, int part, int k, int subtiles,
                               const WorkTile &tile) {
     int rows = SUBTILE * subtiles;
@@ -266,7 +281,7 @@ __device__ inline void load_tma(const Gemm &p, Shared<Config> &s) {
 }
 
 /* Three warps gather A: thread i copies chunk i % 8 of rows i / 8, i / 8 + 12, ...; warp 0 loads B by TMA.
- * Rows that the tile lacks are zeros: see load_a. */
+ * All rows that the tile lacks are zeros; load_a says why. */
 template <class Config>
 __device__ inline void load_gather(const Gemm &p, Shared<Config> &s) {
     using T = typename Config::T;
@@ -274,11 +289,8 @@ __device__ inline void load_gather(const Gemm &p, Shared<Config> &s) {
     constexpr int ROW_STEP = 4 * Config::LOAD_WARPS, ROWS = (Config::BM + ROW_STEP - 1) / ROW_STEP;
     int chunk = threadIdx.x % 8, first = threadIdx.x / 8;
     bool loads_b = __shfl_sync(~0u, threadIdx.x / 32, 0) == 0;
-    uint32_t swizzled[2]; /* rows 12 apart alternate between two swizzles */
-    for (int i = 0; i < 2; i++) {
-        int row = first + ROW_STEP * i;
-        swizzled[i] = SWIZZLE_BYTES * row + CHUNK_BYTES * (chunk ^ row % 8);
-    }
+    uint32_t offset[2]; /* rows 12 apart alternate between two swizzles */
+    for (int i = 0; i < 2; i++) offset[i] = swizzled(0, first + ROW_STEP * i, chunk);
     TileReader<typename Config::Queue> reader(s.queue);
     typename Config::Pipeline pipe;
     for (;;) {
@@ -305,7 +317,7 @@ __device__ inline void load_gather(const Gemm &p, Shared<Config> &s) {
 #pragma unroll
             for (int i = 0; i < ROWS; i++) {
                 if ((i + 1) * ROW_STEP <= Config::BM || first + ROW_STEP * i < Config::BM)
-                    cp_async(a + swizzled[i % 2] + i / 2 * 2 * ROW_STEP * SWIZZLE_BYTES, source[i],
+                    cp_async(a + offset[i % 2] + i / 2 * 2 * ROW_STEP * SWIZZLE_BYTES, source[i],
                              inside && i < rows);
                 source[i] += SWIZZLE_BYTES;
             }
@@ -380,9 +392,9 @@ __device__ inline void run_mainloop(float *d, Shared<Config> &s, typename Config
     for_each_k_tile<Config, SUBTILES>(s, pipe, num_k_tiles, issue, meanwhile);
 }
 
-/* A skinny expert with swapped operands, so that no arithmetic goes into rows that do not exist: 64 output
- * columns are wgmma's M, the expert's rows, TOKENS at most, its N. A consumer has two subtiles of output
- * columns: the accumulators of the first are d[0 .. TOKENS / 2), of the second those after it. */
+/* A skinny expert by swap-AB: 64 output columns are wgmma's M, and the expert's rows are its N, padded to
+ * TOKENS = 8, 32 or 64 instead of to 128. A consumer has two subtiles of output columns: the accumulators of
+ * the first are d[0 .. TOKENS / 2), of the second those after it. */
 template <class Config, int TOKENS>
 __device__ inline void run_mainloop_swapped(float (&d)[TOKENS], Shared<Config> &s,
                                             typename Config::Pipeline &pipe, int num_k_tiles,

@@ -27,8 +27,8 @@ __device__ inline void fill_subtile(uint32_t subtile, int row, const uint32_t (&
     row += lane % 16;
 #pragma unroll
     for (int j = 0; j < 4; j++) /* 16 rows of chunks 2 j and 2 j + 1, swizzled */
-        stmatrix_x4(subtile + SWIZZLE_BYTES * row + 16 * ((2 * j + chunk) ^ row % 8), words[4 * j],
-                    words[4 * j + 1], words[4 * j + 2], words[4 * j + 3]);
+        stmatrix_x4(swizzled(subtile, row, 2 * j + chunk), words[4 * j], words[4 * j + 1], words[4 * j + 2],
+                    words[4 * j + 3]);
 }
 
 /* What both writers have: a warp's part of its warpgroup's staging buffer, and stores of swapped

@@ -1,7 +1,8 @@
 /* grouped_mm on Hopper: out[r] = sum_i a[r, part i] b[i][e(r)]^T + bias[e(r)].
  *
- * Roles, pipelines and timeline are engine.cuh's. Forward (weights with k contiguous) and the gradient of the
- * rows (N contiguous) differ in B's boxes alone; up_dgrad's two parts are two runs of k in one accumulator.
+ * Roles, pipelines and timeline are engine.cuh's. Forward reads K-major weights, the gradient of the rows
+ * MN-major ones; where weights are transposed in memory it is the other way round. up_dgrad's two parts are
+ * two runs of k in one accumulator.
  * The epilogue is overlapped: accumulators are rounded into 64 registers and stored under the next tile's
  * k-tiles. */
 #include "engine.cuh"
@@ -27,7 +28,7 @@ struct Epilogue {
     static constexpr int SUBTILES = 4;
     static constexpr bool HALF_N = true;
     const GroupedMM &p;
-    /* What is held of the last tile: rounded subtiles, of columns [column, end). end 0: nothing. */
+    /* What is held of the previous tile: rounded subtiles, of columns [column, end). end 0: nothing. */
     uint32_t words[SUBTILES][16];
     int row, num_rows, column, end;
 
@@ -37,6 +38,7 @@ struct Epilogue {
         column = tile.first_column;
         end = tile.half_n ? min(p.M, column + 2 * SUBTILE) : p.M;
         if (num_rows <= 0) end = 0;
+        /* of a half-N tile, subtiles 2 and 3 were never computed: `end` drops them */
 #pragma unroll
         for (int i = 0; i < SUBTILES; i++) {
             if (bias) add_bias(&d[32 * i], bias, column + i * SUBTILE, p.M);
@@ -102,10 +104,10 @@ int launch(const FusedMoeGroupedMM &p, void *stream) {
                                    p.E, p.M, p.N[i]);
         gemm.num_k_tiles[i] = (int32_t)ceil_div(p.N[i], K_TILE<T>);
     }
-    tiles = tile_source(p.offs, p.schedule, p.R, p.E, p.M, Config::BN, p.workspace);
+    tiles = tile_source(p.offs, p.schedule, p.R, p.E, p.M, Config::BN, p.workspace.counters);
     tiles.last_is_half_n = (p.M - 1) % Config::BN < Config::BN / 2;
     /* where an N tile is half as wide already, the last wave is not split */
-    if (!tiles.last_is_half_n && tiles.swaps_skinny) tiles.order.split_last_wave = num_ctas();
+    if (!tiles.last_is_half_n && !schedule_override().no_tails) tiles.order.split_last_wave = num_ctas();
     if (status == FUSED_MOE_OK)
         status = ragged_map(&q.out_map, (const T *)p.out, p.R, p.M, p.M, WarpgroupWriter::ROWS);
     if (status != FUSED_MOE_OK) return status;

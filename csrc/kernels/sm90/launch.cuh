@@ -19,7 +19,7 @@ inline int num_ctas() {
 
 /* Row tiles and N tiles of a GEMM: `columns` output columns in tiles of tile_n. */
 inline TileSource tile_source(const int32_t *offs, const int32_t *schedule, int64_t R, int32_t E,
-                              int64_t columns, int tile_n, const FusedMoeWorkspace &workspace) {
+                              int64_t columns, int tile_n, uint32_t *counters) {
     const ScheduleOverride &asked = schedule_override();
     TileSource source = {};
     source.offs = offs;
@@ -31,8 +31,7 @@ inline TileSource tile_source(const int32_t *offs, const int32_t *schedule, int6
     source.order = fused_moe_default_order((int32_t)ceil_div(columns, tile_n), 0);
     if (asked.group) source.order.group = asked.group;
     if (asked.no_interleave) source.order.interleave = 0;
-    source.maps = (CUtensorMap *)workspace.data;
-    source.counters = workspace.counters;
+    source.counters = counters;
     return source;
 }
 
@@ -41,7 +40,8 @@ inline size_t map_bytes(int num_maps) {
     return (size_t)num_ctas() * MAP_SLOTS * num_maps * sizeof(CUtensorMap);
 }
 
-/* Launches a persistent kernel. By PDL its prologue overlaps the last CTAs' exit of the kernel before it. */
+/* Launches a persistent kernel by PDL. No kernel executes griddepcontrol.launch_dependents, so the trigger is
+ * each CTA's exit: the prologue overlaps the end of the kernel before it. */
 template <class Config, class Memory, auto kernel, typename Params>
 int launch_persistent(const Params &p, void *stream) {
     constexpr size_t bytes = sizeof(Memory);
@@ -76,7 +76,7 @@ int with_half(FusedMoeDtype dtype, Fn fn) {
     return dtype == FUSED_MOE_BF16 ? fn(__nv_bfloat16()) : fn(__half());
 }
 
-/* --- which calls the tier takes: TMA reads 16-byte aligned rows and multiples of 16 bytes as strides ------ */
+/* --- which calls the tier takes: TMA needs 16-byte aligned rows, strides of multiples of 16 bytes ------- */
 
 inline bool is_16_bit(FusedMoeDtype dtype) {
     return dtype == FUSED_MOE_BF16 || dtype == FUSED_MOE_F16;

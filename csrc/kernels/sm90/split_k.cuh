@@ -4,8 +4,8 @@
  * reads all slices and adds them in their order, whichever it is, so the bits are the same in every run. A
  * warpgroup's 64 rows are on their own: they have a semaphore and memory of their own.
  *
- * Semaphores are zeros again for the next call. The last warpgroup of the grid sees to it, not the tile's last
- * arriver: in a plan that is wrong, a tile may have slices that never arrive, or too many. */
+ * Semaphores are zeros again for the next call. The last warpgroup of the grid sees to it, not the tile's
+ * last arriver: in a plan that is wrong, a tile may have slices that never arrive, or too many. */
 #pragma once
 
 #include "ptx.cuh"
@@ -47,7 +47,8 @@ __device__ inline bool reduce_slices(float (&d)[128], int slice, int num_slices,
 /* A warpgroup calls it after its last tile, one of `warpgroups`. */
 __device__ inline void reset_semaphores(uint32_t *finished, uint32_t warpgroups, uint32_t *semaphores,
                                         int num_semaphores) {
-    if (threadIdx.x % 128 >= 32) return; /* the first warp's first lane has done its warpgroup's counting */
+    /* Thread 0 did its warpgroup's atomicAdds, and its atomicInc comes after them: no barrier is needed. */
+    if (threadIdx.x % 128 >= 32) return;
     int lane = threadIdx.x % 32;
     uint32_t before = 0;
     __threadfence();

@@ -4,11 +4,11 @@
  * round-robin, then work stealing), decodes it with a vote over the experts' prefix, and publishes the tile
  * through a queue in shared memory. Which CTA computes a tile changes nothing in its result.
  *
- * Tensor maps on the device (wgrad). A load past the expert's last row must give zeros, so its map's row extent
- * is the expert's. The fetching warp edits a template's address and row count in shared memory when the expert
- * changes, copies it to the CTA's next slot in global memory with release to the tensormap proxy, and acquires
- * it there; the warps that use the slot synchronise with it through the queue. Stores past the last row are
- * dropped by ragged maps instead (tensor_map.cuh): device-built ones cost up to 3% there. */
+ * Tensor maps on the device (wgrad). A load past the expert's last row must give zeros, so its map's row
+ * extent is the expert's. The fetching warp edits a template's address and row count in shared memory when
+ * the expert changes, copies it to the CTA's next slot in global memory with release to the tensormap proxy,
+ * and acquires it there; the warps that use the slot synchronise with it through the queue. Stores past the
+ * last row are dropped by ragged maps instead (tensor_map.cuh): device-built ones cost up to 3% there. */
 #pragma once
 
 #include "../common/schedule.cuh"
@@ -20,8 +20,9 @@ namespace sm90 {
 
 constexpr int QUEUE_DEPTH = 2; /* tiles fetched ahead: more would be kept from idle CTAs */
 constexpr int MAX_MAPS = 2;    /* per-expert tensor maps of a GEMM */
-/* Of a CTA, more than the tiles in flight: when a slot is written again, TMA is done with it. In flight are
- * QUEUE_DEPTH tiles, the one that is loaded and the one that consumers compute. */
+/* Slots of a CTA's per-expert maps. When the map of tile n is written, tile n - 1 is in the queue, so all
+ * readers have read tile n - QUEUE_DEPTH - 1. Consumers read it after the main loop of the tile before it, so
+ * TMA is done with tile n - QUEUE_DEPTH - 2: with QUEUE_DEPTH + 2 slots its slot may be written again. */
 constexpr int MAP_SLOTS = 8;
 static_assert(MAP_SLOTS >= QUEUE_DEPTH + 2, "a map would be edited under TMA");
 
@@ -49,10 +50,10 @@ typedef struct {
     const int32_t *schedule; /* [8+4E] */
     int64_t R;
     int32_t E;
-    int32_t tile_n;      /* output columns of an N tile                            */
-    bool last_is_half_n; /* the last N tile has at most half of them               */
-    bool swaps_skinny;   /* skinny experts are computed with swapped operands      */
-    FusedMoeTileOrder order;
+    int32_t tile_n;          /* output columns of an N tile                            */
+    bool last_is_half_n;     /* the last N tile has at most half of them               */
+    bool swaps_skinny;       /* skinny experts are computed with swapped operands      */
+    FusedMoeTileOrder order; /* not wgrad's, which has its own                         */
     int32_t num_maps;
     GroupedRows rows[MAX_MAPS];
     CUtensorMap *maps;  /* [CTAs, MAP_SLOTS, num_maps] */
@@ -66,8 +67,9 @@ enum {
     FINISHED = FUSED_MOE_MAX_CTAS + 16, /* warpgroups, of a kernel with semaphores */
     SEMAPHORES = FUSED_MOE_MAX_CTAS + 32
 };
-/* split tiles are at most 2 * CTAs, with a first slice and a warpgroup's semaphore each: schedule.h */
-static_assert(SEMAPHORES + 8 * FUSED_MOE_MAX_CTAS <= FUSED_MOE_NUM_COUNTERS, "counters overlap");
+/* Split tiles are at most 2 * CTAs (fused_moe_slices_per_tile), with a semaphore for each of two consumer
+ * warpgroups. */
+static_assert(SEMAPHORES + 4 * FUSED_MOE_MAX_CTAS <= FUSED_MOE_NUM_COUNTERS, "counters overlap");
 
 /* --- the queue ------------------------------------------------------------------------------------------ */
 
@@ -163,8 +165,8 @@ __device__ inline void reset_claims(const TileSource &source) {
     for (uint32_t cta = lane; cta < gridDim.x; cta += 32) source.counters[CLAIMED + cta] = 0;
 }
 
-/* Fetches tiles until there are none. decode(index, tile) fills a tile and returns whether it is to be computed.
- * prepare(tile) runs before the tile is published; token_of(tile, i) is the token of its row i. */
+/* Fetches tiles until there are none. decode(index, tile) fills a tile and returns whether it is to be
+ * computed. prepare(tile) runs before the tile is published; token_of(tile, i) is the token of its row i. */
 template <class Queue, typename Decode, typename TokenOf, typename Prepare>
 __device__ inline void fetch_tiles(const TileSource &source, Queue &queue, uint32_t num_tiles, Decode decode,
                                    TokenOf token_of, Prepare prepare) {

@@ -1,9 +1,9 @@
 /* up_gate on Hopper: h = x[row_token] w1^T | w3^T + b and a = act(gate) up, in one GEMM.
  *
  * Roles and pipelines are engine.cuh's, with A gathered. A tile has 128 hidden columns, 256 columns of h.
- *   GATE_UP      h is gate | up: B is 128 rows of the gate's weight and the 128 of the up's that belong to them,
- *                from two maps (w1 and w3, or the halves of a packed weight). Gate and up are 128 columns apart,
- *                which is 64 elements apart in the registers of one thread.
+ *   GATE_UP      h is gate | up: B is 128 rows of the gate's weight and the 128 of the up's that belong to
+ *                them, from two maps (w1 and w3, or the halves of a packed weight). Gate and up are 128
+ *                columns apart, which is 64 elements apart in the registers of one thread.
  *   INTERLEAVED  B's rows are consecutive: gate and up are neighbouring columns, in one thread too
  *   UNGATED      a tile has 256 hidden columns
  * Nothing is copied: h and a go from registers through the staging buffer to TMA stores, by ragged maps.
@@ -22,8 +22,6 @@ namespace {
 
 enum Columns { GATE_UP, INTERLEAVED, UNGATED };
 
-enum { MAP_A, MAP_H }; /* ragged maps; with GATE_UP h's has two halves */
-
 typedef struct {
     Gemm gemm;
     const void *bias,
@@ -32,7 +30,7 @@ typedef struct {
     void *h, *a; /* [R,H], may be NULL; [R,F] */
     int32_t F, H;
     FusedMoeActivation activation;
-    CUtensorMap maps[2];
+    CUtensorMap a_map, h_map; /* ragged; with GATE_UP h's has two halves */
 } UpGate;
 
 /* 64 columns of which a thread holds columns 4 j + lane % 4 (of two rows: a[2 j], a[2 j + 1]), as a writer
@@ -69,16 +67,14 @@ struct Epilogue {
         int offset = SUBTILE * wg + WarpWriter::ROWS * (threadIdx.x / 32 % 4);
         int rows = min(WarpWriter::ROWS, tile.num_rows - offset), end = tile.first_row + offset + rows;
         auto store_a = [&](uint32_t subtile, int column) {
-            if (rows > 0)
-                cp_async_bulk_tensor_store(&p.maps[MAP_A], subtile, column, WarpWriter::ROWS - rows, end);
+            if (rows > 0) cp_async_bulk_tensor_store(&p.a_map, subtile, column, WarpWriter::ROWS - rows, end);
         };
         auto store_h = [&](uint32_t subtile, int column) {
-            if (rows > 0)
-                cp_async_bulk_tensor_store(&p.maps[MAP_H], subtile, column, WarpWriter::ROWS - rows, end);
+            if (rows > 0) cp_async_bulk_tensor_store(&p.h_map, subtile, column, WarpWriter::ROWS - rows, end);
         };
         auto store_both_halves = [&](uint32_t subtile, int column) {
             if (rows > 0)
-                cp_async_bulk_tensor_store(&p.maps[MAP_H], subtile, column, WarpWriter::ROWS - rows, end, 0);
+                cp_async_bulk_tensor_store(&p.h_map, subtile, column, WarpWriter::ROWS - rows, end, 0);
         };
         if constexpr (columns == GATE_UP) {
             /* TMA drops subtiles past F */
@@ -200,7 +196,8 @@ int launch(const FusedMoeUpGate &p, void *stream) {
     const FusedMoeRowMap &rows = p.row_map;
     const FusedMoeWeight &w1 = p.w1;
     bool halves = p.layout == FUSED_MOE_HALVES;
-    int32_t F = (int32_t)p.F, H = columns == UNGATED ? F : 2 * F, part = columns == GATE_UP ? F : H;
+    int32_t F = (int32_t)p.F, H = columns == UNGATED ? F : 2 * F;
+    int32_t b_rows = columns == GATE_UP ? F : H; /* of a map of B */
     UpGate q = {};
     q.h = p.h;
     q.a = p.a;
@@ -209,7 +206,7 @@ int launch(const FusedMoeUpGate &p, void *stream) {
     q.activation = p.activation;
     q.bias = p.b1;
     q.bias_up = !halves ? p.b3 : p.b1 ? (const T *)p.b1 + F : nullptr;
-    q.bias_stride = halves ? H : part;
+    q.bias_stride = halves ? H : b_rows;
 
     Gemm &gemm = q.gemm;
     gemm.x = p.x;
@@ -221,18 +218,18 @@ int launch(const FusedMoeUpGate &p, void *stream) {
     FusedMoeWeight up = halves ? w1 : p.w3;
     if (halves) up.data = (T *)w1.data + F * w1.stride_out;
     int status =
-        weight_map<T>(&gemm.b[0], w1, Config::B_MAJOR, w1.stride_out, w1.stride_in, rows.E, part, p.D);
+        weight_map<T>(&gemm.b[0], w1, Config::B_MAJOR, w1.stride_out, w1.stride_in, rows.E, b_rows, p.D);
     if (status == FUSED_MOE_OK && columns == GATE_UP)
         status =
-            weight_map<T>(&gemm.b[1], up, Config::B_MAJOR, up.stride_out, up.stride_in, rows.E, part, p.D);
+            weight_map<T>(&gemm.b[1], up, Config::B_MAJOR, up.stride_out, up.stride_in, rows.E, b_rows, p.D);
 
-    gemm.tiles = tile_source(rows.offs, rows.schedule, rows.R, rows.E, part,
-                             columns == GATE_UP ? Config::BN / 2 : Config::BN, p.workspace);
+    gemm.tiles = tile_source(rows.offs, rows.schedule, rows.R, rows.E, b_rows,
+                             columns == GATE_UP ? Config::BN / 2 : Config::BN, p.workspace.counters);
     const T *a = (const T *)p.a, *h = (const T *)p.h;
-    if (status == FUSED_MOE_OK) status = ragged_map(&q.maps[MAP_A], a, rows.R, F, F, WarpWriter::ROWS);
+    if (status == FUSED_MOE_OK) status = ragged_map(&q.a_map, a, rows.R, F, F, WarpWriter::ROWS);
     if (status == FUSED_MOE_OK && h)
-        status = columns == GATE_UP ? ragged_halves_map(&q.maps[MAP_H], h, rows.R, F, WarpWriter::ROWS)
-                                    : ragged_map(&q.maps[MAP_H], h, rows.R, H, H, WarpWriter::ROWS);
+        status = columns == GATE_UP ? ragged_halves_map(&q.h_map, h, rows.R, F, WarpWriter::ROWS)
+                                    : ragged_map(&q.h_map, h, rows.R, H, H, WarpWriter::ROWS);
     if (status != FUSED_MOE_OK) return status;
     return launch_persistent<Config, Shared<Config>, up_gate_kernel<Config, columns>>(q, stream);
 }

@@ -6,7 +6,7 @@
  *                                            d[4j+2], d[4j+3]    row 16 w + l / 4 + 8,  columns n, n + 1
  *
  * An operand consists of subtiles of 64 of M or N by one k-tile, as TMA writes them with the 128-byte
- * swizzle: 16-byte chunk c of 128-byte row r is at 128 r + 16 (c ^ r % 8).
+ * swizzle: swizzled() in tensor_map.cuh.
  *
  *   Major::K     a subtile's 64 rows run along M or N, 64 elements of k each; the next subtile follows
  *   Major::MN    a subtile's 64 rows run along k, 64 elements of M or N each; likewise */
@@ -18,13 +18,14 @@
 namespace fused_moe {
 namespace sm90 {
 
-/* Descriptor of the operand that starts at `address`, in units of 16 bytes: groups of 8 rows are 8 swizzle
- * spans apart, and for Major::MN 64 of M or N are a subtile apart. */
+/* Descriptor of the operand that starts at `address`. In units of 16 bytes: from 8 rows to the next 8 is the
+ * stride byte offset (SBO, bits 32 on), and for Major::MN from 64 of M or N to the next 64, a subtile, is the
+ * leading byte offset (LBO, bits 16 on), which Major::K does not use. */
 template <Major major>
 __device__ inline uint64_t matrix_descriptor(uint32_t address) {
-    constexpr uint64_t swizzle_128 = 1ull << 62, stride = (uint64_t)(8 * SWIZZLE_BYTES >> 4) << 32;
-    constexpr uint64_t leading = (uint64_t)(major == Major::MN ? SUBTILE_BYTES >> 4 : 1) << 16;
-    return swizzle_128 | stride | leading | (address >> 4 & 0x3fff);
+    constexpr uint64_t swizzle_128 = 1ull << 62, sbo = (uint64_t)(8 * SWIZZLE_BYTES >> 4) << 32;
+    constexpr uint64_t lbo = (uint64_t)(major == Major::MN ? SUBTILE_BYTES >> 4 : 1) << 16;
+    return swizzle_128 | sbo | lbo | (address >> 4 & 0x3fff);
 }
 
 /* What the next 16 elements of k add to a descriptor. */

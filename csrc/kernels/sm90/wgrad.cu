@@ -1,15 +1,19 @@
 /* wgrad on Hopper: dw[e] = a[rows of e]^T b[row_token[rows of e]], a GEMM whose k is an expert's rows.
  *
- * Roles and pipelines are engine.cuh's; wgrad_load.cuh has the loads, split_k.cuh the sum of an expert that
- * is cut along k. A tile is 128 of b's columns (wgmma's M) times 256 of a's (its N); those of part 1 follow
+ * Operands are swapped, and a tile is one of dw transposed: stage.a, wgmma's A (M = 128), has columns of b,
+ * counted by n; stage.b, wgmma's B (N = 256), has columns of a, counted by m. a's columns of part 1 follow
  * those of part 0, so a tile may have some of both. An expert without rows has its tiles too, and gets zeros.
+ *
+ * Roles and pipelines are engine.cuh's; wgrad_load.cuh has the loads, split_k.cuh the sum of an expert that
+ * is cut along k.
  *
  * A weight's gradient has the weight's strides. Where a's columns are contiguous in it, accumulators are
  * stored as they are, else TRANSPOSED, by stmatrix.trans. In a's dtype the epilogue is overlapped as in
  * grouped_mm. In f32 it stores at once, and TMA can add to what is there.
  *
- * The gather takes about a tenth of the GEMM's time, for every 256 of a's columns once more. Where a is wide,
- * b's rows are gathered into contiguous rows first, half of their columns at a time. */
+ * Every tile gathers its part of b, so b is gathered once for every 256 of a's columns. That takes about a
+ * tenth of the GEMM's time. Where a is wide, b's rows are copied into expert order first, half of their
+ * columns at a time, and TMA loads them. */
 #include "launch.cuh"
 #include "split_k.cuh"
 #include "wgrad_load.cuh"
@@ -23,8 +27,7 @@ namespace {
 template <typename T, bool GATHER>
 struct WgradConfig : GemmConfig<T, Major::MN, GATHER> {
     static constexpr Major A_MAJOR = Major::MN;
-    static constexpr int PRODUCER_REGISTERS = 56, CONSUMER_REGISTERS = 224; /* of 3 x 168 */
-    static_assert(PRODUCER_REGISTERS + 2 * CONSUMER_REGISTERS <= 3 * 168, "setmaxnreg would wait forever");
+    static constexpr int PRODUCER_REGISTERS = 56, CONSUMER_REGISTERS = 224;
     using Queue = TileQueue<WgradTile, WgradConfig::CONSUMER_WARPS + WgradConfig::LOAD_WARPS, 0>;
 };
 
@@ -42,9 +45,9 @@ __device__ inline bool sum_slices(const Wgrad &p, const WgradTile &tile, int wg,
 __device__ inline bool decode_tile(const Wgrad &p, uint32_t index, WgradTile &tile) {
     constexpr int GROUP = 16; /* tiles in flight together share columns of both operands */
     const TileSource &source = p.tiles;
-    FusedMoeWgradTile work =
-        fused_moe_wgrad_tile(source.schedule, source.offs, source.E, (int32_t)source.R, &p.order, index);
-    int n_tile, m_tile, weight_tiles = p.order.weight_tiles;
+    FusedMoeWgradTile work = fused_moe_wgrad_tile(source.schedule, source.offs, source.E, (int32_t)source.R,
+                                                  &p.wgrad_order, index);
+    int n_tile, m_tile, weight_tiles = p.wgrad_order.weight_tiles;
     fused_moe_grouped_order(work.weight_tile, p.n_tiles, weight_tiles / p.n_tiles, GROUP, &n_tile, &m_tile);
     tile.expert = work.expert;
     tile.first_row = work.first_row;
@@ -67,7 +70,7 @@ __global__ void __launch_bounds__(Config::THREADS, 1) wgrad_kernel(const __grid_
         setmaxnreg_dec<Config::PRODUCER_REGISTERS>();
         if (warp == 3) {
             uint32_t num_tiles =
-                fused_moe_num_wgrad_tiles(p.tiles.schedule, p.tiles.E, (int32_t)p.tiles.R, &p.order);
+                fused_moe_num_wgrad_tiles(p.tiles.schedule, p.tiles.E, (int32_t)p.tiles.R, &p.wgrad_order);
             auto decode = [&](uint32_t index, WgradTile &tile) { return decode_tile(p, index, tile); };
             int expert = -1, slot = 0;
             auto prepare = [&](WgradTile &tile) {
@@ -103,15 +106,15 @@ __global__ void __launch_bounds__(Config::THREADS, 1) wgrad_kernel(const __grid_
 #pragma unroll
                 for (int i = 0; i < 128; i++) d[i] = 0;
             }
-            epilogue.forget(); /* the last tile is stored by now */
+            epilogue.forget(); /* the previous tile is stored by now */
             if (tile.num_slices == 1 || sum_slices(p, tile, wg, d))
                 epilogue.hold(p, d, {tile.expert, tile.first_subtile, tile.first_n + wg * SUBTILE}, writer);
         }
         epilogue.flush(p, writer);
-        if (p.order.slices_per_tile)
+        if (p.wgrad_order.slices_per_tile)
             reset_semaphores(p.tiles.counters + FINISHED, Config::CONSUMERS * gridDim.x,
                              p.tiles.counters + SEMAPHORES,
-                             Config::CONSUMERS * (p.later_slots + p.order.weight_tiles));
+                             Config::CONSUMERS * (p.later_slots + p.wgrad_order.weight_tiles));
         writer.drain_all();
     }
 }
@@ -119,7 +122,8 @@ __global__ void __launch_bounds__(Config::THREADS, 1) wgrad_kernel(const __grid_
 /* Split-K of a warpgroup's accumulators. True where they are the sum of all slices. */
 __device__ inline bool sum_slices(const Wgrad &p, const WgradTile &tile, int wg, float (&d)[128]) {
     auto vectors_of = [&](int slice) {
-        int64_t index = fused_moe_split_slot(tile.split_index, p.later_slots, p.order.weight_tiles, slice);
+        int64_t index =
+            fused_moe_split_slot(tile.split_index, p.later_slots, p.wgrad_order.weight_tiles, slice);
         return p.slices + (2 * index + wg) * ACCUMULATOR_VECTORS;
     };
     return reduce_slices(d, tile.slice, tile.num_slices, vectors_of,
@@ -135,8 +139,8 @@ __device__ inline void fill_subtile_transposed(uint32_t subtile, int warp, const
 #pragma unroll
     for (int j = 0; j < 8; j += 2) {
         int row = 8 * (j + lane / 16) + lane % 8;
-        stmatrix_x4_trans(subtile + SWIZZLE_BYTES * row + 16 * (chunk ^ row % 8), words[2 * j],
-                          words[2 * j + 1], words[2 * j + 2], words[2 * j + 3]);
+        stmatrix_x4_trans(swizzled(subtile, row, chunk), words[2 * j], words[2 * j + 1], words[2 * j + 2],
+                          words[2 * j + 3]);
     }
 }
 
@@ -155,7 +159,7 @@ __device__ inline void fill_subtile_f32(uint32_t subtile, int warp, int half, co
         } else {
             column %= 32;
         }
-        st_shared(subtile + SWIZZLE_BYTES * row + 16 * (column / 4 ^ row % 8) + column % 4 * 4, d[n]);
+        st_shared(swizzled(subtile, row, column / 4) + column % 4 * 4, d[n]);
     }
 }
 
@@ -266,7 +270,7 @@ int gradient_map(CUtensorMap *map, const FusedMoeWeight &dw, bool transposed, in
     const uint64_t sizes[] = {(uint64_t)(transposed ? N : M), (uint64_t)(transposed ? M : N), (uint64_t)E};
     const uint64_t strides[] = {(transposed ? dw.stride_out : dw.stride_in) * sizeof(Out),
                                 (E > 1 ? dw.stride_expert : CHUNK) * sizeof(Out)};
-    const uint32_t box[] = {K_TILE<Out>, SUBTILE, 1};
+    const uint32_t box[] = {SWIZZLE_ELEMENTS<Out>, SUBTILE, 1};
     return encode_tensor_map(map, map_dtype(Out()), 3, dw.data, sizes, strides, box);
 }
 
@@ -285,9 +289,9 @@ int launch(const FusedMoeWgrad &p, void *stream) {
     q.n_tiles = (int32_t)ceil_div(p.N, Config::BM);
     q.subtiles[0] = (int32_t)subtiles_of(p, 0);
     q.subtiles[1] = q.subtiles[0] + (int32_t)subtiles_of(p, 1);
-    q.order = slices.order;
+    q.wgrad_order = slices.order;
     q.slice_rows = (int32_t)slices.rows;
-    q.later_slots = (int32_t)((slices.num_slots / 2 - 1) * q.order.weight_tiles);
+    q.later_slots = (int32_t)((slices.num_slots / 2 - 1) * q.wgrad_order.weight_tiles);
     q.accumulate = p.accumulate;
     q.slices = (float4 *)((char *)p.workspace.data + map_bytes(MAX_MAPS));
     int status = FUSED_MOE_OK;
@@ -296,7 +300,8 @@ int launch(const FusedMoeWgrad &p, void *stream) {
         if (p.dw[i].data) status = gradient_map<Out>(&q.dw[i], p.dw[i], TRANSPOSED, p.M[i], p.N, p.E);
     }
     TileSource &tiles = q.tiles;
-    tiles = tile_source(p.offs, p.schedule, p.R, p.E, 1, 1, p.workspace);
+    tiles = tile_source(p.offs, p.schedule, p.R, p.E, 1, 1, p.workspace.counters);
+    tiles.maps = (CUtensorMap *)p.workspace.data;
     tiles.num_maps = GATHER ? 1 : 2;
     tiles.rows[MAP_OF_A].data = p.a;
     tiles.rows[MAP_OF_A].pitch_bytes = width * sizeof(T);
@@ -331,8 +336,8 @@ int run_gemm(const FusedMoeWgrad &p, void *stream) {
 constexpr int GATHER_THREADS = 256;
 constexpr int64_t GATHER_FIRST_FROM = 8192; /* columns of a */
 
-/* Whether b's rows are gathered first, half of their columns at a time. By arithmetic it pays from 3,000 columns of a
- * on, but it takes memory: less than the gradients of so wide a weight. */
+/* Whether b's rows are gathered first, half of their columns at a time. By arithmetic it pays from 3,000
+ * columns of a on, but it takes memory: less than the gradients of so wide a weight. */
 bool gathers_first(const FusedMoeWgrad &p) {
     return p.b_row_token && p.M[0] + p.M[1] >= GATHER_FIRST_FROM && p.N % (4 * SUBTILE) == 0;
 }

@@ -1,8 +1,9 @@
 /* Loads of wgrad: dw[e] = a[rows of e]^T b[row_token[rows of e]], k runs along the rows of an expert.
  *
- * Both operands are MN-major, and wgmma reads them so: nothing is transposed. wgmma's A is 128 columns of b,
- * its B is 256 columns of a. TMA loads a through the expert's own map. b is loaded likewise, or gathered by
- * three warps with cp.async. Rows past the expert's last are zero on both sides, since 0 * NaN is NaN. */
+ * Both operands are MN-major, and wgmma reads them so: nothing is transposed. stage.a, wgmma's A, is 128
+ * columns of b; stage.b, its B, is 256 columns of a. TMA loads a through the expert's own map. b is loaded
+ * likewise, or gathered by three warps with cp.async. Rows past the expert's last are zero on both sides,
+ * since 0 * NaN is NaN. */
 #pragma once
 
 #include "engine.cuh"
@@ -28,10 +29,10 @@ typedef struct {
     const int32_t *row_token; /* [R]                             */
     int64_t T;
     int32_t N, M[2];
-    int32_t n_tiles, subtiles[2]; /* tiles of N; subtiles of M, of part 0 and of both */
-    FusedMoeWgradOrder order;     /* an expert's weight tiles: n_tiles times tiles of M */
-    int32_t slice_rows;           /* of a tile's slice, at most                       */
-    int32_t later_slots;          /* distance of later slices' slots from the first's */
+    int32_t n_tiles, subtiles[2];   /* tiles of N; subtiles of M, of part 0 and of both */
+    FusedMoeWgradOrder wgrad_order; /* an expert's weight tiles: n_tiles times tiles of M */
+    int32_t slice_rows;             /* of a tile's slice, at most                       */
+    int32_t later_slots;            /* distance of later slices' slots from the first's */
     bool accumulate;
     float4 *slices; /* [slots, weight_tiles, 2] accumulators of a warpgroup */
     TileSource tiles;
@@ -81,7 +82,7 @@ __device__ inline void load_tma(const Wgrad &p, Shared<Config> &s) {
     int acquired = -1;
     for (WgradTile tile = reader.next(); tile.expert >= 0; tile = reader.next()) {
         ColumnsOfA columns(p, tile);
-        const CUtensorMap *b = columns.map - MAP_OF_A + MAP_OF_B;
+        const CUtensorMap *b = map_of_slot(p.tiles, MAP_OF_B, tile.map_slot);
         if (tile.map_slot != acquired) {
             fence_proxy_tensormap_acquire(columns.map);
             fence_proxy_tensormap_acquire(b);
@@ -123,8 +124,8 @@ struct Tokens {
     }
 };
 
-/* Three warps gather b: a warp copies both subtiles' columns of four rows at a time, one chunk of each per lane.
- * Warp 0 loads a by TMA. */
+/* Three warps gather b: a warp copies both subtiles' columns of four rows at a time, one chunk of each per
+ * lane. Warp 0 loads a by TMA. */
 template <class Config>
 __device__ inline void load_gather(const Wgrad &p, Shared<Config> &s) {
     using T = typename Config::T;
@@ -174,7 +175,7 @@ __device__ inline void load_gather(const Wgrad &p, Shared<Config> &s) {
                 for (int i = 0; i < COPIES; i++) {
                     if (quad_of(half, i) >= QUADS) continue;
                     int row = 32 * half + 4 * quad_of(half, i) + lane / 8;
-                    uint32_t dst = dst_b + SWIZZLE_BYTES * row + 16 * (chunk ^ row % 8);
+                    uint32_t dst = swizzled(dst_b, row, chunk);
                     const char *src = first_token + source[half][i] * (int64_t)p.N * (int)sizeof(T);
                     bool is_row = source[half][i] < num_tokens;
                     cp_async(dst, src, inside && is_row);
@@ -183,6 +184,7 @@ __device__ inline void load_gather(const Wgrad &p, Shared<Config> &s) {
             cp_async_mbarrier_arrive_noinc(full);
             pipe.advance();
         };
+        /* once at least: a tile without rows reads the next one, too */
         for (int k_tile = 0; k_tile == 0 || k_tile < num_k_tiles; k_tile += Tokens<T>::K_TILES) {
             Tokens<T> later;
 #pragma unroll
