@@ -372,6 +372,8 @@ def check_main_grads(fn: str, main_grads, x_name: str, x: Tensor, weights: tuple
         fail(TypeError, fn, "main_grads to be a tuple, of w1, w2 and w3", type(main_grads).__name__)
     if len(main_grads) != 3:
         fail(ValueError, fn, "main_grads of w1, w2 and w3", f"{len(main_grads)} of them")
+    if all(grad is None for grad in main_grads):
+        return (), ()
     views = [None, None, None]
     for i, (grad, w) in enumerate(zip(main_grads, weights, strict=True)):
         if grad is None:

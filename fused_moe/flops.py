@@ -71,6 +71,11 @@ def _experts_down(args) -> int:
     return 2 * args.a[0] * prod(args.w2[1:])
 
 
+@_register("experts")
+def _experts(args) -> int:
+    return prod(args.ids) * (_up(args) + 2 * prod(args.w2[1:]))
+
+
 @_register("down_dgrad")
 def _down_dgrad(args) -> int:
     return 2 * args.h[0] * prod(args.w2[1:])

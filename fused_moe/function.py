@@ -200,15 +200,19 @@ def grouped_mm(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
     return _ops.run(ops.grouped_mm.default, a, b, offsets)
 
 
+def _needs_grad(*tensors: Tensor | None) -> bool:
+    """Whether a gradient may be needed. Inside of torch.func a tensor does not tell whether what it wraps
+    requires one."""
+    return torch.is_grad_enabled() and (
+        torch._C._are_functorch_transforms_active() or any(t is not None and t.requires_grad for t in tensors)
+    )
+
+
 def _experts(
     x, w1, w2, w3, b1, b2, b3, scores, plan: Plan, code, activation, alpha, limit, score_on, main_grads
 ):
-    """The two autograd nodes. h is saved only if a gradient may be needed. Inside of torch.func a tensor does
-    not tell whether what it wraps requires one."""
-    needs_grad = torch.is_grad_enabled() and (
-        torch._C._are_functorch_transforms_active()
-        or any(t is not None and t.requires_grad for t in (x, w1, w2, w3, b1, b2, b3, scores))
-    )
+    """The two autograd nodes. h is saved only if a gradient may be needed."""
+    needs_grad = _needs_grad(x, w1, w2, w3, b1, b2, b3, scores)
     settings = (plan.tensors, code, _ops.ACTIVATION_CODES[activation], [alpha, limit])
     on_input = score_on == "input"
     main_up, main_down = main_grads
@@ -277,23 +281,37 @@ def fused_experts(
     Raises:
         TypeError, ValueError: before anything runs, with what was expected and what was found.
     """
+    weights, biases, constants = (w1, w2, w3), (b1, b2, b3), (alpha, limit)
+    return experts_and_counts(
+        x, weights, scores, ids, biases, activation, constants, layout, transposed, score_on, plan, main_grads
+    )[0]
+
+
+def experts_and_counts(
+    x, weights, scores, ids, biases, activation, constants=(ALPHA, LIMIT), layout="separate",
+    transposed=False, score_on="output", plan=None, main_grads=None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """fused_experts, and how many slots each expert has: counts (E,) int32."""
     fn = "fused_experts"
     check_input(fn, "x", x, 2)
     check_activation(fn, activation, layout, score_on)
-    stored = (w1, w2, w3)
-    w1, w2, w3, code = check_experts(fn, "x", x, w1, w2, w3, b1, b2, b3, alpha, limit, layout, transposed)
-    main_grads = check_main_grads(fn, main_grads, "x", x, stored, transposed)
+    w1, w2, w3, code = check_experts(fn, "x", x, *weights, *biases, *constants, layout, transposed)
+    main_grads = check_main_grads(fn, main_grads, "x", x, weights, transposed)
     check_ids(fn, ids, x)
     check_scores(fn, scores, ids)
-    if plan is None:
-        plan = _ops.route_plan(ids, w2.size(0))
-    else:
+    if plan is not None:
         check_plan_of_ids(fn, plan, ids, w2.size(0))
     scores = scores.to(_ops.score_dtype(x))
+    if plan is None and not _needs_grad(x, w1, w2, w3, *biases, scores):
+        b1, b2, b3 = biases
+        operands = (x, w1, w3, w2, b1, b3, b2, scores, ids)
+        settings = (code, _ops.ACTIVATION_CODES[activation], [*constants], score_on == "input")
+        return _ops.run(ops.experts.default, *operands, *settings)
+    if plan is None:
+        plan = _ops.route_plan(ids, w2.size(0))
     experts = _uncompiled_experts if WRITES_BESIDE_VIEWS and any(main_grads) else _experts
-    return experts(
-        x, w1, w2, w3, b1, b2, b3, scores, plan, code, activation, alpha, limit, score_on, main_grads
-    )
+    out = experts(x, w1, w2, w3, *biases, scores, plan, code, activation, *constants, score_on, main_grads)
+    return out, plan.counts
 
 
 def grouped_mlp(

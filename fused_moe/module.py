@@ -14,7 +14,6 @@ from . import checks, function
 from .activation import activate
 from .counting import Counting
 from .losses import load_balancing_loss, router_z_loss
-from .ops import route_plan
 from .routed import can_join, routed_experts
 
 FN = "FusedMoE"  # as its messages begin
@@ -102,11 +101,10 @@ class Experts(nn.Module):
 
     def forward(self, x: Tensor, scores: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
         """x (T, D) -> out (T, D), counts (E,) int32."""
-        plan = route_plan(ids, self.num_experts)
-        out = function.fused_experts(
-            x, *self.weights, scores, ids, **self.settings, plan=plan, main_grads=self.main_grads
+        biases = (self.b1, self.b2, self.b3)
+        return function.experts_and_counts(
+            x, self.weights, scores, ids, biases, self.activation, main_grads=self.main_grads
         )
-        return out, plan.counts
 
     @property
     def weights(self) -> tuple:

@@ -642,6 +642,17 @@ _register_accumulate("experts_down_backward_accumulate", fake=_experts_down_back
 _register("down_dgrad", fake=_down_dgrad_fake)
 
 
+# --- experts without gradients ------------------------------------------------------------------------
+
+
+def _experts_fake(args):
+    out = args.x.new_empty(args.x.size(0), args.w2.size(1))
+    return out, args.ids.new_empty(args.w1.size(0), dtype=torch.int32)
+
+
+_register("experts", fake=_experts_fake, autocast=("x", "w1", "w3", "w2", "b1", "b3", "b2"))
+
+
 # --- plans --------------------------------------------------------------------------------------------
 
 

@@ -334,6 +334,10 @@ def operator_calls(case: Case, device) -> dict:
             {"a": a, "h": h, **down, "scores": scores, **moves, **act},
             {"a": a, "h": None, **down, "scores": None, "plan": rows_plan, **act},
         ],
+        "experts": [
+            {"x": x, **up, **down, "scores": scores, "ids": i, **act, "score_on_input": on_input}
+            for i, on_input in ((ids, False), (ids.long(), True))
+        ],
         "experts_down_backward": down_backwards,
         "experts_down_backward_accumulate": [{**call, "main_grad2": main2} for call in down_backwards],
     }

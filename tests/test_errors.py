@@ -703,6 +703,12 @@ def operator_calls(device) -> tuple[dict, dict]:
         "experts_up: scores without maps": (
             ops.experts_up, rows, w1, w3, None, None, scores, no_maps, 0, *act, True),
         "experts_up: other width of x": (ops.experts_up, a, *up[1:], None, no_maps, 0, *act, True),
+        "experts: ids of other tokens": (
+            ops.experts, x, w1, w3, w2, None, None, None, scores[:4], ids[:4], 0, *act, False),
+        "experts: scores of other slots": (
+            ops.experts, x, w1, w3, w2, None, None, None, scores[:, :1], ids, 0, *act, True),
+        "experts: w2 of fewer experts": (
+            ops.experts, x, w1, w3, w2[:1], None, None, None, scores, ids, 0, *act, False),
         "experts_up_backward: w3 wanted but absent": (
             ops.experts_up_backward, a, x, w1, None, None, maps, 3, *[True] * 3, *[False] * 3),
         "experts_up_backward: no h's gradient": (

@@ -535,6 +535,25 @@ def test_bias_grad(device, case):
     assert not found[p.plan.counts == 0].count_nonzero()
 
 
+@pytest.mark.quick
+@ALL_LAYOUTS
+@pytest.mark.parametrize("score_on", ("output", "input"))
+def test_without_gradients(device, layout, score_on):
+    """One operator, which gives the bits of a training step's forward, and the counts."""
+    case = Case(layout=layout, routing="sentinels", bias=True, dtype=BF16, score_on=score_on)
+    inputs, ids = case.inputs(device), case.ids(device)
+    options = {"score_on": score_on, **case.options}
+    leaves = {n: t if t is None else t.requires_grad_() for n, t in inputs.items()}
+    expected = fused_moe.fused_experts(**leaves, ids=ids, **options)
+    with torch.no_grad(), Calls() as calls:
+        found = fused_moe.fused_experts(**leaves, ids=ids, **options)
+    assert torch.equal(found, expected.detach()) and not found.requires_grad
+    ours = [name for name, *_ in calls.calls if name.startswith("fused_moe::")]
+    assert ours == ["fused_moe::experts"]
+    [(_, (_, counts))] = calls.of("experts")
+    assert torch.equal(counts, fused_moe.route_plan(ids, case.num_experts).counts)
+
+
 @OPERATOR_CASES
 @pytest.mark.parametrize("save_h", (False, True))
 def test_experts_up(device, case, save_h):

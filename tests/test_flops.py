@@ -31,6 +31,12 @@ def test_experts(device, layout, products):
     assert flops_of(lambda: outs[0].sum().backward()) == 2 * forward
 
 
+def test_experts_without_gradients(device):
+    case = Case(6, 10, 7, 4, 2)
+    inputs, ids = case.inputs(device), case.ids(device)
+    assert flops_of(lambda: fused_experts(**inputs, ids=ids)) == 6 * 6 * 2 * 10 * 7
+
+
 def test_what_is_not_needed_does_not_count(device):
     case = Case(6, 10, 7, 4, 2)
     inputs, ids = case.inputs(device), case.ids(device)

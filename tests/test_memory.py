@@ -6,7 +6,7 @@ from cases import BF16, F32, LAYOUTS, Calls, Case
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fused_moe import FusedMoE, fused_experts, grouped_mlp, permute, route, unpermute
+from fused_moe import FusedMoE, fused_experts, grouped_mlp, permute, route, route_plan, unpermute
 from fused_moe import ops as codes
 from fused_moe.ops import schedule_words
 
@@ -115,7 +115,7 @@ def test_h_is_freed_between_the_backward_nodes(device):
 
 @pytest.mark.parametrize("why", ("no_grad", "inference_mode", "frozen"))
 def test_inference_keeps_no_h(device, why):
-    """Without gradients experts_up is told to save no h, and allocates none."""
+    """Without gradients, beside a plan, experts_up is told to save no h, and allocates none."""
     case = Case()
     inputs, ids = case.inputs(device), case.ids(device)
     if why != "frozen":
@@ -126,7 +126,7 @@ def test_inference_keeps_no_h(device, why):
         "frozen": torch.enable_grad,
     }[why]
     with Calls() as calls, context():
-        fused_experts(**inputs, ids=ids)
+        fused_experts(**inputs, ids=ids, plan=route_plan(ids, case.num_experts))
     [(args, (h, a))] = calls.of("experts_up")
     assert args[-1] is False and h.numel() == 0 and a.numel()
 

@@ -167,11 +167,11 @@ def test_forward_mode_is_refused(device, name, no_grad):
     tangent = torch.randn_like(primal)
     operator = name.removesuffix("_of_rows")
     with torch.set_grad_enabled(not no_grad):
-        with pytest.raises(NotImplementedError, match=f"{operator} has no forward-mode derivative"):
+        with pytest.raises(NotImplementedError, match=f"({operator}|experts) has no forward-mode"):
             torch.func.jvp(function, (primal,), (tangent,))
         with torch.autograd.forward_ad.dual_level():
             dual = torch.autograd.forward_ad.make_dual(primal, tangent)
-            with pytest.raises(NotImplementedError, match=f"{operator} has no forward-mode derivative"):
+            with pytest.raises(NotImplementedError, match=f"({operator}|experts) has no forward-mode"):
                 function(dual)
             torch.testing.assert_close(function(primal), function(primal.clone()))
 

@@ -212,6 +212,24 @@ Tensor experts_down(const Tensor &a_, const OptTensor &, const Tensor &w2, const
     return out;
 }
 
+/* --- both sides ----------------------------------------------------------------------------------------- */
+
+/* Without gradients: from the ids to out and counts in one call, which keeps nothing for backward. */
+std::tuple<Tensor, Tensor> experts(const Tensor &x, const Tensor &w1, const OptTensor &w3, const Tensor &w2,
+                                   const OptTensor &b1, const OptTensor &b3, const OptTensor &b2,
+                                   const Tensor &scores, const Tensor &ids, int64_t layout,
+                                   int64_t activation, const Constants &constants, bool score_on_input) {
+    check_dim("experts", "w1", w1, 3);
+    auto [counts, offsets, schedule, row_token, row_slot, token_row] = route_plan(ids, w1.size(0));
+    const TensorList plan = {offsets, schedule, row_token, row_slot, token_row};
+    OptTensor of_x, of_y;
+    (score_on_input ? of_x : of_y) = scores;
+    auto [h, a] = experts_up(x, w1, w3, b1, b3, of_x, plan, layout, activation, constants, false, {}, {});
+    return {experts_down(a, {}, w2, b2, of_y, plan, layout, activation, constants, {}), counts};
+}
+
+/* --- gradients of the down side ------------------------------------------------------------------------- */
+
 /* What down_dgrad reads, checked; what it writes is filled in by the caller. */
 struct DownDgrad {
     Tensor dout, h;

@@ -70,6 +70,10 @@ std::tuple<Tensor, Tensor, Tensor> down_dgrad(const Tensor &dout, const Tensor &
 Tensor experts_down(const Tensor &a, const OptTensor &h, const Tensor &w2, const OptTensor &b2,
                     const OptTensor &scores, const TensorList &plan, int64_t layout, int64_t activation,
                     const Constants &constants, const OptTensor &main_grad2);
+std::tuple<Tensor, Tensor> experts(const Tensor &x, const Tensor &w1, const OptTensor &w3, const Tensor &w2,
+                                   const OptTensor &b1, const OptTensor &b3, const OptTensor &b2,
+                                   const Tensor &scores, const Tensor &ids, int64_t layout,
+                                   int64_t activation, const Constants &constants, bool score_on_input);
 DownGrads experts_down_backward(const Tensor &dout, const Tensor &h, const Tensor &w2, const OptTensor &b2,
                                 const OptTensor &scores, const TensorList &plan, int64_t layout,
                                 int64_t activation, const Constants &constants, bool need_dh, bool need_dw2,
