@@ -7,6 +7,7 @@ installed wheel.
 import importlib
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -751,6 +752,30 @@ def test_builds_are_compared_with_the_first(load, tmp_path, monkeypatch, capsys)
     forward = found["forward", "B"]
     assert (forward["old_dense_ratio"], forward["new_dense_ratio"]) == (0.5, 0.625)
     assert "2.000 (0.500, 1.000 of dense)" in capsys.readouterr().out
+
+
+def measure(folder, *args) -> subprocess.CompletedProcess:
+    shapes = {"SHAPES": SMALL, "OTHER_SHAPES": "", "PYTHON": sys.executable}
+    command = [str(BENCHMARKS / "measure.sh"), str(folder), *args]
+    return subprocess.run(command, env=os.environ | shapes, capture_output=True, text=True)
+
+
+def test_measure_runs_every_program(cpu, tmp_path):
+    """Each leaves its records; one that fails, as a profile without a GPU, is named and stops no other."""
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    run = measure(tmp_path)
+    failed = f"failed or not run, after [0-9]+ s:\n  bench_layer --shape {SMALL} --mode queued .*--profile\n"
+    assert run.returncode == 1 and re.search(f"{failed}$", run.stdout), run.stdout + run.stderr
+    assert sorted(file.stem for file in tmp_path.iterdir()) == ["dtypes", "gemm", "kernels", "zipf"]
+    (record, *_) = json.loads((tmp_path / "zipf.json").read_text())
+    assert (record["bench"], record["shape"], record["routing"]) == ("layer", SMALL, "zipf:1.2")
+
+
+def test_measure_stops_at_its_limit(cpu, tmp_path):
+    run = measure(tmp_path, "--limit", "0")
+    assert run.returncode == 1 and not list(tmp_path.iterdir())
+    assert run.stdout.count("\n  bench_") == 5
 
 
 def test_a_program_runs_as_a_script(cpu):
