@@ -41,7 +41,7 @@ MODES = {DEFAULT_MODE: {"lead": 500_000, "calls": 1}, "queued": {"lead": 40_000_
 # The layers that ours is compared with, by the name in records, in words
 PEERS = {"loop": "the loop", "scattermoe": "ScatterMoE", "sonicmoe": "SonicMoE", "torch": "PyTorch"}
 
-KEY = ("bench", "shape", "routing", "tier", "schedule", "mode", "dtype", "layer", "what")
+KEY = ("bench", "shape", "routing", "tier", "schedule", "mode", "dtype", "layer", "what", "tokens")
 FIELDS = (
     *KEY,
     "time_us",
@@ -372,7 +372,11 @@ def line(r: dict) -> str:
     peers = [name for name in r if name.startswith("ratio_to_")]
     parts = [
         (r["tflops"], rate),
+        (r.get("tokens"), "{} tokens"),
         (r.get("floor_us"), "floor {:.0f} us"),
+        (r.get("floor_ratio"), "{:.2f} of the floor"),
+        (r.get("launches"), "{:g} launches"),
+        (r.get("host_us"), "{:.0f} us of the host"),
         (r.get("watts"), "{:.0f} W"),
         (r.get("sm_mhz"), "{:.0f} MHz"),
         (r.get("joules"), "{:.2f} J"),

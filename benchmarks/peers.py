@@ -36,30 +36,34 @@ def route(x: Tensor, gate: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
     return (scores / scores.sum(-1, keepdim=True)).to(x.dtype), ids
 
 
-class TorchMoE(nn.Module):
+def torch_experts(x: Tensor, w1: Tensor, w2: Tensor, w3: Tensor, scores: Tensor, ids: Tensor) -> Tensor:
     """PyTorch's own path, as in torchtitan: sort, gather, torch._grouped_mm, scatter, combine.
 
-    It uses index_select and index_copy, because the backward of plain indexing sorts again. It shares the
-    parameters of `ours`: copies would take gigabytes.
+    It uses index_select and index_copy, because the backward of plain indexing sorts again.
     """
+    by_expert, order = ids.flatten().sort(stable=True)
+    experts = torch.arange(w1.size(0), device=x.device)
+    offs = torch.searchsorted(by_expert, experts, right=True, out_int32=True)
+    rows = x.index_select(0, order // ids.size(1))
+    gate = torch._grouped_mm(rows, w1.transpose(-2, -1), offs=offs)
+    up = torch._grouped_mm(rows, w3.transpose(-2, -1), offs=offs)
+    y = torch._grouped_mm(F.silu(gate) * up, w2.transpose(-2, -1), offs=offs)
+    slots = torch.empty_like(y).index_copy_(0, order, y)
+    return (scores.to(x.dtype).unsqueeze(1) @ slots.unflatten(0, scores.shape)).squeeze(1)
+
+
+class TorchMoE(nn.Module):
+    """A router and torch_experts. It shares the parameters of `ours`: copies would take gigabytes."""
 
     def __init__(self, ours: FusedMoE):
         super().__init__()
         self.gate = ours.router.gate.weight
         self.w1, self.w2, self.w3 = ours.experts.w1, ours.experts.w2, ours.experts.w3
-        self.top_k, self.num_experts = ours.top_k, ours.num_experts
+        self.top_k = ours.top_k
 
     def forward(self, x: Tensor) -> Tensor:
         scores, ids = route(x, self.gate, self.top_k)
-        by_expert, order = ids.flatten().sort(stable=True)
-        experts = torch.arange(self.num_experts, device=x.device)
-        offs = torch.searchsorted(by_expert, experts, right=True, out_int32=True)
-        rows = x.index_select(0, order // self.top_k)
-        gate = torch._grouped_mm(rows, self.w1.transpose(-2, -1), offs=offs)
-        up = torch._grouped_mm(rows, self.w3.transpose(-2, -1), offs=offs)
-        y = torch._grouped_mm(F.silu(gate) * up, self.w2.transpose(-2, -1), offs=offs)
-        slots = torch.empty_like(y).index_copy_(0, order, y)
-        return (scores.unsqueeze(1) @ slots.unflatten(0, scores.shape)).squeeze(1)
+        return torch_experts(x, self.w1, self.w2, self.w3, scores, ids)
 
 
 class ScatterMoE(nn.Module):

@@ -1,10 +1,11 @@
-"""Draws records: roofline.png, ratios.png, speedups.png; losses.png for records of bench_torchtitan.py and
-profile.png for those of bench_layer.py --profile.
+"""Draws records: roofline.png, ratios.png, speedups.png; losses.png for records of bench_torchtitan.py,
+profile.png for those of bench_layer.py --profile, and decode.png for those of bench_decode.py.
 
 python benchmarks/plot.py benchmarks/results/*.json -o pictures
 
 The first shows the rate over arithmetic intensity, the second bars for every shape, the third how much faster
-a layer is than PyTorch's own kernels, then loss curves and the kernels of a step. Each machine gets a panel.
+a layer is than PyTorch's own kernels, then loss curves, the kernels of a step, and latency over tokens beside
+its floor. Each machine gets a panel.
 The roofline's ceilings are measured, too: the fastest dense GEMM of the records, and the large copy of
 bench_kernels.py if there is one.
 """
@@ -85,7 +86,7 @@ def has_point(r: dict) -> bool:
 
 
 def ratios(records: list[dict], path: Path) -> None:
-    compared = [r for r in records if any(r[name] for name in RATIOS)]
+    compared = [r for r in records if r["bench"] != "decode" and any(r[name] for name in RATIOS)]
     panels = list(split(compared, "gpu", "cpu", "bench", "dtype", "what").values())
     if not panels:
         print(f"{path} is not drawn: no record has a ratio")
@@ -224,6 +225,29 @@ def profile(records: list[dict], path: Path) -> None:
     save(figure, path)
 
 
+def decode(records: list[dict], path: Path) -> None:
+    """One panel per shape and routing: microseconds over tokens, of ours, the peers and the floor."""
+    panels = split([r for r in records if r["bench"] == "decode"], "gpu", "shape", "routing", "mode", "dtype")
+    columns = min(3, len(panels))
+    rows = -(-len(panels) // columns)
+    figure, grid = plt.subplots(rows, columns, figsize=(6 * columns, 4.2 * rows), squeeze=False)
+    for axes in grid.flat[len(panels) :]:
+        axes.remove()
+    for axes, group in zip(grid.flat, panels.values(), strict=False):
+        group = sorted(group, key=lambda r: r["tokens"])
+        tokens = [r["tokens"] for r in group]
+        for name, ratio in (("torch", "torch_ratio"), ("loop", "ratio_to_loop")):
+            if all(r.get(ratio) for r in group):
+                axes.plot(tokens, [r["time_us"] * r[ratio] for r in group], "s--", label=PEERS[name])
+        axes.plot(tokens, [r["time_us"] for r in group], "o-", label="fused_moe")
+        axes.plot(tokens, [r["floor_us"] for r in group], "k:", label="floor")
+        axes.set(xscale="log", yscale="log", xlabel="tokens", ylabel="µs per call")
+        axes.set_title(f"{label(group[0])} {group[0]['dtype']}, {machine(group[0])}", fontsize=9)
+        axes.grid(which="both", alpha=0.2)
+        axes.legend(fontsize=8)
+    save(figure, path)
+
+
 def label(r: dict) -> str:
     routing = "" if r["routing"] == "random" else f" {r['routing']}"
     tier = "" if r["tier"] in ("cpu", "hopper") else f" {r['tier']}"
@@ -251,6 +275,8 @@ def main(argv: list[str] | None = None) -> None:
         losses(records, options.output / "losses.png")
     if any(r["bench"] == "profile" for r in records):
         profile(records, options.output / "profile.png")
+    if any(r["bench"] == "decode" for r in records):
+        decode(records, options.output / "decode.png")
 
 
 if __name__ == "__main__":

@@ -89,6 +89,7 @@ def sizes(r: dict) -> str:
     values = [gemm[name] for name in ("num_rows", "num_experts", "k", "n")] if gemm else None
     if not values and r["shape"].count(",") != 3:
         values = layer_sizes(r["shape"])
+        values = (r.get("tokens") or values[0], *values[1:])
     return ", ".join(map(str, values)) if values else r["shape"].replace(",", ", ")
 
 
@@ -138,6 +139,9 @@ def columns(records: list[dict]) -> dict[str, Callable[[dict], str | None]]:
         "what": lambda r: {"forward_backward": "forward + backward"}.get(r["what"], r["what"]),
         "µs": number("time_us", "{:.0f}") if on_gpu else lambda r: None,
         "TFLOP/s": number("tflops", "{:.0f}") if on_gpu else lambda r: None,
+        "of the floor": number("floor_ratio"),
+        "launches": number("launches", "{:g}"),
+        "µs of the host": number("host_us", "{:.0f}"),
         "GB/s": number("gb_per_s", "{:.0f}"),
         "µs over a later call": number("over_later_us", "{:.0f}"),
         "MiB kept": number("activation_mib", "{:.0f}"),

@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parents[2]
 BENCHMARKS = ROOT / "benchmarks"
 PROGRAMS = (
     *("bench_layer", "bench_gemm", "bench_kernels", "bench_transformers", "bench_torchtitan", "first_call"),
-    *("bench_host", "compare_builds", "table", "plot"),
+    *("bench_host", "bench_decode", "compare_builds", "table", "plot"),
 )
 SMALL = "192,8,2,64,32"
 FIELDS = {
@@ -754,6 +754,46 @@ def test_builds_are_compared_with_the_first(load, tmp_path, monkeypatch, capsys)
     assert "2.000 (0.500, 1.000 of dense)" in capsys.readouterr().out
 
 
+def test_few_tokens(load, run, tmp_path, capsys):
+    """A record for each number of tokens, beside the floor and both peers; in a table and a picture."""
+    flags = ("--tokens", "1,5", "--dtype", "bf16", "--peers", "loop,torch", "--routing", "worst")
+    records = run("bench_decode", "--shape", SMALL, *flags)
+    assert [(r["tokens"], r["what"], r["mode"]) for r in records] == [(n, "experts", "eager") for n in (1, 5)]
+    for r in records:
+        assert set(r) >= FIELDS and r["torch_ratio"] > 0 and r["ratio_to_loop"] > 0
+        assert r["floor_ratio"] == pytest.approx(r["floor_us"] / r["time_us"], rel=0.05, abs=1e-3)
+        # all tokens have the same 2 of 8 experts: 6 TKDF over three weights each
+        assert r["intensity"] == round(6 * r["tokens"] * 2 * 64 * 32 / (2 * 3 * 64 * 32 * 2), 1)
+    path = tmp_path / "bench_decode.json"
+    capsys.readouterr()
+    load("table").main([str(path)])
+    table = capsys.readouterr().out
+    assert "of the floor" in table and "| 5, 8, 2, 64, 32" in table
+    load("plot").main([str(path), "-o", str(tmp_path)])
+    assert (tmp_path / "decode.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    "flag, found", (("--tokens=0,1", "found 0,1"), ("--peers=vllm", "torch, loop, found vllm"))
+)
+def test_wrong_flags_of_decode(run, capsys, flag, found):
+    with pytest.raises(SystemExit) as stop:
+        run("bench_decode", "--shape", SMALL, flag)
+    assert found in f"{stop.value} {capsys.readouterr().err}"
+
+
+def test_weights_of_layers_take_turns(load):
+    """A wrong result is not timed, and each call has routing of its own."""
+    bench, common = load("bench_decode"), load("common")
+    case = bench.Case(common.layer_sizes("3,8,2,64,32"), "random", "fp32", "cpu")
+    seen = []
+    case.run(lambda x, w1, w2, w3, scores, ids: seen.append((w1.data_ptr(), ids.data_ptr())))
+    assert len(seen) == 2 and len({w for w, _ in seen}) == 2 and len({i for _, i in seen}) == 2
+    error = case.error(lambda x, w1, w2, w3, scores, ids: x)
+    with pytest.raises(SystemExit, match="wrong before it is fast"):
+        error.check("3,8,2,64,32", "fp32")
+
+
 def measure(folder, *args) -> subprocess.CompletedProcess:
     shapes = {"SHAPES": SMALL, "OTHER_SHAPES": "", "PYTHON": sys.executable}
     command = [str(BENCHMARKS / "measure.sh"), str(folder), *args]
@@ -767,7 +807,8 @@ def test_measure_runs_every_program(cpu, tmp_path):
     run = measure(tmp_path)
     failed = f"failed or not run, after [0-9]+ s:\n  bench_layer --shape {SMALL} --mode queued .*--profile\n"
     assert run.returncode == 1 and re.search(f"{failed}$", run.stdout), run.stdout + run.stderr
-    assert sorted(file.stem for file in tmp_path.iterdir()) == ["dtypes", "gemm", "kernels", "zipf"]
+    found = sorted(file.stem for file in tmp_path.iterdir())
+    assert found == ["decode", "dtypes", "gemm", "kernels", "zipf"]
     (record, *_) = json.loads((tmp_path / "zipf.json").read_text())
     assert (record["bench"], record["shape"], record["routing"]) == ("layer", SMALL, "zipf:1.2")
 
@@ -775,7 +816,7 @@ def test_measure_runs_every_program(cpu, tmp_path):
 def test_measure_stops_at_its_limit(cpu, tmp_path):
     run = measure(tmp_path, "--limit", "0")
     assert run.returncode == 1 and not list(tmp_path.iterdir())
-    assert run.stdout.count("\n  bench_") == 5
+    assert run.stdout.count("\n  bench_") == 6
 
 
 def test_a_program_runs_as_a_script(cpu):
