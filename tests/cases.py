@@ -160,9 +160,8 @@ class Case:
             if shape is None:
                 made[name] = None
                 continue
-            # Products sum over F or D, and gradients over the other: neither grows beyond order one.
-            terms = max(D, F) if name[0] == "w" else 1
-            value = (torch.randn(shape, dtype=F64) / math.sqrt(terms)).to(device, self.dtype)
+            fan_in = shape[-1] if name[0] == "w" else 1
+            value = (torch.randn(shape, dtype=F64) / math.sqrt(fan_in)).to(device, self.dtype)
             made[name] = value.mT.contiguous() if transposed and name[0] == "w" else value
         return made
 

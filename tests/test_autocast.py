@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from cases import BF16, F16, F32, F64, Case, assert_same_bits, forward_backward
+from cases import BF16, F16, F32, F64, Calls, Case, assert_same_bits, forward_backward, operator_calls
 
 import fused_moe
 from fused_moe import FusedMoE, fused_experts, grouped_mlp, grouped_mm, reference
@@ -18,6 +18,13 @@ def under(fn, device, dtype):
             return fn(**arguments)
 
     return run
+
+
+EXPERTS_ARGUMENTS = [a.name for a in torch.ops.fused_moe.experts.default._schema.arguments]
+
+
+def is_floating(value) -> bool:
+    return torch.is_tensor(value) and value.is_floating_point()
 
 
 def halved(inputs: dict, dtype) -> dict:
@@ -39,6 +46,25 @@ def test_fused_experts(device, dtype, layout):
         if value is not None:
             assert found[f"d{name}"].dtype == F32, name
     assert_same_bits(found, {n: v.float() if n != "out" else v for n, v in expected.items()})
+
+
+@BOTH
+def test_without_gradients(device, dtype):
+    """Functions and the operator cast alike. The functions cast the weights of one side at a time."""
+    case = Case(bias=True)
+    inputs, ids = case.inputs(device), case.ids(device)
+    with torch.no_grad():
+        expected = fused_experts(**halved(inputs, dtype), ids=ids)
+        with torch.autocast(device.type, dtype), Calls() as calls:
+            found = fused_experts(**inputs, ids=ids)
+            [arguments, *_] = operator_calls(case, device)["experts"]
+            raw, _ = torch.ops.fused_moe.experts(*arguments)
+        named = zip(EXPERTS_ARGUMENTS, arguments, strict=True)
+        cast = [t.to(dtype) if is_floating(t) and n != "scores" else t for n, t in named]
+        assert torch.equal(raw, torch.ops.fused_moe.experts(*cast)[0])
+    assert torch.equal(found, expected) and found.dtype == raw.dtype == dtype
+    order = [name for name, *_ in calls.calls if name.startswith("fused_moe::experts")]
+    assert order == ["fused_moe::experts_up", "fused_moe::experts_down", "fused_moe::experts"]
 
 
 @BOTH

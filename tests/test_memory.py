@@ -131,6 +131,16 @@ def test_inference_keeps_no_h(device, why):
     assert args[-1] is False and h.numel() == 0 and a.numel()
 
 
+def test_the_operator_without_gradients_allocates_no_h(cpu):
+    """h, 2TKF elements, would be the largest of its tensors: a has half as many, y fewer."""
+    case = Case(tokens=64, dim=32, hidden=96, num_experts=4, top_k=4)
+    inputs, ids = case.inputs(cpu), case.ids(cpu)
+    with torch.profiler.profile(profile_memory=True) as profiled:
+        fused_experts(**inputs, ids=ids)
+    sizes = [e.self_cpu_memory_usage for e in profiled.events() if e.name == "aten::empty"]
+    assert max(sizes) == 4 * ids.numel() * case.hidden
+
+
 def test_training_keeps_h(device):
     """If a gradient is needed, all of h is saved."""
     case = Case()

@@ -165,13 +165,13 @@ def test_forward_mode_is_refused(device, name, no_grad):
     """Not answered with a tangent of zeros; other calls go on."""
     function, primal = experts_calls(device)[name]
     tangent = torch.randn_like(primal)
-    operator = name.removesuffix("_of_rows")
+    operator = "experts(_up|_down)?" if name.startswith("experts") else name
     with torch.set_grad_enabled(not no_grad):
-        with pytest.raises(NotImplementedError, match=f"({operator}|experts) has no forward-mode"):
+        with pytest.raises(NotImplementedError, match=f"{operator} has no forward-mode derivative"):
             torch.func.jvp(function, (primal,), (tangent,))
         with torch.autograd.forward_ad.dual_level():
             dual = torch.autograd.forward_ad.make_dual(primal, tangent)
-            with pytest.raises(NotImplementedError, match=f"({operator}|experts) has no forward-mode"):
+            with pytest.raises(NotImplementedError, match=f"{operator} has no forward-mode derivative"):
                 function(dual)
             torch.testing.assert_close(function(primal), function(primal.clone()))
 

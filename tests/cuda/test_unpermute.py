@@ -9,7 +9,7 @@ import fused_moe
 
 pytestmark = pytest.mark.gpu
 
-WIDTHS = (8, 248, 264, 1024, 1032, 2056)
+WIDTHS = (8, 248, 264, 504, 512, 520, 1016, 1024, 1032, 1544, 2056)
 
 
 @HALF_DTYPES

@@ -59,7 +59,7 @@ __global__ void __launch_bounds__(THREADS) permute_kernel(const __grid_constant_
 
 /* --- unpermute ------------------------------------------------------------------------------------------ */
 
-/* 16-bit rows, aligned, of up to 32 slots, with all chunks counted in 32 bits. So few registers, and CTAs so
+/* 16-bit rows, aligned, of up to 32 slots, with everything counted in 32 bits. So few registers, and CTAs so
  * small, that many warps keep the memory busy. A warp has 512 to 1023 columns of one token (fewer if there
  * are no more), lane k has slot k's score and where its row starts. */
 constexpr int HALF_WARPS = 2, COLUMNS_OF_WARP = 512;
@@ -221,7 +221,7 @@ int unpermute(const FusedMoeUnpermute &p, void *stream) {
     bool aligned = rows_are_aligned<T>(p.rows, p.D) && rows_are_aligned<T>(p.out, p.D);
     if constexpr (is_half<T>) {
         int64_t warps = p.row_map.T * warps_of_token(p.D), chunks = p.row_map.R * p.D / CHUNK;
-        if (aligned && p.row_map.K <= 32 && warps < INT32_MAX && chunks < UINT32_MAX)
+        if (aligned && p.row_map.K <= 32 && p.D < 1 << 24 && warps < INT32_MAX && chunks < UINT32_MAX)
             return launch(unpermute_half_kernel<T>, p, ceil_div(warps, HALF_WARPS), 32 * HALF_WARPS, 0,
                           stream);
     }
