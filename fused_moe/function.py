@@ -303,9 +303,8 @@ def experts_and_counts(
         check_plan_of_ids(fn, plan, ids, w2.size(0))
     scores = scores.to(_ops.score_dtype(x))
     # Autocast would cast all weights before one operator, and keep the casts of both sides at a time.
-    if plan is None and not (
-        torch.is_autocast_enabled(x.device.type) or _needs_grad(x, w1, w2, w3, *biases, scores)
-    ):
+    autocasts = x.device.type in ("cpu", "cuda") and torch.is_autocast_enabled(x.device.type)
+    if plan is None and not (autocasts or _needs_grad(x, w1, w2, w3, *biases, scores)):
         b1, b2, b3 = biases
         operands = (x, w1, w3, w2, b1, b3, b2, scores, ids)
         settings = (code, _ops.ACTIVATION_CODES[activation], [*constants], score_on == "input")
