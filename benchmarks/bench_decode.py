@@ -54,7 +54,7 @@ class Case:
     def __init__(self, sizes: common.Sizes, routing: str, dtype: str, device: str):
         torch.manual_seed(0)
         self.sizes = sizes
-        T, E, K, D, hidden = sizes
+        T, E, _, D, hidden = sizes
         factory = {"dtype": common.DTYPES[dtype], "device": device}
         self.x = torch.randn(T, D, **factory)
         self.expert_bytes = 3 * D * hidden * self.x.element_size()
@@ -68,9 +68,7 @@ class Case:
             return torch.randn(E, rows, columns, **factory) / math.sqrt(columns)
 
         self.weights = [(weight(hidden, D), weight(D, hidden), weight(hidden, D)) for _ in range(layers)]
-        rows = T * K
-        shapes = ((rows, D), (D, 2 * hidden)), ((rows, hidden), (hidden, D))
-        self.dense_gemms = [[torch.randn(shape, **factory) for shape in pair] for pair in shapes]
+        self.dense_gemms = common.dense_gemms(sizes, **factory)
 
     def route(self, routing: str) -> tuple[Tensor, Tensor]:
         import fused_moe

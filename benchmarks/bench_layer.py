@@ -55,9 +55,7 @@ class Case:
             self.ours.router.gate.weight.copy_(gate)
         self.x = x.to(factory["dtype"]).requires_grad_()
         self.dout = torch.randn(T, D, **factory)
-        rows = T * K
-        shapes = ((rows, D), (D, 2 * hidden)), ((rows, hidden), (hidden, D))
-        self.dense_gemms = [[torch.randn(shape, **factory) for shape in pair] for pair in shapes]
+        self.dense_gemms = common.dense_gemms(sizes, **factory)
 
     def flops(self, what: str) -> int:
         T, _, K, D, hidden = self.sizes

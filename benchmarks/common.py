@@ -164,6 +164,14 @@ def tokens_and_gate(logits: Tensor, dim: int) -> tuple[Tensor, Tensor]:
     return x + (logits - x @ gate.T) @ gate, gate
 
 
+def dense_gemms(sizes: Sizes, **factory) -> list[list[Tensor]]:
+    """Operands of two dense products with the FLOPs of a layer's forward: up and gate, down."""
+    T, _, K, D, hidden = sizes
+    rows = T * K
+    shapes = ((rows, D), (D, 2 * hidden)), ((rows, hidden), (hidden, D))
+    return [[torch.randn(shape, **factory) for shape in pair] for pair in shapes]
+
+
 # --- timing -------------------------------------------------------------------------------------------
 
 

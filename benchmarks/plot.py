@@ -91,11 +91,8 @@ def ratios(records: list[dict], path: Path) -> None:
     if not panels:
         print(f"{path} is not drawn: no record has a ratio")
         return
-    rows = (len(panels) + 1) // 2
-    figure, grid = plt.subplots(rows, 2, figsize=(15, 3.8 * rows), squeeze=False)
-    for axes in grid.flat[len(panels) :]:
-        axes.remove()
-    for axes, group in zip(grid.flat, panels, strict=False):
+    figure, grid = grid_of(len(panels), columns=2, width=7.5, height=3.8)
+    for axes, group in zip(grid, panels, strict=True):
         names = [name for name in RATIOS if any(r[name] for r in group)]
         if "torch_ratio" in names and all(r["peer"] in (None, "torch") for r in group):
             names = [name for name in names if name != "peer_ratio"]
@@ -151,12 +148,8 @@ def sizes_in_words(shape: str) -> str:
 def losses(records: list[dict], path: Path) -> None:
     """One panel per setting: every step's loss, pale, and its mean over SMOOTH steps to either side."""
     panels = split([r for r in records if r.get("losses")], "gpu", "shape")
-    columns = min(2, len(panels))
-    rows = -(-len(panels) // columns)
-    figure, grid = plt.subplots(rows, columns, figsize=(7.5 * columns, 4.5 * rows), squeeze=False)
-    for axes in grid.flat[len(panels) :]:
-        axes.remove()
-    for axes, group in zip(grid.flat, panels.values(), strict=False):
+    figure, grid = grid_of(len(panels), columns=min(2, len(panels)), width=7.5, height=4.5)
+    for axes, group in zip(grid, panels.values(), strict=True):
         for i, r in enumerate(group):
             values = r["losses"]
             reach = [min(SMOOTH, s, len(values) - 1 - s) for s in range(len(values))]
@@ -228,12 +221,8 @@ def profile(records: list[dict], path: Path) -> None:
 def decode(records: list[dict], path: Path) -> None:
     """One panel per shape and routing: microseconds over tokens, of ours, the peers and the floor."""
     panels = split([r for r in records if r["bench"] == "decode"], "gpu", "shape", "routing", "mode", "dtype")
-    columns = min(3, len(panels))
-    rows = -(-len(panels) // columns)
-    figure, grid = plt.subplots(rows, columns, figsize=(6 * columns, 4.2 * rows), squeeze=False)
-    for axes in grid.flat[len(panels) :]:
-        axes.remove()
-    for axes, group in zip(grid.flat, panels.values(), strict=False):
+    figure, grid = grid_of(len(panels), columns=min(3, len(panels)), width=6, height=4.2)
+    for axes, group in zip(grid, panels.values(), strict=True):
         group = sorted(group, key=lambda r: r["tokens"])
         tokens = [r["tokens"] for r in group]
         for name, ratio in (("torch", "torch_ratio"), ("loop", "ratio_to_loop")):
@@ -246,6 +235,15 @@ def decode(records: list[dict], path: Path) -> None:
         axes.grid(which="both", alpha=0.2)
         axes.legend(fontsize=8)
     save(figure, path)
+
+
+def grid_of(panels: int, columns: int, width: float, height: float):
+    """A figure and its panels, row by row; width and height are of one."""
+    rows = -(-panels // columns)
+    figure, grid = plt.subplots(rows, columns, figsize=(width * columns, height * rows), squeeze=False)
+    for axes in grid.flat[panels:]:
+        axes.remove()
+    return figure, grid.flat[:panels]
 
 
 def label(r: dict) -> str:
