@@ -301,19 +301,26 @@ __global__ void __launch_bounds__(32 * WARPS) route_kernel(const __grid_constant
     Scores<Acc> scores = scores_of<G>(p.score_func, logit);
 
     int id = 0;
-    if (!p.bias && !p.num_groups && sizeof(Acc) == 4 && p.dtype != FUSED_MOE_F32) {
-        /* A 16-bit logit leaves its key's low bits without information: all are 0, or all 1 if it is negative
-         * or NaN. They are replaced by 1023 - expert, so no two keys are equal. */
+    bool is_chosen = false;
+    if (!p.bias && !p.num_groups && sizeof(Acc) == 4) {
+        /* The low bits of a key are replaced by 1023 - expert, so no two keys are equal. A 16-bit logit leaves
+         * them without information: all are 0, or all 1 if it is negative or NaN. float32 logits may differ
+         * in them alone. Where that may have changed the choice, which is rare, the warp chooses again. */
         constexpr uint32_t EXPERT_MASK = 1023;
+        bool is_float = p.dtype == FUSED_MOE_F32, differ_in_low_bits = false;
         uint32_t key[V], taken = 0;
 #pragma unroll
         for (int i = 0; i < V; i++)
             key[i] = (key_of((float)logit[i]) & ~EXPERT_MASK) | (EXPERT_MASK - expert<G>(i));
-        for (int k = 0; k < p.K; k++) {
+        for (int k = 0; k < p.K + is_float; k++) {
+            uint32_t before = taken;
             taken = next_best<G>(key, taken);
             if (k == slot) id = EXPERT_MASK - (taken & EXPERT_MASK);
+            differ_in_low_bits |= k > 0 && (before ^ taken) <= EXPERT_MASK;
         }
-    } else {
+        is_chosen = !is_float || !__any_sync(ALL, differ_in_low_bits);
+    }
+    if (!is_chosen) {
         if (p.bias || p.num_groups) all_scores(logit, scores, logit);
         Key<Acc> key[V];
         Acc *choice = choices[threadIdx.x / G];
@@ -417,6 +424,9 @@ int with_kernel(FusedMoeDtype dtype, int E, int K, Fn fn) {
 using namespace fused_moe;
 
 extern "C" int fused_moe_cuda_route(const FusedMoeRoute *p, void *stream) {
+    /* Few tokens leave most SMs idle, and lanes with few experts each are sooner done. */
+    if (p->T <= 1024 && p->E <= 256 && p->dtype != FUSED_MOE_F64)
+        return launch(route_kernel<float, 32, 8>, *p, ceil_div(p->T, WARPS), 32 * WARPS, 0, stream);
     return with_kernel(p->dtype, p->E, p->K, [&](auto acc, auto lanes, auto elements) {
         constexpr int G = decltype(lanes)::value, V = decltype(elements)::value;
         return launch(route_kernel<decltype(acc), G, V>, *p, ceil_div(p->T, 32 * WARPS / G), 32 * WARPS, 0,

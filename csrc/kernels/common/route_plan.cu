@@ -1,5 +1,6 @@
-/* route_plan: a counting sort of the slots by expert, stable in t*K + k, without the host, in two launches;
- * the plan of given counts, and the schedule of offsets that nothing has checked, in one.
+/* route_plan: a counting sort of the slots by expert, stable in t*K + k, without the host, in two launches, or
+ * one where a single span has all slots; the plan of given counts, and the schedule of offsets that nothing
+ * has checked, in one.
  *
  * The slots are cut into spans of consecutive slots, the experts into ranges of 512. Both grids are spans x
  * ranges: a CTA has the slots of one span that chose an expert of one range.
@@ -40,8 +41,10 @@ __device__ inline void make_schedule(int32_t *schedule, const int32_t *offs, int
         fused_moe_schedule_slices(schedule, offs, E, fused_moe_slice_rows(R, E, FUSED_MOE_SLICE_SMS));
 }
 
-typedef struct {        /* offsets from counts, or from cumulative ends that may be wrong; neither: no rows */
-    const void *counts; /* [E] of counts_dtype, or NULL */
+/* Offsets from counts, or from cumulative ends that may be wrong; without either all rows are the last
+ * expert's. */
+typedef struct {
+    const void *counts;     /* [E] of counts_dtype, or NULL */
     const int32_t *offs_in; /* [E] or NULL */
     FusedMoeDtype counts_dtype;
     int32_t *counts_out; /* [E] or NULL */
@@ -67,6 +70,7 @@ __global__ void __launch_bounds__(SCHEDULE_THREADS) schedule_kernel(const __grid
         int64_t end = 0, total;
         if (e < s.E && s.counts) end = integer(s.counts, s.counts_dtype, e);
         if (e < s.E && s.offs_in) end = s.offs_in[e];
+        if (e == s.E - 1 && !s.counts && !s.offs_in) end = s.R;
         end = max((int64_t)0, min(end, s.R));
         if (s.counts)
             Scan(storage).InclusiveSum(end, end, total);
@@ -108,6 +112,28 @@ __global__ void __launch_bounds__(THREADS) count_kernel(const __grid_constant__ 
         s.span_counts[(int64_t)span * s.p.E + first_expert + e] = counts[e];
 }
 
+/* Of experts [first, first + num), counted by this CTA: the only span's slots. */
+__device__ inline void count_slots(const Sort &s, int32_t first, int32_t num, int32_t *rows) {
+    for (int64_t slot = threadIdx.x; slot < s.num_slots; slot += THREADS) {
+        int64_t e = integer(s.p.ids, s.p.ids_dtype, slot) - first;
+        if (e >= 0 && e < num) atomicAdd(&rows[e], 1);
+    }
+}
+
+/* The same from count_kernel's counts of all spans, and of those before `span`. A warp has whole spans. */
+__device__ inline void add_span_counts(const Sort &s, int32_t span, int32_t first, int32_t num, int32_t *rows,
+                                       int32_t *earlier) {
+    for (int32_t other = threadIdx.x / 32; other < s.num_spans; other += WARPS) {
+        const int32_t *counts = s.span_counts + (int64_t)other * s.p.E + first;
+#pragma unroll 4
+        for (int32_t i = threadIdx.x % 32; i < num; i += 32) {
+            int32_t count = counts[i];
+            if (count) atomicAdd(&rows[i], count);
+            if (count && other < span) atomicAdd(&earlier[i], count);
+        }
+    }
+}
+
 /* Sums all spans' counts. Leaves in row_of_span[e] this span's first row of expert first_expert + e, and
  * returns the number of rows in all; CTA 0 writes counts and offsets. */
 __device__ inline int32_t sum_counts(const Sort &s, int32_t span, int32_t first_expert,
@@ -121,16 +147,10 @@ __device__ inline int32_t sum_counts(const Sort &s, int32_t span, int32_t first_
         int32_t num = min(THREADS, s.p.E - first), e = first + threadIdx.x, row, total;
         rows[threadIdx.x] = earlier[threadIdx.x] = 0;
         __syncthreads();
-        /* a warp has whole spans */
-        for (int32_t other = threadIdx.x / 32; other < s.num_spans; other += WARPS) {
-            const int32_t *counts = s.span_counts + (int64_t)other * s.p.E + first;
-#pragma unroll 4
-            for (int32_t i = threadIdx.x % 32; i < num; i += 32) {
-                int32_t count = counts[i];
-                if (count) atomicAdd(&rows[i], count);
-                if (count && other < span) atomicAdd(&earlier[i], count);
-            }
-        }
+        if (s.num_spans == 1)
+            count_slots(s, first, num, rows);
+        else
+            add_span_counts(s, span, first, num, rows, earlier);
         __syncthreads();
         Scan(storage).ExclusiveSum(rows[threadIdx.x], row, total);
         row += before;
@@ -147,7 +167,7 @@ __device__ inline int32_t sum_counts(const Sort &s, int32_t span, int32_t first_
     return before;
 }
 
-__global__ void __launch_bounds__(THREADS) scatter_kernel(const __grid_constant__ Sort s) {
+__global__ void __launch_bounds__(THREADS, 1) scatter_kernel(const __grid_constant__ Sort s) {
     extern __shared__ int32_t
         next_row[]; /* [WARPS, num_experts]: counts of a warp's slots, then its next row */
     __shared__ int32_t row_of_span[EXPERTS_PER_CTA];
@@ -236,7 +256,8 @@ static int32_t num_spans_of(const FusedMoeRoutePlan &p) {
 using namespace fused_moe;
 
 extern "C" size_t fused_moe_cuda_route_plan_workspace(const FusedMoeRoutePlan *p) {
-    return p->E * (size_t)num_spans_of(*p) * sizeof(int32_t);
+    int32_t num_spans = num_spans_of(*p);
+    return num_spans > 1 ? p->E * (size_t)num_spans * sizeof(int32_t) : 0;
 }
 
 extern "C" int fused_moe_cuda_route_plan(const FusedMoeRoutePlan *p, void *stream) {
@@ -253,7 +274,7 @@ extern "C" int fused_moe_cuda_route_plan(const FusedMoeRoutePlan *p, void *strea
     int64_t num_slots = p->T * p->K;
     Sort s = {*p, (int32_t *)p->workspace, num_slots, ceil_div(num_slots, num_spans), num_spans};
     int64_t grid = num_spans * ceil_div(p->E, EXPERTS_PER_CTA);
-    int status = launch(count_kernel, s, grid, THREADS, 0, stream);
+    int status = num_spans > 1 ? launch(count_kernel, s, grid, THREADS, 0, stream) : FUSED_MOE_OK;
     size_t shared = WARPS * (size_t)(p->E < EXPERTS_PER_CTA ? p->E : EXPERTS_PER_CTA) * sizeof(int32_t);
     return status == FUSED_MOE_OK ? launch(scatter_kernel, s, grid, THREADS, shared, stream) : status;
 }
