@@ -4,7 +4,7 @@
 
 The GPU computes so small a layer in less time than Python and the launches take, so a layer's time is the
 host's: host_us. launches counts this library's kernels and memsets per layer; other_launches counts
-PyTorch's (the router's GEMMs, the sum of two gradients, the token counter).
+PyTorch's (the gradient of the router's weight, the token counter).
 """
 
 from __future__ import annotations

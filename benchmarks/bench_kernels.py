@@ -20,6 +20,7 @@ from torch import Tensor
 
 CHECKED_TOKENS = 1024
 WHATS = (
+    "router_logits",
     "route",
     "route_backward",
     "route_plan",
@@ -60,10 +61,17 @@ class Case:
         self.plan = fused_moe.route_plan(self.ids, self.num_experts)
         self.plan_tensors = self.plan.tensors
         self.x, self.dout = torch.randn(T, D, **factory), torch.randn(T, D, **factory)
+        self.gate = torch.randn(self.num_experts, D, **factory) / D**0.5
         self.rows = torch.randn(T * self.top_k, D, **factory)
         # the last tokens are checked: their offsets are the largest
         self.last = slice(max(0, T - CHECKED_TOKENS), T)
         self.last_rows = self.plan.token_row[self.last].long()
+
+    def router_logits(self) -> Kernel:
+        def check(error: Error, found) -> None:
+            error.add("logits", found[self.last], self.x[self.last].double() @ self.gate.double().T)
+
+        return Kernel((self.x, self.gate), lambda: self.ops.router_logits(self.x, self.gate, None), check)
 
     def route(self) -> Kernel:
         def check(error: Error, found) -> None:

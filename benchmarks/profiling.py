@@ -37,7 +37,7 @@ KINDS = {
     "grouped_mm": ("grouped_mm",),
     "quack": ("GemmDefault",),
     "grouped GEMMs": ("GroupProblemShape", "grouped_gemm", "scatter2scatter", "groupXtY"),
-    "router GEMMs": ("nvjet", "gemm", "xmma", "splitK"),
+    "router GEMMs": ("router_logits", "router_dgrad", "nvjet", "gemm", "xmma", "splitK"),
     "memset": ("memset", "Memset"),
     "add": ("CUDAFunctor_add", "AddFunctor"),
 }

@@ -91,6 +91,35 @@ enum { FUSED_MOE_NUM_COUNTERS = 4096 };
 
 /* --- routing -------------------------------------------------------------------------------------------- */
 
+typedef struct {        /* logits[t] = weight x[t] + bias */
+    const void *x;      /* [T,D] */
+    const void *weight; /* [E,D] */
+    const void *bias;   /* [E]; may be NULL */
+    void *logits;       /* [T,E] f32, f64 for f64 x: not rounded */
+    FusedMoeWorkspace workspace;
+    int64_t T, D;
+    int32_t E;
+    FusedMoeDtype dtype; /* of x, weight and bias */
+} FusedMoeRouterLogits;
+
+typedef struct {         /* dx[t] = dlogits[t] weight */
+    const void *dlogits; /* [T,E] */
+    const void *weight;  /* [E,D] */
+    void *dx;            /* [T,D] */
+    FusedMoeWorkspace workspace;
+    int64_t T, D;
+    int32_t E;
+    FusedMoeDtype dtype;
+} FusedMoeRouterDgrad;
+
+/* D is summed in slices of so many elements, each from zero, which are then added in order. The rule knows D
+ * alone, so that a token's logits have the same bits in any batch: few tokens have a CTA for each of the (at
+ * most eight) slices, many have one CTA for all of them. */
+static inline int64_t fused_moe_router_slice(int64_t D) {
+    int64_t eighth = (D + 7) / 8;
+    return eighth < 512 ? 512 : (eighth + 63) / 64 * 64;
+}
+
 typedef struct {         /* scores and the K best experts of every token */
     const void *logits;  /* [T,E]                              */
     const float *bias;   /* [E] steers the choice; may be NULL */
@@ -152,9 +181,10 @@ typedef struct {   /* rows[r] = x[row_token[r]]; zero past the last row */
     FusedMoeDtype dtype;
 } FusedMoePermute;
 
-typedef struct {        /* out[t] = sum_k scores[t,k] rows[token_row[t,k]] */
+typedef struct {        /* out[t] = addend[t] + sum_k scores[t,k] rows[token_row[t,k]], rounded once */
     const void *rows;   /* [R,D] */
     const void *scores; /* [T,K] f32, f64 for f64 rows; NULL: ones */
+    const void *addend; /* [T,D]; NULL: zeros */
     void *out;          /* [T,D] */
     FusedMoeRowMap row_map;
     int64_t D;
@@ -257,6 +287,8 @@ typedef struct {        /* g = dout[row_token] w2;  dh = dact(s g, h);  a_scaled
 /* Advises the system that a fresh tensor of this many bytes is about to be written. */
 void fused_moe_cpu_prepare(void *data, int64_t bytes);
 
+int fused_moe_cpu_router_logits(const FusedMoeRouterLogits *p);
+int fused_moe_cpu_router_dgrad(const FusedMoeRouterDgrad *p);
 int fused_moe_cpu_route(const FusedMoeRoute *p);
 int fused_moe_cpu_route_backward(const FusedMoeRouteBackward *p);
 int fused_moe_cpu_route_plan(const FusedMoeRoutePlan *p);
@@ -330,6 +362,8 @@ typedef enum {
     FUSED_MOE_OP_UP_GATE,
     FUSED_MOE_OP_DOWN_DGRAD,
     FUSED_MOE_OP_WGRAD,
+    FUSED_MOE_OP_ROUTER_LOGITS,
+    FUSED_MOE_OP_ROUTER_DGRAD,
     FUSED_MOE_NUM_TIERED_OPS
 } FusedMoeTieredOp;
 
@@ -356,11 +390,15 @@ size_t fused_moe_cuda_route_plan_workspace(const FusedMoeRoutePlan *p);
 
 /* Selects the tier that runs the call on the current device, and fills workspace.tier and workspace.bytes.
  * Once per call: the operator below runs on that tier. */
+void fused_moe_cuda_select_router_logits(FusedMoeRouterLogits *p);
+void fused_moe_cuda_select_router_dgrad(FusedMoeRouterDgrad *p);
 void fused_moe_cuda_select_grouped_mm(FusedMoeGroupedMM *p);
 void fused_moe_cuda_select_wgrad(FusedMoeWgrad *p);
 void fused_moe_cuda_select_up_gate(FusedMoeUpGate *p);
 void fused_moe_cuda_select_down_dgrad(FusedMoeDownDgrad *p);
 
+int fused_moe_cuda_router_logits(const FusedMoeRouterLogits *p, void *stream);
+int fused_moe_cuda_router_dgrad(const FusedMoeRouterDgrad *p, void *stream);
 int fused_moe_cuda_route(const FusedMoeRoute *p, void *stream);
 int fused_moe_cuda_route_backward(const FusedMoeRouteBackward *p, void *stream);
 int fused_moe_cuda_route_plan(const FusedMoeRoutePlan *p, void *stream);

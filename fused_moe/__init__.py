@@ -15,6 +15,7 @@ from .function import (
     plan_from_counts,
     route,
     route_plan,
+    router_logits,
     unpermute,
 )
 from .info import info
@@ -39,6 +40,7 @@ __all__ = [
     "reference",
     "route",
     "route_plan",
+    "router_logits",
     "router_z_loss",
     "unpermute",
 ]

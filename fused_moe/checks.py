@@ -102,14 +102,14 @@ def check_like(fn: str, name: str, value: Tensor, like_name: str, like: Tensor) 
     check_device(fn, name, value, like_name, like)
     if value.dtype == like.dtype:
         return
-    if not _is_autocast_enabled(like):
+    if not is_autocast_enabled(like):
         fail(TypeError, fn, f"{name} of {like_name}'s dtype {like.dtype}", value.dtype)
     if torch.float64 in (value.dtype, like.dtype):
         expected = f"{name} of {like_name}'s dtype {like.dtype}, because autocast does not cast float64"
         fail(TypeError, fn, expected, value.dtype)
 
 
-def _is_autocast_enabled(x: Tensor) -> bool:
+def is_autocast_enabled(x: Tensor) -> bool:
     return x.device.type in ("cpu", "cuda") and torch.is_autocast_enabled(x.device.type)
 
 
@@ -130,6 +130,22 @@ def _has_memory(x: Tensor) -> bool:
 
 
 # --- routing ----------------------------------------------------------------------------------------------
+
+
+def check_router(fn: str, x: Tensor, weight, bias) -> None:
+    """Checks weight (E, D) and bias (E,) against x (T, D)."""
+    check_tensor(fn, "weight", weight, 2, FLOATING)
+    num_experts, width = weight.shape
+    check_shape(fn, "weight", weight, "E, D", (num_experts, x.size(1)))
+    if not 1 <= num_experts <= 1024:
+        fail(ValueError, fn, "weight of 1 to 1024 experts", num_experts)
+    if width < 1:
+        fail(ValueError, fn, "weight of D >= 1", tuple(weight.shape))
+    check_like(fn, "weight", weight, "x", x)
+    if bias is not None:
+        check_tensor(fn, "bias", bias, 1, FLOATING)
+        check_shape(fn, "bias", bias, "E", (num_experts,))
+        check_like(fn, "bias", bias, "x", x)
 
 
 def check_routing(

@@ -1,8 +1,9 @@
 """FLOPs of the operators, for torch.utils.flop_counter.FlopCounterMode.
 
 A gated layer takes 6 TKDF forward and 12 TKDF backward; a gradient that is not needed takes none. Every slot
-counts as a row: how many ids are sentinels is known on the device alone. Only GEMMs count, as in PyTorch;
-the router's are PyTorch's. A formula gets shapes where the operator gets tensors.
+counts as a row: how many ids are sentinels is known on the device alone. Only GEMMs count, as in PyTorch. A
+GEMM of the router takes 2 TDE; that of its weight's gradient is PyTorch's. A formula gets shapes where the
+operator gets tensors.
 """
 
 from __future__ import annotations
@@ -35,6 +36,16 @@ def _up(args) -> int:
     """Of h, or of its gradient: one product with every row of w1 and w3."""
     width = args.w1[1] + (args.w3[1] if args.w3 else 0)
     return 2 * width * args.w1[2]
+
+
+@_register("router_logits")
+def _router_logits(args) -> int:
+    return 2 * args.x[0] * prod(args.weight)
+
+
+@_register("router_dgrad")
+def _router_dgrad(args) -> int:
+    return 2 * args.dlogits[0] * prod(args.weight)
 
 
 @_register("grouped_mm")

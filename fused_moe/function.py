@@ -28,6 +28,7 @@ from .checks import (
     check_offsets,
     check_plan_of_ids,
     check_plan_of_rows,
+    check_router,
     check_routing,
     check_scores,
     check_shape,
@@ -38,6 +39,31 @@ from .ops import ops
 from .plan import Plan
 
 # --- routing ----------------------------------------------------------------------------------------------
+
+
+def router_logits(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """The router's linear layer: logits[t] = weight @ x[t] + bias, summed in float32 and not rounded after.
+
+    On a GPU a token's logits have the same bits in every batch: how D is split into sums depends on D alone,
+    where cuBLAS splits by the number of tokens, too. On the CPU they have the same bits in every run of the
+    same batch.
+
+    Args:
+        x: (T, D), floating. T may be 0.
+        weight: (E, D), bias: (E,), E from 1 to 1024, of x's dtype and on its device (cast under autocast, as
+            for linear).
+
+    Returns:
+        (T, E) float32 (float64 for float64 x), differentiable in x, weight and bias. Their gradients have
+        their dtypes; the GEMMs of the first two multiply the logits' gradient rounded to that dtype.
+
+    Raises:
+        TypeError, ValueError: the message says what was expected and what was found.
+    """
+    fn = "router_logits"
+    check_input(fn, "x", x, 2)
+    check_router(fn, x, weight, bias)
+    return _ops.run(ops.router_logits.default, x, weight, bias)
 
 
 def route(

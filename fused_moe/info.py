@@ -12,7 +12,7 @@ from .ops import FACTS, HAS_CUDA_KERNELS, HOW_TO_BUILD_CUDA, LIBRARY, ops, unkno
 
 # What each CUDA tier takes where it runs; a call that the first does not take goes to the last.
 TAKES = {
-    "hopper": "bf16 and fp16, widths that are multiples of 8, rows that are 16-byte aligned",
+    "hopper": "bf16 and fp16, widths that are multiples of 8",
     "portable": "every call that hopper does not take",
 }
 WIDTH, INDENT = 80, 24  # of the printed report, and of its column of names

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from . import checks, function
 from .activation import activate
 from .counting import Counting
+from .gate import Gate
 from .losses import load_balancing_loss, router_z_loss
 from .routed import can_join, routed_experts
 
@@ -56,7 +57,7 @@ class Router(nn.Module):
 
     def __init__(self, dim, num_experts, top_k, *, bias, routing, device=None, dtype=None):
         super().__init__()
-        self.gate = nn.Linear(dim, num_experts, bias=bias, device=device, dtype=dtype)
+        self.gate = Gate(dim, num_experts, bias=bias, device=device, dtype=dtype)
         self.top_k = top_k
         self.routing = routing
 
@@ -64,7 +65,7 @@ class Router(nn.Module):
         self.gate.reset_parameters()
 
     def forward(self, x: Tensor, expert_bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """x (T, D) -> scores (T, K), ids (T, K), logits (T, E)."""
+        """x (T, D) -> scores (T, K), ids (T, K), logits (T, E) in float32 or float64."""
         logits = self.gate(x)
         scores, ids = function.route(logits, self.top_k, bias=expert_bias, **self.routing)
         return scores, ids, logits

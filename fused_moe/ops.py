@@ -326,6 +326,49 @@ def _grad_like(need: bool, w: Tensor | None, like: Tensor) -> Tensor:
 # --- routing ------------------------------------------------------------------------------------------
 
 
+def _router_logits_fake(args):
+    x = args.x
+    return x.new_empty(x.size(0), args.weight.size(0), dtype=score_dtype(x))
+
+
+def _router_logits_setup(ctx, args, output):
+    ctx.save_for_backward(args.x if ctx.needs_input_grad[1] else None, args.weight)
+
+
+def _router_logits_backward(ctx, need, dlogits):
+    grads = router_gradients(dlogits, *ctx.saved_tensors, need.x, need.weight, need.bias)
+    return dict(zip(("x", "weight", "bias"), grads, strict=True))
+
+
+def router_gradients(
+    dlogits: Tensor, x: Tensor | None, weight: Tensor, need_x: bool, need_weight: bool, need_bias: bool
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """dx, dweight and dbias, each None if it is not needed. GEMMs multiply dlogits in the weight's dtype."""
+    rounded = dlogits.to(weight.dtype)
+    return (
+        run(ops.router_dgrad.default, rounded, weight) if need_x else None,
+        rounded.mT @ x if need_weight else None,
+        dlogits.sum(0).to(weight.dtype) if need_bias else None,
+    )
+
+
+def _router_dgrad_fake(args):
+    return args.dlogits.new_empty(args.dlogits.size(0), args.weight.size(1))
+
+
+def _router_dgrad_setup(ctx, args, output):
+    ctx.save_for_backward(args.dlogits, args.weight)
+
+
+def _router_dgrad_backward(ctx, need, ddx):
+    dlogits, weight = ctx.saved_tensors
+    ddlogits = run(ops.router_logits.default, ddx, weight, None) if need.dlogits else None
+    return {
+        "dlogits": ddlogits if ddlogits is None else ddlogits.to(dlogits.dtype),
+        "weight": dlogits.mT @ ddx if need.weight else None,
+    }
+
+
 def _route_fake(args):
     logits = args.logits
     scores = logits.new_empty(logits.size(0), args.top_k, dtype=score_dtype(logits))
@@ -369,6 +412,19 @@ def _count_plan_fake(args):
     return new(E), new(E + 1), new(schedule_words(E))
 
 
+_register(
+    "router_logits",
+    fake=_router_logits_fake,
+    backward=_router_logits_backward,
+    setup_context=_router_logits_setup,
+    autocast=("x", "weight", "bias"),
+)
+_register(
+    "router_dgrad",
+    fake=_router_dgrad_fake,
+    backward=_router_dgrad_backward,
+    setup_context=_router_dgrad_setup,
+)
 _register("route", fake=_route_fake, backward=_route_backward, setup_context=_route_setup)
 _register("route_backward", fake=_route_backward_fake)
 _register_integers("route_plan", fake=_route_plan_fake)
@@ -502,15 +558,17 @@ def _up_backward(ctx, need, dh, needs_scores: bool = False):
     return up_gradients(need, needs_scores, ctx.layout, ctx.main_grads, dh, x, w1, w3, scores, plan)
 
 
-def up_gradients(need, needs_scores: bool, layout: int, main_grads, dh, x, w1, w3, scores, plan) -> dict:
-    """{input of experts_up: its gradient}, of those that are needed."""
+def up_gradients(
+    need, needs_scores: bool, layout: int, main_grads, dh, x, w1, w3, scores, plan, dx_addend=None
+) -> dict:
+    """{input of experts_up: its gradient}, of those that are needed. dx_addend is added to dx."""
     needs = (need.x, need.w1, need.w3, need.b1, need.b3, needs_scores)
     args = (dh, x, w1, w3, scores, plan, layout, *needs)
     main_grad1, main_grad3 = main_grads
     if main_grad1 is None and main_grad3 is None:
-        grads = run(ops.experts_up_backward.default, *args)
+        grads = run(ops.experts_up_backward.default, *args, dx_addend)
     else:
-        grads = run(ops.experts_up_backward_accumulate.default, *args, main_grad1, main_grad3)
+        grads = run(ops.experts_up_backward_accumulate.default, *args, main_grad1, main_grad3, dx_addend)
     dx, dw1, dw3, db1, db3, dscores = grads
     result = {}
     if need.x:

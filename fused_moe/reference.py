@@ -15,7 +15,7 @@ from torch import Tensor
 
 from . import module
 from .activation import activate
-from .checks import INTEGERS, check_num_experts, check_tensor, fail
+from .checks import INTEGERS, check_num_experts, check_tensor, fail, is_autocast_enabled
 from .losses import load_balancing_loss, router_z_loss
 from .ops import FACTS, schedule_words
 from .plan import Plan
@@ -32,11 +32,25 @@ __all__ = [
     "plan_from_counts",
     "route",
     "route_plan",
+    "router_logits",
     "router_z_loss",
     "unpermute",
 ]
 
 # --- routing ------------------------------------------------------------------------------------------
+
+
+def router_logits(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """logits (T, E) = x @ weight.T + bias in float32 or wider, of operands that autocast has rounded."""
+    operands = (x, weight, bias)
+    if is_autocast_enabled(x):
+        if x.dtype != torch.float64:
+            dtype = torch.get_autocast_dtype(x.device.type)
+            operands = (t if t is None else t.to(dtype) for t in operands)
+        with torch.autocast(x.device.type, enabled=False):
+            return router_logits(*operands)
+    wide = torch.promote_types(x.dtype, torch.float32)
+    return F.linear(*(t if t is None else t.to(wide) for t in operands))
 
 
 def _top_k(values: Tensor, k: int) -> Tensor:
@@ -288,7 +302,7 @@ def fused_experts(
 
 class _Router(module.Router):
     def forward(self, x: Tensor, expert_bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        logits = self.gate(x)
+        logits = router_logits(x, self.gate.weight, self.gate.bias)
         scores, ids = route(logits, self.top_k, bias=expert_bias, **self.routing)
         return scores, ids, logits
 

@@ -1,9 +1,9 @@
 """The router and the experts' up side as one autograd node, which spares backward an addition.
 
 As nodes of their own each of them writes a gradient of x (T, D), and autograd reads both to write their sum.
-Here the router's product is added to the experts' dx in place, by the GEMM: dx = sum over k of dx_rows,
-rounded, plus dlogits @ gate, rounded once more. They stay two nodes wherever hooks, modes or subclasses may
-change or observe the call: `can_join`.
+Here the router's comes first and is an operand of the sum of the experts' rows: dx = dlogits @ gate + sum
+over k of dx_rows, rounded once. They stay two nodes wherever hooks, modes or subclasses may change or observe
+the call: `can_join`.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.nn.modules.module import _has_any_global_hook
 
 from . import function
 from .checks import check_experts, check_main_grads
-from .ops import ACTIVATION_CODES, SCORE_FUNCS, ops, route_plan, run, up_gradients
+from .gate import Gate
+from .ops import ACTIVATION_CODES, SCORE_FUNCS, ops, route_plan, router_gradients, run, up_gradients
 from .plan import Plan
 
 
@@ -28,9 +28,9 @@ def can_join(x: Tensor, router: nn.Module, experts: nn.Module) -> bool:
     if not (torch.is_grad_enabled() and x.requires_grad and _is_plain_call()):
         return False
     gate = router.gate
-    if type(gate) is not nn.Linear or _has_global_hook():
+    if type(gate) is not Gate or _has_global_hook():
         return False
-    if any(map(_is_altered, (router, gate, experts))):
+    if any(map(is_altered, (router, gate, experts))):
         return False
     weight = gate.weight
     tensors = (x, weight, gate.bias, *experts.weights, experts.b1, experts.b2, experts.b3)
@@ -38,7 +38,7 @@ def can_join(x: Tensor, router: nn.Module, experts: nn.Module) -> bool:
     return fits and all(t is None or type(t) in (Tensor, nn.Parameter) for t in tensors)
 
 
-def _is_altered(module: nn.Module) -> bool:
+def is_altered(module: nn.Module) -> bool:
     """Whether calling the module does more, or something else, than its class's forward."""
     return bool(
         module._forward_pre_hooks
@@ -86,7 +86,7 @@ class _RoutedUp(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, gate, gate_bias, w1, w3, b1, b3, expert_bias, top_k, routing, settings, main_grads):
-        logits = F.linear(x, gate, gate_bias)
+        logits = function.router_logits(x, gate, gate_bias)
         scores, ids = function.route(logits, top_k, bias=expert_bias, **routing)
         plan = route_plan(ids, gate.size(0))
         h, a = run(
@@ -103,23 +103,15 @@ class _RoutedUp(torch.autograd.Function):
     def backward(ctx, dh, _a, dscores, _ids, dlogits, *_plan):
         x, gate, w1, w3, logits, ids, *plan = ctx.saved_tensors
         need = _Needs(*ctx.needs_input_grad[: len(_Needs._fields)])
-        grads = {}
-        if dh is not None:
-            grads = up_gradients(need, False, ctx.layout, ctx.main_grads, dh, x, w1, w3, None, plan)
+        grads, dx = {}, None
         if dscores is not None:
             of_scores = run(ops.route_backward.default, dscores, logits, ids, *ctx.routing)
             dlogits = of_scores if dlogits is None else dlogits + of_scores
         if dlogits is not None:
-            if need.gate:
-                grads["gate"] = dlogits.mT @ x
-            if need.gate_bias:
-                grads["gate_bias"] = dlogits.sum(0)
-            if dh is None:
-                grads["x"] = dlogits @ gate
-            elif torch.is_grad_enabled() or not _is_plain_call():
-                grads["x"] = grads["x"] + dlogits @ gate
-            else:  # into dx, which no other tensor shares
-                torch.addmm(grads["x"], dlogits, gate, out=grads["x"])
+            dx, dgate, dbias = router_gradients(dlogits, x, gate, need.x, need.gate, need.gate_bias)
+            grads = {"x": dx, "gate": dgate, "gate_bias": dbias}
+        if dh is not None:
+            grads |= up_gradients(need, False, ctx.layout, ctx.main_grads, dh, x, w1, w3, None, plan, dx)
         return *(grads.get(name) for name in _Needs._fields), *[None] * 5
 
 

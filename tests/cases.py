@@ -273,7 +273,7 @@ def operator_calls(case: Case, device) -> dict:
     up_needs = {f"need_d{n}": v is not None for n, v in {"x": x, **up}.items()}
     up_backward = {"dh": h, "x": x, "w1": w1, "w3": w3, "scores": None, **moves, **layout}
     up_backwards = [
-        {**up_backward, "scores": scores, **up_needs, "need_dscores": True},
+        {**up_backward, "scores": scores, **up_needs, "need_dscores": True, "dx_addend": dout},
         {**up_backward, **dict.fromkeys(up_needs, False), "need_dscores": False},
         {**up_backward, "x": rows, "plan": rows_plan, **up_needs, "need_dscores": False},
         {**up_backward, **up_needs, "need_dscores": False},
@@ -287,7 +287,10 @@ def operator_calls(case: Case, device) -> dict:
         {**down_backward, **only_dh, "need_dscores": False},
         {**down_backward, "dout": rows, "plan": rows_plan, **down_needs, "need_dscores": False},
     ]
+    gate = new(E, D)
     calls = {
+        "router_logits": [{"x": x, "weight": gate, "bias": b} for b in (new(E), None)],
+        "router_dgrad": [{"dlogits": logits, "weight": w} for w in (gate, new(D, E).mT)],
         "route": [
             {"logits": logits, "bias": None, "top_k": K, **softmax, **all_groups},
             {"logits": logits, "bias": torch.zeros(E).to(device), "top_k": 1, **sigmoid, **two_groups},

@@ -33,6 +33,28 @@ class Mutant(NamedTuple):
 
 
 CPU = [
+    # --- router_logits
+    Mutant(
+        "logits of the last slice alone",
+        "csrc/cpu/router_logits.c",
+        "fm_transposed(weight), k > 0);",
+        "fm_transposed(weight), false);",
+        "tests/test_router_logits.py",
+    ),
+    Mutant(
+        "every block of logits has the first one's bias",
+        "csrc/cpu/router_logits.c",
+        "fm_at(p->bias, v->elem_bytes, expert), experts);",
+        "p->bias, experts);",
+        "tests/test_router_logits.py",
+    ),
+    Mutant(
+        "logits of tensor subclasses are ours",
+        "fused_moe/gate.py",
+        "if type(x) not in PLAIN or",
+        "if",
+        "tests/test_router_logits.py",
+    ),
     # --- route
     Mutant(
         "softmax without its maximum",
@@ -129,6 +151,13 @@ CPU = [
         "memset(row, 0, row_bytes);",
         ";",
         "tests/test_permute.py",
+    ),
+    Mutant(
+        "a sum without its addend",
+        "csrc/cpu/permute.c",
+        "if (p->addend) v->load(sum,",
+        "if (false) v->load(sum,",
+        "tests/test_experts.py",
     ),
     Mutant(
         "permute loses the last element",
@@ -484,15 +513,15 @@ CPU = [
     Mutant(
         "dx without the router's part",
         "fused_moe/routed.py",
-        'torch.addmm(grads["x"], dlogits, gate, out=grads["x"])',
-        'torch.addmm(grads["x"], dlogits, gate)',
+        "None, plan, dx)",
+        "None, plan)",
         "tests/test_routed.py",
     ),
     Mutant(
         "the router's hooks are passed over",
         "fused_moe/routed.py",
-        "map(_is_altered, (router, gate, experts))",
-        "map(_is_altered, (gate, experts))",
+        "map(is_altered, (router, gate, experts))",
+        "map(is_altered, (gate, experts))",
         "tests/test_routed.py",
     ),
 ]
@@ -742,7 +771,7 @@ def try_mutant(mutant: Mutant, tree: Path, cuda: bool) -> str:
     path = tree / mutant.path
     path.write_text(mutated)
     try:
-        if mutant.path.startswith("csrc") and not build(tree, cuda):
+        if not build(tree, cuda):  # of Python, too: the library may be the mutant before this one
             raise SystemExit(f"{mutant.name}: does not compile: {mutant.new}")
         return failing_test(tree, mutant.tests, cuda) or ""
     finally:

@@ -4,6 +4,7 @@ import importlib.util
 import re
 import shutil
 import subprocess
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -106,6 +107,17 @@ def sm90_gemms(sass) -> dict:
     mine = {n: used for n, used in kernels.items() if SM90 in n and any(gemm in n for gemm in GEMMS)}
     assert mine
     return mine
+
+
+def test_the_router_runs_on_wgmma_and_tma(sass):
+    """Its product, with and without clusters, and its gradient, in both half-precision dtypes."""
+    kernels = sass.instructions(LIBRARY, "sm_90a")
+    of_router = [("router_logits_kernel", 5), ("router_dgrad_kernel", 1)]
+    for (kernel, variants), dtype in product(of_router, DTYPES):
+        mine = [used for n, used in kernels.items() if SM90 in n and kernel in n and dtype in n]
+        assert len(mine) == variants, f"{kernel}, {dtype}"
+        for used in mine:
+            assert {"HGMMA", "UTMALDG", "SYNCS"} <= used.keys(), f"{kernel}, {dtype}"
 
 
 def test_sm90_gemms_run_on_wgmma_and_tma(sass):

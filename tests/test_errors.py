@@ -43,6 +43,12 @@ def router(**changes):
     return route, {"logits": torch.randn(T, 8), "top_k": 2} | changes
 
 
+def gate(**changes):
+    """A valid call of router_logits, except for `changes`."""
+    operands = {"x": torch.randn(T, D), "weight": torch.randn(E, D), "bias": torch.randn(E)}
+    return fused_moe.router_logits, operands | changes
+
+
 def gemm(**changes):
     ends = torch.tensor([2, 2, 6], dtype=torch.int32)
     return grouped_mm, {"a": torch.randn(T, D), "b": torch.randn(E, F, D), "offsets": ends} | changes
@@ -103,6 +109,27 @@ ANY_INT = "dtype int32 or int64 or int16 or int8 or uint8"
 
 # group -> rows of (call, exception, expected, found)
 TABLE = {
+    "router_logits": [
+        (gate(x=[[1.0]]), TypeError, "x to be a tensor", "list"),
+        (gate(x=integers(T, D)), TypeError, f"x of {FLOAT}", "torch.int32"),
+        (gate(x=fp8(T, D)), TypeError, f"x of {FLOAT}", "torch.float8_e4m3fn"),
+        (gate(x=torch.randn(D)), ValueError, "x of 2 dimensions", r"shape \(8,\)"),
+        (gate(x=torch.randn(2, 3, D)), ValueError, "x of 2 dimensions", r"shape \(2, 3, 8\)"),
+        (gate(weight=None), TypeError, "weight to be a tensor", "NoneType"),
+        (gate(weight=integers(E, D)), TypeError, f"weight of {FLOAT}", "torch.int32"),
+        (gate(weight=torch.randn(D)), ValueError, "weight of 2 dimensions", r"shape \(8,\)"),
+        (gate(weight=torch.randn(E, 7)), ValueError, r"weight of shape \(E, D\) = \(3, 8\)", r"\(3, 7\)"),
+        (gate(weight=torch.randn(D, E)), ValueError, r"weight of shape \(E, D\) = \(8, 8\)", r"\(8, 3\)"),
+        (gate(weight=torch.randn(0, D)), ValueError, "weight of 1 to 1024 experts", "0"),
+        (gate(weight=torch.randn(1025, D)), ValueError, "weight of 1 to 1024 experts", "1025"),
+        (gate(x=torch.randn(T, 0), weight=torch.randn(E, 0)), ValueError, "weight of D >= 1", r"\(3, 0\)"),
+        (gate(weight=torch.randn(E, D, dtype=F16)), TypeError, "weight of x's dtype", "torch.float16"),
+        (gate(x=half), TypeError, "weight of x's dtype torch.float16", "torch.float32"),
+        (gate(bias=torch.randn(E, 1)), ValueError, "bias of 1 dimensions", r"shape \(3, 1\)"),
+        (gate(bias=torch.randn(D)), ValueError, r"bias of shape \(E\) = \(3,\)", r"\(8,\)"),
+        (gate(bias=integers(E)), TypeError, f"bias of {FLOAT}", "torch.int32"),
+        (gate(bias=torch.randn(E).double()), TypeError, "bias of x's dtype torch.float32", "torch.float64"),
+    ],
     "route's logits": [
         (router(logits=[[1.0]]), TypeError, "logits to be a tensor", "list"),
         (router(logits=None), TypeError, "logits to be a tensor", "NoneType"),
@@ -510,13 +537,21 @@ def test_the_table_is_long():
     """Every public function is in it."""
     assert len(ROWS) >= 150
     named = {call[0].__name__ for call, *_ in ROWS.values()}
-    public = {"route", "route_plan", "plan_from_counts", "permute", "unpermute", "grouped_mm"}
+    public = {
+        "router_logits",
+        "route",
+        "route_plan",
+        "plan_from_counts",
+        "permute",
+        "unpermute",
+        "grouped_mm",
+    }
     assert named >= public | {"fused_experts", "grouped_mlp", "FusedMoE", "check_ids"}
 
 
 def test_right_calls_are_right(device):
     """The table's calls without changes run: each fails for its own reason."""
-    for call in (experts, mlp, router, gemm, permutation, combination, planned, counted, strict):
+    for call in (experts, mlp, gate, router, gemm, permutation, combination, planned, counted, strict):
         fn, arguments = call()
         fn(**moved(arguments, device))
     fn, arguments = module()
@@ -649,6 +684,15 @@ def operator_calls(device) -> tuple[dict, dict]:
     falling = torch.tensor([0, 12, 3, 12], dtype=torch.int32, device=device)
     beyond = torch.tensor([0, 4, 8, 9999], dtype=torch.int32, device=device)
     shapes = {
+        "router_logits: narrow weight": (ops.router_logits, x, w1[0, :, :7], None),
+        "router_logits: half weight": (ops.router_logits, x, w1[0].half(), None),
+        "router_logits: long bias": (ops.router_logits, x, w1[0], x[0]),
+        "router_logits: 1025 experts": (ops.router_logits, x, torch.randn(1025, D, device=device), None),
+        "router_logits: no width": (ops.router_logits, x[:, :0], w1[0, :, :0], None),
+        "router_logits: integers": (ops.router_logits, ids, ids, None),
+        "router_dgrad: dlogits of other experts": (ops.router_dgrad, x, w1[0]),
+        "router_dgrad: half dlogits": (ops.router_dgrad, x[:, :4].half(), w1[0]),
+        "router_dgrad: a weight of experts": (ops.router_dgrad, x[:, :4], w1),
         "route: k beyond E": (ops.route, x, None, 9, 0, False, 1.0, 0, 0),
         "route: k of 0": (ops.route, x, None, 0, 0, False, 1.0, 0, 0),
         "route: k beyond 32": (ops.route, torch.randn(2, 64, device=device), None, 33, 0, False, 1.0, 0, 0),
@@ -711,6 +755,10 @@ def operator_calls(device) -> tuple[dict, dict]:
             ops.experts, x, w1, w3, w2[:1], None, None, None, scores, ids, 0, *act, False),
         "experts_up_backward: w3 wanted but absent": (
             ops.experts_up_backward, a, x, w1, None, None, maps, 3, *[True] * 3, *[False] * 3),
+        "experts_up_backward: dx_addend of another width": (
+            ops.experts_up_backward, h, x, w1, w3, None, maps, 0, *[True] * 3, *[False] * 3, x[:, :7]),
+        "experts_up_backward: dx_addend without maps": (
+            ops.experts_up_backward, h, rows, w1, w3, None, no_maps, 0, *[True] * 3, *[False] * 3, rows),
         "experts_up_backward: no h's gradient": (
             ops.experts_up_backward, h[:0], x, w1, w3, None, maps, 0, *[True] * 3, *[False] * 3),
         "experts_up_backward_accumulate: main_grad of another shape": (

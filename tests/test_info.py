@@ -165,7 +165,9 @@ import fused_moe
 print(*sorted(set(sys.modules) - before))
 """
     run = run_python(code)
-    own = "activation checks counting flops function info losses module oldest ops overlap plan reference"
+    own = (
+        "activation checks counting flops function gate info losses module oldest ops overlap plan reference"
+    )
     own += " routed"
     assert run.stdout.split() == ["fused_moe", *(f"fused_moe.{name}" for name in own.split())], run.stderr
 
@@ -217,6 +219,8 @@ def test_info_tells_the_calls_of_each_tier(cpu, monkeypatch):
         "up_gate": "12 on hopper, 3 on portable, last because a width is not a multiple of 8",
         "down_dgrad": "12 on hopper, 6 on portable, last because a width is not a multiple of 8",
         "wgrad": "12 on hopper, 9 on portable, last because a width is not a multiple of 8",
+        "router_logits": "12 on hopper, 12 on portable, last because a width is not a multiple of 8",
+        "router_dgrad": "12 on hopper, 15 on portable, last because a width is not a multiple of 8",
     }
     monkeypatch.setattr(module.ops, "cuda_calls", lambda op: torch.tensor([0, 0, 0]))
     assert module._calls() == {"none": "this process has run no GEMM on a GPU yet"}
@@ -238,7 +242,10 @@ def test_the_calls_on_the_cpu_are_not_counted(cpu):
 @pytest.mark.quick
 def test_the_facts_of_the_library(device):
     """The facts that Python and the tests read from the library."""
-    assert FACTS["operators"] == ["grouped_mm", "up_gate", "down_dgrad", "wgrad"]
+    assert FACTS["operators"] == [
+        *("grouped_mm", "up_gate", "down_dgrad", "wgrad"),
+        *("router_logits", "router_dgrad"),
+    ]
     assert FACTS["tiers"] == ["hopper", "portable"] and len(FACTS["capabilities"]) == 2
     assert bool(FACTS["reasons"]) == HAS_CUDA_KERNELS
     assert FACTS["constants"]["TILE_ROWS"] == 128

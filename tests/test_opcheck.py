@@ -27,7 +27,8 @@ def arguments(device, layout: str, dtype, bias: bool) -> dict:
 
 
 DIFFERENTIABLE = {
-    "route", "permute", "unpermute", "grouped_mm", "wgrad", "up_gate", "experts_up", "experts_down"
+    "router_logits", "router_dgrad", "route", "permute", "unpermute", "grouped_mm", "wgrad", "up_gate",
+    "experts_up", "experts_down"
 }  # fmt: skip
 OPERATORS = sorted(arguments(torch.device("cpu"), "separate", F32, True))
 

@@ -29,6 +29,8 @@ PTX_ISA = {
 # instruction starts with counts.
 FIRST_PTX_ISA = {
     "bar.sync": (2, 0),  # with a number of threads
+    "barrier.cluster.arrive": (7, 8),
+    "barrier.cluster.wait": (7, 8),
     "barrier.red": (6, 0),
     "bra": (1, 0),
     "cp.async.bulk": (8, 0),
@@ -47,6 +49,7 @@ FIRST_PTX_ISA = {
     "ld.global.nc": (3, 1),
     "ld.shared": (1, 0),
     "ldmatrix": (6, 5),
+    "mapa": (7, 8),
     "mbarrier.arrive": (7, 1),  # with _ for its result
     "mbarrier.arrive.expect_tx": (8, 0),
     "mbarrier.init": (7, 0),

@@ -352,6 +352,24 @@ def pair(flavor, fusion, **options):
 # --- the layer ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("dtype", (F32, BF16), ids=("f32", "bf16"))
+def test_the_gates_product(dtype):
+    """Our operator computes an unaltered gate's logits, not rounded; hooks are called."""
+    model, x = build("fused_moe", top_k=2, score_func="sigmoid"), make_input(dtype)
+    if dtype == BF16:
+        half(model)
+    with Calls() as calls:
+        model(x)
+    [(_, logits)] = calls.of("router_logits")
+    weight = model.moe.router.gate.weight.detach()
+    torch.testing.assert_close(logits, functional.linear(x.flatten(0, -2).float(), weight.float()))
+    seen = []
+    model.moe.router.gate.register_forward_hook(lambda *call: seen.append(call))
+    with Calls() as calls:
+        model(x)
+    assert seen and not calls.of("router_logits")
+
+
 def test_import_is_lazy():
     code = "import fused_moe, sys; assert not any(m.startswith('torchtitan') for m in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)

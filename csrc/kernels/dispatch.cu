@@ -26,6 +26,8 @@ constexpr int LAST_TIER = FUSED_MOE_NUM_TIERS - 1; /* takes every call */
 template <typename Params>
 using Table = const Kernel<Params> *const[FUSED_MOE_NUM_TIERS];
 
+static Table<FusedMoeRouterLogits> ROUTER_LOGITS = {&sm90::router_logits, &sm80::router_logits};
+static Table<FusedMoeRouterDgrad> ROUTER_DGRAD = {&sm90::router_dgrad, &sm80::router_dgrad};
 static Table<FusedMoeGroupedMM> GROUPED_MM = {&sm90::grouped_mm, &sm80::grouped_mm};
 static Table<FusedMoeWgrad> WGRAD = {&sm90::wgrad, &sm80::wgrad};
 static Table<FusedMoeUpGate> UP_GATE = {&sm90::up_gate, &sm80::up_gate};
@@ -231,6 +233,12 @@ using namespace fused_moe;
 
 extern "C" {
 
+void fused_moe_cuda_select_router_logits(FusedMoeRouterLogits *p) {
+    select(FUSED_MOE_OP_ROUTER_LOGITS, ROUTER_LOGITS, p);
+}
+void fused_moe_cuda_select_router_dgrad(FusedMoeRouterDgrad *p) {
+    select(FUSED_MOE_OP_ROUTER_DGRAD, ROUTER_DGRAD, p);
+}
 void fused_moe_cuda_select_grouped_mm(FusedMoeGroupedMM *p) {
     select(FUSED_MOE_OP_GROUPED_MM, GROUPED_MM, p, own_schedule_bytes(*p));
 }
@@ -244,6 +252,12 @@ void fused_moe_cuda_select_down_dgrad(FusedMoeDownDgrad *p) {
     select(FUSED_MOE_OP_DOWN_DGRAD, DOWN_DGRAD, p);
 }
 
+int fused_moe_cuda_router_logits(const FusedMoeRouterLogits *p, void *stream) {
+    return run(ROUTER_LOGITS, *p, stream);
+}
+int fused_moe_cuda_router_dgrad(const FusedMoeRouterDgrad *p, void *stream) {
+    return run(ROUTER_DGRAD, *p, stream);
+}
 int fused_moe_cuda_grouped_mm(const FusedMoeGroupedMM *p, void *stream) {
     return run_checked(GROUPED_MM, *p, stream);
 }

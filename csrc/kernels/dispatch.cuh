@@ -15,6 +15,8 @@ struct Kernel {
 };
 
 namespace sm80 {
+extern const Kernel<FusedMoeRouterLogits> router_logits;
+extern const Kernel<FusedMoeRouterDgrad> router_dgrad;
 extern const Kernel<FusedMoeGroupedMM> grouped_mm;
 extern const Kernel<FusedMoeWgrad> wgrad;
 extern const Kernel<FusedMoeUpGate> up_gate;
@@ -22,6 +24,8 @@ extern const Kernel<FusedMoeDownDgrad> down_dgrad;
 } // namespace sm80
 
 namespace sm90 {
+extern const Kernel<FusedMoeRouterLogits> router_logits;
+extern const Kernel<FusedMoeRouterDgrad> router_dgrad;
 extern const Kernel<FusedMoeGroupedMM> grouped_mm;
 extern const Kernel<FusedMoeWgrad> wgrad;
 extern const Kernel<FusedMoeUpGate> up_gate;

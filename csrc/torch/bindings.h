@@ -98,7 +98,10 @@ const int32_t *ints(const Tensor &x);
 int32_t *mutable_ints(const Tensor &x);
 
 Tensor dense(const Tensor &x);
-/* x as a dense matrix or vector of like's dtype on like's device. */
+/* Dense, and on a GPU at an address that every tier takes: the tier, and with it the bits of a result, do not
+ * depend on where in its storage a view begins. */
+Tensor aligned(const Tensor &x);
+/* x as a dense, aligned matrix or vector of like's dtype on like's device. */
 Tensor operand(const char *op, const char *name, const Tensor &x, const Tensor &like,
                std::initializer_list<int64_t> shape);
 OptTensor operand(const char *op, const char *name, const OptTensor &x, const Tensor &like,
@@ -140,8 +143,8 @@ RowMap full_row_map_of(const char *op, const Tensor &x, RowsOf rows_of, const Te
 /* --- what operators are made of ------------------------------------------------------------------------- */
 
 /* rows.cpp */
-void run_unpermute(const Call &call, const Tensor &rows, const OptTensor &scores, const RowMap &map,
-                   const Tensor &out);
+void run_unpermute(const Call &call, const Tensor &rows, const OptTensor &scores, const OptTensor &addend,
+                   const RowMap &map, const Tensor &out);
 /* drows and dscores may be absent; rows only matter to dscores. */
 void run_unpermute_backward(const Call &call, const Tensor &dout, const OptTensor &rows,
                             const OptTensor &scores, const RowMap &map, const OptTensor &drows,

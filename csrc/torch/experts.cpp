@@ -55,7 +55,7 @@ std::tuple<Tensor, Tensor> experts_up(const Tensor &x_, const Tensor &w1, const 
                                       const OptTensor &) {
     const char *op = "experts_up";
     check_dim(op, "x", x_, 2);
-    Tensor x = dense(x_);
+    Tensor x = aligned(x_);
     Width s = width_of(op, w1, w3, layout);
     RowMap map = row_map_of(op, x, RowsOf::TOKENS, s.E, plan);
     OptTensor b1 = operand(op, "b1", b1_, x, {s.E, s.w1_rows}), b3 = operand(op, "b3", b3_, x, {s.E, s.F});
@@ -121,22 +121,26 @@ Tensor up_dgrad(const Tensor &dh_, const Tensor &w1, const OptTensor &w3, const 
     return run_up_dgrad(begin_call(op, dh), dh, weights, s, map);
 }
 
-/* A weight's gradient is added to its main_grad where there is one; dw1 and dw3 are then empty. */
+/* A weight's gradient is added to its main_grad where there is one; dw1 and dw3 are then empty. dx_addend, the
+ * gradient that x has from elsewhere, is part of dx's sums, so that dx is rounded once. */
 UpGrads experts_up_backward_accumulate(const Tensor &dh_, const Tensor &x_, const Tensor &w1,
                                        const OptTensor &w3, const OptTensor &scores_, const TensorList &plan,
                                        int64_t layout, bool need_dx, bool need_dw1, bool need_dw3,
                                        bool need_db1, bool need_db3, bool need_dscores,
-                                       const OptTensor &main_grad1, const OptTensor &main_grad3) {
+                                       const OptTensor &main_grad1, const OptTensor &main_grad3,
+                                       const OptTensor &dx_addend_) {
     const char *op = "experts_up_backward";
     check_dim(op, "x", x_, 2);
-    Tensor x = dense(x_);
+    Tensor x = aligned(x_);
     Width s = width_of(op, w1, w3, layout);
     RowMap map = row_map_of(op, x, RowsOf::TOKENS, s.E, plan);
     int64_t T = map.p.T, K = map.p.K, R = map.p.R;
     Tensor dh = operand(op, "dh", dh_, x, {R, s.H});
     OptTensor scores = scores_of(op, scores_, x, {T, K});
+    OptTensor dx_addend = operand(op, "dx_addend", dx_addend_, x, {T, s.D});
     check_size(op, "x's width", x.size(1), s.D, s.D);
     check_scores(op, scores, map);
+    check(!dx_addend || map.has_maps, op, "a plan with row maps beside dx_addend", "one without");
     check((w3 || !(need_dw3 || need_db3)) && (scores || !need_dscores), op,
           "w3 and scores where their gradients are needed", "one of them absent");
     UpWeights weights = up_weights(op, w1, w3, x, s);
@@ -155,7 +159,7 @@ UpGrads experts_up_backward_accumulate(const Tensor &dh_, const Tensor &x_, cons
         }
         if (need_dx && map.has_maps) {
             dx = new_tensor(x, {T, s.D});
-            run_unpermute(call, dx_rows, scores, map, *dx);
+            run_unpermute(call, dx_rows, scores, dx_addend, map, *dx);
         } else if (need_dx) {
             dx = dx_rows;
         }
@@ -180,9 +184,10 @@ UpGrads experts_up_backward_accumulate(const Tensor &dh_, const Tensor &x_, cons
 
 UpGrads experts_up_backward(const Tensor &dh, const Tensor &x, const Tensor &w1, const OptTensor &w3,
                             const OptTensor &scores, const TensorList &plan, int64_t layout, bool need_dx,
-                            bool need_dw1, bool need_dw3, bool need_db1, bool need_db3, bool need_dscores) {
+                            bool need_dw1, bool need_dw3, bool need_db1, bool need_db3, bool need_dscores,
+                            const OptTensor &dx_addend) {
     return experts_up_backward_accumulate(dh, x, w1, w3, scores, plan, layout, need_dx, need_dw1, need_dw3,
-                                          need_db1, need_db3, need_dscores, {}, {});
+                                          need_db1, need_db3, need_dscores, {}, {}, dx_addend);
 }
 
 /* --- down side ------------------------------------------------------------------------------------------ */
@@ -194,7 +199,7 @@ Tensor experts_down(const Tensor &a_, const OptTensor &, const Tensor &w2, const
     check_dim(op, "a", a_, 2);
     check_dim(op, "w2", w2, 3);
     check_widths(op, "w2", w2, 0);
-    Tensor a = dense(a_);
+    Tensor a = aligned(a_);
     int64_t E = w2.size(0), D = w2.size(1);
     const int64_t N[2] = {a.size(1), 0};
     RowMap map = row_map_of(op, a, RowsOf::ROWS, E, plan);
@@ -208,7 +213,7 @@ Tensor experts_down(const Tensor &a_, const OptTensor &, const Tensor &w2, const
     run_grouped_mm(call, a, b, N, b2, grouping_of(map), y);
     if (!map.has_maps) return y;
     Tensor out = new_tensor(a, {map.p.T, D});
-    run_unpermute(call, y, scores, map, out);
+    run_unpermute(call, y, scores, {}, map, out);
     return out;
 }
 
@@ -245,7 +250,7 @@ static DownDgrad down_dgrad_of(const char *op, const Tensor &dout_, const Tensor
     check_dim(op, "w2", w2, 3);
     check_widths(op, "w2", w2, 0);
     check_size(op, "layout", layout, FUSED_MOE_SEPARATE, FUSED_MOE_UNGATED);
-    Tensor dout = dense(dout_);
+    Tensor dout = aligned(dout_);
     int64_t E = w2.size(0), D = w2.size(1), F = w2.size(2), H = layout == FUSED_MOE_UNGATED ? F : 2 * F;
     check_shape(op, "dout", dout, {dout.size(0), D});
     RowMap map = row_map_of(op, dout, RowsOf::TOKENS, E, plan);

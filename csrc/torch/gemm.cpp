@@ -34,7 +34,7 @@ Tensor grouped_mm(const Tensor &a_, const Tensor &b_, const Tensor &offsets) {
     const char *op = "grouped_mm";
     check_dim(op, "a", a_, 2);
     check_dim(op, "b", b_, 3);
-    Tensor a = dense(a_), offs = offs_of(op, offsets, a);
+    Tensor a = aligned(a_), offs = offs_of(op, offsets, a);
     int64_t E = offs.size(0), M = b_.size(1);
     const int64_t N[2] = {a.size(1), 0};
     check_widths(op, "b", b_, 1);
@@ -87,7 +87,7 @@ static void check_wgrad(const char *op, const Tensor &a, const Tensor &b, const 
 static void wgrad_into(const char *op, const Tensor &a_, const Tensor &b_, const Tensor &offsets,
                        const OptTensor &a_row_token, const OptTensor &b_row_token, FusedMoeWeight dw,
                        bool accumulate) {
-    Tensor a = dense(a_), b = dense(b_), offs = offs_of(op, offsets, a);
+    Tensor a = aligned(a_), b = aligned(b_), offs = offs_of(op, offsets, a);
     const OptTensor *map = &b_row_token;
     if (a_row_token) { /* the kernel gathers its second operand, so they swap, and dw is transposed */
         std::swap(a, b);

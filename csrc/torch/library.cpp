@@ -57,6 +57,8 @@ static const char *operator_name(int op) {
     case FUSED_MOE_OP_UP_GATE: return "up_gate";
     case FUSED_MOE_OP_DOWN_DGRAD: return "down_dgrad";
     case FUSED_MOE_OP_WGRAD: return "wgrad";
+    case FUSED_MOE_OP_ROUTER_LOGITS: return "router_logits";
+    case FUSED_MOE_OP_ROUTER_DGRAD: return "router_dgrad";
     default: return "unknown";
     }
 }
@@ -148,7 +150,8 @@ static void cuda_reset() {
 #define EXPERTS_UP_BACKWARD(main_grads)                                                                      \
     "(Tensor dh, Tensor x, Tensor w1, Tensor? w3, Tensor? scores, Tensor[] plan, int layout, bool need_dx, " \
     "bool need_dw1, bool need_dw3, bool need_db1, bool need_db3, bool need_dscores" main_grads               \
-    ") -> (Tensor dx, Tensor dw1, Tensor dw3, Tensor db1, Tensor db3, Tensor dscores)"
+    ", Tensor? dx_addend=None) -> (Tensor dx, Tensor dw1, Tensor dw3, Tensor db1, Tensor db3, Tensor "       \
+    "dscores)"
 #define EXPERTS_DOWN_BACKWARD(main_grads)                                                                    \
     "(Tensor dout, Tensor h, Tensor w2, Tensor? b2, Tensor? scores, Tensor[] plan, int layout, int "         \
     "activation, "                                                                                           \
@@ -162,6 +165,8 @@ STABLE_TORCH_LIBRARY(fused_moe, m) {
     m.def("cuda_calls(int op) -> Tensor");
     m.def("cuda_reset() -> ()");
 
+    m.def("router_logits(Tensor x, Tensor weight, Tensor? bias) -> Tensor");
+    m.def("router_dgrad(Tensor dlogits, Tensor weight) -> Tensor");
     m.def("route(Tensor logits, Tensor? bias, int top_k, int score_func, bool route_norm, float route_scale, "
           "int num_groups, int num_limited_groups) -> (Tensor scores, Tensor ids)");
     m.def("route_backward(Tensor dscores, Tensor logits, Tensor ids, int score_func, bool route_norm, "
@@ -211,6 +216,8 @@ STABLE_TORCH_LIBRARY(fused_moe, m) {
 /* The same functions for either device: begin_call looks at the tensors. */
 template <typename Library>
 static void register_functions(Library &m) {
+    m.impl("router_logits", TORCH_BOX(&router_logits));
+    m.impl("router_dgrad", TORCH_BOX(&router_dgrad));
     m.impl("route", TORCH_BOX(&route));
     m.impl("route_backward", TORCH_BOX(&route_backward));
     m.impl("route_plan", TORCH_BOX(&route_plan));

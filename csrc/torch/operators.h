@@ -14,6 +14,8 @@ std::string cuda_problem(int64_t status, int64_t driver, int64_t runtime, int64_
 
 /* --- route.cpp ------------------------------------------------------------------------------------------ */
 
+Tensor router_logits(const Tensor &x, const Tensor &weight, const OptTensor &bias);
+Tensor router_dgrad(const Tensor &dlogits, const Tensor &weight);
 std::tuple<Tensor, Tensor> route(const Tensor &logits, const OptTensor &bias, int64_t top_k,
                                  int64_t score_func, bool route_norm, double route_scale, int64_t num_groups,
                                  int64_t num_limited_groups);
@@ -56,12 +58,14 @@ std::tuple<Tensor, Tensor> experts_up(const Tensor &x, const Tensor &w1, const O
                                       const OptTensor &main_grad3);
 UpGrads experts_up_backward(const Tensor &dh, const Tensor &x, const Tensor &w1, const OptTensor &w3,
                             const OptTensor &scores, const TensorList &plan, int64_t layout, bool need_dx,
-                            bool need_dw1, bool need_dw3, bool need_db1, bool need_db3, bool need_dscores);
+                            bool need_dw1, bool need_dw3, bool need_db1, bool need_db3, bool need_dscores,
+                            const OptTensor &dx_addend);
 UpGrads experts_up_backward_accumulate(const Tensor &dh, const Tensor &x, const Tensor &w1,
                                        const OptTensor &w3, const OptTensor &scores, const TensorList &plan,
                                        int64_t layout, bool need_dx, bool need_dw1, bool need_dw3,
                                        bool need_db1, bool need_db3, bool need_dscores,
-                                       const OptTensor &main_grad1, const OptTensor &main_grad3);
+                                       const OptTensor &main_grad1, const OptTensor &main_grad3,
+                                       const OptTensor &dx_addend);
 
 std::tuple<Tensor, Tensor, Tensor> down_dgrad(const Tensor &dout, const Tensor &w2, const OptTensor &b2,
                                               const Tensor &h, const OptTensor &scores,

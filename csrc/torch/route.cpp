@@ -1,8 +1,61 @@
-/* Routing: scores and ids, their gradient, and the plan of rows and tiles that follows from the ids. */
+/* Routing: logits, scores and ids, their gradients, and the plan of rows and tiles that follows from the ids. */
 #include "operators.h"
 
 /* What the kernels of route keep of a token: its logits in shared memory, its slots in a warp's lanes. */
 static constexpr int64_t MAX_ROUTED_EXPERTS = 1024, MAX_TOP_K = 32;
+
+/* Of weight (E, D). */
+static void check_router(const char *op, const Tensor &weight, int64_t num_tokens) {
+    check_dim(op, "weight", weight, 2);
+    check_size(op, "experts", weight.size(0), 1, MAX_ROUTED_EXPERTS);
+    check_size(op, "weight's width", weight.size(1), 1, MAX_WIDTH);
+    check_size(op, "tokens", num_tokens, 0, MAX_ROWS);
+}
+
+Tensor router_logits(const Tensor &x_, const Tensor &weight_, const OptTensor &bias_) {
+    const char *op = "router_logits";
+    check_dim(op, "x", x_, 2);
+    check_router(op, weight_, x_.size(0));
+    int64_t T = x_.size(0), E = weight_.size(0), D = weight_.size(1);
+    Tensor x = operand(op, "x", x_, x_, {T, D}), weight = operand(op, "weight", weight_, x, {E, D});
+    OptTensor bias = operand(op, "bias", bias_, x, {E});
+    FusedMoeRouterLogits p = {};
+    p.dtype = float_dtype(op, x);
+    Call call = begin_call(op, x);
+    Tensor logits = new_tensor(x, {T, E}, score_dtype(x));
+    p.x = data(x);
+    p.weight = data(weight);
+    p.bias = data(bias);
+    p.logits = logits.mutable_data_ptr();
+    p.T = T;
+    p.D = D;
+    p.E = (int32_t)E;
+    run_tiered(call, p, x, fused_moe_cpu_router_logits, CUDA(fused_moe_cuda_select_router_logits),
+               CUDA(fused_moe_cuda_router_logits));
+    return logits;
+}
+
+Tensor router_dgrad(const Tensor &dlogits_, const Tensor &weight_) {
+    const char *op = "router_dgrad";
+    check_dim(op, "dlogits", dlogits_, 2);
+    check_router(op, weight_, dlogits_.size(0));
+    int64_t T = dlogits_.size(0), E = weight_.size(0), D = weight_.size(1);
+    Tensor weight = operand(op, "weight", weight_, weight_, {E, D});
+    Tensor dlogits = operand(op, "dlogits", dlogits_, weight, {T, E});
+    FusedMoeRouterDgrad p = {};
+    p.dtype = float_dtype(op, dlogits);
+    Call call = begin_call(op, dlogits);
+    Tensor dx = new_tensor(dlogits, {T, D});
+    p.dlogits = data(dlogits);
+    p.weight = data(weight);
+    p.dx = dx.mutable_data_ptr();
+    p.T = T;
+    p.D = D;
+    p.E = (int32_t)E;
+    run_tiered(call, p, dlogits, fused_moe_cpu_router_dgrad, CUDA(fused_moe_cuda_select_router_dgrad),
+               CUDA(fused_moe_cuda_router_dgrad));
+    return dx;
+}
 
 std::tuple<Tensor, Tensor> route(const Tensor &logits_, const OptTensor &bias_, int64_t top_k,
                                  int64_t score_func, bool route_norm, double route_scale, int64_t num_groups,

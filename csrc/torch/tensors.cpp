@@ -130,12 +130,19 @@ Tensor dense(const Tensor &x) {
     return x.is_contiguous() ? x : copied(x);
 }
 
+static constexpr uintptr_t ALIGNMENT = 16; /* of a TMA address, and of a vector load */
+
+Tensor aligned(const Tensor &x) {
+    if (!x.is_contiguous() || !x.is_cuda() || (uintptr_t)x.const_data_ptr() % ALIGNMENT == 0) return dense(x);
+    return allocated(x.sizes().data(), x.dim(), [&] { return torch::stable::clone(x); });
+}
+
 Tensor operand(const char *op, const char *name, const Tensor &x, const Tensor &like,
                std::initializer_list<int64_t> shape) {
     check_shape(op, name, x, shape);
     check_dtype(op, name, x, like.scalar_type());
     check_device(op, name, x, like);
-    return dense(x);
+    return aligned(x);
 }
 
 OptTensor operand(const char *op, const char *name, const OptTensor &x, const Tensor &like,

@@ -15,7 +15,7 @@ from torchtitan.models.moe.moe import GroupedExperts, MoE, TokenChoiceTopKRouter
 from torchtitan.protocols.model_converter import register_model_converter
 from torchtitan.tools.logging import logger
 
-from .layer import SAVED_OPS, Routing, choose, combine, routed_rows, run_experts
+from .layer import SAVED_OPS, Routing, choose, combine, logits_of, routed_rows, run_experts
 
 
 class FusedGroupedExperts(GroupedExperts):
@@ -38,7 +38,8 @@ class FusedMoE(MoE):
             return super().forward(x)  # tensor parallelism hooks the modules in between
         tokens = x.view(-1, x.size(-1))
         score_on = "input" if self.score_before_experts else "output"
-        routing = choose(self.router, self.router.gate(tokens), self.expert_bias, score_on)
+        logits = logits_of(self.router.gate, tokens)
+        routing = choose(self.router, logits, self.expert_bias, score_on)
         counts = routing.plan.counts
         with torch.no_grad():
             self.tokens_per_expert.add_(counts)

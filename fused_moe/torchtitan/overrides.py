@@ -21,7 +21,7 @@ from torchtitan.models.common.moe import GroupedExperts, MoE, RoutedExperts, Tok
 from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher, LocalTokenDispatcher
 
 from ..ops import route_plan
-from .layer import SAVED_OPS, Routing, choose, combine, routed_rows, run_experts
+from .layer import SAVED_OPS, Routing, choose, combine, logits_of, routed_rows, run_experts
 
 # --- modules ------------------------------------------------------------------------------------------
 
@@ -107,7 +107,7 @@ class FusedMoE(MoE):
         if not self._routes_here(x):
             return super().forward(x)
         with torch.autocast(x.device.type, dtype=torch.float32):  # as in the stock router
-            logits = self.router.gate(x)
+            logits = logits_of(self.router.gate, x)
         routing = choose(self.router, logits.flatten(0, -2), self.expert_bias_E)
         counts = routing.plan.counts
         if self.training:

@@ -9,7 +9,20 @@ from pathlib import Path
 import exact
 import pytest
 import torch
-from cases import BF16, F16, F32, F64, FORMS, LAYOUTS, Case, assert_near, forward_backward, to_double
+from cases import (
+    BF16,
+    F16,
+    F32,
+    F64,
+    FORMS,
+    LAYOUTS,
+    Case,
+    assert_near,
+    assert_same_bits,
+    forward_backward,
+    misaligned,
+    to_double,
+)
 from gpu_cases import HALF_DTYPES, calls_during, draw_rows, draw_weights, ops
 
 import fused_moe
@@ -97,7 +110,6 @@ PORTABLE_PRODUCTS = {  # (k, n, dtype, form of a, form of b) -> why
     "float64": (72, 136, F64, "contiguous", "contiguous", "dtype"),
     "depth": (68, 136, BF16, "contiguous", "contiguous", "multiple of 8"),
     "columns": (72, 132, F16, "contiguous", "contiguous", "multiple of 8"),
-    "rows off 16 bytes": (72, 136, BF16, "misaligned", "contiguous", "16-byte"),
     "weights off 16 bytes": (72, 136, F16, "contiguous", "misaligned", "strides"),
     "weights nowhere dense": (72, 136, BF16, "contiguous", "strided", "strides"),
 }
@@ -119,7 +131,6 @@ PORTABLE_UP_GATES = {  # (D, F, dtype, form of x, form of w1, layout) -> why
     "float32": (72, 136, F32, "contiguous", "contiguous", "separate", "dtype"),
     "depth": (68, 136, BF16, "contiguous", "contiguous", "separate", "multiple of 8"),
     "columns": (72, 132, F16, "contiguous", "contiguous", "halves", "multiple of 8"),
-    "rows off 16 bytes": (72, 136, BF16, "misaligned", "contiguous", "interleaved", "16-byte"),
     "weights off 16 bytes": (72, 136, F16, "contiguous", "misaligned", "ungated", "strides"),
     "weights nowhere dense": (72, 136, BF16, "contiguous", "strided", "separate", "strides"),
     "w1 and w3 differ": (72, 136, BF16, "contiguous", "swapped", "separate", "strides"),
@@ -140,6 +151,21 @@ def test_why_the_portable_tier_has_an_up_gate(device, hopper, name):
         expected = reference.fused_experts(**to_double(inputs), **fixed)
     assert calls == [0, 1] and why in reason
     assert_near(out, expected, 8)
+
+
+def test_rows_off_16_bytes_are_copied(device, hopper):
+    """The tier, and with it the bits, do not depend on where in its storage a view begins."""
+    case = Case(100, 72, 136, 4, 2, BF16, bias=True)
+    inputs, dout, ids = case.inputs(device), case.dout(device), case.ids(device)
+    expected = forward_backward(fused_experts, inputs, dout, ids=ids)
+    inputs |= {name: misaligned(inputs[name]) for name in ("x", "b1", "b2", "b3")}
+
+    def run():
+        found = forward_backward(fused_experts, inputs, misaligned(dout), ids=ids)
+        assert_same_bits(found, expected)
+
+    for op, calls in {"up_gate": 1, "grouped_mm": 2, "down_dgrad": 1, "wgrad": 2}.items():
+        assert calls_during(op, run)[:2] == (calls, 0), op
 
 
 def test_scored_inputs_and_no_rows_are_the_portable_tiers(device, hopper):

@@ -263,6 +263,16 @@ static int count_plan(Case *c) {
     return fused_moe_cpu_count_plan(&p);
 }
 
+static int router_logits(Case *c) {
+    const Shape *s = &c->s;
+    FusedMoeRouterLogits p = {.dtype = c->dtype, .T = s->T, .D = s->D, .E = s->E};
+    p.x = values(c->dtype, s->T * s->D);
+    p.weight = values(c->dtype, s->E * s->D);
+    p.bias = option() ? values(c->dtype, s->E) : NULL;
+    p.logits = output(s->T * s->E * c->accum);
+    return fused_moe_cpu_router_logits(&p);
+}
+
 static int route(Case *c) {
     const Shape *s = &c->s;
     FusedMoeRoute p = {.dtype = c->dtype, .T = s->T, .E = s->E, .K = (int32_t)s->K, .route_scale = 2.5};
@@ -302,6 +312,7 @@ static int unpermute(Case *c) {
     FusedMoeUnpermute p = {.row_map = c->map, .D = c->s.D, .dtype = c->dtype};
     p.rows = values(c->dtype, c->map.R * p.D);
     p.scores = option() ? values(c->scores, c->map.T * c->map.K) : NULL;
+    p.addend = option() ? values(c->dtype, c->map.T * p.D) : NULL;
     p.out = output(c->map.T * p.D * c->elem);
     return fused_moe_cpu_unpermute(&p);
 }
@@ -326,6 +337,14 @@ static int grouped_mm(Case *c) {
     p.bias = option() ? values(c->dtype, p.E * p.M) : NULL;
     p.out = output(p.R * p.M * c->elem);
     return fused_moe_cpu_grouped_mm(&p);
+}
+
+static int router_dgrad(Case *c) {
+    FusedMoeRouterDgrad p = {.T = c->s.T, .D = c->s.D, .E = c->s.E, .dtype = c->dtype};
+    p.dlogits = values(c->dtype, p.T * p.E);
+    p.weight = values(c->dtype, p.E * p.D);
+    p.dx = output(p.T * p.D * c->elem);
+    return fused_moe_cpu_router_dgrad(&p);
 }
 
 /* Rows as a layer without routing has them: row r is token r. */
@@ -413,12 +432,14 @@ static const struct {
     int maps; /* that it has to check */
 } operators[] = {
     {"count_plan", count_plan, 0},
+    {"router_logits", router_logits, 0},
     {"route", route, 0},
     {"route_backward", route_backward, 0},
     {"permute", permute, ALL_MAPS},
     {"unpermute", unpermute, ALL_MAPS},
     {"unpermute_backward", unpermute_backward, ALL_MAPS},
     {"grouped_mm", grouped_mm, OFFS},
+    {"router_dgrad", router_dgrad, 0},
     {"wgrad", wgrad, OFFS | ROW_TOKEN | ROW_SLOT},
     {"bias_grad", bias_grad, OFFS | ROW_TOKEN | ROW_SLOT},
     {"up_gate", up_gate, ALL_MAPS},

@@ -35,6 +35,19 @@ class _Round(torch.autograd.Function):
         return grad.to(ctx.dtype).to(grad.dtype), None
 
 
+class _RoundGradient(torch.autograd.Function):
+    """Rounds the gradient alone, as the router does: its logits are not rounded."""
+
+    @staticmethod
+    def forward(ctx, t, dtype):
+        ctx.dtype = dtype
+        return t.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad.to(ctx.dtype).to(grad.dtype), None
+
+
 class Arithmetic(NamedTuple):
     wide: torch.dtype  # that is computed in
     stored: torch.dtype  # of the tensors between operators
@@ -43,6 +56,9 @@ class Arithmetic(NamedTuple):
 
     def round(self, t):
         return _Round.apply(t, self.stored) if self.rounds else t
+
+    def round_gradient(self, t):
+        return _RoundGradient.apply(t, self.stored) if self.rounds else t
 
 
 def exact(stored: torch.dtype) -> Arithmetic:
@@ -280,7 +296,9 @@ def layer(x, params: dict, ids, routing: dict, arithmetic: Arithmetic, activatio
         out, bias = rows @ p[f"{name}.weight"].T, p.get(f"{name}.bias")
         return round_(out if bias is None else out + bias)
 
-    logits = linear("router.gate", tokens)
+    logits = arithmetic.round_gradient(tokens @ p["router.gate.weight"].T)
+    if "router.gate.bias" in p:
+        logits = logits + p["router.gate.bias"]
     scores = scores_of(logits, ids, arithmetic, **routing)
     weights = (p.get(f"experts.{n}") for n in ("w1", "w2", "w3", "b1", "b2", "b3"))
     out = experts(tokens, *weights, scores, ids, arithmetic, activation=activation)

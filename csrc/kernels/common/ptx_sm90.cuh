@@ -1,8 +1,8 @@
 /* PTX of sm_90 and newer, one wrapper per instruction, named like it: mbarrier, TMA, named barriers,
- * stmatrix, PDL. Shared addresses are those of shared_address().
+ * clusters, stmatrix, PDL. Shared addresses are those of shared_address().
  *
- * PTX ISA: mbarrier 9.7.13.15, cp.async.bulk 9.7.9.25, fence.proxy.tensormap 9.7.13.4, griddepcontrol
- * 9.7.13.13. */
+ * PTX ISA: barrier.cluster 9.7.13.3, mbarrier 9.7.13.15, mapa 9.7.9.23, cp.async.bulk 9.7.9.25,
+ * fence.proxy.tensormap 9.7.13.4, griddepcontrol 9.7.13.13. */
 #pragma once
 
 #include "ptx.cuh"
@@ -149,6 +149,31 @@ __device__ inline int32_t ld_global_or(const int32_t *src, bool valid, int32_t o
                  "@p ld.global.nc.b32 %0, [%1];}"
                  : "=&r"(v)
                  : "l"(src), "r"((int)valid), "r"(otherwise));
+    return v;
+}
+
+/* --- clusters ------------------------------------------------------------------------------------------- */
+
+/* Waits until all threads of the cluster have come here; their shared memory is visible to each other. */
+__device__ inline void barrier_cluster_sync() {
+    asm volatile("barrier.cluster.arrive.aligned;\n"
+                 "barrier.cluster.wait.aligned;" ::
+                     : "memory");
+}
+
+/* Where CTA `rank` of the cluster has what this one has at `address`. */
+__device__ inline uint32_t mapa(uint32_t address, int rank) {
+    uint32_t there;
+    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(rank));
+    return there;
+}
+
+__device__ inline float2 ld_shared_cluster_v2(uint32_t address) {
+    float2 v;
+    asm volatile("ld.shared::cluster.v2.f32 {%0, %1}, [%2];"
+                 : "=f"(v.x), "=f"(v.y)
+                 : "r"(address)
+                 : "memory");
     return v;
 }
 

@@ -11,6 +11,8 @@ namespace sm90 {
 
 /* --- launching ------------------------------------------------------------------------------------------ */
 
+constexpr size_t MAX_SHARED_BYTES = 227 * 1024; /* of a CTA of sm_90 */
+
 /* One CTA per SM. */
 inline int num_ctas() {
     int sms = current_device().num_sms;
@@ -40,34 +42,47 @@ inline size_t map_bytes(int num_maps) {
     return (size_t)num_ctas() * MAP_SLOTS * num_maps * sizeof(CUtensorMap);
 }
 
-/* Launches a persistent kernel by PDL. No kernel executes griddepcontrol.launch_dependents, so the trigger is
- * each CTA's exit: the prologue overlaps the end of the kernel before it. */
-template <class Config, class Memory, auto kernel, typename Params>
-int launch_persistent(const Params &p, void *stream) {
-    constexpr size_t bytes = sizeof(Memory);
-    static_assert(bytes <= 227 * 1024, "shared memory of a CTA of sm_90");
+typedef struct {
+    int64_t grid;
+    int threads, cluster; /* CTAs of a cluster; 1: none */
+    size_t shared;        /* bytes of dynamic shared memory */
+} Launch;
+
+/* Launches a kernel by PDL. No kernel executes griddepcontrol.launch_dependents, so the trigger is each CTA's
+ * exit: the prologue overlaps the end of the kernel before it. */
+template <auto kernel, typename Params>
+int launch_dependent(const Params &p, const Launch &how, void *stream) {
     static std::atomic<uint64_t> allowed; /* devices on which the kernel may have so much, one bit each */
     int device;
     cudaError_t error = cudaGetDevice(&device);
     uint64_t bit = 1ull << device % 64;
     if (error == cudaSuccess && !(allowed & bit)) {
-        error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+        error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)how.shared);
         if (error == cudaSuccess) allowed |= bit;
     }
     if (error != cudaSuccess) return cuda_status(error);
-    cudaLaunchAttribute pdl = {};
-    pdl.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    pdl.val.programmaticStreamSerializationAllowed = 1;
+    cudaLaunchAttribute attributes[2] = {};
+    attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attributes[0].val.programmaticStreamSerializationAllowed = 1;
+    attributes[1].id = cudaLaunchAttributeClusterDimension;
+    attributes[1].val.clusterDim = {(unsigned)how.cluster, 1, 1};
     cudaLaunchConfig_t config = {};
-    config.gridDim = num_ctas();
-    config.blockDim = Config::THREADS;
-    config.dynamicSmemBytes = bytes;
+    config.gridDim = (unsigned)how.grid;
+    config.blockDim = how.threads;
+    config.dynamicSmemBytes = how.shared;
     config.stream = (cudaStream_t)stream;
-    config.attrs = &pdl;
-    config.numAttrs = 1;
+    config.attrs = attributes;
+    config.numAttrs = how.cluster > 1 ? 2 : 1;
     error = cudaLaunchKernelEx(&config, kernel, p);
     if (error != cudaSuccess) cudaGetLastError(); /* it is reported here, not by a later launch */
     return cuda_status(error);
+}
+
+/* One CTA per SM, each with a Memory. */
+template <class Config, class Memory, auto kernel, typename Params>
+int launch_persistent(const Params &p, void *stream) {
+    static_assert(sizeof(Memory) <= MAX_SHARED_BYTES, "shared memory of a CTA of sm_90");
+    return launch_dependent<kernel>(p, {num_ctas(), Config::THREADS, 1, sizeof(Memory)}, stream);
 }
 
 /* Calls fn with a value of the 16-bit dtype. */

@@ -1,0 +1,65 @@
+/* router_logits: x weight^T + bias, stored in the accumulation type. A task is a block of tokens and of experts.
+ * It walks D in the slices of fused_moe_router_slice, so that its buffers stay in the L2 cache. Which block a
+ * token is in changes the shape of PyTorch's matmul, and may change the token's bits: unlike a GPU's, they are
+ * the same in every run of a batch, not in every batch. */
+#include "cpu.h"
+
+enum { BLOCK = 64 }; /* tokens per task */
+
+typedef struct {
+    const FusedMoeRouterLogits *p;
+    const FmRows *v;
+    int64_t slice, expert_blocks;
+} Task;
+
+typedef struct {
+    void *x, *weight, *bias;
+} Buffers;
+
+static Buffers take(const Task *t, char *scratch, size_t *bytes) {
+    const FusedMoeRouterLogits *p = t->p;
+    size_t accum = t->v->accum_bytes;
+    int64_t depth = t->v->is_accum ? 0 : fm_min(p->D, t->slice), cols = fm_min(p->E, FM_TILE_COLS);
+    Buffers s;
+    s.x = fm_take(&scratch, bytes, fm_min(p->T, BLOCK) * depth * accum);
+    s.weight = fm_take(&scratch, bytes, cols * depth * accum);
+    s.bias = fm_take(&scratch, bytes, cols * accum);
+    return s;
+}
+
+static int router_logits_block(int64_t i, const void *ctx, char *scratch) {
+    const Task *t = ctx;
+    const FusedMoeRouterLogits *p = t->p;
+    const FmRows *v = t->v;
+    size_t unused = 0;
+    Buffers s = take(t, scratch, &unused);
+    int64_t token = i / t->expert_blocks * BLOCK, tokens = fm_min(BLOCK, p->T - token);
+    int64_t expert = i % t->expert_blocks * FM_TILE_COLS, experts = fm_min(FM_TILE_COLS, p->E - expert);
+
+    FmMatrix all_x = fm_dense((void *)p->x, p->T, p->D), all_weight = fm_dense((void *)p->weight, p->E, p->D);
+    FmMatrix logits =
+        fm_part(fm_dense(p->logits, p->T, p->E), v->accum_bytes, token, tokens, expert, experts);
+    for (int64_t k = 0; k < p->D; k += t->slice) {
+        int64_t depth = fm_min(t->slice, p->D - k);
+        FmMatrix x = fm_to_accum(v, fm_part(all_x, v->elem_bytes, token, tokens, k, depth), s.x);
+        FmMatrix weight =
+            fm_to_accum(v, fm_part(all_weight, v->elem_bytes, expert, experts, k, depth), s.weight);
+        int status = fm_matmul(v, logits, x, fm_transposed(weight), k > 0);
+        if (status != FUSED_MOE_OK) return status;
+    }
+    if (!p->bias) return FUSED_MOE_OK;
+    v->load(s.bias, fm_at(p->bias, v->elem_bytes, expert), experts);
+    for (int64_t row = 0; row < tokens; row++)
+        v->add(fm_at(logits.data, v->accum_bytes, row * logits.row_stride), s.bias, experts);
+    return FUSED_MOE_OK;
+}
+
+int fused_moe_cpu_router_logits(const FusedMoeRouterLogits *p) {
+    const FmRows *v = fm_rows(p->dtype);
+    if (!v) return FUSED_MOE_UNSUPPORTED_DTYPE;
+    Task task = {p, v, fused_moe_router_slice(p->D), fm_blocks(p->E, FM_TILE_COLS)};
+    size_t bytes = 0;
+    take(&task, NULL, &bytes);
+    return fm_parallel(fm_blocks(p->T, BLOCK) * task.expert_blocks, p->T * p->E * p->D, router_logits_block,
+                       &task, bytes);
+}

@@ -1,0 +1,298 @@
+/* The router's product on Hopper: logits[t] = weight x[t] + bias in float32, the same bits in any batch.
+ *
+ * D is summed in slices (fused_moe_router_slice). A slice's products are added in order of k from zero by
+ * wgmma, whose m64nNk16 has one result whatever N and the place in the tile; the slices' sums are added in
+ * order. Who sums a slice makes no difference:
+ *   many tokens   a CTA sums every slice of its tile in turn; it has every num_ctas-th tile, and loads go on
+ *                 from one to the next
+ *   few tokens    the CTAs of a cluster have some slices each, so that as many SMs read the weight. They leave
+ *                 each slice's sums in shared memory, and each of them adds up its share of the tile
+ *
+ * Roles: warpgroups multiply, 64 tokens each; a warp of the last one loads x and weight by TMA. Logits are stored
+ * from registers: a quad of lanes fills a 32-byte sector. */
+#include <type_traits>
+
+#include "launch.cuh"
+#include "wgmma.cuh"
+
+namespace fused_moe {
+namespace sm90 {
+namespace {
+
+/* --- kernel --------------------------------------------------------------------------------------------- */
+
+typedef struct {
+    CUtensorMap x;      /* (T, D), boxes of the tile's tokens  */
+    CUtensorMap weight; /* (E, D), boxes of the tile's experts */
+    const void *bias;   /* [E] or NULL                         */
+    float *logits;      /* [T,E]                               */
+    int64_t T;
+    int32_t E, num_expert_tiles, num_tiles;
+    int32_t num_k_tiles, slice_k_tiles; /* of D, of a slice                */
+    int32_t num_slices, cta_slices;     /* of D, of a CTA                  */
+    int32_t cluster;                    /* CTAs that share a tile's slices */
+} RouterLogits;
+
+/* SPLIT: clusters share tiles. */
+template <typename T_, int WARPGROUPS_, int EXPERTS_, bool SPLIT_>
+struct RouterConfig {
+    using T = T_;
+    static constexpr int WARPGROUPS = WARPGROUPS_, TOKENS = SUBTILE * WARPGROUPS, EXPERTS = EXPERTS_;
+    static constexpr bool SPLIT = SPLIT_;
+    static constexpr int THREADS = 128 * (WARPGROUPS + 1), SUMS = EXPERTS / 2; /* accumulators of a thread */
+    /* The sum over slices: registers have no room for more than 64 beside 128 accumulators. */
+    static constexpr int TOTALS = SPLIT ? 0 : EXPERTS <= 128 ? SUMS : 64;
+    static constexpr int SHARED_TOTALS = SPLIT ? 0 : SUMS - TOTALS;
+    static constexpr int MAX_CTA_SLICES = SPLIT ? 4 : 0; /* whose sums shared memory holds */
+    static constexpr int PITCH = EXPERTS + 8;            /* spreads a warp's rows over the banks */
+    static constexpr int STAGE_BYTES = (TOKENS + EXPERTS) * SWIZZLE_BYTES;
+    static constexpr int STAGES = SPLIT ? 8 : SHARED_TOTALS ? 3 : 192 * 1024 / STAGE_BYTES;
+    using Pipeline = PipelineState<STAGES>;
+};
+
+template <class Config>
+struct alignas(1024) RouterShared {
+    struct Stage {
+        uint8_t x[Config::TOKENS * SWIZZLE_BYTES], weight[Config::EXPERTS * SWIZZLE_BYTES];
+    } stage[Config::STAGES];
+    float sums[Config::MAX_CTA_SLICES][Config::TOKENS * Config::PITCH];
+    float totals[Config::SHARED_TOTALS][128 * Config::WARPGROUPS];
+    uint64_t full[Config::STAGES], empty[Config::STAGES];
+};
+
+typedef struct {
+    int64_t token;
+    int expert; /* the first of each */
+} RouterTile;
+
+template <class Config>
+__device__ inline RouterTile tile_of(const RouterLogits &p, int index) {
+    return {index / p.num_expert_tiles * (int64_t)Config::TOKENS,
+            index % p.num_expert_tiles * Config::EXPERTS};
+}
+
+/* k-tiles [k, end) to the ring's stages. */
+template <class Config>
+__device__ inline void load_k_tiles(const RouterLogits &p, RouterShared<Config> &s,
+                                    typename Config::Pipeline &pipe, const RouterTile &tile, int k, int end) {
+    for (; k < end; k++, pipe.advance()) {
+        auto &stage = s.stage[pipe.index];
+        uint32_t full = shared_address(&s.full[pipe.index]);
+        int column = k * K_TILE<typename Config::T>;
+        mbarrier_wait(shared_address(&s.empty[pipe.index]), pipe.phase ^ 1);
+        mbarrier_arrive_expect_tx(full, Config::STAGE_BYTES);
+        cp_async_bulk_tensor_load(shared_address(stage.weight), &p.weight, full, column, tile.expert);
+        cp_async_bulk_tensor_load(shared_address(stage.x), &p.x, full, column, (int)tile.token);
+    }
+}
+
+/* acc = the slice's products, from zero. */
+template <class Config>
+__device__ inline void sum_slice(float (&acc)[Config::SUMS], RouterShared<Config> &s,
+                                 typename Config::Pipeline &pipe, int num_k_tiles, int wg) {
+    using T = typename Config::T;
+    auto multiply = [&](auto accumulate) {
+        auto &stage = s.stage[pipe.index];
+        mbarrier_wait(shared_address(&s.full[pipe.index]), pipe.phase);
+        uint64_t x = matrix_descriptor<Major::K>(shared_address(stage.x) + wg * SUBTILE_BYTES);
+        uint64_t weight = matrix_descriptor<Major::K>(shared_address(stage.weight));
+        wgmma_fence();
+        wgmma<Config::EXPERTS, accumulate.value, Major::K, Major::K>(acc, x, weight, T());
+#pragma unroll
+        for (int i = 1; i < K_TILE<T> / 16; i++)
+            wgmma<Config::EXPERTS, 1, Major::K, Major::K>(acc, x + i * K16_STEP<Major::K, T>,
+                                                          weight + i * K16_STEP<Major::K, T>, T());
+        wgmma_commit_group();
+        wgmma_wait_group<0>();
+        if (threadIdx.x % 32 == 0) mbarrier_arrive(shared_address(&s.empty[pipe.index]));
+        pipe.advance();
+    };
+    multiply(std::integral_constant<int, 0>());
+    for (int k = 1; k < num_k_tiles; k++) multiply(std::integral_constant<int, 1>());
+}
+
+/* Two neighbouring logits of a token. */
+template <typename T>
+__device__ inline void store_pair(const RouterLogits &p, int64_t token, int expert, float low, float high) {
+    if (token >= p.T || expert >= p.E) return;
+    const T *bias = (const T *)p.bias + expert;
+    float *logits = p.logits + token * p.E + expert;
+    bool has_high = expert + 1 < p.E;
+    if (p.bias) low += to_accum(bias[0]), high += has_high ? to_accum(bias[1]) : 0;
+    if (p.E % 2 == 0) {
+        *(float2 *)logits = {low, high};
+    } else {
+        logits[0] = low;
+        if (has_high) logits[1] = high;
+    }
+}
+
+/* fn(acc, total) for all sums of this thread, wherever the total is. */
+template <class Config, typename Fn>
+__device__ inline void for_each_total(float (&acc)[Config::SUMS], float (&total)[Config::TOTALS + 1],
+                                      RouterShared<Config> &s, Fn fn) {
+#pragma unroll
+    for (int i = 0; i < Config::TOTALS; i++) fn(acc[i], total[i]);
+#pragma unroll
+    for (int i = 0; i < Config::SHARED_TOTALS; i++) fn(acc[Config::TOTALS + i], s.totals[i][threadIdx.x]);
+}
+
+/* Adds the cluster's sums in order of their slices: this CTA's share of the tile. */
+template <class Config>
+__device__ inline void add_slices(const RouterLogits &p, RouterShared<Config> &s, int rank,
+                                  const RouterTile &tile) {
+    barrier_cluster_sync();
+    int tokens = (int)min((int64_t)Config::TOKENS, p.T - tile.token), pairs = tokens * Config::SUMS;
+    for (int i = rank * Config::THREADS + threadIdx.x; i < pairs; i += p.cluster * Config::THREADS) {
+        int token = i / Config::SUMS, expert = i % Config::SUMS * 2;
+        uint32_t first = shared_address(&s.sums[0][token * Config::PITCH + expert]);
+        float2 total = {};
+        for (int cta = 0, slice = 0; cta < p.cluster; cta++) {
+            uint32_t address = mapa(first, cta);
+            for (int i = 0; i < p.cta_slices && slice < p.num_slices; i++, slice++) {
+                float2 sum = ld_shared_cluster_v2(address + i * (uint32_t)sizeof(s.sums[0]));
+                total.x += sum.x, total.y += sum.y;
+            }
+        }
+        store_pair<typename Config::T>(p, tile.token + token, tile.expert + expert, total.x, total.y);
+    }
+    barrier_cluster_sync(); /* until the others have read this CTA's sums */
+}
+
+template <class Config>
+__global__ void __launch_bounds__(Config::THREADS, 1)
+    router_logits_kernel(const __grid_constant__ RouterLogits p) {
+    using T = typename Config::T;
+    extern __shared__ __align__(1024) char memory[];
+    auto &s = *reinterpret_cast<RouterShared<Config> *>(memory);
+    int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < Config::STAGES; i++) {
+            mbarrier_init(shared_address(&s.full[i]), 1);
+            mbarrier_init(shared_address(&s.empty[i]), 4 * Config::WARPGROUPS);
+        }
+        fence_mbarrier_init();
+    }
+    __syncthreads();
+
+    /* Work: tiles, and of their slices all or this CTA's */
+    int rank = Config::SPLIT ? blockIdx.x % p.cluster : 0, step = Config::SPLIT ? p.num_tiles : gridDim.x;
+    int first_tile = Config::SPLIT ? blockIdx.x / p.cluster : blockIdx.x;
+    int first_slice = rank * p.cta_slices, end_slice = min(first_slice + p.cta_slices, p.num_slices);
+    griddepcontrol_wait();
+
+    /* Main loop */
+    typename Config::Pipeline pipe;
+    if (warp >= 4 * Config::WARPGROUPS) {
+        if constexpr (Config::SHARED_TOTALS > 0) setmaxnreg_dec<40>();
+        int k = first_slice * p.slice_k_tiles, end = min(end_slice * p.slice_k_tiles, p.num_k_tiles);
+        if (warp == 4 * Config::WARPGROUPS && elect_sync())
+            for (int tile = first_tile; tile < p.num_tiles; tile += step)
+                load_k_tiles(p, s, pipe, tile_of<Config>(p, tile), k, end);
+    } else {
+        if constexpr (Config::SHARED_TOTALS > 0) setmaxnreg_inc<232>();
+        float acc[Config::SUMS], total[Config::TOTALS + 1];
+        int row = SUBTILE * (warp / 4) + 16 * (warp % 4) + lane / 4, column = 2 * (lane % 4);
+        for (int index = first_tile; index < p.num_tiles; index += step) {
+            for (int slice = first_slice; slice < end_slice; slice++) {
+                int num_k_tiles = min(p.slice_k_tiles, p.num_k_tiles - slice * p.slice_k_tiles);
+                sum_slice(acc, s, pipe, num_k_tiles, warp / 4);
+                if constexpr (Config::SPLIT) {
+                    float *sums = s.sums[slice - first_slice] + row * Config::PITCH + column;
+#pragma unroll
+                    for (int i = 0; i < Config::SUMS; i += 2)
+                        *(float2 *)&sums[i / 2 % 2 * 8 * Config::PITCH + i / 4 * 8] = {acc[i], acc[i + 1]};
+                } else if (slice == 0) {
+                    for_each_total<Config>(acc, total, s, [](float sum, float &total) { total = sum; });
+                } else {
+                    for_each_total<Config>(acc, total, s, [](float sum, float &total) { total += sum; });
+                }
+            }
+            if constexpr (!Config::SPLIT) {
+                RouterTile tile = tile_of<Config>(p, index);
+                for_each_total<Config>(acc, total, s, [](float &sum, float total) { sum = total; });
+#pragma unroll
+                for (int i = 0; i < Config::SUMS; i += 2)
+                    store_pair<T>(p, tile.token + row + i / 2 % 2 * 8, tile.expert + column + i / 4 * 8,
+                                  acc[i], acc[i + 1]);
+            }
+        }
+    }
+    if constexpr (Config::SPLIT) add_slices<Config>(p, s, rank, tile_of<Config>(p, first_tile));
+}
+
+/* --- launcher ------------------------------------------------------------------------------------------- */
+
+int64_t num_slices_of(int64_t D) {
+    return ceil_div(D, fused_moe_router_slice(D));
+}
+
+template <class Config>
+int launch(const FusedMoeRouterLogits &p, int cta_slices, void *stream) {
+    using T = typename Config::T;
+    RouterLogits q = {};
+    int status = matrix_map(&q.x, (const T *)p.x, p.T, p.D, p.D, Config::TOKENS);
+    if (status == FUSED_MOE_OK)
+        status = matrix_map(&q.weight, (const T *)p.weight, p.E, p.D, p.D, Config::EXPERTS);
+    if (status != FUSED_MOE_OK) return status;
+    q.bias = p.bias;
+    q.logits = (float *)p.logits;
+    q.T = p.T;
+    q.E = p.E;
+    q.num_expert_tiles = (int32_t)ceil_div(p.E, Config::EXPERTS);
+    q.num_k_tiles = (int32_t)ceil_div(p.D, K_TILE<T>);
+    q.slice_k_tiles = (int32_t)(fused_moe_router_slice(p.D) / K_TILE<T>);
+    q.num_slices = (int32_t)num_slices_of(p.D);
+    q.cta_slices = cta_slices;
+    q.cluster = (int32_t)ceil_div(q.num_slices, cta_slices);
+    constexpr size_t shared = sizeof(RouterShared<Config>);
+    static_assert(shared <= MAX_SHARED_BYTES, "shared memory of a CTA of sm_90");
+    q.num_tiles = (int32_t)(ceil_div(p.T, Config::TOKENS) * q.num_expert_tiles);
+    int grid = Config::SPLIT ? q.num_tiles * q.cluster : min(q.num_tiles, num_ctas());
+    return launch_dependent<router_logits_kernel<Config>>(q, {grid, Config::THREADS, q.cluster, shared},
+                                                          stream);
+}
+
+/* How many slices a CTA of a cluster has, where all clusters run at once: the fewest; 0: they do not. */
+int split_slices(const FusedMoeRouterLogits &p, int64_t tiles) {
+    int64_t slices = num_slices_of(p.D);
+    for (int each = 1; each <= 4; each *= 2) {
+        int64_t cluster = ceil_div(slices, each);
+        /* clusters do not fill the GPU: the SMs of a GPC are no multiple of theirs */
+        if (tiles * cluster <= (cluster > 1 ? num_ctas() * 3 / 4 : num_ctas())) return each;
+    }
+    return 0;
+}
+
+template <typename T>
+int run_tokens(const FusedMoeRouterLogits &p, void *stream) {
+    int64_t row_tiles = ceil_div(p.T, SUBTILE), all = num_slices_of(p.D);
+    if (int each = split_slices(p, row_tiles * ceil_div(p.E, 64)))
+        return launch<RouterConfig<T, 1, 64, true>>(p, each, stream);
+    if (p.E <= 64) return launch<RouterConfig<T, 2, 64, false>>(p, (int)all, stream);
+    if (p.E > 128 && row_tiles * ceil_div(p.E, 256) > num_ctas())
+        return launch<RouterConfig<T, 2, 256, false>>(p, (int)all, stream);
+    if (row_tiles * ceil_div(p.E, 128) <= num_ctas())
+        return launch<RouterConfig<T, 1, 128, false>>(p, (int)all, stream);
+    return launch<RouterConfig<T, 2, 128, false>>(p, (int)all, stream);
+}
+
+int run(const FusedMoeRouterLogits &p, void *stream) {
+    return with_half(p.dtype, [&](auto t) { return run_tokens<decltype(t)>(p, stream); });
+}
+
+FusedMoeReason reason(const FusedMoeRouterLogits &p) {
+    if (!is_16_bit(p.dtype)) return FUSED_MOE_OTHER_DTYPE;
+    if (p.T == 0) return FUSED_MOE_NO_ROWS;
+    if (p.D % CHUNK) return FUSED_MOE_WIDTH;
+    if (!is_aligned(p.x) || !is_aligned(p.weight)) return FUSED_MOE_UNALIGNED;
+    bool fits = p.D < INT32_MAX && p.T * ceil_div(p.E, SUBTILE) < INT32_MAX;
+    return fits ? FUSED_MOE_RUNS : FUSED_MOE_TOO_LARGE;
+}
+
+} // namespace
+
+const Kernel<FusedMoeRouterLogits> router_logits = {reason, nullptr, run};
+
+} // namespace sm90
+} // namespace fused_moe
