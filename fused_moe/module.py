@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from . import checks, function
 from .activation import activate
 from .counting import Counting
-from .gate import Gate
+from .gate import Gate, fit
 from .losses import load_balancing_loss, router_z_loss
-from .routed import can_join, routed_experts
+from .routed import can_join, is_altered, routed_experts
 
 FN = "FusedMoE"  # as its messages begin
 DTYPE_NAMES = " or ".join(str(dtype).removeprefix("torch.") for dtype in checks.FLOATING)
@@ -142,9 +142,37 @@ class SharedExperts(nn.Module):
         for linear in self.children():
             linear.reset_parameters()
 
-    def forward(self, x: Tensor) -> Tensor:
-        up = None if self.w3 is None else self.w3(x)
-        return self.w2(activate(self.w1(x), up, activation=self.activation))
+    def forward(self, x: Tensor, gate: nn.Linear | None = None) -> Tensor:
+        """x (T, D) -> (T, D), each token's times sigmoid(gate(x)) if there is a gate.
+
+        By the operators of the routed experts, as one expert that has every token: a token's output does not
+        depend on the others. Linear layers that do more than that are called instead.
+        """
+        linears = [linear for linear in (self.w1, self.w2, self.w3, gate) if linear is not None]
+        if not all(_is_stock(linear, x) for linear in linears):
+            up = None if self.w3 is None else self.w3(x)
+            shared = self.w2(activate(self.w1(x), up, activation=self.activation))
+            return shared if gate is None else gate(x).sigmoid() * shared
+        (w1, b1), (w2, b2), (w3, b3) = map(_as_expert, (self.w1, self.w2, self.w3))
+        settings = {"b1": b1, "b2": b2, "b3": b3, "activation": self.activation}
+        if gate is None:
+            counts = torch.full((1,), x.size(0), dtype=torch.int32, device=x.device)
+            return function.grouped_mlp(x, w1, w2, w3, counts, **settings)
+        logits = function.router_logits(x, gate.weight, gate.bias)
+        scores, ids = function.route(logits, 1, score_func="sigmoid")
+        return function.fused_experts(x, w1, w2, w3, scores, ids, **settings)
+
+
+def _is_stock(linear: nn.Module, x: Tensor) -> bool:
+    """Whether calling the linear layer on x gives its product and does no more."""
+    return type(linear) is nn.Linear and not is_altered(linear) and fit(x, linear.weight, linear.bias)
+
+
+def _as_expert(linear: nn.Linear | None) -> tuple[Tensor | None, Tensor | None]:
+    """Weight (1, out, in) and bias (1, out)."""
+    if linear is None:
+        return None, None
+    return linear.weight[None], None if linear.bias is None else linear.bias[None]
 
 
 class FusedMoE(Counting):
@@ -278,10 +306,7 @@ class FusedMoE(Counting):
         if self.training and self._count("tokens_per_expert", counts) and self.load_balance_coeff is not None:
             self._watch_balance()
         if self.shared_experts is not None:
-            shared = self.shared_experts(tokens)
-            if self.shared_expert_gate is not None:
-                shared = self.shared_expert_gate(tokens).sigmoid() * shared
-            out = out + shared
+            out = out + self.shared_experts(tokens, self.shared_expert_gate)
         if x.dim() != 2:
             out = out.view(x.shape)
         if not return_losses:
