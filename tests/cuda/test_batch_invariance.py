@@ -1,0 +1,220 @@
+"""The contract of docs/inference.md: a token's output and gradients have the same bits in any batch."""
+
+import pytest
+import torch
+from cases import BF16, F16, F32, assert_near
+from gpu_cases import capture
+
+from fused_moe import FusedMoE, fused_experts, grouped_mlp, router_logits
+from fused_moe.ops import FACTS
+
+pytestmark = pytest.mark.gpu
+
+TOKENS = 4096
+# About every threshold: tile heights, skinny experts, where the router's and the plan's kernels change.
+BATCHES = (1, 2, 3, 7, 8, 9, 16, 31, 33, 63, 64, 65, 66, 127, 128, 129, 130, 256, 1000, 1025, 2049)
+DTYPES = pytest.mark.parametrize("dtype", (BF16, F16, F32), ids=("bf16", "f16", "f32"))
+LAYERS = {
+    "softmax": {"dim": 256, "hidden_dim": 192, "num_experts": 16, "top_k": 4},
+    "sigmoid, groups, biases": {
+        "dim": 128, "hidden_dim": 64, "num_experts": 16, "top_k": 2, "score_func": "sigmoid",
+        "route_norm": True, "num_expert_groups": 4, "num_limited_groups": 2, "load_balance_coeff": 1e-3,
+        "bias": True, "gate_bias": True,
+    },
+    "shared experts and their gate": {
+        "dim": 256, "hidden_dim": 128, "num_experts": 8, "top_k": 2, "num_shared_experts": 2,
+        "shared_expert_gate": True,
+    },
+    "one expert": {"dim": 64, "hidden_dim": 64, "num_experts": 1, "top_k": 1, "num_shared_experts": 1},
+    "slices of D": {"dim": 2048, "hidden_dim": 128, "num_experts": 128, "top_k": 8},
+    "many experts": {"dim": 1088, "hidden_dim": 64, "num_experts": 520, "top_k": 10},
+    "widths of a tile's part": {
+        "dim": 200, "hidden_dim": 72, "num_experts": 8, "top_k": 3, "activation": "gelu"
+    },
+    "widths of no chunk": {
+        "dim": 131, "hidden_dim": 37, "num_experts": 6, "top_k": 2, "gated": False, "activation": "relu"
+    },
+}  # fmt: skip
+EVERY_LAYER = pytest.mark.parametrize("name", LAYERS)
+
+
+def draw(name, dtype, device) -> tuple[FusedMoE, torch.Tensor]:
+    layer = FusedMoE(**LAYERS[name], device=device, dtype=dtype).eval()
+    return layer, torch.randn(TOKENS, layer.dim, device=device).to(dtype)
+
+
+def batches(count=TOKENS):
+    """Slices of every size, at the start and elsewhere."""
+    for size in BATCHES:
+        yield slice(0, size)
+        yield slice(count - size - 7, count - 7)
+
+
+def assert_equal(found, expected, what):
+    assert torch.equal(found, expected), f"{what}: {(found != expected).sum()} of {found.numel()} differ"
+
+
+def calls_by_tier(run) -> list:
+    """How many calls each operator had during run(), by tier."""
+
+    def calls():
+        ops = range(len(FACTS["operators"]))
+        return torch.stack([torch.ops.fused_moe.cuda_calls(op)[:-1] for op in ops])
+
+    before = calls()
+    run()
+    return (calls() - before).tolist()
+
+
+@DTYPES
+@EVERY_LAYER
+@torch.no_grad()
+def test_layer(device, name, dtype):
+    layer, x = draw(name, dtype, device)
+    out = layer(x)
+    assert out.isfinite().all()
+    for part in batches():
+        assert_equal(layer(x[part]), out[part], part)
+    order = torch.randperm(TOKENS, device=device)
+    assert_equal(layer(x[order]), out[order], "shuffled")
+    assert_equal(layer(torch.cat([x[:77], torch.full_like(x, torch.nan)]))[:77], out[:77], "beside NaN")
+
+
+@DTYPES
+@pytest.mark.parametrize("name", ("softmax", "slices of D"))
+@torch.no_grad()
+def test_same_experts(device, name, dtype):
+    """Every token chooses the same experts, so that their rows cross every threshold."""
+    layer, x = draw(name, dtype, device)
+    layer.expert_bias = torch.zeros(layer.num_experts, device=device)
+    layer.expert_bias[: layer.top_k] = 100
+    out = layer(x)
+    for part in batches():
+        assert_equal(layer(x[part]), out[part], part)
+
+
+@DTYPES
+@EVERY_LAYER
+def test_gradient_of_tokens(device, name, dtype):
+    layer, x = draw(name, dtype, device)
+    layer.train()
+    dout = torch.randn_like(x)
+
+    def step(part):
+        leaf = x[part].clone().requires_grad_()
+        out = layer(leaf)
+        return out.detach(), torch.autograd.grad(out, leaf, dout[part])[0]
+
+    out, dx = step(slice(None))
+    with torch.no_grad():
+        assert_equal(layer.eval()(x), out, "without gradients")
+    layer.train()
+    for size in (1, 2, 8, 33, 65, 129, 1000):
+        part = slice(size, 2 * size)
+        found = step(part)
+        assert_equal(found[0], out[part], f"out of {part}")
+        assert_equal(found[1], dx[part], f"dx of {part}")
+
+
+@DTYPES
+def test_gradient_of_scores(device, dtype):
+    T, D, F, E, K = 1500, 256, 128, 16, 4
+    x, dout = (torch.randn(T, D, device=device).to(dtype) for _ in range(2))
+    w1, w3 = (torch.randn(E, F, D, device=device).div(16).to(dtype) for _ in range(2))
+    w2 = torch.randn(E, D, F, device=device).div(11).to(dtype)
+    ids = torch.rand(T, E, device=device).topk(K).indices
+    scores = torch.rand(T, K, device=device)
+
+    def dscores(part):
+        leaf = scores[part].clone().requires_grad_()
+        out = fused_experts(x[part], w1, w2, w3, leaf, ids[part])
+        return torch.autograd.grad(out, leaf, dout[part])[0]
+
+    whole = dscores(slice(None))
+    for size in (1, 3, 8, 64, 129, 700):
+        assert_equal(dscores(slice(5, 5 + size)), whole[5 : 5 + size], size)
+
+
+@DTYPES
+@pytest.mark.parametrize("name", ("softmax", "widths of a tile's part"))
+@torch.no_grad()
+def test_place_in_memory(device, name, dtype):
+    """Neither the address of x nor its strides matter."""
+    layer, x = draw(name, dtype, device)
+    out = layer(x[:300])
+    shifted = torch.empty(300 * layer.dim + 3, device=device, dtype=dtype)[3:].view(300, layer.dim)
+    assert_equal(layer(shifted.copy_(x[:300])), out, "an address that TMA does not read")
+    assert_equal(layer(x[:300].mT.contiguous().mT), out, "strides")
+    found, used = (calls_by_tier(lambda x=x: layer(x)) for x in (shifted, x[:300]))
+    assert found == used
+
+
+@pytest.mark.parametrize("name", ("softmax", "shared experts and their gate"))
+@torch.no_grad()
+def test_compiled_and_replayed(device, name):
+    layer, x = draw(name, BF16, device)
+    out = layer(x)
+    compiled = torch.compile(layer, dynamic=True, fullgraph=True)
+    for size in (5, 64, 1000):
+        assert_equal(compiled(x[:size]), out[:size], f"compiled, {size}")
+    for size in (1, 9, 200):
+        fixed = x[:size].clone()
+        graph, recorded = capture(lambda fixed=fixed: layer(fixed))
+        fixed.copy_(x[size : 2 * size])
+        graph.replay()
+        assert_equal(recorded, out[size : 2 * size], f"replayed, {size}")
+
+
+@pytest.mark.parametrize("num_experts", (1, 3, 8, 60, 64, 128, 130, 256, 384, 1000))
+@pytest.mark.parametrize("dim", (8, 72, 512, 520, 2880, 7168))
+def test_router(device, dim, num_experts):
+    """Against float64, and in every batch, whichever way tokens share CTAs, clusters and slices of D."""
+    for dtype in (BF16, F16):
+        x = torch.randn(TOKENS, dim, device=device).to(dtype)
+        weight = torch.randn(num_experts, dim, device=device).div(dim**0.5).to(dtype)
+        bias = torch.randn(num_experts, device=device).to(dtype)
+        logits = router_logits(x, weight, bias)
+        expected = x.double() @ weight.double().mT + bias.double()
+        assert logits.dtype == torch.float32
+        assert (logits - expected).norm() < 2e-6 * expected.norm()
+        for part in batches():
+            assert_equal(router_logits(x[part], weight, bias), logits[part], part)
+        big = router_logits(x.repeat(5, 1), weight, bias)
+        assert_equal(big, logits.repeat(5, 1), "five times as many tokens")
+
+
+@pytest.mark.sanitizer
+@pytest.mark.parametrize(
+    "tokens, dim, num_experts",
+    ((5, 1200, 70), (70, 4100, 9), (8500, 64, 60), (4500, 72, 128), (8600, 64, 127), (8600, 64, 260)),
+    ids=("cluster", "portable", "64 experts", "64 tokens", "128 experts", "256 experts"),
+)
+def test_every_kernel_of_the_router(device, tokens, dim, num_experts):
+    x, weight, dlogits = (
+        torch.randn(*shape, device=device).to(BF16)
+        for shape in ((tokens, dim), (num_experts, dim), (tokens, num_experts))
+    )
+    logits, dx = router_logits(x, weight), torch.ops.fused_moe.router_dgrad(dlogits, weight)
+    assert_near(logits, x.double() @ weight.double().mT, slack=4 + dim / 64)  # as in test_router_logits.py
+    assert_near(dx, dlogits.double() @ weight.double())
+
+
+@pytest.mark.parametrize("dtype", (BF16, F16), ids=("bf16", "f16"))
+@torch.no_grad()
+def test_rows_of_experts(device, dtype):
+    """grouped_mlp: a row's result does not depend on how many rows its expert has, nor on which one it is."""
+    D, F, E, R = 256, 320, 4, 600
+    w1, w3 = (torch.randn(E, F, D, device=device).div(16).to(dtype) for _ in range(2))
+    w2 = torch.randn(E, D, F, device=device).div(18).to(dtype)
+    rows = torch.randn(R, D, device=device).to(dtype)
+
+    def of_expert(e, rows):
+        counts = torch.zeros(E, dtype=torch.int32, device=device)
+        counts[e] = len(rows)
+        return grouped_mlp(rows, w1, w2, w3, counts)
+
+    whole = of_expert(2, rows)
+    for part in batches(R):
+        if part.start >= 0 and part.stop <= R:
+            assert_equal(of_expert(2, rows[part]), whole[part], part)
+    assert not torch.equal(of_expert(1, rows), whole)
