@@ -106,15 +106,16 @@ typedef struct {         /* dx[t] = dlogits[t] weight */
     const void *dlogits; /* [T,E] */
     const void *weight;  /* [E,D] */
     void *dx;            /* [T,D] */
+    bool accumulate;     /* dx += the rounded product, as autograd adds gradients */
     FusedMoeWorkspace workspace;
     int64_t T, D;
     int32_t E;
     FusedMoeDtype dtype;
 } FusedMoeRouterDgrad;
 
-/* D is summed in slices of so many elements, each from zero, which are then added in order. The rule knows D
- * alone, so that a token's logits have the same bits in any batch: few tokens have a CTA for each of the (at
- * most eight) slices, many have one CTA for all of them. */
+/* The Hopper tier sums D in slices of so many elements, eight at most, each from zero, and adds them in order.
+ * The rule knows D alone, so that a token's logits have the same bits in any batch: of few tokens a CTA sums
+ * one, two or four slices, of many all of them. */
 static inline int64_t fused_moe_router_slice(int64_t D) {
     int64_t eighth = (D + 7) / 8;
     return eighth < 512 ? 512 : (eighth + 63) / 64 * 64;
@@ -181,10 +182,9 @@ typedef struct {   /* rows[r] = x[row_token[r]]; zero past the last row */
     FusedMoeDtype dtype;
 } FusedMoePermute;
 
-typedef struct {        /* out[t] = addend[t] + sum_k scores[t,k] rows[token_row[t,k]], rounded once */
+typedef struct {        /* out[t] = sum_k scores[t,k] rows[token_row[t,k]] */
     const void *rows;   /* [R,D] */
     const void *scores; /* [T,K] f32, f64 for f64 rows; NULL: ones */
-    const void *addend; /* [T,D]; NULL: zeros */
     void *out;          /* [T,D] */
     FusedMoeRowMap row_map;
     int64_t D;

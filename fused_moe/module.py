@@ -15,7 +15,7 @@ from .activation import activate
 from .counting import Counting
 from .gate import Gate, fit
 from .losses import load_balancing_loss, router_z_loss
-from .routed import can_join, is_altered, routed_experts
+from .routed import can_join, has_global_hook, is_altered, routed_experts
 
 FN = "FusedMoE"  # as its messages begin
 DTYPE_NAMES = " or ".join(str(dtype).removeprefix("torch.") for dtype in checks.FLOATING)
@@ -165,7 +165,8 @@ class SharedExperts(nn.Module):
 
 def _is_stock(linear: nn.Module, x: Tensor) -> bool:
     """Whether calling the linear layer on x gives its product and does no more."""
-    return type(linear) is nn.Linear and not is_altered(linear) and fit(x, linear.weight, linear.bias)
+    stock = type(linear) is nn.Linear and not is_altered(linear) and not has_global_hook()
+    return stock and fit(x, linear.weight, linear.bias)
 
 
 def _as_expert(linear: nn.Linear | None) -> tuple[Tensor | None, Tensor | None]:
@@ -306,13 +307,22 @@ class FusedMoE(Counting):
         if self.training and self._count("tokens_per_expert", counts) and self.load_balance_coeff is not None:
             self._watch_balance()
         if self.shared_experts is not None:
-            out = out + self.shared_experts(tokens, self.shared_expert_gate)
+            out = out + self._shared(tokens)
         if x.dim() != 2:
             out = out.view(x.shape)
         if not return_losses:
             return out
         balance = load_balancing_loss(logits, ids, self.num_experts)
         return out, RouterLosses(balance, router_z_loss(logits))
+
+    def _shared(self, x: Tensor) -> Tensor:
+        """The shared experts' output, times sigmoid(gate(x)) if there is a gate."""
+        experts, gate = self.shared_experts, self.shared_expert_gate
+        if gate is None:
+            return experts(x)
+        if type(experts) is SharedExperts and not is_altered(experts):
+            return experts(x, gate)
+        return gate(x).sigmoid() * experts(x)
 
     def _check_input(self, x) -> None:
         if not isinstance(x, Tensor):

@@ -336,15 +336,17 @@ def _router_logits_setup(ctx, args, output):
 
 
 def _router_logits_backward(ctx, need, dlogits):
-    grads = router_gradients(dlogits, *ctx.saved_tensors, need.x, need.weight, need.bias)
+    x, weight = ctx.saved_tensors
+    needs = (need.x, need.weight, need.bias)
+    grads = router_gradients(dlogits, dlogits.to(weight.dtype), x, weight, *needs)
     return dict(zip(("x", "weight", "bias"), grads, strict=True))
 
 
 def router_gradients(
-    dlogits: Tensor, x: Tensor | None, weight: Tensor, need_x: bool, need_weight: bool, need_bias: bool
+    dlogits: Tensor, rounded: Tensor, x: Tensor | None, weight: Tensor, need_x, need_weight, need_bias
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """dx, dweight and dbias, each None if it is not needed. GEMMs multiply dlogits in the weight's dtype."""
-    rounded = dlogits.to(weight.dtype)
+    """dx, dweight and dbias, each None if it is not needed. GEMMs multiply `rounded`, dlogits in the weight's
+    dtype."""
     return (
         run(ops.router_dgrad.default, rounded, weight) if need_x else None,
         rounded.mT @ x if need_weight else None,
@@ -559,16 +561,17 @@ def _up_backward(ctx, need, dh, needs_scores: bool = False):
 
 
 def up_gradients(
-    need, needs_scores: bool, layout: int, main_grads, dh, x, w1, w3, scores, plan, dx_addend=None
+    need, needs_scores: bool, layout: int, main_grads, dh, x, w1, w3, scores, plan, dlogits=None, gate=None
 ) -> dict:
-    """{input of experts_up: its gradient}, of those that are needed. dx_addend is added to dx."""
+    """{input of experts_up: its gradient}, of those that are needed. dlogits @ gate is added to dx."""
     needs = (need.x, need.w1, need.w3, need.b1, need.b3, needs_scores)
     args = (dh, x, w1, w3, scores, plan, layout, *needs)
     main_grad1, main_grad3 = main_grads
     if main_grad1 is None and main_grad3 is None:
-        grads = run(ops.experts_up_backward.default, *args, dx_addend)
+        grads = run(ops.experts_up_backward.default, *args, dlogits, gate)
     else:
-        grads = run(ops.experts_up_backward_accumulate.default, *args, main_grad1, main_grad3, dx_addend)
+        main_grads = (main_grad1, main_grad3)
+        grads = run(ops.experts_up_backward_accumulate.default, *args, *main_grads, dlogits, gate)
     dx, dw1, dw3, db1, db3, dscores = grads
     result = {}
     if need.x:

@@ -1,9 +1,8 @@
 """The router and the experts' up side as one autograd node, which spares backward an addition.
 
 As nodes of their own each of them writes a gradient of x (T, D), and autograd reads both to write their sum.
-Here the router's comes first and is an operand of the sum of the experts' rows: dx = dlogits @ gate + sum
-over k of dx_rows, rounded once. They stay two nodes wherever hooks, modes or subclasses may change or observe
-the call: `can_join`.
+Here router_dgrad adds the router's to the experts' in place, with the same roundings. They stay two nodes
+wherever hooks, modes or subclasses may change or observe the call: `can_join`.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ def can_join(x: Tensor, router: nn.Module, experts: nn.Module) -> bool:
     if not (torch.is_grad_enabled() and x.requires_grad and _is_plain_call()):
         return False
     gate = router.gate
-    if type(gate) is not Gate or _has_global_hook():
+    if type(gate) is not Gate or has_global_hook():
         return False
     if any(map(is_altered, (router, gate, experts))):
         return False
@@ -50,10 +49,12 @@ def is_altered(module: nn.Module) -> bool:
     )
 
 
-def _has_global_hook() -> bool:
+def has_global_hook() -> bool:
     """Whether hooks on all modules are to be called for these, too. Not while saved tensors are packed:
     checkpointing runs forward again, perhaps without such hooks (FlopCounterMode has some), and wants as many
-    saved tensors."""
+    saved tensors. torch.compile calls no such hooks."""
+    if torch.compiler.is_compiling():
+        return False
     return _has_any_global_hook() and torch._C._autograd._top_saved_tensors_default_hooks(True) is None
 
 
@@ -103,15 +104,17 @@ class _RoutedUp(torch.autograd.Function):
     def backward(ctx, dh, _a, dscores, _ids, dlogits, *_plan):
         x, gate, w1, w3, logits, ids, *plan = ctx.saved_tensors
         need = _Needs(*ctx.needs_input_grad[: len(_Needs._fields)])
-        grads, dx = {}, None
+        grads, of_router = {}, ()
         if dscores is not None:
             of_scores = run(ops.route_backward.default, dscores, logits, ids, *ctx.routing)
             dlogits = of_scores if dlogits is None else dlogits + of_scores
         if dlogits is not None:
-            dx, dgate, dbias = router_gradients(dlogits, x, gate, need.x, need.gate, need.gate_bias)
-            grads = {"x": dx, "gate": dgate, "gate_bias": dbias}
+            rounded, needs = dlogits.to(gate.dtype), (need.x and dh is None, need.gate, need.gate_bias)
+            dx, dgate, dbias = router_gradients(dlogits, rounded, x, gate, *needs)
+            grads, of_router = {"x": dx, "gate": dgate, "gate_bias": dbias}, (rounded, gate)
         if dh is not None:
-            grads |= up_gradients(need, False, ctx.layout, ctx.main_grads, dh, x, w1, w3, None, plan, dx)
+            up = (dh, x, w1, w3, None, plan)
+            grads |= up_gradients(need, False, ctx.layout, ctx.main_grads, *up, *of_router)
         return *(grads.get(name) for name in _Needs._fields), *[None] * 5
 
 

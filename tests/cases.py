@@ -262,6 +262,8 @@ def operator_calls(case: Case, device) -> dict:
 
     main1, main2, main3 = map(main_grad, (w1, w2, w3))
     rows, a, h, dout, logits = new(R, D), new(R, F), new(R, H), new(T, D), new(T, E)
+    gate = new(E, D)
+    of_router = {"dlogits": logits, "gate": gate}
     layout = {"layout": codes.LAYOUTS[stored] if gated else codes.UNGATED}
     act = {**layout, "activation": codes.ACTIVATION_CODES[case.activation], "constants": [1.702, case.limit]}
     softmax = {"score_func": 0, "route_norm": False, "route_scale": 1.0}
@@ -273,7 +275,7 @@ def operator_calls(case: Case, device) -> dict:
     up_needs = {f"need_d{n}": v is not None for n, v in {"x": x, **up}.items()}
     up_backward = {"dh": h, "x": x, "w1": w1, "w3": w3, "scores": None, **moves, **layout}
     up_backwards = [
-        {**up_backward, "scores": scores, **up_needs, "need_dscores": True, "dx_addend": dout},
+        {**up_backward, "scores": scores, **up_needs, "need_dscores": True, **of_router},
         {**up_backward, **dict.fromkeys(up_needs, False), "need_dscores": False},
         {**up_backward, "x": rows, "plan": rows_plan, **up_needs, "need_dscores": False},
         {**up_backward, **up_needs, "need_dscores": False},
@@ -287,7 +289,6 @@ def operator_calls(case: Case, device) -> dict:
         {**down_backward, **only_dh, "need_dscores": False},
         {**down_backward, "dout": rows, "plan": rows_plan, **down_needs, "need_dscores": False},
     ]
-    gate = new(E, D)
     calls = {
         "router_logits": [{"x": x, "weight": gate, "bias": b} for b in (new(E), None)],
         "router_dgrad": [{"dlogits": logits, "weight": w} for w in (gate, new(D, E).mT)],

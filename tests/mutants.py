@@ -153,10 +153,10 @@ CPU = [
         "tests/test_permute.py",
     ),
     Mutant(
-        "a sum without its addend",
-        "csrc/cpu/permute.c",
-        "if (p->addend) v->load(sum,",
-        "if (false) v->load(sum,",
+        "the router's gradient replaces the experts'",
+        "csrc/cpu/router_dgrad.c",
+        "if (p->accumulate) {",
+        "if (false) {",
         "tests/test_experts.py",
     ),
     Mutant(

@@ -755,10 +755,10 @@ def operator_calls(device) -> tuple[dict, dict]:
             ops.experts, x, w1, w3, w2[:1], None, None, None, scores, ids, 0, *act, False),
         "experts_up_backward: w3 wanted but absent": (
             ops.experts_up_backward, a, x, w1, None, None, maps, 3, *[True] * 3, *[False] * 3),
-        "experts_up_backward: dx_addend of another width": (
-            ops.experts_up_backward, h, x, w1, w3, None, maps, 0, *[True] * 3, *[False] * 3, x[:, :7]),
-        "experts_up_backward: dx_addend without maps": (
-            ops.experts_up_backward, h, rows, w1, w3, None, no_maps, 0, *[True] * 3, *[False] * 3, rows),
+        "experts_up_backward: dlogits of other experts": (
+            ops.experts_up_backward, h, x, w1, w3, None, maps, 0, *[True] * 3, *[False] * 3, x[:, :1], w1[0]),
+        "experts_up_backward: dlogits without gate": (
+            ops.experts_up_backward, h, x, w1, w3, None, maps, 0, *[True] * 3, *[False] * 3, x),
         "experts_up_backward: no h's gradient": (
             ops.experts_up_backward, h[:0], x, w1, w3, None, maps, 0, *[True] * 3, *[False] * 3),
         "experts_up_backward_accumulate: main_grad of another shape": (

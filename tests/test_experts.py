@@ -625,29 +625,28 @@ def test_coarse_backwards_are_the_fine_operators(device, case):
 @pytest.mark.parametrize("size", ((64, 40), (37, 29)), ids=("whole", "odd"))
 @pytest.mark.parametrize("scored", (True, False), ids=("scored", "plain"))
 @pytest.mark.parametrize("dtype", (F32, BF16, F16), ids=("f32", "bf16", "f16"))
-def test_dx_addend(device, dtype, scored, size):
-    """dx_addend is part of dx's sums, which are rounded once; slots without a row add nothing to it."""
+def test_gradient_of_the_router(device, dtype, scored, size):
+    """dlogits @ gate is added to dx, with row maps and without; slots without a row add nothing."""
     p = Parts(Case(61, *size, 5, 3, dtype, "sentinels"), device)
-    dh = torch.randn(p.ids.numel(), 2 * size[1]).to(device, dtype)
-    addend = torch.randn(61, size[0]).to(device, dtype)
     scores = p.scores if scored else None
     flags = {"need_dx": True} | dict.fromkeys(
         ("need_dw1", "need_dw3", "need_db1", "need_db3", "need_dscores"), False
     )
-    args = (dh, p.inputs["x"], p.w1, p.w3, scores, p.maps, p.layout)
-    dx, *_ = ops.experts_up_backward(*args, **flags, dx_addend=addend)
-    dx_rows = ops.up_dgrad(dh, p.w1, p.w3, p.maps, p.layout).double()
-    scores = None if scores is None else scores.double()
-    exact = addend.double() + fused_moe.reference.unpermute(dx_rows, p.plan, scores)
-    assert_near(dx, exact)
-    if dtype != F32:
-        assert (dx != exact.to(dtype)).double().mean() < 0.01, "rounded more than once"
-    again, *_ = ops.experts_up_backward_accumulate(
-        *args, **flags, main_grad1=None, main_grad3=None, dx_addend=addend
-    )
-    assert torch.equal(again, dx)
-    none, *_ = ops.experts_up_backward(*args, **flags | {"need_dx": False}, dx_addend=addend)
-    assert not none.numel()
+    gate = torch.randn(9, size[0]).to(device, dtype)
+    dh = torch.randn(p.ids.numel(), 2 * size[1]).to(device, dtype)
+    rows = torch.randn(p.ids.numel(), size[0]).to(device, dtype)
+    for x, maps in ((p.inputs["x"], p.maps), (rows, p.maps[:2]))[: 1 if scored else 2]:
+        of_router = {"dlogits": torch.randn(x.size(0), 9).to(device, dtype), "gate": gate}
+        args = (dh, x, p.w1, p.w3, scores, maps, p.layout)
+        without, *_ = ops.experts_up_backward(*args, **flags)
+        dx, *_ = ops.experts_up_backward(*args, **flags, **of_router)
+        assert_near(dx, without.double() + of_router["dlogits"].double() @ gate.double())
+        again, *_ = ops.experts_up_backward_accumulate(
+            *args, **flags, main_grad1=None, main_grad3=None, **of_router
+        )
+        assert torch.equal(again, dx)
+        none, *_ = ops.experts_up_backward(*args, **flags | {"need_dx": False}, **of_router)
+        assert not none.numel()
 
 
 @pytest.mark.parametrize("layout", ("separate", "halves", "ungated", "interleaved.T"))

@@ -250,6 +250,26 @@ def test_shared_experts_are_added(device):
     assert shared.w1.out_features == 2 * 20
 
 
+@pytest.mark.parametrize("gate", (False, True), ids=("plain", "gate"))
+def test_other_shared_experts(device, gate):
+    """Another module in their place gets x alone; hooks on their linear layers are called."""
+    settings = {"num_shared_experts": 1, "shared_expert_gate": gate, "device": device}
+    layer, x = FusedMoE(24, 20, 8, 2, **settings), torch.randn(30, 24, device=device)
+    expected = layer(x)
+    seen = []
+    handle = layer.shared_experts.w1.register_forward_hook(lambda *_: seen.append(1))
+    torch.testing.assert_close(layer(x), expected)
+    handle.remove()
+    handle = torch.nn.modules.module.register_module_forward_hook(lambda module, *_: seen.append(module))
+    torch.testing.assert_close(layer(x), expected)
+    handle.remove()
+    assert seen[0] == 1 and layer.shared_experts.w2 in seen
+    shared = layer.shared_experts
+    layer.shared_experts = torch.nn.Identity()
+    factor = layer.shared_expert_gate(x).sigmoid() if gate else 1
+    torch.testing.assert_close(layer(x), expected - shared(x) * factor + x * factor)
+
+
 def test_losses(device):
     """return_losses adds the balance loss and the z-loss of this call, differentiable in the router."""
     layer = FusedMoE(24, 20, 8, 2, device=device)

@@ -64,10 +64,11 @@ def gradients(layer, x, use=("out", "balance", "z")) -> dict:
 
 
 def assert_same(found: dict, expected: dict) -> None:
-    """The same bits, but of dx, which is rounded once less."""
+    """The same bits, but of dx beside shared experts: autograd adds three gradients in another order."""
     assert found.keys() == expected.keys()
+    shared = any(name.startswith("shared") for name in found)
     for name, grad in found.items():
-        if grad is None or name != "x":
+        if grad is None or name != "x" or not shared:
             assert grad is expected[name] or torch.equal(grad, expected[name]), name
         else:
             unit = torch.finfo(grad.dtype).eps
@@ -115,7 +116,7 @@ def test_frozen_parameters(device, frozen):
     assert_same(found, gradients(apart(layer), x))
     names = [name for name, _, _ in calls.calls]
     assert names.count("aten::mm") == ("router.gate.weight" in found)
-    assert names.count("fused_moe::router_dgrad") == 1
+    assert "fused_moe::router_dgrad" not in names  # experts_up_backward adds it
 
 
 def test_gradcheck(device):
@@ -130,7 +131,7 @@ def test_gradcheck(device):
 
 
 def test_the_sum_has_no_pass_of_its_own(device):
-    """Backward writes the router's part, then dx as one sum with it, and no other matrix of x's size."""
+    """Backward writes dx, with the router's part, and no other matrix of its size."""
     layer, x = make(device, F32)
     out = layer(x)
     dout = torch.randn_like(out)
@@ -141,7 +142,7 @@ def test_the_sum_has_no_pass_of_its_own(device):
         name for name, _, results in calls.calls if any(r.shape == x.shape for r in as_tuple(results))
     ]
     assert makers == ["fused_moe::experts_up_backward"]
-    assert same_size == ["fused_moe::router_dgrad", *makers]
+    assert same_size == makers
 
 
 def as_tuple(results) -> tuple:

@@ -1,8 +1,8 @@
 /* permute, unpermute and unpermute's gradient: rows moved between token order and expert order.
  *
  * permute and unpermute are each other's adjoint. Both walk their output, so no two tasks write one row, and
- * unpermute sums a token's rows in slot order, after its addend, in the accumulation type: the same bits on any
- * number of threads. */
+ * unpermute sums a token's rows in slot order, in the accumulation type: the same bits on any number of
+ * threads. */
 #include "cpu.h"
 
 #include <string.h>
@@ -41,10 +41,7 @@ static int unpermute_block(int64_t block, const void *ctx, char *scratch) {
     void *sum = fm_take(&scratch, &unused, p->D * v->accum_bytes);
     void *row = fm_take(&scratch, &unused, p->D * v->accum_bytes);
     for (int64_t t = block * BLOCK; t < fm_min(p->row_map.T, (block + 1) * BLOCK); t++) {
-        if (p->addend)
-            v->load(sum, fm_at(p->addend, v->elem_bytes, t * p->D), p->D);
-        else
-            memset(sum, 0, p->D * v->accum_bytes);
+        memset(sum, 0, p->D * v->accum_bytes);
         for (int64_t slot = t * p->row_map.K; slot < (t + 1) * p->row_map.K; slot++) {
             int32_t r = p->row_map.token_row[slot];
             if (r < 0) continue;

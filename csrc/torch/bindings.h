@@ -142,9 +142,14 @@ RowMap full_row_map_of(const char *op, const Tensor &x, RowsOf rows_of, const Te
 
 /* --- what operators are made of ------------------------------------------------------------------------- */
 
+/* route.cpp */
+/* dx = dlogits weight, or dx += it; weight is a dense (E, D). */
+void run_router_dgrad(const Call &call, const Tensor &dlogits, const Tensor &weight, const Tensor &dx,
+                      bool accumulate);
+
 /* rows.cpp */
-void run_unpermute(const Call &call, const Tensor &rows, const OptTensor &scores, const OptTensor &addend,
-                   const RowMap &map, const Tensor &out);
+void run_unpermute(const Call &call, const Tensor &rows, const OptTensor &scores, const RowMap &map,
+                   const Tensor &out);
 /* drows and dscores may be absent; rows only matter to dscores. */
 void run_unpermute_backward(const Call &call, const Tensor &dout, const OptTensor &rows,
                             const OptTensor &scores, const RowMap &map, const OptTensor &drows,

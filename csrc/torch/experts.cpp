@@ -121,14 +121,14 @@ Tensor up_dgrad(const Tensor &dh_, const Tensor &w1, const OptTensor &w3, const 
     return run_up_dgrad(begin_call(op, dh), dh, weights, s, map);
 }
 
-/* A weight's gradient is added to its main_grad where there is one; dw1 and dw3 are then empty. dx_addend, the
- * gradient that x has from elsewhere, is part of dx's sums, so that dx is rounded once. */
+/* A weight's gradient is added to its main_grad where there is one; dw1 and dw3 are then empty. The
+ * router's gradient of x, dlogits gate, is added to dx. */
 UpGrads experts_up_backward_accumulate(const Tensor &dh_, const Tensor &x_, const Tensor &w1,
                                        const OptTensor &w3, const OptTensor &scores_, const TensorList &plan,
                                        int64_t layout, bool need_dx, bool need_dw1, bool need_dw3,
                                        bool need_db1, bool need_db3, bool need_dscores,
                                        const OptTensor &main_grad1, const OptTensor &main_grad3,
-                                       const OptTensor &dx_addend_) {
+                                       const OptTensor &dlogits_, const OptTensor &gate_) {
     const char *op = "experts_up_backward";
     check_dim(op, "x", x_, 2);
     Tensor x = aligned(x_);
@@ -137,10 +137,12 @@ UpGrads experts_up_backward_accumulate(const Tensor &dh_, const Tensor &x_, cons
     int64_t T = map.p.T, K = map.p.K, R = map.p.R;
     Tensor dh = operand(op, "dh", dh_, x, {R, s.H});
     OptTensor scores = scores_of(op, scores_, x, {T, K});
-    OptTensor dx_addend = operand(op, "dx_addend", dx_addend_, x, {T, s.D});
+    check(dlogits_.has_value() == gate_.has_value(), op, "dlogits with gate", "one without the other");
+    const int64_t num_logits = gate_ ? gate_->size(0) : 0;
+    OptTensor gate = operand(op, "gate", gate_, x, {num_logits, s.D});
+    OptTensor dlogits = operand(op, "dlogits", dlogits_, x, {x.size(0), num_logits});
     check_size(op, "x's width", x.size(1), s.D, s.D);
     check_scores(op, scores, map);
-    check(!dx_addend || map.has_maps, op, "a plan with row maps beside dx_addend", "one without");
     check((w3 || !(need_dw3 || need_db3)) && (scores || !need_dscores), op,
           "w3 and scores where their gradients are needed", "one of them absent");
     UpWeights weights = up_weights(op, w1, w3, x, s);
@@ -159,10 +161,11 @@ UpGrads experts_up_backward_accumulate(const Tensor &dh_, const Tensor &x_, cons
         }
         if (need_dx && map.has_maps) {
             dx = new_tensor(x, {T, s.D});
-            run_unpermute(call, dx_rows, scores, dx_addend, map, *dx);
+            run_unpermute(call, dx_rows, scores, map, *dx);
         } else if (need_dx) {
             dx = dx_rows;
         }
+        if (need_dx && dlogits) run_router_dgrad(call, *dlogits, *gate, *dx, true);
     }
     if (need_dw1 && !main_grad1) fresh[0] = weight(*(dw1 = new_grad(w1)));
     if (need_dw3 && !main_grad3) fresh[1] = weight(*(dw3 = new_grad(*w3)));
@@ -185,9 +188,9 @@ UpGrads experts_up_backward_accumulate(const Tensor &dh_, const Tensor &x_, cons
 UpGrads experts_up_backward(const Tensor &dh, const Tensor &x, const Tensor &w1, const OptTensor &w3,
                             const OptTensor &scores, const TensorList &plan, int64_t layout, bool need_dx,
                             bool need_dw1, bool need_dw3, bool need_db1, bool need_db3, bool need_dscores,
-                            const OptTensor &dx_addend) {
+                            const OptTensor &dlogits, const OptTensor &gate) {
     return experts_up_backward_accumulate(dh, x, w1, w3, scores, plan, layout, need_dx, need_dw1, need_dw3,
-                                          need_db1, need_db3, need_dscores, {}, {}, dx_addend);
+                                          need_db1, need_db3, need_dscores, {}, {}, dlogits, gate);
 }
 
 /* --- down side ------------------------------------------------------------------------------------------ */
@@ -213,7 +216,7 @@ Tensor experts_down(const Tensor &a_, const OptTensor &, const Tensor &w2, const
     run_grouped_mm(call, a, b, N, b2, grouping_of(map), y);
     if (!map.has_maps) return y;
     Tensor out = new_tensor(a, {map.p.T, D});
-    run_unpermute(call, y, scores, {}, map, out);
+    run_unpermute(call, y, scores, map, out);
     return out;
 }
 

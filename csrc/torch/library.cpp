@@ -150,8 +150,8 @@ static void cuda_reset() {
 #define EXPERTS_UP_BACKWARD(main_grads)                                                                      \
     "(Tensor dh, Tensor x, Tensor w1, Tensor? w3, Tensor? scores, Tensor[] plan, int layout, bool need_dx, " \
     "bool need_dw1, bool need_dw3, bool need_db1, bool need_db3, bool need_dscores" main_grads               \
-    ", Tensor? dx_addend=None) -> (Tensor dx, Tensor dw1, Tensor dw3, Tensor db1, Tensor db3, Tensor "       \
-    "dscores)"
+    ", Tensor? dlogits=None, Tensor? gate=None) -> (Tensor dx, Tensor dw1, Tensor dw3, Tensor db1, "         \
+    "Tensor db3, Tensor dscores)"
 #define EXPERTS_DOWN_BACKWARD(main_grads)                                                                    \
     "(Tensor dout, Tensor h, Tensor w2, Tensor? b2, Tensor? scores, Tensor[] plan, int layout, int "         \
     "activation, "                                                                                           \

@@ -59,13 +59,13 @@ std::tuple<Tensor, Tensor> experts_up(const Tensor &x, const Tensor &w1, const O
 UpGrads experts_up_backward(const Tensor &dh, const Tensor &x, const Tensor &w1, const OptTensor &w3,
                             const OptTensor &scores, const TensorList &plan, int64_t layout, bool need_dx,
                             bool need_dw1, bool need_dw3, bool need_db1, bool need_db3, bool need_dscores,
-                            const OptTensor &dx_addend);
+                            const OptTensor &dlogits, const OptTensor &gate);
 UpGrads experts_up_backward_accumulate(const Tensor &dh, const Tensor &x, const Tensor &w1,
                                        const OptTensor &w3, const OptTensor &scores, const TensorList &plan,
                                        int64_t layout, bool need_dx, bool need_dw1, bool need_dw3,
                                        bool need_db1, bool need_db3, bool need_dscores,
                                        const OptTensor &main_grad1, const OptTensor &main_grad3,
-                                       const OptTensor &dx_addend);
+                                       const OptTensor &dlogits, const OptTensor &gate);
 
 std::tuple<Tensor, Tensor, Tensor> down_dgrad(const Tensor &dout, const Tensor &w2, const OptTensor &b2,
                                               const Tensor &h, const OptTensor &scores,

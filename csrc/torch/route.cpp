@@ -35,6 +35,21 @@ Tensor router_logits(const Tensor &x_, const Tensor &weight_, const OptTensor &b
     return logits;
 }
 
+void run_router_dgrad(const Call &call, const Tensor &dlogits, const Tensor &weight, const Tensor &dx,
+                      bool accumulate) {
+    FusedMoeRouterDgrad p = {};
+    p.dlogits = data(dlogits);
+    p.weight = data(weight);
+    p.dx = dx.mutable_data_ptr();
+    p.accumulate = accumulate;
+    p.T = dx.size(0);
+    p.D = dx.size(1);
+    p.E = (int32_t)weight.size(0);
+    p.dtype = float_dtype(call.op, dx);
+    run_tiered(call, p, dx, fused_moe_cpu_router_dgrad, CUDA(fused_moe_cuda_select_router_dgrad),
+               CUDA(fused_moe_cuda_router_dgrad));
+}
+
 Tensor router_dgrad(const Tensor &dlogits_, const Tensor &weight_) {
     const char *op = "router_dgrad";
     check_dim(op, "dlogits", dlogits_, 2);
@@ -42,18 +57,10 @@ Tensor router_dgrad(const Tensor &dlogits_, const Tensor &weight_) {
     int64_t T = dlogits_.size(0), E = weight_.size(0), D = weight_.size(1);
     Tensor weight = operand(op, "weight", weight_, weight_, {E, D});
     Tensor dlogits = operand(op, "dlogits", dlogits_, weight, {T, E});
-    FusedMoeRouterDgrad p = {};
-    p.dtype = float_dtype(op, dlogits);
+    (void)float_dtype(op, dlogits);
     Call call = begin_call(op, dlogits);
     Tensor dx = new_tensor(dlogits, {T, D});
-    p.dlogits = data(dlogits);
-    p.weight = data(weight);
-    p.dx = dx.mutable_data_ptr();
-    p.T = T;
-    p.D = D;
-    p.E = (int32_t)E;
-    run_tiered(call, p, dlogits, fused_moe_cpu_router_dgrad, CUDA(fused_moe_cuda_select_router_dgrad),
-               CUDA(fused_moe_cuda_router_dgrad));
+    run_router_dgrad(call, dlogits, weight, dx, false);
     return dx;
 }
 

@@ -18,12 +18,11 @@ Tensor permute(const Tensor &x_, const TensorList &plan) {
     return rows;
 }
 
-void run_unpermute(const Call &call, const Tensor &rows, const OptTensor &scores, const OptTensor &addend,
-                   const RowMap &map, const Tensor &out) {
+void run_unpermute(const Call &call, const Tensor &rows, const OptTensor &scores, const RowMap &map,
+                   const Tensor &out) {
     FusedMoeUnpermute p = {};
     p.rows = data(rows);
     p.scores = data(scores);
-    p.addend = data(addend);
     p.out = out.mutable_data_ptr();
     p.row_map = map.p;
     p.D = rows.size(1);
@@ -39,7 +38,7 @@ Tensor unpermute(const Tensor &rows_, const OptTensor &scores_, const TensorList
     OptTensor scores = scores_of(op, scores_, rows, {map.p.T, map.p.K});
     Call call = begin_call(op, rows);
     Tensor out = new_tensor(rows, {map.p.T, rows.size(1)});
-    run_unpermute(call, rows, scores, {}, map, out);
+    run_unpermute(call, rows, scores, map, out);
     return out;
 }
 

@@ -312,7 +312,6 @@ static int unpermute(Case *c) {
     FusedMoeUnpermute p = {.row_map = c->map, .D = c->s.D, .dtype = c->dtype};
     p.rows = values(c->dtype, c->map.R * p.D);
     p.scores = option() ? values(c->scores, c->map.T * c->map.K) : NULL;
-    p.addend = option() ? values(c->dtype, c->map.T * p.D) : NULL;
     p.out = output(c->map.T * p.D * c->elem);
     return fused_moe_cpu_unpermute(&p);
 }
@@ -343,7 +342,8 @@ static int router_dgrad(Case *c) {
     FusedMoeRouterDgrad p = {.T = c->s.T, .D = c->s.D, .E = c->s.E, .dtype = c->dtype};
     p.dlogits = values(c->dtype, p.T * p.E);
     p.weight = values(c->dtype, p.E * p.D);
-    p.dx = output(p.T * p.D * c->elem);
+    p.accumulate = option();
+    p.dx = p.accumulate ? values(c->dtype, p.T * p.D) : output(p.T * p.D * c->elem);
     return fused_moe_cpu_router_dgrad(&p);
 }
 

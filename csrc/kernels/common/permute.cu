@@ -68,8 +68,8 @@ __host__ __device__ inline uint32_t warps_of_token(int64_t D) {
     return D < COLUMNS_OF_WARP ? 1 : (uint32_t)(D / COLUMNS_OF_WARP);
 }
 
-template <typename T, bool has_addend>
-__global__ void __launch_bounds__(32 * HALF_WARPS, has_addend ? 18 : 20)
+template <typename T>
+__global__ void __launch_bounds__(32 * HALF_WARPS, 20)
     unpermute_half_kernel(const __grid_constant__ FusedMoeUnpermute p) {
     constexpr uint32_t ROWS = 4 /* in flight */, ABSENT = ~0u;
     uint32_t lane = threadIdx.x % 32, K = (uint32_t)p.row_map.K, chunks = (uint32_t)p.D / CHUNK;
@@ -88,12 +88,6 @@ __global__ void __launch_bounds__(32 * HALF_WARPS, has_addend ? 18 : 20)
     for (; first < end; first += 32) {
         uint32_t chunk = first + lane;
         float sum[CHUNK] = {};
-        if constexpr (has_addend) {
-            Pack<T> pack;
-            pack.words[0] = ld_global_v4((const uint4 *)p.addend + t * (int64_t)chunks + chunk, chunk < end);
-#pragma unroll
-            for (int c = 0; c < CHUNK; c++) sum[c] = to_accum(pack.v[c]);
-        }
         for (uint32_t k = 0; k < K; k += ROWS) {
             Pack<T> pack[ROWS];
             float score[ROWS];
@@ -128,12 +122,6 @@ __global__ void __launch_bounds__(THREADS) unpermute_kernel(const __grid_constan
         const Acc *scores = p.scores ? (const Acc *)p.scores + t * row_map.K : nullptr;
         for (int64_t first = lane * CHUNK; first < p.D; first += chunks * 32 * CHUNK) {
             Acc sum[chunks][CHUNK] = {};
-#pragma unroll
-            for (int i = 0; i < chunks; i++) {
-                int64_t j = first + i * 32 * CHUNK;
-                int n = (int)min((int64_t)CHUNK, p.D - j);
-                if (p.addend && n > 0) load_chunk<T>(sum[i], (const T *)p.addend + t * p.D + j, n, aligned);
-            }
             for (int64_t k0 = 0; k0 < row_map.K; k0 += rows) {
                 Pack<T> pack[rows][chunks];
                 Acc s[rows];
@@ -230,13 +218,12 @@ int permute(FusedMoePermute p, void *stream) {
 template <typename T>
 int unpermute(const FusedMoeUnpermute &p, void *stream) {
     int64_t grid = ceil_div(p.row_map.T, WARPS);
-    bool aligned = rows_are_aligned<T>(p.rows, p.D) && rows_are_aligned<T>(p.addend, p.D) &&
-                   rows_are_aligned<T>(p.out, p.D);
+    bool aligned = rows_are_aligned<T>(p.rows, p.D) && rows_are_aligned<T>(p.out, p.D);
     if constexpr (is_half<T>) {
         int64_t warps = p.row_map.T * warps_of_token(p.D), chunks = p.row_map.R * p.D / CHUNK;
         if (aligned && p.row_map.K <= 32 && p.D < 1 << 24 && warps < INT32_MAX && chunks < UINT32_MAX)
-            return launch(p.addend ? unpermute_half_kernel<T, true> : unpermute_half_kernel<T, false>, p,
-                          ceil_div(warps, HALF_WARPS), 32 * HALF_WARPS, 0, stream);
+            return launch(unpermute_half_kernel<T>, p, ceil_div(warps, HALF_WARPS), 32 * HALF_WARPS, 0,
+                          stream);
     }
     return launch(aligned ? unpermute_kernel<T, true> : unpermute_kernel<T, false>, p, grid, THREADS, 0,
                   stream);

@@ -154,7 +154,8 @@ __device__ inline int32_t ld_global_or(const int32_t *src, bool valid, int32_t o
 
 /* --- clusters ------------------------------------------------------------------------------------------- */
 
-/* Waits until all threads of the cluster have come here; their shared memory is visible to each other. */
+/* Waits until all threads of the cluster, in converged warps, have come here; what they wrote to shared memory is
+ * visible to each other. */
 __device__ inline void barrier_cluster_sync() {
     asm volatile("barrier.cluster.arrive.aligned;\n"
                  "barrier.cluster.wait.aligned;" ::

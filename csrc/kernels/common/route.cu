@@ -305,7 +305,7 @@ __global__ void __launch_bounds__(32 * WARPS) route_kernel(const __grid_constant
     if (!p.bias && !p.num_groups && sizeof(Acc) == 4) {
         /* The low bits of a key are replaced by 1023 - expert, so no two keys are equal. A 16-bit logit leaves
          * them without information: all are 0, or all 1 if it is negative or NaN. float32 logits may differ
-         * in them alone. Where that may have changed the choice, which is rare, the warp chooses again. */
+         * in them alone. Where that may have changed the choice, the warp chooses again. */
         constexpr uint32_t EXPERT_MASK = 1023;
         bool is_float = p.dtype == FUSED_MOE_F32, differ_in_low_bits = false;
         uint32_t key[V], taken = 0;
@@ -402,6 +402,8 @@ __global__ void __launch_bounds__(32 * WARPS)
 
 /* --- launchers ------------------------------------------------------------------------------------------ */
 
+constexpr int WHOLE_WARP = 32; /* lanes, or slots that need as many */
+
 /* Calls fn(Acc(), G, V) with the dtype's accumulation type Acc, G >= K lanes and G V >= E elements. */
 template <typename Fn>
 int with_kernel(FusedMoeDtype dtype, int E, int K, Fn fn) {
@@ -414,6 +416,7 @@ int with_kernel(FusedMoeDtype dtype, int E, int K, Fn fn) {
     if (E <= 64 && K <= 8) return fn(float(), _8, _8);
     if (E <= 128 && K <= 8) return fn(float(), _8, _16);
     if (E <= 256 && K <= 16) return fn(float(), _16, _16);
+    if (E <= 256) return fn(float(), _32, _8);
     if (E <= 512) return fn(float(), _32, _16);
     return fn(float(), _32, _32);
 }
@@ -424,10 +427,9 @@ int with_kernel(FusedMoeDtype dtype, int E, int K, Fn fn) {
 using namespace fused_moe;
 
 extern "C" int fused_moe_cuda_route(const FusedMoeRoute *p, void *stream) {
-    /* Few tokens leave most SMs idle, and lanes with few experts each are sooner done. */
-    if (p->T <= 1024 && p->E <= 256 && p->dtype != FUSED_MOE_F64)
-        return launch(route_kernel<float, 32, 8>, *p, ceil_div(p->T, WARPS), 32 * WARPS, 0, stream);
-    return with_kernel(p->dtype, p->E, p->K, [&](auto acc, auto lanes, auto elements) {
+    /* Few tokens do not fill the SMs: by a whole warp each, lanes have fewer experts and are sooner done. */
+    int K = p->T <= 1024 && p->E <= 256 ? WHOLE_WARP : p->K;
+    return with_kernel(p->dtype, p->E, K, [&](auto acc, auto lanes, auto elements) {
         constexpr int G = decltype(lanes)::value, V = decltype(elements)::value;
         return launch(route_kernel<decltype(acc), G, V>, *p, ceil_div(p->T, 32 * WARPS / G), 32 * WARPS, 0,
                       stream);

@@ -41,10 +41,8 @@ __device__ inline void make_schedule(int32_t *schedule, const int32_t *offs, int
         fused_moe_schedule_slices(schedule, offs, E, fused_moe_slice_rows(R, E, FUSED_MOE_SLICE_SMS));
 }
 
-/* Offsets from counts, or from cumulative ends that may be wrong; without either all rows are the last
- * expert's. */
-typedef struct {
-    const void *counts;     /* [E] of counts_dtype, or NULL */
+typedef struct {        /* offsets from counts, or from cumulative ends that may be wrong; neither: no rows */
+    const void *counts; /* [E] of counts_dtype, or NULL */
     const int32_t *offs_in; /* [E] or NULL */
     FusedMoeDtype counts_dtype;
     int32_t *counts_out; /* [E] or NULL */
@@ -70,7 +68,6 @@ __global__ void __launch_bounds__(SCHEDULE_THREADS) schedule_kernel(const __grid
         int64_t end = 0, total;
         if (e < s.E && s.counts) end = integer(s.counts, s.counts_dtype, e);
         if (e < s.E && s.offs_in) end = s.offs_in[e];
-        if (e == s.E - 1 && !s.counts && !s.offs_in) end = s.R;
         end = max((int64_t)0, min(end, s.R));
         if (s.counts)
             Scan(storage).InclusiveSum(end, end, total);
@@ -115,8 +112,8 @@ __global__ void __launch_bounds__(THREADS) count_kernel(const __grid_constant__ 
 /* Of experts [first, first + num), counted by this CTA: the only span's slots. */
 __device__ inline void count_slots(const Sort &s, int32_t first, int32_t num, int32_t *rows) {
     for (int64_t slot = threadIdx.x; slot < s.num_slots; slot += THREADS) {
-        int64_t e = integer(s.p.ids, s.p.ids_dtype, slot) - first;
-        if (e >= 0 && e < num) atomicAdd(&rows[e], 1);
+        int64_t e = integer(s.p.ids, s.p.ids_dtype, slot);
+        if (e >= first && e < first + num) atomicAdd(&rows[e - first], 1);
     }
 }
 

@@ -20,7 +20,7 @@ inline size_t checked_offsets_bytes(int64_t E) {
 }
 
 /* Replaces *offs by a copy in the workspace that never decreases and is within [0, R], and makes its
- * schedule. Without offs all rows are the last expert's. */
+ * schedule. */
 int check_offsets(const int32_t **offs, const int32_t **schedule, int32_t E, int64_t R, void *workspace,
                   void *stream);
 

@@ -31,6 +31,19 @@ __device__ inline void fill_subtile(uint32_t subtile, int row, const uint32_t (&
                     words[4 * j + 3]);
 }
 
+/* The reverse. */
+__device__ inline void read_subtile(uint32_t (&words)[16], uint32_t subtile, int row) {
+    int lane = threadIdx.x % 32, chunk = lane / 16;
+    row += lane % 16;
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+        uint32_t r[4];
+        ldmatrix_x4(r, swizzled(subtile, row, 2 * j + chunk));
+#pragma unroll
+        for (int i = 0; i < 4; i++) words[4 * j + i] = r[i];
+    }
+}
+
 /* What both writers have: a warp's part of its warpgroup's staging buffer, and stores of swapped
  * accumulators. */
 class Writer {

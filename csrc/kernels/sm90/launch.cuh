@@ -45,7 +45,7 @@ inline size_t map_bytes(int num_maps) {
 typedef struct {
     int64_t grid;
     int threads, cluster; /* CTAs of a cluster; 1: none */
-    size_t shared;        /* bytes of dynamic shared memory */
+    size_t shared;        /* bytes of dynamic shared memory, the same in every launch of a kernel */
 } Launch;
 
 /* Launches a kernel by PDL. No kernel executes griddepcontrol.launch_dependents, so the trigger is each CTA's
@@ -53,7 +53,7 @@ typedef struct {
 template <auto kernel, typename Params>
 int launch_dependent(const Params &p, const Launch &how, void *stream) {
     static std::atomic<uint64_t> allowed; /* devices on which the kernel may have so much, one bit each */
-    int device;
+    int device = 0;
     cudaError_t error = cudaGetDevice(&device);
     uint64_t bit = 1ull << device % 64;
     if (error == cudaSuccess && !(allowed & bit)) {

@@ -1,7 +1,7 @@
-/* The gradient of the router's input on Hopper: dx = dlogits weight.
+/* The gradient of the router's input on Hopper: dx = dlogits weight, or dx += it.
  *
  * k is E, a few k-tiles, so a tile is little more than its loads and its stores: short CTAs of one warpgroup and
- * 64 x 128, four per SM, which load, multiply and store beside each other. Thread 0 issues the loads. */
+ * 64 x 128, three per SM, which load, multiply and store beside each other. Thread 0 issues the loads. */
 #include <type_traits>
 
 #include "epilogue.cuh"
@@ -11,7 +11,7 @@ namespace fused_moe {
 namespace sm90 {
 namespace {
 
-constexpr int TOKENS = SUBTILE, COLUMNS = 2 * SUBTILE, THREADS = 128, CTAS_PER_SM = 4, STAGES = 2;
+constexpr int TOKENS = SUBTILE, COLUMNS = 2 * SUBTILE, THREADS = 128, CTAS_PER_SM = 3, STAGES = 2;
 
 /* --- kernel --------------------------------------------------------------------------------------------- */
 
@@ -20,14 +20,25 @@ typedef struct {
     CUtensorMap weight;  /* (E, D), boxes of one subtile */
     CUtensorMap dx;      /* (T, D), likewise             */
     int32_t num_k_tiles, num_column_tiles;
+    bool accumulate;
 } RouterDgrad;
 
 struct alignas(1024) RouterDgradShared {
     struct Stage {
-        uint8_t dlogits[SUBTILE_BYTES], weight[2][SUBTILE_BYTES]; /* of stage 0 at last dx */
+        uint8_t dlogits[SUBTILE_BYTES], weight[2][SUBTILE_BYTES];
     } stage[STAGES];
-    uint64_t full[STAGES];
+    uint8_t dx[2][SUBTILE_BYTES]; /* before, if it accumulates, and after */
+    uint64_t full[STAGES], dx_full;
 };
+
+/* The sum of two pairs of elements. */
+template <typename T>
+__device__ inline uint32_t add_rounded(uint32_t a, uint32_t b) {
+    float low[2], high[2];
+    to_accums<T>(low[0], high[0], reinterpret_cast<const T *>(&a));
+    to_accums<T>(low[1], high[1], reinterpret_cast<const T *>(&b));
+    return pack<T>(low[0] + low[1], high[0] + high[1]);
+}
 
 template <typename T>
 __global__ void __launch_bounds__(THREADS, CTAS_PER_SM)
@@ -48,9 +59,16 @@ __global__ void __launch_bounds__(THREADS, CTAS_PER_SM)
     };
     if (threadIdx.x == 0) {
         for (int i = 0; i < STAGES; i++) mbarrier_init(shared_address(&s.full[i]), 1);
+        mbarrier_init(shared_address(&s.dx_full), 1);
         fence_mbarrier_init();
         griddepcontrol_wait();
         for (int i = 0; i < min(STAGES, p.num_k_tiles); i++) load(i);
+        if (p.accumulate) {
+            mbarrier_arrive_expect_tx(shared_address(&s.dx_full), sizeof(s.dx));
+            for (int i = 0; i < 2; i++)
+                cp_async_bulk_tensor_load(shared_address(s.dx[i]), &p.dx, shared_address(&s.dx_full),
+                                          first_column + i * SUBTILE, first_token);
+        }
     }
     __syncthreads();
 
@@ -78,19 +96,25 @@ __global__ void __launch_bounds__(THREADS, CTAS_PER_SM)
     for (int k_tile = 1; k_tile < p.num_k_tiles; k_tile++)
         add_k_tile(k_tile, std::integral_constant<int, 1>());
 
-    /* Epilogue: round, store by TMA, which drops what is past T and D */
+    /* Epilogue: add, round, store by TMA, which drops what is past T and D */
+    if (p.accumulate) mbarrier_wait(shared_address(&s.dx_full), 0);
 #pragma unroll
     for (int i = 0; i < 2; i++) {
-        uint32_t words[16];
+        uint32_t words[16], before[16], subtile = shared_address(s.dx[i]);
         pack_subtile<T>(words, &d[32 * i]);
-        fill_subtile(shared_address(s.stage[0].weight[i]), 16 * (threadIdx.x / 32), words);
+        if (p.accumulate) {
+            read_subtile(before, subtile, 16 * (threadIdx.x / 32));
+#pragma unroll
+            for (int j = 0; j < 16; j++) words[j] = add_rounded<T>(words[j], before[j]);
+        }
+        fill_subtile(subtile, 16 * (threadIdx.x / 32), words);
     }
     fence_proxy_async();
     __syncthreads();
     if (threadIdx.x == 0) {
         for (int i = 0; i < 2; i++)
-            cp_async_bulk_tensor_store(&p.dx, shared_address(s.stage[0].weight[i]),
-                                       first_column + i * SUBTILE, first_token);
+            cp_async_bulk_tensor_store(&p.dx, shared_address(s.dx[i]), first_column + i * SUBTILE,
+                                       first_token);
         cp_async_bulk_commit_group();
         cp_async_bulk_wait_group_read<0>();
     }
@@ -107,6 +131,7 @@ int launch(const FusedMoeRouterDgrad &p, void *stream) {
     if (status != FUSED_MOE_OK) return status;
     q.num_k_tiles = (int32_t)ceil_div(p.E, K_TILE<T>);
     q.num_column_tiles = (int32_t)ceil_div(p.D, COLUMNS);
+    q.accumulate = p.accumulate;
     int64_t grid = ceil_div(p.T, TOKENS) * q.num_column_tiles;
     return launch_dependent<router_dgrad_kernel<T>>(q, {grid, THREADS, 1, sizeof(RouterDgradShared)}, stream);
 }

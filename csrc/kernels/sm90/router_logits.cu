@@ -8,7 +8,7 @@
  *   few tokens    the CTAs of a cluster have some slices each, so that as many SMs read the weight. They leave
  *                 each slice's sums in shared memory, and each of them adds up its share of the tile
  *
- * Roles: warpgroups multiply, 64 tokens each; a warp of the last one loads x and weight by TMA. Logits are stored
+ * Roles: all warpgroups but the last multiply, 64 tokens each; a lane of the last loads by TMA. Logits are stored
  * from registers: a quad of lanes fills a 32-byte sector. */
 #include <type_traits>
 
@@ -141,17 +141,19 @@ __device__ inline void for_each_total(float (&acc)[Config::SUMS], float (&total)
 template <class Config>
 __device__ inline void add_slices(const RouterLogits &p, RouterShared<Config> &s, int rank,
                                   const RouterTile &tile) {
+    constexpr int PAIRS = Config::EXPERTS / 2; /* of a token's logits */
+    __syncwarp();                              /* one lane has loaded */
     barrier_cluster_sync();
-    int tokens = (int)min((int64_t)Config::TOKENS, p.T - tile.token), pairs = tokens * Config::SUMS;
-    for (int i = rank * Config::THREADS + threadIdx.x; i < pairs; i += p.cluster * Config::THREADS) {
-        int token = i / Config::SUMS, expert = i % Config::SUMS * 2;
+    int pairs = (int)min((int64_t)Config::TOKENS, p.T - tile.token) * PAIRS;
+    for (int pair = rank * Config::THREADS + threadIdx.x; pair < pairs; pair += p.cluster * Config::THREADS) {
+        int token = pair / PAIRS, expert = pair % PAIRS * 2;
         uint32_t first = shared_address(&s.sums[0][token * Config::PITCH + expert]);
         float2 total = {};
         for (int cta = 0, slice = 0; cta < p.cluster; cta++) {
             uint32_t address = mapa(first, cta);
             for (int i = 0; i < p.cta_slices && slice < p.num_slices; i++, slice++) {
                 float2 sum = ld_shared_cluster_v2(address + i * (uint32_t)sizeof(s.sums[0]));
-                total.x += sum.x, total.y += sum.y;
+                total = slice ? float2{total.x + sum.x, total.y + sum.y} : sum;
             }
         }
         store_pair<typename Config::T>(p, tile.token + token, tile.expert + expert, total.x, total.y);
@@ -191,7 +193,7 @@ __global__ void __launch_bounds__(Config::THREADS, 1)
                 load_k_tiles(p, s, pipe, tile_of<Config>(p, tile), k, end);
     } else {
         if constexpr (Config::SHARED_TOTALS > 0) setmaxnreg_inc<232>();
-        float acc[Config::SUMS], total[Config::TOTALS + 1];
+        float acc[Config::SUMS], total[Config::TOTALS + 1]; /* + 1: arrays have an element */
         int row = SUBTILE * (warp / 4) + 16 * (warp % 4) + lane / 4, column = 2 * (lane % 4);
         for (int index = first_tile; index < p.num_tiles; index += step) {
             for (int slice = first_slice; slice < end_slice; slice++) {
@@ -258,7 +260,7 @@ int split_slices(const FusedMoeRouterLogits &p, int64_t tiles) {
     int64_t slices = num_slices_of(p.D);
     for (int each = 1; each <= 4; each *= 2) {
         int64_t cluster = ceil_div(slices, each);
-        /* clusters do not fill the GPU: the SMs of a GPC are no multiple of theirs */
+        /* clusters cannot use every SM: a GPC's SMs are not a multiple of a cluster's CTAs */
         if (tiles * cluster <= (cluster > 1 ? num_ctas() * 3 / 4 : num_ctas())) return each;
     }
     return 0;
