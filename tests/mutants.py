@@ -513,8 +513,8 @@ CPU = [
     Mutant(
         "dx without the router's part",
         "fused_moe/routed.py",
-        "None, plan, dx)",
-        "None, plan)",
+        "*up, *of_router)",
+        "*up)",
         "tests/test_routed.py",
     ),
     Mutant(
