@@ -1,5 +1,7 @@
 """torch.compile(fullgraph=True): the same results, one graph for every number of tokens."""
 
+import io
+
 import pytest
 import torch
 from cases import BF16, Case, assert_near, forward_backward
@@ -118,6 +120,24 @@ def test_inference(device):
         assert_near(compiled(x), module(x))
     ours = [str(n.target) for n in seen if "fused_moe" in str(n.target)]
     assert ours == [f"fused_moe.{name}.default" for name in ("router_logits", "route", "experts") * 2]
+
+
+@pytest.mark.parametrize(
+    "shared", ({}, {"num_shared_experts": 1}, {"num_shared_experts": 1, "shared_expert_gate": True})
+)
+def test_export(device, shared):
+    """An exported program runs any number of tokens, after it was saved and loaded, too."""
+    module = FusedMoE(16, 12, 6, 2, score_func="sigmoid", bias=True, device=device, **shared).eval()
+    tokens = torch.export.Dim("tokens", min=0, max=1 << 20)
+    file = io.BytesIO()
+    with torch.no_grad():
+        x = torch.randn(20, 16, device=device)
+        torch.export.save(torch.export.export(module, (x,), dynamic_shapes=({0: tokens},)), file)
+        file.seek(0)
+        program = torch.export.load(file).module()
+        for count in (0, 1, 2, 20, 300):
+            x = torch.randn(count, 16, device=device)
+            assert torch.equal(program(x), module(x))
 
 
 def test_inductor(device):
