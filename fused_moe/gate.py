@@ -24,21 +24,25 @@ class Gate(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """x (..., D) -> logits (..., E)."""
-        if not fit(x, self.weight, self.bias):
-            return F.linear(x, self.weight, self.bias)
-        logits = router_logits(x.reshape(-1, x.size(-1)), self.weight, self.bias)
+        weight, bias = self.weight, self.bias
+        if not fit(x, weight, bias):
+            return F.linear(x, weight, bias)
+        if x.dim() == 2:
+            return router_logits(x, weight, bias)
+        logits = router_logits(x.reshape(-1, x.size(-1)), weight, bias)
         return logits.view(*x.shape[:-1], logits.size(1))
 
 
 def fit(x: Tensor, *parameters: Tensor | None) -> bool:
     """Whether our operators take x and these parameters of a linear layer."""
-    if type(x) not in PLAIN or x.device.type not in DEVICES:
+    dtype, device = x.dtype, x.device
+    if type(x) not in PLAIN or device.type not in DEVICES:
         return False
-    casts = x.dtype != torch.float64 and is_autocast_enabled(x)
-    return all(
-        p is None
-        or type(p) in PLAIN
-        and p.device == x.device
-        and (p.dtype == x.dtype or (casts and p.dtype != torch.float64))
-        for p in parameters
-    )
+    for p in parameters:
+        if p is None:
+            continue
+        if type(p) not in PLAIN or p.device != device:
+            return False
+        if p.dtype != dtype and (torch.float64 in (dtype, p.dtype) or not is_autocast_enabled(x)):
+            return False
+    return True
