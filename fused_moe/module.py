@@ -15,7 +15,7 @@ from .activation import activate
 from .counting import Counting
 from .gate import Gate, fit
 from .losses import load_balancing_loss, router_z_loss
-from .routed import can_join, has_global_hook, is_altered, routed_experts
+from .routed import can_join, is_altered, is_plain_linear, routed_experts
 
 FN = "FusedMoE"  # as its messages begin
 DTYPE_NAMES = " or ".join(str(dtype).removeprefix("torch.") for dtype in checks.FLOATING)
@@ -164,9 +164,8 @@ class SharedExperts(nn.Module):
 
 
 def _is_stock(linear: nn.Module, x: Tensor) -> bool:
-    """Whether calling the linear layer on x gives its product and does no more."""
-    stock = type(linear) is nn.Linear and not is_altered(linear) and not has_global_hook()
-    return stock and fit(x, linear.weight, linear.bias)
+    """Whether our operators compute what calling the linear layer on x does."""
+    return is_plain_linear(linear) and fit(x, linear.weight, linear.bias)
 
 
 def _as_expert(linear: nn.Linear | None) -> tuple[Tensor | None, Tensor | None]:

@@ -570,7 +570,6 @@ def up_gradients(
     if main_grad1 is None and main_grad3 is None:
         grads = run(ops.experts_up_backward.default, *args, dlogits, gate)
     else:
-        main_grads = (main_grad1, main_grad3)
         grads = run(ops.experts_up_backward_accumulate.default, *args, *main_grads, dlogits, gate)
     dx, dw1, dw3, db1, db3, dscores = grads
     result = {}

@@ -49,6 +49,12 @@ def is_altered(module: nn.Module) -> bool:
     )
 
 
+def is_plain_linear(module: nn.Module) -> bool:
+    """Whether calling the module gives nn.Linear's product and does no more."""
+    plain = type(module).forward is nn.Linear.forward
+    return plain and not is_altered(module) and not has_global_hook()
+
+
 def has_global_hook() -> bool:
     """Whether hooks on all modules are to be called for these, too. Not while saved tensors are packed:
     checkpointing runs forward again, perhaps without such hooks (FlopCounterMode has some), and wants as many

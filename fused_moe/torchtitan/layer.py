@@ -15,7 +15,7 @@ from .. import function
 from ..gate import Gate
 from ..ops import ops, route_plan
 from ..plan import Plan
-from ..routed import is_altered
+from ..routed import is_plain_linear
 
 # What selective checkpointing saves. The routing is small, and must not change in recomputation. Of the
 # experts' two operators only experts_down is saved, as torchtitan saves every second mm: that avoids a third
@@ -35,8 +35,7 @@ class Routing(NamedTuple):
 def logits_of(gate: nn.Module, x: Tensor) -> Tensor:
     """The logits of x (..., D), by our operator and in float32 where the gate is a linear layer that nothing
     has altered. torchtitan scores logits in float32, so this only spares them a rounding."""
-    is_linear = type(gate).forward is nn.Linear.forward and not is_altered(gate)
-    return Gate.forward(gate, x) if is_linear else gate(x)
+    return Gate.forward(gate, x) if is_plain_linear(gate) else gate(x)
 
 
 def choose(
