@@ -16,7 +16,6 @@ for each setting shows what that part is worth: `table.py --gains` compares the 
 from __future__ import annotations
 
 import argparse
-import os
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
@@ -51,16 +50,6 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     add("--expert-order", choices=("interleaved", "in-turn"), help="skinny experts; default: interleaved")
     add("--tails", choices=("on", "off"), help="swap-AB and splitting the last wave; default: on")
     return flags.parse_args(argv)
-
-
-def set_schedule(options: argparse.Namespace) -> None:
-    """Sets FUSED_MOE_SCHEDULE; without any of the flags the environment's value stays. Call it after
-    common.start: the library reads the variable once per process, and again after cuda_reset."""
-    asked = {"order": options.order, "experts": options.expert_order, "tails": options.tails}
-    if any(asked.values()):
-        parts = (f"{name}={value}" for name, value in asked.items() if value)
-        os.environ["FUSED_MOE_SCHEDULE"] = ",".join(parts)
-        torch.ops.fused_moe.cuda_reset()
 
 
 class Layer:
@@ -292,7 +281,7 @@ def main(argv: list[str] | None = None) -> None:
     options = arguments(argv)
     all_shapes = options.shape is None
     common.start(options)
-    set_schedule(options)
+    common.set_schedule(order=options.order, experts=options.expert_order, tails=options.tails)
     if all_shapes and options.device == "cuda":
         options.shape += common.SHAPES["gemms"]
     common.report(options, measure)

@@ -39,7 +39,14 @@ DEFAULT_MODE = "eager"  # of records that have none
 MODES = {DEFAULT_MODE: {"lead": 500_000, "calls": 1}, "queued": {"lead": 40_000_000, "calls": 6}}
 
 # The layers that ours is compared with, by the name in records, in words
-PEERS = {"loop": "the loop", "scattermoe": "ScatterMoE", "sonicmoe": "SonicMoE", "torch": "PyTorch"}
+PEERS = {
+    "loop": "the loop",
+    "scattermoe": "ScatterMoE",
+    "sonicmoe": "SonicMoE",
+    "torch": "PyTorch",
+    "vllm": "vLLM",
+    "vllm_invariant": "vLLM's batch-invariant tile",
+}
 
 KEY = ("bench", "shape", "routing", "tier", "schedule", "mode", "dtype", "layer", "what", "tokens")
 FIELDS = (
@@ -66,12 +73,22 @@ class Sizes(NamedTuple):
     hidden_dim: int
 
 
+# Layers that bench_decode.py times beside those of shapes.json: of DeepSeek-V3, gpt-oss-120b, Qwen2-57B-A14B;
+# the default of Composable Kernel's fused_moe example
+FEW_TOKENS = {
+    "deepseek-v3": Sizes(128, 256, 8, 7168, 2048),
+    "gpt-oss-120b": Sizes(128, 128, 4, 2880, 2880),
+    "qwen2-57b": Sizes(128, 64, 8, 3584, 2560),
+    "ck-default": Sizes(128, 32, 5, 8192, 1024),
+}
+
+
 # --- flags --------------------------------------------------------------------------------------------
 
 
 def parser(doc: str, *, many_routings: bool = False) -> argparse.ArgumentParser:
     """The flags of every program that measures. The first line of `doc` is the description."""
-    routing = {"help": "random (the default), balanced, worst or zipf:EXPONENT"}
+    routing = {"help": "random (the default), balanced, worst (or one) or zipf:EXPONENT"}
     if many_routings:
         routing = {"help": f"{routing['help']}; may be repeated", "action": "append"}
     else:
@@ -111,6 +128,16 @@ def start(options: argparse.Namespace) -> None:
     options.shape = options.shape or [name for name in SHAPES["layers"] if name.startswith("cpu") == on_cpu]
 
 
+def set_schedule(**asked: str | None) -> None:
+    """Sets FUSED_MOE_SCHEDULE; if nothing is asked for the environment's value stays. Call it after `start`:
+    the library reads the variable once per process, and again after cuda_reset."""
+    if any(asked.values()):
+        os.environ["FUSED_MOE_SCHEDULE"] = ",".join(
+            f"{name}={value}" for name, value in asked.items() if value
+        )
+        torch.ops.fused_moe.cuda_reset()
+
+
 def tier_in_use(asked: str, tiers: dict[str, str]) -> str:
     if asked != "auto":
         return asked
@@ -123,19 +150,20 @@ def tier_in_use(asked: str, tiers: dict[str, str]) -> str:
 
 
 def layer_sizes(shape: str) -> Sizes:
-    if shape in SHAPES["layers"]:
-        return Sizes(**SHAPES["layers"][shape])
+    named = {name: Sizes(**sizes) for name, sizes in SHAPES["layers"].items()} | FEW_TOKENS
+    if shape in named:
+        return named[shape]
     try:
         return Sizes(*map(int, shape.split(",")))
     except (TypeError, ValueError):
-        raise SystemExit(f"--shape: expected T,E,K,D,F or one of {', '.join(SHAPES['layers'])}") from None
+        raise SystemExit(f"--shape: expected T,E,K,D,F or one of {', '.join(named)}") from None
 
 
 def routing_logits(routing: str, sizes: Sizes, device: str) -> Tensor:
     """Logits (T, E) with the distribution over experts that `routing` names.
 
     random: all experts have the same probability. balanced: counts differ by at most 1. zipf:S: probability
-    falls as rank ** -S. worst: all tokens go to the same K experts. Logits are small, so no score is
+    falls as rank ** -S. worst, or one: all tokens go to the same K experts. Logits are small, so no score is
     denormal: denormals would slow down the arithmetic.
     """
     T, E, K, *_ = sizes
@@ -143,7 +171,7 @@ def routing_logits(routing: str, sizes: Sizes, device: str) -> Tensor:
     experts = torch.arange(E, device=device)
     if routing == "random":
         return noise
-    if routing == "worst":
+    if routing in ("worst", "one"):
         return noise + 16 * (experts < K)
     if routing == "balanced":
         first = torch.arange(T, device=device)[:, None] * K
@@ -151,7 +179,7 @@ def routing_logits(routing: str, sizes: Sizes, device: str) -> Tensor:
     if routing.startswith("zipf:"):  # the top K of log(weight) + Gumbel noise are K weighted draws
         gumbel = -torch.empty_like(noise).exponential_().log()
         return gumbel - float(routing.removeprefix("zipf:")) * (experts + 1).log()
-    raise SystemExit(f"--routing: expected random, balanced, worst or zipf:EXPONENT, found {routing}")
+    raise SystemExit(f"--routing: expected random, balanced, worst, one or zipf:EXPONENT, found {routing}")
 
 
 def tokens_and_gate(logits: Tensor, dim: int) -> tuple[Tensor, Tensor]:
@@ -164,11 +192,11 @@ def tokens_and_gate(logits: Tensor, dim: int) -> tuple[Tensor, Tensor]:
     return x + (logits - x @ gate.T) @ gate, gate
 
 
-def dense_gemms(sizes: Sizes, **factory) -> list[list[Tensor]]:
+def dense_gemms(sizes: Sizes, *, gated: bool = True, **factory) -> list[list[Tensor]]:
     """Operands of two dense products with the FLOPs of a layer's forward: up and gate, down."""
     T, _, K, D, hidden = sizes
     rows = T * K
-    shapes = ((rows, D), (D, 2 * hidden)), ((rows, hidden), (hidden, D))
+    shapes = ((rows, D), (D, (1 + gated) * hidden)), ((rows, hidden), (hidden, D))
     return [[torch.randn(shape, **factory) for shape in pair] for pair in shapes]
 
 
@@ -359,9 +387,9 @@ def merge(old: Iterable[dict], new: Iterable[dict]) -> list[dict]:
     return list(by_key.values())
 
 
-def report(options: argparse.Namespace, measure: Callable[..., Iterable[dict]]) -> None:
+def report(options: argparse.Namespace, measure: Callable[..., Iterable[dict]]) -> list[dict]:
     """Runs measure(shape, dtype, options) for every shape and dtype. Prints every record at once, and writes
-    the file after each, so a stopped run keeps its records."""
+    the file after each, so a stopped run keeps its records. Returns the records."""
     path, found = options.json, []
     old = json.loads(path.read_text()) if path and options.append and path.exists() else []
     every = ((shape, dtype) for shape in options.shape for dtype in options.dtype)
@@ -371,6 +399,7 @@ def report(options: argparse.Namespace, measure: Callable[..., Iterable[dict]]) 
         if path:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(json.dumps(merge(old, found), indent=1) + "\n")
+    return found
 
 
 def line(r: dict) -> str:

@@ -1,11 +1,13 @@
 """Other implementations of the layer, with the parameters of ours.
 
 Each entry of PEERS builds a module from a fused_moe.FusedMoE: softmax over all experts, the K best,
-renormalised; silu gate times up; no biases. A peer that is not installed raises Unavailable with the reason.
+renormalised; silu gate times up; no biases. torch_experts and vllm_experts are of the experts alone. A peer
+that is not installed raises Unavailable with the reason.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from importlib.metadata import version
 
 import torch
@@ -25,6 +27,16 @@ TILES = {
 }
 CLUSTER = (2, 1)
 
+# vLLM's tile in its batch-invariant mode, whatever the number of tokens
+INVARIANT_TILE = {
+    "BLOCK_SIZE_M": 64,
+    "BLOCK_SIZE_N": 64,
+    "BLOCK_SIZE_K": 32,
+    "GROUP_SIZE_M": 8,
+    "SPLIT_K": 1,
+}
+VLLM_ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
+
 
 class Unavailable(Exception):
     """A peer that cannot run here."""
@@ -36,20 +48,54 @@ def route(x: Tensor, gate: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
     return (scores / scores.sum(-1, keepdim=True)).to(x.dtype), ids
 
 
-def torch_experts(x: Tensor, w1: Tensor, w2: Tensor, w3: Tensor, scores: Tensor, ids: Tensor) -> Tensor:
+def torch_experts(
+    x: Tensor,
+    w1: Tensor,
+    w2: Tensor,
+    w3: Tensor | None,
+    scores: Tensor,
+    ids: Tensor,
+    *,
+    activation: str = "silu",
+) -> Tensor:
     """PyTorch's own path, as in torchtitan: sort, gather, torch._grouped_mm, scatter, combine.
 
     It uses index_select and index_copy, because the backward of plain indexing sorts again.
     """
     by_expert, order = ids.flatten().sort(stable=True)
-    experts = torch.arange(w1.size(0), device=x.device)
+    experts = torch.arange(w1.size(0), dtype=ids.dtype, device=x.device)
     offs = torch.searchsorted(by_expert, experts, right=True, out_int32=True)
     rows = x.index_select(0, order // ids.size(1))
     gate = torch._grouped_mm(rows, w1.transpose(-2, -1), offs=offs)
-    up = torch._grouped_mm(rows, w3.transpose(-2, -1), offs=offs)
-    y = torch._grouped_mm(F.silu(gate) * up, w2.transpose(-2, -1), offs=offs)
+    up = None if w3 is None else torch._grouped_mm(rows, w3.transpose(-2, -1), offs=offs)
+    a = reference.activate(gate, up, activation=activation)
+    y = torch._grouped_mm(a, w2.transpose(-2, -1), offs=offs)
     slots = torch.empty_like(y).index_copy_(0, order, y)
     return (scores.to(x.dtype).unsqueeze(1) @ slots.unflatten(0, scores.shape)).squeeze(1)
+
+
+def vllm_experts(activation: str = "silu", *, gated: bool = True, invariant: bool = False) -> Callable:
+    """vLLM's Triton path as a function of x, w13, w2, scores and ids: moe_align_block_size, fused_moe_kernel,
+    the activation, fused_moe_kernel, moe_sum. w13 is (E, 2F, D), gate rows first; (E, F, D) without a gate.
+
+    vLLM finds the tile in its tables, by GPU, E, F and the number of tokens, or takes its default; with
+    `invariant` it is INVARIANT_TILE. With very few tokens vLLM skips moe_align_block_size.
+    """
+    if activation not in VLLM_ACTIVATIONS:
+        raise Unavailable(f"vllm: expected {', '.join(VLLM_ACTIVATIONS)}, found {activation}")
+    try:
+        from vllm.model_executor.layers.fused_moe import override_config
+        from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+        from vllm.model_executor.layers.fused_moe.fused_moe import fused_experts
+    except (ImportError, OSError) as error:  # OSError: a library that another PyTorch has built
+        raise Unavailable(f"vllm is not installed ({error})") from None
+    function = MoEActivation.from_str(activation if gated else f"{activation}_no_mul")
+
+    def experts(x: Tensor, w13: Tensor, w2: Tensor, scores: Tensor, ids: Tensor) -> Tensor:
+        with override_config(INVARIANT_TILE if invariant else None):
+            return fused_experts(x, w13, w2, scores, ids, activation=function)
+
+    return experts
 
 
 class TorchMoE(nn.Module):
