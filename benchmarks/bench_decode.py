@@ -1,12 +1,15 @@
 """Times a layer's experts on few tokens, as in decoding, against the time of reading their weights once.
 
-    python benchmarks/bench_decode.py --shape qwen3-30b --tokens 1,8,64,512 --json out.json
+    python benchmarks/bench_decode.py --shape qwen3-30b --tokens 1,8,64,512 --json out.json --plot out.png
+    python benchmarks/bench_decode.py --shape mixtral-8x7b --peers torch,vllm,vllm-invariant
     python benchmarks/bench_decode.py --shape qwen3-30b --tokens 1 --eager --routing zipf:1.2
+    python benchmarks/bench_decode.py --shape mixtral-8x7b --shape deepseek-v3 --tokens 512 --roofline out.png
 
-Calls take turns on the weights of several layers, each with routing of its own, so that a call reads its
+Calls alternate between the weights of several layers, each with routing of its own, so that a call reads its
 weights from memory, as a decode step of a deep model does. On a GPU all calls are one CUDA graph; with
 --eager the host makes them one by one. floor_us: the experts that have tokens, at the rate of a kernel that
-only reads, or the dense product of equal FLOPs, where that takes longer; both in the same run.
+only reads, or the dense product of equal FLOPs, where that takes longer; both in the same run. ratio_to_PEER
+is the peer's time over ours; launches and host_us are of one eager call.
 """
 
 from __future__ import annotations
@@ -14,30 +17,56 @@ from __future__ import annotations
 import argparse
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
-from functools import partial
+from functools import cached_property, partial
+from pathlib import Path
+from typing import NamedTuple
 
 import common
 import profiling
 import torch
-import torch.nn.functional as F
 from common import MIB, Error
 from torch import Tensor
 
-TOKENS = "1,2,4,8,16,32,64,128,256,512,1024,2048"
+TOKENS = "1,2,4,8,16,32,64,128,256,512,1024,2048,4096"
+SHAPES = ("qwen3-30b", "mixtral-8x7b", *common.FEW_TOKENS)  # by default, on a GPU
+# What a shape has unless a flag says otherwise. Composable Kernel's default: no up projection, 128 tokens
+USUAL = {"ck-default": {"tokens": [128], "activation": "gelu", "gate_only": True}}
+PEERS = ("torch", "loop", "vllm", "vllm-invariant")
 CALLS = 8  # at least, on a GPU; 2 on the CPU
 REUSE = 1024 * MIB  # read before the same weight is read again
-MEMORY = 64 * 1024 * MIB  # of all layers' weights
+MEMORY = 48 * 1024 * MIB  # of all layers' weights, of which there are at least two
 CHECKED_TOKENS = 16
+
+
+# --- flags --------------------------------------------------------------------------------------------
 
 
 def arguments(argv: list[str] | None) -> argparse.Namespace:
     flags = common.parser(__doc__)
-    flags.add_argument("--tokens", type=counts, default=TOKENS, help=f"comma-separated; default: {TOKENS}")
-    flags.add_argument("--eager", action="store_true", help="single calls of the host, no CUDA graph")
-    flags.add_argument(
-        "--peers", help="of torch and loop, comma-separated; default: those that run fast here"
+    add = flags.add_argument
+    add("--tokens", "--local-tokens", type=counts, help=f"comma-separated; default: {TOKENS}")
+    add("--experts", type=int, help="E, instead of the shape's")
+    add("--top-k", type=int, help="K, instead of the shape's")
+    add("--dim", type=int, help="D, instead of the shape's")
+    add("--hidden-dim", type=int, help="F, instead of the shape's")
+    add("--tp", type=int, default=1, help="ranks that share each expert: F is divided by it")
+    add("--stride", type=int, help="elements from a row of x to the next; default: D")
+    add("--activation", choices=("silu", "gelu", "gelu_tanh", "relu", "swiglu_clamped"), help="default: silu")
+    add("--gate-only", action="store_true", help="no up projection: a = act(x w1)")
+    add("--init", choices=("normal", "uniform", "zeros"), default="normal", help="of the weights")
+    add("--seed", type=int, default=0)
+    add("--warmup", type=int, help="runs before the timed ones; default: 1 on the CPU, 3 on a GPU")
+    add("--order", choices=("linear", "grouped", "column"), help="of an expert's tiles; default: grouped")
+    add("--eager", action="store_true", help="single calls of the host, no CUDA graph")
+    add(
+        "--peers", help=f"of {', '.join(PEERS)}, comma-separated; default: torch and loop where they are fast"
     )
+    add("--validate", action="store_true", help="only check the results, time nothing")
+    add("--list-kernels", action="store_true", help="only list kernels: launches and µs of a call")
+    add("--plot", type=Path, help="picture of latency over tokens")
+    add("--roofline", type=Path, help="picture of the GEMMs, with gate and up fused and apart; see --tokens")
     return flags.parse_args(argv)
 
 
@@ -48,85 +77,276 @@ def counts(text: str) -> list[int]:
     return numbers
 
 
+def resized(shape: str, options: argparse.Namespace) -> str:
+    """The shape with the flags' sizes: its own name if they change nothing."""
+    sizes = common.layer_sizes(shape)
+    asked = {"num_experts": options.experts, "top_k": options.top_k, "dim": options.dim}
+    asked["hidden_dim"] = options.hidden_dim
+    new = sizes._replace(**{name: size for name, size in asked.items() if size is not None})
+    if options.tp < 1 or new.hidden_dim % options.tp:
+        raise SystemExit(f"--tp: expected a divisor of F = {new.hidden_dim}, found {options.tp}")
+    new = new._replace(hidden_dim=new.hidden_dim // options.tp)
+    if min(new) < 1 or new.top_k > new.num_experts:
+        raise SystemExit(f"expected E, K, D, F >= 1 and K <= E, found {new}")
+    return shape if new == sizes else ",".join(map(str, new))
+
+
+class Setup(NamedTuple):
+    """What a case is beside its sizes."""
+
+    routing: str = "random"
+    dtype: str = "bf16"
+    device: str = "cpu"
+    activation: str = "silu"
+    gated: bool = True
+    init: str = "normal"
+    seed: int = 0
+    stride: int | None = None  # of x
+
+    @property
+    def unusual(self) -> dict:
+        """What a record says only where it is not the default."""
+        usual = Setup()
+        names = ("activation", "gated", "init", "seed", "stride")
+        return {name: getattr(self, name) for name in names if getattr(self, name) != getattr(usual, name)}
+
+
+# --- calls --------------------------------------------------------------------------------------------
+
+
+class Weights(NamedTuple):
+    """Of one layer. w13 (E, 2F, D) is gate rows, then up rows, as vLLM reads them; w1 and w3 are views."""
+
+    w1: Tensor  # (E, F, D)
+    w2: Tensor  # (E, D, F)
+    w3: Tensor | None
+    w13: Tensor
+
+
 class Case:
     """Some calls of the experts, the weights of several layers, and the dense product of a call's FLOPs."""
 
-    def __init__(self, sizes: common.Sizes, routing: str, dtype: str, device: str):
-        torch.manual_seed(0)
-        self.sizes = sizes
+    def __init__(self, sizes: common.Sizes, setup: Setup):
+        torch.manual_seed(setup.seed)
+        self.sizes, self.setup = sizes, setup
         T, E, _, D, hidden = sizes
-        factory = {"dtype": common.DTYPES[dtype], "device": device}
-        self.x = torch.randn(T, D, **factory)
-        self.expert_bytes = 3 * D * hidden * self.x.element_size()
-        on_gpu = device == "cuda"
-        first = self.route(routing)
-        calls = max(CALLS, math.ceil(REUSE / self.touched_bytes(first[1]))) if on_gpu else 2
-        layers = max(2, min(calls, MEMORY // (E * self.expert_bytes)))
-        self.routings = [first, *(self.route(routing) for _ in range(calls - 1))]
+        factory = {"dtype": common.DTYPES[setup.dtype], "device": setup.device}
+        if (setup.stride or D) < D:
+            raise SystemExit(f"--stride: expected at least D = {D}, found {setup.stride}")
+        self.x = torch.randn(T, setup.stride or D, **factory)[:, :D]
+        self.matrices = 3 if setup.gated else 2
+        self.expert_bytes = self.matrices * D * hidden * self.x.element_size()
+        first = self.route()
+        touched = self.touched_bytes(first[1])
+        calls = max(CALLS, math.ceil(REUSE / touched)) if setup.device == "cuda" else 2
+        between = math.ceil(REUSE / touched) + 1
+        layers = max(2, min(calls, between, MEMORY // (E * self.expert_bytes)))
+        self.routings = [first, *(self.route() for _ in range(calls - 1))]
 
         def weight(rows: int, columns: int) -> Tensor:
-            return torch.randn(E, rows, columns, **factory) / math.sqrt(columns)
+            w = torch.empty(E, rows, columns, **factory)
+            if setup.init == "zeros":
+                return w.zero_()
+            if setup.init == "uniform":
+                return w.uniform_(-math.sqrt(3 / columns), math.sqrt(3 / columns))
+            return w.normal_(std=1 / math.sqrt(columns))
 
-        self.weights = [(weight(hidden, D), weight(D, hidden), weight(hidden, D)) for _ in range(layers)]
-        self.dense_gemms = common.dense_gemms(sizes, **factory)
+        def layer() -> Weights:
+            w13, w2 = weight((self.matrices - 1) * hidden, D), weight(D, hidden)
+            return Weights(w13[:, :hidden], w2, w13[:, hidden:] if setup.gated else None, w13)
 
-    def route(self, routing: str) -> tuple[Tensor, Tensor]:
+        self.weights = [layer() for _ in range(layers)]
+        self.dense_gemms = common.dense_gemms(sizes, gated=setup.gated, **factory)
+
+    def route(self) -> tuple[Tensor, Tensor]:
         import fused_moe
 
-        logits = common.routing_logits(routing, self.sizes, self.x.device)
+        logits = common.routing_logits(self.setup.routing, self.sizes, self.setup.device)
         return fused_moe.route(logits, self.sizes.top_k, route_norm=True)
 
     def touched_bytes(self, ids: Tensor) -> int:
         return ids.unique().numel() * self.expert_bytes
 
-    @property
+    @cached_property
     def bytes_of_a_call(self) -> float:
         return sum(self.touched_bytes(ids) for _, ids in self.routings) / len(self.routings)
 
     @property
     def flops_of_a_call(self) -> int:
         T, _, K, D, hidden = self.sizes
-        return 6 * T * K * D * hidden
+        return 2 * self.matrices * T * K * D * hidden
+
+    def calls(self) -> Iterator[tuple[Weights, Tensor, Tensor]]:
+        """The weights, scores and ids of each."""
+        for i, (scores, ids) in enumerate(self.routings):
+            yield self.weights[i % len(self.weights)], scores, ids
 
     def run(self, experts: Callable) -> None:
         """Every call once."""
         with torch.no_grad():
-            for i, (scores, ids) in enumerate(self.routings):
-                experts(self.x, *self.weights[i % len(self.weights)], scores, ids)
+            for weights, scores, ids in self.calls():
+                experts(self.x, weights, scores, ids)
 
     def dense(self) -> None:
         for a, b in self.dense_gemms:
             a @ b
 
-    def error(self, experts: Callable) -> Error:
+    @cached_property
+    def exact(self) -> Tensor:
         """Of the first call, on some tokens, in float64."""
-        (scores, ids), (w1, w2, w3) = self.routings[0], self.weights[0]
-        with torch.no_grad():
-            found = experts(self.x, w1, w2, w3, scores, ids)[:CHECKED_TOKENS]
+        from fused_moe import reference
+
+        (scores, ids), w = self.routings[0], self.weights[0]
         x, scores, ids = (t[:CHECKED_TOKENS] for t in (self.x.double(), scores.double(), ids))
-        exact = torch.zeros_like(x)
+        out = torch.zeros_like(x)
         for e in ids.unique():
             token, slot = (ids == e).nonzero(as_tuple=True)
-            a = F.silu(x[token] @ w1[e].double().mT) * (x[token] @ w3[e].double().mT)
-            exact.index_add_(0, token, scores[token, slot, None] * (a @ w2[e].double().mT))
+            gate = x[token] @ w.w1[e].double().mT
+            up = None if w.w3 is None else x[token] @ w.w3[e].double().mT
+            a = reference.activate(gate, up, activation=self.setup.activation)
+            out.index_add_(0, token, scores[token, slot, None] * (a @ w.w2[e].double().mT))
+        return out
+
+    def error(self, experts: Callable) -> Error:
+        with torch.no_grad():
+            found = experts(self.x, self.weights[0], *self.routings[0])[:CHECKED_TOKENS]
         error = Error()
-        error.add("out", found, exact)
+        error.add("out", found, self.exact)
         return error
 
 
-def find_experts(options: argparse.Namespace, dtype: str) -> dict[str, Callable]:
-    """Ours and the peers', by name: functions of x, w1, w2, w3, scores and ids."""
-    from peers import torch_experts
+# --- experts ------------------------------------------------------------------------------------------
+
+
+def find_experts(setup: Setup, asked: str | None) -> dict[str, Callable]:
+    """Functions of x, Weights, scores and ids: ours and the peers'. A peer that cannot run is named."""
+    import peers
 
     import fused_moe
 
-    peers = {"torch": torch_experts, "loop": fused_moe.reference.fused_experts}
-    usual = {"torch": common.has_grouped_mm(options.device, dtype), "loop": options.device == "cpu"}
-    names = [n for n in peers if usual[n]] if options.peers is None else options.peers.split(",")
+    def separate(experts: Callable) -> Callable:
+        return lambda x, w, *routed: experts(x, w.w1, w.w2, w.w3, *routed, activation=setup.activation)
+
+    def stacked(invariant: bool) -> Callable:
+        experts = peers.vllm_experts(setup.activation, gated=setup.gated, invariant=invariant)
+        if setup.device != "cuda":
+            raise peers.Unavailable("vllm: expected a GPU")
+        return lambda x, w, *routed: experts(x.contiguous(), w.w13, w.w2, *routed)
+
+    makers = {
+        "torch": lambda: separate(peers.torch_experts),
+        "loop": lambda: separate(fused_moe.reference.fused_experts),
+        "vllm": lambda: stacked(invariant=False),
+        "vllm-invariant": lambda: stacked(invariant=True),
+    }
+    usual = {"torch": common.has_grouped_mm(setup.device, setup.dtype), "loop": setup.device == "cpu"}
+    names = [name for name in usual if usual[name]] if asked is None else asked.split(",")
+    experts = {"ours": separate(fused_moe.fused_experts)}
     for name in filter(None, names):
-        if name not in peers:
-            raise SystemExit(f"--peers: expected some of {', '.join(peers)}, found {name}")
-    return {"ours": fused_moe.fused_experts} | {name: peers[name] for name in names if name}
+        if name not in makers:
+            raise SystemExit(f"--peers: expected some of {', '.join(makers)}, found {name}")
+        try:
+            experts[name.replace("-", "_")] = makers[name]()
+        except peers.Unavailable as reason:
+            print(f"{name} is left out: {reason}", flush=True)
+    return experts
+
+
+def checked(case: Case, experts: dict[str, Callable], title: str) -> dict[str, float]:
+    """The error of each; of those only that are right. Ours must be."""
+    errors = {}
+    for name, fn in experts.items():
+        try:
+            errors[name] = case.error(fn).check(f"{title} {name}", case.setup.dtype)
+        except (Exception, SystemExit) as reason:  # a peer may fail in any way; the others still run
+            if name == "ours":
+                raise
+            print(f"{title}: {name} is left out: {reason}", flush=True)
+    return errors
+
+
+# --- measuring ----------------------------------------------------------------------------------------
+
+
+def measure(shape: str, dtype: str, options: argparse.Namespace) -> Iterator[dict]:
+    on_gpu, usual = options.device == "cuda", USUAL.get(shape, {})
+    activation = options.activation or usual.get("activation", "silu")
+    gated = not (options.gate_only or usual.get("gate_only", False))
+    about = (activation, gated, options.init, options.seed, options.stride)
+    setup = Setup(options.routing, dtype, options.device, *about)
+    experts = find_experts(setup, options.peers)
+    if on_gpu and "loop" in experts and not options.eager:
+        raise SystemExit("--peers loop: expected --eager, since the loop reads counts on the host")
+    if options.list_kernels and not on_gpu:
+        raise SystemExit("--list-kernels: expected a GPU")
+    source = torch.ones((1024 if on_gpu else 64) * MIB // 4, device=options.device)
+    shape = resized(shape, options)
+    for tokens in options.tokens or usual.get("tokens") or counts(TOKENS):
+        case = Case(common.layer_sizes(shape)._replace(num_tokens=tokens), setup)
+        errors = checked(case, experts, f"{shape}, {tokens} tokens")
+        right = {name: fn for name, fn in experts.items() if name in errors}
+        key = {"shape": shape, "routing": options.routing, "dtype": dtype, "tokens": tokens} | setup.unusual
+        if options.validate:
+            print(
+                f"{shape}, {tokens} tokens:", ", ".join(f"{n} {e:.1e}" for n, e in errors.items()), flush=True
+            )
+        elif options.list_kernels:
+            list_kernels(case, right, f"{shape}, {tokens} tokens")
+        elif options.roofline:
+            import decode_roofline
+
+            for measured in decode_roofline.measure(case, source, clock_of(options), options):
+                yield common.record(options, bench="decode_kernels", **key, **measured)
+        else:
+            measured = time_case(case, right, source, options) | {"max_rel_error": errors["ours"]}
+            yield common.record(options, bench="decode", what="experts", **key, **measured)
+        del case  # before the next one's weights
+
+
+def clock_of(options: argparse.Namespace) -> common.CpuClock | common.CudaClock:
+    clock = common.clock(options.device, lead=0 if options.eager else 500_000)
+    clock.warm_up = clock.warm_up if options.warmup is None else options.warmup
+    return clock
+
+
+def time_case(case: Case, experts: dict[str, Callable], source: Tensor, options: argparse.Namespace) -> dict:
+    """What a record has of one number of tokens."""
+    on_gpu, number = options.device == "cuda", len(case.routings)
+    eager = options.eager or not on_gpu
+    calls = {name: partial(case.run, fn) for name, fn in experts.items()}
+    runs = {name: call if eager else common.as_graph(call) for name, call in calls.items()}
+    runs |= {"dense": case.dense, "read": source.sum}
+    seconds = common.times(clock_of(options), runs, options.repeats)
+    ours = seconds["ours"] / number
+    floor = max(case.bytes_of_a_call * seconds["read"] / source.nbytes, seconds["dense"])
+    return {
+        "mode": common.DEFAULT_MODE if eager else "graph",
+        "time_us": round(ours * 1e6, 1),
+        "tflops": round(case.flops_of_a_call / ours / 1e12, 4),
+        "torch_ratio": common.ratio(seconds, "torch"),
+        "intensity": round(case.flops_of_a_call / case.bytes_of_a_call, 1),
+        "floor_us": round(floor * 1e6, 1),
+        "floor_ratio": round(floor / ours, 3),
+        "read_gb_per_s": round(source.nbytes / seconds["read"] / 1e9, 1),
+        **{
+            f"ratio_to_{name}": common.ratio(seconds, name)
+            for name in experts
+            if name not in ("ours", "torch")
+        },
+        **(on_host(calls, number) if on_gpu else {}),
+    }
+
+
+def on_host(calls: dict[str, Callable[[], None]], number: int) -> dict:
+    """Launches and the host's microseconds of a call of ours, and of each peer's, made one by one."""
+    launches = {name: len(profiling.launches(call, steps=1)) / number for name, call in calls.items()}
+    us = {name: host_seconds(call) / number * 1e6 for name, call in calls.items()}
+    return {
+        "launches": round(launches.pop("ours"), 2),
+        "host_us": round(us.pop("ours"), 1),
+        "peer_launches": {name: round(found, 2) for name, found in launches.items()},
+        "peer_host_us": {name: round(found, 1) for name, found in us.items()},
+    }
 
 
 def host_seconds(run: Callable[[], None]) -> float:
@@ -140,57 +360,35 @@ def host_seconds(run: Callable[[], None]) -> float:
     return seconds
 
 
-def measure(shape: str, dtype: str, options: argparse.Namespace) -> Iterator[dict]:
-    on_gpu, experts = options.device == "cuda", find_experts(options, dtype)
-    if on_gpu and "loop" in experts and not options.eager:
-        raise SystemExit("--peers loop: expected --eager, since the loop reads counts on the host")
-    source = torch.ones((1024 if on_gpu else 64) * MIB // 4, device=options.device)
-    for tokens in options.tokens:
-        sizes = common.layer_sizes(shape)._replace(num_tokens=tokens)
-        case = Case(sizes, options.routing, dtype, options.device)
-        errors = {name: case.error(fn).check(f"{shape} {name}", dtype) for name, fn in experts.items()}
-        measured = time_case(case, experts, source, options) | {"max_rel_error": errors["ours"]}
-        del case  # before the next one's weights
-        about = {"bench": "decode", "shape": shape, "routing": options.routing, "dtype": dtype}
-        yield common.record(options, **about, what="experts", tokens=tokens, **measured)
-
-
-def time_case(case: Case, experts: dict[str, Callable], source: Tensor, options) -> dict:
-    """What a record has of one number of tokens."""
-    on_gpu = options.device == "cuda"
-    eager, calls = options.eager or not on_gpu, [partial(case.run, fn) for fn in experts.values()]
-    runs = dict(zip(experts, calls if eager else map(common.as_graph, calls), strict=True))
-    runs |= {"dense": case.dense, "read": source.sum}
-    clock = common.clock(options.device, lead=0 if options.eager else 500_000)
-    seconds = common.times(clock, runs, options.repeats)
-    number = len(case.routings)
-    ours = seconds["ours"] / number
-    floor = max(case.bytes_of_a_call * seconds["read"] / source.nbytes, seconds["dense"])
-    on_host = {}
-    if on_gpu:
-        launches = profiling.launches(calls[0], steps=1)
-        on_host = {
-            "launches": round(len(launches) / number, 2),
-            "host_us": round(host_seconds(calls[0]) / number * 1e6, 1),
-        }
-    return {
-        "mode": common.DEFAULT_MODE if eager else "graph",
-        "time_us": round(ours * 1e6, 1),
-        "tflops": round(case.flops_of_a_call / ours / 1e12, 4),
-        "torch_ratio": common.ratio(seconds, "torch"),
-        "intensity": round(case.flops_of_a_call / case.bytes_of_a_call, 1),
-        "floor_us": round(floor * 1e6, 1),
-        "floor_ratio": round(floor / ours, 3),
-        "read_gb_per_s": round(source.nbytes / seconds["read"] / 1e9, 1),
-        **{f"ratio_to_{name}": common.ratio(seconds, name) for name in experts if name == "loop"},
-        **on_host,
-    }
+def list_kernels(case: Case, experts: dict[str, Callable], title: str) -> None:
+    """Prints every kernel's launches and microseconds of a call, the longest first."""
+    for name, fn in experts.items():
+        launches = profiling.launches(partial(case.run, fn), steps=1)
+        times, us, calls = Counter(), Counter(), len(case.routings)
+        for launch in launches:
+            times[launch.name] += 1
+            us[launch.name] += launch.us
+        print(f"{title}, {name}: {len(launches) / calls:g} launches, {us.total() / calls:.1f} µs")
+        for kernel, total in us.most_common():
+            print(f"  {times[kernel] / calls:6.2f} {total / calls:8.1f} µs  {kernel[:120]}", flush=True)
 
 
 def main(argv: list[str] | None = None) -> None:
     options = arguments(argv)
+    asked = options.shape
     common.start(options)
-    common.report(options, measure)
+    common.set_schedule(order=options.order)
+    if not asked and options.device == "cuda":
+        options.shape = list(SHAPES)
+    records = common.report(options, measure)
+    if records and options.plot and not options.roofline:
+        import plot
+
+        plot.decode(records, options.plot)
+    if records and options.roofline:
+        import decode_roofline
+
+        decode_roofline.draw(records, options.roofline)
 
 
 if __name__ == "__main__":

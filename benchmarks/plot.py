@@ -221,13 +221,18 @@ def profile(records: list[dict], path: Path) -> None:
 def decode(records: list[dict], path: Path) -> None:
     """One panel per shape and routing: microseconds over tokens, of ours, the peers and the floor."""
     panels = split([r for r in records if r["bench"] == "decode"], "gpu", "shape", "routing", "mode", "dtype")
+    ratios = {"torch": "torch_ratio"} | {
+        name: f"ratio_to_{name}" for name in ("loop", "vllm", "vllm_invariant")
+    }
     figure, grid = grid_of(len(panels), columns=min(3, len(panels)), width=6, height=4.2)
     for axes, group in zip(grid, panels.values(), strict=True):
         group = sorted(group, key=lambda r: r["tokens"])
         tokens = [r["tokens"] for r in group]
-        for name, ratio in (("torch", "torch_ratio"), ("loop", "ratio_to_loop")):
-            if all(r.get(ratio) for r in group):
-                axes.plot(tokens, [r["time_us"] * r[ratio] for r in group], "s--", label=PEERS[name])
+        for name, ratio in ratios.items():
+            timed = [r for r in group if r.get(ratio)]
+            if timed:
+                us = [r["time_us"] * r[ratio] for r in timed]
+                axes.plot([r["tokens"] for r in timed], us, "s--", markersize=4, label=PEERS[name])
         axes.plot(tokens, [r["time_us"] for r in group], "o-", label="fused_moe")
         axes.plot(tokens, [r["floor_us"] for r in group], "k:", label="floor")
         axes.set(xscale="log", yscale="log", xlabel="tokens", ylabel="µs per call")

@@ -11,9 +11,10 @@ import re
 import subprocess
 import sys
 import time
+from contextlib import contextmanager
 from itertools import product
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -774,7 +775,16 @@ def test_few_tokens(load, run, tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    "flag, found", (("--tokens=0,1", "found 0,1"), ("--peers=vllm", "torch, loop, found vllm"))
+    "flag, found",
+    (
+        ("--tokens=0,1", "found 0,1"),
+        ("--peers=sglang", "torch, loop, vllm, vllm-invariant, found sglang"),
+        ("--tp=3", "expected a divisor of F = 32, found 3"),
+        ("--top-k=9", "K <= E"),
+        ("--stride=63", "at least D = 64, found 63"),
+        ("--routing=most", "worst, one or zipf:EXPONENT, found most"),
+        ("--list-kernels", "expected a GPU"),
+    ),
 )
 def test_wrong_flags_of_decode(run, capsys, flag, found):
     with pytest.raises(SystemExit) as stop:
@@ -785,13 +795,169 @@ def test_wrong_flags_of_decode(run, capsys, flag, found):
 def test_weights_of_layers_take_turns(load):
     """A wrong result is not timed, and each call has routing of its own."""
     bench, common = load("bench_decode"), load("common")
-    case = bench.Case(common.layer_sizes("3,8,2,64,32"), "random", "fp32", "cpu")
+    case = bench.Case(common.layer_sizes("3,8,2,64,32"), bench.Setup(dtype="fp32"))
     seen = []
-    case.run(lambda x, w1, w2, w3, scores, ids: seen.append((w1.data_ptr(), ids.data_ptr())))
+    case.run(lambda x, w, scores, ids: seen.append((w.w1.data_ptr(), ids.data_ptr())))
     assert len(seen) == 2 and len({w for w, _ in seen}) == 2 and len({i for _, i in seen}) == 2
-    error = case.error(lambda x, w1, w2, w3, scores, ids: x)
+    error = case.error(lambda x, w, scores, ids: x)
     with pytest.raises(SystemExit, match="wrong before it is fast"):
         error.check("3,8,2,64,32", "fp32")
+
+
+def test_a_wrong_peer_is_left_out(load, capsys):
+    bench, common = load("bench_decode"), load("common")
+    case = bench.Case(common.layer_sizes("3,8,2,64,32"), bench.Setup(dtype="fp32"))
+    experts = bench.find_experts(case.setup, "loop")
+    assert set(bench.checked(case, experts | {"wrong": lambda x, *rest: x}, "small")) == {"ours", "loop"}
+    assert "small: wrong is left out: small wrong fp32: wrong before it is fast" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="small ours fp32"):
+        bench.checked(case, {"ours": lambda x, *rest: x}, "small")
+
+
+@pytest.mark.parametrize("gated", (True, False))
+def test_weights_as_a_peer_stacks_them(load, gated):
+    bench, common = load("bench_decode"), load("common")
+    case = bench.Case(common.layer_sizes("3,8,2,64,32"), bench.Setup(gated=gated, init="uniform", stride=72))
+    w = case.weights[0]
+    parts = [w.w1, w.w3] if gated else [w.w1]
+    assert torch.equal(w.w13, torch.cat(parts, dim=1)) and w.w13.shape == (8, 32 * len(parts), 64)
+    assert case.expert_bytes == (len(parts) + 1) * 64 * 32 * 2 and case.x.stride() == (72, 1)
+    assert case.flops_of_a_call == 2 * (len(parts) + 1) * 3 * 2 * 64 * 32
+    assert sum(a.size(0) * b.numel() * 2 for a, b in case.dense_gemms) == case.flops_of_a_call
+
+
+@pytest.mark.parametrize(
+    "shape, flags, asked",
+    (
+        ("deepseek-v3", ("--experts=8", "--dim=64", "--hidden-dim=32"), "128,8,8,64,32"),
+        ("mixtral-8x7b", ("--dim=64", "--hidden-dim=64", "--tp=4", "--top-k=1"), "8192,8,1,64,16"),
+        (SMALL, ("--tp=1",), SMALL),
+    ),
+)
+def test_sizes_of_flags(run, shape, flags, asked):
+    flags = (
+        *flags,
+        "--local-tokens",
+        "3",
+        "--dtype",
+        "fp32",
+        "--init",
+        "zeros",
+        "--seed",
+        "5",
+        "--warmup",
+        "0",
+    )
+    (r,) = run("bench_decode", "--shape", shape, *flags, "--activation", "gelu")
+    assert (r["shape"], r["tokens"], r["init"], r["seed"], r["activation"]) == (asked, 3, "zeros", 5, "gelu")
+    assert "gated" not in r and r["max_rel_error"] == 0
+
+
+def test_composable_kernels_default(run):
+    """No up projection, gelu, 128 tokens, on peers as well."""
+    flags = ("--dim", "64", "--hidden-dim", "32", "--dtype", "bf16", "--order", "column", "--routing", "one")
+    (r,) = run("bench_decode", "--shape", "ck-default", *flags, "--peers", "torch,loop")
+    assert (r["shape"], r["tokens"], r["activation"], r["gated"]) == ("128,32,5,64,32", 128, "gelu", False)
+    assert r["torch_ratio"] > 0 and r["ratio_to_loop"] > 0 and r["schedule"] == "order=column"
+
+
+def test_validating_times_nothing(run, load, monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(load("common"), "times", None)
+    path = tmp_path / "bench_decode.json"
+    path.write_text("[]")
+    flags = ("--tokens", "1,4", "--dtype", "fp32", "--validate", "--plot", str(tmp_path / "plot.png"))
+    assert run("bench_decode", "--shape", SMALL, *flags) == []
+    assert len(re.findall("tokens: ours .*e-.*, loop .*e-", capsys.readouterr().out)) == 2
+
+
+VLLM = "vllm.model_executor.layers.fused_moe"
+
+
+def test_vllm_is_not_installed(run, monkeypatch, capsys):
+    for name in [name for name in sys.modules if name.split(".")[0] == "vllm"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    flags = ("--tokens", "2", "--dtype", "fp32", "--peers", "vllm,vllm-invariant")
+    (r,) = run("bench_decode", "--shape", SMALL, *flags)
+    assert not [name for name in r if name.startswith("ratio_to")]
+    printed = capsys.readouterr().out
+    for name in ("vllm", "vllm-invariant"):
+        assert f"{name} is left out: vllm is not installed" in printed
+
+
+@pytest.mark.parametrize("gated", (True, False))
+@pytest.mark.parametrize("invariant", (True, False))
+def test_what_vllm_is_given(load, monkeypatch, gated, invariant):
+    """Its function, here the loop on stacked weights, is right, and gets the activation and the tile."""
+    seen, tiles = [], []
+
+    @contextmanager
+    def override_config(tile):
+        tiles.append(tile)
+        yield
+        tiles.append(None)
+
+    def fused_experts(x, w13, w2, scores, ids, activation):
+        seen.append((activation, tiles[-1]))
+        layout = {"layout": "halves"} if gated else {}
+        return fused_moe.reference.fused_experts(x, w13, w2, None, scores, ids, activation="gelu", **layout)
+
+    stand_in = {
+        VLLM: {"override_config": override_config},
+        f"{VLLM}.activation": {"MoEActivation": SimpleNamespace(from_str=lambda name: f"<{name}>")},
+        f"{VLLM}.fused_moe": {"fused_experts": fused_experts},
+    }
+    for end in ("vllm", "vllm.model_executor", "vllm.model_executor.layers"):
+        monkeypatch.setitem(sys.modules, end, ModuleType(end))
+    for name, contents in stand_in.items():
+        module = ModuleType(name)
+        module.__dict__.update(contents)
+        monkeypatch.setitem(sys.modules, name, module)
+    bench, common, peers = load("bench_decode"), load("common"), load("peers")
+    setup = bench.Setup(dtype="fp32", gated=gated, activation="gelu")
+    case = bench.Case(common.layer_sizes("3,8,2,64,32"), setup)
+    experts = peers.vllm_experts("gelu", gated=gated, invariant=invariant)
+    error = case.error(lambda x, w, scores, ids: experts(x, w.w13, w.w2, scores, ids))
+    assert error.check("stand-in", "fp32") < 1e-5
+    tile = {"BLOCK_SIZE_M": 64, "BLOCK_SIZE_N": 64, "BLOCK_SIZE_K": 32, "GROUP_SIZE_M": 8, "SPLIT_K": 1}
+    assert (
+        seen == [("<gelu>" if gated else "<gelu_no_mul>", tile if invariant else None)] and tiles[-1] is None
+    )
+    with pytest.raises(peers.Unavailable, match="expected silu, gelu, gelu_tanh, found relu"):
+        peers.vllm_experts("relu")
+
+
+def test_vllm_stands_in_tables_and_pictures(load, run, tmp_path, capsys):
+    path = tmp_path / "bench_decode.json"
+    records = run("bench_decode", "--shape", SMALL, "--tokens", "1,5", "--dtype", "fp32")
+    for r, ratio in zip(records, (1.5, None), strict=True):  # left out of the second
+        r |= {"ratio_to_vllm": ratio, "ratio_to_vllm_invariant": 2.25}
+    path.write_text(json.dumps(records))
+    capsys.readouterr()
+    load("table").main([str(path)])
+    text = capsys.readouterr().out
+    assert "against vLLM " in text and "1.50x" in text
+    assert "against vLLM's batch-invariant tile" in text and text.count("2.25x") == 2
+    load("plot").decode(records, tmp_path / "latency.png")
+    assert (tmp_path / "latency.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("flags", ((), ("--gate-only", "--activation", "gelu")), ids=["gated", "gate only"])
+def test_a_roofline_of_few_tokens(run, tmp_path, flags):
+    """Bytes are those of the experts with tokens; fusing needs fewer of them."""
+    pytest.importorskip("matplotlib")
+    picture = tmp_path / "roofline.png"
+    flags = ("--tokens", "4", "--dtype", "bf16", "--routing", "one", "--roofline", str(picture), *flags)
+    records = run("bench_decode", "--shape", SMALL, *flags)
+    assert [r["what"] for r in records] == ["up_gate", "apart", "down"]
+    up_gate, apart, down = records
+    T, K, D, F = 4, 2, 64, 32
+    sides = 1 if "--gate-only" in flags else 2
+    exact = 2 * T * K * D * F * sides / (2 * (2 * D * F * sides + T * D + T * K * F))
+    assert up_gate["intensity"] == pytest.approx(exact, abs=0.01) and apart["intensity"] < exact
+    assert down["intensity"] == pytest.approx(T * K * D * F / (2 * D * F + T * K * (F + D)), abs=0.01)
+    assert all(set(r) >= FIELDS and r["bench"] == "decode_kernels" and r["floor_ratio"] > 0 for r in records)
+    assert picture.read_bytes().startswith(b"\x89PNG")
 
 
 def measure(folder, *args) -> subprocess.CompletedProcess:
