@@ -220,7 +220,8 @@ def profile(records: list[dict], path: Path) -> None:
 
 def decode(records: list[dict], path: Path) -> None:
     """One panel per shape and routing: microseconds over tokens, of ours, the peers and the floor."""
-    panels = split([r for r in records if r["bench"] == "decode"], "gpu", "shape", "routing", "mode", "dtype")
+    timed = [r for r in records if r["bench"] == "decode"]
+    panels = split(timed, "gpu", "shape", "routing", "mode", "dtype", "schedule")
     ratios = {"torch": "torch_ratio"} | {
         name: f"ratio_to_{name}" for name in ("loop", "vllm", "vllm_invariant")
     }

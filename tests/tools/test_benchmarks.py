@@ -870,6 +870,25 @@ def test_validating_times_nothing(run, load, monkeypatch, tmp_path, capsys):
     assert len(re.findall("tokens: ours .*e-.*, loop .*e-", capsys.readouterr().out)) == 2
 
 
+def test_launches_of_a_call(load, monkeypatch, capsys):
+    """Each is counted over all calls, and shared by their number."""
+    bench, common, profiling = load("bench_decode"), load("common"), load("profiling")
+    case = bench.Case(common.layer_sizes("3,8,2,64,32"), bench.Setup(dtype="fp32"))
+    names = ("up_gate", "down", "up_gate", "down", "memset")
+    found = [profiling.Launch(name, us) for us, name in enumerate(names, 1)]
+    monkeypatch.setattr(profiling, "launches", lambda step, steps: found)
+    bench.list_kernels(case, {"ours": lambda *args: None}, "small")
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "small, ours: 2.5 launches, 7.5 µs"
+    assert [line.split() for line in lines[1:]] == [
+        ["1.00", "3.0", "µs", "down"], ["0.50", "2.5", "µs", "memset"], ["1.00", "2.0", "µs", "up_gate"],
+    ]  # fmt: skip
+    monkeypatch.setattr(bench, "host_seconds", lambda run: 1e-5)
+    told = bench.on_host({"ours": None, "torch": None, "vllm_invariant": None}, number=2)
+    assert (told["launches"], told["host_us"]) == (2.5, 5)
+    assert told["peer_launches"] == {"torch": 2.5, "vllm_invariant": 2.5} and len(told["peer_host_us"]) == 2
+
+
 VLLM = "vllm.model_executor.layers.fused_moe"
 
 
