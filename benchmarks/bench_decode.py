@@ -10,6 +10,10 @@ weights from memory, as a decode step of a deep model does. On a GPU all calls a
 --eager the host makes them one by one. floor_us: the experts that have tokens, at the rate of a kernel that
 only reads, or the dense product of equal FLOPs, where that takes longer; both in the same run. ratio_to_PEER
 is the peer's time over ours; launches and host_us are of one eager call.
+
+vllm is the Triton path of vLLM, if that is installed (0.33), with the tile that it has tuned for the shape or
+its default; vllm-invariant has the tile of its batch-invariant mode. All of a peer's kernels count, from
+sorting the chosen experts to the sum over them.
 """
 
 from __future__ import annotations

@@ -5,6 +5,8 @@ ablation: our grouped_mm on rows gathered before, for gate and for up, then the 
 is the same grouped_mm. A kernel's bytes are those of the weights of experts that have tokens, of its inputs
 and of its outputs, once each; those of `apart` add up over its kernels, so its FLOPs per byte are fewer.
 
+grouped_mm makes its tile schedule in the call; up_gate gets the plan's.
+
 Roofs: a kernel that only reads, and the dense product of the layer's FLOPs, both timed in the same run.
 """
 
