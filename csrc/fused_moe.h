@@ -121,12 +121,15 @@ static inline int64_t fused_moe_router_slice(int64_t D) {
     return eighth < 512 ? 512 : (eighth + 63) / 64 * 64;
 }
 
-typedef struct {         /* scores and the K best experts of every token */
-    const void *logits;  /* [T,E]                              */
-    const float *bias;   /* [E] steers the choice; may be NULL */
-    void *scores;        /* [T,K] f32, f64 for f64 logits      */
-    int32_t *ids;        /* [T,K]                              */
-    FusedMoeDtype dtype; /* of logits                          */
+typedef struct {            /* scores and the K best experts of every token */
+    const void *logits;     /* [T,E]                                                */
+    const float *bias;      /* [E] steers the choice; may be NULL                   */
+    const void *given_ids;  /* [T,K] i32 or i64: no choice, but their scores; NULL  */
+    const void *num_tokens; /* [1] tokens from it on have no expert; NULL: T        */
+    void *scores;           /* [T,K] f32, f64 for f64 logits; 0 without an expert   */
+    int32_t *ids;           /* [T,K] -1 for given ids outside [0,E), and no expert  */
+    FusedMoeDtype dtype;    /* of logits                                            */
+    FusedMoeDtype given_dtype, num_tokens_dtype;
     FusedMoeScoreFunc score_func;
     bool route_norm;
     double route_scale;
@@ -138,8 +141,8 @@ typedef struct {         /* scores and the K best experts of every token */
 typedef struct {         /* dlogits from dscores; scores are computed again */
     const void *dscores; /* [T,K] f32, f64 for f64 logits */
     const void *logits;  /* [T,E] */
-    const int32_t *ids;  /* [T,K] */
-    void *dlogits;       /* [T,E] */
+    const int32_t *ids;  /* [T,K] -1: no gradient */
+    void *dlogits;       /* [T,E] 0 for a token without experts, whatever its logits */
     FusedMoeDtype dtype;
     FusedMoeScoreFunc score_func;
     bool route_norm;
@@ -151,6 +154,8 @@ typedef struct {         /* dlogits from dscores; scores are computed again */
 typedef struct {     /* the plan from the chosen ids, stable in t*K + k */
     const void *ids; /* [T,K] i32 or i64; outside [0,E): the slot gets no row */
     FusedMoeDtype ids_dtype;
+    const int32_t *expert_map; /* [map_size] the expert that an id stands for; NULL: the id itself */
+    int64_t map_size;
     int32_t *counts;    /* [E]     */
     int32_t *offsets;   /* [E+1]   */
     int32_t *row_token; /* [T*K]   -1 past the last row */

@@ -1,4 +1,4 @@
-/* Reads an element of an array whose integer dtype is known at run time, for every tier. */
+/* Reads integers whose dtype is known at run time, for every tier: elements, and what follows from them. */
 #ifndef FUSED_MOE_INTEGER_H
 #define FUSED_MOE_INTEGER_H
 
@@ -18,6 +18,19 @@ FUSED_MOE_INTEGER_FN int64_t integer(const void *data, FusedMoeDtype dtype, int6
     case FUSED_MOE_I8: return ((const int8_t *)data)[i];
     default: return ((const uint8_t *)data)[i];
     }
+}
+
+/* How many of T tokens are real; the others are padding. */
+FUSED_MOE_INTEGER_FN int64_t num_real_tokens(const void *num_tokens, FusedMoeDtype dtype, int64_t T) {
+    int64_t num = num_tokens ? integer(num_tokens, dtype, 0) : T;
+    return num < 0 ? 0 : num < T ? num : T;
+}
+
+/* The expert of a slot; outside [0, E): none. */
+FUSED_MOE_INTEGER_FN int64_t slot_expert(const FusedMoeRoutePlan *p, int64_t slot) {
+    int64_t id = integer(p->ids, p->ids_dtype, slot);
+    if (!p->expert_map) return id;
+    return id >= 0 && id < p->map_size ? p->expert_map[id] : -1;
 }
 
 #endif

@@ -186,6 +186,47 @@ def check_routing(
         fail(ValueError, fn, f"top_k within the {reach} experts of the kept groups", top_k)
 
 
+def check_num_tokens(fn: str, num_tokens, like_name: str, like: Tensor) -> None:
+    """Checks for an integer on like's device. Its value is clamped there."""
+    if not isinstance(num_tokens, Tensor):
+        fail(TypeError, fn, "num_tokens to be a tensor of one integer", _described(num_tokens))
+    check_tensor(fn, "num_tokens", num_tokens, num_tokens.dim(), (torch.int32, torch.int64))
+    if num_tokens.numel() != 1:
+        fail(ValueError, fn, "num_tokens of one element", f"shape {tuple(num_tokens.shape)}")
+    check_device(fn, "num_tokens", num_tokens, like_name, like)
+
+
+def check_given_ids(fn: str, ids, num_tokens: Tensor | None, logits: Tensor, top_k: int) -> None:
+    """Checks ids (T, K) that are scored instead of a choice, and where they can be read those of tokens that
+    are no padding."""
+    check_tensor(fn, "ids", ids, 2, (torch.int32, torch.int64))
+    check_shape(fn, "ids", ids, "T, K", (logits.size(0), top_k))
+    check_device(fn, "ids", ids, "logits", logits)
+    if num_tokens is None:
+        check_range(fn, "ids", ids, 0, logits.size(1) - 1)
+    elif _can_read(num_tokens):
+        check_range(fn, "ids", ids[: max(int(num_tokens), 0)], 0, logits.size(1) - 1)
+
+
+def check_expert_map(fn: str, expert_map, ids: Tensor, num_experts: int) -> None:
+    check_tensor(fn, "expert_map", expert_map, 1, (torch.int32,))
+    if expert_map.size(0) < 1:
+        fail(ValueError, fn, "expert_map of at least one expert", tuple(expert_map.shape))
+    check_device(fn, "expert_map", expert_map, "ids", ids)
+    check_range(fn, "expert_map", expert_map, -1, num_experts - 1)
+
+
+def check_range(fn: str, name: str, values: Tensor, low: int, high: int) -> None:
+    """Checks integers where they can be read."""
+    if not _can_read(values):
+        return
+    outside = (values < low) | (values > high)
+    if outside.any():
+        where = outside.nonzero()[0].tolist()
+        found = int(values[tuple(where)])
+        fail(ValueError, fn, f"{name} from {low} to {high}", f"{name}{where} = {found}")
+
+
 def check_num_experts(fn: str, num_experts: int) -> None:
     check_int(fn, "num_experts", num_experts)
     if num_experts < 1:

@@ -18,13 +18,16 @@ from .checks import (
     check_activation,
     check_counts,
     check_device,
+    check_expert_map,
     check_experts,
+    check_given_ids,
     check_ids,
     check_input,
     check_int,
     check_like,
     check_main_grads,
     check_num_experts,
+    check_num_tokens,
     check_offsets,
     check_plan_of_ids,
     check_plan_of_rows,
@@ -76,6 +79,8 @@ def route(
     route_scale: float = 1.0,
     num_expert_groups: int | None = None,
     num_limited_groups: int | None = None,
+    ids: Tensor | None = None,
+    num_tokens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Chooses the K best experts of every token: softmax or sigmoid, fused with top-k.
 
@@ -92,6 +97,11 @@ def route(
         route_scale: factor on the scores.
         num_expert_groups, num_limited_groups: only experts of the `num_limited_groups` best groups may
             be chosen; a group's score is the sum of its two best experts.
+        ids: (T, K) int32 or int64, a choice made before: scores and gradients are as if it had been made
+            here. Bias and groups are not consulted, and an id may repeat. On the CPU, ids outside [0, E)
+            raise; on a GPU the host never reads them, and such a slot is remote: id -1, score 0, gradient 0.
+        num_tokens: one int32 or int64 on the logits' device, in a tensor of any shape; clamped to [0, T]. The
+            tokens from it on are padding: id -1, score 0, gradient 0, whatever their logits.
 
     Returns:
         scores (T, K) float32 (float64 for float64 logits), differentiable in logits; ids (T, K) int32.
@@ -108,6 +118,10 @@ def route(
         check_shape(fn, "bias", bias, "E", (logits.size(1),))
         check_device(fn, "bias", bias, "logits", logits)
         bias = bias.detach().float()
+    if num_tokens is not None:
+        check_num_tokens(fn, num_tokens, "logits", logits)
+    if ids is not None:
+        check_given_ids(fn, ids, num_tokens, logits, top_k)
     return _ops.run(
         ops.route.default,
         logits,
@@ -118,25 +132,32 @@ def route(
         route_scale,
         num_expert_groups or 0,
         num_limited_groups or 0,
+        ids,
+        num_tokens,
     )
 
 
 # --- rows -------------------------------------------------------------------------------------------------
 
 
-def route_plan(ids: Tensor, num_experts: int) -> Plan:
+def route_plan(ids: Tensor, num_experts: int, expert_map: Tensor | None = None) -> Plan:
     """The plan of expert ids: a stable sort of the slots by expert.
 
     Args:
         ids: (T, K) of any integer dtype; a slot whose id is outside [0, E) gets no row.
         num_experts: E.
+        expert_map: (E_global,) int32, which of the E experts an id stands for, -1 for remote experts. Ids
+            outside [0, E_global) get no row. On the CPU, values outside [-1, E) raise; on a GPU the host
+            never reads them, and they are remote.
 
     Raises:
         TypeError, ValueError: the message says what was expected and what was found.
     """
     check_input("route_plan", "ids", ids, 2, INTEGERS)
     check_num_experts("route_plan", num_experts)
-    return _ops.route_plan(ids, num_experts)
+    if expert_map is not None:
+        check_expert_map("route_plan", expert_map, ids, num_experts)
+    return _ops.route_plan(ids, num_experts, expert_map)
 
 
 def plan_from_counts(counts: Tensor, num_rows: int) -> Plan:
@@ -272,6 +293,7 @@ def fused_experts(
     score_on: str = "output",
     plan: Plan | None = None,
     main_grads: tuple[Tensor | None, Tensor | None, Tensor | None] | None = None,
+    expert_map: Tensor | None = None,
 ) -> Tensor:
     """The routed experts of a layer: out[t] = sum over k of scores[t, k] * expert(ids[t, k])(x[t]).
 
@@ -293,13 +315,14 @@ def fused_experts(
             (E, 2F, D) or (E, F, 2, D), gate0, up0, gate1, ... With the last two w3 is None.
         transposed: weights are stored (E, D, F or 2F) and (E, F, D), as gpt-oss does.
         score_on: "output", or "input": rows are x * score, rounded to x's dtype, and summed unweighted.
-        plan: the plan of `ids` and E, if it has been computed already.
+        plan: the plan of `ids` and E, if it has been computed already (with expert_map, if there is one).
         main_grads: Megatron-style float32 buffers of the shapes of w1, w2 and w3; each may be None. Backward
             accumulates the weight's gradient into its buffer, without rounding to the weight's dtype, and
             the weight's .grad stays None. x may have any dtype except float64. A backward that is itself
             recorded (create_graph=True, torch.func.grad) raises. Under torch.compile each forward's backward
             must run before the next forward; otherwise autograd raises, because a main_grad was modified in
             place. Before PyTorch 2.13 main_grads are not compiled: fullgraph=True raises.
+        expert_map: as that of `route_plan`, for weights that are some of E_global experts'.
 
     Returns:
         (T, D) in x's dtype (autocast's under autocast), differentiable in x, weights, biases, scores.
@@ -309,13 +332,14 @@ def fused_experts(
     """
     weights, biases, constants = (w1, w2, w3), (b1, b2, b3), (alpha, limit)
     return experts_and_counts(
-        x, weights, scores, ids, biases, activation, constants, layout, transposed, score_on, plan, main_grads
-    )[0]
+        x, weights, scores, ids, biases, activation, constants, layout, transposed, score_on, plan,
+        main_grads, expert_map,
+    )[0]  # fmt: skip
 
 
 def experts_and_counts(
     x, weights, scores, ids, biases, activation, constants=(ALPHA, LIMIT), layout="separate",
-    transposed=False, score_on="output", plan=None, main_grads=None,
+    transposed=False, score_on="output", plan=None, main_grads=None, expert_map=None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """fused_experts, and how many slots each expert has: counts (E,) int32."""
     fn = "fused_experts"
@@ -327,16 +351,20 @@ def experts_and_counts(
     check_scores(fn, scores, ids)
     if plan is not None:
         check_plan_of_ids(fn, plan, ids, w2.size(0))
+    if expert_map is not None:
+        if plan is not None:
+            fail(ValueError, fn, "expert_map without plan, which is made with it", "both")
+        check_expert_map(fn, expert_map, ids, w2.size(0))
     scores = scores.to(_ops.score_dtype(x))
     # Autocast would cast all weights before one operator, and keep the casts of both sides at a time.
     autocasts = x.device.type in ("cpu", "cuda") and torch.is_autocast_enabled(x.device.type)
     if plan is None and not (autocasts or _needs_grad(x, w1, w2, w3, *biases, scores)):
         b1, b2, b3 = biases
         operands = (x, w1, w3, w2, b1, b3, b2, scores, ids)
-        settings = (code, _ops.ACTIVATION_CODES[activation], [*constants], score_on == "input")
+        settings = (code, _ops.ACTIVATION_CODES[activation], [*constants], score_on == "input", expert_map)
         return _ops.run(ops.experts.default, *operands, *settings)
     if plan is None:
-        plan = _ops.route_plan(ids, w2.size(0))
+        plan = _ops.route_plan(ids, w2.size(0), expert_map)
     experts = _uncompiled_experts if WRITES_BESIDE_VIEWS and any(main_grads) else _experts
     out = experts(x, w1, w2, w3, *biases, scores, plan, code, activation, *constants, score_on, main_grads)
     return out, plan.counts

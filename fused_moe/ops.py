@@ -716,9 +716,9 @@ _register("experts", fake=_experts_fake, autocast=("x", "w1", "w3", "w2", "b1", 
 # --- plans --------------------------------------------------------------------------------------------
 
 
-def route_plan(ids: Tensor, num_experts: int) -> Plan:
+def route_plan(ids: Tensor, num_experts: int, expert_map: Tensor | None = None) -> Plan:
     """As the public function, without its checks."""
-    return Plan(*_planned(ops.route_plan.default, ids, num_experts))
+    return Plan(*_planned(ops.route_plan.default, ids, num_experts, expert_map))
 
 
 def plan_from_counts(counts: Tensor, num_rows: int) -> Plan:

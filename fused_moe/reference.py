@@ -18,6 +18,7 @@ from .activation import activate
 from .checks import INTEGERS, check_num_experts, check_tensor, fail, is_autocast_enabled
 from .losses import load_balancing_loss, router_z_loss
 from .ops import FACTS, schedule_words
+from .padding import is_real, zero_padding
 from .plan import Plan
 
 __all__ = [
@@ -68,13 +69,16 @@ def route(
     route_scale: float = 1.0,
     num_expert_groups: int | None = None,
     num_limited_groups: int | None = None,
+    ids: Tensor | None = None,
+    num_tokens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Scores (T, K) and expert ids (T, K) int32 of the K best experts of every token.
+    """Scores (T, K) and expert ids (T, K) int32 of the K best experts of every token, or of given ids.
 
     Without bias and groups the top-k is that of the logits, so it does not depend on how a tier rounds its
-    exponential. With them it is that of score + bias, as in torchtitan.
+    exponential. With them it is that of score + bias, as in torchtitan. Given ids outside [0, E), and tokens
+    from num_tokens on, have id -1, score 0 and no gradient.
     """
-    logits = logits if logits.dtype == torch.float64 else logits.float()
+    logits = zero_padding(logits if logits.dtype == torch.float64 else logits.float(), num_tokens)
     all_scores = logits.softmax(-1) if score_func == "softmax" else logits.sigmoid()
     with torch.no_grad():
         choice = logits
@@ -86,8 +90,12 @@ def route(
             kept = torch.zeros_like(best_two, dtype=torch.bool)
             kept.scatter_(-1, _top_k(best_two, num_limited_groups), True)
             choice = groups.masked_fill(~kept[..., None], -torch.inf).flatten(-2)
-        ids = _top_k(choice, top_k)
-    scores = all_scores.gather(-1, ids)
+        ids = _top_k(choice, top_k) if ids is None else ids.long()
+        has_expert = (ids >= 0) & (ids < logits.size(-1))
+        if num_tokens is not None:
+            has_expert = has_expert & is_real(num_tokens, ids).unsqueeze(-1)
+        ids = torch.where(has_expert, ids, -1)
+    scores = torch.where(has_expert, all_scores.gather(-1, ids.clamp_min(0)), 0)
     if route_norm:
         scores = scores / (scores.sum(-1, keepdim=True) + 1e-20)
     return scores * route_scale, ids.int()
@@ -131,9 +139,15 @@ def _schedule(counts: Tensor, num_rows: int) -> Tensor:
     return schedule
 
 
-def route_plan(ids: Tensor, num_experts: int) -> Plan:
-    """The plan of expert ids (T, K): a stable sort by expert. Ids outside [0, E) get no row."""
+def route_plan(ids: Tensor, num_experts: int, expert_map: Tensor | None = None) -> Plan:
+    """The plan of expert ids (T, K): a stable sort by expert. Ids outside [0, E) get no row.
+
+    With expert_map (E_global,), id i is the expert expert_map[i]; ids outside [0, E_global) get no row.
+    """
     flat = ids.flatten().long()
+    if expert_map is not None:
+        is_known = (flat >= 0) & (flat < len(expert_map))
+        flat = torch.where(is_known, expert_map[torch.where(is_known, flat, 0)].long(), -1)
     has_row = (flat >= 0) & (flat < num_experts)
     order = torch.where(has_row, flat, num_experts).argsort(stable=True)
     counts = flat[has_row].bincount(minlength=num_experts)
@@ -189,9 +203,12 @@ def check_ids(ids: Tensor, num_experts: int) -> None:
 def permute(x: Tensor, ids: Tensor, num_experts: int) -> tuple[Tensor, Plan]:
     """rows (T*K, D): the token of every row, grouped by expert; zero past the last row."""
     plan = route_plan(ids, num_experts)
+    return _permuted(x, plan), plan
+
+
+def _permuted(x: Tensor, plan: Plan) -> Tensor:
     in_use = (plan.row_token >= 0).unsqueeze(-1)
-    rows = x[plan.row_token.clamp_min(0).long()]
-    return torch.where(in_use, rows, 0), plan
+    return torch.where(in_use, x[plan.row_token.clamp_min(0).long()], 0)
 
 
 def unpermute(rows: Tensor, plan: Plan, scores: Tensor | None = None) -> Tensor:
@@ -287,11 +304,12 @@ def fused_experts(
     ids: Tensor,
     *,
     score_on: str = "output",
+    expert_map: Tensor | None = None,
     **experts,
 ) -> Tensor:
     """out[t] = sum over k of scores[t, k] * expert(ids[t, k])(x[t]), the routed part of a layer."""
-    num_experts = w2.size(0)
-    rows, plan = permute(x, ids, num_experts)
+    plan = route_plan(ids, w2.size(0), expert_map)
+    rows = _permuted(x, plan)
     if score_on == "input":
         wide = torch.promote_types(x.dtype, torch.float32)
         row_scores = scores.flatten()[plan.row_slot.clamp_min(0).long()].unsqueeze(-1)
@@ -301,16 +319,16 @@ def fused_experts(
 
 
 class _Router(module.Router):
-    def forward(self, x: Tensor, expert_bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(self, x: Tensor, expert_bias: Tensor | None, **given) -> tuple[Tensor, Tensor, Tensor]:
         logits = router_logits(x, self.gate.weight, self.gate.bias)
-        scores, ids = route(logits, self.top_k, bias=expert_bias, **self.routing)
+        scores, ids = route(logits, self.top_k, bias=expert_bias, **self.routing, **given)
         return scores, ids, logits
 
 
 class _Experts(module.Experts):
     def forward(self, x: Tensor, scores: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
         out = fused_experts(x, self.w1, self.w2, self.w3, scores, ids, **self.settings)
-        return out, ids.flatten().bincount(minlength=self.num_experts)
+        return out, route_plan(ids, self.num_experts).counts
 
 
 class FusedMoE(module.FusedMoE):

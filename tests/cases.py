@@ -271,6 +271,8 @@ def operator_calls(case: Case, device) -> dict:
     all_groups, two_groups = (
         {"num_groups": num, "num_limited_groups": limited} for num, limited in ((0, 0), (E, min(E, 2)))
     )
+    given = {"given_ids": ids, "num_tokens": torch.tensor(T - 1, device=device)}
+    expert_map = torch.arange(-1, E, dtype=torch.int32, device=device)  # of E + 1 ids
     up, down = {"w1": w1, "w3": w3, "b1": b1, "b3": b3}, {"w2": w2, "b2": b2}
     up_needs = {f"need_d{n}": v is not None for n, v in {"x": x, **up}.items()}
     up_backward = {"dh": h, "x": x, "w1": w1, "w3": w3, "scores": None, **moves, **layout}
@@ -295,12 +297,15 @@ def operator_calls(case: Case, device) -> dict:
         "route": [
             {"logits": logits, "bias": None, "top_k": K, **softmax, **all_groups},
             {"logits": logits, "bias": torch.zeros(E).to(device), "top_k": 1, **sigmoid, **two_groups},
+            {"logits": logits, "bias": None, "top_k": K, **sigmoid, **all_groups, **given},
         ],
         "route_backward": [
             {"dscores": scores, "logits": logits, "ids": ids.clamp(0, E - 1), **settings}
             for settings in (softmax, sigmoid)
         ],
-        "route_plan": [{"ids": i, "num_experts": E} for i in (ids, ids.long())],
+        "route_plan": [
+            {"ids": i, "num_experts": E, "expert_map": m} for i, m in ((ids, None), (ids.long(), expert_map))
+        ],
         "count_plan": [{"counts": c, "num_rows": R} for c in (plan.counts, plan.counts.to(torch.uint8))],
         "permute": [{"x": x, **moves}],
         "unpermute": [{"rows": rows, "scores": s, **moves} for s in (scores, None)],
@@ -338,8 +343,11 @@ def operator_calls(case: Case, device) -> dict:
             {"a": a, "h": None, **down, "scores": None, "plan": rows_plan, **act},
         ],
         "experts": [
-            {"x": x, **up, **down, "scores": scores, "ids": i, **act, "score_on_input": on_input}
-            for i, on_input in ((ids, False), (ids.long(), True))
+            {"x": x, **up, **down, "scores": scores, "ids": i, **act, **settings}
+            for i, settings in (
+                (ids, {"score_on_input": False}),
+                (ids.long(), {"score_on_input": True, "expert_map": expert_map}),
+            )
         ],
         "experts_down_backward": down_backwards,
         "experts_down_backward_accumulate": [{**call, "main_grad2": main2} for call in down_backwards],

@@ -45,7 +45,7 @@ def wrong_values(case: Case, label: str) -> dict[str, int]:
         "row_slot": rows,
         "token_row": rows,
     }
-    below = -2 if label == "token_row" else -1  # a slot without a row has -1
+    below = -2 if label in ("token_row", "ids") else -1  # a slot without a row, or an expert, has -1
     return {"below": below, "above": end.get(label, case.tokens), "lowest": INT_MIN, "highest": INT_MAX}
 
 

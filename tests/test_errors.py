@@ -101,7 +101,8 @@ def complexes(*shape) -> torch.Tensor:
 counts_plan = fused_moe.plan_from_counts(torch.tensor([T * K, 0, 0]), T * K)
 half = torch.randn(T, D, dtype=F16)
 nan, inf = float("nan"), float("inf")
-INT_IDS = "ids of dtype int32 or int64"
+INT = "dtype int32 or int64"
+INT_IDS = f"ids of {INT}"
 SHAPE_1, SHAPE_3 = (rf"{name} of shape \(E, F, D\) = \(3, 4, 8\)" for name in ("w1", "w3"))
 SHAPE_2 = r"w2 of shape \(E, D, F\) = \(3, 8, 4\)"
 SCORES = r"scores of shape \(T, K\) = \(6, 2\)"
@@ -172,6 +173,19 @@ TABLE = {
         (router(bias=torch.zeros(8, dtype=torch.int64)), TypeError, f"bias of {FLOAT}", "torch.int64"),
         (router(bias=complexes(8)), TypeError, f"bias of {FLOAT}", "torch.complex64"),
     ],
+    "route's given ids and number of tokens": [
+        (router(ids=[[0, 1]]), TypeError, "ids to be a tensor", "list"),
+        (router(ids=torch.zeros(T, 2)), TypeError, INT_IDS, "torch.float32"),
+        (router(ids=integers(T, 2).short()), TypeError, INT_IDS, "torch.int16"),
+        (router(ids=integers(T)), ValueError, "ids of 2 dimensions", r"shape \(6,\)"),
+        (router(ids=integers(T, 3)), ValueError, r"ids of shape \(T, K\) = \(6, 2\)", r"\(6, 3\)"),
+        (router(ids=integers(5, 2)), ValueError, r"ids of shape \(T, K\) = \(6, 2\)", r"\(5, 2\)"),
+        (router(num_tokens=4), TypeError, "num_tokens to be a tensor of one integer", "int 4"),
+        (router(num_tokens=torch.tensor(4.0)), TypeError, f"num_tokens of {INT}", "torch.float32"),
+        (router(num_tokens=torch.tensor(4).short()), TypeError, f"num_tokens of {INT}", "torch.int16"),
+        (router(num_tokens=integers(2)), ValueError, "num_tokens of one element", r"shape \(2,\)"),
+        (router(num_tokens=integers(0)), ValueError, "num_tokens of one element", r"shape \(0,\)"),
+    ],
     "route's groups": [
         (router(num_expert_groups=4), ValueError, "num_limited_groups together", r"\(4, None\)"),
         (router(num_limited_groups=4), ValueError, "num_limited_groups together", r"\(None, 4\)"),
@@ -204,6 +218,10 @@ TABLE = {
         (planned(num_experts="3"), TypeError, "num_experts to be an int", "str '3'"),
         (planned(num_experts=True), TypeError, "num_experts to be an int", "bool True"),
         (planned(num_experts=None), TypeError, "num_experts to be an int", "NoneType"),
+        (planned(expert_map=[0, 1]), TypeError, "expert_map to be a tensor", "list"),
+        (planned(expert_map=integers(9).long()), TypeError, "expert_map of dtype int32", "torch.int64"),
+        (planned(expert_map=integers(9, 1)), ValueError, "expert_map of 1 dimensions", r"shape \(9, 1\)"),
+        (planned(expert_map=integers(0)), ValueError, "expert_map of at least one expert", r"\(0,\)"),
     ],
     "plan_from_counts": [
         (counted(counts=[2, 0, 4]), TypeError, "counts to be a tensor", "list"),
@@ -388,6 +406,9 @@ TABLE = {
         (experts(plan=plan_of(T, 1, E)), ValueError, r"shape \(T, K\) = \(6, 2\)", r"a plan of \(6, 1\)"),
         (experts(plan=plan_of(K, T, E)), ValueError, r"shape \(T, K\) = \(6, 2\)", r"a plan of \(2, 6\)"),
         (experts(plan=plan_of(T, K, 4)), ValueError, "a plan of E = 3 experts", "4"),
+        (experts(plan=plan_of(T, K, E), expert_map=integers(9)),
+         ValueError, "expert_map without plan", "both"),
+        (experts(expert_map=torch.zeros(9)), TypeError, "expert_map of dtype int32", "torch.float32"),
     ],
     "grouped_mlp": [
         (mlp(x_rows=[1.0]), TypeError, "x_rows to be a tensor", "list"),
@@ -470,6 +491,10 @@ VALUES_ON_THE_CPU = [
     (gemm(offsets=torch.tensor([4, 2, 6]).int()), ValueError, OFFSETS, r"offsets\[1\] = 2 after 4"),
     (gemm(offsets=torch.tensor([-1, 2, 6]).int()), ValueError, OFFSETS, r"offsets\[0\] = -1 after 0"),
     (gemm(offsets=torch.tensor([2, 2, 7]).int()), ValueError, OFFSETS, r"offsets\[2\] = 7 after 2"),
+    (router(ids=integers(T, 2) - 1), ValueError, "ids from 0 to 7", r"ids\[0, 0\] = -1"),
+    (router(ids=integers(T, 2) + 8), ValueError, "ids from 0 to 7", r"ids\[0, 0\] = 8"),
+    (planned(expert_map=integers(9) + E), ValueError, "expert_map from -1 to 2", r"expert_map\[0\] = 3"),
+    (experts(expert_map=integers(9) - 2), ValueError, "expert_map from -1 to 2", r"expert_map\[0\] = -2"),
 ]  # fmt: skip
 
 
@@ -529,7 +554,7 @@ def test_table_under_autocast(device, row):
 
 @pytest.mark.parametrize("row", VALUES_ON_THE_CPU)
 def test_values_are_checked_on_the_cpu(cpu, row):
-    """Counts and offsets beyond the rows; on a GPU reading them would synchronise."""
+    """Counts and offsets beyond the rows, ids of no expert; on a GPU reading them would synchronise."""
     check_raises(*row, contextlib.nullcontext())
 
 
@@ -693,6 +718,14 @@ def operator_calls(device) -> tuple[dict, dict]:
         "router_dgrad: dlogits of other experts": (ops.router_dgrad, x, w1[0]),
         "router_dgrad: half dlogits": (ops.router_dgrad, x[:, :4].half(), w1[0]),
         "router_dgrad: a weight of experts": (ops.router_dgrad, x[:, :4], w1),
+        "route: ids of other tokens": (ops.route, x, None, 2, 0, False, 1.0, 0, 0, ids[:5]),
+        "route: ids of floats": (ops.route, x, None, 2, 0, False, 1.0, 0, 0, scores),
+        "route: two numbers of tokens": (ops.route, x, None, 2, 0, False, 1.0, 0, 0, None, ids[0]),
+        "route: no number of tokens": (ops.route, x, None, 2, 0, False, 1.0, 0, 0, None, ids[0, :0]),
+        "route: a float number of tokens": (ops.route, x, None, 2, 0, False, 1.0, 0, 0, None, scores[0, :1]),
+        "route_plan: a map of int64": (ops.route_plan, ids, E, plan.counts.long()),
+        "route_plan: a matrix for a map": (ops.route_plan, ids, E, ids),
+        "route_plan: an empty map": (ops.route_plan, ids, E, plan.counts[:0]),
         "route: k beyond E": (ops.route, x, None, 9, 0, False, 1.0, 0, 0),
         "route: k of 0": (ops.route, x, None, 0, 0, False, 1.0, 0, 0),
         "route: k beyond 32": (ops.route, torch.randn(2, 64, device=device), None, 33, 0, False, 1.0, 0, 0),

@@ -19,6 +19,7 @@ from cases import (
     assert_as_good,
     assert_near,
     assert_same_bits,
+    check_against_reference,
     check_experts,
     experts_cases,
     forward_backward,
@@ -304,6 +305,45 @@ def test_double_backward_raises(device):
     (dx,) = torch.autograd.grad(out.sum(), leaves["x"], create_graph=True)
     with pytest.raises(RuntimeError, match="double backward is not supported"):
         dx.square().sum().backward()
+
+
+@pytest.mark.parametrize("score_on", ("output", "input"))
+@pytest.mark.parametrize("dtype", (F32, BF16, F16), ids=("f32", "bf16", "f16"))
+def test_expert_map(device, dtype, score_on):
+    """Ids of 12 experts, of which 5 have weights: the reference's results, without gradients in one operator
+    that has the same bits. Remote slots, whose scores are NaN, add nothing and get a zero gradient."""
+    case = Case(dtype=dtype, bias=True, score_on=score_on)
+    inputs, dout = case.inputs(device), case.dout(device)
+    ids = torch.randint(-2, 14, (case.tokens, case.top_k), device=device)
+    expert_map = torch.full((12,), -1, dtype=torch.int32, device=device)
+    expert_map[[2, 3, 5, 8, 11]] = torch.tensor([3, 0, 4, 1, 2], dtype=torch.int32, device=device)
+    fixed = {"ids": ids, "score_on": score_on, "expert_map": expert_map, **case.options}
+    found = check_against_reference("fused_experts", inputs, dout, **fixed)
+    is_remote = (ids < 0) | (ids >= 12) | (expert_map[ids.clamp(0, 11)] < 0)
+    assert 0 < is_remote.sum() < ids.numel()
+    assert not found["dscores"][is_remote].count_nonzero()
+    inputs["scores"][is_remote] = torch.nan
+    assert_same_bits(forward_backward(fused_moe.fused_experts, inputs, dout, **fixed), found)
+    with torch.no_grad():
+        assert torch.equal(fused_moe.fused_experts(**inputs, **fixed), found["out"])
+    del fixed["expert_map"]
+    plan = fused_moe.route_plan(ids, case.num_experts, expert_map)
+    assert_same_bits(forward_backward(fused_moe.fused_experts, inputs, dout, plan=plan, **fixed), found)
+
+
+def test_parts_of_a_layer_add_up(device):
+    """Each part of the experts with a map of its own: the sum of their outputs is that of all of them."""
+    case = Case(tokens=50, num_experts=8, top_k=3, dtype=F64)
+    inputs, ids = case.inputs(device), case.ids(device)
+    expected = fused_moe.fused_experts(**inputs, ids=ids)
+    total = torch.zeros_like(expected)
+    for part in torch.randperm(8, device=device).split((3, 0, 1, 4)):
+        if len(part):
+            expert_map = torch.full((8,), -1, dtype=torch.int32, device=device)
+            expert_map[part] = torch.arange(len(part), dtype=torch.int32, device=device)
+            weights = {n: t if n in ("x", "scores") or t is None else t[part] for n, t in inputs.items()}
+            total += fused_moe.fused_experts(**weights, ids=ids, expert_map=expert_map)
+    torch.testing.assert_close(total, expected)
 
 
 # --- determinism and threads ----------------------------------------------------------------------

@@ -165,10 +165,8 @@ import fused_moe
 print(*sorted(set(sys.modules) - before))
 """
     run = run_python(code)
-    own = (
-        "activation checks counting flops function gate info losses module oldest ops overlap plan reference"
-    )
-    own += " routed"
+    own = "activation checks counting flops function gate info losses module oldest ops overlap padding"
+    own += " plan reference routed"
     assert run.stdout.split() == ["fused_moe", *(f"fused_moe.{name}" for name in own.split())], run.stderr
 
 

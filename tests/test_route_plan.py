@@ -84,6 +84,37 @@ def test_ids_beyond_int32_are_no_experts(device):
     assert_is_plan_of(plan, ids, 4)
 
 
+@given(
+    tokens=st.sampled_from((0, 1, 127, 129, 1000)),
+    top_k=st.integers(1, 9),
+    sizes=st.sampled_from(((1, 1), (8, 3), (3, 8), (64, 16), (1500, 1024))),
+    routing=st.sampled_from(("repeats", "one", "gaps", "none", "sentinels")),
+    dtype=st.sampled_from((torch.int32, torch.int64)),
+    seed=st.integers(0, 99),
+)
+def test_expert_map(device, tokens, top_k, sizes, routing, dtype, seed):
+    """Ids of E_global experts, of which some are here: the plan of the ids that the map gives."""
+    num_ids, num_experts = sizes
+    ids = make_ids(routing, tokens, min(top_k, num_ids), num_ids, seed).to(device, dtype)
+    draw = {"generator": torch.Generator().manual_seed(seed)}
+    expert_map = torch.randint(-1, num_experts, (num_ids,), dtype=torch.int32, **draw).to(device)
+    plan = fused_moe.route_plan(ids, num_experts, expert_map)
+    assert_same_plan(plan, reference.route_plan(ids, num_experts, expert_map))
+    is_id = (ids >= 0) & (ids < num_ids)
+    mapped = torch.where(is_id, expert_map[torch.where(is_id, ids, 0).long()], -1)
+    assert_is_plan_of(plan, mapped, num_experts)
+    assert_same_plan(plan, fused_moe.route_plan(mapped, num_experts))
+
+
+def test_expert_maps_that_lead_astray(device):
+    """Operators take any value of a map: outside [0, E) the expert is remote. So are ids beyond the map."""
+    ids = torch.tensor([[0, 1], [2, 3], [4, 5], [6, 2**32]], device=device)
+    expert_map = torch.tensor([2, 3, -1, -(2**31), 2**31 - 1, 0], dtype=torch.int32, device=device)
+    expected = torch.tensor([[2, -1], [-1, -1], [-1, 0], [-1, -1]], device=device)
+    found = torch.ops.fused_moe.route_plan(ids, 3, expert_map)
+    assert_same_plan(Plan(*found), fused_moe.route_plan(expected, 3))
+
+
 @pytest.mark.parametrize("count", (SKINNY_ROWS + 1, TILE_ROWS - 1, TILE_ROWS, TILE_ROWS + 1, 5 * TILE_ROWS))
 def test_row_tiles(device, count):
     """Full experts, then skinny ones, with the inclusive prefix of their row tiles; none for an empty one."""

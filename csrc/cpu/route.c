@@ -1,12 +1,14 @@
-/* route: scores of every expert, fused with the choice of the K best; and its gradient.
+/* route: scores of every expert, fused with the choice of the K best, or of given ones; and its gradient.
  *
  * A row of E <= 1024 logits fits a thread's scratch. Scores are computed in double and rounded once to
  * float, as are the groups' sums, and the choice is made on the rounded ones, as the contract says (float64
  * logits stay double).
  * Without bias and groups the choice is made on the logits: it cannot depend on how exp rounds. */
+#include "../integer.h"
 #include "cpu.h"
 
 #include <math.h>
+#include <string.h>
 
 enum { BLOCK = 32 };    /* tokens a task */
 enum { EXP_WORK = 16 }; /* an exponential, in multiplications */
@@ -25,6 +27,10 @@ static void all_scores(FusedMoeScoreFunc f, double *p, const double *logits, int
         softmax(p, logits, E);
     else
         for (int32_t e = 0; e < E; e++) p[e] = 1 / (1 + exp(-logits[e]));
+}
+
+static double score_of(const double *score, int32_t id) {
+    return id < 0 ? 0 : score[id];
 }
 
 static void load_logits(const FmRows *v, double *logits, void *accum, const void *row, int32_t E) {
@@ -75,8 +81,17 @@ static int route_block(int64_t block, const void *ctx, char *scratch) {
     int32_t *groups = fm_take(&scratch, &unused, p->E * sizeof(int32_t));
     bool *kept = fm_take(&scratch, &unused, p->E * sizeof(bool));
     bool limited = p->num_groups > 0, by_score = p->bias || limited;
+    int64_t num_tokens = num_real_tokens(p->num_tokens, p->num_tokens_dtype, p->T);
 
     for (int64_t t = block * BLOCK; t < fm_min(p->T, (block + 1) * BLOCK); t++) {
+        int32_t *ids = p->ids + t * p->K, n = 0;
+        if (t >= num_tokens) { /* padding: its logits are not read */
+            for (int32_t k = 0; k < p->K; k++) {
+                ids[k] = -1;
+                v->set(p->scores, t * p->K + k, 0);
+            }
+            continue;
+        }
         load_logits(v, logits, accum, fm_at(p->logits, v->elem_bytes, t * p->E), p->E);
         all_scores(p->score_func, score, logits, p->E);
         for (int32_t e = 0; e < p->E; e++) {
@@ -86,15 +101,21 @@ static int route_block(int64_t block, const void *ctx, char *scratch) {
             choice[e] += p->bias[e];
             if (v->accum_bytes == sizeof(float)) choice[e] = (float)choice[e];
         }
-        if (limited) keep_groups(p, v, choice, worth, groups, kept);
-
-        int32_t *ids = p->ids + t * p->K, n = 0;
-        for (int32_t e = 0; e < p->E; e++)
-            if (!limited || kept[e]) insert(ids, &n, p->K, choice, e);
+        if (p->given_ids) {
+            for (int32_t k = 0; k < p->K; k++) {
+                int64_t id = integer(p->given_ids, p->given_dtype, t * p->K + k);
+                ids[k] = id >= 0 && id < p->E ? (int32_t)id : -1;
+            }
+        } else {
+            if (limited) keep_groups(p, v, choice, worth, groups, kept);
+            for (int32_t e = 0; e < p->E; e++)
+                if (!limited || kept[e]) insert(ids, &n, p->K, choice, e);
+        }
         double sum = NORM_EPSILON;
-        for (int32_t k = 0; k < p->K; k++) sum += score[ids[k]];
+        for (int32_t k = 0; k < p->K; k++) sum += score_of(score, ids[k]);
         double factor = p->route_norm ? p->route_scale / sum : p->route_scale;
-        for (int32_t k = 0; k < p->K; k++) v->set(p->scores, t * p->K + k, score[ids[k]] * factor);
+        for (int32_t k = 0; k < p->K; k++)
+            v->set(p->scores, t * p->K + k, ids[k] < 0 ? 0 : score[ids[k]] * factor);
     }
     return FUSED_MOE_OK;
 }
@@ -119,6 +140,13 @@ static int route_backward_block(int64_t block, const void *ctx, char *scratch) {
 
     for (int64_t t = block * BLOCK; t < fm_min(p->T, (block + 1) * BLOCK); t++) {
         const int32_t *ids = p->ids + t * p->K;
+        void *dlogits = fm_at(p->dlogits, v->elem_bytes, t * p->E);
+        bool has_expert = false;
+        for (int32_t k = 0; k < p->K; k++) has_expert |= ids[k] >= 0;
+        if (!has_expert) { /* padding, say: its logits may be NaN */
+            memset(dlogits, 0, p->E * v->elem_bytes);
+            continue;
+        }
         load_logits(v, logits, accum, fm_at(p->logits, v->elem_bytes, t * p->E), p->E);
         all_scores(p->score_func, score, logits, p->E);
         for (int32_t e = 0; e < p->E; e++) dscore[e] = 0;
@@ -126,13 +154,13 @@ static int route_backward_block(int64_t block, const void *ctx, char *scratch) {
         /* through scale and norm: q_k = score_k / sum, dscore_k = (dq_k - sum_j dq_j q_j) / sum */
         double sum = NORM_EPSILON, shift = 0;
         if (p->route_norm) {
-            for (int32_t k = 0; k < p->K; k++) sum += score[ids[k]];
+            for (int32_t k = 0; k < p->K; k++) sum += score_of(score, ids[k]);
             for (int32_t k = 0; k < p->K; k++)
-                shift += v->get(p->dscores, t * p->K + k) * score[ids[k]] / sum;
+                if (ids[k] >= 0) shift += v->get(p->dscores, t * p->K + k) * score[ids[k]] / sum;
         }
         double factor = p->route_norm ? p->route_scale / sum : p->route_scale;
         for (int32_t k = 0; k < p->K; k++)
-            dscore[ids[k]] += (v->get(p->dscores, t * p->K + k) - shift) * factor;
+            if (ids[k] >= 0) dscore[ids[k]] += (v->get(p->dscores, t * p->K + k) - shift) * factor;
 
         if (p->score_func == FUSED_MOE_SOFTMAX) {
             double mean = 0;
@@ -141,7 +169,7 @@ static int route_backward_block(int64_t block, const void *ctx, char *scratch) {
         } else {
             for (int32_t e = 0; e < p->E; e++) v->set(accum, e, dscore[e] * score[e] * (1 - score[e]));
         }
-        v->store(fm_at(p->dlogits, v->elem_bytes, t * p->E), accum, p->E);
+        v->store(dlogits, accum, p->E);
     }
     return FUSED_MOE_OK;
 }
@@ -150,7 +178,7 @@ int fused_moe_cpu_route_backward(const FusedMoeRouteBackward *p) {
     const FmRows *v = fm_rows(p->dtype);
     if (!v) return FUSED_MOE_UNSUPPORTED_DTYPE;
     for (int64_t i = 0; i < p->T * p->K; i++)
-        if (p->ids[i] < 0 || p->ids[i] >= p->E) return FUSED_MOE_INVALID_ROWS;
+        if (p->ids[i] < -1 || p->ids[i] >= p->E) return FUSED_MOE_INVALID_ROWS;
     size_t bytes = p->E * (v->accum_bytes + 3 * sizeof(double)) + 4 * 64;
     return fm_parallel(fm_blocks(p->T, BLOCK), p->T * p->E * EXP_WORK, route_backward_block, p, bytes);
 }

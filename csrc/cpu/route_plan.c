@@ -18,14 +18,14 @@ int fused_moe_cpu_route_plan(const FusedMoeRoutePlan *p) {
     int64_t slots = p->T * p->K;
     for (int32_t e = 0; e < p->E; e++) p->counts[e] = 0;
     for (int64_t slot = 0; slot < slots; slot++) {
-        int64_t e = integer(p->ids, p->ids_dtype, slot);
+        int64_t e = slot_expert(p, slot);
         if (e >= 0 && e < p->E) p->counts[e]++;
     }
     finish_plan(p->counts, slots, p->E, p->offsets, p->schedule);
 
     /* offsets[e] walks through the rows of e, and ends where those of e + 1 begin */
     for (int64_t slot = 0; slot < slots; slot++) {
-        int64_t e = integer(p->ids, p->ids_dtype, slot);
+        int64_t e = slot_expert(p, slot);
         p->token_row[slot] = -1;
         if (e < 0 || e >= p->E) continue;
         int32_t row = p->offsets[e]++;

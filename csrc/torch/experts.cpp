@@ -226,9 +226,11 @@ Tensor experts_down(const Tensor &a_, const OptTensor &, const Tensor &w2, const
 std::tuple<Tensor, Tensor> experts(const Tensor &x, const Tensor &w1, const OptTensor &w3, const Tensor &w2,
                                    const OptTensor &b1, const OptTensor &b3, const OptTensor &b2,
                                    const Tensor &scores, const Tensor &ids, int64_t layout,
-                                   int64_t activation, const Constants &constants, bool score_on_input) {
+                                   int64_t activation, const Constants &constants, bool score_on_input,
+                                   const OptTensor &expert_map) {
     check_dim("experts", "w1", w1, 3);
-    auto [counts, offsets, schedule, row_token, row_slot, token_row] = route_plan(ids, w1.size(0));
+    auto [counts, offsets, schedule, row_token, row_slot, token_row] =
+        route_plan(ids, w1.size(0), expert_map);
     const TensorList plan = {offsets, schedule, row_token, row_slot, token_row};
     OptTensor of_x, of_y;
     (score_on_input ? of_x : of_y) = scores;

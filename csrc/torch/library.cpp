@@ -168,11 +168,13 @@ STABLE_TORCH_LIBRARY(fused_moe, m) {
     m.def("router_logits(Tensor x, Tensor weight, Tensor? bias) -> Tensor");
     m.def("router_dgrad(Tensor dlogits, Tensor weight) -> Tensor");
     m.def("route(Tensor logits, Tensor? bias, int top_k, int score_func, bool route_norm, float route_scale, "
-          "int num_groups, int num_limited_groups) -> (Tensor scores, Tensor ids)");
+          "int num_groups, int num_limited_groups, Tensor? given_ids=None, Tensor? num_tokens=None) -> "
+          "(Tensor scores, Tensor ids)");
     m.def("route_backward(Tensor dscores, Tensor logits, Tensor ids, int score_func, bool route_norm, "
           "float route_scale) -> Tensor");
-    m.def("route_plan(Tensor ids, int num_experts) -> (Tensor counts, Tensor offsets, Tensor schedule, "
-          "Tensor row_token, Tensor row_slot, Tensor token_row)");
+    m.def(
+        "route_plan(Tensor ids, int num_experts, Tensor? expert_map=None) -> (Tensor counts, Tensor offsets, "
+        "Tensor schedule, Tensor row_token, Tensor row_slot, Tensor token_row)");
     m.def(
         "count_plan(Tensor counts, SymInt num_rows) -> (Tensor counts_out, Tensor offsets, Tensor schedule)");
 
@@ -202,8 +204,8 @@ STABLE_TORCH_LIBRARY(fused_moe, m) {
         "experts_down(Tensor a, Tensor? h, Tensor w2, Tensor? b2, Tensor? scores, Tensor[] plan, int layout, "
         "int activation, float[] constants, Tensor? main_grad2=None) -> Tensor");
     m.def("experts(Tensor x, Tensor w1, Tensor? w3, Tensor w2, Tensor? b1, Tensor? b3, Tensor? b2, "
-          "Tensor scores, Tensor ids, int layout, int activation, float[] constants, bool score_on_input) -> "
-          "(Tensor out, Tensor counts)");
+          "Tensor scores, Tensor ids, int layout, int activation, float[] constants, bool score_on_input, "
+          "Tensor? expert_map=None) -> (Tensor out, Tensor counts)");
     m.def("experts_up_backward" EXPERTS_UP_BACKWARD(""));
     m.def("experts_up_backward_accumulate" EXPERTS_UP_BACKWARD(
         ", Tensor(a!)? main_grad1, Tensor(b!)? main_grad3"));

@@ -18,10 +18,12 @@ Tensor router_logits(const Tensor &x, const Tensor &weight, const OptTensor &bia
 Tensor router_dgrad(const Tensor &dlogits, const Tensor &weight);
 std::tuple<Tensor, Tensor> route(const Tensor &logits, const OptTensor &bias, int64_t top_k,
                                  int64_t score_func, bool route_norm, double route_scale, int64_t num_groups,
-                                 int64_t num_limited_groups);
+                                 int64_t num_limited_groups, const OptTensor &given_ids,
+                                 const OptTensor &num_tokens);
 Tensor route_backward(const Tensor &dscores, const Tensor &logits, const Tensor &ids, int64_t score_func,
                       bool route_norm, double route_scale);
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> route_plan(const Tensor &ids, int64_t num_experts);
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> route_plan(const Tensor &ids, int64_t num_experts,
+                                                                      const OptTensor &expert_map);
 std::tuple<Tensor, Tensor, Tensor> count_plan(const Tensor &counts, int64_t num_rows);
 
 /* --- rows.cpp ------------------------------------------------------------------------------------------- */
@@ -77,7 +79,8 @@ Tensor experts_down(const Tensor &a, const OptTensor &h, const Tensor &w2, const
 std::tuple<Tensor, Tensor> experts(const Tensor &x, const Tensor &w1, const OptTensor &w3, const Tensor &w2,
                                    const OptTensor &b1, const OptTensor &b3, const OptTensor &b2,
                                    const Tensor &scores, const Tensor &ids, int64_t layout,
-                                   int64_t activation, const Constants &constants, bool score_on_input);
+                                   int64_t activation, const Constants &constants, bool score_on_input,
+                                   const OptTensor &expert_map);
 DownGrads experts_down_backward(const Tensor &dout, const Tensor &h, const Tensor &w2, const OptTensor &b2,
                                 const OptTensor &scores, const TensorList &plan, int64_t layout,
                                 int64_t activation, const Constants &constants, bool need_dh, bool need_dw2,

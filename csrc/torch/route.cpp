@@ -66,7 +66,8 @@ Tensor router_dgrad(const Tensor &dlogits_, const Tensor &weight_) {
 
 std::tuple<Tensor, Tensor> route(const Tensor &logits_, const OptTensor &bias_, int64_t top_k,
                                  int64_t score_func, bool route_norm, double route_scale, int64_t num_groups,
-                                 int64_t num_limited_groups) {
+                                 int64_t num_limited_groups, const OptTensor &given_ids_,
+                                 const OptTensor &num_tokens) {
     const char *op = "route";
     check_dim(op, "logits", logits_, 2);
     int64_t T = logits_.size(0), E = logits_.size(1);
@@ -89,12 +90,26 @@ std::tuple<Tensor, Tensor> route(const Tensor &logits_, const OptTensor &bias_, 
         bias = dense(*bias_);
     }
     FusedMoeRoute p = {};
+    OptTensor given_ids;
+    if (given_ids_) {
+        check_shape(op, "given_ids", *given_ids_, {T, top_k});
+        check_device(op, "given_ids", *given_ids_, logits);
+        p.given_dtype = dtype_of(op, "given_ids", *given_ids_, false);
+        given_ids = dense(*given_ids_);
+    }
+    if (num_tokens) {
+        check_size(op, "elements in num_tokens", num_tokens->numel(), 1, 1);
+        check_device(op, "num_tokens", *num_tokens, logits);
+        p.num_tokens_dtype = dtype_of(op, "num_tokens", *num_tokens, false);
+    }
     p.dtype = float_dtype(op, logits);
     Call call = begin_call(op, logits);
     Tensor scores = new_tensor(logits, {T, top_k}, score_dtype(logits));
     Tensor ids = new_tensor(logits, {T, top_k}, ScalarType::Int);
     p.logits = data(logits);
     p.bias = (const float *)data(bias);
+    p.given_ids = data(given_ids);
+    p.num_tokens = data(num_tokens);
     p.scores = scores.mutable_data_ptr();
     p.ids = mutable_ints(ids);
     p.score_func = (FusedMoeScoreFunc)score_func;
@@ -155,8 +170,8 @@ static PlanTensors new_plan(const Tensor &like, int64_t E, Params *p) {
     return plan;
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> route_plan(const Tensor &ids_,
-                                                                      int64_t num_experts) {
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> route_plan(const Tensor &ids_, int64_t num_experts,
+                                                                      const OptTensor &expert_map_) {
     const char *op = "route_plan";
     check_dim(op, "ids", ids_, 2);
     check_size(op, "num_experts", num_experts, 1, MAX_EXPERTS);
@@ -165,6 +180,13 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> route_plan(const Tens
     check_size(op, "T*K", T * K, 0, MAX_ROWS);
     FusedMoeRoutePlan p = {};
     p.ids_dtype = dtype_of(op, "ids", ids, false);
+    OptTensor expert_map;
+    if (expert_map_) {
+        expert_map = index_tensor(op, "expert_map", *expert_map_, ids, 1);
+        check_size(op, "ids in expert_map", expert_map->size(0), 1, INT32_MAX);
+        p.expert_map = ints(*expert_map);
+        p.map_size = expert_map->size(0);
+    }
     Call call = begin_call(op, ids);
     PlanTensors plan = new_plan(ids, num_experts, &p);
     Tensor row_token = new_tensor(ids, {T * K}, ScalarType::Int);

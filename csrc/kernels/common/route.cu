@@ -1,4 +1,4 @@
-/* route: the scores of all experts, and the top K of them; and route_backward, its gradient.
+/* route: the scores of all experts, and the top K or given ones of them; and route_backward, its gradient.
  *
  * A sub-warp of G lanes per token; a warp has 32 / G tokens. Of each 32 experts a lane holds C = 32 / G
  * consecutive ones, V in all. The sums are those of a warp per token whose lane l holds experts l, l + 32,
@@ -6,6 +6,7 @@
  * Without bias and expert groups, top-k compares logits, so the choice does not depend on the rounding of
  * exp. NaN compares greatest, as in torch.topk, and ties go to the lowest id: whatever the logits are, the K
  * ids differ. */
+#include "../../integer.h"
 #include "launch.cuh"
 #include "numeric.cuh"
 
@@ -295,14 +296,20 @@ template <typename Acc, int G, int V>
 __global__ void __launch_bounds__(32 * WARPS) route_kernel(const __grid_constant__ FusedMoeRoute p) {
     __shared__ Acc choices[32 * WARPS / G][G * V];
     int slot = subwarp_lane<G>(); /* gets the expert of its rank */
-    int64_t token = subwarp_token<G>(), t = min(token, p.T - 1);
+    /* without a real token, a sub-warp computes another one's and writes that it has no expert */
+    int64_t num_tokens = num_real_tokens(p.num_tokens, p.num_tokens_dtype, p.T);
+    int64_t token = subwarp_token<G>(), t = max(min(token, num_tokens - 1), (int64_t)0);
     Acc logit[V];
     load_logits<G>(logit, p.logits, p.dtype, t, p.E);
     Scores<Acc> scores = scores_of<G>(p.score_func, logit);
 
     int id = 0;
     bool is_chosen = false;
-    if (!p.bias && !p.num_groups && sizeof(Acc) == 4) {
+    if (p.given_ids) {
+        int64_t given = slot < p.K ? integer(p.given_ids, p.given_dtype, t * p.K + slot) : -1;
+        id = given >= 0 && given < p.E ? (int)given : -1;
+        is_chosen = true;
+    } else if (!p.bias && !p.num_groups && sizeof(Acc) == 4) {
         /* The low bits of a key are replaced by 1023 - expert, so no two keys are equal. A 16-bit logit leaves
          * them without information: all are 0, or all 1 if it is negative or NaN. float32 logits may differ
          * in them alone. Where that may have changed the choice, the warp chooses again. */
@@ -338,11 +345,13 @@ __global__ void __launch_bounds__(32 * WARPS) route_kernel(const __grid_constant
             if (k == slot) id = best;
         }
     }
-    Acc chosen = slot < p.K ? scores(load_one<Acc>(p.logits, p.dtype, t * p.E + id)) : Acc(0);
+    bool has_expert = slot < p.K && id >= 0;
+    Acc chosen = has_expert ? scores(load_one<Acc>(p.logits, p.dtype, t * p.E + id)) : Acc(0);
     Acc sum = p.route_norm ? subwarp_sum<G>(chosen) + NORM_EPSILON<Acc> : Acc(1);
     if (slot < p.K && token < p.T) {
-        ((Acc *)p.scores)[t * p.K + slot] = chosen * ((Acc)p.route_scale / sum);
-        p.ids[t * p.K + slot] = id;
+        has_expert &= token < num_tokens;
+        ((Acc *)p.scores)[token * p.K + slot] = has_expert ? chosen * ((Acc)p.route_scale / sum) : Acc(0);
+        p.ids[token * p.K + slot] = has_expert ? id : -1;
     }
 }
 
@@ -392,11 +401,15 @@ __global__ void __launch_bounds__(32 * WARPS)
 #pragma unroll
         for (int c = 0; c < C; c++) x[i + c] = part.v[c];
     }
-    bool softmax = p.score_func == FUSED_MOE_SOFTMAX;
+    bool softmax = p.score_func == FUSED_MOE_SOFTMAX, has_expert = subwarp_max<G>((uint32_t)valid);
     Acc mean = 0;
     if (softmax) mean = sum_elements<G, Acc, V>([&](Acc sum, int i) { return fma(x[i], value[i], sum); });
 #pragma unroll
     for (int i = 0; i < V; i++) x[i] = (x[i] - mean) * (softmax ? value[i] : value[i] * (1 - value[i]));
+    if (!has_expert) { /* padding, say: its logits may be NaN */
+#pragma unroll
+        for (int i = 0; i < V; i++) x[i] = 0;
+    }
     if (token < p.T) store_row<G>(p.dlogits, x, p.dtype, t, p.E);
 }
 

@@ -89,7 +89,7 @@ __global__ void __launch_bounds__(SCHEDULE_THREADS) schedule_kernel(const __grid
 /* The expert of a slot, counted from first_expert on; -1: it is not in this CTA's range. */
 __device__ inline int expert_of(const Sort &s, int64_t slot, int64_t end, int32_t first_expert) {
     if (slot >= end) return -1;
-    int64_t e = integer(s.p.ids, s.p.ids_dtype, slot);
+    int64_t e = slot_expert(&s.p, slot);
     return e >= first_expert && e < min(s.p.E, first_expert + EXPERTS_PER_CTA) ? (int)(e - first_expert) : -1;
 }
 
@@ -112,7 +112,7 @@ __global__ void __launch_bounds__(THREADS) count_kernel(const __grid_constant__ 
 /* Of experts [first, first + num), counted by this CTA: the only span's slots. */
 __device__ inline void count_slots(const Sort &s, int32_t first, int32_t num, int32_t *rows) {
     for (int64_t slot = threadIdx.x; slot < s.num_slots; slot += THREADS) {
-        int64_t e = integer(s.p.ids, s.p.ids_dtype, slot);
+        int64_t e = slot_expert(&s.p, slot);
         if (e >= first && e < first + num) atomicAdd(&rows[e - first], 1);
     }
 }
@@ -217,8 +217,8 @@ __global__ void __launch_bounds__(THREADS, 1) scatter_kernel(const __grid_consta
                 p.row_token[row] = (int32_t)(slot / p.K);
             }
             if (slot >= end || first_expert) continue;
-            int64_t id = integer(p.ids, p.ids_dtype, slot);
-            if (id < 0 || id >= p.E) p.token_row[slot] = -1;
+            int64_t any = slot_expert(&p, slot); /* of any range */
+            if (any < 0 || any >= p.E) p.token_row[slot] = -1;
             if (slot >= num_rows) p.row_slot[slot] = p.row_token[slot] = -1; /* there is no such row */
         }
         __syncthreads();
