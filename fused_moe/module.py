@@ -15,6 +15,7 @@ from .activation import activate
 from .counting import Counting
 from .gate import Gate, fit
 from .losses import load_balancing_loss, router_z_loss
+from .padding import zero_padding
 from .routed import can_join, is_altered, is_plain_linear, routed_experts
 
 FN = "FusedMoE"  # as its messages begin
@@ -64,10 +65,18 @@ class Router(nn.Module):
     def reset_parameters(self) -> None:
         self.gate.reset_parameters()
 
-    def forward(self, x: Tensor, expert_bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(
+        self,
+        x: Tensor,
+        expert_bias: Tensor | None,
+        *,
+        ids: Tensor | None = None,
+        num_tokens: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """x (T, D) -> scores (T, K), ids (T, K), logits (T, E) in float32 or float64."""
         logits = self.gate(x)
-        scores, ids = function.route(logits, self.top_k, bias=expert_bias, **self.routing)
+        given = {"ids": ids, "num_tokens": num_tokens}
+        scores, ids = function.route(logits, self.top_k, bias=expert_bias, **self.routing, **given)
         return scores, ids, logits
 
     def extra_repr(self) -> str:
@@ -142,25 +151,32 @@ class SharedExperts(nn.Module):
         for linear in self.children():
             linear.reset_parameters()
 
-    def forward(self, x: Tensor, gate: nn.Linear | None = None) -> Tensor:
-        """x (T, D) -> (T, D), each token's times sigmoid(gate(x)) if there is a gate.
+    def forward(self, x: Tensor, gate: nn.Linear | None = None, num_tokens: Tensor | None = None) -> Tensor:
+        """x (T, D) -> (T, D), each token's times sigmoid(gate(x)) if there is a gate; zero in padded rows.
 
         By the operators of the routed experts, as one expert that has every token: a token's output does not
         depend on the others. Linear layers that do more than that are called instead.
         """
-        linears = [linear for linear in (self.w1, self.w2, self.w3, gate) if linear is not None]
-        if not all(_is_stock(linear, x) for linear in linears):
+        if not self.is_stock(x, gate):
             up = None if self.w3 is None else self.w3(x)
             shared = self.w2(activate(self.w1(x), up, activation=self.activation))
-            return shared if gate is None else gate(x).sigmoid() * shared
+            return zero_padding(shared if gate is None else gate(x).sigmoid() * shared, num_tokens)
         (w1, b1), (w2, b2), (w3, b3) = map(_as_expert, (self.w1, self.w2, self.w3))
         settings = {"b1": b1, "b2": b2, "b3": b3, "activation": self.activation}
         if gate is None:
-            counts = torch.full((1,), x.size(0), dtype=torch.int32, device=x.device)
+            if num_tokens is None:
+                counts = torch.full((1,), x.size(0), dtype=torch.int32, device=x.device)
+            else:
+                counts = num_tokens.reshape(1).clamp(0, x.size(0))
             return function.grouped_mlp(x, w1, w2, w3, counts, **settings)
         logits = function.router_logits(x, gate.weight, gate.bias)
-        scores, ids = function.route(logits, 1, score_func="sigmoid")
+        scores, ids = function.route(logits, 1, score_func="sigmoid", num_tokens=num_tokens)
         return function.fused_experts(x, w1, w2, w3, scores, ids, **settings)
+
+    def is_stock(self, x: Tensor, gate: nn.Linear | None) -> bool:
+        """Whether our operators compute what calling the linear layers on x does."""
+        linears = (self.w1, self.w2, self.w3, gate)
+        return all(_is_stock(linear, x) for linear in linears if linear is not None)
 
 
 def _is_stock(linear: nn.Module, x: Tensor) -> bool:
@@ -203,7 +219,8 @@ class FusedMoE(Counting):
     `fully_shard` this has no effect: forward gets other tensors, without the attribute.
 
     Shapes:
-        forward(x: (..., D)) -> (..., D). With return_losses=True -> ((..., D), RouterLosses).
+        forward(x: (..., D)) -> (..., D). With return_losses=True -> ((..., D), RouterLosses), with
+        return_ids=True -> ((..., D), ids (..., K) int32), with both -> ((..., D), RouterLosses, ids).
     """
 
     router_type = Router
@@ -287,41 +304,85 @@ class FusedMoE(Counting):
             self.expert_bias.zero_()
         self.tokens_per_expert.zero_()
 
-    def forward(self, x: Tensor, *, return_losses: bool = False):
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        return_losses: bool = False,
+        ids: Tensor | None = None,
+        return_ids: bool = False,
+        num_tokens: Tensor | None = None,
+    ):
         """Applies the layer to every token.
 
         Args:
             x: (..., D), of the parameters' dtype (any but float64 under autocast) and on their device.
             return_losses: whether to return RouterLosses, for the trainer's loss, beside the output.
+            ids: (..., K) int32 or int64, the experts of each token, as return_ids has returned them: replays
+                a choice. See `fused_moe.route`.
+            return_ids: whether to return the chosen experts, -1 where a slot has none.
+            num_tokens: one int32 or int64 on x's device, in a tensor of any shape; clamped to [0, T]. The
+                first num_tokens of x's T tokens are real. The others are padding: no expert computes them,
+                neither counters nor losses see them, their output and gradient are zero, and whatever they
+                hold, NaN say, reaches nothing. The host never reads it, so one CUDA graph serves any number.
 
         Returns:
-            (..., D), or ((..., D), RouterLosses).
+            (..., D); or a tuple of it, RouterLosses if they are asked for, and ids if they are.
 
         Raises:
             TypeError, ValueError: before the experts run, with what was expected and what was found.
         """
         self._check_input(x)
         tokens = x if x.dim() == 2 else x.reshape(-1, x.size(-1))
-        out, counts, ids, logits = self._routed(tokens)
+        given = {}
+        if num_tokens is not None:
+            checks.check_num_tokens(FN, num_tokens, "x", x)
+            given["num_tokens"] = num_tokens
+            if not self._keeps_padding_apart(tokens):
+                tokens = zero_padding(tokens, num_tokens)
+        if ids is not None:
+            checks.check_tensor(FN, "ids", ids, x.dim(), (torch.int32, torch.int64))
+            checks.check_shape(FN, "ids", ids, "..., K", (*x.shape[:-1], self.top_k))
+            checks.check_device(FN, "ids", ids, "x", x)
+            given["ids"] = ids.reshape(-1, self.top_k)
+        out, counts, ids, logits = self._routed(tokens, given)
         if self.training and self._count("tokens_per_expert", counts) and self.load_balance_coeff is not None:
             self._watch_balance()
         if self.shared_experts is not None:
-            out = out + self._shared(tokens)
+            out = out + self._shared(tokens, num_tokens)
         if x.dim() != 2:
             out = out.view(x.shape)
-        if not return_losses:
-            return out
-        balance = load_balancing_loss(logits, ids, self.num_experts)
-        return out, RouterLosses(balance, router_z_loss(logits))
+        results = [out]
+        if return_losses:
+            balance = load_balancing_loss(logits, ids, self.num_experts, num_tokens=num_tokens)
+            results.append(RouterLosses(balance, router_z_loss(logits, num_tokens=num_tokens)))
+        if return_ids:
+            results.append(ids.reshape(*x.shape[:-1], self.top_k))
+        return out if len(results) == 1 else tuple(results)
 
-    def _shared(self, x: Tensor) -> Tensor:
-        """The shared experts' output, times sigmoid(gate(x)) if there is a gate."""
+    def _shared(self, x: Tensor, num_tokens: Tensor | None) -> Tensor:
+        """The shared experts' output, times sigmoid(gate(x)) if there is a gate; zero in padded rows."""
         experts, gate = self.shared_experts, self.shared_expert_gate
-        if gate is None:
+        if gate is None and num_tokens is None:
             return experts(x)
         if type(experts) is SharedExperts and not is_altered(experts):
-            return experts(x, gate)
-        return gate(x).sigmoid() * experts(x)
+            return experts(x, gate, num_tokens)
+        shared = experts(x) if gate is None else gate(x).sigmoid() * experts(x)
+        return zero_padding(shared, num_tokens)
+
+    def _keeps_padding_apart(self, x: Tensor) -> bool:
+        """Whether what padded rows of x hold stays in their rows of the logits: no gradient sums over tokens,
+        and our operators alone read x."""
+        router, shared = self.router, self.shared_experts
+        if torch.is_grad_enabled() or type(router) is not Router or type(self.experts) is not Experts:
+            return False
+        gate = router.gate
+        if type(gate) is not Gate or is_altered(gate) or not fit(x, gate.weight, gate.bias):
+            return False
+        if shared is None:
+            return True
+        stock = type(shared) is SharedExperts and not is_altered(shared)
+        return stock and shared.is_stock(x, self.shared_expert_gate)
 
     def _check_input(self, x) -> None:
         if not isinstance(x, Tensor):
@@ -332,22 +393,23 @@ class FusedMoE(Counting):
         if x.dim() < 1 or x.size(-1) != self.dim:
             checks.fail(ValueError, FN, f"x of shape (..., D) with D = {self.dim}", tuple(x.shape))
 
-    def _routed(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """The routed experts' out (T, D) and counts (E,), the router's ids (T, K) and logits (T, E)."""
+    def _routed(self, x: Tensor, given: dict) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """The routed experts' out (T, D) and counts (E,), the router's ids (T, K) and logits (T, E). `given`
+        are the router's ids and num_tokens."""
         stock = type(self.router) is Router and type(self.experts) is Experts
         if stock and can_join(x, self.router, self.experts):
-            return routed_experts(x, self.router, self.experts, self.expert_bias)
-        scores, ids, logits = self._route(x)
+            return routed_experts(x, self.router, self.experts, self.expert_bias, **given)
+        scores, ids, logits = self._route(x, given)
         return *self.experts(x, scores, ids), ids, logits
 
-    def _route(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _route(self, x: Tensor, given: dict) -> tuple[Tensor, Tensor, Tensor]:
         """The router's results. If its linear layer fails, the error says what is wrong with x. It cannot be
         checked before: hooks, adapters and quantised weights may cast x. A graph break inside `try` keeps
         torch.compile from compiling forward, so compiled code has no `try`."""
         if torch.compiler.is_compiling():
-            return self.router(x, self.expert_bias)
+            return self.router(x, self.expert_bias, **given)
         try:
-            return self.router(x, self.expert_bias)
+            return self.router(x, self.expert_bias, **given)
         except RuntimeError:
             weight = getattr(self.router.gate, "weight", None)
             if isinstance(weight, Tensor) and weight.is_floating_point():

@@ -125,16 +125,17 @@ class _RoutedUp(torch.autograd.Function):
 
 
 def routed_experts(
-    x: Tensor, router: nn.Module, experts: nn.Module, expert_bias: Tensor | None
+    x: Tensor, router: nn.Module, experts: nn.Module, expert_bias: Tensor | None, **given: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """What Router and Experts compute of x (T, D): out (T, D), counts (E,), ids (T, K), logits (T, E)."""
+    """What Router and Experts compute of x (T, D): out (T, D), counts (E,), ids (T, K), logits (T, E).
+    `given` are the router's ids and num_tokens."""
     fn, (w1, w2, w3) = "fused_experts", experts.weights
     b1, b2, b3 = experts.b1, experts.b2, experts.b3
     constants = [function.ALPHA, function.LIMIT]
     *_, layout = check_experts(fn, "x", x, w1, w2, w3, b1, b2, b3, *constants, "separate", False)
     main_up, main_down = check_main_grads(fn, experts.main_grads, "x", x, experts.weights, False)
     settings = (layout, ACTIVATION_CODES[experts.activation], constants)
-    up = (w1, w3, b1, b3, expert_bias, router.top_k, router.routing, settings, main_up)
+    up = (w1, w3, b1, b3, expert_bias, router.top_k, router.routing | given, settings, main_up)
     h, a, scores, ids, logits, *plan = _RoutedUp.apply(x, router.gate.weight, router.gate.bias, *up)
     plan = Plan(*plan)
     down = (a, h, w2, b2, scores, plan.tensors, *settings, *main_down)
