@@ -229,7 +229,13 @@ enum { NUM_CASES = 16 * NUM_SHAPES };
 
 /* --- operators ------------------------------------------------------------------------------------------ */
 
-/* One slot of eight has an id outside [0, E), and expert 1 has no rows where there are others. */
+/* A value of [0, n), or one time in eight one outside. */
+static int32_t draw_outside(int32_t n) {
+    return draw(8) ? draw(n) : draw(2) ? n : -1;
+}
+
+/* One slot of eight has an id outside [0, E), and expert 1 has no rows where there are others. In some cases the
+ * ids go through a map, with which the last expert may have rows, too. */
 static int route_plan(Case *c) {
     const Shape *s = &c->s;
     int64_t slots = s->T * s->K;
@@ -242,6 +248,11 @@ static int route_plan(Case *c) {
         set_integer(ids, p.ids_dtype, slot, e == 1 && s->E > 2 ? 0 : e);
     }
     p.ids = ids;
+    if (s->chosen && option()) {
+        int32_t *map = block(s->E * 4);
+        for (int32_t e = 0; e < s->E; e++) map[e] = e ? draw_outside(s->E) : 0;
+        p.expert_map = map, p.map_size = s->E;
+    }
     p.counts = output(s->E * 4), p.offsets = output((s->E + 1) * 4);
     p.row_token = output(slots * 4), p.row_slot = output(slots * 4), p.token_row = output(slots * 4);
     p.schedule = output(fused_moe_schedule_words(s->E) * 4);
@@ -281,6 +292,19 @@ static int route(Case *c) {
     p.score_func = option() ? FUSED_MOE_SOFTMAX : FUSED_MOE_SIGMOID;
     p.route_norm = option();
     if (s->E % 2 == 0 && s->K <= s->E / 2 && option()) p.num_groups = 2, p.num_limited_groups = 1;
+    if (option()) {
+        p.given_dtype = FUSED_MOE_I32 + draw(2);
+        void *ids = block(s->T * s->K * integer_bytes(p.given_dtype));
+        for (int64_t slot = 0; slot < s->T * s->K; slot++)
+            set_integer(ids, p.given_dtype, slot, draw_outside(s->E));
+        p.given_ids = ids;
+    }
+    if (option()) {
+        p.num_tokens_dtype = FUSED_MOE_I32 + draw(2);
+        void *num_tokens = block(integer_bytes(p.num_tokens_dtype));
+        set_integer(num_tokens, p.num_tokens_dtype, 0, draw((int32_t)s->T + 3) - 1);
+        p.num_tokens = num_tokens;
+    }
     p.scores = output(s->T * s->K * c->accum);
     p.ids = output(s->T * s->K * 4);
     return fused_moe_cpu_route(&p);
@@ -293,7 +317,7 @@ static int route_backward(Case *c) {
     p.dscores = values(c->scores, s->T * s->K);
     p.logits = values(c->dtype, s->T * s->E);
     int32_t *ids = block(s->T * s->K * 4);
-    for (int64_t slot = 0; slot < s->T * s->K; slot++) ids[slot] = draw(s->E);
+    for (int64_t slot = 0; slot < s->T * s->K; slot++) ids[slot] = draw(8) ? draw(s->E) : -1;
     p.ids = ids;
     p.score_func = option() ? FUSED_MOE_SOFTMAX : FUSED_MOE_SIGMOID;
     p.route_norm = option();
