@@ -249,6 +249,33 @@ def test_layer_without_gradients(device, settings, form):
         assert torch.equal(ids[:n], expected_ids)
 
 
+class DynamicallyScaled(nn.Linear):
+    """Divides x by its largest element first, as dynamic quantisation does: one NaN is in every row."""
+
+    def forward(self, x):
+        scale = x.abs().amax().clamp_min(1e-3)
+        return nn.functional.linear(x / scale, self.weight, self.bias) * scale
+
+
+@pytest.mark.parametrize("where", ("router.gate", "shared_experts.w1", "shared_expert_gate"))
+@pytest.mark.parametrize("gradients", (False, True))
+def test_modules_that_mix_rows(device, where, gradients):
+    """They see zeros in place of padding."""
+    layer = FusedMoE(24, 20, E, K, num_shared_experts=1, shared_expert_gate=True, device=device)
+    name, _, last = where.rpartition(".")
+    parent, linear = layer.get_submodule(name), layer.get_submodule(where)
+    other = DynamicallyScaled(linear.in_features, linear.out_features, linear.bias is not None, device=device)
+    other.load_state_dict(linear.state_dict())
+    setattr(parent, last, other)
+    x = torch.randn(T, 24, device=device)
+    with torch.set_grad_enabled(gradients):
+        for count in (7, 0):
+            out = layer(poisoned_from(count, x), num_tokens=torch.tensor(count, device=device))
+            assert not out[count:].count_nonzero()
+            if count:
+                torch.testing.assert_close(out[:count], layer(x[:count]))
+
+
 def test_no_pass_over_x_without_gradients(device):
     """Where our operators alone read x, none of PyTorch's copies it."""
     layer = FusedMoE(24, 20, E, K, num_shared_experts=1, shared_expert_gate=True, device=device).eval()
