@@ -157,10 +157,10 @@ def whole(value):
     return value.full_tensor() if isinstance(value, DTensor) else value
 
 
-def step(layer, x, dout):
+def step(layer, x, dout, **options):
     """{"out", "dx", "d" + parameter}, and the buffers after the step's update of the bias."""
     x = x.requires_grad_()
-    out = layer(x)
+    out = layer(x, **options)
     out.backward(dout)
     found = {"out": out.detach(), "dx": x.grad}
     found |= {f"d{name}": whole(p.grad) for name, p in layer.named_parameters()}
@@ -312,6 +312,32 @@ def test_layer(workers, device, dtype, static):
     added = [name for name in expected if name[1:].startswith(REPLICATED)]
     found = merged(workers(parallel_layer, dtype, {"static": static}), added)
     assert_close(found, expected, TOLERANCE[dtype])
+
+
+def padded(tokens, count):
+    return torch.cat([tokens, tokens.new_full((count, tokens.size(1)), torch.nan)])
+
+
+def padded_layer(rank, device, options):
+    layer = new_layer(device)
+    parallelize_module(layer, init_device_mesh(device.type, (RANKS,)), {"experts": ExpertParallel(**options)})
+    cut = EVEN if options["static"] else UNEVEN
+    x, dout = (padded(share(rank, t, cut), 3) for t in new_signals(device))
+    num_tokens = torch.tensor(len(x) - 3, device=device)
+    found = step(layer, x, dout, num_tokens=num_tokens)
+    for name in ("out", "dx"):
+        assert not found[name][-3:].count_nonzero(), name
+        found[name] = found[name][:-3]
+    return found
+
+
+@pytest.mark.parametrize("static", (False, True), ids=("exact", "static"))
+def test_padding(workers, device, static):
+    """Padded tokens are not sent; each rank has its own number of real ones."""
+    expected = step(new_layer(device), *new_signals(device))
+    added = [name for name in expected if name[1:].startswith(REPLICATED)]
+    found = merged(workers(padded_layer, {"static": static}), added)
+    assert_close(found, expected, TOLERANCE[torch.float32])
 
 
 def autocast_layer(rank, device):

@@ -687,6 +687,24 @@ def test_meta_arguments_are_not_mixed(device):
             fn(**arguments)
 
 
+@pytest.mark.parametrize(
+    "call, name, like",
+    (
+        (router(ids=integers(T, 2)), "ids", "logits"),
+        (router(num_tokens=torch.tensor(4)), "num_tokens", "logits"),
+        (planned(expert_map=integers(9)), "expert_map", "ids"),
+        (experts(expert_map=integers(9)), "expert_map", "ids"),
+    ),
+)
+def test_meta_integers_are_not_mixed(device, call, name, like):
+    """Nor ids, numbers of tokens and maps. Those that are on the right device are right."""
+    fn, arguments = call
+    arguments = moved(arguments, device)
+    fn(**arguments)
+    with pytest.raises(ValueError, match=f"{name} on {like}'s device {device.type}.*, found meta"):
+        fn(**arguments | {name: arguments[name].to("meta")})
+
+
 # --- torch.ops called directly: no access out of range --------------------------------------------
 
 

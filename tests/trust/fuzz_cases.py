@@ -69,6 +69,7 @@ class FuzzCase:
     groups: int = 0
     kept: int = 0
     expert_bias: bool = False
+    padding: int = 0  # rows of NaN past num_tokens
     ties: bool = False
     size: float = 1.0  # of the logits
     shared: int = 0
@@ -253,6 +254,7 @@ def _of_routing(rng: random.Random, case: FuzzCase) -> dict:
         "route_norm": rng.random() < 0.4,
         "route_scale": rng.choice((1.0, 1.0, 0.5, 2.5)),
         "expert_bias": rng.random() < 0.4,
+        "padding": rng.choice((0, 0, 0, 1, 9, 70)),
         **_groups(rng, case),
     }
 

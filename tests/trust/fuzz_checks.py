@@ -327,6 +327,15 @@ def groups_of(case: FuzzCase) -> dict:
     return {"num_expert_groups": case.groups, "num_limited_groups": case.kept} if case.groups else {}
 
 
+def padded(case: FuzzCase, x: torch.Tensor) -> tuple[torch.Tensor, dict]:
+    """x with rows of NaN after its tokens, and num_tokens."""
+    if not case.padding:
+        return x, {}
+    tail = x.new_full((case.padding, x.size(1)), torch.nan)
+    num_tokens = torch.full((1,), case.tokens, dtype=torch.int32, device=x.device)
+    return torch.cat([x, tail]), {"num_tokens": num_tokens}
+
+
 class Route(Problem):
     of_tokens, of_experts = ("logits", "out", "dlogits", "ids"), ()
 
@@ -340,8 +349,9 @@ class Route(Problem):
 
     def call(self, inputs, fixed, main_grads):
         routing = {**routing_of(self.case), **groups_of(self.case)}
-        out, ids = fused_moe.route(inputs["logits"], self.case.top_k, bias=fixed["bias"], **routing)
-        return {"out": out, "ids": ids}
+        logits, padding = padded(self.case, inputs["logits"])
+        out, ids = fused_moe.route(logits, self.case.top_k, bias=fixed["bias"], **routing, **padding)
+        return {"out": out[: self.case.tokens], "ids": ids[: self.case.tokens]}
 
     def reference(self, inputs, arithmetic, found):
         return {"out": plain.scores_of(inputs["logits"], found["ids"], arithmetic, **routing_of(self.case))}
@@ -392,10 +402,11 @@ class Layer(Problem):
         self.module.tokens_per_expert.zero_()
 
     def call(self, inputs, fixed, main_grads):
+        x, padding = padded(self.case, inputs["x"])
         if not self.case.losses:
-            return {"out": self.module(inputs["x"])}
-        out, losses = self.module(inputs["x"], return_losses=True)
-        return {"out": out, "balance": losses.load_balancing, "z": losses.z}
+            return {"out": self.module(x, **padding)[: self.case.tokens]}
+        out, losses = self.module(x, return_losses=True, **padding)
+        return {"out": out[: self.case.tokens], "balance": losses.load_balancing, "z": losses.z}
 
     def after(self, inputs):
         """The choice that forward has made, once more."""
