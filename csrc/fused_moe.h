@@ -163,6 +163,7 @@ typedef struct {     /* the plan from the chosen ids, stable in t*K + k */
     int32_t *token_row; /* [T,K]   */
     int32_t *schedule;  /* [8+4E]  */
     void *workspace;    /* fused_moe_cuda_route_plan_workspace bytes */
+    uint32_t *counters; /* [FUSED_MOE_NUM_COUNTERS] set to zero for GEMMs behind it; may be NULL */
     int64_t T;
     int32_t K, E;
 } FusedMoeRoutePlan;
@@ -217,6 +218,9 @@ typedef struct {         /* out[r] = sum_i a[r, part i] b[i][e(r)]^T + bias[e(r)
     const int32_t *offs; /* [E]    */
     const int32_t *schedule; /* [8+4E] schedule.h; NULL: offs is unchecked */
     FusedMoeWorkspace workspace;
+    /* The launch before this one may still run. offs, schedule, b[0] and the second half of the counters are
+     * older than it, and b[1] is absent. */
+    bool starts_early;
     int64_t R, M, N[2];
     int32_t E;
     FusedMoeDtype dtype;
@@ -263,6 +267,7 @@ typedef struct {        /* h = x[row_token] w1^T | w3^T + b;  a = act(gate) up *
     void *h;            /* [R,H]; NULL: not kept */
     void *a;            /* [R,F] */
     FusedMoeWorkspace workspace;
+    bool next_starts_early; /* the down GEMM may start before this launch has ended */
     FusedMoeRowMap row_map;
     int64_t D, F;
     FusedMoeLayout layout;

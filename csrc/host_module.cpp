@@ -29,7 +29,7 @@ static py::tuple work_tile(const Ints &schedule, const Ints &offs, int32_t num_n
                            bool interleave, int32_t split_last_wave, int64_t index) {
     int32_t E = static_cast<int32_t>(offs.size()), R = offs.back();
     int32_t tile_rows = fused_moe_schedule_head(schedule.data())->tile_rows;
-    FusedMoeTileOrder order = {tile_rows, num_n_tiles, group, interleave, split_last_wave};
+    FusedMoeTileOrder order = {tile_rows, num_n_tiles, group, interleave, split_last_wave, 1};
     uint32_t checked = check_index(index, fused_moe_num_work_tiles(schedule.data(), E, R, &order));
     return as_tuple(fused_moe_work_tile(schedule.data(), offs.data(), E, R, &order, checked));
 }
@@ -38,7 +38,7 @@ static std::vector<py::tuple> any_work_tiles(const Ints &schedule, const Ints &o
                                              int32_t num_n_tiles, int32_t group, bool interleave,
                                              int32_t split_last_wave) {
     int32_t E = static_cast<int32_t>(offs.size());
-    FusedMoeTileOrder order = {FUSED_MOE_TILE_ROWS, num_n_tiles, group, interleave, split_last_wave};
+    FusedMoeTileOrder order = {FUSED_MOE_TILE_ROWS, num_n_tiles, group, interleave, split_last_wave, 1};
     std::vector<py::tuple> tiles(fused_moe_num_work_tiles(schedule.data(), E, R, &order));
     for (uint32_t i = 0; i < tiles.size(); i++)
         tiles[i] = as_tuple(fused_moe_work_tile(schedule.data(), offs.data(), E, R, &order, i));

@@ -25,6 +25,7 @@
  *
  * Static round-robin with work stealing: CTA i gets tiles i, i + grid, ..., so neighbouring CTAs run in
  * lockstep and share operands in L2. A CTA that runs out steals the next tile of the CTA with the most left.
+ * Where no CTA has more than one tile, none steals: a thief would take tiles from CTAs that are about to start.
  *
  * Wave quantisation: where the last wave would leave half of the CTAs idle, or more, its tiles can be split
  * along N (split_last_wave).
@@ -223,11 +224,12 @@ typedef struct {       /* what a GEMM adds to its routing's schedule */
     int32_t group;           /* row tiles of a group, at most                      */
     int32_t interleave;      /* skinny tiles are spread over the full ones         */
     int32_t split_last_wave; /* not a flag: CTAs of the grid; 0: it is not split   */
+    int32_t splits_skinny;   /* the last wave is split even if all experts are skinny */
 } FusedMoeTileOrder;
 
 /* The order of the sm90 tier's GEMMs. split_last_wave: the number of CTAs of the grid, or 0. */
 FUSED_MOE_FN FusedMoeTileOrder fused_moe_default_order(int32_t num_n_tiles, int32_t split_last_wave) {
-    FusedMoeTileOrder order = {FUSED_MOE_TILE_ROWS, num_n_tiles, 16, 1, split_last_wave};
+    FusedMoeTileOrder order = {FUSED_MOE_TILE_ROWS, num_n_tiles, 16, 1, split_last_wave, 1};
     return order;
 }
 
@@ -252,8 +254,11 @@ FUSED_MOE_FN int32_t fused_moe_find_owner(const FusedMoeExpertList *list, int32_
 }
 
 /* Tiles of the last wave, the last ones of num_tiles, which are split along N into two each. */
-FUSED_MOE_FN uint32_t fused_moe_num_split_tiles(const FusedMoeTileOrder *order, uint32_t num_tiles) {
-    uint32_t ctas = (uint32_t)order->split_last_wave, last = ctas ? num_tiles % ctas : 0;
+FUSED_MOE_FN uint32_t fused_moe_num_split_tiles(const int32_t *schedule, const FusedMoeTileOrder *order,
+                                                uint32_t num_tiles) {
+    int32_t splits = fused_moe_schedule_head(schedule)->num_full || order->splits_skinny;
+    uint32_t ctas = splits ? (uint32_t)order->split_last_wave : 0;
+    uint32_t last = ctas ? num_tiles % ctas : 0;
     return 2 * last <= ctas ? last : 0;
 }
 
@@ -273,7 +278,7 @@ FUSED_MOE_FN uint32_t fused_moe_num_row_tiles(const int32_t *schedule, int32_t E
 FUSED_MOE_FN uint32_t fused_moe_num_work_tiles(const int32_t *schedule, int32_t E, int32_t R,
                                                const FusedMoeTileOrder *order) {
     uint32_t tiles = fused_moe_num_row_tiles(schedule, E, R, order) * (uint32_t)order->num_n_tiles;
-    return tiles + fused_moe_num_split_tiles(order, tiles);
+    return tiles + fused_moe_num_split_tiles(schedule, order, tiles);
 }
 
 /* Row and column of tile `index` of rows x columns tiles, in groups of at most `group` rows, equal but for
@@ -298,7 +303,7 @@ FUSED_MOE_FN FusedMoeWorkTile fused_moe_work_tile(const int32_t *schedule, const
     FusedMoeWorkTile tile;
 
     /* which tile, and which half of it */
-    uint32_t unsplit = num_tiles - fused_moe_num_split_tiles(order, num_tiles);
+    uint32_t unsplit = num_tiles - fused_moe_num_split_tiles(schedule, order, num_tiles);
     tile.n_half = index < unsplit ? 0 : 1 + (int32_t)((index - unsplit) % 2);
     if (index > unsplit) index = unsplit + (index - unsplit) / 2;
 
@@ -417,6 +422,7 @@ typedef struct {
     uint32_t num_tiles, cta, ctas; /* this CTA of so many, FUSED_MOE_MAX_CTAS at most                    */
     uint32_t next;                 /* its next one, claimed already                                      */
     int32_t may_own;               /* it may have tiles left                                             */
+    int32_t shares;                /* tiles are claimed; 0: no CTA has more than one, which is its own   */
 } FusedMoeTileScheduler;
 
 /* Tiles that static round-robin assigns to a CTA. */
@@ -442,7 +448,8 @@ FUSED_MOE_FN uint32_t fused_moe_most_remaining(const FusedMoeTileScheduler *s) {
 
 FUSED_MOE_FN FusedMoeTileScheduler fused_moe_tile_scheduler(uint32_t *claimed, uint32_t num_tiles,
                                                             uint32_t cta, uint32_t ctas) {
-    FusedMoeTileScheduler s = {claimed, num_tiles, cta, ctas, FUSED_MOE_CLAIM(claimed + cta), 1};
+    FusedMoeTileScheduler s = {claimed, num_tiles, cta, ctas, 0, 1, num_tiles > ctas};
+    if (s.shares) s.next = FUSED_MOE_CLAIM(claimed + cta);
     return s;
 }
 
@@ -452,11 +459,11 @@ FUSED_MOE_FN uint32_t fused_moe_next_tile(FusedMoeTileScheduler *s) {
     uint32_t index = s->num_tiles;
     if (s->may_own) {
         index = s->cta + s->ctas * FUSED_MOE_BROADCAST(s->next, 0);
-        s->may_own = index < s->num_tiles;
+        s->may_own = s->shares && index < s->num_tiles;
     }
     if (s->may_own)
         s->next = FUSED_MOE_CLAIM(s->claimed + s->cta); /* ahead of its use: an atomic takes a while */
-    for (uint32_t victim = 0; index >= s->num_tiles && victim < s->ctas;) {
+    for (uint32_t victim = 0; s->shares && index >= s->num_tiles && victim < s->ctas;) {
         victim = fused_moe_most_remaining(s);
         if (victim < s->ctas) {
             uint32_t stolen = FUSED_MOE_CLAIM(s->claimed + victim);

@@ -736,8 +736,8 @@ CUDA = [
     Mutant(
         "sm90: skinny experts of 33 rows lose some",
         "csrc/kernels/sm90/engine.cuh",
-        "if (tile.num_rows <= 32)",
-        "if (tile.num_rows <= 64)",
+        "tile.num_rows <= 32 ? 32",
+        "tile.num_rows <= 64 ? 32",
         "tests/cuda/test_hopper_grouped_mm.py",
     ),
     Mutant(

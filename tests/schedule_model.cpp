@@ -10,6 +10,8 @@
  *   - no tile is computed twice, and no CTA exits while a tile is unclaimed;
  *   - each CTA exits after a bounded number of its own steps, so it never waits for another;
  *   - if all CTAs have exited, all tiles are computed and all counters are zeros, as the next launch expects.
+ * Where no CTA has more than one tile each computes its own, and needs no counter: there the tiles of CTAs that
+ * never start are not computed.
  *
  * A CTA is deterministic but for what its steps read. So its state is the scheduler between two calls and the list
  * of values read within the call. To take one step, the call is run again from its start: it reads the listed
@@ -163,7 +165,8 @@ static void advance(State *state, uint32_t index, uint32_t num_ctas, uint32_t nu
     gridDim.x = num_ctas;
 
     Cta *cta = &state->ctas[index];
-    FusedMoeTileScheduler scheduler = {counters, num_tiles, index, num_ctas, cta->next, cta->may_own};
+    bool shares = num_tiles > num_ctas;
+    FusedMoeTileScheduler scheduler = {counters, num_tiles, index, num_ctas, cta->next, cta->may_own, shares};
     uint32_t tile = 0;
     bool returned = true;
     Call current = {&cta->read};
@@ -173,7 +176,7 @@ static void advance(State *state, uint32_t index, uint32_t num_ctas, uint32_t nu
             scheduler = fused_moe_tile_scheduler(counters, num_tiles, index, num_ctas);
         else if (cta->stage == FETCHING)
             tile = fused_moe_next_tile(&scheduler);
-        else
+        else if (scheduler.shares)
             reset_claims({{counters}});
     } catch (NextStep) {
         returned = false;
@@ -195,7 +198,7 @@ static void advance(State *state, uint32_t index, uint32_t num_ctas, uint32_t nu
         if (state->computed >> tile & 1) fail("a tile is computed twice", num_ctas, num_tiles);
         state->computed |= static_cast<uint8_t>(1 << tile);
     } else {
-        for (uint32_t other = 0; other < num_ctas; other++)
+        for (uint32_t other = 0; shares && other < num_ctas; other++)
             if (state->claimed[other] < fused_moe_num_assigned(num_tiles, other, num_ctas))
                 fail("a CTA exits while a tile is unclaimed", num_ctas, num_tiles);
         cta->stage = EXITING;
@@ -220,7 +223,8 @@ static size_t explore(uint32_t num_ctas, uint32_t present, uint32_t num_tiles) {
             if (seen.insert(next.key()).second) open.push_back(std::move(next));
         }
         if (!ended) continue;
-        if (state.computed != (1u << num_tiles) - 1) fail("a tile is not computed", num_ctas, num_tiles);
+        uint32_t tiles = (1u << num_tiles) - 1, computed = num_tiles > num_ctas ? tiles : tiles & present;
+        if (state.computed != computed) fail("a tile is not computed", num_ctas, num_tiles);
         if (present != (1u << num_ctas) - 1) continue;
         for (uint32_t index = 0; index < num_ctas; index++)
             if (state.claimed[index]) fail("a counter is not zero again", num_ctas, num_tiles);
@@ -276,7 +280,7 @@ static void run_threads(int num_launches) {
                     fused_moe_tile_scheduler(counters, num_tiles, cta, num_ctas);
                 for (uint32_t tile; (tile = fused_moe_next_tile(&scheduler)) < num_tiles;)
                     times_computed[tile]++;
-                reset_claims({{counters}});
+                if (scheduler.shares) reset_claims({{counters}});
             }
         }
     };

@@ -550,7 +550,8 @@ def scheduler_state(num_ctas):
 def test_every_tile_is_claimed_once(num_tiles, num_ctas, late, seed):
     """Fast, slow and late CTAs: some start when others have stolen some or all of their tiles.
 
-    A tile of another CTA is that CTA's next one, and no CTA has more left.
+    A tile of another CTA is that CTA's next one, and no CTA has more left. Where each has one tile at most,
+    nobody steals.
     """
     state, chance, claimed = scheduler_state(num_ctas), random.Random(seed), []
     assigned = [len(range(cta, num_tiles, num_ctas)) for cta in range(num_ctas)]
@@ -568,6 +569,7 @@ def test_every_tile_is_claimed_once(num_tiles, num_ctas, late, seed):
         claimed.append(index)
         owner, turn = index % num_ctas, index // num_ctas
         if owner != cta:
+            assert num_tiles > num_ctas
             left = [max(0, a - b) for a, b in zip(assigned, before, strict=True)]
             left[cta] = 0
             assert left[owner] == max(left)

@@ -29,8 +29,8 @@ DEFECTS = {
         "a tile is computed twice",
     ),
     "a CTA does not claim its first tile": (
-        "ctas, FUSED_MOE_CLAIM(claimed + cta), 1}",
-        "ctas, 0, 1}",
+        "if (s.shares) s.next = FUSED_MOE_CLAIM(claimed + cta);",
+        "",
         "a tile is computed twice",
     ),
     "the first CTA to exit resets the counters": (
@@ -44,6 +44,11 @@ DEFECTS = {
         "a counter is not zero again",
     ),
     "no work stealing": ("victim < s->ctas;)", "victim < 0;)", "a CTA exits while a tile is unclaimed"),
+    "CTAs of two tiles do not share": (
+        "num_tiles > ctas}",
+        "num_tiles > 2 * ctas}",
+        "a tile is computed twice",
+    ),
     "a thief sees a tile more than there is": (
         "claimed < assigned ? assigned - claimed : 0",
         "assigned + 1 - (claimed < assigned ? claimed : assigned)",

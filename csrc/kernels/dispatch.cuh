@@ -32,15 +32,6 @@ extern const Kernel<FusedMoeUpGate> up_gate;
 extern const Kernel<FusedMoeDownDgrad> down_dgrad;
 } // namespace sm90
 
-/* Read once per process. */
-typedef struct {
-    int32_t capability; /* 90 is sm_90 */
-    int32_t num_sms;
-} DeviceFacts;
-
-/* Of the current device, on which a CUDA tier is known to run. */
-const DeviceFacts &current_device();
-
 /* What the environment variable FUSED_MOE_SCHEDULE asks for. */
 typedef struct {
     int32_t group;      /* row tiles of a group; 0: as the kernel has it */

@@ -56,12 +56,20 @@ void run(const Call &call, const Params &p, std::type_identity_t<CpuFunction<Par
     check_status(call, call.is_cuda ? cuda(&p, call.stream) : cpu(&p));
 }
 
+/* FUSED_MOE_NUM_COUNTERS of them: the stream's, which are zeros, or new ones, which are not. None on the CPU. */
+struct Counters {
+    uint32_t *data;
+    OptTensor to_zero;
+};
+
+Counters find_counters(const Call &call, const Tensor &x);
+
 /* A workspace's memory; alive until the call is launched. */
 struct WorkspaceTensors {
     OptTensor data, counters;
 };
 
-/* What the selected tier needs: memory, and zeroed counters. */
+/* What the selected tier needs: memory, and zeroed counters unless it has some. */
 void provide_workspace(const Call &call, const Tensor &x, FusedMoeWorkspace *workspace,
                        WorkspaceTensors *tensors);
 
@@ -143,6 +151,11 @@ RowMap full_row_map_of(const char *op, const Tensor &x, RowsOf rows_of, const Te
 /* --- what operators are made of ------------------------------------------------------------------------- */
 
 /* route.cpp */
+/* counts, offsets, schedule, row_token, row_slot, token_row */
+using PlanResult = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
+/* counters: set to zero, where given. */
+PlanResult run_route_plan(const Tensor &ids, int64_t num_experts, const OptTensor &expert_map,
+                          uint32_t *counters);
 /* dx = dlogits weight, or dx += it; weight is a dense (E, D). */
 void run_router_dgrad(const Call &call, const Tensor &dlogits, const Tensor &weight, const Tensor &dx,
                       bool accumulate);
@@ -163,9 +176,11 @@ struct Grouping {
 };
 
 Grouping grouping_of(const RowMap &map);
-/* out = a b[0]^T + bias; with b[1] the sum of both GEMMs, each on its part of a's columns. */
+/* out = a b[0]^T + bias; with b[1] the sum of both GEMMs, each on its part of a's columns. counters:
+ * zeros, if the caller has some. starts_early: while up_gate, the launch before, still runs. */
 void run_grouped_mm(const Call &call, const Tensor &a, const FusedMoeWeight b[2], const int64_t N[2],
-                    const OptTensor &bias, const Grouping &grouping, const Tensor &out);
+                    const OptTensor &bias, const Grouping &grouping, const Tensor &out,
+                    uint32_t *counters = nullptr, bool starts_early = false);
 
 /* The second operand of a weight gradient: read through row_token, and multiplied by its scores. */
 struct GatheredRows {

@@ -48,11 +48,24 @@ static void check_scores(const char *op, const OptTensor &scores, const RowMap &
 
 /* --- up side -------------------------------------------------------------------------------------------- */
 
-std::tuple<Tensor, Tensor> experts_up(const Tensor &x_, const Tensor &w1, const OptTensor &w3,
-                                      const OptTensor &b1_, const OptTensor &b3_, const OptTensor &scores_,
-                                      const TensorList &plan, int64_t layout, int64_t activation,
-                                      const Constants &constants, bool save_h, const OptTensor &,
-                                      const OptTensor &) {
+/* Of the operator `experts`, whose launches directly follow each other: counters that both GEMMs use, and
+ * whether the down GEMM starts early. */
+struct Chain {
+    uint32_t *counters;
+    bool starts_early;
+};
+
+/* The down GEMM starts while up_gate still runs, and loads weights until that has ended, if an expert has 64
+ * slots at most on average (remote ones count). Not with more: full experts would lose their lockstep. And not
+ * with a long k: its few tiles would be where SMs are free, and not spread evenly over the GPU. */
+static bool starts_early(int64_t R, int64_t E, int64_t F) {
+    return R <= FUSED_MOE_SKINNY_ROWS * E && F < 2560;
+}
+
+static std::tuple<Tensor, Tensor>
+run_experts_up(const Tensor &x_, const Tensor &w1, const OptTensor &w3, const OptTensor &b1_,
+               const OptTensor &b3_, const OptTensor &scores_, const TensorList &plan, int64_t layout,
+               int64_t activation, const Constants &constants, bool save_h, const Chain &chain) {
     const char *op = "experts_up";
     check_dim(op, "x", x_, 2);
     Tensor x = aligned(x_);
@@ -82,15 +95,25 @@ std::tuple<Tensor, Tensor> experts_up(const Tensor &x_, const Tensor &w1, const 
     p.D = s.D;
     p.F = s.F;
     p.layout = (FusedMoeLayout)layout;
+    p.workspace.counters = chain.counters;
+    p.next_starts_early = chain.starts_early;
     run_tiered(call, p, x, fused_moe_cpu_up_gate, CUDA(fused_moe_cuda_select_up_gate),
                CUDA(fused_moe_cuda_up_gate));
     return {h, a};
 }
 
+std::tuple<Tensor, Tensor> experts_up(const Tensor &x, const Tensor &w1, const OptTensor &w3,
+                                      const OptTensor &b1, const OptTensor &b3, const OptTensor &scores,
+                                      const TensorList &plan, int64_t layout, int64_t activation,
+                                      const Constants &constants, bool save_h, const OptTensor &,
+                                      const OptTensor &) {
+    return run_experts_up(x, w1, w3, b1, b3, scores, plan, layout, activation, constants, save_h, {});
+}
+
 std::tuple<Tensor, Tensor> up_gate(const Tensor &x, const Tensor &w1, const OptTensor &w3,
                                    const OptTensor &b1, const OptTensor &b3, const TensorList &plan,
                                    int64_t layout, int64_t activation, const Constants &constants) {
-    return experts_up(x, w1, w3, b1, b3, {}, plan, layout, activation, constants, true, {}, {});
+    return run_experts_up(x, w1, w3, b1, b3, {}, plan, layout, activation, constants, true, {});
 }
 
 /* A copy: with one expert the view would be dense itself, and two gradients would share memory. */
@@ -195,9 +218,8 @@ UpGrads experts_up_backward(const Tensor &dh, const Tensor &x, const Tensor &w1,
 
 /* --- down side ------------------------------------------------------------------------------------------ */
 
-Tensor experts_down(const Tensor &a_, const OptTensor &, const Tensor &w2, const OptTensor &b2_,
-                    const OptTensor &scores_, const TensorList &plan, int64_t, int64_t, const Constants &,
-                    const OptTensor &) {
+static Tensor run_experts_down(const Tensor &a_, const Tensor &w2, const OptTensor &b2_,
+                               const OptTensor &scores_, const TensorList &plan, const Chain &chain) {
     const char *op = "experts_down";
     check_dim(op, "a", a_, 2);
     check_dim(op, "w2", w2, 3);
@@ -213,29 +235,40 @@ Tensor experts_down(const Tensor &a_, const OptTensor &, const Tensor &w2, const
 
     Call call = begin_call(op, a);
     Tensor y = new_tensor(a, {map.p.R, D});
-    run_grouped_mm(call, a, b, N, b2, grouping_of(map), y);
+    run_grouped_mm(call, a, b, N, b2, grouping_of(map), y, chain.counters, chain.starts_early);
     if (!map.has_maps) return y;
     Tensor out = new_tensor(a, {map.p.T, D});
     run_unpermute(call, y, scores, map, out);
     return out;
 }
 
+Tensor experts_down(const Tensor &a, const OptTensor &, const Tensor &w2, const OptTensor &b2,
+                    const OptTensor &scores, const TensorList &plan, int64_t, int64_t, const Constants &,
+                    const OptTensor &) {
+    return run_experts_down(a, w2, b2, scores, plan, {});
+}
+
 /* --- both sides ----------------------------------------------------------------------------------------- */
 
-/* Without gradients: from the ids to out and counts in one call, which keeps nothing for backward. */
+/* Without gradients: from the ids to out and counts in one call, which keeps nothing for backward. Its GEMMs
+ * share counters, which the plan's kernel zeroes where they are not zeros: each kernel directly follows the
+ * one whose result it takes, and may start before that has ended (PDL). */
 std::tuple<Tensor, Tensor> experts(const Tensor &x, const Tensor &w1, const OptTensor &w3, const Tensor &w2,
                                    const OptTensor &b1, const OptTensor &b3, const OptTensor &b2,
                                    const Tensor &scores, const Tensor &ids, int64_t layout,
                                    int64_t activation, const Constants &constants, bool score_on_input,
                                    const OptTensor &expert_map) {
     check_dim("experts", "w1", w1, 3);
+    check_dim("experts", "w2", w2, 3);
+    Counters counters = find_counters(begin_call("experts", ids), ids);
     auto [counts, offsets, schedule, row_token, row_slot, token_row] =
-        route_plan(ids, w1.size(0), expert_map);
+        run_route_plan(ids, w1.size(0), expert_map, counters.to_zero ? counters.data : nullptr);
+    const Chain chain = {counters.data, starts_early(row_token.size(0), w1.size(0), w2.size(2))};
     const TensorList plan = {offsets, schedule, row_token, row_slot, token_row};
     OptTensor of_x, of_y;
     (score_on_input ? of_x : of_y) = scores;
-    auto [h, a] = experts_up(x, w1, w3, b1, b3, of_x, plan, layout, activation, constants, false, {}, {});
-    return {experts_down(a, {}, w2, b2, of_y, plan, layout, activation, constants, {}), counts};
+    auto [h, a] = run_experts_up(x, w1, w3, b1, b3, of_x, plan, layout, activation, constants, false, chain);
+    return {run_experts_down(a, w2, b2, of_y, plan, chain), counts};
 }
 
 /* --- gradients of the down side ------------------------------------------------------------------------- */

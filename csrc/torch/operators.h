@@ -22,8 +22,7 @@ std::tuple<Tensor, Tensor> route(const Tensor &logits, const OptTensor &bias, in
                                  const OptTensor &num_tokens);
 Tensor route_backward(const Tensor &dscores, const Tensor &logits, const Tensor &ids, int64_t score_func,
                       bool route_norm, double route_scale);
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> route_plan(const Tensor &ids, int64_t num_experts,
-                                                                      const OptTensor &expert_map);
+PlanResult route_plan(const Tensor &ids, int64_t num_experts, const OptTensor &expert_map);
 std::tuple<Tensor, Tensor, Tensor> count_plan(const Tensor &counts, int64_t num_rows);
 
 /* --- rows.cpp ------------------------------------------------------------------------------------------- */

@@ -109,9 +109,12 @@ Tensor work_tiles(const Tensor &schedule, const Tensor &offs, int64_t num_n_tile
     Ints ends = checked_offs(op, offs), words = checked_schedule(op, schedule, ends);
     int32_t E = static_cast<int32_t>(ends.size()), R = num_rows(ends);
     const FusedMoeScheduleHead *head = fused_moe_schedule_head(words.data());
-    FusedMoeTileOrder order = {head->tile_rows, checked_size(op, "num_n_tiles", num_n_tiles, 1, INT32_MAX),
-                               checked_size(op, "group", group, 1, INT32_MAX), interleave,
-                               checked_size(op, "split_last_wave", split_last_wave, 0, FUSED_MOE_MAX_CTAS)};
+    FusedMoeTileOrder order = {head->tile_rows,
+                               checked_size(op, "num_n_tiles", num_n_tiles, 1, INT32_MAX),
+                               checked_size(op, "group", group, 1, INT32_MAX),
+                               interleave,
+                               checked_size(op, "split_last_wave", split_last_wave, 0, FUSED_MOE_MAX_CTAS),
+                               1};
     check_num_tiles(op, head->num_row_tiles * num_n_tiles);
     return list_tiles<FusedMoeWorkTile>(
         schedule, fused_moe_num_work_tiles(words.data(), E, R, &order),
@@ -148,7 +151,7 @@ int64_t next_tile(Tensor state, int64_t num_tiles, int64_t cta) {
     uint32_t &next = claimed[ctas + cta], &phase = claimed[2 * ctas + cta];
     uint32_t tiles = static_cast<uint32_t>(num_tiles), own = static_cast<uint32_t>(cta);
     uint32_t grid = static_cast<uint32_t>(ctas);
-    FusedMoeTileScheduler scheduler = {claimed, tiles, own, grid, next, phase == 1};
+    FusedMoeTileScheduler scheduler = {claimed, tiles, own, grid, next, phase == 1, tiles > grid};
     if (phase == 0) scheduler = fused_moe_tile_scheduler(claimed, tiles, own, grid);
     uint32_t index = fused_moe_next_tile(&scheduler);
     next = scheduler.next;

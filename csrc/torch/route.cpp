@@ -170,8 +170,8 @@ static PlanTensors new_plan(const Tensor &like, int64_t E, Params *p) {
     return plan;
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> route_plan(const Tensor &ids_, int64_t num_experts,
-                                                                      const OptTensor &expert_map_) {
+PlanResult run_route_plan(const Tensor &ids_, int64_t num_experts, const OptTensor &expert_map_,
+                          uint32_t *counters) {
     const char *op = "route_plan";
     check_dim(op, "ids", ids_, 2);
     check_size(op, "num_experts", num_experts, 1, MAX_EXPERTS);
@@ -198,6 +198,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> route_plan(const Tens
     p.token_row = mutable_ints(token_row);
     p.T = T;
     p.K = (int32_t)K;
+    p.counters = counters;
     OptTensor workspace;
 #ifdef FUSED_MOE_WITH_CUDA
     if (call.is_cuda) {
@@ -207,6 +208,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> route_plan(const Tens
 #endif
     run(call, p, fused_moe_cpu_route_plan, CUDA(fused_moe_cuda_route_plan));
     return {plan.counts, plan.offsets, plan.schedule, row_token, row_slot, token_row};
+}
+
+PlanResult route_plan(const Tensor &ids, int64_t num_experts, const OptTensor &expert_map) {
+    return run_route_plan(ids, num_experts, expert_map, nullptr);
 }
 
 std::tuple<Tensor, Tensor, Tensor> count_plan(const Tensor &counts_, int64_t num_rows) {

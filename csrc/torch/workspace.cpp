@@ -79,19 +79,21 @@ void check_status(const Call &call, int status) {
     fail(call.op, fused_moe_status_string(status));
 }
 
+static constexpr int64_t COUNTER_BYTES = FUSED_MOE_NUM_COUNTERS * sizeof(uint32_t);
+
+Counters find_counters(const Call &call, const Tensor &x) {
+    Counters found = {nullptr, {}};
 #ifdef FUSED_MOE_WITH_CUDA
-/* The stream's zeroed counters, or zeroed ones of this call alone. */
-static uint32_t *zeroed_counters(const Call &call, const Tensor &x, WorkspaceTensors *tensors) {
-    uint32_t *counters = nullptr;
-    check_status(call, fused_moe_cuda_counters(call.stream, &counters));
-    if (counters) return counters;
-    const int64_t bytes = FUSED_MOE_NUM_COUNTERS * sizeof(uint32_t);
-    tensors->counters = new_tensor(x, {bytes}, ScalarType::Byte);
-    void *data = tensors->counters->mutable_data_ptr();
-    check_status(call, fused_moe_cuda_zero(data, bytes, call.stream));
-    return (uint32_t *)data;
-}
+    if (!call.is_cuda) return found;
+    check_status(call, fused_moe_cuda_counters(call.stream, &found.data));
+    if (found.data) return found;
+    found.to_zero = new_tensor(x, {COUNTER_BYTES}, ScalarType::Byte);
+    found.data = (uint32_t *)found.to_zero->mutable_data_ptr();
+#else
+    (void)call, (void)x;
 #endif
+    return found;
+}
 
 void provide_workspace(const Call &call, const Tensor &x, FusedMoeWorkspace *workspace,
                        WorkspaceTensors *tensors) {
@@ -100,8 +102,11 @@ void provide_workspace(const Call &call, const Tensor &x, FusedMoeWorkspace *wor
         workspace->data = tensors->data->mutable_data_ptr();
     }
 #ifdef FUSED_MOE_WITH_CUDA
-    if (fused_moe_tier(workspace->tier).uses_counters)
-        workspace->counters = zeroed_counters(call, x, tensors);
+    if (!fused_moe_tier(workspace->tier).uses_counters || workspace->counters) return;
+    Counters found = find_counters(call, x);
+    workspace->counters = found.data;
+    tensors->counters = found.to_zero;
+    if (found.to_zero) check_status(call, fused_moe_cuda_zero(found.data, COUNTER_BYTES, call.stream));
 #else
     (void)call;
 #endif

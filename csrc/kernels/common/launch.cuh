@@ -1,6 +1,7 @@
 /* What all launchers share: grid sizes, and errors as status codes. */
 #pragma once
 
+#include <atomic>
 #include <cuda_runtime.h>
 #include <stdint.h>
 
@@ -10,6 +11,15 @@ namespace fused_moe {
 
 /* A status; fused_moe_cuda_error() keeps the runtime's error. Defined in dispatch.cu. */
 int cuda_status(cudaError_t error);
+
+/* Read once per process. */
+typedef struct {
+    int32_t capability; /* 90 is sm_90 */
+    int32_t num_sms;
+} DeviceFacts;
+
+/* Of the current device, on which a CUDA tier is known to run. Defined in dispatch.cu. */
+const DeviceFacts &current_device();
 
 inline int launch_status() {
     return cuda_status(cudaGetLastError());
@@ -36,6 +46,48 @@ int launch(void (*kernel)(Params), const Params &p, int64_t grid, int threads, s
     if (error != cudaSuccess) return cuda_status(error);
     kernel<<<(unsigned)grid, threads, shared, (cudaStream_t)stream>>>(p);
     return launch_status();
+}
+
+typedef struct {
+    int64_t grid;
+    int threads, cluster; /* CTAs of a cluster; 1: none */
+    size_t shared;        /* bytes of dynamic shared memory; above 16 KiB the same in every launch */
+} Launch;
+
+/* Launches a kernel by PDL on sm_90: it may start when the CTAs of the kernel before it have exited or called
+ * griddepcontrol_launch_dependents(), so it calls griddepcontrol_wait() before it reads what that wrote, or
+ * writes what that may read. Newer GPUs run compute_80's PTX, in which both are empty. Few kernels let the next
+ * one start: CTAs that take the SMs one by one, as they become free, are not where the kernel's own order would
+ * have them, which costs a full GEMM 3%. */
+template <auto kernel, typename Params>
+int launch_dependent(const Params &p, const Launch &how, void *stream) {
+    static std::atomic<uint64_t> allowed; /* devices on which the kernel may have so much, one bit each */
+    if (how.grid <= 0) return FUSED_MOE_OK;
+    if (how.grid > INT32_MAX) return cuda_status(cudaErrorInvalidConfiguration);
+    int device = 0;
+    cudaError_t error = cudaGetDevice(&device);
+    uint64_t bit = 1ull << device % 64;
+    /* 48 KiB, with a kernel's static shared memory, need no permission */
+    if (error == cudaSuccess && how.shared > 16 * 1024 && !(allowed & bit)) {
+        error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)how.shared);
+        if (error == cudaSuccess) allowed |= bit;
+    }
+    if (error != cudaSuccess) return cuda_status(error);
+    cudaLaunchAttribute attributes[2] = {};
+    attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attributes[0].val.programmaticStreamSerializationAllowed = 1;
+    attributes[1].id = cudaLaunchAttributeClusterDimension;
+    attributes[1].val.clusterDim = {(unsigned)how.cluster, 1, 1};
+    cudaLaunchConfig_t config = {};
+    config.gridDim = (unsigned)how.grid;
+    config.blockDim = how.threads;
+    config.dynamicSmemBytes = how.shared;
+    config.stream = (cudaStream_t)stream;
+    config.attrs = attributes;
+    config.numAttrs = current_device().capability != 90 ? 0 : how.cluster > 1 ? 2 : 1;
+    error = cudaLaunchKernelEx(&config, kernel, p);
+    if (error != cudaSuccess) cudaGetLastError(); /* it is reported here, not by a later launch */
+    return cuda_status(error);
 }
 
 } // namespace fused_moe

@@ -76,6 +76,7 @@ __global__ void __launch_bounds__(32 * HALF_WARPS, 20)
     uint32_t warps = warps_of_token(p.D), warp = blockIdx.x * HALF_WARPS + threadIdx.x / 32;
     uint32_t t = warp / warps, part = warp % warps, steps = (chunks + 31) / 32;
     uint32_t first = part * steps / warps * 32, end = min((part + 1) * steps / warps * 32, chunks);
+    griddepcontrol_wait();
     if (t >= p.row_map.T) return;
     uint32_t lane_start = ABSENT;
     float lane_score = 0;
@@ -222,8 +223,8 @@ int unpermute(const FusedMoeUnpermute &p, void *stream) {
     if constexpr (is_half<T>) {
         int64_t warps = p.row_map.T * warps_of_token(p.D), chunks = p.row_map.R * p.D / CHUNK;
         if (aligned && p.row_map.K <= 32 && p.D < 1 << 24 && warps < INT32_MAX && chunks < UINT32_MAX)
-            return launch(unpermute_half_kernel<T>, p, ceil_div(warps, HALF_WARPS), 32 * HALF_WARPS, 0,
-                          stream);
+            return launch_dependent<unpermute_half_kernel<T>>(
+                p, {ceil_div(warps, HALF_WARPS), 32 * HALF_WARPS, 1, 0}, stream);
     }
     return launch(aligned ? unpermute_kernel<T, true> : unpermute_kernel<T, false>, p, grid, THREADS, 0,
                   stream);

@@ -16,6 +16,25 @@ __device__ inline uint32_t opaque(uint32_t x) {
     return __shfl_sync(~0u, x, threadIdx.x % 32);
 }
 
+/* --- PDL, programmatic dependent launch (PTX ISA 9.7.13.13): for launch_dependent() ---------------------- */
+
+/* Waits until the kernels before this one in the stream are complete and what they wrote is visible. */
+__device__ inline void griddepcontrol_wait() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+/* The next kernel in the stream may start once a thread of every CTA has called this, or has exited. Called
+ * behind griddepcontrol_wait(), so that whoever starts finds all but this kernel complete. */
+__device__ inline void griddepcontrol_launch_dependents() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+/* --- arithmetic ----------------------------------------------------------------------------------------- */
+
 /* 2^x and 1/x to two units in the last place; tiny values count as zero. */
 __device__ inline float ex2_approx_ftz(float x) {
     float y;

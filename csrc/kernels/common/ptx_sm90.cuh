@@ -1,8 +1,8 @@
 /* PTX of sm_90 and newer, one wrapper per instruction, named like it: mbarrier, TMA, named barriers,
- * clusters, stmatrix, PDL. Shared addresses are those of shared_address().
+ * clusters, stmatrix. Shared addresses are those of shared_address().
  *
  * PTX ISA: barrier.cluster 9.7.13.3, mbarrier 9.7.13.15, mapa 9.7.9.23, cp.async.bulk 9.7.9.25,
- * fence.proxy.tensormap 9.7.13.4, griddepcontrol 9.7.13.13. */
+ * fence.proxy.tensormap 9.7.13.4. */
 #pragma once
 
 #include "ptx.cuh"
@@ -206,13 +206,6 @@ __device__ inline void stmatrix_x4_trans(uint32_t address, uint32_t r0, uint32_t
     asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address),
                  "r"(r0), "r"(r1), "r"(r2), "r"(r3)
                  : "memory");
-}
-
-/* --- PDL, programmatic dependent launch ----------------------------------------------------------------- */
-
-/* Waits until the kernels before this one in the stream are complete and what they wrote is visible. */
-__device__ inline void griddepcontrol_wait() {
-    asm volatile("griddepcontrol.wait;" ::: "memory");
 }
 
 } // namespace fused_moe

@@ -296,6 +296,8 @@ template <typename Acc, int G, int V>
 __global__ void __launch_bounds__(32 * WARPS) route_kernel(const __grid_constant__ FusedMoeRoute p) {
     __shared__ Acc choices[32 * WARPS / G][G * V];
     int slot = subwarp_lane<G>(); /* gets the expert of its rank */
+    griddepcontrol_wait();
+    griddepcontrol_launch_dependents();
     /* without a real token, a sub-warp computes another one's and writes that it has no expert */
     int64_t num_tokens = num_real_tokens(p.num_tokens, p.num_tokens_dtype, p.T);
     int64_t token = subwarp_token<G>(), t = max(min(token, num_tokens - 1), (int64_t)0);
@@ -444,8 +446,8 @@ extern "C" int fused_moe_cuda_route(const FusedMoeRoute *p, void *stream) {
     int K = p->T <= 1024 && p->E <= 256 ? WHOLE_WARP : p->K;
     return with_kernel(p->dtype, p->E, K, [&](auto acc, auto lanes, auto elements) {
         constexpr int G = decltype(lanes)::value, V = decltype(elements)::value;
-        return launch(route_kernel<decltype(acc), G, V>, *p, ceil_div(p->T, 32 * WARPS / G), 32 * WARPS, 0,
-                      stream);
+        return launch_dependent<route_kernel<decltype(acc), G, V>>(
+            *p, {ceil_div(p->T, 32 * WARPS / G), 32 * WARPS, 1, 0}, stream);
     });
 }
 

@@ -6,11 +6,12 @@
  * ranges: a CTA has the slots of one span that chose an expert of one range.
  *   count    how many slots of each span chose each expert: span_counts[span][e]
  *   scatter  every CTA sums the counts again, over all spans for the experts' offsets and over the earlier
- *            spans for its own rows, and writes its slots' rows. CTA 0 writes counts, offsets and schedule
+ *            spans for its own rows, and writes its slots' rows. CTA 0 writes counts, offsets and schedule, and zeroes the counters of the GEMMs
  * Summing in every CTA costs E * spans reads from L2, which is less than the two launches it replaces, since
  * spans are as many as SMs at most. No atomics decide an order, so the same ids give the same plan. */
 #include "../../integer.h"
 #include "../dispatch.cuh"
+#include "ptx.cuh"
 #include "schedule.cuh"
 
 #include <cub/block/block_scan.cuh>
@@ -131,10 +132,11 @@ __device__ inline void add_span_counts(const Sort &s, int32_t span, int32_t firs
     }
 }
 
-/* Sums all spans' counts. Leaves in row_of_span[e] this span's first row of expert first_expert + e, and
- * returns the number of rows in all; CTA 0 writes counts and offsets. */
-__device__ inline int32_t sum_counts(const Sort &s, int32_t span, int32_t first_expert,
-                                     int32_t *row_of_span) {
+/* Sums all spans' counts. Leaves in row_of_span[e] this span's first row of expert first_expert + e, in ends
+ * one past the last row of each of the first THREADS experts, and returns the number of rows in all; CTA 0
+ * writes counts and offsets. */
+__device__ inline int32_t sum_counts(const Sort &s, int32_t span, int32_t first_expert, int32_t *row_of_span,
+                                     int32_t *ends) {
     using Scan = cub::BlockScan<int32_t, THREADS, cub::BLOCK_SCAN_WARP_SCANS>;
     __shared__ typename Scan::TempStorage storage;
     __shared__ int32_t rows[THREADS],
@@ -152,6 +154,7 @@ __device__ inline int32_t sum_counts(const Sort &s, int32_t span, int32_t first_
         Scan(storage).ExclusiveSum(rows[threadIdx.x], row, total);
         row += before;
         before += total;
+        if (first == 0) ends[e] = row + rows[threadIdx.x];
         if (e >= first_expert && e < min(s.p.E, first_expert + EXPERTS_PER_CTA))
             row_of_span[e - first_expert] = row + earlier[threadIdx.x];
         if (blockIdx.x == 0 && e < s.p.E) {
@@ -167,13 +170,17 @@ __device__ inline int32_t sum_counts(const Sort &s, int32_t span, int32_t first_
 __global__ void __launch_bounds__(THREADS, 1) scatter_kernel(const __grid_constant__ Sort s) {
     extern __shared__ int32_t
         next_row[]; /* [WARPS, num_experts]: counts of a warp's slots, then its next row */
-    __shared__ int32_t row_of_span[EXPERTS_PER_CTA];
+    __shared__ int32_t row_of_span[EXPERTS_PER_CTA], ends[THREADS];
     const FusedMoeRoutePlan &p = s.p;
     int32_t span = blockIdx.x % s.num_spans, first_expert = blockIdx.x / s.num_spans * EXPERTS_PER_CTA;
     int32_t num_experts = min(EXPERTS_PER_CTA, p.E - first_expert), warp = threadIdx.x / 32;
     unsigned lane = threadIdx.x % 32, lanes_before = (1u << lane) - 1;
-    int32_t num_rows = sum_counts(s, span, first_expert, row_of_span);
-    if (blockIdx.x == 0) make_schedule(p.schedule, p.offsets + 1, p.E, s.num_slots);
+    griddepcontrol_wait();
+    if (gridDim.x == 1) griddepcontrol_launch_dependents(); /* up_gate finds all other SMs free */
+    for (int i = threadIdx.x; blockIdx.x == 0 && p.counters && i < FUSED_MOE_NUM_COUNTERS; i += THREADS)
+        p.counters[i] = 0;
+    int32_t num_rows = sum_counts(s, span, first_expert, row_of_span, ends);
+    if (blockIdx.x == 0) make_schedule(p.schedule, p.E <= THREADS ? ends : p.offsets + 1, p.E, s.num_slots);
 
     int64_t end = min((span + 1) * s.span_slots, s.num_slots);
     for (int64_t pass = span * s.span_slots; pass < end; pass += PASS_SLOTS) {
@@ -272,8 +279,10 @@ extern "C" int fused_moe_cuda_route_plan(const FusedMoeRoutePlan *p, void *strea
     Sort s = {*p, (int32_t *)p->workspace, num_slots, ceil_div(num_slots, num_spans), num_spans};
     int64_t grid = num_spans * ceil_div(p->E, EXPERTS_PER_CTA);
     int status = num_spans > 1 ? launch(count_kernel, s, grid, THREADS, 0, stream) : FUSED_MOE_OK;
-    size_t shared = WARPS * (size_t)(p->E < EXPERTS_PER_CTA ? p->E : EXPERTS_PER_CTA) * sizeof(int32_t);
-    return status == FUSED_MOE_OK ? launch(scatter_kernel, s, grid, THREADS, shared, stream) : status;
+    /* above 16 KiB always the most, as launch_dependent() wants it */
+    size_t experts = p->E <= 16 * 1024 / 4 / WARPS ? (size_t)p->E : EXPERTS_PER_CTA;
+    Launch how = {grid, THREADS, 1, WARPS * experts * sizeof(int32_t)};
+    return status == FUSED_MOE_OK ? launch_dependent<scatter_kernel>(s, how, stream) : status;
 }
 
 extern "C" int fused_moe_cuda_count_plan(const FusedMoeCountPlan *p, void *stream) {

@@ -24,7 +24,7 @@ struct CtaWork {
 /* Called by converged warps; all lanes get the same result. */
 __device__ inline CtaWork find_work(const int32_t *schedule, const int32_t *offs, int32_t E, int64_t R,
                                     int num_n_tiles) {
-    const FusedMoeTileOrder order = {FUSED_MOE_TILE_ROWS, num_n_tiles, GROUP, 0, 0};
+    const FusedMoeTileOrder order = {FUSED_MOE_TILE_ROWS, num_n_tiles, GROUP, 0, 0, 0};
     int64_t num_tiles = fused_moe_num_work_tiles(schedule, E, (int32_t)R, &order), cta = blockIdx.x;
     CtaWork w = {{}, cta - num_tiles, gridDim.x - num_tiles};
     if (cta < num_tiles) w.tile = fused_moe_work_tile(schedule, offs, E, (int32_t)R, &order, blockIdx.x);

@@ -174,6 +174,7 @@ __global__ void __launch_bounds__(Config::THREADS, 1) down_dgrad_kernel(const __
         fence_mbarrier_init();
     }
     __syncthreads();
+    griddepcontrol_wait();
     if (wg < 0) {
         setmaxnreg_dec<Config::PRODUCER_REGISTERS>();
         if (warp == 3)

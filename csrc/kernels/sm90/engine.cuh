@@ -59,7 +59,7 @@ typedef struct {
     TileSource tiles;
 } Gemm;
 
-/* Rows of a box of A in a tile that lacks rows: load_a. */
+/* Rows of a box of A in a tile that is skinny or lacks rows: load_a. */
 constexpr int TAIL_ROWS = 16;
 
 /* Registers of a thread at launch: an SM has 64 Ki, a thread gets a multiple of eight. */
@@ -98,6 +98,11 @@ struct alignas(1024) Shared {
     uint64_t full[Config::STAGES], empty[Config::STAGES];
     typename Config::Queue queue;
 };
+
+/* wgmma's N for the rows of a skinny tile. */
+__device__ inline int num_tokens_of(const WorkTile &tile) {
+    return tile.num_rows <= 8 ? 8 : tile.num_rows <= 32 ? 32 : 64;
+}
 
 /* --- the kernel: roles ---------------------------------------------------------------------------------- */
 
@@ -145,6 +150,7 @@ __device__ inline void persistent_gemm(const Gemm &p, Epilogue epilogue) {
     int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), wg = warp / 4 - 1; /* -1: the producer */
     if (wg < 0) {
         setmaxnreg_dec<Config::PRODUCER_REGISTERS>();
+        if (!p.tiles.starts_early) griddepcontrol_wait();
         if (warp == 3)
             fetch_gemm_tiles(p, s.queue);
         else if constexpr (Config::GATHER)
@@ -153,6 +159,8 @@ __device__ inline void persistent_gemm(const Gemm &p, Epilogue epilogue) {
             load_tma<Config>(p, s);
     } else {
         setmaxnreg_inc<Config::CONSUMER_REGISTERS>();
+        griddepcontrol_wait();
+        if (p.tiles.lets_next_start) griddepcontrol_launch_dependents();
         int num_k_tiles = p.num_k_tiles[0] + p.num_k_tiles[1];
         TileReader<typename Config::Queue> reader(s.queue);
         typename Config::Pipeline pipe;
@@ -171,12 +179,11 @@ __device__ inline void persistent_gemm(const Gemm &p, Epilogue epilogue) {
                     writer.drain();
                     epilogue.store_swapped(d, tile, wg, warp % 4, writer);
                 };
-                if (tile.num_rows <= 8)
-                    run_swapped(std::integral_constant<int, 8>());
-                else if (tile.num_rows <= 32)
-                    run_swapped(std::integral_constant<int, 32>());
-                else
-                    run_swapped(std::integral_constant<int, 64>());
+                switch (num_tokens_of(tile)) {
+                case 8: run_swapped(std::integral_constant<int, 8>()); break;
+                case 32: run_swapped(std::integral_constant<int, 32>()); break;
+                default: run_swapped(std::integral_constant<int, 64>());
+                }
                 continue;
             }
             float d[128];
@@ -191,6 +198,7 @@ __device__ inline void persistent_gemm(const Gemm &p, Epilogue epilogue) {
         epilogue.flush(writer);
         writer.drain_all();
     }
+    if (p.tiles.starts_early) griddepcontrol_wait(); /* every warp, before it zeroes rows past the last one */
 }
 
 template <class Config>
@@ -211,7 +219,6 @@ __device__ inline Shared<Config> &prologue() {
         fence_mbarrier_init();
     }
     __syncthreads();
-    griddepcontrol_wait(); /* PDL: for what the kernels before this one wrote */
     return s;
 }
 
@@ -239,14 +246,18 @@ __device__ inline void load_b(const Gemm &p, uint32_t dst, uint32_t full, int pa
     }
 }
 
-/* A of one k-tile: the rows of `subtiles` subtiles. A tile that lacks rows loads them in boxes of TAIL_ROWS.
- * Boxes past its last row are zeros, from outside the matrix: arithmetic on zeros takes less power than on
- * another expert's rows. The box of its last row has up to 15 rows of the next expert, and the stores drop
- * what comes of them. One thread calls it. */
-__device__ inline void load_a(const Gemm &p, uint32_t dst, uint32_t full, int part, int k, int subtiles,
+/* Rows of A in a stage: all, or in boxes of TAIL_ROWS those that a skinny tile's wgmma reads. */
+__device__ inline int rows_of_a(const WorkTile &tile) {
+    return tile.skinny ? max(num_tokens_of(tile), TAIL_ROWS) : FUSED_MOE_TILE_ROWS;
+}
+
+/* `rows` rows of A of one k-tile. A tile that is skinny or lacks rows loads them in boxes of TAIL_ROWS. Boxes past its last
+ * row are zeros, from outside the matrix: arithmetic on zeros takes less power than on another expert's rows.
+ * The box of its last row has up to 15 rows of the next expert, and the stores drop what comes of them. One
+ * thread calls it. */
+__device__ inline void load_a(const Gemm &p, uint32_t dst, uint32_t full, int part, int k, int rows,
                               const WorkTile &tile) {
-    int rows = SUBTILE * subtiles;
-    if (tile.num_rows >= rows) {
+    if (tile.num_rows >= rows && !tile.skinny) {
         for (int row = 0; row < rows; row += SUBTILE)
             cp_async_bulk_tensor_load(dst + SWIZZLE_BYTES * row, &p.a[part], full, k, tile.first_row + row);
     } else {
@@ -256,22 +267,41 @@ __device__ inline void load_a(const Gemm &p, uint32_t dst, uint32_t full, int pa
     }
 }
 
-/* One warp: A and B by TMA. */
+/* One warp: A and B by TMA. Where the kernel starts early (one part only), the first stages' B is under way
+ * while the kernel before this one still writes A. */
 template <class Config>
 __device__ inline void load_tma(const Gemm &p, Shared<Config> &s) {
     TileReader<typename Config::Queue> reader(s.queue);
     typename Config::Pipeline pipe;
     int num_k_tiles = p.num_k_tiles[0] + p.num_k_tiles[1];
+    bool starts_early = p.tiles.starts_early;
     for (WorkTile tile = reader.next(); tile.expert >= 0; tile = reader.next()) {
-        int subtiles = tile.skinny ? 1 : Config::CONSUMERS;
-        for (int i = 0; i < num_k_tiles; i++, pipe.advance()) {
+        int rows = rows_of_a(tile), bytes = rows * SWIZZLE_BYTES + bytes_of_b(tile), i = 0;
+        if (starts_early) {
+            int ahead = min(Config::STAGES, num_k_tiles);
+            if (elect_sync()) {
+                for (int k_tile = 0; k_tile < ahead; k_tile++) {
+                    mbarrier_arrive_expect_tx(shared_address(&s.full[k_tile]), bytes);
+                    load_b<Config>(p, shared_address(s.stage[k_tile].b), shared_address(&s.full[k_tile]), 0,
+                                   k_tile, tile);
+                }
+                griddepcontrol_wait();
+                for (int k_tile = 0; k_tile < ahead; k_tile++)
+                    load_a(p, shared_address(s.stage[k_tile].a), shared_address(&s.full[k_tile]), 0,
+                           K_TILE<typename Config::T> * k_tile, rows, tile);
+            }
+            __syncwarp();
+            for (; i < ahead; i++) pipe.advance();
+            starts_early = false;
+        }
+        for (; i < num_k_tiles; i++, pipe.advance()) {
             auto &stage = s.stage[pipe.index];
             int part = i >= p.num_k_tiles[0], k_tile = part ? i - p.num_k_tiles[0] : i;
             uint32_t full = shared_address(&s.full[pipe.index]);
             mbarrier_wait(shared_address(&s.empty[pipe.index]), pipe.phase ^ 1);
             if (elect_sync()) {
-                mbarrier_arrive_expect_tx(full, subtiles * SUBTILE_BYTES + bytes_of_b(tile));
-                load_a(p, shared_address(stage.a), full, part, K_TILE<typename Config::T> * k_tile, subtiles,
+                mbarrier_arrive_expect_tx(full, bytes);
+                load_a(p, shared_address(stage.a), full, part, K_TILE<typename Config::T> * k_tile, rows,
                        tile);
                 load_b<Config>(p, shared_address(stage.b), full, part, k_tile, tile);
             }

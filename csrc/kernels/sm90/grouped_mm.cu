@@ -105,9 +105,13 @@ int launch(const FusedMoeGroupedMM &p, void *stream) {
         gemm.num_k_tiles[i] = (int32_t)ceil_div(p.N[i], K_TILE<T>);
     }
     tiles = tile_source(p.offs, p.schedule, p.R, p.E, p.M, Config::BN, p.workspace.counters);
+    tiles.starts_early = p.starts_early;
+    if (tiles.starts_early) tiles.counters += FUSED_MOE_NUM_COUNTERS / 2; /* up_gate is at the others */
     tiles.last_is_half_n = (p.M - 1) % Config::BN < Config::BN / 2;
     /* where an N tile is half as wide already, the last wave is not split */
     if (!tiles.last_is_half_n && !schedule_override().no_tails) tiles.order.split_last_wave = num_ctas();
+    /* beside up_gate's last CTAs not all halves of skinny tiles would find an SM */
+    tiles.order.splits_skinny = !p.starts_early;
     if (status == FUSED_MOE_OK)
         status = ragged_map(&q.out_map, (const T *)p.out, p.R, p.M, p.M, WarpgroupWriter::ROWS);
     if (status != FUSED_MOE_OK) return status;

@@ -1,8 +1,6 @@
 /* What the sm90 launchers share: the grid, the tile source, and which calls TMA and wgmma can take. */
 #pragma once
 
-#include <atomic>
-
 #include "../dispatch.cuh"
 #include "tile_queue.cuh"
 
@@ -40,42 +38,6 @@ inline TileSource tile_source(const int32_t *offs, const int32_t *schedule, int6
 /* Bytes of the per-expert tensor maps, first in the workspace. */
 inline size_t map_bytes(int num_maps) {
     return (size_t)num_ctas() * MAP_SLOTS * num_maps * sizeof(CUtensorMap);
-}
-
-typedef struct {
-    int64_t grid;
-    int threads, cluster; /* CTAs of a cluster; 1: none */
-    size_t shared;        /* bytes of dynamic shared memory, the same in every launch of a kernel */
-} Launch;
-
-/* Launches a kernel by PDL. No kernel executes griddepcontrol.launch_dependents, so the trigger is each CTA's
- * exit: the prologue overlaps the end of the kernel before it. */
-template <auto kernel, typename Params>
-int launch_dependent(const Params &p, const Launch &how, void *stream) {
-    static std::atomic<uint64_t> allowed; /* devices on which the kernel may have so much, one bit each */
-    int device = 0;
-    cudaError_t error = cudaGetDevice(&device);
-    uint64_t bit = 1ull << device % 64;
-    if (error == cudaSuccess && !(allowed & bit)) {
-        error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)how.shared);
-        if (error == cudaSuccess) allowed |= bit;
-    }
-    if (error != cudaSuccess) return cuda_status(error);
-    cudaLaunchAttribute attributes[2] = {};
-    attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    attributes[0].val.programmaticStreamSerializationAllowed = 1;
-    attributes[1].id = cudaLaunchAttributeClusterDimension;
-    attributes[1].val.clusterDim = {(unsigned)how.cluster, 1, 1};
-    cudaLaunchConfig_t config = {};
-    config.gridDim = (unsigned)how.grid;
-    config.blockDim = how.threads;
-    config.dynamicSmemBytes = how.shared;
-    config.stream = (cudaStream_t)stream;
-    config.attrs = attributes;
-    config.numAttrs = how.cluster > 1 ? 2 : 1;
-    error = cudaLaunchKernelEx(&config, kernel, p);
-    if (error != cudaSuccess) cudaGetLastError(); /* it is reported here, not by a later launch */
-    return cuda_status(error);
 }
 
 /* One CTA per SM, each with a Memory. */

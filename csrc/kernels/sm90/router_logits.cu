@@ -182,6 +182,7 @@ __global__ void __launch_bounds__(Config::THREADS, 1)
     int first_tile = Config::SPLIT ? blockIdx.x / p.cluster : blockIdx.x;
     int first_slice = rank * p.cta_slices, end_slice = min(first_slice + p.cta_slices, p.num_slices);
     griddepcontrol_wait();
+    griddepcontrol_launch_dependents();
 
     /* Main loop */
     typename Config::Pipeline pipe;

@@ -53,11 +53,13 @@ typedef struct {
     int32_t tile_n;          /* output columns of an N tile                            */
     bool last_is_half_n;     /* the last N tile has at most half of them               */
     bool swaps_skinny;       /* skinny experts are computed with swapped operands      */
+    bool starts_early;       /* the kernel before this one may still write A; plan and B are older */
+    bool lets_next_start;    /* the next kernel starts early                           */
     FusedMoeTileOrder order; /* not wgrad's, which has its own                         */
     int32_t num_maps;
     GroupedRows rows[MAX_MAPS];
     CUtensorMap *maps;  /* [CTAs, MAP_SLOTS, num_maps] */
-    uint32_t *counters; /* [FUSED_MOE_NUM_COUNTERS] zeros, left as zeros */
+    uint32_t *counters; /* zeros, left as zeros: FUSED_MOE_NUM_COUNTERS, or half of them with starts_early */
 } TileSource;
 
 /* Where counters are. */
@@ -70,6 +72,8 @@ enum {
 /* Split tiles are at most 2 * CTAs (fused_moe_slices_per_tile), with a semaphore for each of two consumer
  * warpgroups. */
 static_assert(SEMAPHORES + 4 * FUSED_MOE_MAX_CTAS <= FUSED_MOE_NUM_COUNTERS, "counters overlap");
+static_assert(EXITED < FUSED_MOE_NUM_COUNTERS / 2,
+              "up_gate and a down GEMM that starts early have half each");
 
 /* --- the queue ------------------------------------------------------------------------------------------ */
 
@@ -173,8 +177,11 @@ __device__ inline void fetch_tiles(const TileSource &source, Queue &queue, uint3
     int lane = threadIdx.x % 32;
     FusedMoeTileScheduler scheduler =
         fused_moe_tile_scheduler(source.counters + CLAIMED, num_tiles, blockIdx.x, gridDim.x);
+    /* A CTA that starts early takes its own first tile, and others not before all CTAs can start. */
+    bool may_take = !source.starts_early || blockIdx.x < num_tiles;
     PipelineState<QUEUE_DEPTH> stage;
-    for (bool has_tile = true; has_tile;) {
+    for (bool has_tile = true; has_tile; may_take = !source.starts_early) {
+        if (!may_take) griddepcontrol_wait();
         uint32_t index = fused_moe_next_tile(&scheduler);
         has_tile = index < num_tiles;
         typename Queue::WorkTile tile = {-1};
@@ -186,7 +193,7 @@ __device__ inline void fetch_tiles(const TileSource &source, Queue &queue, uint3
         mbarrier_arrive(shared_address(&queue.full[stage.index]));
         stage.advance();
     }
-    reset_claims(source);
+    if (scheduler.shares) reset_claims(source);
 }
 
 /* A grouped GEMM's tile. A plan that is wrong may call an expert skinny whose rows are more. */

@@ -225,6 +225,7 @@ int launch(const FusedMoeUpGate &p, void *stream) {
 
     gemm.tiles = tile_source(rows.offs, rows.schedule, rows.R, rows.E, b_rows,
                              columns == GATE_UP ? Config::BN / 2 : Config::BN, p.workspace.counters);
+    gemm.tiles.lets_next_start = p.next_starts_early;
     const T *a = (const T *)p.a, *h = (const T *)p.h;
     if (status == FUSED_MOE_OK) status = ragged_map(&q.a_map, a, rows.R, F, F, WarpWriter::ROWS);
     if (status == FUSED_MOE_OK && h)

@@ -65,6 +65,7 @@ template <class Config, class Epilogue>
 __global__ void __launch_bounds__(Config::THREADS, 1) wgrad_kernel(const __grid_constant__ Wgrad p) {
     using T = typename Config::T;
     auto &s = prologue<Config>();
+    griddepcontrol_wait();
     int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), wg = warp / 4 - 1; /* -1: the producer */
     if (wg < 0) {
         setmaxnreg_dec<Config::PRODUCER_REGISTERS>();
