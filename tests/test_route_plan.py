@@ -63,7 +63,7 @@ def test_routings(device, routing, dtype):
 @given(
     tokens=st.sampled_from((0, 1, 2, 127, 128, 129, 1000)),
     top_k=st.integers(1, 32),
-    num_experts=st.sampled_from((1, 2, 31, 32, 33, 256, 1023, 1024)),
+    num_experts=st.sampled_from((1, 2, 31, 32, 33, 128, 129, 256, 320, 384, 385, 1023, 1024)),
     routing=st.sampled_from(("repeats", "one", "gaps", "none")),
     seed=st.integers(0, 999),
     form=st.sampled_from(sorted(FORMS)),
