@@ -249,6 +249,21 @@ def check_scores(fn: str, scores, ids: Tensor) -> None:
         fail(ValueError, fn, f"scores on {ids.device}", scores.device)
 
 
+def check_out(fn: str, out, x: Tensor, shape: tuple, inputs: tuple) -> None:
+    """Checks a tensor for the result of inputs, of which some may be None."""
+    dtype = x.dtype
+    if is_autocast_enabled(x) and dtype != torch.float64:
+        dtype = torch.get_autocast_dtype(x.device.type)
+    check_tensor(fn, "out", out, 2, (dtype,))
+    check_shape(fn, "out", out, "T, D", shape)
+    check_device(fn, "out", out, "x", x)
+    if not out.is_contiguous():
+        fail(ValueError, fn, "a contiguous out", f"strides {out.stride()}")
+    tensors = (t for t in (out, *inputs) if t is not None)
+    if all(map(_has_memory, tensors)) and any(t is not None and share_memory(out, t) for t in inputs):
+        fail(ValueError, fn, "out that shares no memory with another argument", "one that does")
+
+
 # --- rows of experts --------------------------------------------------------------------------------------
 
 

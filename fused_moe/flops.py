@@ -82,7 +82,7 @@ def _experts_down(args) -> int:
     return 2 * args.a[0] * prod(args.w2[1:])
 
 
-@_register("experts")
+@_register("experts", "experts_out")
 def _experts(args) -> int:
     return prod(args.ids) * (_up(args) + 2 * prod(args.w2[1:]))
 

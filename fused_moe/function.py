@@ -29,6 +29,7 @@ from .checks import (
     check_num_experts,
     check_num_tokens,
     check_offsets,
+    check_out,
     check_plan_of_ids,
     check_plan_of_rows,
     check_router,
@@ -37,6 +38,7 @@ from .checks import (
     check_shape,
     check_tensor,
     fail,
+    is_autocast_enabled,
 )
 from .ops import ops
 from .plan import Plan
@@ -294,6 +296,7 @@ def fused_experts(
     plan: Plan | None = None,
     main_grads: tuple[Tensor | None, Tensor | None, Tensor | None] | None = None,
     expert_map: Tensor | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """The routed experts of a layer: out[t] = sum over k of scores[t, k] * expert(ids[t, k])(x[t]).
 
@@ -323,6 +326,8 @@ def fused_experts(
             must run before the next forward; otherwise autograd raises, because a main_grad was modified in
             place. Before PyTorch 2.13 main_grads are not compiled: fullgraph=True raises.
         expert_map: as that of `route_plan`, for weights that are some of E_global experts'.
+        out: (T, D), contiguous, where the result is written. No argument may need a gradient, or share
+            memory with it.
 
     Returns:
         (T, D) in x's dtype (autocast's under autocast), differentiable in x, weights, biases, scores.
@@ -333,13 +338,13 @@ def fused_experts(
     weights, biases, constants = (w1, w2, w3), (b1, b2, b3), (alpha, limit)
     return experts_and_counts(
         x, weights, scores, ids, biases, activation, constants, layout, transposed, score_on, plan,
-        main_grads, expert_map,
+        main_grads, expert_map, out,
     )[0]  # fmt: skip
 
 
 def experts_and_counts(
     x, weights, scores, ids, biases, activation, constants=(ALPHA, LIMIT), layout="separate",
-    transposed=False, score_on="output", plan=None, main_grads=None, expert_map=None,
+    transposed=False, score_on="output", plan=None, main_grads=None, expert_map=None, out=None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """fused_experts, and how many slots each expert has: counts (E,) int32."""
     fn = "fused_experts"
@@ -355,19 +360,25 @@ def experts_and_counts(
         if plan is not None:
             fail(ValueError, fn, "expert_map without plan, which is made with it", "both")
         check_expert_map(fn, expert_map, ids, w2.size(0))
+    needs_grad = _needs_grad(x, w1, w2, w3, *biases, scores)
+    if out is not None:
+        if needs_grad:
+            fail(ValueError, fn, "out where no gradient is needed", "an argument that requires one")
+        check_out(fn, out, x, (x.size(0), w2.size(1)), (x, *weights, *biases, scores, ids))
     scores = scores.to(_ops.score_dtype(x))
     # Autocast would cast all weights before one operator, and keep the casts of both sides at a time.
-    autocasts = x.device.type in ("cpu", "cuda") and torch.is_autocast_enabled(x.device.type)
-    if plan is None and not (autocasts or _needs_grad(x, w1, w2, w3, *biases, scores)):
+    if plan is None and not (is_autocast_enabled(x) or needs_grad):
         b1, b2, b3 = biases
         operands = (x, w1, w3, w2, b1, b3, b2, scores, ids)
-        settings = (code, _ops.ACTIVATION_CODES[activation], [*constants], score_on == "input", expert_map)
-        return _ops.run(ops.experts.default, *operands, *settings)
+        settings = (code, _ops.ACTIVATION_CODES[activation], [*constants], score_on == "input")
+        if out is not None:
+            return out, ops.experts_out(*operands, *settings, out, expert_map)
+        return _ops.run(ops.experts.default, *operands, *settings, expert_map)
     if plan is None:
         plan = _ops.route_plan(ids, w2.size(0), expert_map)
     experts = _uncompiled_experts if WRITES_BESIDE_VIEWS and any(main_grads) else _experts
-    out = experts(x, w1, w2, w3, *biases, scores, plan, code, activation, *constants, score_on, main_grads)
-    return out, plan.counts
+    y = experts(x, w1, w2, w3, *biases, scores, plan, code, activation, *constants, score_on, main_grads)
+    return y if out is None else out.copy_(y), plan.counts
 
 
 def grouped_mlp(

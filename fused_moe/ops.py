@@ -4,7 +4,8 @@ csrc/torch/library.cpp has the schemas. This file has each operator's fake kerne
 torch.compile), its autograd formula and its autocast rule. They read arguments by the schema's names. An
 autograd formula calls operators only, so it can be traced. Gradients that are not needed are not computed:
 the coarse backward operators take one flag per gradient and return an empty tensor in its place. All
-operators are functional except those named *_accumulate, which add a weight gradient to a float32 buffer.
+operators are functional except those named *_accumulate, which add a weight gradient to a float32 buffer, and
+experts_out, which writes its result into a tensor that is given.
 
 Names and shapes are those of csrc/fused_moe.h. `plan` is the list of tensors of a Plan, `constants` the
 activation's [alpha, limit]. `offsets` of grouped_mm, wgrad and bias_grad are (E,) cumulative ends, as
@@ -106,7 +107,12 @@ def _register_integers(name: str, *, fake):
 
 
 def _register_accumulate(name: str, *, fake):
-    """As _register, for an operator that adds to arguments. It raises where autograd would record the call:
+    """Of an operator that adds to main_grads."""
+    _register_writing(name, fake=fake, expected="main_grads in a backward that is not recorded itself")
+
+
+def _register_writing(name: str, *, fake, expected: str):
+    """As _register, for an operator that writes arguments. It raises where autograd would record the call:
     the write is not recorded, so the graph would be cut silently. Autograd is told of the write, so that it
     raises where the values before it were saved."""
     schema = Schema(name)
@@ -117,8 +123,8 @@ def _register_accumulate(name: str, *, fake):
     def rule(keyset, *args):
         if torch.is_grad_enabled() and torch._C._any_requires_grad(*args):
             raise RuntimeError(
-                f"fused_moe: {name} cannot be differentiated: expected main_grads in a backward that is not "
-                "recorded itself, found create_graph=True, torch.func.grad, or a direct call in grad mode"
+                f"fused_moe: {name} cannot be differentiated: expected {expected}, found create_graph=True, "
+                "torch.func.grad, or a direct call in grad mode"
             )
         _refuse_tangents(name, args)
         return _below_autograd(schema.op, keyset, args)
@@ -711,6 +717,7 @@ def _experts_fake(args):
 
 
 _register("experts", fake=_experts_fake, autocast=("x", "w1", "w3", "w2", "b1", "b3", "b2"))
+_register_writing("experts_out", fake=lambda args: _experts_fake(args)[1], expected="no gradient of out")
 
 
 # --- plans --------------------------------------------------------------------------------------------

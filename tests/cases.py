@@ -349,6 +349,18 @@ def operator_calls(case: Case, device) -> dict:
                 (ids.long(), {"score_on_input": True, "expert_map": expert_map}),
             )
         ],
+        "experts_out": [
+            {
+                "x": x,
+                **up,
+                **down,
+                "scores": scores,
+                "ids": ids,
+                **act,
+                "score_on_input": False,
+                "out": new(T, D),
+            }
+        ],
         "experts_down_backward": down_backwards,
         "experts_down_backward_accumulate": [{**call, "main_grad2": main2} for call in down_backwards],
     }

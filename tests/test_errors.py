@@ -100,6 +100,7 @@ def complexes(*shape) -> torch.Tensor:
 
 counts_plan = fused_moe.plan_from_counts(torch.tensor([T * K, 0, 0]), T * K)
 half = torch.randn(T, D, dtype=F16)
+rows_of_both = torch.randn(2 * T - 1, D)  # the first T rows and the last T have one in common
 nan, inf = float("nan"), float("inf")
 INT = "dtype int32 or int64"
 INT_IDS = f"ids of {INT}"
@@ -409,6 +410,17 @@ TABLE = {
         (experts(plan=plan_of(T, K, E), expert_map=integers(9)),
          ValueError, "expert_map without plan", "both"),
         (experts(expert_map=torch.zeros(9)), TypeError, "expert_map of dtype int32", "torch.float32"),
+    ],
+    "fused_experts's out": [
+        (experts(out=[1.0]), TypeError, "out to be a tensor", "list"),
+        (experts(out=torch.empty(T, D).double()), TypeError, "out of dtype float32", "torch.float64"),
+        (experts(out=torch.empty(T, D, 1)), ValueError, "out of 2 dimensions", r"shape \(6, 8, 1\)"),
+        (experts(out=torch.empty(T, 9)), ValueError, r"out of shape \(T, D\) = \(6, 8\)", r"\(6, 9\)"),
+        (experts(out=torch.empty(D, T).mT), ValueError, "a contiguous out", r"strides \(1, 6\)"),
+        (experts(x=rows_of_both[:T], out=rows_of_both[T - 1 :]),
+         ValueError, "out that shares no memory", "one that does"),
+        (experts(w2=torch.randn(E, D, F).requires_grad_(), out=torch.empty(T, D)),
+         ValueError, "out where no gradient is needed", "an argument that requires one"),
     ],
     "grouped_mlp": [
         (mlp(x_rows=[1.0]), TypeError, "x_rows to be a tensor", "list"),

@@ -1,6 +1,7 @@
 """The experts: fused_experts and its operators, fine-grained and coarse, against the reference."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -592,6 +593,42 @@ def test_without_gradients(device, layout, score_on):
     assert ours == ["fused_moe::experts"]
     [(_, (_, counts))] = calls.of("experts")
     assert torch.equal(counts, fused_moe.route_plan(ids, case.num_experts).counts)
+
+
+@pytest.mark.quick
+@ALL_LAYOUTS
+@pytest.mark.parametrize("score_on", ("output", "input"))
+def test_out(device, layout, score_on):
+    """out= is the tensor that was given, with the bits of the result, whatever was there: by one operator,
+    with a plan, under autocast, and where it does not begin at 16 bytes."""
+    case = Case(layout=layout, routing="sentinels", bias=True, dtype=BF16, score_on=score_on)
+    inputs, ids = case.inputs(device), case.ids(device)
+    call = partial(fused_moe.fused_experts, **inputs, ids=ids, score_on=score_on, **case.options)
+    expected = call()
+    buffer = torch.full((2, expected.numel() + 1), torch.nan, dtype=BF16, device=device)
+    out = buffer[1, 1:].view_as(expected)
+    version = out._version
+    with Calls() as calls:
+        assert call(out=out) is out
+    assert [n for n, *_ in calls.calls if n.startswith("fused_moe::")] == ["fused_moe::experts_out"]
+    assert torch.equal(out, expected) and out._version > version
+    assert buffer[0].isnan().all() and buffer[1, 0].isnan(), "beside out"
+    plan = fused_moe.route_plan(ids, case.num_experts)
+    assert torch.equal(call(out=out.fill_(torch.nan), plan=plan), expected)
+    with torch.autocast(torch.device(device).type, BF16):
+        assert torch.equal(call(out=out.fill_(torch.nan)), expected)
+
+
+def test_out_compiled(device):
+    """Without a graph break; tensors that require gradients are taken where none is recorded."""
+    case = Case(dtype=F32)
+    inputs, ids = case.inputs(device), case.ids(device)
+    inputs["w1"].requires_grad_()
+    step = torch.compile(lambda out: fused_moe.fused_experts(**inputs, ids=ids, out=out) + 1, fullgraph=True)
+    with torch.no_grad():
+        expected = fused_moe.fused_experts(**inputs, ids=ids)
+        out = torch.full_like(expected, torch.nan)
+        assert torch.equal(step(out), expected + 1) and torch.equal(out, expected)
 
 
 @OPERATOR_CASES

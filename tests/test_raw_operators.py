@@ -24,6 +24,7 @@ UNREAD |= {(name, label) for name, label in ARGUMENTS if label == "schedule"}
 ANY_VALUE = {
     ("route_plan", "ids"),
     ("experts", "ids"),
+    ("experts_out", "ids"),
     ("route_plan", "expert_map"),
     ("experts", "expert_map"),
 }

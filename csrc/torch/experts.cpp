@@ -219,7 +219,8 @@ UpGrads experts_up_backward(const Tensor &dh, const Tensor &x, const Tensor &w1,
 /* --- down side ------------------------------------------------------------------------------------------ */
 
 static Tensor run_experts_down(const Tensor &a_, const Tensor &w2, const OptTensor &b2_,
-                               const OptTensor &scores_, const TensorList &plan, const Chain &chain) {
+                               const OptTensor &scores_, const TensorList &plan, const Chain &chain,
+                               const OptTensor &given_out = {}) {
     const char *op = "experts_down";
     check_dim(op, "a", a_, 2);
     check_dim(op, "w2", w2, 3);
@@ -237,7 +238,7 @@ static Tensor run_experts_down(const Tensor &a_, const Tensor &w2, const OptTens
     Tensor y = new_tensor(a, {map.p.R, D});
     run_grouped_mm(call, a, b, N, b2, grouping_of(map), y, chain.counters, chain.starts_early);
     if (!map.has_maps) return y;
-    Tensor out = new_tensor(a, {map.p.T, D});
+    Tensor out = given_out ? *given_out : new_tensor(a, {map.p.T, D});
     run_unpermute(call, y, scores, map, out);
     return out;
 }
@@ -253,14 +254,15 @@ Tensor experts_down(const Tensor &a, const OptTensor &, const Tensor &w2, const 
 /* Without gradients: from the ids to out and counts in one call, which keeps nothing for backward. Its GEMMs
  * share counters, which the plan's kernel zeroes where they are not zeros: each kernel directly follows the
  * one whose result it takes, and may start before that has ended (PDL). */
-std::tuple<Tensor, Tensor> experts(const Tensor &x, const Tensor &w1, const OptTensor &w3, const Tensor &w2,
-                                   const OptTensor &b1, const OptTensor &b3, const OptTensor &b2,
-                                   const Tensor &scores, const Tensor &ids, int64_t layout,
-                                   int64_t activation, const Constants &constants, bool score_on_input,
-                                   const OptTensor &expert_map) {
-    check_dim("experts", "w1", w1, 3);
-    check_dim("experts", "w2", w2, 3);
-    Counters counters = find_counters(begin_call("experts", ids), ids);
+static std::tuple<Tensor, Tensor> run_experts(const char *op, const Tensor &x, const Tensor &w1,
+                                              const OptTensor &w3, const Tensor &w2, const OptTensor &b1,
+                                              const OptTensor &b3, const OptTensor &b2, const Tensor &scores,
+                                              const Tensor &ids, int64_t layout, int64_t activation,
+                                              const Constants &constants, bool score_on_input,
+                                              const OptTensor &expert_map, const OptTensor &out) {
+    check_dim(op, "w1", w1, 3);
+    check_dim(op, "w2", w2, 3);
+    Counters counters = find_counters(begin_call(op, ids), ids);
     auto [counts, offsets, schedule, row_token, row_slot, token_row] =
         run_route_plan(ids, w1.size(0), expert_map, counters.to_zero ? counters.data : nullptr);
     const Chain chain = {counters.data, starts_early(row_token.size(0), w1.size(0), w2.size(2))};
@@ -268,7 +270,31 @@ std::tuple<Tensor, Tensor> experts(const Tensor &x, const Tensor &w1, const OptT
     OptTensor of_x, of_y;
     (score_on_input ? of_x : of_y) = scores;
     auto [h, a] = run_experts_up(x, w1, w3, b1, b3, of_x, plan, layout, activation, constants, false, chain);
-    return {run_experts_down(a, w2, b2, of_y, plan, chain), counts};
+    return {run_experts_down(a, w2, b2, of_y, plan, chain, out), counts};
+}
+
+std::tuple<Tensor, Tensor> experts(const Tensor &x, const Tensor &w1, const OptTensor &w3, const Tensor &w2,
+                                   const OptTensor &b1, const OptTensor &b3, const OptTensor &b2,
+                                   const Tensor &scores, const Tensor &ids, int64_t layout,
+                                   int64_t activation, const Constants &constants, bool score_on_input,
+                                   const OptTensor &expert_map) {
+    return run_experts("experts", x, w1, w3, w2, b1, b3, b2, scores, ids, layout, activation, constants,
+                       score_on_input, expert_map, {});
+}
+
+/* Writes out, which shares no memory with an input. */
+Tensor experts_out(const Tensor &x, const Tensor &w1, const OptTensor &w3, const Tensor &w2,
+                   const OptTensor &b1, const OptTensor &b3, const OptTensor &b2, const Tensor &scores,
+                   const Tensor &ids, int64_t layout, int64_t activation, const Constants &constants,
+                   bool score_on_input, const Tensor &out, const OptTensor &expert_map) {
+    const char *op = "experts_out";
+    check_dim(op, "w2", w2, 3);
+    check_shape(op, "out", out, {ids.size(0), w2.size(1)});
+    check_dtype(op, "out", out, x.scalar_type());
+    check_device(op, "out", out, x);
+    check(out.is_contiguous(), op, "a contiguous out", "one in other strides");
+    return std::get<1>(run_experts(op, x, w1, w3, w2, b1, b3, b2, scores, ids, layout, activation, constants,
+                                   score_on_input, expert_map, out));
 }
 
 /* --- gradients of the down side ------------------------------------------------------------------------- */

@@ -80,6 +80,10 @@ std::tuple<Tensor, Tensor> experts(const Tensor &x, const Tensor &w1, const OptT
                                    const Tensor &scores, const Tensor &ids, int64_t layout,
                                    int64_t activation, const Constants &constants, bool score_on_input,
                                    const OptTensor &expert_map);
+Tensor experts_out(const Tensor &x, const Tensor &w1, const OptTensor &w3, const Tensor &w2,
+                   const OptTensor &b1, const OptTensor &b3, const OptTensor &b2, const Tensor &scores,
+                   const Tensor &ids, int64_t layout, int64_t activation, const Constants &constants,
+                   bool score_on_input, const Tensor &out, const OptTensor &expert_map);
 DownGrads experts_down_backward(const Tensor &dout, const Tensor &h, const Tensor &w2, const OptTensor &b2,
                                 const OptTensor &scores, const TensorList &plan, int64_t layout,
                                 int64_t activation, const Constants &constants, bool need_dh, bool need_dw2,
