@@ -8,8 +8,9 @@
 Calls alternate between the weights of several layers, each with routing of its own, so that a call reads its
 weights from memory, as a decode step of a deep model does. On a GPU all calls are one CUDA graph; with
 --eager the host makes them one by one. floor_us: the experts that have tokens, at the rate of a kernel that
-only reads, or the dense product of equal FLOPs, where that takes longer; both in the same run. ratio_to_PEER
-is the peer's time over ours; launches and host_us are of one eager call.
+only reads, or the dense product of equal FLOPs, where that takes longer; both in the same run. floor_ratio is
+floor_us over our time; torch_ratio and ratio_to_PEER are the peer's time over ours; launches and host_us are
+of one eager call.
 
 vllm is the Triton path of vLLM, if that is installed (0.33), with the tile that it has tuned for the shape or
 its default; vllm-invariant has the tile of its batch-invariant mode. All of a peer's kernels count, from
@@ -58,14 +59,15 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     add("--tp", type=int, default=1, help="ranks that share each expert: F is divided by it")
     add("--stride", type=int, help="elements from a row of x to the next; default: D")
     add("--activation", choices=("silu", "gelu", "gelu_tanh", "relu", "swiglu_clamped"), help="default: silu")
-    add("--gate-only", action="store_true", help="no up projection: a = act(x w1)")
+    add("--gate-only", action="store_true", help="plain experts, without w3: a = act(x w1)")
     add("--init", choices=("normal", "uniform", "zeros"), default="normal", help="of the weights")
     add("--seed", type=int, default=0)
     add("--warmup", type=int, help="runs before the timed ones; default: 1 on the CPU, 3 on a GPU")
     add("--order", choices=("linear", "grouped", "column"), help="of an expert's tiles; default: grouped")
     add("--eager", action="store_true", help="single calls of the host, no CUDA graph")
     add(
-        "--peers", help=f"of {', '.join(PEERS)}, comma-separated; default: torch and loop where they are fast"
+        "--peers",
+        help=f"of {', '.join(PEERS)}, comma-separated; default: torch if it has grouped_mm, loop on the CPU",
     )
     add("--validate", action="store_true", help="only check the results, time nothing")
     add("--list-kernels", action="store_true", help="only list kernels: launches and µs of a call")

@@ -2,7 +2,8 @@
 
 A wrong argument raises TypeError (type or dtype) or ValueError (shape, device or value) before anything
 runs. The message says what was expected and what was found. Below, T is the number of tokens, D the model
-width, F the expert hidden width, E the number of experts, K experts per token and R rows.
+width, F the expert hidden width, E the number of experts, K experts per token and R rows. A slot is one of a
+token's K choices; one whose id is no expert's here is remote: it gets no row, and its score counts as 0.
 """
 
 from __future__ import annotations
@@ -86,9 +87,10 @@ def route(
 ) -> tuple[Tensor, Tensor]:
     """Chooses the K best experts of every token: softmax or sigmoid, fused with top-k.
 
-    Ties go to the lowest expert id. Slots are sorted by score, best first. NaN or infinite logits give
-    NaN scores, and ids that are still valid and distinct. Source: the routers of DeepSeek-V3 (arXiv
-    2412.19437, 2.1.2) and Mixtral.
+    Ties go to the lowest expert id. Slots are sorted by what the choice was made by (score, plus bias if
+    there is one), best first; given ids keep their order. NaN logits, and +inf under softmax, give NaN
+    scores; other infinite ones give their limits. Ids are valid and distinct in any case. Source: the
+    routers of DeepSeek-V3 (arXiv 2412.19437, 2.1.2) and Mixtral.
 
     Args:
         logits: (T, E) of any floating dtype, E from 1 to 1024. Computed in float32 (float64 stays).
@@ -318,7 +320,8 @@ def fused_experts(
             (E, 2F, D) or (E, F, 2, D), gate0, up0, gate1, ... With the last two w3 is None.
         transposed: weights are stored (E, D, F or 2F) and (E, F, D), as gpt-oss does.
         score_on: "output", or "input": rows are x * score, rounded to x's dtype, and summed unweighted.
-        plan: the plan of `ids` and E, if it has been computed already (with expert_map, if there is one).
+        plan: route_plan(ids, E) or route_plan(ids, E, expert_map), if it has been computed already. Beside a
+            plan expert_map raises.
         main_grads: Megatron-style float32 buffers of the shapes of w1, w2 and w3; each may be None. Backward
             accumulates the weight's gradient into its buffer, without rounding to the weight's dtype, and
             the weight's .grad stays None. x may have any dtype except float64. A backward that is itself
@@ -326,8 +329,8 @@ def fused_experts(
             must run before the next forward; otherwise autograd raises, because a main_grad was modified in
             place. Before PyTorch 2.13 main_grads are not compiled: fullgraph=True raises.
         expert_map: as that of `route_plan`, for weights that are some of E_global experts'.
-        out: (T, D), contiguous, where the result is written. No argument may need a gradient, or share
-            memory with it.
+        out: (T, D), contiguous, of the result's dtype: it is written and returned. Only where no gradient is
+            recorded, and in memory that no other argument has a part of.
 
     Returns:
         (T, D) in x's dtype (autocast's under autocast), differentiable in x, weights, biases, scores.

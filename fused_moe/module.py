@@ -321,13 +321,14 @@ class FusedMoE(Counting):
             ids: (..., K) int32 or int64, the experts of each token, as return_ids has returned them: replays
                 a choice. See `fused_moe.route`.
             return_ids: whether to return the chosen experts, -1 where a slot has none.
-            num_tokens: one int32 or int64 on x's device, in a tensor of any shape; clamped to [0, T]. The
-                first num_tokens of x's T tokens are real. The others are padding: no expert computes them,
-                neither counters nor losses see them, their output and gradient are zero, and whatever they
-                hold, NaN say, reaches nothing. The host never reads it, so one CUDA graph serves any number.
+            num_tokens: one int32 or int64 on x's device, in a tensor of any shape; clamped to [0, T]. Of x's
+                T rows after reshape(-1, D) the first num_tokens are real tokens. The others are padding: no
+                expert computes them, neither counters nor losses see them, their output and gradient are
+                zero, and whatever they hold, NaN say, reaches nothing. The host never reads it, so one CUDA
+                graph serves any number.
 
         Returns:
-            (..., D); or a tuple of it, RouterLosses if they are asked for, and ids if they are.
+            out (..., D), or a tuple (out[, RouterLosses][, ids]) of what was asked for.
 
         Raises:
             TypeError, ValueError: before the experts run, with what was expected and what was found.

@@ -625,8 +625,8 @@ CPU = [
     Mutant(
         "one operator of experts forgets the map",
         "fused_moe/function.py",
-        'score_on == "input", expert_map)',
-        'score_on == "input", None)',
+        "experts.default, *operands, *settings, expert_map)",
+        "experts.default, *operands, *settings, None)",
         "tests/test_experts.py",
     ),
 ]
