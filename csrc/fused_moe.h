@@ -163,7 +163,7 @@ typedef struct {     /* the plan from the chosen ids, stable in t*K + k */
     int32_t *token_row; /* [T,K]   */
     int32_t *schedule;  /* [8+4E]  */
     void *workspace;    /* fused_moe_cuda_route_plan_workspace bytes */
-    uint32_t *counters; /* [FUSED_MOE_NUM_COUNTERS] set to zero for GEMMs behind it; may be NULL */
+    uint32_t *counters; /* [FUSED_MOE_NUM_COUNTERS] set to zero for the GEMMs after it; may be NULL */
     int64_t T;
     int32_t K, E;
 } FusedMoeRoutePlan;

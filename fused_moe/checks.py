@@ -259,8 +259,8 @@ def check_out(fn: str, out, x: Tensor, shape: tuple, inputs: tuple) -> None:
     check_device(fn, "out", out, "x", x)
     if not out.is_contiguous():
         fail(ValueError, fn, "a contiguous out", f"strides {out.stride()}")
-    tensors = (t for t in (out, *inputs) if t is not None)
-    if all(map(_has_memory, tensors)) and any(t is not None and share_memory(out, t) for t in inputs):
+    inputs = [t for t in inputs if t is not None]
+    if all(map(_has_memory, (out, *inputs))) and any(share_memory(out, t) for t in inputs):
         fail(ValueError, fn, "out that shares no memory with another argument", "one that does")
 
 

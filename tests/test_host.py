@@ -551,7 +551,7 @@ def test_every_tile_is_claimed_once(num_tiles, num_ctas, late, seed):
     """Fast, slow and late CTAs: some start when others have stolen some or all of their tiles.
 
     A tile of another CTA is that CTA's next one, and no CTA has more left. Where each has one tile at most,
-    nobody steals.
+    no CTA steals.
     """
     state, chance, claimed = scheduler_state(num_ctas), random.Random(seed), []
     assigned = [len(range(cta, num_tiles, num_ctas)) for cta in range(num_ctas)]

@@ -191,8 +191,9 @@ static int run_checked(Table<Params> &table, const Params &unchecked, void *stre
 /* --- zeroed counters ------------------------------------------------------------------------------------ */
 
 /* Calls on one stream run one after the other, so they share the stream's counters, which each leaves at
- * zero. (up_gate and a down GEMM that starts early have half of them each.) They are zeros when the module is loaded. PyTorch has the default stream and up to 4 pools of 32, of
- * which few are used. A call on a stream past the first MAX_STREAMS zeroes counters of its own. */
+ * zero. (up_gate and a down GEMM that starts early use one half each.) They are zeros when the module is
+ * loaded. PyTorch has the default stream and up to 4 pools of 32, of which few are used. A call on a stream
+ * past the first MAX_STREAMS zeroes counters of its own. */
 constexpr int MAX_STREAMS = 128; /* per device */
 static __device__ uint32_t stream_counters[MAX_STREAMS][FUSED_MOE_NUM_COUNTERS];
 

@@ -56,7 +56,8 @@ void run(const Call &call, const Params &p, std::type_identity_t<CpuFunction<Par
     check_status(call, call.is_cuda ? cuda(&p, call.stream) : cpu(&p));
 }
 
-/* FUSED_MOE_NUM_COUNTERS of them: the stream's, which are zeros, or new ones, which are not. None on the CPU. */
+/* FUSED_MOE_NUM_COUNTERS of them: the stream's, which are zeros, or new ones, which are not. None on the
+ * CPU. */
 struct Counters {
     uint32_t *data;
     OptTensor to_zero;

@@ -26,7 +26,7 @@ __device__ inline void griddepcontrol_wait() {
 }
 
 /* The next kernel in the stream may start once a thread of every CTA has called this, or has exited. Called
- * behind griddepcontrol_wait(), so that whoever starts finds all but this kernel complete. */
+ * after griddepcontrol_wait(), so that when the next kernel starts all but this one are complete. */
 __device__ inline void griddepcontrol_launch_dependents() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");

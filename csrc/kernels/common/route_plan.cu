@@ -6,7 +6,8 @@
  * ranges: a CTA has the slots of one span that chose an expert of one range.
  *   count    how many slots of each span chose each expert: span_counts[span][e]
  *   scatter  every CTA sums the counts again, over all spans for the experts' offsets and over the earlier
- *            spans for its own rows, and writes its slots' rows. CTA 0 writes counts, offsets and schedule, and zeroes the counters of the GEMMs
+ *            spans for its own rows, and writes its slots' rows. CTA 0 writes counts, offsets and schedule,
+ *            and zeroes the counters of the GEMMs
  * Summing in every CTA costs E * spans reads from L2, which is less than the two launches it replaces, since
  * spans are as many as SMs at most. No atomics decide an order, so the same ids give the same plan. */
 #include "../../integer.h"

@@ -251,10 +251,10 @@ __device__ inline int rows_of_a(const WorkTile &tile) {
     return tile.skinny ? max(num_tokens_of(tile), TAIL_ROWS) : FUSED_MOE_TILE_ROWS;
 }
 
-/* `rows` rows of A of one k-tile. A tile that is skinny or lacks rows loads them in boxes of TAIL_ROWS. Boxes past its last
- * row are zeros, from outside the matrix: arithmetic on zeros takes less power than on another expert's rows.
- * The box of its last row has up to 15 rows of the next expert, and the stores drop what comes of them. One
- * thread calls it. */
+/* `rows` rows of A of one k-tile. A tile that is skinny or lacks rows loads them in boxes of TAIL_ROWS. Boxes
+ * past its last row are zeros, from outside the matrix: arithmetic on zeros takes less power than on another
+ * expert's rows. The box of its last row has up to 15 rows of the next expert, and the stores drop what comes
+ * of them. One thread calls it. */
 __device__ inline void load_a(const Gemm &p, uint32_t dst, uint32_t full, int part, int k, int rows,
                               const WorkTile &tile) {
     if (tile.num_rows >= rows && !tile.skinny) {
@@ -267,8 +267,8 @@ __device__ inline void load_a(const Gemm &p, uint32_t dst, uint32_t full, int pa
     }
 }
 
-/* One warp: A and B by TMA. Where the kernel starts early (one part only), the first stages' B is under way
- * while the kernel before this one still writes A. */
+/* One warp issues the TMA loads of A and B. If the kernel starts early, which one of a single part may, B of the
+ * first stages is in flight while the kernel before this one still writes A. */
 template <class Config>
 __device__ inline void load_tma(const Gemm &p, Shared<Config> &s) {
     TileReader<typename Config::Queue> reader(s.queue);

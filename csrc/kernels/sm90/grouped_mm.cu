@@ -106,7 +106,7 @@ int launch(const FusedMoeGroupedMM &p, void *stream) {
     }
     tiles = tile_source(p.offs, p.schedule, p.R, p.E, p.M, Config::BN, p.workspace.counters);
     tiles.starts_early = p.starts_early;
-    if (tiles.starts_early) tiles.counters += FUSED_MOE_NUM_COUNTERS / 2; /* up_gate is at the others */
+    if (tiles.starts_early) tiles.counters += FUSED_MOE_NUM_COUNTERS / 2; /* up_gate uses the first half */
     tiles.last_is_half_n = (p.M - 1) % Config::BN < Config::BN / 2;
     /* where an N tile is half as wide already, the last wave is not split */
     if (!tiles.last_is_half_n && !schedule_override().no_tails) tiles.order.split_last_wave = num_ctas();
