@@ -346,6 +346,33 @@ FUSED_MOE_FN int32_t fused_moe_slices_per_tile(int64_t R, int32_t slice_rows, in
     return slices < 1 ? 1 : slices * slice_rows >= R ? 0 : (int32_t)slices;
 }
 
+/* Slice `index` of those that tiles have, each slices_per_tile of the schedule's: the place of its expert in the
+ * list, and in *slice which of the expert's it is. Experts of several of the schedule's slices come first in the
+ * list, so only they are summed up; behind them each expert is one slice. The list's length: there are fewer
+ * slices. most: of all experts, at most. */
+FUSED_MOE_FN int32_t fused_moe_find_slice(const FusedMoeExpertList *sliced, int32_t slices_per_tile,
+                                          int32_t most, int32_t index, int32_t *slice) {
+    int32_t first = 0, sum = 0, num_cut = FUSED_MOE_LANES;
+    *slice = 0;
+    while (first < sliced->num && num_cut == FUSED_MOE_LANES) {
+        int32_t b = first + FUSED_MOE_LANE, own = 1;
+        if (b < sliced->num)
+            own = (int32_t)((uint32_t)sliced->end[b] - (uint32_t)(b ? sliced->end[b - 1] : 0));
+        own = own > 1 ? (fused_moe_clamp(own, most) - 1) / slices_per_tile + 1 : 0;
+        int32_t end = sum + fused_moe_inclusive_sum(own);
+        int32_t before = FUSED_MOE_COUNT(own && end <= index);
+        num_cut = FUSED_MOE_COUNT(own > 0);
+        if (before < num_cut) {
+            *slice = index - FUSED_MOE_BROADCAST(end - own, before);
+            return first + before;
+        }
+        sum = fused_moe_clamp(FUSED_MOE_BROADCAST(end, FUSED_MOE_LANES - 1), most);
+        first += num_cut;
+    }
+    index -= sum;
+    return 0 <= index && index < sliced->num - first ? first + index : sliced->num;
+}
+
 typedef struct {             /* what a weight gradient adds to its routing's schedule */
     int32_t weight_tiles;    /* of an expert                                                           */
     int32_t slice_rows;      /* of the schedule's slices, at most                                      */
@@ -355,9 +382,10 @@ typedef struct {             /* what a weight gradient adds to its routing's sch
 typedef struct {
     int32_t expert, first_row, num_rows; /* num_rows 0: an empty expert                             */
     int32_t weight_tile;                 /* of the expert's weight                                  */
-    int32_t slice, num_slices; /* its expert's, as tiles have them; 0: not a tile, its rows are another's */
+    int32_t slice, num_slices;           /* its expert's, as tiles have them; 0: past the last tile */
 } FusedMoeWgradTile;
 
+/* Where tiles have several of the schedule's slices, this is more than there are: the last ones are none. */
 FUSED_MOE_FN uint32_t fused_moe_num_wgrad_tiles(const int32_t *schedule, int32_t E, int32_t R,
                                                 const FusedMoeWgradOrder *order) {
     uint32_t slices = (uint32_t)E;
@@ -375,28 +403,25 @@ FUSED_MOE_FN FusedMoeWgradTile fused_moe_wgrad_tile(const int32_t *schedule, con
                                                     uint32_t index) {
     FusedMoeWgradTile tile;
     uint32_t weight_tiles = (uint32_t)order->weight_tiles;
-    uint32_t schedule_slice = index / weight_tiles; /* of all experts; an expert where each is one slice */
-    uint32_t per_tile = (uint32_t)order->slices_per_tile, offset = 0; /* in the tile's slice */
-    int32_t tile_slice_rows = INT32_MAX;
+    int32_t slice_rows = INT32_MAX;
+    int32_t is_tile = 1;
     tile.weight_tile = (int32_t)(index % weight_tiles);
-    tile.expert = (int32_t)schedule_slice;
+    tile.expert = (int32_t)(index / weight_tiles); /* where each is one slice */
     tile.slice = 0;
-    if (per_tile) {
+    if (order->slices_per_tile) {
         FusedMoeExpertList sliced = fused_moe_sliced_experts(schedule, E);
-        int32_t b = fused_moe_find_owner(&sliced, (int32_t)schedule_slice);
-        tile.expert = fused_moe_clamp(sliced.expert[b], E - 1);
-        schedule_slice -= b ? (uint32_t)sliced.end[b - 1] : 0;
-        tile_slice_rows = order->slices_per_tile * order->slice_rows;
-        tile.slice = (int32_t)(schedule_slice / per_tile);
-        offset = schedule_slice % per_tile;
+        int32_t most = R / order->slice_rows + E;
+        int32_t b = fused_moe_find_slice(&sliced, order->slices_per_tile, most, tile.expert, &tile.slice);
+        is_tile = b < E;
+        tile.expert = fused_moe_clamp(sliced.expert[is_tile ? b : 0], E - 1);
+        slice_rows = order->slices_per_tile * order->slice_rows;
     }
     FusedMoeRows rows = fused_moe_expert_rows(offs, tile.expert, R);
-    tile.num_slices = rows.num ? (rows.num - 1) / tile_slice_rows + 1 : 1;
-    if ((uint32_t)tile.slice >= (uint32_t)tile.num_slices) tile.num_slices = tile.slice = 0;
-    if (offset) tile.num_slices = 0;
-    int32_t done = tile.slice ? tile.slice * tile_slice_rows : 0;
+    tile.num_slices = rows.num ? (rows.num - 1) / slice_rows + 1 : 1;
+    if (!is_tile || (uint32_t)tile.slice >= (uint32_t)tile.num_slices) tile.num_slices = tile.slice = 0;
+    int32_t done = tile.slice ? tile.slice * slice_rows : 0;
     tile.first_row = rows.first + done;
-    tile.num_rows = rows.num - done < tile_slice_rows ? rows.num - done : tile_slice_rows;
+    tile.num_rows = rows.num - done < slice_rows ? rows.num - done : slice_rows;
     return tile;
 }
 

@@ -1,5 +1,6 @@
 """csrc/schedule.h against naive lists, through the planners' operators and fused_moe._host."""
 
+import heapq
 import math
 import random
 from collections import Counter
@@ -426,17 +427,17 @@ def check_wgrad_tiles(counts, weight_tiles, slice_rows, slices_per_tile, spare=0
     most = slices_per_tile * slice_rows or INT32_MAX  # rows of a split-K slice
     first = [0, *accumulate(counts)]
 
-    # Slice by slice, each with all weight tiles. A skipped slice is summed by another tile.
+    # Slice by slice, each with all weight tiles. Then tiles of none, where a tile has several slices.
     assert [tile[3] for tile in tiles] == list(range(weight_tiles)) * (len(tiles) // weight_tiles)
     slices = tiles[::weight_tiles]
     for i in range(weight_tiles):
         assert [(*t[:3], *t[4:]) for t in tiles[i::weight_tiles]] == [(*t[:3], *t[4:]) for t in slices]
     assert len(slices) == sum(max(1, ceil_div(n, slice_rows)) if slices_per_tile else 1 for n in counts)
-    if slices_per_tile:  # experts of several of the schedule's slices come first
-        order = [expert for expert, *_ in slices]
-        assert order == sorted(order, key=lambda e: (counts[e] <= slice_rows, e))
-
     summed = [tile for tile in slices if tile[5]]
+    assert summed == slices[: len(summed)]
+    if slices_per_tile:  # experts of several of the schedule's slices come first
+        order = [expert for expert, *_ in summed]
+        assert order == sorted(order, key=lambda e: (counts[e] <= slice_rows, e))
     for expert, count in enumerate(counts):
         number = max(1, ceil_div(count, most))
         assert [(*t[1:3], *t[4:]) for t in summed if t[0] == expert] == [
@@ -464,6 +465,33 @@ def check_wgrad_tiles(counts, weight_tiles, slice_rows, slices_per_tile, spare=0
 )
 def test_any_slices_cover_every_row_once(counts, weight_tiles, slice_rows, slices_per_tile, spare):
     check_wgrad_tiles(counts, weight_tiles, slice_rows, slices_per_tile, spare)
+
+
+def test_skewed_slices_keep_all_ctas_busy():
+    """Though a CTA claims three tiles before it begins the one before them, which nobody can steal then."""
+    E, num_ctas, weight_tiles = 128, 132, 12
+    share = [1 / (e + 1) for e in range(E)]
+    counts = [min(38_000, int(327_680 * s / sum(share))) for s in share]
+    slice_rows, slices_per_tile = 5120, 3
+    rows = [t[2] if t[5] else 0 for t in wgrad_tiles(counts, weight_tiles, slice_rows, slices_per_tile)]
+    own = [rows[cta::num_ctas] for cta in range(num_ctas)]
+    claimed = [[] for _ in range(num_ctas)]
+
+    def claim(cta):
+        while len(claimed[cta]) < 3 and any(own):
+            tile = (own[cta] or max(own, key=len)).pop(0)
+            claimed[cta] += [tile] * (tile > 0)
+
+    for cta in range(num_ctas):
+        claim(cta)
+    free = [(0, cta) for cta in range(num_ctas)]
+    while any(claimed):
+        now, cta = heapq.heappop(free)
+        now += claimed[cta].pop(0) if claimed[cta] else math.inf
+        claim(cta)
+        heapq.heappush(free, (now, cta))
+    end = max(now for now, _ in free if now < math.inf)
+    assert end < 1.15 * sum(rows) / num_ctas
 
 
 def test_slots_of_experts_just_longer_than_a_slice():

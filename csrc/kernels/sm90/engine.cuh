@@ -135,7 +135,9 @@ __device__ inline void fetch_gemm_tiles(const Gemm &p, Queue &queue) {
     };
     uint32_t num_tiles =
         fused_moe_num_work_tiles(p.tiles.schedule, p.tiles.E, (int32_t)p.tiles.R, &p.tiles.order);
-    fetch_tiles(p.tiles, queue, num_tiles, decode, token_of, [](WorkTile &) {});
+    auto prepare = [](WorkTile &) {};
+    auto is_long = [](const WorkTile &) { return false; }; /* all last about as long */
+    fetch_tiles(p.tiles, queue, num_tiles, decode, token_of, prepare, is_long);
 }
 
 /* epilogue.hold(d, tile, wg, writer) takes the 64 rows of accumulators of consumer wg. It holds them for the

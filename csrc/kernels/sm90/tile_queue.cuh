@@ -170,10 +170,12 @@ __device__ inline void reset_claims(const TileSource &source) {
 }
 
 /* Fetches tiles until there are none. decode(index, tile) fills a tile and returns whether it is to be
- * computed. prepare(tile) runs before the tile is published; token_of(tile, i) is the token of its row i. */
-template <class Queue, typename Decode, typename TokenOf, typename Prepare>
+ * computed. prepare(tile) runs before the tile is published; token_of(tile, i) is the token of its row i.
+ * After a long tile the next one is claimed when the queue has room for it, not earlier: until then an idle CTA
+ * may steal it. */
+template <class Queue, typename Decode, typename TokenOf, typename Prepare, typename IsLong>
 __device__ inline void fetch_tiles(const TileSource &source, Queue &queue, uint32_t num_tiles, Decode decode,
-                                   TokenOf token_of, Prepare prepare) {
+                                   TokenOf token_of, Prepare prepare, IsLong is_long) {
     int lane = threadIdx.x % 32;
     FusedMoeTileScheduler scheduler =
         fused_moe_tile_scheduler(source.counters + CLAIMED, num_tiles, blockIdx.x, gridDim.x);
@@ -192,6 +194,8 @@ __device__ inline void fetch_tiles(const TileSource &source, Queue &queue, uint3
         if (lane == 0) queue.tile[stage.index] = tile;
         mbarrier_arrive(shared_address(&queue.full[stage.index]));
         stage.advance();
+        if (has_tile && is_long(tile))
+            mbarrier_wait(shared_address(&queue.empty[stage.index]), stage.phase ^ 1);
     }
     if (scheduler.shares) reset_claims(source);
 }

@@ -31,6 +31,9 @@ struct WgradConfig : GemmConfig<T, Major::MN, GATHER> {
     using Queue = TileQueue<WgradTile, WgradConfig::CONSUMER_WARPS + WgradConfig::LOAD_WARPS, 0>;
 };
 
+/* Rows: 16 k-tiles, three times what it takes to fetch a tile. */
+constexpr int LONG_TILE = 1024;
+
 /* Where a warpgroup's accumulators go: 64 of b's columns times 256 of a's. */
 struct Target {
     int expert, first_subtile, n; /* first_subtile past the last: nowhere */
@@ -82,8 +85,9 @@ __global__ void __launch_bounds__(Config::THREADS, 1) wgrad_kernel(const __grid_
                 }
                 tile.map_slot = slot;
             };
-            fetch_tiles(
-                p.tiles, s.queue, num_tiles, decode, [](const WgradTile &, int) { return 0; }, prepare);
+            auto token_of = [](const WgradTile &, int) { return 0; };
+            auto is_long = [](const WgradTile &tile) { return tile.num_rows >= LONG_TILE; };
+            fetch_tiles(p.tiles, s.queue, num_tiles, decode, token_of, prepare, is_long);
         } else if constexpr (Config::GATHER) {
             load_gather<Config>(p, s);
         } else if (warp == 0) {
