@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from statistics import fmean
 from typing import NamedTuple
@@ -73,7 +73,8 @@ class Floor(NamedTuple):
 
 
 def launches(step: Callable[[], None], steps: int = STEPS) -> list[Launch]:
-    """What the GPU runs in some steps, in order."""
+    """What the GPU runs in some steps, in order. A kernel that starts before another one ends, as a dependent
+    launch does, counts from that end on, so the sum is the time that some kernel runs."""
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CUDA]) as profiled:
@@ -82,8 +83,17 @@ def launches(step: Callable[[], None], steps: int = STEPS) -> list[Launch]:
             step()
         torch.cuda.synchronize()
     events = [e for e in profiled.events() if e.device_type == torch.autograd.DeviceType.CUDA]
-    events.sort(key=lambda e: e.time_range.start)
-    return [Launch(e.name, e.device_time) for e in events if "spin_kernel" not in e.name]
+    return without_overlap((e.name, e.time_range.start, e.time_range.end) for e in events)
+
+
+def without_overlap(kernels: Iterable[tuple[str, float, float]]) -> list[Launch]:
+    """Of kernels with their starts and ends."""
+    found, busy_until = [], float("-inf")
+    for name, start, end in sorted(kernels, key=lambda kernel: kernel[1]):
+        if "spin_kernel" not in name:
+            found.append(Launch(name, max(0.0, end - max(start, busy_until))))
+        busy_until = max(busy_until, end)
+    return found
 
 
 def kind_of(name: str) -> str:
