@@ -511,12 +511,20 @@ VALUES_ON_THE_CPU = [
 
 
 def moved(arguments: dict, device) -> dict:
-    """The arguments with their tensors, also those of a plan, on the device."""
+    """The arguments on the device, with a plan's tensors. What shares memory still does."""
+    bases = [id(value._base) for value in arguments.values() if torch.is_tensor(value)]
+    on_device = {}
 
     def move(value):
         if isinstance(value, fused_moe.Plan):
             return fused_moe.Plan(*map(move, value))
-        return value.to(device) if torch.is_tensor(value) else value
+        if not torch.is_tensor(value):
+            return value
+        base = value._base
+        if base is None or bases.count(id(base)) == 1:
+            return value.to(device)
+        base = on_device.setdefault(id(base), base.to(device))
+        return base.as_strided(value.size(), value.stride(), value.storage_offset())
 
     return {name: move(value) for name, value in arguments.items()}
 
