@@ -177,11 +177,12 @@ struct Grouping {
 };
 
 Grouping grouping_of(const RowMap &map);
-/* out = a b[0]^T + bias; with b[1] the sum of both GEMMs, each on its part of a's columns. counters:
- * zeros, if the caller has some. starts_early: while up_gate, the launch before, still runs. */
+/* out = a b[0]^T + bias; with b[1] the sum of both GEMMs, each on its part of a's columns. after_up_gate: the
+ * launch before is up_gate's. counters: zeros, if the caller has some. starts_early: while up_gate still
+ * runs. */
 void run_grouped_mm(const Call &call, const Tensor &a, const FusedMoeWeight b[2], const int64_t N[2],
                     const OptTensor &bias, const Grouping &grouping, const Tensor &out,
-                    uint32_t *counters = nullptr, bool starts_early = false);
+                    bool after_up_gate = false, uint32_t *counters = nullptr, bool starts_early = false);
 
 /* The second operand of a weight gradient: read through row_token, and multiplied by its scores. */
 struct GatheredRows {

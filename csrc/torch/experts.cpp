@@ -236,7 +236,7 @@ static Tensor run_experts_down(const Tensor &a_, const Tensor &w2, const OptTens
 
     Call call = begin_call(op, a);
     Tensor y = new_tensor(a, {map.p.R, D});
-    run_grouped_mm(call, a, b, N, b2, grouping_of(map), y, chain.counters, chain.starts_early);
+    run_grouped_mm(call, a, b, N, b2, grouping_of(map), y, true, chain.counters, chain.starts_early);
     if (!map.has_maps) return y;
     Tensor out = given_out ? *given_out : new_tensor(a, {map.p.T, D});
     run_unpermute(call, y, scores, map, out);

@@ -253,7 +253,8 @@ int launch(const FusedMoeDownDgrad &p, void *stream) {
     int status =
         weight_map<T>(&gemm.b[0], p.w2, Config::B_MAJOR, p.w2.stride_in, p.w2.stride_out, rows.E, p.F, p.D);
     if (status == FUSED_MOE_OK)
-        status = launch_persistent<Config, DownDgradShared<Config>, down_dgrad_kernel<Config>>(q, stream);
+        status =
+            launch_persistent<Config, DownDgradShared<Config>, down_dgrad_kernel<Config>>(q, stream, true);
     if (status != FUSED_MOE_OK || !p.dscores) return status;
     return run_dscores(p, e.partials, partials_of_row(p), stream);
 }

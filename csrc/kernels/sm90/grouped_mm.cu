@@ -115,7 +115,7 @@ int launch(const FusedMoeGroupedMM &p, void *stream) {
     if (status == FUSED_MOE_OK)
         status = ragged_map(&q.out_map, (const T *)p.out, p.R, p.M, p.M, WarpgroupWriter::ROWS);
     if (status != FUSED_MOE_OK) return status;
-    return launch_persistent<Config, Shared<Config>, grouped_mm_kernel<Config>>(q, stream);
+    return launch_persistent<Config, Shared<Config>, grouped_mm_kernel<Config>>(q, stream, !p.after_up_gate);
 }
 
 int run(const FusedMoeGroupedMM &p, void *stream) {

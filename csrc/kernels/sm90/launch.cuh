@@ -40,11 +40,12 @@ inline size_t map_bytes(int num_maps) {
     return (size_t)num_ctas() * MAP_SLOTS * num_maps * sizeof(CUtensorMap);
 }
 
-/* One CTA per SM, each with a Memory. */
+/* One CTA per SM, each with a Memory. after_any: Launch's. */
 template <class Config, class Memory, auto kernel, typename Params>
-int launch_persistent(const Params &p, void *stream) {
+int launch_persistent(const Params &p, void *stream, bool after_any = false) {
     static_assert(sizeof(Memory) <= MAX_SHARED_BYTES, "shared memory of a CTA of sm_90");
-    return launch_dependent<kernel>(p, {num_ctas(), Config::THREADS, 1, sizeof(Memory)}, stream);
+    Launch how = {num_ctas(), Config::THREADS, 1, sizeof(Memory), after_any};
+    return launch_dependent<kernel>(p, how, stream);
 }
 
 /* Calls fn with a value of the 16-bit dtype. */
