@@ -510,6 +510,13 @@ CPU = [
         "tests/test_host.py",
     ),
     Mutant(
+        "experts of several slices are not summed up",
+        "csrc/schedule.h",
+        "int32_t end = sum + fused_moe_inclusive_sum(own);",
+        "int32_t end = fused_moe_inclusive_sum(own);",
+        "tests/test_host.py",
+    ),
+    Mutant(
         "a thief steals from another CTA",
         "csrc/schedule.h",
         "if (left > most) most = left;",
