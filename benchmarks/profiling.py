@@ -74,7 +74,7 @@ class Floor(NamedTuple):
 
 def launches(step: Callable[[], None], steps: int = STEPS) -> list[Launch]:
     """What the GPU runs in some steps, in order. A kernel that starts before another one ends, as a dependent
-    launch does, counts from that end on, so the sum is the time that some kernel runs."""
+    launch does, counts from that end on, so the sum is the time during which any kernel runs."""
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CUDA]) as profiled:
@@ -87,7 +87,7 @@ def launches(step: Callable[[], None], steps: int = STEPS) -> list[Launch]:
 
 
 def without_overlap(kernels: Iterable[tuple[str, float, float]]) -> list[Launch]:
-    """Of kernels with their starts and ends."""
+    """Kernels (name, start, end) in the order of their starts. Time that two share is the earlier one's."""
     found, busy_until = [], float("-inf")
     for name, start, end in sorted(kernels, key=lambda kernel: kernel[1]):
         if "spin_kernel" not in name:

@@ -218,9 +218,9 @@ typedef struct {         /* out[r] = sum_i a[r, part i] b[i][e(r)]^T + bias[e(r)
     const int32_t *offs; /* [E]    */
     const int32_t *schedule; /* [8+4E] schedule.h; NULL: offs is unchecked */
     FusedMoeWorkspace workspace;
-    bool after_up_gate; /* the launch before this one is up_gate's */
-    /* ... which may still run. offs, schedule, b[0] and the second half of the counters are older than it, and
-     * b[1] is absent. */
+    bool after_up_gate; /* the launch before this one is up_gate's, as a rule */
+    /* It is, and may still run. offs, schedule, b[0] and the second half of the counters are older than it,
+     * and b[1] is absent. */
     bool starts_early;
     int64_t R, M, N[2];
     int32_t E;

@@ -346,10 +346,10 @@ FUSED_MOE_FN int32_t fused_moe_slices_per_tile(int64_t R, int32_t slice_rows, in
     return slices < 1 ? 1 : slices * slice_rows >= R ? 0 : (int32_t)slices;
 }
 
-/* Slice `index` of those that tiles have, each slices_per_tile of the schedule's: the place of its expert in the
- * list, and in *slice which of the expert's it is. Experts of several of the schedule's slices come first in the
- * list, so only they are summed up; behind them each expert is one slice. The list's length: there are fewer
- * slices. most: of all experts, at most. */
+/* Finds slice `index` of those that tiles have, each of slices_per_tile of the schedule's. Returns the
+ * place of its expert in the list, or the list's length if there are not that many, and in *slice which of
+ * the expert's it is. Experts of several of the schedule's slices come first in the list, so only they are
+ * summed up; behind them each expert is one slice. most: bound on the slices of all experts. */
 FUSED_MOE_FN int32_t fused_moe_find_slice(const FusedMoeExpertList *sliced, int32_t slices_per_tile,
                                           int32_t most, int32_t index, int32_t *slice) {
     int32_t first = 0, sum = 0, num_cut = FUSED_MOE_LANES;
@@ -385,7 +385,8 @@ typedef struct {
     int32_t slice, num_slices;           /* its expert's, as tiles have them; 0: past the last tile */
 } FusedMoeWgradTile;
 
-/* Where tiles have several of the schedule's slices, this is more than there are: the last ones are none. */
+/* Where tiles have several of the schedule's slices, this may be more than there are: the last ones are
+ * none. */
 FUSED_MOE_FN uint32_t fused_moe_num_wgrad_tiles(const int32_t *schedule, int32_t E, int32_t R,
                                                 const FusedMoeWgradOrder *order) {
     uint32_t slices = (uint32_t)E;
@@ -405,13 +406,14 @@ FUSED_MOE_FN FusedMoeWgradTile fused_moe_wgrad_tile(const int32_t *schedule, con
     uint32_t weight_tiles = (uint32_t)order->weight_tiles;
     int32_t slice_rows = INT32_MAX;
     int32_t is_tile = 1;
+    int32_t slice = (int32_t)(index / weight_tiles);
     tile.weight_tile = (int32_t)(index % weight_tiles);
-    tile.expert = (int32_t)(index / weight_tiles); /* where each is one slice */
+    tile.expert = slice; /* where each expert is one */
     tile.slice = 0;
     if (order->slices_per_tile) {
         FusedMoeExpertList sliced = fused_moe_sliced_experts(schedule, E);
-        int32_t most = R / order->slice_rows + E;
-        int32_t b = fused_moe_find_slice(&sliced, order->slices_per_tile, most, tile.expert, &tile.slice);
+        int32_t most = fused_moe_clamp(R / order->slice_rows, INT32_MAX - E) + E;
+        int32_t b = fused_moe_find_slice(&sliced, order->slices_per_tile, most, slice, &tile.slice);
         is_tile = b < E;
         tile.expert = fused_moe_clamp(sliced.expert[is_tile ? b : 0], E - 1);
         slice_rows = order->slices_per_tile * order->slice_rows;

@@ -511,7 +511,7 @@ VALUES_ON_THE_CPU = [
 
 
 def moved(arguments: dict, device) -> dict:
-    """The arguments on the device, with a plan's tensors. What shares memory still does."""
+    """The arguments on the device, with a plan's tensors. Views of one base still are."""
     bases = [id(value._base) for value in arguments.values() if torch.is_tensor(value)]
     on_device = {}
 

@@ -468,7 +468,8 @@ def test_any_slices_cover_every_row_once(counts, weight_tiles, slice_rows, slice
 
 
 def test_skewed_slices_keep_all_ctas_busy():
-    """Though a CTA claims three tiles before it begins the one before them, which nobody can steal then."""
+    """dw1 and dw3 of sonic-1.4b. While a CTA computes a tile it has three more, which nobody can steal: so
+    long tiles must not follow each other on one CTA."""
     E, num_ctas, weight_tiles = 128, 132, 12
     share = [1 / (e + 1) for e in range(E)]
     counts = [min(38_000, int(327_680 * s / sum(share))) for s in share]

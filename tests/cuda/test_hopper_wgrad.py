@@ -25,6 +25,7 @@ import fused_moe
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("hopper")]
 
+MANY_SPLIT = (1200,) * 36 + (0,) * 44  # more than a warp's lanes; a tile has two of the schedule's slices
 SPLIT = (9001, 0, 1, 700, 64, 1500)  # the first and the last have several split-K slices
 
 
@@ -56,6 +57,11 @@ def test_any_number_of_experts(device, name, dtype):
 def test_split_k(device, dtype):
     """An expert with most of the rows: its slices are reduced in their order, so the bits are the same."""
     check_wgrad(SPLIT, (520, 264), dtype, device, repeats=10)
+
+
+@HALF_DTYPES
+def test_many_experts_of_several_slices(device, dtype):
+    check_wgrad(MANY_SPLIT, (520, 264), dtype, device, repeats=3)
 
 
 @HALF_DTYPES

@@ -336,6 +336,13 @@ def test_kernels_of_a_step_by_kind(load):
     assert list(found["dense"]) == ["step"] and found["dense"]["step"]["watts"] == 690.5
 
 
+def test_time_that_kernels_share_counts_once(load):
+    """A dependent launch starts under the kernel before it; the last but one is over before that one."""
+    kernels = [("spin_kernel", 0, 10), ("a", 8, 12), ("b", 11, 20), ("c", 13, 15), ("d", 25, 26)]
+    launches = load("profiling").without_overlap(reversed(kernels))
+    assert launches == [("a", 2), ("b", 8), ("c", 0), ("d", 1)]
+
+
 def test_kernels_out_of_order_keep_one_kind(load):
     """A third grouped_mm in a step: no telling which one is up_dgrad."""
     profiling = load("profiling")

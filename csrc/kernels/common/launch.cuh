@@ -52,15 +52,16 @@ typedef struct {
     int64_t grid;
     int threads, cluster; /* CTAs of a cluster; 1: none */
     size_t shared;        /* bytes of dynamic shared memory; above 16 KiB the same in every launch */
-    bool after_any;       /* the kernel before it may be another library's; PDL is left out: see below */
+    bool after_any;       /* without PDL: the kernel before it may be another library's */
 } Launch;
 
-/* Launches a kernel by PDL on sm_90: it may start when the CTAs of the kernel before it have exited or called
- * griddepcontrol_launch_dependents(), so it calls griddepcontrol_wait() before it reads what that wrote, or
- * writes what that may read. Newer GPUs run compute_80's PTX, in which both are empty. Few kernels let the next
- * one start: CTAs that take the SMs one by one, as they become free, are not where the kernel's own order would
- * have them. That costs a full GEMM 3%, and one of many small experts a third. cuBLAS's kernels let the next one
- * start, so a GEMM that may follow one of them is launched without PDL. */
+/* Launches a kernel by PDL on sm_90: it may start when the CTAs of the kernel before it have exited or
+ * called griddepcontrol_launch_dependents(), so it calls griddepcontrol_wait() before it reads what that
+ * wrote, or writes what that may read. Newer GPUs run compute_80's PTX, in which both are empty. Few
+ * kernels let the next one start: CTAs that take the SMs one by one, as they become free, are not where the
+ * kernel's own order would have them. That costs a full GEMM 3%, and one of many small experts a third.
+ * cuBLAS's kernels let the next one start, so down_dgrad, and grouped_mm unless it follows up_gate, are
+ * launched without PDL. */
 template <auto kernel, typename Params>
 int launch_dependent(const Params &p, const Launch &how, void *stream) {
     static std::atomic<uint64_t> allowed; /* devices on which the kernel may have so much, one bit each */
@@ -76,17 +77,25 @@ int launch_dependent(const Params &p, const Launch &how, void *stream) {
     }
     if (error != cudaSuccess) return cuda_status(error);
     cudaLaunchAttribute attributes[2] = {};
-    attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    attributes[0].val.programmaticStreamSerializationAllowed = 1;
-    attributes[1].id = cudaLaunchAttributeClusterDimension;
-    attributes[1].val.clusterDim = {(unsigned)how.cluster, 1, 1};
+    unsigned num_attributes = 0;
+    bool is_sm90 = current_device().capability == 90;
+    if (is_sm90 && !how.after_any) {
+        cudaLaunchAttribute &pdl = attributes[num_attributes++];
+        pdl.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+        pdl.val.programmaticStreamSerializationAllowed = 1;
+    }
+    if (is_sm90 && how.cluster > 1) {
+        cudaLaunchAttribute &cluster = attributes[num_attributes++];
+        cluster.id = cudaLaunchAttributeClusterDimension;
+        cluster.val.clusterDim = {(unsigned)how.cluster, 1, 1};
+    }
     cudaLaunchConfig_t config = {};
     config.gridDim = (unsigned)how.grid;
     config.blockDim = how.threads;
     config.dynamicSmemBytes = how.shared;
     config.stream = (cudaStream_t)stream;
     config.attrs = attributes;
-    config.numAttrs = current_device().capability != 90 || how.after_any ? 0 : how.cluster > 1 ? 2 : 1;
+    config.numAttrs = num_attributes;
     error = cudaLaunchKernelEx(&config, kernel, p);
     if (error != cudaSuccess) cudaGetLastError(); /* it is reported here, not by a later launch */
     return cuda_status(error);

@@ -171,8 +171,8 @@ __device__ inline void reset_claims(const TileSource &source) {
 
 /* Fetches tiles until there are none. decode(index, tile) fills a tile and returns whether it is to be
  * computed. prepare(tile) runs before the tile is published; token_of(tile, i) is the token of its row i.
- * After a long tile the next one is claimed when the queue has room for it, not earlier: until then an idle CTA
- * may steal it. */
+ * After a long tile the next one is fetched when the queue has room for it, not earlier: next_tile() claims
+ * one tile ahead, and until then an idle CTA may steal that one. */
 template <class Queue, typename Decode, typename TokenOf, typename Prepare, typename IsLong>
 __device__ inline void fetch_tiles(const TileSource &source, Queue &queue, uint32_t num_tiles, Decode decode,
                                    TokenOf token_of, Prepare prepare, IsLong is_long) {

@@ -31,7 +31,7 @@ struct WgradConfig : GemmConfig<T, Major::MN, GATHER> {
     using Queue = TileQueue<WgradTile, WgradConfig::CONSUMER_WARPS + WgradConfig::LOAD_WARPS, 0>;
 };
 
-/* Rows: 16 k-tiles, three times what it takes to fetch a tile. */
+/* Rows of a long tile: its 16 k-tiles take three times as long as fetching a tile. */
 constexpr int LONG_TILE = 1024;
 
 /* Where a warpgroup's accumulators go: 64 of b's columns times 256 of a's. */
