@@ -346,28 +346,29 @@ FUSED_MOE_FN int32_t fused_moe_slices_per_tile(int64_t R, int32_t slice_rows, in
     return slices < 1 ? 1 : slices * slice_rows >= R ? 0 : (int32_t)slices;
 }
 
-/* Finds slice `index` of those that tiles have, each of slices_per_tile of the schedule's. Returns the
- * place of its expert in the list, or the list's length if there are not that many, and in *slice which of
- * the expert's it is. Experts of several of the schedule's slices come first in the list, so only they are
- * summed up; behind them each expert is one slice. most: bound on the slices of all experts. */
+/* Finds tile slice `index`; a tile slice is slices_per_tile of the schedule's slices. Returns the index of
+ * its expert in the list, or the list's length if there are fewer tile slices, and in *slice its number
+ * among the expert's. Split experts, those of several of the schedule's slices, come first in the list:
+ * only their tile slices are summed up, since each expert after them is one. most: bound on the slices of
+ * all experts. */
 FUSED_MOE_FN int32_t fused_moe_find_slice(const FusedMoeExpertList *sliced, int32_t slices_per_tile,
                                           int32_t most, int32_t index, int32_t *slice) {
-    int32_t first = 0, sum = 0, num_cut = FUSED_MOE_LANES;
+    int32_t first = 0, sum = 0, num_split = FUSED_MOE_LANES;
     *slice = 0;
-    while (first < sliced->num && num_cut == FUSED_MOE_LANES) {
+    while (first < sliced->num && num_split == FUSED_MOE_LANES) {
         int32_t b = first + FUSED_MOE_LANE, own = 1;
         if (b < sliced->num)
             own = (int32_t)((uint32_t)sliced->end[b] - (uint32_t)(b ? sliced->end[b - 1] : 0));
         own = own > 1 ? (fused_moe_clamp(own, most) - 1) / slices_per_tile + 1 : 0;
         int32_t end = sum + fused_moe_inclusive_sum(own);
         int32_t before = FUSED_MOE_COUNT(own && end <= index);
-        num_cut = FUSED_MOE_COUNT(own > 0);
-        if (before < num_cut) {
+        num_split = FUSED_MOE_COUNT(own > 0);
+        if (before < num_split) {
             *slice = index - FUSED_MOE_BROADCAST(end - own, before);
             return first + before;
         }
         sum = fused_moe_clamp(FUSED_MOE_BROADCAST(end, FUSED_MOE_LANES - 1), most);
-        first += num_cut;
+        first += num_split;
     }
     index -= sum;
     return 0 <= index && index < sliced->num - first ? first + index : sliced->num;
@@ -382,16 +383,20 @@ typedef struct {             /* what a weight gradient adds to its routing's sch
 typedef struct {
     int32_t expert, first_row, num_rows; /* num_rows 0: an empty expert                             */
     int32_t weight_tile;                 /* of the expert's weight                                  */
-    int32_t slice, num_slices;           /* its expert's, as tiles have them; 0: past the last tile */
+    int32_t slice, num_slices;           /* its expert's, as tiles have them; 0: an empty tile      */
 } FusedMoeWgradTile;
 
-/* Where tiles have several of the schedule's slices, this may be more than there are: the last ones are
- * none. */
+/* Of the schedule, at most: each expert may have one slice that is not full. */
+FUSED_MOE_FN uint32_t fused_moe_max_slices(int32_t R, int32_t E, int32_t slice_rows) {
+    return (uint32_t)(R / slice_rows) + (uint32_t)E;
+}
+
+/* Where a tile sums several of the schedule's slices, the last tiles may be empty (num_slices 0). */
 FUSED_MOE_FN uint32_t fused_moe_num_wgrad_tiles(const int32_t *schedule, int32_t E, int32_t R,
                                                 const FusedMoeWgradOrder *order) {
     uint32_t slices = (uint32_t)E;
     if (order->slices_per_tile) {
-        uint32_t most = (uint32_t)(R / order->slice_rows) + (uint32_t)E;
+        uint32_t most = fused_moe_max_slices(R, E, order->slice_rows);
         slices = (uint32_t)fused_moe_schedule_head(schedule)->num_slices;
         if (slices > most) slices = most;
     }
@@ -412,7 +417,7 @@ FUSED_MOE_FN FusedMoeWgradTile fused_moe_wgrad_tile(const int32_t *schedule, con
     tile.slice = 0;
     if (order->slices_per_tile) {
         FusedMoeExpertList sliced = fused_moe_sliced_experts(schedule, E);
-        int32_t most = fused_moe_clamp(R / order->slice_rows, INT32_MAX - E) + E;
+        int32_t most = (int32_t)fused_moe_max_slices(R, E, order->slice_rows);
         int32_t b = fused_moe_find_slice(&sliced, order->slices_per_tile, most, slice, &tile.slice);
         is_tile = b < E;
         tile.expert = fused_moe_clamp(sliced.expert[is_tile ? b : 0], E - 1);

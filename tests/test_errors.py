@@ -511,7 +511,7 @@ VALUES_ON_THE_CPU = [
 
 
 def moved(arguments: dict, device) -> dict:
-    """The arguments on the device, with a plan's tensors. Views of one base still are."""
+    """The arguments on the device, with a plan's tensors. Views of one tensor stay views of one tensor."""
     bases = [id(value._base) for value in arguments.values() if torch.is_tensor(value)]
     on_device = {}
 

@@ -427,7 +427,7 @@ def check_wgrad_tiles(counts, weight_tiles, slice_rows, slices_per_tile, spare=0
     most = slices_per_tile * slice_rows or INT32_MAX  # rows of a split-K slice
     first = [0, *accumulate(counts)]
 
-    # Slice by slice, each with all weight tiles. Then tiles of none, where a tile has several slices.
+    # Slice by slice, each with all weight tiles; then empty tiles, where a tile has several slices.
     assert [tile[3] for tile in tiles] == list(range(weight_tiles)) * (len(tiles) // weight_tiles)
     slices = tiles[::weight_tiles]
     for i in range(weight_tiles):
@@ -468,30 +468,28 @@ def test_any_slices_cover_every_row_once(counts, weight_tiles, slice_rows, slice
 
 
 def test_skewed_slices_keep_all_ctas_busy():
-    """dw1 and dw3 of sonic-1.4b. While a CTA computes a tile it has three more, which nobody can steal: so
-    long tiles must not follow each other on one CTA."""
+    """dw1 and dw3 of sonic-1.4b. A CTA fetches two tiles ahead of the one that it computes, and next_tile()
+    claims one more. Claimed tiles cannot be stolen, so a CTA's static tiles must not all be long ones."""
     E, num_ctas, weight_tiles = 128, 132, 12
     share = [1 / (e + 1) for e in range(E)]
     counts = [min(38_000, int(327_680 * s / sum(share))) for s in share]
     slice_rows, slices_per_tile = 5120, 3
     rows = [t[2] if t[5] else 0 for t in wgrad_tiles(counts, weight_tiles, slice_rows, slices_per_tile)]
-    own = [rows[cta::num_ctas] for cta in range(num_ctas)]
-    claimed = [[] for _ in range(num_ctas)]
+    state, fetched = scheduler_state(num_ctas), [[] for _ in range(num_ctas)]
 
-    def claim(cta):
-        while len(claimed[cta]) < 3 and any(own):
-            tile = (own[cta] or max(own, key=len)).pop(0)
-            claimed[cta] += [tile] * (tile > 0)
+    def fetch(cta):
+        while len(fetched[cta]) < 2 and (index := ops.next_tile(state, len(rows), cta)) < len(rows):
+            fetched[cta] += [rows[index]] * (rows[index] > 0)
 
     for cta in range(num_ctas):
-        claim(cta)
-    free = [(0, cta) for cta in range(num_ctas)]
-    while any(claimed):
+        fetch(cta)
+    free, end = [(0, cta) for cta in range(num_ctas)], 0
+    while free:  # the CTA that is free first computes its next tile; one without a tile is done
         now, cta = heapq.heappop(free)
-        now += claimed[cta].pop(0) if claimed[cta] else math.inf
-        claim(cta)
-        heapq.heappush(free, (now, cta))
-    end = max(now for now, _ in free if now < math.inf)
+        end = max(end, now)
+        if fetched[cta]:
+            heapq.heappush(free, (now + fetched[cta].pop(0), cta))
+            fetch(cta)
     assert end < 1.15 * sum(rows) / num_ctas
 
 

@@ -136,7 +136,7 @@ __device__ inline void fetch_gemm_tiles(const Gemm &p, Queue &queue) {
     uint32_t num_tiles =
         fused_moe_num_work_tiles(p.tiles.schedule, p.tiles.E, (int32_t)p.tiles.R, &p.tiles.order);
     auto prepare = [](WorkTile &) {};
-    auto is_long = [](const WorkTile &) { return false; }; /* all last about as long */
+    auto is_long = [](const WorkTile &) { return false; }; /* all take about as long */
     fetch_tiles(p.tiles, queue, num_tiles, decode, token_of, prepare, is_long);
 }
 
@@ -269,8 +269,8 @@ __device__ inline void load_a(const Gemm &p, uint32_t dst, uint32_t full, int pa
     }
 }
 
-/* One warp issues the TMA loads of A and B. If the kernel starts early, which one of a single part may, B of the
- * first stages is in flight while the kernel before this one still writes A. */
+/* One warp issues the TMA loads of A and B. If the kernel starts early (only one of a single part may), B of
+ * the first stages is in flight while the kernel before this one still writes A. */
 template <class Config>
 __device__ inline void load_tma(const Gemm &p, Shared<Config> &s) {
     TileReader<typename Config::Queue> reader(s.queue);

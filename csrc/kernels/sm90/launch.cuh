@@ -40,7 +40,7 @@ inline size_t map_bytes(int num_maps) {
     return (size_t)num_ctas() * MAP_SLOTS * num_maps * sizeof(CUtensorMap);
 }
 
-/* One CTA per SM, each with a Memory. after_any: Launch's. */
+/* One CTA per SM, each with a Memory. after_any: see Launch. */
 template <class Config, class Memory, auto kernel, typename Params>
 int launch_persistent(const Params &p, void *stream, bool after_any = false) {
     static_assert(sizeof(Memory) <= MAX_SHARED_BYTES, "shared memory of a CTA of sm_90");
