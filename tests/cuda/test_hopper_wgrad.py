@@ -34,7 +34,8 @@ def check_wgrad(counts, widths, dtype, device, repeats=0) -> None:
     for call, rows in wgrad_operands(counts, widths, dtype, device):
         with poisoned():
             dw = ops.wgrad(**call)
-        exact.check(dw.flatten(0, 1), exact.wgrad(*rows, call["offsets"]).flatten(0, 1))
+        # some of millions of sums cancel: their rounding is that of their parts
+        exact.check(dw.flatten(0, 1), exact.wgrad(*rows, call["offsets"]).flatten(0, 1), atol=1e-3)
         assert not dw[torch.tensor(counts) == 0].count_nonzero()
         for _ in range(repeats):
             assert torch.equal(dw, ops.wgrad(**call))
