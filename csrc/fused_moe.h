@@ -218,7 +218,8 @@ typedef struct {         /* out[r] = sum_i a[r, part i] b[i][e(r)]^T + bias[e(r)
     const int32_t *offs; /* [E]    */
     const int32_t *schedule; /* [8+4E] schedule.h; NULL: offs is unchecked */
     FusedMoeWorkspace workspace;
-    bool after_up_gate; /* the launch before this one is up_gate's, as a rule */
+    const FusedMoeRoutePlan *slots; /* as in FusedMoeUpGate */
+    bool after_up_gate;             /* the launch before this one is up_gate's, as a rule */
     /* It is, and may still run. offs, schedule, b[0] and the second half of the counters are older than it,
      * and b[1] is absent. */
     bool starts_early;
@@ -267,6 +268,9 @@ typedef struct {        /* h = x[row_token] w1^T | w3^T + b;  a = act(gate) up *
     const void *b3;     /* [E,F] when separate; may be NULL */
     void *h;            /* [R,H]; NULL: not kept */
     void *a;            /* [R,F] */
+    /* Few slots (slot_plan.h), whose plan is made in this call; NULL: it is made. A tier without such
+     * kernels fills the plan's memory first, and reads it. Else only counts and token_row are written. */
+    const FusedMoeRoutePlan *slots;
     FusedMoeWorkspace workspace;
     bool next_starts_early; /* the down GEMM may start before this launch has ended */
     FusedMoeRowMap row_map;
@@ -325,12 +329,13 @@ typedef struct {
     const char *name;       /* in FUSED_MOE_TIER and info()                       */
     int32_t oldest, newest; /* compute capabilities that it runs on, 90 for sm_90 */
     bool uses_counters;     /* calls need workspace.counters                      */
+    bool plans_slots;       /* up_gate and grouped_mm make the plan of few slots  */
 } FusedMoeTierFacts;
 
 static inline FusedMoeTierFacts fused_moe_tier(int tier) {
     static const FusedMoeTierFacts tiers[FUSED_MOE_NUM_TIERS] = {
-        {"hopper", 90, 90, true},
-        {"portable", 80, INT32_MAX, false},
+        {"hopper", 90, 90, true, true},
+        {"portable", 80, INT32_MAX, false, false},
     };
     return tiers[tier];
 }

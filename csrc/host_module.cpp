@@ -1,7 +1,7 @@
-/* fused_moe._host: what tests need of schedule.h beyond the operators of torch/planners.cpp.
+/* fused_moe._host: what tests need of schedule.h beyond the operators of torch/planners.cpp, and of slot_plan.h.
  *
- * A tile of any 32-bit index, without a list of all; the tiles of any words, which the operators refuse; and
- * the rules that choose split-K slices. */
+ * A tile of any 32-bit index, without a list of all; the tiles of any words, which the operators refuse; the
+ * rules that choose split-K slices; and the plan of few slots, which else only kernels make. */
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "fused_moe.h"
-#include "schedule.h"
+#include "slot_plan.h"
 
 namespace py = pybind11;
 using Ints = std::vector<int32_t>;
@@ -58,9 +58,28 @@ static std::vector<py::tuple> any_wgrad_tiles(const Ints &schedule, const Ints &
     return tiles;
 }
 
+/* The slot of each row, and the work tiles. */
+static py::tuple slot_plan(const std::vector<int64_t> &experts, int32_t E, int32_t num_n_tiles,
+                           int32_t split_last_wave, bool splits_skinny) {
+    int32_t num_slots = static_cast<int32_t>(experts.size());
+    if (!fused_moe_is_few_slots(num_slots, E))
+        throw py::value_error("experts: expected 1 to 64 slots, found " + std::to_string(experts.size()));
+    FusedMoeSlotPlan plan = {};
+    for (int32_t i = 0; i < num_slots; i++) plan.key[i] = fused_moe_slot_key(experts[i], i, E);
+    fused_moe_plan_slots(&plan, num_slots);
+    FusedMoeTileOrder order = fused_moe_default_order(num_n_tiles, split_last_wave);
+    order.splits_skinny = splits_skinny;
+    std::vector<py::tuple> tiles(fused_moe_num_slot_tiles(&plan, &order));
+    for (uint32_t i = 0; i < tiles.size(); i++) tiles[i] = as_tuple(fused_moe_slot_tile(&plan, &order, i));
+    Ints slots(plan.first_row[plan.num_experts]);
+    for (size_t row = 0; row < slots.size(); row++) slots[row] = fused_moe_slot_of_row(&plan, row);
+    return py::make_tuple(slots, tiles);
+}
+
 PYBIND11_MODULE(_host, m) {
     using namespace py::literals;
-    m.doc() = "The functions of csrc/schedule.h that tests need and the operators do not offer.";
+    m.doc() =
+        "The functions of csrc/schedule.h and slot_plan.h that tests need and the operators do not offer.";
     m.def("work_tile", work_tile, "schedule"_a, "offs"_a, "num_n_tiles"_a, "group"_a, "interleave"_a,
           "split_last_wave"_a, "index"_a,
           "(expert, first_row, num_rows, n_tile, n_half, skinny) of work tile `index`.");
@@ -69,6 +88,8 @@ PYBIND11_MODULE(_host, m) {
     m.def("any_wgrad_tiles", any_wgrad_tiles, "schedule"_a, "offs"_a, "R"_a, "weight_tiles"_a, "slice_rows"_a,
           "slices_per_tile"_a,
           "All (expert, first_row, num_rows, weight_tile, slice, num_slices), whatever the words are.");
+    m.def("slot_plan", slot_plan, "experts"_a, "E"_a, "num_n_tiles"_a, "split_last_wave"_a, "splits_skinny"_a,
+          "(slot of each row, work tiles) of 1 to 64 slots; experts outside [0, E) are none.");
     m.def("slice_rows", fused_moe_slice_rows, "R"_a, "E"_a, "num_sms"_a);
     m.def("slices_per_tile", fused_moe_slices_per_tile, "R"_a, "slice_rows"_a, "weight_tiles"_a, "ctas"_a);
     m.def("num_split_slots", fused_moe_num_split_slots, "R"_a, "slice_rows"_a);

@@ -26,6 +26,7 @@
  * Static round-robin with work stealing: CTA i gets tiles i, i + grid, ..., so neighbouring CTAs run in
  * lockstep and share operands in L2. A CTA that runs out steals the next tile of the CTA with the most left.
  * Where no CTA has more than one tile, none steals: a thief would take tiles from CTAs that are about to start.
+ * Nor is anything stolen without counters (slot_plan.h): each CTA computes its own tiles.
  *
  * Wave quantisation: where the last wave would leave half of the CTAs idle, or more, its tiles can be split
  * along N (split_last_wave).
@@ -73,6 +74,7 @@ enum {
 #define FUSED_MOE_REDUCE_MAX(value) __reduce_max_sync(~0u, value)
 #define FUSED_MOE_CLAIM(counter) (FUSED_MOE_LANE ? 0u : atomicAdd(counter, 1u))
 #define FUSED_MOE_PEEK(counter) __ldcg(counter)
+#define FUSED_MOE_SYNC() __syncwarp()
 #else
 #define FUSED_MOE_LANES 1
 #define FUSED_MOE_LANE 0
@@ -82,6 +84,7 @@ enum {
 #define FUSED_MOE_REDUCE_MAX(value) (value)
 #define FUSED_MOE_CLAIM(counter) ((*(counter))++)
 #define FUSED_MOE_PEEK(counter) (*(counter))
+#define FUSED_MOE_SYNC() ((void)0)
 #endif
 
 /* value within [0, high] */
@@ -254,12 +257,20 @@ FUSED_MOE_FN int32_t fused_moe_find_owner(const FusedMoeExpertList *list, int32_
 }
 
 /* Tiles of the last wave, the last ones of num_tiles, which are split along N into two each. */
-FUSED_MOE_FN uint32_t fused_moe_num_split_tiles(const int32_t *schedule, const FusedMoeTileOrder *order,
+FUSED_MOE_FN uint32_t fused_moe_num_split_tiles(const FusedMoeTileOrder *order, int32_t all_skinny,
                                                 uint32_t num_tiles) {
-    int32_t splits = fused_moe_schedule_head(schedule)->num_full || order->splits_skinny;
-    uint32_t ctas = splits ? (uint32_t)order->split_last_wave : 0;
+    uint32_t ctas = all_skinny && !order->splits_skinny ? 0 : (uint32_t)order->split_last_wave;
     uint32_t last = ctas ? num_tiles % ctas : 0;
     return 2 * last <= ctas ? last : 0;
+}
+
+/* Makes the index of a work tile that of its tile before the split, and returns its n_half. The first
+ * `unsplit` are whole. */
+FUSED_MOE_FN int32_t fused_moe_half_of(uint32_t *index, uint32_t unsplit) {
+    if (*index < unsplit) return 0;
+    uint32_t half = *index - unsplit;
+    *index = unsplit + half / 2;
+    return 1 + (int32_t)(half % 2);
 }
 
 /* Row tiles of R rows of E experts, at most: each expert may have one that is not full. */
@@ -278,7 +289,7 @@ FUSED_MOE_FN uint32_t fused_moe_num_row_tiles(const int32_t *schedule, int32_t E
 FUSED_MOE_FN uint32_t fused_moe_num_work_tiles(const int32_t *schedule, int32_t E, int32_t R,
                                                const FusedMoeTileOrder *order) {
     uint32_t tiles = fused_moe_num_row_tiles(schedule, E, R, order) * (uint32_t)order->num_n_tiles;
-    return tiles + fused_moe_num_split_tiles(schedule, order, tiles);
+    return tiles + fused_moe_num_split_tiles(order, !fused_moe_schedule_head(schedule)->num_full, tiles);
 }
 
 /* Row and column of tile `index` of rows x columns tiles, in groups of at most `group` rows, equal but for
@@ -303,9 +314,8 @@ FUSED_MOE_FN FusedMoeWorkTile fused_moe_work_tile(const int32_t *schedule, const
     FusedMoeWorkTile tile;
 
     /* which tile, and which half of it */
-    uint32_t unsplit = num_tiles - fused_moe_num_split_tiles(schedule, order, num_tiles);
-    tile.n_half = index < unsplit ? 0 : 1 + (int32_t)((index - unsplit) % 2);
-    if (index > unsplit) index = unsplit + (index - unsplit) / 2;
+    uint32_t unsplit = num_tiles - fused_moe_num_split_tiles(order, !head->num_full, num_tiles);
+    tile.n_half = fused_moe_half_of(&index, unsplit);
 
     /* undo the interleaving: floor(index * share / 2^32) of the first `index` tiles are skinny */
     uint32_t full = (uint32_t)head->num_full_row_tiles * n_tiles;
@@ -450,11 +460,11 @@ FUSED_MOE_FN int64_t fused_moe_split_slot(int64_t first, int64_t later, int64_t 
 /* --- which CTA computes which tile ---------------------------------------------------------------------- */
 
 typedef struct {
-    uint32_t *claimed;             /* [ctas] zeros: tiles claimed of each CTA's, by itself or by thieves */
+    uint32_t *claimed; /* [ctas] zeros: tiles claimed of each CTA's, by itself or by thieves; or NULL */
     uint32_t num_tiles, cta, ctas; /* this CTA of so many, FUSED_MOE_MAX_CTAS at most                    */
-    uint32_t next;                 /* its next one, claimed already                                      */
-    int32_t may_own;               /* it may have tiles left                                             */
-    int32_t shares;                /* tiles are claimed; 0: no CTA has more than one, which is its own   */
+    uint32_t next;                 /* its next one, claimed already                         */
+    int32_t may_own;               /* it may have tiles left                                */
+    int32_t shares;                /* tiles are claimed; 0: each CTA has its own            */
 } FusedMoeTileScheduler;
 
 /* Tiles that static round-robin assigns to a CTA. */
@@ -480,7 +490,7 @@ FUSED_MOE_FN uint32_t fused_moe_most_remaining(const FusedMoeTileScheduler *s) {
 
 FUSED_MOE_FN FusedMoeTileScheduler fused_moe_tile_scheduler(uint32_t *claimed, uint32_t num_tiles,
                                                             uint32_t cta, uint32_t ctas) {
-    FusedMoeTileScheduler s = {claimed, num_tiles, cta, ctas, 0, 1, num_tiles > ctas};
+    FusedMoeTileScheduler s = {claimed, num_tiles, cta, ctas, 0, 1, claimed && num_tiles > ctas};
     if (s.shares) s.next = FUSED_MOE_CLAIM(claimed + cta);
     return s;
 }
@@ -491,10 +501,10 @@ FUSED_MOE_FN uint32_t fused_moe_next_tile(FusedMoeTileScheduler *s) {
     uint32_t index = s->num_tiles;
     if (s->may_own) {
         index = s->cta + s->ctas * FUSED_MOE_BROADCAST(s->next, 0);
-        s->may_own = s->shares && index < s->num_tiles;
+        s->may_own = index < s->num_tiles;
     }
-    if (s->may_own)
-        s->next = FUSED_MOE_CLAIM(s->claimed + s->cta); /* ahead of its use: an atomic takes a while */
+    if (s->may_own) /* ahead of its use: an atomic takes a while */
+        s->next = s->shares ? FUSED_MOE_CLAIM(s->claimed + s->cta) : s->next + 1;
     for (uint32_t victim = 0; s->shares && index >= s->num_tiles && victim < s->ctas;) {
         victim = fused_moe_most_remaining(s);
         if (victim < s->ctas) {

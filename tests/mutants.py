@@ -505,8 +505,15 @@ CPU = [
     Mutant(
         "halves of the last wave overlap",
         "csrc/schedule.h",
-        "1 + (int32_t)((index - unsplit) % 2)",
+        "1 + (int32_t)(half % 2)",
         "1",
+        "tests/test_host.py",
+    ),
+    Mutant(
+        "few slots of one expert share a row",
+        "csrc/slot_plan.h",
+        "row += plan->key[i] < key",
+        "row += plan->key[i] / FUSED_MOE_FEW_SLOTS < key / FUSED_MOE_FEW_SLOTS",
         "tests/test_host.py",
     ),
     Mutant(

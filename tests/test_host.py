@@ -217,6 +217,34 @@ def test_every_window_has_its_share_of_skinny_tiles():
             assert abs(skinny[last] - skinny[first] - (last - first) * skinny[-1] / len(tiles)) <= 1
 
 
+@needs_host
+@given(
+    experts=st.lists(st.integers(-1, 9), min_size=1, max_size=64),
+    num_experts=st.integers(1, 8),
+    num_n_tiles=st.integers(1, 12),
+    split_last_wave=st.integers(0, 140),
+)
+def test_plan_of_few_slots(experts, num_experts, num_n_tiles, split_last_wave):
+    """The rows and the work tiles that route_plan's plan has."""
+    plan = ops.route_plan(torch.tensor(experts)[:, None], num_experts)
+    offs, schedule, row_slot = plan[1][1:], plan[2], plan[4]
+    expected = ops.work_tiles(schedule, offs, num_n_tiles, 16, True, split_last_wave).tolist()
+    slots, tiles = _host.slot_plan(experts, num_experts, num_n_tiles, split_last_wave, True)
+    assert slots == row_slot[row_slot >= 0].tolist()
+    assert [list(tile) for tile in tiles] == expected
+    unsplit = ops.work_tiles(schedule, offs, num_n_tiles, 16, True, 0).tolist()
+    assert [
+        list(t) for t in _host.slot_plan(experts, num_experts, num_n_tiles, split_last_wave, False)[1]
+    ] == unsplit
+
+
+@needs_host
+@pytest.mark.parametrize("count", [0, 65])
+def test_plans_of_other_numbers_of_slots_are_refused(count):
+    with pytest.raises(ValueError, match=f"expected 1 to 64 slots, found {count}"):
+        _host.slot_plan([0] * count, 1, 1, 0, True)
+
+
 @pytest.mark.parametrize("counts", [[], [0, 0, 0]])
 def test_no_rows_no_work_tiles(counts):
     assert work_tiles(counts, 3, 128, ORDER | {"split_last_wave": 132}) == []

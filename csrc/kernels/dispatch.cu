@@ -2,7 +2,7 @@
  *
  * A tier is a folder beside this file and a line in each table. The last tier takes every call. Calls whose
  * offsets are unchecked (raw grouped_mm and wgrad) get them clamped, and their schedule, by one launch before
- * the GEMM's.
+ * the GEMM's; calls of few slots whose plan is not made get it likewise, where the tier does not make it itself.
  *
  * The environment, read once per process:
  *   FUSED_MOE_TIER       portable, hopper, or auto (the default); hopper is auto, and an error on other GPUs
@@ -188,6 +188,18 @@ static int run_checked(Table<Params> &table, const Params &unchecked, void *stre
     return run(table, p, stream);
 }
 
+/* run() for a call whose plan may not be made yet. */
+template <typename Params>
+static int run_planned(Table<Params> &table, const Params &unplanned, void *stream) {
+    Params p = unplanned;
+    if (p.slots && !fused_moe_tier(p.workspace.tier).plans_slots) {
+        int status = fused_moe_cuda_route_plan(p.slots, stream);
+        if (status != FUSED_MOE_OK) return status;
+        p.slots = nullptr;
+    }
+    return run(table, p, stream);
+}
+
 /* --- zeroed counters ------------------------------------------------------------------------------------ */
 
 /* Calls on one stream run one after the other, so they share the stream's counters, which each leaves at
@@ -260,13 +272,13 @@ int fused_moe_cuda_router_dgrad(const FusedMoeRouterDgrad *p, void *stream) {
     return run(ROUTER_DGRAD, *p, stream);
 }
 int fused_moe_cuda_grouped_mm(const FusedMoeGroupedMM *p, void *stream) {
-    return run_checked(GROUPED_MM, *p, stream);
+    return p->slots ? run_planned(GROUPED_MM, *p, stream) : run_checked(GROUPED_MM, *p, stream);
 }
 int fused_moe_cuda_wgrad(const FusedMoeWgrad *p, void *stream) {
     return run_checked(WGRAD, *p, stream);
 }
 int fused_moe_cuda_up_gate(const FusedMoeUpGate *p, void *stream) {
-    return run(UP_GATE, *p, stream);
+    return run_planned(UP_GATE, *p, stream);
 }
 int fused_moe_cuda_down_dgrad(const FusedMoeDownDgrad *p, void *stream) {
     return run(DOWN_DGRAD, *p, stream);

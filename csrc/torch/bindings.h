@@ -17,7 +17,7 @@
 
 #include "../activation.h"
 #include "../fused_moe.h"
-#include "../schedule.h"
+#include "../slot_plan.h"
 #include "checks.h"
 
 using Constants = std::vector<double>; /* alpha, limit */
@@ -154,9 +154,19 @@ RowMap full_row_map_of(const char *op, const Tensor &x, RowsOf rows_of, const Te
 /* route.cpp */
 /* counts, offsets, schedule, row_token, row_slot, token_row */
 using PlanResult = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
-/* counters: set to zero, where given. */
-PlanResult run_route_plan(const Tensor &ids, int64_t num_experts, const OptTensor &expert_map,
-                          uint32_t *counters);
+/* The plan of a call that keeps it to itself: ids checked, memory there, nothing launched. p and rows point
+ * into the tensors. */
+struct OwnPlan {
+    FusedMoeRoutePlan p;
+    RowMap rows;
+    Tensor ids, counts, memory;
+    OptTensor expert_map;
+};
+
+OwnPlan new_plan_of(const char *op, const Tensor &ids, const Tensor &x, int64_t num_experts,
+                    const OptTensor &expert_map);
+/* Makes it. */
+void run_route_plan(const Call &call, FusedMoeRoutePlan &p, const Tensor &ids);
 /* dx = dlogits weight, or dx += it; weight is a dense (E, D). */
 void run_router_dgrad(const Call &call, const Tensor &dlogits, const Tensor &weight, const Tensor &dx,
                       bool accumulate);
@@ -177,12 +187,19 @@ struct Grouping {
 };
 
 Grouping grouping_of(const RowMap &map);
+/* Of the operator `experts`, whose launches directly follow each other: counters that both GEMMs use, whether
+ * the down GEMM starts early, and the slots of which both make the plan, or NULL. */
+struct Chain {
+    uint32_t *counters;
+    bool starts_early;
+    const FusedMoeRoutePlan *slots;
+};
+
 /* out = a b[0]^T + bias; with b[1] the sum of both GEMMs, each on its part of a's columns. after_up_gate: the
- * launch before is up_gate's. counters: zeros, if the caller has some. starts_early: while up_gate still
- * runs. */
+ * launch before is up_gate's. */
 void run_grouped_mm(const Call &call, const Tensor &a, const FusedMoeWeight b[2], const int64_t N[2],
                     const OptTensor &bias, const Grouping &grouping, const Tensor &out,
-                    bool after_up_gate = false, uint32_t *counters = nullptr, bool starts_early = false);
+                    bool after_up_gate = false, const Chain &chain = {});
 
 /* The second operand of a weight gradient: read through row_token, and multiplied by its scores. */
 struct GatheredRows {

@@ -2,6 +2,8 @@
  *
  * The main_grads given to experts_up and experts_down are there for the autograd formula, which hands them to
  * the backward operators. No forward touches them. */
+#include <utility>
+
 #include "operators.h"
 
 /* --- shapes --------------------------------------------------------------------------------------------- */
@@ -48,13 +50,6 @@ static void check_scores(const char *op, const OptTensor &scores, const RowMap &
 
 /* --- up side -------------------------------------------------------------------------------------------- */
 
-/* Of the operator `experts`, whose launches directly follow each other: counters that both GEMMs use, and
- * whether the down GEMM starts early. */
-struct Chain {
-    uint32_t *counters;
-    bool starts_early;
-};
-
 /* The down GEMM starts while up_gate still runs, and loads weights until that has ended, if an expert has 64
  * slots at most on average (remote ones count). Not with more: full experts would lose their lockstep. And not
  * with a long k: its few tiles would be where SMs are free, and not spread evenly over the GPU. */
@@ -62,15 +57,14 @@ static bool starts_early(int64_t R, int64_t E, int64_t F) {
     return R <= FUSED_MOE_SKINNY_ROWS * E && F < 2560;
 }
 
-static std::tuple<Tensor, Tensor>
+/* h, where it is kept, and a. */
+static std::pair<OptTensor, Tensor>
 run_experts_up(const Tensor &x_, const Tensor &w1, const OptTensor &w3, const OptTensor &b1_,
-               const OptTensor &b3_, const OptTensor &scores_, const TensorList &plan, int64_t layout,
-               int64_t activation, const Constants &constants, bool save_h, const Chain &chain) {
+               const OptTensor &b3_, const OptTensor &scores_, const RowMap &map, int64_t layout,
+               int64_t activation, const Constants &constants, bool save_h, Chain *chain = nullptr) {
     const char *op = "experts_up";
-    check_dim(op, "x", x_, 2);
     Tensor x = aligned(x_);
     Width s = width_of(op, w1, w3, layout);
-    RowMap map = row_map_of(op, x, RowsOf::TOKENS, s.E, plan);
     OptTensor b1 = operand(op, "b1", b1_, x, {s.E, s.w1_rows}), b3 = operand(op, "b3", b3_, x, {s.E, s.F});
     OptTensor scores = scores_of(op, scores_, x, {map.p.T, map.p.K});
     check_size(op, "x's width", x.size(1), s.D, s.D);
@@ -82,24 +76,36 @@ run_experts_up(const Tensor &x_, const Tensor &w1, const OptTensor &w3, const Op
     p.dtype = float_dtype(op, x);
 
     Call call = begin_call(op, x);
-    Tensor h = new_tensor(x, {save_h ? map.p.R : 0, s.H}), a = new_tensor(x, {map.p.R, s.F});
+    OptTensor h;
+    if (save_h) h = new_tensor(x, {map.p.R, s.H});
+    Tensor a = new_tensor(x, {map.p.R, s.F});
     p.x = data(x);
     p.scores = data(scores);
     p.w1 = weights.w1;
     p.w3 = weights.w3;
     p.b1 = data(b1);
     p.b3 = data(b3);
-    p.h = save_h ? h.mutable_data_ptr() : nullptr;
+    p.h = h ? h->mutable_data_ptr() : nullptr;
     p.a = a.mutable_data_ptr();
     p.row_map = map.p;
     p.D = s.D;
     p.F = s.F;
     p.layout = (FusedMoeLayout)layout;
-    p.workspace.counters = chain.counters;
-    p.next_starts_early = chain.starts_early;
+    if (chain) {
+        p.workspace.counters = chain->counters;
+        p.next_starts_early = chain->starts_early;
+        p.slots = chain->slots;
+    }
     run_tiered(call, p, x, fused_moe_cpu_up_gate, CUDA(fused_moe_cuda_select_up_gate),
                CUDA(fused_moe_cuda_up_gate));
+    if (chain && !fused_moe_tier(p.workspace.tier).plans_slots) chain->slots = nullptr; /* it is made now */
     return {h, a};
+}
+
+static RowMap tokens_map(const char *op, const Tensor &x, const Tensor &w1, const OptTensor &w3,
+                         const TensorList &plan, int64_t layout) {
+    check_dim(op, "x", x, 2);
+    return row_map_of(op, x, RowsOf::TOKENS, width_of(op, w1, w3, layout).E, plan);
 }
 
 std::tuple<Tensor, Tensor> experts_up(const Tensor &x, const Tensor &w1, const OptTensor &w3,
@@ -107,13 +113,17 @@ std::tuple<Tensor, Tensor> experts_up(const Tensor &x, const Tensor &w1, const O
                                       const TensorList &plan, int64_t layout, int64_t activation,
                                       const Constants &constants, bool save_h, const OptTensor &,
                                       const OptTensor &) {
-    return run_experts_up(x, w1, w3, b1, b3, scores, plan, layout, activation, constants, save_h, {});
+    const RowMap map = tokens_map("experts_up", x, w1, w3, plan, layout);
+    auto [h, a] = run_experts_up(x, w1, w3, b1, b3, scores, map, layout, activation, constants, save_h);
+    return {h ? *h : new_tensor(x, {0, width_of("experts_up", w1, w3, layout).H}), a};
 }
 
 std::tuple<Tensor, Tensor> up_gate(const Tensor &x, const Tensor &w1, const OptTensor &w3,
                                    const OptTensor &b1, const OptTensor &b3, const TensorList &plan,
                                    int64_t layout, int64_t activation, const Constants &constants) {
-    return run_experts_up(x, w1, w3, b1, b3, {}, plan, layout, activation, constants, true, {});
+    const RowMap map = tokens_map("experts_up", x, w1, w3, plan, layout);
+    auto [h, a] = run_experts_up(x, w1, w3, b1, b3, {}, map, layout, activation, constants, true);
+    return {*h, a};
 }
 
 /* A copy: with one expert the view would be dense itself, and two gradients would share memory. */
@@ -219,16 +229,13 @@ UpGrads experts_up_backward(const Tensor &dh, const Tensor &x, const Tensor &w1,
 /* --- down side ------------------------------------------------------------------------------------------ */
 
 static Tensor run_experts_down(const Tensor &a_, const Tensor &w2, const OptTensor &b2_,
-                               const OptTensor &scores_, const TensorList &plan, const Chain &chain,
+                               const OptTensor &scores_, const RowMap &map, const Chain &chain = {},
                                const OptTensor &given_out = {}) {
     const char *op = "experts_down";
-    check_dim(op, "a", a_, 2);
-    check_dim(op, "w2", w2, 3);
     check_widths(op, "w2", w2, 0);
     Tensor a = aligned(a_);
     int64_t E = w2.size(0), D = w2.size(1);
     const int64_t N[2] = {a.size(1), 0};
-    RowMap map = row_map_of(op, a, RowsOf::ROWS, E, plan);
     OptTensor b2 = operand(op, "b2", b2_, a, {E, D}), scores = scores_of(op, scores_, a, {map.p.T, map.p.K});
     check_scores(op, scores, map);
     const FusedMoeWeight b[2] = {weight(op, "w2", w2, a, {E, D, N[0]}), {}};
@@ -236,7 +243,7 @@ static Tensor run_experts_down(const Tensor &a_, const Tensor &w2, const OptTens
 
     Call call = begin_call(op, a);
     Tensor y = new_tensor(a, {map.p.R, D});
-    run_grouped_mm(call, a, b, N, b2, grouping_of(map), y, true, chain.counters, chain.starts_early);
+    run_grouped_mm(call, a, b, N, b2, grouping_of(map), y, true, chain);
     if (!map.has_maps) return y;
     Tensor out = given_out ? *given_out : new_tensor(a, {map.p.T, D});
     run_unpermute(call, y, scores, map, out);
@@ -246,31 +253,40 @@ static Tensor run_experts_down(const Tensor &a_, const Tensor &w2, const OptTens
 Tensor experts_down(const Tensor &a, const OptTensor &, const Tensor &w2, const OptTensor &b2,
                     const OptTensor &scores, const TensorList &plan, int64_t, int64_t, const Constants &,
                     const OptTensor &) {
-    return run_experts_down(a, w2, b2, scores, plan, {});
+    const char *op = "experts_down";
+    check_dim(op, "a", a, 2);
+    check_dim(op, "w2", w2, 3);
+    return run_experts_down(a, w2, b2, scores, row_map_of(op, a, RowsOf::ROWS, w2.size(0), plan));
 }
 
 /* --- both sides ----------------------------------------------------------------------------------------- */
 
 /* Without gradients: from the ids to out and counts in one call, which keeps nothing for backward. Its GEMMs
  * share counters, which the plan's kernel zeroes where they are not zeros: each kernel directly follows the
- * one whose result it takes, and may start before that has ended (PDL). */
+ * one whose result it takes, and may start before that has ended (PDL). Of few slots the GEMMs make the plan. */
 static std::tuple<Tensor, Tensor> run_experts(const char *op, const Tensor &x, const Tensor &w1,
                                               const OptTensor &w3, const Tensor &w2, const OptTensor &b1,
                                               const OptTensor &b3, const OptTensor &b2, const Tensor &scores,
                                               const Tensor &ids, int64_t layout, int64_t activation,
                                               const Constants &constants, bool score_on_input,
                                               const OptTensor &expert_map, const OptTensor &out) {
+    check_dim(op, "x", x, 2);
     check_dim(op, "w1", w1, 3);
     check_dim(op, "w2", w2, 3);
-    Counters counters = find_counters(begin_call(op, ids), ids);
-    auto [counts, offsets, schedule, row_token, row_slot, token_row] =
-        run_route_plan(ids, w1.size(0), expert_map, counters.to_zero ? counters.data : nullptr);
-    const Chain chain = {counters.data, starts_early(row_token.size(0), w1.size(0), w2.size(2))};
-    const TensorList plan = {offsets, schedule, row_token, row_slot, token_row};
+    check_size(op, "experts of w2", w2.size(0), w1.size(0), w1.size(0));
+    OwnPlan plan = new_plan_of(op, ids, x, w1.size(0), expert_map);
+    FusedMoeRoutePlan &p = plan.p;
+    Call call = begin_call(op, plan.ids);
+    Counters counters = find_counters(call, x);
+    p.counters = counters.to_zero ? counters.data : nullptr;
+    const bool few = call.is_cuda && fused_moe_is_few_slots(p.T * p.K, p.E);
+    if (!few) run_route_plan(call, p, plan.ids);
+    Chain chain = {counters.data, starts_early(p.T * p.K, p.E, w2.size(2)), few ? &p : nullptr};
     OptTensor of_x, of_y;
     (score_on_input ? of_x : of_y) = scores;
-    auto [h, a] = run_experts_up(x, w1, w3, b1, b3, of_x, plan, layout, activation, constants, false, chain);
-    return {run_experts_down(a, w2, b2, of_y, plan, chain, out), counts};
+    auto [_, a] =
+        run_experts_up(x, w1, w3, b1, b3, of_x, plan.rows, layout, activation, constants, false, &chain);
+    return {run_experts_down(a, w2, b2, of_y, plan.rows, chain, out), plan.counts};
 }
 
 std::tuple<Tensor, Tensor> experts(const Tensor &x, const Tensor &w1, const OptTensor &w3, const Tensor &w2,

@@ -15,7 +15,7 @@ static Grouping grouping_of(const Tensor &offs) {
 
 void run_grouped_mm(const Call &call, const Tensor &a, const FusedMoeWeight b[2], const int64_t N[2],
                     const OptTensor &bias, const Grouping &grouping, const Tensor &out, bool after_up_gate,
-                    uint32_t *counters, bool starts_early) {
+                    const Chain &chain) {
     FusedMoeGroupedMM p = {};
     p.a = data(a);
     for (int i = 0; i < 2; i++) p.b[i] = b[i], p.N[i] = N[i];
@@ -27,9 +27,10 @@ void run_grouped_mm(const Call &call, const Tensor &a, const FusedMoeWeight b[2]
     p.M = out.size(1);
     p.E = (int32_t)grouping.E;
     p.dtype = float_dtype(call.op, a);
-    p.workspace.counters = counters;
+    p.workspace.counters = chain.counters;
     p.after_up_gate = after_up_gate;
-    p.starts_early = starts_early;
+    p.starts_early = chain.starts_early;
+    p.slots = chain.slots;
     run_tiered(call, p, a, fused_moe_cpu_grouped_mm, CUDA(fused_moe_cuda_select_grouped_mm),
                CUDA(fused_moe_cuda_grouped_mm));
 }

@@ -170,48 +170,76 @@ static PlanTensors new_plan(const Tensor &like, int64_t E, Params *p) {
     return plan;
 }
 
-PlanResult run_route_plan(const Tensor &ids_, int64_t num_experts, const OptTensor &expert_map_,
-                          uint32_t *counters) {
-    const char *op = "route_plan";
-    check_dim(op, "ids", ids_, 2);
+/* The operands of a plan, checked; its results are the caller's. Makes ids and expert_map dense. */
+static FusedMoeRoutePlan plan_of_ids(const char *op, Tensor &ids, int64_t num_experts,
+                                     OptTensor &expert_map) {
+    check_dim(op, "ids", ids, 2);
     check_size(op, "num_experts", num_experts, 1, MAX_EXPERTS);
-    Tensor ids = dense(ids_);
-    int64_t T = ids.size(0), K = ids.size(1);
-    check_size(op, "T*K", T * K, 0, MAX_ROWS);
+    ids = dense(ids);
+    check_size(op, "T*K", ids.size(0) * ids.size(1), 0, MAX_ROWS);
     FusedMoeRoutePlan p = {};
+    p.ids = data(ids);
     p.ids_dtype = dtype_of(op, "ids", ids, false);
-    OptTensor expert_map;
-    if (expert_map_) {
-        expert_map = index_tensor(op, "expert_map", *expert_map_, ids, 1);
+    if (expert_map) {
+        expert_map = index_tensor(op, "expert_map", *expert_map, ids, 1);
         check_size(op, "ids in expert_map", expert_map->size(0), 1, INT32_MAX);
         p.expert_map = ints(*expert_map);
         p.map_size = expert_map->size(0);
     }
-    Call call = begin_call(op, ids);
-    PlanTensors plan = new_plan(ids, num_experts, &p);
-    Tensor row_token = new_tensor(ids, {T * K}, ScalarType::Int);
-    Tensor row_slot = new_tensor(ids, {T * K}, ScalarType::Int);
-    Tensor token_row = new_tensor(ids, {T, K}, ScalarType::Int);
-    p.ids = data(ids);
-    p.row_token = mutable_ints(row_token);
-    p.row_slot = mutable_ints(row_slot);
-    p.token_row = mutable_ints(token_row);
-    p.T = T;
-    p.K = (int32_t)K;
-    p.counters = counters;
+    p.T = ids.size(0);
+    p.K = (int32_t)ids.size(1);
+    p.E = (int32_t)num_experts;
+    return p;
+}
+
+void run_route_plan(const Call &call, FusedMoeRoutePlan &p, const Tensor &ids) {
     OptTensor workspace;
 #ifdef FUSED_MOE_WITH_CUDA
-    if (call.is_cuda) {
-        workspace = new_tensor(ids, {(int64_t)fused_moe_cuda_route_plan_workspace(&p)}, ScalarType::Byte);
+    int64_t bytes = call.is_cuda ? (int64_t)fused_moe_cuda_route_plan_workspace(&p) : 0;
+    if (bytes > 0) {
+        workspace = new_tensor(ids, {bytes}, ScalarType::Byte);
         p.workspace = workspace->mutable_data_ptr();
     }
 #endif
     run(call, p, fused_moe_cpu_route_plan, CUDA(fused_moe_cuda_route_plan));
+}
+
+PlanResult route_plan(const Tensor &ids_, int64_t num_experts, const OptTensor &expert_map_) {
+    const char *op = "route_plan";
+    Tensor ids = ids_;
+    OptTensor expert_map = expert_map_;
+    FusedMoeRoutePlan p = plan_of_ids(op, ids, num_experts, expert_map);
+    Call call = begin_call(op, ids);
+    PlanTensors plan = new_plan(ids, num_experts, &p);
+    Tensor row_token = new_tensor(ids, {p.T * p.K}, ScalarType::Int);
+    Tensor row_slot = new_tensor(ids, {p.T * p.K}, ScalarType::Int);
+    Tensor token_row = new_tensor(ids, {p.T, p.K}, ScalarType::Int);
+    p.row_token = mutable_ints(row_token);
+    p.row_slot = mutable_ints(row_slot);
+    p.token_row = mutable_ints(token_row);
+    run_route_plan(call, p, ids);
     return {plan.counts, plan.offsets, plan.schedule, row_token, row_slot, token_row};
 }
 
-PlanResult route_plan(const Tensor &ids, int64_t num_experts, const OptTensor &expert_map) {
-    return run_route_plan(ids, num_experts, expert_map, nullptr);
+OwnPlan new_plan_of(const char *op, const Tensor &ids, const Tensor &x, int64_t num_experts,
+                    const OptTensor &expert_map) {
+    OwnPlan plan = {{}, {}, ids, {}, {}, expert_map};
+    FusedMoeRoutePlan &p = plan.p;
+    p = plan_of_ids(op, plan.ids, num_experts, plan.expert_map);
+    check_device(op, "ids", plan.ids, x);
+    check_size(op, "rows of x", x.size(0), p.T, p.T);
+    int64_t E = num_experts, R = p.T * p.K, words = fused_moe_schedule_words(E);
+    plan.counts = new_tensor(x, {E}, ScalarType::Int);
+    plan.memory = new_tensor(x, {E + 1 + words + 3 * R}, ScalarType::Int);
+    p.counts = mutable_ints(plan.counts);
+    p.offsets = mutable_ints(plan.memory);
+    p.schedule = p.offsets + E + 1;
+    p.row_token = p.schedule + words;
+    p.row_slot = p.row_token + R;
+    p.token_row = p.row_slot + R;
+    plan.rows.p = {p.offsets + 1, p.row_token, p.row_slot, p.token_row, p.schedule, p.T, p.K, R, p.E};
+    plan.rows.has_maps = true;
+    return plan;
 }
 
 std::tuple<Tensor, Tensor, Tensor> count_plan(const Tensor &counts_, int64_t num_rows) {

@@ -40,6 +40,7 @@
 #include <type_traits>
 
 #include "epilogue.cuh"
+#include "slot_plan.cuh"
 #include "tile_queue.cuh"
 
 namespace fused_moe {
@@ -57,7 +58,15 @@ typedef struct {
     int32_t num_k_tiles[2]; /* of part i                                                    */
     bool gate_up;           /* b is gate and up, which share a tile's columns               */
     TileSource tiles;
+    FusedMoeRoutePlan slots; /* of which the kernel makes the plan, where tiles has no offs */
 } Gemm;
+
+/* The launch's kernel makes the plan of these slots itself. */
+inline void plan_in_kernel(Gemm &p, const FusedMoeRoutePlan &slots) {
+    p.slots = slots;
+    p.tiles.offs = p.tiles.schedule = nullptr;
+    p.tiles.counters = nullptr;
+}
 
 /* Rows of a box of A in a tile that is skinny or lacks rows: load_a. */
 constexpr int TAIL_ROWS = 16;
@@ -99,6 +108,12 @@ struct alignas(1024) Shared {
     typename Config::Queue queue;
 };
 
+/* Of a GEMM that may make its plan itself. */
+template <class Config>
+struct PlanningShared : Shared<Config> {
+    FusedMoeSlotPlan plan;
+};
+
 /* wgmma's N for the rows of a skinny tile. */
 __device__ inline int num_tokens_of(const WorkTile &tile) {
     return tile.num_rows <= 8 ? 8 : tile.num_rows <= 32 ? 32 : 64;
@@ -125,7 +140,11 @@ __device__ inline void run_mainloop_swapped(float (&d)[TOKENS], Shared<Config> &
 template <class Queue>
 __device__ inline void fetch_gemm_tiles(const Gemm &p, Queue &queue) {
     auto decode = [&](uint32_t index, WorkTile &tile) {
-        decode_tile(p.tiles, index, tile);
+        const TileSource &source = p.tiles;
+        set_tile(source,
+                 fused_moe_work_tile(source.schedule, source.offs, source.E, (int32_t)source.R, &source.order,
+                                     index),
+                 tile);
         return true;
     };
     auto token_of = [&](const WorkTile &tile, int i) {
@@ -148,12 +167,14 @@ __device__ inline void fetch_gemm_tiles(const Gemm &p, Queue &queue) {
  * tiles. */
 template <class Config, typename Epilogue>
 __device__ inline void persistent_gemm(const Gemm &p, Epilogue epilogue) {
-    auto &s = prologue<Config>();
+    auto &s = static_cast<PlanningShared<Config> &>(prologue<Config>());
     int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), wg = warp / 4 - 1; /* -1: the producer */
     if (wg < 0) {
         setmaxnreg_dec<Config::PRODUCER_REGISTERS>();
         if (!p.tiles.starts_early) griddepcontrol_wait();
-        if (warp == 3)
+        if (warp == 3 && !p.tiles.offs)
+            fetch_slot_tiles(p.tiles, p.slots, s.plan, s.queue);
+        else if (warp == 3)
             fetch_gemm_tiles(p, s.queue);
         else if constexpr (Config::GATHER)
             load_gather<Config>(p, s);

@@ -107,6 +107,10 @@ int launch(const FusedMoeGroupedMM &p, void *stream) {
     tiles = tile_source(p.offs, p.schedule, p.R, p.E, p.M, Config::BN, p.workspace.counters);
     tiles.starts_early = p.starts_early;
     if (tiles.starts_early) tiles.counters += FUSED_MOE_NUM_COUNTERS / 2; /* up_gate uses the first half */
+    if (p.slots) {
+        plan_in_kernel(gemm, *p.slots);
+        gemm.slots.counts = gemm.slots.token_row = nullptr; /* up_gate wrote them */
+    }
     tiles.last_is_half_n = (p.M - 1) % Config::BN < Config::BN / 2;
     /* where an N tile is half as wide already, the last wave is not split */
     if (!tiles.last_is_half_n && !schedule_override().no_tails) tiles.order.split_last_wave = num_ctas();
@@ -115,7 +119,8 @@ int launch(const FusedMoeGroupedMM &p, void *stream) {
     if (status == FUSED_MOE_OK)
         status = ragged_map(&q.out_map, (const T *)p.out, p.R, p.M, p.M, WarpgroupWriter::ROWS);
     if (status != FUSED_MOE_OK) return status;
-    return launch_persistent<Config, Shared<Config>, grouped_mm_kernel<Config>>(q, stream, !p.after_up_gate);
+    return launch_persistent<Config, PlanningShared<Config>, grouped_mm_kernel<Config>>(q, stream,
+                                                                                        !p.after_up_gate);
 }
 
 int run(const FusedMoeGroupedMM &p, void *stream) {

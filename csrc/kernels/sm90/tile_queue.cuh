@@ -46,7 +46,7 @@ typedef struct { /* rows grouped by expert, loaded through per-expert maps */
 } GroupedRows;
 
 typedef struct {
-    const int32_t *offs;     /* [E]    */
+    const int32_t *offs;     /* [E]; NULL, as schedule: the kernel makes the plan (slot_plan.cuh) */
     const int32_t *schedule; /* [8+4E] */
     int64_t R;
     int32_t E;
@@ -58,8 +58,9 @@ typedef struct {
     FusedMoeTileOrder order; /* not wgrad's, which has its own                         */
     int32_t num_maps;
     GroupedRows rows[MAX_MAPS];
-    CUtensorMap *maps;  /* [CTAs, MAP_SLOTS, num_maps] */
-    uint32_t *counters; /* zeros, left as zeros: FUSED_MOE_NUM_COUNTERS, or half of them with starts_early */
+    CUtensorMap *maps; /* [CTAs, MAP_SLOTS, num_maps] */
+    /* zeros, left as zeros: FUSED_MOE_NUM_COUNTERS, or half of them with starts_early; NULL without offs */
+    uint32_t *counters;
 } TileSource;
 
 /* Where counters are. */
@@ -201,9 +202,7 @@ __device__ inline void fetch_tiles(const TileSource &source, Queue &queue, uint3
 }
 
 /* A grouped GEMM's tile. A plan that is wrong may call an expert skinny whose rows are more. */
-__device__ inline void decode_tile(const TileSource &source, uint32_t index, WorkTile &tile) {
-    FusedMoeWorkTile work =
-        fused_moe_work_tile(source.schedule, source.offs, source.E, (int32_t)source.R, &source.order, index);
+__device__ inline void set_tile(const TileSource &source, const FusedMoeWorkTile &work, WorkTile &tile) {
     tile.expert = work.expert;
     tile.skinny = work.skinny && source.swaps_skinny;
     tile.first_row = work.first_row;
@@ -212,9 +211,11 @@ __device__ inline void decode_tile(const TileSource &source, uint32_t index, Wor
     tile.half_n = work.n_half || (source.last_is_half_n && work.n_tile == source.order.num_n_tiles - 1);
 }
 
-/* Zeroes rows [offs[E-1], R) of an output, which no tile covers. Called by all threads. */
+/* Zeroes rows [offs[E-1], R) of an output, which no tile covers. Called by all threads. Without offs the
+ * kernel made its plan of few slots, and nothing reads those rows. */
 template <typename T>
 __device__ inline void zero_rows_past(const TileSource &source, T *out, int64_t width) {
+    if (!source.offs) return;
     int64_t first = num_rows_of(source.offs, source.E, source.R) * width, end = source.R * width;
     int64_t thread = (int64_t)blockIdx.x * blockDim.x + threadIdx.x;
     int64_t threads = (int64_t)gridDim.x * blockDim.x;

@@ -225,6 +225,7 @@ int launch(const FusedMoeUpGate &p, void *stream) {
 
     gemm.tiles = tile_source(rows.offs, rows.schedule, rows.R, rows.E, b_rows,
                              columns == GATE_UP ? Config::BN / 2 : Config::BN, p.workspace.counters);
+    if (p.slots) plan_in_kernel(gemm, *p.slots);
     gemm.tiles.lets_next_start = p.next_starts_early;
     const T *a = (const T *)p.a, *h = (const T *)p.h;
     if (status == FUSED_MOE_OK) status = ragged_map(&q.a_map, a, rows.R, F, F, WarpWriter::ROWS);
@@ -232,7 +233,7 @@ int launch(const FusedMoeUpGate &p, void *stream) {
         status = columns == GATE_UP ? ragged_halves_map(&q.h_map, h, rows.R, F, WarpWriter::ROWS)
                                     : ragged_map(&q.h_map, h, rows.R, H, H, WarpWriter::ROWS);
     if (status != FUSED_MOE_OK) return status;
-    return launch_persistent<Config, Shared<Config>, up_gate_kernel<Config, columns>>(q, stream);
+    return launch_persistent<Config, PlanningShared<Config>, up_gate_kernel<Config, columns>>(q, stream);
 }
 
 int run(const FusedMoeUpGate &p, void *stream) {

@@ -1,0 +1,54 @@
+/* The fetching warp of a GEMM that makes the plan itself: ../../slot_plan.h on the device.
+ *
+ * Every CTA sorts the same slots, so none waits for another. One of up_gate's CTAs also writes what the combine
+ * and the caller read, counts and token_row; nothing else of a plan exists. Tiles are not stolen: that would
+ * take counters that are zeros, and no kernel runs before this one to make them so. */
+#pragma once
+
+#include "../../integer.h"
+#include "../../slot_plan.h"
+#include "tile_queue.cuh"
+
+namespace fused_moe {
+namespace sm90 {
+
+__device__ inline void make_slot_plan(const FusedMoeRoutePlan &p, FusedMoeSlotPlan &plan) {
+    int num_slots = (int)p.T * p.K;
+    for (int slot = threadIdx.x % 32; slot < num_slots; slot += 32)
+        plan.key[slot] = fused_moe_slot_key(slot_expert(&p, slot), slot, p.E);
+    fused_moe_plan_slots(&plan, num_slots);
+}
+
+/* By one warp: counts [E], and token_row [T,K]. */
+__device__ inline void write_slot_plan(const FusedMoeRoutePlan &p, const FusedMoeSlotPlan &plan) {
+    int lane = threadIdx.x % 32, num_rows = plan.first_row[plan.num_experts];
+    for (int e = lane; e < p.E; e += 32) p.counts[e] = 0;
+    for (int slot = lane; slot < (int)p.T * p.K; slot += 32)
+        if (plan.key[slot] == FUSED_MOE_NO_KEY) p.token_row[slot] = -1;
+    for (int row = lane; row < num_rows; row += 32) p.token_row[fused_moe_slot_of_row(&plan, row)] = row;
+    __syncwarp(); /* counts are zeros */
+    for (int b = lane; b < plan.num_experts; b += 32)
+        p.counts[fused_moe_slot_expert(&plan, b)] = plan.first_row[b + 1] - plan.first_row[b];
+}
+
+template <class Queue>
+__device__ inline void fetch_slot_tiles(const TileSource &source, const FusedMoeRoutePlan &slots,
+                                        FusedMoeSlotPlan &plan, Queue &queue) {
+    make_slot_plan(slots, plan);
+    if (slots.counts && blockIdx.x == gridDim.x - 1) write_slot_plan(slots, plan);
+    auto decode = [&](uint32_t index, WorkTile &tile) {
+        set_tile(source, fused_moe_slot_tile(&plan, &source.order, index), tile);
+        return true;
+    };
+    auto token_of = [&](const WorkTile &tile, int i) {
+        if (tile.expert < 0 || i >= tile.num_rows) return 0; /* nothing is read */
+        return fused_moe_slot_of_row(&plan, tile.first_row + i) / slots.K;
+    };
+    auto prepare = [](WorkTile &) {};
+    auto is_long = [](const WorkTile &) { return false; };
+    fetch_tiles(source, queue, fused_moe_num_slot_tiles(&plan, &source.order), decode, token_of, prepare,
+                is_long);
+}
+
+} // namespace sm90
+} // namespace fused_moe

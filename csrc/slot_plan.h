@@ -1,0 +1,91 @@
+/* The plan of few slots, made by every CTA for itself.
+ *
+ * A decode step of a few tokens takes as long as reading the experts that they chose. A kernel that makes the
+ * plan, and the loads of what it wrote, would be a third of that for one token. So up_gate and the down GEMM
+ * make it from the ids: the fetching warp of a CTA sorts the slots in shared memory.
+ *
+ * The rows are those of route_plan: by expert, stable in t*K + k. Every active expert is skinny, with one row
+ * tile. A key is 64 expert + slot, so keys in order are rows in order.
+ *
+ * Plain C, as schedule.h is: a warp calls it, all lanes alike, and a CPU in the tests. */
+#ifndef FUSED_MOE_SLOT_PLAN_H
+#define FUSED_MOE_SLOT_PLAN_H
+
+#include "schedule.h"
+
+enum { FUSED_MOE_FEW_SLOTS = 64 }; /* at most; an expert that has them all is skinny */
+
+#define FUSED_MOE_NO_KEY UINT32_MAX /* of a slot without a row */
+
+typedef struct {
+    uint32_t key[FUSED_MOE_FEW_SLOTS];          /* of each slot; the caller's                    */
+    uint32_t row_key[FUSED_MOE_FEW_SLOTS];      /* of each row: the keys in order                */
+    int32_t first_row[FUSED_MOE_FEW_SLOTS + 1]; /* of each active expert, and one past the last */
+    int32_t num_experts;                        /* active ones */
+} FusedMoeSlotPlan;
+
+/* Whether a plan may be made so: there is a slot, and keys fit. */
+FUSED_MOE_FN int32_t fused_moe_is_few_slots(int64_t num_slots, int64_t E) {
+    return 0 < num_slots && num_slots <= FUSED_MOE_FEW_SLOTS && E <= 1 << 25;
+}
+
+FUSED_MOE_FN uint32_t fused_moe_slot_key(int64_t expert, int32_t slot, int32_t E) {
+    return 0 <= expert && expert < E ? (uint32_t)expert * FUSED_MOE_FEW_SLOTS + (uint32_t)slot
+                                     : FUSED_MOE_NO_KEY;
+}
+
+FUSED_MOE_FN int32_t fused_moe_slot_of_row(const FusedMoeSlotPlan *plan, int32_t row) {
+    return (int32_t)(plan->row_key[row] % FUSED_MOE_FEW_SLOTS);
+}
+
+/* Active expert b of the plan. */
+FUSED_MOE_FN int32_t fused_moe_slot_expert(const FusedMoeSlotPlan *plan, int32_t b) {
+    return (int32_t)(plan->row_key[plan->first_row[b]] / FUSED_MOE_FEW_SLOTS);
+}
+
+/* The plan of num_slots keys, all different but for NO_KEY: a key's row is how many are smaller. */
+FUSED_MOE_FN void fused_moe_plan_slots(FusedMoeSlotPlan *plan, int32_t num_slots) {
+    int32_t num_rows = 0, num_experts = 0;
+    FUSED_MOE_SYNC();
+    for (int32_t first = 0; first < num_slots; first += FUSED_MOE_LANES) {
+        int32_t slot = first + FUSED_MOE_LANE, row = 0;
+        uint32_t key = slot < num_slots ? plan->key[slot] : FUSED_MOE_NO_KEY;
+        for (int32_t i = 0; i < num_slots; i++) row += plan->key[i] < key;
+        if (key != FUSED_MOE_NO_KEY) plan->row_key[row] = key;
+        num_rows += FUSED_MOE_COUNT(key != FUSED_MOE_NO_KEY);
+    }
+    FUSED_MOE_SYNC();
+    for (int32_t first = 0; first < num_rows; first += FUSED_MOE_LANES) {
+        int32_t row = first + FUSED_MOE_LANE;
+        int32_t begins = row < num_rows && (row == 0 || plan->row_key[row] / FUSED_MOE_FEW_SLOTS !=
+                                                            plan->row_key[row - 1] / FUSED_MOE_FEW_SLOTS);
+        int32_t b = num_experts + FUSED_MOE_COUNT_BELOW(begins);
+        if (begins) plan->first_row[b] = row;
+        num_experts += FUSED_MOE_COUNT(begins);
+    }
+    if (!FUSED_MOE_LANE) plan->num_experts = num_experts, plan->first_row[num_experts] = num_rows;
+    FUSED_MOE_SYNC();
+}
+
+/* Work tiles of a GEMM, as fused_moe_num_work_tiles counts them. */
+FUSED_MOE_FN uint32_t fused_moe_num_slot_tiles(const FusedMoeSlotPlan *plan, const FusedMoeTileOrder *order) {
+    uint32_t tiles = (uint32_t)plan->num_experts * (uint32_t)order->num_n_tiles;
+    return tiles + fused_moe_num_split_tiles(order, 1, tiles);
+}
+
+/* Work tile `index` of fused_moe_num_slot_tiles: expert by expert, each along N. */
+FUSED_MOE_FN FusedMoeWorkTile fused_moe_slot_tile(const FusedMoeSlotPlan *plan,
+                                                  const FusedMoeTileOrder *order, uint32_t index) {
+    uint32_t n_tiles = (uint32_t)order->num_n_tiles, num_tiles = (uint32_t)plan->num_experts * n_tiles;
+    FusedMoeWorkTile tile;
+    tile.n_half = fused_moe_half_of(&index, num_tiles - fused_moe_num_split_tiles(order, 1, num_tiles));
+    int32_t b = (int32_t)(index / n_tiles);
+    tile.expert = fused_moe_slot_expert(plan, b);
+    tile.first_row = plan->first_row[b];
+    tile.num_rows = plan->first_row[b + 1] - tile.first_row;
+    tile.n_tile = (int32_t)(index % n_tiles);
+    tile.skinny = 1;
+    return tile;
+}
+
+#endif

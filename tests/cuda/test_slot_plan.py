@@ -1,0 +1,138 @@
+"""Few slots without gradients: the GEMMs make the plan themselves, and everything is as with route_plan's."""
+
+import pytest
+import torch
+from cases import BF16, F16, F32, poisoned
+from gpu_cases import HALF_DTYPES, calls_during, capture
+
+import fused_moe
+from fused_moe import fused_experts
+
+pytestmark = pytest.mark.gpu
+
+# tokens, K, E, D, F: one slot; a slot more than a warp has lanes; all 64; more work tiles than SMs; more
+# experts than a CTA has threads; a k of which the last wave is split
+SHAPES = {
+    "one slot": (1, 1, 3, 64, 64),
+    "part tiles": (5, 3, 7, 200, 136),
+    "33 slots": (11, 3, 4, 128, 64),
+    "64 slots of two experts": (32, 2, 2, 256, 192),
+    "many tiles": (8, 8, 128, 2048, 768),
+    "1500 experts": (6, 10, 1500, 64, 72),
+    "a long k": (2, 2, 8, 512, 2816),
+}
+
+
+def draw(name, dtype, device, gated=True):
+    tokens, top_k, num_experts, dim, hidden = SHAPES[name]
+    x = torch.randn(tokens, dim, device=device).to(dtype)
+    w1, w3, w2 = (
+        (torch.randn(num_experts, *shape, device=device) / shape[1] ** 0.5).to(dtype)
+        for shape in ((hidden, dim), (hidden, dim), (dim, hidden))
+    )
+    scores = torch.rand(tokens, top_k, device=device)
+    ids = torch.randint(num_experts, (tokens, top_k), device=device)
+    return x, w1, w2, w3 if gated else None, scores, ids
+
+
+def check(x, w1, w2, w3, scores, ids, **options):
+    """The bits, and the counts, of a call whose plan is given."""
+    num_experts = w1.size(0)
+    expert_map = options.pop("expert_map", None)
+    plan = fused_moe.route_plan(ids, num_experts, expert_map)
+    expected = fused_experts(x, w1, w2, w3, scores, ids, plan=plan, **options)
+    with poisoned():
+        found = fused_experts(x, w1, w2, w3, scores, ids, expert_map=expert_map, **options)
+    assert torch.equal(found, expected)
+    out = torch.full_like(expected, torch.nan)
+    fused_experts(x, w1, w2, w3, scores, ids, expert_map=expert_map, out=out, **options)
+    assert torch.equal(out, expected)
+
+
+@HALF_DTYPES
+@pytest.mark.parametrize("name", SHAPES)
+@torch.no_grad()
+def test_shapes(device, name, dtype):
+    check(*draw(name, dtype, device))
+    *rest, ids = draw(name, dtype, device, gated=False)
+    check(*rest, torch.zeros_like(ids), activation="gelu")  # all slots to one expert
+
+
+@pytest.mark.parametrize("name", SHAPES)
+@torch.no_grad()
+def test_one_graph_of_any_ids(device, name):
+    """Also without rows at all, and with a map. The counts are the plan's."""
+    x, w1, w2, w3, scores, ids = draw(name, BF16, device)
+    num_experts = w1.size(0)
+    ids, expert_map = ids.int(), torch.empty(num_experts, dtype=torch.int32, device=device)
+    code = torch.ops.fused_moe.experts
+    arguments = (x, w1, w3, w2, None, None, None, scores, ids, 0, 0, [1.0, 0.0], False, expert_map)
+    expert_map.copy_(torch.arange(num_experts))
+    graph, (out, counts) = capture(lambda: code(*arguments))
+    for i in range(20):
+        ids.copy_(torch.randint(-1, num_experts + 1, ids.shape) if i else torch.full(ids.shape, -1))
+        expert_map.copy_(torch.randperm(num_experts).where(torch.rand(num_experts) < 0.8, -1))
+        out.fill_(torch.nan), counts.fill_(-7)
+        graph.replay()
+        plan = fused_moe.route_plan(ids, num_experts, expert_map)
+        assert torch.equal(counts, plan.counts)
+        expected = fused_experts(x, w1, w2, w3, scores, ids, plan=plan)
+        assert torch.equal(out, expected)
+
+
+@HALF_DTYPES
+@torch.no_grad()
+def test_ids_of_any_form(device, dtype):
+    x, w1, w2, w3, scores, ids = draw("33 slots", dtype, device)
+    for given in (ids, ids.int(), ids.repeat(1, 2)[:, ::2], ids.mT.contiguous().mT):
+        check(x, w1, w2, w3, scores, given)
+
+
+@torch.no_grad()
+def test_where_a_gemm_runs_on_the_other_tier(device, hopper):
+    """There the plan is made by its own kernel: before up_gate, or between the GEMMs."""
+    x, w1, w2, w3, scores, ids = draw("33 slots", BF16, device)
+    odd = torch.empty(*w2.shape[:2], w2.size(2) + 1, device=device, dtype=BF16)[..., :-1].copy_(w2)
+    odd1 = torch.empty(*w1.shape[:2], w1.size(2) + 1, device=device, dtype=BF16)[..., :-1].copy_(w1)
+
+    def tiers(*weights, **options):
+        def run():
+            fused_experts(x, *weights, scores, ids, **options)
+
+        check(x, *weights, scores, ids, **options)
+        return calls_during("up_gate", run)[:2], calls_during("grouped_mm", run)[:2]
+
+    assert tiers(w1, w2, w3) == ((1, 0), (1, 0))
+    assert tiers(w1, odd, w3) == ((1, 0), (0, 1))
+    assert tiers(odd1, w2, w3) == ((0, 1), (1, 0))
+    assert tiers(odd1, odd, w3) == ((0, 1), (0, 1))
+    assert tiers(w1, w2, w3, score_on="input") == ((0, 1), (1, 0))
+
+
+@torch.no_grad()
+def test_three_launches(device, hopper):
+    x, w1, w2, w3, scores, ids = draw("64 slots of two experts", F16, device)
+    more = [torch.cat([t, t]) for t in (x, scores, ids)]
+
+    def launches(x, scores, ids) -> int:
+        fused_experts(x, w1, w2, w3, scores, ids)
+        torch.cuda.synchronize()
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            fused_experts(x, w1, w2, w3, scores, ids)
+            torch.cuda.synchronize()
+        return sum(event.device_type == torch.autograd.DeviceType.CUDA for event in profile.events())
+
+    assert launches(x, scores, ids) == 3  # up_gate, down, unpermute
+    assert launches(*more) > 3
+
+
+@torch.no_grad()
+def test_float32(device):
+    check(*draw("part tiles", F32, device))
+
+
+@pytest.mark.sanitizer
+@torch.no_grad()
+def test_under_the_sanitizer(device):
+    for name in ("one slot", "part tiles", "64 slots of two experts"):
+        check(*draw(name, BF16, device))
