@@ -156,6 +156,10 @@ def restrict_tiles() -> None:
 class SonicMoE(nn.Module):
     """github.com/Dao-AILab/sonic-moe through the function that sonic-moe's benchmark times.
 
+    Its package asks for an older PyTorch: pip install --no-deps sonic-moe==0.1.2.post1 quack-kernels==0.4.1
+    nvidia-cutlass-dsl==4.4.2 nvidia-cutlass-dsl-libs-base==4.4.2 "apache-tvm-ffi<0.2" torch-c-dlpack-ext.
+    Compiling takes five minutes for the first shape; QUACK_CACHE_DIR keeps the kernels.
+
     Its MoE module would add a balance loss. Gate and up rows of its first weight alternate. Its softmax
     over the K chosen logits is our renormalised softmax over all.
     """

@@ -196,16 +196,18 @@ def check_num_tokens(fn: str, num_tokens, like_name: str, like: Tensor) -> None:
     check_device(fn, "num_tokens", num_tokens, like_name, like)
 
 
-def check_given_ids(fn: str, ids, num_tokens: Tensor | None, logits: Tensor, top_k: int) -> None:
-    """Checks ids (T, K) that are scored instead of a choice, and where they can be read those of tokens that
-    are no padding."""
+def check_given_ids(
+    fn: str, ids, num_tokens: Tensor | None, like_name: str, like: Tensor, num_experts: int, top_k: int
+) -> None:
+    """Checks ids (T, K), for like's T tokens, that are scored instead of a choice, and where they can be read
+    those of tokens that are no padding."""
     check_tensor(fn, "ids", ids, 2, (torch.int32, torch.int64))
-    check_shape(fn, "ids", ids, "T, K", (logits.size(0), top_k))
-    check_device(fn, "ids", ids, "logits", logits)
+    check_shape(fn, "ids", ids, "T, K", (like.size(0), top_k))
+    check_device(fn, "ids", ids, like_name, like)
     if num_tokens is None:
-        check_range(fn, "ids", ids, 0, logits.size(1) - 1)
+        check_range(fn, "ids", ids, 0, num_experts - 1)
     elif _can_read(num_tokens):
-        check_range(fn, "ids", ids[: max(int(num_tokens), 0)], 0, logits.size(1) - 1)
+        check_range(fn, "ids", ids[: max(int(num_tokens), 0)], 0, num_experts - 1)
 
 
 def check_expert_map(fn: str, expert_map, ids: Tensor, num_experts: int) -> None:

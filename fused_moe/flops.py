@@ -87,6 +87,11 @@ def _experts(args) -> int:
     return prod(args.ids) * (_up(args) + 2 * prod(args.w2[1:]))
 
 
+@_register("routed_experts")
+def _routed_experts(args) -> int:
+    return args.x[0] * (2 * prod(args.gate) + args.top_k * (_up(args) + 2 * prod(args.w2[1:])))
+
+
 @_register("down_dgrad")
 def _down_dgrad(args) -> int:
     return 2 * args.h[0] * prod(args.w2[1:])

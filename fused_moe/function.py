@@ -113,32 +113,33 @@ def route(
     Raises:
         TypeError, ValueError: the message says what was expected and what was found.
     """
-    fn = "route"
-    check_input(fn, "logits", logits, 2)
+    check_input("route", "logits", logits, 2)
     groups = (num_expert_groups, num_limited_groups)
-    check_routing(fn, logits.size(1), top_k, score_func, *groups, route_norm, route_scale)
+    routing = (score_func, route_norm, route_scale, *groups)
+    bias, settings = check_route("logits", logits, logits.size(1), top_k, bias, *routing, ids, num_tokens)
+    return _ops.run(ops.route.default, logits, bias, *settings, ids, num_tokens)
+
+
+def check_route(
+    name, like, num_experts, top_k, bias, score_func, route_norm, route_scale,
+    num_expert_groups, num_limited_groups, ids, num_tokens,
+) -> tuple[Tensor | None, tuple]:  # fmt: skip
+    """Checks the arguments of `route` for the T tokens of `like`. Returns the bias as the operator takes it,
+    and its arguments from top_k to num_limited_groups."""
+    fn = "route"
+    groups = (num_expert_groups, num_limited_groups)
+    check_routing(fn, num_experts, top_k, score_func, *groups, route_norm, route_scale)
     if bias is not None:
         check_tensor(fn, "bias", bias, 1, FLOATING)
-        check_shape(fn, "bias", bias, "E", (logits.size(1),))
-        check_device(fn, "bias", bias, "logits", logits)
+        check_shape(fn, "bias", bias, "E", (num_experts,))
+        check_device(fn, "bias", bias, name, like)
         bias = bias.detach().float()
     if num_tokens is not None:
-        check_num_tokens(fn, num_tokens, "logits", logits)
+        check_num_tokens(fn, num_tokens, name, like)
     if ids is not None:
-        check_given_ids(fn, ids, num_tokens, logits, top_k)
-    return _ops.run(
-        ops.route.default,
-        logits,
-        bias,
-        top_k,
-        _ops.SCORE_FUNCS[score_func],
-        route_norm,
-        route_scale,
-        num_expert_groups or 0,
-        num_limited_groups or 0,
-        ids,
-        num_tokens,
-    )
+        check_given_ids(fn, ids, num_tokens, name, like, num_experts, top_k)
+    groups = (num_expert_groups or 0, num_limited_groups or 0)
+    return bias, (top_k, _ops.SCORE_FUNCS[score_func], route_norm, route_scale, *groups)
 
 
 # --- rows -------------------------------------------------------------------------------------------------

@@ -16,7 +16,13 @@ from .counting import Counting
 from .gate import Gate, fit
 from .losses import load_balancing_loss, router_z_loss
 from .padding import zero_padding
-from .routed import can_join, is_altered, is_plain_linear, routed_experts
+from .routed import (
+    can_join,
+    is_altered,
+    is_plain_linear,
+    routed_experts,
+    routed_experts_without_gradients,
+)
 
 FN = "FusedMoE"  # as its messages begin
 DTYPE_NAMES = " or ".join(str(dtype).removeprefix("torch.") for dtype in checks.FLOATING)
@@ -398,8 +404,10 @@ class FusedMoE(Counting):
         """The routed experts' out (T, D) and counts (E,), the router's ids (T, K) and logits (T, E). `given`
         are the router's ids and num_tokens."""
         stock = type(self.router) is Router and type(self.experts) is Experts
-        if stock and can_join(x, self.router, self.experts):
-            return routed_experts(x, self.router, self.experts, self.expert_bias, **given)
+        needs_grad = torch.is_grad_enabled()
+        if stock and (x.requires_grad or not needs_grad) and can_join(x, self.router, self.experts):
+            join = routed_experts if needs_grad else routed_experts_without_gradients
+            return join(x, self.router, self.experts, self.expert_bias, **given)
         scores, ids, logits = self._route(x, given)
         return *self.experts(x, scores, ids), ids, logits
 

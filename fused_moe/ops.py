@@ -720,6 +720,20 @@ _register("experts", fake=_experts_fake, autocast=("x", "w1", "w3", "w2", "b1", 
 _register_writing("experts_out", fake=lambda args: _experts_fake(args)[1], expected="no gradient of out")
 
 
+def _routed_experts_fake(args):
+    x, num_experts = args.x, args.gate.size(0)
+    logits = x.new_empty(x.size(0), num_experts, dtype=score_dtype(x))
+    ids = x.new_empty(x.size(0), args.top_k, dtype=torch.int32)
+    return x.new_empty(x.size(0), args.w2.size(1)), ids.new_empty(num_experts), ids, logits
+
+
+_register(
+    "routed_experts",
+    fake=_routed_experts_fake,
+    autocast=("x", "gate", "gate_bias", "w1", "w3", "w2", "b1", "b3", "b2"),
+)
+
+
 # --- plans --------------------------------------------------------------------------------------------
 
 

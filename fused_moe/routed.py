@@ -1,8 +1,9 @@
-"""The router and the experts' up side as one autograd node, which spares backward an addition.
+"""The router and the experts as one call, where nothing may change or observe the calls between: `can_join`.
 
-As nodes of their own each of them writes a gradient of x (T, D), and autograd reads both to write their sum.
-Here router_dgrad adds the router's to the experts' in place, with the same roundings. They stay two nodes
-wherever hooks, modes or subclasses may change or observe the call: `can_join`.
+With gradients router and up side are one autograd node, which spares backward an addition. As nodes of their
+own each of them writes a gradient of x (T, D), and autograd reads both to write their sum. Here router_dgrad
+adds the router's to the experts' in place, with the same roundings. Without gradients all is one operator,
+which spares the host two.
 """
 
 from __future__ import annotations
@@ -15,16 +16,15 @@ from torch.autograd import forward_ad
 from torch.nn.modules.module import _has_any_global_hook
 
 from . import function
-from .checks import check_experts, check_main_grads
+from .checks import check_experts, check_main_grads, check_router
 from .gate import Gate
 from .ops import ACTIVATION_CODES, SCORE_FUNCS, ops, route_plan, router_gradients, run, up_gradients
 from .plan import Plan
 
 
 def can_join(x: Tensor, router: nn.Module, experts: nn.Module) -> bool:
-    """Whether a Router and Experts may be one node on x (T, D): x needs a gradient, and modules, tensors and
-    the call are plain ones."""
-    if not (torch.is_grad_enabled() and x.requires_grad and _is_plain_call()):
+    """Whether a Router and Experts may be one call on x (T, D): modules, tensors and call are plain ones."""
+    if not _is_plain_call():
         return False
     gate = router.gate
     if type(gate) is not Gate or has_global_hook():
@@ -140,3 +140,26 @@ def routed_experts(
     plan = Plan(*plan)
     down = (a, h, w2, b2, scores, plan.tensors, *settings, *main_down)
     return run(ops.experts_down.default, *down), plan.counts, ids, logits
+
+
+def routed_experts_without_gradients(
+    x: Tensor,
+    router: nn.Module,
+    experts: nn.Module,
+    expert_bias: Tensor | None,
+    *,
+    ids: Tensor | None = None,
+    num_tokens: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """routed_experts by one operator."""
+    gate, gate_bias, (w1, w2, w3) = router.gate.weight, router.gate.bias, experts.weights
+    b1, b2, b3 = experts.b1, experts.b2, experts.b3
+    constants = [function.ALPHA, function.LIMIT]
+    check_router("router_logits", x, gate, gate_bias)
+    bias, routing = function.check_route(
+        "x", x, gate.size(0), router.top_k, expert_bias, **router.routing, ids=ids, num_tokens=num_tokens
+    )
+    *_, layout = check_experts("fused_experts", "x", x, w1, w2, w3, b1, b2, b3, *constants, "separate", False)
+    operands = (x, gate, gate_bias, bias, w1, w3, w2, b1, b3, b2)
+    settings = (layout, ACTIVATION_CODES[experts.activation], constants)
+    return run(ops.routed_experts.default, *operands, *routing, *settings, ids, num_tokens)

@@ -361,6 +361,13 @@ def operator_calls(case: Case, device) -> dict:
                 "out": new(T, D),
             }
         ],
+        "routed_experts": [
+            {"x": x, "gate": gate, "gate_bias": b, **up, **down, **act, "top_k": K, **routing}
+            for b, routing in (
+                (None, {"expert_bias": torch.zeros(E).to(device), **softmax, **all_groups}),
+                (new(E), {"expert_bias": None, **sigmoid, **all_groups, **given}),
+            )
+        ],
         "experts_down_backward": down_backwards,
         "experts_down_backward_accumulate": [{**call, "main_grad2": main2} for call in down_backwards],
     }

@@ -28,7 +28,7 @@ ANY_VALUE = {
     ("route_plan", "expert_map"),
     ("experts", "expert_map"),
 }
-ANY_VALUE |= {("route", "given_ids"), ("route", "num_tokens")}
+ANY_VALUE |= {(op, name) for op in ("route", "routed_experts") for name in ("given_ids", "num_tokens")}
 
 
 def tensors(value) -> list[torch.Tensor]:

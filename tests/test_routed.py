@@ -1,4 +1,5 @@
-"""Router and experts as one autograd node: the gradients of two nodes, and when they stay two."""
+"""Router and experts as one autograd node, and without gradients as one operator: the results of several, and
+when they stay apart."""
 
 import copy
 from contextlib import nullcontext
@@ -13,6 +14,7 @@ from torch.autograd import gradcheck
 from torch.nn.modules.module import register_module_forward_hook
 from torch.nn.utils import parametrize
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -47,6 +49,13 @@ def nodes(out) -> set[str]:
 
 def is_joined(out) -> bool:
     return "_RoutedUpBackward" in nodes(out)
+
+
+def is_one_operator(layer, x) -> bool:
+    """Whether router and routed experts are one operator without gradients."""
+    with torch.no_grad(), Calls() as calls:
+        layer(x)
+    return len(calls.of("routed_experts")) == 1
 
 
 def loss_of(layer, x, use=("out", "balance", "z")):
@@ -88,6 +97,26 @@ def test_gradients_of_two_nodes(device, settings, dtype):
     assert is_joined(layer(x)) and not is_joined(other(x))
     assert torch.equal(layer(x), other(x))
     assert_same(gradients(layer, x), gradients(other, x))
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("dtype", (F64, F32, BF16), ids=str)
+@pytest.mark.parametrize("settings", SETTINGS)
+@torch.no_grad()
+def test_without_gradients(device, settings, dtype):
+    """Padded, with given ids and counted, too."""
+    layer, x = make(device, dtype, **SETTINGS[settings])
+    other = apart(layer)
+    assert is_one_operator(layer, x) and not is_one_operator(other, x)
+    count, given = torch.tensor(13, device=device), torch.randint(8, (20, 2), device=device)
+    for options in ({}, {"num_tokens": count}, {"ids": given}, {"ids": given.int(), "num_tokens": count}):
+        layer.tokens_per_expert.zero_(), other.tokens_per_expert.zero_()
+        found, expected = (m(x, return_losses=True, return_ids=True, **options) for m in (layer, other))
+        for one, two in zip(tree_leaves(found), tree_leaves(expected), strict=True):
+            assert torch.equal(one, two)
+        assert torch.equal(layer.tokens_per_expert, other.tokens_per_expert)
+    with torch.enable_grad():
+        assert torch.equal(layer(x), layer(x.detach().requires_grad_()))
 
 
 @pytest.mark.parametrize("use", (("out",), ("z",), ("balance", "z"), ("out", "balance")), ids=str)
@@ -249,9 +278,9 @@ CHANGES = {
 @pytest.mark.parametrize("change", CHANGES)
 def test_changed_modules(device, change):
     layer, x = make(device)
-    assert is_joined(layer(x))
+    assert is_joined(layer(x)) and is_one_operator(layer, x)
     CHANGES[change](layer)
-    assert not is_joined(layer(x))
+    assert not is_joined(layer(x)) and not is_one_operator(layer, x)
 
 
 def test_hooks_see_and_change_what_they_did(device):
@@ -281,7 +310,7 @@ def autocast(x):
 def test_contexts(device, context):
     layer, x = make(device, F32)
     with context(x):
-        assert not is_joined(layer(x))
+        assert not is_joined(layer(x)) and not is_one_operator(layer, x)
 
 
 def test_hooks_of_all_modules(device):

@@ -313,6 +313,26 @@ Tensor experts_out(const Tensor &x, const Tensor &w1, const OptTensor &w3, const
                                    score_on_input, expert_map, out));
 }
 
+/* The router, too: a layer's routed experts without gradients. */
+std::tuple<Tensor, Tensor, Tensor, Tensor>
+routed_experts(const Tensor &x, const Tensor &gate, const OptTensor &gate_bias, const OptTensor &expert_bias,
+               const Tensor &w1, const OptTensor &w3, const Tensor &w2, const OptTensor &b1,
+               const OptTensor &b3, const OptTensor &b2, int64_t top_k, int64_t score_func, bool route_norm,
+               double route_scale, int64_t num_groups, int64_t num_limited_groups, int64_t layout,
+               int64_t activation, const Constants &constants, const OptTensor &given_ids,
+               const OptTensor &num_tokens) {
+    const char *op = "routed_experts";
+    check_dim(op, "gate", gate, 2);
+    check_dim(op, "w1", w1, 3);
+    check_size(op, "experts of gate", gate.size(0), w1.size(0), w1.size(0));
+    Tensor logits = router_logits(x, gate, gate_bias);
+    auto [scores, ids] = route(logits, expert_bias, top_k, score_func, route_norm, route_scale, num_groups,
+                               num_limited_groups, given_ids, num_tokens);
+    auto [out, counts] =
+        run_experts(op, x, w1, w3, w2, b1, b3, b2, scores, ids, layout, activation, constants, false, {}, {});
+    return {out, counts, ids, logits};
+}
+
 /* --- gradients of the down side ------------------------------------------------------------------------- */
 
 /* What down_dgrad reads, checked; what it writes is filled in by the caller. */

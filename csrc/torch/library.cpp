@@ -209,6 +209,13 @@ STABLE_TORCH_LIBRARY(fused_moe, m) {
     m.def("experts_out(Tensor x, Tensor w1, Tensor? w3, Tensor w2, Tensor? b1, Tensor? b3, Tensor? b2, "
           "Tensor scores, Tensor ids, int layout, int activation, float[] constants, bool score_on_input, "
           "Tensor(a!) out, Tensor? expert_map=None) -> Tensor");
+    m.def(
+        "routed_experts(Tensor x, Tensor gate, Tensor? gate_bias, Tensor? expert_bias, Tensor w1, Tensor? "
+        "w3, "
+        "Tensor w2, Tensor? b1, Tensor? b3, Tensor? b2, int top_k, int score_func, bool route_norm, "
+        "float route_scale, int num_groups, int num_limited_groups, int layout, int activation, "
+        "float[] constants, Tensor? given_ids=None, Tensor? num_tokens=None) -> (Tensor out, Tensor counts, "
+        "Tensor ids, Tensor logits)");
     m.def("experts_up_backward" EXPERTS_UP_BACKWARD(""));
     m.def("experts_up_backward_accumulate" EXPERTS_UP_BACKWARD(
         ", Tensor(a!)? main_grad1, Tensor(b!)? main_grad3"));
@@ -243,6 +250,7 @@ static void register_functions(Library &m) {
     m.impl("experts_down", TORCH_BOX(&experts_down));
     m.impl("experts", TORCH_BOX(&experts));
     m.impl("experts_out", TORCH_BOX(&experts_out));
+    m.impl("routed_experts", TORCH_BOX(&routed_experts));
     m.impl("experts_down_backward", TORCH_BOX(&experts_down_backward));
     m.impl("experts_down_backward_accumulate", TORCH_BOX(&experts_down_backward_accumulate));
 }

@@ -84,6 +84,13 @@ Tensor experts_out(const Tensor &x, const Tensor &w1, const OptTensor &w3, const
                    const OptTensor &b1, const OptTensor &b3, const OptTensor &b2, const Tensor &scores,
                    const Tensor &ids, int64_t layout, int64_t activation, const Constants &constants,
                    bool score_on_input, const Tensor &out, const OptTensor &expert_map);
+std::tuple<Tensor, Tensor, Tensor, Tensor>
+routed_experts(const Tensor &x, const Tensor &gate, const OptTensor &gate_bias, const OptTensor &expert_bias,
+               const Tensor &w1, const OptTensor &w3, const Tensor &w2, const OptTensor &b1,
+               const OptTensor &b3, const OptTensor &b2, int64_t top_k, int64_t score_func, bool route_norm,
+               double route_scale, int64_t num_groups, int64_t num_limited_groups, int64_t layout,
+               int64_t activation, const Constants &constants, const OptTensor &given_ids,
+               const OptTensor &num_tokens);
 DownGrads experts_down_backward(const Tensor &dout, const Tensor &h, const Tensor &w2, const OptTensor &b2,
                                 const OptTensor &scores, const TensorList &plan, int64_t layout,
                                 int64_t activation, const Constants &constants, bool need_dh, bool need_dw2,
