@@ -218,10 +218,10 @@ typedef struct {         /* out[r] = sum_i a[r, part i] b[i][e(r)]^T + bias[e(r)
     const int32_t *offs; /* [E]    */
     const int32_t *schedule; /* [8+4E] schedule.h; NULL: offs is unchecked */
     FusedMoeWorkspace workspace;
-    const FusedMoeRoutePlan *slots; /* as in FusedMoeUpGate */
+    const FusedMoeRoutePlan *slots; /* whose plan is not made yet, as in FusedMoeUpGate; or NULL */
     bool after_up_gate;             /* the launch before this one is up_gate's, as a rule */
-    /* It is, and may still run. offs, schedule, b[0] and the second half of the counters are older than it,
-     * and b[1] is absent. */
+    /* It is, and may still run. offs, schedule or the slots' ids, b[0] and the second half of the counters are
+     * older than it, and b[1] is absent. */
     bool starts_early;
     int64_t R, M, N[2];
     int32_t E;
@@ -268,8 +268,9 @@ typedef struct {        /* h = x[row_token] w1^T | w3^T + b;  a = act(gate) up *
     const void *b3;     /* [E,F] when separate; may be NULL */
     void *h;            /* [R,H]; NULL: not kept */
     void *a;            /* [R,F] */
-    /* Few slots (slot_plan.h), whose plan is made in this call; NULL: it is made. A tier without such
-     * kernels fills the plan's memory first, and reads it. Else only counts and token_row are written. */
+    /* Few slots (slot_plan.h) whose plan is not made yet; NULL: row_map is it. A tier that plans slots makes
+     * it in the GEMM, writes counts and token_row alone, and uses no counters. For others the plan's kernel
+     * runs first. */
     const FusedMoeRoutePlan *slots;
     FusedMoeWorkspace workspace;
     bool next_starts_early; /* the down GEMM may start before this launch has ended */

@@ -62,7 +62,7 @@ static std::vector<py::tuple> any_wgrad_tiles(const Ints &schedule, const Ints &
 static py::tuple slot_plan(const std::vector<int64_t> &experts, int32_t E, int32_t num_n_tiles,
                            int32_t split_last_wave, bool splits_skinny) {
     int32_t num_slots = static_cast<int32_t>(experts.size());
-    if (!fused_moe_is_few_slots(num_slots, E))
+    if (!fused_moe_has_few_slots(num_slots, E))
         throw py::value_error("experts: expected 1 to 64 slots, found " + std::to_string(experts.size()));
     FusedMoeSlotPlan plan = {};
     for (int32_t i = 0; i < num_slots; i++) plan.key[i] = fused_moe_slot_key(experts[i], i, E);

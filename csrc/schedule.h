@@ -461,10 +461,10 @@ FUSED_MOE_FN int64_t fused_moe_split_slot(int64_t first, int64_t later, int64_t 
 
 typedef struct {
     uint32_t *claimed; /* [ctas] zeros: tiles claimed of each CTA's, by itself or by thieves; or NULL */
-    uint32_t num_tiles, cta, ctas; /* this CTA of so many, FUSED_MOE_MAX_CTAS at most                    */
-    uint32_t next;                 /* its next one, claimed already                         */
-    int32_t may_own;               /* it may have tiles left                                */
-    int32_t shares;                /* tiles are claimed; 0: each CTA has its own            */
+    uint32_t num_tiles, cta, ctas; /* this CTA of so many, FUSED_MOE_MAX_CTAS at most                 */
+    uint32_t next;                 /* its next one; claimed already, if tiles are shared              */
+    int32_t may_own;               /* it may have tiles left                                          */
+    int32_t shares;                /* tiles are claimed; 0: each CTA has its own                      */
 } FusedMoeTileScheduler;
 
 /* Tiles that static round-robin assigns to a CTA. */

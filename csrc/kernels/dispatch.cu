@@ -188,7 +188,7 @@ static int run_checked(Table<Params> &table, const Params &unchecked, void *stre
     return run(table, p, stream);
 }
 
-/* run() for a call whose plan may not be made yet. */
+/* run() for a call whose plan may not be made yet. The bindings ask plans_slots, too, and know who made it. */
 template <typename Params>
 static int run_planned(Table<Params> &table, const Params &unplanned, void *stream) {
     Params p = unplanned;

@@ -154,7 +154,7 @@ RowMap full_row_map_of(const char *op, const Tensor &x, RowsOf rows_of, const Te
 /* route.cpp */
 /* counts, offsets, schedule, row_token, row_slot, token_row */
 using PlanResult = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
-/* The plan of a call that keeps it to itself: ids checked, memory there, nothing launched. p and rows point
+/* The plan of a call that keeps it to itself: ids checked, memory there, the plan not made. p and rows point
  * into the tensors. */
 struct OwnPlan {
     FusedMoeRoutePlan p;
@@ -187,8 +187,8 @@ struct Grouping {
 };
 
 Grouping grouping_of(const RowMap &map);
-/* Of the operator `experts`, whose launches directly follow each other: counters that both GEMMs use, whether
- * the down GEMM starts early, and the slots of which both make the plan, or NULL. */
+/* Of the operator `experts`, whose launches directly follow each other: counters that both GEMMs may use,
+ * whether the down GEMM starts early, and the slots whose plan is not made yet, or NULL. */
 struct Chain {
     uint32_t *counters;
     bool starts_early;

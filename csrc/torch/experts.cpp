@@ -98,7 +98,8 @@ run_experts_up(const Tensor &x_, const Tensor &w1, const OptTensor &w3, const Op
     }
     run_tiered(call, p, x, fused_moe_cpu_up_gate, CUDA(fused_moe_cuda_select_up_gate),
                CUDA(fused_moe_cuda_up_gate));
-    if (chain && !fused_moe_tier(p.workspace.tier).plans_slots) chain->slots = nullptr; /* it is made now */
+    /* then run_planned of dispatch.cu has made it */
+    if (chain && !fused_moe_tier(p.workspace.tier).plans_slots) chain->slots = nullptr;
     return {h, a};
 }
 
@@ -263,7 +264,8 @@ Tensor experts_down(const Tensor &a, const OptTensor &, const Tensor &w2, const 
 
 /* Without gradients: from the ids to out and counts in one call, which keeps nothing for backward. Its GEMMs
  * share counters, which the plan's kernel zeroes where they are not zeros: each kernel directly follows the
- * one whose result it takes, and may start before that has ended (PDL). Of few slots the GEMMs make the plan. */
+ * one whose result it takes, and may start before that has ended (PDL). Of few slots the GEMMs of the Hopper
+ * tier make the plan, and count nothing. */
 static std::tuple<Tensor, Tensor> run_experts(const char *op, const Tensor &x, const Tensor &w1,
                                               const OptTensor &w3, const Tensor &w2, const OptTensor &b1,
                                               const OptTensor &b3, const OptTensor &b2, const Tensor &scores,
@@ -279,7 +281,7 @@ static std::tuple<Tensor, Tensor> run_experts(const char *op, const Tensor &x, c
     Call call = begin_call(op, plan.ids);
     Counters counters = find_counters(call, x);
     p.counters = counters.to_zero ? counters.data : nullptr;
-    const bool few = call.is_cuda && fused_moe_is_few_slots(p.T * p.K, p.E);
+    const bool few = call.is_cuda && fused_moe_has_few_slots(p.T * p.K, p.E);
     if (!few) run_route_plan(call, p, plan.ids);
     Chain chain = {counters.data, starts_early(p.T * p.K, p.E, w2.size(2)), few ? &p : nullptr};
     OptTensor of_x, of_y;

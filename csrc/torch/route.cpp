@@ -176,6 +176,8 @@ static FusedMoeRoutePlan plan_of_ids(const char *op, Tensor &ids, int64_t num_ex
     check_dim(op, "ids", ids, 2);
     check_size(op, "num_experts", num_experts, 1, MAX_EXPERTS);
     ids = dense(ids);
+    check_size(op, "tokens", ids.size(0), 0, INT32_MAX);
+    check_size(op, "ids of a token", ids.size(1), 0, INT32_MAX);
     check_size(op, "T*K", ids.size(0) * ids.size(1), 0, MAX_ROWS);
     FusedMoeRoutePlan p = {};
     p.ids = data(ids);

@@ -88,6 +88,40 @@ def test_ids_of_any_form(device, dtype):
         check(x, w1, w2, w3, scores, given)
 
 
+@pytest.mark.parametrize("integers", ("int64", "int16", "int8", "uint8"))
+@torch.no_grad()
+def test_ids_of_any_value(device, integers):
+    """Of the operator: those outside of the experts have no row, however far out they are."""
+    x, w1, w2, w3, scores, ids = draw("33 slots", BF16, device)
+    integers = getattr(torch, integers)
+    span = torch.iinfo(integers)
+    outside = [
+        v for v in (-1, 4, span.min, span.max, 2**32, 2**32 + 1, -(2**40)) if span.min <= v <= span.max
+    ]
+    ids.view(-1)[: len(outside)] = torch.tensor(outside, device=device)
+    out, counts = torch.ops.fused_moe.experts(
+        x, w1, w3, w2, None, None, None, scores, ids.to(integers), 0, 0, [1.0, 0.0], False
+    )
+    given = ids.where((ids >= 0) & (ids < 4), -1)
+    given = given.to(integers).long()  # uint8 has no -1: 255
+    plan = fused_moe.route_plan(given, 4)
+    assert torch.equal(counts, plan.counts)
+    assert torch.equal(out, fused_experts(x, w1, w2, w3, scores, given, plan=plan))
+
+
+@torch.no_grad()
+def test_captured_with_up_gate_on_the_other_tier(device, hopper):
+    """More tiles than SMs: the down GEMM claims tiles by counters, which the plan's kernel zeroes."""
+    *weights, ids = draw("many tiles", BF16, device)
+    expected = fused_experts(*weights, ids, plan=fused_moe.route_plan(ids, 128), score_on="input")
+    with poisoned():
+        graph, out = capture(lambda: fused_experts(*weights, ids, score_on="input"))
+    for _ in range(2):
+        out.fill_(torch.nan)
+        graph.replay()
+        assert torch.equal(out, expected)
+
+
 @torch.no_grad()
 def test_where_a_gemm_runs_on_the_other_tier(device, hopper):
     """There the plan is made by its own kernel: before up_gate, or between the GEMMs."""

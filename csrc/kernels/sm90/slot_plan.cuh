@@ -1,8 +1,8 @@
 /* The fetching warp of a GEMM that makes the plan itself: ../../slot_plan.h on the device.
  *
  * Every CTA sorts the same slots, so none waits for another. One of up_gate's CTAs also writes what the combine
- * and the caller read, counts and token_row; nothing else of a plan exists. Tiles are not stolen: that would
- * take counters that are zeros, and no kernel runs before this one to make them so. */
+ * and the caller read, counts and token_row; nothing else of a plan exists. Tiles are not stolen: in a captured
+ * graph no kernel before this one zeroes counters, and other calls take the same path. */
 #pragma once
 
 #include "../../integer.h"
