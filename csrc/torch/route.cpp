@@ -202,6 +202,8 @@ void run_route_plan(const Call &call, FusedMoeRoutePlan &p, const Tensor &ids) {
         workspace = new_tensor(ids, {bytes}, ScalarType::Byte);
         p.workspace = workspace->mutable_data_ptr();
     }
+#else
+    (void)ids;
 #endif
     run(call, p, fused_moe_cpu_route_plan, CUDA(fused_moe_cuda_route_plan));
 }
