@@ -21,6 +21,28 @@
  * buffers of a task stay in the L2 cache for common widths. */
 enum { FM_TILE_ROWS = 256, FM_TILE_COLS = 256, FM_TILE_DEPTH = 512 };
 
+/* --- loops over elements -------------------------------------------------------------------------------- */
+
+/* Loops are plain, for the compiler to vectorise. On x86-64 it makes copies for AVX2 and AVX-512, of which the
+ * loader picks one by the CPU's features (by names of CPUs, as "arch=haswell", it would pick by the very model), so
+ * that one binary serves every machine. */
+#if defined(__x86_64__) && defined(__GLIBC__) && !defined(__clang__) && __GNUC__ >= 12
+#define FM_ROW_FN __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default"))) static
+#elif defined(__x86_64__) && defined(__GLIBC__) && !defined(__clang__) && defined(__GNUC__)
+#define FM_ROW_FN __attribute__((target_clones("avx512f", "avx2", "default"))) static
+#else
+#define FM_ROW_FN static
+#endif
+
+/* What a vectorised loop calls must be inlined into each of its copies. */
+#define FM_INLINE static inline __attribute__((always_inline))
+
+FM_INLINE float fm_float_from_bits(uint32_t bits) {
+    float x;
+    memcpy(&x, &bits, sizeof x);
+    return x;
+}
+
 /* --- rows.c: rows of n elements ------------------------------------------------------------------------- */
 
 typedef struct {

@@ -1,30 +1,13 @@
 /* Rows of one dtype: conversion to and from the accumulation type, and the row arithmetic of the kernels.
  *
- * rows_accum.h has the arithmetic and is included for float and for double; here are the conversions and
- * the tables. Loops are plain, for the compiler to vectorise; on x86-64 it makes copies for AVX2 and
- * AVX-512 and the loader picks one, so that one binary serves every machine. */
+ * rows_accum.h has the arithmetic and is included for float and for double; here are the conversions and the tables. */
 #include "../activation.h"
 #include "cpu.h"
 
 #include <math.h>
 #include <string.h>
 
-#if defined(__x86_64__) && defined(__GLIBC__) && defined(__GNUC__) && !defined(__clang__)
-#define ROW_FN __attribute__((target_clones("arch=skylake-avx512", "arch=haswell", "default"))) static
-#else
-#define ROW_FN static
-#endif
-
-/* What a vectorised loop calls must be inlined into each of its copies. */
-#define INLINE static inline __attribute__((always_inline))
-
-INLINE float float_from_bits(uint32_t bits) {
-    float x;
-    memcpy(&x, &bits, sizeof x);
-    return x;
-}
-
-INLINE uint32_t bits_from_float(float x) {
+FM_INLINE uint32_t bits_from_float(float x) {
     uint32_t bits;
     memcpy(&bits, &x, sizeof bits);
     return bits;
@@ -32,7 +15,7 @@ INLINE uint32_t bits_from_float(float x) {
 
 /* exp for float, to 1 ulp or so, without a branch or a call so that loops over it vectorise:
  * x = n ln2 + r, |r| <= ln2/2, exp(r) by the Taylor polynomial of degree 7. NaN stays NaN. */
-INLINE float exp_float(float x) {
+FM_INLINE float exp_float(float x) {
     float clamped = x > 88.72f ? 88.72f : x < -87.33f ? -87.33f : x;
     float shifted = clamped * 1.44269504f + 12582912.0f;          /* 1.5 * 2^23: rounds to an integer */
     int32_t n = (int32_t)(bits_from_float(shifted) - 0x4b400000); /* 12582912.0f */
@@ -48,37 +31,37 @@ INLINE float exp_float(float x) {
     y = y * r * r + r + 1.0f;
     /* 2^n as two factors, because 2^128 has no float */
     int32_t half = n >> 1, rest = n - half;
-    y *= float_from_bits((uint32_t)(half + 127) << 23);
-    y *= float_from_bits((uint32_t)(rest + 127) << 23);
+    y *= fm_float_from_bits((uint32_t)(half + 127) << 23);
+    y *= fm_float_from_bits((uint32_t)(rest + 127) << 23);
     return x < -87.33f ? 0.0f : x > 88.72f ? INFINITY : y;
 }
 
 /* --- float16 and bfloat16 bits -------------------------------------------------------------------------- */
 
-INLINE float bf16_to_float(uint16_t b) {
-    return float_from_bits((uint32_t)b << 16);
+FM_INLINE float bf16_to_float(uint16_t b) {
+    return fm_float_from_bits((uint32_t)b << 16);
 }
 
-INLINE uint16_t bf16_from_float(float x) { /* to nearest, ties to even; NaN stays NaN */
+FM_INLINE uint16_t bf16_from_float(float x) { /* to nearest, ties to even; NaN stays NaN */
     uint32_t bits = bits_from_float(x);
     uint32_t rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
     return (uint16_t)(x != x ? (bits >> 16) | 0x40 : rounded);
 }
 
-INLINE float f16_to_float(uint16_t b) {
+FM_INLINE float f16_to_float(uint16_t b) {
     uint32_t magnitude = (uint32_t)(b & 0x7fff) << 13, sign = (uint32_t)(b & 0x8000) << 16;
     /* the exponent's bias differs by 112; the multiplication also makes subnormals right */
-    float x = float_from_bits(magnitude) * 0x1p112f;
+    float x = fm_float_from_bits(magnitude) * 0x1p112f;
     uint32_t bits = bits_from_float(x) | (magnitude >= 0x0f800000 ? 0x7f800000u : 0);
-    return float_from_bits(bits | sign);
+    return fm_float_from_bits(bits | sign);
 }
 
-INLINE uint16_t f16_from_float(float x) { /* to nearest, ties to even; NaN stays NaN */
+FM_INLINE uint16_t f16_from_float(float x) { /* to nearest, ties to even; NaN stays NaN */
     uint32_t bits = bits_from_float(x), sign = (bits >> 16) & 0x8000;
     bits &= 0x7fffffff;
     uint32_t normal = (bits - (112u << 23) + 0xfff + ((bits >> 13) & 1)) >> 13;
     /* below 2^-14: adding 0.5 leaves multiples of 2^-24 in the low bits, rounded by the adder */
-    uint32_t subnormal = bits_from_float(float_from_bits(bits) + 0.5f) - 0x3f000000;
+    uint32_t subnormal = bits_from_float(fm_float_from_bits(bits) + 0.5f) - 0x3f000000;
     uint32_t half = bits < 0x38800000 ? subnormal : normal;
     half = bits >= 0x477ff000 ? 0x7c00 : half;
     half = bits > 0x7f800000 ? 0x7e00 : half;
@@ -88,12 +71,12 @@ INLINE uint16_t f16_from_float(float x) { /* to nearest, ties to even; NaN stays
 /* --- load and store ------------------------------------------------------------------------------------- */
 
 #define CONVERSIONS(name, elem_t, to_accum, from_accum)                                                      \
-    ROW_FN void load_##name(void *accum_, const void *elem_, int64_t n) {                                    \
+    FM_ROW_FN void load_##name(void *accum_, const void *elem_, int64_t n) {                                 \
         float *restrict r = accum_;                                                                          \
         const elem_t *restrict e = elem_;                                                                    \
         for (int64_t i = 0; i < n; i++) r[i] = to_accum(e[i]);                                               \
     }                                                                                                        \
-    ROW_FN void store_##name(void *elem_, const void *accum_, int64_t n) {                                   \
+    FM_ROW_FN void store_##name(void *elem_, const void *accum_, int64_t n) {                                \
         elem_t *restrict e = elem_;                                                                          \
         const float *restrict r = accum_;                                                                    \
         for (int64_t i = 0; i < n; i++) e[i] = from_accum(r[i]);                                             \

@@ -1,12 +1,12 @@
 /* Row arithmetic in one accumulation type; rows.c includes this for float and for double. */
 
-ROW_FN void ACCUM_NAME(add)(void *y_, const void *x_, int64_t n) {
+FM_ROW_FN void ACCUM_NAME(add)(void *y_, const void *x_, int64_t n) {
     ACCUM *restrict y = y_;
     const ACCUM *restrict x = x_;
     for (int64_t i = 0; i < n; i++) y[i] += x[i];
 }
 
-ROW_FN void ACCUM_NAME(axpy)(void *y_, double s_, const void *x_, int64_t n) {
+FM_ROW_FN void ACCUM_NAME(axpy)(void *y_, double s_, const void *x_, int64_t n) {
     ACCUM *restrict y = y_;
     const ACCUM *restrict x = x_;
     ACCUM s = (ACCUM)s_;
@@ -14,12 +14,12 @@ ROW_FN void ACCUM_NAME(axpy)(void *y_, double s_, const void *x_, int64_t n) {
 }
 
 /* For sums as long as an expert's rows, whose rounding would grow with their number. */
-ROW_FN void ACCUM_NAME(sum)(double *restrict y, double s, const void *x_, int64_t n) {
+FM_ROW_FN void ACCUM_NAME(sum)(double *restrict y, double s, const void *x_, int64_t n) {
     const ACCUM *restrict x = x_;
     for (int64_t i = 0; i < n; i++) y[i] += s * x[i];
 }
 
-ROW_FN void ACCUM_NAME(scale)(void *y_, double s_, const void *x_, int64_t n) {
+FM_ROW_FN void ACCUM_NAME(scale)(void *y_, double s_, const void *x_, int64_t n) {
     ACCUM *y = y_;
     const ACCUM *x = x_;
     ACCUM s = (ACCUM)s_;
@@ -27,7 +27,7 @@ ROW_FN void ACCUM_NAME(scale)(void *y_, double s_, const void *x_, int64_t n) {
 }
 
 /* In double, because a score's gradient is one such sum; sixteen of them, so that the loop vectorises. */
-ROW_FN double ACCUM_NAME(dot)(const void *x_, const void *y_, int64_t n) {
+FM_ROW_FN double ACCUM_NAME(dot)(const void *x_, const void *y_, int64_t n) {
     const ACCUM *x = x_, *y = y_;
     double lane[16] = {0}, sum = 0;
     int64_t i = 0;
@@ -38,13 +38,13 @@ ROW_FN double ACCUM_NAME(dot)(const void *x_, const void *y_, int64_t n) {
     return sum;
 }
 
-ROW_FN void ACCUM_NAME(split)(void *even_, void *odd_, const void *pairs_, int64_t n) {
+FM_ROW_FN void ACCUM_NAME(split)(void *even_, void *odd_, const void *pairs_, int64_t n) {
     ACCUM *restrict even = even_, *restrict odd = odd_;
     const ACCUM *restrict pairs = pairs_;
     for (int64_t i = 0; i < n; i++) even[i] = pairs[2 * i], odd[i] = pairs[2 * i + 1];
 }
 
-ROW_FN void ACCUM_NAME(merge)(void *pairs_, const void *even_, const void *odd_, int64_t n) {
+FM_ROW_FN void ACCUM_NAME(merge)(void *pairs_, const void *even_, const void *odd_, int64_t n) {
     ACCUM *restrict pairs = pairs_;
     const ACCUM *restrict even = even_, *restrict odd = odd_;
     for (int64_t i = 0; i < n; i++) pairs[2 * i] = even[i], pairs[2 * i + 1] = odd[i];
@@ -52,7 +52,7 @@ ROW_FN void ACCUM_NAME(merge)(void *pairs_, const void *even_, const void *odd_,
 
 #define accum_t ACCUM
 #define ACT_NAME(x) ACCUM_NAME(x)
-#define ACT_FN INLINE
+#define ACT_FN FM_INLINE
 #define ACT_EXP ACCUM_EXP
 #define ACT_CDF(x) ((ACCUM)0.5 * (1 + ACCUM_ERF((x) * (ACCUM)0.70710678118654752440)))
 #define ACT_SIGMOID(x) (1 / (1 + ACCUM_EXP(-(x))))
@@ -60,8 +60,9 @@ ROW_FN void ACCUM_NAME(merge)(void *pairs_, const void *even_, const void *odd_,
 
 /* One pair of loops per activation, so that each vectorises. */
 #define X(gate_fn, up_fn)                                                                                    \
-    ROW_FN void ACCUM_NAME(act_##gate_fn)(ACCUM alpha, ACCUM limit, ACCUM *restrict a,                       \
-                                          const ACCUM *restrict gate, const ACCUM *restrict up, int64_t n) { \
+    FM_ROW_FN void ACCUM_NAME(act_##gate_fn)(ACCUM alpha, ACCUM limit, ACCUM *restrict a,                    \
+                                             const ACCUM *restrict gate, const ACCUM *restrict up,           \
+                                             int64_t n) {                                                    \
         if (!up)                                                                                             \
             for (int64_t i = 0; i < n; i++) a[i] = ACCUM_NAME(gate_fn)(gate[i], alpha, limit).value;         \
         else                                                                                                 \
@@ -69,7 +70,7 @@ ROW_FN void ACCUM_NAME(merge)(void *pairs_, const void *even_, const void *odd_,
                 a[i] = ACCUM_NAME(gate_fn)(gate[i], alpha, limit).value *                                    \
                        ACCUM_NAME(up_fn)(up[i], limit).value;                                                \
     }                                                                                                        \
-    ROW_FN void ACCUM_NAME(dact_##gate_fn)(                                                                  \
+    FM_ROW_FN void ACCUM_NAME(dact_##gate_fn)(                                                               \
         ACCUM alpha, ACCUM limit, ACCUM *restrict dgate, ACCUM *restrict dup, ACCUM *restrict a,             \
         const ACCUM *restrict da, const ACCUM *restrict gate, const ACCUM *restrict up, int64_t n) {         \
         if (!up)                                                                                             \
