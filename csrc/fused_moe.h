@@ -69,6 +69,25 @@ typedef struct { /* expert weights (E, out, in); either of out and in may be the
     int64_t stride_expert, stride_out, stride_in;
 } FusedMoeWeight;
 
+/* How a quantised weight is stored: its codes, and what has a scale of its own. */
+typedef enum {
+    FUSED_MOE_FP8_BLOCK, /* e4m3, 128x128 of a matrix */
+    FUSED_MOE_FP8,       /* e4m3, a row or a matrix */
+    FUSED_MOE_INT8,      /* two's complement, a row or a matrix */
+    FUSED_MOE_INT4,      /* 0 to 15 around a zero point, a group of a row */
+    FUSED_MOE_MXFP4,     /* e2m1, 32 of a row; scales are e8m0 */
+    FUSED_MOE_NUM_FORMATS
+} FusedMoeFormat;
+
+typedef struct {         /* weight (E, out, in) = (code - zero) scale, in f32, rounded to the call's dtype */
+    const void *data;    /* [E,out,in]; codes of 4 bits two per byte, the even column in the lower half */
+    const void *scale;   /* [E,ceil(out/block_out),ceil(in/block_in)] */
+    const uint8_t *zero; /* like scale; NULL: 8 for int4, 0 for others */
+    int64_t block_out, block_in; /* what one scale is of */
+    FusedMoeFormat format;
+    FusedMoeDtype scale_dtype; /* floating; u8 for mxfp4 */
+} FusedMoeQuantizedWeight;
+
 typedef struct {              /* which row holds which (token, slot)                         */
     const int32_t *offs;      /* [E]    cumulative ends: one past the last row of each expert */
     const int32_t *row_token; /* [R]    token of each row; NULL: row r is token r            */
@@ -228,6 +247,17 @@ typedef struct {         /* out[r] = sum_i a[r, part i] b[i][e(r)]^T + bias[e(r)
     FusedMoeDtype dtype;
 } FusedMoeGroupedMM;
 
+typedef struct {               /* out[r] = a[r] b[e(r)]^T, or a[r] b[e(r)]; zero past the last row */
+    const void *a;             /* [R,in], [R,out] when transposed */
+    FusedMoeQuantizedWeight b; /* (E,out,in) */
+    void *out;                 /* [R,out], [R,in] when transposed */
+    const int32_t *offs;       /* [E] */
+    bool transposed;           /* b is read as (E,in,out): the gradient of a */
+    int64_t R, b_out, b_in;
+    int32_t E;
+    FusedMoeDtype dtype; /* of a and out */
+} FusedMoeQuantizedMM;
+
 typedef struct {                /* dw[i][e] = a[rows of e, part i]^T b[rows of e]; zero for an empty expert */
     const void *a;              /* [R, M0+M1]     */
     const void *b;              /* [R or T, N]    */
@@ -313,6 +343,7 @@ int fused_moe_cpu_permute(const FusedMoePermute *p);
 int fused_moe_cpu_unpermute(const FusedMoeUnpermute *p);
 int fused_moe_cpu_unpermute_backward(const FusedMoeUnpermuteBackward *p);
 int fused_moe_cpu_grouped_mm(const FusedMoeGroupedMM *p);
+int fused_moe_cpu_quantized_mm(const FusedMoeQuantizedMM *p);
 int fused_moe_cpu_wgrad(const FusedMoeWgrad *p);
 int fused_moe_cpu_bias_grad(const FusedMoeBiasGrad *p);
 int fused_moe_cpu_up_gate(const FusedMoeUpGate *p);

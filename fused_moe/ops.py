@@ -501,6 +501,27 @@ def _grouped_mm_backward(ctx, need, dout):
     }
 
 
+def _quantized_width(data: Tensor) -> int:
+    """in, of codes (E, out, in), or (E, out, in / 2) in bytes."""
+    return data.size(2) * (2 if data.dtype == torch.uint8 else 1)
+
+
+def _quantized_mm_fake(args):
+    width = _quantized_width(args.data) if args.transposed else args.data.size(1)
+    return args.a.new_empty(args.a.size(0), width)
+
+
+def _quantized_mm_setup(ctx, args, output):
+    ctx.settings = (args.format, not args.transposed)
+    ctx.save_for_backward(args.data, args.scale, args.zero, args.offsets)
+
+
+def _quantized_mm_backward(ctx, need, dout):
+    if need.data or need.scale:
+        raise RuntimeError("fused_moe: quantised weights are frozen: their codes and scales have no gradient")
+    return {"a": run(ops.quantized_mm.default, dout, *ctx.saved_tensors, *ctx.settings)} if need.a else {}
+
+
 def _wgrad_fake(args):
     return args.a.new_empty(args.offsets.size(0), args.a.size(1), args.b.size(1))
 
@@ -530,6 +551,13 @@ _register(
     backward=_grouped_mm_backward,
     setup_context=_grouped_mm_setup,
     autocast=("a", "b"),
+)
+_register(
+    "quantized_mm",
+    fake=_quantized_mm_fake,
+    backward=_quantized_mm_backward,
+    setup_context=_quantized_mm_setup,
+    autocast=("a",),
 )
 _register("wgrad", fake=_wgrad_fake, backward=_wgrad_backward, setup_context=_wgrad_setup)
 _register_accumulate("wgrad_accumulate", fake=lambda args: None)

@@ -108,6 +108,20 @@ typedef struct {
 FmMatrix fm_gather(const FmRows *v, const FmGather *g, int64_t first, int64_t rows, int64_t col, int64_t cols,
                    void *buffer);
 
+/* --- quantized.c: tiles of a quantised weight ----------------------------------------------------------- */
+
+typedef struct { /* one expert of it: (out, in) */
+    const FusedMoeQuantizedWeight *weight;
+    int64_t expert, rows, cols;
+} FmQuantized;
+
+/* Rows [row, row + rows) and columns [col, col + cols), rounded to the dtype, in the accumulation type; col and cols
+ * are even where two codes share a byte. */
+FmMatrix fm_dequantize(const FmRows *v, const FmQuantized *m, int64_t row, int64_t rows, int64_t col,
+                       int64_t cols, void *buffer);
+
+/* --- matrix.c: experts' rows ---------------------------------------------------------------------------- */
+
 /* What a wrong caller could break: offs are within [0, R] and never decrease; a map's first n entries are in
  * [low, end), or there is no map; a row map has both. */
 bool fm_offs_are_valid(const int32_t *offs, int32_t E, int64_t R);

@@ -184,6 +184,8 @@ STABLE_TORCH_LIBRARY(fused_moe, m) {
           "bool need_dscores) -> (Tensor drows, Tensor dscores)");
 
     m.def("grouped_mm(Tensor a, Tensor b, Tensor offsets) -> Tensor");
+    m.def("quantized_mm(Tensor a, Tensor data, Tensor scale, Tensor? zero, Tensor offsets, int format, "
+          "bool transposed=False) -> Tensor");
     m.def("wgrad(Tensor a, Tensor b, Tensor offsets, Tensor? a_row_token=None, Tensor? b_row_token=None) -> "
           "Tensor");
     m.def("wgrad_accumulate(Tensor a, Tensor b, Tensor offsets, Tensor(a!) dw, Tensor? a_row_token=None, "
@@ -257,6 +259,7 @@ static void register_functions(Library &m) {
 
 STABLE_TORCH_LIBRARY_IMPL(fused_moe, CPU, m) {
     register_functions(m);
+    m.impl("quantized_mm", TORCH_BOX(&quantized_mm)); /* no CUDA tier has it: ops.py dequantises there */
 }
 
 #ifdef FUSED_MOE_WITH_CUDA

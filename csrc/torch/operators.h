@@ -42,6 +42,11 @@ void wgrad_accumulate(const Tensor &a, const Tensor &b, const Tensor &offsets, c
                       const OptTensor &a_row_token, const OptTensor &b_row_token);
 Tensor bias_grad(const Tensor &rows, const Tensor &offsets);
 
+/* --- quantized.cpp -------------------------------------------------------------------------------------- */
+
+Tensor quantized_mm(const Tensor &a, const Tensor &data, const Tensor &scale, const OptTensor &zero,
+                    const Tensor &offsets, int64_t format, bool transposed);
+
 /* --- experts.cpp ---------------------------------------------------------------------------------------- */
 
 using UpGrads = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;

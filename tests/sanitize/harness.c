@@ -362,6 +362,31 @@ static int grouped_mm(Case *c) {
     return fused_moe_cpu_grouped_mm(&p);
 }
 
+static void *bytes(int64_t n, int32_t end) {
+    uint8_t *data = block(n);
+    for (int64_t i = 0; i < n; i++) data[i] = (uint8_t)draw(end);
+    return data;
+}
+
+static int quantized_mm(Case *c) {
+    FusedMoeQuantizedMM p = {.offs = c->map.offs, .R = c->map.R, .E = c->s.E, .dtype = c->dtype};
+    FusedMoeQuantizedWeight *b = &p.b;
+    b->format = (FusedMoeFormat)draw(FUSED_MOE_NUM_FORMATS);
+    b->scale_dtype = b->format == FUSED_MOE_MXFP4 ? FUSED_MOE_U8 : draw(2) ? FUSED_MOE_BF16 : FUSED_MOE_F32;
+    bool grouped = b->format >= FUSED_MOE_INT4;
+    p.b_out = c->s.D, p.b_in = grouped ? 32 * (c->s.F / 32 + 1) : c->s.F;
+    b->block_out = b->format == FUSED_MOE_FP8_BLOCK ? 128 : !grouped && draw(2) ? p.b_out : 1;
+    b->block_in = b->format == FUSED_MOE_FP8_BLOCK ? 128 : grouped ? 32 : p.b_in;
+    int64_t blocks = p.E * fm_blocks(p.b_out, b->block_out) * fm_blocks(p.b_in, b->block_in);
+    b->data = bytes(p.E * p.b_out * p.b_in / (grouped ? 2 : 1), grouped ? 256 : 127); /* 127 is NaN in e4m3 */
+    b->scale = b->scale_dtype == FUSED_MOE_U8 ? bytes(blocks, 130) : values(b->scale_dtype, blocks);
+    b->zero = b->format == FUSED_MOE_INT4 && option() ? bytes(blocks, 16) : NULL;
+    p.transposed = option();
+    p.a = values(c->dtype, p.R * (p.transposed ? p.b_out : p.b_in));
+    p.out = output(p.R * (p.transposed ? p.b_in : p.b_out) * c->elem);
+    return fused_moe_cpu_quantized_mm(&p);
+}
+
 static int router_dgrad(Case *c) {
     FusedMoeRouterDgrad p = {.T = c->s.T, .D = c->s.D, .E = c->s.E, .dtype = c->dtype};
     p.dlogits = values(c->dtype, p.T * p.E);
@@ -463,6 +488,7 @@ static const struct {
     {"unpermute", unpermute, ALL_MAPS},
     {"unpermute_backward", unpermute_backward, ALL_MAPS},
     {"grouped_mm", grouped_mm, OFFS},
+    {"quantized_mm", quantized_mm, OFFS},
     {"router_dgrad", router_dgrad, 0},
     {"wgrad", wgrad, OFFS | ROW_TOKEN | ROW_SLOT},
     {"bias_grad", bias_grad, OFFS | ROW_TOKEN | ROW_SLOT},

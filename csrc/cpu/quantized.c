@@ -1,0 +1,103 @@
+/* Values of quantised weights: a run of codes becomes numbers in one loop, which their blocks' zero points and scales
+ * then shift and multiply, so that both loops vectorise, blocks of 32 included. */
+#include "cpu.h"
+
+#include <math.h>
+
+/* --- codes ---------------------------------------------------------------------------------------------- */
+
+/* Subnormal codes are made of integers: as float's own subnormals a CPU may be told to flush them. */
+FM_INLINE float from_e4m3(uint8_t code) {
+    uint32_t magnitude = code & 0x7f;
+    float normal =
+        fm_float_from_bits((magnitude << 20) + (120u << 23)); /* 120: between the exponents' biases */
+    float value = magnitude < 8 ? (float)magnitude * 0x1p-9f : magnitude == 0x7f ? NAN : normal;
+    return code & 0x80 ? -value : value;
+}
+
+FM_INLINE float from_e2m1(uint32_t code) {
+    uint32_t magnitude = code & 7;
+    float normal = fm_float_from_bits((magnitude << 22) + (126u << 23));
+    float value = magnitude < 2 ? (float)magnitude * 0.5f : normal;
+    return code & 8 ? -value : value;
+}
+
+static float from_e8m0(uint8_t code) {
+    if (code == 255) return NAN;
+    return code ? fm_float_from_bits((uint32_t)code << 23) : 0x1p-127f;
+}
+
+/* values[i] = codes[first + i]; codes of 4 bits begin at an even one. */
+FM_ROW_FN void decode(FusedMoeFormat format, const void *codes, int64_t first, int64_t n,
+                      float *restrict values) {
+    const uint8_t *restrict bytes = (const uint8_t *)codes + first,
+                            *pairs = (const uint8_t *)codes + first / 2;
+    switch (format) {
+    case FUSED_MOE_INT8:
+        for (int64_t i = 0; i < n; i++) values[i] = (float)(int8_t)bytes[i];
+        break;
+    case FUSED_MOE_INT4:
+        for (int64_t i = 0; i < n / 2; i++) {
+            values[2 * i] = (float)(pairs[i] & 15);
+            values[2 * i + 1] = (float)(pairs[i] >> 4);
+        }
+        break;
+    case FUSED_MOE_MXFP4:
+        for (int64_t i = 0; i < n / 2; i++) {
+            values[2 * i] = from_e2m1(pairs[i]);
+            values[2 * i + 1] = from_e2m1(pairs[i] >> 4);
+        }
+        break;
+    default:
+        for (int64_t i = 0; i < n; i++) values[i] = from_e4m3(bytes[i]);
+    }
+}
+
+FM_ROW_FN void shift_and_scale(float *restrict values, int64_t n, float zero, float scale) {
+    for (int64_t i = 0; i < n; i++) values[i] = (values[i] - zero) * scale;
+}
+
+/* --- rows ----------------------------------------------------------------------------------------------- */
+
+static float scale_at(const FusedMoeQuantizedWeight *w, int64_t block) {
+    if (w->scale_dtype == FUSED_MOE_U8) return from_e8m0(((const uint8_t *)w->scale)[block]);
+    const FmRows *v = fm_rows(w->scale_dtype);
+    float scale;
+    v->load(&scale, fm_at(w->scale, v->elem_bytes, block), 1);
+    return scale;
+}
+
+static void decode_row(const FmQuantized *m, int64_t row, int64_t col, int64_t n, float *values) {
+    const FusedMoeQuantizedWeight *w = m->weight;
+    const int64_t row_blocks = fm_blocks(m->rows, w->block_out), col_blocks = fm_blocks(m->cols, w->block_in);
+    const int64_t first_block = (m->expert * row_blocks + row / w->block_out) * col_blocks;
+    const int64_t first_code = (m->expert * m->rows + row) * m->cols;
+    decode(w->format, w->data, first_code + col, n, values);
+    for (int64_t j = col, end; j < col + n; j = end) {
+        int64_t block = j / w->block_in;
+        end = fm_min(col + n, (block + 1) * w->block_in);
+        float zero = w->zero ? w->zero[first_block + block] : w->format == FUSED_MOE_INT4 ? 8 : 0;
+        shift_and_scale(values + (j - col), end - j, zero, scale_at(w, first_block + block));
+    }
+}
+
+FmMatrix fm_dequantize(const FmRows *v, const FmQuantized *m, int64_t row, int64_t rows, int64_t col,
+                       int64_t cols, void *buffer) {
+    float values[FM_TILE_COLS];
+    uint16_t rounded[FM_TILE_COLS];
+    for (int64_t i = 0; i < rows; i++)
+        for (int64_t j = 0, n; j < cols; j += n) {
+            n = fm_min(cols - j, FM_TILE_COLS);
+            void *accum = fm_at(buffer, v->accum_bytes, i * cols + j);
+            decode_row(m, row + i, col + j, n, values);
+            if (!v->is_accum) {
+                v->store(rounded, values, n);
+                v->load(accum, rounded, n);
+            } else if (v->accum_bytes == sizeof(float)) {
+                memcpy(accum, values, (size_t)n * sizeof(float));
+            } else {
+                for (int64_t c = 0; c < n; c++) ((double *)accum)[c] = values[c];
+            }
+        }
+    return fm_dense(buffer, rows, cols);
+}
