@@ -19,16 +19,20 @@ from .function import (
     unpermute,
 )
 from .info import info
+from .lora import LoRA
 from .losses import load_balancing_loss, router_z_loss
 from .module import FusedMoE, LoadReport, RouterLosses
 from .plan import Plan
+from .quantized import QuantizedWeight, quantize
 
 __version__ = "0.2.0"
 
 __all__ = [
     "FusedMoE",
+    "LoRA",
     "LoadReport",
     "Plan",
+    "QuantizedWeight",
     "RouterLosses",
     "fused_experts",
     "grouped_mlp",
@@ -37,6 +41,7 @@ __all__ = [
     "load_balancing_loss",
     "permute",
     "plan_from_counts",
+    "quantize",
     "reference",
     "route",
     "route_plan",

@@ -15,7 +15,9 @@ from importlib.machinery import PathFinder
 from math import prod
 
 from .ops import Schema, ops
+from .quantized.formats import FORMATS
 
+CODES_PER_BYTE = {found.code: found.per_byte for found in FORMATS.values()}
 FORMULAS = {}  # operator -> function of its arguments, a named tuple
 
 
@@ -51,6 +53,11 @@ def _router_dgrad(args) -> int:
 @_register("grouped_mm")
 def _grouped_mm(args) -> int:
     return 2 * args.a[0] * prod(args.b[1:])
+
+
+@_register("quantized_mm")
+def _quantized_mm(args) -> int:
+    return 2 * args.a[0] * CODES_PER_BYTE[args.format] * prod(args.data[1:])
 
 
 @_register("wgrad", "wgrad_accumulate")

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo
 
+from . import composed
 from . import ops as _ops
 from .checks import (
     FLOATING,
@@ -41,8 +42,10 @@ from .checks import (
     fail,
     is_autocast_enabled,
 )
+from .lora import LoRA, check_lora
 from .ops import ops
 from .plan import Plan
+from .quantized.weight import QuantizedWeight
 
 # --- routing ----------------------------------------------------------------------------------------------
 
@@ -281,9 +284,9 @@ _uncompiled_experts = _disable_dynamo(_experts)
 
 def fused_experts(
     x: Tensor,
-    w1: Tensor,
-    w2: Tensor,
-    w3: Tensor | None,
+    w1: Tensor | QuantizedWeight,
+    w2: Tensor | QuantizedWeight,
+    w3: Tensor | QuantizedWeight | None,
     scores: Tensor,
     ids: Tensor,
     *,
@@ -300,6 +303,7 @@ def fused_experts(
     main_grads: tuple[Tensor | None, Tensor | None, Tensor | None] | None = None,
     expert_map: Tensor | None = None,
     out: Tensor | None = None,
+    lora: LoRA | None = None,
 ) -> Tensor:
     """The routed experts of a layer: out[t] = sum over k of scores[t, k] * expert(ids[t, k])(x[t]).
 
@@ -310,7 +314,8 @@ def fused_experts(
         x: (T, D). T may be 0.
         w1, w2, w3: gate (E, F, D), down (E, D, F), up (E, F, D), all of x's dtype (cast under autocast).
             w3=None with layout "separate" computes act(w1 x), without a gate. The gradient of a weight
-            that requires none is not computed.
+            that requires none is not computed. Each may be a QuantizedWeight, which is frozen, unless
+            `transposed`.
         scores: (T, K), any floating dtype; used in float32 (float64 for float64 x).
         ids: (T, K) int32 or int64. Ids outside [0, E) are treated as remote: their slots are not computed,
             contribute zero and get a zero score gradient. So ids that are off by one go unnoticed here;
@@ -332,9 +337,12 @@ def fused_experts(
         expert_map: as that of `route_plan`, for weights that are some of E_global experts'.
         out: (T, D), contiguous, of the result's dtype: it is written and returned. Only where no gradient is
             recorded, and in memory that no other argument has a part of.
+        lora: adapters that are added to the weights' products. Beside it and beside quantised weights
+            main_grads raise.
 
     Returns:
-        (T, D) in x's dtype (autocast's under autocast), differentiable in x, weights, biases, scores.
+        (T, D) in x's dtype (autocast's under autocast), differentiable in x, weights, biases, scores and
+        adapters.
 
     Raises:
         TypeError, ValueError: before anything runs, with what was expected and what was found.
@@ -342,19 +350,23 @@ def fused_experts(
     weights, biases, constants = (w1, w2, w3), (b1, b2, b3), (alpha, limit)
     return experts_and_counts(
         x, weights, scores, ids, biases, activation, constants, layout, transposed, score_on, plan,
-        main_grads, expert_map, out,
+        main_grads, expert_map, out, lora,
     )[0]  # fmt: skip
 
 
 def experts_and_counts(
     x, weights, scores, ids, biases, activation, constants=(ALPHA, LIMIT), layout="separate",
-    transposed=False, score_on="output", plan=None, main_grads=None, expert_map=None, out=None,
+    transposed=False, score_on="output", plan=None, main_grads=None, expert_map=None, out=None, lora=None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """fused_experts, and how many slots each expert has: counts (E,) int32."""
     fn = "fused_experts"
     check_input(fn, "x", x, 2)
     check_activation(fn, activation, layout, score_on)
+    stored = weights
+    weights, is_composed = _plain_weights(fn, "x", x, weights, transposed, main_grads, lora)
     w1, w2, w3, code = check_experts(fn, "x", x, *weights, *biases, *constants, layout, transposed)
+    if lora is not None:
+        check_lora(fn, lora, "x", x, (w1, w2, w3))
     main_grads = check_main_grads(fn, main_grads, "x", x, weights, transposed)
     check_ids(fn, ids, x)
     check_scores(fn, scores, ids)
@@ -364,12 +376,21 @@ def experts_and_counts(
         if plan is not None:
             fail(ValueError, fn, "expert_map without plan, which is made with it", "both")
         check_expert_map(fn, expert_map, ids, w2.size(0))
-    needs_grad = _needs_grad(x, w1, w2, w3, *biases, scores)
+    adapters = () if lora is None else lora.tensors
+    needs_grad = _needs_grad(x, w1, w2, w3, *biases, scores, *adapters)
     if out is not None:
         if needs_grad:
             fail(ValueError, fn, "out where no gradient is needed", "an argument that requires one")
-        check_out(fn, out, x, (x.size(0), w2.size(1)), (x, *weights, *biases, scores, ids))
+        inputs = (x, *_tensors_of(stored), *biases, scores, ids, *adapters)
+        check_out(fn, out, x, (x.size(0), w2.size(1)), inputs)
     scores = scores.to(_ops.score_dtype(x))
+    if is_composed:
+        if plan is None:
+            plan = _ops.route_plan(ids, w2.size(0), expert_map)
+        weights = _unless_quantized((w1, w2, w3), stored)
+        act = _activation(activation, *constants)
+        y = composed.experts(x, weights, biases, scores, plan, layout, act, score_on, lora)
+        return y if out is None else out.copy_(y), plan.counts
     # Autocast would cast all weights before one operator, and keep the casts of both sides at a time.
     if plan is None and not (is_autocast_enabled(x) or needs_grad):
         b1, b2, b3 = biases
@@ -385,11 +406,48 @@ def experts_and_counts(
     return y if out is None else out.copy_(y), plan.counts
 
 
+def _plain_weights(
+    fn: str, x_name: str, x: Tensor, weights: tuple, transposed: bool, main_grads, lora
+) -> tuple[tuple, bool]:
+    """The weights, with tensors of their shapes in place of quantised ones, for the checks; and whether
+    experts are computed as a composition."""
+    has_quantized = False
+    plain = list(weights)
+    for i, w in enumerate(weights):
+        if not isinstance(w, QuantizedWeight):
+            continue
+        name = f"w{i + 1}"
+        if transposed:
+            fail(ValueError, fn, f"transposed=False with a quantised {name}", "transposed=True")
+        check_device(fn, name, w, x_name, x)
+        plain[i] = x.new_empty(()).expand(w.shape)
+        has_quantized = True
+    if not has_quantized and lora is None:
+        return weights, False
+    if main_grads is not None and any(grad is not None for grad in main_grads):
+        what = "lora" if lora is not None else "quantised weights"
+        fail(ValueError, fn, f"no main_grads beside {what}", "some")
+    return tuple(plain), True
+
+
+def _unless_quantized(views: tuple, stored: tuple) -> tuple:
+    """The checked views of the weights; of a quantised one itself."""
+    return tuple(w if isinstance(w, QuantizedWeight) else view for view, w in zip(views, stored, strict=True))
+
+
+def _tensors_of(weights: tuple) -> list[Tensor | None]:
+    return [t for w in weights for t in (w.tensors if isinstance(w, QuantizedWeight) else (w,))]
+
+
+def _activation(name: str, alpha: float, limit: float) -> dict:
+    return {"activation": name, "alpha": alpha, "limit": limit}
+
+
 def grouped_mlp(
     x_rows: Tensor,
-    w1: Tensor,
-    w2: Tensor,
-    w3: Tensor | None,
+    w1: Tensor | QuantizedWeight,
+    w2: Tensor | QuantizedWeight,
+    w3: Tensor | QuantizedWeight | None,
     counts: Tensor,
     *,
     b1: Tensor | None = None,
@@ -401,6 +459,7 @@ def grouped_mlp(
     layout: str = "separate",
     transposed: bool = False,
     main_grads: tuple[Tensor | None, Tensor | None, Tensor | None] | None = None,
+    lora: LoRA | None = None,
 ) -> Tensor:
     """Applies every expert to its own rows, which are contiguous, as a token dispatcher returns them.
 
@@ -411,22 +470,27 @@ def grouped_mlp(
         Other arguments: as those of `fused_experts`.
 
     Returns:
-        (R, D), differentiable in x_rows, weights and biases.
+        (R, D), differentiable in x_rows, weights, biases and adapters.
     """
     fn = "grouped_mlp"
     check_input(fn, "x_rows", x_rows, 2)
     check_activation(fn, activation, layout, "output")
-    stored = (w1, w2, w3)
-    w1, w2, w3, code = check_experts(
-        fn, "x_rows", x_rows, w1, w2, w3, b1, b2, b3, alpha, limit, layout, transposed
-    )
-    main_grads = check_main_grads(fn, main_grads, "x_rows", x_rows, stored, transposed)
+    stored, biases = (w1, w2, w3), (b1, b2, b3)
+    plain, is_composed = _plain_weights(fn, "x_rows", x_rows, stored, transposed, main_grads, lora)
+    w1, w2, w3, code = check_experts(fn, "x_rows", x_rows, *plain, *biases, alpha, limit, layout, transposed)
+    if lora is not None:
+        check_lora(fn, lora, "x_rows", x_rows, (w1, w2, w3))
+    main_grads = check_main_grads(fn, main_grads, "x_rows", x_rows, plain, transposed)
     check_tensor(fn, "counts", counts, 1, INTEGERS)
     check_shape(fn, "counts", counts, "E", (w2.size(0),))
     check_device(fn, "counts", counts, "x_rows", x_rows)
     check_counts(fn, counts, x_rows.size(0))
     plan = _ops.plan_from_counts(counts, x_rows.size(0))
+    if is_composed:
+        weights = _unless_quantized((w1, w2, w3), stored)
+        act = _activation(activation, alpha, limit)
+        return composed.experts(x_rows, weights, biases, None, plan, layout, act, "output", lora)
     experts = _uncompiled_experts if WRITES_BESIDE_VIEWS and any(main_grads) else _experts
     return experts(
-        x_rows, w1, w2, w3, b1, b2, b3, None, plan, code, activation, alpha, limit, "output", main_grads
+        x_rows, w1, w2, w3, *biases, None, plan, code, activation, alpha, limit, "output", main_grads
     )

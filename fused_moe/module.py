@@ -16,6 +16,7 @@ from .counting import Counting
 from .gate import Gate, fit
 from .losses import load_balancing_loss, router_z_loss
 from .padding import zero_padding
+from .quantized.weight import QuantizedWeight
 from .routed import (
     can_join,
     is_altered,
@@ -90,7 +91,10 @@ class Router(nn.Module):
 
 
 class Experts(nn.Module):
-    """The routed experts: w1 (E, F, D) gate, w2 (E, D, F) down, w3 (E, F, D) up, and biases."""
+    """The routed experts: w1 (E, F, D) gate, w2 (E, D, F) down, w3 (E, F, D) up, and biases.
+
+    A QuantizedWeight may be assigned to each of w1, w2 and w3.
+    """
 
     def __init__(self, dim, hidden_dim, num_experts, *, activation, gated, bias, device, dtype):
         super().__init__()
@@ -114,6 +118,11 @@ class Experts(nn.Module):
         for name, parameter in self.named_parameters(recurse=False):
             bound = 1 / math.sqrt(fan_in[name[-1]])
             nn.init.uniform_(parameter, -bound, bound)
+
+    def __setattr__(self, name: str, value) -> None:
+        if isinstance(value, QuantizedWeight) and name in self._parameters:
+            del self._parameters[name]  # nn.Module lets no module take a parameter's name
+        super().__setattr__(name, value)
 
     def forward(self, x: Tensor, scores: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
         """x (T, D) -> out (T, D), counts (E,) int32."""

@@ -16,15 +16,18 @@ from torch import Tensor
 from . import module
 from .activation import activate
 from .checks import INTEGERS, check_num_experts, check_tensor, fail, is_autocast_enabled
+from .lora import LoRA
 from .losses import load_balancing_loss, router_z_loss
 from .ops import FACTS, schedule_words
 from .padding import is_real, zero_padding
 from .plan import Plan
+from .quantized.weight import QuantizedWeight
 
 __all__ = [
     "FusedMoE",
     "activate",
     "check_ids",
+    "dequantize",
     "fused_experts",
     "grouped_mlp",
     "grouped_mm",
@@ -233,6 +236,35 @@ def grouped_mm(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
 # --- experts ---------------------------------------------------------------------------------------------
 
 
+def dequantize(w: QuantizedWeight, dtype: torch.dtype | None = None) -> Tensor:
+    """The weight (E, out, in), one block after another: value = (code - zero) * scale in float32, rounded to
+    dtype (default: w's)."""
+    E, rows, cols = w.shape
+    codes = w.data
+    if w.format in ("int4", "mxfp4"):
+        codes = torch.zeros(E, rows, cols, dtype=torch.long, device=w.device)
+        codes[..., 0::2], codes[..., 1::2] = w.data % 16, w.data // 16
+    if w.format == "mxfp4":
+        magnitudes = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], device=w.device)
+        values = magnitudes[codes % 8] * torch.where(codes < 8, 1, -1)
+    else:
+        values = codes.float()
+    out = torch.empty_like(values)
+    num_row_blocks, num_col_blocks = w.scale.shape[1:]
+    height = 128 if w.format == "fp8_block" else rows // num_row_blocks
+    width = 128 if w.format == "fp8_block" else cols // num_col_blocks
+    for i in range(num_row_blocks):
+        for j in range(num_col_blocks):
+            block = (slice(None), slice(i * height, (i + 1) * height), slice(j * width, (j + 1) * width))
+            scale, zero = w.scale[:, i, j], 8 if w.format == "int4" else 0
+            if w.format == "mxfp4":
+                scale = torch.where(scale == 255, torch.nan, 2.0 ** (scale.double() - 127))
+            if w.zero is not None:
+                zero = w.zero[:, i, j].float().view(E, 1, 1)
+            out[block] = (values[block] - zero) * scale.float().view(E, 1, 1)
+    return out.to(w.dtype if dtype is None else dtype)
+
+
 class _WithMainGrad(torch.autograd.Function):
     """A weight whose gradient is accumulated into main_grad; its .grad stays None."""
 
@@ -275,8 +307,10 @@ def grouped_mlp(
     layout: str = "separate",
     transposed: bool = False,
     main_grads: tuple[Tensor | None, Tensor | None, Tensor | None] | None = None,
+    lora: LoRA | None = None,
 ) -> Tensor:
     """Applies every expert to its own rows, one expert after another; zero past the last row."""
+    w1, w2, w3 = (dequantize(w, x_rows.dtype) if isinstance(w, QuantizedWeight) else w for w in (w1, w2, w3))
     num_experts = w2.size(0)
     w1, w2, w3 = (
         w if main_grad is None else _WithMainGrad.apply(w, main_grad)
@@ -287,6 +321,9 @@ def grouped_mlp(
     if transposed:
         w1, w2 = w1.mT, w2.mT
         w3 = None if w3 is None else w3.mT
+    if lora is not None:
+        pairs = zip((w1, w2, w3), lora.pairs, strict=True)
+        w1, w2, w3 = (w if a is None else w + lora.scale * (b @ a) for w, (a, b) in pairs)
     # unbind, not w[e]: its backward stacks E gradients once; that of indexing fills E full tensors
     params = [[None] * num_experts if p is None else p.unbind() for p in (w1, w2, w3, b1, b2, b3)]
     act = {"activation": activation, "alpha": alpha, "limit": limit}

@@ -291,6 +291,16 @@ def operator_calls(case: Case, device) -> dict:
         {**down_backward, **only_dh, "need_dscores": False},
         {**down_backward, "dout": rows, "plan": rows_plan, **down_needs, "need_dscores": False},
     ]
+    quantized = [  # not fp8, with whose codes opcheck cannot reckon
+        fused_moe.quantize(torch.randn(E, 6, 64).to(device), format, group_size=32, symmetric=False)
+        for format in ("int4", "mxfp4", "int8")
+    ]
+    of_quantized = [
+        {"a": new(R, width), **dict(zip(("data", "scale", "zero"), w.tensors, strict=True)), "offsets": offs}
+        | {"format": w.code, "transposed": transposed}
+        for w in quantized
+        for width, transposed in ((64, False), (6, True))
+    ]
     calls = {
         "router_logits": [{"x": x, "weight": gate, "bias": b} for b in (new(E), None)],
         "router_dgrad": [{"dlogits": logits, "weight": w} for w in (gate, new(D, E).mT)],
@@ -314,6 +324,7 @@ def operator_calls(case: Case, device) -> dict:
             for need in (True, False)
         ],
         "grouped_mm": [{"a": a, "b": w2, "offsets": offs}],
+        "quantized_mm": of_quantized,
         "wgrad": [
             {"a": a, "b": rows, "offsets": offs},
             {"a": a, "b": x, "offsets": offs, "b_row_token": plan.row_token},

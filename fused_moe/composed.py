@@ -1,0 +1,83 @@
+"""The experts as a composition of grouped GEMMs: for quantised weights, and for LoRA.
+
+    rows = permute(x),  h = rows w1^T | rows w3^T,  a = act(h),  y = a w2^T,  out = unpermute(y, scores)
+
+Every step is an operator with a gradient of its own, so that a weight needs no more than its GEMM. The fused
+operators keep less and do not write rows of x; these steps are for what has no fused kernel.
+"""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from .activation import activate
+from .lora import LoRA
+from .ops import ops, run, score_dtype
+from .plan import Plan
+from .quantized.weight import QuantizedWeight
+
+BIAS_WIDTH = 8  # of a bias as a GEMM: the narrowest that Hopper's kernels take
+
+
+def experts(
+    x: Tensor,
+    weights: tuple,
+    biases: tuple,
+    scores: Tensor | None,
+    plan: Plan,
+    layout: str,
+    activation: dict,
+    score_on: str,
+    lora: LoRA | None,
+) -> Tensor:
+    """As `fused_experts`, and of a plan without row maps as `grouped_mlp`, of checked arguments. Weights are
+    tensors (E, out, in), QuantizedWeights or None."""
+    offsets = plan.offsets[1:]
+    has_maps = plan.row_token is not None
+    pairs, scale = ((None, None),) * 3, 1.0
+    if lora is not None:
+        pairs, scale = lora.pairs, lora.scale
+
+    def product(rows: Tensor, i: int) -> Tensor:
+        return _product(rows, weights[i], biases[i], *pairs[i], scale, offsets)
+
+    rows = run(ops.permute.default, x, plan.tensors) if has_maps else x
+    if score_on == "input":
+        rows = _scored(rows, scores, plan)
+    gate, up = product(rows, 0), None
+    if layout == "halves":
+        gate, up = gate.chunk(2, -1)
+    elif layout == "interleaved":
+        gate, up = gate[:, 0::2], gate[:, 1::2]
+    elif weights[2] is not None:
+        up = product(rows, 2)
+    wide = score_dtype(x)
+    a = activate(gate.to(wide), None if up is None else up.to(wide), **activation).to(gate.dtype)
+    y = product(a, 1)
+    if not has_maps:
+        return y
+    return run(ops.unpermute.default, y, scores if score_on == "output" else None, plan.tensors)
+
+
+def _scored(rows: Tensor, scores: Tensor, plan: Plan) -> Tensor:
+    """Each row times its score, rounded to rows' dtype."""
+    row_scores = scores.flatten()[plan.row_slot.clamp_min(0).long()].unsqueeze(-1)
+    return (rows.to(scores.dtype) * row_scores).to(rows.dtype)
+
+
+def _product(rows: Tensor, w, bias, a, b, scale: float, offsets: Tensor) -> Tensor:
+    """rows w^T + scale (rows a^T) b^T + bias, of the rows' experts; zero past the last row."""
+    if isinstance(w, QuantizedWeight):
+        out = run(ops.quantized_mm.default, rows, *w.tensors, offsets, w.code)
+    else:
+        out = run(ops.grouped_mm.default, rows, w, offsets)
+    if a is not None:
+        low = run(ops.grouped_mm.default, rows, a, offsets) * scale
+        out = out + run(ops.grouped_mm.default, low, b, offsets)
+    if bias is not None:
+        # Not bias[expert of each row]: that has no gradient of the same bits in every run on a GPU.
+        ones = F.pad(rows.new_ones(rows.size(0), 1), (0, BIAS_WIDTH - 1))
+        columns = F.pad(bias.unsqueeze(-1), (0, BIAS_WIDTH - 1))
+        out = out + run(ops.grouped_mm.default, ones, columns, offsets)
+    return out

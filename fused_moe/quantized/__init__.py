@@ -1,0 +1,27 @@
+"""Quantised weights: `QuantizedWeight`, `quantize`, and loaders of published checkpoints.
+
+`formats` says what each format stores, `loaders` reads checkpoints' tensors.
+"""
+
+from . import fallback as fallback  # registers quantized_mm on GPUs
+from .loaders import (
+    from_awq,
+    from_compressed_tensors,
+    from_fp8_block,
+    from_gptq,
+    from_gptq_experts,
+    from_mxfp4,
+)
+from .quantize import quantize
+from .weight import QuantizedWeight
+
+__all__ = [
+    "QuantizedWeight",
+    "from_awq",
+    "from_compressed_tensors",
+    "from_fp8_block",
+    "from_gptq",
+    "from_gptq_experts",
+    "from_mxfp4",
+    "quantize",
+]

@@ -1,0 +1,191 @@
+"""LoRA of the experts: against the reference, which adds scale * b @ a to the weights."""
+
+import pytest
+import torch
+from cases import (
+    BF16,
+    F32,
+    F64,
+    LAYOUTS,
+    LOOSE,
+    Calls,
+    Case,
+    assert_as_good,
+    forward_backward,
+    to_double,
+)
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fused_moe import LoRA, fused_experts, grouped_mlp, quantize, reference
+
+pytestmark = pytest.mark.usefixtures("poison")
+
+NAMES = ("a1", "b1", "a2", "b2", "a3", "b3")
+
+
+def adapters(case: Case, device, rank=8, of="123") -> dict:
+    """{name: tensor} of the weights that exist, among those of `of`."""
+    layout, gated, _, _ = LAYOUTS[case.layout]
+    E, D, F = case.num_experts, case.dim, case.hidden
+    rows = {"1": F if layout == "separate" else 2 * F, "2": D, "3": F}
+    cols = {"1": D, "2": F, "3": D}
+    if layout != "separate" or not gated:
+        of = of.replace("3", "")
+    made = {}
+    for i in of:
+        made[f"lora_a{i}"] = torch.randn(E, rank, cols[i], dtype=F64) / cols[i] ** 0.5
+        made[f"lora_b{i}"] = torch.randn(E, rows[i], rank, dtype=F64) / rank**0.5
+    return {n: t.to(device, case.dtype) for n, t in made.items()}
+
+
+def with_lora(function):
+    """The function with the adapters as arguments of their own, so that each has a gradient."""
+
+    def call(scale=1.0, **arguments):
+        lora = LoRA(**{n: arguments.pop(f"lora_{n}", None) for n in NAMES}, scale=scale)
+        return function(**arguments, lora=lora)
+
+    return call
+
+
+def check_lora(case: Case, device, *, quantized: str | None = None, scale=0.7, rank=8, of="123", frozen=True):
+    """out and the gradients of x, scores, biases and adapters, and of weights that are not frozen."""
+    inputs = case.inputs(device) | adapters(case, device, rank, of)
+    weights = {}
+    if frozen:
+        weights = {n: inputs.pop(n) for n in ("w1", "w2", "w3")}
+    plain = weights
+    if quantized:
+        weights = {n: w if w is None else quantize(w, quantized, group_size=32) for n, w in weights.items()}
+        plain = {n: w if w is None else w.dequantize(case.dtype) for n, w in weights.items()}
+    fixed = {"ids": case.ids(device), "score_on": case.score_on, "scale": scale, **case.options}
+    dout = case.dout(device)
+    ours = forward_backward(with_lora(fused_experts), inputs, dout, **weights, **fixed)
+    eager = forward_backward(with_lora(reference.fused_experts), inputs, dout, **plain, **fixed)
+    exact = forward_backward(
+        with_lora(reference.fused_experts), to_double(inputs), dout.double(), **to_double(plain), **fixed
+    )
+    assert_as_good(ours, eager, exact, LOOSE)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", (F32, BF16), ids=("f32", "bf16"))
+def test_layouts(device, layout, dtype):
+    """Every layout of float weights, transposed ones, too."""
+    check_lora(Case(layout=layout, dtype=dtype, bias=True), device)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("format", ("fp8_block", "fp8", "int8", "int4", "mxfp4"))
+@pytest.mark.parametrize("dtype", (F32, BF16), ids=("f32", "bf16"))
+def test_quantised_weights(device, format, dtype):
+    case = Case(dim=64, hidden=32, dtype=dtype, score_on="input", activation="gelu")
+    check_lora(case, device, quantized=format)
+
+
+@pytest.mark.parametrize("of", ("1", "2", "3", "13", ""))
+def test_some_weights_have_none(device, of):
+    check_lora(Case(), device, of=of)
+
+
+def test_weights_that_train_beside_their_adapters(device):
+    check_lora(Case(bias=True), device, frozen=False)
+
+
+@given(
+    tokens=st.sampled_from((0, 1, 5, 33)),
+    dim=st.sampled_from((7, 33, 64)),
+    hidden=st.sampled_from((8, 16, 37)),
+    rank=st.sampled_from((1, 3, 8, 16)),
+    routing=st.sampled_from(("random", "one", "gaps", "sentinels", "none")),
+    layout=st.sampled_from(sorted(LAYOUTS)),
+    scale=st.sampled_from((0.0, 1.0, 2.0)),
+    dtype=st.sampled_from((F32, BF16, F64)),
+    seed=st.integers(0, 999),
+)
+def test_any_case(device, tokens, dim, hidden, rank, routing, layout, scale, dtype, seed):
+    torch.manual_seed(seed)
+    case = Case(tokens, dim, hidden, 4, 2, dtype, routing, layout, seed=seed)
+    check_lora(case, device, rank=rank, scale=scale)
+
+
+def test_grouped_mlp(device):
+    case = Case(num_experts=3, bias=True)
+    inputs = {n: v for n, v in case.inputs(device).items() if n not in ("x", "scores")}
+    inputs |= {"x_rows": torch.randn(40, case.dim, device=device), **adapters(case, device)}
+    counts, dout = torch.tensor([20, 0, 13], device=device), torch.randn(40, case.dim, device=device)
+    ours = forward_backward(with_lora(grouped_mlp), inputs, dout, counts=counts)
+    expected = forward_backward(with_lora(reference.grouped_mlp), inputs, dout, counts=counts)
+    for name, value in expected.items():
+        torch.testing.assert_close(ours[name], value, rtol=1e-4, atol=1e-5, msg=name)
+
+
+def test_no_product_of_adapters_is_formed(device):
+    """No tensor of a weight's size is made, forward or backward, with weights of 16 bits."""
+    case = Case(tokens=5, dim=64, hidden=96, num_experts=8, dtype=BF16)
+    inputs, lora = case.inputs(device), adapters(case, device)
+    leaves = [inputs["x"].requires_grad_(), *(t.requires_grad_() for t in lora.values())]
+    with Calls() as calls:
+        out = with_lora(fused_experts)(**inputs, **lora, ids=case.ids(device))
+        torch.autograd.grad(out.sum(), leaves)
+    results = [
+        r for _, _, result in calls.calls for r in (result if isinstance(result, tuple) else (result,))
+    ]
+    own = [r for r in results if torch.is_tensor(r) and r.untyped_storage().data_ptr() not in
+           {w.untyped_storage().data_ptr() for w in (inputs["w1"], inputs["w2"], inputs["w3"])}]  # fmt: skip
+    assert max(r.untyped_storage().nbytes() for r in own) < 2 * 8 * 64 * 96
+
+
+@pytest.mark.parametrize("format", (None, "int4"))
+def test_compile(device, format):
+    """One graph, forward and backward."""
+    case = Case(dim=64, hidden=32)
+    inputs, lora, ids = case.inputs(device), adapters(case, device), case.ids(device)
+    if format:
+        inputs |= {n: quantize(inputs[n], format, group_size=32) for n in ("w1", "w2", "w3")}
+
+    def step(x, a1):
+        return with_lora(fused_experts)(**{**inputs, "x": x}, **{**lora, "lora_a1": a1}, ids=ids)
+
+    leaves = inputs["x"].requires_grad_(), lora["lora_a1"].requires_grad_()
+    found = torch.autograd.grad(torch.compile(step, fullgraph=True)(*leaves).square().sum(), leaves)
+    expected = torch.autograd.grad(step(*leaves).square().sum(), leaves)
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.quick
+def test_wrong_adapters(device):
+    case = Case(dim=24, hidden=16)
+    inputs, lora = case.inputs(device), adapters(case, device)
+    call = {**inputs, "ids": case.ids(device)}
+    lora = {n.removeprefix("lora_"): t for n, t in lora.items()}
+    for wrong, error, message in (
+        ({"b1": None}, ValueError, "lora.a1 and lora.b1 together, found one of them"),
+        (
+            {"a1": lora["a2"]},
+            ValueError,
+            r"lora.a1 of shape \(E, rank, in\) = \(5, rank, 24\), found \(5, 8, 16\)",
+        ),
+        (
+            {"b2": lora["b1"]},
+            ValueError,
+            r"lora.b2 of shape \(E, out, rank\) = \(5, 24, 8\), found \(5, 16, 8\)",
+        ),
+        ({"a3": lora["a3"].double()}, TypeError, "lora.a3 of x's dtype torch.float32, found torch.float64"),
+        ({"a1": lora["a1"][0]}, ValueError, "lora.a1 of 3 dimensions"),
+        ({"a1": lora["a1"].long()}, TypeError, "lora.a1 of dtype"),
+        ({"scale": "1"}, TypeError, "lora.scale to be a number, found str '1'"),
+        ({"b3": lora["b3"].to("meta")}, ValueError, "lora.b3 on x's device"),
+    ):
+        with pytest.raises(error, match=message):
+            fused_experts(**call, lora=LoRA(**{**lora, **wrong}))
+    with pytest.raises(ValueError, match="lora.a3 only beside w3, found lora.a3 without w3"):
+        fused_experts(**{**call, "w3": None}, lora=LoRA(**lora))
+    with pytest.raises(TypeError, match="lora to be a fused_moe.LoRA, found tuple"):
+        fused_experts(**call, lora=(lora["a1"],))
+    main_grads = (torch.zeros_like(inputs["w1"]), None, None)
+    with pytest.raises(ValueError, match="no main_grads beside lora"):
+        fused_experts(**call, lora=LoRA(**lora), main_grads=main_grads)
