@@ -19,7 +19,7 @@ from .function import (
     unpermute,
 )
 from .info import info
-from .lora import LoRA
+from .lora import LoRA, add_lora
 from .losses import load_balancing_loss, router_z_loss
 from .module import FusedMoE, LoadReport, RouterLosses
 from .plan import Plan
@@ -34,6 +34,7 @@ __all__ = [
     "Plan",
     "QuantizedWeight",
     "RouterLosses",
+    "add_lora",
     "fused_experts",
     "grouped_mlp",
     "grouped_mm",

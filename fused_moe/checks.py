@@ -87,6 +87,13 @@ def check_input(fn: str, name: str, value, dim: int, dtypes: tuple[torch.dtype, 
         fail(ValueError, fn, kernels, f"{value.device}{advice}")
 
 
+def check_plain(fn: str, name: str, weight) -> None:
+    """Checks for a tensor or parameter that is neither sharded nor of another subclass."""
+    if type(weight) not in (Tensor, torch.nn.Parameter):
+        expected = f"{name} to be a plain parameter, as before ExpertParallel and fully_shard"
+        fail(TypeError, fn, expected, type(weight).__name__)
+
+
 def check_shape(fn: str, name: str, value: Tensor, letters: str, shape: tuple) -> None:
     if tuple(value.shape) != tuple(shape):
         fail(ValueError, fn, f"{name} of shape ({letters}) = {tuple(shape)}", tuple(value.shape))

@@ -31,6 +31,7 @@ from .counting import Counting
 from .module import Experts, FusedMoE
 from .ops import score_dtype
 from .plan import Plan
+from .quantized.weight import QuantizedWeight
 
 __all__ = ["ExpertParallel", "ParallelExperts"]
 
@@ -68,8 +69,8 @@ class ExpertParallel(ParallelStyle):
 
     Raises (where the style is applied):
         TypeError: for a module that is neither FusedMoE nor its experts, or has experts of another type.
-        ValueError: for parameters that are DTensors already or have a main_grad, a mesh of several
-            dimensions, or E not a multiple of N.
+        ValueError: for parameters that are DTensors already or have a main_grad, quantised weights, adapters
+            of `add_lora`, a mesh of several dimensions, or E not a multiple of N.
     """
 
     def __init__(self, *, static: bool = False, capacity: int | None = None, overflow: str = "error"):
@@ -90,6 +91,8 @@ class ExpertParallel(ParallelStyle):
             checks.fail(TypeError, fn, "a FusedMoE, or its experts", type(experts).__name__)
         if isinstance(experts.w1, DTensor):
             checks.fail(ValueError, fn, "plain parameters, as before fully_shard", "DTensors")
+        if experts.lora is not None or any(isinstance(w, QuantizedWeight) for w in experts.weights):
+            checks.fail(ValueError, fn, "experts of plain parameters", "quantised weights or adapters")
         if any(getattr(p, "main_grad", None) is not None for p in experts.parameters()):
             checks.fail(ValueError, fn, "main_grad to be set afterwards, on the DTensors", "one")
         if device_mesh.ndim != 1:

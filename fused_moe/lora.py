@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
-from .checks import FLOATING, check_like, check_real, check_tensor, fail
+from .checks import FLOATING, check_int, check_like, check_plain, check_real, check_tensor, fail
 
 
 class LoRA(NamedTuple):
@@ -35,6 +37,125 @@ class LoRA(NamedTuple):
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:
         return self[:6]
+
+    @classmethod
+    def from_peft(
+        cls,
+        num_experts: int,
+        w1: tuple[Tensor, Tensor] | None = None,
+        w2: tuple[Tensor, Tensor] | None = None,
+        w3: tuple[Tensor, Tensor] | None = None,
+        *,
+        scale: float = 1.0,
+    ) -> LoRA:
+        """The adapters of PEFT's `target_parameters`, as views.
+
+        Args:
+            num_experts: E.
+            w1, w2, w3: (lora_A.weight (E * rank, in), lora_B.weight (out, rank * E)) of each weight. Experts
+                of a row of lora_A follow each other, in a row of lora_B they alternate.
+            scale: lora_alpha / rank, or lora_alpha / sqrt(rank) with use_rslora.
+
+        Raises:
+            ValueError: a width is not a multiple of E, or the ranks of a pair differ.
+
+        Source: ParamWrapper of peft.tuners.lora.layer, version 0.21.
+        """
+        pairs = []
+        for i, pair in enumerate((w1, w2, w3), 1):
+            if pair is None:
+                pairs += [None, None]
+                continue
+            A, B = pair
+            rank = A.size(0) // num_experts
+            if A.dim() != 2 or B.dim() != 2 or A.size(0) != rank * num_experts or B.size(1) != A.size(0):
+                expected = f"w{i} of lora_A ({num_experts} * rank, in), lora_B (out, rank * {num_experts})"
+                fail(ValueError, "from_peft", expected, f"{tuple(A.shape)} and {tuple(B.shape)}")
+            pairs += [A.view(num_experts, rank, -1), B.view(-1, rank, num_experts).permute(2, 0, 1)]
+        return cls(*pairs, scale)
+
+    def to_peft(self) -> list[tuple[Tensor, Tensor] | None]:
+        """The inverse of `from_peft`: (lora_A.weight, lora_B.weight) of w1, w2 and w3."""
+        return [
+            None if a is None else (a.flatten(0, 1), b.permute(1, 2, 0).flatten(1)) for a, b in self.pairs
+        ]
+
+
+class Adapters(nn.Module):
+    """LoRA's parameters a1, b1, .. for the weights `targets` of a FusedMoE's experts; see `add_lora`."""
+
+    def __init__(self, weights: dict, rank: int, scale: float):
+        super().__init__()
+        self.scale = scale
+        for name, w in weights.items():
+            E, rows, cols = w.shape
+            factory = {"dtype": w.dtype, "device": w.device}
+            self.register_parameter(f"a{name[1]}", nn.Parameter(torch.empty(E, rank, cols, **factory)))
+            self.register_parameter(f"b{name[1]}", nn.Parameter(torch.empty(E, rows, rank, **factory)))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """As PEFT: a as nn.Linear, b zero, so that nothing changes at first."""
+        for name, parameter in self.named_parameters():
+            bound = 1 / math.sqrt(parameter.size(2)) if name[0] == "a" else 0.0
+            nn.init.uniform_(parameter, -bound, bound)
+
+    def forward(self) -> LoRA:
+        return LoRA(**dict(self.named_parameters()), scale=self.scale)
+
+    def extra_repr(self) -> str:
+        return ", ".join(
+            [f"{n}={tuple(p.shape)}" for n, p in self.named_parameters()] + [f"scale={self.scale}"]
+        )
+
+
+def add_lora(
+    module: nn.Module,
+    rank: int,
+    *,
+    alpha: float | None = None,
+    targets: tuple[str, ...] = ("w1", "w2", "w3"),
+) -> nn.Module:
+    """Gives the experts of every FusedMoE in a module trainable adapters, and freezes their own parameters.
+
+    The adapters are the parameters `experts.lora.a1`, `experts.lora.b1`, .., in the dtype of the weights.
+    What else is in the module, routers for one, is left as it is. Quantised experts are the usual case.
+
+    Args:
+        module: whose FusedMoE layers have no adapters yet.
+        rank: of each expert's matrices. alpha: the scale is alpha / rank; by default 1.
+        targets: the weights that get some.
+
+    Returns:
+        The module.
+
+    Raises:
+        TypeError, ValueError: before anything is changed, with what was expected and what was found.
+    """
+    fn = "add_lora"
+    from .module import Experts  # which has adapters, so it imports this file
+
+    check_int(fn, "rank", rank)
+    if rank < 1:
+        fail(ValueError, fn, "rank >= 1", rank)
+    if alpha is not None:
+        check_real(fn, "alpha", alpha)
+    if not targets or not set(targets) <= {"w1", "w2", "w3"}:
+        fail(ValueError, fn, "targets of w1, w2 and w3", targets)
+    layers = [m for m in module.modules() if isinstance(m, Experts)]
+    if not layers:
+        fail(ValueError, fn, "a module with a FusedMoE in it", type(module).__name__)
+    if any(layer.lora is not None for layer in layers):
+        fail(ValueError, fn, "experts without adapters", "some that have them")
+    for layer in layers:
+        for name, parameter in layer.named_parameters():
+            check_plain(fn, name, parameter)
+    for layer in layers:
+        layer.requires_grad_(False)
+        weights = {name: getattr(layer, name) for name in sorted(set(targets))}
+        weights = {name: w for name, w in weights.items() if w is not None}
+        layer.lora = Adapters(weights, rank, 1.0 if alpha is None else alpha / rank)
+    return module
 
 
 def check_lora(fn: str, lora, x_name: str, x: Tensor, weights: tuple) -> None:

@@ -14,6 +14,7 @@ from . import checks, function
 from .activation import activate
 from .counting import Counting
 from .gate import Gate, fit
+from .lora import Adapters
 from .losses import load_balancing_loss, router_z_loss
 from .padding import zero_padding
 from .quantized.weight import QuantizedWeight
@@ -93,7 +94,7 @@ class Router(nn.Module):
 class Experts(nn.Module):
     """The routed experts: w1 (E, F, D) gate, w2 (E, D, F) down, w3 (E, F, D) up, and biases.
 
-    A QuantizedWeight may be assigned to each of w1, w2 and w3.
+    A QuantizedWeight may be assigned to each of w1, w2 and w3. `lora` are the adapters of `add_lora`.
     """
 
     def __init__(self, dim, hidden_dim, num_experts, *, activation, gated, bias, device, dtype):
@@ -110,6 +111,7 @@ class Experts(nn.Module):
         self.b1 = new(hidden_dim) if bias else None
         self.b2 = new(dim) if bias else None
         self.b3 = new(hidden_dim) if bias and gated else None
+        self.lora: Adapters | None = None
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -127,9 +129,8 @@ class Experts(nn.Module):
     def forward(self, x: Tensor, scores: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
         """x (T, D) -> out (T, D), counts (E,) int32."""
         biases = (self.b1, self.b2, self.b3)
-        return function.experts_and_counts(
-            x, self.weights, scores, ids, biases, self.activation, main_grads=self.main_grads
-        )
+        beside = {"main_grads": self.main_grads, "lora": None if self.lora is None else self.lora()}
+        return function.experts_and_counts(x, self.weights, scores, ids, biases, self.activation, **beside)
 
     @property
     def weights(self) -> tuple:
@@ -141,7 +142,9 @@ class Experts(nn.Module):
 
     @property
     def settings(self) -> dict:
-        return {"b1": self.b1, "b2": self.b2, "b3": self.b3, "activation": self.activation}
+        lora = None if self.lora is None else self.lora()
+        biases = {"b1": self.b1, "b2": self.b2, "b3": self.b3}
+        return {**biases, "activation": self.activation, "lora": lora}
 
     def extra_repr(self) -> str:
         gated, bias = self.w3 is not None, self.b1 is not None

@@ -27,7 +27,7 @@ def can_join(x: Tensor, router: nn.Module, experts: nn.Module) -> bool:
     if not _is_plain_call():
         return False
     gate = router.gate
-    if type(gate) is not Gate or has_global_hook():
+    if type(gate) is not Gate or experts.lora is not None or has_global_hook():
         return False
     if any(map(is_altered, (router, gate, experts))):
         return False

@@ -1,5 +1,7 @@
 """LoRA of the experts: against the reference, which adds scale * b @ a to the weights."""
 
+import copy
+
 import pytest
 import torch
 from cases import (
@@ -17,7 +19,16 @@ from cases import (
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fused_moe import LoRA, fused_experts, grouped_mlp, quantize, reference
+from fused_moe import (
+    FusedMoE,
+    LoRA,
+    QuantizedWeight,
+    add_lora,
+    fused_experts,
+    grouped_mlp,
+    quantize,
+    reference,
+)
 
 pytestmark = pytest.mark.usefixtures("poison")
 
@@ -154,6 +165,131 @@ def test_compile(device, format):
     expected = torch.autograd.grad(step(*leaves).square().sum(), leaves)
     for a, b in zip(found, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+
+
+# --- PEFT -------------------------------------------------------------------------------------------------
+
+
+def test_peft_layout(cpu):
+    """delta[e, o, i] = sum over r of B[o, r, e] A[e, r, i], and back."""
+    E, rank, D, F = 3, 4, 24, 16
+    A, B = torch.randn(E * rank, D), torch.randn(F, rank * E)
+    lora = LoRA.from_peft(E, w1=(A, B), scale=0.5)
+    delta = torch.einsum("ore,eri->eoi", B.view(F, rank, E), A.view(E, rank, D))
+    torch.testing.assert_close(lora.b1 @ lora.a1, delta)
+    assert lora.a2 is None and lora.scale == 0.5
+    back, *others = lora.to_peft()
+    assert torch.equal(back[0], A) and torch.equal(back[1], B) and others == [None, None]
+    with pytest.raises(
+        ValueError, match=r"w1 of lora_A \(5 \* rank, in\), lora_B \(out, rank \* 5\), found \(12, 24\)"
+    ):
+        LoRA.from_peft(5, w1=(A, B))
+    with pytest.raises(ValueError, match="w2 of lora_A"):
+        LoRA.from_peft(E, w2=(A, B[:, :9]))
+
+
+@pytest.mark.parametrize("transposed", (False, True))
+def test_peft_adapters(cpu, transposed):
+    """An adapter that PEFT has made for expert parameters, with its own sum of the weights."""
+    peft = pytest.importorskip("peft", reason="needs peft")
+    E, D, F = 3, 24, 16
+
+    class Experts(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.is_transposed = transposed
+            shape = (E, D, F) if transposed else (E, F, D)
+            self.gate_up_proj = torch.nn.Parameter(torch.randn(shape))
+
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.experts = Experts()
+
+    config = peft.LoraConfig(r=4, lora_alpha=8, target_modules=[], target_parameters=["experts.gate_up_proj"])
+    model = peft.get_peft_model(Model(), config)
+    wrapper = model.base_model.model.experts
+    A, B = wrapper.lora_A["default"].weight, wrapper.lora_B["default"].weight
+    torch.nn.init.normal_(B)
+    lora = LoRA.from_peft(E, w1=(A, B), scale=wrapper.scaling["default"])
+    delta = wrapper.get_delta_weight("default")
+    torch.testing.assert_close(lora.scale * (lora.b1 @ lora.a1), delta.mT if transposed else delta)
+
+
+# --- the layer --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("format", (None, "int4"))
+def test_layer(device, format):
+    """Adapters start at zero, train alone, and reduce the loss; the layer's own experts stay."""
+    moe = FusedMoE(64, 32, 6, 2, bias=True).to(device)
+    if format:
+        quantize(moe, format, group_size=32)
+    x, target = torch.randn(2, 50, 64, device=device)
+    before, state = moe(x).detach(), {n: t.clone() for n, t in moe.state_dict().items()}
+    assert add_lora(moe, 8, alpha=16) is moe
+    torch.testing.assert_close(moe(x), before)
+    moe.router.requires_grad_(False)
+    trained = {n: p for n, p in moe.named_parameters() if p.requires_grad}
+    assert trained.keys() == {f"experts.lora.{n}" for n in NAMES}
+    optimizer = torch.optim.Adam(trained.values(), lr=1e-2)
+    losses = []
+    for _ in range(20):
+        loss = (moe(x) - target).square().mean()
+        losses.append(loss.item())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    assert losses[-1] < 0.9 * losses[0]
+    for name, tensor in state.items():
+        assert torch.equal(moe.state_dict()[name], tensor), name
+    with torch.no_grad():
+        expected = reference_layer(moe)(x)
+        torch.testing.assert_close(moe(x), expected, rtol=1e-4, atol=1e-4)
+    again = add_lora(FusedMoE(64, 32, 6, 2, bias=True).to(device), 8, alpha=16)
+    if format:
+        quantize(again, format, group_size=32)
+    again.load_state_dict(moe.state_dict())
+    assert torch.equal(again(x), moe(x))
+
+
+def reference_layer(moe):
+    """The layer with the adapters added to its weights."""
+    merged = copy.deepcopy(moe)
+    lora, merged.experts.lora = merged.experts.lora(), None
+    for name, (a, b) in zip(("w1", "w2", "w3"), lora.pairs, strict=True):
+        w = getattr(merged.experts, name)
+        w = w.dequantize(F32) if isinstance(w, QuantizedWeight) else w
+        delattr(merged.experts, name)
+        setattr(merged.experts, name, torch.nn.Parameter(w + lora.scale * b @ a))
+    return merged
+
+
+def test_some_targets(device):
+    moe = add_lora(FusedMoE(24, 16, 4, 2, gated=False).to(device, BF16), 2, targets=("w2", "w3"))
+    assert dict(moe.experts.lora.named_parameters()).keys() == {"a2", "b2"}
+    assert moe.experts.lora.a2.dtype == BF16 and moe.experts.lora.scale == 1.0
+    assert moe(torch.randn(3, 24, device=device, dtype=BF16)).isfinite().all()
+
+
+def test_wrong_layers(device):
+    moe = FusedMoE(24, 16, 4, 2).to(device)
+    for call, error, message in (
+        (lambda: add_lora(moe, 0), ValueError, "rank >= 1, found 0"),
+        (lambda: add_lora(moe, 2.0), TypeError, "rank to be an int"),
+        (lambda: add_lora(moe, 2, alpha="1"), TypeError, "alpha to be a number"),
+        (lambda: add_lora(moe, 2, targets=("w4",)), ValueError, "targets of w1, w2 and w3, found"),
+        (lambda: add_lora(torch.nn.Linear(2, 2), 2), ValueError, "a FusedMoE in it, found Linear"),
+    ):
+        with pytest.raises(error, match=message):
+            call()
+    assert moe.experts.lora is None and moe.experts.w1.requires_grad
+    add_lora(moe, 2)
+    with pytest.raises(ValueError, match="experts without adapters, found some that have them"):
+        add_lora(moe, 2)
+
+
+# --- errors -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.quick

@@ -100,6 +100,18 @@ def test_values_are_the_references(device, format, dtype, scale_of):
         assert torch.equal(product_with_identity(w, dtype, transposed), expected)
 
 
+@EVERY_FORMAT
+@pytest.mark.parametrize("dtype", (BF16, F16), ids=("bf16", "f16"))
+def test_values_are_rounded_before_they_are_added(device, dtype, format):
+    """The difference of two columns is that of the rounded values: the identity matrix cannot tell."""
+    w = random_weight(format, 1, 40, 64, device)
+    a = (torch.eye(64) - torch.eye(64).roll(1, 1)).to(device, dtype)
+    offsets = torch.tensor([64], dtype=torch.int32, device=device)
+    out = torch.ops.fused_moe.quantized_mm(a, *w.tensors, offsets, w.code)
+    values = reference.dequantize(w, dtype)[0].double()
+    assert torch.equal(out.mT, (values - values.roll(-1, 1)).to(dtype))
+
+
 def test_every_code(device):
     """All codes of all formats, and all scales of mxfp4, as their specifications have them."""
     codes = torch.arange(256, dtype=torch.uint8)
@@ -139,6 +151,7 @@ def test_every_code(device):
 def test_nan_scales_propagate(device, dtype, format):
     """A scale of NaN makes its block NaN, and leaves other experts alone."""
     w = random_weight(format, 2, 64, 64, device)
+    w.data.view(torch.uint8).fill_(0x11)  # finite, and of one sign
     w.scale[1, 0, 0] = 255 if format == "mxfp4" else torch.nan
     assert torch.equal(w.dequantize(dtype).isnan(), reference.dequantize(w, dtype).isnan())
     a, offsets = torch.ones(4, 64, dtype=dtype, device=device), torch.tensor([2, 4], device=device).int()
@@ -167,6 +180,20 @@ def test_every_code_is_the_nearest(device, option, dtype):
         best = torch.minimum(best, distance)
     # where weight / scale is rounded in float32, a code next to a tie may win
     assert (error <= best + 1e-6 * weight.double().abs()).all()
+
+
+def test_ties_go_to_the_even_code(device):
+    """As IEEE 754 rounds, and the sum of many errors stays near zero."""
+    halves = [0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 6.0]
+    w = quantize(torch.tensor([*halves, *(-h for h in halves)] * 2, device=device).view(1, 1, 32), "mxfp4")
+    even = [0.0, 1.0, 1.0, 2.0, 2.0, 4.0, 4.0, 6.0]
+    assert w.dequantize(F32).flatten().tolist() == [*even, *(-v for v in even)] * 2
+    w = quantize(
+        torch.tensor([*(i + 0.5 for i in range(7)), 7.0] * 4, device=device).view(1, 1, 32),
+        "int4",
+        group_size=32,
+    )
+    assert w.dequantize(F32).flatten().tolist() == [0.0, 2.0, 2.0, 4.0, 4.0, 6.0, 6.0, 7.0] * 4
 
 
 @EVERY_OPTION

@@ -68,9 +68,9 @@ def scale_shapes(format: str, shape: tuple[int, int, int]) -> list[tuple[int, in
 
 
 def dequantize(format: str, data: Tensor, scale: Tensor, zero: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """The weight (E, out, in) in `dtype`."""
+    """The weight (E, out, in) in `dtype`. Nothing is copied from the host, so a CUDA graph may capture it."""
     if format == "mxfp4":
-        values = torch.tensor([*E2M1, *(-v for v in E2M1)], device=data.device)[_nibbles(data)]
+        values = _from_e2m1(_nibbles(data))
         scale = _power_of_two(scale)
     elif format == "int4":
         values = _nibbles(data).float()
@@ -91,11 +91,18 @@ def _nibbles(data: Tensor) -> Tensor:
     return torch.stack((data & 15, data >> 4), -1).flatten(-2).int()
 
 
+def _from_e2m1(codes: Tensor) -> Tensor:
+    """The float32 values of codes, whose bits are a float32's but for the exponent's bias and subnormals."""
+    magnitude = codes & 7
+    normal = ((magnitude << 22) + (126 << 23)).view(torch.float32)
+    value = normal - (magnitude < 2) * (0.5 - 0.25 * magnitude)
+    return value * (1 - 2 * (codes >> 3))
+
+
 def _power_of_two(e8m0: Tensor) -> Tensor:
     """2^(code - 127) in float32, made of its bits; NaN for 255."""
-    bits = e8m0.int() << 23
-    bits = torch.where(e8m0 == 0, 1 << 22, torch.where(e8m0 == 255, 0x7FC00000, bits))
-    return bits.int().view(torch.float32)
+    is_special = (e8m0 == 0) | (e8m0 == 255)  # subnormal, or infinite without a bit of its fraction
+    return ((e8m0.int() << 23) + (is_special.int() << 22)).view(torch.float32)
 
 
 # --- quantising -------------------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from ..checks import FLOATING, check_bool, check_choice, check_int, check_tensor, fail
+from ..checks import FLOATING, check_bool, check_choice, check_int, check_plain, check_tensor, fail
 from . import formats
 from .weight import QuantizedWeight
 
@@ -56,6 +56,7 @@ def quantize(
         if isinstance(getattr(layer, name), nn.Parameter)
     ]
     for _, name, weight in weights:
+        check_plain(FN, name, weight)
         _check_weight(name, weight, format, group_size)
     for layer, name, weight in weights:
         setattr(layer, name, _quantized(name, weight, *options))
