@@ -26,6 +26,7 @@ from hypothesis import strategies as st
 
 import fused_moe
 from fused_moe import FusedMoE, QuantizedWeight, fused_experts, grouped_mlp, quantize, reference
+from fused_moe.quantized import fallback
 from fused_moe.quantized.formats import E2M1, FORMATS, scale_shapes
 
 pytestmark = pytest.mark.usefixtures("poison")
@@ -98,6 +99,20 @@ def test_values_are_the_references(device, format, dtype, scale_of):
     assert torch.equal(w.dequantize(dtype), expected)
     for transposed in (False, True):
         assert torch.equal(product_with_identity(w, dtype, transposed), expected)
+
+
+@EVERY_FORMAT
+@pytest.mark.parametrize("counts", ((9, 0, 5, 0, 3), (0, 0, 2, 0, 1), (0, 3, 0, 0, 0), (0, 0, 0, 0, 0)))
+@pytest.mark.parametrize("spare", (0, 1))
+@pytest.mark.parametrize("transposed", (False, True))
+def test_what_gpus_compute_instead(cpu, format, counts, spare, transposed):
+    """With fewer rows than experts the weights of active experts alone are dequantised; any counts."""
+    w = random_weight(format, 5, 24, 64, cpu, 1)
+    a = torch.randn(sum(counts) + spare, 24 if transposed else 64)
+    offsets = torch.tensor(counts).cumsum(0).int()
+    found = fallback.quantized_mm(a, *w.tensors, offsets, w.code, transposed)
+    expected = torch.ops.fused_moe.quantized_mm(a, *w.tensors, offsets, w.code, transposed)
+    torch.testing.assert_close(found, expected)
 
 
 @EVERY_FORMAT
