@@ -50,6 +50,7 @@ typedef struct {
     bool is_accum; /* elements are of the accumulation type: views need no conversion */
     void (*load)(void *accum, const void *elem, int64_t n);
     void (*store)(void *elem, const void *accum, int64_t n);
+    void (*round)(void *accum, int64_t n);                      /* to elements' values */
     void (*add)(void *y, const void *x, int64_t n);             /* y += x     */
     void (*axpy)(void *y, double s, const void *x, int64_t n);  /* y += s x   */
     void (*sum)(double *y, double s, const void *x, int64_t n); /* y += s x, in double */

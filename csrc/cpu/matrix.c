@@ -90,15 +90,7 @@ FmMatrix fm_gather(const FmRows *v, const FmGather *g, int64_t first, int64_t ro
         v->load(row, fm_at(g->x, v->elem_bytes, g->row_token[r] * g->width + col), cols);
         if (!g->scores) continue;
         v->scale(row, v->get(g->scores, g->row_slot[r]), row, cols);
-        if (v->is_accum) continue;
-        /* round as the host library does, through a small buffer */
-        char rounded[512];
-        int64_t step = (int64_t)(sizeof rounded / v->elem_bytes);
-        for (int64_t j = 0; j < cols; j += step) {
-            int64_t n = fm_min(step, cols - j);
-            v->store(rounded, fm_at(row, v->accum_bytes, j), n);
-            v->load(fm_at(row, v->accum_bytes, j), rounded, n);
-        }
+        v->round(row, cols); /* as the host library does */
     }
     return accum;
 }

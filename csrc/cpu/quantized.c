@@ -83,21 +83,15 @@ static void decode_row(const FmQuantized *m, int64_t row, int64_t col, int64_t n
 
 FmMatrix fm_dequantize(const FmRows *v, const FmQuantized *m, int64_t row, int64_t rows, int64_t col,
                        int64_t cols, void *buffer) {
-    float values[FM_TILE_COLS];
-    uint16_t rounded[FM_TILE_COLS];
+    float values[FM_TILE_COLS]; /* of double */
+    const bool is_double = v->accum_bytes == sizeof(double);
     for (int64_t i = 0; i < rows; i++)
         for (int64_t j = 0, n; j < cols; j += n) {
             n = fm_min(cols - j, FM_TILE_COLS);
             void *accum = fm_at(buffer, v->accum_bytes, i * cols + j);
-            decode_row(m, row + i, col + j, n, values);
-            if (!v->is_accum) {
-                v->store(rounded, values, n);
-                v->load(accum, rounded, n);
-            } else if (v->accum_bytes == sizeof(float)) {
-                memcpy(accum, values, (size_t)n * sizeof(float));
-            } else {
-                for (int64_t c = 0; c < n; c++) ((double *)accum)[c] = values[c];
-            }
+            decode_row(m, row + i, col + j, n, is_double ? values : accum);
+            v->round(accum, n);
+            for (int64_t c = 0; is_double && c < n; c++) ((double *)accum)[c] = values[c];
         }
     return fm_dense(buffer, rows, cols);
 }

@@ -68,7 +68,7 @@ FM_INLINE uint16_t f16_from_float(float x) { /* to nearest, ties to even; NaN st
     return (uint16_t)(half | sign);
 }
 
-/* --- load and store ------------------------------------------------------------------------------------- */
+/* --- load, store and round ------------------------------------------------------------------------------------- */
 
 #define CONVERSIONS(name, elem_t, to_accum, from_accum)                                                      \
     FM_ROW_FN void load_##name(void *accum_, const void *elem_, int64_t n) {                                 \
@@ -80,10 +80,18 @@ FM_INLINE uint16_t f16_from_float(float x) { /* to nearest, ties to even; NaN st
         elem_t *restrict e = elem_;                                                                          \
         const float *restrict r = accum_;                                                                    \
         for (int64_t i = 0; i < n; i++) e[i] = from_accum(r[i]);                                             \
+    }                                                                                                        \
+    FM_ROW_FN void round_##name(void *accum_, int64_t n) {                                                   \
+        float *r = accum_;                                                                                   \
+        for (int64_t i = 0; i < n; i++) r[i] = to_accum(from_accum(r[i]));                                   \
     }
 
 CONVERSIONS(bf16, uint16_t, bf16_to_float, bf16_from_float)
 CONVERSIONS(f16, uint16_t, f16_to_float, f16_from_float)
+
+static void leave(void *accum, int64_t n) {
+    (void)accum, (void)n;
+}
 
 static void copy_float(void *to, const void *from, int64_t n) {
     memcpy(to, from, (size_t)n * sizeof(float));
@@ -109,12 +117,13 @@ static void copy_double(void *to, const void *from, int64_t n) {
 
 /* --- tables --------------------------------------------------------------------------------------------- */
 
-#define ROWS(accum, bytes, accum_elements, load_fn, store_fn)                                                \
+#define ROWS(accum, bytes, accum_elements, load_fn, store_fn, round_fn)                                      \
     {.elem_bytes = bytes,                                                                                    \
      .accum_bytes = sizeof(accum),                                                                           \
      .is_accum = accum_elements,                                                                             \
      .load = load_fn,                                                                                        \
      .store = store_fn,                                                                                      \
+     .round = round_fn,                                                                                      \
      .add = add_##accum,                                                                                     \
      .axpy = axpy_##accum,                                                                                   \
      .sum = sum_##accum,                                                                                     \
@@ -129,10 +138,10 @@ static void copy_double(void *to, const void *from, int64_t n) {
 
 const FmRows *fm_rows(FusedMoeDtype dtype) {
     static const FmRows table[] = {
-        [FUSED_MOE_F32] = ROWS(float, 4, true, copy_float, copy_float),
-        [FUSED_MOE_F64] = ROWS(double, 8, true, copy_double, copy_double),
-        [FUSED_MOE_F16] = ROWS(float, 2, false, load_f16, store_f16),
-        [FUSED_MOE_BF16] = ROWS(float, 2, false, load_bf16, store_bf16),
+        [FUSED_MOE_F32] = ROWS(float, 4, true, copy_float, copy_float, leave),
+        [FUSED_MOE_F64] = ROWS(double, 8, true, copy_double, copy_double, leave),
+        [FUSED_MOE_F16] = ROWS(float, 2, false, load_f16, store_f16, round_f16),
+        [FUSED_MOE_BF16] = ROWS(float, 2, false, load_bf16, store_bf16, round_bf16),
     };
     return dtype <= FUSED_MOE_BF16 ? &table[dtype] : NULL;
 }
