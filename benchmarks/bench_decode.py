@@ -4,6 +4,7 @@
     python benchmarks/bench_decode.py --shape mixtral-8x7b --peers torch,vllm,vllm-invariant
     python benchmarks/bench_decode.py --shape qwen3-30b --tokens 1 --eager --routing zipf:1.2
     python benchmarks/bench_decode.py --shape mixtral-8x7b --shape deepseek-v3 --tokens 512 --roofline out.png
+    python benchmarks/bench_decode.py --shape qwen3-30b --tokens 1,8,64 --format fp8_block,int4,mxfp4
 
 Calls alternate between the weights of several layers, each with routing of its own, so that a call reads its
 weights from memory, as a decode step of a deep model does. On a GPU all calls are one CUDA graph; with
@@ -15,6 +16,10 @@ of one eager call.
 vllm is the Triton path of vLLM, if that is installed (0.33), with the tile that it has tuned for the shape or
 its default; vllm-invariant has the tile of its batch-invariant mode. All of a peer's kernels count, from
 sorting the chosen experts to the sum over them.
+
+--format adds a record for each format of quantised weights (bench decode_quantised). ratio_to_bf16, or the
+other dtype in its place, is the time with float weights over the time with the format; the two take turns.
+bytes are those of a layer's weights. int4 has groups of 128, or of 32 where a width is no multiple of 128.
 """
 
 from __future__ import annotations
@@ -28,6 +33,7 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import NamedTuple
 
+import bench_quantised
 import common
 import profiling
 import torch
@@ -68,6 +74,12 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     add(
         "--peers",
         help=f"of {', '.join(PEERS)}, comma-separated; default: torch if it has grouped_mm, loop on the CPU",
+    )
+    add(
+        "--format",
+        type=bench_quantised.formats,
+        default=[],
+        help=f"of quantised weights: some of {', '.join(bench_quantised.FORMATS)}, comma-separated",
     )
     add("--validate", action="store_true", help="only check the results, time nothing")
     add("--list-kernels", action="store_true", help="only list kernels: launches and µs of a call")
@@ -121,12 +133,19 @@ class Setup(NamedTuple):
 
 
 class Weights(NamedTuple):
-    """Of one layer. w13 (E, 2F, D) is gate rows, then up rows, as vLLM reads them; w1 and w3 are views."""
+    """Of one layer. w13 (E, 2F, D) is gate rows, then up rows, as vLLM reads them; w1 and w3 are views.
+
+    Quantised, they are QuantizedWeights, without w13.
+    """
 
     w1: Tensor  # (E, F, D)
     w2: Tensor  # (E, D, F)
     w3: Tensor | None
-    w13: Tensor
+    w13: Tensor | None = None
+
+    def map(self, fn: Callable) -> Weights:
+        """fn of w1, w2 and w3."""
+        return Weights(*(None if w is None else fn(w) for w in self[:3]))
 
 
 class Case:
@@ -182,15 +201,16 @@ class Case:
         T, _, K, D, hidden = self.sizes
         return 2 * self.matrices * T * K * D * hidden
 
-    def calls(self) -> Iterator[tuple[Weights, Tensor, Tensor]]:
-        """The weights, scores and ids of each."""
+    def calls(self, layers: list[Weights] | None = None) -> Iterator[tuple[Weights, Tensor, Tensor]]:
+        """The weights, scores and ids of each. The weights are of these layers, by default its own."""
+        layers = layers or self.weights
         for i, (scores, ids) in enumerate(self.routings):
-            yield self.weights[i % len(self.weights)], scores, ids
+            yield layers[i % len(layers)], scores, ids
 
-    def run(self, experts: Callable) -> None:
+    def run(self, experts: Callable, layers: list[Weights] | None = None) -> None:
         """Every call once."""
         with torch.no_grad():
-            for weights, scores, ids in self.calls():
+            for weights, scores, ids in self.calls(layers):
                 experts(self.x, weights, scores, ids)
 
     def dense(self) -> None:
@@ -200,9 +220,12 @@ class Case:
     @cached_property
     def exact(self) -> Tensor:
         """Of the first call, on some tokens, in float64."""
+        return self.exact_of(self.weights[0])
+
+    def exact_of(self, w: Weights) -> Tensor:
         from fused_moe import reference
 
-        (scores, ids), w = self.routings[0], self.weights[0]
+        scores, ids = self.routings[0]
         x, scores, ids = (t[:CHECKED_TOKENS] for t in (self.x.double(), scores.double(), ids))
         out = torch.zeros_like(x)
         for e in ids.unique():
@@ -213,11 +236,13 @@ class Case:
             out.index_add_(0, token, scores[token, slot, None] * (a @ w.w2[e].double().mT))
         return out
 
-    def error(self, experts: Callable) -> Error:
+    def error(self, experts: Callable, quantised: Weights | None = None) -> Error:
+        """Quantised weights stand for the values that they have."""
         with torch.no_grad():
-            found = experts(self.x, self.weights[0], *self.routings[0])[:CHECKED_TOKENS]
+            found = experts(self.x, quantised or self.weights[0], *self.routings[0])[:CHECKED_TOKENS]
         error = Error()
-        error.add("out", found, self.exact)
+        exact = self.exact_of(quantised.map(lambda w: w.dequantize())) if quantised else self.exact
+        error.add("out", found, exact)
         return error
 
 
@@ -288,6 +313,7 @@ def measure(shape: str, dtype: str, options: argparse.Namespace) -> Iterator[dic
         raise SystemExit("--list-kernels: expected a GPU")
     source = torch.ones((1024 if on_gpu else 64) * MIB // 4, device=options.device)
     shape = resized(shape, options)
+    variants = variants_of(options.format, common.layer_sizes(shape))
     for tokens in options.tokens or usual.get("tokens") or counts(TOKENS):
         case = Case(common.layer_sizes(shape)._replace(num_tokens=tokens), setup)
         errors = checked(case, experts, f"{shape}, {tokens} tokens")
@@ -307,6 +333,9 @@ def measure(shape: str, dtype: str, options: argparse.Namespace) -> Iterator[dic
         else:
             measured = time_case(case, right, source, options) | {"max_rel_error": errors["ours"]}
             yield common.record(options, bench="decode", what="experts", **key, **measured)
+            for variant in variants:
+                measured = time_format(case, experts["ours"], variant, options)
+                yield common.record(options, bench="decode_quantised", **key, **measured)
         del case  # before the next one's weights
 
 
@@ -341,6 +370,45 @@ def time_case(case: Case, experts: dict[str, Callable], source: Tensor, options:
             if name not in ("ours", "torch")
         },
         **(on_host(calls, number) if on_gpu else {}),
+    }
+
+
+def variants_of(formats: list[str], sizes: common.Sizes) -> list[bench_quantised.Variant]:
+    """For each format the first variant that the widths take."""
+    found = []
+    for name in formats:
+        variants = [v for v in bench_quantised.VARIANTS if v.format == name]
+        reasons = [bench_quantised.misfit(variant, sizes) for variant in variants]
+        if None not in reasons:
+            raise SystemExit(f"--format {name}: {reasons[-1]}")
+        found.append(variants[reasons.index(None)])
+    return found
+
+
+def time_format(
+    case: Case, ours: Callable, variant: bench_quantised.Variant, options: argparse.Namespace
+) -> dict:
+    """What a record has of one format. Its layers are freed before the next format's: they take memory."""
+    from fused_moe import quantize
+
+    dtype, number = case.setup.dtype, len(case.routings)
+    eager = options.eager or options.device != "cuda"
+    quantise = partial(quantize, format=variant.format, **variant.options)
+    layers = [weights.map(quantise) for weights in case.weights]
+    error = case.error(ours, layers[0]).check(variant.name, dtype)
+    calls = {"float": partial(case.run, ours), "ours": partial(case.run, ours, layers)}
+    runs = calls if eager else {name: common.as_graph(call) for name, call in calls.items()}
+    seconds = common.times(clock_of(options), runs, options.repeats)
+    return {
+        "mode": common.DEFAULT_MODE if eager else "graph",
+        "what": variant.name,
+        "format": variant.format,
+        **variant.options,
+        "time_us": round(seconds["ours"] / number * 1e6, 1),
+        "tflops": round(case.flops_of_a_call * number / seconds["ours"] / 1e12, 4),
+        f"ratio_to_{dtype}": common.ratio(seconds, "float"),
+        **bench_quantised.storage([w for w in layers[0] if w is not None]),
+        "max_rel_error": error,
     }
 
 

@@ -4,12 +4,15 @@
     python examples/generate.py --prompt "def main("           another prompt
     python examples/generate.py --temperature 0                always the most likely byte
     python examples/generate.py --batch 4 --seed 1             four continuations at once
+    python examples/generate.py --quantize int4                with the experts' weights in 4 bits
+    python examples/generate.py --evaluate                     no text: what each format does to the loss
 
 The prompt runs once and fills a cache with its keys and values. Then each step runs one byte per sequence.
 On a GPU the step is a CUDA graph, sampling included: nothing in it waits for the host.
 """
 
 import argparse
+import json
 import math
 import time
 from functools import partial
@@ -19,6 +22,9 @@ import torch
 import torch.nn.functional as F
 import train_lm
 from train_lm import HEAD_DIM, positive, printable
+
+import fused_moe
+from fused_moe.quantized.formats import FORMATS, GROUPS, MX_GROUP
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -113,6 +119,81 @@ def load_model(saved, args):
     return model.to(args.device, DTYPES[args.dtype])
 
 
+# ---- Quantised experts -----------------------------------------------------------------------------
+
+
+def expert_bytes(model):
+    """Of the experts' weights. A quantised weight is a module with buffers, others are parameters."""
+    experts = [block.moe.experts for block in model.blocks]
+    return sum(t.nbytes for e in experts for t in (*e.parameters(), *e.buffers()))
+
+
+def misfit(config, format, group_size):
+    """Why the model's widths do not take the format, or None if they do."""
+    groups = {"int4": (group_size, f"--group-size {group_size}"), "mxfp4": (MX_GROUP, f"{MX_GROUP}")}
+    group, said = groups.get(format, (1, "1"))
+    for name in ("dim", "hidden_dim"):
+        if config[name] % group:
+            return f"the run's --{name.replace('_', '-')} {config[name]} is not a multiple of {said}"
+    return None
+
+
+def variants(config, group_size):
+    """(format, options) of all formats that the widths take. Others are named."""
+    found = []
+    for format in FORMATS:
+        reason = misfit(config, format, group_size)
+        if reason:
+            print(f"{format} is left out: {reason}")
+        elif format == "int4":
+            found += [(format, {"group_size": group_size, "symmetric": flag}) for flag in (True, False)]
+        else:
+            found.append((format, {}))
+    return found
+
+
+def evaluate(saved, args):
+    """Yields a record of the trained model, then one for each format of its experts. The loss is in bits per
+    byte of the validation text, as train_lm.py reports it."""
+    config = argparse.Namespace(**saved["config"])
+    _, text = train_lm.load_text(config.data and Path(config.data), config.seq_len)
+    text, trained = text.to(args.device), None
+    for format, options in ((args.dtype, {}), *variants(saved["config"], args.group_size)):
+        model = load_model(saved, args).eval()
+        if format in FORMATS:
+            fused_moe.quantize(model, format, **options)
+        loss = train_lm.bits_per_byte(lambda inputs, model=model: model(inputs).float(), text, config)
+        trained = loss if trained is None else trained
+        record = {"format": format, **options, "loss": loss, "loss_change": loss - trained}
+        yield record | {"bytes": expert_bytes(model)}
+
+
+def format_name(record):
+    """A record's format and options in words."""
+    if record["format"] != "int4":
+        return record["format"]
+    return f"int4 of {record['group_size']}{'' if record['symmetric'] else ', zero points'}"
+
+
+def report_formats(saved, args):
+    """Prints a row for each record of `evaluate`, and writes all records into the run's folder."""
+    about = {"experts": args.experts, "step": saved[args.experts]["log"][-1]["step"], "dtype": args.dtype}
+    about |= {"device": train_lm.device_name(args), "versions": train_lm.versions()}
+    records = []
+    for record in evaluate(saved, args):
+        if not records:
+            print(f"{'experts':24}{'bits per byte':>15}{'change':>10}{'bytes':>14}")
+        loss, change, size = record["loss"], record["loss_change"], record["bytes"]
+        print(f"{format_name(record):24}{loss:15.4f}{change:+10.4f}{size:14,}", flush=True)
+        records.append(about | record)
+    file = args.run / "formats.json"
+    file.write_text(json.dumps(records, indent=1) + "\n")
+    print(f"\nwrote {file}")
+
+
+# ---- Text ------------------------------------------------------------------------------------------
+
+
 def write(decoder, args):
     """Prints the texts, a single one as it is made, and how long they took."""
     prompt, single, start = args.prompt.encode(), args.batch == 1, time.perf_counter()
@@ -163,6 +244,16 @@ def parse_args(argv):
     add("--seed", type=int, default=0)
     add("--dtype", choices=DTYPES, help="of weights and activations; None: what the run's GEMMs had")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: cuda if it is supported")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument(
+        "--quantize", choices=FORMATS, metavar="FORMAT", help=f"of experts: {', '.join(FORMATS)}"
+    )
+    which.add_argument(
+        "--evaluate",
+        action="store_true",
+        help="instead of a text: a table of the validation loss with the experts in each format",
+    )
+    add("--group-size", type=int, choices=GROUPS, default=GROUPS[0], help="of int4: columns per scale")
     args = parser.parse_args(argv)
 
     file = train_lm.find_checkpoint(args.run, "--run", parser)
@@ -173,6 +264,12 @@ def parse_args(argv):
         parser.error(f"--experts {args.experts}: {file} has only {found}")
     if not args.prompt:
         parser.error("--prompt is empty")
+    data = saved["config"]["data"]
+    if args.evaluate and data and not Path(data).is_dir():
+        parser.error(f"--evaluate: the run's text, {data}, is no folder")
+    reason = misfit(saved["config"], args.quantize, args.group_size)
+    if reason:
+        parser.error(f"--quantize {args.quantize}: {reason}")
     args.dtype = args.dtype or saved["config"]["dtype"]
     args.device = train_lm.chosen_device(args.device, parser)
     return args, saved
@@ -181,8 +278,18 @@ def parse_args(argv):
 def main(argv=None):
     args, saved = parse_args(argv)
     steps = saved[args.experts]["log"][-1]["step"]
-    print(f"{args.run}, {args.experts}, step {steps}; {train_lm.device_name(args)}, {args.dtype}\n")
-    decoder = Decoder(load_model(saved, args), saved["config"]["seq_len"], args.batch, args.temperature)
+    print(f"{args.run}, {args.experts}, step {steps}; {train_lm.device_name(args)}, {args.dtype}")
+    if args.evaluate:
+        print()
+        report_formats(saved, args)
+        return
+    model = load_model(saved, args)
+    if args.quantize:
+        before = expert_bytes(model)
+        fused_moe.quantize(model, args.quantize, group_size=args.group_size)
+        print(f"experts: {before:,} bytes, {expert_bytes(model):,} as {args.quantize}")
+    print()
+    decoder = Decoder(model, saved["config"]["seq_len"], args.batch, args.temperature)
     # The loop reads on the host how many rows each expert has, which a graph cannot.
     if args.device.type == "cuda" and args.experts == "fused":
         decoder.capture(args.prompt.encode())

@@ -288,6 +288,24 @@ def learning_rate(step, args):
     return args.lr * min((step + 1) / WARMUP_STEPS, math.sqrt(WARMUP_STEPS / (step + 1)))
 
 
+def cross_entropy(logits, targets):
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+@torch.no_grad()
+def bits_per_byte(logits, text, args):
+    """Over evenly spaced windows of the text, the same ones every time. logits: a function of bytes (B, L).
+
+    Each process computes all windows, so all processes enter the same collectives equally often.
+    """
+    nats, last = 0.0, len(text) - args.seq_len - 1
+    starts = torch.arange(VALIDATION_WINDOWS) * last // (VALIDATION_WINDOWS - 1)
+    for part in starts.split(args.batch_size):
+        inputs, targets = windows(text, part, args.seq_len)
+        nats += cross_entropy(logits(inputs), targets).item() * len(part)
+    return nats / len(starts) / math.log(2)
+
+
 class Run:
     """A model, its optimizer and its log, a list of reports."""
 
@@ -317,7 +335,7 @@ class Run:
             return self.model(inputs).float()
 
     def loss(self, inputs, targets):
-        return F.cross_entropy(self.logits(inputs).flatten(0, 1), targets.flatten())
+        return cross_entropy(self.logits(inputs), targets)
 
     def step(self, number):
         """One optimizer step. Returns its loss, on the device."""
@@ -360,20 +378,11 @@ class Run:
             self.log[-1]["bits_per_byte"] = self.validate()
         return self.log[-1]
 
-    @torch.no_grad()
     def validate(self):
-        """Bits per byte over evenly spaced windows of the text, the same ones every time.
-
-        Each process computes all windows, so all processes enter the same collectives equally often.
-        """
         self.model.eval()
-        text, args, nats = self.validation_text, self.args, 0.0
-        last = len(text) - args.seq_len - 1
-        starts = torch.arange(VALIDATION_WINDOWS) * last // (VALIDATION_WINDOWS - 1)
-        for part in starts.split(args.batch_size):
-            nats += self.loss(*windows(text, part, args.seq_len)).item() * len(part)
+        bits = bits_per_byte(self.logits, self.validation_text, self.args)
         self.model.train()
-        return nats / len(starts) / math.log(2)
+        return bits
 
     @torch.no_grad()
     def generate(self):
@@ -466,12 +475,15 @@ def train(runs, args, interrupt):
 def open_log(runs, args):
     """JSON lines: the flags, then one line per report. Only the first process writes."""
     log = open(os.devnull if process() else args.out / "log.jsonl", "w")
-    versions = {"python": platform.python_version(), "torch": str(torch.__version__)}
-    versions["fused_moe"] = fused_moe.__version__
     reports = sorted((report for run in runs for report in run.log), key=lambda report: report["step"])
-    for record in ({"config": config(args), "device": device_name(args), "versions": versions}, *reports):
+    for record in ({"config": config(args), "device": device_name(args), "versions": versions()}, *reports):
         print(json.dumps(record), file=log, flush=True)
     return log
+
+
+def versions():
+    found = {"python": platform.python_version(), "torch": str(torch.__version__)}
+    return found | {"fused_moe": fused_moe.__version__}
 
 
 def progress_bar(runs, args):

@@ -1,7 +1,9 @@
-"""examples/generate.py: text and logits are those of forward passes without a cache; flags and report."""
+"""examples/generate.py: text and logits are those of forward passes without a cache; quantised experts;
+flags and reports."""
 
 import argparse
 import importlib
+import json
 import re
 import subprocess
 import sys
@@ -13,7 +15,7 @@ import torch.nn.functional as F
 
 SCRIPT = Path(__file__).parent.parent / "examples" / "generate.py"
 SEQ_LEN = 32
-SIZES = f"--layers 2 --dim 64 --hidden-dim 16 --num-experts 8 --top-k 2 --seq-len {SEQ_LEN} --batch-size 8"
+SIZES = f"--layers 2 --dim 64 --hidden-dim 32 --num-experts 8 --top-k 2 --seq-len {SEQ_LEN} --batch-size 8"
 PROMPT = b"the quick "
 CLOSE = {"rtol": 1e-4, "atol": 1e-4}  # float32, of logits up to about 10
 
@@ -167,6 +169,62 @@ def test_the_model_stays_as_it_is(decoder):
     assert not any(moe.tokens_per_expert.any() for moe in moes)
 
 
+# Bits per weight of the float32 model: of the codes, and of a scale's part. A row has 64, 32 or 64 values.
+BY_ROW = 8 + (32 / 64 + 32 / 32 + 32 / 64) / 3
+BITS = {"fp8_block": 8 + 32 / (64 * 32), "fp8": BY_ROW, "int8": BY_ROW, "int4": 4 + 32 / 32, "mxfp4": 4.25}
+WEIGHTS = 2 * 3 * 8 * 64 * 32  # layers, matrices, experts, widths
+
+
+@pytest.mark.parametrize("format", BITS)
+def test_quantised_experts(generate, run, device, capsys, format):
+    flags = f"--quantize {format} --prompt the --bytes 16 --temperature 0 --device {device.type}".split()
+    generate.main(["--run", str(run), *flags])
+    title, text, _ = capsys.readouterr().out.split("\n\n")
+    assert title.endswith(f"\nexperts: {4 * WEIGHTS:,} bytes, {BITS[format] * WEIGHTS / 8:,.0f} as {format}")
+    assert text.startswith("the quick brown fox")
+
+
+@pytest.mark.parametrize("experts", ("fused", "loop"))
+def test_the_loss_of_every_format(generate, run, saved, device, capsys, experts):
+    """A row and a record each; that of the trained model has the loss that training reported."""
+    generate.main(["--run", str(run), "--evaluate", "--experts", experts, "--device", device.type])
+    records = json.loads((run / "formats.json").read_text())
+    names = ("fp8_block", "fp8", "int8", "int4", "int4", "mxfp4")
+    assert [r["format"] for r in records] == ["float32", *names]
+    assert [(r["group_size"], r["symmetric"]) for r in records[4:6]] == [(32, True), (32, False)]
+    trained = saved[experts]["log"][-1]["bits_per_byte"]
+    assert records[0]["loss"] == pytest.approx(trained, rel=1e-5) and records[0]["loss_change"] == 0
+    for r in records[1:]:
+        bits = BITS[r["format"]] + (0.25 if r.get("symmetric") is False else 0)
+        assert r["bytes"] == bits * WEIGHTS / 8
+        assert r["loss_change"] == r["loss"] - records[0]["loss"]
+        assert 0 < abs(r["loss_change"]) < 0.1 * trained
+    for r in records:
+        assert (r["experts"], r["step"], r["dtype"]) == (experts, 40, "float32")
+        assert r["versions"].keys() == {"python", "torch", "fused_moe"}
+    printed = capsys.readouterr().out
+    rows = [line.rsplit(maxsplit=3) for line in printed.split("\n\n")[1].splitlines()]
+    assert rows[0] == ["experts                   bits per", "byte", "change", "bytes"]
+    assert [row[0] for row in rows[1:]] == [
+        *("float32", "fp8_block", "fp8", "int8", "int4 of 32", "int4 of 32, zero points", "mxfp4")
+    ]
+    assert [row[1:] for row in rows[1:]] == [
+        [f"{r['loss']:.4f}", f"{r['loss_change']:+.4f}", f"{r['bytes']:,}"] for r in records
+    ]
+    assert printed.endswith(f"wrote {run / 'formats.json'}\n")
+
+
+def test_formats_that_the_widths_do_not_take(generate, run, device, capsys):
+    flags = f"--evaluate --group-size 64 --dtype bfloat16 --device {device.type}".split()
+    generate.main(["--run", str(run), *flags])
+    message = "int4 is left out: the run's --hidden-dim 32 is not a multiple of --group-size 64"
+    assert capsys.readouterr().out.count(message) == 1
+    records = json.loads((run / "formats.json").read_text())
+    assert [r["format"] for r in records] == ["bfloat16", "fp8_block", "fp8", "int8", "mxfp4"]
+    reason = generate.misfit({"dim": 48, "hidden_dim": 64}, "mxfp4", 64)
+    assert reason == "the run's --dim 48 is not a multiple of 32"
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", ("float32", "bfloat16"))
 @pytest.mark.parametrize("batch", (1, 5))
@@ -240,6 +298,13 @@ def test_the_command(run, device, tmp_path):
         ("--prompt=", "--prompt is empty"),
         ("--device cuda", "--device cuda: PyTorch sees no GPU"),
         ("--run nowhere", "--run: no checkpoint.pt in nowhere"),
+        ("--quantize int5", "--quantize: invalid choice: 'int5'"),
+        ("--quantize int8 --evaluate", "--evaluate: not allowed with argument --quantize"),
+        ("--quantize int4 --group-size 48", "--group-size: invalid choice: 48"),
+        (
+            "--quantize int4 --group-size 64",
+            "--quantize int4: the run's --hidden-dim 32 is not a multiple of --group-size 64",
+        ),
     ],
 )
 def test_bad_flags_are_named(generate, run, flags, message, monkeypatch, capsys):
@@ -259,3 +324,11 @@ def test_a_missing_checkpoint_or_model_is_named(generate, saved, tmp_path, monke
     with pytest.raises(SystemExit, match="2"):
         generate.main(["--run", str(tmp_path)])
     assert f"--experts fused: {file} has only loop" in capsys.readouterr().err
+
+
+def test_evaluating_without_the_text_is_refused(generate, saved, tmp_path, capsys):
+    config = saved["config"] | {"data": str(tmp_path / "moved")}
+    torch.save(saved | {"config": config}, tmp_path / "checkpoint.pt")
+    with pytest.raises(SystemExit, match="2"):
+        generate.main(["--run", str(tmp_path), "--evaluate"])
+    assert f"--evaluate: the run's text, {tmp_path / 'moved'}, is no folder" in capsys.readouterr().err

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import cases
 import pytest
@@ -253,6 +254,20 @@ def test_ctrl_c_ends_the_process_cleanly(train_lm, device, tmp_path):
     assert process.returncode == 0
     assert "--resume" in out.decode()
     assert {file.name for file in tmp_path.iterdir()} == {"checkpoint.pt", "log.jsonl", "loss.png"}
+
+
+def test_bits_per_byte(train_lm):
+    """Of equal logits 8; of logits that know each byte but the last of a window, the last's share of 8."""
+    text = torch.arange(256).repeat(40).to(torch.uint8)  # each byte is one more than the byte before
+    args = SimpleNamespace(seq_len=32, batch_size=8)
+    equal = train_lm.bits_per_byte(lambda inputs: torch.zeros(*inputs.shape, 256), text, args)
+    assert equal == pytest.approx(8)
+
+    def nearly_all(inputs):
+        logits = 100 * torch.nn.functional.one_hot((inputs + 1) % 256, 256).float()
+        return torch.cat((logits[:, :-1], torch.zeros_like(logits[:, :1])), dim=1)
+
+    assert train_lm.bits_per_byte(nearly_all, text, args) == pytest.approx(8 / 32)
 
 
 def test_a_folder_of_text(train, train_lm, tmp_path):

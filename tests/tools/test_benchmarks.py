@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parents[2]
 BENCHMARKS = ROOT / "benchmarks"
 PROGRAMS = (
     *("bench_layer", "bench_gemm", "bench_kernels", "bench_transformers", "bench_torchtitan", "first_call"),
-    *("bench_host", "bench_decode", "compare_builds", "table", "plot"),
+    *("bench_host", "bench_decode", "bench_quantised", "compare_builds", "table", "plot"),
 )
 SMALL = "192,8,2,64,32"
 FIELDS = {
@@ -791,6 +791,7 @@ def test_few_tokens(load, run, tmp_path, capsys):
         ("--stride=63", "at least D = 64, found 63"),
         ("--routing=most", "worst, one or zipf:EXPONENT, found most"),
         ("--list-kernels", "expected a GPU"),
+        ("--format=int4,int5", "fp8_block, fp8, int8, int4, mxfp4, found int5"),
     ),
 )
 def test_wrong_flags_of_decode(run, capsys, flag, found):
@@ -866,6 +867,154 @@ def test_composable_kernels_default(run):
     (r,) = run("bench_decode", "--shape", "ck-default", *flags, "--peers", "torch,loop")
     assert (r["shape"], r["tokens"], r["activation"], r["gated"]) == ("128,32,5,64,32", 128, "gelu", False)
     assert r["torch_ratio"] > 0 and r["ratio_to_loop"] > 0 and r["schedule"] == "order=column"
+
+
+def test_formats_beside_the_float_weights(load, run, tmp_path):
+    """A record for each, in table and picture beside that of the float weights."""
+    flags = ("--tokens", "1,5", "--format", "fp8_block,int4,mxfp4")
+    records = run("bench_decode", "--shape", SMALL, "--dtype", "bf16", *flags)
+    names = (None, "fp8_block", "int4", "mxfp4")
+    assert [(r["tokens"], r.get("format")) for r in records] == [(n, name) for n in (1, 5) for name in names]
+    assert [r["what"] for r in records[:4]] == ["experts", "fp8_block", "int4 of 32", "mxfp4"]
+    for r in records:
+        assert set(r) >= FIELDS and r["time_us"] > 0
+        if r.get("format"):
+            assert r["bench"] == "decode_quantised" and r["ratio_to_bf16"] > 0
+            assert 0 < r["max_rel_error"] < 1e-2  # against the values that the weight stands for
+            assert r["bytes"] == r["bits_per_weight"] / 8 * 3 * 8 * 64 * 32 or r["format"] == "fp8_block"
+    assert (records[2]["group_size"], records[2]["symmetric"]) == (32, True)
+    load("table").main([str(tmp_path / "bench_decode.json")])
+    load("plot").main([str(tmp_path / "bench_decode.json"), "-o", str(tmp_path)])
+
+
+def test_formats_without_an_up_projection(run):
+    flags = ("--gate-only", "--tokens", "2", "--format", "int8", "--dtype", "fp32")
+    float_weights, int8 = run("bench_decode", "--shape", SMALL, *flags)
+    assert int8["gated"] is False and int8["ratio_to_fp32"] > 0 and int8["max_rel_error"] < 1e-5
+    assert int8["bytes"] == 8 * (2 * 64 * 32 + 4 * (64 + 32))  # codes, and a float32 scale for each row
+
+
+@pytest.mark.parametrize("name", ("int4", "mxfp4"))
+def test_a_width_that_a_format_does_not_take(run, name):
+    message = f"--format {name}: expected widths that are multiples of 32, found D = 64, F = 48"
+    with pytest.raises(SystemExit, match=message):
+        run("bench_decode", "--shape", "3,8,2,64,48", "--tokens", "1", "--format", f"int8,{name}")
+
+
+FLOATS = {"fp32": 4, "bf16": 2}
+VARIANTS = ["fp8_block", "fp8", "fp8 per tensor", "int8", "int8 per tensor"]
+VARIANTS += ["int4 of 32", "int4 of 32, zero points", "mxfp4"]  # of widths that are no multiples of 128
+
+
+def test_errors_of_formats(run, capsys):
+    records = run("bench_quantised", "--shape", SMALL, "--quality")
+    kinds = ("gaussian", "student t, 3 degrees", "outlier columns")
+    expected = [(t, kind, name) for t in FLOATS for kind in kinds for name in (t, *VARIANTS)]
+    assert [(r["dtype"], r["what"], r["layer"]) for r in records] == expected
+    found = {(r["dtype"], r["what"], r["layer"]): r for r in records}
+    for r in records:
+        assert set(r) >= FIELDS and r["bench"] == "quantised_quality" and r["tokens"] == 256
+        assert r["layer"].startswith(r["format"])
+        is_float = r["format"] in FLOATS
+        assert r["weight_error"] == 0 if is_float else 1e-3 < r["weight_error"] < 0.5
+        assert r["output_error"] < 1e-2 if is_float else r["weight_error"] < r["output_error"] < 1
+    for dtype, size in FLOATS.items():
+        assert found[dtype, "gaussian", dtype]["bytes"] == size * 3 * 8 * 64 * 32
+        # A normal distribution rounded to 127 steps of its largest value, and to a mantissa of 3 bits
+        assert 0.005 < found[dtype, "gaussian", "int8"]["weight_error"] < 0.01
+        assert 0.02 < found[dtype, "gaussian", "fp8"]["weight_error"] < 0.03
+        zero_points = found[dtype, "gaussian", "int4 of 32, zero points"]
+        assert (zero_points["group_size"], zero_points["symmetric"]) == (32, False)
+        assert zero_points["bits_per_weight"] == 4 + (8 * size + 8) / 32
+        assert found[dtype, "gaussian", "fp8 per tensor"]["per_tensor"] is True
+    printed = capsys.readouterr().out
+    assert (
+        "int4 of 128 is left out: expected widths that are multiples of 128, found D = 64, F = 32" in printed
+    )
+    (row,) = (r for r in printed.split(", random, bf16")[1].splitlines() if r.startswith("mxfp4"))
+    r = found["bf16", "gaussian", "mxfp4"]
+    assert row.split()[:4] == ["mxfp4", "4.25", f"{r['weight_error']:.2%}", f"{r['output_error']:.2%}"]
+
+
+def test_random_weights(load):
+    """All of a norm, with the tails that their names say."""
+    bench, common = load("bench_quantised"), load("common")
+    torch.manual_seed(0)
+    largest = {}
+    for kind in bench.WEIGHTS:
+        weights = bench.random_weights(kind, common.Sizes(1, 8, 2, 512, 256), torch.float32, "cpu")
+        assert [tuple(w.shape) for w in weights] == [(8, 256, 512), (8, 512, 256), (8, 256, 512)]
+        for w in weights:
+            assert w.norm() == pytest.approx((w.numel() / w.size(2)) ** 0.5, rel=1e-4)
+        scaled = weights[0] * 512**0.5
+        largest[kind] = scaled.abs().max().item()
+        if kind == "outlier columns":
+            norms = scaled.square().mean((0, 1)).sort().values
+            assert norms[-5] > 300 * norms[-6]
+    assert largest["gaussian"] < 6 and largest["student t, 3 degrees"] > 20
+
+
+def test_times_of_formats(load, run, tmp_path, capsys):
+    flags = ("--time", "--tokens", "1,5", "--format", "int4,fp8")
+    records = run("bench_quantised", "--shape", SMALL, *flags)
+    names = ("fp8", "fp8 per tensor", "int4 of 32", "int4 of 32, zero points")
+    assert [(r["dtype"], r["tokens"], r["layer"]) for r in records] == [
+        (dtype, n, name) for dtype in FLOATS for n in (1, 5) for name in (dtype, *names)
+    ]
+    for r in records:
+        assert set(r) >= FIELDS and (r["bench"], r["what"], r["mode"]) == ("quantised", "forward", "eager")
+        assert r["time_us"] > 0 and r["ratio_to_float"] > 0 and r["bytes"] > 0
+        assert 0 < r["max_rel_error"] < {"fp32": 1e-5, "bf16": 1e-2}[r["dtype"]]
+        assert r["ratio_to_float"] == 1 or r["format"] not in FLOATS
+    assert "5 tokens" in capsys.readouterr().out
+    flags = ("--quality", "--format", "fp8", "--dtype", "fp32", "--append")
+    again = run("bench_quantised", "--shape", SMALL, *flags)
+    assert again[: len(records)] == records and len(again) == len(records) + 3 * 3
+    load("table").main([str(tmp_path / "bench_quantised.json")])
+
+
+def test_wrong_values_of_a_format_are_not_timed(load):
+    bench = load("bench_quantised")
+    weights = [torch.randn(4, 32, 32) for _ in range(3)]
+    layer = bench.quantised(weights, bench.Variant("mxfp4"))
+    x, scores, ids = torch.randn(3, 32), torch.ones(3, 1), torch.tensor([[0], [1], [3]])
+    routed_x = (x, scores, ids)
+    right = fused_moe.fused_experts(x, *layer, scores, ids)
+    assert bench.checked_error(lambda: right, layer, routed_x, "mxfp4", "fp32") < 1e-5
+    with pytest.raises(SystemExit, match="mxfp4 fp32: wrong before it is fast"):
+        wrong = fused_moe.fused_experts(x, *weights, scores, ids)
+        bench.checked_error(lambda: wrong, layer, routed_x, "mxfp4", "fp32")
+
+
+@pytest.mark.parametrize(
+    "flag, found",
+    (("--format=int5", "fp8_block, fp8, int8, int4, mxfp4, found int5"), ("--tokens=0", "tokens, found 0")),
+)
+def test_wrong_flags_of_quantised(run, capsys, flag, found):
+    with pytest.raises(SystemExit, match="2"):
+        run("bench_quantised", flag)
+    assert found in capsys.readouterr().err
+
+
+def test_the_loss_of_a_model(load, run, tmp_path, monkeypatch, capsys):
+    """The records of the example, with the machine."""
+    for name in ("matplotlib", "tqdm"):
+        pytest.importorskip(name)
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    train_lm = load("train_lm")
+    monkeypatch.setattr(train_lm, "GENERATED_BYTES", 1)
+    flags = "--layers 1 --dim 32 --hidden-dim 32 --num-experts 4 --top-k 2 --seq-len 16 --steps 1"
+    train_lm.main([*flags.split(), "--device", "cpu", "--out", str(tmp_path)])
+    capsys.readouterr()
+    records = run("bench_quantised", "--model", str(tmp_path), "--format", "int4,mxfp4")
+    names = ["float32", "int4 of 32", "int4 of 32, zero points", "mxfp4"]
+    assert [r["layer"] for r in records] == names
+    for r in records:
+        assert set(r) >= FIELDS | {"format", "bytes"}
+        assert (r["bench"], r["shape"], r["layers"], r["steps"]) == ("quantised_lm", "64,4,2,32,32", 1, 1)
+        assert r["loss_change"] == r["loss"] - records[0]["loss"] and 1 < r["loss"] < 9
+    printed = capsys.readouterr().out
+    assert "bits per byte" in printed and f"{records[3]['bytes']:,}" in printed
 
 
 def test_validating_times_nothing(run, load, monkeypatch, tmp_path, capsys):
