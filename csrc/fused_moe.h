@@ -74,15 +74,15 @@ typedef enum {
     FUSED_MOE_FP8_BLOCK, /* e4m3, 128x128 of a matrix */
     FUSED_MOE_FP8,       /* e4m3, a row or a matrix */
     FUSED_MOE_INT8,      /* two's complement, a row or a matrix */
-    FUSED_MOE_INT4,      /* 0 to 15 around a zero point, a group of a row */
+    FUSED_MOE_INT4,      /* -8 to 7, stored plus 8, a group of a row */
     FUSED_MOE_MXFP4,     /* e2m1, 32 of a row; scales are e8m0 */
     FUSED_MOE_NUM_FORMATS
 } FusedMoeFormat;
 
-typedef struct {         /* weight (E, out, in) = (code - zero) scale, in f32, rounded to the call's dtype */
-    const void *data;    /* [E,out,in]; codes of 4 bits two per byte, the even column in the lower half */
-    const void *scale;   /* [E,ceil(out/block_out),ceil(in/block_in)] */
-    const uint8_t *zero; /* like scale; NULL: 8 for int4, 0 for others */
+typedef struct {        /* weight (E, out, in) = (code - zero) scale, in f32, rounded to the call's dtype */
+    const void *data;   /* [E,out,in]; codes of 4 bits two per byte, the even column in the lower half */
+    const void *scale;  /* [E,ceil(out/block_out),ceil(in/block_in)] */
+    const int8_t *zero; /* like scale; NULL: zeros */
     int64_t block_out, block_in; /* what one scale is of */
     FusedMoeFormat format;
     FusedMoeDtype scale_dtype; /* floating; u8 for mxfp4 */

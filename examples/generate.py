@@ -286,7 +286,8 @@ def main(argv=None):
     model = load_model(saved, args)
     if args.quantize:
         before = expert_bytes(model)
-        fused_moe.quantize(model, args.quantize, group_size=args.group_size)
+        options = {"group_size": args.group_size} if args.quantize == "int4" else {}
+        fused_moe.quantize(model, args.quantize, **options)
         print(f"experts: {before:,} bytes, {expert_bytes(model):,} as {args.quantize}")
     print()
     decoder = Decoder(model, saved["config"]["seq_len"], args.batch, args.temperature)

@@ -39,22 +39,22 @@ def experts(
     if lora is not None:
         pairs, scale = lora.pairs, lora.scale
 
-    def product(rows: Tensor, i: int) -> Tensor:
-        return _product(rows, weights[i], biases[i], *pairs[i], scale, offsets)
+    def gemm(rows: Tensor, i: int) -> Tensor:
+        return _gemm(rows, weights[i], biases[i], *pairs[i], scale, offsets)
 
     rows = run(ops.permute.default, x, plan.tensors) if has_maps else x
     if score_on == "input":
         rows = _scored(rows, scores, plan)
-    gate, up = product(rows, 0), None
+    gate, up = gemm(rows, 0), None
     if layout == "halves":
         gate, up = gate.chunk(2, -1)
     elif layout == "interleaved":
         gate, up = gate[:, 0::2], gate[:, 1::2]
     elif weights[2] is not None:
-        up = product(rows, 2)
+        up = gemm(rows, 2)
     wide = score_dtype(x)
     a = activate(gate.to(wide), None if up is None else up.to(wide), **activation).to(gate.dtype)
-    y = product(a, 1)
+    y = gemm(a, 1)
     if not has_maps:
         return y
     return run(ops.unpermute.default, y, scores if score_on == "output" else None, plan.tensors)
@@ -66,7 +66,7 @@ def _scored(rows: Tensor, scores: Tensor, plan: Plan) -> Tensor:
     return (rows.to(scores.dtype) * row_scores).to(rows.dtype)
 
 
-def _product(rows: Tensor, w, bias, a, b, scale: float, offsets: Tensor) -> Tensor:
+def _gemm(rows: Tensor, w, bias, a, b, scale: float, offsets: Tensor) -> Tensor:
     """rows w^T + scale (rows a^T) b^T + bias, of the rows' experts; zero past the last row."""
     if isinstance(w, QuantizedWeight):
         out = run(ops.quantized_mm.default, rows, *w.tensors, offsets, w.code)

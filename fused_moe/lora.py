@@ -52,8 +52,9 @@ class LoRA(NamedTuple):
 
         Args:
             num_experts: E.
-            w1, w2, w3: (lora_A.weight (E * rank, in), lora_B.weight (out, rank * E)) of each weight. Experts
-                of a row of lora_A follow each other, in a row of lora_B they alternate.
+            w1, w2, w3: (lora_A.weight (E * rank, in), lora_B.weight (out, rank * E)) of each weight: rows of
+                lora_A are grouped by expert, columns of lora_B by rank. Older releases swapped in and out for
+                parameters (E, out, in); such adapters are not read.
             scale: lora_alpha / rank, or lora_alpha / sqrt(rank) with use_rslora.
 
         Raises:
@@ -61,17 +62,19 @@ class LoRA(NamedTuple):
 
         Source: ParamWrapper of peft.tuners.lora.layer, version 0.21.
         """
+        check_int("from_peft", "num_experts", num_experts)
+        if num_experts < 1:
+            fail(ValueError, "from_peft", "num_experts >= 1", num_experts)
         pairs = []
         for i, pair in enumerate((w1, w2, w3), 1):
             if pair is None:
                 pairs += [None, None]
                 continue
             A, B = pair
-            rank = A.size(0) // num_experts
-            if A.dim() != 2 or B.dim() != 2 or A.size(0) != rank * num_experts or B.size(1) != A.size(0):
+            if A.dim() != 2 or B.dim() != 2 or A.size(0) % num_experts or B.size(1) != A.size(0):
                 expected = f"w{i} of lora_A ({num_experts} * rank, in), lora_B (out, rank * {num_experts})"
                 fail(ValueError, "from_peft", expected, f"{tuple(A.shape)} and {tuple(B.shape)}")
-            pairs += [A.view(num_experts, rank, -1), B.view(-1, rank, num_experts).permute(2, 0, 1)]
+            pairs += [A.unflatten(0, (num_experts, -1)), B.unflatten(1, (-1, num_experts)).permute(2, 0, 1)]
         return cls(*pairs, scale)
 
     def to_peft(self) -> list[tuple[Tensor, Tensor] | None]:
@@ -84,12 +87,12 @@ class LoRA(NamedTuple):
 class Adapters(nn.Module):
     """LoRA's parameters a1, b1, .. for the weights `targets` of a FusedMoE's experts; see `add_lora`."""
 
-    def __init__(self, weights: dict, rank: int, scale: float):
+    def __init__(self, weights: dict, rank: int, scale: float, dtype: torch.dtype | None):
         super().__init__()
         self.scale = scale
         for name, w in weights.items():
             E, rows, cols = w.shape
-            factory = {"dtype": w.dtype, "device": w.device}
+            factory = {"dtype": w.dtype if dtype is None else dtype, "device": w.device}
             self.register_parameter(f"a{name[1]}", nn.Parameter(torch.empty(E, rank, cols, **factory)))
             self.register_parameter(f"b{name[1]}", nn.Parameter(torch.empty(E, rows, rank, **factory)))
         self.reset_parameters()
@@ -99,6 +102,18 @@ class Adapters(nn.Module):
         for name, parameter in self.named_parameters():
             bound = 1 / math.sqrt(parameter.size(2)) if name[0] == "a" else 0.0
             nn.init.uniform_(parameter, -bound, bound)
+
+    @torch.no_grad()
+    def load(self, lora: LoRA) -> None:
+        """Copies adapters, those of another framework say, into the parameters; takes their scale."""
+        own = dict(self.named_parameters())
+        given = {name: t for name, t in zip(LoRA._fields, lora.tensors, strict=False) if t is not None}
+        if {n: p.shape for n, p in own.items()} != {n: t.shape for n, t in given.items()}:
+            expected, found = ({n: tuple(t.shape) for n, t in ts.items()} for ts in (own, given))
+            fail(ValueError, "load", f"adapters of shapes {expected}", found)
+        for name, parameter in own.items():
+            parameter.copy_(given[name])
+        self.scale = lora.scale
 
     def forward(self) -> LoRA:
         return LoRA(**dict(self.named_parameters()), scale=self.scale)
@@ -115,16 +130,19 @@ def add_lora(
     *,
     alpha: float | None = None,
     targets: tuple[str, ...] = ("w1", "w2", "w3"),
+    dtype: torch.dtype | None = None,
 ) -> nn.Module:
     """Gives the experts of every FusedMoE in a module trainable adapters, and freezes their own parameters.
 
-    The adapters are the parameters `experts.lora.a1`, `experts.lora.b1`, .., in the dtype of the weights.
-    What else is in the module, routers for one, is left as it is. Quantised experts are the usual case.
+    The adapters are the parameters `experts.lora.a1`, `experts.lora.b1`, ... Everything else in the module,
+    routers for one, is left as it is. main_grads of the frozen parameters have no effect. Quantised experts
+    are the usual case. `experts.lora.load(LoRA.from_peft(...))` takes adapters made elsewhere.
 
     Args:
         module: whose FusedMoE layers have no adapters yet.
         rank: of each expert's matrices. alpha: the scale is alpha / rank; by default 1.
-        targets: the weights that get some.
+        targets: the weights that get some; w3 only where experts are gated.
+        dtype: of the adapters, that of x unless autocast casts both; default: the weights'.
 
     Returns:
         The module.
@@ -140,6 +158,8 @@ def add_lora(
         fail(ValueError, fn, "rank >= 1", rank)
     if alpha is not None:
         check_real(fn, "alpha", alpha)
+    if dtype is not None and dtype not in FLOATING:
+        fail(TypeError, fn, "a floating dtype", dtype)
     if not targets or not set(targets) <= {"w1", "w2", "w3"}:
         fail(ValueError, fn, "targets of w1, w2 and w3", targets)
     layers = [m for m in module.modules() if isinstance(m, Experts)]
@@ -150,11 +170,13 @@ def add_lora(
     for layer in layers:
         for name, parameter in layer.named_parameters():
             check_plain(fn, name, parameter)
-    for layer in layers:
+    targeted = [{name: getattr(layer, name) for name in sorted(set(targets))} for layer in layers]
+    targeted = [{name: w for name, w in weights.items() if w is not None} for weights in targeted]
+    if not all(targeted):
+        fail(ValueError, fn, f"experts with {' or '.join(sorted(set(targets)))}", "ungated ones")
+    for layer, weights in zip(layers, targeted, strict=True):
         layer.requires_grad_(False)
-        weights = {name: getattr(layer, name) for name in sorted(set(targets))}
-        weights = {name: w for name, w in weights.items() if w is not None}
-        layer.lora = Adapters(weights, rank, 1.0 if alpha is None else alpha / rank)
+        layer.lora = Adapters(weights, rank, 1.0 if alpha is None else alpha / rank, dtype)
     return module
 
 

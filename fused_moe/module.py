@@ -94,7 +94,8 @@ class Router(nn.Module):
 class Experts(nn.Module):
     """The routed experts: w1 (E, F, D) gate, w2 (E, D, F) down, w3 (E, F, D) up, and biases.
 
-    A QuantizedWeight may be assigned to each of w1, w2 and w3. `lora` are the adapters of `add_lora`.
+    A QuantizedWeight may be assigned to each of w1, w2 and w3; its dtype becomes that of the parameter whose
+    place it takes. `lora` are the adapters of `add_lora`.
     """
 
     def __init__(self, dim, hidden_dim, num_experts, *, activation, gated, bias, device, dtype):
@@ -120,17 +121,27 @@ class Experts(nn.Module):
         for name, parameter in self.named_parameters(recurse=False):
             bound = 1 / math.sqrt(fan_in[name[-1]])
             nn.init.uniform_(parameter, -bound, bound)
+        if self.lora is not None:
+            self.lora.reset_parameters()
 
     def __setattr__(self, name: str, value) -> None:
         if isinstance(value, QuantizedWeight) and name in self._parameters:
-            del self._parameters[name]  # nn.Module lets no module take a parameter's name
+            value.dtype = self._parameters.pop(name).dtype  # nn.Module lets no module take a parameter's name
         super().__setattr__(name, value)
+
+    def __setstate__(self, state) -> None:
+        super().__setstate__(state)
+        if "lora" not in self.__dict__ and "lora" not in self._modules:  # pickled by an older version
+            self.lora = None
 
     def forward(self, x: Tensor, scores: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
         """x (T, D) -> out (T, D), counts (E,) int32."""
         biases = (self.b1, self.b2, self.b3)
-        beside = {"main_grads": self.main_grads, "lora": None if self.lora is None else self.lora()}
-        return function.experts_and_counts(x, self.weights, scores, ids, biases, self.activation, **beside)
+        lora = None if self.lora is None else self.lora()
+        main_grads = self.main_grads if lora is None else None  # beside adapters the weights are frozen
+        return function.experts_and_counts(
+            x, self.weights, scores, ids, biases, self.activation, main_grads=main_grads, lora=lora
+        )
 
     @property
     def weights(self) -> tuple:

@@ -292,8 +292,8 @@ def operator_calls(case: Case, device) -> dict:
         {**down_backward, "dout": rows, "plan": rows_plan, **down_needs, "need_dscores": False},
     ]
     quantized = [  # not fp8, with whose codes opcheck cannot reckon
-        fused_moe.quantize(torch.randn(E, 6, 64).to(device), format, group_size=32, symmetric=False)
-        for format in ("int4", "mxfp4", "int8")
+        fused_moe.quantize(torch.randn(E, 6, 64).to(device), format, **options)
+        for format, options in (("int4", {"group_size": 32, "symmetric": False}), ("mxfp4", {}), ("int8", {}))
     ]
     of_quantized = [
         {"a": new(R, width), **dict(zip(("data", "scale", "zero"), w.tensors, strict=True)), "offsets": offs}

@@ -50,6 +50,11 @@ def adapters(case: Case, device, rank=8, of="123") -> dict:
     return {n: t.to(device, case.dtype) for n, t in made.items()}
 
 
+def usual(format: str) -> dict:
+    """Options for narrow weights."""
+    return {"group_size": 32} if format == "int4" else {}
+
+
 def with_lora(function):
     """The function with the adapters as arguments of their own, so that each has a gradient."""
 
@@ -68,7 +73,9 @@ def check_lora(case: Case, device, *, quantized: str | None = None, scale=0.7, r
         weights = {n: inputs.pop(n) for n in ("w1", "w2", "w3")}
     plain = weights
     if quantized:
-        weights = {n: w if w is None else quantize(w, quantized, group_size=32) for n, w in weights.items()}
+        weights = {
+            n: w if w is None else quantize(w, quantized, **usual(quantized)) for n, w in weights.items()
+        }
         plain = {n: w if w is None else w.dequantize(case.dtype) for n, w in weights.items()}
     fixed = {"ids": case.ids(device), "score_on": case.score_on, "scale": scale, **case.options}
     dout = case.dout(device)
@@ -155,7 +162,7 @@ def test_compile(device, format):
     case = Case(dim=64, hidden=32)
     inputs, lora, ids = case.inputs(device), adapters(case, device), case.ids(device)
     if format:
-        inputs |= {n: quantize(inputs[n], format, group_size=32) for n in ("w1", "w2", "w3")}
+        inputs |= {n: quantize(inputs[n], format, **usual(format)) for n in ("w1", "w2", "w3")}
 
     def step(x, a1):
         return with_lora(fused_experts)(**{**inputs, "x": x}, **{**lora, "lora_a1": a1}, ids=ids)
@@ -186,6 +193,23 @@ def test_peft_layout(cpu):
         LoRA.from_peft(5, w1=(A, B))
     with pytest.raises(ValueError, match="w2 of lora_A"):
         LoRA.from_peft(E, w2=(A, B[:, :9]))
+    with pytest.raises(ValueError, match="num_experts >= 1, found 0"):
+        LoRA.from_peft(0, w1=(A, B))
+
+
+def test_adapters_of_another_framework(cpu):
+    """A layer's adapters take given ones, with their scale; others of other shapes raise."""
+    E, rank, D, F = 3, 4, 24, 16
+    moe = add_lora(FusedMoE(D, F, E, 2), rank, targets=("w1", "w2"))
+    w1, w2 = ((torch.randn(E * rank, i), torch.randn(o, rank * E)) for o, i in ((F, D), (D, F)))
+    moe.experts.lora.load(LoRA.from_peft(E, w1, w2, scale=0.5))
+    x = torch.randn(5, D)
+    with torch.no_grad():
+        torch.testing.assert_close(moe(x), reference_layer(moe)(x), rtol=1e-4, atol=1e-4)
+        assert moe.experts.lora.scale == 0.5
+    for wrong in (LoRA.from_peft(E, w1), LoRA.from_peft(E, w2, w1)):
+        with pytest.raises(ValueError, match="load: expected adapters of shapes {'a1': .3, 4, 24."):
+            moe.experts.lora.load(wrong)
 
 
 @pytest.mark.parametrize("transposed", (False, True))
@@ -224,7 +248,7 @@ def test_layer(device, format):
     """Adapters start at zero, train alone, and reduce the loss; the layer's own experts stay."""
     moe = FusedMoE(64, 32, 6, 2, bias=True).to(device)
     if format:
-        quantize(moe, format, group_size=32)
+        quantize(moe, format, **usual(format))
     x, target = torch.randn(2, 50, 64, device=device)
     before, state = moe(x).detach(), {n: t.clone() for n, t in moe.state_dict().items()}
     assert add_lora(moe, 8, alpha=16) is moe
@@ -248,7 +272,7 @@ def test_layer(device, format):
         torch.testing.assert_close(moe(x), expected, rtol=1e-4, atol=1e-4)
     again = add_lora(FusedMoE(64, 32, 6, 2, bias=True).to(device), 8, alpha=16)
     if format:
-        quantize(again, format, group_size=32)
+        quantize(again, format, **usual(format))
     again.load_state_dict(moe.state_dict())
     assert torch.equal(again(x), moe(x))
 
@@ -261,7 +285,7 @@ def reference_layer(moe):
         w = getattr(merged.experts, name)
         w = w.dequantize(F32) if isinstance(w, QuantizedWeight) else w
         delattr(merged.experts, name)
-        setattr(merged.experts, name, torch.nn.Parameter(w + lora.scale * b @ a))
+        setattr(merged.experts, name, torch.nn.Parameter(w if a is None else w + lora.scale * b @ a))
     return merged
 
 
@@ -272,13 +296,41 @@ def test_some_targets(device):
     assert moe(torch.randn(3, 24, device=device, dtype=BF16)).isfinite().all()
 
 
-def test_wrong_layers(device):
+def test_parameters_are_initialised_again(device):
+    """reset_parameters initialises adapters, too: b is zero, and a is not."""
+    moe = add_lora(FusedMoE(24, 16, 4, 2).to(device), 2)
+    for parameter in moe.experts.lora.parameters():
+        torch.nn.init.constant_(parameter, 7)
+    moe.reset_parameters()
+    assert not moe.experts.lora.b1.any() and 0 < moe.experts.lora.a1.abs().max() < 1
+
+
+def test_a_main_grad_of_frozen_weights_is_left_alone(device):
     moe = FusedMoE(24, 16, 4, 2).to(device)
+    moe.experts.w1.main_grad = torch.ones_like(moe.experts.w1)
+    add_lora(moe, 2)(torch.randn(3, 24, device=device)).sum().backward()
+    assert (moe.experts.w1.main_grad == 1).all() and moe.experts.lora.b1.grad is not None
+
+
+def test_a_layer_of_an_older_version(cpu):
+    """One that was pickled as a whole has no adapters."""
+    moe = FusedMoE(24, 16, 4, 2)
+    state = dict(moe.experts.__dict__)
+    del state["lora"]
+    experts = object.__new__(type(moe.experts))
+    experts.__setstate__(state)
+    assert experts.lora is None
+
+
+def test_wrong_layers(device):
+    moe, plain = FusedMoE(24, 16, 4, 2).to(device), FusedMoE(24, 16, 4, 2, gated=False).to(device)
     for call, error, message in (
         (lambda: add_lora(moe, 0), ValueError, "rank >= 1, found 0"),
         (lambda: add_lora(moe, 2.0), TypeError, "rank to be an int"),
         (lambda: add_lora(moe, 2, alpha="1"), TypeError, "alpha to be a number"),
         (lambda: add_lora(moe, 2, targets=("w4",)), ValueError, "targets of w1, w2 and w3, found"),
+        (lambda: add_lora(moe, 2, dtype=torch.int8), TypeError, "a floating dtype, found torch.int8"),
+        (lambda: add_lora(plain, 2, targets=("w3",)), ValueError, "experts with w3, found ungated ones"),
         (lambda: add_lora(torch.nn.Linear(2, 2), 2), ValueError, "a FusedMoE in it, found Linear"),
     ):
         with pytest.raises(error, match=message):

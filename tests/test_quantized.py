@@ -23,11 +23,12 @@ from cases import (
 )
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
 import fused_moe
-from fused_moe import FusedMoE, QuantizedWeight, fused_experts, grouped_mlp, quantize, reference
+from fused_moe import FusedMoE, QuantizedWeight, fused_experts, grouped_mlp, quantize, quantized, reference
 from fused_moe.quantized import fallback
-from fused_moe.quantized.formats import E2M1, FORMATS, scale_shapes
+from fused_moe.quantized.formats import FORMATS, scale_shapes
 
 pytestmark = pytest.mark.usefixtures("poison")
 
@@ -66,12 +67,13 @@ def random_weight(format: str, E: int, rows: int, cols: int, device, scale_of=0)
     elif format == "int8":
         data, scale = data.view(torch.int8), scale / 16
     elif format == "int4" and scale_of % 2:
-        zero = torch.randint(16, shape, dtype=torch.uint8).to(device)
+        zero = torch.randint(-8, 8, shape, dtype=torch.int8).to(device)
     return QuantizedWeight(data, scale.to(device), zero, format=format, shape=(E, rows, cols))
 
 
-def as_published(w: QuantizedWeight) -> set[str]:
-    return set(w.state_dict())
+def usual(format: str) -> dict:
+    """Options for narrow weights."""
+    return {"group_size": 32} if format == "int4" else {}
 
 
 # --- values -----------------------------------------------------------------------------------------------
@@ -152,7 +154,8 @@ def test_every_code(device):
     scales = codes.view(1, 256, 1)
     mxfp4 = QuantizedWeight(data, scales, format="mxfp4", shape=(1, 256, 32)).to(device)
     found = mxfp4.dequantize(F64)[0, :, 0::2]
-    magnitudes = torch.tensor([*E2M1, *(-m for m in E2M1)], dtype=F64, device=device)
+    e2m1 = (0, 0.5, 1, 1.5, 2, 3, 4, 6)
+    magnitudes = torch.tensor([*e2m1, *(-m for m in e2m1)], dtype=F64, device=device)
     expected = (2.0 ** (torch.arange(256, dtype=F64, device=device) - 127))[:, None] * magnitudes
     assert torch.equal(found[:255], expected.float().double()[:255])  # 6 * 2^127 is infinite in float32
     assert found[255].isnan().all()
@@ -463,24 +466,40 @@ def test_published_layout(device):
     """int4 as compressed-tensors packs it, mxfp4 as gpt-oss."""
     w = random_weight("int4", 2, 12, 64, device, 1)
     state = w.state_dict()
-    assert state.keys() == {"weight_packed", "weight_scale", "weight_zero_point", "weight_shape"}
-    assert state["weight_shape"].tolist() == [12, 64]
+    assert state.keys() == {"weight_packed", "weight_scale", "weight_zero_point"}
     packed, zeros = state["weight_packed"], state["weight_zero_point"]
     assert packed.shape == (2, 12, 8) and packed.dtype == torch.int32
-    assert zeros.shape == (2, 2, w.zero.size(2)) and zeros.dtype == torch.int32
+    assert zeros.shape == w.scale.shape and zeros.dtype == torch.int8 and torch.equal(zeros, w.zero)
     codes = torch.stack((w.data & 15, w.data >> 4), -1).flatten(-2)
     for i in range(8):
         assert torch.equal((packed >> 4 * i) & 15, codes[..., i::8].int())
-    padded = torch.nn.functional.pad(w.zero, (0, 0, 0, 4)).int()
-    for i in range(8):
-        assert torch.equal((zeros >> 4 * i) & 15, padded[:, i::8])
     w = random_weight("mxfp4", 2, 12, 64, device)
     assert {n: tuple(t.shape) for n, t in w.state_dict().items()} == {
         "blocks": (2, 12, 2, 16), "scales": (2, 12, 2)
     }  # fmt: skip
-    assert as_published(random_weight("fp8_block", 1, 8, 8, device)) == {"weight", "weight_scale_inv"}
-    assert as_published(random_weight("fp8", 1, 8, 8, device)) == {"weight", "weight_scale"}
-    assert as_published(random_weight("int8", 1, 8, 8, device)) == {"weight", "weight_scale"}
+    for format, scale in (
+        ("fp8_block", "weight_scale_inv"),
+        ("fp8", "weight_scale"),
+        ("int8", "weight_scale"),
+    ):
+        w = random_weight(format, 1, 8, 8, device)
+        assert w.state_dict().keys() == {"weight", scale} and w.weight.dtype == w.data.dtype
+
+
+@EVERY_OPTION
+def test_loaders_read_what_a_layer_saves(device, option):
+    """And the names of a state_dict are parameters, as distributed checkpoints and functional_call want."""
+    format, options = OPTIONS[option]
+    moe = quantize(layer(device), format, **options)
+    state = get_model_state_dict(moe)
+    load = {"fp8_block": quantized.from_fp8_block, "mxfp4": quantized.from_mxfp4}
+    w1 = load.get(format, quantized.from_compressed_tensors)(state, "experts.w1")
+    assert w1.format == format and torch.equal(w1.dequantize(F32), moe.experts.w1.dequantize(F32))
+    x = torch.randn(5, 64, device=device)
+    others = quantize(layer(device), format, **options).state_dict()
+    found = torch.func.functional_call(moe, others, x)
+    moe.load_state_dict(others)
+    assert torch.equal(found, moe(x))
 
 
 def test_missing_names_are_those_of_the_checkpoint(device):
@@ -491,7 +510,7 @@ def test_missing_names_are_those_of_the_checkpoint(device):
         w.load_state_dict({**w.state_dict(), "zeros": w.scale})
     wrong = {"weight": w.data, "weight_scale_inv": w.scale.to(BF16)}
     with pytest.raises(
-        RuntimeError, match="weight_scale_inv: expected torch.float32 of shape .1, 1, 1., found torch.b"
+        RuntimeError, match="weight_scale_inv: expected dtype torch.float32, found torch.bfloat16"
     ):
         w.load_state_dict(wrong, assign=True)
     symmetric, other = (random_weight("int4", 1, 8, 64, device, scale_of) for scale_of in (0, 3))
@@ -504,14 +523,14 @@ def test_to(device, format):
     """A dtype changes that of dequantize() alone; codes and scales stay; a device moves all."""
     w = random_weight(format, 2, 32, 64, device, 1)
     before = [None if t is None else t.clone() for t in w.tensors]
-    for change in (lambda w: w.to(torch.float16), lambda w: w.half(), lambda w: w.to(F16, non_blocking=True)):
+    for change in (lambda w: w.to(F16), lambda w: w.half(), lambda w: w.type(F16)):
         change(w.to(BF16))
         assert w.dtype == F16 and w.dequantize().dtype == F16
     for tensor, old in zip(w.tensors, before, strict=True):
         assert (tensor is None and old is None) or (tensor.dtype == old.dtype and torch.equal(tensor, old))
     meta = copy.deepcopy(w).to("meta")
     assert meta.device.type == "meta" and meta.dequantize().shape == w.shape
-    moe = quantize(layer(device), format, group_size=32).to(BF16)
+    moe = quantize(layer(device), format, **usual(format)).to(BF16)
     assert moe.experts.w1.dtype == BF16 and moe.experts.w1.scale.dtype in (F32, torch.uint8)
     assert moe(torch.randn(3, 64, dtype=BF16, device=device)).dtype == BF16
 
@@ -527,7 +546,7 @@ def test_memory(cpu):
 @pytest.mark.parametrize("format", ("fp8_block", "int4", "mxfp4"))
 def test_compile(device, format):
     """One graph without breaks, with any number of tokens, forward and backward."""
-    moe = quantize(layer(device), format, group_size=32)
+    moe = quantize(layer(device), format, **usual(format))
     compiled = torch.compile(moe, fullgraph=True, dynamic=True)
     for tokens in (5, 9):
         x = torch.randn(tokens, 64, device=device, requires_grad=True)
@@ -584,18 +603,26 @@ WRONG = {
         r"scale of shape \(2, 8, 2\) or \(2, 8, 1\), found \(2, 8, 3\)",
     ),
     "zero": (
-        lambda: make("fp8", zero=torch.zeros(2, 8, 1, dtype=torch.uint8)), ValueError,
+        lambda: make("fp8", zero=torch.zeros(2, 8, 1, dtype=torch.int8)), ValueError,
         "no zero points in format fp8",
     ),
     "zero's shape": (
-        lambda: make(zero=torch.zeros(2, 8, 1, dtype=torch.uint8)), ValueError, r"zero of shape \(2, 8, 2\)"
+        lambda: make(zero=torch.zeros(2, 8, 1, dtype=torch.int8)), ValueError, r"zero of shape \(2, 8, 2\)"
     ),
     "zero's values": (
-        lambda: make(zero=torch.full((2, 8, 2), 16, dtype=torch.uint8)), ValueError,
-        r"zero from 0 to 15, found zero\[0, 0, 0\] = 16",
+        lambda: make(zero=torch.full((2, 8, 2), 8, dtype=torch.int8)), ValueError,
+        r"zero from -8 to 7, found zero\[0, 0, 0\] = 8",
     ),
     "device": (
         lambda: make(scale=torch.ones(2, 8, 2, device="meta")), ValueError, "scale on data's device cpu"
+    ),
+    "no shape": (
+        lambda: QuantizedWeight(torch.zeros(1), torch.zeros(1), format="fp8", shape=5), ValueError, "found 5"
+    ),
+    "another format's option": (
+        lambda: quantize(torch.ones(1, 8, 32), "int8", symmetric=False),
+        ValueError,
+        "no symmetric with format int8, found False",
     ),
     "quantize's format": (lambda: quantize(torch.ones(1, 8, 32), "nf4"), ValueError, "found 'nf4'"),
     "quantize's weight": (lambda: quantize(torch.ones(8, 32), "fp8"), ValueError, "weight of 3 dimensions"),
@@ -657,6 +684,10 @@ def test_raw_operator_checks_what_memory_safety_needs(cpu):
         ((a, data, scale, zero[:, :4], offsets, 3), "zero"),
         ((a, data, scale, zero, offsets, 5), "format"),
         ((a, data, scale, None, offsets, 4), "scale of dtype Byte"),
+        (
+            (a[:, :32], data.view(torch.int8), torch.empty(2, 0, 2**62), None, offsets, 2),
+            "equal parts of a row",
+        ),
         ((a, data, scale.double(), zero, offsets, 3), "at most 32 bits"),
         ((a, data.view(torch.int8), scale, zero, offsets, 3), "data of dtype Byte"),
         ((a, data, scale, zero, torch.tensor([5, 4], dtype=torch.int32), 3), "row counts"),

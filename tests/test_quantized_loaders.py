@@ -390,7 +390,7 @@ def test_compressed_tensors_mxfp4():
 )
 def test_own_state_dict(format, load):
     """What a QuantizedWeight saves."""
-    tensors = formats.quantize(torch.randn(3, 40, 256), format, 64, False, False)
+    tensors = formats.encode(torch.randn(3, 40, 256), format, group_size=64, symmetric=False)
     w = QuantizedWeight(*tensors, format=format, shape=(3, 40, 256))
     found = load(w.state_dict(prefix="w1."), "w1")
     assert found.format == format

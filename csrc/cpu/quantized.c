@@ -1,5 +1,5 @@
-/* Values of quantised weights: a run of codes becomes numbers in one loop, which their blocks' zero points and scales
- * then shift and multiply, so that both loops vectorise, blocks of 32 included. */
+/* Values of quantised weights. decode() converts a run of codes to floats, shift_and_scale() applies zero and scale
+ * block by block: two loops, so that blocks of 32 vectorise, too. */
 #include "cpu.h"
 
 #include <math.h>
@@ -38,8 +38,8 @@ FM_ROW_FN void decode(FusedMoeFormat format, const void *codes, int64_t first, i
         break;
     case FUSED_MOE_INT4:
         for (int64_t i = 0; i < n / 2; i++) {
-            values[2 * i] = (float)(pairs[i] & 15);
-            values[2 * i + 1] = (float)(pairs[i] >> 4);
+            values[2 * i] = (float)((pairs[i] & 15) - 8);
+            values[2 * i + 1] = (float)((pairs[i] >> 4) - 8);
         }
         break;
     case FUSED_MOE_MXFP4:
@@ -76,7 +76,7 @@ static void decode_row(const FmQuantized *m, int64_t row, int64_t col, int64_t n
     for (int64_t j = col, end; j < col + n; j = end) {
         int64_t block = j / w->block_in;
         end = fm_min(col + n, (block + 1) * w->block_in);
-        float zero = w->zero ? w->zero[first_block + block] : w->format == FUSED_MOE_INT4 ? 8 : 0;
+        float zero = w->zero ? w->zero[first_block + block] : 0;
         shift_and_scale(values + (j - col), end - j, zero, scale_at(w, first_block + block));
     }
 }

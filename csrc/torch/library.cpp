@@ -259,7 +259,8 @@ static void register_functions(Library &m) {
 
 STABLE_TORCH_LIBRARY_IMPL(fused_moe, CPU, m) {
     register_functions(m);
-    m.impl("quantized_mm", TORCH_BOX(&quantized_mm)); /* no CUDA tier has it: ops.py dequantises there */
+    m.impl("quantized_mm",
+           TORCH_BOX(&quantized_mm)); /* no CUDA tier has it: see fused_moe/quantized/fallback.py */
 }
 
 #ifdef FUSED_MOE_WITH_CUDA

@@ -14,7 +14,7 @@ static bool has_two_per_byte(int64_t format) {
     return format == FUSED_MOE_INT4 || format == FUSED_MOE_MXFP4;
 }
 
-/* What one scale is of, told by the shape of the scales. */
+/* Finds block_out and block_in from the scale's shape. */
 static void find_blocks(const char *op, FusedMoeQuantizedWeight *w, const Tensor &scale, int64_t E,
                         int64_t out, int64_t in) {
     if (w->format == FUSED_MOE_FP8_BLOCK) {
@@ -22,7 +22,7 @@ static void find_blocks(const char *op, FusedMoeQuantizedWeight *w, const Tensor
     } else {
         const bool is_grouped = has_two_per_byte(w->format);
         const int64_t blocks = scale.size(2), step = is_grouped ? 2 : in;
-        if (blocks < 1 || in % (step * blocks))
+        if (blocks < 1 || blocks > in / step || in % (step * blocks))
             fail(op, "expected scales of equal parts of a row, in columns by ", step, ", found ",
                  shape_text(scale), " for ", in, " columns");
         w->block_in = in / blocks;
@@ -53,9 +53,9 @@ static FusedMoeQuantizedWeight quantized_weight(const char *op, const Tensor &co
     if (zero) {
         check(format == FUSED_MOE_INT4, op, "zero points for int4 alone", "some for another format");
         check_shape(op, "zero", *zero, {E, out, scale.size(2)});
-        check_dtype(op, "zero", *zero, ScalarType::Byte);
+        check_dtype(op, "zero", *zero, ScalarType::Char);
         check_device(op, "zero", *zero, like);
-        w.zero = (const uint8_t *)data(*zero);
+        w.zero = (const int8_t *)data(*zero);
     }
     w.data = data(codes);
     w.scale = data(scale);

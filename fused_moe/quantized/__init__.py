@@ -12,7 +12,7 @@ from .loaders import (
     from_gptq_experts,
     from_mxfp4,
 )
-from .quantize import quantize
+from .quantizing import quantize
 from .weight import QuantizedWeight
 
 __all__ = [

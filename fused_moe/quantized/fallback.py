@@ -14,7 +14,7 @@ from torch import Tensor
 from ..ops import HAS_CUDA_KERNELS, _library, ops
 from . import formats
 
-NAMES = {found.code: name for name, found in formats.FORMATS.items()}
+NAMES = tuple(formats.FORMATS)
 
 
 def quantized_mm(

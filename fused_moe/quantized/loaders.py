@@ -2,8 +2,8 @@
 
 Each takes a state_dict (any mapping of names to tensors, also one that reads them from a file) and a name, in
 which `*` stands for the number of the expert; without it the experts are stacked, E being the first dimension
-of each tensor. Codes are laid out anew where ours lie elsewhere; no value changes. What is stacked already
-and lies as ours does is not copied: the result shares its memory.
+of each tensor. Codes are copied where their layout is another than ours; no value changes. Stacked tensors
+that have ours are not copied: the result shares their memory.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..checks import check_device, check_range, check_tensor, fail
 from . import formats
-from .formats import BLOCK, E4M3, GROUPS, MX_GROUP, SCALES, UINT4_ZERO
+from .formats import BLOCK, E4M3, GROUPS, INT4_OFFSET, MX_GROUP, SCALES
 from .weight import QuantizedWeight
 
 # --- public -----------------------------------------------------------------------------------------------
@@ -218,7 +218,7 @@ def from_awq(
     scale = tensors.get(".scales", SCALES, ("in / g", rows), _transposed)
     _group_size(tensors, ".scales", cols, scale.size(2))
     zero = tensors.get(".qzeros", (torch.int32,), (scale.size(2), rows // 8), _awq_codes)
-    return _int4(data, scale, _without_eights(zero), dtype)
+    return _int4(data, scale, _signed(zero), dtype)
 
 
 def from_mxfp4(
@@ -231,7 +231,8 @@ def from_mxfp4(
 
     Args:
         state_dict: `<name>_blocks` uint8 (E, out, in / 32, 16), two codes per byte, the even column in the
-            lower half; `<name>_scales` uint8 (E, out, in / 32), which stand for 2^(scale - 127).
+            lower half; `<name>_scales` uint8 (E, out, in / 32), which mean 2^(scale - 127). Or
+            `<name>.blocks` and `<name>.scales`, as of a QuantizedWeight's state_dict.
         name: e.g. "model.layers.3.mlp.experts.gate_up_proj".
         dtype: the result's.
 
@@ -247,9 +248,10 @@ def from_mxfp4(
     if isinstance(name, str) and "*" in name:
         fail(ValueError, fn, "a name without *, since gpt-oss stacks its experts", repr(name))
     tensors = _Tensors(fn, state_dict, name)
-    blocks = tensors.get("_blocks", (torch.uint8,), ("out", "in / 32", MX_GROUP // 2))
+    joint = "." if ".blocks" in tensors else "_"
+    blocks = tensors.get(joint + "blocks", (torch.uint8,), ("out", "in / 32", MX_GROUP // 2))
     E, rows, groups, _ = blocks.shape
-    scale = tensors.get("_scales", (torch.uint8,), (rows, groups))
+    scale = tensors.get(joint + "scales", (torch.uint8,), (rows, groups))
     shape = E, rows, groups * MX_GROUP
     return QuantizedWeight(blocks.flatten(-2), scale, format="mxfp4", shape=shape, dtype=dtype)
 
@@ -270,7 +272,7 @@ class _Tensors:
         self.fn, self.state_dict, self.name = fn, state_dict, name
         self.stacked = "*" not in name
         self.experts = [name] if self.stacked else self._numbered()
-        self.num_experts = "E" if self.stacked else len(self.experts)
+        self.num_experts = None if self.stacked else len(self.experts)
 
     def _numbered(self) -> list[str]:
         before, after = map(re.escape, self.name.split("*"))
@@ -291,17 +293,17 @@ class _Tensors:
         suffix: str,
         dtypes: tuple[torch.dtype, ...],
         shape: tuple[int | str, ...] | None,
-        turn: Callable[[Tensor], Tensor] = lambda t: t,
+        convert: Callable[[Tensor], Tensor] = lambda t: t,
     ) -> Tensor:
-        """The experts' tensors, each after `turn`, stacked. They must agree. shape is that of one expert: the
-        sizes that are known, and names of those that the tensor tells; or None if any shape will do."""
+        """The experts' tensors, each after `convert`, stacked. They must agree. shape is that of one expert:
+        the sizes that are known, and names of those that the tensor tells; or None if any shape will do."""
         fn, keys = self.fn, [expert + suffix for expert in self.experts]
         missing = [key for key in keys if key not in self.state_dict]
         if missing:
             fail(ValueError, fn, f"tensors {self.name}{suffix}", f"no {_listed(missing)}")
         tensors = [self.state_dict[key] for key in keys]
         if shape is not None and self.stacked:
-            shape = (self.num_experts, *shape)
+            shape = ("E" if self.num_experts is None else self.num_experts, *shape)
         for key, tensor in zip(keys, tensors, strict=True):
             dim = len(shape) if shape is not None else getattr(tensor, "ndim", 0)
             check_tensor(fn, key, tensor, dim, dtypes)
@@ -312,10 +314,10 @@ class _Tensors:
                     fail(ValueError, fn, f"{key} of shape ({sizes})", tuple(tensor.shape))
             dtypes, shape = (tensor.dtype,), tuple(tensor.shape)
         if not self.stacked:
-            return torch.stack([turn(tensor.detach()) for tensor in tensors])
-        if self.num_experts == "E":
+            return torch.stack([convert(tensor.detach()) for tensor in tensors])
+        if self.num_experts is None:
             self.num_experts = tensors[0].size(0)
-        return turn(tensors[0].detach())
+        return convert(tensors[0].detach())
 
 
 def _listed(names: Iterable[str], most: int = 8) -> str:
@@ -408,9 +410,9 @@ def _signed_zeros(tensors: _Tensors, rows: int, groups: int) -> Tensor | None:
     if stored.size(1) != expected:
         fail(ValueError, tensors.fn, f"{name} {stored.dtype} of {expected} rows", stored.size(1))
     if packed:
-        return _without_eights(formats.unpack_rows(stored, rows))
+        return _signed(formats.unpack_rows(stored, rows))
     check_range(tensors.fn, name, stored, -8, 7)
-    return _without_eights((stored + UINT4_ZERO).view(torch.uint8))
+    return _unless_zero(stored)
 
 
 # --- codes of 4 bits --------------------------------------------------------------------------------------
@@ -426,9 +428,14 @@ def _as_bytes(words: Tensor) -> Tensor:
     return words.contiguous().view(torch.uint8)
 
 
-def _without_eights(zero: Tensor) -> Tensor | None:
-    """Zero points, or None if all are 8: symmetric quantisation, which a kernel need not read them for."""
-    return None if not zero.is_meta and (zero == UINT4_ZERO).all() else zero
+def _signed(zero: Tensor) -> Tensor | None:
+    """Zero points from 0 to 15 as those of codes from -8 to 7."""
+    return _unless_zero(zero.to(torch.int8) - INT4_OFFSET)
+
+
+def _unless_zero(zero: Tensor) -> Tensor | None:
+    """Zero points, or None if all are 0, so that no kernel reads them."""
+    return None if not zero.is_meta and not zero.any() else zero
 
 
 class _Gptq(NamedTuple):
@@ -453,17 +460,14 @@ def _gptq(tensors: _Tensors, zero_offset: int) -> _Gptq:
     group = _group_size(tensors, ".scales", cols, scale.size(2))
     words = tensors.get(".qzeros", (torch.int32,), (scale.size(2), -(-rows // 8)), _transposed)
     zero = formats.unpack_rows(words + zero_offset * 0x11111111, rows)
-    return _Gptq(data, scale, _without_eights(zero), _g_idx(tensors, ".g_idx", cols), group)
-
-
-def _nibbles(data: Tensor) -> Tensor:
-    """The codes of bytes, as uint8."""
-    return torch.stack((data & 15, data >> 4), -1).flatten(-2)
+    return _Gptq(data, scale, _signed(zero), _g_idx(tensors, ".g_idx", cols), group)
 
 
 def _columns(data: Tensor, order: Tensor) -> Tensor:
     """Packed codes with their columns in the order of each expert; one at a time, since they are unpacked."""
-    return torch.stack([formats.pack_nibbles(_nibbles(d)[:, o]) for d, o in zip(data, order, strict=True)])
+    return torch.stack(
+        [formats.pack_nibbles(formats.nibbles(d)[:, o]) for d, o in zip(data, order, strict=True)]
+    )
 
 
 def _rows(tensor: Tensor | None, order: Tensor) -> Tensor | None:
@@ -476,7 +480,7 @@ def _rows(tensor: Tensor | None, order: Tensor) -> Tensor | None:
 def _awq_codes(words: Tensor) -> Tensor:
     """AWQ's codes (..., n, out / 8) as uint8 (..., out, n)."""
     # Of the eight codes in a word the first four are the even rows.
-    halves = _nibbles(_as_bytes(words)).unflatten(-1, (-1, 2, 4))
+    halves = formats.nibbles(_as_bytes(words)).unflatten(-1, (-1, 2, 4))
     return halves.mT.flatten(-3).mT
 
 

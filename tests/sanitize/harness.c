@@ -380,7 +380,7 @@ static int quantized_mm(Case *c) {
     int64_t blocks = p.E * fm_blocks(p.b_out, b->block_out) * fm_blocks(p.b_in, b->block_in);
     b->data = bytes(p.E * p.b_out * p.b_in / (grouped ? 2 : 1), grouped ? 256 : 127); /* 127 is NaN in e4m3 */
     b->scale = b->scale_dtype == FUSED_MOE_U8 ? bytes(blocks, 130) : values(b->scale_dtype, blocks);
-    b->zero = b->format == FUSED_MOE_INT4 && option() ? bytes(blocks, 16) : NULL;
+    b->zero = b->format == FUSED_MOE_INT4 && option() ? bytes(blocks, 8) : NULL;
     p.transposed = option();
     p.a = values(c->dtype, p.R * (p.transposed ? p.b_out : p.b_in));
     p.out = output(p.R * (p.transposed ? p.b_in : p.b_out) * c->elem);

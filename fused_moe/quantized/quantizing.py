@@ -1,0 +1,88 @@
+"""quantize: a trained weight, or the experts of a trained model, as quantised ones."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from ..checks import FLOATING, check_bool, check_choice, check_plain, check_tensor, fail
+from . import formats
+from .weight import QuantizedWeight
+
+FN = "quantize"
+DEFAULTS = {  # of each format's options
+    "int4": {"group_size": 128, "symmetric": True},
+    "fp8": {"per_tensor": False},
+    "int8": {"per_tensor": False},
+}
+
+
+def quantize(
+    module_or_weight: nn.Module | Tensor,
+    format: str,
+    *,
+    group_size: int | None = None,
+    symmetric: bool | None = None,
+    per_tensor: bool | None = None,
+) -> nn.Module | QuantizedWeight:
+    """Quantises a weight, or in place the experts of every FusedMoE in a module. Each code is the nearest.
+
+    Args:
+        module_or_weight: a weight (E, out, in) of a floating dtype; or a module. Its routers, gates, shared
+            experts and biases stay as they are, and so do experts that are quantised already.
+        format: fp8_block, fp8, int8, int4 or mxfp4; `fused_moe.quantized.formats` describes them.
+        group_size: of int4: 32, 64 or 128 columns per scale; default 128.
+        symmetric: of int4: False stores a zero point per group; default True.
+        per_tensor: of fp8 and int8: one scale per expert instead of one per row; default False.
+
+    Returns:
+        A QuantizedWeight; or the module itself.
+
+    Raises:
+        TypeError, ValueError: before anything is changed, with what was expected and what was found.
+    """
+    check_choice(FN, "format", format, formats.FORMATS)
+    given = {"group_size": group_size, "symmetric": symmetric, "per_tensor": per_tensor}
+    options = dict(DEFAULTS.get(format, {}))
+    for name, value in given.items():
+        if value is None:
+            continue
+        if name not in options:
+            fail(ValueError, FN, f"no {name} with format {format}", value)
+        if name != "group_size":
+            check_bool(FN, name, value)
+        elif value not in formats.GROUPS:
+            fail(ValueError, FN, f"group_size of {' or '.join(map(str, formats.GROUPS))}", value)
+        options[name] = value
+    group = options.get("group_size", formats.MX_GROUP if format == "mxfp4" else 1)
+    if not isinstance(module_or_weight, nn.Module):
+        return _quantized("weight", module_or_weight, format, group, options)
+    from ..module import Experts  # which takes quantised weights, so it imports this package
+
+    layers = [m for m in module_or_weight.modules() if isinstance(m, Experts)]
+    if not layers:
+        fail(ValueError, FN, "a module with a FusedMoE in it", type(module_or_weight).__name__)
+    weights = [
+        (layer, name)
+        for layer in layers
+        for name in ("w1", "w2", "w3")
+        if isinstance(getattr(layer, name), nn.Parameter)
+    ]
+    for layer, name in weights:
+        check_plain(FN, name, getattr(layer, name))
+        _check_weight(name, getattr(layer, name), group)
+    for layer, name in weights:
+        setattr(layer, name, _quantized(name, getattr(layer, name), format, group, options))
+    return module_or_weight
+
+
+def _check_weight(name: str, weight, group: int) -> None:
+    check_tensor(FN, name, weight, 3, FLOATING)
+    if weight.size(2) % group:
+        fail(ValueError, FN, f"{name} (E, out, in) with in a multiple of {group}", tuple(weight.shape))
+
+
+def _quantized(name: str, weight: Tensor, format: str, group: int, options: dict) -> QuantizedWeight:
+    _check_weight(name, weight, group)
+    w = weight.detach()
+    tensors = formats.encode(w, format, **options)
+    return QuantizedWeight(*tensors, format=format, shape=tuple(w.shape), dtype=w.dtype)

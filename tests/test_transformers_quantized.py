@@ -1,0 +1,673 @@
+"""fused_moe.transformers on quantised experts: checkpoints that stay packed, FP8Experts, quantize_experts.
+
+What a model computes is compared with the same model in eager, its experts' weights replaced by the values
+that they are quantised to. Checkpoints are written here, as those that are published have their tensors.
+"""
+
+import copy
+import json
+import warnings
+
+import pytest
+import torch
+from cases import BF16, F32, LOOSE, Calls, assert_as_good, assert_near, assert_same_bits, make_ids
+from torch import nn
+
+transformers = pytest.importorskip("transformers")
+pytest.importorskip("peft")  # of test_transformers
+
+from safetensors.torch import load_file, save_file  # noqa: E402
+from test_transformers import (  # noqa: E402, F401 - with the fixtures
+    EXPERTS,
+    Routing,
+    experts_config,
+    fresh_warnings,
+    registered,
+    tiny_model,
+    token_ids,
+)
+from transformers import AutoModelForCausalLM, FineGrainedFP8Config, Mxfp4Config  # noqa: E402
+from transformers.integrations import finegrained_fp8  # noqa: E402
+from transformers.integrations.finegrained_fp8 import ALL_FP8_EXPERTS_FUNCTIONS, FP8Experts  # noqa: E402
+from transformers.integrations.moe import use_experts_implementation  # noqa: E402
+from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING  # noqa: E402
+from transformers.quantizers.base import HfQuantizer  # noqa: E402
+
+import fused_moe.transformers  # noqa: E402
+from fused_moe import QuantizedWeight, quantize  # noqa: E402
+from fused_moe.quantized.formats import FORMATS  # noqa: E402
+from fused_moe.transformers import quantize_experts  # noqa: E402
+
+pytestmark = pytest.mark.usefixtures("registered")
+
+BOTH_DTYPES = pytest.mark.parametrize("dtype", (F32, BF16), ids=("f32", "bf16"))
+
+
+def needs_recent_transformers() -> None:
+    if not hasattr(HfQuantizer, "serialized_names"):
+        pytest.skip(
+            "this transformers unpacks checkpoints as it loads them, and its FP8Experts know fewer gates"
+        )
+
+
+def int4_config(**changed) -> dict:
+    weights = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32}
+    group = {"targets": ["re:.*experts.*"], "weights": {**weights, **changed}}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": group},
+    }
+
+
+# The layers that these models do not quantise.
+DENSE = ["lm_head", "model.embed_tokens", "model.layers.*.self_attn"]
+
+# kind -> family, its sizes, format, options of quantize, and the checkpoint's quantization_config
+CHECKPOINTS = {
+    "fp8_block": (
+        "qwen3_moe",
+        {"hidden_size": 256, "moe_intermediate_size": 128},
+        "fp8_block",
+        {},
+        {"quant_method": "fp8", "modules_to_not_convert": [*DENSE, "model.layers.*.mlp.gate"]},
+    ),
+    "mxfp4": (
+        "gpt_oss",
+        {"hidden_size": 64, "intermediate_size": 96},
+        "mxfp4",
+        {},
+        {"quant_method": "mxfp4", "modules_to_not_convert": [*DENSE, "model.layers.*.mlp.router"]},
+    ),
+    "int4": (
+        "qwen3_moe",
+        {"hidden_size": 64, "moe_intermediate_size": 96},
+        "int4",
+        {"group_size": 32},
+        int4_config(),
+    ),
+    "int4, Mixtral": (
+        "mixtral",
+        {"hidden_size": 64, "intermediate_size": 96},
+        "int4",
+        {"group_size": 32},
+        int4_config(),
+    ),
+    "int4, zero points": (
+        "qwen3_moe",
+        {"hidden_size": 64, "moe_intermediate_size": 96},
+        "int4",
+        {"group_size": 32, "symmetric": False},
+        int4_config(symmetric=False),
+    ),
+}
+ALL_CHECKPOINTS = pytest.mark.parametrize("kind", CHECKPOINTS)
+OWN_STORAGE = pytest.mark.parametrize("kind", [k for k in CHECKPOINTS if k != "fp8_block"])
+
+
+@pytest.fixture(autouse=True)
+def fp8_without_a_gpu(monkeypatch):
+    """transformers dequantises FP8 where it has no kernel for it. Here only experts are in FP8."""
+    if not torch.cuda.is_available():
+        monkeypatch.setattr(AUTO_QUANTIZER_MAPPING["fp8"], "validate_environment", lambda *a, **k: None)
+
+
+def experts_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    return [(name, m) for name, m in model.named_modules() if name.endswith(".experts")]
+
+
+def write_checkpoint(kind: str, folder, dtype=F32, **config) -> nn.Module:
+    """Writes a packed checkpoint to a folder, and to folder / "plain" one with the values of its weights.
+    Returns the latter's model in eager."""
+    needs_recent_transformers()
+    if kind.startswith("int4"):
+        pytest.importorskip("compressed_tensors")
+        from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
+    family, sizes, format, options, quantization = CHECKPOINTS[kind]
+    model = tiny_model(family, "cpu", dtype, **sizes, **config)
+    for target in (folder, folder / "plain"):
+        model.save_pretrained(target)
+    plain = load_file(folder / "model.safetensors")
+    packed = dict(plain)
+    for name, weight in plain.items():
+        if ".experts." not in name or name.endswith("bias"):
+            continue
+        stacked = weight.mT.contiguous() if weight.dim() == 3 else weight[None]  # gpt-oss', or one expert's
+        w = quantize(stacked, format, **options)
+        values = w.dequantize()
+        plain[name] = values.mT.contiguous() if weight.dim() == 3 else values[0]
+        del packed[name]
+        if format == "mxfp4":
+            packed.update({f"{name}_{part}": stored for part, stored in w.state_dict().items()})
+            continue
+        stem = name.removesuffix("weight")
+        packed.update({stem + part: stored[0] for part, stored in w.state_dict().items()})
+        if format == "int4":
+            packed[stem + "weight_shape"] = torch.tensor(weight.shape)
+        if w.zero is not None:
+            packed[stem + "weight_zero_point"] = pack_to_int32(w.zero[0], 4, packed_dim=0).contiguous()
+    write(plain, folder / "plain")
+    write(packed, folder)
+    with_quantization(folder, quantization)
+    return load(folder / "plain", "eager", dtype)
+
+
+def write(tensors: dict[str, torch.Tensor], folder) -> None:
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def with_quantization(folder, quantization: dict) -> None:
+    file = folder / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "quantization_config": quantization}))
+
+
+def load(folder, implementation="fused_moe", dtype=F32, **settings) -> nn.Module:
+    chosen = {"experts_implementation": implementation, "attn_implementation": "eager", "dtype": dtype}
+    return AutoModelForCausalLM.from_pretrained(folder, **chosen, **settings)
+
+
+def logits_and_embedding_gradient(model: nn.Module, ids, routing: Routing) -> dict:
+    embedding = model.get_input_embeddings().weight
+    with routing:
+        logits = model(input_ids=ids).logits
+    (gradient,) = torch.autograd.grad(logits.float().square().mean(), embedding)
+    return {"logits": logits.detach(), "gradient": gradient}
+
+
+def assert_models_agree(ours: nn.Module, eager: nn.Module, ids) -> None:
+    """Logits, and the gradient that has come through all experts. Both route as eager does."""
+    routing = Routing()
+    expected = logits_and_embedding_gradient(eager, ids, routing)
+    found = logits_and_embedding_gradient(ours, ids, Routing(routing))
+    if eager.dtype == F32:
+        for name, value in expected.items():
+            assert_near(found[name], value, slack=64)
+        return
+    exact = logits_and_embedding_gradient(copy.deepcopy(eager).double(), ids, Routing(routing))
+    assert_as_good(found, expected, exact, LOOSE)
+
+
+def views(experts: nn.Module) -> list[QuantizedWeight]:
+    return [made for _, _, made in experts._fused_moe_weights.values()]
+
+
+# --- checkpoints ------------------------------------------------------------------------------------------
+
+
+@ALL_CHECKPOINTS
+@BOTH_DTYPES
+def test_logits_and_gradients(device, tmp_path, kind, dtype):
+    """A packed checkpoint computes what its values do, and the embedding gets its gradient."""
+    eager = write_checkpoint(kind, tmp_path, dtype).to(device)
+    ours = load(tmp_path, dtype=dtype).to(device)
+    assert_models_agree(ours, eager, token_ids(device))
+
+
+@ALL_CHECKPOINTS
+def test_transformers_reads_the_same_values(cpu, tmp_path, kind):
+    """Any other implementation, or dequantize=True, unpacks as transformers does, to the same logits."""
+    if kind == "int4, zero points":
+        pytest.skip("transformers 5.23 does not unpack zero points")
+    eager, ids = write_checkpoint(kind, tmp_path), token_ids("cpu")
+    settings = {"implementation": "eager"}
+    if not kind.startswith("int4"):
+        chosen = {"fp8_block": FineGrainedFP8Config, "mxfp4": Mxfp4Config}[kind]
+        settings = {"quantization_config": chosen(dequantize=True)}
+    theirs = load(tmp_path, **settings)
+    for _, experts in experts_of(theirs):
+        assert experts.gate_up_proj.dtype == experts.down_proj.dtype == F32
+    torch.testing.assert_close(theirs(ids).logits, eager(ids).logits, atol=1e-4, rtol=1e-4)
+
+
+@ALL_CHECKPOINTS
+def test_weights_stay_packed(device, tmp_path, kind):
+    """Parameters are codes and scales, of the bytes that they have in the checkpoint; nothing is copied."""
+    write_checkpoint(kind, tmp_path)
+    model = load(tmp_path).to(device)
+    names = set(model.state_dict())
+    with Calls() as calls, torch.no_grad():
+        model(token_ids(device))
+    assert len(calls.of("quantized_mm")) == 2 * len(experts_of(model))
+    stored = {n: t for n, t in load_file(tmp_path / "model.safetensors").items() if ".experts." in n}
+    loaded = {n: p for n, p in model.named_parameters() if ".experts." in n}
+    assert sum(t.nbytes for t in loaded.values()) == sum(t.nbytes for t in stored.values())
+    assert names == set(model.state_dict())
+    for _, experts in experts_of(model):
+        gate_up, down = views(experts)
+        codes = {"fp8_block": "", "mxfp4": "_blocks"}.get(kind, "_packed")
+        for w, name in ((gate_up, "gate_up_proj"), (down, "down_proj")):
+            parameter = getattr(experts, name + codes)
+            assert w.data.data_ptr() == parameter.data_ptr() and w.data.nbytes == parameter.nbytes
+        if kind != "fp8_block":
+            assert not [n for n, p in experts.named_parameters() if p.requires_grad and "bias" not in n]
+
+
+@ALL_CHECKPOINTS
+def test_generate(device, tmp_path, kind):
+    """Greedy decoding gives eager's tokens."""
+    eager = write_checkpoint(kind, tmp_path).to(device)
+    ours, ids = load(tmp_path).to(device), token_ids(device)
+    settings = {"max_new_tokens": 6, "do_sample": False, "attention_mask": torch.ones_like(ids)}
+    assert torch.equal(ours.generate(ids, **settings), eager.generate(ids, **settings))
+
+
+@ALL_CHECKPOINTS
+def test_compile(device, tmp_path, kind):
+    """One graph after a first call; before it a graph breaks."""
+    write_checkpoint(kind, tmp_path)
+    experts = experts_of(load(tmp_path).to(device))[0][1]
+    x = torch.randn(7, experts.config.hidden_size, device=device)
+    call = x, make_ids("random", 7, 2, 8).to(device), torch.rand(7, 2, device=device)
+    try:
+        first = torch.compile(copy.deepcopy(experts), backend="aot_eager")(*call)
+        expected = experts(*call)
+        found = torch.compile(experts, fullgraph=True, backend="aot_eager")(*call)
+    finally:
+        torch._dynamo.reset()
+    assert torch.equal(first, expected) and torch.equal(found, expected)
+
+
+@OWN_STORAGE
+def test_saved_again(cpu, tmp_path, kind):
+    """save_pretrained writes the checkpoint's own tensors and config, which any transformers loads."""
+    write_checkpoint(kind, tmp_path)
+    model, ids = load(tmp_path), token_ids("cpu")
+    copied = tmp_path / "again"
+    model.save_pretrained(copied)
+    assert_same_bits(load_file(copied / "model.safetensors"), load_file(tmp_path / "model.safetensors"))
+    assert torch.equal(load(copied)(ids).logits, model(ids).logits)
+
+
+@OWN_STORAGE
+def test_no_other_implementation_reads_packed_experts(cpu, tmp_path, kind):
+    write_checkpoint(kind, tmp_path)
+    model, ids = load(tmp_path), token_ids("cpu")
+    model.set_experts_implementation("eager")
+    with pytest.raises(ValueError, match="experts_implementation='fused_moe' for packed .* found 'eager'"):
+        model(ids)
+    model.set_experts_implementation("fused_moe")
+    model(ids)
+
+
+@ALL_CHECKPOINTS
+def test_replaced_parameters(device, tmp_path, kind):
+    """The weights that are kept follow their parameters: a new one, new memory, and a copy of the module."""
+    write_checkpoint(kind, tmp_path)
+    experts = experts_of(load(tmp_path).to(device))[0][1]
+    x = torch.randn(7, experts.config.hidden_size, device=device)
+    call = x, make_ids("random", 7, 2, 8).to(device), torch.rand(7, 2, device=device)
+    with torch.inference_mode():
+        expected = experts(*call)
+    kept = views(experts)
+    assert not (experts(*call) - expected).count_nonzero() and views(experts)[0] is kept[0]
+    copied = copy.deepcopy(experts)
+    assert not copied._fused_moe_weights
+    assert torch.equal(copied(*call), expected)
+    name = next(
+        n for n, p in experts.named_parameters() if p.dtype in (torch.uint8, torch.int32, torch.float8_e4m3fn)
+    )
+    parameter = getattr(experts, name)
+    flipped = (parameter.data.view(torch.uint8) ^ 128).view(parameter.dtype)  # of FP8 the signs
+    setattr(experts, name, nn.Parameter(flipped, requires_grad=False))
+    changed = experts(*call)
+    assert not torch.equal(changed, expected)
+    getattr(copied, name).data = flipped
+    assert torch.equal(copied(*call), changed)
+    x.requires_grad_()
+    experts(*call).sum().backward()  # the weights made in inference mode can be saved for backward
+    assert x.grad.count_nonzero()
+
+
+def test_offloaded_experts(cpu, tmp_path):
+    """A layer that accelerate loads from disk for each call computes the same, and is not held afterwards."""
+    pytest.importorskip("accelerate")
+    eager, ids = write_checkpoint("mxfp4", tmp_path), token_ids("cpu")
+    parts = ("lm_head", "model.embed_tokens", "model.layers.0", "model.norm", "model.rotary_emb")
+    places = {**dict.fromkeys(parts, "cpu"), "model.layers.1": "disk"}
+    model = load(tmp_path, device_map=places, offload_folder=tmp_path / "offload")
+    with torch.no_grad():
+        for _ in range(2):
+            torch.testing.assert_close(model(ids).logits, eager(ids).logits, atol=1e-4, rtol=1e-4)
+    (_, here), (_, offloaded) = experts_of(model)
+    assert here._fused_moe_weights and not offloaded._fused_moe_weights
+    assert offloaded.down_proj_blocks.is_meta
+
+
+@ALL_CHECKPOINTS
+def test_tokens_of_another_dtype(device, tmp_path, kind):
+    """Tokens in float32 beside biases in bfloat16 are computed in float32, and under autocast in bfloat16."""
+    write_checkpoint(kind, tmp_path, BF16)
+    experts = experts_of(load(tmp_path, dtype=BF16).to(device))[0][1]
+    x = torch.randn(7, experts.config.hidden_size, device=device)
+    ids, scores = make_ids("random", 7, 2, 8).to(device), torch.rand(7, 2, device=device)
+    wide = experts(x, ids, scores)
+    narrow = experts(x.bfloat16(), ids, scores)
+    with torch.autocast(device.type, BF16):
+        cast = experts(x, ids, scores)
+    assert (wide.dtype, narrow.dtype, cast.dtype) == (F32, BF16, F32)
+    assert torch.equal(cast, narrow.float())
+    assert not torch.equal(wide, cast)
+    torch.testing.assert_close(wide, cast, atol=0.02 * wide.abs().max().item(), rtol=0)
+
+
+def test_part_of_the_experts_in_mxfp4(cpu, tmp_path):
+    """Layers that the checkpoint has in 16 bits are loaded so."""
+    eager, ids = write_checkpoint("mxfp4", tmp_path), token_ids("cpu")
+    name = experts_of(eager)[0][0]
+    plain = load_file(tmp_path / "plain" / "model.safetensors")
+    tensors = load_file(tmp_path / "model.safetensors")
+    for weight in ("gate_up_proj", "down_proj"):
+        del tensors[f"{name}.{weight}_blocks"], tensors[f"{name}.{weight}_scales"]
+        tensors[f"{name}.{weight}"] = plain[f"{name}.{weight}"]
+    write(tensors, tmp_path)
+    with_quantization(tmp_path, {"quant_method": "mxfp4", "modules_to_not_convert": [*DENSE, name]})
+    ours = load(tmp_path)
+    first, second = (experts for _, experts in experts_of(ours))
+    assert first.gate_up_proj.dtype == F32 and second.gate_up_proj_blocks.dtype == torch.uint8
+    assert_models_agree(ours, eager, ids)
+
+
+# What is not packed, and the reason in the warning.
+UNPACKED = {
+    "per channel": ({"strategy": "channel", "group_size": None}, {}, "scales are per channel"),
+    "no kernel": ({}, {"hidden_act": "gelu_fast"}, "the activation .*FastGELUActivation"),
+    "one is plain": ({}, {}, "not packed in the checkpoint"),
+}
+
+
+@pytest.mark.parametrize("case", UNPACKED)
+@pytest.mark.usefixtures("fresh_warnings")
+def test_unpacked_as_by_transformers(cpu, tmp_path, case):
+    """int4 experts that we cannot use as they are: transformers unpacks them, and a warning says why."""
+    changed, config, reason = UNPACKED[case]
+    eager = write_checkpoint("int4", tmp_path, **config)
+    tensors = load_file(tmp_path / "model.safetensors")
+    if changed:
+        with_quantization(tmp_path, int4_config(**changed))
+        scales = {n: t[:, :1].contiguous() for n, t in tensors.items() if n.endswith("weight_scale")}
+        write({**tensors, **scales}, tmp_path)
+    if case == "one is plain":
+        one = f"{experts_of(eager)[0][0]}.0.down_proj."
+        tensors = {n: t for n, t in tensors.items() if not n.startswith(one)}
+        plain = load_file(tmp_path / "plain" / "model.safetensors")
+        write({**tensors, one + "weight": plain[one + "weight"]}, tmp_path)
+        with pytest.warns(UserWarning, match=reason), pytest.raises(RuntimeError, match="report"):
+            load(tmp_path)  # nor does transformers load such a checkpoint
+        return
+    with pytest.warns(UserWarning, match=f"does not keep the experts packed: .*{reason}"):
+        model = load(tmp_path)
+    assert all(experts.down_proj.dtype == F32 for _, experts in experts_of(model))
+    if not changed:
+        ids = token_ids("cpu")
+        with pytest.warns(UserWarning, match=f"{reason} of Qwen3MoeExperts, which runs eager"):
+            logits = model(ids).logits
+        torch.testing.assert_close(logits, eager(ids).logits, atol=1e-4, rtol=1e-4)
+
+
+def test_quantizers_of_others_stay(cpu, monkeypatch):
+    class Theirs(AUTO_QUANTIZER_MAPPING["mxfp4"]):
+        pass
+
+    monkeypatch.setitem(AUTO_QUANTIZER_MAPPING, "mxfp4", Theirs)
+    fused_moe.transformers.register()
+    assert AUTO_QUANTIZER_MAPPING["mxfp4"] is Theirs
+
+
+# --- FP8Experts alone -------------------------------------------------------------------------------------
+
+D, F, E, K, T = 256, 128, 5, 2, 33
+
+
+def fp8_experts(device, config=None, has_gate=True, **settings) -> nn.Module:
+    """FP8Experts with weights of order one."""
+    needs_recent_transformers()
+    sizes = {"hidden_size": D, "intermediate_size": F, "moe_intermediate_size": F, "num_local_experts": E}
+    config = experts_config(**{**sizes, "swiglu_alpha": None, "swiglu_limit": None, **(config or {})})
+    decorated = use_experts_implementation(
+        FP8Experts, experts_interface=ALL_FP8_EXPERTS_FUNCTIONS, has_gate=has_gate
+    )
+    settings = {"block_size": [128, 128], "has_gate": has_gate, **settings}
+    experts = decorated(config, **settings).requires_grad_(False)
+    for name, parameter in experts.named_parameters():
+        codes = torch.randint(256, parameter.shape, dtype=torch.uint8)
+        if parameter.dtype == torch.float8_e4m3fn:
+            parameter.copy_(codes.masked_fill(codes % 128 == 127, 0).view(torch.float8_e4m3fn))
+        elif parameter.dtype == torch.int8:
+            parameter.copy_(codes.view(torch.int8))
+        elif parameter.dtype == torch.float8_e8m0fnu:
+            parameter.copy_(2.0 ** torch.randint(-11, -8, parameter.shape))
+        elif name.endswith("scale_inv"):
+            parameter.copy_(torch.rand(parameter.shape) / 1024)
+    return experts.to(device)
+
+
+def fp8_call(device, routing="random", dtype=F32) -> tuple:
+    x = torch.randn(T, D).to(device, dtype)
+    return x, make_ids(routing, T, K, E).to(device), torch.rand(T, K, device=device)
+
+
+@pytest.fixture
+def eager_fp8(monkeypatch):
+    """Lets FP8Experts' eager forward run without its kernels: weights are dequantised, activations stay."""
+
+    def linear(self, x, weight, scale, activation_scale=None):
+        if weight.dtype == torch.int8:
+            one = QuantizedWeight(
+                weight[None].view(torch.uint8),
+                scale[None].view(torch.uint8),
+                format="mxfp4",
+                shape=(1, weight.size(0), 2 * weight.size(1)),
+            )
+            return nn.functional.linear(x, one.dequantize(x.dtype)[0])
+        return nn.functional.linear(
+            x, finegrained_fp8._dequantize_fp8_weight(weight, scale.float(), self.block_size, x.dtype)
+        )
+
+    monkeypatch.setattr(FP8Experts, "linear", linear)
+
+
+SUPPORTED = {
+    "gated": {},
+    "ungated": {"has_gate": False},
+    "scales of e8m0": {"scale_fmt": "ue8m0"},
+    "codes of e2m1": {"scale_fmt": "ue8m0", "expert_dtype": "fp4"},
+    "clamped": {"config": {"swiglu_alpha": 1.5, "swiglu_limit": 1.0}},
+}
+
+
+@pytest.mark.parametrize("kind", SUPPORTED)
+@pytest.mark.parametrize("routing", ("random", "none"))
+@pytest.mark.usefixtures("eager_fp8")
+def test_fp8_experts(device, kind, routing):
+    """Against FP8Experts' own loop. Ids of no expert add nothing."""
+    experts, (x, ids, scores) = fp8_experts(device, **SUPPORTED[kind]), fp8_call(device)
+    experts.config._experts_implementation = "eager"
+    expected = experts(x, ids, scores)
+    experts.config._experts_implementation = "fused_moe"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        if routing == "none":
+            assert not experts(x, torch.full_like(ids, E), scores).count_nonzero()
+        else:
+            assert_near(experts(x, ids, scores), expected, slack=64)
+
+
+# kind -> how FP8Experts are made, and the warning
+UNSUPPORTED = {
+    "static": ({"activation_scheme": "static"}, "static scales of activations"),
+    "blocks": ({"block_size": [64, 64]}, r"blocks of \[64, 64\]"),
+    "tensor": ({"block_size": None}, "blocks of None"),
+    "gate and up in one block": (
+        {"config": {"moe_intermediate_size": 64, "intermediate_size": 64}},
+        r"scales \(5, 2, 2\) of a weight \(5, 128, 256\)",
+    ),
+    "gate and up in one block, of as many scales": (
+        {"config": {"moe_intermediate_size": 224, "intermediate_size": 224}},
+        r"scales \(5, 4, 2\) of a weight \(5, 448, 256\)",
+    ),
+    "float32 scales of e2m1": ({"expert_dtype": "fp4"}, "FP4 with scales of dtype torch.float32"),
+    "limit": ({"config": {"swiglu_limit": 1.0}}, "the gate with a limit"),
+    "softcap": ({"config": {"mlp_gate_softcap": 1.0, "mlp_up_softcap": 1.0}}, "the gate with a softcap"),
+}
+
+
+@pytest.mark.parametrize("kind", UNSUPPORTED)
+@pytest.mark.usefixtures("fresh_warnings")
+def test_other_fp8_experts_run_eager(device, monkeypatch, kind):
+    """What is not supported goes to transformers' own forward, unchanged, and a warning says so once."""
+    settings, reason = UNSUPPORTED[kind]
+    experts, call = fp8_experts(device, **settings), fp8_call(device)
+    inputs = []
+
+    def linear(self, x, weight, scale, activation_scale=None):
+        inputs.append(weight)
+        return x.new_ones(x.size(0), weight.size(0))
+
+    monkeypatch.setattr(FP8Experts, "linear", linear)
+    with pytest.warns(UserWarning, match=f"{reason} of FP8Experts, which runs eager"), Calls() as calls:
+        found = experts(*call)
+    assert inputs and not calls.of("quantized_mm")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert torch.equal(experts(*call), found)
+
+
+def test_fp8_experts_that_hold_16_bits(device):
+    """Such weights have no scales that count, in transformers neither."""
+    experts, call = fp8_experts(device), fp8_call(device)
+    for name in ("gate_up_proj", "down_proj"):
+        shape = getattr(experts, name).shape
+        setattr(experts, name, nn.Parameter(torch.randn(shape, device=device) / 16))
+    found = experts(*call)
+    experts.config._experts_implementation = "eager"
+    assert_near(found, experts(*call), slack=64)
+
+
+# --- quantize_experts -------------------------------------------------------------------------------------
+
+
+def ready(family: str, device, dtype=F32, **more) -> nn.Module:
+    model = tiny_model(family, device, dtype, hidden_size=64, moe_intermediate_size=32, **more).eval()
+    model.set_experts_implementation("fused_moe")
+    return model
+
+
+FAMILIES = {"qwen3_moe": {}, "mixtral": {"intermediate_size": 96}, "gpt_oss": {"intermediate_size": 96}}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("format", FORMATS)
+@BOTH_DTYPES
+def test_quantize_experts(device, family, format, dtype):
+    """A quantised model computes what the values of its weights do; no weight of 16 bits remains."""
+    options = {"group_size": 32} if format == "int4" else {}
+    ours = ready(family, device, dtype, **FAMILIES[family])
+    eager = copy.deepcopy(ours)
+    assert quantize_experts(ours, format, **options) is ours
+    eager.set_experts_implementation("eager")
+    for (_, quantized), (_, plain) in zip(experts_of(ours), experts_of(eager), strict=True):
+        assert not [n for n, _ in quantized.named_parameters(recurse=False) if not n.endswith("bias")]
+        for name in ("gate_up_proj", "down_proj"):
+            w = getattr(quantized, name)
+            assert w.format == format and w.nbytes < 0.7 * getattr(plain, name).numel() * 2
+            values = w.dequantize().mT if plain.is_transposed else w.dequantize()
+            getattr(plain, name).data.copy_(values)
+    assert_models_agree(ours, eager, token_ids(device))
+    assert quantize_experts(ours, format, **options) is ours  # which changes nothing
+
+
+@pytest.mark.parametrize("kind", EXPERTS)
+def test_every_layout_is_quantised(device, kind):
+    """Single experts: halves, transposed, interleaved with biases, and ungated."""
+    config = {"hidden_size": 64, "intermediate_size": 32, "moe_intermediate_size": 32, "moe_hidden_size": 64}
+    model = nn.Sequential(EXPERTS[kind](experts_config(**config, num_local_experts=E)))
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.2)
+    model.to(device)
+    (plain,) = model
+    (experts,) = quantize_experts(copy.deepcopy(model), "int8")
+    for name in ("gate_up_proj", "up_proj", "down_proj"):
+        w = getattr(experts, name, None)
+        if w is not None:
+            getattr(plain, name).data.copy_(w.dequantize().mT if plain.is_transposed else w.dequantize())
+    x, ids, scores = torch.randn(T, 64), make_ids("random", T, K, E), torch.rand(T, K)
+    call = x.to(device), ids.to(device), scores.to(device)
+    found = experts(*call)
+    plain.config._experts_implementation = "eager"
+    assert_near(found, plain(*call), slack=64)
+
+
+def test_quantised_models_generate_and_compile(device):
+    ours, ids = ready("gpt_oss", device, intermediate_size=96), token_ids(device)
+    quantize_experts(ours, "mxfp4")
+    assert ours.generate(ids, max_new_tokens=4, do_sample=False).shape == (4, 44)
+    with torch.no_grad():
+        expected = ours(ids).logits
+        try:
+            found = torch.compile(ours, fullgraph=True, backend="aot_eager")(ids).logits
+        finally:
+            torch._dynamo.reset()
+    assert_near(found, expected, slack=64)
+
+
+def test_the_state_dict_of_quantised_experts(device):
+    """It has the names of QuantizedWeight, and loads into a model that was quantised alike."""
+    ours, other = (quantize_experts(ready("qwen3_moe", device), "int4", group_size=32) for _ in range(2))
+    state, ids = ours.state_dict(), token_ids(device)
+    prefix = "model.layers.0.mlp.experts.down_proj."
+    found = {n.removeprefix(prefix) for n in state if n.startswith(prefix)}
+    assert found == {"weight_packed", "weight_scale"}
+    other.load_state_dict(state)
+    assert torch.equal(other(ids).logits, ours(ids).logits)
+
+
+def test_quantised_experts_want_fused_moe(device):
+    ours, ids = ready("qwen3_moe", device), token_ids(device)
+    quantize_experts(ours, "fp8")
+    ours.set_experts_implementation("eager")
+    with pytest.raises(ValueError, match="experts_implementation='fused_moe' for packed .* found 'eager'"):
+        ours(ids)
+
+
+@pytest.mark.parametrize(
+    ("family", "more", "call", "match"),
+    (
+        ("qwen3_moe", {}, {"format": "int3"}, "format to be one of .* found 'int3'"),
+        ("qwen3_moe", {}, {"format": "int4", "group_size": 16}, "group_size of 32 or 64 or 128, found 16"),
+        (
+            "qwen3_moe",
+            {},
+            {"format": "int4", "group_size": 64},
+            "layers.0.mlp.experts.down_proj .* multiple of 64, found 32",
+        ),
+        ("mixtral", {"intermediate_size": 40}, {"format": "mxfp4"}, "a multiple of 32, found 40"),
+        (
+            "qwen3_moe",
+            {"hidden_act": "gelu_fast"},
+            {"format": "fp8"},
+            "experts that fused_moe computes, found the activation",
+        ),
+        ("llama", {}, {"format": "fp8"}, "a transformers model with experts .* found LlamaForCausalLM"),
+    ),
+)
+def test_bad_calls_of_quantize_experts(cpu, family, more, call, match):
+    """They raise before anything is changed."""
+    sizes = {"hidden_size": 64, "moe_intermediate_size": 32, **more}
+    model = tiny_model(family, "cpu", **sizes)
+    if family != "llama":
+        model.set_experts_implementation("fused_moe")
+    before = dict(model.named_parameters())
+    with pytest.raises((TypeError, ValueError), match=match):
+        quantize_experts(model, **call)
+    assert all(p is before[n] for n, p in model.named_parameters())
+
+
+def test_quantize_experts_wants_the_implementation_first(cpu):
+    model = tiny_model("qwen3_moe", "cpu", hidden_size=64, moe_intermediate_size=32)
+    with pytest.raises(
+        ValueError, match="experts_implementation='fused_moe', found 'eager'; call set_experts"
+    ):
+        quantize_experts(model, "int8")
+    with pytest.raises(ValueError, match="a transformers model with experts .* found dict"):
+        quantize_experts({}, "int8")
