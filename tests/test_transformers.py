@@ -57,7 +57,7 @@ def registered():
 @pytest.fixture
 def fresh_warnings(monkeypatch):
     """Forgets the warnings of other tests."""
-    monkeypatch.setattr(fused_moe.transformers, "_warned", set())
+    monkeypatch.setattr(fused_moe.transformers.experts, "_warned", set())
 
 
 # --- models ---------------------------------------------------------------------------------------

@@ -1,0 +1,56 @@
+"""fused_moe in Hugging Face transformers: an implementation for its experts interface.
+
+    import fused_moe.transformers
+
+    fused_moe.transformers.register()
+    model = AutoModelForCausalLM.from_pretrained(..., experts_implementation="fused_moe")
+
+The model keeps its router, shared experts and checkpoint; only the computation of the routed experts is
+replaced. Their parameters are used in place: packed in halves or interleaved, transposed or not, quantised or
+not. No step copies a weight. The module tells what its experts compute: the flags that transformers'
+decorator sets, the gate function and the activation. Experts with a gate, an activation, a norm or a storage
+that no kernel supports run eager, and a warning says so once.
+
+Three things keep quantised experts packed. `experts_forward` reads the parameters of FP8Experts. The
+quantizers registered here load MXFP4 and int4 experts as the checkpoint stores them, where transformers would
+unpack them. And `quantize_experts` quantises the experts of a model in memory.
+"""
+
+from __future__ import annotations
+
+try:
+    from transformers.integrations.finegrained_fp8 import ALL_FP8_EXPERTS_FUNCTIONS
+
+    # The registry that models read. Earlier releases have none: they accept only built-in names.
+    from transformers.modeling_utils import ALL_EXPERTS_FUNCTIONS
+    from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
+    from transformers.quantizers.base import HfQuantizer
+
+    from .experts import NAME, experts_forward
+    from .packed import PackedCompressedTensors, PackedMxfp4
+    from .quantizing import quantize_experts
+except ImportError as error:
+    raise ImportError(
+        "fused_moe.transformers needs Hugging Face transformers with an experts interface that is open to "
+        f"other implementations: pip install 'transformers>=5.7' ({error})"
+    ) from error
+
+__all__ = ["NAME", "experts_forward", "quantize_experts", "register"]
+
+
+def register() -> None:
+    """Makes "fused_moe" a name that `experts_implementation=` and `set_experts_implementation` know.
+
+    Call it before a model is loaded, or before its implementation is set. Calling it again does no harm.
+    FP8 experts have a registry of their own. Checkpoints in MXFP4 and of compressed-tensors get quantizers
+    that do what transformers' do, and keep the experts packed in models that ask for "fused_moe".
+    Source: transformers.integrations.moe, finegrained_fp8; transformers.quantizers.
+    """
+    ALL_EXPERTS_FUNCTIONS.register(NAME, experts_forward)
+    ALL_FP8_EXPERTS_FUNCTIONS.register(NAME, experts_forward)
+    if not hasattr(HfQuantizer, "serialized_names"):
+        return  # an earlier release, which loads checkpoints otherwise: it unpacks them
+    # transformers' register_quantizer takes new names alone, but the checkpoint says the name.
+    for method, ours in (("mxfp4", PackedMxfp4), ("compressed-tensors", PackedCompressedTensors)):
+        if AUTO_QUANTIZER_MAPPING[method] in ours.__bases__:  # not another package's
+            AUTO_QUANTIZER_MAPPING[method] = ours

@@ -1,0 +1,141 @@
+"""The routed experts of a transformers model, computed by fused_experts: `experts_forward`."""
+
+from __future__ import annotations
+
+import warnings
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers.activations import ACT2FN
+from transformers.integrations.finegrained_fp8 import FP8Experts
+from transformers.integrations.moe import _default_apply_gate
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
+
+from ..function import fused_experts
+from ..quantized import QuantizedWeight
+from .weights import first_name, unknown_storage, weight_of
+
+NAME = "fused_moe"
+
+# Keyed by type: a configuration may have several names for one activation.
+_ACTIVATIONS = {
+    type(ACT2FN[their_name]): our_name
+    for their_name, our_name in (
+        ("silu", "silu"),
+        ("swish", "silu"),
+        ("gelu", "gelu"),
+        ("gelu_new", "gelu_tanh"),
+        ("gelu_pytorch_tanh", "gelu_tanh"),
+        ("relu", "relu"),
+    )
+} | {F.silu: "silu"}
+
+_warned: set[tuple[str, str]] = set()
+
+
+def experts_forward(
+    experts: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+) -> Tensor:
+    """transformers calls this instead of the forward of a class with `use_experts_implementation`.
+
+    Args:
+        experts: has the parameters gate_up_proj (E, 2F, D), or up_proj (E, F, D) without a gate, and
+            down_proj (E, D, F); with biases also gate_up_proj_bias or up_proj_bias, and down_proj_bias. If
+            `is_transposed`, the last two dimensions of the weights are swapped. Quantised weights are
+            QuantizedWeights, never transposed, or parameters as a checkpoint has them.
+        hidden_states: (T, D). Outside of autocast it is cast to the weights' dtype, as in transformers'
+            grouped_mm. Beside quantised weights it keeps its dtype, and biases are cast to that.
+        top_k_index: (T, K) int32 or int64. An index of E or more is treated as remote: its slot is not
+            computed, adds nothing, and its weight gets a zero gradient.
+        top_k_weights: (T, K) of any floating dtype.
+
+    Returns:
+        (T, D) in hidden_states' dtype, differentiable in hidden_states, top_k_weights and parameters that are
+        not quantised.
+
+    Raises:
+        TypeError, ValueError: as `fused_moe.fused_experts`.
+    """
+    settings = settings_of(experts)
+    if isinstance(settings, str):
+        _warn_once(type(experts).__name__, settings)
+        return _eager_forward(experts)(experts, hidden_states, top_k_index, top_k_weights)
+    first = first_name(experts)
+    w1, w2 = weight_of(experts, first), weight_of(experts, "down_proj")
+    b1, b2 = (getattr(experts, f"{name}_bias") if experts.has_bias else None for name in (first, "down_proj"))
+    is_quantized = isinstance(w1, QuantizedWeight)
+    x = hidden_states
+    if not torch.is_autocast_enabled(x.device.type):
+        if not is_quantized:
+            x = x.to(w1.dtype)
+        elif experts.has_bias:
+            b1, b2 = b1.to(x.dtype), b2.to(x.dtype)
+    out = fused_experts(
+        x,
+        w1,
+        w2,
+        None,
+        top_k_weights,
+        top_k_index,
+        b1=b1,
+        b2=b2,
+        transposed=experts.is_transposed and not is_quantized,
+        **settings,
+    )
+    return out.to(hidden_states.dtype)
+
+
+def settings_of(experts: nn.Module) -> dict | str:
+    """The layout and activation of these experts, or the name of the part that is not supported."""
+    if getattr(experts, "has_post_expert_norm", False):  # newer than the other flags
+        return "the norm after each expert"
+    if isinstance(experts, FP8Experts) and (reason := unknown_storage(experts)):
+        return reason
+    layout = "separate"
+    if experts.has_gate:
+        gate = experts._apply_gate
+        gate = getattr(gate, "__func__", gate)
+        if gate is GptOssExperts._apply_gate:
+            return {"layout": "interleaved", **_clamped(experts.alpha, experts.limit)}
+        layout = "halves"
+        if gate is FP8Experts._apply_gate:
+            # It computes those of several models, told apart by these attributes.
+            if getattr(experts, "gate_softcap", None) is not None:
+                return "the gate with a softcap"
+            limit = getattr(experts, "swiglu_limit", None)
+            if getattr(experts, "swiglu_alpha", None) is not None:
+                return {"layout": layout, **_clamped(experts.swiglu_alpha, limit)}
+            if limit is not None:
+                return "the gate with a limit"
+        elif gate is not _default_apply_gate or not experts.is_concatenated:
+            return f"the gate {_full_name(gate)}"
+    act_fn = getattr(experts, "act_fn", None)
+    if isinstance(act_fn, nn.Module):
+        act_fn = type(act_fn)
+    if act_fn not in _ACTIVATIONS:
+        return f"the activation {_full_name(act_fn)}"
+    return {"layout": layout, "activation": _ACTIVATIONS[act_fn]}
+
+
+def _clamped(alpha: float, limit: float) -> dict:
+    return {"activation": "swiglu_clamped", "alpha": float(alpha), "limit": float(limit)}
+
+
+def _eager_forward(experts: nn.Module):
+    """The forward of the class itself. FP8Experts is decorated anew for each layer of a model."""
+    forward = type(experts).forward
+    while hasattr(forward, "__wrapped__"):
+        forward = forward.__wrapped__
+    return forward
+
+
+def _full_name(thing) -> str:
+    return f"{getattr(thing, '__module__', '')}.{getattr(thing, '__name__', thing)}"
+
+
+def _warn_once(experts: str, reason: str) -> None:
+    """Warns once per class of experts: a model has dozens of such layers and calls each every step."""
+    if (experts, reason) not in _warned:
+        _warned.add((experts, reason))
+        warnings.warn(f"fused_moe does not compute {reason} of {experts}, which runs eager", stacklevel=2)
