@@ -427,8 +427,8 @@ CPU = [
     Mutant(
         "int4 is unsigned",
         "csrc/cpu/quantized.c",
-        "w->format == FUSED_MOE_INT4 ? 8 : 0;",
-        "0;",
+        "(float)((pairs[i] & 15) - 8);",
+        "(float)(pairs[i] & 15);",
         "tests/test_quantized.py",
     ),
     Mutant(
@@ -469,8 +469,8 @@ CPU = [
     Mutant(
         "a dtype casts codes",
         "fused_moe/quantized/weight.py",
-        "fn(tensor.view(torch.uint8)).view(tensor.dtype)",
-        "fn(tensor)",
+        "moved = parameter.detach().to(moved.device)",
+        "pass",
         "tests/test_quantized.py",
     ),
     Mutant(

@@ -165,8 +165,10 @@ import fused_moe
 print(*sorted(set(sys.modules) - before))
 """
     run = run_python(code)
-    own = "activation checks counting flops function gate info losses module oldest ops overlap padding"
-    own += " plan reference routed"
+    own = "activation checks composed counting flops function gate info lora losses module oldest ops overlap"
+    own += " padding plan quantized"
+    own += "".join(f" quantized.{name}" for name in "fallback formats loaders quantizing weight".split())
+    own += " reference routed"
     assert run.stdout.split() == ["fused_moe", *(f"fused_moe.{name}" for name in own.split())], run.stderr
 
 
@@ -285,7 +287,17 @@ def test_the_public_names(device):
     """Every public name exists, and the reference has the functions and the layer."""
     for name in fused_moe.__all__:
         assert hasattr(fused_moe, name), name
-    own = {"LoadReport", "Plan", "RouterLosses", "info", "reference"}
+    own = {
+        "LoRA",
+        "LoadReport",
+        "Plan",
+        "QuantizedWeight",
+        "RouterLosses",
+        "add_lora",
+        "info",
+        "quantize",
+        "reference",
+    }
     assert set(fused_moe.__all__) - own <= set(fused_moe.reference.__all__)
 
 
