@@ -4,12 +4,13 @@
  * the same in every run of a batch, not in every batch. */
 #include "cpu.h"
 
-enum { BLOCK = 64 }; /* tokens per task */
+/* Tokens per task, and its experts where tokens are so few that they make no second task. */
+enum { BLOCK = 64, FEW_EXPERTS = 32 };
 
 typedef struct {
     const FusedMoeRouterLogits *p;
     const FmRows *v;
-    int64_t slice, expert_blocks;
+    int64_t slice, block_experts, expert_blocks;
 } Task;
 
 typedef struct {
@@ -19,7 +20,7 @@ typedef struct {
 static Buffers take(const Task *t, char *scratch, size_t *bytes) {
     const FusedMoeRouterLogits *p = t->p;
     size_t accum = t->v->accum_bytes;
-    int64_t depth = t->v->is_accum ? 0 : fm_min(p->D, t->slice), cols = fm_min(p->E, FM_TILE_COLS);
+    int64_t depth = t->v->is_accum ? 0 : fm_min(p->D, t->slice), cols = fm_min(p->E, t->block_experts);
     Buffers s;
     s.x = fm_take(&scratch, bytes, fm_min(p->T, BLOCK) * depth * accum);
     s.weight = fm_take(&scratch, bytes, cols * depth * accum);
@@ -34,7 +35,8 @@ static int router_logits_block(int64_t i, const void *ctx, char *scratch) {
     size_t unused = 0;
     Buffers s = take(t, scratch, &unused);
     int64_t token = i / t->expert_blocks * BLOCK, tokens = fm_min(BLOCK, p->T - token);
-    int64_t expert = i % t->expert_blocks * FM_TILE_COLS, experts = fm_min(FM_TILE_COLS, p->E - expert);
+    int64_t expert = i % t->expert_blocks * t->block_experts;
+    int64_t experts = fm_min(t->block_experts, p->E - expert);
 
     FmMatrix all_x = fm_dense((void *)p->x, p->T, p->D), all_weight = fm_dense((void *)p->weight, p->E, p->D);
     FmMatrix logits =
@@ -57,7 +59,8 @@ static int router_logits_block(int64_t i, const void *ctx, char *scratch) {
 int fused_moe_cpu_router_logits(const FusedMoeRouterLogits *p) {
     const FmRows *v = fm_rows(p->dtype);
     if (!v) return FUSED_MOE_UNSUPPORTED_DTYPE;
-    Task task = {p, v, fused_moe_router_slice(p->D), fm_blocks(p->E, FM_TILE_COLS)};
+    int64_t block_experts = p->T <= BLOCK ? FEW_EXPERTS : FM_TILE_COLS;
+    Task task = {p, v, fused_moe_router_slice(p->D), block_experts, fm_blocks(p->E, block_experts)};
     size_t bytes = 0;
     take(&task, NULL, &bytes);
     return fm_parallel(fm_blocks(p->T, BLOCK) * task.expert_blocks, p->T * p->E * p->D, router_logits_block,
