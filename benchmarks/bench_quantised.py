@@ -116,10 +116,12 @@ def formats(text: str) -> list[str]:
 
 def misfit(variant: Variant, sizes: common.Sizes) -> str | None:
     """Why the widths do not take the variant; None if they do."""
-    group = {"int4": variant.options.get("group_size"), "mxfp4": 32}.get(variant.format, 1)
-    if sizes.dim % group == 0 and sizes.hidden_dim % group == 0:
+    from fused_moe.quantized.formats import width_multiple
+
+    multiple = width_multiple(variant.format, variant.options.get("group_size"))
+    if sizes.dim % multiple == 0 and sizes.hidden_dim % multiple == 0:
         return None
-    return f"expected widths that are multiples of {group}, found D = {sizes.dim}, F = {sizes.hidden_dim}"
+    return f"expected widths that are multiples of {multiple}, found D = {sizes.dim}, F = {sizes.hidden_dim}"
 
 
 def usable(asked: list[str], sizes: common.Sizes) -> list[Variant]:

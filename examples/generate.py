@@ -24,7 +24,7 @@ import train_lm
 from train_lm import HEAD_DIM, positive, printable
 
 import fused_moe
-from fused_moe.quantized.formats import FORMATS, GROUPS, MX_GROUP
+from fused_moe.quantized.formats import FORMATS, GROUPS, width_multiple
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -123,17 +123,16 @@ def load_model(saved, args):
 
 
 def expert_bytes(model):
-    """Of the experts' weights. A quantised weight is a module with buffers, others are parameters."""
-    experts = [block.moe.experts for block in model.blocks]
-    return sum(t.nbytes for e in experts for t in (*e.parameters(), *e.buffers()))
+    """Of the experts' parameters, codes and scales among them."""
+    return sum(p.nbytes for block in model.blocks for p in block.moe.experts.parameters())
 
 
 def misfit(config, format, group_size):
     """Why the model's widths do not take the format, or None if they do."""
-    groups = {"int4": (group_size, f"--group-size {group_size}"), "mxfp4": (MX_GROUP, f"{MX_GROUP}")}
-    group, said = groups.get(format, (1, "1"))
+    multiple = width_multiple(format, group_size) if format else 1
+    said = f"--group-size {multiple}" if format == "int4" else multiple
     for name in ("dim", "hidden_dim"):
-        if config[name] % group:
+        if config[name] % multiple:
             return f"the run's --{name.replace('_', '-')} {config[name]} is not a multiple of {said}"
     return None
 

@@ -151,7 +151,7 @@ def add_lora(
         TypeError, ValueError: before anything is changed, with what was expected and what was found.
     """
     fn = "add_lora"
-    from .module import Experts  # which has adapters, so it imports this file
+    from .module import experts_in  # whose experts have adapters, so it imports this file
 
     check_int(fn, "rank", rank)
     if rank < 1:
@@ -162,9 +162,7 @@ def add_lora(
         fail(TypeError, fn, "a floating dtype", dtype)
     if not targets or not set(targets) <= {"w1", "w2", "w3"}:
         fail(ValueError, fn, "targets of w1, w2 and w3", targets)
-    layers = [m for m in module.modules() if isinstance(m, Experts)]
-    if not layers:
-        fail(ValueError, fn, "a module with a FusedMoE in it", type(module).__name__)
+    layers = experts_in(fn, module)
     if any(layer.lora is not None for layer in layers):
         fail(ValueError, fn, "experts without adapters", "some that have them")
     for layer in layers:

@@ -14,7 +14,7 @@ from . import checks, function
 from .activation import activate
 from .counting import Counting
 from .gate import Gate, fit
-from .lora import Adapters
+from .lora import Adapters, LoRA
 from .losses import load_balancing_loss, router_z_loss
 from .padding import zero_padding
 from .quantized.weight import QuantizedWeight
@@ -137,10 +137,9 @@ class Experts(nn.Module):
     def forward(self, x: Tensor, scores: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
         """x (T, D) -> out (T, D), counts (E,) int32."""
         biases = (self.b1, self.b2, self.b3)
-        lora = None if self.lora is None else self.lora()
-        main_grads = self.main_grads if lora is None else None  # beside adapters the weights are frozen
+        main_grads = self.main_grads if self.lora is None else None  # beside adapters the weights are frozen
         return function.experts_and_counts(
-            x, self.weights, scores, ids, biases, self.activation, main_grads=main_grads, lora=lora
+            x, self.weights, scores, ids, biases, self.activation, main_grads=main_grads, lora=self.adapters
         )
 
     @property
@@ -148,14 +147,17 @@ class Experts(nn.Module):
         return self.w1, self.w2, self.w3
 
     @property
+    def adapters(self) -> LoRA | None:
+        return None if self.lora is None else self.lora()
+
+    @property
     def main_grads(self) -> tuple:
         return tuple(getattr(w, "main_grad", None) for w in self.weights)
 
     @property
     def settings(self) -> dict:
-        lora = None if self.lora is None else self.lora()
         biases = {"b1": self.b1, "b2": self.b2, "b3": self.b3}
-        return {**biases, "activation": self.activation, "lora": lora}
+        return {**biases, "activation": self.activation, "lora": self.adapters}
 
     def extra_repr(self) -> str:
         gated, bias = self.w3 is not None, self.b1 is not None
@@ -163,6 +165,14 @@ class Experts(nn.Module):
             f"dim={self.dim}, hidden_dim={self.hidden_dim}, num_experts={self.num_experts}, "
             f"activation={self.activation!r}, gated={gated}, bias={bias}"
         )
+
+
+def experts_in(fn: str, module: nn.Module) -> list[Experts]:
+    """The experts of every FusedMoE in a module, which has to have some."""
+    found = [m for m in module.modules() if isinstance(m, Experts)]
+    if not found:
+        checks.fail(ValueError, fn, "a module with a FusedMoE in it", type(module).__name__)
+    return found
 
 
 class SharedExperts(nn.Module):

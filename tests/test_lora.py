@@ -14,6 +14,7 @@ from cases import (
     Case,
     assert_as_good,
     forward_backward,
+    quantize_options,
     to_double,
 )
 from hypothesis import given
@@ -50,11 +51,6 @@ def adapters(case: Case, device, rank=8, of="123") -> dict:
     return {n: t.to(device, case.dtype) for n, t in made.items()}
 
 
-def usual(format: str) -> dict:
-    """Options for narrow weights."""
-    return {"group_size": 32} if format == "int4" else {}
-
-
 def with_lora(function):
     """The function with the adapters as arguments of their own, so that each has a gradient."""
 
@@ -74,7 +70,8 @@ def check_lora(case: Case, device, *, quantized: str | None = None, scale=0.7, r
     plain = weights
     if quantized:
         weights = {
-            n: w if w is None else quantize(w, quantized, **usual(quantized)) for n, w in weights.items()
+            n: w if w is None else quantize(w, quantized, **quantize_options(quantized))
+            for n, w in weights.items()
         }
         plain = {n: w if w is None else w.dequantize(case.dtype) for n, w in weights.items()}
     fixed = {"ids": case.ids(device), "score_on": case.score_on, "scale": scale, **case.options}
@@ -162,7 +159,7 @@ def test_compile(device, format):
     case = Case(dim=64, hidden=32)
     inputs, lora, ids = case.inputs(device), adapters(case, device), case.ids(device)
     if format:
-        inputs |= {n: quantize(inputs[n], format, **usual(format)) for n in ("w1", "w2", "w3")}
+        inputs |= {n: quantize(inputs[n], format, **quantize_options(format)) for n in ("w1", "w2", "w3")}
 
     def step(x, a1):
         return with_lora(fused_experts)(**{**inputs, "x": x}, **{**lora, "lora_a1": a1}, ids=ids)
@@ -248,7 +245,7 @@ def test_layer(device, format):
     """Adapters start at zero, train alone, and reduce the loss; the layer's own experts stay."""
     moe = FusedMoE(64, 32, 6, 2, bias=True).to(device)
     if format:
-        quantize(moe, format, **usual(format))
+        quantize(moe, format, **quantize_options(format))
     x, target = torch.randn(2, 50, 64, device=device)
     before, state = moe(x).detach(), {n: t.clone() for n, t in moe.state_dict().items()}
     assert add_lora(moe, 8, alpha=16) is moe
@@ -272,7 +269,7 @@ def test_layer(device, format):
         torch.testing.assert_close(moe(x), expected, rtol=1e-4, atol=1e-4)
     again = add_lora(FusedMoE(64, 32, 6, 2, bias=True).to(device), 8, alpha=16)
     if format:
-        quantize(again, format, **usual(format))
+        quantize(again, format, **quantize_options(format))
     again.load_state_dict(moe.state_dict())
     assert torch.equal(again(x), moe(x))
 

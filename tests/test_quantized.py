@@ -19,6 +19,7 @@ from cases import (
     assert_same_bits,
     forward_backward,
     make_ids,
+    quantize_options,
     to_double,
 )
 from hypothesis import given
@@ -69,11 +70,6 @@ def random_weight(format: str, E: int, rows: int, cols: int, device, scale_of=0)
     elif format == "int4" and scale_of % 2:
         zero = torch.randint(-8, 8, shape, dtype=torch.int8).to(device)
     return QuantizedWeight(data, scale.to(device), zero, format=format, shape=(E, rows, cols))
-
-
-def usual(format: str) -> dict:
-    """Options for narrow weights."""
-    return {"group_size": 32} if format == "int4" else {}
 
 
 # --- values -----------------------------------------------------------------------------------------------
@@ -530,7 +526,7 @@ def test_to(device, format):
         assert (tensor is None and old is None) or (tensor.dtype == old.dtype and torch.equal(tensor, old))
     meta = copy.deepcopy(w).to("meta")
     assert meta.device.type == "meta" and meta.dequantize().shape == w.shape
-    moe = quantize(layer(device), format, **usual(format)).to(BF16)
+    moe = quantize(layer(device), format, **quantize_options(format)).to(BF16)
     assert moe.experts.w1.dtype == BF16 and moe.experts.w1.scale.dtype in (F32, torch.uint8)
     assert moe(torch.randn(3, 64, dtype=BF16, device=device)).dtype == BF16
 
@@ -546,7 +542,7 @@ def test_memory(cpu):
 @pytest.mark.parametrize("format", ("fp8_block", "int4", "mxfp4"))
 def test_compile(device, format):
     """One graph without breaks, with any number of tokens, forward and backward."""
-    moe = quantize(layer(device), format, **usual(format))
+    moe = quantize(layer(device), format, **quantize_options(format))
     compiled = torch.compile(moe, fullgraph=True, dynamic=True)
     for tokens in (5, 9):
         x = torch.randn(tokens, 64, device=device, requires_grad=True)

@@ -10,7 +10,17 @@ import warnings
 
 import pytest
 import torch
-from cases import BF16, F32, LOOSE, Calls, assert_as_good, assert_near, assert_same_bits, make_ids
+from cases import (
+    BF16,
+    F32,
+    LOOSE,
+    Calls,
+    assert_as_good,
+    assert_near,
+    assert_same_bits,
+    make_ids,
+    quantize_options,
+)
 from torch import nn
 
 transformers = pytest.importorskip("transformers")
@@ -252,13 +262,18 @@ def test_generate(device, tmp_path, kind):
     assert torch.equal(ours.generate(ids, **settings), eager.generate(ids, **settings))
 
 
+def packed_call(kind: str, folder, device) -> tuple[nn.Module, tuple]:
+    """The first experts of a packed checkpoint, and arguments for them."""
+    write_checkpoint(kind, folder)
+    experts = experts_of(load(folder).to(device))[0][1]
+    x = torch.randn(7, experts.config.hidden_size, device=device)
+    return experts, (x, make_ids("random", 7, 2, 8).to(device), torch.rand(7, 2, device=device))
+
+
 @ALL_CHECKPOINTS
 def test_compile(device, tmp_path, kind):
     """One graph after a first call; before it a graph breaks."""
-    write_checkpoint(kind, tmp_path)
-    experts = experts_of(load(tmp_path).to(device))[0][1]
-    x = torch.randn(7, experts.config.hidden_size, device=device)
-    call = x, make_ids("random", 7, 2, 8).to(device), torch.rand(7, 2, device=device)
+    experts, call = packed_call(kind, tmp_path, device)
     try:
         first = torch.compile(copy.deepcopy(experts), backend="aot_eager")(*call)
         expected = experts(*call)
@@ -293,10 +308,7 @@ def test_no_other_implementation_reads_packed_experts(cpu, tmp_path, kind):
 @ALL_CHECKPOINTS
 def test_replaced_parameters(device, tmp_path, kind):
     """The weights that are kept follow their parameters: a new one, new memory, and a copy of the module."""
-    write_checkpoint(kind, tmp_path)
-    experts = experts_of(load(tmp_path).to(device))[0][1]
-    x = torch.randn(7, experts.config.hidden_size, device=device)
-    call = x, make_ids("random", 7, 2, 8).to(device), torch.rand(7, 2, device=device)
+    experts, call = packed_call(kind, tmp_path, device)
     with torch.inference_mode():
         expected = experts(*call)
     kept = views(experts)
@@ -314,7 +326,7 @@ def test_replaced_parameters(device, tmp_path, kind):
     assert not torch.equal(changed, expected)
     getattr(copied, name).data = flipped
     assert torch.equal(copied(*call), changed)
-    x.requires_grad_()
+    x = call[0].requires_grad_()
     experts(*call).sum().backward()  # the weights made in inference mode can be saved for backward
     assert x.grad.count_nonzero()
 
@@ -561,7 +573,7 @@ FAMILIES = {"qwen3_moe": {}, "mixtral": {"intermediate_size": 96}, "gpt_oss": {"
 @BOTH_DTYPES
 def test_quantize_experts(device, family, format, dtype):
     """A quantised model computes what the values of its weights do; no weight of 16 bits remains."""
-    options = {"group_size": 32} if format == "int4" else {}
+    options = quantize_options(format)
     ours = ready(family, device, dtype, **FAMILIES[family])
     eager = copy.deepcopy(ours)
     assert quantize_experts(ours, format, **options) is ours

@@ -6,11 +6,11 @@
 
 /* --- codes ---------------------------------------------------------------------------------------------- */
 
-/* Subnormal codes are made of integers: as float's own subnormals a CPU may be told to flush them. */
+/* Exponents' biases differ by 120 and by 126. Subnormal codes are made of integers: as float's own subnormals a
+ * CPU may be told to flush them. */
 FM_INLINE float from_e4m3(uint8_t code) {
     uint32_t magnitude = code & 0x7f;
-    float normal =
-        fm_float_from_bits((magnitude << 20) + (120u << 23)); /* 120: between the exponents' biases */
+    float normal = fm_float_from_bits((magnitude << 20) + (120u << 23));
     float value = magnitude < 8 ? (float)magnitude * 0x1p-9f : magnitude == 0x7f ? NAN : normal;
     return code & 0x80 ? -value : value;
 }

@@ -68,7 +68,7 @@ FM_INLINE uint16_t f16_from_float(float x) { /* to nearest, ties to even; NaN st
     return (uint16_t)(half | sign);
 }
 
-/* --- load, store and round ------------------------------------------------------------------------------------- */
+/* --- load, store and round ------------------------------------------------------------------------------ */
 
 #define CONVERSIONS(name, elem_t, to_accum, from_accum)                                                      \
     FM_ROW_FN void load_##name(void *accum_, const void *elem_, int64_t n) {                                 \

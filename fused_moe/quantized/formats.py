@@ -69,6 +69,11 @@ def scale_shapes(format: str, shape: tuple[int, int, int]) -> list[tuple[int, in
     return [(E, rows, 1), (E, 1, 1)]
 
 
+def width_multiple(format: str, group_size: int | None) -> int:
+    """What the input width of a weight has to be a multiple of. group_size is int4's."""
+    return group_size if format == "int4" else next(iter(FORMATS[format].groups), 1)
+
+
 def _parts(shape: tuple[int, int, int]) -> list[slice]:
     """The experts of a weight, some at a time."""
     E, rows, cols = shape
@@ -135,7 +140,7 @@ def _power_of_two(e8m0: Tensor) -> Tensor:
 
 
 def encode(
-    w: Tensor, format: str, *, group_size: int = 128, symmetric: bool = True, per_tensor: bool = False
+    w: Tensor, format: str, *, group_size: int = GROUPS[-1], symmetric: bool = True, per_tensor: bool = False
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """data, scale and zero of a weight (E, out, in), every code the nearest. Scales of int4, int8 and fp8
     have w's dtype (float32 for float64), and codes are of the rounded scale."""

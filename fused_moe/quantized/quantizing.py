@@ -10,7 +10,7 @@ from .weight import QuantizedWeight
 
 FN = "quantize"
 DEFAULTS = {  # of each format's options
-    "int4": {"group_size": 128, "symmetric": True},
+    "int4": {"group_size": formats.GROUPS[-1], "symmetric": True},
     "fp8": {"per_tensor": False},
     "int8": {"per_tensor": False},
 }
@@ -40,6 +40,27 @@ def quantize(
     Raises:
         TypeError, ValueError: before anything is changed, with what was expected and what was found.
     """
+    options, multiple = checked_options(format, group_size, symmetric, per_tensor)
+    if not isinstance(module_or_weight, nn.Module):
+        return _quantized("weight", module_or_weight, format, multiple, options)
+    from ..module import experts_in  # whose experts take quantised weights, so it imports this package
+
+    weights = [
+        (layer, name)
+        for layer in experts_in(FN, module_or_weight)
+        for name in ("w1", "w2", "w3")
+        if isinstance(getattr(layer, name), nn.Parameter)
+    ]
+    for layer, name in weights:
+        check_plain(FN, name, getattr(layer, name))
+        _check_weight(name, getattr(layer, name), multiple)
+    for layer, name in weights:
+        setattr(layer, name, _quantized(name, getattr(layer, name), format, multiple, options))
+    return module_or_weight
+
+
+def checked_options(format, group_size, symmetric, per_tensor) -> tuple[dict, int]:
+    """The options of a format, with its defaults, and what a weight's input width has to be a multiple of."""
     check_choice(FN, "format", format, formats.FORMATS)
     given = {"group_size": group_size, "symmetric": symmetric, "per_tensor": per_tensor}
     options = dict(DEFAULTS.get(format, {}))
@@ -53,36 +74,17 @@ def quantize(
         elif value not in formats.GROUPS:
             fail(ValueError, FN, f"group_size of {' or '.join(map(str, formats.GROUPS))}", value)
         options[name] = value
-    group = options.get("group_size", formats.MX_GROUP if format == "mxfp4" else 1)
-    if not isinstance(module_or_weight, nn.Module):
-        return _quantized("weight", module_or_weight, format, group, options)
-    from ..module import Experts  # which takes quantised weights, so it imports this package
-
-    layers = [m for m in module_or_weight.modules() if isinstance(m, Experts)]
-    if not layers:
-        fail(ValueError, FN, "a module with a FusedMoE in it", type(module_or_weight).__name__)
-    weights = [
-        (layer, name)
-        for layer in layers
-        for name in ("w1", "w2", "w3")
-        if isinstance(getattr(layer, name), nn.Parameter)
-    ]
-    for layer, name in weights:
-        check_plain(FN, name, getattr(layer, name))
-        _check_weight(name, getattr(layer, name), group)
-    for layer, name in weights:
-        setattr(layer, name, _quantized(name, getattr(layer, name), format, group, options))
-    return module_or_weight
+    return options, formats.width_multiple(format, options.get("group_size"))
 
 
-def _check_weight(name: str, weight, group: int) -> None:
+def _check_weight(name: str, weight, multiple: int) -> None:
     check_tensor(FN, name, weight, 3, FLOATING)
-    if weight.size(2) % group:
-        fail(ValueError, FN, f"{name} (E, out, in) with in a multiple of {group}", tuple(weight.shape))
+    if weight.size(2) % multiple:
+        fail(ValueError, FN, f"{name} (E, out, in) with in a multiple of {multiple}", tuple(weight.shape))
 
 
-def _quantized(name: str, weight: Tensor, format: str, group: int, options: dict) -> QuantizedWeight:
-    _check_weight(name, weight, group)
+def _quantized(name: str, weight: Tensor, format: str, multiple: int, options: dict) -> QuantizedWeight:
+    _check_weight(name, weight, multiple)
     w = weight.detach()
     tensors = formats.encode(w, format, **options)
     return QuantizedWeight(*tensors, format=format, shape=tuple(w.shape), dtype=w.dtype)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor, nn
 
 from ..checks import FLOATING, fail
-from ..quantized import formats, quantize
+from ..quantized.quantizing import checked_options, quantize
 from .experts import NAME, settings_of
 from .weights import first_name
 
@@ -59,10 +58,7 @@ def quantize_experts(
         TypeError, ValueError: before anything is changed, with what was expected and what was found.
     """
     fn = "quantize_experts"
-    options = {"group_size": group_size, "symmetric": symmetric, "per_tensor": per_tensor}
-    width = max(formats.GROUPS)
-    trial = quantize(torch.zeros(1, 1, width), format, **options)  # which checks the options
-    group = width // trial.scale.size(2) if format in ("int4", "mxfp4") else 1
+    options, multiple = checked_options(format, group_size, symmetric, per_tensor)
     found = experts_of(model) if isinstance(model, nn.Module) else []
     if not found:
         expected = "a transformers model with experts that have an experts_implementation"
@@ -81,8 +77,8 @@ def quantize_experts(
             if not isinstance(w, Tensor) or w.dtype not in FLOATING:
                 continue
             width = w.size(1 if experts.is_transposed else 2)
-            if width % group:
-                expected = f"{module_name}.{name} with an input width that is a multiple of {group}"
+            if width % multiple:
+                expected = f"{module_name}.{name} with an input width that is a multiple of {multiple}"
                 fail(ValueError, fn, expected, width)
             todo.append((experts, name))
     for experts, name in todo:
