@@ -64,11 +64,6 @@ typedef struct { /* which activation of activation.h, and its constants */
     double alpha, limit;
 } FusedMoeActivation;
 
-typedef struct { /* expert weights (E, out, in); either of out and in may be the dense one */
-    void *data;  /* NULL: absent */
-    int64_t stride_expert, stride_out, stride_in;
-} FusedMoeWeight;
-
 /* How a quantised weight is stored: its codes, and what has a scale of its own. */
 typedef enum {
     FUSED_MOE_FP8_BLOCK, /* e4m3, 128x128 of a matrix */
@@ -83,10 +78,20 @@ typedef struct {        /* weight (E, out, in) = (code - zero) scale, in f32, ro
     const void *data;   /* [E,out,in]; codes of 4 bits two per byte, the even column in the lower half */
     const void *scale;  /* [E,ceil(out/block_out),ceil(in/block_in)] */
     const int8_t *zero; /* like scale; NULL: zeros */
+    int64_t out, in;
     int64_t block_out, block_in; /* what one scale is of */
+    bool transposed;             /* a GEMM reads it as (E, in, out): the gradient of its rows */
     FusedMoeFormat format;
     FusedMoeDtype scale_dtype; /* floating; u8 for mxfp4 */
 } FusedMoeQuantizedWeight;
+
+typedef struct { /* expert weights (E, out, in); either of out and in may be the dense one */
+    void *data;  /* NULL: absent */
+    int64_t stride_expert, stride_out, stride_in;
+    /* Of a quantised weight, which only grouped_mm and up_gate read; then strides are those of the weight in the
+     * GEMM's dtype, and data is not NULL. */
+    const FusedMoeQuantizedWeight *codes;
+} FusedMoeWeight;
 
 typedef struct {              /* which row holds which (token, slot)                         */
     const int32_t *offs;      /* [E]    cumulative ends: one past the last row of each expert */
@@ -101,6 +106,7 @@ typedef struct {              /* which row holds which (token, slot)            
 typedef struct {        /* what one call of a GEMM needs beside its tensors; the CPU tier needs nothing */
     int32_t tier;       /* FusedMoeTier, by fused_moe_cuda_select_<operator>                 */
     int64_t bytes;      /* of data, likewise                                                 */
+    bool dequantizes;   /* codes become weights at the start of data, likewise               */
     void *data;         /* uninitialised memory, by the caller                               */
     uint32_t *counters; /* [FUSED_MOE_NUM_COUNTERS] zeros, by the caller; zeros again after  */
 } FusedMoeWorkspace;
@@ -247,17 +253,6 @@ typedef struct {         /* out[r] = sum_i a[r, part i] b[i][e(r)]^T + bias[e(r)
     FusedMoeDtype dtype;
 } FusedMoeGroupedMM;
 
-typedef struct {               /* out[r] = a[r] b[e(r)]^T, or a[r] b[e(r)]; zero past the last row */
-    const void *a;             /* [R,in], [R,out] when transposed */
-    FusedMoeQuantizedWeight b; /* (E,out,in) */
-    void *out;                 /* [R,out], [R,in] when transposed */
-    const int32_t *offs;       /* [E] */
-    bool transposed;           /* b is read as (E,in,out): the gradient of a */
-    int64_t R, b_out, b_in;
-    int32_t E;
-    FusedMoeDtype dtype; /* of a and out */
-} FusedMoeQuantizedMM;
-
 typedef struct {                /* dw[i][e] = a[rows of e, part i]^T b[rows of e]; zero for an empty expert */
     const void *a;              /* [R, M0+M1]     */
     const void *b;              /* [R or T, N]    */
@@ -343,7 +338,6 @@ int fused_moe_cpu_permute(const FusedMoePermute *p);
 int fused_moe_cpu_unpermute(const FusedMoeUnpermute *p);
 int fused_moe_cpu_unpermute_backward(const FusedMoeUnpermuteBackward *p);
 int fused_moe_cpu_grouped_mm(const FusedMoeGroupedMM *p);
-int fused_moe_cpu_quantized_mm(const FusedMoeQuantizedMM *p);
 int fused_moe_cpu_wgrad(const FusedMoeWgrad *p);
 int fused_moe_cpu_bias_grad(const FusedMoeBiasGrad *p);
 int fused_moe_cpu_up_gate(const FusedMoeUpGate *p);
@@ -397,6 +391,7 @@ typedef enum {
     FUSED_MOE_OTHER_DTYPE,
     FUSED_MOE_NO_ROWS,
     FUSED_MOE_SCORED_INPUT,
+    FUSED_MOE_MANY_ROWS, /* for a kernel that reads codes */
     FUSED_MOE_WIDTH,     /* one is not a multiple of 8 */
     FUSED_MOE_UNALIGNED, /* rows or a bias that are not 16-byte aligned */
     FUSED_MOE_STRIDES,   /* of a weight */

@@ -60,6 +60,13 @@ def _quantized_mm(args) -> int:
     return 2 * args.a[0] * CODES_PER_BYTE[args.format] * prod(args.data[1:])
 
 
+@_register("quantized_experts")
+def _quantized_experts(args) -> int:
+    weights = ((args.data1, args.format1), (args.data3, args.format3), (args.data2, args.format2))
+    codes = sum(CODES_PER_BYTE[format] * prod(data[1:]) for data, format in weights if data)
+    return 2 * prod(args.ids) * codes
+
+
 @_register("wgrad", "wgrad_accumulate")
 def _wgrad(args) -> int:
     rows = args.b if args.a_row_token else args.a

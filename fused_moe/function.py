@@ -384,7 +384,12 @@ def experts_and_counts(
         inputs = (x, *_tensors_of(stored), *biases, scores, ids, *adapters)
         check_out(fn, out, x, (x.size(0), w2.size(1)), inputs)
     scores = scores.to(_ops.score_dtype(x))
+    is_operator = plan is None and not needs_grad
+    settings = (code, _ops.ACTIVATION_CODES[activation], [*constants], score_on == "input")
     if is_composed:
+        if is_operator and lora is None and all(w is None or isinstance(w, QuantizedWeight) for w in stored):
+            y, counts = _quantized_experts(x, stored, biases, scores, ids, settings, expert_map)
+            return y if out is None else out.copy_(y), counts
         if plan is None:
             plan = _ops.route_plan(ids, w2.size(0), expert_map)
         weights = _unless_quantized((w1, w2, w3), stored)
@@ -392,10 +397,9 @@ def experts_and_counts(
         y = composed.experts(x, weights, biases, scores, plan, layout, act, score_on, lora)
         return y if out is None else out.copy_(y), plan.counts
     # Autocast would cast all weights before one operator, and keep the casts of both sides at a time.
-    if plan is None and not (is_autocast_enabled(x) or needs_grad):
+    if is_operator and not is_autocast_enabled(x):
         b1, b2, b3 = biases
         operands = (x, w1, w3, w2, b1, b3, b2, scores, ids)
-        settings = (code, _ops.ACTIVATION_CODES[activation], [*constants], score_on == "input")
         if out is not None:
             return out, ops.experts_out(*operands, *settings, out, expert_map)
         return _ops.run(ops.experts.default, *operands, *settings, expert_map)
@@ -428,6 +432,16 @@ def _plain_weights(
         what = "lora" if lora is not None else "quantised weights"
         fail(ValueError, fn, f"no main_grads beside {what}", "some")
     return tuple(plain), True
+
+
+def _quantized_experts(x, weights: tuple, biases: tuple, scores, ids, settings: tuple, expert_map):
+    """(out, counts) by one operator, which keeps nothing for backward."""
+    w1, w2, w3 = ((None, None, None, 0) if w is None else (*w.tensors, w.code) for w in weights)
+    b1, b2, b3 = biases
+    args = (x, *w1, *w3, *w2, b1, b3, b2, scores, ids, *settings, expert_map)
+    if is_autocast_enabled(x):
+        return ops.quantized_experts(*args)
+    return _ops.run(ops.quantized_experts.default, *args)
 
 
 def _unless_quantized(views: tuple, stored: tuple) -> tuple:

@@ -306,6 +306,12 @@ def operator_calls(case: Case, device) -> dict:
         for w in quantized
         for width, transposed in ((64, False), (6, True))
     ]
+    packed, of_up = {}, {name: up[name] for name in ("b1", "b3")}
+    for i, w in ((1, w1), (3, w3), (2, w2)):
+        w = None if w is None else fused_moe.quantize(w.detach().contiguous(), "int8")
+        tensors = (None, None, None) if w is None else w.tensors
+        packed |= {f"{name}{i}": t for name, t in zip(("data", "scale", "zero"), tensors, strict=True)}
+        packed[f"format{i}"] = 0 if w is None else w.code
     calls = {
         "router_logits": [{"x": x, "weight": gate, "bias": b} for b in (new(E), None)],
         "router_dgrad": [{"dlogits": logits, "weight": w} for w in (gate, new(D, E).mT)],
@@ -376,6 +382,10 @@ def operator_calls(case: Case, device) -> dict:
                 "score_on_input": False,
                 "out": new(T, D),
             }
+        ],
+        "quantized_experts": [
+            {"x": x, **packed, **of_up, "b2": b2, "scores": scores, "ids": ids, **act, "score_on_input": s}
+            for s in (False, True)
         ],
         "routed_experts": [
             {"x": x, "gate": gate, "gate_bias": b, **up, **down, **act, "top_k": K, **routing}

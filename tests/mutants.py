@@ -434,7 +434,7 @@ CPU = [
     Mutant(
         "every expert has the first one's scales",
         "csrc/cpu/quantized.c",
-        "(m->expert * row_blocks + row / w->block_out)",
+        "(e * row_blocks + row / w->block_out)",
         "(row / w->block_out)",
         "tests/test_quantized.py",
     ),
@@ -447,16 +447,9 @@ CPU = [
     ),
     Mutant(
         "a transposed weight's first columns",
-        "csrc/cpu/quantized_mm.c",
-        "fm_dequantize(v, &weight, 0, p->b_out, j, n, s.b)",
-        "fm_dequantize(v, &weight, 0, p->b_out, 0, n, s.b)",
-        "tests/test_quantized.py",
-    ),
-    Mutant(
-        "garbage past the last row of quantized_mm",
-        "csrc/cpu/quantized_mm.c",
-        "(p->R - num_rows) * task.M * (int64_t)v->elem_bytes);",
-        "0);",
+        "csrc/cpu/matrix.c",
+        "fm_dequantize(v, w->codes, e, col, cols, row, rows, buffer)",
+        "fm_dequantize(v, w->codes, e, col, cols, 0, rows, buffer)",
         "tests/test_quantized.py",
     ),
     Mutant(

@@ -5,7 +5,7 @@ from cases import Case, operator_calls
 from torch.utils._pytree import tree_map
 
 PLAN = ("offsets", "schedule", "row_token", "row_slot", "token_row")
-CODES = ("data", "scale", "zero")  # of a quantised weight: any value is right
+CODES = [f"{name}{i}" for name in ("data", "scale", "zero") for i in ("", 1, 2, 3)]  # any value is right
 HEAD_WORDS = 8  # of a schedule
 INT_MIN, INT_MAX = -(2**31), 2**31 - 1
 

@@ -28,7 +28,6 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
 import fused_moe
 from fused_moe import FusedMoE, QuantizedWeight, fused_experts, grouped_mlp, quantize, quantized, reference
-from fused_moe.quantized import fallback
 from fused_moe.quantized.formats import FORMATS, scale_shapes
 
 pytestmark = pytest.mark.usefixtures("poison")
@@ -97,20 +96,6 @@ def test_values_are_the_references(device, format, dtype, scale_of):
     assert torch.equal(w.dequantize(dtype), expected)
     for transposed in (False, True):
         assert torch.equal(product_with_identity(w, dtype, transposed), expected)
-
-
-@EVERY_FORMAT
-@pytest.mark.parametrize("counts", ((9, 0, 5, 0, 3), (0, 0, 2, 0, 1), (0, 3, 0, 0, 0), (0, 0, 0, 0, 0)))
-@pytest.mark.parametrize("spare", (0, 1))
-@pytest.mark.parametrize("transposed", (False, True))
-def test_what_gpus_compute_instead(cpu, format, counts, spare, transposed):
-    """With fewer rows than experts the weights of active experts alone are dequantised; any counts."""
-    w = random_weight(format, 5, 24, 64, cpu, 1)
-    a = torch.randn(sum(counts) + spare, 24 if transposed else 64)
-    offsets = torch.tensor(counts).cumsum(0).int()
-    found = fallback.quantized_mm(a, *w.tensors, offsets, w.code, transposed)
-    expected = torch.ops.fused_moe.quantized_mm(a, *w.tensors, offsets, w.code, transposed)
-    torch.testing.assert_close(found, expected)
 
 
 @EVERY_FORMAT
@@ -495,7 +480,7 @@ def test_loaders_read_what_a_layer_saves(device, option):
     others = quantize(layer(device), format, **options).state_dict()
     found = torch.func.functional_call(moe, others, x)
     moe.load_state_dict(others)
-    assert torch.equal(found, moe(x))
+    torch.testing.assert_close(found, moe(x))
 
 
 def test_missing_names_are_those_of_the_checkpoint(device):

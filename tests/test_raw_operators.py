@@ -25,6 +25,7 @@ ANY_VALUE = {
     ("route_plan", "ids"),
     ("experts", "ids"),
     ("experts_out", "ids"),
+    ("quantized_experts", "ids"),
     ("route_plan", "expert_map"),
     ("experts", "expert_map"),
 }

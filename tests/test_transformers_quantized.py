@@ -238,7 +238,7 @@ def test_weights_stay_packed(device, tmp_path, kind):
     names = set(model.state_dict())
     with Calls() as calls, torch.no_grad():
         model(token_ids(device))
-    assert len(calls.of("quantized_mm")) == 2 * len(experts_of(model))
+    assert len(calls.of("quantized_experts")) == len(experts_of(model))
     stored = {n: t for n, t in load_file(tmp_path / "model.safetensors").items() if ".experts." in n}
     loaded = {n: p for n, p in model.named_parameters() if ".experts." in n}
     assert sum(t.nbytes for t in loaded.values()) == sum(t.nbytes for t in stored.values())
@@ -539,7 +539,7 @@ def test_other_fp8_experts_run_eager(device, monkeypatch, kind):
     monkeypatch.setattr(FP8Experts, "linear", linear)
     with pytest.warns(UserWarning, match=f"{reason} of FP8Experts, which runs eager"), Calls() as calls:
         found = experts(*call)
-    assert inputs and not calls.of("quantized_mm")
+    assert inputs and not calls.of("quantized_experts") and not calls.of("quantized_mm")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert torch.equal(experts(*call), found)

@@ -1,6 +1,7 @@
 /* grouped_mm: every expert's weight on its own rows. A task is a tile of rows and a part of the
  * output's columns, which it walks in blocks. Forward and the gradients of the rows are this one kernel,
- * since weights carry strides: up_dgrad is the sum of two parts, dgate w1 + dup w3, in one accumulator. */
+ * since weights carry strides: up_dgrad is the sum of two parts, dgate w1 + dup w3, in one accumulator. A block of a
+ * quantised weight is dequantised in scratch for all of the tile's rows; no more of it exists in another dtype. */
 #include "cpu.h"
 
 #include <stdlib.h>
@@ -26,7 +27,7 @@ static Buffers take(const Task *t, char *scratch, size_t *bytes) {
     for (int i = 0; i < 2; i++)
         s.a[i] = fm_take(&scratch, bytes, copies && p->b[i].data ? rows * p->N[i] * accum : 0);
     int64_t depth = p->N[0] > p->N[1] ? p->N[0] : p->N[1];
-    s.b = fm_take(&scratch, bytes, copies ? cols * depth * accum : 0);
+    s.b = fm_take(&scratch, bytes, copies || p->b[0].codes ? cols * depth * accum : 0);
     s.out = fm_take(&scratch, bytes, copies ? rows * cols * accum : 0);
     s.bias = fm_take(&scratch, bytes, cols * accum);
     return s;
@@ -53,8 +54,7 @@ static int grouped_mm_tile(int64_t i, const void *ctx, char *scratch) {
         FmMatrix out = fm_part(all_out, v->elem_bytes, tile.first_row, tile.num_rows, j, n);
         FmMatrix sum = fm_accum_for(v, out, s.out);
         for (int part = 0; part < 2 && p->b[part].data; part++) {
-            FmMatrix b = fm_expert(&p->b[part], v->elem_bytes, tile.expert, p->M, p->N[part]);
-            b = fm_to_accum(v, fm_part(b, v->elem_bytes, j, n, 0, p->N[part]), s.b);
+            FmMatrix b = fm_weight_part(v, &p->b[part], tile.expert, j, n, 0, p->N[part], s.b);
             int status = fm_matmul(v, sum, a[part], fm_transposed(b), part > 0);
             if (status != FUSED_MOE_OK) return status;
         }

@@ -67,11 +67,11 @@ static float scale_at(const FusedMoeQuantizedWeight *w, int64_t block) {
     return scale;
 }
 
-static void decode_row(const FmQuantized *m, int64_t row, int64_t col, int64_t n, float *values) {
-    const FusedMoeQuantizedWeight *w = m->weight;
-    const int64_t row_blocks = fm_blocks(m->rows, w->block_out), col_blocks = fm_blocks(m->cols, w->block_in);
-    const int64_t first_block = (m->expert * row_blocks + row / w->block_out) * col_blocks;
-    const int64_t first_code = (m->expert * m->rows + row) * m->cols;
+static void decode_row(const FusedMoeQuantizedWeight *w, int64_t e, int64_t row, int64_t col, int64_t n,
+                       float *values) {
+    const int64_t row_blocks = fm_blocks(w->out, w->block_out), col_blocks = fm_blocks(w->in, w->block_in);
+    const int64_t first_block = (e * row_blocks + row / w->block_out) * col_blocks;
+    const int64_t first_code = (e * w->out + row) * w->in;
     decode(w->format, w->data, first_code + col, n, values);
     for (int64_t j = col, end; j < col + n; j = end) {
         int64_t block = j / w->block_in;
@@ -81,15 +81,15 @@ static void decode_row(const FmQuantized *m, int64_t row, int64_t col, int64_t n
     }
 }
 
-FmMatrix fm_dequantize(const FmRows *v, const FmQuantized *m, int64_t row, int64_t rows, int64_t col,
-                       int64_t cols, void *buffer) {
+FmMatrix fm_dequantize(const FmRows *v, const FusedMoeQuantizedWeight *w, int64_t e, int64_t row,
+                       int64_t rows, int64_t col, int64_t cols, void *buffer) {
     float values[FM_TILE_COLS]; /* of double */
     const bool is_double = v->accum_bytes == sizeof(double);
     for (int64_t i = 0; i < rows; i++)
         for (int64_t j = 0, n; j < cols; j += n) {
             n = fm_min(cols - j, FM_TILE_COLS);
             void *accum = fm_at(buffer, v->accum_bytes, i * cols + j);
-            decode_row(m, row + i, col + j, n, is_double ? values : accum);
+            decode_row(w, e, row + i, col + j, n, is_double ? values : accum);
             v->round(accum, n);
             for (int64_t c = 0; is_double && c < n; c++) ((double *)accum)[c] = values[c];
         }

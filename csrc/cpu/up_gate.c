@@ -24,7 +24,8 @@ static Buffers take(const Task *t, char *scratch, size_t *bytes) {
     int64_t rows = fm_min(p->row_map.R, FM_TILE_ROWS), cols = fm_min(p->F, FM_TILE_COLS);
     Buffers s;
     s.x = fm_take(&scratch, bytes, rows * p->D * accum);
-    s.w = fm_take(&scratch, bytes, t->v->is_accum ? 0 : 2 * cols * p->D * accum);
+    const bool copies = !t->v->is_accum || p->w1.codes || p->w3.codes;
+    s.w = fm_take(&scratch, bytes, copies ? 2 * cols * p->D * accum : 0);
     for (int i = 0; i < 2; i++) s.out[i] = fm_take(&scratch, bytes, (2 - i) * rows * cols * accum);
     s.bias = fm_take(&scratch, bytes, 2 * cols * accum);
     s.gate = fm_take(&scratch, bytes, cols * accum);
@@ -75,8 +76,7 @@ static int up_gate_tile(int64_t i, const void *ctx, char *scratch) {
         int num_pieces = pieces(p, j, n, piece);
         for (int q = 0; q < num_pieces; q++) {
             const Piece *c = &piece[q];
-            FmMatrix w = fm_expert(c->w, v->elem_bytes, tile.expert, c->weight_rows, p->D);
-            w = fm_to_accum(v, fm_part(w, v->elem_bytes, c->row, c->width, 0, p->D), s.w);
+            FmMatrix w = fm_weight_part(v, c->w, tile.expert, c->row, c->width, 0, p->D, s.w);
             FmMatrix out = fm_dense(s.out[q], tile.num_rows, c->width);
             int status = fm_matmul(v, out, x, fm_transposed(w), false);
             if (status != FUSED_MOE_OK) return status;

@@ -3,10 +3,12 @@
  * A tier is a folder beside this file and a line in each table. The last tier takes every call. Calls whose
  * offsets are unchecked (raw grouped_mm and wgrad) get them clamped, and their schedule, by one launch before
  * the GEMM's; calls of few slots whose plan is not made get it likewise, where the tier does not make it itself.
+ * Quantised weights have one kernel per operator that reads codes. Calls that it does not take are calls of plain
+ * weights, which a launch per weight dequantises into the workspace.
  *
  * The environment, read once per process:
  *   FUSED_MOE_TIER       portable, hopper, or auto (the default); hopper is auto, and an error on other GPUs
- *   FUSED_MOE_SCHEDULE   overrides for experiments, e.g. order=linear,experts=in-turn,tails=off,group=8 */
+ *   FUSED_MOE_SCHEDULE   overrides for experiments, e.g. order=linear,experts=in-turn,tails=off,group=8,codes=64 */
 #include "dispatch.cuh"
 
 #include <stdlib.h>
@@ -15,6 +17,7 @@
 #include <atomic>
 #include <mutex>
 
+#include "common/dequantize.cuh"
 #include "common/schedule.cuh"
 
 namespace fused_moe {
@@ -40,6 +43,7 @@ static const char *const REASONS[FUSED_MOE_NUM_REASONS] = {
     "the dtype is neither bf16 nor fp16",
     "there is no row",
     "the input is multiplied by its scores",
+    "there are many rows, for which a quantised weight is dequantised",
     "a width is not a multiple of 8",
     "rows or a bias are not 16-byte aligned",
     "a weight's strides or address are not what TMA reads",
@@ -84,6 +88,8 @@ static void read_environment() {
         if (group) s.group = atoi(group + strlen("group="));
         if (strstr(schedule, "order=linear")) s.group = 1;
         if (strstr(schedule, "order=column")) s.group = INT32_MAX;
+        const char *code_rows = strstr(schedule, "codes=");
+        if (code_rows) s.code_rows = atoi(code_rows + strlen("codes="));
         s.no_interleave = strstr(schedule, "experts=in-turn");
         s.no_tails = strstr(schedule, "tails=off");
     }
@@ -175,29 +181,118 @@ static size_t own_schedule_bytes(const Params &p) {
     return p.schedule ? 0 : checked_offsets_bytes(p.E);
 }
 
-/* run() for a call whose offsets may be unchecked: these are clamped, and their schedule is made, at the
- * start of the workspace. */
+/* --- quantised weights ---------------------------------------------------------------------------------- */
+
+typedef struct {
+    FusedMoeWeight *w[2];
+    const int32_t *offs; /* [E] to tell experts without rows, or NULL */
+    int32_t E;
+} Weights;
+
+static Weights weights_of(FusedMoeGroupedMM &p) {
+    return {{&p.b[0], &p.b[1]}, p.slots ? nullptr : p.offs, p.E};
+}
+
+/* The launch before this one makes its weight. */
+static void follow_dequantize(FusedMoeGroupedMM &p) {
+    p.after_up_gate = p.starts_early = false;
+}
+
+static void follow_dequantize(FusedMoeUpGate &) {}
+
+static Weights weights_of(FusedMoeUpGate &p) {
+    return {{&p.w1, &p.w3}, p.slots ? nullptr : p.row_map.offs, p.row_map.E};
+}
+
 template <typename Params>
-static int run_checked(Table<Params> &table, const Params &unchecked, void *stream) {
+static bool has_codes(Params p) {
+    Weights weights = weights_of(p);
+    return weights.w[0]->codes || weights.w[1]->codes;
+}
+
+/* Lets quantised weights be dense ones at `data`, one after the other, and calls fn(address, codes, weights) for
+ * each. Returns their bytes. */
+template <typename Params, typename Fn>
+static size_t place_weights(Params &p, void *data, Fn fn) {
+    Weights weights = weights_of(p);
+    size_t bytes = 0;
+    for (FusedMoeWeight *w : weights.w) {
+        if (!w->codes) continue;
+        const FusedMoeQuantizedWeight &codes = *w->codes;
+        w->codes = nullptr;
+        w->data = (char *)data + bytes;
+        fn(w->data, codes, weights);
+        bytes += (dequantized_bytes(codes, weights.E, p.dtype) + 127) / 128 * 128;
+    }
+    return bytes;
+}
+
+/* select() for an operator whose weights may be quantised. */
+template <typename Params>
+static void select_weights(FusedMoeTieredOp op, Table<Params> &table, const Kernel<Params> &of_codes,
+                           Params *p, size_t more_bytes = 0) {
+    p->workspace.dequantizes = false;
+    if (!has_codes(*p)) return select(op, table, p, more_bytes);
+    FusedMoeReason why = device_reason(FUSED_MOE_TIER_SM90);
+    if (why == FUSED_MOE_RUNS) why = of_codes.reason(*p);
+    if (why == FUSED_MOE_RUNS) {
+        calls[op].of_tier[FUSED_MOE_TIER_SM90]++;
+        p->workspace.tier = FUSED_MOE_TIER_SM90;
+        p->workspace.bytes = (int64_t)more_bytes;
+        return;
+    }
+    Params plain = *p;
+    void *aligned = (void *)128; /* as the workspace will be */
+    more_bytes += place_weights(plain, aligned, [](auto &&...) {});
+    select(op, table, &plain, more_bytes);
+    p->workspace = plain.workspace;
+    p->workspace.dequantizes = true;
+}
+
+/* run() for an operator whose weights may be quantised. */
+template <typename Params>
+static int run_weights(Table<Params> &table, const Kernel<Params> &of_codes, const Params &call,
+                       void *stream) {
+    Params p = call;
+    if (!has_codes(p)) return run(table, p, stream);
+    if (!p.workspace.dequantizes) return of_codes.run(p, stream);
+    int status = FUSED_MOE_OK;
+    auto fill = [&](void *dense, const FusedMoeQuantizedWeight &codes, const Weights &weights) {
+        if (status == FUSED_MOE_OK)
+            status = dequantize(dense, codes, weights.offs, weights.E, p.dtype, stream);
+    };
+    size_t bytes = place_weights(p, p.workspace.data, fill);
+    p.workspace.data = (char *)p.workspace.data + bytes;
+    follow_dequantize(p);
+    return status == FUSED_MOE_OK ? run(table, p, stream) : status;
+}
+
+/* --- calls that are not complete ------------------------------------------------------------------------ */
+
+/* run_next(p) for a call whose offsets may be unchecked: these are clamped, and their schedule is made, at the
+ * start of the workspace. */
+template <typename Params, typename Fn>
+static int run_checked(const Params &unchecked, void *stream, Fn run_next) {
     Params p = unchecked;
     if (!p.schedule) {
         int status = check_offsets(&p.offs, &p.schedule, p.E, p.R, p.workspace.data, stream);
         if (status != FUSED_MOE_OK) return status;
         p.workspace.data = (char *)p.workspace.data + checked_offsets_bytes(p.E);
     }
-    return run(table, p, stream);
+    return run_next(p);
 }
 
-/* run() for a call whose plan may not be made yet. The bindings ask plans_slots, too, and know who made it. */
-template <typename Params>
-static int run_planned(Table<Params> &table, const Params &unplanned, void *stream) {
+/* run_next(p) for a call whose plan may not be made yet. The bindings ask plans_slots, too, and know who made
+ * it. */
+template <typename Params, typename Fn>
+static int run_planned(const Params &unplanned, void *stream, Fn run_next) {
     Params p = unplanned;
     if (p.slots && !fused_moe_tier(p.workspace.tier).plans_slots) {
         int status = fused_moe_cuda_route_plan(p.slots, stream);
         if (status != FUSED_MOE_OK) return status;
         p.slots = nullptr;
     }
-    return run(table, p, stream);
+    return run_next(p);
 }
 
 /* --- zeroed counters ------------------------------------------------------------------------------------ */
@@ -253,13 +348,13 @@ void fused_moe_cuda_select_router_dgrad(FusedMoeRouterDgrad *p) {
     select(FUSED_MOE_OP_ROUTER_DGRAD, ROUTER_DGRAD, p);
 }
 void fused_moe_cuda_select_grouped_mm(FusedMoeGroupedMM *p) {
-    select(FUSED_MOE_OP_GROUPED_MM, GROUPED_MM, p, own_schedule_bytes(*p));
+    select_weights(FUSED_MOE_OP_GROUPED_MM, GROUPED_MM, sm90::codes_mm, p, own_schedule_bytes(*p));
 }
 void fused_moe_cuda_select_wgrad(FusedMoeWgrad *p) {
     select(FUSED_MOE_OP_WGRAD, WGRAD, p, own_schedule_bytes(*p));
 }
 void fused_moe_cuda_select_up_gate(FusedMoeUpGate *p) {
-    select(FUSED_MOE_OP_UP_GATE, UP_GATE, p);
+    select_weights(FUSED_MOE_OP_UP_GATE, UP_GATE, sm90::codes_up_gate, p);
 }
 void fused_moe_cuda_select_down_dgrad(FusedMoeDownDgrad *p) {
     select(FUSED_MOE_OP_DOWN_DGRAD, DOWN_DGRAD, p);
@@ -272,13 +367,15 @@ int fused_moe_cuda_router_dgrad(const FusedMoeRouterDgrad *p, void *stream) {
     return run(ROUTER_DGRAD, *p, stream);
 }
 int fused_moe_cuda_grouped_mm(const FusedMoeGroupedMM *p, void *stream) {
-    return p->slots ? run_planned(GROUPED_MM, *p, stream) : run_checked(GROUPED_MM, *p, stream);
+    auto run_next = [&](auto &q) { return run_weights(GROUPED_MM, sm90::codes_mm, q, stream); };
+    return p->slots ? run_planned(*p, stream, run_next) : run_checked(*p, stream, run_next);
 }
 int fused_moe_cuda_wgrad(const FusedMoeWgrad *p, void *stream) {
-    return run_checked(WGRAD, *p, stream);
+    return run_checked(*p, stream, [&](auto &q) { return run(WGRAD, q, stream); });
 }
 int fused_moe_cuda_up_gate(const FusedMoeUpGate *p, void *stream) {
-    return run_planned(UP_GATE, *p, stream);
+    return run_planned(*p, stream,
+                       [&](auto &q) { return run_weights(UP_GATE, sm90::codes_up_gate, q, stream); });
 }
 int fused_moe_cuda_down_dgrad(const FusedMoeDownDgrad *p, void *stream) {
     return run(DOWN_DGRAD, *p, stream);

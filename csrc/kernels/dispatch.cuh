@@ -30,6 +30,9 @@ extern const Kernel<FusedMoeGroupedMM> grouped_mm;
 extern const Kernel<FusedMoeWgrad> wgrad;
 extern const Kernel<FusedMoeUpGate> up_gate;
 extern const Kernel<FusedMoeDownDgrad> down_dgrad;
+/* Of quantised weights. */
+extern const Kernel<FusedMoeGroupedMM> codes_mm;
+extern const Kernel<FusedMoeUpGate> codes_up_gate;
 } // namespace sm90
 
 /* What the environment variable FUSED_MOE_SCHEDULE asks for. */
@@ -37,6 +40,7 @@ typedef struct {
     int32_t group;      /* row tiles of a group; 0: as the kernel has it */
     bool no_interleave; /* skinny tiles come last                        */
     bool no_tails;      /* no swapped operands, no split last wave       */
+    int32_t code_rows;  /* rows per expert up to which codes are read; 0: as the kernels have it */
 } ScheduleOverride;
 
 const ScheduleOverride &schedule_override();

@@ -128,6 +128,25 @@ FusedMoeWeight transposed(FusedMoeWeight w);
 FusedMoeWeight main_grad(const char *op, const char *name, const Tensor &grad, const Tensor &like,
                          std::initializer_list<int64_t> shape);
 
+/* A quantised weight (E, out, in) as an operator gets it, and checked: the struct that points into its tensors. */
+struct QuantizedTensors {
+    const Tensor &data, &scale;
+    const OptTensor &zero;
+    int64_t format;
+};
+
+struct QuantizedWeight {
+    FusedMoeQuantizedWeight p;
+    Tensor data, scale;
+    OptTensor zero;
+};
+
+/* quantized.cpp. Transposed: it is read as (E, in, out). */
+QuantizedWeight quantized_weight(const char *op, const QuantizedTensors &given, const Tensor &like,
+                                 bool is_transposed = false);
+/* Points into w. */
+FusedMoeWeight weight(const QuantizedWeight &w);
+
 /* A dense int32 tensor on x's device. */
 Tensor index_tensor(const char *op, const char *name, const Tensor &map, const Tensor &x, int64_t dim);
 /* Cumulative ends (E,), as torch._grouped_mm takes them. */

@@ -12,17 +12,21 @@ struct Width {
     int64_t E, D, F, H, w1_rows;
 };
 
-/* From w1 (E, F or 2F, D). */
+/* Of w1 (E, rows, D), rows F or 2F. */
+static Width width_of(const char *op, int64_t E, int64_t rows, int64_t D, bool has_w3, int64_t layout) {
+    check_size(op, "layout", layout, FUSED_MOE_SEPARATE, FUSED_MOE_UNGATED);
+    check((layout == FUSED_MOE_SEPARATE) == has_w3, op, "w3 with layout separate and with no other",
+          has_w3 ? "w3 with another" : "no w3 with layout separate");
+    bool packed = layout == FUSED_MOE_HALVES || layout == FUSED_MOE_INTERLEAVED;
+    int64_t F = packed ? rows / 2 : rows;
+    if (E < 1 || D < 1 || rows < 1 || (packed && rows % 2))
+        fail(op, "expected w1 of E, D, F >= 1 (2F even), found (", E, ", ", rows, ", ", D, ")");
+    return {E, D, F, layout == FUSED_MOE_UNGATED ? F : 2 * F, rows};
+}
+
 static Width width_of(const char *op, const Tensor &w1, const OptTensor &w3, int64_t layout) {
     check_dim(op, "w1", w1, 3);
-    check_size(op, "layout", layout, FUSED_MOE_SEPARATE, FUSED_MOE_UNGATED);
-    check((layout == FUSED_MOE_SEPARATE) == w3.has_value(), op, "w3 with layout separate and with no other",
-          w3 ? "w3 with another" : "no w3 with layout separate");
-    bool packed = layout == FUSED_MOE_HALVES || layout == FUSED_MOE_INTERLEAVED;
-    int64_t rows = w1.size(1), F = packed ? rows / 2 : rows;
-    if (w1.size(0) < 1 || w1.size(2) < 1 || rows < 1 || (packed && rows % 2))
-        fail(op, "expected w1 of E, D, F >= 1 (2F even), found ", shape_text(w1));
-    return {w1.size(0), w1.size(2), F, layout == FUSED_MOE_UNGATED ? F : 2 * F, rows};
+    return width_of(op, w1.size(0), w1.size(1), w1.size(2), w3.has_value(), layout);
 }
 
 static FusedMoeActivation activation_of(const char *op, int64_t kind, const Constants &constants) {
@@ -57,20 +61,17 @@ static bool starts_early(int64_t R, int64_t E, int64_t F) {
     return R <= FUSED_MOE_SKINNY_ROWS * E && F < 2560;
 }
 
-/* h, where it is kept, and a. */
+/* h, where it is kept, and a. x is aligned(). */
 static std::pair<OptTensor, Tensor>
-run_experts_up(const Tensor &x_, const Tensor &w1, const OptTensor &w3, const OptTensor &b1_,
+run_experts_up(const Tensor &x, const UpWeights &weights, const Width &s, const OptTensor &b1_,
                const OptTensor &b3_, const OptTensor &scores_, const RowMap &map, int64_t layout,
                int64_t activation, const Constants &constants, bool save_h, Chain *chain = nullptr) {
     const char *op = "experts_up";
-    Tensor x = aligned(x_);
-    Width s = width_of(op, w1, w3, layout);
     OptTensor b1 = operand(op, "b1", b1_, x, {s.E, s.w1_rows}), b3 = operand(op, "b3", b3_, x, {s.E, s.F});
     OptTensor scores = scores_of(op, scores_, x, {map.p.T, map.p.K});
     check_size(op, "x's width", x.size(1), s.D, s.D);
     check_scores(op, scores, map);
-    check(w3 || !b3, op, "b3 with w3 and not without", "b3 without w3");
-    UpWeights weights = up_weights(op, w1, w3, x, s);
+    check(weights.w3.data || !b3, op, "b3 with w3 and not without", "b3 without w3");
     FusedMoeUpGate p = {};
     p.activation = activation_of(op, activation, constants);
     p.dtype = float_dtype(op, x);
@@ -115,15 +116,19 @@ std::tuple<Tensor, Tensor> experts_up(const Tensor &x, const Tensor &w1, const O
                                       const Constants &constants, bool save_h, const OptTensor &,
                                       const OptTensor &) {
     const RowMap map = tokens_map("experts_up", x, w1, w3, plan, layout);
-    auto [h, a] = run_experts_up(x, w1, w3, b1, b3, scores, map, layout, activation, constants, save_h);
-    return {h ? *h : new_tensor(x, {0, width_of("experts_up", w1, w3, layout).H}), a};
+    const Width s = width_of("experts_up", w1, w3, layout);
+    auto [h, a] = run_experts_up(aligned(x), up_weights("experts_up", w1, w3, x, s), s, b1, b3, scores, map,
+                                 layout, activation, constants, save_h);
+    return {h ? *h : new_tensor(x, {0, s.H}), a};
 }
 
 std::tuple<Tensor, Tensor> up_gate(const Tensor &x, const Tensor &w1, const OptTensor &w3,
                                    const OptTensor &b1, const OptTensor &b3, const TensorList &plan,
                                    int64_t layout, int64_t activation, const Constants &constants) {
     const RowMap map = tokens_map("experts_up", x, w1, w3, plan, layout);
-    auto [h, a] = run_experts_up(x, w1, w3, b1, b3, {}, map, layout, activation, constants, true);
+    const Width s = width_of("experts_up", w1, w3, layout);
+    auto [h, a] = run_experts_up(aligned(x), up_weights("experts_up", w1, w3, x, s), s, b1, b3, {}, map,
+                                 layout, activation, constants, true);
     return {*h, a};
 }
 
@@ -229,17 +234,23 @@ UpGrads experts_up_backward(const Tensor &dh, const Tensor &x, const Tensor &w1,
 
 /* --- down side ------------------------------------------------------------------------------------------ */
 
-static Tensor run_experts_down(const Tensor &a_, const Tensor &w2, const OptTensor &b2_,
+static FusedMoeWeight down_weight(const Tensor &w2, const Tensor &like, int64_t F) {
+    const char *op = "experts_down";
+    check_dim(op, "w2", w2, 3);
+    check_widths(op, "w2", w2, 0);
+    return weight(op, "w2", w2, like, {w2.size(0), w2.size(1), F});
+}
+
+/* w2: (E, D, a's width). a is aligned(). */
+static Tensor run_experts_down(const Tensor &a, const FusedMoeWeight &w2, int64_t D, const OptTensor &b2_,
                                const OptTensor &scores_, const RowMap &map, const Chain &chain = {},
                                const OptTensor &given_out = {}) {
     const char *op = "experts_down";
-    check_widths(op, "w2", w2, 0);
-    Tensor a = aligned(a_);
-    int64_t E = w2.size(0), D = w2.size(1);
     const int64_t N[2] = {a.size(1), 0};
-    OptTensor b2 = operand(op, "b2", b2_, a, {E, D}), scores = scores_of(op, scores_, a, {map.p.T, map.p.K});
+    OptTensor b2 = operand(op, "b2", b2_, a, {map.p.E, D});
+    OptTensor scores = scores_of(op, scores_, a, {map.p.T, map.p.K});
     check_scores(op, scores, map);
-    const FusedMoeWeight b[2] = {weight(op, "w2", w2, a, {E, D, N[0]}), {}};
+    const FusedMoeWeight b[2] = {w2, {}};
     (void)float_dtype(op, a);
 
     Call call = begin_call(op, a);
@@ -256,8 +267,8 @@ Tensor experts_down(const Tensor &a, const OptTensor &, const Tensor &w2, const 
                     const OptTensor &) {
     const char *op = "experts_down";
     check_dim(op, "a", a, 2);
-    check_dim(op, "w2", w2, 3);
-    return run_experts_down(a, w2, b2, scores, row_map_of(op, a, RowsOf::ROWS, w2.size(0), plan));
+    return run_experts_down(aligned(a), down_weight(w2, a, a.size(1)), w2.size(1), b2, scores,
+                            row_map_of(op, a, RowsOf::ROWS, w2.size(0), plan));
 }
 
 /* --- both sides ----------------------------------------------------------------------------------------- */
@@ -266,29 +277,42 @@ Tensor experts_down(const Tensor &a, const OptTensor &, const Tensor &w2, const 
  * share counters, which the plan's kernel zeroes where they are not zeros: each kernel directly follows the
  * one whose result it takes, and may start before that has ended (PDL). Of few slots the GEMMs of the Hopper
  * tier make the plan, and count nothing. */
-static std::tuple<Tensor, Tensor> run_experts(const char *op, const Tensor &x, const Tensor &w1,
-                                              const OptTensor &w3, const Tensor &w2, const OptTensor &b1,
-                                              const OptTensor &b3, const OptTensor &b2, const Tensor &scores,
-                                              const Tensor &ids, int64_t layout, int64_t activation,
-                                              const Constants &constants, bool score_on_input,
-                                              const OptTensor &expert_map, const OptTensor &out) {
-    check_dim(op, "x", x, 2);
-    check_dim(op, "w1", w1, 3);
-    check_dim(op, "w2", w2, 3);
-    check_size(op, "experts of w2", w2.size(0), w1.size(0), w1.size(0));
-    OwnPlan plan = new_plan_of(op, ids, x, w1.size(0), expert_map);
+static std::tuple<Tensor, Tensor> run_experts(const char *op, const Tensor &x, const UpWeights &up,
+                                              const Width &s, const FusedMoeWeight &w2, int64_t out_dim,
+                                              const OptTensor &b1, const OptTensor &b3, const OptTensor &b2,
+                                              const Tensor &scores, const Tensor &ids, int64_t layout,
+                                              int64_t activation, const Constants &constants,
+                                              bool score_on_input, const OptTensor &expert_map,
+                                              const OptTensor &out) {
+    OwnPlan plan = new_plan_of(op, ids, x, s.E, expert_map);
     FusedMoeRoutePlan &p = plan.p;
     Call call = begin_call(op, plan.ids);
     Counters counters = find_counters(call, x);
     p.counters = counters.to_zero ? counters.data : nullptr;
     const bool few = call.is_cuda && fused_moe_has_few_slots(p.T * p.K, p.E);
     if (!few) run_route_plan(call, p, plan.ids);
-    Chain chain = {counters.data, starts_early(p.T * p.K, p.E, w2.size(2)), few ? &p : nullptr};
+    Chain chain = {counters.data, starts_early(p.T * p.K, p.E, s.F), few ? &p : nullptr};
     OptTensor of_x, of_y;
     (score_on_input ? of_x : of_y) = scores;
     auto [_, a] =
-        run_experts_up(x, w1, w3, b1, b3, of_x, plan.rows, layout, activation, constants, false, &chain);
-    return {run_experts_down(a, w2, b2, of_y, plan.rows, chain, out), plan.counts};
+        run_experts_up(x, up, s, b1, b3, of_x, plan.rows, layout, activation, constants, false, &chain);
+    return {run_experts_down(a, w2, out_dim, b2, of_y, plan.rows, chain, out), plan.counts};
+}
+
+static std::tuple<Tensor, Tensor> run_experts(const char *op, const Tensor &x_, const Tensor &w1,
+                                              const OptTensor &w3, const Tensor &w2, const OptTensor &b1,
+                                              const OptTensor &b3, const OptTensor &b2, const Tensor &scores,
+                                              const Tensor &ids, int64_t layout, int64_t activation,
+                                              const Constants &constants, bool score_on_input,
+                                              const OptTensor &expert_map, const OptTensor &out) {
+    check_dim(op, "x", x_, 2);
+    check_dim(op, "w1", w1, 3);
+    check_dim(op, "w2", w2, 3);
+    check_size(op, "experts of w2", w2.size(0), w1.size(0), w1.size(0));
+    Tensor x = aligned(x_);
+    const Width s = width_of(op, w1, w3, layout);
+    return run_experts(op, x, up_weights(op, w1, w3, x, s), s, down_weight(w2, x, s.F), w2.size(1), b1, b3,
+                       b2, scores, ids, layout, activation, constants, score_on_input, expert_map, out);
 }
 
 std::tuple<Tensor, Tensor> experts(const Tensor &x, const Tensor &w1, const OptTensor &w3, const Tensor &w2,
@@ -313,6 +337,35 @@ Tensor experts_out(const Tensor &x, const Tensor &w1, const OptTensor &w3, const
     check(out.is_contiguous(), op, "a contiguous out", "one in other strides");
     return std::get<1>(run_experts(op, x, w1, w3, w2, b1, b3, b2, scores, ids, layout, activation, constants,
                                    score_on_input, expert_map, out));
+}
+
+/* The same of quantised weights. w3, or w1's other half, has a format of its own; format3 counts with data3. */
+std::tuple<Tensor, Tensor>
+quantized_experts(const Tensor &x_, const Tensor &data1, const Tensor &scale1, const OptTensor &zero1,
+                  int64_t format1, const OptTensor &data3, const OptTensor &scale3, const OptTensor &zero3,
+                  int64_t format3, const Tensor &data2, const Tensor &scale2, const OptTensor &zero2,
+                  int64_t format2, const OptTensor &b1, const OptTensor &b3, const OptTensor &b2,
+                  const Tensor &scores, const Tensor &ids, int64_t layout, int64_t activation,
+                  const Constants &constants, bool score_on_input, const OptTensor &expert_map) {
+    const char *op = "quantized_experts";
+    check_dim(op, "x", x_, 2);
+    Tensor x = aligned(x_);
+    check(data3.has_value() == scale3.has_value(), op, "data3 with scale3", "one without the other");
+    const QuantizedWeight w1 = quantized_weight(op, {data1, scale1, zero1, format1}, x);
+    const QuantizedWeight w2 = quantized_weight(op, {data2, scale2, zero2, format2}, x);
+    const Width s = width_of(op, data1.size(0), w1.p.out, w1.p.in, data3.has_value(), layout);
+    std::optional<QuantizedWeight> w3;
+    if (data3) w3 = quantized_weight(op, {*data3, *scale3, zero3, format3}, x);
+    check_size(op, "experts of data2", data2.size(0), s.E, s.E);
+    check_size(op, "in of data2", w2.p.in, s.F, s.F);
+    if (w3) {
+        check_size(op, "experts of data3", data3->size(0), s.E, s.E);
+        check_size(op, "out of data3", w3->p.out, s.F, s.F);
+        check_size(op, "in of data3", w3->p.in, s.D, s.D);
+    }
+    const UpWeights up = {weight(w1), w3 ? weight(*w3) : FusedMoeWeight{}};
+    return run_experts(op, x, up, s, weight(w2), w2.p.out, b1, b3, b2, scores, ids, layout, activation,
+                       constants, score_on_input, expert_map, {});
 }
 
 /* The router, too: a layer's routed experts without gradients. */

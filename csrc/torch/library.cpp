@@ -212,6 +212,12 @@ STABLE_TORCH_LIBRARY(fused_moe, m) {
           "Tensor scores, Tensor ids, int layout, int activation, float[] constants, bool score_on_input, "
           "Tensor(a!) out, Tensor? expert_map=None) -> Tensor");
     m.def(
+        "quantized_experts(Tensor x, Tensor data1, Tensor scale1, Tensor? zero1, int format1, Tensor? data3, "
+        "Tensor? scale3, Tensor? zero3, int format3, Tensor data2, Tensor scale2, Tensor? zero2, int "
+        "format2, "
+        "Tensor? b1, Tensor? b3, Tensor? b2, Tensor scores, Tensor ids, int layout, int activation, "
+        "float[] constants, bool score_on_input, Tensor? expert_map=None) -> (Tensor out, Tensor counts)");
+    m.def(
         "routed_experts(Tensor x, Tensor gate, Tensor? gate_bias, Tensor? expert_bias, Tensor w1, Tensor? "
         "w3, "
         "Tensor w2, Tensor? b1, Tensor? b3, Tensor? b2, int top_k, int score_func, bool route_norm, "
@@ -240,6 +246,7 @@ static void register_functions(Library &m) {
     m.impl("unpermute", TORCH_BOX(&unpermute));
     m.impl("unpermute_backward", TORCH_BOX(&unpermute_backward));
     m.impl("grouped_mm", TORCH_BOX(&grouped_mm));
+    m.impl("quantized_mm", TORCH_BOX(&quantized_mm));
     m.impl("wgrad", TORCH_BOX(&wgrad));
     m.impl("wgrad_accumulate", TORCH_BOX(&wgrad_accumulate));
     m.impl("bias_grad", TORCH_BOX(&bias_grad));
@@ -252,6 +259,7 @@ static void register_functions(Library &m) {
     m.impl("experts_down", TORCH_BOX(&experts_down));
     m.impl("experts", TORCH_BOX(&experts));
     m.impl("experts_out", TORCH_BOX(&experts_out));
+    m.impl("quantized_experts", TORCH_BOX(&quantized_experts));
     m.impl("routed_experts", TORCH_BOX(&routed_experts));
     m.impl("experts_down_backward", TORCH_BOX(&experts_down_backward));
     m.impl("experts_down_backward_accumulate", TORCH_BOX(&experts_down_backward_accumulate));
@@ -259,8 +267,6 @@ static void register_functions(Library &m) {
 
 STABLE_TORCH_LIBRARY_IMPL(fused_moe, CPU, m) {
     register_functions(m);
-    m.impl("quantized_mm",
-           TORCH_BOX(&quantized_mm)); /* no CUDA tier has it: see fused_moe/quantized/fallback.py */
 }
 
 #ifdef FUSED_MOE_WITH_CUDA

@@ -89,6 +89,13 @@ Tensor experts_out(const Tensor &x, const Tensor &w1, const OptTensor &w3, const
                    const OptTensor &b1, const OptTensor &b3, const OptTensor &b2, const Tensor &scores,
                    const Tensor &ids, int64_t layout, int64_t activation, const Constants &constants,
                    bool score_on_input, const Tensor &out, const OptTensor &expert_map);
+std::tuple<Tensor, Tensor>
+quantized_experts(const Tensor &x, const Tensor &data1, const Tensor &scale1, const OptTensor &zero1,
+                  int64_t format1, const OptTensor &data3, const OptTensor &scale3, const OptTensor &zero3,
+                  int64_t format3, const Tensor &data2, const Tensor &scale2, const OptTensor &zero2,
+                  int64_t format2, const OptTensor &b1, const OptTensor &b3, const OptTensor &b2,
+                  const Tensor &scores, const Tensor &ids, int64_t layout, int64_t activation,
+                  const Constants &constants, bool score_on_input, const OptTensor &expert_map);
 std::tuple<Tensor, Tensor, Tensor, Tensor>
 routed_experts(const Tensor &x, const Tensor &gate, const OptTensor &gate_bias, const OptTensor &expert_bias,
                const Tensor &w1, const OptTensor &w3, const Tensor &w2, const OptTensor &b1,

@@ -1,4 +1,4 @@
-/* The grouped GEMM of a quantised weight. Only the CPU tier has it. */
+/* Quantised weights: their tensors, checked, and the grouped GEMM of one. */
 #include "operators.h"
 
 static ScalarType data_dtype(FusedMoeFormat format) {
@@ -15,8 +15,8 @@ static bool has_two_per_byte(int64_t format) {
 }
 
 /* Finds block_out and block_in from the scale's shape. */
-static void find_blocks(const char *op, FusedMoeQuantizedWeight *w, const Tensor &scale, int64_t E,
-                        int64_t out, int64_t in) {
+static void find_blocks(const char *op, FusedMoeQuantizedWeight *w, const Tensor &scale, int64_t E) {
+    const int64_t out = w->out, in = w->in;
     if (w->format == FUSED_MOE_FP8_BLOCK) {
         w->block_out = w->block_in = 128;
     } else {
@@ -32,58 +32,61 @@ static void find_blocks(const char *op, FusedMoeQuantizedWeight *w, const Tensor
                 {E, (out + w->block_out - 1) / w->block_out, (in + w->block_in - 1) / w->block_in});
 }
 
-static FusedMoeQuantizedWeight quantized_weight(const char *op, const Tensor &codes, const Tensor &scale,
-                                                const OptTensor &zero, int64_t format, const Tensor &like) {
+QuantizedWeight quantized_weight(const char *op, const QuantizedTensors &given, const Tensor &like,
+                                 bool is_transposed) {
+    const int64_t format = given.format;
     check_size(op, "format", format, 0, FUSED_MOE_NUM_FORMATS - 1);
-    FusedMoeQuantizedWeight w = {};
+    check_dim(op, "data", given.data, 3);
+    check_dim(op, "scale", given.scale, 3);
+    QuantizedWeight weight = {{}, dense(given.data), dense(given.scale), {}};
+    const Tensor &codes = weight.data, &scale = weight.scale;
+    FusedMoeQuantizedWeight &w = weight.p;
     w.format = (FusedMoeFormat)format;
-    check_dim(op, "data", codes, 3);
-    check_dim(op, "scale", scale, 3);
+    w.transposed = is_transposed;
     check_dtype(op, "data", codes, data_dtype(w.format));
     check_device(op, "data", codes, like);
     check_device(op, "scale", scale, like);
-    const int64_t E = codes.size(0), out = codes.size(1);
-    const int64_t in = codes.size(2) * (has_two_per_byte(format) ? 2 : 1);
-    check_size(op, "out of data", out, 1, MAX_WIDTH);
-    check_size(op, "in of data", in, 1, MAX_WIDTH);
-    find_blocks(op, &w, scale, E, out, in);
+    const int64_t E = codes.size(0);
+    w.out = codes.size(1);
+    w.in = codes.size(2) * (has_two_per_byte(format) ? 2 : 1);
+    check_size(op, "out of data", w.out, 1, MAX_WIDTH);
+    check_size(op, "in of data", w.in, 1, MAX_WIDTH);
+    find_blocks(op, &w, scale, E);
     if (format == FUSED_MOE_MXFP4) check_dtype(op, "scale", scale, ScalarType::Byte);
     w.scale_dtype = dtype_of(op, "scale", scale, format != FUSED_MOE_MXFP4);
     check(w.scale_dtype != FUSED_MOE_F64, op, "scales of at most 32 bits", "Double");
-    if (zero) {
+    if (given.zero) {
+        weight.zero = dense(*given.zero);
         check(format == FUSED_MOE_INT4, op, "zero points for int4 alone", "some for another format");
-        check_shape(op, "zero", *zero, {E, out, scale.size(2)});
-        check_dtype(op, "zero", *zero, ScalarType::Char);
-        check_device(op, "zero", *zero, like);
-        w.zero = (const int8_t *)data(*zero);
+        check_shape(op, "zero", *weight.zero, {E, w.out, scale.size(2)});
+        check_dtype(op, "zero", *weight.zero, ScalarType::Char);
+        check_device(op, "zero", *weight.zero, like);
+        w.zero = (const int8_t *)data(*weight.zero);
     }
     w.data = data(codes);
     w.scale = data(scale);
-    return w;
+    return weight;
 }
 
-Tensor quantized_mm(const Tensor &a_, const Tensor &codes_, const Tensor &scale_, const OptTensor &zero_,
+FusedMoeWeight weight(const QuantizedWeight &w) {
+    const FusedMoeQuantizedWeight &p = w.p;
+    const int64_t stride_out = p.transposed ? 1 : p.in, stride_in = p.transposed ? p.in : 1;
+    return {const_cast<void *>(p.data), p.out * p.in, stride_out, stride_in, &p};
+}
+
+Tensor quantized_mm(const Tensor &a_, const Tensor &codes, const Tensor &scale, const OptTensor &zero,
                     const Tensor &offsets, int64_t format, bool is_transposed) {
     const char *op = "quantized_mm";
     check_dim(op, "a", a_, 2);
-    Tensor a = dense(a_), codes = dense(codes_), scale = dense(scale_), offs = offs_of(op, offsets, a);
-    OptTensor zero;
-    if (zero_) zero = dense(*zero_);
-    FusedMoeQuantizedMM p = {};
-    p.b = quantized_weight(op, codes, scale, zero, format, a);
-    p.E = (int32_t)offs.size(0);
-    check_size(op, "experts of data", codes.size(0), p.E, p.E);
-    p.b_out = codes.size(1);
-    p.b_in = codes.size(2) * (has_two_per_byte(format) ? 2 : 1);
-    p.R = a.size(0);
-    const int64_t N = is_transposed ? p.b_out : p.b_in;
-    check_size(op, "a's width", a.size(1), N, N);
-    p.dtype = float_dtype(op, a);
-    Tensor out = new_tensor(a, {p.R, is_transposed ? p.b_in : p.b_out});
-    p.a = data(a);
-    p.out = out.mutable_data_ptr();
-    p.offs = ints(offs);
-    p.transposed = is_transposed;
-    check_status(begin_call(op, a), fused_moe_cpu_quantized_mm(&p));
+    Tensor a = aligned(a_), offs = offs_of(op, offsets, a);
+    const QuantizedWeight w = quantized_weight(op, {codes, scale, zero, format}, a, is_transposed);
+    const int64_t E = offs.size(0), N[2] = {is_transposed ? w.p.out : w.p.in, 0};
+    check_size(op, "experts of data", codes.size(0), E, E);
+    check_size(op, "a's width", a.size(1), N[0], N[0]);
+    (void)float_dtype(op, a);
+    Call call = begin_call(op, a);
+    Tensor out = new_tensor(a, {a.size(0), is_transposed ? w.p.in : w.p.out});
+    const FusedMoeWeight b[2] = {weight(w), {}};
+    run_grouped_mm(call, a, b, N, {}, {ints(offs), nullptr, E}, out);
     return out;
 }

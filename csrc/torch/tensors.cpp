@@ -160,7 +160,7 @@ OptTensor scores_of(const char *op, const OptTensor &scores, const Tensor &x,
 }
 
 FusedMoeWeight weight(const Tensor &w) {
-    return {const_cast<void *>(w.const_data_ptr()), w.stride(0), w.stride(1), w.stride(2)};
+    return {const_cast<void *>(w.const_data_ptr()), w.stride(0), w.stride(1), w.stride(2), nullptr};
 }
 
 FusedMoeWeight weight(const char *op, const char *name, const Tensor &w, const Tensor &like,
@@ -173,7 +173,7 @@ FusedMoeWeight weight(const char *op, const char *name, const Tensor &w, const T
 }
 
 FusedMoeWeight transposed(FusedMoeWeight w) {
-    return {w.data, w.stride_expert, w.stride_in, w.stride_out};
+    return {w.data, w.stride_expert, w.stride_in, w.stride_out, nullptr};
 }
 
 FusedMoeWeight main_grad(const char *op, const char *name, const Tensor &grad, const Tensor &like,
@@ -184,7 +184,7 @@ FusedMoeWeight main_grad(const char *op, const char *name, const Tensor &grad, c
     if (like.scalar_type() == ScalarType::Double)
         fail(op, "expected operands of dtype Float, BFloat16 or Half with ", name, ", found ",
              toString(like.scalar_type()));
-    return {grad.mutable_data_ptr(), grad.stride(0), grad.stride(1), grad.stride(2)};
+    return {grad.mutable_data_ptr(), grad.stride(0), grad.stride(1), grad.stride(2), nullptr};
 }
 
 /* --- the plan ------------------------------------------------------------------------------------------- */

@@ -3,7 +3,6 @@
 `formats` says what each format stores, `loaders` reads checkpoints' tensors.
 """
 
-from . import fallback as fallback  # registers quantized_mm on GPUs
 from .loaders import (
     from_awq,
     from_compressed_tensors,

@@ -180,13 +180,35 @@ static int64_t integer_bytes(FusedMoeDtype dtype) {
 
 /* (E, out, in), dense in either order, or with gaps between all elements. */
 static FusedMoeWeight weight(FusedMoeDtype dtype, int64_t E, int64_t out, int64_t in) {
-    FusedMoeWeight w = {NULL, out * in, in, 1};
+    FusedMoeWeight w = {NULL, out * in, in, 1, NULL};
     switch (draw(3)) {
     case 1: w.stride_out = 1, w.stride_in = out; break;
     case 2: w.stride_expert = 2 * out * in + 1, w.stride_out = 2 * in, w.stride_in = 2; break;
     }
     w.data = values(dtype, (E - 1) * w.stride_expert + (out - 1) * w.stride_out + (in - 1) * w.stride_in + 1);
     return w;
+}
+
+static void *bytes(int64_t n, int32_t end) {
+    uint8_t *data = block(n);
+    for (int64_t i = 0; i < n; i++) data[i] = (uint8_t)draw(end);
+    return data;
+}
+
+/* Codes of 4 bits where the width allows it. */
+static FusedMoeWeight quantized_weight(FusedMoeQuantizedWeight *w, int64_t E, int64_t out, int64_t in,
+                                       bool transposed) {
+    *w = (FusedMoeQuantizedWeight){.out = out, .in = in, .transposed = transposed};
+    w->format = (FusedMoeFormat)draw(in % 32 ? FUSED_MOE_INT4 : FUSED_MOE_NUM_FORMATS);
+    w->scale_dtype = w->format == FUSED_MOE_MXFP4 ? FUSED_MOE_U8 : draw(2) ? FUSED_MOE_BF16 : FUSED_MOE_F32;
+    bool grouped = w->format >= FUSED_MOE_INT4;
+    w->block_out = w->format == FUSED_MOE_FP8_BLOCK ? 128 : !grouped && draw(2) ? out : 1;
+    w->block_in = w->format == FUSED_MOE_FP8_BLOCK ? 128 : grouped ? 32 : in;
+    int64_t blocks = E * fm_blocks(out, w->block_out) * fm_blocks(in, w->block_in);
+    w->data = bytes(E * out * in / (grouped ? 2 : 1), grouped ? 256 : 127); /* 127 is NaN in e4m3 */
+    w->scale = w->scale_dtype == FUSED_MOE_U8 ? bytes(blocks, 130) : values(w->scale_dtype, blocks);
+    w->zero = w->format == FUSED_MOE_INT4 && draw(2) ? bytes(blocks, 8) : NULL;
+    return (FusedMoeWeight){(void *)w->data, out * in, transposed ? 1 : in, transposed ? in : 1, w};
 }
 
 /* --- cases ---------------------------------------------------------------------------------------------- */
@@ -362,29 +384,17 @@ static int grouped_mm(Case *c) {
     return fused_moe_cpu_grouped_mm(&p);
 }
 
-static void *bytes(int64_t n, int32_t end) {
-    uint8_t *data = block(n);
-    for (int64_t i = 0; i < n; i++) data[i] = (uint8_t)draw(end);
-    return data;
-}
-
 static int quantized_mm(Case *c) {
-    FusedMoeQuantizedMM p = {.offs = c->map.offs, .R = c->map.R, .E = c->s.E, .dtype = c->dtype};
-    FusedMoeQuantizedWeight *b = &p.b;
-    b->format = (FusedMoeFormat)draw(FUSED_MOE_NUM_FORMATS);
-    b->scale_dtype = b->format == FUSED_MOE_MXFP4 ? FUSED_MOE_U8 : draw(2) ? FUSED_MOE_BF16 : FUSED_MOE_F32;
-    bool grouped = b->format >= FUSED_MOE_INT4;
-    p.b_out = c->s.D, p.b_in = grouped ? 32 * (c->s.F / 32 + 1) : c->s.F;
-    b->block_out = b->format == FUSED_MOE_FP8_BLOCK ? 128 : !grouped && draw(2) ? p.b_out : 1;
-    b->block_in = b->format == FUSED_MOE_FP8_BLOCK ? 128 : grouped ? 32 : p.b_in;
-    int64_t blocks = p.E * fm_blocks(p.b_out, b->block_out) * fm_blocks(p.b_in, b->block_in);
-    b->data = bytes(p.E * p.b_out * p.b_in / (grouped ? 2 : 1), grouped ? 256 : 127); /* 127 is NaN in e4m3 */
-    b->scale = b->scale_dtype == FUSED_MOE_U8 ? bytes(blocks, 130) : values(b->scale_dtype, blocks);
-    b->zero = b->format == FUSED_MOE_INT4 && option() ? bytes(blocks, 8) : NULL;
-    p.transposed = option();
-    p.a = values(c->dtype, p.R * (p.transposed ? p.b_out : p.b_in));
-    p.out = output(p.R * (p.transposed ? p.b_in : p.b_out) * c->elem);
-    return fused_moe_cpu_quantized_mm(&p);
+    FusedMoeGroupedMM p = {.offs = c->map.offs, .R = c->map.R, .E = c->s.E, .dtype = c->dtype};
+    FusedMoeQuantizedWeight codes;
+    bool transposed = option();
+    p.b[0] = quantized_weight(&codes, p.E, c->s.D, draw(2) ? 32 * (c->s.F / 32 + 1) : c->s.F, transposed);
+    p.M = transposed ? codes.in : codes.out;
+    p.N[0] = transposed ? codes.out : codes.in;
+    p.a = values(c->dtype, p.R * p.N[0]);
+    p.bias = option() ? values(c->dtype, p.E * p.M) : NULL;
+    p.out = output(p.R * p.M * c->elem);
+    return fused_moe_cpu_grouped_mm(&p);
 }
 
 static int router_dgrad(Case *c) {
@@ -422,7 +432,7 @@ static int wgrad(Case *c) {
         } else {
             bool swapped = draw(2);
             p.dw[i] = (FusedMoeWeight){output(p.E * p.M[i] * p.N * bytes), p.M[i] * p.N, swapped ? 1 : p.N,
-                                       swapped ? p.M[i] : 1};
+                                       swapped ? p.M[i] : 1, NULL};
         }
     }
     return fused_moe_cpu_wgrad(&p);
@@ -448,8 +458,12 @@ static int up_gate(Case *c) {
     p.activation = (FusedMoeActivation){draw(FUSED_MOE_NUM_ACTIVATIONS), 1.702, 0.5};
     p.x = values(c->dtype, p.row_map.T * p.D);
     p.scores = p.row_map.row_token && option() ? values(c->scores, p.row_map.T * p.row_map.K) : NULL;
-    p.w1 = weight(c->dtype, c->s.E, w1_rows, p.D);
-    if (separate) p.w3 = weight(c->dtype, c->s.E, p.F, p.D);
+    FusedMoeQuantizedWeight codes[2];
+    p.w1 = draw(4) ? weight(c->dtype, c->s.E, w1_rows, p.D)
+                   : quantized_weight(&codes[0], c->s.E, w1_rows, p.D, false);
+    if (separate)
+        p.w3 = draw(4) ? weight(c->dtype, c->s.E, p.F, p.D)
+                       : quantized_weight(&codes[1], c->s.E, p.F, p.D, false);
     p.b1 = option() ? values(c->dtype, c->s.E * w1_rows) : NULL;
     p.b3 = separate && option() ? values(c->dtype, c->s.E * p.F) : NULL;
     p.h = option() ? output(p.row_map.R * h_width * c->elem) : NULL;

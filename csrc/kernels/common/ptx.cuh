@@ -16,6 +16,14 @@ __device__ inline uint32_t opaque(uint32_t x) {
     return __shfl_sync(~0u, x, threadIdx.x % 32);
 }
 
+/* x is computed before what follows. No instruction. */
+__device__ inline void pin(uint32_t &x) {
+    asm volatile("" : "+r"(x)::"memory");
+}
+__device__ inline void pin(float &x) {
+    asm volatile("" : "+f"(x)::"memory");
+}
+
 /* --- PDL, programmatic dependent launch (PTX ISA 9.7.13.13): for launch_dependent() ---------------------- */
 
 /* Waits until the kernels before this one in the stream are complete and what they wrote is visible. */

@@ -152,6 +152,15 @@ __device__ inline int32_t ld_global_or(const int32_t *src, bool valid, int32_t o
     return v;
 }
 
+/* --- conversions ---------------------------------------------------------------------------------------- */
+
+/* Two e4m3 to two fp16. */
+__device__ inline uint32_t cvt_f16x2_e4m3x2(uint16_t v) {
+    uint32_t pair;
+    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(pair) : "h"(v));
+    return pair;
+}
+
 /* --- clusters ------------------------------------------------------------------------------------------- */
 
 /* Waits until all threads of the cluster, in converged warps, have come here; what they wrote to shared memory is

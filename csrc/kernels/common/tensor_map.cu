@@ -17,14 +17,15 @@ static PFN_cuTensorMapEncodeTiled_v12000 find_encoder() {
 }
 
 int encode_tensor_map(CUtensorMap *map, CUtensorMapDataType dtype, int rank, const void *data,
-                      const uint64_t *sizes, const uint64_t *strides, const uint32_t *box) {
+                      const uint64_t *sizes, const uint64_t *strides, const uint32_t *box,
+                      CUtensorMapSwizzle swizzle) {
     static const PFN_cuTensorMapEncodeTiled_v12000 encode = find_encoder();
     if (!encode) return FUSED_MOE_DRIVER_TOO_OLD;
     const uint32_t element_strides[] = {1, 1, 1, 1};
     auto encoded = [&] {
         return encode(map, dtype, rank, const_cast<void *>(data), sizes, strides, box, element_strides,
-                      CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-                      CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
+                      CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                      CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
     };
     if (encoded()) return FUSED_MOE_OK;
     /* It needs a current context, which a thread has from its first launch on. A thread of autograd may call

@@ -1,6 +1,7 @@
 /* Tensor maps on the host: how TMA finds a box of a matrix in global memory. For sm_90 and newer.
  *
- * Boxes are one swizzle span wide, 128 bytes of the contiguous dimension, and are swizzled by 128 bytes.
+ * Boxes are one swizzle span wide: 128 bytes of the contiguous dimension, swizzled by 128 bytes, or of quantised
+ * weights 64 or 32.
  * Reads outside the tensor give zeros, writes outside it are dropped. The driver's encoder is looked up at
  * run time: the library does not link libcuda. */
 #pragma once
@@ -44,7 +45,8 @@ inline CUtensorMapDataType map_dtype(float) {
 
 /* A map of a tensor whose dimension 0 is contiguous; strides in bytes for the dimensions after it. */
 int encode_tensor_map(CUtensorMap *map, CUtensorMapDataType dtype, int rank, const void *data,
-                      const uint64_t *sizes, const uint64_t *strides, const uint32_t *box);
+                      const uint64_t *sizes, const uint64_t *strides, const uint32_t *box,
+                      CUtensorMapSwizzle swizzle = CU_TENSOR_MAP_SWIZZLE_128B);
 
 /* Matrix (rows, width), rows `pitch` elements apart, in boxes of box_rows rows: coordinates (column, row). */
 template <typename T>

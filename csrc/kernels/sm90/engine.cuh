@@ -93,6 +93,8 @@ struct GemmConfig {
     static constexpr int CONSUMER_REGISTERS = GATHER ? 216 : 232;
     static constexpr int EPILOGUE_REGISTERS = 0;        /* there is no epilogue warpgroup */
     static constexpr int STAGING_BYTES = Writer::BYTES; /* of a warpgroup */
+    /* Of B: what k is counted in by its maps, for a k-tile, and bytes in a stage. */
+    static constexpr int B_K_TILE = K_TILE<T>, B_BYTES = BN / SUBTILE * SUBTILE_BYTES;
     using Queue = TileQueue<WorkTile, CONSUMER_WARPS + LOAD_WARPS, GATHER ? BM : 0>;
     using Pipeline = PipelineState<STAGES>;
 };
@@ -101,7 +103,7 @@ template <class Config>
 struct alignas(1024) Shared {
     struct Stage {
         uint8_t a[Config::CONSUMERS * SUBTILE_BYTES];
-        uint8_t b[Config::BN / SUBTILE * SUBTILE_BYTES];
+        uint8_t b[Config::B_BYTES];
     } stage[Config::STAGES];
     uint8_t staging[Config::CONSUMERS][Config::STAGING_BYTES];
     uint64_t full[Config::STAGES], empty[Config::STAGES];
@@ -248,16 +250,17 @@ __device__ inline Shared<Config> &prologue() {
 /* --- producer: loads ------------------------------------------------------------------------------------ */
 
 /* Bytes of B in a stage. */
+template <class Config>
 __device__ inline int bytes_of_b(const WorkTile &tile) {
-    return (tile.half_n ? 2 : 4) * SUBTILE_BYTES;
+    return tile.half_n ? Config::B_BYTES / 2 : Config::B_BYTES;
 }
 
 /* B of one k-tile: boxes of two subtiles, or of one where N is contiguous. One thread calls it. */
 template <class Config>
 __device__ inline void load_b(const Gemm &p, uint32_t dst, uint32_t full, int part, int k_tile,
                               const WorkTile &tile) {
-    int k = K_TILE<typename Config::T> * k_tile, halves = tile.half_n ? 1 : 2;
-    for (int half = 0; half < halves; half++, dst += 2 * SUBTILE_BYTES) {
+    int k = Config::B_K_TILE * k_tile, halves = tile.half_n ? 1 : 2;
+    for (int half = 0; half < halves; half++, dst += Config::B_BYTES / 2) {
         const CUtensorMap *map = &p.b[p.gate_up ? half : part];
         int n = tile.first_column + (p.gate_up ? 0 : 2 * SUBTILE * half);
         if constexpr (Config::B_MAJOR == Major::K) {
@@ -299,7 +302,7 @@ __device__ inline void load_tma(const Gemm &p, Shared<Config> &s) {
     int num_k_tiles = p.num_k_tiles[0] + p.num_k_tiles[1];
     bool starts_early = p.tiles.starts_early;
     for (WorkTile tile = reader.next(); tile.expert >= 0; tile = reader.next()) {
-        int rows = rows_of_a(tile), bytes = rows * SWIZZLE_BYTES + bytes_of_b(tile), i = 0;
+        int rows = rows_of_a(tile), bytes = rows * SWIZZLE_BYTES + bytes_of_b<Config>(tile), i = 0;
         if (starts_early) {
             int ahead = min(Config::STAGES, num_k_tiles);
             if (elect_sync()) {
@@ -363,7 +366,7 @@ __device__ inline void load_gather(const Gemm &p, Shared<Config> &s) {
             uint32_t full = shared_address(&s.full[pipe.index]), a = shared_address(stage.a);
             mbarrier_wait(shared_address(&s.empty[pipe.index]), pipe.phase ^ 1);
             if (loads_b && elect_sync()) {
-                mbarrier_arrive_expect_tx(full, bytes_of_b(tile));
+                mbarrier_arrive_expect_tx(full, bytes_of_b<Config>(tile));
                 load_b<Config>(p, shared_address(stage.b), full, 0, k_tile, tile);
             }
             bool inside = k_tile * K_TILE<T> + chunk * CHUNK < p.k;

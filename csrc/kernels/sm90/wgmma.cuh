@@ -99,6 +99,44 @@ __device__ inline void wgmma(float *d, uint64_t a, uint64_t b, T t) {
     if constexpr (columns == 8) wgmma_m64n8k16<accumulate, a_major, b_major>(d, a, b, t);
 }
 
+/* A in registers: lane l of warp w holds rows 16 w + l / 4 and that + 8 of columns 2 (l % 4) and one more, then of
+ * the same eight columns on. */
+#define WGMMA_A_ASM(TYPE, N, C, REGS, TEXT, A, B, P, TB)                                                     \
+    asm volatile("{.reg .pred p; setp.ne.b32 p, " P ", 0;\n"                                                 \
+                 "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" TEXT "}, {" A "}, " B  \
+                 ", p, 1, 1, " TB ";}"                                                                       \
+                 : REGS(C, 0)                                                                                \
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(accumulate), "n"((int)b_major))
+#define WGMMA_A(T, TYPE, N, ...)                                                                             \
+    template <int accumulate, Major b_major>                                                                 \
+    __device__ inline void wgmma_m64n##N##k16(float *d, const uint32_t *a, uint64_t b, T) {                  \
+        if constexpr (accumulate)                                                                            \
+            WGMMA_A_ASM(TYPE, N, "+f", __VA_ARGS__);                                                         \
+        else                                                                                                 \
+            WGMMA_A_ASM(TYPE, N, "=f", __VA_ARGS__);                                                         \
+    }
+#define WGMMAS_A(T, TYPE)                                                                                    \
+    WGMMA_A(T, TYPE, 8, REGISTERS_4, "%0, %1, %2, %3", "%4, %5, %6, %7", "%8", "%9", "%10")                  \
+    WGMMA_A(T, TYPE, 32, REGISTERS_16, TEXT_10() ", %10, %11, %12, %13, %14, %15", "%16, %17, %18, %19",     \
+            "%20", "%21", "%22")                                                                             \
+    WGMMA_A(T, TYPE, 64, REGISTERS_32, TEXT_30 ", " TEXT_2(3), "%32, %33, %34, %35", "%36", "%37", "%38")    \
+    WGMMA_A(T, TYPE, 128, REGISTERS_64, TEXT_60 ", %60, %61, %62, %63", "%64, %65, %66, %67", "%68", "%69",  \
+            "%70")
+WGMMAS_A(__nv_bfloat16, "bf16")
+WGMMAS_A(__half, "f16")
+
+template <int columns, int accumulate, Major b_major, typename T>
+__device__ inline void wgmma(float *d, const uint32_t *a, uint64_t b, T t) {
+    static_assert(columns == 128 || columns == 64 || columns == 32 || columns == 8);
+    if constexpr (columns == 128) wgmma_m64n128k16<accumulate, b_major>(d, a, b, t);
+    if constexpr (columns == 64) wgmma_m64n64k16<accumulate, b_major>(d, a, b, t);
+    if constexpr (columns == 32) wgmma_m64n32k16<accumulate, b_major>(d, a, b, t);
+    if constexpr (columns == 8) wgmma_m64n8k16<accumulate, b_major>(d, a, b, t);
+}
+
+#undef WGMMAS_A
+#undef WGMMA_A
+#undef WGMMA_A_ASM
 #undef WGMMAS
 #undef WGMMA
 #undef WGMMA_ASM

@@ -1,0 +1,119 @@
+/* Dequantises a weight: (code - zero) scale in float32, rounded to the GEMM's dtype; reference.dequantize says the
+ * same in PyTorch. */
+#include "dequantize.cuh"
+#include "launch.cuh"
+#include "numeric.cuh"
+
+namespace fused_moe {
+
+typedef struct {
+    FusedMoeQuantizedWeight codes;
+    void *out;           /* [E,out,in] */
+    const int32_t *offs; /* [E] experts without rows are left out; NULL: none is */
+    int64_t row_blocks, col_blocks;
+    int32_t E;
+} Dequantize;
+
+/* --- codes ---------------------------------------------------------------------------------------------- */
+
+/* The exponents' biases differ by 120: 2^120 makes the bits of a code its value, subnormal ones too. */
+__device__ inline float from_e4m3(uint32_t code) {
+    float magnitude = __uint_as_float((code & 0x7f) << 20) * 0x1p120f;
+    if ((code & 0x7f) == 0x7f) magnitude = __uint_as_float(0x7fc00000);
+    return code & 0x80 ? -magnitude : magnitude;
+}
+
+__device__ inline float from_e2m1(uint32_t code) {
+    float magnitude = __uint_as_float((code & 7) << 22) * 0x1p126f;
+    return code & 8 ? -magnitude : magnitude;
+}
+
+__device__ inline float from_e8m0(uint32_t code) {
+    if (code == 255) return __uint_as_float(0x7fc00000);
+    return __uint_as_float(code ? code << 23 : 0x400000);
+}
+
+/* Codes first .. first + 7, of which n exist; with 4 bits n is even. */
+__device__ inline void load_codes(float (&v)[CHUNK], const FusedMoeQuantizedWeight &w, int64_t first, int n) {
+    bool is_4_bit = w.format == FUSED_MOE_INT4 || w.format == FUSED_MOE_MXFP4;
+    const uint8_t *bytes = (const uint8_t *)w.data + (is_4_bit ? first / 2 : first);
+#pragma unroll
+    for (int i = 0; i < CHUNK; i++) {
+        uint32_t byte = i < n ? bytes[is_4_bit ? i / 2 : i] : 0;
+        uint32_t nibble = i % 2 ? byte >> 4 : byte & 15;
+        switch (w.format) {
+        case FUSED_MOE_INT8: v[i] = (float)(int8_t)byte; break;
+        case FUSED_MOE_INT4: v[i] = (float)((int)nibble - 8); break;
+        case FUSED_MOE_MXFP4: v[i] = from_e2m1(nibble); break;
+        default: v[i] = from_e4m3(byte);
+        }
+    }
+}
+
+__device__ inline float load_scale(const FusedMoeQuantizedWeight &w, int64_t index) {
+    switch (w.scale_dtype) {
+    case FUSED_MOE_F32: return ((const float *)w.scale)[index];
+    case FUSED_MOE_BF16: return to_accum(((const __nv_bfloat16 *)w.scale)[index]);
+    case FUSED_MOE_F16: return to_accum(((const __half *)w.scale)[index]);
+    default: return from_e8m0(((const uint8_t *)w.scale)[index]);
+    }
+}
+
+/* --- kernel --------------------------------------------------------------------------------------------- */
+
+constexpr int WARPS = 8;
+
+/* A row for each warp. */
+template <typename T>
+__global__ void __launch_bounds__(32 * WARPS) dequantize_kernel(const __grid_constant__ Dequantize p) {
+    const FusedMoeQuantizedWeight &w = p.codes;
+    int in = (int)w.in, block_in = (int)min(w.block_in, w.in);
+    bool aligned = rows_are_aligned<T>(p.out, in);
+    int64_t num_rows = p.E * w.out, warps = (int64_t)gridDim.x * WARPS;
+    for (int64_t row = (int64_t)blockIdx.x * WARPS + threadIdx.x / 32; row < num_rows; row += warps) {
+        int expert = (int)(row / w.out);
+        if (p.offs && p.offs[expert] == (expert ? p.offs[expert - 1] : 0)) continue;
+        int64_t first_block = (expert * p.row_blocks + (row - expert * w.out) / w.block_out) * p.col_blocks;
+        for (int col = threadIdx.x % 32 * CHUNK; col < in; col += 32 * CHUNK) {
+            int n = min(CHUNK, in - col), block = col / block_in, end = 0;
+            float codes[CHUNK], scale = 0, zero = 0;
+            Accum<T> values[CHUNK];
+            load_codes(codes, w, row * in + col, n);
+#pragma unroll
+            for (int j = 0; j < CHUNK; j++) {
+                if (j < n && col + j >= end) {
+                    if (j) block++;
+                    scale = load_scale(w, first_block + block);
+                    zero = w.zero ? (float)w.zero[first_block + block] : 0;
+                    end = (block + 1) * block_in;
+                }
+                values[j] = to_accum(from_accum<T>((codes[j] - zero) * scale));
+            }
+            store_chunk((T *)p.out + row * in + col, values, n, aligned);
+        }
+    }
+}
+
+/* --- launcher ------------------------------------------------------------------------------------------- */
+
+size_t dequantized_bytes(const FusedMoeQuantizedWeight &codes, int32_t E, FusedMoeDtype dtype) {
+    size_t bytes = dtype == FUSED_MOE_F64 ? 8 : dtype == FUSED_MOE_F32 ? 4 : 2;
+    return (size_t)(E * codes.out * codes.in) * bytes;
+}
+
+int dequantize(void *out, const FusedMoeQuantizedWeight &codes, const int32_t *offs, int32_t E,
+               FusedMoeDtype dtype, void *stream) {
+    Dequantize p = {};
+    p.codes = codes;
+    p.out = out;
+    p.offs = offs;
+    p.row_blocks = ceil_div(codes.out, codes.block_out);
+    p.col_blocks = ceil_div(codes.in, codes.block_in);
+    p.E = E;
+    return with_dtype(dtype, [&](auto t) {
+        return launch(dequantize_kernel<decltype(t)>, p, grid_for(E * codes.out, WARPS), 32 * WARPS, 0,
+                      stream);
+    });
+}
+
+} // namespace fused_moe

@@ -1,0 +1,17 @@
+/* A quantised weight as a dense one: for the tiers that read no codes, and for many rows. */
+#pragma once
+
+#include <stddef.h>
+
+#include "../../fused_moe.h"
+
+namespace fused_moe {
+
+/* Of the dense weight. */
+size_t dequantized_bytes(const FusedMoeQuantizedWeight &codes, int32_t E, FusedMoeDtype dtype);
+
+/* out [E,out,in]; offs [E]: of experts with rows alone, NULL: of all. */
+int dequantize(void *out, const FusedMoeQuantizedWeight &codes, const int32_t *offs, int32_t E,
+               FusedMoeDtype dtype, void *stream);
+
+} // namespace fused_moe

@@ -1,0 +1,95 @@
+/* grouped_mm of a quantised weight on Hopper, by codes_engine.cuh: out[r] = a[r] b[e(r)]^T + bias[e(r)]. */
+#include "codes_engine.cuh"
+
+namespace fused_moe {
+namespace sm90 {
+namespace {
+
+/* --- kernel --------------------------------------------------------------------------------------------- */
+
+typedef struct {
+    CodesGemm codes;
+    const void *bias; /* [E,M] or NULL */
+    void *out;        /* [R,M]         */
+    int32_t M;
+} GroupedMM;
+
+template <typename T>
+struct Epilogue {
+    const GroupedMM &p;
+
+    template <int TOKENS>
+    __device__ void store_swapped(float (&d)[TOKENS], const WorkTile &tile, int wg, int warp,
+                                  WarpWriter &writer) {
+        const T *bias = p.bias ? (const T *)p.bias + (int64_t)tile.expert * p.M : nullptr;
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            int first = tile.first_column + (2 * wg + i) * SUBTILE + 16 * warp;
+            if (first >= p.M || (tile.half_n && wg)) return; /* these columns were not loaded */
+            if (bias) add_bias_swapped<TOKENS>(&d[TOKENS / 2 * i], bias, first, p.M);
+            T *out = (T *)p.out + (int64_t)tile.first_row * p.M + first;
+            writer.store_swapped<TOKENS>(&d[TOKENS / 2 * i], out, p.M, tile.num_rows, p.M - first);
+        }
+    }
+};
+
+template <class Config>
+__global__ void __launch_bounds__(Config::THREADS, 1) codes_mm_kernel(const __grid_constant__ GroupedMM p) {
+    persistent_codes_gemm<Config>(p.codes, Epilogue<typename Config::T>{p});
+    zero_rows_past(p.codes.gemm.tiles, (typename Config::T *)p.out, p.M);
+}
+
+/* --- launcher ------------------------------------------------------------------------------------------- */
+
+template <class Decoder>
+int launch(const FusedMoeGroupedMM &p, void *stream) {
+    using Config = CodesConfig<Decoder, false>;
+    using T = typename Config::T;
+    GroupedMM q = {};
+    q.bias = p.bias;
+    q.out = p.out;
+    q.M = (int32_t)p.M;
+    Gemm &gemm = q.codes.gemm;
+    const T *a = (const T *)p.a;
+    int status = matrix_map(&gemm.a[0], a, p.R, p.N[0], p.N[0], SUBTILE);
+    if (status == FUSED_MOE_OK) status = matrix_map(&gemm.tail[0], a, p.R, p.N[0], p.N[0], TAIL_ROWS);
+    if (status == FUSED_MOE_OK)
+        status = codes_of<Decoder>(&gemm.b[0], &q.codes.scales[0], p.b[0], p.E, 0, p.M);
+    if (status != FUSED_MOE_OK) return status;
+    q.codes.scales[1] = q.codes.scales[0];
+    gemm.num_k_tiles[0] = (int32_t)ceil_div(p.N[0], K_TILE<T>);
+    TileSource &tiles = gemm.tiles;
+    tiles = tile_source(p.offs, p.schedule, p.R, p.E, p.M, Config::BN, p.workspace.counters);
+    tiles.swaps_skinny = true;
+    tiles.starts_early = p.starts_early;
+    if (tiles.starts_early) tiles.counters += FUSED_MOE_NUM_COUNTERS / 2; /* up_gate uses the first half */
+    if (p.slots) {
+        plan_in_kernel(gemm, *p.slots);
+        gemm.slots.counts = gemm.slots.token_row = nullptr; /* up_gate wrote them */
+    }
+    tiles.last_is_half_n = (p.M - 1) % Config::BN < Config::BN / 2;
+    return launch_persistent<Config, PlanningShared<Config>, codes_mm_kernel<Config>>(q, stream,
+                                                                                      !p.after_up_gate);
+}
+
+int run(const FusedMoeGroupedMM &p, void *stream) {
+    return with_decoder(p.dtype, *p.b[0].codes,
+                        [&](auto decoder) { return launch<decltype(decoder)>(p, stream); });
+}
+
+FusedMoeReason reason(const FusedMoeGroupedMM &p) {
+    if (!is_16_bit(p.dtype)) return FUSED_MOE_OTHER_DTYPE;
+    if (p.R == 0) return FUSED_MOE_NO_ROWS;
+    if (has_many_rows(p.R, p.E)) return FUSED_MOE_MANY_ROWS;
+    if (p.M % CHUNK || p.N[0] % CHUNK) return FUSED_MOE_WIDTH;
+    if (!is_aligned(p.a) || !is_aligned(p.out) || !is_aligned(p.bias)) return FUSED_MOE_UNALIGNED;
+    if (p.b[1].data || !has_readable_codes(p.b[0], p.E)) return FUSED_MOE_STRIDES;
+    return is_countable(p.R, p.E, p.M) ? FUSED_MOE_RUNS : FUSED_MOE_TOO_LARGE;
+}
+
+} // namespace
+
+const Kernel<FusedMoeGroupedMM> codes_mm = {reason, nullptr, run};
+
+} // namespace sm90
+} // namespace fused_moe
