@@ -1,0 +1,148 @@
+"""Kernels that read codes give the bits of the same call with dequantised weights."""
+
+import pytest
+import torch
+from cases import BF16, F16, poisoned
+from gpu_cases import HALF_DTYPES, capture
+from test_quantized import random_weight
+
+from fused_moe import QuantizedWeight, fused_experts
+from fused_moe.quantized.formats import FORMATS
+
+pytestmark = pytest.mark.gpu
+
+# tokens, K, E, D, F, routing: every N of wgmma; tails of rows, of k, of columns; several tiles of an expert
+SHAPES = {
+    "one slot": (1, 1, 3, 128, 64, "random"),
+    "eight rows": (8, 2, 2, 256, 192, "random"),
+    "33 rows": (33, 1, 1, 384, 136, "random"),
+    "64 rows and 1": (65, 1, 2, 160, 64, "first"),
+    "129 rows": (129, 1, 1, 640, 320, "random"),
+    "many experts": (100, 4, 40, 512, 384, "random"),
+    "one expert has all": (200, 2, 5, 256, 96, "first"),
+    "many rows": (2000, 2, 3, 256, 128, "random"),
+}
+LAYOUTS = ("separate", "halves", "interleaved", "ungated")
+# Formats with another block, scale dtype or zero points.
+VARIANTS = [(name, scale_of) for name in FORMATS for scale_of in range(4)]
+
+
+def ids_of(routing: str, tokens: int, top_k: int, num_experts: int) -> torch.Tensor:
+    if routing == "first":
+        return torch.zeros(tokens, top_k, dtype=torch.int64)
+    return torch.rand(tokens, num_experts).argsort(1)[:, :top_k].contiguous()
+
+
+def draw(shape, layout, format, scale_of, scale_dtype, dtype, device):
+    tokens, top_k, E, D, F, routing = SHAPES[shape]
+    if FORMATS[format].per_byte == 2:
+        D, F = -(-D // 64) * 64, -(-F // 64) * 64  # whole groups
+    rows = F if layout in ("separate", "ungated") else 2 * F
+
+    def weight(out, width):
+        w = random_weight(format, E, out, width, "cpu", scale_of)
+        scale = w.scale if format in ("fp8_block", "mxfp4") else w.scale.to(scale_dtype)
+        w = QuantizedWeight(w.data, scale, w.zero, format=format, shape=w.shape)
+        return w.to(device)
+
+    w1, w2, w3 = weight(rows, D), weight(D, F), weight(F, D) if layout == "separate" else None
+    x = torch.randn(tokens, D).to(device, dtype)
+    scores = torch.rand(tokens, top_k).to(device)
+    biases = {"b1": torch.randn(E, rows), "b2": torch.randn(E, D), "b3": torch.randn(E, F)}
+    if w3 is None:
+        biases["b3"] = None
+    biases = {n: b if b is None else b.to(device, dtype) for n, b in biases.items()}
+    ids = ids_of(routing, tokens, top_k, E).to(device)
+    options = {"layout": layout} if layout != "ungated" else {"activation": "gelu"}
+    return (x, w1, w2, w3, scores, ids), options, biases
+
+
+def dense(args, dtype):
+    x, *weights, scores, ids = args
+    return x, *(w if w is None else w.dequantize(dtype) for w in weights), scores, ids
+
+
+def check(args, options, dtype) -> None:
+    with poisoned():
+        found = fused_experts(*args, **options)
+    expected = fused_experts(*dense(args, dtype), **options)
+    assert found.isfinite().all() and torch.equal(found, expected)
+
+
+@HALF_DTYPES
+@pytest.mark.parametrize("format, scale_of", VARIANTS)
+@pytest.mark.parametrize("shape", SHAPES)
+@torch.no_grad()
+def test_bits_of_dequantised_weights(device, shape, format, scale_of, dtype):
+    other = F16 if dtype == BF16 else BF16
+    for i, layout in enumerate(LAYOUTS):
+        scale_dtype = (dtype, torch.float32, other, dtype)[i]
+        args, options, biases = draw(shape, layout, format, scale_of, scale_dtype, dtype, device)
+        check(args, options | (biases if i % 2 else {}), dtype)
+
+
+def kernels_during(run) -> list[str]:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        run()
+        torch.cuda.synchronize()
+    return [event.key for event in profile.key_averages()]
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@torch.no_grad()
+def test_which_kernel_runs(hopper, device, format):
+    """Codes are read where rows are few, and dequantised where they are many."""
+    for shape, reads_codes in (("many experts", True), ("many rows", False)):
+        args, options, _ = draw(shape, "separate", format, 0, BF16, BF16, device)
+        kernels = kernels_during(lambda: fused_experts(*args, **options))  # noqa: B023
+        assert any("codes_up_gate" in name for name in kernels) == reads_codes, kernels
+        assert any("codes_mm" in name for name in kernels) == reads_codes, kernels
+        assert any("dequantize" in name for name in kernels) != reads_codes, kernels
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@torch.no_grad()
+def test_tokens_of_any_batch(device, format):
+    args, options, _ = draw("many experts", "separate", format, 1, BF16, BF16, device)
+    x, w1, w2, w3, scores, ids = args
+    whole = fused_experts(*args, **options)
+    for first, num in ((0, 1), (3, 7), (11, 33), (20, 80)):
+        part = slice(first, first + num)
+        out = fused_experts(x[part], w1, w2, w3, scores[part], ids[part], **options)
+        assert torch.equal(out, whole[part])
+    # so many tokens that weights are dequantised
+    many = [t.repeat(128, 1) for t in (x, scores, ids)]
+    out = fused_experts(many[0], w1, w2, w3, *many[1:], **options)
+    assert torch.equal(out, whole.repeat(128, 1))
+
+
+@pytest.mark.parametrize("format", ("int4", "fp8_block"))
+@torch.no_grad()
+def test_graph(device, format):
+    """Captured once, replayed with other tokens and another routing."""
+    args, options, _ = draw("many experts", "separate", format, 1, BF16, BF16, device)
+    x, w1, w2, w3, scores, ids = args
+    graph, out = capture(lambda: fused_experts(*args, **options))
+    for _ in range(3):
+        x.copy_(torch.randn_like(x))
+        ids.copy_(ids.roll(7, 0))
+        graph.replay()
+        assert torch.equal(out, fused_experts(*args, **options))
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("dtype", (torch.float32, F16))
+@torch.no_grad()
+def test_portable_tier(tier, device, format, dtype):
+    tier("portable")
+    args, options, biases = draw("129 rows", "separate", format, 1, F16, dtype, device)
+    check(args, options | biases, dtype)
+
+
+@pytest.mark.sanitizer
+@pytest.mark.parametrize("format", FORMATS)
+@torch.no_grad()
+def test_under_the_sanitizer(device, format):
+    for shape in ("one slot", "64 rows and 1", "33 rows"):
+        args, options, biases = draw(shape, "separate", format, 1, BF16, BF16, device)
+        check(args, options | biases, BF16)
