@@ -311,21 +311,24 @@ def test_replaced_parameters(device, tmp_path, kind):
     experts, call = packed_call(kind, tmp_path, device)
     with torch.inference_mode():
         expected = experts(*call)
-    kept = views(experts)
-    assert not (experts(*call) - expected).count_nonzero() and views(experts)[0] is kept[0]
-    copied = copy.deepcopy(experts)
-    assert not copied._fused_moe_weights
-    assert torch.equal(copied(*call), expected)
-    name = next(
-        n for n, p in experts.named_parameters() if p.dtype in (torch.uint8, torch.int32, torch.float8_e4m3fn)
-    )
-    parameter = getattr(experts, name)
-    flipped = (parameter.data.view(torch.uint8) ^ 128).view(parameter.dtype)  # of FP8 the signs
-    setattr(experts, name, nn.Parameter(flipped, requires_grad=False))
-    changed = experts(*call)
-    assert not torch.equal(changed, expected)
-    getattr(copied, name).data = flipped
-    assert torch.equal(copied(*call), changed)
+    with torch.no_grad():
+        kept = views(experts)
+        assert not (experts(*call) - expected).count_nonzero() and views(experts)[0] is kept[0]
+        copied = copy.deepcopy(experts)
+        assert not copied._fused_moe_weights
+        assert torch.equal(copied(*call), expected)
+        name = next(
+            n
+            for n, p in experts.named_parameters()
+            if p.dtype in (torch.uint8, torch.int32, torch.float8_e4m3fn)
+        )
+        parameter = getattr(experts, name)
+        flipped = (parameter.data.view(torch.uint8) ^ 128).view(parameter.dtype)  # of FP8 the signs
+        setattr(experts, name, nn.Parameter(flipped, requires_grad=False))
+        changed = experts(*call)
+        assert not torch.equal(changed, expected)
+        getattr(copied, name).data = flipped
+        assert torch.equal(copied(*call), changed)
     x = call[0].requires_grad_()
     experts(*call).sum().backward()  # the weights made in inference mode can be saved for backward
     assert x.grad.count_nonzero()
