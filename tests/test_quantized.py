@@ -110,6 +110,15 @@ def test_values_are_rounded_before_they_are_added(device, dtype, format):
     assert torch.equal(out.mT, (values - values.roll(-1, 1)).to(dtype))
 
 
+def test_scales_of_blocks_are_float32(device):
+    """The operator refuses what the kernels would misread."""
+    w = random_weight("fp8_block", 2, 16, 64, device)
+    offsets = torch.tensor([1, 2], dtype=torch.int32, device=device)
+    a = torch.randn(2, 64, device=device)
+    with pytest.raises(RuntimeError, match="expected scale of dtype Float, found BFloat16"):
+        torch.ops.fused_moe.quantized_mm(a, w.data, w.scale.bfloat16(), None, offsets, w.code)
+
+
 def test_every_code(device):
     """All codes of all formats, and all scales of mxfp4, as their specifications have them."""
     codes = torch.arange(256, dtype=torch.uint8)

@@ -185,7 +185,8 @@ static size_t own_schedule_bytes(const Params &p) {
 
 typedef struct {
     FusedMoeWeight *w[2];
-    const int32_t *offs; /* [E] to tell experts without rows, or NULL */
+    const int32_t
+        *offs; /* [E] to tell experts without rows; NULL where the GEMM makes the plan: all are taken */
     int32_t E;
 } Weights;
 
@@ -193,7 +194,7 @@ static Weights weights_of(FusedMoeGroupedMM &p) {
     return {{&p.b[0], &p.b[1]}, p.slots ? nullptr : p.offs, p.E};
 }
 
-/* The launch before this one makes its weight. */
+/* The launch before this one makes its weight, so it may not start early. */
 static void follow_dequantize(FusedMoeGroupedMM &p) {
     p.after_up_gate = p.starts_early = false;
 }

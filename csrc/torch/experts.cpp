@@ -339,7 +339,7 @@ Tensor experts_out(const Tensor &x, const Tensor &w1, const OptTensor &w3, const
                                    score_on_input, expert_map, out));
 }
 
-/* The same of quantised weights. w3, or w1's other half, has a format of its own; format3 counts with data3. */
+/* The same of quantised weights, each in a format of its own. format3 counts with data3. */
 std::tuple<Tensor, Tensor>
 quantized_experts(const Tensor &x_, const Tensor &data1, const Tensor &scale1, const OptTensor &zero1,
                   int64_t format1, const OptTensor &data3, const OptTensor &scale3, const OptTensor &zero3,

@@ -53,6 +53,7 @@ QuantizedWeight quantized_weight(const char *op, const QuantizedTensors &given, 
     check_size(op, "in of data", w.in, 1, MAX_WIDTH);
     find_blocks(op, &w, scale, E);
     if (format == FUSED_MOE_MXFP4) check_dtype(op, "scale", scale, ScalarType::Byte);
+    if (format == FUSED_MOE_FP8_BLOCK) check_dtype(op, "scale", scale, ScalarType::Float);
     w.scale_dtype = dtype_of(op, "scale", scale, format != FUSED_MOE_MXFP4);
     check(w.scale_dtype != FUSED_MOE_F64, op, "scales of at most 32 bits", "Double");
     if (given.zero) {

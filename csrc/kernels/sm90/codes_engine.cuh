@@ -1,4 +1,4 @@
-/* Grouped GEMMs of quantised weights, for tiles of few rows: engine.cuh's roles, pipelines and schedule, with codes
+/* Grouped GEMMs of quantised weights: engine.cuh's roles, pipelines and schedule, with codes
  * as B and every tile computed by swap-AB. The weight's values, made in registers of codes, are wgmma's A, and the
  * tile's rows its N: 8 to 128 of them.
  *
