@@ -1,6 +1,6 @@
-/* Grouped GEMMs of quantised weights: engine.cuh's roles, pipelines and schedule, with codes
- * as B and every tile computed by swap-AB. The weight's values, made in registers of codes, are wgmma's A, and the
- * tile's rows its N: 8 to 128 of them.
+/* Grouped GEMMs of quantised weights: engine.cuh's roles, pipelines and schedule, with codes as B and every tile
+ * computed by swap-AB. The weight's values, made in registers of codes, are wgmma's A, and the tile's rows its N: 8
+ * to 128 of them.
  *
  *   warpgroup 0     producer, as in engine.cuh; a stage is 128 rows of the activation and 256 rows of codes
  *   warpgroups 1-2  consumers: each has two subtiles of 64 weight rows
@@ -27,8 +27,6 @@ struct CodesConfig : GemmConfig<typename Decoder_::T, Major::K, GATHER> {
     static constexpr int STAGES = Decoder::IS_4_BIT ? 7 : 5;
     static constexpr int B_K_TILE = Decoder::ROW_BYTES, B_BYTES = Base::BN * Decoder::ROW_BYTES;
     using Pipeline = PipelineState<STAGES>;
-    static constexpr int PRODUCER_REGISTERS = GATHER ? 72 : Base::PRODUCER_REGISTERS;
-    static constexpr int CONSUMER_REGISTERS = GATHER ? 216 : Base::CONSUMER_REGISTERS;
 };
 
 /* What a GEMM of codes has beside Gemm. */
@@ -109,15 +107,7 @@ __device__ __forceinline__ void persistent_codes_gemm(const CodesGemm &p, Epilog
     int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), wg = warp / 4 - 1; /* -1: the producer */
     if (wg < 0) {
         setmaxnreg_dec<Config::PRODUCER_REGISTERS>();
-        if (!gemm.tiles.starts_early) griddepcontrol_wait();
-        if (warp == 3 && !gemm.tiles.offs)
-            fetch_slot_tiles(gemm.tiles, gemm.slots, s.plan, s.queue);
-        else if (warp == 3)
-            fetch_gemm_tiles(gemm, s.queue);
-        else if constexpr (Config::GATHER)
-            load_gather<Config>(gemm, s);
-        else if (warp == 0)
-            load_tma<Config>(gemm, s);
+        produce<Config>(gemm, s, warp);
     } else {
         setmaxnreg_inc<Config::CONSUMER_REGISTERS>();
         griddepcontrol_wait();

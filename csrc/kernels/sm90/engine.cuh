@@ -161,6 +161,37 @@ __device__ inline void fetch_gemm_tiles(const Gemm &p, Queue &queue) {
     fetch_tiles(p.tiles, queue, num_tiles, decode, token_of, prepare, is_long);
 }
 
+/* The producer's warps. */
+template <class Config>
+__device__ inline void produce(const Gemm &p, PlanningShared<Config> &s, int warp) {
+    if (!p.tiles.starts_early) griddepcontrol_wait();
+    if (warp == 3 && !p.tiles.offs)
+        fetch_slot_tiles(p.tiles, p.slots, s.plan, s.queue);
+    else if (warp == 3)
+        fetch_gemm_tiles(p, s.queue);
+    else if constexpr (Config::GATHER)
+        load_gather<Config>(p, s);
+    else if (warp == 0)
+        load_tma<Config>(p, s);
+}
+
+/* What run_mainloop_swapped left of consumer wg's two subtiles, with a bias [E,M], to out [R,M]: p has bias, out and
+ * M. */
+template <typename T, int TOKENS, class Params, class Writer>
+__device__ __forceinline__ void store_swapped_subtiles(const Params &p, float (&d)[TOKENS],
+                                                       const WorkTile &tile, int wg, int warp,
+                                                       Writer &writer) {
+    const T *bias = p.bias ? (const T *)p.bias + (int64_t)tile.expert * p.M : nullptr;
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+        int first = tile.first_column + (2 * wg + i) * SUBTILE + 16 * warp;
+        if (first >= p.M || (tile.half_n && wg)) return; /* these columns were not loaded */
+        if (bias) add_bias_swapped<TOKENS>(&d[TOKENS / 2 * i], bias, first, p.M);
+        T *out = (T *)p.out + (int64_t)tile.first_row * p.M + first;
+        writer.template store_swapped<TOKENS>(&d[TOKENS / 2 * i], out, p.M, tile.num_rows, p.M - first);
+    }
+}
+
 /* epilogue.hold(d, tile, wg, writer) takes the 64 rows of accumulators of consumer wg. It holds them for the
  * next tile's main loop, or stores them at once, where SUBTILES is 0.
  * epilogue.store_subtile<i>(writer), for i < SUBTILES, and flush(writer) store what it holds.
@@ -173,15 +204,7 @@ __device__ inline void persistent_gemm(const Gemm &p, Epilogue epilogue) {
     int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), wg = warp / 4 - 1; /* -1: the producer */
     if (wg < 0) {
         setmaxnreg_dec<Config::PRODUCER_REGISTERS>();
-        if (!p.tiles.starts_early) griddepcontrol_wait();
-        if (warp == 3 && !p.tiles.offs)
-            fetch_slot_tiles(p.tiles, p.slots, s.plan, s.queue);
-        else if (warp == 3)
-            fetch_gemm_tiles(p, s.queue);
-        else if constexpr (Config::GATHER)
-            load_gather<Config>(p, s);
-        else if (warp == 0)
-            load_tma<Config>(p, s);
+        produce<Config>(p, s, warp);
     } else {
         setmaxnreg_inc<Config::CONSUMER_REGISTERS>();
         griddepcontrol_wait();

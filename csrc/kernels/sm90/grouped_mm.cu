@@ -64,15 +64,7 @@ struct Epilogue {
     template <int TOKENS>
     __device__ void store_swapped(float (&d)[TOKENS], const WorkTile &tile, int wg, int warp,
                                   Writer &writer) {
-        const T *bias = p.bias ? (const T *)p.bias + (int64_t)tile.expert * p.M : nullptr;
-#pragma unroll
-        for (int i = 0; i < 2; i++) {
-            int first = tile.first_column + (2 * wg + i) * SUBTILE + 16 * warp;
-            if (first >= p.M || (tile.half_n && wg)) return; /* these columns were not loaded */
-            if (bias) add_bias_swapped<TOKENS>(&d[TOKENS / 2 * i], bias, first, p.M);
-            T *out = (T *)p.out + (int64_t)tile.first_row * p.M + first;
-            writer.store_swapped<TOKENS>(&d[TOKENS / 2 * i], out, p.M, tile.num_rows, p.M - first);
-        }
+        store_swapped_subtiles<T>(p, d, tile, wg, warp, writer);
     }
 };
 
