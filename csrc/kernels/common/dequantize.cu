@@ -33,20 +33,34 @@ __device__ inline float from_e8m0(uint32_t code) {
     return __uint_as_float(code ? code << 23 : 0x400000);
 }
 
-/* Codes first .. first + 7, of which n exist; with 4 bits n is even. */
-__device__ inline void load_codes(float (&v)[CHUNK], const FusedMoeQuantizedWeight &w, int64_t first, int n) {
-    bool is_4_bit = w.format == FUSED_MOE_INT4 || w.format == FUSED_MOE_MXFP4;
-    const uint8_t *bytes = (const uint8_t *)w.data + (is_4_bit ? first / 2 : first);
+template <FusedMoeFormat format>
+constexpr bool IS_4_BIT = format == FUSED_MOE_INT4 || format == FUSED_MOE_MXFP4;
+
+/* The bytes of CHUNK codes, of which n exist; of 4 bits n is even. */
+template <FusedMoeFormat format>
+__device__ inline uint2 load_codes(const uint8_t *bytes, int n, bool aligned) {
+    uint32_t words[2] = {};
+    if (aligned && IS_4_BIT<format>) {
+        words[0] = *(const uint32_t *)bytes;
+    } else if (aligned) {
+        return *(const uint2 *)bytes;
+    } else {
 #pragma unroll
-    for (int i = 0; i < CHUNK; i++) {
-        uint32_t byte = i < n ? bytes[is_4_bit ? i / 2 : i] : 0;
-        uint32_t nibble = i % 2 ? byte >> 4 : byte & 15;
-        switch (w.format) {
-        case FUSED_MOE_INT8: v[i] = (float)(int8_t)byte; break;
-        case FUSED_MOE_INT4: v[i] = (float)((int)nibble - 8); break;
-        case FUSED_MOE_MXFP4: v[i] = from_e2m1(nibble); break;
-        default: v[i] = from_e4m3(byte);
-        }
+        for (int i = 0; i < (IS_4_BIT<format> ? CHUNK / 2 : CHUNK); i++)
+            if ((IS_4_BIT<format> ? 2 * i : i) < n) words[i / 4] |= (uint32_t)bytes[i] << 8 * (i % 4);
+    }
+    return make_uint2(words[0], words[1]);
+}
+
+/* Code i of a chunk. */
+template <FusedMoeFormat format>
+__device__ inline float code_of(const uint2 &words, int i) {
+    uint32_t nibble = words.x >> 4 * i & 15, byte = (i < 4 ? words.x : words.y) >> 8 * (i % 4) & 255;
+    switch (format) {
+    case FUSED_MOE_INT8: return (float)(int8_t)byte;
+    case FUSED_MOE_INT4: return (float)((int)nibble - 8);
+    case FUSED_MOE_MXFP4: return from_e2m1(nibble);
+    default: return from_e4m3(byte);
     }
 }
 
@@ -64,32 +78,36 @@ __device__ inline float load_scale(const FusedMoeQuantizedWeight &w, int64_t ind
 constexpr int WARPS = 8;
 
 /* A row for each warp. */
-template <typename T>
-__global__ void __launch_bounds__(32 * WARPS) dequantize_kernel(const __grid_constant__ Dequantize p) {
+template <typename T, FusedMoeFormat format>
+__global__ void __launch_bounds__(32 * WARPS, 4) dequantize_kernel(const __grid_constant__ Dequantize p) {
     const FusedMoeQuantizedWeight &w = p.codes;
+    constexpr int CODES_PER_BYTE = IS_4_BIT<format> ? 2 : 1;
     int in = (int)w.in, block_in = (int)min(w.block_in, w.in);
-    bool aligned = rows_are_aligned<T>(p.out, in);
+    bool out_aligned = rows_are_aligned<T>(p.out, in);
+    bool codes_aligned = in % CHUNK == 0 && (uintptr_t)w.data % CHUNK == 0;
+    bool one_scale = in % CHUNK == 0 && block_in % CHUNK == 0; /* for a chunk */
     int64_t num_rows = p.E * w.out, warps = (int64_t)gridDim.x * WARPS;
     for (int64_t row = (int64_t)blockIdx.x * WARPS + threadIdx.x / 32; row < num_rows; row += warps) {
         int expert = (int)(row / w.out);
         if (p.offs && p.offs[expert] == (expert ? p.offs[expert - 1] : 0)) continue;
         int64_t first_block = (expert * p.row_blocks + (row - expert * w.out) / w.block_out) * p.col_blocks;
+        const uint8_t *codes = (const uint8_t *)w.data + row * in / CODES_PER_BYTE;
         for (int col = threadIdx.x % 32 * CHUNK; col < in; col += 32 * CHUNK) {
             int n = min(CHUNK, in - col), block = col / block_in, end = 0;
-            float codes[CHUNK], scale = 0, zero = 0;
+            uint2 words = load_codes<format>(codes + col / CODES_PER_BYTE, n, codes_aligned);
+            float scale = 0, zero = 0;
             Accum<T> values[CHUNK];
-            load_codes(codes, w, row * in + col, n);
 #pragma unroll
             for (int j = 0; j < CHUNK; j++) {
-                if (j < n && col + j >= end) {
+                if (j == 0 || (!one_scale && j < n && col + j >= end)) {
                     if (j) block++;
                     scale = load_scale(w, first_block + block);
                     zero = w.zero ? (float)w.zero[first_block + block] : 0;
                     end = (block + 1) * block_in;
                 }
-                values[j] = to_accum(from_accum<T>((codes[j] - zero) * scale));
+                values[j] = to_accum(from_accum<T>((code_of<format>(words, j) - zero) * scale));
             }
-            store_chunk((T *)p.out + row * in + col, values, n, aligned);
+            store_chunk((T *)p.out + row * in + col, values, n, out_aligned);
         }
     }
 }
@@ -111,8 +129,16 @@ int dequantize(void *out, const FusedMoeQuantizedWeight &codes, const int32_t *o
     p.col_blocks = ceil_div(codes.in, codes.block_in);
     p.E = E;
     return with_dtype(dtype, [&](auto t) {
-        return launch(dequantize_kernel<decltype(t)>, p, grid_for(E * codes.out, WARPS), 32 * WARPS, 0,
-                      stream);
+        using T = decltype(t);
+        auto run = [&](auto kernel) {
+            return launch(kernel, p, grid_for(E * codes.out, WARPS), 32 * WARPS, 0, stream);
+        };
+        switch (codes.format) {
+        case FUSED_MOE_INT8: return run(dequantize_kernel<T, FUSED_MOE_INT8>);
+        case FUSED_MOE_INT4: return run(dequantize_kernel<T, FUSED_MOE_INT4>);
+        case FUSED_MOE_MXFP4: return run(dequantize_kernel<T, FUSED_MOE_MXFP4>);
+        default: return run(dequantize_kernel<T, FUSED_MOE_FP8>);
+        }
     });
 }
 
