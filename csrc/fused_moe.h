@@ -366,6 +366,11 @@ static inline FusedMoeTierFacts fused_moe_tier(int tier) {
     return tiers[tier];
 }
 
+/* Whether a selected call takes few slots; for others, dequantising ones too, their plan is made first. */
+static inline bool fused_moe_plans_slots(const FusedMoeWorkspace *selected) {
+    return fused_moe_tier(selected->tier).plans_slots && !selected->dequantizes;
+}
+
 static inline bool fused_moe_tier_runs_on(int tier, int32_t capability) {
     FusedMoeTierFacts facts = fused_moe_tier(tier);
     return facts.oldest <= capability && capability <= facts.newest;

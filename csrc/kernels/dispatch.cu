@@ -83,6 +83,7 @@ static void read_environment() {
     for (int i = 0; tier && i < FUSED_MOE_NUM_TIERS; i++)
         if (!strcmp(tier, fused_moe_tier(i).name)) process.tier = i;
     ScheduleOverride s = {};
+    s.code_rows = -1;
     if (schedule) {
         const char *group = strstr(schedule, "group=");
         if (group) s.group = atoi(group + strlen("group="));
@@ -185,13 +186,13 @@ static size_t own_schedule_bytes(const Params &p) {
 
 typedef struct {
     FusedMoeWeight *w[2];
-    const int32_t
-        *offs; /* [E] to tell experts without rows; NULL where the GEMM makes the plan: all are taken */
+    const int32_t *offs; /* [E] to tell experts without rows */
+    int64_t R;
     int32_t E;
 } Weights;
 
 static Weights weights_of(FusedMoeGroupedMM &p) {
-    return {{&p.b[0], &p.b[1]}, p.slots ? nullptr : p.offs, p.E};
+    return {{&p.b[0], &p.b[1]}, p.offs, p.R, p.E};
 }
 
 /* The launch before this one makes its weight, so it may not start early. */
@@ -202,7 +203,7 @@ static void follow_dequantize(FusedMoeGroupedMM &p) {
 static void follow_dequantize(FusedMoeUpGate &) {}
 
 static Weights weights_of(FusedMoeUpGate &p) {
-    return {{&p.w1, &p.w3}, p.slots ? nullptr : p.row_map.offs, p.row_map.E};
+    return {{&p.w1, &p.w3}, p.row_map.offs, p.row_map.R, p.row_map.E};
 }
 
 template <typename Params>
@@ -212,7 +213,7 @@ static bool has_codes(Params p) {
 }
 
 /* Lets quantised weights be dense ones at `data`, one after the other, and calls fn(address, codes, weights) for
- * each. Returns their bytes. */
+ * each. Returns their bytes: none where there are no rows, and nothing reads them. */
 template <typename Params, typename Fn>
 static size_t place_weights(Params &p, void *data, Fn fn) {
     Weights weights = weights_of(p);
@@ -221,6 +222,7 @@ static size_t place_weights(Params &p, void *data, Fn fn) {
         if (!w->codes) continue;
         const FusedMoeQuantizedWeight &codes = *w->codes;
         w->codes = nullptr;
+        if (weights.R == 0) continue;
         w->data = (char *)data + bytes;
         fn(w->data, codes, weights);
         bytes += (dequantized_bytes(codes, weights.E, p.dtype) + 127) / 128 * 128;
@@ -288,7 +290,7 @@ static int run_checked(const Params &unchecked, void *stream, Fn run_next) {
 template <typename Params, typename Fn>
 static int run_planned(const Params &unplanned, void *stream, Fn run_next) {
     Params p = unplanned;
-    if (p.slots && !fused_moe_tier(p.workspace.tier).plans_slots) {
+    if (p.slots && !fused_moe_plans_slots(&p.workspace)) {
         int status = fused_moe_cuda_route_plan(p.slots, stream);
         if (status != FUSED_MOE_OK) return status;
         p.slots = nullptr;

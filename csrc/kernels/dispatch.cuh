@@ -40,7 +40,7 @@ typedef struct {
     int32_t group;      /* row tiles of a group; 0: as the kernel has it */
     bool no_interleave; /* skinny tiles come last                        */
     bool no_tails;      /* no swapped operands, no split last wave       */
-    int32_t code_rows;  /* rows per expert up to which codes are read; 0: as the kernels have it */
+    int32_t code_rows;  /* rows per expert up to which codes are read; -1: as the kernels have it */
 } ScheduleOverride;
 
 const ScheduleOverride &schedule_override();

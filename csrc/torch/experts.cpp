@@ -100,7 +100,7 @@ run_experts_up(const Tensor &x, const UpWeights &weights, const Width &s, const 
     run_tiered(call, p, x, fused_moe_cpu_up_gate, CUDA(fused_moe_cuda_select_up_gate),
                CUDA(fused_moe_cuda_up_gate));
     /* then run_planned of dispatch.cu has made it */
-    if (chain && !fused_moe_tier(p.workspace.tier).plans_slots) chain->slots = nullptr;
+    if (chain && !fused_moe_plans_slots(&p.workspace)) chain->slots = nullptr;
     return {h, a};
 }
 

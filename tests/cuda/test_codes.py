@@ -116,6 +116,29 @@ def test_tokens_of_any_batch(device, format):
     assert torch.equal(out, whole.repeat(128, 1))
 
 
+@pytest.mark.parametrize("shape", ("one slot", "eight rows", "many experts"))
+@torch.no_grad()
+def test_formats_of_gate_and_up(device, shape):
+    """No kernel reads two formats: experts with rows are dequantised, after the plan of few slots."""
+    (x, w1, w2, _, scores, ids), options, biases = draw(shape, "separate", "int4", 1, BF16, BF16, device)
+    (_, _, _, w3, *_), *_ = draw(shape, "separate", "fp8", 1, BF16, BF16, device)
+    check((x, w1, w2, w3, scores, ids), options | biases, BF16)
+    kernels = kernels_during(lambda: fused_experts(x, w1, w2, w3, scores, ids, **options))
+    assert any("dequantize" in name for name in kernels), kernels
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@torch.no_grad()
+def test_no_tokens(device, format):
+    """Nothing is read, so nothing is dequantised."""
+    (x, *weights, scores, ids), options, _ = draw("many experts", "separate", format, 1, BF16, BF16, device)
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.max_memory_allocated(device)
+    out = fused_experts(x[:0], *weights, scores[:0], ids[:0], **options)
+    assert out.shape == (0, 512)
+    assert torch.cuda.max_memory_allocated(device) - before < 2**20
+
+
 @pytest.mark.parametrize("format", ("int4", "fp8_block"))
 @torch.no_grad()
 def test_graph(device, format):

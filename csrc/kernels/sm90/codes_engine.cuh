@@ -153,7 +153,7 @@ constexpr int64_t MOST_ROWS = 768;
 
 inline bool has_many_rows(int64_t R, int32_t E) {
     int64_t asked = schedule_override().code_rows;
-    return R > (asked ? asked : MOST_ROWS) * E;
+    return R > (asked < 0 ? MOST_ROWS : asked) * E;
 }
 
 /* Rows [first_row, first_row + rows) of a weight of codes (E, out, in): a map of their codes, and their scales. */

@@ -35,11 +35,11 @@ struct ActivatingEpilogue {
             if (column >= p.F) return;
             if (bias) add_bias_swapped<TOKENS>(d, bias, column, p.F);
             if (bias_up) add_bias_swapped<TOKENS>(up, bias_up, column, p.F);
-            for_each_part<TOKENS>([&](auto part, int first) {
+            for_each_part<TOKENS>(tile, [&](auto part, int first, int rows) {
                 float *gates = d + first / 2, *ups = up + first / 2;
                 activate<part.value / 2>(gates, [&](int n) { return ups[n]; }, true);
-                writer.store_swapped<part.value>(gates, out + (int64_t)first * p.F + column, p.F,
-                                                 tile.num_rows - first, p.F - column);
+                writer.store_swapped<part.value>(gates, out + (int64_t)first * p.F + column, p.F, rows,
+                                                 p.F - column);
             });
             return;
         }
@@ -49,29 +49,29 @@ struct ActivatingEpilogue {
             int first_column = column + (2 * wg + i) * SUBTILE, left = p.H - first_column;
             if (left <= 0) return;
             if (bias) add_bias_swapped<TOKENS>(outputs, bias, first_column, p.H);
-            for_each_part<TOKENS>([&](auto part, int first) {
+            for_each_part<TOKENS>(tile, [&](auto part, int first, int rows) {
                 float *values = outputs + first / 2;
-                T *rows = out + (int64_t)first * p.F;
+                T *part_out = out + (int64_t)first * p.F;
                 if (p.layout == FUSED_MOE_UNGATED) {
                     activate<part.value / 2>(values, [](int) { return 1.f; }, false);
-                    writer.store_swapped<part.value>(values, rows + first_column, p.F, tile.num_rows - first,
-                                                     left);
+                    writer.store_swapped<part.value>(values, part_out + first_column, p.F, rows, left);
                 } else { /* a gate's up is the next column, four lanes on */
                     auto up = [&](int n) { return __shfl_down_sync(~0u, values[n], 4); };
                     activate<part.value / 2>(values, up, true);
-                    writer.store_swapped_pairs<part.value>(values, rows + first_column / 2, p.F,
-                                                           tile.num_rows - first, left / 2);
+                    writer.store_swapped_pairs<part.value>(values, part_out + first_column / 2, p.F, rows,
+                                                           left / 2);
                 }
             });
         }
     }
 
-    /* fn(so many tokens, the first one), 32 at a time: registers are few. */
+    /* fn(so many tokens, the first one, their rows in the tile), 32 at a time: registers are few. */
     template <int TOKENS, typename Fn>
-    __device__ static void for_each_part(Fn fn) {
+    __device__ static void for_each_part(const WorkTile &tile, Fn fn) {
         constexpr int PART = TOKENS < 32 ? TOKENS : 32;
 #pragma unroll
-        for (int first = 0; first < TOKENS; first += PART) fn(std::integral_constant<int, PART>(), first);
+        for (int first = 0; first < TOKENS; first += PART)
+            fn(std::integral_constant<int, PART>(), first, min(PART, tile.num_rows - first));
     }
 
     __device__ const T *bias_of(const void *bias, const WorkTile &tile) const {
