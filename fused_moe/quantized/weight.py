@@ -147,12 +147,23 @@ class QuantizedWeight(nn.Module):
     def _load_from_state_dict(
         self, state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
     ):
-        """As nn.Module, which would cast to a parameter's dtype, or with assign=True take any."""
+        """As nn.Module, which would cast to a parameter's dtype, or with assign=True take any, and any zero
+        point."""
         own = dict(self.named_parameters(recurse=False))
         for name, parameter in own.items():
             given = state_dict.get(prefix + name)
-            if given is not None and given.dtype != parameter.dtype:
-                error_msgs.append(f"{prefix}{name}: expected dtype {parameter.dtype}, found {given.dtype}")
+            if given is None:
+                continue
+            found = ""
+            if given.dtype != parameter.dtype:
+                found = f"expected dtype {parameter.dtype}, found {given.dtype}"
+            elif name == FORMATS[self.format].names.get("zero"):
+                try:
+                    check_range(FN, "zero", given, -8, 7)
+                except ValueError as error:
+                    found = str(error)
+            if found:
+                error_msgs.append(f"{prefix}{name}: {found}")
                 state_dict[prefix + name] = parameter.detach()
         super()._load_from_state_dict(
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
