@@ -506,7 +506,8 @@ def test_missing_names_are_those_of_the_checkpoint(device):
     symmetric, other = (random_weight("int4", 1, 8, 64, device, scale_of) for scale_of in (0, 3))
     with pytest.raises(RuntimeError, match='Unexpected key.*"weight_zero_point"'):
         symmetric.load_state_dict({**symmetric.state_dict(), "weight_zero_point": other.zero})
-    before, beyond = other.zero.clone(), torch.full_like(other.zero, 8)
+    before = other.zero.clone()
+    beyond = torch.full(before.shape, 8, dtype=before.dtype)  # on the CPU: other devices are not read
     with pytest.raises(RuntimeError, match=r"weight_zero_point: .*expected zero from -8 to 7, found .* = 8"):
         other.load_state_dict({**other.state_dict(), "weight_zero_point": beyond})
     assert torch.equal(other.zero, before)
