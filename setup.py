@@ -215,6 +215,8 @@ class Build(build_ext):
             link += ["-lcudart_static", "-lpthread", "-ldl", "-lrt"]
         compilers |= dict.fromkeys(CPP_SOURCES, torch_cpp)
         compilers["csrc/torch/library.cpp"] = [*torch_cpp, f"-DBUILD_INFO={info}"]  # for fused_moe.info()
+        # ninja begins in this order: the slowest first, or one core compiles them when the others are done
+        compilers = dict(sorted(compilers.items(), key=lambda pair: not pair[0].endswith("up_gate.cu")))
         libraries = {self.get_ext_fullpath(OPS.name): (compilers, link)}
         if HOST in self.extensions:
             import pybind11
