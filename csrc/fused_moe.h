@@ -293,7 +293,7 @@ typedef struct {        /* h = x[row_token] w1^T | w3^T + b;  a = act(gate) up *
     const void *b3;     /* [E,F] when separate; may be NULL */
     void *h;            /* [R,H]; NULL: not kept */
     void *a;            /* [R,F] */
-    /* Few slots (slot_plan.h) whose plan is not made yet; NULL: row_map is it. A tier that plans slots makes
+    /* Few slots (slot_plan.h) whose plan is not made yet; NULL: row_map is it. A call that plans slots makes
      * it in the GEMM, writes counts and token_row alone, and uses no counters. For others the plan's kernel
      * runs first. */
     const FusedMoeRoutePlan *slots;
@@ -366,7 +366,8 @@ static inline FusedMoeTierFacts fused_moe_tier(int tier) {
     return tiers[tier];
 }
 
-/* Whether a selected call takes few slots; for others, dequantising ones too, their plan is made first. */
+/* Whether a selected call makes the plan of few slots in its GEMM. Portable and dequantising calls do not: the
+ * plan's kernel runs first. */
 static inline bool fused_moe_plans_slots(const FusedMoeWorkspace *selected) {
     return fused_moe_tier(selected->tier).plans_slots && !selected->dequantizes;
 }

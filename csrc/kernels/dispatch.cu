@@ -2,7 +2,7 @@
  *
  * A tier is a folder beside this file and a line in each table. The last tier takes every call. Calls whose
  * offsets are unchecked (raw grouped_mm and wgrad) get them clamped, and their schedule, by one launch before
- * the GEMM's; calls of few slots whose plan is not made get it likewise, where the tier does not make it itself.
+ * the GEMM's; calls of few slots whose plan is not made get it likewise, where the GEMM does not make it itself.
  * Quantised weights have one kernel per operator that reads codes. Calls that it does not take are calls of plain
  * weights, which a launch per weight dequantises into the workspace.
  *
@@ -285,8 +285,8 @@ static int run_checked(const Params &unchecked, void *stream, Fn run_next) {
     return run_next(p);
 }
 
-/* run_next(p) for a call whose plan may not be made yet. The bindings ask plans_slots, too, and know who made
- * it. */
+/* run_next(p) for a call whose plan may not be made yet. The bindings ask fused_moe_plans_slots, too, and know
+ * who made it. */
 template <typename Params, typename Fn>
 static int run_planned(const Params &unplanned, void *stream, Fn run_next) {
     Params p = unplanned;

@@ -147,8 +147,8 @@ class QuantizedWeight(nn.Module):
     def _load_from_state_dict(
         self, state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
     ):
-        """As nn.Module, which would cast to a parameter's dtype, or with assign=True take any, and any zero
-        point."""
+        """As nn.Module, but refuses other dtypes, which nn.Module casts or, with assign=True, takes as they
+        are, and zero points outside -8 to 7 where they are on the CPU."""
         own = dict(self.named_parameters(recurse=False))
         for name, parameter in own.items():
             given = state_dict.get(prefix + name)

@@ -119,7 +119,7 @@ def test_tokens_of_any_batch(device, format):
 @pytest.mark.parametrize("shape", ("one slot", "eight rows", "many experts"))
 @torch.no_grad()
 def test_formats_of_gate_and_up(device, shape):
-    """No kernel reads two formats: experts with rows are dequantised, after the plan of few slots."""
+    """No kernel reads two formats, so weights are dequantised, after the plan of few slots."""
     (x, w1, w2, _, scores, ids), options, biases = draw(shape, "separate", "int4", 1, BF16, BF16, device)
     (_, _, _, w3, *_), *_ = draw(shape, "separate", "fp8", 1, BF16, BF16, device)
     check((x, w1, w2, w3, scores, ids), options | biases, BF16)
