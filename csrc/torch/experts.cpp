@@ -56,9 +56,10 @@ static void check_scores(const char *op, const OptTensor &scores, const RowMap &
 
 /* The down GEMM starts while up_gate still runs, and loads weights until that has ended, if an expert has 64
  * slots at most on average (remote ones count). Not with more: full experts would lose their lockstep. And not
- * with a long k: its few tiles would be where SMs are free, and not spread evenly over the GPU. */
-static bool starts_early(int64_t R, int64_t E, int64_t F) {
-    return R <= FUSED_MOE_SKINNY_ROWS * E && F < 2560;
+ * with a long k: its few tiles would be where SMs are free, and not spread evenly over the GPU, unless two CTAs
+ * share an SM. */
+static bool starts_early(int64_t R, int64_t E, int64_t F, bool has_codes) {
+    return (fused_moe_few_rows(R, E) && !has_codes) || (R <= FUSED_MOE_SKINNY_ROWS * E && F < 2560);
 }
 
 /* h, where it is kept, and a. x is aligned(). */
@@ -291,7 +292,8 @@ static std::tuple<Tensor, Tensor> run_experts(const char *op, const Tensor &x, c
     p.counters = counters.to_zero ? counters.data : nullptr;
     const bool few = call.is_cuda && fused_moe_has_few_slots(p.T * p.K, p.E);
     if (!few) run_route_plan(call, p, plan.ids);
-    Chain chain = {counters.data, starts_early(p.T * p.K, p.E, s.F), few ? &p : nullptr};
+    const bool has_codes = up.w1.codes || w2.codes;
+    Chain chain = {counters.data, starts_early(p.T * p.K, p.E, s.F, has_codes), few ? &p : nullptr};
     OptTensor of_x, of_y;
     (score_on_input ? of_x : of_y) = scores;
     auto [_, a] =

@@ -81,16 +81,16 @@ int ragged_halves_map(CUtensorMap *map, const T *data, int64_t rows, int64_t wid
     return encode_tensor_map(map, map_dtype(T()), 4, data - box_rows * pitch, sizes, strides, box);
 }
 
-/* Weight (E, N, k). Major::K: boxes of two subtiles of N, coordinates (k, n, expert). Major::MN: boxes of
- * one, coordinates (n, k, expert). */
+/* Weight (E, N, k). Major::K: boxes of box_n rows of N, coordinates (k, n, expert). Major::MN: boxes of one
+ * subtile, coordinates (n, k, expert). */
 template <typename T>
 int weight_map(CUtensorMap *map, const FusedMoeWeight &w, Major major, int64_t stride_n, int64_t stride_k,
-               int32_t E, int64_t N, int64_t k) {
+               int32_t E, int64_t N, int64_t k, int box_n) {
     bool k_major = major == Major::K;
     const uint64_t sizes[] = {(uint64_t)(k_major ? k : N), (uint64_t)(k_major ? N : k), (uint64_t)E};
     const uint64_t strides[] = {(k_major ? stride_n : stride_k) * sizeof(T),
                                 (E > 1 ? w.stride_expert : CHUNK) * sizeof(T)};
-    const uint32_t box[] = {SWIZZLE_ELEMENTS<T>, (uint32_t)(k_major ? 2 * SUBTILE : K_TILE<T>), 1};
+    const uint32_t box[] = {SWIZZLE_ELEMENTS<T>, (uint32_t)(k_major ? box_n : K_TILE<T>), 1};
     return encode_tensor_map(map, map_dtype(T()), 3, w.data, sizes, strides, box);
 }
 

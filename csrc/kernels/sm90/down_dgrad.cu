@@ -178,7 +178,7 @@ __global__ void __launch_bounds__(Config::THREADS, 1) down_dgrad_kernel(const __
     if (wg < 0) {
         setmaxnreg_dec<Config::PRODUCER_REGISTERS>();
         if (warp == 3)
-            fetch_gemm_tiles(gemm, s.queue);
+            fetch_gemm_tiles<0>(gemm, s.queue);
         else
             load_gather<Config>(gemm, s);
     } else if (wg < Config::CONSUMERS) {
@@ -251,7 +251,8 @@ int launch(const FusedMoeDownDgrad &p, void *stream) {
     gemm.tiles.last_is_half_n = (p.F - 1) % TILE_N < TILE_N / 2;
     gemm.tiles.swaps_skinny = false;
     int status =
-        weight_map<T>(&gemm.b[0], p.w2, Config::B_MAJOR, p.w2.stride_in, p.w2.stride_out, rows.E, p.F, p.D);
+        weight_map<T>(&gemm.b[0], p.w2, Config::B_MAJOR, p.w2.stride_in, p.w2.stride_out, rows.E, p.F, p.D,
+                      Config::BN / 2);
     if (status == FUSED_MOE_OK)
         status =
             launch_persistent<Config, DownDgradShared<Config>, down_dgrad_kernel<Config>>(q, stream, true);

@@ -39,6 +39,7 @@
 
 #include <type_traits>
 
+#include "../dispatch.cuh"
 #include "epilogue.cuh"
 #include "slot_plan.cuh"
 #include "tile_queue.cuh"
@@ -84,8 +85,11 @@ struct GemmConfig {
     static constexpr Major A_MAJOR = Major::K, B_MAJOR = B_MAJOR_;
     static constexpr bool GATHER = GATHER_;
 
-    static constexpr int CONSUMERS = 2; /* warpgroups */
+    static constexpr bool FEW_ROWS = false;
+    static constexpr int CTAS_PER_SM = 1, CONSUMERS = 2; /* warpgroups */
     static constexpr int BM = SUBTILE * CONSUMERS, BN = 256, STAGES = 4, WGMMA_N = BN;
+    static constexpr int CUT_ROWS = 0; /* of a tile, at most: a plan's tile of more is cut; 0: none is */
+    static constexpr int A_BYTES = BM * SWIZZLE_BYTES; /* in a stage */
     static constexpr int THREADS = 128 * (1 + CONSUMERS), CONSUMER_WARPS = 4 * CONSUMERS;
     static constexpr int LOAD_WARPS = GATHER ? 3 : 1;
     /* Of a thread after setmaxnreg, which takes registers from the producer for the consumers. */
@@ -99,10 +103,26 @@ struct GemmConfig {
     using Pipeline = PipelineState<STAGES>;
 };
 
+/* Of experts that have few rows on average, where a GEMM takes as long as reading its weights. All tiles are
+ * computed as skinny ones are, of ROWS rows at most and 128 columns. Two CTAs of one consumer each share an SM:
+ * so many loads are in flight, from so many places, that even one token's tiles keep the memory busy. */
+template <typename T_, Major B_MAJOR_, bool GATHER_, int ROWS>
+struct FewRowsConfig : GemmConfig<T_, B_MAJOR_, GATHER_> {
+    static constexpr bool FEW_ROWS = true;
+    static constexpr int CTAS_PER_SM = 2, CONSUMERS = 1;
+    static constexpr int BM = ROWS, BN = 128, STAGES = ROWS > 16 ? 4 : 6, CUT_ROWS = ROWS;
+    static constexpr int MIN_N = ROWS / (ROWS > 16 ? 4 : 2); /* of wgmma; the others are its doubles, to ROWS */
+    static constexpr int A_BYTES = BM * SWIZZLE_BYTES, B_BYTES = BN / SUBTILE * SUBTILE_BYTES;
+    static constexpr int THREADS = 256, CONSUMER_WARPS = 4;
+    static constexpr int STAGING_BYTES = SkinnyWriter<ROWS>::BYTES;
+    using Queue = TileQueue<WorkTile, CONSUMER_WARPS + FewRowsConfig::LOAD_WARPS, GATHER_ ? BM : 0>;
+    using Pipeline = PipelineState<STAGES>;
+};
+
 template <class Config>
 struct alignas(1024) Shared {
     struct Stage {
-        uint8_t a[Config::CONSUMERS * SUBTILE_BYTES];
+        uint8_t a[Config::A_BYTES];
         uint8_t b[Config::B_BYTES];
     } stage[Config::STAGES];
     uint8_t staging[Config::CONSUMERS][Config::STAGING_BYTES];
@@ -139,7 +159,7 @@ __device__ inline void run_mainloop_swapped(float (&d)[TOKENS], Shared<Config> &
 
 /* The fetching warp of a GEMM whose rows may be gathered. A token out of range, which no plan of ours has, is
  * token 0. */
-template <class Queue>
+template <int CUT_ROWS, class Queue>
 __device__ inline void fetch_gemm_tiles(const Gemm &p, Queue &queue) {
     auto decode = [&](uint32_t index, WorkTile &tile) {
         const TileSource &source = p.tiles;
@@ -158,7 +178,7 @@ __device__ inline void fetch_gemm_tiles(const Gemm &p, Queue &queue) {
         fused_moe_num_work_tiles(p.tiles.schedule, p.tiles.E, (int32_t)p.tiles.R, &p.tiles.order);
     auto prepare = [](WorkTile &) {};
     auto is_long = [](const WorkTile &) { return false; }; /* all take about as long */
-    fetch_tiles(p.tiles, queue, num_tiles, decode, token_of, prepare, is_long);
+    fetch_tiles<CUT_ROWS>(p.tiles, queue, num_tiles, decode, token_of, prepare, is_long);
 }
 
 /* The producer's warps. */
@@ -166,9 +186,9 @@ template <class Config>
 __device__ inline void produce(const Gemm &p, PlanningShared<Config> &s, int warp) {
     if (!p.tiles.starts_early) griddepcontrol_wait();
     if (warp == 3 && !p.tiles.offs)
-        fetch_slot_tiles(p.tiles, p.slots, s.plan, s.queue);
+        fetch_slot_tiles<Config::CUT_ROWS>(p.tiles, p.slots, s.plan, s.queue);
     else if (warp == 3)
-        fetch_gemm_tiles(p, s.queue);
+        fetch_gemm_tiles<Config::CUT_ROWS>(p, s.queue);
     else if constexpr (Config::GATHER)
         load_gather<Config>(p, s);
     else if (warp == 0)
@@ -192,6 +212,39 @@ __device__ __forceinline__ void store_swapped_subtiles(const Params &p, float (&
     }
 }
 
+/* Calls fn with wgmma's N for the rows of a tile of FewRowsConfig. */
+template <int N, int ROWS, typename Fn>
+__device__ __forceinline__ void with_few_tokens(const WorkTile &tile, Fn fn) {
+    if constexpr (N < ROWS) {
+        if (tile.num_rows > N) return with_few_tokens<2 * N, ROWS>(tile, fn);
+    }
+    fn(std::integral_constant<int, N>());
+}
+
+/* A consumer's part of any tile: run_swapped(a constant, wgmma's N) computes a skinny one. */
+template <class Config, typename Epilogue, typename RunSwapped>
+__device__ __forceinline__ void run_tile(Shared<Config> &s, typename Config::Pipeline &pipe, int num_k_tiles,
+                                         int wg, const WorkTile &tile, Epilogue &epilogue,
+                                         typename Epilogue::Writer &writer, RunSwapped run_swapped) {
+    /* the previous tile's subtiles that this tile's k-tiles have no room for */
+    if (tile.skinny || num_k_tiles < Epilogue::SUBTILES) epilogue.flush(writer);
+    if (tile.skinny) {
+        switch (num_tokens_of(tile)) {
+        case 8: run_swapped(std::integral_constant<int, 8>()); break;
+        case 32: run_swapped(std::integral_constant<int, 32>()); break;
+        default: run_swapped(std::integral_constant<int, 64>());
+        }
+        return;
+    }
+    auto store_subtile = [&](auto i) { epilogue.template store_subtile<i.value>(writer); };
+    float d[128];
+    if (Epilogue::HALF_N && tile.half_n)
+        run_mainloop<Config, Config::BN / 2, Epilogue::SUBTILES>(d, s, pipe, num_k_tiles, wg, store_subtile);
+    else
+        run_mainloop<Config, Config::BN, Epilogue::SUBTILES>(d, s, pipe, num_k_tiles, wg, store_subtile);
+    epilogue.hold(d, tile, wg, writer);
+}
+
 /* epilogue.hold(d, tile, wg, writer) takes the 64 rows of accumulators of consumer wg. It holds them for the
  * next tile's main loop, or stores them at once, where SUBTILES is 0.
  * epilogue.store_subtile<i>(writer), for i < SUBTILES, and flush(writer) store what it holds.
@@ -203,47 +256,33 @@ __device__ inline void persistent_gemm(const Gemm &p, Epilogue epilogue) {
     auto &s = static_cast<PlanningShared<Config> &>(prologue<Config>());
     int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), wg = warp / 4 - 1; /* -1: the producer */
     if (wg < 0) {
-        setmaxnreg_dec<Config::PRODUCER_REGISTERS>();
+        if constexpr (!Config::FEW_ROWS) setmaxnreg_dec<Config::PRODUCER_REGISTERS>();
         produce<Config>(p, s, warp);
     } else {
-        setmaxnreg_inc<Config::CONSUMER_REGISTERS>();
+        if constexpr (!Config::FEW_ROWS) setmaxnreg_inc<Config::CONSUMER_REGISTERS>();
         griddepcontrol_wait();
         if (p.tiles.lets_next_start) griddepcontrol_launch_dependents();
         int num_k_tiles = p.num_k_tiles[0] + p.num_k_tiles[1];
         TileReader<typename Config::Queue> reader(s.queue);
         typename Config::Pipeline pipe;
-        typename Epilogue::Writer writer(shared_address(s.staging[wg]), WARPGROUP_BARRIER + wg, warp % 4);
-        auto store_subtile = [&](auto i) { epilogue.template store_subtile<i.value>(writer); };
+        using Writer = std::conditional_t<Config::FEW_ROWS, SkinnyWriter<Config::BM>, typename Epilogue::Writer>;
+        Writer writer(shared_address(s.staging[wg]), WARPGROUP_BARRIER + wg, warp % 4);
         for (WorkTile tile = reader.next(); tile.expert >= 0; tile = reader.next()) {
-            /* the previous tile's subtiles that this tile's k-tiles have no room for */
-            if (tile.skinny || num_k_tiles < Epilogue::SUBTILES) epilogue.flush(writer);
-            if (tile.skinny) {
-                /* Two of B's four subtiles. With gate_up 0 and 1 are gates, 2 and 3 their ups: a consumer
-                 * computes act(gate) up, so it has a gate and its up. */
-                int first = p.gate_up ? wg : 2 * wg, second = p.gate_up ? wg + 2 : 2 * wg + 1;
-                auto run_swapped = [&](auto tokens) {
-                    float d[tokens.value];
-                    run_mainloop_swapped<Config>(d, s, pipe, num_k_tiles, first, second);
-                    writer.drain();
-                    epilogue.store_swapped(d, tile, wg, warp % 4, writer);
-                };
-                switch (num_tokens_of(tile)) {
-                case 8: run_swapped(std::integral_constant<int, 8>()); break;
-                case 32: run_swapped(std::integral_constant<int, 32>()); break;
-                default: run_swapped(std::integral_constant<int, 64>());
-                }
-                continue;
-            }
-            float d[128];
-            if (Epilogue::HALF_N && tile.half_n)
-                run_mainloop<Config, Config::BN / 2, Epilogue::SUBTILES>(d, s, pipe, num_k_tiles, wg,
-                                                                         store_subtile);
+            /* Two of B's subtiles. With gate_up gates come before their ups: a consumer computes act(gate) up,
+             * so it has a gate and its up. */
+            int first = p.gate_up ? wg : 2 * wg, second = p.gate_up ? wg + Config::CONSUMERS : 2 * wg + 1;
+            auto run_swapped = [&](auto tokens) {
+                float d[tokens.value];
+                run_mainloop_swapped<Config>(d, s, pipe, num_k_tiles, first, second);
+                writer.drain();
+                epilogue.store_swapped(d, tile, wg, warp % 4, writer);
+            };
+            if constexpr (Config::FEW_ROWS)
+                with_few_tokens<Config::MIN_N, Config::BM>(tile, run_swapped);
             else
-                run_mainloop<Config, Config::BN, Epilogue::SUBTILES>(d, s, pipe, num_k_tiles, wg,
-                                                                     store_subtile);
-            epilogue.hold(d, tile, wg, writer);
+                run_tile<Config>(s, pipe, num_k_tiles, wg, tile, epilogue, writer, run_swapped);
         }
-        epilogue.flush(writer);
+        if constexpr (!Config::FEW_ROWS) epilogue.flush(writer);
         writer.drain_all();
     }
     if (p.tiles.starts_early) griddepcontrol_wait(); /* every warp, before it zeroes rows past the last one */
@@ -253,7 +292,8 @@ template <class Config>
 __device__ inline Shared<Config> &prologue() {
     extern __shared__ __align__(1024) uint8_t memory[];
     auto &s = *reinterpret_cast<Shared<Config> *>(memory);
-    static_assert(Config::PRODUCER_REGISTERS + Config::CONSUMERS * Config::CONSUMER_REGISTERS +
+    static_assert(Config::FEW_ROWS ||
+                  Config::PRODUCER_REGISTERS + Config::CONSUMERS * Config::CONSUMER_REGISTERS +
                           Config::EPILOGUE_REGISTERS <=
                       Config::THREADS / 128 * LAUNCH_REGISTERS<Config::THREADS>,
                   "setmaxnreg would wait forever");
@@ -270,6 +310,23 @@ __device__ inline Shared<Config> &prologue() {
     return s;
 }
 
+/* --- host: the configuration of a call ------------------------------------------------------------------- */
+
+/* Calls fn with a configuration, for R rows of E experts and so many columns. */
+template <typename T, bool GATHER, typename Fn>
+int with_config(bool is_k_major, int64_t R, int32_t E, int64_t columns, Fn fn) {
+    auto with_major = [&](auto major) {
+        constexpr Major B_MAJOR = decltype(major)::value;
+        bool is_countable = fused_moe_max_row_tiles((int32_t)R, E, 16) * ((columns + 127) / 128) < INT32_MAX;
+        int rows = is_countable && !schedule_override().no_tails ? fused_moe_few_rows(R, E) : 0;
+        if (rows == 16) return fn(FewRowsConfig<T, B_MAJOR, GATHER, 16>());
+        if (rows == 64) return fn(FewRowsConfig<T, B_MAJOR, GATHER, 64>());
+        return fn(GemmConfig<T, B_MAJOR, GATHER>());
+    };
+    return is_k_major ? with_major(std::integral_constant<Major, Major::K>())
+                      : with_major(std::integral_constant<Major, Major::MN>());
+}
+
 /* --- producer: loads ------------------------------------------------------------------------------------ */
 
 /* Bytes of B in a stage. */
@@ -278,25 +335,28 @@ __device__ inline int bytes_of_b(const WorkTile &tile) {
     return tile.half_n ? Config::B_BYTES / 2 : Config::B_BYTES;
 }
 
-/* B of one k-tile: boxes of two subtiles, or of one where N is contiguous. One thread calls it. */
+/* B of one k-tile: two boxes, or of one subtile each where N is contiguous. One thread calls it. */
 template <class Config>
 __device__ inline void load_b(const Gemm &p, uint32_t dst, uint32_t full, int part, int k_tile,
                               const WorkTile &tile) {
     int k = Config::B_K_TILE * k_tile, halves = tile.half_n ? 1 : 2;
     for (int half = 0; half < halves; half++, dst += Config::B_BYTES / 2) {
         const CUtensorMap *map = &p.b[p.gate_up ? half : part];
-        int n = tile.first_column + (p.gate_up ? 0 : 2 * SUBTILE * half);
+        int n = tile.first_column + (p.gate_up ? 0 : Config::BN / 2 * half);
         if constexpr (Config::B_MAJOR == Major::K) {
             cp_async_bulk_tensor_load(dst, map, full, k, n, tile.expert);
         } else {
             cp_async_bulk_tensor_load(dst, map, full, n, k, tile.expert);
-            cp_async_bulk_tensor_load(dst + SUBTILE_BYTES, map, full, n + SUBTILE, k, tile.expert);
+            if (Config::BN / 2 > SUBTILE)
+                cp_async_bulk_tensor_load(dst + SUBTILE_BYTES, map, full, n + SUBTILE, k, tile.expert);
         }
     }
 }
 
 /* Rows of A in a stage: all, or in boxes of TAIL_ROWS those that a skinny tile's wgmma reads. */
+template <class Config>
 __device__ inline int rows_of_a(const WorkTile &tile) {
+    if (Config::FEW_ROWS) return (tile.num_rows + TAIL_ROWS - 1) / TAIL_ROWS * TAIL_ROWS;
     return tile.skinny ? max(num_tokens_of(tile), TAIL_ROWS) : FUSED_MOE_TILE_ROWS;
 }
 
@@ -304,9 +364,10 @@ __device__ inline int rows_of_a(const WorkTile &tile) {
  * past its last row are zeros, from outside the matrix: arithmetic on zeros takes less power than on another
  * expert's rows. The box of its last row has up to 15 rows of the next expert, and the stores drop what comes
  * of them. One thread calls it. */
+template <bool few_rows>
 __device__ inline void load_a(const Gemm &p, uint32_t dst, uint32_t full, int part, int k, int rows,
                               const WorkTile &tile) {
-    if (tile.num_rows >= rows && !tile.skinny) {
+    if (!few_rows && tile.num_rows >= rows && !tile.skinny) {
         for (int row = 0; row < rows; row += SUBTILE)
             cp_async_bulk_tensor_load(dst + SWIZZLE_BYTES * row, &p.a[part], full, k, tile.first_row + row);
     } else {
@@ -325,7 +386,7 @@ __device__ inline void load_tma(const Gemm &p, Shared<Config> &s) {
     int num_k_tiles = p.num_k_tiles[0] + p.num_k_tiles[1];
     bool starts_early = p.tiles.starts_early;
     for (WorkTile tile = reader.next(); tile.expert >= 0; tile = reader.next()) {
-        int rows = rows_of_a(tile), bytes = rows * SWIZZLE_BYTES + bytes_of_b<Config>(tile), i = 0;
+        int rows = rows_of_a<Config>(tile), bytes = rows * SWIZZLE_BYTES + bytes_of_b<Config>(tile), i = 0;
         if (starts_early) {
             int ahead = min(Config::STAGES, num_k_tiles);
             if (elect_sync()) {
@@ -336,7 +397,7 @@ __device__ inline void load_tma(const Gemm &p, Shared<Config> &s) {
                 }
                 griddepcontrol_wait();
                 for (int k_tile = 0; k_tile < ahead; k_tile++)
-                    load_a(p, shared_address(s.stage[k_tile].a), shared_address(&s.full[k_tile]), 0,
+                    load_a<Config::FEW_ROWS>(p, shared_address(s.stage[k_tile].a), shared_address(&s.full[k_tile]), 0,
                            K_TILE<typename Config::T> * k_tile, rows, tile);
             }
             __syncwarp();
@@ -350,7 +411,7 @@ __device__ inline void load_tma(const Gemm &p, Shared<Config> &s) {
             mbarrier_wait(shared_address(&s.empty[pipe.index]), pipe.phase ^ 1);
             if (elect_sync()) {
                 mbarrier_arrive_expect_tx(full, bytes);
-                load_a(p, shared_address(stage.a), full, part, K_TILE<typename Config::T> * k_tile, rows,
+                load_a<Config::FEW_ROWS>(p, shared_address(stage.a), full, part, K_TILE<typename Config::T> * k_tile, rows,
                        tile);
                 load_b<Config>(p, shared_address(stage.b), full, part, k_tile, tile);
             }
@@ -360,7 +421,7 @@ __device__ inline void load_tma(const Gemm &p, Shared<Config> &s) {
 }
 
 /* Three warps gather A: thread i copies chunk i % 8 of rows i / 8, i / 8 + 12, ...; warp 0 loads B by TMA.
- * All rows that the tile lacks are zeros; load_a says why. */
+ * All rows that the tile lacks are zeros, for load_a's reason; with few rows nothing reads them. */
 template <class Config>
 __device__ inline void load_gather(const Gemm &p, Shared<Config> &s) {
     using T = typename Config::T;
@@ -395,7 +456,8 @@ __device__ inline void load_gather(const Gemm &p, Shared<Config> &s) {
             bool inside = k_tile * K_TILE<T> + chunk * CHUNK < p.k;
 #pragma unroll
             for (int i = 0; i < ROWS; i++) {
-                if ((i + 1) * ROW_STEP <= Config::BM || first + ROW_STEP * i < Config::BM)
+                if (Config::FEW_ROWS ? i < rows
+                                     : (i + 1) * ROW_STEP <= Config::BM || first + ROW_STEP * i < Config::BM)
                     cp_async(a + offset[i % 2] + i / 2 * 2 * ROW_STEP * SWIZZLE_BYTES, source[i],
                              inside && i < rows);
                 source[i] += SWIZZLE_BYTES;

@@ -44,16 +44,12 @@ __device__ inline void read_subtile(uint32_t (&words)[16], uint32_t subtile, int
     }
 }
 
-/* What both writers have: a warp's part of its warpgroup's staging buffer, and stores of swapped
- * accumulators. */
+/* What all writers have: a warp's part of its warpgroup's staging buffer, and stores of swapped accumulators. */
 class Writer {
   protected:
-    uint32_t warpgroup_buffer;
-    int warp; /* of the warpgroup's four */
+    uint32_t own; /* the warp's part */
 
-    __device__ Writer(uint32_t warpgroup_buffer, int warp) : warpgroup_buffer(warpgroup_buffer), warp(warp) {}
-
-    __device__ uint32_t own() const { return warpgroup_buffer + warp * (BYTES / 4); }
+    __device__ explicit Writer(uint32_t own) : own(own) {}
 
   public:
     static constexpr int BYTES = 2 * SUBTILE_BYTES; /* of shared memory, a warpgroup, on 1024 */
@@ -72,7 +68,7 @@ class Writer {
                 if (j + i / 2 < tokens / 8)
                     words[i] = pack<T>(d[4 * (j + i / 2) + i % 2 * 2], d[4 * (j + i / 2) + i % 2 * 2 + 1]);
             int row = 8 * (j + lane / 16) + lane % 8, half = lane / 8 % 2;
-            stmatrix_x4_trans(own() + 32 * row + 16 * half, words[0], words[1], words[2], words[3]);
+            stmatrix_x4_trans(own + 32 * row + 16 * half, words[0], words[1], words[2], words[3]);
         }
         copy_out<T>(out, pitch, rows, columns, 2);
     }
@@ -82,7 +78,7 @@ class Writer {
     template <int tokens, typename T>
     __device__ void store_swapped_pairs(const float *d, T *out, int64_t pitch, int rows, int columns) {
         int lane = threadIdx.x % 32, row = 2 * (lane % 4);
-        T *staged = (T *)__cvta_shared_to_generic(own()) + CHUNK * row + lane / 8;
+        T *staged = (T *)__cvta_shared_to_generic(own) + CHUNK * row + lane / 8;
 #pragma unroll
         for (int j = 0; j < tokens / 8; j++)
 #pragma unroll
@@ -98,7 +94,7 @@ class Writer {
         __syncwarp();
         for (int i = threadIdx.x % 32; i < rows * chunks; i += 32) {
             int row = i / chunks, column = i % chunks * CHUNK;
-            if (column < columns) st_global_v4(out + row * pitch + column, ld_shared_v4(own() + 16 * i));
+            if (column < columns) st_global_v4(out + row * pitch + column, ld_shared_v4(own + 16 * i));
         }
         __syncwarp();
     }
@@ -107,17 +103,31 @@ class Writer {
     __device__ void drain_all() const { cp_async_bulk_wait_group_read<0>(); }
 };
 
+/* Of tiles that are all skinny, of ROWS rows at most: no TMA. */
+template <int ROWS>
+class SkinnyWriter : public Writer {
+  public:
+    static constexpr int BYTES = 4 * ROWS * 32; /* four warps' 16 columns */
+
+    __device__ SkinnyWriter(uint32_t warpgroup_buffer, int, int warp)
+        : Writer(warpgroup_buffer + warp * (BYTES / 4)) {}
+
+    __device__ void drain() const {}
+    __device__ void drain_all() const {}
+};
+
 /* Stores of 16 rows, by each warp for itself, through two buffers. A kernel uses store() or store_two():
  * store() leaves one store unread, store_two() needs both buffers. */
 class WarpWriter : public Writer {
     int buffer_index = 0;
 
-    __device__ uint32_t buffer(int i) const { return own() + i * ROWS * SWIZZLE_BYTES; }
+    __device__ uint32_t buffer(int i) const { return own + i * ROWS * SWIZZLE_BYTES; }
 
   public:
     static constexpr int ROWS = 16;
 
-    __device__ WarpWriter(uint32_t warpgroup_buffer, int, int warp) : Writer(warpgroup_buffer, warp) {}
+    __device__ WarpWriter(uint32_t warpgroup_buffer, int, int warp)
+        : Writer(warpgroup_buffer + warp * (BYTES / 4)) {}
 
     __device__ void drain() const {
         cp_async_bulk_wait_group_read<0>();
@@ -157,7 +167,9 @@ class WarpWriter : public Writer {
 
 /* Stores of 64 rows, through two buffers of a warpgroup; its warps issue them in rotation. */
 class WarpgroupWriter : public Writer {
-    int barrier, issuer = 0; /* the warp that issues the next store */
+    uint32_t warpgroup_buffer;
+    int barrier, warp;       /* of the warpgroup's four */
+    int issuer = 0;          /* the warp that issues the next store */
     bool has_stored = false; /* since drain() */
 
     __device__ void sync() const { barrier_sync(barrier, 128); }
@@ -166,7 +178,8 @@ class WarpgroupWriter : public Writer {
     static constexpr int ROWS = 64;
 
     __device__ WarpgroupWriter(uint32_t warpgroup_buffer, int barrier, int warp)
-        : Writer(warpgroup_buffer, warp), barrier(barrier) {}
+        : Writer(warpgroup_buffer + warp * (BYTES / 4)), warpgroup_buffer(warpgroup_buffer), barrier(barrier),
+          warp(warp) {}
 
     __device__ void drain() {
         if (!has_stored) return;

@@ -61,15 +61,15 @@ struct Epilogue {
         end = 0;
     }
 
-    template <int TOKENS>
+    template <int TOKENS, class AnyWriter>
     __device__ void store_swapped(float (&d)[TOKENS], const WorkTile &tile, int wg, int warp,
-                                  Writer &writer) {
+                                  AnyWriter &writer) {
         store_swapped_subtiles<T>(p, d, tile, wg, warp, writer);
     }
 };
 
 template <class Config>
-__global__ void __launch_bounds__(Config::THREADS, 1) grouped_mm_kernel(const __grid_constant__ GroupedMM p) {
+__global__ void __launch_bounds__(Config::THREADS, Config::CTAS_PER_SM) grouped_mm_kernel(const __grid_constant__ GroupedMM p) {
     persistent_gemm<Config>(p.gemm, Epilogue<typename Config::T>{p, {}});
     zero_rows_past(p.gemm.tiles, (typename Config::T *)p.out, p.M);
 }
@@ -93,7 +93,7 @@ int launch(const FusedMoeGroupedMM &p, void *stream) {
         if (status == FUSED_MOE_OK) status = matrix_map(&gemm.tail[i], a, p.R, p.N[i], pitch, TAIL_ROWS);
         if (status == FUSED_MOE_OK)
             status = weight_map<T>(&gemm.b[i], p.b[i], Config::B_MAJOR, p.b[i].stride_out, p.b[i].stride_in,
-                                   p.E, p.M, p.N[i]);
+                                   p.E, p.M, p.N[i], Config::BN / 2);
         gemm.num_k_tiles[i] = (int32_t)ceil_div(p.N[i], K_TILE<T>);
     }
     tiles = tile_source(p.offs, p.schedule, p.R, p.E, p.M, Config::BN, p.workspace.counters);
@@ -102,10 +102,12 @@ int launch(const FusedMoeGroupedMM &p, void *stream) {
     if (p.slots) {
         plan_in_kernel(gemm, *p.slots);
         gemm.slots.counts = gemm.slots.token_row = nullptr; /* up_gate wrote them */
+        tiles.lets_next_start = true;                       /* the combine */
     }
     tiles.last_is_half_n = (p.M - 1) % Config::BN < Config::BN / 2;
     /* where an N tile is half as wide already, the last wave is not split */
-    if (!tiles.last_is_half_n && !schedule_override().no_tails) tiles.order.split_last_wave = num_ctas();
+    if (!tiles.last_is_half_n && !schedule_override().no_tails && !Config::FEW_ROWS)
+        tiles.order.split_last_wave = num_ctas();
     /* beside up_gate's last CTAs not all halves of skinny tiles would find an SM */
     tiles.order.splits_skinny = !p.starts_early;
     if (status == FUSED_MOE_OK)
@@ -118,8 +120,8 @@ int launch(const FusedMoeGroupedMM &p, void *stream) {
 int run(const FusedMoeGroupedMM &p, void *stream) {
     return with_half(p.dtype, [&](auto t) {
         using T = decltype(t);
-        if (p.b[0].stride_in == 1) return launch<GemmConfig<T, Major::K, false>>(p, stream);
-        return launch<GemmConfig<T, Major::MN, false>>(p, stream);
+        return with_config<T, false>(p.b[0].stride_in == 1, p.R, p.E, p.M,
+                                     [&](auto config) { return launch<decltype(config)>(p, stream); });
     });
 }
 

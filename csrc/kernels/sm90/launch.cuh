@@ -9,12 +9,13 @@ namespace sm90 {
 
 /* --- launching ------------------------------------------------------------------------------------------ */
 
-constexpr size_t MAX_SHARED_BYTES = 227 * 1024; /* of a CTA of sm_90 */
+constexpr size_t SM_SHARED_BYTES = 228 * 1024; /* of sm_90 */
+constexpr size_t CTA_SHARED_BYTES = 1024;      /* the system's, of every CTA */
 
-/* One CTA per SM. */
-inline int num_ctas() {
-    int sms = current_device().num_sms;
-    return sms < FUSED_MOE_MAX_CTAS ? sms : FUSED_MOE_MAX_CTAS;
+/* One CTA per SM, or more. */
+inline int num_ctas(int per_sm = 1) {
+    int ctas = per_sm * current_device().num_sms;
+    return ctas < FUSED_MOE_MAX_CTAS ? ctas : FUSED_MOE_MAX_CTAS;
 }
 
 /* Row tiles and N tiles of a GEMM: `columns` output columns in tiles of tile_n. */
@@ -40,11 +41,12 @@ inline size_t map_bytes(int num_maps) {
     return (size_t)num_ctas() * MAP_SLOTS * num_maps * sizeof(CUtensorMap);
 }
 
-/* One CTA per SM, each with a Memory. after_any: see Launch. */
+/* As many CTAs as run at once, each with a Memory. after_any: see Launch. */
 template <class Config, class Memory, auto kernel, typename Params>
 int launch_persistent(const Params &p, void *stream, bool after_any = false) {
-    static_assert(sizeof(Memory) <= MAX_SHARED_BYTES, "shared memory of a CTA of sm_90");
-    Launch how = {num_ctas(), Config::THREADS, 1, sizeof(Memory), after_any};
+    static_assert(Config::CTAS_PER_SM * (sizeof(Memory) + CTA_SHARED_BYTES) <= SM_SHARED_BYTES,
+                  "shared memory of an SM of sm_90");
+    Launch how = {num_ctas(Config::CTAS_PER_SM), Config::THREADS, 1, sizeof(Memory), after_any};
     return launch_dependent<kernel>(p, how, stream);
 }
 

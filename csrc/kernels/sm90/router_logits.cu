@@ -249,7 +249,7 @@ int launch(const FusedMoeRouterLogits &p, int cta_slices, void *stream) {
     q.cta_slices = cta_slices;
     q.cluster = (int32_t)ceil_div(q.num_slices, cta_slices);
     constexpr size_t shared = sizeof(RouterShared<Config>);
-    static_assert(shared <= MAX_SHARED_BYTES, "shared memory of a CTA of sm_90");
+    static_assert(shared + CTA_SHARED_BYTES <= SM_SHARED_BYTES, "shared memory of an SM of sm_90");
     q.num_tiles = (int32_t)(ceil_div(p.T, Config::TOKENS) * q.num_expert_tiles);
     int grid = Config::SPLIT ? q.num_tiles * q.cluster : min(q.num_tiles, num_ctas());
     return launch_dependent<router_logits_kernel<Config>>(q, {grid, Config::THREADS, q.cluster, shared},

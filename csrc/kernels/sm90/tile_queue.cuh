@@ -172,9 +172,10 @@ __device__ inline void reset_claims(const TileSource &source) {
 
 /* Fetches tiles until there are none. decode(index, tile) fills a tile and returns whether it is to be
  * computed. prepare(tile) runs before the tile is published; token_of(tile, i) is the token of its row i.
+ * CUT_ROWS: a tile of more rows is published as several, of about as many rows each; 0: none is cut.
  * After a long tile the next one is fetched when the queue has room for it, not earlier: next_tile() claims
  * one tile ahead, and until then an idle CTA may steal that one. */
-template <class Queue, typename Decode, typename TokenOf, typename Prepare, typename IsLong>
+template <int CUT_ROWS, class Queue, typename Decode, typename TokenOf, typename Prepare, typename IsLong>
 __device__ inline void fetch_tiles(const TileSource &source, Queue &queue, uint32_t num_tiles, Decode decode,
                                    TokenOf token_of, Prepare prepare, IsLong is_long) {
     int lane = threadIdx.x % 32;
@@ -190,11 +191,23 @@ __device__ inline void fetch_tiles(const TileSource &source, Queue &queue, uint3
         typename Queue::WorkTile tile = {-1};
         if (has_tile && !decode(index, tile)) continue;
         if (has_tile) prepare(tile);
-        mbarrier_wait(shared_address(&queue.empty[stage.index]), stage.phase ^ 1);
-        for (int i = lane; i < Queue::TOKENS; i += 32) queue.token[stage.index][i] = token_of(tile, i);
-        if (lane == 0) queue.tile[stage.index] = tile;
-        mbarrier_arrive(shared_address(&queue.full[stage.index]));
-        stage.advance();
+        auto publish = [&] {
+            mbarrier_wait(shared_address(&queue.empty[stage.index]), stage.phase ^ 1);
+            for (int i = lane; i < Queue::TOKENS; i += 32) queue.token[stage.index][i] = token_of(tile, i);
+            if (lane == 0) queue.tile[stage.index] = tile;
+            mbarrier_arrive(shared_address(&queue.full[stage.index]));
+            stage.advance();
+        };
+        if constexpr (CUT_ROWS > 0) {
+            int rows = tile.num_rows, eighths = 8 * ((rows - 1) / CUT_ROWS + 1);
+            int part = (rows + eighths - 1) / eighths * 8;
+            for (; rows > part; rows -= part, tile.first_row += part) {
+                tile.num_rows = part;
+                publish();
+            }
+            tile.num_rows = rows;
+        }
+        publish();
         if (has_tile && is_long(tile))
             mbarrier_wait(shared_address(&queue.empty[stage.index]), stage.phase ^ 1);
     }

@@ -127,40 +127,53 @@ struct Epilogue {
     __device__ void store_subtile(Writer &) {}
     __device__ void flush(Writer &) {}
 
-    template <int TOKENS>
+    template <int TOKENS, class AnyWriter>
     __device__ void store_swapped(float (&d)[TOKENS], const WorkTile &tile, int wg, int warp,
-                                  Writer &writer) {
+                                  AnyWriter &writer) {
+        constexpr int PART = TOKENS < 32 ? TOKENS : 32; /* rows at a time: registers are few */
+#pragma unroll
+        for (int first = 0; first < TOKENS; first += PART)
+            if (first < tile.num_rows)
+                store_swapped_part<PART>(d + first / 2, d + (TOKENS + first) / 2, tile, first, wg, warp,
+                                         writer);
+    }
+
+    /* Rows from `first` on of both subtiles. */
+    template <int TOKENS, class AnyWriter>
+    __device__ void store_swapped_part(float *d, float *second, const WorkTile &tile, int first, int wg,
+                                       int warp, AnyWriter &writer) {
         const T *bias = bias_of(p.bias, tile), *bias_up = bias_of(p.bias_up, tile);
-        T *h = (T *)p.h + (int64_t)tile.first_row * p.H, *out = (T *)p.a + (int64_t)tile.first_row * p.F;
-        int rows = tile.num_rows;
+        int64_t row = tile.first_row + first;
+        T *h = (T *)p.h + row * p.H, *out = (T *)p.a + row * p.F;
+        int rows = tile.num_rows - first;
         float a[TOKENS / 2];
         if constexpr (columns == GATE_UP) { /* gates, then ups */
             int column = tile.first_column + wg * SUBTILE + 16 * warp, left = p.F - column;
             if (left <= 0) return;
             if (bias) add_bias_swapped<TOKENS>(d, bias, column, p.F);
-            if (bias_up) add_bias_swapped<TOKENS>(d + TOKENS / 2, bias_up, column, p.F);
+            if (bias_up) add_bias_swapped<TOKENS>(second, bias_up, column, p.F);
             if (p.h) {
-                writer.store_swapped<TOKENS>(d, h + column, p.H, rows, left);
-                writer.store_swapped<TOKENS>(d + TOKENS / 2, h + p.F + column, p.H, rows, left);
+                writer.template store_swapped<TOKENS>(d, h + column, p.H, rows, left);
+                writer.template store_swapped<TOKENS>(second, h + p.F + column, p.H, rows, left);
             }
-            activate<true, 1>(a, d, d + TOKENS / 2);
-            writer.store_swapped<TOKENS>(a, out + column, p.F, rows, left);
+            activate<true, 1>(a, d, second);
+            writer.template store_swapped<TOKENS>(a, out + column, p.F, rows, left);
         } else {
 #pragma unroll
             for (int i = 0; i < 2; i++) {
-                float *outputs = &d[TOKENS / 2 * i];
+                float *outputs = i ? second : d;
                 int column = tile.first_column + (2 * wg + i) * SUBTILE + 16 * warp, left = p.H - column;
                 if (left <= 0) return;
                 if (bias) add_bias_swapped<TOKENS>(outputs, bias, column, p.H);
-                if (p.h) writer.store_swapped<TOKENS>(outputs, h + column, p.H, rows, left);
+                if (p.h) writer.template store_swapped<TOKENS>(outputs, h + column, p.H, rows, left);
                 if constexpr (columns == UNGATED) {
                     activate<false, 1>(a, outputs, nullptr);
-                    writer.store_swapped<TOKENS>(a, out + column, p.F, rows, left);
+                    writer.template store_swapped<TOKENS>(a, out + column, p.F, rows, left);
                 } else { /* a gate's up is the next column, four lanes on */
 #pragma unroll
                     for (int n = 0; n < TOKENS / 2; n++) a[n] = __shfl_down_sync(~0u, outputs[n], 4);
                     activate<true, 1>(a, outputs, a);
-                    writer.store_swapped_pairs<TOKENS>(a, out + column / 2, p.F, rows, left / 2);
+                    writer.template store_swapped_pairs<TOKENS>(a, out + column / 2, p.F, rows, left / 2);
                 }
             }
         }
@@ -181,7 +194,7 @@ struct Epilogue {
 };
 
 template <class Config, Columns columns>
-__global__ void __launch_bounds__(Config::THREADS, 1) up_gate_kernel(const __grid_constant__ UpGate p) {
+__global__ void __launch_bounds__(Config::THREADS, Config::CTAS_PER_SM) up_gate_kernel(const __grid_constant__ UpGate p) {
     using T = typename Config::T;
     persistent_gemm<Config>(p.gemm, Epilogue<T, columns>{p});
     if (p.h) zero_rows_past(p.gemm.tiles, (T *)p.h, p.H);
@@ -218,10 +231,12 @@ int launch(const FusedMoeUpGate &p, void *stream) {
     FusedMoeWeight up = halves ? w1 : p.w3;
     if (halves) up.data = (T *)w1.data + F * w1.stride_out;
     int status =
-        weight_map<T>(&gemm.b[0], w1, Config::B_MAJOR, w1.stride_out, w1.stride_in, rows.E, b_rows, p.D);
+        weight_map<T>(&gemm.b[0], w1, Config::B_MAJOR, w1.stride_out, w1.stride_in, rows.E, b_rows, p.D,
+                      Config::BN / 2);
     if (status == FUSED_MOE_OK && columns == GATE_UP)
         status =
-            weight_map<T>(&gemm.b[1], up, Config::B_MAJOR, up.stride_out, up.stride_in, rows.E, b_rows, p.D);
+            weight_map<T>(&gemm.b[1], up, Config::B_MAJOR, up.stride_out, up.stride_in, rows.E, b_rows, p.D,
+                          Config::BN / 2);
 
     gemm.tiles = tile_source(rows.offs, rows.schedule, rows.R, rows.E, b_rows,
                              columns == GATE_UP ? Config::BN / 2 : Config::BN, p.workspace.counters);
@@ -245,8 +260,7 @@ int run(const FusedMoeUpGate &p, void *stream) {
             return launch<Config, GATE_UP>(p, stream);
         };
         using T = decltype(t);
-        return p.w1.stride_in == 1 ? with_layout(GemmConfig<T, Major::K, true>())
-                                   : with_layout(GemmConfig<T, Major::MN, true>());
+        return with_config<T, true>(p.w1.stride_in == 1, p.row_map.R, p.row_map.E, 2 * p.F, with_layout);
     });
 }
 

@@ -56,6 +56,7 @@ __device__ inline void wgmma_wait_group() {
 #define TEXT_120                                                                                             \
     TEXT_60 ", " TEXT_10(6) ", " TEXT_10(7) ", " TEXT_10(8) ", " TEXT_10(9) ", " TEXT_10(10) ", " TEXT_10(11)
 #define REGISTERS_4(c, i) c(d[i]), c(d[i + 1]), c(d[i + 2]), c(d[i + 3])
+#define REGISTERS_8(c, i) REGISTERS_4(c, i), REGISTERS_4(c, i + 4)
 #define REGISTERS_16(c, i)                                                                                   \
     REGISTERS_4(c, i), REGISTERS_4(c, i + 4), REGISTERS_4(c, i + 8), REGISTERS_4(c, i + 12)
 #define REGISTERS_32(c, i) REGISTERS_16(c, i), REGISTERS_16(c, i + 16)
@@ -80,6 +81,7 @@ __device__ inline void wgmma_wait_group() {
     }
 #define WGMMAS(T, TYPE)                                                                                      \
     WGMMA(T, TYPE, 8, REGISTERS_4, "%0, %1, %2, %3", "%4", "%5", "%6", "%7", "%8")                           \
+    WGMMA(T, TYPE, 16, REGISTERS_8, TEXT_8(), "%8", "%9", "%10", "%11", "%12")                               \
     WGMMA(T, TYPE, 32, REGISTERS_16, TEXT_10() ", %10, %11, %12, %13, %14, %15", "%16", "%17", "%18", "%19", \
           "%20")                                                                                             \
     WGMMA(T, TYPE, 64, REGISTERS_32, TEXT_30 ", " TEXT_2(3), "%32", "%33", "%34", "%35", "%36")              \
@@ -91,11 +93,13 @@ WGMMAS(__half, "f16")
 /* By N. */
 template <int columns, int accumulate, Major a_major, Major b_major, typename T>
 __device__ inline void wgmma(float *d, uint64_t a, uint64_t b, T t) {
-    static_assert(columns == 256 || columns == 128 || columns == 64 || columns == 32 || columns == 8);
+    static_assert(columns == 256 || columns == 128 || columns == 64 || columns == 32 || columns == 16 ||
+                  columns == 8);
     if constexpr (columns == 256) wgmma_m64n256k16<accumulate, a_major, b_major>(d, a, b, t);
     if constexpr (columns == 128) wgmma_m64n128k16<accumulate, a_major, b_major>(d, a, b, t);
     if constexpr (columns == 64) wgmma_m64n64k16<accumulate, a_major, b_major>(d, a, b, t);
     if constexpr (columns == 32) wgmma_m64n32k16<accumulate, a_major, b_major>(d, a, b, t);
+    if constexpr (columns == 16) wgmma_m64n16k16<accumulate, a_major, b_major>(d, a, b, t);
     if constexpr (columns == 8) wgmma_m64n8k16<accumulate, a_major, b_major>(d, a, b, t);
 }
 
@@ -147,6 +151,7 @@ __device__ inline void wgmma(float *d, const uint32_t *a, uint64_t b, T t) {
 #undef TEXT_60
 #undef TEXT_120
 #undef REGISTERS_4
+#undef REGISTERS_8
 #undef REGISTERS_16
 #undef REGISTERS_32
 #undef REGISTERS_64
