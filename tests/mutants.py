@@ -741,7 +741,7 @@ CUDA = [
     ),
     Mutant(
         "cuda: scores of padding are a real token's",
-        "csrc/kernels/common/route.cu",
+        "csrc/kernels/common/choose.cuh",
         "has_expert &= token < num_tokens;",
         "",
         "tests/test_padding.py",
