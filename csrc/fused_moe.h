@@ -437,6 +437,10 @@ int fused_moe_cuda_zero(void *data, int64_t bytes, void *stream);
 
 size_t fused_moe_cuda_route_plan_workspace(const FusedMoeRoutePlan *p);
 
+/* Whether one launch makes the plan on the current device (cluster_plan.h), together with the choice of its ids
+ * where a route is given that has not run; NULL: the ids are there. */
+bool fused_moe_cuda_has_cluster_plan(const FusedMoeRoutePlan *p, const FusedMoeRoute *route);
+
 /* Selects the tier that runs the call on the current device, and fills workspace.tier and workspace.bytes.
  * Once per call: the operator below runs on that tier. */
 void fused_moe_cuda_select_router_logits(FusedMoeRouterLogits *p);
@@ -451,6 +455,7 @@ int fused_moe_cuda_router_dgrad(const FusedMoeRouterDgrad *p, void *stream);
 int fused_moe_cuda_route(const FusedMoeRoute *p, void *stream);
 int fused_moe_cuda_route_backward(const FusedMoeRouteBackward *p, void *stream);
 int fused_moe_cuda_route_plan(const FusedMoeRoutePlan *p, void *stream);
+int fused_moe_cuda_cluster_plan(const FusedMoeRoutePlan *p, const FusedMoeRoute *route, void *stream);
 int fused_moe_cuda_count_plan(const FusedMoeCountPlan *p, void *stream);
 int fused_moe_cuda_permute(const FusedMoePermute *p, void *stream);
 int fused_moe_cuda_unpermute(const FusedMoeUnpermute *p, void *stream);

@@ -1,13 +1,15 @@
 /* fused_moe._host: what tests need of schedule.h beyond the operators of torch/planners.cpp, and of slot_plan.h.
  *
  * A tile of any 32-bit index, without a list of all; the tiles of any words, which the operators refuse; the
- * rules that choose split-K slices; and the plan of few slots, which else only kernels make. */
+ * rules that choose split-K slices; the plan of few slots, which else only kernels make; and which plans a cluster
+ * makes. */
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
 #include <string>
 #include <vector>
 
+#include "cluster_plan.h"
 #include "fused_moe.h"
 #include "slot_plan.h"
 
@@ -76,10 +78,20 @@ static py::tuple slot_plan(const std::vector<int64_t> &experts, int32_t E, int32
     return py::make_tuple(slots, tiles);
 }
 
+static bool has_cluster_plan(int64_t T, int32_t K, int32_t E, bool chooses, bool is_double) {
+    FusedMoeRoutePlan plan = {};
+    FusedMoeRoute route = {};
+    plan.T = T;
+    plan.K = K;
+    plan.E = E;
+    route.dtype = is_double ? FUSED_MOE_F64 : FUSED_MOE_F32;
+    return fused_moe_has_cluster_plan(&plan, chooses ? &route : nullptr);
+}
+
 PYBIND11_MODULE(_host, m) {
     using namespace py::literals;
-    m.doc() =
-        "The functions of csrc/schedule.h and slot_plan.h that tests need and the operators do not offer.";
+    m.doc() = "The functions of csrc/schedule.h, slot_plan.h and cluster_plan.h that tests need and the "
+              "operators do not offer.";
     m.def("work_tile", work_tile, "schedule"_a, "offs"_a, "num_n_tiles"_a, "group"_a, "interleave"_a,
           "split_last_wave"_a, "index"_a,
           "(expert, first_row, num_rows, n_tile, n_half, skinny) of work tile `index`.");
@@ -90,6 +102,8 @@ PYBIND11_MODULE(_host, m) {
           "All (expert, first_row, num_rows, weight_tile, slice, num_slices), whatever the words are.");
     m.def("slot_plan", slot_plan, "experts"_a, "E"_a, "num_n_tiles"_a, "split_last_wave"_a, "splits_skinny"_a,
           "(slot of each row, work tiles) of 1 to 64 slots; experts outside [0, E) are none.");
+    m.def("has_cluster_plan", has_cluster_plan, "T"_a, "K"_a, "E"_a, "chooses"_a, "is_double"_a);
+    m.def("span_slots", fused_moe_span_slots, "T"_a, "K"_a, "chooses"_a);
     m.def("slice_rows", fused_moe_slice_rows, "R"_a, "E"_a, "num_sms"_a);
     m.def("slices_per_tile", fused_moe_slices_per_tile, "R"_a, "slice_rows"_a, "weight_tiles"_a, "ctas"_a);
     m.def("num_split_slots", fused_moe_num_split_slots, "R"_a, "slice_rows"_a);

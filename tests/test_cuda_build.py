@@ -25,7 +25,7 @@ CODE_GEMMS = {"codes_mm_kernel": 5, "codes_up_gate_kernel": 5}
 DTYPES = ("__nv_bfloat16", "__half")
 CONTIGUOUS_WGRAD = re.compile(r"WgradConfigI[^L]*Lb0E")  # without GATHER
 FACTS = ("cuda_calls", "cuda_device", "cuda_problem", "cuda_reset", "facts")
-PLANNERS = ("default_order", "next_tile", "tile_schedule", "wgrad_tiles", "work_tiles")
+PLANNERS = ("default_order", "next_tile", "own_plan", "tile_schedule", "wgrad_tiles", "work_tiles")
 HAVE_NO_CUDA_KERNEL = {f"fused_moe::{name}" for name in FACTS + PLANNERS}
 TOOLS = Path(__file__).parents[1] / "tools" / "sass.py"
 

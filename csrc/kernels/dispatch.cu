@@ -17,6 +17,7 @@
 #include <atomic>
 #include <mutex>
 
+#include "../cluster_plan.h"
 #include "common/dequantize.cuh"
 #include "common/schedule.cuh"
 
@@ -369,6 +370,13 @@ int fused_moe_cuda_router_logits(const FusedMoeRouterLogits *p, void *stream) {
 int fused_moe_cuda_router_dgrad(const FusedMoeRouterDgrad *p, void *stream) {
     return run(ROUTER_DGRAD, *p, stream);
 }
+bool fused_moe_cuda_has_cluster_plan(const FusedMoeRoutePlan *p, const FusedMoeRoute *route) {
+    return device_reason(FUSED_MOE_TIER_SM90) == FUSED_MOE_RUNS && fused_moe_has_cluster_plan(p, route);
+}
+int fused_moe_cuda_cluster_plan(const FusedMoeRoutePlan *p, const FusedMoeRoute *route, void *stream) {
+    return sm90::cluster_plan(*p, route, stream);
+}
+
 int fused_moe_cuda_grouped_mm(const FusedMoeGroupedMM *p, void *stream) {
     auto run_next = [&](auto &q) { return run_weights(GROUPED_MM, sm90::codes_mm, q, stream); };
     return p->slots ? run_planned(*p, stream, run_next) : run_checked(*p, stream, run_next);

@@ -33,6 +33,8 @@ extern const Kernel<FusedMoeDownDgrad> down_dgrad;
 /* Of quantised weights. */
 extern const Kernel<FusedMoeGroupedMM> codes_mm;
 extern const Kernel<FusedMoeUpGate> codes_up_gate;
+/* One that fused_moe_has_cluster_plan() says yes to. */
+int cluster_plan(const FusedMoeRoutePlan &p, const FusedMoeRoute *route, void *stream);
 } // namespace sm90
 
 /* What the environment variable FUSED_MOE_SCHEDULE asks for. */

@@ -171,6 +171,18 @@ RowMap full_row_map_of(const char *op, const Tensor &x, RowsOf rows_of, const Te
 /* --- what operators are made of ------------------------------------------------------------------------- */
 
 /* route.cpp */
+/* A choice of experts: operands checked, memory there, not made. p points into the tensors, and num_tokens. */
+struct OwnRoute {
+    FusedMoeRoute p;
+    Tensor logits, scores, ids;
+    OptTensor bias, given_ids;
+};
+
+OwnRoute new_route_of(const Tensor &logits, const OptTensor &bias, int64_t top_k, int64_t score_func,
+                      bool route_norm, double route_scale, int64_t num_groups, int64_t num_limited_groups,
+                      const OptTensor &given_ids, const OptTensor &num_tokens);
+void run_route(const Call &call, const FusedMoeRoute &p);
+
 /* counts, offsets, schedule, row_token, row_slot, token_row */
 using PlanResult = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
 /* The plan of a call that keeps it to itself: ids checked, memory there, the plan not made. p and rows point
@@ -184,8 +196,10 @@ struct OwnPlan {
 
 OwnPlan new_plan_of(const char *op, const Tensor &ids, const Tensor &x, int64_t num_experts,
                     const OptTensor &expert_map);
-/* Makes it. */
 void run_route_plan(const Call &call, FusedMoeRoutePlan &p, const Tensor &ids);
+/* Makes it, and the choice of its ids where one is given: all in one launch, where a cluster has the slots. That
+ * needs so many free SMs of one GPC, so route_plan itself, which training calls, never does. */
+void run_own_plan(const Call &call, OwnPlan &plan, const FusedMoeRoute *route);
 /* dx = dlogits weight, or dx += it; weight is a dense (E, D). */
 void run_router_dgrad(const Call &call, const Tensor &dlogits, const Tensor &weight, const Tensor &dx,
                       bool accumulate);

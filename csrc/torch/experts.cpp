@@ -277,21 +277,24 @@ Tensor experts_down(const Tensor &a, const OptTensor &, const Tensor &w2, const 
 /* Without gradients: from the ids to out and counts in one call, which keeps nothing for backward. Its GEMMs
  * share counters, which the plan's kernel zeroes where they are not zeros: each kernel directly follows the
  * one whose result it takes, and may start before that has ended (PDL). Of few slots the GEMMs of the Hopper
- * tier make the plan, and count nothing. */
+ * tier make the plan, and count nothing. route: the choice of the ids, which is not made yet, or NULL. */
 static std::tuple<Tensor, Tensor> run_experts(const char *op, const Tensor &x, const UpWeights &up,
                                               const Width &s, const FusedMoeWeight &w2, int64_t out_dim,
                                               const OptTensor &b1, const OptTensor &b3, const OptTensor &b2,
                                               const Tensor &scores, const Tensor &ids, int64_t layout,
                                               int64_t activation, const Constants &constants,
                                               bool score_on_input, const OptTensor &expert_map,
-                                              const OptTensor &out) {
+                                              const OptTensor &out, const FusedMoeRoute *route) {
     OwnPlan plan = new_plan_of(op, ids, x, s.E, expert_map);
     FusedMoeRoutePlan &p = plan.p;
     Call call = begin_call(op, plan.ids);
     Counters counters = find_counters(call, x);
     p.counters = counters.to_zero ? counters.data : nullptr;
     const bool few = call.is_cuda && fused_moe_has_few_slots(p.T * p.K, p.E);
-    if (!few) run_route_plan(call, p, plan.ids);
+    if (!few)
+        run_own_plan(call, plan, route);
+    else if (route)
+        run_route(call, *route);
     const bool has_codes = up.w1.codes || w2.codes;
     Chain chain = {counters.data, starts_early(p.T * p.K, p.E, s.F, has_codes), few ? &p : nullptr};
     OptTensor of_x, of_y;
@@ -306,7 +309,8 @@ static std::tuple<Tensor, Tensor> run_experts(const char *op, const Tensor &x_, 
                                               const OptTensor &b3, const OptTensor &b2, const Tensor &scores,
                                               const Tensor &ids, int64_t layout, int64_t activation,
                                               const Constants &constants, bool score_on_input,
-                                              const OptTensor &expert_map, const OptTensor &out) {
+                                              const OptTensor &expert_map, const OptTensor &out,
+                                              const FusedMoeRoute *route = nullptr) {
     check_dim(op, "x", x_, 2);
     check_dim(op, "w1", w1, 3);
     check_dim(op, "w2", w2, 3);
@@ -314,7 +318,8 @@ static std::tuple<Tensor, Tensor> run_experts(const char *op, const Tensor &x_, 
     Tensor x = aligned(x_);
     const Width s = width_of(op, w1, w3, layout);
     return run_experts(op, x, up_weights(op, w1, w3, x, s), s, down_weight(w2, x, s.F), w2.size(1), b1, b3,
-                       b2, scores, ids, layout, activation, constants, score_on_input, expert_map, out);
+                       b2, scores, ids, layout, activation, constants, score_on_input, expert_map, out,
+                       route);
 }
 
 std::tuple<Tensor, Tensor> experts(const Tensor &x, const Tensor &w1, const OptTensor &w3, const Tensor &w2,
@@ -367,7 +372,7 @@ quantized_experts(const Tensor &x_, const Tensor &data1, const Tensor &scale1, c
     }
     const UpWeights up = {weight(w1), w3 ? weight(*w3) : FusedMoeWeight{}};
     return run_experts(op, x, up, s, weight(w2), w2.p.out, b1, b3, b2, scores, ids, layout, activation,
-                       constants, score_on_input, expert_map, {});
+                       constants, score_on_input, expert_map, {}, nullptr);
 }
 
 /* The router, too: a layer's routed experts without gradients. */
@@ -383,11 +388,11 @@ routed_experts(const Tensor &x, const Tensor &gate, const OptTensor &gate_bias, 
     check_dim(op, "w1", w1, 3);
     check_size(op, "experts of gate", gate.size(0), w1.size(0), w1.size(0));
     Tensor logits = router_logits(x, gate, gate_bias);
-    auto [scores, ids] = route(logits, expert_bias, top_k, score_func, route_norm, route_scale, num_groups,
-                               num_limited_groups, given_ids, num_tokens);
-    auto [out, counts] =
-        run_experts(op, x, w1, w3, w2, b1, b3, b2, scores, ids, layout, activation, constants, false, {}, {});
-    return {out, counts, ids, logits};
+    OwnRoute route = new_route_of(logits, expert_bias, top_k, score_func, route_norm, route_scale, num_groups,
+                                  num_limited_groups, given_ids, num_tokens);
+    auto [out, counts] = run_experts(op, x, w1, w3, w2, b1, b3, b2, route.scores, route.ids, layout,
+                                     activation, constants, false, {}, {}, &route.p);
+    return {out, counts, route.ids, logits};
 }
 
 /* --- gradients of the down side ------------------------------------------------------------------------- */

@@ -23,6 +23,12 @@ std::tuple<Tensor, Tensor> route(const Tensor &logits, const OptTensor &bias, in
 Tensor route_backward(const Tensor &dscores, const Tensor &logits, const Tensor &ids, int64_t score_func,
                       bool route_norm, double route_scale);
 PlanResult route_plan(const Tensor &ids, int64_t num_experts, const OptTensor &expert_map);
+/* What routed_experts and, from ids, experts plan for themselves: for tests. */
+std::tuple<Tensor, Tensor, Tensor, Tensor> own_plan(const OptTensor &logits, const OptTensor &ids,
+                                                    int64_t num_experts, const OptTensor &expert_map,
+                                                    const OptTensor &bias, int64_t top_k, int64_t score_func,
+                                                    bool route_norm, double route_scale, int64_t num_groups,
+                                                    int64_t num_limited_groups, const OptTensor &num_tokens);
 std::tuple<Tensor, Tensor, Tensor> count_plan(const Tensor &counts, int64_t num_rows);
 
 /* --- rows.cpp ------------------------------------------------------------------------------------------- */

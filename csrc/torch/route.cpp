@@ -64,13 +64,12 @@ Tensor router_dgrad(const Tensor &dlogits_, const Tensor &weight_) {
     return dx;
 }
 
-std::tuple<Tensor, Tensor> route(const Tensor &logits_, const OptTensor &bias_, int64_t top_k,
-                                 int64_t score_func, bool route_norm, double route_scale, int64_t num_groups,
-                                 int64_t num_limited_groups, const OptTensor &given_ids_,
-                                 const OptTensor &num_tokens) {
+OwnRoute new_route_of(const Tensor &logits, const OptTensor &bias, int64_t top_k, int64_t score_func,
+                      bool route_norm, double route_scale, int64_t num_groups, int64_t num_limited_groups,
+                      const OptTensor &given_ids, const OptTensor &num_tokens) {
     const char *op = "route";
-    check_dim(op, "logits", logits_, 2);
-    int64_t T = logits_.size(0), E = logits_.size(1);
+    check_dim(op, "logits", logits, 2);
+    int64_t T = logits.size(0), E = logits.size(1);
     check_size(op, "experts", E, 1, MAX_ROUTED_EXPERTS);
     check_size(op, "top_k", top_k, 1, E < MAX_TOP_K ? E : MAX_TOP_K);
     check_size(op, "score_func", score_func, FUSED_MOE_SOFTMAX, FUSED_MOE_SIGMOID);
@@ -81,21 +80,19 @@ std::tuple<Tensor, Tensor> route(const Tensor &logits_, const OptTensor &bias_, 
         check_size(op, "num_limited_groups", num_limited_groups, 1, num_groups);
         check_size(op, "top_k", top_k, 1, num_limited_groups * (E / num_groups));
     }
-    Tensor logits = dense(logits_);
-    OptTensor bias;
-    if (bias_) {
-        check_shape(op, "bias", *bias_, {E});
-        check_dtype(op, "bias", *bias_, ScalarType::Float);
-        check_device(op, "bias", *bias_, logits);
-        bias = dense(*bias_);
+    OwnRoute route = {{}, dense(logits), {}, {}, {}, {}};
+    FusedMoeRoute &p = route.p;
+    if (bias) {
+        check_shape(op, "bias", *bias, {E});
+        check_dtype(op, "bias", *bias, ScalarType::Float);
+        check_device(op, "bias", *bias, logits);
+        route.bias = dense(*bias);
     }
-    FusedMoeRoute p = {};
-    OptTensor given_ids;
-    if (given_ids_) {
-        check_shape(op, "given_ids", *given_ids_, {T, top_k});
-        check_device(op, "given_ids", *given_ids_, logits);
-        p.given_dtype = dtype_of(op, "given_ids", *given_ids_, false);
-        given_ids = dense(*given_ids_);
+    if (given_ids) {
+        check_shape(op, "given_ids", *given_ids, {T, top_k});
+        check_device(op, "given_ids", *given_ids, logits);
+        p.given_dtype = dtype_of(op, "given_ids", *given_ids, false);
+        route.given_ids = dense(*given_ids);
     }
     if (num_tokens) {
         check_size(op, "elements in num_tokens", num_tokens->numel(), 1, 1);
@@ -103,15 +100,14 @@ std::tuple<Tensor, Tensor> route(const Tensor &logits_, const OptTensor &bias_, 
         p.num_tokens_dtype = dtype_of(op, "num_tokens", *num_tokens, false);
     }
     p.dtype = float_dtype(op, logits);
-    Call call = begin_call(op, logits);
-    Tensor scores = new_tensor(logits, {T, top_k}, score_dtype(logits));
-    Tensor ids = new_tensor(logits, {T, top_k}, ScalarType::Int);
-    p.logits = data(logits);
-    p.bias = (const float *)data(bias);
-    p.given_ids = data(given_ids);
+    route.scores = new_tensor(logits, {T, top_k}, score_dtype(logits));
+    route.ids = new_tensor(logits, {T, top_k}, ScalarType::Int);
+    p.logits = data(route.logits);
+    p.bias = (const float *)data(route.bias);
+    p.given_ids = data(route.given_ids);
     p.num_tokens = data(num_tokens);
-    p.scores = scores.mutable_data_ptr();
-    p.ids = mutable_ints(ids);
+    p.scores = route.scores.mutable_data_ptr();
+    p.ids = mutable_ints(route.ids);
     p.score_func = (FusedMoeScoreFunc)score_func;
     p.route_norm = route_norm;
     p.route_scale = route_scale;
@@ -120,8 +116,21 @@ std::tuple<Tensor, Tensor> route(const Tensor &logits_, const OptTensor &bias_, 
     p.T = T;
     p.E = (int32_t)E;
     p.K = (int32_t)top_k;
+    return route;
+}
+
+void run_route(const Call &call, const FusedMoeRoute &p) {
     run(call, p, fused_moe_cpu_route, CUDA(fused_moe_cuda_route));
-    return {scores, ids};
+}
+
+std::tuple<Tensor, Tensor> route(const Tensor &logits, const OptTensor &bias, int64_t top_k,
+                                 int64_t score_func, bool route_norm, double route_scale, int64_t num_groups,
+                                 int64_t num_limited_groups, const OptTensor &given_ids,
+                                 const OptTensor &num_tokens) {
+    OwnRoute own = new_route_of(logits, bias, top_k, score_func, route_norm, route_scale, num_groups,
+                                num_limited_groups, given_ids, num_tokens);
+    run_route(begin_call("route", own.logits), own.p);
+    return {own.scores, own.ids};
 }
 
 Tensor route_backward(const Tensor &dscores_, const Tensor &logits_, const Tensor &ids_, int64_t score_func,
@@ -208,6 +217,17 @@ void run_route_plan(const Call &call, FusedMoeRoutePlan &p, const Tensor &ids) {
     run(call, p, fused_moe_cpu_route_plan, CUDA(fused_moe_cuda_route_plan));
 }
 
+void run_own_plan(const Call &call, OwnPlan &plan, const FusedMoeRoute *route) {
+#ifdef FUSED_MOE_WITH_CUDA
+    if (call.is_cuda && fused_moe_cuda_has_cluster_plan(&plan.p, route)) {
+        check_status(call, fused_moe_cuda_cluster_plan(&plan.p, route, call.stream));
+        return;
+    }
+#endif
+    if (route) run_route(call, *route);
+    run_route_plan(call, plan.p, plan.ids);
+}
+
 PlanResult route_plan(const Tensor &ids_, int64_t num_experts, const OptTensor &expert_map_) {
     const char *op = "route_plan";
     Tensor ids = ids_;
@@ -244,6 +264,26 @@ OwnPlan new_plan_of(const char *op, const Tensor &ids, const Tensor &x, int64_t 
     plan.rows.p = {p.offsets + 1, p.row_token, p.row_slot, p.token_row, p.schedule, p.T, p.K, R, p.E};
     plan.rows.has_maps = true;
     return plan;
+}
+
+/* offsets, schedule, row_token, row_slot and token_row are one after the other in what is returned last. */
+std::tuple<Tensor, Tensor, Tensor, Tensor> own_plan(const OptTensor &logits, const OptTensor &ids,
+                                                    int64_t num_experts, const OptTensor &expert_map,
+                                                    const OptTensor &bias, int64_t top_k, int64_t score_func,
+                                                    bool route_norm, double route_scale, int64_t num_groups,
+                                                    int64_t num_limited_groups, const OptTensor &num_tokens) {
+    const char *op = "own_plan";
+    check(logits || ids, op, "logits or ids", "neither");
+    check(!logits || !expert_map, op, "no expert_map with logits", "both");
+    std::optional<OwnRoute> route;
+    if (logits)
+        route = new_route_of(*logits, bias, top_k, score_func, route_norm, route_scale, num_groups,
+                             num_limited_groups, ids, num_tokens);
+    const Tensor &planned = route ? route->ids : *ids;
+    OwnPlan plan = new_plan_of(op, planned, planned, route ? logits->size(1) : num_experts, expert_map);
+    run_own_plan(begin_call(op, planned), plan, route ? &route->p : nullptr);
+    Tensor scores = route ? route->scores : new_empty_result(planned, ScalarType::Float);
+    return {scores, planned, plan.counts, plan.memory};
 }
 
 std::tuple<Tensor, Tensor, Tensor> count_plan(const Tensor &counts_, int64_t num_rows) {

@@ -171,11 +171,26 @@ __device__ inline void barrier_cluster_sync() {
                      : "memory");
 }
 
+/* The same in two halves: a CTA that only has to tell the others goes on. */
+__device__ inline void barrier_cluster_arrive() {
+    asm volatile("barrier.cluster.arrive.aligned;" ::: "memory");
+}
+
+__device__ inline void barrier_cluster_wait() {
+    asm volatile("barrier.cluster.wait.aligned;" ::: "memory");
+}
+
 /* Where CTA `rank` of the cluster has what this one has at `address`. */
 __device__ inline uint32_t mapa(uint32_t address, int rank) {
     uint32_t there;
     asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(rank));
     return there;
+}
+
+__device__ inline int32_t ld_shared_cluster(uint32_t address) {
+    int32_t v;
+    asm volatile("ld.shared::cluster.b32 %0, [%1];" : "=r"(v) : "r"(address) : "memory");
+    return v;
 }
 
 __device__ inline float2 ld_shared_cluster_v2(uint32_t address) {

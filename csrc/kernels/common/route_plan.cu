@@ -35,14 +35,6 @@ typedef struct {
 
 /* --- schedules ------------------------------------------------------------------------------------------ */
 
-/* Two warps of a CTA, from offs that the whole CTA sees. */
-__device__ inline void make_schedule(int32_t *schedule, const int32_t *offs, int32_t E, int64_t R) {
-    int warp = threadIdx.x / 32;
-    if (warp == 0) fused_moe_schedule_row_tiles(schedule, offs, E, FUSED_MOE_TILE_ROWS);
-    if (warp == 1)
-        fused_moe_schedule_slices(schedule, offs, E, fused_moe_slice_rows(R, E, FUSED_MOE_SLICE_SMS));
-}
-
 typedef struct {        /* offsets from counts, or from cumulative ends that may be wrong; neither: no rows */
     const void *counts; /* [E] of counts_dtype, or NULL */
     const int32_t *offs_in; /* [E] or NULL */

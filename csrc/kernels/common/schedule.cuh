@@ -1,5 +1,5 @@
-/* What kernels share of a plan: the last row, and schedules made on the device from offsets or counts that
- * nothing has checked, which route_plan.cu defines. */
+/* What kernels share of a plan: the last row, and schedules made on the device; those of offsets or counts that
+ * nothing has checked are route_plan.cu's. */
 #pragma once
 
 #include <stddef.h>
@@ -12,6 +12,14 @@ namespace fused_moe {
 /* Rows that are an expert's, of R in all; the others are zeros in every result. */
 __device__ inline int32_t num_rows_of(const int32_t *offs, int32_t E, int64_t R) {
     return fused_moe_clamp(offs[E - 1], (int32_t)R);
+}
+
+/* Two warps of a CTA, from offs that the whole CTA sees. */
+__device__ inline void make_schedule(int32_t *schedule, const int32_t *offs, int32_t E, int64_t R) {
+    int warp = threadIdx.x / 32;
+    if (warp == 0) fused_moe_schedule_row_tiles(schedule, offs, E, FUSED_MOE_TILE_ROWS);
+    if (warp == 1)
+        fused_moe_schedule_slices(schedule, offs, E, fused_moe_slice_rows(R, E, FUSED_MOE_SLICE_SMS));
 }
 
 /* Bytes of checked offsets (E) and their schedule, a multiple of 128. */
