@@ -29,6 +29,13 @@ def assert_same_plan(found: Plan, expected: Plan) -> None:
             assert torch.equal(actual, value), name
 
 
+def assert_same_own_plan(counts, memory, ids: torch.Tensor, num_experts: int) -> None:
+    expected = reference.route_plan(ids, num_experts)
+    assert torch.equal(counts, expected.counts)
+    fields = (expected.offsets, expected.schedule, expected.row_token, expected.row_slot, expected.token_row)
+    assert torch.equal(memory, torch.cat([field.flatten() for field in fields]))
+
+
 def assert_is_plan_of(plan: Plan, ids: torch.Tensor, num_experts: int) -> None:
     """The row maps fit the ids, checked without the reference."""
     ids = ids.long()
@@ -82,6 +89,46 @@ def test_ids_beyond_int32_are_no_experts(device):
     plan = fused_moe.route_plan(ids, 4)
     assert plan.counts.tolist() == [1, 1, 0, 0]
     assert_is_plan_of(plan, ids, 4)
+
+
+@given(
+    tokens=st.sampled_from((0, 1, 9, 127, 129, 500)),
+    top_k=st.integers(1, 9),
+    num_experts=st.sampled_from((9, 33, 128, 1024)),
+    settings=st.sampled_from(((0, False, 1.0), (1, True, 2.5))),
+    given_ids=st.booleans(),
+    count=st.sampled_from((None, 0, 5, 9999)),
+    seed=st.integers(0, 99),
+)
+def test_own_plan(device, tokens, top_k, num_experts, settings, given_ids, count, seed):
+    """What routed_experts chooses and plans for itself: what route chooses, and route_plan's plan of it."""
+    draw = {"generator": torch.Generator().manual_seed(seed)}
+    logits = torch.randn(tokens, num_experts, **draw).to(device)
+    ids = make_ids("sentinels", tokens, top_k, num_experts, seed).to(device) if given_ids else None
+    ids = None if ids is None else ids.clamp(0, num_experts - 1)
+    num_tokens = None if count is None else torch.tensor(count, device=device)
+    route = (top_k, *settings, 0, 0)
+    scores, chosen, counts, memory = torch.ops.fused_moe.own_plan(
+        logits, ids, num_experts, None, None, *route, num_tokens
+    )
+    expected_scores, expected_ids = torch.ops.fused_moe.route(logits, None, *route, ids, num_tokens)
+    assert torch.equal(scores, expected_scores) and torch.equal(chosen, expected_ids)
+    assert_same_own_plan(counts, memory, chosen, num_experts)
+
+
+@given(
+    tokens=st.sampled_from((0, 1, 65, 129, 500)),
+    top_k=st.sampled_from((1, 3, 8, 70)),
+    num_experts=st.sampled_from((1, 33, 1024, 1500)),
+    routing=st.sampled_from(("repeats", "one", "gaps", "none")),
+    seed=st.integers(0, 99),
+)
+def test_own_plan_of_ids(device, tokens, top_k, num_experts, routing, seed):
+    """What experts plan for themselves: route_plan's plan."""
+    ids = make_ids(routing, tokens, top_k, num_experts, seed).to(device)
+    route = (1, 0, False, 1.0, 0, 0)
+    _, _, counts, memory = torch.ops.fused_moe.own_plan(None, ids, num_experts, None, None, *route, None)
+    assert_same_own_plan(counts, memory, ids, num_experts)
 
 
 @given(
