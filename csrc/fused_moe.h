@@ -438,7 +438,7 @@ int fused_moe_cuda_zero(void *data, int64_t bytes, void *stream);
 size_t fused_moe_cuda_route_plan_workspace(const FusedMoeRoutePlan *p);
 
 /* Whether one launch makes the plan on the current device (cluster_plan.h), together with the choice of its ids
- * where a route is given that has not run; NULL: the ids are there. */
+ * where a route is given that has not run: p->ids are its ids, and there is no map. NULL: the ids are there. */
 bool fused_moe_cuda_has_cluster_plan(const FusedMoeRoutePlan *p, const FusedMoeRoute *route);
 
 /* Selects the tier that runs the call on the current device, and fills workspace.tier and workspace.bytes.
