@@ -5,6 +5,7 @@ function of this file and checks their results here.
 """
 
 import io
+import itertools
 import math
 import multiprocessing
 import traceback
@@ -378,6 +379,90 @@ def test_main_grads(workers, device):
     found = merged(workers(main_grad_layer), added=())
     expected = step(new_layer(device), *new_signals(device))
     assert_close(found, {name: expected[name] for name in found}, TOLERANCE[torch.float32])
+
+
+# --- the same bits on one rank and on two -------------------------------------------------------------
+
+COUNTS = (6, 22, 700)  # tokens of all ranks: few slots have kernels of their own
+DTYPES = pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16), ids=str)
+
+
+def wide_layer(device, dtype, static, ranks):
+    """A layer whose widths every tier takes, its experts over one rank or two."""
+    torch.manual_seed(6)
+    layer = FusedMoE(128, 72, 8, 3, bias=True, num_shared_experts=1).to(device, dtype)
+    mesh = init_device_mesh(device.type, (RANKS // ranks, ranks), mesh_dim_names=("dp", "ep"))
+    return parallelize_module(layer, mesh["ep"], ExpertParallel(static=static))
+
+
+def wide_signals(count, routing, device, dtype):
+    """x, scores, ids and dout of all ranks."""
+    generator = torch.Generator().manual_seed(count)
+    x, dout = (torch.randn(count, 128, generator=generator).to(device, dtype) for _ in range(2))
+    scores = torch.rand(count, 3, generator=generator).add(0.1).to(device)
+    return x, scores, cases.make_ids(routing, count, 3, 8).to(device), dout
+
+
+def own_tokens(rank, ranks, static, *signals):
+    """Of one rank's experts every rank sends all tokens, of two each its own."""
+    cut = len(signals[0]) // (2 if static else 3)
+    return [(s if ranks == 1 else share(rank, s, cut)).clone() for s in signals]
+
+
+def wide_experts(rank, device, dtype, static, ranks):
+    layer, found = wide_layer(device, dtype, static, ranks), {}
+    for routing, count in itertools.product(cases.ROUTINGS, COUNTS):
+        signals = wide_signals(count, routing, device, dtype)
+        layer.zero_grad()
+        step = experts_step(layer.experts, *own_tokens(rank, ranks, static, *signals))
+        found[routing, count] = {name: step[name] for name in ("out", "dx", "dscores")}
+    return found
+
+
+def whole_layers(rank, device, dtype, static, ranks):
+    layer, found = wide_layer(device, dtype, static, ranks), {}
+    for count in COUNTS:
+        x, _, _, dout = wide_signals(count, "random", device, dtype)
+        x, dout = own_tokens(rank, ranks, static, x, dout)
+        out = layer(x.requires_grad_())
+        out.backward(dout)
+        found["chosen", count] = {"out": out.detach(), "dx": x.grad}
+    return found
+
+
+def check_ranks(workers, fn, dtype, static, same):
+    """Calls same(found, expected) for experts on one rank: the other rank's, then those on both."""
+    first, second = workers(fn, dtype, static, 1)
+    halves = workers(fn, dtype, static, 2)
+    for key, expected in first.items():
+        same(second[key], expected)
+        same(merged([half[key] for half in halves], added=()), expected)
+
+
+def assert_same_bits(found, expected):
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert found[name].shape == value.shape, name
+        differ = found[name] != value  # NaN, too
+        assert not differ.any(), f"{name}: {differ.sum()} of {value.numel()} differ"
+
+
+@DTYPES
+@pytest.mark.parametrize("static", (False, True), ids=("exact", "static"))
+def test_experts_over_one_rank_and_two(workers, device, dtype, static):
+    """A token's output and gradients do not depend on how many ranks have the experts, nor on which tokens a
+    rank sends: bit for bit on GPUs (docs/inference.md). The CPU tier keeps bits for the same batch only."""
+    tolerance = TOLERANCE[torch.float32 if dtype == torch.float32 else torch.bfloat16]
+    close = partial(assert_close, tolerance=tolerance)
+    check_ranks(workers, wide_experts, dtype, static, assert_same_bits if device.type == "cuda" else close)
+
+
+@pytest.mark.gpu
+@DTYPES
+@pytest.mark.parametrize("static", (False, True), ids=("exact", "static"))
+def test_layer_over_one_rank_and_two(workers, dtype, static):
+    """The same of a whole layer, which chooses the experts: router and shared experts are on every rank."""
+    check_ranks(workers, whole_layers, dtype, static, assert_same_bits)
 
 
 # --- fully_shard --------------------------------------------------------------------------------------
