@@ -1,15 +1,24 @@
-"""Times a training step of Qwen3's MoE layer in transformers: fused_moe against grouped_mm, its default.
+"""Times a training step of Qwen3's MoE layer in transformers, or generate(): fused_moe against its default.
 
     python benchmarks/bench_transformers.py --json out.json
     python benchmarks/bench_transformers.py --device cpu --dtype fp32 --shape 256,8,2,64,32
+    python benchmarks/bench_transformers.py --generate --batch 1,32 --json out.json
 
 The layer is transformers' own module, router included, with random weights. Without --shape its sizes are
 those of Qwen3-30B-A3B. Both runs use the same layer and differ only in `experts_implementation`. Before
 anything is timed, one step of the experts is checked against eager in float64. FLOPs: 18TKDF.
+
+--generate (bench generate) has a whole model of that architecture, with fewer layers and random weights, and
+times `model.generate`: greedy, from random prompts, with a static cache. On a GPU transformers then compiles
+each step after the first, in mode reduce-overhead, that is as a CUDA graph. Its default experts are
+grouped_mm; while it decodes on a GPU it changes that to batched_mm by itself. Both models share the weights.
+tokens_per_s counts the new tokens of all sequences over the whole call, prompt included; time_us is that of
+one new token per sequence; same_tokens is the share of new tokens that both models chose.
 """
 
 from __future__ import annotations
 
+import argparse
 import copy
 from collections.abc import Iterator
 from functools import partial
@@ -20,6 +29,10 @@ from common import MIB, Error
 from torch import Tensor, nn
 
 IMPLEMENTATIONS = {"ours": "fused_moe", "grouped_mm": "grouped_mm"}
+VOCABULARY = 151936  # Qwen3's
+
+
+# --- a training step ----------------------------------------------------------------------------------
 
 
 class Case:
@@ -124,11 +137,122 @@ def measure(shape: str, dtype: str, options) -> Iterator[dict]:
     )
 
 
+# --- generate -----------------------------------------------------------------------------------------
+
+
+class Generation:
+    """A model with each implementation, and the prompts of a batch of sequences."""
+
+    def __init__(self, sizes: common.Sizes, dtype: str, batch: int, options: argparse.Namespace):
+        from transformers import AutoModelForCausalLM, Qwen3MoeConfig, StaticCache
+
+        import fused_moe.transformers
+
+        fused_moe.transformers.register()
+        torch.manual_seed(0)
+        _, E, K, D, hidden = sizes
+        config = Qwen3MoeConfig(
+            vocab_size=VOCABULARY,
+            num_hidden_layers=options.layers,
+            hidden_size=D,
+            num_attention_heads=32,
+            num_key_value_heads=4,
+            head_dim=128,
+            moe_intermediate_size=hidden,
+            num_experts=E,
+            num_experts_per_tok=K,
+            norm_topk_prob=True,
+        )
+        self.dtype, self.batch, self.new_tokens = common.DTYPES[dtype], batch, options.new_tokens
+        with torch.device(options.device):
+            theirs = AutoModelForCausalLM.from_config(config, dtype=self.dtype).eval()
+            self.prompts = torch.randint(VOCABULARY, (batch, options.prompt))
+        shared = {id(p): p for p in theirs.parameters()}
+        ours = copy.deepcopy(theirs, shared)
+        ours.set_experts_implementation("fused_moe")
+        self.models = {"ours": ours, "default": theirs}
+        # One for each, as graphs read it where it was when they were captured.
+        length = options.prompt + self.new_tokens
+        self.caches = {name: StaticCache(config=config, max_cache_len=length) for name in self.models}
+
+    def generate(self, name: str) -> Tensor:
+        """The new tokens (batch, new_tokens)."""
+        cache = self.caches[name]
+        cache.reset()
+        settings = {"do_sample": False, "max_new_tokens": self.new_tokens, "pad_token_id": 0}
+        tokens = self.models[name].generate(self.prompts, past_key_values=cache, **settings)
+        return tokens[:, self.prompts.size(1) :]
+
+    @torch.no_grad()
+    def error(self) -> Error:
+        """Of the first layer's experts, on a token of each sequence, against eager in float64."""
+        layer = self.models["ours"].model.layers[0].mlp
+        x = torch.randn(self.batch, layer.experts.hidden_dim, device=self.prompts.device).to(self.dtype)
+        _, scores, ids = layer.gate(x)
+        experts = copy.deepcopy(layer.experts).double()
+        experts.config._experts_implementation = "eager"
+        error = Error()
+        error.add("out", layer.experts(x, ids, scores), experts(x.double(), ids, scores.double()))
+        return error
+
+
+def measure_generate(shape: str, dtype: str, options: argparse.Namespace) -> Iterator[dict]:
+    import transformers
+
+    for batch in options.batch:
+        torch.compiler.reset()  # or the second batch size would be compiled for any
+        case = Generation(common.layer_sizes(shape), dtype, batch, options)
+        error = case.error().check(f"{shape}, batch {batch}", dtype)
+        same = case.generate("ours") == case.generate("default")
+        runs = {name: partial(case.generate, name) for name in case.models}
+        # Alone, as generate() runs: the host's time counts.
+        seconds = common.times(common.clock(options.device, lead=0), runs, options.repeats)
+        rates = {name: round(same.numel() / each, 1) for name, each in seconds.items()}
+        yield common.record(
+            options,
+            bench="generate",
+            shape=shape,
+            routing="random",
+            mode="compiled" if options.device == "cuda" else common.DEFAULT_MODE,
+            dtype=dtype,
+            what="generate",
+            tokens=batch,
+            time_us=round(seconds["ours"] / case.new_tokens * 1e6, 1),
+            peer="default",
+            peer_ratio=common.ratio(seconds, "default"),
+            max_rel_error=error,
+            batch=batch,
+            prompt=options.prompt,
+            new_tokens=case.new_tokens,
+            layers=options.layers,
+            tokens_per_s=rates["ours"],
+            tokens_per_s_default=rates["default"],
+            ratio_to_default=common.ratio(seconds, "default"),
+            same_tokens=round(same.double().mean().item(), 4),
+            transformers=transformers.__version__,
+        )
+        del case, runs  # before the next one's weights
+
+
 def main(argv: list[str] | None = None) -> None:
-    options = common.parser(__doc__).parse_args(argv)
+    flags = common.parser(__doc__)
+    add = flags.add_argument
+    add("--generate", action="store_true", help="time generate() of a model, not a training step of a layer")
+    add("--batch", type=counts, default=[1, 32], help="sequences, comma-separated; default: 1,32")
+    add("--layers", type=int, default=12, help="of the model; default: 12")
+    add("--prompt", type=int, default=128, help="tokens of each prompt; default: 128")
+    add("--new-tokens", type=int, default=128, help="of each sequence; default: 128")
+    options = flags.parse_args(argv)
     options.shape = options.shape or ["qwen3-30b"]
     common.start(options)
-    common.report(options, measure)
+    common.report(options, measure_generate if options.generate else measure)
+
+
+def counts(text: str) -> list[int]:
+    numbers = [int(part) for part in text.split(",")]
+    if min(numbers) < 1:
+        raise argparse.ArgumentTypeError(f"expected numbers of sequences, found {text}")
+    return numbers
 
 
 if __name__ == "__main__":

@@ -410,6 +410,7 @@ def line(r: dict) -> str:
     parts = [
         (r["tflops"], rate),
         (r.get("tokens"), "{} tokens"),
+        (r.get("tokens_per_s"), "{:.1f} tokens/s"),
         (r.get("floor_us"), "floor {:.0f} us"),
         (r.get("floor_ratio"), "{:.2f} of the floor"),
         (r.get("launches"), "{:g} launches"),

@@ -1048,6 +1048,36 @@ def test_launches_of_a_call(load, monkeypatch, capsys):
 VLLM = "vllm.model_executor.layers.fused_moe"
 
 
+def test_generate(load, run, capsys):
+    """A model's generate() with either experts: the same tokens in float32."""
+    pytest.importorskip("transformers")
+    flags = "--generate --shape 1,8,2,64,32 --dtype fp32 --layers 2 --batch 1,3 --prompt 5 --new-tokens 4"
+    records = run("bench_transformers", *flags.split())
+    assert [r["batch"] for r in records] == [r["tokens"] for r in records] == [1, 3]
+    for r in records:
+        assert set(r) >= FIELDS
+        assert (r["bench"], r["what"], r["layers"], r["mode"]) == ("generate", "generate", 2, "eager")
+        assert r["same_tokens"] == 1 and r["max_rel_error"] < 1e-5
+        assert r["tokens_per_s"] == pytest.approx(r["batch"] / r["time_us"] * 1e6, abs=0.1)
+        assert r["tokens_per_s"] / r["tokens_per_s_default"] == pytest.approx(r["ratio_to_default"], rel=0.01)
+    assert f"{records[1]['tokens_per_s']:.1f} tokens/s" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="2"):
+        run("bench_transformers", "--generate", "--batch", "1,0")
+    assert "numbers of sequences, found 1,0" in capsys.readouterr().err
+
+
+def test_wrong_experts_do_not_generate(load, monkeypatch):
+    transformers = pytest.importorskip("transformers")
+    bench, common = load("bench_transformers"), load("common")
+    options = SimpleNamespace(layers=1, new_tokens=2, prompt=3, device="cpu")
+    case = bench.Generation(common.layer_sizes("1,8,2,64,32"), "fp32", 2, options)
+    registry = transformers.modeling_utils.ALL_EXPERTS_FUNCTIONS
+    right = registry["fused_moe"]
+    monkeypatch.setitem(registry, "fused_moe", lambda *args: 1.01 * right(*args))
+    with pytest.raises(SystemExit, match="wrong before it is fast: out 1.0e-02"):
+        case.error().check("generate", "fp32")
+
+
 def test_vllm_is_not_installed(run, monkeypatch, capsys):
     for name in [name for name in sys.modules if name.split(".")[0] == "vllm"]:
         monkeypatch.delitem(sys.modules, name)
