@@ -73,11 +73,12 @@ class Sizes(NamedTuple):
     hidden_dim: int
 
 
-# Layers that bench_decode.py times beside those of shapes.json: of DeepSeek-V3, gpt-oss-120b, Qwen2-57B-A14B;
-# the default of Composable Kernel's fused_moe example
+# Layers that bench_decode.py times beside those of shapes.json: of DeepSeek-V3, gpt-oss, Qwen2-57B-A14B; the
+# default of Composable Kernel's fused_moe example
 FEW_TOKENS = {
     "deepseek-v3": Sizes(128, 256, 8, 7168, 2048),
     "gpt-oss-120b": Sizes(128, 128, 4, 2880, 2880),
+    "gpt-oss-20b": Sizes(128, 32, 4, 2880, 2880),
     "qwen2-57b": Sizes(128, 64, 8, 3584, 2560),
     "ck-default": Sizes(128, 32, 5, 8192, 1024),
 }
