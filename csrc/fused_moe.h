@@ -213,10 +213,12 @@ typedef struct {   /* rows[r] = x[row_token[r]]; zero past the last row */
     FusedMoeDtype dtype;
 } FusedMoePermute;
 
-typedef struct {        /* out[t] = sum_k scores[t,k] rows[token_row[t,k]] */
-    const void *rows;   /* [R,D] */
-    const void *scores; /* [T,K] f32, f64 for f64 rows; NULL: ones */
-    void *out;          /* [T,D] */
+typedef struct { /* out[t] = sum_k scores[t,k] rows[token_row[t,k]] + sigmoid(shared_gate[t]) shared[t] */
+    const void *rows;        /* [R,D] */
+    const void *scores;      /* [T,K] f32, f64 for f64 rows; NULL: ones */
+    const void *shared;      /* [T,D] of the shared experts; NULL: zeros */
+    const void *shared_gate; /* [T] logits, like scores; NULL: shared times one */
+    void *out;               /* [T,D] rounded once */
     FusedMoeRowMap row_map;
     int64_t D;
     FusedMoeDtype dtype;
@@ -232,6 +234,16 @@ typedef struct {        /* drows[r] = s dout[row_token[r]];  dscores[t,k] = <row
     int64_t D;
     FusedMoeDtype dtype;
 } FusedMoeUnpermuteBackward;
+
+typedef struct {             /* dshared[t] = s dout[t];  dshared_gate[t] = s' <dout[t], shared[t]> */
+    const void *dout;        /* [T,D] */
+    const void *shared;      /* [T,D]; may be NULL without dshared_gate */
+    const void *shared_gate; /* [T] s = sigmoid(shared_gate[t]) */
+    void *dshared;           /* [T,D]; may be NULL */
+    void *dshared_gate;      /* [T]; may be NULL   */
+    int64_t T, D;
+    FusedMoeDtype dtype;
+} FusedMoeSharedBackward;
 
 /* --- grouped GEMMs -------------------------------------------------------------------------------------- */
 
@@ -337,6 +349,7 @@ int fused_moe_cpu_count_plan(const FusedMoeCountPlan *p);
 int fused_moe_cpu_permute(const FusedMoePermute *p);
 int fused_moe_cpu_unpermute(const FusedMoeUnpermute *p);
 int fused_moe_cpu_unpermute_backward(const FusedMoeUnpermuteBackward *p);
+int fused_moe_cpu_shared_backward(const FusedMoeSharedBackward *p);
 int fused_moe_cpu_grouped_mm(const FusedMoeGroupedMM *p);
 int fused_moe_cpu_wgrad(const FusedMoeWgrad *p);
 int fused_moe_cpu_bias_grad(const FusedMoeBiasGrad *p);
@@ -460,6 +473,7 @@ int fused_moe_cuda_count_plan(const FusedMoeCountPlan *p, void *stream);
 int fused_moe_cuda_permute(const FusedMoePermute *p, void *stream);
 int fused_moe_cuda_unpermute(const FusedMoeUnpermute *p, void *stream);
 int fused_moe_cuda_unpermute_backward(const FusedMoeUnpermuteBackward *p, void *stream);
+int fused_moe_cuda_shared_backward(const FusedMoeSharedBackward *p, void *stream);
 int fused_moe_cuda_grouped_mm(const FusedMoeGroupedMM *p, void *stream);
 int fused_moe_cuda_wgrad(const FusedMoeWgrad *p, void *stream);
 int fused_moe_cuda_bias_grad(const FusedMoeBiasGrad *p, void *stream);

@@ -258,6 +258,24 @@ def check_scores(fn: str, scores, ids: Tensor) -> None:
         fail(ValueError, fn, f"scores on {ids.device}", scores.device)
 
 
+def check_shared(fn: str, shared, shared_gate, like_name: str, like: Tensor, shape: tuple) -> None:
+    """Checks shared (T, D) and shared_gate (T,) or (T, 1), either of which may be None."""
+    if shared is None:
+        if shared_gate is not None:
+            fail(ValueError, fn, "shared_gate only beside shared", "shared_gate without shared")
+        return
+    check_tensor(fn, "shared", shared, 2, FLOATING)
+    check_shape(fn, "shared", shared, "T, D", shape)
+    check_like(fn, "shared", shared, like_name, like)
+    if shared_gate is None:
+        return
+    column = isinstance(shared_gate, Tensor) and shared_gate.dim() == 2
+    check_tensor(fn, "shared_gate", shared_gate, 2 if column else 1, FLOATING)
+    T = shape[0]
+    check_shape(fn, "shared_gate", shared_gate, "T, 1" if column else "T", (T, 1) if column else (T,))
+    check_device(fn, "shared_gate", shared_gate, like_name, like)
+
+
 def check_out(fn: str, out, x: Tensor, shape: tuple, inputs: tuple) -> None:
     """Checks a tensor for the result of inputs, of which some may be None."""
     dtype = x.dtype

@@ -30,9 +30,10 @@ def experts(
     activation: dict,
     score_on: str,
     lora: LoRA | None,
+    shared: tuple = (None, None),
 ) -> Tensor:
     """As `fused_experts`, and of a plan without row maps as `grouped_mlp`, of checked arguments. Weights are
-    tensors (E, out, in), QuantizedWeights or None."""
+    tensors (E, out, in), QuantizedWeights or None. `shared` are shared and shared_gate."""
     offsets = plan.offsets[1:]
     has_maps = plan.row_token is not None
     pairs, scale = ((None, None),) * 3, 1.0
@@ -57,7 +58,9 @@ def experts(
     y = gemm(a, 1)
     if not has_maps:
         return y
-    return run(ops.unpermute.default, y, scores if score_on == "output" else None, plan.tensors)
+    if shared[0] is not None:
+        shared = shared[0].to(y.dtype), shared[1]  # as autocast casts it
+    return run(ops.unpermute.default, y, scores if score_on == "output" else None, plan.tensors, *shared)
 
 
 def _scored(rows: Tensor, scores: Tensor, plan: Plan) -> Tensor:

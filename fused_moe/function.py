@@ -38,6 +38,7 @@ from .checks import (
     check_routing,
     check_scores,
     check_shape,
+    check_shared,
     check_tensor,
     fail,
     is_autocast_enabled,
@@ -207,22 +208,41 @@ def permute(x: Tensor, ids: Tensor, num_experts: int) -> tuple[Tensor, Plan]:
     return _ops.run(ops.permute.default, x, plan.tensors), plan
 
 
-def unpermute(rows: Tensor, plan: Plan, scores: Tensor | None = None) -> Tensor:
+def unpermute(
+    rows: Tensor,
+    plan: Plan,
+    scores: Tensor | None = None,
+    *,
+    shared: Tensor | None = None,
+    shared_gate: Tensor | None = None,
+) -> Tensor:
     """Sums every token's rows, weighted: out[t] = sum over k of scores[t, k] * rows[token_row[t, k]].
 
     Args:
         rows: (T*K, D), floating. plan: from `permute` or `route_plan`.
         scores: (T, K), any floating dtype; None: every row has weight 1.
+        shared: (T, D) of rows' dtype (cast under autocast), added to the sum: the output of shared experts.
+        shared_gate: logits (T,) or (T, 1) of any floating dtype; shared[t] is multiplied by their sigmoid.
 
     Returns:
-        (T, D) in rows' dtype, summed in float32 or wider, differentiable in rows and scores.
+        (T, D) in rows' dtype, summed in float32 or wider and rounded once, differentiable in rows, scores,
+        shared and shared_gate.
     """
     check_input("unpermute", "rows", rows, 2)
     check_plan_of_rows("unpermute", plan, rows)
     if scores is not None:
         check_scores("unpermute", scores, plan.token_row)
         scores = scores.to(_ops.score_dtype(rows))
-    return _ops.run(ops.unpermute.default, rows, scores, plan.tensors)
+    if shared is None and shared_gate is None:
+        return _ops.run(ops.unpermute.default, rows, scores, plan.tensors)
+    num_tokens = plan.token_row.size(0)
+    check_shared("unpermute", shared, shared_gate, "rows", rows, (num_tokens, rows.size(1)))
+    shared, shared_gate = shared.to(rows.dtype), _as_scores(shared_gate, rows)
+    return _ops.run(ops.unpermute.default, rows, scores, plan.tensors, shared, shared_gate)
+
+
+def _as_scores(values: Tensor | None, x: Tensor) -> Tensor | None:
+    return None if values is None else values.to(_ops.score_dtype(x))
 
 
 # --- experts ----------------------------------------------------------------------------------------------
@@ -264,8 +284,9 @@ def _needs_grad(*tensors: Tensor | None) -> bool:
 
 
 def _experts(
-    x, w1, w2, w3, b1, b2, b3, scores, plan: Plan, code, activation, alpha, limit, score_on, main_grads
-):
+    x, w1, w2, w3, b1, b2, b3, scores, plan: Plan, code, activation, alpha, limit, score_on, main_grads,
+    shared=(None, None),
+):  # fmt: skip
     """The two autograd nodes. h is saved only if a gradient may be needed."""
     needs_grad = _needs_grad(x, w1, w2, w3, b1, b2, b3, scores)
     settings = (plan.tensors, code, _ops.ACTIVATION_CODES[activation], [alpha, limit])
@@ -274,7 +295,7 @@ def _experts(
     up = (x, w1, w3, b1, b3, scores if on_input else None)
     h, a = _ops.run(ops.experts_up.default, *up, *settings, needs_grad, *main_up)
     down = (a, h if needs_grad else None, w2, b2, None if on_input else scores)
-    return _ops.run(ops.experts_down.default, *down, *settings, *main_down)
+    return _ops.run(ops.experts_down.default, *down, *settings, *(main_down or (None,)), *shared)
 
 
 # Where an operator writes a view of an input, inductor added the input's storage offset twice: seen in 2.11.
@@ -304,6 +325,8 @@ def fused_experts(
     expert_map: Tensor | None = None,
     out: Tensor | None = None,
     lora: LoRA | None = None,
+    shared: Tensor | None = None,
+    shared_gate: Tensor | None = None,
 ) -> Tensor:
     """The routed experts of a layer: out[t] = sum over k of scores[t, k] * expert(ids[t, k])(x[t]).
 
@@ -339,10 +362,13 @@ def fused_experts(
             recorded, and in memory that no other argument has a part of.
         lora: adapters that are added to the weights' products. Beside it and beside quantised weights
             main_grads raise.
+        shared: (T, D) of x's dtype (cast under autocast), added to the sum before it is rounded: the output
+            of shared experts. shared_gate: logits (T,) or (T, 1) of any floating dtype; shared[t] is
+            multiplied by their sigmoid.
 
     Returns:
-        (T, D) in x's dtype (autocast's under autocast), differentiable in x, weights, biases, scores and
-        adapters.
+        (T, D) in x's dtype (autocast's under autocast), differentiable in x, weights, biases, scores,
+        adapters, shared and shared_gate.
 
     Raises:
         TypeError, ValueError: before anything runs, with what was expected and what was found.
@@ -350,13 +376,14 @@ def fused_experts(
     weights, biases, constants = (w1, w2, w3), (b1, b2, b3), (alpha, limit)
     return experts_and_counts(
         x, weights, scores, ids, biases, activation, constants, layout, transposed, score_on, plan,
-        main_grads, expert_map, out, lora,
+        main_grads, expert_map, out, lora, shared, shared_gate,
     )[0]  # fmt: skip
 
 
 def experts_and_counts(
     x, weights, scores, ids, biases, activation, constants=(ALPHA, LIMIT), layout="separate",
     transposed=False, score_on="output", plan=None, main_grads=None, expert_map=None, out=None, lora=None,
+    shared=None, shared_gate=None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """fused_experts, and how many slots each expert has: counts (E,) int32."""
     fn = "fused_experts"
@@ -376,37 +403,40 @@ def experts_and_counts(
         if plan is not None:
             fail(ValueError, fn, "expert_map without plan, which is made with it", "both")
         check_expert_map(fn, expert_map, ids, w2.size(0))
+    check_shared(fn, shared, shared_gate, "x", x, (x.size(0), w2.size(1)))
     adapters = () if lora is None else lora.tensors
-    needs_grad = _needs_grad(x, w1, w2, w3, *biases, scores, *adapters)
+    needs_grad = _needs_grad(x, w1, w2, w3, *biases, scores, *adapters, shared, shared_gate)
     if out is not None:
         if needs_grad:
             fail(ValueError, fn, "out where no gradient is needed", "an argument that requires one")
-        inputs = (x, *_tensors_of(stored), *biases, scores, ids, *adapters)
+        inputs = (x, *_tensors_of(stored), *biases, scores, ids, *adapters, shared, shared_gate)
         check_out(fn, out, x, (x.size(0), w2.size(1)), inputs)
     scores = scores.to(_ops.score_dtype(x))
+    shared = shared, _as_scores(shared_gate, x)
     is_operator = plan is None and not needs_grad
     settings = (code, _ops.ACTIVATION_CODES[activation], [*constants], score_on == "input")
     if is_composed:
         if is_operator and lora is None and all(w is None or isinstance(w, QuantizedWeight) for w in stored):
-            y, counts = _quantized_experts(x, stored, biases, scores, ids, settings, expert_map)
+            y, counts = _quantized_experts(x, stored, biases, scores, ids, settings, expert_map, shared)
             return y if out is None else out.copy_(y), counts
         if plan is None:
             plan = _ops.route_plan(ids, w2.size(0), expert_map)
         weights = _unless_quantized((w1, w2, w3), stored)
         act = _activation(activation, *constants)
-        y = composed.experts(x, weights, biases, scores, plan, layout, act, score_on, lora)
+        y = composed.experts(x, weights, biases, scores, plan, layout, act, score_on, lora, shared)
         return y if out is None else out.copy_(y), plan.counts
     # Autocast would cast all weights before one operator, and keep the casts of both sides at a time.
     if is_operator and not is_autocast_enabled(x):
         b1, b2, b3 = biases
         operands = (x, w1, w3, w2, b1, b3, b2, scores, ids)
         if out is not None:
-            return out, ops.experts_out(*operands, *settings, out, expert_map)
-        return _ops.run(ops.experts.default, *operands, *settings, expert_map)
+            return out, ops.experts_out(*operands, *settings, out, expert_map, *shared)
+        return _ops.run(ops.experts.default, *operands, *settings, expert_map, *shared)
     if plan is None:
         plan = _ops.route_plan(ids, w2.size(0), expert_map)
     experts = _uncompiled_experts if WRITES_BESIDE_VIEWS and any(main_grads) else _experts
-    y = experts(x, w1, w2, w3, *biases, scores, plan, code, activation, *constants, score_on, main_grads)
+    made = (plan, code, activation, *constants, score_on, main_grads, shared)
+    y = experts(x, w1, w2, w3, *biases, scores, *made)
     return y if out is None else out.copy_(y), plan.counts
 
 
@@ -434,11 +464,13 @@ def _plain_weights(
     return tuple(plain), True
 
 
-def _quantized_experts(x, weights: tuple, biases: tuple, scores, ids, settings: tuple, expert_map):
+def _quantized_experts(
+    x, weights: tuple, biases: tuple, scores, ids, settings: tuple, expert_map, shared: tuple
+):
     """(out, counts) by one operator, which keeps nothing for backward."""
     w1, w2, w3 = ((None, None, None, 0) if w is None else (*w.tensors, w.code) for w in weights)
     b1, b2, b3 = biases
-    args = (x, *w1, *w3, *w2, b1, b3, b2, scores, ids, *settings, expert_map)
+    args = (x, *w1, *w3, *w2, b1, b3, b2, scores, ids, *settings, expert_map, *shared)
     if is_autocast_enabled(x):
         return ops.quantized_experts(*args)
     return _ops.run(ops.quantized_experts.default, *args)

@@ -250,7 +250,8 @@ def _no_backward(name: str):
 
 
 def _autocast_rule(schema: Schema, device: str, names: tuple[str, ...]):
-    """Casts the floating inputs `names` as autocast does for linear. float64 is not cast."""
+    """Casts the floating inputs `names` as autocast does for linear. float64 is not cast. The last arguments,
+    where they have their defaults, are not passed."""
     keys = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, f"Autocast{device}"))
     positions = [schema.position[name] for name in names]
 
@@ -258,7 +259,7 @@ def _autocast_rule(schema: Schema, device: str, names: tuple[str, ...]):
         dtype = torch.get_autocast_dtype(device.lower())
         args = list(args)
         for i in positions:
-            if args[i] is not None and args[i].dtype != torch.float64:
+            if i < len(args) and args[i] is not None and args[i].dtype != torch.float64:
                 args[i] = args[i].to(dtype)
         with torch._C._ExcludeDispatchKeyGuard(keys):
             return schema.op(*args)
@@ -460,15 +461,19 @@ def _unpermute_fake(args):
 
 def _unpermute_setup(ctx, args, output):
     needs_scores = args.scores is not None and ctx.needs_input_grad[1]
-    ctx.save_for_backward(args.rows if needs_scores else None, args.scores, *args.plan)
+    rows = args.rows if needs_scores else None
+    ctx.save_for_backward(rows, args.scores, *_saved_shared(ctx, args), *args.plan)
 
 
 def _unpermute_backward(ctx, need, dout):
-    rows, scores, *plan = ctx.saved_tensors
+    rows, scores, shared, shared_gate, *plan = ctx.saved_tensors
+    grads = _shared_gradients(need, dout, shared, shared_gate)
     if scores is None:
-        return {"rows": run(ops.permute.default, dout, plan)}
+        return grads | ({"rows": run(ops.permute.default, dout, plan)} if need.rows else {})
+    if not (need.rows or need.scores):
+        return grads
     drows, dscores = run(ops.unpermute_backward.default, dout, rows, scores, plan, need.rows, need.scores)
-    return {"rows": drows if need.rows else None, "scores": dscores if need.scores else None}
+    return grads | {"rows": drows if need.rows else None, "scores": dscores if need.scores else None}
 
 
 def _unpermute_backward_fake(args):
@@ -477,9 +482,37 @@ def _unpermute_backward_fake(args):
     return drows, _needed(args.need_dscores, dout, *_slots(dout, plan), dtype=score_dtype(dout))
 
 
+def _saved_shared(ctx, args) -> tuple[Tensor | None, Tensor | None]:
+    """What the gradients of a combine's last two arguments, shared and shared_gate, need."""
+    need = type(args)(*ctx.needs_input_grad[:-1])  # a caller may leave both out
+    shared = args.shared if need.shared_gate else None
+    return shared, args.shared_gate if need.shared or need.shared_gate else None
+
+
+def _shared_gradients(need, dout, shared, shared_gate) -> dict:
+    """{"shared", "shared_gate": their gradients} where needed. Without a gate shared's is dout."""
+    if need.shared and shared_gate is None:
+        return {"shared": dout}
+    if not (need.shared or need.shared_gate):
+        return {}
+    args = (dout, shared, shared_gate, need.shared, need.shared_gate)
+    dshared, dgate = run(ops.shared_backward.default, *args)
+    grads = {"shared": dshared} if need.shared else {}
+    return grads | ({"shared_gate": dgate} if need.shared_gate else {})
+
+
+def _shared_backward_fake(args):
+    dout, gate = args.dout, args.shared_gate
+    return (
+        _needed(args.need_dshared, dout, *dout.shape),
+        _needed(args.need_dshared_gate, gate, *gate.shape),
+    )
+
+
 _register("permute", fake=_permute_fake, backward=_permute_backward, setup_context=_permute_setup)
 _register("unpermute", fake=_unpermute_fake, backward=_unpermute_backward, setup_context=_unpermute_setup)
 _register("unpermute_backward", fake=_unpermute_backward_fake)
+_register("shared_backward", fake=_shared_backward_fake)
 
 
 # --- grouped GEMMs: the gradients of grouped_mm and wgrad are grouped_mm and wgrad --------------------
@@ -677,14 +710,17 @@ def _experts_down_fake(args):
 def _experts_down_setup(ctx, args, output):
     ctx.activation = (args.layout, args.activation, args.constants)
     ctx.main_grad = args.main_grad2
-    ctx.save_for_backward(args.h, args.w2, args.b2, args.scores, *args.plan)
+    ctx.save_for_backward(args.h, args.w2, args.b2, args.scores, *_saved_shared(ctx, args), *args.plan)
 
 
 def _experts_down_backward(ctx, need, dout):
-    h, w2, b2, scores, *plan = ctx.saved_tensors
+    h, w2, b2, scores, shared, shared_gate, *plan = ctx.saved_tensors
+    of_shared = _shared_gradients(need, dout, shared, shared_gate)
+    needs = (need.h, need.w2, need.b2, need.scores)
+    if of_shared and not any(needs):
+        return of_shared
     if h is None:
         raise RuntimeError("fused_moe: experts_down was given no h, so it has no gradient")
-    needs = (need.h, need.w2, need.b2, need.scores)
     args = (dout, h, w2, b2, scores, plan, *ctx.activation, *needs)
     if ctx.main_grad is None:
         dh, dw2, db2, dscores = run(ops.experts_down_backward.default, *args)
@@ -700,7 +736,7 @@ def _experts_down_backward(ctx, need, dout):
         result["b2"] = db2
     if need.scores:
         result["scores"] = dscores
-    return result
+    return result | of_shared
 
 
 def _experts_down_backward_fake(args):
@@ -729,7 +765,7 @@ _register(
     fake=_experts_down_fake,
     backward=_experts_down_backward,
     setup_context=_experts_down_setup,
-    autocast=("a", "h", "w2", "b2"),
+    autocast=("a", "h", "w2", "b2", "shared"),
 )
 _register("experts_down_backward", fake=_experts_down_backward_fake)
 _register_accumulate("experts_down_backward_accumulate", fake=_experts_down_backward_fake)
@@ -744,7 +780,7 @@ def _experts_fake(args):
     return out, args.ids.new_empty(args.w1.size(0), dtype=torch.int32)
 
 
-_register("experts", fake=_experts_fake, autocast=("x", "w1", "w3", "w2", "b1", "b3", "b2"))
+_register("experts", fake=_experts_fake, autocast=("x", "w1", "w3", "w2", "b1", "b3", "b2", "shared"))
 _register_writing("experts_out", fake=lambda args: _experts_fake(args)[1], expected="no gradient of out")
 
 
@@ -753,7 +789,7 @@ def _quantized_experts_fake(args):
     return out, args.ids.new_empty(args.data1.size(0), dtype=torch.int32)
 
 
-_register("quantized_experts", fake=_quantized_experts_fake, autocast=("x", "b1", "b3", "b2"))
+_register("quantized_experts", fake=_quantized_experts_fake, autocast=("x", "b1", "b3", "b2", "shared"))
 
 
 def _routed_experts_fake(args):
@@ -766,7 +802,7 @@ def _routed_experts_fake(args):
 _register(
     "routed_experts",
     fake=_routed_experts_fake,
-    autocast=("x", "gate", "gate_bias", "w1", "w3", "w2", "b1", "b3", "b2"),
+    autocast=("x", "gate", "gate_bias", "w1", "w3", "w2", "b1", "b3", "b2", "shared"),
 )
 
 

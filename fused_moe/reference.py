@@ -214,14 +214,28 @@ def _permuted(x: Tensor, plan: Plan) -> Tensor:
     return torch.where(in_use, x[plan.row_token.clamp_min(0).long()], 0)
 
 
-def unpermute(rows: Tensor, plan: Plan, scores: Tensor | None = None) -> Tensor:
-    """out[t] = sum over k of scores[t, k] * rows[token_row[t, k]], summed in float32 or wider."""
+def unpermute(
+    rows: Tensor,
+    plan: Plan,
+    scores: Tensor | None = None,
+    *,
+    shared: Tensor | None = None,
+    shared_gate: Tensor | None = None,
+) -> Tensor:
+    """out[t] = sum over k of scores[t, k] * rows[token_row[t, k]] + sigmoid(shared_gate[t]) * shared[t].
+
+    Summed in float32 or wider, rounded once. Without a gate shared[t] is added as it is.
+    """
     wide = torch.promote_types(rows.dtype, torch.float32)
     has_row = (plan.token_row >= 0).unsqueeze(-1)
     gathered = torch.where(has_row, rows[plan.token_row.clamp_min(0).long()], 0).to(wide)
     if scores is not None:
         gathered = gathered * scores.unsqueeze(-1).to(wide)
-    return gathered.sum(1).to(rows.dtype)
+    out = gathered.sum(1)
+    if shared is not None:
+        gate = 1 if shared_gate is None else shared_gate.to(wide).sigmoid().view(-1, 1)
+        out = out + gate * shared.to(wide)
+    return out.to(rows.dtype)
 
 
 def grouped_mm(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
@@ -342,9 +356,11 @@ def fused_experts(
     *,
     score_on: str = "output",
     expert_map: Tensor | None = None,
+    shared: Tensor | None = None,
+    shared_gate: Tensor | None = None,
     **experts,
 ) -> Tensor:
-    """out[t] = sum over k of scores[t, k] * expert(ids[t, k])(x[t]), the routed part of a layer."""
+    """out[t] = sum over k of scores[t, k] * expert(ids[t, k])(x[t]) + sigmoid(shared_gate[t]) * shared[t]."""
     plan = route_plan(ids, w2.size(0), expert_map)
     rows = _permuted(x, plan)
     if score_on == "input":
@@ -352,7 +368,8 @@ def fused_experts(
         row_scores = scores.flatten()[plan.row_slot.clamp_min(0).long()].unsqueeze(-1)
         rows = (rows.to(wide) * row_scores.to(wide)).to(x.dtype)
     y = grouped_mlp(rows, w1, w2, w3, plan.counts, **experts)
-    return unpermute(y, plan, scores if score_on == "output" else None)
+    scores = scores if score_on == "output" else None
+    return unpermute(y, plan, scores, shared=shared, shared_gate=shared_gate)
 
 
 class _Router(module.Router):

@@ -125,10 +125,16 @@ class _RoutedUp(torch.autograd.Function):
 
 
 def routed_experts(
-    x: Tensor, router: nn.Module, experts: nn.Module, expert_bias: Tensor | None, **given: Tensor
+    x: Tensor,
+    router: nn.Module,
+    experts: nn.Module,
+    expert_bias: Tensor | None,
+    shared: tuple[Tensor | None, Tensor | None] = (None, None),
+    **given: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """What Router and Experts compute of x (T, D): out (T, D), counts (E,), ids (T, K), logits (T, E).
-    `given` are the router's ids and num_tokens."""
+    `shared` are what `fused_experts` takes as shared and shared_gate, `given` the router's ids and
+    num_tokens."""
     fn, (w1, w2, w3) = "fused_experts", experts.weights
     b1, b2, b3 = experts.b1, experts.b2, experts.b3
     constants = [function.ALPHA, function.LIMIT]
@@ -138,7 +144,7 @@ def routed_experts(
     up = (w1, w3, b1, b3, expert_bias, router.top_k, router.routing | given, settings, main_up)
     h, a, scores, ids, logits, *plan = _RoutedUp.apply(x, router.gate.weight, router.gate.bias, *up)
     plan = Plan(*plan)
-    down = (a, h, w2, b2, scores, plan.tensors, *settings, *main_down)
+    down = (a, h, w2, b2, scores, plan.tensors, *settings, *(main_down or (None,)), *shared)
     return run(ops.experts_down.default, *down), plan.counts, ids, logits
 
 
@@ -147,6 +153,7 @@ def routed_experts_without_gradients(
     router: nn.Module,
     experts: nn.Module,
     expert_bias: Tensor | None,
+    shared: tuple[Tensor | None, Tensor | None] = (None, None),
     *,
     ids: Tensor | None = None,
     num_tokens: Tensor | None = None,
@@ -162,4 +169,4 @@ def routed_experts_without_gradients(
     *_, layout = check_experts("fused_experts", "x", x, w1, w2, w3, b1, b2, b3, *constants, "separate", False)
     operands = (x, gate, gate_bias, bias, w1, w3, w2, b1, b3, b2)
     settings = (layout, ACTIVATION_CODES[experts.activation], constants)
-    return run(ops.routed_experts.default, *operands, *routing, *settings, ids, num_tokens)
+    return run(ops.routed_experts.default, *operands, *routing, *settings, ids, num_tokens, *shared)

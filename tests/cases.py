@@ -269,6 +269,9 @@ def operator_calls(case: Case, device) -> dict:
     rows, a, h, dout, logits = new(R, D), new(R, F), new(R, H), new(T, D), new(T, E)
     gate = new(E, D)
     of_router = {"dlogits": logits, "gate": gate}
+    by_token = {"shared_gate": torch.randn(T).to(device, score_dtype(dtype))}
+    column = {"shared_gate": by_token["shared_gate"].unsqueeze(-1)}
+    add_shared = {"shared": dout, **by_token}
     layout = {"layout": codes.LAYOUTS[stored] if gated else codes.UNGATED}
     act = {**layout, "activation": codes.ACTIVATION_CODES[case.activation], "constants": [1.702, case.limit]}
     softmax = {"score_func": 0, "route_norm": False, "route_scale": 1.0}
@@ -329,10 +332,18 @@ def operator_calls(case: Case, device) -> dict:
         ],
         "count_plan": [{"counts": c, "num_rows": R} for c in (plan.counts, plan.counts.to(torch.uint8))],
         "permute": [{"x": x, **moves}],
-        "unpermute": [{"rows": rows, "scores": s, **moves} for s in (scores, None)],
+        "unpermute": [
+            {"rows": rows, "scores": s, **moves, **added}
+            for s, added in ((scores, add_shared), (None, {"shared": dout}), (scores, {}))
+        ],
         "unpermute_backward": [
             {"dout": dout, "rows": rows, "scores": scores, **moves, "need_drows": need, "need_dscores": True}
             for need in (True, False)
+        ],
+        "shared_backward": [
+            {"dout": dout, "shared": x, **by_token, "need_dshared": True, "need_dshared_gate": True},
+            {"dout": dout, "shared": None, **column, "need_dshared": True, "need_dshared_gate": False},
+            {"dout": dout, "shared": x, **column, "need_dshared": False, "need_dshared_gate": True},
         ],
         "grouped_mm": [{"a": a, "b": w2, "offsets": offs}],
         "quantized_mm": of_quantized,
@@ -361,13 +372,13 @@ def operator_calls(case: Case, device) -> dict:
             for call, (grad1, grad3) in zip(up_backwards, main_grads, strict=True)
         ],
         "experts_down": [
-            {"a": a, "h": h, **down, "scores": scores, **moves, **act},
+            {"a": a, "h": h, **down, "scores": scores, **moves, **act, **add_shared},
             {"a": a, "h": None, **down, "scores": None, "plan": rows_plan, **act},
         ],
         "experts": [
             {"x": x, **up, **down, "scores": scores, "ids": i, **act, **settings}
             for i, settings in (
-                (ids, {"score_on_input": False}),
+                (ids, {"score_on_input": False, **add_shared}),
                 (ids.long(), {"score_on_input": True, "expert_map": expert_map}),
             )
         ],
@@ -381,17 +392,19 @@ def operator_calls(case: Case, device) -> dict:
                 **act,
                 "score_on_input": False,
                 "out": new(T, D),
+                "shared": dout,
+                **column,
             }
         ],
         "quantized_experts": [
-            {"x": x, **packed, **of_up, "b2": b2, "scores": scores, "ids": ids, **act, "score_on_input": s}
-            for s in (False, True)
+            {"x": x, **packed, **of_up, "b2": b2, "scores": scores, "ids": ids, **act, **side}
+            for side in ({"score_on_input": False, **add_shared}, {"score_on_input": True})
         ],
         "routed_experts": [
             {"x": x, "gate": gate, "gate_bias": b, **up, **down, **act, "top_k": K, **routing}
             for b, routing in (
                 (None, {"expert_bias": torch.zeros(E).to(device), **softmax, **all_groups}),
-                (new(E), {"expert_bias": None, **sigmoid, **all_groups, **given}),
+                (new(E), {"expert_bias": None, **sigmoid, **all_groups, **given, **add_shared}),
             )
         ],
         "experts_down_backward": down_backwards,

@@ -109,6 +109,35 @@ SHAPE_2 = r"w2 of shape \(E, D, F\) = \(3, 8, 4\)"
 SCORES = r"scores of shape \(T, K\) = \(6, 2\)"
 ANY_INT = "dtype int32 or int64 or int16 or int8 or uint8"
 
+
+def shared_rows(call, like: str) -> list:
+    """Wrong shared and shared_gate of a call, whose first tensor is `like`."""
+
+    def gated(gate):
+        return call(shared=torch.randn(T, D), shared_gate=gate)
+
+    return [
+        (call(shared=[1.0]), TypeError, "shared to be a tensor", "list"),
+        (call(shared=integers(T, D)), TypeError, f"shared of {FLOAT}", "torch.int32"),
+        (call(shared=torch.randn(T, D, 1)), ValueError, "shared of 2 dimensions", r"shape \(6, 8, 1\)"),
+        (call(shared=torch.randn(T, 7)), ValueError, r"shared of shape \(T, D\) = \(6, 8\)", r"\(6, 7\)"),
+        (
+            call(shared=torch.randn(T * K, D)),
+            ValueError,
+            r"shared of shape \(T, D\) = \(6, 8\)",
+            r"\(12, 8\)",
+        ),
+        (call(shared=half), TypeError, f"shared of {like}'s dtype torch.float32", "torch.float16"),
+        (call(shared_gate=torch.randn(T)), ValueError, "shared_gate only beside shared", "without shared"),
+        (gated(1.0), TypeError, "shared_gate to be a tensor", "float"),
+        (gated(integers(T)), TypeError, f"shared_gate of {FLOAT}", "torch.int32"),
+        (gated(torch.randn(5)), ValueError, r"shared_gate of shape \(T\) = \(6,\)", r"\(5,\)"),
+        (gated(torch.randn(T, K)), ValueError, r"shared_gate of shape \(T, 1\) = \(6, 1\)", r"\(6, 2\)"),
+        (gated(torch.randn(1, T)), ValueError, r"shared_gate of shape \(T, 1\) = \(6, 1\)", r"\(1, 6\)"),
+        (gated(torch.randn(T, 1, 1)), ValueError, "shared_gate of 1 dimensions", r"shape \(6, 1, 1\)"),
+    ]
+
+
 # group -> rows of (call, exception, expected, found)
 TABLE = {
     "router_logits": [
@@ -270,6 +299,8 @@ TABLE = {
         (combination(scores=integers(T, K)), TypeError, f"scores of {FLOAT}", "torch.int32"),
         (combination(scores=complexes(T, K)), TypeError, f"scores of {FLOAT}", "torch.complex64"),
     ],
+    "unpermute's shared experts": shared_rows(combination, "rows"),
+    "fused_experts's shared experts": shared_rows(experts, "x"),
     "grouped_mm": [
         (gemm(a=None), TypeError, "a to be a tensor", "NoneType"),
         (gemm(a=torch.randn(T)), ValueError, "a of 2 dimensions", r"shape \(6,\)"),
@@ -421,6 +452,10 @@ TABLE = {
          ValueError, "out that shares no memory", "one that does"),
         (experts(w2=torch.randn(E, D, F).requires_grad_(), out=torch.empty(T, D)),
          ValueError, "out where no gradient is needed", "an argument that requires one"),
+        (experts(shared=torch.randn(T, D).requires_grad_(), out=torch.empty(T, D)),
+         ValueError, "out where no gradient is needed", "an argument that requires one"),
+        (experts(shared=rows_of_both[:T], out=rows_of_both[T - 1 :]),
+         ValueError, "out that shares no memory", "one that does"),
     ],
     "grouped_mlp": [
         (mlp(x_rows=[1.0]), TypeError, "x_rows to be a tensor", "list"),
@@ -699,6 +734,7 @@ def test_meta_arguments_are_not_mixed(device):
     changes = {
         "w2": torch.randn(E, D, F, device="meta"),
         "ids": torch.zeros(T, K, dtype=torch.int32, device="meta"),
+        "shared": torch.randn(T, D, device="meta"),
     }
     for name, value in changes.items():
         fn, arguments = experts()
@@ -714,10 +750,13 @@ def test_meta_arguments_are_not_mixed(device):
         (router(num_tokens=torch.tensor(4)), "num_tokens", "logits"),
         (planned(expert_map=integers(9)), "expert_map", "ids"),
         (experts(expert_map=integers(9)), "expert_map", "ids"),
+        (experts(shared=torch.randn(T, D), shared_gate=torch.randn(T)), "shared_gate", "x"),
+        (combination(shared=torch.randn(T, D)), "shared", "rows"),
+        (combination(shared=torch.randn(T, D), shared_gate=torch.randn(T)), "shared_gate", "rows"),
     ),
 )
-def test_meta_integers_are_not_mixed(device, call, name, like):
-    """Nor ids, numbers of tokens and maps. Those that are on the right device are right."""
+def test_other_arguments_on_meta_are_not_mixed(device, call, name, like):
+    """Nor ids, numbers of tokens, maps and shared experts. Those that are on the right device are right."""
     fn, arguments = call
     arguments = moved(arguments, device)
     fn(**arguments)
@@ -789,6 +828,15 @@ def operator_calls(device) -> tuple[dict, dict]:
         "unpermute: short rows": (ops.unpermute, rows[:7], None, maps),
         "unpermute: scores of another shape": (ops.unpermute, rows, scores[:, :1], maps),
         "unpermute: half scores": (ops.unpermute, rows, scores.half(), maps),
+        "unpermute: short shared": (ops.unpermute, rows, None, maps, x[:4]),
+        "unpermute: half shared": (ops.unpermute, rows, None, maps, x.half()),
+        "unpermute: a gate without shared": (ops.unpermute, rows, None, maps, None, scores[:, 0]),
+        "unpermute: short gate": (ops.unpermute, rows, None, maps, x, scores[:4, 0]),
+        "unpermute: a gate of two columns": (ops.unpermute, rows, None, maps, x, scores),
+        "unpermute: half gate": (ops.unpermute, rows, None, maps, x, scores[:, 0].half()),
+        "shared_backward: short gate": (ops.shared_backward, x, x, scores[:4, 0], True, True),
+        "shared_backward: narrow shared": (ops.shared_backward, x, x[:, :3], scores[:, 0], True, True),
+        "shared_backward: no shared": (ops.shared_backward, x, None, scores[:, 0], True, True),
         "unpermute_backward: short dout": (ops.unpermute_backward, x[:2], rows, scores, maps, True, True),
         "grouped_mm: int64 offsets": (ops.grouped_mm, a, w2, ends.long()),
         "grouped_mm: offsets of fewer experts": (ops.grouped_mm, a, w2, ends[:2]),
@@ -818,6 +866,10 @@ def operator_calls(device) -> tuple[dict, dict]:
         "experts_up: scores without maps": (
             ops.experts_up, rows, w1, w3, None, None, scores, no_maps, 0, *act, True),
         "experts_up: other width of x": (ops.experts_up, a, *up[1:], None, no_maps, 0, *act, True),
+        "experts_down: shared without maps": (
+            ops.experts_down, a, None, w2, None, None, no_maps, 0, *act, None, rows),
+        "experts: short shared": (
+            ops.experts, x, w1, w3, w2, None, None, None, scores, ids, 0, *act, False, None, x[:4]),
         "experts: ids of other tokens": (
             ops.experts, x, w1, w3, w2, None, None, None, scores[:4], ids[:4], 0, *act, False),
         "experts: scores of other slots": (

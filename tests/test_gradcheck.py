@@ -44,11 +44,12 @@ def test_fused_experts(device, layout):
         activation = activations[(list(LAYOUTS).index(layout) + len(score_on)) % 4]
         case = Case(5, 3, 2, 4, 2, F64, "sentinels", layout, activation, bias=True, score_on=score_on, seed=1)
         ids = case.ids(device)
+        shared = {"shared": leaf(5, 3, device=device), "shared_gate": leaf(5, 1, device=device)}
         check(
             lambda ids=ids, case=case, **t: fused_experts(
                 **t, ids=ids, score_on=case.score_on, **case.options
             ),
-            case.inputs(device),
+            case.inputs(device) | shared,
         )
 
 
@@ -87,6 +88,18 @@ def test_permute_and_unpermute(device):
     assert gradcheck(lambda rows, scores: unpermute(rows, plan, scores), (rows, scores))
     assert gradcheck(lambda rows: unpermute(rows, plan), rows)
     assert gradgradcheck(lambda rows: unpermute(rows, plan), rows)
+
+
+def test_unpermute_with_shared_experts(device):
+    """All operands at once, the gate as a vector and as a column; without a gate to second order."""
+    plan = route_plan(torch.tensor([[0, 2], [1, -1], [2, 0], [7, 7]], device=device), 3)
+    rows, scores = leaf(8, 3, device=device), leaf(4, 2, device=device)
+    for shape in ((4,), (4, 1)):
+        inputs = {"rows": rows, "scores": scores, "shared": leaf(4, 3, device=device)}
+        check(
+            lambda **t: unpermute(**t, plan=plan), inputs | {"shared_gate": leaf(*shape, device=device) * 3}
+        )
+    assert gradgradcheck(lambda *t: unpermute(t[0], plan, shared=t[1]), (rows, leaf(4, 3, device=device)))
 
 
 @pytest.mark.parametrize("layout", ("separate", "ungated", "interleaved"))

@@ -1,4 +1,4 @@
-"""permute and unpermute: exact copies, weighted sums, and adjoint to each other."""
+"""permute and unpermute: exact copies, weighted sums with shared experts, and adjoint to each other."""
 
 import pytest
 import torch
@@ -11,6 +11,7 @@ from cases import (
     ODD,
     ROUTINGS,
     STRICT,
+    Calls,
     assert_near,
     assert_same_bits,
     check_against_reference,
@@ -36,6 +37,18 @@ def setup(device, dtype=F32, tokens=61, dim=37, num_experts=6, top_k=3, routing=
     rows = torch.randn(tokens * top_k, dim, device=device).to(dtype)
     scores = torch.rand(tokens, top_k, device=device).to(score_dtype(dtype))
     return ids, plan, x, rows, scores
+
+
+SHARED = ("none", "plain", "gate", "column")
+
+
+def add_shared(form, x) -> dict:
+    """shared (T, D) like x, and logits (T,) or (T, 1), or none."""
+    if form == "none":
+        return {}
+    shape = (x.size(0), 1) if form == "column" else (x.size(0),)
+    gate = torch.randn(shape, device=x.device).to(score_dtype(x.dtype))
+    return {"shared": torch.randn_like(x), "shared_gate": None if form == "plain" else gate}
 
 
 def rows_of(x, ids, num_experts):
@@ -71,12 +84,64 @@ def test_unpermute(device, dtype, routing, weighted):
         assert not ours["dscores"][others].count_nonzero()
 
 
+@pytest.mark.quick
+@ALL_DTYPES
+@pytest.mark.parametrize("routing", ("random", "sentinels", "none"))
+@pytest.mark.parametrize("form", SHARED[1:])
+@pytest.mark.parametrize("weighted", (False, True))
+def test_shared(device, dtype, routing, form, weighted):
+    """The shared experts' row of every token, gated or not, and the gradients of all."""
+    _, plan, x, rows, scores = setup(device, dtype, routing=routing)
+    inputs = {"rows": rows, "scores": scores if weighted else None, **add_shared(form, x)}
+    ours = check_against_reference("unpermute", inputs, torch.randn_like(x), plan=plan)
+    if form != "plain":
+        assert ours["dshared_gate"].shape == inputs["shared_gate"].shape
+
+
 @pytest.mark.parametrize("dtype", (BF16, F16), ids=("bf16", "f16"))
-def test_unpermute_accuracy(device, dtype):
+@pytest.mark.parametrize("form", SHARED)
+def test_unpermute_accuracy(device, dtype, form):
     """The sum's error is at most 1.1 times that of the eager sum in float32."""
     _, plan, x, rows, scores = setup(device, dtype, 500, 129, 8, 8)
-    inputs = {"rows": rows, "scores": scores}
+    inputs = {"rows": rows, "scores": scores, **add_shared(form, x)}
     check_against_reference("unpermute", inputs, torch.randn_like(x), STRICT, plan=plan)
+
+
+@pytest.mark.parametrize("dtype", (BF16, F16), ids=("bf16", "f16"))
+@pytest.mark.parametrize("form", SHARED[1:])
+def test_shared_is_rounded_once(device, dtype, form):
+    """Output and gradient of shared are those of the same float32 operands, rounded."""
+    _, plan, x, rows, scores = setup(device, dtype, 100, 256, 8, 4)
+    inputs, dout = {"rows": rows, **add_shared(form, x)}, torch.randn_like(x)
+    found = forward_backward(unpermute, inputs, dout, scores=scores, plan=plan)
+    wide = {n: t if t is None else t.float() for n, t in inputs.items()}
+    expected = forward_backward(unpermute, wide, dout.float(), scores=scores, plan=plan)
+    for name in ("out", "dshared"):
+        assert torch.equal(found[name], expected[name].to(dtype)), name
+    assert not torch.equal(found["out"], unpermute(rows, plan, scores) + inputs["shared"])
+
+
+def test_shared_is_added_last(device):
+    """After the slots, in their order: in float32 1e8 + 1 is 1e8."""
+    plan = reference.route_plan(torch.tensor([[0, 1]], device=device), 2)
+    rows = torch.tensor([[1e8], [1.0]], device=device).expand(2, 64).contiguous()
+    for gate in (None, torch.tensor([200.0], device=device)):
+        out = unpermute(rows, plan, shared=torch.full((1, 64), -1e8, device=device), shared_gate=gate)
+        assert not out.count_nonzero()
+
+
+def test_a_shut_and_an_open_gate(device):
+    """Logits so large that one of sigmoid and its derivative is 0, or near it: no NaN, and no digits lost."""
+    gate = torch.tensor([-500.0, -88, -30, 0, 12, 30, 88, 500], device=device)
+    _, plan, x, rows, _ = setup(device, tokens=8, routing="none")
+    shared, dout = torch.randn_like(x), torch.randn_like(x)
+    found = forward_backward(unpermute, {"shared_gate": gate}, dout, rows=rows, plan=plan, shared=shared)
+    wide = gate.double()
+    slope = wide.sigmoid() * (-wide).sigmoid()
+    expected = {"out": wide.sigmoid().unsqueeze(-1) * shared.double()}
+    expected["dshared_gate"] = (dout.double() * shared.double()).sum(-1) * slope
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name].double(), value, rtol=1e-5, atol=1e-37)
 
 
 @pytest.mark.parametrize("routing", ("random", "sentinels"))
@@ -95,16 +160,18 @@ def test_permute_gradient(device, dtype, routing):
     top_k=st.integers(1, 32),
     routing=st.sampled_from(("repeats", "one", "gaps", "none")),
     dtype=st.sampled_from((F32, BF16, F16, F64)),
+    shared=st.sampled_from(SHARED),
     form=st.sampled_from(sorted(FORMS)),
     seed=st.integers(0, 999),
 )
-def test_any_rows(device, tokens, dim, num_experts, top_k, routing, dtype, form, seed):
+def test_any_rows(device, tokens, dim, num_experts, top_k, routing, dtype, shared, form, seed):
     """Any sizes, routing, dtype and storage."""
     ids, plan, x, rows, scores = setup(device, dtype, tokens, dim, num_experts, top_k, routing, seed)
     assert torch.equal(
         rows_of(FORMS[form](x), FORMS[form](ids), num_experts), reference.permute(x, ids, num_experts)[0]
     )
-    inputs = {"rows": FORMS[form](rows), "scores": FORMS[form](scores)}
+    inputs = {"rows": rows, "scores": scores, **add_shared(shared, x)}
+    inputs = {n: t if t is None or t.dim() < 2 else FORMS[form](t) for n, t in inputs.items()}
     check_against_reference("unpermute", inputs, FORMS[form](torch.randn_like(x)), plan=plan)
 
 
@@ -140,15 +207,22 @@ def test_gradient_past_the_last_row_is_not_read(device):
     assert_same_bits({"dx": found["dx"]}, {"dx": expected["dx"]})
 
 
-def test_scores_alone_or_rows_alone(device):
-    """Each gradient alone is the same as both together."""
+@pytest.mark.parametrize("form", SHARED)
+def test_each_gradient_alone(device, form):
+    """It is the same as all together, and no operator computes another one."""
     _, plan, x, rows, scores = setup(device)
-    dout = torch.randn_like(x)
-    both = forward_backward(unpermute, {"rows": rows, "scores": scores}, dout, plan=plan)
-    only_rows = forward_backward(unpermute, {"rows": rows}, dout, scores=scores, plan=plan)
-    only_scores = forward_backward(unpermute, {"scores": scores}, dout, rows=rows, plan=plan)
-    assert torch.equal(only_rows["drows"], both["drows"])
-    assert torch.equal(only_scores["dscores"], both["dscores"])
+    inputs, dout = {"rows": rows, "scores": scores, **add_shared(form, x)}, torch.randn_like(x)
+    inputs = {n: t for n, t in inputs.items() if t is not None}
+    together = forward_backward(unpermute, inputs, dout, plan=plan)
+    for name, value in inputs.items():
+        others = {n: t for n, t in inputs.items() if n != name}
+        with Calls() as calls:
+            alone = forward_backward(unpermute, {name: value}, dout, **others, plan=plan)
+        assert_same_bits(alone, {n: together[n] for n in ("out", f"d{name}")})
+        backward = "unpermute_backward" if name in ("rows", "scores") else "shared_backward"
+        made = [t for _, results in calls.of(backward) for t in results if t.numel()]
+        assert len(made) == (name != "shared" or form != "plain")
+        assert not calls.of({"unpermute_backward": "shared_backward"}.get(backward, "unpermute_backward"))
 
 
 def test_round_trip(device):
@@ -163,7 +237,7 @@ def test_round_trip(device):
 def test_same_bits_on_any_number_of_threads(cpu, threads):
     """1, 2 and 3 threads give the same bits."""
     _, plan, x, rows, scores = setup(cpu, F32, 700, 96, 16, 4)
-    inputs, dout = {"rows": rows, "scores": scores}, torch.randn_like(x)
+    inputs, dout = {"rows": rows, "scores": scores, **add_shared("gate", x)}, torch.randn_like(x)
     threads(1)
     first = forward_backward(unpermute, inputs, dout, plan=plan)
     for n in (2, 3):

@@ -1,10 +1,11 @@
-/* permute, unpermute and unpermute's gradient: rows moved between token order and expert order.
+/* permute, unpermute and unpermute's gradients: rows moved between token order and expert order.
  *
  * permute and unpermute are each other's adjoint. Both walk their output, so no two tasks write one row, and
- * unpermute sums a token's rows in slot order, in the accumulation type: the same bits on any number of
- * threads. */
+ * unpermute sums a token's rows in slot order, then the shared experts' row, in the accumulation type: the
+ * same bits on any number of threads. */
 #include "cpu.h"
 
+#include <math.h>
 #include <string.h>
 
 enum { BLOCK = 64 }; /* rows or tokens per task */
@@ -34,6 +35,10 @@ int fused_moe_cpu_permute(const FusedMoePermute *p) {
 
 /* --- unpermute ------------------------------------------------------------------------------------------ */
 
+static double sigmoid(double x) {
+    return 1 / (1 + exp(-x));
+}
+
 static int unpermute_block(int64_t block, const void *ctx, char *scratch) {
     const FusedMoeUnpermute *p = ctx;
     const FmRows *v = fm_rows(p->dtype);
@@ -48,6 +53,10 @@ static int unpermute_block(int64_t block, const void *ctx, char *scratch) {
             v->load(row, fm_at(p->rows, v->elem_bytes, r * p->D), p->D);
             v->axpy(sum, p->scores ? v->get(p->scores, slot) : 1, row, p->D);
         }
+        if (p->shared) {
+            v->load(row, fm_at(p->shared, v->elem_bytes, t * p->D), p->D);
+            v->axpy(sum, p->shared_gate ? sigmoid(v->get(p->shared_gate, t)) : 1, row, p->D);
+        }
         v->store(fm_at(p->out, v->elem_bytes, t * p->D), sum, p->D);
     }
     return FUSED_MOE_OK;
@@ -58,10 +67,11 @@ int fused_moe_cpu_unpermute(const FusedMoeUnpermute *p) {
     if (!v) return FUSED_MOE_UNSUPPORTED_DTYPE;
     if (!fm_row_map_is_valid(&p->row_map)) return FUSED_MOE_INVALID_ROWS;
     size_t bytes = 2 * (p->D * v->accum_bytes + 64);
-    return fm_parallel(fm_blocks(p->row_map.T, BLOCK), p->row_map.R * p->D, unpermute_block, p, bytes);
+    int64_t num_rows = p->row_map.R + (p->shared ? p->row_map.T : 0);
+    return fm_parallel(fm_blocks(p->row_map.T, BLOCK), num_rows * p->D, unpermute_block, p, bytes);
 }
 
-/* --- unpermute's gradient ------------------------------------------------------------------------------- */
+/* --- unpermute's gradients ------------------------------------------------------------------------------ */
 
 static int unpermute_backward_block(int64_t block, const void *ctx, char *scratch) {
     const FusedMoeUnpermuteBackward *p = ctx;
@@ -97,4 +107,32 @@ int fused_moe_cpu_unpermute_backward(const FusedMoeUnpermuteBackward *p) {
     size_t bytes = 2 * (p->D * v->accum_bytes + 64);
     return fm_parallel(fm_blocks(p->row_map.R, BLOCK), p->row_map.R * p->D, unpermute_backward_block, p,
                        bytes);
+}
+
+static int shared_backward_block(int64_t block, const void *ctx, char *scratch) {
+    const FusedMoeSharedBackward *p = ctx;
+    const FmRows *v = fm_rows(p->dtype);
+    size_t unused = 0;
+    void *dout = fm_take(&scratch, &unused, p->D * v->accum_bytes);
+    void *row = fm_take(&scratch, &unused, p->D * v->accum_bytes);
+    for (int64_t t = block * BLOCK; t < fm_min(p->T, (block + 1) * BLOCK); t++) {
+        double gate = v->get(p->shared_gate, t);
+        v->load(dout, fm_at(p->dout, v->elem_bytes, t * p->D), p->D);
+        if (p->dshared_gate) {
+            v->load(row, fm_at(p->shared, v->elem_bytes, t * p->D), p->D);
+            /* not s (1 - s), which cancels where s is near 1 */
+            v->set(p->dshared_gate, t, v->dot(row, dout, p->D) * sigmoid(gate) * sigmoid(-gate));
+        }
+        if (!p->dshared) continue;
+        v->scale(dout, sigmoid(gate), dout, p->D);
+        v->store(fm_at(p->dshared, v->elem_bytes, t * p->D), dout, p->D);
+    }
+    return FUSED_MOE_OK;
+}
+
+int fused_moe_cpu_shared_backward(const FusedMoeSharedBackward *p) {
+    const FmRows *v = fm_rows(p->dtype);
+    if (!v) return FUSED_MOE_UNSUPPORTED_DTYPE;
+    size_t bytes = 2 * (p->D * v->accum_bytes + 64);
+    return fm_parallel(fm_blocks(p->T, BLOCK), p->T * p->D, shared_backward_block, p, bytes);
 }

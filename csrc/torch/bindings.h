@@ -118,6 +118,15 @@ OptTensor operand(const char *op, const char *name, const OptTensor &x, const Te
 OptTensor scores_of(const char *op, const OptTensor &scores, const Tensor &x,
                     std::initializer_list<int64_t> shape);
 
+/* What a combine adds to a token's rows: the shared experts' output (T, D), and their gate's logits, (T,) or
+ * (T, 1). Either may be absent. */
+struct Shared {
+    OptTensor rows, gate;
+};
+/* The same, checked and dense, beside rows like `like`. */
+Shared shared_of(const char *op, const Shared &given, const Tensor &like, int64_t T, int64_t D);
+Tensor shared_gate_of(const char *op, const Tensor &gate, const Tensor &like, int64_t T);
+
 /* A weight (E, out, in), in whatever strides it has. */
 FusedMoeWeight weight(const Tensor &w);
 FusedMoeWeight weight(const char *op, const char *name, const Tensor &w, const Tensor &like,
@@ -206,7 +215,7 @@ void run_router_dgrad(const Call &call, const Tensor &dlogits, const Tensor &wei
 
 /* rows.cpp */
 void run_unpermute(const Call &call, const Tensor &rows, const OptTensor &scores, const RowMap &map,
-                   const Tensor &out);
+                   const Tensor &out, const Shared &shared = {});
 /* drows and dscores may be absent; rows only matter to dscores. */
 void run_unpermute_backward(const Call &call, const Tensor &dout, const OptTensor &rows,
                             const OptTensor &scores, const RowMap &map, const OptTensor &drows,

@@ -244,13 +244,15 @@ static FusedMoeWeight down_weight(const Tensor &w2, const Tensor &like, int64_t 
 
 /* w2: (E, D, a's width). a is aligned(). */
 static Tensor run_experts_down(const Tensor &a, const FusedMoeWeight &w2, int64_t D, const OptTensor &b2_,
-                               const OptTensor &scores_, const RowMap &map, const Chain &chain = {},
-                               const OptTensor &given_out = {}) {
+                               const OptTensor &scores_, const RowMap &map, const Shared &shared_,
+                               const Chain &chain = {}, const OptTensor &given_out = {}) {
     const char *op = "experts_down";
     const int64_t N[2] = {a.size(1), 0};
     OptTensor b2 = operand(op, "b2", b2_, a, {map.p.E, D});
     OptTensor scores = scores_of(op, scores_, a, {map.p.T, map.p.K});
     check_scores(op, scores, map);
+    check(!shared_.rows || map.has_maps, op, "a plan with row maps beside shared", "one without");
+    const Shared shared = shared_of(op, shared_, a, map.p.T, D);
     const FusedMoeWeight b[2] = {w2, {}};
     (void)float_dtype(op, a);
 
@@ -259,17 +261,17 @@ static Tensor run_experts_down(const Tensor &a, const FusedMoeWeight &w2, int64_
     run_grouped_mm(call, a, b, N, b2, grouping_of(map), y, true, chain);
     if (!map.has_maps) return y;
     Tensor out = given_out ? *given_out : new_tensor(a, {map.p.T, D});
-    run_unpermute(call, y, scores, map, out);
+    run_unpermute(call, y, scores, map, out, shared);
     return out;
 }
 
 Tensor experts_down(const Tensor &a, const OptTensor &, const Tensor &w2, const OptTensor &b2,
                     const OptTensor &scores, const TensorList &plan, int64_t, int64_t, const Constants &,
-                    const OptTensor &) {
+                    const OptTensor &, const OptTensor &shared, const OptTensor &shared_gate) {
     const char *op = "experts_down";
     check_dim(op, "a", a, 2);
     return run_experts_down(aligned(a), down_weight(w2, a, a.size(1)), w2.size(1), b2, scores,
-                            row_map_of(op, a, RowsOf::ROWS, w2.size(0), plan));
+                            row_map_of(op, a, RowsOf::ROWS, w2.size(0), plan), {shared, shared_gate});
 }
 
 /* --- both sides ----------------------------------------------------------------------------------------- */
@@ -284,7 +286,8 @@ static std::tuple<Tensor, Tensor> run_experts(const char *op, const Tensor &x, c
                                               const Tensor &scores, const Tensor &ids, int64_t layout,
                                               int64_t activation, const Constants &constants,
                                               bool score_on_input, const OptTensor &expert_map,
-                                              const OptTensor &out, const FusedMoeRoute *route) {
+                                              const Shared &shared, const OptTensor &out,
+                                              const FusedMoeRoute *route) {
     OwnPlan plan = new_plan_of(op, ids, x, s.E, expert_map);
     FusedMoeRoutePlan &p = plan.p;
     Call call = begin_call(op, plan.ids);
@@ -301,16 +304,15 @@ static std::tuple<Tensor, Tensor> run_experts(const char *op, const Tensor &x, c
     (score_on_input ? of_x : of_y) = scores;
     auto [_, a] =
         run_experts_up(x, up, s, b1, b3, of_x, plan.rows, layout, activation, constants, false, &chain);
-    return {run_experts_down(a, w2, out_dim, b2, of_y, plan.rows, chain, out), plan.counts};
+    return {run_experts_down(a, w2, out_dim, b2, of_y, plan.rows, shared, chain, out), plan.counts};
 }
 
-static std::tuple<Tensor, Tensor> run_experts(const char *op, const Tensor &x_, const Tensor &w1,
-                                              const OptTensor &w3, const Tensor &w2, const OptTensor &b1,
-                                              const OptTensor &b3, const OptTensor &b2, const Tensor &scores,
-                                              const Tensor &ids, int64_t layout, int64_t activation,
-                                              const Constants &constants, bool score_on_input,
-                                              const OptTensor &expert_map, const OptTensor &out,
-                                              const FusedMoeRoute *route = nullptr) {
+static std::tuple<Tensor, Tensor>
+run_experts(const char *op, const Tensor &x_, const Tensor &w1, const OptTensor &w3, const Tensor &w2,
+            const OptTensor &b1, const OptTensor &b3, const OptTensor &b2, const Tensor &scores,
+            const Tensor &ids, int64_t layout, int64_t activation, const Constants &constants,
+            bool score_on_input, const OptTensor &expert_map, const Shared &shared, const OptTensor &out,
+            const FusedMoeRoute *route = nullptr) {
     check_dim(op, "x", x_, 2);
     check_dim(op, "w1", w1, 3);
     check_dim(op, "w2", w2, 3);
@@ -318,24 +320,26 @@ static std::tuple<Tensor, Tensor> run_experts(const char *op, const Tensor &x_, 
     Tensor x = aligned(x_);
     const Width s = width_of(op, w1, w3, layout);
     return run_experts(op, x, up_weights(op, w1, w3, x, s), s, down_weight(w2, x, s.F), w2.size(1), b1, b3,
-                       b2, scores, ids, layout, activation, constants, score_on_input, expert_map, out,
-                       route);
+                       b2, scores, ids, layout, activation, constants, score_on_input, expert_map, shared,
+                       out, route);
 }
 
 std::tuple<Tensor, Tensor> experts(const Tensor &x, const Tensor &w1, const OptTensor &w3, const Tensor &w2,
                                    const OptTensor &b1, const OptTensor &b3, const OptTensor &b2,
                                    const Tensor &scores, const Tensor &ids, int64_t layout,
                                    int64_t activation, const Constants &constants, bool score_on_input,
-                                   const OptTensor &expert_map) {
+                                   const OptTensor &expert_map, const OptTensor &shared,
+                                   const OptTensor &shared_gate) {
     return run_experts("experts", x, w1, w3, w2, b1, b3, b2, scores, ids, layout, activation, constants,
-                       score_on_input, expert_map, {});
+                       score_on_input, expert_map, {shared, shared_gate}, {});
 }
 
 /* Writes out, which shares no memory with an input. */
 Tensor experts_out(const Tensor &x, const Tensor &w1, const OptTensor &w3, const Tensor &w2,
                    const OptTensor &b1, const OptTensor &b3, const OptTensor &b2, const Tensor &scores,
                    const Tensor &ids, int64_t layout, int64_t activation, const Constants &constants,
-                   bool score_on_input, const Tensor &out, const OptTensor &expert_map) {
+                   bool score_on_input, const Tensor &out, const OptTensor &expert_map,
+                   const OptTensor &shared, const OptTensor &shared_gate) {
     const char *op = "experts_out";
     check_dim(op, "w2", w2, 3);
     check_shape(op, "out", out, {ids.size(0), w2.size(1)});
@@ -343,7 +347,7 @@ Tensor experts_out(const Tensor &x, const Tensor &w1, const OptTensor &w3, const
     check_device(op, "out", out, x);
     check(out.is_contiguous(), op, "a contiguous out", "one in other strides");
     return std::get<1>(run_experts(op, x, w1, w3, w2, b1, b3, b2, scores, ids, layout, activation, constants,
-                                   score_on_input, expert_map, out));
+                                   score_on_input, expert_map, {shared, shared_gate}, out));
 }
 
 /* The same of quantised weights, each in a format of its own. format3 counts with data3. */
@@ -353,7 +357,8 @@ quantized_experts(const Tensor &x_, const Tensor &data1, const Tensor &scale1, c
                   int64_t format3, const Tensor &data2, const Tensor &scale2, const OptTensor &zero2,
                   int64_t format2, const OptTensor &b1, const OptTensor &b3, const OptTensor &b2,
                   const Tensor &scores, const Tensor &ids, int64_t layout, int64_t activation,
-                  const Constants &constants, bool score_on_input, const OptTensor &expert_map) {
+                  const Constants &constants, bool score_on_input, const OptTensor &expert_map,
+                  const OptTensor &shared, const OptTensor &shared_gate) {
     const char *op = "quantized_experts";
     check_dim(op, "x", x_, 2);
     Tensor x = aligned(x_);
@@ -372,7 +377,7 @@ quantized_experts(const Tensor &x_, const Tensor &data1, const Tensor &scale1, c
     }
     const UpWeights up = {weight(w1), w3 ? weight(*w3) : FusedMoeWeight{}};
     return run_experts(op, x, up, s, weight(w2), w2.p.out, b1, b3, b2, scores, ids, layout, activation,
-                       constants, score_on_input, expert_map, {}, nullptr);
+                       constants, score_on_input, expert_map, {shared, shared_gate}, {}, nullptr);
 }
 
 /* The router, too: a layer's routed experts without gradients. */
@@ -382,7 +387,7 @@ routed_experts(const Tensor &x, const Tensor &gate, const OptTensor &gate_bias, 
                const OptTensor &b3, const OptTensor &b2, int64_t top_k, int64_t score_func, bool route_norm,
                double route_scale, int64_t num_groups, int64_t num_limited_groups, int64_t layout,
                int64_t activation, const Constants &constants, const OptTensor &given_ids,
-               const OptTensor &num_tokens) {
+               const OptTensor &num_tokens, const OptTensor &shared, const OptTensor &shared_gate) {
     const char *op = "routed_experts";
     check_dim(op, "gate", gate, 2);
     check_dim(op, "w1", w1, 3);
@@ -391,7 +396,7 @@ routed_experts(const Tensor &x, const Tensor &gate, const OptTensor &gate_bias, 
     OwnRoute route = new_route_of(logits, expert_bias, top_k, score_func, route_norm, route_scale, num_groups,
                                   num_limited_groups, given_ids, num_tokens);
     auto [out, counts] = run_experts(op, x, w1, w3, w2, b1, b3, b2, route.scores, route.ids, layout,
-                                     activation, constants, false, {}, {}, &route.p);
+                                     activation, constants, false, {}, {shared, shared_gate}, {}, &route.p);
     return {out, counts, route.ids, logits};
 }
 

@@ -158,6 +158,9 @@ static void cuda_reset() {
     "float[] constants, bool need_dh, bool need_dw2, bool need_db2, bool need_dscores" main_grads            \
     ") -> (Tensor dh, Tensor dw2, Tensor db2, Tensor dscores)"
 
+/* What is added to the experts' sum, at the end of the arguments. */
+#define SHARED ", Tensor? shared=None, Tensor? shared_gate=None"
+
 STABLE_TORCH_LIBRARY(fused_moe, m) {
     m.def("facts() -> str");
     m.def("cuda_device(int index) -> (int status, int driver, int runtime, int capability)");
@@ -183,9 +186,11 @@ STABLE_TORCH_LIBRARY(fused_moe, m) {
         "count_plan(Tensor counts, SymInt num_rows) -> (Tensor counts_out, Tensor offsets, Tensor schedule)");
 
     m.def("permute(Tensor x, Tensor[] plan) -> Tensor");
-    m.def("unpermute(Tensor rows, Tensor? scores, Tensor[] plan) -> Tensor");
+    m.def("unpermute(Tensor rows, Tensor? scores, Tensor[] plan" SHARED ") -> Tensor");
     m.def("unpermute_backward(Tensor dout, Tensor? rows, Tensor? scores, Tensor[] plan, bool need_drows, "
           "bool need_dscores) -> (Tensor drows, Tensor dscores)");
+    m.def("shared_backward(Tensor dout, Tensor? shared, Tensor shared_gate, bool need_dshared, "
+          "bool need_dshared_gate) -> (Tensor dshared, Tensor dshared_gate)");
 
     m.def("grouped_mm(Tensor a, Tensor b, Tensor offsets) -> Tensor");
     m.def("quantized_mm(Tensor a, Tensor data, Tensor scale, Tensor? zero, Tensor offsets, int format, "
@@ -208,26 +213,26 @@ STABLE_TORCH_LIBRARY(fused_moe, m) {
         "Tensor? main_grad3=None) -> (Tensor h, Tensor a)");
     m.def(
         "experts_down(Tensor a, Tensor? h, Tensor w2, Tensor? b2, Tensor? scores, Tensor[] plan, int layout, "
-        "int activation, float[] constants, Tensor? main_grad2=None) -> Tensor");
+        "int activation, float[] constants, Tensor? main_grad2=None" SHARED ") -> Tensor");
     m.def("experts(Tensor x, Tensor w1, Tensor? w3, Tensor w2, Tensor? b1, Tensor? b3, Tensor? b2, "
           "Tensor scores, Tensor ids, int layout, int activation, float[] constants, bool score_on_input, "
-          "Tensor? expert_map=None) -> (Tensor out, Tensor counts)");
+          "Tensor? expert_map=None" SHARED ") -> (Tensor out, Tensor counts)");
     m.def("experts_out(Tensor x, Tensor w1, Tensor? w3, Tensor w2, Tensor? b1, Tensor? b3, Tensor? b2, "
           "Tensor scores, Tensor ids, int layout, int activation, float[] constants, bool score_on_input, "
-          "Tensor(a!) out, Tensor? expert_map=None) -> Tensor");
+          "Tensor(a!) out, Tensor? expert_map=None" SHARED ") -> Tensor");
     m.def(
         "quantized_experts(Tensor x, Tensor data1, Tensor scale1, Tensor? zero1, int format1, Tensor? data3, "
         "Tensor? scale3, Tensor? zero3, int format3, Tensor data2, Tensor scale2, Tensor? zero2, int "
         "format2, "
         "Tensor? b1, Tensor? b3, Tensor? b2, Tensor scores, Tensor ids, int layout, int activation, "
-        "float[] constants, bool score_on_input, Tensor? expert_map=None) -> (Tensor out, Tensor counts)");
-    m.def(
-        "routed_experts(Tensor x, Tensor gate, Tensor? gate_bias, Tensor? expert_bias, Tensor w1, Tensor? "
-        "w3, "
-        "Tensor w2, Tensor? b1, Tensor? b3, Tensor? b2, int top_k, int score_func, bool route_norm, "
-        "float route_scale, int num_groups, int num_limited_groups, int layout, int activation, "
-        "float[] constants, Tensor? given_ids=None, Tensor? num_tokens=None) -> (Tensor out, Tensor counts, "
-        "Tensor ids, Tensor logits)");
+        "float[] constants, bool score_on_input, Tensor? expert_map=None" SHARED ") -> (Tensor out, "
+        "Tensor counts)");
+    m.def("routed_experts(Tensor x, Tensor gate, Tensor? gate_bias, Tensor? expert_bias, Tensor w1, Tensor? "
+          "w3, "
+          "Tensor w2, Tensor? b1, Tensor? b3, Tensor? b2, int top_k, int score_func, bool route_norm, "
+          "float route_scale, int num_groups, int num_limited_groups, int layout, int activation, "
+          "float[] constants, Tensor? given_ids=None, Tensor? num_tokens=None" SHARED ") -> (Tensor out, "
+          "Tensor counts, Tensor ids, Tensor logits)");
     m.def("experts_up_backward" EXPERTS_UP_BACKWARD(""));
     m.def("experts_up_backward_accumulate" EXPERTS_UP_BACKWARD(
         ", Tensor(a!)? main_grad1, Tensor(b!)? main_grad3"));
@@ -249,6 +254,7 @@ static void register_functions(Library &m) {
     m.impl("permute", TORCH_BOX(&permute));
     m.impl("unpermute", TORCH_BOX(&unpermute));
     m.impl("unpermute_backward", TORCH_BOX(&unpermute_backward));
+    m.impl("shared_backward", TORCH_BOX(&shared_backward));
     m.impl("grouped_mm", TORCH_BOX(&grouped_mm));
     m.impl("quantized_mm", TORCH_BOX(&quantized_mm));
     m.impl("wgrad", TORCH_BOX(&wgrad));

@@ -34,10 +34,14 @@ std::tuple<Tensor, Tensor, Tensor> count_plan(const Tensor &counts, int64_t num_
 /* --- rows.cpp ------------------------------------------------------------------------------------------- */
 
 Tensor permute(const Tensor &x, const TensorList &plan);
-Tensor unpermute(const Tensor &rows, const OptTensor &scores, const TensorList &plan);
+Tensor unpermute(const Tensor &rows, const OptTensor &scores, const TensorList &plan, const OptTensor &shared,
+                 const OptTensor &shared_gate);
 std::tuple<Tensor, Tensor> unpermute_backward(const Tensor &dout, const OptTensor &rows,
                                               const OptTensor &scores, const TensorList &plan,
                                               bool need_drows, bool need_dscores);
+std::tuple<Tensor, Tensor> shared_backward(const Tensor &dout, const OptTensor &shared,
+                                           const Tensor &shared_gate, bool need_dshared,
+                                           bool need_dshared_gate);
 
 /* --- gemm.cpp ------------------------------------------------------------------------------------------- */
 
@@ -85,30 +89,34 @@ std::tuple<Tensor, Tensor, Tensor> down_dgrad(const Tensor &dout, const Tensor &
                                               const Constants &constants);
 Tensor experts_down(const Tensor &a, const OptTensor &h, const Tensor &w2, const OptTensor &b2,
                     const OptTensor &scores, const TensorList &plan, int64_t layout, int64_t activation,
-                    const Constants &constants, const OptTensor &main_grad2);
+                    const Constants &constants, const OptTensor &main_grad2, const OptTensor &shared,
+                    const OptTensor &shared_gate);
 std::tuple<Tensor, Tensor> experts(const Tensor &x, const Tensor &w1, const OptTensor &w3, const Tensor &w2,
                                    const OptTensor &b1, const OptTensor &b3, const OptTensor &b2,
                                    const Tensor &scores, const Tensor &ids, int64_t layout,
                                    int64_t activation, const Constants &constants, bool score_on_input,
-                                   const OptTensor &expert_map);
+                                   const OptTensor &expert_map, const OptTensor &shared,
+                                   const OptTensor &shared_gate);
 Tensor experts_out(const Tensor &x, const Tensor &w1, const OptTensor &w3, const Tensor &w2,
                    const OptTensor &b1, const OptTensor &b3, const OptTensor &b2, const Tensor &scores,
                    const Tensor &ids, int64_t layout, int64_t activation, const Constants &constants,
-                   bool score_on_input, const Tensor &out, const OptTensor &expert_map);
+                   bool score_on_input, const Tensor &out, const OptTensor &expert_map,
+                   const OptTensor &shared, const OptTensor &shared_gate);
 std::tuple<Tensor, Tensor>
 quantized_experts(const Tensor &x, const Tensor &data1, const Tensor &scale1, const OptTensor &zero1,
                   int64_t format1, const OptTensor &data3, const OptTensor &scale3, const OptTensor &zero3,
                   int64_t format3, const Tensor &data2, const Tensor &scale2, const OptTensor &zero2,
                   int64_t format2, const OptTensor &b1, const OptTensor &b3, const OptTensor &b2,
                   const Tensor &scores, const Tensor &ids, int64_t layout, int64_t activation,
-                  const Constants &constants, bool score_on_input, const OptTensor &expert_map);
+                  const Constants &constants, bool score_on_input, const OptTensor &expert_map,
+                  const OptTensor &shared, const OptTensor &shared_gate);
 std::tuple<Tensor, Tensor, Tensor, Tensor>
 routed_experts(const Tensor &x, const Tensor &gate, const OptTensor &gate_bias, const OptTensor &expert_bias,
                const Tensor &w1, const OptTensor &w3, const Tensor &w2, const OptTensor &b1,
                const OptTensor &b3, const OptTensor &b2, int64_t top_k, int64_t score_func, bool route_norm,
                double route_scale, int64_t num_groups, int64_t num_limited_groups, int64_t layout,
                int64_t activation, const Constants &constants, const OptTensor &given_ids,
-               const OptTensor &num_tokens);
+               const OptTensor &num_tokens, const OptTensor &shared, const OptTensor &shared_gate);
 DownGrads experts_down_backward(const Tensor &dout, const Tensor &h, const Tensor &w2, const OptTensor &b2,
                                 const OptTensor &scores, const TensorList &plan, int64_t layout,
                                 int64_t activation, const Constants &constants, bool need_dh, bool need_dw2,

@@ -1,4 +1,4 @@
-/* Rows between token order and expert order: permute, unpermute, and the latter's gradient. */
+/* Rows between token order and expert order: permute, unpermute, and the latter's gradients. */
 #include "operators.h"
 
 Tensor permute(const Tensor &x_, const TensorList &plan) {
@@ -19,10 +19,12 @@ Tensor permute(const Tensor &x_, const TensorList &plan) {
 }
 
 void run_unpermute(const Call &call, const Tensor &rows, const OptTensor &scores, const RowMap &map,
-                   const Tensor &out) {
+                   const Tensor &out, const Shared &shared) {
     FusedMoeUnpermute p = {};
     p.rows = data(rows);
     p.scores = data(scores);
+    p.shared = data(shared.rows);
+    p.shared_gate = data(shared.gate);
     p.out = out.mutable_data_ptr();
     p.row_map = map.p;
     p.D = rows.size(1);
@@ -30,15 +32,17 @@ void run_unpermute(const Call &call, const Tensor &rows, const OptTensor &scores
     run(call, p, fused_moe_cpu_unpermute, CUDA(fused_moe_cuda_unpermute));
 }
 
-Tensor unpermute(const Tensor &rows_, const OptTensor &scores_, const TensorList &plan) {
+Tensor unpermute(const Tensor &rows_, const OptTensor &scores_, const TensorList &plan,
+                 const OptTensor &shared_, const OptTensor &shared_gate) {
     const char *op = "unpermute";
     check_dim(op, "rows", rows_, 2);
     Tensor rows = dense(rows_);
     RowMap map = full_row_map_of(op, rows, RowsOf::ROWS, plan);
     OptTensor scores = scores_of(op, scores_, rows, {map.p.T, map.p.K});
+    Shared shared = shared_of(op, {shared_, shared_gate}, rows, map.p.T, rows.size(1));
     Call call = begin_call(op, rows);
     Tensor out = new_tensor(rows, {map.p.T, rows.size(1)});
-    run_unpermute(call, rows, scores, map, out);
+    run_unpermute(call, rows, scores, map, out, shared);
     return out;
 }
 
@@ -75,4 +79,33 @@ std::tuple<Tensor, Tensor> unpermute_backward(const Tensor &dout_, const OptTens
     if (!drows) drows = new_empty_result(dout);
     if (!dscores) dscores = new_empty_result(dout, score_dtype(dout));
     return {*drows, *dscores};
+}
+
+/* The gradients of unpermute's shared part, where it has a gate. shared only matters to dshared_gate. */
+std::tuple<Tensor, Tensor> shared_backward(const Tensor &dout_, const OptTensor &shared_, const Tensor &gate_,
+                                           bool need_dshared, bool need_dshared_gate) {
+    const char *op = "shared_backward";
+    check_dim(op, "dout", dout_, 2);
+    check(shared_ || !need_dshared_gate, op, "shared where dshared_gate is needed", "none");
+    Tensor dout = dense(dout_);
+    int64_t T = dout.size(0), D = dout.size(1);
+    OptTensor shared = operand(op, "shared", shared_, dout, {T, D});
+    Tensor gate = shared_gate_of(op, gate_, dout, T);
+    FusedMoeSharedBackward p = {};
+    p.dtype = float_dtype(op, dout);
+    Call call = begin_call(op, dout);
+    OptTensor dshared, dgate;
+    if (need_dshared) dshared = new_tensor(dout, {T, D});
+    if (need_dshared_gate) dgate = gate.dim() == 1 ? new_tensor(gate, {T}) : new_tensor(gate, {T, 1});
+    p.dout = data(dout);
+    p.shared = data(shared);
+    p.shared_gate = data(gate);
+    p.dshared = dshared ? dshared->mutable_data_ptr() : nullptr;
+    p.dshared_gate = dgate ? dgate->mutable_data_ptr() : nullptr;
+    p.T = T;
+    p.D = D;
+    run(call, p, fused_moe_cpu_shared_backward, CUDA(fused_moe_cuda_shared_backward));
+    if (!dshared) dshared = new_empty_result(dout);
+    if (!dgate) dgate = new_empty_result(gate);
+    return {*dshared, *dgate};
 }

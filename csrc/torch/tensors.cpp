@@ -159,6 +159,23 @@ OptTensor scores_of(const char *op, const OptTensor &scores, const Tensor &x,
     return dense(*scores);
 }
 
+Shared shared_of(const char *op, const Shared &given, const Tensor &like, int64_t T, int64_t D) {
+    check(given.rows || !given.gate, op, "shared beside shared_gate", "none");
+    Shared shared = {operand(op, "shared", given.rows, like, {T, D}), {}};
+    if (given.gate) shared.gate = shared_gate_of(op, *given.gate, like, T);
+    return shared;
+}
+
+Tensor shared_gate_of(const char *op, const Tensor &gate, const Tensor &like, int64_t T) {
+    if (gate.dim() == 1)
+        check_shape(op, "shared_gate", gate, {T});
+    else
+        check_shape(op, "shared_gate", gate, {T, 1});
+    check_dtype(op, "shared_gate", gate, score_dtype(like));
+    check_device(op, "shared_gate", gate, like);
+    return dense(gate);
+}
+
 FusedMoeWeight weight(const Tensor &w) {
     return {const_cast<void *>(w.const_data_ptr()), w.stride(0), w.stride(1), w.stride(2), nullptr};
 }

@@ -1,9 +1,11 @@
-/* permute, unpermute and unpermute_backward: move rows between token order and expert order.
+/* permute, unpermute, and its gradients unpermute_backward and shared_backward: move rows between token order
+ * and expert order.
  *
  * All are memory-bound. permute has a warp per token: it reads the token's row once and writes its K copies
  * from registers. unpermute has a warp per token, or D / 512 warps where rows are 16-bit and aligned; it adds
- * in slot order, so its result is deterministic. unpermute_backward has a warp per slot. A lane accesses 16
- * bytes at a time where rows are aligned, else one element. */
+ * in slot order and the shared experts' row last, so its result is deterministic. unpermute_backward has a
+ * warp per slot, shared_backward a warp per token. A lane accesses 16 bytes at a time where rows are aligned,
+ * else one element. */
 #include "launch.cuh"
 #include "numeric.cuh"
 #include "schedule.cuh"
@@ -59,17 +61,31 @@ __global__ void __launch_bounds__(THREADS) permute_kernel(const __grid_constant_
 
 /* --- unpermute ------------------------------------------------------------------------------------------ */
 
+__device__ inline float sigmoid(float x) {
+    return 1 / (1 + expf(-x));
+}
+__device__ inline double sigmoid(double x) {
+    return 1 / (1 + exp(-x));
+}
+
+/* What a token's row of the shared experts is multiplied by. */
+template <typename Acc>
+__device__ inline Acc shared_score(const void *shared_gate, int64_t t) {
+    return shared_gate ? sigmoid(((const Acc *)shared_gate)[t]) : Acc(1);
+}
+
 /* 16-bit rows, aligned, of up to 32 slots, with everything counted in 32 bits. So few registers, and CTAs so
  * small, that many warps keep the memory busy. A warp has 512 to 1023 columns of one token (fewer if there
- * are no more), lane k has slot k's score and where its row starts. */
+ * are no more), lane k has slot k's score and where its row starts. With shared experts a lane has one row more
+ * in flight, so a few registers more, and as many bytes in flight on an SM. */
 constexpr int HALF_WARPS = 2, COLUMNS_OF_WARP = 512;
 
 __host__ __device__ inline uint32_t warps_of_token(int64_t D) {
     return D < COLUMNS_OF_WARP ? 1 : (uint32_t)(D / COLUMNS_OF_WARP);
 }
 
-template <typename T>
-__global__ void __launch_bounds__(32 * HALF_WARPS, 20)
+template <typename T, bool has_shared>
+__global__ void __launch_bounds__(32 * HALF_WARPS, has_shared ? 18 : 20)
     unpermute_half_kernel(const __grid_constant__ FusedMoeUnpermute p) {
     constexpr uint32_t ROWS = 4 /* in flight */, ABSENT = ~0u;
     uint32_t lane = threadIdx.x % 32, K = (uint32_t)p.row_map.K, chunks = (uint32_t)p.D / CHUNK;
@@ -86,9 +102,14 @@ __global__ void __launch_bounds__(32 * HALF_WARPS, 20)
         if (r < p.row_map.R)
             lane_start = r * chunks, lane_score = p.scores ? ((const float *)p.scores)[slot] : 1;
     }
+    float score_of_shared = has_shared ? shared_score<float>(p.shared_gate, t) : 0;
     for (; first < end; first += 32) {
         uint32_t chunk = first + lane;
         float sum[CHUNK] = {};
+        Pack<T> shared; /* in flight beside the first rows, added last */
+        if constexpr (has_shared)
+            shared.words[0] =
+                ld_global_v4((const uint4 *)p.shared + (t * (int64_t)chunks + chunk), chunk < end);
         for (uint32_t k = 0; k < K; k += ROWS) {
             Pack<T> pack[ROWS];
             float score[ROWS];
@@ -106,6 +127,9 @@ __global__ void __launch_bounds__(32 * HALF_WARPS, 20)
                 for (int c = 0; c < CHUNK; c++) sum[c] += score[i] * to_accum(pack[i].v[c]);
             }
         }
+        if constexpr (has_shared)
+#pragma unroll
+            for (int c = 0; c < CHUNK; c++) sum[c] += score_of_shared * to_accum(shared.v[c]);
         if (chunk < end) store_chunk<T>((T *)p.out + t * p.D + chunk * CHUNK, sum, CHUNK, true);
     }
 }
@@ -154,11 +178,19 @@ __global__ void __launch_bounds__(THREADS) unpermute_kernel(const __grid_constan
 #pragma unroll
                         for (int c = 0; c < CHUNK; c++) sum[i][c] += s[k] * to_accum(pack[k][i].v[c]);
             }
+            const Acc score_of_shared = p.shared ? shared_score<Acc>(p.shared_gate, t) : 0;
 #pragma unroll
             for (int i = 0; i < chunks; i++) {
                 int64_t j = first + i * 32 * CHUNK;
                 int n = (int)min((int64_t)CHUNK, p.D - j);
-                if (n > 0) store_chunk<T>((T *)p.out + t * p.D + j, sum[i], n, aligned);
+                if (n <= 0) break;
+                if (p.shared) {
+                    Acc shared[CHUNK];
+                    load_chunk<T>(shared, (const T *)p.shared + t * p.D + j, n, aligned);
+#pragma unroll
+                    for (int c = 0; c < CHUNK; c++) sum[i][c] += score_of_shared * shared[c];
+                }
+                store_chunk<T>((T *)p.out + t * p.D + j, sum[i], n, aligned);
             }
         }
     }
@@ -202,6 +234,37 @@ __global__ void unpermute_backward_kernel(const __grid_constant__ FusedMoeUnperm
         for (int64_t j = lane; j < p.D; j += 32) drows[r * p.D + j] = T(0.0f);
 }
 
+/* --- shared_backward ------------------------------------------------------------------------------------ */
+
+/* One warp per token: dshared, and the dot product of shared and dout. */
+template <typename T>
+__global__ void __launch_bounds__(THREADS)
+    shared_backward_kernel(const __grid_constant__ FusedMoeSharedBackward p, bool aligned) {
+    using Acc = Accum<T>;
+    int lane = threadIdx.x % 32;
+    for (int64_t t = first_warp(); t < p.T; t += num_warps()) {
+        Acc gate = ((const Acc *)p.shared_gate)[t], s = sigmoid(gate), dot = 0;
+        for (int64_t j = lane * CHUNK; j < p.D; j += 32 * CHUNK) {
+            int n = (int)min((int64_t)CHUNK, p.D - j);
+            Acc dout[CHUNK], shared[CHUNK];
+            load_chunk<T>(dout, (const T *)p.dout + t * p.D + j, n, aligned);
+            if (p.dshared_gate) {
+                load_chunk<T>(shared, (const T *)p.shared + t * p.D + j, n, aligned);
+#pragma unroll
+                for (int c = 0; c < CHUNK; c++) dot += shared[c] * dout[c];
+            }
+            if (!p.dshared) continue;
+#pragma unroll
+            for (int c = 0; c < CHUNK; c++) dout[c] *= s;
+            store_chunk<T>((T *)p.dshared + t * p.D + j, dout, n, aligned);
+        }
+        if (!p.dshared_gate) continue;
+        dot = warp_sum(dot);
+        /* not s (1 - s), which cancels where s is near 1 */
+        if (lane == 0) ((Acc *)p.dshared_gate)[t] = dot * s * sigmoid(-gate);
+    }
+}
+
 /* --- launchers ------------------------------------------------------------------------------------------ */
 
 template <typename T>
@@ -219,12 +282,14 @@ int permute(FusedMoePermute p, void *stream) {
 template <typename T>
 int unpermute(const FusedMoeUnpermute &p, void *stream) {
     int64_t grid = ceil_div(p.row_map.T, WARPS);
-    bool aligned = rows_are_aligned<T>(p.rows, p.D) && rows_are_aligned<T>(p.out, p.D);
+    bool aligned = rows_are_aligned<T>(p.rows, p.D) && rows_are_aligned<T>(p.shared, p.D) &&
+                   rows_are_aligned<T>(p.out, p.D);
     if constexpr (is_half<T>) {
         int64_t warps = p.row_map.T * warps_of_token(p.D), chunks = p.row_map.R * p.D / CHUNK;
+        const Launch how = {ceil_div(warps, HALF_WARPS), 32 * HALF_WARPS, 1, 0};
         if (aligned && p.row_map.K <= 32 && p.D < 1 << 24 && warps < INT32_MAX && chunks < UINT32_MAX)
-            return launch_dependent<unpermute_half_kernel<T>>(
-                p, {ceil_div(warps, HALF_WARPS), 32 * HALF_WARPS, 1, 0}, stream);
+            return p.shared ? launch_dependent<unpermute_half_kernel<T, true>>(p, how, stream)
+                            : launch_dependent<unpermute_half_kernel<T, false>>(p, how, stream);
     }
     return launch(aligned ? unpermute_kernel<T, true> : unpermute_kernel<T, false>, p, grid, THREADS, 0,
                   stream);
@@ -238,6 +303,15 @@ int unpermute_backward(const FusedMoeUnpermuteBackward &p, void *stream) {
                    rows_are_aligned<T>(p.drows, p.D);
     unsigned grid = grid_for(slots > p.row_map.R ? slots : p.row_map.R, WARPS);
     unpermute_backward_kernel<T><<<grid, THREADS, 0, (cudaStream_t)stream>>>(p, aligned);
+    return launch_status();
+}
+
+template <typename T>
+int shared_backward(const FusedMoeSharedBackward &p, void *stream) {
+    if (!p.T) return FUSED_MOE_OK;
+    bool aligned = rows_are_aligned<T>(p.dout, p.D) && rows_are_aligned<T>(p.shared, p.D) &&
+                   rows_are_aligned<T>(p.dshared, p.D);
+    shared_backward_kernel<T><<<grid_for(p.T, WARPS), THREADS, 0, (cudaStream_t)stream>>>(p, aligned);
     return launch_status();
 }
 
@@ -256,4 +330,8 @@ extern "C" int fused_moe_cuda_unpermute(const FusedMoeUnpermute *p, void *stream
 
 extern "C" int fused_moe_cuda_unpermute_backward(const FusedMoeUnpermuteBackward *p, void *stream) {
     return with_dtype(p->dtype, [&](auto t) { return unpermute_backward<decltype(t)>(*p, stream); });
+}
+
+extern "C" int fused_moe_cuda_shared_backward(const FusedMoeSharedBackward *p, void *stream) {
+    return with_dtype(p->dtype, [&](auto t) { return shared_backward<decltype(t)>(*p, stream); });
 }
