@@ -134,13 +134,20 @@ class Experts(nn.Module):
         if "lora" not in self.__dict__ and "lora" not in self._modules:  # pickled by an older version
             self.lora = None
 
-    def forward(self, x: Tensor, scores: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """x (T, D) -> out (T, D), counts (E,) int32."""
+    def forward(
+        self,
+        x: Tensor,
+        scores: Tensor,
+        ids: Tensor,
+        shared: Tensor | None = None,
+        shared_gate: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """x (T, D) -> out (T, D), counts (E,) int32. The others are as those of `fused_experts`."""
         biases = (self.b1, self.b2, self.b3)
         main_grads = self.main_grads if self.lora is None else None  # beside adapters the weights are frozen
-        return function.experts_and_counts(
-            x, self.weights, scores, ids, biases, self.activation, main_grads=main_grads, lora=self.adapters
-        )
+        added = {"shared": shared, "shared_gate": shared_gate}
+        settings = {"main_grads": main_grads, "lora": self.adapters, **added}
+        return function.experts_and_counts(x, self.weights, scores, ids, biases, self.activation, **settings)
 
     @property
     def weights(self) -> tuple:
@@ -193,24 +200,34 @@ class SharedExperts(nn.Module):
     def forward(self, x: Tensor, gate: nn.Linear | None = None, num_tokens: Tensor | None = None) -> Tensor:
         """x (T, D) -> (T, D), each token's times sigmoid(gate(x)) if there is a gate; zero in padded rows.
 
-        By the operators of the routed experts, as one expert that has every token: a token's output does not
-        depend on the others. Linear layers that do more than that are called instead.
+        Linear layers that do more than that are called, in place of our operators.
         """
         if not self.is_stock(x, gate):
             up = None if self.w3 is None else self.w3(x)
             shared = self.w2(activate(self.w1(x), up, activation=self.activation))
             return zero_padding(shared if gate is None else gate(x).sigmoid() * shared, num_tokens)
+        shared, logits = self.operands(x, gate, num_tokens)
+        if logits is None:
+            return shared
+        scores, _ = function.route(logits, 1, score_func="sigmoid", num_tokens=num_tokens)
+        return (scores * shared).to(shared.dtype)
+
+    def operands(
+        self, x: Tensor, gate: nn.Linear | None, num_tokens: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """x (T, D) -> (T, D) without the gate, zero in padded rows; the gate's logits (T, 1).
+
+        By the operators of the routed experts and of the router, as one expert that has every token: a
+        token's results do not depend on the others. Only where is_stock.
+        """
         (w1, b1), (w2, b2), (w3, b3) = map(_as_expert, (self.w1, self.w2, self.w3))
         settings = {"b1": b1, "b2": b2, "b3": b3, "activation": self.activation}
-        if gate is None:
-            if num_tokens is None:
-                counts = torch.full((1,), x.size(0), dtype=torch.int32, device=x.device)
-            else:
-                counts = num_tokens.reshape(1).clamp(0, x.size(0))
-            return function.grouped_mlp(x, w1, w2, w3, counts, **settings)
-        logits = function.router_logits(x, gate.weight, gate.bias)
-        scores, ids = function.route(logits, 1, score_func="sigmoid", num_tokens=num_tokens)
-        return function.fused_experts(x, w1, w2, w3, scores, ids, **settings)
+        if num_tokens is None:
+            counts = torch.full((1,), x.size(0), dtype=torch.int32, device=x.device)
+        else:
+            counts = num_tokens.reshape(1).clamp(0, x.size(0))
+        shared = function.grouped_mlp(x, w1, w2, w3, counts, **settings)
+        return shared, None if gate is None else function.router_logits(x, gate.weight, gate.bias)
 
     def is_stock(self, x: Tensor, gate: nn.Linear | None) -> bool:
         """Whether our operators compute what calling the linear layers on x does."""
@@ -234,7 +251,7 @@ class FusedMoE(Counting):
     """A Mixture-of-Experts feed-forward layer: router, routed experts, shared experts.
 
     out = sum over k of scores[k] * w2[e](act(w1[e] x) * w3[e] x), e the k-th best expert of x, plus the
-    shared experts. Every tier has kernels for forward and backward; `fused_moe.info()` tells which tiers run.
+    shared experts, rounded once. Every tier has kernels for forward and backward; `fused_moe.info()` tells which tiers run.
 
     Args:
         dim: D, model width. hidden_dim: F, width of one expert.
@@ -385,10 +402,12 @@ class FusedMoE(Counting):
             checks.check_shape(FN, "ids", ids, "..., K", (*x.shape[:-1], self.top_k))
             checks.check_device(FN, "ids", ids, "x", x)
             given["ids"] = ids.reshape(-1, self.top_k)
-        out, counts, ids, logits = self._routed(tokens, given)
+        combines = self._combines_shared(tokens)
+        shared = self._shared_operands(tokens, num_tokens) if combines else (None, None)
+        out, counts, ids, logits = self._routed(tokens, given, shared)
         if self.training and self._count("tokens_per_expert", counts) and self.load_balance_coeff is not None:
             self._watch_balance()
-        if self.shared_experts is not None:
+        if self.shared_experts is not None and not combines:
             out = out + self._shared(tokens, num_tokens)
         if x.dim() != 2:
             out = out.view(x.shape)
@@ -399,6 +418,21 @@ class FusedMoE(Counting):
         if return_ids:
             results.append(ids.reshape(*x.shape[:-1], self.top_k))
         return out if len(results) == 1 else tuple(results)
+
+    def _combines_shared(self, x: Tensor) -> bool:
+        """Whether the routed experts' combine adds the shared experts' output, which is rounded once then, in
+        eager and compiled layers alike. Not where something changes or observes either: they are added after.
+        """
+        experts, shared = self.experts, self.shared_experts
+        if type(experts) is not Experts or is_altered(experts):
+            return False
+        stock = type(shared) is SharedExperts and not is_altered(shared)
+        return stock and shared.is_stock(x, self.shared_expert_gate)
+
+    def _shared_operands(self, x: Tensor, num_tokens: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """What the combine takes as shared and shared_gate; of padded rows zeros, whatever they hold."""
+        shared, logits = self.shared_experts.operands(x, self.shared_expert_gate, num_tokens)
+        return shared, None if logits is None else zero_padding(logits, num_tokens)
 
     def _shared(self, x: Tensor, num_tokens: Tensor | None) -> Tensor:
         """The shared experts' output, times sigmoid(gate(x)) if there is a gate; zero in padded rows."""
@@ -433,16 +467,19 @@ class FusedMoE(Counting):
         if x.dim() < 1 or x.size(-1) != self.dim:
             checks.fail(ValueError, FN, f"x of shape (..., D) with D = {self.dim}", tuple(x.shape))
 
-    def _routed(self, x: Tensor, given: dict) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def _routed(self, x: Tensor, given: dict, shared: tuple) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """The routed experts' out (T, D) and counts (E,), the router's ids (T, K) and logits (T, E). `given`
-        are the router's ids and num_tokens."""
+        are the router's ids and num_tokens, `shared` the combine's shared and shared_gate."""
         stock = type(self.router) is Router and type(self.experts) is Experts
         needs_grad = torch.is_grad_enabled()
         if stock and (x.requires_grad or not needs_grad) and can_join(x, self.router, self.experts):
             join = routed_experts if needs_grad else routed_experts_without_gradients
-            return join(x, self.router, self.experts, self.expert_bias, **given)
+            return join(x, self.router, self.experts, self.expert_bias, shared, **given)
         scores, ids, logits = self._route(x, given)
-        return *self.experts(x, scores, ids), ids, logits
+        added = (
+            () if shared[0] is None else shared
+        )  # other modules in the experts' place take three arguments
+        return *self.experts(x, scores, ids, *added), ids, logits
 
     def _route(self, x: Tensor, given: dict) -> tuple[Tensor, Tensor, Tensor]:
         """The router's results. If its linear layer fails, the error says what is wrong with x. It cannot be

@@ -237,6 +237,34 @@ CPU = [
         "tests/test_permute.py",
     ),
     Mutant(
+        "shared experts without their gate",
+        "csrc/cpu/permute.c",
+        "p->shared_gate ? sigmoid(v->get(p->shared_gate, t)) : 1",
+        "1",
+        "tests/test_permute.py",
+    ),
+    Mutant(
+        "the sum forgets the shared experts",
+        "csrc/cpu/permute.c",
+        "if (p->shared) {",
+        "if (0) {",
+        "tests/test_permute.py",
+    ),
+    Mutant(
+        "dshared without the gate",
+        "csrc/cpu/permute.c",
+        "v->scale(dout, sigmoid(gate), dout, p->D);",
+        ";",
+        "tests/test_permute.py",
+    ),
+    Mutant(
+        "a derivative of the gate that cancels",
+        "csrc/cpu/permute.c",
+        "v->dot(row, dout, p->D) * sigmoid(gate) * sigmoid(-gate)",
+        "v->dot(row, dout, p->D) * sigmoid(gate) * (1 - sigmoid(gate))",
+        "tests/test_permute.py",
+    ),
+    Mutant(
         "drows without the score",
         "csrc/cpu/permute.c",
         "if (p->scores) v->scale(dout,",
@@ -694,6 +722,27 @@ CPU = [
         "tests/test_padding.py",
     ),
     Mutant(
+        "the shared experts' gate of padding",
+        "fused_moe/module.py",
+        "return shared, None if logits is None else zero_padding(logits, num_tokens)",
+        "return shared, logits",
+        "tests/test_padding.py",
+    ),
+    Mutant(
+        "shared experts join hooked experts",
+        "fused_moe/module.py",
+        "if type(experts) is not Experts or is_altered(experts):",
+        "if type(experts) is not Experts:",
+        "tests/test_shared.py",
+    ),
+    Mutant(
+        "shared experts are added twice",
+        "fused_moe/module.py",
+        "if self.shared_experts is not None and not combines:",
+        "if self.shared_experts is not None:",
+        "tests/test_shared.py",
+    ),
+    Mutant(
         "shared experts compute padding",
         "fused_moe/module.py",
         "counts = num_tokens.reshape(1).clamp(0, x.size(0))",
@@ -717,8 +766,8 @@ CPU = [
     Mutant(
         "one operator of experts forgets the map",
         "fused_moe/function.py",
-        "experts.default, *operands, *settings, expert_map)",
-        "experts.default, *operands, *settings, None)",
+        "experts.default, *operands, *settings, expert_map, *shared)",
+        "experts.default, *operands, *settings, None, *shared)",
         "tests/test_experts.py",
     ),
 ]

@@ -152,7 +152,7 @@ def test_place_in_memory(device, name, dtype):
     assert found == used
 
 
-@pytest.mark.parametrize("name", ("softmax", "shared experts and their gate"))
+@pytest.mark.parametrize("name", ("softmax", "shared experts and their gate", "one expert"))
 @torch.no_grad()
 def test_compiled_and_replayed(device, name):
     layer, x = draw(name, BF16, device)
@@ -184,6 +184,33 @@ def test_ways_of_running(device, name):
     handle.remove()
     if name == "softmax":
         assert_equal(step(torch.compile(layer, fullgraph=True)), joined, "compiled")
+
+
+@pytest.mark.parametrize("dtype", (BF16, F32), ids=("bf16", "f32"))
+@pytest.mark.parametrize("name", [name for name in LAYERS if "num_shared_experts" in LAYERS[name]])
+def test_shared_experts(device, name, dtype):
+    """Eager and compiled, with gradients of x, of the parameters, and without: the same bits, which the
+    combine rounds once. A replay has them in the test above."""
+    layer, x = draw(name, dtype, device)
+    with torch.no_grad():
+        out = layer(x)
+    torch._dynamo.reset()
+    compiled = torch.compile(layer, dynamic=True, fullgraph=True)
+    for size in (5, 70, TOKENS):
+        part = x[:size]
+        leaf = part.clone().requires_grad_()
+        runs = {"eager": layer, "compiled": compiled}
+        for how, run in runs.items():
+            assert_equal(run(leaf).detach(), out[:size], f"{how}, {size}, gradients of x")
+            assert_equal(run(part).detach(), out[:size], f"{how}, {size}, gradients of parameters")
+            with torch.no_grad():
+                assert_equal(run(part), out[:size], f"{how}, {size}, no gradients")
+        dirty = torch.cat([part, torch.full_like(x[:9], torch.nan)])
+        num_tokens = torch.tensor(size, device=device)
+        for how, run in runs.items():
+            padded = run(dirty.requires_grad_(), num_tokens=num_tokens).detach()
+            assert_equal(padded[:size], out[:size], f"{how}, {size}, padded")
+            assert not padded[size:].count_nonzero()
 
 
 @pytest.mark.parametrize("num_experts", (1, 3, 8, 60, 64, 128, 130, 256, 384, 1000))
