@@ -251,7 +251,8 @@ class FusedMoE(Counting):
     """A Mixture-of-Experts feed-forward layer: router, routed experts, shared experts.
 
     out = sum over k of scores[k] * w2[e](act(w1[e] x) * w3[e] x), e the k-th best expert of x, plus the
-    shared experts, rounded once. Every tier has kernels for forward and backward; `fused_moe.info()` tells which tiers run.
+    shared experts. The sum is rounded once. Every tier has kernels for forward and backward;
+    `fused_moe.info()` tells which tiers run.
 
     Args:
         dim: D, model width. hidden_dim: F, width of one expert.
