@@ -127,9 +127,10 @@ __global__ void __launch_bounds__(32 * HALF_WARPS, has_shared ? 18 : 20)
                 for (int c = 0; c < CHUNK; c++) sum[c] += score[i] * to_accum(pack[i].v[c]);
             }
         }
-        if constexpr (has_shared)
+        if constexpr (has_shared) {
 #pragma unroll
             for (int c = 0; c < CHUNK; c++) sum[c] += score_of_shared * to_accum(shared.v[c]);
+        }
         if (chunk < end) store_chunk<T>((T *)p.out + t * p.D + chunk * CHUNK, sum, CHUNK, true);
     }
 }
