@@ -40,6 +40,7 @@
 #include <type_traits>
 
 #include "../dispatch.cuh"
+#include "cluster_split.cuh"
 #include "epilogue.cuh"
 #include "slot_plan.cuh"
 #include "tile_queue.cuh"
@@ -86,6 +87,7 @@ struct GemmConfig {
     static constexpr bool GATHER = GATHER_;
 
     static constexpr bool FEW_ROWS = false;
+    static constexpr int SPLIT = 1; /* CTAs of a cluster that share a tile's k */
     static constexpr int CTAS_PER_SM = 1, CONSUMERS = 2; /* warpgroups */
     static constexpr int BM = SUBTILE * CONSUMERS, BN = 256, STAGES = 4, WGMMA_N = BN;
     static constexpr int CUT_ROWS = 0; /* of a tile, at most: a plan's tile of more is cut; 0: none is */
@@ -106,11 +108,12 @@ struct GemmConfig {
 /* Of experts that have few rows on average, where a GEMM takes as long as reading its weights. All tiles are
  * computed as skinny ones are, of ROWS rows at most and 128 columns. Two CTAs of one consumer each share an SM:
  * so many loads are in flight, from so many places, that even one token's tiles keep the memory busy. */
-template <typename T_, Major B_MAJOR_, bool GATHER_, int ROWS>
+template <typename T_, Major B_MAJOR_, bool GATHER_, int ROWS, int SPLIT_ = 1>
 struct FewRowsConfig : GemmConfig<T_, B_MAJOR_, GATHER_> {
     static constexpr bool FEW_ROWS = true;
     static constexpr int CTAS_PER_SM = 2, CONSUMERS = 1;
-    static constexpr int BM = ROWS, BN = 128, STAGES = ROWS > 16 ? 4 : 6, CUT_ROWS = ROWS;
+    static constexpr int BM = ROWS, BN = 128, CUT_ROWS = ROWS, SPLIT = SPLIT_;
+    static constexpr int STAGES = ROWS > 16 || SPLIT > 2 ? 4 : SPLIT > 1 ? 5 : 6;
     static constexpr int MIN_N = ROWS / (ROWS > 16 ? 4 : 2); /* of wgmma; the others are its doubles, to ROWS */
     static constexpr int A_BYTES = BM * SWIZZLE_BYTES, B_BYTES = BN / SUBTILE * SUBTILE_BYTES;
     static constexpr int THREADS = 256, CONSUMER_WARPS = 4;
@@ -134,6 +137,7 @@ struct alignas(1024) Shared {
 template <class Config>
 struct PlanningShared : Shared<Config> {
     FusedMoeSlotPlan plan;
+    ClusterSplit<Config::SPLIT, Config::BM> split;
 };
 
 /* wgmma's N for the rows of a skinny tile. */
@@ -159,7 +163,7 @@ __device__ inline void run_mainloop_swapped(float (&d)[TOKENS], Shared<Config> &
 
 /* The fetching warp of a GEMM whose rows may be gathered. A token out of range, which no plan of ours has, is
  * token 0. */
-template <int CUT_ROWS, class Queue>
+template <int CUT_ROWS, int SPLIT, class Queue>
 __device__ inline void fetch_gemm_tiles(const Gemm &p, Queue &queue) {
     auto decode = [&](uint32_t index, WorkTile &tile) {
         const TileSource &source = p.tiles;
@@ -178,7 +182,13 @@ __device__ inline void fetch_gemm_tiles(const Gemm &p, Queue &queue) {
         fused_moe_num_work_tiles(p.tiles.schedule, p.tiles.E, (int32_t)p.tiles.R, &p.tiles.order);
     auto prepare = [](WorkTile &) {};
     auto is_long = [](const WorkTile &) { return false; }; /* all take about as long */
-    fetch_tiles<CUT_ROWS>(p.tiles, queue, num_tiles, decode, token_of, prepare, is_long);
+    fetch_tiles<CUT_ROWS, SPLIT>(p.tiles, queue, num_tiles, decode, token_of, prepare, is_long);
+}
+
+/* The k-tiles of this CTA: all, unless a cluster shares them. */
+template <class Config>
+__device__ inline KSlice own_k_tiles(const Gemm &p) {
+    return k_slice_of<Config::SPLIT>(blockIdx.x % Config::SPLIT, p.num_k_tiles[0] + p.num_k_tiles[1]);
 }
 
 /* The producer's warps. */
@@ -186,9 +196,9 @@ template <class Config>
 __device__ inline void produce(const Gemm &p, PlanningShared<Config> &s, int warp) {
     if (!p.tiles.starts_early) griddepcontrol_wait();
     if (warp == 3 && !p.tiles.offs)
-        fetch_slot_tiles<Config::CUT_ROWS>(p.tiles, p.slots, s.plan, s.queue);
+        fetch_slot_tiles<Config::CUT_ROWS, Config::SPLIT>(p.tiles, p.slots, s.plan, s.queue);
     else if (warp == 3)
-        fetch_gemm_tiles<Config::CUT_ROWS>(p, s.queue);
+        fetch_gemm_tiles<Config::CUT_ROWS, Config::SPLIT>(p, s.queue);
     else if constexpr (Config::GATHER)
         load_gather<Config>(p, s);
     else if (warp == 0)
@@ -255,6 +265,12 @@ template <class Config, typename Epilogue>
 __device__ inline void persistent_gemm(const Gemm &p, Epilogue epilogue) {
     auto &s = static_cast<PlanningShared<Config> &>(prologue<Config>());
     int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), wg = warp / 4 - 1; /* -1: the producer */
+    if constexpr (Config::SPLIT > 1) {
+        if (threadIdx.x == 0) s.split.init();
+        if (threadIdx.x == 0) fence_mbarrier_init();
+        __syncwarp();
+        barrier_cluster_sync();
+    }
     if (wg < 0) {
         if constexpr (!Config::FEW_ROWS) setmaxnreg_dec<Config::PRODUCER_REGISTERS>();
         produce<Config>(p, s, warp);
@@ -262,18 +278,21 @@ __device__ inline void persistent_gemm(const Gemm &p, Epilogue epilogue) {
         if constexpr (!Config::FEW_ROWS) setmaxnreg_inc<Config::CONSUMER_REGISTERS>();
         griddepcontrol_wait();
         if (p.tiles.lets_next_start) griddepcontrol_launch_dependents();
-        int num_k_tiles = p.num_k_tiles[0] + p.num_k_tiles[1];
+        int num_k_tiles = own_k_tiles<Config>(p).num;
         TileReader<typename Config::Queue> reader(s.queue);
         typename Config::Pipeline pipe;
         using Writer = std::conditional_t<Config::FEW_ROWS, SkinnyWriter<Config::BM>, typename Epilogue::Writer>;
         Writer writer(shared_address(s.staging[wg]), WARPGROUP_BARRIER + wg, warp % 4);
-        for (WorkTile tile = reader.next(); tile.expert >= 0; tile = reader.next()) {
+        uint32_t n = 0; /* tiles before this one */
+        for (WorkTile tile = reader.next(); tile.expert >= 0; tile = reader.next(), n++) {
             /* Two of B's subtiles. With gate_up gates come before their ups: a consumer computes act(gate) up,
              * so it has a gate and its up. */
             int first = p.gate_up ? wg : 2 * wg, second = p.gate_up ? wg + Config::CONSUMERS : 2 * wg + 1;
             auto run_swapped = [&](auto tokens) {
                 float d[tokens.value];
                 run_mainloop_swapped<Config>(d, s, pipe, num_k_tiles, first, second);
+                if constexpr (Config::SPLIT > 1)
+                    if (!s.split.add(d, (int)(blockIdx.x % Config::SPLIT), n)) return;
                 writer.drain();
                 epilogue.store_swapped(d, tile, wg, warp % 4, writer);
             };
@@ -286,6 +305,10 @@ __device__ inline void persistent_gemm(const Gemm &p, Epilogue epilogue) {
         writer.drain_all();
     }
     if (p.tiles.starts_early) griddepcontrol_wait(); /* every warp, before it zeroes rows past the last one */
+    if constexpr (Config::SPLIT > 1) {               /* before the others' shared memory is gone */
+        __syncwarp();
+        barrier_cluster_sync();
+    }
 }
 
 template <class Config>
@@ -312,13 +335,19 @@ __device__ inline Shared<Config> &prologue() {
 
 /* --- host: the configuration of a call ------------------------------------------------------------------- */
 
-/* Calls fn with a configuration, for R rows of E experts and so many columns. */
+/* Calls fn with a configuration, for R rows of E experts and so many columns. may_split: split-K may be asked
+ * for. */
 template <typename T, bool GATHER, typename Fn>
-int with_config(bool is_k_major, int64_t R, int32_t E, int64_t columns, Fn fn) {
+int with_config(bool is_k_major, bool may_split, int64_t R, int32_t E, int64_t columns, Fn fn) {
     auto with_major = [&](auto major) {
         constexpr Major B_MAJOR = decltype(major)::value;
         bool is_countable = fused_moe_max_row_tiles((int32_t)R, E, 16) * ((columns + 127) / 128) < INT32_MAX;
         int rows = is_countable && !schedule_override().no_tails ? fused_moe_few_rows(R, E) : 0;
+        if constexpr (B_MAJOR == Major::K) {
+            int split_k = rows == 16 && may_split ? schedule_override().split_k : 0;
+            if (split_k == 2) return fn(FewRowsConfig<T, B_MAJOR, GATHER, 16, 2>());
+            if (split_k == 4) return fn(FewRowsConfig<T, B_MAJOR, GATHER, 16, 4>());
+        }
         if (rows == 16) return fn(FewRowsConfig<T, B_MAJOR, GATHER, 16>());
         if (rows == 64) return fn(FewRowsConfig<T, B_MAJOR, GATHER, 64>());
         return fn(GemmConfig<T, B_MAJOR, GATHER>());
@@ -383,7 +412,8 @@ template <class Config>
 __device__ inline void load_tma(const Gemm &p, Shared<Config> &s) {
     TileReader<typename Config::Queue> reader(s.queue);
     typename Config::Pipeline pipe;
-    int num_k_tiles = p.num_k_tiles[0] + p.num_k_tiles[1];
+    KSlice own = own_k_tiles<Config>(p);
+    int first = own.first, num_k_tiles = own.num;
     bool starts_early = p.tiles.starts_early;
     for (WorkTile tile = reader.next(); tile.expert >= 0; tile = reader.next()) {
         int rows = rows_of_a<Config>(tile), bytes = rows * SWIZZLE_BYTES + bytes_of_b<Config>(tile), i = 0;
@@ -393,12 +423,12 @@ __device__ inline void load_tma(const Gemm &p, Shared<Config> &s) {
                 for (int k_tile = 0; k_tile < ahead; k_tile++) {
                     mbarrier_arrive_expect_tx(shared_address(&s.full[k_tile]), bytes);
                     load_b<Config>(p, shared_address(s.stage[k_tile].b), shared_address(&s.full[k_tile]), 0,
-                                   k_tile, tile);
+                                   first + k_tile, tile);
                 }
                 griddepcontrol_wait();
                 for (int k_tile = 0; k_tile < ahead; k_tile++)
                     load_a<Config::FEW_ROWS>(p, shared_address(s.stage[k_tile].a), shared_address(&s.full[k_tile]), 0,
-                           K_TILE<typename Config::T> * k_tile, rows, tile);
+                           K_TILE<typename Config::T> * (first + k_tile), rows, tile);
             }
             __syncwarp();
             for (; i < ahead; i++) pipe.advance();
@@ -406,7 +436,7 @@ __device__ inline void load_tma(const Gemm &p, Shared<Config> &s) {
         }
         for (; i < num_k_tiles; i++, pipe.advance()) {
             auto &stage = s.stage[pipe.index];
-            int part = i >= p.num_k_tiles[0], k_tile = part ? i - p.num_k_tiles[0] : i;
+            int part = i >= p.num_k_tiles[0], k_tile = part ? i - p.num_k_tiles[0] : first + i;
             uint32_t full = shared_address(&s.full[pipe.index]);
             mbarrier_wait(shared_address(&s.empty[pipe.index]), pipe.phase ^ 1);
             if (elect_sync()) {
@@ -429,6 +459,7 @@ __device__ inline void load_gather(const Gemm &p, Shared<Config> &s) {
     constexpr int ROW_STEP = 4 * Config::LOAD_WARPS, ROWS = (Config::BM + ROW_STEP - 1) / ROW_STEP;
     int chunk = threadIdx.x % 8, first = threadIdx.x / 8;
     bool loads_b = __shfl_sync(~0u, threadIdx.x / 32, 0) == 0;
+    KSlice own = own_k_tiles<Config>(p);
     uint32_t offset[2]; /* rows 12 apart alternate between two swizzles */
     for (int i = 0; i < 2; i++) offset[i] = swizzled(0, first + ROW_STEP * i, chunk);
     TileReader<typename Config::Queue> reader(s.queue);
@@ -439,13 +470,14 @@ __device__ inline void load_gather(const Gemm &p, Shared<Config> &s) {
 #pragma unroll
         for (int i = 0; i < ROWS; i++) {
             int row = min(first + ROW_STEP * i, Config::BM - 1);
-            source[i] = (const char *)p.x + token[row] * (int64_t)p.k * (int)sizeof(T) + chunk * CHUNK_BYTES;
+            source[i] = (const char *)p.x + token[row] * (int64_t)p.k * (int)sizeof(T) + chunk * CHUNK_BYTES +
+                        own.first * SWIZZLE_BYTES;
         }
         WorkTile tile = reader.next();
         if (tile.expert < 0) break;
         int rows = (tile.num_rows - first + ROW_STEP - 1) / ROW_STEP; /* of this thread */
 #pragma unroll 1
-        for (int k_tile = 0; k_tile < p.num_k_tiles[0]; k_tile++, pipe.advance()) {
+        for (int k_tile = own.first; k_tile < own.first + own.num; k_tile++, pipe.advance()) {
             auto &stage = s.stage[pipe.index];
             uint32_t full = shared_address(&s.full[pipe.index]), a = shared_address(stage.a);
             mbarrier_wait(shared_address(&s.empty[pipe.index]), pipe.phase ^ 1);

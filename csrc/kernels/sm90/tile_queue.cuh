@@ -172,17 +172,19 @@ __device__ inline void reset_claims(const TileSource &source) {
 
 /* Fetches tiles until there are none. decode(index, tile) fills a tile and returns whether it is to be
  * computed. prepare(tile) runs before the tile is published; token_of(tile, i) is the token of its row i.
- * CUT_ROWS: a tile of more rows is published as several, of about as many rows each; 0: none is cut.
+ * CUT_ROWS: a tile of more rows is published as several, of about as many rows each; 0: none is cut. The SPLIT
+ * CTAs of a cluster get the same tiles.
  * After a long tile the next one is fetched when the queue has room for it, not earlier: next_tile() claims
  * one tile ahead, and until then an idle CTA may steal that one. */
-template <int CUT_ROWS, class Queue, typename Decode, typename TokenOf, typename Prepare, typename IsLong>
+template <int CUT_ROWS, int SPLIT, class Queue, typename Decode, typename TokenOf, typename Prepare, typename IsLong>
 __device__ inline void fetch_tiles(const TileSource &source, Queue &queue, uint32_t num_tiles, Decode decode,
                                    TokenOf token_of, Prepare prepare, IsLong is_long) {
     int lane = threadIdx.x % 32;
+    uint32_t cta = blockIdx.x / SPLIT, ctas = gridDim.x / SPLIT;
     FusedMoeTileScheduler scheduler =
-        fused_moe_tile_scheduler(source.counters + CLAIMED, num_tiles, blockIdx.x, gridDim.x);
+        fused_moe_tile_scheduler(source.counters + CLAIMED, num_tiles, cta, ctas);
     /* A CTA that starts early takes its own first tile, and others not before all CTAs can start. */
-    bool may_take = !source.starts_early || blockIdx.x < num_tiles;
+    bool may_take = !source.starts_early || cta < num_tiles;
     PipelineState<QUEUE_DEPTH> stage;
     for (bool has_tile = true; has_tile; may_take = !source.starts_early) {
         if (!may_take) griddepcontrol_wait();

@@ -241,6 +241,7 @@ int launch(const FusedMoeUpGate &p, void *stream) {
     gemm.tiles = tile_source(rows.offs, rows.schedule, rows.R, rows.E, b_rows,
                              columns == GATE_UP ? Config::BN / 2 : Config::BN, p.workspace.counters);
     if (p.slots) plan_in_kernel(gemm, *p.slots);
+    if (Config::SPLIT > 1) gemm.tiles.counters = nullptr; /* a cluster's CTAs take the same tiles */
     gemm.tiles.lets_next_start = p.next_starts_early;
     const T *a = (const T *)p.a, *h = (const T *)p.h;
     if (status == FUSED_MOE_OK) status = ragged_map(&q.a_map, a, rows.R, F, F, WarpWriter::ROWS);
@@ -255,12 +256,15 @@ int run(const FusedMoeUpGate &p, void *stream) {
     return with_half(p.dtype, [&](auto t) {
         auto with_layout = [&](auto config) {
             using Config = decltype(config);
+            if constexpr (Config::SPLIT > 1) return launch<Config, GATE_UP>(p, stream);
             if (p.layout == FUSED_MOE_UNGATED) return launch<Config, UNGATED>(p, stream);
             if (p.layout == FUSED_MOE_INTERLEAVED) return launch<Config, INTERLEAVED>(p, stream);
             return launch<Config, GATE_UP>(p, stream);
         };
         using T = decltype(t);
-        return with_config<T, true>(p.w1.stride_in == 1, p.row_map.R, p.row_map.E, 2 * p.F, with_layout);
+        bool may_split = (p.layout == FUSED_MOE_SEPARATE || p.layout == FUSED_MOE_HALVES) && p.D >= 4 * K_TILE<T>;
+        return with_config<T, true>(p.w1.stride_in == 1, may_split, p.row_map.R, p.row_map.E, 2 * p.F,
+                                    with_layout);
     });
 }
 
