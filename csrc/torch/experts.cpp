@@ -280,14 +280,12 @@ Tensor experts_down(const Tensor &a, const OptTensor &, const Tensor &w2, const 
  * share counters, which the plan's kernel zeroes where they are not zeros: each kernel directly follows the
  * one whose result it takes, and may start before that has ended (PDL). Of few slots the GEMMs of the Hopper
  * tier make the plan, and count nothing. route: the choice of the ids, which is not made yet, or NULL. */
-static std::tuple<Tensor, Tensor> run_experts(const char *op, const Tensor &x, const UpWeights &up,
-                                              const Width &s, const FusedMoeWeight &w2, int64_t out_dim,
-                                              const OptTensor &b1, const OptTensor &b3, const OptTensor &b2,
-                                              const Tensor &scores, const Tensor &ids, int64_t layout,
-                                              int64_t activation, const Constants &constants,
-                                              bool score_on_input, const OptTensor &expert_map,
-                                              const Shared &shared, const OptTensor &out,
-                                              const FusedMoeRoute *route) {
+static std::tuple<Tensor, Tensor>
+run_experts(const char *op, const Tensor &x, const UpWeights &up, const Width &s, const FusedMoeWeight &w2,
+            int64_t out_dim, const OptTensor &b1, const OptTensor &b3, const OptTensor &b2,
+            const Tensor &scores, const Tensor &ids, int64_t layout, int64_t activation,
+            const Constants &constants, bool score_on_input, const OptTensor &expert_map,
+            const Shared &shared, const OptTensor &out, const FusedMoeRoute *route) {
     OwnPlan plan = new_plan_of(op, ids, x, s.E, expert_map);
     FusedMoeRoutePlan &p = plan.p;
     Call call = begin_call(op, plan.ids);
@@ -307,12 +305,13 @@ static std::tuple<Tensor, Tensor> run_experts(const char *op, const Tensor &x, c
     return {run_experts_down(a, w2, out_dim, b2, of_y, plan.rows, shared, chain, out), plan.counts};
 }
 
-static std::tuple<Tensor, Tensor>
-run_experts(const char *op, const Tensor &x_, const Tensor &w1, const OptTensor &w3, const Tensor &w2,
-            const OptTensor &b1, const OptTensor &b3, const OptTensor &b2, const Tensor &scores,
-            const Tensor &ids, int64_t layout, int64_t activation, const Constants &constants,
-            bool score_on_input, const OptTensor &expert_map, const Shared &shared, const OptTensor &out,
-            const FusedMoeRoute *route = nullptr) {
+static std::tuple<Tensor, Tensor> run_experts(const char *op, const Tensor &x_, const Tensor &w1,
+                                              const OptTensor &w3, const Tensor &w2, const OptTensor &b1,
+                                              const OptTensor &b3, const OptTensor &b2, const Tensor &scores,
+                                              const Tensor &ids, int64_t layout, int64_t activation,
+                                              const Constants &constants, bool score_on_input,
+                                              const OptTensor &expert_map, const Shared &shared,
+                                              const OptTensor &out, const FusedMoeRoute *route = nullptr) {
     check_dim(op, "x", x_, 2);
     check_dim(op, "w1", w1, 3);
     check_dim(op, "w2", w2, 3);

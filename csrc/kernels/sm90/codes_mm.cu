@@ -21,7 +21,7 @@ struct Epilogue {
     template <int TOKENS>
     __device__ void store_swapped(float (&d)[TOKENS], const WorkTile &tile, int wg, int warp,
                                   WarpWriter &writer) {
-        store_swapped_subtiles<T>(p, d, tile, wg, warp, writer);
+        store_swapped_subtiles<T, TOKENS, 2>(p, d, tile, wg, warp, writer);
     }
 };
 

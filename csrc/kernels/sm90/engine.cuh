@@ -87,11 +87,12 @@ struct GemmConfig {
     static constexpr bool GATHER = GATHER_;
 
     static constexpr bool FEW_ROWS = false;
-    static constexpr int SPLIT = 1; /* CTAs of a cluster that share a tile's k */
+    static constexpr int SPLIT = 1;                      /* CTAs of a cluster that share a tile's k */
     static constexpr int CTAS_PER_SM = 1, CONSUMERS = 2; /* warpgroups */
     static constexpr int BM = SUBTILE * CONSUMERS, BN = 256, STAGES = 4, WGMMA_N = BN;
     static constexpr int CUT_ROWS = 0; /* of a tile, at most: a plan's tile of more is cut; 0: none is */
     static constexpr int A_BYTES = BM * SWIZZLE_BYTES; /* in a stage */
+    static constexpr int SKINNY_SUBTILES = 2;          /* of B, which a consumer computes of a skinny tile */
     static constexpr int THREADS = 128 * (1 + CONSUMERS), CONSUMER_WARPS = 4 * CONSUMERS;
     static constexpr int LOAD_WARPS = GATHER ? 3 : 1;
     /* Of a thread after setmaxnreg, which takes registers from the producer for the consumers. */
@@ -106,16 +107,19 @@ struct GemmConfig {
 };
 
 /* Of experts that have few rows on average, where a GEMM takes as long as reading its weights. All tiles are
- * computed as skinny ones are, of ROWS rows at most and 128 columns. Two CTAs of one consumer each share an SM:
+ * computed as skinny ones are, of ROWS rows at most and SUBTILES subtiles of columns. Two CTAs of one consumer each share an SM:
  * so many loads are in flight, from so many places, that even one token's tiles keep the memory busy. */
-template <typename T_, Major B_MAJOR_, bool GATHER_, int ROWS, int SPLIT_ = 1>
+template <typename T_, Major B_MAJOR_, bool GATHER_, int ROWS, int SUBTILES, int SPLIT_ = 1>
 struct FewRowsConfig : GemmConfig<T_, B_MAJOR_, GATHER_> {
     static constexpr bool FEW_ROWS = true;
     static constexpr int CTAS_PER_SM = 2, CONSUMERS = 1;
-    static constexpr int BM = ROWS, BN = 128, CUT_ROWS = ROWS, SPLIT = SPLIT_;
-    static constexpr int STAGES = ROWS > 16 || SPLIT > 2 ? 4 : SPLIT > 1 ? 5 : 6;
-    static constexpr int MIN_N = ROWS / (ROWS > 16 ? 4 : 2); /* of wgmma; the others are its doubles, to ROWS */
+    static constexpr int SKINNY_SUBTILES = SUBTILES;
+    static constexpr int BM = ROWS, BN = SUBTILE * SUBTILES, CUT_ROWS = ROWS, SPLIT = SPLIT_;
+    static constexpr int MIN_N =
+        ROWS / (ROWS > 16 ? 4 : 2); /* of wgmma; the others are its doubles, to ROWS */
     static constexpr int A_BYTES = BM * SWIZZLE_BYTES, B_BYTES = BN / SUBTILE * SUBTILE_BYTES;
+    static constexpr int SUM_BYTES = (SPLIT - 1) * BM * 128 * (int)sizeof(float); /* ClusterSplit's */
+    static constexpr int STAGES = (108 * 1024 - SUM_BYTES) / (A_BYTES + B_BYTES);
     static constexpr int THREADS = 256, CONSUMER_WARPS = 4;
     static constexpr int STAGING_BYTES = SkinnyWriter<ROWS>::BYTES;
     using Queue = TileQueue<WorkTile, CONSUMER_WARPS + FewRowsConfig::LOAD_WARPS, GATHER_ ? BM : 0>;
@@ -157,9 +161,8 @@ template <class Config, int COLUMNS, int SUBTILES, typename Meanwhile>
 __device__ inline void run_mainloop(float *d, Shared<Config> &s, typename Config::Pipeline &pipe,
                                     int num_k_tiles, int wg, Meanwhile meanwhile);
 template <class Config, int TOKENS>
-__device__ inline void run_mainloop_swapped(float (&d)[TOKENS], Shared<Config> &s,
-                                            typename Config::Pipeline &pipe, int num_k_tiles,
-                                            int first_subtile, int second_subtile);
+__device__ inline void run_mainloop_swapped(float *d, Shared<Config> &s, typename Config::Pipeline &pipe,
+                                            int num_k_tiles, int first_subtile, int second_subtile);
 
 /* The fetching warp of a GEMM whose rows may be gathered. A token out of range, which no plan of ours has, is
  * token 0. */
@@ -205,16 +208,15 @@ __device__ inline void produce(const Gemm &p, PlanningShared<Config> &s, int war
         load_tma<Config>(p, s);
 }
 
-/* What run_mainloop_swapped left of consumer wg's two subtiles, with a bias [E,M], to out [R,M]: p has bias, out and
+/* What run_mainloop_swapped left of consumer wg's subtiles, with a bias [E,M], to out [R,M]: p has bias, out and
  * M. */
-template <typename T, int TOKENS, class Params, class Writer>
-__device__ __forceinline__ void store_swapped_subtiles(const Params &p, float (&d)[TOKENS],
-                                                       const WorkTile &tile, int wg, int warp,
-                                                       Writer &writer) {
+template <typename T, int TOKENS, int SUBTILES, class Params, class Writer>
+__device__ __forceinline__ void store_swapped_subtiles(const Params &p, float *d, const WorkTile &tile,
+                                                       int wg, int warp, Writer &writer) {
     const T *bias = p.bias ? (const T *)p.bias + (int64_t)tile.expert * p.M : nullptr;
 #pragma unroll
-    for (int i = 0; i < 2; i++) {
-        int first = tile.first_column + (2 * wg + i) * SUBTILE + 16 * warp;
+    for (int i = 0; i < SUBTILES; i++) {
+        int first = tile.first_column + (SUBTILES * wg + i) * SUBTILE + 16 * warp;
         if (first >= p.M || (tile.half_n && wg)) return; /* these columns were not loaded */
         if (bias) add_bias_swapped<TOKENS>(&d[TOKENS / 2 * i], bias, first, p.M);
         T *out = (T *)p.out + (int64_t)tile.first_row * p.M + first;
@@ -281,20 +283,23 @@ __device__ inline void persistent_gemm(const Gemm &p, Epilogue epilogue) {
         int num_k_tiles = own_k_tiles<Config>(p).num;
         TileReader<typename Config::Queue> reader(s.queue);
         typename Config::Pipeline pipe;
-        using Writer = std::conditional_t<Config::FEW_ROWS, SkinnyWriter<Config::BM>, typename Epilogue::Writer>;
+        using Writer =
+            std::conditional_t<Config::FEW_ROWS, SkinnyWriter<Config::BM>, typename Epilogue::Writer>;
         Writer writer(shared_address(s.staging[wg]), WARPGROUP_BARRIER + wg, warp % 4);
         uint32_t n = 0; /* tiles before this one */
         for (WorkTile tile = reader.next(); tile.expert >= 0; tile = reader.next(), n++) {
-            /* Two of B's subtiles. With gate_up gates come before their ups: a consumer computes act(gate) up,
+            /* One or two of B's subtiles. With gate_up gates come before their ups: a consumer computes act(gate) up,
              * so it has a gate and its up. */
-            int first = p.gate_up ? wg : 2 * wg, second = p.gate_up ? wg + Config::CONSUMERS : 2 * wg + 1;
+            int first = p.gate_up ? wg : Config::SKINNY_SUBTILES * wg;
+            int second = p.gate_up ? wg + Config::CONSUMERS : first + 1;
             auto run_swapped = [&](auto tokens) {
-                float d[tokens.value];
-                run_mainloop_swapped<Config>(d, s, pipe, num_k_tiles, first, second);
+                float d[tokens.value / 2 * Config::SKINNY_SUBTILES];
+                run_mainloop_swapped<Config, tokens.value>(d, s, pipe, num_k_tiles, first, second);
                 if constexpr (Config::SPLIT > 1)
                     if (!s.split.add(d, (int)(blockIdx.x % Config::SPLIT), n)) return;
                 writer.drain();
-                epilogue.store_swapped(d, tile, wg, warp % 4, writer);
+                epilogue.template store_swapped<tokens.value, Config::SKINNY_SUBTILES>(d, tile, wg, warp % 4,
+                                                                                       writer);
             };
             if constexpr (Config::FEW_ROWS)
                 with_few_tokens<Config::MIN_N, Config::BM>(tile, run_swapped);
@@ -315,10 +320,10 @@ template <class Config>
 __device__ inline Shared<Config> &prologue() {
     extern __shared__ __align__(1024) uint8_t memory[];
     auto &s = *reinterpret_cast<Shared<Config> *>(memory);
-    static_assert(Config::FEW_ROWS ||
-                  Config::PRODUCER_REGISTERS + Config::CONSUMERS * Config::CONSUMER_REGISTERS +
-                          Config::EPILOGUE_REGISTERS <=
-                      Config::THREADS / 128 * LAUNCH_REGISTERS<Config::THREADS>,
+    static_assert(Config::FEW_ROWS || Config::PRODUCER_REGISTERS +
+                                              Config::CONSUMERS * Config::CONSUMER_REGISTERS +
+                                              Config::EPILOGUE_REGISTERS <=
+                                          Config::THREADS / 128 * LAUNCH_REGISTERS<Config::THREADS>,
                   "setmaxnreg would wait forever");
     if (threadIdx.x == 0) {
         for (int i = 0; i < Config::STAGES; i++) {
@@ -335,21 +340,26 @@ __device__ inline Shared<Config> &prologue() {
 
 /* --- host: the configuration of a call ------------------------------------------------------------------- */
 
-/* Calls fn with a configuration, for R rows of E experts and so many columns. may_split: split-K may be asked
+/* Tiles of few rows have half as many columns where k is so long that they are few and large. */
+constexpr int64_t LONG_K = 2560;
+
+/* Calls fn with a configuration, for R rows of E experts, so many columns, and k. may_split: split-K may be asked
  * for. */
 template <typename T, bool GATHER, typename Fn>
-int with_config(bool is_k_major, bool may_split, int64_t R, int32_t E, int64_t columns, Fn fn) {
+int with_config(bool is_k_major, bool may_split, int64_t R, int32_t E, int64_t columns, int64_t k, Fn fn) {
     auto with_major = [&](auto major) {
         constexpr Major B_MAJOR = decltype(major)::value;
-        bool is_countable = fused_moe_max_row_tiles((int32_t)R, E, 16) * ((columns + 127) / 128) < INT32_MAX;
+        bool is_countable = fused_moe_max_row_tiles((int32_t)R, E, 16) * ((columns + 63) / 64) < INT32_MAX;
         int rows = is_countable && !schedule_override().no_tails ? fused_moe_few_rows(R, E) : 0;
         if constexpr (B_MAJOR == Major::K) {
             int split_k = rows == 16 && may_split ? schedule_override().split_k : 0;
-            if (split_k == 2) return fn(FewRowsConfig<T, B_MAJOR, GATHER, 16, 2>());
-            if (split_k == 4) return fn(FewRowsConfig<T, B_MAJOR, GATHER, 16, 4>());
+            if (split_k == 2) return fn(FewRowsConfig<T, B_MAJOR, GATHER, 16, 2, 2>());
+            if (split_k == 4) return fn(FewRowsConfig<T, B_MAJOR, GATHER, 16, 2, 4>());
         }
-        if (rows == 16) return fn(FewRowsConfig<T, B_MAJOR, GATHER, 16>());
-        if (rows == 64) return fn(FewRowsConfig<T, B_MAJOR, GATHER, 64>());
+        if constexpr (!GATHER)
+            if (rows == 16 && k >= LONG_K) return fn(FewRowsConfig<T, B_MAJOR, GATHER, 16, 1>());
+        if (rows == 16) return fn(FewRowsConfig<T, B_MAJOR, GATHER, 16, 2>());
+        if (rows == 64) return fn(FewRowsConfig<T, B_MAJOR, GATHER, 64, 2>());
         return fn(GemmConfig<T, B_MAJOR, GATHER>());
     };
     return is_k_major ? with_major(std::integral_constant<Major, Major::K>())
@@ -364,19 +374,20 @@ __device__ inline int bytes_of_b(const WorkTile &tile) {
     return tile.half_n ? Config::B_BYTES / 2 : Config::B_BYTES;
 }
 
-/* B of one k-tile: two boxes, or of one subtile each where N is contiguous. One thread calls it. */
+/* B of one k-tile: a box or two, or one of each subtile where N is contiguous. One thread calls it. */
 template <class Config>
 __device__ inline void load_b(const Gemm &p, uint32_t dst, uint32_t full, int part, int k_tile,
                               const WorkTile &tile) {
-    int k = Config::B_K_TILE * k_tile, halves = tile.half_n ? 1 : 2;
-    for (int half = 0; half < halves; half++, dst += Config::B_BYTES / 2) {
-        const CUtensorMap *map = &p.b[p.gate_up ? half : part];
-        int n = tile.first_column + (p.gate_up ? 0 : Config::BN / 2 * half);
+    constexpr int BOX = Config::BN / (Config::BN > SUBTILE ? 2 : 1);
+    int k = Config::B_K_TILE * k_tile, boxes = tile.half_n ? 1 : Config::BN / BOX;
+    for (int box = 0; box < boxes; box++, dst += BOX * Config::B_BYTES / Config::BN) {
+        const CUtensorMap *map = &p.b[p.gate_up ? box : part];
+        int n = tile.first_column + (p.gate_up ? 0 : BOX * box);
         if constexpr (Config::B_MAJOR == Major::K) {
             cp_async_bulk_tensor_load(dst, map, full, k, n, tile.expert);
         } else {
             cp_async_bulk_tensor_load(dst, map, full, n, k, tile.expert);
-            if (Config::BN / 2 > SUBTILE)
+            if (BOX > SUBTILE)
                 cp_async_bulk_tensor_load(dst + SUBTILE_BYTES, map, full, n + SUBTILE, k, tile.expert);
         }
     }
@@ -427,8 +438,9 @@ __device__ inline void load_tma(const Gemm &p, Shared<Config> &s) {
                 }
                 griddepcontrol_wait();
                 for (int k_tile = 0; k_tile < ahead; k_tile++)
-                    load_a<Config::FEW_ROWS>(p, shared_address(s.stage[k_tile].a), shared_address(&s.full[k_tile]), 0,
-                           K_TILE<typename Config::T> * (first + k_tile), rows, tile);
+                    load_a<Config::FEW_ROWS>(p, shared_address(s.stage[k_tile].a),
+                                             shared_address(&s.full[k_tile]), 0,
+                                             K_TILE<typename Config::T> * (first + k_tile), rows, tile);
             }
             __syncwarp();
             for (; i < ahead; i++) pipe.advance();
@@ -441,8 +453,8 @@ __device__ inline void load_tma(const Gemm &p, Shared<Config> &s) {
             mbarrier_wait(shared_address(&s.empty[pipe.index]), pipe.phase ^ 1);
             if (elect_sync()) {
                 mbarrier_arrive_expect_tx(full, bytes);
-                load_a<Config::FEW_ROWS>(p, shared_address(stage.a), full, part, K_TILE<typename Config::T> * k_tile, rows,
-                       tile);
+                load_a<Config::FEW_ROWS>(p, shared_address(stage.a), full, part,
+                                         K_TILE<typename Config::T> * k_tile, rows, tile);
                 load_b<Config>(p, shared_address(stage.b), full, part, k_tile, tile);
             }
             __syncwarp();
@@ -566,25 +578,26 @@ __device__ inline void run_mainloop(float *d, Shared<Config> &s, typename Config
 }
 
 /* A skinny expert by swap-AB: 64 output columns are wgmma's M, and the expert's rows are its N, padded to
- * TOKENS = 8, 32 or 64 instead of to 128. A consumer has two subtiles of output columns: the accumulators of
- * the first are d[0 .. TOKENS / 2), of the second those after it. */
+ * TOKENS = 8, 16, 32 or 64 instead of to 128. A consumer has one or two subtiles of output columns: the
+ * accumulators of the first are d[0 .. TOKENS / 2), of the second those after it. */
 template <class Config, int TOKENS>
-__device__ inline void run_mainloop_swapped(float (&d)[TOKENS], Shared<Config> &s,
-                                            typename Config::Pipeline &pipe, int num_k_tiles,
-                                            int first_subtile, int second_subtile) {
+__device__ inline void run_mainloop_swapped(float *d, Shared<Config> &s, typename Config::Pipeline &pipe,
+                                            int num_k_tiles, int first_subtile, int second_subtile) {
     using T = typename Config::T;
     constexpr Major W_MAJOR = Config::B_MAJOR;
+    constexpr bool HAS_SECOND = Config::SKINNY_SUBTILES > 1;
     auto issue = [&](auto &stage, auto first) {
         constexpr int x_step = K16_STEP<Major::K, T>, w_step = K16_STEP<W_MAJOR, T>;
         uint64_t x = matrix_descriptor<Major::K>(shared_address(stage.a));
         uint64_t w0 = matrix_descriptor<W_MAJOR>(shared_address(stage.b) + first_subtile * SUBTILE_BYTES);
         uint64_t w1 = matrix_descriptor<W_MAJOR>(shared_address(stage.b) + second_subtile * SUBTILE_BYTES);
         wgmma<TOKENS, !first.value, W_MAJOR, Major::K>(d, w0, x, T());
-        wgmma<TOKENS, !first.value, W_MAJOR, Major::K>(d + TOKENS / 2, w1, x, T());
+        if constexpr (HAS_SECOND) wgmma<TOKENS, !first.value, W_MAJOR, Major::K>(d + TOKENS / 2, w1, x, T());
 #pragma unroll
         for (int k = 1; k < K_TILE<T> / 16; k++) {
             wgmma<TOKENS, 1, W_MAJOR, Major::K>(d, w0 + k * w_step, x + k * x_step, T());
-            wgmma<TOKENS, 1, W_MAJOR, Major::K>(d + TOKENS / 2, w1 + k * w_step, x + k * x_step, T());
+            if constexpr (HAS_SECOND)
+                wgmma<TOKENS, 1, W_MAJOR, Major::K>(d + TOKENS / 2, w1 + k * w_step, x + k * x_step, T());
         }
     };
     for_each_k_tile<Config, 0>(s, pipe, num_k_tiles, issue, [](auto) {});

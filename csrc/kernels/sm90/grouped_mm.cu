@@ -61,15 +61,15 @@ struct Epilogue {
         end = 0;
     }
 
-    template <int TOKENS, class AnyWriter>
-    __device__ void store_swapped(float (&d)[TOKENS], const WorkTile &tile, int wg, int warp,
-                                  AnyWriter &writer) {
-        store_swapped_subtiles<T>(p, d, tile, wg, warp, writer);
+    template <int TOKENS, int SUBTILES, class AnyWriter>
+    __device__ void store_swapped(float *d, const WorkTile &tile, int wg, int warp, AnyWriter &writer) {
+        store_swapped_subtiles<T, TOKENS, SUBTILES>(p, d, tile, wg, warp, writer);
     }
 };
 
 template <class Config>
-__global__ void __launch_bounds__(Config::THREADS, Config::CTAS_PER_SM) grouped_mm_kernel(const __grid_constant__ GroupedMM p) {
+__global__ void __launch_bounds__(Config::THREADS, Config::CTAS_PER_SM)
+    grouped_mm_kernel(const __grid_constant__ GroupedMM p) {
     persistent_gemm<Config>(p.gemm, Epilogue<typename Config::T>{p, {}});
     zero_rows_past(p.gemm.tiles, (typename Config::T *)p.out, p.M);
 }
@@ -93,7 +93,7 @@ int launch(const FusedMoeGroupedMM &p, void *stream) {
         if (status == FUSED_MOE_OK) status = matrix_map(&gemm.tail[i], a, p.R, p.N[i], pitch, TAIL_ROWS);
         if (status == FUSED_MOE_OK)
             status = weight_map<T>(&gemm.b[i], p.b[i], Config::B_MAJOR, p.b[i].stride_out, p.b[i].stride_in,
-                                   p.E, p.M, p.N[i], Config::BN / 2);
+                                   p.E, p.M, p.N[i], Config::BN > SUBTILE ? Config::BN / 2 : SUBTILE);
         gemm.num_k_tiles[i] = (int32_t)ceil_div(p.N[i], K_TILE<T>);
     }
     tiles = tile_source(p.offs, p.schedule, p.R, p.E, p.M, Config::BN, p.workspace.counters);
@@ -104,13 +104,14 @@ int launch(const FusedMoeGroupedMM &p, void *stream) {
         gemm.slots.counts = gemm.slots.token_row = nullptr; /* up_gate wrote them */
         tiles.lets_next_start = true;                       /* the combine */
     }
-    tiles.last_is_half_n = (p.M - 1) % Config::BN < Config::BN / 2;
+    tiles.last_is_half_n = Config::BN > SUBTILE && (p.M - 1) % Config::BN < Config::BN / 2;
     /* where an N tile is half as wide already, the last wave is not split */
     if (!tiles.last_is_half_n && !schedule_override().no_tails && !Config::FEW_ROWS)
         tiles.order.split_last_wave = num_ctas();
     /* beside up_gate's last CTAs not all halves of skinny tiles would find an SM */
     tiles.order.splits_skinny = !p.starts_early;
-    if (Config::SPLIT > 1) tiles.counters = nullptr; /* a cluster's CTAs take the same tiles: none is stolen */
+    if (Config::SPLIT > 1)
+        tiles.counters = nullptr; /* a cluster's CTAs take the same tiles: none is stolen */
     if (status == FUSED_MOE_OK)
         status = ragged_map(&q.out_map, (const T *)p.out, p.R, p.M, p.M, WarpgroupWriter::ROWS);
     if (status != FUSED_MOE_OK) return status;
@@ -121,7 +122,8 @@ int launch(const FusedMoeGroupedMM &p, void *stream) {
 int run(const FusedMoeGroupedMM &p, void *stream) {
     return with_half(p.dtype, [&](auto t) {
         using T = decltype(t);
-        return with_config<T, false>(p.b[0].stride_in == 1, !p.b[1].data && p.N[0] >= 4 * K_TILE<T>, p.R, p.E, p.M,
+        bool may_split = !p.b[1].data && p.N[0] >= 4 * K_TILE<T>;
+        return with_config<T, false>(p.b[0].stride_in == 1, may_split, p.R, p.E, p.M, p.N[0] + p.N[1],
                                      [&](auto config) { return launch<decltype(config)>(p, stream); });
     });
 }

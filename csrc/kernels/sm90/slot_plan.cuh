@@ -46,8 +46,8 @@ __device__ inline void fetch_slot_tiles(const TileSource &source, const FusedMoe
     };
     auto prepare = [](WorkTile &) {};
     auto is_long = [](const WorkTile &) { return false; };
-    fetch_tiles<CUT_ROWS, SPLIT>(source, queue, fused_moe_num_slot_tiles(&plan, &source.order), decode, token_of,
-                          prepare, is_long);
+    fetch_tiles<CUT_ROWS, SPLIT>(source, queue, fused_moe_num_slot_tiles(&plan, &source.order), decode,
+                                 token_of, prepare, is_long);
 }
 
 } // namespace sm90

@@ -176,7 +176,8 @@ __device__ inline void reset_claims(const TileSource &source) {
  * CTAs of a cluster get the same tiles.
  * After a long tile the next one is fetched when the queue has room for it, not earlier: next_tile() claims
  * one tile ahead, and until then an idle CTA may steal that one. */
-template <int CUT_ROWS, int SPLIT, class Queue, typename Decode, typename TokenOf, typename Prepare, typename IsLong>
+template <int CUT_ROWS, int SPLIT, class Queue, typename Decode, typename TokenOf, typename Prepare,
+          typename IsLong>
 __device__ inline void fetch_tiles(const TileSource &source, Queue &queue, uint32_t num_tiles, Decode decode,
                                    TokenOf token_of, Prepare prepare, IsLong is_long) {
     int lane = threadIdx.x % 32;

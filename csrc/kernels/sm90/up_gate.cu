@@ -127,9 +127,9 @@ struct Epilogue {
     __device__ void store_subtile(Writer &) {}
     __device__ void flush(Writer &) {}
 
-    template <int TOKENS, class AnyWriter>
-    __device__ void store_swapped(float (&d)[TOKENS], const WorkTile &tile, int wg, int warp,
-                                  AnyWriter &writer) {
+    template <int TOKENS, int SUBTILES, class AnyWriter>
+    __device__ void store_swapped(float *d, const WorkTile &tile, int wg, int warp, AnyWriter &writer) {
+        static_assert(SUBTILES == 2, "a gate's and its up's");
         constexpr int PART = TOKENS < 32 ? TOKENS : 32; /* rows at a time: registers are few */
 #pragma unroll
         for (int first = 0; first < TOKENS; first += PART)
@@ -194,7 +194,8 @@ struct Epilogue {
 };
 
 template <class Config, Columns columns>
-__global__ void __launch_bounds__(Config::THREADS, Config::CTAS_PER_SM) up_gate_kernel(const __grid_constant__ UpGate p) {
+__global__ void __launch_bounds__(Config::THREADS, Config::CTAS_PER_SM)
+    up_gate_kernel(const __grid_constant__ UpGate p) {
     using T = typename Config::T;
     persistent_gemm<Config>(p.gemm, Epilogue<T, columns>{p});
     if (p.h) zero_rows_past(p.gemm.tiles, (T *)p.h, p.H);
@@ -230,13 +231,11 @@ int launch(const FusedMoeUpGate &p, void *stream) {
     gemm.gate_up = columns == GATE_UP;
     FusedMoeWeight up = halves ? w1 : p.w3;
     if (halves) up.data = (T *)w1.data + F * w1.stride_out;
-    int status =
-        weight_map<T>(&gemm.b[0], w1, Config::B_MAJOR, w1.stride_out, w1.stride_in, rows.E, b_rows, p.D,
-                      Config::BN / 2);
+    int status = weight_map<T>(&gemm.b[0], w1, Config::B_MAJOR, w1.stride_out, w1.stride_in, rows.E, b_rows,
+                               p.D, Config::BN / 2);
     if (status == FUSED_MOE_OK && columns == GATE_UP)
-        status =
-            weight_map<T>(&gemm.b[1], up, Config::B_MAJOR, up.stride_out, up.stride_in, rows.E, b_rows, p.D,
-                          Config::BN / 2);
+        status = weight_map<T>(&gemm.b[1], up, Config::B_MAJOR, up.stride_out, up.stride_in, rows.E, b_rows,
+                               p.D, Config::BN / 2);
 
     gemm.tiles = tile_source(rows.offs, rows.schedule, rows.R, rows.E, b_rows,
                              columns == GATE_UP ? Config::BN / 2 : Config::BN, p.workspace.counters);
@@ -256,14 +255,16 @@ int run(const FusedMoeUpGate &p, void *stream) {
     return with_half(p.dtype, [&](auto t) {
         auto with_layout = [&](auto config) {
             using Config = decltype(config);
-            if constexpr (Config::SPLIT > 1) return launch<Config, GATE_UP>(p, stream);
-            if (p.layout == FUSED_MOE_UNGATED) return launch<Config, UNGATED>(p, stream);
-            if (p.layout == FUSED_MOE_INTERLEAVED) return launch<Config, INTERLEAVED>(p, stream);
+            if constexpr (Config::SPLIT == 1) {
+                if (p.layout == FUSED_MOE_UNGATED) return launch<Config, UNGATED>(p, stream);
+                if (p.layout == FUSED_MOE_INTERLEAVED) return launch<Config, INTERLEAVED>(p, stream);
+            }
             return launch<Config, GATE_UP>(p, stream);
         };
         using T = decltype(t);
-        bool may_split = (p.layout == FUSED_MOE_SEPARATE || p.layout == FUSED_MOE_HALVES) && p.D >= 4 * K_TILE<T>;
-        return with_config<T, true>(p.w1.stride_in == 1, may_split, p.row_map.R, p.row_map.E, 2 * p.F,
+        bool may_split =
+            (p.layout == FUSED_MOE_SEPARATE || p.layout == FUSED_MOE_HALVES) && p.D >= 4 * K_TILE<T>;
+        return with_config<T, true>(p.w1.stride_in == 1, may_split, p.row_map.R, p.row_map.E, 2 * p.F, p.D,
                                     with_layout);
     });
 }
