@@ -215,7 +215,7 @@ void run_router_dgrad(const Call &call, const Tensor &dlogits, const Tensor &wei
 
 /* rows.cpp */
 void run_unpermute(const Call &call, const Tensor &rows, const OptTensor &scores, const RowMap &map,
-                   const Tensor &out, const Shared &shared = {});
+                   const Tensor &out, const Shared &shared = {}, bool map_is_older = false);
 /* drows and dscores may be absent; rows only matter to dscores. */
 void run_unpermute_backward(const Call &call, const Tensor &dout, const OptTensor &rows,
                             const OptTensor &scores, const RowMap &map, const OptTensor &drows,

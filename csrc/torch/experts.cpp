@@ -261,7 +261,7 @@ static Tensor run_experts_down(const Tensor &a, const FusedMoeWeight &w2, int64_
     run_grouped_mm(call, a, b, N, b2, grouping_of(map), y, true, chain);
     if (!map.has_maps) return y;
     Tensor out = given_out ? *given_out : new_tensor(a, {map.p.T, D});
-    run_unpermute(call, y, scores, map, out, shared);
+    run_unpermute(call, y, scores, map, out, shared, true);
     return out;
 }
 

@@ -19,13 +19,14 @@ Tensor permute(const Tensor &x_, const TensorList &plan) {
 }
 
 void run_unpermute(const Call &call, const Tensor &rows, const OptTensor &scores, const RowMap &map,
-                   const Tensor &out, const Shared &shared) {
+                   const Tensor &out, const Shared &shared, bool map_is_older) {
     FusedMoeUnpermute p = {};
     p.rows = data(rows);
     p.scores = data(scores);
     p.shared = data(shared.rows);
     p.shared_gate = data(shared.gate);
     p.out = out.mutable_data_ptr();
+    p.map_is_older = map_is_older;
     p.row_map = map.p;
     p.D = rows.size(1);
     p.dtype = float_dtype(call.op, rows);

@@ -77,22 +77,27 @@ __device__ inline Acc shared_score(const void *shared_gate, int64_t t) {
 /* 16-bit rows, aligned, of up to 32 slots, with everything counted in 32 bits. So few registers, and CTAs so
  * small, that many warps keep the memory busy. A warp has 512 to 1023 columns of one token (fewer if there
  * are no more), lane k has slot k's score and where its row starts. With shared experts a lane has one row more
- * in flight, so a few registers more, and as many bytes in flight on an SM. */
-constexpr int HALF_WARPS = 2, COLUMNS_OF_WARP = 512;
+ * in flight, so a few registers more, and as many bytes in flight on an SM. Of few tokens the time is that of
+ * loads one after the other: a warp has half of the columns, a lane twice as many rows in flight. */
+constexpr int HALF_WARPS = 2, FEW_TOKENS = 64;
 
+template <bool few_tokens>
 __host__ __device__ inline uint32_t warps_of_token(int64_t D) {
+    constexpr int COLUMNS_OF_WARP = few_tokens ? 256 : 512;
     return D < COLUMNS_OF_WARP ? 1 : (uint32_t)(D / COLUMNS_OF_WARP);
 }
 
-template <typename T, bool has_shared>
-__global__ void __launch_bounds__(32 * HALF_WARPS, has_shared ? 18 : 20)
+template <typename T, bool has_shared, bool few_tokens>
+__global__ void __launch_bounds__(32 * HALF_WARPS, few_tokens   ? 1
+                                                   : has_shared ? 18
+                                                                : 20)
     unpermute_half_kernel(const __grid_constant__ FusedMoeUnpermute p) {
-    constexpr uint32_t ROWS = 4 /* in flight */, ABSENT = ~0u;
+    constexpr uint32_t ROWS = few_tokens ? 8 : 4 /* in flight */, ABSENT = ~0u;
     uint32_t lane = threadIdx.x % 32, K = (uint32_t)p.row_map.K, chunks = (uint32_t)p.D / CHUNK;
-    uint32_t warps = warps_of_token(p.D), warp = blockIdx.x * HALF_WARPS + threadIdx.x / 32;
+    uint32_t warps = warps_of_token<few_tokens>(p.D), warp = blockIdx.x * HALF_WARPS + threadIdx.x / 32;
     uint32_t t = warp / warps, part = warp % warps, steps = (chunks + 31) / 32;
     uint32_t first = part * steps / warps * 32, end = min((part + 1) * steps / warps * 32, chunks);
-    griddepcontrol_wait();
+    if (!p.map_is_older) griddepcontrol_wait();
     if (t >= p.row_map.T) return;
     uint32_t lane_start = ABSENT;
     float lane_score = 0;
@@ -102,6 +107,7 @@ __global__ void __launch_bounds__(32 * HALF_WARPS, has_shared ? 18 : 20)
         if (r < p.row_map.R)
             lane_start = r * chunks, lane_score = p.scores ? ((const float *)p.scores)[slot] : 1;
     }
+    if (p.map_is_older) griddepcontrol_wait();
     float score_of_shared = has_shared ? shared_score<float>(p.shared_gate, t) : 0;
     for (; first < end; first += 32) {
         uint32_t chunk = first + lane;
@@ -280,17 +286,25 @@ int permute(FusedMoePermute p, void *stream) {
     return launch(permute_kernel<Unit>, p, ceil_div(warps, WARPS), THREADS, 0, stream);
 }
 
+template <typename T, bool few_tokens>
+int unpermute_half(const FusedMoeUnpermute &p, void *stream) {
+    int64_t warps = p.row_map.T * warps_of_token<few_tokens>(p.D);
+    const Launch how = {ceil_div(warps, HALF_WARPS), 32 * HALF_WARPS, 1, 0};
+    return p.shared ? launch_dependent<unpermute_half_kernel<T, true, few_tokens>>(p, how, stream)
+                    : launch_dependent<unpermute_half_kernel<T, false, few_tokens>>(p, how, stream);
+}
+
 template <typename T>
 int unpermute(const FusedMoeUnpermute &p, void *stream) {
     int64_t grid = ceil_div(p.row_map.T, WARPS);
     bool aligned = rows_are_aligned<T>(p.rows, p.D) && rows_are_aligned<T>(p.shared, p.D) &&
                    rows_are_aligned<T>(p.out, p.D);
     if constexpr (is_half<T>) {
-        int64_t warps = p.row_map.T * warps_of_token(p.D), chunks = p.row_map.R * p.D / CHUNK;
-        const Launch how = {ceil_div(warps, HALF_WARPS), 32 * HALF_WARPS, 1, 0};
-        if (aligned && p.row_map.K <= 32 && p.D < 1 << 24 && warps < INT32_MAX && chunks < UINT32_MAX)
-            return p.shared ? launch_dependent<unpermute_half_kernel<T, true>>(p, how, stream)
-                            : launch_dependent<unpermute_half_kernel<T, false>>(p, how, stream);
+        int64_t warps = p.row_map.T * warps_of_token<true>(p.D), chunks = p.row_map.R * p.D / CHUNK;
+        if (aligned && p.row_map.K <= 32 && p.D < 1 << 24 && warps < INT32_MAX && chunks < UINT32_MAX) {
+            if (p.row_map.T <= FEW_TOKENS) return unpermute_half<T, true>(p, stream);
+            return unpermute_half<T, false>(p, stream);
+        }
     }
     return launch(aligned ? unpermute_kernel<T, true> : unpermute_kernel<T, false>, p, grid, THREADS, 0,
                   stream);
