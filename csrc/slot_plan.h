@@ -16,11 +16,11 @@
 enum { FUSED_MOE_FEW_SLOTS = 64 }; /* at most; an expert that has them all is skinny */
 
 /* Rows of a tile of the Hopper tier's grouped_mm and up_gate where experts have few rows on average: 16 or 64. 0:
- * their usual tiles. A rule on shapes, since the host knows no counts; the bits are the same
- * (docs/lab/decode.md has the measurements). */
+ * their usual tiles. A rule on shapes, since the host knows no counts; the bits are the same. An expert of more
+ * rows than a tile is read again for each: with skewed routing that costs more where the average is higher than
+ * here (docs/lab/decode.md). */
 FUSED_MOE_FN int32_t fused_moe_few_rows(int64_t R, int64_t E) {
-    if (R <= FUSED_MOE_FEW_SLOTS || R <= 4 * E) return 16;
-    return R <= 32 * E ? 64 : 0;
+    return R <= 2 * E ? 16 : R <= 16 * E ? 64 : 0;
 }
 
 #define FUSED_MOE_NO_KEY UINT32_MAX /* of a slot without a row */

@@ -274,9 +274,9 @@ def test_spans_of_a_cluster():
 
 @needs_host
 def test_tiles_of_few_rows():
-    """16 rows up to 64 rows in all, or 4 of an expert on average; 64 up to 32; else the usual tiles."""
-    cases = [(1, 1), (64, 1), (65, 1), (64, 16), (512, 128), (513, 128), (4096, 128), (4097, 128), (2**31, 2**27)]
-    assert [_host.few_rows(R, E) for R, E in cases] == [16, 16, 0, 16, 16, 64, 64, 0, 64]
+    """16 rows up to 2 rows of an expert on average, 64 up to 16, else the usual tiles."""
+    cases = [(1, 1), (3, 1), (16, 1), (17, 1), (256, 128), (257, 128), (2048, 128), (2049, 128), (2**31, 2**27)]
+    assert [_host.few_rows(R, E) for R, E in cases] == [16, 64, 64, 0, 16, 64, 64, 0, 64]
 
 
 @pytest.mark.parametrize("counts", [[], [0, 0, 0]])
