@@ -70,7 +70,9 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     add("--seed", type=int, default=0)
     add("--warmup", type=int, help="runs before the timed ones; default: 1 on the CPU, 3 on a GPU")
     add("--order", choices=("linear", "grouped", "column"), help="of an expert's tiles; default: grouped")
-    add("--split-k", choices=("2", "4"), help="CTAs that share a tile's k; on Hopper, up to 4 slots an expert")
+    add(
+        "--split-k", choices=("2", "4"), help="CTAs that share a tile's k; on Hopper, up to 2 slots an expert"
+    )
     add("--eager", action="store_true", help="single calls of the host, no CUDA graph")
     add(
         "--peers",

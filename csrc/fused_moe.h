@@ -219,7 +219,9 @@ typedef struct { /* out[t] = sum_k scores[t,k] rows[token_row[t,k]] + sigmoid(sh
     const void *shared;      /* [T,D] of the shared experts; NULL: zeros */
     const void *shared_gate; /* [T] logits, like scores; NULL: shared times one */
     void *out;               /* [T,D] rounded once */
-    bool map_is_older; /* row_map and scores are older than the launch before this one, which waited for them */
+    /* row_map and scores are older than the launch before this one, a GEMM that has waited for them: they may be
+     * read before it has ended */
+    bool map_is_older;
     FusedMoeRowMap row_map;
     int64_t D;
     FusedMoeDtype dtype;

@@ -60,7 +60,7 @@ enum {
     FUSED_MOE_SKINNY_ROWS = 64, /* at most: the expert is skinny */
     FUSED_MOE_MIN_SLICE = 512,  /* rows of the schedule's split-K slices, at least */
     FUSED_MOE_SLICE_SMS = 132,  /* that slices are made for: H100, H200 */
-    FUSED_MOE_MAX_CTAS = 512,   /* of a persistent grid; sm_90 has 144 SMs at most */
+    FUSED_MOE_MAX_CTAS = 512,   /* of a persistent grid; sm_90 has 144 SMs at most, with two CTAs each */
 };
 
 /* --- warps: the lanes of a GPU's warp, or the one lane of a CPU ----------------------------------------- */

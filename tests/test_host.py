@@ -20,7 +20,7 @@ except ImportError:
 
 ops = torch.ops.fused_moe
 needs_host = pytest.mark.skipif(_host is None, reason="fused_moe._host was not built for this Python")
-TILE_ROWS, SKINNY_ROWS, MIN_SLICE, MAX_CTAS, NUM_COUNTERS = 128, 64, 512, 256, 4096
+TILE_ROWS, SKINNY_ROWS, MIN_SLICE, MAX_CTAS, NUM_COUNTERS = 128, 64, 512, 512, 4096
 INT32_MAX = 2**31 - 1
 MAX_ROWS = INT32_MAX - 1024  # of a call
 COUNTS = st.lists(st.one_of(st.just(0), st.integers(1, SKINNY_ROWS), st.integers(0, 700)), max_size=40)
@@ -275,8 +275,17 @@ def test_spans_of_a_cluster():
 @needs_host
 def test_tiles_of_few_rows():
     """16 rows up to 2 rows of an expert on average, 64 up to 16, else the usual tiles."""
-    cases = [(1, 1), (3, 1), (16, 1), (17, 1), (256, 128), (257, 128), (2048, 128), (2049, 128), (2**31, 2**27)]
-    assert [_host.few_rows(R, E) for R, E in cases] == [16, 64, 64, 0, 16, 64, 64, 0, 64]
+    expected = {
+        (1, 1): 16,
+        (3, 1): 64,
+        (16, 1): 64,
+        (17, 1): 0,
+        (256, 128): 16,
+        (257, 128): 64,
+        (2048, 128): 64,
+    }
+    expected |= {(2049, 128): 0, (2**31, 2**27): 64}
+    assert {case: _host.few_rows(*case) for case in expected} == expected
 
 
 @pytest.mark.parametrize("counts", [[], [0, 0, 0]])
@@ -364,8 +373,8 @@ def test_skinny_experts_have_their_share_of_nearly_2_to_the_31_tiles(skinny_expe
         ({"num_n_tiles": 0}, "expected num_n_tiles from 1 to .*, found 0"),
         ({"num_n_tiles": 2**29}, r"expected fewer than 2\^31 tiles, found 2147483648"),
         ({"group": 0}, "expected group from 1 to .*, found 0"),
-        ({"split_last_wave": -1}, "expected split_last_wave from 0 to 256, found -1"),
-        ({"split_last_wave": 257}, "expected split_last_wave from 0 to 256, found 257"),
+        ({"split_last_wave": -1}, "expected split_last_wave from 0 to 512, found -1"),
+        ({"split_last_wave": 513}, "expected split_last_wave from 0 to 512, found 513"),
     ],
 )
 def test_wrong_orders_are_refused(changes, message):
@@ -609,9 +618,9 @@ def test_slice_rules(R, E, num_sms, weight_tiles):
 
 
 def test_the_counters_suffice():
-    """Of wgrad: one per CTA of the tile scheduler, one of those that have exited, and 8 semaphores per CTA.
-    Half of the slots (test_slice_rules) are first slices', which have one."""
-    assert MAX_CTAS + 32 + 16 // 2 * MAX_CTAS <= NUM_COUNTERS
+    """Of wgrad: one per CTA of the tile scheduler, one of those that have exited, and 8 semaphores per CTA,
+    of which an SM has one. Half of the slots (test_slice_rules) are first slices', which have one."""
+    assert MAX_CTAS + 32 + 16 // 2 * (MAX_CTAS // 2) <= NUM_COUNTERS
 
 
 def test_wrong_wgrad_tiles_are_refused():
@@ -635,7 +644,12 @@ def scheduler_state(num_ctas):
 
 
 @pytest.mark.quick
-@given(num_tiles=st.integers(0, 1000), num_ctas=st.integers(1, 256), late=st.floats(0, 1), seed=st.integers())
+@given(
+    num_tiles=st.integers(0, 1000),
+    num_ctas=st.integers(1, MAX_CTAS),
+    late=st.floats(0, 1),
+    seed=st.integers(),
+)
 def test_every_tile_is_claimed_once(num_tiles, num_ctas, late, seed):
     """Fast, slow and late CTAs: some start when others have stolen some or all of their tiles.
 
@@ -685,8 +699,8 @@ def test_a_late_cta_steals_from_the_one_with_most_left():
         (scheduler_state(132), (10, 132), "expected cta from 0 to 131, found 132"),
         (scheduler_state(132), (10, -1), "expected cta from 0 to 131, found -1"),
         (scheduler_state(132), (-1, 0), "expected num_tiles from 0 to .*, found -1"),
-        (scheduler_state(257), (10, 0), "expected CTAs in state from 1 to 256, found 257"),
-        (scheduler_state(0), (10, 0), "expected CTAs in state from 1 to 256, found 0"),
+        (scheduler_state(513), (10, 0), "expected CTAs in state from 1 to 512, found 513"),
+        (scheduler_state(0), (10, 0), "expected CTAs in state from 1 to 512, found 0"),
         (scheduler_state(3).mT, (10, 0), "expected a contiguous state of 3 rows"),
         (scheduler_state(3)[:2], (10, 0), "expected a contiguous state of 3 rows, found 2"),
         (scheduler_state(3).long(), (10, 0), "expected state of dtype Int, found Long"),

@@ -2,7 +2,7 @@
  * and expert order.
  *
  * All are memory-bound. permute has a warp per token: it reads the token's row once and writes its K copies
- * from registers. unpermute has a warp per token, or D / 512 warps where rows are 16-bit and aligned; it adds
+ * from registers. unpermute has a warp per token, or several where rows are 16-bit and aligned; it adds
  * in slot order and the shared experts' row last, so its result is deterministic. unpermute_backward has a
  * warp per slot, shared_backward a warp per token. A lane accesses 16 bytes at a time where rows are aligned,
  * else one element. */

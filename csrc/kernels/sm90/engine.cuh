@@ -1,5 +1,5 @@
 /* Grouped GEMM for Hopper: D[r,:] = A[r,:] B[e(r)]^T. Persistent, warp-specialised, one CTA per SM, tiles of
- * 128x256x64.
+ * 128x256x64; where experts have few rows, two smaller CTAs per SM (FewRowsConfig).
  *
  * Roles (384 threads; down_dgrad adds an epilogue warpgroup)
  *   warpgroup 0     producer: warp 3 fetches work tiles; warp 0 loads A and B by TMA, or warps 0-2 gather A
@@ -107,8 +107,9 @@ struct GemmConfig {
 };
 
 /* Of experts that have few rows on average, where a GEMM takes as long as reading its weights. All tiles are
- * computed as skinny ones are, of ROWS rows at most and SUBTILES subtiles of columns. Two CTAs of one consumer each share an SM:
- * so many loads are in flight, from so many places, that even one token's tiles keep the memory busy. */
+ * computed as skinny ones are, of ROWS rows at most and SUBTILES subtiles of columns. Two CTAs of 256 threads,
+ * with one consumer each, share an SM: so many loads are in flight, from so many places, that even one token's
+ * tiles keep the memory busy. */
 template <typename T_, Major B_MAJOR_, bool GATHER_, int ROWS, int SUBTILES, int SPLIT_ = 1>
 struct FewRowsConfig : GemmConfig<T_, B_MAJOR_, GATHER_> {
     static constexpr bool FEW_ROWS = true;
@@ -261,15 +262,17 @@ __device__ __forceinline__ void run_tile(Shared<Config> &s, typename Config::Pip
  * next tile's main loop, or stores them at once, where SUBTILES is 0.
  * epilogue.store_subtile<i>(writer), for i < SUBTILES, and flush(writer) store what it holds.
  * epilogue.store_swapped(d, tile, wg, warp, writer) stores what run_mainloop_swapped left: warp w of 4 has
- * output columns 16 w to 16 w + 15 of each of its warpgroup's two subtiles. HALF_N: there are half-N
+ * output columns 16 w to 16 w + 15 of each of its warpgroup's subtiles. HALF_N: there are half-N
  * tiles. */
 template <class Config, typename Epilogue>
 __device__ inline void persistent_gemm(const Gemm &p, Epilogue epilogue) {
     auto &s = static_cast<PlanningShared<Config> &>(prologue<Config>());
     int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), wg = warp / 4 - 1; /* -1: the producer */
     if constexpr (Config::SPLIT > 1) {
-        if (threadIdx.x == 0) s.split.init();
-        if (threadIdx.x == 0) fence_mbarrier_init();
+        if (threadIdx.x == 0) {
+            s.split.init();
+            fence_mbarrier_init();
+        }
         __syncwarp();
         barrier_cluster_sync();
     }

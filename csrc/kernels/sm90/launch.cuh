@@ -12,7 +12,7 @@ namespace sm90 {
 constexpr size_t SM_SHARED_BYTES = 228 * 1024; /* of sm_90 */
 constexpr size_t CTA_SHARED_BYTES = 1024;      /* the system's, of every CTA */
 
-/* One CTA per SM, or more. */
+/* CTAs of a grid that runs all at once: one per SM, or so many. */
 inline int num_ctas(int per_sm = 1) {
     int ctas = per_sm * current_device().num_sms;
     return ctas < FUSED_MOE_MAX_CTAS ? ctas : FUSED_MOE_MAX_CTAS;
