@@ -163,8 +163,8 @@ def test_the_router_runs_on_wgmma_and_tma(sass):
 
 def test_sm90_gemms_run_on_wgmma_and_tma(sass):
     """wgmma fed by TMA through mbarriers, results stored by TMA, but down_dgrad's by its epilogue warps;
-    all but grouped_mm and the wgrad of contiguous rows gather rows by cp.async. Tiles of few rows are stored by
-    ordinary stores, and two CTAs on an SM have registers enough."""
+    all but grouped_mm and the wgrad of contiguous rows gather rows by cp.async. Tiles of few rows have
+    ordinary stores, and with two CTAs on an SM registers are enough."""
     for name, used in sm90_gemms(sass).items():
         few = bool(FEW_ROWS.search(name))
         missing = {"HGMMA", "UTMALDG", "SYNCS"} - used.keys()
