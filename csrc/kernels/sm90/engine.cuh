@@ -209,8 +209,8 @@ __device__ inline void produce(const Gemm &p, PlanningShared<Config> &s, int war
         load_tma<Config>(p, s);
 }
 
-/* What run_mainloop_swapped left of consumer wg's subtiles, with a bias [E,M], to out [R,M]: p has bias, out and
- * M. */
+/* What run_mainloop_swapped left of consumer wg's subtiles, with a bias [E,M], to out [R,M]: p has bias, out
+ * and M. */
 template <typename T, int TOKENS, int SUBTILES, class Params, class Writer>
 __device__ __forceinline__ void store_swapped_subtiles(const Params &p, float *d, const WorkTile &tile,
                                                        int wg, int warp, Writer &writer) {
@@ -262,8 +262,7 @@ __device__ __forceinline__ void run_tile(Shared<Config> &s, typename Config::Pip
  * next tile's main loop, or stores them at once, where SUBTILES is 0.
  * epilogue.store_subtile<i>(writer), for i < SUBTILES, and flush(writer) store what it holds.
  * epilogue.store_swapped(d, tile, wg, warp, writer) stores what run_mainloop_swapped left: warp w of 4 has
- * output columns 16 w to 16 w + 15 of each of its warpgroup's subtiles. HALF_N: there are half-N
- * tiles. */
+ * output columns 16 w to 16 w + 15 of each of its warpgroup's subtiles. HALF_N: there are half-N tiles. */
 template <class Config, typename Epilogue>
 __device__ inline void persistent_gemm(const Gemm &p, Epilogue epilogue) {
     auto &s = static_cast<PlanningShared<Config> &>(prologue<Config>());
@@ -291,8 +290,8 @@ __device__ inline void persistent_gemm(const Gemm &p, Epilogue epilogue) {
         Writer writer(shared_address(s.staging[wg]), WARPGROUP_BARRIER + wg, warp % 4);
         uint32_t n = 0; /* tiles before this one */
         for (WorkTile tile = reader.next(); tile.expert >= 0; tile = reader.next(), n++) {
-            /* One or two of B's subtiles. With gate_up gates come before their ups: a consumer computes act(gate) up,
-             * so it has a gate and its up. */
+            /* One or two of B's subtiles. With gate_up gates come before their ups: a consumer computes
+             * act(gate) up, so it has a gate and its up. */
             int first = p.gate_up ? wg : Config::SKINNY_SUBTILES * wg;
             int second = p.gate_up ? wg + Config::CONSUMERS : first + 1;
             auto run_swapped = [&](auto tokens) {
@@ -346,8 +345,8 @@ __device__ inline Shared<Config> &prologue() {
 /* Tiles of few rows have half as many columns where k is so long that they are few and large. */
 constexpr int64_t LONG_K = 2560;
 
-/* Calls fn with a configuration, for R rows of E experts, so many columns, and k. may_split: split-K may be asked
- * for. */
+/* Calls fn with a configuration, for R rows of E experts, so many columns, and k. may_split: split-K may be
+ * asked for. */
 template <typename T, bool GATHER, typename Fn>
 int with_config(bool is_k_major, bool may_split, int64_t R, int32_t E, int64_t columns, int64_t k, Fn fn) {
     auto with_major = [&](auto major) {
