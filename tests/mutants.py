@@ -905,8 +905,8 @@ CUDA = [
     Mutant(
         "sm90: the swapped up bias is gate's",
         "csrc/kernels/sm90/up_gate.cu",
-        "add_bias_swapped<TOKENS>(d + TOKENS / 2, bias_up, column, p.F);",
-        "add_bias_swapped<TOKENS>(d + TOKENS / 2, bias, column, p.F);",
+        "add_bias_swapped<TOKENS>(second, bias_up, column, p.F);",
+        "add_bias_swapped<TOKENS>(second, bias, column, p.F);",
         "tests/cuda/test_hopper_up_gate.py",
     ),
     Mutant(

@@ -216,7 +216,7 @@ def test_shapes_have_names():
         (("--shape", SMALL, "--tile-rows", "0"), "expected tile_rows from 1 to .*, found 0"),
         (("--shape", SMALL, "--group", "0"), "expected group from 1 to .*, found 0"),
         (("--shape", SMALL, "--sms", "0"), "num_sms: expected at least 1, found 0"),
-        (("--shape", SMALL, "--sms", "257"), "expected CTAs in state from 1 to 256, found 257"),
+        (("--shape", SMALL, "--sms", "513"), "expected CTAs in state from 1 to 512, found 513"),
     ],
 )
 def test_wrong_flags_are_refused(flags, message):
