@@ -59,9 +59,7 @@ struct ClusterSplit {
 };
 
 template <int ROWS>
-struct ClusterSplit<1, ROWS> {
-    __device__ void init() {}
-};
+struct ClusterSplit<1, ROWS> {};
 
 } // namespace sm90
 } // namespace fused_moe
