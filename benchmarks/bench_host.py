@@ -1,10 +1,15 @@
 """Times the host side of a layer and counts its launches: eight small layers in a row, one build or more.
 
     python benchmarks/bench_host.py --build d1353da=../old --build HEAD=. --json out.json
+    python benchmarks/bench_host.py --build HEAD=. --device cpu                         # single calls alone
 
 The GPU computes so small a layer in less time than Python and the launches take, so a layer's time is the
 host's: host_us. launches counts this library's kernels and memsets per layer; other_launches counts
 PyTorch's (the gradient of the router's weight, the token counter).
+
+Single calls without gradients, of one token: operator_us is what their operators take when they are called
+by themselves, with arguments converted, memory allocated and kernels launched (on a CPU: run, on one thread).
+python_us is the rest.
 """
 
 from __future__ import annotations
@@ -12,12 +17,16 @@ from __future__ import annotations
 import json
 import statistics
 import time
+from collections.abc import Callable
 
 import builds
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 LAYERS, TOKENS, EXPERTS, TOP_K, WIDTH = 8, 2048, 32, 4, 256
 STEPS = 10
+CALLS = ("fused_experts", "fused_experts out=", "FusedMoE")
+FEW_EXPERTS, FEW_SLOTS, NARROW = 4, 2, 16  # of the single calls
 # Our kernels' names contain one of these; PyTorch's do not.
 OWN = ("fused_moe",)
 
@@ -71,13 +80,77 @@ def launches(stack, x, what: str) -> tuple[float, float]:
     return len(own) / LAYERS, (len(names) - len(own)) / LAYERS
 
 
-class Worker:
-    """Answers {what} with microseconds per layer, and {count} with launches."""
+# --- single calls -------------------------------------------------------------------------------------
+
+
+def single_calls(device: str) -> dict[str, Callable]:
+    import fused_moe
+
+    torch.manual_seed(0)
+    if device == "cpu":
+        torch.set_num_threads(1)  # threads take longer to start than so small a layer takes
+    factory = {"device": device, "dtype": torch.bfloat16}
+    layer = fused_moe.FusedMoE(NARROW, NARROW, FEW_EXPERTS, FEW_SLOTS, **factory).eval()
+    x = torch.randn(1, NARROW, **factory)
+    w1, w2, w3 = (w.detach() for w in layer.experts.weights)
+    scores, ids = torch.rand(1, FEW_SLOTS, device=device), torch.arange(FEW_SLOTS, device=device)[None].int()
+    out = torch.empty_like(x)
+    return {
+        "fused_experts": lambda: fused_moe.fused_experts(x, w1, w2, w3, scores, ids),
+        "fused_experts out=": lambda: fused_moe.fused_experts(x, w1, w2, w3, scores, ids, out=out),
+        "FusedMoE": lambda: layer(x),
+    }
+
+
+class Operators(TorchDispatchMode):
+    """Lists this library's operators and their arguments."""
 
     def __init__(self):
-        self.layers = None
+        super().__init__()
+        self.found = []
 
-    def __call__(self, what: str = "", count: str = ""):
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        if op.namespace == "fused_moe":
+            self.found.append((op, args))
+        return op(*args, **(kwargs or {}))
+
+
+def us_per_call(call: Callable, device: str, number: int = 100) -> float:
+    """Of so few calls a GPU can queue all launches."""
+    if device == "cuda":
+        torch.cuda.synchronize()
+    start = time.perf_counter()
+    for _ in range(number):
+        call()
+    return (time.perf_counter() - start) / number * 1e6
+
+
+@torch.no_grad()
+def parts(call: Callable, device: str) -> tuple[float, float]:
+    """Microseconds of a call, and of its operators."""
+    call()
+    with Operators() as operators:
+        call()
+
+    def run_operators():
+        for op, args in operators.found:
+            op(*args)
+
+    whole = us_per_call(call, device)
+    with torch._C._AutoDispatchBelowAutograd():
+        return whole, us_per_call(run_operators, device)
+
+
+class Worker:
+    """Answers {what} with microseconds per layer, {count} with launches, and {call} with its parts."""
+
+    def __init__(self):
+        self.layers = self.calls = None
+
+    def __call__(self, what: str = "", count: str = "", call: str = "", device: str = "cuda"):
+        if call:
+            self.calls = self.calls or single_calls(device)
+            return parts(self.calls[call], device)
         self.layers = self.layers or layers()
         if count:
             own, others = launches(*self.layers, count)
@@ -85,13 +158,31 @@ class Worker:
         return host_us(*self.layers, what)
 
 
-def main(argv: list[str] | None = None) -> None:
-    options = builds.parser(__doc__, rounds=30).parse_args(argv)
-    processes = builds.start(options.build, __file__)
+def time_calls(processes: list[builds.Process], rounds: int, device: str) -> list[dict]:
+    records = []
+    for call in CALLS:
+        builds.in_turns(processes, 1, call=call, device=device)  # warm-up
+        for commit, answers in builds.in_turns(processes, rounds, call=call, device=device).items():
+            us, operator_us = (statistics.median(times) for times in zip(*answers, strict=True))
+            times_us = {
+                "host_us": round(us, 1),
+                "least_us": round(min(whole for whole, _ in answers), 1),
+                "operator_us": round(operator_us, 1),
+                "python_us": round(us - operator_us, 1),
+            }
+            print(
+                f"{commit:10} {call:18} {us:6.1f} us (least {times_us['least_us']}): "
+                f"{operator_us:.1f} in operators, {times_us['python_us']} in Python"
+            )
+            records.append({"bench": "host", "what": call, "commit": commit, "device": device, **times_us})
+    return records
+
+
+def time_layers(processes: list[builds.Process], rounds: int) -> list[dict]:
     records = []
     for what in ("forward", "forward_backward"):
         builds.in_turns(processes, 1, what=what)  # warm-up
-        times = builds.in_turns(processes, options.rounds, what=what)
+        times = builds.in_turns(processes, rounds, what=what)
         for process in processes:
             us, counts = times[process.commit], process.ask(count=what)
             median, least = round(statistics.median(us), 1), round(min(us), 1)
@@ -101,6 +192,16 @@ def main(argv: list[str] | None = None) -> None:
             )
             times_us = {"host_us": median, "least_us": least}
             records.append({"bench": "host", "what": what, "commit": process.commit, **times_us, **counts})
+    return records
+
+
+def main(argv: list[str] | None = None) -> None:
+    flags = builds.parser(__doc__, rounds=30)
+    flags.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
+    options = flags.parse_args(argv)
+    processes = builds.start(options.build, __file__)
+    records = time_layers(processes, options.rounds) if options.device == "cuda" else []
+    records += time_calls(processes, options.rounds, options.device)
     if options.json:
         options.json.write_text(json.dumps(records, indent=1) + "\n")
 

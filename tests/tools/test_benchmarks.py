@@ -729,6 +729,17 @@ def test_builds_take_turns(load, tmp_path):
         processes[0].ask()
 
 
+def test_single_calls_have_two_parts(load, tmp_path):
+    path = tmp_path / "out.json"
+    flags = ["--build", f"HEAD={ROOT}", "--device", "cpu", "--rounds", "1", "--json", str(path)]
+    load("bench_host").main(flags)
+    records = json.loads(path.read_text())
+    assert [r["what"] for r in records] == ["fused_experts", "fused_experts out=", "FusedMoE"]
+    for r in records:
+        assert (r["bench"], r["commit"], r["device"]) == ("host", "HEAD", "cpu")
+        assert abs(r["operator_us"] + r["python_us"] - r["host_us"]) < 0.2
+
+
 def test_builds_are_compared_with_the_first(load, tmp_path, monkeypatch, capsys):
     """Of any number of builds each newer one has its records, with layers beside dense GEMMs."""
     builds, compare_builds = load("builds"), load("compare_builds")
