@@ -1,4 +1,5 @@
-"""The router and the experts as one call, where nothing may change or observe the calls between: `can_join`.
+"""The router and the experts as one call, where nothing may change or observe the calls between
+(`operands_to_join`).
 
 With gradients router and up side are one autograd node, which spares backward an addition. As nodes of their
 own each of them writes a gradient of x (T, D), and autograd reads both to write their sum. Here router_dgrad
@@ -21,20 +22,43 @@ from .gate import Gate
 from .ops import ACTIVATION_CODES, SCORE_FUNCS, ops, route_plan, router_gradients, run, up_gradients
 from .plan import Plan
 
+PLAIN = {Tensor, nn.Parameter, type(None)}
 
-def can_join(x: Tensor, router: nn.Module, experts: nn.Module) -> bool:
-    """Whether a Router and Experts may be one call on x (T, D): modules, tensors and call are plain ones."""
+
+class Operands(NamedTuple):
+    """The parameters of a Router's gate and of Experts."""
+
+    gate: Tensor
+    gate_bias: Tensor | None
+    w1: Tensor
+    w2: Tensor
+    w3: Tensor | None
+    b1: Tensor | None
+    b2: Tensor | None
+    b3: Tensor | None
+
+
+def operands_to_join(x: Tensor, router: nn.Module, experts: nn.Module) -> Operands | None:
+    """Those of a Router and Experts that may be one call on x (T, D): modules, tensors and call are plain
+    ones."""
     if not _is_plain_call():
-        return False
-    gate = router.gate
+        return None
+    gate = router._modules.get("gate")
     if type(gate) is not Gate or experts.lora is not None or has_global_hook():
-        return False
+        return None
     if any(map(is_altered, (router, gate, experts))):
-        return False
-    weight = gate.weight
-    tensors = (x, weight, gate.bias, *experts.weights, experts.b1, experts.b2, experts.b3)
-    fits = (x.dtype, x.device) == (weight.dtype, weight.device)
-    return fits and all(t is None or type(t) in (Tensor, nn.Parameter) for t in tensors)
+        return None
+    operands = Operands(*_members(gate, ("weight", "bias")), *_members(experts, Operands._fields[2:]))
+    weight = operands.gate
+    fits = x.dtype == weight.dtype and x.device == weight.device
+    return operands if fits and type(x) in PLAIN and PLAIN.issuperset(map(type, operands)) else None
+
+
+def _members(module: nn.Module, names: tuple[str, ...]) -> list:
+    """The module's attributes of these names, most of which are parameters: nn.Module looks for those last,
+    in ten times the time."""
+    parameters = module._parameters
+    return [parameters[name] if name in parameters else getattr(module, name) for name in names]
 
 
 def is_altered(module: nn.Module) -> bool:
@@ -126,23 +150,23 @@ class _RoutedUp(torch.autograd.Function):
 
 def routed_experts(
     x: Tensor,
+    operands: Operands,
     router: nn.Module,
     experts: nn.Module,
     expert_bias: Tensor | None,
     shared: tuple[Tensor | None, Tensor | None] = (None, None),
     **given: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """What Router and Experts compute of x (T, D): out (T, D), counts (E,), ids (T, K), logits (T, E).
-    `shared` are what `fused_experts` takes as shared and shared_gate, `given` the router's ids and
-    num_tokens."""
-    fn, (w1, w2, w3) = "fused_experts", experts.weights
-    b1, b2, b3 = experts.b1, experts.b2, experts.b3
+    """What Router and Experts of these operands compute of x (T, D): out (T, D), counts (E,), ids (T, K),
+    logits (T, E). `shared` are what `fused_experts` takes as shared and shared_gate, `given` the router's ids
+    and num_tokens."""
+    fn, (gate, gate_bias, w1, w2, w3, b1, b2, b3) = "fused_experts", operands
     constants = [function.ALPHA, function.LIMIT]
     *_, layout = check_experts(fn, "x", x, w1, w2, w3, b1, b2, b3, *constants, "separate", False)
-    main_up, main_down = check_main_grads(fn, experts.main_grads, "x", x, experts.weights, False)
+    main_up, main_down = check_main_grads(fn, experts.main_grads, "x", x, (w1, w2, w3), False)
     settings = (layout, ACTIVATION_CODES[experts.activation], constants)
     up = (w1, w3, b1, b3, expert_bias, router.top_k, router.routing | given, settings, main_up)
-    h, a, scores, ids, logits, *plan = _RoutedUp.apply(x, router.gate.weight, router.gate.bias, *up)
+    h, a, scores, ids, logits, *plan = _RoutedUp.apply(x, gate, gate_bias, *up)
     plan = Plan(*plan)
     down = (a, h, w2, b2, scores, plan.tensors, *settings, *(main_down or (None,)), *shared)
     return run(ops.experts_down.default, *down), plan.counts, ids, logits
@@ -150,6 +174,7 @@ def routed_experts(
 
 def routed_experts_without_gradients(
     x: Tensor,
+    operands: Operands,
     router: nn.Module,
     experts: nn.Module,
     expert_bias: Tensor | None,
@@ -159,14 +184,13 @@ def routed_experts_without_gradients(
     num_tokens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """routed_experts by one operator."""
-    gate, gate_bias, (w1, w2, w3) = router.gate.weight, router.gate.bias, experts.weights
-    b1, b2, b3 = experts.b1, experts.b2, experts.b3
+    gate, gate_bias, w1, w2, w3, b1, b2, b3 = operands
     constants = [function.ALPHA, function.LIMIT]
     check_router("router_logits", x, gate, gate_bias)
     bias, routing = function.check_route(
         "x", x, gate.size(0), router.top_k, expert_bias, **router.routing, ids=ids, num_tokens=num_tokens
     )
     *_, layout = check_experts("fused_experts", "x", x, w1, w2, w3, b1, b2, b3, *constants, "separate", False)
-    operands = (x, gate, gate_bias, bias, w1, w3, w2, b1, b3, b2)
+    tensors = (x, gate, gate_bias, bias, w1, w3, w2, b1, b3, b2)
     settings = (layout, ACTIVATION_CODES[experts.activation], constants)
-    return run(ops.routed_experts.default, *operands, *routing, *settings, ids, num_tokens, *shared)
+    return run(ops.routed_experts.default, *tensors, *routing, *settings, ids, num_tokens, *shared)
