@@ -287,7 +287,10 @@ def check_out(fn: str, out, x: Tensor, shape: tuple, inputs: tuple) -> None:
     if not out.is_contiguous():
         fail(ValueError, fn, "a contiguous out", f"strides {out.stride()}")
     inputs = [t for t in inputs if t is not None]
-    if all(map(_has_memory, (out, *inputs))) and any(share_memory(out, t) for t in inputs):
+    if not all(map(_has_memory, (out, *inputs))):
+        return
+    storage = out.untyped_storage().data_ptr()
+    if any(t.untyped_storage().data_ptr() == storage and share_memory(out, t) for t in inputs):
         fail(ValueError, fn, "out that shares no memory with another argument", "one that does")
 
 

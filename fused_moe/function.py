@@ -430,7 +430,7 @@ def experts_and_counts(
         b1, b2, b3 = biases
         operands = (x, w1, w3, w2, b1, b3, b2, scores, ids)
         if out is not None:
-            return out, ops.experts_out(*operands, *settings, out, expert_map, *shared)
+            return out, _ops.run(ops.experts_out.default, *operands, *settings, out, expert_map, *shared)
         return _ops.run(ops.experts.default, *operands, *settings, expert_map, *shared)
     if plan is None:
         plan = _ops.route_plan(ids, w2.size(0), expert_map)
