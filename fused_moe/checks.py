@@ -20,6 +20,7 @@ from .plan import Plan
 
 FLOATING = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 INTEGERS = (torch.int32, torch.int64, torch.int16, torch.int8, torch.uint8)
+IDS = (torch.int32, torch.int64)  # of experts
 DEVICES = ("cpu", "meta", *(["cuda"] if _ops.HAS_CUDA_KERNELS else []))
 
 
@@ -95,7 +96,7 @@ def check_plain(fn: str, name: str, weight) -> None:
 
 
 def check_shape(fn: str, name: str, value: Tensor, letters: str, shape: tuple) -> None:
-    if tuple(value.shape) != tuple(shape):
+    if value.shape != shape:
         fail(ValueError, fn, f"{name} of shape ({letters}) = {tuple(shape)}", tuple(value.shape))
 
 
@@ -117,7 +118,8 @@ def check_like(fn: str, name: str, value: Tensor, like_name: str, like: Tensor) 
 
 
 def is_autocast_enabled(x: Tensor) -> bool:
-    return x.device.type in ("cpu", "cuda") and torch.is_autocast_enabled(x.device.type)
+    device = x.device.type
+    return device in ("cpu", "cuda") and torch.is_autocast_enabled(device)
 
 
 def _can_read(x: Tensor) -> bool:
@@ -243,10 +245,11 @@ def check_num_experts(fn: str, num_experts: int) -> None:
 
 
 def check_ids(fn: str, ids, x: Tensor) -> None:
-    check_tensor(fn, "ids", ids, 2, (torch.int32, torch.int64))
-    if ids.size(0) != x.size(0):
+    check_tensor(fn, "ids", ids, 2, IDS)
+    num_tokens, top_k = ids.shape
+    if num_tokens != x.size(0):
         fail(ValueError, fn, f"ids for x's {x.size(0)} tokens", tuple(ids.shape))
-    if ids.size(1) < 1:
+    if top_k < 1:
         fail(ValueError, fn, "ids with at least one slot", tuple(ids.shape))
     check_device(fn, "ids", ids, "x", x)
 
@@ -362,6 +365,9 @@ def check_experts(
     check_real(fn, "limit", limit, finite=False)
     check_bool(fn, "transposed", transposed)
     packed = layout != "separate"
+    is_plain = not packed and not transposed and b1 is None and b2 is None and b3 is None
+    if is_plain and _fit_plainly(x, w1, w2, w3):
+        return w1, w2, w3, _ops.UNGATED if w3 is None else _ops.LAYOUTS[layout]
     pairs = layout == "interleaved" and isinstance(w1, Tensor) and w1.dim() == 4 and not transposed
     check_tensor(fn, "w1", w1, 4 if pairs else 3, FLOATING)
     stored = (w1, w2, w3)
@@ -395,6 +401,21 @@ def check_experts(
             check_like(fn, name, value, x_name, x)
     code = _ops.UNGATED if not packed and w3 is None else _ops.LAYOUTS[layout]
     return w1, w2, w3, code
+
+
+def _fit_plainly(x: Tensor, w1, w2, w3) -> bool:
+    """Whether all is right with weights of layout "separate", not transposed, beside x."""
+    if not (isinstance(w1, Tensor) and isinstance(w2, Tensor) and w2.dim() == 3 and w2.numel() > 0):
+        return False
+    E, D, F = w2.shape
+    dtype, device = x.dtype, x.device
+    if w1.dtype != dtype or w2.dtype != dtype or w1.device != device or w2.device != device:
+        return False
+    if x.size(1) != D or w1.shape != (E, F, D):
+        return False
+    if w3 is None:
+        return True
+    return isinstance(w3, Tensor) and w3.dtype == dtype and w3.device == device and w3.shape == (E, F, D)
 
 
 def _fail_shapes(fn: str, x_name: str, x: Tensor, stored, biases, packed: bool, transposed: bool) -> None:

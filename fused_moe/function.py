@@ -242,7 +242,8 @@ def unpermute(
 
 
 def _as_scores(values: Tensor | None, x: Tensor) -> Tensor | None:
-    return None if values is None else values.to(_ops.score_dtype(x))
+    dtype = _ops.score_dtype(x)
+    return values if values is None or values.dtype == dtype else values.to(dtype)
 
 
 # --- experts ----------------------------------------------------------------------------------------------
@@ -403,16 +404,15 @@ def experts_and_counts(
         if plan is not None:
             fail(ValueError, fn, "expert_map without plan, which is made with it", "both")
         check_expert_map(fn, expert_map, ids, w2.size(0))
-    check_shared(fn, shared, shared_gate, "x", x, (x.size(0), w2.size(1)))
+    check_shared(fn, shared, shared_gate, "x", x, x.shape)
     adapters = () if lora is None else lora.tensors
     needs_grad = _needs_grad(x, w1, w2, w3, *biases, scores, *adapters, shared, shared_gate)
     if out is not None:
         if needs_grad:
             fail(ValueError, fn, "out where no gradient is needed", "an argument that requires one")
         inputs = (x, *_tensors_of(stored), *biases, scores, ids, *adapters, shared, shared_gate)
-        check_out(fn, out, x, (x.size(0), w2.size(1)), inputs)
-    scores = scores.to(_ops.score_dtype(x))
-    shared = shared, _as_scores(shared_gate, x)
+        check_out(fn, out, x, x.shape, inputs)
+    scores, shared = _as_scores(scores, x), (shared, _as_scores(shared_gate, x))
     is_operator = plan is None and not needs_grad
     settings = (code, _ops.ACTIVATION_CODES[activation], [*constants], score_on == "input")
     if is_composed:
