@@ -15,7 +15,7 @@
 
 enum { FUSED_MOE_FEW_SLOTS = 64 }; /* at most; an expert that has them all is skinny */
 
-/* Rows of a tile of the Hopper tier's grouped_mm and up_gate where experts have few rows on average: 16 or 64. 0:
+/* Rows of a tile of the CUDA tiers' grouped_mm and up_gate where experts have few rows on average: 16 or 64. 0:
  * their usual tiles. A rule on shapes, since the host knows no counts; the bits are the same. An expert of more
  * rows than a tile is read again for each: with skewed routing that costs more where the average is higher than
  * here (docs/lab/decode.md). */

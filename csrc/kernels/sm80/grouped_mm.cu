@@ -20,7 +20,7 @@ __global__ void __launch_bounds__(Tile::THREADS, Tile::CTAS_PER_SM)
     auto &s = *reinterpret_cast<TileShared<Tile> *>(memory);
 
     /* Work tile, or zeros past the last row */
-    CtaWork w = find_work(p.schedule, p.offs, p.E, p.R, (int)((p.M + Tile::BN - 1) / Tile::BN));
+    CtaWork w = find_work<Tile::BM>(p.schedule, p.offs, p.E, p.R, (int)((p.M + Tile::BN - 1) / Tile::BN));
     T *out = (T *)p.out;
     if (!w.tile.num_rows) {
         zero_tail(w, out, p.M, p.offs, p.E, p.R);
@@ -77,9 +77,9 @@ int launch_grouped_mm(const FusedMoeGroupedMM &p, void *stream) {
     Major b = major_of<T>(p.b[0], p.b[0].stride_out, p.b[0].stride_in, p.M, p.N[0]);
     if (p.b[1].data && major_of<T>(p.b[1], p.b[1].stride_out, p.b[1].stride_in, p.M, p.N[1]) != b)
         b = Major::none;
-    return with_tile<T>(a_k_major, b, [&](auto tile) {
+    return with_tile_of_rows<T>(p.R, p.E, a_k_major, b, [&](auto tile) {
         using Tile = decltype(tile);
-        int64_t grid = max_row_tiles(p.R, p.E) * ceil_div(p.M, Tile::BN);
+        int64_t grid = max_row_tiles(p.R, p.E, Tile::BM) * ceil_div(p.M, Tile::BN);
         return launch(grouped_mm_kernel<Tile>, p, grid, Tile::THREADS, shared_bytes<Tile>(), stream);
     });
 }

@@ -7,6 +7,8 @@
  * by row. */
 #pragma once
 
+#include "../../slot_plan.h"
+#include "few_rows_tile.cuh"
 #include "simt_tile.cuh"
 #include "tensor_tile.cuh"
 #include "tile_scheduler.cuh"
@@ -113,6 +115,21 @@ int with_tile(bool a_k_major, Major b, Fn fn, bool scaled = false) {
         return b == Major::K ? fn(TensorTile<T, true, true, true, false, columns>())
                              : fn(TensorTile<T, true, false, true, false, columns>());
     }
+}
+
+/* with_tile() for a GEMM of R rows of E experts. Tiles of few rows are chosen here and not on the device: they are
+ * kernels of their own, with the registers and the shared memory that suit them. Inputs that are scaled, or not
+ * vectorisable, have no such tile. */
+template <typename T, bool may_scale = false, typename Fn>
+int with_tile_of_rows(int64_t R, int32_t E, bool a_k_major, Major b, Fn fn, bool scaled = false) {
+    int rows = schedule_override().no_tails ? 0 : fused_moe_few_rows(R, E);
+    if constexpr (is_half<T>)
+        if (a_k_major && b != Major::none && !scaled) {
+            bool k_major = b == Major::K;
+            if (rows == 16) return k_major ? fn(FewRowsTile<T, true, 16>()) : fn(FewRowsTile<T, false, 16>());
+            if (rows == 64) return k_major ? fn(FewRowsTile<T, true, 64>()) : fn(FewRowsTile<T, false, 64>());
+        }
+    return with_tile<T, 256, may_scale>(a_k_major, b, fn, scaled);
 }
 
 } // namespace fused_moe::sm80

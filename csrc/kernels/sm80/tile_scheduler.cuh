@@ -1,4 +1,5 @@
-/* Which work tile a CTA computes: CTA i has work tile i of the tile schedule (schedule.h).
+/* Which work tile a CTA computes: CTA i has work tile i of the tile schedule (schedule.h). Where experts have few
+ * rows a work tile has fewer than the schedule's, which is cut.
  *
  * The host does not know the number of work tiles, so the grid is as large as the most there can be, plus one
  * row tile. The CTAs past the last work tile zero the rows past the last one instead. */
@@ -12,8 +13,8 @@ namespace fused_moe::sm80 {
 constexpr int GROUP = 8; /* row tiles of a group in the grouped order */
 
 /* As many as there can be, plus one. */
-inline int64_t max_row_tiles(int64_t R, int32_t E) {
-    return (int64_t)fused_moe_max_row_tiles((int32_t)R, E, FUSED_MOE_TILE_ROWS) + 1;
+inline int64_t max_row_tiles(int64_t R, int32_t E, int rows = FUSED_MOE_TILE_ROWS) {
+    return (int64_t)fused_moe_max_row_tiles((int32_t)R, E, rows) + 1;
 }
 
 struct CtaWork {
@@ -21,9 +22,46 @@ struct CtaWork {
     int64_t idle, num_idle; /* this CTA's index among the idle ones, negative: not one; their number, >= 1 */
 };
 
-/* Called by converged warps; all lanes get the same result. */
+/* The work tile of a CTA where row tiles have `rows` rows, fewer than the schedule's. Expert by expert as there, and
+ * within an expert N tile by N tile: the CTAs of all its rows read the same columns of the weight at the same time,
+ * so that L2 has them. A wrong plan's tiles are within the R rows, too; n_tile is below num_n_tiles. */
+__device__ inline CtaWork find_cut_work(const int32_t *schedule, const int32_t *offs, int32_t E, int32_t R,
+                                        uint32_t num_n_tiles, int rows) {
+    FusedMoeExpertList active = fused_moe_active_experts(schedule, E);
+    uint32_t cta = blockIdx.x, row_tile = cta / num_n_tiles, end = 0;
+    for (int32_t first = 0; first < active.num; first += FUSED_MOE_LANES) {
+        int32_t b = first + FUSED_MOE_LANE, expert = 0;
+        FusedMoeRows own = {};
+        if (b < active.num) {
+            expert = fused_moe_clamp(active.expert[b], E - 1);
+            own = fused_moe_expert_rows(offs, expert, R);
+        }
+        uint32_t tiles = (uint32_t)((own.num + rows - 1) / rows);
+        uint32_t sum = end + (uint32_t)fused_moe_inclusive_sum((int32_t)tiles);
+        int32_t owner = FUSED_MOE_COUNT(sum <= row_tile);
+        end = FUSED_MOE_BROADCAST(sum, FUSED_MOE_LANES - 1);
+        if (owner == FUSED_MOE_LANES) continue;
+        tiles = FUSED_MOE_BROADCAST(tiles, owner);
+        uint32_t index = cta - (FUSED_MOE_BROADCAST(sum, owner) - tiles) * num_n_tiles;
+        if (index >= tiles * num_n_tiles) index = 0, tiles = 1;
+        int32_t done = (int32_t)(index % tiles) * rows;
+        CtaWork w = {{}, -1, 1};
+        w.tile.expert = FUSED_MOE_BROADCAST(expert, owner);
+        w.tile.first_row = FUSED_MOE_BROADCAST(own.first, owner) + done;
+        w.tile.num_rows = min(FUSED_MOE_BROADCAST(own.num, owner) - done, rows);
+        w.tile.n_tile = (int32_t)(index / tiles);
+        return w;
+    }
+    int64_t num_tiles = (int64_t)end * num_n_tiles;
+    return {{}, cta - num_tiles, gridDim.x - num_tiles};
+}
+
+/* The work tile of a CTA, of `rows` rows at most. Called by converged warps; all lanes get the same result. */
+template <int rows = FUSED_MOE_TILE_ROWS>
 __device__ inline CtaWork find_work(const int32_t *schedule, const int32_t *offs, int32_t E, int64_t R,
                                     int num_n_tiles) {
+    if constexpr (rows < FUSED_MOE_TILE_ROWS)
+        return find_cut_work(schedule, offs, E, (int32_t)R, (uint32_t)num_n_tiles, rows);
     const FusedMoeTileOrder order = {FUSED_MOE_TILE_ROWS, num_n_tiles, GROUP, 0, 0, 0};
     int64_t num_tiles = fused_moe_num_work_tiles(schedule, E, (int32_t)R, &order), cta = blockIdx.x;
     CtaWork w = {{}, cta - num_tiles, gridDim.x - num_tiles};

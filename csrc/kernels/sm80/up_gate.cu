@@ -27,8 +27,8 @@ __global__ void __launch_bounds__(Tile::THREADS, Tile::CTAS_PER_SM)
     int F = (int)p.F, H = gated ? 2 * F : F;
 
     /* Work tile, or zeros past the last row */
-    CtaWork w =
-        find_work(row_map.schedule, row_map.offs, row_map.E, row_map.R, (F + tile_hidden - 1) / tile_hidden);
+    CtaWork w = find_work<Tile::BM>(row_map.schedule, row_map.offs, row_map.E, row_map.R,
+                                    (F + tile_hidden - 1) / tile_hidden);
     T *h = (T *)p.h, *a = (T *)p.a;
     if (!w.tile.num_rows) {
         zero_tail(w, h, H, row_map.offs, row_map.E, row_map.R);
@@ -137,10 +137,12 @@ int launch_up_gate(const FusedMoeUpGate &p, void *stream) {
     if (b == Major::MN && p.F % CHUNK) b = Major::none; /* ups start at F */
     auto launch_tile = [&](auto tile) {
         using Tile = decltype(tile);
-        int64_t grid = max_row_tiles(p.row_map.R, p.row_map.E) * ceil_div(p.F, Tile::BN / (gated ? 2 : 1));
+        int64_t grid =
+            max_row_tiles(p.row_map.R, p.row_map.E, Tile::BM) * ceil_div(p.F, Tile::BN / (gated ? 2 : 1));
         return launch(up_gate_kernel<Tile>, p, grid, Tile::THREADS, shared_bytes<Tile>(), stream);
     };
-    return with_tile<T, 256, true>(a_k_major, b, launch_tile, p.scores != nullptr);
+    return with_tile_of_rows<T, true>(p.row_map.R, p.row_map.E, a_k_major, b, launch_tile,
+                                      p.scores != nullptr);
 }
 
 int run(const FusedMoeUpGate &p, void *stream) {
