@@ -853,6 +853,20 @@ CUDA = [
         "tests/test_main_grads.py",
     ),
     Mutant(
+        "sm80: a full tile of few rows loses its last row",
+        "csrc/kernels/sm80/tile_scheduler.cuh",
+        "FUSED_MOE_BROADCAST(own.num, owner) - done, rows);",
+        "FUSED_MOE_BROADCAST(own.num, owner) - done, rows - 1);",
+        "tests/cuda/test_few_rows.py",
+    ),
+    Mutant(
+        "sm80: columns of few rows are read past the swizzle",
+        "csrc/kernels/sm80/few_rows_tile.cuh",
+        "((address + stage_offset) ^ group * 16 * SIZE)",
+        "((address + stage_offset) + group * 16 * SIZE)",
+        "tests/cuda/test_few_rows.py",
+    ),
+    Mutant(
         "sm80: wgrad loses an expert's last row",
         "csrc/kernels/sm80/wgrad.cu",
         "num_rows = rows.num;",
