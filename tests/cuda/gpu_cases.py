@@ -1,5 +1,7 @@
 """What the CUDA tests share: row counts, operands, calls of all GEMMs, captured graphs."""
 
+import re
+
 import pytest
 import torch
 from cases import BF16, F16, F32, F64, LAYOUTS, Case, poisoned  # noqa: F401 - tests take it from here
@@ -26,6 +28,11 @@ COUNTS = {
     "one active among 1024": (0,) * 700 + (200,) + (0,) * 323,
     "no rows": (0,) * 16,
 }
+# The same of tiles of few rows: about their heights, 16 and 64, and wgmma's N in them; a plan's full tile.
+FEW_ROWS = (33, 0, 1, 64, 7, 130, 17, 8, 63, 0, 65, 16, 31, 9, 15, 32)
+# Height of a tile -> counts for which it is chosen, also with 200 spare rows.
+FEW_ROWS_OF = {16: FEW_ROWS + (0,) * 334, 64: FEW_ROWS + (0,) * 32}
+HEIGHTS = pytest.mark.parametrize("height", FEW_ROWS_OF, ids=lambda height: f"{height} rows")
 OTHER_COUNTS = pytest.mark.parametrize("name", [name for name in COUNTS if name != "boundaries"])
 UNPAIRED_LAYOUTS = [name for name in LAYOUTS if name != "pairs"]
 
@@ -37,6 +44,24 @@ def calls_during(name: str, run) -> tuple[int, int, str]:
     run()
     after = ops.cuda_calls(index).tolist()
     return after[0] - before[0], after[1] - before[1], codes.FACTS["reasons"][after[-1]]
+
+
+def launches(run) -> list[str]:
+    """The names of the kernels and memsets of a call."""
+    run()
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        run()
+        torch.cuda.synchronize()
+    return [e.name for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+
+
+def few_rows_tiles(run) -> list[tuple[int, ...]]:
+    """(rows, subtiles of 64 columns, CTAs that share k) of each GEMM with tiles of few rows: FewRowsConfig's
+    last arguments, in any spelling."""
+    pattern = r"FewRowsConfig.*?(?:false|true|\(bool\)\d|Lb\dE)\D+(\d+)\D+(\d+)\D+(\d+)"
+    found = (re.search(pattern, name) for name in launches(run))
+    return [tuple(map(int, match.groups())) for match in found if match]
 
 
 def copies(results: dict) -> dict:
@@ -99,10 +124,17 @@ def settings_of(case: Case) -> dict:
     }
 
 
-def weights_of(case: Case, device) -> tuple[dict, dict]:
-    """{w1, w3, b1, b3} and {w2, b2} as the operators take them."""
+def with_idle_experts(weights, num_experts: int) -> torch.Tensor:
+    """Weights or biases of so many experts: NaN of those that have no rows, behind the others."""
+    num_idle = num_experts - weights.size(0)
+    return torch.cat([weights, weights.new_full((num_idle, *weights.shape[1:]), torch.nan)])
+
+
+def weights_of(case: Case, device, num_experts=None) -> tuple[dict, dict]:
+    """{w1, w3, b1, b3} and {w2, b2} as the operators take them, of the case's experts and idle ones."""
     _, _, pairs, transposed = LAYOUTS[case.layout]
-    w = case.weights(device)
+    E = num_experts or case.num_experts
+    w = {n: t if t is None else with_idle_experts(t, E) for n, t in case.weights(device).items()}
     for name in ("w1", "w2", "w3"):
         if transposed and w[name] is not None:
             w[name] = w[name].mT

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from cases import BF16, F16, F32, F64, poisoned
-from gpu_cases import HALF_DTYPES, capture, ops
+from gpu_cases import HALF_DTYPES, capture, launches, ops
 
 import fused_moe
 from fused_moe import FusedMoE, fused_experts
@@ -63,14 +63,25 @@ def assert_plan(counts, memory, ids, num_experts, expert_map=None) -> None:
         assert torch.equal(found, getattr(expected, field).flatten()), field
 
 
-def check_choice(logits, top_k, bias=None, given=None, num_tokens=None, settings=(0, False, 1.0, 0, 0)):
+SOFTMAX = (0, False, 1.0, 0, 0)  # settings of a choice
+
+
+def choose_and_plan(logits, top_k, bias=None, given=None, num_tokens=None, settings=SOFTMAX):
+    """scores, ids, counts and the rest of their plan."""
+    return ops.own_plan(logits, given, logits.size(1), None, bias, top_k, *settings, num_tokens)
+
+
+def plan_of_ids(ids, num_experts, expert_map=None):
+    """counts and the rest of the plan."""
+    return ops.own_plan(None, ids, num_experts, expert_map, None, 1, *SOFTMAX, None)[2:]
+
+
+def check_choice(logits, top_k, bias=None, given=None, num_tokens=None, settings=SOFTMAX):
     """Poisoned memory, then scores, ids and every tensor of the plan."""
     num_experts = logits.size(1)
     expected_scores, expected_ids = ops.route(logits, bias, top_k, *settings, given, num_tokens)
     with poisoned():
-        scores, ids, *plan = ops.own_plan(
-            logits, given, num_experts, None, bias, top_k, *settings, num_tokens
-        )
+        scores, ids, *plan = choose_and_plan(logits, top_k, bias, given, num_tokens, settings)
     assert scores.dtype == expected_scores.dtype
     assert torch.equal(bits(scores), bits(expected_scores))
     assert torch.equal(ids, expected_ids)
@@ -79,18 +90,8 @@ def check_choice(logits, top_k, bias=None, given=None, num_tokens=None, settings
 
 def check_plan(ids, num_experts, expert_map=None) -> None:
     with poisoned():
-        _, _, *plan = ops.own_plan(None, ids, num_experts, expert_map, None, 1, 0, False, 1.0, 0, 0, None)
+        plan = plan_of_ids(ids, num_experts, expert_map)
     assert_plan(*plan, ids, num_experts, expert_map)
-
-
-def launches(run) -> list[str]:
-    """The names of the kernels and memsets of a call."""
-    run()
-    torch.cuda.synchronize()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        run()
-        torch.cuda.synchronize()
-    return [e.name for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA]
 
 
 # --- the choice and its plan ------------------------------------------------------------------------
@@ -203,6 +204,19 @@ def test_plan_with_a_map(device):
 
 
 # --- launches, graphs, tiers ------------------------------------------------------------------------
+
+
+@SHAPE
+def test_one_kernel(device, hopper, name):
+    """It is the cluster's plans, and choices, that the tests above compare."""
+    tokens, top_k, num_experts = SHAPES[name]
+    logits = torch.randn(tokens, num_experts, device=device)
+    ids = torch.randint(-1, num_experts + 1, (tokens, top_k), device=device, dtype=torch.int32)
+    for given in (None, ids):
+        (kernel,) = launches(lambda: choose_and_plan(logits, top_k, given=given))  # noqa: B023
+        assert "choice_plan_kernel" in kernel
+    (kernel,) = launches(lambda: plan_of_ids(ids, num_experts))
+    assert "cluster_plan_kernel" in kernel
 
 
 @pytest.mark.parametrize("shape", ((65, 1, 8), (256, 8, 128), (512, 8, 128), (4096, 1, 8)))
