@@ -8,17 +8,22 @@ from cases import BF16, Case, swapped
 from gpu_cases import (
     BOUNDARIES,
     COUNTS,
+    FEW_ROWS,
+    FEW_ROWS_OF,
     HALF_DTYPES,
+    HEIGHTS,
     OTHER_COUNTS,
     UNPAIRED_LAYOUTS,
     calls_during,
     draw_rows,
     draw_weights,
+    few_rows_tiles,
     ops,
     plan_of,
     poisoned,
     settings_of,
     weights_of,
+    with_idle_experts,
 )
 
 from fused_moe import ops as codes
@@ -31,6 +36,26 @@ def check_product(a, b, offsets) -> None:
     with poisoned():
         out = ops.grouped_mm(a=a, b=b, offsets=offsets)
     exact.check(out, exact.grouped_mm(a, b, offsets))
+
+
+def check_up_dgrad(case: Case, counts, device) -> None:
+    """dgate w1 + dup w3 in one accumulator, where a part's depth ends inside a k-tile."""
+    up, _ = weights_of(case, device, len(counts))
+    w13 = exact.joined(up["w1"], up["w3"])
+    dh, offsets = draw_rows(counts, w13.size(1), case.dtype, device, spare=70)
+    dh = dh / (w13.size(1) / case.dim) ** 0.5  # so that dx is of order one
+    plan = plan_of(counts, dh.size(0), device)
+    code = settings_of(case)["layout"]
+    with poisoned():
+        dx = ops.up_dgrad(dh=dh, w1=up["w1"], w3=up["w3"], plan=plan.tensors, layout=code)
+    exact.check(dx, exact.grouped_mm(dh, w13.mT, offsets))
+
+
+def draw_few_rows(k, n, height, dtype, device) -> tuple:
+    """Operands for tiles of so many rows at most."""
+    a, offsets = draw_rows(FEW_ROWS_OF[height], k, dtype, device, spare=200)
+    b = draw_weights(len(FEW_ROWS), n, k, dtype, device)
+    return a, with_idle_experts(b, offsets.size(0)), offsets
 
 
 def calls_of(a, b, offsets) -> tuple[int, int]:
@@ -71,18 +96,9 @@ def test_many_tiles_per_cta(device, k, n, dtype):
 @pytest.mark.parametrize("layout", UNPAIRED_LAYOUTS)
 @pytest.mark.parametrize("size", ((72, 136), (264, 200)))
 def test_up_dgrad_at_every_boundary(device, size, layout, dtype):
-    """dgate w1 + dup w3 in one accumulator, where a part's depth ends inside a k-tile."""
     dim, hidden = size
     case = Case(dim=dim, hidden=hidden, num_experts=len(BOUNDARIES), dtype=dtype, layout=layout)
-    up, _ = weights_of(case, device)
-    w13 = exact.joined(up["w1"], up["w3"])
-    dh, offsets = draw_rows(BOUNDARIES, w13.size(1), dtype, device, spare=70)
-    dh = dh / (w13.size(1) / dim) ** 0.5  # so that dx is of order one
-    plan = plan_of(BOUNDARIES, dh.size(0), device)
-    code = settings_of(case)["layout"]
-    with poisoned():
-        dx = ops.up_dgrad(dh=dh, w1=up["w1"], w3=up["w3"], plan=plan.tensors, layout=code)
-    exact.check(dx, exact.grouped_mm(dh, w13.mT, offsets))
+    check_up_dgrad(case, BOUNDARIES, device)
 
 
 @HALF_DTYPES
@@ -132,3 +148,84 @@ def test_garbage_around_the_weights(device, size, dtype):
         weights = inner if k_major else inner.mT
         assert calls_of(a, weights, offsets) == (1, 0)
         check_product(a, weights, offsets)
+
+
+# --- tiles of few rows ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "num_rows, k, split_k, tiles",
+    (
+        (16, 2552, 1, [(16, 2, 1)]),
+        (16, 2560, 1, [(16, 1, 1)]),
+        (17, 2560, 1, [(64, 2, 1)]),
+        (128, 64, 1, [(64, 2, 1)]),
+        (129, 64, 1, []),
+        (16, 248, 2, [(16, 2, 1)]),
+        (16, 256, 2, [(16, 2, 2)]),
+        (16, 2560, 4, [(16, 2, 4)]),
+        (17, 256, 2, [(64, 2, 1)]),
+    ),
+)
+def test_which_tiles(device, choose, num_rows, k, split_k, tiles):
+    """Of eight experts: their rows, subtiles, and CTAs that share k."""
+    a, offsets = draw_rows((num_rows,) + (0,) * 7, k, BF16, device)
+    b = draw_weights(8, 136, k, BF16, device)
+    choose(FUSED_MOE_SCHEDULE=f"split_k={split_k}")
+    assert few_rows_tiles(lambda: ops.grouped_mm(a=a, b=b, offsets=offsets)) == tiles
+
+
+@HALF_DTYPES
+@HEIGHTS
+@pytest.mark.parametrize("n", (8, 72, 136, 200))
+@pytest.mark.parametrize("k", (8, 72, 456))
+def test_few_rows(device, k, n, height, dtype):
+    """Row counts about all heights, tails of k and of N, a k of more k-tiles than there are stages."""
+    a, b, offsets = draw_few_rows(k, n, height, dtype, device)
+    for weights in (b, swapped(b)):
+        check_product(a, weights, offsets)
+
+
+@HALF_DTYPES
+@pytest.mark.parametrize("n", (8, 72, 200))
+@pytest.mark.parametrize("k", (2560, 2568))
+def test_few_rows_and_a_long_k(device, k, n, dtype):
+    """Tiles of 64 columns."""
+    a, b, offsets = draw_few_rows(k, n, 16, dtype, device)
+    for weights in (b, swapped(b)):
+        check_product(a, weights, offsets)
+
+
+@HALF_DTYPES
+@HEIGHTS
+@pytest.mark.parametrize("n", (72, 136))
+def test_few_rows_with_a_bias(device, n, height, dtype):
+    """The down side's, of rows in expert order."""
+    a, b, offsets = draw_few_rows(200, n, height, dtype, device)
+    bias = with_idle_experts(torch.randn(len(FEW_ROWS), n).to(device, dtype), b.size(0))
+    plan = plan_of(FEW_ROWS_OF[height], a.size(0), device)
+    settings = settings_of(Case())
+    with poisoned():
+        out = ops.experts_down(a=a, h=None, w2=b, b2=bias, scores=None, plan=plan.tensors, **settings)
+    exact.check(out, exact.linear(a[: sum(FEW_ROWS)].double(), b.double(), bias.double(), offsets))
+
+
+@HALF_DTYPES
+@HEIGHTS
+@pytest.mark.parametrize("layout", UNPAIRED_LAYOUTS)
+def test_up_dgrad_of_few_rows(device, layout, height, dtype):
+    case = Case(dim=264, hidden=200, num_experts=len(FEW_ROWS), dtype=dtype, layout=layout)
+    check_up_dgrad(case, FEW_ROWS_OF[height], device)
+
+
+@HALF_DTYPES
+@pytest.mark.parametrize("slices", (2, 4))
+def test_split_k(device, choose, slices, dtype):
+    """The benchmarks' switch adds slices of k, of as many k-tiles or not: right, but with other bits."""
+    for k in (256, 328, 1992):
+        a, b, offsets = draw_few_rows(k, 520, 16, dtype, device)
+        choose(FUSED_MOE_SCHEDULE=None)
+        whole = ops.grouped_mm(a=a, b=b, offsets=offsets)
+        choose(FUSED_MOE_SCHEDULE=f"split_k={slices}")
+        check_product(a, b, offsets)
+    assert not torch.equal(ops.grouped_mm(a=a, b=b, offsets=offsets), whole)

@@ -3,13 +3,18 @@
 import exact
 import pytest
 import torch
-from cases import ACTIVATIONS, LAYOUTS, Case
+from cases import ACTIVATIONS, BF16, LAYOUTS, Case
 from gpu_cases import (
     BOUNDARIES,
     COUNTS,
+    FEW_ROWS,
+    FEW_ROWS_OF,
     HALF_DTYPES,
+    HEIGHTS,
     OTHER_COUNTS,
+    UNPAIRED_LAYOUTS,
     draw_rows,
+    few_rows_tiles,
     ids_of,
     ops,
     plan_of,
@@ -25,7 +30,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("hopper")]
 
 def check_up_gate(case: Case, counts, device) -> None:
     """Tokens gathered from any place, and rows in expert order with NaN behind them."""
-    (up, _), settings = weights_of(case, device), settings_of(case)
+    (up, _), settings = weights_of(case, device, len(counts)), settings_of(case)
     ids = ids_of(counts, device)
     plan = fused_moe.route_plan(ids, len(counts))
     num_rows, offsets = sum(counts), plan.offsets[1:]
@@ -74,3 +79,52 @@ def test_every_activation(device, bias, layout, activation, dtype):
 def test_any_number_of_experts(device, name, dtype):
     case = Case(dim=72, hidden=136, num_experts=len(COUNTS[name]), dtype=dtype, bias=True)
     check_up_gate(case, COUNTS[name], device)
+
+
+# --- tiles of few rows ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "num_rows, dim, layout, split_k, tiles",
+    (
+        (16, 2560, "separate", 1, [(16, 2, 1)]),
+        (17, 2560, "separate", 1, [(64, 2, 1)]),
+        (128, 64, "separate", 1, [(64, 2, 1)]),
+        (129, 64, "separate", 1, []),
+        (16, 248, "separate", 2, [(16, 2, 1)]),
+        (16, 256, "halves", 2, [(16, 2, 2)]),
+        (16, 256, "interleaved", 2, [(16, 2, 1)]),
+        (16, 2560, "separate", 4, [(16, 2, 4)]),
+    ),
+)
+def test_which_tiles(device, choose, num_rows, dim, layout, split_k, tiles):
+    """Of eight experts: their rows, subtiles, and CTAs that share k."""
+    case = Case(dim=dim, hidden=136, num_experts=8, dtype=BF16, layout=layout)
+    (up, _), settings = weights_of(case, device), settings_of(case)
+    x, _ = draw_rows((num_rows,), dim, BF16, device)
+    plan = plan_of((num_rows,) + (0,) * 7, num_rows, device)
+    choose(FUSED_MOE_SCHEDULE=f"split_k={split_k}")
+    assert few_rows_tiles(lambda: ops.up_gate(x=x, **up, plan=plan.tensors, **settings)) == tiles
+
+
+@HALF_DTYPES
+@HEIGHTS
+@pytest.mark.parametrize("layout", UNPAIRED_LAYOUTS)
+@pytest.mark.parametrize("size", ((72, 136), (456, 200)))
+def test_few_rows(device, size, layout, height, dtype):
+    """Row counts about all heights, tails of k and of N, a k of more k-tiles than there are stages; biases
+    with the other one."""
+    dim, hidden = size
+    case = Case(dim=dim, hidden=hidden, num_experts=len(FEW_ROWS), dtype=dtype, layout=layout, bias=dim == 72)
+    check_up_gate(case, FEW_ROWS_OF[height], device)
+
+
+@HALF_DTYPES
+@pytest.mark.parametrize("slices", (2, 4))
+@pytest.mark.parametrize("layout", ("separate", "halves"))
+def test_split_k(device, choose, layout, slices, dtype):
+    """The benchmarks' switch adds slices of k, of as many k-tiles or not."""
+    choose(FUSED_MOE_SCHEDULE=f"split_k={slices}")
+    for dim in (256, 328):
+        case = Case(dim=dim, hidden=136, num_experts=len(FEW_ROWS), dtype=dtype, layout=layout, bias=True)
+        check_up_gate(case, FEW_ROWS_OF[16], device)
