@@ -133,6 +133,29 @@ def test_gradient_of_tokens(device, name, dtype):
         assert_equal(found[1], dx[part], f"dx of {part}")
 
 
+@pytest.mark.parametrize("dtype", (BF16, F16), ids=("bf16", "f16"))
+@pytest.mark.parametrize(
+    "shape",
+    ((66, 2, 80, 200, 2568), (40, 2, 8, 256, 2816), (130, 2, 8, 256, 2560)),
+    ids=("16 rows", "64 rows", "not early"),
+)
+def test_down_of_a_long_k(device, shape, dtype):
+    """Where experts have few rows, the down GEMM starts while up_gate still runs. Batches take turns, so that
+    what it would read too early is another one's."""
+    T, K, E, D, F = shape
+    w1, w3 = (torch.randn(E, F, D, device=device).div(D**0.5).to(dtype) for _ in range(2))
+    w2 = torch.randn(E, D, F, device=device).div(F**0.5).to(dtype)
+    batches = [
+        (torch.randn(T, D, device=device).to(dtype), torch.rand(T, K, device=device), ids)
+        for ids in torch.rand(4, T, E, device=device).topk(K).indices
+    ]
+    expected = [fused_experts(x.clone().requires_grad_(), w1, w2, w3, *rest) for x, *rest in batches]
+    with torch.no_grad():
+        found = [fused_experts(x, w1, w2, w3, *rest) for x, *rest in 5 * batches]
+    for out, with_gradients in zip(found, 5 * expected, strict=True):
+        assert_equal(out, with_gradients.detach(), "without gradients")
+
+
 @DTYPES
 def test_gradient_of_scores(device, dtype):
     T, D, F, E, K = 1500, 256, 128, 16, 4
