@@ -7,7 +7,7 @@ from cases import BF16, F16, F32, assert_same_bits
 from gpu_cases import capture, copies, every_gemm, training_step
 from trust import held_sms
 
-from fused_moe import FusedMoE
+from fused_moe import FusedMoE, fused_experts
 
 pytestmark = pytest.mark.gpu
 
@@ -37,6 +37,30 @@ def check(run, held: int, expected: dict) -> None:
 def test_every_gemm(device, tier, held, dtype, name):
     tier(name)
     run, _ = every_gemm(dtype, device)
+    check(run, held, run())
+
+
+@pytest.mark.parametrize("tokens", (150, 1200), ids=("16 rows", "64 rows"))
+def test_few_rows(device, held, tokens):
+    """Tiles of so many rows at most, more than there are CTAs, two of which share an SM."""
+    run, _ = every_gemm(BF16, device, dim=136, hidden=264, experts=300, tokens=tokens)
+    check(run, held, run())
+
+
+@pytest.mark.parametrize("tokens", (1, 16))
+@torch.no_grad()
+def test_few_slots(device, held, tokens):
+    """Experts without gradients, up to 64 slots: no cluster, which would need eight SMs at a time, makes the
+    plan, and a kernel starts before the one whose result it takes has ended."""
+    w1, w3 = (torch.randn(32, 768, 1536, device=device).div(39).to(BF16) for _ in range(2))
+    w2 = torch.randn(32, 1536, 768, device=device).div(28).to(BF16)
+    x = torch.randn(tokens, 1536, device=device).to(BF16)
+    scores = torch.rand(tokens, 4, device=device)
+    ids = torch.rand(tokens, 32, device=device).topk(4).indices
+
+    def run() -> dict:
+        return {"out": fused_experts(x, w1, w2, w3, scores, ids)}
+
     check(run, held, run())
 
 
