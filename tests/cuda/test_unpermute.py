@@ -12,7 +12,7 @@ import fused_moe
 pytestmark = pytest.mark.gpu
 
 SHARED = pytest.mark.parametrize("shared", ("none", "plain", "gate"))
-WIDTHS = (8, 248, 264, 504, 512, 520, 1016, 1024, 1032, 1544, 2056)
+WIDTHS = (8, 248, 256, 264, 504, 512, 520, 1016, 1024, 1032, 1544, 2056)
 
 
 def draw_ids(num_tokens, num_experts, top_k, device) -> torch.Tensor:
@@ -33,13 +33,9 @@ def add_shared(form, num_tokens, width, dtype, device) -> tuple[dict, torch.Tens
     return {"shared": shared, "shared_gate": gate}, gate.double().sigmoid() * shared.double()
 
 
-@HALF_DTYPES
-@SHARED
-@pytest.mark.parametrize("scored", (True, False), ids=("scored", "plain"))
-@pytest.mark.parametrize("top_k", (1, 3, 4, 5, 8, 32, 33))
-def test_every_width(device, top_k, scored, shared, dtype):
+def check_every_width(num_tokens, top_k, scored, shared, dtype, device) -> None:
     """A fifth of the slots has no row, and NaN is past the last one. The same bits again."""
-    num_tokens, num_experts = 77, 40
+    num_experts = 40
     plan = fused_moe.route_plan(draw_ids(num_tokens, num_experts, top_k, device), num_experts)
     scores = torch.randn(num_tokens, top_k, device=device) if scored else None
     has_row = (plan.token_row >= 0).double()
@@ -57,11 +53,29 @@ def test_every_width(device, top_k, scored, shared, dtype):
 
 @HALF_DTYPES
 @SHARED
+@pytest.mark.parametrize("scored", (True, False), ids=("scored", "plain"))
+@pytest.mark.parametrize("top_k", (1, 3, 4, 5, 8, 32, 33))
+def test_every_width(device, top_k, scored, shared, dtype):
+    check_every_width(77, top_k, scored, shared, dtype, device)
+
+
+@HALF_DTYPES
+@SHARED
+@pytest.mark.parametrize("top_k", (1, 7, 9, 32))
+@pytest.mark.parametrize("num_tokens", (1, 64, 65))
+def test_few_tokens(device, num_tokens, top_k, shared, dtype):
+    """Up to 64 tokens have more warps each, and more rows in flight."""
+    check_every_width(num_tokens, top_k, True, shared, dtype, device)
+
+
+@HALF_DTYPES
+@SHARED
 @pytest.mark.parametrize("width", (8, 264, 1032, 2056))
-def test_both_kernels(device, width, shared, dtype):
+@pytest.mark.parametrize("num_tokens", (1, 64, 77))
+def test_both_kernels(device, num_tokens, width, shared, dtype):
     """A 33rd slot without a row selects the other kernel, with the same bits. So does a view that is aligned
     to one element."""
-    num_tokens, top_k = 77, 32
+    top_k = 32
     ids = draw_ids(num_tokens, 40, top_k, device)
     more_ids = torch.cat([ids, torch.full_like(ids[:, :1], -1)], 1)
     scores = torch.randn(num_tokens, top_k, device=device)
