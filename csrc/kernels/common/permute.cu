@@ -6,8 +6,8 @@
  * in slot order and the shared experts' row last, so its result is deterministic. unpermute_backward has a
  * warp per slot, shared_backward a warp per token. A lane accesses 16 bytes at a time where rows are aligned,
  * else one element. */
+#include "combine.cuh"
 #include "launch.cuh"
-#include "numeric.cuh"
 #include "schedule.cuh"
 
 #include <type_traits>
@@ -60,19 +60,6 @@ __global__ void __launch_bounds__(THREADS) permute_kernel(const __grid_constant_
 }
 
 /* --- unpermute ------------------------------------------------------------------------------------------ */
-
-__device__ inline float sigmoid(float x) {
-    return 1 / (1 + expf(-x));
-}
-__device__ inline double sigmoid(double x) {
-    return 1 / (1 + exp(-x));
-}
-
-/* What a token's row of the shared experts is multiplied by. */
-template <typename Acc>
-__device__ inline Acc shared_score(const void *shared_gate, int64_t t) {
-    return shared_gate ? sigmoid(((const Acc *)shared_gate)[t]) : Acc(1);
-}
 
 /* 16-bit rows, aligned, of up to 32 slots, with everything counted in 32 bits. So few registers, and CTAs so
  * small, that many warps keep the memory busy. A warp has 512 to 1023 columns of one token (fewer if there
@@ -129,14 +116,10 @@ __global__ void __launch_bounds__(32 * HALF_WARPS, few_tokens   ? 1
 #pragma unroll
             for (uint32_t i = 0; i < ROWS; i++) {
                 if (k + i >= K) break;
-#pragma unroll
-                for (int c = 0; c < CHUNK; c++) sum[c] += score[i] * to_accum(pack[i].v[c]);
+                add_row(sum, score[i], pack[i]);
             }
         }
-        if constexpr (has_shared) {
-#pragma unroll
-            for (int c = 0; c < CHUNK; c++) sum[c] += score_of_shared * to_accum(shared.v[c]);
-        }
+        if constexpr (has_shared) add_row(sum, score_of_shared, shared);
         if (chunk < end) store_chunk<T>((T *)p.out + t * p.D + chunk * CHUNK, sum, CHUNK, true);
     }
 }
@@ -181,9 +164,7 @@ __global__ void __launch_bounds__(THREADS) unpermute_kernel(const __grid_constan
 #pragma unroll
                 for (int k = 0; k < rows; k++)
 #pragma unroll
-                    for (int i = 0; i < chunks; i++)
-#pragma unroll
-                        for (int c = 0; c < CHUNK; c++) sum[i][c] += s[k] * to_accum(pack[k][i].v[c]);
+                    for (int i = 0; i < chunks; i++) add_row(sum[i], s[k], pack[k][i]);
             }
             const Acc score_of_shared = p.shared ? shared_score<Acc>(p.shared_gate, t) : 0;
 #pragma unroll
@@ -192,10 +173,9 @@ __global__ void __launch_bounds__(THREADS) unpermute_kernel(const __grid_constan
                 int n = (int)min((int64_t)CHUNK, p.D - j);
                 if (n <= 0) break;
                 if (p.shared) {
-                    Acc shared[CHUNK];
-                    load_chunk<T>(shared, (const T *)p.shared + t * p.D + j, n, aligned);
-#pragma unroll
-                    for (int c = 0; c < CHUNK; c++) sum[i][c] += score_of_shared * shared[c];
+                    Pack<T> shared;
+                    load_pack(shared, (const T *)p.shared + t * p.D + j, n, aligned);
+                    add_row(sum[i], score_of_shared, shared);
                 }
                 store_chunk<T>((T *)p.out + t * p.D + j, sum[i], n, aligned);
             }
