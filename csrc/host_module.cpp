@@ -67,7 +67,8 @@ static py::tuple slot_plan(const std::vector<int64_t> &experts, int32_t E, int32
     if (!fused_moe_has_few_slots(num_slots, E))
         throw py::value_error("experts: expected 1 to 64 slots, found " + std::to_string(experts.size()));
     FusedMoeSlotPlan plan = {};
-    for (int32_t i = 0; i < num_slots; i++) plan.key[i] = fused_moe_slot_key(experts[i], i, E);
+    for (int32_t i = 0; i < FUSED_MOE_FEW_SLOTS; i++)
+        plan.key[i] = fused_moe_slot_key(i < num_slots ? experts[i] : -1, i, E);
     fused_moe_plan_slots(&plan, num_slots);
     FusedMoeTileOrder order = fused_moe_default_order(num_n_tiles, split_last_wave);
     order.splits_skinny = splits_skinny;

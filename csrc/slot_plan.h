@@ -26,8 +26,9 @@ FUSED_MOE_FN int32_t fused_moe_few_rows(int64_t R, int64_t E) {
 #define FUSED_MOE_NO_KEY UINT32_MAX /* of a slot without a row */
 
 typedef struct {
-    uint32_t key[FUSED_MOE_FEW_SLOTS];          /* of each slot; the caller's                    */
+    uint32_t key[FUSED_MOE_FEW_SLOTS];          /* of each slot, then NO_KEY; the caller's       */
     uint32_t row_key[FUSED_MOE_FEW_SLOTS];      /* of each row: the keys in order                */
+    int8_t slot_row[FUSED_MOE_FEW_SLOTS];       /* of each slot: its row, or -1                  */
     int32_t first_row[FUSED_MOE_FEW_SLOTS + 1]; /* of each active expert, and one past the last */
     int32_t num_experts;                        /* active ones */
 } FusedMoeSlotPlan;
@@ -58,8 +59,10 @@ FUSED_MOE_FN void fused_moe_plan_slots(FusedMoeSlotPlan *plan, int32_t num_slots
     for (int32_t first = 0; first < num_slots; first += FUSED_MOE_LANES) {
         int32_t slot = first + FUSED_MOE_LANE, row = 0;
         uint32_t key = slot < num_slots ? plan->key[slot] : FUSED_MOE_NO_KEY;
-        for (int32_t i = 0; i < num_slots; i++) row += plan->key[i] < key;
-        if (key != FUSED_MOE_NO_KEY) plan->row_key[row] = key;
+        for (int32_t i = 0; i < FUSED_MOE_FEW_SLOTS; i++) row += plan->key[i] < key; /* unrolled */
+        if (key == FUSED_MOE_NO_KEY) row = -1;
+        if (row >= 0) plan->row_key[row] = key;
+        if (slot < num_slots) plan->slot_row[slot] = (int8_t)row;
         num_rows += FUSED_MOE_COUNT(key != FUSED_MOE_NO_KEY);
     }
     FUSED_MOE_SYNC();

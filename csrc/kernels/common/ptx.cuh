@@ -11,6 +11,13 @@ __device__ inline uint32_t shared_address(const void *p) {
     return (uint32_t)__cvta_generic_to_shared(p);
 }
 
+/* The SM that runs this CTA. */
+__device__ inline uint32_t smid() {
+    uint32_t id;
+    asm("mov.u32 %0, %smid;" : "=r"(id));
+    return id;
+}
+
 /* x, made such that ptxas keeps it in a register: it would rather compute addresses again inside a loop. */
 __device__ inline uint32_t opaque(uint32_t x) {
     return __shfl_sync(~0u, x, threadIdx.x % 32);
@@ -39,6 +46,50 @@ __device__ inline void griddepcontrol_launch_dependents() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
+}
+
+/* --- memory order between CTAs (PTX ISA 8.8): what a thread wrote, or saw written by its warp before a
+ * __syncwarp(), before a release is there for who acquires the value released ----------------------------- */
+
+__device__ inline uint32_t ld_acquire_gpu(const uint32_t *src) {
+    uint32_t v;
+    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(src) : "memory");
+    return v;
+}
+__device__ inline uint64_t ld_acquire_gpu(const uint64_t *src) {
+    uint64_t v;
+    asm volatile("ld.acquire.gpu.global.u64 %0, [%1];" : "=l"(v) : "l"(src) : "memory");
+    return v;
+}
+
+/* As it is now, and nothing more: with fence_acq_rel_gpu() after it, it acquires. */
+__device__ inline uint32_t ld_relaxed_gpu(const uint32_t *src) {
+    uint32_t v;
+    asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(src) : "memory");
+    return v;
+}
+
+/* Cheaper than __threadfence(), which is sequentially consistent, too. */
+__device__ inline void fence_acq_rel_gpu() {
+    asm volatile("fence.acq_rel.gpu;" ::: "memory");
+}
+
+__device__ inline void st_release_gpu(uint64_t *dst, uint64_t v) {
+    asm volatile("st.release.gpu.global.u64 [%0], %1;" ::"l"(dst), "l"(v) : "memory");
+}
+
+__device__ inline void red_add_release_gpu(uint32_t *dst, uint32_t v) {
+    asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(dst), "r"(v) : "memory");
+}
+
+/* Returns what was there. */
+__device__ inline uint32_t atom_add_acq_rel_gpu(uint32_t *dst, uint32_t v) {
+    uint32_t before;
+    asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], %2;"
+                 : "=r"(before)
+                 : "l"(dst), "r"(v)
+                 : "memory");
+    return before;
 }
 
 /* --- arithmetic ----------------------------------------------------------------------------------------- */

@@ -95,6 +95,14 @@ __device__ inline void cp_async_bulk_tensor_load(uint32_t dst, const void *map, 
                  : "memory");
 }
 
+__device__ inline void cp_async_bulk_tensor_load(uint32_t dst, const void *map, uint32_t barrier, int c0,
+                                                 int c1, int c2, int c3, int c4) {
+    asm volatile("cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], "
+                 "[%1, {%3, %4, %5, %6, %7}], [%2];" ::"r"(dst),
+                 "l"(map), "r"(barrier), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4)
+                 : "memory");
+}
+
 /* A box from shared memory; what lies outside the tensor is not written. */
 __device__ inline void cp_async_bulk_tensor_store(const void *map, uint32_t src, int c0, int c1) {
     asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%2, %3}], [%1];" ::"l"(map),

@@ -21,7 +21,7 @@ int encode_tensor_map(CUtensorMap *map, CUtensorMapDataType dtype, int rank, con
                       CUtensorMapSwizzle swizzle) {
     static const PFN_cuTensorMapEncodeTiled_v12000 encode = find_encoder();
     if (!encode) return FUSED_MOE_DRIVER_TOO_OLD;
-    const uint32_t element_strides[] = {1, 1, 1, 1};
+    const uint32_t element_strides[] = {1, 1, 1, 1, 1};
     auto encoded = [&] {
         return encode(map, dtype, rank, const_cast<void *>(data), sizes, strides, box, element_strides,
                       CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,

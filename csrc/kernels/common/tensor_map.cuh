@@ -94,4 +94,19 @@ int weight_map(CUtensorMap *map, const FusedMoeWeight &w, Major major, int64_t s
     return encode_tensor_map(map, map_dtype(T()), 3, w.data, sizes, strides, box);
 }
 
+/* Two weights of the same K-major strides, in boxes of `eights` eight rows of N of both, in turns: eight of
+ * `first`, which is before `second` in memory, then the same eight of the other. Coordinates (k, 0, 0, n / 8,
+ * expert). */
+template <typename T>
+int turns_map(CUtensorMap *map, const FusedMoeWeight &first, const FusedMoeWeight &second, int32_t E,
+              int64_t N, int64_t k, int eights) {
+    const int64_t apart = (const T *)second.data - (const T *)first.data;
+    const uint64_t sizes[] = {(uint64_t)k, CHUNK, 2, (uint64_t)N / CHUNK, (uint64_t)E};
+    const uint64_t strides[] = {first.stride_out * sizeof(T), apart * sizeof(T),
+                                CHUNK * first.stride_out * sizeof(T),
+                                (E > 1 ? first.stride_expert : CHUNK) * sizeof(T)};
+    const uint32_t box[] = {SWIZZLE_ELEMENTS<T>, CHUNK, 2, (uint32_t)eights, 1};
+    return encode_tensor_map(map, map_dtype(T()), 5, first.data, sizes, strides, box);
+}
+
 } // namespace fused_moe

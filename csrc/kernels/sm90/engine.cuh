@@ -161,12 +161,18 @@ __device__ inline void load_gather(const Gemm &p, Shared<Config> &s);
 template <class Config, int COLUMNS, int SUBTILES, typename Meanwhile>
 __device__ inline void run_mainloop(float *d, Shared<Config> &s, typename Config::Pipeline &pipe,
                                     int num_k_tiles, int wg, Meanwhile meanwhile);
-template <class Config, int TOKENS>
+template <class Config, int TOKENS, int SUBTILES = Config::SKINNY_SUBTILES>
 __device__ inline void run_mainloop_swapped(float *d, Shared<Config> &s, typename Config::Pipeline &pipe,
                                             int num_k_tiles, int first_subtile, int second_subtile);
 
-/* The fetching warp of a GEMM whose rows may be gathered. A token out of range, which no plan of ours has, is
- * token 0. */
+/* The token of row i of a tile. One out of range, which no plan of ours has, is token 0. */
+__device__ inline int token_of_row(const Gemm &p, const WorkTile &tile, int i) {
+    if (tile.expert < 0 || i >= tile.num_rows) return 0; /* nothing is read */
+    int row = tile.first_row + i, token = p.row_token ? p.row_token[row] : row;
+    return (uint32_t)token < (uint64_t)p.T ? token : 0;
+}
+
+/* The fetching warp of a GEMM whose rows may be gathered. */
 template <int CUT_ROWS, int SPLIT, class Queue>
 __device__ inline void fetch_gemm_tiles(const Gemm &p, Queue &queue) {
     auto decode = [&](uint32_t index, WorkTile &tile) {
@@ -177,11 +183,7 @@ __device__ inline void fetch_gemm_tiles(const Gemm &p, Queue &queue) {
                  tile);
         return true;
     };
-    auto token_of = [&](const WorkTile &tile, int i) {
-        if (tile.expert < 0 || i >= tile.num_rows) return 0; /* nothing is read */
-        int row = tile.first_row + i, token = p.row_token ? p.row_token[row] : row;
-        return (uint32_t)token < (uint64_t)p.T ? token : 0;
-    };
+    auto token_of = [&](const WorkTile &tile, int i) { return token_of_row(p, tile, i); };
     uint32_t num_tiles =
         fused_moe_num_work_tiles(p.tiles.schedule, p.tiles.E, (int32_t)p.tiles.R, &p.tiles.order);
     auto prepare = [](WorkTile &) {};
@@ -542,8 +544,13 @@ __device__ inline void for_each_k_tile(Shared<Config> &s, typename Config::Pipel
         issue(s.stage[pipe.index], first);
         wgmma_commit_group();
         if constexpr (i.value < SUBTILES) meanwhile(i);
-        wgmma_wait_group<0>();
-        release<Config>(s, pipe.index);
+        if constexpr (Config::FEW_ROWS) { /* the MMAs of one k-tile take longer to end than to issue */
+            wgmma_wait_group<1>();
+            if (!first.value) release<Config>(s, (pipe.index + Config::STAGES - 1) % Config::STAGES);
+        } else {
+            wgmma_wait_group<0>();
+            release<Config>(s, pipe.index);
+        }
         pipe.advance();
     };
     k_tile(std::true_type(), std::integral_constant<int, 0>());
@@ -552,6 +559,10 @@ __device__ inline void for_each_k_tile(Shared<Config> &s, typename Config::Pipel
     });
     for (int i = SUBTILES > 1 ? SUBTILES : 1; i < num_k_tiles; i++)
         k_tile(std::false_type(), std::integral_constant<int, SUBTILES>());
+    if constexpr (Config::FEW_ROWS) {
+        wgmma_wait_group<0>();
+        release<Config>(s, (pipe.index + Config::STAGES - 1) % Config::STAGES);
+    }
 }
 
 /* d = the 64 rows of consumer `wg` times the tile's first COLUMNS columns. */
@@ -582,12 +593,12 @@ __device__ inline void run_mainloop(float *d, Shared<Config> &s, typename Config
 /* A skinny expert by swap-AB: 64 output columns are wgmma's M, and the expert's rows are its N, padded to
  * TOKENS = 8, 16, 32 or 64 instead of to 128. A consumer has one or two subtiles of output columns: the
  * accumulators of the first are d[0 .. TOKENS / 2), of the second those after it. */
-template <class Config, int TOKENS>
+template <class Config, int TOKENS, int SUBTILES>
 __device__ inline void run_mainloop_swapped(float *d, Shared<Config> &s, typename Config::Pipeline &pipe,
                                             int num_k_tiles, int first_subtile, int second_subtile) {
     using T = typename Config::T;
     constexpr Major W_MAJOR = Config::B_MAJOR;
-    constexpr bool HAS_SECOND = Config::SKINNY_SUBTILES > 1;
+    constexpr bool HAS_SECOND = SUBTILES > 1;
     auto issue = [&](auto &stage, auto first) {
         constexpr int x_step = K16_STEP<Major::K, T>, w_step = K16_STEP<W_MAJOR, T>;
         uint64_t x = matrix_descriptor<Major::K>(shared_address(stage.a));
@@ -603,6 +614,9 @@ __device__ inline void run_mainloop_swapped(float *d, Shared<Config> &s, typenam
         }
     };
     for_each_k_tile<Config, 0>(s, pipe, num_k_tiles, issue, [](auto) {});
+    if constexpr (Config::FEW_ROWS)
+#pragma unroll
+        for (int i = 0; i < TOKENS / 2 * SUBTILES; i++) pin(d[i]); /* not read before the last MMA's end */
 }
 
 } // namespace sm90

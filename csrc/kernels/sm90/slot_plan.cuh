@@ -14,18 +14,16 @@ namespace sm90 {
 
 __device__ inline void make_slot_plan(const FusedMoeRoutePlan &p, FusedMoeSlotPlan &plan) {
     int num_slots = (int)p.T * p.K;
-    for (int slot = threadIdx.x % 32; slot < num_slots; slot += 32)
-        plan.key[slot] = fused_moe_slot_key(slot_expert(&p, slot), slot, p.E);
+    for (int slot = threadIdx.x % 32; slot < FUSED_MOE_FEW_SLOTS; slot += 32)
+        plan.key[slot] = fused_moe_slot_key(slot < num_slots ? slot_expert(&p, slot) : -1, slot, p.E);
     fused_moe_plan_slots(&plan, num_slots);
 }
 
 /* By one warp: counts [E], and token_row [T,K]. */
 __device__ inline void write_slot_plan(const FusedMoeRoutePlan &p, const FusedMoeSlotPlan &plan) {
-    int lane = threadIdx.x % 32, num_rows = plan.first_row[plan.num_experts];
+    int lane = threadIdx.x % 32;
     for (int e = lane; e < p.E; e += 32) p.counts[e] = 0;
-    for (int slot = lane; slot < (int)p.T * p.K; slot += 32)
-        if (plan.key[slot] == FUSED_MOE_NO_KEY) p.token_row[slot] = -1;
-    for (int row = lane; row < num_rows; row += 32) p.token_row[fused_moe_slot_of_row(&plan, row)] = row;
+    for (int slot = lane; slot < (int)p.T * p.K; slot += 32) p.token_row[slot] = plan.slot_row[slot];
     __syncwarp(); /* counts are zeros */
     for (int b = lane; b < plan.num_experts; b += 32)
         p.counts[fused_moe_slot_expert(&plan, b)] = plan.first_row[b + 1] - plan.first_row[b];

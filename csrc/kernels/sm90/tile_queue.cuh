@@ -170,23 +170,62 @@ __device__ inline void reset_claims(const TileSource &source) {
     for (uint32_t cta = lane; cta < gridDim.x; cta += 32) source.counters[CLAIMED + cta] = 0;
 }
 
+/* What the fetching warp writes to the queue. */
+template <class Queue>
+class TileWriter {
+    Queue &queue;
+    PipelineState<QUEUE_DEPTH> stage;
+
+  public:
+    __device__ explicit TileWriter(Queue &queue) : queue(queue) {}
+
+    __device__ void wait_for_room() {
+        mbarrier_wait(shared_address(&queue.empty[stage.index]), stage.phase ^ 1);
+    }
+
+    /* token_of(tile, i) is the token of its row i. */
+    template <typename TokenOf>
+    __device__ void publish(const typename Queue::WorkTile &tile, TokenOf token_of) {
+        int lane = threadIdx.x % 32;
+        wait_for_room();
+        for (int i = lane; i < Queue::TOKENS; i += 32) queue.token[stage.index][i] = token_of(tile, i);
+        if (lane == 0) queue.tile[stage.index] = tile;
+        mbarrier_arrive(shared_address(&queue.full[stage.index]));
+        stage.advance();
+    }
+};
+
+/* Calls fn with a tile, or with the parts of one of more than CUT_ROWS rows, of about as many rows each. 0: none
+ * is cut. */
+template <int CUT_ROWS, class Tile, typename Fn>
+__device__ inline void for_each_part(Tile tile, Fn fn) {
+    if constexpr (CUT_ROWS > 0) {
+        int rows = tile.num_rows, eighths = 8 * ((rows - 1) / CUT_ROWS + 1);
+        int part = (rows + eighths - 1) / eighths * 8;
+        for (; rows > part; rows -= part, tile.first_row += part) {
+            tile.num_rows = part;
+            fn(tile);
+        }
+        tile.num_rows = rows;
+    }
+    fn(tile);
+}
+
 /* Fetches tiles until there are none. decode(index, tile) fills a tile and returns whether it is to be
- * computed. prepare(tile) runs before the tile is published; token_of(tile, i) is the token of its row i.
- * CUT_ROWS: a tile of more rows is published as several, of about as many rows each; 0: none is cut. The SPLIT
- * CTAs of a cluster get the same tiles.
+ * computed. prepare(tile) runs before the tile is published. A tile is published in for_each_part's parts. The
+ * SPLIT CTAs of a cluster get the same tiles.
  * After a long tile the next one is fetched when the queue has room for it, not earlier: next_tile() claims
  * one tile ahead, and until then an idle CTA may steal that one. */
 template <int CUT_ROWS, int SPLIT, class Queue, typename Decode, typename TokenOf, typename Prepare,
           typename IsLong>
 __device__ inline void fetch_tiles(const TileSource &source, Queue &queue, uint32_t num_tiles, Decode decode,
                                    TokenOf token_of, Prepare prepare, IsLong is_long) {
-    int lane = threadIdx.x % 32;
     uint32_t cta = blockIdx.x / SPLIT, ctas = gridDim.x / SPLIT;
     FusedMoeTileScheduler scheduler =
         fused_moe_tile_scheduler(source.counters + CLAIMED, num_tiles, cta, ctas);
     /* A CTA that starts early takes its own first tile, and others not before all CTAs can start. */
     bool may_take = !source.starts_early || cta < num_tiles;
-    PipelineState<QUEUE_DEPTH> stage;
+    TileWriter<Queue> writer(queue);
     for (bool has_tile = true; has_tile; may_take = !source.starts_early) {
         if (!may_take) griddepcontrol_wait();
         uint32_t index = fused_moe_next_tile(&scheduler);
@@ -194,25 +233,8 @@ __device__ inline void fetch_tiles(const TileSource &source, Queue &queue, uint3
         typename Queue::WorkTile tile = {-1};
         if (has_tile && !decode(index, tile)) continue;
         if (has_tile) prepare(tile);
-        auto publish = [&] {
-            mbarrier_wait(shared_address(&queue.empty[stage.index]), stage.phase ^ 1);
-            for (int i = lane; i < Queue::TOKENS; i += 32) queue.token[stage.index][i] = token_of(tile, i);
-            if (lane == 0) queue.tile[stage.index] = tile;
-            mbarrier_arrive(shared_address(&queue.full[stage.index]));
-            stage.advance();
-        };
-        if constexpr (CUT_ROWS > 0) {
-            int rows = tile.num_rows, eighths = 8 * ((rows - 1) / CUT_ROWS + 1);
-            int part = (rows + eighths - 1) / eighths * 8;
-            for (; rows > part; rows -= part, tile.first_row += part) {
-                tile.num_rows = part;
-                publish();
-            }
-            tile.num_rows = rows;
-        }
-        publish();
-        if (has_tile && is_long(tile))
-            mbarrier_wait(shared_address(&queue.empty[stage.index]), stage.phase ^ 1);
+        for_each_part<CUT_ROWS>(tile, [&](auto &part) { writer.publish(part, token_of); });
+        if (has_tile && is_long(tile)) writer.wait_for_room();
     }
     if (scheduler.shares) reset_claims(source);
 }

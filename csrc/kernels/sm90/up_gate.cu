@@ -1,18 +1,9 @@
 /* up_gate on Hopper: h = x[row_token] w1^T | w3^T + b and a = act(gate) up, in one GEMM.
  *
- * Roles and pipelines are engine.cuh's, with A gathered. A tile has 128 hidden columns, 256 columns of h.
- *   GATE_UP      h is gate | up: B is 128 rows of the gate's weight and the 128 of the up's that belong to
- *                them, from two maps (w1 and w3, or the halves of a packed weight). Gate and up are 128
- *                columns apart, which is 64 elements apart in the registers of one thread.
- *   INTERLEAVED  B's rows are consecutive: gate and up are neighbouring columns, in one thread too
- *   UNGATED      a tile has 256 hidden columns
- * Nothing is copied: h and a go from registers through the staging buffer to TMA stores, by ragged maps.
- *
- * The epilogue is not overlapped with the next tile: with h and a to hold there are too few registers beside
- * the accumulators (docs/lab/forward.md has what was tried). */
-#include "../common/activation.cuh"
-#include "engine.cuh"
-#include "launch.cuh"
+ * Roles and pipelines are engine.cuh's, with A gathered; up_gate.cuh has the epilogue. It is not overlapped with
+ * the next tile: with h and a to hold there are too few registers beside the accumulators (docs/lab/forward.md
+ * has what was tried). */
+#include "up_gate.cuh"
 
 namespace fused_moe {
 namespace sm90 {
@@ -20,184 +11,11 @@ namespace {
 
 /* --- kernel --------------------------------------------------------------------------------------------- */
 
-enum Columns { GATE_UP, INTERLEAVED, UNGATED };
-
-typedef struct {
-    Gemm gemm;
-    const void *bias,
-        *bias_up; /* [E] x bias_stride: of h's columns, with GATE_UP of the two halves; or NULL */
-    int64_t bias_stride;
-    void *h, *a; /* [R,H], may be NULL; [R,F] */
-    int32_t F, H;
-    FusedMoeActivation activation;
-    CUtensorMap a_map, h_map; /* ragged; with GATE_UP h's has two halves */
-} UpGate;
-
-/* 64 columns of which a thread holds columns 4 j + lane % 4 (of two rows: a[2 j], a[2 j + 1]), as a writer
- * takes them: columns 2 (lane % 4) and 2 (lane % 4) + 1 of every eight. */
-template <typename T>
-__device__ inline void pack_spread_subtile(uint32_t (&words)[16], const float (&a)[32]) {
-    int quad = threadIdx.x % 32 / 4 * 4, t = threadIdx.x % 4;
-#pragma unroll
-    for (int m = 0; m < 16; m++) { /* chunk m / 2 of eight columns, row m % 2 of the two */
-        const float *v = &a[m / 2 * 4 + m % 2];
-        uint32_t mine = pack<T>(v[0], v[2]);
-        uint32_t low = __shfl_sync(~0u, mine, quad + 2 * t % 4);
-        uint32_t high = __shfl_sync(~0u, mine, quad + (2 * t + 1) % 4);
-        words[m] = __byte_perm(low, high, t < 2 ? 0x5410 : 0x7632);
-    }
-}
-
-template <typename T, Columns columns>
-struct Epilogue {
-    using Writer = WarpWriter;
-    static constexpr int SUBTILES = 0; /* held for the next tile: none */
-    static constexpr bool HALF_N = false;
-    const UpGate &p;
-
-    __device__ const T *bias_of(const void *bias, const WorkTile &tile) const {
-        return bias ? (const T *)bias + tile.expert * p.bias_stride : nullptr;
-    }
-
-    __device__ void hold(float (&d)[128], const WorkTile &tile, int wg, Writer &writer) {
-        const T *bias = bias_of(p.bias, tile), *bias_up = bias_of(p.bias_up, tile);
-        uint32_t words[16];
-        float a[32];
-        /* the warp's rows in the tile */
-        int offset = SUBTILE * wg + WarpWriter::ROWS * (threadIdx.x / 32 % 4);
-        int rows = min(WarpWriter::ROWS, tile.num_rows - offset), end = tile.first_row + offset + rows;
-        auto store_a = [&](uint32_t subtile, int column) {
-            if (rows > 0) cp_async_bulk_tensor_store(&p.a_map, subtile, column, WarpWriter::ROWS - rows, end);
-        };
-        auto store_h = [&](uint32_t subtile, int column) {
-            if (rows > 0) cp_async_bulk_tensor_store(&p.h_map, subtile, column, WarpWriter::ROWS - rows, end);
-        };
-        auto store_both_halves = [&](uint32_t subtile, int column) {
-            if (rows > 0)
-                cp_async_bulk_tensor_store(&p.h_map, subtile, column, WarpWriter::ROWS - rows, end, 0);
-        };
-        if constexpr (columns == GATE_UP) {
-            /* TMA drops subtiles past F */
-            uint32_t up_words[16], a_words[2][16];
-            int first = tile.first_column;
-#pragma unroll
-            for (int i = 0; i < 2; i++) {
-                float *gate = &d[32 * i], *up = gate + 64;
-                int column = first + i * SUBTILE;
-                if (bias) add_bias(gate, bias, column, p.F);
-                if (bias_up) add_bias(up, bias_up, column, p.F);
-                if (p.h) {
-                    pack_subtile<T>(words, gate);
-                    pack_subtile<T>(up_words, up);
-                    writer.store_two(words, up_words,
-                                     [&](uint32_t gates, uint32_t) { store_both_halves(gates, column); });
-                }
-                activate<true, 1>(a, gate, up);
-                pack_subtile<T>(a_words[i], a);
-            }
-            writer.store_two(a_words[0], a_words[1], [&](uint32_t subtile, uint32_t next) {
-                store_a(subtile, first);
-                store_a(next, first + SUBTILE);
-            });
-        } else {
-#pragma unroll
-            for (int i = 0; i < 4; i++) {
-                int column = tile.first_column + i * SUBTILE;
-                if (bias) add_bias(&d[32 * i], bias, column, p.H);
-                if (p.h && column < p.H) {
-                    pack_subtile<T>(words, &d[32 * i]);
-                    writer.store(words, [&](uint32_t subtile) { store_h(subtile, column); });
-                }
-                if (columns == UNGATED && column < p.H) {
-                    activate<false, 1>(a, &d[32 * i], nullptr);
-                    pack_subtile<T>(words, a);
-                    writer.store(words, [&](uint32_t subtile) { store_a(subtile, column); });
-                }
-                if (columns == INTERLEAVED && i % 2 &&
-                    column - SUBTILE < p.H) { /* two subtiles of h: one of a */
-                    activate<true, 2>(a, &d[32 * (i - 1)], &d[32 * (i - 1)] + 1);
-                    pack_spread_subtile<T>(words, a);
-                    writer.store(words, [&](uint32_t subtile) { store_a(subtile, (column - SUBTILE) / 2); });
-                }
-            }
-        }
-    }
-
-    template <int i>
-    __device__ void store_subtile(Writer &) {}
-    __device__ void flush(Writer &) {}
-
-    template <int TOKENS, int SUBTILES, class AnyWriter>
-    __device__ void store_swapped(float *d, const WorkTile &tile, int wg, int warp, AnyWriter &writer) {
-        static_assert(SUBTILES == 2, "a gate's and its up's");
-        constexpr int PART = TOKENS < 32 ? TOKENS : 32; /* rows at a time: registers are few */
-#pragma unroll
-        for (int first = 0; first < TOKENS; first += PART)
-            if (first < tile.num_rows)
-                store_swapped_part<PART>(d + first / 2, d + (TOKENS + first) / 2, tile, first, wg, warp,
-                                         writer);
-    }
-
-    /* Rows from `first` on of both subtiles. */
-    template <int TOKENS, class AnyWriter>
-    __device__ void store_swapped_part(float *d, float *second, const WorkTile &tile, int first, int wg,
-                                       int warp, AnyWriter &writer) {
-        const T *bias = bias_of(p.bias, tile), *bias_up = bias_of(p.bias_up, tile);
-        int64_t row = tile.first_row + first;
-        T *h = (T *)p.h + row * p.H, *out = (T *)p.a + row * p.F;
-        int rows = tile.num_rows - first;
-        float a[TOKENS / 2];
-        if constexpr (columns == GATE_UP) { /* gates, then ups */
-            int column = tile.first_column + wg * SUBTILE + 16 * warp, left = p.F - column;
-            if (left <= 0) return;
-            if (bias) add_bias_swapped<TOKENS>(d, bias, column, p.F);
-            if (bias_up) add_bias_swapped<TOKENS>(second, bias_up, column, p.F);
-            if (p.h) {
-                writer.template store_swapped<TOKENS>(d, h + column, p.H, rows, left);
-                writer.template store_swapped<TOKENS>(second, h + p.F + column, p.H, rows, left);
-            }
-            activate<true, 1>(a, d, second);
-            writer.template store_swapped<TOKENS>(a, out + column, p.F, rows, left);
-        } else {
-#pragma unroll
-            for (int i = 0; i < 2; i++) {
-                float *outputs = i ? second : d;
-                int column = tile.first_column + (2 * wg + i) * SUBTILE + 16 * warp, left = p.H - column;
-                if (left <= 0) return;
-                if (bias) add_bias_swapped<TOKENS>(outputs, bias, column, p.H);
-                if (p.h) writer.template store_swapped<TOKENS>(outputs, h + column, p.H, rows, left);
-                if constexpr (columns == UNGATED) {
-                    activate<false, 1>(a, outputs, nullptr);
-                    writer.template store_swapped<TOKENS>(a, out + column, p.F, rows, left);
-                } else { /* a gate's up is the next column, four lanes on */
-#pragma unroll
-                    for (int n = 0; n < TOKENS / 2; n++) a[n] = __shfl_down_sync(~0u, outputs[n], 4);
-                    activate<true, 1>(a, outputs, a);
-                    writer.template store_swapped_pairs<TOKENS>(a, out + column / 2, p.F, rows, left / 2);
-                }
-            }
-        }
-    }
-
-    /* a = act(gate) up, or act(gate); elements of both are `stride` apart. up may be a. */
-    template <bool GATED, int stride, int count>
-    __device__ void activate(float (&a)[count], const float *gate, const float *up) const {
-        const FusedMoeActivation &f = p.activation;
-        with_activation<T>(f.kind, [&](auto act) {
-#pragma unroll
-            for (int i = 0; i < count; i++) {
-                float v = act.gate(gate[stride * i], f.alpha, f.limit).value;
-                a[i] = GATED ? v * act.up(up[stride * i], f.limit).value : v;
-            }
-        });
-    }
-};
-
 template <class Config, Columns columns>
 __global__ void __launch_bounds__(Config::THREADS, Config::CTAS_PER_SM)
     up_gate_kernel(const __grid_constant__ UpGate p) {
     using T = typename Config::T;
-    persistent_gemm<Config>(p.gemm, Epilogue<T, columns>{p});
+    persistent_gemm<Config>(p.gemm, UpGateEpilogue<T, columns>{p});
     if (p.h) zero_rows_past(p.gemm.tiles, (T *)p.h, p.H);
     zero_rows_past(p.gemm.tiles, (T *)p.a, p.F);
 }
@@ -208,45 +26,16 @@ template <class Config, Columns columns>
 int launch(const FusedMoeUpGate &p, void *stream) {
     using T = typename Config::T;
     const FusedMoeRowMap &rows = p.row_map;
-    const FusedMoeWeight &w1 = p.w1;
-    bool halves = p.layout == FUSED_MOE_HALVES;
-    int32_t F = (int32_t)p.F, H = columns == UNGATED ? F : 2 * F;
-    int32_t b_rows = columns == GATE_UP ? F : H; /* of a map of B */
     UpGate q = {};
-    q.h = p.h;
-    q.a = p.a;
-    q.F = F;
-    q.H = H;
-    q.activation = p.activation;
-    q.bias = p.b1;
-    q.bias_up = !halves ? p.b3 : p.b1 ? (const T *)p.b1 + F : nullptr;
-    q.bias_stride = halves ? H : b_rows;
-
+    int status = set_up_gate<Config, columns>(&q, p);
     Gemm &gemm = q.gemm;
-    gemm.x = p.x;
-    gemm.row_token = rows.row_token;
-    gemm.T = rows.T;
-    gemm.k = (int32_t)p.D;
-    gemm.num_k_tiles[0] = (int32_t)ceil_div(p.D, K_TILE<T>);
-    gemm.gate_up = columns == GATE_UP;
-    FusedMoeWeight up = halves ? w1 : p.w3;
-    if (halves) up.data = (T *)w1.data + F * w1.stride_out;
-    int status = weight_map<T>(&gemm.b[0], w1, Config::B_MAJOR, w1.stride_out, w1.stride_in, rows.E, b_rows,
-                               p.D, Config::BN / 2);
-    if (status == FUSED_MOE_OK && columns == GATE_UP)
-        status = weight_map<T>(&gemm.b[1], up, Config::B_MAJOR, up.stride_out, up.stride_in, rows.E, b_rows,
-                               p.D, Config::BN / 2);
-
-    gemm.tiles = tile_source(rows.offs, rows.schedule, rows.R, rows.E, b_rows,
-                             columns == GATE_UP ? Config::BN / 2 : Config::BN, p.workspace.counters);
-    if (p.slots) plan_in_kernel(gemm, *p.slots);
     if (Config::SPLIT > 1) gemm.tiles.counters = nullptr; /* a cluster's CTAs take the same tiles */
     gemm.tiles.lets_next_start = p.next_starts_early;
     const T *a = (const T *)p.a, *h = (const T *)p.h;
-    if (status == FUSED_MOE_OK) status = ragged_map(&q.a_map, a, rows.R, F, F, WarpWriter::ROWS);
+    if (status == FUSED_MOE_OK) status = ragged_map(&q.a_map, a, rows.R, q.F, q.F, WarpWriter::ROWS);
     if (status == FUSED_MOE_OK && h)
-        status = columns == GATE_UP ? ragged_halves_map(&q.h_map, h, rows.R, F, WarpWriter::ROWS)
-                                    : ragged_map(&q.h_map, h, rows.R, H, H, WarpWriter::ROWS);
+        status = columns == GATE_UP ? ragged_halves_map(&q.h_map, h, rows.R, q.F, WarpWriter::ROWS)
+                                    : ragged_map(&q.h_map, h, rows.R, q.H, q.H, WarpWriter::ROWS);
     if (status != FUSED_MOE_OK) return status;
     return launch_persistent<Config, PlanningShared<Config>, up_gate_kernel<Config, columns>>(q, stream);
 }
@@ -255,11 +44,11 @@ int run(const FusedMoeUpGate &p, void *stream) {
     return with_half(p.dtype, [&](auto t) {
         auto with_layout = [&](auto config) {
             using Config = decltype(config);
-            if constexpr (Config::SPLIT == 1) {
-                if (p.layout == FUSED_MOE_UNGATED) return launch<Config, UNGATED>(p, stream);
-                if (p.layout == FUSED_MOE_INTERLEAVED) return launch<Config, INTERLEAVED>(p, stream);
-            }
-            return launch<Config, GATE_UP>(p, stream);
+            if constexpr (Config::SPLIT > 1)
+                return launch<Config, GATE_UP>(p, stream);
+            else
+                return with_columns(p.layout,
+                                    [&](auto columns) { return launch<Config, columns.value>(p, stream); });
         };
         using T = decltype(t);
         bool may_split =
