@@ -321,6 +321,13 @@ typedef struct {        /* h = x[row_token] w1^T | w3^T + b;  a = act(gate) up *
     FusedMoeDtype dtype;
 } FusedMoeUpGate;
 
+typedef struct { /* both sides without gradients in one launch, which the sm90 tier has where rows are few */
+    FusedMoeUpGate up;         /* h NULL */
+    FusedMoeGroupedMM down;    /* of up.a */
+    FusedMoeUnpermute combine; /* of down.out. Made with up.slots; without them by a launch of its own */
+    FusedMoeWorkspace workspace;
+} FusedMoeExperts;
+
 typedef struct {        /* g = dout[row_token] w2;  dh = dact(s g, h);  a_scaled = s a;  dscores = <g, a> */
     const void *dout;   /* [T,D] */
     FusedMoeWeight w2;  /* (E,D,F) */
@@ -413,7 +420,7 @@ typedef enum {
     FUSED_MOE_OTHER_DTYPE,
     FUSED_MOE_NO_ROWS,
     FUSED_MOE_SCORED_INPUT,
-    FUSED_MOE_MANY_ROWS, /* for a kernel that reads codes */
+    FUSED_MOE_MANY_ROWS, /* for a kernel that reads codes, or runs both sides */
     FUSED_MOE_WIDTH,     /* one is not a multiple of 8 */
     FUSED_MOE_UNALIGNED, /* rows or a bias that are not 16-byte aligned */
     FUSED_MOE_STRIDES,   /* of a weight */
@@ -466,6 +473,9 @@ void fused_moe_cuda_select_wgrad(FusedMoeWgrad *p);
 void fused_moe_cuda_select_up_gate(FusedMoeUpGate *p);
 void fused_moe_cuda_select_down_dgrad(FusedMoeDownDgrad *p);
 
+/* Whether one launch runs both sides on the current device; fills workspace if so. */
+bool fused_moe_cuda_select_experts(FusedMoeExperts *p);
+
 int fused_moe_cuda_router_logits(const FusedMoeRouterLogits *p, void *stream);
 int fused_moe_cuda_router_dgrad(const FusedMoeRouterDgrad *p, void *stream);
 int fused_moe_cuda_route(const FusedMoeRoute *p, void *stream);
@@ -481,6 +491,7 @@ int fused_moe_cuda_grouped_mm(const FusedMoeGroupedMM *p, void *stream);
 int fused_moe_cuda_wgrad(const FusedMoeWgrad *p, void *stream);
 int fused_moe_cuda_bias_grad(const FusedMoeBiasGrad *p, void *stream);
 int fused_moe_cuda_up_gate(const FusedMoeUpGate *p, void *stream);
+int fused_moe_cuda_experts(const FusedMoeExperts *p, void *stream);
 int fused_moe_cuda_down_dgrad(const FusedMoeDownDgrad *p, void *stream);
 
 #ifdef __cplusplus

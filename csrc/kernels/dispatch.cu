@@ -366,6 +366,17 @@ void fused_moe_cuda_select_down_dgrad(FusedMoeDownDgrad *p) {
     select(FUSED_MOE_OP_DOWN_DGRAD, DOWN_DGRAD, p);
 }
 
+bool fused_moe_cuda_select_experts(FusedMoeExperts *p) {
+    if (has_codes(p->up) || has_codes(p->down)) return false;
+    if (device_reason(FUSED_MOE_TIER_SM90) != FUSED_MOE_RUNS) return false;
+    if (sm90::experts.reason(*p) != FUSED_MOE_RUNS) return false;
+    for (FusedMoeTieredOp op : {FUSED_MOE_OP_UP_GATE, FUSED_MOE_OP_GROUPED_MM})
+        calls[op].of_tier[FUSED_MOE_TIER_SM90]++;
+    p->workspace.tier = FUSED_MOE_TIER_SM90;
+    p->workspace.bytes = (int64_t)sm90::experts.workspace(*p);
+    return true;
+}
+
 int fused_moe_cuda_router_logits(const FusedMoeRouterLogits *p, void *stream) {
     return run(ROUTER_LOGITS, *p, stream);
 }
@@ -389,6 +400,9 @@ int fused_moe_cuda_wgrad(const FusedMoeWgrad *p, void *stream) {
 int fused_moe_cuda_up_gate(const FusedMoeUpGate *p, void *stream) {
     return run_planned(*p, stream,
                        [&](auto &q) { return run_weights(UP_GATE, sm90::codes_up_gate, q, stream); });
+}
+int fused_moe_cuda_experts(const FusedMoeExperts *p, void *stream) {
+    return sm90::experts.run(*p, stream);
 }
 int fused_moe_cuda_down_dgrad(const FusedMoeDownDgrad *p, void *stream) {
     return run(DOWN_DGRAD, *p, stream);

@@ -30,6 +30,8 @@ extern const Kernel<FusedMoeGroupedMM> grouped_mm;
 extern const Kernel<FusedMoeWgrad> wgrad;
 extern const Kernel<FusedMoeUpGate> up_gate;
 extern const Kernel<FusedMoeDownDgrad> down_dgrad;
+/* Both sides in one launch, where rows are few. */
+extern const Kernel<FusedMoeExperts> experts;
 /* Of quantised weights. */
 extern const Kernel<FusedMoeGroupedMM> codes_mm;
 extern const Kernel<FusedMoeUpGate> codes_up_gate;

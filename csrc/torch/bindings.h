@@ -214,8 +214,9 @@ void run_router_dgrad(const Call &call, const Tensor &dlogits, const Tensor &wei
                       bool accumulate);
 
 /* rows.cpp */
-void run_unpermute(const Call &call, const Tensor &rows, const OptTensor &scores, const RowMap &map,
-                   const Tensor &out, const Shared &shared = {}, bool map_is_older = false);
+FusedMoeUnpermute unpermute_of(const char *op, const Tensor &rows, const OptTensor &scores, const RowMap &map,
+                               const Tensor &out, const Shared &shared = {});
+void run_unpermute(const Call &call, const FusedMoeUnpermute &p);
 /* drows and dscores may be absent; rows only matter to dscores. */
 void run_unpermute_backward(const Call &call, const Tensor &dout, const OptTensor &rows,
                             const OptTensor &scores, const RowMap &map, const OptTensor &drows,
@@ -229,19 +230,13 @@ struct Grouping {
 };
 
 Grouping grouping_of(const RowMap &map);
-/* Of the operator `experts`, whose launches directly follow each other: counters that both GEMMs may use,
- * whether the down GEMM starts early, and the slots whose plan is not made yet, or NULL. */
-struct Chain {
-    uint32_t *counters;
-    bool starts_early;
-    const FusedMoeRoutePlan *slots;
-};
-
-/* out = a b[0]^T + bias; with b[1] the sum of both GEMMs, each on its part of a's columns. after_up_gate: the
- * launch before is up_gate's. */
+/* out = a b[0]^T + bias; with b[1] the sum of both GEMMs, each on its part of a's columns. */
+FusedMoeGroupedMM grouped_mm_of(const char *op, const Tensor &a, const FusedMoeWeight b[2],
+                                const int64_t N[2], const OptTensor &bias, const Grouping &grouping,
+                                const Tensor &out);
+void run_grouped_mm(const Call &call, FusedMoeGroupedMM &p, const Tensor &a);
 void run_grouped_mm(const Call &call, const Tensor &a, const FusedMoeWeight b[2], const int64_t N[2],
-                    const OptTensor &bias, const Grouping &grouping, const Tensor &out,
-                    bool after_up_gate = false, const Chain &chain = {});
+                    const OptTensor &bias, const Grouping &grouping, const Tensor &out);
 
 /* The second operand of a weight gradient: read through row_token, and multiplied by its scores. */
 struct GatheredRows {

@@ -62,11 +62,18 @@ static bool starts_early(int64_t R, int64_t E, int64_t F, bool has_codes) {
     return (fused_moe_few_rows(R, E) && !has_codes) || (R <= FUSED_MOE_SKINNY_ROWS * E && F < 2560);
 }
 
-/* h, where it is kept, and a. x is aligned(). */
-static std::pair<OptTensor, Tensor>
-run_experts_up(const Tensor &x, const UpWeights &weights, const Width &s, const OptTensor &b1_,
-               const OptTensor &b3_, const OptTensor &scores_, const RowMap &map, int64_t layout,
-               int64_t activation, const Constants &constants, bool save_h, Chain *chain = nullptr) {
+/* A call of up_gate, and the tensors that it needs alive. */
+struct UpSide {
+    FusedMoeUpGate p;
+    OptTensor b1, b3, scores;
+    OptTensor h; /* where it is kept */
+    Tensor a;
+};
+
+/* x is aligned(). */
+static UpSide up_side(const Tensor &x, const UpWeights &weights, const Width &s, const OptTensor &b1_,
+                      const OptTensor &b3_, const OptTensor &scores_, const RowMap &map, int64_t layout,
+                      int64_t activation, const Constants &constants, bool save_h) {
     const char *op = "experts_up";
     OptTensor b1 = operand(op, "b1", b1_, x, {s.E, s.w1_rows}), b3 = operand(op, "b3", b3_, x, {s.E, s.F});
     OptTensor scores = scores_of(op, scores_, x, {map.p.T, map.p.K});
@@ -77,7 +84,6 @@ run_experts_up(const Tensor &x, const UpWeights &weights, const Width &s, const 
     p.activation = activation_of(op, activation, constants);
     p.dtype = float_dtype(op, x);
 
-    Call call = begin_call(op, x);
     OptTensor h;
     if (save_h) h = new_tensor(x, {map.p.R, s.H});
     Tensor a = new_tensor(x, {map.p.R, s.F});
@@ -93,16 +99,13 @@ run_experts_up(const Tensor &x, const UpWeights &weights, const Width &s, const 
     p.D = s.D;
     p.F = s.F;
     p.layout = (FusedMoeLayout)layout;
-    if (chain) {
-        p.workspace.counters = chain->counters;
-        p.next_starts_early = chain->starts_early;
-        p.slots = chain->slots;
-    }
-    run_tiered(call, p, x, fused_moe_cpu_up_gate, CUDA(fused_moe_cuda_select_up_gate),
+    return {p, b1, b3, scores, h, a};
+}
+
+static void run_up_side(UpSide &side, const Tensor &x) {
+    Call call = begin_call("experts_up", x);
+    run_tiered(call, side.p, x, fused_moe_cpu_up_gate, CUDA(fused_moe_cuda_select_up_gate),
                CUDA(fused_moe_cuda_up_gate));
-    /* then run_planned of dispatch.cu has made it */
-    if (chain && !fused_moe_plans_slots(&p.workspace)) chain->slots = nullptr;
-    return {h, a};
 }
 
 static RowMap tokens_map(const char *op, const Tensor &x, const Tensor &w1, const OptTensor &w3,
@@ -118,9 +121,11 @@ std::tuple<Tensor, Tensor> experts_up(const Tensor &x, const Tensor &w1, const O
                                       const OptTensor &) {
     const RowMap map = tokens_map("experts_up", x, w1, w3, plan, layout);
     const Width s = width_of("experts_up", w1, w3, layout);
-    auto [h, a] = run_experts_up(aligned(x), up_weights("experts_up", w1, w3, x, s), s, b1, b3, scores, map,
-                                 layout, activation, constants, save_h);
-    return {h ? *h : new_tensor(x, {0, s.H}), a};
+    const Tensor rows = aligned(x);
+    UpSide side = up_side(rows, up_weights("experts_up", w1, w3, x, s), s, b1, b3, scores, map, layout,
+                          activation, constants, save_h);
+    run_up_side(side, rows);
+    return {side.h ? *side.h : new_tensor(x, {0, s.H}), side.a};
 }
 
 std::tuple<Tensor, Tensor> up_gate(const Tensor &x, const Tensor &w1, const OptTensor &w3,
@@ -128,9 +133,11 @@ std::tuple<Tensor, Tensor> up_gate(const Tensor &x, const Tensor &w1, const OptT
                                    int64_t layout, int64_t activation, const Constants &constants) {
     const RowMap map = tokens_map("experts_up", x, w1, w3, plan, layout);
     const Width s = width_of("experts_up", w1, w3, layout);
-    auto [h, a] = run_experts_up(aligned(x), up_weights("experts_up", w1, w3, x, s), s, b1, b3, {}, map,
-                                 layout, activation, constants, true);
-    return {*h, a};
+    const Tensor rows = aligned(x);
+    UpSide side = up_side(rows, up_weights("experts_up", w1, w3, x, s), s, b1, b3, {}, map, layout,
+                          activation, constants, true);
+    run_up_side(side, rows);
+    return {*side.h, side.a};
 }
 
 /* A copy: with one expert the view would be dense itself, and two gradients would share memory. */
@@ -201,7 +208,7 @@ UpGrads experts_up_backward_accumulate(const Tensor &dh_, const Tensor &x_, cons
         }
         if (need_dx && map.has_maps) {
             dx = new_tensor(x, {T, s.D});
-            run_unpermute(call, dx_rows, scores, map, *dx);
+            run_unpermute(call, unpermute_of(op, dx_rows, scores, map, *dx));
         } else if (need_dx) {
             dx = dx_rows;
         }
@@ -242,10 +249,20 @@ static FusedMoeWeight down_weight(const Tensor &w2, const Tensor &like, int64_t 
     return weight(op, "w2", w2, like, {w2.size(0), w2.size(1), F});
 }
 
+/* Calls of the down GEMM and of unpermute, and the tensors that they need alive. */
+struct DownSide {
+    FusedMoeGroupedMM p;
+    FusedMoeUnpermute combine; /* of a plan with row maps */
+    OptTensor b2, scores;
+    Shared shared;
+    Tensor y;
+    OptTensor out; /* none without row maps: y is the result */
+};
+
 /* w2: (E, D, a's width). a is aligned(). */
-static Tensor run_experts_down(const Tensor &a, const FusedMoeWeight &w2, int64_t D, const OptTensor &b2_,
-                               const OptTensor &scores_, const RowMap &map, const Shared &shared_,
-                               const Chain &chain = {}, const OptTensor &given_out = {}) {
+static DownSide down_side(const Tensor &a, const FusedMoeWeight &w2, int64_t D, const OptTensor &b2_,
+                          const OptTensor &scores_, const RowMap &map, const Shared &shared_,
+                          const OptTensor &given_out = {}) {
     const char *op = "experts_down";
     const int64_t N[2] = {a.size(1), 0};
     OptTensor b2 = operand(op, "b2", b2_, a, {map.p.E, D});
@@ -256,13 +273,22 @@ static Tensor run_experts_down(const Tensor &a, const FusedMoeWeight &w2, int64_
     const FusedMoeWeight b[2] = {w2, {}};
     (void)float_dtype(op, a);
 
-    Call call = begin_call(op, a);
     Tensor y = new_tensor(a, {map.p.R, D});
-    run_grouped_mm(call, a, b, N, b2, grouping_of(map), y, true, chain);
-    if (!map.has_maps) return y;
-    Tensor out = given_out ? *given_out : new_tensor(a, {map.p.T, D});
-    run_unpermute(call, y, scores, map, out, shared, true);
-    return out;
+    DownSide side = {grouped_mm_of(op, a, b, N, b2, grouping_of(map), y), {}, b2, scores, shared, y, {}};
+    side.p.after_up_gate = true;
+    if (!map.has_maps) return side;
+    side.out = given_out ? *given_out : new_tensor(a, {map.p.T, D});
+    side.combine = unpermute_of(op, y, scores, map, *side.out, shared);
+    side.combine.map_is_older = true;
+    return side;
+}
+
+static Tensor run_down_side(DownSide &side, const Tensor &a) {
+    Call call = begin_call("experts_down", a);
+    run_grouped_mm(call, side.p, a);
+    if (!side.out) return side.y;
+    run_unpermute(call, side.combine);
+    return *side.out;
 }
 
 Tensor experts_down(const Tensor &a, const OptTensor &, const Tensor &w2, const OptTensor &b2,
@@ -270,20 +296,41 @@ Tensor experts_down(const Tensor &a, const OptTensor &, const Tensor &w2, const 
                     const OptTensor &, const OptTensor &shared, const OptTensor &shared_gate) {
     const char *op = "experts_down";
     check_dim(op, "a", a, 2);
-    return run_experts_down(aligned(a), down_weight(w2, a, a.size(1)), w2.size(1), b2, scores,
-                            row_map_of(op, a, RowsOf::ROWS, w2.size(0), plan), {shared, shared_gate});
+    const Tensor rows = aligned(a);
+    const RowMap map = row_map_of(op, a, RowsOf::ROWS, w2.size(0), plan);
+    DownSide side =
+        down_side(rows, down_weight(w2, a, a.size(1)), w2.size(1), b2, scores, map, {shared, shared_gate});
+    return run_down_side(side, rows);
 }
 
 /* --- both sides ----------------------------------------------------------------------------------------- */
 
-/* Without gradients: from the ids to out and counts in one call, which keeps nothing for backward. Its GEMMs
- * share counters, which the plan's kernel zeroes where they are not zeros: each kernel directly follows the
- * one whose result it takes, and may start before that has ended (PDL). Of few slots the GEMMs of the Hopper
- * tier make the plan, and count nothing. route: the choice of the ids, which is not made yet, or NULL. */
+/* Both sides in one launch, where a tier has that for few rows. Without slots whose plan it makes, the combine is
+ * a launch of its own. */
+static bool run_together(const Call &call, const UpSide &up, const DownSide &down, const Tensor &x) {
+#ifdef FUSED_MOE_WITH_CUDA
+    FusedMoeExperts p = {up.p, down.p, down.combine, {}};
+    if (!call.is_cuda || !fused_moe_cuda_select_experts(&p)) return false;
+    const Tensor memory = new_tensor(x, {p.workspace.bytes}, ScalarType::Byte);
+    p.workspace.data = memory.mutable_data_ptr();
+    check_status(call, fused_moe_cuda_experts(&p, call.stream));
+    if (!up.p.slots) run_unpermute(call, down.combine);
+    return true;
+#else
+    (void)call, (void)up, (void)down, (void)x;
+    return false;
+#endif
+}
+
+/* Without gradients: from the ids to out and counts in one call, which keeps nothing for backward. Where up_gate
+ * and the down GEMM are two launches they share counters, which the plan's kernel zeroes where they are not zeros:
+ * each kernel directly follows the one whose result it takes, and may start before that has ended (PDL). Of few
+ * slots the kernels of the Hopper tier make the plan. route: the choice of the ids, which is not made yet, or
+ * NULL. */
 static std::tuple<Tensor, Tensor>
-run_experts(const char *op, const Tensor &x, const UpWeights &up, const Width &s, const FusedMoeWeight &w2,
-            int64_t out_dim, const OptTensor &b1, const OptTensor &b3, const OptTensor &b2,
-            const Tensor &scores, const Tensor &ids, int64_t layout, int64_t activation,
+run_experts(const char *op, const Tensor &x, const UpWeights &weights, const Width &s,
+            const FusedMoeWeight &w2, int64_t out_dim, const OptTensor &b1, const OptTensor &b3,
+            const OptTensor &b2, const Tensor &scores, const Tensor &ids, int64_t layout, int64_t activation,
             const Constants &constants, bool score_on_input, const OptTensor &expert_map,
             const Shared &shared, const OptTensor &out, const FusedMoeRoute *route) {
     OwnPlan plan = new_plan_of(op, ids, x, s.E, expert_map);
@@ -296,13 +343,20 @@ run_experts(const char *op, const Tensor &x, const UpWeights &up, const Width &s
         run_own_plan(call, plan, route);
     else if (route)
         run_route(call, *route);
-    const bool has_codes = up.w1.codes || w2.codes;
-    Chain chain = {counters.data, starts_early(p.T * p.K, p.E, s.F, has_codes), few ? &p : nullptr};
     OptTensor of_x, of_y;
     (score_on_input ? of_x : of_y) = scores;
-    auto [_, a] =
-        run_experts_up(x, up, s, b1, b3, of_x, plan.rows, layout, activation, constants, false, &chain);
-    return {run_experts_down(a, w2, out_dim, b2, of_y, plan.rows, shared, chain, out), plan.counts};
+    UpSide up = up_side(x, weights, s, b1, b3, of_x, plan.rows, layout, activation, constants, false);
+    DownSide down = down_side(up.a, w2, out_dim, b2, of_y, plan.rows, shared, out);
+    up.p.slots = few ? &p : nullptr;
+    if (run_together(call, up, down, x)) return {*down.out, plan.counts};
+
+    up.p.workspace.counters = down.p.workspace.counters = counters.data;
+    up.p.next_starts_early = down.p.starts_early =
+        starts_early(p.T * p.K, p.E, s.F, weights.w1.codes || w2.codes);
+    run_up_side(up, x);
+    /* else run_planned of dispatch.cu has made the plan */
+    if (few && fused_moe_plans_slots(&up.p.workspace)) down.p.slots = &p;
+    return {run_down_side(down, up.a), plan.counts};
 }
 
 static std::tuple<Tensor, Tensor> run_experts(const char *op, const Tensor &x_, const Tensor &w1,

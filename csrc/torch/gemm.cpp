@@ -13,9 +13,9 @@ static Grouping grouping_of(const Tensor &offs) {
 
 /* --- grouped_mm ----------------------------------------------------------------------------------------- */
 
-void run_grouped_mm(const Call &call, const Tensor &a, const FusedMoeWeight b[2], const int64_t N[2],
-                    const OptTensor &bias, const Grouping &grouping, const Tensor &out, bool after_up_gate,
-                    const Chain &chain) {
+FusedMoeGroupedMM grouped_mm_of(const char *op, const Tensor &a, const FusedMoeWeight b[2],
+                                const int64_t N[2], const OptTensor &bias, const Grouping &grouping,
+                                const Tensor &out) {
     FusedMoeGroupedMM p = {};
     p.a = data(a);
     for (int i = 0; i < 2; i++) p.b[i] = b[i], p.N[i] = N[i];
@@ -26,13 +26,19 @@ void run_grouped_mm(const Call &call, const Tensor &a, const FusedMoeWeight b[2]
     p.R = a.size(0);
     p.M = out.size(1);
     p.E = (int32_t)grouping.E;
-    p.dtype = float_dtype(call.op, a);
-    p.workspace.counters = chain.counters;
-    p.after_up_gate = after_up_gate;
-    p.starts_early = chain.starts_early;
-    p.slots = chain.slots;
+    p.dtype = float_dtype(op, a);
+    return p;
+}
+
+void run_grouped_mm(const Call &call, FusedMoeGroupedMM &p, const Tensor &a) {
     run_tiered(call, p, a, fused_moe_cpu_grouped_mm, CUDA(fused_moe_cuda_select_grouped_mm),
                CUDA(fused_moe_cuda_grouped_mm));
+}
+
+void run_grouped_mm(const Call &call, const Tensor &a, const FusedMoeWeight b[2], const int64_t N[2],
+                    const OptTensor &bias, const Grouping &grouping, const Tensor &out) {
+    FusedMoeGroupedMM p = grouped_mm_of(call.op, a, b, N, bias, grouping, out);
+    run_grouped_mm(call, p, a);
 }
 
 Tensor grouped_mm(const Tensor &a_, const Tensor &b_, const Tensor &offsets) {

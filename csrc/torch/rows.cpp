@@ -18,18 +18,21 @@ Tensor permute(const Tensor &x_, const TensorList &plan) {
     return rows;
 }
 
-void run_unpermute(const Call &call, const Tensor &rows, const OptTensor &scores, const RowMap &map,
-                   const Tensor &out, const Shared &shared, bool map_is_older) {
+FusedMoeUnpermute unpermute_of(const char *op, const Tensor &rows, const OptTensor &scores, const RowMap &map,
+                               const Tensor &out, const Shared &shared) {
     FusedMoeUnpermute p = {};
     p.rows = data(rows);
     p.scores = data(scores);
     p.shared = data(shared.rows);
     p.shared_gate = data(shared.gate);
     p.out = out.mutable_data_ptr();
-    p.map_is_older = map_is_older;
     p.row_map = map.p;
     p.D = rows.size(1);
-    p.dtype = float_dtype(call.op, rows);
+    p.dtype = float_dtype(op, rows);
+    return p;
+}
+
+void run_unpermute(const Call &call, const FusedMoeUnpermute &p) {
     run(call, p, fused_moe_cpu_unpermute, CUDA(fused_moe_cuda_unpermute));
 }
 
@@ -43,7 +46,7 @@ Tensor unpermute(const Tensor &rows_, const OptTensor &scores_, const TensorList
     Shared shared = shared_of(op, {shared_, shared_gate}, rows, map.p.T, rows.size(1));
     Call call = begin_call(op, rows);
     Tensor out = new_tensor(rows, {map.p.T, rows.size(1)});
-    run_unpermute(call, rows, scores, map, out, shared);
+    run_unpermute(call, unpermute_of(op, rows, scores, map, out, shared));
     return out;
 }
 

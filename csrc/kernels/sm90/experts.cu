@@ -1,0 +1,546 @@
+/* The experts of few rows, without gradients, in one launch: up_gate, the down GEMM and, of few slots, the combine.
+ *
+ * With few rows the experts take as long as reading their weights. Between two launches the memory has nothing to
+ * do, and in the last wave of each little. So one persistent grid has the work tiles of both GEMMs, up_gate's first,
+ * and reads on. Tiles, stages and arithmetic are FewRowsConfig's of engine.cuh: the bits are those of up_gate,
+ * grouped_mm and unpermute.
+ *
+ *   claim     A CTA claims its next tile from one counter while the last loads of the tile before it are issued. No
+ *             tile waits in a queue while another CTA has none. The first tiles go to one CTA of each SM, since few
+ *             tiles on a part of the SMs do not get all of the memory's rate.
+ *   up_gate   Its warps store a, and count their rows in stored_a[expert].
+ *   down      Weights are loaded at once, as far as stages are free, and a when all of the expert's is stored.
+ *   combine   Its warps store y, and count their rows in stored_y[columns]. Who stores the last of some columns'
+ *             rows combines them for all tokens.
+ *
+ * Of few tiles each has 64 rows of weights instead of 128 (narrow). In up_gate these are 32 of the gate's and 32 of
+ * the up's, eight in turns, so that a thread still has both of a column: one box of a map whose third dimension
+ * steps from one weight to the other.
+ *
+ * Whoever waits for a tile of up_gate waits for one that a running CTA has claimed, since tiles are claimed in
+ * order. So the launch ends however few of its CTAs run at once.
+ *
+ * In a captured graph nothing zeroes memory between two replays. So counters begin as anything: the first CTA zeroes
+ * them, and then writes the launch's tag, for which the others wait while they sort the slots. The last CTA to exit
+ * erases it for the next replay. A tag is a random number of 64 bits that no two launches share. */
+#include <atomic>
+#include <random>
+
+#include "../common/combine.cuh"
+#include "up_gate.cuh"
+
+namespace fused_moe {
+namespace sm90 {
+namespace {
+
+/* --- parameters ----------------------------------------------------------------------------------------- */
+
+constexpr int MAX_SMS = FUSED_MOE_MAX_CTAS / 2;
+
+typedef struct { /* in the workspace, before stored_a and stored_y */
+    uint64_t tag;
+    uint32_t exited;                      /* CTAs that claim no more */
+    alignas(128) uint32_t claimed;        /* tiles */
+    alignas(128) uint32_t on_sm[MAX_SMS]; /* CTAs that have started */
+} Progress;
+
+typedef struct {
+    Gemm gemm;
+    const void *bias; /* [E,M] or NULL */
+    void *out;        /* [R,M] y */
+    int32_t M;
+} Down;
+
+typedef struct {
+    UpGate up;
+    CUtensorMap turns; /* of narrow tiles: the gate's and the up's rows */
+    bool up_is_first;  /* of eight in turns                             */
+    Down down;
+    FusedMoeUnpermute combine; /* out NULL: another launch's */
+    Progress *progress;
+    uint64_t tag;
+    uint32_t *stored_a; /* [E]            rows, once for each warp of an N tile              */
+    uint32_t *stored_y; /* [N tiles, 4]   rows of the columns that a warp of an N tile has */
+    int32_t num_counters;
+} Experts;
+
+struct alignas(16) Tile : WorkTile {
+    int32_t is_down;
+    int32_t a_rows;     /* what stored_a counts to */
+    int32_t a_is_there; /* all of it */
+};
+
+constexpr int CLAIM_AHEAD = 3; /* k-tiles before a tile's last one, when the next tile is claimed */
+
+constexpr int NARROW_COLUMNS = 32; /* hidden ones of a narrow tile */
+
+/* Subtiles of 64 rows of weights: of a tile of up_gate, and of one of the down GEMM. */
+template <typename T, Major B_MAJOR, int ROWS, int UP_SUBTILES, int DOWN_SUBTILES>
+struct Config : FewRowsConfig<T, B_MAJOR, true, ROWS, UP_SUBTILES> {
+    static constexpr bool NARROW = UP_SUBTILES == 1;
+    using Down = FewRowsConfig<T, B_MAJOR, true, ROWS, DOWN_SUBTILES>;
+    using Queue = TileQueue<Tile, Config::CONSUMER_WARPS + Config::LOAD_WARPS, ROWS>;
+};
+
+template <class Config>
+struct ExpertsShared : Shared<Config> {
+    FusedMoeSlotPlan plan;
+    uint64_t claims;      /* 1 arrival: the next tile may be claimed */
+    uint32_t first_claim; /* by the loading warp, while the fetching warp sorts */
+};
+
+/* --- the fetching warp ---------------------------------------------------------------------------------- */
+
+/* The first CTA's: zeroes the counters. */
+__device__ inline void zero_counters(const Experts &p) {
+    int lane = threadIdx.x % 32;
+    for (int i = lane; i < p.num_counters; i += 32) p.stored_a[i] = 0;
+    for (int i = lane; i < MAX_SMS; i += 32) p.progress->on_sm[i] = 0;
+    if (lane == 0) p.progress->exited = p.progress->claimed = 0;
+    __syncwarp();
+    if (lane == 0) st_release_gpu(&p.progress->tag, p.tag);
+}
+
+/* After the CTA's last claim, by one thread. */
+__device__ inline void exit_claims(const Experts &p) {
+    if (atomicAdd(&p.progress->exited, 1u) == gridDim.x - 1) p.progress->tag = 0;
+}
+
+template <class Config>
+__device__ inline void fetch_experts_tiles(const Experts &p, ExpertsShared<Config> &s) {
+    const TileSource &up = p.up.gemm.tiles, &down = p.down.gemm.tiles;
+    const bool plans = !up.offs;
+    if (plans) make_slot_plan(p.up.gemm.slots, s.plan);
+    auto num_tiles = [&](const TileSource &source) {
+        return plans ? fused_moe_num_slot_tiles(&s.plan, &source.order)
+                     : fused_moe_num_work_tiles(source.schedule, source.E, (int32_t)source.R, &source.order);
+    };
+    auto set = [&](const TileSource &source, uint32_t index, Tile &tile) {
+        FusedMoeWorkTile work = plans ? fused_moe_slot_tile(&s.plan, &source.order, index)
+                                      : fused_moe_work_tile(source.schedule, source.offs, source.E,
+                                                            (int32_t)source.R, &source.order, index);
+        set_tile(source, work, tile);
+        int32_t rows =
+            plans ? work.num_rows : fused_moe_expert_rows(source.offs, work.expert, (int32_t)source.R).num;
+        tile.a_rows = 4 * rows * up.order.num_n_tiles;
+    };
+    auto token_of = [&](const Tile &tile, int i) {
+        if (tile.is_down) return i < tile.num_rows ? tile.first_row + i : 0;
+        if (plans)
+            return i < tile.num_rows ? fused_moe_slot_of_row(&s.plan, tile.first_row + i) / p.up.gemm.slots.K
+                                     : 0;
+        return token_of_row(p.up.gemm, tile, i);
+    };
+    const uint32_t num_up = num_tiles(up), all = num_up + num_tiles(down);
+    uint32_t phase = 0;
+    TileWriter<typename Config::Queue> writer(s.queue);
+    mbarrier_wait(shared_address(&s.claims), phase);
+    for (uint32_t index = s.first_claim; index < all;) {
+        Tile tile = {};
+        tile.is_down = index >= num_up;
+        if (tile.is_down) {
+            set(down, index - num_up, tile);
+            tile.a_is_there = ld_acquire_gpu(&p.stored_a[tile.expert]) >= (uint32_t)tile.a_rows;
+        } else {
+            set(up, index, tile);
+        }
+        for_each_part<Config::BM>(tile, [&](auto &part) {
+            writer.publish(part, token_of);
+            phase ^= 1;
+            mbarrier_wait(shared_address(&s.claims), phase);
+        });
+        uint32_t claimed = FUSED_MOE_CLAIM(&p.progress->claimed);
+        index = FUSED_MOE_BROADCAST(claimed, 0);
+    }
+    Tile none = {{-1}};
+    writer.publish(none, token_of);
+    if (plans && blockIdx.x == gridDim.x - 1) write_slot_plan(p.up.gemm.slots, s.plan);
+    if (threadIdx.x % 32 == 0) exit_claims(p);
+}
+
+/* --- the loading warps ---------------------------------------------------------------------------------- */
+
+/* The first tile's claim, by one thread. A second CTA of an SM gives the first ones of all SMs a moment. */
+__device__ inline uint32_t claim_first(const Experts &p) {
+    Progress &progress = *p.progress;
+    while (ld_acquire_gpu(&progress.tag) != p.tag) {
+    }
+    bool is_second = atomicAdd(&progress.on_sm[smid() % MAX_SMS], 1u) > 0;
+    for (int i = 0; is_second && i < 4 && ld_acquire_gpu(&progress.claimed) < gridDim.x / 2; i++) {
+    }
+    return atomicAdd(&progress.claimed, 1u);
+}
+
+/* The three warps that load a tile: thread i copies chunk i % 8 of rows i / 8, i / 8 + 12, ... of x or a by cp.async;
+ * warp 0 loads weights by TMA. */
+template <class Config>
+class Loader {
+    using T = typename Config::T;
+    static constexpr int ROW_STEP = 4 * Config::LOAD_WARPS, ROWS = (Config::BM + ROW_STEP - 1) / ROW_STEP;
+    static constexpr int LOAD_BARRIER = WARPGROUP_BARRIER + Config::CONSUMERS;
+    const Experts &p;
+    ExpertsShared<Config> &s;
+    typename Config::Pipeline pipe;
+    int chunk = threadIdx.x % 8, first = threadIdx.x / 8;
+    bool loads_b = __shfl_sync(~0u, threadIdx.x / 32, 0) == 0;
+
+    /* Waits until a is there. Meanwhile weights are loaded into the stages that become free, of as many k-tiles as it
+     * returns. */
+    __device__ int wait_for_a(const Tile &tile) {
+        using Weight = typename Config::Down;
+        const Gemm &gemm = p.down.gemm;
+        const int ahead = min(Config::STAGES, gemm.num_k_tiles[0]);
+        if (loads_b) {
+            auto next = pipe;
+            for (int k_tile = 0; k_tile < ahead; k_tile++, next.advance()) {
+                uint32_t full = shared_address(&s.full[next.index]);
+                mbarrier_wait(shared_address(&s.empty[next.index]), next.phase ^ 1);
+                if (elect_sync()) {
+                    mbarrier_arrive_expect_tx(full, bytes_of_b<Weight>(tile));
+                    load_b<Weight>(gemm, shared_address(s.stage[next.index].b), full, 0, k_tile, tile);
+                }
+                __syncwarp();
+            }
+            /* not by acquiring loads: each would invalidate the SM's L1 */
+            while (ld_relaxed_gpu(&p.stored_a[tile.expert]) < (uint32_t)tile.a_rows) __nanosleep(64);
+            fence_acq_rel_gpu();
+        }
+        barrier_sync(LOAD_BARRIER, 32 * Config::LOAD_WARPS);
+        return ahead;
+    }
+
+    /* A tile whose rows are rows token[i] of gemm.x. One thread calls load_weight(k_tile, where, barrier). */
+    template <class Weight, typename LoadWeight>
+    __device__ __forceinline__ void load(const Gemm &gemm, const int32_t (&token)[ROWS], const Tile &tile,
+                                         LoadWeight load_weight) {
+        const int num_k_tiles = gemm.num_k_tiles[0], claim_at = max(num_k_tiles - CLAIM_AHEAD, 0);
+        const int rows = (tile.num_rows - first + ROW_STEP - 1) / ROW_STEP; /* of this thread */
+        const char *source[ROWS];
+        uint32_t offset[ROWS];
+#pragma unroll
+        for (int i = 0; i < ROWS; i++) {
+            source[i] = (const char *)gemm.x + (token[i] * (int64_t)gemm.k + CHUNK * chunk) * (int)sizeof(T);
+            offset[i] = swizzled(0, first + ROW_STEP * i, chunk);
+        }
+        const int ahead = tile.is_down && !tile.a_is_there ? wait_for_a(tile) : 0;
+#pragma unroll 1
+        for (int k_tile = 0; k_tile < num_k_tiles; k_tile++, pipe.advance()) {
+            auto &stage = s.stage[pipe.index];
+            uint32_t full = shared_address(&s.full[pipe.index]), a = shared_address(stage.a);
+            mbarrier_wait(shared_address(&s.empty[pipe.index]), pipe.phase ^ 1);
+            if (loads_b && elect_sync()) {
+                if (k_tile >= ahead) {
+                    mbarrier_arrive_expect_tx(full, bytes_of_b<Weight>(tile));
+                    load_weight(k_tile, shared_address(stage.b), full);
+                }
+                if (k_tile == claim_at) mbarrier_arrive(shared_address(&s.claims));
+            }
+            bool inside = k_tile * K_TILE<T> + chunk * CHUNK < gemm.k;
+#pragma unroll
+            for (int i = 0; i < ROWS; i++) { /* of rows that the tile lacks nothing is read */
+                if (i < rows) cp_async(a + offset[i], source[i], inside);
+                source[i] += SWIZZLE_BYTES;
+            }
+            cp_async_mbarrier_arrive_noinc(full);
+        }
+    }
+
+  public:
+    __device__ Loader(const Experts &p, ExpertsShared<Config> &s) : p(p), s(s) {}
+
+    __device__ void run() {
+        TileReader<typename Config::Queue> reader(s.queue);
+        if (threadIdx.x == 0) {
+            s.first_claim = claim_first(p);
+            mbarrier_arrive(shared_address(&s.claims));
+        }
+        __syncwarp();
+        for (;;) {
+            const int32_t *tokens = reader.wait_for_tokens();
+            int32_t token[ROWS];
+#pragma unroll
+            for (int i = 0; i < ROWS; i++) token[i] = tokens[min(first + ROW_STEP * i, Config::BM - 1)];
+            const Tile tile = reader.next();
+            if (tile.expert < 0) return;
+            if (tile.is_down)
+                load<typename Config::Down>(
+                    p.down.gemm, token, tile, [&](int k_tile, uint32_t b, uint32_t full) {
+                        load_b<typename Config::Down>(p.down.gemm, b, full, 0, k_tile, tile);
+                    });
+            else
+                load<Config>(p.up.gemm, token, tile, [&](int k_tile, uint32_t b, uint32_t full) {
+                    if constexpr (Config::NARROW)
+                        cp_async_bulk_tensor_load(b, &p.turns, full, K_TILE<T> * k_tile, 0, 0,
+                                                  tile.first_column / CHUNK, tile.expert);
+                    else
+                        load_b<Config>(p.up.gemm, b, full, 0, k_tile, tile);
+                });
+        }
+    }
+};
+
+/* --- consumers ------------------------------------------------------------------------------------------ */
+
+/* The tokens' sums of the columns that this warp's threads have of an N tile: 16 of each of its subtiles. */
+template <class Config>
+__device__ inline void combine_columns(const FusedMoeUnpermute &p, const FusedMoeSlotPlan &plan,
+                                       int first_column, int warp) {
+    using T = typename Config::T;
+    constexpr int CHUNKS = 2 * Config::Down::SKINNY_SUBTILES, IN_FLIGHT = 8;
+    const int K = (int)p.row_map.K, D = (int)p.D;
+    for (int i = threadIdx.x % 32; i < (int)p.row_map.T * CHUNKS; i += 32) {
+        int t = i / CHUNKS, chunk = i % CHUNKS;
+        int column = first_column + chunk / 2 * SUBTILE + 16 * warp + chunk % 2 * CHUNK;
+        if (column >= D) continue;
+        float sum[CHUNK] = {};
+        for (int k = 0; k < K; k += IN_FLIGHT) {
+            Pack<T> row[IN_FLIGHT];
+            float score[IN_FLIGHT];
+#pragma unroll
+            for (int j = 0; j < IN_FLIGHT; j++) {
+                int slot = t * K + k + j, r = k + j < K ? plan.slot_row[slot] : -1;
+                score[j] = r < 0 ? 0 : p.scores ? ((const float *)p.scores)[slot] : 1;
+                row[j].words[0] = ld_global_v4((const T *)p.rows + (int64_t)r * D + column, r >= 0);
+            }
+#pragma unroll
+            for (int j = 0; j < IN_FLIGHT; j++)
+                if (k + j < K) add_row(sum, score[j], row[j]);
+        }
+        if (p.shared) {
+            Pack<T> shared;
+            shared.words[0] = ld_global_v4((const T *)p.shared + (int64_t)t * D + column, true);
+            add_row(sum, shared_score<float>(p.shared_gate, t), shared);
+        }
+        store_chunk<T>((T *)p.out + (int64_t)t * D + column, sum, CHUNK, true);
+    }
+}
+
+/* What run_mainloop_swapped left of a narrow tile of up_gate: a warp has 8 hidden columns, a thread one. */
+template <int TOKENS, typename T, class Writer>
+__device__ __forceinline__ void store_narrow(const Experts &p, const UpGateEpilogue<T, GATE_UP> &epilogue,
+                                             const float *d, const Tile &tile, int warp, Writer &writer) {
+    const UpGate &up = p.up;
+    const int first = tile.first_column + CHUNK * warp, column = first + threadIdx.x % 32 / 4;
+    if (first >= up.F) return;
+    const T *bias = epilogue.bias_of(up.bias, tile), *bias_up = epilogue.bias_of(up.bias_up, tile);
+    const float of_gate = bias ? to_accum(bias[column]) : 0, of_up = bias_up ? to_accum(bias_up[column]) : 0;
+    float gates[TOKENS / 4], ups[TOKENS / 4];
+#pragma unroll
+    for (int i = 0; i < TOKENS / 4; i++) {
+        const float low = d[i / 2 * 4 + i % 2], high = d[i / 2 * 4 + 2 + i % 2];
+        gates[i] = p.up_is_first ? high : low, ups[i] = p.up_is_first ? low : high;
+        if (bias) gates[i] += of_gate;
+        if (bias_up) ups[i] += of_up;
+    }
+    epilogue.template activate<true, 1>(gates, gates, ups);
+    T *a = (T *)up.a + (int64_t)tile.first_row * up.F + first;
+    writer.template store_swapped_eight<TOKENS>(gates, a, up.F, tile.num_rows, CHUNK);
+}
+
+template <class Config, Columns columns>
+__device__ inline void compute_experts(const Experts &p, ExpertsShared<Config> &s, int warp) {
+    using T = typename Config::T;
+    constexpr int DOWN_SUBTILES = Config::Down::SKINNY_SUBTILES;
+    TileReader<typename Config::Queue> reader(s.queue);
+    typename Config::Pipeline pipe;
+    SkinnyWriter<Config::BM> writer(shared_address(s.staging[0]), WARPGROUP_BARRIER, warp);
+    UpGateEpilogue<T, columns> epilogue{p.up};
+    const bool is_counter = threadIdx.x % 32 == 0;
+    Tile tile = reader.next(); /* up_gate's come first */
+    for (; tile.expert >= 0 && !tile.is_down; tile = reader.next()) {
+        with_few_tokens<Config::MIN_N, Config::BM>(tile, [&](auto tokens) {
+            float d[tokens.value / 2 * Config::SKINNY_SUBTILES];
+            run_mainloop_swapped<Config, tokens.value>(d, s, pipe, p.up.gemm.num_k_tiles[0], 0, 1);
+            if constexpr (Config::NARROW)
+                store_narrow<tokens.value>(p, epilogue, d, tile, warp, writer);
+            else
+                epilogue.template store_swapped<tokens.value, 2>(d, tile, 0, warp, writer);
+        });
+        __syncwarp();
+        if (is_counter) red_add_release_gpu(&p.stored_a[tile.expert], tile.num_rows);
+    }
+    for (; tile.expert >= 0; tile = reader.next()) {
+        with_few_tokens<Config::MIN_N, Config::BM>(tile, [&](auto tokens) {
+            float d[tokens.value / 2 * DOWN_SUBTILES];
+            run_mainloop_swapped<Config, tokens.value, DOWN_SUBTILES>(d, s, pipe, p.down.gemm.num_k_tiles[0],
+                                                                      0, 1);
+            store_swapped_subtiles<T, tokens.value, DOWN_SUBTILES>(p.down, d, tile, 0, warp, writer);
+        });
+        if (!p.combine.out) continue;
+        __syncwarp();
+        uint32_t *stored = p.stored_y + tile.first_column / Config::Down::BN * 4 + warp, before = 0;
+        if (is_counter) before = atom_add_acq_rel_gpu(stored, tile.num_rows);
+        before = __shfl_sync(~0u, before, 0);
+        if (before + tile.num_rows == (uint32_t)s.plan.first_row[s.plan.num_experts])
+            combine_columns<Config>(p.combine, s.plan, tile.first_column, warp);
+    }
+    if (p.combine.out && s.plan.num_experts == 0) /* no slot has a row, so there was no tile */
+        for (int n = blockIdx.x; n < p.down.gemm.tiles.order.num_n_tiles; n += gridDim.x)
+            combine_columns<Config>(p.combine, s.plan, n * Config::Down::BN, warp);
+}
+
+/* --- kernel --------------------------------------------------------------------------------------------- */
+
+template <class Config, Columns columns>
+__global__ void __launch_bounds__(Config::THREADS, Config::CTAS_PER_SM)
+    experts_kernel(const __grid_constant__ Experts p) {
+    auto &s = static_cast<ExpertsShared<Config> &>(prologue<Config>());
+    int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
+    if (threadIdx.x == 0) {
+        mbarrier_init(shared_address(&s.claims), 1);
+        fence_mbarrier_init();
+    }
+    __syncthreads();
+    griddepcontrol_wait();
+    griddepcontrol_launch_dependents();
+    if (warp >= 4) {
+        compute_experts<Config, columns>(p, s, warp - 4);
+    } else if (warp == 3) {
+        if (blockIdx.x == 0) zero_counters(p);
+        fetch_experts_tiles<Config>(p, s);
+    } else {
+        Loader<Config>(p, s).run();
+    }
+}
+
+/* --- launcher ------------------------------------------------------------------------------------------- */
+
+/* A tag that no other launch has: splitmix64 of a counter, which is a permutation, from a random start. */
+uint64_t next_tag() {
+    static std::atomic<uint64_t> counter{(uint64_t)std::random_device()() << 32 | std::random_device()()};
+    uint64_t z = counter.fetch_add(0x9e3779b97f4a7c15);
+    z = (z ^ z >> 30) * 0xbf58476d1ce4e5b9;
+    z = (z ^ z >> 27) * 0x94d049bb133111eb;
+    z ^= z >> 31;
+    return z ? z : next_tag(); /* 0 is an erased one */
+}
+
+bool has_few_rows(const FusedMoeExperts &p) {
+    return fused_moe_few_rows(p.down.R, p.down.E) == 16;
+}
+
+/* Gate and up, that of lower address first; up's data is NULL where there is no such pair. */
+typedef struct {
+    FusedMoeWeight first, second;
+    bool up_is_first;
+} Turns;
+
+Turns turns_of(const FusedMoeUpGate &p) {
+    Turns t = {p.w1, p.w3, false};
+    if (p.layout == FUSED_MOE_HALVES) { /* of two bytes an element */
+        t.second = p.w1;
+        t.second.data = (uint16_t *)p.w1.data + p.F * p.w1.stride_out;
+    }
+    t.up_is_first = (uintptr_t)t.second.data < (uintptr_t)t.first.data;
+    if (t.up_is_first) std::swap(t.first, t.second);
+    return t;
+}
+
+/* Tiles are narrow where up_gate would have fewer of the usual ones than CTAs, and one map reaches both weights. */
+bool is_narrow(const FusedMoeExperts &p) {
+    const FusedMoeUpGate &up = p.up;
+    bool is_pair = up.layout == FUSED_MOE_HALVES ||
+                   (up.layout == FUSED_MOE_SEPARATE && up.w1.stride_out == up.w3.stride_out &&
+                    up.w1.stride_expert == up.w3.stride_expert);
+    if (!is_pair || !has_few_rows(p) || up.w1.stride_in != 1) return false;
+    int64_t experts = p.down.R < p.down.E ? p.down.R : p.down.E;
+    if (experts * ceil_div(p.up.F, 2 * NARROW_COLUMNS) >= 2 * current_device().num_sms) return false;
+    Turns t = turns_of(up);
+    return (uintptr_t)t.second.data - (uintptr_t)t.first.data < 1ull << 39; /* TMA's strides: below 2^40 */
+}
+
+/* Columns of a tile of the down GEMM. */
+int columns_of_down(const FusedMoeExperts &p) {
+    return is_narrow(p) || (has_few_rows(p) && p.up.F >= LONG_K) ? SUBTILE : 2 * SUBTILE;
+}
+
+int num_counters_of(const FusedMoeExperts &p) {
+    return (int)(p.down.E + 4 * ceil_div(p.down.M, columns_of_down(p)));
+}
+
+template <class Config, Columns columns>
+int launch(const FusedMoeExperts &p, void *stream) {
+    using T = typename Config::T;
+    constexpr int BN = Config::Down::BN;
+    const FusedMoeGroupedMM &d = p.down;
+    Experts q = {};
+    int status = set_up_gate<Config, columns>(&q.up, p.up);
+    if constexpr (Config::NARROW) {
+        TileSource &up = q.up.gemm.tiles;
+        up = tile_source(up.offs, up.schedule, up.R, up.E, p.up.F, NARROW_COLUMNS, nullptr);
+        const Turns t = turns_of(p.up);
+        q.up_is_first = t.up_is_first;
+        if (status == FUSED_MOE_OK)
+            status =
+                turns_map<T>(&q.turns, t.first, t.second, p.down.E, p.up.F, p.up.D, NARROW_COLUMNS / CHUNK);
+    }
+    q.down.bias = d.bias;
+    q.down.out = d.out;
+    q.down.M = (int32_t)d.M;
+    Gemm &down = q.down.gemm;
+    down.x = d.a;
+    down.T = d.R;
+    down.k = (int32_t)d.N[0];
+    down.num_k_tiles[0] = (int32_t)ceil_div(d.N[0], K_TILE<T>);
+    down.tiles = tile_source(d.offs, d.schedule, d.R, d.E, d.M, BN, nullptr);
+    down.tiles.last_is_half_n = BN > SUBTILE && (d.M - 1) % BN < BN / 2;
+    if (status == FUSED_MOE_OK)
+        status = weight_map<T>(&down.b[0], d.b[0], Config::B_MAJOR, d.b[0].stride_out, d.b[0].stride_in, d.E,
+                               d.M, d.N[0], SUBTILE);
+    if (status != FUSED_MOE_OK) return status;
+    if (p.up.slots) q.combine = p.combine;
+    q.progress = (Progress *)p.workspace.data;
+    q.tag = next_tag();
+    q.stored_a = (uint32_t *)(q.progress + 1);
+    q.stored_y = q.stored_a + d.E;
+    q.num_counters = num_counters_of(p);
+    return launch_persistent<Config, ExpertsShared<Config>, experts_kernel<Config, columns>>(q, stream);
+}
+
+int run(const FusedMoeExperts &p, void *stream) {
+    auto with_config = [&](auto t, auto major) {
+        using T = decltype(t);
+        constexpr Major MAJOR = decltype(major)::value;
+        auto with_rows = [&](auto config) {
+            return with_columns(p.up.layout, [&](auto columns) {
+                return launch<decltype(config), columns.value>(p, stream);
+            });
+        };
+        if constexpr (MAJOR == Major::K)
+            if (is_narrow(p)) return launch<Config<T, MAJOR, 16, 1, 1>, GATE_UP>(p, stream);
+        if (!has_few_rows(p)) return with_rows(Config<T, MAJOR, 64, 2, 2>());
+        if (columns_of_down(p) == SUBTILE) return with_rows(Config<T, MAJOR, 16, 2, 1>());
+        return with_rows(Config<T, MAJOR, 16, 2, 2>());
+    };
+    return with_half(p.up.dtype, [&](auto t) {
+        return p.up.w1.stride_in == 1 ? with_config(t, std::integral_constant<Major, Major::K>())
+                                      : with_config(t, std::integral_constant<Major, Major::MN>());
+    });
+}
+
+FusedMoeReason reason(const FusedMoeExperts &p) {
+    FusedMoeReason why = up_gate.reason(p.up);
+    if (why == FUSED_MOE_RUNS) why = grouped_mm.reason(p.down);
+    if (why != FUSED_MOE_RUNS) return why;
+    const ScheduleOverride &asked = schedule_override();
+    if (!fused_moe_few_rows(p.down.R, p.down.E) || asked.no_tails || asked.split_k)
+        return FUSED_MOE_MANY_ROWS;
+    if ((p.up.w1.stride_in == 1) != (p.down.b[0].stride_in == 1)) return FUSED_MOE_STRIDES;
+    if (!is_aligned(p.combine.out) || !is_aligned(p.combine.shared)) return FUSED_MOE_UNALIGNED;
+    /* both GEMMs' tiles, and rows counted by each warp of an N tile */
+    int64_t n_tiles = ceil_div(p.up.F, NARROW_COLUMNS) + ceil_div(p.down.M, SUBTILE);
+    return (fused_moe_max_row_tiles((int32_t)p.down.R, p.down.E, 16) + 4 * p.down.R) * n_tiles < INT32_MAX
+               ? FUSED_MOE_RUNS
+               : FUSED_MOE_TOO_LARGE;
+}
+
+size_t workspace(const FusedMoeExperts &p) {
+    return sizeof(Progress) + num_counters_of(p) * sizeof(uint32_t);
+}
+
+} // namespace
+
+const Kernel<FusedMoeExperts> experts = {reason, workspace, run};
+
+} // namespace sm90
+} // namespace fused_moe
