@@ -839,7 +839,7 @@ CUDA = [
     ),
     Mutant(
         "cuda: shared experts without their gate",
-        "csrc/kernels/common/permute.cu",
+        "csrc/kernels/common/combine.cuh",
         "return shared_gate ? sigmoid(((const Acc *)shared_gate)[t]) : Acc(1);",
         "return Acc(1);",
         "tests/cuda/test_unpermute.py",
@@ -961,8 +961,8 @@ CUDA = [
     Mutant(
         "sm90: the last part of a cut tile is as high as the others",
         "csrc/kernels/sm90/tile_queue.cuh",
-        "tile.num_rows = rows; } publish();",
-        "} publish();",
+        "tile.num_rows = rows; } fn(tile);",
+        "} fn(tile);",
         "tests/cuda/test_hopper_grouped_mm.py",
     ),
     Mutant(
@@ -1016,21 +1016,21 @@ CUDA = [
     ),
     Mutant(
         "sm90: up_gate without the up bias",
-        "csrc/kernels/sm90/up_gate.cu",
+        "csrc/kernels/sm90/up_gate.cuh",
         "if (bias_up) add_bias(up, bias_up, column, p.F);",
         "",
         "tests/cuda/test_hopper_up_gate.py",
     ),
     Mutant(
         "sm90: the swapped up bias is gate's",
-        "csrc/kernels/sm90/up_gate.cu",
+        "csrc/kernels/sm90/up_gate.cuh",
         "add_bias_swapped<TOKENS>(second, bias_up, column, p.F);",
         "add_bias_swapped<TOKENS>(second, bias, column, p.F);",
         "tests/cuda/test_hopper_up_gate.py",
     ),
     Mutant(
         "sm90: interleaved a one column off",
-        "csrc/kernels/sm90/up_gate.cu",
+        "csrc/kernels/sm90/up_gate.cuh",
         "__shfl_down_sync(~0u, outputs[n], 4)",
         "__shfl_down_sync(~0u, outputs[n], 8)",
         "tests/cuda/test_hopper_up_gate.py",

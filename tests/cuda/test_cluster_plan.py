@@ -221,17 +221,19 @@ def test_one_kernel(device, hopper, name):
 
 @pytest.mark.parametrize("shape", ((65, 1, 8), (256, 8, 128), (512, 8, 128), (4096, 1, 8)))
 @torch.no_grad()
-def test_five_launches(device, hopper, shape):
-    """Product, choice and plan, up_gate, down, combine; four where the ids are given."""
+def test_few_launches(device, hopper, shape):
+    """Product, choice and plan, up_gate, down, combine; one less where one launch has both GEMMs, and where
+    the ids are given."""
     tokens, top_k, num_experts = shape
     layer = FusedMoE(256, 128, num_experts, top_k, device=device, dtype=BF16).eval()
     x = torch.randn(tokens, 256, device=device).to(BF16)
     names = launches(lambda: layer(x))
-    assert len(names) == 5, names
+    num_gemms = 1 if tokens * top_k <= 16 * num_experts else 2
+    assert len(names) == 3 + num_gemms, names
     assert sum("choice_plan_kernel" in name for name in names) == 1, names
     scores, ids = fused_moe.route(layer.router.gate(x), top_k)
     names = launches(lambda: fused_experts(x, *layer.experts.weights, scores, ids))
-    assert len(names) == 4, names
+    assert len(names) == 2 + num_gemms, names
     assert sum("cluster_plan_kernel" in name for name in names) == 1, names
 
 

@@ -156,7 +156,7 @@ def test_three_launches(device, hopper):
             torch.cuda.synchronize()
         return sum(event.device_type == torch.autograd.DeviceType.CUDA for event in profile.events())
 
-    assert launches(x, scores, ids) == 3  # up_gate, down, unpermute
+    assert launches(x, scores, ids) == 3  # up_gate, down, unpermute: rows are too many for one launch
     assert launches(*more) > 3
 
 
