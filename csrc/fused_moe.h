@@ -309,8 +309,8 @@ typedef struct {        /* h = x[row_token] w1^T | w3^T + b;  a = act(gate) up *
     void *h;            /* [R,H]; NULL: not kept */
     void *a;            /* [R,F] */
     /* Few slots (slot_plan.h) whose plan is not made yet; NULL: row_map is it. A call that plans slots makes
-     * it in the GEMM, writes counts and token_row alone, and uses no counters. For others the plan's kernel
-     * runs first. */
+     * it in the GEMM, writes counts and token_row alone, and uses no workspace.counters. For others the plan's
+     * kernel runs first. */
     const FusedMoeRoutePlan *slots;
     FusedMoeWorkspace workspace;
     bool next_starts_early; /* the down GEMM may start before this launch has ended */

@@ -26,7 +26,8 @@
  * Static round-robin with work stealing: CTA i gets tiles i, i + grid, ..., so neighbouring CTAs run in
  * lockstep and share operands in L2. A CTA that runs out steals the next tile of the CTA with the most left.
  * Where no CTA has more than one tile, none steals: a thief would take tiles from CTAs that are about to start.
- * Nor is anything stolen without counters (slot_plan.h): each CTA computes its own tiles.
+ * Nor is anything stolen without counters (slot_plan.h): each CTA computes its own tiles. Both GEMMs of few rows in
+ * one launch have their tiles from one counter instead (kernels/sm90/experts.cu).
  *
  * Wave quantisation: where the last wave would leave half of the CTAs idle, or more, its tiles can be split
  * along N (split_last_wave).

@@ -1,8 +1,8 @@
 /* The plan of few slots, made by every CTA for itself.
  *
  * In a decode step of one token the plan's own kernel, and the loads of what it wrote, took 4 of 46 us
- * (docs/lab/decode.md). So up_gate and the down GEMM make it from the ids: the fetching warp of a CTA sorts
- * the slots in shared memory.
+ * (docs/lab/decode.md). So up_gate and the down GEMM, in one launch or in two, make it from the ids: the fetching
+ * warp of a CTA sorts the slots in shared memory.
  *
  * The rows are those of route_plan: by expert, stable in t*K + k. Every active expert is skinny, with one row
  * tile. A key is 64 expert + slot, so keys in order are rows in order.

@@ -366,6 +366,7 @@ void fused_moe_cuda_select_down_dgrad(FusedMoeDownDgrad *p) {
     select(FUSED_MOE_OP_DOWN_DGRAD, DOWN_DGRAD, p);
 }
 
+/* One tier has it, so there is no table. Who gets no for an answer calls both operators, which count themselves. */
 bool fused_moe_cuda_select_experts(FusedMoeExperts *p) {
     if (has_codes(p->up) || has_codes(p->down)) return false;
     if (device_reason(FUSED_MOE_TIER_SM90) != FUSED_MOE_RUNS) return false;

@@ -48,8 +48,10 @@ __device__ inline void griddepcontrol_launch_dependents() {
 #endif
 }
 
-/* --- memory order between CTAs (PTX ISA 8.8): what a thread wrote, or saw written by its warp before a
- * __syncwarp(), before a release is there for who acquires the value released ----------------------------- */
+/* --- memory order between CTAs (PTX ISA 8.8) ------------------------------------------------------------- */
+
+/* A release publishes what the thread has written, and what its warp had written before a __syncwarp(). Who
+ * acquires the value that was released sees it. */
 
 __device__ inline uint32_t ld_acquire_gpu(const uint32_t *src) {
     uint32_t v;

@@ -94,9 +94,9 @@ int weight_map(CUtensorMap *map, const FusedMoeWeight &w, Major major, int64_t s
     return encode_tensor_map(map, map_dtype(T()), 3, w.data, sizes, strides, box);
 }
 
-/* Two weights of the same K-major strides, in boxes of `eights` eight rows of N of both, in turns: eight of
- * `first`, which is before `second` in memory, then the same eight of the other. Coordinates (k, 0, 0, n / 8,
- * expert). */
+/* Two weights of the same K-major strides, in boxes of 8 `eights` rows of N of both in turns: eight of `first`,
+ * which is before `second` in memory, then the same eight of the other. Coordinates (k, 0, 0, n / 8, expert).
+ * Strides need not grow with the dimension, as in ragged_halves_map. */
 template <typename T>
 int turns_map(CUtensorMap *map, const FusedMoeWeight &first, const FusedMoeWeight &second, int32_t E,
               int64_t N, int64_t k, int eights) {

@@ -14,15 +14,16 @@
  *             rows combines them for all tokens.
  *
  * Of few tiles each has 64 rows of weights instead of 128 (narrow). In up_gate these are 32 of the gate's and 32 of
- * the up's, eight in turns, so that a thread still has both of a column: one box of a map whose third dimension
+ * the up's, in turns of eight, so that a thread still has both of a column: one box of a map whose third dimension
  * steps from one weight to the other.
  *
- * Whoever waits for a tile of up_gate waits for one that a running CTA has claimed, since tiles are claimed in
- * order. So the launch ends however few of its CTAs run at once.
+ * In a captured graph nothing zeroes memory between two replays. So counters begin as anything: CTA 0 zeroes them,
+ * and then writes the launch's tag, for which the others wait while they sort the slots. The last CTA to exit erases
+ * it for the next replay. A tag is a random number of 64 bits that no two launches share.
  *
- * In a captured graph nothing zeroes memory between two replays. So counters begin as anything: the first CTA zeroes
- * them, and then writes the launch's tag, for which the others wait while they sort the slots. The last CTA to exit
- * erases it for the next replay. A tag is a random number of 64 bits that no two launches share. */
+ * Whoever waits for a tile of up_gate waits for one that a running CTA has claimed, since tiles are claimed in
+ * order. So the launch ends however few of its CTAs run at once, if CTA 0 is among the first: GPUs start CTAs in the
+ * order of their index, though no document promises it (tests/cuda/test_held_sms.py). */
 #include <atomic>
 #include <random>
 
@@ -59,8 +60,8 @@ typedef struct {
     FusedMoeUnpermute combine; /* out NULL: another launch's */
     Progress *progress;
     uint64_t tag;
-    uint32_t *stored_a; /* [E]            rows, once for each warp of an N tile              */
-    uint32_t *stored_y; /* [N tiles, 4]   rows of the columns that a warp of an N tile has */
+    uint32_t *stored_a; /* [E]           rows stored, counted once by each of the four warps of each N tile */
+    uint32_t *stored_y; /* [N tiles, 4]  rows stored of the columns that a warp of an N tile has            */
     int32_t num_counters;
 } Experts;
 
@@ -70,7 +71,7 @@ struct alignas(16) Tile : WorkTile {
     int32_t a_is_there; /* all of it */
 };
 
-constexpr int CLAIM_AHEAD = 3; /* k-tiles before a tile's last one, when the next tile is claimed */
+constexpr int CLAIM_AHEAD = 3; /* the next tile is claimed with so many k-tiles left to load */
 
 constexpr int NARROW_COLUMNS = 32; /* hidden ones of a narrow tile */
 
@@ -160,7 +161,8 @@ __device__ inline void fetch_experts_tiles(const Experts &p, ExpertsShared<Confi
 
 /* --- the loading warps ---------------------------------------------------------------------------------- */
 
-/* The first tile's claim, by one thread. A second CTA of an SM gives the first ones of all SMs a moment. */
+/* The first tile's claim, by one thread. A second CTA of an SM gives the first ones of all SMs a moment. (Acquiring
+ * loads do no harm here: nothing of the tiles is in flight yet.) */
 __device__ inline uint32_t claim_first(const Experts &p) {
     Progress &progress = *p.progress;
     while (ld_acquire_gpu(&progress.tag) != p.tag) {
@@ -184,8 +186,8 @@ class Loader {
     int chunk = threadIdx.x % 8, first = threadIdx.x / 8;
     bool loads_b = __shfl_sync(~0u, threadIdx.x / 32, 0) == 0;
 
-    /* Waits until a is there. Meanwhile weights are loaded into the stages that become free, of as many k-tiles as it
-     * returns. */
+    /* Loads weights into the stages, as they become free, and then waits until a is there. Returns how many k-tiles'
+     * weights are under way. */
     __device__ int wait_for_a(const Tile &tile) {
         using Weight = typename Config::Down;
         const Gemm &gemm = p.down.gemm;
@@ -204,6 +206,7 @@ class Loader {
             /* not by acquiring loads: each would invalidate the SM's L1 */
             while (ld_relaxed_gpu(&p.stored_a[tile.expert]) < (uint32_t)tile.a_rows) __nanosleep(64);
             fence_acq_rel_gpu();
+            __syncwarp();
         }
         barrier_sync(LOAD_BARRIER, 32 * Config::LOAD_WARPS);
         return ahead;
@@ -371,6 +374,7 @@ __device__ inline void compute_experts(const Experts &p, ExpertsShared<Config> &
         uint32_t *stored = p.stored_y + tile.first_column / Config::Down::BN * 4 + warp, before = 0;
         if (is_counter) before = atom_add_acq_rel_gpu(stored, tile.num_rows);
         before = __shfl_sync(~0u, before, 0);
+        __syncwarp(); /* all lanes see what the counting one acquired */
         if (before + tile.num_rows == (uint32_t)s.plan.first_row[s.plan.num_experts])
             combine_columns<Config>(p.combine, s.plan, tile.first_column, warp);
     }
@@ -446,7 +450,8 @@ bool is_narrow(const FusedMoeExperts &p) {
     int64_t experts = p.down.R < p.down.E ? p.down.R : p.down.E;
     if (experts * ceil_div(p.up.F, 2 * NARROW_COLUMNS) >= 2 * current_device().num_sms) return false;
     Turns t = turns_of(up);
-    return (uintptr_t)t.second.data - (uintptr_t)t.first.data < 1ull << 39; /* TMA's strides: below 2^40 */
+    uintptr_t apart = (uintptr_t)t.second.data - (uintptr_t)t.first.data;
+    return 0 < apart && apart < 1ull << 40; /* as TMA's strides */
 }
 
 /* Columns of a tile of the down GEMM. */
@@ -526,7 +531,8 @@ FusedMoeReason reason(const FusedMoeExperts &p) {
     if (!fused_moe_few_rows(p.down.R, p.down.E) || asked.no_tails || asked.split_k)
         return FUSED_MOE_MANY_ROWS;
     if ((p.up.w1.stride_in == 1) != (p.down.b[0].stride_in == 1)) return FUSED_MOE_STRIDES;
-    if (!is_aligned(p.combine.out) || !is_aligned(p.combine.shared)) return FUSED_MOE_UNALIGNED;
+    bool combines = p.up.slots;
+    if (combines && (!is_aligned(p.combine.out) || !is_aligned(p.combine.shared))) return FUSED_MOE_UNALIGNED;
     /* both GEMMs' tiles, and rows counted by each warp of an N tile */
     int64_t n_tiles = ceil_div(p.up.F, NARROW_COLUMNS) + ceil_div(p.down.M, SUBTILE);
     return (fused_moe_max_row_tiles((int32_t)p.down.R, p.down.E, 16) + 4 * p.down.R) * n_tiles < INT32_MAX

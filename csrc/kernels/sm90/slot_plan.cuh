@@ -1,8 +1,8 @@
 /* The fetching warp of a GEMM that makes the plan itself: ../../slot_plan.h on the device.
  *
- * Every CTA sorts the same slots, so none waits for another. One of up_gate's CTAs also writes what the combine
- * and the caller read, counts and token_row; nothing else of a plan exists. Tiles are not stolen: in a captured
- * graph no kernel before this one zeroes counters, and other calls take the same path. */
+ * Every CTA sorts the same slots, so none waits for another. One CTA of up_gate, or of experts.cu, also writes what
+ * the combine and the caller read, counts and token_row; nothing else of a plan exists. up_gate and grouped_mm steal
+ * no tiles here: in a captured graph no kernel before them zeroes counters, and other calls take the same path. */
 #pragma once
 
 #include "../../integer.h"

@@ -1,7 +1,7 @@
 /* How the CTAs of a persistent grid get their work tiles: schedule.h on the device.
  *
  * One warp of a CTA fetches tiles, two ahead of the warps that work on them: it claims an index (static
- * round-robin, then work stealing), decodes it with a vote over the experts' prefix, and publishes the tile
+ * round-robin, then work stealing; experts.cu has its own way), decodes it with a vote over the experts' prefix, and publishes the tile
  * through a queue in shared memory. Which CTA computes a tile changes nothing in its result.
  *
  * Tensor maps on the device (wgrad). A load past the expert's last row must give zeros, so its map's row

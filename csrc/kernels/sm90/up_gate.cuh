@@ -176,7 +176,7 @@ struct UpGateEpilogue {
         }
     }
 
-    /* a = act(gate) up, or act(gate); elements of both are `stride` apart. up may be a. */
+    /* a = act(gate) up, or act(gate); elements of both are `stride` apart. Either may be a. */
     template <bool GATED, int stride, int count>
     __device__ void activate(float (&a)[count], const float *gate, const float *up) const {
         const FusedMoeActivation &f = p.activation;
@@ -192,7 +192,7 @@ struct UpGateEpilogue {
 
 /* --- host ----------------------------------------------------------------------------------------------- */
 
-/* All but the maps of h and a, counters, and what PDL needs. */
+/* All but the maps of h and a, and what PDL needs. */
 template <class Config, Columns columns>
 int set_up_gate(UpGate *q, const FusedMoeUpGate &p) {
     using T = typename Config::T;
