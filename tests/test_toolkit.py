@@ -28,6 +28,7 @@ PTX_ISA = {
 # The first PTX ISA with an instruction, or with a qualifier of it that is newer. The longest entry that an
 # instruction starts with counts.
 FIRST_PTX_ISA = {
+    "atom.acq_rel": (6, 0),
     "bar.sync": (2, 0),  # with a number of threads
     "barrier.cluster.arrive": (7, 8),
     "barrier.cluster.wait": (7, 8),
@@ -42,12 +43,15 @@ FIRST_PTX_ISA = {
     "cvt.rn.f16x2.e4m3x2": (7, 8),
     "elect.sync": (8, 0),
     "ex2.approx": (1, 4),
+    "fence.acq_rel": (6, 0),
     "fence.mbarrier_init": (8, 0),
     "fence.proxy.async": (8, 0),
     "fence.proxy.tensormap": (8, 3),
     "griddepcontrol": (7, 8),
+    "ld.acquire": (6, 0),
     "ld.global": (1, 0),
     "ld.global.nc": (3, 1),
+    "ld.relaxed": (6, 0),
     "ld.shared": (1, 0),
     "ldmatrix": (6, 5),
     "mapa": (7, 8),
@@ -58,10 +62,12 @@ FIRST_PTX_ISA = {
     "mma.sync.aligned.m16n8k16": (7, 0),
     "mov": (1, 0),
     "rcp.approx": (1, 4),
+    "red.release": (6, 0),
     "selp": (1, 0),
     "setmaxnreg": (8, 0),
     "setp": (1, 0),
     "st.global": (1, 0),
+    "st.release": (6, 0),
     "st.shared": (1, 0),
     "stmatrix": (7, 8),
     "tensormap.cp_fenceproxy": (8, 3),

@@ -94,6 +94,7 @@ def test_up_before_gate_in_memory(device, name):
     check((x, together[:, 0], w2, together[:, 1], scores, ids), options)
     wide = torch.cat([w3, w3], dim=-1)[..., : w3.size(-1)]  # strides that differ
     check((x, w1, w2, wide, scores, ids), options)
+    check((x, w1, w2, w1, scores, ids), options)
 
 
 @SHAPE
