@@ -9,6 +9,7 @@ from gpu_cases import (
     draw_rows,
     draw_weights,
     ids_of,
+    launches,
     ops,
     plan_of,
     poisoned,
@@ -37,17 +38,6 @@ def tiles(choose):
     return lambda small: choose(FUSED_MOE_TIER="portable", FUSED_MOE_SCHEDULE=None if small else "tails=off")
 
 
-def kernels_of(run) -> str:
-    """Names of the kernels that run() launches."""
-    run()
-    torch.cuda.synchronize()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        run()
-        torch.cuda.synchronize()
-    events = [event for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
-    return "\n".join(event.name for event in events)
-
-
 @EVERY_COUNTS
 def test_which_tile(device, tiles, name):
     """The rule is on shapes: the rows, spare ones too, and the experts."""
@@ -56,10 +46,11 @@ def test_which_tile(device, tiles, name):
     rows = 64 if "64" in name else 16
     for weights, k_major in ((b, "true"), (swapped(b), "false")):
         tiles(True)
-        kernels = kernels_of(lambda w=weights: ops.grouped_mm(a=a, b=w, offsets=offsets))
+        kernels = "\n".join(launches(lambda w=weights: ops.grouped_mm(a=a, b=w, offsets=offsets)))
         assert f"FewRowsTile<__nv_bfloat16, {k_major}, {rows}>" in kernels
         tiles(False)
-        assert "FewRowsTile" not in kernels_of(lambda w=weights: ops.grouped_mm(a=a, b=w, offsets=offsets))
+        kernels = "\n".join(launches(lambda w=weights: ops.grouped_mm(a=a, b=w, offsets=offsets)))
+        assert "FewRowsTile" not in kernels
 
 
 @HALF_DTYPES
