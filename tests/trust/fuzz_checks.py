@@ -409,9 +409,12 @@ class Layer(Problem):
         return {"out": out[: self.case.tokens], "balance": losses.load_balancing, "z": losses.z}
 
     def after(self, inputs):
-        """The choice that forward has made, once more."""
+        """The choice that forward has made, once more. With as many rows: on a CPU last bits depend on them,
+        and with an expanded gate all experts have the same logits."""
+        x, _ = padded(self.case, inputs["x"])
         with torch.no_grad():
-            _, ids, logits = self.module.router(inputs["x"], self.module.expert_bias)
+            _, ids, logits = self.module.router(x, self.module.expert_bias)
+        ids, logits = ids[: self.case.tokens], logits[: self.case.tokens]
         return {"ids": ids, "logits": logits, "tokens": self.module.tokens_per_expert.clone()}
 
     def reference(self, inputs, arithmetic, found):
