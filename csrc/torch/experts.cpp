@@ -336,13 +336,18 @@ run_experts(const char *op, const Tensor &x, const UpWeights &weights, const Wid
     OwnPlan plan = new_plan_of(op, ids, x, s.E, expert_map);
     FusedMoeRoutePlan &p = plan.p;
     Call call = begin_call(op, plan.ids);
-    Counters counters = find_counters(call, x);
-    p.counters = counters.to_zero ? counters.data : nullptr;
+    Counters counters = {nullptr, {}};
+    auto prepare_counters = [&] {
+        counters = find_counters(call, x);
+        p.counters = counters.to_zero ? counters.data : nullptr;
+    };
     const bool few = call.is_cuda && fused_moe_has_few_slots(p.T * p.K, p.E);
-    if (!few)
+    if (!few) {
+        prepare_counters(); /* which the plan's kernel may have to zero */
         run_own_plan(call, plan, route);
-    else if (route)
+    } else if (route) {
         run_route(call, *route);
+    }
     OptTensor of_x, of_y;
     (score_on_input ? of_x : of_y) = scores;
     UpSide up = up_side(x, weights, s, b1, b3, of_x, plan.rows, layout, activation, constants, false);
@@ -350,6 +355,7 @@ run_experts(const char *op, const Tensor &x, const UpWeights &weights, const Wid
     up.p.slots = few ? &p : nullptr;
     if (run_together(call, up, down, x)) return {*down.out, plan.counts};
 
+    if (few) prepare_counters();
     up.p.workspace.counters = down.p.workspace.counters = counters.data;
     up.p.next_starts_early = down.p.starts_early =
         starts_early(p.T * p.K, p.E, s.F, weights.w1.codes || w2.codes);

@@ -186,8 +186,8 @@ class Loader {
     int chunk = threadIdx.x % 8, first = threadIdx.x / 8;
     bool loads_b = __shfl_sync(~0u, threadIdx.x / 32, 0) == 0;
 
-    /* Loads weights into the stages, as they become free, and then waits until a is there. Returns how many k-tiles'
-     * weights are under way. */
+    /* Prefetches weights into the stages, as they become free, and then waits until a is there. Returns of how many
+     * k-tiles. */
     __device__ int wait_for_a(const Tile &tile) {
         using Weight = typename Config::Down;
         const Gemm &gemm = p.down.gemm;
