@@ -11,7 +11,8 @@ from fused_moe.quantized.formats import FORMATS
 
 pytestmark = pytest.mark.gpu
 
-# tokens, K, E, D, F, routing: every N of wgmma; tails of rows, of k, of columns; several tiles of an expert
+# tokens, K, E, D, F, routing: every N of wgmma; tails of rows, of k, of columns; several tiles of an expert.
+# Up to 16 rows an expert on average tiles have 32 rows, where k is short.
 SHAPES = {
     "one slot": (1, 1, 3, 128, 64, "random"),
     "eight rows": (8, 2, 2, 256, 192, "random"),
@@ -19,6 +20,8 @@ SHAPES = {
     "64 rows and 1": (65, 1, 2, 160, 64, "first"),
     "129 rows": (129, 1, 1, 640, 320, "random"),
     "many experts": (100, 4, 40, 512, 384, "random"),
+    "few rows, but one expert has all": (70, 2, 10, 256, 96, "first"),
+    "few rows, a long k": (30, 2, 6, 2624, 192, "random"),
     "one expert has all": (200, 2, 5, 256, 96, "first"),
     "many rows": (2000, 2, 3, 256, 128, "random"),
 }
@@ -91,10 +94,13 @@ def kernels_during(run) -> list[str]:
 @pytest.mark.parametrize("format", FORMATS)
 @torch.no_grad()
 def test_which_kernel_runs(hopper, device, format):
-    """Codes are read where rows are few, and dequantised where they are many."""
-    for shape, reads_codes in (("many experts", True), ("many rows", False)):
+    """Codes are read where rows are few, by two CTAs on an SM where they are fewer, and dequantised where
+    they are many."""
+    cases = (("many experts", True, True), ("one expert has all", True, False), ("many rows", False, False))
+    for shape, reads_codes, has_few_rows in cases:
         args, options, _ = draw(shape, "separate", format, 0, BF16, BF16, device)
         kernels = kernels_during(lambda: fused_experts(*args, **options))  # noqa: B023
+        assert any("FewRowsCodes" in name for name in kernels) == has_few_rows, kernels
         assert any("codes_up_gate" in name for name in kernels) == reads_codes, kernels
         assert any("codes_mm" in name for name in kernels) == reads_codes, kernels
         assert any("dequantize" in name for name in kernels) != reads_codes, kernels

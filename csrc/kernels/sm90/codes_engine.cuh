@@ -10,7 +10,9 @@
  *   subtile 1             |make k 0  |         |make k 1  |
  *
  * While one subtile's MMAs run, the other's values are made. With few rows the MMAs are short, and two consumers
- * are eight warps that unpack: on each of an SM's schedulers one can wait while the other computes. */
+ * are eight warps that unpack: on each of an SM's schedulers one can wait while the other computes. In a tile of
+ * FewRowsCodesConfig a subtile's values wait for the MMAs of the other's, whose registers they take: meanwhile the
+ * other CTA's warps unpack. */
 #pragma once
 
 #include "codes.cuh"
@@ -26,6 +28,22 @@ struct CodesConfig : GemmConfig<typename Decoder_::T, Major::K, GATHER> {
     using Decoder = Decoder_;
     static constexpr int STAGES = Decoder::IS_4_BIT ? 7 : 5;
     static constexpr int B_K_TILE = Decoder::ROW_BYTES, B_BYTES = Base::BN * Decoder::ROW_BYTES;
+    using Pipeline = PipelineState<STAGES>;
+};
+
+/* Of experts that have few rows on average: 32 in a tile at most. Two CTAs share an SM: four warps that unpack on each
+ * of its schedulers instead of two. */
+template <class Decoder, bool GATHER>
+struct FewRowsCodesConfig : CodesConfig<Decoder, GATHER> {
+    using Base = CodesConfig<Decoder, GATHER>;
+    static constexpr bool FEW_ROWS = true;
+    static constexpr int CTAS_PER_SM = 2, BM = 32, CUT_ROWS = BM;
+    static constexpr int A_BYTES = BM * SWIZZLE_BYTES, STAGING_BYTES = SkinnyWriter<BM>::BYTES;
+    static constexpr int STAGES = 100 * 1024 / (A_BYTES + Base::B_BYTES);
+    static constexpr int PRODUCER_REGISTERS = 56, CONSUMER_REGISTERS = 88;
+    static_assert(PRODUCER_REGISTERS + 2 * CONSUMER_REGISTERS <= 3 * LAUNCH_REGISTERS<2 * Base::THREADS>,
+                  "setmaxnreg would wait forever");
+    using Queue = TileQueue<WorkTile, Base::CONSUMER_WARPS + Base::LOAD_WARPS, GATHER ? BM : 0>;
     using Pipeline = PipelineState<STAGES>;
 };
 
@@ -46,6 +64,7 @@ __device__ __forceinline__ void run_mainloop_codes(float (&d)[TOKENS], const Cod
                                                    int wg) {
     using T = typename Config::T;
     constexpr int x_step = K16_STEP<Major::K, T>;
+    constexpr int BUFFERS = Config::FEW_ROWS ? 1 : 2; /* for values: registers are few */
     const typename Config::Decoder decoder;
     const uint32_t offset = codes_offset<Config::Decoder::ROW_BYTES>();
     RowScales<typename Config::Decoder> scales[2];
@@ -57,7 +76,7 @@ __device__ __forceinline__ void run_mainloop_codes(float (&d)[TOKENS], const Cod
         subtile[i] =
             (p.gemm.gate_up ? wg + 2 * i : 2 * wg + i) * SUBTILE * Config::Decoder::ROW_BYTES + offset;
     }
-    uint32_t a[2][16];
+    uint32_t a[BUFFERS][16];
     int previous = 0;
     auto run_k_tile = [&](int k_tile, auto first) {
         auto &stage = s.stage[pipe.index];
@@ -66,18 +85,21 @@ __device__ __forceinline__ void run_mainloop_codes(float (&d)[TOKENS], const Cod
         uint64_t x = matrix_descriptor<Major::K>(shared_address(stage.a));
 #pragma unroll
         for (int i = 0; i < 2; i++) {
-            make_fragments(a[i], decoder, shared_address(stage.b) + subtile[i], scales[i], p.scales[i],
+            uint32_t (&values)[16] = a[i % BUFFERS];
+            if (BUFFERS == 1) wgmma_wait_group<0>(); /* for the MMAs that read the last values */
+            if (BUFFERS == 1 && i == 0 && !first.value) release<Config>(s, previous);
+            make_fragments(values, decoder, shared_address(stage.b) + subtile[i], scales[i], p.scales[i],
                            k_tile + 1);
-            for (uint32_t &word : a[i]) pin(word); /* no wgmma waits for one that is made later */
+            for (uint32_t &word : values) pin(word); /* no wgmma waits for one that is made later */
             wgmma_fence();
             float *accumulators = d + TOKENS / 2 * i;
-            wgmma<TOKENS, !first.value, Major::K>(accumulators, a[i], x, T());
+            wgmma<TOKENS, !first.value, Major::K>(accumulators, values, x, T());
 #pragma unroll
             for (int k = 1; k < K_TILE<T> / 16; k++)
-                wgmma<TOKENS, 1, Major::K>(accumulators, a[i] + 4 * k, x + k * x_step, T());
+                wgmma<TOKENS, 1, Major::K>(accumulators, values + 4 * k, x + k * x_step, T());
             wgmma_commit_group();
-            wgmma_wait_group<1>(); /* the other subtile's */
-            if (i == 0 && !first.value) release<Config>(s, previous);
+            if (BUFFERS == 2) wgmma_wait_group<1>(); /* for the other subtile's */
+            if (BUFFERS == 2 && i == 0 && !first.value) release<Config>(s, previous);
         }
         previous = pipe.index;
         pipe.advance();
@@ -90,10 +112,10 @@ __device__ __forceinline__ void run_mainloop_codes(float (&d)[TOKENS], const Cod
 }
 
 /* Nothing here may become a call, at which MMAs in flight would be waited for. */
-template <class Config, int TOKENS, typename Epilogue>
+template <class Config, int TOKENS, typename Epilogue, class Writer>
 __device__ __forceinline__ void run_codes_tile(const CodesGemm &p, Shared<Config> &s,
                                                typename Config::Pipeline &pipe, const WorkTile &tile, int wg,
-                                               Epilogue &epilogue, WarpWriter &writer) {
+                                               Epilogue &epilogue, Writer &writer) {
     float d[TOKENS];
     run_mainloop_codes<Config>(d, p, s, pipe, tile, wg);
     epilogue.template store_swapped<TOKENS>(d, tile, wg, threadIdx.x / 32 % 4, writer);
@@ -114,8 +136,15 @@ __device__ __forceinline__ void persistent_codes_gemm(const CodesGemm &p, Epilog
         if (gemm.tiles.lets_next_start) griddepcontrol_launch_dependents();
         TileReader<typename Config::Queue> reader(s.queue);
         typename Config::Pipeline pipe;
-        WarpWriter writer(shared_address(s.staging[wg]), WARPGROUP_BARRIER + wg, warp % 4);
+        using Writer = std::conditional_t<Config::FEW_ROWS, SkinnyWriter<Config::BM>, WarpWriter>;
+        Writer writer(shared_address(s.staging[wg]), WARPGROUP_BARRIER + wg, warp % 4);
         for (WorkTile tile = reader.next(); tile.expert >= 0; tile = reader.next()) {
+            if constexpr (Config::FEW_ROWS) {
+                with_few_tokens<8, Config::BM>(tile, [&](auto tokens) {
+                    run_codes_tile<Config, tokens.value>(p, s, pipe, tile, wg, epilogue, writer);
+                });
+                continue;
+            }
             switch (tile.num_rows > SUBTILE ? FUSED_MOE_TILE_ROWS : num_tokens_of(tile)) {
             case 8: run_codes_tile<Config, 8>(p, s, pipe, tile, wg, epilogue, writer); break;
             case 32: run_codes_tile<Config, 32>(p, s, pipe, tile, wg, epilogue, writer); break;
@@ -145,6 +174,15 @@ int with_decoder(FusedMoeDtype dtype, const FusedMoeQuantizedWeight &w, Fn fn) {
         default: return fn(Decoder<T, Code::E4M3, false>());
         }
     });
+}
+
+/* Calls fn with a configuration for R rows of E experts, and k. With a long k two CTAs on an SM would only make the
+ * last wave of tiles longer. */
+template <class Decoder, bool GATHER, typename Fn>
+int with_codes_config(int64_t R, int32_t E, int64_t k, Fn fn) {
+    if (fused_moe_few_rows(R, E) && k < LONG_K && !schedule_override().no_tails)
+        return fn(FewRowsCodesConfig<Decoder, GATHER>());
+    return fn(CodesConfig<Decoder, GATHER>());
 }
 
 /* Up to so many rows for each expert, reading codes once more for every 128 of them costs less than writing a

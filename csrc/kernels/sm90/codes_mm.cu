@@ -18,24 +18,25 @@ template <typename T>
 struct Epilogue {
     const GroupedMM &p;
 
-    template <int TOKENS>
+    template <int TOKENS, class Writer>
     __device__ void store_swapped(float (&d)[TOKENS], const WorkTile &tile, int wg, int warp,
-                                  WarpWriter &writer) {
+                                  Writer &writer) {
         store_swapped_subtiles<T, TOKENS, 2>(p, d, tile, wg, warp, writer);
     }
 };
 
 template <class Config>
-__global__ void __launch_bounds__(Config::THREADS, 1) codes_mm_kernel(const __grid_constant__ GroupedMM p) {
+__global__ void __launch_bounds__(Config::THREADS, Config::CTAS_PER_SM)
+    codes_mm_kernel(const __grid_constant__ GroupedMM p) {
     persistent_codes_gemm<Config>(p.codes, Epilogue<typename Config::T>{p});
     zero_rows_past(p.codes.gemm.tiles, (typename Config::T *)p.out, p.M);
 }
 
 /* --- launcher ------------------------------------------------------------------------------------------- */
 
-template <class Decoder>
+template <class Config>
 int launch(const FusedMoeGroupedMM &p, void *stream) {
-    using Config = CodesConfig<Decoder, false>;
+    using Decoder = typename Config::Decoder;
     using T = typename Config::T;
     GroupedMM q = {};
     q.bias = p.bias;
@@ -65,8 +66,10 @@ int launch(const FusedMoeGroupedMM &p, void *stream) {
 }
 
 int run(const FusedMoeGroupedMM &p, void *stream) {
-    return with_decoder(p.dtype, *p.b[0].codes,
-                        [&](auto decoder) { return launch<decltype(decoder)>(p, stream); });
+    return with_decoder(p.dtype, *p.b[0].codes, [&](auto decoder) {
+        return with_codes_config<decltype(decoder), false>(
+            p.R, p.E, p.N[0], [&](auto config) { return launch<decltype(config)>(p, stream); });
+    });
 }
 
 FusedMoeReason reason(const FusedMoeGroupedMM &p) {

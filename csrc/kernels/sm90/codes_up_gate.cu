@@ -23,9 +23,9 @@ template <typename T>
 struct ActivatingEpilogue {
     const UpGate &p;
 
-    template <int TOKENS>
+    template <int TOKENS, class Writer>
     __device__ void store_swapped(float (&d)[TOKENS], const WorkTile &tile, int wg, int warp,
-                                  WarpWriter &writer) {
+                                  Writer &writer) {
         const T *bias = bias_of(p.bias, tile), *bias_up = bias_of(p.bias_up, tile);
         T *out = (T *)p.a + (int64_t)tile.first_row * p.F;
         int column = tile.first_column + 16 * warp;
@@ -38,8 +38,8 @@ struct ActivatingEpilogue {
             for_each_part<TOKENS>(tile, [&](auto part, int first, int rows) {
                 float *gates = d + first / 2, *ups = up + first / 2;
                 activate<part.value / 2>(gates, [&](int n) { return ups[n]; }, true);
-                writer.store_swapped<part.value>(gates, out + (int64_t)first * p.F + column, p.F, rows,
-                                                 p.F - column);
+                writer.template store_swapped<part.value>(gates, out + (int64_t)first * p.F + column, p.F,
+                                                          rows, p.F - column);
             });
             return;
         }
@@ -54,12 +54,13 @@ struct ActivatingEpilogue {
                 T *part_out = out + (int64_t)first * p.F;
                 if (p.layout == FUSED_MOE_UNGATED) {
                     activate<part.value / 2>(values, [](int) { return 1.f; }, false);
-                    writer.store_swapped<part.value>(values, part_out + first_column, p.F, rows, left);
+                    writer.template store_swapped<part.value>(values, part_out + first_column, p.F, rows,
+                                                              left);
                 } else { /* a gate's up is the next column, four lanes on */
                     auto up = [&](int n) { return __shfl_down_sync(~0u, values[n], 4); };
                     activate<part.value / 2>(values, up, true);
-                    writer.store_swapped_pairs<part.value>(values, part_out + first_column / 2, p.F, rows,
-                                                           left / 2);
+                    writer.template store_swapped_pairs<part.value>(values, part_out + first_column / 2, p.F,
+                                                                    rows, left / 2);
                 }
             });
         }
@@ -95,16 +96,17 @@ struct ActivatingEpilogue {
 };
 
 template <class Config>
-__global__ void __launch_bounds__(Config::THREADS, 1) codes_up_gate_kernel(const __grid_constant__ UpGate p) {
+__global__ void __launch_bounds__(Config::THREADS, Config::CTAS_PER_SM)
+    codes_up_gate_kernel(const __grid_constant__ UpGate p) {
     persistent_codes_gemm<Config>(p.codes, ActivatingEpilogue<typename Config::T>{p});
     zero_rows_past(p.codes.gemm.tiles, (typename Config::T *)p.a, p.F);
 }
 
 /* --- launcher ------------------------------------------------------------------------------------------- */
 
-template <class Decoder>
+template <class Config>
 int launch(const FusedMoeUpGate &p, void *stream) {
-    using Config = CodesConfig<Decoder, true>;
+    using Decoder = typename Config::Decoder;
     using T = typename Config::T;
     const FusedMoeRowMap &rows = p.row_map;
     bool is_gate_up = p.layout == FUSED_MOE_SEPARATE || p.layout == FUSED_MOE_HALVES;
@@ -143,8 +145,10 @@ int launch(const FusedMoeUpGate &p, void *stream) {
 }
 
 int run(const FusedMoeUpGate &p, void *stream) {
-    return with_decoder(p.dtype, *p.w1.codes,
-                        [&](auto decoder) { return launch<decltype(decoder)>(p, stream); });
+    return with_decoder(p.dtype, *p.w1.codes, [&](auto decoder) {
+        return with_codes_config<decltype(decoder), true>(
+            p.row_map.R, p.row_map.E, p.D, [&](auto config) { return launch<decltype(config)>(p, stream); });
+    });
 }
 
 /* Whether one kernel decodes both. */

@@ -121,6 +121,7 @@ __device__ inline void wgmma(float *d, uint64_t a, uint64_t b, T t) {
     }
 #define WGMMAS_A(T, TYPE)                                                                                    \
     WGMMA_A(T, TYPE, 8, REGISTERS_4, "%0, %1, %2, %3", "%4, %5, %6, %7", "%8", "%9", "%10")                  \
+    WGMMA_A(T, TYPE, 16, REGISTERS_8, TEXT_8(), "%8, %9, %10, %11", "%12", "%13", "%14")                     \
     WGMMA_A(T, TYPE, 32, REGISTERS_16, TEXT_10() ", %10, %11, %12, %13, %14, %15", "%16, %17, %18, %19",     \
             "%20", "%21", "%22")                                                                             \
     WGMMA_A(T, TYPE, 64, REGISTERS_32, TEXT_30 ", " TEXT_2(3), "%32, %33, %34, %35", "%36", "%37", "%38")    \
@@ -131,10 +132,11 @@ WGMMAS_A(__half, "f16")
 
 template <int columns, int accumulate, Major b_major, typename T>
 __device__ inline void wgmma(float *d, const uint32_t *a, uint64_t b, T t) {
-    static_assert(columns == 128 || columns == 64 || columns == 32 || columns == 8);
+    static_assert(columns == 128 || columns == 64 || columns == 32 || columns == 16 || columns == 8);
     if constexpr (columns == 128) wgmma_m64n128k16<accumulate, b_major>(d, a, b, t);
     if constexpr (columns == 64) wgmma_m64n64k16<accumulate, b_major>(d, a, b, t);
     if constexpr (columns == 32) wgmma_m64n32k16<accumulate, b_major>(d, a, b, t);
+    if constexpr (columns == 16) wgmma_m64n16k16<accumulate, b_major>(d, a, b, t);
     if constexpr (columns == 8) wgmma_m64n8k16<accumulate, b_major>(d, a, b, t);
 }
 
