@@ -66,7 +66,7 @@ __global__ void __launch_bounds__(THREADS) permute_kernel(const __grid_constant_
  * are no more), lane k has slot k's score and where its row starts. With shared experts a lane has one row more
  * in flight, so a few registers more, and as many bytes in flight on an SM. Of few tokens the time is that of
  * loads one after the other: a warp has half of the columns, a lane twice as many rows in flight. */
-constexpr int HALF_WARPS = 2, FEW_TOKENS = 64;
+constexpr int HALF_WARPS = 2, FEW_TOKENS = 512;
 
 template <bool few_tokens>
 __host__ __device__ inline uint32_t warps_of_token(int64_t D) {
