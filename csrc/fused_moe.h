@@ -191,6 +191,7 @@ typedef struct {     /* the plan from the chosen ids, stable in t*K + k */
     uint32_t *counters; /* [FUSED_MOE_NUM_COUNTERS] set to zero for the GEMMs after it; may be NULL */
     int64_t T;
     int32_t K, E;
+    int32_t tile_rows; /* of the schedule's row tiles: FUSED_MOE_TILE_ROWS, or what FusedMoeExperts wants */
 } FusedMoeRoutePlan;
 
 typedef struct {           /* the plan of rows that are grouped already */
@@ -326,6 +327,7 @@ typedef struct { /* both sides without gradients in one launch, which the sm90 t
     FusedMoeGroupedMM down;    /* of up.a */
     FusedMoeUnpermute combine; /* of down.out. Made with up.slots; without them by a launch of its own */
     FusedMoeWorkspace workspace;
+    int32_t tile_rows; /* of the plan's schedule */
 } FusedMoeExperts;
 
 typedef struct {        /* g = dout[row_token] w2;  dh = dact(s g, h);  a_scaled = s a;  dscores = <g, a> */
@@ -473,7 +475,8 @@ void fused_moe_cuda_select_wgrad(FusedMoeWgrad *p);
 void fused_moe_cuda_select_up_gate(FusedMoeUpGate *p);
 void fused_moe_cuda_select_down_dgrad(FusedMoeDownDgrad *p);
 
-/* Whether one launch runs both sides on the current device; fills workspace if so. */
+/* Whether one launch runs both sides on the current device; fills workspace and tile_rows if so. The plan need not
+ * have been made yet. */
 bool fused_moe_cuda_select_experts(FusedMoeExperts *p);
 
 int fused_moe_cuda_router_logits(const FusedMoeRouterLogits *p, void *stream);

@@ -106,6 +106,7 @@ PYBIND11_MODULE(_host, m) {
     m.def("has_cluster_plan", has_cluster_plan, "T"_a, "K"_a, "E"_a, "chooses"_a, "is_double"_a);
     m.def("span_slots", fused_moe_span_slots, "T"_a, "K"_a, "chooses"_a);
     m.def("few_rows", fused_moe_few_rows, "R"_a, "E"_a);
+    m.def("few_rows_together", fused_moe_few_rows_together, "R"_a, "E"_a);
     m.def("slice_rows", fused_moe_slice_rows, "R"_a, "E"_a, "num_sms"_a);
     m.def("slices_per_tile", fused_moe_slices_per_tile, "R"_a, "slice_rows"_a, "weight_tiles"_a, "ctas"_a);
     m.def("num_split_slots", fused_moe_num_split_slots, "R"_a, "slice_rows"_a);

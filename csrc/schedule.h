@@ -57,7 +57,7 @@
 #endif
 
 enum {
-    FUSED_MOE_TILE_ROWS = 128,  /* of the row tiles in a routing's schedule */
+    FUSED_MOE_TILE_ROWS = 128,  /* of the row tiles in a routing's schedule, but for sm90/experts.cu */
     FUSED_MOE_SKINNY_ROWS = 64, /* at most: the expert is skinny */
     FUSED_MOE_MIN_SLICE = 512,  /* rows of the schedule's split-K slices, at least */
     FUSED_MOE_SLICE_SMS = 132,  /* that slices are made for: H100, H200 */

@@ -16,11 +16,18 @@
 enum { FUSED_MOE_FEW_SLOTS = 64 }; /* at most; an expert that has them all is skinny */
 
 /* Rows of a tile of the CUDA tiers' grouped_mm and up_gate where experts have few rows on average: 16 or 64. 0:
- * their usual tiles. A rule on shapes, since the host knows no counts; the bits are the same. An expert of more
- * rows than a tile is read again for each: with skewed routing that costs more where the average is higher than
- * here (docs/lab/decode.md). */
+ * their usual tiles. A rule on shapes, since the host knows no counts; the bits are the same. A plan's tile of more
+ * rows is cut by the CTA that has it, which reads the weight again for each part: with skewed routing that costs more
+ * where the average is higher than here (docs/lab/decode.md). */
 FUSED_MOE_FN int32_t fused_moe_few_rows(int64_t R, int64_t E) {
     return R <= 2 * E ? 16 : R <= 16 * E ? 64 : 0;
+}
+
+/* The same of both GEMMs in one launch (kernels/sm90/experts.cu). Its plan has row tiles of so many rows: those of an
+ * expert run side by side, and share the weight in L2. */
+FUSED_MOE_FN int32_t fused_moe_few_rows_together(int64_t R, int64_t E) {
+    int32_t rows = fused_moe_few_rows(R, E);
+    return rows || R > 32 * E ? rows : 64;
 }
 
 #define FUSED_MOE_NO_KEY UINT32_MAX /* of a slot without a row */

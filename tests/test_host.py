@@ -286,6 +286,8 @@ def test_tiles_of_few_rows():
     }
     expected |= {(2049, 128): 0, (2**31, 2**27): 64}
     assert {case: _host.few_rows(*case) for case in expected} == expected
+    expected |= {(17, 1): 64, (32, 1): 64, (33, 1): 0, (2049, 128): 64, (4096, 128): 64, (4097, 128): 0}
+    assert {case: _host.few_rows_together(*case) for case in expected} == expected
 
 
 @pytest.mark.parametrize("counts", [[], [0, 0, 0]])

@@ -5,12 +5,13 @@
 #include <string.h>
 
 /* offsets and schedule from counts */
-static void finish_plan(const int32_t *counts, int64_t R, int32_t E, int32_t *offsets, int32_t *schedule) {
+static void finish_plan(const int32_t *counts, int64_t R, int32_t E, int32_t *offsets, int32_t *schedule,
+                        int32_t tile_rows) {
     offsets[0] = 0;
     for (int32_t e = 0; e < E; e++) offsets[e + 1] = offsets[e] + counts[e];
     memset(schedule, 0,
            (size_t)fused_moe_schedule_words(E) * sizeof *schedule); /* no list fills all of its words */
-    fused_moe_schedule_row_tiles(schedule, offsets + 1, E, FUSED_MOE_TILE_ROWS);
+    fused_moe_schedule_row_tiles(schedule, offsets + 1, E, tile_rows);
     fused_moe_schedule_slices(schedule, offsets + 1, E, fused_moe_slice_rows(R, E, FUSED_MOE_SLICE_SMS));
 }
 
@@ -21,7 +22,7 @@ int fused_moe_cpu_route_plan(const FusedMoeRoutePlan *p) {
         int64_t e = slot_expert(p, slot);
         if (e >= 0 && e < p->E) p->counts[e]++;
     }
-    finish_plan(p->counts, slots, p->E, p->offsets, p->schedule);
+    finish_plan(p->counts, slots, p->E, p->offsets, p->schedule, p->tile_rows);
 
     /* offsets[e] walks through the rows of e, and ends where those of e + 1 begin */
     for (int64_t slot = 0; slot < slots; slot++) {
@@ -47,6 +48,6 @@ int fused_moe_cpu_count_plan(const FusedMoeCountPlan *p) {
         sum += count;
         p->counts[e] = (int32_t)count;
     }
-    finish_plan(p->counts, p->R, p->E, p->offsets, p->schedule);
+    finish_plan(p->counts, p->R, p->E, p->offsets, p->schedule, FUSED_MOE_TILE_ROWS);
     return FUSED_MOE_OK;
 }

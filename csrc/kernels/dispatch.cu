@@ -375,6 +375,7 @@ bool fused_moe_cuda_select_experts(FusedMoeExperts *p) {
         calls[op].of_tier[FUSED_MOE_TIER_SM90]++;
     p->workspace.tier = FUSED_MOE_TIER_SM90;
     p->workspace.bytes = (int64_t)sm90::experts.workspace(*p);
+    p->tile_rows = fused_moe_few_rows_together(p->down.R, p->down.E);
     return true;
 }
 

@@ -305,19 +305,22 @@ Tensor experts_down(const Tensor &a, const OptTensor &, const Tensor &w2, const 
 
 /* --- both sides ----------------------------------------------------------------------------------------- */
 
-/* Both sides in one launch, where a tier has that for few rows. Without slots whose plan it makes, the combine is
- * a launch of its own. */
-static bool run_together(const Call &call, const UpSide &up, const DownSide &down, const Tensor &x) {
+/* Both sides in one launch, where a tier has that for few rows. make_plan(tile_rows) runs before it. Without slots
+ * whose plan the launch makes, the combine is one of its own. */
+template <typename MakePlan>
+static bool run_together(const Call &call, const UpSide &up, const DownSide &down, const Tensor &x,
+                         MakePlan make_plan) {
 #ifdef FUSED_MOE_WITH_CUDA
-    FusedMoeExperts p = {up.p, down.p, down.combine, {}};
+    FusedMoeExperts p = {up.p, down.p, down.combine, {}, 0};
     if (!call.is_cuda || !fused_moe_cuda_select_experts(&p)) return false;
     const Tensor memory = new_tensor(x, {p.workspace.bytes}, ScalarType::Byte);
     p.workspace.data = memory.mutable_data_ptr();
+    make_plan(p.tile_rows);
     check_status(call, fused_moe_cuda_experts(&p, call.stream));
     if (!up.p.slots) run_unpermute(call, down.combine);
     return true;
 #else
-    (void)call, (void)up, (void)down, (void)x;
+    (void)call, (void)up, (void)down, (void)x, (void)make_plan;
     return false;
 #endif
 }
@@ -336,26 +339,24 @@ run_experts(const char *op, const Tensor &x, const UpWeights &weights, const Wid
     OwnPlan plan = new_plan_of(op, ids, x, s.E, expert_map);
     FusedMoeRoutePlan &p = plan.p;
     Call call = begin_call(op, plan.ids);
-    Counters counters = {nullptr, {}};
-    auto prepare_counters = [&] {
-        counters = find_counters(call, x);
-        p.counters = counters.to_zero ? counters.data : nullptr;
-    };
     const bool few = call.is_cuda && fused_moe_has_few_slots(p.T * p.K, p.E);
-    if (!few) {
-        prepare_counters(); /* which the plan's kernel may have to zero */
-        run_own_plan(call, plan, route);
-    } else if (route) {
-        run_route(call, *route);
-    }
+    auto make_plan = [&](int32_t tile_rows) {
+        p.tile_rows = tile_rows;
+        if (!few)
+            run_own_plan(call, plan, route);
+        else if (route)
+            run_route(call, *route);
+    };
     OptTensor of_x, of_y;
     (score_on_input ? of_x : of_y) = scores;
     UpSide up = up_side(x, weights, s, b1, b3, of_x, plan.rows, layout, activation, constants, false);
     DownSide down = down_side(up.a, w2, out_dim, b2, of_y, plan.rows, shared, out);
     up.p.slots = few ? &p : nullptr;
-    if (run_together(call, up, down, x)) return {*down.out, plan.counts};
+    if (run_together(call, up, down, x, make_plan)) return {*down.out, plan.counts};
 
-    if (few) prepare_counters();
+    const Counters counters = find_counters(call, x);
+    p.counters = counters.to_zero ? counters.data : nullptr; /* which the plan's kernel has to zero */
+    make_plan(FUSED_MOE_TILE_ROWS);
     up.p.workspace.counters = down.p.workspace.counters = counters.data;
     up.p.next_starts_early = down.p.starts_early =
         starts_early(p.T * p.K, p.E, s.F, weights.w1.codes || w2.codes);

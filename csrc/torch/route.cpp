@@ -200,6 +200,7 @@ static FusedMoeRoutePlan plan_of_ids(const char *op, Tensor &ids, int64_t num_ex
     p.T = ids.size(0);
     p.K = (int32_t)ids.size(1);
     p.E = (int32_t)num_experts;
+    p.tile_rows = FUSED_MOE_TILE_ROWS;
     return p;
 }
 

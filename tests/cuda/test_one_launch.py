@@ -24,6 +24,7 @@ SHAPES = {
     "64 rows": (20, 3, 7, 136, 264),
     "64 rows, plan given": (130, 4, 37, 200, 136),
     "64 rows of one expert": (16, 1, 1, 64, 72),
+    "64 rows, 32 an expert": (296, 4, 37, 200, 136),
 }
 SHAPE = pytest.mark.parametrize("name", SHAPES)
 LAYOUTS = ("separate", "halves", "interleaved", "ungated")

@@ -261,7 +261,7 @@ static int32_t draw_outside(int32_t n) {
 static int route_plan(Case *c) {
     const Shape *s = &c->s;
     int64_t slots = s->T * s->K;
-    FusedMoeRoutePlan p = {.T = s->T, .K = (int32_t)s->K, .E = s->E};
+    FusedMoeRoutePlan p = {.T = s->T, .K = (int32_t)s->K, .E = s->E, .tile_rows = FUSED_MOE_TILE_ROWS};
     p.ids_dtype = FUSED_MOE_I32 + draw(5);
     void *ids = block(slots * integer_bytes(p.ids_dtype));
     for (int64_t slot = 0; slot < slots; slot++) {

@@ -173,7 +173,8 @@ __global__ void __launch_bounds__(THREADS, 1) scatter_kernel(const __grid_consta
     for (int i = threadIdx.x; blockIdx.x == 0 && p.counters && i < FUSED_MOE_NUM_COUNTERS; i += THREADS)
         p.counters[i] = 0;
     int32_t num_rows = sum_counts(s, span, first_expert, row_of_span, ends);
-    if (blockIdx.x == 0) make_schedule(p.schedule, p.E <= THREADS ? ends : p.offsets + 1, p.E, s.num_slots);
+    if (blockIdx.x == 0)
+        make_schedule(p.schedule, p.E <= THREADS ? ends : p.offsets + 1, p.E, s.num_slots, p.tile_rows);
 
     int64_t end = min((span + 1) * s.span_slots, s.num_slots);
     for (int64_t pass = span * s.span_slots; pass < end; pass += PASS_SLOTS) {

@@ -15,9 +15,10 @@ __device__ inline int32_t num_rows_of(const int32_t *offs, int32_t E, int64_t R)
 }
 
 /* Two warps of a CTA, from offs that the whole CTA sees. */
-__device__ inline void make_schedule(int32_t *schedule, const int32_t *offs, int32_t E, int64_t R) {
+__device__ inline void make_schedule(int32_t *schedule, const int32_t *offs, int32_t E, int64_t R,
+                                     int32_t tile_rows = FUSED_MOE_TILE_ROWS) {
     int warp = threadIdx.x / 32;
-    if (warp == 0) fused_moe_schedule_row_tiles(schedule, offs, E, FUSED_MOE_TILE_ROWS);
+    if (warp == 0) fused_moe_schedule_row_tiles(schedule, offs, E, tile_rows);
     if (warp == 1)
         fused_moe_schedule_slices(schedule, offs, E, fused_moe_slice_rows(R, E, FUSED_MOE_SLICE_SMS));
 }

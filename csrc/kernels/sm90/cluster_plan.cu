@@ -151,7 +151,7 @@ __device__ inline void make_plan(const FusedMoeRoutePlan &p, PlanShared &s, cons
         if (slot >= num_rows) p.row_slot[slot] = p.row_token[slot] = -1; /* there is no such row */
     }
     __syncwarp();
-    if (blockIdx.x == CTAS - 1) make_schedule(p.schedule, s.ends, p.E, p.T * p.K);
+    if (blockIdx.x == CTAS - 1) make_schedule(p.schedule, s.ends, p.E, p.T * p.K, p.tile_rows);
     __syncwarp();
     barrier_cluster_wait(); /* until the others have read this CTA's counts */
 }

@@ -420,7 +420,7 @@ uint64_t next_tag() {
 }
 
 bool has_few_rows(const FusedMoeExperts &p) {
-    return fused_moe_few_rows(p.down.R, p.down.E) == 16;
+    return fused_moe_few_rows_together(p.down.R, p.down.E) == 16;
 }
 
 /* Gate and up, that of lower address first; up's data is NULL where there is no such pair. */
@@ -493,6 +493,8 @@ int launch(const FusedMoeExperts &p, void *stream) {
         status = weight_map<T>(&down.b[0], d.b[0], Config::B_MAJOR, d.b[0].stride_out, d.b[0].stride_in, d.E,
                                d.M, d.N[0], SUBTILE);
     if (status != FUSED_MOE_OK) return status;
+    /* as the plan has them: of other tiles some would never be stored, and be waited for */
+    q.up.gemm.tiles.order.tile_rows = down.tiles.order.tile_rows = Config::BM;
     if (p.up.slots) q.combine = p.combine;
     q.progress = (Progress *)p.workspace.data;
     q.tag = next_tag();
@@ -528,7 +530,7 @@ FusedMoeReason reason(const FusedMoeExperts &p) {
     if (why == FUSED_MOE_RUNS) why = grouped_mm.reason(p.down);
     if (why != FUSED_MOE_RUNS) return why;
     const ScheduleOverride &asked = schedule_override();
-    if (!fused_moe_few_rows(p.down.R, p.down.E) || asked.no_tails || asked.split_k)
+    if (!fused_moe_few_rows_together(p.down.R, p.down.E) || asked.no_tails || asked.split_k)
         return FUSED_MOE_MANY_ROWS;
     if ((p.up.w1.stride_in == 1) != (p.down.b[0].stride_in == 1)) return FUSED_MOE_STRIDES;
     bool combines = p.up.slots;
