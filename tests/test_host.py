@@ -247,11 +247,15 @@ def test_plans_of_other_numbers_of_slots_are_refused(count):
 
 @needs_host
 def test_which_plans_a_cluster_makes():
-    """65 to 4096 slots of up to 1024 experts, and none where a float64 choice comes with it."""
+    """65 to 4096 slots of up to 1024 experts, and none where a float64 choice comes with it; 8192 of
+    given ids."""
     for num_slots, expected in ((0, False), (64, False), (65, True), (4096, True), (4097, False)):
+        assert _host.has_cluster_plan(num_slots, 1, 8, True, False) == expected
+    for num_slots, expected in ((0, False), (64, False), (65, True), (8192, True), (8193, False)):
         for T, K in ((num_slots, 1), (1, num_slots)):
             assert _host.has_cluster_plan(T, K, 8, False, False) == expected
-        assert _host.has_cluster_plan(num_slots, 1, 8, True, False) == expected
+    assert _host.has_cluster_plan(1024, 8, 1024, False, False)
+    assert not _host.has_cluster_plan(1024, 8, 1025, False, False)
     assert _host.has_cluster_plan(512, 8, 1024, True, False)
     assert not _host.has_cluster_plan(512, 8, 1025, True, False)
     assert not _host.has_cluster_plan(512, 8, 128, True, True)
@@ -268,13 +272,14 @@ def test_spans_of_a_cluster():
             assert _host.has_cluster_plan(T, K, 1024, True, False)
             for chooses in (False, True):
                 span = _host.span_slots(T, K, chooses)
-                assert T * K <= 8 * span and span <= 544
+                assert T * K <= 8 * span and span <= (544 if chooses else 512)
                 assert span % K == 0 or not chooses
 
 
 @needs_host
 def test_tiles_of_few_rows():
-    """16 rows up to 2 rows of an expert on average, 64 up to 16, else the usual tiles."""
+    """16 rows up to 2 rows of an expert on average, 64 up to 16, else the usual tiles; of both GEMMs in one
+    launch 64 up to 32."""
     expected = {
         (1, 1): 16,
         (3, 1): 64,

@@ -206,7 +206,7 @@ struct OwnPlan {
 OwnPlan new_plan_of(const char *op, const Tensor &ids, const Tensor &x, int64_t num_experts,
                     const OptTensor &expert_map);
 void run_route_plan(const Call &call, FusedMoeRoutePlan &p, const Tensor &ids);
-/* Makes it, and the choice of its ids where one is given: all in one launch, where a cluster has the slots. That
+/* Makes it, and the choice of its ids where one is given: in one launch or in two, where a cluster has the slots. That
  * needs so many free SMs of one GPC, so route_plan itself, which training calls, never does. */
 void run_own_plan(const Call &call, OwnPlan &plan, const FusedMoeRoute *route);
 /* dx = dlogits weight, or dx += it; weight is a dense (E, D). */

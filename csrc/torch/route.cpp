@@ -218,14 +218,23 @@ void run_route_plan(const Call &call, FusedMoeRoutePlan &p, const Tensor &ids) {
     run(call, p, fused_moe_cpu_route_plan, CUDA(fused_moe_cuda_route_plan));
 }
 
-void run_own_plan(const Call &call, OwnPlan &plan, const FusedMoeRoute *route) {
+static bool run_cluster_plan(const Call &call, const OwnPlan &plan, const FusedMoeRoute *route) {
 #ifdef FUSED_MOE_WITH_CUDA
-    if (call.is_cuda && fused_moe_cuda_has_cluster_plan(&plan.p, route)) {
-        check_status(call, fused_moe_cuda_cluster_plan(&plan.p, route, call.stream));
-        return;
-    }
+    if (!call.is_cuda || !fused_moe_cuda_has_cluster_plan(&plan.p, route)) return false;
+    check_status(call, fused_moe_cuda_cluster_plan(&plan.p, route, call.stream));
+    return true;
+#else
+    (void)call, (void)plan, (void)route;
+    return false;
 #endif
-    if (route) run_route(call, *route);
+}
+
+void run_own_plan(const Call &call, OwnPlan &plan, const FusedMoeRoute *route) {
+    if (run_cluster_plan(call, plan, route)) return;
+    if (route) {
+        run_route(call, *route);
+        if (run_cluster_plan(call, plan, nullptr)) return;
+    }
     run_route_plan(call, plan.p, plan.ids);
 }
 

@@ -1,4 +1,5 @@
-"""Choice and plan of 65 to 4096 slots by one cluster, without gradients: the bits of route and route_plan."""
+"""Choice and plan of 65 to 4096 slots by one cluster, the plan alone of 8192, without gradients: the bits of
+route and route_plan."""
 
 import pytest
 import torch
@@ -184,7 +185,11 @@ def test_any_size(device, seed):
 
 
 @pytest.mark.parametrize(
-    "shape", ((65, 1), (1, 100), (1, 4096), (4096, 1), (63, 65), (512, 8), (683, 3), (256, 8), (2, 33))
+    "shape",
+    (
+        *((65, 1), (1, 100), (1, 4096), (4096, 1), (63, 65), (512, 8), (683, 3), (256, 8), (2, 33)),
+        *((4097, 1), (1024, 8), (1, 8000), (1170, 7), (8193, 1)),
+    ),
 )
 @pytest.mark.parametrize("num_experts", (1, 8, 33, 128, 513, 1024, 1025))
 def test_plan_of_ids(device, shape, num_experts):
@@ -219,7 +224,7 @@ def test_one_kernel(device, hopper, name):
     assert "cluster_plan_kernel" in kernel
 
 
-@pytest.mark.parametrize("shape", ((65, 1, 8), (256, 8, 128), (512, 8, 128), (4096, 1, 8)))
+@pytest.mark.parametrize("shape", ((65, 1, 8), (256, 8, 128), (512, 8, 128), (512, 8, 127), (4096, 1, 8)))
 @torch.no_grad()
 def test_few_launches(device, hopper, shape):
     """Product, choice and plan, up_gate, down, combine; one less where one launch has both GEMMs, and where
@@ -228,7 +233,7 @@ def test_few_launches(device, hopper, shape):
     layer = FusedMoE(256, 128, num_experts, top_k, device=device, dtype=BF16).eval()
     x = torch.randn(tokens, 256, device=device).to(BF16)
     names = launches(lambda: layer(x))
-    num_gemms = 1 if tokens * top_k <= 16 * num_experts else 2
+    num_gemms = 1 if tokens * top_k <= 32 * num_experts else 2
     assert len(names) == 3 + num_gemms, names
     assert sum("choice_plan_kernel" in name for name in names) == 1, names
     scores, ids = fused_moe.route(layer.router.gate(x), top_k)
@@ -239,16 +244,21 @@ def test_few_launches(device, hopper, shape):
 
 @torch.no_grad()
 def test_where_no_cluster_plans(device, hopper, tier):
-    """Up to 64 slots the GEMMs do, beyond 4096 and on the portable tier the plan's own kernels."""
+    """Up to 64 slots the GEMMs do, beyond 4096 the choice has a kernel of its own, and beyond 8192 and on the
+    portable tier the plan has its own, too."""
     layer = FusedMoE(256, 128, 16, 4, device=device, dtype=BF16).eval()
 
-    def clusters(tokens: int) -> int:
+    def clusters(tokens: int) -> list[str]:
         x = torch.randn(tokens, 256, device=device).to(BF16)
-        return sum("choice_plan_kernel" in name for name in launches(lambda: layer(x)))
+        found = " ".join(launches(lambda: layer(x)))
+        return [name for name in ("choice_plan", "cluster_plan", "scatter") if f"{name}_kernel" in found]
 
-    assert [clusters(tokens) for tokens in (16, 17, 1024, 1025)] == [0, 1, 1, 0]
+    assert clusters(16) == []
+    assert clusters(17) == clusters(1024) == ["choice_plan"]
+    assert clusters(1025) == clusters(2048) == ["cluster_plan"]
+    assert clusters(2049) == ["scatter"]
     tier("portable")
-    assert clusters(17) == 0
+    assert clusters(17) == ["scatter"]
 
 
 def apart(layer, x, **options) -> torch.Tensor:
@@ -259,7 +269,9 @@ def apart(layer, x, **options) -> torch.Tensor:
     return fused_experts(x, *layer.experts.weights, scores, ids, plan=plan)
 
 
-@pytest.mark.parametrize("shape", ((33, 3, 12), (129, 8, 128), (512, 8, 128), (512, 2, 4)))
+@pytest.mark.parametrize(
+    "shape", ((33, 3, 12), (129, 8, 128), (512, 8, 128), (512, 8, 64), (1000, 8, 128), (512, 2, 4))
+)
 @pytest.mark.parametrize("dtype", (F32, BF16, F16), ids=("f32", "bf16", "f16"))
 @torch.no_grad()
 def test_one_graph_of_any_logits(device, shape, dtype):

@@ -28,8 +28,9 @@ namespace {
 
 constexpr int CTAS = FUSED_MOE_CLUSTER_CTAS, THREADS = 512, WARPS = THREADS / 32;
 constexpr int MAX_EXPERTS = FUSED_MOE_CLUSTER_EXPERTS;
-constexpr int CHUNKS = FUSED_MOE_SPAN_SLOTS / 32;    /* of consecutive slots, one per lane of a warp */
-constexpr int ROUNDS = (CHUNKS + WARPS - 1) / WARPS; /* chunks of a warp */
+constexpr int CHUNKS = FUSED_MOE_SPAN_SLOTS / 32; /* of consecutive slots, one per lane of a warp */
+constexpr int ROUNDS = CHUNKS / WARPS;            /* chunks of a warp, at most                    */
+constexpr int BATCH = 8;                          /* counts that are read together                */
 using Scan = cub::BlockScan<int32_t, THREADS, cub::BLOCK_SCAN_WARP_SCANS>;
 
 typedef struct {
@@ -78,6 +79,7 @@ __device__ inline void count_slots(PlanShared &s, const Span &span, int E, int (
 #pragma unroll
     for (int i = 0; i < ROUNDS; i++) {
         int chunk = warp + WARPS * i, index = chunk * 32 + lane;
+        if (chunk >= num_chunks) break;
         id[i] = index < span.num_slots ? s.id[index] : -1;
         peers[i] = __match_any_sync(ALL, id[i]);
         if (id[i] >= 0 && lane == __ffs(peers[i]) - 1)
@@ -86,13 +88,17 @@ __device__ inline void count_slots(PlanShared &s, const Span &span, int E, int (
     __syncthreads();
     for (int e = threadIdx.x; e < E; e += THREADS) {
         int rows = 0;
+        for (int first = 0; first < num_chunks; first += BATCH) {
+            int count[BATCH];
 #pragma unroll
-        for (int chunk = 0; chunk < CHUNKS; chunk++) {
-            if (chunk >= num_chunks) break;
-            uint16_t *chunk_rows = &s.chunk_rows[chunk * E + e];
-            int count = *chunk_rows;
-            *chunk_rows = (uint16_t)rows;
-            rows += count;
+            for (int i = 0; i < BATCH; i++)
+                if (first + i < num_chunks) count[i] = s.chunk_rows[(first + i) * E + e];
+#pragma unroll
+            for (int i = 0; i < BATCH; i++) {
+                if (first + i >= num_chunks) break;
+                s.chunk_rows[(first + i) * E + e] = (uint16_t)rows;
+                rows += count[i];
+            }
         }
         s.counts[e] = rows;
     }
