@@ -630,6 +630,13 @@ CPU = [
         "tests/test_host.py",
     ),
     Mutant(
+        "experts of 33 rows are one launch",
+        "csrc/slot_plan.h",
+        "R > 32 * E",
+        "R > 33 * E",
+        "tests/test_host.py",
+    ),
+    Mutant(
         "a token's slots are in two CTAs of a cluster",
         "csrc/cluster_plan.h",
         "int64_t together = chooses ? K : 1, parts = chooses ? T : T * K;",
@@ -989,9 +996,16 @@ CUDA = [
     Mutant(
         "sm90: all chunks of a span begin at the same rows",
         "csrc/kernels/sm90/cluster_plan.cu",
-        "*chunk_rows = (uint16_t)rows;",
-        "*chunk_rows = 0;",
+        "s.chunk_rows[(first + i) * E + e] = (uint16_t)rows;",
+        "s.chunk_rows[(first + i) * E + e] = 0;",
         "tests/cuda/test_cluster_plan.py",
+    ),
+    Mutant(
+        "sm90: a cluster's plan has row tiles of 128 rows for any GEMM",
+        "csrc/kernels/sm90/cluster_plan.cu",
+        "make_schedule(p.schedule, s.ends, p.E, p.T * p.K, p.tile_rows)",
+        "make_schedule(p.schedule, s.ends, p.E, p.T * p.K)",
+        "tests/cuda/test_one_launch.py",
     ),
     Mutant(
         "sm90: experts past a CTA's threads begin at row 0",
