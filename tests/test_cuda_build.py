@@ -15,7 +15,7 @@ from fused_moe.ops import HAS_CUDA_KERNELS, LIBRARY
 # In nvcc's PTX targets compute_80 is called sm_80, too.
 MACHINE_CODE, PTX = {"sm_80", "sm_90a"}, {"sm_80"}
 # Mangled names that may keep something in local memory: float64 is there for gradcheck, not for speed;
-# GEMMs of codes have a tile's address and numbers there, which their main loops do not read.
+# GEMMs of codes have a tile's address and numbers there, and of some codes a word or two of the main loop.
 MAY_SPILL = re.compile(r"I(NS_8SimtTileI)?d[EL]|20codes_up_gate_kernel|18FewRowsCodesConfig")
 SM80, SM90 = "4sm80", "4sm90"  # namespaces, mangled
 # GEMM -> warpgroups of its sm_90 kernel, whose threads' registers setmaxnreg deals out anew.
@@ -138,6 +138,8 @@ def test_gemms_of_codes(sass):
     kernels = sm90_gemms(sass, CODE_GEMMS)
     for (gemm, decoders), dtype in product(CODE_GEMMS.items(), DTYPES):
         assert len([n for n in kernels if is_of(gemm, n) and dtype in n]) == 2 * decoders
+    few = {n: used["REG"] for (_, n), used in sass.resources(LIBRARY).items() if "18FewRowsCodesConfig" in n}
+    assert set(few.values()) == {80}  # of two CTAs of 384 threads: with fewer, setmaxnreg would wait forever
     for name, used in kernels.items():
         missing = {"HGMMA", "UTMALDG", "SYNCS", "USETMAXREG"} - used.keys()
         assert not missing, f"{name}: no {missing}"

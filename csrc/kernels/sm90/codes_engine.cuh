@@ -2,17 +2,18 @@
  * computed by swap-AB. The weight's values, made in registers of codes, are wgmma's A, and the tile's rows its N: 8
  * to 128 of them.
  *
- *   warpgroup 0     producer, as in engine.cuh; a stage is 128 rows of the activation and 256 rows of codes
+ *   warpgroup 0     producer, as in engine.cuh; a stage is 128 or 32 rows of the activation and 256 rows of codes
  *   warpgroups 1-2  consumers: each has two subtiles of 64 weight rows
  *
  *   subtile 0   |make k 0 |          |make k 1 |          |make k 2      values of a k-tile: 16 words a thread
  *   MMAs                  |k 0 of 0  |k 0 of 1 |k 1 of 0  |k 1 of 1
  *   subtile 1             |make k 0  |         |make k 1  |
  *
- * While one subtile's MMAs run, the other's values are made. With few rows the MMAs are short, and two consumers
- * are eight warps that unpack: on each of an SM's schedulers one can wait while the other computes. In a tile of
- * FewRowsCodesConfig a subtile's values wait for the MMAs of the other's, whose registers they take: meanwhile the
- * other CTA's warps unpack. */
+ * While one subtile's MMAs run, the other's values are made. Two consumers are eight warps that unpack: on each of an
+ * SM's schedulers one can wait while the other computes.
+ *
+ * FewRowsCodesConfig has registers for one subtile's values. They are made when the MMAs of the other's have ended;
+ * meanwhile the other CTA's warps unpack. */
 #pragma once
 
 #include "codes.cuh"
@@ -143,13 +144,13 @@ __device__ __forceinline__ void persistent_codes_gemm(const CodesGemm &p, Epilog
                 with_few_tokens<8, Config::BM>(tile, [&](auto tokens) {
                     run_codes_tile<Config, tokens.value>(p, s, pipe, tile, wg, epilogue, writer);
                 });
-                continue;
-            }
-            switch (tile.num_rows > SUBTILE ? FUSED_MOE_TILE_ROWS : num_tokens_of(tile)) {
-            case 8: run_codes_tile<Config, 8>(p, s, pipe, tile, wg, epilogue, writer); break;
-            case 32: run_codes_tile<Config, 32>(p, s, pipe, tile, wg, epilogue, writer); break;
-            case 64: run_codes_tile<Config, 64>(p, s, pipe, tile, wg, epilogue, writer); break;
-            default: run_codes_tile<Config, 128>(p, s, pipe, tile, wg, epilogue, writer);
+            } else {
+                switch (tile.num_rows > SUBTILE ? FUSED_MOE_TILE_ROWS : num_tokens_of(tile)) {
+                case 8: run_codes_tile<Config, 8>(p, s, pipe, tile, wg, epilogue, writer); break;
+                case 32: run_codes_tile<Config, 32>(p, s, pipe, tile, wg, epilogue, writer); break;
+                case 64: run_codes_tile<Config, 64>(p, s, pipe, tile, wg, epilogue, writer); break;
+                default: run_codes_tile<Config, 128>(p, s, pipe, tile, wg, epilogue, writer);
+                }
             }
         }
     }

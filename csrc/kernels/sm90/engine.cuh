@@ -227,7 +227,7 @@ __device__ __forceinline__ void store_swapped_subtiles(const Params &p, float *d
     }
 }
 
-/* Calls fn with wgmma's N for the rows of a tile of FewRowsConfig. */
+/* Calls fn with wgmma's N for the rows of a tile of few rows. */
 template <int N, int ROWS, typename Fn>
 __device__ __forceinline__ void with_few_tokens(const WorkTile &tile, Fn fn) {
     if constexpr (N < ROWS) {
