@@ -1,8 +1,8 @@
 /* How the CTAs of a persistent grid get their work tiles: schedule.h on the device.
  *
  * One warp of a CTA fetches tiles, two ahead of the warps that work on them: it claims an index (static
- * round-robin, then work stealing; experts.cu has its own way), decodes it with a vote over the experts' prefix, and publishes the tile
- * through a queue in shared memory. Which CTA computes a tile changes nothing in its result.
+ * round-robin, then work stealing; experts.cu has its own way), decodes it with a vote over the experts' prefix, and
+ * publishes the tile through a queue in shared memory. Which CTA computes a tile changes nothing in its result.
  *
  * Tensor maps on the device (wgrad). A load past the expert's last row must give zeros, so its map's row
  * extent is the expert's. The fetching warp edits a template's address and row count in shared memory when
