@@ -3,7 +3,7 @@
 import pytest
 import torch
 from cases import BF16, F16, poisoned
-from gpu_cases import HALF_DTYPES, capture
+from gpu_cases import HALF_DTYPES, capture, launches
 from test_quantized import random_weight
 
 from fused_moe import QuantizedWeight, fused_experts
@@ -84,13 +84,6 @@ def test_bits_of_dequantised_weights(device, shape, format, scale_of, dtype):
         check(args, options | (biases if i % 2 else {}), dtype)
 
 
-def kernels_during(run) -> list[str]:
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        run()
-        torch.cuda.synchronize()
-    return [event.key for event in profile.key_averages()]
-
-
 @pytest.mark.parametrize("format", FORMATS)
 @torch.no_grad()
 def test_which_kernel_runs(hopper, device, format):
@@ -104,7 +97,7 @@ def test_which_kernel_runs(hopper, device, format):
     }
     for shape, few_rows in cases.items():
         args, options, _ = draw(shape, "separate", format, 0, BF16, BF16, device)
-        kernels = kernels_during(lambda: fused_experts(*args, **options))  # noqa: B023
+        kernels = launches(lambda: fused_experts(*args, **options))  # noqa: B023
         of_codes = {gemm: name for gemm in ("codes_up_gate", "codes_mm") for name in kernels if gemm in name}
         assert len(of_codes) == (0 if few_rows is None else 2), kernels
         assert {gemm for gemm, name in of_codes.items() if "FewRowsCodes" in name} == (few_rows or set())
@@ -134,7 +127,7 @@ def test_formats_of_gate_and_up(device, shape):
     (x, w1, w2, _, scores, ids), options, biases = draw(shape, "separate", "int4", 1, BF16, BF16, device)
     (_, _, _, w3, *_), *_ = draw(shape, "separate", "fp8", 1, BF16, BF16, device)
     check((x, w1, w2, w3, scores, ids), options | biases, BF16)
-    kernels = kernels_during(lambda: fused_experts(x, w1, w2, w3, scores, ids, **options))
+    kernels = launches(lambda: fused_experts(x, w1, w2, w3, scores, ids, **options))
     assert any("dequantize" in name for name in kernels), kernels
 
 
