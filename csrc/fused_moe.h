@@ -77,12 +77,17 @@ typedef enum {
 typedef struct {        /* weight (E, out, in) = (code - zero) scale, in f32, rounded to the call's dtype */
     const void *data;   /* [E,out,in]; codes of 4 bits two per byte, the even column in the lower half */
     const void *scale;  /* [E,ceil(out/block_out),ceil(in/block_in)] */
-    const int8_t *zero; /* like scale; NULL: zeros */
+    const int8_t *zero; /* like scale, -8 to 7; NULL: zeros */
     int64_t out, in;
     int64_t block_out, block_in; /* what one scale is of */
     bool transposed;             /* a GEMM reads it as (E, in, out): the gradient of its rows */
     FusedMoeFormat format;
     FusedMoeDtype scale_dtype; /* floating; u8 for mxfp4 */
+    /* 0, or scales of a tile and a group: the weight lies in tiles of 64 rows and 64 columns, as
+     * fused_moe/quantized/tiles.py says. Then data is [E,out/64,in/64] tiles, and scale and zero are
+     * [E,out/64,ceil(in/block_in),tile_scales]: 64, one of each row, or 4 equal ones; f32 for codes of 8 bits. On CUDA
+     * alone. */
+    int32_t tile_scales;
 } FusedMoeQuantizedWeight;
 
 typedef struct { /* expert weights (E, out, in); either of out and in may be the dense one */

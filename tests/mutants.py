@@ -495,6 +495,27 @@ CPU = [
         "tests/test_quantized.py",
     ),
     Mutant(
+        "codes of two columns change places in tiles",
+        "fused_moe/quantized/tiles.py",
+        "(first >> 4) | (second & 240)",
+        "(second >> 4) | (first & 240)",
+        "tests/test_tiles.py",
+    ),
+    Mutant(
+        "loading leaves the tiles that a CUDA graph reads",
+        "fused_moe/quantized/weight.py",
+        "out = old if old is not None and old.device == tensor.device else None",
+        "out = None",
+        "tests/test_tiles.py",
+    ),
+    Mutant(
+        "experts hold tiles and the parameters that they were made of",
+        "fused_moe/transformers/weights.py",
+        "kept.pop(name, None)",
+        "pass",
+        "tests/test_transformers_quantized.py",
+    ),
+    Mutant(
         "scores on the input are lost",
         "fused_moe/composed.py",
         "rows = _scored(rows, scores, plan)",

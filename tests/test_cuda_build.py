@@ -15,13 +15,20 @@ from fused_moe.ops import HAS_CUDA_KERNELS, LIBRARY
 # In nvcc's PTX targets compute_80 is called sm_80, too.
 MACHINE_CODE, PTX = {"sm_80", "sm_90a"}, {"sm_80"}
 # Mangled names that may keep something in local memory: float64 is there for gradcheck, not for speed;
-# GEMMs of codes have a tile's address and numbers there, and of some codes a word or two of the main loop.
-MAY_SPILL = re.compile(r"I(NS_8SimtTileI)?d[EL]|20codes_up_gate_kernel|18FewRowsCodesConfig")
+# GEMMs of codes have a tile's address and numbers there.
+MAY_SPILL = re.compile(r"I(NS_8SimtTileI)?d[EL]|11CodesConfig")
 SM80, SM90 = "4sm80", "4sm90"  # namespaces, mangled
 # GEMM -> warpgroups of its sm_90 kernel, whose threads' registers setmaxnreg deals out anew.
 GEMMS = {"grouped_mm_kernel": 3, "up_gate_kernel": 3, "down_dgrad_kernel": 4, "wgrad_kernel": 3}
-# Those that read codes: decoders of each, for each dtype.
-CODE_GEMMS = {"codes_mm_kernel": 5, "codes_up_gate_kernel": 5}
+# Those that read codes: decoders of each, for each dtype. By Rows: registers at launch, wgmma's N, and for
+# each N how many wgmmas there are and how many are waited for. With many rows ptxas serialises them
+# (docs/lab/quantised.md).
+CODE_GEMMS = {"codes_mm_kernel": 6, "codes_up_gate_kernel": 6}
+CODE_CONFIGS = {
+    "4RowsE0E": (80, (32,), (16, 2)),
+    "4RowsE1E": (96, (32, 48, 64), (16, 2)),
+    "4RowsE2E": (168, (64, 128), (32, 32)),
+}
 DTYPES = ("__nv_bfloat16", "__half")
 CONTIGUOUS_WGRAD = re.compile(r"WgradConfigI[^L]*Lb0E")  # without GATHER
 FACTS = ("cuda_calls", "cuda_device", "cuda_problem", "cuda_reset", "facts")
@@ -133,23 +140,26 @@ def sm90_gemms(sass, gemms=GEMMS) -> dict:
 
 
 def test_gemms_of_codes(sass):
-    """For every format and dtype: wgmma fed by TMA, no parameter loaded again, and no wgmma waited for but a
-    subtile's last."""
+    """For every format, dtype and number of rows: wgmma fed by TMA, and warps' own MMAs for up to 16 rows; no
+    parameter loaded again, and but for many rows no wgmma waited for but a stage's last."""
     kernels = sm90_gemms(sass, CODE_GEMMS)
-    for (gemm, decoders), dtype in product(CODE_GEMMS.items(), DTYPES):
-        assert len([n for n in kernels if is_of(gemm, n) and dtype in n]) == 2 * decoders
-    few = {n: used["REG"] for (_, n), used in sass.resources(LIBRARY).items() if "18FewRowsCodesConfig" in n}
-    assert set(few.values()) == {80}  # of two CTAs of 384 threads: with fewer, setmaxnreg would wait forever
-    for name, used in kernels.items():
-        missing = {"HGMMA", "UTMALDG", "SYNCS", "USETMAXREG"} - used.keys()
-        assert not missing, f"{name}: no {missing}"
-        assert not {"LD", "ST", "HMMA"} & used.keys(), name
-        assert ("LDGSTS" in used) == ("up_gate" in name), name
-        for width in (32, 16, 8) if "18FewRowsCodesConfig" in name else (128, 64, 32, 8):
-            wgmmas = {i: count for i, count in used.items() if i.startswith(f"HGMMA.64x{width}x16")}
-            waited = sum(count for i, count in wgmmas.items() if i.endswith(" gsb0"))
-            # the first k-tile and the others, two subtiles each, of four; gsb0's are counted by both names
-            assert (sum(wgmmas.values()) - waited, waited) == (16, 4), f"{name}, {width} wide"
+    registers = {n: used["REG"] for (_, n), used in sass.resources(LIBRARY).items()}
+    for (gemm, decoders), dtype, rows in product(CODE_GEMMS.items(), DTYPES, CODE_CONFIGS):
+        mine = [n for n in kernels if is_of(gemm, n) and dtype in n and rows in n]
+        assert len(mine) == decoders, f"{gemm}, {dtype}, {rows}"
+        launched, widths, expected = CODE_CONFIGS[rows]
+        assert {registers[n] for n in mine} == {launched}  # with fewer, setmaxnreg would wait forever
+        for name in mine:
+            used = kernels[name]
+            missing = {"HGMMA", "HMMA", "UTMALDG", "SYNCS", "USETMAXREG"} - used.keys()
+            assert not missing, f"{name}: no {missing}"
+            assert not {"LD", "ST"} & used.keys(), name
+            assert ("LDGSTS" in used) == ("up_gate" in name), name
+            for width in widths:
+                wgmmas = {i: count for i, count in used.items() if i.startswith(f"HGMMA.64x{width}x16")}
+                waited = sum(count for i, count in wgmmas.items() if i.endswith(" gsb0"))
+                # the first stage and the others; gsb0's are counted by both names
+                assert (sum(wgmmas.values()) - waited, waited) == expected, f"{name}, {width} wide"
 
 
 def test_the_router_runs_on_wgmma_and_tma(sass):

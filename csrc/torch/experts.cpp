@@ -57,7 +57,7 @@ static void check_scores(const char *op, const OptTensor &scores, const RowMap &
 /* The down GEMM starts while up_gate still runs, and loads weights until that has ended, if an expert has 64
  * slots at most on average (remote ones count). Not with more: full experts would lose their lockstep. And not
  * with a long k: its few tiles would be where SMs are free, and not spread evenly over the GPU, unless two CTAs
- * share an SM. */
+ * share an SM, as float weights' do. */
 static bool starts_early(int64_t R, int64_t E, int64_t F, bool has_codes) {
     return (fused_moe_few_rows(R, E) && !has_codes) || (R <= FUSED_MOE_SKINNY_ROWS * E && F < 2560);
 }

@@ -14,32 +14,41 @@ static bool has_two_per_byte(int64_t format) {
     return format == FUSED_MOE_INT4 || format == FUSED_MOE_MXFP4;
 }
 
-/* Finds block_out and block_in from the scale's shape. */
+/* Finds block_out, block_in and tile_scales from the scale's shape. */
 static void find_blocks(const char *op, FusedMoeQuantizedWeight *w, const Tensor &scale, int64_t E) {
     const int64_t out = w->out, in = w->in;
+    const bool is_tiled = scale.dim() == 4, is_grouped = has_two_per_byte(w->format);
     if (w->format == FUSED_MOE_FP8_BLOCK) {
         w->block_out = w->block_in = 128;
     } else {
-        const bool is_grouped = has_two_per_byte(w->format);
-        const int64_t blocks = scale.size(2), step = is_grouped ? 2 : in;
+        const int64_t blocks = scale.size(2), step = !is_grouped ? in : is_tiled ? 32 : 2;
         if (blocks < 1 || blocks > in / step || in % (step * blocks))
             fail(op, "expected scales of equal parts of a row, in columns by ", step, ", found ",
                  shape_text(scale), " for ", in, " columns");
+        const bool is_of_matrix = !is_grouped && (is_tiled ? scale.size(3) == 4 : scale.size(1) == 1);
         w->block_in = in / blocks;
-        w->block_out = !is_grouped && scale.size(1) == 1 ? out : 1;
+        w->block_out = is_of_matrix ? out : 1;
     }
-    check_shape(op, "scale", scale,
-                {E, (out + w->block_out - 1) / w->block_out, (in + w->block_in - 1) / w->block_in});
+    const int64_t col_blocks = (in + w->block_in - 1) / w->block_in;
+    if (is_tiled) {
+        w->tile_scales = w->block_out == 1 ? 64 : 4;
+        check_shape(op, "scale", scale, {E, out / 64, col_blocks, w->tile_scales});
+    } else {
+        check_shape(op, "scale", scale, {E, (out + w->block_out - 1) / w->block_out, col_blocks});
+    }
 }
 
 QuantizedWeight quantized_weight(const char *op, const QuantizedTensors &given, const Tensor &like,
                                  bool is_transposed) {
     const int64_t format = given.format;
     check_size(op, "format", format, 0, FUSED_MOE_NUM_FORMATS - 1);
-    check_dim(op, "data", given.data, 3);
-    check_dim(op, "scale", given.scale, 3);
-    QuantizedWeight weight = {{}, dense(given.data), dense(given.scale), {}};
-    const Tensor &codes = weight.data, &scale = weight.scale;
+    const bool is_tiled = given.data.dim() == 4;
+    check(!is_tiled || like.is_cuda(), op, "data of 3 dimensions: weights in tiles are for CUDA",
+          "4 dimensions");
+    check_dim(op, "data", given.data, is_tiled ? 4 : 3);
+    check_dim(op, "scale", given.scale, is_tiled ? 4 : 3);
+    QuantizedWeight weight = {{}, given.data, given.scale, given.zero};
+    const Tensor &codes = given.data, &scale = given.scale;
     FusedMoeQuantizedWeight &w = weight.p;
     w.format = (FusedMoeFormat)format;
     w.transposed = is_transposed;
@@ -47,25 +56,35 @@ QuantizedWeight quantized_weight(const char *op, const QuantizedTensors &given, 
     check_device(op, "data", codes, like);
     check_device(op, "scale", scale, like);
     const int64_t E = codes.size(0);
-    w.out = codes.size(1);
-    w.in = codes.size(2) * (has_two_per_byte(format) ? 2 : 1);
+    w.out = codes.size(1) * (is_tiled ? 64 : 1);
+    w.in = codes.size(2) * (is_tiled ? 64 : has_two_per_byte(format) ? 2 : 1);
+    if (is_tiled) {
+        const int64_t bytes = has_two_per_byte(format) ? 2048 : 4096;
+        check_size(op, "bytes of a tile", codes.size(3), bytes, bytes);
+    }
     check_size(op, "out of data", w.out, 1, MAX_WIDTH);
     check_size(op, "in of data", w.in, 1, MAX_WIDTH);
     find_blocks(op, &w, scale, E);
     if (format == FUSED_MOE_MXFP4) check_dtype(op, "scale", scale, ScalarType::Byte);
-    if (format == FUSED_MOE_FP8_BLOCK) check_dtype(op, "scale", scale, ScalarType::Float);
+    if (format == FUSED_MOE_FP8_BLOCK || (is_tiled && !has_two_per_byte(format)))
+        check_dtype(op, "scale", scale, ScalarType::Float);
     w.scale_dtype = dtype_of(op, "scale", scale, format != FUSED_MOE_MXFP4);
     check(w.scale_dtype != FUSED_MOE_F64, op, "scales of at most 32 bits", "Double");
     if (given.zero) {
-        weight.zero = dense(*given.zero);
         check(format == FUSED_MOE_INT4, op, "zero points for int4 alone", "some for another format");
-        check_shape(op, "zero", *weight.zero, {E, w.out, scale.size(2)});
-        check_dtype(op, "zero", *weight.zero, ScalarType::Char);
-        check_device(op, "zero", *weight.zero, like);
+        if (is_tiled)
+            check_shape(op, "zero", *given.zero, {E, w.out / 64, scale.size(2), 64});
+        else
+            check_shape(op, "zero", *given.zero, {E, w.out, scale.size(2)});
+        check_dtype(op, "zero", *given.zero, ScalarType::Char);
+        check_device(op, "zero", *given.zero, like);
+        weight.zero = is_tiled ? aligned(*given.zero) : dense(*given.zero);
         w.zero = (const int8_t *)data(*weight.zero);
     }
-    w.data = data(codes);
-    w.scale = data(scale);
+    weight.data = is_tiled ? aligned(codes) : dense(codes); /* kernels read whole words of tiles */
+    weight.scale = is_tiled ? aligned(scale) : dense(scale);
+    w.data = data(weight.data);
+    w.scale = data(weight.scale);
     return weight;
 }
 

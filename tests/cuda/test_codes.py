@@ -1,5 +1,8 @@
 """Kernels that read codes give the bits of the same call with dequantised weights."""
 
+import copy
+import re
+
 import pytest
 import torch
 from cases import BF16, F16, poisoned
@@ -7,16 +10,19 @@ from gpu_cases import HALF_DTYPES, capture, launches
 from test_quantized import random_weight
 
 from fused_moe import QuantizedWeight, fused_experts
+from fused_moe.quantized import tiles
 from fused_moe.quantized.formats import FORMATS
 
 pytestmark = pytest.mark.gpu
 
-# tokens, K, E, D, F, routing: every N of wgmma; tails of rows, of k, of columns; several tiles of an expert.
-# Up to 16 rows an expert on average tiles have 32 rows, where k is short.
+# tokens, K, E, D, F, routing: every N of the MMAs; tails of rows, of k, of columns; several tiles of an
+# expert; widths that tiles fit and others.
 SHAPES = {
     "one slot": (1, 1, 3, 128, 64, "random"),
     "eight rows": (8, 2, 2, 256, 192, "random"),
     "33 rows": (33, 1, 1, 384, 136, "random"),
+    "45 rows": (45, 1, 1, 192, 448, "random"),
+    "90 rows": (90, 1, 1, 320, 256, "random"),
     "64 rows and 1": (65, 1, 2, 160, 64, "first"),
     "129 rows": (129, 1, 1, 640, 320, "random"),
     "many experts": (100, 4, 40, 512, 384, "random"),
@@ -85,23 +91,34 @@ def test_bits_of_dequantised_weights(device, shape, format, scale_of, dtype):
 
 
 @pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("shape", ("one slot", "eight rows", "64 rows and 1", "many experts", "many rows"))
+@torch.no_grad()
+def test_tiled_or_not(device, monkeypatch, shape, format):
+    """Weights of which all, some or none are tiled give the same bits."""
+    (x, *weights, scores, ids), options, _ = draw(shape, "separate", format, 1, BF16, BF16, device)
+    expected = fused_experts(x, *weights, scores, ids, **options)
+    monkeypatch.setattr(tiles, "are_read_on", lambda device: False)
+    published = [copy.deepcopy(w) for w in weights]  # made anew, so they are not tiled
+    assert not any(w.is_tiled for w in published)
+    for chosen in ((True,) * 3, (True, False, False), (False, True, False), (False, False, True)):
+        mixed = [p if c else w for w, p, c in zip(weights, published, chosen, strict=True)]
+        assert torch.equal(fused_experts(x, *mixed, scores, ids, **options), expected), chosen
+
+
+@pytest.mark.parametrize("format", FORMATS)
 @torch.no_grad()
 def test_which_kernel_runs(hopper, device, format):
-    """Codes are read where rows are few, by two CTAs on an SM where they are fewer, and dequantised where
-    they are many."""
-    cases = {
-        "many experts": {"codes_up_gate", "codes_mm"},
-        "few rows, a long k": {"codes_mm"},  # the down GEMM's k is short
-        "one expert has all": set(),
-        "many rows": None,
-    }
-    for shape, few_rows in cases.items():
+    """Codes are read, by a kernel for few, some or many rows of an expert, and dequantised for more."""
+    cases = {"one slot": "0", "45 rows": "1", "129 rows": "2", "many rows": None}
+    for shape, rows in cases.items():
         args, options, _ = draw(shape, "separate", format, 0, BF16, BF16, device)
         kernels = launches(lambda: fused_experts(*args, **options))  # noqa: B023
-        of_codes = {gemm: name for gemm in ("codes_up_gate", "codes_mm") for name in kernels if gemm in name}
-        assert len(of_codes) == (0 if few_rows is None else 2), kernels
-        assert {gemm for gemm, name in of_codes.items() if "FewRowsCodes" in name} == (few_rows or set())
-        assert any("dequantize" in name for name in kernels) == (few_rows is None), kernels
+        for gemm in ("codes_up_gate", "codes_mm"):
+            found = {
+                match[1] for name in kernels if gemm in name and (match := re.search(r"Rows\)(\d)", name))
+            }
+            assert found == ({rows} if rows else set()), kernels
+        assert any("dequantize" in name for name in kernels) == (rows is None), kernels
 
 
 @pytest.mark.parametrize("format", FORMATS)

@@ -52,6 +52,27 @@ __device__ inline uint2 load_codes(const uint8_t *bytes, int n, bool aligned) {
     return make_uint2(words[0], words[1]);
 }
 
+/* The same of a weight in tiles: CHUNK codes of a row from column `col` on. A tile has them in four words, those of
+ * four lanes. */
+template <FusedMoeFormat format>
+__device__ inline uint2 load_tiled_codes(const void *data, int64_t row, int in, int col) {
+    constexpr int WORDS = IS_4_BIT<format> ? 2 : 4, TILE = 256 * WORDS; /* of a lane's row; words */
+    int in_tile = row % 64, step = col % 64 / 16, u = col / 8 % 2;
+    const uint32_t *tile = (const uint32_t *)data + (row / 64 * (in / 64) + col / 64) * TILE;
+    tile += in_tile / 8 % 2 * (TILE / 2) + (in_tile / 16 * 32 + in_tile % 8 * 4) * WORDS;
+    uint32_t words[2] = {};
+#pragma unroll
+    for (int t = 0; t < 4; t++) {
+        if constexpr (IS_4_BIT<format>) {
+            uint32_t pair = tile[t * WORDS + step / 2] >> 4 * (2 * (step % 2) + u) & 0x000f000f;
+            words[0] |= ((pair | pair >> 12) & 0xff) << 8 * t;
+        } else {
+            words[t / 2] |= (tile[t * WORDS + step] >> 16 * u & 0xffff) << 16 * (t % 2);
+        }
+    }
+    return make_uint2(words[0], words[1]);
+}
+
 /* Code i of a chunk. */
 template <FusedMoeFormat format>
 __device__ inline float code_of(const uint2 &words, int i) {
@@ -77,32 +98,42 @@ __device__ inline float load_scale(const FusedMoeQuantizedWeight &w, int64_t ind
 
 constexpr int WARPS = 8;
 
-/* A row for each warp. */
-template <typename T, FusedMoeFormat format>
+/* A row for each warp; of a weight in tiles eight, of which each quad has one: so a warp reads 256 or 512 bytes of a tile,
+ * and writes 64 of each row. Groups of a weight in tiles have whole chunks. */
+template <typename T, FusedMoeFormat format, bool TILED>
 __global__ void __launch_bounds__(32 * WARPS, 4) dequantize_kernel(const __grid_constant__ Dequantize p) {
     const FusedMoeQuantizedWeight &w = p.codes;
-    constexpr int CODES_PER_BYTE = IS_4_BIT<format> ? 2 : 1;
-    int in = (int)w.in, block_in = (int)min(w.block_in, w.in);
+    constexpr int CODES_PER_BYTE = IS_4_BIT<format> ? 2 : 1, LANES = TILED ? 4 : 32, ROWS = 32 / LANES;
+    int in = (int)w.in, block_in = (int)min(w.block_in, w.in), lane = threadIdx.x % 32;
     bool out_aligned = rows_are_aligned<T>(p.out, in);
     bool codes_aligned = in % CHUNK == 0 && (uintptr_t)w.data % CHUNK == 0;
-    bool one_scale = in % CHUNK == 0 && block_in % CHUNK == 0; /* for a chunk */
-    int64_t num_rows = p.E * w.out, warps = (int64_t)gridDim.x * WARPS;
-    for (int64_t row = (int64_t)blockIdx.x * WARPS + threadIdx.x / 32; row < num_rows; row += warps) {
+    bool one_scale = TILED || (in % CHUNK == 0 && block_in % CHUNK == 0); /* for a chunk */
+    int64_t num_rows = p.E * w.out, step = (int64_t)gridDim.x * WARPS * ROWS;
+    int64_t row = ((int64_t)blockIdx.x * WARPS + threadIdx.x / 32) * ROWS + lane / LANES;
+    for (; row < num_rows; row += step) {
         int expert = (int)(row / w.out);
         if (p.offs && p.offs[expert] == (expert ? p.offs[expert - 1] : 0)) continue;
-        int64_t first_block = (expert * p.row_blocks + (row - expert * w.out) / w.block_out) * p.col_blocks;
+        int64_t row_block = expert * p.row_blocks + (row - expert * w.out) / w.block_out;
+        int scales = 1, own_scale = 0; /* of a block; this row's of them */
+        if (TILED) {
+            row_block = row / 64, scales = w.tile_scales;
+            own_scale = scales == 64 ? (int)(row % 64) : 0;
+        }
         const uint8_t *codes = (const uint8_t *)w.data + row * in / CODES_PER_BYTE;
-        for (int col = threadIdx.x % 32 * CHUNK; col < in; col += 32 * CHUNK) {
-            int n = min(CHUNK, in - col), block = col / block_in, end = 0;
-            uint2 words = load_codes<format>(codes + col / CODES_PER_BYTE, n, codes_aligned);
+#pragma unroll(TILED ? 2 : 1)
+        for (int col = lane % LANES * CHUNK; col < in; col += LANES * CHUNK) {
+            int n = TILED ? CHUNK : min(CHUNK, in - col), block = col / block_in, end = 0;
+            uint2 words = TILED ? load_tiled_codes<format>(w.data, row, in, col)
+                                : load_codes<format>(codes + col / CODES_PER_BYTE, n, codes_aligned);
             float scale = 0, zero = 0;
             Accum<T> values[CHUNK];
 #pragma unroll
             for (int j = 0; j < CHUNK; j++) {
                 if (j == 0 || (!one_scale && j < n && col + j >= end)) {
                     if (j) block++;
-                    scale = load_scale(w, first_block + block);
-                    zero = w.zero ? (float)w.zero[first_block + block] : 0;
+                    int64_t index = (row_block * p.col_blocks + block) * scales + own_scale;
+                    scale = load_scale(w, index);
+                    zero = w.zero ? (float)w.zero[index] : 0;
                     end = (block + 1) * block_in;
                 }
                 values[j] = to_accum(from_accum<T>((code_of<format>(words, j) - zero) * scale));
@@ -130,14 +161,19 @@ int dequantize(void *out, const FusedMoeQuantizedWeight &codes, const int32_t *o
     p.E = E;
     return with_dtype(dtype, [&](auto t) {
         using T = decltype(t);
-        auto run = [&](auto kernel) {
-            return launch(kernel, p, grid_for(E * codes.out, WARPS), 32 * WARPS, 0, stream);
+        auto run = [&](auto format) {
+            constexpr FusedMoeFormat FORMAT = decltype(format)::value;
+            int64_t warps = codes.tile_scales ? E * codes.out / 8 : E * codes.out;
+            auto kernel =
+                codes.tile_scales ? dequantize_kernel<T, FORMAT, true> : dequantize_kernel<T, FORMAT, false>;
+            return launch(kernel, p, grid_for(warps, WARPS), 32 * WARPS, 0, stream);
         };
+        using std::integral_constant;
         switch (codes.format) {
-        case FUSED_MOE_INT8: return run(dequantize_kernel<T, FUSED_MOE_INT8>);
-        case FUSED_MOE_INT4: return run(dequantize_kernel<T, FUSED_MOE_INT4>);
-        case FUSED_MOE_MXFP4: return run(dequantize_kernel<T, FUSED_MOE_MXFP4>);
-        default: return run(dequantize_kernel<T, FUSED_MOE_FP8>);
+        case FUSED_MOE_INT8: return run(integral_constant<FusedMoeFormat, FUSED_MOE_INT8>());
+        case FUSED_MOE_INT4: return run(integral_constant<FusedMoeFormat, FUSED_MOE_INT4>());
+        case FUSED_MOE_MXFP4: return run(integral_constant<FusedMoeFormat, FUSED_MOE_MXFP4>());
+        default: return run(integral_constant<FusedMoeFormat, FUSED_MOE_FP8>());
         }
     });
 }

@@ -96,6 +96,14 @@ __device__ inline void cp_async_bulk_tensor_load(uint32_t dst, const void *map, 
 }
 
 __device__ inline void cp_async_bulk_tensor_load(uint32_t dst, const void *map, uint32_t barrier, int c0,
+                                                 int c1, int c2, int c3) {
+    asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], "
+                 "[%1, {%3, %4, %5, %6}], [%2];" ::"r"(dst),
+                 "l"(map), "r"(barrier), "r"(c0), "r"(c1), "r"(c2), "r"(c3)
+                 : "memory");
+}
+
+__device__ inline void cp_async_bulk_tensor_load(uint32_t dst, const void *map, uint32_t barrier, int c0,
                                                  int c1, int c2, int c3, int c4) {
     asm volatile("cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], "
                  "[%1, {%3, %4, %5, %6, %7}], [%2];" ::"r"(dst),
@@ -230,7 +238,37 @@ __device__ inline float2 ld_shared_cluster_v2(uint32_t address) {
     return v;
 }
 
-/* --- epilogues through shared memory -------------------------------------------------------------------- */
+/* --- shared memory by its address ------------------------------------------------------------------------ */
+
+__device__ inline uint32_t ld_shared_u8(uint32_t address) {
+    uint32_t v;
+    asm volatile("ld.shared.u8 %0, [%1];" : "=r"(v) : "r"(address) : "memory");
+    return v;
+}
+
+__device__ inline int32_t ld_shared_s8(uint32_t address) {
+    int32_t v;
+    asm volatile("ld.shared.s8 %0, [%1];" : "=r"(v) : "r"(address) : "memory");
+    return v;
+}
+
+__device__ inline uint32_t ld_shared_u16(uint32_t address) {
+    uint16_t v;
+    asm volatile("ld.shared.u16 %0, [%1];" : "=h"(v) : "r"(address) : "memory");
+    return v;
+}
+
+__device__ inline uint32_t ld_shared_u32(uint32_t address) {
+    uint32_t v;
+    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(address) : "memory");
+    return v;
+}
+
+__device__ inline uint2 ld_shared_v2(uint32_t address) {
+    uint2 v;
+    asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(address) : "memory");
+    return v;
+}
 
 __device__ inline uint4 ld_shared_v4(uint32_t address) {
     uint4 v;

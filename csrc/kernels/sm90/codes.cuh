@@ -1,12 +1,16 @@
-/* Quantised weights on Hopper: codes in shared memory become wgmma's register operand A.
+/* Quantised weights on Hopper: codes in shared memory become the register operand A of MMAs.
  *
  * The weight in 16 bits exists in registers alone. k keeps its order, and the values are those of
  * reference.dequantize, so results have the bits of a GEMM of the dequantised weight: which of the two is run
  * may depend on the number of rows.
  *
- * A row's 64 codes of a k-tile are 64 bytes, or 32 of 4 bits, as TMA writes them with a swizzle of as many. Of
- * eight codes along k, thread t of a quad has codes 2 t and 2 t + 1 (wgmma.cuh). So its four threads read the
- * same 16 bytes, which shared memory serves as one, and take different bytes of each word.
+ * A weight lies in memory in tiles of 64 rows and 64 columns (fused_moe/quantized/tiles.py), codes in the order of
+ * A's fragments. A thread has columns 2 t, 2 t + 1, 2 t + 8 and 2 t + 9 of each 16, t = lane % 4, of rows lane / 4 and
+ * lane / 4 + 8 of its warp's sixteen:
+ *
+ *   tile [row half][warp][lane] of 8 bytes (codes of 4 bits) or 16: what a thread has of a row
+ *   8 bits   word s: columns 16 s + 2 t, + 2 t + 1, + 2 t + 8, + 2 t + 9
+ *   4 bits   word s / 2: pair n = 2 (s % 2) + u is columns 16 s + 8 u + 2 t and one more, in bits 4 n and 4 n + 16 on
  *
  * A value is (code - zero) scale, rounded once. Where code - zero and scale are exact in T (`narrow`) that is
  * one product of T; else it is formed in float32. */
@@ -18,6 +22,9 @@ namespace fused_moe {
 namespace sm90 {
 
 enum class Code { E4M3, INT8, INT4, E2M1 };
+
+/* Columns of a stage: two k-tiles. Codes are few bytes, and a stage's waits are paid for half as often. */
+constexpr int STAGE_COLUMNS = 128, STAGE_K_TILES = 2;
 
 /* --- pairs: two neighbouring elements of k in a word ---------------------------------------------------- */
 
@@ -60,17 +67,18 @@ __device__ inline float2 floats_of(__half2 pair) {
     return __half22float2(pair);
 }
 
-/* --- codes to values ------------------------------------------------------------------------------------ */
+/* --- scales and zero points ------------------------------------------------------------------------------ */
 
-/* A scale of this dtype. */
-__device__ inline float float_of(uint32_t bits, FusedMoeDtype dtype) {
-    switch (dtype) {
-    case FUSED_MOE_F32: return __uint_as_float(bits);
-    case FUSED_MOE_BF16: return __uint_as_float(bits << 16);
-    case FUSED_MOE_F16: return __half2float(__ushort_as_half((unsigned short)bits));
-    default: return __uint_as_float(bits == 0 ? 0x400000 : bits == 255 ? 0x7fc00000 : bits << 23); /* e8m0 */
-    }
-}
+/* Of a stage, as its codes are: [tile][group][row]. A group is the columns that share a scale. */
+typedef struct {
+    FusedMoeDtype dtype;
+    int32_t bytes;     /* of a scale                                                */
+    int32_t rows;      /* of a group's scales in a tile: 64, or 4 equal ones        */
+    int32_t groups;    /* in a stage: 1, 2 or 4                                     */
+    int32_t stages;    /* that share a group, where groups is 1                     */
+    bool has_zeros;    /* int8, as many as scales                                   */
+    int32_t box_bytes; /* of half a stage's tiles: codes, scales and zero points    */
+} Scales;
 
 /* What the codes of a row and a group are shifted and scaled by. */
 template <bool NARROW>
@@ -79,39 +87,50 @@ struct Factor {
     std::conditional_t<NARROW, uint32_t, float> scale; /* narrow: of T, twice */
 };
 
-template <typename T_, Code CODE_, bool NARROW_>
+/* --- codes to values ------------------------------------------------------------------------------------ */
+
+/* GROUPED: a stage may have more than one group of columns. */
+template <typename T_, Code CODE_, bool NARROW_, bool GROUPED_>
 struct Decoder {
     using T = T_;
     static constexpr Code CODE = CODE_;
-    static constexpr bool NARROW = NARROW_;
-    static constexpr bool IS_4_BIT = CODE == Code::INT4 || CODE == Code::E2M1;
-    static constexpr int ROW_BYTES = IS_4_BIT ? 32 : 64; /* of a k-tile */
+    static constexpr bool NARROW = NARROW_, GROUPED = GROUPED_;
+    static constexpr bool IS_4_BIT = CODE == Code::INT4 || CODE == Code::E2M1, HAS_ZEROS = CODE == Code::INT4;
     static_assert(!NARROW || IS_4_BIT, "scales of 8-bit codes are multiplied in float32");
+    static constexpr int TILE_BYTES = IS_4_BIT ? 2048 : 4096;
+    static constexpr int WORDS = IS_4_BIT ? 2 : 4; /* of a thread's codes of a row and a tile */
+    static constexpr int GROUPS = GROUPED ? 4 : 1; /* in a stage, at most */
+    /* Of a tile in a stage, at most. */
+    static constexpr int SCALE_BYTES = SUBTILE * GROUPS * (CODE == Code::E2M1 ? 1 : NARROW ? 2 : 4);
+    static constexpr int ZERO_BYTES = HAS_ZEROS ? SUBTILE * (GROUPED ? 4 : 2) : 0; /* TMA writes on 128 */
     using RowFactor = Factor<NARROW>;
 
-    uint32_t selector; /* of this thread's bytes */
     uint32_t low_bits; /* 4 bits twice; in a register, as one of a LOP3's two constants has to be */
 
-    __device__ Decoder() {
-        uint32_t t = threadIdx.x % 4;
-        low_bits = opaque(0x000f000f);
-        selector = IS_4_BIT ? t | (t + 4) << 8 : 2 * t | (2 * t + 1) << 4;
-    }
+    __device__ Decoder() { low_bits = opaque(0x000f000f); }
 
-    /* Of a scale's bits, as RowScales has them, and a zero point. */
-    __device__ static RowFactor factor(uint32_t bits, int zero, FusedMoeDtype dtype) {
-        RowFactor f;
-        f.zero = CODE == Code::INT4 ? PairOf<T>::INTEGER + (uint32_t)(8 + zero) * 0x10001 : 0;
-        if constexpr (CODE == Code::E2M1 && NARROW) /* bf16 has the values of e8m0 */
-            f.scale = (__float_as_uint(float_of(bits, FUSED_MOE_U8)) >> 16) * 0x10001;
-        else if constexpr (NARROW)
-            f.scale = bits * 0x10001;
-        else if constexpr (CODE == Code::E2M1)
-            f.scale = float_of(bits, FUSED_MOE_U8);
-        else if constexpr (CODE == Code::INT4)
-            f.scale = float_of(bits, dtype);
-        else
-            f.scale = __uint_as_float(bits);
+    /* Of a scale and a zero point in shared memory. */
+    __device__ static RowFactor factor(uint32_t scale, uint32_t zero, const Scales &s) {
+        RowFactor f = {};
+        if constexpr (HAS_ZEROS)
+            f.zero = PairOf<T>::INTEGER + (8 + (s.has_zeros ? ld_shared_s8(zero) : 0)) * 0x10001;
+        if constexpr (CODE == Code::E2M1 &&
+                      NARROW) { /* bf16 has the values of e8m0; 0 is subnormal, 255 NaN */
+            uint32_t twice = __vmaxu2(ld_shared_u8(scale) * 0x800080, 0x400040);
+            auto power = pair_of<T>(twice), zeros = pair_of<T>(0);
+            f.scale = word_of<T>(__hfma2(power, zeros, power));
+        } else if constexpr (CODE == Code::E2M1) {
+            uint32_t bits = ld_shared_u8(scale);
+            f.scale = __uint_as_float(bits == 0 ? 0x400000 : bits == 255 ? 0x7fc00000 : bits << 23);
+        } else if constexpr (NARROW) {
+            f.scale = ld_shared_u16(scale) * 0x10001;
+        } else if (HAS_ZEROS && s.dtype == FUSED_MOE_BF16) {
+            f.scale = __uint_as_float(ld_shared_u16(scale) << 16);
+        } else if (HAS_ZEROS && s.dtype == FUSED_MOE_F16) {
+            f.scale = __half2float(__ushort_as_half((unsigned short)ld_shared_u16(scale)));
+        } else {
+            f.scale = __uint_as_float(ld_shared_u32(scale));
+        }
         return f;
     }
 
@@ -119,17 +138,16 @@ struct Decoder {
         return pack<T>(low * scale, high * scale);
     }
 
-    /* This thread's pair of a word of eight 4-bit codes. */
-    __device__ uint32_t pair(uint32_t word, const RowFactor &f) const {
-        uint32_t nibbles =
-            __byte_perm(word, word >> 4, selector); /* in bits 0-3 and 16-19; others are junk */
+    /* Pair n of a word of 4-bit codes. */
+    __device__ uint32_t pair_of_nibbles(uint32_t word, int n, const RowFactor &f) const {
         uint32_t exact;
         if constexpr (CODE == Code::INT4) {
-            uint32_t shifted = (nibbles & low_bits) | PairOf<T>::INTEGER;
+            uint32_t shifted = (word >> 4 * n & low_bits) | PairOf<T>::INTEGER;
             exact = word_of<T>(__hsub2(pair_of<T>(shifted), pair_of<T>(f.zero)));
         } else {
             constexpr int shift = PairOf<T>::E2M1_SHIFT;
-            uint32_t bits = (nibbles << 12 & 0x80008000) | (nibbles << shift & 0x00070007u << shift);
+            uint32_t magnitude = shift >= 4 * n ? word << (shift - 4 * n) : word >> (4 * n - shift);
+            uint32_t bits = (word << (12 - 4 * n) & 0x80008000) | (magnitude & 0x00070007u << shift);
             exact = multiply_pair<T>(bits, PairOf<T>::E2M1_FACTOR);
         }
         if constexpr (NARROW) {
@@ -140,139 +158,86 @@ struct Decoder {
         }
     }
 
-    /* Of two words of four 8-bit codes each. */
-    __device__ uint32_t pair(uint32_t first, uint32_t second, const RowFactor &f) const {
-        uint32_t bytes = __byte_perm(first, second, selector); /* in bits 0-15; others are junk */
+    /* The lower or the upper pair of a word of 8-bit codes. */
+    __device__ uint32_t pair_of_bytes(uint32_t word, int u, const RowFactor &f) const {
         if constexpr (CODE == Code::E4M3) {
-            float2 v = __half22float2(pair_of<__half>(cvt_f16x2_e4m3x2((uint16_t)bytes)));
+            float2 v = __half22float2(pair_of<__half>(cvt_f16x2_e4m3x2((uint16_t)(word >> 16 * u))));
             return scaled(v.x, v.y, f.scale);
         } else { /* 2^23 + 128 + code, less that */
-            bytes ^= 0x8080;
-            float low = __uint_as_float(__byte_perm(bytes, 0x4b000000, 0x7440));
-            float high = __uint_as_float(__byte_perm(bytes, 0x4b000000, 0x7441));
+            word ^= 0x80808080;
+            float low = __uint_as_float(__byte_perm(word, 0x4b000000, 0x7440 + 2 * u));
+            float high = __uint_as_float(__byte_perm(word, 0x4b000000, 0x7441 + 2 * u));
             return scaled(low - 8388736.f, high - 8388736.f, f.scale);
         }
     }
-};
 
-/* --- scales --------------------------------------------------------------------------------------------- */
-
-constexpr int ONE_BLOCK = 31;
-
-typedef struct {        /* of a weight (E, rows, k) */
-    const void *scale;  /* [E,row_blocks,col_blocks] */
-    const int8_t *zero; /* like scale; NULL: zeros */
-    FusedMoeDtype dtype;
-    int32_t first_row, end_row; /* of the rows that the GEMM multiplies by */
-    int32_t block_rows, row_blocks, col_blocks;
-    int32_t k_shift; /* log2 of a block's columns; ONE_BLOCK: it has all */
-} Scales;
-
-/* Of two rows, eight apart, of one subtile: bits as they lie in memory, of 8-bit codes float32's, loaded a k-tile
- * ahead.
- *
- * In the main loop the dtype of scales is known at compile time, but for INT4 with scales of another dtype than
- * T: whatever branches or reads parameters between a load and its use makes the warp wait for the load. */
-template <class Decoder>
-struct RowScales {
-    /* of a k-tile: only codes of 4 bits have scales of 32 columns */
-    static constexpr int HALVES = Decoder::IS_4_BIT ? 2 : 1;
-    uint32_t first[2]; /* of the rows' blocks; scales are fewer than 2^31 */
-    uint32_t bits[2][HALVES];
-    int zero[2][HALVES];
-
-    __device__ void start(const Scales &s, int expert, int row) {
-#pragma unroll
-        for (int i = 0; i < 2; i++) {
-            int r = min(s.first_row + row + 8 * i, s.end_row - 1) / s.block_rows;
-            first[i] = (uint32_t)((expert * s.row_blocks + r) * s.col_blocks);
-#pragma unroll
-            for (int half = 0; half < HALVES; half++) zero[i][half] = 0;
-        }
-        switch (s.dtype) {
-        case FUSED_MOE_F32: load_as<uint32_t>(s, 0); break;
-        case FUSED_MOE_U8: load_as<uint8_t>(s, 0); break;
-        default: load_as<uint16_t>(s, 0);
-        }
-        if constexpr (!Decoder::IS_4_BIT)
-            for (auto &row_bits : bits) row_bits[0] = __float_as_uint(float_of(row_bits[0], s.dtype));
-    }
-
-    __device__ void load(const Scales &s, int k_tile) {
-        if (s.k_shift == ONE_BLOCK) return;
-        if constexpr (Decoder::CODE == Code::E2M1)
-            load_as<uint8_t>(s, k_tile);
-        else if constexpr (Decoder::NARROW)
-            load_as<uint16_t>(s, k_tile);
-        else if (Decoder::CODE == Code::E4M3 || s.dtype == FUSED_MOE_F32) /* fp8_block's are float32 */
-            load_as<uint32_t>(s, k_tile);
+    /* Columns 16 step + 8 u + 2 t and one more of a tile, t = lane % 4. */
+    __device__ uint32_t pair(const uint32_t (&words)[WORDS], int step, int u, const RowFactor &f) const {
+        if constexpr (IS_4_BIT)
+            return pair_of_nibbles(words[step / 2], 2 * (step % 2) + u, f);
         else
-            load_as<uint16_t>(s, k_tile);
-    }
-
-    template <typename Bits>
-    __device__ void load_as(const Scales &s, int k_tile) {
-        int column = s.k_shift == ONE_BLOCK ? 0 : 2 * k_tile >> (s.k_shift - 5);
-        bool halves = s.k_shift == 5;
-#pragma unroll
-        for (int half = 0; half < HALVES; half++) {
-            if (half && !halves) break;
-            uint32_t c = min(column + half, s.col_blocks - 1);
-#pragma unroll
-            for (int i = 0; i < 2; i++) bits[i][half] = __ldg((const Bits *)s.scale + (first[i] + c));
-            if (Decoder::CODE == Code::INT4 && s.zero)
-#pragma unroll
-                for (int i = 0; i < 2; i++) zero[i][half] = __ldg(s.zero + (first[i] + c));
-        }
+            return pair_of_bytes(words[step], u, f);
     }
 };
 
 /* --- fragments ------------------------------------------------------------------------------------------ */
 
-/* Where this thread's rows of a subtile's codes are: its 16-byte chunk c is at offset ^ 16 c. The second row, eight
- * on, is swizzled alike. */
-template <int ROW_BYTES>
-__device__ inline uint32_t codes_offset() {
-    uint32_t row = 16 * (threadIdx.x / 32 % 4) + threadIdx.x % 32 / 4, offset = ROW_BYTES * row;
-    return offset ^ (offset >> 3 & (ROW_BYTES - 16));
-}
+/* Where a stage has what a thread needs of its two rows, of the first k-tile and group. */
+typedef struct {
+    uint32_t codes[2], scale[2], zero[2];
+} CodeOffsets;
 
-/* A (64 x 64) of the subtile whose codes for this thread begin at `codes`: words 4 j .. 4 j + 3 are its columns 16 j
- * .. 16 j + 15. Loads the scales of k-tile next. */
+/* What a thread has of a stage: codes of two rows, and the rows' factors: of the stage, or of two groups of a k-tile,
+ * which are 32 columns or of a larger group. */
 template <class Decoder>
-__device__ __forceinline__ void make_fragments(uint32_t (&a)[16], const Decoder &decoder, uint32_t codes,
-                                               RowScales<Decoder> &scales, const Scales &s, int next) {
-    constexpr int HALVES = RowScales<Decoder>::HALVES;
-    typename Decoder::RowFactor factor[2][HALVES];
+struct StageCodes {
+    static constexpr int GROUPS = Decoder::GROUPED ? 2 : 1;
+    uint32_t words[STAGE_K_TILES][2][Decoder::WORDS];
+    typename Decoder::RowFactor factor[2][GROUPS];
+
+    __device__ void load(uint32_t stage, const CodeOffsets &at) {
 #pragma unroll
-    for (int i = 0; i < 2; i++)
+        for (int k_tile = 0; k_tile < STAGE_K_TILES; k_tile++)
 #pragma unroll
-        for (int half = 0; half < HALVES; half++)
-            factor[i][half] = half && s.k_shift > 5
-                                  ? factor[i][0]
-                                  : Decoder::factor(scales.bits[i][half], scales.zero[i][half], s.dtype);
-    scales.load(s, next);
-#pragma unroll
-    for (int c = 0; c < Decoder::ROW_BYTES / 16; c++) {
-        uint4 q[2];
-#pragma unroll
-        for (int i = 0; i < 2; i++) q[i] = ld_shared_v4((codes ^ 16 * c) + 8 * Decoder::ROW_BYTES * i);
-#pragma unroll
-        for (int i = 0; i < 2; i++) {
-            const uint4 &v = q[i];
-            if constexpr (Decoder::IS_4_BIT) { /* a chunk is two steps of 16 columns */
-                const auto &f = factor[i][c];
-                a[8 * c + i] = decoder.pair(v.x, f);
-                a[8 * c + i + 2] = decoder.pair(v.y, f);
-                a[8 * c + i + 4] = decoder.pair(v.z, f);
-                a[8 * c + i + 6] = decoder.pair(v.w, f);
-            } else { /* a chunk is one */
-                a[4 * c + i] = decoder.pair(v.x, v.y, factor[i][0]);
-                a[4 * c + i + 2] = decoder.pair(v.z, v.w, factor[i][0]);
-            }
-        }
+            for (int row = 0; row < 2; row++)
+                ld_shared(words[k_tile][row], stage + at.codes[row] + k_tile * Decoder::TILE_BYTES);
     }
-}
+
+    __device__ void load_factors(uint32_t stage, const CodeOffsets &at, int k_tile, const Scales &s) {
+#pragma unroll
+        for (int row = 0; row < 2; row++)
+#pragma unroll
+            for (int i = 0; i < GROUPS; i++) {
+                uint32_t group = GROUPS == 1     ? 0
+                                 : s.groups == 4 ? 2 * k_tile + i
+                                 : s.groups == 2 ? k_tile
+                                                 : 0;
+                uint32_t scale = stage + at.scale[row] + group * s.rows * s.bytes;
+                factor[row][i] = Decoder::factor(scale, stage + at.zero[row] + group * s.rows, s);
+            }
+    }
+
+    /* Words 16 k_tile + 4 j + .. of A are columns 16 j .. 16 j + 15 of a k-tile. */
+    __device__ void make_fragments(uint32_t (&a)[STAGE_COLUMNS / 4], int k_tile,
+                                   const Decoder &decoder) const {
+#pragma unroll
+        for (int j = 0; j < SUBTILE / 16; j++)
+#pragma unroll
+            for (int i = 0; i < 4; i++)
+                a[16 * k_tile + 4 * j + i] =
+                    decoder.pair(words[k_tile][i % 2], j, i / 2, factor[i % 2][j / 2 % GROUPS]);
+    }
+
+  private:
+    __device__ static void ld_shared(uint32_t (&word)[2], uint32_t address) {
+        uint2 v = ld_shared_v2(address);
+        word[0] = v.x, word[1] = v.y;
+    }
+    __device__ static void ld_shared(uint32_t (&word)[4], uint32_t address) {
+        uint4 v = ld_shared_v4(address);
+        word[0] = v.x, word[1] = v.y, word[2] = v.z, word[3] = v.w;
+    }
+};
 
 } // namespace sm90
 } // namespace fused_moe

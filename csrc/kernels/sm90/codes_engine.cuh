@@ -1,19 +1,16 @@
 /* Grouped GEMMs of quantised weights: engine.cuh's roles, pipelines and schedule, with codes as B and every tile
- * computed by swap-AB. The weight's values, made in registers of codes, are wgmma's A, and the tile's rows its N: 8
- * to 128 of them.
+ * computed by swap-AB. The weight's values, made in registers of codes, are A of the MMAs, and the tile's rows their N.
  *
- *   warpgroup 0     producer, as in engine.cuh; a stage is 128 or 32 rows of the activation and 256 rows of codes
- *   warpgroups 1-2  consumers: each has two subtiles of 64 weight rows
+ *   warpgroup 0     producer; a stage is 128 columns of a tile's rows of the activation, and of its rows of codes with
+ *                   their scales and zero points
+ *   others          consumers: each has one or two subtiles of 64 weight rows
  *
- *   subtile 0   |make k 0 |          |make k 1 |          |make k 2      values of a k-tile: 16 words a thread
- *   MMAs                  |k 0 of 0  |k 0 of 1 |k 1 of 0  |k 1 of 1
- *   subtile 1             |make k 0  |         |make k 1  |
+ *   consumer        |wait: stage |codes, scales |wait: MMAs of the stage before; release it |make A |issue 8 MMAs |..
  *
- * While one subtile's MMAs run, the other's values are made. Two consumers are eight warps that unpack: on each of an
- * SM's schedulers one can wait while the other computes.
- *
- * FewRowsCodesConfig has registers for one subtile's values. They are made when the MMAs of the other's have ended;
- * meanwhile the other CTA's warps unpack. */
+ * Unpacking is what has to be hidden: by the memory's time where rows are few, by MMAs where they are many. So few rows
+ * have many warps, each with one subtile, of which some unpack while the MMAs of others run. Of many rows a consumer has two
+ * subtiles, so that a stage's rows are read for twice as many columns; ptxas has no registers left to let one subtile's MMAs
+ * run while the other is unpacked, and serialises them (docs/lab/quantised.md). */
 #pragma once
 
 #include "codes.cuh"
@@ -23,106 +20,369 @@
 namespace fused_moe {
 namespace sm90 {
 
-template <class Decoder_, bool GATHER>
+/* Rows that an expert has, on average: up to 2, up to 64, more. FEW has two CTAs on an SM, with smaller tiles. */
+enum class Rows { FEW, SOME, MANY };
+
+template <class Decoder_, bool GATHER, Rows ROWS>
 struct CodesConfig : GemmConfig<typename Decoder_::T, Major::K, GATHER> {
-    using Base = GemmConfig<typename Decoder_::T, Major::K, GATHER>;
     using Decoder = Decoder_;
-    static constexpr int STAGES = Decoder::IS_4_BIT ? 7 : 5;
-    static constexpr int B_K_TILE = Decoder::ROW_BYTES, B_BYTES = Base::BN * Decoder::ROW_BYTES;
-    using Pipeline = PipelineState<STAGES>;
-};
-
-/* Of experts that have few rows on average: 32 in a tile at most. Two CTAs share an SM: four warps that unpack on each
- * of its schedulers instead of two. */
-template <class Decoder, bool GATHER>
-struct FewRowsCodesConfig : CodesConfig<Decoder, GATHER> {
-    using Base = CodesConfig<Decoder, GATHER>;
-    static constexpr bool FEW_ROWS = true;
-    static constexpr int CTAS_PER_SM = 2, BM = 32, CUT_ROWS = BM;
-    static constexpr int A_BYTES = BM * SWIZZLE_BYTES, STAGING_BYTES = SkinnyWriter<BM>::BYTES;
-    static constexpr int STAGES = 100 * 1024 / (A_BYTES + Base::B_BYTES);
-    static constexpr int PRODUCER_REGISTERS = 56, CONSUMER_REGISTERS = 88;
-    static_assert(PRODUCER_REGISTERS + 2 * CONSUMER_REGISTERS <= 3 * LAUNCH_REGISTERS<2 * Base::THREADS>,
+    static constexpr bool FEW_ROWS = ROWS == Rows::FEW, MANY_ROWS = ROWS == Rows::MANY;
+    static constexpr int CTAS_PER_SM = FEW_ROWS ? 2 : 1;
+    static constexpr int CONSUMERS = ROWS == Rows::SOME ? 4 : 2,
+                         SUBTILES = MANY_ROWS ? 2 : 1; /* of a consumer */
+    static constexpr int BM = FEW_ROWS ? 32 : MANY_ROWS ? 128 : 64, CUT_ROWS = BM;
+    static constexpr int TILES = CONSUMERS * SUBTILES, BN = SUBTILE * TILES; /* of B in a stage */
+    static constexpr int K_TILE_BYTES = BM * SWIZZLE_BYTES, A_BYTES = STAGE_K_TILES * K_TILE_BYTES;
+    /* Where a stage's b has what. */
+    static constexpr int SCALES = TILES * STAGE_K_TILES * Decoder::TILE_BYTES;
+    static constexpr int ZEROS = SCALES + TILES * Decoder::SCALE_BYTES;
+    static constexpr int B_BYTES = (ZEROS + TILES * Decoder::ZERO_BYTES + 1023) / 1024 * 1024;
+    static constexpr int STAGING_BYTES = FEW_ROWS ? 5 * 1024 : SkinnyWriter<BM>::BYTES;
+    static constexpr int MEMORY = FEW_ROWS ? 108 * 1024 : 220 * 1024;
+    static constexpr int STAGES = (MEMORY - CONSUMERS * STAGING_BYTES) / (A_BYTES + B_BYTES);
+    static constexpr int THREADS = 128 * (1 + CONSUMERS), CONSUMER_WARPS = 4 * CONSUMERS;
+    static constexpr int PRODUCER_REGISTERS = FEW_ROWS ? 48 : MANY_ROWS ? 72 : 64;
+    static constexpr int CONSUMER_REGISTERS = FEW_ROWS ? 96 : MANY_ROWS ? 216 : 104;
+    static_assert(PRODUCER_REGISTERS + CONSUMERS * CONSUMER_REGISTERS <=
+                      (1 + CONSUMERS) * LAUNCH_REGISTERS<CTAS_PER_SM * THREADS>,
                   "setmaxnreg would wait forever");
-    using Queue = TileQueue<WorkTile, Base::CONSUMER_WARPS + Base::LOAD_WARPS, GATHER ? BM : 0>;
+    using Queue = TileQueue<WorkTile, CONSUMER_WARPS + CodesConfig::LOAD_WARPS, GATHER ? BM : 0>;
     using Pipeline = PipelineState<STAGES>;
 };
 
-/* What a GEMM of codes has beside Gemm. */
+/* TMA counts a tile's codes in pieces of 256 of 8 bytes, the longest that it takes. */
+constexpr int PIECE_BYTES = 2048;
+
+/* What a GEMM of codes has beside Gemm, whose num_k_tiles[0] counts stages. */
 typedef struct {
-    Gemm gemm;        /* b: maps of codes, in boxes of 64 columns and two subtiles */
-    Scales scales[2]; /* of the weights of a consumer's two subtiles               */
+    Gemm gemm;                     /* b: maps of codes, in boxes of half a stage's tiles */
+    CUtensorMap scale[2], zero[2]; /* likewise                                          */
+    Scales scales;
 } CodesGemm;
 
-/* First weight row of subtile i of a consumer's two. With gate_up they are a gate's and its up's. */
-__device__ inline int first_row_of(const Gemm &p, const WorkTile &tile, int wg, int i) {
-    return tile.first_column + SUBTILE * (p.gate_up ? wg : 2 * wg + i);
+/* --- producer: loads ------------------------------------------------------------------------------------ */
+
+/* Bytes of B in a stage: of a half-N tile one box. */
+__device__ inline int bytes_of_codes(const CodesGemm &p, const WorkTile &tile) {
+    return tile.half_n ? p.scales.box_bytes : 2 * p.scales.box_bytes;
 }
 
-template <class Config, int TOKENS>
-__device__ __forceinline__ void run_mainloop_codes(float (&d)[TOKENS], const CodesGemm &p, Shared<Config> &s,
-                                                   typename Config::Pipeline &pipe, const WorkTile &tile,
-                                                   int wg) {
-    using T = typename Config::T;
-    constexpr int x_step = K16_STEP<Major::K, T>;
-    constexpr int BUFFERS = Config::FEW_ROWS ? 1 : 2; /* for values: registers are few */
-    const typename Config::Decoder decoder;
-    const uint32_t offset = codes_offset<Config::Decoder::ROW_BYTES>();
-    RowScales<typename Config::Decoder> scales[2];
-    uint32_t subtile[2]; /* in a stage's codes */
-#pragma unroll
-    for (int i = 0; i < 2; i++) {
-        int lane_row = 16 * (threadIdx.x / 32 % 4) + threadIdx.x % 32 / 4;
-        scales[i].start(p.scales[i], tile.expert, first_row_of(p.gemm, tile, wg, i) + lane_row);
-        subtile[i] =
-            (p.gemm.gate_up ? wg + 2 * i : 2 * wg + i) * SUBTILE * Config::Decoder::ROW_BYTES + offset;
+/* Codes, scales and zero points of one stage. One thread calls it. */
+template <class Config>
+__device__ inline void load_codes(const CodesGemm &p, uint32_t dst, uint32_t full, int stage,
+                                  const WorkTile &tile) {
+    using Decoder = typename Config::Decoder;
+    constexpr int BOX = Config::TILES / 2; /* tiles */
+    constexpr int PIECES = STAGE_K_TILES * Decoder::TILE_BYTES / PIECE_BYTES;
+    int group = p.scales.groups > 1 ? stage * p.scales.groups : stage / p.scales.stages;
+    for (int box = 0; box < (tile.half_n ? 1 : 2); box++) {
+        int weight = p.gemm.gate_up ? box : 0, row = tile.first_column / SUBTILE + (box - weight) * BOX;
+        cp_async_bulk_tensor_load(dst + box * BOX * STAGE_K_TILES * Decoder::TILE_BYTES, &p.gemm.b[weight],
+                                  full, 0, stage * PIECES, row, tile.expert);
+        cp_async_bulk_tensor_load(dst + Config::SCALES + box * BOX * Decoder::SCALE_BYTES, &p.scale[weight],
+                                  full, 0, group, row, tile.expert);
+        if (Decoder::HAS_ZEROS && p.scales.has_zeros)
+            cp_async_bulk_tensor_load(dst + Config::ZEROS + box * BOX * Decoder::ZERO_BYTES, &p.zero[weight],
+                                      full, 0, group, row, tile.expert);
     }
-    uint32_t a[BUFFERS][16];
+}
+
+/* Rows of A in a stage: those of its boxes. */
+__device__ inline int rows_in_boxes(const WorkTile &tile) {
+    return (tile.num_rows + TAIL_ROWS - 1) / TAIL_ROWS * TAIL_ROWS;
+}
+
+/* Rows of A of one stage. The last box has up to 15 rows of the next expert, and the stores drop what comes of them. One
+ * thread calls it. */
+template <class Config>
+__device__ inline void load_rows(const Gemm &p, uint32_t dst, uint32_t full, int stage,
+                                 const WorkTile &tile) {
+    for (int i = 0; i < STAGE_K_TILES; i++, dst += Config::K_TILE_BYTES) {
+        int row = 0, rows = rows_in_boxes(tile), k = STAGE_COLUMNS * stage + SUBTILE * i;
+        for (; row + SUBTILE <= rows; row += SUBTILE)
+            cp_async_bulk_tensor_load(dst + SWIZZLE_BYTES * row, &p.a[0], full, k, tile.first_row + row);
+        for (; row < rows; row += TAIL_ROWS)
+            cp_async_bulk_tensor_load(dst + SWIZZLE_BYTES * row, &p.tail[0], full, k, tile.first_row + row);
+    }
+}
+
+/* engine.cuh's load_tma, of codes. */
+template <class Config>
+__device__ inline void load_tma_codes(const CodesGemm &p, Shared<Config> &s) {
+    TileReader<typename Config::Queue> reader(s.queue);
+    typename Config::Pipeline pipe;
+    int num_stages = p.gemm.num_k_tiles[0];
+    bool starts_early = p.gemm.tiles.starts_early;
+    for (WorkTile tile = reader.next(); tile.expert >= 0; tile = reader.next()) {
+        int bytes = STAGE_K_TILES * rows_in_boxes(tile) * SWIZZLE_BYTES + bytes_of_codes(p, tile), i = 0;
+        if (starts_early) {
+            int ahead = min(Config::STAGES, num_stages);
+            if (elect_sync()) {
+                for (int stage = 0; stage < ahead; stage++) {
+                    uint32_t full = shared_address(&s.full[stage]);
+                    mbarrier_arrive_expect_tx(full, bytes);
+                    load_codes<Config>(p, shared_address(s.stage[stage].b), full, stage, tile);
+                }
+                griddepcontrol_wait();
+                for (int stage = 0; stage < ahead; stage++)
+                    load_rows<Config>(p.gemm, shared_address(s.stage[stage].a),
+                                      shared_address(&s.full[stage]), stage, tile);
+            }
+            __syncwarp();
+            for (; i < ahead; i++) pipe.advance();
+            starts_early = false;
+        }
+        for (; i < num_stages; i++, pipe.advance()) {
+            auto &stage = s.stage[pipe.index];
+            uint32_t full = shared_address(&s.full[pipe.index]);
+            mbarrier_wait(shared_address(&s.empty[pipe.index]), pipe.phase ^ 1);
+            if (elect_sync()) {
+                mbarrier_arrive_expect_tx(full, bytes);
+                load_codes<Config>(p, shared_address(stage.b), full, i, tile);
+                load_rows<Config>(p.gemm, shared_address(stage.a), full, i, tile);
+            }
+            __syncwarp();
+        }
+    }
+}
+
+/* engine.cuh's load_gather, of codes: a thread copies its chunk of both k-tiles. */
+template <class Config>
+__device__ inline void load_gather_codes(const CodesGemm &p, Shared<Config> &s) {
+    using T = typename Config::T;
+    constexpr int ROW_STEP = 4 * Config::LOAD_WARPS, ROWS = (Config::BM + ROW_STEP - 1) / ROW_STEP;
+    int chunk = threadIdx.x % 8, first = threadIdx.x / 8, k = p.gemm.k, num_stages = p.gemm.num_k_tiles[0];
+    bool loads_b = __shfl_sync(~0u, threadIdx.x / 32, 0) == 0;
+    uint32_t offset[2]; /* rows 12 apart alternate between two swizzles */
+    for (int i = 0; i < 2; i++) offset[i] = swizzled(0, first + ROW_STEP * i, chunk);
+    TileReader<typename Config::Queue> reader(s.queue);
+    typename Config::Pipeline pipe;
+    for (;;) {
+        const T *source[ROWS];
+        const int32_t *token = reader.wait_for_tokens();
+#pragma unroll
+        for (int i = 0; i < ROWS; i++) {
+            int row = min(first + ROW_STEP * i, Config::BM - 1);
+            source[i] = (const T *)p.gemm.x + token[row] * (int64_t)k + chunk * CHUNK;
+        }
+        WorkTile tile = reader.next();
+        if (tile.expert < 0) break;
+        int rows = (rows_in_boxes(tile) - first + ROW_STEP - 1) / ROW_STEP; /* of this thread */
+#pragma unroll 1
+        for (int i = 0; i < num_stages; i++, pipe.advance()) {
+            auto &stage = s.stage[pipe.index];
+            uint32_t full = shared_address(&s.full[pipe.index]);
+            mbarrier_wait(shared_address(&s.empty[pipe.index]), pipe.phase ^ 1);
+            if (loads_b && elect_sync()) {
+                mbarrier_arrive_expect_tx(full, bytes_of_codes(p, tile));
+                load_codes<Config>(p, shared_address(stage.b), full, i, tile);
+            }
+#pragma unroll
+            for (int j = 0; j < STAGE_K_TILES; j++) {
+                int column = STAGE_COLUMNS * i + SUBTILE * j;
+                uint32_t a = shared_address(stage.a) + j * Config::K_TILE_BYTES;
+#pragma unroll
+                for (int row = 0; row < ROWS; row++)
+                    if (row < rows)
+                        cp_async(a + offset[row % 2] + row / 2 * 2 * ROW_STEP * SWIZZLE_BYTES,
+                                 source[row] + column,
+                                 column + chunk * CHUNK < k && first + ROW_STEP * row < tile.num_rows);
+            }
+            cp_async_mbarrier_arrive_noinc(full);
+        }
+    }
+}
+
+/* The producer's warps. */
+template <class Config>
+__device__ inline void produce_codes(const CodesGemm &p, PlanningShared<Config> &s, int warp) {
+    const Gemm &gemm = p.gemm;
+    if (!gemm.tiles.starts_early) griddepcontrol_wait();
+    if (warp == 3 && !gemm.tiles.offs)
+        fetch_slot_tiles<Config::CUT_ROWS, 1>(gemm.tiles, gemm.slots, s.plan, s.queue);
+    else if (warp == 3)
+        fetch_gemm_tiles<Config::CUT_ROWS, 1>(gemm, s.queue);
+    else if constexpr (Config::GATHER)
+        load_gather_codes<Config>(p, s);
+    else if (warp == 0)
+        load_tma_codes<Config>(p, s);
+}
+
+/* --- consumers: the main loop ---------------------------------------------------------------------------- */
+
+/* Which of a stage's tiles has row half `half` of subtile i of a consumer, and which half of it that is. Of gate_up
+ * the first half is 32 gates, and the second their ups: a thread's two rows. */
+typedef struct {
+    int tile, half;
+} RowHalf;
+
+template <class Config>
+__device__ inline RowHalf row_half_of(const Gemm &p, int wg, int i, int half) {
+    int subtile = Config::SUBTILES * wg + i;
+    if (!p.gate_up) return {subtile, half};
+    return {half * Config::TILES / 2 + subtile / 2, subtile % 2};
+}
+
+template <class Config>
+__device__ inline CodeOffsets offsets_of(const CodesGemm &p, int wg, int i) {
+    using Decoder = typename Config::Decoder;
+    constexpr int BOX = Config::TILES / 2; /* tiles; TMA packs them, whatever room they might need */
+    int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
+    CodeOffsets o;
+#pragma unroll
+    for (int row = 0; row < 2; row++) {
+        RowHalf at = row_half_of<Config>(p.gemm, wg, i, row);
+        int tile_row = 16 * warp + 8 * at.half + lane / 4;
+        int scale =
+            at.tile % BOX * p.scales.groups * p.scales.rows + (p.scales.rows == SUBTILE ? tile_row : 0);
+        o.codes[row] = at.tile * STAGE_K_TILES * Decoder::TILE_BYTES + at.half * (Decoder::TILE_BYTES / 2) +
+                       (32 * warp + lane) * (Decoder::TILE_BYTES / 256);
+        o.scale[row] = Config::SCALES + at.tile / BOX * BOX * Decoder::SCALE_BYTES + scale * p.scales.bytes;
+        o.zero[row] = Config::ZEROS + at.tile / BOX * BOX * Decoder::ZERO_BYTES + scale;
+    }
+    return o;
+}
+
+/* d += A (a subtile's rows of a stage) times the rows of x at `rows`, by the warpgroup. */
+template <class Config, int TOKENS, bool accumulate>
+__device__ __forceinline__ void multiply(float *d, const uint32_t *a, uint32_t rows) {
+    using T = typename Config::T;
+    constexpr int STEPS = K_TILE<T> / 16;
+#pragma unroll
+    for (int i = 0; i < STAGE_K_TILES * STEPS; i++) {
+        uint64_t x = matrix_descriptor<Major::K>(rows + i / STEPS * Config::K_TILE_BYTES) +
+                     i % STEPS * K16_STEP<Major::K, T>;
+        if (accumulate || i)
+            wgmma<TOKENS, 1, Major::K>(d, a + 4 * i, x, T());
+        else
+            wgmma<TOKENS, 0, Major::K>(d, a + 4 * i, x, T());
+    }
+}
+
+/* The same by each warp for its sixteen rows, which has the same bits. */
+template <class Config, int TOKENS>
+__device__ __forceinline__ void multiply_by_warp(float *d, const uint32_t *a, uint32_t rows) {
+    using T = typename Config::T;
+    constexpr int STEPS = K_TILE<T> / 16;
+    int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int i = 0; i < STAGE_K_TILES * STEPS; i += 2)
+#pragma unroll
+        for (int n = 0; n < TOKENS / 8; n++) {
+            uint32_t x[4]; /* eight rows of 32 columns */
+            ldmatrix_x4(x, swizzled(rows + i / STEPS * Config::K_TILE_BYTES, 8 * n + lane % 8,
+                                    i % STEPS * 2 + lane / 8));
+#pragma unroll
+            for (int j = 0; j < 2; j++)
+                mma_m16n8k16(*(float (*)[4])(d + 4 * n), *(const uint32_t (*)[4])(a + 4 * (i + j)), x[2 * j],
+                             x[2 * j + 1], T());
+        }
+}
+
+/* Up to so many rows a warp's own MMAs take less time than a warpgroup's, which take as long as 32 rows', and for
+ * which the warp that unpacks the next codes would have to wait. */
+constexpr int WARP_TOKENS = 16;
+
+template <class Config, int TOKENS>
+__device__ __forceinline__ void run_mainloop_codes(float *d, const CodesGemm &p, Shared<Config> &s,
+                                                   typename Config::Pipeline &pipe, int wg) {
+    constexpr int SUBTILES = Config::SUBTILES;
+    constexpr bool BY_WARP = TOKENS <= WARP_TOKENS;
+    const typename Config::Decoder decoder;
+    CodeOffsets offsets[SUBTILES];
+#pragma unroll
+    for (int i = 0; i < SUBTILES; i++) offsets[i] = offsets_of<Config>(p, wg, i);
+    uint32_t a[SUBTILES][STAGE_COLUMNS / 4];
     int previous = 0;
-    auto run_k_tile = [&](int k_tile, auto first) {
+    auto run_stage = [&](auto first) {
         auto &stage = s.stage[pipe.index];
         mbarrier_wait(shared_address(&s.full[pipe.index]), pipe.phase);
-        if constexpr (Config::GATHER) fence_proxy_async(); /* cp.async's copies are ordinary writes */
-        uint64_t x = matrix_descriptor<Major::K>(shared_address(stage.a));
+        if (Config::GATHER && !BY_WARP) fence_proxy_async(); /* cp.async's copies are ordinary writes */
+        uint32_t rows = shared_address(stage.a), b = shared_address(stage.b);
 #pragma unroll
-        for (int i = 0; i < 2; i++) {
-            uint32_t (&values)[16] = a[i % BUFFERS];
-            if (BUFFERS == 1) wgmma_wait_group<0>(); /* for the MMAs that read the last values */
-            if (BUFFERS == 1 && i == 0 && !first.value) release<Config>(s, previous);
-            make_fragments(values, decoder, shared_address(stage.b) + subtile[i], scales[i], p.scales[i],
-                           k_tile + 1);
-            for (uint32_t &word : values) pin(word); /* no wgmma waits for one that is made later */
-            wgmma_fence();
+        for (int i = 0; i < SUBTILES; i++) {
+            StageCodes<typename Config::Decoder> codes;
+            codes.load(b, offsets[i]);
+            codes.load_factors(b, offsets[i], 0, p.scales);
+            if constexpr (!BY_WARP) {
+                wgmma_wait_group<SUBTILES - 1>(); /* for those that read a[i] */
+                if (i == SUBTILES - 1 && !first.value) release<Config>(s, previous);
+            }
+            codes.make_fragments(a[i], 0, decoder);
+            if (Config::Decoder::GROUPED) codes.load_factors(b, offsets[i], 1, p.scales);
+            codes.make_fragments(a[i], 1, decoder);
             float *accumulators = d + TOKENS / 2 * i;
-            wgmma<TOKENS, !first.value, Major::K>(accumulators, values, x, T());
-#pragma unroll
-            for (int k = 1; k < K_TILE<T> / 16; k++)
-                wgmma<TOKENS, 1, Major::K>(accumulators, values + 4 * k, x + k * x_step, T());
-            wgmma_commit_group();
-            if (BUFFERS == 2) wgmma_wait_group<1>(); /* for the other subtile's */
-            if (BUFFERS == 2 && i == 0 && !first.value) release<Config>(s, previous);
+            if constexpr (BY_WARP) {
+                multiply_by_warp<Config, TOKENS>(accumulators, a[i], rows);
+            } else {
+                for (uint32_t &word : a[i]) pin(word); /* no wgmma waits for one that is made later */
+                wgmma_fence();
+                multiply<Config, TOKENS, !first.value>(accumulators, a[i], rows);
+                wgmma_commit_group();
+            }
+        }
+        if constexpr (BY_WARP) {
+            __syncwarp();
+            release<Config>(s, pipe.index);
         }
         previous = pipe.index;
         pipe.advance();
     };
-    run_k_tile(0, std::true_type());
+    if constexpr (BY_WARP) {
+#pragma unroll
+        for (int i = 0; i < TOKENS / 2 * SUBTILES; i++) d[i] = 0;
+    } else {
+        run_stage(std::true_type());
+    }
 #pragma unroll 1
-    for (int k_tile = 1; k_tile < p.gemm.num_k_tiles[0]; k_tile++) run_k_tile(k_tile, std::false_type());
-    wgmma_wait_group<0>();
-    release<Config>(s, previous);
+    for (int i = BY_WARP ? 0 : 1; i < p.gemm.num_k_tiles[0]; i++) run_stage(std::false_type());
+    if constexpr (!BY_WARP) {
+        wgmma_wait_group<0>();
+        release<Config>(s, previous);
+#pragma unroll
+        for (int i = 0; i < TOKENS / 2 * SUBTILES; i++) pin(d[i]); /* not read before the last MMA's end */
+    }
+}
+
+/* Calls fn with the first N that is enough for the rows. */
+template <int N, int... MORE, typename Fn>
+__device__ __forceinline__ void with_first_of(int rows, Fn fn) {
+    if constexpr (sizeof...(MORE) > 0) {
+        if (rows > N) return with_first_of<MORE...>(rows, fn);
+    }
+    fn(std::integral_constant<int, N>());
+}
+
+/* Calls fn with the MMAs' N for the rows of a tile. */
+template <class Config, typename Fn>
+__device__ __forceinline__ void with_tokens(int rows, Fn fn) {
+    if constexpr (Config::MANY_ROWS)
+        with_first_of<16, 64, 128>(rows, fn);
+    else if constexpr (Config::FEW_ROWS)
+        with_first_of<8, 16, 32>(rows, fn);
+    else
+        with_first_of<8, 16, 32, 48, 64>(rows, fn);
 }
 
 /* Nothing here may become a call, at which MMAs in flight would be waited for. */
-template <class Config, int TOKENS, typename Epilogue, class Writer>
+template <class Config, int TOKENS, typename Epilogue>
 __device__ __forceinline__ void run_codes_tile(const CodesGemm &p, Shared<Config> &s,
                                                typename Config::Pipeline &pipe, const WorkTile &tile, int wg,
-                                               Epilogue &epilogue, Writer &writer) {
-    float d[TOKENS];
-    run_mainloop_codes<Config>(d, p, s, pipe, tile, wg);
-    epilogue.template store_swapped<TOKENS>(d, tile, wg, threadIdx.x / 32 % 4, writer);
+                                               Epilogue &epilogue) {
+    float d[TOKENS / 2 * Config::SUBTILES];
+    run_mainloop_codes<Config, TOKENS>(d, p, s, pipe, wg);
+#pragma unroll
+    for (int i = 0; i < Config::SUBTILES; i++) {
+        int subtile = Config::SUBTILES * wg + i;
+        if (tile.half_n && subtile >= Config::TILES / 2) return; /* these were not loaded */
+        epilogue.template store_swapped<TOKENS>(d + TOKENS / 2 * i, tile, subtile, threadIdx.x / 32 % 4,
+                                                shared_address(s.staging[wg]));
+    }
 }
 
-/* epilogue.store_swapped<TOKENS>(d, tile, wg, warp, writer), as in persistent_gemm. */
+/* epilogue.store_swapped<TOKENS>(d, tile, subtile, warp, staging) stores a subtile of a tile, of which warp w of 4 has
+ * 16 columns. d is wgmma's, and may be changed; staging is the warpgroup's. With gate_up a warp has eight gates and their
+ * ups, else columns 16 w to 16 w + 15. */
 template <class Config, typename Epilogue>
 __device__ __forceinline__ void persistent_codes_gemm(const CodesGemm &p, Epilogue epilogue) {
     auto &s = static_cast<PlanningShared<Config> &>(prologue<Config>());
@@ -130,29 +390,17 @@ __device__ __forceinline__ void persistent_codes_gemm(const CodesGemm &p, Epilog
     int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), wg = warp / 4 - 1; /* -1: the producer */
     if (wg < 0) {
         setmaxnreg_dec<Config::PRODUCER_REGISTERS>();
-        produce<Config>(gemm, s, warp);
+        produce_codes<Config>(p, s, warp);
     } else {
         setmaxnreg_inc<Config::CONSUMER_REGISTERS>();
         griddepcontrol_wait();
         if (gemm.tiles.lets_next_start) griddepcontrol_launch_dependents();
         TileReader<typename Config::Queue> reader(s.queue);
         typename Config::Pipeline pipe;
-        using Writer = std::conditional_t<Config::FEW_ROWS, SkinnyWriter<Config::BM>, WarpWriter>;
-        Writer writer(shared_address(s.staging[wg]), WARPGROUP_BARRIER + wg, warp % 4);
-        for (WorkTile tile = reader.next(); tile.expert >= 0; tile = reader.next()) {
-            if constexpr (Config::FEW_ROWS) {
-                with_few_tokens<8, Config::BM>(tile, [&](auto tokens) {
-                    run_codes_tile<Config, tokens.value>(p, s, pipe, tile, wg, epilogue, writer);
-                });
-            } else {
-                switch (tile.num_rows > SUBTILE ? FUSED_MOE_TILE_ROWS : num_tokens_of(tile)) {
-                case 8: run_codes_tile<Config, 8>(p, s, pipe, tile, wg, epilogue, writer); break;
-                case 32: run_codes_tile<Config, 32>(p, s, pipe, tile, wg, epilogue, writer); break;
-                case 64: run_codes_tile<Config, 64>(p, s, pipe, tile, wg, epilogue, writer); break;
-                default: run_codes_tile<Config, 128>(p, s, pipe, tile, wg, epilogue, writer);
-                }
-            }
-        }
+        for (WorkTile tile = reader.next(); tile.expert >= 0; tile = reader.next())
+            with_tokens<Config>(tile.num_rows, [&](auto tokens) {
+                run_codes_tile<Config, tokens.value>(p, s, pipe, tile, wg, epilogue);
+            });
     }
     if (gemm.tiles.starts_early)
         griddepcontrol_wait(); /* every warp, before it zeroes rows past the last one */
@@ -160,77 +408,100 @@ __device__ __forceinline__ void persistent_codes_gemm(const CodesGemm &p, Epilog
 
 /* --- launching ------------------------------------------------------------------------------------------ */
 
-/* The kernels are as many as these: dtype, codes, and scales of the dtype or of another. */
+/* The kernels are as many as these: dtype, codes, and scales of the dtype or of another, of 128 columns or fewer. */
 template <typename Fn>
 int with_decoder(FusedMoeDtype dtype, const FusedMoeQuantizedWeight &w, Fn fn) {
     return with_half(dtype, [&](auto t) {
         using T = decltype(t);
         switch (w.format) {
-        case FUSED_MOE_INT8: return fn(Decoder<T, Code::INT8, false>());
+        case FUSED_MOE_INT8: return fn(Decoder<T, Code::INT8, false, false>());
         case FUSED_MOE_INT4:
-            return w.scale_dtype == dtype ? fn(Decoder<T, Code::INT4, true>())
-                                          : fn(Decoder<T, Code::INT4, false>());
+            if (w.scale_dtype != dtype) return fn(Decoder<T, Code::INT4, false, true>());
+            return w.block_in < STAGE_COLUMNS && w.block_in < w.in
+                       ? fn(Decoder<T, Code::INT4, true, true>())
+                       : fn(Decoder<T, Code::INT4, true, false>());
         case FUSED_MOE_MXFP4: /* bf16 has every e8m0 scale */
-            return fn(Decoder<T, Code::E2M1, std::is_same_v<T, __nv_bfloat16>>());
-        default: return fn(Decoder<T, Code::E4M3, false>());
+            return fn(Decoder<T, Code::E2M1, std::is_same_v<T, __nv_bfloat16>, true>());
+        default: return fn(Decoder<T, Code::E4M3, false, false>());
         }
     });
 }
 
-/* Calls fn with a configuration for R rows of E experts, and k. With a long k two CTAs on an SM would only make the
- * last wave of tiles longer. */
+/* Calls fn with a configuration for R rows of E experts. */
 template <class Decoder, bool GATHER, typename Fn>
-int with_codes_config(int64_t R, int32_t E, int64_t k, Fn fn) {
-    if (fused_moe_few_rows(R, E) && k < LONG_K && !schedule_override().no_tails)
-        return fn(FewRowsCodesConfig<Decoder, GATHER>());
-    return fn(CodesConfig<Decoder, GATHER>());
+int with_codes_config(int64_t R, int32_t E, Fn fn) {
+    if (schedule_override().no_tails || R > (int64_t)SUBTILE * E)
+        return fn(CodesConfig<Decoder, GATHER, Rows::MANY>());
+    if (fused_moe_few_rows(R, E) == 16) return fn(CodesConfig<Decoder, GATHER, Rows::FEW>());
+    return fn(CodesConfig<Decoder, GATHER, Rows::SOME>());
 }
 
 /* Up to so many rows for each expert, reading codes once more for every 128 of them costs less than writing a
  * dequantised weight and reading it (docs/lab/quantised.md). A rule on shapes: the host knows no counts. */
-constexpr int64_t MOST_ROWS = 768;
+constexpr int64_t MOST_ROWS = 512;
 
 inline bool has_many_rows(int64_t R, int32_t E) {
     int64_t asked = schedule_override().code_rows;
     return R > (asked < 0 ? MOST_ROWS : asked) * E;
 }
 
-/* Rows [first_row, first_row + rows) of a weight of codes (E, out, in): a map of their codes, and their scales. */
-template <class Decoder>
-int codes_of(CUtensorMap *map, Scales *scales, const FusedMoeWeight &w, int32_t E, int64_t first_row,
-             int64_t rows) {
-    const FusedMoeQuantizedWeight &codes = *w.codes;
-    int64_t row_bytes = codes.in / (Decoder::IS_4_BIT ? 2 : 1);
-    const uint64_t sizes[] = {(uint64_t)row_bytes, (uint64_t)rows, (uint64_t)E};
-    const uint64_t strides[] = {(uint64_t)row_bytes, (uint64_t)(codes.out * row_bytes)};
-    const uint32_t box[] = {Decoder::ROW_BYTES, 2 * SUBTILE, 1};
-    int shift = ONE_BLOCK;
-    if (codes.block_in < codes.in)
-        for (shift = 0; 1 << shift < codes.block_in;) shift++;
-    *scales = {codes.scale,
-               codes.zero,
-               codes.scale_dtype,
-               (int32_t)first_row,
-               (int32_t)(first_row + rows),
-               (int32_t)codes.block_out,
-               (int32_t)ceil_div(codes.out, codes.block_out),
-               (int32_t)ceil_div(codes.in, codes.block_in),
-               shift};
-    return encode_tensor_map(map, CU_TENSOR_MAP_DATA_TYPE_UINT8, 3,
-                             (const char *)codes.data + first_row * row_bytes, sizes, strides, box,
-                             Decoder::IS_4_BIT ? CU_TENSOR_MAP_SWIZZLE_32B : CU_TENSOR_MAP_SWIZZLE_64B);
+/* A map of `rows` tiles of 64 rows from the one at `data` on, of [E,out/64,count,width]: boxes of (1, tiles, box,
+ * width) elements. */
+inline int tiles_map(CUtensorMap *map, CUtensorMapDataType dtype, int bytes, const void *data, int32_t E,
+                     int64_t out, int64_t rows, int64_t count, int64_t width, uint32_t box, uint32_t tiles) {
+    const uint64_t sizes[] = {(uint64_t)width, (uint64_t)count, (uint64_t)rows, (uint64_t)E};
+    const uint64_t row = (uint64_t)(width * bytes), tile = count * row;
+    const uint64_t strides[] = {row, tile, (uint64_t)(out / SUBTILE) * tile};
+    const uint32_t boxes[] = {(uint32_t)width, box, tiles, 1};
+    return encode_tensor_map(map, dtype, 4, data, sizes, strides, boxes, CU_TENSOR_MAP_SWIZZLE_NONE);
 }
 
-/* Whether the kernels read the codes: rows of multiples of 16 bytes, scales of half a k-tile or more. */
-inline bool has_readable_codes(const FusedMoeWeight &w, int32_t E) {
-    if (!w.codes || w.codes->transposed) return false;
+/* Lets weight i of a GEMM be rows [first_row, first_row + rows) of a weight of codes. */
+template <class Config>
+int set_codes(CodesGemm &p, int i, const FusedMoeWeight &w, int32_t E, int64_t first_row, int64_t rows) {
+    using Decoder = typename Config::Decoder;
+    constexpr int64_t PIECES = Decoder::TILE_BYTES / PIECE_BYTES; /* of a tile */
+    constexpr uint32_t BOX = Config::TILES / 2;                   /* tiles */
     const FusedMoeQuantizedWeight &codes = *w.codes;
-    bool is_4_bit = codes.format == FUSED_MOE_INT4 || codes.format == FUSED_MOE_MXFP4;
-    bool has_one_scale = codes.block_in >= codes.in;
-    bool is_power = (codes.block_in & (codes.block_in - 1)) == 0;
-    int64_t num_scales = E * ceil_div(codes.out, codes.block_out) * ceil_div(codes.in, codes.block_in);
-    return is_aligned(codes.data) && codes.in % (is_4_bit ? 32 : 16) == 0 && num_scales < INT32_MAX &&
-           (has_one_scale || (is_power && codes.block_in >= 32));
+    int64_t columns = codes.block_in < codes.in ? codes.block_in : codes.in, tile = first_row / SUBTILE;
+    int64_t num_groups = ceil_div(codes.in, columns), k_tiles = codes.in / SUBTILE;
+    Scales &s = p.scales;
+    s.dtype = codes.scale_dtype;
+    s.bytes = s.dtype == FUSED_MOE_U8 ? 1 : s.dtype == FUSED_MOE_F32 ? 4 : 2;
+    s.rows = codes.tile_scales;
+    s.groups = columns < STAGE_COLUMNS && num_groups > 1 ? (int32_t)(STAGE_COLUMNS / columns) : 1;
+    s.stages = num_groups > 1 ? (int32_t)ceil_div(columns, STAGE_COLUMNS) : INT32_MAX;
+    s.has_zeros = codes.zero;
+    int32_t num_scales = (int32_t)BOX * s.groups * s.rows;
+    s.box_bytes = (int32_t)BOX * STAGE_K_TILES * Decoder::TILE_BYTES + num_scales * (s.bytes + s.has_zeros);
+
+    auto scale_dtype = s.bytes == 1   ? CU_TENSOR_MAP_DATA_TYPE_UINT8
+                       : s.bytes == 2 ? CU_TENSOR_MAP_DATA_TYPE_UINT16
+                                      : CU_TENSOR_MAP_DATA_TYPE_UINT32;
+    const char *data = (const char *)codes.data + tile * k_tiles * Decoder::TILE_BYTES;
+    const char *scale = (const char *)codes.scale + tile * num_groups * s.rows * s.bytes;
+    int status = tiles_map(&p.gemm.b[i], CU_TENSOR_MAP_DATA_TYPE_UINT64, 8, data, E, codes.out,
+                           rows / SUBTILE, k_tiles * PIECES, PIECE_BYTES / 8, STAGE_K_TILES * PIECES, BOX);
+    if (status == FUSED_MOE_OK)
+        status = tiles_map(&p.scale[i], scale_dtype, s.bytes, scale, E, codes.out, rows / SUBTILE, num_groups,
+                           s.rows, s.groups, BOX);
+    if (status == FUSED_MOE_OK && s.has_zeros)
+        status =
+            tiles_map(&p.zero[i], CU_TENSOR_MAP_DATA_TYPE_UINT8, 1, codes.zero + tile * num_groups * s.rows,
+                      E, codes.out, rows / SUBTILE, num_groups, s.rows, s.groups, BOX);
+    return status;
+}
+
+/* Whether the kernels read the codes: tiles, and scales of 32 columns, of twice as many and so on, or of all. A stage's
+ * columns past the last are codes of zero, which of int4 are values: where their scale is a real one, which may be so large
+ * that they are infinite, there must not be any. */
+inline bool has_readable_codes(const FusedMoeWeight &w) {
+    if (!w.codes || w.codes->transposed || !w.codes->tile_scales) return false;
+    const FusedMoeQuantizedWeight &codes = *w.codes;
+    bool has_one_scale = codes.block_in >= codes.in, is_power = (codes.block_in & (codes.block_in - 1)) == 0;
+    bool is_whole = codes.format != FUSED_MOE_INT4 || codes.in % STAGE_COLUMNS == 0;
+    return is_aligned(codes.data) && is_aligned(codes.scale) && is_aligned(codes.zero) &&
+           (has_one_scale ? is_whole : is_power && codes.block_in >= 32);
 }
 
 } // namespace sm90

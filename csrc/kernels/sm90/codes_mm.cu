@@ -14,21 +14,27 @@ typedef struct {
     int32_t M;
 } GroupedMM;
 
-template <typename T>
+template <class Config>
 struct Epilogue {
     const GroupedMM &p;
 
-    template <int TOKENS, class Writer>
-    __device__ void store_swapped(float (&d)[TOKENS], const WorkTile &tile, int wg, int warp,
-                                  Writer &writer) {
-        store_swapped_subtiles<T, TOKENS, 2>(p, d, tile, wg, warp, writer);
+    template <int TOKENS>
+    __device__ void store_swapped(float *d, const WorkTile &tile, int subtile, int warp,
+                                  uint32_t staging) const {
+        using T = typename Config::T;
+        int first = tile.first_column + SUBTILE * subtile + 16 * warp;
+        if (first >= p.M) return;
+        if (p.bias) add_bias_swapped<TOKENS>(d, (const T *)p.bias + (int64_t)tile.expert * p.M, first, p.M);
+        T *out = (T *)p.out + (int64_t)tile.first_row * p.M + first;
+        SkinnyWriter<Config::BM> writer(staging, 0, warp);
+        writer.template store_swapped<TOKENS>(d, out, p.M, tile.num_rows, p.M - first);
     }
 };
 
 template <class Config>
 __global__ void __launch_bounds__(Config::THREADS, Config::CTAS_PER_SM)
     codes_mm_kernel(const __grid_constant__ GroupedMM p) {
-    persistent_codes_gemm<Config>(p.codes, Epilogue<typename Config::T>{p});
+    persistent_codes_gemm<Config>(p.codes, Epilogue<Config>{p});
     zero_rows_past(p.codes.gemm.tiles, (typename Config::T *)p.out, p.M);
 }
 
@@ -36,7 +42,6 @@ __global__ void __launch_bounds__(Config::THREADS, Config::CTAS_PER_SM)
 
 template <class Config>
 int launch(const FusedMoeGroupedMM &p, void *stream) {
-    using Decoder = typename Config::Decoder;
     using T = typename Config::T;
     GroupedMM q = {};
     q.bias = p.bias;
@@ -46,14 +51,11 @@ int launch(const FusedMoeGroupedMM &p, void *stream) {
     const T *a = (const T *)p.a;
     int status = matrix_map(&gemm.a[0], a, p.R, p.N[0], p.N[0], SUBTILE);
     if (status == FUSED_MOE_OK) status = matrix_map(&gemm.tail[0], a, p.R, p.N[0], p.N[0], TAIL_ROWS);
-    if (status == FUSED_MOE_OK)
-        status = codes_of<Decoder>(&gemm.b[0], &q.codes.scales[0], p.b[0], p.E, 0, p.M);
+    if (status == FUSED_MOE_OK) status = set_codes<Config>(q.codes, 0, p.b[0], p.E, 0, p.M);
     if (status != FUSED_MOE_OK) return status;
-    q.codes.scales[1] = q.codes.scales[0];
-    gemm.num_k_tiles[0] = (int32_t)ceil_div(p.N[0], K_TILE<T>);
+    gemm.num_k_tiles[0] = (int32_t)ceil_div(p.N[0], STAGE_COLUMNS);
     TileSource &tiles = gemm.tiles;
     tiles = tile_source(p.offs, p.schedule, p.R, p.E, p.M, Config::BN, p.workspace.counters);
-    tiles.swaps_skinny = true;
     tiles.starts_early = p.starts_early;
     if (tiles.starts_early) tiles.counters += FUSED_MOE_NUM_COUNTERS / 2; /* up_gate uses the first half */
     if (p.slots) {
@@ -68,7 +70,7 @@ int launch(const FusedMoeGroupedMM &p, void *stream) {
 int run(const FusedMoeGroupedMM &p, void *stream) {
     return with_decoder(p.dtype, *p.b[0].codes, [&](auto decoder) {
         return with_codes_config<decltype(decoder), false>(
-            p.R, p.E, p.N[0], [&](auto config) { return launch<decltype(config)>(p, stream); });
+            p.R, p.E, [&](auto config) { return launch<decltype(config)>(p, stream); });
     });
 }
 
@@ -78,7 +80,7 @@ FusedMoeReason reason(const FusedMoeGroupedMM &p) {
     if (has_many_rows(p.R, p.E)) return FUSED_MOE_MANY_ROWS;
     if (p.M % CHUNK || p.N[0] % CHUNK) return FUSED_MOE_WIDTH;
     if (!is_aligned(p.a) || !is_aligned(p.out) || !is_aligned(p.bias)) return FUSED_MOE_UNALIGNED;
-    if (p.b[1].data || !has_readable_codes(p.b[0], p.E)) return FUSED_MOE_STRIDES;
+    if (p.b[1].data || !has_readable_codes(p.b[0])) return FUSED_MOE_STRIDES;
     return is_countable(p.R, p.E, p.M) ? FUSED_MOE_RUNS : FUSED_MOE_TOO_LARGE;
 }
 

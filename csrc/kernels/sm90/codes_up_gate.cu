@@ -14,7 +14,7 @@ typedef struct {
     const void *bias, *bias_up; /* [E] x bias_stride: of h's columns, of halves the two's; or NULL */
     int64_t bias_stride;
     void *a; /* [R,F] */
-    int32_t F, H;
+    int32_t F;
     FusedMoeLayout layout;
     FusedMoeActivation activation;
 } UpGate;
@@ -23,75 +23,72 @@ template <typename T>
 struct ActivatingEpilogue {
     const UpGate &p;
 
-    template <int TOKENS, class Writer>
-    __device__ void store_swapped(float (&d)[TOKENS], const WorkTile &tile, int wg, int warp,
-                                  Writer &writer) {
-        const T *bias = bias_of(p.bias, tile), *bias_up = bias_of(p.bias_up, tile);
-        T *out = (T *)p.a + (int64_t)tile.first_row * p.F;
-        int column = tile.first_column + 16 * warp;
-        if (p.codes.gemm.gate_up) {
-            float *up = d + TOKENS / 2;
-            column += wg * SUBTILE;
-            if (column >= p.F) return;
-            if (bias) add_bias_swapped<TOKENS>(d, bias, column, p.F);
-            if (bias_up) add_bias_swapped<TOKENS>(up, bias_up, column, p.F);
-            for_each_part<TOKENS>(tile, [&](auto part, int first, int rows) {
-                float *gates = d + first / 2, *ups = up + first / 2;
-                activate<part.value / 2>(gates, [&](int n) { return ups[n]; }, true);
-                writer.template store_swapped<part.value>(gates, out + (int64_t)first * p.F + column, p.F,
-                                                          rows, p.F - column);
-            });
-            return;
-        }
+    /* Accumulators go through shared memory: a lane then has gates and their ups whatever the layout is, and there is
+     * one loop that activates them, not as many copies of it as accumulators. */
+    template <int TOKENS>
+    __device__ void store_swapped(float *d, const WorkTile &tile, int subtile, int warp,
+                                  uint32_t staging) const {
+        constexpr int ROWS = 16,
+                      PITCH = 20; /* of what is staged at a time; floats, for which no banks conflict */
+        staging += warp * ROWS * PITCH * 4;
+        int lane = threadIdx.x % 32, first_column = tile.first_column + SUBTILE * subtile + 16 * warp;
+        Columns columns = {2, 1, 4, first_column / 2}; /* of interleaved ones a gate's up is the next */
+        if (p.layout == FUSED_MOE_UNGATED) columns = {1, 0, 8, first_column};
+        if (p.codes.gemm.gate_up)
+            columns = {1, 8, 4, tile.first_column + SUBTILE * (subtile / 2) + 16 * warp + 8 * (subtile % 2)};
+#pragma unroll 1
+        for (int first = 0; first < tile.num_rows; first += ROWS) {
 #pragma unroll
-        for (int i = 0; i < 2; i++) {
-            float *outputs = &d[TOKENS / 2 * i];
-            int first_column = column + (2 * wg + i) * SUBTILE, left = p.H - first_column;
-            if (left <= 0) return;
-            if (bias) add_bias_swapped<TOKENS>(outputs, bias, first_column, p.H);
-            for_each_part<TOKENS>(tile, [&](auto part, int first, int rows) {
-                float *values = outputs + first / 2;
-                T *part_out = out + (int64_t)first * p.F;
-                if (p.layout == FUSED_MOE_UNGATED) {
-                    activate<part.value / 2>(values, [](int) { return 1.f; }, false);
-                    writer.template store_swapped<part.value>(values, part_out + first_column, p.F, rows,
-                                                              left);
-                } else { /* a gate's up is the next column, four lanes on */
-                    auto up = [&](int n) { return __shfl_down_sync(~0u, values[n], 4); };
-                    activate<part.value / 2>(values, up, true);
-                    writer.template store_swapped_pairs<part.value>(values, part_out + first_column / 2, p.F,
-                                                                    rows, left / 2);
-                }
-            });
+            for (int i = 0; i < min(ROWS, TOKENS) / 2; i++) {
+                int row = i / 4 * 8 + lane % 4 * 2 + i % 2, column = i / 2 % 2 * 8 + lane / 4;
+                st_shared(staging + 4 * (PITCH * row + column), d[i]);
+            }
+            __syncwarp();
+            int rows = min(ROWS, tile.num_rows - first);
+            for (int i = lane; i < rows * columns.pairs; i += 32) {
+                int row = i / columns.pairs, pair = i % columns.pairs;
+                store_pair(tile, first + row, columns, pair, staging + 4 * PITCH * row);
+            }
+            __syncwarp();
+#pragma unroll
+            for (int i = 0; i < TOKENS / 2 - ROWS / 2; i++) d[i] = d[i + ROWS / 2]; /* the next rows' */
         }
     }
 
-    /* fn(so many tokens, the first one, their rows in the tile), 32 at a time: registers are few. */
-    template <int TOKENS, typename Fn>
-    __device__ static void for_each_part(const WorkTile &tile, Fn fn) {
-        constexpr int PART = TOKENS < 32 ? TOKENS : 32;
+    /* Of a warp's 16 columns: from a gate to the next, and to its up; pairs of outputs, and the first of them. */
+    typedef struct {
+        int step, up, pairs, first_output;
+    } Columns;
+
+    /* Two outputs of a row, of accumulators in shared memory. */
+    __device__ void store_pair(const WorkTile &tile, int row, const Columns &columns, int pair,
+                               uint32_t staged) const {
+        int output = columns.first_output + 2 * pair;
+        if (output >= p.F) return;
+        const T *bias = bias_of(p.bias, tile), *bias_up = bias_of(p.bias_up, tile);
+        float gate[2], up[2];
 #pragma unroll
-        for (int first = 0; first < TOKENS; first += PART)
-            fn(std::integral_constant<int, PART>(), first, min(PART, tile.num_rows - first));
+        for (int i = 0; i < 2; i++) {
+            int column = columns.step * (2 * pair + i);
+            gate[i] = __uint_as_float(ld_shared_u32(staged + 4 * column));
+            up[i] = __uint_as_float(ld_shared_u32(staged + 4 * (column + columns.up)));
+            if (bias) gate[i] += to_accum(bias[columns.step * (output + i)]);
+            if (p.layout == FUSED_MOE_INTERLEAVED && bias) up[i] += to_accum(bias[2 * (output + i) + 1]);
+            if (bias_up) up[i] += to_accum(bias_up[output + i]);
+        }
+        with_activation<T>(p.activation.kind, [&](auto act) {
+            float alpha = (float)p.activation.alpha, limit = (float)p.activation.limit;
+#pragma unroll
+            for (int i = 0; i < 2; i++) {
+                gate[i] = act.gate(gate[i], alpha, limit).value;
+                if (p.layout != FUSED_MOE_UNGATED) gate[i] *= act.up(up[i], limit).value;
+            }
+        });
+        from_accums((T *)p.a + (int64_t)(tile.first_row + row) * p.F + output, gate[0], gate[1]);
     }
 
     __device__ const T *bias_of(const void *bias, const WorkTile &tile) const {
         return bias ? (const T *)bias + tile.expert * p.bias_stride : nullptr;
-    }
-
-    /* gate = act(gate) up, or act(gate): in place, since registers are few. */
-    template <int count, typename Up>
-    __device__ void activate(float *gate, Up up_of, bool gated) const {
-        const FusedMoeActivation &f = p.activation;
-        with_activation<T>(f.kind, [&](auto act) {
-            float alpha = (float)f.alpha, limit = (float)f.limit;
-#pragma unroll
-            for (int i = 0; i < count; i++) {
-                float up = up_of(i), v = act.gate(gate[i], alpha, limit).value;
-                gate[i] = gated ? v * act.up(up, limit).value : v;
-                pin(gate[i]);
-            }
-        });
     }
 };
 
@@ -106,7 +103,6 @@ __global__ void __launch_bounds__(Config::THREADS, Config::CTAS_PER_SM)
 
 template <class Config>
 int launch(const FusedMoeUpGate &p, void *stream) {
-    using Decoder = typename Config::Decoder;
     using T = typename Config::T;
     const FusedMoeRowMap &rows = p.row_map;
     bool is_gate_up = p.layout == FUSED_MOE_SEPARATE || p.layout == FUSED_MOE_HALVES;
@@ -116,7 +112,6 @@ int launch(const FusedMoeUpGate &p, void *stream) {
     UpGate q = {};
     q.a = p.a;
     q.F = F;
-    q.H = H;
     q.layout = p.layout;
     q.activation = p.activation;
     q.bias = p.b1;
@@ -128,17 +123,14 @@ int launch(const FusedMoeUpGate &p, void *stream) {
     gemm.row_token = rows.row_token;
     gemm.T = rows.T;
     gemm.k = (int32_t)p.D;
-    gemm.num_k_tiles[0] = (int32_t)ceil_div(p.D, K_TILE<T>);
+    gemm.num_k_tiles[0] = (int32_t)ceil_div(p.D, STAGE_COLUMNS);
     gemm.gate_up = is_gate_up;
-    Scales *scales = q.codes.scales;
-    int status = codes_of<Decoder>(&gemm.b[0], &scales[0], p.w1, rows.E, 0, b_rows);
-    scales[1] = scales[0];
+    int status = set_codes<Config>(q.codes, 0, p.w1, rows.E, 0, b_rows);
     if (status == FUSED_MOE_OK && is_gate_up)
-        status = codes_of<Decoder>(&gemm.b[1], &scales[1], halves ? p.w1 : p.w3, rows.E, halves ? F : 0, F);
+        status = set_codes<Config>(q.codes, 1, halves ? p.w1 : p.w3, rows.E, halves ? F : 0, F);
     if (status != FUSED_MOE_OK) return status;
     gemm.tiles = tile_source(rows.offs, rows.schedule, rows.R, rows.E, b_rows,
                              is_gate_up ? Config::BN / 2 : Config::BN, p.workspace.counters);
-    gemm.tiles.swaps_skinny = true;
     if (p.slots) plan_in_kernel(gemm, *p.slots);
     gemm.tiles.lets_next_start = p.next_starts_early;
     return launch_persistent<Config, PlanningShared<Config>, codes_up_gate_kernel<Config>>(q, stream);
@@ -147,7 +139,7 @@ int launch(const FusedMoeUpGate &p, void *stream) {
 int run(const FusedMoeUpGate &p, void *stream) {
     return with_decoder(p.dtype, *p.w1.codes, [&](auto decoder) {
         return with_codes_config<decltype(decoder), true>(
-            p.row_map.R, p.row_map.E, p.D, [&](auto config) { return launch<decltype(config)>(p, stream); });
+            p.row_map.R, p.row_map.E, [&](auto config) { return launch<decltype(config)>(p, stream); });
     });
 }
 
@@ -156,7 +148,8 @@ bool are_alike(const FusedMoeQuantizedWeight &a, const FusedMoeQuantizedWeight &
     auto kind = [](const FusedMoeQuantizedWeight &w) {
         return w.format == FUSED_MOE_FP8_BLOCK ? FUSED_MOE_FP8 : w.format;
     };
-    return kind(a) == kind(b) && a.scale_dtype == b.scale_dtype;
+    return kind(a) == kind(b) && a.scale_dtype == b.scale_dtype && a.block_in == b.block_in &&
+           a.tile_scales == b.tile_scales && !a.zero == !b.zero;
 }
 
 FusedMoeReason reason(const FusedMoeUpGate &p) {
@@ -168,9 +161,10 @@ FusedMoeReason reason(const FusedMoeUpGate &p) {
     if (p.D % CHUNK || p.F % CHUNK) return FUSED_MOE_WIDTH;
     for (const void *data : {p.x, (const void *)p.a, p.b1, p.b3})
         if (!is_aligned(data)) return FUSED_MOE_UNALIGNED;
-    if (p.h || !has_readable_codes(p.w1, rows.E)) return FUSED_MOE_STRIDES;
-    if (p.w3.data && (!has_readable_codes(p.w3, rows.E) || !are_alike(*p.w1.codes, *p.w3.codes)))
+    if (p.h || !has_readable_codes(p.w1)) return FUSED_MOE_STRIDES;
+    if (p.w3.data && (!has_readable_codes(p.w3) || !are_alike(*p.w1.codes, *p.w3.codes)))
         return FUSED_MOE_STRIDES;
+    if (p.layout == FUSED_MOE_HALVES && p.F % SUBTILE) return FUSED_MOE_STRIDES; /* ups begin within a tile */
     return is_countable(rows.R, rows.E, 2 * p.F) ? FUSED_MOE_RUNS : FUSED_MOE_TOO_LARGE;
 }
 

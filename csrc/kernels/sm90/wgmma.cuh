@@ -59,6 +59,7 @@ __device__ inline void wgmma_wait_group() {
 #define REGISTERS_8(c, i) REGISTERS_4(c, i), REGISTERS_4(c, i + 4)
 #define REGISTERS_16(c, i)                                                                                   \
     REGISTERS_4(c, i), REGISTERS_4(c, i + 4), REGISTERS_4(c, i + 8), REGISTERS_4(c, i + 12)
+#define REGISTERS_24(c, i) REGISTERS_16(c, i), REGISTERS_8(c, i + 16)
 #define REGISTERS_32(c, i) REGISTERS_16(c, i), REGISTERS_16(c, i + 16)
 #define REGISTERS_64(c, i) REGISTERS_32(c, i), REGISTERS_32(c, i + 32)
 #define REGISTERS_128(c, i) REGISTERS_64(c, i), REGISTERS_64(c, i + 64)
@@ -120,10 +121,10 @@ __device__ inline void wgmma(float *d, uint64_t a, uint64_t b, T t) {
             WGMMA_A_ASM(TYPE, N, "=f", __VA_ARGS__);                                                         \
     }
 #define WGMMAS_A(T, TYPE)                                                                                    \
-    WGMMA_A(T, TYPE, 8, REGISTERS_4, "%0, %1, %2, %3", "%4, %5, %6, %7", "%8", "%9", "%10")                  \
-    WGMMA_A(T, TYPE, 16, REGISTERS_8, TEXT_8(), "%8, %9, %10, %11", "%12", "%13", "%14")                     \
     WGMMA_A(T, TYPE, 32, REGISTERS_16, TEXT_10() ", %10, %11, %12, %13, %14, %15", "%16, %17, %18, %19",     \
             "%20", "%21", "%22")                                                                             \
+    WGMMA_A(T, TYPE, 48, REGISTERS_24, TEXT_10() ", " TEXT_10(1) ", %20, %21, %22, %23",                     \
+            "%24, %25, %26, %27", "%28", "%29", "%30")                                                       \
     WGMMA_A(T, TYPE, 64, REGISTERS_32, TEXT_30 ", " TEXT_2(3), "%32, %33, %34, %35", "%36", "%37", "%38")    \
     WGMMA_A(T, TYPE, 128, REGISTERS_64, TEXT_60 ", %60, %61, %62, %63", "%64, %65, %66, %67", "%68", "%69",  \
             "%70")
@@ -132,12 +133,11 @@ WGMMAS_A(__half, "f16")
 
 template <int columns, int accumulate, Major b_major, typename T>
 __device__ inline void wgmma(float *d, const uint32_t *a, uint64_t b, T t) {
-    static_assert(columns == 128 || columns == 64 || columns == 32 || columns == 16 || columns == 8);
+    static_assert(columns == 128 || columns == 64 || columns == 48 || columns == 32);
     if constexpr (columns == 128) wgmma_m64n128k16<accumulate, b_major>(d, a, b, t);
     if constexpr (columns == 64) wgmma_m64n64k16<accumulate, b_major>(d, a, b, t);
+    if constexpr (columns == 48) wgmma_m64n48k16<accumulate, b_major>(d, a, b, t);
     if constexpr (columns == 32) wgmma_m64n32k16<accumulate, b_major>(d, a, b, t);
-    if constexpr (columns == 16) wgmma_m64n16k16<accumulate, b_major>(d, a, b, t);
-    if constexpr (columns == 8) wgmma_m64n8k16<accumulate, b_major>(d, a, b, t);
 }
 
 #undef WGMMAS_A
@@ -155,6 +155,7 @@ __device__ inline void wgmma(float *d, const uint32_t *a, uint64_t b, T t) {
 #undef REGISTERS_4
 #undef REGISTERS_8
 #undef REGISTERS_16
+#undef REGISTERS_24
 #undef REGISTERS_32
 #undef REGISTERS_64
 #undef REGISTERS_128
