@@ -17,7 +17,7 @@ from math import prod
 from .ops import Schema, ops
 from .quantized.formats import FORMATS
 
-CODES_PER_BYTE = [format.per_byte for format in FORMATS.values()]
+CODES_PER_BYTE = [format.per_byte for format in FORMATS.values()]  # in tiles as in the published layout
 FORMULAS = {}  # operator -> function of its arguments, a named tuple
 
 

@@ -32,6 +32,7 @@ from .plan import Plan
 SCORE_FUNCS = {"softmax": 0, "sigmoid": 1}
 LAYOUTS = {"separate": 0, "halves": 1, "interleaved": 2}
 UNGATED = 3  # layout "separate" without w3
+TILE = 64  # rows, and columns, of a tile of a quantised weight
 ACTIVATION_CODES = {name: code for code, name in enumerate(ACTIVATIONS)}
 
 HOW_TO_BUILD_CUDA = "this build has no CUDA kernels: put nvcc on PATH or set CUDA_HOME, and build it again"
@@ -534,14 +535,16 @@ def _grouped_mm_backward(ctx, need, dout):
     }
 
 
-def _quantized_width(data: Tensor) -> int:
-    """in, of codes (E, out, in), or (E, out, in / 2) in bytes."""
-    return data.size(2) * (2 if data.dtype == torch.uint8 else 1)
+def quantized_sizes(data: Tensor) -> tuple[int, int, int]:
+    """E, out and in, of codes (E, out, in), in bytes (E, out, in / 2), or tiles (E, out / 64, in / 64, B)."""
+    if data.dim() == 4:
+        return data.size(0), TILE * data.size(1), TILE * data.size(2)
+    return data.size(0), data.size(1), data.size(2) * (2 if data.dtype == torch.uint8 else 1)
 
 
 def _quantized_mm_fake(args):
-    width = _quantized_width(args.data) if args.transposed else args.data.size(1)
-    return args.a.new_empty(args.a.size(0), width)
+    _, rows, cols = quantized_sizes(args.data)
+    return args.a.new_empty(args.a.size(0), cols if args.transposed else rows)
 
 
 def _quantized_mm_setup(ctx, args, output):
@@ -785,7 +788,7 @@ _register_writing("experts_out", fake=lambda args: _experts_fake(args)[1], expec
 
 
 def _quantized_experts_fake(args):
-    out = args.x.new_empty(args.x.size(0), args.data2.size(1))
+    out = args.x.new_empty(args.x.size(0), quantized_sizes(args.data2)[1])
     return out, args.ids.new_empty(args.data1.size(0), dtype=torch.int32)
 
 

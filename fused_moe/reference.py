@@ -254,27 +254,28 @@ def dequantize(w: QuantizedWeight, dtype: torch.dtype | None = None) -> Tensor:
     """The weight (E, out, in), one block after another: value = (code - zero) * scale in float32, rounded to
     dtype (default: w's)."""
     E, rows, cols = w.shape
-    codes = w.data
+    data, scales, zeros = w.data, w.scale, w.zero
+    codes = data
     if w.format in ("int4", "mxfp4"):
         codes = torch.zeros(E, rows, cols, dtype=torch.long, device=w.device)
-        codes[..., 0::2], codes[..., 1::2] = w.data % 16, w.data // 16
+        codes[..., 0::2], codes[..., 1::2] = data % 16, data // 16
     if w.format == "mxfp4":
         magnitudes = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], device=w.device)
         values = magnitudes[codes % 8] * torch.where(codes < 8, 1, -1)
     else:
         values = codes.float() - (8 if w.format == "int4" else 0)
     out = torch.empty_like(values)
-    num_row_blocks, num_col_blocks = w.scale.shape[1:]
+    num_row_blocks, num_col_blocks = scales.shape[1:]
     height = 128 if w.format == "fp8_block" else rows // num_row_blocks
     width = 128 if w.format == "fp8_block" else cols // num_col_blocks
     for i in range(num_row_blocks):
         for j in range(num_col_blocks):
             block = (slice(None), slice(i * height, (i + 1) * height), slice(j * width, (j + 1) * width))
-            scale, zero = w.scale[:, i, j], 0
+            scale, zero = scales[:, i, j], 0
             if w.format == "mxfp4":
                 scale = torch.where(scale == 255, torch.nan, 2.0 ** (scale.double() - 127))
-            if w.zero is not None:
-                zero = w.zero[:, i, j].view(E, 1, 1)
+            if zeros is not None:
+                zero = zeros[:, i, j].view(E, 1, 1)
             out[block] = (values[block] - zero) * scale.float().view(E, 1, 1)
     return out.to(w.dtype if dtype is None else dtype)
 

@@ -90,6 +90,14 @@ def poison():
 
 
 @pytest.fixture
+def tiling(monkeypatch):
+    """Quantised weights are kept in tiles on the CPU, too. Its operators do not read those."""
+    from fused_moe.quantized import tiles
+
+    monkeypatch.setattr(tiles, "are_read_on", lambda device: device.type != "meta")
+
+
+@pytest.fixture
 def threads():
     """torch.set_num_threads, restored afterwards."""
     before = torch.get_num_threads()

@@ -167,7 +167,7 @@ print(*sorted(set(sys.modules) - before))
     run = run_python(code)
     own = "activation checks composed counting flops function gate info lora losses module oldest ops overlap"
     own += " padding plan quantized"
-    own += "".join(f" quantized.{name}" for name in "formats loaders quantizing weight".split())
+    own += "".join(f" quantized.{name}" for name in "formats loaders quantizing tiles weight".split())
     own += " reference routed"
     assert run.stdout.split() == ["fused_moe", *(f"fused_moe.{name}" for name in own.split())], run.stderr
 

@@ -95,8 +95,9 @@ def test_layouts(device, layout, dtype):
 @pytest.mark.quick
 @pytest.mark.parametrize("format", ("fp8_block", "fp8", "int8", "int4", "mxfp4"))
 @pytest.mark.parametrize("dtype", (F32, BF16), ids=("f32", "bf16"))
-def test_quantised_weights(device, format, dtype):
-    case = Case(dim=64, hidden=32, dtype=dtype, score_on="input", activation="gelu")
+@pytest.mark.parametrize("hidden", (32, 64), ids=("published", "tiles"))
+def test_quantised_weights(device, format, dtype, hidden):
+    case = Case(dim=64, hidden=hidden, dtype=dtype, score_on="input", activation="gelu")
     check_lora(case, device, quantized=format)
 
 

@@ -2,6 +2,7 @@
 
 import copy
 import io
+import itertools
 import math
 
 import pytest
@@ -29,6 +30,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict
 import fused_moe
 from fused_moe import FusedMoE, QuantizedWeight, fused_experts, grouped_mlp, quantize, quantized, reference
 from fused_moe.quantized.formats import FORMATS, scale_shapes
+from fused_moe.quantized.tiles import are_wanted
 
 pytestmark = pytest.mark.usefixtures("poison")
 
@@ -74,13 +76,13 @@ def random_weight(format: str, E: int, rows: int, cols: int, device, scale_of=0)
 # --- values -----------------------------------------------------------------------------------------------
 
 
-def product_with_identity(w: QuantizedWeight, dtype, transposed: bool) -> torch.Tensor:
+def product_with_identity(w: QuantizedWeight, dtype, transposed: bool, tensors=None) -> torch.Tensor:
     """The weight as quantized_mm reads it, every expert's by a product with the identity matrix."""
     E, rows, cols = w.shape
     width = rows if transposed else cols
     a = torch.eye(width, dtype=dtype, device=w.device).repeat(E, 1)
     offsets = torch.arange(1, E + 1, device=w.device, dtype=torch.int32) * width
-    out = torch.ops.fused_moe.quantized_mm(a, *w.tensors, offsets, w.code, transposed)
+    out = torch.ops.fused_moe.quantized_mm(a, *(tensors or w.tensors), offsets, w.code, transposed)
     out = out.view(E, width, -1)
     return out if transposed else out.mT
 
@@ -89,13 +91,17 @@ def product_with_identity(w: QuantizedWeight, dtype, transposed: bool) -> torch.
 @EVERY_FORMAT
 @DTYPES
 @pytest.mark.parametrize("scale_of", range(6))
-def test_values_are_the_references(device, format, dtype, scale_of):
-    """dequantize(), and both ways in which the kernel reads a weight, give the reference's bits."""
-    w = random_weight(format, 3, 130, 288 if scale_of < 3 else 384, device, scale_of)
+@pytest.mark.parametrize("rows, cols", ((130, 288), (192, 320)), ids=("published", "tiles"))
+def test_values_are_the_references(device, format, dtype, scale_of, rows, cols):
+    """dequantize(), and both ways in which the kernel reads a weight, give the reference's bits; also of a
+    tiled weight's tensors in the published layout."""
+    w = random_weight(format, 3, rows, cols if scale_of < 3 else 384, device, scale_of)
     expected = reference.dequantize(w, dtype)
+    assert w.is_tiled == are_wanted(device, w.shape)
     assert torch.equal(w.dequantize(dtype), expected)
-    for transposed in (False, True):
-        assert torch.equal(product_with_identity(w, dtype, transposed), expected)
+    for tensors in (w.tensors, (w.data, w.scale, w.zero)):
+        for transposed in (False, True):
+            assert torch.equal(product_with_identity(w, dtype, transposed, tensors), expected)
 
 
 @EVERY_FORMAT
@@ -158,9 +164,10 @@ def test_every_code(device):
 @EVERY_FORMAT
 def test_nan_scales_propagate(device, dtype, format):
     """A scale of NaN makes its block NaN, and leaves other experts alone."""
-    w = random_weight(format, 2, 64, 64, device)
-    w.data.view(torch.uint8).fill_(0x11)  # finite, and of one sign
-    w.scale[1, 0, 0] = 255 if format == "mxfp4" else torch.nan
+    data, scale, zero = random_weight(format, 2, 64, 64, "cpu").tensors
+    data.view(torch.uint8).fill_(0x11)  # finite, and of one sign
+    scale[1, 0, 0] = 255 if format == "mxfp4" else torch.nan
+    w = QuantizedWeight(data, scale, zero, format=format, shape=(2, 64, 64)).to(device)
     assert torch.equal(w.dequantize(dtype).isnan(), reference.dequantize(w, dtype).isnan())
     a, offsets = torch.ones(4, 64, dtype=dtype, device=device), torch.tensor([2, 4], device=device).int()
     out = torch.ops.fused_moe.quantized_mm(a, *w.tensors, offsets, w.code)
@@ -271,12 +278,24 @@ def test_experts(device, option, dtype):
     check_quantized(case, device, dict.fromkeys(("w1", "w2", "w3"), option))
 
 
+@EVERY_OPTION
+@pytest.mark.parametrize("dtype", (F32, BF16), ids=("f32", "bf16"))
+@pytest.mark.parametrize("hidden", (64, 96, 192))
+def test_experts_of_tiles(device, option, dtype, hidden):
+    """Sides that tiles fit; with 96 those of gate and up alone."""
+    case = Case(
+        dim=320, hidden=hidden, dtype=dtype, layout="halves" if hidden == 96 else "separate", bias=True
+    )
+    check_quantized(case, device, dict.fromkeys(("w1", "w2", "w3"), option))
+
+
 @pytest.mark.parametrize("layout", STORED)
 @pytest.mark.parametrize("score_on", ("output", "input"))
 @pytest.mark.parametrize("activation", ("gelu", "swiglu_clamped"))
-def test_layouts(device, layout, score_on, activation):
+@pytest.mark.parametrize("hidden", (32, 64), ids=("published", "tiles"))
+def test_layouts(device, layout, score_on, activation, hidden):
     """Every layout that is not transposed."""
-    case = Case(dim=64, hidden=32, layout=layout, score_on=score_on, activation=activation, bias=True)
+    case = Case(dim=64, hidden=hidden, layout=layout, score_on=score_on, activation=activation, bias=True)
     check_quantized(case, device, dict.fromkeys(("w1", "w2", "w3"), "int4, zero points"))
 
 
@@ -290,8 +309,8 @@ def test_mixed_weights(device, names):
 
 @given(
     tokens=st.sampled_from((0, 1, 2, 33)),
-    dim=st.sampled_from((32, 160, 288)),
-    hidden=st.sampled_from((32, 96, 256)),
+    dim=st.sampled_from((32, 160, 288, 320)),
+    hidden=st.sampled_from((32, 96, 192, 256)),
     num_experts=st.sampled_from((1, 2, 5)),
     routing=st.sampled_from(("random", "repeats", "one", "gaps", "sentinels", "none")),
     layout=st.sampled_from(STORED),
@@ -339,8 +358,8 @@ def test_a_tokens_bits_do_not_depend_on_its_batch(device):
     """Within a format, on a GPU: alone, in a batch, shuffled."""
     if device.type != "cuda":
         pytest.skip("on the CPU the bits are the same in every run of the same batch alone")
-    case = Case(tokens=300, dim=64, hidden=96, dtype=BF16)
-    for option in OPTIONS:
+    for option, hidden in itertools.product(OPTIONS, (96, 192)):
+        case = Case(tokens=300, dim=64, hidden=hidden, dtype=BF16)
         inputs, weights = quantized_inputs(case, device, dict.fromkeys(("w1", "w2", "w3"), option))
         ids = case.ids(device)
         out = fused_experts(**inputs, **weights, ids=ids)
@@ -351,8 +370,9 @@ def test_a_tokens_bits_do_not_depend_on_its_batch(device):
 
 
 @EVERY_OPTION
-def test_same_bits_in_every_run(device, option):
-    case = Case(dim=64, hidden=96, dtype=BF16, bias=True)
+@pytest.mark.parametrize("hidden", (96, 192), ids=("published", "tiles"))
+def test_same_bits_in_every_run(device, option, hidden):
+    case = Case(dim=64, hidden=hidden, dtype=BF16, bias=True)
     inputs, weights = quantized_inputs(case, device, dict.fromkeys(("w1", "w2", "w3"), option))
     dout, ids = case.dout(device), case.ids(device)
     runs = [forward_backward(fused_experts, inputs, dout, ids=ids, **weights) for _ in range(2)]
@@ -401,23 +421,28 @@ def test_out_and_expert_map(device):
 # --- the layer --------------------------------------------------------------------------------------------
 
 
-def layer(device, **options) -> FusedMoE:
-    return FusedMoE(64, 32, 6, 2, **options).to(device)
+# Of FusedMoE: the second has sides that tiles fit.
+SIZES = pytest.mark.parametrize("sizes", ((64, 32), (320, 192)), ids=("published", "tiles"))
+
+
+def layer(device, sizes=(64, 32), **options) -> FusedMoE:
+    return FusedMoE(*sizes, 6, 2, **options).to(device)
 
 
 @pytest.mark.quick
 @EVERY_OPTION
-def test_layer(device, option):
+@SIZES
+def test_layer(device, option, sizes):
     """quantize() replaces the experts' weights in place; forward and the gradients of x and the router."""
     format, options = OPTIONS[option]
-    moe = layer(device, num_shared_experts=1, bias=True)
+    moe = layer(device, sizes, num_shared_experts=1, bias=True)
     assert quantize(moe, format, **options) is moe
-    plain = layer(device, num_shared_experts=1, bias=True)
+    plain = layer(device, sizes, num_shared_experts=1, bias=True)
     plain.load_state_dict(moe.state_dict(), strict=False)
     for name in ("w1", "w2", "w3"):
         assert getattr(moe.experts, name).format == format
         getattr(plain.experts, name).data.copy_(getattr(moe.experts, name).dequantize(F32))
-    x = torch.randn(3, 7, 64, device=device)
+    x = torch.randn(3, 7, sizes[0], device=device)
     results = []
     for module in (moe, plain):
         leaf = x.clone().requires_grad_()
@@ -431,24 +456,47 @@ def test_layer(device, option):
 
 
 @EVERY_OPTION
-def test_state_dict(device, option):
+@SIZES
+def test_state_dict(device, option, sizes):
     """Published names and layout; what is saved loads into another quantised layer, and into one on meta."""
     format, options = OPTIONS[option]
-    moe = quantize(layer(device), format, **options)
+    moe = quantize(layer(device, sizes), format, **options)
     file = io.BytesIO()
     torch.save(moe.state_dict(), file)
     file.seek(0)
     saved = torch.load(file, weights_only=True)
-    x = torch.randn(5, 64, device=device)
-    other = quantize(layer(device), format, **options)
+    x = torch.randn(5, sizes[0], device=device)
+    other = quantize(layer(device, sizes), format, **options)
     other.load_state_dict(saved)
     assert torch.equal(other(x), moe(x))
     with torch.device("meta"):
-        meta = quantize(FusedMoE(64, 32, 6, 2), format, **options)
+        meta = quantize(FusedMoE(*sizes, 6, 2), format, **options)
     meta.load_state_dict(saved, assign=True)
     meta.tokens_per_expert = torch.zeros(6, device=device)
     assert torch.equal(meta(x), moe(x))
     assert torch.equal(copy.deepcopy(moe)(x), moe(x))
+
+
+@EVERY_OPTION
+@SIZES
+def test_between_devices(device, option, sizes):
+    """A layer moved to the device computes what one made there does; back on the CPU, both have the tensors
+    of before."""
+    format, options = OPTIONS[option]
+    made = quantize(layer("cpu", sizes), format, **options)
+    saved = copy.deepcopy(made).state_dict()
+    x = torch.randn(5, sizes[0], device=device)
+    there = quantize(layer(device, sizes), format, **options)
+    there.load_state_dict(saved)  # from the CPU
+    moved = made.to(device)
+    assert moved.experts.w1.is_tiled == are_wanted(device, moved.experts.w1.shape)
+    assert torch.equal(moved(x), there(x))
+    for back in (moved.cpu(), there.to("cpu")):
+        assert not back.experts.w1.is_tiled
+        assert back.state_dict().keys() == saved.keys()
+        for name, tensor in back.state_dict().items():
+            assert tensor.dtype == saved[name].dtype and tensor.shape == saved[name].shape, name
+            assert torch.equal(tensor.view(torch.uint8), saved[name].view(torch.uint8)), name
 
 
 @pytest.mark.quick
@@ -477,16 +525,17 @@ def test_published_layout(device):
 
 
 @EVERY_OPTION
-def test_loaders_read_what_a_layer_saves(device, option):
+@SIZES
+def test_loaders_read_what_a_layer_saves(device, option, sizes):
     """And the names of a state_dict are parameters, as distributed checkpoints and functional_call want."""
     format, options = OPTIONS[option]
-    moe = quantize(layer(device), format, **options)
+    moe = quantize(layer(device, sizes), format, **options)
     state = get_model_state_dict(moe)
     load = {"fp8_block": quantized.from_fp8_block, "mxfp4": quantized.from_mxfp4}
     w1 = load.get(format, quantized.from_compressed_tensors)(state, "experts.w1")
     assert w1.format == format and torch.equal(w1.dequantize(F32), moe.experts.w1.dequantize(F32))
-    x = torch.randn(5, 64, device=device)
-    others = quantize(layer(device), format, **options).state_dict()
+    x = torch.randn(5, sizes[0], device=device)
+    others = quantize(layer(device, sizes), format, **options).state_dict()
     found = torch.func.functional_call(moe, others, x)
     moe.load_state_dict(others)
     torch.testing.assert_close(found, moe(x))
@@ -539,12 +588,14 @@ def test_memory(cpu):
 
 
 @pytest.mark.parametrize("format", ("fp8_block", "int4", "mxfp4"))
-def test_compile(device, format):
+@SIZES
+def test_compile(device, format, sizes):
     """One graph without breaks, with any number of tokens, forward and backward."""
-    moe = quantize(layer(device), format, **quantize_options(format))
+    torch._dynamo.reset()  # it compiles FusedMoE.forward so many times at most
+    moe = quantize(layer(device, sizes), format, **quantize_options(format))
     compiled = torch.compile(moe, fullgraph=True, dynamic=True)
     for tokens in (5, 9):
-        x = torch.randn(tokens, 64, device=device, requires_grad=True)
+        x = torch.randn(tokens, sizes[0], device=device, requires_grad=True)
         (expected,) = torch.autograd.grad(moe(x).square().sum(), x)
         (found,) = torch.autograd.grad(compiled(x).square().sum(), x)
         torch.testing.assert_close(found, expected)

@@ -45,8 +45,11 @@ from transformers.quantizers.base import HfQuantizer  # noqa: E402
 
 import fused_moe.transformers  # noqa: E402
 from fused_moe import QuantizedWeight, quantize  # noqa: E402
+from fused_moe.quantized import tiles  # noqa: E402
 from fused_moe.quantized.formats import FORMATS  # noqa: E402
 from fused_moe.transformers import quantize_experts  # noqa: E402
+from fused_moe.transformers.experts import settings_of  # noqa: E402
+from fused_moe.transformers.weights import first_name, weight_of  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("registered")
 
@@ -135,7 +138,7 @@ def write_checkpoint(kind: str, folder, dtype=F32, **config) -> nn.Module:
         pytest.importorskip("compressed_tensors")
         from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
     family, sizes, format, options, quantization = CHECKPOINTS[kind]
-    model = tiny_model(family, "cpu", dtype, **sizes, **config)
+    model = tiny_model(family, "cpu", dtype, **{**sizes, **config})
     for target in (folder, folder / "plain"):
         model.save_pretrained(target)
     plain = load_file(folder / "model.safetensors")
@@ -202,6 +205,13 @@ def views(experts: nn.Module) -> list[QuantizedWeight]:
     return [made for _, _, made in experts._fused_moe_weights.values()]
 
 
+LARGER_TILES = 1.03  # with zero points of int4, which checkpoints pack: two per byte
+
+
+def kept_in_tiles(experts: nn.Module) -> dict[str, QuantizedWeight]:
+    return {n: m for n, m in experts.named_children() if isinstance(m, QuantizedWeight)}
+
+
 # --- checkpoints ------------------------------------------------------------------------------------------
 
 
@@ -232,7 +242,8 @@ def test_transformers_reads_the_same_values(cpu, tmp_path, kind):
 
 @ALL_CHECKPOINTS
 def test_weights_stay_packed(device, tmp_path, kind):
-    """Parameters are codes and scales, of the bytes that they have in the checkpoint; nothing is copied."""
+    """Parameters are codes and scales, of the bytes that they have in the checkpoint; nothing is copied, but
+    where tiles take the parameters' place."""
     write_checkpoint(kind, tmp_path)
     model = load(tmp_path).to(device)
     names = set(model.state_dict())
@@ -241,12 +252,18 @@ def test_weights_stay_packed(device, tmp_path, kind):
     assert len(calls.of("quantized_experts")) == len(experts_of(model))
     stored = {n: t for n, t in load_file(tmp_path / "model.safetensors").items() if ".experts." in n}
     loaded = {n: p for n, p in model.named_parameters() if ".experts." in n}
-    assert sum(t.nbytes for t in loaded.values()) == sum(t.nbytes for t in stored.values())
+    packed_bytes = sum(t.nbytes for t in stored.values())
+    tiled = [w for _, experts in experts_of(model) for w in kept_in_tiles(experts).values()]
+    most = LARGER_TILES * packed_bytes if tiled else packed_bytes
+    assert packed_bytes <= sum(t.nbytes for t in loaded.values()) <= most
     assert names == set(model.state_dict())
     for _, experts in experts_of(model):
-        gate_up, down = views(experts)
         codes = {"fp8_block": "", "mxfp4": "_blocks"}.get(kind, "_packed")
-        for w, name in ((gate_up, "gate_up_proj"), (down, "down_proj")):
+        for name in ("gate_up_proj", "down_proj"):
+            if name in kept_in_tiles(experts):
+                assert name not in experts._fused_moe_weights
+                continue
+            w = experts._fused_moe_weights[name][2]
             parameter = getattr(experts, name + codes)
             assert w.data.data_ptr() == parameter.data_ptr() and w.data.nbytes == parameter.nbytes
         if kind != "fp8_block":
@@ -311,6 +328,8 @@ def test_replaced_parameters(device, tmp_path, kind):
     experts, call = packed_call(kind, tmp_path, device)
     with torch.inference_mode():
         expected = experts(*call)
+    if kept_in_tiles(experts):
+        pytest.skip("tiles have taken the parameters' place")
     with torch.no_grad():
         kept = views(experts)
         assert not (experts(*call) - expected).count_nonzero() and views(experts)[0] is kept[0]
@@ -332,6 +351,69 @@ def test_replaced_parameters(device, tmp_path, kind):
     x = call[0].requires_grad_()
     experts(*call).sum().backward()  # the weights made in inference mode can be saved for backward
     assert x.grad.count_nonzero()
+
+
+def hold_tiles(model: nn.Module) -> None:
+    """Makes the weights of all experts as their first call does, which CPUs cannot finish with tiles."""
+    for _, experts in experts_of(model):
+        for name in ("gate_up_proj", "down_proj"):
+            assert weight_of(experts, name).is_tiled and weight_of(experts, name) is getattr(experts, name)
+
+
+def whole_tiles(kind: str, folder) -> nn.Module:
+    """A packed checkpoint of experts whose sides are all multiples of 64."""
+    sizes = {} if kind == "fp8_block" else {"moe_intermediate_size": 128, "intermediate_size": 128}
+    write_checkpoint(kind, folder, **sizes)
+    return load(folder)
+
+
+@ALL_CHECKPOINTS
+def test_tiles_take_the_parameters_place(cpu, tmp_path, kind):
+    """They alone remain, whatever was kept before, and compute the same when they are published again."""
+    model, ids = whole_tiles(kind, tmp_path), token_ids("cpu")
+    expected = model(ids).logits
+    packed_bytes = sum(p.nbytes for n, p in model.named_parameters() if ".experts." in n)
+    assert all(len(views(experts)) == 2 for _, experts in experts_of(model))
+    for parameter in model.parameters():
+        parameter.data = parameter.data.clone()  # as `.to` another device does
+    with pytest.MonkeyPatch.context() as gpu:
+        gpu.setattr(tiles, "are_read_on", lambda device: True)
+        hold_tiles(model)
+        for _, experts in experts_of(model):
+            assert not experts._fused_moe_weights and len(kept_in_tiles(experts)) == 2
+            own = [n for n, _ in experts.named_parameters(recurse=False)]
+            assert all(n.endswith(("bias", "_shape")) for n in own), own
+        tiled_bytes = sum(p.nbytes for n, p in model.named_parameters() if ".experts." in n)
+        assert packed_bytes <= tiled_bytes <= LARGER_TILES * packed_bytes
+        copied = copy.deepcopy(model)
+    for again in (model.to("cpu"), copied.to("cpu")):
+        assert not any(w.is_tiled for _, e in experts_of(again) for w in kept_in_tiles(e).values())
+        assert torch.equal(again(ids).logits, expected)
+    model.set_experts_implementation("eager")
+    with pytest.raises(ValueError, match="experts_implementation='fused_moe' for packed .* found 'eager'"):
+        model(ids)
+
+
+@ALL_CHECKPOINTS
+def test_the_state_dict_of_tiles(cpu, tmp_path, kind, request):
+    """It is the checkpoint's, as it was before, and loads; save_pretrained writes the checkpoint."""
+    model, other = whole_tiles(kind, tmp_path), load(tmp_path)
+    expected = {n: t.clone() for n, t in model.state_dict().items()}
+    request.getfixturevalue("tiling")
+    for m in (model, other):
+        hold_tiles(m)
+        assert_same_bits(m.state_dict(), expected)
+    changed = {n: t.roll(1, 0) if ".experts." in n else t for n, t in expected.items()}
+    other.load_state_dict(changed)
+    assert_same_bits(other.state_dict(), changed)
+    scale = next(n for n in changed if "down_proj_scale" in n)
+    del changed[scale]
+    with pytest.raises(RuntimeError, match=r"Missing key.*experts\.down_proj\."):
+        other.load_state_dict(changed)
+    if kind != "fp8_block":
+        model.save_pretrained(tmp_path / "again")
+        files = (folder / "model.safetensors" for folder in (tmp_path / "again", tmp_path))
+        assert_same_bits(*map(load_file, files))
 
 
 def test_offloaded_experts(cpu, tmp_path):
@@ -506,6 +588,24 @@ def test_fp8_experts(device, kind, routing):
             assert not experts(x, torch.full_like(ids, E), scores).count_nonzero()
         else:
             assert_near(experts(x, ids, scores), expected, slack=64)
+
+
+@pytest.mark.parametrize("kind", SUPPORTED)
+@pytest.mark.usefixtures("tiling")
+def test_the_state_dict_of_fp8_experts_in_tiles(cpu, kind):
+    """Scales of e8m0 and codes of e2m1 are published as they were."""
+    experts = fp8_experts(cpu, **SUPPORTED[kind])
+    expected = {n: t.clone() for n, t in experts.state_dict().items()}
+    for name in (first_name(experts), "down_proj"):
+        assert weight_of(experts, name).is_tiled
+    assert isinstance(settings_of(experts), dict)
+    for changed in (expected, {n: t.flip(0) for n, t in expected.items()}):
+        experts.load_state_dict(changed)
+        found = experts.state_dict()
+        assert found.keys() == changed.keys()
+        for name, tensor in changed.items():
+            assert (found[name].shape, found[name].dtype) == (tensor.shape, tensor.dtype), name
+            assert torch.equal(found[name].view(torch.uint8), tensor.view(torch.uint8)), name
 
 
 # kind -> how FP8Experts are made, and the warning

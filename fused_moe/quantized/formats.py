@@ -74,7 +74,7 @@ def width_multiple(format: str, group_size: int | None) -> int:
     return group_size if format == "int4" else next(iter(FORMATS[format].groups), 1)
 
 
-def _parts(shape: tuple[int, int, int]) -> list[slice]:
+def parts(shape: tuple[int, int, int]) -> list[slice]:
     """The experts of a weight, some at a time."""
     E, rows, cols = shape
     step = max(1, PART // (rows * cols))
@@ -93,7 +93,7 @@ def dequantize(format: str, data: Tensor, scale: Tensor, zero: Tensor | None, dt
     E, rows, width = data.shape
     shape = E, rows, width * FORMATS[format].per_byte
     out = torch.empty(shape, dtype=dtype, device=data.device)
-    for part in _parts(shape):
+    for part in parts(shape):
         out[part] = _values(format, data[part], scale[part], _part(zero, part))
     return out
 
@@ -144,8 +144,9 @@ def encode(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """data, scale and zero of a weight (E, out, in), every code the nearest. Scales of int4, int8 and fp8
     have w's dtype (float32 for float64), and codes are of the rounded scale."""
-    parts = [_encode(w[part], format, group_size, symmetric, per_tensor) for part in _parts(tuple(w.shape))]
-    data, scale, zero = zip(*parts, strict=True)
+    shape = tuple(w.shape)
+    encoded = [_encode(w[part], format, group_size, symmetric, per_tensor) for part in parts(shape)]
+    data, scale, zero = zip(*encoded, strict=True)
     return torch.cat(data), torch.cat(scale), None if zero[0] is None else torch.cat(zero)
 
 
@@ -222,3 +223,9 @@ def unpack_rows(words: Tensor, rows: int) -> Tensor:
     uint8 (E, rows, n)."""
     shifts = torch.arange(0, 32, 4, device=words.device, dtype=torch.int32).view(8, 1)
     return ((words.unsqueeze(2) >> shifts) & 15).flatten(1, 2)[:, :rows].to(torch.uint8)
+
+
+def pack_rows(codes: Tensor) -> Tensor:
+    """The inverse of unpack_rows, of rows that are a multiple of 8."""
+    words = pack_nibbles(codes.unflatten(1, (-1, 8)).movedim(2, -1))
+    return words.contiguous().view(torch.int32).squeeze(-1)

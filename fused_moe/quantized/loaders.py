@@ -3,7 +3,7 @@
 Each takes a state_dict (any mapping of names to tensors, also one that reads them from a file) and a name, in
 which `*` stands for the number of the expert; without it the experts are stacked, E being the first dimension
 of each tensor. Codes are copied where their layout is another than ours; no value changes. Stacked tensors
-that have ours are not copied: the result shares their memory.
+that have ours are not copied: the result shares their memory, unless it `is_tiled`.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from ..checks import FLOATING, check_choice, check_range, check_tensor, fail
-from . import formats
+from . import formats, tiles
 from .formats import FORMATS
 
 FN = "QuantizedWeight"
@@ -18,10 +18,12 @@ class QuantizedWeight(nn.Module):
     `fused_experts`, `grouped_mlp` and the experts of `FusedMoE` take it in place of a weight that is not
     transposed. x and scores get gradients through it; it gets none.
 
-    Its parameters need no gradient, and have the names and the layout of the format's checkpoints, with E as
-    their first dimension, so its state_dict does, too: `weight` and `weight_scale_inv` (fp8_block), `weight`
-    and `weight_scale` (fp8, int8), `weight_packed` int32, `weight_scale` and `weight_zero_point` int8 as of
-    compressed-tensors (int4), `blocks` and `scales` as of gpt-oss (mxfp4).
+    Its parameters need no gradient. Its state_dict has the names and the layout of the format's checkpoints,
+    with E as the first dimension: `weight` and `weight_scale_inv` (fp8_block), `weight` and `weight_scale`
+    (fp8, int8), `weight_packed` int32, `weight_scale` and `weight_zero_point` int8 as of compressed-tensors
+    (int4), `blocks` and `scales` as of gpt-oss (mxfp4). The parameters have the same names, and the same
+    layout unless `is_tiled`: on GPUs of compute capability 9.x, if out and in are multiples of 64, they are
+    tiles, as `fused_moe.quantized.tiles` describes them.
 
     Args:
         data: codes. fp8_block, fp8: float8_e4m3fn (E, out, in); int8: int8 (E, out, in); int4, mxfp4: uint8
@@ -33,7 +35,7 @@ class QuantizedWeight(nn.Module):
         format: fp8_block, fp8, int8, int4 or mxfp4. shape: (E, out, in).
         dtype: of `dequantize()` without an argument, and of the adapters that `add_lora` makes.
 
-    `.to(device)` moves it; `.to(dtype)` changes `dtype` alone.
+    `.to(device)` moves it, into tiles or out of them; `.to(dtype)` changes `dtype` alone.
 
     Raises:
         TypeError, ValueError: the message says what was expected and what was found.
@@ -75,37 +77,52 @@ class QuantizedWeight(nn.Module):
         for name, tensor in (("scale", scale), ("zero", zero)):
             if tensor is not None and tensor.device != data.device:
                 fail(ValueError, FN, f"{name} on data's device {data.device}", tensor.device)
+        self._scale_dtype = scale.dtype  # which tiles may not have
         for name, tensor in (("data", _published(format, data)), ("scale", scale), ("zero", zero)):
             if name in rules.names:
                 self.register_parameter(rules.names[name], _frozen(tensor))
+        self._arrange()
 
     def forward(self) -> Tensor:
         return self.dequantize()
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """The weight (E, out, in) in `dtype`, by default self.dtype."""
-        return formats.dequantize(self.format, *self.tensors, dtype or self.dtype)
+        return formats.dequantize(self.format, self.data, self.scale, self.zero, dtype or self.dtype)
 
     @property
     def data(self) -> Tensor:
-        """The codes, as the constructor takes them. A view."""
-        published = self._of("data")
+        """The codes, as the constructor takes them: a view; a copy if `is_tiled`. So are scale and zero."""
+        stored = self._of("data")
+        if self.is_tiled:
+            return tiles.published_data(self.format, stored)
         if self.format == "int4":
-            return published.view(torch.uint8)
-        return published.flatten(-2) if self.format == "mxfp4" else published
+            return stored.view(torch.uint8)
+        return stored.flatten(-2) if self.format == "mxfp4" else stored
 
     @property
     def scale(self) -> Tensor:
-        return self._of("scale")
+        stored = self._of("scale")
+        return tiles.published_scale(self.format, stored, self._scale_dtype) if self.is_tiled else stored
 
     @property
     def zero(self) -> Tensor | None:
-        return self._of("zero") if "zero" in FORMATS[self.format].names else None
+        stored = self._of("zero")
+        if stored is None or not self.is_tiled:
+            return stored
+        return tiles.published_scale(self.format, stored, stored.dtype)
 
     @property
     def tensors(self) -> tuple[Tensor, Tensor, Tensor | None]:
-        """data, scale, zero."""
+        """data, scale, zero as operators take them: as the constructor does, or the tiles if `is_tiled`."""
+        if self.is_tiled:
+            return self._of("data"), self._of("scale"), self._of("zero")
         return self.data, self.scale, self.zero
+
+    @property
+    def is_tiled(self) -> bool:
+        """Whether the parameters are tiles, of four dimensions."""
+        return self._of("scale").dim() == 4
 
     @property
     def code(self) -> int:
@@ -114,7 +131,7 @@ class QuantizedWeight(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        return self.scale.device
+        return self._of("scale").device
 
     @property
     def nbytes(self) -> int:
@@ -130,7 +147,33 @@ class QuantizedWeight(nn.Module):
         return f"format={self.format!r}, shape={tuple(self.shape)}, dtype={self.dtype}"
 
     def _of(self, name: str) -> Tensor | None:
-        return getattr(self, FORMATS[self.format].names[name])
+        names = FORMATS[self.format].names
+        return getattr(self, names[name]) if name in names else None
+
+    def _published_parameters(self) -> dict[str, nn.Parameter]:
+        """{name: parameter} in the layout of checkpoints."""
+        stored = {"data": _published(self.format, self.data), "scale": self.scale, "zero": self.zero}
+        names = FORMATS[self.format].names
+        return {names[key]: _frozen(tensor) for key, tensor in stored.items() if tensor is not None}
+
+    def _arrange(self, before: dict[str, nn.Parameter | None] | None = None) -> None:
+        """Puts the parameters into the layout that their device's kernels read. `before` are tiles from which
+        they were published: those are written again, since a CUDA graph may read them."""
+        is_wanted = tiles.are_wanted(self.device, self.shape)
+        if is_wanted == self.is_tiled:
+            return
+        if not is_wanted:
+            self._parameters.update(self._published_parameters())
+            return
+        names = FORMATS[self.format].names
+        for key, tensor in zip(("data", "scale", "zero"), self.tensors, strict=True):
+            if tensor is None:
+                continue
+            old = (before or {}).get(names[key])
+            out = old if old is not None and old.device == tensor.device else None
+            convert = tiles.tiled_data if key == "data" else tiles.tiled_scale
+            tiled = convert(self.format, tensor, self.shape, out)
+            self._parameters[names[key]] = _frozen(tiled) if out is None else out
 
     def _apply(self, fn, recurse=True):
         """As nn.Module, but codes and scales keep their dtypes: fn gets their bytes."""
@@ -142,13 +185,27 @@ class QuantizedWeight(nn.Module):
             else:  # .type(dtype), which casts integers, too
                 moved = parameter.detach().to(moved.device)
             self._parameters[name] = _frozen(moved)
+        self._arrange()
         return self
+
+    def __setstate__(self, state) -> None:
+        super().__setstate__(state)
+        self._arrange()  # torch.load may have moved it to another device
+
+    def _save_to_state_dict(self, destination, prefix, keep_vars):
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if self.is_tiled:
+            for name, published in self._published_parameters().items():
+                destination[prefix + name] = published if keep_vars else published.detach()
 
     def _load_from_state_dict(
         self, state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
     ):
         """As nn.Module, but refuses other dtypes, which nn.Module casts or, with assign=True, takes as they
-        are, and zero points outside -8 to 7 where they are on the CPU."""
+        are, and zero points outside -8 to 7 where they are on the CPU. Meanwhile tiles are as published."""
+        before = dict(self._parameters) if self.is_tiled else None
+        if before is not None:
+            self._parameters.update(self._published_parameters())
         own = dict(self.named_parameters(recurse=False))
         for name, parameter in own.items():
             given = state_dict.get(prefix + name)
@@ -168,6 +225,7 @@ class QuantizedWeight(nn.Module):
         super()._load_from_state_dict(
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )
+        self._arrange(before)
 
 
 def _frozen(tensor: Tensor | None) -> nn.Parameter | None:

@@ -7,9 +7,10 @@
 
 The model keeps its router, shared experts and checkpoint; only the computation of the routed experts is
 replaced. Their parameters are used in place: packed in halves or interleaved, transposed or not, quantised or
-not. No step copies a weight. The module tells what its experts compute: the flags that transformers'
-decorator sets, the gate function and the activation. Experts with a gate, an activation, a norm or a storage
-that no kernel supports run eager, and a warning says so once.
+not. No step copies a weight. Quantised ones are arranged as tiles once, on GPUs whose kernels read those. The
+module tells what its experts compute: the flags that transformers' decorator sets, the gate function and the
+activation. Experts with a gate, an activation, a norm or a storage that no kernel supports run eager, and a
+warning says so once.
 
 Three things keep quantised experts packed. `experts_forward` reads the parameters of FP8Experts. The
 quantizers registered here load MXFP4 and int4 experts as the checkpoint stores them, where transformers would
@@ -26,9 +27,10 @@ try:
     from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
     from transformers.quantizers.base import HfQuantizer
 
-    from .experts import NAME, experts_forward
+    from .experts import experts_forward
     from .packed import PackedCompressedTensors, PackedMxfp4
     from .quantizing import quantize_experts
+    from .weights import NAME
 except ImportError as error:
     raise ImportError(
         "fused_moe.transformers needs Hugging Face transformers with an experts interface that is open to "

@@ -16,8 +16,6 @@ from ..function import fused_experts
 from ..quantized import QuantizedWeight
 from .weights import first_name, unknown_storage, weight_of
 
-NAME = "fused_moe"
-
 # Keyed by type: a configuration may have several names for one activation.
 _ACTIVATIONS = {
     type(ACT2FN[their_name]): our_name

@@ -16,9 +16,9 @@ from transformers.quantizers.quantizer_mxfp4 import Mxfp4HfQuantizer
 from transformers.quantizers.quantizers_utils import should_convert_module
 
 from ..quantized import formats
-from .experts import NAME, settings_of
-from .quantizing import add_hook, experts_of
-from .weights import PARTS, first_name
+from .experts import settings_of
+from .quantizing import experts_of
+from .weights import NAME, PARTS, add_hook, first_name
 
 
 def _pack(experts: nn.Module, name: str, parts: dict[str, tuple[tuple[int, ...], torch.dtype]]) -> None:

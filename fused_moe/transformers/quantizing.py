@@ -6,20 +6,8 @@ from torch import Tensor, nn
 
 from ..checks import FLOATING, fail
 from ..quantized.quantizing import checked_options, quantize
-from .experts import NAME, settings_of
-from .weights import first_name
-
-
-def _require_ours(experts: nn.Module, args: tuple) -> None:
-    """A forward pre-hook of packed experts, whose weights no other implementation reads."""
-    found = experts.config._experts_implementation
-    if found != NAME:
-        fail(
-            ValueError,
-            type(experts).__name__,
-            f"experts_implementation={NAME!r} for packed experts",
-            repr(found),
-        )
+from .experts import settings_of
+from .weights import NAME, add_hook, first_name
 
 
 def experts_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
@@ -88,8 +76,3 @@ def quantize_experts(
         setattr(experts, name, quantize(w, format, **options))
         add_hook(experts)
     return model
-
-
-def add_hook(experts: nn.Module) -> None:
-    if _require_ours not in experts._forward_pre_hooks.values():
-        experts.register_forward_pre_hook(_require_ours)

@@ -1,0 +1,121 @@
+"""Tiles: a quantised weight in the order in which Hopper's kernels read it, so that TMA can load it.
+
+A weight (E, out, in) whose sides are multiples of 64 is cut into tiles of 64 x 64, each contiguous:
+
+    data         (E, out / 64, in / 64, B), B = 4096 bytes for codes of 8 bits, 2048 for codes of 4 bits
+    scale, zero  (E, out / 64, c, S), c being the number of scales along a row
+
+**Codes.** In a tile, row i = 16 w + 8 h + g and column j = 16 s + 8 u + 2 t + v: as in wgmma's register
+operand, lane 4 g + t of warp w holds, for every k = 16 s, two rows (h) of two pairs (u) of columns (v). Code
+(i, j) is, with lane = 4 g + t,
+
+    8 bits: byte 2048 h + 512 w + 16 lane + 4 s + 2 u + v
+    4 bits: nibble 2 (s % 2) + u + 4 v of the little-endian word of 32 bits at byte
+            1024 h + 256 w + 8 lane + 4 (s // 2), nibble n being bits 4 n to 4 n + 3
+
+so in a tile a lane's codes of a row are 16 or 8 contiguous bytes, and a warp's are 512 or 256.
+
+**Scales and zero points.** One per row, or per group of a row: S = 64, the scales of a tile's rows. One per
+matrix, or per block of 128 x 128: S = 4 equal copies, since 16 bytes are the least that TMA loads. Scales of
+fp8 and int8 are float32 here; those of int4 and mxfp4, and zero points, keep their dtype. No value changes.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..ops import HAS_CUDA_KERNELS, TILE
+from . import formats
+from .formats import BLOCK, FORMATS
+
+COPIES = 4  # of a scale that all rows of a tile have in common
+ROWS = (4, 2, 8)  # w, h, g
+# By codes per byte, how 64 columns are split: s, u, t, v; or s // 2, s % 2, u, t, since a byte has both v.
+COLUMNS = {1: (4, 2, 4, 2), 2: (2, 2, 2, 4)}
+# Of the dimensions E, out / 64, w, h, g, in / 64, *COLUMNS: their order in tiles,
+# E, out / 64, in / 64, h, w, g, t, s, u, v; or .., t, s // 2, v, s % 2, since a byte has both u.
+ORDER = {1: (0, 1, 5, 3, 2, 4, 8, 6, 7, 9), 2: (0, 1, 5, 3, 2, 4, 9, 6, 8, 7)}
+
+
+def are_wanted(device: torch.device, shape: tuple[int, int, int]) -> bool:
+    """Whether a weight (E, out, in) on this device is kept in tiles."""
+    return shape[1] % TILE == 0 and shape[2] % TILE == 0 and are_read_on(device)
+
+
+def are_read_on(device: torch.device) -> bool:
+    """Whether kernels for tiles run there: on GPUs of compute capability 9.x."""
+    if device.type != "cuda" or not HAS_CUDA_KERNELS or not torch.cuda.is_available():
+        return False
+    return torch.cuda.get_device_capability(device)[0] == 9
+
+
+# --- codes ------------------------------------------------------------------------------------------------
+
+
+def tiled_data(format: str, data: Tensor, shape: tuple[int, int, int], out: Tensor | None = None) -> Tensor:
+    """The tiles (E, out / 64, in / 64, B) of codes as QuantizedWeight takes them, in data's dtype; written to
+    `out` if that is given. Some experts at a time, as on the way back: temporaries stay small."""
+    E, rows, cols = shape
+    per_byte = FORMATS[format].per_byte
+    if out is None:
+        out = data.new_empty(E, rows // TILE, cols // TILE, TILE * TILE // per_byte)
+    source, target = data.contiguous().view(torch.uint8), out.view(torch.uint8)
+    for part in formats.parts(shape):
+        split = source[part].unflatten(2, (-1, *COLUMNS[per_byte])).unflatten(1, (-1, *ROWS))
+        split = split if per_byte == 1 else _transposed_nibbles(split)
+        target[part] = split.permute(ORDER[per_byte]).flatten(3)
+    return out
+
+
+def published_data(format: str, tiles: Tensor) -> Tensor:
+    """The inverse of `tiled_data`."""
+    per_byte = FORMATS[format].per_byte
+    E, row_tiles, col_tiles, tile_bytes = tiles.shape
+    out = tiles.new_empty(E, TILE * row_tiles, col_tiles * tile_bytes // TILE)
+    source, target = tiles.view(torch.uint8), out.view(torch.uint8)
+    order = ORDER[per_byte]
+    split_shape = row_tiles, *ROWS, col_tiles, *COLUMNS[per_byte]
+    tile_shape = [split_shape[d - 1] for d in order[3:]]
+    for part in formats.parts(tuple(out.shape)):
+        split = source[part].unflatten(3, tile_shape).permute([order.index(d) for d in range(len(order))])
+        split = split if per_byte == 1 else _transposed_nibbles(split)
+        target[part] = split.flatten(5).flatten(1, 4)
+    return out
+
+
+def _transposed_nibbles(split: Tensor) -> Tensor:
+    """Bytes for each u, of both v, as bytes for each v, of both u; and back. u, or v, is dimension 8."""
+    first, second = split.unbind(8)
+    return torch.stack(((first & 15) | (second << 4), (first >> 4) | (second & 240)), 8)
+
+
+# --- scales and zero points -------------------------------------------------------------------------------
+
+
+def tiled_scale(format: str, scale: Tensor, shape: tuple[int, int, int], out: Tensor | None = None) -> Tensor:
+    """The tiles (E, out / 64, c, S) of scales or zero points as QuantizedWeight takes them; written to `out`
+    if that is given."""
+    rows = shape[1]
+    row_tiles = rows // TILE
+    if FORMATS[format].groups or scale.size(1) == rows:
+        tiles = scale.unflatten(1, (row_tiles, TILE)).mT
+    else:
+        tiles = scale.repeat_interleave(_tiles_per_scale(format, row_tiles), 1)[:, :row_tiles]
+        tiles = tiles.unsqueeze(-1).expand(-1, -1, -1, COPIES)
+    tiles = tiles.contiguous() if FORMATS[format].groups else tiles.float().contiguous()
+    return tiles if out is None else out.copy_(tiles)
+
+
+def published_scale(format: str, tiles: Tensor, dtype: torch.dtype) -> Tensor:
+    """The inverse of `tiled_scale`, in the dtype that the scales or zero points had."""
+    if tiles.size(3) == TILE:
+        scale = tiles.mT.flatten(1, 2)
+    else:
+        scale = tiles[:, :: _tiles_per_scale(format, tiles.size(1)), :, 0]
+    return scale.to(dtype).clone(memory_format=torch.contiguous_format)  # strides, too, that are contiguous
+
+
+def _tiles_per_scale(format: str, row_tiles: int) -> int:
+    """How many tiles along out have one scale."""
+    return BLOCK // TILE if format == "fp8_block" else row_tiles

@@ -1,0 +1,387 @@
+"""Tiles: their layout, that no value changes on the way there and back, and what keeps which layout."""
+
+import copy
+import gc
+import io
+
+import pytest
+import torch
+from cases import BF16, F16, F32, Calls, quantize_options
+from hypothesis import given
+from hypothesis import strategies as st
+from test_quantized import EVERY_FORMAT, EVERY_OPTION, OPTIONS, random_weight
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import FlopCounterMode
+
+import fused_moe
+from fused_moe import FusedMoE, QuantizedWeight, quantize, reference
+from fused_moe.quantized import formats, tiles
+from fused_moe.quantized.formats import FORMATS
+
+SHAPES = ((2, 64, 64), (3, 192, 320), (1, 128, 384))
+
+
+def tiles_of(w: QuantizedWeight) -> tuple:
+    """data, scale and zero of a published weight as tiles."""
+    data, scale, zero = w.tensors
+    return (
+        tiles.tiled_data(w.format, data, w.shape),
+        tiles.tiled_scale(w.format, scale, w.shape),
+        None if zero is None else tiles.tiled_scale(w.format, zero, w.shape),
+    )
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().contiguous().view(torch.uint8)
+
+
+def assert_same(found: dict, expected: dict) -> None:
+    """Two state_dicts: names, shapes, dtypes and bits."""
+    assert list(found) == list(expected)
+    for name, tensor in expected.items():
+        assert found[name].shape == tensor.shape and found[name].dtype == tensor.dtype, name
+        assert torch.equal(bits(found[name]), bits(tensor)), name
+
+
+# --- the layout -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.quick
+@EVERY_FORMAT
+def test_codes_are_where_the_formula_says(cpu, format):
+    """Every code of a weight, one after the other."""
+    E, rows, cols = shape = (2, 128, 192)
+    w = random_weight(format, *shape, cpu)
+    is_packed = FORMATS[format].per_byte == 2
+    codes = formats.nibbles(w.data) if is_packed else w.data.view(torch.uint8)
+    tiled = tiles.tiled_data(format, w.data, shape)
+    assert tiled.shape == (E, rows // 64, cols // 64, 2048 if is_packed else 4096)
+    assert tiled.dtype == w.data.dtype
+    found = tiled.view(torch.uint8).flatten().tolist()
+    for e, i, j in torch.cartesian_prod(*map(torch.arange, shape)).tolist():
+        row_warp, row_half, g = i % 64 // 16, i // 8 % 2, i % 8
+        s, u, t, v = j % 64 // 16, j // 8 % 2, j % 8 // 2, j % 2
+        lane = 4 * g + t
+        tile = (e * (rows // 64) + i // 64) * (cols // 64) + j // 64
+        if is_packed:
+            nibble = 2 * (s % 2) + u + 4 * v
+            byte = row_half * 1024 + row_warp * 256 + lane * 8 + s // 2 * 4 + nibble // 2
+            code = found[2048 * tile + byte] >> nibble % 2 * 4 & 15
+        else:
+            code = found[4096 * tile + row_half * 2048 + row_warp * 512 + lane * 16 + s * 4 + 2 * u + v]
+        assert code == codes[e, i, j], (e, i, j)
+
+
+@EVERY_FORMAT
+@pytest.mark.parametrize("scale_of", range(6))
+def test_scales_are_where_the_formula_says(cpu, format, scale_of):
+    """Scales and zero points of every kind, also where the last block of 128 x 128 is cut."""
+    E, rows, cols = shape = (2, 192, 320 if scale_of < 3 else 384)
+    w = random_weight(format, *shape, cpu, scale_of)
+    keeps_dtype = format in ("int4", "mxfp4")
+    _, *tiled = tiles_of(w)
+    for name, found, scale in zip(("scale", "zero"), tiled, (w.scale, w.zero), strict=True):
+        if scale is None:
+            assert found is None
+            continue
+        by_row = scale.size(1) == rows
+        assert found.shape == (E, rows // 64, scale.size(2), 64 if by_row else 4), name
+        assert found.dtype == (scale.dtype if keeps_dtype else F32), name
+        for e, i, c in torch.cartesian_prod(*map(torch.arange, (E, rows, scale.size(2)))).tolist():
+            row = i if by_row else i // 128 if format == "fp8_block" else 0
+            copies = found[e, i // 64, c, i % 64] if by_row else found[e, i // 64, c]
+            assert (copies == scale[e, row, c]).all(), (name, e, i, c)
+
+
+@given(
+    format=st.sampled_from(sorted(FORMATS)),
+    num_experts=st.integers(1, 3),
+    row_tiles=st.integers(1, 5),
+    col_tiles=st.integers(1, 5),
+    scale_of=st.integers(0, 5),
+    dtype=st.sampled_from((F32, BF16, F16)),
+    part=st.sampled_from((1, 1 << 13, 1 << 22)),
+)
+def test_there_and_back(cpu, format, num_experts, row_tiles, col_tiles, scale_of, dtype, part):
+    """Bits of codes, scales and zero points, however many experts are converted at a time."""
+    w = random_weight(format, num_experts, 64 * row_tiles, 64 * col_tiles, cpu, scale_of)
+    scale = w.scale if format in ("fp8_block", "mxfp4") else w.scale.to(dtype)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(formats, "PART", part)
+        data, tiled_scale, tiled_zero = tiles_of(
+            QuantizedWeight(w.data, scale, w.zero, format=format, shape=w.shape)
+        )
+        assert torch.equal(bits(tiles.published_data(format, data)), bits(w.data))
+    found = tiles.published_scale(format, tiled_scale, scale.dtype)
+    assert found.dtype == scale.dtype and torch.equal(found, scale)
+    if w.zero is not None:
+        assert torch.equal(tiles.published_scale(format, tiled_zero, torch.int8), w.zero)
+
+
+@EVERY_FORMAT
+def test_temporaries_are_small(cpu, monkeypatch, format):
+    """On both ways nothing but the result is larger than the experts that are converted at a time."""
+    E, rows, cols = shape = (16, 64, 128)
+    monkeypatch.setattr(formats, "PART", rows * cols)
+    data = random_weight(format, *shape, cpu).data
+    tiled = tiles.tiled_data(format, data, shape)
+    for convert, source in (
+        (lambda: tiles.tiled_data(format, data, shape), data),
+        (lambda: tiles.published_data(format, tiled), tiled),
+    ):
+        with Calls() as calls:
+            out = convert()
+        kept = {t.untyped_storage().data_ptr() for t in (source, out)}
+        made = [t for _, _, result in calls.calls for t in tree_leaves(result)]
+        sizes = [t.untyped_storage().nbytes() for t in made if t.untyped_storage().data_ptr() not in kept]
+        assert 0 < max(sizes) <= 2 * rows * cols
+
+
+# --- which weights are kept in tiles ----------------------------------------------------------------------
+
+
+@pytest.mark.quick
+def test_tiles_are_for_compute_capability_9(cpu, monkeypatch):
+    """On such GPUs alone, and where both sides are multiples of 64."""
+    device = torch.device("cuda", 0)
+    assert not tiles.are_wanted(cpu, (2, 64, 64))
+    monkeypatch.setattr(tiles, "HAS_CUDA_KERNELS", True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for capability in ((8, 0), (9, 0), (10, 0), (12, 0)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, found=capability: found)
+        assert tiles.are_wanted(device, (2, 64, 128)) == (capability[0] == 9)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    for shape, fits in (
+        ((1, 64, 64), True),
+        ((1, 96, 64), False),
+        ((1, 64, 96), False),
+        ((3, 192, 320), True),
+    ):
+        assert tiles.are_wanted(device, shape) == fits
+    assert not tiles.are_wanted(cpu, (2, 64, 64))
+    assert not tiles.are_wanted(torch.device("meta"), (2, 64, 64))
+    monkeypatch.setattr(tiles, "HAS_CUDA_KERNELS", False)
+    assert not tiles.are_wanted(device, (2, 64, 64))
+
+
+@pytest.mark.quick
+@EVERY_FORMAT
+@pytest.mark.parametrize("scale_of", range(4))
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_a_tiled_weight_is_the_published_one(cpu, request, format, scale_of, shape):
+    """Its values, properties and state_dict; operators get its tiles."""
+    published = random_weight(format, *shape, cpu, scale_of)
+    assert not published.is_tiled
+    request.getfixturevalue("tiling")
+    w = copy.deepcopy(published)  # made anew, so it is tiled
+    assert w.is_tiled and w.shape == shape
+    for name in ("data", "scale", "zero"):
+        found, expected = getattr(w, name), getattr(published, name)
+        assert (found is None) == (expected is None)
+        assert found is None or torch.equal(bits(found), bits(expected))
+        assert found is None or (found.shape == expected.shape and found.dtype == expected.dtype)
+    for stored, expected in zip(w.tensors, tiles_of(published), strict=True):
+        assert (stored is None) == (expected is None)
+        assert stored is None or torch.equal(bits(stored), bits(expected))
+    assert torch.equal(w.dequantize(BF16), published.dequantize(BF16))
+    assert torch.equal(reference.dequantize(w, F32), reference.dequantize(published, F32))
+    assert_same(w.state_dict(), published.state_dict())
+    assert repr(w) == repr(published) and w.device == cpu
+    assert not any(p.requires_grad for p in w.parameters())
+    assert [n for n, _ in w.named_parameters()] == [n for n, _ in published.named_parameters()]
+
+
+@pytest.mark.usefixtures("tiling")
+def test_what_does_not_fit_stays_published(cpu):
+    """A side that is no multiple of 64."""
+    for shape in ((2, 96, 64), (2, 64, 96), (2, 130, 288)):
+        w = random_weight("mxfp4" if shape[2] % 32 == 0 else "fp8", *shape, cpu)
+        assert not w.is_tiled and all(t.dim() == 3 for t in w.tensors if t is not None)
+
+
+@EVERY_OPTION
+def test_moves(cpu, option):
+    """Into tiles and out of them, as `.to(device)` between GPU and CPU; copies; pickles; and dtypes."""
+    format, options = OPTIONS[option]
+    w = quantize(torch.randn(2, 64, 128), format, **options)
+    expected = copy.deepcopy(w).state_dict()
+    with pytest.MonkeyPatch.context() as gpu:
+        gpu.setattr(tiles, "are_read_on", lambda device: device.type == "cpu")
+        assert w.to(cpu) is w and w.is_tiled
+        stored = [t if t is None else t.clone() for t in w.tensors]
+        for change in (lambda w: w.to(F16), lambda w: w.half(), lambda w: w.type(F16)):
+            assert change(w.to(BF16)).is_tiled and w.dtype == F16
+        for tensor, before in zip(w.tensors, stored, strict=True):
+            assert tensor is before is None or torch.equal(bits(tensor), bits(before))
+        copied, meta = copy.deepcopy(w), copy.deepcopy(w).to("meta")
+        assert copied.is_tiled and not meta.is_tiled
+        assert [(n, t.shape, t.dtype) for n, t in meta.state_dict().items()] == [
+            (n, t.shape, t.dtype) for n, t in expected.items()
+        ]
+        file = io.BytesIO()
+        torch.save(w, file)
+        file.seek(0)
+        assert torch.load(file, weights_only=False).is_tiled
+    file.seek(0)
+    loaded = torch.load(file, weights_only=False)  # as with map_location="cpu"
+    for moved in (w.to(cpu), copied.cpu(), loaded):
+        assert not moved.is_tiled
+        assert_same(moved.state_dict(), expected)
+
+
+# --- the state_dict ---------------------------------------------------------------------------------------
+
+
+def layer(option: str) -> FusedMoE:
+    format, options = OPTIONS[option]
+    return quantize(FusedMoE(64, 128, 4, 2, dtype=BF16), format, **options)
+
+
+@EVERY_OPTION
+def test_state_dict(cpu, option):
+    """It is published, and loads into tiles, whose memory stays where it was, and from tiles."""
+    published, x = layer(option).requires_grad_(False), torch.randn(5, 64, dtype=BF16)
+    state, expected = published.state_dict(), published(x)
+    with pytest.MonkeyPatch.context() as gpu:
+        gpu.setattr(tiles, "are_read_on", lambda device: device.type != "meta")
+        moe = layer(option)
+        places = {name: p.data_ptr() for name, p in moe.named_parameters()}
+        assert moe.experts.w1.is_tiled and moe.experts.w2.is_tiled and moe.experts.w3.is_tiled
+        moe.load_state_dict(state)
+        assert moe.experts.w1.is_tiled and {n: p.data_ptr() for n, p in moe.named_parameters()} == places
+        assert_same(moe.state_dict(), state)
+        assert_same(get_model_state_dict(moe), state)
+        assert_same(moe.state_dict(keep_vars=True), state)
+        # Published tensors in place of tiles are right anywhere.
+        assert torch.equal(torch.func.functional_call(moe, state, x), expected)
+        with torch.device("meta"):
+            meta = layer(option)
+        assert not meta.experts.w1.is_tiled
+        meta.load_state_dict(state, assign=True)
+        assert meta.experts.w1.is_tiled
+        assert_same(meta.state_dict(), state)
+        saved = moe.state_dict()
+    other = layer(option)
+    other.load_state_dict(saved)
+    assert not other.experts.w1.is_tiled
+    assert torch.equal(other.requires_grad_(False)(x), expected)
+
+
+@pytest.mark.usefixtures("tiling")
+def test_what_does_not_load(cpu):
+    """The messages are those of a published weight. What is right is loaded, the rest stays as it was."""
+    w = random_weight("int4", 2, 64, 128, cpu, scale_of=3)
+    before, given = w.state_dict(), random_weight("int4", 2, 64, 128, cpu, scale_of=3).state_dict()
+    for name, wrong, message in (
+        ("weight_scale", None, 'Missing key.*"weight_scale"'),
+        ("weight_scale", given["weight_scale"][:, :32], "size mismatch for weight_scale"),
+        ("weight_scale", given["weight_scale"].half(), "weight_scale: expected dtype torch.float32, found"),
+        ("weight_zero_point", given["weight_zero_point"] + 16, "weight_zero_point: .*expected zero from -8"),
+    ):
+        state = {**given, name: wrong}
+        if wrong is None:
+            del state[name]
+        w.load_state_dict(before)
+        with pytest.raises(RuntimeError, match=message):
+            w.load_state_dict(state)
+        assert w.is_tiled
+        assert_same(w.state_dict(), {**given, name: before[name]})
+
+
+# --- memory -----------------------------------------------------------------------------------------------
+
+
+def tensor_bytes() -> int:
+    """Of all tensors that are alive."""
+    gc.collect()
+    tensors = [t for t in gc.get_objects() if type(t) in (torch.Tensor, torch.nn.Parameter) and not t.is_meta]
+    return sum({s.data_ptr(): s.nbytes() for s in (t.untyped_storage() for t in tensors)}.values())
+
+
+@EVERY_FORMAT
+@pytest.mark.usefixtures("tiling")
+def test_one_layout_is_in_memory(cpu, format):
+    """Of a weight that was made, moved, saved and loaded, tiles alone remain: its packed bytes and 2%."""
+    options = quantize_options(format)
+    published = sum(
+        t.nbytes
+        for t in formats.encode(torch.randn(2, 256, 256, dtype=BF16), format, **options)
+        if t is not None
+    )
+    before = tensor_bytes()
+    w = quantize(torch.randn(2, 256, 256, dtype=BF16), format, **options)
+    w.to(BF16).load_state_dict(w.state_dict())
+    w.dequantize()
+    assert w.is_tiled and tensor_bytes() - before == w.nbytes
+    assert published <= w.nbytes <= 1.02 * published
+    w.to("meta").to_empty(device=cpu)
+    assert w.is_tiled and tensor_bytes() - before == w.nbytes
+
+
+# --- operators --------------------------------------------------------------------------------------------
+
+
+def meta_tiles(format: str, E: int, rows: int, cols: int) -> tuple:
+    """data, scale and zero of a tiled weight on meta, and the code of its format."""
+    w = random_weight(format, E, rows, cols, "cpu").to("meta")
+    return *tiles_of(w), w.code
+
+
+@pytest.mark.quick
+@EVERY_FORMAT
+def test_shapes_of_results(cpu, format):
+    """What fake kernels say, and what is counted, of tiles: as of the published layout."""
+    E, D, F, T, K = 3, 320, 192, 7, 2
+    data, scale, zero, code = meta_tiles(format, E, F, D)
+    offsets = torch.empty(E, dtype=torch.int32, device="meta")
+    for width, transposed, expected in ((D, False, F), (F, True, D)):
+        a = torch.empty(14, width, device="meta")
+        with FlopCounterMode(display=False) as counter:
+            out = torch.ops.fused_moe.quantized_mm(a, data, scale, zero, offsets, code, transposed)
+        assert out.shape == (14, expected)
+        assert counter.get_total_flops() == 2 * 14 * D * F
+    w1, w3, w2 = (meta_tiles(format, E, *sides) for sides in ((F, D), (F, D), (D, F)))
+    x, scores = torch.empty(T, D, device="meta"), torch.empty(T, K, device="meta")
+    ids = torch.empty(T, K, dtype=torch.int32, device="meta")
+    settings = (0, 0, [1.702, 7.0], False)
+    with FlopCounterMode(display=False) as counter:
+        out, counts = torch.ops.fused_moe.quantized_experts(
+            x, *w1, *w3, *w2, None, None, None, scores, ids, *settings
+        )
+    assert out.shape == (T, D) and counts.shape == (E,)
+    assert counter.get_total_flops() == 6 * T * K * D * F
+
+
+@pytest.mark.quick
+@pytest.mark.usefixtures("tiling")
+@EVERY_FORMAT
+def test_functions_on_meta(cpu, format):
+    """fused_experts and the gradient of x, with tiles."""
+    w1, w3, w2 = (random_weight(format, 3, *sides, cpu) for sides in ((64, 128), (64, 128), (128, 64)))
+    assert w1.is_tiled and fused_moe.ops.quantized_sizes(w1.tensors[0]) == (3, 64, 128)
+    with pytest.MonkeyPatch.context() as gpu:
+        gpu.setattr(tiles, "are_read_on", lambda device: True)  # on meta, too
+        w1, w2, w3 = (w.to("meta") for w in (w1, w2, w3))
+    assert w1.is_tiled
+    x = torch.empty(5, 128, device="meta", requires_grad=True)
+    scores, ids = torch.empty(5, 2, device="meta"), torch.empty(5, 2, dtype=torch.int32, device="meta")
+    out = fused_moe.fused_experts(x, w1, w2, w3, scores, ids)
+    assert out.shape == x.shape
+    out.sum().backward()
+    assert x.grad.shape == x.shape
+    with torch.no_grad():
+        assert fused_moe.fused_experts(x, w1, w2, w3, scores, ids).shape == x.shape
+
+
+@pytest.mark.usefixtures("tiling")
+@EVERY_FORMAT
+def test_the_cpus_operators_refuse_tiles(cpu, format):
+    """They say what they expected and what they found."""
+    w = random_weight(format, 2, 64, 128, cpu)
+    offsets = torch.tensor([1, 2], dtype=torch.int32)
+    with pytest.raises(RuntimeError, match="expected data of 3 dimensions.* found"):
+        torch.ops.fused_moe.quantized_mm(torch.randn(2, 128), *w.tensors, offsets, w.code)
+    moe = quantize(FusedMoE(64, 64, 4, 2), format, **quantize_options(format))
+    with torch.no_grad(), pytest.raises(RuntimeError, match="expected data of 3 dimensions.* found"):
+        moe(torch.randn(3, 64))
