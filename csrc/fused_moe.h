@@ -74,6 +74,9 @@ typedef enum {
     FUSED_MOE_NUM_FORMATS
 } FusedMoeFormat;
 
+/* Rows, and columns, of a tile of a quantised weight. */
+enum { FUSED_MOE_CODE_TILE = 64 };
+
 typedef struct {        /* weight (E, out, in) = (code - zero) scale, in f32, rounded to the call's dtype */
     const void *data;   /* [E,out,in]; codes of 4 bits two per byte, the even column in the lower half */
     const void *scale;  /* [E,ceil(out/block_out),ceil(in/block_in)] */

@@ -31,8 +31,8 @@ static void find_blocks(const char *op, FusedMoeQuantizedWeight *w, const Tensor
     }
     const int64_t col_blocks = (in + w->block_in - 1) / w->block_in;
     if (is_tiled) {
-        w->tile_scales = w->block_out == 1 ? 64 : 4;
-        check_shape(op, "scale", scale, {E, out / 64, col_blocks, w->tile_scales});
+        w->tile_scales = w->block_out == 1 ? FUSED_MOE_CODE_TILE : 4;
+        check_shape(op, "scale", scale, {E, out / FUSED_MOE_CODE_TILE, col_blocks, w->tile_scales});
     } else {
         check_shape(op, "scale", scale, {E, (out + w->block_out - 1) / w->block_out, col_blocks});
     }
@@ -56,10 +56,10 @@ QuantizedWeight quantized_weight(const char *op, const QuantizedTensors &given, 
     check_device(op, "data", codes, like);
     check_device(op, "scale", scale, like);
     const int64_t E = codes.size(0);
-    w.out = codes.size(1) * (is_tiled ? 64 : 1);
-    w.in = codes.size(2) * (is_tiled ? 64 : has_two_per_byte(format) ? 2 : 1);
+    w.out = codes.size(1) * (is_tiled ? FUSED_MOE_CODE_TILE : 1);
+    w.in = codes.size(2) * (is_tiled ? FUSED_MOE_CODE_TILE : has_two_per_byte(format) ? 2 : 1);
     if (is_tiled) {
-        const int64_t bytes = has_two_per_byte(format) ? 2048 : 4096;
+        const int64_t bytes = FUSED_MOE_CODE_TILE * FUSED_MOE_CODE_TILE / (has_two_per_byte(format) ? 2 : 1);
         check_size(op, "bytes of a tile", codes.size(3), bytes, bytes);
     }
     check_size(op, "out of data", w.out, 1, MAX_WIDTH);
@@ -70,19 +70,23 @@ QuantizedWeight quantized_weight(const char *op, const QuantizedTensors &given, 
         check_dtype(op, "scale", scale, ScalarType::Float);
     w.scale_dtype = dtype_of(op, "scale", scale, format != FUSED_MOE_MXFP4);
     check(w.scale_dtype != FUSED_MOE_F64, op, "scales of at most 32 bits", "Double");
+    auto readable = [&](const Tensor &x) {
+        return is_tiled ? aligned(x) : dense(x);
+    }; /* tiles by words, or TMA */
     if (given.zero) {
         check(format == FUSED_MOE_INT4, op, "zero points for int4 alone", "some for another format");
         if (is_tiled)
-            check_shape(op, "zero", *given.zero, {E, w.out / 64, scale.size(2), 64});
+            check_shape(op, "zero", *given.zero,
+                        {E, w.out / FUSED_MOE_CODE_TILE, scale.size(2), FUSED_MOE_CODE_TILE});
         else
             check_shape(op, "zero", *given.zero, {E, w.out, scale.size(2)});
         check_dtype(op, "zero", *given.zero, ScalarType::Char);
         check_device(op, "zero", *given.zero, like);
-        weight.zero = is_tiled ? aligned(*given.zero) : dense(*given.zero);
+        weight.zero = readable(*given.zero);
         w.zero = (const int8_t *)data(*weight.zero);
     }
-    weight.data = is_tiled ? aligned(codes) : dense(codes); /* kernels read whole words of tiles */
-    weight.scale = is_tiled ? aligned(scale) : dense(scale);
+    weight.data = readable(codes);
+    weight.scale = readable(scale);
     w.data = data(weight.data);
     w.scale = data(weight.scale);
     return weight;

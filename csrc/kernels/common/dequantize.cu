@@ -57,8 +57,9 @@ __device__ inline uint2 load_codes(const uint8_t *bytes, int n, bool aligned) {
 template <FusedMoeFormat format>
 __device__ inline uint2 load_tiled_codes(const void *data, int64_t row, int in, int col) {
     constexpr int WORDS = IS_4_BIT<format> ? 2 : 4, TILE = 256 * WORDS; /* of a lane's row; words */
-    int in_tile = row % 64, step = col % 64 / 16, u = col / 8 % 2;
-    const uint32_t *tile = (const uint32_t *)data + (row / 64 * (in / 64) + col / 64) * TILE;
+    int in_tile = row % FUSED_MOE_CODE_TILE, step = col % FUSED_MOE_CODE_TILE / 16, u = col / 8 % 2;
+    int64_t index = row / FUSED_MOE_CODE_TILE * (in / FUSED_MOE_CODE_TILE) + col / FUSED_MOE_CODE_TILE;
+    const uint32_t *tile = (const uint32_t *)data + index * TILE;
     tile += in_tile / 8 % 2 * (TILE / 2) + (in_tile / 16 * 32 + in_tile % 8 * 4) * WORDS;
     uint32_t words[2] = {};
 #pragma unroll
@@ -113,12 +114,10 @@ __global__ void __launch_bounds__(32 * WARPS, 4) dequantize_kernel(const __grid_
     for (; row < num_rows; row += step) {
         int expert = (int)(row / w.out);
         if (p.offs && p.offs[expert] == (expert ? p.offs[expert - 1] : 0)) continue;
-        int64_t row_block = expert * p.row_blocks + (row - expert * w.out) / w.block_out;
-        int scales = 1, own_scale = 0; /* of a block; this row's of them */
-        if (TILED) {
-            row_block = row / 64, scales = w.tile_scales;
-            own_scale = scales == 64 ? (int)(row % 64) : 0;
-        }
+        int64_t row_block =
+            TILED ? row / FUSED_MOE_CODE_TILE : expert * p.row_blocks + (row - expert * w.out) / w.block_out;
+        int scales = TILED ? w.tile_scales : 1; /* of a block, and this row's of them */
+        int own_scale = scales == FUSED_MOE_CODE_TILE ? (int)(row % FUSED_MOE_CODE_TILE) : 0;
         const uint8_t *codes = (const uint8_t *)w.data + row * in / CODES_PER_BYTE;
 #pragma unroll(TILED ? 2 : 1)
         for (int col = lane % LANES * CHUNK; col < in; col += LANES * CHUNK) {

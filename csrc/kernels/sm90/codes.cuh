@@ -114,8 +114,8 @@ struct Decoder {
         RowFactor f = {};
         if constexpr (HAS_ZEROS)
             f.zero = PairOf<T>::INTEGER + (8 + (s.has_zeros ? ld_shared_s8(zero) : 0)) * 0x10001;
-        if constexpr (CODE == Code::E2M1 &&
-                      NARROW) { /* bf16 has the values of e8m0; 0 is subnormal, 255 NaN */
+        if constexpr (CODE == Code::E2M1 && NARROW) {
+            /* bf16 has the values of e8m0; 0 is subnormal, 255 NaN */
             uint32_t twice = __vmaxu2(ld_shared_u8(scale) * 0x800080, 0x400040);
             auto power = pair_of<T>(twice), zeros = pair_of<T>(0);
             f.scale = word_of<T>(__hfma2(power, zeros, power));

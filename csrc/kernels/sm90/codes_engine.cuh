@@ -28,8 +28,8 @@ struct CodesConfig : GemmConfig<typename Decoder_::T, Major::K, GATHER> {
     using Decoder = Decoder_;
     static constexpr bool FEW_ROWS = ROWS == Rows::FEW, MANY_ROWS = ROWS == Rows::MANY;
     static constexpr int CTAS_PER_SM = FEW_ROWS ? 2 : 1;
-    static constexpr int CONSUMERS = ROWS == Rows::SOME ? 4 : 2,
-                         SUBTILES = MANY_ROWS ? 2 : 1; /* of a consumer */
+    static constexpr int CONSUMERS = ROWS == Rows::SOME ? 4 : 2;
+    static constexpr int SUBTILES = MANY_ROWS ? 2 : 1; /* of a consumer */
     static constexpr int BM = FEW_ROWS ? 32 : MANY_ROWS ? 128 : 64, CUT_ROWS = BM;
     static constexpr int TILES = CONSUMERS * SUBTILES, BN = SUBTILE * TILES; /* of B in a stage */
     static constexpr int K_TILE_BYTES = BM * SWIZZLE_BYTES, A_BYTES = STAGE_K_TILES * K_TILE_BYTES;
@@ -279,8 +279,8 @@ __device__ __forceinline__ void multiply_by_warp(float *d, const uint32_t *a, ui
         }
 }
 
-/* Up to so many rows a warp's own MMAs take less time than a warpgroup's, which take as long as 32 rows', and for
- * which the warp that unpacks the next codes would have to wait. */
+/* Up to so many rows each warp multiplies for itself. A warpgroup's MMAs of 8 rows take as long as those of 32, and the
+ * next values are not made before they have ended. */
 constexpr int WARP_TOKENS = 16;
 
 template <class Config, int TOKENS>

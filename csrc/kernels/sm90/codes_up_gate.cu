@@ -19,8 +19,9 @@ typedef struct {
     FusedMoeActivation activation;
 } UpGate;
 
-template <typename T>
+template <class Config>
 struct ActivatingEpilogue {
+    using T = typename Config::T;
     const UpGate &p;
 
     /* Accumulators go through shared memory: a lane then has gates and their ups whatever the layout is, and there is
@@ -28,8 +29,8 @@ struct ActivatingEpilogue {
     template <int TOKENS>
     __device__ void store_swapped(float *d, const WorkTile &tile, int subtile, int warp,
                                   uint32_t staging) const {
-        constexpr int ROWS = 16,
-                      PITCH = 20; /* of what is staged at a time; floats, for which no banks conflict */
+        constexpr int ROWS = 16, PITCH = 20; /* staged at a time; floats, so that no banks conflict */
+        static_assert(4 * ROWS * PITCH * sizeof(float) <= Config::STAGING_BYTES);
         staging += warp * ROWS * PITCH * 4;
         int lane = threadIdx.x % 32, first_column = tile.first_column + SUBTILE * subtile + 16 * warp;
         Columns columns = {2, 1, 4, first_column / 2}; /* of interleaved ones a gate's up is the next */
@@ -95,7 +96,7 @@ struct ActivatingEpilogue {
 template <class Config>
 __global__ void __launch_bounds__(Config::THREADS, Config::CTAS_PER_SM)
     codes_up_gate_kernel(const __grid_constant__ UpGate p) {
-    persistent_codes_gemm<Config>(p.codes, ActivatingEpilogue<typename Config::T>{p});
+    persistent_codes_gemm<Config>(p.codes, ActivatingEpilogue<Config>{p});
     zero_rows_past(p.codes.gemm.tiles, (typename Config::T *)p.a, p.F);
 }
 

@@ -98,10 +98,9 @@ struct GemmConfig {
     /* Of a thread after setmaxnreg, which takes registers from the producer for the consumers. */
     static constexpr int PRODUCER_REGISTERS = GATHER ? 72 : 40;
     static constexpr int CONSUMER_REGISTERS = GATHER ? 216 : 232;
-    static constexpr int EPILOGUE_REGISTERS = 0;        /* there is no epilogue warpgroup */
-    static constexpr int STAGING_BYTES = Writer::BYTES; /* of a warpgroup */
-    /* Of B: what k is counted in by its maps, for a k-tile, and bytes in a stage. */
-    static constexpr int B_K_TILE = K_TILE<T>, B_BYTES = BN / SUBTILE * SUBTILE_BYTES;
+    static constexpr int EPILOGUE_REGISTERS = 0;                 /* there is no epilogue warpgroup */
+    static constexpr int STAGING_BYTES = Writer::BYTES;          /* of a warpgroup */
+    static constexpr int B_BYTES = BN / SUBTILE * SUBTILE_BYTES; /* in a stage */
     using Queue = TileQueue<WorkTile, CONSUMER_WARPS + LOAD_WARPS, GATHER ? BM : 0>;
     using Pipeline = PipelineState<STAGES>;
 };
@@ -383,7 +382,7 @@ template <class Config>
 __device__ inline void load_b(const Gemm &p, uint32_t dst, uint32_t full, int part, int k_tile,
                               const WorkTile &tile) {
     constexpr int BOX = Config::BN / (Config::BN > SUBTILE ? 2 : 1);
-    int k = Config::B_K_TILE * k_tile, boxes = tile.half_n ? 1 : Config::BN / BOX;
+    int k = K_TILE<typename Config::T> * k_tile, boxes = tile.half_n ? 1 : Config::BN / BOX;
     for (int box = 0; box < boxes; box++, dst += BOX * Config::B_BYTES / Config::BN) {
         const CUtensorMap *map = &p.b[p.gate_up ? box : part];
         int n = tile.first_column + (p.gate_up ? 0 : BOX * box);
