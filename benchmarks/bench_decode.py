@@ -5,6 +5,7 @@
     python benchmarks/bench_decode.py --shape qwen3-30b --tokens 1 --eager --routing zipf:1.2
     python benchmarks/bench_decode.py --shape mixtral-8x7b --shape deepseek-v3 --tokens 512 --roofline out.png
     python benchmarks/bench_decode.py --shape qwen3-30b --tokens 1,8,64 --format fp8_block,int4,mxfp4
+    python benchmarks/bench_decode.py --shape qwen3-30b --tokens 1,8,64 --format int4 --peers marlin
 
 Calls alternate between the weights of several layers, each with routing of its own, so that a call reads its
 weights from memory, as a decode step of a deep model does. On a GPU all calls are one CUDA graph; with
@@ -20,6 +21,9 @@ sorting the chosen experts to the sum over them.
 --format adds a record for each format of quantised weights (bench decode_quantised). ratio_to_bf16, or the
 other dtype in its place, is the time with float weights over the time with the format; the two take turns.
 bytes are those of a layer's weights. int4 has groups of 128, or of 32 where a width is no multiple of 128.
+Peers of quantised weights, in turns with ours and with the same values: marlin, of vLLM, for fp8_block, int4
+and mxfp4; vllm, its Triton kernel, for fp8_block, whose activations are of 8 bits, too. Their ratio_to_PEER
+and peer_errors are in the format's record; a peer whose error is too large is not timed.
 """
 
 from __future__ import annotations
@@ -44,7 +48,7 @@ TOKENS = "1,2,4,8,16,32,64,128,256,512,1024,2048,4096"
 SHAPES = ("qwen3-30b", "mixtral-8x7b", *common.FEW_TOKENS)  # by default, on a GPU
 # What a shape has unless a flag says otherwise. Composable Kernel's default: no up projection, 128 tokens
 USUAL = {"ck-default": {"tokens": [128], "activation": "gelu", "gate_only": True}}
-PEERS = ("torch", "loop", "vllm", "vllm-invariant")
+PEERS = ("torch", "loop", "vllm", "vllm-invariant", "marlin")
 CALLS = 8  # at least, on a GPU; 2 on the CPU
 REUSE = 1024 * MIB  # read before the same weight is read again
 MEMORY = 48 * 1024 * MIB  # of all layers' weights, of which there are at least two
@@ -273,17 +277,36 @@ def find_experts(setup: Setup, asked: str | None) -> dict[str, Callable]:
         "vllm": lambda: stacked(invariant=False),
         "vllm-invariant": lambda: stacked(invariant=True),
     }
+    only_quantised = set(peers.QUANTISED_PEERS) - set(makers)
     usual = {"torch": common.has_grouped_mm(setup.device, setup.dtype), "loop": setup.device == "cpu"}
     names = [name for name in usual if usual[name]] if asked is None else asked.split(",")
     experts = {"ours": separate(fused_moe.fused_experts)}
     for name in filter(None, names):
+        if name in only_quantised:
+            continue
         if name not in makers:
-            raise SystemExit(f"--peers: expected some of {', '.join(makers)}, found {name}")
+            raise SystemExit(f"--peers: expected some of {', '.join(PEERS)}, found {name}")
         try:
             experts[name.replace("-", "_")] = makers[name]()
         except peers.Unavailable as reason:
             print(f"{name} is left out: {reason}", flush=True)
     return experts
+
+
+def find_quantised_peers(setup: Setup, asked: str | None, format: str) -> dict:
+    """The peers asked for that take the format. One that cannot run here is named."""
+    import peers
+
+    found = {}
+    for name in (name for name in (asked or "").split(",") if name in peers.QUANTISED_PEERS):
+        try:
+            peer = peers.QUANTISED_PEERS[name](format, setup.activation, gated=setup.gated)
+            if setup.device != "cuda":
+                raise peers.Unavailable(f"{name}: expected a GPU")
+            found[name] = peer
+        except peers.Unavailable as reason:
+            print(f"{name} is left out of {format}: {reason}", flush=True)
+    return found
 
 
 def checked(case: Case, experts: dict[str, Callable], title: str) -> dict[str, float]:
@@ -400,6 +423,14 @@ def time_format(
     layers = [weights.map(quantise) for weights in case.weights]
     error = case.error(ours, layers[0]).check(variant.name, dtype)
     calls = {"float": partial(case.run, ours), "ours": partial(case.run, ours, layers)}
+    peer_errors = {}
+    for name, peer in find_quantised_peers(case.setup, options.peers, variant.format).items():
+        try:
+            converted, peer_errors[name] = convert_for(peer, case, layers, f"{variant.name} {name}")
+        except (Exception, SystemExit) as reason:  # a peer may fail in any way; ours still runs
+            print(f"{variant.name}: {name} is left out: {reason}", flush=True)
+        else:
+            calls[name] = partial(case.run, converted_experts(peer), converted)
     runs = calls if eager else {name: common.as_graph(call) for name, call in calls.items()}
     seconds = common.times(clock_of(options), runs, options.repeats)
     return {
@@ -410,9 +441,24 @@ def time_format(
         "time_us": round(seconds["ours"] / number * 1e6, 1),
         "tflops": round(case.flops_of_a_call * number / seconds["ours"] / 1e12, 4),
         f"ratio_to_{dtype}": common.ratio(seconds, "float"),
+        **{f"ratio_to_{name}": common.ratio(seconds, name) for name in peer_errors},
         **bench_quantised.storage([w for w in layers[0] if w is not None]),
         "max_rel_error": error,
+        "peer_errors": peer_errors,
     }
+
+
+def converted_experts(peer) -> Callable:
+    """As ours, a function of x, weights, scores and ids. Peers take no strided x."""
+    return lambda x, weights, *routed: peer.experts(x.contiguous(), weights, *routed)
+
+
+def convert_for(peer, case: Case, layers: list[Weights], title: str) -> tuple[list, float]:
+    """The layers as the peer takes them, and its error, which is small enough."""
+    converted = [peer.convert(w.w1, w.w2, w.w3) for w in layers]
+    experts = converted_experts(peer)
+    error = case.error(lambda x, _, *routed: experts(x, converted[0], *routed), layers[0])
+    return converted, error.check(title, case.setup.dtype, peer.bound)
 
 
 def on_host(calls: dict[str, Callable[[], None]], number: int) -> dict:

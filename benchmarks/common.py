@@ -46,6 +46,7 @@ PEERS = {
     "torch": "PyTorch",
     "vllm": "vLLM",
     "vllm_invariant": "vLLM's batch-invariant tile",
+    "marlin": "vLLM's Marlin",
 }
 
 KEY = ("bench", "shape", "routing", "tier", "schedule", "mode", "dtype", "layer", "what", "tokens")
@@ -300,11 +301,13 @@ class Error:
         """For integers, which must be equal."""
         self.squares[name] = [0.0 if torch.equal(found, exact) else torch.inf, 1.0]
 
-    def check(self, title: str, dtype: str) -> float:
-        """The error. Ends the program if it is too large: wrong results are not timed."""
+    def check(self, title: str, dtype: str, bound: float | None = None) -> float:
+        """The error. Ends the program if it is too large: wrong results are not timed. bound: by default the
+        dtype's."""
+        bound = ERROR_BOUNDS[dtype] if bound is None else bound
         errors = {name: (d / max(n, 1e-300)) ** 0.5 for name, (d, n) in self.squares.items()}
         worst = max(errors, key=errors.get)
-        if not all(error < ERROR_BOUNDS[dtype] for error in errors.values()):
+        if not all(error < bound for error in errors.values()):
             found = ", ".join(f"{name} {error:.1e}" for name, error in errors.items())
             raise SystemExit(f"{title} {dtype}: wrong before it is fast: {found}")
         return errors[worst]

@@ -1,14 +1,16 @@
 """Other implementations of the layer, with the parameters of ours.
 
 Each entry of PEERS builds a module from a fused_moe.FusedMoE: softmax over all experts, the K best,
-renormalised; silu gate times up; no biases. torch_experts and vllm_experts are of the experts alone. A peer
-that is not installed raises Unavailable with the reason.
+renormalised; silu gate times up; no biases. torch_experts and vllm_experts are of the experts alone, and so
+are those of QUANTISED_PEERS, on quantised weights. A peer that is not installed raises Unavailable with the
+reason.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from importlib.metadata import version
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -36,6 +38,13 @@ INVARIANT_TILE = {
     "SPLIT_K": 1,
 }
 VLLM_ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
+BLOCK = 128  # of fp8_block's scales, in both dimensions
+# Marlin's name of a format's codes, and their bits
+MARLIN_FORMATS = {"int4": ("uint4b8", 4), "mxfp4": ("float4_e2m1f", 4), "fp8_block": ("float8_e4m3fn", 8)}
+MARLIN_BLOCKS = 4  # for which its workspace has locks, on each SM
+# Of e4m3 activations: a value's rounding error is 2.6% of it, root mean square, and the output has that of x
+# through gate and up, and that of the hidden values. A wrong scale is off by more.
+FP8_ACTIVATIONS_BOUND = 0.08
 
 
 class Unavailable(Exception):
@@ -91,11 +100,128 @@ def vllm_experts(activation: str = "silu", *, gated: bool = True, invariant: boo
         raise Unavailable(f"vllm is not installed ({error})") from None
     function = MoEActivation.from_str(activation if gated else f"{activation}_no_mul")
 
-    def experts(x: Tensor, w13: Tensor, w2: Tensor, scores: Tensor, ids: Tensor) -> Tensor:
+    def experts(x: Tensor, w13: Tensor, w2: Tensor, scores: Tensor, ids: Tensor, **options) -> Tensor:
         with override_config(INVARIANT_TILE if invariant else None):
-            return fused_experts(x, w13, w2, scores, ids, activation=function)
+            return fused_experts(x, w13, w2, scores, ids, activation=function, **options)
 
     return experts
+
+
+class QuantisedPeer(NamedTuple):
+    """Another library's experts on the values of our quantised weights."""
+
+    convert: Callable  # w1, w2 and w3, QuantizedWeights, to weights in the layout of the library
+    experts: Callable  # of x, those weights, scores and ids
+    bound: float | None = None  # of the error, where the usual one is that of a more precise computation
+
+
+def stacked(w1, w3, part: Callable[..., Tensor]) -> Tensor:
+    """A part of gate's and of up's quantised weight, gate rows first; of gate's alone without an up."""
+    return part(w1) if w3 is None else torch.cat([part(w1), part(w3)], dim=1)
+
+
+def vllm_marlin(format: str, activation: str = "silu", *, gated: bool = True) -> QuantisedPeer:
+    """vLLM's Marlin, weight-only as ours: moe_align_block_size, moe_wna16_marlin_gemm, the activation,
+    moe_wna16_marlin_gemm, moe_sum. vLLM's wrapper chooses the block size.
+
+    Scales of fp8_block are rounded to bfloat16, as vLLM does for Marlin; others have the same values as ours.
+    Its kernels are in the wheel as PTX for 8.0, which the driver compiles for Hopper.
+    """
+    if format not in MARLIN_FORMATS:
+        raise Unavailable(f"marlin: expected {', '.join(MARLIN_FORMATS)}, found {format}")
+    if activation not in VLLM_ACTIVATIONS:
+        raise Unavailable(f"marlin: expected {', '.join(VLLM_ACTIVATIONS)}, found {activation}")
+    try:
+        from vllm import _custom_ops as ops
+        from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+        from vllm.model_executor.layers.fused_moe.experts.marlin_moe import fused_marlin_moe
+        from vllm.model_executor.layers.quantization.utils import (
+            marlin_utils,
+            marlin_utils_fp4,
+            marlin_utils_fp8,
+        )
+        from vllm.scalar_type import scalar_types
+    except (ImportError, OSError) as error:
+        raise Unavailable(f"vllm is not installed ({error})") from None
+    function = MoEActivation.from_str(activation if gated else f"{activation}_no_mul")
+    type_name, bits = MARLIN_FORMATS[format]
+    code_type = getattr(scalar_types, type_name).id
+    workspaces: dict[torch.device, Tensor] = {}  # vLLM, too, keeps one for all calls
+
+    def workspace(device: torch.device) -> Tensor:
+        if device not in workspaces:
+            workspaces[device] = marlin_utils.marlin_make_workspace_new(device, MARLIN_BLOCKS)
+        return workspaces[device]
+
+    def codes(w) -> Tensor:
+        return w.data.view(torch.uint8)
+
+    def column_scales(w) -> Tensor:
+        """(E, out, groups), as 16-bit floats; those of mxfp4 are powers of two."""
+        if format == "fp8_block":
+            return w.scale.repeat_interleave(BLOCK, 1)[:, : w.size(1)].to(w.dtype)
+        return w.scale.view(torch.float8_e8m0fnu).to(w.dtype) if format == "mxfp4" else w.scale.to(w.dtype)
+
+    def repacked(codes: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
+        columns, rows = codes.size(2) * 8 // bits, codes.size(1)
+        words = codes.view(torch.int32).mT.contiguous()
+        packed = ops.gptq_marlin_moe_repack(words, columns, rows, bits)
+        group = columns // scales.size(2)
+        scales = marlin_utils.marlin_moe_permute_scales(scales.mT.contiguous(), columns, rows, group)
+        if format == "mxfp4":
+            flat = marlin_utils_fp4.mxfp4_marlin_process_scales(scales.flatten(0, 1))
+            scales = flat.view(scales.shape)
+        if format == "fp8_block":
+            scales = marlin_utils_fp8.fp8_fused_exponent_bias_into_scales(scales)
+        return packed, scales
+
+    def convert(w1, w2, w3) -> tuple[Tensor, ...]:
+        if w1.zero is not None:
+            raise Unavailable("marlin: expected weights without zero points")
+        first = repacked(stacked(w1, w3, codes), stacked(w1, w3, column_scales))
+        return *first, *repacked(codes(w2), column_scales(w2))
+
+    def experts(x: Tensor, weights: tuple[Tensor, ...], scores: Tensor, ids: Tensor) -> Tensor:
+        w13, scale13, w2, scale2 = weights
+        return fused_marlin_moe(
+            x, w13, w2, None, None, scale13, scale2, scores.float(), ids, code_type,
+            activation=function, moe_sum=sum_of_slots, workspace=workspace(x.device),
+        )  # fmt: skip
+
+    def sum_of_slots(slots: Tensor, out: Tensor, ids: Tensor, expert_map: None) -> Tensor:
+        ops.moe_sum(slots, out)  # a kernel of its own, as in vLLM's layer; the wrapper's default is torch.sum
+        return out
+
+    return QuantisedPeer(convert, experts)
+
+
+def vllm_fp8_block(format: str, activation: str = "silu", *, gated: bool = True) -> QuantisedPeer:
+    """vLLM's Triton kernel with weights in fp8_block, which is W8A8: it rounds x and the hidden values to
+    e4m3 with a scale per token and 128 columns, where ours multiplies 16-bit activations. So it is less
+    precise, and has twice the tensor cores' rate. Its tile is that of its tables for this GPU, or its
+    default. vLLM may choose DeepGEMM or CUTLASS in its place where those are installed.
+    """
+    if format != "fp8_block":
+        raise Unavailable(f"vllm: expected fp8_block, found {format}")
+    float_experts = vllm_experts(activation, gated=gated)  # or the reason why not
+    from vllm.model_executor.layers.fused_moe.config import fp8_w8a8_moe_quant_config
+
+    def convert(w1, w2, w3) -> tuple:
+        if w3 is not None and w1.size(1) % BLOCK:
+            raise Unavailable(f"vllm: expected F, a multiple of {BLOCK}, found {w1.size(1)}")
+        scale13 = stacked(w1, w3, lambda w: w.scale)
+        config = fp8_w8a8_moe_quant_config(scale13, w2.scale, block_shape=[BLOCK, BLOCK])
+        codes = stacked(w1, w3, lambda w: w.data.view(torch.uint8)).view(torch.float8_e4m3fn)
+        return codes, w2.data, config
+
+    def experts(x: Tensor, weights: tuple, scores: Tensor, ids: Tensor) -> Tensor:
+        w13, w2, config = weights
+        return float_experts(x, w13, w2, scores, ids, quant_config=config)
+
+    return QuantisedPeer(convert, experts, FP8_ACTIVATIONS_BOUND)
+
+
+QUANTISED_PEERS = {"marlin": vllm_marlin, "vllm": vllm_fp8_block}
 
 
 class TorchMoE(nn.Module):

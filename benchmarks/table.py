@@ -123,7 +123,8 @@ def columns(records: list[dict]) -> dict[str, Callable[[dict], str | None]]:
     """Headers and cells. Empty columns are left out."""
     on_gpu = records[0]["gpu"] != "none"
     others = {r["peer"] for r in records} | {name.removeprefix("ratio_to_") for r in records for name in r}
-    peers = [name for name in ("loop", "scattermoe", "sonicmoe", "vllm", "vllm_invariant") if name in others]
+    compared = ("loop", "scattermoe", "sonicmoe", "vllm", "vllm_invariant", "marlin")
+    peers = [name for name in compared if name in others]
     usual_routing = all(r["routing"] == "random" for r in records)
     usual_schedule = all(schedule_of(r) == DEFAULT_SCHEDULE for r in records)
     said = shared(records)

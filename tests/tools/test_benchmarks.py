@@ -796,7 +796,7 @@ def test_few_tokens(load, run, tmp_path, capsys):
     "flag, found",
     (
         ("--tokens=0,1", "found 0,1"),
-        ("--peers=sglang", "torch, loop, vllm, vllm-invariant, found sglang"),
+        ("--peers=sglang", "vllm, vllm-invariant, marlin, found sglang"),
         ("--tp=3", "expected a divisor of F = 32, found 3"),
         ("--top-k=9", "K <= E"),
         ("--stride=63", "at least D = 64, found 63"),
@@ -896,6 +896,52 @@ def test_formats_beside_the_float_weights(load, run, tmp_path):
     assert (records[2]["group_size"], records[2]["symmetric"]) == (32, True)
     load("table").main([str(tmp_path / "bench_decode.json")])
     load("plot").main([str(tmp_path / "bench_decode.json"), "-o", str(tmp_path)])
+
+
+def test_peers_of_a_format(load, run, monkeypatch, capsys, tmp_path):
+    """Each has the weights in its own layout and its own tolerance; a wrong one is not timed."""
+    peers = load("peers")
+
+    def convert(w1, w2, w3):
+        return peers.stacked(w1, w3, lambda w: w.dequantize()), w2.dequantize()
+
+    def experts(x, weights, scores, ids):
+        assert x.is_contiguous()
+        return fused_moe.reference.fused_experts(x, *weights, None, scores, ids, layout="halves")
+
+    def rough(x, weights, scores, ids):
+        return 1.04 * experts(x, weights, scores, ids)
+
+    found = {
+        "marlin": peers.QuantisedPeer(convert, experts),
+        "vllm": peers.QuantisedPeer(convert, rough, peers.FP8_ACTIVATIONS_BOUND),
+        "wrong": peers.QuantisedPeer(convert, rough),
+        "broken": peers.QuantisedPeer(lambda *weights: 1 / 0, experts),
+    }
+    monkeypatch.setattr(load("bench_decode"), "find_quantised_peers", lambda *asked: found)
+    flags = ("--tokens", "3", "--dtype", "bf16", "--format", "int4", "--stride", "72")
+    _, r = run("bench_decode", "--shape", SMALL, *flags)
+    assert r["ratio_to_marlin"] > 0 and r["ratio_to_vllm"] > 0 and set(r["peer_errors"]) == {"marlin", "vllm"}
+    assert r["peer_errors"]["marlin"] < 1e-2 < r["peer_errors"]["vllm"] < 0.05
+    printed = capsys.readouterr().out
+    assert "int4 of 32: wrong is left out: int4 of 32 wrong bf16: wrong before it is fast" in printed
+    assert "int4 of 32: broken is left out: division by zero" in printed and "x marlin" in printed
+    load("table").main([str(tmp_path / "bench_decode.json")])
+    assert "against vLLM's Marlin" in capsys.readouterr().out
+
+
+def test_peers_of_a_format_that_cannot_run(load, run, monkeypatch, capsys):
+    for name in [name for name in sys.modules if name.split(".")[0] == "vllm"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    flags = ("--tokens", "2", "--dtype", "bf16", "--format", "int8,fp8_block", "--peers", "marlin,vllm")
+    _, int8, fp8 = run("bench_decode", "--shape", SMALL, *flags)
+    assert int8["peer_errors"] == fp8["peer_errors"] == {} and "ratio_to_marlin" not in fp8
+    printed = capsys.readouterr().out
+    assert "marlin is left out of int8: marlin: expected int4, mxfp4, fp8_block, found int8" in printed
+    assert "vllm is left out of int8: vllm: expected fp8_block, found int8" in printed
+    for name in ("marlin", "vllm"):
+        assert f"{name} is left out of fp8_block: vllm is not installed" in printed
 
 
 def test_formats_without_an_up_projection(run):
