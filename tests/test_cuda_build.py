@@ -29,6 +29,10 @@ CODE_CONFIGS = {
     "4RowsE1E": (96, (32, 48, 64), (16, 2)),
     "4RowsE2E": (168, (64, 128), (32, 32)),
 }
+# The same of the sm80 tier, which reads published codes: by rows of a tile, registers at most, for the CTAs
+# of an SM.
+PORTABLE_CODES = ("codes_mm_kernel", "codes_up_gate_kernel")
+PORTABLE_DECODERS, PORTABLE_REGISTERS = 5, {"16": 65536 // (5 * 128), "64": 65536 // (3 * 128)}
 DTYPES = ("__nv_bfloat16", "__half")
 CONTIGUOUS_WGRAD = re.compile(r"WgradConfigI[^L]*Lb0E")  # without GATHER
 FACTS = ("cuda_calls", "cuda_device", "cuda_problem", "cuda_reset", "facts")
@@ -100,6 +104,23 @@ def test_sm80_gemms_run_on_the_tensor_cores(sass, arch):
             taken_apart = [used for used in tensor_cores if "STG.E.128" not in used]
             assert not taken_apart, f"{gemm}, {dtype}: stores taken apart"
             assert any("LDGSTS" in used for used in tensor_cores), f"{gemm}, {dtype}: no cp.async"
+
+
+@pytest.mark.parametrize("arch", sorted(MACHINE_CODE))
+def test_sm80_gemms_of_codes(sass, arch):
+    """For every format and dtype, in tiles of 16 and of 64 rows: mma, of codes that cp.async loads and that
+    warps decode in registers; no parameter loaded again, no array in memory."""
+    kernels = sass.instructions(LIBRARY, arch)
+    registers = {n: used["REG"] for (a, n), used in sass.resources(LIBRARY).items() if a == arch}
+    for gemm, dtype, rows in product(PORTABLE_CODES, DTYPES, PORTABLE_REGISTERS):
+        height = f"ELi{rows}EEE"
+        mine = [n for n in kernels if SM80 in n and is_of(gemm, n) and dtype in n and height in n]
+        assert len(mine) == PORTABLE_DECODERS, f"{gemm}, {dtype}, {rows}"
+        for name in mine:
+            missing = {"HMMA", "LDSM", "LDS", "LDGSTS", "STG.E.128"} - kernels[name].keys()
+            assert not missing, f"{name}: no {missing}"
+            assert not {"LD", "ST", "LDL", "STL"} & kernels[name].keys(), name
+            assert registers[name] <= PORTABLE_REGISTERS[rows], name
 
 
 # Of tiles of few rows: rows, subtiles, CTAs of a cluster that share k

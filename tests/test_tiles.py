@@ -143,8 +143,9 @@ def test_temporaries_are_small(cpu, monkeypatch, format):
 
 @pytest.mark.quick
 def test_tiles_are_for_compute_capability_9(cpu, monkeypatch):
-    """On such GPUs alone, and where both sides are multiples of 64."""
+    """On such GPUs alone, where both sides are multiples of 64, and not for the portable kernels."""
     device = torch.device("cuda", 0)
+    monkeypatch.delenv("FUSED_MOE_TIER", raising=False)
     assert not tiles.are_wanted(cpu, (2, 64, 64))
     monkeypatch.setattr(tiles, "HAS_CUDA_KERNELS", True)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -161,6 +162,9 @@ def test_tiles_are_for_compute_capability_9(cpu, monkeypatch):
         assert tiles.are_wanted(device, shape) == fits
     assert not tiles.are_wanted(cpu, (2, 64, 64))
     assert not tiles.are_wanted(torch.device("meta"), (2, 64, 64))
+    monkeypatch.setenv("FUSED_MOE_TIER", "portable")
+    assert not tiles.are_wanted(device, (2, 64, 64))
+    monkeypatch.delenv("FUSED_MOE_TIER")
     monkeypatch.setattr(tiles, "HAS_CUDA_KERNELS", False)
     assert not tiles.are_wanted(device, (2, 64, 64))
 

@@ -3,8 +3,9 @@
  * A tier is a folder beside this file and a line in each table. The last tier takes every call. Calls whose
  * offsets are unchecked (raw grouped_mm and wgrad) get them clamped, and their schedule, by one launch before
  * the GEMM's; calls of few slots whose plan is not made get it likewise, where the GEMM does not make it itself.
- * Quantised weights have one kernel per operator that reads codes. Calls that it does not take are calls of plain
- * weights, which a launch per weight dequantises into the workspace.
+ * Quantised weights have tables of their own, of kernels that read codes. A call has the tier of the same call of plain
+ * weights, so its bits are theirs; where that tier's kernel does not read the codes it is that call, and a launch per
+ * weight dequantises them into the workspace.
  *
  * The environment, read once per process:
  *   FUSED_MOE_TIER       portable, hopper, or auto (the default); hopper is auto, and an error on other GPUs
@@ -35,6 +36,8 @@ static Table<FusedMoeRouterDgrad> ROUTER_DGRAD = {&sm90::router_dgrad, &sm80::ro
 static Table<FusedMoeGroupedMM> GROUPED_MM = {&sm90::grouped_mm, &sm80::grouped_mm};
 static Table<FusedMoeWgrad> WGRAD = {&sm90::wgrad, &sm80::wgrad};
 static Table<FusedMoeUpGate> UP_GATE = {&sm90::up_gate, &sm80::up_gate};
+static Table<FusedMoeGroupedMM> CODES_MM = {&sm90::codes_mm, &sm80::codes_mm};
+static Table<FusedMoeUpGate> CODES_UP_GATE = {&sm90::codes_up_gate, &sm80::codes_up_gate};
 static Table<FusedMoeDownDgrad> DOWN_DGRAD = {&sm90::down_dgrad, &sm80::down_dgrad};
 
 static const char *const REASONS[FUSED_MOE_NUM_REASONS] = {
@@ -235,33 +238,25 @@ static size_t place_weights(Params &p, void *data, Fn fn) {
 
 /* select() for an operator whose weights may be quantised. */
 template <typename Params>
-static void select_weights(FusedMoeTieredOp op, Table<Params> &table, const Kernel<Params> &of_codes,
-                           Params *p, size_t more_bytes = 0) {
+static void select_weights(FusedMoeTieredOp op, Table<Params> &table, Table<Params> &of_codes, Params *p,
+                           size_t more_bytes = 0) {
     p->workspace.dequantizes = false;
     if (!has_codes(*p)) return select(op, table, p, more_bytes);
-    FusedMoeReason why = device_reason(FUSED_MOE_TIER_SM90);
-    if (why == FUSED_MOE_RUNS) why = of_codes.reason(*p);
-    if (why == FUSED_MOE_RUNS) {
-        calls[op].of_tier[FUSED_MOE_TIER_SM90]++;
-        p->workspace.tier = FUSED_MOE_TIER_SM90;
-        p->workspace.bytes = (int64_t)more_bytes;
-        return;
-    }
     Params plain = *p;
     void *aligned = (void *)128; /* as the workspace will be */
-    more_bytes += place_weights(plain, aligned, [](auto &&...) {});
-    select(op, table, &plain, more_bytes);
+    size_t dense_bytes = place_weights(plain, aligned, [](auto &&...) {});
+    select(op, table, &plain, more_bytes + dense_bytes);
     p->workspace = plain.workspace;
-    p->workspace.dequantizes = true;
+    p->workspace.dequantizes = of_codes[p->workspace.tier]->reason(*p) != FUSED_MOE_RUNS;
+    if (!p->workspace.dequantizes) p->workspace.bytes = (int64_t)more_bytes;
 }
 
 /* run() for an operator whose weights may be quantised. */
 template <typename Params>
-static int run_weights(Table<Params> &table, const Kernel<Params> &of_codes, const Params &call,
-                       void *stream) {
+static int run_weights(Table<Params> &table, Table<Params> &of_codes, const Params &call, void *stream) {
     Params p = call;
     if (!has_codes(p)) return run(table, p, stream);
-    if (!p.workspace.dequantizes) return of_codes.run(p, stream);
+    if (!p.workspace.dequantizes) return run(of_codes, p, stream);
     int status = FUSED_MOE_OK;
     auto fill = [&](void *dense, const FusedMoeQuantizedWeight &codes, const Weights &weights) {
         if (status == FUSED_MOE_OK)
@@ -354,13 +349,13 @@ void fused_moe_cuda_select_router_dgrad(FusedMoeRouterDgrad *p) {
     select(FUSED_MOE_OP_ROUTER_DGRAD, ROUTER_DGRAD, p);
 }
 void fused_moe_cuda_select_grouped_mm(FusedMoeGroupedMM *p) {
-    select_weights(FUSED_MOE_OP_GROUPED_MM, GROUPED_MM, sm90::codes_mm, p, own_schedule_bytes(*p));
+    select_weights(FUSED_MOE_OP_GROUPED_MM, GROUPED_MM, CODES_MM, p, own_schedule_bytes(*p));
 }
 void fused_moe_cuda_select_wgrad(FusedMoeWgrad *p) {
     select(FUSED_MOE_OP_WGRAD, WGRAD, p, own_schedule_bytes(*p));
 }
 void fused_moe_cuda_select_up_gate(FusedMoeUpGate *p) {
-    select_weights(FUSED_MOE_OP_UP_GATE, UP_GATE, sm90::codes_up_gate, p);
+    select_weights(FUSED_MOE_OP_UP_GATE, UP_GATE, CODES_UP_GATE, p);
 }
 void fused_moe_cuda_select_down_dgrad(FusedMoeDownDgrad *p) {
     select(FUSED_MOE_OP_DOWN_DGRAD, DOWN_DGRAD, p);
@@ -393,15 +388,14 @@ int fused_moe_cuda_cluster_plan(const FusedMoeRoutePlan *p, const FusedMoeRoute 
 }
 
 int fused_moe_cuda_grouped_mm(const FusedMoeGroupedMM *p, void *stream) {
-    auto run_next = [&](auto &q) { return run_weights(GROUPED_MM, sm90::codes_mm, q, stream); };
+    auto run_next = [&](auto &q) { return run_weights(GROUPED_MM, CODES_MM, q, stream); };
     return p->slots ? run_planned(*p, stream, run_next) : run_checked(*p, stream, run_next);
 }
 int fused_moe_cuda_wgrad(const FusedMoeWgrad *p, void *stream) {
     return run_checked(*p, stream, [&](auto &q) { return run(WGRAD, q, stream); });
 }
 int fused_moe_cuda_up_gate(const FusedMoeUpGate *p, void *stream) {
-    return run_planned(*p, stream,
-                       [&](auto &q) { return run_weights(UP_GATE, sm90::codes_up_gate, q, stream); });
+    return run_planned(*p, stream, [&](auto &q) { return run_weights(UP_GATE, CODES_UP_GATE, q, stream); });
 }
 int fused_moe_cuda_experts(const FusedMoeExperts *p, void *stream) {
     return sm90::experts.run(*p, stream);

@@ -21,6 +21,9 @@ extern const Kernel<FusedMoeGroupedMM> grouped_mm;
 extern const Kernel<FusedMoeWgrad> wgrad;
 extern const Kernel<FusedMoeUpGate> up_gate;
 extern const Kernel<FusedMoeDownDgrad> down_dgrad;
+/* Of quantised weights. */
+extern const Kernel<FusedMoeGroupedMM> codes_mm;
+extern const Kernel<FusedMoeUpGate> codes_up_gate;
 } // namespace sm80
 
 namespace sm90 {

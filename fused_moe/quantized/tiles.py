@@ -22,6 +22,8 @@ fp8 and int8 are float32 here; those of int4 and mxfp4, and zero points, keep th
 
 from __future__ import annotations
 
+import os
+
 import torch
 from torch import Tensor
 
@@ -44,7 +46,10 @@ def are_wanted(device: torch.device, shape: tuple[int, int, int]) -> bool:
 
 
 def are_read_on(device: torch.device) -> bool:
-    """Whether kernels for tiles run there: on GPUs of compute capability 9.x."""
+    """Whether kernels for tiles run there: on GPUs of compute capability 9.x, unless FUSED_MOE_TIER asks for
+    the portable ones, which read the published layout."""
+    if os.environ.get("FUSED_MOE_TIER") == "portable":
+        return False
     if device.type != "cuda" or not HAS_CUDA_KERNELS or not torch.cuda.is_available():
         return False
     return torch.cuda.get_device_capability(device)[0] == 9

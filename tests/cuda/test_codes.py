@@ -19,6 +19,7 @@ pytestmark = pytest.mark.gpu
 # expert; widths that tiles fit and others.
 SHAPES = {
     "one slot": (1, 1, 3, 128, 64, "random"),
+    "two rows each": (16, 2, 16, 320, 192, "random"),
     "eight rows": (8, 2, 2, 256, 192, "random"),
     "33 rows": (33, 1, 1, 384, 136, "random"),
     "45 rows": (45, 1, 1, 192, 448, "random"),

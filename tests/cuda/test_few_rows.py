@@ -47,7 +47,7 @@ def test_which_tile(device, tiles, name):
     for weights, k_major in ((b, "true"), (swapped(b), "false")):
         tiles(True)
         kernels = "\n".join(launches(lambda w=weights: ops.grouped_mm(a=a, b=w, offsets=offsets)))
-        assert f"FewRowsTile<__nv_bfloat16, {k_major}, {rows}>" in kernels
+        assert f"DenseColumns<__nv_bfloat16, {k_major}, {rows}>" in kernels
         tiles(False)
         kernels = "\n".join(launches(lambda w=weights: ops.grouped_mm(a=a, b=w, offsets=offsets)))
         assert "FewRowsTile" not in kernels

@@ -1,4 +1,4 @@
-/* A quantised weight as a dense one: for the tiers that read no codes, and for many rows. */
+/* A quantised weight as a dense one: for many rows, and where no kernel reads the codes. */
 #pragma once
 
 #include <stddef.h>

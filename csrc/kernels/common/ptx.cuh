@@ -109,6 +109,14 @@ __device__ inline float rcp_approx_ftz(float x) {
     return y;
 }
 
+/* Four of the bytes of a (0 to 3) and b (4 to 7), as the nibbles of the selector have their numbers; a nibble's upper
+ * bit asks for eight copies of the byte's upper bit. */
+__device__ inline uint32_t prmt(uint32_t a, uint32_t b, uint32_t selector) {
+    uint32_t bytes;
+    asm("prmt.b32 %0, %1, %2, %3;" : "=r"(bytes) : "r"(a), "r"(b), "r"(selector));
+    return bytes;
+}
+
 /* 16 bytes from global to shared memory, past L1; zeros where valid is false, and src is not read. */
 __device__ inline void cp_async(uint32_t dst, const void *src, bool valid) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(dst), "l"(src), "r"(valid ? 16 : 0)
@@ -140,6 +148,22 @@ __device__ inline uint4 ld_global_v4(const void *src, bool valid) {
 __device__ inline void st_global_v4(void *dst, const uint4 &v) {
     asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(dst), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
                  : "memory");
+}
+
+/* Of shared memory, by the address that shared_address() gives. */
+__device__ inline uint32_t ld_shared_u32(uint32_t address) {
+    uint32_t v;
+    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(address) : "memory");
+    return v;
+}
+
+__device__ inline uint4 ld_shared_v4(uint32_t address) {
+    uint4 v;
+    asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                 : "r"(address)
+                 : "memory");
+    return v;
 }
 
 /* Four 8x8 matrices of 16-bit elements; lane l gives the address of row l%8 of matrix l/8. */

@@ -258,24 +258,9 @@ __device__ inline uint32_t ld_shared_u16(uint32_t address) {
     return v;
 }
 
-__device__ inline uint32_t ld_shared_u32(uint32_t address) {
-    uint32_t v;
-    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(address) : "memory");
-    return v;
-}
-
 __device__ inline uint2 ld_shared_v2(uint32_t address) {
     uint2 v;
     asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(address) : "memory");
-    return v;
-}
-
-__device__ inline uint4 ld_shared_v4(uint32_t address) {
-    uint4 v;
-    asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-                 : "r"(address)
-                 : "memory");
     return v;
 }
 

@@ -23,7 +23,8 @@ struct TileShared {
         typename Tile::Stages stages;
         typename Tile::Acc staging[Tile::THREADS / 32][Tile::SUBTILE_ROWS * STAGING_PITCH];
     };
-    const typename Tile::T *origin_a[Tile::BM], *origin_b[Tile::BN];
+    const typename Tile::T *origin_a[Tile::BM];
+    typename Tile::OriginB origin_b[Tile::BN];
     typename Tile::Acc scale_a[Tile::HAS_SCALES * Tile::BM];
     int64_t strides_b[Tile::HAS_STRIDES * Tile::BN];
 };
@@ -125,9 +126,12 @@ int with_tile_of_rows(int64_t R, int32_t E, bool a_k_major, Major b, Fn fn, bool
     int rows = schedule_override().no_tails ? 0 : fused_moe_few_rows(R, E);
     if constexpr (is_half<T>)
         if (a_k_major && b != Major::none && !scaled) {
-            bool k_major = b == Major::K;
-            if (rows == 16) return k_major ? fn(FewRowsTile<T, true, 16>()) : fn(FewRowsTile<T, false, 16>());
-            if (rows == 64) return k_major ? fn(FewRowsTile<T, true, 64>()) : fn(FewRowsTile<T, false, 64>());
+            auto with_rows = [&](auto r) {
+                return b == Major::K ? fn(FewRowsTile<DenseColumns<T, true, decltype(r)::value>>())
+                                     : fn(FewRowsTile<DenseColumns<T, false, decltype(r)::value>>());
+            };
+            if (rows == 16) return with_rows(std::integral_constant<int, 16>());
+            if (rows == 64) return with_rows(std::integral_constant<int, 64>());
         }
     return with_tile<T, 256, may_scale>(a_k_major, b, fn, scaled);
 }

@@ -15,6 +15,7 @@ template <typename T_>
 struct SimtTile {
     using T = T_;
     using Acc = T_;
+    using OriginB = const T *;
     static constexpr int BM = 128, BN = 128, BK = 32 / sizeof(T), THREADS = 256, CTAS_PER_SM = 1;
     static constexpr int WARPS_N = 2, WARP_M = 32;
     static constexpr int SUBTILES = 8, SUBTILE_ROWS = 4; /* of a warp, in the epilogue */

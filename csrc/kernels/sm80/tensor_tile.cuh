@@ -26,6 +26,7 @@ template <typename T_, bool a_k_major, bool b_k_major, bool vectorised, bool sca
 struct TensorTile {
     using T = T_;
     using Acc = float;
+    using OriginB = const T *;
     static constexpr bool FAST = vectorised && !scaled; /* loads by cp.async alone, unrolled main loop */
     static constexpr int BM = 128, BN = columns, BK = 32, THREADS = BN, CTAS_PER_SM = 256 / BN;
     static constexpr int STAGES = FAST && a_k_major ? 4 : 3;

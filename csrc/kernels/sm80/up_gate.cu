@@ -1,125 +1,33 @@
-/* up_gate: h = x[row_token] w1^T | w3^T + b and a = act(gate) up, as one grouped GEMM.
- *
- * One CTA per work tile: up to 128 rows of one expert, gathered through row_token, times one N tile. For a
- * gated expert an N tile has half as many hidden columns as it has columns: each warp's 64 columns are 32
- * gates and the 32 ups that belong to them (interleaved pairs where the weight is interleaved). So gate and
- * up of a hidden column are in the same warp's accumulators, and the activation needs no global memory. */
-#include "../common/activation.cuh"
-#include "../dispatch.cuh"
-#include "grouped_tile.cuh"
+/* up_gate: h = x[row_token] w1^T | w3^T + b and a = act(gate) up, as one grouped GEMM. up_gate.cuh has what a CTA
+ * does. */
+#include "up_gate.cuh"
 
 namespace fused_moe::sm80 {
 namespace {
 
 /* --- kernel --------------------------------------------------------------------------------------------- */
 
+template <typename T>
+struct Weights {
+    const FusedMoeUpGate &p;
+
+    __device__ const T *origin(bool is_w3, int32_t expert, int64_t row) const {
+        const FusedMoeWeight *w = is_w3 ? &p.w3 : &p.w1;
+        return (const T *)w->data + expert * w->stride_expert + row * w->stride_out;
+    }
+
+    __device__ Operand<T> operand(const T *const *rows, const int64_t *strides) const {
+        Operand<T> operand = {rows};
+        operand.stride_k = p.w1.stride_in;
+        if (p.w3.data && p.w3.stride_in != p.w1.stride_in) operand.strides_k = strides;
+        return operand;
+    }
+};
+
 template <class Tile>
 __global__ void __launch_bounds__(Tile::THREADS, Tile::CTAS_PER_SM)
     up_gate_kernel(const __grid_constant__ FusedMoeUpGate p) {
-    using T = typename Tile::T;
-    using Acc = typename Tile::Acc;
-    extern __shared__ __align__(128) char memory[];
-    auto &s = *reinterpret_cast<TileShared<Tile> *>(memory);
-    const FusedMoeRowMap &row_map = p.row_map;
-    bool gated = p.layout != FUSED_MOE_UNGATED, packed = gated && !p.w3.data;
-    int warp_hidden = gated ? WARP_N / 2 : WARP_N; /* hidden columns of a warp */
-    int tile_hidden = warp_hidden * Tile::WARPS_N;
-    int F = (int)p.F, H = gated ? 2 * F : F;
-
-    /* Work tile, or zeros past the last row */
-    CtaWork w = find_work<Tile::BM>(row_map.schedule, row_map.offs, row_map.E, row_map.R,
-                                    (F + tile_hidden - 1) / tile_hidden);
-    T *h = (T *)p.h, *a = (T *)p.a;
-    if (!w.tile.num_rows) {
-        zero_tail(w, h, H, row_map.offs, row_map.E, row_map.R);
-        zero_tail(w, a, p.F, row_map.offs, row_map.E, row_map.R);
-        return;
-    }
-
-    /* Operands: gathered rows, columns of gates and ups */
-    for_each_origin<Tile::BM, Tile>([&](int i) {
-        int64_t row = w.tile.first_row + i, token = row;
-        bool valid = i < w.tile.num_rows;
-        if (valid && row_map.row_token) token = row_map.row_token[row];
-        valid = valid && (uint64_t)token < (uint64_t)row_map.T;
-        s.origin_a[i] = valid ? (const T *)p.x + token * p.D : nullptr;
-        if (!Tile::HAS_SCALES || !p.scores) return;
-        int64_t slot = valid ? row_map.row_slot[row] : -1;
-        s.scale_a[i] = (uint64_t)slot < (uint64_t)(row_map.T * row_map.K) ? ((const Acc *)p.scores)[slot] : 0;
-    });
-    for_each_origin<Tile::BN, Tile>([&](int i) {
-        int64_t warp_first = (int64_t)w.tile.n_tile * tile_hidden + i / WARP_N * warp_hidden;
-        int col = i % WARP_N, half = gated ? col / warp_hidden : 0;
-        int64_t j = warp_first + col % warp_hidden, row = j;
-        const FusedMoeWeight *weight = &p.w1;
-        if (p.layout == FUSED_MOE_INTERLEAVED) {
-            row = 2 * warp_first + col;
-            j = row / 2;
-        } else if (half && p.layout == FUSED_MOE_HALVES) {
-            row += p.F;
-        } else if (half) {
-            weight = &p.w3;
-        }
-        const T *origin =
-            (const T *)weight->data + w.tile.expert * weight->stride_expert + row * weight->stride_out;
-        s.origin_b[i] = j < p.F ? origin : nullptr;
-        if constexpr (Tile::HAS_STRIDES) s.strides_b[i] = weight->stride_in;
-    });
-    __syncthreads();
-
-    /* Main loop */
-    Operand<T> operand_a = {s.origin_a}, operand_b = {s.origin_b};
-    operand_a.stride_k = 1;
-    operand_a.scale_mn = p.scores ? s.scale_a : nullptr;
-    operand_b.stride_k = p.w1.stride_in;
-    if (p.w3.data && p.w3.stride_in != p.w1.stride_in) operand_b.strides_k = s.strides_b;
-    Tile tile;
-    tile.zero();
-    tile.main_loop(s.stages, operand_a, operand_b, (int)p.D);
-
-    /* Epilogue: add the biases, store h, activate, store a */
-    bool aligned = rows_are_aligned<T>(h, p.F) && rows_are_aligned<T>(a, p.F);
-    const T *b1 = p.b1 ? (const T *)p.b1 + w.tile.expert * (packed ? H : p.F) : nullptr;
-    const T *b3 = p.b3 ? (const T *)p.b3 + w.tile.expert * p.F : nullptr;
-    int warp_first = w.tile.n_tile * tile_hidden + tile.warp_n() * warp_hidden;
-    auto epilogue = [&](int row, int chunk, const Acc *staging, Nothing) {
-        int j = warp_first + chunk * CHUNK;
-        if (row >= w.tile.num_rows || j >= F) return;
-        int n = min(CHUNK, F - j);
-        Pair<Acc> q, bias;
-        if (p.layout == FUSED_MOE_INTERLEAVED) {
-            load_pair<Acc>(q, p.layout, staging, 0, chunk * CHUNK, CHUNK, true);
-        } else {
-            load_accumulators(q.gate, staging + chunk * CHUNK);
-            load_accumulators(q.up, staging + (chunk * CHUNK + warp_hidden) % WARP_N);
-        }
-        if (b1 && p.w3.data) {
-            load_chunk<T>(bias.gate, b1 + j, n, false);
-#pragma unroll
-            for (int i = 0; i < CHUNK; i++) q.gate[i] += bias.gate[i];
-        } else if (b1) {
-            load_pair<T>(bias, p.layout, b1, p.F, j, n, false);
-#pragma unroll
-            for (int i = 0; i < CHUNK; i++) {
-                q.gate[i] += bias.gate[i];
-                if (gated) q.up[i] += bias.up[i];
-            }
-        }
-        if (b3) {
-            load_chunk<T>(bias.up, b3 + j, n, false);
-#pragma unroll
-            for (int i = 0; i < CHUNK; i++) q.up[i] += bias.up[i];
-        }
-        int r = w.tile.first_row + row;
-        if (h) store_pair<T>(h + (int64_t)r * H, q, p.layout, F, j, n, aligned);
-        Acc act[CHUNK];
-        activate<T>(act, q, p.activation, gated);
-        store_chunk<T>(a + (int64_t)r * F + j, act, n, aligned);
-    };
-    if (gated)
-        for_each_chunk<WARP_N / 2 / CHUNK, false>(tile, s, epilogue);
-    else
-        for_each_chunk<WARP_N / CHUNK, false>(tile, s, epilogue);
+    up_gate_tile<Tile>(p, Weights<typename Tile::T>{p});
 }
 
 /* --- launcher ------------------------------------------------------------------------------------------- */

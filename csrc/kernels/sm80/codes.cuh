@@ -1,0 +1,176 @@
+/* Codes as published become pairs of values: two neighbouring elements of k in a word, as in mma's B fragments.
+ *
+ * Of each 16 k of a row a thread has k = 2 t, 2 t + 1 and 2 t + 8, 2 t + 9, t = lane % 4: of 4-bit codes byte t of
+ * two words, of 8-bit codes a half of two words. Which one is in a selector of PRMT, so it costs nothing.
+ *
+ * A value is that of reference.dequantize: (code - zero) scale, rounded once. Where code - zero and scale are exact
+ * in T (`narrow`) that is one product of T; else it is formed in float32. */
+#pragma once
+
+#include <type_traits>
+
+#include "../common/numeric.cuh"
+
+namespace fused_moe::sm80 {
+
+enum class Code { E4M3, INT8, INT4, E2M1 };
+
+/* --- pairs ---------------------------------------------------------------------------------------------- */
+
+/* T's words for codes of 4 bits. INTEGER | n is the number 2^bits + n for n below 16; E2M1's bits, shifted to
+ * T's exponent and fraction, are its value divided by E2M1_FACTOR. Twice each. */
+template <typename T>
+struct PairOf;
+template <>
+struct PairOf<__nv_bfloat16> {
+    using type = __nv_bfloat162;
+    static constexpr uint32_t INTEGER = 0x43004300, E2M1_FACTOR = 0x7e807e80; /* 128; 2^126 */
+    static constexpr int E2M1_SHIFT = 6;
+};
+template <>
+struct PairOf<__half> {
+    using type = __half2;
+    static constexpr uint32_t INTEGER = 0x64006400, E2M1_FACTOR = 0x74007400; /* 1024; 2^14 */
+    static constexpr int E2M1_SHIFT = 9;
+};
+
+template <typename T>
+__device__ inline typename PairOf<T>::type pair_of(uint32_t word) {
+    return *reinterpret_cast<const typename PairOf<T>::type *>(&word);
+}
+
+template <typename T>
+__device__ inline uint32_t word_of(typename PairOf<T>::type pair) {
+    return *reinterpret_cast<const uint32_t *>(&pair);
+}
+
+template <typename T>
+__device__ inline uint32_t multiply_pair(uint32_t a, uint32_t b) {
+    return word_of<T>(__hmul2(pair_of<T>(a), pair_of<T>(b)));
+}
+
+__device__ inline float2 floats_of(__nv_bfloat162 pair) {
+    return __bfloat1622float2(pair);
+}
+__device__ inline float2 floats_of(__half2 pair) {
+    return __half22float2(pair);
+}
+
+template <typename T>
+__device__ inline uint32_t scaled(float low, float high, float scale) {
+    if constexpr (std::is_same_v<T, __half>)
+        return word_of<T>(__floats2half2_rn(low * scale, high * scale));
+    else
+        return word_of<T>(__floats2bfloat162_rn(low * scale, high * scale));
+}
+
+/* --- codes to values ------------------------------------------------------------------------------------ */
+
+template <typename T_, Code CODE, bool NARROW>
+struct Decoder {
+    using T = T_;
+    static constexpr bool IS_4_BIT = CODE == Code::INT4 || CODE == Code::E2M1, HAS_ZEROS = CODE == Code::INT4;
+    static_assert(!NARROW || IS_4_BIT, "scales of 8-bit codes are multiplied in float32");
+    static constexpr int PER_BYTE = IS_4_BIT ? 2 : 1;
+
+    /* A scale and a zero point as they lie in memory; none: zeros. */
+    struct Stored {
+        uint32_t scale;
+        int32_t zero;
+    };
+
+    /* What the codes of a row and a group are shifted and scaled by. */
+    struct Factor {
+        uint32_t zero;                                     /* INT4: PairOf::INTEGER + 8 + zero, twice */
+        std::conditional_t<NARROW, uint32_t, float> scale; /* narrow: of T, twice */
+    };
+
+    uint32_t selector[IS_4_BIT || CODE == Code::E4M3 ? 1 : 2];
+    uint32_t low_bits; /* 4 bits twice; in a register, as one of a LOP3's two constants has to be */
+
+    __device__ Decoder() {
+        uint32_t t = threadIdx.x % 4, first = t % 2 * 2; /* byte of a half */
+        if constexpr (IS_4_BIT) {
+            selector[0] = 0x4440 + t; /* and zeros */
+        } else if constexpr (CODE == Code::E4M3) {
+            selector[0] = 0x9180 + first * 0x1111; /* each with its sign */
+        } else {
+            selector[0] = 0x7440 + first; /* and 4b0000 */
+            selector[1] = 0x7441 + first;
+        }
+        low_bits = opaque(0x000f000f);
+    }
+
+    __device__ static Stored stored(const void *scale, const int8_t *zero, int64_t i, FusedMoeDtype dtype) {
+        Stored s = {0, 0};
+        if constexpr (CODE == Code::E2M1)
+            s.scale = __ldg((const uint8_t *)scale + i);
+        else if (!NARROW && dtype == FUSED_MOE_F32)
+            s.scale = __ldg((const uint32_t *)scale + i);
+        else
+            s.scale = __ldg((const uint16_t *)scale + i);
+        if (HAS_ZEROS && zero) s.zero = __ldg((const signed char *)zero + i);
+        return s;
+    }
+
+    __device__ static Factor factor(const Stored &s, FusedMoeDtype dtype) {
+        Factor f = {};
+        if constexpr (HAS_ZEROS) f.zero = PairOf<T>::INTEGER + (8 + s.zero) * 0x10001;
+        if constexpr (CODE == Code::E2M1 && NARROW) {
+            /* bf16 has the values of e8m0; 0 is subnormal, 255 NaN */
+            uint32_t twice = __vmaxu2(s.scale * 0x800080, 0x400040);
+            auto power = pair_of<T>(twice), zeros = pair_of<T>(0);
+            f.scale = word_of<T>(__hfma2(power, zeros, power));
+        } else if constexpr (CODE == Code::E2M1) {
+            f.scale = __uint_as_float(s.scale == 0 ? 0x400000 : s.scale == 255 ? 0x7fc00000 : s.scale << 23);
+        } else if constexpr (NARROW) {
+            f.scale = s.scale * 0x10001;
+        } else if (dtype == FUSED_MOE_BF16) {
+            f.scale = __uint_as_float(s.scale << 16);
+        } else if (dtype == FUSED_MOE_F16) {
+            f.scale = __half2float(__ushort_as_half((unsigned short)s.scale));
+        } else {
+            f.scale = __uint_as_float(s.scale);
+        }
+        return f;
+    }
+
+    /* This thread's pair of a word: 8 codes of 4 bits, of 8 bits 4. */
+    __device__ uint32_t pair(uint32_t word, const Factor &f) const {
+        if constexpr (CODE == Code::INT4) {
+            /* the byte's codes to bits 0 and 16 */
+            uint32_t shifted = (prmt(word, 0, selector[0]) * 0x1001 & low_bits) | PairOf<T>::INTEGER;
+            return times_scale(word_of<T>(__hsub2(pair_of<T>(shifted), pair_of<T>(f.zero))), f);
+        } else if constexpr (CODE == Code::E2M1) {
+            constexpr int SHIFT = PairOf<T>::E2M1_SHIFT;
+            uint32_t byte = prmt(word, 0, selector[0]);
+            uint32_t magnitude = byte * (0x1001 << SHIFT) & 0x00070007u << SHIFT;
+            uint32_t bits = (byte * (0x1001 << 12) & 0x80008000) | magnitude;
+            return times_scale(multiply_pair<T>(bits, PairOf<T>::E2M1_FACTOR), f);
+        } else if constexpr (CODE == Code::E4M3) {
+            /* fp16 of the value / 256. A NaN, and it alone, times 36864 is infinite, and that times 0 is NaN. */
+            using H = __half;
+            uint32_t small = prmt(word, 0, selector[0]) << 7 & 0xbf80bf80;
+            uint32_t zero_or_nan = multiply_pair<H>(multiply_pair<H>(small, 0x78807880), 0);
+            float2 v = floats_of(__hfma2(pair_of<H>(small), pair_of<H>(0x5c005c00), pair_of<H>(zero_or_nan)));
+            return scaled<T>(v.x, v.y, f.scale);
+        } else { /* 2^23 + 128 + code, less that */
+            word ^= 0x80808080;
+            float low = __uint_as_float(prmt(word, 0x4b000000, selector[0]));
+            float high = __uint_as_float(prmt(word, 0x4b000000, selector[1]));
+            return scaled<T>(low - 8388736.f, high - 8388736.f, f.scale);
+        }
+    }
+
+  private:
+    __device__ static uint32_t times_scale(uint32_t exact, const Factor &f) {
+        if constexpr (NARROW) {
+            return multiply_pair<T>(exact, f.scale);
+        } else {
+            float2 v = floats_of(pair_of<T>(exact));
+            return scaled<T>(v.x, v.y, f.scale);
+        }
+    }
+};
+
+} // namespace fused_moe::sm80

@@ -1,0 +1,57 @@
+/* grouped_mm of a quantised weight as it is published, where experts have few rows: out[r] = a[r] b[e(r)]^T +
+ * bias[e(r)], by coded_columns.cuh. */
+#include "coded_columns.cuh"
+#include "grouped_mm.cuh"
+
+namespace fused_moe::sm80 {
+namespace {
+
+/* --- kernel --------------------------------------------------------------------------------------------- */
+
+typedef struct {
+    FusedMoeGroupedMM mm; /* but for its weights */
+    CodedWeights b;
+} CodesMM;
+
+struct Weights {
+    const CodedWeights &b;
+
+    __device__ CodeRow origin(int, int32_t expert, int64_t row) const { return code_row(b, 0, expert, row); }
+
+    __device__ CodedOperand operand(int, const CodeRow *rows) const {
+        CodedOperand operand = b.operand;
+        operand.row = rows;
+        return operand;
+    }
+};
+
+template <class Tile>
+__global__ void __launch_bounds__(Tile::THREADS, Tile::CTAS_PER_SM)
+    codes_mm_kernel(const __grid_constant__ CodesMM p) {
+    grouped_mm_tile<Tile>(p.mm, Weights{p.b});
+}
+
+/* --- launcher ------------------------------------------------------------------------------------------- */
+
+int run(const FusedMoeGroupedMM &p, void *stream) {
+    CodesMM q = {};
+    q.mm = p;
+    set_codes(q.b, 0, *p.b[0].codes);
+    return with_coded_tile(p.R, p.E, *p.b[0].codes, p.dtype, [&](auto tile) {
+        using Tile = decltype(tile);
+        int64_t grid = max_row_tiles(p.R, p.E, Tile::BM) * ceil_div(p.M, Tile::BN);
+        return launch(codes_mm_kernel<Tile>, q, grid, Tile::THREADS, shared_bytes<Tile>(), stream);
+    });
+}
+
+FusedMoeReason reason(const FusedMoeGroupedMM &p) {
+    if (p.b[1].data) return FUSED_MOE_STRIDES;
+    if ((uintptr_t)p.a % 16) return FUSED_MOE_UNALIGNED;
+    return codes_reason(p.b[0], p.R, p.E, p.dtype);
+}
+
+} // namespace
+
+const Kernel<FusedMoeGroupedMM> codes_mm = {reason, nullptr, run};
+
+} // namespace fused_moe::sm80
