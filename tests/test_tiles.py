@@ -68,6 +68,11 @@ def test_codes_are_where_the_formula_says(cpu, format):
             nibble = 2 * (s % 2) + u + 4 * v
             byte = row_half * 1024 + row_warp * 256 + lane * 8 + s // 2 * 4 + nibble // 2
             code = found[2048 * tile + byte] >> nibble % 2 * 4 & 15
+            if format == "mxfp4":
+                first = 2048 * tile + byte // 2 * 2  # of the halfword
+                half, n = found[first] | found[first + 1] << 8, nibble % 4
+                magnitude, sign = ((6, 15), (9, 13), (3, 12), (0, 14))[n]
+                code = half >> magnitude & 7 | (half >> sign & 1) << 3
         else:
             code = found[4096 * tile + row_half * 2048 + row_warp * 512 + lane * 16 + s * 4 + 2 * u + v]
         assert code == codes[e, i, j], (e, i, j)

@@ -54,6 +54,7 @@ FIRST_PTX_ISA = {
     "ld.relaxed": (6, 0),
     "ld.shared": (1, 0),
     "ldmatrix": (6, 5),
+    "lop3": (4, 3),
     "mapa": (7, 8),
     "mbarrier.arrive": (7, 1),  # with _ for its result
     "mbarrier.arrive.expect_tx": (8, 0),

@@ -13,7 +13,8 @@ operand, lane 4 g + t of warp w holds, for every k = 16 s, two rows (h) of two p
     4 bits: nibble 2 (s % 2) + u + 4 v of the little-endian word of 32 bits at byte
             1024 h + 256 w + 8 lane + 4 (s // 2), nibble n being bits 4 n to 4 n + 3
 
-so in a tile a lane's codes of a row are 16 or 8 contiguous bytes, and a warp's are 512 or 256.
+of mxfp4 nibble n of each half of the word in other bits: a sign in bit SIGNS[n], the others from bit
+MAGNITUDES[n] on. That takes a kernel fewer shifts. So in a tile a lane's codes of a row are 16 or 8 contiguous bytes, and a warp's are 512 or 256.
 
 **Scales and zero points.** One per row, or per group of a row: S = 64, the scales of a tile's rows. One per
 matrix, or per block of 128 x 128: S = 4 equal copies, since 16 bytes are the least that TMA loads. Scales of
@@ -33,6 +34,7 @@ from .formats import BLOCK, FORMATS
 
 COPIES = 4  # of a scale that all rows of a tile have in common
 ROWS = (4, 2, 8)  # w, h, g
+MAGNITUDES, SIGNS = (6, 9, 3, 0), (15, 13, 12, 14)  # of mxfp4's nibbles in a halfword
 # By codes per byte, how 64 columns are split: s, u, t, v; or s // 2, s % 2, u, t, since a byte has both v.
 COLUMNS = {1: (4, 2, 4, 2), 2: (2, 2, 2, 4)}
 # Of the dimensions E, out / 64, w, h, g, in / 64, *COLUMNS: their order in tiles,
@@ -69,7 +71,8 @@ def tiled_data(format: str, data: Tensor, shape: tuple[int, int, int], out: Tens
     for part in formats.parts(shape):
         split = source[part].unflatten(2, (-1, *COLUMNS[per_byte])).unflatten(1, (-1, *ROWS))
         split = split if per_byte == 1 else _transposed_nibbles(split)
-        target[part] = split.permute(ORDER[per_byte]).flatten(3)
+        tiles = split.permute(ORDER[per_byte]).flatten(3)
+        target[part] = _spread(tiles) if format == "mxfp4" else tiles
     return out
 
 
@@ -83,7 +86,8 @@ def published_data(format: str, tiles: Tensor) -> Tensor:
     split_shape = row_tiles, *ROWS, col_tiles, *COLUMNS[per_byte]
     tile_shape = [split_shape[d - 1] for d in order[3:]]
     for part in formats.parts(tuple(out.shape)):
-        split = source[part].unflatten(3, tile_shape).permute([order.index(d) for d in range(len(order))])
+        found = _gathered(source[part]) if format == "mxfp4" else source[part]
+        split = found.unflatten(3, tile_shape).permute([order.index(d) for d in range(len(order))])
         split = split if per_byte == 1 else _transposed_nibbles(split)
         target[part] = split.flatten(5).flatten(1, 4)
     return out
@@ -93,6 +97,25 @@ def _transposed_nibbles(split: Tensor) -> Tensor:
     """Bytes for each u, of both v, as bytes for each v, of both u; and back. u, or v, is dimension 8."""
     first, second = split.unbind(8)
     return torch.stack(((first & 15) | (second << 4), (first >> 4) | (second & 240)), 8)
+
+
+def _spread(nibbles: Tensor) -> Tensor:
+    """Bytes of mxfp4's nibbles, with the bits of each halfword where MAGNITUDES and SIGNS say."""
+    halves = nibbles.view(torch.int16).int()
+    found = torch.zeros_like(halves)
+    for n in range(4):
+        code = halves >> 4 * n & 15
+        found |= (code & 7) << MAGNITUDES[n] | code >> 3 << SIGNS[n]
+    return found.short().view(torch.uint8)
+
+
+def _gathered(tiles: Tensor) -> Tensor:
+    """The inverse of `_spread`."""
+    halves = tiles.view(torch.int16).int()
+    found = torch.zeros_like(halves)
+    for n in range(4):
+        found |= (halves >> MAGNITUDES[n] & 7 | (halves >> SIGNS[n] & 1) << 3) << 4 * n
+    return found.short().view(torch.uint8)
 
 
 # --- scales and zero points -------------------------------------------------------------------------------

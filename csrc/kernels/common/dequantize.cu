@@ -2,7 +2,7 @@
  * same in PyTorch. */
 #include "dequantize.cuh"
 #include "launch.cuh"
-#include "numeric.cuh"
+#include "pairs.cuh"
 
 namespace fused_moe {
 
@@ -52,85 +52,74 @@ __device__ inline uint2 load_codes(const uint8_t *bytes, int n, bool aligned) {
     return make_uint2(words[0], words[1]);
 }
 
-/* The same of a weight in tiles: CHUNK codes of a row from column `col` on. A tile has them in four words, those of
- * four lanes. */
+/* Of a code of 4 or 8 bits. Integers are in the last bits of 2^23's fraction, which is faster than converting them. */
 template <FusedMoeFormat format>
-__device__ inline uint2 load_tiled_codes(const void *data, int64_t row, int in, int col) {
-    constexpr int WORDS = IS_4_BIT<format> ? 2 : 4, TILE = 256 * WORDS; /* of a lane's row; words */
-    int in_tile = row % FUSED_MOE_CODE_TILE, step = col % FUSED_MOE_CODE_TILE / 16, u = col / 8 % 2;
-    int64_t index = row / FUSED_MOE_CODE_TILE * (in / FUSED_MOE_CODE_TILE) + col / FUSED_MOE_CODE_TILE;
-    const uint32_t *tile = (const uint32_t *)data + index * TILE;
-    tile += in_tile / 8 % 2 * (TILE / 2) + (in_tile / 16 * 32 + in_tile % 8 * 4) * WORDS;
-    uint32_t words[2] = {};
-#pragma unroll
-    for (int t = 0; t < 4; t++) {
-        if constexpr (IS_4_BIT<format>) {
-            uint32_t pair = tile[t * WORDS + step / 2] >> 4 * (2 * (step % 2) + u) & 0x000f000f;
-            words[0] |= ((pair | pair >> 12) & 0xff) << 8 * t;
-        } else {
-            words[t / 2] |= (tile[t * WORDS + step] >> 16 * u & 0xffff) << 16 * (t % 2);
-        }
+__device__ inline float value_of(uint32_t code) {
+    switch (format) {
+    case FUSED_MOE_INT8: return __uint_as_float(0x4b000000 | (code ^ 0x80)) - (0x1p23f + 128);
+    case FUSED_MOE_INT4: return __uint_as_float(0x4b000000 | code) - (0x1p23f + 8);
+    case FUSED_MOE_MXFP4: return from_e2m1(code);
+    default: return from_e4m3(code);
     }
-    return make_uint2(words[0], words[1]);
 }
 
 /* Code i of a chunk. */
 template <FusedMoeFormat format>
 __device__ inline float code_of(const uint2 &words, int i) {
-    uint32_t nibble = words.x >> 4 * i & 15, byte = (i < 4 ? words.x : words.y) >> 8 * (i % 4) & 255;
-    switch (format) {
-    case FUSED_MOE_INT8: return (float)(int8_t)byte;
-    case FUSED_MOE_INT4: return (float)((int)nibble - 8);
-    case FUSED_MOE_MXFP4: return from_e2m1(nibble);
-    default: return from_e4m3(byte);
-    }
+    if (IS_4_BIT<format>) return value_of<format>(words.x >> 4 * i & 15);
+    return value_of<format>((i < 4 ? words.x : words.y) >> 8 * (i % 4) & 255);
+}
+
+__device__ inline float to_scale(uint8_t x) {
+    return from_e8m0(x);
+}
+template <typename S>
+__device__ inline float to_scale(S x) {
+    return to_accum(x);
 }
 
 __device__ inline float load_scale(const FusedMoeQuantizedWeight &w, int64_t index) {
     switch (w.scale_dtype) {
     case FUSED_MOE_F32: return ((const float *)w.scale)[index];
-    case FUSED_MOE_BF16: return to_accum(((const __nv_bfloat16 *)w.scale)[index]);
-    case FUSED_MOE_F16: return to_accum(((const __half *)w.scale)[index]);
-    default: return from_e8m0(((const uint8_t *)w.scale)[index]);
+    case FUSED_MOE_BF16: return to_scale(((const __nv_bfloat16 *)w.scale)[index]);
+    case FUSED_MOE_F16: return to_scale(((const __half *)w.scale)[index]);
+    default: return to_scale(((const uint8_t *)w.scale)[index]);
     }
 }
 
-/* --- kernel --------------------------------------------------------------------------------------------- */
+/* --- kernels -------------------------------------------------------------------------------------------- */
 
 constexpr int WARPS = 8;
 
-/* A row for each warp; of a weight in tiles eight, of which each quad has one: so a warp reads 256 or 512 bytes of a tile,
- * and writes 64 of each row. Groups of a weight in tiles have whole chunks. */
-template <typename T, FusedMoeFormat format, bool TILED>
+__device__ inline bool is_left_out(const Dequantize &p, int expert) {
+    return p.offs && p.offs[expert] == (expert ? p.offs[expert - 1] : 0);
+}
+
+/* A row for each warp. */
+template <typename T, FusedMoeFormat format>
 __global__ void __launch_bounds__(32 * WARPS, 4) dequantize_kernel(const __grid_constant__ Dequantize p) {
     const FusedMoeQuantizedWeight &w = p.codes;
-    constexpr int CODES_PER_BYTE = IS_4_BIT<format> ? 2 : 1, LANES = TILED ? 4 : 32, ROWS = 32 / LANES;
-    int in = (int)w.in, block_in = (int)min(w.block_in, w.in), lane = threadIdx.x % 32;
+    constexpr int CODES_PER_BYTE = IS_4_BIT<format> ? 2 : 1;
+    int in = (int)w.in, block_in = (int)min(w.block_in, w.in);
     bool out_aligned = rows_are_aligned<T>(p.out, in);
     bool codes_aligned = in % CHUNK == 0 && (uintptr_t)w.data % CHUNK == 0;
-    bool one_scale = TILED || (in % CHUNK == 0 && block_in % CHUNK == 0); /* for a chunk */
-    int64_t num_rows = p.E * w.out, step = (int64_t)gridDim.x * WARPS * ROWS;
-    int64_t row = ((int64_t)blockIdx.x * WARPS + threadIdx.x / 32) * ROWS + lane / LANES;
-    for (; row < num_rows; row += step) {
+    bool one_scale = in % CHUNK == 0 && block_in % CHUNK == 0; /* for a chunk */
+    int64_t num_rows = p.E * w.out, step = (int64_t)gridDim.x * WARPS;
+    for (int64_t row = (int64_t)blockIdx.x * WARPS + threadIdx.x / 32; row < num_rows; row += step) {
         int expert = (int)(row / w.out);
-        if (p.offs && p.offs[expert] == (expert ? p.offs[expert - 1] : 0)) continue;
-        int64_t row_block =
-            TILED ? row / FUSED_MOE_CODE_TILE : expert * p.row_blocks + (row - expert * w.out) / w.block_out;
-        int scales = TILED ? w.tile_scales : 1; /* of a block, and this row's of them */
-        int own_scale = scales == FUSED_MOE_CODE_TILE ? (int)(row % FUSED_MOE_CODE_TILE) : 0;
+        if (is_left_out(p, expert)) continue;
+        int64_t row_block = expert * p.row_blocks + (row - expert * w.out) / w.block_out;
         const uint8_t *codes = (const uint8_t *)w.data + row * in / CODES_PER_BYTE;
-#pragma unroll(TILED ? 2 : 1)
-        for (int col = lane % LANES * CHUNK; col < in; col += LANES * CHUNK) {
-            int n = TILED ? CHUNK : min(CHUNK, in - col), block = col / block_in, end = 0;
-            uint2 words = TILED ? load_tiled_codes<format>(w.data, row, in, col)
-                                : load_codes<format>(codes + col / CODES_PER_BYTE, n, codes_aligned);
+        for (int col = threadIdx.x % 32 * CHUNK; col < in; col += 32 * CHUNK) {
+            int n = min(CHUNK, in - col), block = col / block_in, end = 0;
+            uint2 words = load_codes<format>(codes + col / CODES_PER_BYTE, n, codes_aligned);
             float scale = 0, zero = 0;
             Accum<T> values[CHUNK];
 #pragma unroll
             for (int j = 0; j < CHUNK; j++) {
                 if (j == 0 || (!one_scale && j < n && col + j >= end)) {
                     if (j) block++;
-                    int64_t index = (row_block * p.col_blocks + block) * scales + own_scale;
+                    int64_t index = row_block * p.col_blocks + block;
                     scale = load_scale(w, index);
                     zero = w.zero ? (float)w.zero[index] : 0;
                     end = (block + 1) * block_in;
@@ -139,6 +128,105 @@ __global__ void __launch_bounds__(32 * WARPS, 4) dequantize_kernel(const __grid_
             }
             store_chunk((T *)p.out + row * in + col, values, n, out_aligned);
         }
+    }
+}
+
+/* What a lane has of a row of a tile, as sm90/codes.cuh says: with t = lane % 4 columns 16 s + 2 t, + 2 t + 1, + 2 t + 8
+ * and + 2 t + 9, s from 0 to 3. */
+template <FusedMoeFormat format>
+struct LaneCodes {
+    static constexpr int WORDS = IS_4_BIT<format> ? 2 : 4;
+    uint32_t words[WORDS];
+
+    __device__ void load(const uint32_t *p) {
+        if constexpr (WORDS == 2) {
+            uint2 v = __ldg((const uint2 *)p);
+            words[0] = v.x, words[1] = v.y;
+        } else {
+            uint4 v = __ldg((const uint4 *)p);
+            words[0] = v.x, words[1] = v.y, words[2] = v.z, words[3] = v.w;
+        }
+    }
+
+    /* Of column 16 s + 8 u + 2 t + i. */
+    __device__ float value(int s, int u, int i) const {
+        if constexpr (WORDS == 2)
+            return value_of<format>(words[s / 2] >> (8 * (s % 2) + 4 * u + 16 * i) & 15);
+        return value_of<format>(words[s] >> (16 * u + 8 * i) & 255);
+    }
+};
+
+/* Stores columns 0, 1, 8 and 9 from p on, p being each lane's own. Of 16 bits two lanes exchange pairs, so that a quad
+ * writes 32 bytes of a row at once. */
+template <typename T>
+__device__ inline void store_pairs(T *p, const float (&v)[2][2]) {
+    if constexpr (is_half<T>) {
+        uint32_t pair[2];
+#pragma unroll
+        for (int u = 0; u < 2; u++) from_accums((T *)&pair[u], v[u][0], v[u][1]);
+        int odd = threadIdx.x % 2;
+        uint32_t other = __shfl_xor_sync(~0u, odd ? pair[0] : pair[1], 1);
+        uint2 four = odd ? make_uint2(other, pair[1]) : make_uint2(pair[0], other);
+        *(uint2 *)(odd ? p + 6 : p) = four;
+    } else {
+#pragma unroll
+        for (int u = 0; u < 2; u++) from_accums(p + 8 * u, Accum<T>(v[u][0]), Accum<T>(v[u][1]));
+    }
+}
+
+/* N neighbouring tiles of a lane's row. All loads come before the first store, which the compiler would not pass. */
+template <int N, typename T, FusedMoeFormat format, typename S>
+__device__ inline void dequantize_lane(const FusedMoeQuantizedWeight &w, const uint32_t *codes,
+                                       int64_t first_scale, unsigned col, unsigned block_in, T *out) {
+    constexpr int TILE = FUSED_MOE_CODE_TILE, TILE_WORDS = 4 * TILE * LaneCodes<format>::WORDS;
+    LaneCodes<format> mine[N];
+    float scale[2 * N], zero[2 * N]; /* of halves of tiles */
+#pragma unroll
+    for (int i = 0; i < N; i++) mine[i].load(codes + i * TILE_WORDS);
+#pragma unroll
+    for (int i = 0; i < 2 * N; i++) {
+        int64_t index = first_scale + (int64_t)((col + TILE / 2 * i) / block_in) * w.tile_scales;
+        scale[i] = to_scale(((const S *)w.scale)[index]);
+        zero[i] = format == FUSED_MOE_INT4 && w.zero ? (float)w.zero[index] : 0;
+    }
+#pragma unroll
+    for (int i = 0; i < N; i++)
+#pragma unroll
+        for (int s = 0; s < TILE / 16; s++) {
+            int half = 2 * i + s / 2;
+            float v[2][2];
+#pragma unroll
+            for (int j = 0; j < 4; j++)
+                v[j / 2][j % 2] = (mine[i].value(s, j / 2, j % 2) - zero[half]) * scale[half];
+            store_pairs(out + TILE * i + 16 * s, v);
+        }
+}
+
+/* Of a weight in tiles: eight rows for each warp, of which a quad has one. So a warp reads 256 or 512 bytes in a row. A
+ * group has 32 columns or a multiple of them. S: the scales' dtype. */
+template <typename T, FusedMoeFormat format, typename S>
+__global__ void __launch_bounds__(32 * WARPS, 4)
+    dequantize_tiles_kernel(const __grid_constant__ Dequantize p) {
+    constexpr int TILE = FUSED_MOE_CODE_TILE, WORDS = LaneCodes<format>::WORDS, TILE_WORDS = 4 * TILE * WORDS;
+    constexpr int AHEAD = 2; /* tiles */
+    const FusedMoeQuantizedWeight &w = p.codes;
+    unsigned in = (unsigned)w.in, block_in = (unsigned)min(w.block_in, w.in);
+    int lane = threadIdx.x % 32;
+    int64_t num_eights = p.E * w.out / 8, step = (int64_t)gridDim.x * WARPS;
+    for (int64_t i = (int64_t)blockIdx.x * WARPS + threadIdx.x / 32; i < num_eights; i += step) {
+        int64_t row = 8 * i + lane / 4, row_tile = row / TILE;
+        int eight = (int)(i % (TILE / 8)); /* of the tile */
+        if (is_left_out(p, (int)(row / w.out))) continue;
+        const uint32_t *codes = (const uint32_t *)w.data + row_tile * (in / TILE) * TILE_WORDS;
+        codes += eight % 2 * (TILE_WORDS / 2) + (eight / 2 * 32 + lane) * WORDS;
+        int64_t first_scale = row_tile * p.col_blocks * w.tile_scales;
+        if (w.tile_scales == TILE) first_scale += row % TILE;
+        T *out = (T *)p.out + row * in + lane % 4 * 2;
+        unsigned col = 0;
+        for (; col + AHEAD * TILE <= in; col += AHEAD * TILE, codes += AHEAD * TILE_WORDS)
+            dequantize_lane<AHEAD, T, format, S>(w, codes, first_scale, col, block_in, out + col);
+        for (; col < in; col += TILE, codes += TILE_WORDS)
+            dequantize_lane<1, T, format, S>(w, codes, first_scale, col, block_in, out + col);
     }
 }
 
@@ -160,12 +248,22 @@ int dequantize(void *out, const FusedMoeQuantizedWeight &codes, const int32_t *o
     p.E = E;
     return with_dtype(dtype, [&](auto t) {
         using T = decltype(t);
+        auto run_tiles = [&](auto format, auto scale) {
+            auto kernel = dequantize_tiles_kernel<T, decltype(format)::value, decltype(scale)>;
+            return launch(kernel, p, grid_for(E * codes.out / 8, WARPS), 32 * WARPS, 0, stream);
+        };
         auto run = [&](auto format) {
-            constexpr FusedMoeFormat FORMAT = decltype(format)::value;
-            int64_t warps = codes.tile_scales ? E * codes.out / 8 : E * codes.out;
-            auto kernel =
-                codes.tile_scales ? dequantize_kernel<T, FORMAT, true> : dequantize_kernel<T, FORMAT, false>;
-            return launch(kernel, p, grid_for(warps, WARPS), 32 * WARPS, 0, stream);
+            if (!codes.tile_scales)
+                return launch(dequantize_kernel<T, decltype(format)::value>, p,
+                              grid_for(E * codes.out, WARPS), 32 * WARPS, 0, stream);
+            if constexpr (decltype(format)::value == FUSED_MOE_INT4) {
+                if (codes.scale_dtype == FUSED_MOE_BF16) return run_tiles(format, __nv_bfloat16());
+                if (codes.scale_dtype == FUSED_MOE_F16) return run_tiles(format, __half());
+            }
+            if constexpr (decltype(format)::value == FUSED_MOE_MXFP4)
+                return run_tiles(format, uint8_t());
+            else
+                return run_tiles(format, float());
         };
         using std::integral_constant;
         switch (codes.format) {

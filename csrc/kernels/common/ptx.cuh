@@ -23,6 +23,13 @@ __device__ inline uint32_t opaque(uint32_t x) {
     return __shfl_sync(~0u, x, threadIdx.x % 32);
 }
 
+/* (a & b) | c. Of two constants ptxas makes two instructions where it may choose. */
+__device__ inline uint32_t lop3_and_or(uint32_t a, uint32_t b, uint32_t c) {
+    uint32_t d;
+    asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
+    return d;
+}
+
 /* x is computed before what follows. No instruction. */
 __device__ inline void pin(uint32_t &x) {
     asm volatile("" : "+r"(x)::"memory");

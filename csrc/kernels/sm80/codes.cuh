@@ -9,62 +9,9 @@
 
 #include <type_traits>
 
-#include "../common/numeric.cuh"
+#include "../common/pairs.cuh"
 
 namespace fused_moe::sm80 {
-
-enum class Code { E4M3, INT8, INT4, E2M1 };
-
-/* --- pairs ---------------------------------------------------------------------------------------------- */
-
-/* T's words for codes of 4 bits. INTEGER | n is the number 2^bits + n for n below 16; E2M1's bits, shifted to
- * T's exponent and fraction, are its value divided by E2M1_FACTOR. Twice each. */
-template <typename T>
-struct PairOf;
-template <>
-struct PairOf<__nv_bfloat16> {
-    using type = __nv_bfloat162;
-    static constexpr uint32_t INTEGER = 0x43004300, E2M1_FACTOR = 0x7e807e80; /* 128; 2^126 */
-    static constexpr int E2M1_SHIFT = 6;
-};
-template <>
-struct PairOf<__half> {
-    using type = __half2;
-    static constexpr uint32_t INTEGER = 0x64006400, E2M1_FACTOR = 0x74007400; /* 1024; 2^14 */
-    static constexpr int E2M1_SHIFT = 9;
-};
-
-template <typename T>
-__device__ inline typename PairOf<T>::type pair_of(uint32_t word) {
-    return *reinterpret_cast<const typename PairOf<T>::type *>(&word);
-}
-
-template <typename T>
-__device__ inline uint32_t word_of(typename PairOf<T>::type pair) {
-    return *reinterpret_cast<const uint32_t *>(&pair);
-}
-
-template <typename T>
-__device__ inline uint32_t multiply_pair(uint32_t a, uint32_t b) {
-    return word_of<T>(__hmul2(pair_of<T>(a), pair_of<T>(b)));
-}
-
-__device__ inline float2 floats_of(__nv_bfloat162 pair) {
-    return __bfloat1622float2(pair);
-}
-__device__ inline float2 floats_of(__half2 pair) {
-    return __half22float2(pair);
-}
-
-template <typename T>
-__device__ inline uint32_t scaled(float low, float high, float scale) {
-    if constexpr (std::is_same_v<T, __half>)
-        return word_of<T>(__floats2half2_rn(low * scale, high * scale));
-    else
-        return word_of<T>(__floats2bfloat162_rn(low * scale, high * scale));
-}
-
-/* --- codes to values ------------------------------------------------------------------------------------ */
 
 template <typename T_, Code CODE, bool NARROW>
 struct Decoder {
@@ -86,7 +33,6 @@ struct Decoder {
     };
 
     uint32_t selector[IS_4_BIT || CODE == Code::E4M3 ? 1 : 2];
-    uint32_t low_bits; /* 4 bits twice; in a register, as one of a LOP3's two constants has to be */
 
     __device__ Decoder() {
         uint32_t t = threadIdx.x % 4, first = t % 2 * 2; /* byte of a half */
@@ -98,7 +44,6 @@ struct Decoder {
             selector[0] = 0x7440 + first; /* and 4b0000 */
             selector[1] = 0x7441 + first;
         }
-        low_bits = opaque(0x000f000f);
     }
 
     __device__ static Stored stored(const void *scale, const int8_t *zero, int64_t i, FusedMoeDtype dtype) {
@@ -117,10 +62,7 @@ struct Decoder {
         Factor f = {};
         if constexpr (HAS_ZEROS) f.zero = PairOf<T>::INTEGER + (8 + s.zero) * 0x10001;
         if constexpr (CODE == Code::E2M1 && NARROW) {
-            /* bf16 has the values of e8m0; 0 is subnormal, 255 NaN */
-            uint32_t twice = __vmaxu2(s.scale * 0x800080, 0x400040);
-            auto power = pair_of<T>(twice), zeros = pair_of<T>(0);
-            f.scale = word_of<T>(__hfma2(power, zeros, power));
+            f.scale = power_pair(s.scale);
         } else if constexpr (CODE == Code::E2M1) {
             f.scale = __uint_as_float(s.scale == 0 ? 0x400000 : s.scale == 255 ? 0x7fc00000 : s.scale << 23);
         } else if constexpr (NARROW) {
@@ -139,13 +81,14 @@ struct Decoder {
     __device__ uint32_t pair(uint32_t word, const Factor &f) const {
         if constexpr (CODE == Code::INT4) {
             /* the byte's codes to bits 0 and 16 */
-            uint32_t shifted = (prmt(word, 0, selector[0]) * 0x1001 & low_bits) | PairOf<T>::INTEGER;
-            return times_scale(word_of<T>(__hsub2(pair_of<T>(shifted), pair_of<T>(f.zero))), f);
+            uint32_t integer =
+                lop3_and_or(prmt(word, 0, selector[0]) * 0x1001, 0x000f000f, PairOf<T>::INTEGER);
+            return times_scale(word_of<T>(__hsub2(pair_of<T>(integer), pair_of<T>(f.zero))), f);
         } else if constexpr (CODE == Code::E2M1) {
             constexpr int SHIFT = PairOf<T>::E2M1_SHIFT;
             uint32_t byte = prmt(word, 0, selector[0]);
             uint32_t magnitude = byte * (0x1001 << SHIFT) & 0x00070007u << SHIFT;
-            uint32_t bits = (byte * (0x1001 << 12) & 0x80008000) | magnitude;
+            uint32_t bits = lop3_and_or(byte * (0x1001 << 12), 0x80008000, magnitude);
             return times_scale(multiply_pair<T>(bits, PairOf<T>::E2M1_FACTOR), f);
         } else if constexpr (CODE == Code::E4M3) {
             /* fp16 of the value / 256. A NaN, and it alone, times 36864 is infinite, and that times 0 is NaN. */
@@ -153,12 +96,12 @@ struct Decoder {
             uint32_t small = prmt(word, 0, selector[0]) << 7 & 0xbf80bf80;
             uint32_t zero_or_nan = multiply_pair<H>(multiply_pair<H>(small, 0x78807880), 0);
             float2 v = floats_of(__hfma2(pair_of<H>(small), pair_of<H>(0x5c005c00), pair_of<H>(zero_or_nan)));
-            return scaled<T>(v.x, v.y, f.scale);
+            return scaled_pair<T>(v.x, v.y, f.scale);
         } else { /* 2^23 + 128 + code, less that */
             word ^= 0x80808080;
             float low = __uint_as_float(prmt(word, 0x4b000000, selector[0]));
             float high = __uint_as_float(prmt(word, 0x4b000000, selector[1]));
-            return scaled<T>(low - 8388736.f, high - 8388736.f, f.scale);
+            return scaled_pair<T>(low - 8388736.f, high - 8388736.f, f.scale);
         }
     }
 
@@ -168,7 +111,7 @@ struct Decoder {
             return multiply_pair<T>(exact, f.scale);
         } else {
             float2 v = floats_of(pair_of<T>(exact));
-            return scaled<T>(v.x, v.y, f.scale);
+            return scaled_pair<T>(v.x, v.y, f.scale);
         }
     }
 };

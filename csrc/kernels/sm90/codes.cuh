@@ -10,62 +10,21 @@
  *
  *   tile [row half][warp][lane] of 8 bytes (codes of 4 bits) or 16: what a thread has of a row
  *   8 bits   word s: columns 16 s + 2 t, + 2 t + 1, + 2 t + 8, + 2 t + 9
- *   4 bits   word s / 2: pair n = 2 (s % 2) + u is columns 16 s + 8 u + 2 t and one more, in bits 4 n and 4 n + 16 on
+ *   4 bits   word s / 2: pair n = 2 (s % 2) + u is columns 16 s + 8 u + 2 t and one more, of the lower and the upper half:
+ *            of int4 bits 4 n on, of e2m1 those of common/pairs.cuh
  *
  * A value is (code - zero) scale, rounded once. Where code - zero and scale are exact in T (`narrow`) that is
  * one product of T; else it is formed in float32. */
 #pragma once
 
+#include "../common/pairs.cuh"
 #include "epilogue.cuh"
 
 namespace fused_moe {
 namespace sm90 {
 
-enum class Code { E4M3, INT8, INT4, E2M1 };
-
-/* Columns of a stage: two k-tiles. Codes are few bytes, and a stage's waits are paid for half as often. */
-constexpr int STAGE_COLUMNS = 128, STAGE_K_TILES = 2;
-
-/* --- pairs: two neighbouring elements of k in a word ---------------------------------------------------- */
-
-/* T's words for codes of 4 bits. INTEGER | n is the number 2^bits + n for n below 16; E2M1's bits, shifted to
- * T's exponent and fraction, are its value divided by E2M1_FACTOR. Twice each. */
-template <typename T>
-struct PairOf;
-template <>
-struct PairOf<__nv_bfloat16> {
-    using type = __nv_bfloat162;
-    static constexpr uint32_t INTEGER = 0x43004300, E2M1_FACTOR = 0x7e807e80; /* 128; 2^126 */
-    static constexpr int E2M1_SHIFT = 6;
-};
-template <>
-struct PairOf<__half> {
-    using type = __half2;
-    static constexpr uint32_t INTEGER = 0x64006400, E2M1_FACTOR = 0x74007400; /* 1024; 2^14 */
-    static constexpr int E2M1_SHIFT = 9;
-};
-
-template <typename T>
-__device__ inline typename PairOf<T>::type pair_of(uint32_t word) {
-    return *reinterpret_cast<const typename PairOf<T>::type *>(&word);
-}
-
-template <typename T>
-__device__ inline uint32_t word_of(typename PairOf<T>::type pair) {
-    return *reinterpret_cast<const uint32_t *>(&pair);
-}
-
-template <typename T>
-__device__ inline uint32_t multiply_pair(uint32_t a, uint32_t b) {
-    return word_of<T>(__hmul2(pair_of<T>(a), pair_of<T>(b)));
-}
-
-__device__ inline float2 floats_of(__nv_bfloat162 pair) {
-    return __bfloat1622float2(pair);
-}
-__device__ inline float2 floats_of(__half2 pair) {
-    return __half22float2(pair);
-}
+/* Columns of a stage, at most. */
+constexpr int STAGE_COLUMNS = 128;
 
 /* --- scales and zero points ------------------------------------------------------------------------------ */
 
@@ -74,8 +33,8 @@ typedef struct {
     FusedMoeDtype dtype;
     int32_t bytes;     /* of a scale                                                */
     int32_t rows;      /* of a group's scales in a tile: 64, or 4 equal ones        */
-    int32_t groups;    /* in a stage: 1, 2 or 4                                     */
-    int32_t stages;    /* that share a group, where groups is 1                     */
+    int32_t groups;    /* in a stage: 1, 2, and in one of two k-tiles 4             */
+    int32_t shift;     /* 2^shift stages share a group; 31: all                     */
     bool has_zeros;    /* int8, as many as scales                                   */
     int32_t box_bytes; /* of half a stage's tiles: codes, scales and zero points    */
 } Scales;
@@ -105,20 +64,13 @@ struct Decoder {
     static constexpr int ZERO_BYTES = HAS_ZEROS ? SUBTILE * (GROUPED ? 4 : 2) : 0; /* TMA writes on 128 */
     using RowFactor = Factor<NARROW>;
 
-    uint32_t low_bits; /* 4 bits twice; in a register, as one of a LOP3's two constants has to be */
-
-    __device__ Decoder() { low_bits = opaque(0x000f000f); }
-
     /* Of a scale and a zero point in shared memory. */
     __device__ static RowFactor factor(uint32_t scale, uint32_t zero, const Scales &s) {
         RowFactor f = {};
         if constexpr (HAS_ZEROS)
             f.zero = PairOf<T>::INTEGER + (8 + (s.has_zeros ? ld_shared_s8(zero) : 0)) * 0x10001;
         if constexpr (CODE == Code::E2M1 && NARROW) {
-            /* bf16 has the values of e8m0; 0 is subnormal, 255 NaN */
-            uint32_t twice = __vmaxu2(ld_shared_u8(scale) * 0x800080, 0x400040);
-            auto power = pair_of<T>(twice), zeros = pair_of<T>(0);
-            f.scale = word_of<T>(__hfma2(power, zeros, power));
+            f.scale = power_pair(ld_shared_u8(scale));
         } else if constexpr (CODE == Code::E2M1) {
             uint32_t bits = ld_shared_u8(scale);
             f.scale = __uint_as_float(bits == 0 ? 0x400000 : bits == 255 ? 0x7fc00000 : bits << 23);
@@ -134,27 +86,29 @@ struct Decoder {
         return f;
     }
 
-    __device__ static uint32_t scaled(float low, float high, float scale) {
-        return pack<T>(low * scale, high * scale);
-    }
+    /* To the left, or with a negative number to the right. */
+    __device__ static uint32_t shifted(uint32_t word, int by) { return by < 0 ? word >> -by : word << by; }
 
     /* Pair n of a word of 4-bit codes. */
     __device__ uint32_t pair_of_nibbles(uint32_t word, int n, const RowFactor &f) const {
         uint32_t exact;
         if constexpr (CODE == Code::INT4) {
-            uint32_t shifted = (word >> 4 * n & low_bits) | PairOf<T>::INTEGER;
-            exact = word_of<T>(__hsub2(pair_of<T>(shifted), pair_of<T>(f.zero)));
+            uint32_t integer = lop3_and_or(word >> 4 * n, 0x000f000f, PairOf<T>::INTEGER);
+            exact = word_of<T>(__hsub2(pair_of<T>(integer), pair_of<T>(f.zero)));
         } else {
-            constexpr int shift = PairOf<T>::E2M1_SHIFT;
-            uint32_t magnitude = shift >= 4 * n ? word << (shift - 4 * n) : word >> (4 * n - shift);
-            uint32_t bits = (word << (12 - 4 * n) & 0x80008000) | (magnitude & 0x00070007u << shift);
+            constexpr int SHIFT = PairOf<T>::E2M1_SHIFT;
+            constexpr uint32_t SIGN = 0x80008000, MAGNITUDE = 0x00070007u << SHIFT;
+            int sign = 15 - (E2M1_SIGNS >> 4 * n & 15), magnitude = SHIFT - (E2M1_MAGNITUDES >> 4 * n & 15);
+            uint32_t bits = sign == magnitude ? shifted(word, sign) & (SIGN | MAGNITUDE)
+                                              : lop3_and_or(shifted(word, sign), SIGN,
+                                                            shifted(word, magnitude) & MAGNITUDE);
             exact = multiply_pair<T>(bits, PairOf<T>::E2M1_FACTOR);
         }
         if constexpr (NARROW) {
             return multiply_pair<T>(exact, f.scale);
         } else {
             float2 v = floats_of(pair_of<T>(exact));
-            return scaled(v.x, v.y, f.scale);
+            return scaled_pair<T>(v.x, v.y, f.scale);
         }
     }
 
@@ -162,12 +116,12 @@ struct Decoder {
     __device__ uint32_t pair_of_bytes(uint32_t word, int u, const RowFactor &f) const {
         if constexpr (CODE == Code::E4M3) {
             float2 v = __half22float2(pair_of<__half>(cvt_f16x2_e4m3x2((uint16_t)(word >> 16 * u))));
-            return scaled(v.x, v.y, f.scale);
+            return scaled_pair<T>(v.x, v.y, f.scale);
         } else { /* 2^23 + 128 + code, less that */
             word ^= 0x80808080;
             float low = __uint_as_float(__byte_perm(word, 0x4b000000, 0x7440 + 2 * u));
             float high = __uint_as_float(__byte_perm(word, 0x4b000000, 0x7441 + 2 * u));
-            return scaled(low - 8388736.f, high - 8388736.f, f.scale);
+            return scaled_pair<T>(low - 8388736.f, high - 8388736.f, f.scale);
         }
     }
 
@@ -189,15 +143,15 @@ typedef struct {
 
 /* What a thread has of a stage: codes of two rows, and the rows' factors: of the stage, or of two groups of a k-tile,
  * which are 32 columns or of a larger group. */
-template <class Decoder>
+template <class Decoder, int K_TILES>
 struct StageCodes {
     static constexpr int GROUPS = Decoder::GROUPED ? 2 : 1;
-    uint32_t words[STAGE_K_TILES][2][Decoder::WORDS];
+    uint32_t words[K_TILES][2][Decoder::WORDS];
     typename Decoder::RowFactor factor[2][GROUPS];
 
     __device__ void load(uint32_t stage, const CodeOffsets &at) {
 #pragma unroll
-        for (int k_tile = 0; k_tile < STAGE_K_TILES; k_tile++)
+        for (int k_tile = 0; k_tile < K_TILES; k_tile++)
 #pragma unroll
             for (int row = 0; row < 2; row++)
                 ld_shared(words[k_tile][row], stage + at.codes[row] + k_tile * Decoder::TILE_BYTES);
@@ -208,18 +162,20 @@ struct StageCodes {
         for (int row = 0; row < 2; row++)
 #pragma unroll
             for (int i = 0; i < GROUPS; i++) {
-                uint32_t group = GROUPS == 1     ? 0
-                                 : s.groups == 4 ? 2 * k_tile + i
-                                 : s.groups == 2 ? k_tile
-                                                 : 0;
-                uint32_t scale = stage + at.scale[row] + group * s.rows * s.bytes;
-                factor[row][i] = Decoder::factor(scale, stage + at.zero[row] + group * s.rows, s);
+                bool has_all =
+                    Decoder::CODE == Code::E2M1; /* groups of 32 columns always, and scales of a byte */
+                uint32_t group = GROUPS == 1                          ? 0
+                                 : has_all || s.groups == 2 * K_TILES ? 2 * k_tile + i
+                                 : s.groups == K_TILES                ? k_tile
+                                                                      : 0;
+                uint32_t offset = group * (has_all ? SUBTILE : s.rows);
+                factor[row][i] = Decoder::factor(stage + at.scale[row] + offset * (has_all ? 1 : s.bytes),
+                                                 stage + at.zero[row] + offset, s);
             }
     }
 
     /* Words 16 k_tile + 4 j + .. of A are columns 16 j .. 16 j + 15 of a k-tile. */
-    __device__ void make_fragments(uint32_t (&a)[STAGE_COLUMNS / 4], int k_tile,
-                                   const Decoder &decoder) const {
+    __device__ void make_fragments(uint32_t (&a)[16 * K_TILES], int k_tile, const Decoder &decoder) const {
 #pragma unroll
         for (int j = 0; j < SUBTILE / 16; j++)
 #pragma unroll

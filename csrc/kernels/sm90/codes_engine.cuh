@@ -1,16 +1,17 @@
 /* Grouped GEMMs of quantised weights: engine.cuh's roles, pipelines and schedule, with codes as B and every tile
  * computed by swap-AB. The weight's values, made in registers of codes, are A of the MMAs, and the tile's rows their N.
  *
- *   warpgroup 0     producer; a stage is 128 columns of a tile's rows of the activation, and of its rows of codes with
- *                   their scales and zero points
+ *   warpgroup 0     producer; a stage is one or two k-tiles of a tile's rows of the activation, and of its rows of codes
+ *                   with their scales and zero points
  *   others          consumers: each has one or two subtiles of 64 weight rows
  *
- *   consumer        |wait: stage |codes, scales |wait: MMAs of the stage before; release it |make A |issue 8 MMAs |..
+ *   one subtile, two k-tiles    |wait: stage |codes, scales |wait: MMAs of the stage before; release it |make A |8 MMAs |..
+ *   two subtiles, one k-tile    |wait: stage |codes, scales |wait: this subtile's MMAs before |make A |4 MMAs |the other ..
  *
  * Unpacking is what has to be hidden: by the memory's time where rows are few, by MMAs where they are many. So few rows
  * have many warps, each with one subtile, of which some unpack while the MMAs of others run. Of many rows a consumer has two
- * subtiles, so that a stage's rows are read for twice as many columns; ptxas has no registers left to let one subtile's MMAs
- * run while the other is unpacked, and serialises them (docs/lab/quantised.md). */
+ * subtiles, so that a stage's rows are read for twice as many columns, and unpacks one while the MMAs of the other run.
+ * ptxas has registers for that where a stage is one k-tile. What a warp issues counts: docs/lab/quantised.md. */
 #pragma once
 
 #include "codes.cuh"
@@ -31,10 +32,12 @@ struct CodesConfig : GemmConfig<typename Decoder_::T, Major::K, GATHER> {
     static constexpr int CONSUMERS = ROWS == Rows::SOME ? 4 : 2;
     static constexpr int SUBTILES = MANY_ROWS ? 2 : 1; /* of a consumer */
     static constexpr int BM = FEW_ROWS ? 32 : MANY_ROWS ? 128 : 64, CUT_ROWS = BM;
+    /* Of a stage. Codes are few bytes, and two k-tiles' waits are paid for once. */
+    static constexpr int K_TILES = MANY_ROWS ? 1 : 2, COLUMNS = SUBTILE * K_TILES;
     static constexpr int TILES = CONSUMERS * SUBTILES, BN = SUBTILE * TILES; /* of B in a stage */
-    static constexpr int K_TILE_BYTES = BM * SWIZZLE_BYTES, A_BYTES = STAGE_K_TILES * K_TILE_BYTES;
+    static constexpr int K_TILE_BYTES = BM * SWIZZLE_BYTES, A_BYTES = K_TILES * K_TILE_BYTES;
     /* Where a stage's b has what. */
-    static constexpr int SCALES = TILES * STAGE_K_TILES * Decoder::TILE_BYTES;
+    static constexpr int SCALES = TILES * K_TILES * Decoder::TILE_BYTES;
     static constexpr int ZEROS = SCALES + TILES * Decoder::SCALE_BYTES;
     static constexpr int B_BYTES = (ZEROS + TILES * Decoder::ZERO_BYTES + 1023) / 1024 * 1024;
     static constexpr int STAGING_BYTES = FEW_ROWS ? 5 * 1024 : SkinnyWriter<BM>::BYTES;
@@ -73,11 +76,11 @@ __device__ inline void load_codes(const CodesGemm &p, uint32_t dst, uint32_t ful
                                   const WorkTile &tile) {
     using Decoder = typename Config::Decoder;
     constexpr int BOX = Config::TILES / 2; /* tiles */
-    constexpr int PIECES = STAGE_K_TILES * Decoder::TILE_BYTES / PIECE_BYTES;
-    int group = p.scales.groups > 1 ? stage * p.scales.groups : stage / p.scales.stages;
+    constexpr int PIECES = Config::K_TILES * Decoder::TILE_BYTES / PIECE_BYTES;
+    int group = stage * p.scales.groups >> p.scales.shift;
     for (int box = 0; box < (tile.half_n ? 1 : 2); box++) {
         int weight = p.gemm.gate_up ? box : 0, row = tile.first_column / SUBTILE + (box - weight) * BOX;
-        cp_async_bulk_tensor_load(dst + box * BOX * STAGE_K_TILES * Decoder::TILE_BYTES, &p.gemm.b[weight],
+        cp_async_bulk_tensor_load(dst + box * BOX * Config::K_TILES * Decoder::TILE_BYTES, &p.gemm.b[weight],
                                   full, 0, stage * PIECES, row, tile.expert);
         cp_async_bulk_tensor_load(dst + Config::SCALES + box * BOX * Decoder::SCALE_BYTES, &p.scale[weight],
                                   full, 0, group, row, tile.expert);
@@ -97,8 +100,8 @@ __device__ inline int rows_in_boxes(const WorkTile &tile) {
 template <class Config>
 __device__ inline void load_rows(const Gemm &p, uint32_t dst, uint32_t full, int stage,
                                  const WorkTile &tile) {
-    for (int i = 0; i < STAGE_K_TILES; i++, dst += Config::K_TILE_BYTES) {
-        int row = 0, rows = rows_in_boxes(tile), k = STAGE_COLUMNS * stage + SUBTILE * i;
+    for (int i = 0; i < Config::K_TILES; i++, dst += Config::K_TILE_BYTES) {
+        int row = 0, rows = rows_in_boxes(tile), k = Config::COLUMNS * stage + SUBTILE * i;
         for (; row + SUBTILE <= rows; row += SUBTILE)
             cp_async_bulk_tensor_load(dst + SWIZZLE_BYTES * row, &p.a[0], full, k, tile.first_row + row);
         for (; row < rows; row += TAIL_ROWS)
@@ -114,7 +117,7 @@ __device__ inline void load_tma_codes(const CodesGemm &p, Shared<Config> &s) {
     int num_stages = p.gemm.num_k_tiles[0];
     bool starts_early = p.gemm.tiles.starts_early;
     for (WorkTile tile = reader.next(); tile.expert >= 0; tile = reader.next()) {
-        int bytes = STAGE_K_TILES * rows_in_boxes(tile) * SWIZZLE_BYTES + bytes_of_codes(p, tile), i = 0;
+        int bytes = Config::K_TILES * rows_in_boxes(tile) * SWIZZLE_BYTES + bytes_of_codes(p, tile), i = 0;
         if (starts_early) {
             int ahead = min(Config::STAGES, num_stages);
             if (elect_sync()) {
@@ -146,10 +149,11 @@ __device__ inline void load_tma_codes(const CodesGemm &p, Shared<Config> &s) {
     }
 }
 
-/* engine.cuh's load_gather, of codes: a thread copies its chunk of both k-tiles. */
+/* engine.cuh's load_gather, of codes: a thread copies its chunk of each k-tile. */
 template <class Config>
 __device__ inline void load_gather_codes(const CodesGemm &p, Shared<Config> &s) {
     using T = typename Config::T;
+    constexpr int CHUNK_BYTES = CHUNK * sizeof(T);
     constexpr int ROW_STEP = 4 * Config::LOAD_WARPS, ROWS = (Config::BM + ROW_STEP - 1) / ROW_STEP;
     int chunk = threadIdx.x % 8, first = threadIdx.x / 8, k = p.gemm.k, num_stages = p.gemm.num_k_tiles[0];
     bool loads_b = __shfl_sync(~0u, threadIdx.x / 32, 0) == 0;
@@ -158,36 +162,39 @@ __device__ inline void load_gather_codes(const CodesGemm &p, Shared<Config> &s) 
     TileReader<typename Config::Queue> reader(s.queue);
     typename Config::Pipeline pipe;
     for (;;) {
-        const T *source[ROWS];
+        const char *source[ROWS]; /* moved on in the loop: else ptxas computes them there, from parameters */
         const int32_t *token = reader.wait_for_tokens();
 #pragma unroll
         for (int i = 0; i < ROWS; i++) {
             int row = min(first + ROW_STEP * i, Config::BM - 1);
-            source[i] = (const T *)p.gemm.x + token[row] * (int64_t)k + chunk * CHUNK;
+            source[i] =
+                (const char *)p.gemm.x + token[row] * (int64_t)k * (int)sizeof(T) + chunk * CHUNK_BYTES;
         }
         WorkTile tile = reader.next();
         if (tile.expert < 0) break;
-        int rows = (rows_in_boxes(tile) - first + ROW_STEP - 1) / ROW_STEP; /* of this thread */
+        int rows = (tile.num_rows - first + ROW_STEP - 1) /
+                   ROW_STEP;          /* of this thread; past them the stage keeps its own */
+        int left = k - chunk * CHUNK; /* columns from this thread's first */
 #pragma unroll 1
         for (int i = 0; i < num_stages; i++, pipe.advance()) {
             auto &stage = s.stage[pipe.index];
-            uint32_t full = shared_address(&s.full[pipe.index]);
+            uint32_t full = shared_address(&s.full[pipe.index]), a = shared_address(stage.a);
             mbarrier_wait(shared_address(&s.empty[pipe.index]), pipe.phase ^ 1);
             if (loads_b && elect_sync()) {
                 mbarrier_arrive_expect_tx(full, bytes_of_codes(p, tile));
                 load_codes<Config>(p, shared_address(stage.b), full, i, tile);
             }
 #pragma unroll
-            for (int j = 0; j < STAGE_K_TILES; j++) {
-                int column = STAGE_COLUMNS * i + SUBTILE * j;
-                uint32_t a = shared_address(stage.a) + j * Config::K_TILE_BYTES;
+            for (int row = 0; row < ROWS; row++) {
 #pragma unroll
-                for (int row = 0; row < ROWS; row++)
+                for (int j = 0; j < Config::K_TILES; j++)
                     if (row < rows)
-                        cp_async(a + offset[row % 2] + row / 2 * 2 * ROW_STEP * SWIZZLE_BYTES,
-                                 source[row] + column,
-                                 column + chunk * CHUNK < k && first + ROW_STEP * row < tile.num_rows);
+                        cp_async(a + offset[row % 2] + row / 2 * 2 * ROW_STEP * SWIZZLE_BYTES +
+                                     j * Config::K_TILE_BYTES,
+                                 source[row] + j * SWIZZLE_BYTES, SUBTILE * j < left);
+                source[row] += Config::K_TILES * SWIZZLE_BYTES;
             }
+            left -= Config::COLUMNS;
             cp_async_mbarrier_arrive_noinc(full);
         }
     }
@@ -235,7 +242,7 @@ __device__ inline CodeOffsets offsets_of(const CodesGemm &p, int wg, int i) {
         int tile_row = 16 * warp + 8 * at.half + lane / 4;
         int scale =
             at.tile % BOX * p.scales.groups * p.scales.rows + (p.scales.rows == SUBTILE ? tile_row : 0);
-        o.codes[row] = at.tile * STAGE_K_TILES * Decoder::TILE_BYTES + at.half * (Decoder::TILE_BYTES / 2) +
+        o.codes[row] = at.tile * Config::K_TILES * Decoder::TILE_BYTES + at.half * (Decoder::TILE_BYTES / 2) +
                        (32 * warp + lane) * (Decoder::TILE_BYTES / 256);
         o.scale[row] = Config::SCALES + at.tile / BOX * BOX * Decoder::SCALE_BYTES + scale * p.scales.bytes;
         o.zero[row] = Config::ZEROS + at.tile / BOX * BOX * Decoder::ZERO_BYTES + scale;
@@ -249,7 +256,7 @@ __device__ __forceinline__ void multiply(float *d, const uint32_t *a, uint32_t r
     using T = typename Config::T;
     constexpr int STEPS = K_TILE<T> / 16;
 #pragma unroll
-    for (int i = 0; i < STAGE_K_TILES * STEPS; i++) {
+    for (int i = 0; i < Config::K_TILES * STEPS; i++) {
         uint64_t x = matrix_descriptor<Major::K>(rows + i / STEPS * Config::K_TILE_BYTES) +
                      i % STEPS * K16_STEP<Major::K, T>;
         if (accumulate || i)
@@ -266,7 +273,7 @@ __device__ __forceinline__ void multiply_by_warp(float *d, const uint32_t *a, ui
     constexpr int STEPS = K_TILE<T> / 16;
     int lane = threadIdx.x % 32;
 #pragma unroll
-    for (int i = 0; i < STAGE_K_TILES * STEPS; i += 2)
+    for (int i = 0; i < Config::K_TILES * STEPS; i += 2)
 #pragma unroll
         for (int n = 0; n < TOKENS / 8; n++) {
             uint32_t x[4]; /* eight rows of 32 columns */
@@ -292,7 +299,7 @@ __device__ __forceinline__ void run_mainloop_codes(float *d, const CodesGemm &p,
     CodeOffsets offsets[SUBTILES];
 #pragma unroll
     for (int i = 0; i < SUBTILES; i++) offsets[i] = offsets_of<Config>(p, wg, i);
-    uint32_t a[SUBTILES][STAGE_COLUMNS / 4];
+    uint32_t a[SUBTILES][Config::COLUMNS / 4];
     int previous = 0;
     auto run_stage = [&](auto first) {
         auto &stage = s.stage[pipe.index];
@@ -301,7 +308,7 @@ __device__ __forceinline__ void run_mainloop_codes(float *d, const CodesGemm &p,
         uint32_t rows = shared_address(stage.a), b = shared_address(stage.b);
 #pragma unroll
         for (int i = 0; i < SUBTILES; i++) {
-            StageCodes<typename Config::Decoder> codes;
+            StageCodes<typename Config::Decoder, Config::K_TILES> codes;
             codes.load(b, offsets[i]);
             codes.load_factors(b, offsets[i], 0, p.scales);
             if constexpr (!BY_WARP) {
@@ -309,8 +316,10 @@ __device__ __forceinline__ void run_mainloop_codes(float *d, const CodesGemm &p,
                 if (i == SUBTILES - 1 && !first.value) release<Config>(s, previous);
             }
             codes.make_fragments(a[i], 0, decoder);
-            if (Config::Decoder::GROUPED) codes.load_factors(b, offsets[i], 1, p.scales);
-            codes.make_fragments(a[i], 1, decoder);
+            if constexpr (Config::K_TILES == 2) {
+                if (Config::Decoder::GROUPED) codes.load_factors(b, offsets[i], 1, p.scales);
+                codes.make_fragments(a[i], 1, decoder);
+            }
             float *accumulators = d + TOKENS / 2 * i;
             if constexpr (BY_WARP) {
                 multiply_by_warp<Config, TOKENS>(accumulators, a[i], rows);
@@ -469,11 +478,12 @@ int set_codes(CodesGemm &p, int i, const FusedMoeWeight &w, int32_t E, int64_t f
     s.dtype = codes.scale_dtype;
     s.bytes = s.dtype == FUSED_MOE_U8 ? 1 : s.dtype == FUSED_MOE_F32 ? 4 : 2;
     s.rows = codes.tile_scales;
-    s.groups = columns < STAGE_COLUMNS && num_groups > 1 ? (int32_t)(STAGE_COLUMNS / columns) : 1;
-    s.stages = num_groups > 1 ? (int32_t)ceil_div(columns, STAGE_COLUMNS) : INT32_MAX;
+    s.groups = columns < Config::COLUMNS && num_groups > 1 ? (int32_t)(Config::COLUMNS / columns) : 1;
+    s.shift = 0;
+    while (num_groups == 1 ? s.shift < 31 : Config::COLUMNS << s.shift < columns) s.shift++;
     s.has_zeros = codes.zero;
     int32_t num_scales = (int32_t)BOX * s.groups * s.rows;
-    s.box_bytes = (int32_t)BOX * STAGE_K_TILES * Decoder::TILE_BYTES + num_scales * (s.bytes + s.has_zeros);
+    s.box_bytes = (int32_t)BOX * Config::K_TILES * Decoder::TILE_BYTES + num_scales * (s.bytes + s.has_zeros);
 
     auto scale_dtype = s.bytes == 1   ? CU_TENSOR_MAP_DATA_TYPE_UINT8
                        : s.bytes == 2 ? CU_TENSOR_MAP_DATA_TYPE_UINT16
@@ -481,7 +491,7 @@ int set_codes(CodesGemm &p, int i, const FusedMoeWeight &w, int32_t E, int64_t f
     const char *data = (const char *)codes.data + tile * k_tiles * Decoder::TILE_BYTES;
     const char *scale = (const char *)codes.scale + tile * num_groups * s.rows * s.bytes;
     int status = tiles_map(&p.gemm.b[i], CU_TENSOR_MAP_DATA_TYPE_UINT64, 8, data, E, codes.out,
-                           rows / SUBTILE, k_tiles * PIECES, PIECE_BYTES / 8, STAGE_K_TILES * PIECES, BOX);
+                           rows / SUBTILE, k_tiles * PIECES, PIECE_BYTES / 8, Config::K_TILES * PIECES, BOX);
     if (status == FUSED_MOE_OK)
         status = tiles_map(&p.scale[i], scale_dtype, s.bytes, scale, E, codes.out, rows / SUBTILE, num_groups,
                            s.rows, s.groups, BOX);

@@ -53,7 +53,7 @@ int launch(const FusedMoeGroupedMM &p, void *stream) {
     if (status == FUSED_MOE_OK) status = matrix_map(&gemm.tail[0], a, p.R, p.N[0], p.N[0], TAIL_ROWS);
     if (status == FUSED_MOE_OK) status = set_codes<Config>(q.codes, 0, p.b[0], p.E, 0, p.M);
     if (status != FUSED_MOE_OK) return status;
-    gemm.num_k_tiles[0] = (int32_t)ceil_div(p.N[0], STAGE_COLUMNS);
+    gemm.num_k_tiles[0] = (int32_t)ceil_div(p.N[0], Config::COLUMNS);
     TileSource &tiles = gemm.tiles;
     tiles = tile_source(p.offs, p.schedule, p.R, p.E, p.M, Config::BN, p.workspace.counters);
     tiles.starts_early = p.starts_early;

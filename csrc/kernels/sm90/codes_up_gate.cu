@@ -124,7 +124,7 @@ int launch(const FusedMoeUpGate &p, void *stream) {
     gemm.row_token = rows.row_token;
     gemm.T = rows.T;
     gemm.k = (int32_t)p.D;
-    gemm.num_k_tiles[0] = (int32_t)ceil_div(p.D, STAGE_COLUMNS);
+    gemm.num_k_tiles[0] = (int32_t)ceil_div(p.D, Config::COLUMNS);
     gemm.gate_up = is_gate_up;
     int status = set_codes<Config>(q.codes, 0, p.w1, rows.E, 0, b_rows);
     if (status == FUSED_MOE_OK && is_gate_up)

@@ -1,0 +1,70 @@
+/* Codes of a quantised weight as pairs of 16-bit values: two neighbouring elements of k in a word, as in the operands of
+ * MMAs. sm80/codes.cuh and sm90/codes.cuh make them, of the two layouts. */
+#pragma once
+
+#include "numeric.cuh"
+
+namespace fused_moe {
+
+enum class Code { E4M3, INT8, INT4, E2M1 };
+
+/* T's words for codes of 4 bits. INTEGER | n is the number 2^bits + n for n below 16; E2M1's bits, shifted to
+ * T's exponent and fraction, are its value divided by E2M1_FACTOR. Twice each. */
+template <typename T>
+struct PairOf;
+template <>
+struct PairOf<__nv_bfloat16> {
+    using type = __nv_bfloat162;
+    static constexpr uint32_t INTEGER = 0x43004300, E2M1_FACTOR = 0x7e807e80; /* 128; 2^126 */
+    static constexpr int E2M1_SHIFT = 6;
+};
+template <>
+struct PairOf<__half> {
+    using type = __half2;
+    static constexpr uint32_t INTEGER = 0x64006400, E2M1_FACTOR = 0x74007400; /* 1024; 2^14 */
+    static constexpr int E2M1_SHIFT = 9;
+};
+
+template <typename T>
+__device__ inline typename PairOf<T>::type pair_of(uint32_t word) {
+    return *reinterpret_cast<const typename PairOf<T>::type *>(&word);
+}
+
+template <typename T>
+__device__ inline uint32_t word_of(typename PairOf<T>::type pair) {
+    return *reinterpret_cast<const uint32_t *>(&pair);
+}
+
+template <typename T>
+__device__ inline uint32_t multiply_pair(uint32_t a, uint32_t b) {
+    return word_of<T>(__hmul2(pair_of<T>(a), pair_of<T>(b)));
+}
+
+__device__ inline float2 floats_of(__nv_bfloat162 pair) {
+    return __bfloat1622float2(pair);
+}
+__device__ inline float2 floats_of(__half2 pair) {
+    return __half22float2(pair);
+}
+
+/* Of products in float32. */
+template <typename T>
+__device__ inline uint32_t scaled_pair(float low, float high, float scale) {
+    alignas(4) T pair[2];
+    from_accums(pair, low * scale, high * scale);
+    return *(const uint32_t *)pair;
+}
+
+/* A scale of bf16 from e8m0, twice: 0 is subnormal, 255 NaN. */
+__device__ inline uint32_t power_pair(uint32_t e8m0) {
+    auto power = pair_of<__nv_bfloat16>(__vmaxu2(e8m0 * 0x800080, 0x400040)),
+         zero = pair_of<__nv_bfloat16>(0);
+    return word_of<__nv_bfloat16>(__hfma2(power, zero, power));
+}
+
+/* Where a tile's halfword has its four codes of E2M1, a digit each, the first being the last: magnitudes of 3 bits, and
+ * signs. So the first, and the two above it, are moved to bf16's sign and exponent by one shift. fused_moe/quantized/tiles.py
+ * writes them. */
+constexpr uint32_t E2M1_MAGNITUDES = 0x0396, E2M1_SIGNS = 0xecdf;
+
+} // namespace fused_moe
