@@ -1,8 +1,9 @@
-/* fused_moe._host: what tests need of schedule.h beyond the operators of torch/planners.cpp, and of slot_plan.h.
+/* fused_moe._host: what tests need of schedule.h beyond the operators of torch/planners.cpp, of slot_plan.h and of
+ * code_tile.h.
  *
  * A tile of any 32-bit index, without a list of all; the tiles of any words, which the operators refuse; the
- * rules that choose split-K slices; the plan of few slots, which else only kernels make; and which plans a cluster
- * makes. */
+ * rules that choose split-K slices; the plan of few slots, which else only kernels make; which plans a cluster
+ * makes; and the codes of a tile. */
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -10,6 +11,7 @@
 #include <vector>
 
 #include "cluster_plan.h"
+#include "code_tile.h"
 #include "fused_moe.h"
 #include "slot_plan.h"
 
@@ -89,10 +91,27 @@ static bool has_cluster_plan(int64_t T, int32_t K, int32_t E, bool chooses, bool
     return fused_moe_has_cluster_plan(&plan, chooses ? &route : nullptr);
 }
 
+/* Of a tile's words, row by row. */
+static std::vector<uint32_t> tile_codes(int kind_, const std::vector<uint32_t> &words) {
+    FusedMoeTileCodes kind = static_cast<FusedMoeTileCodes>(kind_);
+    size_t expected = 256 * fused_moe_lane_words(kind);
+    if (words.size() != expected)
+        throw py::value_error("words: expected " + std::to_string(expected) + ", found " +
+                              std::to_string(words.size()));
+    std::vector<uint32_t> codes;
+    for (int32_t row = 0; row < 64; row++)
+        for (int32_t column = 0; column < 64; column++) {
+            int32_t s = column / 16, u = column / 8 % 2, t = column / 2 % 4, i = column % 2;
+            const uint32_t *lane = words.data() + fused_moe_first_word(kind, row, t);
+            codes.push_back(fused_moe_code_of_lane(kind, lane, s, u, i));
+        }
+    return codes;
+}
+
 PYBIND11_MODULE(_host, m) {
     using namespace py::literals;
-    m.doc() = "The functions of csrc/schedule.h, slot_plan.h and cluster_plan.h that tests need and the "
-              "operators do not offer.";
+    m.doc() = "The functions of csrc/schedule.h, slot_plan.h, cluster_plan.h and code_tile.h that tests need "
+              "and the operators do not offer.";
     m.def("work_tile", work_tile, "schedule"_a, "offs"_a, "num_n_tiles"_a, "group"_a, "interleave"_a,
           "split_last_wave"_a, "index"_a,
           "(expert, first_row, num_rows, n_tile, n_half, skinny) of work tile `index`.");
@@ -107,6 +126,8 @@ PYBIND11_MODULE(_host, m) {
     m.def("span_slots", fused_moe_span_slots, "T"_a, "K"_a, "chooses"_a);
     m.def("few_rows", fused_moe_few_rows, "R"_a, "E"_a);
     m.def("few_rows_together", fused_moe_few_rows_together, "R"_a, "E"_a);
+    m.def("tile_codes", tile_codes, "kind"_a, "words"_a,
+          "The codes of a tile, row by row; kind 0: of 8 bits, 1: int4, 2: mxfp4.");
     m.def("slice_rows", fused_moe_slice_rows, "R"_a, "E"_a, "num_sms"_a);
     m.def("slices_per_tile", fused_moe_slices_per_tile, "R"_a, "slice_rows"_a, "weight_tiles"_a, "ctas"_a);
     m.def("num_split_slots", fused_moe_num_split_slots, "R"_a, "slice_rows"_a);

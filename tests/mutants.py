@@ -658,6 +658,13 @@ CPU = [
         "tests/test_host.py",
     ),
     Mutant(
+        "the signs of a tile's mxfp4 codes are read from other bits",
+        "csrc/code_tile.h",
+        "0xecdf",
+        "0xecfd",
+        "tests/test_tiles.py",
+    ),
+    Mutant(
         "a token's slots are in two CTAs of a cluster",
         "csrc/cluster_plan.h",
         "int64_t together = chooses ? K : 1, parts = chooses ? T : T * K;",

@@ -19,6 +19,11 @@ from fused_moe import FusedMoE, QuantizedWeight, quantize, reference
 from fused_moe.quantized import formats, tiles
 from fused_moe.quantized.formats import FORMATS
 
+try:
+    from fused_moe import _host
+except ImportError:
+    _host = None
+
 SHAPES = ((2, 64, 64), (3, 192, 320), (1, 128, 384))
 
 
@@ -76,6 +81,19 @@ def test_codes_are_where_the_formula_says(cpu, format):
         else:
             code = found[4096 * tile + row_half * 2048 + row_warp * 512 + lane * 16 + s * 4 + 2 * u + v]
         assert code == codes[e, i, j], (e, i, j)
+
+
+@pytest.mark.quick
+@pytest.mark.skipif(_host is None, reason="fused_moe._host was not built for this Python")
+@EVERY_FORMAT
+def test_the_dequantising_kernel_finds_them(cpu, format):
+    """csrc/code_tile.h, which the kernel and _host include, reads what tiles.py writes."""
+    w = random_weight(format, 1, 64, 64, cpu)
+    codes = formats.nibbles(w.data) if FORMATS[format].per_byte == 2 else w.data.view(torch.uint8)
+    words = tiles.tiled_data(format, w.data, w.shape).flatten().view(torch.uint8).view(torch.int32)
+    kind = {"int4": 1, "mxfp4": 2}.get(format, 0)
+    found = _host.tile_codes(kind, [word & 0xFFFFFFFF for word in words.tolist()])
+    assert found == codes.flatten().tolist()
 
 
 @EVERY_FORMAT

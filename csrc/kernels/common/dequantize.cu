@@ -1,8 +1,10 @@
 /* Dequantises a weight: (code - zero) scale in float32, rounded to the GEMM's dtype; reference.dequantize says the
  * same in PyTorch. */
 #include "dequantize.cuh"
+
+#include "../../code_tile.h"
 #include "launch.cuh"
-#include "pairs.cuh"
+#include "numeric.cuh"
 
 namespace fused_moe {
 
@@ -131,8 +133,12 @@ __global__ void __launch_bounds__(32 * WARPS, 4) dequantize_kernel(const __grid_
     }
 }
 
-/* What a lane has of a row of a tile, as sm90/codes.cuh says: with t = lane % 4 columns 16 s + 2 t, + 2 t + 1, + 2 t + 8
- * and + 2 t + 9, s from 0 to 3. */
+template <FusedMoeFormat format>
+constexpr FusedMoeTileCodes TILE_CODES = format == FUSED_MOE_MXFP4  ? FUSED_MOE_SPREAD_NIBBLES
+                                         : format == FUSED_MOE_INT4 ? FUSED_MOE_NIBBLES
+                                                                    : FUSED_MOE_BYTES;
+
+/* What a lane has of a row of a tile. */
 template <FusedMoeFormat format>
 struct LaneCodes {
     static constexpr int WORDS = IS_4_BIT<format> ? 2 : 4;
@@ -150,9 +156,7 @@ struct LaneCodes {
 
     /* Of column 16 s + 8 u + 2 t + i. */
     __device__ float value(int s, int u, int i) const {
-        if constexpr (WORDS == 2)
-            return value_of<format>(words[s / 2] >> (8 * (s % 2) + 4 * u + 16 * i) & 15);
-        return value_of<format>(words[s] >> (16 * u + 8 * i) & 255);
+        return value_of<format>(fused_moe_code_of_lane(TILE_CODES<format>, words, s, u, i));
     }
 };
 
@@ -215,10 +219,9 @@ __global__ void __launch_bounds__(32 * WARPS, 4)
     int64_t num_eights = p.E * w.out / 8, step = (int64_t)gridDim.x * WARPS;
     for (int64_t i = (int64_t)blockIdx.x * WARPS + threadIdx.x / 32; i < num_eights; i += step) {
         int64_t row = 8 * i + lane / 4, row_tile = row / TILE;
-        int eight = (int)(i % (TILE / 8)); /* of the tile */
         if (is_left_out(p, (int)(row / w.out))) continue;
         const uint32_t *codes = (const uint32_t *)w.data + row_tile * (in / TILE) * TILE_WORDS;
-        codes += eight % 2 * (TILE_WORDS / 2) + (eight / 2 * 32 + lane) * WORDS;
+        codes += fused_moe_first_word(TILE_CODES<format>, (int)(row % TILE), lane % 4);
         int64_t first_scale = row_tile * p.col_blocks * w.tile_scales;
         if (w.tile_scales == TILE) first_scale += row % TILE;
         T *out = (T *)p.out + row * in + lane % 4 * 2;

@@ -62,9 +62,15 @@ __device__ inline uint32_t power_pair(uint32_t e8m0) {
     return word_of<__nv_bfloat16>(__hfma2(power, zero, power));
 }
 
-/* Where a tile's halfword has its four codes of E2M1, a digit each, the first being the last: magnitudes of 3 bits, and
- * signs. So the first, and the two above it, are moved to bf16's sign and exponent by one shift. fused_moe/quantized/tiles.py
- * writes them. */
-constexpr uint32_t E2M1_MAGNITUDES = 0x0396, E2M1_SIGNS = 0xecdf;
+/* --- host ----------------------------------------------------------------------------------------------- */
+
+/* Whether one kernel decodes both. */
+inline bool are_alike(const FusedMoeQuantizedWeight &a, const FusedMoeQuantizedWeight &b) {
+    auto kind = [](const FusedMoeQuantizedWeight &w) {
+        return w.format == FUSED_MOE_FP8_BLOCK ? FUSED_MOE_FP8 : w.format;
+    };
+    return kind(a) == kind(b) && a.scale_dtype == b.scale_dtype && a.block_in == b.block_in &&
+           a.tile_scales == b.tile_scales && !a.zero == !b.zero;
+}
 
 } // namespace fused_moe

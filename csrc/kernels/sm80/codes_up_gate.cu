@@ -49,14 +49,6 @@ int run(const FusedMoeUpGate &p, void *stream) {
     });
 }
 
-/* Whether one kernel decodes both. */
-bool are_alike(const FusedMoeQuantizedWeight &a, const FusedMoeQuantizedWeight &b) {
-    auto kind = [](const FusedMoeQuantizedWeight &w) {
-        return w.format == FUSED_MOE_FP8_BLOCK ? FUSED_MOE_FP8 : w.format;
-    };
-    return kind(a) == kind(b) && a.scale_dtype == b.scale_dtype && a.block_in == b.block_in;
-}
-
 FusedMoeReason reason(const FusedMoeUpGate &p) {
     int64_t R = p.row_map.R;
     int32_t E = p.row_map.E;

@@ -144,15 +144,6 @@ int run(const FusedMoeUpGate &p, void *stream) {
     });
 }
 
-/* Whether one kernel decodes both. */
-bool are_alike(const FusedMoeQuantizedWeight &a, const FusedMoeQuantizedWeight &b) {
-    auto kind = [](const FusedMoeQuantizedWeight &w) {
-        return w.format == FUSED_MOE_FP8_BLOCK ? FUSED_MOE_FP8 : w.format;
-    };
-    return kind(a) == kind(b) && a.scale_dtype == b.scale_dtype && a.block_in == b.block_in &&
-           a.tile_scales == b.tile_scales && !a.zero == !b.zero;
-}
-
 FusedMoeReason reason(const FusedMoeUpGate &p) {
     const FusedMoeRowMap &rows = p.row_map;
     if (!is_16_bit(p.dtype)) return FUSED_MOE_OTHER_DTYPE;

@@ -1,0 +1,42 @@
+/* Where a tile of a quantised weight has its codes. fused_moe/quantized/tiles.py writes tiles, and says why they are so.
+ *
+ * A lane of a warp has of a row of the tile, t = lane % 4, columns 16 s + 8 u + 2 t + i: of 8-bit codes four words, of
+ * 4-bit codes two.
+ *
+ * Plain C, as schedule.h is: the dequantising kernel calls it, and a CPU in the tests. */
+#ifndef FUSED_MOE_CODE_TILE_H
+#define FUSED_MOE_CODE_TILE_H
+
+#include "schedule.h"
+
+typedef enum { FUSED_MOE_BYTES, FUSED_MOE_NIBBLES, FUSED_MOE_SPREAD_NIBBLES } FusedMoeTileCodes;
+
+/* Where a halfword has its four codes of e2m1, a digit each, the first being the last: magnitudes of 3 bits, and signs.
+ * So the first code, and the two above it, get to bf16's sign and exponent by one shift. */
+#define FUSED_MOE_E2M1_MAGNITUDES 0x0396
+#define FUSED_MOE_E2M1_SIGNS 0xecdf
+
+/* Words that a lane has of a row. */
+FUSED_MOE_FN int32_t fused_moe_lane_words(FusedMoeTileCodes kind) {
+    return kind == FUSED_MOE_BYTES ? 4 : 2;
+}
+
+/* The first of them, of row 0 to 63. */
+FUSED_MOE_FN int32_t fused_moe_first_word(FusedMoeTileCodes kind, int32_t row, int32_t t) {
+    int32_t lane = row % 8 * 4 + t, warp = row / 16;
+    return (row / 8 % 2 * 128 + warp * 32 + lane) * fused_moe_lane_words(kind);
+}
+
+/* The code of column 16 s + 8 u + 2 t + i. */
+FUSED_MOE_FN uint32_t fused_moe_code_of_lane(FusedMoeTileCodes kind, const uint32_t *words, int32_t s,
+                                             int32_t u, int32_t i) {
+    if (kind == FUSED_MOE_BYTES) return words[s] >> (16 * u + 8 * i) & 255;
+    uint32_t half = words[s / 2] >> 16 * i;
+    int32_t digit = 4 * (2 * (s % 2) + u);
+    if (kind == FUSED_MOE_NIBBLES) return half >> digit & 15;
+    uint32_t magnitude = half >> (FUSED_MOE_E2M1_MAGNITUDES >> digit & 15) & 7;
+    uint32_t sign = half >> (FUSED_MOE_E2M1_SIGNS >> digit & 15) & 1;
+    return magnitude | sign << 3;
+}
+
+#endif
