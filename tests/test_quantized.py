@@ -729,7 +729,8 @@ def test_raw_operator_checks_what_memory_safety_needs(cpu):
         ((a, data, scale.expand(2, 8, 2)[..., :0], zero, offsets, 3), "equal parts of a row"),
         ((a, data, scale, zero[:, :4], offsets, 3), "zero"),
         ((a, data, scale, zero, offsets, 5), "format"),
-        ((a, data, scale, None, offsets, 4), "scale of dtype Byte"),
+        ((a, data, scale.expand(2, 8, 2), None, offsets, 4), "scale of dtype Byte"),
+        ((a, data, scale.byte(), None, offsets, 4), "scales of 32 columns for mxfp4"),
         (
             (a[:, :32], data.view(torch.int8), torch.empty(2, 0, 2**62), None, offsets, 2),
             "equal parts of a row",

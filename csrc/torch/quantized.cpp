@@ -25,6 +25,9 @@ static void find_blocks(const char *op, FusedMoeQuantizedWeight *w, const Tensor
         if (blocks < 1 || blocks > in / step || in % (step * blocks))
             fail(op, "expected scales of equal parts of a row, in columns by ", step, ", found ",
                  shape_text(scale), " for ", in, " columns");
+        if (w->format == FUSED_MOE_MXFP4 && in != 32 * blocks)
+            fail(op, "expected scales of 32 columns for mxfp4, found ", shape_text(scale), " for ", in,
+                 " columns");
         const bool is_of_matrix = !is_grouped && (is_tiled ? scale.size(3) == 4 : scale.size(1) == 1);
         w->block_in = in / blocks;
         w->block_out = is_of_matrix ? out : 1;
