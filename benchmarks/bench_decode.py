@@ -21,9 +21,10 @@ sorting the chosen experts to the sum over them.
 --format adds a record for each format of quantised weights (bench decode_quantised). ratio_to_bf16, or the
 other dtype in its place, is the time with float weights over the time with the format; the two take turns.
 bytes are those of a layer's weights. int4 has groups of 128, or of 32 where a width is no multiple of 128.
-Peers of quantised weights, in turns with ours and with the same values: marlin, of vLLM, for fp8_block, int4
-and mxfp4; vllm, its Triton kernel, for fp8_block, whose activations are of 8 bits, too. Their ratio_to_PEER
-and peer_errors are in the format's record; a peer whose error is too large is not timed.
+Peers of quantised weights, in turns with ours and with the same values: marlin, of vLLM, for int4, mxfp4 and
+fp8_block (whose scales it rounds to 16 bits); vllm, its Triton kernel, for fp8_block, whose activations are
+of 8 bits, too. Their ratio_to_PEER and peer_errors are in the format's record; a peer whose error is too
+large is not timed.
 """
 
 from __future__ import annotations

@@ -125,7 +125,7 @@ def vllm_marlin(format: str, activation: str = "silu", *, gated: bool = True) ->
     moe_wna16_marlin_gemm, moe_sum. vLLM's wrapper chooses the block size.
 
     Scales of fp8_block are rounded to bfloat16, as vLLM does for Marlin; others have the same values as ours.
-    Its kernels are in the wheel as PTX for 8.0, which the driver compiles for Hopper.
+    Its kernels are in the wheel as PTX for 8.0, which the driver compiles for Hopper where nothing else has.
     """
     if format not in MARLIN_FORMATS:
         raise Unavailable(f"marlin: expected {', '.join(MARLIN_FORMATS)}, found {format}")
@@ -141,11 +141,12 @@ def vllm_marlin(format: str, activation: str = "silu", *, gated: bool = True) ->
             marlin_utils_fp8,
         )
         from vllm.scalar_type import scalar_types
-    except (ImportError, OSError) as error:
+
+        type_name, bits = MARLIN_FORMATS[format]
+        code_type = getattr(scalar_types, type_name).id
+    except (ImportError, OSError, AttributeError) as error:  # AttributeError: a version without the type
         raise Unavailable(f"vllm is not installed ({error})") from None
     function = MoEActivation.from_str(activation if gated else f"{activation}_no_mul")
-    type_name, bits = MARLIN_FORMATS[format]
-    code_type = getattr(scalar_types, type_name).id
     workspaces: dict[torch.device, Tensor] = {}  # vLLM, too, keeps one for all calls
 
     def workspace(device: torch.device) -> Tensor:
@@ -204,7 +205,10 @@ def vllm_fp8_block(format: str, activation: str = "silu", *, gated: bool = True)
     if format != "fp8_block":
         raise Unavailable(f"vllm: expected fp8_block, found {format}")
     float_experts = vllm_experts(activation, gated=gated)  # or the reason why not
-    from vllm.model_executor.layers.fused_moe.config import fp8_w8a8_moe_quant_config
+    try:
+        from vllm.model_executor.layers.fused_moe.config import fp8_w8a8_moe_quant_config
+    except ImportError as error:
+        raise Unavailable(f"vllm: {error}") from None
 
     def convert(w1, w2, w3) -> tuple:
         if w3 is not None and w1.size(1) % BLOCK:

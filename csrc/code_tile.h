@@ -11,8 +11,8 @@
 
 typedef enum { FUSED_MOE_BYTES, FUSED_MOE_NIBBLES, FUSED_MOE_SPREAD_NIBBLES } FusedMoeTileCodes;
 
-/* Where a halfword has its four codes of e2m1, a digit each, the first being the last: magnitudes of 3 bits, and signs.
- * So the first code, and the two above it, get to bf16's sign and exponent by one shift. */
+/* Where a halfword has four codes of e2m1. Digit n, from the right, is code n's: the first bit of its magnitude, and its
+ * sign. In bf16 code 0 needs no shift, and code 2 one for both; codes 1 and 3 need two. */
 #define FUSED_MOE_E2M1_MAGNITUDES 0x0396
 #define FUSED_MOE_E2M1_SIGNS 0xecdf
 

@@ -48,7 +48,8 @@ typedef struct {
     bool no_interleave; /* skinny tiles come last                        */
     bool no_tails;      /* no swapped operands, split last wave, nor tiles of few rows */
     int32_t split_k;    /* CTAs that share a tile of few rows; 0: one    */
-    int32_t code_rows;  /* rows per expert up to which codes are read; -1: as the kernels have it */
+    int32_t code_rows;  /* rows per expert up to which codes are read, on sm80 16 at most; -1: as the kernels
+                           have it */
 } ScheduleOverride;
 
 const ScheduleOverride &schedule_override();

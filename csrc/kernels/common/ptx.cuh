@@ -18,7 +18,8 @@ __device__ inline uint32_t smid() {
     return id;
 }
 
-/* x, made such that ptxas keeps it in a register: it would rather compute addresses again inside a loop. */
+/* x, made such that ptxas keeps it in a register: it would rather compute addresses again inside a loop. Not for a
+ * constant, whose shuffle nvcc computes. */
 __device__ inline uint32_t opaque(uint32_t x) {
     return __shfl_sync(~0u, x, threadIdx.x % 32);
 }

@@ -205,7 +205,7 @@ inline void set_codes(CodedWeights &w, int which, const FusedMoeQuantizedWeight 
 }
 
 template <class Decoder_>
-struct DecoderType { /* on the host there is none */
+struct DecoderType { /* a Decoder is made on the device alone */
     using Decoder = Decoder_;
 };
 

@@ -4,7 +4,7 @@
  *   C           16 x 64 or 64 x 128, by four warps side by side of 16 or 32 columns
  *   k-tile      64 elements of k. A line is 64 elements of k of one row, or MN-major all columns at one k; chunk
  *               c of line l is swizzled to c ^ (l % 8). A line of K-major B is a whole cache line.
- *   pipeline    4 stages of a k-tile, 3 where there are 64 rows
+ *   pipeline    of a dense B 4 stages of a k-tile, 3 where there are 64 rows
  *
  *   waits       |k 0             |k 1             |k 2
  *   fragments    |of k 0          |of k 1
@@ -12,7 +12,7 @@
  *   mma           |k 0            |k 1
  *
  * What counts is bytes in flight. So a stage is loaded again as soon as all warps have its fragments, at the price
- * of a second barrier per k-tile, and while a CTA waits all its stages are in flight: 32 KiB of B (48). An SM has
+ * of a second barrier per k-tile, and while a CTA waits all its stages are in flight: of a dense B 32 KiB (48). An SM has
  * room for 5 such CTAs (3) on the H100, 3 (2) on the A100, 2 (1) where it has 100 KiB. Their prologues and
  * epilogues overlap, and one token's tiles are many enough for every SM.
  *

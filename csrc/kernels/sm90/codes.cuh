@@ -24,8 +24,8 @@
 namespace fused_moe {
 namespace sm90 {
 
-/* Columns of a stage, at most. */
-constexpr int STAGE_COLUMNS = 128;
+/* Of a stage. */
+constexpr int MOST_COLUMNS = 128;
 
 /* --- scales and zero points ------------------------------------------------------------------------------ */
 
@@ -34,7 +34,7 @@ typedef struct {
     FusedMoeDtype dtype;
     int32_t bytes;     /* of a scale                                                */
     int32_t rows;      /* of a group's scales in a tile: 64, or 4 equal ones        */
-    int32_t groups;    /* in a stage: 1, 2, and in one of two k-tiles 4             */
+    int32_t groups;    /* in a stage: 1 or 2; 4 where it has two k-tiles             */
     int32_t shift;     /* 2^shift stages share a group; 31: all                     */
     bool has_zeros;    /* int8, as many as scales                                   */
     int32_t box_bytes; /* of half a stage's tiles: codes, scales and zero points    */

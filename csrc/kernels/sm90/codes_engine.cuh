@@ -34,6 +34,7 @@ struct CodesConfig : GemmConfig<typename Decoder_::T, Major::K, GATHER> {
     static constexpr int BM = FEW_ROWS ? 32 : MANY_ROWS ? 128 : 64, CUT_ROWS = BM;
     /* Of a stage. Codes are few bytes, and two k-tiles' waits are paid for once. */
     static constexpr int K_TILES = MANY_ROWS ? 1 : 2, COLUMNS = SUBTILE * K_TILES;
+    static_assert(COLUMNS <= MOST_COLUMNS);
     static constexpr int TILES = CONSUMERS * SUBTILES, BN = SUBTILE * TILES; /* of B in a stage */
     static constexpr int K_TILE_BYTES = BM * SWIZZLE_BYTES, A_BYTES = K_TILES * K_TILE_BYTES;
     /* Where a stage's b has what. */
@@ -172,8 +173,8 @@ __device__ inline void load_gather_codes(const CodesGemm &p, Shared<Config> &s) 
         }
         WorkTile tile = reader.next();
         if (tile.expert < 0) break;
-        int rows = (tile.num_rows - first + ROW_STEP - 1) /
-                   ROW_STEP;          /* of this thread; past them the stage keeps its own */
+        /* Of this thread. Later rows keep what an earlier tile left; what comes of them is dropped. */
+        int rows = (tile.num_rows - first + ROW_STEP - 1) / ROW_STEP;
         int left = k - chunk * CHUNK; /* columns from this thread's first */
 #pragma unroll 1
         for (int i = 0; i < num_stages; i++, pipe.advance()) {
@@ -426,9 +427,8 @@ int with_decoder(FusedMoeDtype dtype, const FusedMoeQuantizedWeight &w, Fn fn) {
         case FUSED_MOE_INT8: return fn(Decoder<T, Code::INT8, false, false>());
         case FUSED_MOE_INT4:
             if (w.scale_dtype != dtype) return fn(Decoder<T, Code::INT4, false, true>());
-            return w.block_in < STAGE_COLUMNS && w.block_in < w.in
-                       ? fn(Decoder<T, Code::INT4, true, true>())
-                       : fn(Decoder<T, Code::INT4, true, false>());
+            return w.block_in < MOST_COLUMNS && w.block_in < w.in ? fn(Decoder<T, Code::INT4, true, true>())
+                                                                  : fn(Decoder<T, Code::INT4, true, false>());
         case FUSED_MOE_MXFP4: /* bf16 has every e8m0 scale */
             return fn(Decoder<T, Code::E2M1, std::is_same_v<T, __nv_bfloat16>, true>());
         default: return fn(Decoder<T, Code::E4M3, false, false>());
@@ -509,7 +509,7 @@ inline bool has_readable_codes(const FusedMoeWeight &w) {
     if (!w.codes || w.codes->transposed || !w.codes->tile_scales) return false;
     const FusedMoeQuantizedWeight &codes = *w.codes;
     bool has_one_scale = codes.block_in >= codes.in, is_power = (codes.block_in & (codes.block_in - 1)) == 0;
-    bool is_whole = codes.format != FUSED_MOE_INT4 || codes.in % STAGE_COLUMNS == 0;
+    bool is_whole = codes.format != FUSED_MOE_INT4 || codes.in % MOST_COLUMNS == 0;
     return is_aligned(codes.data) && is_aligned(codes.scale) && is_aligned(codes.zero) &&
            (has_one_scale ? is_whole : is_power && codes.block_in >= 32);
 }
