@@ -91,6 +91,11 @@ typedef struct {        /* weight (E, out, in) = (code - zero) scale, in f32, ro
      * [E,out/64,ceil(in/block_in),tile_scales]: 64, one of each row, or 4 equal ones; f32 for codes of 8 bits. On CUDA
      * alone. */
     int32_t tile_scales;
+    /* Beside tiles, or NULL: a second packing, which GEMMs of the transposed weight read. data_t is [E,in/64,out/64] tiles.
+     * Where block_out is 1, scale_t and zero_t are [E,ceil(in/block_in),out/64,64], as lanes have them; else scale_t is
+     * [E,in/64,ceil(out/block_out),4], 4 equal ones. */
+    const void *data_t, *scale_t;
+    const int8_t *zero_t;
 } FusedMoeQuantizedWeight;
 
 typedef struct { /* expert weights (E, out, in); either of out and in may be the dense one */

@@ -72,7 +72,8 @@ def _scored(rows: Tensor, scores: Tensor, plan: Plan) -> Tensor:
 def _gemm(rows: Tensor, w, bias, a, b, scale: float, offsets: Tensor) -> Tensor:
     """rows w^T + scale (rows a^T) b^T + bias, of the rows' experts; zero past the last row."""
     if isinstance(w, QuantizedWeight):
-        out = run(ops.quantized_mm.default, rows, *w.tensors, offsets, w.code)
+        tensors, transposed = w.tensors, w.transposed_tensors
+        out = run(ops.quantized_mm.default, rows, *tensors, offsets, w.code, False, *transposed)
     else:
         out = run(ops.grouped_mm.default, rows, w, offsets)
     if a is not None:

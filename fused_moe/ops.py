@@ -549,13 +549,17 @@ def _quantized_mm_fake(args):
 
 def _quantized_mm_setup(ctx, args, output):
     ctx.settings = (args.format, not args.transposed)
-    ctx.save_for_backward(args.data, args.scale, args.zero, args.offsets)
+    packed, transposed = (args.data, args.scale, args.zero), (args.data_t, args.scale_t, args.zero_t)
+    ctx.save_for_backward(*packed, args.offsets, *transposed)
 
 
 def _quantized_mm_backward(ctx, need, dout):
-    if need.data or need.scale:
+    if need.data or need.scale or need.data_t or need.scale_t:
         raise RuntimeError("fused_moe: quantised weights are frozen: their codes and scales have no gradient")
-    return {"a": run(ops.quantized_mm.default, dout, *ctx.saved_tensors, *ctx.settings)} if need.a else {}
+    if not need.a:
+        return {}
+    weight, transposed = ctx.saved_tensors[:4], ctx.saved_tensors[4:]
+    return {"a": run(ops.quantized_mm.default, dout, *weight, *ctx.settings, *transposed)}
 
 
 def _wgrad_fake(args):

@@ -300,13 +300,14 @@ def operator_calls(case: Case, device) -> dict:
         {**down_backward, "dout": rows, "plan": rows_plan, **down_needs, "need_dscores": False},
     ]
     quantized = [  # not fp8, with whose codes opcheck cannot reckon
-        fused_moe.quantize(torch.randn(E, rows, 64).to(device), format, **options)
+        fused_moe.quantize(torch.randn(E, rows, 64).to(device), format, trainable=True, **options)
         for format, options in (("int4", {"group_size": 32, "symmetric": False}), ("mxfp4", {}), ("int8", {}))
-        for rows in (6, 64)  # on Hopper the second is tiled
+        for rows in (6, 64)  # on Hopper the second is tiled, and has a second packing
     ]
     of_quantized = [
         {"a": new(R, width), **dict(zip(("data", "scale", "zero"), w.tensors, strict=True)), "offsets": offs}
         | {"format": w.code, "transposed": transposed}
+        | dict(zip(("data_t", "scale_t", "zero_t"), w.transposed_tensors, strict=True))
         for w in quantized
         for width, transposed in ((64, False), (w.size(1), True))
     ]

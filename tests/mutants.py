@@ -490,8 +490,8 @@ CPU = [
     Mutant(
         "a dtype casts codes",
         "fused_moe/quantized/weight.py",
-        "moved = parameter.detach().to(moved.device)",
-        "pass",
+        "return tensor.detach().to(found.device)",
+        "return found",
         "tests/test_quantized.py",
     ),
     Mutant(
@@ -504,8 +504,22 @@ CPU = [
     Mutant(
         "loading leaves the tiles that a CUDA graph reads",
         "fused_moe/quantized/weight.py",
-        "out = old if old is not None and old.device == tensor.device else None",
+        "out = _if_on(tensor.device, before.get(names[key]))",
         "out = None",
+        "tests/test_tiles.py",
+    ),
+    Mutant(
+        "loading leaves the second packing as it was",
+        "fused_moe/quantized/weight.py",
+        "elif self.data_t is None or before is not None:",
+        "elif self.data_t is None:",
+        "tests/test_tiles.py",
+    ),
+    Mutant(
+        "scales of two column pairs change places in the second packing",
+        "fused_moe/quantized/tiles.py",
+        "permute(0, 1, 2, 5, 3, 4, 6)",
+        "permute(0, 1, 2, 5, 4, 3, 6)",
         "tests/test_tiles.py",
     ),
     Mutant(

@@ -5,7 +5,8 @@ from cases import Case, operator_calls
 from torch.utils._pytree import tree_map
 
 PLAN = ("offsets", "schedule", "row_token", "row_slot", "token_row")
-CODES = [f"{name}{i}" for name in ("data", "scale", "zero") for i in ("", 1, 2, 3)]  # any value is right
+# Any value is right.
+CODES = [f"{name}{i}" for name in ("data", "scale", "zero") for i in ("", "_t", 1, 2, 3)]
 HEAD_WORDS = 8  # of a schedule
 INT_MIN, INT_MAX = -(2**31), 2**31 - 1
 

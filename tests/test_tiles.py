@@ -37,6 +37,15 @@ def tiles_of(w: QuantizedWeight) -> tuple:
     )
 
 
+def transposed_tiles_of(w: QuantizedWeight) -> tuple:
+    """The second packing of data, scale and zero of a weight."""
+    return (
+        tiles.transposed_data(w.format, w.data, w.shape),
+        tiles.transposed_scale(w.format, w.scale, w.shape),
+        None if w.zero is None else tiles.transposed_scale(w.format, w.zero, w.shape),
+    )
+
+
 def bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().contiguous().view(torch.uint8)
 
@@ -142,9 +151,96 @@ def test_there_and_back(cpu, format, num_experts, row_tiles, col_tiles, scale_of
         assert torch.equal(tiles.published_scale(format, tiled_zero, torch.int8), w.zero)
 
 
+# --- the second packing -----------------------------------------------------------------------------------
+
+
+@pytest.mark.quick
+@EVERY_FORMAT
+@pytest.mark.parametrize("part", (1, 1 << 22))
+def test_transposed_codes_are_tiles_of_the_transposed_weight(cpu, monkeypatch, format, part):
+    """Every code of the weight, read back from the layout of tiles, which the tests above check."""
+    monkeypatch.setattr(formats, "PART", part)
+    E, rows, cols = shape = (3, 128, 192)
+    w = random_weight(format, *shape, cpu)
+    is_packed = FORMATS[format].per_byte == 2
+    found = tiles.transposed_data(format, w.data, shape)
+    assert found.shape == (E, cols // 64, rows // 64, 2048 if is_packed else 4096)
+    assert found.dtype == w.data.dtype and found.is_contiguous()
+    codes = [bits(t) for t in (tiles.published_data(format, found), w.data)]
+    transposed, codes = map(formats.nibbles, codes) if is_packed else codes
+    assert transposed.shape == (E, cols, rows) and torch.equal(transposed, codes.mT)
+
+
+@EVERY_FORMAT
+@pytest.mark.parametrize("scale_of", range(6))
+def test_transposed_scales_are_where_the_formula_says(cpu, format, scale_of):
+    """Scales and zero points of every kind, also where the last block of 128 x 128 is cut."""
+    E, rows, cols = shape = (2, 192, 320 if scale_of < 3 else 384)
+    w = random_weight(format, *shape, cpu, scale_of)
+    _, *found_of = transposed_tiles_of(w)
+    for name, found, scale in zip(("scale", "zero"), found_of, (w.scale, w.zero), strict=True):
+        if scale is None:
+            assert found is None
+            continue
+        assert found.dtype == (scale.dtype if format in ("int4", "mxfp4") else F32), name
+        assert found.is_contiguous()
+        if scale.size(1) == rows:
+            groups = scale.size(2)
+            assert found.shape == (E, groups, rows // 64, 64), name
+            for e, i, c in torch.cartesian_prod(*map(torch.arange, (E, rows, groups))).tolist():
+                s, u, t, v = i % 64 // 16, i // 8 % 2, i % 8 // 2, i % 2
+                assert found[e, c, i // 64, 16 * t + 4 * s + 2 * u + v] == scale[e, i, c], (name, e, i, c)
+            continue
+        blocks = scale.size(1)
+        assert found.shape == (E, cols // 64, blocks, 4)
+        for e, j, r in torch.cartesian_prod(*map(torch.arange, (E, cols // 64, blocks))).tolist():
+            col = j // 2 if format == "fp8_block" else 0
+            assert (found[e, j, r] == scale[e, r, col]).all(), (e, j, r)
+
+
+def values_of_second_packing(w: QuantizedWeight) -> torch.Tensor:
+    """The weight in float32, by the codes and scales of its second packing."""
+    E, rows, cols = w.shape
+    data_t, *of_rows = transposed_tiles_of(w)
+    codes = tiles.published_data(w.format, data_t)
+    if FORMATS[w.format].per_byte == 2:
+        codes = formats.pack_nibbles(formats.nibbles(codes).mT)
+    else:
+        codes = bits(codes).mT.contiguous().view(w.data.dtype)
+    if of_rows[0].size(3) == 4:
+        scale = tiles.published_scale(w.format, of_rows[0], w.scale.dtype)
+        return formats.dequantize(w.format, codes, scale.mT, None, F32)
+    row = torch.arange(64)
+    lane_order = 16 * (row % 8 // 2) + 4 * (row // 16) + 2 * (row // 8 % 2) + row % 2
+    scale, zero = (t if t is None else t[..., lane_order].flatten(2).mT for t in of_rows)
+    return formats.dequantize(w.format, codes, scale, zero, F32)
+
+
+@EVERY_FORMAT
+@pytest.mark.parametrize("scale_of", range(6))
+def test_the_second_packing_has_the_same_values(cpu, format, scale_of):
+    w = random_weight(format, 2, 128, 384, cpu, scale_of)
+    assert torch.equal(values_of_second_packing(w), w.dequantize(F32))
+
+
+@EVERY_FORMAT
+@pytest.mark.parametrize("scale_of", range(4))
+def test_the_second_packing_is_written_in_place(cpu, format, scale_of):
+    shape = (2, 64, 128)
+    expected = transposed_tiles_of(random_weight(format, *shape, cpu, scale_of))
+    w = random_weight(format, *shape, cpu, scale_of)
+    converts = tiles.transposed_data, tiles.transposed_scale, tiles.transposed_scale
+    for convert, out, tensor in zip(converts, expected, (w.data, w.scale, w.zero), strict=True):
+        if tensor is not None:
+            other = convert(format, tensor, shape)
+            assert not torch.equal(bits(out), bits(other))
+            assert convert(format, tensor, shape, out) is out
+            assert torch.equal(bits(out), bits(other))
+
+
 @EVERY_FORMAT
 def test_temporaries_are_small(cpu, monkeypatch, format):
-    """On both ways nothing but the result is larger than the experts that are converted at a time."""
+    """Nothing but the result is larger than the experts that are converted at a time."""
     E, rows, cols = shape = (16, 64, 128)
     monkeypatch.setattr(formats, "PART", rows * cols)
     data = random_weight(format, *shape, cpu).data
@@ -152,6 +248,7 @@ def test_temporaries_are_small(cpu, monkeypatch, format):
     for convert, source in (
         (lambda: tiles.tiled_data(format, data, shape), data),
         (lambda: tiles.published_data(format, tiled), tiled),
+        (lambda: tiles.transposed_data(format, data, shape), data),
     ):
         with Calls() as calls:
             out = convert()
@@ -257,6 +354,161 @@ def test_moves(cpu, option):
         assert_same(moved.state_dict(), expected)
 
 
+# --- which weights have the second packing ----------------------------------------------------------------
+
+
+def assert_packed(w: QuantizedWeight) -> None:
+    """It has the second packing of its own codes."""
+    for found, expected in zip(w.transposed_tensors, transposed_tiles_of(w), strict=True):
+        assert (found is None) == (expected is None)
+        assert found is None or (found.dtype == expected.dtype and found.device == w.device)
+        assert found is None or torch.equal(bits(found), bits(expected))
+
+
+def assert_not_packed(w: QuantizedWeight) -> None:
+    assert w.transposed_tensors == (w.data_t, w.scale_t, w.zero_t) == (None, None, None)
+
+
+@pytest.mark.quick
+@EVERY_OPTION
+def test_who_has_the_second_packing(cpu, request, option):
+    """Tiled weights that were asked for it, by any of three ways."""
+    format, options = OPTIONS[option]
+    weight = torch.randn(2, 64, 128)
+    published = quantize(weight, format, trainable=True, **options)
+    assert published.is_trainable and not published.is_tiled
+    assert_not_packed(published)
+    request.getfixturevalue("tiling")
+    plain = quantize(weight, format, **options)
+    assert not plain.is_trainable and "trainable" not in repr(plain)
+    assert_not_packed(plain)
+    w = quantize(weight, format, trainable=True, **options)
+    assert w.is_trainable and repr(w) == repr(plain)[:-1] + ", trainable=True)"
+    assert_packed(w)
+    assert w.nbytes == plain.nbytes + sum(t.nbytes for t in w.transposed_tensors if t is not None)
+    assert 1.9 * plain.nbytes <= w.nbytes <= 2.1 * plain.nbytes
+    assert not list(w.buffers()) and not any(t.requires_grad for t in w.transposed_tensors if t is not None)
+    assert_same(w.state_dict(), plain.state_dict())
+    made = QuantizedWeight(plain.data, plain.scale, plain.zero, format=format, shape=w.shape, trainable=True)
+    assert_packed(made)
+    assert plain.set_trainable() is plain and plain.is_trainable
+    assert_packed(plain)
+    places = [t.data_ptr() for t in plain.transposed_tensors if t is not None]
+    plain.set_trainable(True)
+    assert [t.data_ptr() for t in plain.transposed_tensors if t is not None] == places
+    assert_not_packed(plain.set_trainable(False))
+    assert not plain.is_trainable and plain.is_tiled
+    assert_packed(published.to(cpu))  # as moved to such a GPU
+
+
+@pytest.mark.usefixtures("tiling")
+def test_layers_with_the_second_packing(cpu):
+    """quantize of a module; sides that tiles do not fit; published tensors in place of tiles."""
+    moe = quantize(FusedMoE(64, 96, 4, 2), "mxfp4", trainable=True)
+    assert moe.experts.w1.is_trainable and not moe.experts.w1.is_tiled  # (4, 96, 64)
+    assert_not_packed(moe.experts.w1)
+    w = quantize(FusedMoE(64, 128, 4, 2), "mxfp4", trainable=True).experts.w1
+
+    class Tensors(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w = w
+
+        def forward(self):
+            return self.w.transposed_tensors
+
+    assert Tensors()() == w.transposed_tensors
+    state = {f"w.{name}": tensor for name, tensor in w.state_dict().items()}
+    assert torch.func.functional_call(Tensors(), state, ()) == (None, None, None)
+
+
+@EVERY_OPTION
+def test_the_second_packing_moves(cpu, option):
+    """As tiles do: made on a GPU that reads it, kept there, dropped elsewhere, with copies and pickles."""
+    format, options = OPTIONS[option]
+    w = quantize(torch.randn(2, 64, 128), format, trainable=True, **options)
+    with pytest.MonkeyPatch.context() as gpu:
+        gpu.setattr(tiles, "are_read_on", lambda device: device.type == "cpu")
+        assert_packed(w.to(cpu))
+        places = [t.data_ptr() for t in w.transposed_tensors if t is not None]
+        for change in (lambda w: w.to(F16), lambda w: w.half(), lambda w: w.type(F16)):
+            assert_packed(change(w.to(BF16)))
+        assert [t.data_ptr() for t in w.transposed_tensors if t is not None] == places
+        copied = copy.deepcopy(w)
+        assert_packed(copied)
+        assert copied.data_t.data_ptr() != w.data_t.data_ptr()
+        meta = copy.deepcopy(w).to("meta")
+        assert meta.is_trainable
+        assert_not_packed(meta)
+        meta.to_empty(device=cpu).load_state_dict(w.state_dict())
+        assert_packed(meta)
+        file = io.BytesIO()
+        torch.save(w, file)
+        file.seek(0)
+        assert_packed(torch.load(file, weights_only=False))
+    file.seek(0)
+    loaded = torch.load(file, weights_only=False)  # as with map_location="cpu"
+    for moved in (w.to(cpu), copied.cpu(), loaded):
+        assert moved.is_trainable and not moved.is_tiled
+        assert_not_packed(moved)
+
+
+@EVERY_OPTION
+def test_loading_writes_the_second_packing(cpu, option):
+    """In place, since a CUDA graph may read it; and of a weight that was on meta."""
+    format, options = OPTIONS[option]
+    state = quantize(torch.randn(2, 64, 128), format, **options).state_dict()
+    with pytest.MonkeyPatch.context() as gpu:
+        gpu.setattr(tiles, "are_read_on", lambda device: device.type != "meta")
+        w = quantize(torch.randn(2, 64, 128), format, trainable=True, **options)
+        before = w.transposed_tensors
+        for assign in (False, True):
+            w.load_state_dict(quantize(torch.randn(2, 64, 128), format, **options).state_dict())
+            w.load_state_dict(state, assign=assign)
+            assert all(t is b for t, b in zip(w.transposed_tensors, before, strict=True))
+            assert_same(w.state_dict(), state)
+            assert_packed(w)
+        meta = quantize(torch.empty(2, 64, 128, device="meta"), format, trainable=True, **options)
+        assert_not_packed(meta)
+        meta.load_state_dict(state, assign=True)
+        assert_packed(meta)
+        # tensors that are where tiles are not read
+        gpu.setattr(tiles, "are_read_on", lambda device: False)
+        w.load_state_dict(state, assign=True)
+        assert not w.is_tiled
+        assert_not_packed(w)
+
+
+@EVERY_OPTION
+def test_training_has_the_same_bits(cpu, option):
+    """With trainable=True, where it has no effect."""
+    format, options = OPTIONS[option]
+    moe = FusedMoE(64, 128, 4, 2, dtype=BF16)
+    x = torch.randn(33, 64, dtype=BF16)
+    results = []
+    for trainable in (False, True):
+        layer = quantize(copy.deepcopy(moe), format, trainable=trainable, **options)
+        assert layer.experts.w2.is_trainable == trainable
+        leaf = x.clone().requires_grad_()
+        out = layer(leaf)
+        out.square().sum().backward()
+        results.append((out, leaf.grad, layer.router.gate.weight.grad))
+    for plain, found in zip(*results, strict=True):
+        assert torch.equal(found, plain)
+
+
+@pytest.mark.quick
+def test_what_trainable_may_be(cpu):
+    w = quantize(torch.randn(1, 64, 64), "fp8")
+    for call, of in (
+        (lambda: quantize(torch.randn(1, 64, 64), "fp8", trainable=1), "quantize"),
+        (lambda: QuantizedWeight(w.data, w.scale, format="fp8", shape=w.shape, trainable=None), "Quant.*"),
+        (lambda: w.set_trainable("yes"), "QuantizedWeight.set_trainable"),
+    ):
+        with pytest.raises(TypeError, match=f"{of}: expected trainable to be True or False, found "):
+            call()
+
+
 # --- the state_dict ---------------------------------------------------------------------------------------
 
 
@@ -344,6 +596,10 @@ def test_one_layout_is_in_memory(cpu, format):
     assert published <= w.nbytes <= 1.02 * published
     w.to("meta").to_empty(device=cpu)
     assert w.is_tiled and tensor_bytes() - before == w.nbytes
+    w.set_trainable().load_state_dict(w.state_dict())
+    assert tensor_bytes() - before == w.nbytes > 1.9 * published
+    w.set_trainable(False)
+    assert tensor_bytes() - before == w.nbytes <= 1.02 * published
 
 
 # --- operators --------------------------------------------------------------------------------------------
@@ -401,6 +657,30 @@ def test_functions_on_meta(cpu, format):
         assert fused_moe.fused_experts(x, w1, w2, w3, scores, ids).shape == x.shape
 
 
+@pytest.mark.quick
+@pytest.mark.usefixtures("tiling")
+@EVERY_FORMAT
+def test_backward_gets_the_second_packing(cpu, format):
+    """Of the weight whose GEMM it is, on meta."""
+    weights = [random_weight(format, 3, *sides, cpu, 1) for sides in ((64, 128), (64, 128), (128, 64))]
+    with pytest.MonkeyPatch.context() as gpu:
+        gpu.setattr(tiles, "are_read_on", lambda device: True)  # on meta, too
+        w1, w3, w2 = (w.set_trainable().to("meta") for w in weights)
+    x = torch.empty(5, 128, device="meta", requires_grad=True)
+    scores, ids = torch.empty(5, 2, device="meta"), torch.empty(5, 2, dtype=torch.int32, device="meta")
+    with Calls() as calls:
+        fused_moe.fused_experts(x, w1, w2, w3, scores, ids).sum().backward()
+    named = fused_moe.ops.Schema("quantized_mm").named
+    found = [named(*args) for args, _ in calls.of("quantized_mm")]
+    assert [args.transposed for args in found] == [False] * 3 + [True] * 3
+    for w in (w1, w3, w2):
+        of_w = [args for args in found if args.data is w.tensors[0]]
+        assert [args.transposed for args in of_w] == [False, True]
+        for args in of_w:
+            packing = args.data_t, args.scale_t, args.zero_t
+            assert all(a is b for a, b in zip(packing, w.transposed_tensors, strict=True))
+
+
 @pytest.mark.usefixtures("tiling")
 @EVERY_FORMAT
 def test_the_cpus_operators_refuse_tiles(cpu, format):
@@ -412,3 +692,28 @@ def test_the_cpus_operators_refuse_tiles(cpu, format):
     moe = quantize(FusedMoE(64, 64, 4, 2), format, **quantize_options(format))
     with torch.no_grad(), pytest.raises(RuntimeError, match="expected data of 3 dimensions.* found"):
         moe(torch.randn(3, 64))
+
+
+@pytest.mark.quick
+def test_the_second_packing_is_for_tiles_alone(cpu):
+    """The operator refuses it beside the published layout, which the CPU reads."""
+    w = random_weight("int4", 2, 64, 128, cpu, scale_of=1)
+    a, offsets = torch.randn(2, 64), torch.tensor([1, 2], dtype=torch.int32)
+    packing = transposed_tiles_of(w)
+    for some in (packing, (packing[0], None, None), (None, None, packing[2])):
+        with pytest.raises(RuntimeError, match="expected data in tiles.* beside data_t, found 3 dimensions"):
+            torch.ops.fused_moe.quantized_mm(a, *w.tensors, offsets, w.code, True, *some)
+
+
+def test_the_second_packing_has_no_gradient(cpu):
+    """As codes and scales have none."""
+    w = random_weight("fp8", 2, 64, 128, "cpu")
+    data, scale, _ = (t if t is None else t.to("meta") for t in tiles_of(w))
+    data_t, scale_t, _ = (t if t is None else t.to("meta") for t in transposed_tiles_of(w))
+    a = torch.empty(4, 128, device="meta", requires_grad=True)
+    offsets = torch.empty(2, dtype=torch.int32, device="meta")
+    out = torch.ops.fused_moe.quantized_mm(
+        a, data, scale, None, offsets, w.code, False, data_t, scale_t.requires_grad_()
+    )
+    with pytest.raises(RuntimeError, match="quantised weights are frozen"):
+        out.sum().backward()

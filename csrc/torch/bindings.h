@@ -142,12 +142,13 @@ struct QuantizedTensors {
     const Tensor &data, &scale;
     const OptTensor &zero;
     int64_t format;
+    OptTensor data_t = {}, scale_t = {}, zero_t = {}; /* the second packing */
 };
 
 struct QuantizedWeight {
     FusedMoeQuantizedWeight p;
     Tensor data, scale;
-    OptTensor zero;
+    OptTensor zero, data_t, scale_t, zero_t;
 };
 
 /* quantized.cpp. Transposed: it is read as (E, in, out). */

@@ -194,7 +194,7 @@ STABLE_TORCH_LIBRARY(fused_moe, m) {
 
     m.def("grouped_mm(Tensor a, Tensor b, Tensor offsets) -> Tensor");
     m.def("quantized_mm(Tensor a, Tensor data, Tensor scale, Tensor? zero, Tensor offsets, int format, "
-          "bool transposed=False) -> Tensor");
+          "bool transposed=False, Tensor? data_t=None, Tensor? scale_t=None, Tensor? zero_t=None) -> Tensor");
     m.def("wgrad(Tensor a, Tensor b, Tensor offsets, Tensor? a_row_token=None, Tensor? b_row_token=None) -> "
           "Tensor");
     m.def("wgrad_accumulate(Tensor a, Tensor b, Tensor offsets, Tensor(a!) dw, Tensor? a_row_token=None, "

@@ -55,7 +55,8 @@ Tensor bias_grad(const Tensor &rows, const Tensor &offsets);
 /* --- quantized.cpp -------------------------------------------------------------------------------------- */
 
 Tensor quantized_mm(const Tensor &a, const Tensor &data, const Tensor &scale, const OptTensor &zero,
-                    const Tensor &offsets, int64_t format, bool transposed);
+                    const Tensor &offsets, int64_t format, bool transposed, const OptTensor &data_t,
+                    const OptTensor &scale_t, const OptTensor &zero_t);
 
 /* --- experts.cpp ---------------------------------------------------------------------------------------- */
 

@@ -41,6 +41,41 @@ static void find_blocks(const char *op, FusedMoeQuantizedWeight *w, const Tensor
     }
 }
 
+/* Where the weight has a second packing: checks it, and points into it. */
+static void find_transposed(const char *op, const QuantizedTensors &given, QuantizedWeight *weight) {
+    if (!given.data_t && !given.scale_t && !given.zero_t) return;
+    FusedMoeQuantizedWeight &w = weight->p;
+    const Tensor &codes = given.data, &scale = given.scale;
+    const int64_t row_tiles = w.out / FUSED_MOE_CODE_TILE, col_tiles = w.in / FUSED_MOE_CODE_TILE;
+    const int64_t E = codes.size(0);
+    check(w.tile_scales != 0, op, "data in tiles, of 4 dimensions, beside data_t", "3 dimensions");
+    check(given.data_t && given.scale_t, op, "data_t and scale_t together",
+          "one of the second packing alone");
+    check(given.zero.has_value() == given.zero_t.has_value(), op, "zero_t where there is zero",
+          given.zero ? "zero alone" : "zero_t alone");
+    const Tensor &codes_t = *given.data_t, &scale_t = *given.scale_t;
+    check_shape(op, "data_t", codes_t, {E, col_tiles, row_tiles, codes.size(3)});
+    check_dtype(op, "data_t", codes_t, codes.scalar_type());
+    check_device(op, "data_t", codes_t, codes);
+    if (w.block_out == 1)
+        check_shape(op, "scale_t", scale_t, {E, scale.size(2), row_tiles, FUSED_MOE_CODE_TILE});
+    else
+        check_shape(op, "scale_t", scale_t, {E, col_tiles, (w.out + w.block_out - 1) / w.block_out, 4});
+    check_dtype(op, "scale_t", scale_t, scale.scalar_type());
+    check_device(op, "scale_t", scale_t, codes);
+    weight->data_t = aligned(codes_t);
+    weight->scale_t = aligned(scale_t);
+    w.data_t = data(*weight->data_t);
+    w.scale_t = data(*weight->scale_t);
+    if (given.zero_t) {
+        check_shape(op, "zero_t", *given.zero_t, {E, scale.size(2), row_tiles, FUSED_MOE_CODE_TILE});
+        check_dtype(op, "zero_t", *given.zero_t, ScalarType::Char);
+        check_device(op, "zero_t", *given.zero_t, codes);
+        weight->zero_t = aligned(*given.zero_t);
+        w.zero_t = (const int8_t *)data(*weight->zero_t);
+    }
+}
+
 QuantizedWeight quantized_weight(const char *op, const QuantizedTensors &given, const Tensor &like,
                                  bool is_transposed) {
     const int64_t format = given.format;
@@ -50,7 +85,7 @@ QuantizedWeight quantized_weight(const char *op, const QuantizedTensors &given, 
           "4 dimensions");
     check_dim(op, "data", given.data, is_tiled ? 4 : 3);
     check_dim(op, "scale", given.scale, is_tiled ? 4 : 3);
-    QuantizedWeight weight = {{}, given.data, given.scale, given.zero};
+    QuantizedWeight weight = {{}, given.data, given.scale, given.zero, {}, {}, {}};
     const Tensor &codes = given.data, &scale = given.scale;
     FusedMoeQuantizedWeight &w = weight.p;
     w.format = (FusedMoeFormat)format;
@@ -92,6 +127,7 @@ QuantizedWeight quantized_weight(const char *op, const QuantizedTensors &given, 
     weight.scale = readable(scale);
     w.data = data(weight.data);
     w.scale = data(weight.scale);
+    find_transposed(op, given, &weight);
     return weight;
 }
 
@@ -102,11 +138,13 @@ FusedMoeWeight weight(const QuantizedWeight &w) {
 }
 
 Tensor quantized_mm(const Tensor &a_, const Tensor &codes, const Tensor &scale, const OptTensor &zero,
-                    const Tensor &offsets, int64_t format, bool is_transposed) {
+                    const Tensor &offsets, int64_t format, bool is_transposed, const OptTensor &data_t,
+                    const OptTensor &scale_t, const OptTensor &zero_t) {
     const char *op = "quantized_mm";
     check_dim(op, "a", a_, 2);
     Tensor a = aligned(a_), offs = offs_of(op, offsets, a);
-    const QuantizedWeight w = quantized_weight(op, {codes, scale, zero, format}, a, is_transposed);
+    const QuantizedTensors given = {codes, scale, zero, format, data_t, scale_t, zero_t};
+    const QuantizedWeight w = quantized_weight(op, given, a, is_transposed);
     const int64_t E = offs.size(0), N[2] = {is_transposed ? w.p.out : w.p.in, 0};
     check_size(op, "experts of data", codes.size(0), E, E);
     check_size(op, "a's width", a.size(1), N[0], N[0]);

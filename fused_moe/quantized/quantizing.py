@@ -23,6 +23,7 @@ def quantize(
     group_size: int | None = None,
     symmetric: bool | None = None,
     per_tensor: bool | None = None,
+    trainable: bool = False,
 ) -> nn.Module | QuantizedWeight:
     """Quantises a weight, or in place the experts of every FusedMoE in a module. Each code is the nearest.
 
@@ -33,6 +34,9 @@ def quantize(
         group_size: of int4: 32, 64 or 128 columns per scale; default 128.
         symmetric: of int4: False stores a zero point per group; default True.
         per_tensor: of fp8 and int8: one scale per expert instead of one per row; default False.
+        trainable: for training through the weights, which stay frozen. On Hopper, where they are tiles, they
+            are kept transposed, too: twice the packed bytes, and a faster backward while experts have up to
+            512 rows on average. It changes no value, and has no effect elsewhere.
 
     Returns:
         A QuantizedWeight; or the module itself.
@@ -41,8 +45,9 @@ def quantize(
         TypeError, ValueError: before anything is changed, with what was expected and what was found.
     """
     options, multiple = checked_options(format, group_size, symmetric, per_tensor)
+    check_bool(FN, "trainable", trainable)
     if not isinstance(module_or_weight, nn.Module):
-        return _quantized("weight", module_or_weight, format, multiple, options)
+        return _quantized("weight", module_or_weight, format, multiple, options, trainable)
     from ..module import experts_in  # whose experts take quantised weights, so it imports this package
 
     weights = [
@@ -55,7 +60,7 @@ def quantize(
         check_plain(FN, name, getattr(layer, name))
         _check_weight(name, getattr(layer, name), multiple)
     for layer, name in weights:
-        setattr(layer, name, _quantized(name, getattr(layer, name), format, multiple, options))
+        setattr(layer, name, _quantized(name, getattr(layer, name), format, multiple, options, trainable))
     return module_or_weight
 
 
@@ -83,8 +88,10 @@ def _check_weight(name: str, weight, multiple: int) -> None:
         fail(ValueError, FN, f"{name} (E, out, in) with in a multiple of {multiple}", tuple(weight.shape))
 
 
-def _quantized(name: str, weight: Tensor, format: str, multiple: int, options: dict) -> QuantizedWeight:
+def _quantized(
+    name: str, weight: Tensor, format: str, multiple: int, options: dict, trainable: bool
+) -> QuantizedWeight:
     _check_weight(name, weight, multiple)
     w = weight.detach()
     tensors = formats.encode(w, format, **options)
-    return QuantizedWeight(*tensors, format=format, shape=tuple(w.shape), dtype=w.dtype)
+    return QuantizedWeight(*tensors, format=format, shape=tuple(w.shape), dtype=w.dtype, trainable=trainable)

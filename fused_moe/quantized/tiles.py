@@ -20,6 +20,17 @@ contiguous bytes, and a warp's are 512 or 256. csrc/code_tile.h reads them.
 **Scales and zero points.** One per row, or per group of a row: S = 64, the scales of a tile's rows. One per
 matrix, or per block of 128 x 128: S = 4 equal copies, since 16 bytes are the least that TMA loads. Scales of
 fp8 and int8 are float32 here; those of int4 and mxfp4, and zero points, keep their dtype. No value changes.
+
+**The second packing** is of the transposed weight, for the gradient of the rows. It is made on request,
+beside the tiles:
+
+    data_t           (E, in / 64, out / 64, B): the tiles of the transposed codes, laid out as above
+    scale_t, zero_t  (E, in / 64, c, 4): the tiles of the transposed scales, where a matrix or block has one;
+                     (E, c, out / 64, 64), where a row has one or c, one per group
+
+In a tile of data_t the weight's rows are the columns j = 16 s + 8 u + 2 t + v, and each lane has those of
+one t. So the 64 scales of rows are sorted by lanes: that of row j is at 16 t + 4 s + 2 u + v. Dtypes are
+those of `scale` and `zero` above.
 """
 
 from __future__ import annotations
@@ -74,6 +85,22 @@ def tiled_data(format: str, data: Tensor, shape: tuple[int, int, int], out: Tens
         split = split if per_byte == 1 else _transposed_nibbles(split)
         tiles = split.permute(ORDER[per_byte]).flatten(3)
         target[part] = _spread(tiles) if format == "mxfp4" else tiles
+    return out
+
+
+def transposed_data(
+    format: str, data: Tensor, shape: tuple[int, int, int], out: Tensor | None = None
+) -> Tensor:
+    """The tiles (E, in / 64, out / 64, B) of the transposed weight's codes; data and `out` are as in
+    `tiled_data`."""
+    E, rows, cols = shape
+    is_packed = FORMATS[format].per_byte == 2
+    if out is None:
+        out = data.new_empty(E, cols // TILE, rows // TILE, TILE * TILE // FORMATS[format].per_byte)
+    for part in formats.parts(shape):
+        codes = data[part].view(torch.uint8)
+        codes = formats.pack_nibbles(formats.nibbles(codes).mT) if is_packed else codes.mT
+        tiled_data(format, codes, (codes.size(0), cols, rows), out[part])
     return out
 
 
@@ -134,6 +161,19 @@ def tiled_scale(format: str, scale: Tensor, shape: tuple[int, int, int], out: Te
         tiles = tiles.unsqueeze(-1).expand(-1, -1, -1, COPIES)
     tiles = tiles.contiguous() if FORMATS[format].groups else tiles.float().contiguous()
     return tiles if out is None else out.copy_(tiles)
+
+
+def transposed_scale(
+    format: str, scale: Tensor, shape: tuple[int, int, int], out: Tensor | None = None
+) -> Tensor:
+    """The scales or zero points of the second packing; scale and `out` are as in `tiled_scale`."""
+    E, rows, cols = shape
+    if not (FORMATS[format].groups or scale.size(1) == rows):
+        return tiled_scale(format, scale.mT, (E, cols, rows), out)
+    # E, c, out / 64, s, u, t, v
+    lanes = scale.mT.unflatten(2, (rows // TILE, *COLUMNS[1])).permute(0, 1, 2, 5, 3, 4, 6).flatten(3)
+    lanes = lanes.contiguous() if FORMATS[format].groups else lanes.float().contiguous()
+    return lanes if out is None else out.copy_(lanes)
 
 
 def published_scale(format: str, tiles: Tensor, dtype: torch.dtype) -> Tensor:
