@@ -62,6 +62,7 @@ FIRST_PTX_ISA = {
     "mbarrier.try_wait": (7, 8),
     "mma.sync.aligned.m16n8k16": (7, 0),
     "mov": (1, 0),
+    "movmatrix": (7, 8),
     "prmt": (2, 0),
     "rcp.approx": (1, 4),
     "red.release": (6, 0),

@@ -268,6 +268,19 @@ __device__ inline void st_shared(uint32_t address, float v) {
     asm volatile("st.shared.f32 [%0], %1;" ::"r"(address), "f"(v) : "memory");
 }
 
+__device__ inline void st_shared_v4(uint32_t address, float4 v) {
+    asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(address), "f"(v.x), "f"(v.y), "f"(v.z),
+                 "f"(v.w)
+                 : "memory");
+}
+
+/* An 8x8 matrix of 16-bit elements, transposed: lane l has elements 2 (l % 4) and one more of row l / 4. */
+__device__ inline uint32_t movmatrix_trans(uint32_t pair) {
+    uint32_t v;
+    asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(v) : "r"(pair));
+    return v;
+}
+
 /* Four 8x8 matrices of 16-bit elements; lane l gives the address of row l%8 of matrix l/8. */
 __device__ inline void stmatrix_x4(uint32_t address, uint32_t r0, uint32_t r1, uint32_t r2, uint32_t r3) {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(r0),

@@ -62,6 +62,7 @@ typedef struct {
     Gemm gemm;                     /* b: maps of codes, in boxes of half a stage's tiles */
     CUtensorMap scale[2], zero[2]; /* likewise                                          */
     Scales scales;
+    bool is_interleaved; /* B's rows are gate0, up0, gate1, ..                          */
 } CodesGemm;
 
 /* --- producer: loads ------------------------------------------------------------------------------------ */
@@ -218,35 +219,38 @@ __device__ inline void produce_codes(const CodesGemm &p, PlanningShared<Config> 
 
 /* --- consumers: the main loop ---------------------------------------------------------------------------- */
 
-/* Which of a stage's tiles has row half `half` of subtile i of a consumer, and which half of it that is. Of gate_up
- * the first half is 32 gates, and the second their ups: a thread's two rows. */
+/* Which of a stage's tiles has a thread's row 0 or 1 of subtile i of a consumer, and which row of it that is: 16 warp +
+ * 8 half + row. With gates and ups the two are a gate and its up. */
 typedef struct {
-    int tile, half;
-} RowHalf;
+    int tile, half, row;
+} TileRow;
 
 template <class Config>
-__device__ inline RowHalf row_half_of(const Gemm &p, int wg, int i, int half) {
-    int subtile = Config::SUBTILES * wg + i;
-    if (!p.gate_up) return {subtile, half};
-    return {half * Config::TILES / 2 + subtile / 2, subtile % 2};
+__device__ inline TileRow row_of(const CodesGemm &p, int wg, int i, int which) {
+    bool is_up_gate = Config::GATHER;
+    int subtile = Config::SUBTILES * wg + i, group = threadIdx.x % 32 / 4;
+    if (is_up_gate && p.is_interleaved) return {subtile, group / 4, group % 4 * 2 + which};
+    if (!is_up_gate || !p.gemm.gate_up) return {subtile, which, group};
+    return {which * Config::TILES / 2 + subtile / 2, subtile % 2, group};
 }
 
 template <class Config>
 __device__ inline CodeOffsets offsets_of(const CodesGemm &p, int wg, int i) {
     using Decoder = typename Config::Decoder;
     constexpr int BOX = Config::TILES / 2; /* tiles; TMA packs them, whatever room they might need */
-    int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
+    int warp = threadIdx.x / 32 % 4, t = threadIdx.x % 4;
     CodeOffsets o;
 #pragma unroll
-    for (int row = 0; row < 2; row++) {
-        RowHalf at = row_half_of<Config>(p.gemm, wg, i, row);
-        int tile_row = 16 * warp + 8 * at.half + lane / 4;
+    for (int which = 0; which < 2; which++) {
+        TileRow at = row_of<Config>(p, wg, i, which);
+        int tile_row = 16 * warp + 8 * at.half + at.row;
         int scale =
             at.tile % BOX * p.scales.groups * p.scales.rows + (p.scales.rows == SUBTILE ? tile_row : 0);
-        o.codes[row] = at.tile * Config::K_TILES * Decoder::TILE_BYTES + at.half * (Decoder::TILE_BYTES / 2) +
-                       (32 * warp + lane) * (Decoder::TILE_BYTES / 256);
-        o.scale[row] = Config::SCALES + at.tile / BOX * BOX * Decoder::SCALE_BYTES + scale * p.scales.bytes;
-        o.zero[row] = Config::ZEROS + at.tile / BOX * BOX * Decoder::ZERO_BYTES + scale;
+        o.codes[which] = at.tile * Config::K_TILES * Decoder::TILE_BYTES +
+                         at.half * (Decoder::TILE_BYTES / 2) +
+                         (32 * warp + 4 * at.row + t) * (Decoder::TILE_BYTES / 256);
+        o.scale[which] = Config::SCALES + at.tile / BOX * BOX * Decoder::SCALE_BYTES + scale * p.scales.bytes;
+        o.zero[which] = Config::ZEROS + at.tile / BOX * BOX * Decoder::ZERO_BYTES + scale;
     }
     return o;
 }
@@ -447,7 +451,7 @@ int with_codes_config(int64_t R, int32_t E, Fn fn) {
 
 /* Up to so many rows for each expert, reading codes once more for every 128 of them costs less than writing a
  * dequantised weight and reading it (docs/lab/quantised.md). A rule on shapes: the host knows no counts. */
-constexpr int64_t MOST_ROWS = 512;
+constexpr int64_t MOST_ROWS = 1024;
 
 inline bool has_many_rows(int64_t R, int32_t E) {
     int64_t asked = schedule_override().code_rows;

@@ -17,6 +17,7 @@ typedef struct {
     int32_t F;
     FusedMoeLayout layout;
     FusedMoeActivation activation;
+    bool is_silu;
 } UpGate;
 
 template <class Config>
@@ -24,72 +25,109 @@ struct ActivatingEpilogue {
     using T = typename Config::T;
     const UpGate &p;
 
-    /* Accumulators go through shared memory: a lane then has gates and their ups whatever the layout is, and there is
-     * one loop that activates them, not as many copies of it as accumulators. */
+    /* Of a warp's outputs of a subtile: 8, or of plain experts 16. A thread has the gate and the up of one, or two gates, of
+     * two tokens in eight. */
+    typedef struct {
+        int first;       /* output                                          */
+        bool has_second; /* of plain experts: 8 more                        */
+        float bias[2];   /* of the gate and the up, or of the two gates     */
+        int64_t start;   /* in a, of the tile's first row and that output   */
+    } Outputs;
+
     template <int TOKENS>
     __device__ void store_swapped(float *d, const WorkTile &tile, int subtile, int warp,
                                   uint32_t staging) const {
-        constexpr int ROWS = 16, PITCH = 20; /* staged at a time; floats, so that no banks conflict */
-        static_assert(4 * ROWS * PITCH * sizeof(float) <= Config::STAGING_BYTES);
-        staging += warp * ROWS * PITCH * 4;
-        int lane = threadIdx.x % 32, first_column = tile.first_column + SUBTILE * subtile + 16 * warp;
-        Columns columns = {2, 1, 4, first_column / 2}; /* of interleaved ones a gate's up is the next */
-        if (p.layout == FUSED_MOE_UNGATED) columns = {1, 0, 8, first_column};
-        if (p.codes.gemm.gate_up)
-            columns = {1, 8, 4, tile.first_column + SUBTILE * (subtile / 2) + 16 * warp + 8 * (subtile % 2)};
+        constexpr int EIGHT_BYTES = 32 * sizeof(float4); /* of eight tokens */
+        constexpr int WARP_BYTES = Config::STAGING_BYTES / 4, FIT = 8 * (WARP_BYTES / EIGHT_BYTES);
+        constexpr int STAGED = TOKENS < FIT ? TOKENS : FIT; /* tokens at a time */
+        Outputs out = outputs_of(tile, subtile, warp);
+        if (out.first >= p.F) return;
+        if constexpr (TOKENS <= WARP_TOKENS) {
+            with_act([&](auto act) {
+#pragma unroll
+                for (int j = 0; j < TOKENS / 8; j++)
+                    store_eight(act, of_eight(d + 4 * j), out, 8 * j, tile.num_rows);
+            });
+            return;
+        }
+        /* Accumulators go through shared memory, each thread's own, so that one loop activates them, and not as many
+         * copies of it. */
+        uint32_t own = staging + warp * WARP_BYTES + threadIdx.x % 32 * (int)sizeof(float4);
 #pragma unroll 1
-        for (int first = 0; first < tile.num_rows; first += ROWS) {
+        for (int first = 0; first < tile.num_rows; first += STAGED) {
 #pragma unroll
-            for (int i = 0; i < min(ROWS, TOKENS) / 2; i++) {
-                int row = i / 4 * 8 + lane % 4 * 2 + i % 2, column = i / 2 % 2 * 8 + lane / 4;
-                st_shared(staging + 4 * (PITCH * row + column), d[i]);
-            }
-            __syncwarp();
-            int rows = min(ROWS, tile.num_rows - first);
-            for (int i = lane; i < rows * columns.pairs; i += 32) {
-                int row = i / columns.pairs, pair = i % columns.pairs;
-                store_pair(tile, first + row, columns, pair, staging + 4 * PITCH * row);
-            }
-            __syncwarp();
+            for (int j = 0; j < STAGED / 8; j++) st_shared_v4(own + EIGHT_BYTES * j, of_eight(d + 4 * j));
+            with_act([&](auto act) {
+                int end = min(first + STAGED, tile.num_rows);
+                uint32_t at = own;
+#pragma unroll 1
+                for (int row = first; row < end; row += 8, at += EIGHT_BYTES)
+                    store_eight(act, as_floats(ld_shared_v4(at)), out, row, tile.num_rows);
+            });
 #pragma unroll
-            for (int i = 0; i < TOKENS / 2 - ROWS / 2; i++) d[i] = d[i + ROWS / 2]; /* the next rows' */
+            for (int i = 0; i < (TOKENS - STAGED) / 2; i++) d[i] = d[i + STAGED / 2]; /* the next tokens' */
         }
     }
 
-    /* Of a warp's 16 columns: from a gate to the next, and to its up; pairs of outputs, and the first of them. */
-    typedef struct {
-        int step, up, pairs, first_output;
-    } Columns;
+    /* silu's test comes first: of a tile of few rows the jump table of the others, which the caches may have lost since the tile
+     * before, takes 3% of the kernel's time. */
+    template <typename Fn>
+    __device__ void with_act(Fn fn) const {
+        if (p.is_silu)
+            fn(Act<FUSED_MOE_ACT_silu, T>());
+        else
+            with_activation<T>(p.activation.kind, fn);
+    }
 
-    /* Two outputs of a row, of accumulators in shared memory. */
-    __device__ void store_pair(const WorkTile &tile, int row, const Columns &columns, int pair,
-                               uint32_t staged) const {
-        int output = columns.first_output + 2 * pair;
-        if (output >= p.F) return;
-        const T *bias = bias_of(p.bias, tile), *bias_up = bias_of(p.bias_up, tile);
-        float gate[2], up[2];
+    __device__ static float4 as_floats(uint4 v) {
+        return make_float4(__uint_as_float(v.x), __uint_as_float(v.y), __uint_as_float(v.z),
+                           __uint_as_float(v.w));
+    }
+    __device__ static float4 of_eight(const float *d) { return make_float4(d[0], d[1], d[2], d[3]); }
+
+    __device__ Outputs outputs_of(const WorkTile &tile, int subtile, int warp) const {
+        Outputs out = {tile.first_column + SUBTILE * subtile + 16 * warp};
+        bool is_plain = p.layout == FUSED_MOE_UNGATED;
+        if (p.codes.gemm.gate_up)
+            out.first = tile.first_column + SUBTILE * (subtile / 2) + 16 * warp + 8 * (subtile % 2);
+        else if (!is_plain)
+            out.first /= 2;
+        out.has_second = is_plain && out.first + 8 < p.F;
+        out.start = (int64_t)tile.first_row * p.F + out.first;
+        if (!p.bias && !p.bias_up) return out;
+        int column = out.first + threadIdx.x % 32 / 4;
+        if (column >= p.F) return out;
+        const T *of_gates = (const T *)p.bias + tile.expert * p.bias_stride;
+        const T *of_ups = (const T *)p.bias_up + tile.expert * p.bias_stride;
+        bool is_interleaved = p.layout == FUSED_MOE_INTERLEAVED;
+        if (p.bias) out.bias[0] = to_accum(of_gates[is_interleaved ? 2 * column : column]);
+        if (p.bias && (is_interleaved || out.has_second))
+            out.bias[1] = to_accum(of_gates[is_interleaved ? 2 * column + 1 : column + 8]);
+        if (p.bias_up) out.bias[1] = to_accum(of_ups[column]);
+        return out;
+    }
+
+    /* Of eight tokens from `row` on. v: two tokens of the gate, and of the up or the second gate. */
+    template <class Act>
+    __device__ void store_eight(Act act, float4 v, const Outputs &out, int row, int num_rows) const {
+        float alpha = (float)p.activation.alpha, limit = (float)p.activation.limit;
+        bool is_gated = p.layout != FUSED_MOE_UNGATED;
+        float a[2] = {v.x + out.bias[0], v.y + out.bias[0]}, b[2] = {v.z + out.bias[1], v.w + out.bias[1]};
 #pragma unroll
         for (int i = 0; i < 2; i++) {
-            int column = columns.step * (2 * pair + i);
-            gate[i] = __uint_as_float(ld_shared_u32(staged + 4 * column));
-            up[i] = __uint_as_float(ld_shared_u32(staged + 4 * (column + columns.up)));
-            if (bias) gate[i] += to_accum(bias[columns.step * (output + i)]);
-            if (p.layout == FUSED_MOE_INTERLEAVED && bias) up[i] += to_accum(bias[2 * (output + i) + 1]);
-            if (bias_up) up[i] += to_accum(bias_up[output + i]);
+            a[i] = act.gate(a[i], alpha, limit).value;
+            if (is_gated) a[i] *= act.up(b[i], limit).value;
         }
-        with_activation<T>(p.activation.kind, [&](auto act) {
-            float alpha = (float)p.activation.alpha, limit = (float)p.activation.limit;
-#pragma unroll
-            for (int i = 0; i < 2; i++) {
-                gate[i] = act.gate(gate[i], alpha, limit).value;
-                if (p.layout != FUSED_MOE_UNGATED) gate[i] *= act.up(up[i], limit).value;
-            }
-        });
-        from_accums((T *)p.a + (int64_t)(tile.first_row + row) * p.F + output, gate[0], gate[1]);
-    }
-
-    __device__ const T *bias_of(const void *bias, const WorkTile &tile) const {
-        return bias ? (const T *)bias + tile.expert * p.bias_stride : nullptr;
+        /* Transposed, a lane has two outputs of one token. */
+        int lane = threadIdx.x % 32;
+        T *to = (T *)p.a + out.start + (int64_t)(row + lane / 4) * p.F + lane % 4 * 2;
+        uint32_t pair = movmatrix_trans(pack<T>(a[0], a[1]));
+        bool is_row = row + lane / 4 < num_rows;
+        if (is_row) *(uint32_t *)to = pair;
+        if (!out.has_second) return;
+        for (float &gate : b) gate = act.gate(gate, alpha, limit).value;
+        pair = movmatrix_trans(pack<T>(b[0], b[1]));
+        if (is_row) *(uint32_t *)(to + 8) = pair;
     }
 };
 
@@ -115,6 +153,7 @@ int launch(const FusedMoeUpGate &p, void *stream) {
     q.F = F;
     q.layout = p.layout;
     q.activation = p.activation;
+    q.is_silu = p.activation.kind == FUSED_MOE_ACT_silu;
     q.bias = p.b1;
     q.bias_up = !halves ? p.b3 : p.b1 ? (const T *)p.b1 + F : nullptr;
     q.bias_stride = halves ? H : b_rows;
@@ -126,6 +165,7 @@ int launch(const FusedMoeUpGate &p, void *stream) {
     gemm.k = (int32_t)p.D;
     gemm.num_k_tiles[0] = (int32_t)ceil_div(p.D, Config::COLUMNS);
     gemm.gate_up = is_gate_up;
+    q.codes.is_interleaved = p.layout == FUSED_MOE_INTERLEAVED;
     int status = set_codes<Config>(q.codes, 0, p.w1, rows.E, 0, b_rows);
     if (status == FUSED_MOE_OK && is_gate_up)
         status = set_codes<Config>(q.codes, 1, halves ? p.w1 : p.w3, rows.E, halves ? F : 0, F);
