@@ -4,7 +4,7 @@
 
 #include "../../code_tile.h"
 #include "launch.cuh"
-#include "numeric.cuh"
+#include "pairs.cuh"
 
 namespace fused_moe {
 
@@ -28,11 +28,6 @@ __device__ inline float from_e4m3(uint32_t code) {
 __device__ inline float from_e2m1(uint32_t code) {
     float magnitude = __uint_as_float((code & 7) << 22) * 0x1p126f;
     return code & 8 ? -magnitude : magnitude;
-}
-
-__device__ inline float from_e8m0(uint32_t code) {
-    if (code == 255) return __uint_as_float(0x7fc00000);
-    return __uint_as_float(code ? code << 23 : 0x400000);
 }
 
 template <FusedMoeFormat format>
@@ -73,7 +68,7 @@ __device__ inline float code_of(const uint2 &words, int i) {
 }
 
 __device__ inline float to_scale(uint8_t x) {
-    return from_e8m0(x);
+    return float_of_e8m0(x);
 }
 template <typename S>
 __device__ inline float to_scale(S x) {

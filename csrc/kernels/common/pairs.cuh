@@ -47,19 +47,26 @@ __device__ inline float2 floats_of(__half2 pair) {
     return __half22float2(pair);
 }
 
-/* Of products in float32. */
+/* Of products in float32, by a scale of each or of both. */
 template <typename T>
-__device__ inline uint32_t scaled_pair(float low, float high, float scale) {
+__device__ inline uint32_t scaled_pair(float low, float high, float2 scale) {
     alignas(4) T pair[2];
-    from_accums(pair, low * scale, high * scale);
+    from_accums(pair, low * scale.x, high * scale.y);
     return *(const uint32_t *)pair;
 }
+template <typename T>
+__device__ inline uint32_t scaled_pair(float low, float high, float scale) {
+    return scaled_pair<T>(low, high, make_float2(scale, scale));
+}
 
-/* A scale of bf16 from e8m0, twice: 0 is subnormal, 255 NaN. */
+/* Two scales of bf16 from e8m0, of which a halfword has one: 0 is subnormal, 255 NaN. */
 __device__ inline uint32_t power_pair(uint32_t e8m0) {
-    auto power = pair_of<__nv_bfloat16>(__vmaxu2(e8m0 * 0x800080, 0x400040)),
-         zero = pair_of<__nv_bfloat16>(0);
+    auto power = pair_of<__nv_bfloat16>(__vmaxu2(e8m0 * 128, 0x400040)), zero = pair_of<__nv_bfloat16>(0);
     return word_of<__nv_bfloat16>(__hfma2(power, zero, power));
+}
+
+__device__ inline float float_of_e8m0(uint32_t e8m0) {
+    return __uint_as_float(e8m0 == 0 ? 0x400000 : e8m0 == 255 ? 0x7fc00000 : e8m0 << 23);
 }
 
 /* --- host ----------------------------------------------------------------------------------------------- */

@@ -62,9 +62,9 @@ struct Decoder {
         Factor f = {};
         if constexpr (HAS_ZEROS) f.zero = PairOf<T>::INTEGER + (8 + s.zero) * 0x10001;
         if constexpr (CODE == Code::E2M1 && NARROW) {
-            f.scale = power_pair(s.scale);
+            f.scale = power_pair(s.scale * 0x10001);
         } else if constexpr (CODE == Code::E2M1) {
-            f.scale = __uint_as_float(s.scale == 0 ? 0x400000 : s.scale == 255 ? 0x7fc00000 : s.scale << 23);
+            f.scale = float_of_e8m0(s.scale);
         } else if constexpr (NARROW) {
             f.scale = s.scale * 0x10001;
         } else if (dtype == FUSED_MOE_BF16) {

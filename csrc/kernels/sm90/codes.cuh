@@ -40,21 +40,23 @@ typedef struct {
     int32_t box_bytes; /* of half a stage's tiles: codes, scales and zero points    */
 } Scales;
 
-/* What the codes of a row and a group are shifted and scaled by. */
-template <bool NARROW>
+/* What pairs of codes are shifted and scaled by: those of a row and a group; or, by columns, two columns'. */
+template <bool NARROW, bool BY_COLUMN>
 struct Factor {
-    uint32_t zero;                                     /* INT4: PairOf::INTEGER + 8 + zero, twice */
-    std::conditional_t<NARROW, uint32_t, float> scale; /* narrow: of T, twice */
+    using Wide = std::conditional_t<BY_COLUMN, float2, float>;
+    uint32_t zero;                                    /* INT4: PairOf::INTEGER + 8 + zero, twice */
+    std::conditional_t<NARROW, uint32_t, Wide> scale; /* narrow: of T, twice */
 };
 
 /* --- codes to values ------------------------------------------------------------------------------------ */
 
-/* GROUPED: a stage may have more than one group of columns. */
-template <typename T_, Code CODE_, bool NARROW_, bool GROUPED_>
+/* GROUPED: a stage may have more than one group. BY_COLUMN: a column has scales of its own, one for each group of
+ * rows: the tiles are of a transposed weight. */
+template <typename T_, Code CODE_, bool NARROW_, bool GROUPED_, bool BY_COLUMN_ = false>
 struct Decoder {
     using T = T_;
     static constexpr Code CODE = CODE_;
-    static constexpr bool NARROW = NARROW_, GROUPED = GROUPED_;
+    static constexpr bool NARROW = NARROW_, GROUPED = GROUPED_, BY_COLUMN = BY_COLUMN_;
     static constexpr bool IS_4_BIT = CODE == Code::INT4 || CODE == Code::E2M1, HAS_ZEROS = CODE == Code::INT4;
     static_assert(!NARROW || IS_4_BIT, "scales of 8-bit codes are multiplied in float32");
     static constexpr int TILE_BYTES = IS_4_BIT ? 2048 : 4096;
@@ -63,18 +65,17 @@ struct Decoder {
     /* Of a tile in a stage, at most. */
     static constexpr int SCALE_BYTES = SUBTILE * GROUPS * (CODE == Code::E2M1 ? 1 : NARROW ? 2 : 4);
     static constexpr int ZERO_BYTES = HAS_ZEROS ? SUBTILE * (GROUPED ? 4 : 2) : 0; /* TMA writes on 128 */
-    using RowFactor = Factor<NARROW>;
+    using PairFactor = Factor<NARROW, BY_COLUMN>;
 
-    /* Of a scale and a zero point in shared memory. */
-    __device__ static RowFactor factor(uint32_t scale, uint32_t zero, const Scales &s) {
-        RowFactor f = {};
+    /* Of a row's scale and zero point in shared memory. */
+    __device__ static PairFactor factor(uint32_t scale, uint32_t zero, const Scales &s) {
+        PairFactor f = {};
         if constexpr (HAS_ZEROS)
             f.zero = PairOf<T>::INTEGER + (8 + (s.has_zeros ? ld_shared_s8(zero) : 0)) * 0x10001;
         if constexpr (CODE == Code::E2M1 && NARROW) {
-            f.scale = power_pair(ld_shared_u8(scale));
+            f.scale = power_pair(ld_shared_u8(scale) * 0x10001);
         } else if constexpr (CODE == Code::E2M1) {
-            uint32_t bits = ld_shared_u8(scale);
-            f.scale = __uint_as_float(bits == 0 ? 0x400000 : bits == 255 ? 0x7fc00000 : bits << 23);
+            f.scale = float_of_e8m0(ld_shared_u8(scale));
         } else if constexpr (NARROW) {
             f.scale = ld_shared_u16(scale) * 0x10001;
         } else if (HAS_ZEROS && s.dtype == FUSED_MOE_BF16) {
@@ -87,11 +88,49 @@ struct Decoder {
         return f;
     }
 
+    /* Of columns 2 pair and 2 pair + 1 of 16 whose scales and zero points are in shared memory, for all eight pairs. Scales are
+     * of float32 for codes of 8 bits; of int4 they are narrow, or of the other 16-bit dtype. */
+    __device__ static void column_factors(PairFactor (&f)[8], uint32_t scale, uint32_t zero,
+                                          const Scales &s) {
+        constexpr int WORDS = CODE == Code::E2M1 ? 4 : CODE == Code::INT4 ? 8 : 16;
+        uint32_t words[WORDS], zeros[4] = {};
+#pragma unroll
+        for (int i = 0; i < WORDS; i += 4) ld_shared(words + i, scale + 4 * i);
+        if (HAS_ZEROS && s.has_zeros) ld_shared(zeros, zero);
+#pragma unroll
+        for (int i = 0; i < 8; i++) {
+            uint32_t spread = i % 2 ? 0x4342 : 0x4140; /* a halfword's two bytes to two halfwords */
+            if constexpr (CODE == Code::INT4) {
+                uint32_t plus_8 = (zeros[i / 2] ^ 0x08080808) & 0x0f0f0f0f;
+                f[i].zero = PairOf<T>::INTEGER | __byte_perm(plus_8, 0, spread);
+            }
+            if constexpr (CODE == Code::E2M1) {
+                uint32_t two = __byte_perm(words[i / 2], 0, spread);
+                if constexpr (NARROW)
+                    f[i].scale = power_pair(two);
+                else
+                    f[i].scale = make_float2(float_of_e8m0(two & 255), float_of_e8m0(two >> 16));
+            } else if constexpr (NARROW) {
+                f[i].scale = words[i];
+            } else if constexpr (CODE == Code::INT4) {
+                using Other = std::conditional_t<std::is_same_v<T, __half>, __nv_bfloat16, __half>;
+                f[i].scale = floats_of(pair_of<Other>(words[i]));
+            } else {
+                f[i].scale = make_float2(__uint_as_float(words[2 * i]), __uint_as_float(words[2 * i + 1]));
+            }
+        }
+    }
+
+    __device__ static void ld_shared(uint32_t *word, uint32_t address) {
+        uint4 v = ld_shared_v4(address);
+        word[0] = v.x, word[1] = v.y, word[2] = v.z, word[3] = v.w;
+    }
+
     /* To the left, or with a negative number to the right. */
     __device__ static uint32_t shifted(uint32_t word, int by) { return by < 0 ? word >> -by : word << by; }
 
     /* Pair n of a word of 4-bit codes. */
-    __device__ uint32_t pair_of_nibbles(uint32_t word, int n, const RowFactor &f) const {
+    __device__ uint32_t pair_of_nibbles(uint32_t word, int n, const PairFactor &f) const {
         uint32_t exact;
         if constexpr (CODE == Code::INT4) {
             uint32_t integer = lop3_and_or(word >> 4 * n, 0x000f000f, PairOf<T>::INTEGER);
@@ -115,7 +154,7 @@ struct Decoder {
     }
 
     /* The lower or the upper pair of a word of 8-bit codes. */
-    __device__ uint32_t pair_of_bytes(uint32_t word, int u, const RowFactor &f) const {
+    __device__ uint32_t pair_of_bytes(uint32_t word, int u, const PairFactor &f) const {
         if constexpr (CODE == Code::E4M3) {
             float2 v = __half22float2(pair_of<__half>(cvt_f16x2_e4m3x2((uint16_t)(word >> 16 * u))));
             return scaled_pair<T>(v.x, v.y, f.scale);
@@ -128,7 +167,7 @@ struct Decoder {
     }
 
     /* Columns 16 step + 8 u + 2 t and one more of a tile, t = lane % 4. */
-    __device__ uint32_t pair(const uint32_t (&words)[WORDS], int step, int u, const RowFactor &f) const {
+    __device__ uint32_t pair(const uint32_t (&words)[WORDS], int step, int u, const PairFactor &f) const {
         if constexpr (IS_4_BIT)
             return pair_of_nibbles(words[step / 2], 2 * (step % 2) + u, f);
         else
@@ -138,28 +177,19 @@ struct Decoder {
 
 /* --- fragments ------------------------------------------------------------------------------------------ */
 
-/* Where a stage has what a thread needs of its two rows, of the first k-tile and group. */
+/* Where a stage has what a thread needs of its two rows, of the first k-tile and group. By columns the rows share scales and
+ * zero points. */
 typedef struct {
     uint32_t codes[2], scale[2], zero[2];
 } CodeOffsets;
 
-/* What a thread has of a stage: codes of two rows, and the rows' factors: of the stage, or of two groups of a k-tile,
- * which are 32 columns or of a larger group. */
+/* Factors of a thread's two rows: of the stage, or of two groups of a k-tile, which are 32 columns or of a larger group. */
 template <class Decoder, int K_TILES>
-struct StageCodes {
+struct RowFactors {
     static constexpr int GROUPS = Decoder::GROUPED ? 2 : 1;
-    uint32_t words[K_TILES][2][Decoder::WORDS];
-    typename Decoder::RowFactor factor[2][GROUPS];
+    typename Decoder::PairFactor factor[2][GROUPS];
 
-    __device__ void load(uint32_t stage, const CodeOffsets &at) {
-#pragma unroll
-        for (int k_tile = 0; k_tile < K_TILES; k_tile++)
-#pragma unroll
-            for (int row = 0; row < 2; row++)
-                ld_shared(words[k_tile][row], stage + at.codes[row] + k_tile * Decoder::TILE_BYTES);
-    }
-
-    __device__ void load_factors(uint32_t stage, const CodeOffsets &at, int k_tile, const Scales &s) {
+    __device__ void load(uint32_t stage, const CodeOffsets &at, int k_tile, const Scales &s) {
 #pragma unroll
         for (int row = 0; row < 2; row++)
 #pragma unroll
@@ -176,6 +206,39 @@ struct StageCodes {
             }
     }
 
+    /* Of columns 16 step + 8 u + 2 t and one more. */
+    __device__ const auto &of(int row, int step, int) const { return factor[row][step / 2 % GROUPS]; }
+};
+
+/* Factors of a thread's columns of a k-tile. */
+template <class Decoder>
+struct ColumnFactors {
+    typename Decoder::PairFactor factor[8];
+
+    __device__ void load(uint32_t stage, const CodeOffsets &at, int k_tile, const Scales &s) {
+        uint32_t first = k_tile * SUBTILE;
+        Decoder::column_factors(factor, stage + at.scale[0] + first * s.bytes, stage + at.zero[0] + first, s);
+    }
+
+    __device__ const auto &of(int, int step, int u) const { return factor[2 * step + u]; }
+};
+
+/* What a thread has of a stage: codes of two rows, and their factors. */
+template <class Decoder, int K_TILES>
+struct StageCodes {
+    using Factors =
+        std::conditional_t<Decoder::BY_COLUMN, ColumnFactors<Decoder>, RowFactors<Decoder, K_TILES>>;
+    uint32_t words[K_TILES][2][Decoder::WORDS];
+    Factors factors;
+
+    __device__ void load(uint32_t stage, const CodeOffsets &at) {
+#pragma unroll
+        for (int k_tile = 0; k_tile < K_TILES; k_tile++)
+#pragma unroll
+            for (int row = 0; row < 2; row++)
+                ld_shared(words[k_tile][row], stage + at.codes[row] + k_tile * Decoder::TILE_BYTES);
+    }
+
     /* Words 16 k_tile + 4 j + .. of A are columns 16 j .. 16 j + 15 of a k-tile. */
     __device__ void make_fragments(uint32_t (&a)[16 * K_TILES], int k_tile, const Decoder &decoder) const {
 #pragma unroll
@@ -183,7 +246,7 @@ struct StageCodes {
 #pragma unroll
             for (int i = 0; i < 4; i++)
                 a[16 * k_tile + 4 * j + i] =
-                    decoder.pair(words[k_tile][i % 2], j, i / 2, factor[i % 2][j / 2 % GROUPS]);
+                    decoder.pair(words[k_tile][i % 2], j, i / 2, factors.of(i % 2, j, i / 2));
     }
 
   private:

@@ -80,10 +80,12 @@ __device__ inline void load_codes(const CodesGemm &p, uint32_t dst, uint32_t ful
     constexpr int BOX = Config::TILES / 2; /* tiles */
     constexpr int PIECES = Config::K_TILES * Decoder::TILE_BYTES / PIECE_BYTES;
     int group = stage * p.scales.groups >> p.scales.shift;
+    if (Decoder::BY_COLUMN) group = stage * Config::K_TILES;
     for (int box = 0; box < (tile.half_n ? 1 : 2); box++) {
         int weight = p.gemm.gate_up ? box : 0, row = tile.first_column / SUBTILE + (box - weight) * BOX;
         cp_async_bulk_tensor_load(dst + box * BOX * Config::K_TILES * Decoder::TILE_BYTES, &p.gemm.b[weight],
                                   full, 0, stage * PIECES, row, tile.expert);
+        if (Decoder::BY_COLUMN) row = row / BOX * p.scales.groups >> p.scales.shift;
         cp_async_bulk_tensor_load(dst + Config::SCALES + box * BOX * Decoder::SCALE_BYTES, &p.scale[weight],
                                   full, 0, group, row, tile.expert);
         if (Decoder::HAS_ZEROS && p.scales.has_zeros)
@@ -246,6 +248,10 @@ __device__ inline CodeOffsets offsets_of(const CodesGemm &p, int wg, int i) {
         int tile_row = 16 * warp + 8 * at.half + at.row;
         int scale =
             at.tile % BOX * p.scales.groups * p.scales.rows + (p.scales.rows == SUBTILE ? tile_row : 0);
+        if (Decoder::BY_COLUMN) { /* a group's, of each k-tile: sixteen of this lane */
+            int group = (at.tile % BOX * SUBTILE + 16 * warp) * p.scales.groups / (BOX * SUBTILE);
+            scale = group * Config::K_TILES * SUBTILE + 16 * t;
+        }
         o.codes[which] = at.tile * Config::K_TILES * Decoder::TILE_BYTES +
                          at.half * (Decoder::TILE_BYTES / 2) +
                          (32 * warp + 4 * at.row + t) * (Decoder::TILE_BYTES / 256);
@@ -315,14 +321,14 @@ __device__ __forceinline__ void run_mainloop_codes(float *d, const CodesGemm &p,
         for (int i = 0; i < SUBTILES; i++) {
             StageCodes<typename Config::Decoder, Config::K_TILES> codes;
             codes.load(b, offsets[i]);
-            codes.load_factors(b, offsets[i], 0, p.scales);
+            codes.factors.load(b, offsets[i], 0, p.scales);
             if constexpr (!BY_WARP) {
                 wgmma_wait_group<SUBTILES - 1>(); /* for those that read a[i] */
                 if (i == SUBTILES - 1 && !first.value) release<Config>(s, previous);
             }
             codes.make_fragments(a[i], 0, decoder);
             if constexpr (Config::K_TILES == 2) {
-                if (Config::Decoder::GROUPED) codes.load_factors(b, offsets[i], 1, p.scales);
+                if (Config::Decoder::GROUPED) codes.factors.load(b, offsets[i], 1, p.scales);
                 codes.make_fragments(a[i], 1, decoder);
             }
             float *accumulators = d + TOKENS / 2 * i;
@@ -440,6 +446,23 @@ int with_decoder(FusedMoeDtype dtype, const FusedMoeQuantizedWeight &w, Fn fn) {
     });
 }
 
+/* The same of a second packing whose columns have scales. */
+template <typename Fn>
+int with_column_decoder(FusedMoeDtype dtype, const FusedMoeQuantizedWeight &w, Fn fn) {
+    return with_half(dtype, [&](auto t) {
+        using T = decltype(t);
+        switch (w.format) {
+        case FUSED_MOE_INT8: return fn(Decoder<T, Code::INT8, false, false, true>());
+        case FUSED_MOE_INT4:
+            if (w.scale_dtype != dtype) return fn(Decoder<T, Code::INT4, false, true, true>());
+            return fn(Decoder<T, Code::INT4, true, true, true>());
+        case FUSED_MOE_MXFP4:
+            return fn(Decoder<T, Code::E2M1, std::is_same_v<T, __nv_bfloat16>, true, true>());
+        default: return fn(Decoder<T, Code::E4M3, false, false, true>());
+        }
+    });
+}
+
 /* Calls fn with a configuration for R rows of E experts. */
 template <class Decoder, bool GATHER, typename Fn>
 int with_codes_config(int64_t R, int32_t E, Fn fn) {
@@ -469,53 +492,76 @@ inline int tiles_map(CUtensorMap *map, CUtensorMapDataType dtype, int bytes, con
     return encode_tensor_map(map, dtype, 4, data, sizes, strides, boxes, CU_TENSOR_MAP_SWIZZLE_NONE);
 }
 
+/* A weight as a GEMM of codes reads it: where that is transposed, its second packing. */
+inline FusedMoeQuantizedWeight packing_of(const FusedMoeQuantizedWeight &w) {
+    if (!w.transposed) return w;
+    FusedMoeQuantizedWeight t = w;
+    t.data = w.data_t, t.scale = w.scale_t, t.zero = w.zero_t;
+    t.out = w.in, t.in = w.out, t.block_out = w.block_in, t.block_in = w.block_out;
+    return t;
+}
+
+/* Whether scales are of columns, not of rows. */
+inline bool is_by_column(const FusedMoeQuantizedWeight &packing) {
+    return packing.block_in == 1;
+}
+
 /* Lets weight i of a GEMM be rows [first_row, first_row + rows) of a weight of codes. */
 template <class Config>
-int set_codes(CodesGemm &p, int i, const FusedMoeWeight &w, int32_t E, int64_t first_row, int64_t rows) {
+int set_codes(CodesGemm &p, int i, const FusedMoeQuantizedWeight &codes, int32_t E, int64_t first_row,
+              int64_t rows) {
     using Decoder = typename Config::Decoder;
-    constexpr int64_t PIECES = Decoder::TILE_BYTES / PIECE_BYTES; /* of a tile */
-    constexpr uint32_t BOX = Config::TILES / 2;                   /* tiles */
-    const FusedMoeQuantizedWeight &codes = *w.codes;
-    int64_t columns = codes.block_in < codes.in ? codes.block_in : codes.in, tile = first_row / SUBTILE;
-    int64_t num_groups = ceil_div(codes.in, columns), k_tiles = codes.in / SUBTILE;
+    constexpr int64_t PIECES = Decoder::TILE_BYTES / PIECE_BYTES;                  /* of a tile */
+    constexpr uint32_t BOX = Config::TILES / 2;                                    /* tiles */
+    constexpr int64_t SPAN = Decoder::BY_COLUMN ? BOX * SUBTILE : Config::COLUMNS; /* of a load of scales */
+    int64_t extent = Decoder::BY_COLUMN ? codes.out : codes.in;
+    int64_t block = Decoder::BY_COLUMN ? codes.block_out : codes.block_in;
+    if (block > extent) block = extent;
+    int64_t num_groups = ceil_div(extent, block), tile = first_row / SUBTILE, k_tiles = codes.in / SUBTILE;
     Scales &s = p.scales;
     s.dtype = codes.scale_dtype;
     s.bytes = s.dtype == FUSED_MOE_U8 ? 1 : s.dtype == FUSED_MOE_F32 ? 4 : 2;
     s.rows = codes.tile_scales;
-    s.groups = columns < Config::COLUMNS && num_groups > 1 ? (int32_t)(Config::COLUMNS / columns) : 1;
+    s.groups = block < SPAN && num_groups > 1 ? (int32_t)(SPAN / block) : 1;
     s.shift = 0;
-    while (num_groups == 1 ? s.shift < 31 : Config::COLUMNS << s.shift < columns) s.shift++;
+    while (num_groups == 1 ? s.shift < 31 : SPAN << s.shift < block) s.shift++;
     s.has_zeros = codes.zero;
-    int32_t num_scales = (int32_t)BOX * s.groups * s.rows;
+    int32_t num_scales = s.groups * (Decoder::BY_COLUMN ? Config::K_TILES * SUBTILE : (int32_t)BOX * s.rows);
     s.box_bytes = (int32_t)BOX * Config::K_TILES * Decoder::TILE_BYTES + num_scales * (s.bytes + s.has_zeros);
 
+    const char *data = (const char *)codes.data + tile * k_tiles * Decoder::TILE_BYTES;
+    int status = tiles_map(&p.gemm.b[i], CU_TENSOR_MAP_DATA_TYPE_UINT64, 8, data, E, codes.out,
+                           rows / SUBTILE, k_tiles * PIECES, PIECE_BYTES / 8, Config::K_TILES * PIECES, BOX);
+    auto scales_map = [&](CUtensorMap *map, CUtensorMapDataType dtype, int bytes, const void *scales) {
+        if (Decoder::BY_COLUMN)
+            return tiles_map(map, dtype, bytes, scales, E, num_groups * SUBTILE, num_groups, k_tiles, SUBTILE,
+                             Config::K_TILES, s.groups);
+        scales = (const char *)scales + tile * num_groups * s.rows * bytes;
+        return tiles_map(map, dtype, bytes, scales, E, codes.out, rows / SUBTILE, num_groups, s.rows,
+                         s.groups, BOX);
+    };
     auto scale_dtype = s.bytes == 1   ? CU_TENSOR_MAP_DATA_TYPE_UINT8
                        : s.bytes == 2 ? CU_TENSOR_MAP_DATA_TYPE_UINT16
                                       : CU_TENSOR_MAP_DATA_TYPE_UINT32;
-    const char *data = (const char *)codes.data + tile * k_tiles * Decoder::TILE_BYTES;
-    const char *scale = (const char *)codes.scale + tile * num_groups * s.rows * s.bytes;
-    int status = tiles_map(&p.gemm.b[i], CU_TENSOR_MAP_DATA_TYPE_UINT64, 8, data, E, codes.out,
-                           rows / SUBTILE, k_tiles * PIECES, PIECE_BYTES / 8, Config::K_TILES * PIECES, BOX);
-    if (status == FUSED_MOE_OK)
-        status = tiles_map(&p.scale[i], scale_dtype, s.bytes, scale, E, codes.out, rows / SUBTILE, num_groups,
-                           s.rows, s.groups, BOX);
+    if (status == FUSED_MOE_OK) status = scales_map(&p.scale[i], scale_dtype, s.bytes, codes.scale);
     if (status == FUSED_MOE_OK && s.has_zeros)
-        status =
-            tiles_map(&p.zero[i], CU_TENSOR_MAP_DATA_TYPE_UINT8, 1, codes.zero + tile * num_groups * s.rows,
-                      E, codes.out, rows / SUBTILE, num_groups, s.rows, s.groups, BOX);
+        status = scales_map(&p.zero[i], CU_TENSOR_MAP_DATA_TYPE_UINT8, 1, codes.zero);
     return status;
 }
 
 /* Whether the kernels read the codes: tiles, and scales of 32 columns, of twice as many and so on, or of all. A stage's
  * columns past the last are codes of zero, which of int4 are values: where their scale is a real one, which may be so large
- * that they are infinite, there must not be any. */
+ * that they are infinite, there must not be any. By columns these have scales of zero. */
 inline bool has_readable_codes(const FusedMoeWeight &w) {
-    if (!w.codes || w.codes->transposed || !w.codes->tile_scales) return false;
-    const FusedMoeQuantizedWeight &codes = *w.codes;
-    bool has_one_scale = codes.block_in >= codes.in, is_power = (codes.block_in & (codes.block_in - 1)) == 0;
-    bool is_whole = codes.format != FUSED_MOE_INT4 || codes.in % MOST_COLUMNS == 0;
+    if (!w.codes || !w.codes->tile_scales || (w.codes->transposed && !w.codes->data_t)) return false;
+    FusedMoeQuantizedWeight codes = packing_of(*w.codes);
+    bool by_column = is_by_column(codes);
+    int64_t block = by_column ? codes.block_out : codes.block_in, extent = by_column ? codes.out : codes.in;
+    bool has_one_scale = block >= extent, is_power = (block & (block - 1)) == 0;
+    bool is_whole = by_column || codes.format != FUSED_MOE_INT4 || codes.in % MOST_COLUMNS == 0;
+    if (by_column && codes.format == FUSED_MOE_INT4 && codes.scale_dtype == FUSED_MOE_F32) return false;
     return is_aligned(codes.data) && is_aligned(codes.scale) && is_aligned(codes.zero) &&
-           (has_one_scale ? is_whole : is_power && codes.block_in >= 32);
+           (has_one_scale ? is_whole : is_power && block >= 32);
 }
 
 } // namespace sm90

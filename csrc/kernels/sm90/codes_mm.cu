@@ -1,4 +1,5 @@
-/* grouped_mm of a quantised weight on Hopper, by codes_engine.cuh: out[r] = a[r] b[e(r)]^T + bias[e(r)]. */
+/* grouped_mm of a quantised weight on Hopper, by codes_engine.cuh: out[r] = a[r] b[e(r)]^T + bias[e(r)]. Of a transposed weight,
+ * as in backward, its second packing is read. */
 #include "codes_engine.cuh"
 
 namespace fused_moe {
@@ -51,7 +52,8 @@ int launch(const FusedMoeGroupedMM &p, void *stream) {
     const T *a = (const T *)p.a;
     int status = matrix_map(&gemm.a[0], a, p.R, p.N[0], p.N[0], SUBTILE);
     if (status == FUSED_MOE_OK) status = matrix_map(&gemm.tail[0], a, p.R, p.N[0], p.N[0], TAIL_ROWS);
-    if (status == FUSED_MOE_OK) status = set_codes<Config>(q.codes, 0, p.b[0], p.E, 0, p.M);
+    if (status == FUSED_MOE_OK)
+        status = set_codes<Config>(q.codes, 0, packing_of(*p.b[0].codes), p.E, 0, p.M);
     if (status != FUSED_MOE_OK) return status;
     gemm.num_k_tiles[0] = (int32_t)ceil_div(p.N[0], Config::COLUMNS);
     TileSource &tiles = gemm.tiles;
@@ -68,7 +70,12 @@ int launch(const FusedMoeGroupedMM &p, void *stream) {
 }
 
 int run(const FusedMoeGroupedMM &p, void *stream) {
-    return with_decoder(p.dtype, *p.b[0].codes, [&](auto decoder) {
+    FusedMoeQuantizedWeight codes = packing_of(*p.b[0].codes);
+    if (is_by_column(codes)) /* of backward, where rows are many: one configuration */
+        return with_column_decoder(p.dtype, codes, [&](auto decoder) {
+            return launch<CodesConfig<decltype(decoder), false, Rows::MANY>>(p, stream);
+        });
+    return with_decoder(p.dtype, codes, [&](auto decoder) {
         return with_codes_config<decltype(decoder), false>(
             p.R, p.E, [&](auto config) { return launch<decltype(config)>(p, stream); });
     });

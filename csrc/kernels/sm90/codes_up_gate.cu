@@ -166,9 +166,9 @@ int launch(const FusedMoeUpGate &p, void *stream) {
     gemm.num_k_tiles[0] = (int32_t)ceil_div(p.D, Config::COLUMNS);
     gemm.gate_up = is_gate_up;
     q.codes.is_interleaved = p.layout == FUSED_MOE_INTERLEAVED;
-    int status = set_codes<Config>(q.codes, 0, p.w1, rows.E, 0, b_rows);
+    int status = set_codes<Config>(q.codes, 0, *p.w1.codes, rows.E, 0, b_rows);
     if (status == FUSED_MOE_OK && is_gate_up)
-        status = set_codes<Config>(q.codes, 1, halves ? p.w1 : p.w3, rows.E, halves ? F : 0, F);
+        status = set_codes<Config>(q.codes, 1, halves ? *p.w1.codes : *p.w3.codes, rows.E, halves ? F : 0, F);
     if (status != FUSED_MOE_OK) return status;
     gemm.tiles = tile_source(rows.offs, rows.schedule, rows.R, rows.E, b_rows,
                              is_gate_up ? Config::BN / 2 : Config::BN, p.workspace.counters);
