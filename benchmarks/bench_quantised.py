@@ -3,6 +3,7 @@
     python benchmarks/bench_quantised.py --quality --time --json out.json
     python benchmarks/bench_quantised.py --quality --shape 1024,32,4,512,256 --dtype bf16 --format int4,mxfp4
     python benchmarks/bench_quantised.py --time --shape qwen3-30b --tokens 1,8,128
+    python benchmarks/bench_quantised.py --backward --shape qwen3-30b --tokens 128,2048 --format int4,mxfp4
     python benchmarks/bench_quantised.py --model runs/NAME --json out.json
 
 Without a flag that says what, --quality and --time are run. Every record has the format, its options, and the
@@ -17,6 +18,9 @@ The weights are random, in distributions that WEIGHTS describes.
 of the float weights alternate. ratio_to_float is the float weights' time over the format's: above 1, the
 format is faster. On a GPU calls are queued; the same weights are read by each call, so small layers stay in
 the L2 cache. bench_decode.py --format reads weights from memory.
+
+--backward (bench quantised, what backward): likewise, the gradient of x alone. Formats are there with
+trainable weights, too, which on Hopper backward reads transposed.
 
 --model (bench quantised_lm): what `examples/generate.py --evaluate` finds of a run of train_lm.py. loss is in
 bits per byte of held-out text.
@@ -59,7 +63,12 @@ class Variant(NamedTuple):
     def name(self) -> str:
         group, zero = self.options.get("group_size"), self.options.get("symmetric") is False
         parts = [self.format, f" of {group}" if group else "", ", zero points" if zero else ""]
-        return "".join([*parts, " per tensor" if self.options.get("per_tensor") else ""])
+        parts.append(" per tensor" if self.options.get("per_tensor") else "")
+        return "".join([*parts, ", trainable" if self.options.get("trainable") else ""])
+
+    @property
+    def trainable(self) -> Variant:
+        return self._replace(options=self.options | {"trainable": True})
 
 
 VARIANTS = (
@@ -90,11 +99,12 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     add = flags.add_argument
     add("--quality", action="store_true", help="errors of weights and outputs")
     add("--time", action="store_true", help="fused_experts, forward")
+    add("--backward", action="store_true", help="the gradient of x through the frozen experts")
     add("--model", type=Path, metavar="FOLDER", help="of a run of examples/train_lm.py: the loss")
-    add("--tokens", type=counts, default=[1, 8, 128, 1024], help="of --time; default: 1,8,128,1024")
+    add("--tokens", type=counts, default=[1, 8, 128, 1024], help="of the two; default: 1,8,128,1024")
     add("--format", type=formats, default=FORMATS, help=f"of {', '.join(FORMATS)}; default: all")
     options = flags.parse_args(argv)
-    if not (options.quality or options.time or options.model):
+    if not (options.quality or options.time or options.backward or options.model):
         options.quality = options.time = True
     return options
 
@@ -197,27 +207,28 @@ def measure_quality(shape: str, dtype: str, options: argparse.Namespace) -> Iter
             )  # fmt: skip
 
 
-def measure_time(shape: str, dtype: str, options: argparse.Namespace) -> Iterator[dict]:
-    import fused_moe
-
+def measure_time(
+    shape: str, dtype: str, options: argparse.Namespace, what: str = "forward"
+) -> Iterator[dict]:
     mode = "queued" if options.device == "cuda" else common.DEFAULT_MODE
     clock = common.clock(options.device, **common.MODES[mode])
     sizes = common.layer_sizes(shape)
     torch.manual_seed(0)
     weights = random_weights("gaussian", sizes, common.DTYPES[dtype], options.device)
-    layers = {None: weights} | {v.name: quantised(weights, v) for v in usable(options.format, sizes)}
-    variants = {v.name: v for v in VARIANTS}
+    variants = {v.name: v for v in usable(options.format, sizes)}
+    if what == "backward":
+        variants |= {v.trainable.name: v.trainable for v in list(variants.values())}
+    layers = {None: weights} | {name: quantised(weights, v) for name, v in variants.items()}
     for tokens in options.tokens:
         sizes = sizes._replace(num_tokens=tokens)
         flops = 6 * tokens * sizes.top_k * sizes.dim * sizes.hidden_dim
         x = torch.randn(tokens, sizes.dim, dtype=weights[0].dtype, device=options.device)
-        scores, ids = routed(sizes, options)
-        runs = {
-            name: partial(fused_moe.fused_experts, x, *layer, scores, ids) for name, layer in layers.items()
-        }
+        routing = routed(sizes, options)
+        dout = torch.randn_like(x) if what == "backward" else None
+        runs = {name: run_of(layer, x, *routing, dout) for name, layer in layers.items()}
         errors = {
             name: checked_error(
-                run, layers[name], (x, scores, ids), f"{shape}, {tokens} tokens {name}", dtype
+                run, layers[name], (x, *routing), f"{shape}, {tokens} tokens {name}", dtype, dout
             )
             for name, run in runs.items()
         }
@@ -225,22 +236,40 @@ def measure_time(shape: str, dtype: str, options: argparse.Namespace) -> Iterato
         for name, layer in layers.items():
             yield record(
                 options, dtype, variants.get(name), layer,
-                bench="quantised", shape=shape, what="forward", tokens=tokens, mode=mode,
+                bench="quantised", shape=shape, what=what, tokens=tokens, mode=mode,
                 time_us=round(seconds[name] * 1e6, 1),
                 tflops=round(flops / seconds[name] / 1e12, 4), max_rel_error=errors[name],
                 ratio_to_float=round(seconds[None] / seconds[name], 3),
             )  # fmt: skip
 
 
-def checked_error(run: Callable, layer: list, routed_x: tuple, title: str, dtype: str) -> float:
+def run_of(layer: list, x: Tensor, scores: Tensor, ids: Tensor, dout: Tensor | None) -> Callable:
+    """The experts' output as a call, or, given the output's gradient, that of x."""
+    import fused_moe
+
+    if dout is None:
+        return partial(fused_moe.fused_experts, x, *layer, scores, ids)
+    with torch.enable_grad():
+        x = x.detach().requires_grad_()
+        out = fused_moe.fused_experts(x, *layer, scores, ids)
+    return lambda: torch.autograd.grad(out, x, dout, retain_graph=True)[0]
+
+
+def checked_error(
+    run: Callable, layer: list, routed_x: tuple, title: str, dtype: str, dout: Tensor | None = None
+) -> float:
     """Against float64 with the values that the layer's weights stand for: a wrong result is not timed."""
     from fused_moe import reference
 
     x, scores, ids = (t[:CHECKED_TOKENS] for t in routed_x)
+    x = x.double().requires_grad_(dout is not None)
     values = [(w if isinstance(w, Tensor) else w.dequantize()).double() for w in layer]
+    with torch.set_grad_enabled(dout is not None):
+        exact = reference.fused_experts(x, *values, scores.double(), ids)
+    if dout is not None:
+        (exact,) = torch.autograd.grad(exact, x, dout[:CHECKED_TOKENS].double())
     error = common.Error()
-    exact = reference.fused_experts(x.double(), *values, scores.double(), ids)
-    error.add("out", run()[:CHECKED_TOKENS], exact)
+    error.add("out" if dout is None else "dx", run()[:CHECKED_TOKENS], exact)
     return error.check(title, dtype)
 
 
@@ -299,7 +328,8 @@ def print_table(records: list[dict]) -> None:
     if not rows:
         return
     first = records[0]
-    print(f"\n{first['bench']}: {first['shape']}, {first['routing']}, {first['dtype']}")
+    what = f", {first['what']}" if first["bench"] == "quantised" else ""
+    print(f"\n{first['bench']}{what}: {first['shape']}, {first['routing']}, {first['dtype']}")
     headers = list(next(iter(rows.values())))
     widths = [max(len(h), *(len(row[h]) for row in rows.values())) for h in headers]
     for row in (dict(zip(headers, headers, strict=True)), *rows.values()):
@@ -312,6 +342,7 @@ def main(argv: list[str] | None = None) -> list[dict]:
     options.shape = options.shape or [SHAPE]
     common.start(options)
     parts = [measure_quality] * options.quality + [measure_time] * options.time
+    parts += [partial(measure_time, what="backward")] * options.backward
     every = [partial(part, s, d, options) for part in parts for s in options.shape for d in options.dtype]
     every += [partial(measure_model, options)] * bool(options.model)
     path, found = options.json, []

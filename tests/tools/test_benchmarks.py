@@ -1030,6 +1030,16 @@ def test_times_of_formats(load, run, tmp_path, capsys):
     load("table").main([str(tmp_path / "bench_quantised.json")])
 
 
+def test_times_of_backward(run):
+    flags = ("--backward", "--tokens", "5", "--format", "mxfp4")
+    records = run("bench_quantised", "--shape", SMALL, *flags)
+    assert [(r["dtype"], r["layer"], r["what"]) for r in records] == [
+        (dtype, name, "backward") for dtype in FLOATS for name in (dtype, "mxfp4", "mxfp4, trainable")
+    ]
+    for r in records:
+        assert r["time_us"] > 0 and 0 < r["max_rel_error"] < {"fp32": 1e-5, "bf16": 2e-2}[r["dtype"]]
+
+
 def test_wrong_values_of_a_format_are_not_timed(load):
     bench = load("bench_quantised")
     weights = [torch.randn(4, 32, 32) for _ in range(3)]
