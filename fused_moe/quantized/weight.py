@@ -146,7 +146,7 @@ class QuantizedWeight(nn.Module):
         """Makes what training through the weight is faster with, or drops it; the weight stays frozen.
 
         Where the weight is in tiles it is then kept transposed, too: twice the packed bytes, the same values,
-        and a faster backward while experts have up to 512 rows on average. Elsewhere nothing is made before
+        and a faster backward while experts have up to 1024 rows on average. Elsewhere nothing is made before
         the weight is moved to such a GPU. Returns the weight.
         """
         check_bool(f"{FN}.set_trainable", "trainable", trainable)

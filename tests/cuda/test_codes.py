@@ -5,11 +5,11 @@ import re
 
 import pytest
 import torch
-from cases import BF16, F16, poisoned
+from cases import BF16, F16, poisoned, quantize_options
 from gpu_cases import HALF_DTYPES, capture, launches
 from test_quantized import random_weight
 
-from fused_moe import QuantizedWeight, fused_experts
+from fused_moe import FusedMoE, QuantizedWeight, fused_experts, quantize
 from fused_moe.quantized import tiles
 from fused_moe.quantized.formats import FORMATS
 
@@ -28,6 +28,7 @@ SHAPES = {
     "129 rows": (129, 1, 1, 640, 320, "random"),
     "many experts": (100, 4, 40, 512, 384, "random"),
     "few rows, but one expert has all": (70, 2, 10, 256, 96, "first"),
+    "two rows on average, one expert has all": (40, 1, 20, 192, 128, "first"),
     "few rows, a long k": (30, 2, 6, 2624, 192, "random"),
     "one expert has all": (200, 2, 5, 256, 96, "first"),
     "many rows": (2000, 2, 3, 256, 128, "random"),
@@ -147,6 +148,26 @@ def test_formats_of_gate_and_up(device, shape):
     check((x, w1, w2, w3, scores, ids), options | biases, BF16)
     kernels = launches(lambda: fused_experts(x, w1, w2, w3, scores, ids, **options))
     assert any("dequantize" in name for name in kernels), kernels
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@torch.no_grad()
+def test_memory_of_a_served_layer(device, format):
+    """The published bytes and 2%, when it is made and when it has run: a call dequantises nothing."""
+    layer = FusedMoE(512, 768, 8, 2, device=device, dtype=BF16)
+    parameters = sum(layer.experts.get_parameter(name).nbytes for name in ("w1", "w2", "w3"))
+    before = torch.cuda.memory_allocated(device)
+    quantize(layer, format, **quantize_options(format))
+    taken = parameters + torch.cuda.memory_allocated(device) - before
+    experts = layer.experts
+    published = sum(t.nbytes for t in experts.state_dict().values())
+    assert published <= taken <= 1.02 * published + 9 * 512  # the allocator's rounding
+    x = torch.randn(64, 512).to(device, BF16)
+    layer(x)
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    layer(x)
+    assert torch.cuda.max_memory_allocated(device) - before < parameters / 8
 
 
 @pytest.mark.parametrize("format", FORMATS)

@@ -24,7 +24,7 @@ SHAPES = {
     "groups of 128": (40, 2, 4, 384, 256, "random"),
     "experts without rows": (35, 2, 8, 256, 192, "even experts"),
     "one expert has all": (170, 1, 3, 192, 384, "first"),
-    "600 rows each": (600, 2, 2, 128, 64, "random"),
+    "1100 rows each": (1100, 2, 2, 128, 64, "random"),
     "not tiled": (40, 2, 4, 160, 96, "random"),
 }
 # Formats with another block, group size, or zero points.
@@ -175,9 +175,9 @@ def test_every_code_and_scale(device, format, dtype):
 
 @EVERY_VARIANT
 def test_which_kernel_runs(device, format, scale_of):
-    """Codes are read up to 512 rows for each expert on average."""
+    """Codes are read up to 1024 rows for each expert on average."""
     w = draw_weight(format, scale_of, BF16, 2, 256, 384, device)
-    for rows, reads in ((1, True), (60, True), (512, True), (513, False)):
+    for rows, reads in ((1, True), (60, True), (1024, True), (1025, False)):
         a, offsets = draw_rows((rows, rows), 256, BF16, device)
         args = a, *w.tensors, offsets, w.code, True
         kernels = launches(lambda: ops.quantized_mm(*args, *w.transposed_tensors))  # noqa: B023

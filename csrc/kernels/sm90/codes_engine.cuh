@@ -21,7 +21,8 @@
 namespace fused_moe {
 namespace sm90 {
 
-/* Rows that an expert has, on average: up to 2, up to 64, more. FEW has two CTAs on an SM, with smaller tiles. */
+/* Rows that an expert has, on average: up to 2, up to 64, more. FEW has two CTAs on an SM, with smaller tiles, and no wgmma:
+ * less code, which is read from memory, too. */
 enum class Rows { FEW, SOME, MANY };
 
 template <class Decoder_, bool GATHER, Rows ROWS>
@@ -31,7 +32,7 @@ struct CodesConfig : GemmConfig<typename Decoder_::T, Major::K, GATHER> {
     static constexpr int CTAS_PER_SM = FEW_ROWS ? 2 : 1;
     static constexpr int CONSUMERS = ROWS == Rows::SOME ? 4 : 2;
     static constexpr int SUBTILES = MANY_ROWS ? 2 : 1; /* of a consumer */
-    static constexpr int BM = FEW_ROWS ? 32 : MANY_ROWS ? 128 : 64, CUT_ROWS = BM;
+    static constexpr int BM = FEW_ROWS ? 16 : MANY_ROWS ? 128 : 64, CUT_ROWS = BM;
     /* Of a stage. Codes are few bytes, and two k-tiles' waits are paid for once. */
     static constexpr int K_TILES = MANY_ROWS ? 1 : 2, COLUMNS = SUBTILE * K_TILES;
     static_assert(COLUMNS <= MOST_COLUMNS);
@@ -41,7 +42,7 @@ struct CodesConfig : GemmConfig<typename Decoder_::T, Major::K, GATHER> {
     static constexpr int SCALES = TILES * K_TILES * Decoder::TILE_BYTES;
     static constexpr int ZEROS = SCALES + TILES * Decoder::SCALE_BYTES;
     static constexpr int B_BYTES = (ZEROS + TILES * Decoder::ZERO_BYTES + 1023) / 1024 * 1024;
-    static constexpr int STAGING_BYTES = FEW_ROWS ? 5 * 1024 : SkinnyWriter<BM>::BYTES;
+    static constexpr int STAGING_BYTES = FEW_ROWS ? 4 * 1024 : SkinnyWriter<BM>::BYTES;
     static constexpr int MEMORY = FEW_ROWS ? 108 * 1024 : 220 * 1024;
     static constexpr int STAGES = (MEMORY - CONSUMERS * STAGING_BYTES) / (A_BYTES + B_BYTES);
     static constexpr int THREADS = 128 * (1 + CONSUMERS), CONSUMER_WARPS = 4 * CONSUMERS;
@@ -379,7 +380,7 @@ __device__ __forceinline__ void with_tokens(int rows, Fn fn) {
     if constexpr (Config::MANY_ROWS)
         with_first_of<16, 64, 128>(rows, fn);
     else if constexpr (Config::FEW_ROWS)
-        with_first_of<8, 16, 32>(rows, fn);
+        with_first_of<8, 16>(rows, fn);
     else
         with_first_of<8, 16, 32, 48, 64>(rows, fn);
 }

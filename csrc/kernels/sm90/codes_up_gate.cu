@@ -42,12 +42,8 @@ struct ActivatingEpilogue {
         constexpr int STAGED = TOKENS < FIT ? TOKENS : FIT; /* tokens at a time */
         Outputs out = outputs_of(tile, subtile, warp);
         if (out.first >= p.F) return;
-        if constexpr (TOKENS <= WARP_TOKENS) {
-            with_act([&](auto act) {
-#pragma unroll
-                for (int j = 0; j < TOKENS / 8; j++)
-                    store_eight(act, of_eight(d + 4 * j), out, 8 * j, tile.num_rows);
-            });
+        if constexpr (TOKENS == 8) {
+            with_act([&](auto act) { store_eight(act, of_eight(d), out, 0, tile.num_rows); });
             return;
         }
         /* Accumulators go through shared memory, each thread's own, so that one loop activates them, and not as many
@@ -112,22 +108,24 @@ struct ActivatingEpilogue {
     __device__ void store_eight(Act act, float4 v, const Outputs &out, int row, int num_rows) const {
         float alpha = (float)p.activation.alpha, limit = (float)p.activation.limit;
         bool is_gated = p.layout != FUSED_MOE_UNGATED;
-        float a[2] = {v.x + out.bias[0], v.y + out.bias[0]}, b[2] = {v.z + out.bias[1], v.w + out.bias[1]};
-#pragma unroll
-        for (int i = 0; i < 2; i++) {
-            a[i] = act.gate(a[i], alpha, limit).value;
-            if (is_gated) a[i] *= act.up(b[i], limit).value;
-        }
-        /* Transposed, a lane has two outputs of one token. */
         int lane = threadIdx.x % 32;
         T *to = (T *)p.a + out.start + (int64_t)(row + lane / 4) * p.F + lane % 4 * 2;
-        uint32_t pair = movmatrix_trans(pack<T>(a[0], a[1]));
-        bool is_row = row + lane / 4 < num_rows;
-        if (is_row) *(uint32_t *)to = pair;
-        if (!out.has_second) return;
-        for (float &gate : b) gate = act.gate(gate, alpha, limit).value;
-        pair = movmatrix_trans(pack<T>(b[0], b[1]));
-        if (is_row) *(uint32_t *)(to + 8) = pair;
+        float gate[2] = {v.x + out.bias[0], v.y + out.bias[0]};
+        float other[2] = {v.z + out.bias[1], v.w + out.bias[1]};
+#pragma unroll 1
+        for (bool is_second = false;; is_second = true, to += 8) { /* a loop, since code takes time, too */
+            float a[2];
+#pragma unroll
+            for (int i = 0; i < 2; i++) {
+                a[i] = act.gate(gate[i], alpha, limit).value;
+                if (is_gated) a[i] *= act.up(other[i], limit).value;
+                gate[i] = other[i];
+            }
+            /* Transposed, a lane has two outputs of one token. */
+            uint32_t pair = movmatrix_trans(pack<T>(a[0], a[1]));
+            if (row + lane / 4 < num_rows) *(uint32_t *)to = pair;
+            if (is_second || !out.has_second) return;
+        }
     }
 };
 
