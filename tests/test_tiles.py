@@ -369,6 +369,17 @@ def assert_not_packed(w: QuantizedWeight) -> None:
     assert w.transposed_tensors == (w.data_t, w.scale_t, w.zero_t) == (None, None, None)
 
 
+class Transposed(torch.nn.Module):
+    """A weight's second packing as an output."""
+
+    def __init__(self, w: QuantizedWeight):
+        super().__init__()
+        self.w = w
+
+    def forward(self) -> tuple:
+        return self.w.transposed_tensors
+
+
 @pytest.mark.quick
 @EVERY_OPTION
 def test_who_has_the_second_packing(cpu, request, option):
@@ -409,17 +420,9 @@ def test_layers_with_the_second_packing(cpu):
     assert_not_packed(moe.experts.w1)
     w = quantize(FusedMoE(64, 128, 4, 2), "mxfp4", trainable=True).experts.w1
 
-    class Tensors(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.w = w
-
-        def forward(self):
-            return self.w.transposed_tensors
-
-    assert Tensors()() == w.transposed_tensors
+    assert Transposed(w)() == w.transposed_tensors
     state = {f"w.{name}": tensor for name, tensor in w.state_dict().items()}
-    assert torch.func.functional_call(Tensors(), state, ()) == (None, None, None)
+    assert torch.func.functional_call(Transposed(w), state, ()) == (None, None, None)
 
 
 @EVERY_OPTION
@@ -451,6 +454,30 @@ def test_the_second_packing_moves(cpu, option):
     for moved in (w.to(cpu), copied.cpu(), loaded):
         assert moved.is_trainable and not moved.is_tiled
         assert_not_packed(moved)
+
+
+@EVERY_OPTION
+def test_writing_tiles_writes_the_second_packing(cpu, option, request):
+    """In place, as DistributedDataParallel writes the first rank's parameters; also before it is moved or
+    copied. Compiled code takes it as it is."""
+    format, options = OPTIONS[option]
+    request.getfixturevalue("tiling")
+    w, *others = (quantize(torch.randn(2, 64, 128), format, trainable=True, **options) for _ in range(5))
+    places = [t.data_ptr() for t in w.transposed_tensors if t is not None]
+    changes = (lambda w: w, lambda w: w.to(F16), copy.deepcopy)
+    for other, change in zip(others[:3], changes, strict=True):
+        for own, new in zip(w.parameters(), other.parameters(), strict=True):
+            own.detach().copy_(new)
+        assert_packed(change(w))
+        assert_same(w.state_dict(), other.state_dict())
+        assert [t.data_ptr() for t in w.transposed_tensors if t is not None] == places
+    # Other tiles in their place have no packing here.
+    tensors = dict(others[3].named_parameters())
+    packing = torch.func.functional_call(Transposed(w), {f"w.{n}": t for n, t in tensors.items()}, ())
+    assert packing == (None, None, None)
+    assert_packed(w)
+    compiled = torch.compile(Transposed(w), backend="eager", fullgraph=True)()
+    assert all(t is own for t, own in zip(compiled, w.transposed_tensors, strict=True))
 
 
 @EVERY_OPTION

@@ -42,6 +42,11 @@ class QuantizedWeight(nn.Module):
         TypeError, ValueError: the message says what was expected and what was found.
     """
 
+    # The second packing. Not buffers: DistributedDataParallel sends those to all ranks before every forward.
+    data_t = scale_t = zero_t = None
+    _packed_of: list[tuple[Tensor, int]] = []  # the tiles that it was made of, and their versions
+    _is_trainable = False
+
     def __init__(
         self,
         data: Tensor,
@@ -85,8 +90,6 @@ class QuantizedWeight(nn.Module):
             if name in rules.names:
                 self.register_parameter(rules.names[name], _frozen(tensor))
         self._is_trainable = trainable
-        # Not buffers, which DistributedDataParallel sends to all ranks before every forward pass.
-        self.data_t = self.scale_t = self.zero_t = None
         self._arrange()
 
     def forward(self) -> Tensor:
@@ -127,10 +130,13 @@ class QuantizedWeight(nn.Module):
 
     @property
     def transposed_tensors(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """data, scale, zero of the second packing as operators take them; None where there is none."""
-        if self.is_tiled:
-            return self.data_t, self.scale_t, self.zero_t
-        return None, None, None  # also where torch.func.functional_call has published tensors
+        """data, scale, zero of the second packing as operators take them; None where there is none.
+
+        If tiles were written in place since, as DistributedDataParallel does once, it is written again. That
+        is not seen in compiled code."""
+        if not self._has_packing():
+            return None, None, None
+        return self.data_t, self.scale_t, self.zero_t
 
     @property
     def is_tiled(self) -> bool:
@@ -139,15 +145,15 @@ class QuantizedWeight(nn.Module):
 
     @property
     def is_trainable(self) -> bool:
-        """What `set_trainable` was told last."""
+        """What the constructor or `set_trainable` was told last."""
         return self._is_trainable
 
     def set_trainable(self, trainable: bool = True) -> QuantizedWeight:
         """Makes what training through the weight is faster with, or drops it; the weight stays frozen.
 
         Where the weight is in tiles it is then kept transposed, too: twice the packed bytes, the same values,
-        and a faster backward while experts have up to 1024 rows on average. Elsewhere nothing is made before
-        the weight is moved to such a GPU. Returns the weight.
+        and a faster backward while experts have up to 1024 rows on average; but int4 with float32 scales is
+        dequantised. Elsewhere nothing is made before the weight is moved to such a GPU. Returns the weight.
         """
         check_bool(f"{FN}.set_trainable", "trainable", trainable)
         self._is_trainable = trainable
@@ -213,6 +219,23 @@ class QuantizedWeight(nn.Module):
             tiled = convert(self.format, tensor, self.shape, out)
             self._parameters[names[key]] = _frozen(tiled) if out is None else out
 
+    def _has_packing(self) -> bool:
+        """Whether there is a second packing of these tiles. It is brought up to date."""
+        if self.data_t is None or not self.is_tiled:
+            return False
+        if torch.compiler.is_compiling():
+            return True
+        now = self._versions()
+        # They are other tensors inside torch.func.functional_call.
+        if any(tile is not packed for (tile, _), (packed, _) in zip(now, self._packed_of, strict=True)):
+            return False
+        if any(new != old for (_, new), (_, old) in zip(now, self._packed_of, strict=True)):
+            self._pack_transposed()
+        return True
+
+    def _versions(self) -> list[tuple[Tensor, int]]:
+        return [(t, 0 if t.is_inference() else t._version) for t in self.tensors if t is not None]
+
     def _pack_transposed(self) -> None:
         """Into the memory of the packing that there is, if it is on the weight's device."""
         published = {"data_t": self.data, "scale_t": self.scale, "zero_t": self.zero}
@@ -221,16 +244,20 @@ class QuantizedWeight(nn.Module):
                 convert = tiles.transposed_data if name == "data_t" else tiles.transposed_scale
                 out = _if_on(tensor.device, getattr(self, name))
                 setattr(self, name, convert(self.format, tensor, self.shape, out))
+        self._packed_of = self._versions()
 
     def _apply(self, fn, recurse=True):
         """As nn.Module, but codes and scales keep their dtypes: fn gets their bytes."""
         self.dtype = fn(torch.empty(0, dtype=self.dtype, device=self.device)).dtype
+        has_packing = self._has_packing()
         for name, parameter in self.named_parameters(recurse=False):
             self._parameters[name] = _frozen(_applied(fn, parameter))
         if tiles.are_wanted(self.device, self.shape):  # or the packing is dropped
             for name in ("data_t", "scale_t", "zero_t"):
-                tensor = getattr(self, name)
+                tensor = getattr(self, name) if has_packing else None
                 setattr(self, name, None if tensor is None else _applied(fn, tensor))
+            if has_packing:
+                self._packed_of = self._versions()
         self._arrange()
         return self
 

@@ -6,7 +6,7 @@
  *
  * A weight lies in memory in tiles of 64 rows and 64 columns (fused_moe/quantized/tiles.py), codes in the order of
  * A's fragments. A thread has columns 2 t, 2 t + 1, 2 t + 8 and 2 t + 9 of each 16, t = lane % 4, of rows lane / 4 and
- * lane / 4 + 8 of its warp's sixteen:
+ * lane / 4 + 8 of its warp's sixteen, or of a gate and its up (row_of in codes_engine.cuh):
  *
  *   tile [row half][warp][lane] of 8 bytes (codes of 4 bits) or 16: what a thread has of a row
  *   8 bits   word s: columns 16 s + 2 t, + 2 t + 1, + 2 t + 8, + 2 t + 9
@@ -29,13 +29,14 @@ constexpr int MOST_COLUMNS = 128;
 
 /* --- scales and zero points ------------------------------------------------------------------------------ */
 
-/* Of a stage, as its codes are: [tile][group][row]. A group is the columns that share a scale. */
+/* Of a stage, as its codes are: [tile][group][row]; by column, of each box: [group][k-tile][64 columns, as lanes have them].
+ * A group is the columns, or by column the rows, that share a scale. */
 typedef struct {
     FusedMoeDtype dtype;
     int32_t bytes;     /* of a scale                                                */
     int32_t rows;      /* of a group's scales in a tile: 64, or 4 equal ones        */
-    int32_t groups;    /* in a stage: 1 or 2; 4 where it has two k-tiles             */
-    int32_t shift;     /* 2^shift stages share a group; 31: all                     */
+    int32_t groups;    /* in a stage, or by column in a box: 1, 2 or 4              */
+    int32_t shift;     /* 2^shift stages, or boxes, share a group; 31: all          */
     bool has_zeros;    /* int8, as many as scales                                   */
     int32_t box_bytes; /* of half a stage's tiles: codes, scales and zero points    */
 } Scales;
@@ -44,14 +45,23 @@ typedef struct {
 template <bool NARROW, bool BY_COLUMN>
 struct Factor {
     using Wide = std::conditional_t<BY_COLUMN, float2, float>;
-    uint32_t zero;                                    /* INT4: PairOf::INTEGER + 8 + zero, twice */
-    std::conditional_t<NARROW, uint32_t, Wide> scale; /* narrow: of T, twice */
+    uint32_t zero; /* INT4: PairOf::INTEGER + 8 + zero, of both codes of a pair */
+    std::conditional_t<NARROW, uint32_t, Wide> scale; /* narrow: of T, of both */
 };
+
+__device__ inline void ld_shared_words(uint32_t (&word)[2], uint32_t address) {
+    uint2 v = ld_shared_v2(address);
+    word[0] = v.x, word[1] = v.y;
+}
+__device__ inline void ld_shared_words(uint32_t (&word)[4], uint32_t address) {
+    uint4 v = ld_shared_v4(address);
+    word[0] = v.x, word[1] = v.y, word[2] = v.z, word[3] = v.w;
+}
 
 /* --- codes to values ------------------------------------------------------------------------------------ */
 
-/* GROUPED: a stage may have more than one group. BY_COLUMN: a column has scales of its own, one for each group of
- * rows: the tiles are of a transposed weight. */
+/* GROUPED: a stage may have more than one group of columns. BY_COLUMN: the tiles are of a transposed weight, and a column
+ * has scales of its own, one for each group of rows, of which a box may have more than one. */
 template <typename T_, Code CODE_, bool NARROW_, bool GROUPED_, bool BY_COLUMN_ = false>
 struct Decoder {
     using T = T_;
@@ -89,14 +99,14 @@ struct Decoder {
     }
 
     /* Of columns 2 pair and 2 pair + 1 of 16 whose scales and zero points are in shared memory, for all eight pairs. Scales are
-     * of float32 for codes of 8 bits; of int4 they are narrow, or of the other 16-bit dtype. */
+     * of float32 for codes of 8 bits; of int4 they are narrow, or of the other 16-bit dtype; zero points are -8 to 7. */
     __device__ static void column_factors(PairFactor (&f)[8], uint32_t scale, uint32_t zero,
                                           const Scales &s) {
         constexpr int WORDS = CODE == Code::E2M1 ? 4 : CODE == Code::INT4 ? 8 : 16;
         uint32_t words[WORDS], zeros[4] = {};
 #pragma unroll
-        for (int i = 0; i < WORDS; i += 4) ld_shared(words + i, scale + 4 * i);
-        if (HAS_ZEROS && s.has_zeros) ld_shared(zeros, zero);
+        for (int i = 0; i < WORDS; i += 4) ld_shared_words(*(uint32_t (*)[4])(words + i), scale + 4 * i);
+        if (HAS_ZEROS && s.has_zeros) ld_shared_words(zeros, zero);
 #pragma unroll
         for (int i = 0; i < 8; i++) {
             uint32_t spread = i % 2 ? 0x4342 : 0x4140; /* a halfword's two bytes to two halfwords */
@@ -119,11 +129,6 @@ struct Decoder {
                 f[i].scale = make_float2(__uint_as_float(words[2 * i]), __uint_as_float(words[2 * i + 1]));
             }
         }
-    }
-
-    __device__ static void ld_shared(uint32_t *word, uint32_t address) {
-        uint4 v = ld_shared_v4(address);
-        word[0] = v.x, word[1] = v.y, word[2] = v.z, word[3] = v.w;
     }
 
     /* To the left, or with a negative number to the right. */
@@ -210,14 +215,13 @@ struct RowFactors {
     __device__ const auto &of(int row, int step, int) const { return factor[row][step / 2 % GROUPS]; }
 };
 
-/* Factors of a thread's columns of a k-tile. */
+/* Factors of a thread's columns of a stage, which is one k-tile. */
 template <class Decoder>
 struct ColumnFactors {
     typename Decoder::PairFactor factor[8];
 
-    __device__ void load(uint32_t stage, const CodeOffsets &at, int k_tile, const Scales &s) {
-        uint32_t first = k_tile * SUBTILE;
-        Decoder::column_factors(factor, stage + at.scale[0] + first * s.bytes, stage + at.zero[0] + first, s);
+    __device__ void load(uint32_t stage, const CodeOffsets &at, int, const Scales &s) {
+        Decoder::column_factors(factor, stage + at.scale[0], stage + at.zero[0], s);
     }
 
     __device__ const auto &of(int, int step, int u) const { return factor[2 * step + u]; }
@@ -236,7 +240,7 @@ struct StageCodes {
         for (int k_tile = 0; k_tile < K_TILES; k_tile++)
 #pragma unroll
             for (int row = 0; row < 2; row++)
-                ld_shared(words[k_tile][row], stage + at.codes[row] + k_tile * Decoder::TILE_BYTES);
+                ld_shared_words(words[k_tile][row], stage + at.codes[row] + k_tile * Decoder::TILE_BYTES);
     }
 
     /* Words 16 k_tile + 4 j + .. of A are columns 16 j .. 16 j + 15 of a k-tile. */
@@ -247,16 +251,6 @@ struct StageCodes {
             for (int i = 0; i < 4; i++)
                 a[16 * k_tile + 4 * j + i] =
                     decoder.pair(words[k_tile][i % 2], j, i / 2, factors.of(i % 2, j, i / 2));
-    }
-
-  private:
-    __device__ static void ld_shared(uint32_t (&word)[2], uint32_t address) {
-        uint2 v = ld_shared_v2(address);
-        word[0] = v.x, word[1] = v.y;
-    }
-    __device__ static void ld_shared(uint32_t (&word)[4], uint32_t address) {
-        uint4 v = ld_shared_v4(address);
-        word[0] = v.x, word[1] = v.y, word[2] = v.z, word[3] = v.w;
     }
 };
 

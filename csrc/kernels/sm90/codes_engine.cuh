@@ -36,6 +36,7 @@ struct CodesConfig : GemmConfig<typename Decoder_::T, Major::K, GATHER> {
     /* Of a stage. Codes are few bytes, and two k-tiles' waits are paid for once. */
     static constexpr int K_TILES = MANY_ROWS ? 1 : 2, COLUMNS = SUBTILE * K_TILES;
     static_assert(COLUMNS <= MOST_COLUMNS);
+    static_assert(!Decoder::BY_COLUMN || K_TILES == 1, "factors of columns are loaded once in a stage");
     static constexpr int TILES = CONSUMERS * SUBTILES, BN = SUBTILE * TILES; /* of B in a stage */
     static constexpr int K_TILE_BYTES = BM * SWIZZLE_BYTES, A_BYTES = K_TILES * K_TILE_BYTES;
     /* Where a stage's b has what. */
@@ -81,7 +82,7 @@ __device__ inline void load_codes(const CodesGemm &p, uint32_t dst, uint32_t ful
     constexpr int BOX = Config::TILES / 2; /* tiles */
     constexpr int PIECES = Config::K_TILES * Decoder::TILE_BYTES / PIECE_BYTES;
     int group = stage * p.scales.groups >> p.scales.shift;
-    if (Decoder::BY_COLUMN) group = stage * Config::K_TILES;
+    if (Decoder::BY_COLUMN) group = stage;
     for (int box = 0; box < (tile.half_n ? 1 : 2); box++) {
         int weight = p.gemm.gate_up ? box : 0, row = tile.first_column / SUBTILE + (box - weight) * BOX;
         cp_async_bulk_tensor_load(dst + box * BOX * Config::K_TILES * Decoder::TILE_BYTES, &p.gemm.b[weight],
@@ -249,9 +250,9 @@ __device__ inline CodeOffsets offsets_of(const CodesGemm &p, int wg, int i) {
         int tile_row = 16 * warp + 8 * at.half + at.row;
         int scale =
             at.tile % BOX * p.scales.groups * p.scales.rows + (p.scales.rows == SUBTILE ? tile_row : 0);
-        if (Decoder::BY_COLUMN) { /* a group's, of each k-tile: sixteen of this lane */
+        if (Decoder::BY_COLUMN) { /* of a group, this lane's sixteen */
             int group = (at.tile % BOX * SUBTILE + 16 * warp) * p.scales.groups / (BOX * SUBTILE);
-            scale = group * Config::K_TILES * SUBTILE + 16 * t;
+            scale = group * SUBTILE + 16 * t;
         }
         o.codes[which] = at.tile * Config::K_TILES * Decoder::TILE_BYTES +
                          at.half * (Decoder::TILE_BYTES / 2) +
@@ -401,9 +402,9 @@ __device__ __forceinline__ void run_codes_tile(const CodesGemm &p, Shared<Config
     }
 }
 
-/* epilogue.store_swapped<TOKENS>(d, tile, subtile, warp, staging) stores a subtile of a tile, of which warp w of 4 has
- * 16 columns. d is wgmma's, and may be changed; staging is the warpgroup's. With gate_up a warp has eight gates and their
- * ups, else columns 16 w to 16 w + 15. */
+/* epilogue.store_swapped<TOKENS>(d, tile, subtile, warp, staging) stores a subtile of a tile: what warp w of 4 has of 16
+ * rows of the weight. d is wgmma's, and may be changed; staging is the warpgroup's. A thread's two rows are those of row_of:
+ * rows lane / 4 and lane / 4 + 8 of the warp's sixteen, or a gate and its up. */
 template <class Config, typename Epilogue>
 __device__ __forceinline__ void persistent_codes_gemm(const CodesGemm &p, Epilogue epilogue) {
     auto &s = static_cast<PlanningShared<Config> &>(prologue<Config>());
@@ -429,37 +430,22 @@ __device__ __forceinline__ void persistent_codes_gemm(const CodesGemm &p, Epilog
 
 /* --- launching ------------------------------------------------------------------------------------------ */
 
-/* The kernels are as many as these: dtype, codes, and scales of the dtype or of another, of 128 columns or fewer. */
-template <typename Fn>
+/* The kernels are as many as these: dtype, codes, and scales of the dtype or of another, of 128 columns or fewer; by column,
+ * of any rows. */
+template <bool BY_COLUMN = false, typename Fn>
 int with_decoder(FusedMoeDtype dtype, const FusedMoeQuantizedWeight &w, Fn fn) {
     return with_half(dtype, [&](auto t) {
         using T = decltype(t);
         switch (w.format) {
-        case FUSED_MOE_INT8: return fn(Decoder<T, Code::INT8, false, false>());
+        case FUSED_MOE_INT8: return fn(Decoder<T, Code::INT8, false, false, BY_COLUMN>());
         case FUSED_MOE_INT4:
-            if (w.scale_dtype != dtype) return fn(Decoder<T, Code::INT4, false, true>());
-            return w.block_in < MOST_COLUMNS && w.block_in < w.in ? fn(Decoder<T, Code::INT4, true, true>())
-                                                                  : fn(Decoder<T, Code::INT4, true, false>());
+            if (w.scale_dtype != dtype) return fn(Decoder<T, Code::INT4, false, true, BY_COLUMN>());
+            if (BY_COLUMN || (w.block_in < MOST_COLUMNS && w.block_in < w.in))
+                return fn(Decoder<T, Code::INT4, true, true, BY_COLUMN>());
+            return fn(Decoder<T, Code::INT4, true, BY_COLUMN, BY_COLUMN>());
         case FUSED_MOE_MXFP4: /* bf16 has every e8m0 scale */
-            return fn(Decoder<T, Code::E2M1, std::is_same_v<T, __nv_bfloat16>, true>());
-        default: return fn(Decoder<T, Code::E4M3, false, false>());
-        }
-    });
-}
-
-/* The same of a second packing whose columns have scales. */
-template <typename Fn>
-int with_column_decoder(FusedMoeDtype dtype, const FusedMoeQuantizedWeight &w, Fn fn) {
-    return with_half(dtype, [&](auto t) {
-        using T = decltype(t);
-        switch (w.format) {
-        case FUSED_MOE_INT8: return fn(Decoder<T, Code::INT8, false, false, true>());
-        case FUSED_MOE_INT4:
-            if (w.scale_dtype != dtype) return fn(Decoder<T, Code::INT4, false, true, true>());
-            return fn(Decoder<T, Code::INT4, true, true, true>());
-        case FUSED_MOE_MXFP4:
-            return fn(Decoder<T, Code::E2M1, std::is_same_v<T, __nv_bfloat16>, true, true>());
-        default: return fn(Decoder<T, Code::E4M3, false, false, true>());
+            return fn(Decoder<T, Code::E2M1, std::is_same_v<T, __nv_bfloat16>, true, BY_COLUMN>());
+        default: return fn(Decoder<T, Code::E4M3, false, false, BY_COLUMN>());
         }
     });
 }
@@ -502,23 +488,29 @@ inline FusedMoeQuantizedWeight packing_of(const FusedMoeQuantizedWeight &w) {
     return t;
 }
 
-/* Whether scales are of columns, not of rows. */
+/* Whether scales are of columns: of a transposed weight whose rows had them. */
 inline bool is_by_column(const FusedMoeQuantizedWeight &packing) {
     return packing.block_in == 1;
 }
 
-/* Lets weight i of a GEMM be rows [first_row, first_row + rows) of a weight of codes. */
+/* Columns, or by column rows, that share a scale. */
+inline int64_t group_of(const FusedMoeQuantizedWeight &packing) {
+    if (is_by_column(packing)) return packing.block_out < packing.out ? packing.block_out : packing.out;
+    return packing.block_in < packing.in ? packing.block_in : packing.in;
+}
+
+/* Lets weight i of a GEMM be rows [first_row, first_row + rows) of a weight of codes; by column it is all of one. */
 template <class Config>
 int set_codes(CodesGemm &p, int i, const FusedMoeQuantizedWeight &codes, int32_t E, int64_t first_row,
               int64_t rows) {
     using Decoder = typename Config::Decoder;
-    constexpr int64_t PIECES = Decoder::TILE_BYTES / PIECE_BYTES;                  /* of a tile */
-    constexpr uint32_t BOX = Config::TILES / 2;                                    /* tiles */
-    constexpr int64_t SPAN = Decoder::BY_COLUMN ? BOX * SUBTILE : Config::COLUMNS; /* of a load of scales */
-    int64_t extent = Decoder::BY_COLUMN ? codes.out : codes.in;
-    int64_t block = Decoder::BY_COLUMN ? codes.block_out : codes.block_in;
-    if (block > extent) block = extent;
-    int64_t num_groups = ceil_div(extent, block), tile = first_row / SUBTILE, k_tiles = codes.in / SUBTILE;
+    constexpr int64_t PIECES = Decoder::TILE_BYTES / PIECE_BYTES; /* of a tile */
+    constexpr uint32_t BOX = Config::TILES / 2;                   /* tiles */
+    /* Columns, or by column rows, that one load of scales is for. */
+    constexpr int64_t SPAN = Decoder::BY_COLUMN ? BOX * SUBTILE : Config::COLUMNS;
+    int64_t block = group_of(codes);
+    int64_t num_groups = ceil_div(Decoder::BY_COLUMN ? codes.out : codes.in, block),
+            tile = first_row / SUBTILE, k_tiles = codes.in / SUBTILE;
     Scales &s = p.scales;
     s.dtype = codes.scale_dtype;
     s.bytes = s.dtype == FUSED_MOE_U8 ? 1 : s.dtype == FUSED_MOE_F32 ? 4 : 2;
@@ -527,7 +519,7 @@ int set_codes(CodesGemm &p, int i, const FusedMoeQuantizedWeight &codes, int32_t
     s.shift = 0;
     while (num_groups == 1 ? s.shift < 31 : SPAN << s.shift < block) s.shift++;
     s.has_zeros = codes.zero;
-    int32_t num_scales = s.groups * (Decoder::BY_COLUMN ? Config::K_TILES * SUBTILE : (int32_t)BOX * s.rows);
+    int32_t num_scales = s.groups * (Decoder::BY_COLUMN ? SUBTILE : (int32_t)BOX * s.rows);
     s.box_bytes = (int32_t)BOX * Config::K_TILES * Decoder::TILE_BYTES + num_scales * (s.bytes + s.has_zeros);
 
     const char *data = (const char *)codes.data + tile * k_tiles * Decoder::TILE_BYTES;
@@ -536,7 +528,7 @@ int set_codes(CodesGemm &p, int i, const FusedMoeQuantizedWeight &codes, int32_t
     auto scales_map = [&](CUtensorMap *map, CUtensorMapDataType dtype, int bytes, const void *scales) {
         if (Decoder::BY_COLUMN)
             return tiles_map(map, dtype, bytes, scales, E, num_groups * SUBTILE, num_groups, k_tiles, SUBTILE,
-                             Config::K_TILES, s.groups);
+                             1, s.groups);
         scales = (const char *)scales + tile * num_groups * s.rows * bytes;
         return tiles_map(map, dtype, bytes, scales, E, codes.out, rows / SUBTILE, num_groups, s.rows,
                          s.groups, BOX);
@@ -550,19 +542,19 @@ int set_codes(CodesGemm &p, int i, const FusedMoeQuantizedWeight &codes, int32_t
     return status;
 }
 
-/* Whether the kernels read the codes: tiles, and scales of 32 columns, of twice as many and so on, or of all. A stage's
- * columns past the last are codes of zero, which of int4 are values: where their scale is a real one, which may be so large
- * that they are infinite, there must not be any. By columns these have scales of zero. */
+/* Whether the kernels read the codes: tiles, and scales of 32 columns (by column: rows), of twice as many and so on, or of all.
+ * A stage's columns past the last are codes of zero, which of int4 are values: where their scale is a real one, which may be
+ * so large that they are infinite, there must not be any. Scales by column are read by stages of one k-tile, which have none. */
 inline bool has_readable_codes(const FusedMoeWeight &w) {
     if (!w.codes || !w.codes->tile_scales || (w.codes->transposed && !w.codes->data_t)) return false;
     FusedMoeQuantizedWeight codes = packing_of(*w.codes);
-    bool by_column = is_by_column(codes);
-    int64_t block = by_column ? codes.block_out : codes.block_in, extent = by_column ? codes.out : codes.in;
-    bool has_one_scale = block >= extent, is_power = (block & (block - 1)) == 0;
-    bool is_whole = by_column || codes.format != FUSED_MOE_INT4 || codes.in % MOST_COLUMNS == 0;
-    if (by_column && codes.format == FUSED_MOE_INT4 && codes.scale_dtype == FUSED_MOE_F32) return false;
-    return is_aligned(codes.data) && is_aligned(codes.scale) && is_aligned(codes.zero) &&
-           (has_one_scale ? is_whole : is_power && block >= 32);
+    bool by_column = is_by_column(codes), is_int4 = codes.format == FUSED_MOE_INT4;
+    if (by_column && is_int4 && codes.scale_dtype == FUSED_MOE_F32) return false; /* it loads 16 bits */
+    if (!is_aligned(codes.data) || !is_aligned(codes.scale) || !is_aligned(codes.zero)) return false;
+    int64_t group = group_of(codes);
+    if (group == (by_column ? codes.out : codes.in))
+        return by_column || !is_int4 || codes.in % MOST_COLUMNS == 0;
+    return group >= 32 && (group & (group - 1)) == 0;
 }
 
 } // namespace sm90

@@ -71,8 +71,8 @@ int launch(const FusedMoeGroupedMM &p, void *stream) {
 
 int run(const FusedMoeGroupedMM &p, void *stream) {
     FusedMoeQuantizedWeight codes = packing_of(*p.b[0].codes);
-    if (is_by_column(codes)) /* of backward, where rows are many: one configuration */
-        return with_column_decoder(p.dtype, codes, [&](auto decoder) {
+    if (is_by_column(codes)) /* of backward: one configuration, whatever the rows */
+        return with_decoder<true>(p.dtype, codes, [&](auto decoder) {
             return launch<CodesConfig<decltype(decoder), false, Rows::MANY>>(p, stream);
         });
     return with_decoder(p.dtype, codes, [&](auto decoder) {

@@ -25,11 +25,11 @@ struct ActivatingEpilogue {
     using T = typename Config::T;
     const UpGate &p;
 
-    /* Of a warp's outputs of a subtile: 8, or of plain experts 16. A thread has the gate and the up of one, or two gates, of
+    /* Of a warp's outputs of a subtile: 8, or of experts without ups 16. A thread has the gate and the up of one, or two gates, of
      * two tokens in eight. */
     typedef struct {
         int first;       /* output                                          */
-        bool has_second; /* of plain experts: 8 more                        */
+        bool has_second; /* of experts without ups: 8 more                 */
         float bias[2];   /* of the gate and the up, or of the two gates     */
         int64_t start;   /* in a, of the tile's first row and that output   */
     } Outputs;
@@ -83,12 +83,12 @@ struct ActivatingEpilogue {
 
     __device__ Outputs outputs_of(const WorkTile &tile, int subtile, int warp) const {
         Outputs out = {tile.first_column + SUBTILE * subtile + 16 * warp};
-        bool is_plain = p.layout == FUSED_MOE_UNGATED;
+        bool is_ungated = p.layout == FUSED_MOE_UNGATED;
         if (p.codes.gemm.gate_up)
             out.first = tile.first_column + SUBTILE * (subtile / 2) + 16 * warp + 8 * (subtile % 2);
-        else if (!is_plain)
+        else if (!is_ungated)
             out.first /= 2;
-        out.has_second = is_plain && out.first + 8 < p.F;
+        out.has_second = is_ungated && out.first + 8 < p.F;
         out.start = (int64_t)tile.first_row * p.F + out.first;
         if (!p.bias && !p.bias_up) return out;
         int column = out.first + threadIdx.x % 32 / 4;
@@ -104,8 +104,8 @@ struct ActivatingEpilogue {
     }
 
     /* Of eight tokens from `row` on. v: two tokens of the gate, and of the up or the second gate. */
-    template <class Act>
-    __device__ void store_eight(Act act, float4 v, const Outputs &out, int row, int num_rows) const {
+    template <class Activation>
+    __device__ void store_eight(Activation act, float4 v, const Outputs &out, int row, int num_rows) const {
         float alpha = (float)p.activation.alpha, limit = (float)p.activation.limit;
         bool is_gated = p.layout != FUSED_MOE_UNGATED;
         int lane = threadIdx.x % 32;
