@@ -36,7 +36,7 @@ def quantize(
         per_tensor: of fp8 and int8: one scale per expert instead of one per row; default False.
         trainable: for training through the weights, which stay frozen. On Hopper, where they are tiles, they
             are kept transposed, too: twice the packed bytes, and a faster backward while experts have up to
-            1024 rows on average. It changes no value, and has no effect elsewhere.
+            768 rows on average. It changes no value, and has no effect elsewhere.
 
     Returns:
         A QuantizedWeight; or the module itself.

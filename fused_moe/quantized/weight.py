@@ -152,7 +152,7 @@ class QuantizedWeight(nn.Module):
         """Makes what training through the weight is faster with, or drops it; the weight stays frozen.
 
         Where the weight is in tiles it is then kept transposed, too: twice the packed bytes, the same values,
-        and a faster backward while experts have up to 1024 rows on average; but int4 with float32 scales is
+        and a faster backward while experts have up to 768 rows on average; but int4 with float32 scales is
         dequantised. Elsewhere nothing is made before the weight is moved to such a GPU. Returns the weight.
         """
         check_bool(f"{FN}.set_trainable", "trainable", trainable)

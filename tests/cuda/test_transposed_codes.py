@@ -175,9 +175,9 @@ def test_every_code_and_scale(device, format, dtype):
 
 @EVERY_VARIANT
 def test_which_kernel_runs(device, format, scale_of):
-    """Codes are read up to 1024 rows for each expert on average."""
+    """Codes are read up to 768 rows for each expert on average."""
     w = draw_weight(format, scale_of, BF16, 2, 256, 384, device)
-    for rows, reads in ((1, True), (60, True), (1024, True), (1025, False)):
+    for rows, reads in ((1, True), (60, True), (768, True), (769, False)):
         a, offsets = draw_rows((rows, rows), 256, BF16, device)
         args = a, *w.tensors, offsets, w.code, True
         kernels = launches(lambda: ops.quantized_mm(*args, *w.transposed_tensors))  # noqa: B023

@@ -461,7 +461,7 @@ int with_codes_config(int64_t R, int32_t E, Fn fn) {
 
 /* Up to so many rows for each expert, reading codes once more for every 128 of them costs less than writing a
  * dequantised weight and reading it (docs/lab/quantised.md). A rule on shapes: the host knows no counts. */
-constexpr int64_t MOST_ROWS = 1024;
+constexpr int64_t MOST_ROWS = 768;
 
 inline bool has_many_rows(int64_t R, int32_t E) {
     int64_t asked = schedule_override().code_rows;
