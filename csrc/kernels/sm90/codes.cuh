@@ -29,7 +29,7 @@ constexpr int MOST_COLUMNS = 128;
 
 /* --- scales and zero points ------------------------------------------------------------------------------ */
 
-/* Of a stage, as its codes are: [tile][group][row]; by column, of each box: [group][k-tile][64 columns, as lanes have them].
+/* Of a stage, as its codes are: [tile][group][row]; by column, of each box: [group][64 columns, as lanes have them].
  * A group is the columns, or by column the rows, that share a scale. */
 typedef struct {
     FusedMoeDtype dtype;
