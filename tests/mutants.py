@@ -516,6 +516,13 @@ CPU = [
         "tests/test_tiles.py",
     ),
     Mutant(
+        "tiles that are written in place leave the second packing as it was",
+        "fused_moe/quantized/weight.py",
+        "if any(new != old for",
+        "if any(new < old for",
+        "tests/test_tiles.py",
+    ),
+    Mutant(
         "scales of two column pairs change places in the second packing",
         "fused_moe/quantized/tiles.py",
         "permute(0, 1, 2, 5, 3, 4, 6)",

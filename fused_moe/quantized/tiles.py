@@ -159,8 +159,7 @@ def tiled_scale(format: str, scale: Tensor, shape: tuple[int, int, int], out: Te
     else:
         tiles = scale.repeat_interleave(_tiles_per_scale(format, row_tiles), 1)[:, :row_tiles]
         tiles = tiles.unsqueeze(-1).expand(-1, -1, -1, COPIES)
-    tiles = tiles.contiguous() if FORMATS[format].groups else tiles.float().contiguous()
-    return tiles if out is None else out.copy_(tiles)
+    return _stored(format, tiles, out)
 
 
 def transposed_scale(
@@ -172,8 +171,13 @@ def transposed_scale(
         return tiled_scale(format, scale.mT, (E, cols, rows), out)
     # E, c, out / 64, s, u, t, v
     lanes = scale.mT.unflatten(2, (rows // TILE, *COLUMNS[1])).permute(0, 1, 2, 5, 3, 4, 6).flatten(3)
-    lanes = lanes.contiguous() if FORMATS[format].groups else lanes.float().contiguous()
-    return lanes if out is None else out.copy_(lanes)
+    return _stored(format, lanes, out)
+
+
+def _stored(format: str, scale: Tensor, out: Tensor | None) -> Tensor:
+    """Arranged scales or zero points, contiguous and in the dtype that tiles have."""
+    scale = scale.contiguous() if FORMATS[format].groups else scale.float().contiguous()
+    return scale if out is None else out.copy_(scale)
 
 
 def published_scale(format: str, tiles: Tensor, dtype: torch.dtype) -> Tensor:
