@@ -53,25 +53,27 @@ static void find_transposed(const char *op, const QuantizedTensors &given, Quant
           "one of the second packing alone");
     check(given.zero.has_value() == given.zero_t.has_value(), op, "zero_t where there is zero",
           given.zero ? "zero alone" : "zero_t alone");
-    const Tensor &codes_t = *given.data_t, &scale_t = *given.scale_t;
-    check_shape(op, "data_t", codes_t, {E, col_tiles, row_tiles, codes.size(3)});
-    check_dtype(op, "data_t", codes_t, codes.scalar_type());
-    check_device(op, "data_t", codes_t, codes);
+    /* Of the dtype and on the device of its twin in the first packing. */
+    auto checked = [&](const char *name, const Tensor &x, std::initializer_list<int64_t> shape,
+                       const Tensor &twin) {
+        check_shape(op, name, x, shape);
+        check_dtype(op, name, x, twin.scalar_type());
+        check_device(op, name, x, twin);
+        return aligned(x);
+    };
+    const int64_t groups = scale.size(2);
+    weight->data_t = checked("data_t", *given.data_t, {E, col_tiles, row_tiles, codes.size(3)}, codes);
     if (w.block_out == 1)
-        check_shape(op, "scale_t", scale_t, {E, scale.size(2), row_tiles, FUSED_MOE_CODE_TILE});
+        weight->scale_t =
+            checked("scale_t", *given.scale_t, {E, groups, row_tiles, FUSED_MOE_CODE_TILE}, scale);
     else
-        check_shape(op, "scale_t", scale_t, {E, col_tiles, (w.out + w.block_out - 1) / w.block_out, 4});
-    check_dtype(op, "scale_t", scale_t, scale.scalar_type());
-    check_device(op, "scale_t", scale_t, codes);
-    weight->data_t = aligned(codes_t);
-    weight->scale_t = aligned(scale_t);
+        weight->scale_t = checked("scale_t", *given.scale_t,
+                                  {E, col_tiles, (w.out + w.block_out - 1) / w.block_out, 4}, scale);
     w.data_t = data(*weight->data_t);
     w.scale_t = data(*weight->scale_t);
     if (given.zero_t) {
-        check_shape(op, "zero_t", *given.zero_t, {E, scale.size(2), row_tiles, FUSED_MOE_CODE_TILE});
-        check_dtype(op, "zero_t", *given.zero_t, ScalarType::Char);
-        check_device(op, "zero_t", *given.zero_t, codes);
-        weight->zero_t = aligned(*given.zero_t);
+        weight->zero_t =
+            checked("zero_t", *given.zero_t, {E, groups, row_tiles, FUSED_MOE_CODE_TILE}, *given.zero);
         w.zero_t = (const int8_t *)data(*weight->zero_t);
     }
 }

@@ -440,9 +440,10 @@ int with_decoder(FusedMoeDtype dtype, const FusedMoeQuantizedWeight &w, Fn fn) {
         case FUSED_MOE_INT8: return fn(Decoder<T, Code::INT8, false, false, BY_COLUMN>());
         case FUSED_MOE_INT4:
             if (w.scale_dtype != dtype) return fn(Decoder<T, Code::INT4, false, true, BY_COLUMN>());
-            if (BY_COLUMN || (w.block_in < MOST_COLUMNS && w.block_in < w.in))
-                return fn(Decoder<T, Code::INT4, true, true, BY_COLUMN>());
-            return fn(Decoder<T, Code::INT4, true, BY_COLUMN, BY_COLUMN>());
+            if constexpr (!BY_COLUMN)
+                if (w.block_in >= MOST_COLUMNS || w.block_in >= w.in)
+                    return fn(Decoder<T, Code::INT4, true, false>());
+            return fn(Decoder<T, Code::INT4, true, true, BY_COLUMN>());
         case FUSED_MOE_MXFP4: /* bf16 has every e8m0 scale */
             return fn(Decoder<T, Code::E2M1, std::is_same_v<T, __nv_bfloat16>, true, BY_COLUMN>());
         default: return fn(Decoder<T, Code::E4M3, false, false, BY_COLUMN>());
