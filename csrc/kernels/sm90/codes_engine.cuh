@@ -43,7 +43,9 @@ struct CodesConfig : GemmConfig<typename Decoder_::T, Major::K, GATHER> {
     static constexpr int SCALES = TILES * K_TILES * Decoder::TILE_BYTES;
     static constexpr int ZEROS = SCALES + TILES * Decoder::SCALE_BYTES;
     static constexpr int B_BYTES = (ZEROS + TILES * Decoder::ZERO_BYTES + 1023) / 1024 * 1024;
-    static constexpr int STAGING_BYTES = FEW_ROWS ? 4 * 1024 : SkinnyWriter<BM>::BYTES;
+    static constexpr int STAGING_BYTES = FEW_ROWS    ? 4 * 1024
+                                         : MANY_ROWS ? LineWriter<BM>::BYTES
+                                                     : SkinnyWriter<BM>::BYTES;
     static constexpr int MEMORY = FEW_ROWS ? 108 * 1024 : 220 * 1024;
     static constexpr int STAGES = (MEMORY - CONSUMERS * STAGING_BYTES) / (A_BYTES + B_BYTES);
     static constexpr int THREADS = 128 * (1 + CONSUMERS), CONSUMER_WARPS = 4 * CONSUMERS;
@@ -393,18 +395,26 @@ __device__ __forceinline__ void run_codes_tile(const CodesGemm &p, Shared<Config
                                                Epilogue &epilogue) {
     float d[TOKENS / 2 * Config::SUBTILES];
     run_mainloop_codes<Config, TOKENS>(d, p, s, pipe, wg);
+    int warp = threadIdx.x / 32 % 4;
+    auto staging = [&] {
+        uint32_t address = shared_address(s.staging[wg]);
+        if constexpr (Config::MANY_ROWS)
+            return LineWriter<Config::BM>(address, WARPGROUP_BARRIER + wg, warp);
+        else
+            return address;
+    }();
 #pragma unroll
     for (int i = 0; i < Config::SUBTILES; i++) {
         int subtile = Config::SUBTILES * wg + i;
         if (tile.half_n && subtile >= Config::TILES / 2) return; /* these were not loaded */
-        epilogue.template store_swapped<TOKENS>(d + TOKENS / 2 * i, tile, subtile, threadIdx.x / 32 % 4,
-                                                shared_address(s.staging[wg]));
+        epilogue.template store_swapped<TOKENS>(d + TOKENS / 2 * i, tile, subtile, warp, staging);
     }
 }
 
 /* epilogue.store_swapped<TOKENS>(d, tile, subtile, warp, staging) stores a subtile of a tile: what warp w of 4 has of 16
- * rows of the weight. d is wgmma's, and may be changed; staging is the warpgroup's. A thread's two rows are those of row_of:
- * rows lane / 4 and lane / 4 + 8 of the warp's sixteen, or a gate and its up. */
+ * rows of the weight. d is wgmma's, and may be changed; staging is the address of the warpgroup's buffer, of many rows its
+ * LineWriter. A thread's two rows are those of row_of: rows lane / 4 and lane / 4 + 8 of the warp's sixteen, or a gate and
+ * its up. */
 template <class Config, typename Epilogue>
 __device__ __forceinline__ void persistent_codes_gemm(const CodesGemm &p, Epilogue epilogue) {
     auto &s = static_cast<PlanningShared<Config> &>(prologue<Config>());

@@ -30,6 +30,28 @@ struct Epilogue {
         SkinnyWriter<Config::BM> writer(staging, 0, warp);
         writer.template store_swapped<TOKENS>(d, out, p.M, tile.num_rows, p.M - first);
     }
+
+    /* Of many rows. */
+    template <int TOKENS>
+    __device__ void store_swapped(float *d, const WorkTile &tile, int subtile, int warp,
+                                  const LineWriter<Config::BM> &writer) const {
+        using T = typename Config::T;
+        int first = tile.first_column + SUBTILE * subtile;
+        if (first >= p.M) return;
+        if (p.bias)
+            add_bias_swapped<TOKENS>(d, (const T *)p.bias + (int64_t)tile.expert * p.M, first + 16 * warp,
+                                     p.M);
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            uint32_t words[TOKENS / 8];
+#pragma unroll
+            for (int j = 0; j < TOKENS / 8; j++)
+                words[j] = pack<T>(d[4 * j + 2 * half], d[4 * j + 2 * half + 1]);
+            writer.template fill<TOKENS>(2 * warp + half, words);
+        }
+        T *out = (T *)p.out + (int64_t)tile.first_row * p.M + first;
+        writer.template copy_out<TOKENS>(out, p.M, tile.num_rows, p.M - first);
+    }
 };
 
 template <class Config>

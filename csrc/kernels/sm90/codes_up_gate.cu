@@ -65,6 +65,46 @@ struct ActivatingEpilogue {
         }
     }
 
+    /* Of many rows: in registers, since arithmetic takes the time there and not code. A line has 64 outputs, those of experts
+     * with ups of two subtiles. */
+    template <int TOKENS>
+    __device__ void store_swapped(float *d, const WorkTile &tile, int subtile, int warp,
+                                  const LineWriter<Config::BM> &writer) const {
+        Outputs out = outputs_of(tile, subtile, warp);
+        int line = out.first / SUBTILE * SUBTILE;
+        if (line >= p.F) return;
+        with_act([&](auto act) { fill_line<TOKENS>(act, d, out, out.first % SUBTILE / CHUNK, writer); });
+        if (p.layout != FUSED_MOE_UNGATED && subtile % 2 == 0) return;
+        T *to = (T *)p.a + (int64_t)tile.first_row * p.F + line;
+        writer.template copy_out<TOKENS>(to, p.F, tile.num_rows, p.F - line);
+    }
+
+    template <int TOKENS, class Activation>
+    __device__ void fill_line(Activation act, float *d, const Outputs &out, int chunk,
+                              const LineWriter<Config::BM> &writer) const {
+        float alpha = (float)p.activation.alpha, limit = (float)p.activation.limit;
+        bool is_gated = p.layout != FUSED_MOE_UNGATED;
+#pragma unroll 1
+        for (bool is_second = false;; is_second = true, chunk++) { /* a loop: half the code */
+            uint32_t words[TOKENS / 8];
+#pragma unroll
+            for (int j = 0; j < TOKENS / 8; j++) {
+                float a[2];
+#pragma unroll
+                for (int i = 0; i < 2; i++) {
+                    float &gate = d[4 * j + i], other = d[4 * j + 2 + i] + out.bias[1];
+                    if (!is_second) gate += out.bias[0];
+                    a[i] = act.gate(gate, alpha, limit).value;
+                    if (is_gated) a[i] *= act.up(other, limit).value;
+                    gate = other;
+                }
+                words[j] = pack<T>(a[0], a[1]);
+            }
+            writer.template fill<TOKENS>(chunk, words);
+            if (is_second || !out.has_second) return;
+        }
+    }
+
     /* silu, the usual one, is no entry of a jump table, which is read from memory. */
     template <typename Fn>
     __device__ void with_act(Fn fn) const {

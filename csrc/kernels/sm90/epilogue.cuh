@@ -129,6 +129,53 @@ class SkinnyWriter : public Writer {
     __device__ void drain_all() const {}
 };
 
+/* Swapped accumulators of tiles of many rows, ROWS at most: a warpgroup stages 64 output columns and stores whole lines of 128
+ * bytes. A warp for itself would store pieces of 16 or 32 bytes, each a request of its own. */
+template <int ROWS>
+class LineWriter {
+    uint32_t lines; /* on 1024 */
+    int barrier, warp;
+
+    __device__ void sync() const { barrier_sync(barrier, 128); }
+
+  public:
+    static constexpr int BYTES = ROWS * SWIZZLE_BYTES;
+
+    __device__ LineWriter(uint32_t warpgroup_buffer, int barrier, int warp)
+        : lines(warpgroup_buffer), barrier(barrier), warp(warp) {}
+
+    /* Eight columns, a line's chunk `chunk`, of TOKENS rows. words[j]: column lane / 4 of rows 8 j + 2 (lane % 4) and
+     * one more. */
+    template <int TOKENS>
+    __device__ void fill(int chunk, const uint32_t (&words)[TOKENS / 8]) const {
+        static_assert(TOKENS / 8 % 4 == 0 || TOKENS / 8 == 2);
+        int lane = threadIdx.x % 32;
+#pragma unroll
+        for (int j = 0; j < TOKENS / 8; j += 4) {
+            constexpr int LAST = TOKENS / 8 - 1; /* of 16 rows: written twice */
+            stmatrix_x4_trans(swizzled(lines, 8 * j + lane % TOKENS, chunk), words[j], words[j + 1],
+                              words[j + 2 > LAST ? 0 : j + 2], words[j + 3 > LAST ? 1 : j + 3]);
+        }
+    }
+
+    /* What the four warps have filled, to out[row][0 .. columns), row < rows. After it they may fill again. */
+    template <int TOKENS, typename T>
+    __device__ void copy_out(T *out, int64_t pitch, int rows, int columns) const {
+        constexpr int STEP = 16; /* rows that the four warps store at once */
+        int lane = threadIdx.x % 32, row = 4 * warp + lane / 8, chunk = lane % 8;
+        uint4 v[TOKENS / STEP];
+        sync();
+#pragma unroll
+        for (int i = 0; i < TOKENS / STEP; i++) v[i] = ld_shared_v4(swizzled(lines, row + STEP * i, chunk));
+        sync();
+        out += row * pitch + CHUNK * chunk;
+        if (CHUNK * chunk >= columns) return;
+#pragma unroll
+        for (int i = 0; i < TOKENS / STEP; i++, out += STEP * pitch)
+            if (row + STEP * i < rows) st_global_v4(out, v[i]);
+    }
+};
+
 /* Stores of 16 rows, by each warp for itself, through two buffers. A kernel uses store() or store_two():
  * store() leaves one store unread, store_two() needs both buffers. */
 class WarpWriter : public Writer {
