@@ -138,10 +138,11 @@ typedef struct {
 } FmCols;
 FmCols fm_cols_of(int64_t width, int64_t parts, int64_t part);
 
-/* h's columns: where gate and up of hidden columns [j, j+n) are in a row of h. */
-void fm_load_pair(const FmRows *v, FusedMoeLayout layout, int64_t F, const void *h_row, int64_t j, int64_t n,
-                  void *gate, void *up, void *pairs);
-void fm_store_pair(const FmRows *v, FusedMoeLayout layout, int64_t F, void *h_row, int64_t j, int64_t n,
+/* Gate and up of hidden columns [j, j+n) of a row. Its gates begin at gates, or its interleaved pairs; its ups at
+ * ups, in a row of h F columns later. pairs has room for 2 n. */
+void fm_load_pair(const FmRows *v, FusedMoeLayout layout, const void *gates, const void *ups, int64_t j,
+                  int64_t n, void *gate, void *up, void *pairs);
+void fm_store_pair(const FmRows *v, FusedMoeLayout layout, void *gates, void *ups, int64_t j, int64_t n,
                    const void *gate, const void *up, void *pairs);
 
 static inline int64_t fm_h_width(FusedMoeLayout layout, int64_t F) {

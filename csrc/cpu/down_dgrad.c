@@ -83,14 +83,15 @@ static int down_dgrad_tile(int64_t i, const void *ctx, char *scratch) {
             int64_t row = tile.first_row + r;
             double score = p->scores ? v->get(p->scores, p->row_map.row_slot[row]) : 1;
             void *g_row = fm_at(g.data, v->accum_bytes, r * n);
-            fm_load_pair(v, p->layout, p->F, fm_at(p->h, v->elem_bytes, row * h_width), j, n, q->gate, up,
-                         q->pairs);
+            void *gates = fm_at(p->h, v->elem_bytes, row * h_width), *ups = fm_at(gates, v->elem_bytes, p->F);
+            fm_load_pair(v, p->layout, gates, ups, j, n, q->gate, up, q->pairs);
             v->scale(q->sg, score, g_row, n);
             v->dact(&p->activation, q->dgate, dup, q->a, q->sg, q->gate, up, n);
             if (p->dscores) s.dscore[r] += v->dot(g_row, q->a, n);
-            if (p->dh)
-                fm_store_pair(v, p->layout, p->F, fm_at(p->dh, v->elem_bytes, row * h_width), j, n, q->dgate,
-                              dup, q->pairs);
+            if (p->dh) {
+                gates = fm_at(p->dh, v->elem_bytes, row * h_width), ups = fm_at(gates, v->elem_bytes, p->F);
+                fm_store_pair(v, p->layout, gates, ups, j, n, q->dgate, dup, q->pairs);
+            }
             if (p->a_scaled) {
                 v->scale(q->a, score, q->a, n);
                 v->store(fm_at(p->a_scaled, v->elem_bytes, row * p->F + j), q->a, n);

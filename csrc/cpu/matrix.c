@@ -146,24 +146,24 @@ FmCols fm_cols_of(int64_t width, int64_t parts, int64_t part) {
 
 /* --- a row of h ----------------------------------------------------------------------------------------- */
 
-void fm_load_pair(const FmRows *v, FusedMoeLayout layout, int64_t F, const void *h_row, int64_t j, int64_t n,
-                  void *gate, void *up, void *pairs) {
+void fm_load_pair(const FmRows *v, FusedMoeLayout layout, const void *gates, const void *ups, int64_t j,
+                  int64_t n, void *gate, void *up, void *pairs) {
     if (layout == FUSED_MOE_INTERLEAVED) {
-        v->load(pairs, fm_at(h_row, v->elem_bytes, 2 * j), 2 * n);
+        v->load(pairs, fm_at(gates, v->elem_bytes, 2 * j), 2 * n);
         v->split(gate, up, pairs, n);
         return;
     }
-    v->load(gate, fm_at(h_row, v->elem_bytes, j), n);
-    if (layout != FUSED_MOE_UNGATED) v->load(up, fm_at(h_row, v->elem_bytes, F + j), n);
+    v->load(gate, fm_at(gates, v->elem_bytes, j), n);
+    if (layout != FUSED_MOE_UNGATED) v->load(up, fm_at(ups, v->elem_bytes, j), n);
 }
 
-void fm_store_pair(const FmRows *v, FusedMoeLayout layout, int64_t F, void *h_row, int64_t j, int64_t n,
+void fm_store_pair(const FmRows *v, FusedMoeLayout layout, void *gates, void *ups, int64_t j, int64_t n,
                    const void *gate, const void *up, void *pairs) {
     if (layout == FUSED_MOE_INTERLEAVED) {
         v->merge(pairs, gate, up, n);
-        v->store(fm_at(h_row, v->elem_bytes, 2 * j), pairs, 2 * n);
+        v->store(fm_at(gates, v->elem_bytes, 2 * j), pairs, 2 * n);
         return;
     }
-    v->store(fm_at(h_row, v->elem_bytes, j), gate, n);
-    if (layout != FUSED_MOE_UNGATED) v->store(fm_at(h_row, v->elem_bytes, F + j), up, n);
+    v->store(fm_at(gates, v->elem_bytes, j), gate, n);
+    if (layout != FUSED_MOE_UNGATED) v->store(fm_at(ups, v->elem_bytes, j), up, n);
 }

@@ -75,21 +75,21 @@ struct Pair {
     Acc gate[CHUNK], up[CHUNK];
 };
 
-/* The chunk at hidden column j of a row of h, in h's dtype: it takes few registers, so it can be prefetched.
- * low and high are the gates and the ups, or elements 0-7 and 8-15 of the interleaved pairs. n hidden columns
- * exist. */
+/* The chunk at hidden column j of a row, in h's dtype: it takes few registers, so it can be prefetched. The
+ * row's gates begin at gates, or its interleaved pairs; its ups at ups, in a row of h F columns later. low and
+ * high are the gates and the ups, or elements 0-7 and 8-15 of the interleaved pairs. n hidden columns exist. */
 template <typename T>
 struct PackedPair {
     Pack<T> low, high;
 
-    __device__ void load(FusedMoeLayout layout, const T *h, int F, int j, int n, bool aligned) {
+    __device__ void load(FusedMoeLayout layout, const T *gates, const T *ups, int j, int n, bool aligned) {
         bool interleaved = layout == FUSED_MOE_INTERLEAVED;
-        const T *first = h + (interleaved ? 2 * j : j);
+        const T *first = gates + (interleaved ? 2 * j : j);
         load_pack(low, first, interleaved ? 2 * n : n, aligned);
         if (interleaved)
             load_pack(high, first + CHUNK, 2 * n - CHUNK, aligned);
         else if (layout != FUSED_MOE_UNGATED)
-            load_pack(high, first + F, n, aligned);
+            load_pack(high, ups + j, n, aligned);
     }
 
     __device__ void unpack(Pair<Accum<T>> &q, FusedMoeLayout layout) const {
@@ -108,16 +108,16 @@ struct PackedPair {
 };
 
 template <typename T>
-__device__ inline void load_pair(Pair<Accum<T>> &q, FusedMoeLayout layout, const T *h, int F, int j, int n,
-                                 bool aligned) {
+__device__ inline void load_pair(Pair<Accum<T>> &q, FusedMoeLayout layout, const T *gates, const T *ups,
+                                 int j, int n, bool aligned) {
     PackedPair<T> packed;
-    packed.load(layout, h, F, j, n, aligned);
+    packed.load(layout, gates, ups, j, n, aligned);
     packed.unpack(q, layout);
 }
 
 template <typename T>
-__device__ inline void store_pair(T *h, const Pair<Accum<T>> &q, FusedMoeLayout layout, int F, int j, int n,
-                                  bool aligned) {
+__device__ inline void store_pair(T *gates, T *ups, const Pair<Accum<T>> &q, FusedMoeLayout layout, int j,
+                                  int n, bool aligned) {
     if (layout == FUSED_MOE_INTERLEAVED) {
         Accum<T> low[CHUNK], high[CHUNK];
 #pragma unroll
@@ -125,11 +125,11 @@ __device__ inline void store_pair(T *h, const Pair<Accum<T>> &q, FusedMoeLayout 
             low[2 * i] = q.gate[i], low[2 * i + 1] = q.up[i];
             high[2 * i] = q.gate[i + CHUNK / 2], high[2 * i + 1] = q.up[i + CHUNK / 2];
         }
-        store_chunk<T>(h + 2 * j, low, 2 * n, aligned);
-        store_chunk<T>(h + 2 * j + CHUNK, high, 2 * n - CHUNK, aligned);
+        store_chunk<T>(gates + 2 * j, low, 2 * n, aligned);
+        store_chunk<T>(gates + 2 * j + CHUNK, high, 2 * n - CHUNK, aligned);
     } else {
-        store_chunk<T>(h + j, q.gate, n, aligned);
-        if (layout != FUSED_MOE_UNGATED) store_chunk<T>(h + F + j, q.up, n, aligned);
+        store_chunk<T>(gates + j, q.gate, n, aligned);
+        if (layout != FUSED_MOE_UNGATED) store_chunk<T>(ups + j, q.up, n, aligned);
     }
 }
 

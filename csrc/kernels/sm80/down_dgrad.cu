@@ -73,9 +73,9 @@ __global__ void __launch_bounds__(Tile::THREADS, Tile::CTAS_PER_SM)
     int warp_col = (int)first_col + tile.warp_n() * WARP_N;
     auto load_h = [&](int row, int chunk) {
         int j = warp_col + chunk * CHUNK, r = w.tile.first_row + row;
+        const T *h_row = (const T *)p.h + (int64_t)r * H;
         PackedPair<T> h;
-        if (row < w.tile.num_rows && j < F)
-            h.load(p.layout, (const T *)p.h + (int64_t)r * H, F, j, F - j, aligned_h);
+        if (row < w.tile.num_rows && j < F) h.load(p.layout, h_row, h_row + F, j, F - j, aligned_h);
         return h;
     };
     auto epilogue = [&](int row, int chunk, const Acc *staging, const PackedPair<T> &h) {
@@ -94,7 +94,10 @@ __global__ void __launch_bounds__(Tile::THREADS, Tile::CTAS_PER_SM)
             activate_backward<T>(a, d, da, q, p.activation, gated);
 #pragma unroll
             for (int i = 0; i < CHUNK; i++) dot += g[i] * a[i], a[i] *= score;
-            if (dh) store_pair<T>(dh + (int64_t)r * H, d, p.layout, F, j, n, aligned_dh);
+            if (dh) {
+                T *dh_row = dh + (int64_t)r * H;
+                store_pair<T>(dh_row, dh_row + F, d, p.layout, j, n, aligned_dh);
+            }
             if (a_scaled) store_chunk<T>(a_scaled + (int64_t)r * F + j, a, n, aligned_a);
         }
         if (!p.dscores) return;

@@ -85,7 +85,7 @@ __device__ inline void up_gate_tile(const FusedMoeUpGate &p, const Weights &weig
         int n = min(CHUNK, F - j);
         Pair<Acc> q, bias;
         if (p.layout == FUSED_MOE_INTERLEAVED) {
-            load_pair<Acc>(q, p.layout, staging, 0, chunk * CHUNK, CHUNK, true);
+            load_pair<Acc>(q, p.layout, staging, nullptr, chunk * CHUNK, CHUNK, true);
         } else {
             load_accumulators(q.gate, staging + chunk * CHUNK);
             load_accumulators(q.up, staging + (chunk * CHUNK + warp_hidden) % WARP_N);
@@ -95,7 +95,7 @@ __device__ inline void up_gate_tile(const FusedMoeUpGate &p, const Weights &weig
 #pragma unroll
             for (int i = 0; i < CHUNK; i++) q.gate[i] += bias.gate[i];
         } else if (b1) {
-            load_pair<T>(bias, p.layout, b1, p.F, j, n, false);
+            load_pair<T>(bias, p.layout, b1, b1 + p.F, j, n, false);
 #pragma unroll
             for (int i = 0; i < CHUNK; i++) {
                 q.gate[i] += bias.gate[i];
@@ -108,7 +108,10 @@ __device__ inline void up_gate_tile(const FusedMoeUpGate &p, const Weights &weig
             for (int i = 0; i < CHUNK; i++) q.up[i] += bias.up[i];
         }
         int r = w.tile.first_row + row;
-        if (h) store_pair<T>(h + (int64_t)r * H, q, p.layout, F, j, n, aligned);
+        if (h) {
+            T *h_row = h + (int64_t)r * H;
+            store_pair<T>(h_row, h_row + F, q, p.layout, j, n, aligned);
+        }
         Acc act[CHUNK];
         activate<T>(act, q, p.activation, gated);
         store_chunk<T>(a + (int64_t)r * F + j, act, n, aligned);

@@ -145,7 +145,7 @@ __device__ inline void run_epilogue(EpilogueOperands p, DownDgradShared<Config> 
                 activate_backward<T>(act, a, d, da, q, p.alpha, p.limit, GATED);
 #pragma unroll
                 for (int n = 0; n < CHUNK; n++) dot += g[n] * a[n], a[n] *= score;
-                if (p.dh) store_pair<T>(dh, d, layout, p.F, SUBTILE * i, CHUNK, true);
+                if (p.dh) store_pair<T>(dh, dh + p.F, d, layout, SUBTILE * i, CHUNK, true);
                 if (p.a_scaled) store_chunk<T>(a_scaled + SUBTILE * i, a, CHUNK, true);
             }
             if (quad % 4 == 3) {
