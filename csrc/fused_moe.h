@@ -311,6 +311,32 @@ typedef struct {              /* db[e] = sum over the rows of e of s rows[r] */
     FusedMoeDtype dtype;
 } FusedMoeBiasGrad;
 
+/* --- activation ----------------------------------------------------------------------------------------- */
+
+/* Of experts that are composed of grouped GEMMs. Separate has its gates and its ups in tensors of their own. */
+
+typedef struct {    /* a = act(gate) up */
+    const void *h;  /* [R,H]; separate: the gates, [R,F] */
+    const void *up; /* [R,F] when separate               */
+    void *a;        /* [R,F] */
+    int64_t R, F;
+    FusedMoeLayout layout;
+    FusedMoeActivation activation;
+    FusedMoeDtype dtype;
+} FusedMoeActivate;
+
+typedef struct {    /* dh, dup = dact(da, h, up) */
+    const void *da; /* [R,F] */
+    const void *h;  /* as in FusedMoeActivate */
+    const void *up;
+    void *dh;  /* like h  */
+    void *dup; /* like up */
+    int64_t R, F;
+    FusedMoeLayout layout;
+    FusedMoeActivation activation;
+    FusedMoeDtype dtype;
+} FusedMoeActivateBackward;
+
 /* --- experts -------------------------------------------------------------------------------------------- */
 
 typedef struct {        /* h = x[row_token] w1^T | w3^T + b;  a = act(gate) up */
@@ -378,6 +404,8 @@ int fused_moe_cpu_shared_backward(const FusedMoeSharedBackward *p);
 int fused_moe_cpu_grouped_mm(const FusedMoeGroupedMM *p);
 int fused_moe_cpu_wgrad(const FusedMoeWgrad *p);
 int fused_moe_cpu_bias_grad(const FusedMoeBiasGrad *p);
+int fused_moe_cpu_activate(const FusedMoeActivate *p);
+int fused_moe_cpu_activate_backward(const FusedMoeActivateBackward *p);
 int fused_moe_cpu_up_gate(const FusedMoeUpGate *p);
 int fused_moe_cpu_down_dgrad(const FusedMoeDownDgrad *p);
 
@@ -506,6 +534,8 @@ int fused_moe_cuda_shared_backward(const FusedMoeSharedBackward *p, void *stream
 int fused_moe_cuda_grouped_mm(const FusedMoeGroupedMM *p, void *stream);
 int fused_moe_cuda_wgrad(const FusedMoeWgrad *p, void *stream);
 int fused_moe_cuda_bias_grad(const FusedMoeBiasGrad *p, void *stream);
+int fused_moe_cuda_activate(const FusedMoeActivate *p, void *stream);
+int fused_moe_cuda_activate_backward(const FusedMoeActivateBackward *p, void *stream);
 int fused_moe_cuda_up_gate(const FusedMoeUpGate *p, void *stream);
 int fused_moe_cuda_experts(const FusedMoeExperts *p, void *stream);
 int fused_moe_cuda_down_dgrad(const FusedMoeDownDgrad *p, void *stream);

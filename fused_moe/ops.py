@@ -604,6 +604,35 @@ _register_accumulate("wgrad_accumulate", fake=lambda args: None)
 _register("bias_grad", fake=_bias_grad_fake)
 
 
+# --- the activation, of experts that are composed of grouped GEMMs ------------------------------------
+
+
+def _activate_fake(args):
+    rows, width = args.h.shape
+    is_packed = args.layout in (LAYOUTS["halves"], LAYOUTS["interleaved"])
+    return args.h.new_empty(rows, width // 2 if is_packed else width)
+
+
+def _activate_setup(ctx, args, output):
+    ctx.settings = (args.layout, args.activation, args.constants)
+    ctx.save_for_backward(args.h, args.up)
+
+
+def _activate_backward(ctx, need, da):
+    h, up = ctx.saved_tensors
+    dh, dup = run(ops.activate_backward.default, da, h, up, *ctx.settings)
+    return {"h": dh if need.h else None, "up": dup if need.up else None}
+
+
+def _activate_backward_fake(args):
+    h, up = args.h, args.up
+    return h.new_empty(h.shape), h.new_empty(0 if up is None else up.shape)
+
+
+_register("activate", fake=_activate_fake, backward=_activate_backward, setup_context=_activate_setup)
+_register("activate_backward", fake=_activate_backward_fake)
+
+
 # --- experts: the layer's two autograd nodes, and finer operators for composition and tests -----------
 #
 # experts_up saves x, experts_down saves h. `a` has no gradient: the backward of experts_down recomputes it

@@ -317,6 +317,7 @@ def operator_calls(case: Case, device) -> dict:
         tensors = (None, None, None) if w is None else w.tensors
         packed |= {f"{name}{i}": t for name, t in zip(("data", "scale", "zero"), tensors, strict=True)}
         packed[f"format{i}"] = 0 if w is None else w.code
+    of_act = {"h": a, "up": new(R, F), **act} if w3 is not None else {"h": h, "up": None, **act}
     calls = {
         "router_logits": [{"x": x, "weight": gate, "bias": b} for b in (new(E), None)],
         "router_dgrad": [{"dlogits": logits, "weight": w} for w in (gate, new(D, E).mT)],
@@ -360,6 +361,8 @@ def operator_calls(case: Case, device) -> dict:
             {"a": x, "b": a, "offsets": offs, "dw": new(E, D, F).float(), "a_row_token": plan.row_token},
         ],
         "bias_grad": [{"rows": rows, "offsets": offs}],
+        "activate": [of_act],
+        "activate_backward": [{"da": a, **of_act}],
         "up_gate": [{"x": x, **up, **moves, **act}, {"x": rows, **up, "plan": rows_plan, **act}],
         "up_dgrad": [{"dh": h, "w1": w1, "w3": w3, "plan": p, **layout} for p in (plan.tensors, rows_plan)],
         "down_dgrad": [{"dout": dout, **down, "h": h, "scores": scores, **moves, **act}],

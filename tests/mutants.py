@@ -537,6 +537,20 @@ CPU = [
         "tests/test_transformers_quantized.py",
     ),
     Mutant(
+        "every row has the first one's ups",
+        "csrc/cpu/activate.c",
+        "fm_at(up, v->elem_bytes, r * F)}",
+        "fm_at(up, v->elem_bytes, 0)}",
+        "tests/test_activate.py",
+    ),
+    Mutant(
+        "every block of columns has the first one's da",
+        "csrc/cpu/activate.c",
+        "v->load(s.da, fm_at(p->da, v->elem_bytes, r * p->F + j), n);",
+        "v->load(s.da, fm_at(p->da, v->elem_bytes, r * p->F), n);",
+        "tests/test_activate.py",
+    ),
+    Mutant(
         "scores on the input are lost",
         "fused_moe/composed.py",
         "rows = _scored(rows, scores, plan)",
@@ -934,6 +948,20 @@ CUDA = [
         "for (int i = 1; i < WARPS; i++)",
         "for (int i = 2; i < WARPS; i++)",
         "tests/test_experts.py",
+    ),
+    Mutant(
+        "cuda: every row has the first one's ups",
+        "csrc/kernels/common/activate.cu",
+        "? up + r * F : gates + F;",
+        "? up : gates + F;",
+        "tests/test_activate.py",
+    ),
+    Mutant(
+        "cuda: chunks past a row's end are in the same row",
+        "csrc/kernels/common/activate.cu",
+        "place.row = row + in_row / chunks;",
+        "place.row = row;",
+        "tests/test_activate.py",
     ),
     Mutant(
         "cuda: dscores without b2",

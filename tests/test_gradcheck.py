@@ -78,6 +78,14 @@ def test_wgrad(device):
     assert gradgradcheck(lambda a, b: ops.wgrad(a, b, ends), (a, b))
 
 
+@pytest.mark.parametrize("layout", range(4))
+@pytest.mark.parametrize("activation", (0, 1, 2, 4), ids=("silu", "gelu", "gelu_tanh", "swiglu_clamped"))
+def test_activate(device, layout, activation):
+    """Gates and ups, wherever the layout has them."""
+    inputs = {"h": leaf(5, 6, device=device), "up": leaf(5, 6, device=device) if layout == 0 else None}
+    check(lambda h, up: ops.activate(h, up, layout, activation, [1.702, 1.0]), inputs)
+
+
 def test_permute_and_unpermute(device):
     """Both, with sentinels; unweighted, also to second order."""
     ids = torch.tensor([[0, 2], [1, -1], [2, 0], [7, 7]], device=device)

@@ -30,7 +30,7 @@ def arguments(device, layout: str, dtype, bias: bool) -> dict:
 
 DIFFERENTIABLE = {
     "router_logits", "router_dgrad", "route", "permute", "unpermute", "grouped_mm", "wgrad", "up_gate",
-    "experts_up", "experts_down", "quantized_mm"
+    "experts_up", "experts_down", "quantized_mm", "activate"
 }  # fmt: skip
 OPERATORS = sorted(arguments(torch.device("cpu"), "separate", F32, True))
 

@@ -214,6 +214,9 @@ void run_own_plan(const Call &call, OwnPlan &plan, const FusedMoeRoute *route);
 void run_router_dgrad(const Call &call, const Tensor &dlogits, const Tensor &weight, const Tensor &dx,
                       bool accumulate);
 
+/* activate.cpp */
+FusedMoeActivation activation_of(const char *op, int64_t kind, const Constants &constants);
+
 /* rows.cpp */
 FusedMoeUnpermute unpermute_of(const char *op, const Tensor &rows, const OptTensor &scores, const RowMap &map,
                                const Tensor &out, const Shared &shared = {});

@@ -29,13 +29,6 @@ static Width width_of(const char *op, const Tensor &w1, const OptTensor &w3, int
     return width_of(op, w1.size(0), w1.size(1), w1.size(2), w3.has_value(), layout);
 }
 
-static FusedMoeActivation activation_of(const char *op, int64_t kind, const Constants &constants) {
-    check_size(op, "activation", kind, 0, FUSED_MOE_NUM_ACTIVATIONS - 1);
-    if (constants.size() != 2)
-        fail(op, "expected constants of [alpha, limit], found ", constants.size(), " of them");
-    return {(int32_t)kind, constants[0], constants[1]};
-}
-
 /* The weights of the up side; w3's data is NULL where there is none. */
 struct UpWeights {
     FusedMoeWeight w1, w3;

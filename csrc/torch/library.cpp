@@ -201,6 +201,10 @@ STABLE_TORCH_LIBRARY(fused_moe, m) {
           "Tensor? b_row_token=None) -> ()");
     m.def("bias_grad(Tensor rows, Tensor offsets) -> Tensor");
 
+    m.def("activate(Tensor h, Tensor? up, int layout, int activation, float[] constants) -> Tensor");
+    m.def("activate_backward(Tensor da, Tensor h, Tensor? up, int layout, int activation, "
+          "float[] constants) -> (Tensor dh, Tensor dup)");
+
     m.def("up_gate(Tensor x, Tensor w1, Tensor? w3, Tensor? b1, Tensor? b3, Tensor[] plan, int layout, "
           "int activation, float[] constants) -> (Tensor h, Tensor a)");
     m.def("up_dgrad(Tensor dh, Tensor w1, Tensor? w3, Tensor[] plan, int layout) -> Tensor");
@@ -260,6 +264,8 @@ static void register_functions(Library &m) {
     m.impl("wgrad", TORCH_BOX(&wgrad));
     m.impl("wgrad_accumulate", TORCH_BOX(&wgrad_accumulate));
     m.impl("bias_grad", TORCH_BOX(&bias_grad));
+    m.impl("activate", TORCH_BOX(&activate));
+    m.impl("activate_backward", TORCH_BOX(&activate_backward));
     m.impl("up_gate", TORCH_BOX(&up_gate));
     m.impl("up_dgrad", TORCH_BOX(&up_dgrad));
     m.impl("down_dgrad", TORCH_BOX(&down_dgrad));

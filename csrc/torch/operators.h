@@ -58,6 +58,13 @@ Tensor quantized_mm(const Tensor &a, const Tensor &data, const Tensor &scale, co
                     const Tensor &offsets, int64_t format, bool transposed, const OptTensor &data_t,
                     const OptTensor &scale_t, const OptTensor &zero_t);
 
+/* --- activate.cpp --------------------------------------------------------------------------------------- */
+
+Tensor activate(const Tensor &h, const OptTensor &up, int64_t layout, int64_t activation,
+                const Constants &constants);
+std::tuple<Tensor, Tensor> activate_backward(const Tensor &da, const Tensor &h, const OptTensor &up,
+                                             int64_t layout, int64_t activation, const Constants &constants);
+
 /* --- experts.cpp ---------------------------------------------------------------------------------------- */
 
 using UpGrads = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;

@@ -450,6 +450,31 @@ static int bias_grad(Case *c) {
     return fused_moe_cpu_bias_grad(&p);
 }
 
+/* h and up of the case's layout. */
+static void draw_activated(Case *c, const void **h, const void **up) {
+    bool separate = c->layout == FUSED_MOE_SEPARATE;
+    *h = values(c->dtype, c->map.R * (separate ? c->s.F : fm_h_width(c->layout, c->s.F)));
+    *up = separate ? values(c->dtype, c->map.R * c->s.F) : NULL;
+}
+
+static int activate(Case *c) {
+    FusedMoeActivate p = {.R = c->map.R, .F = c->s.F, .layout = c->layout, .dtype = c->dtype};
+    p.activation = (FusedMoeActivation){draw(FUSED_MOE_NUM_ACTIVATIONS), 1.702, 0.5};
+    draw_activated(c, &p.h, &p.up);
+    p.a = output(p.R * p.F * c->elem);
+    return fused_moe_cpu_activate(&p);
+}
+
+static int activate_backward(Case *c) {
+    FusedMoeActivateBackward p = {.R = c->map.R, .F = c->s.F, .layout = c->layout, .dtype = c->dtype};
+    p.activation = (FusedMoeActivation){draw(FUSED_MOE_NUM_ACTIVATIONS), 1.702, 0.5};
+    draw_activated(c, &p.h, &p.up);
+    p.da = values(c->dtype, p.R * p.F);
+    p.dh = output(p.R * (p.up ? p.F : fm_h_width(p.layout, p.F)) * c->elem);
+    p.dup = p.up ? output(p.R * p.F * c->elem) : NULL;
+    return fused_moe_cpu_activate_backward(&p);
+}
+
 static int up_gate(Case *c) {
     FusedMoeUpGate p = {.D = c->s.D, .F = c->s.F, .layout = c->layout, .dtype = c->dtype};
     bool separate = p.layout == FUSED_MOE_SEPARATE;
@@ -506,6 +531,8 @@ static const struct {
     {"router_dgrad", router_dgrad, 0},
     {"wgrad", wgrad, OFFS | ROW_TOKEN | ROW_SLOT},
     {"bias_grad", bias_grad, OFFS | ROW_TOKEN | ROW_SLOT},
+    {"activate", activate, 0},
+    {"activate_backward", activate_backward, 0},
     {"up_gate", up_gate, ALL_MAPS},
     {"down_dgrad", down_dgrad, ALL_MAPS},
 };
