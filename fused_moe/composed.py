@@ -11,9 +11,8 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor
 
-from .activation import activate
 from .lora import LoRA
-from .ops import ops, run, score_dtype
+from .ops import ops, run
 from .plan import Plan
 from .quantized.weight import QuantizedWeight
 
@@ -26,14 +25,14 @@ def experts(
     biases: tuple,
     scores: Tensor | None,
     plan: Plan,
-    layout: str,
-    activation: dict,
+    activation: tuple[int, int, list[float]],
     score_on: str,
     lora: LoRA | None,
     shared: tuple = (None, None),
 ) -> Tensor:
     """As `fused_experts`, and of a plan without row maps as `grouped_mlp`, of checked arguments. Weights are
-    tensors (E, out, in), QuantizedWeights or None. `shared` are shared and shared_gate."""
+    tensors (E, out, in), QuantizedWeights or None. `activation` is layout, activation and constants of
+    operators, `shared` are shared and shared_gate."""
     offsets = plan.offsets[1:]
     has_maps = plan.row_token is not None
     pairs, scale = ((None, None),) * 3, 1.0
@@ -46,15 +45,9 @@ def experts(
     rows = run(ops.permute.default, x, plan.tensors) if has_maps else x
     if score_on == "input":
         rows = _scored(rows, scores, plan)
-    gate, up = gemm(rows, 0), None
-    if layout == "halves":
-        gate, up = gate.chunk(2, -1)
-    elif layout == "interleaved":
-        gate, up = gate[:, 0::2], gate[:, 1::2]
-    elif weights[2] is not None:
-        up = gemm(rows, 2)
-    wide = score_dtype(x)
-    a = activate(gate.to(wide), None if up is None else up.to(wide), **activation).to(gate.dtype)
+    h = gemm(rows, 0)
+    up = None if weights[2] is None else gemm(rows, 2)
+    a = run(ops.activate.default, h, up, *activation)
     y = gemm(a, 1)
     if not has_maps:
         return y

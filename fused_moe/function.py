@@ -422,8 +422,7 @@ def experts_and_counts(
         if plan is None:
             plan = _ops.route_plan(ids, w2.size(0), expert_map)
         weights = _unless_quantized((w1, w2, w3), stored)
-        act = _activation(activation, *constants)
-        y = composed.experts(x, weights, biases, scores, plan, layout, act, score_on, lora, shared)
+        y = composed.experts(x, weights, biases, scores, plan, settings[:3], score_on, lora, shared)
         return y if out is None else out.copy_(y), plan.counts
     # Autocast would cast all weights before one operator, and keep the casts of both sides at a time.
     if is_operator and not is_autocast_enabled(x):
@@ -485,10 +484,6 @@ def _tensors_of(weights: tuple) -> list[Tensor | None]:
     return [t for w in weights for t in (w.tensors if isinstance(w, QuantizedWeight) else (w,))]
 
 
-def _activation(name: str, alpha: float, limit: float) -> dict:
-    return {"activation": name, "alpha": alpha, "limit": limit}
-
-
 def grouped_mlp(
     x_rows: Tensor,
     w1: Tensor | QuantizedWeight,
@@ -534,8 +529,8 @@ def grouped_mlp(
     plan = _ops.plan_from_counts(counts, x_rows.size(0))
     if is_composed:
         weights = _unless_quantized((w1, w2, w3), stored)
-        act = _activation(activation, alpha, limit)
-        return composed.experts(x_rows, weights, biases, None, plan, layout, act, "output", lora)
+        settings = (code, _ops.ACTIVATION_CODES[activation], [alpha, limit])
+        return composed.experts(x_rows, weights, biases, None, plan, settings, "output", lora)
     experts = _uncompiled_experts if WRITES_BESIDE_VIEWS and any(main_grads) else _experts
     return experts(
         x_rows, w1, w2, w3, *biases, None, plan, code, activation, alpha, limit, "output", main_grads
