@@ -1,7 +1,7 @@
 /* fused_moe._host: what tests need of schedule.h beyond the operators of torch/planners.cpp, of slot_plan.h and of
  * code_tile.h.
  *
- * A tile of any 32-bit index, without a list of all; the tiles of any words, which the operators refuse; the
+ * A tile of any 32-bit index, without a list of all; tall tiles; the tiles of any words, which the operators refuse; the
  * rules that choose split-K slices; the plan of few slots, which else only kernels make; which plans a cluster
  * makes; and the codes of a tile. */
 #include <pybind11/pybind11.h>
@@ -46,6 +46,19 @@ static std::vector<py::tuple> any_work_tiles(const Ints &schedule, const Ints &o
     std::vector<py::tuple> tiles(fused_moe_num_work_tiles(schedule.data(), E, R, &order));
     for (uint32_t i = 0; i < tiles.size(); i++)
         tiles[i] = as_tuple(fused_moe_work_tile(schedule.data(), offs.data(), E, R, &order, i));
+    return tiles;
+}
+
+/* Each work tile of 128 rows as a GEMM that has tall tiles computes it. */
+static std::vector<py::tuple> tall_tiles(const Ints &schedule, const Ints &offs, int32_t num_n_tiles,
+                                         int32_t group, bool interleave) {
+    int32_t E = static_cast<int32_t>(offs.size()), R = offs.back();
+    FusedMoeTileOrder order = {FUSED_MOE_TILE_ROWS, num_n_tiles, group, interleave, 0, 1};
+    std::vector<py::tuple> tiles(fused_moe_num_work_tiles(schedule.data(), E, R, &order));
+    for (uint32_t i = 0; i < tiles.size(); i++) {
+        FusedMoeWorkTile tile = fused_moe_work_tile(schedule.data(), offs.data(), E, R, &order, i);
+        tiles[i] = as_tuple(fused_moe_tall_tile(tile, offs.data(), R, &order));
+    }
     return tiles;
 }
 
@@ -117,6 +130,8 @@ PYBIND11_MODULE(_host, m) {
           "(expert, first_row, num_rows, n_tile, n_half, skinny) of work tile `index`.");
     m.def("any_work_tiles", any_work_tiles, "schedule"_a, "offs"_a, "R"_a, "num_n_tiles"_a, "group"_a,
           "interleave"_a, "split_last_wave"_a, "All work tiles, of 128 rows, whatever the words are.");
+    m.def("tall_tiles", tall_tiles, "schedule"_a, "offs"_a, "num_n_tiles"_a, "group"_a, "interleave"_a,
+          "All work tiles of 128 rows, pairs of them as tall ones.");
     m.def("any_wgrad_tiles", any_wgrad_tiles, "schedule"_a, "offs"_a, "R"_a, "weight_tiles"_a, "slice_rows"_a,
           "slices_per_tile"_a,
           "All (expert, first_row, num_rows, weight_tile, slice, num_slices), whatever the words are.");

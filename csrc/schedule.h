@@ -344,6 +344,21 @@ FUSED_MOE_FN FusedMoeWorkTile fused_moe_work_tile(const int32_t *schedule, const
     return tile;
 }
 
+/* A row tile that has a neighbour, of an expert's row tiles 2 i and 2 i + 1: the two times a whole N tile become two tall
+ * tiles, of both row tiles' rows and half of the N tile. The second has more than half of the rows of a tile, else
+ * both are left as they are. */
+FUSED_MOE_FN FusedMoeWorkTile fused_moe_tall_tile(FusedMoeWorkTile tile, const int32_t *offs, int32_t R,
+                                                  const FusedMoeTileOrder *order) {
+    FusedMoeRows rows = fused_moe_expert_rows(offs, tile.expert, R);
+    int32_t row_tile = (tile.first_row - rows.first) / order->tile_rows, tall = 2 * order->tile_rows;
+    int32_t done = row_tile / 2 * tall;
+    if (tile.n_half || rows.num - done <= tall * 3 / 4) return tile;
+    tile.first_row = rows.first + done;
+    tile.num_rows = rows.num - done < tall ? rows.num - done : tall;
+    tile.n_half = 1 + row_tile % 2;
+    return tile;
+}
+
 /* --- work tiles of a weight gradient, which sums along an expert's rows --------------------------------- */
 
 /* How many of the schedule's slices a tile's slice has, so that no tile takes longer than half of what a CTA

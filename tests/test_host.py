@@ -301,6 +301,30 @@ def test_no_rows_no_work_tiles(counts):
 
 
 @needs_host
+@pytest.mark.parametrize("group", [1, 3, 16])
+def test_tall_tiles_cover_what_their_pair_did(group, request):
+    """Every quarter of a pair's rows and columns once. A pair is tall where its second row tile has more
+    than 64 rows: then both of its tiles are; else its tiles are what they were."""
+    draw = random.Random(request.node.name)
+    for _ in range(20):
+        counts = random_counts(draw) + [draw.choice([0, 128, 192, 193, 256, 300, 449, 1000])]
+        offs, num_n_tiles = offs_of(counts), draw.randint(1, 4)
+        words = ops.tile_schedule(offs, 128, MIN_SLICE).tolist(), offs.tolist(), num_n_tiles
+        cover = Counter()
+        for expert, first_row, num_rows, n_tile, n_half, skinny in _host.tall_tiles(*words, group, True):
+            first = int(offs[expert]) - counts[expert]
+            done = first_row - first
+            pair = min(counts[expert] - done // 256 * 256, 256)
+            assert (num_rows > 128) == (n_half > 0) == (pair > 192) and not (skinny and n_half)
+            assert num_rows == (pair if n_half else min(counts[expert] - done, 128))
+            for half in (1, 2) if n_half == 0 else (n_half,):
+                cover.update((expert, done + row, n_tile, half) for row in range(num_rows))
+        rows = [(e, row) for e, count in enumerate(counts) for row in range(count)]
+        quarters = product(rows, range(num_n_tiles), (1, 2))
+        assert cover == Counter((*row, n_tile, half) for row, n_tile, half in quarters)
+
+
+@needs_host
 def test_one_work_tile_is_that_of_the_list():
     counts, order = [5] * 7 + [900, 0, 700], (3, True, 132)
     offs = offs_of(counts)

@@ -31,7 +31,10 @@ SHAPES = {
     "two rows on average, one expert has all": (40, 1, 20, 192, 128, "first"),
     "few rows, a long k": (30, 2, 6, 2624, 192, "random"),
     "one expert has all": (200, 2, 5, 256, 96, "first"),
+    "tall tiles": (700, 2, 2, 320, 192, "random"),
+    "tall tiles, one of 225 rows": (737, 1, 1, 448, 64, "random"),
     "many rows": (2000, 2, 3, 256, 128, "random"),
+    "most rows": (3100, 1, 1, 128, 64, "random"),
 }
 LAYOUTS = ("separate", "halves", "interleaved", "ungated")
 # Formats with another block, scale dtype or zero points.
@@ -110,17 +113,25 @@ def test_tiled_or_not(device, monkeypatch, shape, format):
 @pytest.mark.parametrize("format", FORMATS)
 @torch.no_grad()
 def test_which_kernel_runs(hopper, device, format):
-    """Codes are read, by a kernel for few, some or many rows of an expert, and dequantised for more."""
-    cases = {"one slot": "0", "45 rows": "1", "129 rows": "2", "many rows": None}
-    for shape, rows in cases.items():
+    """Codes are read, by a kernel for few, some or many rows of an expert, and dequantised for more. The down
+    GEMM has one for more than many, and reads codes of more rows."""
+    cases = {
+        "one slot": ("0", "0"),
+        "45 rows": ("1", "1"),
+        "129 rows": ("2", "2"),
+        "tall tiles": ("2", "3"),
+        "many rows": (None, "3"),
+        "most rows": (None, None),
+    }
+    for shape, of_gemms in cases.items():
         args, options, _ = draw(shape, "separate", format, 0, BF16, BF16, device)
         kernels = launches(lambda: fused_experts(*args, **options))  # noqa: B023
-        for gemm in ("codes_up_gate", "codes_mm"):
+        for gemm, rows in zip(("codes_up_gate", "codes_mm"), of_gemms, strict=True):
             found = {
                 match[1] for name in kernels if gemm in name and (match := re.search(r"Rows\)(\d)", name))
             }
             assert found == ({rows} if rows else set()), kernels
-        assert any("dequantize" in name for name in kernels) == (rows is None), kernels
+        assert any("dequantize" in name for name in kernels) == (None in of_gemms), kernels
 
 
 @pytest.mark.parametrize("format", FORMATS)
@@ -133,10 +144,11 @@ def test_tokens_of_any_batch(device, format):
         part = slice(first, first + num)
         out = fused_experts(x[part], w1, w2, w3, scores[part], ids[part], **options)
         assert torch.equal(out, whole[part])
-    # so many tokens that weights are dequantised
-    many = [t.repeat(128, 1) for t in (x, scores, ids)]
-    out = fused_experts(many[0], w1, w2, w3, *many[1:], **options)
-    assert torch.equal(out, whole.repeat(128, 1))
+    # so many tokens that tiles are tall, and so many that weights are dequantised
+    for times in (60, 320):
+        many = [t.repeat(times, 1) for t in (x, scores, ids)]
+        out = fused_experts(many[0], w1, w2, w3, *many[1:], **options)
+        assert torch.equal(out, whole.repeat(times, 1))
 
 
 @pytest.mark.parametrize("shape", ("one slot", "eight rows", "many experts"))
@@ -212,6 +224,6 @@ def test_portable_tier(tier, device, format, dtype):
 @pytest.mark.parametrize("format", FORMATS)
 @torch.no_grad()
 def test_under_the_sanitizer(device, format):
-    for shape in ("one slot", "64 rows and 1", "33 rows"):
+    for shape in ("one slot", "64 rows and 1", "33 rows", "129 rows", "tall tiles"):
         args, options, biases = draw(shape, "separate", format, 1, BF16, BF16, device)
         check(args, options | biases, BF16)

@@ -7,10 +7,12 @@
  *
  *   one subtile, two k-tiles    |wait: stage |codes, scales |wait: MMAs of the stage before; release it |make A |8 MMAs |..
  *   two subtiles, one k-tile    |wait: stage |codes, scales |wait: this subtile's MMAs before |make A |4 MMAs |the other ..
+ *   one subtile, tall tile      |wait: stage |codes, scales |make A, one of two |wait: MMAs before; release it |4 MMAs |..
  *
  * Unpacking is what has to be hidden: by the memory's time where rows are few, by MMAs where they are many. So few rows
  * have many warps, each with one subtile, of which some unpack while the MMAs of others run. Of many rows a consumer has two
- * subtiles, so that a stage's rows are read for twice as many columns, and unpacks one while the MMAs of the other run.
+ * subtiles, so that a stage's rows are read for twice as many columns, and unpacks one while the MMAs of the other run. A tall
+ * tile has twice the rows and half the columns (fused_moe_tall_tile): values are made once for 256 rows instead of 128.
  * ptxas has registers for that where a stage is one k-tile. What a warp issues counts: docs/lab/quantised.md. */
 #pragma once
 
@@ -21,32 +23,40 @@
 namespace fused_moe {
 namespace sm90 {
 
-/* Rows that an expert has, on average: up to 2, up to 64, more. FEW has two CTAs on an SM, with smaller tiles, and no wgmma:
- * less code, which is read from memory, too. */
-enum class Rows { FEW, SOME, MANY };
+/* Rows that an expert has, on average: up to 2, up to 64, more, and so many that tall tiles pay, which is where TMA loads the
+ * rows: cp.async is too slow for twice as many. FEW has two CTAs on an SM, with smaller tiles, and no wgmma: less code, which
+ * is read from memory, too. */
+enum class Rows { FEW, SOME, MANY, TALL };
 
 template <class Decoder_, bool GATHER, Rows ROWS>
 struct CodesConfig : GemmConfig<typename Decoder_::T, Major::K, GATHER> {
     using Decoder = Decoder_;
-    static constexpr bool FEW_ROWS = ROWS == Rows::FEW, MANY_ROWS = ROWS == Rows::MANY;
+    static constexpr bool FEW_ROWS = ROWS == Rows::FEW, HAS_TALL = ROWS == Rows::TALL;
+    static constexpr bool MANY_ROWS = ROWS == Rows::MANY || HAS_TALL;
+    static_assert(!HAS_TALL || !GATHER);
     static constexpr int CTAS_PER_SM = FEW_ROWS ? 2 : 1;
     static constexpr int CONSUMERS = ROWS == Rows::SOME ? 4 : 2;
-    static constexpr int SUBTILES = MANY_ROWS ? 2 : 1; /* of a consumer */
-    static constexpr int BM = FEW_ROWS ? 16 : MANY_ROWS ? 128 : 64, CUT_ROWS = BM;
+    static constexpr int SUBTILES = MANY_ROWS ? 2 : 1; /* of a consumer, but of a tall tile */
+    static constexpr int WIDE_ROWS = FEW_ROWS ? 16 : MANY_ROWS ? FUSED_MOE_TILE_ROWS : 64;
+    static constexpr int BM = HAS_TALL ? 2 * WIDE_ROWS : WIDE_ROWS, CUT_ROWS = BM;
     /* Of a stage. Codes are few bytes, and two k-tiles' waits are paid for once. */
     static constexpr int K_TILES = MANY_ROWS ? 1 : 2, COLUMNS = SUBTILE * K_TILES;
     static_assert(COLUMNS <= MOST_COLUMNS);
     static_assert(!Decoder::BY_COLUMN || K_TILES == 1, "factors of columns are loaded once in a stage");
     static constexpr int TILES = CONSUMERS * SUBTILES, BN = SUBTILE * TILES; /* of B in a stage */
+    static constexpr int BOX = HAS_TALL ? 1 : TILES / 2;                     /* tiles that one load brings */
     static constexpr int K_TILE_BYTES = BM * SWIZZLE_BYTES, A_BYTES = K_TILES * K_TILE_BYTES;
-    /* Where a stage's b has what. */
-    static constexpr int SCALES = TILES * K_TILES * Decoder::TILE_BYTES;
+    /* Where a stage's b has what. A tall tile has half of the tiles; the others' second half is in a, after their rows. */
+    static constexpr int TILES_IN_B = HAS_TALL ? TILES / 2 : TILES;
+    static constexpr int SCALES = TILES_IN_B * K_TILES * Decoder::TILE_BYTES;
     static constexpr int ZEROS = SCALES + TILES * Decoder::SCALE_BYTES;
     static constexpr int B_BYTES = (ZEROS + TILES * Decoder::ZERO_BYTES + 1023) / 1024 * 1024;
+    static_assert((TILES - TILES_IN_B) * Decoder::TILE_BYTES <= A_BYTES - WIDE_ROWS * SWIZZLE_BYTES);
+    using Lines = LineWriter<HAS_TALL ? 64 : WIDE_ROWS>; /* of many rows */
     static constexpr int STAGING_BYTES = FEW_ROWS    ? 4 * 1024
-                                         : MANY_ROWS ? LineWriter<BM>::BYTES
+                                         : MANY_ROWS ? Lines::BYTES
                                                      : SkinnyWriter<BM>::BYTES;
-    static constexpr int MEMORY = FEW_ROWS ? 108 * 1024 : 220 * 1024;
+    static constexpr int MEMORY = (FEW_ROWS ? 108 : HAS_TALL ? 222 : 220) * 1024;
     static constexpr int STAGES = (MEMORY - CONSUMERS * STAGING_BYTES) / (A_BYTES + B_BYTES);
     static constexpr int THREADS = 128 * (1 + CONSUMERS), CONSUMER_WARPS = 4 * CONSUMERS;
     static constexpr int PRODUCER_REGISTERS = FEW_ROWS ? 48 : MANY_ROWS ? 72 : 64;
@@ -56,6 +66,12 @@ struct CodesConfig : GemmConfig<typename Decoder_::T, Major::K, GATHER> {
                   "setmaxnreg would wait forever");
     using Queue = TileQueue<WorkTile, CONSUMER_WARPS + CodesConfig::LOAD_WARPS, GATHER ? BM : 0>;
     using Pipeline = PipelineState<STAGES>;
+
+    /* Where a stage's b has the codes of a tile. */
+    __host__ __device__ static constexpr int codes_at(int tile) {
+        int in_a = WIDE_ROWS * SWIZZLE_BYTES - A_BYTES + (tile - TILES_IN_B) * Decoder::TILE_BYTES;
+        return tile < TILES_IN_B ? tile * K_TILES * Decoder::TILE_BYTES : in_a;
+    }
 };
 
 /* TMA counts a tile's codes in pieces of 256 of 8 bytes, the longest that it takes. */
@@ -63,17 +79,25 @@ constexpr int PIECE_BYTES = 2048;
 
 /* What a GEMM of codes has beside Gemm, whose num_k_tiles[0] counts stages. */
 typedef struct {
-    Gemm gemm;                     /* b: maps of codes, in boxes of half a stage's tiles */
-    CUtensorMap scale[2], zero[2]; /* likewise                                          */
+    Gemm gemm;                     /* b: maps of codes, in boxes of Config::BOX tiles */
+    CUtensorMap scale[2], zero[2]; /* likewise                                        */
     Scales scales;
     bool is_interleaved; /* B's rows are gate0, up0, gate1, ..                          */
 } CodesGemm;
 
 /* --- producer: loads ------------------------------------------------------------------------------------ */
 
-/* Bytes of B in a stage: of a half-N tile one box. */
-__device__ inline int bytes_of_codes(const CodesGemm &p, const WorkTile &tile) {
-    return tile.half_n ? p.scales.box_bytes : 2 * p.scales.box_bytes;
+/* Of a tall tile an even number: past the last k-tile there are zeros. */
+template <class Config>
+__device__ inline int num_stages_of(const CodesGemm &p, const WorkTile &tile) {
+    int num = p.gemm.num_k_tiles[0];
+    return Config::HAS_TALL && tile.num_rows > Config::WIDE_ROWS ? num + num % 2 : num;
+}
+
+/* Boxes of B in a stage. */
+template <class Config>
+__device__ inline int boxes_of(const WorkTile &tile) {
+    return Config::TILES / Config::BOX / (tile.half_n ? 2 : 1);
 }
 
 /* Codes, scales and zero points of one stage. One thread calls it. */
@@ -81,14 +105,16 @@ template <class Config>
 __device__ inline void load_codes(const CodesGemm &p, uint32_t dst, uint32_t full, int stage,
                                   const WorkTile &tile) {
     using Decoder = typename Config::Decoder;
-    constexpr int BOX = Config::TILES / 2; /* tiles */
-    constexpr int PIECES = Config::K_TILES * Decoder::TILE_BYTES / PIECE_BYTES;
+    constexpr int BOX = Config::BOX, PIECES = Config::K_TILES * Decoder::TILE_BYTES / PIECE_BYTES;
+    int boxes = boxes_of<Config>(tile), of_weight = p.gemm.gate_up ? boxes / 2 : boxes;
     int group = stage * p.scales.groups >> p.scales.shift;
     if (Decoder::BY_COLUMN) group = stage;
-    for (int box = 0; box < (tile.half_n ? 1 : 2); box++) {
-        int weight = p.gemm.gate_up ? box : 0, row = tile.first_column / SUBTILE + (box - weight) * BOX;
-        cp_async_bulk_tensor_load(dst + box * BOX * Config::K_TILES * Decoder::TILE_BYTES, &p.gemm.b[weight],
-                                  full, 0, stage * PIECES, row, tile.expert);
+#pragma unroll
+    for (int box = 0; box < Config::TILES / BOX; box++) {
+        if (box == boxes) break;
+        int weight = box >= of_weight, row = tile.first_column / SUBTILE + (box - weight * of_weight) * BOX;
+        cp_async_bulk_tensor_load(dst + Config::codes_at(box * BOX), &p.gemm.b[weight], full, 0,
+                                  stage * PIECES, row, tile.expert);
         if (Decoder::BY_COLUMN) row = row / BOX * p.scales.groups >> p.scales.shift;
         cp_async_bulk_tensor_load(dst + Config::SCALES + box * BOX * Decoder::SCALE_BYTES, &p.scale[weight],
                                   full, 0, group, row, tile.expert);
@@ -122,10 +148,11 @@ template <class Config>
 __device__ inline void load_tma_codes(const CodesGemm &p, Shared<Config> &s) {
     TileReader<typename Config::Queue> reader(s.queue);
     typename Config::Pipeline pipe;
-    int num_stages = p.gemm.num_k_tiles[0];
     bool starts_early = p.gemm.tiles.starts_early;
     for (WorkTile tile = reader.next(); tile.expert >= 0; tile = reader.next()) {
-        int bytes = Config::K_TILES * rows_in_boxes(tile) * SWIZZLE_BYTES + bytes_of_codes(p, tile), i = 0;
+        int bytes = Config::K_TILES * rows_in_boxes(tile) * SWIZZLE_BYTES +
+                    boxes_of<Config>(tile) * p.scales.box_bytes,
+            num_stages = num_stages_of<Config>(p, tile), i = 0;
         if (starts_early) {
             int ahead = min(Config::STAGES, num_stages);
             if (elect_sync()) {
@@ -189,7 +216,7 @@ __device__ inline void load_gather_codes(const CodesGemm &p, Shared<Config> &s) 
             uint32_t full = shared_address(&s.full[pipe.index]), a = shared_address(stage.a);
             mbarrier_wait(shared_address(&s.empty[pipe.index]), pipe.phase ^ 1);
             if (loads_b && elect_sync()) {
-                mbarrier_arrive_expect_tx(full, bytes_of_codes(p, tile));
+                mbarrier_arrive_expect_tx(full, boxes_of<Config>(tile) * p.scales.box_bytes);
                 load_codes<Config>(p, shared_address(stage.b), full, i, tile);
             }
 #pragma unroll
@@ -225,40 +252,40 @@ __device__ inline void produce_codes(const CodesGemm &p, PlanningShared<Config> 
 
 /* --- consumers: the main loop ---------------------------------------------------------------------------- */
 
-/* Which of a stage's tiles has a thread's row 0 or 1 of subtile i of a consumer, and which row of it that is: 16 warp +
- * 8 half + row. With gates and ups the two are a gate and its up. */
+/* Where a stage has a thread's row 0 or 1 of a subtile: in which tile, and there in row 16 block + 8 half + row. Of gates and
+ * ups, the two are those of one output: a warp has eight outputs, a subtile 32. */
 typedef struct {
-    int tile, half, row;
+    int tile, block, half, row;
 } TileRow;
 
 template <class Config>
-__device__ inline TileRow row_of(const CodesGemm &p, int wg, int i, int which) {
+__device__ inline TileRow row_of(const CodesGemm &p, int tiles, int subtile, int which) {
     bool is_up_gate = Config::GATHER;
-    int subtile = Config::SUBTILES * wg + i, group = threadIdx.x % 32 / 4;
-    if (is_up_gate && p.is_interleaved) return {subtile, group / 4, group % 4 * 2 + which};
-    if (!is_up_gate || !p.gemm.gate_up) return {subtile, which, group};
-    return {which * Config::TILES / 2 + subtile / 2, subtile % 2, group};
+    int warp = threadIdx.x / 32 % 4, group = threadIdx.x % 32 / 4;
+    if (is_up_gate && p.is_interleaved) return {subtile, warp, group / 4, group % 4 * 2 + which};
+    if (!is_up_gate || !p.gemm.gate_up) return {subtile, warp, which, group};
+    return {which * tiles / 2 + subtile / 2, subtile % 2 * 2 + warp / 2, warp % 2, group};
 }
 
+/* tiles: of B in a stage. */
 template <class Config>
-__device__ inline CodeOffsets offsets_of(const CodesGemm &p, int wg, int i) {
+__device__ inline CodeOffsets offsets_of(const CodesGemm &p, int tiles, int subtile) {
     using Decoder = typename Config::Decoder;
-    constexpr int BOX = Config::TILES / 2; /* tiles; TMA packs them, whatever room they might need */
+    constexpr int BOX = Config::BOX; /* tiles; TMA packs them, whatever room they might need */
     int warp = threadIdx.x / 32 % 4, t = threadIdx.x % 4;
     CodeOffsets o;
 #pragma unroll
     for (int which = 0; which < 2; which++) {
-        TileRow at = row_of<Config>(p, wg, i, which);
-        int tile_row = 16 * warp + 8 * at.half + at.row;
+        TileRow at = row_of<Config>(p, tiles, subtile, which);
+        int tile_row = 16 * at.block + 8 * at.half + at.row;
         int scale =
             at.tile % BOX * p.scales.groups * p.scales.rows + (p.scales.rows == SUBTILE ? tile_row : 0);
         if (Decoder::BY_COLUMN) { /* of a group, this lane's sixteen */
             int group = (at.tile % BOX * SUBTILE + 16 * warp) * p.scales.groups / (BOX * SUBTILE);
             scale = group * SUBTILE + 16 * t;
         }
-        o.codes[which] = at.tile * Config::K_TILES * Decoder::TILE_BYTES +
-                         at.half * (Decoder::TILE_BYTES / 2) +
-                         (32 * warp + 4 * at.row + t) * (Decoder::TILE_BYTES / 256);
+        o.codes[which] = Config::codes_at(at.tile) + at.half * (Decoder::TILE_BYTES / 2) +
+                         (32 * at.block + 4 * at.row + t) * (Decoder::TILE_BYTES / 256);
         o.scale[which] = Config::SCALES + at.tile / BOX * BOX * Decoder::SCALE_BYTES + scale * p.scales.bytes;
         o.zero[which] = Config::ZEROS + at.tile / BOX * BOX * Decoder::ZERO_BYTES + scale;
     }
@@ -313,7 +340,7 @@ __device__ __forceinline__ void run_mainloop_codes(float *d, const CodesGemm &p,
     const typename Config::Decoder decoder;
     CodeOffsets offsets[SUBTILES];
 #pragma unroll
-    for (int i = 0; i < SUBTILES; i++) offsets[i] = offsets_of<Config>(p, wg, i);
+    for (int i = 0; i < SUBTILES; i++) offsets[i] = offsets_of<Config>(p, Config::TILES, SUBTILES * wg + i);
     uint32_t a[SUBTILES][Config::COLUMNS / 4];
     int previous = 0;
     auto run_stage = [&](auto first) {
@@ -368,6 +395,47 @@ __device__ __forceinline__ void run_mainloop_codes(float *d, const CodesGemm &p,
     }
 }
 
+/* Of a tall tile: one subtile, of which the values of two stages have registers. Stages are even in number (num_stages_of), so
+ * that no branch is between MMAs: ptxas would have each wait for the one before. */
+template <class Config>
+__device__ __forceinline__ void run_mainloop_tall(float *d, const CodesGemm &p, Shared<Config> &s,
+                                                  typename Config::Pipeline &pipe, int wg) {
+    constexpr int TOKENS = Config::BM;
+    const typename Config::Decoder decoder;
+    CodeOffsets offsets = offsets_of<Config>(p, Config::TILES / 2, wg);
+    uint32_t even[Config::COLUMNS / 4], odd[Config::COLUMNS / 4];
+    int previous = 0;
+    auto run_stage = [&](auto first, auto &a) {
+        auto &stage = s.stage[pipe.index];
+        mbarrier_wait(shared_address(&s.full[pipe.index]), pipe.phase);
+        StageCodes<typename Config::Decoder, 1> codes;
+        codes.load(shared_address(stage.b), offsets);
+        codes.factors.load(shared_address(stage.b), offsets, 0, p.scales);
+        codes.make_fragments(a, 0, decoder);
+        for (uint32_t &word : a) pin(word);
+        if constexpr (!first.value) {
+            wgmma_wait_group<0>(); /* meanwhile the other consumer's MMAs run */
+            release<Config>(s, previous);
+        }
+        wgmma_fence();
+        multiply<Config, TOKENS, !first.value>(d, a, shared_address(stage.a));
+        wgmma_commit_group();
+        previous = pipe.index;
+        pipe.advance();
+    };
+    run_stage(std::true_type(), even);
+    run_stage(std::false_type(), odd);
+#pragma unroll 1
+    for (int i = 2; i < p.gemm.num_k_tiles[0]; i += 2) {
+        run_stage(std::false_type(), even);
+        run_stage(std::false_type(), odd);
+    }
+    wgmma_wait_group<0>();
+    release<Config>(s, previous);
+#pragma unroll
+    for (int i = 0; i < TOKENS / 2; i++) pin(d[i]);
+}
+
 /* Calls fn with the first N that is enough for the rows. */
 template <int N, int... MORE, typename Fn>
 __device__ __forceinline__ void with_first_of(int rows, Fn fn) {
@@ -380,8 +448,10 @@ __device__ __forceinline__ void with_first_of(int rows, Fn fn) {
 /* Calls fn with the MMAs' N for the rows of a tile. */
 template <class Config, typename Fn>
 __device__ __forceinline__ void with_tokens(int rows, Fn fn) {
-    if constexpr (Config::MANY_ROWS)
-        with_first_of<16, 64, 128>(rows, fn);
+    if constexpr (Config::HAS_TALL)
+        with_first_of<16, 64, Config::WIDE_ROWS, Config::BM>(rows, fn);
+    else if constexpr (Config::MANY_ROWS)
+        with_first_of<16, 64, Config::WIDE_ROWS>(rows, fn);
     else if constexpr (Config::FEW_ROWS)
         with_first_of<8, 16>(rows, fn);
     else
@@ -393,28 +463,34 @@ template <class Config, int TOKENS, typename Epilogue>
 __device__ __forceinline__ void run_codes_tile(const CodesGemm &p, Shared<Config> &s,
                                                typename Config::Pipeline &pipe, const WorkTile &tile, int wg,
                                                Epilogue &epilogue) {
-    float d[TOKENS / 2 * Config::SUBTILES];
-    run_mainloop_codes<Config, TOKENS>(d, p, s, pipe, wg);
-    int warp = threadIdx.x / 32 % 4;
-    auto staging = [&] {
-        uint32_t address = shared_address(s.staging[wg]);
-        if constexpr (Config::MANY_ROWS)
-            return LineWriter<Config::BM>(address, WARPGROUP_BARRIER + wg, warp);
-        else
-            return address;
-    }();
+    constexpr bool TALL = TOKENS > Config::WIDE_ROWS;
+    constexpr int SUBTILES = TALL ? 1 : Config::SUBTILES;
+    int warp = threadIdx.x / 32 % 4, subtile = SUBTILES * wg;
+    uint32_t staging = shared_address(s.staging[wg]);
+    float d[TOKENS / 2 * SUBTILES];
+    if constexpr (TALL)
+        run_mainloop_tall<Config>(d, p, s, pipe, wg);
+    else
+        run_mainloop_codes<Config, TOKENS>(d, p, s, pipe, wg);
+    if (!TALL && tile.half_n && subtile >= Config::TILES / 2) return; /* these were not loaded */
+    if constexpr (Config::MANY_ROWS) {
+        typename Config::Lines lines(staging, WARPGROUP_BARRIER + wg, warp);
+        constexpr int PIECE = TOKENS < Config::Lines::ROWS ? TOKENS : Config::Lines::ROWS; /* rows */
 #pragma unroll
-    for (int i = 0; i < Config::SUBTILES; i++) {
-        int subtile = Config::SUBTILES * wg + i;
-        if (tile.half_n && subtile >= Config::TILES / 2) return; /* these were not loaded */
-        epilogue.template store_swapped<TOKENS>(d + TOKENS / 2 * i, tile, subtile, warp, staging);
+        for (int i = 0; i < TOKENS / PIECE * SUBTILES; i++) {
+            int row = i / SUBTILES * PIECE, mine = i % SUBTILES;
+            epilogue.template store_lines<PIECE>(d + TOKENS / 2 * mine + row / 2, tile, subtile + mine, row,
+                                                 warp, lines);
+        }
+    } else {
+        epilogue.template store_swapped<TOKENS>(d, tile, subtile, warp, staging);
     }
 }
 
 /* epilogue.store_swapped<TOKENS>(d, tile, subtile, warp, staging) stores a subtile of a tile: what warp w of 4 has of 16
- * rows of the weight. d is wgmma's, and may be changed; staging is the address of the warpgroup's buffer, of many rows its
- * LineWriter. A thread's two rows are those of row_of: rows lane / 4 and lane / 4 + 8 of the warp's sixteen, or a gate and
- * its up. */
+ * rows of the weight. d is wgmma's, and may be changed; staging is the warpgroup's buffer. A thread's two rows are those of
+ * row_of: rows lane / 4 and lane / 4 + 8 of the warp's sixteen, or a gate and its up. Of tiles of many rows
+ * epilogue.store_lines<TOKENS>(d, tile, subtile, row, warp, lines) stores the subtile's rows from `row` on. */
 template <class Config, typename Epilogue>
 __device__ __forceinline__ void persistent_codes_gemm(const CodesGemm &p, Epilogue epilogue) {
     auto &s = static_cast<PlanningShared<Config> &>(prologue<Config>());
@@ -461,22 +537,25 @@ int with_decoder(FusedMoeDtype dtype, const FusedMoeQuantizedWeight &w, Fn fn) {
     });
 }
 
+/* From so many rows for each expert on tall tiles are faster (docs/lab/quantised.md). */
+constexpr int64_t TALL_ROWS = 512;
+
 /* Calls fn with a configuration for R rows of E experts. */
 template <class Decoder, bool GATHER, typename Fn>
 int with_codes_config(int64_t R, int32_t E, Fn fn) {
-    if (schedule_override().no_tails || R > (int64_t)SUBTILE * E)
-        return fn(CodesConfig<Decoder, GATHER, Rows::MANY>());
+    bool no_tails = schedule_override().no_tails;
+    if constexpr (!GATHER)
+        if (R > TALL_ROWS * E && !no_tails) return fn(CodesConfig<Decoder, GATHER, Rows::TALL>());
+    if (R > (int64_t)SUBTILE * E || no_tails) return fn(CodesConfig<Decoder, GATHER, Rows::MANY>());
     if (fused_moe_few_rows(R, E) == 16) return fn(CodesConfig<Decoder, GATHER, Rows::FEW>());
     return fn(CodesConfig<Decoder, GATHER, Rows::SOME>());
 }
 
-/* Up to so many rows for each expert, reading codes once more for every 128 of them costs less than writing a
+/* Whether there are more rows than for which reading codes once more for every 128 of them costs less than writing a
  * dequantised weight and reading it (docs/lab/quantised.md). A rule on shapes: the host knows no counts. */
-constexpr int64_t MOST_ROWS = 768;
-
-inline bool has_many_rows(int64_t R, int32_t E) {
+inline bool has_many_rows(int64_t R, int32_t E, int64_t most_of_an_expert) {
     int64_t asked = schedule_override().code_rows;
-    return R > (asked < 0 ? MOST_ROWS : asked) * E;
+    return R > (asked < 0 ? most_of_an_expert : asked) * E;
 }
 
 /* A map of `rows` tiles of 64 rows from the one at `data` on, of [E,out/64,count,width]: boxes of (1, tiles, box,
@@ -516,7 +595,7 @@ int set_codes(CodesGemm &p, int i, const FusedMoeQuantizedWeight &codes, int32_t
               int64_t rows) {
     using Decoder = typename Config::Decoder;
     constexpr int64_t PIECES = Decoder::TILE_BYTES / PIECE_BYTES; /* of a tile */
-    constexpr uint32_t BOX = Config::TILES / 2;                   /* tiles */
+    constexpr uint32_t BOX = Config::BOX;                         /* tiles */
     /* Columns, or by column rows, that one load of scales is for. */
     constexpr int64_t SPAN = Decoder::BY_COLUMN ? BOX * SUBTILE : Config::COLUMNS;
     int64_t block = group_of(codes);
@@ -550,6 +629,7 @@ int set_codes(CodesGemm &p, int i, const FusedMoeQuantizedWeight &codes, int32_t
     if (status == FUSED_MOE_OK) status = scales_map(&p.scale[i], scale_dtype, s.bytes, codes.scale);
     if (status == FUSED_MOE_OK && s.has_zeros)
         status = scales_map(&p.zero[i], CU_TENSOR_MAP_DATA_TYPE_UINT8, 1, codes.zero);
+    p.gemm.tiles.has_tall = Config::MANY_ROWS;
     return status;
 }
 

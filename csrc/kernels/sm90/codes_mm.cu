@@ -31,13 +31,12 @@ struct Epilogue {
         writer.template store_swapped<TOKENS>(d, out, p.M, tile.num_rows, p.M - first);
     }
 
-    /* Of many rows. */
     template <int TOKENS>
-    __device__ void store_swapped(float *d, const WorkTile &tile, int subtile, int warp,
-                                  const LineWriter<Config::BM> &writer) const {
+    __device__ void store_lines(float *d, const WorkTile &tile, int subtile, int row, int warp,
+                                const typename Config::Lines &lines) const {
         using T = typename Config::T;
         int first = tile.first_column + SUBTILE * subtile;
-        if (first >= p.M) return;
+        if (first >= p.M || row >= tile.num_rows) return;
         if (p.bias)
             add_bias_swapped<TOKENS>(d, (const T *)p.bias + (int64_t)tile.expert * p.M, first + 16 * warp,
                                      p.M);
@@ -47,10 +46,10 @@ struct Epilogue {
 #pragma unroll
             for (int j = 0; j < TOKENS / 8; j++)
                 words[j] = pack<T>(d[4 * j + 2 * half], d[4 * j + 2 * half + 1]);
-            writer.template fill<TOKENS>(2 * warp + half, words);
+            lines.template fill<TOKENS>(2 * warp + half, words);
         }
-        T *out = (T *)p.out + (int64_t)tile.first_row * p.M + first;
-        writer.template copy_out<TOKENS>(out, p.M, tile.num_rows, p.M - first);
+        T *out = (T *)p.out + (int64_t)(tile.first_row + row) * p.M + first;
+        lines.template copy_out<TOKENS>(out, p.M, tile.num_rows - row, p.M - first);
     }
 };
 
@@ -81,6 +80,7 @@ int launch(const FusedMoeGroupedMM &p, void *stream) {
     TileSource &tiles = gemm.tiles;
     tiles = tile_source(p.offs, p.schedule, p.R, p.E, p.M, Config::BN, p.workspace.counters);
     tiles.starts_early = p.starts_early;
+    tiles.has_tall = Config::HAS_TALL;
     if (tiles.starts_early) tiles.counters += FUSED_MOE_NUM_COUNTERS / 2; /* up_gate uses the first half */
     if (p.slots) {
         plan_in_kernel(gemm, *p.slots);
@@ -103,10 +103,13 @@ int run(const FusedMoeGroupedMM &p, void *stream) {
     });
 }
 
+constexpr int64_t MOST_ROWS = 3072, MOST_ROWS_TRANSPOSED = 768;
+
 FusedMoeReason reason(const FusedMoeGroupedMM &p) {
     if (!is_16_bit(p.dtype)) return FUSED_MOE_OTHER_DTYPE;
     if (p.R == 0) return FUSED_MOE_NO_ROWS;
-    if (has_many_rows(p.R, p.E)) return FUSED_MOE_MANY_ROWS;
+    if (has_many_rows(p.R, p.E, p.b[0].codes && p.b[0].codes->transposed ? MOST_ROWS_TRANSPOSED : MOST_ROWS))
+        return FUSED_MOE_MANY_ROWS;
     if (p.M % CHUNK || p.N[0] % CHUNK) return FUSED_MOE_WIDTH;
     if (!is_aligned(p.a) || !is_aligned(p.out) || !is_aligned(p.bias)) return FUSED_MOE_UNALIGNED;
     if (p.b[1].data || !has_readable_codes(p.b[0])) return FUSED_MOE_STRIDES;

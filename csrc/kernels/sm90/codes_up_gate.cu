@@ -65,43 +65,53 @@ struct ActivatingEpilogue {
         }
     }
 
-    /* Of many rows: in registers, since arithmetic takes the time there and not code. A line has 64 outputs, those of experts
-     * with ups of two subtiles. */
+    /* Of many rows everything is done in registers: arithmetic takes the time there, and not code. Subtiles come in pairs, of
+     * which a line has the outputs; of experts without ups it has those of one. */
     template <int TOKENS>
-    __device__ void store_swapped(float *d, const WorkTile &tile, int subtile, int warp,
-                                  const LineWriter<Config::BM> &writer) const {
+    __device__ void store_lines(float *d, const WorkTile &tile, int subtile, int row, int warp,
+                                const typename Config::Lines &lines) const {
+        bool is_ungated = p.layout == FUSED_MOE_UNGATED;
         Outputs out = outputs_of(tile, subtile, warp);
         int line = out.first / SUBTILE * SUBTILE;
-        if (line >= p.F) return;
-        with_act([&](auto act) { fill_line<TOKENS>(act, d, out, out.first % SUBTILE / CHUNK, writer); });
-        if (p.layout != FUSED_MOE_UNGATED && subtile % 2 == 0) return;
-        T *to = (T *)p.a + (int64_t)tile.first_row * p.F + line;
-        writer.template copy_out<TOKENS>(to, p.F, tile.num_rows, p.F - line);
+        if (line >= p.F || row >= tile.num_rows) return;
+        with_act([&](auto act) { activate<TOKENS>(act, d, out); });
+        if (is_ungated) fill<TOKENS>(lines, 2 * warp, d + 3);
+        fill<TOKENS>(lines, is_ungated ? 2 * warp + 1 : 4 * (subtile % 2) + warp, d + 2);
+        if (!is_ungated && subtile % 2 == 0) return;
+        T *to = (T *)p.a + (int64_t)(tile.first_row + row) * p.F + line;
+        lines.template copy_out<TOKENS>(to, p.F, tile.num_rows - row, p.F - line);
     }
 
+    template <int TOKENS>
+    __device__ static void fill(const typename Config::Lines &lines, int chunk, const float *words) {
+        uint32_t w[TOKENS / 8];
+#pragma unroll
+        for (int j = 0; j < TOKENS / 8; j++) w[j] = __float_as_uint(words[4 * j]);
+        lines.template fill<TOKENS>(chunk, w);
+    }
+
+    /* Of each four accumulators, two tokens of a gate and of its up or a second gate, the third becomes the word of the two
+     * outputs; of experts without ups it is that of the second, and the fourth that of the first. */
     template <int TOKENS, class Activation>
-    __device__ void fill_line(Activation act, float *d, const Outputs &out, int chunk,
-                              const LineWriter<Config::BM> &writer) const {
+    __device__ void activate(Activation act, float *d, const Outputs &out) const {
         float alpha = (float)p.activation.alpha, limit = (float)p.activation.limit;
         bool is_gated = p.layout != FUSED_MOE_UNGATED;
 #pragma unroll 1
-        for (bool is_second = false;; is_second = true, chunk++) { /* a loop: half the code */
-            uint32_t words[TOKENS / 8];
+        for (bool is_second = false;; is_second = true) { /* a loop: half the code */
 #pragma unroll
             for (int j = 0; j < TOKENS / 8; j++) {
-                float a[2];
+                float *v = d + 4 * j, a[2];
 #pragma unroll
                 for (int i = 0; i < 2; i++) {
-                    float &gate = d[4 * j + i], other = d[4 * j + 2 + i] + out.bias[1];
-                    if (!is_second) gate += out.bias[0];
-                    a[i] = act.gate(gate, alpha, limit).value;
-                    if (is_gated) a[i] *= act.up(other, limit).value;
-                    gate = other;
+                    if (!is_second) v[i] += out.bias[0], v[2 + i] += out.bias[1];
+                    a[i] = act.gate(v[i], alpha, limit).value;
+                    if (is_gated) a[i] *= act.up(v[2 + i], limit).value;
+                    v[i] = v[2 + i];
                 }
-                words[j] = pack<T>(a[0], a[1]);
+                v[3] = v[2];
+                v[2] = __uint_as_float(pack<T>(a[0], a[1]));
             }
-            writer.template fill<TOKENS>(chunk, words);
-            if (is_second || !out.has_second) return;
+            if (is_gated || is_second) return;
         }
     }
 
@@ -123,10 +133,8 @@ struct ActivatingEpilogue {
     __device__ Outputs outputs_of(const WorkTile &tile, int subtile, int warp) const {
         Outputs out = {tile.first_column + SUBTILE * subtile + 16 * warp};
         bool is_ungated = p.layout == FUSED_MOE_UNGATED;
-        if (p.codes.gemm.gate_up)
-            out.first = tile.first_column + SUBTILE * (subtile / 2) + 16 * warp + 8 * (subtile % 2);
-        else if (!is_ungated)
-            out.first /= 2;
+        if (!is_ungated)
+            out.first = tile.first_column / (p.codes.gemm.gate_up ? 1 : 2) + SUBTILE / 2 * subtile + 8 * warp;
         out.has_second = is_ungated && out.first + 8 < p.F;
         out.start = (int64_t)tile.first_row * p.F + out.first;
         if (!p.bias && !p.bias_up) return out;
@@ -221,12 +229,14 @@ int run(const FusedMoeUpGate &p, void *stream) {
     });
 }
 
+constexpr int64_t MOST_ROWS = 1280;
+
 FusedMoeReason reason(const FusedMoeUpGate &p) {
     const FusedMoeRowMap &rows = p.row_map;
     if (!is_16_bit(p.dtype)) return FUSED_MOE_OTHER_DTYPE;
     if (rows.R == 0 || rows.T == 0) return FUSED_MOE_NO_ROWS;
     if (p.scores) return FUSED_MOE_SCORED_INPUT;
-    if (has_many_rows(rows.R, rows.E)) return FUSED_MOE_MANY_ROWS;
+    if (has_many_rows(rows.R, rows.E, MOST_ROWS)) return FUSED_MOE_MANY_ROWS;
     if (p.D % CHUNK || p.F % CHUNK) return FUSED_MOE_WIDTH;
     for (const void *data : {p.x, (const void *)p.a, p.b1, p.b3})
         if (!is_aligned(data)) return FUSED_MOE_UNALIGNED;

@@ -176,10 +176,12 @@ template <int CUT_ROWS, int SPLIT, class Queue>
 __device__ inline void fetch_gemm_tiles(const Gemm &p, Queue &queue) {
     auto decode = [&](uint32_t index, WorkTile &tile) {
         const TileSource &source = p.tiles;
-        set_tile(source,
-                 fused_moe_work_tile(source.schedule, source.offs, source.E, (int32_t)source.R, &source.order,
-                                     index),
-                 tile);
+        int32_t R = (int32_t)source.R;
+        FusedMoeWorkTile work =
+            fused_moe_work_tile(source.schedule, source.offs, source.E, R, &source.order, index);
+        set_tile(source, work, tile);
+        if (source.has_tall && !tile.half_n)
+            set_tile(source, fused_moe_tall_tile(work, source.offs, R, &source.order), tile);
         return true;
     };
     auto token_of = [&](const WorkTile &tile, int i) { return token_of_row(p, tile, i); };

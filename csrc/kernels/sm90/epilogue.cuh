@@ -129,9 +129,9 @@ class SkinnyWriter : public Writer {
     __device__ void drain_all() const {}
 };
 
-/* Swapped accumulators of tiles of many rows, ROWS at most: a warpgroup stages 64 output columns and stores whole lines of 128
- * bytes. A warp for itself would store pieces of 16 or 32 bytes, each a request of its own. */
-template <int ROWS>
+/* Swapped accumulators of tiles of many rows, ROWS at a time: a warpgroup stages lines of 64 columns and stores them whole.
+ * A warp for itself would store pieces of 16 or 32 bytes, each a request of its own. */
+template <int ROWS_>
 class LineWriter {
     uint32_t lines; /* on 1024 */
     int barrier, warp;
@@ -139,7 +139,7 @@ class LineWriter {
     __device__ void sync() const { barrier_sync(barrier, 128); }
 
   public:
-    static constexpr int BYTES = ROWS * SWIZZLE_BYTES;
+    static constexpr int ROWS = ROWS_, BYTES = ROWS * SWIZZLE_BYTES;
 
     __device__ LineWriter(uint32_t warpgroup_buffer, int barrier, int warp)
         : lines(warpgroup_buffer), barrier(barrier), warp(warp) {}
@@ -148,14 +148,13 @@ class LineWriter {
      * one more. */
     template <int TOKENS>
     __device__ void fill(int chunk, const uint32_t (&words)[TOKENS / 8]) const {
-        static_assert(TOKENS / 8 % 4 == 0 || TOKENS / 8 == 2);
+        constexpr int MATRICES = TOKENS / 8; /* 2: each is stored twice */
+        static_assert(MATRICES % 4 == 0 || MATRICES == 2);
         int lane = threadIdx.x % 32;
 #pragma unroll
-        for (int j = 0; j < TOKENS / 8; j += 4) {
-            constexpr int LAST = TOKENS / 8 - 1; /* of 16 rows: written twice */
+        for (int j = 0; j < MATRICES; j += 4)
             stmatrix_x4_trans(swizzled(lines, 8 * j + lane % TOKENS, chunk), words[j], words[j + 1],
-                              words[j + 2 > LAST ? 0 : j + 2], words[j + 3 > LAST ? 1 : j + 3]);
-        }
+                              words[(j + 2) % MATRICES], words[(j + 3) % MATRICES]);
     }
 
     /* What the four warps have filled, to out[row][0 .. columns), row < rows. After it they may fill again. */
@@ -166,13 +165,13 @@ class LineWriter {
         uint4 v[TOKENS / STEP];
         sync();
 #pragma unroll
-        for (int i = 0; i < TOKENS / STEP; i++) v[i] = ld_shared_v4(swizzled(lines, row + STEP * i, chunk));
+        for (int i = 0; i < TOKENS; i += STEP) v[i / STEP] = ld_shared_v4(swizzled(lines, row + i, chunk));
         sync();
         out += row * pitch + CHUNK * chunk;
         if (CHUNK * chunk >= columns) return;
 #pragma unroll
-        for (int i = 0; i < TOKENS / STEP; i++, out += STEP * pitch)
-            if (row + STEP * i < rows) st_global_v4(out, v[i]);
+        for (int i = 0; i < TOKENS; i += STEP, out += STEP * pitch)
+            if (row + i < rows) st_global_v4(out, v[i / STEP]);
     }
 };
 

@@ -53,6 +53,7 @@ typedef struct {
     int32_t tile_n;          /* output columns of an N tile                            */
     bool last_is_half_n;     /* the last N tile has at most half of them               */
     bool swaps_skinny;       /* skinny experts are computed with swapped operands      */
+    bool has_tall;           /* pairs of row tiles become tall tiles                   */
     bool starts_early;       /* the kernel before this one may still write A; plan or ids and B are older */
     bool lets_next_start;    /* the next kernel starts early                           */
     FusedMoeTileOrder order; /* not wgrad's, which has its own                         */

@@ -127,13 +127,16 @@ __device__ inline void wgmma(float *d, uint64_t a, uint64_t b, T t) {
             "%24, %25, %26, %27", "%28", "%29", "%30")                                                       \
     WGMMA_A(T, TYPE, 64, REGISTERS_32, TEXT_30 ", " TEXT_2(3), "%32, %33, %34, %35", "%36", "%37", "%38")    \
     WGMMA_A(T, TYPE, 128, REGISTERS_64, TEXT_60 ", %60, %61, %62, %63", "%64, %65, %66, %67", "%68", "%69",  \
-            "%70")
+            "%70")                                                                                           \
+    WGMMA_A(T, TYPE, 256, REGISTERS_128, TEXT_120 ", " TEXT_8(12), "%128, %129, %130, %131", "%132", "%133", \
+            "%134")
 WGMMAS_A(__nv_bfloat16, "bf16")
 WGMMAS_A(__half, "f16")
 
 template <int columns, int accumulate, Major b_major, typename T>
 __device__ inline void wgmma(float *d, const uint32_t *a, uint64_t b, T t) {
-    static_assert(columns == 128 || columns == 64 || columns == 48 || columns == 32);
+    static_assert(columns == 256 || columns == 128 || columns == 64 || columns == 48 || columns == 32);
+    if constexpr (columns == 256) wgmma_m64n256k16<accumulate, b_major>(d, a, b, t);
     if constexpr (columns == 128) wgmma_m64n128k16<accumulate, b_major>(d, a, b, t);
     if constexpr (columns == 64) wgmma_m64n64k16<accumulate, b_major>(d, a, b, t);
     if constexpr (columns == 48) wgmma_m64n48k16<accumulate, b_major>(d, a, b, t);
