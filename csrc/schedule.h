@@ -238,7 +238,8 @@ FUSED_MOE_FN FusedMoeTileOrder fused_moe_default_order(int32_t num_n_tiles, int3
 }
 
 typedef struct {
-    int32_t expert, first_row, num_rows; /* num_rows 1 .. tile_rows; 0 only of a wrong plan */
+    int32_t expert, first_row,
+        num_rows; /* num_rows 1 .. tile_rows, of a tall tile twice; 0 only of a wrong plan */
     int32_t n_tile;
     int32_t n_half; /* 0: the whole N tile; 1, 2: its left, right half */
     int32_t skinny; /* of a skinny expert                              */
@@ -344,9 +345,9 @@ FUSED_MOE_FN FusedMoeWorkTile fused_moe_work_tile(const int32_t *schedule, const
     return tile;
 }
 
-/* A row tile that has a neighbour, of an expert's row tiles 2 i and 2 i + 1: the two times a whole N tile become two tall
- * tiles, of both row tiles' rows and half of the N tile. The second has more than half of the rows of a tile, else
- * both are left as they are. */
+/* Row tiles 2 i and 2 i + 1 of an expert, times a whole N tile, become two tall tiles: both row tiles' rows times half of the
+ * columns. They are left as they are where the second has at most half of a tile's rows. Of an order that splits no last
+ * wave: half of a pair might be split there. */
 FUSED_MOE_FN FusedMoeWorkTile fused_moe_tall_tile(FusedMoeWorkTile tile, const int32_t *offs, int32_t R,
                                                   const FusedMoeTileOrder *order) {
     FusedMoeRows rows = fused_moe_expert_rows(offs, tile.expert, R);

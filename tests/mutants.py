@@ -672,6 +672,20 @@ CPU = [
         "tests/test_host.py",
     ),
     Mutant(
+        "both tall tiles of a pair have its left half",
+        "csrc/schedule.h",
+        "1 + row_tile % 2",
+        "1",
+        "tests/test_host.py",
+    ),
+    Mutant(
+        "a short second row tile makes a tall one, too",
+        "csrc/schedule.h",
+        "rows.num - done <= tall * 3 / 4",
+        "rows.num - done <= order->tile_rows",
+        "tests/test_host.py",
+    ),
+    Mutant(
         "few slots of one expert share a row",
         "csrc/slot_plan.h",
         "row += plan->key[i] < key",

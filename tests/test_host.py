@@ -309,7 +309,7 @@ def test_tall_tiles_cover_what_their_pair_did(group, request):
     for _ in range(20):
         counts = random_counts(draw) + [draw.choice([0, 128, 192, 193, 256, 300, 449, 1000])]
         offs, num_n_tiles = offs_of(counts), draw.randint(1, 4)
-        words = ops.tile_schedule(offs, 128, MIN_SLICE).tolist(), offs.tolist(), num_n_tiles
+        words = ops.tile_schedule(offs, 128, MIN_SLICE).tolist(), offs.tolist(), sum(counts), num_n_tiles
         cover = Counter()
         for expert, first_row, num_rows, n_tile, n_half, skinny in _host.tall_tiles(*words, group, True):
             first = int(offs[expert]) - counts[expert]
@@ -482,6 +482,19 @@ def test_work_tiles_of_any_words_are_within_the_tensors(
         assert 0 <= num_rows <= TILE_ROWS
         assert 0 <= n_tile < num_n_tiles
         assert n_half in ((0, 1, 2) if split_last_wave else (0,))
+
+
+@needs_host
+@given(plan=wrong_plans(max_rows=900), num_n_tiles=st.integers(1, 3), group=st.integers(1, 20))
+def test_tall_tiles_of_any_words_are_within_the_tensors(plan, num_n_tiles, group):
+    words, offs, R = plan
+    for expert, first_row, num_rows, n_tile, n_half, _ in _host.tall_tiles(
+        words, offs, R, num_n_tiles, group, True
+    ):
+        assert 0 <= expert < len(offs)
+        assert 0 <= first_row <= first_row + num_rows <= R
+        assert 0 <= num_rows <= (2 if n_half else 1) * TILE_ROWS
+        assert 0 <= n_tile < num_n_tiles
 
 
 @needs_host

@@ -46,7 +46,8 @@ struct CodesConfig : GemmConfig<typename Decoder_::T, Major::K, GATHER> {
     static constexpr int TILES = CONSUMERS * SUBTILES, BN = SUBTILE * TILES; /* of B in a stage */
     static constexpr int BOX = HAS_TALL ? 1 : TILES / 2;                     /* tiles that one load brings */
     static constexpr int K_TILE_BYTES = BM * SWIZZLE_BYTES, A_BYTES = K_TILES * K_TILE_BYTES;
-    /* Where a stage's b has what. A tall tile has half of the tiles; the others' second half is in a, after their rows. */
+    /* Where a stage's b has what. Of a tall tile a stage has half as many tiles; of others the second half of them is in a, after
+     * their rows. */
     static constexpr int TILES_IN_B = HAS_TALL ? TILES / 2 : TILES;
     static constexpr int SCALES = TILES_IN_B * K_TILES * Decoder::TILE_BYTES;
     static constexpr int ZEROS = SCALES + TILES * Decoder::SCALE_BYTES;
@@ -94,7 +95,7 @@ __device__ inline int num_stages_of(const CodesGemm &p, const WorkTile &tile) {
     return Config::HAS_TALL && tile.num_rows > Config::WIDE_ROWS ? num + num % 2 : num;
 }
 
-/* Boxes of B in a stage. */
+/* Boxes of B in a stage. With gate and up every tile is whole. */
 template <class Config>
 __device__ inline int boxes_of(const WorkTile &tile) {
     return Config::TILES / Config::BOX / (tile.half_n ? 2 : 1);
@@ -551,8 +552,8 @@ int with_codes_config(int64_t R, int32_t E, Fn fn) {
     return fn(CodesConfig<Decoder, GATHER, Rows::SOME>());
 }
 
-/* Whether there are more rows than for which reading codes once more for every 128 of them costs less than writing a
- * dequantised weight and reading it (docs/lab/quantised.md). A rule on shapes: the host knows no counts. */
+/* Whether experts have more than so many rows on average: then dequantising the weight first is faster, since codes are made
+ * values anew for every tile of rows (docs/lab/quantised.md). A rule on shapes: the host knows no counts. */
 inline bool has_many_rows(int64_t R, int32_t E, int64_t most_of_an_expert) {
     int64_t asked = schedule_override().code_rows;
     return R > (asked < 0 ? most_of_an_expert : asked) * E;
@@ -629,7 +630,6 @@ int set_codes(CodesGemm &p, int i, const FusedMoeQuantizedWeight &codes, int32_t
     if (status == FUSED_MOE_OK) status = scales_map(&p.scale[i], scale_dtype, s.bytes, codes.scale);
     if (status == FUSED_MOE_OK && s.has_zeros)
         status = scales_map(&p.zero[i], CU_TENSOR_MAP_DATA_TYPE_UINT8, 1, codes.zero);
-    p.gemm.tiles.has_tall = Config::MANY_ROWS;
     return status;
 }
 

@@ -93,7 +93,7 @@ int launch(const FusedMoeGroupedMM &p, void *stream) {
 
 int run(const FusedMoeGroupedMM &p, void *stream) {
     FusedMoeQuantizedWeight codes = packing_of(*p.b[0].codes);
-    if (is_by_column(codes)) /* of backward: one configuration, whatever the rows */
+    if (is_by_column(codes)) /* in backward: one configuration, whatever the rows */
         return with_decoder<true>(p.dtype, codes, [&](auto decoder) {
             return launch<CodesConfig<decltype(decoder), false, Rows::MANY>>(p, stream);
         });
@@ -103,7 +103,7 @@ int run(const FusedMoeGroupedMM &p, void *stream) {
     });
 }
 
-constexpr int64_t MOST_ROWS = 3072, MOST_ROWS_TRANSPOSED = 768;
+constexpr int64_t MOST_ROWS = 3072, MOST_ROWS_TRANSPOSED = 768; /* of backward, most of it by column */
 
 FusedMoeReason reason(const FusedMoeGroupedMM &p) {
     if (!is_16_bit(p.dtype)) return FUSED_MOE_OTHER_DTYPE;

@@ -229,7 +229,7 @@ int run(const FusedMoeUpGate &p, void *stream) {
     });
 }
 
-constexpr int64_t MOST_ROWS = 1280;
+constexpr int64_t MOST_ROWS = 1280; /* fewer than codes_mm's: it has no tall tiles */
 
 FusedMoeReason reason(const FusedMoeUpGate &p) {
     const FusedMoeRowMap &rows = p.row_map;

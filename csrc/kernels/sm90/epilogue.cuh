@@ -1,10 +1,10 @@
 /* Epilogue writers: accumulators are rounded to T, go through a staging buffer in shared memory, and are
  * stored by TMA, which clips what is past the expert's rows and the output's columns. Swapped accumulators of
- * skinny experts are stored by ordinary stores. wgmma.cuh says which accumulators a thread has.
+ * skinny experts, and of codes' tiles, are stored by ordinary stores. wgmma.cuh says which accumulators a thread has.
  *
- * Issuing a TMA store is slow while TMA loads are queued. Hence two writers: WarpgroupWriter issues few large
- * stores, for epilogues that only store; WarpWriter never synchronises warps, for epilogues that compute
- * between stores. */
+ * Issuing a TMA store is slow while TMA loads are queued. Hence two writers that use TMA: WarpgroupWriter issues few
+ * large stores, for epilogues that only store; WarpWriter never synchronises warps, for epilogues that compute
+ * between stores. SkinnyWriter and LineWriter store swapped accumulators, of few and of many rows. */
 #pragma once
 
 #include "wgmma.cuh"
@@ -130,7 +130,7 @@ class SkinnyWriter : public Writer {
 };
 
 /* Swapped accumulators of tiles of many rows, ROWS at a time: a warpgroup stages lines of 64 columns and stores them whole.
- * A warp for itself would store pieces of 16 or 32 bytes, each a request of its own. */
+ * A warp for itself would store pieces of 16 or 32 bytes, each a request of its own. All 128 threads call copy_out(), or none. */
 template <int ROWS_>
 class LineWriter {
     uint32_t lines; /* on 1024 */
