@@ -20,7 +20,8 @@ sorting the chosen experts to the sum over them.
 
 --format adds a record for each format of quantised weights (bench decode_quantised). ratio_to_bf16, or the
 other dtype in its place, is the time with float weights over the time with the format; the two take turns.
-bytes are those of a layer's weights. int4 has groups of 128, or of 32 where a width is no multiple of 128.
+bytes are those of a layer's weights, and floor_us is of the format's. int4 has groups of 128, or of 32 where
+a width is no multiple of 128.
 Peers of quantised weights, in turns with ours and with the same values: marlin, of vLLM, for int4, mxfp4 and
 fp8_block (whose scales it rounds to 16 bits); vllm, its Triton kernel, for fp8_block, whose activations are
 of 8 bits, too. Their ratio_to_PEER and peer_errors are in the format's record; a peer whose error is too
@@ -374,7 +375,7 @@ def measure(shape: str, dtype: str, options: argparse.Namespace) -> Iterator[dic
             measured = time_case(case, right, source, options) | {"max_rel_error": errors["ours"]}
             yield common.record(options, bench="decode", what="experts", **key, **measured)
             for variant in variants:
-                measured = time_format(case, experts["ours"], variant, options)
+                measured = time_format(case, experts["ours"], variant, source, options)
                 yield common.record(options, bench="decode_quantised", **key, **measured)
         del case  # before the next one's weights
 
@@ -394,22 +395,29 @@ def time_case(case: Case, experts: dict[str, Callable], source: Tensor, options:
     runs |= {"dense": case.dense, "read": source.sum}
     seconds = common.times(clock_of(options), runs, options.repeats)
     ours = seconds["ours"] / number
-    floor = max(case.bytes_of_a_call * seconds["read"] / source.nbytes, seconds["dense"])
     return {
         "mode": common.DEFAULT_MODE if eager else "graph",
         "time_us": round(ours * 1e6, 1),
         "tflops": round(case.flops_of_a_call / ours / 1e12, 4),
         "torch_ratio": common.ratio(seconds, "torch"),
         "intensity": round(case.flops_of_a_call / case.bytes_of_a_call, 1),
-        "floor_us": round(floor * 1e6, 1),
-        "floor_ratio": round(floor / ours, 3),
-        "read_gb_per_s": round(source.nbytes / seconds["read"] / 1e9, 1),
+        **floor_of(case.bytes_of_a_call, source, seconds, ours),
         **{
             f"ratio_to_{name}": common.ratio(seconds, name)
             for name in experts
             if name not in ("ours", "torch")
         },
         **(on_host(calls, number) if on_gpu else {}),
+    }
+
+
+def floor_of(size: float, source: Tensor, seconds: dict, ours: float) -> dict:
+    """Of a call that reads so many bytes of weights: the time of reading, or that of the dense product."""
+    floor = max(size * seconds["read"] / source.nbytes, seconds["dense"])
+    return {
+        "floor_us": round(floor * 1e6, 1),
+        "floor_ratio": round(floor / ours, 3),
+        "read_gb_per_s": round(source.nbytes / seconds["read"] / 1e9, 1),
     }
 
 
@@ -426,7 +434,11 @@ def variants_of(formats: list[str], sizes: common.Sizes) -> list[bench_quantised
 
 
 def time_format(
-    case: Case, ours: Callable, variant: bench_quantised.Variant, options: argparse.Namespace
+    case: Case,
+    ours: Callable,
+    variant: bench_quantised.Variant,
+    source: Tensor,
+    options: argparse.Namespace,
 ) -> dict:
     """What a record has of one format. Its layers are freed before the next format's: they take memory."""
     from fused_moe import quantize
@@ -447,17 +459,22 @@ def time_format(
         else:
             calls[name] = partial(case.run, converted_experts(peer), converted)
     runs = calls if eager else {name: common.as_graph(call) for name, call in calls.items()}
+    runs |= {"dense": case.dense, "read": source.sum}
     seconds = common.times(clock_of(options), runs, options.repeats)
+    taken = seconds["ours"] / number
+    stored = bench_quantised.storage([w for w in layers[0] if w is not None])
+    touched = case.bytes_of_a_call / case.expert_bytes  # experts
     return {
         "mode": common.DEFAULT_MODE if eager else "graph",
         "what": variant.name,
         "format": variant.format,
         **variant.options,
-        "time_us": round(seconds["ours"] / number * 1e6, 1),
-        "tflops": round(case.flops_of_a_call * number / seconds["ours"] / 1e12, 4),
+        "time_us": round(taken * 1e6, 1),
+        "tflops": round(case.flops_of_a_call / taken / 1e12, 4),
+        **floor_of(touched * stored["bytes"] / case.sizes.num_experts, source, seconds, taken),
         f"ratio_to_{dtype}": common.ratio(seconds, "float"),
         **{f"ratio_to_{name}": common.ratio(seconds, name) for name in peer_errors},
-        **bench_quantised.storage([w for w in layers[0] if w is not None]),
+        **stored,
         "max_rel_error": error,
         "peer_errors": peer_errors,
     }

@@ -40,24 +40,13 @@ static py::tuple work_tile(const Ints &schedule, const Ints &offs, int32_t num_n
 
 static std::vector<py::tuple> any_work_tiles(const Ints &schedule, const Ints &offs, int32_t R,
                                              int32_t num_n_tiles, int32_t group, bool interleave,
-                                             int32_t split_last_wave) {
+                                             int32_t split_last_wave, bool tall) {
     int32_t E = static_cast<int32_t>(offs.size());
     FusedMoeTileOrder order = {FUSED_MOE_TILE_ROWS, num_n_tiles, group, interleave, split_last_wave, 1};
     std::vector<py::tuple> tiles(fused_moe_num_work_tiles(schedule.data(), E, R, &order));
-    for (uint32_t i = 0; i < tiles.size(); i++)
-        tiles[i] = as_tuple(fused_moe_work_tile(schedule.data(), offs.data(), E, R, &order, i));
-    return tiles;
-}
-
-/* Each work tile of 128 rows as a GEMM that has tall tiles computes it. */
-static std::vector<py::tuple> tall_tiles(const Ints &schedule, const Ints &offs, int32_t R,
-                                         int32_t num_n_tiles, int32_t group, bool interleave) {
-    int32_t E = static_cast<int32_t>(offs.size());
-    FusedMoeTileOrder order = {FUSED_MOE_TILE_ROWS, num_n_tiles, group, interleave, 0, 1};
-    std::vector<py::tuple> tiles(fused_moe_num_work_tiles(schedule.data(), E, R, &order));
     for (uint32_t i = 0; i < tiles.size(); i++) {
         FusedMoeWorkTile tile = fused_moe_work_tile(schedule.data(), offs.data(), E, R, &order, i);
-        tiles[i] = as_tuple(fused_moe_tall_tile(tile, offs.data(), R, &order));
+        tiles[i] = as_tuple(tall ? fused_moe_tall_tile(tile, offs.data(), R, &order) : tile);
     }
     return tiles;
 }
@@ -129,9 +118,9 @@ PYBIND11_MODULE(_host, m) {
           "split_last_wave"_a, "index"_a,
           "(expert, first_row, num_rows, n_tile, n_half, skinny) of work tile `index`.");
     m.def("any_work_tiles", any_work_tiles, "schedule"_a, "offs"_a, "R"_a, "num_n_tiles"_a, "group"_a,
-          "interleave"_a, "split_last_wave"_a, "All work tiles, of 128 rows, whatever the words are.");
-    m.def("tall_tiles", tall_tiles, "schedule"_a, "offs"_a, "R"_a, "num_n_tiles"_a, "group"_a, "interleave"_a,
-          "All work tiles of 128 rows, pairs of them as tall ones, whatever the words are.");
+          "interleave"_a, "split_last_wave"_a, "tall"_a = false,
+          "All work tiles of 128 rows, whatever the words are; tall: as a GEMM that has tall tiles computes "
+          "them.");
     m.def("any_wgrad_tiles", any_wgrad_tiles, "schedule"_a, "offs"_a, "R"_a, "weight_tiles"_a, "slice_rows"_a,
           "slices_per_tile"_a,
           "All (expert, first_row, num_rows, weight_tile, slice, num_slices), whatever the words are.");

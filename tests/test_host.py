@@ -310,8 +310,9 @@ def test_tall_tiles_cover_what_their_pair_did(group, request):
         counts = random_counts(draw) + [draw.choice([0, 128, 192, 193, 256, 300, 449, 1000])]
         offs, num_n_tiles = offs_of(counts), draw.randint(1, 4)
         words = ops.tile_schedule(offs, 128, MIN_SLICE).tolist(), offs.tolist(), sum(counts), num_n_tiles
+        tiles = _host.any_work_tiles(*words, group, True, 0, tall=True)
         cover = Counter()
-        for expert, first_row, num_rows, n_tile, n_half, skinny in _host.tall_tiles(*words, group, True):
+        for expert, first_row, num_rows, n_tile, n_half, skinny in tiles:
             first = int(offs[expert]) - counts[expert]
             done = first_row - first
             pair = min(counts[expert] - done // 256 * 256, 256)
@@ -488,9 +489,8 @@ def test_work_tiles_of_any_words_are_within_the_tensors(
 @given(plan=wrong_plans(max_rows=900), num_n_tiles=st.integers(1, 3), group=st.integers(1, 20))
 def test_tall_tiles_of_any_words_are_within_the_tensors(plan, num_n_tiles, group):
     words, offs, R = plan
-    for expert, first_row, num_rows, n_tile, n_half, _ in _host.tall_tiles(
-        words, offs, R, num_n_tiles, group, True
-    ):
+    tiles = _host.any_work_tiles(words, offs, R, num_n_tiles, group, True, 0, tall=True)
+    for expert, first_row, num_rows, n_tile, n_half, _ in tiles:
         assert 0 <= expert < len(offs)
         assert 0 <= first_row <= first_row + num_rows <= R
         assert 0 <= num_rows <= (2 if n_half else 1) * TILE_ROWS

@@ -891,6 +891,7 @@ def test_formats_beside_the_float_weights(load, run, tmp_path):
         assert set(r) >= FIELDS and r["time_us"] > 0
         if r.get("format"):
             assert r["bench"] == "decode_quantised" and r["ratio_to_bf16"] > 0
+            assert r["floor_ratio"] == pytest.approx(r["floor_us"] / r["time_us"], rel=0.1, abs=1e-3)
             assert 0 < r["max_rel_error"] < 1e-2  # against the values that the weight stands for
             assert r["bytes"] == r["bits_per_weight"] / 8 * 3 * 8 * 64 * 32 or r["format"] == "fp8_block"
     assert (records[2]["group_size"], records[2]["symmetric"]) == (32, True)

@@ -38,7 +38,7 @@ typedef struct {
     int32_t groups;    /* in a stage, or by column in a box: 1, 2 or 4              */
     int32_t shift;     /* 2^shift stages, or boxes, share a group; 31: all          */
     bool has_zeros;    /* int8, as many as scales                                   */
-    int32_t box_bytes; /* codes, scales and zero points                              */
+    int32_t box_bytes; /* codes, scales and zero points                             */
 } Scales;
 
 /* What pairs of codes are shifted and scaled by: those of a row and a group; or, by columns, two columns'. */

@@ -11,9 +11,9 @@
  *
  * Unpacking is what has to be hidden: by the memory's time where rows are few, by MMAs where they are many. So few rows
  * have many warps, each with one subtile, of which some unpack while the MMAs of others run. Of many rows a consumer has two
- * subtiles, so that a stage's rows are read for twice as many columns, and unpacks one while the MMAs of the other run. A tall
- * tile has twice the rows and half the columns (fused_moe_tall_tile): values are made once for 256 rows instead of 128.
- * ptxas has registers for that where a stage is one k-tile. What a warp issues counts: docs/lab/quantised.md. */
+ * subtiles, so that a stage's rows are read for twice as many columns, and unpacks one while the MMAs of the other run.
+ * ptxas has registers for that where a stage is one k-tile. A tall tile has twice the rows and half the columns
+ * (fused_moe_tall_tile): values are made once for 256 rows instead of 128. What a warp issues counts: docs/lab/quantised.md. */
 #pragma once
 
 #include "codes.cuh"
