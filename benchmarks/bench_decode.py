@@ -5,7 +5,7 @@
     python benchmarks/bench_decode.py --shape qwen3-30b --tokens 1 --eager --routing zipf:1.2
     python benchmarks/bench_decode.py --shape mixtral-8x7b --shape deepseek-v3 --tokens 512 --roofline out.png
     python benchmarks/bench_decode.py --shape qwen3-30b --tokens 1,8,64 --format fp8_block,int4,mxfp4
-    python benchmarks/bench_decode.py --shape qwen3-30b --tokens 1,8,64 --format int4 --peers marlin
+    python benchmarks/bench_decode.py --shape qwen3-30b --tokens 1,8,64 --format int4 --peers marlin,humming
 
 Calls alternate between the weights of several layers, each with routing of its own, so that a call reads its
 weights from memory, as a decode step of a deep model does. On a GPU all calls are one CUDA graph; with
@@ -24,8 +24,9 @@ bytes are those of a layer's weights, and floor_us is of the format's. int4 has 
 a width is no multiple of 128.
 Peers of quantised weights, in turns with ours and with the same values: marlin, of vLLM, for int4, mxfp4 and
 fp8_block (whose scales it rounds to 16 bits); vllm, its Triton kernel, for fp8_block, whose activations are
-of 8 bits, too. Their ratio_to_PEER and peer_errors are in the format's record; a peer whose error is too
-large is not timed.
+of 8 bits, too; humming, the GEMMs that humming-kernels compiles (0.1.19), for int4, int8, mxfp4 and fp8_block
+(its scales again of 16 bits), and humming-grouped, on copied rows. Their ratio_to_PEER and peer_errors are in
+the format's record; a peer whose error is too large is not timed.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ TOKENS = "1,2,4,8,16,32,64,128,256,512,1024,2048,4096"
 SHAPES = ("qwen3-30b", "mixtral-8x7b", *common.FEW_TOKENS)  # by default, on a GPU
 # What a shape has unless a flag says otherwise. Composable Kernel's default: no up projection, 128 tokens
 USUAL = {"ck-default": {"tokens": [128], "activation": "gelu", "gate_only": True}}
-PEERS = ("torch", "loop", "vllm", "vllm-invariant", "marlin")
+PEERS = ("torch", "loop", "vllm", "vllm-invariant", "marlin", "humming", "humming-grouped")
 CALLS = 8  # at least, on a GPU; 2 on the CPU
 REUSE = 1024 * MIB  # read before the same weight is read again
 MEMORY = 48 * 1024 * MIB  # of all layers' weights, of which there are at least two
@@ -318,7 +319,7 @@ def find_quantised_peers(setup: Setup, asked: str | None, format: str) -> dict:
             peer = peers.QUANTISED_PEERS[name](format, setup.activation, gated=setup.gated)
             if setup.device != "cuda":
                 raise peers.Unavailable(f"{name}: expected a GPU")
-            found[name] = peer
+            found[name.replace("-", "_")] = peer
         except peers.Unavailable as reason:
             print(f"{name} is left out of {format}: {reason}", flush=True)
     return found

@@ -47,6 +47,8 @@ PEERS = {
     "vllm": "vLLM",
     "vllm_invariant": "vLLM's batch-invariant tile",
     "marlin": "vLLM's Marlin",
+    "humming": "Humming",
+    "humming_grouped": "Humming's grouped GEMM",
 }
 
 KEY = ("bench", "shape", "routing", "tier", "schedule", "mode", "dtype", "layer", "what", "tokens")

@@ -8,7 +8,10 @@ reason.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
+from dataclasses import replace
+from functools import cache, partial
 from importlib.metadata import version
 from typing import NamedTuple
 
@@ -16,7 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fused_moe import FusedMoE, reference
+from fused_moe import FusedMoE, Plan, permute, reference, route_plan, unpermute
+from fused_moe.quantized.formats import parts
 
 # SonicMoE's GEMMs: rows and columns of a tile, and whether two consumers take turns (ping-pong) or share a
 # tile (cooperative). QuACK times the tiles that a kernel admits and keeps the fastest for each operand shape;
@@ -42,6 +46,21 @@ BLOCK = 128  # of fp8_block's scales, in both dimensions
 # Marlin's name of a format's codes, and their bits
 MARLIN_FORMATS = {"int4": ("uint4b8", 4), "mxfp4": ("float4_e2m1f", 4), "fp8_block": ("float8_e4m3fn", 8)}
 MARLIN_BLOCKS = 4  # for which its workspace has locks, on each SM
+# Humming's name of a format's codes, and what D and F have to be multiples of
+HUMMING_FORMATS = {
+    "int4": ("uint4", 32),
+    "int8": ("uint8", 32),
+    "mxfp4": ("float4e2m1", 32),
+    "fp8_block": ("float8e4m3", BLOCK),
+}
+HUMMING_PADS = {"pad_n_to_multiple": 256, "pad_k_to_multiple": 128}  # as vLLM has it pad a layer's weights
+HUMMING_LOCKS = 2048  # as many as Humming's own layer has
+# In CUDA: its kernel of activations compiles what it is given
+HUMMING_ACTIVATIONS = {
+    "silu": "a / (1.f + __expf(-a))",
+    "gelu": "0.5f * a * (1.f + erff(0.70710678f * a))",
+    "gelu_tanh": "0.5f * a * (1.f + tanhf(0.79788456f * (a + 0.044715f * a * a * a)))",
+}
 # Of e4m3 activations: a value's rounding error is 2.6% of it, root mean square, and the output has that of x
 # through gate and up, and that of the hidden values. A wrong scale is off by more.
 FP8_ACTIVATIONS_BOUND = 0.08
@@ -120,6 +139,13 @@ def stacked(w1, w3, part: Callable[..., Tensor]) -> Tensor:
     return part(w1) if w3 is None else torch.cat([part(w1), part(w3)], dim=1)
 
 
+def column_scales(w) -> Tensor:
+    """(E, out, groups), as 16-bit floats; those of mxfp4 are powers of two."""
+    if w.format == "fp8_block":
+        return w.scale.repeat_interleave(BLOCK, 1)[:, : w.size(1)].to(w.dtype)
+    return w.scale.view(torch.float8_e8m0fnu).to(w.dtype) if w.format == "mxfp4" else w.scale.to(w.dtype)
+
+
 def vllm_marlin(format: str, activation: str = "silu", *, gated: bool = True) -> QuantisedPeer:
     """vLLM's Marlin, weight-only as ours: moe_align_block_size, moe_wna16_marlin_gemm, the activation,
     moe_wna16_marlin_gemm, moe_sum. vLLM's wrapper chooses the block size.
@@ -156,12 +182,6 @@ def vllm_marlin(format: str, activation: str = "silu", *, gated: bool = True) ->
 
     def codes(w) -> Tensor:
         return w.data.view(torch.uint8)
-
-    def column_scales(w) -> Tensor:
-        """(E, out, groups), as 16-bit floats; those of mxfp4 are powers of two."""
-        if format == "fp8_block":
-            return w.scale.repeat_interleave(BLOCK, 1)[:, : w.size(1)].to(w.dtype)
-        return w.scale.view(torch.float8_e8m0fnu).to(w.dtype) if format == "mxfp4" else w.scale.to(w.dtype)
 
     def repacked(codes: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
         columns, rows = codes.size(2) * 8 // bits, codes.size(1)
@@ -225,7 +245,140 @@ def vllm_fp8_block(format: str, activation: str = "silu", *, gated: bool = True)
     return QuantisedPeer(convert, experts, FP8_ACTIVATIONS_BOUND)
 
 
-QUANTISED_PEERS = {"marlin": vllm_marlin, "vllm": vllm_fp8_block}
+class HummingWeight(NamedTuple):
+    config: object  # humming.config.LayerConfig
+    tensors: dict[str, Tensor]
+    locks: Tensor  # of Stream-K
+
+
+@cache
+def plan_in_order(shape: tuple[int, int], device: torch.device) -> Plan:
+    """The plan by which row t * K + k is that of slot k of token t, as if all had chosen one expert."""
+    return route_plan(torch.zeros(shape, dtype=torch.int32, device=device), 1)
+
+
+def humming(
+    format: str, activation: str = "silu", *, gated: bool = True, grouped: bool = False
+) -> QuantisedPeer:
+    """humming-kernels 0.1.19 (github.com/vllm-project/humming), weight-only as ours, as vLLM runs it: its
+    indexed GEMM on slots in blocks of one expert, the activation, its indexed GEMM, the weighted sum. With
+    `grouped`, vLLM's other choice: its grouped GEMMs, on copied rows.
+
+    The GEMMs and the activation are Humming's, with the tiles that its heuristics choose for the number of
+    slots. The rest is vLLM's, and vLLM need not be installed, so what is timed in its place is moe_align.py,
+    one launch as vLLM's for few slots, and our unpermute for the sum; with `grouped` our permute, too. Where
+    the two GEMMs' tiles differ in rows, that launch makes the blocks of both.
+
+    Scales of fp8_block are rounded to 16 bits, as Humming's loader of such weights does; others have the same
+    values as ours. Kernels are compiled in the first call of a shape and a number of tokens.
+    """
+    if format not in HUMMING_FORMATS:
+        raise Unavailable(f"humming: expected {', '.join(HUMMING_FORMATS)}, found {format}")
+    if activation not in HUMMING_ACTIVATIONS:
+        raise Unavailable(f"humming: expected {', '.join(HUMMING_ACTIVATIONS)}, found {activation}")
+    try:
+        from humming.forward import humming_forward, may_process_input
+        from humming.schema import HummingWeightSchema
+        from humming.transform import prepare_and_transform_humming_tensors
+        from humming.tune import get_heuristics_config
+        from moe_align import align
+    except (ImportError, OSError) as error:
+        raise Unavailable(f"humming is not installed ({error})") from None
+    kind = "grouped_contiguous" if grouped else "indexed"
+    code_type, multiple = HUMMING_FORMATS[format]
+    function = HUMMING_ACTIVATIONS[activation]
+
+    def codes(w) -> Tensor:
+        """As bytes; signed ones plus 128."""
+        data = w.data.view(torch.uint8)
+        return data ^ 128 if format == "int8" else data
+
+    def scales(w) -> Tensor:
+        """(E, out, groups)"""
+        return w.scale if format == "mxfp4" else column_scales(w).expand(-1, w.size(1), -1)
+
+    def arranged(codes: Tensor, scales: Tensor, shape: tuple[int, int, int], dtype) -> HummingWeight:
+        E, rows, columns = shape
+        schema = HummingWeightSchema(
+            b_dtype=code_type,
+            bs_dtype="float8e8m0" if format == "mxfp4" else None,
+            weight_scale_group_size=0 if format == "int8" else columns // scales.size(2),
+        )
+        scales = scales.view(torch.float8_e8m0fnu) if format == "mxfp4" else scales
+        done = []
+        for part in parts(shape):  # Humming unpacks integers to 32 bits in between
+            tensors = {"weight": codes[part].view(torch.int32), "weight_scale": scales[part]}
+            of_part, tensors = schema.convert_symmetric_integer_weight(tensors)
+            config, tensors = prepare_and_transform_humming_tensors(
+                tensors, rows, columns, of_part, num_experts=part.stop - part.start, torch_dtype=dtype,
+                device=codes.device, **HUMMING_PADS,
+            )  # fmt: skip
+            done.append(tensors)
+        tensors = {
+            name: torch.cat([tensors[name].view(torch.uint8) for tensors in done]).view(done[0][name].dtype)
+            for name in done[0]
+        }
+        locks = torch.zeros(HUMMING_LOCKS, dtype=torch.int32, device=codes.device)
+        return HummingWeight(replace(config, num_experts=E), tensors, locks)
+
+    def convert(w1, w2, w3) -> tuple[HummingWeight, HummingWeight]:
+        if w1.zero is not None:
+            raise Unavailable("humming: expected weights without zero points")
+        E, hidden, dim = w1.size()
+        if hidden % multiple or dim % multiple:
+            widths = f"multiples of {multiple}, found D = {dim}, F = {hidden}"
+            raise Unavailable(f"humming: expected widths that are {widths}")
+        up = E, hidden * (1 if w3 is None else 2), dim
+        return (
+            arranged(stacked(w1, w3, codes), stacked(w1, w3, scales), up, w1.dtype),
+            arranged(codes(w2), scales(w2), w2.size(), w2.dtype),
+        )
+
+    @cache
+    def tile(config, num_rows: int) -> tuple[int, str]:
+        """How many rows it has, and all of it in JSON."""
+        found = get_heuristics_config(config, num_rows, gemm_type=kind)
+        return found["block_shape"][0], json.dumps(found)
+
+    def gemm(x: Tensor, w: HummingWeight, num_rows: int, **rows) -> Tensor:
+        return humming_forward(
+            w.config, x, **w.tensors, locks=w.locks, valid_shape_m=num_rows,
+            compute_config=json.dumps({"gemm_type": kind}), tuning_config=tile(w.config, num_rows)[1], **rows,
+        )  # fmt: skip
+
+    def activate(h: Tensor, w: HummingWeight) -> Tensor:
+        arguments, body = ("binary_split", f"{function} * b") if gated else ("unary", function)
+        return may_process_input(w.config, h, activation_type=arguments, activation_impl=body)[0]
+
+    def on_blocks(x: Tensor, weights: tuple, scores: Tensor, ids: Tensor) -> Tensor:
+        up, down = weights
+        num_rows, top_k = ids.numel(), ids.size(1)
+
+        def rows(blocks) -> dict[str, Tensor]:
+            return dict(zip(("sorted_ids", "expert_ids", "num_tokens_padded"), blocks, strict=True))
+
+        sizes = tuple(tile(w.config, num_rows)[0] for w in weights)
+        of_up, of_down = align(ids, up.config.num_experts, sizes)
+        h = gemm(x, up, num_rows, top_k=top_k, **rows(of_up))
+        slots = gemm(activate(h, down), down, num_rows, **rows(of_down))
+        return unpermute(slots, plan_in_order(ids.shape, ids.device), scores)
+
+    def on_groups(x: Tensor, weights: tuple, scores: Tensor, ids: Tensor) -> Tensor:
+        up, down = weights
+        rows, plan = permute(x, ids, up.config.num_experts)
+        h = gemm(rows, up, ids.numel(), expert_layout=plan.offsets)
+        y = gemm(activate(h, down), down, ids.numel(), expert_layout=plan.offsets)
+        return unpermute(y, plan, scores)
+
+    return QuantisedPeer(convert, on_groups if grouped else on_blocks)
+
+
+QUANTISED_PEERS = {
+    "marlin": vllm_marlin,
+    "vllm": vllm_fp8_block,
+    "humming": humming,
+    "humming-grouped": partial(humming, grouped=True),
+}
 
 
 class TorchMoE(nn.Module):

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -22,6 +23,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import fused_moe
+from fused_moe.quantized import formats
 
 ROOT = Path(__file__).resolve().parents[2]
 BENCHMARKS = ROOT / "benchmarks"
@@ -796,7 +798,7 @@ def test_few_tokens(load, run, tmp_path, capsys):
     "flag, found",
     (
         ("--tokens=0,1", "found 0,1"),
-        ("--peers=sglang", "vllm, vllm-invariant, marlin, found sglang"),
+        ("--peers=sglang", "vllm-invariant, marlin, humming, humming-grouped, found sglang"),
         ("--tp=3", "expected a divisor of F = 32, found 3"),
         ("--top-k=9", "K <= E"),
         ("--stride=63", "at least D = 64, found 63"),
@@ -932,17 +934,164 @@ def test_peers_of_a_format(load, run, monkeypatch, capsys, tmp_path):
 
 
 def test_peers_of_a_format_that_cannot_run(load, run, monkeypatch, capsys):
-    for name in [name for name in sys.modules if name.split(".")[0] == "vllm"]:
+    for name in [name for name in sys.modules if name.split(".")[0] in ("vllm", "humming")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "vllm", None)
-    flags = ("--tokens", "2", "--dtype", "bf16", "--format", "int8,fp8_block", "--peers", "marlin,vllm")
-    _, int8, fp8 = run("bench_decode", "--shape", SMALL, *flags)
-    assert int8["peer_errors"] == fp8["peer_errors"] == {} and "ratio_to_marlin" not in fp8
+    monkeypatch.setitem(sys.modules, "humming", None)
+    names = "marlin,vllm,humming,humming-grouped"
+    flags = ("--tokens", "2", "--dtype", "bf16", "--format", "fp8,int8,fp8_block", "--peers", names)
+    _, *records = run("bench_decode", "--shape", SMALL, *flags)
+    assert [r["peer_errors"] for r in records] == [{}] * 3 and "ratio_to_marlin" not in records[-1]
     printed = capsys.readouterr().out
     assert "marlin is left out of int8: marlin: expected int4, mxfp4, fp8_block, found int8" in printed
     assert "vllm is left out of int8: vllm: expected fp8_block, found int8" in printed
-    for name in ("marlin", "vllm"):
-        assert f"{name} is left out of fp8_block: vllm is not installed" in printed
+    assert "humming is left out of fp8: humming: expected int4, int8, mxfp4, fp8_block, found fp8" in printed
+    for name in names.split(","):
+        library = name.split("-")[0].replace("marlin", "vllm")
+        assert f"{name} is left out of fp8_block: {library} is not installed" in printed
+
+
+@dataclass(frozen=True)
+class HummingConfig:
+    """Of a weight (num_experts, rows, columns)."""
+
+    num_experts: int
+    rows: int
+    columns: int
+
+
+@dataclass
+class HummingSchema:
+    b_dtype: str
+    bs_dtype: str | None
+    weight_scale_group_size: int
+
+    def convert_symmetric_integer_weight(self, tensors):
+        return self, tensors
+
+
+def humming_values(tensors, rows, columns, schema, *, num_experts, torch_dtype, device, **pads):
+    """The values that Humming's words and scales stand for, in place of its layout."""
+    data, scale = tensors["weight"].view(torch.uint8), tensors["weight_scale"].float()
+    codes = data if "8" in schema.b_dtype else formats.nibbles(data)
+    values = {
+        "uint4": lambda: codes.float() - 8,
+        "uint8": lambda: codes.float() - 128,
+        "float4e2m1": lambda: formats._from_e2m1(codes),
+        "float8e4m3": lambda: codes.view(torch.float8_e4m3fn).float(),
+    }[schema.b_dtype]()
+    assert values.shape == (num_experts, rows, columns)
+    assert scale.size(2) == columns // (schema.weight_scale_group_size or columns)
+    weight = values * scale.repeat_interleave(columns // scale.size(2), 2)
+    return HummingConfig(num_experts, rows, columns), {"weight": weight, "weight_scale": scale}
+
+
+def humming_rows(config, num_rows, gemm_type):
+    return {"block_shape": (8 if config.rows > config.columns else 12, 64, 64)}
+
+
+def humming_gemm(
+    config, x, weight, weight_scale, locks, valid_shape_m, compute_config, tuning_config,
+    sorted_ids=None, expert_ids=None, num_tokens_padded=None, expert_layout=None, top_k=1,
+):  # fmt: skip
+    kind, size = json.loads(compute_config)["gemm_type"], json.loads(tuning_config)["block_shape"][0]
+    assert size == humming_rows(config, valid_shape_m, kind)["block_shape"][0]
+    assert weight.shape == (config.num_experts, config.rows, config.columns)
+    if kind == "grouped_contiguous":
+        ends = expert_layout.tolist()
+        return torch.cat([x[i:j] @ w.mT for i, j, w in zip(ends, ends[1:], weight, strict=False)])
+    out = x.new_empty(valid_shape_m, config.rows)
+    for block in range(int(num_tokens_padded) // size):
+        slots = sorted_ids[block * size : (block + 1) * size].long()
+        slots = slots[slots < valid_shape_m]
+        out[slots] = x[slots // top_k] @ weight[expert_ids[block]].mT
+    return out
+
+
+def humming_activation(config, h, *, activation_type, activation_impl):
+    gate, up = h.chunk(2, dim=1) if activation_type == "binary_split" else (h, 1)
+    assert activation_impl == "a / (1.f + __expf(-a))" + " * b" * (activation_type == "binary_split")
+    return torch.nn.functional.silu(gate) * up, None, None
+
+
+def aligned(ids, num_experts, sizes):
+    """What moe_align.align returns."""
+
+    def blocks(size):
+        slots = [(ids.flatten() == e).nonzero().flatten().tolist() for e in range(num_experts)]
+        padded = [group + [ids.numel()] * (-len(group) % size) for group in slots]
+        experts = [e for e, group in enumerate(padded) for _ in group[::size]]
+        return torch.tensor(sum(padded, [])), torch.tensor(experts), torch.tensor([size * len(experts)])
+
+    return tuple(map(blocks, sizes))
+
+
+@pytest.mark.parametrize("gated", (True, False))
+@pytest.mark.parametrize("name", ("humming", "humming-grouped"))
+@pytest.mark.parametrize("format", ("int4", "int8", "mxfp4", "fp8_block"))
+def test_what_humming_is_given(load, monkeypatch, name, format, gated):
+    """Its functions, here a loop over the blocks or the experts, get the values, the slots and the tile."""
+    stand_in = {
+        "humming": {},
+        "humming.forward": {"humming_forward": humming_gemm, "may_process_input": humming_activation},
+        "humming.schema": {"HummingWeightSchema": HummingSchema},
+        "humming.transform": {"prepare_and_transform_humming_tensors": humming_values},
+        "humming.tune": {"get_heuristics_config": humming_rows},
+        "moe_align": {"align": aligned},
+    }
+    for module_name, contents in stand_in.items():
+        module = ModuleType(module_name)
+        module.__dict__.update(contents)
+        monkeypatch.setitem(sys.modules, module_name, module)
+    bench, common, peers = load("bench_decode"), load("common"), load("peers")
+    monkeypatch.setattr(peers, "parts", lambda shape: [slice(0, 3), slice(3, shape[0])])
+    case = bench.Case(common.layer_sizes("9,5,2,128,256"), bench.Setup(dtype="fp32", gated=gated))
+    layers = [case.weights[0].map(lambda w: fused_moe.quantize(w, format))]
+    peer = peers.QUANTISED_PEERS[name](format, gated=gated)
+    _, error = bench.convert_for(peer, case, layers, "stand-in")
+    assert error < 1e-5
+    narrow = fused_moe.quantize(torch.zeros(2, 96, 80), "int8")
+    with pytest.raises(
+        peers.Unavailable, match="expected widths that are multiples of .*, found D = 80, F = 96"
+    ):
+        peer.convert(narrow, narrow, None)
+    with pytest.raises(peers.Unavailable, match="expected silu, gelu, gelu_tanh, found relu"):
+        peers.humming(format, "relu")
+
+
+ALIGN = """
+import json, sys, torch
+from moe_align import align
+cases = json.load(sys.stdin)
+found = [align(torch.tensor(ids, dtype=torch.int32), E, sizes) for ids, E, sizes in cases]
+print(json.dumps([[[t.tolist() for t in blocks] for blocks in both] for both in found]))
+"""
+
+
+def test_blocks_of_one_expert(cpu):
+    """All slots are there once, in blocks of their experts; what pads a block is past the last slot."""
+    pytest.importorskip("triton")
+    shapes = ((1, 8, 2), (70, 16, 3), (3, 1, 1), (600, 4, 2))
+    cases = [
+        (torch.rand(T, E).topk(K).indices.tolist(), E, sizes)
+        for (T, E, K), sizes in product(shapes, ((8, 8), (8, 12)))
+    ]
+    env = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join([str(BENCHMARKS), *sys.path])}
+    command = [sys.executable, "-c", ALIGN]
+    run = subprocess.run(command, env=env, input=json.dumps(cases), capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    for (ids, E, sizes), both in zip(cases, json.loads(run.stdout), strict=True):
+        ids = torch.tensor(ids)
+        expected_of = zip(both, aligned(ids, E, sizes), sizes, strict=True)
+        for (rows, experts, num_rows), expected, size in expected_of:
+            blocks = expected[0].view(-1, size).tolist()
+            assert num_rows == expected[2].tolist()
+            assert experts[: len(blocks)] == expected[1].tolist()
+            found = [rows[i * size : (i + 1) * size] for i in range(len(blocks))]
+            assert sorted(sum(found, [])) == sorted(sum(blocks, []))
+            slot_experts = [*ids.flatten().tolist(), None]
+            for e, block in zip(experts, found, strict=False):
+                assert {slot_experts[slot] for slot in block} <= {e, None}
 
 
 def test_formats_without_an_up_projection(run):
