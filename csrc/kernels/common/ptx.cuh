@@ -24,6 +24,11 @@ __device__ inline uint32_t opaque(uint32_t x) {
     return __shfl_sync(~0u, x, threadIdx.x % 32);
 }
 
+/* The same of a constant: that no SM has such a number is more than compilers know. */
+__device__ inline uint32_t opaque_constant(uint32_t x) {
+    return opaque(x + (smid() >> 31));
+}
+
 /* (a & b) | c. Of two constants ptxas makes two instructions where it may choose. */
 __device__ inline uint32_t lop3_and_or(uint32_t a, uint32_t b, uint32_t c) {
     uint32_t d;

@@ -76,6 +76,9 @@ struct Decoder {
     static constexpr int SCALE_BYTES = SUBTILE * GROUPS * (CODE == Code::E2M1 ? 1 : NARROW ? 2 : 4);
     static constexpr int ZERO_BYTES = HAS_ZEROS ? SUBTILE * (GROUPED ? 4 : 2) : 0; /* TMA writes on 128 */
     using PairFactor = Factor<NARROW, BY_COLUMN>;
+    uint32_t fp16_1024; /* INT8: the high byte of that, four times */
+
+    __device__ static Decoder make() { return {CODE == Code::INT8 ? opaque_constant(0x64646464) : 0}; }
 
     /* Of a row's scale and zero point in shared memory. */
     __device__ static PairFactor factor(uint32_t scale, uint32_t zero, const Scales &s) {
@@ -163,11 +166,11 @@ struct Decoder {
         if constexpr (CODE == Code::E4M3) {
             float2 v = __half22float2(pair_of<__half>(cvt_f16x2_e4m3x2((uint16_t)(word >> 16 * u))));
             return scaled_pair<T>(v.x, v.y, f.scale);
-        } else { /* 2^23 + 128 + code, less that */
-            word ^= 0x80808080;
-            float low = __uint_as_float(__byte_perm(word, 0x4b000000, 0x7440 + 2 * u));
-            float high = __uint_as_float(__byte_perm(word, 0x4b000000, 0x7441 + 2 * u));
-            return scaled_pair<T>(low - 8388736.f, high - 8388736.f, f.scale);
+        } else { /* in fp16 2^10 + 128 + code, less that */
+            uint32_t integers = __byte_perm(word ^ 0x80808080, fp16_1024, u ? 0x4342 : 0x4140);
+            __half2 exact = __hsub2(pair_of<__half>(integers), pair_of<__half>(0x64806480));
+            float2 v = __half22float2(exact);
+            return scaled_pair<T>(v.x, v.y, f.scale);
         }
     }
 

@@ -23,9 +23,8 @@
 namespace fused_moe {
 namespace sm90 {
 
-/* Rows that an expert has, on average: up to 2, up to 64, more, and so many that tall tiles pay, which is where TMA loads the
- * rows: cp.async is too slow for twice as many. FEW has two CTAs on an SM, with smaller tiles, and no wgmma: less code, which
- * is read from memory, too. */
+/* Rows that an expert has, on average: up to 2, up to 64, more, and so many that tall tiles pay. FEW has two CTAs on an SM,
+ * with smaller tiles, and no wgmma: less code, which is read from memory, too. */
 enum class Rows { FEW, SOME, MANY, TALL };
 
 template <class Decoder_, bool GATHER, Rows ROWS>
@@ -33,7 +32,6 @@ struct CodesConfig : GemmConfig<typename Decoder_::T, Major::K, GATHER> {
     using Decoder = Decoder_;
     static constexpr bool FEW_ROWS = ROWS == Rows::FEW, HAS_TALL = ROWS == Rows::TALL;
     static constexpr bool MANY_ROWS = ROWS == Rows::MANY || HAS_TALL;
-    static_assert(!HAS_TALL || !GATHER);
     static constexpr int CTAS_PER_SM = FEW_ROWS ? 2 : 1;
     static constexpr int CONSUMERS = ROWS == Rows::SOME ? 4 : 2;
     static constexpr int SUBTILES = MANY_ROWS ? 2 : 1; /* of a consumer, but of a tall tile */
@@ -60,8 +58,8 @@ struct CodesConfig : GemmConfig<typename Decoder_::T, Major::K, GATHER> {
     static constexpr int MEMORY = (FEW_ROWS ? 108 : HAS_TALL ? 222 : 220) * 1024;
     static constexpr int STAGES = (MEMORY - CONSUMERS * STAGING_BYTES) / (A_BYTES + B_BYTES);
     static constexpr int THREADS = 128 * (1 + CONSUMERS), CONSUMER_WARPS = 4 * CONSUMERS;
-    static constexpr int PRODUCER_REGISTERS = FEW_ROWS ? 48 : MANY_ROWS ? 72 : 64;
-    static constexpr int CONSUMER_REGISTERS = FEW_ROWS ? 96 : MANY_ROWS ? 216 : 104;
+    static constexpr int PRODUCER_REGISTERS = FEW_ROWS ? 48 : HAS_TALL ? 88 : MANY_ROWS ? 72 : 64;
+    static constexpr int CONSUMER_REGISTERS = FEW_ROWS ? 96 : HAS_TALL ? 208 : MANY_ROWS ? 216 : 104;
     static_assert(PRODUCER_REGISTERS + CONSUMERS * CONSUMER_REGISTERS <=
                       (1 + CONSUMERS) * LAUNCH_REGISTERS<CTAS_PER_SM * THREADS>,
                   "setmaxnreg would wait forever");
@@ -185,54 +183,81 @@ __device__ inline void load_tma_codes(const CodesGemm &p, Shared<Config> &s) {
     }
 }
 
-/* engine.cuh's load_gather, of codes: a thread copies its chunk of each k-tile. */
+/* What a thread that gathers rows copies of each k-tile: its chunk of every twelfth row. */
 template <class Config>
-__device__ inline void load_gather_codes(const CodesGemm &p, Shared<Config> &s) {
-    using T = typename Config::T;
-    constexpr int CHUNK_BYTES = CHUNK * sizeof(T);
-    constexpr int ROW_STEP = 4 * Config::LOAD_WARPS, ROWS = (Config::BM + ROW_STEP - 1) / ROW_STEP;
-    int chunk = threadIdx.x % 8, first = threadIdx.x / 8, k = p.gemm.k, num_stages = p.gemm.num_k_tiles[0];
-    bool loads_b = __shfl_sync(~0u, threadIdx.x / 32, 0) == 0;
-    uint32_t offset[2]; /* rows 12 apart alternate between two swizzles */
-    for (int i = 0; i < 2; i++) offset[i] = swizzled(0, first + ROW_STEP * i, chunk);
-    TileReader<typename Config::Queue> reader(s.queue);
-    typename Config::Pipeline pipe;
-    for (;;) {
-        const char *source[ROWS]; /* moved on in the loop: else ptxas computes them there, from parameters */
-        const int32_t *token = reader.wait_for_tokens();
-#pragma unroll
-        for (int i = 0; i < ROWS; i++) {
-            int row = min(first + ROW_STEP * i, Config::BM - 1);
-            source[i] =
-                (const char *)p.gemm.x + token[row] * (int64_t)k * (int)sizeof(T) + chunk * CHUNK_BYTES;
-        }
-        WorkTile tile = reader.next();
-        if (tile.expert < 0) break;
-        /* Of this thread. Later rows keep what an earlier tile left; what comes of them is dropped. */
-        int rows = (tile.num_rows - first + ROW_STEP - 1) / ROW_STEP;
-        int left = k - chunk * CHUNK; /* columns from this thread's first */
+struct OwnRows {
+    static constexpr int STEP = 4 * Config::LOAD_WARPS, MOST = (Config::BM + STEP - 1) / STEP;
+    const char *source[MOST];
+    uint32_t offset[2]; /* in a k-tile, of the first two: rows 12 apart alternate between two swizzles */
+    int num, left;      /* rows; columns from the thread's first on */
+};
+
+/* A tile's stages, of which AT_ONCE are loaded before pointers move on: each has its own constant in the instruction. HAS_ALL:
+ * the tile has all rows. Without that a predicate is made for each, and the copies wait for one another. */
+template <class Config, int AT_ONCE, bool HAS_ALL>
+__device__ __forceinline__ void gather_tile(const CodesGemm &p, Shared<Config> &s,
+                                            typename Config::Pipeline &pipe, const WorkTile &tile,
+                                            bool loads_b, OwnRows<Config> &own) {
+    using Own = OwnRows<Config>;
+    constexpr int K_TILES = Config::K_TILES;
+    int num_stages = num_stages_of<Config>(p, tile);
 #pragma unroll 1
-        for (int i = 0; i < num_stages; i++, pipe.advance()) {
+    for (int first = 0; first < num_stages; first += AT_ONCE) {
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; i++) {
+            if (first + i == num_stages) break;
             auto &stage = s.stage[pipe.index];
             uint32_t full = shared_address(&s.full[pipe.index]), a = shared_address(stage.a);
             mbarrier_wait(shared_address(&s.empty[pipe.index]), pipe.phase ^ 1);
             if (loads_b && elect_sync()) {
                 mbarrier_arrive_expect_tx(full, boxes_of<Config>(tile) * p.scales.box_bytes);
-                load_codes<Config>(p, shared_address(stage.b), full, i, tile);
+                load_codes<Config>(p, shared_address(stage.b), full, first + i, tile);
             }
+            uint32_t to[2] = {a + own.offset[0], a + own.offset[1]};
 #pragma unroll
-            for (int row = 0; row < ROWS; row++) {
+            for (int row = 0; row < Own::MOST; row++)
 #pragma unroll
-                for (int j = 0; j < Config::K_TILES; j++)
-                    if (row < rows)
-                        cp_async(a + offset[row % 2] + row / 2 * 2 * ROW_STEP * SWIZZLE_BYTES +
+                for (int j = 0; j < K_TILES; j++)
+                    if ((HAS_ALL && (row + 1) * Own::STEP <= Config::BM) || row < own.num)
+                        cp_async(to[row % 2] + row / 2 * 2 * Own::STEP * SWIZZLE_BYTES +
                                      j * Config::K_TILE_BYTES,
-                                 source[row] + j * SWIZZLE_BYTES, SUBTILE * j < left);
-                source[row] += Config::K_TILES * SWIZZLE_BYTES;
-            }
-            left -= Config::COLUMNS;
+                                 own.source[row] + (K_TILES * i + j) * SWIZZLE_BYTES, SUBTILE * j < own.left);
+            own.left -= Config::COLUMNS;
             cp_async_mbarrier_arrive_noinc(full);
+            pipe.advance();
         }
+#pragma unroll
+        for (int row = 0; row < Own::MOST; row++) own.source[row] += AT_ONCE * K_TILES * SWIZZLE_BYTES;
+    }
+}
+
+/* engine.cuh's load_gather, of codes. */
+template <class Config>
+__device__ inline void load_gather_codes(const CodesGemm &p, Shared<Config> &s) {
+    using T = typename Config::T;
+    using Own = OwnRows<Config>;
+    int chunk = threadIdx.x % 8, first = threadIdx.x / 8, k = p.gemm.k;
+    bool loads_b = __shfl_sync(~0u, threadIdx.x / 32, 0) == 0;
+    Own own;
+    for (int i = 0; i < 2; i++) own.offset[i] = swizzled(0, first + Own::STEP * i, chunk);
+    TileReader<typename Config::Queue> reader(s.queue);
+    typename Config::Pipeline pipe;
+    for (;;) {
+        const int32_t *token = reader.wait_for_tokens();
+#pragma unroll
+        for (int i = 0; i < Own::MOST; i++) {
+            int row = min(first + Own::STEP * i, Config::BM - 1);
+            own.source[i] = (const char *)((const T *)p.gemm.x + token[row] * (int64_t)k + CHUNK * chunk);
+        }
+        WorkTile tile = reader.next();
+        if (tile.expert < 0) break;
+        /* Later rows keep what an earlier tile left; what comes of them is dropped. */
+        own.num = (tile.num_rows - first + Own::STEP - 1) / Own::STEP;
+        own.left = k - CHUNK * chunk;
+        if (Config::MANY_ROWS && tile.num_rows == Config::BM)
+            gather_tile<Config, 4, true>(p, s, pipe, tile, loads_b, own);
+        else
+            gather_tile<Config, 1, false>(p, s, pipe, tile, loads_b, own);
     }
 }
 
@@ -338,7 +363,7 @@ __device__ __forceinline__ void run_mainloop_codes(float *d, const CodesGemm &p,
                                                    typename Config::Pipeline &pipe, int wg) {
     constexpr int SUBTILES = Config::SUBTILES;
     constexpr bool BY_WARP = TOKENS <= WARP_TOKENS;
-    const typename Config::Decoder decoder;
+    const auto decoder = Config::Decoder::make();
     CodeOffsets offsets[SUBTILES];
 #pragma unroll
     for (int i = 0; i < SUBTILES; i++) offsets[i] = offsets_of<Config>(p, Config::TILES, SUBTILES * wg + i);
@@ -402,13 +427,14 @@ template <class Config>
 __device__ __forceinline__ void run_mainloop_tall(float *d, const CodesGemm &p, Shared<Config> &s,
                                                   typename Config::Pipeline &pipe, int wg) {
     constexpr int TOKENS = Config::BM;
-    const typename Config::Decoder decoder;
+    const auto decoder = Config::Decoder::make();
     CodeOffsets offsets = offsets_of<Config>(p, Config::TILES / 2, wg);
     uint32_t even[Config::COLUMNS / 4], odd[Config::COLUMNS / 4];
     int previous = 0;
     auto run_stage = [&](auto first, auto &a) {
         auto &stage = s.stage[pipe.index];
         mbarrier_wait(shared_address(&s.full[pipe.index]), pipe.phase);
+        if (Config::GATHER) fence_proxy_async();
         StageCodes<typename Config::Decoder, 1> codes;
         codes.load(shared_address(stage.b), offsets);
         codes.factors.load(shared_address(stage.b), offsets, 0, p.scales);
@@ -477,11 +503,17 @@ __device__ __forceinline__ void run_codes_tile(const CodesGemm &p, Shared<Config
     if constexpr (Config::MANY_ROWS) {
         typename Config::Lines lines(staging, WARPGROUP_BARRIER + wg, warp);
         constexpr int PIECE = TOKENS < Config::Lines::ROWS ? TOKENS : Config::Lines::ROWS; /* rows */
+        constexpr int PIECES = TOKENS / PIECE * SUBTILES, WORDS = PIECE / 2;
+        auto first_word = [](int i) { return TOKENS / 2 * (i % SUBTILES) + WORDS * (i / SUBTILES); };
+        /* A loop, in which each piece becomes the first: code takes time, too. */
+#pragma unroll 1
+        for (int i = 0; i < PIECES; i++) {
+            epilogue.template store_lines<PIECE>(d, tile, subtile + i % SUBTILES, i / SUBTILES * PIECE, warp,
+                                                 lines);
 #pragma unroll
-        for (int i = 0; i < TOKENS / PIECE * SUBTILES; i++) {
-            int row = i / SUBTILES * PIECE, mine = i % SUBTILES;
-            epilogue.template store_lines<PIECE>(d + TOKENS / 2 * mine + row / 2, tile, subtile + mine, row,
-                                                 warp, lines);
+            for (int j = 1; j < PIECES; j++)
+#pragma unroll
+                for (int k = 0; k < WORDS; k++) d[first_word(j - 1) + k] = d[first_word(j) + k];
         }
     } else {
         epilogue.template store_swapped<TOKENS>(d, tile, subtile, warp, staging);
@@ -539,21 +571,23 @@ int with_decoder(FusedMoeDtype dtype, const FusedMoeQuantizedWeight &w, Fn fn) {
 }
 
 /* From so many rows for each expert on tall tiles are faster (docs/lab/quantised.md). */
-constexpr int64_t TALL_ROWS = 512;
+constexpr int64_t TALL_ROWS = 384;
 
 /* Calls fn with a configuration for R rows of E experts. */
 template <class Decoder, bool GATHER, typename Fn>
 int with_codes_config(int64_t R, int32_t E, Fn fn) {
     bool no_tails = schedule_override().no_tails;
-    if constexpr (!GATHER)
-        if (R > TALL_ROWS * E && !no_tails) return fn(CodesConfig<Decoder, GATHER, Rows::TALL>());
+    if (R > TALL_ROWS * E && !no_tails) return fn(CodesConfig<Decoder, GATHER, Rows::TALL>());
     if (R > (int64_t)SUBTILE * E || no_tails) return fn(CodesConfig<Decoder, GATHER, Rows::MANY>());
     if (fused_moe_few_rows(R, E) == 16) return fn(CodesConfig<Decoder, GATHER, Rows::FEW>());
     return fn(CodesConfig<Decoder, GATHER, Rows::SOME>());
 }
 
-/* Whether experts have more than so many rows on average: then dequantising the weight first is faster, since codes are made
- * values anew for every tile of rows (docs/lab/quantised.md). A rule on shapes: the host knows no counts. */
+/* With more rows for each expert, dequantising the weight first is faster, since codes are made values anew for every tile of
+ * rows (docs/lab/quantised.md). */
+constexpr int64_t MOST_ROWS = 3072;
+
+/* Whether experts have more than so many rows on average. A rule on shapes: the host knows no counts. */
 inline bool has_many_rows(int64_t R, int32_t E, int64_t most_of_an_expert) {
     int64_t asked = schedule_override().code_rows;
     return R > (asked < 0 ? most_of_an_expert : asked) * E;

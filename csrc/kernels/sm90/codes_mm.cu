@@ -103,7 +103,7 @@ int run(const FusedMoeGroupedMM &p, void *stream) {
     });
 }
 
-constexpr int64_t MOST_ROWS = 3072, MOST_ROWS_TRANSPOSED = 768; /* of backward, most of it by column */
+constexpr int64_t MOST_ROWS_TRANSPOSED = 768; /* of backward, most of it by column */
 
 FusedMoeReason reason(const FusedMoeGroupedMM &p) {
     if (!is_16_bit(p.dtype)) return FUSED_MOE_OTHER_DTYPE;

@@ -66,7 +66,8 @@ struct ActivatingEpilogue {
     }
 
     /* Of many rows everything is done in registers: arithmetic takes the time there, and not code. Subtiles come in pairs, of
-     * which a line has the outputs; of experts without ups it has those of one. */
+     * which a line has the outputs; of a tall tile a warpgroup has one of the two, and half a line. Without ups a line has the
+     * outputs of one. */
     template <int TOKENS>
     __device__ void store_lines(float *d, const WorkTile &tile, int subtile, int row, int warp,
                                 const typename Config::Lines &lines) const {
@@ -77,9 +78,12 @@ struct ActivatingEpilogue {
         with_act([&](auto act) { activate<TOKENS>(act, d, out); });
         if (is_ungated) fill<TOKENS>(lines, 2 * warp, d + 3);
         fill<TOKENS>(lines, is_ungated ? 2 * warp + 1 : 4 * (subtile % 2) + warp, d + 2);
-        if (!is_ungated && subtile % 2 == 0) return;
         T *to = (T *)p.a + (int64_t)(tile.first_row + row) * p.F + line;
-        lines.template copy_out<TOKENS>(to, p.F, tile.num_rows - row, p.F - line);
+        int rows = tile.num_rows - row, columns = p.F - line;
+        if constexpr (Config::HAS_TALL && TOKENS == Config::Lines::ROWS)
+            if (tile.num_rows > Config::WIDE_ROWS && !is_ungated)
+                return lines.template copy_out<TOKENS, 4>(to, p.F, rows, columns, subtile % 2 * 4);
+        if (is_ungated || subtile % 2) lines.template copy_out<TOKENS>(to, p.F, rows, columns);
     }
 
     template <int TOKENS>
@@ -134,7 +138,7 @@ struct ActivatingEpilogue {
         Outputs out = {tile.first_column + SUBTILE * subtile + 16 * warp};
         bool is_ungated = p.layout == FUSED_MOE_UNGATED;
         if (!is_ungated)
-            out.first = tile.first_column / (p.codes.gemm.gate_up ? 1 : 2) + SUBTILE / 2 * subtile + 8 * warp;
+            out.first = (tile.first_column >> !p.codes.gemm.gate_up) + SUBTILE / 2 * subtile + 8 * warp;
         out.has_second = is_ungated && out.first + 8 < p.F;
         out.start = (int64_t)tile.first_row * p.F + out.first;
         if (!p.bias && !p.bias_up) return out;
@@ -218,6 +222,7 @@ int launch(const FusedMoeUpGate &p, void *stream) {
     gemm.tiles = tile_source(rows.offs, rows.schedule, rows.R, rows.E, b_rows,
                              is_gate_up ? Config::BN / 2 : Config::BN, p.workspace.counters);
     if (p.slots) plan_in_kernel(gemm, *p.slots);
+    gemm.tiles.has_tall = Config::HAS_TALL;
     gemm.tiles.lets_next_start = p.next_starts_early;
     return launch_persistent<Config, PlanningShared<Config>, codes_up_gate_kernel<Config>>(q, stream);
 }
@@ -228,8 +233,6 @@ int run(const FusedMoeUpGate &p, void *stream) {
             p.row_map.R, p.row_map.E, [&](auto config) { return launch<decltype(config)>(p, stream); });
     });
 }
-
-constexpr int64_t MOST_ROWS = 1280; /* fewer than codes_mm's: it has no tall tiles */
 
 FusedMoeReason reason(const FusedMoeUpGate &p) {
     const FusedMoeRowMap &rows = p.row_map;

@@ -157,11 +157,13 @@ class LineWriter {
                               words[(j + 2) % MATRICES], words[(j + 3) % MATRICES]);
     }
 
-    /* What the four warps have filled, to out[row][0 .. columns), row < rows. After it they may fill again. */
-    template <int TOKENS, typename T>
-    __device__ void copy_out(T *out, int64_t pitch, int rows, int columns) const {
-        constexpr int STEP = 16; /* rows that the four warps store at once */
-        int lane = threadIdx.x % 32, row = 4 * warp + lane / 8, chunk = lane % 8;
+    /* What the four warps have filled, to out[row][0 .. columns), row < rows: of a line CHUNKS chunks from first_chunk on. After
+     * it they may fill again. */
+    template <int TOKENS, int CHUNKS = 8, typename T>
+    __device__ void copy_out(T *out, int64_t pitch, int rows, int columns, int first_chunk = 0) const {
+        constexpr int ROWS_OF_WARP = 32 / CHUNKS, STEP = 4 * ROWS_OF_WARP; /* that are stored at once */
+        int lane = threadIdx.x % 32, row = ROWS_OF_WARP * warp + lane / CHUNKS;
+        int chunk = first_chunk + lane % CHUNKS;
         uint4 v[TOKENS / STEP];
         sync();
 #pragma unroll
