@@ -393,8 +393,7 @@ def time_case(case: Case, experts: dict[str, Callable], source: Tensor, options:
     eager = options.eager or not on_gpu
     calls = {name: partial(case.run, fn) for name, fn in experts.items()}
     runs = {name: call if eager else common.as_graph(call) for name, call in calls.items()}
-    runs |= {"dense": case.dense, "read": source.sum}
-    seconds = common.times(clock_of(options), runs, options.repeats)
+    seconds = common.times(clock_of(options), runs | roofs(case, source, eager), options.repeats)
     ours = seconds["ours"] / number
     return {
         "mode": common.DEFAULT_MODE if eager else "graph",
@@ -402,7 +401,7 @@ def time_case(case: Case, experts: dict[str, Callable], source: Tensor, options:
         "tflops": round(case.flops_of_a_call / ours / 1e12, 4),
         "torch_ratio": common.ratio(seconds, "torch"),
         "intensity": round(case.flops_of_a_call / case.bytes_of_a_call, 1),
-        **floor_of(case.bytes_of_a_call, source, seconds, ours),
+        **floor_of(case, case.bytes_of_a_call, source, seconds, ours),
         **{
             f"ratio_to_{name}": common.ratio(seconds, name)
             for name in experts
@@ -412,9 +411,17 @@ def time_case(case: Case, experts: dict[str, Callable], source: Tensor, options:
     }
 
 
-def floor_of(size: float, source: Tensor, seconds: dict, ours: float) -> dict:
-    """Of a call that reads so many bytes of weights: the time of reading, or that of the dense product."""
-    floor = max(size * seconds["read"] / source.nbytes, seconds["dense"])
+def roofs(case: Case, source: Tensor, eager: bool) -> dict[str, Callable]:
+    """A dense product of a call's FLOPs, and a kernel that only reads."""
+    return {"dense": case.dense if eager else common.as_graph(case.dense), "read": source.sum}
+
+
+def floor_of(case: Case, size: float, source: Tensor, seconds: dict, ours: float) -> dict:
+    """Of a call that reads so many bytes of weights: the time of reading, or that of the dense product. With
+    few rows that only reads its own operands, which a format has in fewer bytes."""
+    read = seconds["read"] / source.nbytes
+    only_reads = seconds["dense"] < 2 * read * sum(b.nbytes for _, b in case.dense_gemms)
+    floor = max(size * read, 0 if only_reads else seconds["dense"])
     return {
         "floor_us": round(floor * 1e6, 1),
         "floor_ratio": round(floor / ours, 3),
@@ -460,8 +467,7 @@ def time_format(
         else:
             calls[name] = partial(case.run, converted_experts(peer), converted)
     runs = calls if eager else {name: common.as_graph(call) for name, call in calls.items()}
-    runs |= {"dense": case.dense, "read": source.sum}
-    seconds = common.times(clock_of(options), runs, options.repeats)
+    seconds = common.times(clock_of(options), runs | roofs(case, source, eager), options.repeats)
     taken = seconds["ours"] / number
     stored = bench_quantised.storage([w for w in layers[0] if w is not None])
     touched = case.bytes_of_a_call / case.expert_bytes  # experts
@@ -472,7 +478,7 @@ def time_format(
         **variant.options,
         "time_us": round(taken * 1e6, 1),
         "tflops": round(case.flops_of_a_call / taken / 1e12, 4),
-        **floor_of(touched * stored["bytes"] / case.sizes.num_experts, source, seconds, taken),
+        **floor_of(case, touched * stored["bytes"] / case.sizes.num_experts, source, seconds, taken),
         f"ratio_to_{dtype}": common.ratio(seconds, "float"),
         **{f"ratio_to_{name}": common.ratio(seconds, name) for name in peer_errors},
         **stored,
