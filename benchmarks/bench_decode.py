@@ -10,9 +10,9 @@
 Calls alternate between the weights of several layers, each with routing of its own, so that a call reads its
 weights from memory, as a decode step of a deep model does. On a GPU all calls are one CUDA graph; with
 --eager the host makes them one by one. floor_us: the experts that have tokens, at the rate of a kernel that
-only reads, or the dense product of equal FLOPs, where that takes longer; both in the same run. floor_ratio is
-floor_us over our time; torch_ratio and ratio_to_PEER are the peer's time over ours; launches and host_us are
-of one eager call.
+only reads, or the dense product of equal FLOPs, where that takes longer and does more than read; both in the
+same run. floor_ratio is floor_us over our time; torch_ratio and ratio_to_PEER are the peer's time over ours;
+launches and host_us are of one eager call.
 
 vllm is the Triton path of vLLM, if that is installed (0.33), with the tile that it has tuned for the shape or
 its default; vllm-invariant has the tile of its batch-invariant mode. All of a peer's kernels count, from
@@ -20,9 +20,9 @@ sorting the chosen experts to the sum over them.
 
 --format adds a record for each format of quantised weights (bench decode_quantised). ratio_to_bf16, or the
 other dtype in its place, is the time with float weights over the time with the format; the two take turns.
-bytes are those of a layer's weights, and floor_us is of the format's. int4 has groups of 128, or of 32 where
+bytes are those of a layer's weights, and floor_us counts the format's. int4 has groups of 128, or of 32 where
 a width is no multiple of 128.
-Peers of quantised weights, in turns with ours and with the same values: marlin, of vLLM, for int4, mxfp4 and
+Peers of quantised weights, in turns with ours and with the same codes: marlin, of vLLM, for int4, mxfp4 and
 fp8_block (whose scales it rounds to 16 bits); vllm, its Triton kernel, for fp8_block, whose activations are
 of 8 bits, too; humming, the GEMMs that humming-kernels compiles (0.1.19), for int4, int8, mxfp4 and fp8_block
 (its scales again of 16 bits), and humming-grouped, on copied rows. Their ratio_to_PEER and peer_errors are in
@@ -418,7 +418,8 @@ def roofs(case: Case, source: Tensor, eager: bool) -> dict[str, Callable]:
 
 def floor_of(case: Case, size: float, source: Tensor, seconds: dict, ours: float) -> dict:
     """Of a call that reads so many bytes of weights: the time of reading, or that of the dense product. With
-    few rows that only reads its own operands, which a format has in fewer bytes."""
+    few rows the product only reads its own operands, which a format has in fewer bytes: it takes less than
+    twice the time of reading them."""
     read = seconds["read"] / source.nbytes
     only_reads = seconds["dense"] < 2 * read * sum(b.nbytes for _, b in case.dense_gemms)
     floor = max(size * read, 0 if only_reads else seconds["dense"])

@@ -239,7 +239,7 @@ FUSED_MOE_FN FusedMoeTileOrder fused_moe_default_order(int32_t num_n_tiles, int3
 
 typedef struct {
     int32_t expert;
-    int32_t first_row, num_rows; /* rows: 1 .. tile_rows, of a tall tile twice that; 0 only of a wrong plan */
+    int32_t first_row, num_rows; /* rows: 1 .. tile_rows, of a tall tile up to twice that; 0 of wrong plans */
     int32_t n_tile;
     int32_t n_half; /* 0: the whole N tile; 1, 2: its left, right half */
     int32_t skinny; /* of a skinny expert                              */

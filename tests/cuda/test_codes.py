@@ -33,6 +33,9 @@ SHAPES = {
     "one expert has all": (200, 2, 5, 256, 96, "first"),
     "tall tiles": (700, 2, 2, 320, 192, "random"),
     "tall tiles, one of 225 rows": (737, 1, 1, 448, 64, "random"),
+    "tall tiles, half a line": (700, 2, 2, 256, 96, "random"),
+    "384 rows": (384, 1, 1, 128, 64, "random"),
+    "385 rows": (385, 1, 1, 128, 64, "random"),
     "many rows": (2000, 2, 3, 256, 128, "random"),
     "most rows": (3100, 1, 1, 128, 64, "random"),
 }
@@ -119,6 +122,8 @@ def test_which_kernel_runs(hopper, device, format):
         "one slot": "0",
         "45 rows": "1",
         "129 rows": "2",
+        "384 rows": "2",
+        "385 rows": "3",
         "tall tiles": "3",
         "many rows": "3",
         "most rows": None,

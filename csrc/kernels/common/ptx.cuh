@@ -24,7 +24,7 @@ __device__ inline uint32_t opaque(uint32_t x) {
     return __shfl_sync(~0u, x, threadIdx.x % 32);
 }
 
-/* The same of a constant: that no SM has such a number is more than compilers know. */
+/* opaque() of a constant: bit 31 of the SM's number is added, which is 0, but compilers do not know that. */
 __device__ inline uint32_t opaque_constant(uint32_t x) {
     return opaque(x + (smid() >> 31));
 }

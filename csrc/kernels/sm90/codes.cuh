@@ -76,7 +76,7 @@ struct Decoder {
     static constexpr int SCALE_BYTES = SUBTILE * GROUPS * (CODE == Code::E2M1 ? 1 : NARROW ? 2 : 4);
     static constexpr int ZERO_BYTES = HAS_ZEROS ? SUBTILE * (GROUPED ? 4 : 2) : 0; /* TMA writes on 128 */
     using PairFactor = Factor<NARROW, BY_COLUMN>;
-    uint32_t fp16_1024; /* INT8: the high byte of that, four times */
+    uint32_t fp16_1024; /* INT8: 0x64, the high byte of 1024 in fp16, four times; else 0 */
 
     __device__ static Decoder make() { return {CODE == Code::INT8 ? opaque_constant(0x64646464) : 0}; }
 

@@ -93,7 +93,7 @@ __device__ inline int num_stages_of(const CodesGemm &p, const WorkTile &tile) {
     return Config::HAS_TALL && tile.num_rows > Config::WIDE_ROWS ? num + num % 2 : num;
 }
 
-/* Boxes of B in a stage. With gate and up every tile is whole. */
+/* Boxes of B in a stage: of a half tile, which with gate and up is a tall one, half of each weight's. */
 template <class Config>
 __device__ inline int boxes_of(const WorkTile &tile) {
     return Config::TILES / Config::BOX / (tile.half_n ? 2 : 1);
@@ -192,8 +192,9 @@ struct OwnRows {
     int num, left;      /* rows; columns from the thread's first on */
 };
 
-/* A tile's stages, of which AT_ONCE are loaded before pointers move on: each has its own constant in the instruction. HAS_ALL:
- * the tile has all rows. Without that a predicate is made for each, and the copies wait for one another. */
+/* A tile's stages, of which AT_ONCE are loaded before pointers move on: a stage's offset is a constant of the instruction.
+ * HAS_ALL: the tile has BM rows. Else each row has a predicate, which ptxas makes in one register, and the copies wait for one
+ * another. */
 template <class Config, int AT_ONCE, bool HAS_ALL>
 __device__ __forceinline__ void gather_tile(const CodesGemm &p, Shared<Config> &s,
                                             typename Config::Pipeline &pipe, const WorkTile &tile,
@@ -505,11 +506,12 @@ __device__ __forceinline__ void run_codes_tile(const CodesGemm &p, Shared<Config
         constexpr int PIECE = TOKENS < Config::Lines::ROWS ? TOKENS : Config::Lines::ROWS; /* rows */
         constexpr int PIECES = TOKENS / PIECE * SUBTILES, WORDS = PIECE / 2;
         auto first_word = [](int i) { return TOKENS / 2 * (i % SUBTILES) + WORDS * (i / SUBTILES); };
-        /* A loop, in which each piece becomes the first: code takes time, too. */
+        /* A loop, in which each piece is moved to where the first was, since registers have no index: unrolled code would be
+         * fetched anew for every tile. */
 #pragma unroll 1
         for (int i = 0; i < PIECES; i++) {
-            epilogue.template store_lines<PIECE>(d, tile, subtile + i % SUBTILES, i / SUBTILES * PIECE, warp,
-                                                 lines);
+            epilogue.template store_lines<PIECE, TALL>(d, tile, subtile + i % SUBTILES, i / SUBTILES * PIECE,
+                                                       warp, lines);
 #pragma unroll
             for (int j = 1; j < PIECES; j++)
 #pragma unroll
@@ -523,7 +525,7 @@ __device__ __forceinline__ void run_codes_tile(const CodesGemm &p, Shared<Config
 /* epilogue.store_swapped<TOKENS>(d, tile, subtile, warp, staging) stores a subtile of a tile: what warp w of 4 has of 16
  * rows of the weight. d is wgmma's, and may be changed; staging is the warpgroup's buffer. A thread's two rows are those of
  * row_of: rows lane / 4 and lane / 4 + 8 of the warp's sixteen, or a gate and its up. Of tiles of many rows
- * epilogue.store_lines<TOKENS>(d, tile, subtile, row, warp, lines) stores the subtile's rows from `row` on. */
+ * epilogue.store_lines<TOKENS, TALL>(d, tile, subtile, row, warp, lines) stores the subtile's rows from `row` on. */
 template <class Config, typename Epilogue>
 __device__ __forceinline__ void persistent_codes_gemm(const CodesGemm &p, Epilogue epilogue) {
     auto &s = static_cast<PlanningShared<Config> &>(prologue<Config>());

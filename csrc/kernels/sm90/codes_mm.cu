@@ -31,7 +31,7 @@ struct Epilogue {
         writer.template store_swapped<TOKENS>(d, out, p.M, tile.num_rows, p.M - first);
     }
 
-    template <int TOKENS>
+    template <int TOKENS, bool>
     __device__ void store_lines(float *d, const WorkTile &tile, int subtile, int row, int warp,
                                 const typename Config::Lines &lines) const {
         using T = typename Config::T;

@@ -68,7 +68,7 @@ struct ActivatingEpilogue {
     /* Of many rows everything is done in registers: arithmetic takes the time there, and not code. Subtiles come in pairs, of
      * which a line has the outputs; of a tall tile a warpgroup has one of the two, and half a line. Without ups a line has the
      * outputs of one. */
-    template <int TOKENS>
+    template <int TOKENS, bool TALL>
     __device__ void store_lines(float *d, const WorkTile &tile, int subtile, int row, int warp,
                                 const typename Config::Lines &lines) const {
         bool is_ungated = p.layout == FUSED_MOE_UNGATED;
@@ -80,8 +80,8 @@ struct ActivatingEpilogue {
         fill<TOKENS>(lines, is_ungated ? 2 * warp + 1 : 4 * (subtile % 2) + warp, d + 2);
         T *to = (T *)p.a + (int64_t)(tile.first_row + row) * p.F + line;
         int rows = tile.num_rows - row, columns = p.F - line;
-        if constexpr (Config::HAS_TALL && TOKENS == Config::Lines::ROWS)
-            if (tile.num_rows > Config::WIDE_ROWS && !is_ungated)
+        if constexpr (TALL)
+            if (!is_ungated)
                 return lines.template copy_out<TOKENS, 4>(to, p.F, rows, columns, subtile % 2 * 4);
         if (is_ungated || subtile % 2) lines.template copy_out<TOKENS>(to, p.F, rows, columns);
     }
