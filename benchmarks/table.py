@@ -123,11 +123,7 @@ def columns(records: list[dict]) -> dict[str, Callable[[dict], str | None]]:
     """Headers and cells. Empty columns are left out."""
     on_gpu = records[0]["gpu"] != "none"
     others = {r["peer"] for r in records} | {name.removeprefix("ratio_to_") for r in records for name in r}
-    compared = (
-        *("loop", "scattermoe", "sonicmoe", "vllm", "vllm_invariant"),
-        *("marlin", "humming", "humming_grouped"),
-    )
-    peers = [name for name in compared if name in others]
+    peers = [name for name in PEERS if name in others and name != "torch"]  # that has a column of its own
     usual_routing = all(r["routing"] == "random" for r in records)
     usual_schedule = all(schedule_of(r) == DEFAULT_SCHEDULE for r in records)
     said = shared(records)
