@@ -192,15 +192,15 @@ struct OwnRows {
     int num, left;      /* rows; columns from the thread's first on */
 };
 
-/* A tile's stages, of which AT_ONCE are loaded before pointers move on: a stage's offset is a constant of the instruction.
+/* A tile's stages, of which some are loaded before pointers move on: a stage's offset is a constant of the instruction.
  * HAS_ALL: the tile has BM rows. Else each row has a predicate, which ptxas makes in one register, and the copies wait for one
  * another. */
-template <class Config, int AT_ONCE, bool HAS_ALL>
+template <class Config, bool HAS_ALL>
 __device__ __forceinline__ void gather_tile(const CodesGemm &p, Shared<Config> &s,
                                             typename Config::Pipeline &pipe, const WorkTile &tile,
                                             bool loads_b, OwnRows<Config> &own) {
     using Own = OwnRows<Config>;
-    constexpr int K_TILES = Config::K_TILES;
+    constexpr int K_TILES = Config::K_TILES, AT_ONCE = HAS_ALL ? 4 : 1; /* stages */
     int num_stages = num_stages_of<Config>(p, tile);
 #pragma unroll 1
     for (int first = 0; first < num_stages; first += AT_ONCE) {
@@ -256,9 +256,9 @@ __device__ inline void load_gather_codes(const CodesGemm &p, Shared<Config> &s) 
         own.num = (tile.num_rows - first + Own::STEP - 1) / Own::STEP;
         own.left = k - CHUNK * chunk;
         if (Config::MANY_ROWS && tile.num_rows == Config::BM)
-            gather_tile<Config, 4, true>(p, s, pipe, tile, loads_b, own);
+            gather_tile<Config, true>(p, s, pipe, tile, loads_b, own);
         else
-            gather_tile<Config, 1, false>(p, s, pipe, tile, loads_b, own);
+            gather_tile<Config, false>(p, s, pipe, tile, loads_b, own);
     }
 }
 
