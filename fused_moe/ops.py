@@ -558,8 +558,8 @@ def _quantized_mm_backward(ctx, need, dout):
         raise RuntimeError("fused_moe: quantised weights are frozen: their codes and scales have no gradient")
     if not need.a:
         return {}
-    weight, transposed = ctx.saved_tensors[:4], ctx.saved_tensors[4:]
-    return {"a": run(ops.quantized_mm.default, dout, *weight, *ctx.settings, *transposed)}
+    saved = ctx.saved_tensors  # once: each access unpacks all, which activation checkpointing allows one time
+    return {"a": run(ops.quantized_mm.default, dout, *saved[:4], *ctx.settings, *saved[4:])}
 
 
 def _wgrad_fake(args):

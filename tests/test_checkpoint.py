@@ -1,17 +1,23 @@
 """Activation checkpointing, full and selective: the same gradients, and what is recomputed."""
 
+from collections import Counter
 from functools import partial
 
 import pytest
 import torch
-from cases import Calls
+from cases import F32, Calls, Case, operator_calls, quantize_options
+from planting import CODES
+from test_opcheck import DIFFERENTIABLE, OPERATORS
+from test_quantized import EVERY_FORMAT
+from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
     create_selective_checkpoint_contexts,
 )
 
-from fused_moe import FusedMoE
+import fused_moe
+from fused_moe import FusedMoE, distributed, reference
 
 ops = torch.ops.fused_moe
 
@@ -27,7 +33,7 @@ def gradients(layer, x, run):
     x = x.detach().requires_grad_()
     out = run(layer, x)
     out.square().sum().backward()
-    return [out.detach(), x.grad, *(p.grad for p in layer.parameters())]
+    return [out.detach(), x.grad, *(p.grad for p in layer.parameters() if p.requires_grad)]
 
 
 def assert_equal(found, expected):
@@ -143,3 +149,118 @@ def test_a_checkpointed_layer_keeps_its_input_only(device):
     own = {p.data_ptr() for p in layer.parameters()}
     others = [t for t in kept if t.data_ptr() not in own]
     assert sum(t.numel() for t in others) <= x.numel()
+
+
+# --- saved tensors are unpacked once ---------------------------------------------------------------------
+
+
+class Unpacked(torch.autograd.graph.saved_tensors_hooks):
+    """Counts how often each saved tensor is unpacked: non-reentrant checkpointing refuses a second time."""
+
+    def __init__(self):
+        self.times = Counter()
+        self.saved = 0
+
+        def pack(t):
+            self.saved += 1
+            return self.saved, t
+
+        def unpack(packed):
+            self.times[packed[0]] += 1
+            return packed[1]
+
+        super().__init__(pack, unpack)
+
+    def __enter__(self):
+        super().__enter__()
+        return self
+
+
+def differentiable(args):
+    """The same values; the floating tensors that may, require gradients."""
+    return pytree.tree_map_only(
+        torch.Tensor, lambda t: t.detach().requires_grad_() if t.is_floating_point() else t, args
+    )
+
+
+def call_with_gradients(name: str, args):
+    arguments = getattr(ops, name).default._schema.arguments
+    args = [
+        arg if a.name in CODES or a.is_write or "main_grad" in a.name else differentiable(arg)
+        for a, arg in zip(arguments, args, strict=True)
+    ]
+    return getattr(ops, name).default(*args)
+
+
+def call_layer(device):
+    layer, x = layer_and_input(device)
+    return layer(x.requires_grad_())
+
+
+def call_gather(device):
+    order = torch.randperm(6, device=device)
+    return distributed._Gather.apply(
+        torch.randn(6, 4, device=device).requires_grad_(), order, order.argsort()
+    )
+
+
+def call_with_main_grad(device):
+    w = torch.randn(3, 4, 5, device=device)
+    return reference._WithMainGrad.apply(w.clone().requires_grad_(), w)
+
+
+FUNCTIONS = {"_RoutedUp": call_layer, "_Gather": call_gather, "_WithMainGrad": call_with_main_grad}
+
+
+def assert_unpacked_once(unpacked: Unpacked, results):
+    results = [r for r in pytree.tree_leaves(results) if torch.is_tensor(r) and r.requires_grad]
+    torch.autograd.backward(results, [torch.randn_like(r) for r in results])
+    assert bool(unpacked.times) == bool(unpacked.saved)
+    assert set(unpacked.times.values()) <= {1}
+
+
+def test_every_backward_is_here():
+    """A function of ours that is neither an operator nor listed above fails this test."""
+    ours = {
+        f.__name__ for f in torch.autograd.Function.__subclasses__() if f.__module__.startswith("fused_moe")
+    }
+    assert ours - set(OPERATORS) == set(FUNCTIONS)
+    assert {"experts_up", "quantized_mm"} <= ours
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("name", OPERATORS)
+def test_an_operators_backward_unpacks_once(device, name):
+    """Or it has no gradient: nothing was saved, or an error of ours tells so."""
+    differentiated = 0
+    for args in operator_calls(Case(9, 8, 16, 3, 2, F32, bias=True), device)[name]:
+        try:
+            with Unpacked() as unpacked:
+                results = call_with_gradients(name, args)
+            if unpacked.saved:
+                assert_unpacked_once(unpacked, results)
+                differentiated += 1
+        except RuntimeError as error:
+            assert "fused_moe" in str(error)
+            assert set(unpacked.times.values()) <= {1}
+    assert differentiated or name not in DIFFERENTIABLE
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_a_functions_backward_unpacks_once(device, name):
+    with Unpacked() as unpacked:
+        results = FUNCTIONS[name](device)
+    assert_unpacked_once(unpacked, results)
+
+
+@pytest.mark.parametrize("use_reentrant", (False, True))
+@EVERY_FORMAT
+def test_quantised_experts(device, format, use_reentrant):
+    """Adapters beside quantised weights, recomputed: the same bits."""
+    layer = FusedMoE(128, 64, 4, 2, device=device)
+    fused_moe.add_lora(fused_moe.quantize(layer, format, trainable=True, **quantize_options(format)), 4)
+    for p in layer.experts.lora.parameters():
+        torch.nn.init.normal_(p)
+    x = torch.randn(12, 128, device=device)
+    expected = gradients(layer, x, lambda layer, x: layer(x))
+    assert_equal(gradients(layer, x, partial(checkpoint, use_reentrant=use_reentrant)), expected)
