@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+import warnings
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from .checks import FLOATING, check_int, check_like, check_plain, check_real, check_tensor, fail
 
@@ -85,17 +87,36 @@ class LoRA(NamedTuple):
 
 
 class Adapters(nn.Module):
-    """LoRA's parameters a1, b1, .. for the weights `targets` of a FusedMoE's experts; see `add_lora`."""
+    """LoRA's parameters a1, b1, .. for the weights `targets` of a FusedMoE's experts; see `add_lora`.
+
+    `scale` is a Python float, which forward uses without asking a device. The buffer `scaling` is its copy in
+    the state_dict: adapters of one alpha would else load into a layer of another.
+    """
+
+    _warned: list | None = None  # missing_keys of the last load_state_dict that warned: one warning for each
 
     def __init__(self, weights: dict, rank: int, scale: float, dtype: torch.dtype | None):
         super().__init__()
-        self.scale = scale
         for name, w in weights.items():
             E, rows, cols = w.shape
             factory = {"dtype": w.dtype if dtype is None else dtype, "device": w.device}
             self.register_parameter(f"a{name[1]}", nn.Parameter(torch.empty(E, rank, cols, **factory)))
             self.register_parameter(f"b{name[1]}", nn.Parameter(torch.empty(E, rows, rank, **factory)))
+        self.scale = scale
         self.reset_parameters()
+
+    @property
+    def scale(self) -> float:
+        return self._scale
+
+    @scale.setter
+    def scale(self, value: float) -> None:
+        check_real("Adapters", "scale", value)
+        self._scale = float(value)
+        self._store_scale()
+
+    def _store_scale(self) -> None:
+        self.register_buffer("scaling", _stored(self._scale, next(self.parameters()).device))
 
     def reset_parameters(self) -> None:
         """As PEFT: a as nn.Linear, b zero, so that nothing changes at first."""
@@ -115,6 +136,47 @@ class Adapters(nn.Module):
             parameter.copy_(given[name])
         self.scale = lora.scale
 
+    def _apply(self, fn, recurse=True):
+        """As nn.Module, but the scale stays float32, and `to_empty` keeps its value."""
+        super()._apply(fn, recurse)
+        self._store_scale()
+        return self
+
+    def __setstate__(self, state) -> None:
+        super().__setstate__(state)
+        if "scale" in self.__dict__:  # pickled by a version that kept it nowhere else
+            self.scale = self.__dict__.pop("scale")
+
+    def _load_from_state_dict(
+        self, state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+    ):
+        """As nn.Module, but refuses another scale, and does without one in files of older versions."""
+        key, stored = prefix + "scaling", state_dict.get(prefix + "scaling")
+        adapters = [t for n in LoRA._fields if isinstance(t := state_dict.get(prefix + n), Tensor)]
+        if isinstance(stored, Tensor) and stored.numel() == 1:
+            own = _stored(self.scale, torch.device("cpu")).to(stored.dtype)  # a file may be cast to 16 bits
+            has_value = not (stored.is_meta or isinstance(stored, FakeTensor))
+            if has_value and own.item() != stored.item():
+                rank = next(self.parameters()).size(1)
+                expected, found = (
+                    f"alpha = {scale * rank:.6g} (scale {scale:.6g} at rank {rank})"
+                    for scale in (self.scale, stored.item())
+                )
+                error_msgs.append(f"{key}: expected {expected}, found {found}")
+            state_dict[key] = _stored(self.scale, stored.device)
+        elif stored is None and adapters:
+            if Adapters._warned is not missing_keys:
+                Adapters._warned = missing_keys
+                warnings.warn(
+                    f"load_state_dict: expected LoRA's scale beside the adapters ({key}), found none, as in "
+                    f"files of fused_moe 0.2.0 and before: add_lora's stays, {self.scale:.6g}",
+                    stacklevel=2,
+                )
+            state_dict[key] = _stored(self.scale, adapters[0].device)
+        super()._load_from_state_dict(
+            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        )
+
     def forward(self) -> LoRA:
         return LoRA(**dict(self.named_parameters()), scale=self.scale)
 
@@ -122,6 +184,10 @@ class Adapters(nn.Module):
         return ", ".join(
             [f"{n}={tuple(p.shape)}" for n, p in self.named_parameters()] + [f"scale={self.scale}"]
         )
+
+
+def _stored(scale: float, device: torch.device) -> Tensor:
+    return torch.tensor(scale, dtype=torch.float32, device=device)
 
 
 def add_lora(

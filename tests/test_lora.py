@@ -1,9 +1,14 @@
 """LoRA of the experts: against the reference, which adds scale * b @ a to the weights."""
 
+import contextlib
 import copy
+import io
+import math
+import warnings
 
 import pytest
 import torch
+import torch.distributed as dist
 from cases import (
     BF16,
     F32,
@@ -19,6 +24,13 @@ from cases import (
 )
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    set_model_state_dict,
+)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from fused_moe import (
     FusedMoE,
@@ -318,6 +330,183 @@ def test_a_layer_of_an_older_version(cpu):
     experts = object.__new__(type(moe.experts))
     experts.__setstate__(state)
     assert experts.lora is None
+
+
+# --- the scale in a state_dict ----------------------------------------------------------------------------
+
+
+SCALING = "experts.lora.scaling"
+
+
+def trained_layer(device=None, alpha=16, dtype=None):
+    """Rank 4, scale alpha / 4, b not zero; and a batch."""
+    moe = add_lora(FusedMoE(24, 16, 4, 2, device=device, dtype=dtype), 4, alpha=alpha)
+    for name, parameter in moe.experts.lora.named_parameters():
+        if name[0] == "b":
+            torch.nn.init.normal_(parameter)
+    return moe
+
+
+def batch(device, dtype=F32):
+    return torch.randn(9, 24, device=device, dtype=dtype)
+
+
+def check_scale(moe, scale):
+    """Both places have it, the buffer in float32 where the adapters are."""
+    lora = moe.experts.lora
+    assert lora.scale == scale and type(lora.scale) is float
+    assert lora.scaling.shape == () and lora.scaling.dtype == F32 and lora.scaling.device == lora.b1.device
+    assert lora.scaling.is_meta or lora.scaling == torch.tensor(scale, dtype=F32)
+    assert moe.state_dict()[SCALING] is not None
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("assign", (False, True))
+def test_a_state_dict_has_the_scale(device, tmp_path, assign):
+    """A layer of another alpha refuses it and names both; one of the same takes it."""
+    moe, x = trained_layer(device, alpha=1 / 3), batch(device)
+    torch.save(moe.state_dict(), tmp_path / "moe.pt")
+    state = torch.load(tmp_path / "moe.pt", weights_only=True)
+    check_scale(moe, 1 / 12)
+    again = trained_layer(device, alpha=1 / 3)
+    again.load_state_dict(state, assign=assign)
+    assert torch.equal(again(x), moe(x))
+    check_scale(again, 1 / 12)
+    other = trained_layer(device, alpha=8)
+    expected, found = r"alpha = 8 \(scale 2 at rank 4\)", r"alpha = 0.333333 \(scale 0.0833333 at rank 4\)"
+    for strict in (True, False):
+        with pytest.raises(RuntimeError, match=f"{SCALING}: expected {expected}, found {found}"):
+            other.load_state_dict(state, assign=assign, strict=strict)
+    check_scale(other, 2.0)
+    again.load_state_dict({name: t.bfloat16() for name, t in state.items()}, assign=assign)
+    check_scale(again, 1 / 12)
+
+
+def test_safetensors_take_the_scale(device, tmp_path):
+    safetensors = pytest.importorskip("safetensors.torch", reason="needs safetensors")
+    moe, x = trained_layer(device), batch(device)
+    safetensors.save_model(moe, tmp_path / "moe.safetensors")
+    again = trained_layer(device)
+    assert safetensors.load_model(again, tmp_path / "moe.safetensors") == (set(), [])
+    assert torch.equal(again(x), moe(x))
+    with pytest.raises(RuntimeError, match=r"expected alpha = 4 .*, found alpha = 16 "):
+        safetensors.load_model(trained_layer(device, alpha=4), tmp_path / "moe.safetensors")
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("assign", (False, True))
+def test_files_without_the_scale_load_with_one_warning(device, assign):
+    """One for each load_state_dict, not for each layer; none where no adapters are loaded."""
+    model, x = torch.nn.Sequential(trained_layer(device), trained_layer(device)), batch(device)
+    older = {n: t for n, t in model.state_dict().items() if "scaling" not in n}
+    for _ in range(2):
+        again = torch.nn.Sequential(trained_layer(device), trained_layer(device))
+        with pytest.warns(UserWarning, match=rf"LoRA's scale beside the adapters \(0.{SCALING}\)") as warned:
+            again.load_state_dict(older, assign=assign)
+        assert len(warned) == 1
+        assert torch.equal(again(x), model(x))
+        for moe in again:
+            check_scale(moe, 4.0)
+    base = {n: t for n, t in older.items() if "lora" not in n}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        missing = again.load_state_dict(base, strict=False, assign=assign).missing_keys
+    assert f"1.{SCALING}" in missing and "1.experts.lora.a1" in missing
+
+
+@pytest.mark.parametrize("with_scale", (False, True))
+def test_a_layer_made_on_meta_takes_the_scale_by_assignment(device, with_scale):
+    moe, x = trained_layer(device), batch(device)
+    state = {n: t for n, t in moe.state_dict().items() if with_scale or n != SCALING}
+    found = trained_layer("meta")
+    with contextlib.nullcontext() if with_scale else pytest.warns(UserWarning, match="LoRA's scale"):
+        found.load_state_dict(state, assign=True)
+    assert torch.equal(found(x), moe(x))
+    check_scale(found, 4.0)
+    with pytest.raises(RuntimeError, match="expected alpha = 8 .*, found alpha = 16 "):
+        trained_layer("meta", alpha=8).load_state_dict(moe.state_dict(), assign=True)
+
+
+def test_the_scale_stays_float32(device):
+    """Moved, cast, copied, pickled, emptied: neither the float nor the buffer changes."""
+    moe = trained_layer(device, alpha=1.3)
+    empty = trained_layer("meta", alpha=1.3).to_empty(device=device)
+    pickled = io.BytesIO()
+    torch.save(moe, pickled)
+    pickled.seek(0)
+    cast = [copy.deepcopy(moe).to(to) for to in (BF16, torch.float16, F64, "meta")]
+    for changed in (moe, copy.deepcopy(moe), torch.load(pickled, weights_only=False), empty, *cast):
+        check_scale(changed, 1.3 / 4)
+        assert changed.experts.lora.a1.device == changed.experts.lora.scaling.device
+
+
+def test_forward_reads_no_scale_from_the_device(device):
+    moe, x = trained_layer(device), batch(device)
+    expected = moe(x)
+    moe.experts.lora.scaling.fill_(torch.nan)
+    assert torch.equal(moe(x), expected)
+
+
+def test_a_scale_that_is_set_is_stored(device):
+    """By the attribute, and by load; a wrong one changes neither."""
+    moe, x = trained_layer(device), batch(device)
+    before = moe(x)
+    moe.experts.lora.scale = 2
+    check_scale(moe, 2.0)
+    assert not torch.equal(moe(x), before)
+    for wrong, error in (("2", TypeError), (None, TypeError), (math.nan, ValueError)):
+        with pytest.raises(error, match="expected scale to be a (finite )?number, found"):
+            moe.experts.lora.scale = wrong
+    check_scale(moe, 2.0)
+    lora = moe.experts.lora()._replace(scale=0.5)
+    moe.experts.lora.load(lora)
+    check_scale(moe, 0.5)
+    trained_layer(device, alpha=2).load_state_dict(moe.state_dict())
+
+
+def test_adapters_of_an_older_version(cpu):
+    """Pickled as a whole they have a float alone."""
+    moe, x = trained_layer(), batch(cpu)
+    lora = moe.experts.lora
+    state = {n: v for n, v in lora.__dict__.items() if n != "_scale"} | {"scale": 4.0}
+    state["_buffers"] = {}
+    older = object.__new__(type(lora))
+    older.__setstate__(state)
+    again = copy.deepcopy(moe)
+    again.experts.lora = older
+    check_scale(again, 4.0)
+    assert torch.equal(again(x), moe(x))
+
+
+@pytest.fixture
+def one_rank(device):
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    yield init_device_mesh(device.type, (1,))
+    dist.destroy_process_group()
+
+
+def test_ddp_and_fully_shard_keep_the_scale(one_rank, device):
+    """DistributedDataParallel broadcasts buffers, fully_shard moves them; policies cast parameters alone."""
+    moe, x = trained_layer(device, alpha=1.3), batch(device)
+    expected = moe(x)
+    model = torch.nn.parallel.DistributedDataParallel(copy.deepcopy(moe))
+    for _ in range(2):
+        torch.testing.assert_close(model(x), expected)
+    check_scale(model.module, 1.3 / 4)
+    policy = MixedPrecisionPolicy(param_dtype=BF16, cast_forward_inputs=True)
+    for settings in ({}, {"mp_policy": policy}):
+        sharded = copy.deepcopy(moe)
+        fully_shard(sharded, mesh=one_rank, **settings)
+        out = sharded(x.to(BF16) if settings else x)
+        torch.testing.assert_close(out.float(), expected, **({"rtol": 0.1, "atol": 0.1} if settings else {}))
+        check_scale(sharded, 1.3 / 4)
+        state = get_model_state_dict(sharded, options=StateDictOptions(full_state_dict=True))
+        assert state[SCALING].dtype == F32
+        set_model_state_dict(sharded, state, options=StateDictOptions(full_state_dict=True))
+        state[SCALING] = state[SCALING] * 2
+        with pytest.raises(RuntimeError, match=r"expected alpha = 1.3 .*, found alpha = 2.6 "):
+            set_model_state_dict(sharded, state, options=StateDictOptions(full_state_dict=True))
 
 
 def test_wrong_layers(device):
