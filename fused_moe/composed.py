@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor
 
+from .checks import is_autocast_enabled
 from .lora import LoRA
 from .ops import ops, run
 from .plan import Plan
@@ -38,6 +39,8 @@ def experts(
     pairs, scale = ((None, None),) * 3, 1.0
     if lora is not None:
         pairs, scale = lora.pairs, lora.scale
+        if not is_autocast_enabled(x):  # which casts them itself
+            pairs = [[t if t is None else t.to(x.dtype) for t in pair] for pair in pairs]
 
     def gemm(rows: Tensor, i: int) -> Tensor:
         return _gemm(rows, weights[i], biases[i], *pairs[i], scale, offsets)

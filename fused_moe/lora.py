@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from .checks import FLOATING, check_int, check_like, check_plain, check_real, check_tensor, fail
+from .checks import FLOATING, check_device, check_int, check_like, check_plain, check_real, check_tensor, fail
 
 
 class LoRA(NamedTuple):
@@ -19,6 +19,9 @@ class LoRA(NamedTuple):
     Each a is (E, rank, in) and each b (E, out, rank), for the weight (E, out, in) as `fused_experts` computes
     with it: not transposed, and with layout "halves" or "interleaved" in the rows of w1. A weight without an
     adapter has None for both. Ranks may differ; multiples of 8 run on Hopper's kernels.
+
+    Their dtype is x's, or float32 beside x of 16 bits: GEMMs then multiply them rounded to x's dtype, and
+    their gradients are float32. Under autocast, which casts both, it is any but float64.
 
     Source: LoRA (arXiv 2106.09685), one pair of matrices per expert.
     """
@@ -208,7 +211,8 @@ def add_lora(
         module: whose FusedMoE layers have no adapters yet.
         rank: of each expert's matrices. alpha: the scale is alpha / rank; by default 1.
         targets: the weights that get some; w3 only where experts are gated.
-        dtype: of the adapters, that of x unless autocast casts both; default: the weights'.
+        dtype: of the adapters: that of x, or float32, whose optimizer takes steps that 16 bits would lose;
+            default: the weights'.
 
     Returns:
         The module.
@@ -259,7 +263,10 @@ def check_lora(fn: str, lora, x_name: str, x: Tensor, weights: tuple) -> None:
         E, rows, cols = w.shape
         for name, value in ((f"lora.a{i}", a), (f"lora.b{i}", b)):
             check_tensor(fn, name, value, 3, FLOATING)
-            check_like(fn, name, value, x_name, x)
+            if value.dtype == torch.float32 and x.dtype in (torch.bfloat16, torch.float16):
+                check_device(fn, name, value, x_name, x)
+            else:
+                check_like(fn, name, value, x_name, x)
         rank = a.size(1)
         if tuple(a.shape) != (E, rank, cols) or rank < 1:
             fail(ValueError, fn, f"lora.a{i} of shape (E, rank, in) = ({E}, rank, {cols})", tuple(a.shape))

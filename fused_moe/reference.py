@@ -338,7 +338,9 @@ def grouped_mlp(
         w3 = None if w3 is None else w3.mT
     if lora is not None:
         pairs = zip((w1, w2, w3), lora.pairs, strict=True)
-        w1, w2, w3 = (w if a is None else w + lora.scale * (b @ a) for w, (a, b) in pairs)
+        w1, w2, w3 = (
+            w if a is None else w + lora.scale * (b.to(w.dtype) @ a.to(w.dtype)) for w, (a, b) in pairs
+        )
     # unbind, not w[e]: its backward stacks E gradients once; that of indexing fills E full tensors
     params = [[None] * num_experts if p is None else p.unbind() for p in (w1, w2, w3, b1, b2, b3)]
     act = {"activation": activation, "alpha": alpha, "limit": limit}

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from cases import (
     BF16,
+    F16,
     F32,
     F64,
     LAYOUTS,
@@ -164,6 +165,65 @@ def test_no_product_of_adapters_is_formed(device):
     own = [r for r in results if torch.is_tensor(r) and r.untyped_storage().data_ptr() not in
            {w.untyped_storage().data_ptr() for w in (inputs["w1"], inputs["w2"], inputs["w3"])}]  # fmt: skip
     assert max(r.untyped_storage().nbytes() for r in own) < 2 * 8 * 64 * 96
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("dtype", (BF16, F16), ids=("bf16", "f16"))
+@pytest.mark.parametrize("format", (None, "int4"))
+def test_float32_adapters_beside_16_bits(device, dtype, format):
+    """The bits of rounded adapters; gradients are float32. The reference rounds them, too."""
+    case = Case(dim=64, hidden=32, dtype=dtype)
+    inputs, dout, ids = case.inputs(device), case.dout(device), case.ids(device)
+    weights = {n: inputs.pop(n) for n in ("w1", "w2", "w3")}
+    plain = weights
+    if format:
+        weights = {n: quantize(w, format, **quantize_options(format)) for n, w in weights.items()}
+        plain = {n: w.dequantize(dtype) for n, w in weights.items()}
+    wide = {n: t.float() + 1e-3 * torch.randn_like(t.float()) for n, t in adapters(case, device).items()}
+    rounded = {n: t.to(dtype) for n, t in wide.items()}
+    fixed = {"ids": ids, "scale": 0.7}
+    ours = forward_backward(with_lora(fused_experts), inputs | wide, dout, **weights, **fixed)
+    expected = forward_backward(with_lora(fused_experts), inputs | rounded, dout, **weights, **fixed)
+    eager = forward_backward(with_lora(reference.fused_experts), inputs | wide, dout, **plain, **fixed)
+    for name, value in expected.items():
+        assert torch.equal(ours[name], value.to(ours[name].dtype)), name
+        assert ours[name].dtype == (F32 if "lora" in name else value.dtype) == eager[name].dtype, name
+    exact = forward_backward(
+        with_lora(reference.fused_experts),
+        to_double(inputs | rounded),
+        dout.double(),
+        **to_double(plain),
+        **fixed,
+    )
+    assert_as_good(ours, eager, exact, LOOSE)
+    rows = weights | {"x_rows": inputs["x"], "counts": torch.tensor([9, 0, 20, 0, 4], device=device)}
+    assert torch.equal(with_lora(grouped_mlp)(**rows, **wide), with_lora(grouped_mlp)(**rows, **rounded))
+    with torch.no_grad():
+        call = with_lora(fused_experts)
+        assert torch.equal(call(**inputs, **weights, **wide, **fixed), ours["out"])
+        with torch.autocast(device.type, dtype):
+            assert torch.equal(call(**inputs, **weights, **wide, **fixed), ours["out"])
+
+
+@pytest.mark.parametrize("format", (None, "int4"))
+def test_a_layer_of_16_bits_with_float32_adapters(device, format):
+    """add_lora(dtype=torch.float32): optimizer steps that bf16 would round away, eager and compiled."""
+    moe = FusedMoE(64, 32, 4, 2, num_shared_experts=1, device=device, dtype=BF16)
+    if format:
+        quantize(moe, format, **quantize_options(format))
+    add_lora(moe, 8, dtype=F32).router.requires_grad_(False)
+    x = torch.randn(20, 64, device=device, dtype=BF16)
+    trained = [p for p in moe.parameters() if p.requires_grad and p.dtype == F32]
+    assert len(trained) == 6
+    optimizer = torch.optim.SGD(trained, lr=1e-6)
+    for forward in (moe, torch.compile(moe, fullgraph=True, backend="aot_eager")):
+        before = moe.experts.lora.b1.detach().clone()
+        out = forward(x)
+        out.square().mean().backward()
+        assert out.dtype == BF16 and all(p.grad.dtype == F32 for p in trained)
+        optimizer.step()
+        assert (moe.experts.lora.b1 != before).any()
+        optimizer.zero_grad()
 
 
 @pytest.mark.parametrize("format", (None, "int4"))
@@ -434,7 +494,7 @@ def test_the_scale_stays_float32(device):
     pickled = io.BytesIO()
     torch.save(moe, pickled)
     pickled.seek(0)
-    cast = [copy.deepcopy(moe).to(to) for to in (BF16, torch.float16, F64, "meta")]
+    cast = [copy.deepcopy(moe).to(to) for to in (BF16, F16, F64, "meta")]
     for changed in (moe, copy.deepcopy(moe), torch.load(pickled, weights_only=False), empty, *cast):
         check_scale(changed, 1.3 / 4)
         assert changed.experts.lora.a1.device == changed.experts.lora.scaling.device
@@ -557,6 +617,15 @@ def test_wrong_adapters(device):
     ):
         with pytest.raises(error, match=message):
             fused_experts(**call, lora=LoRA(**{**lora, **wrong}))
+    half = {n: t.to(BF16) if t is not None and t.is_floating_point() else t for n, t in call.items()}
+    for x_call, a1, message in (
+        (half, lora["a1"].double(), "lora.a1 of x's dtype torch.bfloat16, found torch.float64"),
+        (half, lora["a1"].half(), "lora.a1 of x's dtype torch.bfloat16, found torch.float16"),
+        (call, lora["a1"].bfloat16(), "lora.a1 of x's dtype torch.float32, found torch.bfloat16"),
+        (half, lora["a1"].to("meta"), "lora.a1 on x's device .*, found meta"),
+    ):
+        with pytest.raises((TypeError, ValueError), match=message):
+            fused_experts(**x_call, lora=LoRA(**{**lora, "a1": a1}))
     with pytest.raises(ValueError, match="lora.a3 only beside w3, found lora.a3 without w3"):
         fused_experts(**{**call, "w3": None}, lora=LoRA(**lora))
     with pytest.raises(TypeError, match="lora to be a fused_moe.LoRA, found tuple"):
