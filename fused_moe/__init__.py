@@ -23,7 +23,7 @@ from .lora import LoRA, add_lora
 from .losses import load_balancing_loss, router_z_loss
 from .module import FusedMoE, LoadReport, RouterLosses
 from .plan import Plan
-from .quantized import QuantizedWeight, quantize
+from .quantized import QuantizedWeight, quantize, refresh_weights
 
 __version__ = "0.2.0"
 
@@ -44,6 +44,7 @@ __all__ = [
     "plan_from_counts",
     "quantize",
     "reference",
+    "refresh_weights",
     "route",
     "route_plan",
     "router_logits",

@@ -510,6 +510,96 @@ def test_loading_writes_the_second_packing(cpu, option):
         assert_not_packed(w)
 
 
+@pytest.mark.quick
+@EVERY_OPTION
+@pytest.mark.usefixtures("tiling")
+def test_refresh_weights(cpu, option):
+    """Writes that no version tells, into tiles; in place, as a CUDA graph needs it, and in inference mode."""
+    format, options = OPTIONS[option]
+    moe, *others = (quantize(FusedMoE(64, 128, 4, 2), format, trainable=True, **options) for _ in range(4))
+    weights = {name: getattr(moe.experts, name) for name in ("w1", "w2", "w3")}
+    places = [t.data_ptr() for w in weights.values() for t in w.transposed_tensors if t is not None]
+
+    def write(other, copy):
+        for own, new in zip(moe.experts.parameters(), other.experts.parameters(), strict=True):
+            copy(own, new)
+
+    def assert_written(other):
+        for name, w in weights.items():
+            assert_packed(w)
+            assert_same(w.state_dict(), getattr(other.experts, name).state_dict())
+        assert [
+            t.data_ptr() for w in weights.values() for t in w.transposed_tensors if t is not None
+        ] == places
+
+    write(others[0], lambda own, new: own.data.copy_(new))
+    assert fused_moe.refresh_weights(moe) is None
+    assert_written(others[0])
+    with torch.inference_mode():
+        write(others[1], torch.Tensor.copy_)
+        fused_moe.refresh_weights(torch.nn.Sequential(moe))
+    assert_written(others[1])
+    with torch.no_grad():
+        write(others[2], torch.Tensor.copy_)
+    assert_written(others[2])  # by version
+
+
+@pytest.mark.usefixtures("tiling")
+def test_weights_made_in_inference_mode_are_refreshed(cpu):
+    """They have no versions."""
+    with torch.inference_mode():
+        w, other = (quantize(torch.randn(2, 64, 128), "int4", trainable=True) for _ in range(2))
+        for own, new in zip(w.parameters(), other.parameters(), strict=True):
+            own.copy_(new)
+        fused_moe.refresh_weights(w)
+        assert_packed(w)
+    for copied in (w, copy.deepcopy(w)):
+        fused_moe.refresh_weights(copied)
+        assert_packed(copied)
+
+
+@EVERY_OPTION
+def test_tiles_in_other_memory(cpu, option, request):
+    """Parameters whose memory was replaced through `.data`, which moves no version."""
+    format, options = OPTIONS[option]
+    request.getfixturevalue("tiling")
+    w, other = (quantize(torch.randn(2, 64, 128), format, trainable=True, **options) for _ in range(2))
+    for own, new in zip(w.parameters(), other.parameters(), strict=True):
+        own.data = new.detach().clone()
+    assert_packed(w)
+    assert_same(w.state_dict(), other.state_dict())
+
+
+def test_what_refresh_weights_takes(cpu):
+    """Any module; one without weights of ours is left alone."""
+    assert fused_moe.refresh_weights(torch.nn.Linear(2, 2)) is None
+    for wrong in (torch.zeros(2), None, FusedMoE):
+        with pytest.raises(TypeError, match="refresh_weights: expected module to be an nn.Module, found "):
+            fused_moe.refresh_weights(wrong)
+
+
+@pytest.mark.gpu
+@EVERY_OPTION
+def test_moving_to_the_cpu_frees_the_devices_memory(device, option):
+    """Of tiles and of the second packing."""
+    format, options = OPTIONS[option]
+
+    def trained() -> FusedMoE:
+        moe = quantize(FusedMoE(256, 512, 8, 2, device=device), format, trainable=True, **options)
+        moe(torch.randn(5, 256, device=device)).sum().backward()
+        moe.zero_grad()
+        return moe
+
+    trained()  # libraries' workspaces stay
+    gc.collect()
+    before = torch.cuda.memory_allocated()
+    moe = trained()
+    assert torch.cuda.memory_allocated() >= before + sum(w.nbytes for w in moe.experts.weights)
+    moe.to("cpu")
+    gc.collect()
+    assert torch.cuda.memory_allocated() <= before
+
+
 @EVERY_OPTION
 def test_training_has_the_same_bits(cpu, option):
     """With trainable=True, where it has no effect."""

@@ -12,6 +12,7 @@ from .loaders import (
     from_mxfp4,
 )
 from .quantizing import quantize
+from .refreshing import refresh_weights
 from .weight import QuantizedWeight
 
 __all__ = [
@@ -23,4 +24,5 @@ __all__ = [
     "from_gptq_experts",
     "from_mxfp4",
     "quantize",
+    "refresh_weights",
 ]

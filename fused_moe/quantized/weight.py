@@ -44,7 +44,7 @@ class QuantizedWeight(nn.Module):
 
     # The second packing. Not buffers: DistributedDataParallel sends those to all ranks before every forward.
     data_t = scale_t = zero_t = None
-    _packed_of: list[tuple[Tensor, int]] = []  # the tiles that it was made of, and their versions
+    _packed_of: list[tuple[Tensor, tuple]] = []  # the tiles that it was made of, and their states
     _is_trainable = False
 
     def __init__(
@@ -133,7 +133,7 @@ class QuantizedWeight(nn.Module):
         """data, scale, zero of the second packing as operators take them; None where there is none.
 
         If tiles were written in place since, as DistributedDataParallel does once, it is written again. That
-        is not seen in compiled code."""
+        is not seen in compiled code, nor where tensors have no versions: `fused_moe.refresh_weights`."""
         if not self._has_packing():
             return None, None, None
         return self.data_t, self.scale_t, self.zero_t
@@ -159,6 +159,11 @@ class QuantizedWeight(nn.Module):
         self._is_trainable = trainable
         self._arrange()
         return self
+
+    def refresh(self) -> None:
+        """Writes the second packing again; `fused_moe.refresh_weights` says when that is needed."""
+        if self.data_t is not None and self.is_tiled:
+            self._pack_transposed()
 
     @property
     def code(self) -> int:
@@ -225,26 +230,27 @@ class QuantizedWeight(nn.Module):
             return False
         if torch.compiler.is_compiling():
             return True
-        now = self._versions()
+        now = self._stored()
         # They are other tensors inside torch.func.functional_call.
-        if any(tile is not packed for (tile, _), (packed, _) in zip(now, self._packed_of, strict=True)):
+        if any(tile is not packed for tile, (packed, _) in zip(now, self._packed_of, strict=True)):
             return False
-        if any(new != old for (_, new), (_, old) in zip(now, self._packed_of, strict=True)):
+        if any(_state(tile) != state for tile, state in self._packed_of):
             self._pack_transposed()
         return True
 
-    def _versions(self) -> list[tuple[Tensor, int]]:
-        return [(t, 0 if t.is_inference() else t._version) for t in self.tensors if t is not None]
+    def _stored(self) -> list[Tensor]:
+        return [t for t in map(self._of, ("data", "scale", "zero")) if t is not None]
 
     def _pack_transposed(self) -> None:
         """Into the memory of the packing that there is, if it is on the weight's device."""
         published = {"data_t": self.data, "scale_t": self.scale, "zero_t": self.zero}
-        for name, tensor in published.items():
-            if tensor is not None:
-                convert = tiles.transposed_data if name == "data_t" else tiles.transposed_scale
-                out = _if_on(tensor.device, getattr(self, name))
-                setattr(self, name, convert(self.format, tensor, self.shape, out))
-        self._packed_of = self._versions()
+        with torch.inference_mode(False):  # or it could not be written, nor saved for backward, outside
+            for name, tensor in published.items():
+                if tensor is not None:
+                    convert = tiles.transposed_data if name == "data_t" else tiles.transposed_scale
+                    out = _if_on(tensor.device, getattr(self, name))
+                    setattr(self, name, convert(self.format, tensor, self.shape, out))
+        self._packed_of = [(t, _state(t)) for t in self._stored()]
 
     def _apply(self, fn, recurse=True):
         """As nn.Module, but codes and scales keep their dtypes: fn gets their bytes."""
@@ -257,7 +263,7 @@ class QuantizedWeight(nn.Module):
                 tensor = getattr(self, name) if has_packing else None
                 setattr(self, name, None if tensor is None else _applied(fn, tensor))
             if has_packing:
-                self._packed_of = self._versions()
+                self._packed_of = [(t, _state(t)) for t in self._stored()]
         self._arrange()
         return self
 
@@ -301,8 +307,16 @@ class QuantizedWeight(nn.Module):
         self._arrange(before)
 
 
+def _state(tensor: Tensor) -> tuple:
+    """What tells that a tensor was written, or given other memory. Writes through `.data` do not show."""
+    version = 0 if tensor.is_inference() else tensor._version
+    return version, tensor.data_ptr() if type(tensor) is nn.Parameter else 0
+
+
 def _if_on(device: torch.device, tensor: Tensor | None) -> Tensor | None:
-    return tensor if tensor is not None and tensor.device == device else None
+    """The tensor if it can be written there."""
+    is_there = tensor is not None and tensor.device == device
+    return tensor if is_there and (torch.is_inference_mode_enabled() or not tensor.is_inference()) else None
 
 
 def _applied(fn, tensor: Tensor) -> Tensor:

@@ -64,6 +64,10 @@ class _Kept(dict):
     def __reduce__(self):
         return _Kept, ()
 
+    def refresh(self, experts: nn.Module) -> None:
+        """As `fused_moe.refresh_weights` asks: the next call makes them anew."""
+        self.clear()
+
 
 @torch.compiler.disable(reason="call a model with quantised experts once before it is compiled as one graph")
 def _made(own: dict, name: str) -> QuantizedWeight:

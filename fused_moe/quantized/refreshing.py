@@ -1,0 +1,35 @@
+"""refresh_weights: makes anew what is kept beside weights, after writes that PyTorch does not record."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from ..checks import fail
+from .weight import QuantizedWeight
+
+# A module's attribute: an object whose `refresh(module)` makes anew what is kept beside its parameters.
+KEPT = "_fused_moe_weights"
+
+
+def refresh_weights(module: nn.Module) -> None:
+    """Makes anew, from the weights as they are now, what is kept beside them: the second packing of trainable
+    QuantizedWeights in tiles, and converted copies beside the parameters of transformers' experts.
+
+    To be called after weights were written through `.data`, or in inference mode. `load_state_dict`, and
+    writes that move a tensor's version, need no call. Memory that was right in size is written in place, so
+    a CUDA graph sees the new weights.
+
+    Args:
+        module: any module, a model for instance. What has nothing to refresh is left alone.
+
+    Raises:
+        TypeError: module is no nn.Module.
+    """
+    if not isinstance(module, nn.Module):
+        fail(TypeError, "refresh_weights", "module to be an nn.Module", type(module).__name__)
+    for part in module.modules():
+        if isinstance(part, QuantizedWeight):
+            part.refresh()
+        kept = vars(part).get(KEPT)
+        if kept is not None:
+            kept.refresh(part)
