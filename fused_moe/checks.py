@@ -289,6 +289,8 @@ def check_out(fn: str, out, x: Tensor, shape: tuple, inputs: tuple) -> None:
     check_device(fn, "out", out, "x", x)
     if not out.is_contiguous():
         fail(ValueError, fn, "a contiguous out", f"strides {out.stride()}")
+    if out.requires_grad and torch.is_grad_enabled():
+        fail(ValueError, fn, "out that requires no gradient itself", "requires_grad=True")
     inputs = [t for t in inputs if t is not None]
     if not all(map(_has_memory, (out, *inputs))):
         return

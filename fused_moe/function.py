@@ -410,7 +410,8 @@ def experts_and_counts(
     if out is not None:
         if needs_grad:
             fail(ValueError, fn, "out where no gradient is needed", "an argument that requires one")
-        inputs = (x, *_tensors_of(stored), *biases, scores, ids, *adapters, shared, shared_gate)
+        maps = (expert_map, *(plan or ()))
+        inputs = (x, *_tensors_of(stored), *biases, scores, ids, *adapters, shared, shared_gate, *maps)
         check_out(fn, out, x, x.shape, inputs)
     scores, shared = _as_scores(scores, x), (shared, _as_scores(shared_gate, x))
     is_operator = plan is None and not needs_grad

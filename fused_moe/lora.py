@@ -4,13 +4,24 @@ from __future__ import annotations
 
 import math
 import warnings
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from .checks import FLOATING, check_device, check_int, check_like, check_plain, check_real, check_tensor, fail
+from .checks import (
+    FLOATING,
+    check_device,
+    check_int,
+    check_like,
+    check_num_experts,
+    check_plain,
+    check_real,
+    check_tensor,
+    fail,
+)
 
 
 class LoRA(NamedTuple):
@@ -63,27 +74,37 @@ class LoRA(NamedTuple):
             scale: lora_alpha / rank, or lora_alpha / sqrt(rank) with use_rslora.
 
         Raises:
-            ValueError: a width is not a multiple of E, or the ranks of a pair differ.
+            TypeError, ValueError: a width is not a multiple of E, say, or the ranks of a pair differ.
 
         Source: ParamWrapper of peft.tuners.lora.layer, version 0.21.
         """
-        check_int("from_peft", "num_experts", num_experts)
-        if num_experts < 1:
-            fail(ValueError, "from_peft", "num_experts >= 1", num_experts)
+        fn = "from_peft"
+        check_num_experts(fn, num_experts)
+        check_real(fn, "scale", scale)
+        if w1 is None and w2 is None and w3 is None:
+            fail(ValueError, fn, "adapters of w1, w2 or w3", "none")
         pairs = []
         for i, pair in enumerate((w1, w2, w3), 1):
             if pair is None:
                 pairs += [None, None]
                 continue
+            if not isinstance(pair, (tuple, list)) or len(pair) != 2:
+                fail(TypeError, fn, f"w{i} to be a pair (lora_A.weight, lora_B.weight)", type(pair).__name__)
             A, B = pair
-            if A.dim() != 2 or B.dim() != 2 or A.size(0) % num_experts or B.size(1) != A.size(0):
+            check_tensor(fn, f"w{i}'s lora_A", A, 2, FLOATING)
+            check_tensor(fn, f"w{i}'s lora_B", B, 2, FLOATING)
+            if A.size(0) < 1:
+                fail(ValueError, fn, f"w{i} of rank >= 1", f"lora_A of shape {tuple(A.shape)}")
+            if A.size(0) % num_experts or B.size(1) != A.size(0):
                 expected = f"w{i} of lora_A ({num_experts} * rank, in), lora_B (out, rank * {num_experts})"
-                fail(ValueError, "from_peft", expected, f"{tuple(A.shape)} and {tuple(B.shape)}")
+                fail(ValueError, fn, expected, f"{tuple(A.shape)} and {tuple(B.shape)}")
             pairs += [A.unflatten(0, (num_experts, -1)), B.unflatten(1, (-1, num_experts)).permute(2, 0, 1)]
         return cls(*pairs, scale)
 
     def to_peft(self) -> list[tuple[Tensor, Tensor] | None]:
         """The inverse of `from_peft`: (lora_A.weight, lora_B.weight) of w1, w2 and w3."""
+        for i, (a, b) in enumerate(self.pairs, 1):
+            _check_pair("to_peft", i, a, b)
         return [
             None if a is None else (a.flatten(0, 1), b.permute(1, 2, 0).flatten(1)) for a, b in self.pairs
         ]
@@ -129,12 +150,24 @@ class Adapters(nn.Module):
 
     @torch.no_grad()
     def load(self, lora: LoRA) -> None:
-        """Copies adapters, those of another framework say, into the parameters; takes their scale."""
+        """Copies adapters, those of another framework say, into the parameters; takes their scale.
+
+        Raises:
+            TypeError, ValueError: before anything is changed, with what was expected and what was found.
+        """
+        fn = "load"
+        _check_type(fn, lora)
+        check_real(fn, "lora.scale", lora.scale)
+        for i, (a, b) in enumerate(lora.pairs, 1):
+            _check_pair(fn, i, a, b)
         own = dict(self.named_parameters())
         given = {name: t for name, t in zip(LoRA._fields, lora.tensors, strict=False) if t is not None}
         if {n: p.shape for n, p in own.items()} != {n: t.shape for n, t in given.items()}:
             expected, found = ({n: tuple(t.shape) for n, t in ts.items()} for ts in (own, given))
-            fail(ValueError, "load", f"adapters of shapes {expected}", found)
+            fail(ValueError, fn, f"adapters of shapes {expected}", found)
+        for whose, tensors in (("lora's", given), ("the layer's", own)):
+            if any(t.is_meta for t in tensors.values()):  # which copy_ would pass over, without a word
+                fail(ValueError, fn, f"{whose} adapters to have values", "some on meta")
         for name, parameter in own.items():
             parameter.copy_(given[name])
         self.scale = lora.scale
@@ -223,6 +256,7 @@ def add_lora(
     fn = "add_lora"
     from .module import experts_in  # whose experts have adapters, so it imports this file
 
+    layers = experts_in(fn, module)
     check_int(fn, "rank", rank)
     if rank < 1:
         fail(ValueError, fn, "rank >= 1", rank)
@@ -230,9 +264,11 @@ def add_lora(
         check_real(fn, "alpha", alpha)
     if dtype is not None and dtype not in FLOATING:
         fail(TypeError, fn, "a floating dtype", dtype)
-    if not targets or not set(targets) <= {"w1", "w2", "w3"}:
+    if isinstance(targets, str) or not isinstance(targets, Iterable):
+        fail(TypeError, fn, "targets to be a tuple of w1, w2 and w3", repr(targets))
+    targets = tuple(targets)
+    if not targets or not all(target in ("w1", "w2", "w3") for target in targets):
         fail(ValueError, fn, "targets of w1, w2 and w3", targets)
-    layers = experts_in(fn, module)
     if any(layer.lora is not None for layer in layers):
         fail(ValueError, fn, "experts without adapters", "some that have them")
     for layer in layers:
@@ -248,21 +284,32 @@ def add_lora(
     return module
 
 
-def check_lora(fn: str, lora, x_name: str, x: Tensor, weights: tuple) -> None:
-    """Checks adapters against w1, w2 and w3 (E, out, in)."""
+def _check_type(fn: str, lora) -> None:
     if not isinstance(lora, LoRA):
         fail(TypeError, fn, "lora to be a fused_moe.LoRA", type(lora).__name__)
+
+
+def _check_pair(fn: str, i: int, a, b) -> None:
+    """Checks for two matrices per expert, or None for both."""
+    if (a is None) != (b is None):
+        fail(ValueError, fn, f"lora.a{i} and lora.b{i} together", "one of them")
+    if a is not None:
+        check_tensor(fn, f"lora.a{i}", a, 3, FLOATING)
+        check_tensor(fn, f"lora.b{i}", b, 3, FLOATING)
+
+
+def check_lora(fn: str, lora, x_name: str, x: Tensor, weights: tuple) -> None:
+    """Checks adapters against w1, w2 and w3 (E, out, in)."""
+    _check_type(fn, lora)
     check_real(fn, "lora.scale", lora.scale)
     for i, ((a, b), w) in enumerate(zip(lora.pairs, weights, strict=True), 1):
-        if (a is None) != (b is None):
-            fail(ValueError, fn, f"lora.a{i} and lora.b{i} together", "one of them")
+        _check_pair(fn, i, a, b)
         if a is None:
             continue
         if w is None:
             fail(ValueError, fn, f"lora.a{i} only beside w{i}", f"lora.a{i} without w{i}")
         E, rows, cols = w.shape
         for name, value in ((f"lora.a{i}", a), (f"lora.b{i}", b)):
-            check_tensor(fn, name, value, 3, FLOATING)
             if value.dtype == torch.float32 and x.dtype in (torch.bfloat16, torch.float16):
                 check_device(fn, name, value, x_name, x)
             else:

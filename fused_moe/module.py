@@ -176,6 +176,8 @@ class Experts(nn.Module):
 
 def experts_in(fn: str, module: nn.Module) -> list[Experts]:
     """The experts of every FusedMoE in a module, which has to have some."""
+    if not isinstance(module, nn.Module):
+        checks.fail(TypeError, fn, "a module with a FusedMoE in it", type(module).__name__)
     found = [m for m in module.modules() if isinstance(m, Experts)]
     if not found:
         checks.fail(ValueError, fn, "a module with a FusedMoE in it", type(module).__name__)

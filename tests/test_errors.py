@@ -456,6 +456,10 @@ TABLE = {
          ValueError, "out where no gradient is needed", "an argument that requires one"),
         (experts(shared=rows_of_both[:T], out=rows_of_both[T - 1 :]),
          ValueError, "out that shares no memory", "one that does"),
+        (experts(out=torch.empty(T, D).requires_grad_()),
+         ValueError, "out that requires no gradient itself", "requires_grad=True"),
+        (experts(out=torch.empty(T, D).requires_grad_().sigmoid()),
+         ValueError, "out that requires no gradient itself", "requires_grad=True"),
     ],
     "grouped_mlp": [
         (mlp(x_rows=[1.0]), TypeError, "x_rows to be a tensor", "list"),
@@ -627,6 +631,32 @@ def test_the_table_is_long():
         "grouped_mm",
     }
     assert named >= public | {"fused_experts", "grouped_mlp", "FusedMoE", "check_ids"}
+
+
+@pytest.mark.parametrize("name", ("expert_map", *(f"plan.{field}" for field in fused_moe.Plan._fields)))
+def test_out_in_memory_of_maps(device, name):
+    """Integers that kernels read while they write out: out's memory starts with them."""
+    fn, arguments = experts()
+    arguments = moved(arguments, device)
+    plan = fused_moe.route_plan(arguments["ids"], E)
+    maps = integers(9).to(device) if name == "expert_map" else getattr(plan, name.removeprefix("plan."))
+    memory = integers(T * D).to(device)
+    inside = memory[: maps.numel()].copy_(maps.flatten()).view(maps.shape)
+    given = {"expert_map": inside}
+    if name != "expert_map":
+        given = {"plan": plan._replace(**{name.removeprefix("plan."): inside})}
+    out = memory.view(F32).view(T, D)
+    with pytest.raises(ValueError, match="expected out that shares no memory .*, found one that does"):
+        fn(**arguments, **given, out=out)
+    apart = torch.empty(T, D, device=device)
+    assert torch.equal(fn(**arguments, **given, out=apart), fn(**arguments, **given))
+
+
+def test_out_may_require_a_gradient_without_grad_mode(device):
+    fn, arguments = experts()
+    arguments, out = moved(arguments, device), torch.empty(T, D, device=device, requires_grad=True)
+    with torch.no_grad():
+        assert fn(**arguments, out=out) is out and torch.equal(out, fn(**arguments))
 
 
 def test_right_calls_are_right(device):

@@ -267,6 +267,67 @@ def test_peft_layout(cpu):
         LoRA.from_peft(0, w1=(A, B))
 
 
+def test_wrong_peft_adapters(cpu):
+    """Of from_peft and to_peft."""
+    A, B = torch.randn(12, 24), torch.randn(16, 12)
+    pair = r"w1 to be a pair \(lora_A.weight, lora_B.weight\), found"
+    for arguments, error, message in (
+        ({"num_experts": None}, TypeError, "num_experts to be an int, found NoneType"),
+        ({"w1": None}, ValueError, "adapters of w1, w2 or w3, found none"),
+        ({"w1": {"lora_A": A, "lora_B": B}}, TypeError, f"{pair} dict"),
+        ({"w1": A}, TypeError, f"{pair} Tensor"),
+        ({"w1": (A,)}, TypeError, f"{pair} tuple"),
+        ({"w1": (A, None)}, TypeError, "w1's lora_B to be a tensor, found NoneType"),
+        ({"w1": ("A", B)}, TypeError, "w1's lora_A to be a tensor, found str"),
+        ({"w1": (A.int(), B)}, TypeError, "w1's lora_A of dtype float32 .*, found torch.int32"),
+        ({"w1": (A[0], B)}, ValueError, "w1's lora_A of 2 dimensions, found shape"),
+        ({"w1": (A[:0], B[:, :0])}, ValueError, r"w1 of rank >= 1, found lora_A of shape \(0, 24\)"),
+        ({"scale": math.nan}, ValueError, "scale to be a finite number, found nan"),
+        ({"scale": "1"}, TypeError, "scale to be a number, found str '1'"),
+        ({"scale": None}, TypeError, "scale to be a number, found NoneType"),
+    ):
+        with pytest.raises(error, match=f"from_peft: expected .*{message}"):
+            LoRA.from_peft(**{"num_experts": 3, "w1": (A, B)} | arguments)
+    a, b = LoRA.from_peft(3, w1=(A, B)).pairs[0]
+    for lora, error, message in (
+        (LoRA(a1=a), ValueError, "lora.a1 and lora.b1 together, found one of them"),
+        (LoRA(a2=a, b2=b[0]), ValueError, "lora.b2 of 3 dimensions"),
+        (LoRA(a2=a, b2="b"), TypeError, "lora.b2 to be a tensor, found str"),
+    ):
+        with pytest.raises(error, match=f"to_peft: expected .*{message}"):
+            lora.to_peft()
+
+
+def test_wrong_adapters_to_load(device):
+    """They change nothing."""
+    moe = trained_layer(device)
+    own = moe.experts.lora()
+    before = {n: t.clone() for n, t in moe.state_dict().items()}
+    for wrong, error, message in (
+        (None, TypeError, "lora to be a fused_moe.LoRA, found NoneType"),
+        ({"a1": own.a1}, TypeError, "lora to be a fused_moe.LoRA, found dict"),
+        (tuple(own), TypeError, "lora to be a fused_moe.LoRA, found tuple"),
+        (own._replace(scale="x"), TypeError, "lora.scale to be a number, found str 'x'"),
+        (own._replace(scale=math.nan), ValueError, "lora.scale to be a finite number, found nan"),
+        (own._replace(scale=torch.tensor(2.0)), TypeError, "lora.scale to be a number, found Tensor"),
+        (own._replace(a3="a"), TypeError, "lora.a3 to be a tensor, found str"),
+        (own._replace(a3=own.a3.int()), TypeError, "lora.a3 of dtype .*, found torch.int32"),
+        (own._replace(b3=None), ValueError, "lora.a3 and lora.b3 together, found one of them"),
+        (own._replace(a3=None, b3=None), ValueError, "adapters of shapes .*'b3'.*, found {'a1'"),
+        (
+            own._replace(b3=own.b3.to("meta")),
+            ValueError,
+            "lora's adapters to have values, found some on meta",
+        ),
+    ):
+        with pytest.raises(error, match=f"load: expected {message}"):
+            moe.experts.lora.load(wrong)
+    with pytest.raises(ValueError, match="the layer's adapters to have values, found some on meta"):
+        trained_layer("meta").experts.lora.load(own)
+    assert all(torch.equal(moe.state_dict()[n], t) for n, t in before.items())
+    check_scale(moe, 4.0)
+
+
 def test_adapters_of_another_framework(cpu):
     """A layer's adapters take given ones, with their scale; others of other shapes raise."""
     E, rank, D, F = 3, 4, 24, 16
@@ -576,6 +637,10 @@ def test_wrong_layers(device):
         (lambda: add_lora(moe, 2.0), TypeError, "rank to be an int"),
         (lambda: add_lora(moe, 2, alpha="1"), TypeError, "alpha to be a number"),
         (lambda: add_lora(moe, 2, targets=("w4",)), ValueError, "targets of w1, w2 and w3, found"),
+        (lambda: add_lora(moe, 2, targets=(["w1"],)), ValueError, "targets of w1, w2 and w3, found"),
+        (lambda: add_lora(moe, 2, targets="w1"), TypeError, "targets to be a tuple of .*, found 'w1'"),
+        (lambda: add_lora(moe, 2, targets=None), TypeError, "targets to be a tuple of .*, found None"),
+        (lambda: add_lora(None, 2), TypeError, "a module with a FusedMoE in it, found NoneType"),
         (lambda: add_lora(moe, 2, dtype=torch.int8), TypeError, "a floating dtype, found torch.int8"),
         (lambda: add_lora(plain, 2, targets=("w3",)), ValueError, "experts with w3, found ungated ones"),
         (lambda: add_lora(torch.nn.Linear(2, 2), 2), ValueError, "a FusedMoE in it, found Linear"),
