@@ -1,11 +1,14 @@
 """Raw operators on the CPU with ids, counts, offsets and maps that lead outside: an error, and nothing is
-written. tests/cuda/test_misuse.py has the same for CUDA, where they are clamped."""
+written. tests/cuda/test_misuse.py has the same for CUDA, where they are clamped. On any device an operand
+whose storage was freed or shrunk is an error."""
 
 import pytest
 import torch
 from cases import BF16, F32, Case, operator_calls
-from planting import INT_MAX, INT_MIN, Guarded, calls_of, integer_arguments, planted, wrong_values
+from planting import INT_MAX, INT_MIN, Guarded, calls_of, integer_arguments, planted, replaced, wrong_values
 from torch.utils._pytree import tree_leaves
+
+import fused_moe
 
 ops = torch.ops.fused_moe
 CASE = Case(13, 16, 8, 5, 3, bias=True)
@@ -91,3 +94,49 @@ def test_route_backward_has_the_limits_of_route(device, experts, top_k):
     ids = torch.zeros(4, top_k, dtype=torch.int32, device=device)
     with pytest.raises(RuntimeError, match="fused_moe::route_backward: expected"):
         ops.route_backward(dscores, logits, ids, 0, False, 1.0)
+
+
+def cut(t: torch.Tensor, num_bytes: int, offset: int = 0) -> torch.Tensor:
+    """The same values from an offset on, in a storage of its own that was shrunk afterwards."""
+    extent = 1 + sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True))
+    storage = t.new_empty(offset + extent)
+    copy = storage.as_strided(t.shape, t.stride(), offset).copy_(t)
+    assert num_bytes < storage.nbytes
+    storage.untyped_storage().resize_(num_bytes)
+    return copy
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("name", sorted(operator_calls(CASE, "cpu")))
+def test_freed_and_shrunk_storage(device, name):
+    """Every tensor of every call: freed, one byte too short, and shrunk behind an offset."""
+    for call in operator_calls(CASE, device)[name]:
+        first = {id(t): i for i, argument in reversed([*enumerate(call)]) for t in tensors(argument)}
+        for t in filter(torch.numel, tensors(call)):
+            expected = f"{name}: expected the storage of argument {first[id(t)]}, a tensor of shape"
+            for num_bytes, offset in ((0, 0), (t.nbytes - 1, 0), (t.nbytes, 3)):
+                short = cut(t.detach(), num_bytes, offset)
+                with pytest.raises(RuntimeError, match=expected):
+                    getattr(ops, name)(*replaced(call, t, short))
+
+
+@pytest.mark.parametrize("with_gradients", (False, True))
+@pytest.mark.parametrize("name", ("x", "w1", "w2", "w3", "b1", "b2", "b3", "scores", "ids"))
+def test_experts_of_freed_storage(device, name, with_gradients):
+    """As FSDP leaves a weight outside of forward and backward: an error, as torch.mm's, not a crash."""
+    inputs = {**CASE.inputs(device), "ids": CASE.ids(device)}
+    if with_gradients:
+        inputs = {n: t.requires_grad_() if t.is_floating_point() else t for n, t in inputs.items()}
+    with torch.no_grad() if not with_gradients else torch.enable_grad():
+        inputs[name].untyped_storage().resize_(0)
+        with pytest.raises(RuntimeError, match="expected the storage of argument"):
+            fused_moe.fused_experts(**inputs)
+
+
+@pytest.mark.parametrize("name", ("x", "w1", "w2", "w3"))
+def test_storage_freed_before_backward(device, name):
+    inputs = {n: t.requires_grad_() for n, t in CASE.inputs(device).items()}
+    out = fused_moe.fused_experts(**inputs, ids=CASE.ids(device))
+    inputs[name].untyped_storage().resize_(0)
+    with pytest.raises(RuntimeError, match="expected the storage of argument"):
+        out.sum().backward()

@@ -87,6 +87,34 @@ void run_tiered(const Call &call, Params &p, const Tensor &x, std::type_identity
     run(call, p, cpu, cuda);
 }
 
+/* --- registering ------------------------------------------------------------------------------------------ */
+
+/* Throws unless the argument's storage holds all that its offset, sizes and strides reach. Memory that was freed or
+ * shrunk, as FSDP's, would be read or written past its end. */
+void check_storage(const char *op, int argument, const Tensor &x);
+void check_storage(const char *op, int argument, const OptTensor &x);
+void check_storage(const char *op, int argument, const TensorList &list);
+template <typename T>
+void check_storage(const char *, int, const T &) {}
+
+/* An operator's function behind the check of all its tensors. */
+template <const char *name, auto function>
+struct Checked;
+template <const char *name, typename Result, typename... Args, Result (*function)(Args...)>
+struct Checked<name, function> {
+    static Result call(Args... args) {
+        int argument = 0;
+        (check_storage(name, argument++, args), ...);
+        return function(args...);
+    }
+};
+
+#define REGISTER(library, function)                                                                          \
+    do {                                                                                                     \
+        static constexpr char name[] = #function;                                                            \
+        library.impl(name, TORCH_BOX((&Checked<name, &function>::call)));                                    \
+    } while (0)
+
 /* --- tensors: tensors.cpp ------------------------------------------------------------------------------- */
 
 /* Fresh, on like's device, of like's dtype unless another one is given. */

@@ -249,36 +249,36 @@ STABLE_TORCH_LIBRARY(fused_moe, m) {
 /* The same functions for either device: begin_call looks at the tensors. */
 template <typename Library>
 static void register_functions(Library &m) {
-    m.impl("router_logits", TORCH_BOX(&router_logits));
-    m.impl("router_dgrad", TORCH_BOX(&router_dgrad));
-    m.impl("route", TORCH_BOX(&route));
-    m.impl("route_backward", TORCH_BOX(&route_backward));
-    m.impl("route_plan", TORCH_BOX(&route_plan));
-    m.impl("count_plan", TORCH_BOX(&count_plan));
-    m.impl("permute", TORCH_BOX(&permute));
-    m.impl("unpermute", TORCH_BOX(&unpermute));
-    m.impl("unpermute_backward", TORCH_BOX(&unpermute_backward));
-    m.impl("shared_backward", TORCH_BOX(&shared_backward));
-    m.impl("grouped_mm", TORCH_BOX(&grouped_mm));
-    m.impl("quantized_mm", TORCH_BOX(&quantized_mm));
-    m.impl("wgrad", TORCH_BOX(&wgrad));
-    m.impl("wgrad_accumulate", TORCH_BOX(&wgrad_accumulate));
-    m.impl("bias_grad", TORCH_BOX(&bias_grad));
-    m.impl("activate", TORCH_BOX(&activate));
-    m.impl("activate_backward", TORCH_BOX(&activate_backward));
-    m.impl("up_gate", TORCH_BOX(&up_gate));
-    m.impl("up_dgrad", TORCH_BOX(&up_dgrad));
-    m.impl("down_dgrad", TORCH_BOX(&down_dgrad));
-    m.impl("experts_up", TORCH_BOX(&experts_up));
-    m.impl("experts_up_backward", TORCH_BOX(&experts_up_backward));
-    m.impl("experts_up_backward_accumulate", TORCH_BOX(&experts_up_backward_accumulate));
-    m.impl("experts_down", TORCH_BOX(&experts_down));
-    m.impl("experts", TORCH_BOX(&experts));
-    m.impl("experts_out", TORCH_BOX(&experts_out));
-    m.impl("quantized_experts", TORCH_BOX(&quantized_experts));
-    m.impl("routed_experts", TORCH_BOX(&routed_experts));
-    m.impl("experts_down_backward", TORCH_BOX(&experts_down_backward));
-    m.impl("experts_down_backward_accumulate", TORCH_BOX(&experts_down_backward_accumulate));
+    REGISTER(m, router_logits);
+    REGISTER(m, router_dgrad);
+    REGISTER(m, route);
+    REGISTER(m, route_backward);
+    REGISTER(m, route_plan);
+    REGISTER(m, count_plan);
+    REGISTER(m, permute);
+    REGISTER(m, unpermute);
+    REGISTER(m, unpermute_backward);
+    REGISTER(m, shared_backward);
+    REGISTER(m, grouped_mm);
+    REGISTER(m, quantized_mm);
+    REGISTER(m, wgrad);
+    REGISTER(m, wgrad_accumulate);
+    REGISTER(m, bias_grad);
+    REGISTER(m, activate);
+    REGISTER(m, activate_backward);
+    REGISTER(m, up_gate);
+    REGISTER(m, up_dgrad);
+    REGISTER(m, down_dgrad);
+    REGISTER(m, experts_up);
+    REGISTER(m, experts_up_backward);
+    REGISTER(m, experts_up_backward_accumulate);
+    REGISTER(m, experts_down);
+    REGISTER(m, experts);
+    REGISTER(m, experts_out);
+    REGISTER(m, quantized_experts);
+    REGISTER(m, routed_experts);
+    REGISTER(m, experts_down_backward);
+    REGISTER(m, experts_down_backward_accumulate);
 }
 
 STABLE_TORCH_LIBRARY_IMPL(fused_moe, CPU, m) {
@@ -297,5 +297,5 @@ STABLE_TORCH_LIBRARY_IMPL(fused_moe, CompositeExplicitAutograd, m) {
     m.impl("cuda_problem", TORCH_BOX(&cuda_problem));
     m.impl("cuda_calls", TORCH_BOX(&cuda_calls));
     m.impl("cuda_reset", TORCH_BOX(&cuda_reset));
-    m.impl("own_plan", TORCH_BOX(&own_plan));
+    REGISTER(m, own_plan);
 }

@@ -178,9 +178,9 @@ STABLE_TORCH_LIBRARY_FRAGMENT(fused_moe, m) {
 
 /* Not CPU: that key is for a layer's operators, which have a CUDA, a fake and an autograd kernel, too. */
 STABLE_TORCH_LIBRARY_IMPL(fused_moe, CompositeExplicitAutograd, m) {
-    m.impl("tile_schedule", TORCH_BOX(&tile_schedule));
-    m.impl("work_tiles", TORCH_BOX(&work_tiles));
-    m.impl("wgrad_tiles", TORCH_BOX(&wgrad_tiles));
-    m.impl("next_tile", TORCH_BOX(&next_tile));
+    REGISTER(m, tile_schedule);
+    REGISTER(m, work_tiles);
+    REGISTER(m, wgrad_tiles);
+    REGISTER(m, next_tile);
     m.impl("default_order", TORCH_BOX(&default_order));
 }

@@ -76,6 +76,38 @@ Tensor new_empty_result(const Tensor &like, std::optional<ScalarType> dtype) {
     return new_tensor(like, {0}, dtype);
 }
 
+/* --- storage --------------------------------------------------------------------------------------------- */
+
+/* By C calls of two nanoseconds each: every tensor of every call comes here. */
+void check_storage(const char *op, int argument, const Tensor &x) {
+    int64_t bytes, offset, dim, *sizes, *strides;
+    int32_t dtype;
+    TORCH_ERROR_CODE_CHECK(aoti_torch_get_storage_size(x.get(), &bytes));
+    TORCH_ERROR_CODE_CHECK(aoti_torch_get_storage_offset(x.get(), &offset));
+    TORCH_ERROR_CODE_CHECK(aoti_torch_get_dim(x.get(), &dim));
+    TORCH_ERROR_CODE_CHECK(aoti_torch_get_sizes(x.get(), &sizes));
+    TORCH_ERROR_CODE_CHECK(aoti_torch_get_strides(x.get(), &strides));
+    TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(x.get(), &dtype));
+    int64_t last = offset;
+    for (int64_t i = 0; i < dim; i++) {
+        if (sizes[i] == 0) return;
+        last += (sizes[i] - 1) * strides[i];
+    }
+    const int64_t needed = (last + 1) * (int64_t)aoti_torch_dtype_element_size(dtype);
+    if (bytes < needed)
+        fail(op, "expected the storage of argument ", argument, ", a tensor of shape ",
+             shape_text(sizes, dim), ", to hold ", needed, " bytes, found ", bytes,
+             ": it was freed or shrunk");
+}
+
+void check_storage(const char *op, int argument, const OptTensor &x) {
+    if (x) check_storage(op, argument, *x);
+}
+
+void check_storage(const char *op, int argument, const TensorList &list) {
+    for (const Tensor &x : list) check_storage(op, argument, x);
+}
+
 /* --- dtypes and data ------------------------------------------------------------------------------------ */
 
 ScalarType score_dtype(const Tensor &x) {
