@@ -149,26 +149,54 @@ def _register_fake(schema: Schema, fake):
 
 
 def _register_vmap(schema: Schema):
-    """Under vmap an operator is called once per sample. PyTorch's own fallback does not see batched tensors
+    """Under vmap an operator is called once per sample. PyTorch's own fallbacks do not see batched tensors
     in lists, and a plan is a list."""
 
-    def loop(info, in_dims, *args):
-        leaves, spec = pytree.tree_flatten(args)
-        dims = pytree.tree_leaves(in_dims)
-
+    def loop(batch_size, dims, leaves, spec):
         def sample(i):
             return [x if d is None else x.select(d, i) for x, d in zip(leaves, dims, strict=True)]
 
-        if info.batch_size == 0:
+        if batch_size == 0:
             raise ValueError(f"fused_moe: expected vmap of {schema.name} over at least one sample, found 0")
-        results = [schema.op(*pytree.tree_unflatten(sample(i), spec)) for i in range(info.batch_size)]
-        if results[0] is None:
-            return None, None
-        if isinstance(results[0], Tensor):
-            return torch.stack(results), 0
-        return tuple(map(torch.stack, zip(*results, strict=True))), (0,) * len(results[0])
+        results = [schema.op(*pytree.tree_unflatten(sample(i), spec)) for i in range(batch_size)]
+        if isinstance(results[0], tuple):
+            return tuple(map(torch.stack, zip(*results, strict=True)))
+        return None if results[0] is None else torch.stack(results)
 
-    torch.library.register_vmap(f"fused_moe::{schema.name}", loop, lib=_library)
+    def rule(info, in_dims, *args):
+        leaves, spec = pytree.tree_flatten(args)
+        stacked = loop(info.batch_size, pytree.tree_leaves(in_dims), leaves, spec)
+        return stacked, None if stacked is None else pytree.tree_map(lambda _: 0, stacked)
+
+    def older_rule(*args):
+        leaves, spec = pytree.tree_flatten(args)
+        levels = [_older_vmap_level(x) for x in leaves]
+        level = max(levels)
+        dims = [0 if x_level == level else None for x_level in levels]
+        leaves = [x if d is None else _unbatched(x, level) for x, d in zip(leaves, dims, strict=True)]
+        stacked = loop(leaves[dims.index(0)].size(0), dims, leaves, spec)
+        return pytree.tree_map_only(Tensor, lambda x: torch._add_batch_dim(x, 0, level), stacked)
+
+    torch.library.register_vmap(f"fused_moe::{schema.name}", rule, lib=_library)
+    _library.impl(schema.name, older_rule, "Batched")
+
+
+# autograd.grad(is_grads_batched=True) and vectorize=True of autograd.functional use an older vmap than
+# torch.func's. Each of its nested calls has a level, 1 for the outermost.
+_OLDER_VMAP = torch._C._parse_dispatch_key("Batched")
+_OLDER_VMAP_LEVELS = range(63, 0, -1)
+
+
+def _older_vmap_level(x) -> int:
+    """The level of the innermost call that batches x; 0 if none does."""
+    if not isinstance(x, Tensor) or not torch._C._dispatch_keys(x).has(_OLDER_VMAP):
+        return 0
+    return next((level for level in _OLDER_VMAP_LEVELS if _unbatched(x, level).size(0)), 1)
+
+
+def _unbatched(x: Tensor, level: int) -> Tensor:
+    """x with its samples of this level in dimension 0, which has size 0 if there are none."""
+    return torch._remove_batch_dim(x, level, 0, 0)
 
 
 def _refuse_tangents(name: str, args):

@@ -1,21 +1,29 @@
 """torch.func, forward mode, and what else has to see a call before autograd does. `ops.run` lets it."""
 
+from dataclasses import replace
+
 import pytest
 import torch
-from cases import Calls
+from cases import F32, LAYOUTS, Calls, Case, call_operator, operator_calls
+from planting import CODES
+from torch._vmap_internals import _vmap as older_vmap
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from fused_moe import (
     FusedMoE,
+    add_lora,
     fused_experts,
     grouped_mlp,
     grouped_mm,
     ops,
     permute,
+    quantize,
     reference,
     route,
     unpermute,
 )
+from fused_moe.quantized.formats import FORMATS
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:There is a performance drop"),
@@ -127,6 +135,102 @@ def test_a_training_layer_counts_under_transforms(device, layer):
     module.train()
     torch.func.vmap(torch.func.grad(loss_of, argnums=1), in_dims=(None, None, 0))(module, parameters, x)
     assert module.tokens_per_expert.sum() == x.size(0) * x.size(1) * module.top_k
+
+
+# is_grads_batched and vectorize=True go through a vmap that is older than torch.func's.
+VMAPS = {"torch.func": torch.func.vmap, "is_grads_batched": older_vmap}
+TINY = Case(9, 6, 4, 3, 2, F32, bias=True)
+
+
+def samples_of(name: str, args) -> list:
+    """Two samples of each tensor among an operator's arguments: numbers are others in the second."""
+    names = [a.name for a in getattr(ops.ops, name).default._schema.arguments]
+
+    def samples(t, is_number):
+        return (
+            torch.stack([t, t / 2 if is_number and t.is_floating_point() else t]) if torch.is_tensor(t) else t
+        )
+
+    return [
+        tree_map(lambda t, n=n: samples(t, n not in CODES), value)
+        for n, value in zip(names, args, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("depth", (1, 2))
+@pytest.mark.parametrize("vmap", VMAPS)
+@pytest.mark.parametrize("name", operator_calls(TINY, torch.device("cpu")))
+def test_every_operator_under_vmap(device, name, vmap, depth):
+    """The results of one call after another, and what is written; also nested, and with lists batched."""
+    for layout in LAYOUTS:
+        for args in operator_calls(replace(TINY, layout=layout), device)[name]:
+            args = samples_of(name, args)
+            if depth == 2:  # the outer samples differ, the inner ones are equal
+                args = tree_map(lambda t: torch.stack([t, t], 1) if torch.is_tensor(t) else t, args)
+            leaves, spec = tree_flatten(args)
+            places = [i for i, leaf in enumerate(leaves) if torch.is_tensor(leaf)]
+
+            def call(*tensors, leaves=leaves, spec=spec, places=places):
+                given = dict(zip(places, tensors, strict=True))
+                return call_operator(
+                    name, tree_unflatten([given.get(i, x) for i, x in enumerate(leaves)], spec)
+                )
+
+            batched = call
+            for _ in range(depth):
+                batched = VMAPS[vmap](batched)
+            found = batched(*(leaves[i] for i in places))
+            for index in ((0,) * depth, (1,) * depth):
+                expected = call(*(leaves[i][index] for i in places))
+                assert_close_all([t[index] for t in found], expected)
+
+
+LAYER_KINDS = {
+    "float": {},
+    "biases": {"bias": True, "gate_bias": True, "score_func": "sigmoid", "route_norm": True},
+    "groups": {"num_expert_groups": 2, "num_limited_groups": 1, "load_balance_coeff": 1e-3},
+    "shared": {"num_shared_experts": 1, "shared_expert_gate": True},
+    **{format: {} for format in FORMATS},
+}
+
+
+def make_layer(kind: str, device) -> FusedMoE:
+    """Float, or quantised with adapters."""
+    layer = FusedMoE(64, 32, 4, 2, **LAYER_KINDS[kind], device=device)
+    if kind in FORMATS:
+        add_lora(quantize(layer, kind, **({"group_size": 32} if kind == "int4" else {})), 4)
+        for name in ("b1", "b2", "b3"):
+            torch.nn.init.normal_(getattr(layer.experts.lora, name), std=0.1)
+    return layer
+
+
+@pytest.mark.parametrize("kind", LAYER_KINDS)
+def test_batched_gradients_of_a_layer(device, kind):
+    """is_grads_batched and vectorize=True against one backward after another: of x and every parameter."""
+    layer = make_layer(kind, device)
+    x = torch.randn(2, 3, 64, device=device, requires_grad=True)
+    leaves = [x, *(p for p in layer.parameters() if p.requires_grad)]
+    out = layer(x)
+    douts = torch.randn(3, *out.shape, device=device)
+    batched = torch.autograd.grad(out, leaves, douts, is_grads_batched=True, retain_graph=True)
+    for i, dout in enumerate(douts):
+        single = torch.autograd.grad(out, leaves, dout, retain_graph=True)
+        assert_close_all([grad[i] for grad in batched], single)
+    token, jacobian = x[0, 0].detach(), torch.autograd.functional.jacobian
+    torch.testing.assert_close(jacobian(layer, token, vectorize=True), jacobian(layer, token))
+
+
+def test_batched_gradients_of_fused_experts(device):
+    """x, weights, biases and scores."""
+    inputs, ids = TINY.inputs(device), TINY.ids(device)
+
+    def out_of(*tensors):
+        return fused_experts(**dict(zip(inputs, tensors, strict=True)), ids=ids)
+
+    vectorized, one_by_one = (
+        torch.autograd.functional.jacobian(out_of, tuple(inputs.values()), vectorize=v) for v in (True, False)
+    )
+    assert_close_all(vectorized, one_by_one)
 
 
 def test_vmap_over_no_samples(device, rows):
