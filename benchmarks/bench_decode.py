@@ -541,7 +541,7 @@ def main(argv: list[str] | None = None) -> None:
     options = arguments(argv)
     asked = options.shape
     common.start(options)
-    common.set_schedule(order=options.order, split_k=options.split_k)
+    common.set_schedule(options, order=options.order, split_k=options.split_k)
     if not asked and options.device == "cuda":
         options.shape = list(SHAPES)
     records = common.report(options, measure)

@@ -281,7 +281,7 @@ def main(argv: list[str] | None = None) -> None:
     options = arguments(argv)
     all_shapes = options.shape is None
     common.start(options)
-    common.set_schedule(order=options.order, experts=options.expert_order, tails=options.tails)
+    common.set_schedule(options, order=options.order, experts=options.expert_order, tails=options.tails)
     if all_shapes and options.device == "cuda":
         options.shape += common.SHAPES["gemms"]
     common.report(options, measure)

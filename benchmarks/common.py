@@ -132,13 +132,14 @@ def start(options: argparse.Namespace) -> None:
     options.shape = options.shape or [name for name in SHAPES["layers"] if name.startswith("cpu") == on_cpu]
 
 
-def set_schedule(**asked: str | None) -> None:
+def set_schedule(options: argparse.Namespace, **asked: str | None) -> None:
     """Sets FUSED_MOE_SCHEDULE; if nothing is asked for the environment's value stays. Call it after `start`:
-    the library reads the variable once per process, and again after cuda_reset."""
-    if any(asked.values()):
-        os.environ["FUSED_MOE_SCHEDULE"] = ",".join(
-            f"{name}={value}" for name, value in asked.items() if value
-        )
+    the library reads the variable once per process, and again after cuda_reset. The CPU has one schedule."""
+    schedule = ",".join(f"{name}={value}" for name, value in asked.items() if value)
+    if schedule and options.device == "cpu":
+        raise SystemExit(f"expected --device cuda with flags of the tile schedule, found cpu with {schedule}")
+    if schedule:
+        os.environ["FUSED_MOE_SCHEDULE"] = schedule
         torch.ops.fused_moe.cuda_reset()
 
 
@@ -319,7 +320,8 @@ class Error:
 
 
 def record(options: argparse.Namespace, **measured) -> dict:
-    schedule = os.environ.get("FUSED_MOE_SCHEDULE") or DEFAULT_SCHEDULE
+    asked = None if options.device == "cpu" else os.environ.get("FUSED_MOE_SCHEDULE")  # of CUDA kernels alone
+    schedule = asked or DEFAULT_SCHEDULE
     used = {"tier": options.tier, "schedule": schedule, "mode": DEFAULT_MODE}
     return dict.fromkeys(FIELDS) | used | measured | machine(options.device)
 

@@ -4,6 +4,7 @@ The shapes are tiny: no time is checked. Skipped without a checkout, as when the
 installed wheel.
 """
 
+import argparse
 import importlib
 import json
 import os
@@ -130,11 +131,36 @@ def test_products_of_several_routings(run):
     assert found == [("down", "balanced"), ("down", "zipf:1.2"), *plain]
 
 
-def test_schedules_stand_beside_each_other(load, run, tmp_path, capsys):
+@pytest.mark.parametrize(
+    "name, flags, said",
+    (
+        ("bench_gemm", ("--order", "column"), "order=column"),
+        ("bench_gemm", ("--expert-order", "in-turn", "--tails", "off"), "experts=in-turn,tails=off"),
+        ("bench_decode", ("--order", "linear", "--split-k", "2"), "order=linear,split_k=2"),
+    ),
+)
+def test_the_cpu_has_one_schedule(run, monkeypatch, name, flags, said):
+    """Flags of the tile schedule are refused there, and a variable for CUDA kernels is in no record."""
+    with pytest.raises(SystemExit, match=f"expected --device cuda with flags .*, found cpu with {said}"):
+        run(name, "--shape", SMALL, "--dtype", "fp32", *flags)
+    assert "FUSED_MOE_SCHEDULE" not in os.environ
+    monkeypatch.setenv("FUSED_MOE_SCHEDULE", said)
+    (r, *_) = run(name, "--shape", SMALL, "--dtype", "fp32")
+    assert r["schedule"] == "default"
+
+
+def test_schedules_stand_beside_each_other(load, run, tmp_path, capsys, monkeypatch):
     """A flag sets FUSED_MOE_SCHEDULE, --append keeps both records, and --gains compares them."""
     flags = ("--shape", SMALL, "--dtype", "fp32", "--what", "down", "--append")
     run("bench_gemm", *flags)
     assert "FUSED_MOE_SCHEDULE" not in os.environ
+    # As if the CPU were a GPU, which has schedules.
+    common = load("common")
+    record, set_schedule, on_cpu = common.record, common.set_schedule, common.machine("cpu")
+    gpu = argparse.Namespace(device="cuda", tier="cpu")
+    monkeypatch.setattr(common, "machine", lambda device: on_cpu)
+    monkeypatch.setattr(common, "record", lambda options, **measured: record(gpu, **measured))
+    monkeypatch.setattr(common, "set_schedule", lambda options, **asked: set_schedule(gpu, **asked))
     run("bench_gemm", *flags, "--order", "column")
     schedule = "order=linear,experts=in-turn,tails=off"
     chosen = ("--tails", "off", "--order", "linear", "--expert-order", "in-turn")
@@ -876,10 +902,10 @@ def test_sizes_of_flags(run, shape, flags, asked):
 
 def test_composable_kernels_default(run):
     """No up projection, gelu, 128 tokens, on peers as well."""
-    flags = ("--dim", "64", "--hidden-dim", "32", "--dtype", "bf16", "--order", "column", "--routing", "one")
+    flags = ("--dim", "64", "--hidden-dim", "32", "--dtype", "bf16", "--routing", "one")
     (r,) = run("bench_decode", "--shape", "ck-default", *flags, "--peers", "torch,loop")
     assert (r["shape"], r["tokens"], r["activation"], r["gated"]) == ("128,32,5,64,32", 128, "gelu", False)
-    assert r["torch_ratio"] > 0 and r["ratio_to_loop"] > 0 and r["schedule"] == "order=column"
+    assert r["torch_ratio"] > 0 and r["ratio_to_loop"] > 0 and r["schedule"] == "default"
 
 
 def test_formats_beside_the_float_weights(load, run, tmp_path):
