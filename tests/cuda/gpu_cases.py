@@ -197,7 +197,7 @@ ROWS = {"h", "a", "out", "dh", "a_scaled", "dx_rows"}  # results of every_gemm t
 
 def training_step(module, x, dout):
     """A function that runs a module forward and backward: its output and every gradient."""
-    parameters = dict(module.named_parameters())
+    parameters = {n: p for n, p in module.named_parameters() if p.requires_grad}
 
     def step() -> dict:
         leaf = x.detach().requires_grad_()

@@ -7,7 +7,9 @@ from cases import BF16, F16, F32, assert_same_bits
 from gpu_cases import capture, copies, every_gemm, training_step
 from trust import held_sms
 
+import fused_moe
 from fused_moe import FusedMoE, fused_experts
+from fused_moe.quantized.formats import FORMATS
 
 pytestmark = pytest.mark.gpu
 
@@ -105,16 +107,22 @@ def test_two_streams(device, held):
     check(both, held, {f"{i} {name}": value for i, run in enumerate(alone) for name, value in run.items()})
 
 
-@pytest.mark.parametrize("dtype", (F32, BF16), ids=("f32", "bf16"))
-def test_green_context(device, dtype):
-    """A stream of a green context, with fewer SMs than the device has."""
-    num_sms = torch.cuda.get_device_properties(device).multi_processor_count
+# --- green contexts: a part of the SMs, as MPS and MIG give ---------------------------------------------
+
+
+@pytest.fixture(params=(8, 16, 64))
+def few_sms(request, device):
+    """A stream of a green context. Eight SMs are the fewest on Hopper: one cluster that makes a plan."""
     try:
-        stream, granted = held_sms.green_stream(num_sms // 4)
+        stream, granted = held_sms.green_stream(request.param)
     except held_sms.NotAvailable as reason:
         pytest.skip(str(reason))
-    assert granted < num_sms
-    run, _ = every_gemm(dtype, device)
+    assert granted < torch.cuda.get_device_properties(device).multi_processor_count
+    return stream
+
+
+def check_on(stream: torch.cuda.Stream, run) -> None:
+    """run() gives the same bits on a stream of few SMs."""
     expected = run()
     torch.cuda.synchronize()
     for _ in range(3):
@@ -122,3 +130,34 @@ def test_green_context(device, dtype):
             found = run()
         torch.cuda.synchronize()
         assert_same_bits(found, expected)
+
+
+@pytest.mark.parametrize("dtype", (F32, BF16), ids=("f32", "bf16"))
+def test_few_sms(device, few_sms, dtype):
+    run, _ = every_gemm(dtype, device)
+    check_on(few_sms, run)
+
+
+@pytest.mark.parametrize("format", (None, *FORMATS))
+@torch.no_grad()
+def test_few_sms_without_gradients(device, few_sms, format):
+    """One launch or several, plans made by the GEMMs, by a cluster of eight CTAs and by kernels."""
+    layers = [FusedMoE(512, 256, 64, 8, device=device, dtype=BF16)]
+    if format is None:
+        layers.append(FusedMoE(4096, 512, 256, 8, device=device, dtype=BF16))
+    else:
+        fused_moe.quantize(layers[0], format)
+    for layer in layers:
+        xs = [torch.randn(T, layer.dim, device=device).to(BF16) for T in (1, 8, 9, 64, 300, 512, 1000, 2000)]
+        check_on(few_sms, lambda: {str(len(x)): layer(x) for x in xs})  # noqa: B023 - called at once
+
+
+@pytest.mark.parametrize("format", (None, "fp8_block", "int4"))
+def test_few_sms_training_step(device, few_sms, format):
+    """With adapters, where the experts are quantised."""
+    module = FusedMoE(256, 128, 16, 4, num_shared_experts=1, device=device, dtype=BF16)
+    if format is not None:
+        fused_moe.quantize(module, format, trainable=True)
+        fused_moe.add_lora(module, 8)
+    x, dout = (torch.randn(2000, 256, device=device).to(BF16) for _ in range(2))
+    check_on(few_sms, training_step(module, x, dout))

@@ -60,6 +60,24 @@ def test_other_bits_are_found(make, monkeypatch):
     assert len(run.findings) == 1 and "has other bits" in run.findings[0][1]
 
 
+def test_calls_at_once_are_counted_and_compared(make):
+    run = make()
+    run.call_at_once()
+    assert run.counts["calls at once"] == 80 and not run.findings
+    run.calls.expected[0][0].add_(1)
+    for _ in range(3):
+        run.call_at_once()
+    (finding,) = run.findings
+    assert "other bits" in finding[1]
+
+
+def test_an_exception_in_a_thread_is_found(make, monkeypatch):
+    run = make()
+    monkeypatch.setattr(run.calls, "run", lambda index: 1 / 0)
+    run.call_at_once()
+    assert "ZeroDivisionError" in run.findings[0][1]
+
+
 def test_a_loss_that_is_not_finite_is_found(make):
     run = make()
     with torch.no_grad():

@@ -82,8 +82,10 @@ def ends_while_held(run, num: int):
     return result, ended
 
 
+@functools.cache
 def green_stream(num: int) -> tuple[torch.cuda.Stream, int]:
-    """A stream with a part of the current device's SMs, at least `num`, and how many it has."""
+    """A stream with a part of the current device's SMs, at least `num`, and how many it has. It stays until
+    the process ends, so there is one for each `num`."""
     granted, error = ctypes.c_int(), ctypes.c_char_p()
     stream = library().green_stream(num, ctypes.byref(granted), ctypes.byref(error))
     if not stream:

@@ -14,9 +14,12 @@ need, so its allocator has to free and retry. Checked are:
   out of memory   in forward and in backward it raises PyTorch's OutOfMemoryError, and the call gives the
               same bits as before once there is memory
   held SMs    a step ends, with the same bits, while another kernel holds 1, half, or almost all of the SMs
+  few SMs     a step has the same bits in a green context of 8, 16 or 64 SMs
+  at once     calls of eight threads, on one stream or 64, and beside replays of graphs, have the bits of each
+              call alone
 
-On the CPU it trains and runs steps again. A part is determined by its seed: another part of a soak has
-another seed, and the records of all parts add up (record.py). Exits with 1 on a finding.
+On the CPU it trains, runs steps again, and makes calls at once. A part is determined by its seed: another
+part of a soak has another seed, and the records of all parts add up (record.py). Exits with 1 on a finding.
 """
 
 import argparse
@@ -40,13 +43,17 @@ from torch import Tensor, nn  # noqa: E402
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from judging import forward_backward  # noqa: E402
-from trust import held_sms, record  # noqa: E402
+from trust import concurrency, held_sms, record  # noqa: E402
 
 from fused_moe import FusedMoE, fused_experts  # noqa: E402
 
 DIM = 256
 ROUTINGS = ("free", "random", "skewed", "one expert", "empty experts")
 MIB = 1 << 20
+FEW_CALLS = {
+    "layers": (((8, 2, 64, 32), {"num_shared_experts": 1}, None), ((8, 2, 64, 32), {}, "int8")),
+    "tokens": (1, 9),
+}
 
 
 class Model(nn.Module):
@@ -205,18 +212,21 @@ class Soak:
                     activation="gelu", gated=False, **common),
         ]  # fmt: skip
         self.max_tokens = 4000 if self.is_cuda else 200
-        self.shares = {self.train: 60, self.run_again: 20}
+        self.calls = concurrency.Calls(self.device, **({} if self.is_cuda else FEW_CALLS))
+        self.shares = {self.train: 60, self.run_again: 20, self.call_at_once: 1}
         if self.is_cuda:
             self.shares |= {
                 self.replay_graph: 12,
                 self.run_out_of_memory: 6,
                 self.hold_sms: 1,
+                self.use_few_sms: 2,
                 self.tighten: 2,
             }
             try:
                 held_sms.library()
             except held_sms.NotAvailable as reason:
-                self.hold_no_sms(reason)
+                self.leave_out(self.hold_sms, reason)
+                self.leave_out(self.use_few_sms, reason)
 
     # --- what is done, in random order ---------------------------------------------------------------------
 
@@ -306,7 +316,7 @@ class Soak:
             try:
                 found, ended = held_sms.ends_while_held(run, held)
             except held_sms.NotAvailable as reason:
-                self.hold_no_sms(reason)
+                self.leave_out(self.hold_sms, reason)
             else:
                 self.counts["held-SM steps"] += 1
                 if not ended:
@@ -314,9 +324,48 @@ class Soak:
                 self.compare(f"a step with {held} SMs held", runs[0], found)
         self.tighten()
 
-    def hold_no_sms(self, reason: Exception) -> None:
-        print(f"no SMs are held: {reason}", flush=True)
-        del self.shares[self.hold_sms]
+    def use_few_sms(self) -> None:
+        """A step on the trainee's stream, and the same step in a green context."""
+        trainee = self.choice.choice(self.trainees)
+        try:
+            stream, _ = held_sms.green_stream(self.choice.choice((8, 16, 64)))
+        except held_sms.NotAvailable as reason:
+            return self.leave_out(self.use_few_sms, reason)
+        self.allow()
+        with trainee.current():
+            batch, state = self.draw(trainee, tokens=1000), trainee.state()
+            expected = trainee.step(batch, keep=True)
+        torch.cuda.synchronize()
+        with torch.cuda.stream(stream):
+            trainee.restore(state)
+            found = trainee.step(batch, keep=True)
+        torch.cuda.synchronize()
+        self.counts["few-SM steps"] += 1
+        self.compare(f"a step in {stream} of few SMs", expected, found)
+        self.tighten()
+
+    def call_at_once(self) -> None:
+        """Calls of eight threads: on one stream or on streams of their own, some beside replays of graphs."""
+        if not self.is_cuda:
+            streams, beside = [[None]] * 2, None
+        else:
+            self.allow()
+            one, own = (
+                [torch.cuda.Stream()],
+                [torch.cuda.Stream(priority=p) for p in (0, -1) for _ in range(32)],
+            )
+            streams = self.choice.choice(([one] * 8, [own[i::8] for i in range(8)]))
+            beside = self.choice.choice((None, self.replays))
+        found = concurrency.at_once(self.calls, streams, 2 * concurrency.QUEUED, beside)
+        self.counts["calls at once"] += 2 * concurrency.QUEUED * len(streams)
+        for text in sorted(set(found)):
+            self.find(f"of calls at once: {text}")
+        if self.is_cuda:
+            self.tighten()
+
+    def leave_out(self, action, reason: Exception) -> None:
+        print(f"{action.__name__}: not possible here, {reason}", flush=True)
+        del self.shares[action]
 
     # --- inputs --------------------------------------------------------------------------------------------
 
@@ -341,7 +390,9 @@ class Soak:
     # --- memory --------------------------------------------------------------------------------------------
 
     def asked(self) -> int:
-        """Bytes asked of PyTorch's allocator and held."""
+        """Bytes asked of PyTorch's allocator and held, less cuBLAS's workspaces: PyTorch keeps one for each
+        thread and stream that has multiplied."""
+        torch._C._cuda_clearCublasWorkspaces()
         return torch.cuda.memory_stats()["requested_bytes.all.current"]
 
     def allow(self, room: int | None = None) -> None:
@@ -408,6 +459,7 @@ class Soak:
         if not self.is_cuda:
             return
         self.captured = CapturedStep(self.device, self.args.seed + 2)
+        self.replays = concurrency.Replays(self.calls, range(2, len(self.calls.runs), 6))
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
