@@ -5,11 +5,16 @@ that they are quantised to. Checkpoints are written here, as those that are publ
 """
 
 import copy
+import gc
 import json
+import sys
 import warnings
+import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 from cases import (
     BF16,
     F32,
@@ -22,9 +27,11 @@ from cases import (
     quantize_options,
 )
 from torch import nn
+from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
+from torch.nn.utils import parametrize, prune
 
 transformers = pytest.importorskip("transformers")
-pytest.importorskip("peft")  # of test_transformers
+peft = pytest.importorskip("peft")
 
 from safetensors.torch import load_file, save_file  # noqa: E402
 from test_transformers import (  # noqa: E402, F401 - with the fixtures
@@ -786,3 +793,161 @@ def test_quantize_experts_wants_the_implementation_first(cpu):
         quantize_experts(model, "int8")
     with pytest.raises(ValueError, match="a transformers model with experts .* found dict"):
         quantize_experts({}, "int8")
+
+
+# --- saving quantised models ------------------------------------------------------------------------------
+
+
+REFUSAL = r"found experts that quantize_experts quantised; .* torch\.save\(model\.state_dict\(\), FILE\)"
+
+
+def quantised(**more) -> nn.Module:
+    return quantize_experts(ready("qwen3_moe", "cpu", **more), "int8")
+
+
+@pytest.mark.parametrize("made", ("quantised", "copied", "pickled", "the base model", "unpacked"))
+def test_save_pretrained_refuses_quantised_experts(cpu, tmp_path, made):
+    """What it would write has no experts that from_pretrained finds. Nothing is written."""
+    model = quantised()
+    if made == "copied":
+        model = copy.deepcopy(model)
+    elif made == "pickled":
+        torch.save(model, tmp_path / "model.pt")
+        model = torch.load(tmp_path / "model.pt", weights_only=False)
+    elif made == "the base model":
+        model = model.model
+    elif made == "unpacked":  # by transformers' quantizer, which could save them
+        write_checkpoint("int4", tmp_path)
+        model = load(tmp_path, "eager")
+        model.set_experts_implementation("fused_moe")
+        assert model.hf_quantizer is not None
+        quantize_experts(model, "int8")
+    with pytest.raises(ValueError, match=REFUSAL):
+        model.save_pretrained(tmp_path / "saved")
+    assert not (tmp_path / "saved").exists()
+    other = copy.deepcopy(model)
+    other.load_state_dict(model.state_dict())  # which is how they are saved
+    del model
+    with pytest.raises(ValueError, match=REFUSAL):  # a copy does not ask the model that it was made of
+        other.save_pretrained(tmp_path / "saved")
+
+
+def test_push_to_hub_and_trainer_refuse_quantised_experts(cpu, tmp_path, monkeypatch):
+    pytest.importorskip("accelerate")  # of Trainer
+    model = quantised()
+    hub = SimpleNamespace(create_repo=lambda *args, **kwargs: SimpleNamespace(repo_id="model"))
+    module = sys.modules["transformers.utils.hub"]
+    if hasattr(module, "hf_api"):
+        monkeypatch.setattr(module, "hf_api", lambda: hub)
+    else:
+        monkeypatch.setattr(module, "create_repo", hub.create_repo)
+    monkeypatch.setattr(module, "create_and_tag_model_card", lambda *args, **kwargs: None)
+    with pytest.raises(ValueError, match=REFUSAL):
+        model.push_to_hub("model")
+    trainer = transformers.Trainer(
+        model=model, args=transformers.TrainingArguments(output_dir=str(tmp_path), use_cpu=True)
+    )
+    with pytest.raises(ValueError, match=REFUSAL):
+        trainer.save_model()
+
+
+def test_what_is_not_quantised_is_saved(cpu, tmp_path):
+    """A call of quantize_experts that raised, or that found packed experts, leaves saving as it was."""
+    model = ready("qwen3_moe", "cpu")
+    with pytest.raises(ValueError, match="multiple of 64, found 32"):
+        quantize_experts(model, "int4", group_size=64)
+    model.save_pretrained(tmp_path / "plain")
+    write_checkpoint("int4", tmp_path / "packed")
+    packed = quantize_experts(load(tmp_path / "packed"), "int8")
+    packed.save_pretrained(tmp_path / "again")
+    assert_same_bits(*(load_file(tmp_path / f / "model.safetensors") for f in ("packed", "again")))
+
+
+def test_quantised_models_are_freed(cpu):
+    """At once: nothing waits for the garbage collector."""
+    model = quantised()
+    seen = weakref.ref(model)
+    gc.disable()
+    try:
+        del model
+        assert seen() is None
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("by", ("peft", "transformers"))
+def test_adapters_of_quantised_models_are_saved(cpu, tmp_path, by):
+    """Those of attention, beside quantised experts: saved, and loaded into a model quantised alike."""
+    ids, config = token_ids("cpu"), peft.LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False)
+    plain = ready("qwen3_moe", "cpu")
+    model, other = (quantize_experts(copy.deepcopy(plain), "int8") for _ in range(2))
+    if by == "peft":
+        model = peft.get_peft_model(model, config)
+        model.save_pretrained(tmp_path)
+        other = peft.PeftModel.from_pretrained(other, tmp_path)
+    else:
+        model.add_adapter(config)
+        model.save_pretrained(tmp_path)
+        other.load_adapter(tmp_path)
+    assert {f.name for f in tmp_path.iterdir()} >= {"adapter_config.json", "adapter_model.safetensors"}
+    assert not (tmp_path / "model.safetensors").exists()
+    found, expected = other(ids).logits, model(ids).logits
+    assert torch.equal(found, expected) and not torch.equal(found, plain(ids).logits)
+
+
+@pytest.fixture
+def one_rank():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def adapt_experts(model: nn.Module, experts: nn.Module) -> nn.Module:
+    config = peft.LoraConfig(r=4, target_modules=[], target_parameters=["mlp.experts.down_proj"])
+    return peft.get_peft_model(model, config)
+
+
+def parametrise(model: nn.Module, experts: nn.Module) -> nn.Module:
+    parametrize.register_parametrization(experts, "down_proj", nn.Identity())
+    return model
+
+
+def prune_experts(model: nn.Module, experts: nn.Module) -> nn.Module:
+    prune.l1_unstructured(experts, "down_proj", amount=0.5)
+    return model
+
+
+def shard(model: nn.Module, experts: nn.Module) -> nn.Module:
+    mesh = init_device_mesh("cpu", (1,))
+    experts.down_proj = nn.Parameter(distribute_tensor(experts.down_proj.detach(), mesh, [Shard(0)]))
+    return model
+
+
+def offload(model: nn.Module, experts: nn.Module) -> nn.Module:
+    return pytest.importorskip("accelerate").cpu_offload(model, execution_device=torch.device("cpu"))
+
+
+NOT_PLAIN = {
+    adapt_experts: "one that a PEFT adapter is for",
+    parametrise: "a tensor made by a parametrisation",
+    prune_experts: "a tensor made by a hook, as in pruning",
+    shard: "a DTensor",
+    offload: "one that accelerate offloads",
+}
+
+
+@pytest.mark.parametrize("change", NOT_PLAIN, ids=lambda change: change.__name__)
+def test_quantize_experts_refuses_what_is_no_plain_parameter(cpu, one_rank, change):
+    """Before anything is changed, though the first layer's weights are plain. The model works as before."""
+    model = ready("qwen3_moe", "cpu")
+    model = change(model, experts_of(model)[1][1])
+    ids = token_ids("cpu")
+    expected = None if change is shard else model(ids).logits  # DTensors are for whole sharded models
+    before = dict(model.named_parameters())
+    match = rf"experts\.?\S*\.\w+_proj to be a plain parameter of its experts, found {NOT_PLAIN[change]}"
+    with pytest.raises(ValueError, match=match):
+        quantize_experts(model, "int8")
+    after = dict(model.named_parameters())
+    assert after.keys() == before.keys() and all(p is before[n] for n, p in after.items())
+    if expected is not None:
+        assert torch.equal(model(ids).logits, expected)

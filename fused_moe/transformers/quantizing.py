@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import weakref
+
 from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.quantizers.base import HfQuantizer
+from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from ..checks import FLOATING, fail
 from ..quantized.quantizing import checked_options, quantize
@@ -32,7 +37,8 @@ def quantize_experts(
     once. Biases, routers, shared experts and everything else keep their dtype.
 
     Args:
-        model: loaded with, or set to, experts_implementation="fused_moe". From then on no other will do.
+        model: loaded with, or set to, experts_implementation="fused_moe". From then on no other will do. Give
+            the whole model: what is not known to have quantised experts would be saved without them.
         format, group_size, symmetric, per_tensor: as of `fused_moe.quantize`.
 
     Returns:
@@ -40,10 +46,12 @@ def quantize_experts(
         `...experts.down_proj` that has, by format, `...experts.down_proj.weight` and `.weight_scale_inv`
         (fp8_block) or `.weight_scale` (fp8, int8), `.weight_packed`, `.weight_scale` and perhaps
         `.weight_zero_point` (int4), or `.blocks` and `.scales` (mxfp4). load_state_dict takes it in a model
-        that was quantised alike; save_pretrained and from_pretrained do not know it.
+        that was quantised alike; from_pretrained does not know it, so save_pretrained, push_to_hub and
+        Trainer refuse to save the model. Adapters alone are saved.
 
     Raises:
-        TypeError, ValueError: before anything is changed, with what was expected and what was found.
+        TypeError, ValueError: before anything is changed, with what was expected and what was found. Weights
+            have to be parameters of their experts: not adapted, parametrised, pruned, sharded or offloaded.
     """
     fn = "quantize_experts"
     options, multiple = checked_options(format, group_size, symmetric, per_tensor)
@@ -64,11 +72,18 @@ def quantize_experts(
             w = getattr(experts, name, None)
             if not isinstance(w, Tensor) or w.dtype not in FLOATING:
                 continue
+            if reason := _not_plain(module_name, experts, name):
+                expected = f"{module_name}.{name} to be a plain parameter of its experts"
+                fail(ValueError, fn, expected, f"{reason}; call quantize_experts before that")
             width = w.size(1 if experts.is_transposed else 2)
             if width % multiple:
                 expected = f"{module_name}.{name} with an input width that is a multiple of {multiple}"
                 fail(ValueError, fn, expected, width)
             todo.append((experts, name))
+    if todo:
+        for module in model.modules():
+            if isinstance(module, PreTrainedModel) and experts_of(module):
+                _refuse_saving(module)
     for experts, name in todo:
         w = getattr(experts, name).detach()
         w = w.mT.contiguous() if experts.is_transposed else w
@@ -76,3 +91,60 @@ def quantize_experts(
         setattr(experts, name, quantize(w, format, **options))
         add_hook(experts)
     return model
+
+
+# What PEFT calls the modules inside its own.
+_ADAPTED = {"base_layer", "original_module", "modules_to_save"}
+
+
+def _not_plain(module_name: str, experts: nn.Module, name: str) -> str | None:
+    """What would not work any more with the weight replaced in its module, if anything."""
+    if _ADAPTED & set(module_name.split(".")):
+        return "one that a PEFT adapter is for"
+    if name not in experts._parameters:
+        how = "a parametrisation" if hasattr(experts, "parametrizations") else "a hook, as in pruning"
+        return f"a tensor made by {how}"
+    if type(getattr(experts, name)) is not nn.Parameter:
+        return f"a {type(getattr(experts, name)).__name__}"
+    if getattr(getattr(experts, "_hf_hook", None), "offload", False):
+        return "one that accelerate offloads"
+    return None
+
+
+# --- saving -----------------------------------------------------------------------------------------------
+
+
+class _Quantizer(HfQuantizer):
+    """The `hf_quantizer` of a model that transformers has not quantised."""
+
+    is_trainable = is_compileable = True
+
+    def is_serializable(self) -> bool:
+        return False
+
+
+class _IsSerializable:
+    """`hf_quantizer.is_serializable` of one model. save_pretrained asks it, since a reload of what it would
+    write would have random experts. It asks before it saves adapters, too, and then ignores the answer."""
+
+    def __init__(self, model: PreTrainedModel):
+        self.__setstate__(model)
+
+    def __getstate__(self) -> PreTrainedModel:
+        return self._model()  # a copy of the model, pickled or not, has an answer about the copy
+
+    def __setstate__(self, model: PreTrainedModel) -> None:
+        self._model = weakref.ref(model)  # or nothing but the garbage collector would free a model
+
+    def __call__(self, *args, **kwargs) -> bool:
+        if not getattr(self._model(), "_hf_peft_config_loaded", False):
+            advice = "save them by torch.save(model.state_dict(), FILE), for a model that is quantised alike"
+            found = f"experts that quantize_experts quantised; {advice}"
+            fail(ValueError, "save_pretrained", "weights that from_pretrained loads", found)
+        return False
+
+
+def _refuse_saving(model: PreTrainedModel) -> None:
+    if getattr(model, "hf_quantizer", None) is None:
+        model.hf_quantizer = _Quantizer(QuantizationConfigMixin(NAME))
+    model.hf_quantizer.is_serializable = _IsSerializable(model)
