@@ -161,11 +161,11 @@ static inline int64_t fused_moe_router_slice(int64_t D) {
 
 typedef struct {            /* scores and the K best experts of every token */
     const void *logits;     /* [T,E]                                                */
-    const float *bias;      /* [E] steers the choice; may be NULL                   */
-    const void *given_ids;  /* [T,K] i32 or i64: no choice, but their scores; NULL  */
+    const float *bias;      /* [E] steers the choice, -inf bars an expert; or NULL  */
+    const void *given_ids;  /* [T,K] taken unless a token's are all -1; or NULL     */
     const void *num_tokens; /* [1] tokens from it on have no expert; NULL: T        */
     void *scores;           /* [T,K] f32, f64 for f64 logits; 0 without an expert   */
-    int32_t *ids;           /* [T,K] -1 for given ids outside [0,E), and no expert  */
+    int32_t *ids;           /* [T,K] -1: no expert                                  */
     FusedMoeDtype dtype;    /* of logits                                            */
     FusedMoeDtype given_dtype, num_tokens_dtype;
     FusedMoeScoreFunc score_func;

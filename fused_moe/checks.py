@@ -21,6 +21,7 @@ from .plan import Plan
 FLOATING = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 INTEGERS = (torch.int32, torch.int64, torch.int16, torch.int8, torch.uint8)
 IDS = (torch.int32, torch.int64)  # of experts
+GIVEN_IDS = (*INTEGERS, torch.uint16)  # of a choice made before
 DEVICES = ("cpu", "meta", *(["cuda"] if _ops.HAS_CUDA_KERNELS else []))
 
 
@@ -207,16 +208,19 @@ def check_num_tokens(fn: str, num_tokens, like_name: str, like: Tensor) -> None:
 
 def check_given_ids(
     fn: str, ids, num_tokens: Tensor | None, like_name: str, like: Tensor, num_experts: int, top_k: int
-) -> None:
+) -> Tensor:
     """Checks ids (T, K), for like's T tokens, that are scored instead of a choice, and where they can be read
-    those of tokens that are no padding."""
-    check_tensor(fn, "ids", ids, 2, (torch.int32, torch.int64))
+    those of tokens that are no padding. Returns them in a dtype that kernels read."""
+    check_tensor(fn, "ids", ids, 2, GIVEN_IDS)
     check_shape(fn, "ids", ids, "T, K", (like.size(0), top_k))
     check_device(fn, "ids", ids, like_name, like)
+    if ids.dtype == torch.uint16:
+        ids = ids.int()
     if num_tokens is None:
-        check_range(fn, "ids", ids, 0, num_experts - 1)
+        check_range(fn, "ids", ids, -1, num_experts - 1)
     elif _can_read(num_tokens):
-        check_range(fn, "ids", ids[: max(int(num_tokens), 0)], 0, num_experts - 1)
+        check_range(fn, "ids", ids[: max(int(num_tokens), 0)], -1, num_experts - 1)
+    return ids
 
 
 def check_expert_map(fn: str, expert_map, ids: Tensor, num_experts: int) -> None:
@@ -231,7 +235,8 @@ def check_range(fn: str, name: str, values: Tensor, low: int, high: int) -> None
     """Checks integers where they can be read."""
     if not _can_read(values):
         return
-    outside = (values < low) | (values > high)
+    limits = torch.iinfo(values.dtype)  # a comparison wraps numbers beyond them
+    outside = (values < max(low, limits.min)) | (values > min(high, limits.max))
     if outside.any():
         where = outside.nonzero()[0].tolist()
         found = int(values[tuple(where)])

@@ -93,21 +93,25 @@ def route(
 
     Ties go to the lowest expert id. Slots are sorted by what the choice was made by (score, plus bias if
     there is one), best first; given ids keep their order. NaN logits, and +inf under softmax, give NaN
-    scores; other infinite ones give their limits. Ids are valid and distinct in any case. Source: the
+    scores; other infinite ones give their limits. Chosen ids are valid and distinct in any case. Source: the
     routers of DeepSeek-V3 (arXiv 2412.19437, 2.1.2) and Mixtral.
 
     Args:
         logits: (T, E) of any floating dtype, E from 1 to 1024. Computed in float32 (float64 stays).
         top_k: K, from 1 to min(E, 32).
         score_func: "softmax" over all experts, or "sigmoid".
-        bias: (E,) added to the scores for the top-k only, not to the returned scores.
+        bias: (E,) added to the scores for the top-k only, not to the returned scores. An expert whose bias is
+            -infinity is never chosen: where fewer than K others can be, the slots left have id -1, score 0,
+            gradient 0, and route_norm divides by the sum of the rest.
         route_norm: divide each token's K scores by their sum.
         route_scale: factor on the scores.
         num_expert_groups, num_limited_groups: only experts of the `num_limited_groups` best groups may
             be chosen; a group's score is the sum of its two best experts.
-        ids: (T, K) int32 or int64, a choice made before: scores and gradients are as if it had been made
-            here. Bias and groups are not consulted, and an id may repeat. On the CPU, ids outside [0, E)
-            raise; on a GPU the host never reads them, and such a slot is remote: id -1, score 0, gradient 0.
+        ids: (T, K) uint8, int8, int16, uint16, int32 or int64, a choice made before: scores and gradients
+            are as if it had been made here. Bias and groups are not consulted, and an id may repeat. A token
+            whose K ids are all -1 has no choice yet: it is made here. A -1 beside other ids is a remote slot:
+            id -1, score 0, gradient 0, and route_norm divides by the sum of the rest. Other ids outside
+            [0, E) raise on the CPU; on a GPU the host never reads them, and they are remote, too.
         num_tokens: one int32 or int64 on the logits' device, in a tensor of any shape; clamped to [0, T]. The
             tokens from it on are padding: id -1, score 0, gradient 0, whatever their logits.
 
@@ -120,16 +124,17 @@ def route(
     check_input("route", "logits", logits, 2)
     groups = (num_expert_groups, num_limited_groups)
     routing = (score_func, route_norm, route_scale, *groups)
-    bias, settings = check_route("logits", logits, logits.size(1), top_k, bias, *routing, ids, num_tokens)
+    num_experts = logits.size(1)
+    bias, settings, ids = check_route("logits", logits, num_experts, top_k, bias, *routing, ids, num_tokens)
     return _ops.run(ops.route.default, logits, bias, *settings, ids, num_tokens)
 
 
 def check_route(
     name, like, num_experts, top_k, bias, score_func, route_norm, route_scale,
     num_expert_groups, num_limited_groups, ids, num_tokens,
-) -> tuple[Tensor | None, tuple]:  # fmt: skip
+) -> tuple[Tensor | None, tuple, Tensor | None]:  # fmt: skip
     """Checks the arguments of `route` for the T tokens of `like`. Returns the bias as the operator takes it,
-    and its arguments from top_k to num_limited_groups."""
+    its arguments from top_k to num_limited_groups, and the ids as it takes them."""
     fn = "route"
     groups = (num_expert_groups, num_limited_groups)
     check_routing(fn, num_experts, top_k, score_func, *groups, route_norm, route_scale)
@@ -141,9 +146,9 @@ def check_route(
     if num_tokens is not None:
         check_num_tokens(fn, num_tokens, name, like)
     if ids is not None:
-        check_given_ids(fn, ids, num_tokens, name, like, num_experts, top_k)
+        ids = check_given_ids(fn, ids, num_tokens, name, like, num_experts, top_k)
     groups = (num_expert_groups or 0, num_limited_groups or 0)
-    return bias, (top_k, _ops.SCORE_FUNCS[score_func], route_norm, route_scale, *groups)
+    return bias, (top_k, _ops.SCORE_FUNCS[score_func], route_norm, route_scale, *groups), ids
 
 
 # --- rows -------------------------------------------------------------------------------------------------

@@ -377,9 +377,10 @@ class FusedMoE(Counting):
         Args:
             x: (..., D), of the parameters' dtype (any but float64 under autocast) and on their device.
             return_losses: whether to return RouterLosses, for the trainer's loss, beside the output.
-            ids: (..., K) int32 or int64, the experts of each token, as return_ids has returned them: replays
-                a choice. See `fused_moe.route`.
-            return_ids: whether to return the chosen experts, -1 where a slot has none.
+            ids: (..., K) uint8, int8, int16, uint16, int32 or int64, the experts of each token, as return_ids
+                has returned them: replays a choice. Where all ids of a token are -1, the router chooses. See
+                `fused_moe.route`.
+            return_ids: whether to return the experts that were used, -1 where a slot has none.
             num_tokens: one int32 or int64 on x's device, in a tensor of any shape; clamped to [0, T]. Of x's
                 T rows after reshape(-1, D) the first num_tokens are real tokens. The others are padding: no
                 expert computes them, neither counters nor losses see them, their output and gradient are
@@ -401,7 +402,7 @@ class FusedMoE(Counting):
             if not self._keeps_padding_apart(tokens):
                 tokens = zero_padding(tokens, num_tokens)
         if ids is not None:
-            checks.check_tensor(FN, "ids", ids, x.dim(), (torch.int32, torch.int64))
+            checks.check_tensor(FN, "ids", ids, x.dim(), checks.GIVEN_IDS)
             checks.check_shape(FN, "ids", ids, "..., K", (*x.shape[:-1], self.top_k))
             checks.check_device(FN, "ids", ids, "x", x)
             given["ids"] = ids.reshape(-1, self.top_k)

@@ -78,22 +78,28 @@ def route(
     """Scores (T, K) and expert ids (T, K) int32 of the K best experts of every token, or of given ids.
 
     Without bias and groups the top-k is that of the logits, so it does not depend on how a tier rounds its
-    exponential. With them it is that of score + bias, as in torchtitan. Given ids outside [0, E), and tokens
-    from num_tokens on, have id -1, score 0 and no gradient.
+    exponential. With them it is that of score + bias, as in torchtitan, among experts whose bias is not
+    -infinity. A token whose given ids are all -1 has the K best. Slots without an expert have id -1, score 0
+    and no gradient: those of other given ids outside [0, E), those of tokens from num_tokens on, and those
+    for which no expert is left.
     """
     logits = zero_padding(logits if logits.dtype == torch.float64 else logits.float(), num_tokens)
     all_scores = logits.softmax(-1) if score_func == "softmax" else logits.sigmoid()
     with torch.no_grad():
-        choice = logits
-        if bias is not None or num_expert_groups is not None:
-            choice = all_scores if bias is None else all_scores + bias.float()
+        choice = logits if bias is None and num_expert_groups is None else all_scores
+        if bias is not None:
+            bias = bias.float()
+            choice = torch.where(bias == -torch.inf, bias, choice + bias)
         if num_expert_groups is not None:
             groups = choice.unflatten(-1, (num_expert_groups, -1))
             best_two = groups.sort(-1, descending=True).values[..., :2].sum(-1)
             kept = torch.zeros_like(best_two, dtype=torch.bool)
             kept.scatter_(-1, _top_k(best_two, num_limited_groups), True)
             choice = groups.masked_fill(~kept[..., None], -torch.inf).flatten(-2)
-        ids = _top_k(choice, top_k) if ids is None else ids.long()
+        best = _top_k(choice, top_k)
+        if bias is not None:
+            best = torch.where(choice.gather(-1, best) == -torch.inf, -1, best)
+        ids = best if ids is None else torch.where((ids.long() == -1).all(-1, True), best, ids.long())
         has_expert = (ids >= 0) & (ids < logits.size(-1))
         if num_tokens is not None:
             has_expert = has_expert & is_real(num_tokens, ids).unsqueeze(-1)

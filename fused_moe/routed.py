@@ -187,7 +187,7 @@ def routed_experts_without_gradients(
     gate, gate_bias, w1, w2, w3, b1, b2, b3 = operands
     constants = [function.ALPHA, function.LIMIT]
     check_router("router_logits", x, gate, gate_bias)
-    bias, routing = function.check_route(
+    bias, routing, ids = function.check_route(
         "x", x, gate.size(0), router.top_k, expert_bias, **router.routing, ids=ids, num_tokens=num_tokens
     )
     *_, layout = check_experts("fused_experts", "x", x, w1, w2, w3, b1, b2, b3, *constants, "separate", False)

@@ -108,6 +108,7 @@ SHAPE_1, SHAPE_3 = (rf"{name} of shape \(E, F, D\) = \(3, 4, 8\)" for name in ("
 SHAPE_2 = r"w2 of shape \(E, D, F\) = \(3, 8, 4\)"
 SCORES = r"scores of shape \(T, K\) = \(6, 2\)"
 ANY_INT = "dtype int32 or int64 or int16 or int8 or uint8"
+GIVEN_IDS = f"ids of {ANY_INT} or uint16"
 
 
 def shared_rows(call, like: str) -> list:
@@ -205,8 +206,8 @@ TABLE = {
     ],
     "route's given ids and number of tokens": [
         (router(ids=[[0, 1]]), TypeError, "ids to be a tensor", "list"),
-        (router(ids=torch.zeros(T, 2)), TypeError, INT_IDS, "torch.float32"),
-        (router(ids=integers(T, 2).short()), TypeError, INT_IDS, "torch.int16"),
+        (router(ids=torch.zeros(T, 2)), TypeError, GIVEN_IDS, "torch.float32"),
+        (router(ids=integers(T, 2).to(torch.uint32)), TypeError, GIVEN_IDS, "torch.uint32"),
         (router(ids=integers(T)), ValueError, "ids of 2 dimensions", r"shape \(6,\)"),
         (router(ids=integers(T, 3)), ValueError, r"ids of shape \(T, K\) = \(6, 2\)", r"\(6, 3\)"),
         (router(ids=integers(5, 2)), ValueError, r"ids of shape \(T, K\) = \(6, 2\)", r"\(5, 2\)"),
@@ -542,8 +543,11 @@ VALUES_ON_THE_CPU = [
     (gemm(offsets=torch.tensor([4, 2, 6]).int()), ValueError, OFFSETS, r"offsets\[1\] = 2 after 4"),
     (gemm(offsets=torch.tensor([-1, 2, 6]).int()), ValueError, OFFSETS, r"offsets\[0\] = -1 after 0"),
     (gemm(offsets=torch.tensor([2, 2, 7]).int()), ValueError, OFFSETS, r"offsets\[2\] = 7 after 2"),
-    (router(ids=integers(T, 2) - 1), ValueError, "ids from 0 to 7", r"ids\[0, 0\] = -1"),
-    (router(ids=integers(T, 2) + 8), ValueError, "ids from 0 to 7", r"ids\[0, 0\] = 8"),
+    (router(ids=integers(T, 2) - 2), ValueError, "ids from -1 to 7", r"ids\[0, 0\] = -2"),
+    (router(ids=integers(T, 2) + 8), ValueError, "ids from -1 to 7", r"ids\[0, 0\] = 8"),
+    (router(ids=torch.full((T, 2), 255, dtype=torch.uint8)), ValueError, "ids from -1 to 7", "= 255"),
+    (router(ids=torch.full((T, 2), 65535).to(torch.uint16)), ValueError, "ids from -1 to 7", "= 65535"),
+    (router(ids=torch.full((T, 2), -128, dtype=torch.int8)), ValueError, "ids from -1 to 7", "= -128"),
     (planned(expert_map=integers(9) + E), ValueError, "expert_map from -1 to 2", r"expert_map\[0\] = 3"),
     (experts(expert_map=integers(9) - 2), ValueError, "expert_map from -1 to 2", r"expert_map\[0\] = -2"),
 ]  # fmt: skip

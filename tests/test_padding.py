@@ -28,6 +28,12 @@ OPTIONS = {
     "groups": {"route_norm": True, "num_expert_groups": 4, "num_limited_groups": 2},
 }
 EVERY_OPTION = pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+CHOICES = {
+    "softmax": {},
+    "sigmoid": {"score_func": "sigmoid", "route_norm": True, "route_scale": 2.5},
+    "groups": {"groups": True, "route_norm": True, "num_expert_groups": 2, "num_limited_groups": 2},
+}
+GIVEN_DTYPES = (torch.uint8, torch.int8, torch.int16, torch.uint16, torch.int32, torch.int64)
 
 
 def clamped(count: int) -> int:
@@ -88,6 +94,62 @@ def test_a_choice_replayed(device, options, dtype):
         assert_same_bits(routed(logits, dscores, **options, ids=ids, bias=bias), chosen)
 
 
+@pytest.mark.parametrize("dtype", GIVEN_DTYPES, ids=str)
+def test_ids_of_any_dtype(device, dtype):
+    """The bits of the choice itself, in every dtype that holds the ids; a -1 where there are signs."""
+    for num_experts in {E, min(256, torch.iinfo(dtype).max + 1)}:
+        logits, dscores = torch.randn(T, num_experts, device=device), torch.randn(T, K, device=device)
+        chosen = routed(logits, dscores)
+        assert_same_bits(routed(logits, dscores, ids=chosen["ids"].to(dtype)), chosen)
+        if dtype.is_signed:
+            ids = chosen["ids"].clone()
+            ids[::2], ids[1, 1] = -1, -1
+            assert_same_bits(
+                routed(logits, dscores, ids=ids.to(dtype)), routed(logits, dscores, ids=ids.long())
+            )
+
+
+@pytest.mark.parametrize("num_experts, top_k", ((24, 1), (24, 8), (70, 9), (300, 2), (300, 20)))
+@pytest.mark.parametrize("dtype", (F32, BF16, F64), ids=("f32", "bf16", "f64"))
+@pytest.mark.parametrize("options", CHOICES.values(), ids=CHOICES)
+def test_tokens_without_a_choice(device, options, dtype, num_experts, top_k):
+    """A token whose ids are all -1 has the bits of the router's choice, whatever is given to the others: a
+    choice or one expert and remote slots. The others have the bits that they have alone. Padding stays
+    padding."""
+    logits = torch.randn(40, num_experts, device=device).to(dtype)
+    dscores = torch.randn(40, top_k, device=device).to(F64 if dtype == F64 else F32)
+    options = {**options, "bias": torch.randn(num_experts, device=device)} if "groups" in options else options
+    options = {name: value for name, value in options.items() if name != "groups"}
+    chosen = routed(logits, dscores, top_k, **options)
+    given = torch.rand(40, num_experts, device=device).topk(top_k).indices.int()
+    given[::3, 1:] = -1
+    fixed = {name: value for name, value in options.items() if "group" not in name and name != "bias"}
+    alone = routed(logits, dscores, top_k, **fixed, ids=given)
+    for chooses in (torch.arange(40) % 5 == 0, torch.arange(40) == 11, torch.arange(40) >= 0):
+        chooses = chooses.to(device)
+        ids = given.clone()
+        ids[chooses] = -1
+        for num_tokens in (None, torch.tensor(33, device=device)):
+            found = routed(logits, dscores, top_k, **options, ids=ids, num_tokens=num_tokens)
+            for name, value in found.items():
+                expected = torch.where(chooses[:, None], chosen[name], alone[name])
+                if num_tokens is not None:
+                    expected[33:] = -1 if name == "ids" else 0
+                assert torch.equal(value, expected), name
+
+
+def test_the_reference_lets_tokens_choose(device):
+    """Ids that are all -1, beside others, alone in a slot, and beside padding."""
+    logits = torch.tensor([[0.0, 1.0, 2.0, 3.0]], dtype=F64, device=device).repeat(4, 1)
+    ids = torch.tensor([[-1, -1], [-1, 0], [0, 1], [-1, -1]], device=device)
+    num_tokens = torch.tensor(3, device=device)
+    scores, found = reference.route(logits, 2, ids=ids, route_norm=True, num_tokens=num_tokens)
+    assert found.tolist() == [[3, 2], [-1, 0], [0, 1], [-1, -1]]
+    e = torch.e
+    expected = [[e / (1 + e), 1 / (1 + e)], [0, 1], [1 / (1 + e), e / (1 + e)], [0, 0]]
+    torch.testing.assert_close(scores, torch.tensor(expected, dtype=F64, device=device))
+
+
 @given(
     top_k=st.sampled_from((1, 2, 5, 8, 17, 32)),
     num_experts=st.sampled_from((32, 40, 129, 520, 1024)),
@@ -96,9 +158,10 @@ def test_a_choice_replayed(device, options, dtype):
     seed=st.integers(0, 99),
 )
 def test_any_ids(device, top_k, num_experts, options, distinct, seed):
-    """Ids that no choice would have made, many of them equal: the reference's scores and gradients."""
+    """Ids that no choice would have made, many of them equal or -1: the reference's scores and gradients."""
     draw = {"generator": torch.Generator().manual_seed(seed)}
-    ids = torch.randint(min(distinct, num_experts), (T, top_k), **draw).to(device)
+    ids = torch.randint(-1, min(distinct, num_experts), (T, top_k), **draw).to(device)
+    ids[2::5] = -1
     logits = torch.randn(T, num_experts, dtype=F64, **draw).to(device)
     dscores = torch.randn(T, top_k, dtype=F64, **draw).to(device)
     num_tokens = torch.tensor(9, device=device)
@@ -126,7 +189,8 @@ def test_remote_ids(device, options, dtype):
     info = torch.iinfo(dtype)
     outside = torch.tensor([-1, E, info.min, info.max, *([2**32 + 1] if dtype == torch.int64 else [E + 1])])
     ids[:5, 1] = outside.to(device, dtype)
-    ids[5:7] = -1
+    ids[5:7] = E
+    ids[6, 0] = -1
     logits[6] = NAN
     dscores[:5, 1] = dscores[5:7] = NAN
     scores, kept = torch.ops.fused_moe.route(logits, None, K, *settings, 0, 0, ids)
@@ -144,7 +208,7 @@ def test_out_of_range_values_are_read_on_the_cpu_alone(cpu):
     """Of real tokens: what padding has for ids is not looked at."""
     logits, ids = torch.randn(T, E), torch.zeros(T, K, dtype=torch.int32)
     ids[5, 1] = E
-    with pytest.raises(ValueError, match=r"route: expected ids from 0 to 7, found ids\[5, 1\] = 8"):
+    with pytest.raises(ValueError, match=r"route: expected ids from -1 to 7, found ids\[5, 1\] = 8"):
         route(logits, K, ids=ids)
     with pytest.raises(ValueError, match=r"ids\[5, 1\] = 8"):
         route(logits, K, ids=ids, num_tokens=torch.tensor(6))
@@ -306,6 +370,26 @@ def test_a_layer_replays_its_choice(device, settings):
                           for n, t in again.items()}, first)  # fmt: skip
 
 
+@pytest.mark.parametrize("grad", (True, False), ids=("grad", "no grad"))
+@pytest.mark.parametrize("settings", ALL_SETTINGS)
+def test_a_layer_chooses_where_ids_are_all_minus_one(device, settings, grad):
+    """Half of the tokens have been chosen for: the bits, counts and losses of the choice itself, with padding
+    that stays padding, and ids of fewer bytes."""
+    layer = FusedMoE(24, 20, E, K, **ALL_SETTINGS[settings], device=device)
+    x, dout = (torch.randn(T, 24, device=device) for _ in range(2))
+    for options in ({}, {"num_tokens": torch.tensor(7, device=device)}):
+        expected = called(layer, x, dout, **options)
+        ids = expected["ids"].clone()
+        ids[::2] = -1
+        for dtype in (torch.int32, torch.int8, torch.int64):
+            if grad:
+                assert_same_bits(called(layer, x, dout, ids=ids.to(dtype), **options), expected)
+            else:
+                with torch.no_grad():
+                    out, found = layer(x, ids=ids.to(dtype), return_ids=True, **options)
+                    assert torch.equal(out, layer(x, **options)) and torch.equal(found, expected["ids"])
+
+
 def test_other_ids(device):
     """Ids that the router did not choose, some equal: the loop's results."""
     layer, loop = pair(device, F64, **EVERYTHING)
@@ -428,7 +512,11 @@ WRONG_CALLS = [
     ({"num_tokens": torch.zeros(0).int()}, ValueError, "num_tokens of one element, found shape (0,)"),
     ({"num_tokens": torch.tensor(5).to("meta")}, ValueError, "num_tokens on x's device cpu, found meta"),
     ({"ids": [[0, 1]]}, TypeError, "ids to be a tensor, found list"),
-    ({"ids": torch.zeros(3, 4, K)}, TypeError, "ids of dtype int32 or int64, found torch.float32"),
+    (
+        {"ids": torch.zeros(3, 4, K)},
+        TypeError,
+        "ids of dtype int32 or int64 or int16 or int8 or uint8 or uint16, found torch.float32",
+    ),
     ({"ids": torch.zeros(T, K).int()}, ValueError, "ids of 3 dimensions, found shape (12, 2)"),
     ({"ids": torch.zeros(3, 4, 3).int()}, ValueError, "ids of shape (..., K) = (3, 4, 2), found (3, 4, 3)"),
     ({"ids": torch.zeros(3, 4, K).int().to("meta")}, ValueError, "ids on x's device cpu, found meta"),

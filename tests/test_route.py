@@ -223,6 +223,9 @@ def test_no_numbers(device, value, num_experts, top_k, groups, kept, score_func)
     biases = (None, torch.randn(num_experts), torch.full((num_experts,), value))
     for bias in (b if b is None else b.to(device) for b in biases):
         scores, ids = route(bad, top_k, score_func=score_func, bias=bias, **options)
+        if bias is not None and (bias == -INF).all():
+            assert (ids == -1).all() and not scores.count_nonzero()
+            continue
         assert ((ids >= 0) & (ids < num_experts)).all()
         assert (ids.sort(-1).values.diff(dim=-1) > 0).all(), "an expert was chosen twice"
         (dlogits,) = torch.autograd.grad(scores, bad, torch.ones_like(scores))
@@ -237,6 +240,36 @@ def test_no_numbers(device, value, num_experts, top_k, groups, kept, score_func)
     torch.testing.assert_close(scores.double(), expected, equal_nan=True, rtol=1e-5, atol=1e-7)
     if value != value:
         assert scores[[1, 3, 4]].isnan().any(-1).all(), "a NaN logit does not show in the scores"
+
+
+@BOTH_FUNCS
+@ALL_DTYPES
+@pytest.mark.parametrize("route_norm", (False, True))
+@pytest.mark.parametrize(
+    "num_experts, groups, kept, top_k",
+    ((24, None, None, 1), (24, 4, 2, 12), (70, None, None, 5), (300, 3, 2, 12)),
+)
+def test_barred_experts(device, top_k, num_experts, groups, kept, route_norm, dtype, score_func):
+    """A bias of -inf: the expert is not chosen, with a NaN score neither. Slots for which no other is left
+    have id -1, score 0 and no gradient, and route_norm divides by the sum of the rest."""
+    options = {"score_func": score_func, "route_norm": route_norm, "num_expert_groups": groups}
+    options["num_limited_groups"] = kept
+    logits = torch.randn(9, num_experts, device=device).to(dtype)
+    for num_allowed in (0, top_k - 1, top_k, top_k + 1):
+        bias = torch.full((num_experts,), -INF, device=device)
+        allowed = torch.randperm(num_experts, device=device)[:num_allowed]
+        bias[allowed] = torch.randn(num_allowed, device=device)
+        check(logits, top_k, **options, bias=bias)
+        poisoned = torch.where(bias == -INF, NAN, logits)
+        for values in (logits, poisoned):
+            scores, ids = route(values, top_k, **options, bias=bias)
+            assert torch.equal(ids, reference.route(values, top_k, **options, bias=bias)[1])
+            is_expert = ids >= 0
+            assert torch.isin(ids[is_expert], allowed.int()).all()
+            assert not scores[~is_expert].count_nonzero()
+            assert (is_expert[:, :-1] | ~is_expert[:, 1:]).all(), "experts are not first"
+            if groups is None:
+                assert (is_expert.sum(-1) == min(num_allowed, top_k)).all()
 
 
 @BOTH_FUNCS

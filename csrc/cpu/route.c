@@ -69,6 +69,22 @@ static void keep_groups(const FusedMoeRoute *p, const FmRows *v, const double *c
         for (int32_t i = 0; i < size; i++) kept[best[b] * size + i] = true;
 }
 
+/* A bias of -infinity bars an expert, whatever its score. */
+static bool is_allowed(const FusedMoeRoute *p, int32_t e) {
+    return !p->bias || p->bias[e] != -INFINITY;
+}
+
+/* Whether a token's ids are given: not if all of them are -1, nor if there are none. */
+static bool take_given(const FusedMoeRoute *p, int64_t t, int32_t *ids) {
+    bool is_given = false;
+    for (int32_t k = 0; p->given_ids && k < p->K; k++) {
+        int64_t id = integer(p->given_ids, p->given_dtype, t * p->K + k);
+        ids[k] = id >= 0 && id < p->E ? (int32_t)id : -1;
+        is_given |= id != -1;
+    }
+    return is_given;
+}
+
 static int route_block(int64_t block, const void *ctx, char *scratch) {
     const FusedMoeRoute *p = ctx;
     const FmRows *v = fm_rows(p->dtype);
@@ -98,18 +114,15 @@ static int route_block(int64_t block, const void *ctx, char *scratch) {
             if (v->accum_bytes == sizeof(float)) score[e] = (float)score[e];
             choice[e] = by_score ? score[e] : logits[e];
             if (!p->bias) continue;
-            choice[e] += p->bias[e];
+            choice[e] = is_allowed(p, e) ? choice[e] + p->bias[e] : -INFINITY;
             if (v->accum_bytes == sizeof(float)) choice[e] = (float)choice[e];
         }
-        if (p->given_ids) {
-            for (int32_t k = 0; k < p->K; k++) {
-                int64_t id = integer(p->given_ids, p->given_dtype, t * p->K + k);
-                ids[k] = id >= 0 && id < p->E ? (int32_t)id : -1;
-            }
-        } else {
+        if (!take_given(p, t, ids)) {
             if (limited) keep_groups(p, v, choice, worth, groups, kept);
             for (int32_t e = 0; e < p->E; e++)
                 if (!limited || kept[e]) insert(ids, &n, p->K, choice, e);
+            for (int32_t k = 0; k < p->K; k++)
+                if (!is_allowed(p, ids[k])) ids[k] = -1;
         }
         double sum = NORM_EPSILON;
         for (int32_t k = 0; k < p->K; k++) sum += score_of(score, ids[k]);

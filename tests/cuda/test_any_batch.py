@@ -118,7 +118,7 @@ def test_training(device, name, dtype):
 def test_replayed_choices_of_some_experts(device, score_on, dtype):
     """Given ids, a map of the experts that are here, and a number of tokens, all of them data: forward and
     backward have the bits of an eager call, and out those of one that never saw padding or remote ids. Ids
-    and maps out of range are remote."""
+    and maps out of range are remote; some tokens have not been chosen for."""
     num_ids, num_experts, top_k = 16, 6, 3
     case = Case(FULL, 64, 48, num_experts, top_k, dtype, bias=True, score_on=score_on)
     inputs, dout = case.inputs(device), case.dout(device)
@@ -143,6 +143,7 @@ def test_replayed_choices_of_some_experts(device, score_on, dtype):
         dout[n:] = torch.nan
         given.random_(-2, num_ids + 2)
         given[n // 2] = 2**32  # not expert 0
+        given[1::7] = -1  # the router's choice
         expert_map.random_(-2, num_experts + 2)
         num_tokens.fill_(count)
         for value in recorded.values():
@@ -152,13 +153,14 @@ def test_replayed_choices_of_some_experts(device, score_on, dtype):
         assert_same_bits(found, forward_backward(run, inputs, dout))
         for name in ("out", "dx", "dlogits"):
             assert not found[name][n:].count_nonzero(), f"{name} of padding after {n} tokens"
-        is_id = (given >= 0) & (given < num_ids)
-        local = torch.where(is_id, expert_map[torch.where(is_id, given, 0)], -1)
-        scores, _ = route(inputs["logits"][:n], top_k, route_norm=True, ids=given[:n])
+        scores, ids = route(inputs["logits"][:n], top_k, route_norm=True, ids=given[:n])
+        used = torch.where((given[:n] == -1).all(-1, True), ids, given[:n])
+        is_id = (used >= 0) & (used < num_ids)
+        local = torch.where(is_id, expert_map[torch.where(is_id, used, 0)], -1)
         weights = {name: t for name, t in inputs.items() if name not in ("x", "logits")}
         with torch.no_grad():
             expected = fused_experts(
-                fresh[:n], **weights, scores=scores, ids=local[:n], score_on=score_on, **case.options
+                fresh[:n], **weights, scores=scores, ids=local, score_on=score_on, **case.options
             )
         assert_equal(found["out"][:n], expected, f"{n} tokens")
 

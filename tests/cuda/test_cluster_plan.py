@@ -140,17 +140,41 @@ def test_logits_of_any_storage(device):
     check_choice(torch.randn(128, 200, device=device).mT, 8)
 
 
-@pytest.mark.parametrize("integers", (torch.int32, torch.int64))
+@pytest.mark.parametrize("integers", (torch.int32, torch.int64, torch.int16))
 @SHAPE
 def test_given_ids(device, name, integers):
-    """Repeated, out of range on both sides, far out, and none that is an expert."""
+    """Repeated, out of range on both sides, far out, and none that is an expert; all -1, whose tokens choose,
+    all of them, some, or one."""
     tokens, top_k, num_experts = SHAPES[name]
     logits = torch.randn(tokens, num_experts, device=device)
     given = torch.randint(-2, num_experts + 2, (tokens, top_k), device=device, dtype=integers)
-    given[tokens // 2] = 2**40 if integers == torch.int64 else 2**31 - 1
+    given[tokens // 2] = 2**40 if integers == torch.int64 else torch.iinfo(integers).max
+    some, one = given.clone(), given.clamp_min(0)
+    some[::3] = one[tokens // 2] = -1
     settings = route_settings(score_func=1, route_norm=True)
-    for ids in (given, given.clamp(0, 0), torch.full_like(given, -1)):
+    bias = torch.randn(num_experts, device=device) / 4
+    for ids in (given, given.clamp(0, 0), torch.full_like(given, -1), some, one):
         check_choice(logits, top_k, given=ids, settings=settings)
+        check_choice(logits, top_k, bias, given=ids, settings=settings)
+    _, ids, *_ = choose_and_plan(logits, top_k, given=torch.full_like(given, -1), settings=settings)
+    assert torch.equal(ids, ops.route(logits, None, top_k, *settings)[1])
+
+
+@SHAPE
+@pytest.mark.parametrize("options", ("bias", "groups"))
+def test_barred_experts(device, name, options):
+    """A bias of -inf for most experts, and for all of them: slots that no expert is left for are remote."""
+    tokens, top_k, num_experts = SHAPES[name]
+    settings = SETTINGS[options]
+    if num_experts % 4 or top_k > num_experts // 2:
+        settings = SETTINGS["bias"]
+    logits = torch.randn(tokens, num_experts, device=device)
+    for num_allowed in (0, 1, (top_k + 1) // 2, top_k):
+        bias = torch.full((num_experts,), -torch.inf, device=device)
+        bias[:num_allowed] = 0.0
+        check_choice(logits, top_k, bias, settings=route_settings(**settings))
+        _, ids, counts, _ = choose_and_plan(logits, top_k, bias, settings=route_settings(**settings))
+        assert not counts[num_allowed:].count_nonzero() and counts.sum() == (ids >= 0).sum()
 
 
 @pytest.mark.parametrize("name", ("odd", "and one more", "2049 slots", "4096 slots", "one each"))

@@ -6,7 +6,7 @@
  * ...: whatever G is, a score has the same bits. Scores are computed in float, in double for double logits.
  * Without bias and expert groups, top-k compares logits, so the choice does not depend on the rounding of
  * exp. NaN compares greatest, as in torch.topk, and ties go to the lowest id: whatever the logits are, the K
- * ids differ. */
+ * ids differ. A bias of -infinity bars an expert. */
 #pragma once
 
 #include "../../integer.h"
@@ -209,7 +209,8 @@ __device__ inline uint64_t key_of(double x) {
 template <typename Acc>
 using Key = decltype(key_of(Acc()));
 
-/* Removes the sub-warp's greatest key, on a tie that of the lowest index, and returns its index. */
+/* Removes the sub-warp's greatest key, on a tie that of the lowest index, and returns its index; -1 if all keys
+ * are 0. */
 template <int G, typename K, int V>
 __device__ inline int take_best(K (&key)[V]) {
     K best = 0;
@@ -220,7 +221,7 @@ __device__ inline int take_best(K (&key)[V]) {
 #pragma unroll
     for (int i = V - 1; i >= 0; i--)
         if (key[i] == best) last = ~expert<G>(i);
-    int index = ~subwarp_max<G>(last);
+    int index = best ? (int)~subwarp_max<G>(last) : -1;
 #pragma unroll
     for (int i = 0; i < V; i++)
         if (index == expert<G>(i)) key[i] = 0;
@@ -280,19 +281,21 @@ struct Choice {
  * sub-warp. Without a real token, a sub-warp computes another one's and finds no expert. */
 template <int G, int V, typename Acc>
 __device__ inline Choice<Acc> choose(const FusedMoeRoute &p, int64_t token, int64_t num_tokens, Acc *choice) {
-    int slot = subwarp_lane<G>(); /* gets the expert of its rank */
+    int slot = subwarp_lane<G>();
     int64_t t = max(min(token, num_tokens - 1), (int64_t)0);
     Acc logit[V];
     load_logits<G>(logit, p.logits, p.dtype, t, p.E);
     Scores<Acc> scores = scores_of<G>(p.score_func, logit);
 
-    int id = 0;
+    int id = 0, rank = slot; /* this lane takes the expert of its rank */
     bool is_chosen = false;
     if (p.given_ids) {
         int64_t given = slot < p.K ? integer(p.given_ids, p.given_dtype, t * p.K + slot) : -1;
         id = given >= 0 && given < p.E ? (int)given : -1;
-        is_chosen = true;
-    } else if (!p.bias && !p.num_groups && sizeof(Acc) == 4) {
+        if (subwarp_max<G>((uint32_t)(given != -1))) rank = -1;
+        is_chosen = __all_sync(ALL, rank < 0);
+    }
+    if (!is_chosen && !p.bias && !p.num_groups && sizeof(Acc) == 4) {
         /* The low bits of a key are replaced by 1023 - expert, so no two keys are equal. A 16-bit logit leaves
          * them without information: all are 0, or all 1 if it is negative or NaN. float32 logits may differ
          * in them alone. Where that may have changed the choice, the warp chooses again. */
@@ -305,7 +308,7 @@ __device__ inline Choice<Acc> choose(const FusedMoeRoute &p, int64_t token, int6
         for (int k = 0; k < p.K + is_float; k++) {
             uint32_t before = taken;
             taken = next_best<G>(key, taken);
-            if (k == slot) id = EXPERT_MASK - (taken & EXPERT_MASK);
+            if (k == rank) id = EXPERT_MASK - (taken & EXPERT_MASK);
             differ_in_low_bits |= k > 0 && (before ^ taken) <= EXPERT_MASK;
         }
         is_chosen = !is_float || !__any_sync(ALL, differ_in_low_bits);
@@ -316,15 +319,20 @@ __device__ inline Choice<Acc> choose(const FusedMoeRoute &p, int64_t token, int6
 #pragma unroll
         for (int i = 0; i < V; i++) {
             int e = expert<G>(i);
-            if (p.bias && e < p.E) logit[i] += p.bias[e];
+            bool is_allowed = e < p.E;
+            if (p.bias && is_allowed) {
+                float bias = p.bias[e];
+                is_allowed = bias != LOWEST<float>;
+                logit[i] = is_allowed ? logit[i] + bias : LOWEST<Acc>;
+            }
             if (p.num_groups) choice[e] = logit[i];
-            key[i] = e < p.E ? key_of(logit[i]) : 0;
+            key[i] = is_allowed ? key_of(logit[i]) : 0;
         }
         __syncwarp();
         if (p.num_groups) keep_groups<G>(p, key, choice);
         for (int k = 0; k < p.K; k++) {
             int best = take_best<G>(key);
-            if (k == slot) id = best;
+            if (k == rank) id = best;
         }
     }
     bool has_expert = slot < p.K && id >= 0;
