@@ -11,7 +11,7 @@ import math
 from numbers import Integral, Real
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from . import ops as _ops
 from .activation import ACTIVATIONS
@@ -65,6 +65,18 @@ def _described(value) -> str:
     """A value of the wrong type: the type, and what is short enough to be recognised."""
     text = "" if value is None or isinstance(value, Tensor) else f" {value!r}"
     return type(value).__name__ + (text if len(text) <= 40 else "")
+
+
+def is_altered(module: nn.Module) -> bool:
+    """Whether calling the module does more, or something else, than its class's forward."""
+    return bool(
+        module._forward_pre_hooks
+        or module._forward_hooks
+        or module._backward_pre_hooks
+        or module._backward_hooks
+        or module._compiled_call_impl
+        or "forward" in vars(module)
+    )
 
 
 # --- tensors ----------------------------------------------------------------------------------------------

@@ -46,7 +46,7 @@ from .checks import (
 from .lora import LoRA, check_lora
 from .ops import ops
 from .plan import Plan
-from .quantized.weight import QuantizedWeight
+from .quantized.weight import QuantizedWeight, read
 
 # --- routing ----------------------------------------------------------------------------------------------
 
@@ -395,8 +395,7 @@ def experts_and_counts(
     fn = "fused_experts"
     check_input(fn, "x", x, 2)
     check_activation(fn, activation, layout, score_on)
-    stored = weights
-    weights, is_composed = _plain_weights(fn, "x", x, weights, transposed, main_grads, lora)
+    stored, weights, is_composed = _plain_weights(fn, "x", x, weights, transposed, main_grads, lora)
     w1, w2, w3, code = check_experts(fn, "x", x, *weights, *biases, *constants, layout, transposed)
     if lora is not None:
         check_lora(fn, lora, "x", x, (w1, w2, w3))
@@ -447,26 +446,24 @@ def experts_and_counts(
 
 def _plain_weights(
     fn: str, x_name: str, x: Tensor, weights: tuple, transposed: bool, main_grads, lora
-) -> tuple[tuple, bool]:
-    """The weights, with tensors of their shapes in place of quantised ones, for the checks; and whether
-    experts are computed as a composition."""
-    has_quantized = False
-    plain = list(weights)
-    for i, w in enumerate(weights):
-        if not isinstance(w, QuantizedWeight):
-            continue
+) -> tuple[tuple, tuple, bool]:
+    """The weights as operators read them; with tensors of their shapes in place of quantised ones, for the
+    checks; and whether experts are computed as a composition."""
+    quantized = [i for i, w in enumerate(weights) if isinstance(w, QuantizedWeight)]
+    if not quantized and lora is None:
+        return weights, weights, False
+    stored, plain = list(weights), list(weights)
+    for i in quantized:
         name = f"w{i + 1}"
         if transposed:
             fail(ValueError, fn, f"transposed=False with a quantised {name}", "transposed=True")
+        stored[i] = w = read(weights[i])
         check_device(fn, name, w, x_name, x)
         plain[i] = x.new_empty(()).expand(w.shape)
-        has_quantized = True
-    if not has_quantized and lora is None:
-        return weights, False
     if main_grads is not None and any(grad is not None for grad in main_grads):
         what = "lora" if lora is not None else "quantised weights"
         fail(ValueError, fn, f"no main_grads beside {what}", "some")
-    return tuple(plain), True
+    return tuple(stored), tuple(plain), True
 
 
 def _quantized_experts(
@@ -522,8 +519,8 @@ def grouped_mlp(
     fn = "grouped_mlp"
     check_input(fn, "x_rows", x_rows, 2)
     check_activation(fn, activation, layout, "output")
-    stored, biases = (w1, w2, w3), (b1, b2, b3)
-    plain, is_composed = _plain_weights(fn, "x_rows", x_rows, stored, transposed, main_grads, lora)
+    weights, biases = (w1, w2, w3), (b1, b2, b3)
+    stored, plain, is_composed = _plain_weights(fn, "x_rows", x_rows, weights, transposed, main_grads, lora)
     w1, w2, w3, code = check_experts(fn, "x_rows", x_rows, *plain, *biases, alpha, limit, layout, transposed)
     if lora is not None:
         check_lora(fn, lora, "x_rows", x_rows, (w1, w2, w3))

@@ -21,6 +21,7 @@ from .checks import (
     check_real,
     check_tensor,
     fail,
+    is_altered,
 )
 
 
@@ -214,7 +215,10 @@ class Adapters(nn.Module):
         )
 
     def forward(self) -> LoRA:
-        return LoRA(**dict(self.named_parameters()), scale=self.scale)
+        own = dict(self.named_parameters())
+        if is_altered(self):  # a hook after this call may take the parameters' memory away
+            own = {name: parameter.view_as(parameter) for name, parameter in own.items()}
+        return LoRA(**own, scale=self.scale)
 
     def extra_repr(self) -> str:
         return ", ".join(

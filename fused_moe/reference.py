@@ -21,7 +21,7 @@ from .losses import load_balancing_loss, router_z_loss
 from .ops import FACTS, schedule_words
 from .padding import is_real, zero_padding
 from .plan import Plan
-from .quantized.weight import QuantizedWeight
+from .quantized.weight import QuantizedWeight, read
 
 __all__ = [
     "FusedMoE",
@@ -259,6 +259,7 @@ def grouped_mm(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
 def dequantize(w: QuantizedWeight, dtype: torch.dtype | None = None) -> Tensor:
     """The weight (E, out, in), one block after another: value = (code - zero) * scale in float32, rounded to
     dtype (default: w's)."""
+    w = read(w)
     E, rows, cols = w.shape
     data, scales, zeros = w.data, w.scale, w.zero
     codes = data

@@ -17,7 +17,7 @@ from torch.autograd import forward_ad
 from torch.nn.modules.module import _has_any_global_hook
 
 from . import function
-from .checks import check_experts, check_main_grads, check_router
+from .checks import check_experts, check_main_grads, check_router, is_altered
 from .gate import Gate
 from .ops import ACTIVATION_CODES, SCORE_FUNCS, ops, route_plan, router_gradients, run, up_gradients
 from .plan import Plan
@@ -59,18 +59,6 @@ def _members(module: nn.Module, names: tuple[str, ...]) -> list:
     in ten times the time."""
     parameters = module._parameters
     return [parameters[name] if name in parameters else getattr(module, name) for name in names]
-
-
-def is_altered(module: nn.Module) -> bool:
-    """Whether calling the module does more, or something else, than its class's forward."""
-    return bool(
-        module._forward_pre_hooks
-        or module._forward_hooks
-        or module._backward_pre_hooks
-        or module._backward_hooks
-        or module._compiled_call_impl
-        or "forward" in vars(module)
-    )
 
 
 def is_plain_linear(module: nn.Module) -> bool:

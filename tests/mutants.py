@@ -488,6 +488,20 @@ CPU = [
         "tests/test_quantized.py",
     ),
     Mutant(
+        "hooks of quantised weights are passed over",
+        "fused_moe/quantized/weight.py",
+        "return _called(w) if is_altered(w) else w",
+        "return w",
+        "tests/test_offload.py",
+    ),
+    Mutant(
+        "released adapters are read",
+        "fused_moe/lora.py",
+        "if is_altered(self):",
+        "if False:",
+        "tests/test_offload.py",
+    ),
+    Mutant(
         "a dtype casts codes",
         "fused_moe/quantized/weight.py",
         "return tensor.detach().to(found.device)",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from ..checks import FLOATING, check_bool, check_choice, check_range, check_tensor, fail
+from ..checks import FLOATING, check_bool, check_choice, check_range, check_tensor, fail, is_altered
 from . import formats, tiles
 from .formats import FORMATS
 
@@ -92,22 +92,22 @@ class QuantizedWeight(nn.Module):
         self._is_trainable = trainable
         self._arrange()
 
-    def forward(self) -> Tensor:
-        return self.dequantize()
+    def forward(self, *, as_stored: bool = False) -> Tensor | tuple[Tensor | None, ...]:
+        """`dequantize()`; or the parameters, by which `read` lets hooks of this module provide them."""
+        if as_stored:
+            # Not the parameters themselves: a hook after the call may take their memory away.
+            return tuple(None if p is None else p.detach() for p in self._parameters.values())
+        return _dequantized(self)
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """The weight (E, out, in) in `dtype`, by default self.dtype."""
-        return formats.dequantize(self.format, self.data, self.scale, self.zero, dtype or self.dtype)
+        return _dequantized(read(self), dtype)
 
     @property
     def data(self) -> Tensor:
         """The codes, as the constructor takes them: a view; a copy if `is_tiled`. So are scale and zero."""
         stored = self._of("data")
-        if self.is_tiled:
-            return tiles.published_data(self.format, stored)
-        if self.format == "int4":
-            return stored.view(torch.uint8)
-        return stored.flatten(-2) if self.format == "mxfp4" else stored
+        return tiles.published_data(self.format, stored) if self.is_tiled else _codes(self.format, stored)
 
     @property
     def scale(self) -> Tensor:
@@ -124,9 +124,8 @@ class QuantizedWeight(nn.Module):
     @property
     def tensors(self) -> tuple[Tensor, Tensor, Tensor | None]:
         """data, scale, zero as operators take them: as the constructor does, or the tiles if `is_tiled`."""
-        if self.is_tiled:
-            return self._of("data"), self._of("scale"), self._of("zero")
-        return self.data, self.scale, self.zero
+        data, scale, zero = self._of("data"), self._of("scale"), self._of("zero")
+        return data if scale.dim() == 4 else _codes(self.format, data), scale, zero
 
     @property
     def transposed_tensors(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
@@ -191,8 +190,10 @@ class QuantizedWeight(nn.Module):
         return f"format={self.format!r}, shape={tuple(self.shape)}, dtype={self.dtype}{trainable}"
 
     def _of(self, name: str) -> Tensor | None:
-        names = FORMATS[self.format].names
-        return getattr(self, names[name]) if name in names else None
+        own, parameters = FORMATS[self.format].names.get(name), self._parameters
+        if own in parameters:  # an attribute takes ten times as long
+            return parameters[own]
+        return None if own is None else getattr(self, own)
 
     def _published_parameters(self) -> dict[str, nn.Parameter]:
         """{name: parameter} in the layout of checkpoints."""
@@ -313,6 +314,28 @@ def _state(tensor: Tensor) -> tuple:
     return version, tensor.data_ptr() if type(tensor) is nn.Parameter else 0
 
 
+def read(w: QuantizedWeight) -> QuantizedWeight:
+    """The weight as a call of operators reads it: w itself, or if w has hooks, a weight of what calling it
+    returned. Hooks that offload or gather parameters provide them for the time of a module's call alone, and
+    nothing else calls this module."""
+    return _called(w) if is_altered(w) else w
+
+
+@torch.compiler.disable(reason="hooks of quantised weights run outside of graphs")
+def _called(w: QuantizedWeight) -> QuantizedWeight:
+    found = w(as_stored=True)
+    seen = object.__new__(QuantizedWeight)
+    vars(seen).update(vars(w) | vars(nn.Module()))  # without w's hooks
+    vars(seen).pop("forward", None)
+    vars(seen).pop("_compiled_call_impl", None)
+    seen._parameters = dict(zip(w._parameters, found, strict=True))
+    return seen
+
+
+def _dequantized(w: QuantizedWeight, dtype: torch.dtype | None = None) -> Tensor:
+    return formats.dequantize(w.format, w.data, w.scale, w.zero, dtype or w.dtype)
+
+
 def _if_on(device: torch.device, tensor: Tensor | None) -> Tensor | None:
     """The tensor if it can be written there."""
     is_there = tensor is not None and tensor.device == device
@@ -336,6 +359,13 @@ def _published(format: str, data: Tensor) -> Tensor:
     if format == "int4":
         return data.contiguous().view(torch.int32)
     return data.unflatten(-1, (-1, formats.MX_GROUP // 2)) if format == "mxfp4" else data
+
+
+def _codes(format: str, published: Tensor) -> Tensor:
+    """The inverse of `_published`, a view."""
+    if format == "int4":
+        return published.view(torch.uint8)
+    return published.flatten(-2) if format == "mxfp4" else published
 
 
 def _check_shape(name: str, tensor: Tensor, shapes: list[tuple[int, int, int]]) -> None:
