@@ -10,6 +10,7 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 
 from .checks import DEVICES, is_autocast_enabled
 from .function import router_logits
+from .ops import reshaped
 
 # Tensors that the operator takes: plain ones, and what stands for them while shapes or graphs are traced.
 PLAIN = (Tensor, nn.Parameter, FakeTensor, FunctionalTensor)
@@ -30,7 +31,7 @@ class Gate(nn.Linear):
         if x.dim() == 2:
             return router_logits(x, weight, bias)
         logits = router_logits(x.reshape(-1, x.size(-1)), weight, bias)
-        return logits.view(*x.shape[:-1], logits.size(1))
+        return reshaped(logits, (*x.shape[:-1], logits.size(1)))
 
 
 def fit(x: Tensor, *parameters: Tensor | None) -> bool:

@@ -16,6 +16,7 @@ from .counting import Counting
 from .gate import Gate, fit
 from .lora import Adapters, LoRA
 from .losses import load_balancing_loss, router_z_loss
+from .ops import reshaped
 from .padding import zero_padding
 from .quantized.weight import QuantizedWeight
 from .routed import (
@@ -414,7 +415,7 @@ class FusedMoE(Counting):
         if self.shared_experts is not None and not combines:
             out = out + self._shared(tokens, num_tokens)
         if x.dim() != 2:
-            out = out.view(x.shape)
+            out = reshaped(out, x.shape)
         results = [out]
         if return_losses:
             balance = load_balancing_loss(logits, ids, self.num_experts, num_tokens=num_tokens)

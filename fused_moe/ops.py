@@ -311,6 +311,12 @@ def run(op, *args):
     return node(*args, None) if torch._C._any_requires_grad(*args) else _below_autograd(op, None, args)
 
 
+def reshaped(x: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """A fresh result in the caller's shape. To autograd it is no view, as nn.Linear's is none: a write in
+    place to a view drops the hook by which FSDP2 fetches the weights for backward."""
+    return torch.ops.aten._unsafe_view.default(x, shape)
+
+
 def _is_plain(args) -> bool:
     return (
         torch._C._dispatch_tls_local_include_set().raw_repr() == _OWN_KEYS

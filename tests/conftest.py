@@ -14,7 +14,9 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 import pytest  # noqa: E402
 import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
 from hypothesis import HealthCheck, settings  # noqa: E402
+from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
 
 sys.path.insert(0, str(Path(__file__).parent))  # so that `import cases` works from any folder
 
@@ -103,3 +105,12 @@ def threads():
     before = torch.get_num_threads()
     yield torch.set_num_threads
     torch.set_num_threads(before)
+
+
+@pytest.fixture
+def one_rank(device):
+    """The mesh of a process group of this process alone."""
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    yield init_device_mesh(device.type, (1,))
+    dist.destroy_process_group()

@@ -9,6 +9,7 @@ import itertools
 import math
 import multiprocessing
 import traceback
+import warnings
 from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
@@ -515,6 +516,42 @@ def test_fully_shard(workers, device, placement, half):
         assert found["out"].dtype == torch.bfloat16
         found["out"] = found["out"].float()
     assert_close(found, expected, TOLERANCE[torch.bfloat16 if half else torch.float32])
+
+
+class Residual(torch.nn.Module):
+    """Adds x to the layer's result in place."""
+
+    def __init__(self, moe):
+        super().__init__()
+        self.moe = moe
+
+    def forward(self, x):
+        h = self.moe(x)
+        h += x
+        return h
+
+
+@pytest.mark.parametrize("module", (FusedMoE, reference.FusedMoE), ids=("ours", "reference"))
+@pytest.mark.parametrize("shape", ((T, D), (2, T // 2, D), (D,)), ids=str)
+def test_fully_shard_of_a_layer_whose_result_is_written(one_rank, device, module, shape):
+    """The layer is a group of parameters of its own, so its weights are freed after forward. A hook on the
+    result fetches them for backward: it has to survive the write."""
+    model = Residual(module(D, F, E, K, num_shared_experts=1, device=device))
+    x, found = torch.randn(shape, device=device), []
+    for sharded in (False, True):
+        if sharded:
+            fully_shard(model.moe, mesh=one_rank)
+            fully_shard(model, mesh=one_rank)
+        model.zero_grad()
+        leaf = x.clone().requires_grad_()
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            out = model(leaf)
+        out.square().sum().backward()
+        grads = (p.grad.full_tensor() if sharded else p.grad.clone() for p in model.parameters())
+        found.append([out.detach(), leaf.grad, *grads])
+    for plain, value in zip(*found, strict=True):
+        torch.testing.assert_close(value, plain)  # dx is added up in another order
 
 
 def fsdp_and_expert_parallel_layer(rank, device, shape):

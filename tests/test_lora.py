@@ -8,7 +8,6 @@ import warnings
 
 import pytest
 import torch
-import torch.distributed as dist
 from cases import (
     BF16,
     F16,
@@ -30,7 +29,6 @@ from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
     set_model_state_dict,
 )
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from fused_moe import (
@@ -597,14 +595,6 @@ def test_adapters_of_an_older_version(cpu):
     again.experts.lora = older
     check_scale(again, 4.0)
     assert torch.equal(again(x), moe(x))
-
-
-@pytest.fixture
-def one_rank(device):
-    backend = "nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-    yield init_device_mesh(device.type, (1,))
-    dist.destroy_process_group()
 
 
 def test_ddp_and_fully_shard_keep_the_scale(one_rank, device):

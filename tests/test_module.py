@@ -57,6 +57,22 @@ def run(layer, x, dout) -> dict:
 # --- names and parameters -------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("module", (FusedMoE, reference.FusedMoE), ids=("ours", "reference"))
+@pytest.mark.parametrize("shape", ((6, 16), (2, 3, 16), (1, 2, 3, 16), (16,)), ids=str)
+def test_results_are_no_views(device, module, shape):
+    """Which may be written in place, with FSDP2's hooks on them."""
+    layer = module(16, 12, 6, 2, num_shared_experts=1, shared_expert_gate=True, device=device)
+    x = torch.randn(shape, device=device, requires_grad=True)
+    for result in (layer(x), layer.router.gate(x)):
+        assert not result._is_view() and result.requires_grad
+    out = layer(x)
+    out += x
+    out.square().sum().backward()
+    twin = x.detach().requires_grad_()
+    (layer(twin) + twin).square().sum().backward()
+    assert torch.equal(x.grad, twin.grad)
+
+
 @pytest.mark.quick
 def test_state_dict_has_torchtitans_names(device):
     """Parameters and persistent buffers by the names of torchtitan, with their shapes."""

@@ -15,6 +15,7 @@ from torchtitan.models.moe.moe import GroupedExperts, MoE, TokenChoiceTopKRouter
 from torchtitan.protocols.model_converter import register_model_converter
 from torchtitan.tools.logging import logger
 
+from ..ops import reshaped
 from .layer import SAVED_OPS, Routing, choose, combine, logits_of, routed_rows, run_experts
 
 
@@ -51,7 +52,7 @@ class FusedMoE(MoE):
         # As in the stock layer, they run while the combine's all-to-all is in flight.
         shared = self.shared_experts(tokens) if self.shared_experts is not None else None
         out = combine(routed, routing) if is_expert_parallel else routed
-        return (out if shared is None else shared + out).view(x.shape)
+        return reshaped(out if shared is None else shared + out, x.shape)
 
 
 def _is_sharded_over(weight: Tensor, dim: str) -> bool:

@@ -20,7 +20,7 @@ from torchtitan.distributed.utils import get_spmd_backend
 from torchtitan.models.common.moe import GroupedExperts, MoE, RoutedExperts, TokenChoiceTopKRouter
 from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher, LocalTokenDispatcher
 
-from ..ops import route_plan
+from ..ops import reshaped, route_plan
 from .layer import SAVED_OPS, Routing, choose, combine, logits_of, routed_rows, run_experts
 
 # --- modules ------------------------------------------------------------------------------------------
@@ -84,7 +84,7 @@ class FusedRoutedExperts(RoutedExperts):
             return super().forward(x, scores, ids, counts)
         if routing is None:
             routing = Routing(scores.flatten(0, -2), ids.flatten(0, -2))
-        return self.inner_experts(x.flatten(0, -2), counts, routing=routing).view(x.shape)
+        return reshaped(self.inner_experts(x.flatten(0, -2), counts, routing=routing), x.shape)
 
     @property
     def is_local(self) -> bool:
