@@ -143,9 +143,25 @@ def _register_writing(name: str, *, fake, expected: str):
 
 def _register_fake(schema: Schema, fake):
     def by_name(*args, **kwargs):
-        return fake(schema.named(*args, **kwargs))
+        args = schema.named(*args, **kwargs)
+        _refuse_mixed(schema.name, args)
+        return fake(args)
 
     torch.library.register_fake(f"fused_moe::{schema.name}", by_name)
+
+
+def _refuse_mixed(name: str, args) -> None:
+    """Raises where one tensor is on meta and another is not, as in a layer that was loaded in part. PyTorch
+    calls the fake kernel then, whose results are memory that nothing has written."""
+    found = {}  # whether on meta -> an argument
+    for argument, value in zip(args._fields, args, strict=True):
+        for x in pytree.tree_leaves(value):
+            if isinstance(x, Tensor):
+                found[x.device.type == "meta"] = f"{argument} on {x.device}"
+    if len(found) == 2:
+        raise ValueError(
+            f"fused_moe: {name} expected all tensors or none on meta, found {found[True]}, {found[False]}"
+        )
 
 
 def _register_vmap(schema: Schema):

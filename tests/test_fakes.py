@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch._subclasses import FakeTensorMode
 from torch.utils import _pytree as pytree
 
-from fused_moe import fused_experts, ops
+from fused_moe import FusedMoE, fused_experts, ops
 
 pytestmark = pytest.mark.quick
 
@@ -73,6 +73,44 @@ def test_a_fake_is_what_the_operator_gives(device, name, case, forms):
         assert facts(real) == facts(call_fake(name, args))
         pointers = [r.untyped_storage().data_ptr() for r in real if r.numel()]
         assert len(set(pointers)) == len(pointers), "two results share memory"
+
+
+def replaced_one(args: list, i: int, new: torch.Tensor) -> list:
+    leaves, spec = pytree.tree_flatten(args)
+    return pytree.tree_unflatten([*leaves[:i], new, *leaves[i + 1 :]], spec)
+
+
+def on_meta(args):
+    return pytree.tree_map_only(torch.Tensor, lambda t: t.detach().to("meta"), args)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_tensors_on_meta_beside_others(device, name):
+    """One tensor on meta, or one that is not: an error. All on meta: shapes."""
+    for args in operator_calls(Case(5, 8, 16, 3, 2, bias=True), device)[name]:
+        args, bare = list(args), on_meta(list(args))
+        leaves, bare_leaves = pytree.tree_leaves(args), pytree.tree_leaves(bare)
+        indices = [i for i, x in enumerate(leaves) if isinstance(x, torch.Tensor)]
+        for mixed in (
+            [replaced_one(args, i, bare_leaves[i]) for i in indices],
+            [replaced_one(bare, i, leaves[i]) for i in indices],
+        ):
+            for call in mixed if len(indices) > 1 else ():
+                with pytest.raises(ValueError, match=f"{name} expected all tensors or none on meta"):
+                    call_operator(name, call)
+        shapes = [(r.shape, r.dtype) for r in call_operator(name, args)]
+        found = call_operator(name, bare)
+        assert [(r.shape, r.dtype) for r in found] == shapes and all(r.is_meta for r in found)
+
+
+def test_a_layer_with_fake_tensors(device):
+    """Forward and backward of a layer of each kind of fake tensors; on meta, too."""
+    with FakeTensorMode():
+        for where in (device, "meta"):
+            layer = FusedMoE(16, 12, 6, 2, num_shared_experts=1, load_balance_coeff=1e-3, device=where)
+            x = torch.randn(2, 5, 16, device=where, requires_grad=True)
+            layer(x).sum().backward()
+            assert x.grad.shape == x.shape and x.grad.device == x.device
 
 
 @pytest.mark.parametrize("name", ["experts_down_backward", "experts_down_backward_accumulate"])
