@@ -3,24 +3,34 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from .checks import check_num_tokens, fail
+from .checks import check_choice, check_num_tokens, fail
+from .ops import SCORE_FUNCS
 from .padding import is_real, zero_padding
 
 
 def load_balancing_loss(
-    logits: Tensor, ids: Tensor, num_experts: int, *, num_tokens: Tensor | None = None
+    logits: Tensor,
+    ids: Tensor,
+    num_experts: int,
+    *,
+    score_func: str = "softmax",
+    num_tokens: Tensor | None = None,
 ) -> Tensor:
     """Switch Transformer's balance loss: E * sum over e of f_e * p_e, 1 when perfectly balanced.
 
-    f_e is the share of (token, slot) pairs sent to expert e, p_e the mean router probability of e.
-    Source: Fedus et al., "Switch Transformers", 2021, equations 4 to 6, over K slots instead of one.
+    f_e is the share of (token, slot) pairs sent to expert e, p_e the mean router probability of e: the
+    softmax of the logits, or their sigmoids divided by the token's sum of sigmoids over all experts.
+    Source: Fedus et al., "Switch Transformers", 2021, equations 4 to 6, over K slots instead of one; with
+    sigmoid DeepSeek-V3 (arXiv 2412.19437), equations 17 to 20, over all tokens of the call.
 
     Args:
         logits: (..., E) router logits, any floating dtype; computed in float32 (float64 stays).
         ids: (..., K) chosen experts of the same tokens, any integer dtype; others than [0, E) do not count.
         num_experts: E.
+        score_func: "softmax" or "sigmoid", the router's.
         num_tokens: as that of `route`: tokens from it on are padding and do not count.
 
     Returns:
@@ -44,8 +54,10 @@ def load_balancing_loss(
         fail(ValueError, fn, tokens, tuple(ids.shape))
     if ids.device != logits.device:
         fail(ValueError, fn, f"ids on the logits' device {logits.device}", ids.device)
+    check_choice(fn, "score_func", score_func, SCORE_FUNCS)
     rows = _rows(logits, num_tokens)
-    probs = _mean(rows.softmax(-1), num_tokens)
+    # softmax(log s) = s / sum(s), also where all sigmoids underflow
+    probs = _mean((F.logsigmoid(rows) if score_func == "sigmoid" else rows).softmax(-1), num_tokens)
     flat = ids.flatten().long()
     has_expert = (flat >= 0) & (flat < num_experts)
     if num_tokens is not None:

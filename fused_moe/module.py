@@ -418,7 +418,10 @@ class FusedMoE(Counting):
             out = reshaped(out, x.shape)
         results = [out]
         if return_losses:
-            balance = load_balancing_loss(logits, ids, self.num_experts, num_tokens=num_tokens)
+            # another module in the router's place may have no such settings
+            score_func = getattr(self.router, "routing", {}).get("score_func", "softmax")
+            settings = {"score_func": score_func, "num_tokens": num_tokens}
+            balance = load_balancing_loss(logits, ids, self.num_experts, **settings)
             results.append(RouterLosses(balance, router_z_loss(logits, num_tokens=num_tokens)))
         if return_ids:
             results.append(ids.reshape(*x.shape[:-1], self.top_k))

@@ -1,22 +1,39 @@
 """load_balancing_loss and router_z_loss against their formulas."""
 
+from functools import partial
+
 import pytest
 import torch
 from cases import BF16, F64, assert_near
 
 from fused_moe import load_balancing_loss, reference, route, router_z_loss
 
+BOTH_FUNCS = pytest.mark.parametrize("score_func", ("softmax", "sigmoid"))
+
 
 @pytest.mark.quick
-def test_balance_loss_is_its_formula(device):
-    """E * sum over e of (share of slots) * (mean probability)."""
+@BOTH_FUNCS
+def test_balance_loss_is_its_formula(device, score_func):
+    """E * sum over e of (share of slots) * (mean probability); sigmoids are divided by their sum."""
     logits = torch.randn(50, 7, device=device)
-    ids = route(logits, 3)[1]
+    ids = route(logits, 3, score_func=score_func)[1]
     probs = logits.double().softmax(-1)
+    if score_func == "sigmoid":
+        probs = logits.double().sigmoid() / logits.double().sigmoid().sum(-1, keepdim=True)
     expected = 0.0
     for e in range(7):
         expected += 7 * float((ids == e).sum()) / ids.numel() * probs[:, e].mean()
-    assert_near(load_balancing_loss(logits, ids, 7), expected)
+    assert_near(load_balancing_loss(logits, ids, 7, score_func=score_func), expected)
+
+
+def test_sigmoids_that_underflow(device):
+    """A token whose sigmoids are all 0 in float32 still has probabilities that sum to 1, and a gradient."""
+    logits = torch.tensor([[-200.0, -200.0], [300.0, -300.0]], device=device, requires_grad=True)
+    ids = torch.tensor([[0], [0]], device=device)
+    loss = load_balancing_loss(logits, ids, 2, score_func="sigmoid")
+    torch.testing.assert_close(loss.item(), 2 * (0.5 + 1) / 2)
+    (grad,) = torch.autograd.grad(loss, logits)
+    torch.testing.assert_close(grad.tolist(), [[0.25, -0.25], [0.0, 0.0]])
 
 
 def test_balance_loss_of_perfect_balance_is_one(device):
@@ -69,11 +86,13 @@ def test_any_leading_shape(device):
     assert torch.equal(load_balancing_loss(logits, ids.view(3, 5, 2), 7), expected)
 
 
-def test_gradients(device):
+@BOTH_FUNCS
+def test_gradients(device, score_func):
     """Both agree with numerical gradients, in float64."""
     ids = torch.randint(5, (6, 2), device=device)
     logits = torch.randn(6, 5, dtype=F64, device=device, requires_grad=True)
-    for loss in (lambda z: load_balancing_loss(z, ids, 5), router_z_loss):
+    balance = partial(load_balancing_loss, ids=ids, num_experts=5, score_func=score_func)
+    for loss in (balance, router_z_loss):
         assert loss(logits).dtype == F64
         assert torch.autograd.gradcheck(loss, (logits,))
 
@@ -153,6 +172,7 @@ WRONG_CALLS = [
     ((LOGITS, IDS.to("meta"), 5), ValueError, "ids on the logits' device cpu, found meta"),
     ((LOGITS, IDS, 4), ValueError, "num_experts of the logits, 5, found 4"),
     ((LOGITS, IDS, 5.0), TypeError, "num_experts to be an int, found float"),
+    ((LOGITS, IDS, 5, "tanh"), ValueError, "score_func to be one of ['sigmoid', 'softmax'], found 'tanh'"),
 ]
 
 
@@ -160,7 +180,7 @@ WRONG_CALLS = [
 def test_wrong_calls(arguments, error, message):
     """A wrong argument is named, and so is what was found in its place."""
     with pytest.raises(error) as raised:
-        load_balancing_loss(*arguments)
+        load_balancing_loss(*arguments[:3], **dict(zip(("score_func",), arguments[3:], strict=False)))
     assert str(raised.value) == f"load_balancing_loss: expected {message}"
     if message.startswith("logits"):
         with pytest.raises(error) as raised:

@@ -286,14 +286,17 @@ def test_other_shared_experts(device, gate):
     torch.testing.assert_close(layer(x), expected - shared(x) * factor + x * factor)
 
 
-def test_losses(device):
-    """return_losses adds the balance loss and the z-loss of this call, differentiable in the router."""
-    layer = FusedMoE(24, 20, 8, 2, device=device)
+@pytest.mark.parametrize("score_func", ("softmax", "sigmoid"))
+def test_losses(device, score_func):
+    """return_losses adds the balance loss of the layer's scores and the z-loss, both of this call and
+    differentiable in the router."""
+    layer = FusedMoE(24, 20, 8, 2, score_func=score_func, device=device)
     x = torch.randn(3, 10, 24, device=device)
     out, losses = layer(x, return_losses=True)
     assert torch.equal(out, layer(x))
     _, ids, logits = layer.router(x.flatten(0, 1), None)
-    assert torch.equal(losses.load_balancing, load_balancing_loss(logits, ids, 8))
+    balance = load_balancing_loss(logits, ids, 8, score_func=score_func)
+    assert torch.equal(losses.load_balancing, balance)
     assert torch.equal(losses.z, router_z_loss(logits))
     (losses.load_balancing + losses.z).backward()
     assert layer.router.gate.weight.grad.count_nonzero()

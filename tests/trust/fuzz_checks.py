@@ -424,7 +424,7 @@ class Layer(Problem):
         if not self.case.losses:
             return {"out": out}
         wide = logits if logits.dtype == F64 and self.case.dtype == F64 else logits.to(arithmetic.wide)
-        balance, z = plain.losses_of(wide, found["ids"], arithmetic)
+        balance, z = plain.losses_of(wide, found["ids"], arithmetic, self.case.score_func)
         return {"out": out, "balance": balance, "z": z}
 
     def notice(self, found):

@@ -274,12 +274,14 @@ def _close(values, k: int, may_differ=False):
     return (((gaps > 0) | may_differ) & (gaps < NEAR) & counts).any(-1)
 
 
-def losses_of(logits, ids, arithmetic: Arithmetic):
+def losses_of(logits, ids, arithmetic: Arithmetic, score_func: str):
     """The balance loss and the z loss."""
     logits = logits.to(arithmetic.wide)
     E = logits.size(1)
     load = (ids.reshape(-1, 1) == torch.arange(E)).to(arithmetic.wide).mean(0)
-    balance = E * (load * logits.softmax(-1).mean(0)).sum()
+    scores = logits.sigmoid()
+    probs = scores / scores.sum(-1, keepdim=True) if score_func == "sigmoid" else logits.softmax(-1)
+    balance = E * (load * probs.mean(0)).sum()
     return balance, logits.exp().sum(-1).log().square().mean()
 
 
