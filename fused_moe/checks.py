@@ -138,10 +138,10 @@ def is_autocast_enabled(x: Tensor) -> bool:
 def _can_read(x: Tensor) -> bool:
     """Whether x's values can be looked at. On a GPU that would synchronise; its kernels never access rows
     outside of the tensors."""
-    return x.device.type == "cpu" and _has_memory(x)
+    return x.device.type == "cpu" and has_memory(x)
 
 
-def _has_memory(x: Tensor) -> bool:
+def has_memory(x: Tensor) -> bool:
     """Inside of torch.compile and torch.func a tensor may have none."""
     return not (
         torch.compiler.is_compiling()
@@ -309,7 +309,7 @@ def check_out(fn: str, out, x: Tensor, shape: tuple, inputs: tuple) -> None:
     if out.requires_grad and torch.is_grad_enabled():
         fail(ValueError, fn, "out that requires no gradient itself", "requires_grad=True")
     inputs = [t for t in inputs if t is not None]
-    if not all(map(_has_memory, (out, *inputs))):
+    if not all(map(has_memory, (out, *inputs))):
         return
     storage = out.untyped_storage().data_ptr()
     if any(t.untyped_storage().data_ptr() == storage and share_memory(out, t) for t in inputs):
@@ -493,7 +493,7 @@ def _check_own_memory(fn: str, main_grads, weights) -> None:
     found = [
         (name, x, x.untyped_storage().data_ptr())
         for name, x in zip(names, (*main_grads, *weights), strict=True)
-        if x is not None and _has_memory(x)
+        if x is not None and has_memory(x)
     ]
     for i, (name, grad, storage) in enumerate(found):
         if name[0] == "w":

@@ -3,6 +3,7 @@
 import copy
 import gc
 import io
+import operator
 
 import pytest
 import torch
@@ -666,6 +667,84 @@ def test_state_dict(cpu, option):
     other.load_state_dict(saved)
     assert not other.experts.w1.is_tiled
     assert torch.equal(other.requires_grad_(False)(x), expected)
+
+
+@pytest.mark.quick
+@pytest.mark.usefixtures("tiling")
+@EVERY_FORMAT
+@pytest.mark.parametrize("scale_of", range(4))
+@pytest.mark.parametrize("shape", ((1, 64, 64), (2, 128, 64), (8, 512, 512), (1, 64, 4096)), ids=str)
+def test_published_tensors_are_not_written_into_tiles(cpu, format, scale_of, shape):
+    """By their names, as weight sync does: of all experts, of one, and of shapes that could be broadcast."""
+    w = random_weight(format, *shape, cpu, scale_of)
+    before = {name: tensor.clone() for name, tensor in w.state_dict().items()}
+    other = random_weight(format, *shape, cpu, scale_of).state_dict()
+    assert w.is_tiled and [n for n, _ in w.named_parameters()] == list(other)
+    for name, parameter in w.named_parameters():
+        for target, source in ((parameter, other[name]), (parameter[0], other[name][0])):
+            for write in (
+                torch.Tensor.copy_,
+                lambda t, new: t.data.copy_(new),
+                lambda t, new: t[:].copy_(new),
+            ):
+                with pytest.raises(
+                    RuntimeError, match="doesn't match the broadcast shape|must match the size"
+                ):
+                    write(target, source)
+    assert_same(w.state_dict(), before)
+    w.load_state_dict(dict(list(other.items())[:1]), strict=False)  # a part of the names
+    w.load_state_dict(dict(list(other.items())[1:]), strict=False)
+    assert_same(w.state_dict(), other)
+
+
+@pytest.mark.quick
+@pytest.mark.usefixtures("tiling")
+@EVERY_OPTION
+def test_a_write_into_a_copy_of_tiles_is_an_error(cpu, option):
+    """Where it would write the parameters of a weight that is not tiled; until it is loaded."""
+    format, options = OPTIONS[option]
+    w, other = (quantize(torch.randn(2, 64, 128), format, **options) for _ in range(2))
+    new = other.state_dict()
+    codes, scale = list(new)[:2]
+    gives = [(name, operator.itemgetter(name), keep) for name in new for keep in (False, True)]
+    copies = [
+        (name, lambda get=get, keep=keep: get(w.state_dict(keep_vars=keep))) for name, get, keep in gives
+    ]
+    copies += [(codes, lambda: w.data), (scale, lambda: w.scale)]
+    uses = (
+        lambda: w.tensors, lambda: w.dequantize(), lambda: w.data, lambda: w.scale, lambda: w.zero,
+        lambda: w.state_dict(), lambda: copy.deepcopy(w), lambda: torch.save(w, io.BytesIO()),
+    )  # fmt: skip
+    for name, give in copies:
+        assert torch.equal(bits(give().clone()), bits(give())) and w.tensors  # reading is none
+        given = give()
+        for dies in (True, False):
+            bits(give() if dies else given)[0].zero_()
+            for use in uses:
+                expected = (
+                    f"{name} of a weight in tiles to be written by load_state_dict, found a write into a"
+                )
+                with pytest.raises(ValueError, match=f"QuantizedWeight: expected {expected} copy"):
+                    use()
+            w.load_state_dict(new)
+            assert w.tensors
+            assert_same(w.state_dict(), new)
+
+
+@pytest.mark.usefixtures("tiling")
+def test_a_copy_that_is_loaded(cpu):
+    """torch.distributed.checkpoint writes into a state_dict, which is then loaded."""
+    w, other = (quantize(torch.randn(2, 64, 128), "int8") for _ in range(2))
+    state, new = w.state_dict(), other.state_dict()
+    for name, tensor in state.items():
+        tensor.copy_(new[name])
+    with pytest.raises(ValueError, match="expected weight of a weight in tiles"):
+        w.dequantize()
+    w.load_state_dict(state)
+    assert_same(w.state_dict(), new)
+    for read in (lambda: w.tensors, lambda: (w.data, w.scale), lambda: (w.dequantize(),)):
+        compiled = torch.compile(read, backend="eager", fullgraph=True)()
+        assert all(torch.equal(a.float(), b.float()) for a, b in zip(compiled[:2], read()[:2], strict=True))
 
 
 @pytest.mark.usefixtures("tiling")

@@ -69,6 +69,39 @@ def are_read_on(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device)[0] == 9
 
 
+# --- parameters -------------------------------------------------------------------------------------------
+
+
+def as_parameter(tiles: Tensor, published: torch.Size) -> Tensor:
+    """Tiles as a weight's parameter: flattened to (E, n) if a tensor of the published shape, of all experts
+    or of one, could be broadcast into them. So a write by mistake, as by `parameter.copy_`, raises."""
+    for source, target in ((published, tiles.shape), (published[1:], tiles.shape[1:])):
+        pairs = zip(reversed(source), reversed(target), strict=False)
+        if len(source) <= len(target) and all(size in (1, other) for size, other in pairs):
+            return tiles.flatten(1)
+    return tiles
+
+
+def data_of(parameter: Tensor, shape: tuple[int, int, int]) -> Tensor:
+    """The tiles of codes of a weight (E, out, in)."""
+    if parameter.dim() == 4:
+        return parameter
+    E, rows, cols = shape
+    return parameter.view(E, rows // TILE, cols // TILE, -1)
+
+
+def scale_of(format: str, parameter: Tensor, shape: tuple[int, int, int]) -> Tensor:
+    """The tiles of scales or zero points of a weight (E, out, in)."""
+    if parameter.dim() == 4:
+        return parameter
+    E, rows, _ = shape
+    if format == "fp8_block":
+        return parameter.view(E, rows // TILE, -1, COPIES)
+    if FORMATS[format].groups:
+        return parameter.view(E, rows // TILE, -1, TILE)
+    return parameter.view(E, rows // TILE, 1, -1)
+
+
 # --- codes ------------------------------------------------------------------------------------------------
 
 

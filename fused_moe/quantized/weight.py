@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from ..checks import FLOATING, check_bool, check_choice, check_range, check_tensor, fail, is_altered
 from . import formats, tiles
+from .copies import Copies
 from .formats import FORMATS
 
 FN = "QuantizedWeight"
@@ -23,7 +24,8 @@ class QuantizedWeight(nn.Module):
     (fp8, int8), `weight_packed` int32, `weight_scale` and `weight_zero_point` int8 as of compressed-tensors
     (int4), `blocks` and `scales` as of gpt-oss (mxfp4). The parameters have the same names, and the same
     layout unless `is_tiled`: on GPUs of compute capability 9.x, if out and in are multiples of 64, they are
-    tiles, as `fused_moe.quantized.tiles` describes them.
+    tiles, as `fused_moe.quantized.tiles` describes them. `load_state_dict` arranges published tensors, and
+    copying one into such a parameter raises.
 
     Args:
         data: codes. fp8_block, fp8: float8_e4m3fn (E, out, in); int8: int8 (E, out, in); int4, mxfp4: uint8
@@ -86,10 +88,11 @@ class QuantizedWeight(nn.Module):
             if tensor is not None and tensor.device != data.device:
                 fail(ValueError, FN, f"{name} on data's device {data.device}", tensor.device)
         self._scale_dtype = scale.dtype  # which tiles may not have
-        for name, tensor in (("data", _published(format, data)), ("scale", scale), ("zero", zero)):
+        for name, tensor in (("data", _as_named(format, data)), ("scale", scale), ("zero", zero)):
             if name in rules.names:
                 self.register_parameter(rules.names[name], _frozen(tensor))
         self._is_trainable = trainable
+        self._copies = Copies()
         self._arrange()
 
     def forward(self, *, as_stored: bool = False) -> Tensor | tuple[Tensor | None, ...]:
@@ -106,26 +109,25 @@ class QuantizedWeight(nn.Module):
     @property
     def data(self) -> Tensor:
         """The codes, as the constructor takes them: a view; a copy if `is_tiled`. So are scale and zero."""
-        stored = self._of("data")
-        return tiles.published_data(self.format, stored) if self.is_tiled else _codes(self.format, stored)
+        return self._given("data")
 
     @property
     def scale(self) -> Tensor:
-        stored = self._of("scale")
-        return tiles.published_scale(self.format, stored, self._scale_dtype) if self.is_tiled else stored
+        return self._given("scale")
 
     @property
     def zero(self) -> Tensor | None:
-        stored = self._of("zero")
-        if stored is None or not self.is_tiled:
-            return stored
-        return tiles.published_scale(self.format, stored, stored.dtype)
+        return self._given("zero")
 
     @property
     def tensors(self) -> tuple[Tensor, Tensor, Tensor | None]:
         """data, scale, zero as operators take them: as the constructor does, or the tiles if `is_tiled`."""
+        self._copies.check()
         data, scale, zero = self._of("data"), self._of("scale"), self._of("zero")
-        return data if scale.dim() == 4 else _codes(self.format, data), scale, zero
+        if scale.dim() == 3:
+            return _codes(self.format, data), scale, zero
+        zero = None if zero is None else tiles.scale_of(self.format, zero, self.shape)
+        return tiles.data_of(data, self.shape), tiles.scale_of(self.format, scale, self.shape), zero
 
     @property
     def transposed_tensors(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
@@ -139,8 +141,8 @@ class QuantizedWeight(nn.Module):
 
     @property
     def is_tiled(self) -> bool:
-        """Whether the parameters are tiles, of four dimensions."""
-        return self._of("scale").dim() == 4
+        """Whether the parameters are tiles, of four dimensions or two."""
+        return self._of("scale").dim() != 3
 
     @property
     def is_trainable(self) -> bool:
@@ -195,9 +197,37 @@ class QuantizedWeight(nn.Module):
             return parameters[own]
         return None if own is None else getattr(self, own)
 
+    def _tiles_of(self, name: str, parameter: Tensor) -> Tensor:
+        """A parameter that is tiles, in the dimensions that operators take."""
+        if name == "data":
+            return tiles.data_of(parameter, self.shape)
+        return tiles.scale_of(self.format, parameter, self.shape)
+
+    def _published(self, name: str) -> Tensor | None:
+        """data, scale or zero as the constructor takes them."""
+        stored = self._of(name)
+        if not self.is_tiled:
+            return _codes(self.format, stored) if name == "data" else stored
+        if stored is None:
+            return None
+        stored = self._tiles_of(name, stored)
+        if name == "data":
+            return tiles.published_data(self.format, stored)
+        dtype = self._scale_dtype if name == "scale" else stored.dtype
+        return tiles.published_scale(self.format, stored, dtype)
+
+    def _given(self, name: str) -> Tensor | None:
+        """The same for users, who might write into it."""
+        self._copies.check()
+        published = self._published(name)
+        if published is None or not self.is_tiled:
+            return published
+        return self._copies.give(FORMATS[self.format].names[name], published)
+
     def _published_parameters(self) -> dict[str, nn.Parameter]:
         """{name: parameter} in the layout of checkpoints."""
-        stored = {"data": _published(self.format, self.data), "scale": self.scale, "zero": self.zero}
+        stored = {name: self._published(name) for name in ("data", "scale", "zero")}
+        stored["data"] = _as_named(self.format, stored["data"])
         names = FORMATS[self.format].names
         return {names[key]: _frozen(tensor) for key, tensor in stored.items() if tensor is not None}
 
@@ -217,13 +247,17 @@ class QuantizedWeight(nn.Module):
 
     def _tile(self, before: dict[str, nn.Parameter | None]) -> None:
         names = FORMATS[self.format].names
-        for key, tensor in zip(("data", "scale", "zero"), self.tensors, strict=True):
+        published = {key: self._published(key) for key in names}
+        for key, tensor in published.items():
             if tensor is None:
                 continue
             out = _if_on(tensor.device, before.get(names[key]))
             convert = tiles.tiled_data if key == "data" else tiles.tiled_scale
-            tiled = convert(self.format, tensor, self.shape, out)
-            self._parameters[names[key]] = _frozen(tiled) if out is None else out
+            into = None if out is None else self._tiles_of(key, out)
+            tiled = convert(self.format, tensor, self.shape, into)
+            if out is None:
+                out = _frozen(tiles.as_parameter(tiled, self._parameters[names[key]].shape))
+            self._parameters[names[key]] = out
 
     def _has_packing(self) -> bool:
         """Whether there is a second packing of these tiles. It is brought up to date."""
@@ -244,7 +278,7 @@ class QuantizedWeight(nn.Module):
 
     def _pack_transposed(self) -> None:
         """Into the memory of the packing that there is, if it is on the weight's device."""
-        published = {"data_t": self.data, "scale_t": self.scale, "zero_t": self.zero}
+        published = {f"{name}_t": self._published(name) for name in ("data", "scale", "zero")}
         with torch.inference_mode(False):  # or it could not be written, nor saved for backward, outside
             for name, tensor in published.items():
                 if tensor is not None:
@@ -270,13 +304,16 @@ class QuantizedWeight(nn.Module):
 
     def __setstate__(self, state) -> None:
         super().__setstate__(state)
+        self._copies = Copies()
         self._arrange()  # torch.load may have moved it to another device
 
     def _save_to_state_dict(self, destination, prefix, keep_vars):
+        self._copies.check()
         super()._save_to_state_dict(destination, prefix, keep_vars)
         if self.is_tiled:
             for name, published in self._published_parameters().items():
-                destination[prefix + name] = published if keep_vars else published.detach()
+                copy = published if keep_vars else published.detach()
+                destination[prefix + name] = self._copies.give(name, copy)
 
     def _load_from_state_dict(
         self, state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
@@ -287,6 +324,7 @@ class QuantizedWeight(nn.Module):
         if before is not None:
             self._parameters.update(self._published_parameters())
         own = dict(self.named_parameters(recurse=False))
+        self._copies.forget([name for name in own if prefix + name in state_dict])
         for name, parameter in own.items():
             given = state_dict.get(prefix + name)
             if given is None:
@@ -333,7 +371,9 @@ def _called(w: QuantizedWeight) -> QuantizedWeight:
 
 
 def _dequantized(w: QuantizedWeight, dtype: torch.dtype | None = None) -> Tensor:
-    return formats.dequantize(w.format, w.data, w.scale, w.zero, dtype or w.dtype)
+    w._copies.check()
+    published = (w._published(name) for name in ("data", "scale", "zero"))
+    return formats.dequantize(w.format, *published, dtype or w.dtype)
 
 
 def _if_on(device: torch.device, tensor: Tensor | None) -> Tensor | None:
@@ -354,18 +394,18 @@ def _frozen(tensor: Tensor | None) -> nn.Parameter | None:
     return None if tensor is None else nn.Parameter(tensor.detach().contiguous(), requires_grad=False)
 
 
-def _published(format: str, data: Tensor) -> Tensor:
+def _as_named(format: str, data: Tensor) -> Tensor:
     """The codes as the format's checkpoints have them."""
     if format == "int4":
         return data.contiguous().view(torch.int32)
     return data.unflatten(-1, (-1, formats.MX_GROUP // 2)) if format == "mxfp4" else data
 
 
-def _codes(format: str, published: Tensor) -> Tensor:
-    """The inverse of `_published`, a view."""
+def _codes(format: str, named: Tensor) -> Tensor:
+    """The inverse of `_as_named`, a view."""
     if format == "int4":
-        return published.view(torch.uint8)
-    return published.flatten(-2) if format == "mxfp4" else published
+        return named.view(torch.uint8)
+    return named.flatten(-2) if format == "mxfp4" else named
 
 
 def _check_shape(name: str, tensor: Tensor, shapes: list[tuple[int, int, int]]) -> None:
