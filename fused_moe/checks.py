@@ -27,6 +27,8 @@ DEVICES = ("cpu", "meta", *(["cuda"] if _ops.HAS_CUDA_KERNELS else []))
 
 def fail(error: type[Exception], fn: str, expected: str, found) -> None:
     """Raises a failed check's error. A message formatted before would make sizes static in torch.compile."""
+    if isinstance(found, Tensor):
+        found = "Tensor"  # its values may be many, and on a GPU
     raise error(f"{fn}: expected {expected}, found {found}")
 
 
@@ -58,7 +60,20 @@ def check_bool(fn: str, name: str, value) -> None:
 
 def check_choice(fn: str, name: str, value, choices) -> None:
     if not (isinstance(value, str) and value in choices):
-        fail(ValueError, fn, f"{name} to be one of {sorted(choices)}", repr(value))
+        found = value if isinstance(value, Tensor) else repr(value)
+        fail(ValueError, fn, f"{name} to be one of {sorted(choices)}", found)
+
+
+def check_factory(fn: str, device, dtype) -> None:
+    """Checks what a constructor passes on to torch.empty."""
+    if device is not None and not isinstance(device, torch.device):
+        try:
+            torch.device(device)
+        except (TypeError, RuntimeError) as error:
+            kind = TypeError if isinstance(error, TypeError) else ValueError
+            fail(kind, fn, "device to be None or one that PyTorch knows", _described(device))
+    if dtype is not None and dtype not in FLOATING:
+        fail(TypeError, fn, f"dtype to be None or {_names(FLOATING)}", dtype)
 
 
 def _described(value) -> str:
@@ -82,12 +97,15 @@ def is_altered(module: nn.Module) -> bool:
 # --- tensors ----------------------------------------------------------------------------------------------
 
 
+def _names(dtypes: tuple[torch.dtype, ...]) -> str:
+    return " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+
+
 def check_tensor(fn: str, name: str, value, dim: int, dtypes: tuple[torch.dtype, ...]) -> None:
     if not isinstance(value, Tensor):
         fail(TypeError, fn, f"{name} to be a tensor", type(value).__name__)
     if value.dtype not in dtypes:
-        names = " or ".join(str(d).removeprefix("torch.") for d in dtypes)
-        fail(TypeError, fn, f"{name} of dtype {names}", value.dtype)
+        fail(TypeError, fn, f"{name} of dtype {_names(dtypes)}", value.dtype)
     if value.dim() != dim:
         fail(ValueError, fn, f"{name} of {dim} dimensions", f"shape {tuple(value.shape)}")
 
@@ -192,13 +210,17 @@ def check_routing(
     if not 1 <= top_k <= most:
         why = ", the number of experts" if most == num_experts else ""
         fail(ValueError, fn, f"top_k from 1 to {most}{why}", top_k)
-    if (num_expert_groups is None) != (num_limited_groups is None):
+    if num_expert_groups is None and num_limited_groups is None:
+        return
+    for name, number in (
+        ("num_expert_groups", num_expert_groups),
+        ("num_limited_groups", num_limited_groups),
+    ):
+        if number is not None:
+            check_int(fn, name, number)
+    if num_expert_groups is None or num_limited_groups is None:
         both = "num_expert_groups and num_limited_groups together"
         fail(ValueError, fn, both, (num_expert_groups, num_limited_groups))
-    if num_expert_groups is None:
-        return
-    check_int(fn, "num_expert_groups", num_expert_groups)
-    check_int(fn, "num_limited_groups", num_limited_groups)
     if num_expert_groups < 1 or num_experts % num_expert_groups:
         fail(ValueError, fn, f"num_expert_groups to divide the {num_experts} experts", num_expert_groups)
     if not 1 <= num_limited_groups <= num_expert_groups:
@@ -346,6 +368,9 @@ def check_plan(fn: str, plan) -> None:
         fail(TypeError, fn, "plan to be a fused_moe.Plan", type(plan).__name__)
     if plan.token_row is None:
         fail(ValueError, fn, "a plan made from ids", "a plan made from counts")
+    if not all(map(torch.is_tensor, plan)):
+        kinds = ", ".join(type(value).__name__ for value in plan)
+        fail(TypeError, fn, "a plan as route_plan makes it, of tensors", kinds)
 
 
 def check_plan_of_rows(fn: str, plan, rows: Tensor) -> None:

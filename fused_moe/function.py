@@ -142,12 +142,12 @@ def check_route(
         check_tensor(fn, "bias", bias, 1, FLOATING)
         check_shape(fn, "bias", bias, "E", (num_experts,))
         check_device(fn, "bias", bias, name, like)
-        bias = bias.detach().float()
     if num_tokens is not None:
         check_num_tokens(fn, num_tokens, name, like)
     if ids is not None:
         ids = check_given_ids(fn, ids, num_tokens, name, like, num_experts, top_k)
     groups = (num_expert_groups or 0, num_limited_groups or 0)
+    bias = None if bias is None else bias.detach().float()
     return bias, (top_k, _ops.SCORE_FUNCS[score_func], route_norm, route_scale, *groups), ids
 
 
@@ -237,11 +237,10 @@ def unpermute(
     check_plan_of_rows("unpermute", plan, rows)
     if scores is not None:
         check_scores("unpermute", scores, plan.token_row)
-        scores = scores.to(_ops.score_dtype(rows))
-    if shared is None and shared_gate is None:
+    check_shared("unpermute", shared, shared_gate, "rows", rows, (plan.token_row.size(0), rows.size(1)))
+    scores = _as_scores(scores, rows)
+    if shared is None:
         return _ops.run(ops.unpermute.default, rows, scores, plan.tensors)
-    num_tokens = plan.token_row.size(0)
-    check_shared("unpermute", shared, shared_gate, "rows", rows, (num_tokens, rows.size(1)))
     shared, shared_gate = shared.to(rows.dtype), _as_scores(shared_gate, rows)
     return _ops.run(ops.unpermute.default, rows, scores, plan.tensors, shared, shared_gate)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
@@ -268,9 +267,8 @@ def add_lora(
         check_real(fn, "alpha", alpha)
     if dtype is not None and dtype not in FLOATING:
         fail(TypeError, fn, "a floating dtype", dtype)
-    if isinstance(targets, str) or not isinstance(targets, Iterable):
-        fail(TypeError, fn, "targets to be a tuple of w1, w2 and w3", repr(targets))
-    targets = tuple(targets)
+    if not isinstance(targets, (tuple, list, set, frozenset)):
+        fail(TypeError, fn, "targets to be a tuple of w1, w2 and w3", targets)
     if not targets or not all(target in ("w1", "w2", "w3") for target in targets):
         fail(ValueError, fn, "targets of w1, w2 and w3", targets)
     if any(layer.lora is not None for layer in layers):

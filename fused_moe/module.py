@@ -326,8 +326,7 @@ class FusedMoE(Counting):
             checks.check_real(FN, "load_balance_coeff", load_balance_coeff)
             if load_balance_coeff < 0:
                 checks.fail(ValueError, FN, "load_balance_coeff >= 0", load_balance_coeff)
-        if dtype is not None and dtype not in checks.FLOATING:
-            checks.fail(TypeError, FN, f"dtype to be None or {DTYPE_NAMES}", dtype)
+        checks.check_factory(FN, device, dtype)
         checks.check_routing(FN, num_experts, top_k, score_func, num_expert_groups, num_limited_groups)
         checks.check_activation(FN, activation, "separate", "output")
         if shared_expert_gate and not num_shared_experts:
@@ -395,6 +394,10 @@ class FusedMoE(Counting):
             TypeError, ValueError: before the experts run, with what was expected and what was found.
         """
         self._check_input(x)
+        if return_losses is not False:
+            checks.check_bool(FN, "return_losses", return_losses)
+        if return_ids is not False:
+            checks.check_bool(FN, "return_ids", return_ids)
         tokens = x if x.dim() == 2 else x.reshape(-1, x.size(-1))
         given = {}
         if num_tokens is not None:

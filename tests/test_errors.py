@@ -1,6 +1,7 @@
 """Wrong calls raise TypeError or ValueError with expected and found, before anything runs."""
 
 import contextlib
+import inspect
 import re
 
 import pytest
@@ -661,6 +662,107 @@ def test_out_may_require_a_gradient_without_grad_mode(device):
     arguments, out = moved(arguments, device), torch.empty(T, D, device=device, requires_grad=True)
     with torch.no_grad():
         assert fn(**arguments, out=out) is out and torch.equal(out, fn(**arguments))
+
+
+# --- every argument of every public function --------------------------------------------------------------
+
+
+def quantised(**changes):
+    w = fused_moe.quantize(torch.randn(E, 32, 64), "int8")
+    arguments = {"data": w.data, "scale": w.scale, "format": "int8", "shape": w.shape}
+    return fused_moe.QuantizedWeight, arguments | changes
+
+
+def packed(**changes):
+    return fused_moe.quantize, {"module_or_weight": torch.randn(E, 32, 64), "format": "int4"} | changes
+
+
+def public_calls() -> dict:
+    """A right call of each, by name. New ones each time, since add_lora changes its module."""
+    ids = integers(T, K)
+    layer, adapters = FusedMoE(D, F, E, K), fused_moe.add_lora(FusedMoE(D, F, E, K), 2).experts.lora
+    calls = [
+        *(call() for call in (experts, mlp, gate, router, gemm, permutation, combination, planned, counted)),
+        *(call() for call in (strict, module, quantised, packed)),
+        (layer.forward, {"x": torch.randn(T, D)}),
+        (fused_moe.load_balancing_loss, {"logits": torch.randn(T, E), "ids": ids, "num_experts": E}),
+        (fused_moe.router_z_loss, {"logits": torch.randn(T, E)}),
+        (fused_moe.refresh_weights, {"module": layer}),
+        (fused_moe.add_lora, {"module": layer, "rank": 2}),
+        (fused_moe.LoRA.from_peft, {"num_experts": E, "w1": (torch.randn(6, D), torch.randn(F, 6))}),
+        (adapters.load, {"lora": adapters()}),
+    ]
+    return {fn.__qualname__: (fn, arguments) for fn, arguments in calls}
+
+
+ANY_ARGUMENT = [
+    (name, argument, parameter)
+    for name, (fn, _) in public_calls().items()
+    for argument, parameter in inspect.signature(fn).parameters.items()
+]
+# What nothing takes for right, except where an annotation has the type on the right.
+WRONG_VALUES = {
+    "None": (None, ("None",)),
+    "text": ("text", ()),
+    "dict": ({}, ()),
+    "list": ([], ()),
+    "object": (object(), ()),
+    "type": (int, ()),
+    "float": (1.5, ("float",)),
+    "bool": (True, ("bool",)),
+    "nan": (nan, ()),
+    "plan": (fused_moe.Plan(*[1] * 6), ()),
+    "lora": (fused_moe.LoRA(a1=1, b1=2), ()),
+    "complex": (complexes(T, D), ()),
+    "bools": (integers(T, K).bool(), ()),
+}
+
+
+@pytest.mark.parametrize(
+    "call, error, message",
+    (
+        (experts(plan=plan_of(T, K, E)._replace(counts=None)), TypeError, "a plan as .*, found NoneType, "),
+        (combination(plan=plan_of(T, K, E)._replace(row_slot=[0])), TypeError, "a plan as .*, list, Tensor$"),
+        (experts(lora=fused_moe.LoRA(a1=1.0, b1=2.0)), TypeError, "lora.a1 to be a tensor, found float"),
+        (experts(main_grads=({}, None, None)), TypeError, r"main_grads\[0\] to be a tensor, found dict"),
+        (quantised(shape=(E, "32", 64)), ValueError, "shape .* of sizes >= 1, found "),
+        (quantised(shape=(E, 32.0, 64)), ValueError, "shape .* of sizes >= 1, found "),
+        (quantised(shape=(E, None, 64)), ValueError, "shape .* of sizes >= 1, found "),
+        (packed(group_size=64.0), TypeError, "group_size to be an int, found float 64.0"),
+    ),
+)  # fmt: skip
+def test_wrong_parts(device, call, error, message):
+    """Of what an argument is made of."""
+    fn, arguments = call
+    with pytest.raises(error, match=f"{fn.__name__}: expected {message}"):
+        fn(**moved(arguments, device))
+
+
+@pytest.mark.parametrize("name, argument, parameter", ANY_ARGUMENT, ids=lambda v: v if type(v) is str else "")
+def test_any_argument_of_any_function(device, name, argument, parameter):
+    """None, words, dicts and tensors of no use raise TypeError or ValueError, and run no operator."""
+    types = str(parameter.annotation).split(" | ")
+    for label, (value, fits) in WRONG_VALUES.items():
+        if value is parameter.default or set(fits) & set(types):
+            continue
+        fn, arguments = public_calls()[name]
+        arguments = moved(arguments | {argument: value}, device)
+        try:
+            with Calls() as calls:
+                fn(**arguments)
+        except (TypeError, ValueError) as error:
+            assert type(error) in (TypeError, ValueError)
+            assert re.fullmatch(r"\w+: expected .+, found .+", str(error)), (label, str(error))
+        else:
+            pytest.fail(f"{name}({argument}={label}) raised nothing")
+        assert not [n for n, _, _ in calls.calls if n.startswith("fused_moe::")], label
+
+
+def test_any_public_function_is_called():
+    """Named tuples that functions return, and info(), which takes nothing, are left out."""
+    called = {fn for fn, _ in public_calls().values()}
+    others = {"LoRA", "LoadReport", "Plan", "RouterLosses", "info", "reference"}
+    assert {name for name in fused_moe.__all__ if getattr(fused_moe, name) not in called} == others
 
 
 def test_right_calls_are_right(device):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from ..checks import FLOATING, check_bool, check_choice, check_plain, check_tensor, fail
+from ..checks import FLOATING, check_bool, check_choice, check_int, check_plain, check_tensor, fail
 from . import formats
 from .weight import QuantizedWeight
 
@@ -76,8 +76,10 @@ def checked_options(format, group_size, symmetric, per_tensor) -> tuple[dict, in
             fail(ValueError, FN, f"no {name} with format {format}", value)
         if name != "group_size":
             check_bool(FN, name, value)
-        elif value not in formats.GROUPS:
-            fail(ValueError, FN, f"group_size of {' or '.join(map(str, formats.GROUPS))}", value)
+        else:
+            check_int(FN, name, value)
+            if value not in formats.GROUPS:
+                fail(ValueError, FN, f"group_size of {' or '.join(map(str, formats.GROUPS))}", value)
         options[name] = value
     return options, formats.width_multiple(format, options.get("group_size"))
 

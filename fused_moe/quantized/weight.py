@@ -65,7 +65,7 @@ class QuantizedWeight(nn.Module):
         check_bool(FN, "trainable", trainable)
         if dtype not in FLOATING:
             fail(TypeError, FN, "a floating dtype", dtype)
-        if not isinstance(shape, (tuple, list)) or len(shape) != 3 or min(shape) < 1:
+        if not isinstance(shape, (tuple, list)) or len(shape) != 3 or not all(map(_is_size, shape)):
             fail(ValueError, FN, "shape (E, out, in) of sizes >= 1", shape)
         self.format, self.shape, self.dtype = format, torch.Size(shape), dtype
         rules = FORMATS[format]
@@ -374,6 +374,10 @@ def _dequantized(w: QuantizedWeight, dtype: torch.dtype | None = None) -> Tensor
     w._copies.check()
     published = (w._published(name) for name in ("data", "scale", "zero"))
     return formats.dequantize(w.format, *published, dtype or w.dtype)
+
+
+def _is_size(value) -> bool:
+    return isinstance(value, int) and value >= 1
 
 
 def _if_on(device: torch.device, tensor: Tensor | None) -> Tensor | None:
