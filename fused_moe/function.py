@@ -46,7 +46,7 @@ from .checks import (
 from .lora import LoRA, check_lora
 from .ops import ops
 from .plan import Plan
-from .quantized.weight import QuantizedWeight, read
+from .quantized.weight import QuantizedWeight, check_weight, read
 
 # --- routing ----------------------------------------------------------------------------------------------
 
@@ -457,7 +457,7 @@ def _plain_weights(
         if transposed:
             fail(ValueError, fn, f"transposed=False with a quantised {name}", "transposed=True")
         stored[i] = w = read(weights[i])
-        check_device(fn, name, w, x_name, x)
+        check_weight(fn, name, w, x_name, x)
         plain[i] = x.new_empty(()).expand(w.shape)
     if main_grads is not None and any(grad is not None for grad in main_grads):
         what = "lora" if lora is not None else "quantised weights"

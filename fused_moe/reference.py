@@ -21,7 +21,7 @@ from .losses import load_balancing_loss, router_z_loss
 from .ops import FACTS, schedule_words
 from .padding import is_real, zero_padding
 from .plan import Plan
-from .quantized.weight import QuantizedWeight, read
+from .quantized.weight import QuantizedWeight, check_weight, read
 
 __all__ = [
     "FusedMoE",
@@ -260,6 +260,7 @@ def dequantize(w: QuantizedWeight, dtype: torch.dtype | None = None) -> Tensor:
     """The weight (E, out, in), one block after another: value = (code - zero) * scale in float32, rounded to
     dtype (default: w's)."""
     w = read(w)
+    check_weight("dequantize", "", w)
     E, rows, cols = w.shape
     data, scales, zeros = w.data, w.scale, w.zero
     codes = data

@@ -4,6 +4,7 @@ import copy
 import io
 import itertools
 import math
+import re
 
 import pytest
 import torch
@@ -711,6 +712,91 @@ def test_a_layer_that_does_not_fit_is_left_alone(device):
     with pytest.raises(ValueError, match=r"w2 \(E, out, in\) with in a multiple of 32, found \(4, 64, 40\)"):
         quantize(moe, "mxfp4")
     assert all(isinstance(w, torch.nn.Parameter) for w in moe.experts.weights)
+
+
+def parts_of(w: QuantizedWeight) -> dict:
+    return dict(w.named_parameters())
+
+
+@pytest.mark.quick
+@EVERY_OPTION
+@SIZES
+def test_a_tensor_that_is_missing(device, option, sizes):
+    """Each tensor of each weight, left on meta because a file lacks its name."""
+    format, options = OPTIONS[option]
+    state = quantize(layer(device, sizes), format, **options).state_dict()
+    x = torch.randn(5, sizes[0], device=device)
+    for name in [n for n in state if n.startswith("experts.w")]:
+        with torch.device("meta"):
+            moe = quantize(FusedMoE(*sizes, 6, 2), format, **options)
+        moe.load_state_dict({n: t for n, t in state.items() if n != name}, assign=True, strict=False)
+        own = name.removeprefix("experts.")
+        with pytest.raises(
+            ValueError, match=f"fused_experts: expected {own} on x's device {device}.*, found meta"
+        ):
+            moe(x)
+        with torch.no_grad(), pytest.raises(ValueError, match=f"expected {own} on x's device"):
+            moe(x)
+        weight, part = own.split(".")
+        for dequantize in (QuantizedWeight.dequantize, reference.dequantize):
+            with pytest.raises(ValueError, match="on weight.*'s device|on blocks's device"):
+                dequantize(getattr(moe.experts, weight))
+        moe.load_state_dict({name: state[name]}, assign=True, strict=False)
+        assert moe(x).isfinite().all()
+
+
+@EVERY_OPTION
+@SIZES
+def test_a_tensor_of_a_wrong_shape(device, option, sizes):
+    format, options = OPTIONS[option]
+    moe = quantize(layer(device, sizes), format, **options)
+    x = torch.randn(5, sizes[0], device=device)
+    for name, part in parts_of(moe.experts.w2).items():
+        values = part.data
+        for wrong in (
+            values[:-1],
+            values.new_empty(0),
+            values.unsqueeze(0),
+            values.repeat(2, *[1] * (part.dim() - 1)),
+        ):
+            part.data = wrong
+            found = re.escape(str(tuple(wrong.shape)))
+            with pytest.raises(
+                ValueError, match=rf"fused_experts: expected w2.{name} of shape \(.*, found {found}"
+            ):
+                moe(x)
+            with pytest.raises(
+                ValueError, match=rf"QuantizedWeight: expected {name} of shape \(.*, found {found}"
+            ):
+                moe.experts.w2.dequantize()
+        part.data = values
+    assert moe(x).isfinite().all()
+
+
+@pytest.mark.gpu
+@EVERY_FORMAT
+@SIZES
+def test_a_tensor_on_another_device(device, format, sizes):
+    moe = quantize(layer(device, sizes), format, **quantize_options(format))
+    x = torch.randn(5, sizes[0], device=device)
+    for name, part in parts_of(moe.experts.w3).items():
+        part.data, values = part.data.cpu(), part.data
+        with pytest.raises(ValueError, match=f"expected w3.{name} on x's device cuda.*, found cpu"):
+            moe(x)
+        part.data = values
+
+
+@EVERY_FORMAT
+def test_whole_weights_without_memory(device, format):
+    """On meta, under FakeTensorMode and exported, as before."""
+    moe = quantize(layer(device), format, **quantize_options(format))
+    meta = copy.deepcopy(moe).to("meta")
+    assert meta(torch.empty(5, 64, device="meta")).shape == (5, 64)
+    x = torch.randn(5, 64, device=device)
+    with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True):
+        assert moe(torch.empty(5, 64, device=device)).shape == (5, 64)
+    program = torch.export.export(moe, (x,))
+    torch.testing.assert_close(program.module()(x), moe(x))
 
 
 @pytest.mark.quick

@@ -3,7 +3,9 @@
 import copy
 import gc
 import io
+import itertools
 import operator
+import re
 
 import pytest
 import torch
@@ -766,6 +768,50 @@ def test_what_does_not_load(cpu):
             w.load_state_dict(state)
         assert w.is_tiled
         assert_same(w.state_dict(), {**given, name: before[name]})
+
+
+@pytest.mark.quick
+@EVERY_OPTION
+def test_loading_in_parts(cpu, option):
+    """A tensor after the other, as from several files, in any order; it is arranged when all are there."""
+    format, options = OPTIONS[option]
+    state = quantize(torch.randn(2, 64, 128), format, **options).state_dict()
+    with pytest.MonkeyPatch.context() as gpu:
+        gpu.setattr(tiles, "are_read_on", lambda device: device.type != "meta")
+        for names in itertools.permutations(state):
+            w = quantize(torch.empty(2, 64, 128, device="meta"), format, **options)
+            for name in names:
+                assert not w.is_tiled
+                w.load_state_dict({name: state[name]}, assign=True, strict=False)
+                if name != names[-1]:
+                    with pytest.raises(ValueError, match="expected .* on .*, found (meta|cpu)"):
+                        w.dequantize()
+            assert w.is_tiled
+            assert_same(w.state_dict(), state)
+
+
+@pytest.mark.quick
+@pytest.mark.usefixtures("tiling")
+@EVERY_OPTION
+@pytest.mark.parametrize("shape", ((2, 64, 128), (8, 512, 512)), ids=str)
+def test_tiles_that_do_not_fit(cpu, option, shape):
+    """A tensor of a weight in tiles that is on meta, or of another shape."""
+    format, options = OPTIONS[option]
+    w = quantize(torch.randn(shape), format, **options)
+    w.dequantize()
+    for name, parameter in w.named_parameters():
+        values = parameter.data
+        for wrong in (values[:-1], values.new_empty(0), values.unsqueeze(1), values[..., :-1]):
+            parameter.data = wrong
+            found = re.escape(str(tuple(wrong.shape)))
+            with pytest.raises(ValueError, match=rf"expected {name} of shape \(.*, found {found}"):
+                w.dequantize()
+        w._parameters[name] = parameter.to("meta")
+        with pytest.raises(ValueError, match="expected .*'s device (meta|cpu), found (meta|cpu)"):
+            w.dequantize()
+        parameter.data = values
+        w._parameters[name] = parameter
+    assert w.dequantize().shape == shape
 
 
 # --- memory -----------------------------------------------------------------------------------------------

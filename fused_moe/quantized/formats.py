@@ -58,6 +58,14 @@ FORMATS = {
 CODES = {name: code for code, name in enumerate(FORMATS)}
 
 
+def named_shape(format: str, shape: tuple[int, int, int]) -> tuple[int, ...]:
+    """The shape of the codes of a weight (E, out, in) as the format's checkpoints have them."""
+    E, rows, cols = shape
+    if format == "int4":
+        return E, rows, cols // 8
+    return (E, rows, cols // MX_GROUP, MX_GROUP // 2) if format == "mxfp4" else (E, rows, cols)
+
+
 def scale_shapes(format: str, shape: tuple[int, int, int]) -> list[tuple[int, int, int]]:
     """The shapes that scales of a weight (E, out, in) may have; none if the weight has no such format."""
     E, rows, cols = shape

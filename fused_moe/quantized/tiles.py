@@ -35,6 +35,7 @@ those of `scale` and `zero` above.
 
 from __future__ import annotations
 
+import math
 import os
 
 import torch
@@ -56,7 +57,11 @@ ORDER = {1: (0, 1, 5, 3, 2, 4, 8, 6, 7, 9), 2: (0, 1, 5, 3, 2, 4, 9, 6, 8, 7)}
 
 def are_wanted(device: torch.device, shape: tuple[int, int, int]) -> bool:
     """Whether a weight (E, out, in) on this device is kept in tiles."""
-    return shape[1] % TILE == 0 and shape[2] % TILE == 0 and are_read_on(device)
+    return fit(shape) and are_read_on(device)
+
+
+def fit(shape: tuple[int, int, int]) -> bool:
+    return shape[1] % TILE == 0 and shape[2] % TILE == 0
 
 
 def are_read_on(device: torch.device) -> bool:
@@ -72,14 +77,27 @@ def are_read_on(device: torch.device) -> bool:
 # --- parameters -------------------------------------------------------------------------------------------
 
 
-def as_parameter(tiles: Tensor, published: torch.Size) -> Tensor:
-    """Tiles as a weight's parameter: flattened to (E, n) if a tensor of the published shape, of all experts
-    or of one, could be broadcast into them. So a write by mistake, as by `parameter.copy_`, raises."""
-    for source, target in ((published, tiles.shape), (published[1:], tiles.shape[1:])):
+def parameter_shape(tiles: tuple[int, ...], published: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape of a parameter that is tiles: flattened to (E, n) if a tensor of the published shape, of all
+    experts or of one, could be broadcast into them. So a write by mistake, by `parameter.copy_`, raises."""
+    for source, target in ((published, tiles), (published[1:], tiles[1:])):
         pairs = zip(reversed(source), reversed(target), strict=False)
         if len(source) <= len(target) and all(size in (1, other) for size, other in pairs):
-            return tiles.flatten(1)
-    return tiles
+            return tiles[0], math.prod(tiles[1:])
+    return tuple(tiles)
+
+
+def data_shape(format: str, shape: tuple[int, int, int]) -> tuple[int, int, int, int]:
+    """The shape of the tiles of codes of a weight (E, out, in)."""
+    E, rows, cols = shape
+    return E, rows // TILE, cols // TILE, TILE * TILE // FORMATS[format].per_byte
+
+
+def scale_shape(format: str, rows: int, scale: tuple[int, int, int]) -> tuple[int, int, int, int]:
+    """The shape of the tiles of scales of a published shape, of a weight with `rows` rows."""
+    E, row_blocks, num_scales = scale
+    by_row = FORMATS[format].groups or row_blocks == rows
+    return E, rows // TILE, num_scales, TILE if by_row else COPIES
 
 
 def data_of(parameter: Tensor, shape: tuple[int, int, int]) -> Tensor:
@@ -111,7 +129,7 @@ def tiled_data(format: str, data: Tensor, shape: tuple[int, int, int], out: Tens
     E, rows, cols = shape
     per_byte = FORMATS[format].per_byte
     if out is None:
-        out = data.new_empty(E, rows // TILE, cols // TILE, TILE * TILE // per_byte)
+        out = data.new_empty(data_shape(format, shape))
     source, target = data.contiguous().view(torch.uint8), out.view(torch.uint8)
     for part in formats.parts(shape):
         split = source[part].unflatten(2, (-1, *COLUMNS[per_byte])).unflatten(1, (-1, *ROWS))
@@ -129,7 +147,7 @@ def transposed_data(
     E, rows, cols = shape
     is_packed = FORMATS[format].per_byte == 2
     if out is None:
-        out = data.new_empty(E, cols // TILE, rows // TILE, TILE * TILE // FORMATS[format].per_byte)
+        out = data.new_empty(data_shape(format, (E, cols, rows)))
     for part in formats.parts(shape):
         codes = data[part].view(torch.uint8)
         codes = formats.pack_nibbles(formats.nibbles(codes).mT) if is_packed else codes.mT

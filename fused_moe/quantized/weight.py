@@ -48,6 +48,7 @@ class QuantizedWeight(nn.Module):
     data_t = scale_t = zero_t = None
     _packed_of: list[tuple[Tensor, tuple]] = []  # the tiles that it was made of, and their states
     _is_trainable = False
+    _checked: tuple = ()  # shapes of parameters that were found right
 
     def __init__(
         self,
@@ -235,7 +236,8 @@ class QuantizedWeight(nn.Module):
         """Puts the parameters into the layout that their device's kernels read, and makes or drops the second
         packing. `before` are tiles from which the parameters were published: those, and the packing, are
         written again, since a CUDA graph may read them."""
-        is_wanted = tiles.are_wanted(self.device, self.shape)
+        is_whole = all(t.device == self.device for t in self._stored())  # or it is loaded in parts
+        is_wanted = is_whole and tiles.are_wanted(self.device, self.shape)
         if is_wanted and not self.is_tiled:
             self._tile(before or {})
         elif self.is_tiled and not is_wanted:
@@ -256,7 +258,8 @@ class QuantizedWeight(nn.Module):
             into = None if out is None else self._tiles_of(key, out)
             tiled = convert(self.format, tensor, self.shape, into)
             if out is None:
-                out = _frozen(tiles.as_parameter(tiled, self._parameters[names[key]].shape))
+                shape = tiles.parameter_shape(tiled.shape, self._parameters[names[key]].shape)
+                out = _frozen(tiled.view(shape))
             self._parameters[names[key]] = out
 
     def _has_packing(self) -> bool:
@@ -370,7 +373,57 @@ def _called(w: QuantizedWeight) -> QuantizedWeight:
     return seen
 
 
+def check_weight(fn: str, name: str, w: QuantizedWeight, like_name: str = "", like: Tensor | None = None):
+    """Checks that every tensor of a weight is there: on like's device, or else that of its codes, and of its
+    shape. One that was not loaded is still on meta."""
+    data, scale, zero = w._of("data"), w._of("scale"), w._of("zero")
+    device = data.device if like is None else like.device
+    if data.device != device or scale.device != device or (zero is not None and zero.device != device):
+        _fail_device(fn, name, w, like_name, device)
+    found = data.shape, scale.shape, None if zero is None else zero.shape
+    is_compiling = torch.compiler.is_compiling()  # a graph would be compiled anew when _checked changes
+    if not is_compiling and found == w._checked:
+        return
+    right = _right_shapes(w.format, w.shape, *found[:2])
+    for key, shapes in zip(("data", "scale", "zero"), right, strict=True):
+        tensor = w._of(key)
+        if tensor is not None and tuple(tensor.shape) not in shapes:
+            expected = f"{_full_name(name, w, key)} of shape {' or '.join(map(str, shapes))}"
+            fail(ValueError, fn, expected, tuple(tensor.shape))
+    if not is_compiling:
+        w._checked = found
+
+
+def _fail_device(fn: str, name: str, w: QuantizedWeight, like_name: str, device: torch.device) -> None:
+    stored = {key: w._of(key) for key in FORMATS[w.format].names}
+    devices = {key: tensor.device for key, tensor in stored.items() if tensor is not None}
+    wrong = next(key for key, found in devices.items() if found != device)
+    like_name = f"{like_name or _full_name(name, w, 'data')}'s device"
+    if name and len(set(devices.values())) == 1:
+        fail(ValueError, fn, f"{name} on {like_name} {device}", devices[wrong])
+    fail(ValueError, fn, f"{_full_name(name, w, wrong)} on {like_name} {device}", devices[wrong])
+
+
+def _full_name(name: str, w: QuantizedWeight, key: str) -> str:
+    own = FORMATS[w.format].names[key]
+    return f"{name}.{own}" if name else own
+
+
+def _right_shapes(
+    format: str, shape: tuple[int, int, int], data: tuple[int, ...], scale: tuple[int, ...]
+) -> tuple[list[tuple[int, ...]], ...]:
+    """The shapes that parameters of a weight (E, out, in) may have beside these."""
+    named, scales = formats.named_shape(format, shape), formats.scale_shapes(format, shape)
+    if tiles.fit(shape):
+        tiled = tiles.parameter_shape(tiles.data_shape(format, shape), named)
+        if tuple(data) == tiled:
+            found = [tiles.parameter_shape(tiles.scale_shape(format, shape[1], s), s) for s in scales]
+            return [tiled], found, [tuple(scale)]
+    return [named], scales, [tuple(scale)]
+
+
 def _dequantized(w: QuantizedWeight, dtype: torch.dtype | None = None) -> Tensor:
+    check_weight(FN, "", w)
     w._copies.check()
     published = (w._published(name) for name in ("data", "scale", "zero"))
     return formats.dequantize(w.format, *published, dtype or w.dtype)
