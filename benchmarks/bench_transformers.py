@@ -12,6 +12,7 @@ anything is timed, one step of the experts is checked against eager in float64. 
 times `model.generate`: greedy, from random prompts, with a static cache. On a GPU transformers then compiles
 each step after the first, in mode reduce-overhead, that is as a CUDA graph. Its default experts are
 grouped_mm; while it decodes on a GPU it changes that to batched_mm by itself. Both models share the weights.
+With --hidden-act gelu_fast, whose kernel fused_moe does not have, "ours" is a model that fell back.
 tokens_per_s counts the new tokens of all sequences over the whole call, prompt included; time_us is that of
 one new token per sequence; same_tokens is the share of new tokens that both models chose.
 """
@@ -162,6 +163,7 @@ class Generation:
             num_experts=E,
             num_experts_per_tok=K,
             norm_topk_prob=True,
+            hidden_act=options.hidden_act,
         )
         self.dtype, self.batch, self.new_tokens = common.DTYPES[dtype], batch, options.new_tokens
         with torch.device(options.device):
@@ -225,6 +227,7 @@ def measure_generate(shape: str, dtype: str, options: argparse.Namespace) -> Ite
             prompt=options.prompt,
             new_tokens=case.new_tokens,
             layers=options.layers,
+            hidden_act=options.hidden_act,
             tokens_per_s=rates["ours"],
             tokens_per_s_default=rates["default"],
             ratio_to_default=common.ratio(seconds, "default"),
@@ -240,6 +243,9 @@ def main(argv: list[str] | None = None) -> None:
     add("--generate", action="store_true", help="time generate() of a model, not a training step of a layer")
     add("--batch", type=counts, default=[1, 32], help="sequences, comma-separated; default: 1,32")
     add("--layers", type=int, default=12, help="of the model; default: 12")
+    add(
+        "--hidden-act", default="silu", help="the model's activation, as transformers names it; default: silu"
+    )
     add("--prompt", type=int, default=128, help="tokens of each prompt; default: 128")
     add("--new-tokens", type=int, default=128, help="of each sequence; default: 128")
     options = flags.parse_args(argv)

@@ -35,7 +35,8 @@ from torch.overrides import TorchFunctionMode
 transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
 
-from transformers import AutoConfig, AutoModelForCausalLM, StaticCache  # noqa: E402
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, StaticCache  # noqa: E402
+from transformers.modeling_utils import ALL_EXPERTS_FUNCTIONS  # noqa: E402
 from transformers.models.aria.modeling_aria import AriaExperts  # noqa: E402
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts  # noqa: E402
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts  # noqa: E402
@@ -287,7 +288,19 @@ ALL_EXPERTS = pytest.mark.parametrize("kind", EXPERTS)
 T, D, F, E, K = 33, 37, 29, 5, 2
 
 
-def experts_config(**more) -> SimpleNamespace:
+class ExpertsConfig(SimpleNamespace):
+    """As transformers' configurations keep the implementation."""
+
+    @property
+    def _experts_implementation(self) -> str:
+        return self._experts_implementation_internal
+
+    @_experts_implementation.setter
+    def _experts_implementation(self, name: str) -> None:
+        self._experts_implementation_internal = name
+
+
+def experts_config(**more) -> ExpertsConfig:
     """A configuration with every name that a class may use for a size."""
     sizes = {
         "hidden_size": D,
@@ -303,9 +316,9 @@ def experts_config(**more) -> SimpleNamespace:
         "swiglu_alpha": 1.5,
         "swiglu_limit": 1.0,
         "post_norm_eps": 1e-6,
-        "_experts_implementation": "fused_moe",
+        "_experts_implementation_internal": "fused_moe",
     }
-    return SimpleNamespace(**{**sizes, **more})
+    return ExpertsConfig(**{**sizes, **more})
 
 
 class Experts:
@@ -315,15 +328,16 @@ class Experts:
         if dtype != F32:  # as Case.limit
             config = {"swiglu_limit": 7.0, **config}
         self.module = experts_class(experts_config(**config)).to(device, dtype)
+        width = config.get("hidden_size", D)
         parameters = dict(self.module.named_parameters())
         values = {n: torch.randn(p.shape, dtype=F64) * 0.2 for n, p in parameters.items()}
-        values["x"] = torch.randn(tokens, D, dtype=F64)
+        values["x"] = torch.randn(tokens, width, dtype=F64)
         self.inputs = {n: v.to(device, dtype) for n, v in values.items()}
         with torch.no_grad():
             for name, parameter in parameters.items():
                 parameter.copy_(self.inputs[name])
         self.inputs["scores"] = torch.rand(tokens, K, dtype=F64).add(0.1).to(device, score_dtype)
-        self.dout = torch.randn(tokens, D, dtype=F64).to(device, dtype)
+        self.dout = torch.randn(tokens, width, dtype=F64).to(device, dtype)
         self.ids = make_ids("random", tokens, K, E).to(device)
 
     def run(self, implementation: str, inputs=None, dout=None, ids=None) -> dict:
@@ -463,36 +477,123 @@ UNKNOWN = {
 }
 
 
-@pytest.mark.parametrize("model", UNKNOWN)
-@pytest.mark.usefixtures("fresh_warnings")
-def test_the_unknown_runs_eager(device, model):
-    """Unsupported experts run eager, with the same bits, and a warning names the reason once."""
+RUNS_GROUPED_MM = "which runs grouped_mm, as transformers would choose"
+WHOLE = {"hidden_size": 48, "moe_hidden_size": 48, "intermediate_size": 32, "moe_intermediate_size": 32}
+
+
+def unknown_experts(model: str, device) -> tuple["Experts", str]:
+    """Experts of sizes that grouped_mm takes, and the warning."""
     name, config, reason = UNKNOWN[model]
     module = f"transformers.models.{model}.modeling_{model}"
     module = pytest.importorskip(module, reason=f"this transformers has no {model}", exc_type=ImportError)
-    experts = Experts(getattr(module, name), device, **config)
-    with pytest.warns(UserWarning, match=f"{reason} of {name}, which runs eager"), Calls() as calls:
+    experts = Experts(getattr(module, name), device, **WHOLE, **config)
+    return experts, f"{reason} of {name}, {RUNS_GROUPED_MM}"
+
+
+@pytest.mark.parametrize("model", UNKNOWN)
+@pytest.mark.usefixtures("fresh_warnings")
+def test_the_unknown_runs_as_without_us(device, model):
+    """Unsupported experts run transformers' default, with the same bits. A warning names the reason once."""
+    experts, warning = unknown_experts(model, device)
+    with pytest.warns(UserWarning, match=warning), Calls() as calls:
         found = experts.run("fused_moe")
     assert not calls.of("experts_up") and not calls.of("experts")
+    assert experts.module.config._experts_implementation == "grouped_mm"
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert_same_bits(found, experts.run("fused_moe"))
-    assert_same_bits(found, experts.run("eager"))
+    assert_same_bits(found, experts.run("grouped_mm"))
+    assert_as_good(found, experts.run("eager"), experts.exact())
+
+
+@pytest.mark.parametrize("model", UNKNOWN)
+@pytest.mark.usefixtures("fresh_warnings")
+def test_the_unknown_compiles_as_without_us(device, model):
+    """In one graph, which changes no configuration."""
+    experts, warning = unknown_experts(model, device)
+    call = experts.inputs["x"], experts.ids, experts.inputs["scores"]
+
+    def compiled(name: str) -> torch.Tensor:
+        experts.module.config._experts_implementation = name
+        try:
+            with torch.no_grad():  # with gradients, earlier releases cannot compile theirs in float32
+                return torch.compile(experts.module, fullgraph=True, backend="aot_eager")(*call)
+        finally:
+            torch._dynamo.reset()
+            assert experts.module.config._experts_implementation == name
+
+    with pytest.warns(UserWarning, match=warning):
+        found = compiled("fused_moe")
+    assert torch.equal(found, compiled("grouped_mm"))
 
 
 @pytest.mark.usefixtures("fresh_warnings")
 def test_a_model_warns_once(device):
     """Not once per layer, and not once per step."""
-    eager = tiny_model("mixtral", device, hidden_act="gelu_fast")
-    ours, ids = in_fused_moe(eager), token_ids(device)
+    theirs = tiny_model("mixtral", device, hidden_act="gelu_fast", intermediate_size=32)
+    theirs.set_experts_implementation("grouped_mm")
+    ours, ids = in_fused_moe(theirs), token_ids(device)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         logits = [ours(ids).logits for _ in range(2)]
     assert [str(w.message) for w in caught if "fused_moe" in str(w.message)] == [
         "fused_moe does not compute the activation transformers.activations.FastGELUActivation of "
-        "MixtralExperts, which runs eager"
+        f"MixtralExperts, {RUNS_GROUPED_MM}"
     ]
-    assert torch.equal(logits[0], eager(ids).logits) and torch.equal(*logits)
+    assert ours.config._experts_implementation == "grouped_mm"
+    assert torch.equal(logits[0], theirs(ids).logits) and torch.equal(*logits)
+
+
+@pytest.mark.usefixtures("fresh_warnings")
+def test_unknown_experts_of_a_model_that_wants_eager(device):
+    """Where transformers itself would choose eager, so do we."""
+    family = "openai_privacy_filter"
+    pytest.importorskip(f"transformers.models.{family}.modeling_{family}", exc_type=ImportError)
+    config = tiny_config(family, num_local_experts=NUM_EXPERTS, head_dim=8)
+    model = AutoModel.from_config(config, experts_implementation="fused_moe").to(device)
+    ids = token_ids(device)
+    with pytest.warns(UserWarning, match="which runs eager, as transformers would choose"):
+        found = model(ids).last_hidden_state
+    assert model.config._experts_implementation == "eager"
+    assert AutoModel.from_config(config).config._experts_implementation == "eager"
+    assert torch.equal(model(ids).last_hidden_state, found)
+
+
+@pytest.mark.parametrize("cache", ("dynamic", "static"))
+@pytest.mark.usefixtures("fresh_warnings")
+def test_the_unknown_decodes_as_without_us(device, monkeypatch, cache):
+    """generate() runs the same functions for the prompt and for each token after it, and gives their tokens:
+    on GPUs batched_mm for all but the prompt."""
+    names = []
+    for name in ("grouped_mm", "batched_mm"):
+
+        def record(*args, name=name, forward=ALL_EXPERTS_FUNCTIONS[name]):
+            names.append(name)
+            return forward(*args)
+
+        monkeypatch.setitem(ALL_EXPERTS_FUNCTIONS, name, record)
+    model = tiny_model("mixtral", device, hidden_act="gelu_fast", intermediate_size=32).eval()
+    ids = token_ids(device)
+    settings = {
+        "max_new_tokens": 4,
+        "do_sample": False,
+        "disable_compile": True,
+        "cache_implementation": cache,
+    }
+
+    def generated(implementation: str) -> tuple[list, list[str]]:
+        copied = copy.deepcopy(model)
+        copied.set_experts_implementation(implementation)
+        names.clear()
+        tokens = [copied.generate(ids, **settings).tolist() for _ in range(2)]
+        assert copied.config._experts_implementation == "grouped_mm"
+        return tokens, names.copy()
+
+    with pytest.warns(UserWarning, match=RUNS_GROUPED_MM):
+        found = generated("fused_moe")
+    assert found == generated("grouped_mm")
+    num_layers, decode = 2, "grouped_mm" if device.type == "cpu" else "batched_mm"
+    assert found[1] == 2 * (["grouped_mm"] * num_layers + [decode] * 3 * num_layers)
 
 
 # --- LoRA -----------------------------------------------------------------------------------------

@@ -504,7 +504,7 @@ def test_unpacked_as_by_transformers(cpu, tmp_path, case):
     assert all(experts.down_proj.dtype == F32 for _, experts in experts_of(model))
     if not changed:
         ids = token_ids("cpu")
-        with pytest.warns(UserWarning, match=f"{reason} of Qwen3MoeExperts, which runs eager"):
+        with pytest.warns(UserWarning, match=f"{reason} of Qwen3MoeExperts, which runs grouped_mm"):
             logits = model(ids).logits
         torch.testing.assert_close(logits, eager(ids).logits, atol=1e-4, rtol=1e-4)
 
@@ -636,20 +636,29 @@ UNSUPPORTED = {
 
 @pytest.mark.parametrize("kind", UNSUPPORTED)
 @pytest.mark.usefixtures("fresh_warnings")
-def test_other_fp8_experts_run_eager(device, monkeypatch, kind):
-    """What is not supported goes to transformers' own forward, unchanged, and a warning says so once."""
+def test_other_fp8_experts_run_as_without_us(device, monkeypatch, kind):
+    """What is not supported goes to the function that transformers has for FP8Experts by default, but static
+    scales, which it refuses, to their own forward. A warning says so once."""
     settings, reason = UNSUPPORTED[kind]
     experts, call = fp8_experts(device, **settings), fp8_call(device)
     inputs = []
 
     def linear(self, x, weight, scale, activation_scale=None):
-        inputs.append(weight)
+        inputs.append("eager")
         return x.new_ones(x.size(0), weight.size(0))
 
+    def grouped_mm(experts, x, ids, scores):
+        inputs.append("grouped_mm")
+        return x.clone()
+
     monkeypatch.setattr(FP8Experts, "linear", linear)
-    with pytest.warns(UserWarning, match=f"{reason} of FP8Experts, which runs eager"), Calls() as calls:
+    monkeypatch.setitem(ALL_FP8_EXPERTS_FUNCTIONS, "grouped_mm", grouped_mm)
+    name = "eager" if kind == "static" else "grouped_mm"
+    warning = f"{reason} of FP8Experts, which runs {name}, as transformers would choose"
+    with pytest.warns(UserWarning, match=warning), Calls() as calls:
         found = experts(*call)
-    assert inputs and not calls.of("quantized_experts") and not calls.of("quantized_mm")
+    assert set(inputs) == {name} == {experts.config._experts_implementation}
+    assert not calls.of("quantized_experts") and not calls.of("quantized_mm")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert torch.equal(experts(*call), found)

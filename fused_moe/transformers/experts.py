@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterator
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
-from transformers.integrations.finegrained_fp8 import FP8Experts
+from transformers.integrations.finegrained_fp8 import ALL_FP8_EXPERTS_FUNCTIONS, FP8Experts
 from transformers.integrations.moe import _default_apply_gate
+from transformers.modeling_utils import ALL_EXPERTS_FUNCTIONS, PreTrainedModel
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
 from ..function import fused_experts
@@ -57,8 +59,7 @@ def experts_forward(
     """
     settings = settings_of(experts)
     if isinstance(settings, str):
-        _warn_once(type(experts).__name__, settings)
-        return _eager_forward(experts)(experts, hidden_states, top_k_index, top_k_weights)
+        return _their_forward(experts, settings)(experts, hidden_states, top_k_index, top_k_weights)
     first = first_name(experts)
     w1, w2 = weight_of(experts, first), weight_of(experts, "down_proj")
     b1, b2 = (getattr(experts, f"{name}_bias") if experts.has_bias else None for name in (first, "down_proj"))
@@ -120,6 +121,39 @@ def _clamped(alpha: float, limit: float) -> dict:
     return {"activation": "swiglu_clamped", "alpha": float(alpha), "limit": float(limit)}
 
 
+# --- experts that we do not compute -----------------------------------------------------------------------
+
+
+def _their_forward(experts: nn.Module, reason: str):
+    """What transformers would run without us. From now on the configuration says so: generate() changes the
+    experts of a model to batched_mm while it decodes, if the configuration has grouped_mm."""
+    registry = ALL_FP8_EXPERTS_FUNCTIONS if isinstance(experts, FP8Experts) else ALL_EXPERTS_FUNCTIONS
+    name = _their_choice(type(experts.config))
+    if name not in registry or getattr(experts, "activation_scheme", None) == "static":
+        name = "eager"  # the others refuse static scales of activations
+    _warn_once(type(experts).__name__, reason, name)
+    if not torch.compiler.is_compiling():
+        experts.config._experts_implementation_internal = name  # of its own, not of the configurations in it
+    return registry.get_interface(name, _eager_forward(experts))
+
+
+@torch.compiler.assume_constant_result
+def _their_choice(config_class: type) -> str:
+    """The implementation of a model with such a configuration that was asked for none. Only the model's class
+    decides, but no module of experts knows it."""
+    for model_class in _subclasses(PreTrainedModel):
+        if model_class.config_class is config_class:
+            model = model_class.__new__(model_class)
+            return model.get_correct_experts_implementation(None)
+    return "grouped_mm"
+
+
+def _subclasses(parent: type) -> Iterator[type]:
+    for child in parent.__subclasses__():
+        yield child
+        yield from _subclasses(child)
+
+
 def _eager_forward(experts: nn.Module):
     """The forward of the class itself. FP8Experts is decorated anew for each layer of a model."""
     forward = type(experts).forward
@@ -132,8 +166,10 @@ def _full_name(thing) -> str:
     return f"{getattr(thing, '__module__', '')}.{getattr(thing, '__name__', thing)}"
 
 
-def _warn_once(experts: str, reason: str) -> None:
+@torch.compiler.assume_constant_result  # or a graph would break here
+def _warn_once(experts: str, reason: str, name: str) -> None:
     """Warns once per class of experts: a model has dozens of such layers and calls each every step."""
     if (experts, reason) not in _warned:
         _warned.add((experts, reason))
-        warnings.warn(f"fused_moe does not compute {reason} of {experts}, which runs eager", stacklevel=2)
+        what = f"{reason} of {experts}, which runs {name}, as transformers would choose"
+        warnings.warn(f"fused_moe does not compute {what}", stacklevel=2)
