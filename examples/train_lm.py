@@ -363,7 +363,8 @@ class Run:
         losses = torch.stack(losses).tolist()
         steps = first + len(losses)
         seconds = self.log[-1]["seconds"] + time.perf_counter() - start
-        load = self.tokens_per_expert.amax(dim=1) / self.tokens_per_expert.mean(dim=1)
+        tokens = self.tokens_per_expert.double()
+        load = tokens.amax(dim=1) / tokens.mean(dim=1)
         self.log.append(
             {
                 "experts": self.experts,

@@ -44,6 +44,12 @@ class Counting(nn.Module):
         setattr(self, name, total)
         return total
 
+    def _load_from_state_dict(self, state_dict, prefix, *args):
+        """As nn.Module, but without counters, which a file of another layer may have."""
+        for name in self.counters:
+            state_dict.pop(prefix + name, None)
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
     def _apply(self, fn, recurse=True):
         """As nn.Module, but counters keep their dtype: a bfloat16 counter stops at 256."""
         super()._apply(fn, recurse)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from . import checks, function
 from .activation import activate
 from .counting import Counting
+from .expert_bias import KeepsExpertBias, check_expert_bias
 from .gate import Gate, fit
 from .lora import Adapters, LoRA
 from .losses import load_balancing_loss, router_z_loss
@@ -250,7 +251,7 @@ def _as_expert(linear: nn.Linear | None) -> tuple[Tensor | None, Tensor | None]:
     return linear.weight[None], None if linear.bias is None else linear.bias[None]
 
 
-class FusedMoE(Counting):
+class FusedMoE(KeepsExpertBias, Counting):
     """A Mixture-of-Experts feed-forward layer: router, routed experts, shared experts.
 
     out = sum over k of scores[k] * w2[e](act(w1[e] x) * w3[e] x), e the k-th best expert of x, plus the
@@ -269,7 +270,7 @@ class FusedMoE(Counting):
             training forward passes without an update the layer warns, except under torch.compile.
         activation: silu, gelu, gelu_tanh, relu or swiglu_clamped. gated: whether w3 exists.
         bias: biases in the experts. gate_bias: a bias in the router's linear layer.
-        device, dtype: of the parameters. expert_bias and tokens_per_expert stay float32.
+        device, dtype: of the parameters. expert_bias stays float32, and tokens_per_expert int64.
 
     `tokens_per_expert` (E,) counts the slots of this rank's training forward passes. It moves with the layer,
     but is no buffer: DistributedDataParallel would overwrite it by rank 0's.
@@ -351,7 +352,7 @@ class FusedMoE(Counting):
             self.shared_expert_gate = nn.Linear(dim, 1, bias=False, **factory)
         zeros = torch.zeros(num_experts, device=device, dtype=torch.float32)
         self.register_buffer("expert_bias", None if load_balance_coeff is None else zeros)
-        self.tokens_per_expert = zeros.clone()
+        self.tokens_per_expert = torch.zeros(num_experts, device=device, dtype=torch.int64)
         self._watched = [0, 0]  # forward passes without an update, tokens_per_expert's version after the last
 
     def reset_parameters(self) -> None:
@@ -486,26 +487,28 @@ class FusedMoE(Counting):
         are the router's ids and num_tokens, `shared` the combine's shared and shared_gate."""
         modules, needs_grad = self._modules, torch.is_grad_enabled()  # an attribute takes ten times as long
         router, experts = modules.get("router"), modules.get("experts")
+        bias = self.expert_bias
+        check_expert_bias(FN, bias)
         stock = type(router) is Router and type(experts) is Experts
         if stock and (x.requires_grad or not needs_grad):
             operands = operands_to_join(x, router, experts)
             if operands is not None:
                 join = routed_experts if needs_grad else routed_experts_without_gradients
-                return join(x, operands, router, experts, self.expert_bias, shared, **given)
-        scores, ids, logits = self._route(x, given)
+                return join(x, operands, router, experts, bias, shared, **given)
+        scores, ids, logits = self._route(x, bias, given)
         added = (
             () if shared[0] is None else shared
         )  # other modules in the experts' place take three arguments
         return *self.experts(x, scores, ids, *added), ids, logits
 
-    def _route(self, x: Tensor, given: dict) -> tuple[Tensor, Tensor, Tensor]:
+    def _route(self, x: Tensor, bias: Tensor | None, given: dict) -> tuple[Tensor, Tensor, Tensor]:
         """The router's results. If its linear layer fails, the error says what is wrong with x. It cannot be
         checked before: hooks, adapters and quantised weights may cast x. A graph break inside `try` keeps
         torch.compile from compiling forward, so compiled code has no `try`."""
         if torch.compiler.is_compiling():
-            return self.router(x, self.expert_bias, **given)
+            return self.router(x, bias, **given)
         try:
-            return self.router(x, self.expert_bias, **given)
+            return self.router(x, bias, **given)
         except RuntimeError:
             weight = getattr(self.router.gate, "weight", None)
             if isinstance(weight, Tensor) and weight.is_floating_point():
@@ -540,16 +543,16 @@ class FusedMoE(Counting):
         `process_group` (default: all ranks), so every rank keeps the same bias. Without load_balance_coeff it
         only zeroes them.
         """
-        tokens = self.tokens_per_expert
-        if (
-            tokens.is_meta and self.expert_bias is not None
-        ):  # parameters came by assignment, nothing is counted
-            tokens = self._move_counter("tokens_per_expert", self.expert_bias.device)
+        tokens, bias = self.tokens_per_expert, self.expert_bias
+        check_expert_bias(FN, bias)
+        if tokens.is_meta and bias is not None:  # parameters came by assignment, nothing is counted
+            tokens = self._move_counter("tokens_per_expert", bias.device)
         if dist.is_available() and dist.is_initialized():
             dist.all_reduce(tokens, group=process_group)
-        if self.expert_bias is not None:
-            delta = self.load_balance_coeff * torch.sign(tokens.mean() - tokens)
-            self.expert_bias.add_(delta - delta.mean())
+        if bias is not None:
+            shortfall = tokens.sum() - self.num_experts * tokens  # E times (mean - load), exactly
+            delta = self.load_balance_coeff * torch.sign(shortfall).float()
+            bias.add_(delta - delta.mean())
         tokens.zero_()
 
     def load_report(self) -> LoadReport:
@@ -557,16 +560,8 @@ class FusedMoE(Counting):
         tokens = self.tokens_per_expert.detach()
         tokens = torch.zeros_like(tokens, device="cpu") if tokens.is_meta else tokens.cpu()
         total = tokens.sum().clamp_min(1)
-        max_over_mean = float(tokens.max() * self.num_experts / total)
-        return LoadReport(tokens.long(), tokens / total, max_over_mean, int((tokens == 0).sum()))
+        max_over_mean = int(tokens.max()) * self.num_experts / int(total)
+        return LoadReport(tokens.long(), tokens.float() / total, max_over_mean, int((tokens == 0).sum()))
 
     def extra_repr(self) -> str:
         return f"load_balance_coeff={self.load_balance_coeff}" if self.load_balance_coeff else ""
-
-    def _apply(self, fn, recurse=True):
-        """As nn.Module, but expert_bias stays float32: a bfloat16 bias does not move by small steps."""
-        before = self.expert_bias
-        super()._apply(fn, recurse)
-        if before is not None and self.expert_bias.dtype != torch.float32:
-            self.expert_bias = before.to(self.expert_bias.device)
-        return self

@@ -787,15 +787,15 @@ CPU = [
     Mutant(
         "the load bias goes the wrong way",
         "fused_moe/module.py",
-        "torch.sign(tokens.mean() - tokens)",
-        "torch.sign(tokens - tokens.mean())",
+        "torch.sign(shortfall)",
+        "torch.sign(-shortfall)",
         "tests/test_module.py",
     ),
     Mutant(
         "the load bias drifts",
         "fused_moe/module.py",
-        "self.expert_bias.add_(delta - delta.mean())",
-        "self.expert_bias.add_(delta)",
+        "bias.add_(delta - delta.mean())",
+        "bias.add_(delta)",
         "tests/test_module.py",
     ),
     Mutant(

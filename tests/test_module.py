@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing
-from cases import BF16, F32, F64, assert_as_good
+from cases import BF16, F16, F32, F64, assert_as_good
 
 import fused_moe
 from fused_moe import FusedMoE, load_balancing_loss, reference, router_z_loss
@@ -150,7 +150,7 @@ def test_meta_device(device):
     assert all(t.is_meta for t in (*layer.parameters(), *layer.buffers(), layer.tokens_per_expert))
     layer.to_empty(device=device)
     for t in (*layer.parameters(), *layer.buffers(), layer.tokens_per_expert):
-        t.data.fill_(float("nan"))
+        t.data.fill_(float("nan") if t.is_floating_point() else 77)
     torch.manual_seed(3)
     layer.reset_parameters()
     torch.manual_seed(3)
@@ -162,12 +162,68 @@ def test_meta_device(device):
 
 
 def test_device_and_dtype(device):
-    """device and dtype are the parameters'; bias and counter stay float32."""
+    """device and dtype are the parameters'; the bias stays float32, the counter int64."""
     layer = FusedMoE(12, 8, 8, 2, **EVERYTHING, device=device, dtype=BF16)
     assert all(p.dtype == BF16 and p.device.type == device.type for p in layer.parameters())
-    for t in (layer.expert_bias, layer.tokens_per_expert):
-        assert t.dtype == F32 and t.device.type == device.type
+    for t, dtype in ((layer.expert_bias, F32), (layer.tokens_per_expert, torch.int64)):
+        assert t.dtype == dtype and t.device.type == device.type
     assert layer(torch.randn(5, 12, device=device, dtype=BF16)).dtype == BF16
+
+
+@pytest.mark.parametrize("assign", (False, True))
+@pytest.mark.parametrize("dtype", (BF16, F16, F64), ids=str)
+def test_loading_keeps_float32(device, dtype, assign):
+    """A checkpoint of another dtype gives its values to a float32 bias, which an update moves."""
+    layer = FusedMoE(12, 8, 8, 2, **EVERYTHING, device=device)
+    state = {name: t.to(dtype) for name, t in layer.state_dict().items()}
+    state["expert_bias"] += 1
+    before = dict(state)
+    model = torch.nn.Sequential(layer)
+    model.load_state_dict({f"0.{name}": t for name, t in state.items()}, assign=assign)
+    assert layer.expert_bias.dtype == F32 and (layer.expert_bias == 1).all()
+    assert all(state[name] is t for name, t in before.items()), "the caller's state dict was changed"
+    layer.load_state_dict(state, assign=assign)
+    layer.tokens_per_expert.copy_(torch.arange(8))
+    layer.update_expert_bias()
+    assert (layer.expert_bias != 1).all()
+    assert layer(torch.randn(5, 12, device=device, dtype=layer.experts.w1.dtype)).isfinite().all()
+
+
+def test_counts_in_a_file_are_dropped(device):
+    """A file of a layer that saves its counts, torchtitan's say, loads strictly; the counts stay."""
+    layer = FusedMoE(12, 8, 8, 2, device=device)
+    layer(torch.randn(5, 12, device=device))
+    counted = layer.tokens_per_expert.clone()
+    for model, prefix in ((layer, ""), (torch.nn.Sequential(layer), "0.")):
+        state = model.state_dict() | {f"{prefix}tokens_per_expert": torch.ones(8, device=device)}
+        for assign in (False, True):
+            model.load_state_dict(state, assign=assign)
+            assert torch.equal(layer.tokens_per_expert, counted)
+        assert f"{prefix}tokens_per_expert" in state
+    with pytest.raises(RuntimeError, match="Unexpected key.*tokens_per_experts"):
+        layer.load_state_dict({**layer.state_dict(), "tokens_per_experts": counted})
+
+
+def test_a_bias_set_to_another_dtype(device):
+    """Setting it goes past all that keeps its dtype: forward and update raise, with gradients and without."""
+    layer = FusedMoE(12, 8, 8, 2, load_balance_coeff=1e-3, device=device)
+    x = torch.randn(5, 12, device=device)
+    wrong = r"^FusedMoE: expected expert_bias of dtype float32, found torch.bfloat16$"
+    for change in (
+        lambda: setattr(layer, "expert_bias", layer.expert_bias.bfloat16()),
+        lambda: setattr(layer.expert_bias, "data", layer.expert_bias.bfloat16()),
+    ):
+        change()
+        for leaf in (x, x.clone().requires_grad_()):
+            with pytest.raises(TypeError, match=wrong):
+                layer(leaf)
+        with torch.no_grad(), pytest.raises(TypeError, match=wrong):
+            layer(x)
+        with pytest.raises(TypeError, match=wrong):
+            layer.update_expert_bias()
+        layer.float()
+        layer(x)
+        layer.update_expert_bias()
 
 
 def test_moving_keeps_float32(device):
@@ -179,7 +235,8 @@ def test_moving_keeps_float32(device):
     for move in (lambda m: m.to(BF16), lambda m: m.half(), lambda m: m.double(), lambda m: m.float()):
         move(layer)
         for t, value in zip((layer.expert_bias, layer.tokens_per_expert), values, strict=True):
-            assert t.dtype == F32 and torch.equal(t, value)
+            assert t.dtype == value.dtype and torch.equal(t, value)
+    assert layer.expert_bias.dtype == F32 and layer.tokens_per_expert.dtype == torch.int64
     assert layer.to(BF16).experts.w1.dtype == BF16
 
 
@@ -342,7 +399,7 @@ def test_tokens_per_expert_counts(device):
     layer = FusedMoE(24, 20, 8, 2, device=device)
     x = torch.randn(50, 24, device=device)
     _, ids, _ = layer.router(x, None)
-    expected = ids.flatten().long().bincount(minlength=8).float()
+    expected = ids.flatten().long().bincount(minlength=8)
     layer(x)
     assert torch.equal(layer.tokens_per_expert, expected)
     layer(x)
@@ -377,6 +434,21 @@ def test_update_expert_bias_moves_against_the_load(device):
     delta = torch.tensor([-0.5, 0.5, 0.0, 0.5])  # against the mean of 5
     torch.testing.assert_close(layer.expert_bias.cpu(), delta - delta.mean())
     assert not layer.tokens_per_expert.count_nonzero()
+
+
+@pytest.mark.parametrize("most", (2**24, 2**40))
+def test_counts_past_float32(device, most):
+    """A step of many micro-batches: counts go on past 2**24, where float32 stops, and a load that is a token
+    above the mean is told from it."""
+    layer = FusedMoE(24, 20, 4, 1, load_balance_coeff=0.5, device=device)
+    layer.tokens_per_expert.fill_(most)
+    layer(torch.randn(1, 24, device=device))
+    assert layer.tokens_per_expert.sum() == 4 * most + 1
+    report = layer.load_report()
+    assert report.tokens.sum() == 4 * most + 1 and report.share.tolist() == [0.25] * 4
+    busiest = report.tokens.argmax()
+    layer.update_expert_bias()
+    assert layer.expert_bias.argmin() == busiest and layer.expert_bias[busiest] == -0.75
 
 
 def test_update_without_coefficient_restarts_the_counts(device):
@@ -512,7 +584,8 @@ def update(layer):
 
 def update_by_hand(layer):
     """As torchtitan's hook does."""
-    layer.expert_bias.add_(torch.sign(layer.tokens_per_expert.mean() - layer.tokens_per_expert), alpha=1e-3)
+    load = layer.tokens_per_expert.double()
+    layer.expert_bias.add_(torch.sign(load.mean() - load), alpha=1e-3)
     layer.tokens_per_expert.zero_()
 
 
@@ -662,4 +735,4 @@ def test_default_dtype(device, default):
         torch.set_default_dtype(before)
     assert out.dtype == default
     assert all(loss.dtype == (F64 if default == F64 else F32) for loss in losses)
-    assert layer.tokens_per_expert.dtype == layer.expert_bias.dtype == F32
+    assert layer.expert_bias.dtype == F32 and layer.tokens_per_expert.dtype == torch.int64

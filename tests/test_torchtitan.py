@@ -489,6 +489,20 @@ def test_activation_checkpointing(fusion, mode):
     assert len(calls.of("experts_down")) == (1 if mode == "selective" else 2)
 
 
+@pytest.mark.parametrize("assign", (False, True))
+def test_the_bias_stays_float32(assign):
+    """Neither .to nor a checkpoint of 16 bits casts it; forward refuses one that was set."""
+    model = build("fused_moe", **FLAVORS["groups"]).to(BF16)
+    assert buffers_of(model)[1].dtype == F32
+    model.load_state_dict({name: t.to(BF16) for name, t in model.state_dict().items()}, assign=assign)
+    assert buffers_of(model)[1].dtype == F32
+    model(make_input(BF16))
+    (name,) = (name for name, _ in model.moe.named_buffers() if name.startswith("expert_bias"))
+    setattr(model.moe, name, buffers_of(model)[1].to(BF16))
+    with pytest.raises(TypeError, match="expected expert_bias of dtype float32, found torch.bfloat16"):
+        model(make_input(BF16))
+
+
 # --- two processes --------------------------------------------------------------------------------------
 
 

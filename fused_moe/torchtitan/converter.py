@@ -15,6 +15,7 @@ from torchtitan.models.moe.moe import GroupedExperts, MoE, TokenChoiceTopKRouter
 from torchtitan.protocols.model_converter import register_model_converter
 from torchtitan.tools.logging import logger
 
+from ..expert_bias import KeepsExpertBias
 from ..ops import reshaped
 from .layer import SAVED_OPS, Routing, choose, combine, logits_of, routed_rows, run_experts
 
@@ -30,7 +31,7 @@ class FusedGroupedExperts(GroupedExperts):
         return run_experts(x, weights, num_tokens_per_expert, routing, dtype=dtype)
 
 
-class FusedMoE(MoE):
+class FusedMoE(KeepsExpertBias, MoE):
     """Our kernels compute the routed path, except the exchange with other ranks."""
 
     def forward(self, x: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from .. import function
+from ..expert_bias import check_expert_bias
 from ..gate import Gate
 from ..ops import ops, route_plan
 from ..plan import Plan
@@ -42,6 +43,7 @@ def choose(
     router: nn.Module, logits: Tensor, expert_bias: Tensor | None, score_on: str = "output"
 ) -> Routing:
     """The routing of logits (T, E) by the attributes of torchtitan's TokenChoiceTopKRouter, and its plan."""
+    check_expert_bias("fused_moe.torchtitan", expert_bias)
     scores, ids = function.route(
         logits,
         router.top_k,

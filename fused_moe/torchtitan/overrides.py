@@ -20,6 +20,7 @@ from torchtitan.distributed.utils import get_spmd_backend
 from torchtitan.models.common.moe import GroupedExperts, MoE, RoutedExperts, TokenChoiceTopKRouter
 from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher, LocalTokenDispatcher
 
+from ..expert_bias import KeepsExpertBias
 from ..ops import reshaped, route_plan
 from .layer import SAVED_OPS, Routing, choose, combine, logits_of, routed_rows, run_experts
 
@@ -95,8 +96,10 @@ class FusedRoutedExperts(RoutedExperts):
         return only_reorders and getattr(dispatcher, "ep_mesh", None) is None
 
 
-class FusedMoE(MoE):
+class FusedMoE(KeepsExpertBias, MoE):
     """Our kernels compute the whole routed path, if all experts are local."""
+
+    bias_name = "expert_bias_E"
 
     @dataclass(kw_only=True, slots=True)
     class Config(MoE.Config):

@@ -1,0 +1,40 @@
+"""The bias of balancing without auxiliary loss stays float32, whatever its layer is cast to or loaded from.
+
+An update moves it by 1e-3 or so. A bfloat16 bias of 1 does not move by that: the load would not be balanced,
+without a word.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from .checks import fail
+
+
+class KeepsExpertBias(nn.Module):
+    """A module with such a bias, or None, in the buffer named `bias_name`."""
+
+    bias_name = "expert_bias"
+
+    def _apply(self, fn, recurse=True):
+        before = getattr(self, self.bias_name, None)
+        super()._apply(fn, recurse)
+        if before is not None:
+            after = getattr(self, self.bias_name)
+            if after.dtype != torch.float32:
+                setattr(self, self.bias_name, before.to(after.device))
+        return self
+
+    def _load_from_state_dict(self, state_dict, prefix, *args):
+        """As nn.Module, which with assign=True takes a checkpoint's dtype."""
+        key = prefix + self.bias_name
+        if isinstance(state_dict.get(key), Tensor):
+            state_dict[key] = state_dict[key].float()
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+def check_expert_bias(fn: str, bias: Tensor | None) -> None:
+    """Checks a bias that may have been set, past all that keeps its dtype."""
+    if bias is not None and bias.dtype != torch.float32:
+        fail(TypeError, fn, "expert_bias of dtype float32", bias.dtype)
