@@ -1,4 +1,4 @@
-"""The checks of the public functions, before anything runs.
+"""The checks of the public functions, before an operator runs.
 
 A failed one raises TypeError (type or dtype) or ValueError (shape, device or value). The message names the
 argument, what was expected and what was found, as the caller passed it. They run on every call, so a right

@@ -1,6 +1,6 @@
 """The functional interface: checks the arguments, then calls the operators.
 
-A wrong argument raises TypeError (type or dtype) or ValueError (shape, device or value) before anything
+A wrong argument raises TypeError (type or dtype) or ValueError (shape, device or value) before an operator
 runs. The message says what was expected and what was found. Below, T is the number of tokens, D the model
 width, F the expert hidden width, E the number of experts, K experts per token and R rows. A slot is one of a
 token's K choices; one whose id is no expert's here is remote: it gets no row, and its score counts as 0.
@@ -376,7 +376,7 @@ def fused_experts(
         adapters, shared and shared_gate.
 
     Raises:
-        TypeError, ValueError: before anything runs, with what was expected and what was found.
+        TypeError, ValueError: before an operator runs, with what was expected and what was found.
     """
     weights, biases, constants = (w1, w2, w3), (b1, b2, b3), (alpha, limit)
     return experts_and_counts(

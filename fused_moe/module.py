@@ -279,6 +279,8 @@ class FusedMoE(KeepsExpertBias, Counting):
     expert weight has an attribute `main_grad`, backward adds to it and the weight's .grad stays None. Under
     `fully_shard` this has no effect: forward gets other tensors, without the attribute.
 
+    In float16 an expert's act(gate) * up becomes inf beyond 65504, without a word: prefer bfloat16.
+
     Shapes:
         forward(x: (..., D)) -> (..., D). With return_losses=True -> ((..., D), RouterLosses), with
         return_ids=True -> ((..., D), ids (..., K) int32), with both -> ((..., D), RouterLosses, ids).
@@ -392,7 +394,7 @@ class FusedMoE(KeepsExpertBias, Counting):
             out (..., D), or a tuple (out[, RouterLosses][, ids]) of what was asked for.
 
         Raises:
-            TypeError, ValueError: before the experts run, with what was expected and what was found.
+            TypeError, ValueError: before the routed experts run, with what was expected and what was found.
         """
         self._check_input(x)
         if return_losses is not False:

@@ -786,6 +786,50 @@ def test_layer_input(device, x, found):
         FusedMoE(D, F, E, K, device=device)(x)
 
 
+@pytest.mark.parametrize("without_gradients", (False, True))
+def test_the_layer_raises_before_its_routed_experts_run(device, without_gradients):
+    """Where parameters were replaced by wrong ones, and where ids on the CPU are out of range."""
+
+    def replace(name, value):
+        return lambda layer: setattr(layer.experts, name, torch.nn.Parameter(value))
+
+    def accumulate(layer):
+        layer.experts.w1.main_grad = torch.zeros(3, device=device)
+
+    wrong = [
+        (replace("w2", torch.randn(E, D, 5, device=device)), {}, "w2 of shape"),
+        (replace("w1", torch.randn(E, F, D, device="meta")), {}, "w1 on x's device"),
+    ]
+    if not without_gradients:
+        wrong.append((accumulate, {}, r"main_grads\[0\] of 3 dimensions"))
+    if device.type == "cpu":
+        wrong.append((lambda layer: None, {"ids": integers(T, K) + E}, "ids from .* to 2"))
+    for change, given, expected in wrong:
+        layer = FusedMoE(D, F, E, K, device=device)
+        change(layer)
+        x = torch.randn(T, D, device=device, requires_grad=not without_gradients)
+        with Calls() as calls, torch.set_grad_enabled(not without_gradients):
+            with pytest.raises((TypeError, ValueError), match=rf"\w+: expected {expected}.*, found"):
+                layer(x, **given)
+        ran = {n for n, _, _ in calls.calls if n.startswith("fused_moe::")}
+        assert ran <= {"fused_moe::router_logits", "fused_moe::route"}
+
+
+def test_float16_overflows_where_the_docs_say(device):
+    """act(gate) * up of 288 each, in float16 and bfloat16; the loop does the same."""
+    for dtype, overflows in ((F16, True), (BF16, False)):
+        layer, loop = (
+            cls(64, 32, 8, 2, device=device, dtype=dtype) for cls in (FusedMoE, fused_moe.reference.FusedMoE)
+        )
+        with torch.no_grad():
+            for weight, value in ((layer.experts.w1, 1), (layer.experts.w3, 1), (layer.experts.w2, 2**-10)):
+                weight.fill_(value)
+        loop.load_state_dict(layer.state_dict())
+        x = torch.full((3, 64), 4.5, device=device, dtype=dtype)
+        for module in (layer, loop):
+            assert module(x).isinf().all() == overflows and not module(x).isnan().any()
+
+
 def test_dtypes_on_meta_are_checked_under_autocast(device):
     """autocast leaves the meta device alone, so two dtypes are an error there."""
     fn, arguments = experts()

@@ -351,6 +351,36 @@ def test_no_pass_over_x_without_gradients(device):
     assert {name.split("::")[0] for name, shape in made if shape == x.shape} == {"fused_moe"}, made
 
 
+def new_tensors(layer, *args, **given) -> int:
+    """How many operators of a call make tensors of their own, which is a launch or more each on a GPU."""
+    with torch.no_grad(), Calls() as calls:
+        layer(*args, **given)
+    storages = [{t.untyped_storage().data_ptr() for t in tree_leaves(args) if torch.is_tensor(t)}
+                for _, args, _ in calls.calls]  # fmt: skip
+    results = [tree_leaves(result)[0].untyped_storage().data_ptr() for _, _, result in calls.calls]
+    return sum(result not in given for result, given in zip(results, storages, strict=True))
+
+
+@pytest.mark.parametrize(
+    "more, settings, hooked",
+    (
+        (0, {}, None),
+        (0, {"load_balance_coeff": 1e-3, "num_expert_groups": 2, "num_limited_groups": 1}, None),
+        (0, {"num_shared_experts": 1}, None),
+        (4, {"num_shared_experts": 1, "shared_expert_gate": True}, None),
+        (4, {}, "router.gate"),
+        (8, {"num_shared_experts": 1}, "shared_experts"),
+    ),
+)
+def test_what_padding_adds_without_gradients(device, more, settings, hooked):
+    """What docs/inference.md says of launches: none, but for the shared experts' gate and foreign modules."""
+    layer = FusedMoE(24, 20, E, K, **settings, device=device).eval()
+    if hooked:
+        layer.get_submodule(hooked).register_forward_hook(lambda module, args, result: None)
+    x, num_tokens = torch.randn(T, 24, device=device), torch.tensor(5, device=device)
+    assert new_tensors(layer, x, num_tokens=num_tokens) == new_tensors(layer, x) + more
+
+
 @pytest.mark.parametrize("settings", ALL_SETTINGS)
 def test_a_layer_replays_its_choice(device, settings):
     """Of every token, and of the first ones: the same bits, counts and losses, in any leading shape; after an

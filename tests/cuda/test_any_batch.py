@@ -168,7 +168,16 @@ def test_replayed_choices_of_some_experts(device, score_on, dtype):
 @FAST_DTYPES
 @torch.no_grad()
 def test_no_launch_more(device, dtype):
-    """Without gradients and shared experts, padding and a replay cost no launch; nor does a map."""
+    """Without gradients padding and a replay cost no launch, but four with a gate of shared experts; nor does
+    a map."""
+    for more, settings in (
+        (0, {"num_shared_experts": 1}),
+        (4, {"num_shared_experts": 1, "shared_expert_gate": True}),
+    ):
+        layer = FusedMoE(256, 192, 16, 4, device=device, dtype=dtype, **settings).eval()
+        x, num_tokens = torch.randn(FULL, 256, device=device).to(dtype), torch.tensor(9, device=device)
+        plain = len(launches(lambda: layer(x)))  # noqa: B023
+        assert len(launches(lambda: layer(x, num_tokens=num_tokens))) == plain + more  # noqa: B023
     layer = FusedMoE(256, 192, 16, 4, device=device, dtype=dtype).eval()
     x = torch.randn(FULL, 256, device=device).to(dtype)
     _, ids = layer(x, return_ids=True)
