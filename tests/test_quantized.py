@@ -27,6 +27,7 @@ from cases import (
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
+from torch.distributed.tensor import distribute_tensor
 
 import fused_moe
 from fused_moe import FusedMoE, QuantizedWeight, fused_experts, grouped_mlp, quantize, quantized, reference
@@ -565,7 +566,8 @@ def test_missing_names_are_those_of_the_checkpoint(device):
         RuntimeError, match="weight_scale_inv: expected dtype torch.float32, found torch.bfloat16"
     ):
         w.load_state_dict(wrong, assign=True)
-    symmetric, other = (random_weight("int4", 1, 8, 64, device, scale_of) for scale_of in (0, 3))
+    symmetric = random_weight("int8", 1, 8, 64, device)
+    other = random_weight("int4", 1, 8, 64, device, 3)
     with pytest.raises(RuntimeError, match='Unexpected key.*"weight_zero_point"'):
         symmetric.load_state_dict({**symmetric.state_dict(), "weight_zero_point": other.zero})
     before = other.zero.clone()
@@ -573,6 +575,128 @@ def test_missing_names_are_those_of_the_checkpoint(device):
     with pytest.raises(RuntimeError, match=r"weight_zero_point: .*expected zero from -8 to 7, found .* = 8"):
         other.load_state_dict({**other.state_dict(), "weight_zero_point": beyond})
     assert torch.equal(other.zero, before)
+
+
+# What a format leaves open: scales' dtype, group size, zero points, scales per tensor or row.
+OPEN = {
+    "fp8": [(dtype, {"per_tensor": one}) for dtype in (F32, BF16, F16) for one in (False, True)],
+    "int8": [(dtype, {"per_tensor": one}) for dtype in (F32, BF16) for one in (False, True)],
+    "int4": [
+        (dtype, {"group_size": group, "symmetric": symmetric})
+        for dtype, group in ((F32, 32), (BF16, 32), (BF16, 64), (F16, 128))
+        for symmetric in (False, True)
+    ],
+}
+WITHIN = [(format, *pair) for format, kinds in OPEN.items() for pair in itertools.permutations(kinds, 2)]
+
+
+def open_weight(device, format, kind, shape) -> QuantizedWeight:
+    dtype, options = kind
+    return quantize(torch.randn(shape, device=device, dtype=dtype), format, **options)
+
+
+@pytest.mark.parametrize("shape", ((2, 40, 128), (2, 64, 128)), ids=("published", "tiles"))
+@pytest.mark.parametrize("assign", (False, True), ids=("copied", "assigned"))
+@pytest.mark.parametrize("format", OPEN)
+def test_state_of_another_kind(device, format, assign, shape):
+    """It is taken as it is. What differs is replaced, the rest keeps its memory where it is copied."""
+    x, offsets = torch.randn(6, 128, device=device), torch.tensor([2, 6], dtype=torch.int32, device=device)
+    for own, kind in (pair for of, *pair in WITHIN if of == format):
+        w, other = (open_weight(device, format, k, shape) for k in (own, kind))
+        before, state = w._of("data"), other.state_dict()
+        result = w.load_state_dict(state, assign=assign)
+        assert not result.missing_keys and not result.unexpected_keys and w.is_tiled == other.is_tiled
+        found = w.state_dict()
+        assert found.keys() == state.keys()
+        for name, tensor in state.items():
+            assert found[name].dtype == tensor.dtype and found[name].shape == tensor.shape, name
+            assert torch.equal(found[name].view(torch.uint8), tensor.view(torch.uint8)), name
+        assert assign or w._of("data") is before
+        for transposed, rows in ((False, x), (True, torch.randn(6, shape[1], device=device))):
+            run = [
+                torch.ops.fused_moe.quantized_mm(rows, *v.tensors, offsets, v.code, transposed)
+                for v in (w, other)
+            ]
+            assert torch.equal(*run)
+        assert torch.equal(w.dequantize(F32), other.dequantize(F32))
+        assert not any(p.requires_grad for p in w.parameters())
+
+
+@pytest.mark.quick
+def test_a_layer_takes_the_checkpoints_kind(device):
+    """A float32 checkpoint into a bf16 layer, on meta and with adapters, among other kinds; strict or not."""
+    saved = quantize(layer(device, (128, 128), dtype=F32), "int4", group_size=32, symmetric=False)
+    x = torch.randn(5, 128, device=device)
+    for strict, place in itertools.product((True, False), (device, "meta")):
+        with torch.device(place):
+            moe = quantize(FusedMoE(128, 128, 6, 2, dtype=BF16), "int4")
+        moe.to(F32) if place != "meta" else None
+        moe.load_state_dict(saved.state_dict(), strict=strict, assign=place == "meta")
+        assert torch.equal(moe(x), saved(x))
+        symmetric = quantize(layer(device, (128, 128)), "int4", group_size=64)
+        moe.load_state_dict(symmetric.state_dict(), strict=strict)
+        assert torch.equal(moe(x), symmetric(x)) and moe.experts.w1.zero is None
+
+
+def test_a_state_that_differs_is_refused_by_sharded_weights(one_rank, device):
+    """Both are named; one that does not differ loads."""
+    kinds = [(F32, {"group_size": group, "symmetric": group == 64}) for group in (32, 64)]
+    own, other, zeros = (open_weight(device, "int4", kind, (2, 32, 128)) for kind in (*kinds, kinds[0]))
+    for name, parameter in own.named_parameters():
+        own.register_parameter(name, torch.nn.Parameter(distribute_tensor(parameter.data, one_rank), False))
+    message = (
+        r"expected weight_scale as the parameter is while it is sharded, one of shape \(2, 32, 4\) and dtype "
+        r"torch.float32, found one of shape \(2, 32, 2\) and dtype torch.float32"
+    )
+    for assign in (False, True):
+        with pytest.raises(ValueError, match=message):
+            own.load_state_dict(other.state_dict(), assign=assign)
+    state = {name: distribute_tensor(t, one_rank) for name, t in zeros.state_dict().items()}
+    with pytest.raises(ValueError, match="expected weight_zero_point as .*, one of shape .*, found none"):
+        own.load_state_dict({name: t for name, t in state.items() if "zero" not in name})
+    own.load_state_dict(state)
+    for name, tensor in own.state_dict().items():
+        assert torch.equal(tensor.full_tensor(), zeros.state_dict()[name])
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("strict", (True, False))
+@pytest.mark.parametrize("own, other", list(itertools.permutations(FORMATS, 2)))
+def test_state_of_another_format(device, own, other, strict):
+    """It raises, and nothing of it is loaded, although some names and shapes are the same."""
+    w, given = (random_weight(format, 2, 64, 128, device) for format in (own, other))
+    before = {name: tensor.clone() for name, tensor in w.state_dict().items()}
+    message = rf"expected (a weight of format {own}, found one of format|dtype torch.\w+, found torch\.)"
+    with pytest.raises(RuntimeError, match=message):
+        w.load_state_dict(given.state_dict(), strict=strict)
+    for name, tensor in w.state_dict().items():
+        assert torch.equal(tensor.view(torch.uint8), before[name].view(torch.uint8)), name
+
+
+@pytest.mark.quick
+def test_what_is_no_state_of_the_format(device):
+    """Values that are no tensors, zero points and scales that do not fit."""
+    moe = quantize(layer(device), "int4", group_size=32, symmetric=False)
+    state = moe.state_dict()
+    key = "experts.w1.weight_"
+    for name in ("packed", "scale", "zero_point"):
+        for wrong, found in (("text", "str"), ([1], "list"), (1.0, "float")):
+            with pytest.raises(TypeError, match=f"expected {key}{name} to be a tensor, found {found}"):
+                moe.load_state_dict({**state, key + name: wrong})
+    zero = state[key + "zero_point"]
+    for wrong, message in (
+        (zero[..., :1], r"weight_zero_point: expected shape \(6, 32, 2\), found \(6, 32, 1\)"),
+        (zero.int(), "expected dtype torch.int8, found torch.int32"),
+    ):
+        with pytest.raises(RuntimeError, match=message):
+            moe.load_state_dict({**state, key + "zero_point": wrong})
+    with pytest.raises(
+        RuntimeError, match="expected dtype torch.float32 or torch.bfloat16 or .*, found torch.float64"
+    ):
+        moe.load_state_dict({**state, key + "scale": state[key + "scale"].double()})
+    other = quantize(layer(device), "int4", group_size=32).state_dict()
+    with pytest.raises(RuntimeError, match="size mismatch for experts.w1.weight_scale"):
+        moe.load_state_dict({**other, key + "scale": other[key + "scale"][:, :3]})
 
 
 @EVERY_FORMAT

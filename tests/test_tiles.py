@@ -12,7 +12,7 @@ import torch
 from cases import BF16, F16, F32, Calls, quantize_options
 from hypothesis import given
 from hypothesis import strategies as st
-from test_quantized import EVERY_FORMAT, EVERY_OPTION, OPTIONS, random_weight
+from test_quantized import EVERY_FORMAT, EVERY_OPTION, OPEN, OPTIONS, WITHIN, open_weight, random_weight
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
@@ -757,7 +757,11 @@ def test_what_does_not_load(cpu):
     for name, wrong, message in (
         ("weight_scale", None, 'Missing key.*"weight_scale"'),
         ("weight_scale", given["weight_scale"][:, :32], "size mismatch for weight_scale"),
-        ("weight_scale", given["weight_scale"].half(), "weight_scale: expected dtype torch.float32, found"),
+        (
+            "weight_scale",
+            given["weight_scale"].double(),
+            "weight_scale: expected dtype .*, found torch.float64",
+        ),
         ("weight_zero_point", given["weight_zero_point"] + 16, "weight_zero_point: .*expected zero from -8"),
     ):
         state = {**given, name: wrong}
@@ -768,6 +772,46 @@ def test_what_does_not_load(cpu):
             w.load_state_dict(state)
         assert w.is_tiled
         assert_same(w.state_dict(), {**given, name: before[name]})
+
+
+@pytest.mark.parametrize("assign", (False, True), ids=("copied", "assigned"))
+@pytest.mark.parametrize("format", OPEN)
+@pytest.mark.usefixtures("tiling")
+def test_tiles_of_another_kind(cpu, format, assign):
+    """Scales of another dtype or number, and zero points, come with a state_dict. Tiles, and the second
+    packing, that are as large as before stay where they are."""
+    for own, kind in (pair for of, *pair in WITHIN if of == format):
+        w, other = (open_weight(cpu, format, k, (2, 64, 128)) for k in (own, kind))
+        w.set_trainable()
+        before, packed = dict(w.named_parameters()), w.data_t
+        w.load_state_dict(other.state_dict(), assign=assign)
+        assert w.is_tiled
+        assert_same(w.state_dict(), other.state_dict())
+        assert_packed(w)
+        for name, parameter in w.named_parameters():
+            same = name in before and (parameter.shape, parameter.dtype) == (
+                before[name].shape,
+                before[name].dtype,
+            )
+            assert (parameter is before.get(name)) == same
+        if all(p is before.get(n) for n, p in w.named_parameters()):
+            assert w.data_t is packed
+
+
+@pytest.mark.gpu
+def test_a_state_that_differs_is_refused_under_capture(device):
+    """A graph would go on reading the replaced scale."""
+    own, other = (
+        open_weight(device, "int8", (F32, {"per_tensor": one}), (2, 64, 128)) for one in (False, True)
+    )
+    x, offsets = torch.randn(6, 128, device=device), torch.tensor([2, 6], dtype=torch.int32, device=device)
+    torch.ops.fused_moe.quantized_mm(x, *own.tensors, offsets, own.code)
+    torch.cuda.synchronize()
+    message = (
+        r"weight_scale as the parameter is while a CUDA graph is captured, one of shape \(2, 64, 1\).* one"
+    )
+    with pytest.raises(ValueError, match=message), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        own.load_state_dict(other.state_dict())
 
 
 @pytest.mark.quick

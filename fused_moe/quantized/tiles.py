@@ -100,6 +100,12 @@ def scale_shape(format: str, rows: int, scale: tuple[int, int, int]) -> tuple[in
     return E, rows // TILE, num_scales, TILE if by_row else COPIES
 
 
+def scale_parameter(format: str, rows: int, scale: Tensor) -> tuple[tuple[int, ...], torch.dtype]:
+    """Shape and dtype of the parameter that scales or zero points of a weight with `rows` rows become."""
+    shape = parameter_shape(scale_shape(format, rows, scale.shape), scale.shape)
+    return shape, scale.dtype if FORMATS[format].groups else torch.float32
+
+
 def data_of(parameter: Tensor, shape: tuple[int, int, int]) -> Tensor:
     """The tiles of codes of a weight (E, out, in)."""
     if parameter.dim() == 4:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from ..checks import FLOATING, check_bool, check_choice, check_range, check_tensor, fail, is_altered
-from . import formats, tiles
+from . import formats, state, tiles
 from .copies import Copies
 from .formats import FORMATS
 
@@ -255,11 +255,15 @@ class QuantizedWeight(nn.Module):
                 continue
             out = _if_on(tensor.device, before.get(names[key]))
             convert = tiles.tiled_data if key == "data" else tiles.tiled_scale
+            if out is not None and key != "data":
+                shape, dtype = tiles.scale_parameter(self.format, self.shape[1], tensor)
+                out = out if (tuple(out.shape), out.dtype) == (shape, dtype) else None
             into = None if out is None else self._tiles_of(key, out)
             tiled = convert(self.format, tensor, self.shape, into)
             if out is None:
                 shape = tiles.parameter_shape(tiled.shape, self._parameters[names[key]].shape)
                 out = _frozen(tiled.view(shape))
+                self.data_t = self.scale_t = self.zero_t = None  # it may have other sizes
             self._parameters[names[key]] = out
 
     def _has_packing(self) -> bool:
@@ -272,7 +276,7 @@ class QuantizedWeight(nn.Module):
         # They are other tensors inside torch.func.functional_call.
         if any(tile is not packed for tile, (packed, _) in zip(now, self._packed_of, strict=True)):
             return False
-        if any(_state(tile) != state for tile, state in self._packed_of):
+        if any(_written(tile) != state for tile, state in self._packed_of):
             self._pack_transposed()
         return True
 
@@ -284,11 +288,12 @@ class QuantizedWeight(nn.Module):
         published = {f"{name}_t": self._published(name) for name in ("data", "scale", "zero")}
         with torch.inference_mode(False):  # or it could not be written, nor saved for backward, outside
             for name, tensor in published.items():
+                convert = tiles.transposed_data if name == "data_t" else tiles.transposed_scale
                 if tensor is not None:
-                    convert = tiles.transposed_data if name == "data_t" else tiles.transposed_scale
                     out = _if_on(tensor.device, getattr(self, name))
-                    setattr(self, name, convert(self.format, tensor, self.shape, out))
-        self._packed_of = [(t, _state(t)) for t in self._stored()]
+                    tensor = convert(self.format, tensor, self.shape, out)
+                setattr(self, name, tensor)
+        self._packed_of = [(t, _written(t)) for t in self._stored()]
 
     def _apply(self, fn, recurse=True):
         """As nn.Module, but codes and scales keep their dtypes: fn gets their bytes."""
@@ -301,7 +306,7 @@ class QuantizedWeight(nn.Module):
                 tensor = getattr(self, name) if has_packing else None
                 setattr(self, name, None if tensor is None else _applied(fn, tensor))
             if has_packing:
-                self._packed_of = [(t, _state(t)) for t in self._stored()]
+                self._packed_of = [(t, _written(t)) for t in self._stored()]
         self._arrange()
         return self
 
@@ -321,35 +326,56 @@ class QuantizedWeight(nn.Module):
     def _load_from_state_dict(
         self, state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
     ):
-        """As nn.Module, but refuses other dtypes, which nn.Module casts or, with assign=True, takes as they
-        are, and zero points outside -8 to 7 where they are on the CPU. Meanwhile tiles are as published."""
+        """As nn.Module, but takes the scales' dtype and shape, and whether there are zero points, from the
+        state_dict, and refuses other formats and dtypes, which nn.Module would cast or assign. Meanwhile
+        tiles are as published."""
+        names = FORMATS[self.format].names
+        given = state.given_tensors(self.format, state_dict, prefix)
+        self._copies.forget([names[key] for key in given])
         before = dict(self._parameters) if self.is_tiled else None
-        if before is not None:
-            self._parameters.update(self._published_parameters())
-        own = dict(self.named_parameters(recurse=False))
-        self._copies.forget([name for name in own if prefix + name in state_dict])
-        for name, parameter in own.items():
-            given = state_dict.get(prefix + name)
-            if given is None:
-                continue
-            found = ""
-            if given.dtype != parameter.dtype:
-                found = f"expected dtype {parameter.dtype}, found {given.dtype}"
-            elif name == FORMATS[self.format].names.get("zero"):
-                try:
-                    check_range(FN, "zero", given, -8, 7)
-                except ValueError as error:
-                    found = str(error)
-            if found:
-                error_msgs.append(f"{prefix}{name}: {found}")
-                state_dict[prefix + name] = parameter.detach()
-        super()._load_from_state_dict(
-            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
-        )
-        self._arrange(before)
+        try:
+            if before is not None:
+                self._parameters.update(self._published_parameters())
+            own = {key: self._of(key) for key in names}
+            wrong = state.wrong_tensors(self.format, self.shape, given)
+            error_msgs += [f"{prefix}{names[key]}: {message}" for key, message in wrong.items()]
+            foreign = state.foreign_format(self.format, state_dict, prefix)
+            if foreign is not None:
+                error_msgs.append(foreign)
+            elif not wrong:
+                is_assigned = local_metadata.get("assign_to_params_buffers", False)
+                self._make_room(own, given, is_assigned)
+            for key in given if foreign is not None or "data" in wrong else wrong:  # these stay as they were
+                if own[key] is None:
+                    del state_dict[prefix + names[key]]
+                else:
+                    state_dict[prefix + names[key]] = own[key].detach()
+            super()._load_from_state_dict(
+                state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+            )
+            self._scale_dtype = self._of("scale").dtype
+        finally:
+            self._arrange(before)
+
+    def _make_room(self, own: dict[str, Tensor | None], given: dict[str, Tensor], is_assigned: bool) -> None:
+        """Replaces parameters that differ from given tensors in what the format leaves open."""
+        names = FORMATS[self.format].names
+        for key, tensor in state.replacements(self.format, self.shape, own, given).items():
+            plain = all(type(t) in (Tensor, nn.Parameter) for t in own.values() if t is not None)
+            is_captured = self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+            if not plain or is_captured:
+                why = "a CUDA graph is captured" if is_captured else "it is sharded"
+                expected = f"{names[key]} as the parameter is while {why}, {state.described(own[key])}"
+                fail(ValueError, state.FN, expected, state.described(tensor))
+            if tensor is not None:
+                device = "meta" if is_assigned else self.device
+                tensor = _frozen(
+                    torch.empty_like(tensor, device=device, memory_format=torch.contiguous_format)
+                )
+            self._parameters[names[key]] = tensor
 
 
-def _state(tensor: Tensor) -> tuple:
+def _written(tensor: Tensor) -> tuple:
     """What tells that a tensor was written, or given other memory. Writes through `.data` do not show."""
     version = 0 if tensor.is_inference() else tensor._version
     return version, tensor.data_ptr() if type(tensor) is nn.Parameter else 0
