@@ -22,6 +22,7 @@ from .checks import (
     fail,
     is_altered,
 )
+from .resetting import reset_uniform
 
 
 class LoRA(NamedTuple):
@@ -144,9 +145,10 @@ class Adapters(nn.Module):
 
     def reset_parameters(self) -> None:
         """As PEFT: a as nn.Linear, b zero, so that nothing changes at first."""
-        for name, parameter in self.named_parameters():
-            bound = 1 / math.sqrt(parameter.size(2)) if name[0] == "a" else 0.0
-            nn.init.uniform_(parameter, -bound, bound)
+        for name in LoRA._fields:
+            value = getattr(self, name, None)
+            if isinstance(value, Tensor):
+                reset_uniform(self, name, 1 / math.sqrt(value.size(2)) if name[0] == "a" else 0.0)
 
     @torch.no_grad()
     def load(self, lora: LoRA) -> None:

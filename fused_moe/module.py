@@ -20,6 +20,7 @@ from .losses import load_balancing_loss, router_z_loss
 from .ops import reshaped
 from .padding import zero_padding
 from .quantized.weight import QuantizedWeight
+from .resetting import reset, reset_uniform
 from .routed import (
     is_altered,
     is_plain_linear,
@@ -73,7 +74,7 @@ class Router(nn.Module):
         self.routing = routing
 
     def reset_parameters(self) -> None:
-        self.gate.reset_parameters()
+        reset(self.gate)
 
     def forward(
         self,
@@ -120,9 +121,8 @@ class Experts(nn.Module):
     def reset_parameters(self) -> None:
         """As nn.Linear: uniform in +-1/sqrt(fan_in)."""
         fan_in = {"1": self.dim, "2": self.hidden_dim, "3": self.dim}
-        for name, parameter in self.named_parameters(recurse=False):
-            bound = 1 / math.sqrt(fan_in[name[-1]])
-            nn.init.uniform_(parameter, -bound, bound)
+        for name in ("w1", "w2", "w3", "b1", "b2", "b3"):
+            reset_uniform(self, name, 1 / math.sqrt(fan_in[name[1]]))
         if self.lora is not None:
             self.lora.reset_parameters()
 
@@ -199,7 +199,7 @@ class SharedExperts(nn.Module):
 
     def reset_parameters(self) -> None:
         for linear in self.children():
-            linear.reset_parameters()
+            reset(linear)
 
     def forward(self, x: Tensor, gate: nn.Linear | None = None, num_tokens: Tensor | None = None) -> Tensor:
         """x (T, D) -> (T, D), each token's times sigmoid(gate(x)) if there is a gate; zero in padded rows.
@@ -359,9 +359,9 @@ class FusedMoE(KeepsExpertBias, Counting):
 
     def reset_parameters(self) -> None:
         """Initialises every parameter again, as is needed after `to_empty`: uniform in +-1/sqrt(fan_in), as
-        nn.Linear. Zeroes expert_bias and the counts."""
+        nn.Linear, also those that are pruned or parametrised. Zeroes expert_bias and the counts."""
         for child in self.children():
-            child.reset_parameters()
+            reset(child)
         if self.expert_bias is not None:
             self.expert_bias.zero_()
         self.tokens_per_expert.zero_()

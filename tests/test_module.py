@@ -10,9 +10,10 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing
 from cases import BF16, F16, F32, F64, assert_as_good
+from torch.nn.utils import parametrize, prune
 
 import fused_moe
-from fused_moe import FusedMoE, load_balancing_loss, reference, router_z_loss
+from fused_moe import FusedMoE, add_lora, load_balancing_loss, reference, router_z_loss
 from fused_moe.module import PATIENCE
 
 EVERYTHING = {
@@ -159,6 +160,61 @@ def test_meta_device(device):
         assert torch.equal(value, other), name
     assert not layer.tokens_per_expert.count_nonzero()
     assert torch.equal(layer(torch.ones(4, 12, device=device)), expected(torch.ones(4, 12, device=device)))
+
+
+class Doubled(torch.nn.Module):
+    def forward(self, w):
+        return 2 * w
+
+
+class Invertible(Doubled):
+    def right_inverse(self, w):
+        return w / 2
+
+
+@pytest.mark.parametrize("step", (None, Doubled, Invertible))
+def test_altered_parameters_are_reset(device, step):
+    """Everywhere in the layer: a pruned parameter has new values and its mask, a parametrised one values of the
+    same range, where it can be inverted."""
+    layer = FusedMoE(12, 8, 8, 2, **EVERYTHING, device=device)
+    layer = add_lora(layer, 4, targets=("w1",))
+    shared = layer.shared_experts
+    owners = (
+        layer.experts,
+        shared.w1,
+        shared.w2,
+        layer.shared_expert_gate,
+        layer.router.gate,
+        layer.experts.lora,
+    )
+    for owner, name in zip(owners, ("w1", *["weight"] * 4, "a1"), strict=True):
+        if step is None:
+            prune.random_unstructured(owner, name, 0.5)
+        else:
+            parametrize.register_parametrization(owner, name, step())
+    for parameter in layer.parameters():
+        parameter.data.fill_(torch.nan)
+    layer.reset_parameters()
+    for name, parameter in layer.named_parameters():
+        assert parameter.isfinite().all(), name
+        assert parameter.count_nonzero() or name.endswith("lora.b1"), name
+    for owner, name, fan_in in zip(
+        owners, ("w1", *["weight"] * 4, "a1"), (12, 12, 8, 12, 12, 12), strict=True
+    ):
+        if step is None:
+            bound, value = fan_in**-0.5, getattr(owner, f"{name}_orig")
+            assert 0.3 < getattr(owner, f"{name}_mask").mean() < 0.7
+        else:
+            bound, value = (2 if step is Doubled else 1) * fan_in**-0.5, getattr(owner, name)
+        assert 0.5 * bound < value.abs().max() <= 1.0001 * bound, name
+
+
+def test_weight_norm_of_old_cannot_be_reset(device):
+    """torch.nn.utils.weight_norm keeps a weight in two parameters of its own."""
+    layer = FusedMoE(12, 8, 8, 2, device=device)
+    layer.experts.register_parameter("w1_g", layer.experts._parameters.pop("w1"))
+    with pytest.raises(TypeError, match="reset_parameters: expected w1 to be a parameter, .*, found w1_g"):
+        layer.reset_parameters()
 
 
 def test_device_and_dtype(device):
