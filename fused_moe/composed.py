@@ -14,7 +14,7 @@ from torch import Tensor
 from .checks import is_autocast_enabled
 from .lora import LoRA
 from .ops import ops, run
-from .plan import Plan
+from .plan import Plan, tensors_again
 from .quantized.weight import QuantizedWeight
 
 BIAS_WIDTH = 8  # of a bias as a GEMM: the narrowest that Hopper's kernels take
@@ -56,7 +56,9 @@ def experts(
         return y
     if shared[0] is not None:
         shared = shared[0].to(y.dtype), shared[1]  # as autocast casts it
-    return run(ops.unpermute.default, y, scores if score_on == "output" else None, plan.tensors, *shared)
+    return run(
+        ops.unpermute.default, y, scores if score_on == "output" else None, tensors_again(plan), *shared
+    )
 
 
 def _scored(rows: Tensor, scores: Tensor, plan: Plan) -> Tensor:

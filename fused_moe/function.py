@@ -45,7 +45,7 @@ from .checks import (
 )
 from .lora import LoRA, check_lora
 from .ops import ops
-from .plan import Plan
+from .plan import Plan, tensors_again
 from .quantized.weight import QuantizedWeight, check_weight, read
 
 # --- routing ----------------------------------------------------------------------------------------------
@@ -240,9 +240,9 @@ def unpermute(
     check_shared("unpermute", shared, shared_gate, "rows", rows, (plan.token_row.size(0), rows.size(1)))
     scores = _as_scores(scores, rows)
     if shared is None:
-        return _ops.run(ops.unpermute.default, rows, scores, plan.tensors)
+        return _ops.run(ops.unpermute.default, rows, scores, tensors_again(plan))
     shared, shared_gate = shared.to(rows.dtype), _as_scores(shared_gate, rows)
-    return _ops.run(ops.unpermute.default, rows, scores, plan.tensors, shared, shared_gate)
+    return _ops.run(ops.unpermute.default, rows, scores, tensors_again(plan), shared, shared_gate)
 
 
 def _as_scores(values: Tensor | None, x: Tensor) -> Tensor | None:
@@ -283,7 +283,7 @@ def grouped_mm(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
 def _needs_grad(*tensors: Tensor | None) -> bool:
     """Whether a gradient may be needed. Inside of torch.func a tensor does not tell whether what it wraps
     requires one."""
-    return torch.is_grad_enabled() and (
+    return _ops.is_recording() and (
         torch._C._are_functorch_transforms_active() or any(t is not None and t.requires_grad for t in tensors)
     )
 
@@ -294,13 +294,15 @@ def _experts(
 ):  # fmt: skip
     """The two autograd nodes. h is saved only if a gradient may be needed."""
     needs_grad = _needs_grad(x, w1, w2, w3, b1, b2, b3, scores)
-    settings = (plan.tensors, code, _ops.ACTIVATION_CODES[activation], [alpha, limit])
+    settings = (code, _ops.ACTIVATION_CODES[activation], [alpha, limit])
     on_input = score_on == "input"
     main_up, main_down = main_grads
     up = (x, w1, w3, b1, b3, scores if on_input else None)
-    h, a = _ops.run(ops.experts_up.default, *up, *settings, needs_grad, *main_up)
+    h, a = _ops.run(ops.experts_up.default, *up, plan.tensors, *settings, needs_grad, *main_up)
     down = (a, h if needs_grad else None, w2, b2, None if on_input else scores)
-    return _ops.run(ops.experts_down.default, *down, *settings, *(main_down or (None,)), *shared)
+    return _ops.run(
+        ops.experts_down.default, *down, tensors_again(plan), *settings, *(main_down or (None,)), *shared
+    )
 
 
 # Where an operator writes a view of an input, inductor added the input's storage offset twice: seen in 2.11.

@@ -17,7 +17,7 @@ from .expert_bias import KeepsExpertBias, check_expert_bias
 from .gate import Gate, fit
 from .lora import Adapters, LoRA
 from .losses import load_balancing_loss, router_z_loss
-from .ops import reshaped
+from .ops import is_recording, reshaped
 from .padding import zero_padding
 from .quantized.weight import QuantizedWeight
 from .resetting import reset, reset_uniform
@@ -465,7 +465,7 @@ class FusedMoE(KeepsExpertBias, Counting):
         """Whether what padded rows of x hold stays in their rows of the logits: no gradient sums over tokens,
         and our operators alone read x."""
         router, shared = self.router, self.shared_experts
-        if torch.is_grad_enabled() or type(router) is not Router or type(self.experts) is not Experts:
+        if is_recording() or type(router) is not Router or type(self.experts) is not Experts:
             return False
         gate = router.gate
         if type(gate) is not Gate or is_altered(gate) or not fit(x, gate.weight, gate.bias):

@@ -312,6 +312,12 @@ def _autocast_rule(schema: Schema, device: str, names: tuple[str, ...]):
     return rule
 
 
+def is_recording() -> bool:
+    """Whether autograd may record what is called. torch.jit.trace checks a graph by tracing again without
+    grad mode, so what it traces does not depend on that."""
+    return torch.is_grad_enabled() or (torch.jit.is_tracing() and not torch.is_inference_mode_enabled())
+
+
 def run(op, *args):
     """op(*args) in less time on the host: without grad mode straight to the kernel, in grad mode straight to
     the autograd node, or to the kernel if no argument requires a gradient. Only a plain call is taken past
@@ -330,6 +336,8 @@ def run(op, *args):
 def reshaped(x: Tensor, shape: tuple[int, ...]) -> Tensor:
     """A fresh result in the caller's shape. To autograd it is no view, as nn.Linear's is none: a write in
     place to a view drops the hook by which FSDP2 fetches the weights for backward."""
+    if torch.jit.is_tracing():  # sizes are tensors
+        return x.view(shape)
     return torch.ops.aten._unsafe_view.default(x, shape)
 
 
@@ -902,7 +910,10 @@ def route_plan(ids: Tensor, num_experts: int, expert_map: Tensor | None = None) 
 
 def plan_from_counts(counts: Tensor, num_rows: int) -> Plan:
     """As the public function, without its checks."""
-    return Plan(*_planned(ops.count_plan.default, counts, num_rows), None, None, None)
+    rows = None
+    if isinstance(num_rows, Tensor):  # torch.jit traces: an integer would be a constant of the graph
+        num_rows, rows = 0, counts.new_empty(num_rows, 0)
+    return Plan(*_planned(ops.count_plan.default, counts, num_rows, rows), None, None, None)
 
 
 def _planned(op, *args):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 
@@ -24,3 +25,10 @@ class Plan(NamedTuple):
     def tensors(self) -> list[Tensor]:
         """The list that `torch.ops.fused_moe.*` take as `plan`."""
         return [*self[1:3]] if self.row_token is None else [*self[1:]]
+
+
+def tensors_again(plan: Plan) -> list[Tensor]:
+    """plan.tensors, for a second operator. In a graph of torch.jit equal lists become one, and PyTorch moves
+    the tensors out of a list into the operator: the second one would find none."""
+    offsets, *others = plan.tensors
+    return [offsets.clone() if torch.jit.is_tracing() else offsets, *others]

@@ -333,7 +333,10 @@ def operator_calls(case: Case, device) -> dict:
         "route_plan": [
             {"ids": i, "num_experts": E, "expert_map": m} for i, m in ((ids, None), (ids.long(), expert_map))
         ],
-        "count_plan": [{"counts": c, "num_rows": R} for c in (plan.counts, plan.counts.to(torch.uint8))],
+        "count_plan": [
+            {"counts": plan.counts, "num_rows": R},
+            {"counts": plan.counts.to(torch.uint8), "num_rows": 0, "rows": rows},
+        ],
         "permute": [{"x": x, **moves}],
         "unpermute": [
             {"rows": rows, "scores": s, **moves, **added}

@@ -289,15 +289,95 @@ def test_the_reference_has_forward_mode(device):
     assert tangent.count_nonzero()
 
 
-@pytest.mark.parametrize("grad", (True, False))
-def test_trace(device, rows, grad, tmp_path):
-    """A traced layer holds operators, so that it can be saved and loaded. It is traced once: its check would
-    compare with a trace without gradients, which keeps no h."""
-    layer = FusedMoE(16, 8, 4, 2, device=device).eval()
-    x = torch.randn(5, 16, device=device)
-    with torch.set_grad_enabled(grad):
-        torch.jit.trace(layer, x, check_trace=False).save(tmp_path / "layer.pt")
-        assert torch.equal(torch.jit.load(tmp_path / "layer.pt")(x), layer(x))
+MODES = {"gradients": torch.enable_grad, "no_grad": torch.no_grad, "inference": torch.inference_mode}
+SHARED = {"num_shared_experts": 1, "shared_expert_gate": True, "bias": True}
+
+
+def frozen(layer):
+    return layer.requires_grad_(False)
+
+
+def quantised(layer):
+    return add_lora(quantize(layer, "int8"), 4)
+
+
+TRACED = {
+    "plain": ({}, None),
+    "shared": (SHARED, None),
+    "balanced": ({"num_shared_experts": 1, "load_balance_coeff": 1e-3}, None),
+    "frozen": (SHARED, frozen),
+    "quantised": ({}, quantised),
+    "quantised, frozen": ({}, lambda layer: frozen(quantised(layer))),
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("settings, change", TRACED.values(), ids=TRACED)
+@pytest.mark.parametrize("shape", ((5, 16), (2, 3, 16)), ids=str)
+def test_trace(device, settings, change, shape, mode, tmp_path):
+    """A traced layer passes trace's own check, which traces again without gradients. It is saved and loaded,
+    and takes any number of tokens."""
+    layer = FusedMoE(16, 8, 4, 2, device=device, **settings)
+    layer = layer if change is None else change(layer)
+    with MODES[mode]():
+        torch.jit.trace(layer, torch.randn(shape, device=device)).save(tmp_path / "layer.pt")
+        traced = torch.jit.load(tmp_path / "layer.pt")
+        for tokens in (shape[0], 1, 9, 0):
+            x = torch.randn(tokens, *shape[1:], device=device)
+            assert torch.equal(traced(x), layer(x))
+    has_one_operator = "fused_moe::experts(" in str(traced.inlined_graph)
+    assert has_one_operator == (change is frozen or (mode == "inference" and change is None))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_trace_of_padding_and_given_ids(device, mode):
+    layer = FusedMoE(16, 8, 4, 2, num_shared_experts=1, device=device)
+    wrapped = Padded(layer)
+
+    def batch(tokens):
+        ids = torch.randint(4, (tokens, 2), device=device)
+        return torch.randn(tokens, 16, device=device), ids, torch.tensor(tokens - 1, device=device)
+
+    with MODES[mode]():
+        traced = torch.jit.trace(wrapped, batch(5))
+        for tokens in (2, 9):
+            given = batch(tokens)
+            assert torch.equal(traced(*given), wrapped(*given))
+
+
+class Padded(torch.nn.Module):
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x, ids, num_tokens):
+        return self.layer(x, ids=ids, num_tokens=num_tokens)
+
+
+def test_gradients_of_a_traced_layer(device):
+    layer = FusedMoE(16, 8, 4, 2, device=device, **SHARED)
+    traced = torch.jit.trace(layer, torch.randn(5, 16, device=device))
+    x, found = torch.randn(9, 16, device=device), []
+    for run in (layer, traced):
+        layer.zero_grad()
+        run(x).square().sum().backward()
+        found.append([p.grad.clone() for p in layer.parameters()])
+    for expected, grad in zip(*found, strict=True):
+        torch.testing.assert_close(grad, expected)
+
+
+def test_trace_of_a_plan_from_counts(device):
+    """Rows and counts are those of the call."""
+    w1, w2, w3 = (torch.randn(3, *shape, device=device) for shape in ((8, 16), (16, 8), (8, 16)))
+
+    def run(rows, counts):
+        return grouped_mlp(rows, w1, w2, w3, counts)
+
+    counts = torch.tensor([1, 0, 3], device=device)
+    traced = torch.jit.trace(run, (torch.randn(6, 16, device=device), counts))
+    for factor in (0, 1, 5):
+        given = torch.randn(6 * factor, 16, device=device), factor * counts
+        assert torch.equal(traced(*given), run(*given))
 
 
 def test_torch_function_mode(device, rows):

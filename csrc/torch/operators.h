@@ -29,7 +29,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> own_plan(const OptTensor &logits, con
                                                     const OptTensor &bias, int64_t top_k, int64_t score_func,
                                                     bool route_norm, double route_scale, int64_t num_groups,
                                                     int64_t num_limited_groups, const OptTensor &num_tokens);
-std::tuple<Tensor, Tensor, Tensor> count_plan(const Tensor &counts, int64_t num_rows);
+std::tuple<Tensor, Tensor, Tensor> count_plan(const Tensor &counts, int64_t num_rows, const OptTensor &rows);
 
 /* --- rows.cpp ------------------------------------------------------------------------------------------- */
 

@@ -296,9 +296,15 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> own_plan(const OptTensor &logits, con
     return {scores, planned, plan.counts, plan.memory};
 }
 
-std::tuple<Tensor, Tensor, Tensor> count_plan(const Tensor &counts_, int64_t num_rows) {
+/* A tensor of rows may say how many there are, in place of num_rows: torch.jit.trace takes integers for constants. */
+std::tuple<Tensor, Tensor, Tensor> count_plan(const Tensor &counts_, int64_t num_rows,
+                                              const OptTensor &rows) {
     const char *op = "count_plan";
     check_dim(op, "counts", counts_, 1);
+    if (rows) {
+        check_dim(op, "rows", *rows, 2);
+        num_rows = rows->size(0);
+    }
     Tensor counts_in = dense(counts_);
     int64_t E = counts_in.size(0);
     check_size(op, "experts", E, 1, MAX_EXPERTS);
