@@ -297,6 +297,7 @@ def test_the_public_names(device):
         "info",
         "quantize",
         "reference",
+        "refresh_weights",
     }
     assert set(fused_moe.__all__) - own <= set(fused_moe.reference.__all__)
 

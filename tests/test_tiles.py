@@ -6,6 +6,7 @@ import io
 import itertools
 import operator
 import re
+import weakref
 
 import pytest
 import torch
@@ -601,6 +602,18 @@ def test_moving_to_the_cpu_frees_the_devices_memory(device, option):
     moe.to("cpu")
     gc.collect()
     assert torch.cuda.memory_allocated() <= before
+
+
+@EVERY_OPTION
+def test_nothing_holds_tiles_that_were_moved(cpu, tiling, option):
+    """The tiles and the second packing of a weight that has left its device are freed, without a GPU, too."""
+    format, options = OPTIONS[option]
+    w = quantize(torch.randn(2, 128, 256), format, trainable=True, **options)
+    assert w.is_tiled and w.transposed_tensors[0] is not None
+    held = [weakref.ref(t) for t in (*w.parameters(), *w.transposed_tensors) if t is not None]
+    w.to("meta")
+    gc.collect()
+    assert not any(ref() is not None for ref in held)
 
 
 @EVERY_OPTION

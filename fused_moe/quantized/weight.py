@@ -243,7 +243,7 @@ class QuantizedWeight(nn.Module):
         elif self.is_tiled and not is_wanted:
             self._parameters.update(self._published_parameters())
         if not (self.is_tiled and self.is_trainable):
-            self.data_t = self.scale_t = self.zero_t = None
+            self._drop_packing()
         elif self.data_t is None or before is not None:
             self._pack_transposed()
 
@@ -263,8 +263,12 @@ class QuantizedWeight(nn.Module):
             if out is None:
                 shape = tiles.parameter_shape(tiled.shape, self._parameters[names[key]].shape)
                 out = _frozen(tiled.view(shape))
-                self.data_t = self.scale_t = self.zero_t = None  # it may have other sizes
+                self._drop_packing()  # it may have other sizes
             self._parameters[names[key]] = out
+
+    def _drop_packing(self) -> None:
+        self.data_t = self.scale_t = self.zero_t = None
+        self._packed_of = []  # or the tiles would stay in memory
 
     def _has_packing(self) -> bool:
         """Whether there is a second packing of these tiles. It is brought up to date."""
