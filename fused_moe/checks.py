@@ -136,6 +136,14 @@ def check_device(fn: str, name: str, value: Tensor, like_name: str, like: Tensor
         fail(ValueError, fn, f"{name} on {like_name}'s device {like.device}", value.device)
 
 
+def check_on_meta(fn: str, x: Tensor, *parameters: Tensor | None) -> None:
+    """Checks a linear layer of PyTorch, which returns memory that nothing has written if x or its weight is
+    on meta and the other is not."""
+    for p in parameters:
+        if p is not None and (p.device.type == "meta") != (x.device.type == "meta"):
+            fail(ValueError, fn, f"x on the parameters' device {p.device}", x.device)
+
+
 def check_like(fn: str, name: str, value: Tensor, like_name: str, like: Tensor) -> None:
     """Checks for the same device, and for the same dtype unless autocast casts both."""
     check_device(fn, name, value, like_name, like)

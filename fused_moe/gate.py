@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 
-from .checks import DEVICES, is_autocast_enabled
+from .checks import DEVICES, check_on_meta, is_autocast_enabled
 from .function import router_logits
 from .ops import reshaped
 
@@ -27,7 +27,9 @@ class Gate(nn.Linear):
         """x (..., D) -> logits (..., E)."""
         weight, bias = self.weight, self.bias
         if not fit(x, weight, bias):
-            return F.linear(x, weight, bias)
+            logits = F.linear(x, weight, bias)
+            check_on_meta("FusedMoE", x, weight, bias)
+            return logits
         if x.dim() == 2:
             return router_logits(x, weight, bias)
         logits = router_logits(x.reshape(-1, x.size(-1)), weight, bias)

@@ -241,7 +241,12 @@ class SharedExperts(nn.Module):
 
 def _is_stock(linear: nn.Module, x: Tensor) -> bool:
     """Whether our operators compute what calling the linear layer on x does."""
-    return is_plain_linear(linear) and fit(x, linear.weight, linear.bias)
+    if not is_plain_linear(linear):
+        return False
+    if fit(x, linear.weight, linear.bias):
+        return True
+    checks.check_on_meta(FN, x, linear.weight, linear.bias)
+    return False
 
 
 def _as_expert(linear: nn.Linear | None) -> tuple[Tensor | None, Tensor | None]:
@@ -512,10 +517,12 @@ class FusedMoE(KeepsExpertBias, Counting):
         try:
             return self.router(x, bias, **given)
         except RuntimeError:
-            weight = getattr(self.router.gate, "weight", None)
+            gate = self.router.gate
+            weight = getattr(gate, "weight", None)
             if isinstance(weight, Tensor) and weight.is_floating_point():
-                if x.device != weight.device:
-                    checks.fail(ValueError, FN, f"x on the parameters' device {weight.device}", x.device)
+                for p in (weight, getattr(gate, "bias", None)):
+                    if p is not None and p.device != x.device:
+                        checks.fail(ValueError, FN, f"x on the parameters' device {p.device}", x.device)
                 autocasts = torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64
                 if x.dtype != weight.dtype and not autocasts:
                     checks.fail(TypeError, FN, f"x of the parameters' dtype {weight.dtype}", x.dtype)
