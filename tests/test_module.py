@@ -174,8 +174,8 @@ class Invertible(Doubled):
 
 @pytest.mark.parametrize("step", (None, Doubled, Invertible))
 def test_altered_parameters_are_reset(device, step):
-    """Everywhere in the layer: a pruned parameter has new values and its mask, a parametrised one values of the
-    same range, where it can be inverted."""
+    """Everywhere in the layer: a pruned parameter has new values and its mask, a parametrised one values of
+    the same range, where it can be inverted."""
     layer = FusedMoE(12, 8, 8, 2, **EVERYTHING, device=device)
     layer = add_lora(layer, 4, targets=("w1",))
     shared = layer.shared_experts
