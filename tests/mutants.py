@@ -130,6 +130,27 @@ CPU = [
         "tests/test_padding.py",
     ),
     Mutant(
+        "nothing is chosen for ids that are all -1",
+        "csrc/cpu/route.c",
+        "is_given |= id != -1;",
+        "is_given = true;",
+        "tests/test_padding.py",
+    ),
+    Mutant(
+        "barred experts fill the slots that are left",
+        "csrc/cpu/route.c",
+        "if (!is_allowed(p, ids[k])) ids[k] = -1;",
+        ";",
+        "tests/test_route.py",
+    ),
+    Mutant(
+        "a NaN score frees a barred expert",
+        "csrc/cpu/route.c",
+        "choice[e] = is_allowed(p, e) ? choice[e] + p->bias[e] : -INFINITY;",
+        "choice[e] += p->bias[e];",
+        "tests/test_route.py",
+    ),
+    Mutant(
         "a remote slot has part in the norm's gradient",
         "csrc/cpu/route.c",
         "if (ids[k] >= 0) shift +=",
