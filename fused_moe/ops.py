@@ -335,10 +335,14 @@ def run(op, *args):
 
 def reshaped(x: Tensor, shape: tuple[int, ...]) -> Tensor:
     """A fresh result in the caller's shape. To autograd it is no view, as nn.Linear's is none: a write in
-    place to a view drops the hook by which FSDP2 fetches the weights for backward."""
-    if torch.jit.is_tracing():  # sizes are tensors
+    place to a view drops the hook by which FSDP2 fetches the weights for backward. Elsewhere it is one, which
+    takes the host half the time, and as torch.jit.trace wants it, whose sizes are tensors."""
+    if torch.jit.is_tracing() or not torch.is_grad_enabled():
         return x.view(shape)
-    return torch.ops.aten._unsafe_view.default(x, shape)
+    return _unsafe_view(x, shape)
+
+
+_unsafe_view = torch.ops.aten._unsafe_view.default
 
 
 def _is_plain(args) -> bool:
