@@ -468,6 +468,30 @@ def test_tokens_per_expert_counts(device):
     assert torch.equal(layer.tokens_per_expert, 3 * expected)
 
 
+@pytest.mark.parametrize("tokens", (7, 300))
+@pytest.mark.parametrize("num_allowed", (0, 1, 3))
+def test_barred_experts(device, num_allowed, tokens):
+    """A bias of -inf, in one operator and in autograd's: the loop's results, counts; updates keep it."""
+    settings = {"score_func": "sigmoid", "route_norm": True, "load_balance_coeff": 1e-3}
+    layer, loop = pair(device, F32, **settings)
+    for moe in (layer, loop):
+        moe.expert_bias[num_allowed:] = -torch.inf
+    x = torch.randn(tokens, 24, device=device)
+    expected, ids = loop(x, return_ids=True)
+    assert (ids < num_allowed).all() and ((ids >= 0).sum(-1) == min(num_allowed, layer.top_k)).all()
+    for leaf in (x, x.clone().requires_grad_()):
+        layer.tokens_per_expert.zero_()
+        with torch.set_grad_enabled(leaf.requires_grad):
+            out, found = layer(leaf, return_ids=True)
+        torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)
+        assert torch.equal(found, ids) and torch.equal(layer.tokens_per_expert, loop.tokens_per_expert)
+    out.sum().backward()
+    assert leaf.grad.isfinite().all()
+    layer.update_expert_bias()
+    assert (layer.expert_bias[num_allowed:] == -torch.inf).all()
+    assert layer.expert_bias[:num_allowed].isfinite().all()
+
+
 def test_expert_bias_steers_but_is_not_in_the_output(device):
     """A large expert_bias routes every token to one expert, weighted by its unbiased score."""
     layer = FusedMoE(24, 20, 8, 1, load_balance_coeff=1e-3, device=device)
