@@ -110,6 +110,15 @@ def check_tensor(fn: str, name: str, value, dim: int, dtypes: tuple[torch.dtype,
         fail(ValueError, fn, f"{name} of {dim} dimensions", f"shape {tuple(value.shape)}")
 
 
+def check_stored(fn: str, name: str, value, dim: int, dtypes: tuple[torch.dtype, ...]) -> None:
+    """Checks for a tensor that PyTorch's operators convert, as one of a checkpoint: dense, and not empty."""
+    check_tensor(fn, name, value, dim, dtypes)
+    if value.layout != torch.strided:
+        fail(TypeError, fn, f"{name} to be a dense tensor", f"layout {value.layout}")
+    if value.numel() == 0:
+        fail(ValueError, fn, f"{name} of sizes >= 1", tuple(value.shape))
+
+
 def check_input(fn: str, name: str, value, dim: int, dtypes: tuple[torch.dtype, ...] = FLOATING) -> None:
     """Checks for a tensor on a device that this build has kernels for."""
     check_tensor(fn, name, value, dim, dtypes)

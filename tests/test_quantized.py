@@ -816,6 +816,24 @@ WRONG = {
         lambda: quantize(torch.ones(1, 8, 32), "int4"), ValueError,
         r"weight \(E, out, in\) with in a multiple of 128, found \(1, 8, 32\)",
     ),
+    **{
+        f"quantize's shape {shape} for {format}": (
+            lambda shape=shape, format=format: quantize(torch.ones(shape), format), ValueError,
+            "weight of sizes >= 1, found ",
+        )
+        for format in FORMATS
+        for shape in ((1, 8, 0), (1, 0, 128), (0, 8, 128), (0, 0, 0))
+    },
+    "a sparse weight": (
+        lambda: quantize(torch.ones(1, 8, 32).to_sparse(), "fp8"), TypeError, "weight to be a dense tensor"
+    ),
+    "sparse codes": (
+        lambda: make(data=torch.zeros(2, 8, 32).byte().to_sparse()), TypeError, "data to be a dense tensor"
+    ),
+    "a bool in the shape": (
+        lambda: QuantizedWeight(torch.zeros(1), torch.zeros(1), format="fp8", shape=(True, 8, 64)),
+        ValueError, "sizes >= 1, found .True",
+    ),
     "quantize's module": (
         lambda: quantize(torch.nn.Linear(2, 2), "fp8"), ValueError, "a FusedMoE in it, found Linear"
     ),

@@ -3,6 +3,7 @@
 All values are exact: codes, zero points and scales are small enough for float32, or rounded once.
 """
 
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -532,6 +533,128 @@ def test_errors(case):
     load, publish, error, message = ERRORS[case]
     with pytest.raises(error, match=f"{load.__name__}: .*{message}"):
         load(*checkpoint(publish()))
+
+
+PUBLISHED = {
+    "gptq": (from_gptq, gptq),
+    "awq": (from_awq, awq),
+    "compressed-tensors": (from_compressed_tensors, ct),
+    "mxfp4-pack-quantized": (
+        from_compressed_tensors,
+        lambda: {
+            ".weight_packed": torch.randint(256, (3, 24, 64)).byte(),
+            ".weight_scale": torch.ones(3, 24, 4).byte(),
+        },
+    ),
+    "int-quantized": (
+        from_compressed_tensors,
+        lambda: {".weight": random_codes(torch.int8), ".weight_scale": torch.ones(3, 200, 1)},
+    ),
+    "float-quantized": (
+        from_compressed_tensors,
+        lambda: {".weight": random_codes(E4M3), ".weight_scale": torch.ones(3, 1)},
+    ),
+    "fp8_block": (from_fp8_block, fp8),
+}
+
+
+def misshapen(tensor: torch.Tensor):
+    """Tensors in the place of one expert's: sparse, empty, of other sizes and numbers of dimensions."""
+    raw = tensor.view(torch.uint8) if tensor.dtype == E4M3 else tensor
+    yield raw.to_sparse()
+    yield tensor[None]
+    yield tensor.new_empty(0)
+    for dim in range(tensor.dim()):
+        for size in (0, 1, 3, tensor.size(dim) - 1, tensor.size(dim) + 1, 2 * tensor.size(dim)):
+            shape = [size if d == dim else n for d, n in enumerate(tensor.shape)]
+            yield torch.zeros(shape).to(tensor.dtype)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("kind", PUBLISHED)
+def test_what_no_loader_takes(kind):
+    """Every tensor of an expert and of all, misshapen: TypeError or ValueError, or a weight that it fits."""
+    load, publish = PUBLISHED[kind]
+    num_errors = 0
+    for stacked in (False, True):
+        state, name = checkpoint(publish(), stacked)
+        assert load(state, name).dequantize().dim() == 3
+        for key in state:
+            for wrong in misshapen(state[key]):
+                try:
+                    load({**state, key: wrong}, name).dequantize()
+                except (TypeError, ValueError) as error:
+                    num_errors += 1
+                    assert re.match(rf"({load.__name__}|QuantizedWeight): expected .*, found ", str(error))
+    assert num_errors > 20
+
+
+def small_gptq(cols: int, rows: int) -> dict:
+    return {
+        "w.qweight": torch.zeros(1, cols // 8, rows).int(),
+        "w.qzeros": torch.zeros(1, cols // 32, -(-rows // 8)).int(),
+        "w.scales": torch.ones(1, cols // 32, rows),
+    }
+
+
+def small_awq(cols: int, rows: int) -> dict:
+    return {
+        "w.qweight": torch.zeros(1, cols, rows // 8).int(),
+        "w.qzeros": torch.zeros(1, cols // 32, rows // 8).int(),
+        "w.scales": torch.ones(1, cols // 32, rows),
+    }
+
+
+WIDTHS = {
+    "awq, odd": (
+        from_awq,
+        small_awq(65, 16),
+        r"w.qweight with size\(1\), in, a multiple of 32, found \(1, 65, 2\)",
+    ),
+    "awq, none": (from_awq, small_awq(0, 16), r"w.qweight of sizes >= 1, found \(1, 0, 2\)"),
+    "gptq, no group": (from_gptq, small_gptq(8, 16), r"w.scales of sizes >= 1, found \(1, 0, 16\)"),
+    "gptq, none": (from_gptq, small_gptq(0, 16), r"w.qweight of sizes >= 1, found \(1, 0, 16\)"),
+    "mxfp4, none": (
+        from_mxfp4,
+        {"w_blocks": torch.zeros(1, 4, 0, 16).byte(), "w_scales": torch.zeros(1, 4, 0).byte()},
+        r"w_blocks of sizes >= 1, found \(1, 4, 0, 16\)",
+    ),
+}
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("case", WIDTHS)
+def test_widths_that_no_loader_takes(case):
+    load, state, message = WIDTHS[case]
+    with pytest.raises(ValueError, match=f"{load.__name__}: expected {message}"):
+        load(state, "w")
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    "shape, message",
+    (
+        (torch.empty(3, 0).long(), r"of sizes >= 1, found \(3, 0\)"),
+        (torch.tensor(256), r"of two elements for each expert, found shape \(\)"),
+        (torch.ones(3, 1).long(), r"of two elements for each expert, found shape \(3, 1\)"),
+    ),
+)
+def test_weight_shapes_that_are_none(shape, message):
+    state, name = checkpoint(ct(weight_shape=shape), stacked=True)
+    with pytest.raises(ValueError, match=f"from_compressed_tensors: expected {name}.weight_shape {message}"):
+        from_compressed_tensors(state, name)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("value", (1.0, True, "1", None, torch.tensor(1)), ids=repr)
+def test_zero_offset_is_an_integer(value):
+    state, name = checkpoint(gptq())
+    experts = {key.replace("up_proj", part): t for key, t in state.items() for part in ("gate", "up", "down")}
+    with pytest.raises(TypeError, match="from_gptq: expected zero_offset to be an int, found "):
+        from_gptq(state, name, zero_offset=value)
+    names = [name.replace("up_proj", part) for part in ("gate", "up", "down")]
+    with pytest.raises(TypeError, match="from_gptq_experts: expected zero_offset to be an int, found "):
+        from_gptq_experts(experts, *names, zero_offset=value)
 
 
 def test_errors_of_experts():

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..checks import check_device, check_range, check_tensor, fail
+from ..checks import check_device, check_int, check_range, check_stored, fail
 from . import formats
 from .formats import BLOCK, E4M3, GROUPS, INT4_OFFSET, MX_GROUP, SCALES
 from .weight import QuantizedWeight
@@ -213,7 +213,7 @@ def from_awq(
     Source: awq.modules.linear.gemm and awq.utils.packing_utils of AutoAWQ 0.2.9.
     """
     tensors = _Tensors("from_awq", state_dict, name)
-    data = tensors.get(".qweight", (torch.int32,), ("in", "out / 8"), _awq_data)
+    data = tensors.get(".qweight", (torch.int32,), ("in", "out / 8"), _awq_data, multiple=GROUPS[0])
     rows, cols = data.size(1), 2 * data.size(2)
     scale = tensors.get(".scales", SCALES, ("in / g", rows), _transposed)
     _group_size(tensors, ".scales", cols, scale.size(2))
@@ -294,9 +294,11 @@ class _Tensors:
         dtypes: tuple[torch.dtype, ...],
         shape: tuple[int | str, ...] | None,
         convert: Callable[[Tensor], Tensor] = lambda t: t,
+        multiple: int = 1,
     ) -> Tensor:
         """The experts' tensors, each after `convert`, stacked. They must agree. shape is that of one expert:
-        the sizes that are known, and names of those that the tensor tells; or None if any shape will do."""
+        the sizes that are known, and names of those that the tensor tells; or None if any shape will do. Its
+        first size is a multiple of `multiple`."""
         fn, keys = self.fn, [expert + suffix for expert in self.experts]
         missing = [key for key in keys if key not in self.state_dict]
         if missing:
@@ -306,12 +308,16 @@ class _Tensors:
             shape = ("E" if self.num_experts is None else self.num_experts, *shape)
         for key, tensor in zip(keys, tensors, strict=True):
             dim = len(shape) if shape is not None else getattr(tensor, "ndim", 0)
-            check_tensor(fn, key, tensor, dim, dtypes)
+            check_stored(fn, key, tensor, dim, dtypes)
             check_device(fn, key, tensor, keys[0], tensors[0])
             for size, expected in zip(tensor.shape, shape or (), strict=False):
                 if isinstance(expected, int) and size != expected:
                     sizes = ", ".join(map(str, shape))
                     fail(ValueError, fn, f"{key} of shape ({sizes})", tuple(tensor.shape))
+            first = int(self.stacked)
+            if multiple > 1 and tensor.size(first) % multiple:
+                expected = f"{key} with size({first}), in, a multiple of {multiple}"
+                fail(ValueError, fn, expected, tuple(tensor.shape))
             dtypes, shape = (tensor.dtype,), tuple(tensor.shape)
         if not self.stacked:
             return torch.stack([convert(tensor.detach()) for tensor in tensors])
@@ -397,6 +403,9 @@ def _check_weight_shape(tensors: _Tensors, shape: tuple[int, int, int]) -> None:
     if ".weight_shape" not in tensors:
         return
     stored = tensors.get(".weight_shape", (torch.int64, torch.int32), None)
+    if stored.dim() < 1 or stored.size(-1) < 2:
+        expected = f"{tensors.name}.weight_shape of two elements for each expert"
+        fail(ValueError, tensors.fn, expected, f"shape {tuple(stored.shape)}")
     if not stored.is_meta and (stored[..., -2:].cpu() != torch.tensor(shape[1:])).any():
         expected = f"{tensors.name}.weight_shape = {shape[1:]}, of codes of 4 bits"
         fail(ValueError, tensors.fn, expected, stored.tolist())
@@ -452,15 +461,16 @@ class _Gptq(NamedTuple):
 
 
 def _gptq(tensors: _Tensors, zero_offset: int) -> _Gptq:
+    check_int(tensors.fn, "zero_offset", zero_offset)
     if zero_offset not in (0, 1):
         fail(ValueError, tensors.fn, "zero_offset 0 or 1", repr(zero_offset))
-    data = _as_bytes(tensors.get(".qweight", (torch.int32,), ("in / 8", "out"), _transposed))
-    rows, cols = data.size(1), 2 * data.size(2)
+    data = tensors.get(".qweight", (torch.int32,), ("in / 8", "out"), _transposed)
+    rows, cols = data.size(1), 8 * data.size(2)
     scale = tensors.get(".scales", SCALES, ("in / g", rows), _transposed)
     group = _group_size(tensors, ".scales", cols, scale.size(2))
     words = tensors.get(".qzeros", (torch.int32,), (scale.size(2), -(-rows // 8)), _transposed)
     zero = formats.unpack_rows(words + zero_offset * 0x11111111, rows)
-    return _Gptq(data, scale, _signed(zero), _g_idx(tensors, ".g_idx", cols), group)
+    return _Gptq(_as_bytes(data), scale, _signed(zero), _g_idx(tensors, ".g_idx", cols), group)
 
 
 def _columns(data: Tensor, order: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from ..checks import FLOATING, check_bool, check_choice, check_int, check_plain, check_tensor, fail
+from ..checks import FLOATING, check_bool, check_choice, check_int, check_plain, check_stored, fail
 from . import formats
 from .weight import QuantizedWeight
 
@@ -85,7 +85,7 @@ def checked_options(format, group_size, symmetric, per_tensor) -> tuple[dict, in
 
 
 def _check_weight(name: str, weight, multiple: int) -> None:
-    check_tensor(FN, name, weight, 3, FLOATING)
+    check_stored(FN, name, weight, 3, FLOATING)
     if weight.size(2) % multiple:
         fail(ValueError, FN, f"{name} (E, out, in) with in a multiple of {multiple}", tuple(weight.shape))
 

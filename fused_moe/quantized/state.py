@@ -23,6 +23,8 @@ def given_tensors(format: str, state_dict: Mapping, prefix: str) -> dict[str, Te
         if value is not None:
             if not isinstance(value, Tensor):
                 fail(TypeError, FN, f"{prefix}{name} to be a tensor", type(value).__name__)
+            if value.layout != torch.strided:
+                fail(TypeError, FN, f"{prefix}{name} to be a dense tensor", f"layout {value.layout}")
             given[key] = value
     return given
 
@@ -69,7 +71,7 @@ def replacements(
     format: str, shape: tuple[int, int, int], own: dict[str, Tensor | None], given: dict[str, Tensor]
 ) -> dict[str, Tensor | None]:
     """{scale or zero: the given tensor, whose shape and dtype the parameter has to take}; None for zero
-    points that go, because the state_dict has codes and scales without them."""
+    points that go, because the state_dict has codes and scales without them. Those on meta are missing."""
     scale_shapes = formats.scale_shapes(format, shape)
     found = {}
     for key in ("scale", "zero"):
@@ -78,7 +80,8 @@ def replacements(
             continue
         if parameter is None or (parameter.shape, parameter.dtype) != (tensor.shape, tensor.dtype):
             found[key] = tensor
-    if own.get("zero") is not None and "zero" not in given and {"data", "scale"} <= given.keys():
+    zero = own.get("zero")
+    if zero is not None and not zero.is_meta and "zero" not in given and {"data", "scale"} <= given.keys():
         found["zero"] = None
     return found
 

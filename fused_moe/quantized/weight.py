@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from ..checks import FLOATING, check_bool, check_choice, check_range, check_tensor, fail, is_altered
+from ..checks import FLOATING, check_bool, check_choice, check_range, check_stored, fail, is_altered
 from . import formats, state, tiles
 from .copies import Copies
 from .formats import FORMATS
@@ -75,14 +75,14 @@ class QuantizedWeight(nn.Module):
         if not scale_shapes:
             groups = " or ".join(map(str, rules.groups))
             fail(ValueError, FN, f"format {format} of a width that is a multiple of {groups}", cols)
-        check_tensor(FN, "data", data, 3, (rules.data_dtype,))
+        check_stored(FN, "data", data, 3, (rules.data_dtype,))
         _check_shape("data", data, [(E, rows, cols // rules.per_byte)])
-        check_tensor(FN, "scale", scale, 3, rules.scale_dtypes)
+        check_stored(FN, "scale", scale, 3, rules.scale_dtypes)
         _check_shape("scale", scale, scale_shapes)
         if zero is not None:
             if "zero" not in rules.names:
                 fail(ValueError, FN, f"no zero points in format {format}", "some")
-            check_tensor(FN, "zero", zero, 3, (torch.int8,))
+            check_stored(FN, "zero", zero, 3, (torch.int8,))
             _check_shape("zero", zero, [tuple(scale.shape)])
             check_range(FN, "zero", zero, -8, 7)
         for name, tensor in (("scale", scale), ("zero", zero)):
@@ -460,7 +460,7 @@ def _dequantized(w: QuantizedWeight, dtype: torch.dtype | None = None) -> Tensor
 
 
 def _is_size(value) -> bool:
-    return isinstance(value, int) and value >= 1
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
 def _if_on(device: torch.device, tensor: Tensor | None) -> Tensor | None:
