@@ -94,9 +94,11 @@ def _add_batched(info, in_dims, total: Tensor, amount: Tensor):
 
 
 # In a compiled graph whether forward is recomputed is known at run time only, and torch.func refuses add_ on
-# a tensor from outside. Both call an operator.
+# a tensor from outside. Both call an operator. A CUDA graph would replay the answer of its recording, and
+# mode="reduce-overhead" takes what a graph writes for an output, which the next step overwrites: the operator
+# is between two graphs, so that no graph has a counter.
 _library = torch.library.Library("fused_moe_counting", "DEF")
-_library.define("add(Tensor(a!) total, Tensor amount) -> ()")
+_library.define("add(Tensor(a!) total, Tensor amount) -> ()", tags=torch.Tag.cudagraph_unsafe)
 _library.impl("add", _add, "CompositeExplicitAutograd")
 torch.library.register_fake("fused_moe_counting::add", lambda total, amount: None, lib=_library)
 torch.library.register_vmap("fused_moe_counting::add", _add_batched, lib=_library)

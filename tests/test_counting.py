@@ -6,7 +6,9 @@ import pickle
 import pytest
 import torch
 from cases import BF16
+from functorch.compile import make_boxed_func
 from torch import nn
+from torch._dynamo.backends.common import aot_autograd
 from torch.func import functional_call, grad, jvp, vmap
 
 from fused_moe import FusedMoE
@@ -114,6 +116,29 @@ def test_compile(module, batch, backend):
         assert torch.equal(module.positives, step * expected)
     torch.compile(lambda x: vmap(module)(x), fullgraph=True, backend=backend)(x)
     assert torch.equal(module.positives, 4 * expected)
+
+
+def test_no_cuda_graph_has_a_counter(device):
+    """inductor cuts its CUDA graphs at the operator, and nothing else in a compiled step reads or writes the
+    counter: it is no input and no output of a graph."""
+    torch._dynamo.reset()
+    module, graphs = FusedMoE(8, 4, E, 2, num_shared_experts=1, load_balance_coeff=1e-3, device=device), []
+
+    def record(graph, _):
+        graphs.append(graph.graph)
+        return make_boxed_func(graph.forward)
+
+    run = torch.compile(module, fullgraph=True, backend=aot_autograd(fw_compiler=record, bw_compiler=record))
+    run(torch.randn(5, 8, device=device)).sum().backward()
+    ours = torch.ops.fused_moe_counting.add.default
+    assert torch.Tag.cudagraph_unsafe in ours.tags
+    forward, backward = graphs
+    (count,) = [n for n in forward.nodes if ours in (n.target, *n.args)]
+    (counter,) = [n for n in count.all_input_nodes if n.op == "placeholder"]
+    writes = [n for n in counter.users if n is not count]
+    assert all(n.target is torch.ops.aten.copy_.default and n.args[0] is counter for n in writes)
+    assert counter not in forward.output_node().args[0]
+    assert counter.name not in [n.name for n in backward.nodes]
 
 
 def test_operator(device):

@@ -64,6 +64,40 @@ def test_graph_of_the_layer(device, dtype):
         assert favourite is None or counted[favourite] == 150
 
 
+def test_training_with_reduced_overhead(device):
+    """torch.compile's own CUDA graphs, recorded and replayed: every step counts its tokens once, the bias
+    moves, and results are those of an eager layer of the same state."""
+    torch._dynamo.reset()
+    settings = {"num_shared_experts": 1, "load_balance_coeff": 1e-2, "device": device}
+    layer, eager = (FusedMoE(64, 48, 8, 2, **settings) for _ in range(2))
+    compiled = torch.compile(layer, fullgraph=True, mode="reduce-overhead")
+    optimizer = torch.optim.SGD(layer.parameters(), lr=1e-3)
+    for _ in range(6):
+        eager.load_state_dict(layer.state_dict())
+        x = torch.randn(150, 64, device=device)
+        grads = []
+        for module, fn in ((eager, eager), (layer, compiled)):
+            leaf = x.clone().requires_grad_()
+            out = fn(leaf)
+            out.square().mean().backward()
+            grads.append(
+                [t.detach().clone() for t in (out, leaf.grad, *(p.grad for p in module.parameters()))]
+            )
+        for mine, other in zip(*grads, strict=True):
+            torch.testing.assert_close(mine, other, rtol=1e-3, atol=1e-5)
+        assert torch.equal(layer.tokens_per_expert, eager.tokens_per_expert)
+        assert layer.tokens_per_expert.sum() == 150 * 2
+        optimizer.step()
+        optimizer.zero_grad()
+        eager.zero_grad()
+        for module in (layer, eager):
+            before = module.expert_bias.clone()
+            module.update_expert_bias()
+            assert not torch.equal(module.expert_bias, before)
+        assert torch.equal(layer.expert_bias, eager.expert_bias)
+    torch._dynamo.reset()
+
+
 @pytest.mark.parametrize("dtype", (torch.int32, torch.int64, torch.int16, torch.int8, torch.uint8))
 def test_graph_of_grouped_mlp(device, dtype):
     """Counts of every integer dtype are read by the device alone: a graph follows them."""
