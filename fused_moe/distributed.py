@@ -76,12 +76,15 @@ class ExpertParallel(ParallelStyle):
     def __init__(self, *, static: bool = False, capacity: int | None = None, overflow: str = "error"):
         super().__init__()
         fn = "ExpertParallel"
-        if capacity is not None and not static:
-            checks.fail(ValueError, fn, "capacity only with static=True", capacity)
-        if capacity is not None and capacity < 1:
-            checks.fail(ValueError, fn, "capacity >= 1", capacity)
-        if overflow not in ("error", "drop"):
-            checks.fail(ValueError, fn, "overflow to be 'error' or 'drop'", repr(overflow))
+        checks.check_bool(fn, "static", static)
+        if capacity is not None:
+            checks.check_int(fn, "capacity", capacity)
+            if not static:
+                checks.fail(ValueError, fn, "capacity only with static=True", capacity)
+            if capacity < 1:
+                checks.fail(ValueError, fn, "capacity >= 1", capacity)
+        if not isinstance(overflow, str) or overflow not in ("error", "drop"):
+            checks.fail(ValueError, fn, "overflow to be 'error' or 'drop'", overflow)
         self.static, self.capacity, self.overflow = static, capacity, overflow
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:

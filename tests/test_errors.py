@@ -11,7 +11,8 @@ from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import fused_moe
-from fused_moe import FusedMoE, fused_experts, grouped_mlp, grouped_mm, permute, route, unpermute
+from fused_moe import FusedMoE, fused_experts, grouped_mlp, grouped_mm, permute, quantized, route, unpermute
+from fused_moe.distributed import ExpertParallel
 from fused_moe.ops import UNGATED
 
 ops = torch.ops.fused_moe
@@ -674,7 +675,32 @@ def quantised(**changes):
 
 
 def packed(**changes):
-    return fused_moe.quantize, {"module_or_weight": torch.randn(E, 32, 64), "format": "int4"} | changes
+    return fused_moe.quantize, {"module_or_weight": torch.randn(E, 32, 128), "format": "int4"} | changes
+
+
+def loaders() -> list:
+    """Each reads one expert."""
+    gptq = {"qweight": integers(8, 64), "qzeros": integers(2, 8), "scales": torch.ones(2, 64)}
+    tensors = {
+        **{f"0.{part}.{name}": tensor for part in ("gate", "up", "down") for name, tensor in gptq.items()},
+        **{
+            "0.awq.qweight": integers(64, 2),
+            "0.awq.qzeros": integers(2, 2),
+            "0.awq.scales": torch.ones(2, 16),
+        },
+        **{"0.fp8.weight": fp8(128, 128), "0.fp8.weight_scale_inv": torch.ones(1, 1)},
+        **{"0.int8.weight": integers(8, 32).char(), "0.int8.weight_scale": torch.ones(8, 1)},
+        **{"mx_blocks": integers(1, 8, 2, 16).byte(), "mx_scales": integers(1, 8, 2).byte()},
+    }
+    names = {
+        quantized.from_gptq: {"name": "*.gate"},
+        quantized.from_gptq_experts: {"gate": "*.gate", "up": "*.up", "down": "*.down"},
+        quantized.from_awq: {"name": "*.awq"},
+        quantized.from_fp8_block: {"name": "*.fp8"},
+        quantized.from_compressed_tensors: {"name": "*.int8"},
+        quantized.from_mxfp4: {"name": "mx"},
+    }
+    return [(fn, {"state_dict": tensors, **given}) for fn, given in names.items()]
 
 
 def public_calls() -> dict:
@@ -691,6 +717,8 @@ def public_calls() -> dict:
         (fused_moe.add_lora, {"module": layer, "rank": 2}),
         (fused_moe.LoRA.from_peft, {"num_experts": E, "w1": (torch.randn(6, D), torch.randn(F, 6))}),
         (adapters.load, {"lora": adapters()}),
+        (ExpertParallel, {"static": True, "capacity": 8}),
+        *loaders(),
     ]
     return {fn.__qualname__: (fn, arguments) for fn, arguments in calls}
 
@@ -758,11 +786,14 @@ def test_any_argument_of_any_function(device, name, argument, parameter):
         assert not [n for n, _, _ in calls.calls if n.startswith("fused_moe::")], label
 
 
-def test_any_public_function_is_called():
-    """Named tuples that functions return, and info(), which takes nothing, are left out."""
+def test_any_public_function_is_called(cpu):
+    """Rightly. Named tuples that functions return, and info(), which takes nothing, are left out."""
+    for fn, arguments in public_calls().values():
+        fn(**arguments)
     called = {fn for fn, _ in public_calls().values()}
     others = {"LoRA", "LoadReport", "Plan", "RouterLosses", "info", "reference"}
     assert {name for name in fused_moe.__all__ if getattr(fused_moe, name) not in called} == others
+    assert called >= {getattr(quantized, name) for name in quantized.__all__}
 
 
 def test_right_calls_are_right(device):
