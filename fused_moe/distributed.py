@@ -28,6 +28,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from . import checks, function
 from .counting import Counting
+from .main_grad import WithMainGrad
 from .module import Experts, FusedMoE
 from .ops import score_dtype
 from .plan import Plan
@@ -243,7 +244,7 @@ def _local(value):
 
 
 def _local_weight(weight, main_grad):
-    """A weight's local shard. With a main_grad it is a detached leaf: the backward of PyTorch 2.11's to_local
-    turns a missing gradient into zeros."""
+    """A weight's local shard. With a main_grad it is not to_local's, whose backward turns a missing gradient
+    into zeros in PyTorch 2.11."""
     local = _local(weight)
-    return local if main_grad is None else local.detach().requires_grad_(weight.requires_grad)
+    return local if main_grad is None else WithMainGrad.apply(weight, [local.detach()])

@@ -44,6 +44,7 @@ from .checks import (
     is_autocast_enabled,
 )
 from .lora import LoRA, check_lora
+from .main_grad import operands_of
 from .ops import ops
 from .plan import Plan, tensors_again
 from .quantized.weight import QuantizedWeight, check_weight, read
@@ -307,7 +308,7 @@ def _experts(
 
 # Where an operator writes a view of an input, inductor added the input's storage offset twice: seen in 2.11.
 WRITES_BESIDE_VIEWS = torch.__version__ < (2, 13)
-_uncompiled_experts = _disable_dynamo(_experts)
+_experts_with_main_grads = _disable_dynamo(_experts) if WRITES_BESIDE_VIEWS else _experts
 
 
 def fused_experts(
@@ -360,10 +361,12 @@ def fused_experts(
             plan expert_map raises.
         main_grads: Megatron-style float32 buffers of the shapes of w1, w2 and w3; each may be None. Backward
             accumulates the weight's gradient into its buffer, without rounding to the weight's dtype, and
-            the weight's .grad stays None. x may have any dtype except float64. A backward that is itself
-            recorded (create_graph=True, torch.func.grad) raises. Under torch.compile each forward's backward
-            must run before the next forward; otherwise autograd raises, because a main_grad was modified in
-            place. Before PyTorch 2.13 main_grads are not compiled: fullgraph=True raises.
+            the weight's .grad stays None. A backward that does not ask for the weight's gradient, as
+            autograd.grad of x alone, adds nothing, unless it is compiled. x may have any dtype except
+            float64. A backward that is itself recorded (create_graph=True, torch.func.grad) raises. Under
+            torch.compile each forward's backward must run before the next forward; otherwise autograd
+            raises, because a main_grad was modified in place. Before PyTorch 2.13 main_grads are not
+            compiled: fullgraph=True raises.
         expert_map: as that of `route_plan`, for weights that are some of E_global experts'.
         out: (T, D), contiguous, of the result's dtype: it is written and returned. Only where no gradient is
             recorded, and in memory that no other argument has a part of.
@@ -400,7 +403,7 @@ def experts_and_counts(
     w1, w2, w3, code = check_experts(fn, "x", x, *weights, *biases, *constants, layout, transposed)
     if lora is not None:
         check_lora(fn, lora, "x", x, (w1, w2, w3))
-    main_grads = check_main_grads(fn, main_grads, "x", x, weights, transposed)
+    given, main_grads = main_grads, check_main_grads(fn, main_grads, "x", x, weights, transposed)
     check_ids(fn, ids, x)
     check_scores(fn, scores, ids)
     if plan is not None:
@@ -439,7 +442,10 @@ def experts_and_counts(
         return _ops.run(ops.experts.default, *operands, *settings, expert_map, *shared)
     if plan is None:
         plan = _ops.route_plan(ids, w2.size(0), expert_map)
-    experts = _uncompiled_experts if WRITES_BESIDE_VIEWS and any(main_grads) else _experts
+    experts = _experts
+    if any(main_grads):
+        experts = _experts_with_main_grads
+        w1, w2, w3 = operands_of(stored, (w1, w2, w3), given)
     made = (plan, code, activation, *constants, score_on, main_grads, shared)
     y = experts(x, w1, w2, w3, *biases, scores, *made)
     return y if out is None else out.copy_(y), plan.counts
@@ -525,7 +531,7 @@ def grouped_mlp(
     w1, w2, w3, code = check_experts(fn, "x_rows", x_rows, *plain, *biases, alpha, limit, layout, transposed)
     if lora is not None:
         check_lora(fn, lora, "x_rows", x_rows, (w1, w2, w3))
-    main_grads = check_main_grads(fn, main_grads, "x_rows", x_rows, plain, transposed)
+    given, main_grads = main_grads, check_main_grads(fn, main_grads, "x_rows", x_rows, plain, transposed)
     check_tensor(fn, "counts", counts, 1, INTEGERS)
     check_shape(fn, "counts", counts, "E", (w2.size(0),))
     check_device(fn, "counts", counts, "x_rows", x_rows)
@@ -535,7 +541,10 @@ def grouped_mlp(
         weights = _unless_quantized((w1, w2, w3), stored)
         settings = (code, _ops.ACTIVATION_CODES[activation], [alpha, limit])
         return composed.experts(x_rows, weights, biases, None, plan, settings, "output", lora)
-    experts = _uncompiled_experts if WRITES_BESIDE_VIEWS and any(main_grads) else _experts
+    experts = _experts
+    if any(main_grads):
+        experts = _experts_with_main_grads
+        w1, w2, w3 = operands_of(stored, (w1, w2, w3), given)
     return experts(
         x_rows, w1, w2, w3, *biases, None, plan, code, activation, alpha, limit, "output", main_grads
     )

@@ -281,8 +281,9 @@ class FusedMoE(KeepsExpertBias, Counting):
     but is no buffer: DistributedDataParallel would overwrite it by rank 0's.
 
     Weight gradients can be accumulated straight into Megatron-style float32 `main_grad` buffers: where an
-    expert weight has an attribute `main_grad`, backward adds to it and the weight's .grad stays None. Under
-    `fully_shard` this has no effect: forward gets other tensors, without the attribute.
+    expert weight has an attribute `main_grad`, backward adds to it and the weight's .grad stays None. Where
+    it has Megatron's `grad_added_to_main_grad`, too, that is set to True and .grad has values to be
+    discarded. Under `fully_shard` this has no effect: forward gets other tensors, without the attributes.
 
     In float16 an expert's act(gate) * up becomes inf beyond 65504, without a word: prefer bfloat16.
 

@@ -27,6 +27,7 @@ from torch.autograd import forward_ad
 from torch.utils import _pytree as pytree
 
 from .activation import ACTIVATIONS
+from .main_grad import less_unasked
 from .plan import Plan
 
 SCORE_FUNCS = {"softmax": 0, "sigmoid": 1}
@@ -702,6 +703,7 @@ _register("activate_backward", fake=_activate_backward_fake)
 #
 # A main_grad is an argument of forward, so that backward can reach it. It is not a saved tensor, because
 # autograd checks their versions: one micro-batch's backward may write it before another's backward runs.
+# `main_grad.py` says which backward passes write it.
 
 
 def _up_fake(args, save_h: bool):
@@ -722,20 +724,22 @@ def _up_backward(ctx, need, dh, needs_scores: bool = False):
     if dh is None:
         return {}
     x, w1, w3, scores, *plan = ctx.saved_tensors
-    return up_gradients(need, needs_scores, ctx.layout, ctx.main_grads, dh, x, w1, w3, scores, plan)
+    return up_gradients(ctx, need, needs_scores, dh, x, w1, w3, scores, plan)
 
 
-def up_gradients(
-    need, needs_scores: bool, layout: int, main_grads, dh, x, w1, w3, scores, plan, dlogits=None, gate=None
-) -> dict:
-    """{input of experts_up: its gradient}, of those that are needed. dlogits @ gate is added to dx."""
+def up_gradients(ctx, need, needs_scores: bool, dh, x, w1, w3, scores, plan, dlogits=None, gate=None) -> dict:
+    """{input of experts_up: its gradient}, of those that are needed. dlogits @ gate is added to dx. `ctx` has
+    layout and main_grads, and is of a node whose first inputs are x, w1 and w3."""
+    main_grad1, main_grad3 = ctx.main_grads
+    accumulates = main_grad1 is not None or main_grad3 is not None
+    if accumulates:
+        need = less_unasked(ctx, need, w1=1, w3=2)
     needs = (need.x, need.w1, need.w3, need.b1, need.b3, needs_scores)
-    args = (dh, x, w1, w3, scores, plan, layout, *needs)
-    main_grad1, main_grad3 = main_grads
-    if main_grad1 is None and main_grad3 is None:
-        grads = run(ops.experts_up_backward.default, *args, dlogits, gate)
+    args = (dh, x, w1, w3, scores, plan, ctx.layout, *needs)
+    if accumulates:
+        grads = run(ops.experts_up_backward_accumulate.default, *args, *ctx.main_grads, dlogits, gate)
     else:
-        grads = run(ops.experts_up_backward_accumulate.default, *args, *main_grads, dlogits, gate)
+        grads = run(ops.experts_up_backward.default, *args, dlogits, gate)
     dx, dw1, dw3, db1, db3, dscores = grads
     result = {}
     if need.x:
@@ -819,12 +823,14 @@ def _experts_down_backward(ctx, need, dout):
         return of_shared
     if h is None:
         raise RuntimeError("fused_moe: experts_down was given no h, so it has no gradient")
-    args = (dout, h, w2, b2, scores, plan, *ctx.activation, *needs)
+    args = (dout, h, w2, b2, scores, plan, *ctx.activation)
     if ctx.main_grad is None:
-        dh, dw2, db2, dscores = run(ops.experts_down_backward.default, *args)
+        grads = run(ops.experts_down_backward.default, *args, *needs)
     else:
-        grads = run(ops.experts_down_backward_accumulate.default, *args, ctx.main_grad)
-        dh, dw2, db2, dscores = grads
+        need = less_unasked(ctx, need, w2=2)
+        needs = (need.h, need.w2, need.b2, need.scores)
+        grads = run(ops.experts_down_backward_accumulate.default, *args, *needs, ctx.main_grad)
+    dh, dw2, db2, dscores = grads
     result = {}
     if need.h:
         result["h"] = dh

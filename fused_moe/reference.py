@@ -18,6 +18,7 @@ from .activation import activate
 from .checks import INTEGERS, check_num_experts, check_tensor, fail, is_autocast_enabled
 from .lora import LoRA
 from .losses import load_balancing_loss, router_z_loss
+from .main_grad import gradient_of
 from .ops import FACTS, schedule_words
 from .padding import is_real, zero_padding
 from .plan import Plan
@@ -289,17 +290,17 @@ def dequantize(w: QuantizedWeight, dtype: torch.dtype | None = None) -> Tensor:
 
 
 class _WithMainGrad(torch.autograd.Function):
-    """A weight whose gradient is accumulated into main_grad; its .grad stays None."""
+    """A weight whose gradient is accumulated into main_grad; `gradient_of` says what its .grad is."""
 
     @staticmethod
     def forward(ctx, w: Tensor, main_grad: Tensor) -> Tensor:
-        ctx.main_grad = main_grad
+        ctx.w, ctx.main_grad = w, main_grad
         return w.view_as(w)
 
     @staticmethod
     def backward(ctx, dw: Tensor):
         ctx.main_grad.add_(dw)
-        return None, None
+        return gradient_of(ctx.w, ctx.next_functions[0][0]), None
 
 
 def _expert(x: Tensor, w1, w2, w3, b1, b2, b3, layout: str, **activation) -> Tensor:

@@ -19,6 +19,7 @@ from torch.nn.modules.module import _has_any_global_hook
 from . import function
 from .checks import check_experts, check_main_grads, check_router, is_altered
 from .gate import Gate
+from .main_grad import operands_of
 from .ops import ACTIVATION_CODES, SCORE_FUNCS, ops, route_plan, router_gradients, run, up_gradients
 from .plan import Plan
 
@@ -92,10 +93,10 @@ class _Needs(NamedTuple):
     """Whether the gradient of each input is needed."""
 
     x: bool
-    gate: bool
-    gate_bias: bool
     w1: bool
     w3: bool
+    gate: bool
+    gate_bias: bool
     b1: bool
     b3: bool
 
@@ -104,7 +105,7 @@ class _RoutedUp(torch.autograd.Function):
     """x -> h, a, scores, ids, logits and the plan. h, scores and logits have gradients."""
 
     @staticmethod
-    def forward(ctx, x, gate, gate_bias, w1, w3, b1, b3, expert_bias, top_k, routing, settings, main_grads):
+    def forward(ctx, x, w1, w3, gate, gate_bias, b1, b3, expert_bias, top_k, routing, settings, main_grads):
         logits = function.router_logits(x, gate, gate_bias)
         scores, ids = function.route(logits, top_k, bias=expert_bias, **routing)
         plan = route_plan(ids, gate.size(0))
@@ -132,7 +133,7 @@ class _RoutedUp(torch.autograd.Function):
             grads, of_router = {"x": dx, "gate": dgate, "gate_bias": dbias}, (rounded, gate)
         if dh is not None:
             up = (dh, x, w1, w3, None, plan)
-            grads |= up_gradients(need, False, ctx.layout, ctx.main_grads, *up, *of_router)
+            grads |= up_gradients(ctx, need, False, *up, *of_router)
         return *(grads.get(name) for name in _Needs._fields), *[None] * 5
 
 
@@ -152,9 +153,12 @@ def routed_experts(
     constants = [function.ALPHA, function.LIMIT]
     *_, layout = check_experts(fn, "x", x, w1, w2, w3, b1, b2, b3, *constants, "separate", False)
     main_up, main_down = check_main_grads(fn, experts.main_grads, "x", x, (w1, w2, w3), False)
+    if main_up or main_down:
+        w1, w2, w3 = operands_of((w1, w2, w3), (w1, w2, w3), experts.main_grads)
     settings = (layout, ACTIVATION_CODES[experts.activation], constants)
-    up = (w1, w3, b1, b3, expert_bias, router.top_k, router.routing | given, settings, main_up)
-    h, a, scores, ids, logits, *plan = _RoutedUp.apply(x, gate, gate_bias, *up)
+    up = (w1, w3, gate, gate_bias, b1, b3, expert_bias)
+    how = (router.top_k, router.routing | given, settings, main_up)
+    h, a, scores, ids, logits, *plan = _RoutedUp.apply(x, *up, *how)
     plan = Plan(*plan)
     down = (a, h, w2, b2, scores, plan.tensors, *settings, *(main_down or (None,)), *shared)
     return run(ops.experts_down.default, *down), plan.counts, ids, logits

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import (
 )
 
 import fused_moe
-from fused_moe import FusedMoE, distributed, reference
+from fused_moe import FusedMoE, distributed, main_grad, reference
 
 ops = torch.ops.fused_moe
 
@@ -206,10 +206,20 @@ def call_gather(device):
 
 def call_with_main_grad(device):
     w = torch.randn(3, 4, 5, device=device)
+    return main_grad.WithMainGrad.apply(w.requires_grad_(), [w])
+
+
+def call_reference_with_main_grad(device):
+    w = torch.randn(3, 4, 5, device=device)
     return reference._WithMainGrad.apply(w.clone().requires_grad_(), w)
 
 
-FUNCTIONS = {"_RoutedUp": call_layer, "_Gather": call_gather, "_WithMainGrad": call_with_main_grad}
+FUNCTIONS = {
+    "_RoutedUp": call_layer,
+    "_Gather": call_gather,
+    "WithMainGrad": call_with_main_grad,
+    "_WithMainGrad": call_reference_with_main_grad,
+}
 
 
 def assert_unpacked_once(unpacked: Unpacked, results):

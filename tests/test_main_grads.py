@@ -1,5 +1,6 @@
 """main_grads: weight gradients are accumulated into float32 buffers instead of .grad."""
 
+import copy
 import itertools
 from functools import partial
 
@@ -22,10 +23,12 @@ from cases import (
     to_double,
     variants,
 )
+from torch import nn
+from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 from torch.utils.checkpoint import checkpoint
 
 import fused_moe
-from fused_moe import FusedMoE, fused_experts, grouped_mlp, reference
+from fused_moe import FusedMoE, fused_experts, grouped_mlp, main_grad, reference
 from fused_moe import ops as codes
 from fused_moe.function import WRITES_BESIDE_VIEWS
 
@@ -322,6 +325,208 @@ def test_nothing_of_a_weights_size_is_made(device, layout):
             if torch.is_tensor(t) and t.untyped_storage()._cdata not in known:
                 assert t.numel() < smallest, name
     assert all(w.grad is None for w in weights)
+
+
+# --- which backward passes -------------------------------------------------------------------------
+
+FUNCTIONS = pytest.mark.parametrize(
+    "experts", (fused_experts, reference.fused_experts), ids=("ours", "reference")
+)
+
+
+def weights_of(leaves: dict) -> dict:
+    return {n: leaves[n] for n in WEIGHTS if leaves[n] is not None}
+
+
+def called(experts, case: Case, device, main_grads=None, dtype=None):
+    """(out, its gradient, {name: leaf}, main_grads) of a call."""
+    leaves = {n: t if t is None else t.requires_grad_() for n, t in case.inputs(device).items()}
+    main_grads = draw_main_grads(leaves) if main_grads is None else main_grads
+    with torch.autocast(device.type, dtype, enabled=dtype is not None):
+        out = experts(**leaves, ids=case.ids(device), main_grads=main_grads, **case.options)
+    return out, case.dout(device).to(out.dtype), leaves, main_grads
+
+
+@FUNCTIONS
+@ALL_LAYOUTS
+def test_gradients_of_others_alone(device, layout, experts):
+    """autograd.grad and backward(inputs=...) of x and scores add nothing, as often as they are called; then
+    backward() adds once."""
+    case = Case(layout=layout, bias=True)
+    out, dout, leaves, main_grads = called(experts, case, device)
+    before, expected = copies(main_grads), copies(main_grads)
+    plain = forward_backward(experts, leaves, dout, ids=case.ids(device), **case.options)
+    others = [leaves["x"], leaves["scores"]]
+    dx, dscores = torch.autograd.grad(out, others, dout, retain_graph=True)
+    assert_near(dx, plain["dx"])
+    assert_near(dscores, plain["dscores"])
+    out.backward(dout, inputs=others, retain_graph=True)
+    assert_same_bits(named(main_grads), named(before))
+    out.backward(dout)
+    run(experts, leaves, dout, expected, ids=case.ids(device), **case.options)
+    assert_same_bits(named(main_grads), named(expected))
+    assert all(w.grad is None for w in weights_of(leaves).values())
+
+
+@pytest.mark.parametrize("asked", WEIGHTS)
+def test_gradients_of_one_weight_alone(device, asked):
+    """backward(inputs=[w]) adds to w's main_grad alone, and no GEMM runs for another weight."""
+    case = Case()
+    out, dout, leaves, main_grads = called(fused_experts, case, device)
+    before, expected = copies(main_grads), copies(main_grads)
+    run(fused_experts, leaves, dout, expected, ids=case.ids(device))
+    with Calls() as calls:
+        out.backward(dout, inputs=[leaves[asked]])
+    for name, grad in named(main_grads).items():
+        assert torch.equal(grad, named(expected if name == asked else before)[name]), name
+    needs = [args[-7:-5] for args, _ in calls.of("experts_up_backward_accumulate")]
+    needs += [args[-4:-3] for args, _ in calls.of("experts_down_backward_accumulate")]
+    assert sum(map(sum, needs)) == 1
+
+
+@FUNCTIONS
+@pytest.mark.parametrize("layout", ("separate", "halves.T", "pairs"))
+def test_autograd_grad_of_weights(device, layout, experts):
+    """It adds, and returns zeros: None would raise."""
+    case = Case(layout=layout)
+    out, dout, leaves, main_grads = called(experts, case, device)
+    expected = copies(main_grads)
+    run(experts, leaves, dout, expected, ids=case.ids(device), **case.options)
+    weights = list(weights_of(leaves).values())
+    for w, grad in zip(weights, torch.autograd.grad(out, weights, dout), strict=True):
+        assert grad.shape == w.shape and grad.dtype == w.dtype and not grad.any()
+    assert_same_bits(named(main_grads), named(expected))
+
+
+split_alone = pytest.mark.skipif(
+    torch.__version__ < (2, 12),
+    reason="before PyTorch 2.12 pipelining's split raises for an autograd.Function of several outputs",
+)
+
+
+@pytest.mark.parametrize(
+    "how",
+    (pytest.param("joined", marks=split_alone), "apart", pytest.param("checkpointed", marks=split_alone)),
+)
+def test_split_of_a_pipeline(device, how):
+    """torch.distributed.pipelining's passes for inputs and for weights, over several micro-batches: the first
+    adds nothing, and both give what backward() gives."""
+    settings = {"bias": True, "num_shared_experts": 1, "shared_expert_gate": True}
+    ours, plain = layers(device, **settings)
+    if how == "apart":  # the router's hook keeps it out of the experts' node
+        ours.router.register_forward_hook(lambda *_: None)
+    stage = nn.Sequential(nn.Linear(24, 24, device=device), ours, nn.Linear(24, 24, device=device))
+    whole = nn.Sequential(copy.deepcopy(stage[0]), plain, copy.deepcopy(stage[2]))
+    for _ in range(3):
+        x, dout = torch.randn(2, 40, 24, device=device)
+        leaves = [x.clone().requires_grad_() for _ in range(2)]
+        whole(leaves[0]).backward(dout)
+        out = checkpoint(stage, leaves[1], use_reentrant=False) if how == "checkpointed" else stage(leaves[1])
+        before = [w.main_grad.clone() for w in ours.experts.parameters() if hasattr(w, "main_grad")]
+        (dx,), groups = stage_backward_input([out], [dout], [leaves[1]], stage.parameters())
+        assert_near(dx, leaves[0].grad, slack=16.0)
+        after = [w.main_grad for w in ours.experts.parameters() if hasattr(w, "main_grad")]
+        assert len(after) == 3 and all(map(torch.equal, after, before))
+        stage_backward_weight(stage.parameters(), groups)
+    for (name, p), other in zip(stage.named_parameters(), whole.parameters(), strict=True):
+        if hasattr(p, "main_grad"):
+            assert_near(p.main_grad - 1, other.grad, slack=16.0)
+            assert not p.grad.any(), name
+        else:
+            assert_near(p.grad, other.grad, slack=16.0)
+
+
+def test_without_the_engines_answer(device, monkeypatch):
+    """A PyTorch that does not tell: every backward pass adds, and a warning says so."""
+    monkeypatch.setattr(main_grad, "_will_execute", None)
+    case = Case()
+    out, dout, leaves, main_grads = called(fused_experts, case, device)
+    expected = copies(main_grads)
+    with pytest.warns(UserWarning, match="does not tell which gradients a backward pass asks for"):
+        torch.autograd.grad(out, leaves["x"], dout)
+        run(fused_experts, leaves, dout, expected, ids=case.ids(device))
+    assert_same_bits(named(main_grads), named(expected))
+
+
+def test_nothing_is_asked_without_main_grads(device, monkeypatch):
+    """Neither forward nor backward then takes longer."""
+    for name in ("ops.less_unasked", "function.operands_of", "routed.operands_of", "main_grad._answer"):
+        monkeypatch.setattr(f"fused_moe.{name}", None)
+    layer = FusedMoE(24, 16, 6, 2, bias=True, device=device)
+    layer(torch.randn(4, 24, device=device, requires_grad=True)).sum().backward()
+    case = Case()
+    run(fused_experts, case.inputs(device), case.dout(device), None, ids=case.ids(device))
+
+
+# --- Megatron's hooks -------------------------------------------------------------------------------
+
+
+def hook_as_megatron(weight, main_grad, zero_out_wgrad: bool) -> list:
+    """What megatron-core's DistributedDataParallel does for a parameter with overlap_grad_reduce
+    (_make_backward_post_hook). Returns the list of the calls of register_grad_ready."""
+    weight.main_grad, weight.grad_added_to_main_grad = main_grad, False
+    if zero_out_wgrad:
+        weight.zero_out_wgrad = True
+    ready = []
+
+    def hook(*_):
+        assert weight.grad is not None, "param.grad being None is not safe when overlap_grad_reduce is True"
+        assert weight.grad.shape == weight.shape and weight.grad.stride() == weight.stride()
+        if not weight.grad_added_to_main_grad or getattr(weight, "zero_out_wgrad", False):
+            weight.main_grad.add_(weight.grad.data)
+        weight.grad = None
+        ready.append(weight)
+
+    accumulator = weight.expand_as(weight).grad_fn.next_functions[0][0]
+    accumulator.register_hook(hook)
+    weight.accumulator = accumulator  # the hook is gone with its node
+    return ready
+
+
+@FUNCTIONS
+@pytest.mark.parametrize("dtype", (None, BF16), ids=("", "autocast"))
+@pytest.mark.parametrize("zero_out_wgrad", (False, True))
+@ALL_LAYOUTS
+def test_megatrons_hooks(device, layout, zero_out_wgrad, dtype, experts):
+    """They find a gradient of the weight's shape and grad_added_to_main_grad, once per micro-batch."""
+    case = Case(layout=layout)
+    leaves = {n: t if t is None else t.requires_grad_() for n, t in case.inputs(device).items()}
+    main_grads = draw_main_grads(leaves)
+    expected = copies(main_grads)
+    weights = weights_of(leaves)
+    ready = [hook_as_megatron(w, named(main_grads)[n], zero_out_wgrad) for n, w in weights.items()]
+    fixed, dout = {"ids": case.ids(device), **case.options}, case.dout(device).to(dtype or F32)
+    for micro_batch in range(2):
+        with torch.autocast(device.type, dtype, enabled=dtype is not None):
+            out = experts(**leaves, main_grads=main_grads, **fixed)
+        torch.autograd.grad(out, leaves["x"], dout, retain_graph=True)
+        assert all(len(calls) == micro_batch for calls in ready)
+        assert all(w.grad_added_to_main_grad == (micro_batch > 0) for w in weights.values())
+        out.backward(dout)
+        assert all(len(calls) == micro_batch + 1 for calls in ready)
+        assert all(w.grad_added_to_main_grad for w in weights.values())
+    for _ in range(2):
+        with torch.autocast(device.type, dtype, enabled=dtype is not None):
+            others = {n: t if t is None else t.detach().requires_grad_() for n, t in leaves.items()}
+            out = experts(**others, main_grads=expected, **fixed)
+        out.backward(dout)
+    assert_same_bits(named(main_grads), named(expected))
+
+
+@pytest.mark.parametrize("how", ("plain", "checkpointed"))
+def test_megatrons_hooks_of_a_layer(device, how):
+    ours, plain = layers(device, bias=True)
+    weights = {n: p for n, p in ours.experts.named_parameters() if hasattr(p, "main_grad")}
+    ready = [hook_as_megatron(w, w.main_grad, zero_out_wgrad=n == "w2") for n, w in weights.items()]
+    for _ in range(2):
+        x = torch.randn(40, 24, device=device, requires_grad=True)
+        out = checkpoint(ours, x, use_reentrant=False) if how == "checkpointed" else ours(x)
+        out.square().sum().backward()
+        plain(x).square().sum().backward()
+    assert [len(calls) for calls in ready] == [2, 2, 2]
+    for name, w in weights.items():
+        assert w.grad is None and w.grad_added_to_main_grad
+        assert_near(w.main_grad - 1, getattr(plain.experts, name).grad, slack=16.0)
 
 
 # --- inside PyTorch -------------------------------------------------------------------------------
