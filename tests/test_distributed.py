@@ -13,6 +13,7 @@ import warnings
 from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
+from unittest import mock
 
 import cases
 import pytest
@@ -24,14 +25,16 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
 )
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils.checkpoint import checkpoint
 
-from fused_moe import FusedMoE, reference
+from fused_moe import FusedMoE, QuantizedWeight, add_lora, quantize, reference
 from fused_moe.distributed import ExpertParallel
+from fused_moe.quantized import sharding, tiles
+from fused_moe.quantized.formats import FORMATS
 
 RANKS = 2
 T, D, F, E, K = 22, 20, 12, 6, 2
@@ -601,6 +604,202 @@ def test_fully_shard_beside_expert_parallel(workers, device, shape):
         if name.startswith("d") and name != "dx":
             value /= RANKS
     assert_close(found, expected, TOLERANCE[torch.float32])
+
+
+# --- fully_shard of quantised weights -------------------------------------------------------------------
+
+EVERY_FORMAT = pytest.mark.parametrize("format", FORMATS)
+HALF = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+takes_integers = pytest.mark.skipif(
+    not sharding.TAKES_INTEGERS, reason="needs PyTorch 2.13, whose fully_shard takes integer parameters"
+)
+
+
+def quantised_layer(format, device, seed=1, num_experts=5, rank=0, hidden_dim=64):
+    """Ranks have 3 and 2 of its experts."""
+    torch.manual_seed(seed)
+    layer = FusedMoE(128, hidden_dim, num_experts, 1, bias=bool(rank))
+    options = {"group_size": 32, "symmetric": False} if format == "int4" else {}
+    quantize(layer, format, **options, trainable=True)
+    if rank:
+        add_lora(layer, rank)
+        for parameter in layer.experts.lora.parameters():
+            torch.nn.init.normal_(parameter, 0, 0.1)
+    return layer.to(device)
+
+
+def quantised_step(layer, dtype, device):
+    """Outputs and gradients of two steps without an update, the second after FSDP2 has freed and gathered the
+    parameters again, and an output without gradients."""
+    found = {}
+    for i in range(2):
+        x = torch.randn(T, 128, generator=torch.Generator().manual_seed(i)).to(device, dtype).requires_grad_()
+        out = layer(x)
+        out.float().square().mean().backward()
+        found[f"out {i}"], found[f"dx {i}"] = out.detach(), x.grad
+    for name, parameter in layer.named_parameters():
+        if parameter.grad is not None:
+            found[f"d{name}"] = whole(parameter.grad).float()
+    with torch.no_grad():
+        found["without gradients"] = layer(x)
+    return found
+
+
+def fsdp_quantised(rank, device, format, ranks, half, lora, num_experts):
+    layer = quantised_layer(format, device, num_experts=num_experts, rank=lora)
+    mesh = init_device_mesh(device.type, (RANKS // ranks, ranks), mesh_dim_names=("other", "dp"))
+    fully_shard(layer, mesh=mesh["dp"], mp_policy=HALF if half else MixedPrecisionPolicy())
+    assert all(isinstance(p, DTensor) for p in layer.parameters())
+    return quantised_step(layer, torch.float32, device)
+
+
+@takes_integers
+@EVERY_FORMAT
+@pytest.mark.parametrize("half", (False, True), ids=("float32", "bfloat16"))
+@pytest.mark.parametrize("ranks, lora, num_experts", ((1, 0, 5), (1, 4, 5), (2, 0, 5), (2, 4, 5), (2, 4, 1)))
+def test_fully_shard_quantised(workers, device, format, ranks, half, lora, num_experts):
+    """A policy casts the layer's other parameters, and neither codes nor scales: outputs and gradients of x
+    have the bits of a layer in one process. Ranks have unequal numbers of experts, or none."""
+    dtype = torch.bfloat16 if half else torch.float32
+    layer = quantised_layer(format, device, num_experts=num_experts, rank=lora).to(dtype)
+    expected = quantised_step(layer, dtype, device)
+    for found in workers(fsdp_quantised, format, ranks, half, lora, num_experts):
+        assert found.keys() == expected.keys()
+        for name, value in expected.items():
+            if name.startswith("d") and not name.startswith("dx"):  # summed over steps in float32
+                torch.testing.assert_close(found[name], value.cpu(), rtol=2e-2 if half else 1e-6, atol=1e-6)
+            else:
+                assert torch.equal(found[name].to(dtype), value.cpu()), name
+
+
+def stored_bytes(state):
+    """{name: (dtype, shape, bytes of this rank)}."""
+    return {
+        name: (t.dtype, tuple(t.shape), (t.to_local() if isinstance(t, DTensor) else t).view(torch.uint8))
+        for name, t in state.items()
+    }
+
+
+def gathered(layer):
+    """What the operators read of each weight."""
+    layer.unshard()
+    weights = [w for w in layer.experts.weights if isinstance(w, QuantizedWeight)]
+    assert all(w.transposed_tensors == (None, None, None) for w in weights)
+    found = [t.detach().clone() for w in weights for t in w.tensors if t is not None]
+    layer.reshard()
+    return found
+
+
+def state_of_shards(rank, device, format, tiled, num_experts):
+    """[what differs] of sharded layers that load another one's state."""
+    wrong = []
+
+    def check(what, layer, is_arranged=True):
+        found, wanted = stored_bytes(layer.state_dict()), stored_bytes(source.state_dict())
+        for name, (dtype, shape, data) in wanted.items():
+            if found[name][:2] != (dtype, shape) or not torch.equal(found[name][2], data):
+                wrong.append(f"{what}: {name} of {found[name][:2]}, expected {(dtype, shape)}")
+        if is_arranged:
+            pairs = zip(gathered(layer), tensors, strict=True)
+            if not all(a.dtype == b.dtype and torch.equal(bits(a), bits(b)) for a, b in pairs):
+                wrong.append(f"{what}: other tensors")
+
+    def bits(tensor):
+        return tensor.contiguous().view(torch.uint8)
+
+    def new(device, seed):
+        return quantised_layer(format, device, seed, num_experts)
+
+    with mock.patch.object(tiles, "are_read_on", lambda device: tiled and device.type == "cpu"):
+        mesh = init_device_mesh(device.type, (RANKS,))
+        shard = partial(fully_shard, mesh=mesh, mp_policy=HALF)
+        plain = new(device, 1)
+        assert plain.experts.w1.is_tiled == tiled
+        expected = {name: (t.dtype, tuple(t.shape)) for name, t in plain.state_dict().items()}
+        tensors = [t for w in plain.experts.weights for t in w.tensors if t is not None]
+        source = shard(new(device, 1))
+        state = source.state_dict()
+        assert {name: (t.dtype, tuple(t.shape)) for name, t in state.items()} == expected
+        for name, value in state.items():
+            part = plain.state_dict()[name].chunk(RANKS)[rank:][:1]
+            assert torch.equal(bits(value.to_local()), bits(part[0]) if part else bits(value.to_local())[:0])
+        for assign in (False, True):
+            other = shard(new(device, 2))
+            for when in ("before", "after"):
+                other.load_state_dict(source.state_dict(), assign=assign)
+                check(f"assign={assign}, {when} it was gathered", other)
+            other = shard(new("meta", 2))
+            if not assign:
+                other.to_empty(device=device)
+            other.load_state_dict(source.state_dict(), assign=assign)
+            check(f"from meta, assign={assign}", other, is_arranged=not tiled)
+        source.experts.half().to(torch.float64).float()
+        check("half", shard(new(device, 1)))
+        offloaded = shard(new(device, 1), offload_policy=CPUOffloadPolicy(pin_memory=False))
+        check("offloaded", offloaded)
+    return wrong
+
+
+@takes_integers
+@EVERY_FORMAT
+@pytest.mark.parametrize("tiled", (False, True), ids=("published", "tiles"))
+@pytest.mark.parametrize("num_experts", (5, 1))
+def test_state_of_quantised_shards(workers, cpu, format, tiled, num_experts):
+    """A state_dict has the published names, shapes and dtypes, and loads into the layout that was sharded."""
+    assert workers(state_of_shards, format, tiled, num_experts) == [[], []]
+
+
+def full_state_of_shards(rank, device, format):
+    shard = partial(fully_shard, mesh=init_device_mesh(device.type, (RANKS,)), mp_policy=HALF)
+    options = StateDictOptions(full_state_dict=True)
+    state = get_model_state_dict(shard(quantised_layer(format, device)), options=options)
+    other = shard(quantised_layer(format, device, 2))
+    set_model_state_dict(other, dict(state), options=options)
+    return state, get_model_state_dict(other, options=options)
+
+
+@takes_integers
+@EVERY_FORMAT
+def test_full_state_of_quantised_shards(workers, device, format):
+    if device.type == "cpu" and format.startswith("fp8"):
+        with pytest.raises(RuntimeError, match="Invalid scalar type"):  # gloo sends no such dtype
+            workers(full_state_of_shards, format)
+        return
+    expected = quantised_layer(format, device).state_dict()
+    for states in workers(full_state_of_shards, format):
+        for state in states:
+            for name, value in expected.items():
+                assert state[name].dtype == value.dtype and torch.equal(state[name], value.cpu()), name
+
+
+def refused_shards(rank, device):
+    """Messages for what cannot be sharded."""
+    mesh = init_device_mesh(device.type, (RANKS,))
+    found = []
+    for make_tiles, module, placement in (
+        (False, lambda layer: layer.experts.w1, None),
+        (False, lambda layer: [layer.experts.w1, layer.experts.w2], None),
+        (True, lambda layer: layer, "Shard(1)"),
+    ):
+        with mock.patch.object(tiles, "are_read_on", lambda _, found=make_tiles: found):
+            layer = quantised_layer("fp8", device, num_experts=4, hidden_dim=128)
+            try:
+                fully_shard(module(layer), mesh=mesh, shard_placement_fn=PLACEMENTS.get(placement))
+            except ValueError as error:
+                found.append(str(error))
+    return found
+
+
+def test_refused_shards(workers, cpu):
+    """A single weight has no call of its own that the experts wait for."""
+    alone = (
+        "QuantizedWeight: expected fully_shard of the experts or the layer, as fully_shard(layer.experts), "
+        "found fully_shard of one weight"
+    )
+    turned = (
+        "QuantizedWeight: expected shards of experts, Shard(0), of a weight in tiles, found (Shard(dim=1),)"
+    )
+    assert workers(refused_shards) == [[alone, alone, turned]] * RANKS
 
 
 # --- DistributedDataParallel ----------------------------------------------------------------------------

@@ -110,20 +110,19 @@ def data_of(parameter: Tensor, shape: tuple[int, int, int]) -> Tensor:
     """The tiles of codes of a weight (E, out, in)."""
     if parameter.dim() == 4:
         return parameter
-    E, rows, cols = shape
-    return parameter.view(E, rows // TILE, cols // TILE, -1)
+    return parameter.unflatten(1, (shape[1] // TILE, shape[2] // TILE, -1))
 
 
 def scale_of(format: str, parameter: Tensor, shape: tuple[int, int, int]) -> Tensor:
     """The tiles of scales or zero points of a weight (E, out, in)."""
     if parameter.dim() == 4:
         return parameter
-    E, rows, _ = shape
+    row_tiles = shape[1] // TILE
     if format == "fp8_block":
-        return parameter.view(E, rows // TILE, -1, COPIES)
+        return parameter.unflatten(1, (row_tiles, -1, COPIES))
     if FORMATS[format].groups:
-        return parameter.view(E, rows // TILE, -1, TILE)
-    return parameter.view(E, rows // TILE, 1, -1)
+        return parameter.unflatten(1, (row_tiles, -1, TILE))
+    return parameter.unflatten(1, (row_tiles, 1, -1))
 
 
 # --- codes ------------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from ..checks import FLOATING, check_bool, check_choice, check_range, check_stored, fail, is_altered
-from . import formats, state, tiles
+from . import formats, sharding, state, tiles
 from .copies import Copies
 from .formats import FORMATS
 
@@ -49,6 +49,7 @@ class QuantizedWeight(nn.Module):
     _packed_of: list[tuple[Tensor, tuple]] = []  # the tiles that it was made of, and their states
     _is_trainable = False
     _checked: tuple = ()  # shapes of parameters that were found right
+    _sharded_dtypes: dict[str, torch.dtype] = {}  # of parameters that are integers while they are sharded
 
     def __init__(
         self,
@@ -95,6 +96,17 @@ class QuantizedWeight(nn.Module):
         self._is_trainable = trainable
         self._copies = Copies()
         self._arrange()
+
+    def __setattr__(self, name: str, value) -> None:
+        """As nn.Module. FSDP2 sets sharded and gathered parameters by it, because the class has its own."""
+        if isinstance(value, Tensor) and name in self.__dict__.get("_parameters", ()):
+            if sharding.is_sharded(value):
+                value = self._as_sharded(name, value)
+            elif self._sharded_dtypes.get(name, value.dtype) != value.dtype:
+                value = _frozen(value.view(self._sharded_dtypes[name]))
+        elif name == "__class__":
+            sharding.check_class(value)
+        super().__setattr__(name, value)
 
     def forward(self, *, as_stored: bool = False) -> Tensor | tuple[Tensor | None, ...]:
         """`dequantize()`; or the parameters, by which `read` lets hooks of this module provide them."""
@@ -225,8 +237,55 @@ class QuantizedWeight(nn.Module):
             return published
         return self._copies.give(FORMATS[self.format].names[name], published)
 
+    @property
+    def _is_sharded(self) -> bool:
+        return sharding.is_sharded(self._of("scale"))
+
+    def _as_sharded(self, name: str, shards: Tensor) -> nn.Parameter:
+        """A parameter's shards as they are kept. The second packing, of all experts, is dropped."""
+        self.data_t = self.scale_t = self.zero_t = None
+        self._packed_of = []
+        if self.is_tiled and any(p.is_shard() and p.dim != 0 for p in shards.placements):
+            fail(ValueError, FN, "shards of experts, Shard(0), of a weight in tiles", shards.placements)
+        if not (shards.is_floating_point() and sharding.TAKES_INTEGERS):
+            return shards
+        self._sharded_dtypes = self._sharded_dtypes | {name: shards.dtype}
+        return _frozen(sharding.viewed(shards, sharding.INTEGERS[shards.itemsize]))
+
+    def _dtype_of(self, name: str, shards: Tensor) -> torch.dtype:
+        is_own = shards.is_floating_point() or name not in self._sharded_dtypes
+        return shards.dtype if is_own else self._sharded_dtypes[name]
+
+    def _local(self) -> QuantizedWeight:
+        """A weight of this rank's experts, in the memory of the shards."""
+        tensors = {
+            name: None if p is None else sharding.local_of(p, self._dtype_of(name, p))
+            for name, p in self._parameters.items()
+        }
+        local = _of_tensors(self, tensors)
+        local.shape = torch.Size((local._of("scale").size(0), *self.shape[1:]))
+        return local
+
+    def _published_shards(self) -> dict[str, nn.Parameter]:
+        own = {name: p for name, p in self._parameters.items() if p is not None}
+        if not self.is_tiled:
+            return {name: _frozen(sharding.viewed(p, self._dtype_of(name, p))) for name, p in own.items()}
+        local = self._local()._published_parameters()
+        E = self.shape[0]
+        return {name: _frozen(sharding.like(own[name], t, (E, *t.shape[1:]))) for name, t in local.items()}
+
+    def _write_shards(self, before: dict[str, nn.Parameter | None], published: dict) -> None:
+        """Puts the shards `before` back, and what was loaded into `published` with them."""
+        if before_is_tiled := _of_tensors(self, before).is_tiled:
+            self._local()._tile(_of_tensors(self, before)._local()._parameters)
+        for name, shards in before.items():
+            if before_is_tiled or self._parameters[name] is published.get(name):
+                self._parameters[name] = shards
+
     def _published_parameters(self) -> dict[str, nn.Parameter]:
         """{name: parameter} in the layout of checkpoints."""
+        if self._is_sharded:
+            return self._published_shards()
         stored = {name: self._published(name) for name in ("data", "scale", "zero")}
         stored["data"] = _as_named(self.format, stored["data"])
         names = FORMATS[self.format].names
@@ -235,7 +294,9 @@ class QuantizedWeight(nn.Module):
     def _arrange(self, before: dict[str, nn.Parameter | None] | None = None) -> None:
         """Puts the parameters into the layout that their device's kernels read, and makes or drops the second
         packing. `before` are tiles from which the parameters were published: those, and the packing, are
-        written again, since a CUDA graph may read them."""
+        written again, since a CUDA graph may read them. Shards keep their layout, which FSDP2 has noted."""
+        if self._is_sharded:
+            return
         is_whole = all(t.device == self.device for t in self._stored())  # or it is loaded in parts
         is_wanted = is_whole and tiles.are_wanted(self.device, self.shape)
         if is_wanted and not self.is_tiled:
@@ -322,10 +383,11 @@ class QuantizedWeight(nn.Module):
     def _save_to_state_dict(self, destination, prefix, keep_vars):
         self._copies.check()
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        if self.is_tiled:
-            for name, published in self._published_parameters().items():
-                copy = published if keep_vars else published.detach()
-                destination[prefix + name] = self._copies.give(name, copy)
+        if not (self.is_tiled or self._is_sharded):
+            return
+        for name, published in self._published_parameters().items():
+            copy = published if keep_vars else published.detach()
+            destination[prefix + name] = copy if self._is_sharded else self._copies.give(name, copy)
 
     def _load_from_state_dict(
         self, state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
@@ -336,10 +398,15 @@ class QuantizedWeight(nn.Module):
         names = FORMATS[self.format].names
         given = state.given_tensors(self.format, state_dict, prefix)
         self._copies.forget([names[key] for key in given])
-        before = dict(self._parameters) if self.is_tiled else None
+        is_sharded = self._is_sharded
+        before = dict(self._parameters) if self.is_tiled or is_sharded else None
+        if is_sharded and self.is_tiled:
+            local_metadata = {**local_metadata, "assign_to_params_buffers": False}
+        published: dict[str, nn.Parameter] = {}
         try:
             if before is not None:
-                self._parameters.update(self._published_parameters())
+                published = self._published_parameters()
+                self._parameters.update(published)
             own = {key: self._of(key) for key in names}
             wrong = state.wrong_tensors(self.format, self.shape, given)
             error_msgs += [f"{prefix}{names[key]}: {message}" for key, message in wrong.items()]
@@ -357,8 +424,10 @@ class QuantizedWeight(nn.Module):
             super()._load_from_state_dict(
                 state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
             )
-            self._scale_dtype = self._of("scale").dtype
+            self._scale_dtype = self._dtype_of(names["scale"], self._of("scale"))
         finally:
+            if is_sharded:
+                self._write_shards(before, published)
             self._arrange(before)
 
     def _make_room(self, own: dict[str, Tensor | None], given: dict[str, Tensor], is_assigned: bool) -> None:
@@ -395,12 +464,17 @@ def read(w: QuantizedWeight) -> QuantizedWeight:
 @torch.compiler.disable(reason="hooks of quantised weights run outside of graphs")
 def _called(w: QuantizedWeight) -> QuantizedWeight:
     found = w(as_stored=True)
-    seen = object.__new__(QuantizedWeight)
-    vars(seen).update(vars(w) | vars(nn.Module()))  # without w's hooks
-    vars(seen).pop("forward", None)
-    vars(seen).pop("_compiled_call_impl", None)
-    seen._parameters = dict(zip(w._parameters, found, strict=True))
-    return seen
+    return _of_tensors(w, dict(zip(w._parameters, found, strict=True)))
+
+
+def _of_tensors(w: QuantizedWeight, tensors: dict[str, Tensor | None]) -> QuantizedWeight:
+    """A weight that is w but for its tensors, and without w's hooks."""
+    other = object.__new__(QuantizedWeight)
+    vars(other).update(vars(w) | vars(nn.Module()))
+    vars(other).pop("forward", None)
+    vars(other).pop("_compiled_call_impl", None)
+    other._parameters = tensors
+    return other
 
 
 def check_weight(fn: str, name: str, w: QuantizedWeight, like_name: str = "", like: Tensor | None = None):
@@ -471,6 +545,9 @@ def _if_on(device: torch.device, tensor: Tensor | None) -> Tensor | None:
 
 def _applied(fn, tensor: Tensor) -> Tensor:
     """fn of a tensor's bytes, in the tensor's dtype."""
+    if sharding.is_sharded(tensor):
+        found = fn(tensor.detach())
+        return found if found.dtype == tensor.dtype else tensor.detach().to(found.device)
     found = fn(tensor.detach().contiguous().view(torch.uint8))
     if found.dtype == torch.uint8:
         return found.view(tensor.dtype)

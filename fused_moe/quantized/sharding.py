@@ -1,0 +1,61 @@
+"""Quantised weights under FSDP2, PyTorch's `fully_shard`, which makes each parameter a DTensor.
+
+When FSDP2 gathers parameters, it casts those of a floating dtype to its MixedPrecisionPolicy's: scales, and
+codes of e4m3. It casts no integers. So a QuantizedWeight keeps a sharded parameter of a floating dtype as
+integers of the same bits. What is gathered, and what a state_dict has, are of the parameter's own dtype.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from ..checks import fail
+
+# FSDP2 takes integers from this version on. Before, it casts them and wants them to require gradients.
+TAKES_INTEGERS = torch.__version__ >= (2, 13)
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+
+
+def is_sharded(tensor: Tensor) -> bool:
+    """Whether a tensor is a DTensor."""
+    if type(tensor) in (Tensor, nn.Parameter) or not torch.distributed.is_available():
+        return False
+    from torch.distributed.tensor import DTensor  # takes long to import
+
+    return isinstance(tensor, DTensor)
+
+
+def check_class(cls: type) -> None:
+    """Checks a class that a weight's is replaced by. FSDP2 makes that of each module that it is applied to an
+    FSDPModule, whose parameters are gathered for the time of its own call."""
+    if torch.distributed.is_available():
+        from torch.distributed.fsdp import FSDPModule
+
+        if issubclass(cls, FSDPModule):
+            expected = "fully_shard of the experts or the layer, as fully_shard(layer.experts)"
+            fail(ValueError, "QuantizedWeight", expected, "fully_shard of one weight")
+
+
+@torch.no_grad()
+def viewed(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """The bits of a DTensor as another dtype of the same size, in the same memory."""
+    return like(tensor, local_of(tensor, dtype), tensor.shape)
+
+
+@torch.no_grad()
+def local_of(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """The bits of this rank's shard."""
+    return tensor.to_local().view(dtype)
+
+
+@torch.no_grad()
+def like(tensor: Tensor, local: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """A DTensor of this shape, of local tensors that are sharded as `tensor` is."""
+    from torch.distributed.tensor import DTensor
+
+    stride = torch.empty(shape, device="meta").stride()
+    mesh, placements = tensor.device_mesh, tensor.placements
+    return DTensor.from_local(
+        local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride
+    )
