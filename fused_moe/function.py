@@ -425,7 +425,9 @@ def experts_and_counts(
     is_operator = plan is None and not needs_grad
     settings = (code, _ops.ACTIVATION_CODES[activation], [*constants], score_on == "input")
     if is_composed:
-        if is_operator and lora is None and all(w is None or isinstance(w, QuantizedWeight) for w in stored):
+        # In the check of a trace no scores require a gradient, as they may have in the trace.
+        is_operator = is_operator and lora is None and not torch.jit.is_tracing()
+        if is_operator and all(w is None or isinstance(w, QuantizedWeight) for w in stored):
             y, counts = _quantized_experts(x, stored, biases, scores, ids, settings, expert_map, shared)
             return y if out is None else out.copy_(y), counts
         if plan is None:

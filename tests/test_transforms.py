@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from cases import F32, LAYOUTS, Calls, Case, call_operator, operator_calls
+from cases import F32, LAYOUTS, Calls, Case, call_operator, operator_calls, quantize_options
 from planting import CODES
 from torch._vmap_internals import _vmap as older_vmap
 from torch.overrides import TorchFunctionMode
@@ -308,6 +308,7 @@ TRACED = {
     "frozen": (SHARED, frozen),
     "quantised": ({}, quantised),
     "quantised, frozen": ({}, lambda layer: frozen(quantised(layer))),
+    "quantised, trained router": ({}, lambda layer: quantize(layer, "int8")),
 }
 
 
@@ -327,6 +328,17 @@ def test_trace(device, settings, change, shape, mode, tmp_path):
             assert torch.equal(traced(x), layer(x))
     has_one_operator = "fused_moe::experts(" in str(traced.inlined_graph)
     assert has_one_operator == (change is frozen or (mode == "inference" and change is None))
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_trace_of_every_format(device, format, tmp_path):
+    """Saved and loaded, with the gradient of x."""
+    layer = quantize(FusedMoE(64, 32, 4, 2, device=device), format, **quantize_options(format))
+    torch.jit.trace(layer, torch.randn(5, 64, device=device)).save(tmp_path / "layer.pt")
+    traced = torch.jit.load(tmp_path / "layer.pt")
+    x = torch.randn(9, 64, device=device, requires_grad=True)
+    assert torch.equal(traced(x), layer(x))
+    assert_close_all(*(torch.autograd.grad(run(x).sum(), x) for run in (traced, layer)))
 
 
 @pytest.mark.parametrize("mode", MODES)

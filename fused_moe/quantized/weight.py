@@ -568,8 +568,20 @@ def _as_named(format: str, data: Tensor) -> Tensor:
 def _codes(format: str, named: Tensor) -> Tensor:
     """The inverse of `_as_named`, a view."""
     if format == "int4":
-        return named.view(torch.uint8)
+        return _as_bytes(named)
     return named.flatten(-2) if format == "mxfp4" else named
+
+
+def _as_bytes(words: Tensor) -> Tensor:
+    """A view. TorchScript has no view of another dtype: to what torch.jit traces it is a constant."""
+    if not torch.jit.is_tracing():
+        return words.view(torch.uint8)
+    state = torch._C._get_tracing_state()
+    torch._C._set_tracing_state(None)
+    try:
+        return words.view(torch.uint8)
+    finally:
+        torch._C._set_tracing_state(state)
 
 
 def _check_shape(name: str, tensor: Tensor, shapes: list[tuple[int, int, int]]) -> None:
