@@ -136,9 +136,11 @@ class QuantizedWeight(nn.Module):
     def tensors(self) -> tuple[Tensor, Tensor, Tensor | None]:
         """data, scale, zero as operators take them: as the constructor does, or the tiles if `is_tiled`."""
         self._copies.check()
-        data, scale, zero = self._of("data"), self._of("scale"), self._of("zero")
+        data, scale, zero = self._all()
         if scale.dim() == 3:
             return _codes(self.format, data), scale, zero
+        if data.dim() == scale.dim() == 4:  # zero points are flattened where scales are
+            return data, scale, zero
         zero = None if zero is None else tiles.scale_of(self.format, zero, self.shape)
         return tiles.data_of(data, self.shape), tiles.scale_of(self.format, scale, self.shape), zero
 
@@ -209,6 +211,14 @@ class QuantizedWeight(nn.Module):
         if own in parameters:  # an attribute takes ten times as long
             return parameters[own]
         return None if own is None else getattr(self, own)
+
+    def _all(self) -> tuple[Tensor, Tensor, Tensor | None]:
+        """data, scale and zero as they are stored. Every call of operators asks for them twice."""
+        own, names = self._parameters, FORMATS[self.format].names
+        if len(own) < len(names):  # some are plain attributes
+            return self._of("data"), self._of("scale"), self._of("zero")
+        zero = own[names["zero"]] if "zero" in names else None
+        return own[names["data"]], own[names["scale"]], zero
 
     def _tiles_of(self, name: str, parameter: Tensor) -> Tensor:
         """A parameter that is tiles, in the dimensions that operators take."""
@@ -346,7 +356,7 @@ class QuantizedWeight(nn.Module):
         return True
 
     def _stored(self) -> list[Tensor]:
-        return [t for t in map(self._of, ("data", "scale", "zero")) if t is not None]
+        return [t for t in self._all() if t is not None]
 
     def _pack_transposed(self) -> None:
         """Into the memory of the packing that there is, if it is on the weight's device."""
@@ -480,7 +490,7 @@ def _of_tensors(w: QuantizedWeight, tensors: dict[str, Tensor | None]) -> Quanti
 def check_weight(fn: str, name: str, w: QuantizedWeight, like_name: str = "", like: Tensor | None = None):
     """Checks that every tensor of a weight is there: on like's device, or else that of its codes, and of its
     shape. One that was not loaded is still on meta."""
-    data, scale, zero = w._of("data"), w._of("scale"), w._of("zero")
+    data, scale, zero = w._all()
     device = data.device if like is None else like.device
     if data.device != device or scale.device != device or (zero is not None and zero.device != device):
         _fail_device(fn, name, w, like_name, device)
