@@ -70,7 +70,8 @@ def _tiers() -> dict[str, str]:
     for tier in reversed(range(len(FACTS["tiers"]))):
         name = FACTS["tiers"][tier]
         reason = why_not or _why_tier_is_off(tier, capability)
-        tiers[name] = f"off: {reason}" if reason else f"on: {TAKES[name]}"
+        takes = f": {TAKES[name]}" if name in TAKES else ""
+        tiers[name] = f"off: {reason}" if reason else f"on{takes}"
     return tiers
 
 

@@ -111,6 +111,14 @@ def test_tiers_of_a_gpu(cpu, monkeypatch, tier, found, cuda, hopper):
     assert tiers["hopper"].startswith(hopper or cuda)
 
 
+def test_a_tier_of_which_no_words_tell(cpu, monkeypatch):
+    """A new tier without an entry in TAKES is on all the same."""
+    module = with_device(monkeypatch, 0, 13000, 13000, 90)
+    monkeypatch.delitem(module.TAKES, "hopper")
+    monkeypatch.delenv("FUSED_MOE_TIER", raising=False)
+    assert module._tiers()["hopper"] == "on"
+
+
 def run_python(code: str, **changes) -> subprocess.CompletedProcess:
     env = os.environ | {"PYTHONPATH": str(Path(fused_moe.__file__).parents[1])} | changes
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env)
