@@ -22,7 +22,7 @@ from cases import (
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fused_moe import permute, reference, unpermute
+from fused_moe import permute, reference, route_plan, unpermute
 
 pytestmark = pytest.mark.usefixtures("poison")
 
@@ -232,6 +232,24 @@ def test_round_trip(device):
         rows, plan = permute(x, ids, 6)
         scores = torch.full((x.size(0), 4), 0.25, device=device)
         assert torch.equal(unpermute(rows, plan, scores), x)
+
+
+@pytest.mark.quick
+def test_rows_without_columns(device):
+    """Tensors without elements have no memory, whose address no kernel may use."""
+    ops, plan = torch.ops.fused_moe, route_plan(torch.tensor([[0, 2], [2, -1]], device=device), 3)
+    empty = {n: torch.empty(n, 0, device=device) for n in (2, 4)}
+    scores, gate = torch.rand(2, 2, device=device), torch.randn(2, device=device)
+    assert ops.permute(empty[2], plan.tensors).shape == (4, 0)
+    assert ops.unpermute(empty[4], scores, plan.tensors, empty[2], gate).shape == (2, 0)
+    drows, dscores = ops.unpermute_backward(empty[2], empty[4], scores, plan.tensors, True, True)
+    assert drows.shape == (4, 0) and not dscores.any()
+    dshared, dgate = ops.shared_backward(empty[2], empty[2], gate, True, True)
+    assert dshared.shape == (2, 0) and not dgate.any()
+    assert ops.bias_grad(empty[4], plan.offsets[1:]).shape == (3, 0)
+    activation = [0, 0, [1.702, 7.0]]
+    assert ops.activate(empty[4], empty[4], *activation).shape == (4, 0)
+    assert [t.shape for t in ops.activate_backward(empty[4], empty[4], empty[4], *activation)] == [(4, 0)] * 2
 
 
 def test_same_bits_on_any_number_of_threads(cpu, threads):

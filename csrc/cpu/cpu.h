@@ -162,6 +162,11 @@ static inline void fm_clear(void *data, int64_t bytes) {
     if (bytes > 0) memset(data, 0, (size_t)bytes);
 }
 
+/* memcpy likewise. */
+static inline void fm_copy(void *to, const void *from, int64_t bytes) {
+    if (bytes > 0) memcpy(to, from, (size_t)bytes);
+}
+
 static inline void *fm_at(const void *data, size_t bytes, int64_t index) {
     return (char *)data + (int64_t)bytes * index;
 }

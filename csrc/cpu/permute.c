@@ -14,15 +14,15 @@ enum { BLOCK = 64 }; /* rows or tokens per task */
 
 static int permute_block(int64_t block, const void *ctx, char *scratch) {
     const FusedMoePermute *p = ctx;
-    size_t row_bytes = (size_t)p->D * fm_rows(p->dtype)->elem_bytes;
+    int64_t row_bytes = p->D * (int64_t)fm_rows(p->dtype)->elem_bytes;
     int64_t num_rows = p->row_map.offs[p->row_map.E - 1];
     (void)scratch;
     for (int64_t r = block * BLOCK; r < fm_min(p->row_map.R, (block + 1) * BLOCK); r++) {
         void *row = fm_at(p->rows, row_bytes, r);
         if (r < num_rows)
-            memcpy(row, fm_at(p->x, row_bytes, p->row_map.row_token[r]), row_bytes);
+            fm_copy(row, fm_at(p->x, row_bytes, p->row_map.row_token[r]), row_bytes);
         else
-            memset(row, 0, row_bytes);
+            fm_clear(row, row_bytes);
     }
     return FUSED_MOE_OK;
 }
@@ -83,7 +83,7 @@ static int unpermute_backward_block(int64_t block, const void *ctx, char *scratc
     for (int64_t r = block * BLOCK; r < fm_min(p->row_map.R, (block + 1) * BLOCK); r++) {
         void *drow = p->drows ? fm_at(p->drows, v->elem_bytes, r * p->D) : NULL;
         if (r >= num_rows) {
-            if (drow) memset(drow, 0, p->D * v->elem_bytes);
+            if (drow) fm_clear(drow, p->D * (int64_t)v->elem_bytes);
             continue;
         }
         int32_t slot = p->row_map.row_slot[r];

@@ -94,11 +94,11 @@ static void leave(void *accum, int64_t n) {
 }
 
 static void copy_float(void *to, const void *from, int64_t n) {
-    memcpy(to, from, (size_t)n * sizeof(float));
+    fm_copy(to, from, n * (int64_t)sizeof(float));
 }
 
 static void copy_double(void *to, const void *from, int64_t n) {
-    memcpy(to, from, (size_t)n * sizeof(double));
+    fm_copy(to, from, n * (int64_t)sizeof(double));
 }
 
 /* --- arithmetic ----------------------------------------------------------------------------------------- */

@@ -151,6 +151,11 @@ static bool option(void) {
     return draw(2) || every_option;
 }
 
+/* A width of rows where 0 is one, too: tensors without elements have no memory. */
+static int64_t width(int64_t usual) {
+    return draw(8) || every_option ? usual : 0;
+}
+
 static void *values(FusedMoeDtype dtype, int64_t n) {
     const FmRows *v = fm_rows(dtype);
     void *data = block(n * (int64_t)v->elem_bytes);
@@ -348,14 +353,14 @@ static int route_backward(Case *c) {
 }
 
 static int permute(Case *c) {
-    FusedMoePermute p = {.row_map = c->map, .D = c->s.D, .dtype = c->dtype};
+    FusedMoePermute p = {.row_map = c->map, .D = width(c->s.D), .dtype = c->dtype};
     p.x = values(c->dtype, c->map.T * p.D);
     p.rows = output(c->map.R * p.D * c->elem);
     return fused_moe_cpu_permute(&p);
 }
 
 static int unpermute(Case *c) {
-    FusedMoeUnpermute p = {.row_map = c->map, .D = c->s.D, .dtype = c->dtype};
+    FusedMoeUnpermute p = {.row_map = c->map, .D = width(c->s.D), .dtype = c->dtype};
     p.rows = values(c->dtype, c->map.R * p.D);
     p.scores = option() ? values(c->scores, c->map.T * c->map.K) : NULL;
     p.out = output(c->map.T * p.D * c->elem);
@@ -363,7 +368,7 @@ static int unpermute(Case *c) {
 }
 
 static int unpermute_backward(Case *c) {
-    FusedMoeUnpermuteBackward p = {.row_map = c->map, .D = c->s.D, .dtype = c->dtype};
+    FusedMoeUnpermuteBackward p = {.row_map = c->map, .D = width(c->s.D), .dtype = c->dtype};
     p.dout = values(c->dtype, c->map.T * p.D);
     p.rows = values(c->dtype, c->map.R * p.D);
     p.scores = option() ? values(c->scores, c->map.T * c->map.K) : NULL;
@@ -442,7 +447,7 @@ static int bias_grad(Case *c) {
     FusedMoeRowMap map = option() ? c->map : grouped_rows(c->map);
     FusedMoeBiasGrad p = {
         .offs = map.offs, .R = map.R, .T = map.T, .K = map.K, .E = map.E, .dtype = c->dtype};
-    p.N = c->s.D;
+    p.N = width(c->s.D);
     p.rows = values(c->dtype, p.T * p.N);
     p.row_token = map.row_token, p.row_slot = map.row_slot;
     p.scores = map.row_token && option() ? values(c->scores, p.T * p.K) : NULL;
@@ -451,24 +456,24 @@ static int bias_grad(Case *c) {
 }
 
 /* h and up of the case's layout. */
-static void draw_activated(Case *c, const void **h, const void **up) {
+static void draw_activated(Case *c, int64_t F, const void **h, const void **up) {
     bool separate = c->layout == FUSED_MOE_SEPARATE;
-    *h = values(c->dtype, c->map.R * (separate ? c->s.F : fm_h_width(c->layout, c->s.F)));
-    *up = separate ? values(c->dtype, c->map.R * c->s.F) : NULL;
+    *h = values(c->dtype, c->map.R * (separate ? F : fm_h_width(c->layout, F)));
+    *up = separate ? values(c->dtype, c->map.R * F) : NULL;
 }
 
 static int activate(Case *c) {
-    FusedMoeActivate p = {.R = c->map.R, .F = c->s.F, .layout = c->layout, .dtype = c->dtype};
+    FusedMoeActivate p = {.R = c->map.R, .F = width(c->s.F), .layout = c->layout, .dtype = c->dtype};
     p.activation = (FusedMoeActivation){draw(FUSED_MOE_NUM_ACTIVATIONS), 1.702, 0.5};
-    draw_activated(c, &p.h, &p.up);
+    draw_activated(c, p.F, &p.h, &p.up);
     p.a = output(p.R * p.F * c->elem);
     return fused_moe_cpu_activate(&p);
 }
 
 static int activate_backward(Case *c) {
-    FusedMoeActivateBackward p = {.R = c->map.R, .F = c->s.F, .layout = c->layout, .dtype = c->dtype};
+    FusedMoeActivateBackward p = {.R = c->map.R, .F = width(c->s.F), .layout = c->layout, .dtype = c->dtype};
     p.activation = (FusedMoeActivation){draw(FUSED_MOE_NUM_ACTIVATIONS), 1.702, 0.5};
-    draw_activated(c, &p.h, &p.up);
+    draw_activated(c, p.F, &p.h, &p.up);
     p.da = values(c->dtype, p.R * p.F);
     p.dh = output(p.R * (p.up ? p.F : fm_h_width(p.layout, p.F)) * c->elem);
     p.dup = p.up ? output(p.R * p.F * c->elem) : NULL;
