@@ -209,7 +209,9 @@ def assert_models_agree(ours: nn.Module, eager: nn.Module, ids) -> None:
 
 
 def views(experts: nn.Module) -> list[QuantizedWeight]:
-    return [made for _, _, made in experts._fused_moe_weights.values()]
+    """What is kept beside the parameters."""
+    kept = getattr(experts, "_fused_moe_weights", None)
+    return [] if kept is None else list(kept.weights.values())
 
 
 LARGER_TILES = 1.03  # with zero points of int4, which checkpoints pack: two per byte
@@ -268,9 +270,9 @@ def test_weights_stay_packed(device, tmp_path, kind):
         codes = {"fp8_block": "", "mxfp4": "_blocks"}.get(kind, "_packed")
         for name in ("gate_up_proj", "down_proj"):
             if name in kept_in_tiles(experts):
-                assert name not in experts._fused_moe_weights
+                assert not views(experts)
                 continue
-            w = experts._fused_moe_weights[name][2]
+            w = experts._fused_moe_weights.weights[name]
             parameter = getattr(experts, name + codes)
             assert w.data.data_ptr() == parameter.data_ptr() and w.data.nbytes == parameter.nbytes
         if kind != "fp8_block":
@@ -341,7 +343,7 @@ def test_replaced_parameters(device, tmp_path, kind):
         kept = views(experts)
         assert not (experts(*call) - expected).count_nonzero() and views(experts)[0] is kept[0]
         copied = copy.deepcopy(experts)
-        assert not copied._fused_moe_weights
+        assert not views(copied)
         assert torch.equal(copied(*call), expected)
         name = next(
             n
@@ -381,13 +383,13 @@ def test_tiles_take_the_parameters_place(cpu, tmp_path, kind):
     expected = model(ids).logits
     packed_bytes = sum(p.nbytes for n, p in model.named_parameters() if ".experts." in n)
     assert all(len(views(experts)) == 2 for _, experts in experts_of(model))
-    for parameter in model.parameters():
-        parameter.data = parameter.data.clone()  # as `.to` another device does
+    model.to("cpu")  # as from another device
+    assert not any(views(experts) for _, experts in experts_of(model))
     with pytest.MonkeyPatch.context() as gpu:
         gpu.setattr(tiles, "are_read_on", lambda device: True)
         hold_tiles(model)
         for _, experts in experts_of(model):
-            assert not experts._fused_moe_weights and len(kept_in_tiles(experts)) == 2
+            assert not views(experts) and len(kept_in_tiles(experts)) == 2
             own = [n for n, _ in experts.named_parameters(recurse=False)]
             assert all(n.endswith(("bias", "_shape")) for n in own), own
         tiled_bytes = sum(p.nbytes for n, p in model.named_parameters() if ".experts." in n)
@@ -434,7 +436,7 @@ def test_offloaded_experts(cpu, tmp_path):
         for _ in range(2):
             torch.testing.assert_close(model(ids).logits, eager(ids).logits, atol=1e-4, rtol=1e-4)
     (_, here), (_, offloaded) = experts_of(model)
-    assert here._fused_moe_weights and not offloaded._fused_moe_weights
+    assert views(here) and not views(offloaded)
     assert offloaded.down_proj_blocks.is_meta
 
 
@@ -673,6 +675,167 @@ def test_fp8_experts_that_hold_16_bits(device):
     found = experts(*call)
     experts.config._experts_implementation = "eager"
     assert_near(found, experts(*call), slack=64)
+
+
+# --- writes into parameters -------------------------------------------------------------------------------
+
+
+def written_by_copy(experts: nn.Module, state: dict) -> None:
+    with torch.no_grad():
+        for name, parameter in experts.named_parameters():
+            parameter.copy_(state[name])
+
+
+def written_in_inference_mode(experts: nn.Module, state: dict) -> None:
+    with torch.inference_mode():
+        for name, parameter in experts.named_parameters():
+            parameter.copy_(state[name])
+
+
+def written_through_data(experts: nn.Module, state: dict) -> None:
+    for name, parameter in experts.named_parameters():
+        parameter.data.copy_(state[name])
+
+
+def given_new_memory(experts: nn.Module, state: dict) -> None:
+    for name, parameter in experts.named_parameters():
+        parameter.data = state[name].clone()
+
+
+WRITES = {
+    "loaded": lambda experts, state: experts.load_state_dict(state),
+    "assigned": lambda experts, state: experts.load_state_dict(copy.deepcopy(state), assign=True),
+    "copy_": written_by_copy,
+    "copy_ in inference mode": written_in_inference_mode,
+    ".data.copy_": written_through_data,
+    ".data =": given_new_memory,
+}
+ALL_WRITES = pytest.mark.parametrize("write", WRITES)
+STORED = (*CHECKPOINTS, "scales of bf16", "scales of e8m0", "codes of e2m1")
+ALL_STORED = pytest.mark.parametrize("kind", STORED)
+
+
+def stored_experts(kind: str, folder, device) -> tuple[nn.Module, tuple]:
+    """Experts whose parameters a checkpoint stores, of every dtype of scales, and arguments for them."""
+    if kind in CHECKPOINTS:
+        return packed_call(kind, folder, device)
+    experts = fp8_experts(device, **SUPPORTED.get(kind, {}))
+    if kind == "scales of bf16":
+        for name in ("gate_up_proj_scale_inv", "down_proj_scale_inv"):
+            scale = nn.Parameter(getattr(experts, name).bfloat16(), requires_grad=False)
+            setattr(experts, name, scale)
+    return experts, fp8_call(device)
+
+
+def other_state(experts: nn.Module) -> dict:
+    """Another state_dict: each expert has the weights of its neighbour, whose scales differ, too."""
+    return {name: tensor.roll(1, 0) for name, tensor in experts.state_dict().items()}
+
+
+def skip_tiles(experts: nn.Module, write: str) -> None:
+    if kept_in_tiles(experts) and write not in ("loaded", "assigned"):
+        pytest.skip("tiles have taken the parameters' place; load_state_dict alone writes them")
+
+
+@ALL_STORED
+@ALL_WRITES
+@torch.no_grad()
+def test_writes_are_seen(device, tmp_path, kind, write):
+    """Three updates of a model that runs: the bits of a fresh load, whoever writes, and however."""
+    experts, call = stored_experts(kind, tmp_path, device)
+    before, fresh = experts(*call), copy.deepcopy(experts)
+    skip_tiles(experts, write)
+    for _ in range(3):
+        state = other_state(fresh)
+        fresh = copy.deepcopy(fresh)  # which keeps nothing beside its parameters
+        fresh.load_state_dict(state)
+        WRITES[write](experts, state)
+        if write == ".data.copy_" and kind == "int4, zero points":
+            fused_moe.refresh_weights(experts)
+        found = experts(*call)
+        assert torch.equal(found, fresh(*call)) and not torch.equal(found, before)
+        assert_same_bits(bits(experts.state_dict()), bits(state))
+
+
+def bits(state: dict) -> dict:
+    return {name: tensor.view(torch.uint8) for name, tensor in state.items()}
+
+
+@ALL_STORED
+@torch.no_grad()
+def test_compiled_experts_see_writes(device, tmp_path, kind):
+    """Those that move no version, too."""
+    experts, call = stored_experts(kind, tmp_path, device)
+    before, fresh = experts(*call), copy.deepcopy(experts)
+    skip_tiles(experts, ".data.copy_")
+    state = other_state(experts)
+    fresh.load_state_dict(state)
+    try:
+        compiled = torch.compile(experts, fullgraph=True, backend="aot_eager")
+        assert torch.equal(compiled(*call), before)
+        written_through_data(experts, state)
+        assert torch.equal(compiled(*call), fresh(*call))
+    finally:
+        torch._dynamo.reset()
+
+
+@torch.no_grad()
+def test_refresh_weights_of_checkpoints(device, tmp_path):
+    """It unpacks zero points into the memory that they have, of parameters without versions, too."""
+    experts, call = packed_call("int4, zero points", tmp_path, device)
+    with torch.inference_mode():  # parameters without versions
+        for name, parameter in list(experts.named_parameters()):
+            setattr(experts, name, nn.Parameter(parameter.clone(), requires_grad=False))
+        experts(*call)
+    fresh, state = copy.deepcopy(experts), other_state(experts)
+    fresh.load_state_dict(state)
+    written_in_inference_mode(experts, state)
+    zeros = [w.zero for w in views(experts)]
+    addresses = [zero.data_ptr() for zero in zeros]
+    fused_moe.refresh_weights(nn.Sequential(experts))
+    assert torch.equal(experts(*call), fresh(*call))
+    assert [w.zero.data_ptr() for w in views(experts)] == addresses
+
+
+@ALL_STORED
+def test_backward_after_a_write(device, tmp_path, kind):
+    """Weights that were written are refused by the backward of an earlier forward, as those of nn.Linear."""
+    experts, (x, ids, scores) = stored_experts(kind, tmp_path, device)
+    x.requires_grad_()
+    experts(x, ids, scores)
+    skip_tiles(experts, "copy_")
+    out = experts(x, ids, scores)
+    written_by_copy(experts, other_state(experts))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+    experts(x, ids, scores).sum().backward()
+    assert x.grad.count_nonzero()
+
+
+@ALL_STORED
+@torch.no_grad()
+def test_moving_a_model_frees_what_is_kept(device, tmp_path, kind):
+    """Nothing of the experts stays on the device that they leave, nor is anything kept twice there."""
+    experts, call = stored_experts(kind, tmp_path, "cpu")
+    call = [t.to(device) for t in call]
+    for move in (lambda: experts.to(device), lambda: written_to(experts, device)):
+        experts.cpu()
+        used = torch.cuda.memory_allocated() if device.type == "cuda" else 0
+        move()
+        expected = experts(*call)
+        seen = [weakref.ref(w) for w in views(experts)]
+        assert torch.equal(experts(*call), expected)
+        del expected
+        experts.to("cpu")
+        assert not any(w() is not None for w in seen)
+        if device.type == "cuda":
+            assert torch.cuda.memory_allocated() <= used
+
+
+def written_to(experts: nn.Module, device) -> None:
+    """Moves the parameters as accelerate does, without the module's knowledge."""
+    for parameter in experts.parameters():
+        parameter.data = parameter.data.to(device)
 
 
 # --- quantize_experts -------------------------------------------------------------------------------------

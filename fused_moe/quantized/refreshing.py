@@ -7,7 +7,7 @@ from torch import nn
 from ..checks import fail
 from .weight import QuantizedWeight
 
-# A module's attribute: an object whose `refresh(module)` makes anew what is kept beside its parameters.
+# The name of a module's child whose `refresh(module)` makes anew what is kept beside the module's parameters.
 KEPT = "_fused_moe_weights"
 
 
@@ -30,6 +30,6 @@ def refresh_weights(module: nn.Module) -> None:
     for part in module.modules():
         if isinstance(part, QuantizedWeight):
             part.refresh()
-        kept = vars(part).get(KEPT)
+        kept = part._modules.get(KEPT)
         if kept is not None:
             kept.refresh(part)

@@ -351,7 +351,7 @@ class QuantizedWeight(nn.Module):
         # They are other tensors inside torch.func.functional_call.
         if any(tile is not packed for tile, (packed, _) in zip(now, self._packed_of, strict=True)):
             return False
-        if any(_written(tile) != state for tile, state in self._packed_of):
+        if any(write_state(tile) != state for tile, state in self._packed_of):
             self._pack_transposed()
         return True
 
@@ -368,7 +368,7 @@ class QuantizedWeight(nn.Module):
                     out = _if_on(tensor.device, getattr(self, name))
                     tensor = convert(self.format, tensor, self.shape, out)
                 setattr(self, name, tensor)
-        self._packed_of = [(t, _written(t)) for t in self._stored()]
+        self._packed_of = [(t, write_state(t)) for t in self._stored()]
 
     def _apply(self, fn, recurse=True):
         """As nn.Module, but codes and scales keep their dtypes: fn gets their bytes."""
@@ -381,7 +381,7 @@ class QuantizedWeight(nn.Module):
                 tensor = getattr(self, name) if has_packing else None
                 setattr(self, name, None if tensor is None else _applied(fn, tensor))
             if has_packing:
-                self._packed_of = [(t, _written(t)) for t in self._stored()]
+                self._packed_of = [(t, write_state(t)) for t in self._stored()]
         self._arrange()
         return self
 
@@ -458,7 +458,7 @@ class QuantizedWeight(nn.Module):
             self._parameters[names[key]] = tensor
 
 
-def _written(tensor: Tensor) -> tuple:
+def write_state(tensor: Tensor) -> tuple:
     """What tells that a tensor was written, or given other memory. Writes through `.data` do not show."""
     version = 0 if tensor.is_inference() else tensor._version
     return version, tensor.data_ptr() if type(tensor) is nn.Parameter else 0

@@ -9,8 +9,8 @@ The model keeps its router, shared experts and checkpoint; only the computation 
 replaced. Their parameters are used in place: packed in halves or interleaved, transposed or not, quantised or
 not. No step copies a weight. Quantised ones are arranged as tiles once, on GPUs whose kernels read those. The
 module tells what its experts compute: the flags that transformers' decorator sets, the gate function and the
-activation. Experts with a gate, an activation, a norm or a storage that no kernel supports run as transformers
-would choose without us, and a warning says so once.
+activation. Experts with a gate, an activation, a norm or a storage that no kernel supports run as they would
+without us, and a warning says so once.
 
 Three things keep quantised experts packed. `experts_forward` reads the parameters of FP8Experts. The
 quantizers registered here load MXFP4 and int4 experts as the checkpoint stores them, where transformers would

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import operator
-
 import torch
 from torch import Tensor, nn
 from transformers.integrations.finegrained_fp8 import FP8Experts
 
 from ..checks import fail
 from ..quantized import QuantizedWeight, formats, from_fp8_block, from_mxfp4
+from ..quantized.refreshing import KEPT
+from ..quantized.weight import write_state
 
 NAME = "fused_moe"
 
@@ -23,40 +23,36 @@ def first_name(experts: nn.Module) -> str:
 
 
 def weight_of(experts: nn.Module, name: str) -> Tensor | QuantizedWeight:
-    """A weight as fused_experts takes it. Parameters that are codes and scales become a QuantizedWeight once.
-    It has their memory and is kept beside them, where no state_dict sees it; or it is tiled and takes their
-    place."""
+    """A weight as fused_experts takes it. Parameters that are codes and scales become a QuantizedWeight once:
+    one that reads them at each call and is kept beside them, where no state_dict sees it; or it is tiled and
+    takes their place."""
     w = getattr(experts, name, None)
     if isinstance(w, QuantizedWeight) or (w is not None and w.element_size() > 1):
         return w
-    own = experts._parameters
-    sources = [own[name + part] for part in PARTS if own.get(name + part) is not None]
-    # `.to(device)` keeps a parameter and replaces its memory. Traced code can only ask for the device.
-    places = [p.device if torch.compiler.is_compiling() else p.data_ptr() for p in sources]
-    kept = experts.__dict__.setdefault("_fused_moe_weights", _Kept())
-    if name in kept:
-        kept_sources, kept_places, made = kept[name]
-        if torch.compiler.is_compiling():
-            kept_places = [made.device] * len(sources)
-        same = len(sources) == len(kept_sources) and all(map(operator.is_, sources, kept_sources))
-        if same and places == kept_places:
-            return made
-    with torch.inference_mode(False):  # converted scales may be saved for backward later
-        made = _made(own, name)
-    # accelerate's hook takes offloaded parameters away after the call, and nothing should hold their memory.
-    # Tiles of such parameters are made for each call.
-    if getattr(getattr(experts, "_hf_hook", None), "offload", False):
-        return made
-    if made.is_tiled:
-        kept.pop(name, None)
-        _replace_parameters(experts, name, made)
-    else:
-        kept[name] = sources, places, made
-    return made
+    kept = experts._modules.get(KEPT)
+    w = None if kept is None else kept.weights.get(name)
+    return w if w is not None and w.is_of(experts._parameters) else _make(experts, name)
 
 
-class _Kept(dict):
-    """{name: (parameters, addresses, QuantizedWeight)}, which a copy of the module makes anew."""
+# --- parameters that are read as they are -----------------------------------------------------------------
+
+
+class _Kept(nn.Module):
+    """What is kept beside the parameters of experts: {name: weight}. It is a module, without parameters, so
+    that moving the experts to another device frees it. A copy of the experts makes its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.weights: dict[str, _Stored] = {}
+
+    def refresh(self, experts: nn.Module) -> None:
+        """As `fused_moe.refresh_weights` asks."""
+        for w in self.weights.values():
+            w.refresh()
+
+    def _apply(self, fn, recurse=True):
+        self.weights.clear()
+        return self
 
     def __deepcopy__(self, memo):
         return _Kept()
@@ -64,21 +60,110 @@ class _Kept(dict):
     def __reduce__(self):
         return _Kept, ()
 
-    def refresh(self, experts: nn.Module) -> None:
-        """As `fused_moe.refresh_weights` asks: the next call makes them anew."""
-        self.clear()
+
+class _Stored(QuantizedWeight):
+    """A weight that reads parameters of experts, whatever a checkpoint stores, at each call. So it is right
+    whoever has written them. Zero points alone, two of which are in a byte there, are kept as operators take
+    them. They are unpacked again where a parameter's version or memory shows that it was written, in compiled
+    code at each call, and by `fused_moe.refresh_weights`."""
+
+    def __init__(self, made: QuantizedWeight, sources: dict[str, nn.Parameter]):
+        nn.Module.__init__(self)
+        vars(self).update(vars(made) | {"_parameters": {}})
+        self._sources = sources  # by their names in the experts, whose parameters they remain
+        vars(self).update(zip(("_data", "_scale", "_words"), (*sources.values(), None), strict=False))
+        self._made_on = made.device
+        self._dtypes = made.data.dtype, made.scale.dtype
+        self._zero, self._zero_state = None, None
+
+    def is_of(self, own: dict[str, nn.Parameter]) -> bool:
+        """Whether these are the parameters of the experts, still on the device where they make no tiles."""
+        same = all(own.get(key) is source for key, source in self._sources.items())
+        return same and self._scale.device == self._made_on
+
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor | None]:
+        return self._published("data"), self._published("scale"), self._published("zero")
+
+    def refresh(self) -> None:
+        if self._words is not None:
+            self._unpack_zero()
+
+    def _of(self, name: str) -> Tensor | None:
+        """For checks: of the shape that a parameter of a QuantizedWeight has."""
+        if name == "scale":
+            return self._scale
+        if name == "zero":
+            return self._unpacked_zero()
+        is_flat = self.format == "mxfp4" and self._data.dim() == 3  # of FP8Experts
+        return self._data.unflatten(-1, (-1, formats.MX_GROUP // 2)) if is_flat else self._data
+
+    def _published(self, name: str) -> Tensor | None:
+        """This is what operators take, too, as it is never tiled."""
+        if name == "zero":
+            return self._unpacked_zero()
+        stored, dtype = (self._data, self._dtypes[0]) if name == "data" else (self._scale, self._dtypes[1])
+        stored = stored.detach() if stored.requires_grad else stored
+        if stored.dtype != dtype:
+            # Scales of blocks of 128 x 128 are few, and float32 here. Others are the same bytes.
+            stored = stored.to(dtype) if dtype == torch.float32 else stored.view(dtype)
+        return stored.flatten(-2) if stored.dim() == 4 else stored
+
+    def _unpacked_zero(self) -> Tensor | None:
+        words = self._words
+        if words is None or torch.compiler.is_compiling():
+            return None if words is None else _signed_zero(words, self.shape[1])
+        if self._zero is None or write_state(words) != self._zero_state:
+            self._unpack_zero()
+        return self._zero
+
+    def _unpack_zero(self) -> None:
+        """Into the memory that there is, which a CUDA graph may read."""
+        words, zero = self._words, self._zero
+        with torch.inference_mode(False), torch.no_grad():  # or backward could not use what is made here
+            found = _signed_zero(words, self.shape[1])
+            if zero is not None and zero.device == found.device:
+                zero.copy_(found)
+            else:
+                self._zero = found
+        self._zero_state = write_state(words)
+
+
+def _signed_zero(words: Tensor, rows: int) -> Tensor:
+    return formats.unpack_rows(words, rows).to(torch.int8) - formats.INT4_OFFSET
 
 
 @torch.compiler.disable(reason="call a model with quantised experts once before it is compiled as one graph")
+def _make(experts: nn.Module, name: str) -> QuantizedWeight:
+    own = experts._parameters
+    sources = {name + part: own[name + part] for part in PARTS if own.get(name + part) is not None}
+    with torch.inference_mode(False):
+        made = _made(own, name)
+    # accelerate's hook takes offloaded parameters away after the call, and nothing should hold their memory.
+    # What is made of such parameters is made for each call, tiles too.
+    if getattr(getattr(experts, "_hf_hook", None), "offload", False):
+        return made
+    if made.is_tiled:
+        if KEPT in experts._modules:
+            experts._modules[KEPT].weights.pop(name, None)
+        _replace_parameters(experts, name, made)
+        return made
+    if not all(p.is_contiguous() for p in sources.values()):
+        return made  # copies, which are made for each call
+    if KEPT not in experts._modules:
+        experts.add_module(KEPT, _Kept())
+    experts._modules[KEPT].weights[name] = w = _Stored(made, sources)
+    return w
+
+
 def _made(own: dict, name: str) -> QuantizedWeight:
-    """Made outside of any graph, which cannot make the parameters of a QuantizedWeight."""
     if f"{name}_blocks" in own:
         return from_mxfp4(own, name)
     if f"{name}_packed" in own:
         codes, scale, zero = own[f"{name}_packed"].view(torch.uint8), own[f"{name}_scale"], None
         E, rows, width = codes.shape
         if f"{name}_zero_point" in own:
-            zero = formats.unpack_rows(own[f"{name}_zero_point"], rows).to(torch.int8) - formats.INT4_OFFSET
+            zero = _signed_zero(own[f"{name}_zero_point"], rows)
         return QuantizedWeight(codes, scale, zero, format="int4", shape=(E, rows, 2 * width))
     codes, scale = own[name], own[f"{name}_scale_inv"]
     if codes.dtype == torch.int8:  # two e2m1 codes per byte
@@ -91,7 +176,6 @@ def _made(own: dict, name: str) -> QuantizedWeight:
 # --- tiles in place of parameters -------------------------------------------------------------------------
 
 
-@torch.compiler.disable(reason="call a model with quantised experts once before it is compiled as one graph")
 def _replace_parameters(experts: nn.Module, name: str, made: QuantizedWeight) -> None:
     """Makes a tiled weight a part of the module, in place of the parameters that it was made of, so that only
     one of the two is in memory. Hooks keep the state_dict as it was."""
@@ -109,15 +193,16 @@ def _replace_parameters(experts: nn.Module, name: str, made: QuantizedWeight) ->
 def _publish(experts: nn.Module, state_dict: dict, prefix: str, _) -> None:
     """A hook after state_dict: the tensors of a QuantizedWeight as the parameters in whose place it is."""
     for name, parts in experts._fused_moe_parts.items():
-        own = [n for n, _ in getattr(experts, name).named_parameters()]
+        w = getattr(experts, name)
+        own = [n for n, _ in w.named_parameters()]
         for (part, (dtype, shape)), n in zip(parts.items(), own, strict=True):
             tensor = state_dict.pop(f"{prefix}{name}.{n}")
             if part == "_zero_point":
                 tensor = formats.pack_rows((tensor + formats.INT4_OFFSET).to(torch.uint8))
             # FP8Experts have other dtypes for our bytes, and narrower ones for scales that are float32 here.
             same_size = tensor.element_size() == dtype.itemsize
-            tensor = tensor.view(dtype) if same_size else tensor.to(dtype)
-            state_dict[f"{prefix}{name}{part}"] = tensor.view(shape)
+            tensor = (tensor.view(dtype) if same_size else tensor.to(dtype)).view(shape)
+            state_dict[f"{prefix}{name}{part}"] = w._copies.give(n, tensor)
 
 
 def _take_published(experts: nn.Module, state_dict: dict, prefix: str, *_) -> None:
