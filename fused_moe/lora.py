@@ -145,10 +145,14 @@ class Adapters(nn.Module):
 
     def reset_parameters(self) -> None:
         """As PEFT: a as nn.Linear, b zero, so that nothing changes at first."""
-        for name in LoRA._fields:
-            value = getattr(self, name, None)
-            if isinstance(value, Tensor):
-                reset_uniform(self, name, 1 / math.sqrt(value.size(2)) if name[0] == "a" else 0.0)
+        for name, value in self._adapters().items():
+            reset_uniform(self, name, 1 / math.sqrt(value.size(2)) if name[0] == "a" else 0.0)
+
+    def _adapters(self) -> dict[str, Tensor]:
+        """The adapters by name. Pruned and parametrised ones are attributes, not parameters."""
+        own = self._parameters
+        found = {name: own[name] if name in own else getattr(self, name, None) for name in LoRA._fields[:-1]}
+        return {name: tensor for name, tensor in found.items() if tensor is not None}
 
     @torch.no_grad()
     def load(self, lora: LoRA) -> None:
@@ -195,7 +199,7 @@ class Adapters(nn.Module):
             own = _stored(self.scale, torch.device("cpu")).to(stored.dtype)  # a file may be cast to 16 bits
             has_value = not (stored.is_meta or isinstance(stored, FakeTensor))
             if has_value and own.item() != stored.item():
-                rank = next(self.parameters()).size(1)
+                rank = next(t.size(1) for name, t in self._adapters().items() if name[0] == "a")
                 expected, found = (
                     f"alpha = {scale * rank:.6g} (scale {scale:.6g} at rank {rank})"
                     for scale in (self.scale, stored.item())
@@ -216,9 +220,9 @@ class Adapters(nn.Module):
         )
 
     def forward(self) -> LoRA:
-        own = dict(self.named_parameters())
-        if is_altered(self):  # a hook after this call may take the parameters' memory away
-            own = {name: parameter.view_as(parameter) for name, parameter in own.items()}
+        own = self._adapters()
+        if is_altered(self):  # a hook after this call may take the adapters' memory away
+            own = {name: tensor.view_as(tensor) for name, tensor in own.items()}
         return LoRA(**own, scale=self.scale)
 
     def extra_repr(self) -> str:

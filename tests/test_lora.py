@@ -30,6 +30,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
 )
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn.utils import parametrize, prune
 
 from fused_moe import (
     FusedMoE,
@@ -432,6 +433,34 @@ def test_parameters_are_initialised_again(device):
         torch.nn.init.constant_(parameter, 7)
     moe.reset_parameters()
     assert not moe.experts.lora.b1.any() and 0 < moe.experts.lora.a1.abs().max() < 1
+
+
+class Doubled(torch.nn.Module):
+    def forward(self, a):
+        return 2 * a
+
+
+@pytest.mark.parametrize("alter", ("pruned", "parametrised"))
+def test_altered_adapters(device, alter):
+    """Pruned or parametrised, a layer computes with what the attribute is, and gradients reach its source."""
+    moe, x = trained_layer(device), batch(device)
+    expected, lora = copy.deepcopy(moe), moe.experts.lora
+    if alter == "pruned":
+        prune.random_unstructured(lora, "a1", 0.5)
+        factor, source = lora.a1_mask, lora.a1_orig
+    else:
+        parametrize.register_parametrization(lora, "a1", Doubled())
+        factor, source = 2, lora.parametrizations.a1.original
+    with torch.no_grad():
+        expected.experts.lora.a1 *= factor
+    out, same = moe(x), expected(x)
+    assert torch.equal(out, same)
+    dout = torch.randn_like(out)
+    out.backward(dout)
+    same.backward(dout)
+    assert source.grad.any() and torch.equal(source.grad, factor * expected.experts.lora.a1.grad)
+    with pytest.raises(RuntimeError, match=r"expected alpha = 16 \(.* rank 4\), found alpha = 6 "):
+        moe.load_state_dict(trained_layer(device, alpha=6).state_dict(), strict=False)
 
 
 def test_a_main_grad_of_frozen_weights_is_left_alone(device):
