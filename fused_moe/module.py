@@ -568,10 +568,14 @@ class FusedMoE(KeepsExpertBias, Counting):
     def load_report(self) -> LoadReport:
         """The load of each expert on this rank since the last `update_expert_bias`; `print` shows bars."""
         tokens = self.tokens_per_expert.detach()
-        tokens = torch.zeros_like(tokens, device="cpu") if tokens.is_meta else tokens.cpu()
+        tokens = (
+            torch.zeros_like(tokens, device="cpu")
+            if tokens.is_meta
+            else tokens.to("cpu", torch.int64, copy=True)
+        )
         total = tokens.sum().clamp_min(1)
         max_over_mean = int(tokens.max()) * self.num_experts / int(total)
-        return LoadReport(tokens.long(), tokens.float() / total, max_over_mean, int((tokens == 0).sum()))
+        return LoadReport(tokens, tokens.float() / total, max_over_mean, int((tokens == 0).sum()))
 
     def extra_repr(self) -> str:
         return f"load_balance_coeff={self.load_balance_coeff}" if self.load_balance_coeff else ""

@@ -590,6 +590,8 @@ def test_load_report(device):
     assert lines[1].split() == ["expert", "tokens", "share"]
     assert len(lines) == 6 and lines[2].split()[:3] == ["0", "6", "75.00%"]
     assert lines[2].count("#") > lines[4].count("#") > lines[3].count("#") == 0
+    layer.update_expert_bias()
+    assert report.tokens.tolist() == [6, 0, 2, 0]
 
 
 def test_load_report_before_any_token(device):
