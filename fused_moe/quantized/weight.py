@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
+
 import torch
 from torch import Tensor, nn
 
@@ -578,18 +580,25 @@ def _as_named(format: str, data: Tensor) -> Tensor:
 def _codes(format: str, named: Tensor) -> Tensor:
     """The inverse of `_as_named`, a view."""
     if format == "int4":
-        return _as_bytes(named)
+        return as_bytes(named)
     return named.flatten(-2) if format == "mxfp4" else named
 
 
-def _as_bytes(words: Tensor) -> Tensor:
+def as_bytes(words: Tensor) -> Tensor:
     """A view. TorchScript has no view of another dtype: to what torch.jit traces it is a constant."""
     if not torch.jit.is_tracing():
         return words.view(torch.uint8)
+    with untraced():
+        return words.view(torch.uint8)
+
+
+@contextmanager
+def untraced():
+    """torch.jit records nothing here: what is made is a constant of its graph."""
     state = torch._C._get_tracing_state()
     torch._C._set_tracing_state(None)
     try:
-        return words.view(torch.uint8)
+        yield
     finally:
         torch._C._set_tracing_state(state)
 

@@ -9,7 +9,7 @@ from transformers.integrations.finegrained_fp8 import FP8Experts
 from ..checks import fail
 from ..quantized import QuantizedWeight, formats, from_fp8_block, from_mxfp4
 from ..quantized.refreshing import KEPT
-from ..quantized.weight import write_state
+from ..quantized.weight import as_bytes, untraced, write_state
 
 NAME = "fused_moe"
 
@@ -106,7 +106,7 @@ class _Stored(QuantizedWeight):
         stored = stored.detach() if stored.requires_grad else stored
         if stored.dtype != dtype:
             # Scales of blocks of 128 x 128 are few, and float32 here. Others are the same bytes.
-            stored = stored.to(dtype) if dtype == torch.float32 else stored.view(dtype)
+            stored = stored.to(dtype) if dtype == torch.float32 else as_bytes(stored)
         return stored.flatten(-2) if stored.dim() == 4 else stored
 
     def _unpacked_zero(self) -> Tensor | None:
@@ -120,7 +120,11 @@ class _Stored(QuantizedWeight):
     def _unpack_zero(self) -> None:
         """Into the memory that there is, which a CUDA graph may read."""
         words, zero = self._words, self._zero
-        with torch.inference_mode(False), torch.no_grad():  # or backward could not use what is made here
+        with (
+            torch.inference_mode(False),
+            torch.no_grad(),
+            untraced(),
+        ):  # or backward could not use what is made here
             found = _signed_zero(words, self.shape[1])
             if zero is not None and zero.device == found.device:
                 zero.copy_(found)
@@ -137,7 +141,7 @@ def _signed_zero(words: Tensor, rows: int) -> Tensor:
 def _make(experts: nn.Module, name: str) -> QuantizedWeight:
     own = experts._parameters
     sources = {name + part: own[name + part] for part in PARTS if own.get(name + part) is not None}
-    with torch.inference_mode(False):
+    with torch.inference_mode(False), untraced():
         made = _made(own, name)
     # accelerate's hook takes offloaded parameters away after the call, and nothing should hold their memory.
     # What is made of such parameters is made for each call, tiles too.
