@@ -103,7 +103,7 @@ def process_group(device):
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize(("kind", "wrapper"), cells())
+@pytest.mark.parametrize(("kind", "wrapper"), list(cells()))
 def test_cell(request, device, tmp_path, kind, wrapper):
     for package in needs(kind, wrapper):
         if find_spec(package) is None:

@@ -221,11 +221,16 @@ def is_grads_batched(case):
 # --- compilers --------------------------------------------------------------------------------------------
 
 
+def called(case) -> nn.Module:
+    """The layer after a call: packed experts of transformers arrange their weights in the first one."""
+    with torch.no_grad():
+        case.call(case.x, case.layer.eval())
+    return case.layer
+
+
 def compiled(case, backend):
     torch._dynamo.reset()
-    with torch.no_grad():
-        case.call(case.x[:0] if not case.given else case.x, case.layer.eval())
-    run = torch.compile(case.layer.train(), fullgraph=True, backend=backend)
+    run = torch.compile(called(case).train(), fullgraph=True, backend=backend)
     case.check(case.train(partial(case.call, layer=run)))
     case.check_count()
     torch._dynamo.reset()
@@ -256,7 +261,7 @@ class Positional(nn.Module):
 def jit_trace(case):
     """Traced, with its check, on fewer tokens than it is called with; saved and loaded."""
     few = case.given_of(FEW)
-    layer = Positional(case.layer.eval(), tuple(few))
+    layer = Positional(called(case), tuple(few))
     traced = torch.jit.trace(layer, (case.x[: len(FEW)], *few.values()))
     case.check(case.train(lambda x: traced(x, *case.given.values())))
     file = io.BytesIO()
@@ -268,7 +273,7 @@ def jit_trace(case):
 @wrapper("export", "`torch.export`")
 def export(case):
     """Saved, loaded, and run with and without gradients on other numbers of tokens."""
-    layer, given = case.layer.eval(), case.given_of(FEW)
+    layer, given = called(case), case.given_of(FEW)
     dynamic = {name: {0: torch.export.Dim.AUTO} if t.dim() else None for name, t in given.items()}
     dynamic = {"x": {0: torch.export.Dim.AUTO}, **dynamic}
     file = io.BytesIO()
@@ -496,11 +501,11 @@ def safetensors(case):
     "accelerate offload", "`accelerate.cpu_offload`, `disk_offload`", STATE, each=True, needs="accelerate"
 )
 def accelerate_offload(case):
-    """Parameters, which are on meta after each call, get no gradient there."""
+    """Of a layer on the CPU. Parameters, which are on meta after each call, get no gradient there."""
     import accelerate
 
     def run(offload):
-        layer = offload(case.make(), case.device)
+        layer = offload(case.kind.make(), case.device)
         for _ in range(2):
             x = case.x.detach().requires_grad_()
             out = case.call(x, layer)
@@ -584,11 +589,17 @@ def copy_in_inference_mode(to: nn.Module, trainer: nn.Module) -> None:
 def weight_sync(case):
     """Bits of a fresh layer after every update, whichever way values come; packed, and in tiles."""
 
+    def trainer_of(step):
+        """It has run, so its weights are arranged as the layer's."""
+        trainer = case.make(step)
+        case.train(layer=trainer)
+        return trainer
+
     def run(write):
         layer = case.make()
         case.train(layer=layer)
         for step in (1, 2, 3):
-            write(layer, case.make(step))
+            write(layer, trainer_of(step))
             case.check_bits(case.train(layer=layer), step)
 
     def run_tiles(write):
