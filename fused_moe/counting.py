@@ -39,8 +39,11 @@ class Counting(nn.Module):
         """For those who move parameters and buffers only: `fully_shard`, and load_state_dict(assign=True),
         which leaves the rest on meta."""
         total = getattr(self, name)
-        with _plain_tensors():
-            total = torch.zeros_like(total, device=device) if total.is_meta else total.to(device)
+        if torch.compiler.is_compiling():
+            total = _start_op(None if total.is_meta else total, total.shape, total.dtype, device)
+        else:
+            with _plain_tensors():
+                total = _start(None if total.is_meta else total, total.shape, total.dtype, device)
         setattr(self, name, total)
         return total
 
@@ -65,9 +68,8 @@ class Counting(nn.Module):
 def _plain_tensors() -> ExitStack:
     """A counter outlives the call that moves it: it is no tensor of inference mode or of a transform."""
     stack = ExitStack()
-    if not torch.compiler.is_compiling():
-        stack.enter_context(temporarily_clear_interpreter_stack())
-        stack.enter_context(torch.inference_mode(False))
+    stack.enter_context(temporarily_clear_interpreter_stack())
+    stack.enter_context(torch.inference_mode(False))
     return stack
 
 
@@ -79,6 +81,13 @@ def _is_recomputing() -> bool:
 def _add(total: Tensor, amount: Tensor) -> None:
     if not _is_recomputing():
         total.add_(amount)
+
+
+def _start(total: Tensor | None, shape, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A counter on a device: a copy of total, or zeros."""
+    with torch.inference_mode(False):
+        new = torch.zeros(shape, dtype=dtype, device=device)
+    return new if total is None else new.copy_(total)
 
 
 def _add_batched(info, in_dims, total: Tensor, amount: Tensor):
@@ -95,11 +104,22 @@ def _add_batched(info, in_dims, total: Tensor, amount: Tensor):
 
 # In a compiled graph whether forward is recomputed is known at run time only, and torch.func refuses add_ on
 # a tensor from outside. Both call an operator. A CUDA graph would replay the answer of its recording, and
-# mode="reduce-overhead" takes what a graph writes for an output, which the next step overwrites: the operator
-# is between two graphs, so that no graph has a counter.
+# mode="reduce-overhead" takes what a graph writes for an output, which the next step overwrites: operators on
+# counters are between two graphs, so that no graph has a counter.
 _library = torch.library.Library("fused_moe_counting", "DEF")
 _library.define("add(Tensor(a!) total, Tensor amount) -> ()", tags=torch.Tag.cudagraph_unsafe)
 _library.impl("add", _add, "CompositeExplicitAutograd")
 torch.library.register_fake("fused_moe_counting::add", lambda total, amount: None, lib=_library)
 torch.library.register_vmap("fused_moe_counting::add", _add_batched, lib=_library)
 _op = torch.ops.fused_moe_counting.add.default
+_library.define(
+    "start(Tensor? total, SymInt[] shape, ScalarType dtype, Device device) -> Tensor",
+    tags=torch.Tag.cudagraph_unsafe,
+)
+_library.impl("start", _start, "CompositeExplicitAutograd")
+torch.library.register_fake(
+    "fused_moe_counting::start",
+    lambda total, shape, dtype, device: torch.empty(shape, dtype=dtype, device=device),
+    lib=_library,
+)
+_start_op = torch.ops.fused_moe_counting.start.default

@@ -131,7 +131,9 @@ def test_no_cuda_graph_has_a_counter(device):
     run = torch.compile(module, fullgraph=True, backend=aot_autograd(fw_compiler=record, bw_compiler=record))
     run(torch.randn(5, 8, device=device)).sum().backward()
     ours = torch.ops.fused_moe_counting.add.default
-    assert torch.Tag.cudagraph_unsafe in ours.tags
+    assert all(
+        torch.Tag.cudagraph_unsafe in op.tags for op in (ours, torch.ops.fused_moe_counting.start.default)
+    )
     forward, backward = graphs
     (count,) = [n for n in forward.nodes if ours in (n.target, *n.args)]
     (counter,) = [n for n in count.all_input_nodes if n.op == "placeholder"]
@@ -230,6 +232,23 @@ def test_a_counter_on_meta(device):
     layer = assigned(load_balance_coeff=1e-3)
     layer.update_expert_bias()
     assert not layer.expert_bias.is_meta and not layer.tokens_per_expert.is_meta
+
+
+@pytest.mark.parametrize("backend", ("eager", "aot_eager", "inductor"))
+def test_a_compiled_step_moves_a_counter(device, backend):
+    """It is no output of what inductor would record as a CUDA graph: the operator that made it is outside."""
+    torch._dynamo.reset()
+    layer, eager = (assigned(load_balance_coeff=1e-3).to(device) for _ in range(2))
+    layer.tokens_per_expert = layer.tokens_per_expert.to("meta")
+    eager.load_state_dict(layer.state_dict())
+    run = torch.compile(layer, fullgraph=True, backend=backend)
+    for _ in range(3):
+        x = torch.randn(5, 8, device=device)
+        for fn in (run, eager):
+            fn(x).sum().backward()
+        assert torch.equal(layer.tokens_per_expert, eager.tokens_per_expert)
+    layer.update_expert_bias()
+    assert layer.expert_bias.any() and not layer.tokens_per_expert.any()
 
 
 def test_shapes_alone_are_not_counted():

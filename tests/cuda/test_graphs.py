@@ -64,12 +64,15 @@ def test_graph_of_the_layer(device, dtype):
         assert favourite is None or counted[favourite] == 150
 
 
-def test_training_with_reduced_overhead(device):
+@pytest.mark.parametrize("counter_on", ("cuda", "cpu", "meta"))
+def test_training_with_reduced_overhead(device, counter_on):
     """torch.compile's own CUDA graphs, recorded and replayed: every step counts its tokens once, the bias
-    moves, and results are those of an eager layer of the same state."""
+    moves, and results are those of an eager layer of the same state. A counter that `fully_shard` has left on
+    the CPU, or load_state_dict(assign=True) on meta, is moved by the first step."""
     torch._dynamo.reset()
     settings = {"num_shared_experts": 1, "load_balance_coeff": 1e-2, "device": device}
     layer, eager = (FusedMoE(64, 48, 8, 2, **settings) for _ in range(2))
+    layer.tokens_per_expert = layer.tokens_per_expert.to(counter_on)
     compiled = torch.compile(layer, fullgraph=True, mode="reduce-overhead")
     optimizer = torch.optim.SGD(layer.parameters(), lr=1e-3)
     for _ in range(6):
