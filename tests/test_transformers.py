@@ -5,6 +5,7 @@ otherwise rounding could choose between nearly equal experts, and nothing would 
 """
 
 import copy
+import inspect
 import subprocess
 import sys
 import warnings
@@ -12,6 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 from cases import (
     BF16,
     F32,
@@ -29,6 +31,7 @@ from cases import (
 )
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.distributed.tensor import DTensor
 from torch.func import functional_call
 from torch.overrides import TorchFunctionMode
 
@@ -36,6 +39,7 @@ transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
 
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, StaticCache  # noqa: E402
+from transformers.distributed import DistributedConfig  # noqa: E402
 from transformers.modeling_utils import ALL_EXPERTS_FUNCTIONS  # noqa: E402
 from transformers.models.aria.modeling_aria import AriaExperts  # noqa: E402
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts  # noqa: E402
@@ -396,13 +400,14 @@ def test_few_tokens(device, tokens, kind):
 @BOTH_DTYPES
 @pytest.mark.usefixtures("poison")
 def test_sentinels(device, dtype, kind):
-    """Ids of E or more are treated as remote: no contribution, no NaN from unwritten memory, and a zero score
-    gradient."""
+    """Ids below 0, or of E or more, are treated as remote: no contribution, no NaN from unwritten memory, and
+    a zero score gradient."""
     experts = Experts(EXPERTS[kind], device, dtype)
     foreign = torch.rand(T, K, device=device) < 0.4
     foreign[3] = True  # a token without a local expert
     experts.inputs["scores"].masked_fill_(foreign, 0)
     beyond = E + torch.randint(4, (T, K), device=device)
+    beyond[::2] = -1
     ours = experts.run("fused_moe", ids=experts.ids.where(~foreign, beyond))
     # Eager gives the same slots some expert, with a score of zero.
     eager, exact = experts.run("eager"), experts.exact()
@@ -623,6 +628,51 @@ def test_lora_on_the_expert_weights(device, dtype, family):
             losses.append(loss.item())
     assert losses[-1] < losses[0]
     assert calls.of("experts_up_backward")
+
+
+# --- expert parallelism ---------------------------------------------------------------------------
+
+
+def train_on_rank(rank: int, folder, implementation: str) -> None:
+    """One of two processes: the loss and gradients of a checkpoint whose experts they share."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/{implementation}", rank=rank, world_size=2)
+    fused_moe.transformers.register()
+    model = AutoModelForCausalLM.from_pretrained(
+        folder,
+        experts_implementation=implementation,
+        attn_implementation="eager",
+        distributed_config=DistributedConfig(tp_size=2, ep_size=2),
+    )
+    ids = torch.load(folder / "ids.pt")
+    with Calls() as calls:
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+    grads = {name: p.grad for name, p in model.named_parameters()}
+    found = {name: g.full_tensor() if isinstance(g, DTensor) else g for name, g in grads.items()}
+    if rank == 0:
+        rows = [args[1].shape[0] for args, _ in calls.of("experts_up")]
+        torch.save(({"loss": loss.detach(), **found}, rows), folder / f"{implementation}.pt")
+    dist.destroy_process_group()
+
+
+def test_expert_parallelism(cpu, tmp_path, monkeypatch):
+    """Two processes with half of each layer's experts compute the loss and gradients of one with all."""
+    if "ep_size" not in inspect.signature(DistributedConfig).parameters:
+        pytest.skip("this transformers has other settings for expert parallelism")
+    model, ids = tiny_model("qwen3_moe", "cpu"), token_ids("cpu")
+    model.save_pretrained(tmp_path)
+    torch.save(ids, tmp_path / "ids.pt")
+    loss = model(input_ids=ids, labels=ids).loss
+    loss.backward()
+    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        monkeypatch.setenv(name, "2")
+    torch.multiprocessing.spawn(train_on_rank, (tmp_path, "fused_moe"), nprocs=2)
+    found, experts = torch.load(tmp_path / "fused_moe.pt")
+    assert experts == [NUM_EXPERTS // 2] * 2  # of each of two layers
+    expected = {"loss": loss.detach(), **{name: p.grad for name, p in model.named_parameters()}}
+    for name, value in expected.items():
+        assert_near(found[name], value, slack=64)
 
 
 # --- the import -----------------------------------------------------------------------------------

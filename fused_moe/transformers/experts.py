@@ -46,8 +46,8 @@ def experts_forward(
             QuantizedWeights, never transposed, or parameters as a checkpoint has them.
         hidden_states: (T, D). Outside of autocast it is cast to the weights' dtype, as in transformers'
             grouped_mm. Beside quantised weights it keeps its dtype, and biases are cast to that.
-        top_k_index: (T, K) int32 or int64. An index of E or more is treated as remote: its slot is not
-            computed, adds nothing, and its weight gets a zero gradient.
+        top_k_index: (T, K) int32 or int64. An index below 0, or of E or more, is treated as remote: its slot
+            is not computed, adds nothing, and its weight gets a zero gradient.
         top_k_weights: (T, K) of any floating dtype.
 
     Returns:
