@@ -569,7 +569,7 @@ def test_fully_shard_of_a_layer_whose_result_is_written(one_rank, device, module
         model.zero_grad()
         leaf = x.clone().requires_grad_()
         with warnings.catch_warnings():
-            warnings.simplefilter("error")
+            warnings.filterwarnings("error", message=".*returned a view")  # as newer PyTorch says
             out = model(leaf)
         out.square().sum().backward()
         grads = (p.grad.full_tensor() if sharded else p.grad.clone() for p in model.parameters())
