@@ -516,6 +516,27 @@ CPU = [
         "tests/test_offload.py",
     ),
     Mutant(
+        "a policy casts shards",
+        "fused_moe/quantized/weight.py",
+        "if not (shards.is_floating_point() and sharding.TAKES_INTEGERS):",
+        "if True:",
+        "tests/test_distributed.py",
+    ),
+    Mutant(
+        "loading leaves shards of tiles as they were",
+        "fused_moe/quantized/weight.py",
+        "self._local()._tile(_of_tensors(self, before)._local()._parameters)",
+        "pass",
+        "tests/test_distributed.py",
+    ),
+    Mutant(
+        "the second packing stays beside shards",
+        "fused_moe/quantized/weight.py",
+        "self.data_t = self.scale_t = self.zero_t = None self._packed_of = []",
+        "self._packed_of = []",
+        "tests/test_distributed.py",
+    ),
+    Mutant(
         "released adapters are read",
         "fused_moe/lora.py",
         "if is_altered(self):",

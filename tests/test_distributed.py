@@ -685,6 +685,9 @@ def gathered(layer):
     layer.unshard()
     weights = [w for w in layer.experts.weights if isinstance(w, QuantizedWeight)]
     assert all(w.transposed_tensors == (None, None, None) for w in weights)
+    assert all(
+        w.nbytes == sum(p.nbytes for p in w.parameters()) for w in weights
+    )  # no second packing is kept
     found = [t.detach().clone() for w in weights for t in w.tensors if t is not None]
     layer.reshard()
     return found
@@ -714,7 +717,7 @@ def state_of_shards(rank, device, format, tiled, num_experts):
         mesh = init_device_mesh(device.type, (RANKS,))
         shard = partial(fully_shard, mesh=mesh, mp_policy=HALF)
         plain = new(device, 1)
-        assert plain.experts.w1.is_tiled == tiled
+        assert plain.experts.w1.is_tiled == tiled == (plain.experts.w1.data_t is not None)
         expected = {name: (t.dtype, tuple(t.shape)) for name, t in plain.state_dict().items()}
         tensors = [t for w in plain.experts.weights for t in w.tensors if t is not None]
         source = shard(new(device, 1))
