@@ -209,13 +209,18 @@ def _publish(experts: nn.Module, state_dict: dict, prefix: str, _) -> None:
             state_dict[f"{prefix}{name}{part}"] = w._copies.give(n, tensor)
 
 
-def _take_published(experts: nn.Module, state_dict: dict, prefix: str, *_) -> None:
-    """A hook before load_state_dict, the inverse of `_publish`."""
+def _take_published(experts: nn.Module, state_dict: dict, prefix: str, _, __, missing: list, *___) -> None:
+    """A hook before load_state_dict, the inverse of `_publish`. What it does not give stays as it is."""
     for name, parts in experts._fused_moe_parts.items():
         keys = {name + part: f"{prefix}{name}{part}" for part in parts}
-        if all(key in state_dict for key in keys.values()):
-            given = {own: state_dict.pop(key) for own, key in keys.items()}
-            state_dict.update(_made(given, name).state_dict(prefix=f"{prefix}{name}."))
+        given = {own: state_dict.pop(key) for own, key in keys.items() if key in state_dict}
+        if not given:
+            continue  # the weight reports its missing keys
+        if len(given) < len(keys):
+            missing += [key for own, key in keys.items() if own not in given]
+            device, now = next(iter(given.values())).device, experts.state_dict()
+            given = {own: given[own] if own in given else now[own].to(device) for own in keys}
+        state_dict.update(_made(given, name).state_dict(prefix=f"{prefix}{name}."))
 
 
 # --- what is supported ------------------------------------------------------------------------------------
