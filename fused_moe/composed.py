@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .checks import is_autocast_enabled
-from .lora import LoRA
+from .lora import LoRA, pairs_of
 from .ops import ops, run
 from .plan import Plan, tensors_again
 from .quantized.weight import QuantizedWeight
@@ -38,7 +38,7 @@ def experts(
     has_maps = plan.row_token is not None
     pairs, scale = ((None, None),) * 3, 1.0
     if lora is not None:
-        pairs, scale = lora.pairs, lora.scale
+        pairs, scale = pairs_of(lora), lora.scale
         if not is_autocast_enabled(x):  # which casts them itself
             pairs = [[t if t is None else t.to(x.dtype) for t in pair] for pair in pairs]
 

@@ -413,7 +413,7 @@ def experts_and_counts(
             fail(ValueError, fn, "expert_map without plan, which is made with it", "both")
         check_expert_map(fn, expert_map, ids, w2.size(0))
     check_shared(fn, shared, shared_gate, "x", x, x.shape)
-    adapters = () if lora is None else lora.tensors
+    adapters = () if lora is None else lora[:6]
     needs_grad = _needs_grad(x, w1, w2, w3, *biases, scores, *adapters, shared, shared_gate)
     if out is not None:
         if needs_grad:

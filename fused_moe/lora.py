@@ -49,7 +49,7 @@ class LoRA(NamedTuple):
     @property
     def pairs(self) -> tuple[tuple[Tensor | None, Tensor | None], ...]:
         """(a, b) of w1, w2 and w3."""
-        return (self.a1, self.b1), (self.a2, self.b2), (self.a3, self.b3)
+        return pairs_of(self)
 
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:
@@ -109,6 +109,11 @@ class LoRA(NamedTuple):
         return [
             None if a is None else (a.flatten(0, 1), b.permute(1, 2, 0).flatten(1)) for a, b in self.pairs
         ]
+
+
+def pairs_of(lora: LoRA) -> tuple[tuple[Tensor | None, Tensor | None], ...]:
+    """lora.pairs, which torch.compile of PyTorch 2.10 does not look into."""
+    return (lora.a1, lora.b1), (lora.a2, lora.b2), (lora.a3, lora.b3)
 
 
 class Adapters(nn.Module):
@@ -310,7 +315,7 @@ def check_lora(fn: str, lora, x_name: str, x: Tensor, weights: tuple) -> None:
     """Checks adapters against w1, w2 and w3 (E, out, in)."""
     _check_type(fn, lora)
     check_real(fn, "lora.scale", lora.scale)
-    for i, ((a, b), w) in enumerate(zip(lora.pairs, weights, strict=True), 1):
+    for i, ((a, b), w) in enumerate(zip(pairs_of(lora), weights, strict=True), 1):
         _check_pair(fn, i, a, b)
         if a is None:
             continue

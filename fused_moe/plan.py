@@ -30,5 +30,7 @@ class Plan(NamedTuple):
 def tensors_again(plan: Plan) -> list[Tensor]:
     """plan.tensors, for a second operator. In a graph of torch.jit equal lists become one, and PyTorch moves
     the tensors out of a list into the operator: the second one would find none."""
+    if not torch.jit.is_tracing():
+        return plan.tensors  # torch.compile of PyTorch 2.10 passes it on, and cannot unpack it
     offsets, *others = plan.tensors
-    return [offsets.clone() if torch.jit.is_tracing() else offsets, *others]
+    return [offsets.clone(), *others]

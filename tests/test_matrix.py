@@ -80,13 +80,13 @@ def needs(kind: str, wrapper: str) -> list[str]:
 
 
 def cells():
-    """A diagonal is quick, where neither a package nor a compiler is needed."""
+    """A diagonal is quick, where neither a package nor inductor is needed."""
     plain = [name for name, kind in KINDS.items() if not kind.needs]
     for i, wrapper in enumerate(WRAPPERS):
         for kind in KINDS:
             if PACKAGES and not needs(kind, wrapper):
                 continue
-            is_quick = kind == plain[i % len(plain)] and not wrapper.startswith("compile")
+            is_quick = kind == plain[i % len(plain)] and wrapper != "compile, inductor"
             is_quick = is_quick and not WRAPPERS[wrapper].needs
             yield pytest.param(
                 kind, wrapper, id=f"{kind}-{wrapper}", marks=pytest.mark.quick if is_quick else ()
