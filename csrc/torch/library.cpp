@@ -182,9 +182,8 @@ STABLE_TORCH_LIBRARY(fused_moe, m) {
     m.def(
         "route_plan(Tensor ids, int num_experts, Tensor? expert_map=None) -> (Tensor counts, Tensor offsets, "
         "Tensor schedule, Tensor row_token, Tensor row_slot, Tensor token_row)");
-    m.def("count_plan(Tensor counts, SymInt num_rows, Tensor? rows=None) -> (Tensor counts_out, Tensor "
-          "offsets, Tensor "
-          "schedule)");
+    m.def("count_plan(Tensor counts, SymInt num_rows, Tensor? rows=None) -> (Tensor counts_out, "
+          "Tensor offsets, Tensor schedule)");
 
     m.def("permute(Tensor x, Tensor[] plan) -> Tensor");
     m.def("unpermute(Tensor rows, Tensor? scores, Tensor[] plan" SHARED ") -> Tensor");
