@@ -286,6 +286,7 @@ def check_range(fn: str, name: str, values: Tensor, low: int, high: int) -> None
     """Checks integers where they can be read."""
     if not _can_read(values):
         return
+    values.unsqueeze(0)  # raises if its storage was freed or shrunk: a comparison would read it
     limits = torch.iinfo(values.dtype)  # a comparison wraps numbers beyond them
     outside = (values < max(low, limits.min)) | (values > min(high, limits.max))
     if outside.any():

@@ -140,3 +140,15 @@ def test_storage_freed_before_backward(device, name):
     inputs[name].untyped_storage().resize_(0)
     with pytest.raises(RuntimeError, match="expected the storage of argument"):
         out.sum().backward()
+
+
+@pytest.mark.parametrize("num_bytes", (0, 8))
+def test_freed_ids_and_maps(device, num_bytes):
+    """What checks read on the CPU."""
+    ids, expert_map = torch.zeros(5, 2, dtype=torch.int32, device=device), torch.arange(4).int().to(device)
+    for t in (ids, expert_map):
+        t.untyped_storage().resize_(num_bytes)
+    with pytest.raises(RuntimeError, match="storage"):
+        fused_moe.route(torch.randn(5, 8, device=device), 2, ids=ids)
+    with pytest.raises(RuntimeError, match="storage"):
+        fused_moe.route_plan(torch.zeros(5, 2, dtype=torch.int32, device=device), 4, expert_map)
