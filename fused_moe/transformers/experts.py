@@ -108,7 +108,7 @@ def settings_of(experts: nn.Module) -> dict | str:
             if limit is not None:
                 return "the gate with a limit"
         elif gate is not _default_apply_gate or not experts.is_concatenated:
-            return f"the gate {_full_name(gate)}"
+            return f"the gate {_gate_name(type(experts))}"
     act_fn = getattr(experts, "act_fn", None)
     if isinstance(act_fn, nn.Module):
         act_fn = type(act_fn)
@@ -160,6 +160,11 @@ def _eager_forward(experts: nn.Module):
     while hasattr(forward, "__wrapped__"):
         forward = forward.__wrapped__
     return forward
+
+
+@torch.compiler.assume_constant_result  # tracing, PyTorch 2.11 finds no name of a method's function
+def _gate_name(experts_class: type) -> str:
+    return _full_name(experts_class._apply_gate)
 
 
 def _full_name(thing) -> str:
