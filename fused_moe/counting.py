@@ -20,9 +20,11 @@ class Counting(nn.Module):
     counters: tuple[str, ...] = ()
 
     def _count(self, name: str, amount: Tensor) -> bool:
-        """Adds amount (any integer dtype) to a counter. Returns whether a plain eager call, not recomputed,
+        """Adds amount, of any dtype, to a counter. Returns whether a plain eager call, not recomputed,
         has done so."""
         total = getattr(self, name)
+        if amount.is_floating_point():  # from another module in the experts' place; integers are promoted
+            amount = amount.to(total.dtype)
         if amount.is_meta and not total.is_meta:  # shapes alone are asked for
             return False
         if total.device != amount.device:
