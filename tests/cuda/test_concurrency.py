@@ -42,5 +42,5 @@ def test_two_threads(device):
     """Few enough calls for compute-sanitizer."""
     (_, options, _), (_, _, format) = LAYERS[4], LAYERS[2]
     layers = (((8, 2, 128, 128), options, None), ((8, 2, 128, 128), {}, format))
-    few = Calls(device, layers, tokens=(3, 40))
+    few = Calls(device, layers, tokens=(3, 40), train=(False,))
     assert not at_once(few, [[torch.cuda.current_stream(device)], [torch.cuda.Stream(device)]], 20)

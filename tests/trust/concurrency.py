@@ -39,7 +39,7 @@ QUEUED = 20  # calls that a thread queues before it waits
 class Calls:
     """Layers, inputs and the results of each call alone: out, and where it trains the gradient of x."""
 
-    def __init__(self, device: torch.device, layers=LAYERS, tokens=TOKENS):
+    def __init__(self, device: torch.device, layers=LAYERS, tokens=TOKENS, train=(False, True)):
         self.device = device
         self.runs = []
         for (num_experts, top_k, dim, hidden_dim), options, format in layers:
@@ -49,7 +49,7 @@ class Calls:
                 fused_moe.quantize(layer, format)
             for num_tokens in tokens:
                 x = torch.randn(num_tokens, dim, device=device).to(torch.bfloat16)
-                self.runs += [(layer, x, False), (layer, x, True)]
+                self.runs += [(layer, x, trains) for trains in train]
         self.expected = [self.run(i) for i in range(len(self.runs))]
         if device.type == "cuda":
             torch.cuda.synchronize()
