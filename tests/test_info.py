@@ -173,10 +173,11 @@ import fused_moe
 print(*sorted(set(sys.modules) - before))
 """
     run = run_python(code)
-    own = "activation checks composed counting flops function gate info lora losses module oldest ops overlap"
-    own += " padding plan quantized"
-    own += "".join(f" quantized.{name}" for name in "formats loaders quantizing tiles weight".split())
-    own += " reference routed"
+    own = "activation checks composed counting expert_bias flops function gate info lora losses main_grad"
+    own += " module oldest ops overlap padding plan quantized"
+    parts = "copies formats loaders quantizing refreshing sharding state tiles weight"
+    own += "".join(f" quantized.{name}" for name in parts.split())
+    own += " reference resetting routed"
     assert run.stdout.split() == ["fused_moe", *(f"fused_moe.{name}" for name in own.split())], run.stderr
 
 

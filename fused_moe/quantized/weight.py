@@ -6,6 +6,7 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo
 
 from ..checks import FLOATING, check_bool, check_choice, check_range, check_stored, fail, is_altered
 from . import formats, sharding, state, tiles
@@ -473,7 +474,7 @@ def read(w: QuantizedWeight) -> QuantizedWeight:
     return _called(w) if is_altered(w) else w
 
 
-@torch.compiler.disable(reason="hooks of quantised weights run outside of graphs")
+@_disable_dynamo  # hooks run outside of graphs; torch.compiler.disable imports the compiler at once
 def _called(w: QuantizedWeight) -> QuantizedWeight:
     found = w(as_stored=True)
     return _of_tensors(w, dict(zip(w._parameters, found, strict=True)))

@@ -520,7 +520,7 @@ class Run:
         grads = torch.autograd.grad([*heads.values()], [*leaves.values()], given, allow_unused=True)
         for (name, leaf), grad in zip(leaves.items(), grads, strict=True):
             if name in self.main_grads:
-                assert grad is None, f"d{name} beside its main_grad"
+                assert grad is not None and not grad.any(), f"d{name} beside its main_grad"  # zeros
                 continue
             assert grad is not None, f"d{name} is None"
             assert grad.shape == leaf.shape and grad.dtype == leaf.dtype, f"d{name}: {grad.dtype}"
