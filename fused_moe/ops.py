@@ -268,9 +268,10 @@ def _autograd_rule(schema: Schema, backward, setup_context):
         return tuple(result)
 
     members = {"forward": staticmethod(forward), "backward": staticmethod(by_position)}
-    node = type(schema.name, (torch.autograd.Function,), members)
-    # Not node.apply, which handles torch.func's transforms: the dispatcher has done so before this rule.
-    _nodes[op] = apply = super(torch.autograd.Function, node).apply
+    # Not a torch.autograd.Function, which handles torch.func's transforms: the dispatcher has done so before
+    # this rule.
+    node = type(schema.name, (torch.autograd.function._SingleLevelFunction,), members)
+    _nodes[op] = apply = node.apply
 
     def rule(keyset, *args):
         _refuse_tangents(schema.name, args)
