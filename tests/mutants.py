@@ -532,7 +532,7 @@ CPU = [
     Mutant(
         "the second packing stays beside shards",
         "fused_moe/quantized/weight.py",
-        "self.data_t = self.scale_t = self.zero_t = None self._packed_of = [] if self.is_tiled and",
+        "self._drop_packing() if self.is_tiled and",
         "if self.is_tiled and",
         "tests/test_distributed.py",
     ),

@@ -256,8 +256,7 @@ class QuantizedWeight(nn.Module):
 
     def _as_sharded(self, name: str, shards: Tensor) -> nn.Parameter:
         """A parameter's shards as they are kept. The second packing, of all experts, is dropped."""
-        self.data_t = self.scale_t = self.zero_t = None
-        self._packed_of = []
+        self._drop_packing()
         if self.is_tiled and any(p.is_shard() and p.dim != 0 for p in shards.placements):
             fail(ValueError, FN, "shards of experts, Shard(0), of a weight in tiles", shards.placements)
         if not (shards.is_floating_point() and sharding.TAKES_INTEGERS):
