@@ -77,9 +77,6 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     add("--seed", type=int, default=0)
     add("--warmup", type=int, help="runs before the timed ones; default: 1 on the CPU, 3 on a GPU")
     add("--order", choices=("linear", "grouped", "column"), help="of an expert's tiles; default: grouped")
-    add(
-        "--split-k", choices=("2", "4"), help="CTAs that share a tile's k; on Hopper, up to 2 slots an expert"
-    )
     add("--eager", action="store_true", help="single calls of the host, no CUDA graph")
     add(
         "--peers",
@@ -541,7 +538,7 @@ def main(argv: list[str] | None = None) -> None:
     options = arguments(argv)
     asked = options.shape
     common.start(options)
-    common.set_schedule(options, order=options.order, split_k=options.split_k)
+    common.set_schedule(options, order=options.order)
     if not asked and options.device == "cuda":
         options.shape = list(SHAPES)
     records = common.report(options, measure)

@@ -1134,13 +1134,6 @@ CUDA = [
         "tests/cuda/test_hopper_grouped_mm.py",
     ),
     Mutant(
-        "sm90: slices of k are not added up",
-        "csrc/kernels/sm90/cluster_split.cuh",
-        "d[i] += sums[other][i][thread];",
-        "d[i] += 0;",
-        "tests/cuda/test_hopper_grouped_mm.py",
-    ),
-    Mutant(
         "sm90: every CTA of a cluster has the first one's rows",
         "csrc/kernels/sm90/cluster_plan.cu",
         "if (cta < blockIdx.x) earlier += count;",

@@ -97,8 +97,6 @@ static void read_environment() {
         if (code_rows) s.code_rows = atoi(code_rows + strlen("codes="));
         s.no_interleave = strstr(schedule, "experts=in-turn");
         s.no_tails = strstr(schedule, "tails=off");
-        const char *split_k = strstr(schedule, "split_k=");
-        if (split_k) s.split_k = atoi(split_k + strlen("split_k="));
     }
     process.schedule = s;
 }

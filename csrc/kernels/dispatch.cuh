@@ -47,7 +47,6 @@ typedef struct {
     int32_t group;      /* row tiles of a group; 0: as the kernel has it */
     bool no_interleave; /* skinny tiles come last                        */
     bool no_tails;      /* no swapped operands, split last wave, nor tiles of few rows */
-    int32_t split_k;    /* CTAs that share a tile of few rows; 0: one    */
     int32_t code_rows;  /* rows per expert up to which codes are read, on sm80 16 at most; -1: as the kernels
                            have it */
 } ScheduleOverride;

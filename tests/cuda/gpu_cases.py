@@ -57,9 +57,9 @@ def launches(run) -> list[str]:
 
 
 def few_rows_tiles(run) -> list[tuple[int, ...]]:
-    """(rows, subtiles of 64 columns, CTAs that share k) of each GEMM with tiles of few rows: FewRowsConfig's
-    last arguments, in any spelling."""
-    pattern = r"FewRowsConfig.*?(?:false|true|\(bool\)\d|Lb\dE)\D+(\d+)\D+(\d+)\D+(\d+)"
+    """(rows, subtiles of 64 columns) of each GEMM with tiles of few rows: FewRowsConfig's last arguments, in
+    any spelling."""
+    pattern = r"FewRowsConfig.*?(?:false|true|\(bool\)\d|Lb\dE)\D+(\d+)\D+(\d+)"
     found = (re.search(pattern, name) for name in launches(run))
     return [tuple(map(int, match.groups())) for match in found if match]
 

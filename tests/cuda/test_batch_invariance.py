@@ -69,20 +69,6 @@ def calls_by_tier(run) -> list:
     return (calls() - before).tolist()
 
 
-@pytest.mark.parametrize("slices", (2, 4))
-@torch.no_grad()
-def test_split_k_is_noticed(device, hopper, choose, slices):
-    """The benchmarks' switch adds slices of k: right, but with bits that test_layer would refuse."""
-    layer, x = draw("slices of D", BF16, device)
-    few = x[:2]
-    expected = layer(few)
-    assert_equal(expected, layer(x)[:2], "split_k=1")
-    choose(FUSED_MOE_SCHEDULE=f"split_k={slices}")
-    found = layer(few)
-    assert_near(found, expected)
-    assert not torch.equal(found, expected)
-
-
 @DTYPES
 @EVERY_LAYER
 @torch.no_grad()

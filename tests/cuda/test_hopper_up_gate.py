@@ -85,25 +85,20 @@ def test_any_number_of_experts(device, name, dtype):
 
 
 @pytest.mark.parametrize(
-    "num_rows, dim, layout, split_k, tiles",
+    "num_rows, dim, tiles",
     (
-        (16, 2560, "separate", 1, [(16, 2, 1)]),
-        (17, 2560, "separate", 1, [(64, 2, 1)]),
-        (128, 64, "separate", 1, [(64, 2, 1)]),
-        (129, 64, "separate", 1, []),
-        (16, 248, "separate", 2, [(16, 2, 1)]),
-        (16, 256, "halves", 2, [(16, 2, 2)]),
-        (16, 256, "interleaved", 2, [(16, 2, 1)]),
-        (16, 2560, "separate", 4, [(16, 2, 4)]),
+        (16, 2560, [(16, 2)]),
+        (17, 2560, [(64, 2)]),
+        (128, 64, [(64, 2)]),
+        (129, 64, []),
     ),
 )
-def test_which_tiles(device, choose, num_rows, dim, layout, split_k, tiles):
-    """Of eight experts: their rows, subtiles, and CTAs that share k."""
-    case = Case(dim=dim, hidden=136, num_experts=8, dtype=BF16, layout=layout)
+def test_which_tiles(device, num_rows, dim, tiles):
+    """The rows and subtiles of a tile, for eight experts."""
+    case = Case(dim=dim, hidden=136, num_experts=8, dtype=BF16)
     (up, _), settings = weights_of(case, device), settings_of(case)
     x, _ = draw_rows((num_rows,), dim, BF16, device)
     plan = plan_of((num_rows,) + (0,) * 7, num_rows, device)
-    choose(FUSED_MOE_SCHEDULE=f"split_k={split_k}")
     assert few_rows_tiles(lambda: ops.up_gate(x=x, **up, plan=plan.tensors, **settings)) == tiles
 
 
@@ -117,14 +112,3 @@ def test_few_rows(device, size, layout, height, dtype):
     dim, hidden = size
     case = Case(dim=dim, hidden=hidden, num_experts=len(FEW_ROWS), dtype=dtype, layout=layout, bias=dim == 72)
     check_up_gate(case, FEW_ROWS_OF[height], device)
-
-
-@HALF_DTYPES
-@pytest.mark.parametrize("slices", (2, 4))
-@pytest.mark.parametrize("layout", ("separate", "halves"))
-def test_split_k(device, choose, layout, slices, dtype):
-    """The benchmarks' switch adds slices of k, of as many k-tiles or not."""
-    choose(FUSED_MOE_SCHEDULE=f"split_k={slices}")
-    for dim in (256, 328):
-        case = Case(dim=dim, hidden=136, num_experts=len(FEW_ROWS), dtype=dtype, layout=layout, bias=True)
-        check_up_gate(case, FEW_ROWS_OF[16], device)

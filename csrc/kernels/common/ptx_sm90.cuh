@@ -203,26 +203,6 @@ __device__ inline uint32_t mapa(uint32_t address, int rank) {
     return there;
 }
 
-__device__ inline void st_shared_cluster(uint32_t address, float v) {
-    asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(address), "f"(v) : "memory");
-}
-
-/* An arrival at a barrier of any CTA of the cluster: what this thread wrote before is visible to who waits by
- * mbarrier_wait_cluster. */
-__device__ inline void mbarrier_arrive_cluster(uint32_t barrier) {
-    asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
-}
-
-__device__ inline void mbarrier_wait_cluster(uint32_t barrier, uint32_t parity) {
-    asm volatile("{.reg .pred p;\n"
-                 "again: mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%0], %1;\n"
-                 "@p bra done;\n"
-                 "bra again;\n"
-                 "done:}" ::"r"(barrier),
-                 "r"(parity)
-                 : "memory");
-}
-
 __device__ inline int32_t ld_shared_cluster(uint32_t address) {
     int32_t v;
     asm volatile("ld.shared::cluster.b32 %0, [%1];" : "=r"(v) : "r"(address) : "memory");

@@ -268,9 +268,9 @@ __device__ inline void produce_codes(const CodesGemm &p, PlanningShared<Config> 
     const Gemm &gemm = p.gemm;
     if (!gemm.tiles.starts_early) griddepcontrol_wait();
     if (warp == 3 && !gemm.tiles.offs)
-        fetch_slot_tiles<Config::CUT_ROWS, 1>(gemm.tiles, gemm.slots, s.plan, s.queue);
+        fetch_slot_tiles<Config::CUT_ROWS>(gemm.tiles, gemm.slots, s.plan, s.queue);
     else if (warp == 3)
-        fetch_gemm_tiles<Config::CUT_ROWS, 1>(gemm, s.queue);
+        fetch_gemm_tiles<Config::CUT_ROWS>(gemm, s.queue);
     else if constexpr (Config::GATHER)
         load_gather_codes<Config>(p, s);
     else if (warp == 0)

@@ -178,7 +178,7 @@ __global__ void __launch_bounds__(Config::THREADS, 1) down_dgrad_kernel(const __
     if (wg < 0) {
         setmaxnreg_dec<Config::PRODUCER_REGISTERS>();
         if (warp == 3)
-            fetch_gemm_tiles<0, 1>(gemm, s.queue);
+            fetch_gemm_tiles<0>(gemm, s.queue);
         else
             load_gather<Config>(gemm, s);
     } else if (wg < Config::CONSUMERS) {

@@ -40,7 +40,6 @@
 #include <type_traits>
 
 #include "../dispatch.cuh"
-#include "cluster_split.cuh"
 #include "epilogue.cuh"
 #include "slot_plan.cuh"
 #include "tile_queue.cuh"
@@ -87,7 +86,6 @@ struct GemmConfig {
     static constexpr bool GATHER = GATHER_;
 
     static constexpr bool FEW_ROWS = false;
-    static constexpr int SPLIT = 1;                      /* CTAs of a cluster that share a tile's k */
     static constexpr int CTAS_PER_SM = 1, CONSUMERS = 2; /* warpgroups */
     static constexpr int BM = SUBTILE * CONSUMERS, BN = 256, STAGES = 4, WGMMA_N = BN;
     static constexpr int CUT_ROWS = 0; /* of a tile, at most: a plan's tile of more is cut; 0: none is */
@@ -109,17 +107,16 @@ struct GemmConfig {
  * computed as skinny ones are, of ROWS rows at most and SUBTILES subtiles of columns. Two CTAs of 256 threads,
  * with one consumer each, share an SM: so many loads are in flight, from so many places, that even one token's
  * tiles keep the memory busy. */
-template <typename T_, Major B_MAJOR_, bool GATHER_, int ROWS, int SUBTILES, int SPLIT_ = 1>
+template <typename T_, Major B_MAJOR_, bool GATHER_, int ROWS, int SUBTILES>
 struct FewRowsConfig : GemmConfig<T_, B_MAJOR_, GATHER_> {
     static constexpr bool FEW_ROWS = true;
     static constexpr int CTAS_PER_SM = 2, CONSUMERS = 1;
     static constexpr int SKINNY_SUBTILES = SUBTILES;
-    static constexpr int BM = ROWS, BN = SUBTILE * SUBTILES, CUT_ROWS = ROWS, SPLIT = SPLIT_;
+    static constexpr int BM = ROWS, BN = SUBTILE * SUBTILES, CUT_ROWS = ROWS;
     static constexpr int MIN_N =
         ROWS / (ROWS > 16 ? 4 : 2); /* of wgmma; the others are its doubles, to ROWS */
     static constexpr int A_BYTES = BM * SWIZZLE_BYTES, B_BYTES = BN / SUBTILE * SUBTILE_BYTES;
-    static constexpr int SUM_BYTES = (SPLIT - 1) * BM * 128 * (int)sizeof(float); /* ClusterSplit's */
-    static constexpr int STAGES = (108 * 1024 - SUM_BYTES) / (A_BYTES + B_BYTES);
+    static constexpr int STAGES = 108 * 1024 / (A_BYTES + B_BYTES);
     static constexpr int THREADS = 256, CONSUMER_WARPS = 4;
     static constexpr int STAGING_BYTES = SkinnyWriter<ROWS>::BYTES;
     using Queue = TileQueue<WorkTile, CONSUMER_WARPS + FewRowsConfig::LOAD_WARPS, GATHER_ ? BM : 0>;
@@ -141,7 +138,6 @@ struct alignas(1024) Shared {
 template <class Config>
 struct PlanningShared : Shared<Config> {
     FusedMoeSlotPlan plan;
-    ClusterSplit<Config::SPLIT, Config::BM> split;
 };
 
 /* wgmma's N for the rows of a skinny tile. */
@@ -172,7 +168,7 @@ __device__ inline int token_of_row(const Gemm &p, const WorkTile &tile, int i) {
 }
 
 /* The fetching warp of a GEMM whose rows may be gathered. */
-template <int CUT_ROWS, int SPLIT, class Queue>
+template <int CUT_ROWS, class Queue>
 __device__ inline void fetch_gemm_tiles(const Gemm &p, Queue &queue) {
     auto decode = [&](uint32_t index, WorkTile &tile) {
         const TileSource &source = p.tiles;
@@ -189,13 +185,7 @@ __device__ inline void fetch_gemm_tiles(const Gemm &p, Queue &queue) {
         fused_moe_num_work_tiles(p.tiles.schedule, p.tiles.E, (int32_t)p.tiles.R, &p.tiles.order);
     auto prepare = [](WorkTile &) {};
     auto is_long = [](const WorkTile &) { return false; }; /* all take about as long */
-    fetch_tiles<CUT_ROWS, SPLIT>(p.tiles, queue, num_tiles, decode, token_of, prepare, is_long);
-}
-
-/* The k-tiles of this CTA: all, unless a cluster shares them. */
-template <class Config>
-__device__ inline KSlice own_k_tiles(const Gemm &p) {
-    return k_slice_of<Config::SPLIT>(blockIdx.x % Config::SPLIT, p.num_k_tiles[0] + p.num_k_tiles[1]);
+    fetch_tiles<CUT_ROWS>(p.tiles, queue, num_tiles, decode, token_of, prepare, is_long);
 }
 
 /* The producer's warps. */
@@ -203,9 +193,9 @@ template <class Config>
 __device__ inline void produce(const Gemm &p, PlanningShared<Config> &s, int warp) {
     if (!p.tiles.starts_early) griddepcontrol_wait();
     if (warp == 3 && !p.tiles.offs)
-        fetch_slot_tiles<Config::CUT_ROWS, Config::SPLIT>(p.tiles, p.slots, s.plan, s.queue);
+        fetch_slot_tiles<Config::CUT_ROWS>(p.tiles, p.slots, s.plan, s.queue);
     else if (warp == 3)
-        fetch_gemm_tiles<Config::CUT_ROWS, Config::SPLIT>(p, s.queue);
+        fetch_gemm_tiles<Config::CUT_ROWS>(p, s.queue);
     else if constexpr (Config::GATHER)
         load_gather<Config>(p, s);
     else if (warp == 0)
@@ -270,14 +260,6 @@ template <class Config, typename Epilogue>
 __device__ inline void persistent_gemm(const Gemm &p, Epilogue epilogue) {
     auto &s = static_cast<PlanningShared<Config> &>(prologue<Config>());
     int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), wg = warp / 4 - 1; /* -1: the producer */
-    if constexpr (Config::SPLIT > 1) {
-        if (threadIdx.x == 0) {
-            s.split.init();
-            fence_mbarrier_init();
-        }
-        __syncwarp();
-        barrier_cluster_sync();
-    }
     if (wg < 0) {
         if constexpr (!Config::FEW_ROWS) setmaxnreg_dec<Config::PRODUCER_REGISTERS>();
         produce<Config>(p, s, warp);
@@ -285,14 +267,13 @@ __device__ inline void persistent_gemm(const Gemm &p, Epilogue epilogue) {
         if constexpr (!Config::FEW_ROWS) setmaxnreg_inc<Config::CONSUMER_REGISTERS>();
         griddepcontrol_wait();
         if (p.tiles.lets_next_start) griddepcontrol_launch_dependents();
-        int num_k_tiles = own_k_tiles<Config>(p).num;
+        int num_k_tiles = p.num_k_tiles[0] + p.num_k_tiles[1];
         TileReader<typename Config::Queue> reader(s.queue);
         typename Config::Pipeline pipe;
         using Writer =
             std::conditional_t<Config::FEW_ROWS, SkinnyWriter<Config::BM>, typename Epilogue::Writer>;
         Writer writer(shared_address(s.staging[wg]), WARPGROUP_BARRIER + wg, warp % 4);
-        uint32_t n = 0; /* tiles before this one */
-        for (WorkTile tile = reader.next(); tile.expert >= 0; tile = reader.next(), n++) {
+        for (WorkTile tile = reader.next(); tile.expert >= 0; tile = reader.next()) {
             /* One or two of B's subtiles. With gate_up gates come before their ups: a consumer computes
              * act(gate) up, so it has a gate and its up. */
             int first = p.gate_up ? wg : Config::SKINNY_SUBTILES * wg;
@@ -300,8 +281,6 @@ __device__ inline void persistent_gemm(const Gemm &p, Epilogue epilogue) {
             auto run_swapped = [&](auto tokens) {
                 float d[tokens.value / 2 * Config::SKINNY_SUBTILES];
                 run_mainloop_swapped<Config, tokens.value>(d, s, pipe, num_k_tiles, first, second);
-                if constexpr (Config::SPLIT > 1)
-                    if (!s.split.add(d, (int)(blockIdx.x % Config::SPLIT), n)) return;
                 writer.drain();
                 epilogue.template store_swapped<tokens.value, Config::SKINNY_SUBTILES>(d, tile, wg, warp % 4,
                                                                                        writer);
@@ -315,10 +294,6 @@ __device__ inline void persistent_gemm(const Gemm &p, Epilogue epilogue) {
         writer.drain_all();
     }
     if (p.tiles.starts_early) griddepcontrol_wait(); /* every warp, before it zeroes rows past the last one */
-    if constexpr (Config::SPLIT > 1) {               /* before the others' shared memory is gone */
-        __syncwarp();
-        barrier_cluster_sync();
-    }
 }
 
 template <class Config>
@@ -348,19 +323,13 @@ __device__ inline Shared<Config> &prologue() {
 /* Tiles of few rows have half as many columns where k is so long that they are few and large. */
 constexpr int64_t LONG_K = 2560;
 
-/* Calls fn with a configuration, for R rows of E experts, so many columns, and k. may_split: split-K may be
- * asked for. */
+/* Calls fn with a configuration for R rows of E experts, a number of output columns, and k. */
 template <typename T, bool GATHER, typename Fn>
-int with_config(bool is_k_major, bool may_split, int64_t R, int32_t E, int64_t columns, int64_t k, Fn fn) {
+int with_config(bool is_k_major, int64_t R, int32_t E, int64_t columns, int64_t k, Fn fn) {
     auto with_major = [&](auto major) {
         constexpr Major B_MAJOR = decltype(major)::value;
         bool is_countable = fused_moe_max_row_tiles((int32_t)R, E, 16) * ((columns + 63) / 64) < INT32_MAX;
         int rows = is_countable && !schedule_override().no_tails ? fused_moe_few_rows(R, E) : 0;
-        if constexpr (B_MAJOR == Major::K) {
-            int split_k = rows == 16 && may_split ? schedule_override().split_k : 0;
-            if (split_k == 2) return fn(FewRowsConfig<T, B_MAJOR, GATHER, 16, 2, 2>());
-            if (split_k == 4) return fn(FewRowsConfig<T, B_MAJOR, GATHER, 16, 2, 4>());
-        }
         if constexpr (!GATHER)
             if (rows == 16 && k >= LONG_K) return fn(FewRowsConfig<T, B_MAJOR, GATHER, 16, 1>());
         if (rows == 16) return fn(FewRowsConfig<T, B_MAJOR, GATHER, 16, 2>());
@@ -428,8 +397,7 @@ template <class Config>
 __device__ inline void load_tma(const Gemm &p, Shared<Config> &s) {
     TileReader<typename Config::Queue> reader(s.queue);
     typename Config::Pipeline pipe;
-    KSlice own = own_k_tiles<Config>(p);
-    int first = own.first, num_k_tiles = own.num;
+    int num_k_tiles = p.num_k_tiles[0] + p.num_k_tiles[1];
     bool starts_early = p.tiles.starts_early;
     for (WorkTile tile = reader.next(); tile.expert >= 0; tile = reader.next()) {
         int rows = rows_of_a<Config>(tile), bytes = rows * SWIZZLE_BYTES + bytes_of_b<Config>(tile), i = 0;
@@ -439,13 +407,13 @@ __device__ inline void load_tma(const Gemm &p, Shared<Config> &s) {
                 for (int k_tile = 0; k_tile < ahead; k_tile++) {
                     mbarrier_arrive_expect_tx(shared_address(&s.full[k_tile]), bytes);
                     load_b<Config>(p, shared_address(s.stage[k_tile].b), shared_address(&s.full[k_tile]), 0,
-                                   first + k_tile, tile);
+                                   k_tile, tile);
                 }
                 griddepcontrol_wait();
                 for (int k_tile = 0; k_tile < ahead; k_tile++)
                     load_a<Config::FEW_ROWS>(p, shared_address(s.stage[k_tile].a),
                                              shared_address(&s.full[k_tile]), 0,
-                                             K_TILE<typename Config::T> * (first + k_tile), rows, tile);
+                                             K_TILE<typename Config::T> * k_tile, rows, tile);
             }
             __syncwarp();
             for (; i < ahead; i++) pipe.advance();
@@ -453,7 +421,7 @@ __device__ inline void load_tma(const Gemm &p, Shared<Config> &s) {
         }
         for (; i < num_k_tiles; i++, pipe.advance()) {
             auto &stage = s.stage[pipe.index];
-            int part = i >= p.num_k_tiles[0], k_tile = part ? i - p.num_k_tiles[0] : first + i;
+            int part = i >= p.num_k_tiles[0], k_tile = part ? i - p.num_k_tiles[0] : i;
             uint32_t full = shared_address(&s.full[pipe.index]);
             mbarrier_wait(shared_address(&s.empty[pipe.index]), pipe.phase ^ 1);
             if (elect_sync()) {
@@ -476,7 +444,7 @@ __device__ inline void load_gather(const Gemm &p, Shared<Config> &s) {
     constexpr int ROW_STEP = 4 * Config::LOAD_WARPS, ROWS = (Config::BM + ROW_STEP - 1) / ROW_STEP;
     int chunk = threadIdx.x % 8, first = threadIdx.x / 8;
     bool loads_b = __shfl_sync(~0u, threadIdx.x / 32, 0) == 0;
-    KSlice own = own_k_tiles<Config>(p);
+    int num_k_tiles = p.num_k_tiles[0] + p.num_k_tiles[1];
     uint32_t offset[2]; /* rows 12 apart alternate between two swizzles */
     for (int i = 0; i < 2; i++) offset[i] = swizzled(0, first + ROW_STEP * i, chunk);
     TileReader<typename Config::Queue> reader(s.queue);
@@ -487,14 +455,13 @@ __device__ inline void load_gather(const Gemm &p, Shared<Config> &s) {
 #pragma unroll
         for (int i = 0; i < ROWS; i++) {
             int row = min(first + ROW_STEP * i, Config::BM - 1);
-            source[i] = (const char *)p.x + token[row] * (int64_t)p.k * (int)sizeof(T) + chunk * CHUNK_BYTES +
-                        own.first * SWIZZLE_BYTES;
+            source[i] = (const char *)p.x + token[row] * (int64_t)p.k * (int)sizeof(T) + chunk * CHUNK_BYTES;
         }
         WorkTile tile = reader.next();
         if (tile.expert < 0) break;
         int rows = (tile.num_rows - first + ROW_STEP - 1) / ROW_STEP; /* of this thread */
 #pragma unroll 1
-        for (int k_tile = own.first; k_tile < own.first + own.num; k_tile++, pipe.advance()) {
+        for (int k_tile = 0; k_tile < num_k_tiles; k_tile++, pipe.advance()) {
             auto &stage = s.stage[pipe.index];
             uint32_t full = shared_address(&s.full[pipe.index]), a = shared_address(stage.a);
             mbarrier_wait(shared_address(&s.empty[pipe.index]), pipe.phase ^ 1);

@@ -530,8 +530,7 @@ FusedMoeReason reason(const FusedMoeExperts &p) {
     if (why == FUSED_MOE_RUNS) why = grouped_mm.reason(p.down);
     if (why != FUSED_MOE_RUNS) return why;
     const ScheduleOverride &asked = schedule_override();
-    if (!fused_moe_few_rows_together(p.down.R, p.down.E) || asked.no_tails || asked.split_k)
-        return FUSED_MOE_MANY_ROWS;
+    if (!fused_moe_few_rows_together(p.down.R, p.down.E) || asked.no_tails) return FUSED_MOE_MANY_ROWS;
     if ((p.up.w1.stride_in == 1) != (p.down.b[0].stride_in == 1)) return FUSED_MOE_STRIDES;
     bool combines = p.up.slots;
     if (combines && (!is_aligned(p.combine.out) || !is_aligned(p.combine.shared))) return FUSED_MOE_UNALIGNED;

@@ -110,8 +110,6 @@ int launch(const FusedMoeGroupedMM &p, void *stream) {
         tiles.order.split_last_wave = num_ctas();
     /* beside up_gate's last CTAs not all halves of skinny tiles would find an SM */
     tiles.order.splits_skinny = !p.starts_early;
-    if (Config::SPLIT > 1)
-        tiles.counters = nullptr; /* a cluster's CTAs take the same tiles: none is stolen */
     if (status == FUSED_MOE_OK)
         status = ragged_map(&q.out_map, (const T *)p.out, p.R, p.M, p.M, WarpgroupWriter::ROWS);
     if (status != FUSED_MOE_OK) return status;
@@ -122,8 +120,7 @@ int launch(const FusedMoeGroupedMM &p, void *stream) {
 int run(const FusedMoeGroupedMM &p, void *stream) {
     return with_half(p.dtype, [&](auto t) {
         using T = decltype(t);
-        bool may_split = !p.b[1].data && p.N[0] >= 4 * K_TILE<T>;
-        return with_config<T, false>(p.b[0].stride_in == 1, may_split, p.R, p.E, p.M, p.N[0] + p.N[1],
+        return with_config<T, false>(p.b[0].stride_in == 1, p.R, p.E, p.M, p.N[0] + p.N[1],
                                      [&](auto config) { return launch<decltype(config)>(p, stream); });
     });
 }

@@ -46,8 +46,7 @@ template <class Config, class Memory, auto kernel, typename Params>
 int launch_persistent(const Params &p, void *stream, bool after_any = false) {
     static_assert(Config::CTAS_PER_SM * (sizeof(Memory) + CTA_SHARED_BYTES) <= SM_SHARED_BYTES,
                   "shared memory of an SM of sm_90");
-    int64_t grid = num_ctas(Config::CTAS_PER_SM) / Config::SPLIT * Config::SPLIT;
-    Launch how = {grid, Config::THREADS, Config::SPLIT, sizeof(Memory), after_any};
+    Launch how = {num_ctas(Config::CTAS_PER_SM), Config::THREADS, 1, sizeof(Memory), after_any};
     return launch_dependent<kernel>(p, how, stream);
 }
 

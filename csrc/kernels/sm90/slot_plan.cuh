@@ -29,7 +29,7 @@ __device__ inline void write_slot_plan(const FusedMoeRoutePlan &p, const FusedMo
         p.counts[fused_moe_slot_expert(&plan, b)] = plan.first_row[b + 1] - plan.first_row[b];
 }
 
-template <int CUT_ROWS, int SPLIT, class Queue>
+template <int CUT_ROWS, class Queue>
 __device__ inline void fetch_slot_tiles(const TileSource &source, const FusedMoeRoutePlan &slots,
                                         FusedMoeSlotPlan &plan, Queue &queue) {
     make_slot_plan(slots, plan);
@@ -44,8 +44,8 @@ __device__ inline void fetch_slot_tiles(const TileSource &source, const FusedMoe
     };
     auto prepare = [](WorkTile &) {};
     auto is_long = [](const WorkTile &) { return false; };
-    fetch_tiles<CUT_ROWS, SPLIT>(source, queue, fused_moe_num_slot_tiles(&plan, &source.order), decode,
-                                 token_of, prepare, is_long);
+    fetch_tiles<CUT_ROWS>(source, queue, fused_moe_num_slot_tiles(&plan, &source.order), decode, token_of,
+                          prepare, is_long);
 }
 
 } // namespace sm90

@@ -213,15 +213,13 @@ __device__ inline void for_each_part(Tile tile, Fn fn) {
 }
 
 /* Fetches tiles until there are none. decode(index, tile) fills a tile and returns whether it is to be
- * computed. prepare(tile) runs before the tile is published. A tile is published in for_each_part's parts. The
- * SPLIT CTAs of a cluster get the same tiles.
+ * computed. prepare(tile) runs before the tile is published. A tile is published in for_each_part's parts.
  * After a long tile the next one is fetched when the queue has room for it, not earlier: next_tile() claims
  * one tile ahead, and until then an idle CTA may steal that one. */
-template <int CUT_ROWS, int SPLIT, class Queue, typename Decode, typename TokenOf, typename Prepare,
-          typename IsLong>
+template <int CUT_ROWS, class Queue, typename Decode, typename TokenOf, typename Prepare, typename IsLong>
 __device__ inline void fetch_tiles(const TileSource &source, Queue &queue, uint32_t num_tiles, Decode decode,
                                    TokenOf token_of, Prepare prepare, IsLong is_long) {
-    uint32_t cta = blockIdx.x / SPLIT, ctas = gridDim.x / SPLIT;
+    uint32_t cta = blockIdx.x, ctas = gridDim.x;
     FusedMoeTileScheduler scheduler =
         fused_moe_tile_scheduler(source.counters + CLAIMED, num_tiles, cta, ctas);
     /* A CTA that starts early takes its own first tile, and others not before all CTAs can start. */

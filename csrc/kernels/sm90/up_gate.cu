@@ -29,7 +29,6 @@ int launch(const FusedMoeUpGate &p, void *stream) {
     UpGate q = {};
     int status = set_up_gate<Config, columns>(&q, p);
     Gemm &gemm = q.gemm;
-    if (Config::SPLIT > 1) gemm.tiles.counters = nullptr; /* a cluster's CTAs take the same tiles */
     gemm.tiles.lets_next_start = p.next_starts_early;
     const T *a = (const T *)p.a, *h = (const T *)p.h;
     if (status == FUSED_MOE_OK) status = ragged_map(&q.a_map, a, rows.R, q.F, q.F, WarpWriter::ROWS);
@@ -44,17 +43,11 @@ int run(const FusedMoeUpGate &p, void *stream) {
     return with_half(p.dtype, [&](auto t) {
         auto with_layout = [&](auto config) {
             using Config = decltype(config);
-            if constexpr (Config::SPLIT > 1)
-                return launch<Config, GATE_UP>(p, stream);
-            else
-                return with_columns(p.layout,
-                                    [&](auto columns) { return launch<Config, columns.value>(p, stream); });
+            return with_columns(p.layout,
+                                [&](auto columns) { return launch<Config, columns.value>(p, stream); });
         };
         using T = decltype(t);
-        bool may_split =
-            (p.layout == FUSED_MOE_SEPARATE || p.layout == FUSED_MOE_HALVES) && p.D >= 4 * K_TILE<T>;
-        return with_config<T, true>(p.w1.stride_in == 1, may_split, p.row_map.R, p.row_map.E, 2 * p.F, p.D,
-                                    with_layout);
+        return with_config<T, true>(p.w1.stride_in == 1, p.row_map.R, p.row_map.E, 2 * p.F, p.D, with_layout);
     });
 }
 

@@ -87,7 +87,7 @@ __global__ void __launch_bounds__(Config::THREADS, 1) wgrad_kernel(const __grid_
             };
             auto token_of = [](const WgradTile &, int) { return 0; };
             auto is_long = [](const WgradTile &tile) { return tile.num_rows >= LONG_TILE; };
-            fetch_tiles<0, 1>(p.tiles, s.queue, num_tiles, decode, token_of, prepare, is_long);
+            fetch_tiles<0>(p.tiles, s.queue, num_tiles, decode, token_of, prepare, is_long);
         } else if constexpr (Config::GATHER) {
             load_gather<Config>(p, s);
         } else if (warp == 0) {
