@@ -75,7 +75,7 @@ typedef enum {
 } FusedMoeFormat;
 
 /* Rows, and columns, of a tile of a quantised weight. */
-enum { FUSED_MOE_CODE_TILE = 64 };
+enum { FUSED_MOE_QUANTIZED_TILE = 64 };
 
 typedef struct {        /* weight (E, out, in) = (code - zero) scale, in f32, rounded to the call's dtype */
     const void *data;   /* [E,out,in]; codes of 4 bits two per byte, the even column in the lower half */
@@ -103,7 +103,7 @@ typedef struct { /* expert weights (E, out, in); either of out and in may be the
     int64_t stride_expert, stride_out, stride_in;
     /* Of a quantised weight, which only grouped_mm and up_gate read; then strides are those of the weight in the
      * GEMM's dtype, and data is not NULL. */
-    const FusedMoeQuantizedWeight *codes;
+    const FusedMoeQuantizedWeight *quantized;
 } FusedMoeWeight;
 
 typedef struct {              /* which row holds which (token, slot)                         */
@@ -119,7 +119,7 @@ typedef struct {              /* which row holds which (token, slot)            
 typedef struct {        /* what one call of a GEMM needs beside its tensors; the CPU tier needs nothing */
     int32_t tier;       /* FusedMoeTier, by fused_moe_cuda_select_<operator>                 */
     int64_t bytes;      /* of data, likewise                                                 */
-    bool dequantizes;   /* codes become weights at the start of data, likewise               */
+    bool dequantizes;   /* quantised weights are dequantised into the start of data, likewise */
     void *data;         /* uninitialised memory, by the caller                               */
     uint32_t *counters; /* [FUSED_MOE_NUM_COUNTERS] zeros, by the caller; zeros again after  */
 } FusedMoeWorkspace;
@@ -463,7 +463,7 @@ typedef enum {
     FUSED_MOE_OTHER_DTYPE,
     FUSED_MOE_NO_ROWS,
     FUSED_MOE_SCORED_INPUT,
-    FUSED_MOE_MANY_ROWS, /* for a kernel that reads codes, or runs both sides */
+    FUSED_MOE_MANY_ROWS, /* for a kernel that reads quantised weights, or runs both sides */
     FUSED_MOE_WIDTH,     /* one is not a multiple of 8 */
     FUSED_MOE_UNALIGNED, /* rows or a bias that are not 16-byte aligned */
     FUSED_MOE_STRIDES,   /* of a weight */

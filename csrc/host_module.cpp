@@ -1,5 +1,5 @@
 /* fused_moe._host: what tests need of schedule.h beyond the operators of torch/planners.cpp, of slot_plan.h and of
- * code_tile.h.
+ * quantized_tile.h.
  *
  * A tile of any 32-bit index, without a list of all; tall tiles; the tiles of any words, which the operators refuse; the
  * rules that choose split-K slices; the plan of few slots, which else only kernels make; which plans a cluster
@@ -11,8 +11,8 @@
 #include <vector>
 
 #include "cluster_plan.h"
-#include "code_tile.h"
 #include "fused_moe.h"
+#include "quantized_tile.h"
 #include "slot_plan.h"
 
 namespace py = pybind11;
@@ -112,8 +112,9 @@ static std::vector<uint32_t> tile_codes(int kind_, const std::vector<uint32_t> &
 
 PYBIND11_MODULE(_host, m) {
     using namespace py::literals;
-    m.doc() = "The functions of csrc/schedule.h, slot_plan.h, cluster_plan.h and code_tile.h that tests need "
-              "and the operators do not offer.";
+    m.doc() =
+        "The functions of csrc/schedule.h, slot_plan.h, cluster_plan.h and quantized_tile.h that tests need "
+        "and the operators do not offer.";
     m.def("work_tile", work_tile, "schedule"_a, "offs"_a, "num_n_tiles"_a, "group"_a, "interleave"_a,
           "split_last_wave"_a, "index"_a,
           "(expert, first_row, num_rows, n_tile, n_half, skinny) of work tile `index`.");

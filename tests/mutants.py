@@ -497,8 +497,8 @@ CPU = [
     Mutant(
         "a transposed weight's first columns",
         "csrc/cpu/matrix.c",
-        "fm_dequantize(v, w->codes, e, col, cols, row, rows, buffer)",
-        "fm_dequantize(v, w->codes, e, col, cols, 0, rows, buffer)",
+        "fm_dequantize(v, w->quantized, e, col, cols, row, rows, buffer)",
+        "fm_dequantize(v, w->quantized, e, col, cols, 0, rows, buffer)",
         "tests/test_quantized.py",
     ),
     Mutant(
@@ -764,7 +764,7 @@ CPU = [
     ),
     Mutant(
         "the signs of a tile's mxfp4 codes are read from other bits",
-        "csrc/code_tile.h",
+        "csrc/quantized_tile.h",
         "0xecdf",
         "0xecfd",
         "tests/test_tiles.py",

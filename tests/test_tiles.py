@@ -100,7 +100,7 @@ def test_codes_are_where_the_formula_says(cpu, format):
 @pytest.mark.skipif(_host is None, reason="fused_moe._host was not built for this Python")
 @EVERY_FORMAT
 def test_the_dequantising_kernel_finds_them(cpu, format):
-    """csrc/code_tile.h, which the kernel and _host include, reads what tiles.py writes."""
+    """csrc/quantized_tile.h, which the kernel and _host include, reads what tiles.py writes."""
     w = random_weight(format, 1, 64, 64, cpu)
     codes = formats.nibbles(w.data) if FORMATS[format].per_byte == 2 else w.data.view(torch.uint8)
     words = tiles.tiled_data(format, w.data, w.shape).flatten().view(torch.uint8).view(torch.int32)

@@ -27,7 +27,8 @@ static Buffers take(const Task *t, char *scratch, size_t *bytes) {
     for (int i = 0; i < 2; i++)
         s.a[i] = fm_take(&scratch, bytes, copies && p->b[i].data ? rows * p->N[i] * accum : 0);
     int64_t depth = p->N[0] > p->N[1] ? p->N[0] : p->N[1];
-    s.b = fm_take(&scratch, bytes, copies || p->b[0].codes || p->b[1].codes ? cols * depth * accum : 0);
+    s.b =
+        fm_take(&scratch, bytes, copies || p->b[0].quantized || p->b[1].quantized ? cols * depth * accum : 0);
     s.out = fm_take(&scratch, bytes, copies ? rows * cols * accum : 0);
     s.bias = fm_take(&scratch, bytes, cols * accum);
     return s;

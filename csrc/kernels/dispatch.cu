@@ -3,13 +3,14 @@
  * A tier is a folder beside this file and a line in each table. The last tier takes every call. Calls whose
  * offsets are unchecked (raw grouped_mm and wgrad) get them clamped, and their schedule, by one launch before
  * the GEMM's; calls of few slots whose plan is not made get it likewise, where the GEMM does not make it itself.
- * Quantised weights have tables of their own, of kernels that read codes. A call has the tier of the same call of plain
- * weights, so its bits are theirs; where that tier's kernel does not read the codes it is that call, and a launch per
- * weight dequantises them into the workspace.
+ * Quantised weights have tables of their own. A call has the tier of the same call of plain weights, so its bits are
+ * theirs. Where that tier's kernel does not read the quantised weight, the call is that one, and a launch per weight
+ * dequantises it into the workspace before.
  *
  * The environment, read once per process:
  *   FUSED_MOE_TIER       portable, hopper, or auto (the default); hopper is auto, and an error on other GPUs
- *   FUSED_MOE_SCHEDULE   overrides for experiments, e.g. order=linear,experts=in-turn,tails=off,group=8,codes=64 */
+ *   FUSED_MOE_SCHEDULE   overrides for experiments, e.g. order=linear,experts=in-turn,tails=off,group=8,codes=64;
+ *                        codes=N: GEMMs read quantised weights up to N rows per expert, and else dequantise them */
 #include "dispatch.cuh"
 
 #include <stdlib.h>
@@ -36,8 +37,8 @@ static Table<FusedMoeRouterDgrad> ROUTER_DGRAD = {&sm90::router_dgrad, &sm80::ro
 static Table<FusedMoeGroupedMM> GROUPED_MM = {&sm90::grouped_mm, &sm80::grouped_mm};
 static Table<FusedMoeWgrad> WGRAD = {&sm90::wgrad, &sm80::wgrad};
 static Table<FusedMoeUpGate> UP_GATE = {&sm90::up_gate, &sm80::up_gate};
-static Table<FusedMoeGroupedMM> CODES_MM = {&sm90::codes_mm, &sm80::codes_mm};
-static Table<FusedMoeUpGate> CODES_UP_GATE = {&sm90::codes_up_gate, &sm80::codes_up_gate};
+static Table<FusedMoeGroupedMM> QUANTIZED_MM = {&sm90::quantized_mm, &sm80::quantized_mm};
+static Table<FusedMoeUpGate> QUANTIZED_UP_GATE = {&sm90::quantized_up_gate, &sm80::quantized_up_gate};
 static Table<FusedMoeDownDgrad> DOWN_DGRAD = {&sm90::down_dgrad, &sm80::down_dgrad};
 
 static const char *const REASONS[FUSED_MOE_NUM_REASONS] = {
@@ -87,14 +88,14 @@ static void read_environment() {
     for (int i = 0; tier && i < FUSED_MOE_NUM_TIERS; i++)
         if (!strcmp(tier, fused_moe_tier(i).name)) process.tier = i;
     ScheduleOverride s = {};
-    s.code_rows = -1;
+    s.quantized_rows = -1;
     if (schedule) {
         const char *group = strstr(schedule, "group=");
         if (group) s.group = atoi(group + strlen("group="));
         if (strstr(schedule, "order=linear")) s.group = 1;
         if (strstr(schedule, "order=column")) s.group = INT32_MAX;
-        const char *code_rows = strstr(schedule, "codes=");
-        if (code_rows) s.code_rows = atoi(code_rows + strlen("codes="));
+        const char *quantized_rows = strstr(schedule, "codes=");
+        if (quantized_rows) s.quantized_rows = atoi(quantized_rows + strlen("codes="));
         s.no_interleave = strstr(schedule, "experts=in-turn");
         s.no_tails = strstr(schedule, "tails=off");
     }
@@ -211,54 +212,54 @@ static Weights weights_of(FusedMoeUpGate &p) {
 }
 
 template <typename Params>
-static bool has_codes(Params p) {
+static bool is_quantized(Params p) {
     Weights weights = weights_of(p);
-    return weights.w[0]->codes || weights.w[1]->codes;
+    return weights.w[0]->quantized || weights.w[1]->quantized;
 }
 
-/* Lets quantised weights be dense ones at `data`, one after the other, and calls fn(address, codes, weights) for
+/* Lets quantised weights be dense ones at `data`, one after the other, and calls fn(address, quantized, weights) for
  * each. Returns their bytes: none where there are no rows, and nothing reads them. */
 template <typename Params, typename Fn>
 static size_t place_weights(Params &p, void *data, Fn fn) {
     Weights weights = weights_of(p);
     size_t bytes = 0;
     for (FusedMoeWeight *w : weights.w) {
-        if (!w->codes) continue;
-        const FusedMoeQuantizedWeight &codes = *w->codes;
-        w->codes = nullptr;
+        if (!w->quantized) continue;
+        const FusedMoeQuantizedWeight &quantized = *w->quantized;
+        w->quantized = nullptr;
         if (weights.R == 0) continue;
         w->data = (char *)data + bytes;
-        fn(w->data, codes, weights);
-        bytes += (dequantized_bytes(codes, weights.E, p.dtype) + 127) / 128 * 128;
+        fn(w->data, quantized, weights);
+        bytes += (dequantized_bytes(quantized, weights.E, p.dtype) + 127) / 128 * 128;
     }
     return bytes;
 }
 
 /* select() for an operator whose weights may be quantised. */
 template <typename Params>
-static void select_weights(FusedMoeTieredOp op, Table<Params> &table, Table<Params> &of_codes, Params *p,
+static void select_weights(FusedMoeTieredOp op, Table<Params> &table, Table<Params> &of_quantized, Params *p,
                            size_t more_bytes = 0) {
     p->workspace.dequantizes = false;
-    if (!has_codes(*p)) return select(op, table, p, more_bytes);
+    if (!is_quantized(*p)) return select(op, table, p, more_bytes);
     Params plain = *p;
     void *aligned = (void *)128; /* as the workspace will be */
     size_t dense_bytes = place_weights(plain, aligned, [](auto &&...) {});
     select(op, table, &plain, more_bytes + dense_bytes);
     p->workspace = plain.workspace;
-    p->workspace.dequantizes = of_codes[p->workspace.tier]->reason(*p) != FUSED_MOE_RUNS;
+    p->workspace.dequantizes = of_quantized[p->workspace.tier]->reason(*p) != FUSED_MOE_RUNS;
     if (!p->workspace.dequantizes) p->workspace.bytes = (int64_t)more_bytes;
 }
 
 /* run() for an operator whose weights may be quantised. */
 template <typename Params>
-static int run_weights(Table<Params> &table, Table<Params> &of_codes, const Params &call, void *stream) {
+static int run_weights(Table<Params> &table, Table<Params> &of_quantized, const Params &call, void *stream) {
     Params p = call;
-    if (!has_codes(p)) return run(table, p, stream);
-    if (!p.workspace.dequantizes) return run(of_codes, p, stream);
+    if (!is_quantized(p)) return run(table, p, stream);
+    if (!p.workspace.dequantizes) return run(of_quantized, p, stream);
     int status = FUSED_MOE_OK;
-    auto fill = [&](void *dense, const FusedMoeQuantizedWeight &codes, const Weights &weights) {
+    auto fill = [&](void *dense, const FusedMoeQuantizedWeight &quantized, const Weights &weights) {
         if (status == FUSED_MOE_OK)
-            status = dequantize(dense, codes, weights.offs, weights.E, p.dtype, stream);
+            status = dequantize(dense, quantized, weights.offs, weights.E, p.dtype, stream);
     };
     size_t bytes = place_weights(p, p.workspace.data, fill);
     p.workspace.data = (char *)p.workspace.data + bytes;
@@ -347,13 +348,13 @@ void fused_moe_cuda_select_router_dgrad(FusedMoeRouterDgrad *p) {
     select(FUSED_MOE_OP_ROUTER_DGRAD, ROUTER_DGRAD, p);
 }
 void fused_moe_cuda_select_grouped_mm(FusedMoeGroupedMM *p) {
-    select_weights(FUSED_MOE_OP_GROUPED_MM, GROUPED_MM, CODES_MM, p, own_schedule_bytes(*p));
+    select_weights(FUSED_MOE_OP_GROUPED_MM, GROUPED_MM, QUANTIZED_MM, p, own_schedule_bytes(*p));
 }
 void fused_moe_cuda_select_wgrad(FusedMoeWgrad *p) {
     select(FUSED_MOE_OP_WGRAD, WGRAD, p, own_schedule_bytes(*p));
 }
 void fused_moe_cuda_select_up_gate(FusedMoeUpGate *p) {
-    select_weights(FUSED_MOE_OP_UP_GATE, UP_GATE, CODES_UP_GATE, p);
+    select_weights(FUSED_MOE_OP_UP_GATE, UP_GATE, QUANTIZED_UP_GATE, p);
 }
 void fused_moe_cuda_select_down_dgrad(FusedMoeDownDgrad *p) {
     select(FUSED_MOE_OP_DOWN_DGRAD, DOWN_DGRAD, p);
@@ -361,7 +362,7 @@ void fused_moe_cuda_select_down_dgrad(FusedMoeDownDgrad *p) {
 
 /* One tier has it, so there is no table. Who gets no for an answer calls both operators, which count themselves. */
 bool fused_moe_cuda_select_experts(FusedMoeExperts *p) {
-    if (has_codes(p->up) || has_codes(p->down)) return false;
+    if (is_quantized(p->up) || is_quantized(p->down)) return false;
     if (device_reason(FUSED_MOE_TIER_SM90) != FUSED_MOE_RUNS) return false;
     if (sm90::experts.reason(*p) != FUSED_MOE_RUNS) return false;
     for (FusedMoeTieredOp op : {FUSED_MOE_OP_UP_GATE, FUSED_MOE_OP_GROUPED_MM})
@@ -386,14 +387,15 @@ int fused_moe_cuda_cluster_plan(const FusedMoeRoutePlan *p, const FusedMoeRoute 
 }
 
 int fused_moe_cuda_grouped_mm(const FusedMoeGroupedMM *p, void *stream) {
-    auto run_next = [&](auto &q) { return run_weights(GROUPED_MM, CODES_MM, q, stream); };
+    auto run_next = [&](auto &q) { return run_weights(GROUPED_MM, QUANTIZED_MM, q, stream); };
     return p->slots ? run_planned(*p, stream, run_next) : run_checked(*p, stream, run_next);
 }
 int fused_moe_cuda_wgrad(const FusedMoeWgrad *p, void *stream) {
     return run_checked(*p, stream, [&](auto &q) { return run(WGRAD, q, stream); });
 }
 int fused_moe_cuda_up_gate(const FusedMoeUpGate *p, void *stream) {
-    return run_planned(*p, stream, [&](auto &q) { return run_weights(UP_GATE, CODES_UP_GATE, q, stream); });
+    return run_planned(*p, stream,
+                       [&](auto &q) { return run_weights(UP_GATE, QUANTIZED_UP_GATE, q, stream); });
 }
 int fused_moe_cuda_experts(const FusedMoeExperts *p, void *stream) {
     return sm90::experts.run(*p, stream);

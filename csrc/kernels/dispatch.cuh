@@ -22,8 +22,8 @@ extern const Kernel<FusedMoeWgrad> wgrad;
 extern const Kernel<FusedMoeUpGate> up_gate;
 extern const Kernel<FusedMoeDownDgrad> down_dgrad;
 /* Of quantised weights. */
-extern const Kernel<FusedMoeGroupedMM> codes_mm;
-extern const Kernel<FusedMoeUpGate> codes_up_gate;
+extern const Kernel<FusedMoeGroupedMM> quantized_mm;
+extern const Kernel<FusedMoeUpGate> quantized_up_gate;
 } // namespace sm80
 
 namespace sm90 {
@@ -36,8 +36,8 @@ extern const Kernel<FusedMoeDownDgrad> down_dgrad;
 /* Both sides in one launch, where rows are few. */
 extern const Kernel<FusedMoeExperts> experts;
 /* Of quantised weights. */
-extern const Kernel<FusedMoeGroupedMM> codes_mm;
-extern const Kernel<FusedMoeUpGate> codes_up_gate;
+extern const Kernel<FusedMoeGroupedMM> quantized_mm;
+extern const Kernel<FusedMoeUpGate> quantized_up_gate;
 /* One that fused_moe_has_cluster_plan() says yes to. */
 int cluster_plan(const FusedMoeRoutePlan &p, const FusedMoeRoute *route, void *stream);
 } // namespace sm90
@@ -47,8 +47,8 @@ typedef struct {
     int32_t group;      /* row tiles of a group; 0: as the kernel has it */
     bool no_interleave; /* skinny tiles come last                        */
     bool no_tails;      /* no swapped operands, split last wave, nor tiles of few rows */
-    int32_t code_rows;  /* rows per expert up to which codes are read, on sm80 16 at most; -1: as the kernels
-                           have it */
+    /* rows per expert up to which GEMMs read quantised weights, on sm80 16 at most; -1: as the kernels have it */
+    int32_t quantized_rows;
 } ScheduleOverride;
 
 const ScheduleOverride &schedule_override();

@@ -34,8 +34,8 @@ static void find_blocks(const char *op, FusedMoeQuantizedWeight *w, const Tensor
     }
     const int64_t col_blocks = (in + w->block_in - 1) / w->block_in;
     if (is_tiled) {
-        w->tile_scales = w->block_out == 1 ? FUSED_MOE_CODE_TILE : 4;
-        check_shape(op, "scale", scale, {E, out / FUSED_MOE_CODE_TILE, col_blocks, w->tile_scales});
+        w->tile_scales = w->block_out == 1 ? FUSED_MOE_QUANTIZED_TILE : 4;
+        check_shape(op, "scale", scale, {E, out / FUSED_MOE_QUANTIZED_TILE, col_blocks, w->tile_scales});
     } else {
         check_shape(op, "scale", scale, {E, (out + w->block_out - 1) / w->block_out, col_blocks});
     }
@@ -46,7 +46,7 @@ static void find_transposed(const char *op, const QuantizedTensors &given, Quant
     if (!given.data_t && !given.scale_t && !given.zero_t) return;
     FusedMoeQuantizedWeight &w = weight->p;
     const Tensor &codes = given.data, &scale = given.scale;
-    const int64_t row_tiles = w.out / FUSED_MOE_CODE_TILE, col_tiles = w.in / FUSED_MOE_CODE_TILE;
+    const int64_t row_tiles = w.out / FUSED_MOE_QUANTIZED_TILE, col_tiles = w.in / FUSED_MOE_QUANTIZED_TILE;
     const int64_t E = codes.size(0);
     check(w.tile_scales != 0, op, "data in tiles, of 4 dimensions, beside data_t", "3 dimensions");
     check(given.data_t && given.scale_t, op, "data_t and scale_t together",
@@ -65,7 +65,7 @@ static void find_transposed(const char *op, const QuantizedTensors &given, Quant
     weight->data_t = checked("data_t", *given.data_t, {E, col_tiles, row_tiles, codes.size(3)}, codes);
     if (w.block_out == 1)
         weight->scale_t =
-            checked("scale_t", *given.scale_t, {E, groups, row_tiles, FUSED_MOE_CODE_TILE}, scale);
+            checked("scale_t", *given.scale_t, {E, groups, row_tiles, FUSED_MOE_QUANTIZED_TILE}, scale);
     else
         weight->scale_t = checked("scale_t", *given.scale_t,
                                   {E, col_tiles, (w.out + w.block_out - 1) / w.block_out, 4}, scale);
@@ -73,7 +73,7 @@ static void find_transposed(const char *op, const QuantizedTensors &given, Quant
     w.scale_t = data(*weight->scale_t);
     if (given.zero_t) {
         weight->zero_t =
-            checked("zero_t", *given.zero_t, {E, groups, row_tiles, FUSED_MOE_CODE_TILE}, *given.zero);
+            checked("zero_t", *given.zero_t, {E, groups, row_tiles, FUSED_MOE_QUANTIZED_TILE}, *given.zero);
         w.zero_t = (const int8_t *)data(*weight->zero_t);
     }
 }
@@ -96,10 +96,11 @@ QuantizedWeight quantized_weight(const char *op, const QuantizedTensors &given, 
     check_device(op, "data", codes, like);
     check_device(op, "scale", scale, like);
     const int64_t E = codes.size(0);
-    w.out = codes.size(1) * (is_tiled ? FUSED_MOE_CODE_TILE : 1);
-    w.in = codes.size(2) * (is_tiled ? FUSED_MOE_CODE_TILE : has_two_per_byte(format) ? 2 : 1);
+    w.out = codes.size(1) * (is_tiled ? FUSED_MOE_QUANTIZED_TILE : 1);
+    w.in = codes.size(2) * (is_tiled ? FUSED_MOE_QUANTIZED_TILE : has_two_per_byte(format) ? 2 : 1);
     if (is_tiled) {
-        const int64_t bytes = FUSED_MOE_CODE_TILE * FUSED_MOE_CODE_TILE / (has_two_per_byte(format) ? 2 : 1);
+        const int64_t bytes =
+            FUSED_MOE_QUANTIZED_TILE * FUSED_MOE_QUANTIZED_TILE / (has_two_per_byte(format) ? 2 : 1);
         check_size(op, "bytes of a tile", codes.size(3), bytes, bytes);
     }
     check_size(op, "out of data", w.out, 1, MAX_WIDTH);
@@ -117,7 +118,7 @@ QuantizedWeight quantized_weight(const char *op, const QuantizedTensors &given, 
         check(format == FUSED_MOE_INT4, op, "zero points for int4 alone", "some for another format");
         if (is_tiled)
             check_shape(op, "zero", *given.zero,
-                        {E, w.out / FUSED_MOE_CODE_TILE, scale.size(2), FUSED_MOE_CODE_TILE});
+                        {E, w.out / FUSED_MOE_QUANTIZED_TILE, scale.size(2), FUSED_MOE_QUANTIZED_TILE});
         else
             check_shape(op, "zero", *given.zero, {E, w.out, scale.size(2)});
         check_dtype(op, "zero", *given.zero, ScalarType::Char);

@@ -15,7 +15,7 @@ operand, lane 4 g + t of warp w holds, for every k = 16 s, two rows (h) of two p
 
 of mxfp4 nibble n of each half of the word in other bits: a sign in bit SIGNS[n], the others from bit
 MAGNITUDES[n] on. That takes a kernel fewer shifts. So in a tile a lane's codes of a row are 16 or 8
-contiguous bytes, and a warp's are 512 or 256. csrc/code_tile.h reads them.
+contiguous bytes, and a warp's are 512 or 256. csrc/quantized_tile.h reads them.
 
 **Scales and zero points.** One per row, or per group of a row: S = 64, the scales of a tile's rows. One per
 matrix, or per block of 128 x 128: S = 4 equal copies, since 16 bytes are the least that TMA loads. Scales of

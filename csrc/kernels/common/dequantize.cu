@@ -2,7 +2,7 @@
  * same in PyTorch. */
 #include "dequantize.cuh"
 
-#include "../../code_tile.h"
+#include "../../quantized_tile.h"
 #include "launch.cuh"
 #include "pairs.cuh"
 
@@ -177,7 +177,7 @@ __device__ inline void store_pairs(T *p, const float (&v)[2][2]) {
 template <int N, typename T, FusedMoeFormat format, typename S>
 __device__ inline void dequantize_lane(const FusedMoeQuantizedWeight &w, const uint32_t *codes,
                                        int64_t first_scale, unsigned col, unsigned block_in, T *out) {
-    constexpr int TILE = FUSED_MOE_CODE_TILE, TILE_WORDS = 4 * TILE * LaneCodes<format>::WORDS;
+    constexpr int TILE = FUSED_MOE_QUANTIZED_TILE, TILE_WORDS = 4 * TILE * LaneCodes<format>::WORDS;
     LaneCodes<format> mine[N];
     float scale[2 * N], zero[2 * N]; /* of halves of tiles */
 #pragma unroll
@@ -206,7 +206,8 @@ __device__ inline void dequantize_lane(const FusedMoeQuantizedWeight &w, const u
 template <typename T, FusedMoeFormat format, typename S>
 __global__ void __launch_bounds__(32 * WARPS, 4)
     dequantize_tiles_kernel(const __grid_constant__ Dequantize p) {
-    constexpr int TILE = FUSED_MOE_CODE_TILE, WORDS = LaneCodes<format>::WORDS, TILE_WORDS = 4 * TILE * WORDS;
+    constexpr int TILE = FUSED_MOE_QUANTIZED_TILE, WORDS = LaneCodes<format>::WORDS,
+                  TILE_WORDS = 4 * TILE * WORDS;
     constexpr int AHEAD = 2; /* tiles */
     const FusedMoeQuantizedWeight &w = p.codes;
     unsigned in = (unsigned)w.in, block_in = (unsigned)min(w.block_in, w.in);

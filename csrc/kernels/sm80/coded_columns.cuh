@@ -236,12 +236,12 @@ int with_coded_tile(int64_t R, int32_t E, const FusedMoeQuantizedWeight &w, Fuse
 
 /* Whether a weight's codes are read, or why not, for a GEMM of R rows of E experts. */
 inline FusedMoeReason codes_reason(const FusedMoeWeight &w, int64_t R, int32_t E, FusedMoeDtype dtype) {
-    const FusedMoeQuantizedWeight *codes = w.codes;
+    const FusedMoeQuantizedWeight *codes = w.quantized;
     const ScheduleOverride &asked = schedule_override();
     if (dtype != FUSED_MOE_BF16 && dtype != FUSED_MOE_F16) return FUSED_MOE_OTHER_DTYPE;
     if (R == 0) return FUSED_MOE_NO_ROWS;
     if (!fused_moe_few_rows(R, E) || asked.no_tails ||
-        (asked.code_rows >= 0 && R > (int64_t)asked.code_rows * E))
+        (asked.quantized_rows >= 0 && R > (int64_t)asked.quantized_rows * E))
         return FUSED_MOE_MANY_ROWS;
     if (!codes || codes->transposed || codes->tile_scales) return FUSED_MOE_STRIDES;
     bool is_4_bit = has_4_bits(*codes), is_whole = codes->block_in >= codes->in; /* a group is the row */

@@ -36,8 +36,8 @@ __global__ void __launch_bounds__(Tile::THREADS, Tile::CTAS_PER_SM)
 int run(const FusedMoeGroupedMM &p, void *stream) {
     CodesMM q = {};
     q.mm = p;
-    set_codes(q.b, 0, *p.b[0].codes);
-    return with_coded_tile(p.R, p.E, *p.b[0].codes, p.dtype, [&](auto tile) {
+    set_codes(q.b, 0, *p.b[0].quantized);
+    return with_coded_tile(p.R, p.E, *p.b[0].quantized, p.dtype, [&](auto tile) {
         using Tile = decltype(tile);
         int64_t grid = max_row_tiles(p.R, p.E, Tile::BM) * ceil_div(p.M, Tile::BN);
         return launch(codes_mm_kernel<Tile>, q, grid, Tile::THREADS, shared_bytes<Tile>(), stream);
@@ -52,6 +52,6 @@ FusedMoeReason reason(const FusedMoeGroupedMM &p) {
 
 } // namespace
 
-const Kernel<FusedMoeGroupedMM> codes_mm = {reason, nullptr, run};
+const Kernel<FusedMoeGroupedMM> quantized_mm = {reason, nullptr, run};
 
 } // namespace fused_moe::sm80

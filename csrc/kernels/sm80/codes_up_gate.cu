@@ -37,11 +37,11 @@ __global__ void __launch_bounds__(Tile::THREADS, Tile::CTAS_PER_SM)
 int run(const FusedMoeUpGate &p, void *stream) {
     CodesUpGate q = {};
     q.up = p;
-    set_codes(q.w, 0, *p.w1.codes);
-    if (p.w3.data) set_codes(q.w, 1, *p.w3.codes);
+    set_codes(q.w, 0, *p.w1.quantized);
+    if (p.w3.data) set_codes(q.w, 1, *p.w3.quantized);
     int64_t R = p.row_map.R;
     int32_t E = p.row_map.E;
-    return with_coded_tile(R, E, *p.w1.codes, p.dtype, [&](auto tile) {
+    return with_coded_tile(R, E, *p.w1.quantized, p.dtype, [&](auto tile) {
         using Tile = decltype(tile);
         int columns = Tile::BN / (p.layout == FUSED_MOE_UNGATED ? 1 : 2);
         int64_t grid = max_row_tiles(R, E, Tile::BM) * ceil_div(p.F, columns);
@@ -57,12 +57,12 @@ FusedMoeReason reason(const FusedMoeUpGate &p) {
     FusedMoeReason why = codes_reason(p.w1, R, E, p.dtype);
     if (why != FUSED_MOE_RUNS || !p.w3.data) return why;
     why = codes_reason(p.w3, R, E, p.dtype);
-    if (why == FUSED_MOE_RUNS && !are_alike(*p.w1.codes, *p.w3.codes)) why = FUSED_MOE_STRIDES;
+    if (why == FUSED_MOE_RUNS && !are_alike(*p.w1.quantized, *p.w3.quantized)) why = FUSED_MOE_STRIDES;
     return why;
 }
 
 } // namespace
 
-const Kernel<FusedMoeUpGate> codes_up_gate = {reason, nullptr, run};
+const Kernel<FusedMoeUpGate> quantized_up_gate = {reason, nullptr, run};
 
 } // namespace fused_moe::sm80

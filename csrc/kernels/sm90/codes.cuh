@@ -11,13 +11,13 @@
  *   tile [row half][warp][lane] of 8 bytes (codes of 4 bits) or 16: what a thread has of a row
  *   8 bits   word s: columns 16 s + 2 t, + 2 t + 1, + 2 t + 8, + 2 t + 9
  *   4 bits   word s / 2: pair n = 2 (s % 2) + u is columns 16 s + 8 u + 2 t and one more, of the lower and the upper half:
- *            of int4 bits 4 n on, of e2m1 those of code_tile.h
+ *            of int4 bits 4 n on, of e2m1 those of quantized_tile.h
  *
  * A value is (code - zero) scale, rounded once. Where code - zero and scale are exact in T (`narrow`) that is
  * one product of T; else it is formed in float32. */
 #pragma once
 
-#include "../../code_tile.h"
+#include "../../quantized_tile.h"
 #include "../common/pairs.cuh"
 #include "epilogue.cuh"
 

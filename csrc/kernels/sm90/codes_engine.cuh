@@ -591,7 +591,7 @@ constexpr int64_t MOST_ROWS = 3072;
 
 /* Whether experts have more than so many rows on average. A rule on shapes: the host knows no counts. */
 inline bool has_many_rows(int64_t R, int32_t E, int64_t most_of_an_expert) {
-    int64_t asked = schedule_override().code_rows;
+    int64_t asked = schedule_override().quantized_rows;
     return R > (asked < 0 ? most_of_an_expert : asked) * E;
 }
 
@@ -673,8 +673,9 @@ int set_codes(CodesGemm &p, int i, const FusedMoeQuantizedWeight &codes, int32_t
  * A stage's columns past the last are codes of zero, which of int4 are values: where their scale is a real one, which may be
  * so large that they are infinite, there must not be any. Scales by column are read by stages of one k-tile, which have none. */
 inline bool has_readable_codes(const FusedMoeWeight &w) {
-    if (!w.codes || !w.codes->tile_scales || (w.codes->transposed && !w.codes->data_t)) return false;
-    FusedMoeQuantizedWeight codes = packing_of(*w.codes);
+    if (!w.quantized || !w.quantized->tile_scales || (w.quantized->transposed && !w.quantized->data_t))
+        return false;
+    FusedMoeQuantizedWeight codes = packing_of(*w.quantized);
     bool by_column = is_by_column(codes), is_int4 = codes.format == FUSED_MOE_INT4;
     if (by_column && is_int4 && codes.scale_dtype == FUSED_MOE_F32) return false; /* it loads 16 bits */
     if (!is_aligned(codes.data) || !is_aligned(codes.scale) || !is_aligned(codes.zero)) return false;

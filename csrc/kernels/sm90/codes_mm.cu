@@ -74,7 +74,7 @@ int launch(const FusedMoeGroupedMM &p, void *stream) {
     int status = matrix_map(&gemm.a[0], a, p.R, p.N[0], p.N[0], SUBTILE);
     if (status == FUSED_MOE_OK) status = matrix_map(&gemm.tail[0], a, p.R, p.N[0], p.N[0], TAIL_ROWS);
     if (status == FUSED_MOE_OK)
-        status = set_codes<Config>(q.codes, 0, packing_of(*p.b[0].codes), p.E, 0, p.M);
+        status = set_codes<Config>(q.codes, 0, packing_of(*p.b[0].quantized), p.E, 0, p.M);
     if (status != FUSED_MOE_OK) return status;
     gemm.num_k_tiles[0] = (int32_t)ceil_div(p.N[0], Config::COLUMNS);
     TileSource &tiles = gemm.tiles;
@@ -92,7 +92,7 @@ int launch(const FusedMoeGroupedMM &p, void *stream) {
 }
 
 int run(const FusedMoeGroupedMM &p, void *stream) {
-    FusedMoeQuantizedWeight codes = packing_of(*p.b[0].codes);
+    FusedMoeQuantizedWeight codes = packing_of(*p.b[0].quantized);
     if (is_by_column(codes)) /* in backward: one configuration, whatever the rows */
         return with_decoder<true>(p.dtype, codes, [&](auto decoder) {
             return launch<CodesConfig<decltype(decoder), false, Rows::MANY>>(p, stream);
@@ -108,7 +108,8 @@ constexpr int64_t MOST_ROWS_TRANSPOSED = 768; /* of backward, most of it by colu
 FusedMoeReason reason(const FusedMoeGroupedMM &p) {
     if (!is_16_bit(p.dtype)) return FUSED_MOE_OTHER_DTYPE;
     if (p.R == 0) return FUSED_MOE_NO_ROWS;
-    if (has_many_rows(p.R, p.E, p.b[0].codes && p.b[0].codes->transposed ? MOST_ROWS_TRANSPOSED : MOST_ROWS))
+    if (has_many_rows(p.R, p.E,
+                      p.b[0].quantized && p.b[0].quantized->transposed ? MOST_ROWS_TRANSPOSED : MOST_ROWS))
         return FUSED_MOE_MANY_ROWS;
     if (p.M % CHUNK || p.N[0] % CHUNK) return FUSED_MOE_WIDTH;
     if (!is_aligned(p.a) || !is_aligned(p.out) || !is_aligned(p.bias)) return FUSED_MOE_UNALIGNED;
@@ -118,7 +119,7 @@ FusedMoeReason reason(const FusedMoeGroupedMM &p) {
 
 } // namespace
 
-const Kernel<FusedMoeGroupedMM> codes_mm = {reason, nullptr, run};
+const Kernel<FusedMoeGroupedMM> quantized_mm = {reason, nullptr, run};
 
 } // namespace sm90
 } // namespace fused_moe

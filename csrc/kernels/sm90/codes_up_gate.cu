@@ -215,9 +215,10 @@ int launch(const FusedMoeUpGate &p, void *stream) {
     gemm.num_k_tiles[0] = (int32_t)ceil_div(p.D, Config::COLUMNS);
     gemm.gate_up = is_gate_up;
     q.codes.is_interleaved = p.layout == FUSED_MOE_INTERLEAVED;
-    int status = set_codes<Config>(q.codes, 0, *p.w1.codes, rows.E, 0, b_rows);
+    int status = set_codes<Config>(q.codes, 0, *p.w1.quantized, rows.E, 0, b_rows);
     if (status == FUSED_MOE_OK && is_gate_up)
-        status = set_codes<Config>(q.codes, 1, halves ? *p.w1.codes : *p.w3.codes, rows.E, halves ? F : 0, F);
+        status = set_codes<Config>(q.codes, 1, halves ? *p.w1.quantized : *p.w3.quantized, rows.E,
+                                   halves ? F : 0, F);
     if (status != FUSED_MOE_OK) return status;
     gemm.tiles = tile_source(rows.offs, rows.schedule, rows.R, rows.E, b_rows,
                              is_gate_up ? Config::BN / 2 : Config::BN, p.workspace.counters);
@@ -228,7 +229,7 @@ int launch(const FusedMoeUpGate &p, void *stream) {
 }
 
 int run(const FusedMoeUpGate &p, void *stream) {
-    return with_decoder(p.dtype, *p.w1.codes, [&](auto decoder) {
+    return with_decoder(p.dtype, *p.w1.quantized, [&](auto decoder) {
         return with_codes_config<decltype(decoder), true>(
             p.row_map.R, p.row_map.E, [&](auto config) { return launch<decltype(config)>(p, stream); });
     });
@@ -244,7 +245,7 @@ FusedMoeReason reason(const FusedMoeUpGate &p) {
     for (const void *data : {p.x, (const void *)p.a, p.b1, p.b3})
         if (!is_aligned(data)) return FUSED_MOE_UNALIGNED;
     if (p.h || !has_readable_codes(p.w1)) return FUSED_MOE_STRIDES;
-    if (p.w3.data && (!has_readable_codes(p.w3) || !are_alike(*p.w1.codes, *p.w3.codes)))
+    if (p.w3.data && (!has_readable_codes(p.w3) || !are_alike(*p.w1.quantized, *p.w3.quantized)))
         return FUSED_MOE_STRIDES;
     if (p.layout == FUSED_MOE_HALVES && p.F % SUBTILE) return FUSED_MOE_STRIDES; /* ups begin within a tile */
     return is_countable(rows.R, rows.E, 2 * p.F) ? FUSED_MOE_RUNS : FUSED_MOE_TOO_LARGE;
@@ -252,7 +253,7 @@ FusedMoeReason reason(const FusedMoeUpGate &p) {
 
 } // namespace
 
-const Kernel<FusedMoeUpGate> codes_up_gate = {reason, nullptr, run};
+const Kernel<FusedMoeUpGate> quantized_up_gate = {reason, nullptr, run};
 
 } // namespace sm90
 } // namespace fused_moe

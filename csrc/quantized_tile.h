@@ -4,8 +4,8 @@
  * 4-bit codes two.
  *
  * Plain C, as schedule.h is: the dequantising kernel calls it, and a CPU in the tests. */
-#ifndef FUSED_MOE_CODE_TILE_H
-#define FUSED_MOE_CODE_TILE_H
+#ifndef FUSED_MOE_QUANTIZED_TILE_H
+#define FUSED_MOE_QUANTIZED_TILE_H
 
 #include "schedule.h"
 
