@@ -165,8 +165,7 @@ __device__ inline void fetch_experts_tiles(const Experts &p, ExpertsShared<Confi
  * loads do no harm here: nothing of the tiles is in flight yet.) */
 __device__ inline uint32_t claim_first(const Experts &p) {
     Progress &progress = *p.progress;
-    while (ld_acquire_gpu(&progress.tag) != p.tag) {
-    }
+    while (ld_acquire_gpu(&progress.tag) != p.tag) __nanosleep(64);
     bool is_second = atomicAdd(&progress.on_sm[smid() % MAX_SMS], 1u) > 0;
     for (int i = 0; is_second && i < 4 && ld_acquire_gpu(&progress.claimed) < gridDim.x / 2; i++) {
     }
