@@ -1,5 +1,5 @@
 /* Codes of a quantised weight as pairs of 16-bit values: two neighbouring elements of k in a word, as in the operands of
- * MMAs. sm80/codes.cuh and sm90/codes.cuh make them, of the two layouts. */
+ * MMAs. sm80/codes.cuh and sm90/dequantizer.cuh make them, of the two layouts. */
 #pragma once
 
 #include "numeric.cuh"

@@ -1,7 +1,7 @@
 /* Tensor maps on the host: how TMA finds a box of a matrix in global memory. For sm_90 and newer.
  *
  * Boxes are one swizzle span wide: 128 bytes of the contiguous dimension, swizzled by 128 bytes; those of quantised weights
- * have no swizzle (sm90/codes_engine.cuh).
+ * have no swizzle (sm90/weight_quantized.cuh).
  * Reads outside the tensor give zeros, writes outside it are dropped. The driver's encoder is looked up at
  * run time: the library does not link libcuda. */
 #pragma once

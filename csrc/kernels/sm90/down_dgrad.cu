@@ -1,9 +1,9 @@
 /* down_dgrad on Hopper: g = dout[row_token] w2, and from it and h
  *   dh = dact(s g, h),  a_scaled = s a,  partial sums of <g, a>.
  *
- * Roles (512 threads): engine.cuh's producer and consumers, with A gathered, and
+ * Roles (512 threads): gemm.cuh's producer and consumers, with A gathered, and
  *   warpgroup 3     epilogue: warp i takes the rows that warps i of both consumers have computed
- * Pipelines beside engine.cuh's                         full: arrivals        empty: arrivals
+ * Pipelines beside gemm.cuh's                         full: arrivals        empty: arrivals
  *   accumulators x1 per warp (consumers -> epilogue)    1: consumer warp i    1: epilogue warp i
  *
  * For each element of g the epilogue reads two and writes three, and takes as long as the main loop of a
@@ -18,7 +18,7 @@
  * Skinny experts are ordinary tiles here: whatever the rows, their weight has to be loaded. */
 #include "../common/activation.cuh"
 #include "../common/dscores.cuh"
-#include "engine.cuh"
+#include "gemm.cuh"
 #include "launch.cuh"
 
 namespace fused_moe {

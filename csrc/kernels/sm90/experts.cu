@@ -2,7 +2,7 @@
  *
  * With few rows the experts take as long as reading their weights. Between two launches the memory has nothing to
  * do, and in the last wave of each little. So one persistent grid has the work tiles of both GEMMs, up_gate's first,
- * and reads on. Tiles, stages and arithmetic are FewRowsConfig's of engine.cuh: the bits are those of up_gate,
+ * and reads on. Tiles, stages and arithmetic are FewRowsConfig's of gemm.cuh: the bits are those of up_gate,
  * grouped_mm and unpermute.
  *
  *   claim     A CTA claims its next tile from one counter while the last loads of the tile before it are issued. No

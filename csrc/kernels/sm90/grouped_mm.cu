@@ -1,11 +1,11 @@
 /* grouped_mm on Hopper: out[r] = sum_i a[r, part i] b[i][e(r)]^T + bias[e(r)].
  *
- * Roles, pipelines and timeline are engine.cuh's. Forward reads K-major weights, the gradient of the rows
+ * Roles, pipelines and timeline are gemm.cuh's. Forward reads K-major weights, the gradient of the rows
  * MN-major ones; where weights are transposed in memory it is the other way round. up_dgrad's two parts are
  * two runs of k in one accumulator.
  * The epilogue is overlapped: accumulators are rounded into 64 registers and stored under the next tile's
  * k-tiles. */
-#include "engine.cuh"
+#include "gemm.cuh"
 #include "launch.cuh"
 
 namespace fused_moe {

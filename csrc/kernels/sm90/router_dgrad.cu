@@ -4,8 +4,8 @@
  * 64 x 128, three per SM, which load, multiply and store beside each other. Thread 0 issues the loads. */
 #include <type_traits>
 
-#include "epilogue.cuh"
 #include "launch.cuh"
+#include "writers.cuh"
 
 namespace fused_moe {
 namespace sm90 {

@@ -1,6 +1,6 @@
 /* up_gate on Hopper: h = x[row_token] w1^T | w3^T + b and a = act(gate) up, in one GEMM.
  *
- * Roles and pipelines are engine.cuh's, with A gathered; up_gate.cuh has the epilogue. It is not overlapped with
+ * Roles and pipelines are gemm.cuh's, with A gathered; up_gate.cuh has the epilogue. It is not overlapped with
  * the next tile: with h and a to hold there are too few registers beside the accumulators (docs/lab/forward.md
  * has what was tried). */
 #include "up_gate.cuh"

@@ -11,7 +11,7 @@
 #pragma once
 
 #include "../common/activation.cuh"
-#include "engine.cuh"
+#include "gemm.cuh"
 #include "launch.cuh"
 
 namespace fused_moe {

@@ -4,7 +4,7 @@
  * counted by n; stage.b, wgmma's B (N = 256), has columns of a, counted by m. a's columns of part 1 follow
  * those of part 0, so a tile may have some of both. An expert without rows has its tiles too, and gets zeros.
  *
- * Roles and pipelines are engine.cuh's; wgrad_load.cuh has the loads, split_k.cuh the sum of an expert that
+ * Roles and pipelines are gemm.cuh's; wgrad_load.cuh has the loads, split_k.cuh the sum of an expert that
  * is cut along k.
  *
  * A weight's gradient has the weight's strides. Where a's columns are contiguous in it, accumulators are

@@ -6,7 +6,7 @@
  * since 0 * NaN is NaN. */
 #pragma once
 
-#include "engine.cuh"
+#include "gemm.cuh"
 
 namespace fused_moe {
 namespace sm90 {

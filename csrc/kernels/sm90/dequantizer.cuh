@@ -6,7 +6,7 @@
  *
  * A weight lies in memory in tiles of 64 rows and 64 columns (fused_moe/quantized/tiles.py), codes in the order of
  * A's fragments. A thread has columns 2 t, 2 t + 1, 2 t + 8 and 2 t + 9 of each 16, t = lane % 4, of rows lane / 4 and
- * lane / 4 + 8 of its warp's sixteen, or of a gate and its up (row_of in codes_engine.cuh):
+ * lane / 4 + 8 of its warp's sixteen, or of a gate and its up (row_of in weight_quantized.cuh):
  *
  *   tile [row half][warp][lane] of 8 bytes (codes of 4 bits) or 16: what a thread has of a row
  *   8 bits   word s: columns 16 s + 2 t, + 2 t + 1, + 2 t + 8, + 2 t + 9
@@ -19,7 +19,7 @@
 
 #include "../../quantized_tile.h"
 #include "../common/pairs.cuh"
-#include "epilogue.cuh"
+#include "writers.cuh"
 
 namespace fused_moe {
 namespace sm90 {

@@ -1,6 +1,6 @@
-/* grouped_mm of a quantised weight on Hopper, by codes_engine.cuh: out[r] = a[r] b[e(r)]^T + bias[e(r)]. Of a transposed weight,
+/* grouped_mm of a quantised weight on Hopper, by weight_quantized.cuh: out[r] = a[r] b[e(r)]^T + bias[e(r)]. Of a transposed weight,
  * as in backward, its second packing is read. */
-#include "codes_engine.cuh"
+#include "weight_quantized.cuh"
 
 namespace fused_moe {
 namespace sm90 {

@@ -40,9 +40,9 @@
 #include <type_traits>
 
 #include "../dispatch.cuh"
-#include "epilogue.cuh"
 #include "slot_plan.cuh"
 #include "tile_queue.cuh"
+#include "writers.cuh"
 
 namespace fused_moe {
 namespace sm90 {

@@ -1,4 +1,4 @@
-/* Grouped GEMMs of quantised weights: engine.cuh's roles, pipelines and schedule, with codes as B and every tile
+/* Grouped GEMMs of quantised weights: gemm.cuh's roles, pipelines and schedule, with codes as B and every tile
  * computed by swap-AB. The weight's values, made in registers of codes, are A of the MMAs, and the tile's rows their N.
  *
  *   warpgroup 0     producer; a stage is one or two k-tiles of a tile's rows of the activation, and of its rows of codes
@@ -16,8 +16,8 @@
  * (fused_moe_tall_tile): values are made once for 256 rows instead of 128. What a warp issues counts: docs/lab/quantised.md. */
 #pragma once
 
-#include "codes.cuh"
-#include "engine.cuh"
+#include "dequantizer.cuh"
+#include "gemm.cuh"
 #include "launch.cuh"
 
 namespace fused_moe {
@@ -142,7 +142,7 @@ __device__ inline void load_rows(const Gemm &p, uint32_t dst, uint32_t full, int
     }
 }
 
-/* engine.cuh's load_tma, of codes. */
+/* gemm.cuh's load_tma, of codes. */
 template <class Config>
 __device__ inline void load_tma_codes(const CodesGemm &p, Shared<Config> &s) {
     TileReader<typename Config::Queue> reader(s.queue);
@@ -232,7 +232,7 @@ __device__ __forceinline__ void gather_tile(const CodesGemm &p, Shared<Config> &
     }
 }
 
-/* engine.cuh's load_gather, of codes. */
+/* gemm.cuh's load_gather, of codes. */
 template <class Config>
 __device__ inline void load_gather_codes(const CodesGemm &p, Shared<Config> &s) {
     using T = typename Config::T;

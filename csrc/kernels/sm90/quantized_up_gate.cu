@@ -1,7 +1,7 @@
-/* up_gate of quantised weights on Hopper, by codes_engine.cuh: a = act(x w1^T + b1) (x w3^T + b3). h is not kept:
+/* up_gate of quantised weights on Hopper, by weight_quantized.cuh: a = act(x w1^T + b1) (x w3^T + b3). h is not kept:
  * gradients are not for this kernel. */
 #include "../common/activation.cuh"
-#include "codes_engine.cuh"
+#include "weight_quantized.cuh"
 
 namespace fused_moe {
 namespace sm90 {
