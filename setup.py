@@ -9,8 +9,8 @@ The graph of compilations is written here and run by ninja: torch.utils.cpp_exte
 under a CPU build of PyTorch. Graph and objects are in build/objects; compile_commands.json is for clangd.
 
 Environment: CC, CXX, CFLAGS, CXXFLAGS, LDFLAGS as usual; CUDA_HOME, the one place to look for nvcc in;
-MAX_JOBS, how many compilers run at a time; FUSED_MOE_WERROR=1 makes warnings errors; FUSED_MOE_OBJECTS,
-another folder than build/objects.
+MAX_JOBS, how many compilers run at a time; FUSED_MOE_ARCHS, the GPU targets to compile for instead of all;
+FUSED_MOE_WERROR=1 makes warnings errors; FUSED_MOE_OBJECTS, another folder than build/objects.
 """
 
 import importlib.machinery
@@ -63,11 +63,13 @@ C_MATH = ["-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math"]
 # libtorch_cuda.so into the scope where our weak symbol is looked up. No rpath: torch is imported
 # first, and its libraries are then found by name.
 LINK = ["-Wl,--no-as-needed", "-ltorch", "-ltorch_cpu", "-Wl,--as-needed", "-lm", "-Wl,-z,defs"]
-# Machine code for the two CUDA tiers, and PTX for the GPUs that come after them. The short form
-# -arch=sm_90a would not do: wgmma fails to assemble under it.
-GENCODE = ["sm_80", "compute_80", "sm_90a"]
-# Folders of csrc/kernels for some of these GPUs only; every other file is compiled for all of them.
-FOLDER_TARGETS = {"sm90": ["sm_90a"]}
+# Machine code for the two CUDA tiers, and PTX for the GPUs that come after them, each with the oldest and the
+# newest compute capability that runs it. The short form -arch=sm_90a would not do: wgmma fails to assemble.
+INT32_MAX = 2**31 - 1
+GPU_TARGETS = {"sm_80": (80, 89), "compute_80": (80, INT32_MAX), "sm_90a": (90, 90)}
+# Tiers' folders, and the only targets that each is compiled for. A folder without targets is left out: the
+# file of its name in csrc/kernels/absent takes its place.
+TIER_TARGETS = {"sm80": [*GPU_TARGETS], "sm90": ["sm_90a"]}
 
 
 def release(text: str) -> tuple[int, ...]:
@@ -76,10 +78,39 @@ def release(text: str) -> tuple[int, ...]:
     return tuple(map(int, found.groups())) if found else ()
 
 
-def targets_of(source: str) -> list[str]:
-    """nvcc's flags for the GPUs that a CUDA file is compiled for."""
-    names = FOLDER_TARGETS.get(Path(source).parent.name, GENCODE)
-    return [f"-gencode=arch={name.replace('sm', 'compute')},code={name}" for name in names]
+def asked_targets(archs: str) -> list[str]:
+    """The GPU targets that FUSED_MOE_ARCHS names; all of them where it is empty."""
+    names = archs.replace(";", " ").split()
+    if unknown := [name for name in names if name not in GPU_TARGETS]:
+        raise SystemExit(
+            f"fused_moe: expected FUSED_MOE_ARCHS to name one or more of {', '.join(GPU_TARGETS)}, "
+            f"separated by semicolons or spaces, found {', '.join(unknown)}"
+        )
+    return [name for name in GPU_TARGETS if name in names or not names]
+
+
+def targets_of(source: str, asked: list[str]) -> list[str]:
+    """The targets that a CUDA file is compiled for, of those asked for; none: it is left out."""
+    folder, tier = Path(source).parent.name, Path(source).stem
+    if folder == "absent":
+        return [] if set(TIER_TARGETS[tier]) & {*asked} else asked
+    return [name for name in asked if name in TIER_TARGETS.get(folder, asked)]
+
+
+def gencode(targets: list[str]) -> list[str]:
+    """nvcc's flags for targets."""
+    return [f"-gencode=arch={name.replace('sm', 'compute')},code={name}" for name in targets]
+
+
+def tier_macros(asked: list[str]) -> list[str]:
+    """For csrc/fused_moe.h: the oldest and the newest compute capability that each tier runs on."""
+    macros = []
+    for tier, targets in TIER_TARGETS.items():
+        ends = [GPU_TARGETS[name] for name in targets if name in asked]
+        oldest, newest = min((o for o, _ in ends), default=0), max((n for _, n in ends), default=-1)
+        name = f"-DFUSED_MOE_{tier.upper()}"
+        macros += [f"{name}_OLDEST={oldest}", f"{name}_NEWEST={newest}"]
+    return macros
 
 
 def nvcc_flags(of_release: tuple[int, ...]) -> list[str]:
@@ -187,16 +218,17 @@ class Build(build_ext):
     def build_extensions(self) -> None:
         torch, torch_version = find_torch()
         nvcc, release_or_reason = find_nvcc()
+        asked = asked_targets(os.environ.get("FUSED_MOE_ARCHS", ""))
         facts = {
             "c_compiler": subprocess.check_output([*CC, "--version"], text=True).splitlines()[0],
             "cxx_compiler": subprocess.check_output([*CXX, "--version"], text=True).splitlines()[0],
             "nvcc": release_or_reason if nvcc else "none",
-            "gpu_targets": " ".join(GENCODE) if nvcc else "none",
             "abi_target": ".".join(map(str, ABI_TARGET)),
             "torch": torch_version,
         }
-        info = ",".join(f"{{{json.dumps(name)},{json.dumps(fact)}}}" for name, fact in facts.items())
-        tiers = f"fused_moe: CPU tier; GPU targets: {facts['gpu_targets']} ({release_or_reason})"
+        shown = facts | {"gpu_targets": " ".join(asked) if nvcc else "none"}
+        info = ",".join(f"{{{json.dumps(name)},{json.dumps(fact)}}}" for name, fact in shown.items())
+        tiers = f"fused_moe: CPU tier; GPU targets: {shown['gpu_targets']} ({release_or_reason})"
         print(tiers, flush=True)  # before what ninja prints
 
         abi = "0x{:02x}{:02x}000000000000ULL".format(*ABI_TARGET)
@@ -205,9 +237,12 @@ class Build(build_ext):
         link = [f"-L{torch}/lib", *LINK]
         compilers = dict.fromkeys(C_SOURCES, [*CC, "-std=gnu11", *COMMON, *C_MATH, *CFLAGS])
         if nvcc:
-            torch_cpp += ["-DFUSED_MOE_WITH_CUDA"]
+            torch_cpp += ["-DFUSED_MOE_WITH_CUDA", *tier_macros(asked)]
             cuda = [nvcc, *nvcc_flags(release(release_or_reason))]
-            compilers |= {source: [*cuda, *targets_of(source)] for source in CUDA_SOURCES}
+            for source in CUDA_SOURCES:
+                if targets := targets_of(source, asked):
+                    compilers[source] = [*cuda, *gencode(targets)]
+            compilers["csrc/kernels/dispatch.cu"] += tier_macros(asked)
             # nvcc knows its libraries' folders. It may come from a toolkit, conda or pip, or be a wrapper.
             dryrun = [nvcc, "--dryrun", "-c", "-x", "cu", os.devnull]
             output = subprocess.check_output(dryrun, stderr=subprocess.STDOUT, text=True)
@@ -223,7 +258,7 @@ class Build(build_ext):
 
             includes = [f"-isystem{path}" for path in (pybind11.get_include(), sysconfig.get_path("include"))]
             libraries[self.get_ext_fullpath(HOST.name)] = dict.fromkeys(HOST.sources, [*cpp, *includes]), []
-        run_ninja(libraries, info)
+        run_ninja(libraries, json.dumps(facts))
 
 
 class Wheel(bdist_wheel):

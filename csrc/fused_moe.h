@@ -28,10 +28,10 @@ typedef enum {
     FUSED_MOE_OUT_OF_MEMORY,
     FUSED_MOE_MATMUL_FAILED, /* PyTorch's matmul or thread pool reported an error */
     FUSED_MOE_UNSUPPORTED_DTYPE,
-    FUSED_MOE_DRIVER_TOO_OLD, /* for the CUDA runtime that the library was linked with */
-    FUSED_MOE_GPU_TOO_OLD,    /* below compute capability 8.0 */
-    FUSED_MOE_NO_SUCH_TIER,   /* FUSED_MOE_TIER names none, or one that this GPU does not run */
-    FUSED_MOE_CUDA_ERROR,     /* a launch failed; fused_moe_cuda_error() has the runtime's words */
+    FUSED_MOE_DRIVER_TOO_OLD,  /* for the CUDA runtime that the library was linked with */
+    FUSED_MOE_UNSUPPORTED_GPU, /* none of the build's GPU targets runs on it */
+    FUSED_MOE_NO_SUCH_TIER,    /* FUSED_MOE_TIER names none, or one that this GPU does not run */
+    FUSED_MOE_CUDA_ERROR,      /* a launch failed; fused_moe_cuda_error() has the runtime's words */
 } FusedMoeStatus;
 
 const char *fused_moe_status_string(int status);
@@ -424,10 +424,19 @@ typedef struct {
     bool plans_slots;       /* up_gate and grouped_mm make the plan of few slots  */
 } FusedMoeTierFacts;
 
+/* The oldest and the newest compute capability that a build has a tier's code for. setup.py gives those of
+ * FUSED_MOE_ARCHS, and 0, -1 for a tier that is left out. */
+#ifndef FUSED_MOE_SM90_OLDEST
+#define FUSED_MOE_SM90_OLDEST 90
+#define FUSED_MOE_SM90_NEWEST 90
+#define FUSED_MOE_SM80_OLDEST 80
+#define FUSED_MOE_SM80_NEWEST INT32_MAX
+#endif
+
 static inline FusedMoeTierFacts fused_moe_tier(int tier) {
     static const FusedMoeTierFacts tiers[FUSED_MOE_NUM_TIERS] = {
-        {"hopper", 90, 90, true, true},
-        {"portable", 80, INT32_MAX, false, false},
+        {"hopper", FUSED_MOE_SM90_OLDEST, FUSED_MOE_SM90_NEWEST, true, true},
+        {"portable", FUSED_MOE_SM80_OLDEST, FUSED_MOE_SM80_NEWEST, false, false},
     };
     return tiers[tier];
 }

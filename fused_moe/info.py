@@ -112,6 +112,8 @@ def _why_tier_is_off(tier: int, capability: int) -> str:
     """Assumes that CUDA is on. Tiers are numbered best first, and FUSED_MOE_TIER turns off
     those before the one that it names."""
     low, high = FACTS["capabilities"][tier]
+    if low > high:
+        return "FUSED_MOE_ARCHS left it out of this build"
     if not low <= capability <= high:
         least = f"{low / 10}" if low == high else f"{low / 10} or newer"
         return f"expected compute capability {least}, found {capability / 10}"

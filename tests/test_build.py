@@ -102,12 +102,101 @@ def test_a_build_without_ninja_says_what_to_do(build, monkeypatch, tmp_path):
         build.run_ninja({}, "")
 
 
-def test_the_folder_decides_the_gpu_targets(build):
-    portable = ["-gencode=arch=compute_80,code=sm_80", "-gencode=arch=compute_80,code=compute_80"]
-    hopper = ["-gencode=arch=compute_90a,code=sm_90a"]
-    assert build.targets_of("csrc/kernels/sm90/wgrad.cu") == hopper
-    for everywhere in ("csrc/kernels/dispatch.cu", "csrc/kernels/common/route.cu"):
-        assert build.targets_of(everywhere) == portable + hopper
+ALL_TARGETS = ["sm_80", "compute_80", "sm_90a"]
+
+
+@pytest.mark.parametrize(
+    ("archs", "asked"),
+    [
+        ("", ALL_TARGETS),
+        ("sm_90a", ["sm_90a"]),
+        ("sm_90a;sm_80", ["sm_80", "sm_90a"]),
+        (" sm_80  compute_80;", ["sm_80", "compute_80"]),
+    ],
+)
+def test_the_folder_decides_the_gpu_targets(build, archs, asked):
+    """FUSED_MOE_ARCHS names some: sm90 is compiled for sm_90a alone, and every other file for all of them.
+    Where sm90 is left out, another file takes its place."""
+    assert build.asked_targets(archs) == asked
+    targets = {source: build.targets_of(source, asked) for source in build.CUDA_SOURCES}
+    for source, found in targets.items():
+        if "/sm90/" in source:
+            assert found == [name for name in asked if name == "sm_90a"], source
+        elif source == "csrc/kernels/absent/sm90.cu":
+            assert found == ([] if "sm_90a" in asked else asked)
+        else:
+            assert found == asked, source
+    assert {"csrc/kernels/absent/sm90.cu", "csrc/kernels/sm90/wgrad.cu"} <= targets.keys()
+
+
+def test_the_command_line_of_targets(build):
+    """sm_80 is machine code, compute_80 is PTX."""
+    assert build.gencode(ALL_TARGETS) == [
+        "-gencode=arch=compute_80,code=sm_80",
+        "-gencode=arch=compute_80,code=compute_80",
+        "-gencode=arch=compute_90a,code=sm_90a",
+    ]
+
+
+@pytest.mark.parametrize("archs", ["90", "sm_90", "sm_90a;sm_100", "9.0a"])
+def test_an_unknown_target_is_named(build, archs):
+    expected = "expected FUSED_MOE_ARCHS to name one or more of sm_80, compute_80, sm_90a, separated by"
+    found = archs.removeprefix("sm_90a;")
+    with pytest.raises(SystemExit, match=f"{re.escape(expected)} semicolons or spaces, found {found}$"):
+        build.asked_targets(archs)
+
+
+@pytest.mark.parametrize(
+    ("archs", "hopper", "portable"),
+    [
+        ("", [90], [80, 86, 89, 90, 100, 120]),
+        ("sm_90a", [90], [90]),
+        ("sm_80", [], [80, 86, 89]),
+        ("sm_80 sm_90a", [90], [80, 86, 89, 90]),
+        ("compute_80", [], [80, 86, 89, 90, 100, 120]),
+        ("compute_80 sm_90a", [90], [80, 86, 89, 90, 100, 120]),
+    ],
+)
+def test_a_tier_runs_where_its_targets_do(build, tmp_path, archs, hopper, portable):
+    """By csrc/fused_moe.h, which dispatch and info() ask. All targets are what it says by itself, too."""
+    if not shutil.which(build.CC[0]):
+        pytest.skip("needs a C compiler")
+    program = """
+    #include <stdio.h>
+    #include "fused_moe.h"
+    int main(void) {
+        for (int tier = 0; tier < FUSED_MOE_NUM_TIERS; tier++) {
+            for (int capability = 0; capability < 150; capability++)
+                if (fused_moe_tier_runs_on(tier, capability)) printf("%d ", capability);
+            puts("");
+        }
+    }"""
+    (tmp_path / "a.c").write_text(program)
+    of_archs = build.tier_macros(build.asked_targets(archs))
+    for macros in [of_archs] if archs else [of_archs, []]:
+        command = [*build.CC, "-std=gnu11", f"-I{ROOT}/csrc", *macros, "-o", tmp_path / "a", tmp_path / "a.c"]
+        subprocess.run(command, check=True)
+        lines = subprocess.check_output([tmp_path / "a"], text=True).splitlines()
+        for line, runs_on in zip(lines, (hopper, portable), strict=True):
+            found = {int(word) for word in line.split()}
+            assert found & {0, 70, 75, 80, 86, 89, 90, 100, 120} == {*runs_on}
+
+
+def test_a_tier_that_is_left_out_has_a_stand_in(build, tmp_path):
+    """Whatever dispatch.cu asks of sm90 is in absent/sm90.cu, else a library without sm90 does not link."""
+    nvcc, _ = build.find_nvcc()
+    if nvcc is None or not shutil.which("nm"):
+        pytest.skip("needs nvcc and binutils")
+    symbols = {}
+    for source, which in (("dispatch.cu", "--undefined-only"), ("absent/sm90.cu", "--defined-only")):
+        flags = ["-std=c++17", f"-I{ROOT}/csrc", *build.gencode(["sm_80"]), *build.tier_macros(["sm_80"])]
+        subprocess.run(
+            [nvcc, *flags, "-c", "-o", tmp_path / "a.o", ROOT / "csrc/kernels" / source], check=True
+        )
+        names = subprocess.check_output(["nm", which, tmp_path / "a.o"], text=True)
+        symbols[which] = {name for name in re.findall(r"\b_ZN\w+", names) if "4sm90" in name}
+    wanted, there = symbols.values()
+    assert wanted == there and len(wanted) > 8
 
 
 def test_a_wheel_fits_every_python(build, monkeypatch):

@@ -111,6 +111,15 @@ def test_tiers_of_a_gpu(cpu, monkeypatch, tier, found, cuda, hopper):
     assert tiers["hopper"].startswith(hopper or cuda)
 
 
+def test_a_tier_that_is_not_in_the_build(cpu, monkeypatch):
+    """FUSED_MOE_ARCHS=compute_80, say: Hopper's GPUs run the portable tier."""
+    module = with_device(monkeypatch, 0, 13000, 13000, 90)
+    monkeypatch.setattr(module, "FACTS", FACTS | {"capabilities": [[0, -1], [80, 2**31 - 1]]})
+    tiers = module._tiers()
+    assert tiers["hopper"] == "off: FUSED_MOE_ARCHS left it out of this build"
+    assert tiers["portable"].startswith("on")
+
+
 def test_a_tier_of_which_no_words_tell(cpu, monkeypatch):
     """A new tier without an entry in TAKES is on all the same."""
     module = with_device(monkeypatch, 0, 13000, 13000, 90)

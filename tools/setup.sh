@@ -127,7 +127,7 @@ say "using PyTorch $torch of $venv, and installing what fused_moe needs beside i
 pip install --quiet 'pip>=21.3' 'setuptools>=77' 'ninja>=1.11' 'pybind11>=2.11'
 # pip would compile, too, but without showing progress. ninja must not ask the jobserver of `make -j`.
 unset MAKEFLAGS
-say "compiling: on two cores about a minute for the CPU tier, and five more for the GPU tiers where there is an nvcc"
+say "compiling: on two cores about a minute for the CPU tier, and 10 to 15 more for the GPU tiers where there is an nvcc"
 run "$python" setup.py --quiet build_ext --inplace
 pip install --quiet --no-build-isolation --editable ".[$extras]"
 echo "$PWD" >"$installed"

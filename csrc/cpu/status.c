@@ -15,9 +15,8 @@ const char *fused_moe_status_string(int status) {
     case FUSED_MOE_DRIVER_TOO_OLD:
         return "expected an NVIDIA driver for the CUDA runtime of this build, found an older one; tensors on "
                "the CPU work";
-    case FUSED_MOE_GPU_TOO_OLD:
-        return "expected a GPU of compute capability 8.0 or newer, found an older one; tensors on the CPU "
-               "work";
+    case FUSED_MOE_UNSUPPORTED_GPU:
+        return "expected a GPU that this build has kernels for, found another; tensors on the CPU work";
     case FUSED_MOE_NO_SUCH_TIER:
         return "expected FUSED_MOE_TIER to name a tier of this build that runs on this GPU, found another";
     case FUSED_MOE_CUDA_ERROR: return "expected CUDA calls to succeed, found an error";

@@ -113,10 +113,11 @@ static int read_device(int index, Device *d) {
     cudaGetLastError(); /* a failed question must not show up as a later launch's error */
     d->versions.capability = d->facts.capability = 10 * major + minor;
     d->facts.num_sms = num_sms;
+    d->facts.runs_sm90 = fused_moe_tier_runs_on(FUSED_MOE_TIER_SM90, d->facts.capability);
     if (error == cudaErrorInsufficientDriver) return FUSED_MOE_DRIVER_TOO_OLD;
     if (error != cudaSuccess) return cuda_status(error);
     int32_t capability = d->facts.capability;
-    if (!fused_moe_tier_runs_on(LAST_TIER, capability)) return FUSED_MOE_GPU_TOO_OLD;
+    if (!fused_moe_tier_runs_on(LAST_TIER, capability)) return FUSED_MOE_UNSUPPORTED_GPU;
     int asked = process.tier == -1 ? LAST_TIER : process.tier;
     return asked >= 0 && fused_moe_tier_runs_on(asked, capability) ? FUSED_MOE_OK : FUSED_MOE_NO_SUCH_TIER;
 }

@@ -69,11 +69,16 @@ static const char *operator_name(int op) {
 static std::string facts() {
     static const Fact build[] = {BUILD_INFO};
     static const Constant constants[] = {
-        {"TILE_ROWS", FUSED_MOE_TILE_ROWS},       {"SKINNY_ROWS", FUSED_MOE_SKINNY_ROWS},
-        {"MIN_SLICE", FUSED_MOE_MIN_SLICE},       {"MAX_CTAS", FUSED_MOE_MAX_CTAS},
-        {"SLICE_SMS", FUSED_MOE_SLICE_SMS},       {"HEAD_WORDS", FUSED_MOE_HEAD_WORDS},
-        {"NUM_COUNTERS", FUSED_MOE_NUM_COUNTERS}, {"DRIVER_TOO_OLD", FUSED_MOE_DRIVER_TOO_OLD},
-        {"GPU_TOO_OLD", FUSED_MOE_GPU_TOO_OLD},   {"NO_SUCH_TIER", FUSED_MOE_NO_SUCH_TIER},
+        {"TILE_ROWS", FUSED_MOE_TILE_ROWS},
+        {"SKINNY_ROWS", FUSED_MOE_SKINNY_ROWS},
+        {"MIN_SLICE", FUSED_MOE_MIN_SLICE},
+        {"MAX_CTAS", FUSED_MOE_MAX_CTAS},
+        {"SLICE_SMS", FUSED_MOE_SLICE_SMS},
+        {"HEAD_WORDS", FUSED_MOE_HEAD_WORDS},
+        {"NUM_COUNTERS", FUSED_MOE_NUM_COUNTERS},
+        {"DRIVER_TOO_OLD", FUSED_MOE_DRIVER_TOO_OLD},
+        {"UNSUPPORTED_GPU", FUSED_MOE_UNSUPPORTED_GPU},
+        {"NO_SUCH_TIER", FUSED_MOE_NO_SUCH_TIER},
     };
     std::string json = "{";
     write_name(&json, "build");

@@ -53,14 +53,28 @@ static std::string why_no_such_tier(int64_t capability) {
            " on this GPU";
 }
 
+/* 90 is 9.0. */
+static std::string in_words(int64_t capability) {
+    return std::to_string(capability / 10) + "." + std::to_string(capability % 10);
+}
+
+/* The last tier runs on every GPU that the build supports. */
+static std::string why_unsupported_gpu(int64_t capability) {
+    const FusedMoeTierFacts runs_on = fused_moe_tier(FUSED_MOE_NUM_TIERS - 1);
+    std::string newest = " or newer", instead;
+    if (runs_on.newest != INT32_MAX)
+        newest = runs_on.newest > runs_on.oldest ? " to " + in_words(runs_on.newest) : "";
+    if (capability >= 80) instead = ", which FUSED_MOE_ARCHS left out of this build";
+    return "expected a GPU of compute capability " + in_words(runs_on.oldest) + newest + ", found " +
+           in_words(capability) + instead;
+}
+
 std::string cuda_problem(int64_t status, int64_t driver, int64_t runtime, int64_t capability) {
     switch (status) {
     case FUSED_MOE_OK: return "";
     case FUSED_MOE_DRIVER_TOO_OLD: return why_driver_too_old(driver, runtime);
     case FUSED_MOE_NO_SUCH_TIER: return why_no_such_tier(capability);
-    case FUSED_MOE_GPU_TOO_OLD:
-        return "expected a GPU of compute capability 8.0 or newer, found " + std::to_string(capability / 10) +
-               "." + std::to_string(capability % 10);
+    case FUSED_MOE_UNSUPPORTED_GPU: return why_unsupported_gpu(capability);
     default: return fused_moe_status_string((int)status);
     }
 }

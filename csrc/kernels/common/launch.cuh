@@ -16,6 +16,7 @@ int cuda_status(cudaError_t error);
 typedef struct {
     int32_t capability; /* 90 is sm_90 */
     int32_t num_sms;
+    bool runs_sm90; /* not where FUSED_MOE_ARCHS leaves sm_90a out: the code there is compute_80's */
 } DeviceFacts;
 
 /* Of the current device, on which a CUDA tier is known to run. Defined in dispatch.cu. */
@@ -55,9 +56,9 @@ typedef struct {
     bool after_any;       /* without PDL: the kernel before it may be another library's */
 } Launch;
 
-/* Launches a kernel by PDL on sm_90: it may start when the CTAs of the kernel before it have exited or
- * called griddepcontrol_launch_dependents(), so it calls griddepcontrol_wait() before it reads what that
- * wrote, or writes what that may read. Newer GPUs run compute_80's PTX, in which both are empty. Few
+/* Launches a kernel by PDL where sm_90a's code runs: it may start when the CTAs of the kernel before it have
+ * exited or called griddepcontrol_launch_dependents(), so it calls griddepcontrol_wait() before it reads what
+ * that wrote, or writes what that may read. Other GPUs run sm_80's code, in which both are empty. Few
  * kernels let the next one start: CTAs that take the SMs one by one, as they become free, are not where the
  * kernel's own order would have them. That costs a full GEMM 3%, and one of many small experts a third.
  * cuBLAS's kernels let the next one start, so down_dgrad, and grouped_mm unless it follows up_gate, are
@@ -78,13 +79,13 @@ int launch_dependent(const Params &p, const Launch &how, void *stream) {
     if (error != cudaSuccess) return cuda_status(error);
     cudaLaunchAttribute attributes[2] = {};
     unsigned num_attributes = 0;
-    bool is_sm90 = current_device().capability == 90;
-    if (is_sm90 && !how.after_any) {
+    const bool runs_sm90 = current_device().runs_sm90;
+    if (runs_sm90 && !how.after_any) {
         cudaLaunchAttribute &pdl = attributes[num_attributes++];
         pdl.id = cudaLaunchAttributeProgrammaticStreamSerialization;
         pdl.val.programmaticStreamSerializationAllowed = 1;
     }
-    if (is_sm90 && how.cluster > 1) {
+    if (runs_sm90 && how.cluster > 1) {
         cudaLaunchAttribute &cluster = attributes[num_attributes++];
         cluster.id = cudaLaunchAttributeClusterDimension;
         cluster.val.clusterDim = {(unsigned)how.cluster, 1, 1};

@@ -1,0 +1,21 @@
+/* In place of sm90/ in builds without sm_90a (FUSED_MOE_ARCHS): what dispatch.cu's tables name. No GPU runs the
+ * tier then, so nothing of it is called. */
+#include "../dispatch.cuh"
+
+namespace fused_moe::sm90 {
+
+const Kernel<FusedMoeRouterLogits> router_logits = {};
+const Kernel<FusedMoeRouterDgrad> router_dgrad = {};
+const Kernel<FusedMoeGroupedMM> grouped_mm = {};
+const Kernel<FusedMoeWgrad> wgrad = {};
+const Kernel<FusedMoeUpGate> up_gate = {};
+const Kernel<FusedMoeDownDgrad> down_dgrad = {};
+const Kernel<FusedMoeExperts> experts = {};
+const Kernel<FusedMoeGroupedMM> quantized_mm = {};
+const Kernel<FusedMoeUpGate> quantized_up_gate = {};
+
+int cluster_plan(const FusedMoeRoutePlan &, const FusedMoeRoute *, void *) {
+    return FUSED_MOE_NO_SUCH_TIER;
+}
+
+} // namespace fused_moe::sm90
