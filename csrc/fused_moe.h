@@ -151,14 +151,6 @@ typedef struct {         /* dx[t] = dlogits[t] weight */
     FusedMoeDtype dtype;
 } FusedMoeRouterDgrad;
 
-/* The Hopper tier sums D in slices of so many elements, eight at most, each from zero, and adds them in order.
- * The rule knows D alone, so that a token's logits have the same bits in any batch: of few tokens a CTA sums
- * one, two or four slices, of many all of them. */
-static inline int64_t fused_moe_router_slice(int64_t D) {
-    int64_t eighth = (D + 7) / 8;
-    return eighth < 512 ? 512 : (eighth + 63) / 64 * 64;
-}
-
 typedef struct {            /* scores and the K best experts of every token */
     const void *logits;     /* [T,E]                                                */
     const float *bias;      /* [E] steers the choice, -inf bars an expert; or NULL  */
@@ -512,7 +504,7 @@ int fused_moe_cuda_zero(void *data, int64_t bytes, void *stream);
 
 size_t fused_moe_cuda_route_plan_workspace(const FusedMoeRoutePlan *p);
 
-/* Whether one launch makes the plan on the current device (cluster_plan.h), together with the choice of its ids
+/* Whether one launch makes the plan on the current device (rules.h), together with the choice of its ids
  * where a route is given that has not run: p->ids are its ids, and there is no map. NULL: the ids are there. */
 bool fused_moe_cuda_has_cluster_plan(const FusedMoeRoutePlan *p, const FusedMoeRoute *route);
 

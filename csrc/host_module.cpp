@@ -1,18 +1,18 @@
-/* fused_moe._host: what tests need of schedule.h beyond the operators of torch/planners.cpp, of slot_plan.h and of
- * quantized_tile.h.
+/* fused_moe._host: what tests need of schedule.h beyond the operators of torch/planners.cpp, of slot_plan.h,
+ * of rules.h and of quantized_tile.h.
  *
- * A tile of any 32-bit index, without a list of all; tall tiles; the tiles of any words, which the operators refuse; the
- * rules that choose split-K slices; the plan of few slots, which else only kernels make; which plans a cluster
- * makes; and the codes of a tile. */
+ * A tile of any 32-bit index, without a list of all; tall tiles; the tiles of any words, which the operators
+ * refuse; split-K slices; the plan of few slots, which else only kernels make; every rule on shapes; and the
+ * codes of a tile. */
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
 #include <string>
 #include <vector>
 
-#include "cluster_plan.h"
 #include "fused_moe.h"
 #include "quantized_tile.h"
+#include "rules.h"
 #include "slot_plan.h"
 
 namespace py = pybind11;
@@ -83,16 +83,6 @@ static py::tuple slot_plan(const std::vector<int64_t> &experts, int32_t E, int32
     return py::make_tuple(slots, tiles);
 }
 
-static bool has_cluster_plan(int64_t T, int32_t K, int32_t E, bool chooses, bool is_double) {
-    FusedMoeRoutePlan plan = {};
-    FusedMoeRoute route = {};
-    plan.T = T;
-    plan.K = K;
-    plan.E = E;
-    route.dtype = is_double ? FUSED_MOE_F64 : FUSED_MOE_F32;
-    return fused_moe_has_cluster_plan(&plan, chooses ? &route : nullptr);
-}
-
 /* Of a tile's words, row by row. */
 static std::vector<uint32_t> tile_codes(int kind_, const std::vector<uint32_t> &words) {
     FusedMoeTileCodes kind = static_cast<FusedMoeTileCodes>(kind_);
@@ -110,11 +100,34 @@ static std::vector<uint32_t> tile_codes(int kind_, const std::vector<uint32_t> &
     return codes;
 }
 
+/* rules.h: arguments are those of the functions, in their order. */
+static void def_rules(py::module_ &m) {
+    m.def("has_skinny_average", fused_moe_has_skinny_average);
+    m.def("few_rows", fused_moe_few_rows);
+    m.def("few_rows_together", fused_moe_few_rows_together);
+    m.def("few_rows_subtiles", fused_moe_few_rows_subtiles);
+    m.def("experts_up_subtiles", fused_moe_experts_up_subtiles);
+    m.def("starts_early", fused_moe_starts_early);
+    m.def("most_quantized_rows", fused_moe_most_quantized_rows);
+    m.def("quantized_tile_rows", fused_moe_quantized_tile_rows);
+    m.def("gathers_first", fused_moe_gathers_first);
+    m.def("router_slice", fused_moe_router_slice);
+    m.def("router_cta_slices", fused_moe_router_cta_slices);
+    m.def("router_tile", [](int64_t T, int64_t E, int32_t num_ctas) {
+        return static_cast<int>(fused_moe_router_tile(T, E, num_ctas));
+    });
+    m.def("chooses_by_warp", fused_moe_chooses_by_warp);
+    m.def("has_few_slots", fused_moe_has_few_slots);
+    m.def("span_slots", fused_moe_span_slots);
+    m.def("has_cluster_plan", fused_moe_has_cluster_plan);
+    m.def("num_spans", fused_moe_num_spans);
+    m.def("has_few_tokens", fused_moe_has_few_tokens);
+}
+
 PYBIND11_MODULE(_host, m) {
     using namespace py::literals;
-    m.doc() =
-        "The functions of csrc/schedule.h, slot_plan.h, cluster_plan.h and quantized_tile.h that tests need "
-        "and the operators do not offer.";
+    m.doc() = "The functions of csrc/schedule.h, slot_plan.h, rules.h and quantized_tile.h that tests need "
+              "and the operators do not offer.";
     m.def("work_tile", work_tile, "schedule"_a, "offs"_a, "num_n_tiles"_a, "group"_a, "interleave"_a,
           "split_last_wave"_a, "index"_a,
           "(expert, first_row, num_rows, n_tile, n_half, skinny) of work tile `index`.");
@@ -127,10 +140,7 @@ PYBIND11_MODULE(_host, m) {
           "All (expert, first_row, num_rows, weight_tile, slice, num_slices), whatever the words are.");
     m.def("slot_plan", slot_plan, "experts"_a, "E"_a, "num_n_tiles"_a, "split_last_wave"_a, "splits_skinny"_a,
           "(slot of each row, work tiles) of 1 to 64 slots; experts outside [0, E) are none.");
-    m.def("has_cluster_plan", has_cluster_plan, "T"_a, "K"_a, "E"_a, "chooses"_a, "is_double"_a);
-    m.def("span_slots", fused_moe_span_slots, "T"_a, "K"_a, "chooses"_a);
-    m.def("few_rows", fused_moe_few_rows, "R"_a, "E"_a);
-    m.def("few_rows_together", fused_moe_few_rows_together, "R"_a, "E"_a);
+    def_rules(m);
     m.def("tile_codes", tile_codes, "kind"_a, "words"_a,
           "The codes of a tile, row by row; kind 0: of 8 bits, 1: int4, 2: mxfp4.");
     m.def("slice_rows", fused_moe_slice_rows, "R"_a, "E"_a, "num_sms"_a);

@@ -11,24 +11,7 @@
 #ifndef FUSED_MOE_SLOT_PLAN_H
 #define FUSED_MOE_SLOT_PLAN_H
 
-#include "schedule.h"
-
-enum { FUSED_MOE_FEW_SLOTS = 64 }; /* at most; an expert that has them all is skinny */
-
-/* Rows of a tile of the CUDA tiers' grouped_mm and up_gate where experts have few rows on average: 16 or 64. 0:
- * their usual tiles. A rule on shapes, since the host knows no counts; the bits are the same. A plan's tile of more
- * rows is cut by the CTA that has it, which reads the weight again for each part: with skewed routing that costs more
- * where the average is higher than here (docs/lab/decode.md). */
-FUSED_MOE_FN int32_t fused_moe_few_rows(int64_t R, int64_t E) {
-    return R <= 2 * E ? 16 : R <= 16 * E ? 64 : 0;
-}
-
-/* The same of both GEMMs in one launch (kernels/sm90/experts.cu). Its plan has row tiles of so many rows: those of an
- * expert run side by side, and share the weight in L2. */
-FUSED_MOE_FN int32_t fused_moe_few_rows_together(int64_t R, int64_t E) {
-    int32_t rows = fused_moe_few_rows(R, E);
-    return rows || R > 32 * E ? rows : 64;
-}
+#include "rules.h"
 
 #define FUSED_MOE_NO_KEY UINT32_MAX /* of a slot without a row */
 
@@ -39,11 +22,6 @@ typedef struct {
     int32_t first_row[FUSED_MOE_FEW_SLOTS + 1]; /* of each active expert, and one past the last */
     int32_t num_experts;                        /* active ones */
 } FusedMoeSlotPlan;
-
-/* Whether a plan may be made so: there is a slot, and keys fit. */
-FUSED_MOE_FN int32_t fused_moe_has_few_slots(int64_t num_slots, int64_t E) {
-    return 0 < num_slots && num_slots <= FUSED_MOE_FEW_SLOTS && E <= 1 << 25;
-}
 
 FUSED_MOE_FN uint32_t fused_moe_slot_key(int64_t expert, int32_t slot, int32_t E) {
     return 0 <= expert && expert < E ? (uint32_t)expert * FUSED_MOE_FEW_SLOTS + (uint32_t)slot

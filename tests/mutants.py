@@ -750,17 +750,17 @@ CPU = [
     ),
     Mutant(
         "experts of three rows have tiles of 16",
-        "csrc/slot_plan.h",
+        "csrc/rules.h",
         "R <= 2 * E ? 16",
         "R <= 3 * E ? 16",
-        "tests/test_host.py",
+        "tests/test_rules.py",
     ),
     Mutant(
         "experts of 33 rows are one launch",
-        "csrc/slot_plan.h",
+        "csrc/rules.h",
         "R > 32 * E",
         "R > 33 * E",
-        "tests/test_host.py",
+        "tests/test_rules.py",
     ),
     Mutant(
         "the signs of a tile's mxfp4 codes are read from other bits",
@@ -771,10 +771,10 @@ CPU = [
     ),
     Mutant(
         "a token's slots are in two CTAs of a cluster",
-        "csrc/cluster_plan.h",
+        "csrc/rules.h",
         "int64_t together = chooses ? K : 1, parts = chooses ? T : T * K;",
         "int64_t together = 1, parts = T * K;",
-        "tests/test_host.py",
+        "tests/test_rules.py",
     ),
     Mutant(
         "experts of several slices are not summed up",

@@ -245,56 +245,6 @@ def test_plans_of_other_numbers_of_slots_are_refused(count):
         _host.slot_plan([0] * count, 1, 1, 0, True)
 
 
-@needs_host
-def test_which_plans_a_cluster_makes():
-    """65 to 4096 slots of up to 1024 experts, and none where a float64 choice comes with it; 8192 of
-    given ids."""
-    for num_slots, expected in ((0, False), (64, False), (65, True), (4096, True), (4097, False)):
-        assert _host.has_cluster_plan(num_slots, 1, 8, True, False) == expected
-    for num_slots, expected in ((0, False), (64, False), (65, True), (8192, True), (8193, False)):
-        for T, K in ((num_slots, 1), (1, num_slots)):
-            assert _host.has_cluster_plan(T, K, 8, False, False) == expected
-    assert _host.has_cluster_plan(1024, 8, 1024, False, False)
-    assert not _host.has_cluster_plan(1024, 8, 1025, False, False)
-    assert _host.has_cluster_plan(512, 8, 1024, True, False)
-    assert not _host.has_cluster_plan(512, 8, 1025, True, False)
-    assert not _host.has_cluster_plan(512, 8, 128, True, True)
-    assert _host.has_cluster_plan(512, 8, 128, False, True)  # of given ids
-    assert not _host.has_cluster_plan(1, 4096, 8, True, False)  # a token that no CTA has room for
-
-
-@needs_host
-def test_spans_of_a_cluster():
-    """The eight CTAs' spans cover all slots, those of a choice by whole tokens; each fits a CTA's memory. No
-    K that route takes is refused."""
-    for K in range(1, 33):
-        for T in range(ceil_div(65, K), 4096 // K + 1):
-            assert _host.has_cluster_plan(T, K, 1024, True, False)
-            for chooses in (False, True):
-                span = _host.span_slots(T, K, chooses)
-                assert T * K <= 8 * span and span <= (544 if chooses else 512)
-                assert span % K == 0 or not chooses
-
-
-@needs_host
-def test_tiles_of_few_rows():
-    """16 rows up to 2 rows of an expert on average, 64 up to 16, else the usual tiles; of both GEMMs in one
-    launch 64 up to 32."""
-    expected = {
-        (1, 1): 16,
-        (3, 1): 64,
-        (16, 1): 64,
-        (17, 1): 0,
-        (256, 128): 16,
-        (257, 128): 64,
-        (2048, 128): 64,
-    }
-    expected |= {(2049, 128): 0, (2**31, 2**27): 64}
-    assert {case: _host.few_rows(*case) for case in expected} == expected
-    expected |= {(17, 1): 64, (32, 1): 64, (33, 1): 0, (2049, 128): 64, (4096, 128): 64, (4097, 128): 0}
-    assert {case: _host.few_rows_together(*case) for case in expected} == expected
-
-
 @pytest.mark.parametrize("counts", [[], [0, 0, 0]])
 def test_no_rows_no_work_tiles(counts):
     assert work_tiles(counts, 3, 128, ORDER | {"split_last_wave": 132}) == []

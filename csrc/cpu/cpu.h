@@ -11,7 +11,7 @@
 #define FUSED_MOE_CPU_H
 
 #include "../fused_moe.h"
-#include "../schedule.h"
+#include "../rules.h"
 
 #include <stddef.h>
 #include <string.h>

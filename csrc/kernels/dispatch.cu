@@ -19,7 +19,6 @@
 #include <atomic>
 #include <mutex>
 
-#include "../cluster_plan.h"
 #include "common/dequantize.cuh"
 #include "common/schedule.cuh"
 
@@ -381,7 +380,9 @@ int fused_moe_cuda_router_dgrad(const FusedMoeRouterDgrad *p, void *stream) {
     return run(ROUTER_DGRAD, *p, stream);
 }
 bool fused_moe_cuda_has_cluster_plan(const FusedMoeRoutePlan *p, const FusedMoeRoute *route) {
-    return device_reason(FUSED_MOE_TIER_SM90) == FUSED_MOE_RUNS && fused_moe_has_cluster_plan(p, route);
+    return device_reason(FUSED_MOE_TIER_SM90) == FUSED_MOE_RUNS &&
+           fused_moe_has_cluster_plan(p->T, p->K, p->E, route != nullptr) &&
+           !(route && route->dtype == FUSED_MOE_F64);
 }
 int fused_moe_cuda_cluster_plan(const FusedMoeRoutePlan *p, const FusedMoeRoute *route, void *stream) {
     return sm90::cluster_plan(*p, route, stream);

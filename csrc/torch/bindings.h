@@ -17,7 +17,7 @@
 
 #include "../activation.h"
 #include "../fused_moe.h"
-#include "../slot_plan.h"
+#include "../rules.h"
 #include "checks.h"
 
 using Constants = std::vector<double>; /* alpha, limit */

@@ -47,14 +47,6 @@ static void check_scores(const char *op, const OptTensor &scores, const RowMap &
 
 /* --- up side -------------------------------------------------------------------------------------------- */
 
-/* The down GEMM starts while up_gate still runs, and loads weights until that has ended, if an expert has 64
- * slots at most on average (remote ones count). Not with more: full experts would lose their lockstep. And not
- * with a long k: its few tiles would be where SMs are free, and not spread evenly over the GPU, unless two CTAs
- * share an SM, as float weights' do. */
-static bool starts_early(int64_t R, int64_t E, int64_t F, bool is_quantized) {
-    return (fused_moe_few_rows(R, E) && !is_quantized) || (R <= FUSED_MOE_SKINNY_ROWS * E && F < 2560);
-}
-
 /* A call of up_gate, and the tensors that it needs alive. */
 struct UpSide {
     FusedMoeUpGate p;
@@ -352,7 +344,7 @@ run_experts(const char *op, const Tensor &x, const UpWeights &weights, const Wid
     make_plan(FUSED_MOE_TILE_ROWS);
     up.p.workspace.counters = down.p.workspace.counters = counters.data;
     up.p.next_starts_early = down.p.starts_early =
-        starts_early(p.T * p.K, p.E, s.F, weights.w1.quantized || w2.quantized);
+        fused_moe_starts_early(p.T * p.K, p.E, s.F, weights.w1.quantized || w2.quantized);
     run_up_side(up, x);
     /* else run_planned of dispatch.cu has made the plan */
     if (few && fused_moe_plans_slots(&up.p.workspace)) down.p.slots = &p;

@@ -6,6 +6,7 @@
 #include <stdint.h>
 
 #include "../../fused_moe.h"
+#include "../../rules.h"
 
 namespace fused_moe {
 

@@ -66,7 +66,7 @@ __global__ void __launch_bounds__(THREADS) permute_kernel(const __grid_constant_
  * are no more), lane k has slot k's score and where its row starts. With shared experts a lane has one row more
  * in flight, so a few registers more, and as many bytes in flight on an SM. Of few tokens the time is that of
  * loads one after the other: a warp has half of the columns, a lane twice as many rows in flight. */
-constexpr int HALF_WARPS = 2, FEW_TOKENS = 512;
+constexpr int HALF_WARPS = 2;
 
 template <bool few_tokens>
 __host__ __device__ inline uint32_t warps_of_token(int64_t D) {
@@ -282,7 +282,7 @@ int unpermute(const FusedMoeUnpermute &p, void *stream) {
     if constexpr (is_half<T>) {
         int64_t warps = p.row_map.T * warps_of_token<true>(p.D), chunks = p.row_map.R * p.D / CHUNK;
         if (aligned && p.row_map.K <= 32 && p.D < 1 << 24 && warps < INT32_MAX && chunks < UINT32_MAX) {
-            if (p.row_map.T <= FEW_TOKENS) return unpermute_half<T, true>(p, stream);
+            if (fused_moe_has_few_tokens(p.row_map.T)) return unpermute_half<T, true>(p, stream);
             return unpermute_half<T, false>(p, stream);
         }
     }

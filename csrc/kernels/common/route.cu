@@ -108,8 +108,7 @@ __global__ void __launch_bounds__(32 * WARPS)
 using namespace fused_moe;
 
 extern "C" int fused_moe_cuda_route(const FusedMoeRoute *p, void *stream) {
-    /* Few tokens do not fill the SMs: by a whole warp each, lanes have fewer experts and are sooner done. */
-    int K = p->T <= 1024 && p->E <= 256 ? WHOLE_WARP : p->K;
+    int K = fused_moe_chooses_by_warp(p->T, p->E, false) ? WHOLE_WARP : p->K;
     return with_kernel(p->dtype, p->E, K, [&](auto acc, auto lanes, auto elements) {
         constexpr int G = decltype(lanes)::value, V = decltype(elements)::value;
         return launch_dependent<route_kernel<decltype(acc), G, V>>(

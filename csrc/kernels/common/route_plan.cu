@@ -23,6 +23,7 @@ namespace {
 constexpr int THREADS = 1024, WARPS = THREADS / 32;
 constexpr int ROUNDS = 2; /* slots of a thread in one pass */
 constexpr int PASS_SLOTS = THREADS * ROUNDS;
+static_assert(PASS_SLOTS == FUSED_MOE_PASS_SLOTS, "rules.h");
 constexpr int EXPERTS_PER_CTA = 512; /* next_row of its warps fills 64 KiB, which every GPU has */
 constexpr int SCHEDULE_THREADS = 1024;
 
@@ -243,10 +244,8 @@ int check_offsets(const int32_t **offs, const int32_t **schedule, int32_t E, int
     return launch(schedule_kernel, s, 1, SCHEDULE_THREADS, 0, stream);
 }
 
-/* As many spans as SMs at most: each CTA reads every span's counts. */
 static int32_t num_spans_of(const FusedMoeRoutePlan &p) {
-    int64_t spans = ceil_div(p.T * p.K, PASS_SLOTS), sms = current_device().num_sms;
-    return (int32_t)(spans < sms ? spans : sms);
+    return fused_moe_num_spans(p.T * p.K, current_device().num_sms);
 }
 
 } // namespace fused_moe

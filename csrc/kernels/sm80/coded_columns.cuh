@@ -240,7 +240,7 @@ inline FusedMoeReason codes_reason(const FusedMoeWeight &w, int64_t R, int32_t E
     const ScheduleOverride &asked = schedule_override();
     if (dtype != FUSED_MOE_BF16 && dtype != FUSED_MOE_F16) return FUSED_MOE_OTHER_DTYPE;
     if (R == 0) return FUSED_MOE_NO_ROWS;
-    if (!fused_moe_few_rows(R, E) || asked.no_tails ||
+    if (R > fused_moe_most_quantized_rows(false, false) * E || asked.no_tails ||
         (asked.quantized_rows >= 0 && R > (int64_t)asked.quantized_rows * E))
         return FUSED_MOE_MANY_ROWS;
     if (!codes || codes->transposed || codes->tile_scales) return FUSED_MOE_STRIDES;

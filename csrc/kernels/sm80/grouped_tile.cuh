@@ -7,7 +7,6 @@
  * by row. */
 #pragma once
 
-#include "../../slot_plan.h"
 #include "few_rows_tile.cuh"
 #include "simt_tile.cuh"
 #include "tensor_tile.cuh"

@@ -14,7 +14,6 @@
  * zero before, so a captured graph needs nothing more. */
 #include <cub/block/block_scan.cuh>
 
-#include "../../cluster_plan.h"
 #include "../common/choose.cuh"
 #include "../common/ptx_sm90.cuh"
 #include "../common/schedule.cuh"
@@ -220,8 +219,7 @@ int cluster_plan(const FusedMoeRoutePlan &p, const FusedMoeRoute *route, void *s
     ClusterPlan q = {p, {}, (int32_t)fused_moe_span_slots(p.T, p.K, route != nullptr)};
     if (!route) return launch<cluster_plan_kernel, PlanShared>(q, stream);
     q.route = *route;
-    /* By a whole warp each, tokens are sooner done, where there is one for every warp at most. */
-    int K = p.T <= CTAS * WARPS && p.E <= 256 ? WHOLE_WARP : p.K;
+    int K = fused_moe_chooses_by_warp(p.T, p.E, true) ? WHOLE_WARP : p.K;
     return with_kernel(route->dtype, p.E, K, [&](auto acc, auto lanes, auto elements) {
         constexpr int G = decltype(lanes)::value, V = decltype(elements)::value;
         if constexpr (std::is_same_v<decltype(acc), double>)

@@ -439,15 +439,14 @@ Turns turns_of(const FusedMoeUpGate &p) {
     return t;
 }
 
-/* Tiles are narrow where up_gate would have fewer of the usual ones than CTAs, and one map reaches both weights. */
+/* Tiles are narrow where the rule says so, and one map reaches both weights. */
 bool is_narrow(const FusedMoeExperts &p) {
     const FusedMoeUpGate &up = p.up;
     bool is_pair = up.layout == FUSED_MOE_HALVES ||
                    (up.layout == FUSED_MOE_SEPARATE && up.w1.stride_out == up.w3.stride_out &&
                     up.w1.stride_expert == up.w3.stride_expert);
-    if (!is_pair || !has_few_rows(p) || up.w1.stride_in != 1) return false;
-    int64_t experts = p.down.R < p.down.E ? p.down.R : p.down.E;
-    if (experts * ceil_div(p.up.F, 2 * NARROW_COLUMNS) >= 2 * current_device().num_sms) return false;
+    if (!is_pair || up.w1.stride_in != 1) return false;
+    if (fused_moe_experts_up_subtiles(p.down.R, p.down.E, up.F, current_device().num_sms) == 2) return false;
     Turns t = turns_of(up);
     uintptr_t apart = (uintptr_t)t.second.data - (uintptr_t)t.first.data;
     return 0 < apart && apart < 1ull << 40; /* as TMA's strides */
@@ -455,7 +454,8 @@ bool is_narrow(const FusedMoeExperts &p) {
 
 /* Columns of a tile of the down GEMM. */
 int columns_of_down(const FusedMoeExperts &p) {
-    return is_narrow(p) || (has_few_rows(p) && p.up.F >= LONG_K) ? SUBTILE : 2 * SUBTILE;
+    int32_t rows = fused_moe_few_rows_together(p.down.R, p.down.E);
+    return SUBTILE * (is_narrow(p) ? 1 : fused_moe_few_rows_subtiles(rows, p.up.F));
 }
 
 int num_counters_of(const FusedMoeExperts &p) {

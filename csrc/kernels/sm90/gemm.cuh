@@ -320,9 +320,6 @@ __device__ inline Shared<Config> &prologue() {
 
 /* --- host: the configuration of a call ------------------------------------------------------------------- */
 
-/* Tiles of few rows have half as many columns where k is so long that they are few and large. */
-constexpr int64_t LONG_K = 2560;
-
 /* Calls fn with a configuration for R rows of E experts, a number of output columns, and k. */
 template <typename T, bool GATHER, typename Fn>
 int with_config(bool is_k_major, int64_t R, int32_t E, int64_t columns, int64_t k, Fn fn) {
@@ -331,7 +328,8 @@ int with_config(bool is_k_major, int64_t R, int32_t E, int64_t columns, int64_t 
         bool is_countable = fused_moe_max_row_tiles((int32_t)R, E, 16) * ((columns + 63) / 64) < INT32_MAX;
         int rows = is_countable && !schedule_override().no_tails ? fused_moe_few_rows(R, E) : 0;
         if constexpr (!GATHER)
-            if (rows == 16 && k >= LONG_K) return fn(FewRowsConfig<T, B_MAJOR, GATHER, 16, 1>());
+            if (fused_moe_few_rows_subtiles(rows, k) == 1)
+                return fn(FewRowsConfig<T, B_MAJOR, GATHER, 16, 1>());
         if (rows == 16) return fn(FewRowsConfig<T, B_MAJOR, GATHER, 16, 2>());
         if (rows == 64) return fn(FewRowsConfig<T, B_MAJOR, GATHER, 64, 2>());
         return fn(GemmConfig<T, B_MAJOR, GATHER>());

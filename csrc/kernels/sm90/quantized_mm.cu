@@ -103,14 +103,10 @@ int run(const FusedMoeGroupedMM &p, void *stream) {
     });
 }
 
-constexpr int64_t MOST_ROWS_TRANSPOSED = 768; /* of backward, most of it by column */
-
 FusedMoeReason reason(const FusedMoeGroupedMM &p) {
     if (!is_16_bit(p.dtype)) return FUSED_MOE_OTHER_DTYPE;
     if (p.R == 0) return FUSED_MOE_NO_ROWS;
-    if (has_many_rows(p.R, p.E,
-                      p.b[0].quantized && p.b[0].quantized->transposed ? MOST_ROWS_TRANSPOSED : MOST_ROWS))
-        return FUSED_MOE_MANY_ROWS;
+    if (has_many_rows(p.R, p.E, p.b[0].quantized && p.b[0].quantized->transposed)) return FUSED_MOE_MANY_ROWS;
     if (p.M % CHUNK || p.N[0] % CHUNK) return FUSED_MOE_WIDTH;
     if (!is_aligned(p.a) || !is_aligned(p.out) || !is_aligned(p.bias)) return FUSED_MOE_UNALIGNED;
     if (p.b[1].data || !has_readable_codes(p.b[0])) return FUSED_MOE_STRIDES;

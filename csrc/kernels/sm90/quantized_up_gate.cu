@@ -240,7 +240,7 @@ FusedMoeReason reason(const FusedMoeUpGate &p) {
     if (!is_16_bit(p.dtype)) return FUSED_MOE_OTHER_DTYPE;
     if (rows.R == 0 || rows.T == 0) return FUSED_MOE_NO_ROWS;
     if (p.scores) return FUSED_MOE_SCORED_INPUT;
-    if (has_many_rows(rows.R, rows.E, MOST_ROWS)) return FUSED_MOE_MANY_ROWS;
+    if (has_many_rows(rows.R, rows.E, false)) return FUSED_MOE_MANY_ROWS;
     if (p.D % CHUNK || p.F % CHUNK) return FUSED_MOE_WIDTH;
     for (const void *data : {p.x, (const void *)p.a, p.b1, p.b3})
         if (!is_aligned(data)) return FUSED_MOE_UNALIGNED;

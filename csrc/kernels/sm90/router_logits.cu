@@ -256,28 +256,17 @@ int launch(const FusedMoeRouterLogits &p, int cta_slices, void *stream) {
                                                           stream);
 }
 
-/* How many slices a CTA of a cluster has, where all clusters run at once: the fewest; 0: they do not. */
-int split_slices(const FusedMoeRouterLogits &p, int64_t tiles) {
-    int64_t slices = num_slices_of(p.D);
-    for (int each = 1; each <= 4; each *= 2) {
-        int64_t cluster = ceil_div(slices, each);
-        /* clusters cannot use every SM: a GPC's SMs are not a multiple of a cluster's CTAs */
-        if (tiles * cluster <= (cluster > 1 ? num_ctas() * 3 / 4 : num_ctas())) return each;
-    }
-    return 0;
-}
-
 template <typename T>
 int run_tokens(const FusedMoeRouterLogits &p, void *stream) {
-    int64_t row_tiles = ceil_div(p.T, SUBTILE), all = num_slices_of(p.D);
-    if (int each = split_slices(p, row_tiles * ceil_div(p.E, 64)))
+    if (int each = fused_moe_router_cta_slices(p.T, p.E, p.D, num_ctas()))
         return launch<RouterConfig<T, 1, 64, true>>(p, each, stream);
-    if (p.E <= 64) return launch<RouterConfig<T, 2, 64, false>>(p, (int)all, stream);
-    if (p.E > 128 && row_tiles * ceil_div(p.E, 256) > num_ctas())
-        return launch<RouterConfig<T, 2, 256, false>>(p, (int)all, stream);
-    if (row_tiles * ceil_div(p.E, 128) <= num_ctas())
-        return launch<RouterConfig<T, 1, 128, false>>(p, (int)all, stream);
-    return launch<RouterConfig<T, 2, 128, false>>(p, (int)all, stream);
+    int all = (int)num_slices_of(p.D);
+    switch (fused_moe_router_tile(p.T, p.E, num_ctas())) {
+    case FUSED_MOE_ROUTER_128X64: return launch<RouterConfig<T, 2, 64, false>>(p, all, stream);
+    case FUSED_MOE_ROUTER_64X128: return launch<RouterConfig<T, 1, 128, false>>(p, all, stream);
+    case FUSED_MOE_ROUTER_128X256: return launch<RouterConfig<T, 2, 256, false>>(p, all, stream);
+    default: return launch<RouterConfig<T, 2, 128, false>>(p, all, stream);
+    }
 }
 
 int run(const FusedMoeRouterLogits &p, void *stream) {

@@ -572,27 +572,21 @@ int with_decoder(FusedMoeDtype dtype, const FusedMoeQuantizedWeight &w, Fn fn) {
     });
 }
 
-/* From so many rows for each expert on tall tiles are faster (docs/lab/quantised.md). */
-constexpr int64_t TALL_ROWS = 384;
-
 /* Calls fn with a configuration for R rows of E experts. */
 template <class Decoder, bool GATHER, typename Fn>
 int with_codes_config(int64_t R, int32_t E, Fn fn) {
-    bool no_tails = schedule_override().no_tails;
-    if (R > TALL_ROWS * E && !no_tails) return fn(CodesConfig<Decoder, GATHER, Rows::TALL>());
-    if (R > (int64_t)SUBTILE * E || no_tails) return fn(CodesConfig<Decoder, GATHER, Rows::MANY>());
-    if (fused_moe_few_rows(R, E) == 16) return fn(CodesConfig<Decoder, GATHER, Rows::FEW>());
-    return fn(CodesConfig<Decoder, GATHER, Rows::SOME>());
+    switch (schedule_override().no_tails ? 128 : fused_moe_quantized_tile_rows(R, E)) {
+    case 16: return fn(CodesConfig<Decoder, GATHER, Rows::FEW>());
+    case 64: return fn(CodesConfig<Decoder, GATHER, Rows::SOME>());
+    case 128: return fn(CodesConfig<Decoder, GATHER, Rows::MANY>());
+    default: return fn(CodesConfig<Decoder, GATHER, Rows::TALL>());
+    }
 }
 
-/* With more rows for each expert, dequantising the weight first is faster, since codes are made values anew for every tile of
- * rows (docs/lab/quantised.md). */
-constexpr int64_t MOST_ROWS = 3072;
-
-/* Whether experts have more than so many rows on average. A rule on shapes: the host knows no counts. */
-inline bool has_many_rows(int64_t R, int32_t E, int64_t most_of_an_expert) {
+/* Whether the weight is dequantised first. */
+inline bool has_many_rows(int64_t R, int32_t E, bool is_transposed) {
     int64_t asked = schedule_override().quantized_rows;
-    return R > (asked < 0 ? most_of_an_expert : asked) * E;
+    return R > (asked < 0 ? fused_moe_most_quantized_rows(true, is_transposed) : asked) * E;
 }
 
 /* A map of `rows` tiles of 64 rows from the one at `data` on, of [E,out/64,count,width]: boxes of (1, tiles, box,

@@ -339,12 +339,10 @@ int run_gemm(const FusedMoeWgrad &p, void *stream) {
 /* --- b in expert order ---------------------------------------------------------------------------------- */
 
 constexpr int GATHER_THREADS = 256;
-constexpr int64_t GATHER_FIRST_FROM = 8192; /* columns of a */
 
-/* Whether b's rows are gathered first, half of their columns at a time. By arithmetic it pays from 3,000
- * columns of a on, but it takes memory: less than the gradients of so wide a weight. */
+/* Whether b's rows are gathered first, half of their columns at a time. */
 bool gathers_first(const FusedMoeWgrad &p) {
-    return p.b_row_token && p.M[0] + p.M[1] >= GATHER_FIRST_FROM && p.N % (4 * SUBTILE) == 0;
+    return p.b_row_token && fused_moe_gathers_first(p.M[0] + p.M[1], p.N);
 }
 
 size_t gathered_bytes(const FusedMoeWgrad &p) {

@@ -1,0 +1,176 @@
+/* Every rule on shapes: which kernel runs, which tiles it has, and who makes the plan.
+ *
+ * The host knows sizes, not how rows are distributed over the experts, so rules speak of averages. A result
+ * has the same bits on both sides of a bound. The measurements behind the figures are in the pages of
+ * docs/lab/ that the comments name. How wgrad's rows are cut into slices is the schedule's rule (schedule.h).
+ *
+ *   T tokens, K slots of a token, R rows, E experts, D and F widths, k a GEMM's reduction
+ *
+ * Plain C: bindings, kernels and tests (tests/test_rules.py) call the same functions. */
+#ifndef FUSED_MOE_RULES_H
+#define FUSED_MOE_RULES_H
+
+#include <stdbool.h>
+
+#include "schedule.h"
+
+/* --- rows of an expert ---------------------------------------------------------------------------------- */
+
+/* With more, full tiles run in lockstep. A launch that starts while the one before it runs would break
+ * that. */
+FUSED_MOE_FN bool fused_moe_has_skinny_average(int64_t R, int64_t E) {
+    return R <= FUSED_MOE_SKINNY_ROWS * E;
+}
+
+/* Rows of a tile of the CUDA tiers' grouped_mm and up_gate where experts have few rows: 16 or 64; 0: the
+ * usual tiles. A CTA cuts a tile of more rows and reads the weight again for each part. Skewed routing makes
+ * that dear where the average is higher than here (decode.md). */
+FUSED_MOE_FN int32_t fused_moe_few_rows(int64_t R, int64_t E) {
+    return R <= 2 * E ? 16 : R <= 16 * E ? 64 : 0;
+}
+
+/* The same for both GEMMs in one launch (sm90/experts.cu), whose plan has row tiles of this height. An
+ * expert's row tiles run side by side and share the weight in L2, so more rows are few. */
+FUSED_MOE_FN int32_t fused_moe_few_rows_together(int64_t R, int64_t E) {
+    int32_t rows = fused_moe_few_rows(R, E);
+    return rows || R > 32 * E ? rows : 64;
+}
+
+/* Subtiles of 64 weight rows in a tile of few rows. With a long k tiles are few and large: half as large,
+ * they keep more CTAs loading (decode.md). */
+FUSED_MOE_FN int32_t fused_moe_few_rows_subtiles(int32_t tile_rows, int64_t k) {
+    return tile_rows == 16 && k >= 2560 ? 1 : 2;
+}
+
+/* The same for up_gate in sm90/experts.cu, whose usual tile is 64 gates and their 64 ups. One subtile of 32
+ * and 32 where the usual tiles are fewer than the CTAs, two on each SM. */
+FUSED_MOE_FN int32_t fused_moe_experts_up_subtiles(int64_t R, int64_t E, int64_t F, int32_t num_sms) {
+    int64_t tiles = (R < E ? R : E) * ((F + 63) / 64);
+    return fused_moe_few_rows_together(R, E) == 16 && tiles < 2 * num_sms ? 1 : 2;
+}
+
+/* The down GEMM starts while up_gate runs, and loads weights until that has ended (decode.md). A large CTA's
+ * tiles of a long k are few, and would be where SMs are free instead of spread evenly over the GPU. Few rows
+ * of a dense weight have small CTAs, two on an SM, and start early whatever k is. */
+FUSED_MOE_FN bool fused_moe_starts_early(int64_t R, int64_t E, int64_t F, bool is_quantized) {
+    return (fused_moe_few_rows(R, E) && !is_quantized) || (fused_moe_has_skinny_average(R, E) && F < 2560);
+}
+
+/* --- quantised weights ---------------------------------------------------------------------------------- */
+
+/* Rows of an expert up to which a GEMM reads the quantised weight. With more, dequantising it first is
+ * faster, since every row tile makes its values anew. The sm90 tier reads tiles, the sm80 tier what is
+ * published, by tiles of few rows alone. Transposed weights, in backward, mostly have a scale for each column
+ * (quantised.md). */
+FUSED_MOE_FN int64_t fused_moe_most_quantized_rows(bool has_tiles, bool is_transposed) {
+    return !has_tiles ? 16 : is_transposed ? 768 : 3072;
+}
+
+/* Rows of a tile of a quantised weight on sm90. A tall tile of 256 makes the weight's values once for twice
+ * the rows. That is faster with more than 384 rows of an expert (quantised.md). */
+FUSED_MOE_FN int32_t fused_moe_quantized_tile_rows(int64_t R, int64_t E) {
+    if (fused_moe_few_rows(R, E) == 16) return 16;
+    return fused_moe_has_skinny_average(R, E) ? 64 : R <= 384 * E ? 128 : 256;
+}
+
+/* --- weight gradients ----------------------------------------------------------------------------------- */
+
+/* Whether wgrad's gathered operand, N columns wide, is copied into expert order first, half of its columns at
+ * a time. The copy pays from 3,000 columns of the other operand on. It takes memory, which from 8,192 on is
+ * less than the gradients' own (backward.md). */
+FUSED_MOE_FN bool fused_moe_gathers_first(int64_t columns, int64_t N) {
+    return columns >= 8192 && N % 256 == 0;
+}
+
+/* --- the router's GEMM ---------------------------------------------------------------------------------- */
+
+/* Columns of a slice of D: at most eight slices, each summed from zero and added in order. The rule knows D
+ * alone, so a token's logits have the same bits in any batch. */
+FUSED_MOE_FN int64_t fused_moe_router_slice(int64_t D) {
+    int64_t eighth = (D + 7) / 8;
+    return eighth < 512 ? 512 : (eighth + 63) / 64 * 64;
+}
+
+/* Slices that each CTA of a cluster sums, 1, 2 or 4, so that more SMs read the weight: the fewest with which
+ * all clusters of 64x64 tiles run at once. 0: a CTA sums all slices. Clusters do not reach every SM, since a
+ * GPC's SMs are no multiple of a cluster's CTAs. */
+FUSED_MOE_FN int32_t fused_moe_router_cta_slices(int64_t T, int64_t E, int64_t D, int32_t num_ctas) {
+    int64_t tiles = (T + 63) / 64 * ((E + 63) / 64), slice = fused_moe_router_slice(D);
+    int64_t slices = (D + slice - 1) / slice;
+    for (int32_t each = 1; each <= 4; each *= 2) {
+        int64_t cluster = (slices + each - 1) / each;
+        if (tiles * cluster <= (cluster > 1 ? num_ctas * 3 / 4 : num_ctas)) return each;
+    }
+    return 0;
+}
+
+/* Tokens and experts of a tile where a CTA sums all slices. A tile of 256 experts reads x less often, and
+ * needs more tiles than CTAs; with few tiles one has half of the tokens, so that more CTAs have one. */
+typedef enum {
+    FUSED_MOE_ROUTER_128X64,
+    FUSED_MOE_ROUTER_64X128,
+    FUSED_MOE_ROUTER_128X128,
+    FUSED_MOE_ROUTER_128X256,
+} FusedMoeRouterTile;
+
+FUSED_MOE_FN FusedMoeRouterTile fused_moe_router_tile(int64_t T, int64_t E, int32_t num_ctas) {
+    int64_t row_tiles = (T + 63) / 64; /* of 64 tokens */
+    if (E <= 64) return FUSED_MOE_ROUTER_128X64;
+    if (E > 128 && row_tiles * ((E + 255) / 256) > num_ctas) return FUSED_MOE_ROUTER_128X256;
+    return row_tiles * ((E + 127) / 128) <= num_ctas ? FUSED_MOE_ROUTER_64X128 : FUSED_MOE_ROUTER_128X128;
+}
+
+/* --- the choice, the plan and the combine --------------------------------------------------------------- */
+
+enum {
+    FUSED_MOE_FEW_SLOTS = 64,    /* that a GEMM plans itself; an expert that has them all is skinny */
+    FUSED_MOE_PASS_SLOTS = 2048, /* that a CTA of route_plan sorts at once          */
+    FUSED_MOE_CLUSTER_CTAS = 8,  /* the largest cluster that every GPU with clusters runs */
+    FUSED_MOE_CLUSTER_SLOTS = 8192,
+    FUSED_MOE_CLUSTER_CHOICES = 4096, /* slots, where their experts are chosen, too */
+    FUSED_MOE_CLUSTER_EXPERTS = 1024,
+    FUSED_MOE_SPAN_SLOTS = FUSED_MOE_CLUSTER_SLOTS / FUSED_MOE_CLUSTER_CTAS, /* of one CTA, at most */
+};
+
+/* Whether a whole warp chooses a token's experts. Few tokens do not fill the SMs, or the cluster; with all
+ * lanes each has fewer experts and is done sooner. */
+FUSED_MOE_FN bool fused_moe_chooses_by_warp(int64_t T, int64_t E, bool by_cluster) {
+    return T <= (by_cluster ? 128 : 1024) && E <= 256;
+}
+
+/* Whether each CTA of a GEMM may sort the slots itself (slot_plan.h): there is a slot, and keys fit in 32
+ * bits. */
+FUSED_MOE_FN bool fused_moe_has_few_slots(int64_t num_slots, int64_t E) {
+    return 0 < num_slots && num_slots <= FUSED_MOE_FEW_SLOTS && E <= 1 << 25;
+}
+
+/* Slots of a CTA's span in a cluster's plan: consecutive ones, and whole tokens where it chooses their
+ * experts. The last spans may be shorter, or empty. */
+FUSED_MOE_FN int64_t fused_moe_span_slots(int64_t T, int64_t K, bool chooses) {
+    int64_t together = chooses ? K : 1, parts = chooses ? T : T * K;
+    return (parts + FUSED_MOE_CLUSTER_CTAS - 1) / FUSED_MOE_CLUSTER_CTAS * together;
+}
+
+/* Whether one cluster makes the plan in one launch, together with the choice of its ids where it chooses. The
+ * GEMMs plan fewer slots. More take longer on the SMs of a cluster than two or three launches on all SMs
+ * (decode.md). */
+FUSED_MOE_FN bool fused_moe_has_cluster_plan(int64_t T, int64_t K, int64_t E, bool chooses) {
+    int64_t most = chooses ? FUSED_MOE_CLUSTER_CHOICES : FUSED_MOE_CLUSTER_SLOTS;
+    return FUSED_MOE_FEW_SLOTS < T * K && T * K <= most && E <= FUSED_MOE_CLUSTER_EXPERTS &&
+           fused_moe_span_slots(T, K, chooses) <= FUSED_MOE_SPAN_SLOTS;
+}
+
+/* Spans of slots that route_plan's CTAs count and scatter. One span needs no launch that counts (decode.md).
+ * Every CTA reads all spans' counts, so there are no more spans than SMs. */
+FUSED_MOE_FN int32_t fused_moe_num_spans(int64_t num_slots, int32_t num_sms) {
+    int64_t spans = (num_slots + FUSED_MOE_PASS_SLOTS - 1) / FUSED_MOE_PASS_SLOTS;
+    return (int32_t)(spans < num_sms ? spans : num_sms);
+}
+
+/* Whether a warp of unpermute has half as many columns, and a lane twice as many rows in flight. Few tokens
+ * take the time of loads one after the other (decode.md). */
+FUSED_MOE_FN bool fused_moe_has_few_tokens(int64_t T) {
+    return T <= 512;
+}
+
+#endif

@@ -1,0 +1,100 @@
+"""csrc/rules.h as a table: every rule on shapes, at both sides of each bound."""
+
+import pytest
+
+try:
+    from fused_moe import _host
+except ImportError:
+    _host = None
+
+pytestmark = pytest.mark.skipif(_host is None, reason="fused_moe._host was not built for this Python")
+T_OF_128X64, T_OF_64X128, T_OF_128X128, T_OF_128X256 = range(4)  # FusedMoeRouterTile
+
+# Rule: {arguments: decision}. The bounds are those that docs/lab/ measured.
+TABLE = {
+    "has_skinny_average": {(64, 1): True, (65, 1): False, (8192, 128): True, (8193, 128): False},
+    "few_rows": {  # R, E: rows of a tile
+        **{(1, 1): 16, (2, 1): 16, (3, 1): 64, (16, 1): 64, (17, 1): 0, (2**31, 2**27): 64},
+        **{(256, 128): 16, (257, 128): 64, (2048, 128): 64, (2049, 128): 0},
+    },
+    "few_rows_together": {
+        **{(1, 1): 16, (2, 1): 16, (3, 1): 64, (17, 1): 64, (32, 1): 64, (33, 1): 0},
+        **{(256, 128): 16, (257, 128): 64, (2049, 128): 64, (4096, 128): 64, (4097, 128): 0},
+    },
+    "few_rows_subtiles": {(16, 2559): 2, (16, 2560): 1, (64, 2559): 2, (64, 2560): 2, (0, 2560): 2},
+    "experts_up_subtiles": {  # R, E, F, SMs: fewer tiles of 64 hidden columns than two on each SM
+        **{(8, 128, 64 * 33, 132): 2, (8, 128, 64 * 32, 132): 1, (8, 128, 64 * 32 + 1, 132): 2},
+        **{(8, 128, 64 * 33, 133): 1, (16, 8, 64 * 32, 132): 1, (17, 8, 64, 132): 2},
+    },
+    "starts_early": {  # R, E, F, whether weights are quantised
+        **{(2048, 128, 14336, False): True, (2049, 128, 14336, False): False},
+        **{(2049, 128, 2559, False): True, (2049, 128, 2560, False): False},
+        **{(8192, 128, 2559, False): True, (8193, 128, 2559, False): False},
+        **{(1, 128, 2559, True): True, (1, 128, 2560, True): False},
+        **{(8192, 128, 2559, True): True, (8193, 128, 2559, True): False},
+    },
+    "most_quantized_rows": {  # tiles, transposed
+        **{(True, False): 3072, (True, True): 768, (False, False): 16},
+    },
+    "quantized_tile_rows": {
+        **{(2, 1): 16, (3, 1): 64, (64, 1): 64, (65, 1): 128, (384, 1): 128, (385, 1): 256},
+        **{(256, 128): 16, (257, 128): 64, (8192, 128): 64, (8193, 128): 128, (49153, 128): 256},
+    },
+    "gathers_first": {(8192, 256): True, (8191, 256): False, (8192, 128): False, (8192, 4096): True},
+    "router_slice": {  # D: eight slices at most, of 64 columns each
+        **{(64,): 512, (2048,): 512, (4096,): 512, (4097,): 576, (5120,): 640, (7168,): 896, (14336,): 1792},
+    },
+    "router_cta_slices": {  # T, E, D, CTAs: clusters fill three quarters of the SMs
+        **{(64, 128, 512, 132): 1, (64 * 66, 128, 512, 132): 1, (64 * 66 + 1, 128, 512, 132): 0},
+        **{(1, 64 * 24, 2048, 132): 1, (1, 64 * 25, 2048, 132): 2, (1, 64 * 50, 2048, 132): 4},
+        **{(1, 64 * 49, 2048, 132): 2, (1, 64 * 132, 2048, 132): 4, (1, 64 * 133, 2048, 132): 0},
+        **{(1, 64 * 49, 4096, 132): 4, (1, 64 * 50, 4096, 132): 0},
+    },
+    "router_tile": {  # T, E, CTAs
+        **{(10**6, 64, 132): T_OF_128X64, (1, 1, 132): T_OF_128X64},
+        **{(64 * 132, 128, 132): T_OF_64X128, (64 * 132 + 1, 128, 132): T_OF_128X128},
+        **{(64 * 66, 256, 132): T_OF_64X128, (64 * 66 + 1, 256, 132): T_OF_128X128},
+        **{(64 * 132, 256, 132): T_OF_128X128, (64 * 132 + 1, 256, 132): T_OF_128X256},
+        **{(64 * 132 + 1, 129, 132): T_OF_128X256},
+    },
+    "chooses_by_warp": {  # T, E, whether in a cluster
+        **{(1024, 256, False): True, (1025, 256, False): False, (1024, 257, False): False},
+        **{(128, 256, True): True, (129, 256, True): False, (128, 257, True): False},
+    },
+    "has_few_slots": {  # slots, E
+        **{(0, 8): False, (1, 8): True, (64, 8): True, (65, 8): False},
+        **{(64, 2**25): True, (64, 2**25 + 1): False},
+    },
+    "has_cluster_plan": {  # T, K, E, whether it chooses
+        **{(0, 1, 8, True): False, (64, 1, 8, True): False, (65, 1, 8, True): True},
+        **{(4096, 1, 8, True): True, (4097, 1, 8, True): False, (1, 4096, 8, True): False},
+        **{(512, 8, 1024, True): True, (512, 8, 1025, True): False},
+        **{(0, 1, 8, False): False, (64, 1, 8, False): False, (65, 1, 8, False): True},
+        **{(8192, 1, 8, False): True, (8193, 1, 8, False): False},
+        **{(1, 8192, 8, False): True, (1, 8193, 8, False): False},
+        **{(1024, 8, 1024, False): True, (1024, 8, 1025, False): False},
+    },
+    "num_spans": {  # slots, SMs
+        **{(0, 132): 0, (1, 132): 1, (2048, 132): 1, (2049, 132): 2, (2**20, 132): 132},
+        **{(132 * 2048, 132): 132, (131 * 2048, 132): 131},
+    },
+    "has_few_tokens": {(512,): True, (513,): False},
+}
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("rule", TABLE)
+def test_rule(rule):
+    assert {shape: getattr(_host, rule)(*shape) for shape in TABLE[rule]} == TABLE[rule]
+
+
+def test_spans_of_a_cluster():
+    """The eight CTAs' spans cover all slots, those of a choice by whole tokens; each fits a CTA's memory. No
+    K that route takes is refused."""
+    for K in range(1, 33):
+        for T in range(-(-65 // K), 4096 // K + 1):
+            assert _host.has_cluster_plan(T, K, 1024, True)
+            for chooses in (False, True):
+                span = _host.span_slots(T, K, chooses)
+                assert T * K <= 8 * span and span <= (544 if chooses else 512)
+                assert span % K == 0 or not chooses
