@@ -2,7 +2,7 @@
 # make test     runs the test suite                      PYTEST_ARGS="-k route -x"
 # make fuzz     calls every function at random           MINUTES=5 ARGS="--device cuda --jobs 12"
 # make sanitize runs the CPU kernels, and the suite with them, under sanitizers
-# make build    builds the package in place
+# make build    builds the package in place             DEBUG=1, FUSED_MOE_ARCHS=sm_90a
 # make format   formats the code; make lint only checks it
 # make wheel    builds dist/*.tar.gz, and dist/*.whl from it
 # make clean    removes build outputs; remove .venv, too, to start from scratch
@@ -26,11 +26,15 @@ bin     = $(subst $() ,\ ,$(VENV))/bin
 python  = $(bin)/python
 # Without make's flags: ninja would ask the jobserver of `make -j`, which is not for it.
 compile = MAKEFLAGS= $(python) setup.py --quiet build_ext --inplace
-C_CODE  = $(shell find csrc tests/sanitize -name "*.[ch]*") tests/schedule_model.cpp tests/trust/hold_sms.cu
+C_CODE  = $(shell find csrc tests/sanitize -name "*.[ch]*") tests/schedule_model.cpp $(wildcard tests/trust/*.cu)
 
 export PYTHON TORCH CPU_INDEX
 # Also build fused_moe._host, which tests need and a wheel must not contain.
 build setup dev: export FUSED_MOE_HOST = 1
+# `make build DEBUG=1`, but not a DEBUG of the environment: kernels' waits have a bound, past which they trap.
+ifeq ($(origin DEBUG),command line)
+export FUSED_MOE_DEBUG = $(DEBUG)
+endif
 
 build: setup
 	$(compile)

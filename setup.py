@@ -10,7 +10,8 @@ under a CPU build of PyTorch. Graph and objects are in build/objects; compile_co
 
 Environment: CC, CXX, CFLAGS, CXXFLAGS, LDFLAGS as usual; CUDA_HOME, the one place to look for nvcc in;
 MAX_JOBS, how many compilers run at a time; FUSED_MOE_ARCHS, the GPU targets to compile for instead of all;
-FUSED_MOE_WERROR=1 makes warnings errors; FUSED_MOE_OBJECTS, another folder than build/objects.
+FUSED_MOE_WERROR=1 makes warnings errors; FUSED_MOE_DEBUG=1 bounds the waits of kernels; FUSED_MOE_OBJECTS,
+another folder than build/objects.
 """
 
 import importlib.machinery
@@ -55,7 +56,7 @@ HOST = Extension("fused_moe._host", ["csrc/host_module.cpp"])
 CC = shlex.split(os.environ.get("CC", "cc"))
 CXX = shlex.split(os.environ.get("CXX", "c++"))
 CFLAGS, CXXFLAGS, LDFLAGS = (shlex.split(os.environ.get(f"{x}FLAGS", "")) for x in ("C", "CXX", "LD"))
-WERROR = os.environ.get("FUSED_MOE_WERROR") == "1"
+WERROR, DEBUG = (os.environ.get(f"FUSED_MOE_{x}") == "1" for x in ("WERROR", "DEBUG"))
 COMMON = ["-O3", "-fPIC", "-fvisibility=hidden", "-Icsrc", "-Wall", "-Wextra", *["-Werror"] * WERROR]
 # The part of -ffast-math that leaves NaN, infinity and the order of sums alone.
 C_MATH = ["-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math"]
@@ -117,8 +118,9 @@ def nvcc_flags(of_release: tuple[int, ...]) -> list[str]:
     """nvcc's flags for every CUDA file. tests/test_toolkit.py knows the first release that has each."""
     compress = ["--compress-mode=size"] * (of_release >= NVCC_COMPRESSES)
     werror = ["-Werror=all-warnings"] * WERROR
+    debug = ["-DFUSED_MOE_DEBUG"] * DEBUG
     host = ["-Xcompiler=-fPIC,-fvisibility=hidden"]
-    return ["-std=c++17", "-O3", "-lineinfo", "-Icsrc", *compress, *werror, *host]
+    return ["-std=c++17", "-O3", "-lineinfo", "-Icsrc", *compress, *werror, *debug, *host]
 
 
 def find_torch() -> tuple[Path, str]:
@@ -226,7 +228,9 @@ class Build(build_ext):
             "abi_target": ".".join(map(str, ABI_TARGET)),
             "torch": torch_version,
         }
+        # And what command lines show: when it changes, what has other command lines is recompiled.
         shown = facts | {"gpu_targets": " ".join(asked) if nvcc else "none"}
+        shown["debug"] = "yes" if nvcc and DEBUG else "no"
         info = ",".join(f"{{{json.dumps(name)},{json.dumps(fact)}}}" for name, fact in shown.items())
         tiers = f"fused_moe: CPU tier; GPU targets: {shown['gpu_targets']} ({release_or_reason})"
         print(tiers, flush=True)  # before what ninja prints

@@ -199,6 +199,36 @@ def test_a_tier_that_is_left_out_has_a_stand_in(build, tmp_path):
     assert wanted == there and len(wanted) > 8
 
 
+def test_a_debug_build_bounds_waits(build, tmp_path):
+    """With FUSED_MOE_DEBUG a kernel can print and trap; without it none does."""
+    nvcc, _ = build.find_nvcc()
+    if nvcc is None:
+        pytest.skip("needs nvcc")
+    flags = ["-std=c++17", "-ptx", "-arch=compute_90a", f"-I{ROOT}/csrc", "-o", tmp_path / "a.ptx"]
+    for debug in (True, False):
+        macros = ["-DFUSED_MOE_DEBUG"] * debug
+        source = ROOT / "csrc/kernels/sm90/router_dgrad.cu"
+        subprocess.run([nvcc, *flags, *macros, source], check=True)
+        ptx = (tmp_path / "a.ptx").read_text()
+        assert ".entry" in ptx and "mbarrier.try_wait" in ptx
+        assert [bool(re.search(word, ptx)) for word in (r"\btrap;", r"\bvprintf\b")] == [debug, debug]
+
+
+def test_every_wait_has_a_bound():
+    """What polls memory or a barrier is a function of waits.cuh or ptx_sm90.cuh."""
+    polls = re.compile(r"try_wait|__nanosleep|(?:while|for) \([^{}]*?\bld_(?:acquire|relaxed)_gpu.*")
+    found = {
+        (source.name, poll)
+        for source in (ROOT / "csrc/kernels").rglob("*.cu*")
+        if source.name not in ("waits.cuh", "ptx_sm90.cuh")
+        for poll in polls.findall(source.read_text())
+    }
+    bounded = (
+        "for (int i = 0; is_second && i < 4 && ld_acquire_gpu(&progress.claimed) < gridDim.x / 2; i++) {"
+    )
+    assert found == {("experts.cu", bounded)}
+
+
 def test_a_wheel_fits_every_python(build, monkeypatch):
     """By its tag; _host, which depends on the Python version, is built only in place."""
     from setuptools import Distribution

@@ -86,6 +86,7 @@ FIRST_PTX_ISA_OF_QUALIFIER = {"::cta": (7, 8), "::cluster": (7, 8)}
 # nvcc's option -> the first CUDA release with it; 11.0 stands for all before it.
 FIRST_NVCC = {
     "--compress-mode=size": (12, 8),
+    "-DFUSED_MOE_DEBUG": (11, 0),
     "-Icsrc": (11, 0),
     "-O3": (11, 0),
     "-Werror=all-warnings": (11, 0),
@@ -102,6 +103,7 @@ FIRST_NVCC = {
 def build(monkeypatch):
     pytest.importorskip("setuptools", "77")
     monkeypatch.setenv("FUSED_MOE_WERROR", "1")
+    monkeypatch.setenv("FUSED_MOE_DEBUG", "1")
     monkeypatch.chdir(ROOT)
     return SimpleNamespace(**runpy.run_path("setup.py"))
 

@@ -18,6 +18,13 @@ __device__ inline uint32_t smid() {
     return id;
 }
 
+/* Nanoseconds of the GPU's clock, which all SMs share. */
+__device__ inline uint64_t globaltimer() {
+    uint64_t now;
+    asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
+    return now;
+}
+
 /* x, made such that ptxas keeps it in a register: it would rather compute addresses again inside a loop. Not for a
  * constant, whose shuffle nvcc computes. */
 __device__ inline uint32_t opaque(uint32_t x) {

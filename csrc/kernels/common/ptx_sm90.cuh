@@ -6,6 +6,7 @@
 #pragma once
 
 #include "ptx.cuh"
+#include "waits.cuh"
 
 namespace fused_moe {
 
@@ -60,6 +61,27 @@ __device__ inline void cp_async_mbarrier_arrive_noinc(uint32_t barrier) {
     asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
 }
 
+#ifdef FUSED_MOE_DEBUG
+
+/* Whether the phase with this parity is over; the hardware suspends the thread for a while until it is. */
+__device__ inline bool mbarrier_try_wait(uint32_t barrier, uint32_t parity) {
+    uint32_t is_over;
+    asm volatile("{.reg .pred p;\n"
+                 "mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n"
+                 "selp.u32 %0, 1, 0, p;}"
+                 : "=r"(is_over)
+                 : "r"(barrier), "r"(parity)
+                 : "memory");
+    return is_over;
+}
+
+__device__ inline void mbarrier_wait(uint32_t barrier, uint32_t parity, CallSite site = call_site()) {
+    for (WaitBound bound; !mbarrier_try_wait(barrier, parity);)
+        bound.check("the phase of the mbarrier at shared address", barrier, parity, parity ^ 1, site);
+}
+
+#else
+
 /* Waits for the end of the phase with this parity; the hardware suspends the thread for a while. */
 __device__ inline void mbarrier_wait(uint32_t barrier, uint32_t parity) {
     asm volatile("{.reg .pred p;\n"
@@ -70,6 +92,8 @@ __device__ inline void mbarrier_wait(uint32_t barrier, uint32_t parity) {
                  "r"(parity)
                  : "memory");
 }
+
+#endif
 
 /* --- TMA ------------------------------------------------------------------------------------------------ */
 

@@ -165,7 +165,7 @@ __device__ inline void fetch_experts_tiles(const Experts &p, ExpertsShared<Confi
  * loads do no harm here: nothing of the tiles is in flight yet.) */
 __device__ inline uint32_t claim_first(const Experts &p) {
     Progress &progress = *p.progress;
-    while (ld_acquire_gpu(&progress.tag) != p.tag) __nanosleep(64);
+    wait_for_value(&progress.tag, p.tag);
     bool is_second = atomicAdd(&progress.on_sm[smid() % MAX_SMS], 1u) > 0;
     for (int i = 0; is_second && i < 4 && ld_acquire_gpu(&progress.claimed) < gridDim.x / 2; i++) {
     }
@@ -202,9 +202,7 @@ class Loader {
                 }
                 __syncwarp();
             }
-            /* not by acquiring loads: each would invalidate the SM's L1 */
-            while (ld_relaxed_gpu(&p.stored_a[tile.expert]) < (uint32_t)tile.a_rows) __nanosleep(64);
-            fence_acq_rel_gpu();
+            wait_for_count(&p.stored_a[tile.expert], (uint32_t)tile.a_rows);
             __syncwarp();
         }
         barrier_sync(LOAD_BARRIER, 32 * Config::LOAD_WARPS);
