@@ -1086,16 +1086,16 @@ CUDA = [
     ),
     Mutant(
         "sm90: the gather reads past k",
-        "csrc/kernels/sm90/gemm.cuh",
-        "k_tile * K_TILE<T> + chunk * CHUNK < p.k",
-        "true",
+        "csrc/kernels/sm90/rows.cuh",
+        "TILE_K * j < left && (",
+        "(",
         "tests/cuda/test_hopper_up_gate.py",
     ),
     Mutant(
         "sm90: skinny experts of 33 rows lose some",
-        "csrc/kernels/sm90/gemm.cuh",
-        "tile.num_rows <= 32 ? 32",
-        "tile.num_rows <= 64 ? 32",
+        "csrc/kernels/sm90/config.cuh",
+        "using Tokens = std::integer_sequence<int, 8, 32, 64>;",
+        "using Tokens = std::integer_sequence<int, 8, 32>;",
         "tests/cuda/test_hopper_grouped_mm.py",
     ),
     Mutant(
@@ -1107,9 +1107,9 @@ CUDA = [
     ),
     Mutant(
         "sm90: the first k-tile accumulates",
-        "csrc/kernels/sm90/gemm.cuh",
-        "wgmma<N, !first.value, A_MAJOR, B_MAJOR>(accumulators, a, b, T());",
-        "wgmma<N, 1, A_MAJOR, B_MAJOR>(accumulators, a, b, T());",
+        "csrc/kernels/sm90/mainloop.cuh",
+        "wgmma<N, !first.value, A_MAJOR, B_MAJOR>(accumulators, a, b, Operand());",
+        "wgmma<N, 1, A_MAJOR, B_MAJOR>(accumulators, a, b, Operand());",
         "tests/cuda/test_hopper_grouped_mm.py",
     ),
     Mutant(
@@ -1128,9 +1128,9 @@ CUDA = [
     ),
     Mutant(
         "sm90: a tile of few rows loses those past wgmma's N",
-        "csrc/kernels/sm90/gemm.cuh",
-        "if (tile.num_rows > N) return",
-        "if (tile.num_rows > 2 * N) return",
+        "csrc/kernels/sm90/config.cuh",
+        "if (rows > N) return with_first_of",
+        "if (rows > 2 * N) return with_first_of",
         "tests/cuda/test_hopper_grouped_mm.py",
     ),
     Mutant(

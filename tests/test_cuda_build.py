@@ -15,23 +15,21 @@ from fused_moe.ops import FACTS, HAS_CUDA_KERNELS, LIBRARY
 # In nvcc's PTX targets compute_80 is called sm_80, too.
 MACHINE_CODE, PTX = {"sm_80", "sm_90a"}, {"sm_80"}
 # Mangled names that may keep something in local memory: float64 is there for gradcheck, not for speed;
-# GEMMs of codes have a tile's address and numbers there.
-MAY_SPILL = re.compile(r"I(NS_8SimtTileI)?d[EL]|11CodesConfig")
+# quantised weights' tiles of 64 rows have a tile's address and numbers there: four consumers have few.
+MAY_SPILL = re.compile(r"I(NS_8SimtTileI)?d[EL]|15QuantizedConfig.*6HeightE1E")
 SM80, SM90 = "4sm80", "4sm90"  # namespaces, mangled
 # GEMM -> warpgroups of its sm_90 kernel, whose threads' registers setmaxnreg deals out anew.
 GEMMS = {"grouped_mm_kernel": 3, "up_gate_kernel": 3, "down_dgrad_kernel": 4, "wgrad_kernel": 3}
-# Those that read codes: decoders of each, for each dtype. Those of a second packing are by column. By Rows:
-# registers at launch, wgmma's N, and for each N how many wgmmas there are and how many are waited for.
-CODE_GEMMS = {"codes_mm_kernel": 6, "codes_up_gate_kernel": 6}
-CODE_CONFIGS = {
-    "4RowsE0E": (80, (), None),
-    "4RowsE1E": (96, (32, 48, 64), (16, 2)),
-    "4RowsE2E": (168, (64, 128), (16, 4)),
-    "4RowsE3E": (168, (64, 128, 256), (16, 4)),
+# Those of quantised weights: dequantizers for each dtype; those of a second packing are by column. For each
+# Height: registers at launch, wgmma's N, and for each N the wgmmas that go on and those that are waited for.
+QUANTIZED_GEMMS = {"quantized_mm_kernel": 6, "quantized_up_gate_kernel": 6}
+HEIGHTS = {
+    "6HeightE0E": (80, (), None),
+    "6HeightE1E": (96, (32, 48, 64), (16, 2)),
+    "6HeightE2E": (168, (64, 128), (16, 4)),
+    "6HeightE3E": (168, (64, 128, 256), (16, 4)),
 }
-# With many rows ptxas waits for each of them where int4 has scales of another dtype (docs/lab/quantised.md).
-SERIALISED = re.compile(r"4CodeE2ELb0ELb1ELb0E.*4RowsE2E")
-BY_COLUMN, COLUMN_DECODERS, COLUMN_CONFIG = re.compile(r"4CodeE\dELb\dELb\dELb1E"), 5, "4RowsE2E"
+BY_COLUMN, COLUMN_DEQUANTIZERS, COLUMN_HEIGHT = re.compile(r"4CodeE\dELb\dELb\dELb1E"), 5, "6HeightE2E"
 # The same of the sm80 tier, which reads published codes: by rows of a tile, registers at most, for the CTAs
 # of an SM.
 PORTABLE_CODES = ("codes_mm_kernel", "codes_up_gate_kernel")
@@ -167,18 +165,18 @@ def sm90_gemms(sass, gemms=GEMMS) -> dict:
     return mine
 
 
-def test_gemms_of_codes(sass):
+def test_gemms_of_quantised_weights(sass):
     """For every format, dtype and number of rows: warps' own MMAs for up to 16 rows, and where more may come
     wgmma, fed by TMA; no parameter loaded again, and no wgmma waited for but a subtile's last of a stage."""
-    kernels = sm90_gemms(sass, CODE_GEMMS)
+    kernels = sm90_gemms(sass, QUANTIZED_GEMMS)
     registers = {n: used["REG"] for (_, n), used in sass.resources(LIBRARY).items()}
-    for (gemm, decoders), dtype, rows in product(CODE_GEMMS.items(), DTYPES, CODE_CONFIGS):
-        mine = [n for n in kernels if is_of(gemm, n) and dtype in n and rows in n]
+    for (gemm, dequantizers), dtype, height in product(QUANTIZED_GEMMS.items(), DTYPES, HEIGHTS):
+        mine = [n for n in kernels if is_of(gemm, n) and dtype in n and height in n]
         by_column = [n for n in mine if BY_COLUMN.search(n)]
-        expected = COLUMN_DECODERS if gemm == "codes_mm_kernel" and rows == COLUMN_CONFIG else 0
+        expected = COLUMN_DEQUANTIZERS if gemm == "quantized_mm_kernel" and height == COLUMN_HEIGHT else 0
         found = len(by_column), len(mine) - len(by_column)
-        assert found == (expected, decoders), f"{gemm}, {dtype}, {rows}"
-        launched, widths, usual = CODE_CONFIGS[rows]
+        assert found == (expected, dequantizers), f"{gemm}, {dtype}, {height}"
+        launched, widths, expected = HEIGHTS[height]
         assert {registers[n] for n in mine} == {launched}  # with fewer, setmaxnreg would wait forever
         for name in mine:
             used = kernels[name]
@@ -187,7 +185,6 @@ def test_gemms_of_codes(sass):
             assert ("HGMMA" in used) == bool(widths), name
             assert not {"LD", "ST"} & used.keys(), name
             assert ("LDGSTS" in used) == ("up_gate" in name), name
-            expected = (16, 16) if SERIALISED.search(name) else usual
             for width in widths:
                 wgmmas = {i: count for i, count in used.items() if i.startswith(f"HGMMA.64x{width}x16")}
                 waited = sum(count for i, count in wgmmas.items() if i.endswith(" gsb0"))

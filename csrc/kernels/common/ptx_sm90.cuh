@@ -83,7 +83,7 @@ __device__ inline void mbarrier_wait(uint32_t barrier, uint32_t parity, CallSite
 #else
 
 /* Waits for the end of the phase with this parity; the hardware suspends the thread for a while. */
-__device__ inline void mbarrier_wait(uint32_t barrier, uint32_t parity) {
+__device__ inline void mbarrier_wait(uint32_t barrier, uint32_t parity, CallSite = call_site()) {
     asm volatile("{.reg .pred p;\n"
                  "again: mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n"
                  "@p bra done;\n"

@@ -41,7 +41,7 @@ typedef struct {
 } EpilogueOperands;
 
 typedef struct {
-    Gemm gemm;
+    DenseGemm gemm;
     EpilogueOperands epilogue;
     FusedMoeLayout layout;
     int32_t activation;
@@ -61,23 +61,23 @@ template <class Config>
 struct DownDgradShared : Shared<Config> {
     uint4 h[Config::EPILOGUE_WARPS][4][2][32]; /* by warp and subtile: chunks in flight to its lanes */
     /* by consumer and warp */
-    uint64_t accumulators_full[Config::CONSUMERS][4], accumulators_empty[Config::CONSUMERS][4];
+    Barrier<Warps<1>> accumulators_full[Config::CONSUMERS][4], accumulators_empty[Config::CONSUMERS][4];
 };
 
 /* A consumer's tile, of 64-column subtiles, to the epilogue warpgroup. */
 template <class Config>
 __device__ inline void store_accumulators(DownDgradShared<Config> &s, int wg, int warp, uint32_t phase,
                                           int subtiles, const float (&d)[128]) {
-    mbarrier_wait(shared_address(&s.accumulators_empty[wg][warp]), phase ^ 1);
+    s.accumulators_empty[wg][warp].wait(phase ^ 1);
 #pragma unroll
     for (int i = 0; i < 4; i++) {
         if (i >= subtiles) break;
         uint32_t words[16];
-        pack_subtile<typename Config::T>(words, &d[32 * i]);
+        pack_subtile<typename Config::Out>(words, &d[32 * i]);
         fill_subtile(shared_address(s.staging[wg]) + i * SUBTILE_BYTES, 16 * warp, words);
     }
     __syncwarp();
-    if (threadIdx.x % 32 == 0) mbarrier_arrive(shared_address(&s.accumulators_full[wg][warp]));
+    s.accumulators_full[wg][warp].template arrive_once<1>();
 }
 
 /* The score of a tile's row; 0 if there is none. */
@@ -92,7 +92,7 @@ __device__ inline float score_of(const EpilogueOperands &p, const WorkTile &tile
  * prefetches its chunks of h by cp.async, four rows ahead. */
 template <class Config, FusedMoeLayout layout, typename Act>
 __device__ inline void run_epilogue(EpilogueOperands p, DownDgradShared<Config> &s, int warp, Act act) {
-    using T = typename Config::T;
+    using T = typename Config::Out;
     constexpr bool GATED = layout != FUSED_MOE_UNGATED, INTERLEAVED = layout == FUSED_MOE_INTERLEAVED;
     constexpr int WIDTH = INTERLEAVED ? 2 : 1; /* elements of h side by side for one of g */
     int lane = threadIdx.x % 32, second = INTERLEAVED ? CHUNK : p.F;
@@ -120,7 +120,7 @@ __device__ inline void run_epilogue(EpilogueOperands p, DownDgradShared<Config> 
 #pragma unroll 1
         for (int quad = 0; quad < 8; quad++) {
             int wg = quad / 4, row_step = quad % 4 < 3 ? 4 : SUBTILE - 12; /* to the next four rows */
-            if (quad % 4 == 0) mbarrier_wait(shared_address(&s.accumulators_full[wg][warp]), phase);
+            if (quad % 4 == 0) s.accumulators_full[wg][warp].wait(phase);
             int g_row = 16 * warp + 4 * (quad % 4) + lane / 8;
             uint32_t g_chunk = swizzled(shared_address(s.staging[wg]), g_row, lane % 8);
             float score = __shfl_sync(~0u, lane_score, 4 * quad + lane / 8), dot = 0;
@@ -150,7 +150,7 @@ __device__ inline void run_epilogue(EpilogueOperands p, DownDgradShared<Config> 
             }
             if (quad % 4 == 3) {
                 __syncwarp();
-                if (lane == 0) mbarrier_arrive(shared_address(&s.accumulators_empty[wg][warp]));
+                s.accumulators_empty[wg][warp].template arrive_once<1>();
             }
             if (p.partials) {
                 dot = warp_sum(dot, 8);
@@ -164,13 +164,13 @@ __device__ inline void run_epilogue(EpilogueOperands p, DownDgradShared<Config> 
 
 template <class Config>
 __global__ void __launch_bounds__(Config::THREADS, 1) down_dgrad_kernel(const __grid_constant__ DownDgrad p) {
-    using T = typename Config::T;
-    const Gemm &gemm = p.gemm;
+    using T = typename Config::Out;
+    const DenseGemm &gemm = p.gemm;
     auto &s = static_cast<DownDgradShared<Config> &>(prologue<Config>());
     int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), wg = warp / 4 - 1; /* -1: the producer */
     if (threadIdx.x < Config::CONSUMER_WARPS) {
-        mbarrier_init(shared_address(&s.accumulators_full[threadIdx.x / 4][threadIdx.x % 4]), 1);
-        mbarrier_init(shared_address(&s.accumulators_empty[threadIdx.x / 4][threadIdx.x % 4]), 1);
+        s.accumulators_full[threadIdx.x / 4][threadIdx.x % 4].init();
+        s.accumulators_empty[threadIdx.x / 4][threadIdx.x % 4].init();
         fence_mbarrier_init();
     }
     __syncthreads();
@@ -222,7 +222,7 @@ int64_t partials_of_row(const FusedMoeDownDgrad &p) {
 template <class Config>
 int launch(const FusedMoeDownDgrad &p, void *stream) {
     static_assert(Config::BN == TILE_N);
-    using T = typename Config::T;
+    using T = typename Config::Out;
     const FusedMoeRowMap &rows = p.row_map;
     DownDgrad q = {};
     EpilogueOperands &e = q.epilogue;
@@ -241,7 +241,7 @@ int launch(const FusedMoeDownDgrad &p, void *stream) {
     q.layout = p.layout;
     q.activation = p.activation.kind;
 
-    Gemm &gemm = q.gemm;
+    DenseGemm &gemm = q.gemm;
     gemm.x = p.dout;
     gemm.row_token = rows.row_token;
     gemm.T = rows.T;
@@ -250,8 +250,8 @@ int launch(const FusedMoeDownDgrad &p, void *stream) {
     gemm.tiles = tile_source(rows.offs, rows.schedule, rows.R, rows.E, p.F, TILE_N, p.workspace.counters);
     gemm.tiles.last_is_half_n = (p.F - 1) % TILE_N < TILE_N / 2;
     gemm.tiles.swaps_skinny = false;
-    int status = weight_map<T>(&gemm.b[0], p.w2, Config::B_MAJOR, p.w2.stride_in, p.w2.stride_out, rows.E,
-                               p.F, p.D, Config::BN / 2);
+    int status = weight_map<T>(&gemm.weight.map[0], p.w2, Config::B_MAJOR, p.w2.stride_in, p.w2.stride_out,
+                               rows.E, p.F, p.D, Config::BN / 2);
     if (status == FUSED_MOE_OK)
         status =
             launch_persistent<Config, DownDgradShared<Config>, down_dgrad_kernel<Config>>(q, stream, true);

@@ -46,7 +46,7 @@ typedef struct { /* in the workspace, before stored_a and stored_y */
 } Progress;
 
 typedef struct {
-    Gemm gemm;
+    DenseGemm gemm;
     const void *bias; /* [E,M] or NULL */
     void *out;        /* [R,M] y */
     int32_t M;
@@ -86,8 +86,8 @@ struct Config : FewRowsConfig<T, B_MAJOR, true, ROWS, UP_SUBTILES> {
 template <class Config>
 struct ExpertsShared : Shared<Config> {
     FusedMoeSlotPlan plan;
-    uint64_t claims;      /* 1 arrival: the next tile may be claimed */
-    uint32_t first_claim; /* by the loading warp, while the fetching warp sorts */
+    Barrier<OneThread> claims; /* the next tile may be claimed */
+    uint32_t first_claim;      /* by the loading warp, while the fetching warp sorts */
 };
 
 /* --- the fetching warp ---------------------------------------------------------------------------------- */
@@ -135,7 +135,7 @@ __device__ inline void fetch_experts_tiles(const Experts &p, ExpertsShared<Confi
     const uint32_t num_up = num_tiles(up), all = num_up + num_tiles(down);
     uint32_t phase = 0;
     TileWriter<typename Config::Queue> writer(s.queue);
-    mbarrier_wait(shared_address(&s.claims), phase);
+    s.claims.wait(phase);
     for (uint32_t index = s.first_claim; index < all;) {
         Tile tile = {};
         tile.is_down = index >= num_up;
@@ -148,7 +148,7 @@ __device__ inline void fetch_experts_tiles(const Experts &p, ExpertsShared<Confi
         for_each_part<Config::BM>(tile, [&](auto &part) {
             writer.publish(part, token_of);
             phase ^= 1;
-            mbarrier_wait(shared_address(&s.claims), phase);
+            s.claims.wait(phase);
         });
         uint32_t claimed = FUSED_MOE_CLAIM(&p.progress->claimed);
         index = FUSED_MOE_BROADCAST(claimed, 0);
@@ -172,33 +172,32 @@ __device__ inline uint32_t claim_first(const Experts &p) {
     return atomicAdd(&progress.claimed, 1u);
 }
 
-/* The three warps that load a tile: thread i copies chunk i % 8 of rows i / 8, i / 8 + 12, ... of x or a by cp.async;
- * warp 0 loads weights by TMA. */
+/* The three warps that load a tile: all gather rows of x or a, and warp 0 loads weights by TMA. */
 template <class Config>
 class Loader {
-    using T = typename Config::T;
-    static constexpr int ROW_STEP = 4 * Config::LOAD_WARPS, ROWS = (Config::BM + ROW_STEP - 1) / ROW_STEP;
+    using Rows = GatherRows<Config>;
     static constexpr int LOAD_BARRIER = WARPGROUP_BARRIER + Config::CONSUMERS;
     const Experts &p;
     ExpertsShared<Config> &s;
     typename Config::Pipeline pipe;
-    int chunk = threadIdx.x % 8, first = threadIdx.x / 8;
-    bool loads_b = __shfl_sync(~0u, threadIdx.x / 32, 0) == 0;
+    Rows rows;
+    bool loads_weight = __shfl_sync(~0u, threadIdx.x / 32, 0) == 0;
 
-    /* Prefetches weights into the stages, as they become free, and then waits until a is there. Returns of how many
-     * k-tiles. */
+    /* Prefetches weights into the stages, as they become free, and then waits until a is there. Returns the number of
+     * k-tiles whose weights are loaded. */
     __device__ int wait_for_a(const Tile &tile) {
-        using Weight = typename Config::Down;
-        const Gemm &gemm = p.down.gemm;
+        using Weight = typename Config::Down::Weight;
+        const DenseGemm &gemm = p.down.gemm;
         const int ahead = min(Config::STAGES, gemm.num_k_tiles[0]);
-        if (loads_b) {
+        if (loads_weight) {
             auto next = pipe;
             for (int k_tile = 0; k_tile < ahead; k_tile++, next.advance()) {
-                uint32_t full = shared_address(&s.full[next.index]);
-                mbarrier_wait(shared_address(&s.empty[next.index]), next.phase ^ 1);
+                s.empty[next.index].wait(next.phase ^ 1);
                 if (elect_sync()) {
-                    mbarrier_arrive_expect_tx(full, bytes_of_b<Weight>(tile));
-                    load_b<Weight>(gemm, shared_address(s.stage[next.index].b), full, 0, k_tile, tile);
+                    auto &full = s.full[next.index];
+                    full.expect(Weight::bytes(gemm, tile));
+                    Weight::load(gemm, shared_address(s.stage[next.index].b), full.address(), 0, k_tile,
+                                 tile);
                 }
                 __syncwarp();
             }
@@ -211,69 +210,52 @@ class Loader {
 
     /* A tile whose rows are rows token[i] of gemm.x. One thread calls load_weight(k_tile, where, barrier). */
     template <class Weight, typename LoadWeight>
-    __device__ __forceinline__ void load(const Gemm &gemm, const int32_t (&token)[ROWS], const Tile &tile,
-                                         LoadWeight load_weight) {
+    __device__ __forceinline__ void load(const DenseGemm &gemm, const int32_t (&token)[Rows::MOST],
+                                         const Tile &tile, LoadWeight load_weight) {
         const int num_k_tiles = gemm.num_k_tiles[0], claim_at = max(num_k_tiles - CLAIM_AHEAD, 0);
-        const int rows = (tile.num_rows - first + ROW_STEP - 1) / ROW_STEP; /* of this thread */
-        const char *source[ROWS];
-        uint32_t offset[ROWS];
-#pragma unroll
-        for (int i = 0; i < ROWS; i++) {
-            source[i] = (const char *)gemm.x + (token[i] * (int64_t)gemm.k + CHUNK * chunk) * (int)sizeof(T);
-            offset[i] = swizzled(0, first + ROW_STEP * i, chunk);
-        }
+        rows.point(gemm.x, gemm.k, [&](int i) { return token[i]; });
+        rows.set_num(tile.num_rows);
         const int ahead = tile.is_down && !tile.a_is_there ? wait_for_a(tile) : 0;
-#pragma unroll 1
-        for (int k_tile = 0; k_tile < num_k_tiles; k_tile++, pipe.advance()) {
-            auto &stage = s.stage[pipe.index];
-            uint32_t full = shared_address(&s.full[pipe.index]), a = shared_address(stage.a);
-            mbarrier_wait(shared_address(&s.empty[pipe.index]), pipe.phase ^ 1);
-            if (loads_b && elect_sync()) {
-                if (k_tile >= ahead) {
-                    mbarrier_arrive_expect_tx(full, bytes_of_b<Weight>(tile));
-                    load_weight(k_tile, shared_address(stage.b), full);
-                }
-                if (k_tile == claim_at) mbarrier_arrive(shared_address(&s.claims));
+        gather_tile<false>(s, pipe, rows, num_k_tiles, loads_weight, [&](int k_tile, uint32_t b, auto &full) {
+            if (k_tile >= ahead) {
+                full.expect(Weight::bytes(gemm, tile));
+                load_weight(k_tile, b, full.address());
             }
-            bool inside = k_tile * K_TILE<T> + chunk * CHUNK < gemm.k;
-#pragma unroll
-            for (int i = 0; i < ROWS; i++) { /* of rows that the tile lacks nothing is read */
-                if (i < rows) cp_async(a + offset[i], source[i], inside);
-                source[i] += SWIZZLE_BYTES;
-            }
-            cp_async_mbarrier_arrive_noinc(full);
-        }
+            if (k_tile == claim_at) s.claims.arrive();
+        });
     }
 
   public:
     __device__ Loader(const Experts &p, ExpertsShared<Config> &s) : p(p), s(s) {}
 
     __device__ void run() {
+        using Up = typename Config::Weight;
+        using Down = typename Config::Down::Weight;
         TileReader<typename Config::Queue> reader(s.queue);
         if (threadIdx.x == 0) {
             s.first_claim = claim_first(p);
-            mbarrier_arrive(shared_address(&s.claims));
+            s.claims.arrive();
         }
         __syncwarp();
         for (;;) {
             const int32_t *tokens = reader.wait_for_tokens();
-            int32_t token[ROWS];
+            int32_t token[Rows::MOST];
 #pragma unroll
-            for (int i = 0; i < ROWS; i++) token[i] = tokens[min(first + ROW_STEP * i, Config::BM - 1)];
+            for (int i = 0; i < Rows::MOST; i++) token[i] = tokens[rows.row(i)];
             const Tile tile = reader.next();
             if (tile.expert < 0) return;
             if (tile.is_down)
-                load<typename Config::Down>(
-                    p.down.gemm, token, tile, [&](int k_tile, uint32_t b, uint32_t full) {
-                        load_b<typename Config::Down>(p.down.gemm, b, full, 0, k_tile, tile);
-                    });
+                load<Down>(p.down.gemm, token, tile, [&](int k_tile, uint32_t b, uint32_t full) {
+                    Down::load(p.down.gemm, b, full, 0, k_tile, tile);
+                });
             else
-                load<Config>(p.up.gemm, token, tile, [&](int k_tile, uint32_t b, uint32_t full) {
+                load<Up>(p.up.gemm, token, tile, [&](int k_tile, uint32_t b, uint32_t full) {
                     if constexpr (Config::NARROW)
-                        cp_async_bulk_tensor_load(b, &p.turns, full, K_TILE<T> * k_tile, 0, 0,
+                        cp_async_bulk_tensor_load(b, &p.turns, full,
+                                                  K_TILE<typename Config::Operand> * k_tile, 0, 0,
                                                   tile.first_column / CHUNK, tile.expert);
                     else
-                        load_b<Config>(p.up.gemm, b, full, 0, k_tile, tile);
+                        Up::load(p.up.gemm, b, full, 0, k_tile, tile);
                 });
         }
     }
@@ -285,8 +267,8 @@ class Loader {
 template <class Config>
 __device__ inline void combine_columns(const FusedMoeUnpermute &p, const FusedMoeSlotPlan &plan,
                                        int first_column, int warp) {
-    using T = typename Config::T;
-    constexpr int CHUNKS = 2 * Config::Down::SKINNY_SUBTILES, IN_FLIGHT = 8;
+    using T = typename Config::Out;
+    constexpr int CHUNKS = 2 * Config::Down::SUBTILES, IN_FLIGHT = 8;
     const int K = (int)p.row_map.K, D = (int)p.D;
     for (int i = threadIdx.x % 32; i < (int)p.row_map.T * CHUNKS; i += 32) {
         int t = i / CHUNKS, chunk = i % CHUNKS;
@@ -316,13 +298,14 @@ __device__ inline void combine_columns(const FusedMoeUnpermute &p, const FusedMo
 }
 
 /* What run_mainloop_swapped left of a narrow tile of up_gate: a warp has 8 hidden columns, a thread one. */
-template <int TOKENS, typename T, class Writer>
-__device__ __forceinline__ void store_narrow(const Experts &p, const UpGateEpilogue<T, GATE_UP> &epilogue,
+template <int TOKENS, typename Out, typename Bias, class Writer>
+__device__ __forceinline__ void store_narrow(const Experts &p,
+                                             const UpGateEpilogue<Out, Bias, GATE_UP> &epilogue,
                                              const float *d, const Tile &tile, int warp, Writer &writer) {
     const UpGate &up = p.up;
     const int first = tile.first_column + CHUNK * warp, column = first + threadIdx.x % 32 / 4;
     if (first >= up.F) return;
-    const T *bias = epilogue.bias_of(up.bias, tile), *bias_up = epilogue.bias_of(up.bias_up, tile);
+    const Bias *bias = epilogue.bias_of(up.bias, tile), *bias_up = epilogue.bias_of(up.bias_up, tile);
     const float of_gate = bias ? to_accum(bias[column]) : 0, of_up = bias_up ? to_accum(bias_up[column]) : 0;
     float gates[TOKENS / 4], ups[TOKENS / 4];
 #pragma unroll
@@ -333,23 +316,22 @@ __device__ __forceinline__ void store_narrow(const Experts &p, const UpGateEpilo
         if (bias_up) ups[i] += of_up;
     }
     epilogue.template activate<true, 1>(gates, gates, ups);
-    T *a = (T *)up.a + (int64_t)tile.first_row * up.F + first;
+    Out *a = (Out *)up.a + (int64_t)tile.first_row * up.F + first;
     writer.template store_swapped_eight<TOKENS>(gates, a, up.F, tile.num_rows, CHUNK);
 }
 
 template <class Config, Columns columns>
 __device__ inline void compute_experts(const Experts &p, ExpertsShared<Config> &s, int warp) {
-    using T = typename Config::T;
-    constexpr int DOWN_SUBTILES = Config::Down::SKINNY_SUBTILES;
+    constexpr int DOWN_SUBTILES = Config::Down::SUBTILES;
     TileReader<typename Config::Queue> reader(s.queue);
     typename Config::Pipeline pipe;
     SkinnyWriter<Config::BM> writer(shared_address(s.staging[0]), WARPGROUP_BARRIER, warp);
-    UpGateEpilogue<T, columns> epilogue{p.up};
+    UpGateEpilogue<typename Config::Out, typename Config::Bias, columns> epilogue{p.up};
     const bool is_counter = threadIdx.x % 32 == 0;
     Tile tile = reader.next(); /* up_gate's come first */
     for (; tile.expert >= 0 && !tile.is_down; tile = reader.next()) {
-        with_few_tokens<Config::MIN_N, Config::BM>(tile, [&](auto tokens) {
-            float d[tokens.value / 2 * Config::SKINNY_SUBTILES];
+        with_tokens<Config>(tile.num_rows, [&](auto tokens) {
+            float d[tokens.value / 2 * Config::SUBTILES];
             run_mainloop_swapped<Config, tokens.value>(d, s, pipe, p.up.gemm.num_k_tiles[0], 0, 1);
             if constexpr (Config::NARROW)
                 store_narrow<tokens.value>(p, epilogue, d, tile, warp, writer);
@@ -360,11 +342,12 @@ __device__ inline void compute_experts(const Experts &p, ExpertsShared<Config> &
         if (is_counter) red_add_release_gpu(&p.stored_a[tile.expert], tile.num_rows);
     }
     for (; tile.expert >= 0; tile = reader.next()) {
-        with_few_tokens<Config::MIN_N, Config::BM>(tile, [&](auto tokens) {
+        with_tokens<Config>(tile.num_rows, [&](auto tokens) {
             float d[tokens.value / 2 * DOWN_SUBTILES];
             run_mainloop_swapped<Config, tokens.value, DOWN_SUBTILES>(d, s, pipe, p.down.gemm.num_k_tiles[0],
                                                                       0, 1);
-            store_swapped_subtiles<T, tokens.value, DOWN_SUBTILES>(p.down, d, tile, 0, warp, writer);
+            store_swapped_subtiles<typename Config::Out, typename Config::Bias, tokens.value, DOWN_SUBTILES>(
+                p.down, d, tile, 0, warp, writer);
         });
         if (!p.combine.out) continue;
         __syncwarp();
@@ -388,7 +371,7 @@ __global__ void __launch_bounds__(Config::THREADS, Config::CTAS_PER_SM)
     auto &s = static_cast<ExpertsShared<Config> &>(prologue<Config>());
     int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
     if (threadIdx.x == 0) {
-        mbarrier_init(shared_address(&s.claims), 1);
+        s.claims.init();
         fence_mbarrier_init();
     }
     __syncthreads();
@@ -462,7 +445,7 @@ int num_counters_of(const FusedMoeExperts &p) {
 
 template <class Config, Columns columns>
 int launch(const FusedMoeExperts &p, void *stream) {
-    using T = typename Config::T;
+    using T = typename Config::Out;
     constexpr int BN = Config::Down::BN;
     const FusedMoeGroupedMM &d = p.down;
     Experts q = {};
@@ -479,7 +462,7 @@ int launch(const FusedMoeExperts &p, void *stream) {
     q.down.bias = d.bias;
     q.down.out = d.out;
     q.down.M = (int32_t)d.M;
-    Gemm &down = q.down.gemm;
+    DenseGemm &down = q.down.gemm;
     down.x = d.a;
     down.T = d.R;
     down.k = (int32_t)d.N[0];
@@ -487,8 +470,8 @@ int launch(const FusedMoeExperts &p, void *stream) {
     down.tiles = tile_source(d.offs, d.schedule, d.R, d.E, d.M, BN, nullptr);
     down.tiles.last_is_half_n = BN > SUBTILE && (d.M - 1) % BN < BN / 2;
     if (status == FUSED_MOE_OK)
-        status = weight_map<T>(&down.b[0], d.b[0], Config::B_MAJOR, d.b[0].stride_out, d.b[0].stride_in, d.E,
-                               d.M, d.N[0], SUBTILE);
+        status = weight_map<T>(&down.weight.map[0], d.b[0], Config::B_MAJOR, d.b[0].stride_out,
+                               d.b[0].stride_in, d.E, d.M, d.N[0], SUBTILE);
     if (status != FUSED_MOE_OK) return status;
     /* as the plan has them: of other tiles some would never be stored, and be waited for */
     q.up.gemm.tiles.order.tile_rows = down.tiles.order.tile_rows = Config::BM;

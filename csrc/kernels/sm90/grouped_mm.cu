@@ -15,14 +15,14 @@ namespace {
 /* --- kernel --------------------------------------------------------------------------------------------- */
 
 typedef struct {
-    Gemm gemm;
+    DenseGemm gemm;
     const void *bias; /* [E,M] or NULL */
     void *out;        /* [R,M] */
     int32_t M;
     CUtensorMap out_map; /* ragged */
 } GroupedMM;
 
-template <typename T>
+template <typename Out, typename Bias>
 struct Epilogue {
     using Writer = WarpgroupWriter;
     static constexpr int SUBTILES = 4;
@@ -33,7 +33,7 @@ struct Epilogue {
     int row, num_rows, column, end;
 
     __device__ void hold(float (&d)[128], const WorkTile &tile, int wg, Writer &) {
-        const T *bias = p.bias ? (const T *)p.bias + (int64_t)tile.expert * p.M : nullptr;
+        const Bias *bias = p.bias ? (const Bias *)p.bias + (int64_t)tile.expert * p.M : nullptr;
         row = tile.first_row + SUBTILE * wg, num_rows = min(SUBTILE, tile.num_rows - SUBTILE * wg);
         column = tile.first_column;
         end = tile.half_n ? min(p.M, column + 2 * SUBTILE) : p.M;
@@ -42,7 +42,7 @@ struct Epilogue {
 #pragma unroll
         for (int i = 0; i < SUBTILES; i++) {
             if (bias) add_bias(&d[32 * i], bias, column + i * SUBTILE, p.M);
-            pack_subtile<T>(words[i], &d[32 * i]);
+            pack_subtile<Out>(words[i], &d[32 * i]);
         }
     }
 
@@ -63,38 +63,39 @@ struct Epilogue {
 
     template <int TOKENS, int SUBTILES, class AnyWriter>
     __device__ void store_swapped(float *d, const WorkTile &tile, int wg, int warp, AnyWriter &writer) {
-        store_swapped_subtiles<T, TOKENS, SUBTILES>(p, d, tile, wg, warp, writer);
+        store_swapped_subtiles<Out, Bias, TOKENS, SUBTILES>(p, d, tile, wg, warp, writer);
     }
 };
 
 template <class Config>
 __global__ void __launch_bounds__(Config::THREADS, Config::CTAS_PER_SM)
     grouped_mm_kernel(const __grid_constant__ GroupedMM p) {
-    persistent_gemm<Config>(p.gemm, Epilogue<typename Config::T>{p, {}});
-    zero_rows_past(p.gemm.tiles, (typename Config::T *)p.out, p.M);
+    persistent_gemm<Config>(p.gemm, Epilogue<typename Config::Out, typename Config::Bias>{p, {}});
+    zero_rows_past(p.gemm.tiles, (typename Config::Out *)p.out, p.M);
 }
 
 /* --- launcher ------------------------------------------------------------------------------------------- */
 
 template <class Config>
 int launch(const FusedMoeGroupedMM &p, void *stream) {
-    using T = typename Config::T;
+    using Operand = typename Config::Operand;
+    using Out = typename Config::Out;
     GroupedMM q = {};
     q.bias = p.bias;
     q.out = p.out;
     q.M = (int32_t)p.M;
-    Gemm &gemm = q.gemm;
+    DenseGemm &gemm = q.gemm;
     TileSource &tiles = gemm.tiles;
     int status = FUSED_MOE_OK;
-    const T *a = (const T *)p.a;
+    const Operand *a = (const Operand *)p.a;
     for (int i = 0; i < 2 && p.b[i].data && status == FUSED_MOE_OK; a += p.N[i++]) {
         int64_t pitch = p.N[0] + p.N[1];
         status = matrix_map(&gemm.a[i], a, p.R, p.N[i], pitch, SUBTILE);
         if (status == FUSED_MOE_OK) status = matrix_map(&gemm.tail[i], a, p.R, p.N[i], pitch, TAIL_ROWS);
         if (status == FUSED_MOE_OK)
-            status = weight_map<T>(&gemm.b[i], p.b[i], Config::B_MAJOR, p.b[i].stride_out, p.b[i].stride_in,
-                                   p.E, p.M, p.N[i], Config::BN > SUBTILE ? Config::BN / 2 : SUBTILE);
-        gemm.num_k_tiles[i] = (int32_t)ceil_div(p.N[i], K_TILE<T>);
+            status = weight_map<Operand>(&gemm.weight.map[i], p.b[i], Config::B_MAJOR, p.b[i].stride_out,
+                                         p.b[i].stride_in, p.E, p.M, p.N[i], Config::Weight::BOX);
+        gemm.num_k_tiles[i] = (int32_t)ceil_div(p.N[i], K_TILE<Operand>);
     }
     tiles = tile_source(p.offs, p.schedule, p.R, p.E, p.M, Config::BN, p.workspace.counters);
     tiles.starts_early = p.starts_early;
@@ -106,12 +107,12 @@ int launch(const FusedMoeGroupedMM &p, void *stream) {
     }
     tiles.last_is_half_n = Config::BN > SUBTILE && (p.M - 1) % Config::BN < Config::BN / 2;
     /* where an N tile is half as wide already, the last wave is not split */
-    if (!tiles.last_is_half_n && !schedule_override().no_tails && !Config::FEW_ROWS)
+    if (!tiles.last_is_half_n && !schedule_override().no_tails && !Config::ALL_SWAPPED)
         tiles.order.split_last_wave = num_ctas();
     /* beside up_gate's last CTAs not all halves of skinny tiles would find an SM */
     tiles.order.splits_skinny = !p.starts_early;
     if (status == FUSED_MOE_OK)
-        status = ragged_map(&q.out_map, (const T *)p.out, p.R, p.M, p.M, WarpgroupWriter::ROWS);
+        status = ragged_map(&q.out_map, (const Out *)p.out, p.R, p.M, p.M, WarpgroupWriter::ROWS);
     if (status != FUSED_MOE_OK) return status;
     return launch_persistent<Config, PlanningShared<Config>, grouped_mm_kernel<Config>>(q, stream,
                                                                                         !p.after_up_gate);

@@ -1,6 +1,6 @@
 /* grouped_mm of a quantised weight on Hopper, by weight_quantized.cuh: out[r] = a[r] b[e(r)]^T + bias[e(r)]. Of a transposed weight,
  * as in backward, its second packing is read. */
-#include "weight_quantized.cuh"
+#include "quantized_launch.cuh"
 
 namespace fused_moe {
 namespace sm90 {
@@ -9,7 +9,7 @@ namespace {
 /* --- kernel --------------------------------------------------------------------------------------------- */
 
 typedef struct {
-    CodesGemm codes;
+    Gemm<QuantizedParams> gemm;
     const void *bias; /* [E,M] or NULL */
     void *out;        /* [R,M]         */
     int32_t M;
@@ -22,7 +22,7 @@ struct Epilogue {
     template <int TOKENS>
     __device__ void store_swapped(float *d, const WorkTile &tile, int subtile, int warp,
                                   uint32_t staging) const {
-        using T = typename Config::T;
+        using T = typename Config::Out;
         int first = tile.first_column + SUBTILE * subtile + 16 * warp;
         if (first >= p.M) return;
         if (p.bias) add_bias_swapped<TOKENS>(d, (const T *)p.bias + (int64_t)tile.expert * p.M, first, p.M);
@@ -34,7 +34,7 @@ struct Epilogue {
     template <int TOKENS, bool>
     __device__ void store_lines(float *d, const WorkTile &tile, int subtile, int row, int warp,
                                 const typename Config::Lines &lines) const {
-        using T = typename Config::T;
+        using T = typename Config::Out;
         int first = tile.first_column + SUBTILE * subtile;
         if (first >= p.M || row >= tile.num_rows) return;
         if (p.bias)
@@ -55,26 +55,26 @@ struct Epilogue {
 
 template <class Config>
 __global__ void __launch_bounds__(Config::THREADS, Config::CTAS_PER_SM)
-    codes_mm_kernel(const __grid_constant__ GroupedMM p) {
-    persistent_codes_gemm<Config>(p.codes, Epilogue<Config>{p});
-    zero_rows_past(p.codes.gemm.tiles, (typename Config::T *)p.out, p.M);
+    quantized_mm_kernel(const __grid_constant__ GroupedMM p) {
+    persistent_gemm<Config>(p.gemm, Epilogue<Config>{p});
+    zero_rows_past(p.gemm.tiles, (typename Config::Out *)p.out, p.M);
 }
 
 /* --- launcher ------------------------------------------------------------------------------------------- */
 
 template <class Config>
 int launch(const FusedMoeGroupedMM &p, void *stream) {
-    using T = typename Config::T;
+    using T = typename Config::Out;
     GroupedMM q = {};
     q.bias = p.bias;
     q.out = p.out;
     q.M = (int32_t)p.M;
-    Gemm &gemm = q.codes.gemm;
+    auto &gemm = q.gemm;
     const T *a = (const T *)p.a;
     int status = matrix_map(&gemm.a[0], a, p.R, p.N[0], p.N[0], SUBTILE);
     if (status == FUSED_MOE_OK) status = matrix_map(&gemm.tail[0], a, p.R, p.N[0], p.N[0], TAIL_ROWS);
     if (status == FUSED_MOE_OK)
-        status = set_codes<Config>(q.codes, 0, packing_of(*p.b[0].quantized), p.E, 0, p.M);
+        status = set_weight<Config>(gemm.weight, 0, packing_of(*p.b[0].quantized), p.E, 0, p.M);
     if (status != FUSED_MOE_OK) return status;
     gemm.num_k_tiles[0] = (int32_t)ceil_div(p.N[0], Config::COLUMNS);
     TileSource &tiles = gemm.tiles;
@@ -87,18 +87,18 @@ int launch(const FusedMoeGroupedMM &p, void *stream) {
         gemm.slots.counts = gemm.slots.token_row = nullptr; /* up_gate wrote them */
     }
     tiles.last_is_half_n = (p.M - 1) % Config::BN < Config::BN / 2;
-    return launch_persistent<Config, PlanningShared<Config>, codes_mm_kernel<Config>>(q, stream,
-                                                                                      !p.after_up_gate);
+    return launch_persistent<Config, PlanningShared<Config>, quantized_mm_kernel<Config>>(q, stream,
+                                                                                          !p.after_up_gate);
 }
 
 int run(const FusedMoeGroupedMM &p, void *stream) {
     FusedMoeQuantizedWeight codes = packing_of(*p.b[0].quantized);
     if (is_by_column(codes)) /* in backward: one configuration, whatever the rows */
-        return with_decoder<true>(p.dtype, codes, [&](auto decoder) {
-            return launch<CodesConfig<decltype(decoder), false, Rows::MANY>>(p, stream);
+        return with_dequantizer<true>(p.dtype, codes, [&](auto dequantizer) {
+            return launch<QuantizedConfig<decltype(dequantizer), false, Height::MANY>>(p, stream);
         });
-    return with_decoder(p.dtype, codes, [&](auto decoder) {
-        return with_codes_config<decltype(decoder), false>(
+    return with_dequantizer(p.dtype, codes, [&](auto dequantizer) {
+        return with_quantized_config<decltype(dequantizer), false>(
             p.R, p.E, [&](auto config) { return launch<decltype(config)>(p, stream); });
     });
 }
@@ -109,7 +109,7 @@ FusedMoeReason reason(const FusedMoeGroupedMM &p) {
     if (has_many_rows(p.R, p.E, p.b[0].quantized && p.b[0].quantized->transposed)) return FUSED_MOE_MANY_ROWS;
     if (p.M % CHUNK || p.N[0] % CHUNK) return FUSED_MOE_WIDTH;
     if (!is_aligned(p.a) || !is_aligned(p.out) || !is_aligned(p.bias)) return FUSED_MOE_UNALIGNED;
-    if (p.b[1].data || !has_readable_codes(p.b[0])) return FUSED_MOE_STRIDES;
+    if (p.b[1].data || !is_readable_quantized(p.b[0])) return FUSED_MOE_STRIDES;
     return is_countable(p.R, p.E, p.M) ? FUSED_MOE_RUNS : FUSED_MOE_TOO_LARGE;
 }
 

@@ -1,7 +1,7 @@
 /* up_gate of quantised weights on Hopper, by weight_quantized.cuh: a = act(x w1^T + b1) (x w3^T + b3). h is not kept:
  * gradients are not for this kernel. */
 #include "../common/activation.cuh"
-#include "weight_quantized.cuh"
+#include "quantized_launch.cuh"
 
 namespace fused_moe {
 namespace sm90 {
@@ -10,7 +10,7 @@ namespace {
 /* --- kernel --------------------------------------------------------------------------------------------- */
 
 typedef struct {
-    CodesGemm codes;
+    Gemm<QuantizedParams> gemm;
     const void *bias, *bias_up; /* [E] x bias_stride: of h's columns, of halves the two's; or NULL */
     int64_t bias_stride;
     void *a; /* [R,F] */
@@ -22,7 +22,7 @@ typedef struct {
 
 template <class Config>
 struct ActivatingEpilogue {
-    using T = typename Config::T;
+    using T = typename Config::Out;
     const UpGate &p;
 
     /* Of a warp's outputs of a subtile: 8, or of experts without ups 16. A thread has the gate and the up of one, or two gates, of
@@ -138,7 +138,7 @@ struct ActivatingEpilogue {
         Outputs out = {tile.first_column + SUBTILE * subtile + 16 * warp};
         bool is_ungated = p.layout == FUSED_MOE_UNGATED;
         if (!is_ungated)
-            out.first = (tile.first_column >> !p.codes.gemm.gate_up) + SUBTILE / 2 * subtile + 8 * warp;
+            out.first = (tile.first_column >> !p.gemm.gate_up) + SUBTILE / 2 * subtile + 8 * warp;
         out.has_second = is_ungated && out.first + 8 < p.F;
         out.start = (int64_t)tile.first_row * p.F + out.first;
         if (!p.bias && !p.bias_up) return out;
@@ -182,16 +182,16 @@ struct ActivatingEpilogue {
 
 template <class Config>
 __global__ void __launch_bounds__(Config::THREADS, Config::CTAS_PER_SM)
-    codes_up_gate_kernel(const __grid_constant__ UpGate p) {
-    persistent_codes_gemm<Config>(p.codes, ActivatingEpilogue<Config>{p});
-    zero_rows_past(p.codes.gemm.tiles, (typename Config::T *)p.a, p.F);
+    quantized_up_gate_kernel(const __grid_constant__ UpGate p) {
+    persistent_gemm<Config>(p.gemm, ActivatingEpilogue<Config>{p});
+    zero_rows_past(p.gemm.tiles, (typename Config::Out *)p.a, p.F);
 }
 
 /* --- launcher ------------------------------------------------------------------------------------------- */
 
 template <class Config>
 int launch(const FusedMoeUpGate &p, void *stream) {
-    using T = typename Config::T;
+    using T = typename Config::Out;
     const FusedMoeRowMap &rows = p.row_map;
     bool is_gate_up = p.layout == FUSED_MOE_SEPARATE || p.layout == FUSED_MOE_HALVES;
     bool halves = p.layout == FUSED_MOE_HALVES;
@@ -207,30 +207,30 @@ int launch(const FusedMoeUpGate &p, void *stream) {
     q.bias_up = !halves ? p.b3 : p.b1 ? (const T *)p.b1 + F : nullptr;
     q.bias_stride = halves ? H : b_rows;
 
-    Gemm &gemm = q.codes.gemm;
+    auto &gemm = q.gemm;
     gemm.x = p.x;
     gemm.row_token = rows.row_token;
     gemm.T = rows.T;
     gemm.k = (int32_t)p.D;
     gemm.num_k_tiles[0] = (int32_t)ceil_div(p.D, Config::COLUMNS);
     gemm.gate_up = is_gate_up;
-    q.codes.is_interleaved = p.layout == FUSED_MOE_INTERLEAVED;
-    int status = set_codes<Config>(q.codes, 0, *p.w1.quantized, rows.E, 0, b_rows);
+    gemm.weight.is_interleaved = p.layout == FUSED_MOE_INTERLEAVED;
+    int status = set_weight<Config>(gemm.weight, 0, *p.w1.quantized, rows.E, 0, b_rows);
     if (status == FUSED_MOE_OK && is_gate_up)
-        status = set_codes<Config>(q.codes, 1, halves ? *p.w1.quantized : *p.w3.quantized, rows.E,
-                                   halves ? F : 0, F);
+        status = set_weight<Config>(gemm.weight, 1, halves ? *p.w1.quantized : *p.w3.quantized, rows.E,
+                                    halves ? F : 0, F);
     if (status != FUSED_MOE_OK) return status;
     gemm.tiles = tile_source(rows.offs, rows.schedule, rows.R, rows.E, b_rows,
                              is_gate_up ? Config::BN / 2 : Config::BN, p.workspace.counters);
     if (p.slots) plan_in_kernel(gemm, *p.slots);
     gemm.tiles.has_tall = Config::HAS_TALL;
     gemm.tiles.lets_next_start = p.next_starts_early;
-    return launch_persistent<Config, PlanningShared<Config>, codes_up_gate_kernel<Config>>(q, stream);
+    return launch_persistent<Config, PlanningShared<Config>, quantized_up_gate_kernel<Config>>(q, stream);
 }
 
 int run(const FusedMoeUpGate &p, void *stream) {
-    return with_decoder(p.dtype, *p.w1.quantized, [&](auto decoder) {
-        return with_codes_config<decltype(decoder), true>(
+    return with_dequantizer(p.dtype, *p.w1.quantized, [&](auto dequantizer) {
+        return with_quantized_config<decltype(dequantizer), true>(
             p.row_map.R, p.row_map.E, [&](auto config) { return launch<decltype(config)>(p, stream); });
     });
 }
@@ -244,8 +244,8 @@ FusedMoeReason reason(const FusedMoeUpGate &p) {
     if (p.D % CHUNK || p.F % CHUNK) return FUSED_MOE_WIDTH;
     for (const void *data : {p.x, (const void *)p.a, p.b1, p.b3})
         if (!is_aligned(data)) return FUSED_MOE_UNALIGNED;
-    if (p.h || !has_readable_codes(p.w1)) return FUSED_MOE_STRIDES;
-    if (p.w3.data && (!has_readable_codes(p.w3) || !are_alike(*p.w1.quantized, *p.w3.quantized)))
+    if (p.h || !is_readable_quantized(p.w1)) return FUSED_MOE_STRIDES;
+    if (p.w3.data && (!is_readable_quantized(p.w3) || !are_alike(*p.w1.quantized, *p.w3.quantized)))
         return FUSED_MOE_STRIDES;
     if (p.layout == FUSED_MOE_HALVES && p.F % SUBTILE) return FUSED_MOE_STRIDES; /* ups begin within a tile */
     return is_countable(rows.R, rows.E, 2 * p.F) ? FUSED_MOE_RUNS : FUSED_MOE_TOO_LARGE;

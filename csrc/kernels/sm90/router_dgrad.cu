@@ -81,12 +81,12 @@ __global__ void __launch_bounds__(THREADS, CTAS_PER_SM)
         uint64_t b = matrix_descriptor<Major::MN>(shared_address(stage.weight));
         auto multiply = [&](auto accumulate, int i) {
             wgmma<COLUMNS, decltype(accumulate)::value, Major::K, Major::MN>(
-                d, a + i * K16_STEP<Major::K, T>, b + i * K16_STEP<Major::MN, T>, T());
+                d, a + i * K_STEP<Major::K, T>, b + i * K_STEP<Major::MN, T>, T());
         };
         wgmma_fence();
         multiply(accumulate, 0);
 #pragma unroll
-        for (int i = 1; i < K_TILE<T> / 16; i++) multiply(std::integral_constant<int, 1>(), i);
+        for (int i = 1; i < NUM_K_STEPS; i++) multiply(std::integral_constant<int, 1>(), i);
         wgmma_commit_group();
         wgmma_wait_group<0>();
         __syncthreads();

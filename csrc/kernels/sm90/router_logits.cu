@@ -99,9 +99,9 @@ __device__ inline void sum_slice(float (&acc)[Config::SUMS], RouterShared<Config
         wgmma_fence();
         wgmma<Config::EXPERTS, accumulate.value, Major::K, Major::K>(acc, x, weight, T());
 #pragma unroll
-        for (int i = 1; i < K_TILE<T> / 16; i++)
-            wgmma<Config::EXPERTS, 1, Major::K, Major::K>(acc, x + i * K16_STEP<Major::K, T>,
-                                                          weight + i * K16_STEP<Major::K, T>, T());
+        for (int i = 1; i < NUM_K_STEPS; i++)
+            wgmma<Config::EXPERTS, 1, Major::K, Major::K>(acc, x + i * K_STEP<Major::K, T>,
+                                                          weight + i * K_STEP<Major::K, T>, T());
         wgmma_commit_group();
         wgmma_wait_group<0>();
         if (threadIdx.x % 32 == 0) mbarrier_arrive(shared_address(&s.empty[pipe.index]));

@@ -11,9 +11,11 @@
  * last row are dropped by ragged maps instead (tensor_map.cuh): device-built ones cost up to 3% there. */
 #pragma once
 
+#include "../../integer.h"
+#include "../../slot_plan.h"
 #include "../common/schedule.cuh"
 #include "../common/tensor_map.cuh"
-#include "ptx.cuh"
+#include "pipeline.cuh"
 
 namespace fused_moe {
 namespace sm90 {
@@ -25,17 +27,6 @@ constexpr int MAX_MAPS = 2;    /* per-expert tensor maps of a GEMM */
  * TMA is done with tile n - QUEUE_DEPTH - 2: with QUEUE_DEPTH + 2 slots its slot may be written again. */
 constexpr int MAP_SLOTS = 8;
 static_assert(MAP_SLOTS >= QUEUE_DEPTH + 2, "a map would be edited under TMA");
-
-/* A stage of a pipeline, and the phase of its barriers. */
-template <int STAGES>
-struct PipelineState {
-    int index = 0;
-    uint32_t phase = 0;
-
-    __device__ void advance() {
-        if (++index == STAGES) index = 0, phase ^= 1;
-    }
-};
 
 /* --- what a GEMM's launch computes ---------------------------------------------------------------------- */
 
@@ -87,21 +78,22 @@ struct alignas(16) WorkTile {
     int32_t skinny;       /* computed with swapped operands                 */
 };
 
-/* full: 32 arrivals, of the fetching warp's lanes; empty: one of each reading warp. token: of the tile's
- * rows. */
-template <class Tile, int READING_WARPS, int TOKENS_>
+/* Work tiles on their way from the fetching warp to the reading warps. token: the tokens of the tile's rows. */
+template <class Tile, int READING_WARPS_, int TOKENS_>
 struct TileQueue {
     using WorkTile = Tile;
+    static constexpr int READING_WARPS = READING_WARPS_;
     static constexpr int TOKENS = TOKENS_;
     Tile tile[QUEUE_DEPTH];
     int32_t token[QUEUE_DEPTH][TOKENS ? TOKENS : 1];
-    uint64_t full[QUEUE_DEPTH], empty[QUEUE_DEPTH];
+    Barrier<FetchingWarp> full[QUEUE_DEPTH];
+    Barrier<Warps<READING_WARPS>> empty[QUEUE_DEPTH];
     alignas(128) CUtensorMap scratch; /* the fetching warp's, for the map that it edits */
 
     __device__ void init() {
         for (int i = 0; i < QUEUE_DEPTH; i++) {
-            mbarrier_init(shared_address(&full[i]), 32);
-            mbarrier_init(shared_address(&empty[i]), READING_WARPS);
+            full[i].init();
+            empty[i].init();
         }
     }
 };
@@ -117,15 +109,15 @@ class TileReader {
 
     /* The tokens of the next tile's rows; they stay until next() has returned the tile. */
     __device__ const int32_t *wait_for_tokens() {
-        mbarrier_wait(shared_address(&queue.full[stage.index]), stage.phase);
+        queue.full[stage.index].wait(stage.phase);
         return queue.token[stage.index];
     }
 
     __device__ typename Queue::WorkTile next() {
-        mbarrier_wait(shared_address(&queue.full[stage.index]), stage.phase);
+        queue.full[stage.index].wait(stage.phase);
         auto tile = queue.tile[stage.index];
         __syncwarp();
-        if (threadIdx.x % 32 == 0) mbarrier_arrive(shared_address(&queue.empty[stage.index]));
+        queue.empty[stage.index].template arrive_once<Queue::READING_WARPS>();
         stage.advance();
         return tile;
     }
@@ -180,9 +172,7 @@ class TileWriter {
   public:
     __device__ explicit TileWriter(Queue &queue) : queue(queue) {}
 
-    __device__ void wait_for_room() {
-        mbarrier_wait(shared_address(&queue.empty[stage.index]), stage.phase ^ 1);
-    }
+    __device__ void wait_for_room() { queue.empty[stage.index].wait(stage.phase ^ 1); }
 
     /* token_of(tile, i) is the token of its row i. */
     template <typename TokenOf>
@@ -191,7 +181,7 @@ class TileWriter {
         wait_for_room();
         for (int i = lane; i < Queue::TOKENS; i += 32) queue.token[stage.index][i] = token_of(tile, i);
         if (lane == 0) queue.tile[stage.index] = tile;
-        mbarrier_arrive(shared_address(&queue.full[stage.index]));
+        queue.full[stage.index].arrive_fetched();
         stage.advance();
     }
 };
@@ -247,6 +237,49 @@ __device__ inline void set_tile(const TileSource &source, const FusedMoeWorkTile
     tile.first_column = work.n_tile * source.tile_n + (work.n_half == 2) * source.tile_n / 2;
     tile.half_n = work.n_half || (source.last_is_half_n && work.n_tile == source.order.num_n_tiles - 1);
 }
+
+/* --- the fetching warp of a GEMM that makes the plan itself: ../../slot_plan.h on the device ------------------------ */
+
+/* Every CTA sorts the same slots, so none waits for another. One CTA of up_gate, or of experts.cu, also writes what
+ * the combine and the caller read, counts and token_row; nothing else of a plan exists. up_gate and grouped_mm steal
+ * no tiles here: in a captured graph no kernel before them zeroes counters, and other calls take the same path. */
+__device__ inline void make_slot_plan(const FusedMoeRoutePlan &p, FusedMoeSlotPlan &plan) {
+    int num_slots = (int)p.T * p.K;
+    for (int slot = threadIdx.x % 32; slot < FUSED_MOE_FEW_SLOTS; slot += 32)
+        plan.key[slot] = fused_moe_slot_key(slot < num_slots ? slot_expert(&p, slot) : -1, slot, p.E);
+    fused_moe_plan_slots(&plan, num_slots);
+}
+
+/* By one warp: counts [E], and token_row [T,K]. */
+__device__ inline void write_slot_plan(const FusedMoeRoutePlan &p, const FusedMoeSlotPlan &plan) {
+    int lane = threadIdx.x % 32;
+    for (int e = lane; e < p.E; e += 32) p.counts[e] = 0;
+    for (int slot = lane; slot < (int)p.T * p.K; slot += 32) p.token_row[slot] = plan.slot_row[slot];
+    __syncwarp(); /* counts are zeros */
+    for (int b = lane; b < plan.num_experts; b += 32)
+        p.counts[fused_moe_slot_expert(&plan, b)] = plan.first_row[b + 1] - plan.first_row[b];
+}
+
+template <int CUT_ROWS, class Queue>
+__device__ inline void fetch_slot_tiles(const TileSource &source, const FusedMoeRoutePlan &slots,
+                                        FusedMoeSlotPlan &plan, Queue &queue) {
+    make_slot_plan(slots, plan);
+    if (slots.counts && blockIdx.x == gridDim.x - 1) write_slot_plan(slots, plan);
+    auto decode = [&](uint32_t index, WorkTile &tile) {
+        set_tile(source, fused_moe_slot_tile(&plan, &source.order, index), tile);
+        return true;
+    };
+    auto token_of = [&](const WorkTile &tile, int i) {
+        if (tile.expert < 0 || i >= tile.num_rows) return 0; /* nothing is read */
+        return fused_moe_slot_of_row(&plan, tile.first_row + i) / slots.K;
+    };
+    auto prepare = [](WorkTile &) {};
+    auto is_long = [](const WorkTile &) { return false; };
+    fetch_tiles<CUT_ROWS>(source, queue, fused_moe_num_slot_tiles(&plan, &source.order), decode, token_of,
+                          prepare, is_long);
+}
+
+/* --- rows that no tile covers ----------------------------------------------------------------------------- */
 
 /* Zeroes rows [offs[E-1], R) of an output, which no tile covers. Called by all threads. Without offs the
  * kernel made its plan of few slots, and nothing reads those rows. */

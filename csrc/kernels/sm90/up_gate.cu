@@ -14,23 +14,23 @@ namespace {
 template <class Config, Columns columns>
 __global__ void __launch_bounds__(Config::THREADS, Config::CTAS_PER_SM)
     up_gate_kernel(const __grid_constant__ UpGate p) {
-    using T = typename Config::T;
-    persistent_gemm<Config>(p.gemm, UpGateEpilogue<T, columns>{p});
-    if (p.h) zero_rows_past(p.gemm.tiles, (T *)p.h, p.H);
-    zero_rows_past(p.gemm.tiles, (T *)p.a, p.F);
+    using Out = typename Config::Out;
+    persistent_gemm<Config>(p.gemm, UpGateEpilogue<Out, typename Config::Bias, columns>{p});
+    if (p.h) zero_rows_past(p.gemm.tiles, (Out *)p.h, p.H);
+    zero_rows_past(p.gemm.tiles, (Out *)p.a, p.F);
 }
 
 /* --- launcher ------------------------------------------------------------------------------------------- */
 
 template <class Config, Columns columns>
 int launch(const FusedMoeUpGate &p, void *stream) {
-    using T = typename Config::T;
+    using Out = typename Config::Out;
     const FusedMoeRowMap &rows = p.row_map;
     UpGate q = {};
     int status = set_up_gate<Config, columns>(&q, p);
-    Gemm &gemm = q.gemm;
+    DenseGemm &gemm = q.gemm;
     gemm.tiles.lets_next_start = p.next_starts_early;
-    const T *a = (const T *)p.a, *h = (const T *)p.h;
+    const Out *a = (const Out *)p.a, *h = (const Out *)p.h;
     if (status == FUSED_MOE_OK) status = ragged_map(&q.a_map, a, rows.R, q.F, q.F, WarpWriter::ROWS);
     if (status == FUSED_MOE_OK && h)
         status = columns == GATE_UP ? ragged_halves_map(&q.h_map, h, rows.R, q.F, WarpWriter::ROWS)

@@ -20,7 +20,7 @@ namespace sm90 {
 enum Columns { GATE_UP, INTERLEAVED, UNGATED };
 
 typedef struct {
-    Gemm gemm;
+    DenseGemm gemm;
     const void *bias,
         *bias_up; /* [E] x bias_stride: of h's columns, with GATE_UP of the two halves; or NULL */
     int64_t bias_stride;
@@ -45,19 +45,19 @@ __device__ inline void pack_spread_subtile(uint32_t (&words)[16], const float (&
     }
 }
 
-template <typename T, Columns columns>
+template <typename T, typename Bias, Columns columns>
 struct UpGateEpilogue {
     using Writer = WarpWriter;
     static constexpr int SUBTILES = 0; /* held for the next tile: none */
     static constexpr bool HALF_N = false;
     const UpGate &p;
 
-    __device__ const T *bias_of(const void *bias, const WorkTile &tile) const {
-        return bias ? (const T *)bias + tile.expert * p.bias_stride : nullptr;
+    __device__ const Bias *bias_of(const void *bias, const WorkTile &tile) const {
+        return bias ? (const Bias *)bias + tile.expert * p.bias_stride : nullptr;
     }
 
     __device__ void hold(float (&d)[128], const WorkTile &tile, int wg, Writer &writer) {
-        const T *bias = bias_of(p.bias, tile), *bias_up = bias_of(p.bias_up, tile);
+        const Bias *bias = bias_of(p.bias, tile), *bias_up = bias_of(p.bias_up, tile);
         uint32_t words[16];
         float a[32];
         /* the warp's rows in the tile */
@@ -139,7 +139,7 @@ struct UpGateEpilogue {
     template <int TOKENS, class AnyWriter>
     __device__ void store_swapped_part(float *d, float *second, const WorkTile &tile, int first, int wg,
                                        int warp, AnyWriter &writer) {
-        const T *bias = bias_of(p.bias, tile), *bias_up = bias_of(p.bias_up, tile);
+        const Bias *bias = bias_of(p.bias, tile), *bias_up = bias_of(p.bias_up, tile);
         int64_t row = tile.first_row + first;
         T *h = (T *)p.h + row * p.H, *out = (T *)p.a + row * p.F;
         int rows = tile.num_rows - first;
@@ -195,7 +195,7 @@ struct UpGateEpilogue {
 /* All but the maps of h and a, and what PDL needs. */
 template <class Config, Columns columns>
 int set_up_gate(UpGate *q, const FusedMoeUpGate &p) {
-    using T = typename Config::T;
+    using Operand = typename Config::Operand;
     const FusedMoeRowMap &rows = p.row_map;
     const FusedMoeWeight &w1 = p.w1;
     bool halves = p.layout == FUSED_MOE_HALVES;
@@ -207,26 +207,26 @@ int set_up_gate(UpGate *q, const FusedMoeUpGate &p) {
     q->H = H;
     q->activation = p.activation;
     q->bias = p.b1;
-    q->bias_up = !halves ? p.b3 : p.b1 ? (const T *)p.b1 + F : nullptr;
+    q->bias_up = !halves ? p.b3 : p.b1 ? (const typename Config::Bias *)p.b1 + F : nullptr;
     q->bias_stride = halves ? H : b_rows;
 
-    Gemm &gemm = q->gemm;
+    DenseGemm &gemm = q->gemm;
     gemm.x = p.x;
     gemm.row_token = rows.row_token;
     gemm.T = rows.T;
     gemm.k = (int32_t)p.D;
-    gemm.num_k_tiles[0] = (int32_t)ceil_div(p.D, K_TILE<T>);
+    gemm.num_k_tiles[0] = (int32_t)ceil_div(p.D, K_TILE<Operand>);
     gemm.gate_up = columns == GATE_UP;
     gemm.tiles = tile_source(rows.offs, rows.schedule, rows.R, rows.E, b_rows,
                              columns == GATE_UP ? Config::BN / 2 : Config::BN, p.workspace.counters);
     if (p.slots) plan_in_kernel(gemm, *p.slots);
     FusedMoeWeight up = halves ? w1 : p.w3;
-    if (halves) up.data = (T *)w1.data + F * w1.stride_out;
-    int status = weight_map<T>(&gemm.b[0], w1, Config::B_MAJOR, w1.stride_out, w1.stride_in, rows.E, b_rows,
-                               p.D, Config::BN / 2);
+    if (halves) up.data = (Operand *)w1.data + F * w1.stride_out;
+    int status = weight_map<Operand>(&gemm.weight.map[0], w1, Config::B_MAJOR, w1.stride_out, w1.stride_in,
+                                     rows.E, b_rows, p.D, Config::BN / 2);
     if (status == FUSED_MOE_OK && columns == GATE_UP)
-        status = weight_map<T>(&gemm.b[1], up, Config::B_MAJOR, up.stride_out, up.stride_in, rows.E, b_rows,
-                               p.D, Config::BN / 2);
+        status = weight_map<Operand>(&gemm.weight.map[1], up, Config::B_MAJOR, up.stride_out, up.stride_in,
+                                     rows.E, b_rows, p.D, Config::BN / 2);
     return status;
 }
 

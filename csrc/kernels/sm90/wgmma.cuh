@@ -28,9 +28,13 @@ __device__ inline uint64_t matrix_descriptor(uint32_t address) {
     return swizzle_128 | sbo | lbo | (address >> 4 & 0x3fff);
 }
 
-/* What the next 16 elements of k add to a descriptor. */
+/* One wgmma multiplies 32 bytes of k of each operand: 16 elements of 16 bits, 32 of 8. A k-tile takes four. */
+constexpr int WGMMA_K_BYTES = 32, NUM_K_STEPS = SWIZZLE_BYTES / WGMMA_K_BYTES;
+
+/* What one wgmma's k adds to a descriptor. */
 template <Major major, typename T>
-constexpr int K16_STEP = (major == Major::MN ? 16 * SWIZZLE_BYTES : 16 * sizeof(T)) >> 4;
+constexpr int K_STEP =
+    (major == Major::MN ? WGMMA_K_BYTES / (int)sizeof(T) * SWIZZLE_BYTES : WGMMA_K_BYTES) >> 4;
 
 /* Before the first wgmma, and after registers of d were written. */
 __device__ inline void wgmma_fence() {

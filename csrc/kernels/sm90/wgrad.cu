@@ -66,7 +66,7 @@ __device__ inline bool decode_tile(const Wgrad &p, uint32_t index, WgradTile &ti
 
 template <class Config, class Epilogue>
 __global__ void __launch_bounds__(Config::THREADS, 1) wgrad_kernel(const __grid_constant__ Wgrad p) {
-    using T = typename Config::T;
+    using T = typename Config::Operand;
     auto &s = prologue<Config>();
     griddepcontrol_wait();
     int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), wg = warp / 4 - 1; /* -1: the producer */

@@ -76,7 +76,7 @@ struct ColumnsOfA {
 /* One warp: a and b, which are both grouped by expert, by TMA. */
 template <class Config>
 __device__ inline void load_tma(const Wgrad &p, Shared<Config> &s) {
-    using T = typename Config::T;
+    using T = typename Config::Operand;
     TileReader<typename Config::Queue> reader(s.queue);
     typename Config::Pipeline pipe;
     int acquired = -1;
@@ -91,10 +91,10 @@ __device__ inline void load_tma(const Wgrad &p, Shared<Config> &s) {
         int num_k_tiles = num_k_tiles_of<T>(tile);
         for (int k_tile = 0; k_tile < num_k_tiles; k_tile++, pipe.advance()) {
             auto &stage = s.stage[pipe.index];
-            uint32_t full = shared_address(&s.full[pipe.index]);
-            mbarrier_wait(shared_address(&s.empty[pipe.index]), pipe.phase ^ 1);
+            uint32_t full = s.full[pipe.index].address();
+            s.empty[pipe.index].wait(pipe.phase ^ 1);
             if (elect_sync()) {
-                mbarrier_arrive_expect_tx(full, sizeof(stage));
+                s.full[pipe.index].expect(sizeof(stage));
                 int row = tile.row_in_expert + k_tile * K_TILE<T>;
                 columns.load(shared_address(stage.b), full, row);
                 for (int i = 0; i < Config::CONSUMERS; i++)
@@ -128,7 +128,7 @@ struct Tokens {
  * lane. Warp 0 loads a by TMA. */
 template <class Config>
 __device__ inline void load_gather(const Wgrad &p, Shared<Config> &s) {
-    using T = typename Config::T;
+    using T = typename Config::Operand;
     constexpr int WARPS = Config::LOAD_WARPS, HALVES = Tokens<T>::PER_LANE; /* of a k-tile: 32 rows each */
     constexpr int QUADS = 32 / 4, COPIES = (QUADS + WARPS - 1) / WARPS;     /* of rows in a half; of a warp */
     int lane = threadIdx.x % 32, warp = __shfl_sync(~0u, threadIdx.x / 32, 0), chunk = lane % 8;
@@ -156,16 +156,16 @@ __device__ inline void load_gather(const Wgrad &p, Shared<Config> &s) {
         bool inside = n < p.N, inside_next = n + SUBTILE < p.N; /* of the two subtiles */
         auto load_k_tile = [&](int k_tile, const int (&token)[HALVES]) {
             auto &stage = s.stage[pipe.index];
-            uint32_t full = shared_address(&s.full[pipe.index]), dst_b = shared_address(stage.a);
+            uint32_t full = s.full[pipe.index].address(), dst_b = shared_address(stage.a);
             uint32_t source[HALVES][COPIES]; /* all of them first: shuffles would wait behind copies */
 #pragma unroll
             for (int half = 0; half < HALVES; half++)
 #pragma unroll
                 for (int i = 0; i < COPIES; i++)
                     source[half][i] = __shfl_sync(~0u, token[half], 4 * quad_of(half, i) + lane / 8);
-            mbarrier_wait(shared_address(&s.empty[pipe.index]), pipe.phase ^ 1);
+            s.empty[pipe.index].wait(pipe.phase ^ 1);
             if (warp == 0 && elect_sync()) {
-                mbarrier_arrive_expect_tx(full, sizeof(stage.b));
+                s.full[pipe.index].expect(sizeof(stage.b));
                 columns.load(shared_address(stage.b), full, tile.row_in_expert + k_tile * K_TILE<T>);
             }
             __syncwarp();
@@ -181,7 +181,7 @@ __device__ inline void load_gather(const Wgrad &p, Shared<Config> &s) {
                     cp_async(dst, src, inside && is_row);
                     cp_async(dst + SUBTILE_BYTES, src + SWIZZLE_BYTES, inside_next && is_row);
                 }
-            cp_async_mbarrier_arrive_noinc(full);
+            s.full[pipe.index].template arrive_after_copies<WARPS>();
             pipe.advance();
         };
         /* once at least: a tile without rows reads the next one, too */

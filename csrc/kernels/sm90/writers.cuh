@@ -295,6 +295,22 @@ __device__ inline void add_bias_swapped(float *d, const T *bias, int first, int 
     }
 }
 
+/* What run_mainloop_swapped left of consumer wg's subtiles, with a bias [E,M], to out [R,M]: p has bias, out
+ * and M. */
+template <typename Out, typename Bias, int TOKENS, int SUBTILES, class Params, class Tile, class Writer>
+__device__ __forceinline__ void store_swapped_subtiles(const Params &p, float *d, const Tile &tile, int wg,
+                                                       int warp, Writer &writer) {
+    const Bias *bias = p.bias ? (const Bias *)p.bias + (int64_t)tile.expert * p.M : nullptr;
+#pragma unroll
+    for (int i = 0; i < SUBTILES; i++) {
+        int first = tile.first_column + (SUBTILES * wg + i) * SUBTILE + 16 * warp;
+        if (first >= p.M || (tile.half_n && wg)) return; /* these columns were not loaded */
+        if (bias) add_bias_swapped<TOKENS>(&d[TOKENS / 2 * i], bias, first, p.M);
+        Out *out = (Out *)p.out + (int64_t)tile.first_row * p.M + first;
+        writer.template store_swapped<TOKENS>(&d[TOKENS / 2 * i], out, p.M, tile.num_rows, p.M - first);
+    }
+}
+
 /* 64 columns of accumulators as a writer takes them. */
 template <typename T>
 __device__ inline void pack_subtile(uint32_t (&words)[16], const float *d) {

@@ -1,0 +1,140 @@
+/* Which quantised weights and calls Hopper's kernels take, and what their launches compute. */
+#pragma once
+
+#include "gemm.cuh"
+#include "launch.cuh"
+
+namespace fused_moe {
+namespace sm90 {
+
+/* Calls fn with a dequantizer. There is one for each dtype and code, and for int4 one for scales of the dtype of 128 columns or
+ * more, of fewer, and for scales of another dtype. */
+template <bool BY_COLUMN = false, typename Fn>
+int with_dequantizer(FusedMoeDtype dtype, const FusedMoeQuantizedWeight &w, Fn fn) {
+    return with_half(dtype, [&](auto t) {
+        using T = decltype(t);
+        switch (w.format) {
+        case FUSED_MOE_INT8: return fn(Dequantizer<T, Code::INT8, false, false, BY_COLUMN>());
+        case FUSED_MOE_INT4:
+            if (w.scale_dtype != dtype) return fn(Dequantizer<T, Code::INT4, false, true, BY_COLUMN>());
+            if constexpr (!BY_COLUMN)
+                if (w.block_in >= MAX_STAGE_COLUMNS || w.block_in >= w.in)
+                    return fn(Dequantizer<T, Code::INT4, true, false>());
+            return fn(Dequantizer<T, Code::INT4, true, true, BY_COLUMN>());
+        case FUSED_MOE_MXFP4: /* bf16 has every e8m0 scale */
+            return fn(Dequantizer<T, Code::E2M1, std::is_same_v<T, __nv_bfloat16>, true, BY_COLUMN>());
+        default: return fn(Dequantizer<T, Code::E4M3, false, false, BY_COLUMN>());
+        }
+    });
+}
+
+/* Calls fn with a configuration for R rows of E experts. */
+template <class Dequantizer, bool GATHER, typename Fn>
+int with_quantized_config(int64_t R, int32_t E, Fn fn) {
+    switch (schedule_override().no_tails ? 128 : fused_moe_quantized_tile_rows(R, E)) {
+    case 16: return fn(QuantizedConfig<Dequantizer, GATHER, Height::FEW>());
+    case 64: return fn(QuantizedConfig<Dequantizer, GATHER, Height::SOME>());
+    case 128: return fn(QuantizedConfig<Dequantizer, GATHER, Height::MANY>());
+    default: return fn(QuantizedConfig<Dequantizer, GATHER, Height::TALL>());
+    }
+}
+
+/* Whether the weight is dequantised first. */
+inline bool has_many_rows(int64_t R, int32_t E, bool is_transposed) {
+    int64_t asked = schedule_override().quantized_rows;
+    return R > (asked < 0 ? fused_moe_most_quantized_rows(true, is_transposed) : asked) * E;
+}
+
+/* A map of `rows` tiles of 64 rows from the one at `data` on, of [E,out/64,count,width]: boxes of (1, tiles, box,
+ * width) elements. */
+inline int tiles_map(CUtensorMap *map, CUtensorMapDataType dtype, int bytes, const void *data, int32_t E,
+                     int64_t out, int64_t rows, int64_t count, int64_t width, uint32_t box, uint32_t tiles) {
+    const uint64_t sizes[] = {(uint64_t)width, (uint64_t)count, (uint64_t)rows, (uint64_t)E};
+    const uint64_t row = (uint64_t)(width * bytes), tile = count * row;
+    const uint64_t strides[] = {row, tile, (uint64_t)(out / SUBTILE) * tile};
+    const uint32_t boxes[] = {(uint32_t)width, box, tiles, 1};
+    return encode_tensor_map(map, dtype, 4, data, sizes, strides, boxes, CU_TENSOR_MAP_SWIZZLE_NONE);
+}
+
+/* A weight as a GEMM reads it: the second packing of a transposed one. */
+inline FusedMoeQuantizedWeight packing_of(const FusedMoeQuantizedWeight &w) {
+    if (!w.transposed) return w;
+    FusedMoeQuantizedWeight t = w;
+    t.data = w.data_t, t.scale = w.scale_t, t.zero = w.zero_t;
+    t.out = w.in, t.in = w.out, t.block_out = w.block_in, t.block_in = w.block_out;
+    return t;
+}
+
+/* Whether scales are of columns: a transposed weight whose rows had them. */
+inline bool is_by_column(const FusedMoeQuantizedWeight &packing) {
+    return packing.block_in == 1;
+}
+
+/* Columns, or by column rows, that share a scale. */
+inline int64_t group_of(const FusedMoeQuantizedWeight &packing) {
+    if (is_by_column(packing)) return packing.block_out < packing.out ? packing.block_out : packing.out;
+    return packing.block_in < packing.in ? packing.block_in : packing.in;
+}
+
+/* Lets weight i of a GEMM be rows [first_row, first_row + rows) of a quantised one; by column it is all of one. */
+template <class Config>
+int set_weight(QuantizedParams &p, int i, const FusedMoeQuantizedWeight &codes, int32_t E, int64_t first_row,
+               int64_t rows) {
+    using Dequantizer = typename Config::Weight::Dequantizer;
+    constexpr int64_t BOX_ROWS = Dequantizer::TILE_BYTES / BOX_ROW_BYTES; /* of a tile */
+    constexpr uint32_t BOX = Config::BOX;                                 /* tiles */
+    /* Columns, or by column rows, that one load of scales is for. */
+    constexpr int64_t SPAN = Dequantizer::BY_COLUMN ? BOX * SUBTILE : Config::COLUMNS;
+    int64_t block = group_of(codes);
+    int64_t num_groups = ceil_div(Dequantizer::BY_COLUMN ? codes.out : codes.in, block),
+            tile = first_row / SUBTILE, k_tiles = codes.in / SUBTILE;
+    Scales &s = p.scales;
+    s.dtype = codes.scale_dtype;
+    s.bytes = s.dtype == FUSED_MOE_U8 ? 1 : s.dtype == FUSED_MOE_F32 ? 4 : 2;
+    s.rows = codes.tile_scales;
+    s.groups = block < SPAN && num_groups > 1 ? (int32_t)(SPAN / block) : 1;
+    s.shift = 0;
+    while (num_groups == 1 ? s.shift < 31 : SPAN << s.shift < block) s.shift++;
+    s.has_zeros = codes.zero;
+    int32_t num_scales = s.groups * (Dequantizer::BY_COLUMN ? SUBTILE : (int32_t)BOX * s.rows);
+    s.box_bytes =
+        (int32_t)BOX * Config::K_TILES * Dequantizer::TILE_BYTES + num_scales * (s.bytes + s.has_zeros);
+
+    const char *data = (const char *)codes.data + tile * k_tiles * Dequantizer::TILE_BYTES;
+    int status = tiles_map(&p.codes[i], CU_TENSOR_MAP_DATA_TYPE_UINT64, 8, data, E, codes.out, rows / SUBTILE,
+                           k_tiles * BOX_ROWS, BOX_ROW_BYTES / 8, Config::K_TILES * BOX_ROWS, BOX);
+    auto scales_map = [&](CUtensorMap *map, CUtensorMapDataType dtype, int bytes, const void *scales) {
+        if (Dequantizer::BY_COLUMN)
+            return tiles_map(map, dtype, bytes, scales, E, num_groups * SUBTILE, num_groups, k_tiles, SUBTILE,
+                             1, s.groups);
+        scales = (const char *)scales + tile * num_groups * s.rows * bytes;
+        return tiles_map(map, dtype, bytes, scales, E, codes.out, rows / SUBTILE, num_groups, s.rows,
+                         s.groups, BOX);
+    };
+    auto scale_dtype = s.bytes == 1   ? CU_TENSOR_MAP_DATA_TYPE_UINT8
+                       : s.bytes == 2 ? CU_TENSOR_MAP_DATA_TYPE_UINT16
+                                      : CU_TENSOR_MAP_DATA_TYPE_UINT32;
+    if (status == FUSED_MOE_OK) status = scales_map(&p.scale[i], scale_dtype, s.bytes, codes.scale);
+    if (status == FUSED_MOE_OK && s.has_zeros)
+        status = scales_map(&p.zero[i], CU_TENSOR_MAP_DATA_TYPE_UINT8, 1, codes.zero);
+    return status;
+}
+
+/* Whether the kernels read the weight: in tiles, with scales of 32 columns (by column: rows), 64, 128 and so on, or all.
+ * A stage's columns past the last are codes of zero, which in int4 are values. Their scale may be a real one and so large
+ * that they are infinite, so there must be none. Scales by column are read by stages of one k-tile, which have none. */
+inline bool is_readable_quantized(const FusedMoeWeight &w) {
+    if (!w.quantized || !w.quantized->tile_scales || (w.quantized->transposed && !w.quantized->data_t))
+        return false;
+    FusedMoeQuantizedWeight codes = packing_of(*w.quantized);
+    bool by_column = is_by_column(codes), is_int4 = codes.format == FUSED_MOE_INT4;
+    if (by_column && is_int4 && codes.scale_dtype == FUSED_MOE_F32) return false; /* it loads 16 bits */
+    if (!is_aligned(codes.data) || !is_aligned(codes.scale) || !is_aligned(codes.zero)) return false;
+    int64_t group = group_of(codes);
+    if (group == (by_column ? codes.out : codes.in))
+        return by_column || !is_int4 || codes.in % MAX_STAGE_COLUMNS == 0;
+    return group >= 32 && (group & (group - 1)) == 0;
+}
+
+} // namespace sm90
+} // namespace fused_moe

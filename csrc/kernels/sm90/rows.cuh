@@ -1,0 +1,216 @@
+/* The rows of A, loaded stage by stage beside the weight: by TMA where they are contiguous, by cp.async where they are
+ * gathered.
+ *
+ * cp.async's copies are written by 96 threads, which apply the swizzle, and arrive at the stage's full barrier on
+ * completion. They are ordinary writes, so a consumer fences them for wgmma after its wait. */
+#pragma once
+
+#include "config.cuh"
+
+namespace fused_moe {
+namespace sm90 {
+
+/* Rows of a box of A in a tile that is skinny or lacks rows. */
+constexpr int TAIL_ROWS = 16;
+
+/* --- by TMA --------------------------------------------------------------------------------------------- */
+
+/* Rows of A in a stage: all, or in boxes of TAIL_ROWS those that a swapped tile's wgmma reads. */
+template <class Config>
+__device__ inline int rows_of_stage(const WorkTile &tile) {
+    if (Config::ALL_SWAPPED) return (tile.num_rows + TAIL_ROWS - 1) / TAIL_ROWS * TAIL_ROWS;
+    return tile.skinny ? max(first_of(typename Config::Tokens(), tile.num_rows), TAIL_ROWS)
+                       : FUSED_MOE_TILE_ROWS;
+}
+
+/* `rows` rows of A of one stage. One thread calls it.
+ * The box of a tile's last row has up to 15 rows of the next expert, whose results are not stored. A full tile that lacks
+ * rows, and a skinny one beside full ones, read further boxes outside the matrix: zeros, since arithmetic on zeros
+ * takes less power than on another expert's rows. */
+template <class Config>
+__device__ inline void load_rows(const GemmOf<Config> &p, uint32_t dst, uint32_t full, int part, int k,
+                                 int rows, const WorkTile &tile) {
+    if constexpr (Config::ALL_SWAPPED) {
+        for (int i = 0; i < Config::K_TILES;
+             i++, dst += Config::K_TILE_BYTES, k += K_TILE<typename Config::Operand>) {
+            int row = 0;
+            if (Config::BM >= SUBTILE)
+                for (; row + SUBTILE <= rows; row += SUBTILE)
+                    cp_async_bulk_tensor_load(dst + SWIZZLE_BYTES * row, &p.a[part], full, k,
+                                              tile.first_row + row);
+            for (; row < rows; row += TAIL_ROWS)
+                cp_async_bulk_tensor_load(dst + SWIZZLE_BYTES * row, &p.tail[part], full, k,
+                                          row < tile.num_rows ? tile.first_row + row : (int)p.tiles.R);
+        }
+    } else if (tile.num_rows >= rows && !tile.skinny) {
+        for (int row = 0; row < rows; row += SUBTILE)
+            cp_async_bulk_tensor_load(dst + SWIZZLE_BYTES * row, &p.a[part], full, k, tile.first_row + row);
+    } else {
+        for (int row = 0; row < rows; row += TAIL_ROWS)
+            cp_async_bulk_tensor_load(dst + SWIZZLE_BYTES * row, &p.tail[part], full, k,
+                                      row < tile.num_rows ? tile.first_row + row : (int)p.tiles.R);
+    }
+}
+
+/* One warp issues the TMA loads of A and B. If the kernel starts early (only one of a single part may), B of
+ * the first stages is in flight while the kernel before this one still writes A. */
+template <class Config>
+__device__ inline void load_tma(const GemmOf<Config> &p, Shared<Config> &s) {
+    using Weight = typename Config::Weight;
+    constexpr int STAGE_K = Config::K_TILES * K_TILE<typename Config::Operand>;
+    TileReader<typename Config::Queue> reader(s.queue);
+    typename Config::Pipeline pipe;
+    bool starts_early = p.tiles.starts_early;
+    for (WorkTile tile = reader.next(); tile.expert >= 0; tile = reader.next()) {
+        int rows = rows_of_stage<Config>(tile), num_stages = Weight::num_stages(p, tile), i = 0;
+        int bytes = Config::K_TILES * rows * SWIZZLE_BYTES + Weight::bytes(p, tile);
+        if (starts_early) {
+            int ahead = min(Config::STAGES, num_stages);
+            if (elect_sync()) {
+#pragma unroll 1
+                for (int stage = 0; stage < ahead; stage++) {
+                    s.full[stage].expect(bytes);
+                    Weight::load(p, shared_address(s.stage[stage].b), s.full[stage].address(), 0, stage,
+                                 tile);
+                }
+                griddepcontrol_wait();
+#pragma unroll 1
+                for (int stage = 0; stage < ahead; stage++)
+                    load_rows<Config>(p, shared_address(s.stage[stage].a), s.full[stage].address(), 0,
+                                      STAGE_K * stage, rows, tile);
+            }
+            __syncwarp();
+            for (; i < ahead; i++) pipe.advance();
+            starts_early = false;
+        }
+        for (; i < num_stages; i++, pipe.advance()) {
+            auto &stage = s.stage[pipe.index];
+            int part = Weight::PARTS > 1 && i >= p.num_k_tiles[0], k_stage = part ? i - p.num_k_tiles[0] : i;
+            uint32_t full = s.full[pipe.index].address();
+            s.empty[pipe.index].wait(pipe.phase ^ 1);
+            if (elect_sync()) {
+                s.full[pipe.index].expect(bytes);
+                load_rows<Config>(p, shared_address(stage.a), full, part, STAGE_K * k_stage, rows, tile);
+                Weight::load(p, shared_address(stage.b), full, part, k_stage, tile);
+            }
+            __syncwarp();
+        }
+    }
+}
+
+/* --- by cp.async ---------------------------------------------------------------------------------------- */
+
+/* What a thread of three warps copies of each k-tile: 16-byte chunk i % 8 of rows i / 8, i / 8 + 12, ..., thread i. */
+template <class Config>
+struct GatherRows {
+    using Operand = typename Config::Operand;
+    static constexpr int CHUNK_ELEMENTS = 16 / sizeof(Operand);
+    static constexpr int STEP = 4 * Config::LOAD_WARPS, MOST = (Config::BM + STEP - 1) / STEP;
+    const char *source[MOST];
+    uint32_t offset[2]; /* in a k-tile, of the first two rows: rows 12 apart alternate between two swizzles */
+    int chunk, first;   /* the thread's chunk, its first row */
+    int num, left;      /* rows; columns from the thread's first on */
+
+    __device__ GatherRows() : chunk(threadIdx.x % 8), first(threadIdx.x / 8) {
+        for (int i = 0; i < 2; i++) offset[i] = swizzled(0, first + STEP * i, chunk);
+    }
+
+    /* Row i of the thread in the tile; past the last one, that. */
+    __device__ int row(int i) const { return min(first + STEP * i, Config::BM - 1); }
+
+    /* token_of(i) is the row of x, (T, k), that row(i) is. */
+    template <typename TokenOf>
+    __device__ void point(const void *x, int k, TokenOf token_of) {
+#pragma unroll
+        for (int i = 0; i < MOST; i++)
+            source[i] =
+                (const char *)x + (token_of(i) * (int64_t)k + CHUNK_ELEMENTS * chunk) * (int)sizeof(Operand);
+        left = k - CHUNK_ELEMENTS * chunk;
+    }
+
+    /* Rows from num on keep what an earlier tile left: their results are not stored. */
+    __device__ void set_num(int num_rows) { num = (num_rows - first + STEP - 1) / STEP; }
+
+    /* Copies the next stage to `a`, STAGES_AT_ONCE's stage i. A full tile beside skinny ones gets zeros for the rows that
+     * it lacks, for load_rows' reason. HAS_ALL: the tile has BM rows. Else each row has a predicate, which ptxas makes in
+     * one register, and the copies wait for one another. */
+    template <bool HAS_ALL>
+    __device__ void copy_stage(uint32_t a, int i) {
+        constexpr int K_TILES = Config::K_TILES, TILE_K = K_TILE<Operand>;
+        uint32_t dst[2] = {a + offset[0], a + offset[1]};
+#pragma unroll
+        for (int row = 0; row < MOST; row++)
+#pragma unroll
+            for (int j = 0; j < K_TILES; j++) {
+                bool fits = (row + 1) * STEP <= Config::BM; /* for every thread */
+                bool copies = Config::ALL_SWAPPED ? (HAS_ALL && fits) || row < num
+                                                  : fits || first + STEP * row < Config::BM;
+                bool is_valid = TILE_K * j < left && (Config::ALL_SWAPPED || row < num);
+                if (copies)
+                    cp_async(dst[row % 2] + row / 2 * 2 * STEP * SWIZZLE_BYTES + j * Config::K_TILE_BYTES,
+                             source[row] + (K_TILES * i + j) * SWIZZLE_BYTES, is_valid);
+            }
+        left -= K_TILES * TILE_K;
+    }
+
+    __device__ void advance(int num_stages) {
+#pragma unroll
+        for (int i = 0; i < MOST; i++) source[i] += num_stages * Config::K_TILES * SWIZZLE_BYTES;
+    }
+};
+
+/* A tile's stages. issue_weight(stage, b, barrier), by one thread, issues the loads of stage `stage` of the weight.
+ * STAGES_AT_ONCE stages are loaded before pointers move on: a stage's offset is a constant of the instruction. */
+template <bool HAS_ALL, class Config, class Shared, typename IssueWeight>
+__device__ __forceinline__ void gather_tile(Shared &s, typename Config::Pipeline &pipe,
+                                            GatherRows<Config> &rows, int num_stages, bool loads_weight,
+                                            IssueWeight issue_weight) {
+    constexpr int AT_ONCE = HAS_ALL ? Config::STAGES_AT_ONCE : 1;
+#pragma unroll 1
+    for (int first = 0; first < num_stages; first += AT_ONCE) {
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; i++) {
+            if (AT_ONCE > 1 && first + i == num_stages) break;
+            auto &stage = s.stage[pipe.index];
+            auto &full = s.full[pipe.index];
+            s.empty[pipe.index].wait(pipe.phase ^ 1);
+            if (loads_weight && elect_sync()) issue_weight(first + i, shared_address(stage.b), full);
+            rows.template copy_stage<HAS_ALL>(shared_address(stage.a), i);
+            full.template arrive_after_copies<Config::LOAD_WARPS>();
+            pipe.advance();
+        }
+        rows.advance(AT_ONCE);
+    }
+}
+
+/* Three warps gather A; warp 0 loads B by TMA. */
+template <class Config>
+__device__ inline void load_gather(const GemmOf<Config> &p, Shared<Config> &s) {
+    using Weight = typename Config::Weight;
+    bool loads_weight = __shfl_sync(~0u, threadIdx.x / 32, 0) == 0;
+    GatherRows<Config> rows;
+    TileReader<typename Config::Queue> reader(s.queue);
+    typename Config::Pipeline pipe;
+    for (;;) {
+        const int32_t *token = reader.wait_for_tokens();
+        rows.point(p.x, p.k, [&](int i) { return token[rows.row(i)]; });
+        WorkTile tile = reader.next();
+        if (tile.expert < 0) break;
+        rows.set_num(tile.num_rows);
+        auto issue_weight = [&](int stage, uint32_t b, auto &full) {
+            full.expect(Weight::bytes(p, tile));
+            Weight::load(p, b, full.address(), 0, stage, tile);
+        };
+        int num_stages = Weight::num_stages(p, tile);
+        if constexpr (Config::STAGES_AT_ONCE > 1) {
+            if (tile.num_rows == Config::BM) {
+                gather_tile<true>(s, pipe, rows, num_stages, loads_weight, issue_weight);
+                continue;
+            }
+        }
+        gather_tile<false>(s, pipe, rows, num_stages, loads_weight, issue_weight);
+    }
+}
+
+} // namespace sm90
+} // namespace fused_moe
