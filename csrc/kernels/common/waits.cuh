@@ -38,20 +38,20 @@ class WaitBound {
         return globaltimer() - since > (uint64_t)(seconds * 1e9);
     }
 
-    __device__ __noinline__ static void end(const char *what, uint64_t address, uint32_t found,
-                                            uint32_t expected, CallSite site) {
+    __device__ __noinline__ static void end(const char *what, uint64_t address, uint64_t found,
+                                            uint64_t expected, CallSite site) {
         const uint32_t lane = threadIdx.x % 32;
         if (lane == __ffs(__activemask()) - 1)
-            printf("fused_moe: block %u, warp %u, lane %u waits in %s (%s:%d) for %s 0x%llx: expected %u, "
-                   "found %u\n",
+            printf("fused_moe: block %u, warp %u, lane %u waits in %s (%s:%d) for %s 0x%llx: expected %llu, "
+                   "found %llu\n",
                    blockIdx.x, threadIdx.x / 32, lane, site.function, site.file, site.line, what,
-                   (unsigned long long)address, expected, found);
+                   (unsigned long long)address, (unsigned long long)expected, (unsigned long long)found);
         for (const uint64_t reported = globaltimer(); !is_past(reported, 1);) __nanosleep(1000);
         __trap();
     }
 
   public:
-    __device__ void check(const char *what, uint64_t address, uint32_t found, uint32_t expected,
+    __device__ void check(const char *what, uint64_t address, uint64_t found, uint64_t expected,
                           CallSite site) const {
         if (is_past(start, FUSED_MOE_WAIT_SECONDS)) end(what, address, found, expected, site);
     }
@@ -67,15 +67,16 @@ __device__ constexpr CallSite call_site() {
 
 class WaitBound {
   public:
-    __device__ void check(const char *, uint64_t, uint32_t, uint32_t, CallSite) const {}
+    __device__ void check(const char *, uint64_t, uint64_t, uint64_t, CallSite) const {}
 };
 
 #endif
 
 /* Waits until a word of global memory is `expected`, and acquires it. */
-__device__ inline void wait_for_value(const uint32_t *word, uint32_t expected, CallSite site = call_site()) {
+template <typename Word>
+__device__ inline void wait_for_value(const Word *word, Word expected, CallSite site = call_site()) {
     WaitBound bound;
-    for (uint32_t found; (found = ld_acquire_gpu(word)) != expected; __nanosleep(64))
+    for (Word found; (found = ld_acquire_gpu(word)) != expected; __nanosleep(64))
         bound.check("the word at global address", (uint64_t)word, found, expected, site);
 }
 
