@@ -1,17 +1,17 @@
-/* The plan of a decode step's slots in one launch, together with the choice of their experts.
+/* The plan of a decode step's slots in one launch, optionally together with the choice of their experts.
  *
- * A plan needs the experts of all slots, so choice and plan are two launches or three (route.cu, route_plan.cu).
- * The slots of few tokens fit the shared memory of one cluster, whose CTAs can wait for each other. Each has a
- * span of consecutive slots:
- *   choose   its tokens' experts, as route does, or reads the given ids. They stay in shared memory
- *   count    its slots of each expert, in the order of their chunks of 32
+ * A plan needs the experts of all slots, so elsewhere choice and plan are two or three launches (route.cu,
+ * route_plan.cu). Here the slots fit the shared memory of one cluster, whose CTAs can wait for each other.
+ * Each CTA has a span of consecutive slots:
+ *   choose   chooses its tokens' experts as route does, or reads the given ids, into shared memory
+ *   count    counts its slots per expert, in chunks of 32
  *   ---      cluster barrier
- *   sum      the counts of all CTAs, for the experts' offsets, and those of the CTAs before it, for its own
- *            first row of each expert
- *   scatter  its slots' rows. The first CTA writes counts and offsets, the last one, whose span is the shortest,
- *            the schedule
- * Rows follow from ranks in the order of slots, as in route_plan.cu: the plan is the same. No memory has to be
- * zero before, so a captured graph needs nothing more. */
+ *   sum      adds the counts of all CTAs (the experts' offsets) and those of the CTAs before it (its first
+ *            row of each expert)
+ *   scatter  writes its slots' rows; the first CTA writes counts and offsets, the last one, whose span is the
+ *            shortest, the schedule
+ * Rows follow from ranks in slot order, as in route_plan.cu, so the plan is the same. No memory has to be
+ * zero beforehand, so a captured graph needs no other kernel. */
 #include <cub/block/block_scan.cuh>
 
 #include "../common/choose.cuh"
@@ -34,7 +34,7 @@ using Scan = cub::BlockScan<int32_t, THREADS, cub::BLOCK_SCAN_WARP_SCANS>;
 
 typedef struct {
     FusedMoeRoutePlan plan;
-    FusedMoeRoute route; /* of a kernel that chooses */
+    FusedMoeRoute route; /* read where the kernel chooses */
     int32_t span_slots;
 } ClusterPlan;
 
@@ -57,21 +57,22 @@ __device__ inline Span span_of(const ClusterPlan &q) {
     return {first, min(q.span_slots, num_slots - first)};
 }
 
-/* Until what the kernel before has written may be read, and this one may write. */
+/* Zeroes chunk_rows, then waits for the kernel before: from here on its results may be read, and memory
+ * written. */
 __device__ inline void begin(const ClusterPlan &q, PlanShared &s, const Span &span) {
     const FusedMoeRoutePlan &p = q.plan;
     int num_words = (span.num_slots + 31) / 32 * p.E;
     for (int i = threadIdx.x; i < num_words; i += THREADS) s.chunk_rows[i] = 0;
     griddepcontrol_wait();
-    /* up_gate's CTAs find the other SMs free. Those of full experts would start out of lockstep. */
+    /* up_gate's CTAs start on the other SMs. With full experts they would start out of lockstep. */
     if (p.T * p.K <= FUSED_MOE_SKINNY_ROWS * (int64_t)p.E) griddepcontrol_launch_dependents();
     for (int i = blockIdx.x * THREADS + threadIdx.x; p.counters && i < FUSED_MOE_NUM_COUNTERS;
          i += CTAS * THREADS)
         p.counters[i] = 0;
 }
 
-/* Leaves in chunk_rows, for each of the span's slots, how many of its expert are in the chunks before it, in
- * peers the lanes with the same expert, and in counts the span's slots of each expert. */
+/* Ranks the span's slots within their experts. chunk_rows gets the rows of each expert in the chunks before a
+ * chunk, peers the lanes with the same expert, and counts the span's slots of each expert. */
 __device__ inline void count_slots(PlanShared &s, const Span &span, int E, int (&id)[ROUNDS],
                                    unsigned (&peers)[ROUNDS]) {
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32, num_chunks = (span.num_slots + 31) / 32;
@@ -133,11 +134,11 @@ __device__ inline int sum_counts(const FusedMoeRoutePlan &p, PlanShared &s) {
     return before;
 }
 
-/* The plan, from the ids of every CTA's span: the whole cluster. */
+/* Makes the plan from the ids of all spans. The whole cluster calls it. */
 __device__ inline void make_plan(const FusedMoeRoutePlan &p, PlanShared &s, const Span &span) {
     int id[ROUNDS], warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     unsigned peers[ROUNDS], lanes_before = (1u << lane) - 1;
-    __syncthreads(); /* until ids are there, and zeros */
+    __syncthreads(); /* ids and zeros are written */
     count_slots(s, span, p.E, id, peers);
     __syncwarp();
     barrier_cluster_sync();
@@ -161,7 +162,7 @@ __device__ inline void make_plan(const FusedMoeRoutePlan &p, PlanShared &s, cons
     barrier_cluster_wait(); /* until the others have read this CTA's counts */
 }
 
-/* Of given ids. */
+/* The plan of given ids. */
 __global__ void __launch_bounds__(THREADS, 1) cluster_plan_kernel(const __grid_constant__ ClusterPlan q) {
     extern __shared__ __align__(16) char memory[];
     auto &s = *reinterpret_cast<PlanShared *>(memory);
@@ -180,7 +181,7 @@ struct ChoiceShared {
     float choice[THREADS * V]; /* of expert groups: [sub-warp, G V] */
 };
 
-/* G lanes a token, V experts a lane. */
+/* Chooses and plans: G lanes per token, V experts per lane. */
 template <int G, int V>
 __global__ void __launch_bounds__(THREADS, 1) choice_plan_kernel(const __grid_constant__ ClusterPlan q) {
     constexpr int TOKENS = THREADS / G, WARP_TOKENS = 32 / G; /* at a time */
@@ -192,7 +193,7 @@ __global__ void __launch_bounds__(THREADS, 1) choice_plan_kernel(const __grid_co
     int first_token = span.first_slot / p.K, span_tokens = span.num_slots / p.K;
     begin(q, s.plan, span);
     int64_t num_tokens = num_real_tokens(p.num_tokens, p.num_tokens_dtype, p.T);
-    /* whole warps go on together, as choose() wants it */
+    /* whole warps iterate together, as choose() requires */
     for (int first = threadIdx.x / 32 * WARP_TOKENS; first < span_tokens; first += TOKENS) {
         int t = first + subwarp % WARP_TOKENS; /* of the span */
         Choice<float> chosen = choose<G, V>(p, first_token + t, num_tokens, s.choice + subwarp * G * V);

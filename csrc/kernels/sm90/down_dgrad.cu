@@ -7,15 +7,15 @@
  *   accumulators x1 per warp (consumers -> epilogue)    1: consumer warp i    1: epilogue warp i
  *
  * For each element of g the epilogue reads two and writes three, and takes as long as the main loop of a
- * short k. So it has a warpgroup of its own: consumers leave their accumulators, rounded, in shared memory
- * and go on.
+ * short k. So a separate warpgroup runs it: consumers leave their accumulators, rounded, in shared memory
+ * and continue with the next tile.
  *
  *   consumer 1   |k 0|k 1| ... |store |k 0|k 1| ... of the next tile
  *   consumer 2   |k 0|k 1| ... |store |k 0|k 1| ...
  *   epilogue     the previous tile    |rows of consumer 1 |rows of consumer 2
  *
  * The price is one stage of four, and wgmma of N = 128: with 512 threads ptxas has no registers for 256.
- * Skinny experts are ordinary tiles here: whatever the rows, their weight has to be loaded. */
+ * Skinny experts are ordinary tiles here: their time is that of loading the weight, whatever the rows. */
 #include "../common/activation.cuh"
 #include "../common/dscores.cuh"
 #include "gemm.cuh"
@@ -27,8 +27,8 @@ namespace {
 
 /* --- kernel --------------------------------------------------------------------------------------------- */
 
-/* What the epilogue warps read and write. They hold it in registers: captured by reference, it would be
- * loaded again for every chunk, by generic loads. */
+/* What the epilogue warps read and write. They keep it in registers: captured by reference, it would be
+ * reloaded for every chunk, by generic loads. */
 typedef struct {
     const void *h;           /* [R,H] */
     const float *scores;     /* [T,K] or NULL */
@@ -64,7 +64,7 @@ struct DownDgradShared : Shared<Config> {
     Barrier<Warps<1>> accumulators_full[Config::CONSUMERS][4], accumulators_empty[Config::CONSUMERS][4];
 };
 
-/* A consumer's tile, of 64-column subtiles, to the epilogue warpgroup. */
+/* Passes a consumer's tile to the epilogue warpgroup, as subtiles of 64 columns. */
 template <class Config>
 __device__ inline void store_accumulators(DownDgradShared<Config> &s, int wg, int warp, uint32_t phase,
                                           int subtiles, const float (&d)[128]) {
@@ -99,7 +99,7 @@ __device__ inline void run_epilogue(EpilogueOperands p, DownDgradShared<Config> 
     TileReader<typename Config::Queue> reader(s.queue);
     uint32_t phase = 0;
     for (WorkTile tile = reader.next(); tile.expert >= 0; tile = reader.next(), phase ^= 1) {
-        /* the lane's first row and column, and how many rows and subtiles there are from there on */
+        /* the lane's first row and column, and the number of rows and subtiles from there on */
         int row = 16 * warp + lane / 8, column = tile.first_column + lane % 8 * CHUNK;
         int rows = tile.num_rows - row;
         int subtiles = min(tile.half_n ? 2 : 4, (p.F - column + SUBTILE - 1) / SUBTILE);

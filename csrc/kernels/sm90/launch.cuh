@@ -10,9 +10,9 @@ namespace sm90 {
 /* --- launching ------------------------------------------------------------------------------------------ */
 
 constexpr size_t SM_SHARED_BYTES = 228 * 1024; /* of sm_90 */
-constexpr size_t CTA_SHARED_BYTES = 1024;      /* the system's, of every CTA */
+constexpr size_t CTA_SHARED_BYTES = 1024;      /* reserved by the system in every CTA */
 
-/* CTAs of a grid that runs all at once: one per SM, or so many. */
+/* CTAs of a grid whose CTAs are all resident: per_sm on each SM. */
 inline int num_ctas(int per_sm = 1) {
     int ctas = per_sm * current_device().num_sms;
     return ctas < FUSED_MOE_MAX_CTAS ? ctas : FUSED_MOE_MAX_CTAS;
@@ -41,7 +41,7 @@ inline size_t map_bytes(int num_maps) {
     return (size_t)num_ctas() * MAP_SLOTS * num_maps * sizeof(CUtensorMap);
 }
 
-/* As many CTAs as run at once, each with a Memory. after_any: see Launch. */
+/* Launches one wave of CTAs with a Memory each. after_any: see Launch. */
 template <class Config, class Memory, auto kernel, typename Params>
 int launch_persistent(const Params &p, void *stream, bool after_any = false) {
     static_assert(Config::CTAS_PER_SM * (sizeof(Memory) + CTA_SHARED_BYTES) <= SM_SHARED_BYTES,

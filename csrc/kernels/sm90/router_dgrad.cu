@@ -1,7 +1,7 @@
-/* The gradient of the router's input on Hopper: dx = dlogits weight, or dx += it.
+/* The gradient of the router's input on Hopper: dx = dlogits weight, or dx += dlogits weight.
  *
- * k is E, a few k-tiles, so a tile is little more than its loads and its stores: short CTAs of one warpgroup and
- * 64 x 128, three per SM, which load, multiply and store beside each other. Thread 0 issues the loads. */
+ * k is E, a few k-tiles, so a tile is mostly its loads and stores. Hence short CTAs: one warpgroup computes a
+ * 64x128 tile, and three CTAs per SM overlap loads, MMAs and stores. Thread 0 issues the loads. */
 #include <type_traits>
 
 #include "launch.cuh"
@@ -18,7 +18,7 @@ constexpr int TOKENS = SUBTILE, COLUMNS = 2 * SUBTILE, THREADS = 128, CTAS_PER_S
 typedef struct {
     CUtensorMap dlogits; /* (T, E), boxes of one subtile */
     CUtensorMap weight;  /* (E, D), boxes of one subtile */
-    CUtensorMap dx;      /* (T, D), likewise             */
+    CUtensorMap dx;      /* (T, D), boxes of one subtile */
     int32_t num_k_tiles, num_column_tiles;
     bool accumulate;
 } RouterDgrad;
@@ -27,7 +27,7 @@ struct alignas(1024) RouterDgradShared {
     struct Stage {
         uint8_t dlogits[SUBTILE_BYTES], weight[2][SUBTILE_BYTES];
     } stage[STAGES];
-    uint8_t dx[2][SUBTILE_BYTES]; /* before, if it accumulates, and after */
+    uint8_t dx[2][SUBTILE_BYTES]; /* the old values, if it accumulates, then the new ones */
     uint64_t full[STAGES], dx_full;
 };
 

@@ -1,15 +1,15 @@
-/* The router's product on Hopper: logits[t] = weight x[t] + bias in float32, the same bits in any batch.
+/* The router's GEMM on Hopper: logits[t] = weight x[t] + bias in float32, the same bits in any batch.
  *
- * D is summed in slices (fused_moe_router_slice). A slice's products are added in order of k from zero by
- * wgmma, whose m64nNk16 has one result whatever N and the place in the tile; the slices' sums are added in
- * order. Who sums a slice makes no difference:
- *   many tokens   a CTA sums every slice of its tile in turn; it has every num_ctas-th tile, and loads go on
- *                 from one to the next
- *   few tokens    the CTAs of a cluster have some slices each, so that as many SMs read the weight. They leave
- *                 each slice's sums in shared memory, and each of them adds up its share of the tile
+ * D is summed in slices (fused_moe_router_slice). wgmma adds a slice from zero in order of k, with the same
+ * bits for any N and any place in the tile. The slices' sums are then added in order. So it makes no
+ * difference which CTA sums a slice:
+ *   many tokens   persistent CTAs: each sums all slices of every num_ctas-th tile, and its loads run on from
+ *                 one tile to the next
+ *   few tokens    the CTAs of a cluster share a tile's slices, so more SMs read the weight. Each leaves its
+ *                 slices' sums in shared memory, then adds up its share of the tile
  *
- * Roles: all warpgroups but the last multiply, 64 tokens each; a lane of the last loads by TMA. Logits are stored
- * from registers: a quad of lanes fills a 32-byte sector. */
+ * Roles: all warpgroups but the last are consumers, 64 tokens each; one lane of the last loads by TMA. Logits
+ * are stored from registers: a quad of lanes fills a 32-byte sector. */
 #include <type_traits>
 
 #include "launch.cuh"
@@ -40,10 +40,10 @@ struct RouterConfig {
     static constexpr int WARPGROUPS = WARPGROUPS_, TOKENS = SUBTILE * WARPGROUPS, EXPERTS = EXPERTS_;
     static constexpr bool SPLIT = SPLIT_;
     static constexpr int THREADS = 128 * (WARPGROUPS + 1), SUMS = EXPERTS / 2; /* accumulators of a thread */
-    /* The sum over slices: registers have no room for more than 64 beside 128 accumulators. */
+    /* Running sums over slices: at most 64 fit registers beside 128 accumulators. */
     static constexpr int TOTALS = SPLIT ? 0 : EXPERTS <= 128 ? SUMS : 64;
     static constexpr int SHARED_TOTALS = SPLIT ? 0 : SUMS - TOTALS;
-    static constexpr int MAX_CTA_SLICES = SPLIT ? 4 : 0; /* whose sums shared memory holds */
+    static constexpr int MAX_CTA_SLICES = SPLIT ? 4 : 0; /* shared memory holds their sums */
     static constexpr int PITCH = EXPERTS + 8;            /* spreads a warp's rows over the banks */
     static constexpr int STAGE_BYTES = (TOKENS + EXPERTS) * SWIZZLE_BYTES;
     static constexpr int STAGES = SPLIT ? 8 : SHARED_TOTALS ? 3 : 192 * 1024 / STAGE_BYTES;
@@ -71,7 +71,7 @@ __device__ inline RouterTile tile_of(const RouterLogits &p, int index) {
             index % p.num_expert_tiles * Config::EXPERTS};
 }
 
-/* k-tiles [k, end) to the ring's stages. */
+/* Loads k-tiles [k, end) into the pipeline's stages. */
 template <class Config>
 __device__ inline void load_k_tiles(const RouterLogits &p, RouterShared<Config> &s,
                                     typename Config::Pipeline &pipe, const RouterTile &tile, int k, int end) {
@@ -86,7 +86,7 @@ __device__ inline void load_k_tiles(const RouterLogits &p, RouterShared<Config> 
     }
 }
 
-/* acc = the slice's products, from zero. */
+/* acc = the slice's MMAs, accumulated from zero. */
 template <class Config>
 __device__ inline void sum_slice(float (&acc)[Config::SUMS], RouterShared<Config> &s,
                                  typename Config::Pipeline &pipe, int num_k_tiles, int wg) {
@@ -127,7 +127,8 @@ __device__ inline void store_pair(const RouterLogits &p, int64_t token, int expe
     }
 }
 
-/* fn(acc, total) for all sums of this thread, wherever the total is. */
+/* Calls fn(acc, total) for all accumulators of this thread; totals are in registers, the rest in shared
+ * memory. */
 template <class Config, typename Fn>
 __device__ inline void for_each_total(float (&acc)[Config::SUMS], float (&total)[Config::TOTALS + 1],
                                       RouterShared<Config> &s, Fn fn) {
@@ -137,12 +138,13 @@ __device__ inline void for_each_total(float (&acc)[Config::SUMS], float (&total)
     for (int i = 0; i < Config::SHARED_TOTALS; i++) fn(acc[Config::TOTALS + i], s.totals[i][threadIdx.x]);
 }
 
-/* Adds the cluster's sums in order of their slices: this CTA's share of the tile. */
+/* Adds the cluster's sums in order of their slices, for this CTA's share of the tile, and stores the
+ * logits. */
 template <class Config>
 __device__ inline void add_slices(const RouterLogits &p, RouterShared<Config> &s, int rank,
                                   const RouterTile &tile) {
     constexpr int PAIRS = Config::EXPERTS / 2; /* of a token's logits */
-    __syncwarp();                              /* one lane has loaded */
+    __syncwarp();                              /* the loading warp's lanes diverged */
     barrier_cluster_sync();
     int pairs = (int)min((int64_t)Config::TOKENS, p.T - tile.token) * PAIRS;
     for (int pair = rank * Config::THREADS + threadIdx.x; pair < pairs; pair += p.cluster * Config::THREADS) {
@@ -177,7 +179,7 @@ __global__ void __launch_bounds__(Config::THREADS, 1)
     }
     __syncthreads();
 
-    /* Work: tiles, and of their slices all or this CTA's */
+    /* Work: this CTA's tiles, with all slices, or with its share of them */
     int rank = Config::SPLIT ? blockIdx.x % p.cluster : 0, step = Config::SPLIT ? p.num_tiles : gridDim.x;
     int first_tile = Config::SPLIT ? blockIdx.x / p.cluster : blockIdx.x;
     int first_slice = rank * p.cta_slices, end_slice = min(first_slice + p.cta_slices, p.num_slices);

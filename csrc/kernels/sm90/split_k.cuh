@@ -1,11 +1,11 @@
-/* Split-K: the tiles of a long sum are computed as slices along k, and the last slice to arrive adds them up.
+/* Split-K: a tile with a long k is computed as slices along k, and the last arriver reduces them.
  *
- * Each slice leaves its accumulators in memory and counts itself on the tile's semaphore. The last arriver
- * reads all slices and adds them in their order, whichever it is, so the bits are the same in every run. A
- * warpgroup's 64 rows are on their own: they have a semaphore and memory of their own.
+ * Each slice stores its accumulators in memory and increments the tile's semaphore. The last arriver,
+ * whichever slice it is, adds all slices in their order, so the bits are the same in every run. Each
+ * warpgroup's 64 rows are reduced independently, with their own semaphore and memory.
  *
- * Semaphores are zeros again for the next call. The last warpgroup of the grid sees to it, not the tile's
- * last arriver: in a plan that is wrong, a tile may have slices that never arrive, or too many. */
+ * The last warpgroup of the grid zeroes the semaphores for the next call. A tile's last arriver could not: in
+ * a wrong plan, a tile may have slices that never arrive, or too many. */
 #pragma once
 
 #include "ptx.cuh"
@@ -16,8 +16,8 @@ namespace sm90 {
 constexpr int ACCUMULATOR_VECTORS = 32 * 128; /* float4s of a warpgroup's 64x256 accumulators */
 constexpr int64_t ACCUMULATOR_BYTES = ACCUMULATOR_VECTORS * (int64_t)sizeof(float4);
 
-/* A warpgroup calls it with the accumulators of slice `slice` of num_slices. vectors_of(i) is where slice i's
- * are kept. True for the last arriver, which then has the sum of all in d. */
+/* A warpgroup calls it with the accumulators d of slice `slice` of num_slices. vectors_of(i) is slice i's
+ * memory. Returns true to the last arriver, with the sum of all slices in d. */
 template <typename VectorsOf>
 __device__ inline bool reduce_slices(float (&d)[128], int slice, int num_slices, VectorsOf vectors_of,
                                      uint32_t *semaphore, int barrier) {
@@ -44,7 +44,7 @@ __device__ inline bool reduce_slices(float (&d)[128], int slice, int num_slices,
     return true;
 }
 
-/* A warpgroup calls it after its last tile, one of `warpgroups`. */
+/* Each of the grid's `warpgroups` calls it after its last tile. */
 __device__ inline void reset_semaphores(uint32_t *finished, uint32_t warpgroups, uint32_t *semaphores,
                                         int num_semaphores) {
     /* Thread 0 did its warpgroup's atomicAdds, and its atomicInc comes after them: no barrier is needed. */

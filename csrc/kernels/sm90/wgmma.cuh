@@ -9,7 +9,7 @@
  * swizzle: swizzled() in tensor_map.cuh.
  *
  *   Major::K     a subtile's 64 rows run along M or N, 64 elements of k each; the next subtile follows
- *   Major::MN    a subtile's 64 rows run along k, 64 elements of M or N each; likewise */
+ *   Major::MN    a subtile's 64 rows run along k, 64 elements of M or N each; the next subtile follows */
 #pragma once
 
 #include "../common/tensor_map.cuh"
@@ -31,7 +31,7 @@ __device__ inline uint64_t matrix_descriptor(uint32_t address) {
 /* One wgmma multiplies 32 bytes of k of each operand: 16 elements of 16 bits, 32 of 8. A k-tile takes four. */
 constexpr int WGMMA_K_BYTES = 32, NUM_K_STEPS = SWIZZLE_BYTES / WGMMA_K_BYTES;
 
-/* What one wgmma's k adds to a descriptor. */
+/* The increment of a descriptor for one wgmma's k. */
 template <Major major, typename T>
 constexpr int K_STEP =
     (major == Major::MN ? WGMMA_K_BYTES / (int)sizeof(T) * SWIZZLE_BYTES : WGMMA_K_BYTES) >> 4;
@@ -68,8 +68,8 @@ __device__ inline void wgmma_wait_group() {
 #define REGISTERS_64(c, i) REGISTERS_32(c, i), REGISTERS_32(c, i + 32)
 #define REGISTERS_128(c, i) REGISTERS_64(c, i), REGISTERS_64(c, i + 64)
 
-/* A, B, accumulate and the two transpositions are the operands after the N / 2 registers. Where nothing is
- * accumulated the registers are results alone, so that nothing keeps what they held before. */
+/* A, B, accumulate and the two transpositions are the operands after the N / 2 registers. Without accumulate
+ * the registers are outputs only, so the compiler does not preserve their old values. */
 #define WGMMA_ASM(TYPE, N, C, REGS, TEXT, A, B, P, TA, TB)                                                   \
     asm volatile("{.reg .pred p; setp.ne.b32 p, " P ", 0;\n"                                                 \
                  "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" TEXT "}, " A ", " B    \
@@ -95,7 +95,7 @@ __device__ inline void wgmma_wait_group() {
 WGMMAS(__nv_bfloat16, "bf16")
 WGMMAS(__half, "f16")
 
-/* By N. */
+/* Selects the instruction by N. */
 template <int columns, int accumulate, Major a_major, Major b_major, typename T>
 __device__ inline void wgmma(float *d, uint64_t a, uint64_t b, T t) {
     static_assert(columns == 256 || columns == 128 || columns == 64 || columns == 32 || columns == 16 ||
@@ -108,8 +108,8 @@ __device__ inline void wgmma(float *d, uint64_t a, uint64_t b, T t) {
     if constexpr (columns == 8) wgmma_m64n8k16<accumulate, a_major, b_major>(d, a, b, t);
 }
 
-/* A in registers: lane l of warp w holds rows 16 w + l / 4 and that + 8 of columns 2 (l % 4) and one more, then of
- * the same eight columns on. */
+/* A in registers: lane l of warp w holds rows 16 w + l / 4 and 16 w + l / 4 + 8 of columns n and n + 1, where
+ * n = 2 (l % 4), then the same rows of columns n + 8 and n + 9. */
 #define WGMMA_A_ASM(TYPE, N, C, REGS, TEXT, A, B, P, TB)                                                     \
     asm volatile("{.reg .pred p; setp.ne.b32 p, " P ", 0;\n"                                                 \
                  "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" TEXT "}, {" A "}, " B  \

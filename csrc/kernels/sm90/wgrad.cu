@@ -4,16 +4,16 @@
  * counted by n; stage.b, wgmma's B (N = 256), has columns of a, counted by m. a's columns of part 1 follow
  * those of part 0, so a tile may have some of both. An expert without rows has its tiles too, and gets zeros.
  *
- * Roles and pipelines are gemm.cuh's; wgrad_load.cuh has the loads, split_k.cuh the sum of an expert that
- * is cut along k.
+ * Roles and pipelines are gemm.cuh's; wgrad_load.cuh has the loads, split_k.cuh the reduction of an expert
+ * that is split along k.
  *
- * A weight's gradient has the weight's strides. Where a's columns are contiguous in it, accumulators are
- * stored as they are, else TRANSPOSED, by stmatrix.trans. In a's dtype the epilogue is overlapped as in
- * grouped_mm. In f32 it stores at once, and TMA can add to what is there.
+ * A weight's gradient has the weight's strides. If a's columns are contiguous in it, accumulators are stored
+ * as they are, else TRANSPOSED, by stmatrix.trans. In a's dtype the epilogue is overlapped as in grouped_mm.
+ * In f32 it stores at once, and TMA can add to memory.
  *
- * Every tile gathers its part of b, so b is gathered once for every 256 of a's columns. That takes about a
- * tenth of the GEMM's time. Where a is wide, b's rows are copied into expert order first, half of their
- * columns at a time, and TMA loads them. */
+ * Every tile gathers its columns of b, so b is gathered once for every 256 of a's columns, in about a tenth
+ * of the GEMM's time. If a is wide, b's rows are copied into expert order first, half of their columns at a
+ * time, and TMA loads them. */
 #include "launch.cuh"
 #include "split_k.cuh"
 #include "wgrad_load.cuh"
@@ -34,9 +34,9 @@ struct WgradConfig : GemmConfig<T, Major::MN, GATHER> {
 /* Rows of a long tile: its 16 k-tiles take three times as long as fetching a tile. */
 constexpr int LONG_TILE = 1024;
 
-/* Where a warpgroup's accumulators go: 64 of b's columns times 256 of a's. */
+/* The place of a warpgroup's accumulators in dw: 64 of b's columns times 256 of a's. */
 struct Target {
-    int expert, first_subtile, n; /* first_subtile past the last: nowhere */
+    int expert, first_subtile, n; /* first_subtile past the last: nothing is stored */
 };
 
 template <typename T, bool TRANSPOSED>
@@ -124,7 +124,7 @@ __global__ void __launch_bounds__(Config::THREADS, 1) wgrad_kernel(const __grid_
     }
 }
 
-/* Split-K of a warpgroup's accumulators. True where they are the sum of all slices. */
+/* Split-K of a warpgroup's accumulators. Returns true if d is the sum of all slices. */
 __device__ inline bool sum_slices(const Wgrad &p, const WgradTile &tile, int wg, float (&d)[128]) {
     auto vectors_of = [&](int slice) {
         int64_t index =
@@ -137,8 +137,8 @@ __device__ inline bool sum_slices(const Wgrad &p, const WgradTile &tile, int wg,
 
 /* --- epilogues ------------------------------------------------------------------------------------------ */
 
-/* A subtile of 64 of a's columns, which a thread has as fill_subtile says, with b's 64 columns along its
- * rows. */
+/* Fills a subtile whose rows are 64 of a's columns and hold b's 64 columns. A thread's words are laid out as
+ * for fill_subtile. */
 __device__ inline void fill_subtile_transposed(uint32_t subtile, int warp, const uint32_t (&words)[16]) {
     int lane = threadIdx.x % 32, chunk = 2 * warp + lane / 8 % 2;
 #pragma unroll
@@ -149,7 +149,7 @@ __device__ inline void fill_subtile_transposed(uint32_t subtile, int warp, const
     }
 }
 
-/* Half of such a subtile in f32: 64 rows of 32 columns, of d's 64 columns. */
+/* Fills half of a subtile in f32: 64 rows of 32 of d's 64 columns. */
 template <bool TRANSPOSED>
 __device__ inline void fill_subtile_f32(uint32_t subtile, int warp, int half, const float *d) {
     int lane = threadIdx.x % 32;
@@ -168,7 +168,7 @@ __device__ inline void fill_subtile_f32(uint32_t subtile, int warp, int half, co
     }
 }
 
-/* In a's dtype: rounded, held, and stored under the next tile's k-tiles. */
+/* In a's dtype: rounds and holds the accumulators, and stores them under the next tile's k-tiles. */
 template <typename T, bool TRANSPOSED>
 struct Epilogue {
     static constexpr int SUBTILES = 4, NOWHERE = INT32_MAX - SUBTILES;
@@ -209,7 +209,7 @@ struct Epilogue {
     __device__ void forget() { held.first_subtile = NOWHERE; }
 };
 
-/* In f32: stored, or added, at once. */
+/* In f32: stores the accumulators, or adds them to memory, at once. */
 template <bool TRANSPOSED>
 struct EpilogueF32 {
     static constexpr int SUBTILES = 0;
@@ -248,15 +248,15 @@ int64_t subtiles_of(const FusedMoeWgrad &p, int part) {
     return p.dw[part].data ? ceil_div(p.M[part], SUBTILE) : 0;
 }
 
-/* Of an expert's weight. */
+/* Tiles of one expert's weight. */
 int64_t weight_tiles_of(const FusedMoeWgrad &p) {
     return ceil_div(subtiles_of(p, 0) + subtiles_of(p, 1), 4) * ceil_div(p.N, 2 * SUBTILE);
 }
 
 typedef struct {
     FusedMoeWgradOrder order;
-    int64_t rows;      /* of a tile's slice, at most; R where no expert is cut */
-    int64_t num_slots; /* for their accumulators */
+    int64_t rows;      /* of a tile's slice, at most; R if no expert is split */
+    int64_t num_slots; /* for the slices' accumulators */
 } Slices;
 
 Slices slices_of(const FusedMoeWgrad &p) {
@@ -350,7 +350,7 @@ size_t gathered_bytes(const FusedMoeWgrad &p) {
     return gathers_first(p) ? (bytes + 127) / 128 * 128 : 0;
 }
 
-/* The call for half of the columns of b, which are gathered already, and of dw. */
+/* The call for half of the columns of b, already gathered, and of dw. */
 FusedMoeWgrad half_of(const FusedMoeWgrad &p, int half) {
     FusedMoeWgrad q = p;
     q.b = p.workspace.data;
@@ -364,7 +364,7 @@ FusedMoeWgrad half_of(const FusedMoeWgrad &p, int half) {
     return q;
 }
 
-/* rows[r] = b[row_token[r]], one warp per row, in chunks. Rows past the last one stay as they are. */
+/* rows[r] = b[row_token[r]], one warp per row, in chunks. Rows past the last one are left unwritten. */
 typedef struct {
     const uint4 *b;           /* [T] rows of b_chunks, from the first chunk on */
     uint4 *rows;              /* [R, chunks] */

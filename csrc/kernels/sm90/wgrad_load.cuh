@@ -1,8 +1,8 @@
-/* Loads of wgrad: dw[e] = a[rows of e]^T b[row_token[rows of e]], k runs along the rows of an expert.
+/* Loads of wgrad: dw[e] = a[rows of e]^T b[row_token[rows of e]]; k runs along the rows of an expert.
  *
  * Both operands are MN-major, and wgmma reads them so: nothing is transposed. stage.a, wgmma's A, is 128
- * columns of b; stage.b, its B, is 256 columns of a. TMA loads a through the expert's own map. b is loaded
- * likewise, or gathered by three warps with cp.async. Rows past the expert's last are zero on both sides,
+ * columns of b; stage.b, its B, is 256 columns of a. TMA loads a through the expert's tensor map. b is loaded
+ * by TMA, too, or gathered by three warps with cp.async. Rows past the expert's last are zero on both sides,
  * since 0 * NaN is NaN. */
 #pragma once
 
@@ -14,7 +14,7 @@ namespace sm90 {
 struct alignas(16) WgradTile {
     int32_t expert; /* -1: there are no more tiles */
     int32_t first_row, num_rows, row_in_expert;
-    int32_t slice, num_slices; /* split-K: of so many that are summed up                */
+    int32_t slice, num_slices; /* split-K: slice of num_slices, which are summed up     */
     int32_t split_index;       /* of the tile's semaphore and its first slice's slot    */
     int32_t first_subtile;     /* of a's columns, those of part 1 after those of part 0 */
     int32_t first_n;           /* of b's columns                                        */
@@ -25,7 +25,7 @@ enum { MAP_OF_A, MAP_OF_B }; /* per-expert tensor maps; with a gather b has none
 
 typedef struct {
     CUtensorMap dw[2];        /* of part i, in its own strides   */
-    const void *b;            /* [T,N] to be gathered            */
+    const void *b;            /* [T,N] before the gather         */
     const int32_t *row_token; /* [R]                             */
     int64_t T;
     int32_t N, M[2];
@@ -38,7 +38,7 @@ typedef struct {
     TileSource tiles;
 } Wgrad;
 
-/* Of a subtile of a's columns: its part, and its first column there. */
+/* The part that a subtile of a's columns is in, and the subtile's first column there. */
 __device__ inline int part_of(const Wgrad &p, int subtile) {
     return subtile >= p.subtiles[0];
 }
@@ -73,7 +73,7 @@ struct ColumnsOfA {
     }
 };
 
-/* One warp: a and b, which are both grouped by expert, by TMA. */
+/* One warp loads a and b, both grouped by expert, by TMA. */
 template <class Config>
 __device__ inline void load_tma(const Wgrad &p, Shared<Config> &s) {
     using T = typename Config::Operand;
@@ -106,8 +106,8 @@ __device__ inline void load_tma(const Wgrad &p, Shared<Config> &s) {
     }
 }
 
-/* The tokens of the rows of two k-tiles, two rows of a k-tile per lane; -1: there is no such row. Loading
- * them would wait behind the copies, so they are loaded two k-tiles ahead, a tile's first ones during the
+/* The tokens of the rows of two k-tiles, two rows of each k-tile per lane; -1: there is no such row. These
+ * loads would wait behind the copies, so they are issued two k-tiles ahead: a tile's first ones during the
  * tile before. */
 template <typename T>
 struct Tokens {
@@ -124,8 +124,8 @@ struct Tokens {
     }
 };
 
-/* Three warps gather b: a warp copies both subtiles' columns of four rows at a time, one chunk of each per
- * lane. Warp 0 loads a by TMA. */
+/* Three warps gather b: each copies both subtiles' columns of four rows at a time, one chunk of a subtile per
+ * lane. Warp 0 loads a by TMA, too. */
 template <class Config>
 __device__ inline void load_gather(const Wgrad &p, Shared<Config> &s) {
     using T = typename Config::Operand;
@@ -137,7 +137,7 @@ __device__ inline void load_gather(const Wgrad &p, Shared<Config> &s) {
     TileReader<typename Config::Queue> reader(s.queue);
     typename Config::Pipeline pipe;
     int acquired = -1;
-    /* The warp that uses a map acquires it, beside the warp that built it. */
+    /* The warp that uses a map acquires it, as well as the warp that built it. */
     auto acquire = [&](const WgradTile &tile) {
         if (warp == 0 && tile.expert >= 0 && tile.map_slot != acquired)
             fence_proxy_tensormap_acquire(map_of_slot(p.tiles, MAP_OF_A, tile.map_slot));
@@ -157,7 +157,7 @@ __device__ inline void load_gather(const Wgrad &p, Shared<Config> &s) {
         auto load_k_tile = [&](int k_tile, const int (&token)[HALVES]) {
             auto &stage = s.stage[pipe.index];
             uint32_t full = s.full[pipe.index].address(), dst_b = shared_address(stage.a);
-            uint32_t source[HALVES][COPIES]; /* all of them first: shuffles would wait behind copies */
+            uint32_t source[HALVES][COPIES]; /* all are read first: shuffles would wait behind copies */
 #pragma unroll
             for (int half = 0; half < HALVES; half++)
 #pragma unroll
@@ -184,7 +184,7 @@ __device__ inline void load_gather(const Wgrad &p, Shared<Config> &s) {
             s.full[pipe.index].template arrive_after_copies<WARPS>();
             pipe.advance();
         };
-        /* once at least: a tile without rows reads the next one, too */
+        /* at least once: a tile without rows reads the next tile, too */
         for (int k_tile = 0; k_tile == 0 || k_tile < num_k_tiles; k_tile += Tokens<T>::K_TILES) {
             Tokens<T> later;
 #pragma unroll
