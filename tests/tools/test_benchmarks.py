@@ -799,6 +799,15 @@ def test_builds_are_compared_with_the_first(load, tmp_path, monkeypatch, capsys)
     assert (forward["old_dense_ratio"], forward["new_dense_ratio"]) == (0.5, 0.625)
     assert "2.000 (0.500, 1.000 of dense)" in capsys.readouterr().out
 
+    decode = ["--shape", "olmoe", "--tokens", "1,64", "--format", ",int4", "--json", str(path)]
+    compare_builds.main([*trees, *decode])
+    found = [
+        (r["format"], r["tokens"], r["new_commit"], r["old_us"] / r["new_us"])
+        for r in json.loads(path.read_text())
+    ]
+    expected = product(("", "int4"), (1, 64), (("B", 1.25), ("C", 2)))
+    assert found == [(format, T, *new) for format, T, new in expected]
+
 
 def test_few_tokens(load, run, tmp_path, capsys):
     """A record for each number of tokens, beside the floor and both peers; in a table and a picture."""
