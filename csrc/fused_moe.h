@@ -264,8 +264,8 @@ typedef struct {         /* out[r] = sum_i a[r, part i] b[i][e(r)]^T + bias[e(r)
     const int32_t *offs; /* [E]    */
     const int32_t *schedule; /* [8+4E] schedule.h; NULL: offs is unchecked */
     FusedMoeWorkspace workspace;
-    const FusedMoeRoutePlan *slots; /* whose plan is not made yet, as in FusedMoeUpGate; or NULL */
-    bool after_up_gate;             /* the launch before this one is up_gate's, as a rule */
+    const FusedMoeRoutePlan *unplanned; /* whose plan is not made yet, as in FusedMoeUpGate; or NULL */
+    bool after_up_gate;                 /* the launch before this one is up_gate's, as a rule */
     /* It is, and may still run. offs, schedule or the slots' ids, b[0] and the second half of the counters are
      * older than it, and b[1] is absent. */
     bool starts_early;
@@ -343,7 +343,7 @@ typedef struct {        /* h = x[row_token] w1^T | w3^T + b;  a = act(gate) up *
     /* Few slots (slot_plan.h) whose plan is not made yet; NULL: row_map is it. A call that plans slots makes
      * it in the GEMM, writes counts and token_row alone, and uses no workspace.counters. For others the plan's
      * kernel runs first. */
-    const FusedMoeRoutePlan *slots;
+    const FusedMoeRoutePlan *unplanned;
     FusedMoeWorkspace workspace;
     bool next_starts_early; /* the down GEMM may start before this launch has ended */
     FusedMoeRowMap row_map;
@@ -356,7 +356,7 @@ typedef struct {        /* h = x[row_token] w1^T | w3^T + b;  a = act(gate) up *
 typedef struct { /* both sides without gradients in one launch, which the sm90 tier has where rows are few */
     FusedMoeUpGate up;         /* h NULL */
     FusedMoeGroupedMM down;    /* of up.a */
-    FusedMoeUnpermute combine; /* of down.out. Made with up.slots; without them by a launch of its own */
+    FusedMoeUnpermute combine; /* of down.out. Made with up.unplanned; without them by a launch of its own */
     FusedMoeWorkspace workspace;
     int32_t tile_rows; /* of the plan's schedule */
 } FusedMoeExperts;

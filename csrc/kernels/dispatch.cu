@@ -287,10 +287,10 @@ static int run_checked(const Params &unchecked, void *stream, Fn run_next) {
 template <typename Params, typename Fn>
 static int run_planned(const Params &unplanned, void *stream, Fn run_next) {
     Params p = unplanned;
-    if (p.slots && !fused_moe_plans_slots(&p.workspace)) {
-        int status = fused_moe_cuda_route_plan(p.slots, stream);
+    if (p.unplanned && !fused_moe_plans_slots(&p.workspace)) {
+        int status = fused_moe_cuda_route_plan(p.unplanned, stream);
         if (status != FUSED_MOE_OK) return status;
-        p.slots = nullptr;
+        p.unplanned = nullptr;
     }
     return run_next(p);
 }
@@ -390,7 +390,7 @@ int fused_moe_cuda_cluster_plan(const FusedMoeRoutePlan *p, const FusedMoeRoute 
 
 int fused_moe_cuda_grouped_mm(const FusedMoeGroupedMM *p, void *stream) {
     auto run_next = [&](auto &q) { return run_weights(GROUPED_MM, QUANTIZED_MM, q, stream); };
-    return p->slots ? run_planned(*p, stream, run_next) : run_checked(*p, stream, run_next);
+    return p->unplanned ? run_planned(*p, stream, run_next) : run_checked(*p, stream, run_next);
 }
 int fused_moe_cuda_wgrad(const FusedMoeWgrad *p, void *stream) {
     return run_checked(*p, stream, [&](auto &q) { return run(WGRAD, q, stream); });

@@ -302,7 +302,7 @@ static bool run_together(const Call &call, const UpSide &up, const DownSide &dow
     p.workspace.data = memory.mutable_data_ptr();
     make_plan(p.tile_rows);
     check_status(call, fused_moe_cuda_experts(&p, call.stream));
-    if (!up.p.slots) run_unpermute(call, down.combine);
+    if (!up.p.unplanned) run_unpermute(call, down.combine);
     return true;
 #else
     (void)call, (void)up, (void)down, (void)x, (void)make_plan;
@@ -336,7 +336,7 @@ run_experts(const char *op, const Tensor &x, const UpWeights &weights, const Wid
     (score_on_input ? of_x : of_y) = scores;
     UpSide up = up_side(x, weights, s, b1, b3, of_x, plan.rows, layout, activation, constants, false);
     DownSide down = down_side(up.a, w2, out_dim, b2, of_y, plan.rows, shared, out);
-    up.p.slots = few ? &p : nullptr;
+    up.p.unplanned = few ? &p : nullptr;
     if (run_together(call, up, down, x, make_plan)) return {*down.out, plan.counts};
 
     const Counters counters = find_counters(call, x);
@@ -347,7 +347,7 @@ run_experts(const char *op, const Tensor &x, const UpWeights &weights, const Wid
         fused_moe_starts_early(p.T * p.K, p.E, s.F, weights.w1.quantized || w2.quantized);
     run_up_side(up, x);
     /* else run_planned of dispatch.cu has made the plan */
-    if (few && fused_moe_plans_slots(&up.p.workspace)) down.p.slots = &p;
+    if (few && fused_moe_plans_slots(&up.p.workspace)) down.p.unplanned = &p;
     return {run_down_side(down, up.a), plan.counts};
 }
 

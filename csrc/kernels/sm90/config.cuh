@@ -148,7 +148,7 @@ struct Gemm {
     int32_t num_k_tiles[2]; /* of part i; with a quantised weight stages            */
     bool gate_up;           /* B is gate and up, which share a tile's columns       */
     TileSource tiles;
-    FusedMoeRoutePlan slots; /* of which the kernel makes the plan, where tiles has no offs */
+    FusedMoeRoutePlan unplanned; /* the kernel makes this plan, where tiles has no offs */
 };
 using DenseGemm = Gemm<DenseParams>;
 template <class Config>
@@ -156,8 +156,8 @@ using GemmOf = Gemm<typename Config::Weight::Params>;
 
 /* The launch's kernel makes the plan of these slots itself. */
 template <class WeightParams>
-void plan_in_kernel(Gemm<WeightParams> &p, const FusedMoeRoutePlan &slots) {
-    p.slots = slots;
+void plan_in_kernel(Gemm<WeightParams> &p, const FusedMoeRoutePlan &unplanned) {
+    p.unplanned = unplanned;
     p.tiles.offs = p.tiles.schedule = nullptr;
     p.tiles.counters = nullptr;
 }

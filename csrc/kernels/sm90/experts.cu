@@ -111,7 +111,7 @@ template <class Config>
 __device__ inline void fetch_experts_tiles(const Experts &p, ExpertsShared<Config> &s) {
     const TileSource &up = p.up.gemm.tiles, &down = p.down.gemm.tiles;
     const bool plans = !up.offs;
-    if (plans) make_slot_plan(p.up.gemm.slots, s.plan);
+    if (plans) make_slot_plan(p.up.gemm.unplanned, s.plan);
     auto num_tiles = [&](const TileSource &source) {
         return plans ? fused_moe_num_slot_tiles(&s.plan, &source.order)
                      : fused_moe_num_work_tiles(source.schedule, source.E, (int32_t)source.R, &source.order);
@@ -128,8 +128,9 @@ __device__ inline void fetch_experts_tiles(const Experts &p, ExpertsShared<Confi
     auto token_of = [&](const Tile &tile, int i) {
         if (tile.is_down) return i < tile.num_rows ? tile.first_row + i : 0;
         if (plans)
-            return i < tile.num_rows ? fused_moe_slot_of_row(&s.plan, tile.first_row + i) / p.up.gemm.slots.K
-                                     : 0;
+            return i < tile.num_rows
+                       ? fused_moe_slot_of_row(&s.plan, tile.first_row + i) / p.up.gemm.unplanned.K
+                       : 0;
         return token_of_row(p.up.gemm, tile, i);
     };
     const uint32_t num_up = num_tiles(up), all = num_up + num_tiles(down);
@@ -155,7 +156,7 @@ __device__ inline void fetch_experts_tiles(const Experts &p, ExpertsShared<Confi
     }
     Tile none = {{-1}};
     writer.publish(none, token_of);
-    if (plans && blockIdx.x == gridDim.x - 1) write_slot_plan(p.up.gemm.slots, s.plan);
+    if (plans && blockIdx.x == gridDim.x - 1) write_slot_plan(p.up.gemm.unplanned, s.plan);
     if (threadIdx.x % 32 == 0) exit_claims(p);
 }
 
@@ -475,7 +476,7 @@ int launch(const FusedMoeExperts &p, void *stream) {
     if (status != FUSED_MOE_OK) return status;
     /* as the plan has them: of other tiles some would never be stored, and be waited for */
     q.up.gemm.tiles.order.tile_rows = down.tiles.order.tile_rows = Config::BM;
-    if (p.up.slots) q.combine = p.combine;
+    if (p.up.unplanned) q.combine = p.combine;
     q.progress = (Progress *)p.workspace.data;
     q.tag = next_tag();
     q.stored_a = (uint32_t *)(q.progress + 1);
@@ -512,7 +513,7 @@ FusedMoeReason reason(const FusedMoeExperts &p) {
     const ScheduleOverride &asked = schedule_override();
     if (!fused_moe_few_rows_together(p.down.R, p.down.E) || asked.no_tails) return FUSED_MOE_MANY_ROWS;
     if ((p.up.w1.stride_in == 1) != (p.down.b[0].stride_in == 1)) return FUSED_MOE_STRIDES;
-    bool combines = p.up.slots;
+    bool combines = p.up.unplanned;
     if (combines && (!is_aligned(p.combine.out) || !is_aligned(p.combine.shared))) return FUSED_MOE_UNALIGNED;
     /* both GEMMs' tiles, and rows counted by each warp of an N tile */
     int64_t n_tiles = ceil_div(p.up.F, NARROW_COLUMNS) + ceil_div(p.down.M, SUBTILE);

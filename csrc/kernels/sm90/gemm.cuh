@@ -97,7 +97,7 @@ template <class Config>
 __device__ inline void produce(const GemmOf<Config> &p, PlanningShared<Config> &s, int warp) {
     if (!p.tiles.starts_early) griddepcontrol_wait();
     if (warp == 3 && !p.tiles.offs)
-        fetch_slot_tiles<Config::CUT_ROWS>(p.tiles, p.slots, s.plan, s.queue);
+        fetch_slot_tiles<Config::CUT_ROWS>(p.tiles, p.unplanned, s.plan, s.queue);
     else if (warp == 3)
         fetch_gemm_tiles<Config::CUT_ROWS>(p, s.queue);
     else if constexpr (Config::GATHER)

@@ -100,10 +100,10 @@ int launch(const FusedMoeGroupedMM &p, void *stream) {
     tiles = tile_source(p.offs, p.schedule, p.R, p.E, p.M, Config::BN, p.workspace.counters);
     tiles.starts_early = p.starts_early;
     if (tiles.starts_early) tiles.counters += FUSED_MOE_NUM_COUNTERS / 2; /* up_gate uses the first half */
-    if (p.slots) {
-        plan_in_kernel(gemm, *p.slots);
-        gemm.slots.counts = gemm.slots.token_row = nullptr; /* up_gate wrote them */
-        tiles.lets_next_start = true;                       /* the combine */
+    if (p.unplanned) {
+        plan_in_kernel(gemm, *p.unplanned);
+        gemm.unplanned.counts = gemm.unplanned.token_row = nullptr; /* up_gate wrote them */
+        tiles.lets_next_start = true;                               /* the combine */
     }
     tiles.last_is_half_n = Config::BN > SUBTILE && (p.M - 1) % Config::BN < Config::BN / 2;
     /* where an N tile is half as wide already, the last wave is not split */

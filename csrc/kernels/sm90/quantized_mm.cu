@@ -82,9 +82,9 @@ int launch(const FusedMoeGroupedMM &p, void *stream) {
     tiles.starts_early = p.starts_early;
     tiles.has_tall = Config::HAS_TALL;
     if (tiles.starts_early) tiles.counters += FUSED_MOE_NUM_COUNTERS / 2; /* up_gate uses the first half */
-    if (p.slots) {
-        plan_in_kernel(gemm, *p.slots);
-        gemm.slots.counts = gemm.slots.token_row = nullptr; /* up_gate wrote them */
+    if (p.unplanned) {
+        plan_in_kernel(gemm, *p.unplanned);
+        gemm.unplanned.counts = gemm.unplanned.token_row = nullptr; /* up_gate wrote them */
     }
     tiles.last_is_half_n = (p.M - 1) % Config::BN < Config::BN / 2;
     return launch_persistent<Config, PlanningShared<Config>, quantized_mm_kernel<Config>>(q, stream,

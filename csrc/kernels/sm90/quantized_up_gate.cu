@@ -222,7 +222,7 @@ int launch(const FusedMoeUpGate &p, void *stream) {
     if (status != FUSED_MOE_OK) return status;
     gemm.tiles = tile_source(rows.offs, rows.schedule, rows.R, rows.E, b_rows,
                              is_gate_up ? Config::BN / 2 : Config::BN, p.workspace.counters);
-    if (p.slots) plan_in_kernel(gemm, *p.slots);
+    if (p.unplanned) plan_in_kernel(gemm, *p.unplanned);
     gemm.tiles.has_tall = Config::HAS_TALL;
     gemm.tiles.lets_next_start = p.next_starts_early;
     return launch_persistent<Config, PlanningShared<Config>, quantized_up_gate_kernel<Config>>(q, stream);

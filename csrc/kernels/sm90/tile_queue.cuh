@@ -261,17 +261,17 @@ __device__ inline void write_slot_plan(const FusedMoeRoutePlan &p, const FusedMo
 }
 
 template <int CUT_ROWS, class Queue>
-__device__ inline void fetch_slot_tiles(const TileSource &source, const FusedMoeRoutePlan &slots,
+__device__ inline void fetch_slot_tiles(const TileSource &source, const FusedMoeRoutePlan &unplanned,
                                         FusedMoeSlotPlan &plan, Queue &queue) {
-    make_slot_plan(slots, plan);
-    if (slots.counts && blockIdx.x == gridDim.x - 1) write_slot_plan(slots, plan);
+    make_slot_plan(unplanned, plan);
+    if (unplanned.counts && blockIdx.x == gridDim.x - 1) write_slot_plan(unplanned, plan);
     auto decode = [&](uint32_t index, WorkTile &tile) {
         set_tile(source, fused_moe_slot_tile(&plan, &source.order, index), tile);
         return true;
     };
     auto token_of = [&](const WorkTile &tile, int i) {
         if (tile.expert < 0 || i >= tile.num_rows) return 0; /* nothing is read */
-        return fused_moe_slot_of_row(&plan, tile.first_row + i) / slots.K;
+        return fused_moe_slot_of_row(&plan, tile.first_row + i) / unplanned.K;
     };
     auto prepare = [](WorkTile &) {};
     auto is_long = [](const WorkTile &) { return false; };
