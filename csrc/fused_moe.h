@@ -88,12 +88,12 @@ typedef struct {        /* weight (E, out, in) = (code - zero) scale, in f32, ro
     FusedMoeDtype scale_dtype; /* floating; u8 for mxfp4 */
     /* 0, or scales of a tile and a group: the weight lies in tiles of 64 rows and 64 columns, as
      * fused_moe/quantized/tiles.py says. Then data is [E,out/64,in/64] tiles, and scale and zero are
-     * [E,out/64,ceil(in/block_in),tile_scales]: 64, one of each row, or 4 equal ones; f32 for codes of 8 bits. On CUDA
-     * alone. */
+     * [E,out/64,ceil(in/block_in),tile_scales]: 64, one of each row, or 4 equal ones; f32 for codes of 8
+     * bits. On CUDA alone. */
     int32_t tile_scales;
-    /* Beside tiles, or NULL: a second packing, which GEMMs of the transposed weight read. data_t is [E,in/64,out/64] tiles.
-     * Where block_out is 1, scale_t and zero_t are [E,ceil(in/block_in),out/64,64], as lanes have them; else scale_t is
-     * [E,in/64,ceil(out/block_out),4], 4 equal ones. */
+    /* Beside tiles, or NULL: a second packing, which GEMMs of the transposed weight read. data_t is
+     * [E,in/64,out/64] tiles. Where block_out is 1, scale_t and zero_t are [E,ceil(in/block_in),out/64,64],
+     * as lanes have them; else scale_t is [E,in/64,ceil(out/block_out),4], 4 equal ones. */
     const void *data_t, *scale_t;
     const int8_t *zero_t;
 } FusedMoeQuantizedWeight;
@@ -101,8 +101,8 @@ typedef struct {        /* weight (E, out, in) = (code - zero) scale, in f32, ro
 typedef struct { /* expert weights (E, out, in); either of out and in may be the dense one */
     void *data;  /* NULL: absent */
     int64_t stride_expert, stride_out, stride_in;
-    /* Of a quantised weight, which only grouped_mm and up_gate read; then strides are those of the weight in the
-     * GEMM's dtype, and data is not NULL. */
+    /* Of a quantised weight, which only grouped_mm and up_gate read; then strides are those of the weight in
+     * the GEMM's dtype, and data is not NULL. */
     const FusedMoeQuantizedWeight *quantized;
 } FusedMoeWeight;
 
@@ -126,6 +126,14 @@ typedef struct {        /* what one call of a GEMM needs beside its tensors; the
 
 /* Work stealing's counters, and split-K's semaphores. */
 enum { FUSED_MOE_NUM_COUNTERS = 4096 };
+
+/* Programmatic dependent launch (PDL), on sm_90 alone: a launch may begin before the launch before it has ended.
+ * Zeros: its kernel waits for that end (griddepcontrol.wait) before it reads or writes anything. */
+typedef struct {
+    bool reads_before_wait; /* of what is older than the launch before it                             */
+    bool lets_next_start;   /* the next launch may begin once this one has waited                     */
+    bool after_any;         /* without PDL, since another library's kernel before it would let it begin */
+} FusedMoePdl;
 
 /* --- routing -------------------------------------------------------------------------------------------- */
 
@@ -225,9 +233,7 @@ typedef struct { /* out[t] = sum_k scores[t,k] rows[token_row[t,k]] + sigmoid(sh
     const void *shared;      /* [T,D] of the shared experts; NULL: zeros */
     const void *shared_gate; /* [T] logits, like scores; NULL: shared times one */
     void *out;               /* [T,D] rounded once */
-    /* row_map and scores are older than the launch before this one, a GEMM that has waited for them: they may be
-     * read before it has ended */
-    bool map_is_older;
+    FusedMoePdl pdl;         /* row_map and scores are what it may read before the wait */
     FusedMoeRowMap row_map;
     int64_t D;
     FusedMoeDtype dtype;
@@ -265,10 +271,9 @@ typedef struct {         /* out[r] = sum_i a[r, part i] b[i][e(r)]^T + bias[e(r)
     const int32_t *schedule; /* [8+4E] schedule.h; NULL: offs is unchecked */
     FusedMoeWorkspace workspace;
     const FusedMoeRoutePlan *unplanned; /* whose plan is not made yet, as in FusedMoeUpGate; or NULL */
-    bool after_up_gate;                 /* the launch before this one is up_gate's, as a rule */
-    /* It is, and may still run. offs, schedule or the slots' ids, b[0] and the second half of the counters are
-     * older than it, and b[1] is absent. */
-    bool starts_early;
+    /* It may read offs, schedule or the ids of the plan, b[0] and the second half of the counters before the
+     * wait; b[1] is absent then. */
+    FusedMoePdl pdl;
     int64_t R, M, N[2];
     int32_t E;
     FusedMoeDtype dtype;
@@ -305,7 +310,8 @@ typedef struct {              /* db[e] = sum over the rows of e of s rows[r] */
 
 /* --- activation ----------------------------------------------------------------------------------------- */
 
-/* Of experts that are composed of grouped GEMMs. Separate has its gates and its ups in tensors of their own. */
+/* Of experts that are composed of grouped GEMMs. Separate has its gates and its ups in tensors of their
+ * own. */
 
 typedef struct {    /* a = act(gate) up */
     const void *h;  /* [R,H]; separate: the gates, [R,F] */
@@ -341,11 +347,11 @@ typedef struct {        /* h = x[row_token] w1^T | w3^T + b;  a = act(gate) up *
     void *h;            /* [R,H]; NULL: not kept */
     void *a;            /* [R,F] */
     /* Few slots (slot_plan.h) whose plan is not made yet; NULL: row_map is it. A call that plans slots makes
-     * it in the GEMM, writes counts and token_row alone, and uses no workspace.counters. For others the plan's
-     * kernel runs first. */
+     * it in the GEMM, writes counts and token_row alone, and uses no workspace.counters. For others the
+     * plan's kernel runs first. */
     const FusedMoeRoutePlan *unplanned;
     FusedMoeWorkspace workspace;
-    bool next_starts_early; /* the down GEMM may start before this launch has ended */
+    FusedMoePdl pdl; /* it may let the down GEMM begin */
     FusedMoeRowMap row_map;
     int64_t D, F;
     FusedMoeLayout layout;
@@ -433,8 +439,8 @@ static inline FusedMoeTierFacts fused_moe_tier(int tier) {
     return tiers[tier];
 }
 
-/* Whether a selected call makes the plan of few slots in its GEMM. Portable and dequantising calls do not: the
- * plan's kernel runs first. */
+/* Whether a selected call makes the plan of few slots in its GEMM. Portable and dequantising calls do not:
+ * the plan's kernel runs first. */
 static inline bool fused_moe_plans_slots(const FusedMoeWorkspace *selected) {
     return fused_moe_tier(selected->tier).plans_slots && !selected->dequantizes;
 }
@@ -505,7 +511,8 @@ int fused_moe_cuda_zero(void *data, int64_t bytes, void *stream);
 size_t fused_moe_cuda_route_plan_workspace(const FusedMoeRoutePlan *p);
 
 /* Whether one launch makes the plan on the current device (rules.h), together with the choice of its ids
- * where a route is given that has not run: p->ids are its ids, and there is no map. NULL: the ids are there. */
+ * where a route is given that has not run: p->ids are its ids, and there is no map. NULL: the ids are
+ * there. */
 bool fused_moe_cuda_has_cluster_plan(const FusedMoeRoutePlan *p, const FusedMoeRoute *route);
 
 /* Selects the tier that runs the call on the current device, and fills workspace.tier and workspace.bytes.
@@ -517,8 +524,8 @@ void fused_moe_cuda_select_wgrad(FusedMoeWgrad *p);
 void fused_moe_cuda_select_up_gate(FusedMoeUpGate *p);
 void fused_moe_cuda_select_down_dgrad(FusedMoeDownDgrad *p);
 
-/* Whether one launch runs both sides on the current device; fills workspace and tile_rows if so. The plan need not
- * have been made yet. */
+/* Whether one launch runs both sides on the current device; fills workspace and tile_rows if so. The plan
+ * need not have been made yet. */
 bool fused_moe_cuda_select_experts(FusedMoeExperts *p);
 
 int fused_moe_cuda_router_logits(const FusedMoeRouterLogits *p, void *stream);

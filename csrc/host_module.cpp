@@ -107,7 +107,7 @@ static void def_rules(py::module_ &m) {
     m.def("few_rows_together", fused_moe_few_rows_together);
     m.def("few_rows_subtiles", fused_moe_few_rows_subtiles);
     m.def("experts_up_subtiles", fused_moe_experts_up_subtiles);
-    m.def("starts_early", fused_moe_starts_early);
+    m.def("down_reads_before_wait", fused_moe_down_reads_before_wait);
     m.def("most_quantized_rows", fused_moe_most_quantized_rows);
     m.def("quantized_tile_rows", fused_moe_quantized_tile_rows);
     m.def("gathers_first", fused_moe_gathers_first);

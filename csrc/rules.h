@@ -49,10 +49,10 @@ FUSED_MOE_FN int32_t fused_moe_experts_up_subtiles(int64_t R, int64_t E, int64_t
     return fused_moe_few_rows_together(R, E) == 16 && tiles < 2 * num_sms ? 1 : 2;
 }
 
-/* The down GEMM starts while up_gate runs, and loads weights until that has ended (decode.md). A large CTA's
- * tiles of a long k are few, and would be where SMs are free instead of spread evenly over the GPU. Few rows
- * of a dense weight have small CTAs, two on an SM, and start early whatever k is. */
-FUSED_MOE_FN bool fused_moe_starts_early(int64_t R, int64_t E, int64_t F, bool is_quantized) {
+/* Whether the down GEMM begins while up_gate runs, and loads weights until that has ended (decode.md). A
+ * large CTA's tiles of a long k are few, and would be where SMs are free instead of spread evenly over the
+ * GPU. Few rows of a dense weight have small CTAs, two on an SM, and begin whatever k is. */
+FUSED_MOE_FN bool fused_moe_down_reads_before_wait(int64_t R, int64_t E, int64_t F, bool is_quantized) {
     return (fused_moe_few_rows(R, E) && !is_quantized) || (fused_moe_has_skinny_average(R, E) && F < 2560);
 }
 

@@ -26,7 +26,7 @@ TABLE = {
         **{(8, 128, 64 * 33, 132): 2, (8, 128, 64 * 32, 132): 1, (8, 128, 64 * 32 + 1, 132): 2},
         **{(8, 128, 64 * 33, 133): 1, (16, 8, 64 * 32, 132): 1, (17, 8, 64, 132): 2},
     },
-    "starts_early": {  # R, E, F, whether weights are quantised
+    "down_reads_before_wait": {  # R, E, F, whether weights are quantised
         **{(2048, 128, 14336, False): True, (2049, 128, 14336, False): False},
         **{(2049, 128, 2559, False): True, (2049, 128, 2560, False): False},
         **{(8192, 128, 2559, False): True, (8193, 128, 2559, False): False},

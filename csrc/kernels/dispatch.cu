@@ -202,7 +202,8 @@ static Weights weights_of(FusedMoeGroupedMM &p) {
 
 /* The launch before this one makes its weight, so it may not start early. */
 static void follow_dequantize(FusedMoeGroupedMM &p) {
-    p.after_up_gate = p.starts_early = false;
+    p.pdl.reads_before_wait = false;
+    p.pdl.after_any = true;
 }
 
 static void follow_dequantize(FusedMoeUpGate &) {}

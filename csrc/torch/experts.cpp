@@ -45,6 +45,23 @@ static void check_scores(const char *op, const OptTensor &scores, const RowMap &
     check(!scores || map.has_maps, op, "a plan with row maps beside scores", "one without");
 }
 
+/* --- PDL ------------------------------------------------------------------------------------------------ */
+
+/* The launches of one call's experts, in their order. */
+struct ExpertsPdl {
+    FusedMoePdl up_gate, down, combine;
+};
+
+/* The down GEMM reads plan and weights before up_gate has ended, or waits. plans: it makes the plan itself.
+ * The combine reads the plan while the down GEMM runs, which has waited for it. */
+static ExpertsPdl pdl_of(bool down_reads_before_wait, bool plans) {
+    ExpertsPdl pdl = {};
+    pdl.up_gate.lets_next_start = pdl.down.reads_before_wait = down_reads_before_wait;
+    pdl.down.lets_next_start = plans;
+    pdl.combine.reads_before_wait = true;
+    return pdl;
+}
+
 /* --- up side -------------------------------------------------------------------------------------------- */
 
 /* A call of up_gate, and the tensors that it needs alive. */
@@ -260,11 +277,11 @@ static DownSide down_side(const Tensor &a, const FusedMoeWeight &w2, int64_t D, 
 
     Tensor y = new_tensor(a, {map.p.R, D});
     DownSide side = {grouped_mm_of(op, a, b, N, b2, grouping_of(map), y), {}, b2, scores, shared, y, {}};
-    side.p.after_up_gate = true;
+    side.p.pdl = pdl_of(false, false).down;
     if (!map.has_maps) return side;
     side.out = given_out ? *given_out : new_tensor(a, {map.p.T, D});
     side.combine = unpermute_of(op, y, scores, map, *side.out, shared);
-    side.combine.map_is_older = true;
+    side.combine.pdl = pdl_of(false, false).combine;
     return side;
 }
 
@@ -290,8 +307,8 @@ Tensor experts_down(const Tensor &a, const OptTensor &, const Tensor &w2, const 
 
 /* --- both sides ----------------------------------------------------------------------------------------- */
 
-/* Both sides in one launch, where a tier has that for few rows. make_plan(tile_rows) runs before it. Without slots
- * whose plan the launch makes, the combine is one of its own. */
+/* Both sides in one launch, where a tier has that for few rows. make_plan(tile_rows) runs before it. Without
+ * slots whose plan the launch makes, the combine is one of its own. */
 template <typename MakePlan>
 static bool run_together(const Call &call, const UpSide &up, const DownSide &down, const Tensor &x,
                          MakePlan make_plan) {
@@ -310,11 +327,11 @@ static bool run_together(const Call &call, const UpSide &up, const DownSide &dow
 #endif
 }
 
-/* Without gradients: from the ids to out and counts in one call, which keeps nothing for backward. Where up_gate
- * and the down GEMM are two launches they share counters, which the plan's kernel zeroes where they are not zeros:
- * each kernel directly follows the one whose result it takes, and may start before that has ended (PDL). Of few
- * slots the kernels of the Hopper tier make the plan. route: the choice of the ids, which is not made yet, or
- * NULL. */
+/* Without gradients: from the ids to out and counts in one call, which keeps nothing for backward. Where
+ * up_gate and the down GEMM are two launches they share counters, which the plan's kernel zeroes where they
+ * are not zeros: each kernel directly follows the one whose result it takes, and may start before that has
+ * ended (PDL). Of few slots the kernels of the Hopper tier make the plan. route: the choice of the ids, which
+ * is not made yet, or NULL. */
 static std::tuple<Tensor, Tensor>
 run_experts(const char *op, const Tensor &x, const UpWeights &weights, const Width &s,
             const FusedMoeWeight &w2, int64_t out_dim, const OptTensor &b1, const OptTensor &b3,
@@ -343,11 +360,13 @@ run_experts(const char *op, const Tensor &x, const UpWeights &weights, const Wid
     p.counters = counters.to_zero ? counters.data : nullptr; /* which the plan's kernel has to zero */
     make_plan(FUSED_MOE_TILE_ROWS);
     up.p.workspace.counters = down.p.workspace.counters = counters.data;
-    up.p.next_starts_early = down.p.starts_early =
-        fused_moe_starts_early(p.T * p.K, p.E, s.F, weights.w1.quantized || w2.quantized);
+    const bool is_quantized = weights.w1.quantized || w2.quantized;
+    const bool reads_before_wait = fused_moe_down_reads_before_wait(p.T * p.K, p.E, s.F, is_quantized);
+    up.p.pdl = pdl_of(reads_before_wait, false).up_gate;
     run_up_side(up, x);
     /* else run_planned of dispatch.cu has made the plan */
     if (few && fused_moe_plans_slots(&up.p.workspace)) down.p.unplanned = &p;
+    down.p.pdl = pdl_of(reads_before_wait, down.p.unplanned && !is_quantized).down;
     return {run_down_side(down, up.a), plan.counts};
 }
 

@@ -27,6 +27,7 @@ FusedMoeGroupedMM grouped_mm_of(const char *op, const Tensor &a, const FusedMoeW
     p.M = out.size(1);
     p.E = (int32_t)grouping.E;
     p.dtype = float_dtype(op, a);
+    p.pdl.after_any = true;
     return p;
 }
 

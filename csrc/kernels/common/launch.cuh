@@ -54,7 +54,7 @@ typedef struct {
     int64_t grid;
     int threads, cluster; /* CTAs of a cluster; 1: none */
     size_t shared;        /* bytes of dynamic shared memory; above 16 KiB the same in every launch */
-    bool after_any;       /* without PDL: the kernel before it may be another library's */
+    FusedMoePdl pdl;
 } Launch;
 
 /* Launches a kernel by PDL where sm_90a's code runs: it may start when the CTAs of the kernel before it have
@@ -81,7 +81,7 @@ int launch_dependent(const Params &p, const Launch &how, void *stream) {
     cudaLaunchAttribute attributes[2] = {};
     unsigned num_attributes = 0;
     const bool runs_sm90 = current_device().runs_sm90;
-    if (runs_sm90 && !how.after_any) {
+    if (runs_sm90 && !how.pdl.after_any) {
         cudaLaunchAttribute &pdl = attributes[num_attributes++];
         pdl.id = cudaLaunchAttributeProgrammaticStreamSerialization;
         pdl.val.programmaticStreamSerializationAllowed = 1;

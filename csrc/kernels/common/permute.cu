@@ -84,7 +84,7 @@ __global__ void __launch_bounds__(32 * HALF_WARPS, few_tokens   ? 1
     uint32_t warps = warps_of_token<few_tokens>(p.D), warp = blockIdx.x * HALF_WARPS + threadIdx.x / 32;
     uint32_t t = warp / warps, part = warp % warps, steps = (chunks + 31) / 32;
     uint32_t first = part * steps / warps * 32, end = min((part + 1) * steps / warps * 32, chunks);
-    if (!p.map_is_older) griddepcontrol_wait();
+    if (!p.pdl.reads_before_wait) griddepcontrol_wait();
     if (t >= p.row_map.T) return;
     uint32_t lane_start = ABSENT;
     float lane_score = 0;
@@ -94,7 +94,7 @@ __global__ void __launch_bounds__(32 * HALF_WARPS, few_tokens   ? 1
         if (r < p.row_map.R)
             lane_start = r * chunks, lane_score = p.scores ? ((const float *)p.scores)[slot] : 1;
     }
-    if (p.map_is_older) griddepcontrol_wait();
+    if (p.pdl.reads_before_wait) griddepcontrol_wait();
     float score_of_shared = has_shared ? shared_score<float>(p.shared_gate, t) : 0;
     for (; first < end; first += 32) {
         uint32_t chunk = first + lane;
@@ -269,7 +269,7 @@ int permute(FusedMoePermute p, void *stream) {
 template <typename T, bool few_tokens>
 int unpermute_half(const FusedMoeUnpermute &p, void *stream) {
     int64_t warps = p.row_map.T * warps_of_token<few_tokens>(p.D);
-    const Launch how = {ceil_div(warps, HALF_WARPS), 32 * HALF_WARPS, 1, 0};
+    const Launch how = {ceil_div(warps, HALF_WARPS), 32 * HALF_WARPS, 1, 0, p.pdl};
     return p.shared ? launch_dependent<unpermute_half_kernel<T, true, few_tokens>>(p, how, stream)
                     : launch_dependent<unpermute_half_kernel<T, false, few_tokens>>(p, how, stream);
 }

@@ -253,8 +253,8 @@ int launch(const FusedMoeDownDgrad &p, void *stream) {
     int status = weight_map<T>(&gemm.weight.map[0], p.w2, Config::B_MAJOR, p.w2.stride_in, p.w2.stride_out,
                                rows.E, p.F, p.D, Config::BN / 2);
     if (status == FUSED_MOE_OK)
-        status =
-            launch_persistent<Config, DownDgradShared<Config>, down_dgrad_kernel<Config>>(q, stream, true);
+        status = launch_persistent<Config, DownDgradShared<Config>, down_dgrad_kernel<Config>>(
+            q, stream, {false, false, true}); /* after_any */
     if (status != FUSED_MOE_OK || !p.dscores) return status;
     return run_dscores(p, e.partials, partials_of_row(p), stream);
 }

@@ -95,7 +95,7 @@ __device__ inline void fetch_gemm_tiles(const Gemm &p, Queue &queue) {
 
 template <class Config>
 __device__ inline void produce(const GemmOf<Config> &p, PlanningShared<Config> &s, int warp) {
-    if (!p.tiles.starts_early) griddepcontrol_wait();
+    if (!p.tiles.pdl.reads_before_wait) griddepcontrol_wait();
     if (warp == 3 && !p.tiles.offs)
         fetch_slot_tiles<Config::CUT_ROWS>(p.tiles, p.unplanned, s.plan, s.queue);
     else if (warp == 3)
@@ -225,13 +225,14 @@ __device__ __forceinline__ void persistent_gemm(const GemmOf<Config> &p, Epilogu
     } else {
         if constexpr (Config::CONSUMER_REGISTERS > 0) setmaxnreg_inc<Config::CONSUMER_REGISTERS>();
         griddepcontrol_wait();
-        if (p.tiles.lets_next_start) griddepcontrol_launch_dependents();
+        if (p.tiles.pdl.lets_next_start) griddepcontrol_launch_dependents();
         if constexpr (Config::Weight::IN_REGISTERS)
             consume_fragments<Config>(p, s, wg, epilogue);
         else
             consume<Config>(p, s, wg, warp % 4, epilogue);
     }
-    if (p.tiles.starts_early) griddepcontrol_wait(); /* every warp, before it zeroes rows past the last one */
+    if (p.tiles.pdl.reads_before_wait)
+        griddepcontrol_wait(); /* every warp, before it zeroes rows past the last one */
 }
 
 } // namespace sm90

@@ -98,24 +98,23 @@ int launch(const FusedMoeGroupedMM &p, void *stream) {
         gemm.num_k_tiles[i] = (int32_t)ceil_div(p.N[i], K_TILE<Operand>);
     }
     tiles = tile_source(p.offs, p.schedule, p.R, p.E, p.M, Config::BN, p.workspace.counters);
-    tiles.starts_early = p.starts_early;
-    if (tiles.starts_early) tiles.counters += FUSED_MOE_NUM_COUNTERS / 2; /* up_gate uses the first half */
+    tiles.pdl = p.pdl;
+    if (p.pdl.reads_before_wait)
+        tiles.counters += FUSED_MOE_NUM_COUNTERS / 2; /* up_gate uses the first half */
     if (p.unplanned) {
         plan_in_kernel(gemm, *p.unplanned);
         gemm.unplanned.counts = gemm.unplanned.token_row = nullptr; /* up_gate wrote them */
-        tiles.lets_next_start = true;                               /* the combine */
     }
     tiles.last_is_half_n = Config::BN > SUBTILE && (p.M - 1) % Config::BN < Config::BN / 2;
     /* where an N tile is half as wide already, the last wave is not split */
     if (!tiles.last_is_half_n && !schedule_override().no_tails && !Config::ALL_SWAPPED)
         tiles.order.split_last_wave = num_ctas();
     /* beside up_gate's last CTAs not all halves of skinny tiles would find an SM */
-    tiles.order.splits_skinny = !p.starts_early;
+    tiles.order.splits_skinny = !p.pdl.reads_before_wait;
     if (status == FUSED_MOE_OK)
         status = ragged_map(&q.out_map, (const Out *)p.out, p.R, p.M, p.M, WarpgroupWriter::ROWS);
     if (status != FUSED_MOE_OK) return status;
-    return launch_persistent<Config, PlanningShared<Config>, grouped_mm_kernel<Config>>(q, stream,
-                                                                                        !p.after_up_gate);
+    return launch_persistent<Config, PlanningShared<Config>, grouped_mm_kernel<Config>>(q, stream, p.pdl);
 }
 
 int run(const FusedMoeGroupedMM &p, void *stream) {

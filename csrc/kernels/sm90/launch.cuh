@@ -41,12 +41,12 @@ inline size_t map_bytes(int num_maps) {
     return (size_t)num_ctas() * MAP_SLOTS * num_maps * sizeof(CUtensorMap);
 }
 
-/* Launches one wave of CTAs with a Memory each. after_any: see Launch. */
+/* Launches one wave of CTAs with a Memory each. */
 template <class Config, class Memory, auto kernel, typename Params>
-int launch_persistent(const Params &p, void *stream, bool after_any = false) {
+int launch_persistent(const Params &p, void *stream, const FusedMoePdl &pdl = {}) {
     static_assert(Config::CTAS_PER_SM * (sizeof(Memory) + CTA_SHARED_BYTES) <= SM_SHARED_BYTES,
                   "shared memory of an SM of sm_90");
-    Launch how = {num_ctas(Config::CTAS_PER_SM), Config::THREADS, 1, sizeof(Memory), after_any};
+    Launch how = {num_ctas(Config::CTAS_PER_SM), Config::THREADS, 1, sizeof(Memory), pdl};
     return launch_dependent<kernel>(p, how, stream);
 }
 

@@ -79,16 +79,16 @@ int launch(const FusedMoeGroupedMM &p, void *stream) {
     gemm.num_k_tiles[0] = (int32_t)ceil_div(p.N[0], Config::COLUMNS);
     TileSource &tiles = gemm.tiles;
     tiles = tile_source(p.offs, p.schedule, p.R, p.E, p.M, Config::BN, p.workspace.counters);
-    tiles.starts_early = p.starts_early;
+    tiles.pdl = p.pdl;
     tiles.has_tall = Config::HAS_TALL;
-    if (tiles.starts_early) tiles.counters += FUSED_MOE_NUM_COUNTERS / 2; /* up_gate uses the first half */
+    if (p.pdl.reads_before_wait)
+        tiles.counters += FUSED_MOE_NUM_COUNTERS / 2; /* up_gate uses the first half */
     if (p.unplanned) {
         plan_in_kernel(gemm, *p.unplanned);
         gemm.unplanned.counts = gemm.unplanned.token_row = nullptr; /* up_gate wrote them */
     }
     tiles.last_is_half_n = (p.M - 1) % Config::BN < Config::BN / 2;
-    return launch_persistent<Config, PlanningShared<Config>, quantized_mm_kernel<Config>>(q, stream,
-                                                                                          !p.after_up_gate);
+    return launch_persistent<Config, PlanningShared<Config>, quantized_mm_kernel<Config>>(q, stream, p.pdl);
 }
 
 int run(const FusedMoeGroupedMM &p, void *stream) {

@@ -224,7 +224,7 @@ int launch(const FusedMoeUpGate &p, void *stream) {
                              is_gate_up ? Config::BN / 2 : Config::BN, p.workspace.counters);
     if (p.unplanned) plan_in_kernel(gemm, *p.unplanned);
     gemm.tiles.has_tall = Config::HAS_TALL;
-    gemm.tiles.lets_next_start = p.next_starts_early;
+    gemm.tiles.pdl = p.pdl;
     return launch_persistent<Config, PlanningShared<Config>, quantized_up_gate_kernel<Config>>(q, stream);
 }
 

@@ -60,11 +60,11 @@ __device__ inline void load_tma(const GemmOf<Config> &p, Shared<Config> &s) {
     constexpr int STAGE_K = Config::K_TILES * K_TILE<typename Config::Operand>;
     TileReader<typename Config::Queue> reader(s.queue);
     typename Config::Pipeline pipe;
-    bool starts_early = p.tiles.starts_early;
+    bool reads_before_wait = p.tiles.pdl.reads_before_wait;
     for (WorkTile tile = reader.next(); tile.expert >= 0; tile = reader.next()) {
         int rows = rows_of_stage<Config>(tile), num_stages = Weight::num_stages(p, tile), i = 0;
         int bytes = Config::K_TILES * rows * SWIZZLE_BYTES + Weight::bytes(p, tile);
-        if (starts_early) {
+        if (reads_before_wait) {
             int ahead = min(Config::STAGES, num_stages);
             if (elect_sync()) {
 #pragma unroll 1
@@ -81,7 +81,7 @@ __device__ inline void load_tma(const GemmOf<Config> &p, Shared<Config> &s) {
             }
             __syncwarp();
             for (; i < ahead; i++) pipe.advance();
-            starts_early = false;
+            reads_before_wait = false;
         }
         for (; i < num_stages; i++, pipe.advance()) {
             auto &stage = s.stage[pipe.index];

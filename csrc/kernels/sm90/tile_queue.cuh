@@ -45,13 +45,12 @@ typedef struct {
     bool last_is_half_n;     /* the last N tile has at most half of them               */
     bool swaps_skinny;       /* skinny experts are computed with swapped operands      */
     bool has_tall;           /* pairs of row tiles become tall tiles                   */
-    bool starts_early;       /* the kernel before this one may still write A; plan or ids and B are older */
-    bool lets_next_start;    /* the next kernel starts early                           */
+    FusedMoePdl pdl;         /* plan or ids and B are what it may read before the wait */
     FusedMoeTileOrder order; /* not wgrad's, which has its own                         */
     int32_t num_maps;
     GroupedRows rows[MAX_MAPS];
     CUtensorMap *maps; /* [CTAs, MAP_SLOTS, num_maps] */
-    /* zeros, left as zeros: FUSED_MOE_NUM_COUNTERS, or half of them with starts_early; NULL without offs */
+    /* zeros, left as zeros: FUSED_MOE_NUM_COUNTERS, half of them with pdl.reads_before_wait; NULL without offs */
     uint32_t *counters;
 } TileSource;
 
@@ -213,9 +212,9 @@ __device__ inline void fetch_tiles(const TileSource &source, Queue &queue, uint3
     FusedMoeTileScheduler scheduler =
         fused_moe_tile_scheduler(source.counters + CLAIMED, num_tiles, cta, ctas);
     /* A CTA that starts early takes its own first tile, and others not before all CTAs can start. */
-    bool may_take = !source.starts_early || cta < num_tiles;
+    bool may_take = !source.pdl.reads_before_wait || cta < num_tiles;
     TileWriter<Queue> writer(queue);
-    for (bool has_tile = true; has_tile; may_take = !source.starts_early) {
+    for (bool has_tile = true; has_tile; may_take = !source.pdl.reads_before_wait) {
         if (!may_take) griddepcontrol_wait();
         uint32_t index = fused_moe_next_tile(&scheduler);
         has_tile = index < num_tiles;

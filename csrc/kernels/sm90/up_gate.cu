@@ -29,7 +29,7 @@ int launch(const FusedMoeUpGate &p, void *stream) {
     UpGate q = {};
     int status = set_up_gate<Config, columns>(&q, p);
     DenseGemm &gemm = q.gemm;
-    gemm.tiles.lets_next_start = p.next_starts_early;
+    gemm.tiles.pdl = p.pdl;
     const Out *a = (const Out *)p.a, *h = (const Out *)p.h;
     if (status == FUSED_MOE_OK) status = ragged_map(&q.a_map, a, rows.R, q.F, q.F, WarpWriter::ROWS);
     if (status == FUSED_MOE_OK && h)
