@@ -94,12 +94,12 @@ int weight_map(CUtensorMap *map, const FusedMoeWeight &w, Major major, int64_t s
     return encode_tensor_map(map, map_dtype(T()), 3, w.data, sizes, strides, box);
 }
 
-/* Two weights of the same K-major strides, in boxes of 8 `eights` rows of N of both in turns: eight of `first`,
+/* Two weights of the same K-major strides, in boxes of 8 `eights` rows of N of each, paired: eight of `first`,
  * which is before `second` in memory, then the same eight of the other. Coordinates (k, 0, 0, n / 8, expert).
  * Strides need not grow with the dimension, as in ragged_halves_map. */
 template <typename T>
-int turns_map(CUtensorMap *map, const FusedMoeWeight &first, const FusedMoeWeight &second, int32_t E,
-              int64_t N, int64_t k, int eights) {
+int paired_map(CUtensorMap *map, const FusedMoeWeight &first, const FusedMoeWeight &second, int32_t E,
+               int64_t N, int64_t k, int eights) {
     const int64_t apart = (const T *)second.data - (const T *)first.data;
     const uint64_t sizes[] = {(uint64_t)k, CHUNK, 2, (uint64_t)N / CHUNK, (uint64_t)E};
     const uint64_t strides[] = {first.stride_out * sizeof(T), apart * sizeof(T),

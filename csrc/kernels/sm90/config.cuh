@@ -50,9 +50,10 @@ struct GemmConfig {
     using Pipeline = PipelineState<STAGES>;
 };
 
-/* Tiles of experts that have few rows on average, where a GEMM takes as long as reading its weights. All are computed
- * by swap-AB: ROWS rows at most and COLUMN_SUBTILES subtiles of columns. Two CTAs of 256 threads, with one consumer
- * each, share an SM. Their loads in flight keep the memory busy even with one token's tiles. */
+/* Tiles of experts that have few rows on average, where a GEMM takes as long as reading its weights. All are
+ * computed by swap-AB: ROWS rows at most and COLUMN_SUBTILES subtiles of columns. Two CTAs of 256 threads,
+ * with one consumer each, share an SM. Their loads in flight keep the memory busy even with one token's
+ * tiles. */
 template <typename Operand_, Major B_MAJOR_, bool GATHER_, int ROWS, int COLUMN_SUBTILES>
 struct FewRowsConfig : GemmConfig<Operand_, B_MAJOR_, GATHER_> {
     static constexpr bool ALL_SWAPPED = true;
@@ -71,8 +72,8 @@ struct FewRowsConfig : GemmConfig<Operand_, B_MAJOR_, GATHER_> {
     using Pipeline = PipelineState<STAGES>;
 };
 
-/* Quantised weights. Unpacking is what has to be hidden: by the memory's time where rows are few, by MMAs where they are
- * many. What a warp issues counts: docs/lab/quantised.md. */
+/* Quantised weights. Unpacking is what has to be hidden: by the memory's time where rows are few, by MMAs
+ * where they are many. What a warp issues counts: docs/lab/quantised.md. */
 template <class Dequantizer, bool GATHER_, Height HEIGHT>
 struct QuantizedConfig : QuantizedTile<HEIGHT> {
     using Tile = QuantizedTile<HEIGHT>;
@@ -110,7 +111,7 @@ struct QuantizedConfig : QuantizedTile<HEIGHT> {
     using Pipeline = PipelineState<STAGES>;
 };
 
-/* --- wgmma's N for the rows of a swapped tile: the first of Config::Tokens that is enough ------------------- */
+/* --- wgmma's N for the rows of a swapped tile: the first of Config::Tokens that is enough -------------- */
 
 template <int N, int... MORE>
 __device__ inline int first_of(std::integer_sequence<int, N, MORE...>, int rows) {
@@ -133,7 +134,7 @@ __device__ __forceinline__ void with_tokens(int rows, Fn fn) {
     with_first_of(typename Config::Tokens(), rows, fn);
 }
 
-/* --- what a launch gives its kernel, and shared memory --------------------------------------------------- */
+/* --- what a launch gives its kernel, and shared memory ------------------------------------------------- */
 
 /* What every GEMM has; a kernel's parameters begin with it. */
 template <class WeightParams>
@@ -183,7 +184,7 @@ struct PlanningShared : Shared<Config> {
     FusedMoeSlotPlan plan;
 };
 
-/* --- host: the configuration of a call ------------------------------------------------------------------- */
+/* --- host: the configuration of a call ----------------------------------------------------------------- */
 
 /* Calls fn with a configuration for R rows of E experts, a number of output columns, and k. */
 template <typename Operand, bool GATHER, typename Fn>

@@ -1,21 +1,21 @@
-/* Codes to values on Hopper: what a lane has of a row of a quantised weight's tile becomes pairs of 16-bit values, the
- * register operand A of MMAs.
+/* Codes to values on Hopper: what a lane has of a row of a quantised weight's tile becomes pairs of 16-bit
+ * values, the register operand A of MMAs.
  *
  * The weight in 16 bits exists in registers alone. k keeps its order, and the values are those of
  * reference.dequantize, so results have the bits of a GEMM of the dequantised weight: which of the two is run
  * may depend on the number of rows.
  *
- * In memory a weight is tiles of 64 rows and 64 columns (fused_moe/quantized/tiles.py), codes in the order of A's
- * fragments. A lane has columns 2 t, 2 t + 1, 2 t + 8 and 2 t + 9 of each 16, t = lane % 4, of rows lane / 4 and
- * lane / 4 + 8 of its warp's sixteen, or of a gate and its up (QuantizedWeight::row_of):
+ * In memory a weight is tiles of 64 rows and 64 columns (fused_moe/quantized/tiles.py), codes in the order of
+ * A's fragments. A lane has columns 2 t, 2 t + 1, 2 t + 8 and 2 t + 9 of each 16, t = lane % 4, of rows lane
+ * / 4 and lane / 4 + 8 of its warp's sixteen, or of a gate and its up (QuantizedWeight::row_of):
  *
  *   tile [row half][warp][lane] of 8 bytes (codes of 4 bits) or 16: what a lane has of a row
  *   8 bits   word s: columns 16 s + 2 t, + 2 t + 1, + 2 t + 8, + 2 t + 9
- *   4 bits   word s / 2: pair n = 2 (s % 2) + u is columns 16 s + 8 u + 2 t and one more, in the lower and the upper
+ *   4 bits   word s / 2: pair n = 2 (s % 2) + u is columns 16 s + 8 u + 2 t and one more, in lower and upper
  *            half: int4's bits 4 n on, e2m1's those of quantized_tile.h
  *
- * A value is (code - zero) scale, rounded once. Where code - zero and scale are exact in T (IN_16_BITS) that is
- * one product in T; else it is formed in float32. */
+ * A value is (code - zero) scale, rounded once. Where code - zero and scale are exact in T (IN_16_BITS) that
+ * is one product in T; else it is formed in float32. */
 #pragma once
 
 #include "../../quantized_tile.h"
@@ -28,8 +28,8 @@ namespace sm90 {
 /* Columns of a stage, at most. */
 constexpr int MAX_STAGE_COLUMNS = 128;
 
-/* A stage's scales and zero points, ordered like its codes: [tile][group][row]; by column, for each box: [group][64 columns
- * in lanes' order]. A group is the columns, or by column the rows, that share a scale. */
+/* A stage's scales and zero points, ordered like its codes: [tile][group][row]; by column, for each box:
+ * [group][64 columns in lanes' order]. A group is the columns, or by column the rows, that share a scale. */
 typedef struct {
     FusedMoeDtype dtype;
     int32_t bytes;     /* of a scale                                                */
@@ -57,10 +57,10 @@ __device__ inline void ld_shared_words(uint32_t (&word)[4], uint32_t address) {
     word[0] = v.x, word[1] = v.y, word[2] = v.z, word[3] = v.w;
 }
 
-/* --- codes to values ------------------------------------------------------------------------------------ */
+/* --- codes to values ----------------------------------------------------------------------------------- */
 
-/* GROUPED: a stage may have more than one group of columns. BY_COLUMN: the tiles are of a transposed weight, and a column
- * has scales of its own, one for each group of rows, of which a box may have more than one. */
+/* GROUPED: a stage may have more than one group of columns. BY_COLUMN: the tiles are a transposed weight's,
+ * and a column has scales of its own, one for each group of rows. A box may have several groups. */
 template <typename T_, Code CODE_, bool IN_16_BITS_, bool GROUPED_, bool BY_COLUMN_ = false>
 struct Dequantizer {
     using T = T_;
@@ -103,9 +103,9 @@ struct Dequantizer {
         return f;
     }
 
-    /* All eight pairs' factors, from the scales and zero points of 16 columns in shared memory: pair i has columns 2 i and
-     * 2 i + 1. Scales are float32 for codes of 8 bits; int4's are of T, or of the other 16-bit dtype; zero points are
-     * -8 to 7. */
+    /* All eight pairs' factors, from the scales and zero points of 16 columns in shared memory: pair i has
+     * columns 2 i and 2 i + 1. Scales are float32 for codes of 8 bits; int4's are of T, or of the other
+     * 16-bit dtype; zero points are -8 to 7. */
     __device__ static void column_factors(PairFactor (&f)[8], uint32_t scale, uint32_t zero,
                                           const Scales &s) {
         constexpr int WORDS = CODE == Code::E2M1 ? 4 : CODE == Code::INT4 ? 8 : 16;

@@ -1,29 +1,31 @@
-/* The experts of few rows, without gradients, in one launch: up_gate, the down GEMM and, of few slots, the combine.
+/* Both sides of experts of few rows, without gradients, in one launch: up_gate, the down GEMM and, with few
+ * slots, the combine.
  *
- * With few rows the experts take as long as reading their weights. Between two launches the memory has nothing to
- * do, and in the last wave of each little. So one persistent grid has the work tiles of both GEMMs, up_gate's first,
- * and reads on. Tiles, stages and arithmetic are FewRowsConfig's of gemm.cuh: the bits are those of up_gate,
- * grouped_mm and unpermute.
+ * With few rows the experts take as long as reading their weights. Between two launches the memory has
+ * nothing to do, and little in the last wave of each. So one persistent grid has the work tiles of both
+ * GEMMs, up_gate's first, and reads on. Tiles, stages and arithmetic are FewRowsConfig's of gemm.cuh: the
+ * bits are those of up_gate, grouped_mm and unpermute.
  *
- *   claim     A CTA claims its next tile from one counter while the last loads of the tile before it are issued. No
- *             tile waits in a queue while another CTA has none. The first tiles go to one CTA of each SM, since few
- *             tiles on a part of the SMs do not get all of the memory's rate.
+ *   claim     A CTA claims its next tile from one counter while the last loads of the tile before it are
+ *             issued. No tile waits in a queue while another CTA has none. The first tiles go to one CTA of
+ *             each SM, since few tiles on a part of the SMs do not get all of the memory's rate.
  *   up_gate   Its warps store a, and count their rows in stored_a[expert].
- *   down      Weights are loaded at once, as far as stages are free, and a when all of the expert's is stored.
- *   combine   Its warps store y, and count their rows in stored_y[columns]. Who stores the last of some columns'
- *             rows combines them for all tokens.
+ *   down      Weights are loaded at once, as far as stages are free, and a when all of the expert's is
+ *             stored.
+ *   combine   Its warps store y, and count their rows in stored_y[columns]. The warp that stores the last of
+ *             some columns' rows combines them for all tokens.
  *
- * Of few tiles each has 64 rows of weights instead of 128 (narrow). In up_gate these are 32 of the gate's and 32 of
- * the up's, in turns of eight, so that a thread still has both of a column: one box of a map whose third dimension
- * steps from one weight to the other.
+ * Where tiles are few each has 64 rows of weights instead of 128 (PAIRED). In up_gate these are 32 of the
+ * gate's and 32 of the up's, paired by eights, so that a thread still has both of a column: one box of a map
+ * whose third dimension steps from one weight to the other.
  *
- * In a captured graph nothing zeroes memory between two replays. So counters begin as anything: CTA 0 zeroes them,
- * and then writes the launch's tag, for which the others wait while they sort the slots. The last CTA to exit erases
- * it for the next replay. A tag is a random number of 64 bits that no two launches share.
+ * In a captured graph nothing zeroes memory between two replays. So counters begin as anything: CTA 0 zeroes
+ * them, and then writes the launch's tag, for which the others wait while they sort the slots. The last CTA
+ * to exit erases it for the next replay. A tag is a random number of 64 bits that no two launches share.
  *
- * Whoever waits for a tile of up_gate waits for one that a running CTA has claimed, since tiles are claimed in
- * order. So the launch ends however few of its CTAs run at once, if CTA 0 is among the first: GPUs start CTAs in the
- * order of their index, though no document promises it (tests/cuda/test_held_sms.py). */
+ * No deadlock: tiles are claimed in order, so a down tile waits only for tiles that running CTAs hold. The
+ * launch ends on any number of free SMs if CTA 0 is among the first: GPUs start CTAs in the order of their
+ * index, though no document promises it (tests/cuda/test_held_sms.py). */
 #include <atomic>
 #include <random>
 
@@ -34,7 +36,7 @@ namespace fused_moe {
 namespace sm90 {
 namespace {
 
-/* --- parameters ----------------------------------------------------------------------------------------- */
+/* --- parameters ---------------------------------------------------------------------------------------- */
 
 constexpr int MAX_SMS = FUSED_MOE_MAX_CTAS / 2;
 
@@ -54,8 +56,8 @@ typedef struct {
 
 typedef struct {
     UpGate up;
-    CUtensorMap turns; /* of narrow tiles: the gate's and the up's rows */
-    bool up_is_first;  /* of eight in turns                             */
+    CUtensorMap paired; /* of paired tiles: the gate's and the up's rows */
+    bool up_is_first;   /* its rows come first in a pair                   */
     Down down;
     FusedMoeUnpermute combine; /* out NULL: another launch's */
     Progress *progress;
@@ -71,14 +73,14 @@ struct alignas(16) Tile : WorkTile {
     int32_t a_is_there; /* all of it */
 };
 
-constexpr int CLAIM_AHEAD = 3; /* the next tile is claimed with so many k-tiles left to load */
+constexpr int CLAIM_AHEAD = 3; /* k-tiles left to load when the next tile is claimed */
 
-constexpr int NARROW_COLUMNS = 32; /* hidden ones of a narrow tile */
+constexpr int PAIRED_COLUMNS = 32; /* hidden ones of a paired tile */
 
-/* Subtiles of 64 rows of weights: of a tile of up_gate, and of one of the down GEMM. */
+/* Subtiles of 64 rows of weights: a tile of up_gate has UP_SUBTILES, one of the down GEMM DOWN_SUBTILES. */
 template <typename T, Major B_MAJOR, int ROWS, int UP_SUBTILES, int DOWN_SUBTILES>
 struct Config : FewRowsConfig<T, B_MAJOR, true, ROWS, UP_SUBTILES> {
-    static constexpr bool NARROW = UP_SUBTILES == 1;
+    static constexpr bool PAIRED = UP_SUBTILES == 1;
     using Down = FewRowsConfig<T, B_MAJOR, true, ROWS, DOWN_SUBTILES>;
     using Queue = TileQueue<Tile, Config::CONSUMER_WARPS + Config::LOAD_WARPS, ROWS>;
 };
@@ -90,7 +92,7 @@ struct ExpertsShared : Shared<Config> {
     uint32_t first_claim;      /* by the loading warp, while the fetching warp sorts */
 };
 
-/* --- the fetching warp ---------------------------------------------------------------------------------- */
+/* --- the fetching warp --------------------------------------------------------------------------------- */
 
 /* The first CTA's: zeroes the counters. */
 __device__ inline void zero_counters(const Experts &p) {
@@ -160,10 +162,10 @@ __device__ inline void fetch_experts_tiles(const Experts &p, ExpertsShared<Confi
     if (threadIdx.x % 32 == 0) exit_claims(p);
 }
 
-/* --- the loading warps ---------------------------------------------------------------------------------- */
+/* --- the loading warps --------------------------------------------------------------------------------- */
 
-/* The first tile's claim, by one thread. A second CTA of an SM gives the first ones of all SMs a moment. (Acquiring
- * loads do no harm here: nothing of the tiles is in flight yet.) */
+/* The first tile's claim, by one thread. A second CTA of an SM gives the first ones of all SMs a moment.
+ * (Acquiring loads do no harm here: nothing of the tiles is in flight yet.) */
 __device__ inline uint32_t claim_first(const Experts &p) {
     Progress &progress = *p.progress;
     wait_for_value(&progress.tag, p.tag);
@@ -184,8 +186,8 @@ class Loader {
     Rows rows;
     bool loads_weight = __shfl_sync(~0u, threadIdx.x / 32, 0) == 0;
 
-    /* Prefetches weights into the stages, as they become free, and then waits until a is there. Returns the number of
-     * k-tiles whose weights are loaded. */
+    /* Prefetches weights into the stages, as they become free, and then waits until a is there. Returns the
+     * number of k-tiles whose weights are loaded. */
     __device__ int wait_for_a(const Tile &tile) {
         using Weight = typename Config::Down::Weight;
         const DenseGemm &gemm = p.down.gemm;
@@ -251,8 +253,8 @@ class Loader {
                 });
             else
                 load<Up>(p.up.gemm, token, tile, [&](int k_tile, uint32_t b, uint32_t full) {
-                    if constexpr (Config::NARROW)
-                        cp_async_bulk_tensor_load(b, &p.turns, full,
+                    if constexpr (Config::PAIRED)
+                        cp_async_bulk_tensor_load(b, &p.paired, full,
                                                   K_TILE<typename Config::Operand> * k_tile, 0, 0,
                                                   tile.first_column / CHUNK, tile.expert);
                     else
@@ -262,7 +264,7 @@ class Loader {
     }
 };
 
-/* --- consumers ------------------------------------------------------------------------------------------ */
+/* --- consumers ----------------------------------------------------------------------------------------- */
 
 /* The tokens' sums of the columns that this warp's threads have of an N tile: 16 of each of its subtiles. */
 template <class Config>
@@ -298,9 +300,9 @@ __device__ inline void combine_columns(const FusedMoeUnpermute &p, const FusedMo
     }
 }
 
-/* What run_mainloop_swapped left of a narrow tile of up_gate: a warp has 8 hidden columns, a thread one. */
+/* What run_mainloop_swapped left of a paired tile of up_gate: a warp has 8 hidden columns, a thread one. */
 template <int TOKENS, typename Out, typename Bias, class Writer>
-__device__ __forceinline__ void store_narrow(const Experts &p,
+__device__ __forceinline__ void store_paired(const Experts &p,
                                              const UpGateEpilogue<Out, Bias, GATE_UP> &epilogue,
                                              const float *d, const Tile &tile, int warp, Writer &writer) {
     const UpGate &up = p.up;
@@ -334,8 +336,8 @@ __device__ inline void compute_experts(const Experts &p, ExpertsShared<Config> &
         with_tokens<Config>(tile.num_rows, [&](auto tokens) {
             float d[tokens.value / 2 * Config::SUBTILES];
             run_mainloop_swapped<Config, tokens.value>(d, s, pipe, p.up.gemm.num_k_tiles[0], 0, 1);
-            if constexpr (Config::NARROW)
-                store_narrow<tokens.value>(p, epilogue, d, tile, warp, writer);
+            if constexpr (Config::PAIRED)
+                store_paired<tokens.value>(p, epilogue, d, tile, warp, writer);
             else
                 epilogue.template store_swapped<tokens.value, 2>(d, tile, 0, warp, writer);
         });
@@ -364,7 +366,7 @@ __device__ inline void compute_experts(const Experts &p, ExpertsShared<Config> &
             combine_columns<Config>(p.combine, s.plan, n * Config::Down::BN, warp);
 }
 
-/* --- kernel --------------------------------------------------------------------------------------------- */
+/* --- kernel -------------------------------------------------------------------------------------------- */
 
 template <class Config, Columns columns>
 __global__ void __launch_bounds__(Config::THREADS, Config::CTAS_PER_SM)
@@ -388,7 +390,7 @@ __global__ void __launch_bounds__(Config::THREADS, Config::CTAS_PER_SM)
     }
 }
 
-/* --- launcher ------------------------------------------------------------------------------------------- */
+/* --- launcher ------------------------------------------------------------------------------------------ */
 
 /* A tag that no other launch has: splitmix64 of a counter, which is a permutation, from a random start. */
 uint64_t next_tag() {
@@ -408,36 +410,36 @@ bool has_few_rows(const FusedMoeExperts &p) {
 typedef struct {
     FusedMoeWeight first, second;
     bool up_is_first;
-} Turns;
+} WeightPair;
 
-Turns turns_of(const FusedMoeUpGate &p) {
-    Turns t = {p.w1, p.w3, false};
-    if (p.layout == FUSED_MOE_HALVES) { /* of two bytes an element */
-        t.second = p.w1;
-        t.second.data = (uint16_t *)p.w1.data + p.F * p.w1.stride_out;
+WeightPair weight_pair_of(const FusedMoeUpGate &p) {
+    WeightPair pair = {p.w1, p.w3, false};
+    if (p.layout == FUSED_MOE_HALVES) { /* elements have two bytes */
+        pair.second = p.w1;
+        pair.second.data = (uint16_t *)p.w1.data + p.F * p.w1.stride_out;
     }
-    t.up_is_first = (uintptr_t)t.second.data < (uintptr_t)t.first.data;
-    if (t.up_is_first) std::swap(t.first, t.second);
-    return t;
+    pair.up_is_first = (uintptr_t)pair.second.data < (uintptr_t)pair.first.data;
+    if (pair.up_is_first) std::swap(pair.first, pair.second);
+    return pair;
 }
 
-/* Tiles are narrow where the rule says so, and one map reaches both weights. */
-bool is_narrow(const FusedMoeExperts &p) {
+/* Tiles are paired where the rule says so, and one map reaches both weights. */
+bool pairs_rows(const FusedMoeExperts &p) {
     const FusedMoeUpGate &up = p.up;
     bool is_pair = up.layout == FUSED_MOE_HALVES ||
                    (up.layout == FUSED_MOE_SEPARATE && up.w1.stride_out == up.w3.stride_out &&
                     up.w1.stride_expert == up.w3.stride_expert);
     if (!is_pair || up.w1.stride_in != 1) return false;
     if (fused_moe_experts_up_subtiles(p.down.R, p.down.E, up.F, current_device().num_sms) == 2) return false;
-    Turns t = turns_of(up);
-    uintptr_t apart = (uintptr_t)t.second.data - (uintptr_t)t.first.data;
+    WeightPair pair = weight_pair_of(up);
+    uintptr_t apart = (uintptr_t)pair.second.data - (uintptr_t)pair.first.data;
     return 0 < apart && apart < 1ull << 40; /* as TMA's strides */
 }
 
 /* Columns of a tile of the down GEMM. */
 int columns_of_down(const FusedMoeExperts &p) {
     int32_t rows = fused_moe_few_rows_together(p.down.R, p.down.E);
-    return SUBTILE * (is_narrow(p) ? 1 : fused_moe_few_rows_subtiles(rows, p.up.F));
+    return SUBTILE * (pairs_rows(p) ? 1 : fused_moe_few_rows_subtiles(rows, p.up.F));
 }
 
 int num_counters_of(const FusedMoeExperts &p) {
@@ -451,14 +453,14 @@ int launch(const FusedMoeExperts &p, void *stream) {
     const FusedMoeGroupedMM &d = p.down;
     Experts q = {};
     int status = set_up_gate<Config, columns>(&q.up, p.up);
-    if constexpr (Config::NARROW) {
+    if constexpr (Config::PAIRED) {
         TileSource &up = q.up.gemm.tiles;
-        up = tile_source(up.offs, up.schedule, up.R, up.E, p.up.F, NARROW_COLUMNS, nullptr);
-        const Turns t = turns_of(p.up);
-        q.up_is_first = t.up_is_first;
+        up = tile_source(up.offs, up.schedule, up.R, up.E, p.up.F, PAIRED_COLUMNS, nullptr);
+        const WeightPair pair = weight_pair_of(p.up);
+        q.up_is_first = pair.up_is_first;
         if (status == FUSED_MOE_OK)
-            status =
-                turns_map<T>(&q.turns, t.first, t.second, p.down.E, p.up.F, p.up.D, NARROW_COLUMNS / CHUNK);
+            status = paired_map<T>(&q.paired, pair.first, pair.second, p.down.E, p.up.F, p.up.D,
+                                   PAIRED_COLUMNS / CHUNK);
     }
     q.down.bias = d.bias;
     q.down.out = d.out;
@@ -495,7 +497,7 @@ int run(const FusedMoeExperts &p, void *stream) {
             });
         };
         if constexpr (MAJOR == Major::K)
-            if (is_narrow(p)) return launch<Config<T, MAJOR, 16, 1, 1>, GATE_UP>(p, stream);
+            if (pairs_rows(p)) return launch<Config<T, MAJOR, 16, 1, 1>, GATE_UP>(p, stream);
         if (!has_few_rows(p)) return with_rows(Config<T, MAJOR, 64, 2, 2>());
         if (columns_of_down(p) == SUBTILE) return with_rows(Config<T, MAJOR, 16, 2, 1>());
         return with_rows(Config<T, MAJOR, 16, 2, 2>());
@@ -516,7 +518,7 @@ FusedMoeReason reason(const FusedMoeExperts &p) {
     bool combines = p.up.unplanned;
     if (combines && (!is_aligned(p.combine.out) || !is_aligned(p.combine.shared))) return FUSED_MOE_UNALIGNED;
     /* both GEMMs' tiles, and rows counted by each warp of an N tile */
-    int64_t n_tiles = ceil_div(p.up.F, NARROW_COLUMNS) + ceil_div(p.down.M, SUBTILE);
+    int64_t n_tiles = ceil_div(p.up.F, PAIRED_COLUMNS) + ceil_div(p.down.M, SUBTILE);
     return (fused_moe_max_row_tiles((int32_t)p.down.R, p.down.E, 16) + 4 * p.down.R) * n_tiles < INT32_MAX
                ? FUSED_MOE_RUNS
                : FUSED_MOE_TOO_LARGE;

@@ -39,7 +39,7 @@ namespace sm90 {
 /* Named barriers beside barrier 0, which is __syncthreads'. */
 enum NamedBarrier { WARPGROUP_BARRIER = 1 }; /* + the consumer warpgroup's number */
 
-/* --- prologue ------------------------------------------------------------------------------------------- */
+/* --- prologue ------------------------------------------------------------------------------------------ */
 
 template <class Config>
 __device__ inline Shared<Config> &prologue() {
@@ -62,7 +62,7 @@ __device__ inline Shared<Config> &prologue() {
     return s;
 }
 
-/* --- the producer warpgroup ------------------------------------------------------------------------------- */
+/* --- the producer warpgroup ---------------------------------------------------------------------------- */
 
 /* The token of row i of a tile. One out of range, which no plan of ours has, is token 0. */
 template <class Gemm>
@@ -106,7 +106,7 @@ __device__ inline void produce(const GemmOf<Config> &p, PlanningShared<Config> &
         load_tma<Config>(p, s);
 }
 
-/* --- a consumer warpgroup --------------------------------------------------------------------------------- */
+/* --- a consumer warpgroup ------------------------------------------------------------------------------ */
 
 /* A full tile, or a skinny one beside full ones, which run_swapped(a constant, wgmma's N) computes. */
 template <class Config, typename Epilogue, typename RunSwapped>
@@ -159,7 +159,7 @@ __device__ __forceinline__ void consume(const GemmOf<Config> &p, Shared<Config> 
     writer.drain_all();
 }
 
-/* --- a consumer warpgroup of a quantised weight ------------------------------------------------------------ */
+/* --- a consumer warpgroup of a quantised weight -------------------------------------------------------- */
 
 /* Nothing here may become a call, at which MMAs in flight would be waited for. */
 template <class Config, int TOKENS, typename Epilogue>
@@ -182,8 +182,8 @@ __device__ __forceinline__ void run_tile_fragments(const GemmOf<Config> &p, Shar
             TOKENS < Config::Lines::ROWS ? TOKENS : Config::Lines::ROWS; /* stored at a time */
         constexpr int STORES = TOKENS / ROWS * SUBTILES, WORDS = ROWS / 2;
         auto first_word = [](int i) { return TOKENS / 2 * (i % SUBTILES) + WORDS * (i / SUBTILES); };
-        /* A loop that moves each store's accumulators to where the first one's were, since registers have no index:
-         * unrolled code would be fetched anew for every tile. */
+        /* A loop that moves each store's accumulators to where the first one's were, since registers have no
+         * index: unrolled code would be fetched anew for every tile. */
 #pragma unroll 1
         for (int i = 0; i < STORES; i++) {
             epilogue.template store_lines<ROWS, TALL>(d, tile, subtile + i % SUBTILES, i / SUBTILES * ROWS,
@@ -198,10 +198,11 @@ __device__ __forceinline__ void run_tile_fragments(const GemmOf<Config> &p, Shar
     }
 }
 
-/* epilogue.store_swapped<TOKENS>(d, tile, subtile, warp, staging) stores a subtile of a tile: warp w of 4 has 16 rows of
- * the weight. d is wgmma's, and may be changed; staging is the warpgroup's buffer. A lane's two rows are those of
- * QuantizedWeight::row_of: rows lane / 4 and lane / 4 + 8 of the warp's sixteen, or a gate and its up. With many rows
- * epilogue.store_lines<TOKENS, TALL>(d, tile, subtile, row, warp, lines) stores the subtile's rows from `row` on. */
+/* epilogue.store_swapped<TOKENS>(d, tile, subtile, warp, staging) stores a subtile of a tile: warp w of 4 has
+ * 16 rows of the weight. d is wgmma's, and may be changed; staging is the warpgroup's buffer. A lane's two
+ * rows are those of QuantizedWeight::row_of: rows lane / 4 and lane / 4 + 8 of the warp's sixteen, or a gate
+ * and its up. With many rows epilogue.store_lines<TOKENS, TALL>(d, tile, subtile, row, warp, lines) stores
+ * the subtile's rows from `row` on. */
 template <class Config, typename Epilogue>
 __device__ __forceinline__ void consume_fragments(const GemmOf<Config> &p, Shared<Config> &s, int wg,
                                                   Epilogue &epilogue) {
@@ -213,7 +214,7 @@ __device__ __forceinline__ void consume_fragments(const GemmOf<Config> &p, Share
         });
 }
 
-/* --- the kernel ------------------------------------------------------------------------------------------- */
+/* --- the kernel ---------------------------------------------------------------------------------------- */
 
 template <class Config, typename Epilogue>
 __device__ __forceinline__ void persistent_gemm(const GemmOf<Config> &p, Epilogue epilogue) {

@@ -3,10 +3,10 @@
  *   run_mainloop            64 rows of a full tile: wgmma's A has rows, its B the weight, both by descriptors
  *   run_mainloop_swapped    a skinny tile by swap-AB: wgmma's A is the weight, its B the tile's rows
  *   run_mainloop_fragments  the same of a weight whose values are made in registers
- *   run_mainloop_tall       likewise for tiles of twice as many rows
+ *   run_mainloop_tall       likewise, for tiles of twice the rows
  *
- * In a full tile a consumer waits for a k-tile's MMAs before it releases the stage, not one k-tile later. Meanwhile the
- * other consumer's MMAs keep the tensor cores busy, and holding a stage longer costs more. */
+ * In a full tile a consumer waits for a k-tile's MMAs before it releases the stage, not one k-tile later.
+ * Meanwhile the other consumer's MMAs keep the tensor cores busy, and holding a stage longer costs more. */
 #pragma once
 
 #include "config.cuh"
@@ -118,7 +118,7 @@ __device__ inline void run_mainloop_swapped(float *d, Shared<Config> &s, typenam
         for (int i = 0; i < TOKENS / 2 * SUBTILES; i++) pin(d[i]); /* not read before the last MMA's end */
 }
 
-/* --- fragments: a weight whose values are made in registers ------------------------------------------------ */
+/* --- fragments: a weight whose values are made in registers -------------------------------------------- */
 
 /* d += A (a subtile's rows of a stage) times the rows of x at `rows`, by the warpgroup. */
 template <class Config, int TOKENS, bool accumulate>
@@ -154,17 +154,19 @@ __device__ __forceinline__ void multiply_by_warp(float *d, const uint32_t *a, ui
         }
 }
 
-/* Tiles of at most 16 rows use mma.sync per warp: a warpgroup's MMAs of 8 rows take as long as those of 32, and the next
- * values are not made before they have ended. */
+/* Tiles of at most 16 rows use mma.sync per warp: a warpgroup's MMAs of 8 rows take as long as those of 32,
+ * and the next values are not made before they have ended. */
 constexpr int WARP_TOKENS = 16;
 
-/* A swapped tile by fragments, what hides unpacking being the memory's time where rows are few, and MMAs where they are
- * many. Few rows have many warps, each with one subtile: some unpack while the MMAs of others run. With many rows a
- * consumer has two subtiles and unpacks one while the MMAs of the other run, so a stage's rows are read for twice
- * the columns.
+/* A swapped tile by fragments, what hides unpacking being the memory's time where rows are few, and MMAs
+ * where they are many. Few rows have many warps, each with one subtile: some unpack while the MMAs of others
+ * run. With many rows a consumer has two subtiles and unpacks one while the MMAs of the other run, so a
+ * stage's rows are read for twice the columns.
  *
- *   one subtile, two k-tiles   |wait: stage |codes, scales |wait: MMAs of the stage before; release it |make A |8 MMAs |..
- *   two subtiles, one k-tile   |wait: stage |codes, scales |wait: this subtile's MMAs before |make A |4 MMAs |the other .. */
+ *   one subtile, two k-tiles
+ *     |wait: stage |codes, scales |wait: MMAs of the stage before; release it |make A |8 MMAs |..
+ *   two subtiles, one k-tile
+ *     |wait: stage |codes, scales |wait: this subtile's MMAs before |make A |4 MMAs |the other subtile .. */
 template <class Config, int TOKENS>
 __device__ __forceinline__ void run_mainloop_fragments(float *d, const GemmOf<Config> &p, Shared<Config> &s,
                                                        typename Config::Pipeline &pipe, int wg) {
@@ -231,8 +233,8 @@ __device__ __forceinline__ void run_mainloop_fragments(float *d, const GemmOf<Co
     }
 }
 
-/* A tall tile: a consumer has one subtile, and registers for the values of two stages. Stages are even in number
- * (num_stages), so that no branch is between MMAs: ptxas would have each wait for the one before.
+/* A tall tile: a consumer has one subtile, and registers for the values of two stages. Stages are even in
+ * number (num_stages), so that no branch is between MMAs: ptxas would have each wait for the one before.
  *
  *   |wait: stage |codes, scales |make A, one of two |wait: MMAs before; release it |4 MMAs |.. */
 template <class Config>

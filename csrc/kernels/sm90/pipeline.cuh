@@ -1,8 +1,8 @@
 /* Pipelines between warps: barriers whose types say who arrives, and the stage that a warp is at.
  *
- * A barrier's phase ends when all of its arrivals have come, and for loads by TMA their bytes, too. A count that
- * is wrong by one is a hang or a race. So no count is written down: a barrier lists its roles, its count is the sum
- * of theirs, and an arrival of a role that is not listed does not compile. */
+ * A barrier's phase ends when all of its arrivals have come, and for loads by TMA their bytes, too. A count
+ * that is wrong by one is a hang or a race. So no count is written down: a barrier lists its roles, its count
+ * is the sum of theirs, and an arrival of a role that is not listed does not compile. */
 #pragma once
 
 #include <type_traits>
@@ -55,13 +55,13 @@ class Barrier {
     /* Each thread of WARPS warps calls it after its copies. */
     template <int WARPS>
     __device__ void arrive_after_copies() {
-        static_assert(HAS<CopyingWarps<WARPS>>, "no, or not so many, copying warps arrive here");
+        static_assert(HAS<CopyingWarps<WARPS>>, "this many copying warps do not arrive here");
         cp_async_mbarrier_arrive_noinc(address());
     }
     /* Each of WARPS warps calls it. */
     template <int WARPS>
     __device__ void arrive_once() {
-        static_assert(HAS<Warps<WARPS>>, "no, or not so many, warps arrive here");
+        static_assert(HAS<Warps<WARPS>>, "this many warps do not arrive here");
         if (threadIdx.x % 32 == 0) mbarrier_arrive(address());
     }
     /* One thread calls it. */

@@ -7,8 +7,8 @@
 namespace fused_moe {
 namespace sm90 {
 
-/* Calls fn with a dequantizer. There is one for each dtype and code, and for int4 one for scales of the dtype of 128 columns or
- * more, of fewer, and for scales of another dtype. */
+/* Calls fn with a dequantizer. There is one for each dtype and code, and for int4 one for scales of the dtype
+ * of 128 columns or more, of fewer, and for scales of another dtype. */
 template <bool BY_COLUMN = false, typename Fn>
 int with_dequantizer(FusedMoeDtype dtype, const FusedMoeQuantizedWeight &w, Fn fn) {
     return with_half(dtype, [&](auto t) {
@@ -45,8 +45,8 @@ inline bool has_many_rows(int64_t R, int32_t E, bool is_transposed) {
     return R > (asked < 0 ? fused_moe_most_quantized_rows(true, is_transposed) : asked) * E;
 }
 
-/* A map of `rows` tiles of 64 rows from the one at `data` on, of [E,out/64,count,width]: boxes of (1, tiles, box,
- * width) elements. */
+/* A map of `rows` tiles of 64 rows from the one at `data` on, of [E,out/64,count,width]: boxes of (1, tiles,
+ * box, width) elements. */
 inline int tiles_map(CUtensorMap *map, CUtensorMapDataType dtype, int bytes, const void *data, int32_t E,
                      int64_t out, int64_t rows, int64_t count, int64_t width, uint32_t box, uint32_t tiles) {
     const uint64_t sizes[] = {(uint64_t)width, (uint64_t)count, (uint64_t)rows, (uint64_t)E};
@@ -76,7 +76,8 @@ inline int64_t group_of(const FusedMoeQuantizedWeight &packing) {
     return packing.block_in < packing.in ? packing.block_in : packing.in;
 }
 
-/* Lets weight i of a GEMM be rows [first_row, first_row + rows) of a quantised one; by column it is all of one. */
+/* Lets weight i of a GEMM be rows [first_row, first_row + rows) of a quantised one; by column it is all of
+ * one. */
 template <class Config>
 int set_weight(QuantizedParams &p, int i, const FusedMoeQuantizedWeight &codes, int32_t E, int64_t first_row,
                int64_t rows) {
@@ -120,9 +121,10 @@ int set_weight(QuantizedParams &p, int i, const FusedMoeQuantizedWeight &codes, 
     return status;
 }
 
-/* Whether the kernels read the weight: in tiles, with scales of 32 columns (by column: rows), 64, 128 and so on, or all.
- * A stage's columns past the last are codes of zero, which in int4 are values. Their scale may be a real one and so large
- * that they are infinite, so there must be none. Scales by column are read by stages of one k-tile, which have none. */
+/* Whether the kernels read the weight: in tiles, with scales of 32 columns (by column: rows), 64, 128 and so
+ * on, or all. A stage's columns past the last are codes of zero, which in int4 are values. Their scale may be
+ * a real one and so large that they are infinite, so there must be none. Scales by column are read by stages
+ * of one k-tile, which have none. */
 inline bool is_readable_quantized(const FusedMoeWeight &w) {
     if (!w.quantized || !w.quantized->tile_scales || (w.quantized->transposed && !w.quantized->data_t))
         return false;

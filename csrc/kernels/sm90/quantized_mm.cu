@@ -1,12 +1,15 @@
-/* grouped_mm of a quantised weight on Hopper, by weight_quantized.cuh: out[r] = a[r] b[e(r)]^T + bias[e(r)]. Of a transposed weight,
- * as in backward, its second packing is read. */
+/* grouped_mm of a quantised weight on Hopper: out[r] = a[r] b[e(r)]^T + bias[e(r)]. In backward the weight is
+ * transposed, and its second packing is read.
+ *
+ * Roles and pipelines are gemm.cuh's, the weight weight_quantized.cuh's; here are the epilogue and the
+ * launcher. */
 #include "quantized_launch.cuh"
 
 namespace fused_moe {
 namespace sm90 {
 namespace {
 
-/* --- kernel --------------------------------------------------------------------------------------------- */
+/* --- kernel -------------------------------------------------------------------------------------------- */
 
 typedef struct {
     Gemm<QuantizedParams> gemm;
@@ -60,7 +63,7 @@ __global__ void __launch_bounds__(Config::THREADS, Config::CTAS_PER_SM)
     zero_rows_past(p.gemm.tiles, (typename Config::Out *)p.out, p.M);
 }
 
-/* --- launcher ------------------------------------------------------------------------------------------- */
+/* --- launcher ------------------------------------------------------------------------------------------ */
 
 template <class Config>
 int launch(const FusedMoeGroupedMM &p, void *stream) {

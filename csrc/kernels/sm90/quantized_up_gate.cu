@@ -1,5 +1,8 @@
-/* up_gate of quantised weights on Hopper, by weight_quantized.cuh: a = act(x w1^T + b1) (x w3^T + b3). h is not kept:
- * gradients are not for this kernel. */
+/* up_gate of quantised weights on Hopper: a = act(x w1^T + b1) (x w3^T + b3). h is not kept: calls with
+ * gradients run GEMMs of their own.
+ *
+ * Roles and pipelines are gemm.cuh's, the weight weight_quantized.cuh's; here are the epilogue and the
+ * launcher. */
 #include "../common/activation.cuh"
 #include "quantized_launch.cuh"
 
@@ -7,7 +10,7 @@ namespace fused_moe {
 namespace sm90 {
 namespace {
 
-/* --- kernel --------------------------------------------------------------------------------------------- */
+/* --- kernel -------------------------------------------------------------------------------------------- */
 
 typedef struct {
     Gemm<QuantizedParams> gemm;
@@ -25,8 +28,8 @@ struct ActivatingEpilogue {
     using T = typename Config::Out;
     const UpGate &p;
 
-    /* Of a warp's outputs of a subtile: 8, or of experts without ups 16. A thread has the gate and the up of one, or two gates, of
-     * two tokens in eight. */
+    /* A warp has 8 outputs of a subtile, 16 without ups. A thread has the gate and the up of one output, or
+     * two gates, for two tokens in eight. */
     typedef struct {
         int first;       /* output                                          */
         bool has_second; /* of experts without ups: 8 more                 */
@@ -46,28 +49,29 @@ struct ActivatingEpilogue {
             with_act([&](auto act) { store_eight(act, of_eight(d), out, 0, tile.num_rows); });
             return;
         }
-        /* Accumulators go through shared memory, each thread's own, so that one loop activates them, and not as many
-         * copies of it. */
-        uint32_t own = staging + warp * WARP_BYTES + threadIdx.x % 32 * (int)sizeof(float4);
+        /* Each thread's accumulators go through its own shared memory, so one loop activates them instead of
+         * a copy of it for every eight tokens. */
+        uint32_t thread_staging = staging + warp * WARP_BYTES + threadIdx.x % 32 * (int)sizeof(float4);
 #pragma unroll 1
         for (int first = 0; first < tile.num_rows; first += STAGED) {
 #pragma unroll
-            for (int j = 0; j < STAGED / 8; j++) st_shared_v4(own + EIGHT_BYTES * j, of_eight(d + 4 * j));
+            for (int j = 0; j < STAGED / 8; j++)
+                st_shared_v4(thread_staging + EIGHT_BYTES * j, of_eight(d + 4 * j));
             with_act([&](auto act) {
                 int end = min(first + STAGED, tile.num_rows);
-                uint32_t at = own;
+                uint32_t address = thread_staging;
 #pragma unroll 1
-                for (int row = first; row < end; row += 8, at += EIGHT_BYTES)
-                    store_eight(act, as_floats(ld_shared_v4(at)), out, row, tile.num_rows);
+                for (int row = first; row < end; row += 8, address += EIGHT_BYTES)
+                    store_eight(act, as_floats(ld_shared_v4(address)), out, row, tile.num_rows);
             });
 #pragma unroll
             for (int i = 0; i < (TOKENS - STAGED) / 2; i++) d[i] = d[i + STAGED / 2]; /* the next tokens' */
         }
     }
 
-    /* Of many rows everything is done in registers: arithmetic takes the time there, and not code. Subtiles come in pairs, of
-     * which a line has the outputs; of a tall tile a warpgroup has one of the two, and half a line. Without ups a line has the
-     * outputs of one. */
+    /* With many rows everything is done in registers, since arithmetic takes the time and not code. A line
+     * has the outputs of two subtiles; in a tall tile a warpgroup has one of the two, and half a line.
+     * Without ups a line has one subtile's outputs. */
     template <int TOKENS, bool TALL>
     __device__ void store_lines(float *d, const WorkTile &tile, int subtile, int row, int warp,
                                 const typename Config::Lines &lines) const {
@@ -94,8 +98,9 @@ struct ActivatingEpilogue {
         lines.template fill<TOKENS>(chunk, w);
     }
 
-    /* Of each four accumulators, two tokens of a gate and of its up or a second gate, the third becomes the word of the two
-     * outputs; of experts without ups it is that of the second, and the fourth that of the first. */
+    /* Four accumulators are two tokens of a gate, and of its up or of a second gate. The third becomes the
+     * word of the two outputs. Without ups it becomes the second gate's word, and the fourth the first
+     * gate's. */
     template <int TOKENS, class Activation>
     __device__ void activate(Activation act, float *d, const Outputs &out) const {
         float alpha = (float)p.activation.alpha, limit = (float)p.activation.limit;
@@ -154,7 +159,7 @@ struct ActivatingEpilogue {
         return out;
     }
 
-    /* Of eight tokens from `row` on. v: two tokens of the gate, and of the up or the second gate. */
+    /* Stores eight tokens from `row` on. v: two tokens of the gate, and of the up or the second gate. */
     template <class Activation>
     __device__ void store_eight(Activation act, float4 v, const Outputs &out, int row, int num_rows) const {
         float alpha = (float)p.activation.alpha, limit = (float)p.activation.limit;
@@ -187,7 +192,7 @@ __global__ void __launch_bounds__(Config::THREADS, Config::CTAS_PER_SM)
     zero_rows_past(p.gemm.tiles, (typename Config::Out *)p.a, p.F);
 }
 
-/* --- launcher ------------------------------------------------------------------------------------------- */
+/* --- launcher ------------------------------------------------------------------------------------------ */
 
 template <class Config>
 int launch(const FusedMoeUpGate &p, void *stream) {

@@ -1,8 +1,8 @@
-/* The rows of A, loaded stage by stage beside the weight: by TMA where they are contiguous, by cp.async where they are
- * gathered.
+/* The rows of A, loaded stage by stage beside the weight: by TMA where they are contiguous, by cp.async where
+ * they are gathered.
  *
- * cp.async's copies are written by 96 threads, which apply the swizzle, and arrive at the stage's full barrier on
- * completion. They are ordinary writes, so a consumer fences them for wgmma after its wait. */
+ * cp.async's copies are written by 96 threads, which apply the swizzle, and arrive at the stage's full
+ * barrier on completion. They are ordinary writes, so a consumer fences them for wgmma after its wait. */
 #pragma once
 
 #include "config.cuh"
@@ -13,7 +13,7 @@ namespace sm90 {
 /* Rows of a box of A in a tile that is skinny or lacks rows. */
 constexpr int TAIL_ROWS = 16;
 
-/* --- by TMA --------------------------------------------------------------------------------------------- */
+/* --- by TMA -------------------------------------------------------------------------------------------- */
 
 /* Rows of A in a stage: all, or in boxes of TAIL_ROWS those that a swapped tile's wgmma reads. */
 template <class Config>
@@ -23,10 +23,10 @@ __device__ inline int rows_of_stage(const WorkTile &tile) {
                        : FUSED_MOE_TILE_ROWS;
 }
 
-/* `rows` rows of A of one stage. One thread calls it.
- * The box of a tile's last row has up to 15 rows of the next expert, whose results are not stored. A full tile that lacks
- * rows, and a skinny one beside full ones, read further boxes outside the matrix: zeros, since arithmetic on zeros
- * takes less power than on another expert's rows. */
+/* `rows` rows of A of one stage. One thread calls it. The box of a tile's last row has up to 15 rows of the
+ * next expert, whose results are not stored. A full tile that lacks rows, and a skinny one beside full ones,
+ * read further boxes outside the matrix: zeros, since arithmetic on zeros takes less power than on another
+ * expert's rows. */
 template <class Config>
 __device__ inline void load_rows(const GemmOf<Config> &p, uint32_t dst, uint32_t full, int part, int k,
                                  int rows, const WorkTile &tile) {
@@ -98,9 +98,10 @@ __device__ inline void load_tma(const GemmOf<Config> &p, Shared<Config> &s) {
     }
 }
 
-/* --- by cp.async ---------------------------------------------------------------------------------------- */
+/* --- by cp.async --------------------------------------------------------------------------------------- */
 
-/* What a thread of three warps copies of each k-tile: 16-byte chunk i % 8 of rows i / 8, i / 8 + 12, ..., thread i. */
+/* What a thread of three warps copies of each k-tile: 16-byte chunk i % 8 of rows i / 8, i / 8 + 12, ...,
+ * thread i. */
 template <class Config>
 struct GatherRows {
     using Operand = typename Config::Operand;
@@ -131,9 +132,9 @@ struct GatherRows {
     /* Rows from num on keep what an earlier tile left: their results are not stored. */
     __device__ void set_num(int num_rows) { num = (num_rows - first + STEP - 1) / STEP; }
 
-    /* Copies the next stage to `a`, STAGES_AT_ONCE's stage i. A full tile beside skinny ones gets zeros for the rows that
-     * it lacks, for load_rows' reason. HAS_ALL: the tile has BM rows. Else each row has a predicate, which ptxas makes in
-     * one register, and the copies wait for one another. */
+    /* Copies the next stage to `a`, STAGES_AT_ONCE's stage i. A full tile beside skinny ones gets zeros for
+     * the rows that it lacks, for load_rows' reason. HAS_ALL: the tile has BM rows. Else each row has a
+     * predicate, which ptxas makes in one register, and the copies wait for one another. */
     template <bool HAS_ALL>
     __device__ void copy_stage(uint32_t a, int i) {
         constexpr int K_TILES = Config::K_TILES, TILE_K = K_TILE<Operand>;
@@ -159,8 +160,9 @@ struct GatherRows {
     }
 };
 
-/* A tile's stages. issue_weight(stage, b, barrier), by one thread, issues the loads of stage `stage` of the weight.
- * STAGES_AT_ONCE stages are loaded before pointers move on: a stage's offset is a constant of the instruction. */
+/* A tile's stages. issue_weight(stage, b, barrier), by one thread, issues the loads of stage `stage` of the
+ * weight. STAGES_AT_ONCE stages are loaded before pointers move on: a stage's offset is a constant of the
+ * instruction. */
 template <bool HAS_ALL, class Config, class Shared, typename IssueWeight>
 __device__ __forceinline__ void gather_tile(Shared &s, typename Config::Pipeline &pipe,
                                             GatherRows<Config> &rows, int num_stages, bool loads_weight,

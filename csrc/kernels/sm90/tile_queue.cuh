@@ -1,8 +1,9 @@
 /* How the CTAs of a persistent grid get their work tiles: schedule.h on the device.
  *
  * One warp of a CTA fetches tiles, two ahead of the warps that work on them: it claims an index (static
- * round-robin, then work stealing; experts.cu has its own way), decodes it with a vote over the experts' prefix, and
- * publishes the tile through a queue in shared memory. Which CTA computes a tile changes nothing in its result.
+ * round-robin, then work stealing; experts.cu has its own way), decodes it with a vote over the experts'
+ * prefix, and publishes the tile through a queue in shared memory. Which CTA computes a tile changes nothing
+ * in its result.
  *
  * Tensor maps on the device (wgrad). A load past the expert's last row must give zeros, so its map's row
  * extent is the expert's. The fetching warp edits a template's address and row count in shared memory when
@@ -28,7 +29,7 @@ constexpr int MAX_MAPS = 2;    /* per-expert tensor maps of a GEMM */
 constexpr int MAP_SLOTS = 8;
 static_assert(MAP_SLOTS >= QUEUE_DEPTH + 2, "a map would be edited under TMA");
 
-/* --- what a GEMM's launch computes ---------------------------------------------------------------------- */
+/* --- what a GEMM's launch computes --------------------------------------------------------------------- */
 
 typedef struct { /* rows grouped by expert, loaded through per-expert maps */
     CUtensorMap all_rows;
@@ -67,7 +68,7 @@ static_assert(SEMAPHORES + 4 * FUSED_MOE_MAX_CTAS <= FUSED_MOE_NUM_COUNTERS, "co
 static_assert(EXITED < FUSED_MOE_NUM_COUNTERS / 2,
               "up_gate and a down GEMM that starts early have half each");
 
-/* --- the queue ------------------------------------------------------------------------------------------ */
+/* --- the queue ----------------------------------------------------------------------------------------- */
 
 struct alignas(16) WorkTile {
     int32_t expert; /* -1: there are no more tiles */
@@ -77,7 +78,8 @@ struct alignas(16) WorkTile {
     int32_t skinny;       /* computed with swapped operands                 */
 };
 
-/* Work tiles on their way from the fetching warp to the reading warps. token: the tokens of the tile's rows. */
+/* Work tiles on their way from the fetching warp to the reading warps. token: the tokens of the tile's
+ * rows. */
 template <class Tile, int READING_WARPS_, int TOKENS_>
 struct TileQueue {
     using WorkTile = Tile;
@@ -122,7 +124,7 @@ class TileReader {
     }
 };
 
-/* --- the fetching warp ---------------------------------------------------------------------------------- */
+/* --- the fetching warp --------------------------------------------------------------------------------- */
 
 /* Tensor map i of one of this CTA's slots. */
 __device__ inline const CUtensorMap *map_of_slot(const TileSource &source, int i, int slot) {
@@ -185,7 +187,7 @@ class TileWriter {
     }
 };
 
-/* Calls fn with a tile, or with the parts of one of more than CUT_ROWS rows, of about as many rows each. 0: none
+/* Calls fn with a tile. A tile of more than CUT_ROWS rows is cut into parts of about the same height. 0: none
  * is cut. */
 template <int CUT_ROWS, class Tile, typename Fn>
 __device__ inline void for_each_part(Tile tile, Fn fn) {
@@ -237,11 +239,12 @@ __device__ inline void set_tile(const TileSource &source, const FusedMoeWorkTile
     tile.half_n = work.n_half || (source.last_is_half_n && work.n_tile == source.order.num_n_tiles - 1);
 }
 
-/* --- the fetching warp of a GEMM that makes the plan itself: ../../slot_plan.h on the device ------------------------ */
+/* --- the fetching warp of a GEMM that makes the plan itself: ../../slot_plan.h on the device ----------- */
 
-/* Every CTA sorts the same slots, so none waits for another. One CTA of up_gate, or of experts.cu, also writes what
- * the combine and the caller read, counts and token_row; nothing else of a plan exists. up_gate and grouped_mm steal
- * no tiles here: in a captured graph no kernel before them zeroes counters, and other calls take the same path. */
+/* Every CTA sorts the same slots, so none waits for another. One CTA of up_gate, or of experts.cu, also
+ * writes what the combine and the caller read, counts and token_row; nothing else of a plan exists. up_gate
+ * and grouped_mm steal no tiles here: in a captured graph no kernel before them zeroes counters, and other
+ * calls take the same path. */
 __device__ inline void make_slot_plan(const FusedMoeRoutePlan &p, FusedMoeSlotPlan &plan) {
     int num_slots = (int)p.T * p.K;
     for (int slot = threadIdx.x % 32; slot < FUSED_MOE_FEW_SLOTS; slot += 32)
@@ -278,7 +281,7 @@ __device__ inline void fetch_slot_tiles(const TileSource &source, const FusedMoe
                           prepare, is_long);
 }
 
-/* --- rows that no tile covers ----------------------------------------------------------------------------- */
+/* --- rows that no tile covers -------------------------------------------------------------------------- */
 
 /* Zeroes rows [offs[E-1], R) of an output, which no tile covers. Called by all threads. Without offs the
  * kernel made its plan of few slots, and nothing reads those rows. */

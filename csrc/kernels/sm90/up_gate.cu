@@ -1,15 +1,15 @@
 /* up_gate on Hopper: h = x[row_token] w1^T | w3^T + b and a = act(gate) up, in one GEMM.
  *
- * Roles and pipelines are gemm.cuh's, with A gathered; up_gate.cuh has the epilogue. It is not overlapped with
- * the next tile: with h and a to hold there are too few registers beside the accumulators (docs/lab/forward.md
- * has what was tried). */
+ * Roles and pipelines are gemm.cuh's, with A gathered; up_gate.cuh has the epilogue. It is not overlapped
+ * with the next tile: with h and a to hold there are too few registers beside the accumulators
+ * (docs/lab/forward.md has what was tried). */
 #include "up_gate.cuh"
 
 namespace fused_moe {
 namespace sm90 {
 namespace {
 
-/* --- kernel --------------------------------------------------------------------------------------------- */
+/* --- kernel -------------------------------------------------------------------------------------------- */
 
 template <class Config, Columns columns>
 __global__ void __launch_bounds__(Config::THREADS, Config::CTAS_PER_SM)
@@ -20,7 +20,7 @@ __global__ void __launch_bounds__(Config::THREADS, Config::CTAS_PER_SM)
     zero_rows_past(p.gemm.tiles, (Out *)p.a, p.F);
 }
 
-/* --- launcher ------------------------------------------------------------------------------------------- */
+/* --- launcher ------------------------------------------------------------------------------------------ */
 
 template <class Config, Columns columns>
 int launch(const FusedMoeUpGate &p, void *stream) {

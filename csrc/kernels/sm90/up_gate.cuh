@@ -1,13 +1,13 @@
 /* What a tile of up_gate becomes, and its parameters: of up_gate.cu, and of experts.cu.
  *
  * A tile has 128 hidden columns, 256 columns of h (64 and 128 where experts have few rows).
- *   GATE_UP      h is gate | up: B is rows of the gate's weight and as many of the up's that belong to them, from
- *                two maps (w1 and w3, or the halves of a packed weight). Gate and up are 128 columns apart, which
- *                is 64 elements apart in the registers of one thread.
+ *   GATE_UP      h is gate | up: B is rows of the gate's weight and the same rows of the up's, from two maps
+ *                (w1 and w3, or the halves of a packed weight). Gate and up are 128 columns apart, which is
+ *                64 elements apart in the registers of one thread.
  *   INTERLEAVED  B's rows are consecutive: gate and up are neighbouring columns, in one thread too
  *   UNGATED      a tile has 256 hidden columns
- * Nothing is copied: h and a go from registers through the staging buffer to TMA stores, by ragged maps; swapped
- * tiles go by ordinary stores. */
+ * Nothing is copied: h and a go from registers through the staging buffer to TMA stores, by ragged maps;
+ * swapped tiles go by ordinary stores. */
 #pragma once
 
 #include "../common/activation.cuh"
@@ -30,8 +30,8 @@ typedef struct {
     CUtensorMap a_map, h_map; /* ragged; with GATE_UP h's has two halves */
 } UpGate;
 
-/* 64 columns of which a thread holds columns 4 j + lane % 4 (of two rows: a[2 j], a[2 j + 1]), as a writer
- * takes them: columns 2 (lane % 4) and 2 (lane % 4) + 1 of every eight. */
+/* Packs 64 columns. A thread holds columns 4 j + lane % 4 (of two rows: a[2 j], a[2 j + 1]); a writer takes
+ * columns 2 (lane % 4) and 2 (lane % 4) + 1 of every eight. */
 template <typename T>
 __device__ inline void pack_spread_subtile(uint32_t (&words)[16], const float (&a)[32]) {
     int quad = threadIdx.x % 32 / 4 * 4, t = threadIdx.x % 4;
@@ -190,7 +190,7 @@ struct UpGateEpilogue {
     }
 };
 
-/* --- host ----------------------------------------------------------------------------------------------- */
+/* --- host ---------------------------------------------------------------------------------------------- */
 
 /* All but the maps of h and a, and what PDL needs. */
 template <class Config, Columns columns>

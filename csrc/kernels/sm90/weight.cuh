@@ -6,7 +6,8 @@
  *   bytes(p, tile)          that a stage's loads bring
  *   load(p, ..)             issues them
  *   num_stages(p, tile)     of a tile
- *   descriptor(..)          of a subtile in shared memory; or, where IN_REGISTERS, fragments: weight_quantized.cuh */
+ *   descriptor(..)          of a subtile in shared memory
+ * or, where IN_REGISTERS, fragments: weight_quantized.cuh. */
 #pragma once
 
 #include "wgmma.cuh"

@@ -1,8 +1,9 @@
-/* A quantised weight as a GEMM's B: codes, scales and zero points loaded by TMA, made values in registers by the
- * consumers that multiply them (dequantizer.cuh).
+/* A quantised weight as a GEMM's B: codes, scales and zero points loaded by TMA, made values in registers by
+ * the consumers that multiply them (dequantizer.cuh).
  *
- * Every tile is computed by swap-AB: the weight's values are A of the MMAs, the tile's rows their N. A stage is one or
- * two k-tiles of the tile's rows, and of its tiles of codes. weight.cuh says what a weight gives a GEMM. */
+ * Every tile is computed by swap-AB: the weight's values are A of the MMAs, the tile's rows their N. A stage
+ * is one or two k-tiles of the tile's rows, and of its tiles of codes. weight.cuh says what a weight gives a
+ * GEMM. */
 #pragma once
 
 #include "dequantizer.cuh"
@@ -11,10 +12,10 @@
 namespace fused_moe {
 namespace sm90 {
 
-/* --- tiles by the rows that experts have on average ------------------------------------------------------- */
+/* --- tiles by the rows that experts have on average ---------------------------------------------------- */
 
-/* Up to 2 rows, up to 64, more, and enough that tall tiles pay. FEW has two CTAs on an SM, with smaller tiles, and no
- * wgmma: less code, which is read from memory, too. */
+/* Up to 2 rows, up to 64, more, and enough that tall tiles pay. FEW has two CTAs on an SM, with smaller
+ * tiles, and no wgmma: less code, which is read from memory, too. */
 enum class Height { FEW, SOME, MANY, TALL };
 
 /* A work tile is BM rows of A times BN rows of the weight. A tall one has twice the rows and half the columns
@@ -35,7 +36,7 @@ struct QuantizedTile {
     static constexpr int K_TILE_BYTES = BM * SWIZZLE_BYTES, A_BYTES = K_TILES * K_TILE_BYTES;
 };
 
-/* --- what a launch computes ------------------------------------------------------------------------------- */
+/* --- what a launch computes ---------------------------------------------------------------------------- */
 
 typedef struct {
     CUtensorMap codes[2];          /* of part i, in boxes of BOX tiles           */
@@ -47,10 +48,10 @@ typedef struct {
 /* TMA counts a tile's codes in box rows of 256 of 8 bytes, the longest that it takes. */
 constexpr int BOX_ROW_BYTES = 2048;
 
-/* --- the weight ------------------------------------------------------------------------------------------- */
+/* --- the weight ---------------------------------------------------------------------------------------- */
 
-/* Where a stage has what a lane needs of its two rows, of the first k-tile and group. By columns the rows share scales
- * and zero points. */
+/* Where a stage has what a lane needs of its two rows, of the first k-tile and group. By columns the rows
+ * share scales and zero points. */
 typedef struct {
     uint32_t codes[2], scale[2], zero[2];
 } LaneOffsets;
@@ -66,8 +67,8 @@ struct QuantizedWeight {
                   "factors of columns are loaded once in a stage");
     static_assert(Tile::COLUMNS <= MAX_STAGE_COLUMNS);
 
-    /* A stage's b: codes, scales, zero points. A tall tile's stage has half the tiles. Of the others, the second half of the
-     * tiles is in a, after their rows. */
+    /* A stage's b: codes, scales, zero points. A tall tile's stage has half the tiles. For other tiles, the
+     * second half is in a, after their rows. */
     static constexpr int TILES_IN_B = Tile::HAS_TALL ? TILES / 2 : TILES;
     static constexpr int SCALES = TILES_IN_B * Tile::K_TILES * Dequantizer::TILE_BYTES;
     static constexpr int ZEROS = SCALES + TILES * Dequantizer::SCALE_BYTES;
@@ -91,7 +92,8 @@ struct QuantizedWeight {
         return Tile::HAS_TALL && tile.num_rows > Tile::WIDE_ROWS ? num + num % 2 : num;
     }
 
-    /* Boxes in a stage. A half tile has half: with gate and up it is a tall one, with half of each weight's. */
+    /* Boxes in a stage. A half tile has half: with gate and up it is a tall one, with half of each
+     * weight's. */
     template <class WorkTile>
     __device__ static int boxes_of(const WorkTile &tile) {
         return TILES / BOX / (tile.half_n ? 2 : 1);
@@ -128,8 +130,8 @@ struct QuantizedWeight {
 
     /* --- a lane's part of a stage */
 
-    /* The lane's row 0 or 1 of a subtile: in which tile, and there in row 16 block + 8 half + row. In up_gate the two are a
-     * gate and its up: a warp has eight outputs, a subtile 32. */
+    /* The lane's row 0 or 1 of a subtile: in which tile, and there in row 16 block + 8 half + row. In up_gate
+     * the two are a gate and its up: a warp has eight outputs, a subtile 32. */
     typedef struct {
         int tile, block, half, row;
     } TileRow;
@@ -168,10 +170,10 @@ struct QuantizedWeight {
     }
 };
 
-/* --- fragments -------------------------------------------------------------------------------------------- */
+/* --- fragments ----------------------------------------------------------------------------------------- */
 
-/* Factors of a lane's two rows: the stage's, or those of two groups of a k-tile, 32 columns each or of a larger
- * group. */
+/* Factors of a lane's two rows: the stage's, or those of two groups of a k-tile, 32 columns each or of a
+ * larger group. */
 template <class Dequantizer, int K_TILES>
 struct RowFactors {
     static constexpr int GROUPS = Dequantizer::GROUPED ? 2 : 1;

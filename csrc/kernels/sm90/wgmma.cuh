@@ -28,7 +28,8 @@ __device__ inline uint64_t matrix_descriptor(uint32_t address) {
     return swizzle_128 | sbo | lbo | (address >> 4 & 0x3fff);
 }
 
-/* One wgmma multiplies 32 bytes of k of each operand: 16 elements of 16 bits, 32 of 8. A k-tile takes four. */
+/* One wgmma multiplies 32 bytes of k of each operand: 16 elements of 16 bits, 32 of 8. A k-tile takes
+ * four. */
 constexpr int WGMMA_K_BYTES = 32, NUM_K_STEPS = SWIZZLE_BYTES / WGMMA_K_BYTES;
 
 /* The increment of a descriptor for one wgmma's k. */

@@ -1,10 +1,12 @@
 /* Epilogue writers: accumulators are rounded to T, go through a staging buffer in shared memory, and are
  * stored by TMA, which clips what is past the expert's rows and the output's columns. Swapped accumulators of
- * skinny experts, and of codes' tiles, are stored by ordinary stores. wgmma.cuh says which accumulators a thread has.
+ * skinny experts, and of quantised weights, are stored by ordinary stores. wgmma.cuh says which accumulators
+ * a thread has.
  *
- * Issuing a TMA store is slow while TMA loads are queued. Hence two writers that use TMA: WarpgroupWriter issues few
- * large stores, for epilogues that only store; WarpWriter never synchronises warps, for epilogues that compute
- * between stores. SkinnyWriter and LineWriter store swapped accumulators, of few and of many rows. */
+ * Issuing a TMA store is slow while TMA loads are queued. Hence two writers that use TMA: WarpgroupWriter
+ * issues few large stores, for epilogues that only store; WarpWriter never synchronises warps, for epilogues
+ * that compute between stores. SkinnyWriter and LineWriter store swapped accumulators, of few and of many
+ * rows. */
 #pragma once
 
 #include "wgmma.cuh"
@@ -44,12 +46,13 @@ __device__ inline void read_subtile(uint32_t (&words)[16], uint32_t subtile, int
     }
 }
 
-/* What all writers have: a warp's part of its warpgroup's staging buffer, and stores of swapped accumulators. */
+/* What all writers have: a warp's part of its warpgroup's staging buffer, and stores of swapped
+ * accumulators. */
 class Writer {
   protected:
-    uint32_t own; /* the warp's part */
+    uint32_t warp_buffer; /* the warp's part */
 
-    __device__ explicit Writer(uint32_t own) : own(own) {}
+    __device__ explicit Writer(uint32_t warp_buffer) : warp_buffer(warp_buffer) {}
 
   public:
     static constexpr int BYTES = 2 * SUBTILE_BYTES; /* of shared memory, a warpgroup, on 1024 */
@@ -68,7 +71,7 @@ class Writer {
                 if (j + i / 2 < tokens / 8)
                     words[i] = pack<T>(d[4 * (j + i / 2) + i % 2 * 2], d[4 * (j + i / 2) + i % 2 * 2 + 1]);
             int row = 8 * (j + lane / 16) + lane % 8, half = lane / 8 % 2;
-            stmatrix_x4_trans(own + 32 * row + 16 * half, words[0], words[1], words[2], words[3]);
+            stmatrix_x4_trans(warp_buffer + 32 * row + 16 * half, words[0], words[1], words[2], words[3]);
         }
         copy_out<T>(out, pitch, rows, columns, 2);
     }
@@ -78,7 +81,7 @@ class Writer {
     template <int tokens, typename T>
     __device__ void store_swapped_pairs(const float *d, T *out, int64_t pitch, int rows, int columns) {
         int lane = threadIdx.x % 32, row = 2 * (lane % 4);
-        T *staged = (T *)__cvta_shared_to_generic(own) + CHUNK * row + lane / 8;
+        T *staged = (T *)__cvta_shared_to_generic(warp_buffer) + CHUNK * row + lane / 8;
 #pragma unroll
         for (int j = 0; j < tokens / 8; j++)
 #pragma unroll
@@ -88,12 +91,12 @@ class Writer {
         copy_out<T>(out, pitch, rows, columns, 1);
     }
 
-    /* The same for 8 output columns, of which a lane has column lane / 4: d[2j], d[2j+1] of rows 8 j + 2 (lane % 4)
+    /* The same for 8 output columns. A lane has column lane / 4: d[2j], d[2j+1] of rows 8 j + 2 (lane % 4)
      * and one more. */
     template <int tokens, typename T>
     __device__ void store_swapped_eight(const float *d, T *out, int64_t pitch, int rows, int columns) {
         int lane = threadIdx.x % 32, row = 2 * (lane % 4);
-        T *staged = (T *)__cvta_shared_to_generic(own) + CHUNK * row + lane / 4;
+        T *staged = (T *)__cvta_shared_to_generic(warp_buffer) + CHUNK * row + lane / 4;
 #pragma unroll
         for (int j = 0; j < tokens / 8; j++)
 #pragma unroll
@@ -107,7 +110,8 @@ class Writer {
         __syncwarp();
         for (int i = threadIdx.x % 32; i < rows * chunks; i += 32) {
             int row = i / chunks, column = i % chunks * CHUNK;
-            if (column < columns) st_global_v4(out + row * pitch + column, ld_shared_v4(own + 16 * i));
+            if (column < columns)
+                st_global_v4(out + row * pitch + column, ld_shared_v4(warp_buffer + 16 * i));
         }
         __syncwarp();
     }
@@ -116,7 +120,7 @@ class Writer {
     __device__ void drain_all() const { cp_async_bulk_wait_group_read<0>(); }
 };
 
-/* Of tiles that are all skinny, of ROWS rows at most: no TMA. */
+/* For tiles that are all skinny, ROWS rows at most: no TMA. */
 template <int ROWS>
 class SkinnyWriter : public Writer {
   public:
@@ -129,8 +133,9 @@ class SkinnyWriter : public Writer {
     __device__ void drain_all() const {}
 };
 
-/* Swapped accumulators of tiles of many rows, ROWS at a time: a warpgroup stages lines of 64 columns and stores them whole.
- * A warp for itself would store pieces of 16 or 32 bytes, each a request of its own. All 128 threads call copy_out(), or none. */
+/* Swapped accumulators of tiles of many rows, ROWS at a time: a warpgroup stages lines of 64 columns and
+ * stores them whole. A warp for itself would store pieces of 16 or 32 bytes, each a request of its
+ * warp_buffer. All 128 threads call copy_out(), or none. */
 template <int ROWS_>
 class LineWriter {
     uint32_t lines; /* on 1024 */
@@ -144,8 +149,8 @@ class LineWriter {
     __device__ LineWriter(uint32_t warpgroup_buffer, int barrier, int warp)
         : lines(warpgroup_buffer), barrier(barrier), warp(warp) {}
 
-    /* Eight columns, a line's chunk `chunk`, of TOKENS rows. words[j]: column lane / 4 of rows 8 j + 2 (lane % 4) and
-     * one more. */
+    /* Eight columns, a line's chunk `chunk`, of TOKENS rows. words[j]: column lane / 4 of rows 8 j + 2 (lane
+     * % 4) and one more. */
     template <int TOKENS>
     __device__ void fill(int chunk, const uint32_t (&words)[TOKENS / 8]) const {
         constexpr int MATRICES = TOKENS / 8; /* 2: each is stored twice */
@@ -157,8 +162,8 @@ class LineWriter {
                               words[(j + 2) % MATRICES], words[(j + 3) % MATRICES]);
     }
 
-    /* What the four warps have filled, to out[row][0 .. columns), row < rows: of a line CHUNKS chunks from first_chunk on. After
-     * it they may fill again. */
+    /* What the four warps have filled, to out[row][0 .. columns), row < rows: of a line CHUNKS chunks from
+     * first_chunk on. After it they may fill again. */
     template <int TOKENS, int CHUNKS = 8, typename T>
     __device__ void copy_out(T *out, int64_t pitch, int rows, int columns, int first_chunk = 0) const {
         constexpr int ROWS_OF_WARP = 32 / CHUNKS, STEP = 4 * ROWS_OF_WARP; /* that are stored at once */
@@ -182,7 +187,7 @@ class LineWriter {
 class WarpWriter : public Writer {
     int buffer_index = 0;
 
-    __device__ uint32_t buffer(int i) const { return own + i * ROWS * SWIZZLE_BYTES; }
+    __device__ uint32_t buffer(int i) const { return warp_buffer + i * ROWS * SWIZZLE_BYTES; }
 
   public:
     static constexpr int ROWS = 16;
