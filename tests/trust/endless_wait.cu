@@ -8,7 +8,8 @@
 
 using namespace fused_moe;
 
-static __device__ uint32_t zero;
+static __device__ uint64_t word;
+static __device__ uint32_t counter;
 
 static __global__ void wait_for_barrier() {
     __shared__ uint64_t barrier;
@@ -18,11 +19,11 @@ static __global__ void wait_for_barrier() {
 }
 
 static __global__ void wait_for_word() {
-    wait_for_value(&zero, 7); /* no thread writes */
+    wait_for_value(&word, 7); /* no thread writes */
 }
 
 static __global__ void wait_for_counter() {
-    wait_for_count(&zero, 8); /* no thread adds */
+    wait_for_count(&counter, 8); /* no thread adds */
 }
 
 int main(int, char **arguments) {

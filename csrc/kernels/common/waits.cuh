@@ -73,10 +73,9 @@ class WaitBound {
 #endif
 
 /* Waits until a word of global memory is `expected`, and acquires it. */
-template <typename Word>
-__device__ inline void wait_for_value(const Word *word, Word expected, CallSite site = call_site()) {
+__device__ inline void wait_for_value(const uint64_t *word, uint64_t expected, CallSite site = call_site()) {
     WaitBound bound;
-    for (Word found; (found = ld_acquire_gpu(word)) != expected; __nanosleep(64))
+    for (uint64_t found; (found = ld_acquire_gpu(word)) != expected; __nanosleep(64))
         bound.check("the word at global address", (uint64_t)word, found, expected, site);
 }
 
