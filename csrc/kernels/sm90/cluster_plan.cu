@@ -23,7 +23,7 @@ namespace fused_moe {
 namespace sm90 {
 namespace {
 
-/* --- kernels ------------------------------------------------------------------------------------------- */
+/* --- kernels -------------------------------------------------------------------------------------------- */
 
 constexpr int CTAS = FUSED_MOE_CLUSTER_CTAS, THREADS = 512, WARPS = THREADS / 32;
 constexpr int MAX_EXPERTS = FUSED_MOE_CLUSTER_EXPERTS;
@@ -207,7 +207,7 @@ __global__ void __launch_bounds__(THREADS, 1) choice_plan_kernel(const __grid_co
     make_plan(q.plan, s.plan, span);
 }
 
-/* --- launcher ------------------------------------------------------------------------------------------ */
+/* --- launcher ------------------------------------------------------------------------------------------- */
 
 template <auto kernel, class Shared>
 int launch(const ClusterPlan &q, void *stream) {

@@ -111,7 +111,7 @@ struct QuantizedConfig : QuantizedTile<HEIGHT> {
     using Pipeline = PipelineState<STAGES>;
 };
 
-/* --- wgmma's N for the rows of a swapped tile: the first of Config::Tokens that is enough -------------- */
+/* --- wgmma's N for the rows of a swapped tile: the first of Config::Tokens that is enough --------------- */
 
 template <int N, int... MORE>
 __device__ inline int first_of(std::integer_sequence<int, N, MORE...>, int rows) {
@@ -134,7 +134,7 @@ __device__ __forceinline__ void with_tokens(int rows, Fn fn) {
     with_first_of(typename Config::Tokens(), rows, fn);
 }
 
-/* --- what a launch gives its kernel, and shared memory ------------------------------------------------- */
+/* --- what a launch gives its kernel, and shared memory -------------------------------------------------- */
 
 /* What every GEMM has; a kernel's parameters begin with it. */
 template <class WeightParams>
@@ -155,7 +155,7 @@ using DenseGemm = Gemm<DenseParams>;
 template <class Config>
 using GemmOf = Gemm<typename Config::Weight::Params>;
 
-/* The launch's kernel makes the plan of these slots itself. */
+/* The kernel makes this plan itself. */
 template <class WeightParams>
 void plan_in_kernel(Gemm<WeightParams> &p, const FusedMoeRoutePlan &unplanned) {
     p.unplanned = unplanned;
@@ -184,7 +184,7 @@ struct PlanningShared : Shared<Config> {
     FusedMoeSlotPlan plan;
 };
 
-/* --- host: the configuration of a call ----------------------------------------------------------------- */
+/* --- host: the configuration of a call ------------------------------------------------------------------ */
 
 /* Calls fn with a configuration for R rows of E experts, a number of output columns, and k. */
 template <typename Operand, bool GATHER, typename Fn>

@@ -57,7 +57,7 @@ __device__ inline void ld_shared_words(uint32_t (&word)[4], uint32_t address) {
     word[0] = v.x, word[1] = v.y, word[2] = v.z, word[3] = v.w;
 }
 
-/* --- codes to values ----------------------------------------------------------------------------------- */
+/* --- codes to values ------------------------------------------------------------------------------------ */
 
 /* GROUPED: a stage may have more than one group of columns. BY_COLUMN: the tiles are a transposed weight's,
  * and a column has scales of its own, one for each group of rows. A box may have several groups. */

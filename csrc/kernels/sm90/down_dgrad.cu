@@ -25,7 +25,7 @@ namespace fused_moe {
 namespace sm90 {
 namespace {
 
-/* --- kernel -------------------------------------------------------------------------------------------- */
+/* --- kernel --------------------------------------------------------------------------------------------- */
 
 /* What the epilogue warps read and write. They keep it in registers: captured by reference, it would be
  * reloaded for every chunk, by generic loads. */
@@ -211,7 +211,7 @@ __global__ void __launch_bounds__(Config::THREADS, 1) down_dgrad_kernel(const __
     if (e.a_scaled) zero_rows_past(gemm.tiles, (T *)e.a_scaled, e.F);
 }
 
-/* --- launcher ------------------------------------------------------------------------------------------ */
+/* --- launcher ------------------------------------------------------------------------------------------- */
 
 constexpr int TILE_N = 256;
 

@@ -36,7 +36,7 @@ namespace fused_moe {
 namespace sm90 {
 namespace {
 
-/* --- parameters ---------------------------------------------------------------------------------------- */
+/* --- parameters ----------------------------------------------------------------------------------------- */
 
 constexpr int MAX_SMS = FUSED_MOE_MAX_CTAS / 2;
 
@@ -92,7 +92,7 @@ struct ExpertsShared : Shared<Config> {
     uint32_t first_claim;      /* by the loading warp, while the fetching warp sorts */
 };
 
-/* --- the fetching warp --------------------------------------------------------------------------------- */
+/* --- the fetching warp ---------------------------------------------------------------------------------- */
 
 /* The first CTA's: zeroes the counters. */
 __device__ inline void zero_counters(const Experts &p) {
@@ -162,7 +162,7 @@ __device__ inline void fetch_experts_tiles(const Experts &p, ExpertsShared<Confi
     if (threadIdx.x % 32 == 0) exit_claims(p);
 }
 
-/* --- the loading warps --------------------------------------------------------------------------------- */
+/* --- the loading warps ---------------------------------------------------------------------------------- */
 
 /* The first tile's claim, by one thread. A second CTA of an SM gives the first ones of all SMs a moment.
  * (Acquiring loads do no harm here: nothing of the tiles is in flight yet.) */
@@ -264,7 +264,7 @@ class Loader {
     }
 };
 
-/* --- consumers ----------------------------------------------------------------------------------------- */
+/* --- consumers ------------------------------------------------------------------------------------------ */
 
 /* The tokens' sums of the columns that this warp's threads have of an N tile: 16 of each of its subtiles. */
 template <class Config>
@@ -366,7 +366,7 @@ __device__ inline void compute_experts(const Experts &p, ExpertsShared<Config> &
             combine_columns<Config>(p.combine, s.plan, n * Config::Down::BN, warp);
 }
 
-/* --- kernel -------------------------------------------------------------------------------------------- */
+/* --- kernel --------------------------------------------------------------------------------------------- */
 
 template <class Config, Columns columns>
 __global__ void __launch_bounds__(Config::THREADS, Config::CTAS_PER_SM)
@@ -390,7 +390,7 @@ __global__ void __launch_bounds__(Config::THREADS, Config::CTAS_PER_SM)
     }
 }
 
-/* --- launcher ------------------------------------------------------------------------------------------ */
+/* --- launcher ------------------------------------------------------------------------------------------- */
 
 /* A tag that no other launch has: splitmix64 of a counter, which is a permutation, from a random start. */
 uint64_t next_tag() {

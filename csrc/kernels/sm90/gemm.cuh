@@ -39,7 +39,7 @@ namespace sm90 {
 /* Named barriers beside barrier 0, which is __syncthreads'. */
 enum NamedBarrier { WARPGROUP_BARRIER = 1 }; /* + the consumer warpgroup's number */
 
-/* --- prologue ------------------------------------------------------------------------------------------ */
+/* --- prologue ------------------------------------------------------------------------------------------- */
 
 template <class Config>
 __device__ inline Shared<Config> &prologue() {
@@ -62,7 +62,7 @@ __device__ inline Shared<Config> &prologue() {
     return s;
 }
 
-/* --- the producer warpgroup ---------------------------------------------------------------------------- */
+/* --- the producer warpgroup ----------------------------------------------------------------------------- */
 
 /* The token of row i of a tile. One out of range, which no plan of ours has, is token 0. */
 template <class Gemm>
@@ -106,7 +106,7 @@ __device__ inline void produce(const GemmOf<Config> &p, PlanningShared<Config> &
         load_tma<Config>(p, s);
 }
 
-/* --- a consumer warpgroup ------------------------------------------------------------------------------ */
+/* --- a consumer warpgroup ------------------------------------------------------------------------------- */
 
 /* A full tile, or a skinny one beside full ones, which run_swapped(a constant, wgmma's N) computes. */
 template <class Config, typename Epilogue, typename RunSwapped>
@@ -159,7 +159,7 @@ __device__ __forceinline__ void consume(const GemmOf<Config> &p, Shared<Config> 
     writer.drain_all();
 }
 
-/* --- a consumer warpgroup of a quantised weight -------------------------------------------------------- */
+/* --- a consumer warpgroup of a quantised weight --------------------------------------------------------- */
 
 /* Nothing here may become a call, at which MMAs in flight would be waited for. */
 template <class Config, int TOKENS, typename Epilogue>
@@ -214,7 +214,7 @@ __device__ __forceinline__ void consume_fragments(const GemmOf<Config> &p, Share
         });
 }
 
-/* --- the kernel ---------------------------------------------------------------------------------------- */
+/* --- the kernel ----------------------------------------------------------------------------------------- */
 
 template <class Config, typename Epilogue>
 __device__ __forceinline__ void persistent_gemm(const GemmOf<Config> &p, Epilogue epilogue) {

@@ -7,7 +7,7 @@
 namespace fused_moe {
 namespace sm90 {
 
-/* --- launching ----------------------------------------------------------------------------------------- */
+/* --- launching ------------------------------------------------------------------------------------------ */
 
 constexpr size_t SM_SHARED_BYTES = 228 * 1024; /* of sm_90 */
 constexpr size_t CTA_SHARED_BYTES = 1024;      /* reserved by the system in every CTA */
@@ -56,7 +56,7 @@ int with_half(FusedMoeDtype dtype, Fn fn) {
     return dtype == FUSED_MOE_BF16 ? fn(__nv_bfloat16()) : fn(__half());
 }
 
-/* --- which calls the tier takes: TMA needs 16-byte aligned rows, strides of multiples of 16 bytes ------ */
+/* --- which calls the tier takes: TMA needs 16-byte aligned rows, strides of multiples of 16 bytes ------- */
 
 inline bool is_16_bit(FusedMoeDtype dtype) {
     return dtype == FUSED_MOE_BF16 || dtype == FUSED_MOE_F16;

@@ -118,7 +118,7 @@ __device__ inline void run_mainloop_swapped(float *d, Shared<Config> &s, typenam
         for (int i = 0; i < TOKENS / 2 * SUBTILES; i++) pin(d[i]); /* not read before the last MMA's end */
 }
 
-/* --- fragments: a weight whose values are made in registers -------------------------------------------- */
+/* --- fragments: a weight whose values are made in registers --------------------------------------------- */
 
 /* d += A (a subtile's rows of a stage) times the rows of x at `rows`, by the warpgroup. */
 template <class Config, int TOKENS, bool accumulate>

@@ -18,7 +18,7 @@ __device__ inline void setmaxnreg_dec() {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(registers));
 }
 
-/* --- tensor maps that the device builds ---------------------------------------------------------------- */
+/* --- tensor maps that the device builds ----------------------------------------------------------------- */
 
 __device__ inline void tensormap_replace_global_address(uint32_t map, const void *address) {
     asm volatile("tensormap.replace.tile.global_address.shared::cta.b1024.b64 [%0], %1;" ::"r"(map),

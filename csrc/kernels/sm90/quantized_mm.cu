@@ -9,7 +9,7 @@ namespace fused_moe {
 namespace sm90 {
 namespace {
 
-/* --- kernel -------------------------------------------------------------------------------------------- */
+/* --- kernel --------------------------------------------------------------------------------------------- */
 
 typedef struct {
     Gemm<QuantizedParams> gemm;
@@ -63,7 +63,7 @@ __global__ void __launch_bounds__(Config::THREADS, Config::CTAS_PER_SM)
     zero_rows_past(p.gemm.tiles, (typename Config::Out *)p.out, p.M);
 }
 
-/* --- launcher ------------------------------------------------------------------------------------------ */
+/* --- launcher ------------------------------------------------------------------------------------------- */
 
 template <class Config>
 int launch(const FusedMoeGroupedMM &p, void *stream) {

@@ -10,7 +10,7 @@ namespace fused_moe {
 namespace sm90 {
 namespace {
 
-/* --- kernel -------------------------------------------------------------------------------------------- */
+/* --- kernel --------------------------------------------------------------------------------------------- */
 
 typedef struct {
     Gemm<QuantizedParams> gemm;
@@ -192,7 +192,7 @@ __global__ void __launch_bounds__(Config::THREADS, Config::CTAS_PER_SM)
     zero_rows_past(p.gemm.tiles, (typename Config::Out *)p.a, p.F);
 }
 
-/* --- launcher ------------------------------------------------------------------------------------------ */
+/* --- launcher ------------------------------------------------------------------------------------------- */
 
 template <class Config>
 int launch(const FusedMoeUpGate &p, void *stream) {

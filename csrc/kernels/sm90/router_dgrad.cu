@@ -13,7 +13,7 @@ namespace {
 
 constexpr int TOKENS = SUBTILE, COLUMNS = 2 * SUBTILE, THREADS = 128, CTAS_PER_SM = 3, STAGES = 2;
 
-/* --- kernel -------------------------------------------------------------------------------------------- */
+/* --- kernel --------------------------------------------------------------------------------------------- */
 
 typedef struct {
     CUtensorMap dlogits; /* (T, E), boxes of one subtile */
@@ -120,7 +120,7 @@ __global__ void __launch_bounds__(THREADS, CTAS_PER_SM)
     }
 }
 
-/* --- launcher ------------------------------------------------------------------------------------------ */
+/* --- launcher ------------------------------------------------------------------------------------------- */
 
 template <typename T>
 int launch(const FusedMoeRouterDgrad &p, void *stream) {

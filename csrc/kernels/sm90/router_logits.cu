@@ -19,7 +19,7 @@ namespace fused_moe {
 namespace sm90 {
 namespace {
 
-/* --- kernel -------------------------------------------------------------------------------------------- */
+/* --- kernel --------------------------------------------------------------------------------------------- */
 
 typedef struct {
     CUtensorMap x;      /* (T, D), boxes of the tile's tokens  */
@@ -226,7 +226,7 @@ __global__ void __launch_bounds__(Config::THREADS, 1)
     if constexpr (Config::SPLIT) add_slices<Config>(p, s, rank, tile_of<Config>(p, first_tile));
 }
 
-/* --- launcher ------------------------------------------------------------------------------------------ */
+/* --- launcher ------------------------------------------------------------------------------------------- */
 
 int64_t num_slices_of(int64_t D) {
     return ceil_div(D, fused_moe_router_slice(D));

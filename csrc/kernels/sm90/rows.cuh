@@ -13,7 +13,7 @@ namespace sm90 {
 /* Rows of a box of A in a tile that is skinny or lacks rows. */
 constexpr int TAIL_ROWS = 16;
 
-/* --- by TMA -------------------------------------------------------------------------------------------- */
+/* --- by TMA --------------------------------------------------------------------------------------------- */
 
 /* Rows of A in a stage: all, or in boxes of TAIL_ROWS those that a swapped tile's wgmma reads. */
 template <class Config>
@@ -98,7 +98,7 @@ __device__ inline void load_tma(const GemmOf<Config> &p, Shared<Config> &s) {
     }
 }
 
-/* --- by cp.async --------------------------------------------------------------------------------------- */
+/* --- by cp.async ---------------------------------------------------------------------------------------- */
 
 /* What a thread of three warps copies of each k-tile: 16-byte chunk i % 8 of rows i / 8, i / 8 + 12, ...,
  * thread i. */

@@ -29,7 +29,7 @@ constexpr int MAX_MAPS = 2;    /* per-expert tensor maps of a GEMM */
 constexpr int MAP_SLOTS = 8;
 static_assert(MAP_SLOTS >= QUEUE_DEPTH + 2, "a map would be edited under TMA");
 
-/* --- what a GEMM's launch computes --------------------------------------------------------------------- */
+/* --- what a GEMM's launch computes ---------------------------------------------------------------------- */
 
 typedef struct { /* rows grouped by expert, loaded through per-expert maps */
     CUtensorMap all_rows;
@@ -68,7 +68,7 @@ static_assert(SEMAPHORES + 4 * FUSED_MOE_MAX_CTAS <= FUSED_MOE_NUM_COUNTERS, "co
 static_assert(EXITED < FUSED_MOE_NUM_COUNTERS / 2,
               "up_gate and a down GEMM that starts early have half each");
 
-/* --- the queue ----------------------------------------------------------------------------------------- */
+/* --- the queue ------------------------------------------------------------------------------------------ */
 
 struct alignas(16) WorkTile {
     int32_t expert; /* -1: there are no more tiles */
@@ -124,7 +124,7 @@ class TileReader {
     }
 };
 
-/* --- the fetching warp --------------------------------------------------------------------------------- */
+/* --- the fetching warp ---------------------------------------------------------------------------------- */
 
 /* Tensor map i of one of this CTA's slots. */
 __device__ inline const CUtensorMap *map_of_slot(const TileSource &source, int i, int slot) {
@@ -239,7 +239,7 @@ __device__ inline void set_tile(const TileSource &source, const FusedMoeWorkTile
     tile.half_n = work.n_half || (source.last_is_half_n && work.n_tile == source.order.num_n_tiles - 1);
 }
 
-/* --- the fetching warp of a GEMM that makes the plan itself: ../../slot_plan.h on the device ----------- */
+/* --- the fetching warp of a GEMM that makes the plan itself: ../../slot_plan.h on the device ------------ */
 
 /* Every CTA sorts the same slots, so none waits for another. One CTA of up_gate, or of experts.cu, also
  * writes what the combine and the caller read, counts and token_row; nothing else of a plan exists. up_gate
@@ -281,7 +281,7 @@ __device__ inline void fetch_slot_tiles(const TileSource &source, const FusedMoe
                           prepare, is_long);
 }
 
-/* --- rows that no tile covers -------------------------------------------------------------------------- */
+/* --- rows that no tile covers --------------------------------------------------------------------------- */
 
 /* Zeroes rows [offs[E-1], R) of an output, which no tile covers. Called by all threads. Without offs the
  * kernel made its plan of few slots, and nothing reads those rows. */

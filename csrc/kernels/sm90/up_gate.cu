@@ -9,7 +9,7 @@ namespace fused_moe {
 namespace sm90 {
 namespace {
 
-/* --- kernel -------------------------------------------------------------------------------------------- */
+/* --- kernel --------------------------------------------------------------------------------------------- */
 
 template <class Config, Columns columns>
 __global__ void __launch_bounds__(Config::THREADS, Config::CTAS_PER_SM)
@@ -20,7 +20,7 @@ __global__ void __launch_bounds__(Config::THREADS, Config::CTAS_PER_SM)
     zero_rows_past(p.gemm.tiles, (Out *)p.a, p.F);
 }
 
-/* --- launcher ------------------------------------------------------------------------------------------ */
+/* --- launcher ------------------------------------------------------------------------------------------- */
 
 template <class Config, Columns columns>
 int launch(const FusedMoeUpGate &p, void *stream) {

@@ -12,7 +12,7 @@
 namespace fused_moe {
 namespace sm90 {
 
-/* --- tiles by the rows that experts have on average ---------------------------------------------------- */
+/* --- tiles by the rows that experts have on average ----------------------------------------------------- */
 
 /* Up to 2 rows, up to 64, more, and enough that tall tiles pay. FEW has two CTAs on an SM, with smaller
  * tiles, and no wgmma: less code, which is read from memory, too. */
@@ -36,7 +36,7 @@ struct QuantizedTile {
     static constexpr int K_TILE_BYTES = BM * SWIZZLE_BYTES, A_BYTES = K_TILES * K_TILE_BYTES;
 };
 
-/* --- what a launch computes ---------------------------------------------------------------------------- */
+/* --- what a launch computes ----------------------------------------------------------------------------- */
 
 typedef struct {
     CUtensorMap codes[2];          /* of part i, in boxes of BOX tiles           */
@@ -48,7 +48,7 @@ typedef struct {
 /* TMA counts a tile's codes in box rows of 256 of 8 bytes, the longest that it takes. */
 constexpr int BOX_ROW_BYTES = 2048;
 
-/* --- the weight ---------------------------------------------------------------------------------------- */
+/* --- the weight ----------------------------------------------------------------------------------------- */
 
 /* Where a stage has what a lane needs of its two rows, of the first k-tile and group. By columns the rows
  * share scales and zero points. */
@@ -170,7 +170,7 @@ struct QuantizedWeight {
     }
 };
 
-/* --- fragments ----------------------------------------------------------------------------------------- */
+/* --- fragments ------------------------------------------------------------------------------------------ */
 
 /* Factors of a lane's two rows: the stage's, or those of two groups of a k-tile, 32 columns each or of a
  * larger group. */

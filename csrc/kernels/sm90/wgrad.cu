@@ -22,7 +22,7 @@ namespace fused_moe {
 namespace sm90 {
 namespace {
 
-/* --- kernel -------------------------------------------------------------------------------------------- */
+/* --- kernel --------------------------------------------------------------------------------------------- */
 
 template <typename T, bool GATHER>
 struct WgradConfig : GemmConfig<T, Major::MN, GATHER> {
@@ -135,7 +135,7 @@ __device__ inline bool sum_slices(const Wgrad &p, const WgradTile &tile, int wg,
                          p.tiles.counters + SEMAPHORES + 2 * tile.split_index + wg, WARPGROUP_BARRIER + wg);
 }
 
-/* --- epilogues ----------------------------------------------------------------------------------------- */
+/* --- epilogues ------------------------------------------------------------------------------------------ */
 
 /* Fills a subtile whose rows are 64 of a's columns and hold b's 64 columns. A thread's words are laid out as
  * for fill_subtile. */
@@ -242,7 +242,7 @@ struct EpilogueF32 {
     __device__ void forget() {}
 };
 
-/* --- launcher ------------------------------------------------------------------------------------------ */
+/* --- launcher ------------------------------------------------------------------------------------------- */
 
 int64_t subtiles_of(const FusedMoeWgrad &p, int part) {
     return p.dw[part].data ? ceil_div(p.M[part], SUBTILE) : 0;
@@ -336,7 +336,7 @@ int run_gemm(const FusedMoeWgrad &p, void *stream) {
     });
 }
 
-/* --- b in expert order --------------------------------------------------------------------------------- */
+/* --- b in expert order ---------------------------------------------------------------------------------- */
 
 constexpr int GATHER_THREADS = 256;
 
