@@ -1,7 +1,7 @@
 /* Activations and their derivatives, for every tier.
  *
- * A gated expert computes a = f(gate) * m(up), an ungated one a = f(gate). The list names f and m. Its order
- * is that of ACTIVATIONS in fused_moe/activation.py, which has the same formulas in PyTorch.
+ * A gated expert computes a = f(gate) * m(up), an ungated one a = f(gate). The list names f and m, in the
+ * order of ACTIVATIONS in fused_moe/activation.py, which has the same formulas in PyTorch.
  *
  * Included without these macros, the header gives the list alone. Each further inclusion with
  *   accum_t           the accumulation type
@@ -39,7 +39,7 @@ typedef struct {
 #define POINT(value, derivative) ((ACT_NAME(Point)){value, derivative, false})
 #define KINKED(value, derivative, flat) ((ACT_NAME(Point)){value, derivative, flat})
 
-/* d * derivative, but 0 where flat even if d is NaN, as PyTorch's relu and clamp have it. */
+/* d * derivative, but 0 if flat, even for a NaN d: as PyTorch's relu and clamp. */
 ACT_FN accum_t ACT_NAME(chain)(accum_t d, ACT_NAME(Point) p) {
     return p.flat ? 0 : d * p.derivative;
 }

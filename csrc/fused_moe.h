@@ -10,7 +10,7 @@
  * All matrices are row-major and dense unless they carry strides; strides count elements.
  * Functions return a FusedMoeStatus and never print, exit or throw.
  *
- * Kernels allocate nothing: FusedMoeWorkspace says what memory a call needs and where it is. */
+ * Kernels allocate nothing: FusedMoeWorkspace has the memory that a call needs. */
 #ifndef FUSED_MOE_H
 #define FUSED_MOE_H
 
@@ -24,14 +24,14 @@ extern "C" {
 
 typedef enum {
     FUSED_MOE_OK = 0,
-    FUSED_MOE_INVALID_ROWS, /* ids, maps or row counts lead outside the tensors given */
+    FUSED_MOE_INVALID_ROWS, /* ids, maps or row counts point outside of the given tensors */
     FUSED_MOE_OUT_OF_MEMORY,
     FUSED_MOE_MATMUL_FAILED, /* PyTorch's matmul or thread pool reported an error */
     FUSED_MOE_UNSUPPORTED_DTYPE,
     FUSED_MOE_DRIVER_TOO_OLD,  /* for the CUDA runtime that the library was linked with */
     FUSED_MOE_UNSUPPORTED_GPU, /* none of the build's GPU targets runs on it */
     FUSED_MOE_NO_SUCH_TIER,    /* FUSED_MOE_TIER names none, or one that this GPU does not run */
-    FUSED_MOE_CUDA_ERROR,      /* a launch failed; fused_moe_cuda_error() has the runtime's words */
+    FUSED_MOE_CUDA_ERROR,      /* a launch failed; fused_moe_cuda_error() has the runtime's message */
 } FusedMoeStatus;
 
 const char *fused_moe_status_string(int status);
@@ -106,7 +106,7 @@ typedef struct { /* expert weights (E, out, in); either of out and in may be the
     const FusedMoeQuantizedWeight *quantized;
 } FusedMoeWeight;
 
-typedef struct {              /* which row holds which (token, slot)                         */
+typedef struct {              /* the rows of all (token, slot) pairs                         */
     const int32_t *offs;      /* [E]    cumulative ends: one past the last row of each expert */
     const int32_t *row_token; /* [R]    token of each row; NULL: row r is token r            */
     const int32_t *row_slot;  /* [R]    t*K + k of each row; NULL with row_token             */
@@ -116,12 +116,12 @@ typedef struct {              /* which row holds which (token, slot)            
     int32_t E;
 } FusedMoeRowMap;
 
-typedef struct {        /* what one call of a GEMM needs beside its tensors; the CPU tier needs nothing */
-    int32_t tier;       /* FusedMoeTier, by fused_moe_cuda_select_<operator>                 */
-    int64_t bytes;      /* of data, likewise                                                 */
-    bool dequantizes;   /* quantised weights are dequantised into the start of data, likewise */
-    void *data;         /* uninitialised memory, by the caller                               */
-    uint32_t *counters; /* [FUSED_MOE_NUM_COUNTERS] zeros, by the caller; zeros again after  */
+typedef struct {        /* tier and memory of one GEMM call on CUDA. fused_moe_cuda_select_<operator> sets: */
+    int32_t tier;       /* FusedMoeTier                                                                     */
+    int64_t bytes;      /* of data                                                                          */
+    bool dequantizes;   /* quantised weights are dequantised into the start of data                         */
+    void *data;         /* the caller sets it: uninitialised memory                                         */
+    uint32_t *counters; /* the caller sets it: [FUSED_MOE_NUM_COUNTERS] zeros, zeros again after the call   */
 } FusedMoeWorkspace;
 
 /* Work stealing's counters, and split-K's semaphores. */
@@ -152,7 +152,7 @@ typedef struct {         /* dx[t] = dlogits[t] weight */
     const void *dlogits; /* [T,E] */
     const void *weight;  /* [E,D] */
     void *dx;            /* [T,D] */
-    bool accumulate;     /* dx += the rounded product, as autograd adds gradients */
+    bool accumulate;     /* dx += the rounded dlogits weight, as autograd adds gradients */
     FusedMoeWorkspace workspace;
     int64_t T, D;
     int32_t E;
@@ -163,7 +163,7 @@ typedef struct {            /* scores and the K best experts of every token */
     const void *logits;     /* [T,E]                                                */
     const float *bias;      /* [E] steers the choice, -inf bars an expert; or NULL  */
     const void *given_ids;  /* [T,K] taken unless a token's are all -1; or NULL     */
-    const void *num_tokens; /* [1] tokens from it on have no expert; NULL: T        */
+    const void *num_tokens; /* [1] tokens from this one on have no expert; NULL: T  */
     void *scores;           /* [T,K] f32, f64 for f64 logits; 0 without an expert   */
     int32_t *ids;           /* [T,K] -1: no expert                                  */
     FusedMoeDtype dtype;    /* of logits                                            */
@@ -204,7 +204,7 @@ typedef struct {     /* the plan from the chosen ids, stable in t*K + k */
     uint32_t *counters; /* [FUSED_MOE_NUM_COUNTERS] set to zero for the GEMMs after it; may be NULL */
     int64_t T;
     int32_t K, E;
-    int32_t tile_rows; /* of the schedule's row tiles: FUSED_MOE_TILE_ROWS, or what FusedMoeExperts wants */
+    int32_t tile_rows; /* of the schedule's row tiles: FUSED_MOE_TILE_ROWS, or FusedMoeExperts' tile_rows */
 } FusedMoeRoutePlan;
 
 typedef struct {           /* the plan of rows that are grouped already */
@@ -230,8 +230,8 @@ typedef struct {   /* rows[r] = x[row_token[r]]; zero past the last row */
 typedef struct { /* out[t] = sum_k scores[t,k] rows[token_row[t,k]] + sigmoid(shared_gate[t]) shared[t] */
     const void *rows;        /* [R,D] */
     const void *scores;      /* [T,K] f32, f64 for f64 rows; NULL: ones */
-    const void *shared;      /* [T,D] of the shared experts; NULL: zeros */
-    const void *shared_gate; /* [T] logits, like scores; NULL: shared times one */
+    const void *shared;      /* [T,D] rows of the shared experts; NULL: zeros */
+    const void *shared_gate; /* [T] logits, in the dtype of scores; NULL: shared times one */
     void *out;               /* [T,D] rounded once */
     FusedMoePdl pdl;         /* row_map and scores are what it may read before the wait */
     FusedMoeRowMap row_map;
@@ -283,11 +283,11 @@ typedef struct {                /* dw[i][e] = a[rows of e, part i]^T b[rows of e
     const void *a;              /* [R, M0+M1]     */
     const void *b;              /* [R or T, N]    */
     const int32_t *b_row_token; /* [R] b is read through it; NULL: b has R rows */
-    const int32_t *row_slot;    /* [R] of b_scores */
-    const void *b_scores;       /* [T,K] b's rows are multiplied and rounded; NULL: not */
+    const int32_t *row_slot;    /* [R] slots, to index b_scores */
+    const void *b_scores;       /* [T,K] b's rows are multiplied by them and rounded; NULL: not */
     FusedMoeWeight dw[2];       /* (E, Mi, N); either may be absent */
     FusedMoeDtype dw_dtype;     /* dtype, or f32 */
-    bool accumulate;            /* dw += the result; f32 dw alone */
+    bool accumulate;            /* dw += the result; only for f32 dw */
     const int32_t *offs;        /* [E] */
     const int32_t *schedule;    /* [8+4E] schedule.h; NULL: offs is unchecked */
     FusedMoeWorkspace workspace;
@@ -299,7 +299,7 @@ typedef struct {                /* dw[i][e] = a[rows of e, part i]^T b[rows of e
 typedef struct {              /* db[e] = sum over the rows of e of s rows[r] */
     const void *rows;         /* [R or T, N]            */
     const int32_t *row_token; /* [R] or NULL: rows has R rows */
-    const int32_t *row_slot;  /* [R] of scores          */
+    const int32_t *row_slot;  /* [R] slots, to index scores */
     const void *scores;       /* [T,K] or NULL: ones    */
     void *db;                 /* [E,N]                  */
     const int32_t *offs;      /* [E]                    */
@@ -310,8 +310,7 @@ typedef struct {              /* db[e] = sum over the rows of e of s rows[r] */
 
 /* --- activation ----------------------------------------------------------------------------------------- */
 
-/* Of experts that are composed of grouped GEMMs. Separate has its gates and its ups in tensors of their
- * own. */
+/* For experts that are composed of grouped GEMMs. With layout separate, gates and ups are two tensors. */
 
 typedef struct {    /* a = act(gate) up */
     const void *h;  /* [R,H]; separate: the gates, [R,F] */
@@ -339,7 +338,7 @@ typedef struct {    /* dh, dup = dact(da, h, up) */
 
 typedef struct {        /* h = x[row_token] w1^T | w3^T + b;  a = act(gate) up */
     const void *x;      /* [T,D] */
-    const void *scores; /* [T,K] x's rows are multiplied and rounded; NULL: not */
+    const void *scores; /* [T,K] x's rows are multiplied by them and rounded; NULL: not */
     FusedMoeWeight w1;  /* (E,F,D), (E,2F,D) when packed */
     FusedMoeWeight w3;  /* (E,F,D) when separate */
     const void *b1;     /* [E,F], [E,2F] when packed; may be NULL */
@@ -359,10 +358,11 @@ typedef struct {        /* h = x[row_token] w1^T | w3^T + b;  a = act(gate) up *
     FusedMoeDtype dtype;
 } FusedMoeUpGate;
 
-typedef struct { /* both sides without gradients in one launch, which the sm90 tier has where rows are few */
-    FusedMoeUpGate up;         /* h NULL */
-    FusedMoeGroupedMM down;    /* of up.a */
-    FusedMoeUnpermute combine; /* of down.out. Made with up.unplanned; without them by a launch of its own */
+typedef struct {            /* both sides without gradients in one launch: sm90, few rows */
+    FusedMoeUpGate up;      /* h NULL */
+    FusedMoeGroupedMM down; /* reads up.a */
+    FusedMoeUnpermute
+        combine; /* reads down.out; in the same launch if up.unplanned is set, else in its own */
     FusedMoeWorkspace workspace;
     int32_t tile_rows; /* of the plan's schedule */
 } FusedMoeExperts;
@@ -439,8 +439,8 @@ static inline FusedMoeTierFacts fused_moe_tier(int tier) {
     return tiers[tier];
 }
 
-/* Whether a selected call makes the plan of few slots in its GEMM. Portable and dequantising calls do not:
- * the plan's kernel runs first. */
+/* Whether a selected call makes the plan of few slots in its GEMM. Calls of the sm80 tier and dequantising
+ * calls do not: the plan's kernel runs first. */
 static inline bool fused_moe_plans_slots(const FusedMoeWorkspace *selected) {
     return fused_moe_tier(selected->tier).plans_slots && !selected->dequantizes;
 }
@@ -455,11 +455,10 @@ typedef struct {
     int32_t capability;                      /* 90 is sm_90; 0: no such device */
 } FusedMoeCudaDevice;
 
-/* What is known of a device, and FUSED_MOE_OK where a CUDA tier runs on it. */
-int fused_moe_cuda_device(int device, FusedMoeCudaDevice *found);
+/* Describes a device. Returns FUSED_MOE_OK if a CUDA tier runs on it. */
+int fused_moe_cuda_device(int device, FusedMoeCudaDevice *description);
 
-/* Devices and the environment are read once per process; this makes the next call read them again. For
- * tests. */
+/* For tests: the next call reads devices and the environment again, which are else read once per process. */
 void fused_moe_cuda_reset(void);
 
 /* Why a tier is not dispatched to. */
@@ -494,16 +493,16 @@ typedef struct { /* calls of one operator in this process */
     int32_t reason; /* FusedMoeReason why the last call was not dispatched to the best tier */
 } FusedMoeCalls;
 
-void fused_moe_cuda_calls(FusedMoeTieredOp op, FusedMoeCalls *found);
+void fused_moe_cuda_calls(FusedMoeTieredOp op, FusedMoeCalls *calls);
 
 /* A reason in words. */
 const char *fused_moe_cuda_reason(int reason);
 
-/* The CUDA runtime's words for the calling thread's last FUSED_MOE_CUDA_ERROR. */
+/* The CUDA runtime's message for the calling thread's last FUSED_MOE_CUDA_ERROR. */
 const char *fused_moe_cuda_error(void);
 
-/* The zeroed counters of a stream of the current device. NULL where the caller has to zero some for this
- * call: while the stream is captured, since a graph may be replayed beside other work, and where streams
+/* The zeroed counters of a stream of the current device. They are NULL if the caller has to zero some for
+ * this call: while the stream is captured, since a graph may be replayed beside other work, or if streams
  * outnumber counters. */
 int fused_moe_cuda_counters(void *stream, uint32_t **counters);
 int fused_moe_cuda_zero(void *data, int64_t bytes, void *stream);
@@ -515,8 +514,8 @@ size_t fused_moe_cuda_route_plan_workspace(const FusedMoeRoutePlan *p);
  * there. */
 bool fused_moe_cuda_has_cluster_plan(const FusedMoeRoutePlan *p, const FusedMoeRoute *route);
 
-/* Selects the tier that runs the call on the current device, and fills workspace.tier and workspace.bytes.
- * Once per call: the operator below runs on that tier. */
+/* Selects the tier that runs the call on the current device, and sets workspace.tier, bytes and dequantizes.
+ * It is called once per call: the operator below runs on that tier. */
 void fused_moe_cuda_select_router_logits(FusedMoeRouterLogits *p);
 void fused_moe_cuda_select_router_dgrad(FusedMoeRouterDgrad *p);
 void fused_moe_cuda_select_grouped_mm(FusedMoeGroupedMM *p);
@@ -524,8 +523,8 @@ void fused_moe_cuda_select_wgrad(FusedMoeWgrad *p);
 void fused_moe_cuda_select_up_gate(FusedMoeUpGate *p);
 void fused_moe_cuda_select_down_dgrad(FusedMoeDownDgrad *p);
 
-/* Whether one launch runs both sides on the current device; fills workspace and tile_rows if so. The plan
- * need not have been made yet. */
+/* Whether one launch runs both sides on the current device. If so, it sets workspace and tile_rows. The plan
+ * may be made later. */
 bool fused_moe_cuda_select_experts(FusedMoeExperts *p);
 
 int fused_moe_cuda_router_logits(const FusedMoeRouterLogits *p, void *stream);

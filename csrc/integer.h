@@ -1,4 +1,4 @@
-/* Reads integers whose dtype is known at run time, for every tier: elements, and what follows from them. */
+/* Reads integers whose dtype is known at run time, for every tier. */
 #ifndef FUSED_MOE_INTEGER_H
 #define FUSED_MOE_INTEGER_H
 
@@ -20,13 +20,13 @@ FUSED_MOE_INTEGER_FN int64_t integer(const void *data, FusedMoeDtype dtype, int6
     }
 }
 
-/* How many of T tokens are real; the others are padding. */
+/* The number of real tokens out of T; the others are padding. */
 FUSED_MOE_INTEGER_FN int64_t num_real_tokens(const void *num_tokens, FusedMoeDtype dtype, int64_t T) {
     int64_t num = num_tokens ? integer(num_tokens, dtype, 0) : T;
     return num < 0 ? 0 : num < T ? num : T;
 }
 
-/* The expert of a slot; outside [0, E): none. */
+/* The expert of a slot; outside [0, E), the slot has none. */
 FUSED_MOE_INTEGER_FN int64_t slot_expert(const FusedMoeRoutePlan *p, int64_t slot) {
     int64_t id = integer(p->ids, p->ids_dtype, slot);
     if (!p->expert_map) return id;

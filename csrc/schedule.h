@@ -1,18 +1,18 @@
 /* The tile schedule: which CTA computes which tile of a grouped GEMM, and when.
  *
  * Rows are grouped by expert; expert e owns rows [offs[e-1], offs[e]), which row tiles of tile_rows rows
- * cover. A work tile is one row tile times one N tile of the output. What depends on the routing alone is
- * made once, by route_plan, as one int32 tensor:
+ * cover. A work tile is one row tile times one N tile of the output. The part that depends on the routing
+ * alone is made once, by route_plan, as one int32 tensor:
  *
  *   head           FusedMoeScheduleHead, 8 words
  *   active[E]      the experts that have rows: full ones, then skinny ones
  *   tile_end[E]    inclusive prefix of their row tiles
- *   sliced[E]      every expert: those of several split-K slices, then the others        (wgrad)
+ *   sliced[E]      all experts: those of several split-K slices, then the others         (wgrad)
  *   slice_end[E]   inclusive prefix of their slices
  *
- * Words past the last active expert are zeros. An empty expert has no row tile, so no work tile of it exists;
- * it has one slice of no rows, since its weight gradient is zeros. What depends on the GEMM is a few integers
- * that its launch computes: FusedMoeTileOrder, and FusedMoeWgradOrder for a weight gradient.
+ * Words past the last active expert are zeros. An empty expert has no row tile, and so no work tile. It has
+ * one slice of no rows, since its weight gradient is zeros. The part that depends on the GEMM is a few
+ * integers that its launch computes: FusedMoeTileOrder, and FusedMoeWgradOrder for a weight gradient.
  *
  * Full and skinny experts. An expert of at most FUSED_MOE_SKINNY_ROWS rows is bound by reading its weight,
  * the others by arithmetic. Interleaved, skinny tiles are spread evenly over the full ones, so at any moment
@@ -25,23 +25,24 @@
  *
  * Static round-robin with work stealing: CTA i gets tiles i, i + grid, ..., so neighbouring CTAs run in
  * lockstep and share operands in L2. A CTA that runs out steals the next tile of the CTA with the most left.
- * Where no CTA has more than one tile, none steals: a thief would take tiles from CTAs that are about to start.
- * Nor is anything stolen without counters (slot_plan.h): each CTA computes its own tiles. Both GEMMs of few rows in
- * one launch have their tiles from one counter instead (kernels/sm90/experts.cu).
+ * If no CTA has more than one tile, none steals: a thief would take tiles from CTAs that are about to start.
+ * Without counters (slot_plan.h), none steals either. Both GEMMs of few rows in one launch claim their tiles
+ * from one counter instead (kernels/sm90/experts.cu).
  *
- * Wave quantisation: where the last wave would leave half of the CTAs idle, or more, its tiles can be split
+ * Wave quantisation: if the last wave would leave half of the CTAs idle, or more, its tiles can be split
  * along N (split_last_wave).
  *
  * Split-K. The schedule cuts an expert's rows into slices of slice_rows rows. A weight gradient's tile sums
- * slices_per_tile consecutive ones of them, which together are the tile's slice.
+ * slices_per_tile consecutive slices, which together are the tile's slice.
  *
  * A plan comes from the caller, and a GPU cannot refuse it. So whatever words offs and a schedule have, tiles
- * are within the R rows and the weight, no more than a right plan of R rows and E experts may have, and no
- * read leaves offs and the schedule. Clamping costs a few integers a tile and changes no tile of a right
- * plan.
+ * are within the R rows and the weight, their number is at most that of a right plan of R rows and E experts,
+ * and no read leaves offs and the schedule. Clamping costs a few integer instructions per tile and changes no
+ * tile of a right plan.
  *
- * Tiles are counted in 32 bits. Plain C without a dependency: kernels, the CPU tier, tests and the picture of
- * `python -m fused_moe.schedule` call the same functions. On a GPU a warp calls them, all lanes alike.
+ * Tiles are counted in 32 bits. This is plain C without a dependency: kernels, the CPU tier, tests and the
+ * picture of `python -m fused_moe.schedule` call the same functions. On a GPU a warp calls them, with the
+ * same arguments in all lanes.
  *
  * Sources: the prefix over active experts, found by a vote, is static batching's (Li et al., 2025); the
  * persistent grid and the grouped order are those of PyTorch's persistent cache-aware grouped GEMM (2025). */
@@ -57,10 +58,10 @@
 #endif
 
 enum {
-    FUSED_MOE_TILE_ROWS = 128,  /* of the row tiles in a routing's schedule, but for sm90/experts.cu */
-    FUSED_MOE_SKINNY_ROWS = 64, /* at most: the expert is skinny */
-    FUSED_MOE_MIN_SLICE = 512,  /* rows of the schedule's split-K slices, at least */
-    FUSED_MOE_SLICE_SMS = 132,  /* that slices are made for: H100, H200 */
+    FUSED_MOE_TILE_ROWS = 128,  /* rows of a schedule's row tiles, but for sm90/experts.cu */
+    FUSED_MOE_SKINNY_ROWS = 64, /* a skinny expert has at most this number of rows */
+    FUSED_MOE_MIN_SLICE = 512,  /* the schedule's split-K slices have at least this number of rows */
+    FUSED_MOE_SLICE_SMS = 132,  /* slices are made for this number of SMs: H100, H200 */
     FUSED_MOE_MAX_CTAS = 512,   /* of a persistent grid; sm_90 has 144 SMs at most, with two CTAs each */
 };
 
@@ -116,7 +117,7 @@ typedef struct {
 
 enum { FUSED_MOE_HEAD_WORDS = sizeof(FusedMoeScheduleHead) / sizeof(int32_t) };
 
-/* A list of experts and the inclusive prefix of what they have: row tiles, or slices. */
+/* A list of experts and the inclusive prefix of their row tiles, or of their slices. */
 typedef struct {
     int32_t *expert, *end; /* [num] */
     int32_t num;
@@ -151,7 +152,7 @@ typedef struct {
     int32_t first, num;
 } FusedMoeRows;
 
-/* An expert's, of R in all; none where its end is not past its start. */
+/* An expert's rows, within [0, R); none if its end is not past its start. */
 FUSED_MOE_FN FusedMoeRows fused_moe_expert_rows(const int32_t *offs, int32_t expert, int32_t R) {
     int32_t first = fused_moe_clamp(fused_moe_expert_start(offs, expert), R);
     int32_t end = fused_moe_clamp(offs[expert], R);
@@ -160,17 +161,17 @@ FUSED_MOE_FN FusedMoeRows fused_moe_expert_rows(const int32_t *offs, int32_t exp
 }
 
 /* Rows of the schedule's split-K slices, a multiple of 64: 2 R / E, twice an expert's mean, so that even
- * routing splits no expert. With fewer than num_sms / 2 experts 4 R / num_sms, however few they are. */
+ * routing splits no expert. With fewer than num_sms / 2 experts it is 4 R / num_sms. */
 FUSED_MOE_FN int32_t fused_moe_slice_rows(int64_t R, int32_t E, int32_t num_sms) {
-    int64_t parts = E > num_sms / 2 ? E : num_sms / 2;
-    int64_t rows = parts ? 2 * R / parts : R;
+    int64_t num_parts = E > num_sms / 2 ? E : num_sms / 2;
+    int64_t rows = num_parts ? 2 * R / num_parts : R;
     if (rows < FUSED_MOE_MIN_SLICE) rows = FUSED_MOE_MIN_SLICE;
     if (rows > R) rows = R > 0 ? R : 1;
     return (int32_t)((rows + 63) / 64 * 64);
 }
 
-/* Appends the experts of low to high rows, in order, with tiles of tile_rows rows; no rows: one tile. end: of
- * the list so far. Returns its new end. */
+/* Appends the experts of low to high rows, in order, with tiles of tile_rows rows; an expert without rows has
+ * one tile. end: the list's last prefix before. Returns the last prefix after. */
 FUSED_MOE_FN int32_t fused_moe_append_experts(FusedMoeExpertList *list, int32_t end, const int32_t *offs,
                                               int32_t E, int32_t low, int32_t high, int32_t tile_rows) {
     for (int32_t first = 0; first < E; first += FUSED_MOE_LANES) {
@@ -185,13 +186,13 @@ FUSED_MOE_FN int32_t fused_moe_append_experts(FusedMoeExpertList *list, int32_t 
     return end;
 }
 
-/* Zeros behind the last expert of a list, so that equal routings have equal schedules. */
+/* Writes zeros after the last expert of a list, so that equal routings have equal schedules. */
 FUSED_MOE_FN void fused_moe_clear_past(const FusedMoeExpertList *list, int32_t E) {
     for (int32_t i = list->num + FUSED_MOE_LANE; i < E; i += FUSED_MOE_LANES)
         list->expert[i] = list->end[i] = 0;
 }
 
-/* The row tiles of offs[E], which never decrease. Writes the head's words but for the slices'. */
+/* Schedules the row tiles of offs[E], which never decrease. Writes the head, except the words on slices. */
 FUSED_MOE_FN void fused_moe_schedule_row_tiles(int32_t *schedule, const int32_t *offs, int32_t E,
                                                int32_t tile_rows) {
     FusedMoeScheduleHead *head = fused_moe_schedule_head(schedule);
@@ -208,7 +209,7 @@ FUSED_MOE_FN void fused_moe_schedule_row_tiles(int32_t *schedule, const int32_t 
     head->tile_rows = tile_rows;
 }
 
-/* The slices of offs[E]. Experts of several slices come first: they take the longest. */
+/* Schedules the slices of offs[E]. Experts of several slices come first: they take the longest. */
 FUSED_MOE_FN void fused_moe_schedule_slices(int32_t *schedule, const int32_t *offs, int32_t E,
                                             int32_t slice_rows) {
     FusedMoeScheduleHead *head = fused_moe_schedule_head(schedule);
@@ -222,16 +223,16 @@ FUSED_MOE_FN void fused_moe_schedule_slices(int32_t *schedule, const int32_t *of
 
 /* --- work tiles of a GEMM ------------------------------------------------------------------------------- */
 
-typedef struct {       /* what a GEMM adds to its routing's schedule */
+typedef struct {       /* the part of a schedule that depends on the GEMM */
     int32_t tile_rows; /* of the schedule's row tiles, at most */
     int32_t num_n_tiles;
-    int32_t group;           /* row tiles of a group, at most                      */
-    int32_t interleave;      /* skinny tiles are spread over the full ones         */
-    int32_t split_last_wave; /* not a flag: CTAs of the grid; 0: it is not split   */
+    int32_t group;           /* row tiles of a group, at most                         */
+    int32_t interleave;      /* skinny tiles are spread over the full ones            */
+    int32_t split_last_wave; /* not a flag: CTAs of the grid; 0: it is not split      */
     int32_t splits_skinny;   /* the last wave is split even if all experts are skinny */
 } FusedMoeTileOrder;
 
-/* The order of the sm90 tier's GEMMs. split_last_wave: the number of CTAs of the grid, or 0. */
+/* The order of the sm90 tier's GEMMs. split_last_wave: CTAs of the grid, or 0. */
 FUSED_MOE_FN FusedMoeTileOrder fused_moe_default_order(int32_t num_n_tiles, int32_t split_last_wave) {
     FusedMoeTileOrder order = {FUSED_MOE_TILE_ROWS, num_n_tiles, 16, 1, split_last_wave, 1};
     return order;
@@ -239,10 +240,10 @@ FUSED_MOE_FN FusedMoeTileOrder fused_moe_default_order(int32_t num_n_tiles, int3
 
 typedef struct {
     int32_t expert;
-    int32_t first_row, num_rows; /* rows: 1 .. tile_rows, of a tall tile up to twice that; 0 of wrong plans */
+    int32_t first_row, num_rows; /* 1 .. tile_rows rows, a tall tile up to 2 tile_rows; 0: a wrong plan */
     int32_t n_tile;
-    int32_t n_half; /* 0: the whole N tile; 1, 2: its left, right half */
-    int32_t skinny; /* of a skinny expert                              */
+    int32_t n_half; /* 0: the full N tile; 1, 2: its left, right half */
+    int32_t skinny; /* the expert is skinny                           */
 } FusedMoeWorkTile;
 
 /* The first expert of a list with index < end, or the list's last one. A GPU compares one expert per lane and
@@ -258,7 +259,7 @@ FUSED_MOE_FN int32_t fused_moe_find_owner(const FusedMoeExpertList *list, int32_
     return owner && owner == list->num ? owner - 1 : owner;
 }
 
-/* Tiles of the last wave, the last ones of num_tiles, which are split along N into two each. */
+/* The number of tiles of the last wave that are split along N into two each: the last ones of num_tiles. */
 FUSED_MOE_FN uint32_t fused_moe_num_split_tiles(const FusedMoeTileOrder *order, int32_t all_skinny,
                                                 uint32_t num_tiles) {
     uint32_t ctas = all_skinny && !order->splits_skinny ? 0 : (uint32_t)order->split_last_wave;
@@ -266,8 +267,8 @@ FUSED_MOE_FN uint32_t fused_moe_num_split_tiles(const FusedMoeTileOrder *order, 
     return 2 * last <= ctas ? last : 0;
 }
 
-/* Makes the index of a work tile that of its tile before the split, and returns its n_half. The first
- * `unsplit` are whole. */
+/* Maps the index of a work tile to that of its tile before the split, and returns its n_half. The first
+ * `unsplit` tiles are not split. */
 FUSED_MOE_FN int32_t fused_moe_half_of(uint32_t *index, uint32_t unsplit) {
     if (*index < unsplit) return 0;
     uint32_t half = *index - unsplit;
@@ -275,7 +276,7 @@ FUSED_MOE_FN int32_t fused_moe_half_of(uint32_t *index, uint32_t unsplit) {
     return 1 + (int32_t)(half % 2);
 }
 
-/* Row tiles of R rows of E experts, at most: each expert may have one that is not full. */
+/* The largest number of row tiles of R rows of E experts: each expert may have one that is not full. */
 FUSED_MOE_FN uint32_t fused_moe_max_row_tiles(int32_t R, int32_t E, int32_t tile_rows) {
     return (uint32_t)(R / tile_rows) + (uint32_t)(E < R ? E : R);
 }
@@ -283,19 +284,19 @@ FUSED_MOE_FN uint32_t fused_moe_max_row_tiles(int32_t R, int32_t E, int32_t tile
 FUSED_MOE_FN uint32_t fused_moe_num_row_tiles(const int32_t *schedule, int32_t E, int32_t R,
                                               const FusedMoeTileOrder *order) {
     uint32_t tiles = (uint32_t)fused_moe_schedule_head(schedule)->num_row_tiles;
-    uint32_t most = fused_moe_max_row_tiles(R, E, order->tile_rows);
-    return tiles < most ? tiles : most;
+    uint32_t max_tiles = fused_moe_max_row_tiles(R, E, order->tile_rows);
+    return tiles < max_tiles ? tiles : max_tiles;
 }
 
-/* Work tiles of a GEMM: fewer than 2^31. */
+/* The number of a GEMM's work tiles: fewer than 2^31. */
 FUSED_MOE_FN uint32_t fused_moe_num_work_tiles(const int32_t *schedule, int32_t E, int32_t R,
                                                const FusedMoeTileOrder *order) {
     uint32_t tiles = fused_moe_num_row_tiles(schedule, E, R, order) * (uint32_t)order->num_n_tiles;
     return tiles + fused_moe_num_split_tiles(order, !fused_moe_schedule_head(schedule)->num_full, tiles);
 }
 
-/* Row and column of tile `index` of rows x columns tiles, in groups of at most `group` rows, equal but for
- * the last. */
+/* Row and column of tile `index` of rows x columns tiles. Groups have at most `group` rows, all of equal size
+ * but for the last. */
 FUSED_MOE_FN void fused_moe_grouped_order(uint32_t index, uint32_t rows, uint32_t columns, uint32_t group,
                                           int32_t *row, int32_t *column) {
     uint32_t groups = (rows - 1) / group + 1, size = (rows - 1) / groups + 1;
@@ -315,7 +316,7 @@ FUSED_MOE_FN FusedMoeWorkTile fused_moe_work_tile(const int32_t *schedule, const
     uint32_t row_tiles = fused_moe_num_row_tiles(schedule, E, R, order), num_tiles = row_tiles * n_tiles;
     FusedMoeWorkTile tile;
 
-    /* which tile, and which half of it */
+    /* the tile, and the half of it */
     uint32_t unsplit = num_tiles - fused_moe_num_split_tiles(order, !head->num_full, num_tiles);
     tile.n_half = fused_moe_half_of(&index, unsplit);
 
@@ -329,12 +330,12 @@ FUSED_MOE_FN FusedMoeWorkTile fused_moe_work_tile(const int32_t *schedule, const
     }
 
     int32_t b = fused_moe_find_owner(&active, (int32_t)(index / n_tiles));
-    uint32_t before = b ? (uint32_t)active.end[b - 1] : 0, own_tiles = (uint32_t)active.end[b] - before;
+    uint32_t before = b ? (uint32_t)active.end[b - 1] : 0, expert_tiles = (uint32_t)active.end[b] - before;
     int32_t row_tile;
     index -= before * n_tiles;
-    if (own_tiles - 1 >= row_tiles) own_tiles = 1; /* where it is 0, too */
-    if (index >= own_tiles * n_tiles) index = 0;
-    fused_moe_grouped_order(index, own_tiles, n_tiles, (uint32_t)order->group, &row_tile, &tile.n_tile);
+    if (expert_tiles - 1 >= row_tiles) expert_tiles = 1; /* if it is 0, too */
+    if (index >= expert_tiles * n_tiles) index = 0;
+    fused_moe_grouped_order(index, expert_tiles, n_tiles, (uint32_t)order->group, &row_tile, &tile.n_tile);
     tile.expert = fused_moe_clamp(active.expert[b], E - 1);
     tile.skinny = b >= head->num_full;
     FusedMoeRows rows = fused_moe_expert_rows(offs, tile.expert, R);
@@ -345,9 +346,9 @@ FUSED_MOE_FN FusedMoeWorkTile fused_moe_work_tile(const int32_t *schedule, const
     return tile;
 }
 
-/* Row tiles 2 i and 2 i + 1 of an expert, times a whole N tile, become two tall tiles: both row tiles' rows times half of the
- * columns. They are left as they are where the second has at most half of a tile's rows. Of an order that splits no last
- * wave: half of a pair might be split there. */
+/* Makes two tall tiles of row tiles 2 i and 2 i + 1 of an expert, times a full N tile: each has the rows of
+ * both, times half of the columns. If the second row tile is at most half full, both stay as they are. The
+ * order must not split the last wave, which might split half of a pair. */
 FUSED_MOE_FN FusedMoeWorkTile fused_moe_tall_tile(FusedMoeWorkTile tile, const int32_t *offs, int32_t R,
                                                   const FusedMoeTileOrder *order) {
     FusedMoeRows rows = fused_moe_expert_rows(offs, tile.expert, R);
@@ -362,9 +363,9 @@ FUSED_MOE_FN FusedMoeWorkTile fused_moe_tall_tile(FusedMoeWorkTile tile, const i
 
 /* --- work tiles of a weight gradient, which sums along an expert's rows --------------------------------- */
 
-/* How many of the schedule's slices a tile's slice has, so that no tile takes longer than half of what a CTA
- * computes in all: fewer than 2 * ctas weight tiles are split. 0: tiles are many enough, and each sums all
- * rows of its expert. */
+/* The number of the schedule's slices in a tile's slice, such that no tile takes longer than half of a CTA's
+ * work: fewer than 2 * ctas weight tiles are split. 0: there are enough tiles, and each sums all rows of its
+ * expert. */
 FUSED_MOE_FN int32_t fused_moe_slices_per_tile(int64_t R, int32_t slice_rows, int64_t weight_tiles,
                                                int32_t ctas) {
     if (weight_tiles >= 2 * (int64_t)ctas || R <= slice_rows) return 0;
@@ -374,34 +375,34 @@ FUSED_MOE_FN int32_t fused_moe_slices_per_tile(int64_t R, int32_t slice_rows, in
 }
 
 /* Finds tile slice `index`; a tile slice is slices_per_tile of the schedule's slices. Returns the index of
- * its expert in the list, or the list's length if there are fewer tile slices, and in *slice its number
- * among the expert's. Split experts, those of several of the schedule's slices, come first in the list:
- * only their tile slices are summed up, since each expert after them is one. most: bound on the slices of
+ * its expert in the list, or the list's length if there are fewer tile slices. *slice becomes its number
+ * within the expert. Split experts, which have several of the schedule's slices, come first in the list. Only
+ * their tile slices are summed up, since each expert after them is one. max_slices: a bound on the slices of
  * all experts. */
 FUSED_MOE_FN int32_t fused_moe_find_slice(const FusedMoeExpertList *sliced, int32_t slices_per_tile,
-                                          int32_t most, int32_t index, int32_t *slice) {
+                                          int32_t max_slices, int32_t index, int32_t *slice) {
     int32_t first = 0, sum = 0, num_split = FUSED_MOE_LANES;
     *slice = 0;
     while (first < sliced->num && num_split == FUSED_MOE_LANES) {
-        int32_t b = first + FUSED_MOE_LANE, own = 1;
+        int32_t b = first + FUSED_MOE_LANE, slices = 1;
         if (b < sliced->num)
-            own = (int32_t)((uint32_t)sliced->end[b] - (uint32_t)(b ? sliced->end[b - 1] : 0));
-        own = own > 1 ? (fused_moe_clamp(own, most) - 1) / slices_per_tile + 1 : 0;
-        int32_t end = sum + fused_moe_inclusive_sum(own);
-        int32_t before = FUSED_MOE_COUNT(own && end <= index);
-        num_split = FUSED_MOE_COUNT(own > 0);
+            slices = (int32_t)((uint32_t)sliced->end[b] - (uint32_t)(b ? sliced->end[b - 1] : 0));
+        slices = slices > 1 ? (fused_moe_clamp(slices, max_slices) - 1) / slices_per_tile + 1 : 0;
+        int32_t end = sum + fused_moe_inclusive_sum(slices);
+        int32_t before = FUSED_MOE_COUNT(slices && end <= index);
+        num_split = FUSED_MOE_COUNT(slices > 0);
         if (before < num_split) {
-            *slice = index - FUSED_MOE_BROADCAST(end - own, before);
+            *slice = index - FUSED_MOE_BROADCAST(end - slices, before);
             return first + before;
         }
-        sum = fused_moe_clamp(FUSED_MOE_BROADCAST(end, FUSED_MOE_LANES - 1), most);
+        sum = fused_moe_clamp(FUSED_MOE_BROADCAST(end, FUSED_MOE_LANES - 1), max_slices);
         first += num_split;
     }
     index -= sum;
     return 0 <= index && index < sliced->num - first ? first + index : sliced->num;
 }
 
-typedef struct {             /* what a weight gradient adds to its routing's schedule */
+typedef struct {             /* the part of a schedule that depends on the weight gradient */
     int32_t weight_tiles;    /* of an expert                                                           */
     int32_t slice_rows;      /* of the schedule's slices, at most                                      */
     int32_t slices_per_tile; /* the schedule's in a tile's slice; 0: a tile has all rows of its expert */
@@ -410,22 +411,23 @@ typedef struct {             /* what a weight gradient adds to its routing's sch
 typedef struct {
     int32_t expert, first_row, num_rows; /* num_rows 0: an empty expert                             */
     int32_t weight_tile;                 /* of the expert's weight                                  */
-    int32_t slice, num_slices;           /* its expert's, as tiles have them; 0: an empty tile      */
+    int32_t slice, num_slices;           /* tile slice of the expert's; num_slices 0: an empty tile */
 } FusedMoeWgradTile;
 
-/* Of the schedule, at most: each expert may have one slice that is not full. */
+/* The largest number of slices of a schedule: each expert may have one that is not full. */
 FUSED_MOE_FN uint32_t fused_moe_max_slices(int32_t R, int32_t E, int32_t slice_rows) {
     return (uint32_t)(R / slice_rows) + (uint32_t)E;
 }
 
-/* Where a tile sums several of the schedule's slices, the last tiles may be empty (num_slices 0). */
+/* The number of a weight gradient's tiles. If a tile sums several of the schedule's slices, the last tiles
+ * may be empty (num_slices 0). */
 FUSED_MOE_FN uint32_t fused_moe_num_wgrad_tiles(const int32_t *schedule, int32_t E, int32_t R,
                                                 const FusedMoeWgradOrder *order) {
     uint32_t slices = (uint32_t)E;
     if (order->slices_per_tile) {
-        uint32_t most = fused_moe_max_slices(R, E, order->slice_rows);
+        uint32_t max_slices = fused_moe_max_slices(R, E, order->slice_rows);
         slices = (uint32_t)fused_moe_schedule_head(schedule)->num_slices;
-        if (slices > most) slices = most;
+        if (slices > max_slices) slices = max_slices;
     }
     return slices * (uint32_t)order->weight_tiles;
 }
@@ -440,12 +442,12 @@ FUSED_MOE_FN FusedMoeWgradTile fused_moe_wgrad_tile(const int32_t *schedule, con
     int32_t is_tile = 1;
     int32_t slice = (int32_t)(index / weight_tiles);
     tile.weight_tile = (int32_t)(index % weight_tiles);
-    tile.expert = slice; /* where each expert is one */
+    tile.expert = slice; /* if each expert is one slice */
     tile.slice = 0;
     if (order->slices_per_tile) {
         FusedMoeExpertList sliced = fused_moe_sliced_experts(schedule, E);
-        int32_t most = (int32_t)fused_moe_max_slices(R, E, order->slice_rows);
-        int32_t b = fused_moe_find_slice(&sliced, order->slices_per_tile, most, slice, &tile.slice);
+        int32_t max_slices = (int32_t)fused_moe_max_slices(R, E, order->slice_rows);
+        int32_t b = fused_moe_find_slice(&sliced, order->slices_per_tile, max_slices, slice, &tile.slice);
         is_tile = b < E;
         tile.expert = fused_moe_clamp(sliced.expert[is_tile ? b : 0], E - 1);
         slice_rows = order->slices_per_tile * order->slice_rows;
@@ -459,17 +461,18 @@ FUSED_MOE_FN FusedMoeWgradTile fused_moe_wgrad_tile(const int32_t *schedule, con
     return tile;
 }
 
-/* Slots for the accumulators of split experts' slices. slice_rows: of a tile's slice. Cut the R rows into
- * blocks of slice_rows rows, and let n = (R - 1) / slice_rows. A slice that begins in block b has slot b if
- * it is its expert's first, else slot n + b - 1. A split expert has more than slice_rows rows. So no two
- * first slices begin in the same block, and none in the last one, block n; no two later slices begin in the
- * same block, and none in block 0. 2 n slots are enough, whatever offs holds. */
+/* The number of slots for the accumulators of split experts' slices. slice_rows: rows of a tile's slice. Cut
+ * the R rows into blocks of slice_rows rows, and let n = (R - 1) / slice_rows. A slice that begins in block b
+ * has slot b if it is its expert's first, else slot n + b - 1. A split expert has more than slice_rows rows.
+ * So no two first slices begin in the same block, and none begins in the last one, block n. No two later
+ * slices begin in the same block, and none begins in block 0. Hence 2 n slots are enough, whatever offs
+ * holds. */
 FUSED_MOE_FN int64_t fused_moe_num_split_slots(int64_t R, int64_t slice_rows) {
     return R > slice_rows ? 2 * ((R - 1) / slice_rows) : 0;
 }
 
-/* Where the accumulators of slice `slice` of a weight tile are, in units of one tile's: a slot holds `stride`
- * of them, one for each weight tile. `first`: where those of slice 0 are. `later`: (n - 1) * stride. */
+/* The position of the accumulators of slice `slice` of a weight tile, in units of one tile's: a slot holds
+ * `stride` of them, one per weight tile. first: the position for slice 0. later: (n - 1) * stride. */
 FUSED_MOE_FN int64_t fused_moe_split_slot(int64_t first, int64_t later, int64_t stride, int32_t slice) {
     return first + (slice ? later + slice * stride : 0);
 }
@@ -477,11 +480,11 @@ FUSED_MOE_FN int64_t fused_moe_split_slot(int64_t first, int64_t later, int64_t 
 /* --- which CTA computes which tile ---------------------------------------------------------------------- */
 
 typedef struct {
-    uint32_t *claimed; /* [ctas] zeros: tiles claimed of each CTA's, by itself or by thieves; or NULL */
-    uint32_t num_tiles, cta, ctas; /* this CTA of so many, FUSED_MOE_MAX_CTAS at most                 */
-    uint32_t next;                 /* its next one; claimed already, if tiles are shared              */
-    int32_t may_own;               /* it may have tiles left                                          */
-    int32_t shares;                /* tiles are claimed; 0: each CTA has its own                      */
+    uint32_t *claimed; /* [ctas] from 0: each CTA's tiles claimed by itself and by thieves; or NULL   */
+    uint32_t num_tiles, cta, ctas; /* this CTA, of FUSED_MOE_MAX_CTAS at most                         */
+    uint32_t next;                 /* the number of its next tile, claimed already if it steals       */
+    int32_t has_assigned;          /* it may have assigned tiles left                                 */
+    int32_t steals;                /* tiles are claimed; 0: a CTA computes its assigned ones alone    */
 } FusedMoeTileScheduler;
 
 /* Tiles that static round-robin assigns to a CTA. */
@@ -491,7 +494,7 @@ FUSED_MOE_FN uint32_t fused_moe_num_assigned(uint32_t num_tiles, uint32_t cta, u
 
 /* The CTA with the most tiles left, or `ctas` if none has any. */
 FUSED_MOE_FN uint32_t fused_moe_most_remaining(const FusedMoeTileScheduler *s) {
-    const uint32_t limit = UINT32_MAX / FUSED_MOE_MAX_CTAS; /* of what is counted */
+    const uint32_t limit = UINT32_MAX / FUSED_MOE_MAX_CTAS; /* left shares a word with the CTA */
     uint32_t most = 0;
     for (uint32_t cta = (uint32_t)FUSED_MOE_LANE; cta < s->ctas; cta += FUSED_MOE_LANES) {
         uint32_t assigned = fused_moe_num_assigned(s->num_tiles, cta, s->ctas);
@@ -508,21 +511,21 @@ FUSED_MOE_FN uint32_t fused_moe_most_remaining(const FusedMoeTileScheduler *s) {
 FUSED_MOE_FN FusedMoeTileScheduler fused_moe_tile_scheduler(uint32_t *claimed, uint32_t num_tiles,
                                                             uint32_t cta, uint32_t ctas) {
     FusedMoeTileScheduler s = {claimed, num_tiles, cta, ctas, 0, 1, claimed && num_tiles > ctas};
-    if (s.shares) s.next = FUSED_MOE_CLAIM(claimed + cta);
+    if (s.steals) s.next = FUSED_MOE_CLAIM(claimed + cta);
     return s;
 }
 
-/* The next tile; num_tiles or more: there are none. Thieves may have claimed all of a CTA's tiles before the
- * CTA claims its first. */
+/* The next tile; num_tiles or more if there are none. Thieves may have claimed all tiles of a CTA before it
+ * claims its first. */
 FUSED_MOE_FN uint32_t fused_moe_next_tile(FusedMoeTileScheduler *s) {
     uint32_t index = s->num_tiles;
-    if (s->may_own) {
+    if (s->has_assigned) {
         index = s->cta + s->ctas * FUSED_MOE_BROADCAST(s->next, 0);
-        s->may_own = index < s->num_tiles;
+        s->has_assigned = index < s->num_tiles;
     }
-    if (s->may_own) /* ahead of its use: an atomic takes a while */
-        s->next = s->shares ? FUSED_MOE_CLAIM(s->claimed + s->cta) : s->next + 1;
-    for (uint32_t victim = 0; s->shares && index >= s->num_tiles && victim < s->ctas;) {
+    if (s->has_assigned) /* ahead of its use: an atomic takes a while */
+        s->next = s->steals ? FUSED_MOE_CLAIM(s->claimed + s->cta) : s->next + 1;
+    for (uint32_t victim = 0; s->steals && index >= s->num_tiles && victim < s->ctas;) {
         victim = fused_moe_most_remaining(s);
         if (victim < s->ctas) {
             uint32_t stolen = FUSED_MOE_CLAIM(s->claimed + victim);

@@ -779,8 +779,8 @@ CPU = [
     Mutant(
         "experts of several slices are not summed up",
         "csrc/schedule.h",
-        "int32_t end = sum + fused_moe_inclusive_sum(own);",
-        "int32_t end = fused_moe_inclusive_sum(own);",
+        "int32_t end = sum + fused_moe_inclusive_sum(slices);",
+        "int32_t end = fused_moe_inclusive_sum(slices);",
         "tests/test_host.py",
     ),
     Mutant(
@@ -1036,8 +1036,8 @@ CUDA = [
     Mutant(
         "cuda: chunks past a row's end are in the same row",
         "csrc/kernels/common/activate.cu",
-        "place.row = row + in_row / chunks;",
-        "place.row = row;",
+        "chunk.row = row + in_row / row_chunks;",
+        "chunk.row = row;",
         "tests/test_activate.py",
     ),
     Mutant(

@@ -132,7 +132,7 @@ enum Stage : uint8_t { STARTING, FETCHING, EXITING, GONE };
 struct Cta { /* between two steps */
     Stage stage = STARTING;
     uint8_t next = 0;
-    bool may_own = false;
+    bool has_assigned = false;
     Read read; /* by the current call */
 };
 
@@ -165,8 +165,9 @@ static void advance(State *state, uint32_t index, uint32_t num_ctas, uint32_t nu
     gridDim.x = num_ctas;
 
     Cta *cta = &state->ctas[index];
-    bool shares = num_tiles > num_ctas;
-    FusedMoeTileScheduler scheduler = {counters, num_tiles, index, num_ctas, cta->next, cta->may_own, shares};
+    bool steals = num_tiles > num_ctas;
+    FusedMoeTileScheduler scheduler = {counters,  num_tiles,         index, num_ctas,
+                                       cta->next, cta->has_assigned, steals};
     uint32_t tile = 0;
     bool returned = true;
     Call current = {&cta->read};
@@ -176,7 +177,7 @@ static void advance(State *state, uint32_t index, uint32_t num_ctas, uint32_t nu
             scheduler = fused_moe_tile_scheduler(counters, num_tiles, index, num_ctas);
         else if (cta->stage == FETCHING)
             tile = fused_moe_next_tile(&scheduler);
-        else if (scheduler.shares)
+        else if (scheduler.steals)
             reset_claims({{counters}});
     } catch (NextStep) {
         returned = false;
@@ -189,7 +190,7 @@ static void advance(State *state, uint32_t index, uint32_t num_ctas, uint32_t nu
 
     cta->read.num_steps = 0;
     cta->next = static_cast<uint8_t>(scheduler.next);
-    cta->may_own = scheduler.may_own;
+    cta->has_assigned = scheduler.has_assigned;
     if (cta->stage == STARTING) {
         cta->stage = FETCHING;
     } else if (cta->stage == EXITING) {
@@ -198,7 +199,7 @@ static void advance(State *state, uint32_t index, uint32_t num_ctas, uint32_t nu
         if (state->computed >> tile & 1) fail("a tile is computed twice", num_ctas, num_tiles);
         state->computed |= static_cast<uint8_t>(1 << tile);
     } else {
-        for (uint32_t other = 0; shares && other < num_ctas; other++)
+        for (uint32_t other = 0; steals && other < num_ctas; other++)
             if (state->claimed[other] < fused_moe_num_assigned(num_tiles, other, num_ctas))
                 fail("a CTA exits while a tile is unclaimed", num_ctas, num_tiles);
         cta->stage = EXITING;
@@ -280,7 +281,7 @@ static void run_threads(int num_launches) {
                     fused_moe_tile_scheduler(counters, num_tiles, cta, num_ctas);
                 for (uint32_t tile; (tile = fused_moe_next_tile(&scheduler)) < num_tiles;)
                     times_computed[tile]++;
-                if (scheduler.shares) reset_claims({{counters}});
+                if (scheduler.steals) reset_claims({{counters}});
             }
         }
     };

@@ -29,7 +29,7 @@ DEFECTS = {
         "a tile is computed twice",
     ),
     "a CTA does not claim its first tile": (
-        "if (s.shares) s.next = FUSED_MOE_CLAIM(claimed + cta);",
+        "if (s.steals) s.next = FUSED_MOE_CLAIM(claimed + cta);",
         "",
         "a tile is computed twice",
     ),

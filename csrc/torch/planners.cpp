@@ -138,7 +138,7 @@ Tensor wgrad_tiles(const Tensor &schedule, const Tensor &offs, int64_t weight_ti
 
 /* The tile that a CTA claims next; num_tiles or more: there are none left. The state (3, CTAs) is zeros at
  * first. Its rows are the CTAs' `claimed` counters, then their schedulers' `next`, and a phase: 0 before the
- * first call, 1 with may_own, 2 without. */
+ * first call, 1 with has_assigned, 2 without. */
 int64_t next_tile(Tensor state, int64_t num_tiles, int64_t cta) {
     const char *op = "next_tile";
     check_int32(op, "state", state, 2);
@@ -155,7 +155,7 @@ int64_t next_tile(Tensor state, int64_t num_tiles, int64_t cta) {
     if (phase == 0) scheduler = fused_moe_tile_scheduler(claimed, tiles, own, grid);
     uint32_t index = fused_moe_next_tile(&scheduler);
     next = scheduler.next;
-    phase = scheduler.may_own ? 1 : 2;
+    phase = scheduler.has_assigned ? 1 : 2;
     return index;
 }
 

@@ -1,7 +1,7 @@
-/* activate and activate_backward: the activation of rows of h, for experts that are composed of grouped GEMMs.
+/* activate and activate_backward: the activation of rows of h, for experts composed of grouped GEMMs.
  *
- * Both are memory-bound. A CTA has neighbouring chunks, whatever rows they are in, so narrow rows leave no lane
- * idle. A thread loads all its chunks before it computes the first. */
+ * Both are memory-bound. A CTA has neighbouring chunks, whatever rows they are in, so short rows leave no
+ * lane idle. A thread loads all its chunks before it computes the first. */
 #include "activation.cuh"
 #include "launch.cuh"
 
@@ -17,28 +17,28 @@ __host__ __device__ inline int64_t chunks_of_row(int64_t F) {
     return (F + CHUNK - 1) / CHUNK;
 }
 
-/* A chunk of hidden columns, of which n exist; 0 past the last row. */
-struct Place {
+/* A chunk of hidden columns of a row. n of its columns exist; 0 past the last row. */
+struct RowChunk {
     int64_t row;
     int column, n;
 };
 
 /* The thread's chunks. Only the division that all threads of a CTA share has 64 bits. */
 template <int N>
-__device__ inline void find_chunks(Place (&places)[N], int64_t R, int64_t F) {
-    uint32_t chunks = (uint32_t)chunks_of_row(F);
-    int64_t first = (int64_t)blockIdx.x * N * THREADS, row = first / chunks;
-    uint32_t in_row = (uint32_t)(first - row * chunks) + threadIdx.x;
+__device__ inline void find_chunks(RowChunk (&chunks)[N], int64_t R, int64_t F) {
+    uint32_t row_chunks = (uint32_t)chunks_of_row(F);
+    int64_t first = (int64_t)blockIdx.x * N * THREADS, row = first / row_chunks;
+    uint32_t in_row = (uint32_t)(first - row * row_chunks) + threadIdx.x;
 #pragma unroll
     for (int i = 0; i < N; i++, in_row += THREADS) {
-        Place &place = places[i];
-        place.row = row + in_row / chunks;
-        place.column = (int)(in_row % chunks) * CHUNK;
-        place.n = place.row < R ? (int)min((int64_t)CHUNK, F - place.column) : 0;
+        RowChunk &chunk = chunks[i];
+        chunk.row = row + in_row / row_chunks;
+        chunk.column = (int)(in_row % row_chunks) * CHUNK;
+        chunk.n = chunk.row < R ? (int)min((int64_t)CHUNK, F - chunk.column) : 0;
     }
 }
 
-/* Where the gates and the ups of row r begin; the interleaved pairs begin at the gates. */
+/* The first gate and the first up of row r; interleaved pairs begin at the gate. */
 template <typename T>
 struct Row {
     T *gates, *ups;
@@ -50,22 +50,22 @@ struct Row {
 };
 
 template <typename T, bool aligned, typename Params>
-__device__ inline void load(PackedPair<T> &pair, const Params &p, const Place &place) {
-    Row<const T> row(p.layout, p.F, (const T *)p.h, (const T *)p.up, place.row);
-    pair.load(p.layout, row.gates, row.ups, place.column, place.n, aligned);
+__device__ inline void load(PackedPair<T> &pair, const Params &p, const RowChunk &chunk) {
+    Row<const T> row(p.layout, p.F, (const T *)p.h, (const T *)p.up, chunk.row);
+    pair.load(p.layout, row.gates, row.ups, chunk.column, chunk.n, aligned);
 }
 
 template <typename T, bool aligned>
 __global__ void __launch_bounds__(THREADS) activate_kernel(const __grid_constant__ FusedMoeActivate p) {
-    Place places[CHUNKS<T>];
+    RowChunk chunks[CHUNKS<T>];
     PackedPair<T> pairs[CHUNKS<T>];
-    find_chunks(places, p.R, p.F);
+    find_chunks(chunks, p.R, p.F);
 #pragma unroll
     for (int i = 0; i < CHUNKS<T>; i++)
-        if (places[i].n) load<T, aligned>(pairs[i], p, places[i]);
+        if (chunks[i].n) load<T, aligned>(pairs[i], p, chunks[i]);
 #pragma unroll
     for (int i = 0; i < CHUNKS<T>; i++) {
-        auto [row, column, n] = places[i];
+        auto [row, column, n] = chunks[i];
         if (!n) return;
         Pair<Accum<T>> q;
         Accum<T> a[CHUNK];
@@ -78,20 +78,20 @@ __global__ void __launch_bounds__(THREADS) activate_kernel(const __grid_constant
 template <typename T, bool aligned>
 __global__ void __launch_bounds__(THREADS)
     activate_backward_kernel(const __grid_constant__ FusedMoeActivateBackward p) {
-    Place places[CHUNKS<T>];
+    RowChunk chunks[CHUNKS<T>];
     PackedPair<T> pairs[CHUNKS<T>];
     Pack<T> packed_da[CHUNKS<T>];
-    find_chunks(places, p.R, p.F);
+    find_chunks(chunks, p.R, p.F);
 #pragma unroll
     for (int i = 0; i < CHUNKS<T>; i++) {
-        auto [row, column, n] = places[i];
+        auto [row, column, n] = chunks[i];
         if (!n) continue;
-        load<T, aligned>(pairs[i], p, places[i]);
+        load<T, aligned>(pairs[i], p, chunks[i]);
         load_pack(packed_da[i], (const T *)p.da + row * p.F + column, n, aligned);
     }
 #pragma unroll
     for (int i = 0; i < CHUNKS<T>; i++) {
-        auto [row, column, n] = places[i];
+        auto [row, column, n] = chunks[i];
         if (!n) return;
         Pair<Accum<T>> q, d;
         Accum<T> a[CHUNK], da[CHUNK];

@@ -1,4 +1,4 @@
-/* The activations of activation.h in device code, and the chunks of h that they are applied to. */
+/* The activations of activation.h in device code, and the chunks of h that they take. */
 #pragma once
 
 #include "../../fused_moe.h"
@@ -14,7 +14,7 @@ namespace fused_moe {
 #define ACT_SIGMOID(x) (1 / (1 + expf(-(x))))
 #include "../../activation.h"
 
-/* For 16-bit dtypes, approximate instructions: their error of a few float ulps is far below the rounding of
+/* 16-bit dtypes use approximate instructions: their error of a few float ulps is far below the rounding of
  * the result. */
 __device__ inline float exp_half(float x) {
     return ex2_approx_ftz(1.44269504f * x);
@@ -75,9 +75,10 @@ struct Pair {
     Acc gate[CHUNK], up[CHUNK];
 };
 
-/* The chunk at hidden column j of a row, in h's dtype: it takes few registers, so it can be prefetched. The
- * row's gates begin at gates, or its interleaved pairs; its ups at ups, in a row of h F columns later. low and
- * high are the gates and the ups, or elements 0-7 and 8-15 of the interleaved pairs. n hidden columns exist. */
+/* The chunk at hidden column j of a row, in h's dtype: it takes few registers, so it can be prefetched. gates
+ * is the row's first gate, or its first interleaved pair, and ups its first up, in a row of h F columns
+ * later. low and high are the gates and the ups, or elements 0-7 and 8-15 of the interleaved pairs. n hidden
+ * columns exist. */
 template <typename T>
 struct PackedPair {
     Pack<T> low, high;

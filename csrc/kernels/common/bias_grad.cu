@@ -1,7 +1,7 @@
 /* bias_grad: db[e] = sum over the rows of e of s rows[r].
  *
- * One CTA per expert and 32 columns; its warps take rows in turn. Sums are double: they are as long as an
- * expert has rows. Their order is fixed, so the result is deterministic. */
+ * One CTA per expert and 32 columns; warp i adds rows i, i + WARPS, ... Sums are double, since an expert may
+ * have many rows. Their order is fixed, so the result is deterministic. */
 #include "launch.cuh"
 #include "numeric.cuh"
 

@@ -1,12 +1,12 @@
-/* The scores of all experts of a token, and the top K or given ones of them: what route and the plan of a cluster
- * (sm90/cluster_plan.cu) share, so that both have the same bits.
+/* The scores of all experts of a token, and the top K or given ones of them. route and the plan of a cluster
+ * (sm90/cluster_plan.cu) share it, so both have the same bits.
  *
- * A sub-warp of G lanes per token; a warp has 32 / G tokens. Of each 32 experts a lane holds C = 32 / G
- * consecutive ones, V in all. The sums are those of a warp per token whose lane l holds experts l, l + 32,
- * ...: whatever G is, a score has the same bits. Scores are computed in float, in double for double logits.
- * Without bias and expert groups, top-k compares logits, so the choice does not depend on the rounding of
- * exp. NaN compares greatest, as in torch.topk, and ties go to the lowest id: whatever the logits are, the K
- * ids differ. A bias of -infinity bars an expert. */
+ * A token has a sub-warp of G lanes; a warp has 32 / G tokens. A lane holds V experts: C = 32 / G consecutive
+ * ones of every 32. Sums have the order of a warp per token whose lane l holds experts l, l + 32, ..., so a
+ * score has the same bits whatever G is. Scores are computed in float, in double for double logits. Without
+ * bias and expert groups, top-k compares logits, so the choice does not depend on the rounding of exp. NaN
+ * compares greatest, as in torch.topk, and ties go to the lowest id: whatever the logits are, the K ids
+ * differ. A bias of -infinity bars an expert. */
 #pragma once
 
 #include "../../integer.h"
@@ -84,7 +84,7 @@ __device__ inline Acc sum_elements(Fn add_element) {
 
 /* --- rows of experts ------------------------------------------------------------------------------------ */
 
-/* Calls fn with an element of the dtype, which is a run-time argument: kernels differ in Acc alone. */
+/* Calls fn with an element of the dtype. The dtype is a run-time argument, so kernels differ in Acc alone. */
 template <typename Acc, typename Fn>
 __device__ inline void with_element(FusedMoeDtype dtype, Fn fn) {
     if constexpr (std::is_same_v<Acc, double>)
@@ -103,7 +103,7 @@ struct alignas(W * sizeof(T)) Part {
     T v[W];
 };
 
-/* Calls fn(T *row, width): parts of that width, a lane's C experts or one, are aligned in every row. */
+/* Calls fn(T *row, width). Parts of that width, C experts or one, are aligned in every row. */
 template <typename Acc, int C, typename Fn>
 __device__ inline void with_row(const void *data, FusedMoeDtype dtype, int64_t t, int E, Fn fn) {
     with_element<Acc>(dtype, [&](auto element) {
@@ -116,7 +116,7 @@ __device__ inline void with_row(const void *data, FusedMoeDtype dtype, int64_t t
     });
 }
 
-/* Elements past the row are -infinity: they have a score of 0, and no expert is chosen after them. */
+/* Elements past the row are -infinity: their score is 0, and any expert is chosen before them. */
 template <int G, typename Acc, int V>
 __device__ inline void load_logits(Acc (&x)[V], const void *data, FusedMoeDtype dtype, int64_t t, int E) {
     with_row<Acc, 32 / G>(data, dtype, t, E, [&](auto *row, auto width) {
@@ -142,7 +142,7 @@ __device__ inline Acc load_one(const void *data, FusedMoeDtype dtype, int64_t i)
 
 /* --- scores --------------------------------------------------------------------------------------------- */
 
-/* What all scores of a token share: the softmax's shift and sum. */
+/* The softmax's shift and sum, which all scores of a token share. */
 template <typename Acc>
 struct Scores {
     bool sigmoid;
@@ -154,7 +154,7 @@ struct Scores {
     }
 };
 
-/* A NaN logit makes the sum NaN, and so every score. */
+/* A NaN logit makes the sum NaN, and with it every score. */
 template <int G, typename Acc, int V>
 __device__ inline Scores<Acc> scores_of(FusedMoeScoreFunc f, const Acc (&logit)[V]) {
     Scores<Acc> scores = {f == FUSED_MOE_SIGMOID, LOWEST<Acc>, 1};
@@ -172,10 +172,10 @@ template <typename Acc, int V>
 __device__ inline void all_scores(Acc (&score)[V], const Scores<Acc> &scores, const Acc (&logit)[V]) {
     if constexpr (std::is_same_v<Acc, float>) {
         if (!scores.sigmoid) {
-            /* nvcc's own division, with the part that depends on the sum alone done once. It is right unless
-             * a remainder is subnormal. */
+            /* nvcc's division, with the part that depends on the sum alone done once. It is right unless a
+             * remainder is subnormal. */
             float power[V], inverse = __frcp_rn(scores.sum);
-            uint32_t least = ~0u; /* of the powers that are not 0, minus one */
+            uint32_t least = ~0u; /* the bits of the least power that is not 0, minus one */
 #pragma unroll
             for (int i = 0; i < V; i++) {
                 power[i] = exp_accum(logit[i] - scores.max);
@@ -209,8 +209,8 @@ __device__ inline uint64_t key_of(double x) {
 template <typename Acc>
 using Key = decltype(key_of(Acc()));
 
-/* Removes the sub-warp's greatest key, on a tie that of the lowest index, and returns its index; -1 if all keys
- * are 0. */
+/* Removes the sub-warp's greatest key, the one of the lowest index on a tie, and returns its index; -1 if all
+ * keys are 0. */
 template <int G, typename K, int V>
 __device__ inline int take_best(K (&key)[V]) {
     K best = 0;
@@ -228,7 +228,8 @@ __device__ inline int take_best(K (&key)[V]) {
     return index;
 }
 
-/* The same for keys that differ, by what is left of them below the one taken last; no key is changed. */
+/* The same for keys that all differ: returns the greatest key below `taken`, the one returned before. No key
+ * is changed. */
 template <int G, int V>
 __device__ inline uint32_t next_best(const uint32_t (&key)[V], uint32_t taken) {
     uint32_t best[2] = {0, 0};
@@ -277,8 +278,9 @@ struct Choice {
     int id; /* -1: no expert */
 };
 
-/* What lane k of a token's sub-warp finds for slot k; a warp calls it, with shared memory for G V elements of each
- * sub-warp. Without a real token, a sub-warp computes another one's and finds no expert. */
+/* The choice for slot k of a token, returned to lane k of its sub-warp. A warp calls it, with shared memory
+ * for G V elements per sub-warp. A sub-warp without a real token computes another token's and returns no
+ * expert. */
 template <int G, int V, typename Acc>
 __device__ inline Choice<Acc> choose(const FusedMoeRoute &p, int64_t token, int64_t num_tokens, Acc *choice) {
     int slot = subwarp_lane<G>();
@@ -287,7 +289,7 @@ __device__ inline Choice<Acc> choose(const FusedMoeRoute &p, int64_t token, int6
     load_logits<G>(logit, p.logits, p.dtype, t, p.E);
     Scores<Acc> scores = scores_of<G>(p.score_func, logit);
 
-    int id = 0, rank = slot; /* this lane takes the expert of its rank */
+    int id = 0, rank = slot; /* this lane gets the expert of its rank */
     bool is_chosen = false;
     if (p.given_ids) {
         int64_t given = slot < p.K ? integer(p.given_ids, p.given_dtype, t * p.K + slot) : -1;
@@ -296,9 +298,9 @@ __device__ inline Choice<Acc> choose(const FusedMoeRoute &p, int64_t token, int6
         is_chosen = __all_sync(ALL, rank < 0);
     }
     if (!is_chosen && !p.bias && !p.num_groups && sizeof(Acc) == 4) {
-        /* The low bits of a key are replaced by 1023 - expert, so no two keys are equal. A 16-bit logit leaves
-         * them without information: all are 0, or all 1 if it is negative or NaN. float32 logits may differ
-         * in them alone. Where that may have changed the choice, the warp chooses again. */
+        /* The low bits of a key are replaced by 1023 - expert, so no two keys are equal. For 16-bit logits
+         * they carry no information: all are 0, or all 1 if the logit is negative or NaN. float32 logits may
+         * differ in them alone. If that may have changed the choice, the warp chooses again. */
         constexpr uint32_t EXPERT_MASK = 1023;
         bool is_float = p.dtype == FUSED_MOE_F32, differ_in_low_bits = false;
         uint32_t key[V], taken = 0;
@@ -344,7 +346,7 @@ __device__ inline Choice<Acc> choose(const FusedMoeRoute &p, int64_t token, int6
 
 /* --- lanes and elements --------------------------------------------------------------------------------- */
 
-constexpr int WHOLE_WARP = 32; /* lanes, or slots that need as many */
+constexpr int WHOLE_WARP = 32; /* lanes; as K, it asks for 32 of them */
 
 /* Calls fn(Acc(), G, V) with the dtype's accumulation type Acc, G >= K lanes and G V >= E elements. */
 template <typename Fn>

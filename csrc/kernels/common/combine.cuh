@@ -1,5 +1,5 @@
-/* A token's sum over its slots, and the shared experts' row: of permute.cu and of the experts in one launch
- * (sm90/experts.cu), which give the same bits. */
+/* A token's sum over its slots, and the shared experts' row. permute.cu and both sides in one launch
+ * (sm90/experts.cu) share it, so both give the same bits. */
 #pragma once
 
 #include "numeric.cuh"
@@ -13,7 +13,7 @@ __device__ inline double sigmoid(double x) {
     return 1 / (1 + exp(-x));
 }
 
-/* What a token's row of the shared experts is multiplied by. */
+/* The score of a token's row of the shared experts. */
 template <typename Acc>
 __device__ inline Acc shared_score(const void *shared_gate, int64_t t) {
     return shared_gate ? sigmoid(((const Acc *)shared_gate)[t]) : Acc(1);

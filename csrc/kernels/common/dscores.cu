@@ -1,6 +1,5 @@
-/* dscores: adds each slot's partial sums of <g, a>, and <dout, b2> where there is a bias. A slot has one
- * thread, or one warp where there is a bias; the order of its sum is fixed, so the result is
- * deterministic. */
+/* dscores: adds each slot's partial sums of <g, a>, and with a bias <dout, b2>. A slot has one thread, or
+ * with a bias one warp. The order of its sum is fixed, so the result is deterministic. */
 #include "dscores.cuh"
 
 #include "launch.cuh"

@@ -1,7 +1,6 @@
 /* The four dtypes, and chunks of eight elements that are loaded and stored together.
  *
- * Accum<T> is the accumulation type, in which everything is computed: float, and double for double. Scores
- * have it too. */
+ * Accum<T> is the type of accumulators and scores: float, and double for double. */
 #pragma once
 
 #include <cuda_bf16.h>
@@ -63,14 +62,14 @@ __device__ inline __nv_bfloat16 from_accum<__nv_bfloat16>(float x) {
 
 constexpr int CHUNK = 8;
 
-/* Copied word by word: otherwise nvcc stores 16-bit elements one at a time. */
+/* A chunk. It is copied word by word: otherwise nvcc stores 16-bit elements one at a time. */
 template <typename T>
 union alignas(16) Pack {
     uint4 words[CHUNK * sizeof(T) / sizeof(uint4)];
     T v[CHUNK];
 };
 
-/* Rows of `width` elements consist of full chunks, each 16-byte aligned. */
+/* Whether rows of `width` elements consist of full chunks, each 16-byte aligned. */
 template <typename T>
 __host__ __device__ inline bool rows_are_aligned(const void *data, int64_t width) {
     return (uintptr_t)data % 16 == 0 && width % CHUNK == 0;
@@ -106,7 +105,7 @@ __device__ inline void from_accums(__nv_bfloat16 *p, float low, float high) {
     *reinterpret_cast<__nv_bfloat162 *>(p) = __floats2bfloat162_rn(low, high);
 }
 
-/* n of the chunk's elements exist; the others are 0. */
+/* Loads a chunk. n of its elements exist; the others are 0. */
 template <typename T>
 __device__ inline void load_pack(Pack<T> &pack, const T *p, int n, bool aligned) {
     if (aligned) {

@@ -1,11 +1,12 @@
 /* permute, unpermute, and its gradients unpermute_backward and shared_backward: move rows between token order
  * and expert order.
  *
- * All are memory-bound. permute has a warp per token: it reads the token's row once and writes its K copies
- * from registers. unpermute has a warp per token, or several where rows are 16-bit and aligned; it adds
- * in slot order and the shared experts' row last, so its result is deterministic. unpermute_backward has a
- * warp per slot, shared_backward a warp per token. A lane accesses 16 bytes at a time where rows are aligned,
- * else one element. */
+ * All are memory-bound. A lane accesses 16 bytes at a time if rows are aligned, else one element.
+ *   permute              one warp per token reads its row once and writes K copies from registers
+ *   unpermute            one warp per token, or several if rows are 16-bit and aligned. It adds in slot
+ *                        order, and the shared experts' row last, so its result is deterministic
+ *   unpermute_backward   one warp per slot
+ *   shared_backward      one warp per token */
 #include "combine.cuh"
 #include "launch.cuh"
 #include "schedule.cuh"
@@ -17,7 +18,7 @@ namespace {
 
 constexpr int WARPS = 8, THREADS = 32 * WARPS;
 
-/* The matrix can be copied in 16-byte units. */
+/* Whether the matrix can be copied in 16-byte units. */
 inline bool is_aligned(const void *data, int64_t row_bytes) {
     return (uintptr_t)data % 16 == 0 && row_bytes % 16 == 0;
 }
@@ -61,11 +62,11 @@ __global__ void __launch_bounds__(THREADS) permute_kernel(const __grid_constant_
 
 /* --- unpermute ------------------------------------------------------------------------------------------ */
 
-/* 16-bit rows, aligned, of up to 32 slots, with everything counted in 32 bits. So few registers, and CTAs so
- * small, that many warps keep the memory busy. A warp has 512 to 1023 columns of one token (fewer if there
- * are no more), lane k has slot k's score and where its row starts. With shared experts a lane has one row more
- * in flight, so a few registers more, and as many bytes in flight on an SM. Of few tokens the time is that of
- * loads one after the other: a warp has half of the columns, a lane twice as many rows in flight. */
+/* unpermute of aligned 16-bit rows and up to 32 slots, with 32-bit indices. Few registers and small CTAs let
+ * many warps keep the memory busy. A warp has 512 to 1023 columns of one token, or all if there are fewer.
+ * Lane k holds slot k's score and the start of its row. Shared experts put one more row in flight per lane
+ * and take a few more registers, so an SM has the same bytes in flight. With few tokens, the latency of
+ * consecutive loads is the time: a warp then has half of the columns, and a lane twice the rows in flight. */
 constexpr int HALF_WARPS = 2;
 
 template <bool few_tokens>
@@ -99,7 +100,7 @@ __global__ void __launch_bounds__(32 * HALF_WARPS, few_tokens   ? 1
     for (; first < end; first += 32) {
         uint32_t chunk = first + lane;
         float sum[CHUNK] = {};
-        Pack<T> shared; /* in flight beside the first rows, added last */
+        Pack<T> shared; /* loaded with the first rows, added last */
         if constexpr (has_shared)
             shared.words[0] =
                 ld_global_v4((const uint4 *)p.shared + (t * (int64_t)chunks + chunk), chunk < end);
@@ -124,7 +125,7 @@ __global__ void __launch_bounds__(32 * HALF_WARPS, few_tokens   ? 1
     }
 }
 
-/* One warp per token. Each lane has chunks of two rows in flight: 256 bytes, or one chunk per row. */
+/* One warp per token. Each lane has chunks of two rows in flight: 256 bytes in all, or one chunk per row. */
 template <typename T, bool aligned>
 __global__ void __launch_bounds__(THREADS) unpermute_kernel(const __grid_constant__ FusedMoeUnpermute p) {
     using Acc = Accum<T>;
@@ -185,7 +186,7 @@ __global__ void __launch_bounds__(THREADS) unpermute_kernel(const __grid_constan
 
 /* --- unpermute_backward --------------------------------------------------------------------------------- */
 
-/* One warp per slot: drows of its row, and the dot product of the row and dout. */
+/* One warp per slot computes drows of its row, and the dot product of the row and dout. */
 template <typename T>
 __global__ void unpermute_backward_kernel(const __grid_constant__ FusedMoeUnpermuteBackward p, bool aligned) {
     using Acc = Accum<T>;
@@ -223,7 +224,7 @@ __global__ void unpermute_backward_kernel(const __grid_constant__ FusedMoeUnperm
 
 /* --- shared_backward ------------------------------------------------------------------------------------ */
 
-/* One warp per token: dshared, and the dot product of shared and dout. */
+/* One warp per token computes dshared, and the dot product of shared and dout. */
 template <typename T>
 __global__ void __launch_bounds__(THREADS)
     shared_backward_kernel(const __grid_constant__ FusedMoeSharedBackward p, bool aligned) {
@@ -247,7 +248,7 @@ __global__ void __launch_bounds__(THREADS)
         }
         if (!p.dshared_gate) continue;
         dot = warp_sum(dot);
-        /* not s (1 - s), which cancels where s is near 1 */
+        /* not s (1 - s), which cancels if s is near 1 */
         if (lane == 0) ((Acc *)p.dshared_gate)[t] = dot * s * sigmoid(-gate);
     }
 }

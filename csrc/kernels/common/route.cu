@@ -1,5 +1,5 @@
-/* route: the scores of all experts, and the top K or given ones of them; and route_backward, its gradient. A
- * sub-warp per token, as choose.cuh has it. */
+/* route: the scores of all experts, and the top K or given ones of them; and its gradient, route_backward.
+ * Both have a sub-warp per token, as in choose.cuh. */
 #include "choose.cuh"
 #include "launch.cuh"
 
@@ -49,7 +49,7 @@ __global__ void __launch_bounds__(32 * WARPS)
     route_backward_kernel(const __grid_constant__ FusedMoeRouteBackward p) {
     constexpr int C = 32 / G;
     __shared__ Part<Acc, C> dscores[32 * WARPS / G][G * V / C];
-    int slot = subwarp_lane<G>(); /* has the id, score and gradient of this slot */
+    int slot = subwarp_lane<G>(); /* the lane holds this slot's id, score and gradient */
     int64_t token = subwarp_token<G>(), t = min(token, p.T - 1);
     int id = slot < p.K ? p.ids[t * p.K + slot] : -1;
     bool valid = (unsigned)id < (unsigned)p.E;
@@ -95,7 +95,7 @@ __global__ void __launch_bounds__(32 * WARPS)
     if (softmax) mean = sum_elements<G, Acc, V>([&](Acc sum, int i) { return fma(x[i], value[i], sum); });
 #pragma unroll
     for (int i = 0; i < V; i++) x[i] = (x[i] - mean) * (softmax ? value[i] : value[i] * (1 - value[i]));
-    if (!has_expert) { /* padding, say: its logits may be NaN */
+    if (!has_expert) { /* padding, for instance, whose logits may be NaN */
 #pragma unroll
         for (int i = 0; i < V; i++) x[i] = 0;
     }

@@ -1,15 +1,15 @@
-/* route_plan: a counting sort of the slots by expert, stable in t*K + k, without the host, in two launches, or
- * one where a single span has all slots; the plan of given counts, and the schedule of offsets that nothing
- * has checked, in one.
+/* route_plan: a counting sort of the slots by expert, stable in t*K + k, without the host. It is two
+ * launches, or one if a single span has all slots. The plan of given counts is one launch, and so is the
+ * schedule of unchecked offsets.
  *
  * The slots are cut into spans of consecutive slots, the experts into ranges of 512. Both grids are spans x
  * ranges: a CTA has the slots of one span that chose an expert of one range.
- *   count    how many slots of each span chose each expert: span_counts[span][e]
+ *   count    counts the slots of each span that chose each expert: span_counts[span][e]
  *   scatter  every CTA sums the counts again, over all spans for the experts' offsets and over the earlier
- *            spans for its own rows, and writes its slots' rows. CTA 0 writes counts, offsets and schedule,
- *            and zeroes the counters of the GEMMs
- * Summing in every CTA costs E * spans reads from L2, which is less than the two launches it replaces, since
- * spans are as many as SMs at most. No atomics decide an order, so the same ids give the same plan. */
+ *            spans for its rows, and writes its slots' rows. CTA 0 writes counts, offsets and schedule, and
+ *            zeroes the counters of the GEMMs
+ * Summing in every CTA costs E * spans reads from L2. That is less than the two launches it replaces, since
+ * there is at most one span per SM. No atomics decide an order, so the same ids give the same plan. */
 #include "../../integer.h"
 #include "../dispatch.cuh"
 #include "ptx.cuh"
@@ -30,14 +30,14 @@ constexpr int SCHEDULE_THREADS = 1024;
 typedef struct {
     FusedMoeRoutePlan p;
     int32_t *span_counts;          /* [num_spans, E] */
-    int64_t num_slots, span_slots; /* of all, of a span */
+    int64_t num_slots, span_slots; /* in all; of a span */
     int32_t num_spans;
 } Sort;
 
 /* --- schedules ------------------------------------------------------------------------------------------ */
 
-typedef struct {        /* offsets from counts, or from cumulative ends that may be wrong; neither: no rows */
-    const void *counts; /* [E] of counts_dtype, or NULL */
+typedef struct {            /* offsets from counts, or from unchecked cumulative ends; neither: no rows */
+    const void *counts;     /* [E] of counts_dtype, or NULL */
     const int32_t *offs_in; /* [E] or NULL */
     FusedMoeDtype counts_dtype;
     int32_t *counts_out; /* [E] or NULL */
@@ -48,7 +48,7 @@ typedef struct {        /* offsets from counts, or from cumulative ends that may
     bool leading_zero; /* offs[-1] = 0: offsets (E+1,) */
 } Schedule;
 
-/* A GPU cannot raise without a synchronisation, so what is wrong is clamped: counts to [0, R], ends to [0, R]
+/* A GPU cannot raise without a synchronisation, so wrong values are clamped: counts to [0, R], ends to [0, R]
  * and to no less than the ends before. */
 __global__ void __launch_bounds__(SCHEDULE_THREADS) schedule_kernel(const __grid_constant__ Schedule s) {
     struct Max {
@@ -104,7 +104,7 @@ __global__ void __launch_bounds__(THREADS) count_kernel(const __grid_constant__ 
         s.span_counts[(int64_t)span * s.p.E + first_expert + e] = counts[e];
 }
 
-/* Of experts [first, first + num), counted by this CTA: the only span's slots. */
+/* Counts the only span's slots of experts [first, first + num). */
 __device__ inline void count_slots(const Sort &s, int32_t first, int32_t num, int32_t *rows) {
     for (int64_t slot = threadIdx.x; slot < s.num_slots; slot += THREADS) {
         int64_t e = slot_expert(&s.p, slot);
@@ -112,7 +112,8 @@ __device__ inline void count_slots(const Sort &s, int32_t first, int32_t num, in
     }
 }
 
-/* The same from count_kernel's counts of all spans, and of those before `span`. A warp has whole spans. */
+/* Adds count_kernel's counts of all spans to rows, and those of the spans before `span` to earlier. A warp
+ * adds whole spans. */
 __device__ inline void add_span_counts(const Sort &s, int32_t span, int32_t first, int32_t num, int32_t *rows,
                                        int32_t *earlier) {
     for (int32_t other = threadIdx.x / 32; other < s.num_spans; other += WARPS) {
@@ -126,16 +127,15 @@ __device__ inline void add_span_counts(const Sort &s, int32_t span, int32_t firs
     }
 }
 
-/* Sums all spans' counts. Leaves in row_of_span[e] this span's first row of expert first_expert + e, in ends
- * one past the last row of each of the first THREADS experts, and returns the number of rows in all; CTA 0
- * writes counts and offsets. */
+/* Sums all spans' counts and returns the number of rows. row_of_span[e] becomes this span's first row of
+ * expert first_expert + e, and ends one past the last row of each of the first THREADS experts. CTA 0 writes
+ * counts and offsets. */
 __device__ inline int32_t sum_counts(const Sort &s, int32_t span, int32_t first_expert, int32_t *row_of_span,
                                      int32_t *ends) {
     using Scan = cub::BlockScan<int32_t, THREADS, cub::BLOCK_SCAN_WARP_SCANS>;
     __shared__ typename Scan::TempStorage storage;
-    __shared__ int32_t rows[THREADS],
-        earlier[THREADS]; /* of an expert: in all, and of the spans before this one */
-    int32_t before = 0;   /* rows of the experts before these */
+    __shared__ int32_t rows[THREADS], earlier[THREADS]; /* an expert's in all spans; in the spans before */
+    int32_t before = 0;                                 /* rows of the experts before these */
     for (int32_t first = 0; first < s.p.E; first += THREADS) {
         int32_t num = min(THREADS, s.p.E - first), e = first + threadIdx.x, row, total;
         rows[threadIdx.x] = earlier[threadIdx.x] = 0;
@@ -170,7 +170,7 @@ __global__ void __launch_bounds__(THREADS, 1) scatter_kernel(const __grid_consta
     int32_t num_experts = min(EXPERTS_PER_CTA, p.E - first_expert), warp = threadIdx.x / 32;
     unsigned lane = threadIdx.x % 32, lanes_before = (1u << lane) - 1;
     griddepcontrol_wait();
-    if (gridDim.x == 1) griddepcontrol_launch_dependents(); /* up_gate finds all other SMs free */
+    if (gridDim.x == 1) griddepcontrol_launch_dependents(); /* all other SMs are free for up_gate */
     for (int i = threadIdx.x; blockIdx.x == 0 && p.counters && i < FUSED_MOE_NUM_COUNTERS; i += THREADS)
         p.counters[i] = 0;
     int32_t num_rows = sum_counts(s, span, first_expert, row_of_span, ends);
@@ -219,8 +219,8 @@ __global__ void __launch_bounds__(THREADS, 1) scatter_kernel(const __grid_consta
                 p.row_token[row] = (int32_t)(slot / p.K);
             }
             if (slot >= end || first_expert) continue;
-            int64_t any = slot_expert(&p, slot); /* of any range */
-            if (any < 0 || any >= p.E) p.token_row[slot] = -1;
+            int64_t slots_expert = slot_expert(&p, slot); /* in any range */
+            if (slots_expert < 0 || slots_expert >= p.E) p.token_row[slot] = -1;
             if (slot >= num_rows) p.row_slot[slot] = p.row_token[slot] = -1; /* there is no such row */
         }
         __syncthreads();
@@ -272,7 +272,7 @@ extern "C" int fused_moe_cuda_route_plan(const FusedMoeRoutePlan *p, void *strea
     Sort s = {*p, (int32_t *)p->workspace, num_slots, ceil_div(num_slots, num_spans), num_spans};
     int64_t grid = num_spans * ceil_div(p->E, EXPERTS_PER_CTA);
     int status = num_spans > 1 ? launch(count_kernel, s, grid, THREADS, 0, stream) : FUSED_MOE_OK;
-    /* above 16 KiB always the most, as launch_dependent() wants it */
+    /* above 16 KiB always the maximum, as launch_dependent() requires */
     size_t experts = p->E <= 16 * 1024 / 4 / WARPS ? (size_t)p->E : EXPERTS_PER_CTA;
     Launch how = {grid, THREADS, 1, WARPS * experts * sizeof(int32_t)};
     return status == FUSED_MOE_OK ? launch_dependent<scatter_kernel>(s, how, stream) : status;

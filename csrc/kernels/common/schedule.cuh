@@ -1,5 +1,5 @@
-/* What kernels share of a plan: the last row, and schedules made on the device; those of offsets or counts that
- * nothing has checked are route_plan.cu's. */
+/* Parts of a plan that kernels share: the number of rows, and schedules made on the device. Schedules of
+ * unchecked offsets or counts are in route_plan.cu. */
 #pragma once
 
 #include <stddef.h>
@@ -9,12 +9,12 @@
 
 namespace fused_moe {
 
-/* Rows that are an expert's, of R in all; the others are zeros in every result. */
+/* The number of rows that belong to an expert, out of R. Every result has zeros in the others. */
 __device__ inline int32_t num_rows_of(const int32_t *offs, int32_t E, int64_t R) {
     return fused_moe_clamp(offs[E - 1], (int32_t)R);
 }
 
-/* Two warps of a CTA, from offs that the whole CTA sees. */
+/* The whole CTA calls it, with offs that all its threads see; two warps do the work. */
 __device__ inline void make_schedule(int32_t *schedule, const int32_t *offs, int32_t E, int64_t R,
                                      int32_t tile_rows = FUSED_MOE_TILE_ROWS) {
     int warp = threadIdx.x / 32;
@@ -28,8 +28,8 @@ inline size_t checked_offsets_bytes(int64_t E) {
     return ((E + fused_moe_schedule_words(E)) * sizeof(int32_t) + 127) / 128 * 128;
 }
 
-/* Replaces *offs by a copy in the workspace that never decreases and is within [0, R], and makes its
- * schedule. */
+/* Replaces *offs by a copy in the workspace that never decreases and is within [0, R], and computes the
+ * copy's schedule. */
 int check_offsets(const int32_t **offs, const int32_t **schedule, int32_t E, int64_t R, void *workspace,
                   void *stream);
 

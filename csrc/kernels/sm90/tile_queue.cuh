@@ -226,7 +226,7 @@ __device__ inline void fetch_tiles(const TileSource &source, Queue &queue, uint3
         for_each_part<CUT_ROWS>(tile, [&](auto &part) { writer.publish(part, token_of); });
         if (has_tile && is_long(tile)) writer.wait_for_room();
     }
-    if (scheduler.shares) reset_claims(source);
+    if (scheduler.steals) reset_claims(source);
 }
 
 /* A grouped GEMM's tile. A plan that is wrong may call an expert skinny whose rows are more. */
