@@ -268,7 +268,7 @@ def test_temporaries_are_small(cpu, monkeypatch, format):
 
 @pytest.mark.quick
 def test_tiles_are_for_compute_capability_9(cpu, monkeypatch):
-    """On such GPUs alone, where both sides are multiples of 64, and not for the portable kernels."""
+    """On such GPUs alone, where both sides are multiples of 64, and not for the sm80 kernels."""
     device = torch.device("cuda", 0)
     monkeypatch.delenv("FUSED_MOE_TIER", raising=False)
     assert not tiles.are_wanted(cpu, (2, 64, 64))

@@ -7,8 +7,8 @@ import torch
 
 
 @pytest.fixture
-def hopper(device):
-    """Where the Hopper tier runs."""
+def sm90(device):
+    """Where the sm90 tier runs."""
     major, minor = torch.cuda.get_device_capability(device)
     if (major, minor) != (9, 0):
         pytest.skip(f"needs compute capability 9.0, found {major}.{minor}")

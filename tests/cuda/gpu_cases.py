@@ -38,7 +38,7 @@ UNPAIRED_LAYOUTS = [name for name in LAYOUTS if name != "pairs"]
 
 
 def calls_during(name: str, run) -> tuple[int, int, str]:
-    """How many calls of an operator the Hopper and the portable tier had, and the last reason, in words."""
+    """How many calls of an operator the sm90 and the sm80 tier had, and the last reason, in words."""
     index = codes.FACTS["operators"].index(name)
     before = ops.cuda_calls(index).tolist()
     run()

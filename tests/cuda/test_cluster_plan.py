@@ -236,7 +236,7 @@ def test_plan_with_a_map(device):
 
 
 @SHAPE
-def test_one_kernel(device, hopper, name):
+def test_one_kernel(device, sm90, name):
     """It is the cluster's plans, and choices, that the tests above compare."""
     tokens, top_k, num_experts = SHAPES[name]
     logits = torch.randn(tokens, num_experts, device=device)
@@ -250,7 +250,7 @@ def test_one_kernel(device, hopper, name):
 
 @pytest.mark.parametrize("shape", ((65, 1, 8), (256, 8, 128), (512, 8, 128), (512, 8, 127), (4096, 1, 8)))
 @torch.no_grad()
-def test_few_launches(device, hopper, shape):
+def test_few_launches(device, sm90, shape):
     """Product, choice and plan, up_gate, down, combine; one less where one launch has both GEMMs, and where
     the ids are given."""
     tokens, top_k, num_experts = shape
@@ -267,9 +267,9 @@ def test_few_launches(device, hopper, shape):
 
 
 @torch.no_grad()
-def test_where_no_cluster_plans(device, hopper, tier):
-    """Up to 64 slots the GEMMs do, beyond 4096 the choice has a kernel of its own, and beyond 8192 and on the
-    portable tier the plan has its own, too."""
+def test_where_no_cluster_plans(device, sm90, tier):
+    """Up to 64 slots the GEMMs plan. Beyond 4096 the choice has its own kernel. Beyond 8192, and on the sm80
+    tier, the plan has its own kernel, too."""
     layer = FusedMoE(256, 128, 16, 4, device=device, dtype=BF16).eval()
 
     def clusters(tokens: int) -> list[str]:

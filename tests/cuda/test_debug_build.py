@@ -39,7 +39,7 @@ def program(tmp_path_factory):
         ("counter", "wait_for_counter", "the counter at global address", (8, 0)),
     ],
 )
-def test_a_wait_without_end_is_reported(hopper, program, kind, function, what, values):
+def test_a_wait_without_end_is_reported(sm90, program, kind, function, what, values):
     """By both warps of both blocks, with the line of the call, then the kernel ends by an error."""
     run = subprocess.run([program, kind], capture_output=True, text=True, timeout=120, check=True)
     *reports, error = run.stdout.splitlines()

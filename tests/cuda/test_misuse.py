@@ -73,7 +73,7 @@ def plant(name: str, case: Case, device, calls: list[tuple], places: tuple, elem
 @pytest.mark.parametrize("name", OPERATORS)
 def test_planted_garbage(device, name, dtype):
     """Each argument alone just outside and far outside of what it may hold, for each result alone, too:
-    nothing is written around any tensor. Widths of the Hopper tier, and odd ones."""
+    nothing is written around any tensor. Widths of the sm90 tier, and odd ones."""
     for dim, hidden in ((24, 16), (19, 9)):
         case = Case(61, dim, hidden, 5, 3, dtype, bias=True)
         plant(name, case, device, calls_of(name, case, device), ("below", "above", "lowest", "highest"), 4096)

@@ -76,7 +76,7 @@ def test_layouts(device, name, layout, dtype):
 
 @SHAPE
 @torch.no_grad()
-def test_launches(device, hopper, name):
+def test_launches(device, sm90, name):
     """One up to 64 slots; behind the plan's, and before the combine's, with more."""
     (x, *weights, scores, ids), options = draw(name, BF16, device)
     names = launches(lambda: fused_experts(x, *weights, scores, ids, **options))

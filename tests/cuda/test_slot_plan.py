@@ -112,7 +112,7 @@ def test_ids_of_any_value(device, integers):
 
 
 @torch.no_grad()
-def test_captured_with_up_gate_on_the_other_tier(device, hopper):
+def test_captured_with_up_gate_on_the_other_tier(device, sm90):
     """More tiles than SMs: the down GEMM claims tiles by counters, which the plan's kernel zeroes."""
     *weights, ids = draw("many tiles", BF16, device)
     expected = fused_experts(*weights, ids, plan=fused_moe.route_plan(ids, 128), score_on="input")
@@ -125,7 +125,7 @@ def test_captured_with_up_gate_on_the_other_tier(device, hopper):
 
 
 @torch.no_grad()
-def test_where_a_gemm_runs_on_the_other_tier(device, hopper):
+def test_where_a_gemm_runs_on_the_other_tier(device, sm90):
     """There the plan is made by its own kernel: before up_gate, or between the GEMMs."""
     x, w1, w2, w3, scores, ids = draw("33 slots", BF16, device)
     odd = torch.empty(*w2.shape[:2], w2.size(2) + 1, device=device, dtype=BF16)[..., :-1].copy_(w2)
@@ -146,7 +146,7 @@ def test_where_a_gemm_runs_on_the_other_tier(device, hopper):
 
 
 @torch.no_grad()
-def test_three_launches(device, hopper):
+def test_three_launches(device, sm90):
     x, w1, w2, w3, scores, ids = draw("64 slots of one expert", F16, device)
     more = [torch.cat([t, t]) for t in (x, scores, ids)]
 

@@ -88,7 +88,7 @@ def test_an_unknown_tier_is_named(device):
 
 @HALF_DTYPES
 @pytest.mark.parametrize("name", (None, "auto", "hopper"))
-def test_the_hopper_tier_has_every_call_of_a_layer(device, hopper, tier, name, dtype):
+def test_sm90_runs_every_call_of_a_layer(device, sm90, tier, name, dtype):
     """Forward and backward, all layouts: up_gate once, grouped_mm down and for the gradient of the rows,
     down_dgrad once, wgrad for either side."""
     tier(name)
@@ -105,7 +105,7 @@ def test_the_hopper_tier_has_every_call_of_a_layer(device, hopper, tier, name, d
     assert fused_moe.info()["tiers"]["hopper"].startswith("on")
 
 
-PORTABLE_PRODUCTS = {  # (k, n, dtype, form of a, form of b) -> why
+SM80_GEMMS = {  # (k, n, dtype, form of a, form of b) -> why
     "float32": (72, 136, F32, "contiguous", "contiguous", "dtype"),
     "float64": (72, 136, F64, "contiguous", "contiguous", "dtype"),
     "depth": (68, 136, BF16, "contiguous", "contiguous", "multiple of 8"),
@@ -115,10 +115,10 @@ PORTABLE_PRODUCTS = {  # (k, n, dtype, form of a, form of b) -> why
 }
 
 
-@pytest.mark.parametrize("name", PORTABLE_PRODUCTS)
-def test_why_the_portable_tier_has_a_product(device, hopper, name):
-    """What TMA cannot read goes to the portable tier, which says why; the result is right."""
-    k, n, dtype, a_form, b_form, why = PORTABLE_PRODUCTS[name]
+@pytest.mark.parametrize("name", SM80_GEMMS)
+def test_why_sm80_runs_a_gemm(device, sm90, name):
+    """What TMA cannot read goes to the sm80 tier, which says why; the result is right."""
+    k, n, dtype, a_form, b_form, why = SM80_GEMMS[name]
     a, offsets = draw_rows((5, 0, 130), k, dtype, device)
     a, b = FORMS[a_form](a), FORMS[b_form](draw_weights(3, n, k, dtype, device))
     *calls, reason = calls_during("grouped_mm", lambda: ops.grouped_mm(a=a, b=b, offsets=offsets))
@@ -127,7 +127,7 @@ def test_why_the_portable_tier_has_a_product(device, hopper, name):
     assert reason in fused_moe.info()["calls"]["grouped_mm"]
 
 
-PORTABLE_UP_GATES = {  # (D, F, dtype, form of x, form of w1, layout) -> why
+SM80_UP_GATES = {  # (D, F, dtype, form of x, form of w1, layout) -> why
     "float32": (72, 136, F32, "contiguous", "contiguous", "separate", "dtype"),
     "depth": (68, 136, BF16, "contiguous", "contiguous", "separate", "multiple of 8"),
     "columns": (72, 132, F16, "contiguous", "contiguous", "halves", "multiple of 8"),
@@ -137,10 +137,10 @@ PORTABLE_UP_GATES = {  # (D, F, dtype, form of x, form of w1, layout) -> why
 }
 
 
-@pytest.mark.parametrize("name", PORTABLE_UP_GATES)
-def test_why_the_portable_tier_has_an_up_gate(device, hopper, name):
+@pytest.mark.parametrize("name", SM80_UP_GATES)
+def test_why_sm80_runs_an_up_gate(device, sm90, name):
     """As for grouped_mm."""
-    dim, hidden, dtype, x_form, w_form, layout, why = PORTABLE_UP_GATES[name]
+    dim, hidden, dtype, x_form, w_form, layout, why = SM80_UP_GATES[name]
     case = Case(100, dim, hidden, 4, 2, dtype, layout=layout)
     inputs, ids = case.inputs(device), case.ids(device)
     inputs["x"], inputs["w1"] = FORMS[x_form](inputs["x"]), FORMS[w_form](inputs["w1"])
@@ -153,7 +153,7 @@ def test_why_the_portable_tier_has_an_up_gate(device, hopper, name):
     assert_near(out, expected, 8)
 
 
-def test_rows_off_16_bytes_are_copied(device, hopper):
+def test_rows_off_16_bytes_are_copied(device, sm90):
     """The tier, and with it the bits, do not depend on where in its storage a view begins."""
     case = Case(100, 72, 136, 4, 2, BF16, bias=True)
     inputs, dout, ids = case.inputs(device), case.dout(device), case.ids(device)
@@ -168,7 +168,7 @@ def test_rows_off_16_bytes_are_copied(device, hopper):
         assert calls_during(op, run)[:2] == (calls, 0), op
 
 
-def test_scored_inputs_and_no_rows_are_the_portable_tiers(device, hopper):
+def test_sm80_runs_scored_inputs_and_no_rows(device, sm90):
     """score_on="input" multiplies x before the GEMM; without rows there is nothing to launch for."""
     case = Case(100, 72, 136, 4, 2, BF16)
     inputs, ids = case.inputs(device), case.ids(device)
@@ -181,7 +181,7 @@ def test_scored_inputs_and_no_rows_are_the_portable_tiers(device, hopper):
     assert calls == [0, 1] and "no row" in reason
 
 
-def test_the_portable_tier_instead(device, hopper, tier):
+def test_sm80_instead_of_sm90(device, sm90, tier):
     """FUSED_MOE_TIER=portable where Hopper would run, and back: results as good."""
     a, offsets = draw_rows((5, 0, 130), 72, BF16, device)
     b = draw_weights(3, 136, 72, BF16, device)
@@ -200,7 +200,7 @@ def test_the_portable_tier_instead(device, hopper, tier):
     assert calls_during("grouped_mm", run)[:2] == (1, 0)
 
 
-def test_the_environment_is_read_once(device, hopper, tier, monkeypatch):
+def test_the_environment_is_read_once(device, sm90, tier, monkeypatch):
     """What is set after the first call has to wait for a reset."""
     tier(None)
     a, offsets = draw_rows((5, 0, 130), 72, BF16, device)

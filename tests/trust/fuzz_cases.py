@@ -149,7 +149,7 @@ def draw(seed: int, index: int, shares: Shares = Shares()) -> FuzzCase:  # noqa:
     """The case of a seed and an index."""
     rng = random.Random(f"{seed}:{index}")
     function = rng.choices(list(FUNCTIONS), FUNCTIONS.values())[0]
-    big, is_aligned = rng.random() < 0.04, rng.random() < 0.5  # aligned: for the Hopper tier
+    big, is_aligned = rng.random() < 0.04, rng.random() < 0.5  # aligned: for the sm90 tier
     num_experts = rng.choice((8, 16, 33, 130) if big else (1, 2, 3, 4, 5, 6, 8, 12))
     most = 8
     if function == "route":

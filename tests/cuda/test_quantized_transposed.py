@@ -11,7 +11,7 @@ from test_quantized import EVERY_FORMAT, EVERY_OPTION, OPTIONS, random_weight
 from fused_moe import FusedMoE, QuantizedWeight, fused_experts, quantize
 from fused_moe.quantized.formats import FORMATS, scale_shapes
 
-pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("hopper")]
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("sm90")]
 ops = torch.ops.fused_moe
 
 # tokens, K, E, D, F, routing: rows of an expert from few to so many that weights are dequantised; widths that
@@ -117,7 +117,7 @@ def test_other_dtypes(device, format, dtype):
 
 
 @EVERY_FORMAT
-def test_portable_tier(tier, device, format):
+def test_sm80(tier, device, format):
     """It reads no tiles, so it dequantises these."""
     inputs, weights, fixed = draw("3 rows each", format, 1, BF16, BF16, device)
     plain = {n: without_packing(w) for n, w in weights.items()}

@@ -1,4 +1,4 @@
-"""The Hopper tier's tile schedule and its memory accesses: no order changes a bit, none leaves the
+"""The sm90 tier's tile schedule and its memory accesses: no order changes a bit, none leaves the
 tensors."""
 
 import exact
@@ -18,7 +18,7 @@ from gpu_cases import (
 
 import fused_moe
 
-pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("hopper")]
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("sm90")]
 
 SCHEDULES = [
     f"order={order},experts={experts},tails={tails}"

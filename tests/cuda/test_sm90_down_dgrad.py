@@ -1,4 +1,4 @@
-"""The Hopper tier's down_dgrad: every layout and activation, gathered rows and rows in expert order."""
+"""The sm90 tier's down_dgrad: every layout and activation, gathered rows and rows in expert order."""
 
 import exact
 import pytest
@@ -20,7 +20,7 @@ from gpu_cases import (
 
 import fused_moe
 
-pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("hopper")]
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("sm90")]
 
 
 def check_down_dgrad(case: Case, counts, device) -> None:

@@ -1,4 +1,4 @@
-"""The Hopper tier's wgrad: either operand gathered or contiguous, split-K, float32 main gradients."""
+"""The sm90 tier's wgrad: either operand gathered or contiguous, split-K, float32 main gradients."""
 
 from functools import partial
 
@@ -23,7 +23,7 @@ from gpu_cases import (
 
 import fused_moe
 
-pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("hopper")]
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("sm90")]
 
 MANY_SPLIT = (1200,) * 36 + (0,) * 44  # more than a warp's lanes; a tile has two of the schedule's slices
 SPLIT = (9001, 0, 1, 700, 64, 1500)  # the first and the last have several split-K slices

@@ -1,4 +1,4 @@
-"""The Hopper tier's up_gate: every layout and activation, gathered rows and rows in expert order."""
+"""The sm90 tier's up_gate: every layout and activation, gathered rows and rows in expert order."""
 
 import exact
 import pytest
@@ -25,7 +25,7 @@ from gpu_cases import (
 
 import fused_moe
 
-pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("hopper")]
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("sm90")]
 
 
 def check_up_gate(case: Case, counts, device) -> None:

@@ -1,4 +1,4 @@
-"""The Hopper tier's grouped_mm and up_dgrad: every boundary of tiles, k-tiles and N, weights dense either
+"""The sm90 tier's grouped_mm and up_dgrad: every boundary of tiles, k-tiles and N, weights dense either
 way."""
 
 import exact
@@ -28,7 +28,7 @@ from gpu_cases import (
 
 from fused_moe import ops as codes
 
-pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("hopper")]
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("sm90")]
 
 
 def check_product(a, b, offsets) -> None:

@@ -1,4 +1,4 @@
-"""The portable tier where experts have few rows: its small tiles give the bits of its usual ones."""
+"""The sm80 tier where experts have few rows: its small tiles give the bits of its usual ones."""
 
 import exact
 import pytest

@@ -115,7 +115,7 @@ def test_tiled_or_not(device, monkeypatch, shape, format):
 
 @pytest.mark.parametrize("format", FORMATS)
 @torch.no_grad()
-def test_which_kernel_runs(hopper, device, format):
+def test_which_kernel_runs(sm90, device, format):
     """Codes are read, by a kernel for few, some or many rows of an expert or by one that has tall tiles, and
     dequantised for more rows."""
     cases = {
@@ -219,7 +219,7 @@ def test_graph(device, format):
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("dtype", (torch.float32, F16))
 @torch.no_grad()
-def test_portable_tier(tier, device, format, dtype):
+def test_sm80(tier, device, format, dtype):
     tier("portable")
     args, options, biases = draw("129 rows", "separate", format, 1, F16, dtype, device)
     check(args, options | biases, dtype)

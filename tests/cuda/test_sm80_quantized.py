@@ -1,11 +1,11 @@
-"""The portable tier's kernels that read published codes give the bits of dequantised weights."""
+"""The sm80 tier's kernels that read published codes give the bits of dequantised weights."""
 
 import pytest
 import torch
 from cases import BF16, F16, poisoned
 from gpu_cases import HALF_DTYPES, draw_rows, launches, ops
-from test_codes import LAYOUTS, SHAPES, VARIANTS, check, draw
 from test_quantized import random_weight
+from test_quantized_weights import LAYOUTS, SHAPES, VARIANTS, check, draw
 
 from fused_moe import QuantizedWeight, fused_experts
 from fused_moe.quantized.formats import FORMATS
@@ -29,7 +29,7 @@ FEW_ROWS = [name for name, (tokens, top_k, E, *_) in SHAPES.items() if tokens * 
 
 
 @pytest.fixture(autouse=True)
-def portable(tier):
+def sm80(tier):
     """Weights that are made under it are not tiled."""
     tier("portable")
 
