@@ -1,5 +1,6 @@
-/* The activation of experts that are composed of grouped GEMMs, and its gradients. Of layout separate h has the
- * gates (R, F) and up the ups (R, F); of the others h (R, H) has both, and there is no up. */
+/* The activation of experts that are composed of grouped GEMMs, and its gradients. With layout separate, h
+ * has the gates (R, F) and up the ups (R, F). With the other layouts, h (R, H) has both, and there is no
+ * up. */
 #include "operators.h"
 
 FusedMoeActivation activation_of(const char *op, int64_t kind, const Constants &constants) {
@@ -9,7 +10,7 @@ FusedMoeActivation activation_of(const char *op, int64_t kind, const Constants &
     return {(int32_t)kind, constants[0], constants[1]};
 }
 
-/* Whether a row of h has gates and ups. */
+/* Whether a row of h has both gates and ups. */
 static bool is_packed(const char *op, const OptTensor &up, int64_t layout) {
     check_size(op, "layout", layout, FUSED_MOE_SEPARATE, FUSED_MOE_UNGATED);
     check((layout == FUSED_MOE_SEPARATE) == up.has_value(), op, "up with layout separate and with no other",
@@ -17,7 +18,7 @@ static bool is_packed(const char *op, const OptTensor &up, int64_t layout) {
     return layout == FUSED_MOE_HALVES || layout == FUSED_MOE_INTERLEAVED;
 }
 
-/* What both operators' structs have, of checked operands. */
+/* The members that both operators' structs have, from checked operands. */
 template <typename Params>
 static Params params_of(const char *op, const Tensor &h, const OptTensor &up, int64_t F, int64_t layout,
                         int64_t activation, const Constants &constants) {

@@ -1,8 +1,8 @@
-/* What the files of the bindings share. An operator checks its arguments, fills a struct of fused_moe.h and
- * runs it.
+/* Declarations that the files of the bindings share. An operator checks its arguments, fills a struct of
+ * fused_moe.h and runs it.
  *
- * The bindings are the only code that sees torch. They are written against PyTorch's stable ABI (target
- * 2.10), so one library serves every PyTorch from there on. Shapes are those of fused_moe.h. */
+ * Only the bindings include torch. They are written against PyTorch's stable ABI (target 2.10), so one
+ * library runs with every PyTorch from 2.10 on. Shapes are those of fused_moe.h. */
 #ifndef FUSED_MOE_TORCH_BINDINGS_H
 #define FUSED_MOE_TORCH_BINDINGS_H
 
@@ -22,7 +22,7 @@
 
 using Constants = std::vector<double>; /* alpha, limit */
 
-/* A function of the CUDA tiers; a CPU build has none. */
+/* A function of the CUDA tiers; NULL in a CPU build. */
 #ifdef FUSED_MOE_WITH_CUDA
 #define CUDA(function) function
 #else
@@ -31,7 +31,7 @@ using Constants = std::vector<double>; /* alpha, limit */
 
 /* --- running: workspace.cpp ----------------------------------------------------------------------------- */
 
-/* One call of an operator: on x's device, whichever is current, and on its current stream. */
+/* One call of an operator, on x's device, which it makes current, and on that device's current stream. */
 struct Call {
     const char *op;
     bool is_cuda;
@@ -56,8 +56,8 @@ void run(const Call &call, const Params &p, std::type_identity_t<CpuFunction<Par
     check_status(call, call.is_cuda ? cuda(&p, call.stream) : cpu(&p));
 }
 
-/* FUSED_MOE_NUM_COUNTERS of them: the stream's, which are zeros, or new ones, which are not. None on the
- * CPU. */
+/* FUSED_MOE_NUM_COUNTERS counters: the stream's, which are zeros, or new ones, which are to be zeroed. None
+ * on the CPU. */
 struct Counters {
     uint32_t *data;
     OptTensor to_zero;
@@ -65,16 +65,16 @@ struct Counters {
 
 Counters find_counters(const Call &call, const Tensor &x);
 
-/* A workspace's memory; alive until the call is launched. */
+/* A workspace's memory. It has to live until the call is launched. */
 struct WorkspaceTensors {
     OptTensor data, counters;
 };
 
-/* What the selected tier needs: memory, and zeroed counters unless it has some. */
+/* Allocates the memory that the selected tier needs, and zeroed counters unless the workspace has some. */
 void provide_workspace(const Call &call, const Tensor &x, FusedMoeWorkspace *workspace,
                        WorkspaceTensors *tensors);
 
-/* Of an operator that several tiers have. */
+/* Runs an operator that several tiers have. */
 template <typename Params>
 void run_tiered(const Call &call, Params &p, const Tensor &x, std::type_identity_t<CpuFunction<Params>> cpu,
                 std::type_identity_t<SelectFunction<Params>> select,
@@ -87,17 +87,17 @@ void run_tiered(const Call &call, Params &p, const Tensor &x, std::type_identity
     run(call, p, cpu, cuda);
 }
 
-/* --- registering ------------------------------------------------------------------------------------------ */
+/* --- registering ---------------------------------------------------------------------------------------- */
 
-/* Throws unless the argument's storage holds all that its offset, sizes and strides reach. Memory that was freed or
- * shrunk, as FSDP's, would be read or written past its end. */
+/* Throws unless the argument's storage holds all elements that its offset, sizes and strides reach. A storage
+ * that was freed or shrunk, as FSDP does, would be read or written past its end. */
 void check_storage(const char *op, int argument, const Tensor &x);
 void check_storage(const char *op, int argument, const OptTensor &x);
 void check_storage(const char *op, int argument, const TensorList &list);
 template <typename T>
 void check_storage(const char *, int, const T &) {}
 
-/* An operator's function behind the check of all its tensors. */
+/* An operator's function, after the check of all its tensors. */
 template <const char *name, auto function>
 struct Checked;
 template <const char *name, typename Result, typename... Args, Result (*function)(Args...)>
@@ -117,17 +117,17 @@ struct Checked<name, function> {
 
 /* --- tensors: tensors.cpp ------------------------------------------------------------------------------- */
 
-/* Fresh, on like's device, of like's dtype unless another one is given. */
+/* A new tensor on like's device, in like's dtype unless another one is given. */
 Tensor new_tensor(const Tensor &like, std::initializer_list<int64_t> shape,
                   std::optional<ScalarType> dtype = {});
-/* In w's own strides: the gradient of a weight has the weight's layout. */
+/* A new tensor in w's strides: the gradient of a weight has the weight's layout. */
 Tensor new_grad(const Tensor &w);
-/* In place of a result that is not needed. */
+/* A tensor to return for a result that is not needed. */
 Tensor new_empty_result(const Tensor &like, std::optional<ScalarType> dtype = {});
 
-ScalarType score_dtype(const Tensor &x); /* of scores beside x */
+ScalarType score_dtype(const Tensor &x); /* of the scores of x's tokens */
 FusedMoeDtype dtype_of(const char *op, const char *name, const Tensor &x, bool floating);
-FusedMoeDtype float_dtype(const char *op, const Tensor &x); /* of the first tensor */
+FusedMoeDtype float_dtype(const char *op, const Tensor &x); /* x is the operator's first tensor */
 
 const void *data(const Tensor &x);
 const void *data(const OptTensor &x);
@@ -135,8 +135,8 @@ const int32_t *ints(const Tensor &x);
 int32_t *mutable_ints(const Tensor &x);
 
 Tensor dense(const Tensor &x);
-/* Dense, and on a GPU at an address that every tier takes: the tier, and with it the bits of a result, do not
- * depend on where in its storage a view begins. */
+/* x, dense, and on a GPU at an address that every tier takes. So the tier, and with it the bits of a result,
+ * do not depend on where in its storage a view begins. */
 Tensor aligned(const Tensor &x);
 /* x as a dense, aligned matrix or vector of like's dtype on like's device. */
 Tensor operand(const char *op, const char *name, const Tensor &x, const Tensor &like,
@@ -146,26 +146,26 @@ OptTensor operand(const char *op, const char *name, const OptTensor &x, const Te
 OptTensor scores_of(const char *op, const OptTensor &scores, const Tensor &x,
                     std::initializer_list<int64_t> shape);
 
-/* What a combine adds to a token's rows: the shared experts' output (T, D), and their gate's logits, (T,) or
- * (T, 1). Either may be absent. */
+/* The shared experts' part of a combine: their output (T, D), and their gate's logits, (T,) or (T, 1). Either
+ * may be absent. */
 struct Shared {
     OptTensor rows, gate;
 };
-/* The same, checked and dense, beside rows like `like`. */
+/* The same, checked and dense. `like` has the dtype and device of the rows that are combined. */
 Shared shared_of(const char *op, const Shared &given, const Tensor &like, int64_t T, int64_t D);
 Tensor shared_gate_of(const char *op, const Tensor &gate, const Tensor &like, int64_t T);
 
-/* A weight (E, out, in), in whatever strides it has. */
+/* A weight (E, out, in), in any strides. */
 FusedMoeWeight weight(const Tensor &w);
 FusedMoeWeight weight(const char *op, const char *name, const Tensor &w, const Tensor &like,
                       std::initializer_list<int64_t> shape);
 FusedMoeWeight transposed(FusedMoeWeight w);
-/* The float32 gradient of a weight, in whatever strides it has, that a GEMM of operands like `like` is added
- * to. */
+/* The float32 gradient of a weight, in any strides. A GEMM of operands like `like` adds to it. */
 FusedMoeWeight main_grad(const char *op, const char *name, const Tensor &grad, const Tensor &like,
                          std::initializer_list<int64_t> shape);
 
-/* A quantised weight (E, out, in) as an operator gets it, and checked: the struct that points into its tensors. */
+/* A quantised weight (E, out, in) as an operator gets it, and checked: the struct that points into its
+ * tensors. */
 struct QuantizedTensors {
     const Tensor &data, &scale;
     const OptTensor &zero;
@@ -193,23 +193,24 @@ Tensor offs_of(const char *op, const Tensor &offsets, const Tensor &x);
 /* A checked plan: the struct that points into its tensors, and copies of those that are not dense. */
 struct RowMap {
     FusedMoeRowMap p;
-    bool has_maps; /* not told by p's pointers: those of empty tensors are NULL */
+    bool has_maps; /* p's pointers do not tell: those of empty tensors are NULL */
     std::vector<Tensor> copies;
 };
 
 /* Whether x has a row for each token, or for each row. */
 enum class RowsOf { TOKENS, ROWS };
 
-/* Of [offsets, schedule] or [offsets, schedule, row_token, row_slot, token_row]; E 0: of any number of
- * experts. */
+/* Checks a plan, [offsets, schedule] or [offsets, schedule, row_token, row_slot, token_row]. E: its number of
+ * experts, or 0 for any. */
 RowMap row_map_of(const char *op, const Tensor &x, RowsOf rows_of, int64_t E, const TensorList &plan);
-/* The same where the plan has to have all five tensors. */
+/* The same for a plan that must have all five tensors. */
 RowMap full_row_map_of(const char *op, const Tensor &x, RowsOf rows_of, const TensorList &plan);
 
-/* --- what operators are made of ------------------------------------------------------------------------- */
+/* --- parts of operators --------------------------------------------------------------------------------- */
 
 /* route.cpp */
-/* A choice of experts: operands checked, memory there, not made. p points into the tensors, and num_tokens. */
+/* A choice of experts: operands checked, memory there, not made. p points into the tensors, and
+ * num_tokens. */
 struct OwnRoute {
     FusedMoeRoute p;
     Tensor logits, scores, ids;
@@ -235,10 +236,10 @@ struct OwnPlan {
 OwnPlan new_plan_of(const char *op, const Tensor &ids, const Tensor &x, int64_t num_experts,
                     const OptTensor &expert_map);
 void run_route_plan(const Call &call, FusedMoeRoutePlan &p, const Tensor &ids);
-/* Makes it, and the choice of its ids where one is given: in one launch or in two, where a cluster has the slots. That
- * needs so many free SMs of one GPC, so route_plan itself, which training calls, never does. */
+/* Makes it, and the choice of its ids where one is given: in one launch or in two, where a cluster has the
+ * slots. That needs so many free SMs of one GPC, so route_plan itself, which training calls, never does. */
 void run_own_plan(const Call &call, OwnPlan &plan, const FusedMoeRoute *route);
-/* dx = dlogits weight, or dx += it; weight is a dense (E, D). */
+/* dx = dlogits weight, or dx += dlogits weight; weight is a dense (E, D). */
 void run_router_dgrad(const Call &call, const Tensor &dlogits, const Tensor &weight, const Tensor &dx,
                       bool accumulate);
 
@@ -249,13 +250,13 @@ FusedMoeActivation activation_of(const char *op, int64_t kind, const Constants &
 FusedMoeUnpermute unpermute_of(const char *op, const Tensor &rows, const OptTensor &scores, const RowMap &map,
                                const Tensor &out, const Shared &shared = {});
 void run_unpermute(const Call &call, const FusedMoeUnpermute &p);
-/* drows and dscores may be absent; rows only matter to dscores. */
+/* drows and dscores may be absent. Only dscores needs rows. */
 void run_unpermute_backward(const Call &call, const Tensor &dout, const OptTensor &rows,
                             const OptTensor &scores, const RowMap &map, const OptTensor &drows,
                             const OptTensor &dscores);
 
 /* gemm.cpp */
-/* The experts' rows; schedule is NULL where offs comes from the caller, unchecked. */
+/* The experts' rows. schedule is NULL if offs comes from the caller, unchecked. */
 struct Grouping {
     const int32_t *offs, *schedule;
     int64_t E;
@@ -273,7 +274,7 @@ void run_grouped_mm(const Call &call, const Tensor &a, const FusedMoeWeight b[2]
 /* The second operand of a weight gradient: read through row_token, and multiplied by its scores. */
 struct GatheredRows {
     const Tensor *rows;
-    const int32_t *row_token, *row_slot; /* NULL: row r is row r */
+    const int32_t *row_token, *row_slot; /* NULL: row r is token r, slot r */
     const Tensor *scores;                /* NULL: ones */
 };
 

@@ -1,5 +1,5 @@
-/* The checks that memory safety needs when torch.ops is called directly. A failed one throws, with what was
- * expected and what was found; friendly ones, with TypeError and ValueError, are in fused_moe/checks.py. */
+/* The checks that memory safety needs when torch.ops is called directly. A failed check throws, and says what
+ * it expected and found. Friendly ones, with TypeError and ValueError, are in fused_moe/checks.py. */
 #ifndef FUSED_MOE_TORCH_CHECKS_H
 #define FUSED_MOE_TORCH_CHECKS_H
 
@@ -21,8 +21,8 @@ using TensorList = std::vector<Tensor>;
 inline constexpr int64_t MAX_ROWS = INT32_MAX - 1024, MAX_WIDTH = INT32_MAX / 2 - 1024,
                          MAX_EXPERTS = INT32_MAX / 8;
 
-/* Throws what Python raises as RuntimeError: "fused_moe::op: " and the message. STD_TORCH_CHECK would put the
- * C++ function, file and line in front of it. */
+/* Throws an exception that becomes a RuntimeError in Python: "fused_moe::op: " and the message.
+ * STD_TORCH_CHECK would put the C++ function, file and line in front of it. */
 template <typename... Words>
 [[noreturn]] void fail(const char *op, const Words &...message) {
     std::ostringstream text;
@@ -40,7 +40,7 @@ void check_shape(const char *op, const char *name, const Tensor &x, std::initial
 void check_dtype(const char *op, const char *name, const Tensor &x, ScalarType dtype);
 void check_device(const char *op, const char *name, const Tensor &x, const Tensor &like);
 void check_size(const char *op, const char *name, int64_t found, int64_t low, int64_t high);
-/* Every size of x from `first` on is at least one. */
+/* Checks that every size of x from dimension `first` on is at least one. */
 void check_widths(const char *op, const char *name, const Tensor &x, int64_t first);
 
 #endif

@@ -1,4 +1,4 @@
-/* Grouped GEMMs: grouped_mm and weight gradients; and the gradient of a bias, their plain sum. */
+/* Grouped GEMMs: grouped_mm and weight gradients; and the gradient of a bias, a sum of rows. */
 #include <utility>
 
 #include "operators.h"
@@ -101,7 +101,7 @@ static void wgrad_into(const char *op, const Tensor &a_, const Tensor &b_, const
                        bool accumulate) {
     Tensor a = aligned(a_), b = aligned(b_), offs = offs_of(op, offsets, a);
     const OptTensor *map = &b_row_token;
-    if (a_row_token) { /* the kernel gathers its second operand, so they swap, and dw is transposed */
+    if (a_row_token) { /* the kernel gathers its second operand, so a and b are swapped and dw transposed */
         std::swap(a, b);
         map = &a_row_token;
         dw = transposed(dw);

@@ -1,7 +1,7 @@
-/* The list of operators: their schemas, their functions, and what the library tells of itself.
+/* The list of operators: their schemas and functions, and facts on the library.
  *
- * An argument that has a gradient, or is written, is an argument of its own: autograd makes no node for a
- * list that holds None. The others are grouped:
+ * An argument that has a gradient, or is written, is a separate argument: autograd makes no node for a list
+ * that holds None. The others are grouped:
  *   plan       [offsets, schedule], where row r is token r; or these, row_token, row_slot and token_row
  *   constants  [alpha, limit] of the activation */
 #include <torch/csrc/stable/library.h>
@@ -35,7 +35,7 @@ static void write_string(std::string *json, const char *s) {
     *json += '"';
 }
 
-/* Opens the next member of an object: a comma where it is not the first, and its name. */
+/* Opens the next member of an object: a comma unless it is the first, and its name. */
 static void write_name(std::string *json, const char *name) {
     if (json->back() != '{') *json += ',';
     write_string(json, name);
@@ -63,9 +63,9 @@ static const char *operator_name(int op) {
     }
 }
 
-/* As JSON, so that Python and the tests read no C source: how the library was built, its tiers, best first,
- * with the compute capabilities that they run on, the reasons and operators that cuda_calls numbers, and
- * constants. */
+/* Facts as JSON, so that Python and the tests read no C source: how the library was built, its tiers, best
+ * first, with the compute capabilities that they run on, the reasons and operators that cuda_calls numbers,
+ * and constants. */
 static std::string facts() {
     static const Fact build[] = {BUILD_INFO};
     static const Constant constants[] = {
@@ -114,8 +114,8 @@ static std::string facts() {
     return json + "}}";
 }
 
-/* How many calls of an operator each tier had, best first, and why its last one was not dispatched to the
- * best. */
+/* The number of calls of an operator that each tier ran, best first, then the reason why the last call was
+ * not dispatched to the best. */
 static Tensor cuda_calls(int64_t op) {
     check_size("cuda_calls", "op", op, 0, FUSED_MOE_NUM_TIERED_OPS - 1);
     FusedMoeCalls calls = {};
@@ -131,7 +131,7 @@ static Tensor cuda_calls(int64_t op) {
     return counts;
 }
 
-/* Whether a CUDA tier runs on a device (status 0: it does), and what decides that. */
+/* Whether a CUDA tier runs on a device (status 0: it does), and the versions that decide that. */
 static std::tuple<int64_t, int64_t, int64_t, int64_t> cuda_device(int64_t index) {
 #ifdef FUSED_MOE_WITH_CUDA
     FusedMoeCudaDevice device = {};
@@ -151,7 +151,8 @@ static void cuda_reset() {
 
 /* --- schemas -------------------------------------------------------------------------------------------- */
 
-/* A backward operator and its twin, which adds weight gradients to main_grads, differ in those alone. */
+/* A backward operator and its twin, which adds weight gradients to main_grads, differ only in these
+ * arguments. */
 #define EXPERTS_UP_BACKWARD(main_grads)                                                                      \
     "(Tensor dh, Tensor x, Tensor w1, Tensor? w3, Tensor? scores, Tensor[] plan, int layout, bool need_dx, " \
     "bool need_dw1, bool need_dw3, bool need_db1, bool need_db3, bool need_dscores" main_grads               \
@@ -163,7 +164,7 @@ static void cuda_reset() {
     "float[] constants, bool need_dh, bool need_dw2, bool need_db2, bool need_dscores" main_grads            \
     ") -> (Tensor dh, Tensor dw2, Tensor db2, Tensor dscores)"
 
-/* What is added to the experts' sum, at the end of the arguments. */
+/* The last arguments: rows that are added to the experts' sum. */
 #define SHARED ", Tensor? shared=None, Tensor? shared_gate=None"
 
 STABLE_TORCH_LIBRARY(fused_moe, m) {
@@ -251,7 +252,7 @@ STABLE_TORCH_LIBRARY(fused_moe, m) {
 
 /* --- functions ------------------------------------------------------------------------------------------ */
 
-/* The same functions for either device: begin_call looks at the tensors. */
+/* Both devices have the same functions: begin_call looks at the tensors. */
 template <typename Library>
 static void register_functions(Library &m) {
     REGISTER(m, router_logits);

@@ -9,7 +9,7 @@
 
 /* --- workspace.cpp -------------------------------------------------------------------------------------- */
 
-/* What cuda_device found, as the end of an error's message; empty for status 0. */
+/* The result of cuda_device as the end of an error message; empty for status 0. */
 std::string cuda_problem(int64_t status, int64_t driver, int64_t runtime, int64_t capability);
 
 /* --- route.cpp ------------------------------------------------------------------------------------------ */
@@ -23,7 +23,7 @@ std::tuple<Tensor, Tensor> route(const Tensor &logits, const OptTensor &bias, in
 Tensor route_backward(const Tensor &dscores, const Tensor &logits, const Tensor &ids, int64_t score_func,
                       bool route_norm, double route_scale);
 PlanResult route_plan(const Tensor &ids, int64_t num_experts, const OptTensor &expert_map);
-/* What routed_experts and, from ids, experts plan for themselves: for tests. */
+/* For tests: the plan that routed_experts, or from ids experts, make themselves. */
 std::tuple<Tensor, Tensor, Tensor, Tensor> own_plan(const OptTensor &logits, const OptTensor &ids,
                                                     int64_t num_experts, const OptTensor &expert_map,
                                                     const OptTensor &bias, int64_t top_k, int64_t score_func,

@@ -1,4 +1,4 @@
-/* Rows between token order and expert order: permute, unpermute, and the latter's gradients. */
+/* Moves rows between token order and expert order: permute, unpermute, and the latter's gradients. */
 #include "operators.h"
 
 Tensor permute(const Tensor &x_, const TensorList &plan) {
@@ -85,7 +85,7 @@ std::tuple<Tensor, Tensor> unpermute_backward(const Tensor &dout_, const OptTens
     return {*drows, *dscores};
 }
 
-/* The gradients of unpermute's shared part, where it has a gate. shared only matters to dshared_gate. */
+/* The gradients of unpermute's shared rows if they have a gate. Only dshared_gate needs shared. */
 std::tuple<Tensor, Tensor> shared_backward(const Tensor &dout_, const OptTensor &shared_, const Tensor &gate_,
                                            bool need_dshared, bool need_dshared_gate) {
     const char *op = "shared_backward";

@@ -1,13 +1,14 @@
-/* Tensors as kernels take them: allocated, dense, of the right shape, dtype and device; and the plan's. */
+/* Tensors as kernels take them: allocated, dense, with checked shape, dtype and device; and those of the
+ * plan. */
 #include "bindings.h"
 
 /* --- allocation ----------------------------------------------------------------------------------------- */
 
-/* The message of PyTorch's last exception. Weak, because PyTorch has it from 2.13 on. */
+/* The message of PyTorch's last exception. It is weak, because PyTorch has it from 2.13 on. */
 extern "C" __attribute__((weak)) const char *torch_exception_get_what_without_backtrace();
 
-/* The tensor that `allocate` returns. Where memory runs out PyTorch's headers throw the C++ call that failed,
- * not its reason. */
+/* The tensor that `allocate` returns. Out of memory, PyTorch's headers throw the C++ call that failed, not
+ * the reason. */
 template <typename Allocate>
 static Tensor allocated(const int64_t *sizes, int64_t dim, Allocate allocate) {
     try {
@@ -25,7 +26,7 @@ static Tensor copied(const Tensor &x) {
     return allocated(x.sizes().data(), x.dim(), [&] { return torch::stable::contiguous(x); });
 }
 
-/* Straight to the allocator: a boxed call of new_empty takes several times as long on the host. */
+/* Calls the allocator directly: a boxed call of new_empty takes several times as long on the host. */
 static Tensor new_strided(const Tensor &like, int64_t dim, const int64_t *sizes, const int64_t *strides,
                           std::optional<ScalarType> dtype) {
     int32_t type, code;
@@ -42,15 +43,14 @@ static Tensor new_strided(const Tensor &like, int64_t dim, const int64_t *sizes,
     });
 }
 
-/* Memory that is about to be written as a whole. */
+/* Prepares memory that is about to be written in full. */
 static Tensor prepared(Tensor x) {
     fused_moe_cpu_prepare(x.mutable_data_ptr(), x.numel() * (int64_t)x.element_size());
     return x;
 }
 
 Tensor new_tensor(const Tensor &like, std::initializer_list<int64_t> shape, std::optional<ScalarType> dtype) {
-    /* not new_strided on the CPU, where that ignores torch.use_deterministic_algorithms, which fills
-     * memory */
+    /* On the CPU new_strided would ignore torch.use_deterministic_algorithms, which fills memory. */
     int64_t strides[3], dim = (int64_t)shape.size();
     if (!like.is_cuda())
         return prepared(
@@ -76,9 +76,9 @@ Tensor new_empty_result(const Tensor &like, std::optional<ScalarType> dtype) {
     return new_tensor(like, {0}, dtype);
 }
 
-/* --- storage --------------------------------------------------------------------------------------------- */
+/* --- storage -------------------------------------------------------------------------------------------- */
 
-/* By C calls of two nanoseconds each: every tensor of every call comes here. */
+/* Every tensor of every call is checked, so this makes C calls of two nanoseconds each. */
 void check_storage(const char *op, int argument, const Tensor &x) {
     int64_t bytes, offset, dim, *sizes, *strides;
     int32_t dtype;
