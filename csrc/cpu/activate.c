@@ -1,5 +1,5 @@
-/* activate and its gradients: the activation of rows of h, for experts that are composed of grouped GEMMs. A task
- * is a block of rows and a part of the hidden columns. */
+/* activate and its gradients: the activation of rows of h, for experts that are composed of grouped GEMMs. A
+ * task is a block of rows and a part of the hidden columns. */
 #include "cpu.h"
 
 enum { BLOCK = 64 }; /* rows per task */

@@ -23,9 +23,9 @@ enum { FM_TILE_ROWS = 256, FM_TILE_COLS = 256, FM_TILE_DEPTH = 512 };
 
 /* --- loops over elements -------------------------------------------------------------------------------- */
 
-/* Loops are plain, for the compiler to vectorise. On x86-64 it makes copies for AVX2 and AVX-512, of which the
- * loader picks one by the CPU's features (by names of CPUs, as "arch=haswell", it would pick by the very model), so
- * that one binary serves every machine. */
+/* Loops are plain, for the compiler to vectorise. On x86-64 it makes copies for AVX2 and AVX-512, and the
+ * loader picks one by the CPU's features, so one binary serves every machine. (By a CPU's name, as
+ * "arch=haswell", it would pick by the exact model.) */
 #if defined(__x86_64__) && defined(__GLIBC__) && !defined(__clang__) && __GNUC__ >= 12
 #define FM_ROW_FN __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default"))) static
 #elif defined(__x86_64__) && defined(__GLIBC__) && !defined(__clang__) && defined(__GNUC__)
@@ -83,8 +83,8 @@ FmMatrix fm_part(FmMatrix m, size_t elem_bytes, int64_t row, int64_t rows, int64
 /* Expert e of a weight that is not quantised: (out, in). */
 FmMatrix fm_expert(const FusedMoeWeight *w, size_t elem_bytes, int32_t e, int64_t out, int64_t in);
 
-/* Rows [row, row + rows) and columns [col, col + cols) of expert e of a weight (out, in), in the accumulation type:
- * as fm_to_accum, but a quantised weight is always made in buffer. */
+/* Rows [row, row + rows) and columns [col, col + cols) of expert e of a weight (out, in), in the accumulation
+ * type: as fm_to_accum, but a quantised weight is always made in buffer. */
 FmMatrix fm_weight_part(const FmRows *v, const FusedMoeWeight *w, int32_t e, int64_t row, int64_t rows,
                         int64_t col, int64_t cols, void *buffer);
 
@@ -116,8 +116,8 @@ FmMatrix fm_gather(const FmRows *v, const FmGather *g, int64_t first, int64_t ro
 
 /* --- quantized.c: tiles of a quantised weight ----------------------------------------------------------- */
 
-/* Rows [row, row + rows) and columns [col, col + cols) of expert e, rounded to the dtype, in the accumulation type;
- * col and cols are even where two codes share a byte. */
+/* Rows [row, row + rows) and columns [col, col + cols) of expert e, rounded to the dtype, in the accumulation
+ * type; col and cols are even where two codes share a byte. */
 FmMatrix fm_dequantize(const FmRows *v, const FusedMoeQuantizedWeight *w, int64_t e, int64_t row,
                        int64_t rows, int64_t col, int64_t cols, void *buffer);
 
@@ -138,8 +138,8 @@ typedef struct {
 } FmCols;
 FmCols fm_cols_of(int64_t width, int64_t parts, int64_t part);
 
-/* Gate and up of hidden columns [j, j+n) of a row. Its gates begin at gates, or its interleaved pairs; its ups at
- * ups, in a row of h F columns later. pairs has room for 2 n. */
+/* Gate and up of hidden columns [j, j+n) of a row. Its gates, or its interleaved pairs, begin at gates; its
+ * ups begin at ups, in a row of h F columns later. pairs has room for 2 n. */
 void fm_load_pair(const FmRows *v, FusedMoeLayout layout, const void *gates, const void *ups, int64_t j,
                   int64_t n, void *gate, void *up, void *pairs);
 void fm_store_pair(const FmRows *v, FusedMoeLayout layout, void *gates, void *ups, int64_t j, int64_t n,

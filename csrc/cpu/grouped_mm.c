@@ -1,7 +1,8 @@
-/* grouped_mm: every expert's weight on its own rows. A task is a tile of rows and a part of the
- * output's columns, which it walks in blocks. Forward and the gradients of the rows are this one kernel,
- * since weights carry strides: up_dgrad is the sum of two parts, dgate w1 + dup w3, in one accumulator. A block of a
- * quantised weight is dequantised in scratch for all of the tile's rows; no more of it exists in another dtype. */
+/* grouped_mm: every expert's weight on its own rows. A task is a tile of rows and a part of the output's
+ * columns, which it walks in blocks. Forward and the gradients of the rows are this one kernel, since weights
+ * carry strides: up_dgrad is the sum of two parts, dgate w1 + dup w3, in one accumulator. A block of a
+ * quantised weight is dequantised in scratch for all of the tile's rows; no more of it exists in another
+ * dtype. */
 #include "cpu.h"
 
 #include <stdlib.h>

@@ -1,13 +1,13 @@
-/* Values of quantised weights. decode() converts a run of codes to floats, shift_and_scale() applies zero and scale
- * block by block: two loops, so that blocks of 32 vectorise, too. */
+/* Values of quantised weights. decode() converts a run of codes to floats, shift_and_scale() applies zero and
+ * scale block by block: two loops, so that blocks of 32 vectorise, too. */
 #include "cpu.h"
 
 #include <math.h>
 
 /* --- codes ---------------------------------------------------------------------------------------------- */
 
-/* Exponents' biases differ by 120 and by 126. Subnormal codes are made of integers: as float's own subnormals a
- * CPU may be told to flush them. */
+/* The exponents' biases differ from float's by 120 and by 126. Subnormal codes are made of integers: a CPU
+ * may be told to flush float's own subnormals. */
 FM_INLINE float from_e4m3(uint8_t code) {
     uint32_t magnitude = code & 0x7f;
     float normal = fm_float_from_bits((magnitude << 20) + (120u << 23));

@@ -1,4 +1,4 @@
-/* router_dgrad: dlogits weight, added to dx where it accumulates. A task is a block of tokens and of columns. */
+/* router_dgrad: dlogits weight, added to dx where it accumulates. A task is a block of tokens and columns. */
 #include "cpu.h"
 
 enum { BLOCK = 64 }; /* tokens per task */

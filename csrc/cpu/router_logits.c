@@ -1,10 +1,10 @@
-/* router_logits: x weight^T + bias, stored in the accumulation type. A task is a block of tokens and of experts.
- * It walks D in the slices of fused_moe_router_slice, so that its buffers stay in the L2 cache. Which block a
- * token is in changes the shape of PyTorch's matmul, and may change the token's bits: unlike a GPU's, they are
- * the same in every run of a batch, not in every batch. */
+/* router_logits: x weight^T + bias, stored in the accumulation type. A task is a block of tokens and experts.
+ * It walks D in the slices of fused_moe_router_slice, so that its buffers stay in the L2 cache. A token's
+ * block decides the shape of PyTorch's matmul, and so perhaps the token's bits: they are the same in every
+ * run of a batch, but not in every batch, as they are on a GPU. */
 #include "cpu.h"
 
-/* Tokens per task, and its experts where tokens are so few that they make no second task. */
+/* Tokens per task, and experts per task where all tokens are in one block. */
 enum { BLOCK = 64, FEW_EXPERTS = 32 };
 
 typedef struct {

@@ -1,6 +1,7 @@
 /* Rows of one dtype: conversion to and from the accumulation type, and the row arithmetic of the kernels.
  *
- * rows_accum.h has the arithmetic and is included for float and for double; here are the conversions and the tables. */
+ * rows_accum.h has the arithmetic and is included for float and for double; here are the conversions and the
+ * tables. */
 #include "../activation.h"
 #include "cpu.h"
 

@@ -1,5 +1,5 @@
-/* In place of sm90/ in builds without sm_90a (FUSED_MOE_ARCHS): what dispatch.cu's tables name. No GPU runs the
- * tier then, so nothing of it is called. */
+/* What dispatch.cu's tables name of sm90/, in builds without sm_90a (FUSED_MOE_ARCHS). No GPU runs the tier
+ * then, so none of it is called. */
 #include "../dispatch.cuh"
 
 namespace fused_moe::sm90 {

@@ -25,8 +25,8 @@ __device__ inline uint64_t globaltimer() {
     return now;
 }
 
-/* x, made such that ptxas keeps it in a register: it would rather compute addresses again inside a loop. Not for a
- * constant, whose shuffle nvcc computes. */
+/* x, made such that ptxas keeps it in a register: it would rather compute addresses again inside a loop. Not
+ * for a constant, whose shuffle nvcc computes. */
 __device__ inline uint32_t opaque(uint32_t x) {
     return __shfl_sync(~0u, x, threadIdx.x % 32);
 }
@@ -36,7 +36,7 @@ __device__ inline uint32_t opaque_constant(uint32_t x) {
     return opaque(x + (smid() >> 31));
 }
 
-/* (a & b) | c. Of two constants ptxas makes two instructions where it may choose. */
+/* (a & b) | c in one instruction. Where two operands are constants, ptxas would make two. */
 __device__ inline uint32_t lop3_and_or(uint32_t a, uint32_t b, uint32_t c) {
     uint32_t d;
     asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
@@ -51,7 +51,7 @@ __device__ inline void pin(float &x) {
     asm volatile("" : "+f"(x)::"memory");
 }
 
-/* --- PDL, programmatic dependent launch (PTX ISA 9.7.13.13): for launch_dependent() ---------------------- */
+/* --- PDL, programmatic dependent launch (PTX ISA 9.7.13.13): for launch_dependent() --------------------- */
 
 /* Waits until the kernels before this one in the stream are complete and what they wrote is visible. */
 __device__ inline void griddepcontrol_wait() {
@@ -68,7 +68,7 @@ __device__ inline void griddepcontrol_launch_dependents() {
 #endif
 }
 
-/* --- memory order between CTAs (PTX ISA 8.8) ------------------------------------------------------------- */
+/* --- memory order between CTAs (PTX ISA 8.8) ------------------------------------------------------------ */
 
 /* A release publishes what the thread has written, and what its warp had written before a __syncwarp(). Who
  * acquires the value that was released sees it. */
@@ -129,7 +129,7 @@ __device__ inline float rcp_approx_ftz(float x) {
     return y;
 }
 
-/* Four of the bytes of a (0 to 3) and b (4 to 7), as the nibbles of the selector have their numbers; a nibble's upper
+/* Four of the bytes of a (0 to 3) and b (4 to 7), numbered by the selector's nibbles; a nibble's upper
  * bit asks for eight copies of the byte's upper bit. */
 __device__ inline uint32_t prmt(uint32_t a, uint32_t b, uint32_t selector) {
     uint32_t bytes;
@@ -170,7 +170,7 @@ __device__ inline void st_global_v4(void *dst, const uint4 &v) {
                  : "memory");
 }
 
-/* Of shared memory, by the address that shared_address() gives. */
+/* Four bytes of shared memory at an address of shared_address(). */
 __device__ inline uint32_t ld_shared_u32(uint32_t address) {
     uint32_t v;
     asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(address) : "memory");

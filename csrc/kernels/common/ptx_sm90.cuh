@@ -135,7 +135,7 @@ __device__ inline void cp_async_bulk_tensor_load(uint32_t dst, const void *map, 
                  : "memory");
 }
 
-/* A box from shared memory; what lies outside the tensor is not written. */
+/* A box from shared memory; elements outside the tensor are not written. */
 __device__ inline void cp_async_bulk_tensor_store(const void *map, uint32_t src, int c0, int c1) {
     asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%2, %3}], [%1];" ::"l"(map),
                  "r"(src), "r"(c0), "r"(c1)
@@ -203,8 +203,8 @@ __device__ inline uint32_t cvt_f16x2_e4m3x2(uint16_t v) {
 
 /* --- clusters ------------------------------------------------------------------------------------------- */
 
-/* Waits until all threads of the cluster, in converged warps, have come here; what they wrote to shared memory is
- * visible to each other. */
+/* Waits until all threads of the cluster, in converged warps, have come here. What they wrote to shared
+ * memory is then visible to all of them. */
 __device__ inline void barrier_cluster_sync() {
     asm volatile("barrier.cluster.arrive.aligned;\n"
                  "barrier.cluster.wait.aligned;" ::
@@ -242,7 +242,7 @@ __device__ inline float2 ld_shared_cluster_v2(uint32_t address) {
     return v;
 }
 
-/* --- shared memory by its address ------------------------------------------------------------------------ */
+/* --- shared memory by its address ----------------------------------------------------------------------- */
 
 __device__ inline uint32_t ld_shared_u8(uint32_t address) {
     uint32_t v;

@@ -1,9 +1,8 @@
 /* Tensor maps on the host: how TMA finds a box of a matrix in global memory. For sm_90 and newer.
  *
- * Boxes are one swizzle span wide: 128 bytes of the contiguous dimension, swizzled by 128 bytes; those of quantised weights
- * have no swizzle (sm90/weight_quantized.cuh).
- * Reads outside the tensor give zeros, writes outside it are dropped. The driver's encoder is looked up at
- * run time: the library does not link libcuda. */
+ * Boxes are one swizzle span wide: 128 bytes of the contiguous dimension, swizzled by 128 bytes. Those of
+ * quantised weights have no swizzle (sm90/weight_quantized.cuh). Reads outside the tensor give zeros, writes
+ * outside it are dropped. The driver's encoder is looked up at run time, since libcuda is not linked. */
 #pragma once
 
 #include <cudaTypedefs.h>
@@ -94,9 +93,9 @@ int weight_map(CUtensorMap *map, const FusedMoeWeight &w, Major major, int64_t s
     return encode_tensor_map(map, map_dtype(T()), 3, w.data, sizes, strides, box);
 }
 
-/* Two weights of the same K-major strides, in boxes of 8 `eights` rows of N of each, paired: eight of `first`,
- * which is before `second` in memory, then the same eight of the other. Coordinates (k, 0, 0, n / 8, expert).
- * Strides need not grow with the dimension, as in ragged_halves_map. */
+/* Two weights of the same K-major strides, in boxes of 8 `eights` rows of N of each, paired: eight rows of
+ * `first`, which is before `second` in memory, then the same eight of `second`. Coordinates (k, 0, 0, n / 8,
+ * expert). Strides need not grow with the dimension, as in ragged_halves_map. */
 template <typename T>
 int paired_map(CUtensorMap *map, const FusedMoeWeight &first, const FusedMoeWeight &second, int32_t E,
                int64_t N, int64_t k, int eights) {

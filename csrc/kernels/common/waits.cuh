@@ -1,6 +1,6 @@
-/* Waits for what other threads write, and their bound in debug builds (make build DEBUG=1): a wait of more than
- * FUSED_MOE_WAIT_SECONDS prints who waits, where in the source and for what, and traps. Release builds never trap:
- * a GPU that is shared or paused can make any wait long. */
+/* Waits for what other threads write, and their bound in debug builds (make build DEBUG=1). There a wait of
+ * more than FUSED_MOE_WAIT_SECONDS prints who waits, where in the source and for what, and traps. Release
+ * builds never trap: a GPU that is shared or paused can make any wait long. */
 #pragma once
 
 #include <stdint.h>
@@ -18,7 +18,7 @@ namespace fused_moe {
 #define FUSED_MOE_WAIT_SECONDS 10
 #endif
 
-/* Where a wait is called: default arguments are evaluated there. */
+/* Where a wait is called: a default argument is evaluated there. */
 struct CallSite {
     const char *function, *file;
     int line;
@@ -29,8 +29,8 @@ __device__ constexpr CallSite call_site(const char *function = __builtin_FUNCTIO
     return {function, file, line};
 }
 
-/* check() follows each poll that found another value. One thread of those that wait together reports; other warps
- * have a second to report, too, before the trap ends the kernel. */
+/* check() follows each poll that found another value. One thread of those that wait together reports. Other
+ * warps have a second to report, too, before the trap ends the kernel. */
 class WaitBound {
     uint64_t start = globaltimer();
 

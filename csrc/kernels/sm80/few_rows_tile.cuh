@@ -2,22 +2,22 @@
  * interface and bits, in small CTAs.
  *
  *   C           16 x 64 or 64 x 128, by four warps side by side of 16 or 32 columns
- *   k-tile      64 elements of k. A line is 64 elements of k of one row, or MN-major all columns at one k; chunk
- *               c of line l is swizzled to c ^ (l % 8). A line of K-major B is a whole cache line.
- *   pipeline    of a dense B 4 stages of a k-tile, 3 where there are 64 rows
+ *   k-tile      64 elements of k. A line is 64 elements of k of one row or, MN-major, all columns at one k.
+ *               Chunk c of line l is swizzled to c ^ (l % 8). A line of K-major B is a whole cache line.
+ *   pipeline    for a dense B 4 stages of one k-tile, 3 with 64 rows
  *
  *   waits       |k 0             |k 1             |k 2
  *   fragments    |of k 0          |of k 1
  *   loads                |k 4             |k 5            into the stage that was read
  *   mma           |k 0            |k 1
  *
- * What counts is bytes in flight. So a stage is loaded again as soon as all warps have its fragments, at the price
- * of a second barrier per k-tile, and while a CTA waits all its stages are in flight: of a dense B 32 KiB (48). An SM has
- * room for 5 such CTAs (3) on the H100, 3 (2) on the A100, 2 (1) where it has 100 KiB. Their prologues and
- * epilogues overlap, and one token's tiles are many enough for every SM.
+ * Bytes in flight decide the speed. So a stage is loaded again as soon as all warps have its fragments, at
+ * the price of a second barrier per k-tile, and while a CTA waits all its stages are in flight: 32 KiB of a
+ * dense B (48 with 64 rows). An SM has room for 5 such CTAs (3) on the H100, 3 (2) on the A100, 2 (1) where
+ * it has 100 KiB. Their prologues and epilogues overlap, and one token has tiles enough for every SM.
  *
- * An accumulator is TensorTile's to the bit: the same instruction with the same operands adds 16 k at a time, in
- * order, from zero. Steps past the depth, of which there may be more here, add zeros.
+ * An accumulator is TensorTile's to the bit: the same instruction with the same operands adds 16 k at a time,
+ * in order, from zero. There may be more steps past the depth here; they add zeros.
  *
  * B is what `Columns` makes of it: DenseColumns below, or the codes of coded_columns.cuh. */
 #pragma once
@@ -42,8 +42,8 @@ __device__ inline int swizzled_line(int line, int chunk) {
     return (line * width + (chunk ^ line % 8)) * CHUNK;
 }
 
-/* Global memory to a stage: a thread's part of one operand of 16-bit elements. Consecutive threads load consecutive
- * chunks. Each load() is of the next k-tile; past the depth, zeros. */
+/* Global memory to a stage: a thread's part of one operand of 16-bit elements. Consecutive threads load
+ * consecutive chunks. Each load() is of the next k-tile; past the depth, zeros. */
 template <typename T, class Shape, int extent, bool k_major>
 struct LineLoader {
     static constexpr int BK = Shape::BK;
@@ -82,8 +82,8 @@ struct LineLoader {
     }
 };
 
-/* A stage to registers: mma fragments of groups of 16 mn, as TensorTile's. Groups along a line of MN-major, and k
- * along one of K-major, differ in bits that the swizzle only inverts. */
+/* A stage to registers: mma fragments of groups of 16 mn, as TensorTile's. Along an MN-major line groups
+ * differ in bits that the swizzle only inverts; along a K-major line k does. */
 template <typename T, class Shape, int extent, bool k_major, bool mn_first>
 struct LineFragments {
     static constexpr int BK = Shape::BK;
@@ -107,8 +107,8 @@ struct LineFragments {
 
 /* --- B of 16-bit elements ------------------------------------------------------------------------------- */
 
-/* What a tile asks of its columns: load() of the next stage, and for each step of 16 k read() of a stage, after
- * which it may be loaded again, then make() of the fragments. begin_stage() comes before a stage's steps. */
+/* What a tile asks of its columns: load() of the next stage; begin_stage() before a stage's steps; for each
+ * step of 16 k read(), after which the stage may be loaded again, then make() of the fragments. */
 template <typename T_, bool k_major, int ROWS>
 struct DenseColumns {
     using T = T_;
@@ -187,7 +187,7 @@ struct FewRowsTile : Columns::Shape {
             columns.load(stage_offset);
             cp_async_commit_group();
         };
-        /* Codes are so few bytes that MMAs of no row would show. Those of bf16 hide behind the loads. */
+        /* MMAs of absent rows hide behind loads of bf16, but not behind the few bytes of codes. */
         bool has_rows[GROUPS_M];
 #pragma unroll
         for (int i = 0; i < GROUPS_M; i++)
@@ -235,8 +235,8 @@ struct FewRowsTile : Columns::Shape {
     /* Row of the tile that is row i of this warp's rows. */
     __device__ static int subtile_row(int, int i) { return warp_m() * SUBTILE_ROWS + i; }
 
-    /* Stores the warp's accumulators to the staging buffers of the warps that have their rows. `staging` is this
-     * warp's; together they are [WARPS_N][BM][pitch]. Called by all warps. */
+    /* Stores the warp's accumulators to the staging buffers of the warps that have their rows. `staging` is
+     * this warp's; together they are [WARPS_N][BM][pitch]. Called by all warps. */
     __device__ void store_subtile(int, float *staging, int pitch) const {
         int warp = threadIdx.x / 32, lane = threadIdx.x % 32, column = warp * WARP_COLUMNS;
         float *to = staging - warp * SUBTILE_ROWS * pitch;

@@ -1,8 +1,8 @@
 /* Grouped GEMM: out[r] = sum_i a[r, part i] b[i][e(r)]^T + bias[e(r)].
  *
- * One CTA per work tile (grouped_mm.cuh). Weights are strided, so this kernel computes the forward GEMMs, the gradient of
- * their rows, and dx = dgate w1 + dup w3 (two parts in the same accumulators). A weight is loaded K-major or MN-major, as
- * its strides are. */
+ * One CTA per work tile (grouped_mm.cuh). Weights are strided, so this kernel computes the forward GEMMs, the
+ * gradient of their rows, and dx = dgate w1 + dup w3 (two parts in the same accumulators). A weight's strides
+ * decide whether it is loaded K-major or MN-major. */
 #include "grouped_mm.cuh"
 
 namespace fused_moe::sm80 {

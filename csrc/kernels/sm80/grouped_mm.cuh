@@ -1,5 +1,5 @@
-/* What the kernels of grouped_mm share, whatever b is: one CTA's work tile, up to 128 rows of one expert times one N
- * tile of the output. */
+/* What the kernels of grouped_mm share, whatever b is: one CTA's work tile, up to 128 rows of one expert
+ * times one N tile of the output. */
 #pragma once
 
 #include "../dispatch.cuh"
@@ -7,7 +7,7 @@
 
 namespace fused_moe::sm80 {
 
-/* What a kernel does. `weights` tells where a row of a part's b begins, and how an operand of such rows is read. */
+/* What a kernel does. `weights` tells where a row of a part's b begins, and how an operand reads it. */
 template <class Tile, class Weights>
 __device__ inline void grouped_mm_tile(const FusedMoeGroupedMM &p, const Weights &weights) {
     using T = typename Tile::T;

@@ -83,7 +83,7 @@ __device__ inline void for_each_chunk(const Tile &tile, TileShared<Tile> &s, Fn 
 /* Along which dimension a matrix can be loaded in 16-byte chunks. */
 enum class Major { K, MN, none };
 
-/* Of a weight (E, extent, k), by its strides. */
+/* By the strides of a weight (E, extent, k). */
 template <typename T>
 inline Major major_of(const FusedMoeWeight &w, int64_t stride_mn, int64_t stride_k, int64_t extent,
                       int64_t k) {
@@ -117,9 +117,9 @@ int with_tile(bool a_k_major, Major b, Fn fn, bool scaled = false) {
     }
 }
 
-/* with_tile() for a GEMM of R rows of E experts. Tiles of few rows are chosen here and not on the device: they are
- * kernels of their own, with the registers and the shared memory that suit them. Inputs that are scaled, or not
- * vectorisable, have no such tile. */
+/* with_tile() for a GEMM of R rows of E experts. Tiles of few rows are chosen here and not on the device:
+ * they are kernels of their own, with the registers and the shared memory that suit them. Scaled inputs, and
+ * those that are not vectorisable, have no tile of few rows. */
 template <typename T, bool may_scale = false, typename Fn>
 int with_tile_of_rows(int64_t R, int32_t E, bool a_k_major, Major b, Fn fn, bool scaled = false) {
     int rows = schedule_override().no_tails ? 0 : fused_moe_few_rows(R, E);

@@ -1,5 +1,5 @@
-/* The gradient of the router's input: dx = dlogits weight, or dx += it. One CTA per tile of 128 tokens and 128
- * columns. */
+/* The gradient of the router's input: dx = dlogits weight, or dx += dlogits weight. One CTA per tile of 128
+ * tokens and 128 columns. */
 #include "../dispatch.cuh"
 #include "grouped_tile.cuh"
 

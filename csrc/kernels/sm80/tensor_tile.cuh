@@ -33,7 +33,7 @@ struct TensorTile {
     static constexpr int WARPS_N = BN / WARP_N, WARP_M = 64;
     static constexpr int SUBTILES = 4, SUBTILE_ROWS = 16; /* of a warp, in the epilogue */
     static constexpr bool A_K = a_k_major || !vectorised, B_K = b_k_major || !vectorised;
-    /* Of TileShared. Four 256-wide stages leave no room for scales in the 99 KiB of sm_86 and sm_89. */
+    /* In TileShared. Four 256-wide stages leave no room for scales in the 99 KiB of sm_86 and sm_89. */
     static constexpr bool HAS_SCALES = !FAST || BN == 128, HAS_STRIDES = !vectorised;
 
     struct Stages {

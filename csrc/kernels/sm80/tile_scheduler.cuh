@@ -1,5 +1,5 @@
-/* Which work tile a CTA computes: CTA i has work tile i of the tile schedule (schedule.h). Where experts have few
- * rows a work tile has fewer than the schedule's, which is cut.
+/* Which work tile a CTA computes: CTA i has work tile i of the tile schedule (schedule.h). Where experts have
+ * few rows, the schedule's row tiles are cut into lower ones.
  *
  * The host does not know the number of work tiles, so the grid is as large as the most there can be, plus one
  * row tile. The CTAs past the last work tile zero the rows past the last one instead. */
@@ -12,7 +12,7 @@ namespace fused_moe::sm80 {
 
 constexpr int GROUP = 8; /* row tiles of a group in the grouped order */
 
-/* As many as there can be, plus one. */
+/* The most row tiles that there can be, plus one. */
 inline int64_t max_row_tiles(int64_t R, int32_t E, int rows = FUSED_MOE_TILE_ROWS) {
     return (int64_t)fused_moe_max_row_tiles((int32_t)R, E, rows) + 1;
 }
@@ -22,9 +22,10 @@ struct CtaWork {
     int64_t idle, num_idle; /* this CTA's index among the idle ones, negative: not one; their number, >= 1 */
 };
 
-/* The work tile of a CTA where row tiles have `rows` rows, fewer than the schedule's. Expert by expert as there, and
- * within an expert N tile by N tile: the CTAs of all its rows read the same columns of the weight at the same time,
- * so that L2 has them. A wrong plan's tiles are within the R rows, too; n_tile is below num_n_tiles. */
+/* The work tile of a CTA where row tiles have `rows` rows, fewer than the schedule's. Experts are in the
+ * schedule's order, and within an expert the order is N tile by N tile: the CTAs of all its rows read the
+ * same columns of the weight at the same time, so L2 has them. A wrong plan's tiles are within the R rows,
+ * too; n_tile is below num_n_tiles. */
 __device__ inline CtaWork find_cut_work(const int32_t *schedule, const int32_t *offs, int32_t E, int32_t R,
                                         uint32_t num_n_tiles, int rows) {
     FusedMoeExpertList active = fused_moe_active_experts(schedule, E);
@@ -56,7 +57,7 @@ __device__ inline CtaWork find_cut_work(const int32_t *schedule, const int32_t *
     return {{}, cta - num_tiles, gridDim.x - num_tiles};
 }
 
-/* The work tile of a CTA, of `rows` rows at most. Called by converged warps; all lanes get the same result. */
+/* The work tile of a CTA, at most `rows` rows. Called by converged warps; all lanes get the same result. */
 template <int rows = FUSED_MOE_TILE_ROWS>
 __device__ inline CtaWork find_work(const int32_t *schedule, const int32_t *offs, int32_t E, int64_t R,
                                     int num_n_tiles) {

@@ -1,5 +1,4 @@
-/* up_gate: h = x[row_token] w1^T | w3^T + b and a = act(gate) up, as one grouped GEMM. up_gate.cuh has what a CTA
- * does. */
+/* up_gate: h = x[row_token] w1^T | w3^T + b and a = act(gate) up, as one grouped GEMM (up_gate.cuh). */
 #include "up_gate.cuh"
 
 namespace fused_moe::sm80 {

@@ -1,7 +1,7 @@
 /* What the kernels of up_gate share, whatever the weights are.
  *
  * One CTA per work tile: up to 128 rows of one expert, gathered through row_token, times one N tile. For a
- * gated expert an N tile has half as many hidden columns as it has columns: each warp's 64 columns are 32
+ * gated expert half of an N tile's columns are gates and half are their ups: each warp's 64 columns are 32
  * gates and the 32 ups that belong to them (interleaved pairs where the weight is interleaved). So gate and
  * up of a hidden column are in the same warp's accumulators, and the activation needs no global memory. */
 #pragma once
@@ -12,7 +12,7 @@
 
 namespace fused_moe::sm80 {
 
-/* What a kernel does. `weights` tells where a row of w1 or w3 begins, and how an operand of such rows is read. */
+/* What a kernel does. `weights` tells where a row of w1 or w3 begins, and how an operand reads it. */
 template <class Tile, class Weights>
 __device__ inline void up_gate_tile(const FusedMoeUpGate &p, const Weights &weights) {
     using T = typename Tile::T;
