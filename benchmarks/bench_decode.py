@@ -54,7 +54,7 @@ USUAL = {"ck-default": {"tokens": [128], "activation": "gelu", "gate_only": True
 PEERS = ("torch", "loop", "vllm", "vllm-invariant", "marlin", "humming", "humming-grouped")
 CALLS = 8  # at least, on a GPU; 2 on the CPU
 REUSE = 1024 * MIB  # read before the same weight is read again
-MEMORY = 48 * 1024 * MIB  # of all layers' weights, of which there are at least two
+MEMORY = 48 * 1024 * MIB  # of all layers' weights; there are at least two layers
 CHECKED_TOKENS = 16
 
 
@@ -140,7 +140,8 @@ class Setup(NamedTuple):
 
 
 class Weights(NamedTuple):
-    """Of one layer. w13 (E, 2F, D) is gate rows, then up rows, as vLLM reads them; w1 and w3 are views.
+    """One layer's weights. w13 (E, 2F, D) is gate rows, then up rows, as vLLM reads them; w1 and w3 are
+    views.
 
     Quantised, they are QuantizedWeights, without w13.
     """
@@ -226,7 +227,7 @@ class Case:
 
     @cached_property
     def exact(self) -> Tensor:
-        """Of the first call, on some tokens, in float64."""
+        """The first call's output for some tokens, in float64."""
         return self.exact_of(self.weights[0])
 
     def exact_of(self, w: Weights) -> Tensor:
@@ -414,9 +415,9 @@ def roofs(case: Case, source: Tensor, eager: bool) -> dict[str, Callable]:
 
 
 def floor_of(case: Case, size: float, source: Tensor, seconds: dict, ours: float) -> dict:
-    """Of a call that reads so many bytes of weights: the time of reading, or that of the dense product. With
-    few rows the product only reads its own operands, which a format has in fewer bytes: it takes less than
-    twice the time of reading them."""
+    """The least time of a call that reads `size` bytes of weights: that of reading them, or that of the dense
+    GEMM. With few rows the GEMM only reads its operands, which have fewer bytes in a format: it takes less
+    than twice the time of reading them."""
     read = seconds["read"] / source.nbytes
     only_reads = seconds["dense"] < 2 * read * sum(b.nbytes for _, b in case.dense_gemms)
     floor = max(size * read, 0 if only_reads else seconds["dense"])

@@ -116,7 +116,7 @@ class Operators(TorchDispatchMode):
 
 
 def us_per_call(call: Callable, device: str, number: int = 100) -> float:
-    """Of so few calls a GPU can queue all launches."""
+    """Microseconds of host time per call. The calls are few enough for a GPU to queue all launches."""
     if device == "cuda":
         torch.cuda.synchronize()
     start = time.perf_counter()

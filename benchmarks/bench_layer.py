@@ -112,7 +112,7 @@ class Case:
         return [out.detach(), *torch.autograd.grad(out, inputs, dout)]
 
     def error(self) -> Error:
-        """Of one full step, on some tokens and experts, the first, last and largest experts included."""
+        """The error of one full step, on some tokens and experts, among them the first, last and largest."""
         (T, E, K, D, _), ours, error = self.sizes, self.ours, Error()
         self.clear_grads(ours)
         scores, ids, logits = ours.router(self.x, None)

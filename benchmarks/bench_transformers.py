@@ -91,7 +91,7 @@ class Case:
         return round((torch.cuda.max_memory_allocated() - before) / MIB, 1)
 
     def error(self) -> Error:
-        """Of one step of the experts: the output and every gradient."""
+        """The error of one step of the experts, in the output and every gradient."""
         experts = copy.deepcopy(self.layer.experts)
         with torch.no_grad():
             _, scores, ids = self.layer.gate(self.x)
@@ -187,7 +187,7 @@ class Generation:
 
     @torch.no_grad()
     def error(self) -> Error:
-        """Of the first layer's experts, on a token of each sequence, against eager in float64."""
+        """The error of the first layer's experts on one token per sequence, against eager in float64."""
         layer = self.models["ours"].model.layers[0].mlp
         x = torch.randn(self.batch, layer.experts.hidden_dim, device=self.prompts.device).to(self.dtype)
         _, scores, ids = layer.gate(x)

@@ -222,8 +222,8 @@ class CpuClock:
 class CudaClock:
     """Seconds per call between two events around `calls` of them; the first has a cold L2 cache.
 
-    In a training step kernels are queued long before the GPU runs them. `lead` delays the GPU by so many
-    cycles to the same effect; without it the time of a short kernel includes its launch.
+    In a training step kernels are queued long before the GPU runs them. `lead` delays the GPU by that number
+    of cycles, to the same effect. Without it the time of a short kernel includes its launch.
     """
 
     warm_up = 3

@@ -54,15 +54,15 @@ HUMMING_FORMATS = {
     "fp8_block": ("float8e4m3", BLOCK),
 }
 HUMMING_PADS = {"pad_n_to_multiple": 256, "pad_k_to_multiple": 128}  # as vLLM has it pad a layer's weights
-HUMMING_LOCKS = 2048  # as many as Humming's own layer has
+HUMMING_LOCKS = 2048  # as in Humming's own layer
 # In CUDA: its kernel of activations compiles what it is given
 HUMMING_ACTIVATIONS = {
     "silu": "a / (1.f + __expf(-a))",
     "gelu": "0.5f * a * (1.f + erff(0.70710678f * a))",
     "gelu_tanh": "0.5f * a * (1.f + tanhf(0.79788456f * (a + 0.044715f * a * a * a)))",
 }
-# Of e4m3 activations: a value's rounding error is 2.6% of it, root mean square, and the output has that of x
-# through gate and up, and that of the hidden values. A wrong scale is off by more.
+# Rounding a value to e4m3 has an error of 2.6%, root mean square. The output has the error of x, through gate
+# and up, and that of the hidden values. A wrong scale is off by more.
 FP8_ACTIVATIONS_BOUND = 0.08
 
 

@@ -140,7 +140,7 @@ def measured(found: list[Launch], floors: dict[str, Floor], power: dict, steps: 
 
 
 def bytes_moved(sizes: common.Sizes, element_size: int) -> dict[str, int]:
-    """Of kernels bound by memory: each input read once, each output written once."""
+    """Bytes that kernels bound by memory move: each input is read once, each output written once."""
     T, E, K, D, _ = sizes
     R = T * K
     gather_sum, logits, slots = (R + T) * D * element_size, T * E * element_size, 4 * R
@@ -158,7 +158,8 @@ def bytes_moved(sizes: common.Sizes, element_size: int) -> dict[str, int]:
 
 
 def floors(sizes: common.Sizes, dense_gemms: list[list[torch.Tensor]], repeats: int) -> dict[str, Floor]:
-    """Of GEMMs the dense product of equal FLOPs, of the others their bytes at the rate of a large copy."""
+    """A GEMM's floor is the dense GEMM of equal FLOPs, another kernel's its bytes at the rate of a large
+    copy."""
     (x, w13), (a, w2) = dense_gemms
     h, y = x @ w13, a @ w2
     products = {

@@ -123,7 +123,7 @@ def load_model(saved, args):
 
 
 def expert_bytes(model):
-    """Of the experts' parameters, codes and scales among them."""
+    """Bytes of the experts' parameters, codes and scales among them."""
     return sum(p.nbytes for block in model.blocks for p in block.moe.experts.parameters())
 
 
@@ -238,7 +238,7 @@ def parse_args(argv):
     add("--experts", choices=train_lm.EXPERTS, default="fused", help="of a run of --compare: which model")
     add("--prompt", default=train_lm.PROMPT, help="the text to continue")
     add("--bytes", type=positive, default=train_lm.GENERATED_BYTES, help="how many to write")
-    add("--batch", type=positive, default=1, help="so many continuations at once")
+    add("--batch", type=positive, default=1, help="number of continuations at once")
     add("--temperature", type=temperature, default=train_lm.TEMPERATURE, help="0: the most likely byte")
     add("--seed", type=int, default=0)
     add("--dtype", choices=DTYPES, help="of weights and activations; None: what the run's GEMMs had")

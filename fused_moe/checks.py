@@ -319,7 +319,7 @@ def check_scores(fn: str, scores, ids: Tensor) -> None:
 
 
 def check_shared(fn: str, shared, shared_gate, like_name: str, like: Tensor, shape: tuple) -> None:
-    """Checks shared (T, D) and shared_gate (T,) or (T, 1), either of which may be None."""
+    """Checks shared (T, D) and shared_gate (T,) or (T, 1). Either may be None."""
     if shared is None:
         if shared_gate is not None:
             fail(ValueError, fn, "shared_gate only beside shared", "shared_gate without shared")
@@ -337,7 +337,7 @@ def check_shared(fn: str, shared, shared_gate, like_name: str, like: Tensor, sha
 
 
 def check_out(fn: str, out, x: Tensor, shape: tuple, inputs: tuple) -> None:
-    """Checks a tensor for the result of inputs, of which some may be None."""
+    """Checks a tensor for the result of inputs. Some inputs may be None."""
     dtype = x.dtype
     if is_autocast_enabled(x) and dtype != torch.float64:
         dtype = torch.get_autocast_dtype(x.device.type)

@@ -35,7 +35,7 @@ def _num_rows(x, plan) -> int:
 
 
 def _up(args) -> int:
-    """Of h, or of its gradient: one product with every row of w1 and w3."""
+    """FLOPs per row of h, or of its gradient: a dot product with every row of w1 and w3."""
     width = args.w1[1] + (args.w3[1] if args.w3 else 0)
     return 2 * width * args.w1[2]
 

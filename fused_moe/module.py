@@ -390,8 +390,8 @@ class FusedMoE(KeepsExpertBias, Counting):
                 has returned them: replays a choice. Where all ids of a token are -1, the router chooses. See
                 `fused_moe.route`.
             return_ids: whether to return the experts that were used, -1 where a slot has none.
-            num_tokens: one int32 or int64 on x's device, in a tensor of any shape; clamped to [0, T]. Of x's
-                T rows after reshape(-1, D) the first num_tokens are real tokens. The others are padding: no
+            num_tokens: one int32 or int64 on x's device, in a tensor of any shape; clamped to [0, T]. x has
+                T rows after reshape(-1, D); the first num_tokens are real tokens. The others are padding: no
                 expert computes them, neither counters nor losses see them, their output and gradient are
                 zero, and whatever they hold, NaN say, reaches nothing. The host never reads it, so one CUDA
                 graph serves any number.

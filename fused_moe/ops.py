@@ -109,7 +109,7 @@ def _register_integers(name: str, *, fake):
 
 
 def _register_accumulate(name: str, *, fake):
-    """Of an operator that adds to main_grads."""
+    """Registers an operator that adds to main_grads."""
     _register_writing(name, fake=fake, expected="main_grads in a backward that is not recorded itself")
 
 

@@ -56,8 +56,8 @@ def operands_to_join(x: Tensor, router: nn.Module, experts: nn.Module) -> Operan
 
 
 def _members(module: nn.Module, names: tuple[str, ...]) -> list:
-    """The module's attributes of these names, most of which are parameters: nn.Module looks for those last,
-    in ten times the time."""
+    """The module's attributes of these names. Most are parameters, which nn.Module looks for last, in ten
+    times the time."""
     parameters = module._parameters
     return [parameters[name] if name in parameters else getattr(module, name) for name in names]
 
@@ -70,8 +70,8 @@ def is_plain_linear(module: nn.Module) -> bool:
 
 def has_global_hook() -> bool:
     """Whether hooks on all modules are to be called for these, too. Not while saved tensors are packed:
-    checkpointing runs forward again, perhaps without such hooks (FlopCounterMode has some), and wants as many
-    saved tensors. torch.compile calls no such hooks."""
+    checkpointing runs forward again, perhaps without such hooks (FlopCounterMode has some), and expects the
+    same number of saved tensors. torch.compile calls no such hooks."""
     if torch.compiler.is_compiling():
         return False
     return _has_any_global_hook() and torch._C._autograd._top_saved_tensors_default_hooks(True) is None

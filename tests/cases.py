@@ -53,8 +53,8 @@ def score_dtype(dtype: torch.dtype) -> torch.dtype:
 def make_ids(routing: str, tokens: int, top_k: int, num_experts: int, seed: int = 0):
     """ids (T, K): distinct, repeated, all to one expert, odd experts empty, some or all no expert's.
 
-    Drawn from a seed of their own: cases of one shape share their ids, and with them the shapes of the
-    products, for each of which PyTorch's bf16 product compiles a kernel.
+    Drawn from their own seed: cases of one shape share their ids, and with them the shapes of the GEMMs.
+    PyTorch's bf16 GEMM compiles a kernel for each shape.
     """
     draw = {"generator": torch.Generator().manual_seed(seed)}
     shape = (tokens, top_k)
@@ -138,9 +138,9 @@ class Case:
 
     @property
     def limit(self) -> float:
-        """Of swiglu_clamped: one that signals of order one do reach, but never in half precision.
+        """swiglu_clamped's limit: signals of order one reach it, but never in half precision.
 
-        There the rounding of h would decide which side of the kink it is on, and with it the gradient.
+        There the rounding of h would decide on which side of the kink it is, and with it the gradient.
         """
         return 1.0 if self.dtype in (F32, F64) else 7.0
 

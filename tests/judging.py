@@ -70,7 +70,7 @@ def assert_as_good(ours: dict, eager: dict, exact: dict, slack: float = LOOSE) -
     """Every tensor of `ours`, and every row, is as near to `exact` as eager's: see above.
 
     One exception, in float32: dscores is <g, a>, where the loop takes <y, dout>, so that y is never kept.
-    The product g sums over D where y sums over F, and a relu leaves <g, a> half as many terms.
+    g sums over D, but y over F, and a relu leaves <g, a> half of the terms.
     """
     # Half-precision inputs round gradients in their own dtype, scores in float32.
     unit = slack * max(unit_of(v.dtype) for v in ours.values())

@@ -44,7 +44,7 @@ def wrong_values(case: Case, label: str) -> dict[str, int]:
     end = {
         "ids": case.num_experts,
         "offsets": rows + 1,
-        "schedule": rows + 1,  # no expert, tile, slice or prefix of them is so many
+        "schedule": rows + 1,  # no expert, tile, slice or prefix is that large
         "counts": rows + 1,
         "row_slot": rows,
         "token_row": rows,

@@ -155,7 +155,7 @@ def test_same_bits_on_any_number_of_threads(cpu, threads):
 
 @pytest.mark.parametrize("name", ("h", "up"))
 def test_one_gradient(device, name):
-    """Of gates and ups in tensors of their own, where one is frozen."""
+    """Gates and ups are two tensors, and one is frozen."""
     inputs, da = draw(device, 9, 16, "separate", F32)
     fixed = {"layout": "separate", "activation": "silu"}
     both = forward_backward(activate, inputs, da, **fixed)

@@ -428,8 +428,8 @@ def wide_signals(count, routing, device, dtype):
     return x, scores, cases.make_ids(routing, count, 3, 8).to(device), dout
 
 
-def own_tokens(rank, ranks, static, *signals):
-    """Of one rank's experts every rank sends all tokens, of two each its own."""
+def rank_tokens(rank, ranks, static, *signals):
+    """The tokens of a rank: with one rank of experts all tokens, with two the rank's share."""
     cut = len(signals[0]) // (2 if static else 3)
     return [(s if ranks == 1 else share(rank, s, cut)).clone() for s in signals]
 
@@ -439,7 +439,7 @@ def wide_experts(rank, device, dtype, static, ranks):
     for routing, count in itertools.product(cases.ROUTINGS, COUNTS):
         signals = wide_signals(count, routing, device, dtype)
         layer.zero_grad()
-        step = experts_step(layer.experts, *own_tokens(rank, ranks, static, *signals))
+        step = experts_step(layer.experts, *rank_tokens(rank, ranks, static, *signals))
         found[routing, count] = {name: step[name] for name in ("out", "dx", "dscores")}
     return found
 
@@ -448,7 +448,7 @@ def whole_layers(rank, device, dtype, static, ranks):
     layer, found = wide_layer(device, dtype, static, ranks), {}
     for count in COUNTS:
         x, _, _, dout = wide_signals(count, "random", device, dtype)
-        x, dout = own_tokens(rank, ranks, static, x, dout)
+        x, dout = rank_tokens(rank, ranks, static, x, dout)
         out = layer(x.requires_grad_())
         out.backward(dout)
         found["chosen", count] = {"out": out.detach(), "dx": x.grad}

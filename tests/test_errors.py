@@ -760,7 +760,7 @@ WRONG_VALUES = {
     ),
 )  # fmt: skip
 def test_wrong_parts(device, call, error, message):
-    """Of what an argument is made of."""
+    """Wrong parts of a compound argument."""
     fn, arguments = call
     with pytest.raises(error, match=f"{fn.__name__}: expected {message}"):
         fn(**moved(arguments, device))

@@ -94,7 +94,7 @@ def test_accuracy(device, dtype, layout):
 
 @given(case=experts_cases(), seed=st.integers(0, 999))
 def test_any_case(device, case, seed):
-    """Any sizes, routing, layout, activation and dtype. Of one to three tokens or hidden columns many
+    """Any sizes, routing, layout, activation and dtype. With one to three tokens or hidden columns many
     elements have the same error, and eager may have been lucky."""
     torch.manual_seed(seed)
     check_experts(case, device, 4 * LOOSE if min(case.tokens, case.hidden) < 4 else LOOSE)
@@ -313,8 +313,8 @@ def test_double_backward_raises(device):
 @pytest.mark.parametrize("score_on", ("output", "input"))
 @pytest.mark.parametrize("dtype", (F32, BF16, F16), ids=("f32", "bf16", "f16"))
 def test_expert_map(device, dtype, score_on):
-    """Ids of 12 experts, of which 5 have weights: the reference's results, without gradients in one operator
-    that has the same bits. Remote slots, whose scores are NaN, add nothing and get a zero gradient."""
+    """Ids of 12 experts; 5 of them have weights. Results are the reference's; the one operator without
+    gradients has the same bits. Remote slots, whose scores are NaN, add nothing and get a zero gradient."""
     case = Case(dtype=dtype, bias=True, score_on=score_on)
     inputs, dout = case.inputs(device), case.dout(device)
     ids = torch.randint(-2, 14, (case.tokens, case.top_k), device=device)

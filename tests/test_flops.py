@@ -42,7 +42,7 @@ def test_what_is_not_needed_does_not_count(device):
     inputs, ids = case.inputs(device), case.ids(device)
     inputs["w2"].requires_grad_()
     out = fused_experts(**inputs, ids=ids)
-    # g = dout w2, of which the recomputed a's scores need nothing, and dw2
+    # g = dout w2, which the recomputed a's scores do not need, and dw2
     assert flops_of(lambda: out.sum().backward()) == 2 * 2 * 6 * 2 * 10 * 7
 
 

@@ -293,7 +293,7 @@ def test_one_work_tile_is_that_of_the_list():
 @pytest.mark.parametrize("interleave", [False, True])
 @pytest.mark.parametrize("tile_rows", [64, 128, 192])
 def test_work_tiles_of_the_last_int32_rows(group, interleave, tile_rows):
-    """Too many tiles to list: each one looked at is as many-th of its kind as its order tells."""
+    """Too many tiles to list: each sampled tile has the number within its kind that its order gives."""
     ends = [0, 1, 2**30, 2**30, INT32_MAX - 64, INT32_MAX]
     offs = torch.tensor(ends, dtype=torch.int32)
     schedule = ops.tile_schedule(offs, tile_rows, MIN_SLICE)
@@ -334,7 +334,7 @@ def test_work_tiles_of_the_last_int32_rows(group, interleave, tile_rows):
 @needs_host
 @pytest.mark.parametrize("skinny_experts", [1, 64, 3000])
 def test_skinny_experts_have_their_share_of_nearly_2_to_the_31_tiles(skinny_experts):
-    """The share in 32 bits is rounded up; over so many tiles that comes to half a tile at most."""
+    """The share in 32 bits is rounded up; over nearly 2^31 tiles that is half a tile at most."""
     offs = offs_of([1] * skinny_experts + [128 * 7919])
     words, ends = ops.tile_schedule(offs, 128, MIN_SLICE).tolist(), offs.tolist()
     row_tiles = skinny_experts + 7919
@@ -455,7 +455,7 @@ def test_tall_tiles_of_any_words_are_within_the_tensors(plan, num_n_tiles, group
     slices_per_tile=st.integers(0, 4),
 )
 def test_wgrad_tiles_of_any_words_are_within_the_tensors(plan, weight_tiles, slice_rows, slices_per_tile):
-    """And no more than a right plan may have; slices have slots, whoever shares them."""
+    """And no more than a right plan may have; every slice has a slot, shared or not."""
     words, offs, R = plan
     tiles = _host.any_wgrad_tiles(words, offs, R, weight_tiles, slice_rows, slices_per_tile)
     assert len(tiles) <= (R // slice_rows + len(offs)) * weight_tiles
@@ -612,8 +612,8 @@ def test_slice_rules(R, E, num_sms, weight_tiles):
 
 
 def test_the_counters_suffice():
-    """Of wgrad: one per CTA of the tile scheduler, one of those that have exited, and 8 semaphores per CTA,
-    of which an SM has one. Half of the slots (test_slice_rules) are first slices', which have one."""
+    """wgrad needs one per CTA of the tile scheduler, one for the CTAs that have exited, and 8 semaphores per
+    CTA at one CTA per SM. Half of the slots (test_slice_rules) are first slices', which have a semaphore."""
     assert MAX_CTAS + 32 + 16 // 2 * (MAX_CTAS // 2) <= NUM_COUNTERS
 
 

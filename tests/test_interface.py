@@ -110,7 +110,7 @@ def test_the_interface_is_the_pinned_one(cpu):
 
 
 def reload(state):
-    """As from a file of which nothing is known: torch.load runs no code of it."""
+    """Loads as from an unknown file: torch.load runs none of its code."""
     file = io.BytesIO()
     torch.save(state, file)
     file.seek(0)
@@ -120,7 +120,7 @@ def reload(state):
 @pytest.mark.quick
 @pytest.mark.parametrize("option", [None, *OPTIONS])
 def test_a_state_dict_loads_with_weights_only(cpu, option):
-    """Of the layer and its optimizer, after a step, into a new layer that computes the same bits."""
+    """State of the layer and its optimizer, after a step, into a new layer that computes the same bits."""
     options = {name: OPTIONS[name] for name in (option, NEEDS.get(option)) if name}
     first, second = layer(**options), layer(**options)
     x = torch.randn(5, SIZES["D"], dtype=options.get("dtype"))

@@ -267,7 +267,7 @@ def test_peft_layout(cpu):
 
 
 def test_wrong_peft_adapters(cpu):
-    """Of from_peft and to_peft."""
+    """Wrong arguments of from_peft and to_peft."""
     A, B = torch.randn(12, 24), torch.randn(16, 12)
     pair = r"w1 to be a pair \(lora_A.weight, lora_B.weight\), found"
     for arguments, error, message in (

@@ -201,7 +201,7 @@ def test_micro_batches_add_up(device, dtype, order):
 
 
 def wgrad_operands(device, dtype, rows=700, a=40, b=64, experts=5):
-    """a, b, the offs of experts of which one is empty, and the counts."""
+    """a, b, the offs of experts with one of them empty, and the counts."""
     counts = torch.full((experts,), rows // (experts - 1))
     counts[1] = 0
     counts[-1] = rows - counts[:-1].sum()

@@ -132,7 +132,7 @@ def test_inference_keeps_no_h(device, why):
 
 
 def test_the_operator_without_gradients_allocates_no_h(cpu):
-    """h, 2TKF elements, would be the largest of its tensors: a has half as many, y fewer."""
+    """h, 2TKF elements, would be the largest of its tensors: a has half of that, y fewer."""
     case = Case(tokens=64, dim=32, hidden=96, num_experts=4, top_k=4)
     inputs, ids = case.inputs(cpu), case.ids(cpu)
     with torch.profiler.profile(profile_memory=True) as profiled:

@@ -650,7 +650,7 @@ def no_warning():
 
 
 def test_a_forgotten_update_warns(device):
-    """Once, after so many training forward passes, and not again."""
+    """Warns once, after a number of training forward passes, and not again."""
     layer, run = forgetful(device)
     run()
     with pytest.warns(

@@ -205,7 +205,7 @@ def test_remote_ids(device, options, dtype):
 
 
 def test_out_of_range_values_are_read_on_the_cpu_alone(cpu):
-    """Of real tokens: what padding has for ids is not looked at."""
+    """Ids of real tokens are read; those of padding are not."""
     logits, ids = torch.randn(T, E), torch.zeros(T, K, dtype=torch.int32)
     ids[5, 1] = E
     with pytest.raises(ValueError, match=r"route: expected ids from -1 to 7, found ids\[5, 1\] = 8"):
@@ -383,8 +383,8 @@ def test_what_padding_adds_without_gradients(device, more, settings, hooked):
 
 @pytest.mark.parametrize("settings", ALL_SETTINGS)
 def test_a_layer_replays_its_choice(device, settings):
-    """Of every token, and of the first ones: the same bits, counts and losses, in any leading shape; after an
-    update of the bias, too, which would choose others."""
+    """Ids of every token, and of the first ones: the same bits, counts and losses, in any leading shape, also
+    after an update of the bias that would choose others."""
     layer = FusedMoE(24, 20, E, K, **ALL_SETTINGS[settings], device=device)
     x, dout = (torch.randn(T, 24, device=device) for _ in range(2))
     for options in ({}, {"num_tokens": torch.tensor(7, device=device)}):
@@ -510,7 +510,7 @@ def test_export(device):
 
 @pytest.mark.parametrize("count", COUNTS)
 def test_losses(device, count):
-    """Of the real tokens alone, with gradients of zero for NaN in the others."""
+    """Losses are those of the real tokens alone; NaN in the others gets gradients of zero."""
     n = clamped(count)
     logits = torch.randn(3, T // 3, E, dtype=F64, device=device)
     ids = route(logits.view(T, E), K)[1]

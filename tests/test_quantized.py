@@ -435,7 +435,7 @@ def test_out_and_expert_map(device):
 # --- the layer --------------------------------------------------------------------------------------------
 
 
-# Of FusedMoE: the second has sides that tiles fit.
+# FusedMoE's D and F; tiles fit the second.
 SIZES = pytest.mark.parametrize("sizes", ((64, 32), (320, 192)), ids=("published", "tiles"))
 
 
@@ -728,7 +728,7 @@ def test_memory(cpu):
 @SIZES
 def test_compile(device, format, sizes):
     """One graph without breaks, with any number of tokens, forward and backward."""
-    torch._dynamo.reset()  # it compiles FusedMoE.forward so many times at most
+    torch._dynamo.reset()  # it limits how often it compiles FusedMoE.forward
     moe = quantize(layer(device, sizes), format, **quantize_options(format))
     compiled = torch.compile(moe, fullgraph=True, dynamic=True)
     for tokens in (5, 9):

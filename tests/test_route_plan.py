@@ -140,7 +140,7 @@ def test_own_plan_of_ids(device, tokens, top_k, num_experts, routing, seed):
     seed=st.integers(0, 99),
 )
 def test_expert_map(device, tokens, top_k, sizes, routing, dtype, seed):
-    """Ids of E_global experts, of which some are here: the plan of the ids that the map gives."""
+    """Ids of E_global experts, some of them local: the plan of the ids that the map gives."""
     num_ids, num_experts = sizes
     ids = make_ids(routing, tokens, min(top_k, num_ids), num_ids, seed).to(device, dtype)
     draw = {"generator": torch.Generator().manual_seed(seed)}

@@ -156,7 +156,7 @@ def test_swap_ab_computes_the_rows_that_its_wgmma_has():
 
 
 def test_splitting_fills_the_last_wave():
-    """Ten tiles on eight SMs: two waves, of which the second takes half as long."""
+    """Ten tiles on eight SMs: two waves, and the second takes half as long."""
     split, whole = (
         max(run.end for run in schedule.simulate(schedule.work_tiles([256], 5, split_last_wave=n), 8192, 8))
         for n in (8, 0)

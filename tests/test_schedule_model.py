@@ -92,7 +92,7 @@ def build(cpu, tmp_path):
 
 
 def test_every_interleaving(build):
-    """Up to three CTAs, of which some may never start, and up to six tiles."""
+    """Up to three CTAs, some of which may never start, and up to six tiles."""
     run = build()("explore")
     assert run.returncode == 0, run.stdout
     (states,) = re.fullmatch(r"(\d+) states\n", run.stdout).groups()

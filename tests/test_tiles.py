@@ -586,7 +586,7 @@ def test_what_refresh_weights_takes(cpu):
 @pytest.mark.gpu
 @EVERY_OPTION
 def test_moving_to_the_cpu_frees_the_devices_memory(device, option):
-    """Of tiles and of the second packing."""
+    """The memory of tiles and of the second packing."""
     format, options = OPTIONS[option]
 
     def trained() -> FusedMoE:
@@ -876,7 +876,7 @@ def test_tiles_that_do_not_fit(cpu, option, shape):
 
 
 def tensor_bytes() -> int:
-    """Of all tensors that are alive."""
+    """Bytes of all live tensors."""
     gc.collect()
     tensors = [t for t in gc.get_objects() if type(t) in (torch.Tensor, torch.nn.Parameter) and not t.is_meta]
     return sum({s.data_ptr(): s.nbytes() for s in (t.untyped_storage() for t in tensors)}.values())
@@ -885,7 +885,7 @@ def tensor_bytes() -> int:
 @EVERY_FORMAT
 @pytest.mark.usefixtures("tiling")
 def test_one_layout_is_in_memory(cpu, format):
-    """Of a weight that was made, moved, saved and loaded, tiles alone remain: its packed bytes and 2%."""
+    """After a weight was made, moved, saved and loaded, only tiles remain: its packed bytes and 2%."""
     options = quantize_options(format)
     published = sum(
         t.nbytes
@@ -965,7 +965,7 @@ def test_functions_on_meta(cpu, format):
 @pytest.mark.usefixtures("tiling")
 @EVERY_FORMAT
 def test_backward_gets_the_second_packing(cpu, format):
-    """Of the weight whose GEMM it is, on meta."""
+    """It is the second packing of the GEMM's weight, on meta."""
     weights = [random_weight(format, 3, *sides, cpu, 1) for sides in ((64, 128), (64, 128), (128, 64))]
     with pytest.MonkeyPatch.context() as gpu:
         gpu.setattr(tiles, "are_read_on", lambda device: True)  # on meta, too

@@ -1,4 +1,4 @@
-"""The torchtitan adapters against torchtitan's own modules, of whichever release is installed."""
+"""The torchtitan adapters against torchtitan's own modules, in the installed release."""
 
 import copy
 import subprocess

@@ -129,7 +129,7 @@ def test_it_writes_before_and_after_training(train, capsys):
         printed.split(title)[1].lstrip()[:47] for title in ("Before training:", "After 60 steps:")
     )
     assert before.startswith("import ") and after.startswith("import ")
-    # Text has many spaces. Of noise, half is not ASCII.
+    # Text has many spaces. Half of noise is not ASCII.
     assert before.count(".") > 10 > after.count(".")
     assert all(c == "\n" or " " <= c <= "~" for c in before + after)
 
@@ -257,7 +257,7 @@ def test_ctrl_c_ends_the_process_cleanly(train_lm, device, tmp_path):
 
 
 def test_bits_per_byte(train_lm):
-    """Of equal logits 8; of logits that know each byte but the last of a window, the last's share of 8."""
+    """Equal logits give 8. Logits that know each byte but the last of a window give the last's share of 8."""
     text = torch.arange(256).repeat(40).to(torch.uint8)  # each byte is one more than the byte before
     args = SimpleNamespace(seq_len=32, batch_size=8)
     equal = train_lm.bits_per_byte(lambda inputs: torch.zeros(*inputs.shape, 256), text, args)

@@ -629,7 +629,7 @@ UNSUPPORTED = {
         {"config": {"moe_intermediate_size": 64, "intermediate_size": 64}},
         r"scales \(5, 2, 2\) of a weight \(5, 128, 256\)",
     ),
-    "gate and up in one block, of as many scales": (
+    "gate and up in one block, with the right number of scales": (
         {"config": {"moe_intermediate_size": 224, "intermediate_size": 224}},
         r"scales \(5, 4, 2\) of a weight \(5, 448, 256\)",
     ),
@@ -744,7 +744,7 @@ def skip_tiles(experts: nn.Module, write: str) -> None:
 @ALL_WRITES
 @torch.no_grad()
 def test_writes_are_seen(device, tmp_path, kind, write):
-    """Three updates of a model that runs: the bits of a fresh load, whoever writes, and however."""
+    """Three updates of a running model, by every way to write: the bits of a fresh load."""
     experts, call = stored_experts(kind, tmp_path, device)
     before, fresh = experts(*call), copy.deepcopy(experts)
     skip_tiles(experts, write)

@@ -24,8 +24,8 @@ class _Copy(NamedTuple):
 
 
 class Copies:
-    """Of one weight. PyTorch's state_dict shares the parameters' memory, so writing into it writes the
-    parameters; a write into these copies would be lost. It is an error at the weight's next use, unless
+    """The copies of one weight. PyTorch's state_dict shares the parameters' memory, so writing into it writes
+    the parameters; a write into these copies would be lost. It is an error at the weight's next use, unless
     load_state_dict wrote a tensor of that name since. A write through `.data` is not noticed.
     """
 

@@ -125,7 +125,7 @@ def _values(format: str, data: Tensor, scale: Tensor, zero: Tensor | None) -> Te
 
 
 def nibbles(data: Tensor) -> Tensor:
-    """The 4-bit codes of bytes, twice as many."""
+    """The 4-bit codes of bytes, two per byte."""
     return torch.stack((data & 15, data >> 4), -1).flatten(-2)
 
 

@@ -149,7 +149,7 @@ def from_gptq_experts(
     zero_offset: int = 1,
     dtype: torch.dtype = torch.bfloat16,
 ) -> tuple[QuantizedWeight, QuantizedWeight, QuantizedWeight]:
-    """Loads the three weights of GPTQ experts, of which `down` may be in act-order.
+    """Loads the three weights of GPTQ experts. `down` may be in act-order.
 
     Act-order scatters the columns of a group. The columns of `down` are hidden units, whose order is free:
     they are sorted by group, for each expert, and the rows of `gate` and `up` alike, so that the experts
@@ -489,7 +489,7 @@ def _rows(tensor: Tensor | None, order: Tensor) -> Tensor | None:
 
 def _awq_codes(words: Tensor) -> Tensor:
     """AWQ's codes (..., n, out / 8) as uint8 (..., out, n)."""
-    # Of the eight codes in a word the first four are the even rows.
+    # The first four of a word's eight codes are the even rows.
     halves = formats.nibbles(_as_bytes(words)).unflatten(-1, (-1, 2, 4))
     return halves.mT.flatten(-3).mT
 

@@ -50,7 +50,7 @@ ROWS = (4, 2, 8)  # w, h, g
 MAGNITUDES, SIGNS = (6, 9, 3, 0), (15, 13, 12, 14)  # of mxfp4's nibbles in a halfword
 # By codes per byte, how 64 columns are split: s, u, t, v; or s // 2, s % 2, u, t, since a byte has both v.
 COLUMNS = {1: (4, 2, 4, 2), 2: (2, 2, 2, 4)}
-# Of the dimensions E, out / 64, w, h, g, in / 64, *COLUMNS: their order in tiles,
+# How tiles order the dimensions E, out / 64, w, h, g, in / 64, *COLUMNS:
 # E, out / 64, in / 64, h, w, g, t, s, u, v; or .., t, s // 2, v, s % 2, since a byte has both u.
 ORDER = {1: (0, 1, 5, 3, 2, 4, 8, 6, 7, 9), 2: (0, 1, 5, 3, 2, 4, 9, 6, 8, 7)}
 

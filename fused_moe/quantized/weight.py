@@ -195,7 +195,7 @@ class QuantizedWeight(nn.Module):
 
     @property
     def nbytes(self) -> int:
-        """Of its parameters and of the second packing."""
+        """Bytes of its parameters and of the second packing."""
         tensors = (*self.parameters(), self.data_t, self.scale_t, self.zero_t)
         return sum(t.nbytes for t in tensors if t is not None)
 

@@ -5,7 +5,7 @@ So checkpoints of the stock layer load here, and the other way round. Releases 0
 
     --experimental.custom_import=fused_moe.torchtitan --model.converters=fused_moe
 
-Later releases use overrides, of which the first three exclude each other:
+Later releases use overrides. The first three exclude each other:
 
     --override.imports fused_moe.torchtitan.fused_moe             router, experts and combine
     --override.imports fused_moe.torchtitan.fused_routed_experts  experts and combine

@@ -18,9 +18,10 @@ from ..ops import ops, route_plan
 from ..plan import Plan
 from ..routed import is_plain_linear
 
-# What selective checkpointing saves. The routing is small, and must not change in recomputation. Of the
-# experts' two operators only experts_down is saved, as torchtitan saves every second mm: that avoids a third
-# of the recomputation, whereas h and a of experts_up are the bulk of a layer's activations.
+# The operators that selective checkpointing saves. The routing is small, and must not change in
+# recomputation. Only experts_down of the experts' two operators is saved, as torchtitan saves every second
+# mm: that avoids a third of the recomputation, whereas h and a of experts_up are the bulk of a layer's
+# activations.
 SAVED_OPS = frozenset(op.default for op in (ops.route, ops.route_plan, ops.count_plan, ops.experts_down))
 
 

@@ -62,10 +62,10 @@ class _Kept(nn.Module):
 
 
 class _Stored(QuantizedWeight):
-    """A weight that reads parameters of experts, whatever a checkpoint stores, at each call. So it is right
-    whoever has written them. Zero points alone, two of which are in a byte there, are kept as operators take
-    them. They are unpacked again where a parameter's version or memory shows that it was written, in compiled
-    code at each call, and by `fused_moe.refresh_weights`."""
+    """A weight that reads the experts' parameters, as the checkpoint stores them, at each call. So it sees
+    every write to them. Only zero points are kept as operators take them, since a byte stores two. They are
+    unpacked again if a parameter's version or memory shows that it was written, in compiled code at each
+    call, and by `fused_moe.refresh_weights`."""
 
     def __init__(self, made: QuantizedWeight, sources: dict[str, nn.Parameter]):
         nn.Module.__init__(self)

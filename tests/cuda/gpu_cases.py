@@ -125,7 +125,7 @@ def settings_of(case: Case) -> dict:
 
 
 def with_idle_experts(weights, num_experts: int) -> torch.Tensor:
-    """Weights or biases of so many experts: NaN of those that have no rows, behind the others."""
+    """Weights or biases of num_experts experts: the given ones, then NaN for experts without rows."""
     num_idle = num_experts - weights.size(0)
     return torch.cat([weights, weights.new_full((num_idle, *weights.shape[1:]), torch.nan)])
 

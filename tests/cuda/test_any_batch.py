@@ -74,7 +74,7 @@ def step_of(layer, x, dout, **options) -> dict:
 
 
 def assert_close(found: dict, expected: dict, what: str) -> None:
-    """In norm: sums over tokens are split by the tokens that there may be. Of equal tokens they cancel."""
+    """In norm: the largest number of tokens decides how sums over tokens are split. Equal tokens cancel."""
     for name, value in expected.items():
         tolerance = 1e-4 if value.dtype == torch.float32 else 2e-2
         error = (found[name].double() - value.double()).norm()

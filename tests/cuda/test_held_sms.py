@@ -45,7 +45,7 @@ def test_every_gemm(device, tier, held, dtype, name):
 
 @pytest.mark.parametrize("tokens", (150, 1200), ids=("16 rows", "64 rows"))
 def test_few_rows(device, held, tokens):
-    """Tiles of so many rows at most, more than there are CTAs, two of which share an SM."""
+    """Tiles of at most 16 or 64 rows, more than there are CTAs. Two CTAs share an SM."""
     run, _ = every_gemm(BF16, device, dim=136, hidden=264, experts=300, tokens=tokens)
     check(run, held, run())
 

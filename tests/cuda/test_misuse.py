@@ -55,7 +55,8 @@ def assert_same_results(name: str, call: tuple, expected: list) -> None:
 
 
 def plant(name: str, case: Case, device, calls: list[tuple], places: tuple, elements: int) -> None:
-    """Wrong values in one element, then in all, of each argument alone; guards of so many elements."""
+    """Plants wrong values in one element, then in all, of each argument alone; guards have `elements`
+    elements."""
     for call in calls:
         expected = [r.clone() for r in call_operator(name, call)]
         for label, tensor in integer_arguments(name, call).items():

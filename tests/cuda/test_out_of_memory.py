@@ -13,7 +13,7 @@ pytestmark = pytest.mark.gpu
 
 @contextmanager
 def allowed(device, more: int):
-    """PyTorch may take so many bytes more than what is in use."""
+    """PyTorch may allocate `more` bytes beyond those in use."""
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     total = torch.cuda.get_device_properties(device).total_memory

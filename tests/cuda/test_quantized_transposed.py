@@ -14,8 +14,8 @@ from fused_moe.quantized.formats import FORMATS, scale_shapes
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("sm90")]
 ops = torch.ops.fused_moe
 
-# tokens, K, E, D, F, routing: rows of an expert from few to so many that weights are dequantised; widths that
-# are no powers of two; groups of 128 columns on both sides; widths that tiles do not fit.
+# tokens, K, E, D, F, routing: few rows per expert up to a number at which weights are dequantised; widths
+# that are no powers of two; groups of 128 columns on both sides; widths that tiles do not fit.
 SHAPES = {
     "one slot": (1, 1, 3, 192, 128, "random"),
     "3 rows each": (9, 2, 6, 128, 192, "random"),
@@ -165,7 +165,7 @@ def test_every_code_and_scale(device, format, dtype):
         data = data.view(FORMATS[format].data_dtype)
         options = {"format": format, "shape": (E, out, width), "trainable": True}
         w = QuantizedWeight(data, scale, zero, **options).to(device)
-        # Of one element in each row, so that a NaN is of its own column alone.
+        # One element in each row, so that a NaN stays in its column.
         a = torch.eye(out, dtype=dtype, device=device).repeat(E, 1)
         offsets = torch.arange(1, E + 1, dtype=torch.int32, device=device) * out
         for rows in (a, torch.ones_like(a)):

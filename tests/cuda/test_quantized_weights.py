@@ -102,7 +102,7 @@ def test_bits_of_dequantised_weights(device, shape, format, scale_of, dtype):
 @pytest.mark.parametrize("shape", ("one slot", "eight rows", "64 rows and 1", "many experts", "many rows"))
 @torch.no_grad()
 def test_tiled_or_not(device, monkeypatch, shape, format):
-    """Weights of which all, some or none are tiled give the same bits."""
+    """Weights give the same bits whether all, some or none are tiled."""
     (x, *weights, scores, ids), options, _ = draw(shape, "separate", format, 1, BF16, BF16, device)
     expected = fused_experts(x, *weights, scores, ids, **options)
     monkeypatch.setattr(tiles, "are_read_on", lambda device: False)
@@ -149,7 +149,7 @@ def test_tokens_of_any_batch(device, format):
         part = slice(first, first + num)
         out = fused_experts(x[part], w1, w2, w3, scores[part], ids[part], **options)
         assert torch.equal(out, whole[part])
-    # so many tokens that tiles are tall, and so many that weights are dequantised
+    # enough tokens for tall tiles, and enough for weights to be dequantised
     for times in (60, 320):
         many = [t.repeat(times, 1) for t in (x, scores, ids)]
         out = fused_experts(many[0], w1, w2, w3, *many[1:], **options)

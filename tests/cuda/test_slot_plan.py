@@ -11,8 +11,8 @@ from fused_moe import fused_experts
 pytestmark = pytest.mark.gpu
 
 # tokens, K, E, D, F: one slot; a slot more than a warp has lanes; all 64; more work tiles than SMs; more
-# experts than a CTA has threads; a k of which the last wave is split. With more than 32 slots an
-# expert both GEMMs are launches of their own
+# experts than a CTA has threads; a k whose last wave is split. With more than 32 slots per expert both GEMMs
+# are separate launches.
 SHAPES = {
     "one slot": (1, 1, 3, 64, 64),
     "part tiles": (5, 3, 7, 200, 136),
@@ -93,7 +93,7 @@ def test_ids_of_any_form(device, dtype):
 @pytest.mark.parametrize("integers", ("int64", "int16", "int8", "uint8"))
 @torch.no_grad()
 def test_ids_of_any_value(device, integers):
-    """Of the operator: those outside of the experts have no row, however far out they are."""
+    """The operator's ids: those outside of the experts have no row, however far out they are."""
     x, w1, w2, w3, scores, ids = draw("33 slots", BF16, device)
     integers = getattr(torch, integers)
     span = torch.iinfo(integers)

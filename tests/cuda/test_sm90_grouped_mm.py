@@ -32,7 +32,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("sm90")]
 
 
 def check_product(a, b, offsets) -> None:
-    """Of operands as they are stored, on poisoned memory."""
+    """Checks the GEMM of operands as they are stored, on poisoned memory."""
     with poisoned():
         out = ops.grouped_mm(a=a, b=b, offsets=offsets)
     exact.check(out, exact.grouped_mm(a, b, offsets))
@@ -52,7 +52,7 @@ def check_up_dgrad(case: Case, counts, device) -> None:
 
 
 def draw_few_rows(k, n, height, dtype, device) -> tuple:
-    """Operands for tiles of so many rows at most."""
+    """Operands for tiles of at most 16 or 64 rows."""
     a, offsets = draw_rows(FEW_ROWS_OF[height], k, dtype, device, spare=200)
     b = draw_weights(len(FEW_ROWS), n, k, dtype, device)
     return a, with_idle_experts(b, offsets.size(0)), offsets

@@ -333,7 +333,7 @@ def dtypes(layer: nn.Module) -> dict:
 
 @wrapper("FSDP2", "`fully_shard`", distributed=True)
 def fsdp2(case):
-    """Of a layer and its parent, on three dimensions."""
+    """Shards a layer and its parent, on three dimensions."""
     before, parent = dtypes(case.layer), Parent(case.layer)
     fully_shard(parent.moe)
     fully_shard(parent)
@@ -501,7 +501,7 @@ def safetensors(case):
     "accelerate offload", "`accelerate.cpu_offload`, `disk_offload`", STATE, each=True, needs="accelerate"
 )
 def accelerate_offload(case):
-    """Of a layer on the CPU. Parameters, which are on meta after each call, get no gradient there."""
+    """Offloads a layer on the CPU. Parameters are on meta after each call, and get no gradient there."""
     import accelerate
 
     def run(offload):

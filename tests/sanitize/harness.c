@@ -159,7 +159,7 @@ static int64_t width(int64_t usual) {
 static void *values(FusedMoeDtype dtype, int64_t n) {
     const FmRows *v = fm_rows(dtype);
     void *data = block(n * (int64_t)v->elem_bytes);
-    double accum[64]; /* or as many floats */
+    double accum[64]; /* or 64 floats */
     for (int64_t first = 0, count; first < n; first += count) {
         count = fm_min(64, n - first);
         for (int64_t i = 0; i < count; i++) v->set(accum, i, draw(2001) / 1000.0 - 1);
@@ -220,7 +220,7 @@ static FusedMoeWeight quantized_weight(FusedMoeQuantizedWeight *w, int64_t E, in
 
 typedef struct {
     int64_t T, K;
-    int32_t E, chosen; /* ids are of the first so many experts, or outside [0, E) */
+    int32_t E, chosen; /* ids are those of the first `chosen` experts, or outside [0, E) */
     int64_t D, F;
 } Shape;
 
@@ -256,13 +256,13 @@ enum { NUM_CASES = 16 * NUM_SHAPES };
 
 /* --- operators ------------------------------------------------------------------------------------------ */
 
-/* A value of [0, n), or one time in eight one outside. */
+/* A value of [0, n), or in one of eight calls one outside. */
 static int32_t draw_outside(int32_t n) {
     return draw(8) ? draw(n) : draw(2) ? n : -1;
 }
 
-/* One slot of eight has an id outside [0, E), and expert 1 has no rows where there are others. In some cases the
- * ids go through a map, with which the last expert may have rows, too. */
+/* One slot of eight has an id outside [0, E). Expert 1 has no rows if there are other experts. In some cases
+ * the ids go through a map, with which the last expert may have rows, too. */
 static int route_plan(Case *c) {
     const Shape *s = &c->s;
     int64_t slots = s->T * s->K;

@@ -768,7 +768,8 @@ def test_single_calls_have_two_parts(load, tmp_path):
 
 
 def test_builds_are_compared_with_the_first(load, tmp_path, monkeypatch, capsys):
-    """Of any number of builds each newer one has its records, with layers beside dense GEMMs."""
+    """Each build after the first has its records, with layers beside dense GEMMs, for any number of
+    builds."""
     builds, compare_builds = load("builds"), load("compare_builds")
     microseconds = {"A": 100, "B": 80, "C": 50}
 
@@ -987,7 +988,7 @@ def test_peers_of_a_format_that_cannot_run(load, run, monkeypatch, capsys):
 
 @dataclass(frozen=True)
 class HummingConfig:
-    """Of a weight (num_experts, rows, columns)."""
+    """The config of a weight (num_experts, rows, columns)."""
 
     num_experts: int
     rows: int

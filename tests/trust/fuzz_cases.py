@@ -139,7 +139,7 @@ def is_legal(case: FuzzCase) -> bool:
 
 @dataclass(frozen=True)
 class Shares:
-    """How many cases in ten thousand are compiled, by backend: compiling one takes as long as many runs."""
+    """How many cases in ten thousand are compiled, by backend: compiling one takes the time of many runs."""
 
     aot_eager: int = 50
     inductor: int = 1

@@ -409,7 +409,7 @@ class Layer(Problem):
         return {"out": out[: self.case.tokens], "balance": losses.load_balancing, "z": losses.z}
 
     def after(self, inputs):
-        """The choice that forward has made, once more. With as many rows: on a CPU last bits depend on them,
+        """Makes forward's choice once more, with the same number of rows: on a CPU last bits depend on it,
         and with an expanded gate all experts have the same logits."""
         x, _ = padded(self.case, inputs["x"])
         with torch.no_grad():

@@ -396,7 +396,7 @@ class Soak:
         return torch.cuda.memory_stats()["requested_bytes.all.current"]
 
     def allow(self, room: int | None = None) -> None:
-        """Lets PyTorch take so many bytes more than what is in use; None: all of its part of the device."""
+        """Lets PyTorch allocate `room` bytes beyond those in use; None: all of its part of the device."""
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
         part = self.args.memory_fraction
