@@ -30,28 +30,32 @@ def find_cuobjdump() -> tuple[str, str] | None:
     return (tool, path) if tool and shutil.which("nvdisasm", path=path) else None
 
 
-def cuobjdump(library, *options: str) -> str:
-    """The output of cuobjdump for a library."""
+def cuobjdump(library, *options: str) -> Iterator[str]:
+    """The lines that cuobjdump prints about a library, as they come: there are up to a gigabyte of them."""
     found = find_cuobjdump()
     if found is None:
         raise FileNotFoundError(MISSING)
     tool, path = found
     command = [tool, *options, str(library)]
-    run = subprocess.run(command, capture_output=True, text=True, check=True, env=os.environ | {"PATH": path})
-    return run.stdout
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, text=True, env=os.environ | {"PATH": path}
+    ) as process:
+        yield from process.stdout
+    if process.returncode:
+        raise subprocess.CalledProcessError(process.returncode, command)
 
 
 def targets(library) -> tuple[set[str], set[str]]:
     """The architectures of a library's machine code and of its PTX."""
-    elf = cuobjdump(library, "--list-elf")
-    ptx = cuobjdump(library, "--list-ptx")
+    elf = "".join(cuobjdump(library, "--list-elf"))
+    ptx = "".join(cuobjdump(library, "--list-ptx"))
     return (set(re.findall(r"\.(sm_\w+)\.cubin", elf)), set(re.findall(r"\.(sm_\w+)\.ptx", ptx)))
 
 
 def resources(library) -> dict[tuple[str, str], dict[str, int]]:
     """{(architecture, mangled kernel): {"REG": .., "STACK": .., "SHARED": .., "LOCAL": ..}}"""
     found, arch = {}, ""
-    lines = iter(cuobjdump(library, "--dump-resource-usage").splitlines())
+    lines = cuobjdump(library, "--dump-resource-usage")
     for line in lines:
         if match := re.match(r"arch = (\w+)", line):
             arch = match[1]
@@ -63,14 +67,17 @@ def resources(library) -> dict[tuple[str, str], dict[str, int]]:
 def kernels(library, *options: str) -> Iterator[tuple[str, str, list[str]]]:
     """(architecture, mangled kernel, lines of its instructions and their encodings)"""
     arch, name, lines = "", "", []
-    for line in cuobjdump(library, "--dump-sass", *options).splitlines():
+    for line in cuobjdump(library, "--dump-sass", *options):
+        line = line.strip()
+        if line.startswith("/*"):
+            if name:
+                lines.append(line)
+            continue
         if match := re.match(r"arch = (\w+)", line):
             new_arch, new_name = match[1], ""
-        elif match := re.match(r"\s*Function : (\S+)", line):
+        elif match := re.match(r"Function : (\S+)", line):
             new_arch, new_name = arch, match[1]
         else:
-            if name and re.match(r"\s*/\*", line):
-                lines.append(line.strip())
             continue
         if name:
             yield arch, name, lines

@@ -4,8 +4,10 @@ A Python of a few lines of shell notes its command lines and installs versions, 
 """
 
 import os
+import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -23,6 +25,7 @@ case "$*" in
 *sys.base_prefix*) ! [ -e "$home/pyvenv.cfg" ] ;;
 *torch.__version__*) cat "$home/torch" 2>/dev/null || { [ -e "$home/lends" ] && cat "$SYSTEM/torch"; } ;;
 "-m pip --version") [ -e "$home/pip" ] ;;
+*read_configuration*) echo 'pytest>=7 hypothesis>=6' ;;
 "-m ensurepip") log "ensurepip" && touch "$home/pip" ;;
 "-m venv"*)
     log "venv $*"
@@ -165,10 +168,21 @@ def test_with_driver(checkout):
 
 
 def test_compiles_before_pip_does(checkout):
-    """And not under make's jobserver, which ninja cannot use."""
+    """After the packages that need no compiling, and not under make's jobserver, which ninja cannot use."""
     _, lines = make(checkout, "-j2")
     compile = "python setup.py --quiet build_ext --inplace"
-    assert lines[-3:] == [compile, f"pip {EXTRAS}", compile]
+    packages = "pip install --quiet pytest>=7 hypothesis>=6"
+    assert lines[-4:] == [packages, compile, f"pip {EXTRAS}", compile]
+
+
+@pytest.mark.parametrize("extras", ["test,train,bench", "dev"])
+def test_packages_of_extras(extras):
+    """The lines of setup.sh that read pyproject.toml."""
+    pytest.importorskip("setuptools", "77")
+    script = re.search(r"needed=\$\(\S+ -c '(.*?)'", (ROOT / "tools/setup.sh").read_text(), re.S)[1]
+    packages = subprocess.check_output([sys.executable, "-c", script, extras], cwd=ROOT, text=True).split()
+    names = {re.match(r"[\w-]+", package)[0] for package in packages}
+    assert ({"pytest", "tqdm", "tabulate"} if "test" in extras else {"ruff", "build"}) <= names
 
 
 def test_second_run(checkout):
