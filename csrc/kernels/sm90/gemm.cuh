@@ -1,6 +1,12 @@
 /* Grouped GEMM for Hopper: D[r,:] = A[r,:] B[e(r)]^T. Persistent, warp-specialised, one CTA per SM, tiles of
  * 128x256x64; where experts have few rows, two smaller CTAs per SM (FewRowsConfig).
  *
+ * Three parts   rows of A          rows.cuh: contiguous by TMA, or gathered by cp.async
+ *               weight B           weight.cuh: dense; weight_quantized.cuh: values made in registers
+ *               epilogue           the kernel's: bias, activation, ..
+ * Around them   config.cuh tiles and types, mainloop.cuh MMAs, tile_queue.cuh which tile is next,
+ *               pipeline.cuh barriers, writers.cuh stores
+ *
  * Roles (384 threads; down_dgrad adds an epilogue warpgroup)
  *   warpgroup 0     producer: warp 3 fetches work tiles; warp 0 loads A and B by TMA, or warps 0-2 gather A
  *                   by cp.async and warp 0 loads B
@@ -23,8 +29,9 @@
  *
  * Which CTA computes which tile matters more than anything in the main loop: neighbouring CTAs in lockstep
  * read shared rows and columns once from L2 (schedule.h). So all full tiles last equally long: both consumers
- * compute, even where the second's rows are past the expert's end. Tiles that cost much less are computed as
- * such: half-N tiles, and skinny experts with swapped operands (the weight is wgmma's A, the tokens its B).
+ * compute, even where the second's rows are past the expert's end. Only tiles that cost much less are
+ * smaller: half-N tiles, and those of skinny experts (64 rows at most), by swap-AB: the weight is wgmma's A,
+ * the tokens its B.
  *
  * What was tried and dropped is in docs/lab/forward.md: clusters that share B by multicast, prefetches into
  * L2, stores from registers, three stages with a larger staging buffer. */
@@ -64,7 +71,7 @@ __device__ inline Shared<Config> &prologue() {
 
 /* --- the producer warpgroup ----------------------------------------------------------------------------- */
 
-/* The token of row i of a tile. One out of range, which no plan of ours has, is token 0. */
+/* The token of row i of a tile. A wrong plan's token out of range reads as token 0. */
 template <class Gemm>
 __device__ inline int token_of_row(const Gemm &p, const WorkTile &tile, int i) {
     if (tile.expert < 0 || i >= tile.num_rows) return 0; /* nothing is read */
@@ -108,12 +115,12 @@ __device__ inline void produce(const GemmOf<Config> &p, PlanningShared<Config> &
 
 /* --- a consumer warpgroup ------------------------------------------------------------------------------- */
 
-/* A full tile, or a skinny one beside full ones, which run_swapped(a constant, wgmma's N) computes. */
+/* A full tile, or a skinny one beside full ones. The latter is run_swapped's, with wgmma's N a constant. */
 template <class Config, typename Epilogue, typename RunSwapped>
 __device__ __forceinline__ void run_tile(Shared<Config> &s, typename Config::Pipeline &pipe, int num_k_tiles,
                                          int wg, const WorkTile &tile, Epilogue &epilogue,
                                          typename Epilogue::Writer &writer, RunSwapped run_swapped) {
-    /* the previous tile's subtiles that this tile's k-tiles have no room for */
+    /* this tile has fewer k-tiles than the previous one has subtiles to store under them */
     if (tile.skinny || num_k_tiles < Epilogue::SUBTILES) epilogue.flush(writer);
     if (tile.skinny) return with_tokens<Config>(tile.num_rows, run_swapped);
     auto store_subtile = [&](auto i) { epilogue.template store_subtile<i.value>(writer); };
@@ -140,8 +147,8 @@ __device__ __forceinline__ void consume(const GemmOf<Config> &p, Shared<Config> 
         std::conditional_t<Config::ALL_SWAPPED, SkinnyWriter<Config::BM>, typename Epilogue::Writer>;
     Writer writer(shared_address(s.staging[wg]), WARPGROUP_BARRIER + wg, warp);
     for (WorkTile tile = reader.next(); tile.expert >= 0; tile = reader.next()) {
-        /* One or two of B's subtiles. With gate_up gates come before their ups: a consumer computes
-         * act(gate) up, so it has a gate and its up. */
+        /* This consumer's subtiles of B, one or two. With gate_up B is gates, then ups, and a consumer has a
+         * subtile of each, since it computes act(gate) up. */
         int first = p.gate_up ? wg : Config::SUBTILES * wg;
         int second = p.gate_up ? wg + Config::CONSUMERS : first + 1;
         auto run_swapped = [&](auto tokens) {
@@ -161,7 +168,7 @@ __device__ __forceinline__ void consume(const GemmOf<Config> &p, Shared<Config> 
 
 /* --- a consumer warpgroup of a quantised weight --------------------------------------------------------- */
 
-/* Nothing here may become a call, at which MMAs in flight would be waited for. */
+/* All of it is inlined: at a call ptxas waits for the MMAs in flight. */
 template <class Config, int TOKENS, typename Epilogue>
 __device__ __forceinline__ void run_tile_fragments(const GemmOf<Config> &p, Shared<Config> &s,
                                                    typename Config::Pipeline &pipe, const WorkTile &tile,
@@ -175,15 +182,15 @@ __device__ __forceinline__ void run_tile_fragments(const GemmOf<Config> &p, Shar
         run_mainloop_tall<Config>(d, p, s, pipe, wg);
     else
         run_mainloop_fragments<Config, TOKENS>(d, p, s, pipe, wg);
-    if (!TALL && tile.half_n && subtile >= Config::TILES / 2) return; /* these were not loaded */
+    if (!TALL && tile.half_n && subtile >= Config::TILES / 2) return; /* not loaded */
     if constexpr (Config::MANY_ROWS) {
         typename Config::Lines lines(staging, WARPGROUP_BARRIER + wg, warp);
         constexpr int ROWS =
             TOKENS < Config::Lines::ROWS ? TOKENS : Config::Lines::ROWS; /* stored at a time */
         constexpr int STORES = TOKENS / ROWS * SUBTILES, WORDS = ROWS / 2;
         auto first_word = [](int i) { return TOKENS / 2 * (i % SUBTILES) + WORDS * (i / SUBTILES); };
-        /* A loop that moves each store's accumulators to where the first one's were, since registers have no
-         * index: unrolled code would be fetched anew for every tile. */
+        /* A loop, since unrolled code would be fetched anew for every tile. Registers have no index, so the
+         * next store's accumulators move to the first one's registers. */
 #pragma unroll 1
         for (int i = 0; i < STORES; i++) {
             epilogue.template store_lines<ROWS, TALL>(d, tile, subtile + i % SUBTILES, i / SUBTILES * ROWS,
