@@ -34,7 +34,7 @@ struct GemmConfig {
     static constexpr int CUT_ROWS = 0; /* a plan's tile of more rows is cut; 0: none is */
     static constexpr int K_TILES = 1;  /* in a stage */
     static constexpr int K_TILE_BYTES = BM * SWIZZLE_BYTES, A_BYTES = K_TILES * K_TILE_BYTES;
-    /* Swapped tiles: wgmma's N by their rows, and the weight's subtiles of a consumer. */
+    /* Swapped tiles: wgmma's N, the first that holds their rows, and a consumer's subtiles of the weight. */
     using Tokens = std::integer_sequence<int, 8, 32, 64>;
     static constexpr int SUBTILES = 2;
     static constexpr int THREADS = 128 * (1 + CONSUMERS), CONSUMER_WARPS = 4 * CONSUMERS;
@@ -72,8 +72,8 @@ struct FewRowsConfig : GemmConfig<Operand_, B_MAJOR_, GATHER_> {
     using Pipeline = PipelineState<STAGES>;
 };
 
-/* Quantised weights. Unpacking is what has to be hidden: by the memory's time where rows are few, by MMAs
- * where they are many. What a warp issues counts: docs/lab/quantised.md. */
+/* Quantised weights. Unpacking is hidden behind loads where rows are few, and behind MMAs where they are many.
+ * The instructions that a warp issues for it take the time (docs/lab/quantised.md). */
 template <class Dequantizer, bool GATHER_, Height HEIGHT>
 struct QuantizedConfig : QuantizedTile<HEIGHT> {
     using Tile = QuantizedTile<HEIGHT>;
@@ -111,7 +111,7 @@ struct QuantizedConfig : QuantizedTile<HEIGHT> {
     using Pipeline = PipelineState<STAGES>;
 };
 
-/* --- wgmma's N for the rows of a swapped tile: the first of Config::Tokens that is enough --------------- */
+/* --- wgmma's N for the rows of a swapped tile: the first of Config::Tokens that holds them -------------- */
 
 template <int N, int... MORE>
 __device__ inline int first_of(std::integer_sequence<int, N, MORE...>, int rows) {
@@ -128,7 +128,7 @@ __device__ __forceinline__ void with_first_of(std::integer_sequence<int, N, MORE
     fn(std::integral_constant<int, N>());
 }
 
-/* Calls fn with it, a constant. */
+/* Calls fn with that N, a constant. */
 template <class Config, typename Fn>
 __device__ __forceinline__ void with_tokens(int rows, Fn fn) {
     with_first_of(typename Config::Tokens(), rows, fn);
@@ -136,7 +136,8 @@ __device__ __forceinline__ void with_tokens(int rows, Fn fn) {
 
 /* --- what a launch gives its kernel, and shared memory -------------------------------------------------- */
 
-/* What every GEMM has; a kernel's parameters begin with it. */
+/* What every GEMM has; a kernel's parameters begin with it. up_dgrad has two parts: its k is that of two
+ * weights, one after the other. */
 template <class WeightParams>
 struct Gemm {
     CUtensorMap a[2];         /* (R, k of part i); not with a gather      */
@@ -178,7 +179,7 @@ struct alignas(1024) Shared {
     typename Config::Queue queue;
 };
 
-/* A GEMM's that may make its plan itself. */
+/* Of a GEMM that may make its plan itself. */
 template <class Config>
 struct PlanningShared : Shared<Config> {
     FusedMoeSlotPlan plan;

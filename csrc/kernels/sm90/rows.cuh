@@ -15,7 +15,7 @@ constexpr int TAIL_ROWS = 16;
 
 /* --- by TMA --------------------------------------------------------------------------------------------- */
 
-/* Rows of A in a stage: all, or in boxes of TAIL_ROWS those that a swapped tile's wgmma reads. */
+/* Rows of A that a stage loads: all, or those that a swapped tile's wgmma reads, in boxes of TAIL_ROWS. */
 template <class Config>
 __device__ inline int rows_of_stage(const WorkTile &tile) {
     if (Config::ALL_SWAPPED) return (tile.num_rows + TAIL_ROWS - 1) / TAIL_ROWS * TAIL_ROWS;
@@ -23,10 +23,9 @@ __device__ inline int rows_of_stage(const WorkTile &tile) {
                        : FUSED_MOE_TILE_ROWS;
 }
 
-/* `rows` rows of A of one stage. One thread calls it. The box of a tile's last row has up to 15 rows of the
- * next expert, whose results are not stored. A full tile that lacks rows, and a skinny one beside full ones,
- * read further boxes outside the matrix: zeros, since arithmetic on zeros takes less power than on another
- * expert's rows. */
+/* Loads `rows` rows of A of one stage. One thread calls it. The box of the tile's last row may have up to 15
+ * rows of the next expert, whose results are not stored. Boxes after it are read outside of the matrix and are
+ * zeros: arithmetic on zeros takes less power than on another expert's rows. */
 template <class Config>
 __device__ inline void load_rows(const GemmOf<Config> &p, uint32_t dst, uint32_t full, int part, int k,
                                  int rows, const WorkTile &tile) {
@@ -52,8 +51,8 @@ __device__ inline void load_rows(const GemmOf<Config> &p, uint32_t dst, uint32_t
     }
 }
 
-/* One warp issues the TMA loads of A and B. If the kernel starts early (only one of a single part may), B of
- * the first stages is in flight while the kernel before this one still writes A. */
+/* One warp issues the TMA loads of A and B. With reads_before_wait (only a GEMM of one part has it) B of the
+ * first stages is in flight while the kernel before this one still writes A. */
 template <class Config>
 __device__ inline void load_tma(const GemmOf<Config> &p, Shared<Config> &s) {
     using Weight = typename Config::Weight;
@@ -100,8 +99,8 @@ __device__ inline void load_tma(const GemmOf<Config> &p, Shared<Config> &s) {
 
 /* --- by cp.async ---------------------------------------------------------------------------------------- */
 
-/* What a thread of three warps copies of each k-tile: 16-byte chunk i % 8 of rows i / 8, i / 8 + 12, ...,
- * thread i. */
+/* What thread i of the three gathering warps copies of each k-tile: 16-byte chunk i % 8 of rows i / 8,
+ * i / 8 + 12, ... */
 template <class Config>
 struct GatherRows {
     using Operand = typename Config::Operand;
@@ -110,16 +109,16 @@ struct GatherRows {
     const char *source[MOST];
     uint32_t offset[2]; /* in a k-tile, of the first two rows: rows 12 apart alternate between two swizzles */
     int chunk, first;   /* the thread's chunk, its first row */
-    int num, left;      /* rows; columns from the thread's first on */
+    int num, left;      /* the thread's rows; columns left from its chunk on */
 
     __device__ GatherRows() : chunk(threadIdx.x % 8), first(threadIdx.x / 8) {
         for (int i = 0; i < 2; i++) offset[i] = swizzled(0, first + STEP * i, chunk);
     }
 
-    /* Row i of the thread in the tile; past the last one, that. */
+    /* The tile's row that is the thread's row i; past the tile's end, its last. */
     __device__ int row(int i) const { return min(first + STEP * i, Config::BM - 1); }
 
-    /* token_of(i) is the row of x, (T, k), that row(i) is. */
+    /* token_of(i) is the row of x, (T, k), that row(i) of the tile is copied from. */
     template <typename TokenOf>
     __device__ void point(const void *x, int k, TokenOf token_of) {
 #pragma unroll
@@ -132,9 +131,9 @@ struct GatherRows {
     /* Rows from num on keep what an earlier tile left: their results are not stored. */
     __device__ void set_num(int num_rows) { num = (num_rows - first + STEP - 1) / STEP; }
 
-    /* Copies the next stage to `a`, STAGES_AT_ONCE's stage i. A full tile beside skinny ones gets zeros for
-     * the rows that it lacks, for load_rows' reason. HAS_ALL: the tile has BM rows. Else each row has a
-     * predicate, which ptxas makes in one register, and the copies wait for one another. */
+    /* Copies a stage to `a`, the i-th since the pointers moved on. Rows that a full tile beside skinny ones
+     * lacks are zeros, for load_rows' reason. HAS_ALL: the tile has BM rows. Without it each row has a
+     * predicate. ptxas makes them all in one register, so the copies wait for one another. */
     template <bool HAS_ALL>
     __device__ void copy_stage(uint32_t a, int i) {
         constexpr int K_TILES = Config::K_TILES, TILE_K = K_TILE<Operand>;
@@ -160,9 +159,9 @@ struct GatherRows {
     }
 };
 
-/* A tile's stages. issue_weight(stage, b, barrier), by one thread, issues the loads of stage `stage` of the
- * weight. STAGES_AT_ONCE stages are loaded before pointers move on: a stage's offset is a constant of the
- * instruction. */
+/* Loads a tile's stages. One thread calls issue_weight(stage, b, barrier), which issues the loads of the
+ * weight. STAGES_AT_ONCE stages are loaded before the pointers move on, since a stage's offset is then a
+ * constant of the instruction. */
 template <bool HAS_ALL, class Config, class Shared, typename IssueWeight>
 __device__ __forceinline__ void gather_tile(Shared &s, typename Config::Pipeline &pipe,
                                             GatherRows<Config> &rows, int num_stages, bool loads_weight,

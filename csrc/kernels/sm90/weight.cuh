@@ -1,13 +1,14 @@
 /* A dense weight as a GEMM's B: loaded by TMA, read by wgmma through descriptors.
  *
  * A weight is a type that gives a GEMM
- *   Params                  what its launch computes; the member `weight` of Gemm
- *   STAGE_BYTES, PARTS      of a stage's b; of k
+ *   Params                  what the host fills: the member `weight` of Gemm
+ *   STAGE_BYTES             of B in a stage
+ *   PARTS                   of k, at most
+ *   num_stages(p, tile)     k-tiles, or pairs of them, of a work tile
  *   bytes(p, tile)          that a stage's loads bring
- *   load(p, ..)             issues them
- *   num_stages(p, tile)     of a tile
- *   descriptor(..)          of a subtile in shared memory
- * or, where IN_REGISTERS, fragments: weight_quantized.cuh. */
+ *   load(p, ..)             issues these loads
+ *   descriptor(b, subtile)  for wgmma, of a subtile of the stage
+ * With IN_REGISTERS it has no descriptor, but what makes fragments: weight_quantized.cuh. */
 #pragma once
 
 #include "wgmma.cuh"
@@ -19,7 +20,7 @@ typedef struct {
     CUtensorMap map[2]; /* (E, N, k of part i), or (E, F, k) of gate and of up */
 } DenseParams;
 
-/* 256, 128 or 64 columns. */
+/* BN is 256, 128 or 64 columns. */
 template <typename Operand, Major MAJOR, int BN>
 struct DenseWeight {
     using Params = DenseParams;
