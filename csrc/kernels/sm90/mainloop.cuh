@@ -158,10 +158,9 @@ __device__ __forceinline__ void multiply_by_warp(float *d, const uint32_t *a, ui
  * and the next values are not made before they have ended. */
 constexpr int WARP_TOKENS = 16;
 
-/* A swapped tile by fragments, what hides unpacking being the memory's time where rows are few, and MMAs
- * where they are many. Few rows have many warps, each with one subtile: some unpack while the MMAs of others
- * run. With many rows a consumer has two subtiles and unpacks one while the MMAs of the other run, so a
- * stage's rows are read for twice the columns.
+/* A swapped tile by fragments. Few rows have many warps, each with one subtile: some unpack while loads, or
+ * the MMAs of others, run. With many rows a consumer has two subtiles and unpacks one while the MMAs of the
+ * other run, so a stage's rows are read for twice the columns.
  *
  *   one subtile, two k-tiles
  *     |wait: stage |codes, scales |wait: MMAs of the stage before; release it |make A |8 MMAs |..
@@ -204,7 +203,7 @@ __device__ __forceinline__ void run_mainloop_fragments(float *d, const GemmOf<Co
             if constexpr (BY_WARP) {
                 multiply_by_warp<Config, TOKENS>(accumulators, a[i], rows);
             } else {
-                for (uint32_t &word : a[i]) pin(word); /* no wgmma waits for one that is made later */
+                for (uint32_t &word : a[i]) pin(word); /* all are made before the first wgmma */
                 wgmma_fence();
                 multiply<Config, TOKENS, !first.value>(accumulators, a[i], rows);
                 wgmma_commit_group();

@@ -1,4 +1,4 @@
-/* Which quantised weights and calls Hopper's kernels take, and what their launches compute. */
+/* The host's side of quantised weights: which ones the kernels take, and a launch's parameters. */
 #pragma once
 
 #include "gemm.cuh"
@@ -7,8 +7,8 @@
 namespace fused_moe {
 namespace sm90 {
 
-/* Calls fn with a dequantizer. There is one for each dtype and code, and for int4 one for scales of the dtype
- * of 128 columns or more, of fewer, and for scales of another dtype. */
+/* Calls fn with a dequantizer. There is one for each dtype and code. int4 has three: for scales in the dtype,
+ * of 128 columns or more and of fewer, and for scales in another dtype. */
 template <bool BY_COLUMN = false, typename Fn>
 int with_dequantizer(FusedMoeDtype dtype, const FusedMoeQuantizedWeight &w, Fn fn) {
     return with_half(dtype, [&](auto t) {
@@ -65,7 +65,7 @@ inline FusedMoeQuantizedWeight packing_of(const FusedMoeQuantizedWeight &w) {
     return t;
 }
 
-/* Whether scales are of columns: a transposed weight whose rows had them. */
+/* Whether each column has scales: the weight is transposed, and its rows had them. */
 inline bool is_by_column(const FusedMoeQuantizedWeight &packing) {
     return packing.block_in == 1;
 }
@@ -76,8 +76,8 @@ inline int64_t group_of(const FusedMoeQuantizedWeight &packing) {
     return packing.block_in < packing.in ? packing.block_in : packing.in;
 }
 
-/* Lets weight i of a GEMM be rows [first_row, first_row + rows) of a quantised one; by column it is all of
- * one. */
+/* Sets part i of a GEMM's weight to rows [first_row, first_row + rows) of a quantised one; by column, to all
+ * rows. */
 template <class Config>
 int set_weight(QuantizedParams &p, int i, const FusedMoeQuantizedWeight &codes, int32_t E, int64_t first_row,
                int64_t rows) {
@@ -121,10 +121,10 @@ int set_weight(QuantizedParams &p, int i, const FusedMoeQuantizedWeight &codes, 
     return status;
 }
 
-/* Whether the kernels read the weight: in tiles, with scales of 32 columns (by column: rows), 64, 128 and so
- * on, or all. A stage's columns past the last are codes of zero, which in int4 are values. Their scale may be
- * a real one and so large that they are infinite, so there must be none. Scales by column are read by stages
- * of one k-tile, which have none. */
+/* Whether the kernels read the weight: it is in tiles, and a scale is for 32 columns (by column: rows), 64,
+ * 128 and so on, or for all. Past the last column a stage has codes of zero. In int4 these are values, -8,
+ * which a large scale makes infinite, so an int4 weight of one group must fill its stages. By column a stage
+ * is one k-tile, which is always full. */
 inline bool is_readable_quantized(const FusedMoeWeight &w) {
     if (!w.quantized || !w.quantized->tile_scales || (w.quantized->transposed && !w.quantized->data_t))
         return false;

@@ -24,8 +24,8 @@ __device__ inline int rows_of_stage(const WorkTile &tile) {
 }
 
 /* Loads `rows` rows of A of one stage. One thread calls it. The box of the tile's last row may have up to 15
- * rows of the next expert, whose results are not stored. Boxes after it are read outside of the matrix and are
- * zeros: arithmetic on zeros takes less power than on another expert's rows. */
+ * rows of the next expert, whose results are not stored. Boxes after it are read outside of the matrix, so
+ * they are zeros: arithmetic on zeros takes less power than on another expert's rows. */
 template <class Config>
 __device__ inline void load_rows(const GemmOf<Config> &p, uint32_t dst, uint32_t full, int part, int k,
                                  int rows, const WorkTile &tile) {

@@ -1,5 +1,5 @@
-/* A quantised weight as a GEMM's B: codes, scales and zero points loaded by TMA, made values in registers by
- * the consumers that multiply them (dequantizer.cuh).
+/* A quantised weight as a GEMM's B. TMA loads codes, scales and zero points into a stage; consumers make the
+ * values in registers, as operand A of their MMAs (dequantizer.cuh).
  *
  * Every tile is computed by swap-AB: the weight's values are A of the MMAs, the tile's rows their N. A stage
  * is one or two k-tiles of the tile's rows, and of its tiles of codes. weight.cuh says what a weight gives a
@@ -14,8 +14,8 @@ namespace sm90 {
 
 /* --- tiles by the rows that experts have on average ----------------------------------------------------- */
 
-/* Up to 2 rows, up to 64, more, and enough that tall tiles pay. FEW has two CTAs on an SM, with smaller
- * tiles, and no wgmma: less code, which is read from memory, too. */
+/* Experts of up to 2 rows, up to 64, up to 384, and more (fused_moe_quantized_tile_rows). FEW has two CTAs on
+ * an SM, with smaller tiles, and no wgmma: less code, which is read from memory, too. */
 enum class Height { FEW, SOME, MANY, TALL };
 
 /* A work tile is BM rows of A times BN rows of the weight. A tall one has twice the rows and half the columns
@@ -67,8 +67,9 @@ struct QuantizedWeight {
                   "factors of columns are loaded once in a stage");
     static_assert(Tile::COLUMNS <= MAX_STAGE_COLUMNS);
 
-    /* A stage's b: codes, scales, zero points. A tall tile's stage has half the tiles. For other tiles, the
-     * second half is in a, after their rows. */
+    /* A stage's b: codes, scales, zero points. With HAS_TALL it has room for the codes of half of the tiles,
+     * which is all that a tall tile has. Other tiles have half of the rows, and the other half of their codes
+     * is in a, after the rows. */
     static constexpr int TILES_IN_B = Tile::HAS_TALL ? TILES / 2 : TILES;
     static constexpr int SCALES = TILES_IN_B * Tile::K_TILES * Dequantizer::TILE_BYTES;
     static constexpr int ZEROS = SCALES + TILES * Dequantizer::SCALE_BYTES;
@@ -92,8 +93,7 @@ struct QuantizedWeight {
         return Tile::HAS_TALL && tile.num_rows > Tile::WIDE_ROWS ? num + num % 2 : num;
     }
 
-    /* Boxes in a stage. A half tile has half: with gate and up it is a tall one, with half of each
-     * weight's. */
+    /* Boxes in a stage. A half-N tile has half of them: a tall one with gate and up, half of each weight. */
     template <class WorkTile>
     __device__ static int boxes_of(const WorkTile &tile) {
         return TILES / BOX / (tile.half_n ? 2 : 1);
@@ -130,8 +130,8 @@ struct QuantizedWeight {
 
     /* --- a lane's part of a stage */
 
-    /* The lane's row 0 or 1 of a subtile: in which tile, and there in row 16 block + 8 half + row. In up_gate
-     * the two are a gate and its up: a warp has eight outputs, a subtile 32. */
+    /* Where the lane's first or second row of a subtile is: in which tile, and in its row 16 block + 8 half +
+     * row. In up_gate the two are a gate and its up: a warp has eight outputs, a subtile 32. */
     typedef struct {
         int tile, block, half, row;
     } TileRow;
@@ -144,7 +144,7 @@ struct QuantizedWeight {
         return {which * tiles / 2 + subtile / 2, subtile % 2 * 2 + warp / 2, warp % 2, group};
     }
 
-    /* tiles: of the weight in a stage. */
+    /* tiles: those of the weight in a stage. */
     template <bool IS_UP_GATE, class Gemm>
     __device__ static LaneOffsets offsets_of(const Gemm &p, int tiles, int subtile) {
         const Scales &scales = p.weight.scales;
@@ -172,8 +172,8 @@ struct QuantizedWeight {
 
 /* --- fragments ------------------------------------------------------------------------------------------ */
 
-/* Factors of a lane's two rows: the stage's, or those of two groups of a k-tile, 32 columns each or of a
- * larger group. */
+/* Factors of a lane's two rows: one for the stage, or one for each half of a k-tile, 32 columns. Both halves
+ * have the same one where a group is larger. */
 template <class Dequantizer, int K_TILES>
 struct RowFactors {
     static constexpr int GROUPS = Dequantizer::GROUPED ? 2 : 1;
@@ -184,7 +184,7 @@ struct RowFactors {
         for (int row = 0; row < 2; row++)
 #pragma unroll
             for (int i = 0; i < GROUPS; i++) {
-                /* groups of 32 columns always, and scales of a byte */
+                /* e2m1 always has groups of 32 columns, and scales of a byte */
                 bool has_all = Dequantizer::CODE == Code::E2M1;
                 uint32_t group = GROUPS == 1                          ? 0
                                  : has_all || s.groups == 2 * K_TILES ? 2 * k_tile + i
