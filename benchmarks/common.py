@@ -147,8 +147,8 @@ def tier_in_use(asked: str, tiers: dict[str, str]) -> str:
     if asked != "auto":
         return asked
     best_first = ("hopper", "portable")
-    on = [name for name, state in tiers.items() if state.startswith("on")]
-    return next((tier for tier in best_first if any(tier in name for name in on)), "auto")
+    enabled = [name for name, state in tiers.items() if state.startswith("on")]
+    return next((tier for tier in best_first if any(tier in name for name in enabled)), "auto")
 
 
 # --- shapes and routing -------------------------------------------------------------------------------

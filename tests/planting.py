@@ -28,12 +28,12 @@ def calls_of(name: str, case: Case, device) -> list[tuple]:
     """operator_calls of one operator, and those with scores again for each result alone: what is checked, and
     what is read, depends on which results are needed."""
     arguments = getattr(torch.ops.fused_moe, name).default._schema.arguments
-    at = {a.name: i for i, a in enumerate(arguments)}
-    needs = [n for n in at if n.startswith("need_")]
+    index = {a.name: i for i, a in enumerate(arguments)}
+    needs = [n for n in index if n.startswith("need_")]
     calls = operator_calls(case, device)[name]
-    for call in [c for c in calls if needs and "scores" in at and c[at["scores"]] is not None]:
-        for need in (n for n in needs if call[at[n]]):
-            values = {**dict(zip(at, call, strict=True)), **dict.fromkeys(needs, False), need: True}
+    for call in [c for c in calls if needs and "scores" in index and c[index["scores"]] is not None]:
+        for need in (n for n in needs if call[index[n]]):
+            values = {**dict(zip(index, call, strict=True)), **dict.fromkeys(needs, False), need: True}
             calls.append(tuple(values.values()))
     return calls
 

@@ -195,8 +195,8 @@ def test_a_tier_that_is_left_out_has_a_stand_in(build, tmp_path):
         )
         names = subprocess.check_output(["nm", which, tmp_path / "a.o"], text=True)
         symbols[which] = {name for name in re.findall(r"\b_ZN\w+", names) if "4sm90" in name}
-    wanted, there = symbols.values()
-    assert wanted == there and len(wanted) > 8
+    expected, found = symbols.values()
+    assert expected == found and len(expected) > 8
 
 
 def test_a_debug_build_bounds_waits(build, tmp_path):

@@ -268,14 +268,14 @@ def test_scores_of_any_dtype(device, dtype):
     assert_same_bits(found, expected)
 
 
-@pytest.mark.parametrize("of", ("dout", "scores"))
+@pytest.mark.parametrize("nan_in", ("dout", "scores"))
 @pytest.mark.parametrize("layout", ("separate", "ungated"))
 @pytest.mark.parametrize("activation", ("relu", "swiglu_clamped"))
-def test_flat_sides_of_kinks_pass_no_nan(device, activation, layout, of):
+def test_flat_sides_of_kinks_pass_no_nan(device, activation, layout, nan_in):
     """A unit on the flat side gets a gradient of zero whatever flows in, as PyTorch's relu and clamp give."""
     case = Case(9, 16, 24, 3, 2, activation=activation, layout=layout)
     inputs, dout, ids = case.inputs(device), case.dout(device), case.ids(device)
-    (inputs["scores"] if of == "scores" else dout)[4] = float("nan")
+    (inputs["scores"] if nan_in == "scores" else dout)[4] = float("nan")
     options = {"activation": activation, "limit": 0.1, "ids": ids}
     found = forward_backward(fused_moe.fused_experts, inputs, dout, **options)
     expected = forward_backward(fused_moe.reference.fused_experts, inputs, dout, **options)

@@ -48,16 +48,16 @@ pytestmark = pytest.mark.usefixtures("poison")
 NAMES = ("a1", "b1", "a2", "b2", "a3", "b3")
 
 
-def adapters(case: Case, device, rank=8, of="123") -> dict:
-    """{name: tensor} of the weights that exist, among those of `of`."""
+def adapters(case: Case, device, rank=8, names="123") -> dict:
+    """{name: tensor} of the weights that exist, among those of `names`."""
     layout, gated, _, _ = LAYOUTS[case.layout]
     E, D, F = case.num_experts, case.dim, case.hidden
     rows = {"1": F if layout == "separate" else 2 * F, "2": D, "3": F}
     cols = {"1": D, "2": F, "3": D}
     if layout != "separate" or not gated:
-        of = of.replace("3", "")
+        names = names.replace("3", "")
     made = {}
-    for i in of:
+    for i in names:
         made[f"lora_a{i}"] = torch.randn(E, rank, cols[i], dtype=F64) / cols[i] ** 0.5
         made[f"lora_b{i}"] = torch.randn(E, rows[i], rank, dtype=F64) / rank**0.5
     return {n: t.to(device, case.dtype) for n, t in made.items()}
@@ -73,9 +73,11 @@ def with_lora(function):
     return call
 
 
-def check_lora(case: Case, device, *, quantized: str | None = None, scale=0.7, rank=8, of="123", frozen=True):
+def check_lora(
+    case: Case, device, *, quantized: str | None = None, scale=0.7, rank=8, names="123", frozen=True
+):
     """out and the gradients of x, scores, biases and adapters, and of weights that are not frozen."""
-    inputs = case.inputs(device) | adapters(case, device, rank, of)
+    inputs = case.inputs(device) | adapters(case, device, rank, names)
     weights = {}
     if frozen:
         weights = {n: inputs.pop(n) for n in ("w1", "w2", "w3")}
@@ -113,9 +115,9 @@ def test_quantised_weights(device, format, dtype, hidden):
     check_lora(case, device, quantized=format)
 
 
-@pytest.mark.parametrize("of", ("1", "2", "3", "13", ""))
-def test_some_weights_have_none(device, of):
-    check_lora(Case(), device, of=of)
+@pytest.mark.parametrize("names", ("1", "2", "3", "13", ""))
+def test_some_weights_have_none(device, names):
+    check_lora(Case(), device, names=names)
 
 
 def test_weights_that_train_beside_their_adapters(device):
@@ -582,7 +584,7 @@ def test_the_scale_stays_float32(device):
     pickled = io.BytesIO()
     torch.save(moe, pickled)
     pickled.seek(0)
-    cast = [copy.deepcopy(moe).to(to) for to in (BF16, F16, F64, "meta")]
+    cast = [copy.deepcopy(moe).to(dtype) for dtype in (BF16, F16, F64, "meta")]
     for changed in (moe, copy.deepcopy(moe), torch.load(pickled, weights_only=False), empty, *cast):
         check_scale(changed, 1.3 / 4)
         assert changed.experts.lora.a1.device == changed.experts.lora.scaling.device

@@ -500,12 +500,12 @@ def test_between_devices(device, option, sizes):
     made = quantize(layer("cpu", sizes), format, **options)
     saved = copy.deepcopy(made).state_dict()
     x = torch.randn(5, sizes[0], device=device)
-    there = quantize(layer(device, sizes), format, **options)
-    there.load_state_dict(saved)  # from the CPU
+    loaded = quantize(layer(device, sizes), format, **options)
+    loaded.load_state_dict(saved)  # from the CPU
     moved = made.to(device)
     assert moved.experts.w1.is_tiled == are_wanted(device, moved.experts.w1.shape)
-    assert torch.equal(moved(x), there(x))
-    for back in (moved.cpu(), there.to("cpu")):
+    assert torch.equal(moved(x), loaded(x))
+    for back in (moved.cpu(), loaded.to("cpu")):
         assert not back.experts.w1.is_tiled
         assert back.state_dict().keys() == saved.keys()
         for name, tensor in back.state_dict().items():
@@ -601,8 +601,8 @@ def open_weight(device, format, kind, shape) -> QuantizedWeight:
 def test_state_of_another_kind(device, format, assign, shape):
     """It is taken as it is. What differs is replaced, the rest keeps its memory where it is copied."""
     x, offsets = torch.randn(6, 128, device=device), torch.tensor([2, 6], dtype=torch.int32, device=device)
-    for own, kind in (pair for of, *pair in WITHIN if of == format):
-        w, other = (open_weight(device, format, k, shape) for k in (own, kind))
+    for first, second in (pair for name, *pair in WITHIN if name == format):
+        w, other = (open_weight(device, format, k, shape) for k in (first, second))
         before, state = w._of("data"), other.state_dict()
         result = w.load_state_dict(state, assign=assign)
         assert not result.missing_keys and not result.unexpected_keys and w.is_tiled == other.is_tiled

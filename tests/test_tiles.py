@@ -638,12 +638,12 @@ def test_training_has_the_same_bits(cpu, option):
 @pytest.mark.quick
 def test_what_trainable_may_be(cpu):
     w = quantize(torch.randn(1, 64, 64), "fp8")
-    for call, of in (
+    for call, caller in (
         (lambda: quantize(torch.randn(1, 64, 64), "fp8", trainable=1), "quantize"),
         (lambda: QuantizedWeight(w.data, w.scale, format="fp8", shape=w.shape, trainable=None), "Quant.*"),
         (lambda: w.set_trainable("yes"), "QuantizedWeight.set_trainable"),
     ):
-        with pytest.raises(TypeError, match=f"{of}: expected trainable to be True or False, found "):
+        with pytest.raises(TypeError, match=f"{caller}: expected trainable to be True or False, found "):
             call()
 
 
@@ -794,8 +794,8 @@ def test_what_does_not_load(cpu):
 def test_tiles_of_another_kind(cpu, format, assign):
     """Scales of another dtype or number, and zero points, come with a state_dict. Tiles, and the second
     packing, that are as large as before stay where they are."""
-    for own, kind in (pair for of, *pair in WITHIN if of == format):
-        w, other = (open_weight(cpu, format, k, (2, 64, 128)) for k in (own, kind))
+    for first, second in (pair for name, *pair in WITHIN if name == format):
+        w, other = (open_weight(cpu, format, k, (2, 64, 128)) for k in (first, second))
         w.set_trainable()
         before, packed = dict(w.named_parameters()), w.data_t
         w.load_state_dict(other.state_dict(), assign=assign)

@@ -555,8 +555,8 @@ def half_loaded(case):
 # --- weight sync ------------------------------------------------------------------------------------------
 
 
-def load(to: nn.Module, trainer: nn.Module) -> None:
-    to.load_state_dict(trainer.state_dict())
+def load(target: nn.Module, trainer: nn.Module) -> None:
+    target.load_state_dict(trainer.state_dict())
 
 
 def tensors_of(layer: nn.Module) -> list[Tensor]:
@@ -564,25 +564,25 @@ def tensors_of(layer: nn.Module) -> list[Tensor]:
 
 
 @torch.no_grad()
-def copy_values(to: nn.Module, trainer: nn.Module) -> None:
-    for mine, other in zip(tensors_of(to), tensors_of(trainer), strict=True):
+def copy_values(target: nn.Module, trainer: nn.Module) -> None:
+    for mine, other in zip(tensors_of(target), tensors_of(trainer), strict=True):
         mine.copy_(other)
 
 
-def copy_data(to: nn.Module, trainer: nn.Module) -> None:
+def copy_data(target: nn.Module, trainer: nn.Module) -> None:
     import fused_moe
 
-    for mine, other in zip(tensors_of(to), tensors_of(trainer), strict=True):
+    for mine, other in zip(tensors_of(target), tensors_of(trainer), strict=True):
         mine.data.copy_(other.data)
-    fused_moe.refresh_weights(to)
+    fused_moe.refresh_weights(target)
 
 
-def copy_in_inference_mode(to: nn.Module, trainer: nn.Module) -> None:
+def copy_in_inference_mode(target: nn.Module, trainer: nn.Module) -> None:
     import fused_moe
 
     with torch.inference_mode():
-        copy_values(to, trainer)
-    fused_moe.refresh_weights(to)
+        copy_values(target, trainer)
+    fused_moe.refresh_weights(target)
 
 
 @wrapper("weight sync", "three updates of a trainer's parameters", STATE, each=True)

@@ -130,9 +130,9 @@ def places_of(ids: torch.Tensor, num_experts: int) -> Places:
     slots = torch.full((num_experts, capacity), T * K)
     places = torch.full((T * K,), place)
     slot, expert = chosen.nonzero(as_tuple=True)
-    at = rank[slot, expert] - 1
-    slots[expert, at] = slot
-    places[slot] = expert * capacity + at
+    place_in_expert = rank[slot, expert] - 1
+    slots[expert, place_in_expert] = slot
+    places[slot] = expert * capacity + place_in_expert
     return Places(slots, places.view(T, K), (slots // K).clamp_max(T))
 
 
@@ -158,10 +158,10 @@ def experts(
     w1 = w1.flatten(1, 2) if w1.dim() == 4 else w1
     if transposed:
         w1, w2, w3 = w1.mT, w2.mT, w3 if w3 is None else w3.mT
-    at = places_of(ids, w2.size(0))
-    rows = arithmetic.round(_padded(x)[at.tokens])
+    places = places_of(ids, w2.size(0))
+    rows = arithmetic.round(_padded(x)[places.tokens])
     if scores is not None and score_on == "input":
-        scale = _padded(scores.reshape(-1))[at.slots].unsqueeze(-1)
+        scale = _padded(scores.reshape(-1))[places.slots].unsqueeze(-1)
         product = rows * scale
         if arithmetic.stored.itemsize == 2:
             # One float32 product, rounded: known to the bit, so that it moves no h across a kink.
@@ -177,9 +177,9 @@ def experts(
         up = _linear(rows, w3, b3, arithmetic)
     with torch.no_grad():
         near = near_kink(gate, up, activation, limit, arithmetic.stored)
-        arithmetic.near.append(at.tokens[near & (at.slots < ids.numel())])
+        arithmetic.near.append(places.tokens[near & (places.slots < ids.numel())])
     y = _linear(activate(gate, up, activation, limit, arithmetic), w2, b2, arithmetic)
-    y = _padded(y.flatten(0, 1))[at.places]  # (T, K, D)
+    y = _padded(y.flatten(0, 1))[places.places]  # (T, K, D)
     if scores is not None and score_on == "output":
         y = y * scores.unsqueeze(-1)
     return y.sum(1).to(dtype)
@@ -187,10 +187,10 @@ def experts(
 
 def grouped_mm(a, b, counts: list[int], arithmetic: Arithmetic):
     ids = ids_of_counts(counts, a.size(0))
-    at = places_of(ids, b.size(0))
-    rows = _padded(a.to(arithmetic.wide))[at.tokens]
+    places = places_of(ids, b.size(0))
+    rows = _padded(a.to(arithmetic.wide))[places.tokens]
     out = _linear(rows, b.to(arithmetic.wide), None, arithmetic)
-    return _padded(out.flatten(0, 1))[at.places.flatten()].to(a.dtype)
+    return _padded(out.flatten(0, 1))[places.places.flatten()].to(a.dtype)
 
 
 def ids_of_counts(counts: list[int], num_rows: int) -> torch.Tensor:
