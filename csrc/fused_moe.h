@@ -18,6 +18,8 @@
 #include <stddef.h>
 #include <stdint.h>
 
+#include "rules.h"
+
 #ifdef __cplusplus
 extern "C" {
 #endif
@@ -127,8 +129,8 @@ typedef struct {        /* tier and memory of one GEMM call on CUDA. fused_moe_c
 /* Work stealing's counters, and split-K's semaphores. */
 enum { FUSED_MOE_NUM_COUNTERS = 4096 };
 
-/* Programmatic dependent launch (PDL), on sm_90 alone: a launch may begin before the launch before it has ended.
- * Zeros: its kernel waits for that end (griddepcontrol.wait) before it reads or writes anything. */
+/* Programmatic dependent launch (PDL), on sm_90 alone: a launch may begin before the launch before it has
+ * ended. Zeros: its kernel waits for that end (griddepcontrol.wait) before it reads or writes anything. */
 typedef struct {
     bool reads_before_wait; /* of what is older than the launch before it                             */
     bool lets_next_start;   /* the next launch may begin once this one has waited                     */
@@ -270,7 +272,7 @@ typedef struct {         /* out[r] = sum_i a[r, part i] b[i][e(r)]^T + bias[e(r)
     const int32_t *offs; /* [E]    */
     const int32_t *schedule; /* [8+4E] schedule.h; NULL: offs is unchecked */
     FusedMoeWorkspace workspace;
-    const FusedMoeRoutePlan *unplanned; /* whose plan is not made yet, as in FusedMoeUpGate; or NULL */
+    const FusedMoeRoutePlan *unplanned; /* as in FusedMoeUpGate, whose launch wrote counts and token_row */
     /* It may read offs, schedule or the ids of the plan, b[0] and the second half of the counters before the
      * wait; b[1] is absent then. */
     FusedMoePdl pdl;
@@ -345,9 +347,8 @@ typedef struct {        /* h = x[row_token] w1^T | w3^T + b;  a = act(gate) up *
     const void *b3;     /* [E,F] when separate; may be NULL */
     void *h;            /* [R,H]; NULL: not kept */
     void *a;            /* [R,F] */
-    /* Few slots (slot_plan.h) whose plan is not made yet; NULL: row_map is it. A call that plans slots makes
-     * it in the GEMM, writes counts and token_row alone, and uses no workspace.counters. For others the
-     * plan's kernel runs first. */
+    /* Few slots (slot_plan.h), whose plan the GEMM makes. It writes counts and token_row alone, and uses no
+     * workspace.counters. NULL: row_map is the plan. */
     const FusedMoeRoutePlan *unplanned;
     FusedMoeWorkspace workspace;
     FusedMoePdl pdl; /* it may let the down GEMM begin */
@@ -419,7 +420,7 @@ typedef struct {
     const char *name;       /* in FUSED_MOE_TIER and info()                       */
     int32_t oldest, newest; /* compute capabilities that it runs on, 90 for sm_90 */
     bool uses_counters;     /* calls need workspace.counters                      */
-    bool plans_slots;       /* up_gate and grouped_mm make the plan of few slots  */
+    bool plans_in_gemm;     /* up_gate and grouped_mm can make the plan of few slots */
 } FusedMoeTierFacts;
 
 /* The oldest and the newest compute capability that a build has a tier's code for. setup.py gives those of
@@ -437,12 +438,6 @@ static inline FusedMoeTierFacts fused_moe_tier(int tier) {
         {"portable", FUSED_MOE_SM80_OLDEST, FUSED_MOE_SM80_NEWEST, false, false},
     };
     return tiers[tier];
-}
-
-/* Whether a selected call makes the plan of few slots in its GEMM. Calls of the sm80 tier and dequantising
- * calls do not: the plan's kernel runs first. */
-static inline bool fused_moe_plans_slots(const FusedMoeWorkspace *selected) {
-    return fused_moe_tier(selected->tier).plans_slots && !selected->dequantizes;
 }
 
 static inline bool fused_moe_tier_runs_on(int tier, int32_t capability) {
@@ -509,10 +504,10 @@ int fused_moe_cuda_zero(void *data, int64_t bytes, void *stream);
 
 size_t fused_moe_cuda_route_plan_workspace(const FusedMoeRoutePlan *p);
 
-/* Whether one launch makes the plan on the current device (rules.h), together with the choice of its ids
- * where a route is given that has not run: p->ids are its ids, and there is no map. NULL: the ids are
- * there. */
-bool fused_moe_cuda_has_cluster_plan(const FusedMoeRoutePlan *p, const FusedMoeRoute *route);
+/* Who makes the plan of p on the current device. route: the choice of its ids, which has not run; NULL: the
+ * ids are there. up, down: the GEMMs that read the plan; NULL: others may. */
+FusedMoePlanner fused_moe_cuda_planner(const FusedMoeRoutePlan *p, const FusedMoeRoute *route,
+                                       const FusedMoeUpGate *up, const FusedMoeGroupedMM *down);
 
 /* Selects the tier that runs the call on the current device, and sets workspace.tier, bytes and dequantizes.
  * It is called once per call: the operator below runs on that tier. */

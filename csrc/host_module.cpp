@@ -120,6 +120,9 @@ static void def_rules(py::module_ &m) {
     m.def("has_few_slots", fused_moe_has_few_slots);
     m.def("span_slots", fused_moe_span_slots);
     m.def("has_cluster_plan", fused_moe_has_cluster_plan);
+    m.def("planner", [](int64_t T, int64_t K, int64_t E, bool gemms_plan, bool has_clusters, bool chooses) {
+        return static_cast<int>(fused_moe_planner(T, K, E, gemms_plan, has_clusters, chooses));
+    });
     m.def("num_spans", fused_moe_num_spans);
     m.def("has_few_tokens", fused_moe_has_few_tokens);
 }

@@ -160,6 +160,25 @@ FUSED_MOE_FN bool fused_moe_has_cluster_plan(int64_t T, int64_t K, int64_t E, bo
            fused_moe_span_slots(T, K, chooses) <= FUSED_MOE_SPAN_SLOTS;
 }
 
+/* Who makes the plan of a call that keeps it to itself. */
+typedef enum {
+    FUSED_MOE_PLAN_IN_GEMM,     /* every CTA of both GEMMs; no other launch         */
+    FUSED_MOE_PLAN_WITH_CHOICE, /* one cluster, which chooses the experts, too      */
+    FUSED_MOE_PLAN_BY_CLUSTER,  /* one cluster, from the ids                        */
+    FUSED_MOE_PLAN_BY_KERNELS,  /* route_plan                                       */
+} FusedMoePlanner;
+
+/* gemms_plan: both GEMMs run on a tier that can make it. chooses: the experts are not chosen yet, and a
+ * cluster can. */
+FUSED_MOE_FN FusedMoePlanner fused_moe_planner(int64_t T, int64_t K, int64_t E, bool gemms_plan,
+                                               bool has_clusters, bool chooses) {
+    if (gemms_plan && fused_moe_has_few_slots(T * K, E)) return FUSED_MOE_PLAN_IN_GEMM;
+    if (has_clusters && chooses && fused_moe_has_cluster_plan(T, K, E, true))
+        return FUSED_MOE_PLAN_WITH_CHOICE;
+    if (has_clusters && fused_moe_has_cluster_plan(T, K, E, false)) return FUSED_MOE_PLAN_BY_CLUSTER;
+    return FUSED_MOE_PLAN_BY_KERNELS;
+}
+
 /* Spans of slots that route_plan's CTAs count and scatter. One span needs no launch that counts (decode.md).
  * Every CTA reads all spans' counts, so there are no more spans than SMs. */
 FUSED_MOE_FN int32_t fused_moe_num_spans(int64_t num_slots, int32_t num_sms) {

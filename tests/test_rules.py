@@ -9,6 +9,7 @@ except ImportError:
 
 pytestmark = pytest.mark.skipif(_host is None, reason="fused_moe._host was not built for this Python")
 T_OF_128X64, T_OF_64X128, T_OF_128X128, T_OF_128X256 = range(4)  # FusedMoeRouterTile
+IN_GEMM, WITH_CHOICE, BY_CLUSTER, BY_KERNELS = range(4)  # FusedMoePlanner
 
 # Rule: {arguments: decision}. The bounds are those that docs/lab/ measured.
 TABLE = {
@@ -73,6 +74,16 @@ TABLE = {
         **{(8192, 1, 8, False): True, (8193, 1, 8, False): False},
         **{(1, 8192, 8, False): True, (1, 8193, 8, False): False},
         **{(1024, 8, 1024, False): True, (1024, 8, 1025, False): False},
+    },
+    "planner": {  # T, K, E, whether the GEMMs can, whether there are clusters, whether one may choose the ids
+        **{(8, 8, 128, True, True, True): IN_GEMM, (8, 8, 128, True, False, False): IN_GEMM},
+        **{(8, 8, 128, False, True, True): BY_KERNELS, (0, 8, 128, True, True, True): BY_KERNELS},
+        **{(8, 8, 2**25 + 1, True, True, False): BY_KERNELS},
+        **{(9, 8, 128, True, True, True): WITH_CHOICE, (512, 8, 128, True, True, True): WITH_CHOICE},
+        **{(513, 8, 128, True, True, True): BY_CLUSTER, (1024, 8, 128, True, True, True): BY_CLUSTER},
+        **{(9, 8, 128, True, True, False): BY_CLUSTER, (1025, 8, 128, True, True, False): BY_KERNELS},
+        **{(9, 8, 128, True, False, True): BY_KERNELS, (9, 8, 128, True, False, False): BY_KERNELS},
+        **{(9, 8, 1025, True, True, True): BY_KERNELS, (1, 4096, 8, True, True, True): BY_CLUSTER},
     },
     "num_spans": {  # slots, SMs
         **{(0, 132): 0, (1, 132): 1, (2048, 132): 1, (2049, 132): 2, (2**20, 132): 132},

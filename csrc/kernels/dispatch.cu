@@ -160,16 +160,24 @@ static FusedMoeReason device_reason(int tier) {
     return process.tier > tier ? FUSED_MOE_OTHER_TIER_ASKED : FUSED_MOE_RUNS;
 }
 
+/* The tier that runs a call. *reason: why the best one does not. */
 template <typename Params>
-static void select(FusedMoeTieredOp op, Table<Params> &table, Params *p, size_t more_bytes = 0) {
+static int tier_of(Table<Params> &table, const Params &p, FusedMoeReason *reason) {
+    *reason = FUSED_MOE_RUNS;
     int tier = 0;
-    FusedMoeReason reason = FUSED_MOE_RUNS;
     for (; tier < LAST_TIER; tier++) {
         FusedMoeReason why = device_reason(tier);
-        if (why == FUSED_MOE_RUNS) why = table[tier]->reason(*p);
+        if (why == FUSED_MOE_RUNS) why = table[tier]->reason(p);
         if (why == FUSED_MOE_RUNS) break;
-        if (reason == FUSED_MOE_RUNS || reason == FUSED_MOE_OTHER_GPU) reason = why;
+        if (*reason == FUSED_MOE_RUNS || *reason == FUSED_MOE_OTHER_GPU) *reason = why;
     }
+    return tier;
+}
+
+template <typename Params>
+static void select(FusedMoeTieredOp op, Table<Params> &table, Params *p, size_t more_bytes = 0) {
+    FusedMoeReason reason;
+    int tier = tier_of(table, *p, &reason);
     calls[op].of_tier[tier]++;
     if (tier) calls[op].reason = reason;
     p->workspace.tier = tier;
@@ -236,6 +244,8 @@ static size_t place_weights(Params &p, void *data, Fn fn) {
     return bytes;
 }
 
+static void *const ALIGNED = (void *)128; /* as the workspace will be */
+
 /* select() for an operator whose weights may be quantised. */
 template <typename Params>
 static void select_weights(FusedMoeTieredOp op, Table<Params> &table, Table<Params> &of_quantized, Params *p,
@@ -243,12 +253,22 @@ static void select_weights(FusedMoeTieredOp op, Table<Params> &table, Table<Para
     p->workspace.dequantizes = false;
     if (!is_quantized(*p)) return select(op, table, p, more_bytes);
     Params plain = *p;
-    void *aligned = (void *)128; /* as the workspace will be */
-    size_t dense_bytes = place_weights(plain, aligned, [](auto &&...) {});
+    size_t dense_bytes = place_weights(plain, ALIGNED, [](auto &&...) {});
     select(op, table, &plain, more_bytes + dense_bytes);
     p->workspace = plain.workspace;
     p->workspace.dequantizes = of_quantized[p->workspace.tier]->reason(*p) != FUSED_MOE_RUNS;
     if (!p->workspace.dequantizes) p->workspace.bytes = (int64_t)more_bytes;
+}
+
+/* Whether the tier that runs a call can make its plan in the GEMM. After launches that dequantise it does not. */
+template <typename Params>
+static bool plans_in_gemm(Table<Params> &table, Table<Params> &of_quantized, const Params &p) {
+    Params plain = p;
+    place_weights(plain, ALIGNED, [](auto &&...) {});
+    FusedMoeReason reason;
+    int tier = tier_of(table, plain, &reason);
+    return fused_moe_tier(tier).plans_in_gemm &&
+           (!is_quantized(p) || of_quantized[tier]->reason(p) == FUSED_MOE_RUNS);
 }
 
 /* run() for an operator whose weights may be quantised. */
@@ -279,19 +299,6 @@ static int run_checked(const Params &unchecked, void *stream, Fn run_next) {
         int status = check_offsets(&p.offs, &p.schedule, p.E, p.R, p.workspace.data, stream);
         if (status != FUSED_MOE_OK) return status;
         p.workspace.data = (char *)p.workspace.data + checked_offsets_bytes(p.E);
-    }
-    return run_next(p);
-}
-
-/* run_next(p) for a call whose plan may not be made yet. The bindings ask fused_moe_plans_slots, too, and know
- * who made it. */
-template <typename Params, typename Fn>
-static int run_planned(const Params &unplanned, void *stream, Fn run_next) {
-    Params p = unplanned;
-    if (p.unplanned && !fused_moe_plans_slots(&p.workspace)) {
-        int status = fused_moe_cuda_route_plan(p.unplanned, stream);
-        if (status != FUSED_MOE_OK) return status;
-        p.unplanned = nullptr;
     }
     return run_next(p);
 }
@@ -380,25 +387,26 @@ int fused_moe_cuda_router_logits(const FusedMoeRouterLogits *p, void *stream) {
 int fused_moe_cuda_router_dgrad(const FusedMoeRouterDgrad *p, void *stream) {
     return run(ROUTER_DGRAD, *p, stream);
 }
-bool fused_moe_cuda_has_cluster_plan(const FusedMoeRoutePlan *p, const FusedMoeRoute *route) {
-    return device_reason(FUSED_MOE_TIER_SM90) == FUSED_MOE_RUNS &&
-           fused_moe_has_cluster_plan(p->T, p->K, p->E, route != nullptr) &&
-           !(route && route->dtype == FUSED_MOE_F64);
+FusedMoePlanner fused_moe_cuda_planner(const FusedMoeRoutePlan *p, const FusedMoeRoute *route,
+                                       const FusedMoeUpGate *up, const FusedMoeGroupedMM *down) {
+    const bool gemms_plan = up && down && plans_in_gemm(UP_GATE, QUANTIZED_UP_GATE, *up) &&
+                            plans_in_gemm(GROUPED_MM, QUANTIZED_MM, *down);
+    const bool has_clusters = device_reason(FUSED_MOE_TIER_SM90) == FUSED_MOE_RUNS;
+    const bool chooses = route && route->dtype != FUSED_MOE_F64;
+    return fused_moe_planner(p->T, p->K, p->E, gemms_plan, has_clusters, chooses);
 }
 int fused_moe_cuda_cluster_plan(const FusedMoeRoutePlan *p, const FusedMoeRoute *route, void *stream) {
     return sm90::cluster_plan(*p, route, stream);
 }
 
 int fused_moe_cuda_grouped_mm(const FusedMoeGroupedMM *p, void *stream) {
-    auto run_next = [&](auto &q) { return run_weights(GROUPED_MM, QUANTIZED_MM, q, stream); };
-    return p->unplanned ? run_planned(*p, stream, run_next) : run_checked(*p, stream, run_next);
+    return run_checked(*p, stream, [&](auto &q) { return run_weights(GROUPED_MM, QUANTIZED_MM, q, stream); });
 }
 int fused_moe_cuda_wgrad(const FusedMoeWgrad *p, void *stream) {
     return run_checked(*p, stream, [&](auto &q) { return run(WGRAD, q, stream); });
 }
 int fused_moe_cuda_up_gate(const FusedMoeUpGate *p, void *stream) {
-    return run_planned(*p, stream,
-                       [&](auto &q) { return run_weights(UP_GATE, QUANTIZED_UP_GATE, q, stream); });
+    return run_weights(UP_GATE, QUANTIZED_UP_GATE, *p, stream);
 }
 int fused_moe_cuda_experts(const FusedMoeExperts *p, void *stream) {
     return sm90::experts.run(*p, stream);

@@ -38,7 +38,7 @@ extern const Kernel<FusedMoeExperts> experts;
 /* Of quantised weights. */
 extern const Kernel<FusedMoeGroupedMM> quantized_mm;
 extern const Kernel<FusedMoeUpGate> quantized_up_gate;
-/* One that fused_moe_has_cluster_plan() says yes to. */
+/* For plans that fused_moe_planner gives to a cluster. */
 int cluster_plan(const FusedMoeRoutePlan &p, const FusedMoeRoute *route, void *stream);
 } // namespace sm90
 

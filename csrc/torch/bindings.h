@@ -236,9 +236,12 @@ struct OwnPlan {
 OwnPlan new_plan_of(const char *op, const Tensor &ids, const Tensor &x, int64_t num_experts,
                     const OptTensor &expert_map);
 void run_route_plan(const Call &call, FusedMoeRoutePlan &p, const Tensor &ids);
-/* Makes it, and the choice of its ids where one is given: in one launch or in two, where a cluster has the
- * slots. That needs so many free SMs of one GPC, so route_plan itself, which training calls, never does. */
-void run_own_plan(const Call &call, OwnPlan &plan, const FusedMoeRoute *route);
+/* Who makes the plan, by fused_moe_planner: once per call. up, down: the GEMMs that may make it. A cluster
+ * needs free SMs of one GPC, so route_plan itself, which training calls, is never made by one. */
+FusedMoePlanner planner_of(const Call &call, const FusedMoeRoutePlan &p, const FusedMoeRoute *route,
+                           const FusedMoeUpGate *up = nullptr, const FusedMoeGroupedMM *down = nullptr);
+/* Makes the choice of the ids, where one is given, and the plan, unless the GEMMs do. */
+void run_own_plan(const Call &call, OwnPlan &plan, const FusedMoeRoute *route, FusedMoePlanner planner);
 /* dx = dlogits weight, or dx += dlogits weight; weight is a dense (E, D). */
 void run_router_dgrad(const Call &call, const Tensor &dlogits, const Tensor &weight, const Tensor &dx,
                       bool accumulate);

@@ -341,19 +341,17 @@ run_experts(const char *op, const Tensor &x, const UpWeights &weights, const Wid
     OwnPlan plan = new_plan_of(op, ids, x, s.E, expert_map);
     FusedMoeRoutePlan &p = plan.p;
     Call call = begin_call(op, plan.ids);
-    const bool few = call.is_cuda && fused_moe_has_few_slots(p.T * p.K, p.E);
-    auto make_plan = [&](int32_t tile_rows) {
-        p.tile_rows = tile_rows;
-        if (!few)
-            run_own_plan(call, plan, route);
-        else if (route)
-            run_route(call, *route);
-    };
     OptTensor of_x, of_y;
     (score_on_input ? of_x : of_y) = scores;
     UpSide up = up_side(x, weights, s, b1, b3, of_x, plan.rows, layout, activation, constants, false);
     DownSide down = down_side(up.a, w2, out_dim, b2, of_y, plan.rows, shared, out);
-    up.p.unplanned = few ? &p : nullptr;
+    const FusedMoePlanner planner = planner_of(call, p, route, &up.p, &down.p);
+    const bool in_gemm = planner == FUSED_MOE_PLAN_IN_GEMM;
+    if (in_gemm) up.p.unplanned = down.p.unplanned = &p;
+    auto make_plan = [&](int32_t tile_rows) {
+        p.tile_rows = tile_rows;
+        run_own_plan(call, plan, route, planner);
+    };
     if (run_together(call, up, down, x, make_plan)) return {*down.out, plan.counts};
 
     const Counters counters = find_counters(call, x);
@@ -361,12 +359,11 @@ run_experts(const char *op, const Tensor &x, const UpWeights &weights, const Wid
     make_plan(FUSED_MOE_TILE_ROWS);
     up.p.workspace.counters = down.p.workspace.counters = counters.data;
     const bool is_quantized = weights.w1.quantized || w2.quantized;
-    const bool reads_before_wait = fused_moe_down_reads_before_wait(p.T * p.K, p.E, s.F, is_quantized);
-    up.p.pdl = pdl_of(reads_before_wait, false).up_gate;
+    const ExpertsPdl pdl =
+        pdl_of(fused_moe_down_reads_before_wait(p.T * p.K, p.E, s.F, is_quantized), in_gemm && !is_quantized);
+    up.p.pdl = pdl.up_gate;
+    down.p.pdl = pdl.down;
     run_up_side(up, x);
-    /* else run_planned of dispatch.cu has made the plan */
-    if (few && fused_moe_plans_slots(&up.p.workspace)) down.p.unplanned = &p;
-    down.p.pdl = pdl_of(reads_before_wait, down.p.unplanned && !is_quantized).down;
     return {run_down_side(down, up.a), plan.counts};
 }
 

@@ -218,24 +218,24 @@ void run_route_plan(const Call &call, FusedMoeRoutePlan &p, const Tensor &ids) {
     run(call, p, fused_moe_cpu_route_plan, CUDA(fused_moe_cuda_route_plan));
 }
 
-static bool run_cluster_plan(const Call &call, const OwnPlan &plan, const FusedMoeRoute *route) {
+FusedMoePlanner planner_of(const Call &call, const FusedMoeRoutePlan &p, const FusedMoeRoute *route,
+                           const FusedMoeUpGate *up, const FusedMoeGroupedMM *down) {
 #ifdef FUSED_MOE_WITH_CUDA
-    if (!call.is_cuda || !fused_moe_cuda_has_cluster_plan(&plan.p, route)) return false;
-    check_status(call, fused_moe_cuda_cluster_plan(&plan.p, route, call.stream));
-    return true;
+    if (call.is_cuda) return fused_moe_cuda_planner(&p, route, up, down);
 #else
-    (void)call, (void)plan, (void)route;
-    return false;
+    (void)call, (void)p, (void)route, (void)up, (void)down;
 #endif
+    return FUSED_MOE_PLAN_BY_KERNELS;
 }
 
-void run_own_plan(const Call &call, OwnPlan &plan, const FusedMoeRoute *route) {
-    if (run_cluster_plan(call, plan, route)) return;
-    if (route) {
-        run_route(call, *route);
-        if (run_cluster_plan(call, plan, nullptr)) return;
-    }
-    run_route_plan(call, plan.p, plan.ids);
+void run_own_plan(const Call &call, OwnPlan &plan, const FusedMoeRoute *route, FusedMoePlanner planner) {
+    const bool with_choice = planner == FUSED_MOE_PLAN_WITH_CHOICE;
+    if (route && !with_choice) run_route(call, *route);
+    if (planner == FUSED_MOE_PLAN_BY_KERNELS) run_route_plan(call, plan.p, plan.ids);
+#ifdef FUSED_MOE_WITH_CUDA
+    if (with_choice || planner == FUSED_MOE_PLAN_BY_CLUSTER)
+        check_status(call, fused_moe_cuda_cluster_plan(&plan.p, with_choice ? route : nullptr, call.stream));
+#endif
 }
 
 PlanResult route_plan(const Tensor &ids_, int64_t num_experts, const OptTensor &expert_map_) {
@@ -291,7 +291,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> own_plan(const OptTensor &logits, con
                              num_limited_groups, ids, num_tokens);
     const Tensor &planned = route ? route->ids : *ids;
     OwnPlan plan = new_plan_of(op, planned, planned, route ? logits->size(1) : num_experts, expert_map);
-    run_own_plan(begin_call(op, planned), plan, route ? &route->p : nullptr);
+    const FusedMoeRoute *choice = route ? &route->p : nullptr;
+    Call call = begin_call(op, planned);
+    run_own_plan(call, plan, choice, planner_of(call, plan.p, choice));
     Tensor scores = route ? route->scores : new_empty_result(planned, ScalarType::Float);
     return {scores, planned, plan.counts, plan.memory};
 }

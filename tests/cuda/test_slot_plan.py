@@ -126,7 +126,7 @@ def test_captured_with_up_gate_on_the_other_tier(device, sm90):
 
 @torch.no_grad()
 def test_where_a_gemm_runs_on_the_other_tier(device, sm90):
-    """There the plan is made by its own kernel: before up_gate, or between the GEMMs."""
+    """There route_plan's kernel makes the plan before both."""
     x, w1, w2, w3, scores, ids = draw("33 slots", BF16, device)
     odd = torch.empty(*w2.shape[:2], w2.size(2) + 1, device=device, dtype=BF16)[..., :-1].copy_(w2)
     odd1 = torch.empty(*w1.shape[:2], w1.size(2) + 1, device=device, dtype=BF16)[..., :-1].copy_(w1)
