@@ -389,7 +389,8 @@ int fused_moe_cuda_router_dgrad(const FusedMoeRouterDgrad *p, void *stream) {
 }
 FusedMoePlanner fused_moe_cuda_planner(const FusedMoeRoutePlan *p, const FusedMoeRoute *route,
                                        const FusedMoeUpGate *up, const FusedMoeGroupedMM *down) {
-    const bool gemms_plan = up && down && plans_in_gemm(UP_GATE, QUANTIZED_UP_GATE, *up) &&
+    const bool gemms_plan = up && down && fused_moe_has_few_slots(p->T * p->K, p->E) &&
+                            plans_in_gemm(UP_GATE, QUANTIZED_UP_GATE, *up) &&
                             plans_in_gemm(GROUPED_MM, QUANTIZED_MM, *down);
     const bool has_clusters = device_reason(FUSED_MOE_TIER_SM90) == FUSED_MOE_RUNS;
     const bool chooses = route && route->dtype != FUSED_MOE_F64;
