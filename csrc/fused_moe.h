@@ -18,6 +18,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
+#include "formats.h"
 #include "rules.h"
 
 #ifdef __cplusplus
@@ -65,16 +66,6 @@ typedef struct { /* which activation of activation.h, and its constants */
     int32_t kind;
     double alpha, limit;
 } FusedMoeActivation;
-
-/* How a quantised weight is stored: its codes, and what has a scale of its own. */
-typedef enum {
-    FUSED_MOE_FP8_BLOCK, /* e4m3, 128x128 of a matrix */
-    FUSED_MOE_FP8,       /* e4m3, a row or a matrix */
-    FUSED_MOE_INT8,      /* two's complement, a row or a matrix */
-    FUSED_MOE_INT4,      /* -8 to 7, stored plus 8, a group of a row */
-    FUSED_MOE_MXFP4,     /* e2m1, 32 of a row; scales are e8m0 */
-    FUSED_MOE_NUM_FORMATS
-} FusedMoeFormat;
 
 /* Rows, and columns, of a tile of a quantised weight. */
 enum { FUSED_MOE_QUANTIZED_TILE = 64 };

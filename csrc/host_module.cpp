@@ -84,9 +84,9 @@ static py::tuple slot_plan(const std::vector<int64_t> &experts, int32_t E, int32
 }
 
 /* Of a tile's words, row by row. */
-static std::vector<uint32_t> tile_codes(int kind_, const std::vector<uint32_t> &words) {
-    FusedMoeTileCodes kind = static_cast<FusedMoeTileCodes>(kind_);
-    size_t expected = 256 * fused_moe_lane_words(kind);
+static std::vector<uint32_t> tile_codes(int kind, const std::vector<uint32_t> &words) {
+    FusedMoeCode code = static_cast<FusedMoeCode>(kind);
+    size_t expected = 256 * fused_moe_lane_words(code);
     if (words.size() != expected)
         throw py::value_error("words: expected " + std::to_string(expected) + ", found " +
                               std::to_string(words.size()));
@@ -94,8 +94,8 @@ static std::vector<uint32_t> tile_codes(int kind_, const std::vector<uint32_t> &
     for (int32_t row = 0; row < 64; row++)
         for (int32_t column = 0; column < 64; column++) {
             int32_t s = column / 16, u = column / 8 % 2, t = column / 2 % 4, i = column % 2;
-            const uint32_t *lane = words.data() + fused_moe_first_word(kind, row, t);
-            codes.push_back(fused_moe_code_of_lane(kind, lane, s, u, i));
+            const uint32_t *lane = words.data() + fused_moe_first_word(code, row, t);
+            codes.push_back(fused_moe_code_of_lane(code, lane, s, u, i));
         }
     return codes;
 }
@@ -145,7 +145,7 @@ PYBIND11_MODULE(_host, m) {
           "(slot of each row, work tiles) of 1 to 64 slots; experts outside [0, E) are none.");
     def_rules(m);
     m.def("tile_codes", tile_codes, "kind"_a, "words"_a,
-          "The codes of a tile, row by row; kind 0: of 8 bits, 1: int4, 2: mxfp4.");
+          "The codes of a tile, row by row; kind: a FusedMoeCode of formats.h.");
     m.def("slice_rows", fused_moe_slice_rows, "R"_a, "E"_a, "num_sms"_a);
     m.def("slices_per_tile", fused_moe_slices_per_tile, "R"_a, "slice_rows"_a, "weight_tiles"_a, "ctas"_a);
     m.def("num_split_slots", fused_moe_num_split_slots, "R"_a, "slice_rows"_a);

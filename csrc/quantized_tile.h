@@ -7,9 +7,8 @@
 #ifndef FUSED_MOE_QUANTIZED_TILE_H
 #define FUSED_MOE_QUANTIZED_TILE_H
 
+#include "formats.h"
 #include "schedule.h"
-
-typedef enum { FUSED_MOE_BYTES, FUSED_MOE_NIBBLES, FUSED_MOE_SPREAD_NIBBLES } FusedMoeTileCodes;
 
 /* Where a halfword has four codes of e2m1. Digit n, from the right, is code n's: the first bit of its magnitude, and its
  * sign. In bf16 code 0 needs no shift, and code 2 one for both; codes 1 and 3 need two. */
@@ -17,23 +16,23 @@ typedef enum { FUSED_MOE_BYTES, FUSED_MOE_NIBBLES, FUSED_MOE_SPREAD_NIBBLES } Fu
 #define FUSED_MOE_E2M1_SIGNS 0xecdf
 
 /* Words that a lane has of a row. */
-FUSED_MOE_FN int32_t fused_moe_lane_words(FusedMoeTileCodes kind) {
-    return kind == FUSED_MOE_BYTES ? 4 : 2;
+FUSED_MOE_FN int32_t fused_moe_lane_words(FusedMoeCode code) {
+    return fused_moe_code_bits(code) / 2;
 }
 
 /* The first of them, of row 0 to 63. */
-FUSED_MOE_FN int32_t fused_moe_first_word(FusedMoeTileCodes kind, int32_t row, int32_t t) {
+FUSED_MOE_FN int32_t fused_moe_first_word(FusedMoeCode code, int32_t row, int32_t t) {
     int32_t lane = row % 8 * 4 + t, warp = row / 16;
-    return (row / 8 % 2 * 128 + warp * 32 + lane) * fused_moe_lane_words(kind);
+    return (row / 8 % 2 * 128 + warp * 32 + lane) * fused_moe_lane_words(code);
 }
 
 /* The code of column 16 s + 8 u + 2 t + i. */
-FUSED_MOE_FN uint32_t fused_moe_code_of_lane(FusedMoeTileCodes kind, const uint32_t *words, int32_t s,
-                                             int32_t u, int32_t i) {
-    if (kind == FUSED_MOE_BYTES) return words[s] >> (16 * u + 8 * i) & 255;
+FUSED_MOE_FN uint32_t fused_moe_code_of_lane(FusedMoeCode code, const uint32_t *words, int32_t s, int32_t u,
+                                             int32_t i) {
+    if (fused_moe_code_bits(code) == 8) return words[s] >> (16 * u + 8 * i) & 255;
     uint32_t half = words[s / 2] >> 16 * i;
     int32_t digit = 4 * (2 * (s % 2) + u);
-    if (kind == FUSED_MOE_NIBBLES) return half >> digit & 15;
+    if (code != FUSED_MOE_CODE_E2M1) return half >> digit & 15;
     uint32_t magnitude = half >> (FUSED_MOE_E2M1_MAGNITUDES >> digit & 15) & 7;
     uint32_t sign = half >> (FUSED_MOE_E2M1_SIGNS >> digit & 15) & 1;
     return magnitude | sign << 3;

@@ -104,7 +104,7 @@ def test_the_dequantising_kernel_finds_them(cpu, format):
     w = random_weight(format, 1, 64, 64, cpu)
     codes = formats.nibbles(w.data) if FORMATS[format].per_byte == 2 else w.data.view(torch.uint8)
     words = tiles.tiled_data(format, w.data, w.shape).flatten().view(torch.uint8).view(torch.int32)
-    kind = {"int4": 1, "mxfp4": 2}.get(format, 0)
+    kind = {"fp8_block": 0, "fp8": 0, "int8": 1, "int4": 2, "mxfp4": 3}[format]
     found = _host.tile_codes(kind, [word & 0xFFFFFFFF for word in words.tolist()])
     # Not as lists: pytest takes minutes to describe how they differ.
     assert torch.equal(torch.tensor(found, dtype=codes.dtype), codes.flatten())

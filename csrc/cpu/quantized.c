@@ -28,28 +28,29 @@ static float from_e8m0(uint8_t code) {
 }
 
 /* values[i] = codes[first + i]; codes of 4 bits begin at an even one. */
-FM_ROW_FN void decode(FusedMoeFormat format, const void *codes, int64_t first, int64_t n,
+FM_ROW_FN void decode(FusedMoeCode code, const void *codes, int64_t first, int64_t n,
                       float *restrict values) {
     const uint8_t *restrict bytes = (const uint8_t *)codes + first,
                             *pairs = (const uint8_t *)codes + first / 2;
-    switch (format) {
-    case FUSED_MOE_INT8:
+    switch (code) {
+    case FUSED_MOE_CODE_E4M3:
+        for (int64_t i = 0; i < n; i++) values[i] = from_e4m3(bytes[i]);
+        break;
+    case FUSED_MOE_CODE_INT8:
         for (int64_t i = 0; i < n; i++) values[i] = (float)(int8_t)bytes[i];
         break;
-    case FUSED_MOE_INT4:
+    case FUSED_MOE_CODE_INT4:
         for (int64_t i = 0; i < n / 2; i++) {
             values[2 * i] = (float)((pairs[i] & 15) - 8);
             values[2 * i + 1] = (float)((pairs[i] >> 4) - 8);
         }
         break;
-    case FUSED_MOE_MXFP4:
+    case FUSED_MOE_CODE_E2M1:
         for (int64_t i = 0; i < n / 2; i++) {
             values[2 * i] = from_e2m1(pairs[i]);
             values[2 * i + 1] = from_e2m1(pairs[i] >> 4);
         }
         break;
-    default:
-        for (int64_t i = 0; i < n; i++) values[i] = from_e4m3(bytes[i]);
     }
 }
 
@@ -72,7 +73,7 @@ static void decode_row(const FusedMoeQuantizedWeight *w, int64_t e, int64_t row,
     const int64_t row_blocks = fm_blocks(w->out, w->block_out), col_blocks = fm_blocks(w->in, w->block_in);
     const int64_t first_block = (e * row_blocks + row / w->block_out) * col_blocks;
     const int64_t first_code = (e * w->out + row) * w->in;
-    decode(w->format, w->data, first_code + col, n, values);
+    decode(fused_moe_format(w->format).code, w->data, first_code + col, n, values);
     for (int64_t j = col, end; j < col + n; j = end) {
         int64_t block = j / w->block_in;
         end = fm_min(col + n, (block + 1) * w->block_in);

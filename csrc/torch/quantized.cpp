@@ -1,41 +1,41 @@
 /* Quantised weights: their tensors, checked, and the grouped GEMM of one. */
 #include "operators.h"
 
-static ScalarType data_dtype(FusedMoeFormat format) {
-    switch (format) {
-    case FUSED_MOE_FP8_BLOCK:
-    case FUSED_MOE_FP8: return ScalarType::Float8_e4m3fn;
-    case FUSED_MOE_INT8: return ScalarType::Char;
-    default: return ScalarType::Byte;
-    }
-}
+constexpr int64_t TILE = FUSED_MOE_QUANTIZED_TILE;
 
-static bool has_two_per_byte(int64_t format) {
-    return format == FUSED_MOE_INT4 || format == FUSED_MOE_MXFP4;
+static ScalarType data_dtype(FusedMoeCode code) {
+    switch (code) {
+    case FUSED_MOE_CODE_E4M3: return ScalarType::Float8_e4m3fn;
+    case FUSED_MOE_CODE_INT8: return ScalarType::Char;
+    case FUSED_MOE_CODE_INT4:
+    case FUSED_MOE_CODE_E2M1: break; /* two per byte */
+    }
+    return ScalarType::Byte;
 }
 
 /* Finds block_out, block_in and tile_scales from the scale's shape. */
-static void find_blocks(const char *op, FusedMoeQuantizedWeight *w, const Tensor &scale, int64_t E) {
+static void find_blocks(const char *op, FusedMoeQuantizedWeight *w, const FusedMoeFormatFacts &format,
+                        const Tensor &scale, int64_t E) {
     const int64_t out = w->out, in = w->in;
-    const bool is_tiled = scale.dim() == 4, is_grouped = has_two_per_byte(w->format);
-    if (w->format == FUSED_MOE_FP8_BLOCK) {
+    const bool is_tiled = scale.dim() == 4, is_grouped = format.is_grouped;
+    if (format.block == FUSED_MOE_BLOCK_SQUARE_128) {
         w->block_out = w->block_in = 128;
     } else {
-        const int64_t blocks = scale.size(2), step = !is_grouped ? in : is_tiled ? 32 : 2;
+        const int64_t blocks = scale.size(2), step = !is_grouped ? in : is_tiled ? 32 : 8 / format.bits;
         if (blocks < 1 || blocks > in / step || in % (step * blocks))
             fail(op, "expected scales of equal parts of a row, in columns by ", step, ", found ",
                  shape_text(scale), " for ", in, " columns");
-        if (w->format == FUSED_MOE_MXFP4 && in != 32 * blocks)
-            fail(op, "expected scales of 32 columns for mxfp4, found ", shape_text(scale), " for ", in,
-                 " columns");
+        if (format.block == FUSED_MOE_BLOCK_GROUP_32 && in != 32 * blocks)
+            fail(op, "expected scales of 32 columns for ", format.name, ", found ", shape_text(scale),
+                 " for ", in, " columns");
         const bool is_of_matrix = !is_grouped && (is_tiled ? scale.size(3) == 4 : scale.size(1) == 1);
         w->block_in = in / blocks;
         w->block_out = is_of_matrix ? out : 1;
     }
     const int64_t col_blocks = (in + w->block_in - 1) / w->block_in;
     if (is_tiled) {
-        w->tile_scales = w->block_out == 1 ? FUSED_MOE_QUANTIZED_TILE : 4;
-        check_shape(op, "scale", scale, {E, out / FUSED_MOE_QUANTIZED_TILE, col_blocks, w->tile_scales});
+        w->tile_scales = w->block_out == 1 ? TILE : 4;
+        check_shape(op, "scale", scale, {E, out / TILE, col_blocks, w->tile_scales});
     } else {
         check_shape(op, "scale", scale, {E, (out + w->block_out - 1) / w->block_out, col_blocks});
     }
@@ -46,7 +46,7 @@ static void find_transposed(const char *op, const QuantizedTensors &given, Quant
     if (!given.data_t && !given.scale_t && !given.zero_t) return;
     FusedMoeQuantizedWeight &w = weight->p;
     const Tensor &codes = given.data, &scale = given.scale;
-    const int64_t row_tiles = w.out / FUSED_MOE_QUANTIZED_TILE, col_tiles = w.in / FUSED_MOE_QUANTIZED_TILE;
+    const int64_t row_tiles = w.out / TILE, col_tiles = w.in / TILE;
     const int64_t E = codes.size(0);
     check(w.tile_scales != 0, op, "data in tiles, of 4 dimensions, beside data_t", "3 dimensions");
     check(given.data_t && given.scale_t, op, "data_t and scale_t together",
@@ -64,24 +64,21 @@ static void find_transposed(const char *op, const QuantizedTensors &given, Quant
     const int64_t groups = scale.size(2);
     weight->data_t = checked("data_t", *given.data_t, {E, col_tiles, row_tiles, codes.size(3)}, codes);
     if (w.block_out == 1)
-        weight->scale_t =
-            checked("scale_t", *given.scale_t, {E, groups, row_tiles, FUSED_MOE_QUANTIZED_TILE}, scale);
+        weight->scale_t = checked("scale_t", *given.scale_t, {E, groups, row_tiles, TILE}, scale);
     else
         weight->scale_t = checked("scale_t", *given.scale_t,
                                   {E, col_tiles, (w.out + w.block_out - 1) / w.block_out, 4}, scale);
     w.data_t = data(*weight->data_t);
     w.scale_t = data(*weight->scale_t);
     if (given.zero_t) {
-        weight->zero_t =
-            checked("zero_t", *given.zero_t, {E, groups, row_tiles, FUSED_MOE_QUANTIZED_TILE}, *given.zero);
+        weight->zero_t = checked("zero_t", *given.zero_t, {E, groups, row_tiles, TILE}, *given.zero);
         w.zero_t = (const int8_t *)data(*weight->zero_t);
     }
 }
 
 QuantizedWeight quantized_weight(const char *op, const QuantizedTensors &given, const Tensor &like,
                                  bool is_transposed) {
-    const int64_t format = given.format;
-    check_size(op, "format", format, 0, FUSED_MOE_NUM_FORMATS - 1);
+    check_size(op, "format", given.format, 0, FUSED_MOE_NUM_FORMATS - 1);
     const bool is_tiled = given.data.dim() == 4;
     check(!is_tiled || like.is_cuda(), op, "data of 3 dimensions: weights in tiles are for CUDA",
           "4 dimensions");
@@ -90,37 +87,39 @@ QuantizedWeight quantized_weight(const char *op, const QuantizedTensors &given, 
     QuantizedWeight weight = {{}, given.data, given.scale, given.zero, {}, {}, {}};
     const Tensor &codes = given.data, &scale = given.scale;
     FusedMoeQuantizedWeight &w = weight.p;
-    w.format = (FusedMoeFormat)format;
+    w.format = (FusedMoeFormat)given.format;
     w.transposed = is_transposed;
-    check_dtype(op, "data", codes, data_dtype(w.format));
+    const FusedMoeFormatFacts format = fused_moe_format(w.format);
+    const int64_t per_byte = 8 / format.bits;
+    check_dtype(op, "data", codes, data_dtype(format.code));
     check_device(op, "data", codes, like);
     check_device(op, "scale", scale, like);
     const int64_t E = codes.size(0);
-    w.out = codes.size(1) * (is_tiled ? FUSED_MOE_QUANTIZED_TILE : 1);
-    w.in = codes.size(2) * (is_tiled ? FUSED_MOE_QUANTIZED_TILE : has_two_per_byte(format) ? 2 : 1);
+    w.out = codes.size(1) * (is_tiled ? TILE : 1);
+    w.in = codes.size(2) * (is_tiled ? TILE : per_byte);
     if (is_tiled) {
-        const int64_t bytes =
-            FUSED_MOE_QUANTIZED_TILE * FUSED_MOE_QUANTIZED_TILE / (has_two_per_byte(format) ? 2 : 1);
+        const int64_t bytes = TILE * TILE / per_byte;
         check_size(op, "bytes of a tile", codes.size(3), bytes, bytes);
     }
     check_size(op, "out of data", w.out, 1, MAX_WIDTH);
     check_size(op, "in of data", w.in, 1, MAX_WIDTH);
-    find_blocks(op, &w, scale, E);
-    if (format == FUSED_MOE_MXFP4) check_dtype(op, "scale", scale, ScalarType::Byte);
-    if (format == FUSED_MOE_FP8_BLOCK || (is_tiled && !has_two_per_byte(format)))
+    find_blocks(op, &w, format, scale, E);
+    const bool is_e8m0 = format.scales == FUSED_MOE_SCALES_E8M0;
+    if (is_e8m0)
+        check_dtype(op, "scale", scale, ScalarType::Byte);
+    else if (format.scales == FUSED_MOE_SCALES_F32 || (is_tiled && !format.is_grouped))
         check_dtype(op, "scale", scale, ScalarType::Float);
-    w.scale_dtype = dtype_of(op, "scale", scale, format != FUSED_MOE_MXFP4);
+    w.scale_dtype = dtype_of(op, "scale", scale, !is_e8m0);
     check(w.scale_dtype != FUSED_MOE_F64, op, "scales of at most 32 bits", "Double");
     auto readable = [&](const Tensor &x) {
         return is_tiled ? aligned(x) : dense(x);
     }; /* tiles by words, or TMA */
     if (given.zero) {
-        check(format == FUSED_MOE_INT4, op, "zero points for int4 alone", "some for another format");
+        if (!format.has_zeros) fail(op, "expected no zero points with format ", format.name, ", found some");
         if (is_tiled)
-            check_shape(op, "zero", *given.zero,
-                        {E, w.out / FUSED_MOE_QUANTIZED_TILE, scale.size(2), FUSED_MOE_QUANTIZED_TILE});
+            check_shape(op, "zero", *given.zero, {E, scale.size(1), scale.size(2), scale.size(3)});
         else
-            check_shape(op, "zero", *given.zero, {E, w.out, scale.size(2)});
+            check_shape(op, "zero", *given.zero, {E, scale.size(1), scale.size(2)});
         check_dtype(op, "zero", *given.zero, ScalarType::Char);
         check_device(op, "zero", *given.zero, like);
         weight.zero = readable(*given.zero);

@@ -200,19 +200,25 @@ static void *bytes(int64_t n, int32_t end) {
     return data;
 }
 
-/* Codes of 4 bits where the width allows it. */
+/* Formats with groups of 32 columns where the width allows it. */
 static FusedMoeWeight quantized_weight(FusedMoeQuantizedWeight *w, int64_t E, int64_t out, int64_t in,
                                        bool transposed) {
     *w = (FusedMoeQuantizedWeight){.out = out, .in = in, .transposed = transposed};
-    w->format = (FusedMoeFormat)draw(in % 32 ? FUSED_MOE_INT4 : FUSED_MOE_NUM_FORMATS);
-    w->scale_dtype = w->format == FUSED_MOE_MXFP4 ? FUSED_MOE_U8 : draw(2) ? FUSED_MOE_BF16 : FUSED_MOE_F32;
-    bool grouped = w->format >= FUSED_MOE_INT4;
-    w->block_out = w->format == FUSED_MOE_FP8_BLOCK ? 128 : !grouped && draw(2) ? out : 1;
-    w->block_in = w->format == FUSED_MOE_FP8_BLOCK ? 128 : grouped ? 32 : in;
+    FusedMoeFormatFacts format;
+    do {
+        w->format = (FusedMoeFormat)draw(FUSED_MOE_NUM_FORMATS);
+        format = fused_moe_format(w->format);
+    } while (format.is_grouped && in % 32);
+    bool is_square = format.block == FUSED_MOE_BLOCK_SQUARE_128;
+    w->scale_dtype = format.scales == FUSED_MOE_SCALES_E8M0 ? FUSED_MOE_U8
+                     : draw(2)                              ? FUSED_MOE_BF16
+                                                            : FUSED_MOE_F32;
+    w->block_out = is_square ? 128 : !format.is_grouped && draw(2) ? out : 1;
+    w->block_in = is_square ? 128 : format.is_grouped ? 32 : in;
     int64_t blocks = E * fm_blocks(out, w->block_out) * fm_blocks(in, w->block_in);
-    w->data = bytes(E * out * in / (grouped ? 2 : 1), grouped ? 256 : 127); /* 127 is NaN in e4m3 */
+    w->data = bytes(E * out * in * format.bits / 8, format.bits == 4 ? 256 : 127); /* 127 is NaN in e4m3 */
     w->scale = w->scale_dtype == FUSED_MOE_U8 ? bytes(blocks, 130) : values(w->scale_dtype, blocks);
-    w->zero = w->format == FUSED_MOE_INT4 && draw(2) ? bytes(blocks, 8) : NULL;
+    w->zero = format.has_zeros && draw(2) ? bytes(blocks, 8) : NULL;
     return (FusedMoeWeight){(void *)w->data, out * in, transposed ? 1 : in, transposed ? in : 1, w};
 }
 

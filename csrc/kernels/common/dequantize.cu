@@ -30,41 +30,42 @@ __device__ inline float from_e2m1(uint32_t code) {
     return code & 8 ? -magnitude : magnitude;
 }
 
-template <FusedMoeFormat format>
-constexpr bool IS_4_BIT = format == FUSED_MOE_INT4 || format == FUSED_MOE_MXFP4;
-
 /* The bytes of CHUNK codes, of which n exist; of 4 bits n is even. */
-template <FusedMoeFormat format>
+template <Code CODE>
 __device__ inline uint2 load_codes(const uint8_t *bytes, int n, bool aligned) {
     uint32_t words[2] = {};
-    if (aligned && IS_4_BIT<format>) {
+    if (aligned && BITS_OF<CODE> == 4) {
         words[0] = *(const uint32_t *)bytes;
     } else if (aligned) {
         return *(const uint2 *)bytes;
     } else {
 #pragma unroll
-        for (int i = 0; i < (IS_4_BIT<format> ? CHUNK / 2 : CHUNK); i++)
-            if ((IS_4_BIT<format> ? 2 * i : i) < n) words[i / 4] |= (uint32_t)bytes[i] << 8 * (i % 4);
+        for (int i = 0; i < (BITS_OF<CODE> == 4 ? CHUNK / 2 : CHUNK); i++)
+            if ((BITS_OF<CODE> == 4 ? 2 * i : i) < n) words[i / 4] |= (uint32_t)bytes[i] << 8 * (i % 4);
     }
     return make_uint2(words[0], words[1]);
 }
 
 /* Of a code of 4 or 8 bits. Integers are in the last bits of 2^23's fraction, which is faster than converting them. */
-template <FusedMoeFormat format>
+template <Code CODE>
 __device__ inline float value_of(uint32_t code) {
-    switch (format) {
-    case FUSED_MOE_INT8: return __uint_as_float(0x4b000000 | (code ^ 0x80)) - (0x1p23f + 128);
-    case FUSED_MOE_INT4: return __uint_as_float(0x4b000000 | code) - (0x1p23f + 8);
-    case FUSED_MOE_MXFP4: return from_e2m1(code);
-    default: return from_e4m3(code);
+    if constexpr (CODE == Code::INT8) {
+        return __uint_as_float(0x4b000000 | (code ^ 0x80)) - (0x1p23f + 128);
+    } else if constexpr (CODE == Code::INT4) {
+        return __uint_as_float(0x4b000000 | code) - (0x1p23f + 8);
+    } else if constexpr (CODE == Code::E2M1) {
+        return from_e2m1(code);
+    } else {
+        static_assert(CODE == Code::E4M3);
+        return from_e4m3(code);
     }
 }
 
 /* Code i of a chunk. */
-template <FusedMoeFormat format>
+template <Code CODE>
 __device__ inline float code_of(const uint2 &words, int i) {
-    if (IS_4_BIT<format>) return value_of<format>(words.x >> 4 * i & 15);
-    return value_of<format>((i < 4 ? words.x : words.y) >> 8 * (i % 4) & 255);
+    if (BITS_OF<CODE> == 4) return value_of<CODE>(words.x >> 4 * i & 15);
+    return value_of<CODE>((i < 4 ? words.x : words.y) >> 8 * (i % 4) & 255);
 }
 
 __device__ inline float to_scale(uint8_t x) {
@@ -93,10 +94,10 @@ __device__ inline bool is_left_out(const Dequantize &p, int expert) {
 }
 
 /* A row for each warp. */
-template <typename T, FusedMoeFormat format>
+template <typename T, Code CODE>
 __global__ void __launch_bounds__(32 * WARPS, 4) dequantize_kernel(const __grid_constant__ Dequantize p) {
     const FusedMoeQuantizedWeight &w = p.codes;
-    constexpr int CODES_PER_BYTE = IS_4_BIT<format> ? 2 : 1;
+    constexpr int CODES_PER_BYTE = BITS_OF<CODE> == 4 ? 2 : 1;
     int in = (int)w.in, block_in = (int)min(w.block_in, w.in);
     bool out_aligned = rows_are_aligned<T>(p.out, in);
     bool codes_aligned = in % CHUNK == 0 && (uintptr_t)w.data % CHUNK == 0;
@@ -109,7 +110,7 @@ __global__ void __launch_bounds__(32 * WARPS, 4) dequantize_kernel(const __grid_
         const uint8_t *codes = (const uint8_t *)w.data + row * in / CODES_PER_BYTE;
         for (int col = threadIdx.x % 32 * CHUNK; col < in; col += 32 * CHUNK) {
             int n = min(CHUNK, in - col), block = col / block_in, end = 0;
-            uint2 words = load_codes<format>(codes + col / CODES_PER_BYTE, n, codes_aligned);
+            uint2 words = load_codes<CODE>(codes + col / CODES_PER_BYTE, n, codes_aligned);
             float scale = 0, zero = 0;
             Accum<T> values[CHUNK];
 #pragma unroll
@@ -121,22 +122,17 @@ __global__ void __launch_bounds__(32 * WARPS, 4) dequantize_kernel(const __grid_
                     zero = w.zero ? (float)w.zero[index] : 0;
                     end = (block + 1) * block_in;
                 }
-                values[j] = to_accum(from_accum<T>((code_of<format>(words, j) - zero) * scale));
+                values[j] = to_accum(from_accum<T>((code_of<CODE>(words, j) - zero) * scale));
             }
             store_chunk((T *)p.out + row * in + col, values, n, out_aligned);
         }
     }
 }
 
-template <FusedMoeFormat format>
-constexpr FusedMoeTileCodes TILE_CODES = format == FUSED_MOE_MXFP4  ? FUSED_MOE_SPREAD_NIBBLES
-                                         : format == FUSED_MOE_INT4 ? FUSED_MOE_NIBBLES
-                                                                    : FUSED_MOE_BYTES;
-
 /* What a lane has of a row of a tile. */
-template <FusedMoeFormat format>
+template <Code CODE>
 struct LaneCodes {
-    static constexpr int WORDS = IS_4_BIT<format> ? 2 : 4;
+    static constexpr int WORDS = BITS_OF<CODE> / 2;
     uint32_t words[WORDS];
 
     __device__ void load(const uint32_t *p) {
@@ -151,7 +147,7 @@ struct LaneCodes {
 
     /* Of column 16 s + 8 u + 2 t + i. */
     __device__ float value(int s, int u, int i) const {
-        return value_of<format>(fused_moe_code_of_lane(TILE_CODES<format>, words, s, u, i));
+        return value_of<CODE>(fused_moe_code_of_lane((FusedMoeCode)CODE, words, s, u, i));
     }
 };
 
@@ -174,11 +170,11 @@ __device__ inline void store_pairs(T *p, const float (&v)[2][2]) {
 }
 
 /* N neighbouring tiles of a lane's row. All loads come before the first store, which the compiler would not pass. */
-template <int N, typename T, FusedMoeFormat format, typename S>
+template <int N, typename T, Code CODE, bool HAS_ZEROS, typename S>
 __device__ inline void dequantize_lane(const FusedMoeQuantizedWeight &w, const uint32_t *codes,
                                        int64_t first_scale, unsigned col, unsigned block_in, T *out) {
-    constexpr int TILE = FUSED_MOE_QUANTIZED_TILE, TILE_WORDS = 4 * TILE * LaneCodes<format>::WORDS;
-    LaneCodes<format> mine[N];
+    constexpr int TILE = FUSED_MOE_QUANTIZED_TILE, TILE_WORDS = 4 * TILE * LaneCodes<CODE>::WORDS;
+    LaneCodes<CODE> mine[N];
     float scale[2 * N], zero[2 * N]; /* of halves of tiles */
 #pragma unroll
     for (int i = 0; i < N; i++) mine[i].load(codes + i * TILE_WORDS);
@@ -186,7 +182,7 @@ __device__ inline void dequantize_lane(const FusedMoeQuantizedWeight &w, const u
     for (int i = 0; i < 2 * N; i++) {
         int64_t index = first_scale + (int64_t)((col + TILE / 2 * i) / block_in) * w.tile_scales;
         scale[i] = to_scale(((const S *)w.scale)[index]);
-        zero[i] = format == FUSED_MOE_INT4 && w.zero ? (float)w.zero[index] : 0;
+        zero[i] = HAS_ZEROS && w.zero ? (float)w.zero[index] : 0;
     }
 #pragma unroll
     for (int i = 0; i < N; i++)
@@ -203,10 +199,10 @@ __device__ inline void dequantize_lane(const FusedMoeQuantizedWeight &w, const u
 
 /* Of a weight in tiles: eight rows for each warp, of which a quad has one. So a warp reads 256 or 512 bytes in a row. A
  * group has 32 columns or a multiple of them. S: the scales' dtype. */
-template <typename T, FusedMoeFormat format, typename S>
+template <typename T, Code CODE, bool HAS_ZEROS, typename S>
 __global__ void __launch_bounds__(32 * WARPS, 4)
     dequantize_tiles_kernel(const __grid_constant__ Dequantize p) {
-    constexpr int TILE = FUSED_MOE_QUANTIZED_TILE, WORDS = LaneCodes<format>::WORDS,
+    constexpr int TILE = FUSED_MOE_QUANTIZED_TILE, WORDS = LaneCodes<CODE>::WORDS,
                   TILE_WORDS = 4 * TILE * WORDS;
     constexpr int AHEAD = 2; /* tiles */
     const FusedMoeQuantizedWeight &w = p.codes;
@@ -217,15 +213,15 @@ __global__ void __launch_bounds__(32 * WARPS, 4)
         int64_t row = 8 * i + lane / 4, row_tile = row / TILE;
         if (is_left_out(p, (int)(row / w.out))) continue;
         const uint32_t *codes = (const uint32_t *)w.data + row_tile * (in / TILE) * TILE_WORDS;
-        codes += fused_moe_first_word(TILE_CODES<format>, (int)(row % TILE), lane % 4);
+        codes += fused_moe_first_word((FusedMoeCode)CODE, (int)(row % TILE), lane % 4);
         int64_t first_scale = row_tile * p.col_blocks * w.tile_scales;
         if (w.tile_scales == TILE) first_scale += row % TILE;
         T *out = (T *)p.out + row * in + lane % 4 * 2;
         unsigned col = 0;
         for (; col + AHEAD * TILE <= in; col += AHEAD * TILE, codes += AHEAD * TILE_WORDS)
-            dequantize_lane<AHEAD, T, format, S>(w, codes, first_scale, col, block_in, out + col);
+            dequantize_lane<AHEAD, T, CODE, HAS_ZEROS, S>(w, codes, first_scale, col, block_in, out + col);
         for (; col < in; col += TILE, codes += TILE_WORDS)
-            dequantize_lane<1, T, format, S>(w, codes, first_scale, col, block_in, out + col);
+            dequantize_lane<1, T, CODE, HAS_ZEROS, S>(w, codes, first_scale, col, block_in, out + col);
     }
 }
 
@@ -247,30 +243,26 @@ int dequantize(void *out, const FusedMoeQuantizedWeight &codes, const int32_t *o
     p.E = E;
     return with_dtype(dtype, [&](auto t) {
         using T = decltype(t);
-        auto run_tiles = [&](auto format, auto scale) {
-            auto kernel = dequantize_tiles_kernel<T, decltype(format)::value, decltype(scale)>;
-            return launch(kernel, p, grid_for(E * codes.out / 8, WARPS), 32 * WARPS, 0, stream);
-        };
-        auto run = [&](auto format) {
+        return with_format(codes.format, [&](auto format) {
+            constexpr FusedMoeFormatFacts FORMAT = fused_moe_format(format.value);
+            constexpr Code CODE = Code(FORMAT.code);
             if (!codes.tile_scales)
-                return launch(dequantize_kernel<T, decltype(format)::value>, p,
-                              grid_for(E * codes.out, WARPS), 32 * WARPS, 0, stream);
-            if constexpr (decltype(format)::value == FUSED_MOE_INT4) {
-                if (codes.scale_dtype == FUSED_MOE_BF16) return run_tiles(format, __nv_bfloat16());
-                if (codes.scale_dtype == FUSED_MOE_F16) return run_tiles(format, __half());
+                return launch(dequantize_kernel<T, CODE>, p, grid_for(E * codes.out, WARPS), 32 * WARPS, 0,
+                              stream);
+            auto run_tiles = [&](auto scale) {
+                auto kernel = dequantize_tiles_kernel<T, CODE, FORMAT.has_zeros, decltype(scale)>;
+                return launch(kernel, p, grid_for(E * codes.out / 8, WARPS), 32 * WARPS, 0, stream);
+            };
+            if constexpr (FORMAT.scales == FUSED_MOE_SCALES_E8M0) {
+                return run_tiles(uint8_t());
+            } else {
+                if constexpr (FORMAT.is_grouped) { /* else those of tiles are float32 */
+                    if (codes.scale_dtype == FUSED_MOE_BF16) return run_tiles(__nv_bfloat16());
+                    if (codes.scale_dtype == FUSED_MOE_F16) return run_tiles(__half());
+                }
+                return run_tiles(float());
             }
-            if constexpr (decltype(format)::value == FUSED_MOE_MXFP4)
-                return run_tiles(format, uint8_t());
-            else
-                return run_tiles(format, float());
-        };
-        using std::integral_constant;
-        switch (codes.format) {
-        case FUSED_MOE_INT8: return run(integral_constant<FusedMoeFormat, FUSED_MOE_INT8>());
-        case FUSED_MOE_INT4: return run(integral_constant<FusedMoeFormat, FUSED_MOE_INT4>());
-        case FUSED_MOE_MXFP4: return run(integral_constant<FusedMoeFormat, FUSED_MOE_MXFP4>());
-        default: return run(integral_constant<FusedMoeFormat, FUSED_MOE_FP8>());
-        }
+        });
     });
 }
 

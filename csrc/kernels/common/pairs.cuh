@@ -6,7 +6,15 @@
 
 namespace fused_moe {
 
-enum class Code { E4M3, INT8, INT4, E2M1 };
+/* FusedMoeCode, for templates. */
+enum class Code {
+#define X(code, bits) code,
+    FUSED_MOE_CODES(X)
+#undef X
+};
+
+template <Code CODE>
+constexpr int BITS_OF = fused_moe_code_bits((FusedMoeCode)CODE);
 
 /* T's words for codes of 4 bits. INTEGER | n is the number 2^bits + n for n below 16; E2M1's bits, shifted to
  * T's exponent and fraction, are its value divided by E2M1_FACTOR. Twice each. */
@@ -71,13 +79,24 @@ __device__ inline float float_of_e8m0(uint32_t e8m0) {
 
 /* --- host ----------------------------------------------------------------------------------------------- */
 
-/* Whether one kernel decodes both. */
+/* Calls fn with std::integral_constant<FusedMoeFormat, format>. */
+template <typename Fn>
+int with_format(FusedMoeFormat format, Fn fn) {
+    switch (format) {
+#define X(name, ...)                                                                                         \
+    case FUSED_MOE_FORMAT_##name:                                                                            \
+        return fn(std::integral_constant<FusedMoeFormat, FUSED_MOE_FORMAT_##name>());
+        FUSED_MOE_FORMATS(X)
+#undef X
+    default: return FUSED_MOE_UNSUPPORTED_DTYPE;
+    }
+}
+
+/* Whether one kernel dequantises both. */
 inline bool are_alike(const FusedMoeQuantizedWeight &a, const FusedMoeQuantizedWeight &b) {
-    auto kind = [](const FusedMoeQuantizedWeight &w) {
-        return w.format == FUSED_MOE_FP8_BLOCK ? FUSED_MOE_FP8 : w.format;
-    };
-    return kind(a) == kind(b) && a.scale_dtype == b.scale_dtype && a.block_in == b.block_in &&
-           a.tile_scales == b.tile_scales && !a.zero == !b.zero;
+    FusedMoeFormatFacts x = fused_moe_format(a.format), y = fused_moe_format(b.format);
+    return x.code == y.code && x.is_grouped == y.is_grouped && a.scale_dtype == b.scale_dtype &&
+           a.block_in == b.block_in && a.tile_scales == b.tile_scales && !a.zero == !b.zero;
 }
 
 } // namespace fused_moe

@@ -185,7 +185,7 @@ __device__ inline CodeRow code_row(const CodedWeights &w, int which, int64_t exp
 /* --- host ----------------------------------------------------------------------------------------------- */
 
 inline bool has_4_bits(const FusedMoeQuantizedWeight &codes) {
-    return codes.format == FUSED_MOE_INT4 || codes.format == FUSED_MOE_MXFP4;
+    return fused_moe_format(codes.format).bits == 4;
 }
 
 inline void set_codes(CodedWeights &w, int which, const FusedMoeQuantizedWeight &codes) {
@@ -211,15 +211,17 @@ struct DecoderType { /* a Decoder is made on the device alone */
 
 template <typename T, typename Fn>
 int with_decoder(const FusedMoeQuantizedWeight &w, FusedMoeDtype dtype, Fn fn) {
-    switch (w.format) {
-    case FUSED_MOE_INT8: return fn(DecoderType<Decoder<T, Code::INT8, false>>());
-    case FUSED_MOE_INT4:
-        return w.scale_dtype == dtype ? fn(DecoderType<Decoder<T, Code::INT4, true>>())
-                                      : fn(DecoderType<Decoder<T, Code::INT4, false>>());
-    case FUSED_MOE_MXFP4: /* bf16 has every e8m0 scale */
-        return fn(DecoderType<Decoder<T, Code::E2M1, std::is_same_v<T, __nv_bfloat16>>>());
-    default: return fn(DecoderType<Decoder<T, Code::E4M3, false>>());
-    }
+    return with_format(w.format, [&](auto format) {
+        constexpr FusedMoeFormatFacts FORMAT = fused_moe_format(format.value);
+        constexpr Code CODE = Code(FORMAT.code);
+        if constexpr (FORMAT.scales == FUSED_MOE_SCALES_E8M0) /* bf16 has each of them */
+            return fn(DecoderType<Decoder<T, CODE, std::is_same_v<T, __nv_bfloat16>>>());
+        else if constexpr (FORMAT.bits == 8)
+            return fn(DecoderType<Decoder<T, CODE, false>>());
+        else
+            return w.scale_dtype == dtype ? fn(DecoderType<Decoder<T, CODE, true>>())
+                                          : fn(DecoderType<Decoder<T, CODE, false>>());
+    });
 }
 
 /* Calls fn with the tile for R rows of E experts, which are few. */
@@ -246,7 +248,9 @@ inline FusedMoeReason codes_reason(const FusedMoeWeight &w, int64_t R, int32_t E
     if (!codes || codes->transposed || codes->tile_scales) return FUSED_MOE_STRIDES;
     bool is_4_bit = has_4_bits(*codes), is_whole = codes->block_in >= codes->in; /* a group is the row */
     bool is_power = (codes->block_in & (codes->block_in - 1)) == 0;
-    int64_t step = !is_4_bit ? 64 : is_whole && codes->format == FUSED_MOE_INT4 ? 128 : 32;
+    int64_t step = !is_4_bit                                                                 ? 64
+                   : is_whole && fused_moe_format(codes->format).code == FUSED_MOE_CODE_INT4 ? 128
+                                                                                             : 32;
     if (codes->in % step) return FUSED_MOE_WIDTH;
     if (!is_whole && !(is_power && codes->block_in >= (is_4_bit ? 32 : 64))) return FUSED_MOE_STRIDES;
     if ((uintptr_t)codes->data % 16) return FUSED_MOE_UNALIGNED;

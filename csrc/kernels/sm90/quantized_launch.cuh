@@ -7,25 +7,32 @@
 namespace fused_moe {
 namespace sm90 {
 
-/* Calls fn with a dequantizer. There is one for each dtype and code. int4 has three: for scales in the dtype,
- * of 128 columns or more and of fewer, and for scales in another dtype. */
-template <bool BY_COLUMN = false, typename Fn>
-int with_dequantizer(FusedMoeDtype dtype, const FusedMoeQuantizedWeight &w, Fn fn) {
-    return with_half(dtype, [&](auto t) {
-        using T = decltype(t);
-        switch (w.format) {
-        case FUSED_MOE_INT8: return fn(Dequantizer<T, Code::INT8, false, false, BY_COLUMN>());
-        case FUSED_MOE_INT4:
-            if (w.scale_dtype != dtype) return fn(Dequantizer<T, Code::INT4, false, true, BY_COLUMN>());
+/* Calls fn with a dequantizer. There is one for each dtype and code. 4-bit codes with floating scales have
+ * three: for scales in the dtype, of 128 columns or more and of fewer, and for scales in another dtype. */
+template <typename T, bool BY_COLUMN, typename Fn>
+int with_dequantizer_of(FusedMoeDtype dtype, const FusedMoeQuantizedWeight &w, Fn fn) {
+    return with_format(w.format, [&](auto format) {
+        constexpr FusedMoeFormatFacts FORMAT = fused_moe_format(format.value);
+        constexpr Code CODE = Code(FORMAT.code);
+        if constexpr (FORMAT.scales == FUSED_MOE_SCALES_E8M0) {
+            constexpr bool IN_16_BITS = std::is_same_v<T, __nv_bfloat16>; /* which has every e8m0 scale */
+            return fn(Dequantizer<T, CODE, IN_16_BITS, FORMAT.is_grouped, BY_COLUMN>());
+        } else if constexpr (FORMAT.bits == 8) {
+            return fn(Dequantizer<T, CODE, false, FORMAT.is_grouped, BY_COLUMN>());
+        } else {
+            if (w.scale_dtype != dtype) return fn(Dequantizer<T, CODE, false, true, BY_COLUMN>());
             if constexpr (!BY_COLUMN)
                 if (w.block_in >= MAX_STAGE_COLUMNS || w.block_in >= w.in)
-                    return fn(Dequantizer<T, Code::INT4, true, false>());
-            return fn(Dequantizer<T, Code::INT4, true, true, BY_COLUMN>());
-        case FUSED_MOE_MXFP4: /* bf16 has every e8m0 scale */
-            return fn(Dequantizer<T, Code::E2M1, std::is_same_v<T, __nv_bfloat16>, true, BY_COLUMN>());
-        default: return fn(Dequantizer<T, Code::E4M3, false, false, BY_COLUMN>());
+                    return fn(Dequantizer<T, CODE, true, false>());
+            return fn(Dequantizer<T, CODE, true, true, BY_COLUMN>());
         }
     });
+}
+
+template <bool BY_COLUMN = false, typename Fn>
+int with_dequantizer(FusedMoeDtype dtype, const FusedMoeQuantizedWeight &w, Fn fn) {
+    return with_half(dtype,
+                     [&](auto t) { return with_dequantizer_of<decltype(t), BY_COLUMN>(dtype, w, fn); });
 }
 
 /* Calls fn with a configuration for R rows of E experts. */
@@ -129,7 +136,8 @@ inline bool is_readable_quantized(const FusedMoeWeight &w) {
     if (!w.quantized || !w.quantized->tile_scales || (w.quantized->transposed && !w.quantized->data_t))
         return false;
     FusedMoeQuantizedWeight codes = packing_of(*w.quantized);
-    bool by_column = is_by_column(codes), is_int4 = codes.format == FUSED_MOE_INT4;
+    bool by_column = is_by_column(codes),
+         is_int4 = fused_moe_format(codes.format).code == FUSED_MOE_CODE_INT4;
     if (by_column && is_int4 && codes.scale_dtype == FUSED_MOE_F32) return false; /* it loads 16 bits */
     if (!is_aligned(codes.data) || !is_aligned(codes.scale) || !is_aligned(codes.zero)) return false;
     int64_t group = group_of(codes);
