@@ -7,7 +7,7 @@
     python benchmarks/bench_decode.py --shape qwen3-30b --tokens 1,8,64 --format fp8_block,int4,mxfp4
     python benchmarks/bench_decode.py --shape qwen3-30b --tokens 1,8,64 --format int4 --peers marlin,humming
 
-Calls alternate between the weights of several layers, each with routing of its own, so that a call reads its
+Calls alternate between the weights of several layers, each with its own routing, so that a call reads its
 weights from memory, as a decode step of a deep model does. On a GPU all calls are one CUDA graph; with
 --eager the host makes them one by one. floor_us: the experts that have tokens, at the rate of a kernel that
 only reads, or the dense product of equal FLOPs, where that takes longer and does more than read; both in the

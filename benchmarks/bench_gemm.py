@@ -7,7 +7,7 @@
 The six GEMMs of a layer are timed with the gathers, activations and scores that our kernels fuse; dense and
 torch get contiguous rows and compute the GEMM only. dgrad_down is the GEMM of down_dgrad without anything
 fused, as in down and up_dgrad. FLOPs: 4TKDF for up_gate, up_dgrad and wgrad_up, 2TKDF for the others. The
-`gemms` of shapes.json, or R,E,k,n, are plain GEMMs on contiguous rows, with distributions of their own.
+`gemms` of shapes.json, or R,E,k,n, are plain GEMMs on contiguous rows, with their own distributions.
 
 --order, --expert-order and --tails set parts of the sm90 tier's tile schedule (csrc/schedule.h). One record
 for each setting shows what that part is worth: `table.py --gains` compares the records.
@@ -193,7 +193,7 @@ class Layer:
 
 
 class Plain:
-    """One plain GEMM a (R, k), b (E, n, k); `distribution` tells the rows of each expert."""
+    """One plain GEMM a (R, k), b (E, n, k); `distribution` gives the rows of each expert."""
 
     def __init__(self, sizes: tuple[int, ...], distribution: str, dtype: str, device: str):
         torch.manual_seed(0)

@@ -8,7 +8,7 @@ checked in float64, on a sample of tokens and experts: all of them would take mi
 On a GPU several steps are queued behind a long kernel, so neither side's host time counts; --mode eager
 times single calls, and both modes may be given. FLOPs: 6TKDF forward, 18TKDF with backward.
 
---profile adds records of their own: the kernels of a step by kind, with floors, and the board's power.
+--profile adds separate records: the kernels of a step by kind, with floors, and the board's power.
 """
 
 from __future__ import annotations

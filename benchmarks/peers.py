@@ -210,7 +210,7 @@ def vllm_marlin(format: str, activation: str = "silu", *, gated: bool = True) ->
         )  # fmt: skip
 
     def sum_of_slots(slots: Tensor, out: Tensor, ids: Tensor, expert_map: None) -> Tensor:
-        ops.moe_sum(slots, out)  # a kernel of its own, as in vLLM's layer; the wrapper's default is torch.sum
+        ops.moe_sum(slots, out)  # a separate kernel, as in vLLM's layer; the wrapper's default is torch.sum
         return out
 
     return QuantisedPeer(convert, experts)

@@ -5,7 +5,7 @@ python benchmarks/table.py benchmarks/results/layer_*.json --page docs/performan
 python benchmarks/table.py --gains benchmarks/results/gemm_h200.json
 python benchmarks/table.py --profile benchmarks/results/layer_h200.json
 
-A layer that one run timed in both modes has one row: queued, with its single calls in a column of their own.
+A layer that one run timed in both modes has one row: queued, with its single calls in a separate column.
 Records of bench_torchtitan.py have a row for each model, local batch and variant.
 """
 
@@ -123,7 +123,7 @@ def columns(records: list[dict]) -> dict[str, Callable[[dict], str | None]]:
     """Headers and cells. Empty columns are left out."""
     on_gpu = records[0]["gpu"] != "none"
     others = {r["peer"] for r in records} | {name.removeprefix("ratio_to_") for r in records for name in r}
-    peers = [name for name in PEERS if name in others and name != "torch"]  # that has a column of its own
+    peers = [name for name in PEERS if name in others and name != "torch"]  # torch has its own column
     usual_routing = all(r["routing"] == "random" for r in records)
     usual_schedule = all(schedule_of(r) == DEFAULT_SCHEDULE for r in records)
     said = shared(records)

@@ -1,6 +1,6 @@
 """bench_torchtitan.py's part inside torchtitan's trainer: --experimental.custom_import=torchtitan_spec.
 
-It registers a TrainSpec for deepseek_v3 with flavours of its own, and with a metrics processor that writes
+It registers a TrainSpec for deepseek_v3 with its own flavours, and with a metrics processor that writes
 every step's figures, unrounded, as one line of JSON. The environment variable BENCH_TORCHTITAN has the
 program's settings.
 """

@@ -83,7 +83,7 @@ static py::tuple slot_plan(const std::vector<int64_t> &experts, int32_t E, int32
     return py::make_tuple(slots, tiles);
 }
 
-/* Of a tile's words, row by row. */
+/* The codes of a tile's words, row by row. */
 static std::vector<uint32_t> tile_codes(int kind, const std::vector<uint32_t> &words) {
     FusedMoeCode code = static_cast<FusedMoeCode>(kind);
     size_t expected = 256 * fused_moe_lane_words(code);

@@ -486,7 +486,7 @@ def _fail_shapes(fn: str, x_name: str, x: Tensor, stored, biases, packed: bool, 
     shapes = {f"w{i}": tuple(w.shape) for i, w in enumerate(stored, 1) if w is not None}
 
     def sizes(name: str, transposed: bool) -> tuple[int, int, int]:
-        """E, F and D, as a weight's shape tells them."""
+        """E, F and D, from a weight's shape."""
         E, *rows, D = shapes[name]
         if len(rows) == 2:
             return E, rows[0], D

@@ -2,7 +2,7 @@
 
     rows = permute(x),  h = rows w1^T | rows w3^T,  a = act(h),  y = a w2^T,  out = unpermute(y, scores)
 
-Every step is an operator with a gradient of its own, so that a weight needs no more than its GEMM. The fused
+Every step is an operator with its own gradient, so a weight needs no more than its GEMM. The fused
 operators keep less and do not write rows of x; these steps are for what has no fused kernel.
 """
 

@@ -1,6 +1,6 @@
 """Expert parallelism: weights are DTensors, tokens are exchanged by all-to-all.
 
-Each of N ranks holds E/N experts of a `FusedMoE` and tokens of its own. A forward pass of the experts is
+Each of N ranks holds E/N experts of a `FusedMoE` and its own tokens. A forward pass of the experts is
 
     rows    = permute(x, ids)                   sorted by expert, hence by the rank of the expert
     counts  -> all-to-all                       rows that each rank sends to each expert

@@ -28,7 +28,7 @@ def gradient_of(weight: Tensor, node) -> Tensor | None:
     """What autograd gets as the gradient of a weight whose main_grad was added to. `node` is the weight's.
 
     None, so that .grad stays None. Two callers need a tensor, whose values mean nothing. autograd.grad
-    raises for None. Megatron's hooks, which are there if the weight has grad_added_to_main_grad, assert that
+    raises for None. Megatron's hooks, which exist if the weight has grad_added_to_main_grad, assert that
     there is one with overlap_grad_reduce, and with zero_out_wgrad they add it to the main_grad.
     """
     if hasattr(weight, "grad_added_to_main_grad"):

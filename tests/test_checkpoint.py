@@ -241,7 +241,7 @@ def test_every_backward_is_here():
 @pytest.mark.quick
 @pytest.mark.parametrize("name", OPERATORS)
 def test_an_operators_backward_unpacks_once(device, name):
-    """Or it has no gradient: nothing was saved, or an error of ours tells so."""
+    """Or it has no gradient: nothing was saved, or an error of ours says so."""
     differentiated = 0
     for args in operator_calls(Case(9, 8, 16, 3, 2, F32, bias=True), device)[name]:
         try:

@@ -14,7 +14,7 @@ from fused_moe.ops import FACTS, HAS_CUDA_KERNELS, LIBRARY
 
 # In nvcc's PTX targets compute_80 is called sm_80, too.
 MACHINE_CODE, PTX = {"sm_80", "sm_90a"}, {"sm_80"}
-# Mangled names that may keep something in local memory: float64 is there for gradcheck, not for speed;
+# Mangled names that may keep something in local memory: float64 serves gradcheck, not speed;
 # quantised weights' tiles of 64 rows have a tile's address and numbers there: four consumers have few.
 MAY_SPILL = re.compile(r"I(NS_8SimtTileI)?d[EL]|15QuantizedConfig.*6HeightE1E")
 SM80, SM90 = "4sm80", "4sm90"  # namespaces, mangled
@@ -44,7 +44,7 @@ TOOLS = Path(__file__).parents[1] / "tools" / "sass.py"
 
 @pytest.fixture(scope="module")
 def sass():
-    """tools/sass.py, where its tools are there."""
+    """tools/sass.py, if its tools are installed."""
     if not TOOLS.exists():
         pytest.skip("not in a checkout")
     spec = importlib.util.spec_from_file_location("sass", TOOLS)

@@ -408,7 +408,7 @@ def test_main_grads(workers, device, split):
 
 # --- the same bits on one rank and on two -------------------------------------------------------------
 
-COUNTS = (6, 22, 700)  # tokens of all ranks: few slots have kernels of their own
+COUNTS = (6, 22, 700)  # tokens of all ranks: few slots have separate kernels
 DTYPES = pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16), ids=str)
 
 
@@ -558,7 +558,7 @@ class Residual(torch.nn.Module):
 @pytest.mark.parametrize("module", (FusedMoE, reference.FusedMoE), ids=("ours", "reference"))
 @pytest.mark.parametrize("shape", ((T, D), (2, T // 2, D), (D,)), ids=str)
 def test_fully_shard_of_a_layer_whose_result_is_written(one_rank, device, module, shape):
-    """The layer is a group of parameters of its own, so its weights are freed after forward. A hook on the
+    """The layer is a separate group of parameters, so its weights are freed after forward. A hook on the
     result fetches them for backward: it has to survive the write."""
     model = Residual(module(D, F, E, K, num_shared_experts=1, device=device))
     x, found = torch.randn(shape, device=device), []
@@ -794,7 +794,7 @@ def refused_shards(rank, device):
 
 
 def test_refused_shards(workers, cpu):
-    """A single weight has no call of its own that the experts wait for."""
+    """A single weight has no own call that the experts wait for."""
     alone = (
         "QuantizedWeight: expected fully_shard of the experts or the layer, as fully_shard(layer.experts), "
         "found fully_shard of one weight"

@@ -335,7 +335,7 @@ def test_expert_map(device, dtype, score_on):
 
 
 def test_parts_of_a_layer_add_up(device):
-    """Each part of the experts with a map of its own: the sum of their outputs is that of all of them."""
+    """Each part of the experts has its own map: the sum of their outputs is that of all experts."""
     case = Case(tokens=50, num_experts=8, top_k=3, dtype=F64)
     inputs, ids = case.inputs(device), case.ids(device)
     expected = fused_moe.fused_experts(**inputs, ids=ids)

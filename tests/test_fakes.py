@@ -1,4 +1,4 @@
-"""What torch.compile is told of an operator is what it gives: shapes, dtypes, strides; no shared memory."""
+"""An operator's fake kernel gives what the operator gives: shapes, dtypes, strides; no shared memory."""
 
 import itertools
 

@@ -81,7 +81,7 @@ def test_wgrad(device):
 @pytest.mark.parametrize("layout", range(4))
 @pytest.mark.parametrize("activation", (0, 1, 2, 4), ids=("silu", "gelu", "gelu_tanh", "swiglu_clamped"))
 def test_activate(device, layout, activation):
-    """Gates and ups, wherever the layout has them."""
+    """Gates and ups, in any layout."""
     inputs = {"h": leaf(5, 6, device=device), "up": leaf(5, 6, device=device) if layout == 0 else None}
     check(lambda h, up: ops.activate(h, up, layout, activation, [1.702, 1.0]), inputs)
 

@@ -124,7 +124,7 @@ def work_tiles(counts, num_n_tiles, tile_rows, order):
 def unsplit_tiles(tiles, num_tiles, split_last_wave):
     """(expert, first_row, num_rows, n_tile, skinny), with the last wave's halves put together.
 
-    They are there where the last wave would leave half of the CTAs idle, or more.
+    They exist if the last wave would leave half of the CTAs idle, or more.
     """
     last = num_tiles % split_last_wave if split_last_wave else 0
     num_split = last if last <= split_last_wave / 2 else 0
@@ -484,7 +484,7 @@ def wgrad_tiles(counts, weight_tiles, slice_rows, slices_per_tile):
 
 
 def check_wgrad_tiles(counts, weight_tiles, slice_rows, slices_per_tile, spare=0):
-    """Every weight tile sums each row of its expert once; split tiles' slices have slots of their own.
+    """Every weight tile sums each row of its expert once; split tiles' slices have separate slots.
 
     spare: rows that R has beyond the experts'. Returns the number of slots.
     """

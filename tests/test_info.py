@@ -207,7 +207,7 @@ int cuDriverGetVersion(int *version) { *version = VERSION; return 0; }
 )
 def test_an_old_driver_is_named(cpu, tmp_path, version, found):
     """The CUDA runtime inside the library refuses a driver of an older major version. The driver here is a
-    library that tells its version and does nothing else."""
+    library that reports its version and does nothing else."""
     if not HAS_CUDA_KERNELS:
         pytest.skip("this build has no CUDA kernels")
     if not shutil.which("cc"):

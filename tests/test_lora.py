@@ -64,7 +64,7 @@ def adapters(case: Case, device, rank=8, names="123") -> dict:
 
 
 def with_lora(function):
-    """The function with the adapters as arguments of their own, so that each has a gradient."""
+    """The function with the adapters as separate arguments, so that each has a gradient."""
 
     def call(scale=1.0, **arguments):
         lora = LoRA(**{n: arguments.pop(f"lora_{n}", None) for n in NAMES}, scale=scale)

@@ -125,7 +125,7 @@ def test_default_dtype(device, default):
 
 
 def test_compile(device):
-    """One graph for all numbers of tokens from two on; PyTorch gives smaller sizes graphs of their own."""
+    """One graph for all numbers of tokens from two on; PyTorch gives smaller sizes separate graphs."""
 
     def losses(logits, ids):
         return load_balancing_loss(logits, ids, 5), router_z_loss(logits)

@@ -210,7 +210,7 @@ def test_altered_parameters_are_reset(device, step):
 
 
 def test_weight_norm_of_old_cannot_be_reset(device):
-    """torch.nn.utils.weight_norm keeps a weight in two parameters of its own."""
+    """torch.nn.utils.weight_norm keeps a weight in two new parameters."""
     layer = FusedMoE(12, 8, 8, 2, device=device)
     layer.experts.register_parameter("w1_g", layer.experts._parameters.pop("w1"))
     with pytest.raises(TypeError, match="reset_parameters: expected w1 to be a parameter, .*, found w1_g"):

@@ -1,4 +1,4 @@
-"""Modules whose parameters are there only while the module is called: hooks of the ZeRO-3 kind, and those of
+"""Modules whose parameters exist only while the module is called: hooks of the ZeRO-3 kind, and those of
 accelerate that offload, around a layer with quantised weights and adapters."""
 
 import copy

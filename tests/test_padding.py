@@ -352,7 +352,7 @@ def test_no_pass_over_x_without_gradients(device):
 
 
 def new_tensors(layer, *args, **given) -> int:
-    """How many operators of a call make tensors of their own, which is a launch or more each on a GPU."""
+    """How many operators of a call make new tensors, each a launch or more on a GPU."""
     with torch.no_grad(), Calls() as calls:
         layer(*args, **given)
     storages = [{t.untyped_storage().data_ptr() for t in tree_leaves(args) if torch.is_tensor(t)}

@@ -333,7 +333,7 @@ def test_fp8_block(scale_dtype, stacked):
     ids=str,
 )
 def test_compressed_tensors_8_bits(dtype, shape, scale_dtype, stacked):
-    """The scale's shape tells whether it is of a matrix, a row or a block."""
+    """The scale's shape says whether it is a matrix', a row's or a block's."""
     codes, scale = random_codes(dtype), (torch.rand(3, *shape) + 0.5).to(scale_dtype)
     tensors = {".weight": codes, ".weight_scale": scale, ".input_scale": torch.ones(3)}
     w = from_compressed_tensors(*checkpoint(tensors, stacked))

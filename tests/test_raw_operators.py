@@ -20,7 +20,7 @@ ARGUMENTS = sorted(
         for label in integer_arguments(name, args)
     }
 )
-# What no call of an operator reads: the CPU makes schedules of its own, and up_dgrad gathers nothing.
+# What no call of an operator reads: the CPU makes its own schedules, and up_dgrad gathers nothing.
 UNREAD = {("up_dgrad", "row_token"), ("up_dgrad", "row_slot"), ("up_dgrad", "token_row")}
 UNREAD |= {(name, label) for name, label in ARGUMENTS if label == "schedule"}
 # What may have any value: others than an expert's are remote, and a number of tokens is clamped.
@@ -97,7 +97,7 @@ def test_route_backward_has_the_limits_of_route(device, experts, top_k):
 
 
 def cut(t: torch.Tensor, num_bytes: int, offset: int = 0) -> torch.Tensor:
-    """The same values from an offset on, in a storage of its own that was shrunk afterwards."""
+    """The same values from an offset on, in a separate storage that was shrunk afterwards."""
     extent = 1 + sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True))
     storage = t.new_empty(offset + extent)
     copy = storage.as_strided(t.shape, t.stride(), offset).copy_(t)

@@ -259,7 +259,7 @@ HOOKS = {
     "forward pre-hook": lambda module: module.register_forward_pre_hook(lambda *_: None),
     "backward hook": lambda module: module.register_full_backward_hook(lambda *_: None),
     "backward pre-hook": lambda module: module.register_full_backward_pre_hook(lambda *_: None),
-    "forward of its own": same_forward,
+    "another forward": same_forward,
     "compiled": lambda module: module.compile(backend="eager"),
 }
 CHANGES = {

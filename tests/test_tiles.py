@@ -363,7 +363,7 @@ def test_moves(cpu, option):
 
 
 def assert_packed(w: QuantizedWeight) -> None:
-    """It has the second packing of its own codes."""
+    """It has the second packing of its codes."""
     for found, expected in zip(w.transposed_tensors, transposed_tiles_of(w), strict=True):
         assert (found is None) == (expected is None)
         assert found is None or (found.dtype == expected.dtype and found.device == w.device)
@@ -831,7 +831,7 @@ def test_a_state_that_differs_is_refused_under_capture(device):
 @pytest.mark.quick
 @EVERY_OPTION
 def test_loading_in_parts(cpu, option):
-    """A tensor after the other, as from several files, in any order; it is arranged when all are there."""
+    """A tensor after the other, as from several files, in any order; it is arranged when all are loaded."""
     format, options = OPTIONS[option]
     state = quantize(torch.randn(2, 64, 128), format, **options).state_dict()
     with pytest.MonkeyPatch.context() as gpu:

@@ -1,6 +1,6 @@
 """The build backend of pyproject.toml: setuptools.build_meta, and a PyTorch to compile against.
 
-pip builds in an environment of its own that holds only what the backend asks for. Asking for torch would
+pip builds in a separate environment that holds only what the backend asks for. Asking for torch would
 download gigabytes for a few headers, so it is asked for only where find_torch() of setup.py finds none.
 """
 

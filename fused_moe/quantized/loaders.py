@@ -71,7 +71,7 @@ def from_compressed_tensors(
 
     Args:
         state_dict: these tensors after `<name>.`. Codes and zero points of 4 bits are stored plus 8.
-            `weight_shape` is checked if it is there. `weight_g_idx` may only say what is so without it.
+            `weight_shape` is checked if given. `weight_g_idx` may only state the default.
             Scales of activations are ignored: activations are not quantised here.
         name: e.g. "model.layers.3.mlp.experts.*.up_proj".
         dtype: the result's.

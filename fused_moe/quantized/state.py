@@ -16,7 +16,7 @@ NAMED_DTYPES = {"int4": torch.int32}  # of codes, where a checkpoint has other w
 
 
 def given_tensors(format: str, state_dict: Mapping, prefix: str) -> dict[str, Tensor]:
-    """data, scale and zero of a state_dict, if they are there."""
+    """data, scale and zero of a state_dict, if it has them."""
     given = {}
     for key, name in FORMATS[format].names.items():
         value = state_dict.get(prefix + name)

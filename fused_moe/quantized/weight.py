@@ -461,7 +461,7 @@ class QuantizedWeight(nn.Module):
 
 
 def write_state(tensor: Tensor) -> tuple:
-    """What tells that a tensor was written, or given other memory. Writes through `.data` do not show."""
+    """Changes when a tensor is written or gets other memory; writes through `.data` do not change it."""
     version = 0 if tensor.is_inference() else tensor._version
     return version, tensor.data_ptr() if type(tensor) is nn.Parameter else 0
 

@@ -44,7 +44,7 @@ def register() -> None:
     """Makes "fused_moe" a name that `experts_implementation=` and `set_experts_implementation` know.
 
     Call it before a model is loaded, or before its implementation is set. Calling it again does no harm.
-    FP8 experts have a registry of their own. Checkpoints in MXFP4 and of compressed-tensors get quantizers
+    FP8 experts have a separate registry. Checkpoints in MXFP4 and of compressed-tensors get quantizers
     that do what transformers' do, and keep the experts packed in models that ask for "fused_moe".
     Source: transformers.integrations.moe, finegrained_fp8; transformers.quantizers.
     """

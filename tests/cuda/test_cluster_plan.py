@@ -117,7 +117,7 @@ def test_choice(device, name, options):
 @SHAPE
 @pytest.mark.parametrize("dtype", (BF16, F16, F64), ids=("bf16", "f16", "f64"))
 def test_dtypes(device, name, dtype):
-    """float64 has kernels of its own, and more launches."""
+    """float64 has separate kernels, and more launches."""
     tokens, top_k, num_experts = SHAPES[name]
     check_choice(torch.randn(tokens, num_experts, device=device).to(dtype), top_k)
 

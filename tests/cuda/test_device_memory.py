@@ -14,7 +14,7 @@ from fused_moe import FusedMoE, fused_experts, grouped_mlp, grouped_mm, referenc
 pytestmark = pytest.mark.gpu
 
 
-# --- the host does not wait, and takes no memory of its own ---------------------------------------
+# --- the host does not wait, and allocates no memory ----------------------------------------------
 
 
 def everything(device):

@@ -1,6 +1,6 @@
 """A weight without memory, as FSDP2 leaves them after forward: every call raises before a kernel runs.
 
-In a process of its own: where a kernel does read freed memory, its CUDA context is lost.
+In a separate process: if a kernel does read freed memory, its CUDA context is lost.
 """
 
 import subprocess

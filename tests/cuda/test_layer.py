@@ -123,7 +123,7 @@ def test_on_the_second_device(device, name):
 @FAST_DTYPES
 def test_one_plan_twice(device, dtype):
     """Two forward passes of different inputs on one plan, then their backward passes, the first one last:
-    the bits of calls that have plans of their own."""
+    the bits of calls with separate plans."""
     case = Case(500, 136, 72, 12, 4, dtype, "sentinels", bias=True)
     ids = case.ids(device)
     plan = fused_moe.route_plan(ids, 12)
@@ -186,7 +186,7 @@ def test_nan_stays_where_it_is(device, dtype):
 
 @pytest.mark.parametrize("mode", ("default", "reduce-overhead"))
 def test_compiled_under_autocast(device, mode):
-    """torch.compile(fullgraph=True) of an autocast training step, with CUDA graphs of its own too."""
+    """torch.compile(fullgraph=True) of an autocast training step, with its CUDA graphs, too."""
     torch._dynamo.reset()
     module = FusedMoE(
         64, 48, 8, 2, score_func="sigmoid", route_norm=True, num_shared_experts=1, shared_expert_gate=True,

@@ -143,7 +143,7 @@ def test_replays(device, name):
 
 @torch.no_grad()
 def test_two_streams(device):
-    """Launches that run beside each other have counters of their own."""
+    """Concurrent launches have separate counters."""
     (x, *weights, scores, ids), options = draw("narrow, one token", BF16, device)
     expected = fused_experts(x, *weights, scores, ids, **options)
     streams = [torch.cuda.Stream() for _ in range(3)]

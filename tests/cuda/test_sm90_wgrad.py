@@ -82,7 +82,7 @@ def test_rows_gathered_first(device, dtype):
 @HALF_DTYPES
 @pytest.mark.parametrize("counts", (BOUNDARIES, SPLIT), ids=("boundaries", "split-K"))
 def test_accumulate(device, counts, dtype):
-    """In float32 the results are added to what is there; experts without rows keep theirs."""
+    """In float32 the results are added to memory; experts without rows keep theirs."""
     for call, rows in wgrad_operands(counts, (72, 136), dtype, device):
         before = torch.randn(len(counts), 72, 136, device=device)
         for form in ("contiguous", "swapped"):

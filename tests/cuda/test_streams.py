@@ -12,7 +12,7 @@ pytestmark = pytest.mark.gpu
 
 
 def at_once(device, runs, repeats: int, cycles: int):
-    """Each run on a stream of its own, all at once, again and again: yields their results."""
+    """Each run on a separate stream, all at once, again and again: yields their results."""
     streams = [torch.cuda.Stream(device) for _ in runs]
     torch.cuda.synchronize()
     for _ in range(repeats):
@@ -48,7 +48,7 @@ def test_same_bits_beside_other_work(device, score_on, dtype):
 
 @FAST_DTYPES
 def test_two_streams(device, dtype):
-    """Two calls at once, on streams of their own, give the bits of each alone."""
+    """Two calls at once, on two streams, give the bits of each alone."""
     runs = []
     for layout, tokens in (("separate", 700), ("interleaved", 500)):
         case = Case(tokens, 136, 72, 12, 4, dtype, layout=layout, bias=True)
@@ -78,7 +78,7 @@ def test_two_streams_on_one_plan(device, dtype):
 
 
 def test_two_streams_of_every_gemm(device):
-    """Two calls at once, each with more tiles than there are SMs, have workspaces of their own. A CTA that
+    """Two calls at once, each with more tiles than there are SMs, have separate workspaces. A CTA that
     waits for an SM starts when others have stolen its tiles: in 3 of 100 runs a tile was once lost then."""
     runs = [every_gemm(dtype, device)[0] for dtype in (BF16, F16)]
     alone = [run() for run in runs]

@@ -76,7 +76,7 @@ def test_the_hopper_tier_by_name(device):
 
 
 def test_an_unknown_tier_is_named(device):
-    """A RuntimeError that tells what it is and what it may be on this GPU."""
+    """A RuntimeError that says what it is and what it may be on this GPU."""
     run = run_with_tier("nonsense")
     assert run.returncode != 0 and "RuntimeError" in run.stderr, run.stderr
     message = run.stderr[run.stderr.rindex("RuntimeError") :]

@@ -38,7 +38,7 @@ class Kind:
     takes_three_dimensions = True
 
     def make(self, seed: int = 0, device: str = "cpu") -> nn.Module:
-        """The layer in training mode, its parameters drawn from a seed of their own."""
+        """The layer in training mode, its parameters drawn from their own seed."""
         return self._finished(FusedMoE, seed, device, self._quantized)
 
     def twin(self, dtype: torch.dtype) -> nn.Module:

@@ -362,7 +362,7 @@ def fsdp2_policy(case):
 
 
 class Partitioned:
-    """Parameters that are there only from before a module's forward until after it, and so in backward, as
+    """Parameters that exist only from before a module's forward until after it, and so in backward, as
     DeepSpeed's ZeRO-3 has them: `param.data` is emptied meanwhile."""
 
     def __init__(self, layer: nn.Module):
@@ -458,7 +458,7 @@ def state_dict_assign(case):
 
 @wrapper("deepcopy", "`copy.deepcopy`", STATE)
 def deepcopy(case):
-    """The copy has memory of its own."""
+    """The copy has separate memory."""
     case.train()
     copied = copy.deepcopy(case.layer)
     case.check_bits(case.train(layer=copied))

@@ -417,7 +417,7 @@ static int router_dgrad(Case *c) {
     return fused_moe_cpu_router_dgrad(&p);
 }
 
-/* Rows as a layer without routing has them: row r is token r. */
+/* The rows of a layer without routing: row r is token r. */
 static FusedMoeRowMap grouped_rows(FusedMoeRowMap map) {
     return (FusedMoeRowMap){.offs = map.offs, .T = map.R, .K = 1, .R = map.R, .E = map.E};
 }

@@ -688,7 +688,7 @@ def test_torchtitan_takes_positive_batches(load, capsys, batches):
 
 
 class Block(torch.nn.Module):
-    """A GEMM of its own, and a layer with two GEMMs, one of them a shared expert's."""
+    """A single GEMM, and a layer with two GEMMs, one of them a shared expert's."""
 
     def __init__(self):
         super().__init__()
@@ -849,7 +849,7 @@ def test_wrong_flags_of_decode(run, capsys, flag, found):
 
 
 def test_weights_of_layers_take_turns(load):
-    """A wrong result is not timed, and each call has routing of its own."""
+    """A wrong result is not timed, and each call has its own routing."""
     bench, common = load("bench_decode"), load("common")
     case = bench.Case(common.layer_sizes("3,8,2,64,32"), bench.Setup(dtype="fp32"))
     seen = []
@@ -1104,7 +1104,7 @@ print(json.dumps([[[t.tolist() for t in blocks] for blocks in both] for both in 
 
 
 def test_blocks_of_one_expert(cpu):
-    """All slots are there once, in blocks of their experts; what pads a block is past the last slot."""
+    """Every slot occurs once, in blocks of its expert; padding of a block is past the last slot."""
     pytest.importorskip("triton")
     shapes = ((1, 8, 2), (70, 16, 3), (3, 1, 1), (600, 4, 2))
     cases = [

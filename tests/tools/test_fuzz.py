@@ -151,7 +151,7 @@ def is_plain(case: FuzzCase, fault) -> bool:
 
 
 def test_guards_around_main_grads(cpu, monkeypatch):
-    """A main_grad of its own is found wrong, and so is the element behind it."""
+    """A wrong main_grad is found, and so is a wrong element after it."""
     case = FuzzCase(tokens=5, main_grads=("w2",))
     check(case)
 

@@ -1,4 +1,4 @@
-"""tests/mutants.py: every mutant's text is there, and docs/mutations.md is of these mutants.
+"""tests/mutants.py: every mutant's text exists, and docs/mutations.md lists these mutants.
 
 Skipped where there is no checkout, as when the tests run against an installed wheel.
 """

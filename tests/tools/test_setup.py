@@ -45,7 +45,7 @@ esac
 
 @pytest.fixture
 def checkout(cpu, tmp_path, monkeypatch):
-    """A folder with a space, as make sees it, and a machine of its own around it: `system`."""
+    """A folder with a space, as make sees it, and its own machine around it: `system`."""
     if not (ROOT / "tools" / "setup.sh").exists():
         pytest.skip("not in a checkout")
     if not shutil.which("make"):

@@ -19,7 +19,7 @@ def link(folder, name, code, *options):
 
 
 def call(library):
-    """In a process of its own: a loader keeps what it has once loaded."""
+    """In a separate process: a loader keeps what it has once loaded."""
     load = f"import ctypes; print(ctypes.CDLL({str(library)!r}).both())"
     return subprocess.run([sys.executable, "-c", load], capture_output=True, text=True)
 

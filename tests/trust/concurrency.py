@@ -128,7 +128,7 @@ def many_streams(num: int):
 
 
 class Replays:
-    """Graphs of some of the calls without gradients, each with a stream of its own."""
+    """Graphs of some of the calls without gradients, each on its own stream."""
 
     def __init__(self, calls: Calls, indices):
         self.calls, self.graphs = calls, []

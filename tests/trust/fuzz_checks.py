@@ -21,7 +21,7 @@ BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Stored:
-    """Values in memory of their own, in some form, between guards: NaN, or 0 for integers."""
+    """Values in separate memory, in some form, between guards: NaN, or 0 for integers."""
 
     def __init__(self, value: torch.Tensor, form: str, device):
         shape, offset = value.shape, GUARD + (3 if form in ("misaligned", "padded") else 0)
@@ -481,7 +481,7 @@ class Run:
     def store(self, name: str, value: torch.Tensor, is_main_grad: bool = False) -> Stored:
         form = self.case.form(name)
         if form == "expanded" and (is_main_grad or name in ("counts", "offsets")):
-            form = "outer"  # elements of their own
+            form = "outer"  # separate elements
         if form == "swapped" and is_main_grad and value.dim() == 4:
             form = "outer"  # has to be (E, 2F, D), too
         is_cast = self.case.autocast is not None and value.dtype == self.case.autocast

@@ -8,7 +8,7 @@ there is no sort and no loop over experts. Every function is evaluated twice:
           PyTorch's own 16-bit GEMMs compile a kernel for every new shape, which takes longer than a case.
 
 Both take the side of a kink from h as it is stored, as the kernels do: otherwise rounding h to 16 bits would
-decide a gradient. `near_kink` tells which rows float32's own errors could move across one.
+decide a gradient. `near_kink` says which rows float32's own errors could move across one.
 """
 
 import math

@@ -45,7 +45,7 @@ def library() -> ctypes.CDLL:
 
 @contextmanager
 def held_sms(num: int):
-    """Holds `num` SMs of the current device. Yields a function that tells whether they still are: the
+    """Holds `num` SMs of the current device. Yields a function that says whether they still are held: the
     kernel ends by itself after SECONDS."""
     lib, error = library(), ctypes.c_char_p()
     torch.cuda.synchronize()  # its blocks need SMs without other blocks

@@ -172,7 +172,7 @@ class Trainee:
 
 
 class CapturedStep:
-    """A training step recorded as a graph, on a stream of its own."""
+    """A training step recorded as a graph, on its own stream."""
 
     def __init__(self, device: torch.device, seed: int):
         settings = {"hidden_dim": 64, "num_experts": 8, "top_k": 2, "num_layers": 2, "num_shared_experts": 1}
@@ -345,7 +345,7 @@ class Soak:
         self.tighten()
 
     def call_at_once(self) -> None:
-        """Calls of eight threads: on one stream or on streams of their own, some beside replays of graphs."""
+        """Calls of eight threads: on one stream or on separate ones, some beside replays of graphs."""
         if not self.is_cuda:
             streams, beside = [[None]] * 2, None
         else:
