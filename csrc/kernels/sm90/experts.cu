@@ -3,7 +3,7 @@
  *
  * With few rows the experts take as long as reading their weights. Between two launches the memory has
  * nothing to do, and little in the last wave of each. So one persistent grid has the work tiles of both
- * GEMMs, up_gate's first, and reads on. Tiles, stages and arithmetic are FewRowsConfig's of gemm.cuh: the
+ * GEMMs, up_gate's first, and reads on. Tiles, stages and arithmetic are FewRowsConfig's (config.cuh): the
  * bits are those of up_gate, grouped_mm and unpermute.
  *
  *   claim     A CTA claims its next tile from one counter while the last loads of the tile before it are

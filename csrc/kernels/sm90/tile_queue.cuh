@@ -38,7 +38,7 @@ typedef struct { /* rows grouped by expert, loaded through per-expert maps */
 } GroupedRows;
 
 typedef struct {
-    const int32_t *offs;     /* [E]; NULL, as schedule: the kernel makes the plan (slot_plan.cuh) */
+    const int32_t *offs;     /* [E]; NULL, as schedule: the kernel makes the plan (slot_plan.h)   */
     const int32_t *schedule; /* [8+4E] */
     int64_t R;
     int32_t E;
