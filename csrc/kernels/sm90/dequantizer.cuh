@@ -1,4 +1,4 @@
-/* Codes to values on Hopper: what a lane has of a row of a quantised weight's tile becomes pairs of 16-bit
+/* Codes to values on Hopper: a lane's codes of a row of a quantised weight's tile become pairs of 16-bit
  * values, the register operand A of MMAs.
  *
  * The weight in 16 bits exists in registers alone. k keeps its order, and the values are those of

@@ -225,7 +225,7 @@ __device__ __forceinline__ void consume_fragments(const GemmOf<Config> &p, Share
 
 template <class Config, typename Epilogue>
 __device__ __forceinline__ void persistent_gemm(const GemmOf<Config> &p, Epilogue epilogue) {
-    auto &s = static_cast<PlanningShared<Config> &>(prologue<Config>());
+    auto &s = static_cast<PlanningShared<Config> &>(prologue<Config>()); /* launch_persistent's Memory */
     int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), wg = warp / 4 - 1; /* -1: the producer */
     if (wg < 0) {
         if constexpr (Config::CONSUMER_REGISTERS > 0) setmaxnreg_dec<Config::PRODUCER_REGISTERS>();

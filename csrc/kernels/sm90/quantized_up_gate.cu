@@ -14,7 +14,7 @@ namespace {
 
 typedef struct {
     Gemm<QuantizedParams> gemm;
-    const void *bias, *bias_up; /* [E] x bias_stride: of h's columns, of halves the two's; or NULL */
+    const void *bias, *bias_up; /* [E] x bias_stride: of h's columns; with halves, of gate and up; or NULL */
     int64_t bias_stride;
     void *a; /* [R,F] */
     int32_t F;
@@ -69,7 +69,7 @@ struct ActivatingEpilogue {
         }
     }
 
-    /* With many rows everything is done in registers, since arithmetic takes the time and not code. A line
+    /* With many rows all is done in registers: arithmetic takes the time, not fetching code. A line
      * has the outputs of two subtiles; in a tall tile a warpgroup has one of the two, and half a line.
      * Without ups a line has one subtile's outputs. */
     template <int TOKENS, bool TALL>
@@ -98,9 +98,9 @@ struct ActivatingEpilogue {
         lines.template fill<TOKENS>(chunk, w);
     }
 
-    /* Four accumulators are two tokens of a gate, and of its up or of a second gate. The third becomes the
-     * word of the two outputs. Without ups it becomes the second gate's word, and the fourth the first
-     * gate's. */
+    /* Four accumulators are two tokens of a gate, then two of its up, or of a second gate. Outputs are packed
+     * in place: the third accumulator becomes the word of the two outputs; without ups, the second gate's
+     * word, and the fourth the first gate's. */
     template <int TOKENS, class Activation>
     __device__ void activate(Activation act, float *d, const Outputs &out) const {
         float alpha = (float)p.activation.alpha, limit = (float)p.activation.limit;
@@ -124,7 +124,7 @@ struct ActivatingEpilogue {
         }
     }
 
-    /* silu, the usual one, is no entry of a jump table, which is read from memory. */
+    /* silu, the usual one, needs no jump table, which would be read from memory. */
     template <typename Fn>
     __device__ void with_act(Fn fn) const {
         if (p.is_silu)
@@ -169,7 +169,7 @@ struct ActivatingEpilogue {
         float gate[2] = {v.x + out.bias[0], v.y + out.bias[0]};
         float other[2] = {v.z + out.bias[1], v.w + out.bias[1]};
 #pragma unroll 1
-        for (bool is_second = false;; is_second = true, to += 8) { /* a loop, since code takes time, too */
+        for (bool is_second = false;; is_second = true, to += 8) { /* a loop: fetching code takes time, too */
             float a[2];
 #pragma unroll
             for (int i = 0; i < 2; i++) {
