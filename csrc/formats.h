@@ -1,8 +1,8 @@
-/* The formats of quantised weights, for every tier and the bindings. fused_moe/quantized/formats.py has the same list in
- * the same order; tests/test_quantized.py compares the two.
+/* The formats of quantised weights, for every tier and the bindings. fused_moe/quantized/formats.py has the
+ * same list in the same order; tests/test_quantized.py compares the two.
  *
- * An element's value is (code - zero) scale. A scale, and its zero point where the format has some, is shared by a block
- * of elements. */
+ * An element's value is (code - zero) scale. A block of elements shares a scale, and a zero point if the
+ * format has them. */
 #ifndef FUSED_MOE_FORMATS_H
 #define FUSED_MOE_FORMATS_H
 

@@ -94,8 +94,8 @@ typedef struct {        /* weight (E, out, in) = (code - zero) scale, in f32, ro
 typedef struct { /* expert weights (E, out, in); either of out and in may be the dense one */
     void *data;  /* NULL: absent */
     int64_t stride_expert, stride_out, stride_in;
-    /* Of a quantised weight, which only grouped_mm and up_gate read; then strides are those of the weight in
-     * the GEMM's dtype, and data is not NULL. */
+    /* The quantised weight, or NULL. Only grouped_mm and up_gate read it. Strides are then those of the
+     * weight in the GEMM's dtype, and data is not NULL. */
     const FusedMoeQuantizedWeight *quantized;
 } FusedMoeWeight;
 

@@ -1,17 +1,18 @@
-/* Where a tile of a quantised weight has its codes. fused_moe/quantized/tiles.py writes tiles, and says why they are so.
+/* The order of codes in a tile of a quantised weight. fused_moe/quantized/tiles.py writes tiles, and says
+ * why.
  *
- * A lane of a warp has of a row of the tile, t = lane % 4, columns 16 s + 8 u + 2 t + i: of 8-bit codes four words, of
- * 4-bit codes two.
+ * A lane of a warp has columns 16 s + 8 u + 2 t + i of a row of the tile, t = lane % 4: four words of 8-bit
+ * codes, or two of 4-bit codes.
  *
- * Plain C, as schedule.h is: the dequantising kernel calls it, and a CPU in the tests. */
+ * Plain C, like schedule.h: the dequantising kernel calls it, and a CPU in the tests. */
 #ifndef FUSED_MOE_QUANTIZED_TILE_H
 #define FUSED_MOE_QUANTIZED_TILE_H
 
 #include "formats.h"
 #include "schedule.h"
 
-/* Where a halfword has four codes of e2m1. Digit n, from the right, is code n's: the first bit of its magnitude, and its
- * sign. In bf16 code 0 needs no shift, and code 2 one for both; codes 1 and 3 need two. */
+/* The bits of a halfword's four codes of e2m1. Digit n, from the right, is code n's: the first bit of its
+ * magnitude, and its sign. In bf16 code 0 needs no shift, and code 2 one for both; codes 1 and 3 need two. */
 #define FUSED_MOE_E2M1_MAGNITUDES 0x0396
 #define FUSED_MOE_E2M1_SIGNS 0xecdf
 

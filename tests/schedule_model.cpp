@@ -1,21 +1,23 @@
-/* The tile scheduler of csrc/schedule.h, and reset_claims of the sm90 tier, where every atomic step is a choice.
+/* The tile scheduler of csrc/schedule.h, and reset_claims of the sm90 tier, where every atomic step is a
+ * choice.
  *
  *   schedule_model explore          all interleavings of small runs
  *   schedule_model threads LAUNCHES larger runs in threads with real atomics
  *
- * test_schedule_model.py compiles this with a copy of schedule.h, in which only the two macros of atomic steps
- * differ: they call claim and peek below. reset_claims.h is the kernel's function, copied from tile_queue.cuh.
+ * test_schedule_model.py compiles this with a copy of schedule.h, in which only the two macros of atomic
+ * steps differ: they call claim and peek below. reset_claims.h is the kernel's function, copied from
+ * tile_queue.cuh.
  *
- * What must hold, whichever CTAs start, and however long each of them waits before any step:
+ * Whichever CTAs start, and however long each of them waits before any step:
  *   - no tile is computed twice, and no CTA exits while a tile is unclaimed;
  *   - each CTA exits after a bounded number of its own steps, so it never waits for another;
  *   - if all CTAs have exited, all tiles are computed and all counters are zeros, as the next launch expects.
- * Where no CTA has more than one tile each computes its own, and needs no counter: there the tiles of CTAs that
- * never start are not computed.
+ * If no CTA has more than one tile, each computes its own and needs no counter: the tiles of CTAs that never
+ * start are then not computed.
  *
- * A CTA is deterministic but for what its steps read. So its state is the scheduler between two calls and the list
- * of values read within the call. To take one step, the call is run again from its start: it reads the listed
- * values, then takes the step, and stops at the next one by an exception. */
+ * A CTA is deterministic but for the values that its steps read. So its state is the scheduler between two
+ * calls and the list of values read within the call. To take one step, the call is run again from its start:
+ * it reads the listed values, then takes the step, and stops at the next one by an exception. */
 #include <algorithm>
 #include <atomic>
 #include <barrier>
@@ -245,8 +247,8 @@ static void explore_all(void) {
 
 /* --- real atomics --------------------------------------------------------------------------------------- */
 
-/* One launch after another on the same counters. A launch has more CTAs than threads, or fewer: a thread whose
- * CTA has exited runs the next one that has not started. */
+/* One launch after another on the same counters. A launch has more CTAs than threads, or fewer: a thread
+ * whose CTA has exited runs the next one that has not started. */
 static void run_threads(int num_launches) {
     const uint32_t NUM_THREADS = 8, MOST_CTAS = 24, MOST_TILES = 200;
     static uint32_t counters[NUM_COUNTERS];

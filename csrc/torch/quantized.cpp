@@ -41,7 +41,7 @@ static void find_blocks(const char *op, FusedMoeQuantizedWeight *w, const FusedM
     }
 }
 
-/* Where the weight has a second packing: checks it, and points into it. */
+/* Checks the weight's second packing, if it has one, and points into it. */
 static void find_transposed(const char *op, const QuantizedTensors &given, QuantizedWeight *weight) {
     if (!given.data_t && !given.scale_t && !given.zero_t) return;
     FusedMoeQuantizedWeight &w = weight->p;
@@ -53,7 +53,7 @@ static void find_transposed(const char *op, const QuantizedTensors &given, Quant
           "one of the second packing alone");
     check(given.zero.has_value() == given.zero_t.has_value(), op, "zero_t where there is zero",
           given.zero ? "zero alone" : "zero_t alone");
-    /* Of the dtype and on the device of its twin in the first packing. */
+    /* A tensor has the dtype and device of its twin in the first packing. */
     auto checked = [&](const char *name, const Tensor &x, std::initializer_list<int64_t> shape,
                        const Tensor &twin) {
         check_shape(op, name, x, shape);

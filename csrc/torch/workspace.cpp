@@ -24,8 +24,8 @@ Call begin_call(const char *op, const Tensor &x) {
     return call;
 }
 
-/* The first NVIDIA driver for a CUDA major version, on Linux: table 1 of NVIDIA's "CUDA Compatibility", section
- * "Minor Version Compatibility". */
+/* The first NVIDIA driver for a CUDA major version, on Linux: table 1 of NVIDIA's "CUDA Compatibility",
+ * section "Minor Version Compatibility". */
 static std::string first_driver(int64_t major) {
     return major == 13 ? " (580 or newer)" : major == 12 ? " (525 or newer)" : "";
 }

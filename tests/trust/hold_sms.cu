@@ -1,7 +1,8 @@
-/* Holds SMs, so that a test's kernels find fewer of them than they plan for: held_sms.py compiles and calls it.
+/* Holds SMs, so that a test's kernels find fewer of them than they plan for: held_sms.py compiles and calls
+ * it.
  *
- * A block takes all of an SM's shared memory, so no other block fits beside it, and stays until the host says
- * so or its time is over. A green context is the other way: its streams run on a part of the SMs. */
+ * A block takes all of an SM's shared memory, so no other block fits beside it, and stays until the host
+ * releases it or its time is over. A green context is the other way: its streams run on a part of the SMs. */
 #include <cuda.h>
 #include <cuda_runtime.h>
 #include <stdint.h>

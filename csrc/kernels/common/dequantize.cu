@@ -1,5 +1,5 @@
-/* Dequantises a weight: (code - zero) scale in float32, rounded to the GEMM's dtype; reference.dequantize says the
- * same in PyTorch. */
+/* Dequantises a weight: (code - zero) scale in float32, rounded to the GEMM's dtype. reference.dequantize
+ * does the same in PyTorch. */
 #include "dequantize.cuh"
 
 #include "../../quantized_tile.h"
@@ -11,14 +11,15 @@ namespace fused_moe {
 typedef struct {
     FusedMoeQuantizedWeight codes;
     void *out;           /* [E,out,in] */
-    const int32_t *offs; /* [E] experts without rows are left out; NULL: none is */
+    const int32_t *offs; /* [E] experts without rows are skipped; NULL: none is */
     int64_t row_blocks, col_blocks;
     int32_t E;
 } Dequantize;
 
 /* --- codes ---------------------------------------------------------------------------------------------- */
 
-/* The exponents' biases differ by 120: 2^120 makes the bits of a code its value, subnormal ones too. */
+/* The exponents' biases differ by 120, so 2^120 turns the bits of a code into its value, also if
+ * subnormal. */
 __device__ inline float from_e4m3(uint32_t code) {
     float magnitude = __uint_as_float((code & 0x7f) << 20) * 0x1p120f;
     if ((code & 0x7f) == 0x7f) magnitude = __uint_as_float(0x7fc00000);
@@ -30,7 +31,7 @@ __device__ inline float from_e2m1(uint32_t code) {
     return code & 8 ? -magnitude : magnitude;
 }
 
-/* The bytes of CHUNK codes, of which n exist; of 4 bits n is even. */
+/* The bytes of CHUNK codes. n of them exist; n is even for 4 bits. */
 template <Code CODE>
 __device__ inline uint2 load_codes(const uint8_t *bytes, int n, bool aligned) {
     uint32_t words[2] = {};
@@ -46,7 +47,8 @@ __device__ inline uint2 load_codes(const uint8_t *bytes, int n, bool aligned) {
     return make_uint2(words[0], words[1]);
 }
 
-/* Of a code of 4 or 8 bits. Integers are in the last bits of 2^23's fraction, which is faster than converting them. */
+/* The value of a code of 4 or 8 bits. Integers are put in the last bits of 2^23's fraction: that is faster
+ * than converting them. */
 template <Code CODE>
 __device__ inline float value_of(uint32_t code) {
     if constexpr (CODE == Code::INT8) {
@@ -89,11 +91,11 @@ __device__ inline float load_scale(const FusedMoeQuantizedWeight &w, int64_t ind
 
 constexpr int WARPS = 8;
 
-__device__ inline bool is_left_out(const Dequantize &p, int expert) {
+__device__ inline bool is_skipped(const Dequantize &p, int expert) {
     return p.offs && p.offs[expert] == (expert ? p.offs[expert - 1] : 0);
 }
 
-/* A row for each warp. */
+/* Dequantises the published layout: one row per warp. */
 template <typename T, Code CODE>
 __global__ void __launch_bounds__(32 * WARPS, 4) dequantize_kernel(const __grid_constant__ Dequantize p) {
     const FusedMoeQuantizedWeight &w = p.codes;
@@ -105,7 +107,7 @@ __global__ void __launch_bounds__(32 * WARPS, 4) dequantize_kernel(const __grid_
     int64_t num_rows = p.E * w.out, step = (int64_t)gridDim.x * WARPS;
     for (int64_t row = (int64_t)blockIdx.x * WARPS + threadIdx.x / 32; row < num_rows; row += step) {
         int expert = (int)(row / w.out);
-        if (is_left_out(p, expert)) continue;
+        if (is_skipped(p, expert)) continue;
         int64_t row_block = expert * p.row_blocks + (row - expert * w.out) / w.block_out;
         const uint8_t *codes = (const uint8_t *)w.data + row * in / CODES_PER_BYTE;
         for (int col = threadIdx.x % 32 * CHUNK; col < in; col += 32 * CHUNK) {
@@ -129,7 +131,7 @@ __global__ void __launch_bounds__(32 * WARPS, 4) dequantize_kernel(const __grid_
     }
 }
 
-/* What a lane has of a row of a tile. */
+/* A lane's codes of a row of a tile. */
 template <Code CODE>
 struct LaneCodes {
     static constexpr int WORDS = BITS_OF<CODE> / 2;
@@ -145,13 +147,13 @@ struct LaneCodes {
         }
     }
 
-    /* Of column 16 s + 8 u + 2 t + i. */
+    /* The value of column 16 s + 8 u + 2 t + i. */
     __device__ float value(int s, int u, int i) const {
         return value_of<CODE>(fused_moe_code_of_lane((FusedMoeCode)CODE, words, s, u, i));
     }
 };
 
-/* Stores columns 0, 1, 8 and 9 from p on, p being each lane's own. Of 16 bits two lanes exchange pairs, so that a quad
+/* Stores columns 0, 1, 8 and 9 from the lane's p on. With 16-bit T two lanes exchange pairs, so that a quad
  * writes 32 bytes of a row at once. */
 template <typename T>
 __device__ inline void store_pairs(T *p, const float (&v)[2][2]) {
@@ -169,15 +171,16 @@ __device__ inline void store_pairs(T *p, const float (&v)[2][2]) {
     }
 }
 
-/* N neighbouring tiles of a lane's row. All loads come before the first store, which the compiler would not pass. */
+/* Dequantises a lane's row of N neighbouring tiles. All loads come before the first store: the compiler would
+ * not move a load before a store. */
 template <int N, typename T, Code CODE, bool HAS_ZEROS, typename S>
 __device__ inline void dequantize_lane(const FusedMoeQuantizedWeight &w, const uint32_t *codes,
                                        int64_t first_scale, unsigned col, unsigned block_in, T *out) {
     constexpr int TILE = FUSED_MOE_QUANTIZED_TILE, TILE_WORDS = 4 * TILE * LaneCodes<CODE>::WORDS;
-    LaneCodes<CODE> mine[N];
-    float scale[2 * N], zero[2 * N]; /* of halves of tiles */
+    LaneCodes<CODE> lane_codes[N];
+    float scale[2 * N], zero[2 * N]; /* one per half of a tile's row */
 #pragma unroll
-    for (int i = 0; i < N; i++) mine[i].load(codes + i * TILE_WORDS);
+    for (int i = 0; i < N; i++) lane_codes[i].load(codes + i * TILE_WORDS);
 #pragma unroll
     for (int i = 0; i < 2 * N; i++) {
         int64_t index = first_scale + (int64_t)((col + TILE / 2 * i) / block_in) * w.tile_scales;
@@ -192,13 +195,13 @@ __device__ inline void dequantize_lane(const FusedMoeQuantizedWeight &w, const u
             float v[2][2];
 #pragma unroll
             for (int j = 0; j < 4; j++)
-                v[j / 2][j % 2] = (mine[i].value(s, j / 2, j % 2) - zero[half]) * scale[half];
+                v[j / 2][j % 2] = (lane_codes[i].value(s, j / 2, j % 2) - zero[half]) * scale[half];
             store_pairs(out + TILE * i + 16 * s, v);
         }
 }
 
-/* Of a weight in tiles: eight rows for each warp, of which a quad has one. So a warp reads 256 or 512 bytes in a row. A
- * group has 32 columns or a multiple of them. S: the scales' dtype. */
+/* Dequantises a weight in tiles: eight rows per warp, one per quad, so a warp reads 256 or 512 contiguous
+ * bytes. A group has 32 columns or a multiple of 32. S: the scales' dtype. */
 template <typename T, Code CODE, bool HAS_ZEROS, typename S>
 __global__ void __launch_bounds__(32 * WARPS, 4)
     dequantize_tiles_kernel(const __grid_constant__ Dequantize p) {
@@ -211,7 +214,7 @@ __global__ void __launch_bounds__(32 * WARPS, 4)
     int64_t num_eights = p.E * w.out / 8, step = (int64_t)gridDim.x * WARPS;
     for (int64_t i = (int64_t)blockIdx.x * WARPS + threadIdx.x / 32; i < num_eights; i += step) {
         int64_t row = 8 * i + lane / 4, row_tile = row / TILE;
-        if (is_left_out(p, (int)(row / w.out))) continue;
+        if (is_skipped(p, (int)(row / w.out))) continue;
         const uint32_t *codes = (const uint32_t *)w.data + row_tile * (in / TILE) * TILE_WORDS;
         codes += fused_moe_first_word((FusedMoeCode)CODE, (int)(row % TILE), lane % 4);
         int64_t first_scale = row_tile * p.col_blocks * w.tile_scales;

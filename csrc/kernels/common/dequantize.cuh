@@ -7,7 +7,7 @@
 
 namespace fused_moe {
 
-/* Of the dense weight. */
+/* Bytes of the dense weight. */
 size_t dequantized_bytes(const FusedMoeQuantizedWeight &codes, int32_t E, FusedMoeDtype dtype);
 
 /* out [E,out,in]; offs [E]: of experts with rows alone, NULL: of all. */

@@ -1,5 +1,5 @@
-/* Codes of a quantised weight as pairs of 16-bit values: two neighbouring elements of k in a word, as in the operands of
- * MMAs. sm80/codes.cuh and sm90/dequantizer.cuh make them, of the two layouts. */
+/* Codes of a quantised weight as pairs of 16-bit values: two neighbouring elements of k in a word, as in
+ * operands of MMAs. sm80/codes.cuh makes them from the published layout, sm90/dequantizer.cuh from tiles. */
 #pragma once
 
 #include "numeric.cuh"
@@ -55,7 +55,7 @@ __device__ inline float2 floats_of(__half2 pair) {
     return __half22float2(pair);
 }
 
-/* Of products in float32, by a scale of each or of both. */
+/* The pair of two values, each multiplied by its scale in float32 and rounded. */
 template <typename T>
 __device__ inline uint32_t scaled_pair(float low, float high, float2 scale) {
     alignas(4) T pair[2];
@@ -67,7 +67,7 @@ __device__ inline uint32_t scaled_pair(float low, float high, float scale) {
     return scaled_pair<T>(low, high, make_float2(scale, scale));
 }
 
-/* Two scales of bf16 from e8m0, of which a halfword has one: 0 is subnormal, 255 NaN. */
+/* Two bf16 scales from e8m0, one in each halfword: 0 is subnormal, 255 NaN. */
 __device__ inline uint32_t power_pair(uint32_t e8m0) {
     auto power = pair_of<__nv_bfloat16>(__vmaxu2(e8m0 * 128, 0x400040)), zero = pair_of<__nv_bfloat16>(0);
     return word_of<__nv_bfloat16>(__hfma2(power, zero, power));

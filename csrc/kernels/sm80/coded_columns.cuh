@@ -1,15 +1,16 @@
 /* B of a tile of few rows is a quantised weight: codes in shared memory become fragments in registers.
  *
- * A stage has 64 bytes of each row: a k-tile of 8-bit codes, two of 4-bit ones. Chunk c of line l is swizzled to
- * c ^ (l / 2 % 4), so that the eight rows of a fragment are in different banks. A warp reads its own columns alone:
- * each code is decoded once, by the thread whose fragment it is in.
+ * A stage has 64 bytes of each row: one k-tile of 8-bit codes, or two of 4-bit codes. Chunk c of line l is
+ * swizzled to c ^ (l / 2 % 4), so the eight rows of a fragment are in different banks. A warp reads only its
+ * columns: each code is decoded once, by the thread whose fragment it is in.
  *
- * Scales. A group is the columns of a row that share a scale. The four lanes of a row have those of four groups, a
- * lane each, and send them around when it is their columns' turn. The next four are loaded when these begin to be
- * used, so that they are there when it is theirs.
+ * Scales. A group is the columns of a row that share a scale. The four lanes of a row hold the scales of four
+ * groups, one each, and broadcast a scale at the first column of its group. The next four are loaded when the
+ * first of these four is used.
  *
- * Past the depth A is zeros, and what these are multiplied by has to be finite: there codes are zeros, and scales past
- * the last are zeros, too. codes_reason() lets no group of int4 reach past the depth, where a code of zero is a value. */
+ * Past the depth A is zeros, and its factors have to be finite: there codes are zeros, and scales past the
+ * last are zeros, too. codes_reason() lets no group of int4 reach past the depth, since there a code of zero
+ * is a value. */
 #pragma once
 
 #include "../dispatch.cuh"
@@ -47,10 +48,10 @@ struct CodedColumns {
     static constexpr int STAGES = ROWS == 16 ? (K_TILES == 2 ? 4 : 6) : (K_TILES == 2 ? 3 : 4);
     static constexpr bool MAY_SKIP_ROWS = true;
     static constexpr int STAGE_COLUMNS = K_TILES * Shape::BK, STEPS = STAGE_COLUMNS / 16;
-    /* Of 8 of a warp's columns. A thread has a row of the weight of each. */
+    /* Blocks of 8 of a warp's columns. A thread has one row of the weight in each. */
     static constexpr int BLOCKS = 2 * Shape::GROUPS_N;
     static constexpr int CHUNKS = ROW_BYTES / 16, LINES = Shape::THREADS / CHUNKS, LOADS = Shape::BN / LINES;
-    static constexpr int WORDS = K_TILES == 2 ? 4 : 2; /* of a row that are read at once: 32 or 16 columns */
+    static constexpr int WORDS = K_TILES == 2 ? 4 : 2; /* read at once from a row: 32 or 16 columns */
     using Stage = uint8_t[Shape::BN * ROW_BYTES];
     using Stored = typename Decoder::Stored;
     using Factor = typename Decoder::Factor;
@@ -58,20 +59,20 @@ struct CodedColumns {
     const Operand operand;
     const Decoder decoder;
 
-    /* Of the loads */
+    /* State of the loads */
     const uint8_t *next[LOADS];
     unsigned exists = 0; /* bit i: load i has a row */
     int left;            /* columns from this thread's first to the depth */
     uint32_t dst;
 
-    /* Of the fragments */
+    /* State of the fragments */
     int k = 0; /* first column of the stage */
     const CodeRow *rows;
     uint32_t address; /* of chunk 0 of this thread's first row in stage 0, and its word */
     uint32_t word[BLOCKS][WORDS];
-    Stored next_group[BLOCKS];                /* of this lane's next group       */
-    Factor own_group[BLOCKS], factor[BLOCKS]; /* of its group; of the columns    */
-    uint32_t fragment[Shape::GROUPS_N][4];    /* of a step                       */
+    Stored next_group[BLOCKS];                 /* the lane's next group               */
+    Factor lane_group[BLOCKS], factor[BLOCKS]; /* the lane's group; the columns' group */
+    uint32_t fragment[Shape::GROUPS_N][4];     /* of a step                           */
 
     __device__ CodedColumns(const Operand &b, int depth, Stage &first) : operand(b) {
         int line = threadIdx.x / CHUNKS, chunk = threadIdx.x % CHUNKS;
@@ -89,7 +90,7 @@ struct CodedColumns {
         load_group(t);
     }
 
-    /* Where a stage has 16 bytes of a row. */
+    /* The offset in a stage of 16 bytes of a row. */
     __device__ static uint32_t swizzled(int line, int chunk) {
         return line * ROW_BYTES + (chunk ^ line / 2 % 4) * 16;
     }
@@ -120,23 +121,23 @@ struct CodedColumns {
         if (k % (4u << operand.log_group) == 0) {
 #pragma unroll
             for (int j = 0; j < BLOCKS; j++)
-                own_group[j] = Decoder::factor(next_group[j], operand.scale_dtype);
+                lane_group[j] = Decoder::factor(next_group[j], operand.scale_dtype);
             load_group((k >> operand.log_group) + 4 + threadIdx.x % 4);
         }
         k += STAGE_COLUMNS;
     }
 
     __device__ void read(uint32_t stage_offset, int step) {
-        if (K_TILES == 2 && step % 2) return; /* they are there */
+        if (K_TILES == 2 && step % 2) return; /* the step before has read these words */
         uint32_t chunk = (address + stage_offset) ^ step / K_TILES * 16;
 #pragma unroll
         for (int j = 0; j < BLOCKS; j++) {
-            uint32_t from = chunk + 8 * j * ROW_BYTES;
+            uint32_t row_chunk = chunk + 8 * j * ROW_BYTES;
             if constexpr (K_TILES == 2) {
-                uint4 v = ld_shared_v4(from);
+                uint4 v = ld_shared_v4(row_chunk);
                 word[j][0] = v.x, word[j][1] = v.y, word[j][2] = v.z, word[j][3] = v.w;
             } else {
-                word[j][0] = ld_shared_u32(from), word[j][1] = ld_shared_u32(from + 8);
+                word[j][0] = ld_shared_u32(row_chunk), word[j][1] = ld_shared_u32(row_chunk + 8);
             }
         }
     }
@@ -148,9 +149,9 @@ struct CodedColumns {
             int owner = (k - STAGE_COLUMNS + 16 * step) >> operand.log_group & 3;
 #pragma unroll
             for (int j = 0; j < BLOCKS; j++) {
-                factor[j].scale = __shfl_sync(~0u, own_group[j].scale, owner, 4);
+                factor[j].scale = __shfl_sync(~0u, lane_group[j].scale, owner, 4);
                 if constexpr (Decoder::HAS_ZEROS)
-                    factor[j].zero = __shfl_sync(~0u, own_group[j].zero, owner, 4);
+                    factor[j].zero = __shfl_sync(~0u, lane_group[j].zero, owner, 4);
             }
         }
 #pragma unroll
@@ -166,7 +167,7 @@ struct CodedColumns {
 typedef struct {
     const uint8_t *codes; /* [E,out,row_bytes] */
     int64_t row_bytes;
-    int32_t out, block_out, row_blocks; /* rows that share scales; how many such blocks */
+    int32_t out, block_out, row_blocks; /* block_out rows share scales; number of such blocks */
 } CodedWeight;
 
 typedef struct { /* one, or gate and up of the same format */
@@ -174,7 +175,7 @@ typedef struct { /* one, or gate and up of the same format */
     CodedOperand operand; /* but for its rows */
 } CodedWeights;
 
-/* Of a row of an expert. */
+/* The CodeRow of an expert's row. */
 __device__ inline CodeRow code_row(const CodedWeights &w, int which, int64_t expert, int64_t row) {
     const CodedWeight weight = which ? w.weight[1] : w.weight[0];
     int64_t block = expert * weight.row_blocks + row / weight.block_out;

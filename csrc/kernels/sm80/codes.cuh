@@ -1,10 +1,10 @@
-/* Codes as published become pairs of values: two neighbouring elements of k in a word, as in mma's B fragments.
+/* Published codes become pairs of values: two neighbouring elements of k in a word, as in mma's B fragments.
  *
- * Of each 16 k of a row a thread has k = 2 t, 2 t + 1 and 2 t + 8, 2 t + 9, t = lane % 4: of 4-bit codes byte t of
- * two words, of 8-bit codes a half of two words. Which one is in a selector of PRMT, so it costs nothing.
+ * A thread has k = 2 t, 2 t + 1, 2 t + 8 and 2 t + 9 of every 16 k of a row, t = lane % 4: byte t of two
+ * words of 4-bit codes, or a half of two words of 8-bit codes. A selector of PRMT picks it, at no cost.
  *
- * A value is that of reference.dequantize: (code - zero) scale, rounded once. Where code - zero and scale are exact
- * in T (`narrow`) that is one product of T; else it is formed in float32. */
+ * Values are those of reference.dequantize: (code - zero) scale, rounded once. If code - zero and scale are
+ * exact in T (IN_16_BITS), that is one multiplication in T; else it is computed in float32. */
 #pragma once
 
 #include <type_traits>
@@ -13,23 +13,23 @@
 
 namespace fused_moe::sm80 {
 
-template <typename T_, Code CODE, bool NARROW>
+template <typename T_, Code CODE, bool IN_16_BITS>
 struct Decoder {
     using T = T_;
     static constexpr bool IS_4_BIT = CODE == Code::INT4 || CODE == Code::E2M1, HAS_ZEROS = CODE == Code::INT4;
-    static_assert(!NARROW || IS_4_BIT, "scales of 8-bit codes are multiplied in float32");
+    static_assert(!IN_16_BITS || IS_4_BIT, "scales of 8-bit codes are multiplied in float32");
     static constexpr int PER_BYTE = IS_4_BIT ? 2 : 1;
 
-    /* A scale and a zero point as they lie in memory; none: zeros. */
+    /* A scale and a zero point, or zeros, as stored in memory. */
     struct Stored {
         uint32_t scale;
         int32_t zero;
     };
 
-    /* What the codes of a row and a group are shifted and scaled by. */
+    /* The zero point and the scale of the codes of a row and a group. */
     struct Factor {
-        uint32_t zero;                                     /* INT4: PairOf::INTEGER + 8 + zero, twice */
-        std::conditional_t<NARROW, uint32_t, float> scale; /* narrow: of T, twice */
+        uint32_t zero;                                         /* INT4: PairOf::INTEGER + 8 + zero, twice */
+        std::conditional_t<IN_16_BITS, uint32_t, float> scale; /* IN_16_BITS: T's bits, twice */
     };
 
     uint32_t selector[IS_4_BIT || CODE == Code::E4M3 ? 1 : 2];
@@ -50,7 +50,7 @@ struct Decoder {
         Stored s = {0, 0};
         if constexpr (CODE == Code::E2M1)
             s.scale = __ldg((const uint8_t *)scale + i);
-        else if (!NARROW && dtype == FUSED_MOE_F32)
+        else if (!IN_16_BITS && dtype == FUSED_MOE_F32)
             s.scale = __ldg((const uint32_t *)scale + i);
         else
             s.scale = __ldg((const uint16_t *)scale + i);
@@ -61,11 +61,11 @@ struct Decoder {
     __device__ static Factor factor(const Stored &s, FusedMoeDtype dtype) {
         Factor f = {};
         if constexpr (HAS_ZEROS) f.zero = PairOf<T>::INTEGER + (8 + s.zero) * 0x10001;
-        if constexpr (CODE == Code::E2M1 && NARROW) {
+        if constexpr (CODE == Code::E2M1 && IN_16_BITS) {
             f.scale = power_pair(s.scale * 0x10001);
         } else if constexpr (CODE == Code::E2M1) {
             f.scale = float_of_e8m0(s.scale);
-        } else if constexpr (NARROW) {
+        } else if constexpr (IN_16_BITS) {
             f.scale = s.scale * 0x10001;
         } else if (dtype == FUSED_MOE_BF16) {
             f.scale = __uint_as_float(s.scale << 16);
@@ -77,7 +77,7 @@ struct Decoder {
         return f;
     }
 
-    /* This thread's pair of a word: 8 codes of 4 bits, of 8 bits 4. */
+    /* This thread's pair of a word, which holds 8 codes of 4 bits or 4 of 8 bits. */
     __device__ uint32_t pair(uint32_t word, const Factor &f) const {
         if constexpr (CODE == Code::INT4) {
             /* the byte's codes to bits 0 and 16 */
@@ -91,7 +91,7 @@ struct Decoder {
             uint32_t bits = lop3_and_or(byte * (0x1001 << 12), 0x80008000, magnitude);
             return times_scale(multiply_pair<T>(bits, PairOf<T>::E2M1_FACTOR), f);
         } else if constexpr (CODE == Code::E4M3) {
-            /* fp16 of the value / 256. A NaN, and it alone, times 36864 is infinite, and that times 0 is NaN. */
+            /* fp16 of the value / 256. Only NaN times 36864 is infinite, and that times 0 is NaN. */
             using H = __half;
             uint32_t small = prmt(word, 0, selector[0]) << 7 & 0xbf80bf80;
             uint32_t zero_or_nan = multiply_pair<H>(multiply_pair<H>(small, 0x78807880), 0);
@@ -107,7 +107,7 @@ struct Decoder {
 
   private:
     __device__ static uint32_t times_scale(uint32_t exact, const Factor &f) {
-        if constexpr (NARROW) {
+        if constexpr (IN_16_BITS) {
             return multiply_pair<T>(exact, f.scale);
         } else {
             float2 v = floats_of(pair_of<T>(exact));

@@ -179,7 +179,7 @@ struct alignas(1024) Shared {
     typename Config::Queue queue;
 };
 
-/* Of a GEMM that may make its plan itself. */
+/* The shared memory of a GEMM that may make its plan itself. */
 template <class Config>
 struct PlanningShared : Shared<Config> {
     FusedMoeSlotPlan plan;

@@ -51,7 +51,7 @@ typedef struct {
     int32_t num_maps;
     GroupedRows rows[MAX_MAPS];
     CUtensorMap *maps; /* [CTAs, MAP_SLOTS, num_maps] */
-    /* zeros, left as zeros: FUSED_MOE_NUM_COUNTERS, half of them with pdl.reads_before_wait; NULL without offs */
+    /* zeros, left as zeros: FUSED_MOE_NUM_COUNTERS, or half with pdl.reads_before_wait; NULL without offs */
     uint32_t *counters;
 } TileSource;
 
