@@ -10,7 +10,7 @@
 Calls alternate between the weights of several layers, each with its own routing, so that a call reads its
 weights from memory, as a decode step of a deep model does. On a GPU all calls are one CUDA graph; with
 --eager the host makes them one by one. floor_us: the experts that have tokens, at the rate of a kernel that
-only reads, or the dense product of equal FLOPs, where that takes longer and does more than read; both in the
+only reads, or the dense GEMM of equal FLOPs, where that takes longer and does more than read; both in the
 same run. floor_ratio is floor_us over our time; torch_ratio and ratio_to_PEER are the peer's time over ours;
 launches and host_us are of one eager call.
 
@@ -157,7 +157,7 @@ class Weights(NamedTuple):
 
 
 class Case:
-    """Some calls of the experts, the weights of several layers, and the dense product of a call's FLOPs."""
+    """Some calls of the experts, the weights of several layers, and the dense GEMM of a call's FLOPs."""
 
     def __init__(self, sizes: common.Sizes, setup: Setup):
         torch.manual_seed(setup.seed)
@@ -410,7 +410,7 @@ def time_case(case: Case, experts: dict[str, Callable], source: Tensor, options:
 
 
 def roofs(case: Case, source: Tensor, eager: bool) -> dict[str, Callable]:
-    """A dense product of a call's FLOPs, and a kernel that only reads."""
+    """A dense GEMM of a call's FLOPs, and a kernel that only reads."""
     return {"dense": case.dense if eager else common.as_graph(case.dense), "read": source.sum}
 
 

@@ -11,7 +11,7 @@ bytes of w1, w2 and w3; the first of each group is that of the float weights.
 
 --quality (bench quantised_quality): weight_error is |quantised - w| / |w| over all three weights, |.| the
 Frobenius norm. output_error is that of the experts' output on Gaussian x, against the float weights in
-float64. So it includes the rounding of the products, which is all that the float weights' record has.
+float64. So it includes the rounding of the GEMMs, which is all that the float weights' record has.
 The weights are random, in distributions that WEIGHTS describes.
 
 --time (bench quantised): fused_experts without gradients on one layer's weights. The runs of all formats and

@@ -198,7 +198,7 @@ def tokens_and_gate(logits: Tensor, dim: int) -> tuple[Tensor, Tensor]:
 
 
 def dense_gemms(sizes: Sizes, *, gated: bool = True, **factory) -> list[list[Tensor]]:
-    """Operands of two dense products with the FLOPs of a layer's forward: up and gate, down."""
+    """Operands of two dense GEMMs with the FLOPs of a layer's forward: up and gate, down."""
     T, _, K, D, hidden = sizes
     rows = T * K
     shapes = ((rows, D), (D, (1 + gated) * hidden)), ((rows, hidden), (hidden, D))

@@ -7,7 +7,7 @@ and of its outputs, once each; those of `apart` add up over its kernels, so its 
 
 grouped_mm makes its tile schedule in the call; up_gate gets the plan's.
 
-Roofs: a kernel that only reads, and the dense product of the layer's FLOPs, both timed in the same run.
+Roofs: a kernel that only reads, and the dense GEMM of the layer's FLOPs, both timed in the same run.
 """
 
 from __future__ import annotations

@@ -113,8 +113,8 @@ def _down_dgrad(args) -> int:
 
 @_register("experts_down_backward", "experts_down_backward_accumulate")
 def _experts_down_backward(args) -> int:
-    products = (args.need_dh or args.need_dscores or args.need_dw2) + args.need_dw2
-    return 2 * products * args.h[0] * prod(args.w2[1:])
+    gemms = (args.need_dh or args.need_dscores or args.need_dw2) + args.need_dw2
+    return 2 * gemms * args.h[0] * prod(args.w2[1:])
 
 
 # --- registration -----------------------------------------------------------------------------------------

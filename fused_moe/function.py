@@ -370,7 +370,7 @@ def fused_experts(
         expert_map: as that of `route_plan`, for weights that are some of E_global experts'.
         out: (T, D), contiguous, of the result's dtype: it is written and returned. Only where no gradient is
             recorded, and in memory that no other argument has a part of.
-        lora: adapters that are added to the weights' products. Beside it and beside quantised weights
+        lora: adapters that are added to the weights' GEMMs. Beside it and beside quantised weights
             main_grads raise.
         shared: (T, D) of x's dtype (cast under autocast), added to the sum before it is rounded: the output
             of shared experts. shared_gate: logits (T,) or (T, 1) of any floating dtype; shared[t] is

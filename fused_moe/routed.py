@@ -63,7 +63,7 @@ def _members(module: nn.Module, names: tuple[str, ...]) -> list:
 
 
 def is_plain_linear(module: nn.Module) -> bool:
-    """Whether calling the module gives nn.Linear's product and does no more."""
+    """Whether calling the module computes nn.Linear's GEMM and does no more."""
     plain = type(module).forward is nn.Linear.forward
     return plain and not is_altered(module) and not has_global_hook()
 

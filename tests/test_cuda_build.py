@@ -193,7 +193,7 @@ def test_gemms_of_quantised_weights(sass):
 
 
 def test_the_router_runs_on_wgmma_and_tma(sass):
-    """Its product, with and without clusters, and its gradient, in both half-precision dtypes."""
+    """Its GEMM, with and without clusters, and its gradient, in both half-precision dtypes."""
     kernels = sass.instructions(LIBRARY, "sm_90a")
     of_router = [("router_logits_kernel", 5), ("router_dgrad_kernel", 1)]
     for (kernel, variants), dtype in product(of_router, DTYPES):

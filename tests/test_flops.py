@@ -1,4 +1,4 @@
-"""What FlopCounterMode counts, against the products of the operators' definitions."""
+"""What FlopCounterMode counts, against the GEMMs of the operators' definitions."""
 
 import subprocess
 import sys
@@ -19,15 +19,15 @@ def flops_of(function) -> int:
     return counter.get_total_flops()
 
 
-@pytest.mark.parametrize("layout, products", (("separate", 3), ("halves", 3), ("ungated", 2)))
-def test_experts(device, layout, products):
-    """2 TKDF per product forward, twice that backward: 6 and 12 TKDF of a gated layer."""
+@pytest.mark.parametrize("layout, gemms", (("separate", 3), ("halves", 3), ("ungated", 2)))
+def test_experts(device, layout, gemms):
+    """2 TKDF per GEMM forward, twice that backward: 6 and 12 TKDF of a gated layer."""
     case = Case(6, 10, 7, 4, 2, layout=layout)
     inputs, ids = case.inputs(device), case.ids(device)
     leaves = {n: t if t is None else t.requires_grad_() for n, t in inputs.items()}
     outs = []
     forward = flops_of(lambda: outs.append(fused_experts(**leaves, ids=ids, **case.options)))
-    assert forward == products * 2 * 6 * 2 * 10 * 7
+    assert forward == gemms * 2 * 6 * 2 * 10 * 7
     assert flops_of(lambda: outs[0].sum().backward()) == 2 * forward
 
 

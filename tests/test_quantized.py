@@ -79,7 +79,7 @@ def random_weight(format: str, E: int, rows: int, cols: int, device, scale_of=0)
 
 
 def product_with_identity(w: QuantizedWeight, dtype, transposed: bool, tensors=None) -> torch.Tensor:
-    """The weight as quantized_mm reads it, every expert's by a product with the identity matrix."""
+    """The weight as quantized_mm reads it, every expert's by a GEMM with the identity matrix."""
     E, rows, cols = w.shape
     width = rows if transposed else cols
     a = torch.eye(width, dtype=dtype, device=w.device).repeat(E, 1)

@@ -135,7 +135,7 @@ def test_few_tokens(device, tokens):
 
 @pytest.mark.parametrize("frozen", ("router", "router.gate.bias", "experts", "experts.w3", "experts.b1", ""))
 def test_frozen_parameters(device, frozen):
-    """They get no gradient, and their products are not computed."""
+    """They get no gradient, and their GEMMs are not computed."""
     layer, x = make(device, **PLAIN)
     for name, parameter in layer.named_parameters():
         parameter.requires_grad_(not name.startswith(frozen))

@@ -179,7 +179,7 @@ def test_gradcheck(device, bias):
 @ALL_DTYPES
 @pytest.mark.parametrize("needed", ("x", "weight", "bias"))
 def test_only_what_is_needed(device, needed, dtype):
-    """The gradient of one operand alone, with its products alone, and x is kept for the weight's only."""
+    """The gradient of one operand alone, with its GEMM alone, and x is kept for the weight's only."""
     inputs = make(device, dtype)
     inputs[needed].requires_grad_()
     logits = router_logits(**inputs)

@@ -251,8 +251,8 @@ def test_one_kernel(device, sm90, name):
 @pytest.mark.parametrize("shape", ((65, 1, 8), (256, 8, 128), (512, 8, 128), (512, 8, 127), (4096, 1, 8)))
 @torch.no_grad()
 def test_few_launches(device, sm90, shape):
-    """Product, choice and plan, up_gate, down, combine; one less where one launch has both GEMMs, and where
-    the ids are given."""
+    """The router's GEMM, choice and plan, up_gate, down, combine; one less if one launch has both GEMMs, and
+    if the ids are given."""
     tokens, top_k, num_experts = shape
     layer = FusedMoE(256, 128, num_experts, top_k, device=device, dtype=BF16).eval()
     x = torch.randn(tokens, 256, device=device).to(BF16)

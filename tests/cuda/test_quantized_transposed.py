@@ -125,10 +125,10 @@ def test_sm80(tier, device, format):
     assert_same_bits(step(inputs, weights, fixed), step(inputs, plain, fixed))
 
 
-# --- one product ------------------------------------------------------------------------------------------
+# --- one GEMM ---------------------------------------------------------------------------------------------
 
 
-def products(a, w: QuantizedWeight, offsets) -> tuple[torch.Tensor, torch.Tensor]:
+def both_gemms(a, w: QuantizedWeight, offsets) -> tuple[torch.Tensor, torch.Tensor]:
     """By the transposed weight, with the second packing and without."""
     args = a, *w.tensors, offsets, w.code, True
     assert w.data_t is not None
@@ -146,7 +146,7 @@ def test_products(device, rows, format, scale_of, dtype):
         a, offsets = draw_rows(ROWS[rows], out, dtype, device, spare=5)
         scale_dtype = (dtype, F32, other)[i % 3]
         w = draw_weight(format, scale_of, scale_dtype, len(ROWS[rows]), out, width, device)
-        found, expected = products(a, w, offsets)
+        found, expected = both_gemms(a, w, offsets)
         assert found.isfinite().all() and torch.equal(found, expected)
 
 
@@ -169,7 +169,7 @@ def test_every_code_and_scale(device, format, dtype):
         a = torch.eye(out, dtype=dtype, device=device).repeat(E, 1)
         offsets = torch.arange(1, E + 1, dtype=torch.int32, device=device) * out
         for rows in (a, torch.ones_like(a)):
-            found, expected = products(rows, w, offsets)
+            found, expected = both_gemms(rows, w, offsets)
             torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
 
 
@@ -191,9 +191,9 @@ def test_a_rows_gradient_in_any_batch(device, format):
     """Its bits do not depend on how many rows its expert has, nor on which kernel reads the weight."""
     w = draw_weight(format, 1, BF16, 1, 192, 320, device)
     a, offsets = draw_rows((1100,), 192, BF16, device)
-    whole, _ = products(a, w, offsets)
+    whole, _ = both_gemms(a, w, offsets)
     for rows in (1, 7, 16, 17, 64, 65, 130, 500):
-        found, _ = products(a[:rows], w, torch.full_like(offsets, rows))
+        found, _ = both_gemms(a[:rows], w, torch.full_like(offsets, rows))
         assert torch.equal(found, whole[:rows]), rows
 
 
@@ -210,7 +210,7 @@ def test_memory_that_is_not_aligned(device, format):
             tensor = place.view(tensor.dtype).view(tensor.shape)
         moved.append(tensor)
     found = ops.quantized_mm(a, *w.tensors, offsets, w.code, True, *moved)
-    assert torch.equal(found, products(a, w, offsets)[1])
+    assert torch.equal(found, both_gemms(a, w, offsets)[1])
 
 
 @pytest.mark.sanitizer
@@ -219,7 +219,7 @@ def test_under_the_sanitizer(device, format, scale_of):
     for counts in ((3, 0, 5), (70, 1, 130)):
         w = draw_weight(format, scale_of, BF16, 3, 128, 192, device)
         a, offsets = draw_rows(counts, 128, BF16, device)
-        found, expected = products(a, w, offsets)
+        found, expected = both_gemms(a, w, offsets)
         assert torch.equal(found, expected)
 
 

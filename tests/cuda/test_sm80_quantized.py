@@ -34,7 +34,7 @@ def sm80(tier):
     tier("portable")
 
 
-def product(a, w: QuantizedWeight, offsets) -> torch.Tensor:
+def quantized_mm(a, w: QuantizedWeight, offsets) -> torch.Tensor:
     assert not w.is_tiled
     with poisoned():
         return ops.quantized_mm(a, *w.tensors, offsets, w.code)
@@ -45,10 +45,10 @@ def with_scales(w: QuantizedWeight, dtype) -> QuantizedWeight:
     return QuantizedWeight(w.data, scale, w.zero, format=w.format, shape=w.shape)
 
 
-def check_product(a, w: QuantizedWeight, offsets) -> None:
+def check_gemm(a, w: QuantizedWeight, offsets) -> None:
     """Bits, with NaN and infinity in the same places."""
     expected = ops.grouped_mm(a=a, b=w.dequantize(a.dtype), offsets=offsets)
-    torch.testing.assert_close(product(a, w, offsets), expected, rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(quantized_mm(a, w, offsets), expected, rtol=0, atol=0, equal_nan=True)
 
 
 @HALF_DTYPES
@@ -62,8 +62,8 @@ def test_products(device, format, scale_of, name, dtype):
         w = random_weight(format, len(counts), (8, 37, 136, 328)[i % 4], k, device, scale_of)
         for scale_dtype in (BF16, F16, torch.float32):
             other = with_scales(w, scale_dtype)
-            check_product(a, other, offsets)
-            assert product(a, other, offsets).isfinite().all()
+            check_gemm(a, other, offsets)
+            assert quantized_mm(a, other, offsets).isfinite().all()
 
 
 @HALF_DTYPES
@@ -83,7 +83,7 @@ def test_every_code_and_scale(device, format, dtype):
             scale = scale if format == "fp8_block" else scale.to(scale_dtype)
         codes = data.view({"int8": torch.int8}.get(format, torch.uint8))
         codes = codes.view(torch.float8_e4m3fn) if format.startswith("fp8") else codes
-        check_product(a, QuantizedWeight(codes, scale, None, format=format, shape=(E, n, k)), offsets)
+        check_gemm(a, QuantizedWeight(codes, scale, None, format=format, shape=(E, n, k)), offsets)
 
 
 @HALF_DTYPES
@@ -95,8 +95,8 @@ def test_nan_scales(device, format, dtype):
     scale = w.scale.clone()
     scale[2, 0, -1] = 255 if format == "mxfp4" else torch.nan
     w = QuantizedWeight(w.data, scale, w.zero, format=format, shape=w.shape).to(device)
-    check_product(a, w, offsets)
-    isnan = product(a, w, offsets).isnan()
+    check_gemm(a, w, offsets)
+    isnan = quantized_mm(a, w, offsets).isnan()
     assert isnan[1:3, 0].all() and not isnan[:1].any() and not isnan[3:].any()
 
 
@@ -133,7 +133,7 @@ def test_which_kernel_runs(device, choose, format):
     if FORMATS[format].per_byte == 1:
         w = random_weight(format, 9, 24, 96, device, 1)
         a, offsets = draw_rows(COUNTS["16 rows, one expert"], 96, BF16, device)
-        assert any("dequantize" in name for name in launches(lambda: product(a, w, offsets)))
+        assert any("dequantize" in name for name in launches(lambda: quantized_mm(a, w, offsets)))
     choose(FUSED_MOE_TIER="portable", FUSED_MOE_SCHEDULE="codes=0")
     assert any("dequantize" in name for name in kernels("eight rows"))
 
@@ -146,7 +146,7 @@ def test_rows_of_any_batch(device, format):
 
     def rows(num: int) -> torch.Tensor:
         offsets = torch.tensor((0, num, num, num), dtype=torch.int32, device=device)
-        return product(a[:num], w, offsets)
+        return quantized_mm(a[:num], w, offsets)
 
     whole = rows(640)
     for num in (1, 8, 9, 40, 64, 65):

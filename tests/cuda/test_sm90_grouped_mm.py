@@ -31,7 +31,7 @@ from fused_moe import ops as codes
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("sm90")]
 
 
-def check_product(a, b, offsets) -> None:
+def check_gemm(a, b, offsets) -> None:
     """Checks the GEMM of operands as they are stored, on poisoned memory."""
     with poisoned():
         out = ops.grouped_mm(a=a, b=b, offsets=offsets)
@@ -70,7 +70,7 @@ def test_every_boundary(device, k, n, dtype):
     a, offsets = draw_rows(BOUNDARIES, k, dtype, device, spare=200)
     b = draw_weights(len(BOUNDARIES), n, k, dtype, device)
     for weights in (b, swapped(b)):
-        check_product(a, weights, offsets)
+        check_gemm(a, weights, offsets)
 
 
 @HALF_DTYPES
@@ -83,7 +83,7 @@ def test_many_tiles_per_cta(device, k, n, dtype):
     a, offsets = draw_rows(counts, k, dtype, device, spare=70)
     b = draw_weights(len(counts), n, k, dtype, device)
     for weights in (b, swapped(b)):
-        check_product(a, weights, offsets)
+        check_gemm(a, weights, offsets)
     w1, w3 = (draw_weights(len(counts), k, n, dtype, device) for _ in range(2))
     dh = torch.cat((a, a.flip(1)), 1) / 2**0.5
     plan = plan_of(counts, a.size(0), device)
@@ -109,7 +109,7 @@ def test_any_number_of_experts(device, name, dtype):
     a, offsets = draw_rows(counts, 72, dtype, device, spare=50)
     b = draw_weights(len(counts), 136, 72, dtype, device)
     for weights in (b, swapped(b)):
-        check_product(a, weights, offsets)
+        check_gemm(a, weights, offsets)
 
 
 @pytest.mark.parametrize("width", (72, 76))
@@ -120,7 +120,7 @@ def test_weights_in_wider_ones(device, width):
     for first in (0, 4, 8):
         some = b[..., first : first + 64]
         assert calls_of(a, some, offsets) == ((1, 0) if width % 8 == first % 8 == 0 else (0, 1))
-        check_product(a, some, offsets)
+        check_gemm(a, some, offsets)
 
 
 def test_weights_with_experts_innermost(device):
@@ -130,7 +130,7 @@ def test_weights_with_experts_innermost(device):
         b = torch.randn(shape).to(device, BF16).permute(order)
         assert b.shape == (4, 136, 72) and b.stride(0) < max(b.stride())
         assert calls_of(a, b, offsets) == (1, 0)
-        check_product(a, b, offsets)
+        check_gemm(a, b, offsets)
 
 
 @HALF_DTYPES
@@ -147,7 +147,7 @@ def test_garbage_around_the_weights(device, size, dtype):
         inner.copy_(dense)
         weights = inner if k_major else inner.mT
         assert calls_of(a, weights, offsets) == (1, 0)
-        check_product(a, weights, offsets)
+        check_gemm(a, weights, offsets)
 
 
 # --- tiles of few rows ------------------------------------------------------------------------------
@@ -178,7 +178,7 @@ def test_few_rows(device, k, n, height, dtype):
     """Row counts about all heights, tails of k and of N, a k of more k-tiles than there are stages."""
     a, b, offsets = draw_few_rows(k, n, height, dtype, device)
     for weights in (b, swapped(b)):
-        check_product(a, weights, offsets)
+        check_gemm(a, weights, offsets)
 
 
 @HALF_DTYPES
@@ -188,7 +188,7 @@ def test_few_rows_and_a_long_k(device, k, n, dtype):
     """Tiles of 64 columns."""
     a, b, offsets = draw_few_rows(k, n, 16, dtype, device)
     for weights in (b, swapped(b)):
-        check_product(a, weights, offsets)
+        check_gemm(a, weights, offsets)
 
 
 @HALF_DTYPES

@@ -46,7 +46,7 @@ def run_with_tier(name: str) -> subprocess.CompletedProcess:
     return subprocess.run([sys.executable, "-c", LAYER_STEP], capture_output=True, text=True, env=env)
 
 
-def check_product(a, b, offsets) -> torch.Tensor:
+def check_gemm(a, b, offsets) -> torch.Tensor:
     out = ops.grouped_mm(a=a, b=b, offsets=offsets)
     exact.check(out, exact.grouped_mm(a, b, offsets))
     return out
@@ -189,11 +189,11 @@ def test_sm80_instead_of_sm90(device, sm90, tier):
     def run():
         return ops.grouped_mm(a=a, b=b, offsets=offsets)
 
-    ours = check_product(a, b, offsets)
+    ours = check_gemm(a, b, offsets)
     tier("portable")
     *calls, reason = calls_during("grouped_mm", run)
     assert calls == [0, 1] and "FUSED_MOE_TIER" in reason
-    assert_near(check_product(a, b, offsets), ours.double())
+    assert_near(check_gemm(a, b, offsets), ours.double())
     assert fused_moe.info()["tiers"]["hopper"].startswith("off: ")
     assert "FUSED_MOE_TIER" in fused_moe.info()["tiers"]["hopper"]
     tier("hopper")

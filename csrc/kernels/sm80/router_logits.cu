@@ -1,7 +1,7 @@
-/* The router's product: logits[t] = weight x[t] + bias, not rounded to x's dtype.
+/* The router's GEMM: logits[t] = weight x[t] + bias, not rounded to x's dtype.
  *
  * One CTA per tile of 128 tokens and 128 experts, which sums all of D: a token's logits do not depend on the
- * other tokens. Few tokens have few CTAs, which the Hopper tier mends by slices of D. */
+ * other tokens. Few tokens have few CTAs; the sm90 tier has more, by slices of D. */
 #include "../dispatch.cuh"
 #include "grouped_tile.cuh"
 

@@ -14,8 +14,8 @@
  *   4 bits   word s / 2: pair n = 2 (s % 2) + u is columns 16 s + 8 u + 2 t and one more, in lower and upper
  *            half: int4's bits 4 n on, e2m1's those of quantized_tile.h
  *
- * A value is (code - zero) scale, rounded once. Where code - zero and scale are exact in T (IN_16_BITS) that
- * is one product in T; else it is formed in float32. */
+ * A value is (code - zero) scale, rounded once. If code - zero and scale are exact in T (IN_16_BITS), that is
+ * one multiplication in T; else it is computed in float32. */
 #pragma once
 
 #include "../../quantized_tile.h"
