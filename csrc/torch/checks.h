@@ -7,7 +7,6 @@
 
 #include <initializer_list>
 #include <optional>
-#include <sstream>
 #include <stdexcept>
 #include <string>
 #include <vector>
@@ -21,14 +20,25 @@ using TensorList = std::vector<Tensor>;
 inline constexpr int64_t MAX_ROWS = INT32_MAX - 1024, MAX_WIDTH = INT32_MAX / 2 - 1024,
                          MAX_EXPERTS = INT32_MAX / 8;
 
+/* Words of a message. Not a stream: in a library that g++ 13 of Ubuntu 24.04 linked, a stream crashed when it
+ * wrote a number, since its locale came from another libstdc++. */
+inline const std::string &word_text(const std::string &word) {
+    return word;
+}
+inline const char *word_text(const char *word) {
+    return word;
+}
+inline std::string word_text(int64_t word) {
+    return std::to_string(word);
+}
+
 /* Throws an exception that becomes a RuntimeError in Python: "fused_moe::op: " and the message.
  * STD_TORCH_CHECK would put the C++ function, file and line in front of it. */
 template <typename... Words>
 [[noreturn]] void fail(const char *op, const Words &...message) {
-    std::ostringstream text;
-    text << "fused_moe::" << op << ": ";
-    (text << ... << message);
-    throw std::runtime_error(text.str());
+    std::string text = std::string("fused_moe::") + op + ": ";
+    ((text += word_text(message)), ...);
+    throw std::runtime_error(text);
 }
 
 std::string shape_text(const Tensor &x);
