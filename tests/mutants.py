@@ -1058,8 +1058,8 @@ CUDA = [
     Mutant(
         "sm80: a full tile of few rows loses its last row",
         "csrc/kernels/sm80/tile_scheduler.cuh",
-        "FUSED_MOE_BROADCAST(own.num, owner) - done, rows);",
-        "FUSED_MOE_BROADCAST(own.num, owner) - done, rows - 1);",
+        "FUSED_MOE_BROADCAST(expert_rows.num, owner) - done, rows);",
+        "FUSED_MOE_BROADCAST(expert_rows.num, owner) - done, rows - 1);",
         "tests/cuda/test_sm80_few_rows.py",
     ),
     Mutant(

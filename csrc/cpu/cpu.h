@@ -163,8 +163,8 @@ static inline void fm_clear(void *data, int64_t bytes) {
 }
 
 /* memcpy likewise. */
-static inline void fm_copy(void *to, const void *from, int64_t bytes) {
-    if (bytes > 0) memcpy(to, from, (size_t)bytes);
+static inline void fm_copy(void *dst, const void *src, int64_t bytes) {
+    if (bytes > 0) memcpy(dst, src, (size_t)bytes);
 }
 
 static inline void *fm_at(const void *data, size_t bytes, int64_t index) {

@@ -48,9 +48,9 @@ static bool is_better(double a, double b) {
 /* best[0..n): indices of the best of value[0..size), best first; an equal later one does not displace. */
 static void insert(int32_t *best, int32_t *n, int32_t k, const double *value, int32_t i) {
     if (*n == k && !is_better(value[i], value[best[k - 1]])) return;
-    int32_t at = *n < k ? (*n)++ : k - 1;
-    for (; at > 0 && is_better(value[i], value[best[at - 1]]); at--) best[at] = best[at - 1];
-    best[at] = i;
+    int32_t rank = *n < k ? (*n)++ : k - 1;
+    for (; rank > 0 && is_better(value[i], value[best[rank - 1]]); rank--) best[rank] = best[rank - 1];
+    best[rank] = i;
 }
 
 /* Marks the experts of the best groups; a group is worth its two best experts. */

@@ -94,12 +94,12 @@ static void leave(void *accum, int64_t n) {
     (void)accum, (void)n;
 }
 
-static void copy_float(void *to, const void *from, int64_t n) {
-    fm_copy(to, from, n * (int64_t)sizeof(float));
+static void copy_float(void *dst, const void *src, int64_t n) {
+    fm_copy(dst, src, n * (int64_t)sizeof(float));
 }
 
-static void copy_double(void *to, const void *from, int64_t n) {
-    fm_copy(to, from, n * (int64_t)sizeof(double));
+static void copy_double(void *dst, const void *src, int64_t n) {
+    fm_copy(dst, src, n * (int64_t)sizeof(double));
 }
 
 /* --- arithmetic ----------------------------------------------------------------------------------------- */

@@ -220,11 +220,11 @@ __device__ inline void barrier_cluster_wait() {
     asm volatile("barrier.cluster.wait.aligned;" ::: "memory");
 }
 
-/* Where CTA `rank` of the cluster has what this one has at `address`. */
+/* The cluster address in CTA `rank` that corresponds to this CTA's shared `address`. */
 __device__ inline uint32_t mapa(uint32_t address, int rank) {
-    uint32_t there;
-    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(rank));
-    return there;
+    uint32_t remote;
+    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(address), "r"(rank));
+    return remote;
 }
 
 __device__ inline int32_t ld_shared_cluster(uint32_t address) {

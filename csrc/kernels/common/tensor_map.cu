@@ -4,16 +4,16 @@
 namespace fused_moe {
 
 static PFN_cuTensorMapEncodeTiled_v12000 find_encoder() {
-    void *found = nullptr;
+    void *entry = nullptr;
     cudaDriverEntryPointQueryResult result;
 #if CUDART_VERSION >= 12050
     cudaError_t error =
-        cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &found, 12000, cudaEnableDefault, &result);
+        cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &entry, 12000, cudaEnableDefault, &result);
 #else
-    cudaError_t error = cudaGetDriverEntryPoint("cuTensorMapEncodeTiled", &found, cudaEnableDefault, &result);
+    cudaError_t error = cudaGetDriverEntryPoint("cuTensorMapEncodeTiled", &entry, cudaEnableDefault, &result);
 #endif
     bool ok = error == cudaSuccess && result == cudaDriverEntryPointSuccess;
-    return ok ? (PFN_cuTensorMapEncodeTiled_v12000)found : nullptr;
+    return ok ? (PFN_cuTensorMapEncodeTiled_v12000)entry : nullptr;
 }
 
 int encode_tensor_map(CUtensorMap *map, CUtensorMapDataType dtype, int rank, const void *data,

@@ -239,15 +239,15 @@ struct FewRowsTile : Columns::Shape {
      * this warp's; together they are [WARPS_N][BM][pitch]. Called by all warps. */
     __device__ void store_subtile(int, float *staging, int pitch) const {
         int warp = threadIdx.x / 32, lane = threadIdx.x % 32, column = warp * WARP_COLUMNS;
-        float *to = staging - warp * SUBTILE_ROWS * pitch;
-        to += (column / WARP_N * BM + lane / 4) * pitch + column % WARP_N + lane % 4 * 2;
+        float *stored = staging - warp * SUBTILE_ROWS * pitch;
+        stored += (column / WARP_N * BM + lane / 4) * pitch + column % WARP_N + lane % 4 * 2;
 #pragma unroll
         for (int i = 0; i < GROUPS_M; i++)
 #pragma unroll
             for (int j = 0; j < 2 * GROUPS_N; j++)
 #pragma unroll
                 for (int half = 0; half < 2; half++)
-                    *reinterpret_cast<float2 *>(to + (16 * i + 8 * half) * pitch + 8 * j) =
+                    *reinterpret_cast<float2 *>(stored + (16 * i + 8 * half) * pitch + 8 * j) =
                         make_float2(acc[i][j][2 * half], acc[i][j][2 * half + 1]);
         __syncthreads();
     }

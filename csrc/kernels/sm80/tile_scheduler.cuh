@@ -32,12 +32,12 @@ __device__ inline CtaWork find_cut_work(const int32_t *schedule, const int32_t *
     uint32_t cta = blockIdx.x, row_tile = cta / num_n_tiles, end = 0;
     for (int32_t first = 0; first < active.num; first += FUSED_MOE_LANES) {
         int32_t b = first + FUSED_MOE_LANE, expert = 0;
-        FusedMoeRows own = {};
+        FusedMoeRows expert_rows = {};
         if (b < active.num) {
             expert = fused_moe_clamp(active.expert[b], E - 1);
-            own = fused_moe_expert_rows(offs, expert, R);
+            expert_rows = fused_moe_expert_rows(offs, expert, R);
         }
-        uint32_t tiles = (uint32_t)((own.num + rows - 1) / rows);
+        uint32_t tiles = (uint32_t)((expert_rows.num + rows - 1) / rows);
         uint32_t sum = end + (uint32_t)fused_moe_inclusive_sum((int32_t)tiles);
         int32_t owner = FUSED_MOE_COUNT(sum <= row_tile);
         end = FUSED_MOE_BROADCAST(sum, FUSED_MOE_LANES - 1);
@@ -48,8 +48,8 @@ __device__ inline CtaWork find_cut_work(const int32_t *schedule, const int32_t *
         int32_t done = (int32_t)(index % tiles) * rows;
         CtaWork w = {{}, -1, 1};
         w.tile.expert = FUSED_MOE_BROADCAST(expert, owner);
-        w.tile.first_row = FUSED_MOE_BROADCAST(own.first, owner) + done;
-        w.tile.num_rows = min(FUSED_MOE_BROADCAST(own.num, owner) - done, rows);
+        w.tile.first_row = FUSED_MOE_BROADCAST(expert_rows.first, owner) + done;
+        w.tile.num_rows = min(FUSED_MOE_BROADCAST(expert_rows.num, owner) - done, rows);
         w.tile.n_tile = (int32_t)(index / tiles);
         return w;
     }

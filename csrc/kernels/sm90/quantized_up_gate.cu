@@ -82,12 +82,12 @@ struct ActivatingEpilogue {
         with_act([&](auto act) { activate<TOKENS>(act, d, out); });
         if (is_ungated) fill<TOKENS>(lines, 2 * warp, d + 3);
         fill<TOKENS>(lines, is_ungated ? 2 * warp + 1 : 4 * (subtile % 2) + warp, d + 2);
-        T *to = (T *)p.a + (int64_t)(tile.first_row + row) * p.F + line;
+        T *a_out = (T *)p.a + (int64_t)(tile.first_row + row) * p.F + line;
         int rows = tile.num_rows - row, columns = p.F - line;
         if constexpr (TALL)
             if (!is_ungated)
-                return lines.template copy_out<TOKENS, 4>(to, p.F, rows, columns, subtile % 2 * 4);
-        if (is_ungated || subtile % 2) lines.template copy_out<TOKENS>(to, p.F, rows, columns);
+                return lines.template copy_out<TOKENS, 4>(a_out, p.F, rows, columns, subtile % 2 * 4);
+        if (is_ungated || subtile % 2) lines.template copy_out<TOKENS>(a_out, p.F, rows, columns);
     }
 
     template <int TOKENS>
@@ -165,11 +165,11 @@ struct ActivatingEpilogue {
         float alpha = (float)p.activation.alpha, limit = (float)p.activation.limit;
         bool is_gated = p.layout != FUSED_MOE_UNGATED;
         int lane = threadIdx.x % 32;
-        T *to = (T *)p.a + out.start + (int64_t)(row + lane / 4) * p.F + lane % 4 * 2;
+        T *a_out = (T *)p.a + out.start + (int64_t)(row + lane / 4) * p.F + lane % 4 * 2;
         float gate[2] = {v.x + out.bias[0], v.y + out.bias[0]};
         float other[2] = {v.z + out.bias[1], v.w + out.bias[1]};
 #pragma unroll 1
-        for (bool is_second = false;; is_second = true, to += 8) { /* a loop: fetching code takes time, too */
+        for (bool is_second = false;; is_second = true, a_out += 8) { /* a loop: fetching code takes time */
             float a[2];
 #pragma unroll
             for (int i = 0; i < 2; i++) {
@@ -179,7 +179,7 @@ struct ActivatingEpilogue {
             }
             /* Transposed, a lane has two outputs of one token. */
             uint32_t pair = movmatrix_trans(pack<T>(a[0], a[1]));
-            if (row + lane / 4 < num_rows) *(uint32_t *)to = pair;
+            if (row + lane / 4 < num_rows) *(uint32_t *)a_out = pair;
             if (is_second || !out.has_second) return;
         }
     }

@@ -22,10 +22,10 @@ template <typename VectorsOf>
 __device__ inline bool reduce_slices(float (&d)[128], int slice, int num_slices, VectorsOf vectors_of,
                                      uint32_t *semaphore, int barrier) {
     int thread = threadIdx.x % 128;
-    float4 *own = vectors_of(slice) + thread;
+    float4 *slice_vectors = vectors_of(slice) + thread;
 #pragma unroll
     for (int i = 0; i < 32; i++)
-        __stcg(own + 128 * i, make_float4(d[4 * i], d[4 * i + 1], d[4 * i + 2], d[4 * i + 3]));
+        __stcg(slice_vectors + 128 * i, make_float4(d[4 * i], d[4 * i + 1], d[4 * i + 2], d[4 * i + 3]));
     __threadfence();
     barrier_sync(barrier, 128);
     bool is_last = thread == 0 && (int)atomicAdd(semaphore, 1u) == num_slices - 1;

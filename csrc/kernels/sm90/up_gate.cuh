@@ -38,9 +38,9 @@ __device__ inline void pack_spread_subtile(uint32_t (&words)[16], const float (&
 #pragma unroll
     for (int m = 0; m < 16; m++) { /* chunk m / 2 of eight columns, row m % 2 of the two */
         const float *v = &a[m / 2 * 4 + m % 2];
-        uint32_t mine = pack<T>(v[0], v[2]);
-        uint32_t low = __shfl_sync(~0u, mine, quad + 2 * t % 4);
-        uint32_t high = __shfl_sync(~0u, mine, quad + (2 * t + 1) % 4);
+        uint32_t packed = pack<T>(v[0], v[2]);
+        uint32_t low = __shfl_sync(~0u, packed, quad + 2 * t % 4);
+        uint32_t high = __shfl_sync(~0u, packed, quad + (2 * t + 1) % 4);
         words[m] = __byte_perm(low, high, t < 2 ? 0x5410 : 0x7632);
     }
 }
