@@ -186,8 +186,8 @@ FUSED_MOE_FN int32_t fused_moe_num_spans(int64_t num_slots, int32_t num_sms) {
     return (int32_t)(spans < num_sms ? spans : num_sms);
 }
 
-/* Whether a warp of unpermute has half as many columns, and a lane twice as many rows in flight. Few tokens
- * take the time of loads one after the other (decode.md). */
+/* Whether a warp of unpermute has half of the columns, and a lane twice the rows in flight: with few tokens,
+ * the latency of consecutive loads is the time (decode.md). */
 FUSED_MOE_FN bool fused_moe_has_few_tokens(int64_t T) {
     return T <= 512;
 }
