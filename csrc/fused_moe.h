@@ -75,18 +75,18 @@ typedef struct {        /* weight (E, out, in) = (code - zero) scale, in f32, ro
     const void *scale;  /* [E,ceil(out/block_out),ceil(in/block_in)] */
     const int8_t *zero; /* like scale, -8 to 7; NULL: zeros */
     int64_t out, in;
-    int64_t block_out, block_in; /* what one scale is of */
+    int64_t block_out, block_in; /* rows and columns that share a scale */
     bool transposed;             /* a GEMM reads it as (E, in, out): the gradient of its rows */
     FusedMoeFormat format;
     FusedMoeDtype scale_dtype; /* floating; u8 for mxfp4 */
-    /* 0, or scales of a tile and a group: the weight lies in tiles of 64 rows and 64 columns, as
-     * fused_moe/quantized/tiles.py says. Then data is [E,out/64,in/64] tiles, and scale and zero are
-     * [E,out/64,ceil(in/block_in),tile_scales]: 64, one of each row, or 4 equal ones; f32 for codes of 8
-     * bits. On CUDA alone. */
+    /* The number of scales per tile and group, or 0: the weight is not in tiles. With tiles of 64x64
+     * (fused_moe/quantized/tiles.py) data is [E,out/64,in/64] tiles, and scale and zero are
+     * [E,out/64,ceil(in/block_in),tile_scales]: 64, one per row, or 4 equal ones; f32 for codes of 8 bits.
+     * Only CUDA has tiles. */
     int32_t tile_scales;
-    /* Beside tiles, or NULL: a second packing, which GEMMs of the transposed weight read. data_t is
-     * [E,in/64,out/64] tiles. Where block_out is 1, scale_t and zero_t are [E,ceil(in/block_in),out/64,64],
-     * as lanes have them; else scale_t is [E,in/64,ceil(out/block_out),4], 4 equal ones. */
+    /* The second packing of a weight in tiles, or NULL: GEMMs of the transposed weight read it. data_t is
+     * [E,in/64,out/64] tiles. If block_out is 1, scale_t and zero_t are [E,ceil(in/block_in),out/64,64], in
+     * the order of lanes; else scale_t is [E,in/64,ceil(out/block_out),4], 4 equal ones. */
     const void *data_t, *scale_t;
     const int8_t *zero_t;
 } FusedMoeQuantizedWeight;

@@ -1,4 +1,4 @@
-"""Whether tensors share memory, told from their strides: views of one buffer may lie between each other."""
+"""Whether tensors share memory, judged by their strides: views of one buffer may be interleaved."""
 
 from __future__ import annotations
 

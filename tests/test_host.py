@@ -664,13 +664,13 @@ def test_every_tile_is_claimed_once(num_tiles, num_ctas, late, seed):
             running.remove(cta)
             continue
         claimed.append(index)
-        owner, turn = index % num_ctas, index // num_ctas
+        owner, number = index % num_ctas, index // num_ctas
         if owner != cta:
             assert num_tiles > num_ctas
             left = [max(0, a - b) for a, b in zip(assigned, before, strict=True)]
             left[cta] = 0
             assert left[owner] == max(left)
-            assert turn == before[owner]
+            assert number == before[owner]
     assert sorted(claimed) == list(range(num_tiles))
 
 
