@@ -1,5 +1,5 @@
 # make train    trains the example language model        ARGS="--steps 100 --experts loop"
-# make test     runs the test suite                      PYTEST_ARGS="-k route -x"
+# make test     runs the test suite, on all cores        PYTEST_ARGS="-k route -x", on one
 # make fuzz     calls every function at random           MINUTES=5 ARGS="--device cuda --jobs 12"
 # make sanitize runs the CPU kernels, and the suite with them, under sanitizers
 # make build    builds the package in place             DEBUG=1, FUSED_MOE_ARCHS=sm_90a
@@ -43,7 +43,7 @@ train: build
 	$(python) examples/train_lm.py $(ARGS)
 
 test: build
-	$(python) -m pytest $(PYTEST_ARGS)
+	$(python) -m pytest $(or $(PYTEST_ARGS),-n auto --maxprocesses 8 --dist loadfile)
 
 fuzz: build
 	$(python) tests/trust/fuzz.py --minutes $(MINUTES) $(ARGS)
