@@ -1,22 +1,22 @@
-/* The plan of few slots, made by every CTA for itself.
+/* The plan of few slots, made by every CTA of a GEMM.
  *
- * In a decode step of one token the plan's own kernel, and the loads of what it wrote, took 4 of 46 us
- * (docs/lab/decode.md). So up_gate and the down GEMM, in one launch or in two, make it from the ids: the fetching
- * warp of a CTA sorts the slots in shared memory.
+ * In a decode step of one token a kernel for the plan, and the loads of what it wrote, took 4 of 46 us
+ * (docs/lab/decode.md). So up_gate and the down GEMM, in one launch or in two, make the plan from the ids:
+ * the fetching warp of each CTA sorts the slots in shared memory.
  *
- * The rows are those of route_plan: by expert, stable in t*K + k. Every active expert is skinny, with one row
- * tile. A key is 64 expert + slot, so keys in order are rows in order.
+ * Rows are in route_plan's order: by expert, stable in t*K + k. Every active expert is skinny and has one row
+ * tile. A key is 64 expert + slot, so sorted keys are the rows in order.
  *
- * Plain C, as schedule.h is: a warp calls it, all lanes alike, and a CPU in the tests. */
+ * Plain C, like schedule.h: all lanes of a warp call it together, and tests call it on the CPU. */
 #ifndef FUSED_MOE_SLOT_PLAN_H
 #define FUSED_MOE_SLOT_PLAN_H
 
 #include "rules.h"
 
-#define FUSED_MOE_NO_KEY UINT32_MAX /* of a slot without a row */
+#define FUSED_MOE_NO_KEY UINT32_MAX /* the key of a slot without a row */
 
 typedef struct {
-    uint32_t key[FUSED_MOE_FEW_SLOTS];          /* of each slot, then NO_KEY; the caller's       */
+    uint32_t key[FUSED_MOE_FEW_SLOTS];          /* of each slot, then NO_KEY; set by the caller  */
     uint32_t row_key[FUSED_MOE_FEW_SLOTS];      /* of each row: the keys in order                */
     int8_t slot_row[FUSED_MOE_FEW_SLOTS];       /* of each slot: its row, or -1                  */
     int32_t first_row[FUSED_MOE_FEW_SLOTS + 1]; /* of each active expert, and one past the last */
@@ -37,7 +37,7 @@ FUSED_MOE_FN int32_t fused_moe_slot_expert(const FusedMoeSlotPlan *plan, int32_t
     return (int32_t)(plan->row_key[plan->first_row[b]] / FUSED_MOE_FEW_SLOTS);
 }
 
-/* The plan of num_slots keys, all different but for NO_KEY: a key's row is how many are smaller. */
+/* The plan of num_slots keys, which differ, except for NO_KEY. A key's row is the number of smaller keys. */
 FUSED_MOE_FN void fused_moe_plan_slots(FusedMoeSlotPlan *plan, int32_t num_slots) {
     int32_t num_rows = 0, num_experts = 0;
     FUSED_MOE_SYNC();

@@ -17,7 +17,7 @@ def all_operators() -> set[str]:
         "work_tiles",
         "wgrad_tiles",
         "next_tile",
-        "own_plan",
+        "private_plan",
     }  # planners, for tests and schedule pictures
     arguments = {n: getattr(ops, n).default._schema.arguments for n in names}
     return {n for n in names if any("Tensor" in str(a.type) for a in arguments[n])}

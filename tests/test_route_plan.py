@@ -29,7 +29,7 @@ def assert_same_plan(found: Plan, expected: Plan) -> None:
             assert torch.equal(actual, value), name
 
 
-def assert_same_own_plan(counts, memory, ids: torch.Tensor, num_experts: int) -> None:
+def assert_same_private_plan(counts, memory, ids: torch.Tensor, num_experts: int) -> None:
     expected = reference.route_plan(ids, num_experts)
     assert torch.equal(counts, expected.counts)
     fields = (expected.offsets, expected.schedule, expected.row_token, expected.row_slot, expected.token_row)
@@ -100,7 +100,7 @@ def test_ids_beyond_int32_are_no_experts(device):
     count=st.sampled_from((None, 0, 5, 9999)),
     seed=st.integers(0, 99),
 )
-def test_own_plan(device, tokens, top_k, num_experts, settings, given_ids, count, seed):
+def test_private_plan(device, tokens, top_k, num_experts, settings, given_ids, count, seed):
     """What routed_experts chooses and plans for itself: what route chooses, and route_plan's plan of it."""
     draw = {"generator": torch.Generator().manual_seed(seed)}
     logits = torch.randn(tokens, num_experts, **draw).to(device)
@@ -108,12 +108,12 @@ def test_own_plan(device, tokens, top_k, num_experts, settings, given_ids, count
     ids = None if ids is None else ids.clamp(0, num_experts - 1)
     num_tokens = None if count is None else torch.tensor(count, device=device)
     route = (top_k, *settings, 0, 0)
-    scores, chosen, counts, memory = torch.ops.fused_moe.own_plan(
+    scores, chosen, counts, memory = torch.ops.fused_moe.private_plan(
         logits, ids, num_experts, None, None, *route, num_tokens
     )
     expected_scores, expected_ids = torch.ops.fused_moe.route(logits, None, *route, ids, num_tokens)
     assert torch.equal(scores, expected_scores) and torch.equal(chosen, expected_ids)
-    assert_same_own_plan(counts, memory, chosen, num_experts)
+    assert_same_private_plan(counts, memory, chosen, num_experts)
 
 
 @given(
@@ -123,12 +123,12 @@ def test_own_plan(device, tokens, top_k, num_experts, settings, given_ids, count
     routing=st.sampled_from(("repeats", "one", "gaps", "none")),
     seed=st.integers(0, 99),
 )
-def test_own_plan_of_ids(device, tokens, top_k, num_experts, routing, seed):
+def test_private_plan_of_ids(device, tokens, top_k, num_experts, routing, seed):
     """What experts plan for themselves: route_plan's plan."""
     ids = make_ids(routing, tokens, top_k, num_experts, seed).to(device)
     route = (1, 0, False, 1.0, 0, 0)
-    _, _, counts, memory = torch.ops.fused_moe.own_plan(None, ids, num_experts, None, None, *route, None)
-    assert_same_own_plan(counts, memory, ids, num_experts)
+    _, _, counts, memory = torch.ops.fused_moe.private_plan(None, ids, num_experts, None, None, *route, None)
+    assert_same_private_plan(counts, memory, ids, num_experts)
 
 
 @given(

@@ -1,16 +1,18 @@
 /* Which tier runs a call, and why: one table per operator, best tier first, decided once per call.
  *
- * A tier is a folder beside this file and a line in each table. The last tier takes every call. Calls whose
- * offsets are unchecked (raw grouped_mm and wgrad) get them clamped, and their schedule, by one launch before
- * the GEMM's; calls of few slots whose plan is not made get it likewise, where the GEMM does not make it itself.
- * Quantised weights have tables of their own. A call has the tier of the same call of plain weights, so its bits are
- * theirs. Where that tier's kernel does not read the quantised weight, the call is that one, and a launch per weight
- * dequantises it into the workspace before.
+ * A tier is a folder beside this file and a line in each table. The last tier takes every call.
+ *
+ * Offsets that nothing has checked (raw grouped_mm and wgrad): one launch before the GEMM's clamps them and
+ * makes their schedule.
+ *
+ * Quantised weights have tables of their own. A call runs on the tier of the same call with plain weights, so
+ * both have the same bits. If that tier's kernel does not read the quantised weight, one launch per weight
+ * dequantises it into the workspace, and the call with plain weights runs.
  *
  * The environment, read once per process:
  *   FUSED_MOE_TIER       portable, hopper, or auto (the default); hopper is auto, and an error on other GPUs
- *   FUSED_MOE_SCHEDULE   overrides for experiments, e.g. order=linear,experts=in-turn,tails=off,group=8,codes=64;
- *                        codes=N: GEMMs read quantised weights up to N rows per expert, and else dequantise them */
+ *   FUSED_MOE_SCHEDULE   overrides for experiments, e.g. order=linear,experts=in-turn,tails=off,group=8; and
+ *                        codes=N: up to N rows per expert, GEMMs read quantised weights as they are */
 #include "dispatch.cuh"
 
 #include <stdlib.h>
@@ -191,7 +193,7 @@ static int run(Table<Params> &table, const Params &p, void *stream) {
 
 /* Bytes of the workspace for a call's clamped offsets and their schedule; none where they are checked. */
 template <typename Params>
-static size_t own_schedule_bytes(const Params &p) {
+static size_t private_schedule_bytes(const Params &p) {
     return p.schedule ? 0 : checked_offsets_bytes(p.E);
 }
 
@@ -208,7 +210,7 @@ static Weights weights_of(FusedMoeGroupedMM &p) {
     return {{&p.b[0], &p.b[1]}, p.offs, p.R, p.E};
 }
 
-/* The launch before this one makes its weight, so it may not start early. */
+/* The launch before this one makes the weight, so the GEMM may not begin early. */
 static void follow_dequantize(FusedMoeGroupedMM &p) {
     p.pdl.reads_before_wait = false;
     p.pdl.after_any = true;
@@ -226,8 +228,8 @@ static bool is_quantized(Params p) {
     return weights.w[0]->quantized || weights.w[1]->quantized;
 }
 
-/* Lets quantised weights be dense ones at `data`, one after the other, and calls fn(address, quantized, weights) for
- * each. Returns their bytes: none where there are no rows, and nothing reads them. */
+/* Makes quantised weights dense ones at `data`, one after the other, and calls fn(address, quantized,
+ * weights) for each. Returns their bytes: 0 if there are no rows, since nothing reads the weights then. */
 template <typename Params, typename Fn>
 static size_t place_weights(Params &p, void *data, Fn fn) {
     Weights weights = weights_of(p);
@@ -260,7 +262,7 @@ static void select_weights(FusedMoeTieredOp op, Table<Params> &table, Table<Para
     if (!p->workspace.dequantizes) p->workspace.bytes = (int64_t)more_bytes;
 }
 
-/* Whether the tier that runs a call can make its plan in the GEMM. After launches that dequantise it does not. */
+/* Whether the call's GEMM can make the plan: on its tier, and without launches before it that dequantise. */
 template <typename Params>
 static bool plans_in_gemm(Table<Params> &table, Table<Params> &of_quantized, const Params &p) {
     Params plain = p;
@@ -290,7 +292,7 @@ static int run_weights(Table<Params> &table, Table<Params> &of_quantized, const 
 
 /* --- calls that are not complete ------------------------------------------------------------------------ */
 
-/* run_next(p) for a call whose offsets may be unchecked: these are clamped, and their schedule is made, at the
+/* run_next(p) for a call whose offsets may be unchecked. Clamped offsets and their schedule are then at the
  * start of the workspace. */
 template <typename Params, typename Fn>
 static int run_checked(const Params &unchecked, void *stream, Fn run_next) {
@@ -306,9 +308,9 @@ static int run_checked(const Params &unchecked, void *stream, Fn run_next) {
 /* --- zeroed counters ------------------------------------------------------------------------------------ */
 
 /* Calls on one stream run one after the other, so they share the stream's counters, which each leaves at
- * zero. (up_gate and a down GEMM that starts early use one half each.) They are zeros when the module is
- * loaded. PyTorch has the default stream and up to 4 pools of 32, of which few are used. A call on a stream
- * past the first MAX_STREAMS zeroes counters of its own. */
+ * zero. (up_gate and a down GEMM that overlaps it use one half each.) They are zeros when the module is
+ * loaded. PyTorch has the default stream and up to 4 pools of 32, and uses few of them. A call on a stream
+ * past the first MAX_STREAMS zeroes private counters. */
 constexpr int MAX_STREAMS = 128; /* per device */
 static __device__ uint32_t stream_counters[MAX_STREAMS][FUSED_MOE_NUM_COUNTERS];
 
@@ -356,10 +358,10 @@ void fused_moe_cuda_select_router_dgrad(FusedMoeRouterDgrad *p) {
     select(FUSED_MOE_OP_ROUTER_DGRAD, ROUTER_DGRAD, p);
 }
 void fused_moe_cuda_select_grouped_mm(FusedMoeGroupedMM *p) {
-    select_weights(FUSED_MOE_OP_GROUPED_MM, GROUPED_MM, QUANTIZED_MM, p, own_schedule_bytes(*p));
+    select_weights(FUSED_MOE_OP_GROUPED_MM, GROUPED_MM, QUANTIZED_MM, p, private_schedule_bytes(*p));
 }
 void fused_moe_cuda_select_wgrad(FusedMoeWgrad *p) {
-    select(FUSED_MOE_OP_WGRAD, WGRAD, p, own_schedule_bytes(*p));
+    select(FUSED_MOE_OP_WGRAD, WGRAD, p, private_schedule_bytes(*p));
 }
 void fused_moe_cuda_select_up_gate(FusedMoeUpGate *p) {
     select_weights(FUSED_MOE_OP_UP_GATE, UP_GATE, QUANTIZED_UP_GATE, p);
@@ -368,7 +370,8 @@ void fused_moe_cuda_select_down_dgrad(FusedMoeDownDgrad *p) {
     select(FUSED_MOE_OP_DOWN_DGRAD, DOWN_DGRAD, p);
 }
 
-/* One tier has it, so there is no table. Who gets no for an answer calls both operators, which count themselves. */
+/* Only the sm90 tier has this kernel. If the answer is no, the caller runs up_gate and grouped_mm, which
+ * count themselves. */
 bool fused_moe_cuda_select_experts(FusedMoeExperts *p) {
     if (is_quantized(p->up) || is_quantized(p->down)) return false;
     if (device_reason(FUSED_MOE_TIER_SM90) != FUSED_MOE_RUNS) return false;

@@ -21,7 +21,7 @@ extern const Kernel<FusedMoeGroupedMM> grouped_mm;
 extern const Kernel<FusedMoeWgrad> wgrad;
 extern const Kernel<FusedMoeUpGate> up_gate;
 extern const Kernel<FusedMoeDownDgrad> down_dgrad;
-/* Of quantised weights. */
+/* For quantised weights. */
 extern const Kernel<FusedMoeGroupedMM> quantized_mm;
 extern const Kernel<FusedMoeUpGate> quantized_up_gate;
 } // namespace sm80
@@ -35,7 +35,7 @@ extern const Kernel<FusedMoeUpGate> up_gate;
 extern const Kernel<FusedMoeDownDgrad> down_dgrad;
 /* Both sides in one launch, where rows are few. */
 extern const Kernel<FusedMoeExperts> experts;
-/* Of quantised weights. */
+/* For quantised weights. */
 extern const Kernel<FusedMoeGroupedMM> quantized_mm;
 extern const Kernel<FusedMoeUpGate> quantized_up_gate;
 /* For plans that fused_moe_planner gives to a cluster. */
@@ -44,10 +44,10 @@ int cluster_plan(const FusedMoeRoutePlan &p, const FusedMoeRoute *route, void *s
 
 /* What the environment variable FUSED_MOE_SCHEDULE asks for. */
 typedef struct {
-    int32_t group;      /* row tiles of a group; 0: as the kernel has it */
+    int32_t group;      /* row tiles of a group; 0: the kernel's */
     bool no_interleave; /* skinny tiles come last                        */
     bool no_tails;      /* no swapped operands, split last wave, nor tiles of few rows */
-    /* rows per expert up to which GEMMs read quantised weights, on sm80 16 at most; -1: as the kernels have it */
+    /* rows per expert up to which GEMMs read quantised weights, on sm80 16 at most; -1: rules.h's */
     int32_t quantized_rows;
 } ScheduleOverride;
 

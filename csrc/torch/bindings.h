@@ -209,39 +209,41 @@ RowMap full_row_map_of(const char *op, const Tensor &x, RowsOf rows_of, const Te
 /* --- parts of operators --------------------------------------------------------------------------------- */
 
 /* route.cpp */
-/* A choice of experts: operands checked, memory there, not made. p points into the tensors, and
- * num_tokens. */
-struct OwnRoute {
+/* A choice of experts that has not run: operands are checked, memory is allocated. p points into the tensors
+ * and num_tokens. */
+struct PreparedRoute {
     FusedMoeRoute p;
     Tensor logits, scores, ids;
     OptTensor bias, given_ids;
 };
 
-OwnRoute new_route_of(const Tensor &logits, const OptTensor &bias, int64_t top_k, int64_t score_func,
-                      bool route_norm, double route_scale, int64_t num_groups, int64_t num_limited_groups,
-                      const OptTensor &given_ids, const OptTensor &num_tokens);
+PreparedRoute prepare_route(const Tensor &logits, const OptTensor &bias, int64_t top_k, int64_t score_func,
+                            bool route_norm, double route_scale, int64_t num_groups,
+                            int64_t num_limited_groups, const OptTensor &given_ids,
+                            const OptTensor &num_tokens);
 void run_route(const Call &call, const FusedMoeRoute &p);
 
 /* counts, offsets, schedule, row_token, row_slot, token_row */
 using PlanResult = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
-/* The plan of a call that keeps it to itself: ids checked, memory there, the plan not made. p and rows point
- * into the tensors. */
-struct OwnPlan {
+/* The plan of a call that does not return it, not made yet: ids are checked, memory is allocated. p and rows
+ * point into the tensors. */
+struct PrivatePlan {
     FusedMoeRoutePlan p;
     RowMap rows;
     Tensor ids, counts, memory;
     OptTensor expert_map;
 };
 
-OwnPlan new_plan_of(const char *op, const Tensor &ids, const Tensor &x, int64_t num_experts,
-                    const OptTensor &expert_map);
+PrivatePlan prepare_plan(const char *op, const Tensor &ids, const Tensor &x, int64_t num_experts,
+                         const OptTensor &expert_map);
 void run_route_plan(const Call &call, FusedMoeRoutePlan &p, const Tensor &ids);
-/* Who makes the plan, by fused_moe_planner: once per call. up, down: the GEMMs that may make it. A cluster
- * needs free SMs of one GPC, so route_plan itself, which training calls, is never made by one. */
+/* Who makes the plan, decided once per call. up, down: the GEMMs that may make it. (route_plan does not ask:
+ * training calls it, and a cluster has to wait for eight free SMs of one GPC.) */
 FusedMoePlanner planner_of(const Call &call, const FusedMoeRoutePlan &p, const FusedMoeRoute *route,
                            const FusedMoeUpGate *up = nullptr, const FusedMoeGroupedMM *down = nullptr);
-/* Makes the choice of the ids, where one is given, and the plan, unless the GEMMs do. */
-void run_own_plan(const Call &call, OwnPlan &plan, const FusedMoeRoute *route, FusedMoePlanner planner);
+/* Runs the choice of the ids, if one is given, and makes the plan, unless the GEMMs do. */
+void run_private_plan(const Call &call, PrivatePlan &plan, const FusedMoeRoute *route,
+                      FusedMoePlanner planner);
 /* dx = dlogits weight, or dx += dlogits weight; weight is a dense (E, D). */
 void run_router_dgrad(const Call &call, const Tensor &dlogits, const Tensor &weight, const Tensor &dx,
                       bool accumulate);

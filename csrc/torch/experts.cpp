@@ -12,7 +12,7 @@ struct Width {
     int64_t E, D, F, H, w1_rows;
 };
 
-/* Of w1 (E, rows, D), rows F or 2F. */
+/* From w1 (E, rows, D), where rows is F or 2F. */
 static Width width_of(const char *op, int64_t E, int64_t rows, int64_t D, bool has_w3, int64_t layout) {
     check_size(op, "layout", layout, FUSED_MOE_SEPARATE, FUSED_MOE_UNGATED);
     check((layout == FUSED_MOE_SEPARATE) == has_w3, op, "w3 with layout separate and with no other",
@@ -52,7 +52,7 @@ struct ExpertsPdl {
     FusedMoePdl up_gate, down, combine;
 };
 
-/* The down GEMM reads plan and weights before up_gate has ended, or waits. plans: it makes the plan itself.
+/* down_reads_before_wait: it reads plan and weights while up_gate runs. plans: the down GEMM makes the plan.
  * The combine reads the plan while the down GEMM runs, which has waited for it. */
 static ExpertsPdl pdl_of(bool down_reads_before_wait, bool plans) {
     ExpertsPdl pdl = {};
@@ -307,8 +307,8 @@ Tensor experts_down(const Tensor &a, const OptTensor &, const Tensor &w2, const 
 
 /* --- both sides ----------------------------------------------------------------------------------------- */
 
-/* Both sides in one launch, where a tier has that for few rows. make_plan(tile_rows) runs before it. Without
- * slots whose plan the launch makes, the combine is one of its own. */
+/* Both sides in one launch, if a tier has a kernel for these few rows. make_plan(tile_rows) runs before it.
+ * The combine is part of the launch if the launch makes the plan, and else a second launch. */
 template <typename MakePlan>
 static bool run_together(const Call &call, const UpSide &up, const DownSide &down, const Tensor &x,
                          MakePlan make_plan) {
@@ -327,18 +327,19 @@ static bool run_together(const Call &call, const UpSide &up, const DownSide &dow
 #endif
 }
 
-/* Without gradients: from the ids to out and counts in one call, which keeps nothing for backward. Where
- * up_gate and the down GEMM are two launches they share counters, which the plan's kernel zeroes where they
- * are not zeros: each kernel directly follows the one whose result it takes, and may start before that has
- * ended (PDL). Of few slots the kernels of the Hopper tier make the plan. route: the choice of the ids, which
- * is not made yet, or NULL. */
+/* Without gradients: from the ids to out and counts in one call, which keeps nothing for backward. route: the
+ * choice of the ids, which has not run; or NULL.
+ *
+ * If up_gate and the down GEMM are two launches, they share counters. The plan's kernel zeroes counters that
+ * are not zeros, so no memset comes between two kernels, and each may begin before the one before it has
+ * ended (PDL). */
 static std::tuple<Tensor, Tensor>
 run_experts(const char *op, const Tensor &x, const UpWeights &weights, const Width &s,
             const FusedMoeWeight &w2, int64_t out_dim, const OptTensor &b1, const OptTensor &b3,
             const OptTensor &b2, const Tensor &scores, const Tensor &ids, int64_t layout, int64_t activation,
             const Constants &constants, bool score_on_input, const OptTensor &expert_map,
             const Shared &shared, const OptTensor &out, const FusedMoeRoute *route) {
-    OwnPlan plan = new_plan_of(op, ids, x, s.E, expert_map);
+    PrivatePlan plan = prepare_plan(op, ids, x, s.E, expert_map);
     FusedMoeRoutePlan &p = plan.p;
     Call call = begin_call(op, plan.ids);
     OptTensor of_x, of_y;
@@ -350,7 +351,7 @@ run_experts(const char *op, const Tensor &x, const UpWeights &weights, const Wid
     if (in_gemm) up.p.unplanned = down.p.unplanned = &p;
     auto make_plan = [&](int32_t tile_rows) {
         p.tile_rows = tile_rows;
-        run_own_plan(call, plan, route, planner);
+        run_private_plan(call, plan, route, planner);
     };
     if (run_together(call, up, down, x, make_plan)) return {*down.out, plan.counts};
 
@@ -454,8 +455,8 @@ routed_experts(const Tensor &x, const Tensor &gate, const OptTensor &gate_bias, 
     check_dim(op, "w1", w1, 3);
     check_size(op, "experts of gate", gate.size(0), w1.size(0), w1.size(0));
     Tensor logits = router_logits(x, gate, gate_bias);
-    OwnRoute route = new_route_of(logits, expert_bias, top_k, score_func, route_norm, route_scale, num_groups,
-                                  num_limited_groups, given_ids, num_tokens);
+    PreparedRoute route = prepare_route(logits, expert_bias, top_k, score_func, route_norm, route_scale,
+                                        num_groups, num_limited_groups, given_ids, num_tokens);
     auto [out, counts] = run_experts(op, x, w1, w3, w2, b1, b3, b2, route.scores, route.ids, layout,
                                      activation, constants, false, {}, {shared, shared_gate}, {}, &route.p);
     return {out, counts, route.ids, logits};

@@ -173,10 +173,10 @@ STABLE_TORCH_LIBRARY(fused_moe, m) {
     m.def("cuda_problem(int status, int driver, int runtime, int capability) -> str");
     m.def("cuda_calls(int op) -> Tensor");
     m.def("cuda_reset() -> ()");
-    m.def(
-        "own_plan(Tensor? logits, Tensor? ids, int num_experts, Tensor? expert_map, Tensor? bias, int top_k, "
-        "int score_func, bool route_norm, float route_scale, int num_groups, int num_limited_groups, "
-        "Tensor? num_tokens) -> (Tensor scores, Tensor ids, Tensor counts, Tensor plan)");
+    m.def("private_plan(Tensor? logits, Tensor? ids, int num_experts, Tensor? expert_map, Tensor? bias, int "
+          "top_k, "
+          "int score_func, bool route_norm, float route_scale, int num_groups, int num_limited_groups, "
+          "Tensor? num_tokens) -> (Tensor scores, Tensor ids, Tensor counts, Tensor plan)");
 
     m.def("router_logits(Tensor x, Tensor weight, Tensor? bias) -> Tensor");
     m.def("router_dgrad(Tensor dlogits, Tensor weight) -> Tensor");
@@ -303,5 +303,5 @@ STABLE_TORCH_LIBRARY_IMPL(fused_moe, CompositeExplicitAutograd, m) {
     m.impl("cuda_problem", TORCH_BOX(&cuda_problem));
     m.impl("cuda_calls", TORCH_BOX(&cuda_calls));
     m.impl("cuda_reset", TORCH_BOX(&cuda_reset));
-    REGISTER(m, own_plan);
+    REGISTER(m, private_plan);
 }

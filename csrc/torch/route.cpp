@@ -1,10 +1,10 @@
-/* Routing: logits, scores and ids, their gradients, and the plan of rows and tiles that follows from the ids. */
+/* Routing: logits, scores and ids, their gradients, and the plan of rows and tiles from the ids. */
 #include "operators.h"
 
 /* What the kernels of route keep of a token: its logits in shared memory, its slots in a warp's lanes. */
 static constexpr int64_t MAX_ROUTED_EXPERTS = 1024, MAX_TOP_K = 32;
 
-/* Of weight (E, D). */
+/* weight: (E, D). */
 static void check_router(const char *op, const Tensor &weight, int64_t num_tokens) {
     check_dim(op, "weight", weight, 2);
     check_size(op, "experts", weight.size(0), 1, MAX_ROUTED_EXPERTS);
@@ -64,9 +64,10 @@ Tensor router_dgrad(const Tensor &dlogits_, const Tensor &weight_) {
     return dx;
 }
 
-OwnRoute new_route_of(const Tensor &logits, const OptTensor &bias, int64_t top_k, int64_t score_func,
-                      bool route_norm, double route_scale, int64_t num_groups, int64_t num_limited_groups,
-                      const OptTensor &given_ids, const OptTensor &num_tokens) {
+PreparedRoute prepare_route(const Tensor &logits, const OptTensor &bias, int64_t top_k, int64_t score_func,
+                            bool route_norm, double route_scale, int64_t num_groups,
+                            int64_t num_limited_groups, const OptTensor &given_ids,
+                            const OptTensor &num_tokens) {
     const char *op = "route";
     check_dim(op, "logits", logits, 2);
     int64_t T = logits.size(0), E = logits.size(1);
@@ -80,7 +81,7 @@ OwnRoute new_route_of(const Tensor &logits, const OptTensor &bias, int64_t top_k
         check_size(op, "num_limited_groups", num_limited_groups, 1, num_groups);
         check_size(op, "top_k", top_k, 1, num_limited_groups * (E / num_groups));
     }
-    OwnRoute route = {{}, dense(logits), {}, {}, {}, {}};
+    PreparedRoute route = {{}, dense(logits), {}, {}, {}, {}};
     FusedMoeRoute &p = route.p;
     if (bias) {
         check_shape(op, "bias", *bias, {E});
@@ -127,8 +128,8 @@ std::tuple<Tensor, Tensor> route(const Tensor &logits, const OptTensor &bias, in
                                  int64_t score_func, bool route_norm, double route_scale, int64_t num_groups,
                                  int64_t num_limited_groups, const OptTensor &given_ids,
                                  const OptTensor &num_tokens) {
-    OwnRoute own = new_route_of(logits, bias, top_k, score_func, route_norm, route_scale, num_groups,
-                                num_limited_groups, given_ids, num_tokens);
+    PreparedRoute own = prepare_route(logits, bias, top_k, score_func, route_norm, route_scale, num_groups,
+                                      num_limited_groups, given_ids, num_tokens);
     run_route(begin_call("route", own.logits), own.p);
     return {own.scores, own.ids};
 }
@@ -163,7 +164,7 @@ Tensor route_backward(const Tensor &dscores_, const Tensor &logits_, const Tenso
     return dlogits;
 }
 
-/* What every plan has, of E experts; the kernel's params point into it. */
+/* What every plan of E experts has; the kernel's params point into it. */
 struct PlanTensors {
     Tensor counts, offsets, schedule;
 };
@@ -228,7 +229,8 @@ FusedMoePlanner planner_of(const Call &call, const FusedMoeRoutePlan &p, const F
     return FUSED_MOE_PLAN_BY_KERNELS;
 }
 
-void run_own_plan(const Call &call, OwnPlan &plan, const FusedMoeRoute *route, FusedMoePlanner planner) {
+void run_private_plan(const Call &call, PrivatePlan &plan, const FusedMoeRoute *route,
+                      FusedMoePlanner planner) {
     const bool with_choice = planner == FUSED_MOE_PLAN_WITH_CHOICE;
     if (route && !with_choice) run_route(call, *route);
     if (planner == FUSED_MOE_PLAN_BY_KERNELS) run_route_plan(call, plan.p, plan.ids);
@@ -255,9 +257,9 @@ PlanResult route_plan(const Tensor &ids_, int64_t num_experts, const OptTensor &
     return {plan.counts, plan.offsets, plan.schedule, row_token, row_slot, token_row};
 }
 
-OwnPlan new_plan_of(const char *op, const Tensor &ids, const Tensor &x, int64_t num_experts,
-                    const OptTensor &expert_map) {
-    OwnPlan plan = {{}, {}, ids, {}, {}, expert_map};
+PrivatePlan prepare_plan(const char *op, const Tensor &ids, const Tensor &x, int64_t num_experts,
+                         const OptTensor &expert_map) {
+    PrivatePlan plan = {{}, {}, ids, {}, {}, expert_map};
     FusedMoeRoutePlan &p = plan.p;
     p = plan_of_ids(op, plan.ids, num_experts, plan.expert_map);
     check_device(op, "ids", plan.ids, x);
@@ -276,29 +278,28 @@ OwnPlan new_plan_of(const char *op, const Tensor &ids, const Tensor &x, int64_t 
     return plan;
 }
 
-/* offsets, schedule, row_token, row_slot and token_row are one after the other in what is returned last. */
-std::tuple<Tensor, Tensor, Tensor, Tensor> own_plan(const OptTensor &logits, const OptTensor &ids,
-                                                    int64_t num_experts, const OptTensor &expert_map,
-                                                    const OptTensor &bias, int64_t top_k, int64_t score_func,
-                                                    bool route_norm, double route_scale, int64_t num_groups,
-                                                    int64_t num_limited_groups, const OptTensor &num_tokens) {
-    const char *op = "own_plan";
+/* The last result is offsets, schedule, row_token, row_slot and token_row, one after the other. */
+std::tuple<Tensor, Tensor, Tensor, Tensor>
+private_plan(const OptTensor &logits, const OptTensor &ids, int64_t num_experts, const OptTensor &expert_map,
+             const OptTensor &bias, int64_t top_k, int64_t score_func, bool route_norm, double route_scale,
+             int64_t num_groups, int64_t num_limited_groups, const OptTensor &num_tokens) {
+    const char *op = "private_plan";
     check(logits || ids, op, "logits or ids", "neither");
     check(!logits || !expert_map, op, "no expert_map with logits", "both");
-    std::optional<OwnRoute> route;
+    std::optional<PreparedRoute> route;
     if (logits)
-        route = new_route_of(*logits, bias, top_k, score_func, route_norm, route_scale, num_groups,
-                             num_limited_groups, ids, num_tokens);
+        route = prepare_route(*logits, bias, top_k, score_func, route_norm, route_scale, num_groups,
+                              num_limited_groups, ids, num_tokens);
     const Tensor &planned = route ? route->ids : *ids;
-    OwnPlan plan = new_plan_of(op, planned, planned, route ? logits->size(1) : num_experts, expert_map);
+    PrivatePlan plan = prepare_plan(op, planned, planned, route ? logits->size(1) : num_experts, expert_map);
     const FusedMoeRoute *choice = route ? &route->p : nullptr;
     Call call = begin_call(op, planned);
-    run_own_plan(call, plan, choice, planner_of(call, plan.p, choice));
+    run_private_plan(call, plan, choice, planner_of(call, plan.p, choice));
     Tensor scores = route ? route->scores : new_empty_result(planned, ScalarType::Float);
     return {scores, planned, plan.counts, plan.memory};
 }
 
-/* A tensor of rows may say how many there are, in place of num_rows: torch.jit.trace takes integers for constants. */
+/* A tensor of rows may tell their number instead of num_rows: torch.jit.trace makes integers constants. */
 std::tuple<Tensor, Tensor, Tensor> count_plan(const Tensor &counts_, int64_t num_rows,
                                               const OptTensor &rows) {
     const char *op = "count_plan";

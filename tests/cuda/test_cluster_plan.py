@@ -69,12 +69,12 @@ SOFTMAX = (0, False, 1.0, 0, 0)  # settings of a choice
 
 def choose_and_plan(logits, top_k, bias=None, given=None, num_tokens=None, settings=SOFTMAX):
     """scores, ids, counts and the rest of their plan."""
-    return ops.own_plan(logits, given, logits.size(1), None, bias, top_k, *settings, num_tokens)
+    return ops.private_plan(logits, given, logits.size(1), None, bias, top_k, *settings, num_tokens)
 
 
 def plan_of_ids(ids, num_experts, expert_map=None):
     """counts and the rest of the plan."""
-    return ops.own_plan(None, ids, num_experts, expert_map, None, 1, *SOFTMAX, None)[2:]
+    return ops.private_plan(None, ids, num_experts, expert_map, None, 1, *SOFTMAX, None)[2:]
 
 
 def check_choice(logits, top_k, bias=None, given=None, num_tokens=None, settings=SOFTMAX):

@@ -20,7 +20,7 @@ typedef struct {
     bool runs_sm90; /* not where FUSED_MOE_ARCHS leaves sm_90a out: the code there is compute_80's */
 } DeviceFacts;
 
-/* Of the current device, on which a CUDA tier is known to run. Defined in dispatch.cu. */
+/* The current device's; a CUDA tier runs on it. Defined in dispatch.cu. */
 const DeviceFacts &current_device();
 
 inline int launch_status() {
@@ -66,7 +66,7 @@ typedef struct {
  * launched without PDL. */
 template <auto kernel, typename Params>
 int launch_dependent(const Params &p, const Launch &how, void *stream) {
-    static std::atomic<uint64_t> allowed; /* devices on which the kernel may have so much, one bit each */
+    static std::atomic<uint64_t> allowed; /* devices on which the kernel may use how.shared, one bit each */
     if (how.grid <= 0) return FUSED_MOE_OK;
     if (how.grid > INT32_MAX) return cuda_status(cudaErrorInvalidConfiguration);
     int device = 0;
