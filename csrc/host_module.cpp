@@ -1,9 +1,9 @@
 /* fused_moe._host: what tests need of schedule.h beyond the operators of torch/planners.cpp, of slot_plan.h,
- * of rules.h and of quantized_tile.h.
+ * of rules.h, of formats.h and of quantized_tile.h.
  *
  * A tile of any 32-bit index, without a list of all; tall tiles; the tiles of any words, which the operators
- * refuse; split-K slices; the plan of few slots, which else only kernels make; every rule on shapes; and the
- * codes of a tile. */
+ * refuse; split-K slices; the plan of few slots, which else only kernels make; every rule on shapes; the
+ * list of formats; and the codes of a tile. */
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -84,8 +84,8 @@ static py::tuple slot_plan(const std::vector<int64_t> &experts, int32_t E, int32
 }
 
 /* The codes of a tile's words, row by row. */
-static std::vector<uint32_t> tile_codes(int kind, const std::vector<uint32_t> &words) {
-    FusedMoeCode code = static_cast<FusedMoeCode>(kind);
+static std::vector<uint32_t> tile_codes(int format, const std::vector<uint32_t> &words) {
+    FusedMoeCode code = fused_moe_format(static_cast<FusedMoeFormat>(format)).code;
     size_t expected = 256 * fused_moe_lane_words(code);
     if (words.size() != expected)
         throw py::value_error("words: expected " + std::to_string(expected) + ", found " +
@@ -127,10 +127,20 @@ static void def_rules(py::module_ &m) {
     m.def("has_few_tokens", fused_moe_has_few_tokens);
 }
 
+/* (name, kind of code, its bits, has zero points, scales, block) */
+static std::vector<py::tuple> formats() {
+    return {
+#define X(name, code, zeros, scales, block)                                                                  \
+    py::make_tuple(#name, #code, fused_moe_code_bits(FUSED_MOE_CODE_##code), zeros, #scales, #block),
+        FUSED_MOE_FORMATS(X)
+#undef X
+    };
+}
+
 PYBIND11_MODULE(_host, m) {
     using namespace py::literals;
-    m.doc() = "The functions of csrc/schedule.h, slot_plan.h, rules.h and quantized_tile.h that tests need "
-              "and the operators do not offer.";
+    m.doc() = "The functions of csrc/schedule.h, slot_plan.h, rules.h, formats.h and quantized_tile.h that "
+              "tests need and the operators do not offer.";
     m.def("work_tile", work_tile, "schedule"_a, "offs"_a, "num_n_tiles"_a, "group"_a, "interleave"_a,
           "split_last_wave"_a, "index"_a,
           "(expert, first_row, num_rows, n_tile, n_half, skinny) of work tile `index`.");
@@ -144,8 +154,10 @@ PYBIND11_MODULE(_host, m) {
     m.def("slot_plan", slot_plan, "experts"_a, "E"_a, "num_n_tiles"_a, "split_last_wave"_a, "splits_skinny"_a,
           "(slot of each row, work tiles) of 1 to 64 slots; experts outside [0, E) are none.");
     def_rules(m);
-    m.def("tile_codes", tile_codes, "kind"_a, "words"_a,
-          "The codes of a tile, row by row; kind: a FusedMoeCode of formats.h.");
+    m.def("formats", formats,
+          "(name, kind of code, its bits, has zero points, scales, block) of every quantised format.");
+    m.def("tile_codes", tile_codes, "format"_a, "words"_a,
+          "The codes of a tile, row by row; format: its number in formats().");
     m.def("slice_rows", fused_moe_slice_rows, "R"_a, "E"_a, "num_sms"_a);
     m.def("slices_per_tile", fused_moe_slices_per_tile, "R"_a, "slice_rows"_a, "weight_tiles"_a, "ctas"_a);
     m.def("num_split_slots", fused_moe_num_split_slots, "R"_a, "slice_rows"_a);

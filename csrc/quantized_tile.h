@@ -16,12 +16,12 @@
 #define FUSED_MOE_E2M1_MAGNITUDES 0x0396
 #define FUSED_MOE_E2M1_SIGNS 0xecdf
 
-/* Words that a lane has of a row. */
+/* Words of a row in a lane. */
 FUSED_MOE_FN int32_t fused_moe_lane_words(FusedMoeCode code) {
     return fused_moe_code_bits(code) / 2;
 }
 
-/* The first of them, of row 0 to 63. */
+/* The index of the first of them in the tile; rows are 0 to 63. */
 FUSED_MOE_FN int32_t fused_moe_first_word(FusedMoeCode code, int32_t row, int32_t t) {
     int32_t lane = row % 8 * 4 + t, warp = row / 16;
     return (row / 8 % 2 * 128 + warp * 32 + lane) * fused_moe_lane_words(code);

@@ -22,6 +22,7 @@ from .main_grad import gradient_of
 from .ops import FACTS, schedule_words
 from .padding import is_real, zero_padding
 from .plan import Plan
+from .quantized.formats import E8M0, FORMATS
 from .quantized.weight import QuantizedWeight, check_weight, read
 
 __all__ = [
@@ -264,24 +265,25 @@ def dequantize(w: QuantizedWeight, dtype: torch.dtype | None = None) -> Tensor:
     check_weight("dequantize", "", w)
     E, rows, cols = w.shape
     data, scales, zeros = w.data, w.scale, w.zero
-    codes = data
-    if w.format in ("int4", "mxfp4"):
+    codes, rules = data, FORMATS[w.format]
+    if rules.per_byte == 2:
         codes = torch.zeros(E, rows, cols, dtype=torch.long, device=w.device)
         codes[..., 0::2], codes[..., 1::2] = data % 16, data // 16
-    if w.format == "mxfp4":
+    if rules.code == "e2m1":
         magnitudes = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], device=w.device)
         values = magnitudes[codes % 8] * torch.where(codes < 8, 1, -1)
     else:
-        values = codes.float() - (8 if w.format == "int4" else 0)
+        values = codes.float() - (8 if rules.code == "int4" else 0)
     out = torch.empty_like(values)
     num_row_blocks, num_col_blocks = scales.shape[1:]
-    height = 128 if w.format == "fp8_block" else rows // num_row_blocks
-    width = 128 if w.format == "fp8_block" else cols // num_col_blocks
+    is_square = rules.block == "square_128"
+    height = 128 if is_square else rows // num_row_blocks
+    width = 128 if is_square else cols // num_col_blocks
     for i in range(num_row_blocks):
         for j in range(num_col_blocks):
             block = (slice(None), slice(i * height, (i + 1) * height), slice(j * width, (j + 1) * width))
             scale, zero = scales[:, i, j], 0
-            if w.format == "mxfp4":
+            if rules.scale_dtypes == E8M0:
                 scale = torch.where(scale == 255, torch.nan, 2.0 ** (scale.double() - 127))
             if zeros is not None:
                 zero = zeros[:, i, j].view(E, 1, 1)

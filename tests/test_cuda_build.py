@@ -32,8 +32,8 @@ HEIGHTS = {
 BY_COLUMN, COLUMN_DEQUANTIZERS, COLUMN_HEIGHT = re.compile(r"4CodeE\dELb\dELb\dELb1E"), 5, "6HeightE2E"
 # The same of the sm80 tier, which reads published codes: by rows of a tile, registers at most, for the CTAs
 # of an SM.
-SM80_QUANTIZED = ("codes_mm_kernel", "codes_up_gate_kernel")
-SM80_DECODERS, SM80_REGISTERS = 5, {"16": 65536 // (5 * 128), "64": 65536 // (3 * 128)}
+SM80_QUANTIZED = ("quantized_mm_kernel", "quantized_up_gate_kernel")
+SM80_DEQUANTIZERS, SM80_REGISTERS = 5, {"16": 65536 // (5 * 128), "64": 65536 // (3 * 128)}
 DTYPES = ("__nv_bfloat16", "__half")
 CONTIGUOUS_WGRAD = re.compile(r"WgradConfigI[^L]*Lb0E")  # without GATHER
 LIBRARY_FACTS = ("cuda_calls", "cuda_device", "cuda_problem", "cuda_reset", "facts")
@@ -113,14 +113,14 @@ def test_sm80_gemms_run_on_the_tensor_cores(sass, arch):
 
 @pytest.mark.parametrize("arch", sorted(MACHINE_CODE))
 def test_sm80_gemms_of_quantized_weights(sass, arch):
-    """For every format and dtype, in tiles of 16 and of 64 rows: mma, of codes that cp.async loads and that
-    warps decode in registers; no parameter loaded again, no array in memory."""
+    """For every format and dtype, in tiles of 16 and of 64 rows: mma on codes that cp.async loads and that
+    warps dequantise in registers; no parameter loaded again, no array in memory."""
     kernels = sass.instructions(LIBRARY, arch)
     registers = {n: used["REG"] for (a, n), used in sass.resources(LIBRARY).items() if a == arch}
     for gemm, dtype, rows in product(SM80_QUANTIZED, DTYPES, SM80_REGISTERS):
         height = f"ELi{rows}EEE"
         mine = [n for n in kernels if SM80 in n and is_of(gemm, n) and dtype in n and height in n]
-        assert len(mine) == SM80_DECODERS, f"{gemm}, {dtype}, {rows}"
+        assert len(mine) == SM80_DEQUANTIZERS, f"{gemm}, {dtype}, {rows}"
         for name in mine:
             missing = {"HMMA", "LDSM", "LDS", "LDGSTS", "STG.E.128"} - kernels[name].keys()
             assert not missing, f"{name}: no {missing}"

@@ -31,8 +31,13 @@ from torch.distributed.tensor import distribute_tensor
 
 import fused_moe
 from fused_moe import FusedMoE, QuantizedWeight, fused_experts, grouped_mlp, quantize, quantized, reference
-from fused_moe.quantized.formats import FORMATS, scale_shapes
+from fused_moe.quantized.formats import E8M0, FORMATS, SCALES, scale_shapes
 from fused_moe.quantized.tiles import are_wanted
+
+try:
+    from fused_moe import _host
+except ImportError:
+    _host = None
 
 pytestmark = pytest.mark.usefixtures("poison")
 
@@ -73,6 +78,22 @@ def random_weight(format: str, E: int, rows: int, cols: int, device, scale_of=0)
     elif format == "int4" and scale_of % 2:
         zero = torch.randint(-8, 8, shape, dtype=torch.int8).to(device)
     return QuantizedWeight(data, scale.to(device), zero, format=format, shape=(E, rows, cols))
+
+
+@pytest.mark.quick
+@pytest.mark.skipif(_host is None, reason="fused_moe._host was not built for this Python")
+def test_both_lists_of_formats_are_the_same(cpu):
+    """FORMATS, and FUSED_MOE_FORMATS of csrc/formats.h, which the kernels and the bindings read."""
+    scales = {(F32,): "f32", SCALES: "floating", E8M0: "e8m0"}
+    expected = [
+        (name, f.code, 8 // f.per_byte, "zero" in f.names, scales[f.scale_dtypes], f.block)
+        for name, f in FORMATS.items()
+    ]
+    lower = [tuple(x.lower() if isinstance(x, str) else x for x in facts) for facts in _host.formats()]
+    assert lower == expected
+    for f in FORMATS.values():
+        assert bool(f.groups) == f.block.startswith("group")
+        assert f.block != "group_32" or f.groups == (32,)
 
 
 # --- values -----------------------------------------------------------------------------------------------

@@ -86,7 +86,7 @@ def test_codes_are_where_the_formula_says(cpu, format):
             nibble = 2 * (s % 2) + u + 4 * v
             byte = row_half * 1024 + row_warp * 256 + lane * 8 + s // 2 * 4 + nibble // 2
             code = found[2048 * tile + byte] >> nibble % 2 * 4 & 15
-            if format == "mxfp4":
+            if FORMATS[format].code == "e2m1":
                 first = 2048 * tile + byte // 2 * 2  # of the halfword
                 half, n = found[first] | found[first + 1] << 8, nibble % 4
                 magnitude, sign = ((6, 15), (9, 13), (3, 12), (0, 14))[n]
@@ -104,8 +104,7 @@ def test_the_dequantising_kernel_finds_them(cpu, format):
     w = random_weight(format, 1, 64, 64, cpu)
     codes = formats.nibbles(w.data) if FORMATS[format].per_byte == 2 else w.data.view(torch.uint8)
     words = tiles.tiled_data(format, w.data, w.shape).flatten().view(torch.uint8).view(torch.int32)
-    kind = {"fp8_block": 0, "fp8": 0, "int8": 1, "int4": 2, "mxfp4": 3}[format]
-    found = _host.tile_codes(kind, [word & 0xFFFFFFFF for word in words.tolist()])
+    found = _host.tile_codes(w.code, [word & 0xFFFFFFFF for word in words.tolist()])
     # Not as lists: pytest takes minutes to describe how they differ.
     assert torch.equal(torch.tensor(found, dtype=codes.dtype), codes.flatten())
 
@@ -116,7 +115,7 @@ def test_scales_are_where_the_formula_says(cpu, format, scale_of):
     """Scales and zero points of every kind, also where the last block of 128 x 128 is cut."""
     E, rows, cols = shape = (2, 192, 320 if scale_of < 3 else 384)
     w = random_weight(format, *shape, cpu, scale_of)
-    keeps_dtype = format in ("int4", "mxfp4")
+    keeps_dtype = FORMATS[format].per_byte == 2
     _, *tiled = tiles_of(w)
     for name, found, scale in zip(("scale", "zero"), tiled, (w.scale, w.zero), strict=True):
         if scale is None:
@@ -126,7 +125,7 @@ def test_scales_are_where_the_formula_says(cpu, format, scale_of):
         assert found.shape == (E, rows // 64, scale.size(2), 64 if by_row else 4), name
         assert found.dtype == (scale.dtype if keeps_dtype else F32), name
         for e, i, c in torch.cartesian_prod(*map(torch.arange, (E, rows, scale.size(2)))).tolist():
-            row = i if by_row else i // 128 if format == "fp8_block" else 0
+            row = i if by_row else i // 128 if FORMATS[format].block == "square_128" else 0
             copies = found[e, i // 64, c, i % 64] if by_row else found[e, i // 64, c]
             assert (copies == scale[e, row, c]).all(), (name, e, i, c)
 
@@ -143,7 +142,7 @@ def test_scales_are_where_the_formula_says(cpu, format, scale_of):
 def test_there_and_back(cpu, format, num_experts, row_tiles, col_tiles, scale_of, dtype, part):
     """Bits of codes, scales and zero points, however many experts are converted at a time."""
     w = random_weight(format, num_experts, 64 * row_tiles, 64 * col_tiles, cpu, scale_of)
-    scale = w.scale if format in ("fp8_block", "mxfp4") else w.scale.to(dtype)
+    scale = w.scale if len(FORMATS[format].scale_dtypes) == 1 else w.scale.to(dtype)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(formats, "PART", part)
         data, tiled_scale, tiled_zero = tiles_of(
@@ -187,7 +186,7 @@ def test_transposed_scales_are_where_the_formula_says(cpu, format, scale_of):
         if scale is None:
             assert found is None
             continue
-        assert found.dtype == (scale.dtype if format in ("int4", "mxfp4") else F32), name
+        assert found.dtype == (scale.dtype if FORMATS[format].per_byte == 2 else F32), name
         assert found.is_contiguous()
         if scale.size(1) == rows:
             groups = scale.size(2)
@@ -199,7 +198,7 @@ def test_transposed_scales_are_where_the_formula_says(cpu, format, scale_of):
         blocks = scale.size(1)
         assert found.shape == (E, cols // 64, blocks, 4)
         for e, j, r in torch.cartesian_prod(*map(torch.arange, (E, cols // 64, blocks))).tolist():
-            col = j // 2 if format == "fp8_block" else 0
+            col = j // 2 if FORMATS[format].block == "square_128" else 0
             assert (found[e, j, r] == scale[e, r, col]).all(), (e, j, r)
 
 

@@ -107,7 +107,7 @@ QuantizedWeight quantized_weight(const char *op, const QuantizedTensors &given, 
     const bool is_e8m0 = format.scales == FUSED_MOE_SCALES_E8M0;
     if (is_e8m0)
         check_dtype(op, "scale", scale, ScalarType::Byte);
-    else if (format.scales == FUSED_MOE_SCALES_F32 || (is_tiled && !format.is_grouped))
+    else if (format.scales == FUSED_MOE_SCALES_F32 || (is_tiled && format.bits == 8))
         check_dtype(op, "scale", scale, ScalarType::Float);
     w.scale_dtype = dtype_of(op, "scale", scale, !is_e8m0);
     check(w.scale_dtype != FUSED_MOE_F64, op, "scales of at most 32 bits", "Double");

@@ -24,52 +24,62 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-SCALES = (torch.float32, torch.bfloat16, torch.float16)
+SCALES, E8M0 = (torch.float32, torch.bfloat16, torch.float16), (torch.uint8,)
 E4M3 = torch.float8_e4m3fn
-BLOCK = 128  # of fp8_block, in both dimensions
-GROUPS = (32, 64, 128)  # of int4
+BLOCK = 128  # rows, and columns, of fp8_block's scales
+GROUPS = (32, 64, 128)  # columns of int4's scales
 MX_GROUP = 32
-INT4_OFFSET = 8  # what is added to a code of int4 where it is stored
+INT4_OFFSET = 8  # added to an int4 code where it is stored
 E2M1_MIDDLES = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)  # between 0, 0.5, 1, 1.5, 2, 3, 4 and 6
 PART = 1 << 22  # elements that are converted at a time: temporaries take several times their bytes
 
 
 class Format(NamedTuple):
-    """What the tensors of a format have to be, and their names in its checkpoints."""
+    """What the tensors of a format have to be, and how its checkpoints keep them."""
 
+    code: str  # the kind of its codes
+    block: str  # of a scale: square_128, row (or the matrix), group (of a row) or group_32
     data_dtype: torch.dtype
     per_byte: int  # codes per byte of data
     scale_dtypes: tuple[torch.dtype, ...]
-    names: dict[str, str]  # of data, scale and zero
+    names: dict[str, str]  # of data, scale and zero; without zero there are no zero points
     groups: tuple[int, ...] = ()  # columns per scale, where a row has several
+    layout: str = "data"  # of codes in checkpoints: as data; words of int32; or blocks, one per group
 
 
 _WEIGHT = {"data": "weight", "scale": "weight_scale"}
 _PACKED = {"data": "weight_packed", "scale": "weight_scale", "zero": "weight_zero_point"}
 
-# In the order of FusedMoeFormat in csrc/fused_moe.h.
+# The facts and the order are also in csrc/formats.h.
 FORMATS = {
-    "fp8_block": Format(E4M3, 1, (torch.float32,), {"data": "weight", "scale": "weight_scale_inv"}),
-    "fp8": Format(E4M3, 1, SCALES, _WEIGHT),
-    "int8": Format(torch.int8, 1, SCALES, _WEIGHT),
-    "int4": Format(torch.uint8, 2, SCALES, _PACKED, GROUPS),
-    "mxfp4": Format(torch.uint8, 2, (torch.uint8,), {"data": "blocks", "scale": "scales"}, (MX_GROUP,)),
+    "fp8_block": Format(
+        "e4m3", "square_128", E4M3, 1, (torch.float32,), {"data": "weight", "scale": "weight_scale_inv"}
+    ),
+    "fp8": Format("e4m3", "row", E4M3, 1, SCALES, _WEIGHT),
+    "int8": Format("int8", "row", torch.int8, 1, SCALES, _WEIGHT),
+    "int4": Format("int4", "group", torch.uint8, 2, SCALES, _PACKED, GROUPS, "words"),
+    "mxfp4": Format(
+        "e2m1", "group_32", torch.uint8, 2, E8M0, {"data": "blocks", "scale": "scales"}, (MX_GROUP,), "blocks"
+    ),
 }
-CODES = {name: code for code, name in enumerate(FORMATS)}
+NUMBERS = {name: number for number, name in enumerate(FORMATS)}  # as operators take formats
 
 
 def named_shape(format: str, shape: tuple[int, int, int]) -> tuple[int, ...]:
     """The shape of the codes of a weight (E, out, in) as the format's checkpoints have them."""
     E, rows, cols = shape
-    if format == "int4":
-        return E, rows, cols // 8
-    return (E, rows, cols // MX_GROUP, MX_GROUP // 2) if format == "mxfp4" else (E, rows, cols)
+    rules = FORMATS[format]
+    width = cols // rules.per_byte
+    if rules.layout == "blocks":
+        (group,) = rules.groups
+        return E, rows, cols // group, group // rules.per_byte
+    return E, rows, width // 4 if rules.layout == "words" else width
 
 
 def scale_shapes(format: str, shape: tuple[int, int, int]) -> list[tuple[int, int, int]]:
     """The shapes that scales of a weight (E, out, in) may have; none if the weight has no such format."""
     E, rows, cols = shape
-    if format == "fp8_block":
+    if FORMATS[format].block == "square_128":
         return [(E, -(-rows // BLOCK), -(-cols // BLOCK))]
     groups = FORMATS[format].groups
     if groups:
@@ -78,8 +88,8 @@ def scale_shapes(format: str, shape: tuple[int, int, int]) -> list[tuple[int, in
 
 
 def width_multiple(format: str, group_size: int | None) -> int:
-    """What the input width of a weight has to be a multiple of. group_size is int4's."""
-    return group_size if format == "int4" else next(iter(FORMATS[format].groups), 1)
+    """What the input width of a weight has to be a multiple of. group_size: where a format has several."""
+    return group_size or next(iter(FORMATS[format].groups), 1)
 
 
 def parts(shape: tuple[int, int, int]) -> list[slice]:
@@ -108,14 +118,17 @@ def dequantize(format: str, data: Tensor, scale: Tensor, zero: Tensor | None, dt
 
 def _values(format: str, data: Tensor, scale: Tensor, zero: Tensor | None) -> Tensor:
     """(E, out, in) in float32."""
-    if format == "mxfp4":
-        values, scale = _from_e2m1(nibbles(data)), _power_of_two(scale)
-    elif format == "int4":
+    rules = FORMATS[format]
+    if rules.code == "e2m1":
+        values = _from_e2m1(nibbles(data))
+    elif rules.code == "int4":
         values = nibbles(data).float() - INT4_OFFSET
     else:
         values = data.float()
+    if rules.scale_dtypes == E8M0:
+        scale = _power_of_two(scale)
     E, rows, cols = values.shape
-    if format == "fp8_block":
+    if rules.block == "square_128":
         scale = scale.repeat_interleave(BLOCK, 1)[:, :rows].repeat_interleave(BLOCK, 2)[..., :cols]
         return values * scale
     blocks = values.view(E, rows, scale.size(2), -1)
@@ -161,17 +174,22 @@ def encode(
 def _encode(w: Tensor, format: str, group_size: int, symmetric: bool, per_tensor: bool):
     scale_dtype = torch.float32 if w.dtype == torch.float64 else w.dtype
     w = w.float()
-    if format == "fp8_block":
+    rules = FORMATS[format]
+    if rules.block == "square_128":
         return _encode_fp8_block(w)
-    if format == "mxfp4":
+    if rules.code == "e2m1":
         return _encode_mxfp4(w)
-    if format == "int4":
+    if rules.code == "int4":
         return _encode_int4(w, group_size, symmetric, scale_dtype)
-    largest = {"fp8": 448, "int8": 127}[format]
+    largest = {"e4m3": 448, "int8": 127}[rules.code]
     peak = w.abs().amax((1, 2) if per_tensor else 2, keepdim=True)
     scale = _scale(peak, largest, scale_dtype)
     scaled = (w / scale.float()).clamp(-largest, largest)
-    return scaled.to(E4M3) if format == "fp8" else scaled.round().nan_to_num().to(torch.int8), scale, None
+    return (
+        scaled.to(E4M3) if rules.code == "e4m3" else scaled.round().nan_to_num().to(torch.int8),
+        scale,
+        None,
+    )
 
 
 def _scale(peak: Tensor, largest: float, dtype: torch.dtype) -> Tensor:

@@ -9,11 +9,6 @@ from . import formats
 from .weight import QuantizedWeight
 
 FN = "quantize"
-DEFAULTS = {  # of each format's options
-    "int4": {"group_size": formats.GROUPS[-1], "symmetric": True},
-    "fp8": {"per_tensor": False},
-    "int8": {"per_tensor": False},
-}
 
 
 def quantize(
@@ -68,7 +63,8 @@ def checked_options(format, group_size, symmetric, per_tensor) -> tuple[dict, in
     """The options of a format, with its defaults, and what a weight's input width has to be a multiple of."""
     check_choice(FN, "format", format, formats.FORMATS)
     given = {"group_size": group_size, "symmetric": symmetric, "per_tensor": per_tensor}
-    options = dict(DEFAULTS.get(format, {}))
+    rules = formats.FORMATS[format]
+    options = _defaults(rules)
     for name, value in given.items():
         if value is None:
             continue
@@ -78,10 +74,22 @@ def checked_options(format, group_size, symmetric, per_tensor) -> tuple[dict, in
             check_bool(FN, name, value)
         else:
             check_int(FN, name, value)
-            if value not in formats.GROUPS:
-                fail(ValueError, FN, f"group_size of {' or '.join(map(str, formats.GROUPS))}", value)
+            if value not in rules.groups:
+                fail(ValueError, FN, f"group_size of {' or '.join(map(str, rules.groups))}", value)
         options[name] = value
     return options, formats.width_multiple(format, options.get("group_size"))
+
+
+def _defaults(rules: formats.Format) -> dict:
+    """The options of a format, and their defaults."""
+    options = {}
+    if len(rules.groups) > 1:
+        options["group_size"] = rules.groups[-1]
+    if "zero" in rules.names:
+        options["symmetric"] = True
+    if rules.block == "row":
+        options["per_tensor"] = False
+    return options
 
 
 def _check_weight(name: str, weight, multiple: int) -> None:

@@ -12,7 +12,6 @@ from . import formats
 from .formats import FORMATS
 
 FN = "QuantizedWeight.load_state_dict"
-NAMED_DTYPES = {"int4": torch.int32}  # of codes, where a checkpoint has other words than a weight's data
 
 
 def given_tensors(format: str, state_dict: Mapping, prefix: str) -> dict[str, Tensor]:
@@ -43,7 +42,7 @@ def wrong_tensors(format: str, shape: tuple[int, int, int], given: dict[str, Ten
     """{data, scale or zero: what is wrong}. nn.Module compares shapes, but not of new zero points."""
     rules = FORMATS[format]
     dtypes = {
-        "data": (NAMED_DTYPES.get(format, rules.data_dtype),),
+        "data": (torch.int32 if rules.layout == "words" else rules.data_dtype,),
         "scale": rules.scale_dtypes,
         "zero": (torch.int8,),
     }

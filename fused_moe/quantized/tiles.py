@@ -13,13 +13,13 @@ operand, lane 4 g + t of warp w holds, for every k = 16 s, two rows (h) of two p
     4 bits: nibble 2 (s % 2) + u + 4 v of the little-endian word of 32 bits at byte
             1024 h + 256 w + 8 lane + 4 (s // 2), nibble n being bits 4 n to 4 n + 3
 
-of mxfp4 nibble n of each half of the word in other bits: a sign in bit SIGNS[n], the others from bit
+of e2m1 codes nibble n of each half of the word in other bits: a sign in bit SIGNS[n], the others from bit
 MAGNITUDES[n] on. That takes a kernel fewer shifts. So in a tile a lane's codes of a row are 16 or 8
 contiguous bytes, and a warp's are 512 or 256. csrc/quantized_tile.h reads them.
 
 **Scales and zero points.** One per row, or per group of a row: S = 64, the scales of a tile's rows. One per
 matrix, or per block of 128 x 128: S = 4 equal copies, since 16 bytes are the least that TMA loads. Scales of
-fp8 and int8 are float32 here; those of int4 and mxfp4, and zero points, keep their dtype. No value changes.
+8-bit codes are float32 here; those of 4-bit codes, and zero points, keep their dtype. No value changes.
 
 **The second packing** is of the transposed weight, for the gradient of the rows. It is made on request,
 beside the tiles:
@@ -47,7 +47,7 @@ from .formats import BLOCK, FORMATS
 
 COPIES = 4  # of a scale that all rows of a tile have in common
 ROWS = (4, 2, 8)  # w, h, g
-MAGNITUDES, SIGNS = (6, 9, 3, 0), (15, 13, 12, 14)  # of mxfp4's nibbles in a halfword
+MAGNITUDES, SIGNS = (6, 9, 3, 0), (15, 13, 12, 14)  # of e2m1 codes in a halfword
 # By codes per byte, how 64 columns are split: s, u, t, v; or s // 2, s % 2, u, t, since a byte has both v.
 COLUMNS = {1: (4, 2, 4, 2), 2: (2, 2, 2, 4)}
 # How tiles order the dimensions E, out / 64, w, h, g, in / 64, *COLUMNS:
@@ -103,7 +103,7 @@ def scale_shape(format: str, rows: int, scale: tuple[int, int, int]) -> tuple[in
 def scale_parameter(format: str, rows: int, scale: Tensor) -> tuple[tuple[int, ...], torch.dtype]:
     """Shape and dtype of the parameter that scales or zero points of a weight with `rows` rows become."""
     shape = parameter_shape(scale_shape(format, rows, scale.shape), scale.shape)
-    return shape, scale.dtype if FORMATS[format].groups else torch.float32
+    return shape, scale.dtype if FORMATS[format].per_byte == 2 else torch.float32
 
 
 def data_of(parameter: Tensor, shape: tuple[int, int, int]) -> Tensor:
@@ -118,7 +118,7 @@ def scale_of(format: str, parameter: Tensor, shape: tuple[int, int, int]) -> Ten
     if parameter.dim() == 4:
         return parameter
     row_tiles = shape[1] // TILE
-    if format == "fp8_block":
+    if FORMATS[format].block == "square_128":
         return parameter.unflatten(1, (row_tiles, -1, COPIES))
     if FORMATS[format].groups:
         return parameter.unflatten(1, (row_tiles, -1, TILE))
@@ -140,7 +140,7 @@ def tiled_data(format: str, data: Tensor, shape: tuple[int, int, int], out: Tens
         split = source[part].unflatten(2, (-1, *COLUMNS[per_byte])).unflatten(1, (-1, *ROWS))
         split = split if per_byte == 1 else _transposed_nibbles(split)
         tiles = split.permute(ORDER[per_byte]).flatten(3)
-        target[part] = _spread(tiles) if format == "mxfp4" else tiles
+        target[part] = _spread(tiles) if FORMATS[format].code == "e2m1" else tiles
     return out
 
 
@@ -170,7 +170,7 @@ def published_data(format: str, tiles: Tensor) -> Tensor:
     split_shape = row_tiles, *ROWS, col_tiles, *COLUMNS[per_byte]
     tile_shape = [split_shape[d - 1] for d in order[3:]]
     for part in formats.parts(tuple(out.shape)):
-        found = _gathered(source[part]) if format == "mxfp4" else source[part]
+        found = _gathered(source[part]) if FORMATS[format].code == "e2m1" else source[part]
         split = found.unflatten(3, tile_shape).permute([order.index(d) for d in range(len(order))])
         split = split if per_byte == 1 else _transposed_nibbles(split)
         target[part] = split.flatten(5).flatten(1, 4)
@@ -184,7 +184,7 @@ def _transposed_nibbles(split: Tensor) -> Tensor:
 
 
 def _spread(nibbles: Tensor) -> Tensor:
-    """Bytes of mxfp4's nibbles, with the bits of each halfword where MAGNITUDES and SIGNS say."""
+    """Bytes of e2m1 codes, with the bits of each halfword where MAGNITUDES and SIGNS say."""
     halves = nibbles.view(torch.int16).int()
     found = torch.zeros_like(halves)
     for n in range(4):
@@ -232,7 +232,7 @@ def transposed_scale(
 
 def _stored(format: str, scale: Tensor, out: Tensor | None) -> Tensor:
     """Arranged scales or zero points, contiguous and in the dtype that tiles have."""
-    scale = scale.contiguous() if FORMATS[format].groups else scale.float().contiguous()
+    scale = scale.contiguous() if FORMATS[format].per_byte == 2 else scale.float().contiguous()
     return scale if out is None else out.copy_(scale)
 
 
@@ -247,4 +247,4 @@ def published_scale(format: str, tiles: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _tiles_per_scale(format: str, row_tiles: int) -> int:
     """How many tiles along out have one scale."""
-    return BLOCK // TILE if format == "fp8_block" else row_tiles
+    return BLOCK // TILE if FORMATS[format].block == "square_128" else row_tiles

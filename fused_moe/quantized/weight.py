@@ -187,7 +187,7 @@ class QuantizedWeight(nn.Module):
     @property
     def code(self) -> int:
         """The format as `torch.ops.fused_moe.quantized_mm` takes it."""
-        return formats.CODES[self.format]
+        return formats.NUMBERS[self.format]
 
     @property
     def device(self) -> torch.device:
@@ -572,16 +572,20 @@ def _frozen(tensor: Tensor | None) -> nn.Parameter | None:
 
 def _as_named(format: str, data: Tensor) -> Tensor:
     """The codes as the format's checkpoints have them."""
-    if format == "int4":
+    rules = FORMATS[format]
+    if rules.layout == "words":
         return data.contiguous().view(torch.int32)
-    return data.unflatten(-1, (-1, formats.MX_GROUP // 2)) if format == "mxfp4" else data
+    if rules.layout == "blocks":
+        return data.unflatten(-1, (-1, rules.groups[0] // rules.per_byte))
+    return data
 
 
 def _codes(format: str, named: Tensor) -> Tensor:
     """The inverse of `_as_named`, a view."""
-    if format == "int4":
+    layout = FORMATS[format].layout
+    if layout == "words":
         return as_bytes(named)
-    return named.flatten(-2) if format == "mxfp4" else named
+    return named.flatten(-2) if layout == "blocks" else named
 
 
 def as_bytes(words: Tensor) -> Tensor:

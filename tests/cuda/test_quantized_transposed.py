@@ -1,4 +1,4 @@
-"""The second packing of quantised weights: backward that reads codes has the bits of one that dequantises."""
+"""The second packing of quantised weights: backward that reads it has the bits of one that dequantises."""
 
 import copy
 

@@ -1,4 +1,4 @@
-"""Kernels that read codes give the bits of the same call with dequantised weights."""
+"""GEMMs that read quantised weights give the bits of the same call with dequantised weights."""
 
 import copy
 import re
@@ -116,7 +116,7 @@ def test_tiled_or_not(device, monkeypatch, shape, format):
 @pytest.mark.parametrize("format", FORMATS)
 @torch.no_grad()
 def test_which_kernel_runs(sm90, device, format):
-    """Codes are read, by a kernel for few, some or many rows of an expert or by one that has tall tiles, and
+    """The weight is read by a kernel for few, some or many rows of an expert or by one that has tall tiles, and
     dequantised for more rows."""
     cases = {
         "one slot": "0",
@@ -131,9 +131,9 @@ def test_which_kernel_runs(sm90, device, format):
     for shape, rows in cases.items():
         args, options, _ = draw(shape, "separate", format, 0, BF16, BF16, device)
         kernels = launches(lambda: fused_experts(*args, **options))  # noqa: B023
-        for gemm in ("codes_up_gate", "codes_mm"):
+        for gemm in ("quantized_up_gate", "quantized_mm"):
             found = {
-                match[1] for name in kernels if gemm in name and (match := re.search(r"Rows\)(\d)", name))
+                match[1] for name in kernels if gemm in name and (match := re.search(r"Height\)(\d)", name))
             }
             assert found == ({rows} if rows else set()), kernels
         assert any("dequantize" in name for name in kernels) == (rows is None), kernels

@@ -124,7 +124,7 @@ def test_which_kernel_runs(device, choose, format):
 
     for shape, rows in {"one slot": 16, "two rows each": 16, "eight rows": 64, "many rows": None}.items():
         found = kernels(shape)
-        for gemm in ("codes_up_gate", "codes_mm"):
+        for gemm in ("quantized_up_gate", "quantized_mm"):
             mine = [name for name in found if gemm in name]
             assert len(mine) == (rows is not None), found
             assert all(f">, {rows}>" in name or f">,{rows}>" in name for name in mine), mine

@@ -9,7 +9,7 @@
 namespace fused_moe {
 
 typedef struct {
-    FusedMoeQuantizedWeight codes;
+    FusedMoeQuantizedWeight weight;
     void *out;           /* [E,out,in] */
     const int32_t *offs; /* [E] experts without rows are skipped; NULL: none is */
     int64_t row_blocks, col_blocks;
@@ -98,7 +98,7 @@ __device__ inline bool is_skipped(const Dequantize &p, int expert) {
 /* Dequantises the published layout: one row per warp. */
 template <typename T, Code CODE>
 __global__ void __launch_bounds__(32 * WARPS, 4) dequantize_kernel(const __grid_constant__ Dequantize p) {
-    const FusedMoeQuantizedWeight &w = p.codes;
+    const FusedMoeQuantizedWeight &w = p.weight;
     constexpr int CODES_PER_BYTE = BITS_OF<CODE> == 4 ? 2 : 1;
     int in = (int)w.in, block_in = (int)min(w.block_in, w.in);
     bool out_aligned = rows_are_aligned<T>(p.out, in);
@@ -208,7 +208,7 @@ __global__ void __launch_bounds__(32 * WARPS, 4)
     constexpr int TILE = FUSED_MOE_QUANTIZED_TILE, WORDS = LaneCodes<CODE>::WORDS,
                   TILE_WORDS = 4 * TILE * WORDS;
     constexpr int AHEAD = 2; /* tiles */
-    const FusedMoeQuantizedWeight &w = p.codes;
+    const FusedMoeQuantizedWeight &w = p.weight;
     unsigned in = (unsigned)w.in, block_in = (unsigned)min(w.block_in, w.in);
     int lane = threadIdx.x % 32;
     int64_t num_eights = p.E * w.out / 8, step = (int64_t)gridDim.x * WARPS;
@@ -230,38 +230,38 @@ __global__ void __launch_bounds__(32 * WARPS, 4)
 
 /* --- launcher ------------------------------------------------------------------------------------------- */
 
-size_t dequantized_bytes(const FusedMoeQuantizedWeight &codes, int32_t E, FusedMoeDtype dtype) {
+size_t dequantized_bytes(const FusedMoeQuantizedWeight &w, int32_t E, FusedMoeDtype dtype) {
     size_t bytes = dtype == FUSED_MOE_F64 ? 8 : dtype == FUSED_MOE_F32 ? 4 : 2;
-    return (size_t)(E * codes.out * codes.in) * bytes;
+    return (size_t)(E * w.out * w.in) * bytes;
 }
 
-int dequantize(void *out, const FusedMoeQuantizedWeight &codes, const int32_t *offs, int32_t E,
+int dequantize(void *out, const FusedMoeQuantizedWeight &w, const int32_t *offs, int32_t E,
                FusedMoeDtype dtype, void *stream) {
     Dequantize p = {};
-    p.codes = codes;
+    p.weight = w;
     p.out = out;
     p.offs = offs;
-    p.row_blocks = ceil_div(codes.out, codes.block_out);
-    p.col_blocks = ceil_div(codes.in, codes.block_in);
+    p.row_blocks = ceil_div(w.out, w.block_out);
+    p.col_blocks = ceil_div(w.in, w.block_in);
     p.E = E;
     return with_dtype(dtype, [&](auto t) {
         using T = decltype(t);
-        return with_format(codes.format, [&](auto format) {
+        return with_format(w.format, [&](auto format) {
             constexpr FusedMoeFormatFacts FORMAT = fused_moe_format(format.value);
             constexpr Code CODE = Code(FORMAT.code);
-            if (!codes.tile_scales)
-                return launch(dequantize_kernel<T, CODE>, p, grid_for(E * codes.out, WARPS), 32 * WARPS, 0,
+            if (!w.tile_scales)
+                return launch(dequantize_kernel<T, CODE>, p, grid_for(E * w.out, WARPS), 32 * WARPS, 0,
                               stream);
             auto run_tiles = [&](auto scale) {
                 auto kernel = dequantize_tiles_kernel<T, CODE, FORMAT.has_zeros, decltype(scale)>;
-                return launch(kernel, p, grid_for(E * codes.out / 8, WARPS), 32 * WARPS, 0, stream);
+                return launch(kernel, p, grid_for(E * w.out / 8, WARPS), 32 * WARPS, 0, stream);
             };
             if constexpr (FORMAT.scales == FUSED_MOE_SCALES_E8M0) {
                 return run_tiles(uint8_t());
             } else {
-                if constexpr (FORMAT.is_grouped) { /* else those of tiles are float32 */
-                    if (codes.scale_dtype == FUSED_MOE_BF16) return run_tiles(__nv_bfloat16());
-                    if (codes.scale_dtype == FUSED_MOE_F16) return run_tiles(__half());
+                if constexpr (FORMAT.bits == 4) { /* tiles of 8-bit codes have float32 ones */
+                    if (w.scale_dtype == FUSED_MOE_BF16) return run_tiles(__nv_bfloat16());
+                    if (w.scale_dtype == FUSED_MOE_F16) return run_tiles(__half());
                 }
                 return run_tiles(float());
             }

@@ -1,4 +1,4 @@
-/* A quantised weight as a dense one: for many rows, and where no kernel reads the codes. */
+/* A quantised weight to a dense one: for many rows, and where no GEMM reads the quantised weight. */
 #pragma once
 
 #include <stddef.h>
@@ -8,10 +8,10 @@
 namespace fused_moe {
 
 /* Bytes of the dense weight. */
-size_t dequantized_bytes(const FusedMoeQuantizedWeight &codes, int32_t E, FusedMoeDtype dtype);
+size_t dequantized_bytes(const FusedMoeQuantizedWeight &w, int32_t E, FusedMoeDtype dtype);
 
-/* out [E,out,in]; offs [E]: of experts with rows alone, NULL: of all. */
-int dequantize(void *out, const FusedMoeQuantizedWeight &codes, const int32_t *offs, int32_t E,
+/* out [E,out,in]; offs [E]: only experts with rows are written; NULL: all. */
+int dequantize(void *out, const FusedMoeQuantizedWeight &w, const int32_t *offs, int32_t E,
                FusedMoeDtype dtype, void *stream);
 
 } // namespace fused_moe

@@ -1,5 +1,6 @@
 /* Codes of a quantised weight as pairs of 16-bit values: two neighbouring elements of k in a word, as in
- * operands of MMAs. sm80/codes.cuh makes them from the published layout, sm90/dequantizer.cuh from tiles. */
+ * operands of MMAs. sm80/dequantizer.cuh makes them from the published layout, sm90/dequantizer.cuh from
+ * tiles. */
 #pragma once
 
 #include "numeric.cuh"
@@ -13,11 +14,19 @@ enum class Code {
 #undef X
 };
 
+/* The dequantizers take a format's zero points and kind of scales from its kind of code. */
+#define X(name, code, zeros, scales, block)                                                                  \
+    static_assert(Code::code == Code::INT4 || !zeros, #name ": expected zero points for INT4 alone");        \
+    static_assert((Code::code == Code::E2M1) == (FUSED_MOE_SCALES_##scales == FUSED_MOE_SCALES_E8M0),        \
+                  #name ": expected e8m0 scales for E2M1, and for E2M1 alone");
+FUSED_MOE_FORMATS(X)
+#undef X
+
 template <Code CODE>
 constexpr int BITS_OF = fused_moe_code_bits((FusedMoeCode)CODE);
 
-/* T's words for codes of 4 bits. INTEGER | n is the number 2^bits + n for n below 16; E2M1's bits, shifted to
- * T's exponent and fraction, are its value divided by E2M1_FACTOR. Twice each. */
+/* Words of T for codes of 4 bits; each has its value twice. INTEGER | n is the number 2^bits + n for n
+ * below 16. E2M1's bits, shifted to T's exponent and fraction, are its value divided by E2M1_FACTOR. */
 template <typename T>
 struct PairOf;
 template <>

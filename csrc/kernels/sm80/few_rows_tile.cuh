@@ -19,7 +19,7 @@
  * An accumulator is TensorTile's to the bit: the same instruction with the same operands adds 16 k at a time,
  * in order, from zero. There may be more steps past the depth here; they add zeros.
  *
- * B is what `Columns` makes of it: DenseColumns below, or the codes of coded_columns.cuh. */
+ * `Columns` makes the fragments of B: DenseColumns below, or QuantizedColumns (quantized_columns.cuh). */
 #pragma once
 
 #include "operand.cuh"

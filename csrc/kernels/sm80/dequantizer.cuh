@@ -1,10 +1,11 @@
-/* Published codes become pairs of values: two neighbouring elements of k in a word, as in mma's B fragments.
+/* Published codes to pairs of 16-bit values: two neighbouring elements of k in a word, as in mma's B
+ * fragments.
  *
- * A thread has k = 2 t, 2 t + 1, 2 t + 8 and 2 t + 9 of every 16 k of a row, t = lane % 4: byte t of two
- * words of 4-bit codes, or a half of two words of 8-bit codes. A selector of PRMT picks it, at no cost.
+ * In every 16 k of a row a thread has k = 2 t, 2 t + 1 and 2 t + 8, 2 t + 9, t = lane % 4: byte t of two
+ * words of 4-bit codes, or half of two words of 8-bit ones. PRMT's selector says which, at no cost.
  *
- * Values are those of reference.dequantize: (code - zero) scale, rounded once. If code - zero and scale are
- * exact in T (IN_16_BITS), that is one multiplication in T; else it is computed in float32. */
+ * A value is that of reference.dequantize: (code - zero) scale, rounded once. Where code - zero and scale
+ * are exact in T (IN_16_BITS) that is one product in T; else it is formed in float32. */
 #pragma once
 
 #include <type_traits>
@@ -14,29 +15,29 @@
 namespace fused_moe::sm80 {
 
 template <typename T_, Code CODE, bool IN_16_BITS>
-struct Decoder {
+struct Dequantizer {
     using T = T_;
-    static constexpr bool IS_4_BIT = CODE == Code::INT4 || CODE == Code::E2M1, HAS_ZEROS = CODE == Code::INT4;
-    static_assert(!IN_16_BITS || IS_4_BIT, "scales of 8-bit codes are multiplied in float32");
-    static constexpr int PER_BYTE = IS_4_BIT ? 2 : 1;
+    static constexpr int PER_BYTE = 8 / BITS_OF<CODE>;
+    static constexpr bool HAS_ZEROS = CODE == Code::INT4;
+    static_assert(!IN_16_BITS || PER_BYTE == 2, "scales of 8-bit codes are multiplied in float32");
 
-    /* A scale and a zero point, or zeros, as stored in memory. */
+    /* A scale and a zero point as stored; none: zeros. */
     struct Stored {
         uint32_t scale;
         int32_t zero;
     };
 
-    /* The zero point and the scale of the codes of a row and a group. */
+    /* A group's, for arithmetic. */
     struct Factor {
         uint32_t zero;                                         /* INT4: PairOf::INTEGER + 8 + zero, twice */
-        std::conditional_t<IN_16_BITS, uint32_t, float> scale; /* IN_16_BITS: T's bits, twice */
+        std::conditional_t<IN_16_BITS, uint32_t, float> scale; /* IN_16_BITS: in T, twice */
     };
 
-    uint32_t selector[IS_4_BIT || CODE == Code::E4M3 ? 1 : 2];
+    uint32_t selector[CODE == Code::INT8 ? 2 : 1];
 
-    __device__ Decoder() {
+    __device__ Dequantizer() {
         uint32_t t = threadIdx.x % 4, first = t % 2 * 2; /* byte of a half */
-        if constexpr (IS_4_BIT) {
+        if constexpr (PER_BYTE == 2) {
             selector[0] = 0x4440 + t; /* and zeros */
         } else if constexpr (CODE == Code::E4M3) {
             selector[0] = 0x9180 + first * 0x1111; /* each with its sign */
@@ -77,7 +78,7 @@ struct Decoder {
         return f;
     }
 
-    /* This thread's pair of a word, which holds 8 codes of 4 bits or 4 of 8 bits. */
+    /* This thread's pair of a word of 8 or 4 codes. */
     __device__ uint32_t pair(uint32_t word, const Factor &f) const {
         if constexpr (CODE == Code::INT4) {
             /* the byte's codes to bits 0 and 16 */
@@ -91,13 +92,15 @@ struct Decoder {
             uint32_t bits = lop3_and_or(byte * (0x1001 << 12), 0x80008000, magnitude);
             return times_scale(multiply_pair<T>(bits, PairOf<T>::E2M1_FACTOR), f);
         } else if constexpr (CODE == Code::E4M3) {
-            /* fp16 of the value / 256. Only NaN times 36864 is infinite, and that times 0 is NaN. */
+            /* fp16 of the value / 256. A NaN, and it alone, times 36864 is infinite, and that times 0 is
+             * NaN. */
             using H = __half;
             uint32_t small = prmt(word, 0, selector[0]) << 7 & 0xbf80bf80;
             uint32_t zero_or_nan = multiply_pair<H>(multiply_pair<H>(small, 0x78807880), 0);
             float2 v = floats_of(__hfma2(pair_of<H>(small), pair_of<H>(0x5c005c00), pair_of<H>(zero_or_nan)));
             return scaled_pair<T>(v.x, v.y, f.scale);
         } else { /* 2^23 + 128 + code, less that */
+            static_assert(CODE == Code::INT8);
             word ^= 0x80808080;
             float low = __uint_as_float(prmt(word, 0x4b000000, selector[0]));
             float high = __uint_as_float(prmt(word, 0x4b000000, selector[1]));
