@@ -78,7 +78,7 @@ typedef struct {        /* weight (E, out, in) = (code - zero) scale, in f32, ro
     int64_t block_out, block_in; /* rows and columns that share a scale */
     bool transposed;             /* a GEMM reads it as (E, in, out): the gradient of its rows */
     FusedMoeFormat format;
-    FusedMoeDtype scale_dtype; /* floating; u8 for mxfp4 */
+    FusedMoeDtype scale_dtype; /* floating; u8 is e8m0 */
     /* The number of scales per tile and group, or 0: the weight is not in tiles. With tiles of 64x64
      * (fused_moe/quantized/tiles.py) data is [E,out/64,in/64] tiles, and scale and zero are
      * [E,out/64,ceil(in/block_in),tile_scales]: 64, one per row, or 4 equal ones; f32 for codes of 8 bits.

@@ -116,7 +116,7 @@ def test_tiled_or_not(device, monkeypatch, shape, format):
 @pytest.mark.parametrize("format", FORMATS)
 @torch.no_grad()
 def test_which_kernel_runs(sm90, device, format):
-    """The weight is read by a kernel for few, some or many rows of an expert or by one that has tall tiles, and
+    """A kernel for few, some or many rows of an expert, or one that has tall tiles, reads the weight; it is
     dequantised for more rows."""
     cases = {
         "one slot": "0",
