@@ -16,8 +16,8 @@
 
 /* --- rows of an expert ---------------------------------------------------------------------------------- */
 
-/* With more, full tiles run in lockstep. A launch that starts while the one before it runs would break
- * that. */
+/* With more rows, full tiles run in lockstep, which a launch that begins early would break. A cluster's plan
+ * has the same bound on the device (sm90/cluster_plan.cu). */
 FUSED_MOE_FN bool fused_moe_has_skinny_average(int64_t R, int64_t E) {
     return R <= FUSED_MOE_SKINNY_ROWS * E;
 }
@@ -59,9 +59,9 @@ FUSED_MOE_FN bool fused_moe_down_reads_before_wait(int64_t R, int64_t E, int64_t
 /* --- quantised weights ---------------------------------------------------------------------------------- */
 
 /* Rows of an expert up to which a GEMM reads the quantised weight. With more, dequantising it first is
- * faster, since every row tile makes its values anew. The sm90 tier reads tiles, the sm80 tier what is
- * published, by tiles of few rows alone. Transposed weights, in backward, mostly have a scale for each column
- * (quantised.md). */
+ * faster, since every row tile makes its values anew. The sm90 tier reads weights packed in tiles. The sm80
+ * tier reads published weights, and only in tiles of few rows. Transposed weights, in backward, mostly have a
+ * scale for each column (quantised.md). */
 FUSED_MOE_FN int64_t fused_moe_most_quantized_rows(bool has_tiles, bool is_transposed) {
     return !has_tiles ? 16 : is_transposed ? 768 : 3072;
 }
@@ -123,9 +123,9 @@ FUSED_MOE_FN FusedMoeRouterTile fused_moe_router_tile(int64_t T, int64_t E, int3
 /* --- the choice, the plan and the combine --------------------------------------------------------------- */
 
 enum {
-    FUSED_MOE_FEW_SLOTS = 64,    /* that a GEMM plans itself; an expert that has them all is skinny */
-    FUSED_MOE_PASS_SLOTS = 2048, /* that a CTA of route_plan sorts at once          */
-    FUSED_MOE_CLUSTER_CTAS = 8,  /* the largest cluster that every GPU with clusters runs */
+    FUSED_MOE_FEW_SLOTS = 64,    /* that a GEMM plans; an expert that has them all is skinny */
+    FUSED_MOE_PASS_SLOTS = 2048, /* that a CTA of route_plan sorts at once                   */
+    FUSED_MOE_CLUSTER_CTAS = 8,  /* the largest cluster that every GPU with clusters runs    */
     FUSED_MOE_CLUSTER_SLOTS = 8192,
     FUSED_MOE_CLUSTER_CHOICES = 4096, /* slots, where their experts are chosen, too */
     FUSED_MOE_CLUSTER_EXPERTS = 1024,
@@ -138,8 +138,7 @@ FUSED_MOE_FN bool fused_moe_chooses_by_warp(int64_t T, int64_t E, bool by_cluste
     return T <= (by_cluster ? 128 : 1024) && E <= 256;
 }
 
-/* Whether each CTA of a GEMM may sort the slots itself (slot_plan.h): there is a slot, and keys fit in 32
- * bits. */
+/* Whether each CTA of a GEMM may sort the slots (slot_plan.h): there is a slot, and keys fit in 32 bits. */
 FUSED_MOE_FN bool fused_moe_has_few_slots(int64_t num_slots, int64_t E) {
     return 0 < num_slots && num_slots <= FUSED_MOE_FEW_SLOTS && E <= 1 << 25;
 }
@@ -160,12 +159,12 @@ FUSED_MOE_FN bool fused_moe_has_cluster_plan(int64_t T, int64_t K, int64_t E, bo
            fused_moe_span_slots(T, K, chooses) <= FUSED_MOE_SPAN_SLOTS;
 }
 
-/* Who makes the plan of a call that keeps it to itself. */
+/* Who makes the plan of a call that does not return it. */
 typedef enum {
-    FUSED_MOE_PLAN_IN_GEMM,     /* every CTA of both GEMMs; no other launch         */
-    FUSED_MOE_PLAN_WITH_CHOICE, /* one cluster, which chooses the experts, too      */
+    FUSED_MOE_PLAN_IN_GEMM,     /* every CTA of both GEMMs, without a launch for it */
+    FUSED_MOE_PLAN_WITH_CHOICE, /* one cluster, which also chooses the experts      */
     FUSED_MOE_PLAN_BY_CLUSTER,  /* one cluster, from the ids                        */
-    FUSED_MOE_PLAN_BY_KERNELS,  /* route_plan                                       */
+    FUSED_MOE_PLAN_BY_KERNELS,  /* route_plan's                                     */
 } FusedMoePlanner;
 
 /* gemms_plan: both GEMMs run on a tier that can make it. chooses: the experts are not chosen yet, and a
