@@ -58,6 +58,7 @@ format: dev
 
 lint: dev
 	$(bin)/clang-format --dry-run --Werror $(C_CODE)
+	@! grep -nE '.{111}' $(C_CODE) || { echo "expected at most 110 columns, comments included, found more"; false; }
 	$(bin)/ruff format --check
 	$(bin)/ruff check
 

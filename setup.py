@@ -50,6 +50,7 @@ OBJECTS = Path(os.environ.get("FUSED_MOE_OBJECTS", "build/objects"))
 C_SOURCES, CPP_SOURCES, CUDA_SOURCES = (
     sorted(map(str, Path("csrc").glob(files))) for files in ("cpu/*.c", "torch/*.cpp", "kernels/**/*.cu")
 )
+SLOWEST = ("up_gate.cu", "experts.cu", "quantized_mm.cu")  # names' ends, of two to five minutes each
 OPS = Extension("fused_moe._ops", C_SOURCES + CPP_SOURCES + CUDA_SOURCES)
 HOST = Extension("fused_moe._host", ["csrc/host_module.cpp"])
 
@@ -255,7 +256,7 @@ class Build(build_ext):
         compilers |= dict.fromkeys(CPP_SOURCES, torch_cpp)
         compilers["csrc/torch/library.cpp"] = [*torch_cpp, f"-DBUILD_INFO={info}"]  # for fused_moe.info()
         # ninja begins in this order: the slowest first, or one core compiles them when the others are done
-        compilers = dict(sorted(compilers.items(), key=lambda pair: not pair[0].endswith("up_gate.cu")))
+        compilers = dict(sorted(compilers.items(), key=lambda pair: not pair[0].endswith(SLOWEST)))
         libraries = {self.get_ext_fullpath(OPS.name): (compilers, link)}
         if HOST in self.extensions:
             import pybind11
