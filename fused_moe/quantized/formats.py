@@ -89,7 +89,8 @@ def scale_shapes(format: str, shape: tuple[int, int, int]) -> list[tuple[int, in
 
 def width_multiple(format: str, group_size: int | None) -> int:
     """What the input width of a weight has to be a multiple of. group_size: where a format has several."""
-    return group_size or next(iter(FORMATS[format].groups), 1)
+    groups = FORMATS[format].groups
+    return group_size if len(groups) > 1 else next(iter(groups), 1)
 
 
 def parts(shape: tuple[int, int, int]) -> list[slice]:
