@@ -49,8 +49,8 @@ from torch import Tensor
 
 TOKENS = "1,2,4,8,16,32,64,128,256,512,1024,2048,4096"
 SHAPES = ("qwen3-30b", "mixtral-8x7b", *common.FEW_TOKENS)  # by default, on a GPU
-# What a shape has unless a flag says otherwise. Composable Kernel's default: no up projection, 128 tokens
-USUAL = {"ck-default": {"tokens": [128], "activation": "gelu", "gate_only": True}}
+# Composable Kernel's default has 128 tokens and no up projection.
+CK_TOKENS, CK_SETTINGS = [128], common.Settings("gelu", gated=False)
 PEERS = ("torch", "loop", "vllm", "vllm-invariant", "marlin", "humming", "humming-grouped")
 CALLS = 8  # at least, on a GPU; 2 on the CPU
 REUSE = 1024 * MIB  # read before the same weight is read again
@@ -340,9 +340,9 @@ def checked(case: Case, experts: dict[str, Callable], title: str) -> dict[str, f
 
 
 def measure(shape: str, dtype: str, options: argparse.Namespace) -> Iterator[dict]:
-    on_gpu, usual = options.device == "cuda", USUAL.get(shape, {})
-    activation = options.activation or usual.get("activation", "silu")
-    gated = not (options.gate_only or usual.get("gate_only", False))
+    on_gpu, is_ck = options.device == "cuda", shape == "ck-default"
+    usual = CK_SETTINGS if is_ck else common.layer_settings(shape)
+    activation, gated = options.activation or usual.activation, usual.gated and not options.gate_only
     about = (activation, gated, options.init, options.seed, options.stride)
     setup = Setup(options.routing, dtype, options.device, *about)
     experts = find_experts(setup, options.peers)
@@ -354,7 +354,7 @@ def measure(shape: str, dtype: str, options: argparse.Namespace) -> Iterator[dic
     source = torch.ones((1024 if on_gpu else 64) * MIB // 4, device=options.device)
     shape = resized(shape, options)
     variants = variants_of(options.format, common.layer_sizes(shape))
-    for tokens in options.tokens or usual.get("tokens") or counts(TOKENS):
+    for tokens in options.tokens or (CK_TOKENS if is_ck else counts(TOKENS)):
         case = Case(common.layer_sizes(shape)._replace(num_tokens=tokens), setup)
         errors = checked(case, experts, f"{shape}, {tokens} tokens")
         right = {name: fn for name, fn in experts.items() if name in errors}

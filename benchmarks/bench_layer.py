@@ -6,7 +6,9 @@
 All layers have the same parameters and get the same tokens. Before anything is timed one full step is
 checked in float64, on a sample of tokens and experts: all of them would take minutes on the larger shapes.
 On a GPU several steps are queued behind a long kernel, so neither side's host time counts; --mode eager
-times single calls, and both modes may be given. FLOPs: 6TKDF forward, 18TKDF with backward.
+times single calls, and both modes may be given. FLOPs: 6TKDF forward, 18TKDF with backward, two thirds of it
+without a gate. On Hopper floor_us is the floor of floors.py, by whole tiles and bytes, and floor_ratio is
+floor_us over our time.
 
 --profile adds separate records: the kernels of a step by kind, with floors, and the board's power.
 """
@@ -15,10 +17,11 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
-from functools import partial
+from functools import cached_property, partial
 from itertools import product
 
 import common
+import floors
 import profiling
 import torch
 import torch.nn.functional as F
@@ -37,6 +40,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
         action="append",
         help="may be repeated; default: queued; on the CPU eager",
     )
+    flags.add_argument("--activation", help="default: the shape's")
     flags.add_argument("--profile", action="store_true", help="GPU time by kernel, of ours and of peers")
     return flags.parse_args(argv)
 
@@ -44,31 +48,55 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
 class Case:
     """Our layer of one shape and dtype, its input, and the dense GEMMs that it is compared with."""
 
-    def __init__(self, sizes: common.Sizes, routing: str, dtype: str, device: str):
+    def __init__(
+        self,
+        sizes: common.Sizes,
+        routing: str,
+        dtype: str,
+        device: str,
+        settings: common.Settings = common.USUAL,
+    ):
         import fused_moe
 
         torch.manual_seed(0)
-        self.sizes, self.device = sizes, device
+        self.sizes, self.settings, self.device = sizes, settings, device
         T, E, K, D, hidden = sizes
         factory = {"device": device, "dtype": common.DTYPES[dtype]}
         # renormalised scores: the only rule that all peers support
-        self.ours = fused_moe.FusedMoE(D, hidden, E, K, route_norm=True, **factory)
+        self.ours = fused_moe.FusedMoE(D, hidden, E, K, route_norm=True, **settings._asdict(), **factory)
         x, gate = common.tokens_and_gate(common.routing_logits(routing, sizes, device), D)
         with torch.no_grad():
             self.ours.router.gate.weight.copy_(gate)
         self.x = x.to(factory["dtype"]).requires_grad_()
         self.dout = torch.randn(T, D, **factory)
-        self.dense_gemms = common.dense_gemms(sizes, **factory)
+        self.dense_gemms = common.dense_gemms(sizes, gated=settings.gated, **factory)
 
     def flops(self, what: str) -> int:
         T, _, K, D, hidden = self.sizes
-        return (6 if what == "forward" else 18) * T * K * D * hidden
+        return (2 if what == "forward" else 6) * self.settings.matrices * T * K * D * hidden
 
     def intensity(self, what: str) -> float:
         """FLOPs per byte that any layer must read and write: tokens, weights, and their gradients."""
         T, E, _, D, hidden = self.sizes
-        elements = 2 * T * D + 3 * E * D * hidden
+        elements = 2 * T * D + self.settings.matrices * E * D * hidden
         return self.flops(what) / (self.x.element_size() * elements * (1 if what == "forward" else 2))
+
+    @cached_property
+    def counts(self) -> list[int]:
+        """Rows of each expert."""
+        _, ids, _ = self.ours.router(self.x.detach(), None)
+        return ids.flatten().long().bincount(minlength=self.sizes.num_experts).tolist()
+
+    def floor_us(self, what: str, dense_seconds: float, seconds_per_byte: float) -> float:
+        rates = self.flops(what) / dense_seconds / 1e6, 1e-6 / seconds_per_byte
+        layer = (self.sizes, self.settings, self.counts, self.x.element_size())
+        return floors.layer_us(*layer, *rates, backward=what != "forward")
+
+    @property
+    def settings_that_are_unusual(self) -> dict:
+        """What a record says only where it is not the default."""
+        usual = common.USUAL._asdict()
+        return {name: value for name, value in self.settings._asdict().items() if value != usual[name]}
 
     def step(self, layer: nn.Module, what: str) -> None:
         if what == "forward":
@@ -103,12 +131,17 @@ class Case:
         return round(saved / MIB, 1), round(peak / MIB, 1)
 
     def exact_rows(self, expert: int, tokens: Tensor, scores: Tensor) -> list[Tensor]:
-        """One expert on some tokens in float64: its contribution to out, dx, dscores, dw1, dw2 and dw3."""
+        """One expert on some tokens in float64: its contribution to out, dx, dscores, dw1, dw2 and, with a
+        gate, dw3."""
+        from fused_moe.reference import activate
+
         x, s, dout = (t.detach().double() for t in (self.x[tokens], scores, self.dout[tokens]))
-        experts = self.ours.experts
-        w1, w2, w3 = (w.detach()[expert].double() for w in (experts.w1, experts.w2, experts.w3))
-        inputs = [t.requires_grad_() for t in (x, s, w1, w2, w3)]
-        out = s[:, None] * F.linear(F.silu(F.linear(x, w1)) * F.linear(x, w3), w2)
+        weights = [w.detach()[expert].double() for w in self.ours.experts.weights if w is not None]
+        inputs = [t.requires_grad_() for t in (x, s, *weights)]
+        w1, w2, *w3 = weights
+        up = F.linear(x, w3[0]) if w3 else None
+        a = activate(F.linear(x, w1), up, activation=self.settings.activation)
+        out = s[:, None] * F.linear(a, w2)
         return [out.detach(), *torch.autograd.grad(out, inputs, dout)]
 
     def error(self) -> Error:
@@ -147,8 +180,8 @@ class Case:
 
         for expert in {0, E // 2, E - 1, int(counts.argmax())}:
             token, slot = (ids == expert).nonzero(as_tuple=True)
-            *_, dw1, dw2, dw3 = self.exact_rows(expert, token, scores[token, slot])
-            for name, exact in (("w1", dw1), ("w2", dw2), ("w3", dw3)):
+            _, _, _, *dw = self.exact_rows(expert, token, scores[token, slot])
+            for name, exact in zip(("w1", "w2", "w3"), dw, strict=False):  # w3 is a gated expert's
                 error.add(f"d{name}", getattr(ours.experts, name).grad[expert], exact)
         return error
 
@@ -191,8 +224,15 @@ def find_peers(case: Case, options: argparse.Namespace, dtype: str) -> dict[str,
     return peers
 
 
+def case_of(shape: str, dtype: str, options: argparse.Namespace) -> Case:
+    sizes, settings = common.layer_sizes(shape), common.layer_settings(shape)
+    if options.activation:
+        settings = settings._replace(activation=options.activation)
+    return Case(sizes, options.routing, dtype, options.device, settings)
+
+
 def measure(shape: str, dtype: str, options: argparse.Namespace) -> Iterator[dict]:
-    case = Case(common.layer_sizes(shape), options.routing, dtype, options.device)
+    case = case_of(shape, dtype, options)
     error = case.error().check(shape, dtype)
     peers = find_peers(case, options, dtype)
     layers = {"ours": case.ours, **peers}
@@ -200,11 +240,18 @@ def measure(shape: str, dtype: str, options: argparse.Namespace) -> Iterator[dic
     for mode, what in product(options.mode, ("forward", "forward_backward")):
         runs = {name: partial(case.step, layer, what) for name, layer in layers.items()}
         runs["dense"] = partial(case.dense, what)
+        has_floor = options.tier == "hopper"
+        if has_floor:
+            runs[floors.COPY], copied = floors.large_copy(case.device)
         clock = common.clock(case.device, **common.MODES[mode])
         seconds = common.times(clock, runs, options.repeats)
         best = min(peers, key=seconds.get, default=None)
         saved, peak = memory["ours"] if what == "forward_backward" else (None, None)
         extra = {f"ratio_to_{name}": common.ratio(seconds, name) for name in peers if name != "torch"}
+        extra |= case.settings_that_are_unusual
+        if has_floor:
+            floor = case.floor_us(what, seconds["dense"], seconds[floors.COPY] / copied)
+            extra |= {"floor_us": round(floor, 1), "floor_ratio": round(floor / seconds["ours"] / 1e6, 3)}
         extra |= {f"about_{name}": peer.about for name, peer in peers.items() if hasattr(peer, "about")}
         if saved is not None:
             extra |= {f"activation_mib_{name}": memory[name][0] for name in peers}
@@ -238,12 +285,12 @@ def profile(
 ) -> Iterator[dict]:
     """A step of each layer: a record for each kind of kernel, and one of the whole step, also of dense."""
     about = {"bench": "profile", "shape": shape, "routing": options.routing, "mode": "queued", "dtype": dtype}
-    floors = profiling.floors(case.sizes, case.dense_gemms, options.repeats)
+    found = floors.by_kind(case.sizes, case.settings, case.counts, case.dense_gemms, options.repeats)
     steps = {name: partial(case.step, layer, "forward_backward") for name, layer in layers.items()}
     steps["dense"] = partial(case.dense, "forward_backward")
     for name, step in steps.items():
-        found = profiling.measured(profiling.launches(step), floors, profiling.power(step))
-        for measured in found[-1:] if name == "dense" else found:
+        every = profiling.measured(profiling.launches(step), found, profiling.power(step))
+        for measured in every[-1:] if name == "dense" else every:
             yield common.record(options, **about, layer=name, **measured)
 
 

@@ -76,12 +76,26 @@ class Sizes(NamedTuple):
     hidden_dim: int
 
 
+class Settings(NamedTuple):
+    """What a layer's experts are beside their sizes."""
+
+    activation: str = "silu"
+    gated: bool = True
+
+    @property
+    def matrices(self) -> int:
+        """Weights of an expert."""
+        return 3 if self.gated else 2
+
+
+USUAL = Settings()
+
+
 # Layers that bench_decode.py times beside those of shapes.json: of DeepSeek-V3, gpt-oss, Qwen2-57B-A14B; the
 # default of Composable Kernel's fused_moe example
 FEW_TOKENS = {
     "deepseek-v3": Sizes(128, 256, 8, 7168, 2048),
     "gpt-oss-120b": Sizes(128, 128, 4, 2880, 2880),
-    "gpt-oss-20b": Sizes(128, 32, 4, 2880, 2880),
     "qwen2-57b": Sizes(128, 64, 8, 3584, 2560),
     "ck-default": Sizes(128, 32, 5, 8192, 1024),
 }
@@ -155,13 +169,20 @@ def tier_in_use(asked: str, tiers: dict[str, str]) -> str:
 
 
 def layer_sizes(shape: str) -> Sizes:
-    named = {name: Sizes(**sizes) for name, sizes in SHAPES["layers"].items()} | FEW_TOKENS
+    layers = SHAPES["layers"].items()
+    named = {name: Sizes(*(layer[size] for size in Sizes._fields)) for name, layer in layers} | FEW_TOKENS
     if shape in named:
         return named[shape]
     try:
         return Sizes(*map(int, shape.split(",")))
     except (TypeError, ValueError):
         raise SystemExit(f"--shape: expected T,E,K,D,F or one of {', '.join(named)}") from None
+
+
+def layer_settings(shape: str) -> Settings:
+    """Of a shape without a name: the usual ones."""
+    layer = SHAPES["layers"].get(shape, {})
+    return Settings(**{name: layer[name] for name in Settings._fields if name in layer})
 
 
 def routing_logits(routing: str, sizes: Sizes, device: str) -> Tensor:

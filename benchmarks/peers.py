@@ -388,11 +388,11 @@ class TorchMoE(nn.Module):
         super().__init__()
         self.gate = ours.router.gate.weight
         self.w1, self.w2, self.w3 = ours.experts.w1, ours.experts.w2, ours.experts.w3
-        self.top_k = ours.top_k
+        self.top_k, self.activation = ours.top_k, ours.experts.activation
 
     def forward(self, x: Tensor) -> Tensor:
         scores, ids = route(x, self.gate, self.top_k)
-        return torch_experts(x, self.w1, self.w2, self.w3, scores, ids)
+        return torch_experts(x, self.w1, self.w2, self.w3, scores, ids, activation=self.activation)
 
 
 class ScatterMoE(nn.Module):
@@ -485,6 +485,8 @@ def loop(ours: FusedMoE) -> nn.Module:
         ours.experts.hidden_dim,
         ours.num_experts,
         ours.top_k,
+        activation=ours.experts.activation,
+        gated=ours.experts.w3 is not None,
         **ours.router.routing,
         device=weight.device,
         dtype=weight.dtype,

@@ -1,4 +1,4 @@
-"""GPU time by kernel, what bounds it, and power.
+"""GPU time by kernel, and power.
 
 `launches` profiles a few steps queued behind a long kernel, and `by_kind` sorts their kernels by the part
 that they play in a layer. Those parts have the same names for ours and for peers, as far as kernels' names
@@ -12,13 +12,11 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable
-from functools import partial
 from statistics import fmean
 from typing import NamedTuple
 
-import common
 import torch
-from common import MIB
+from floors import Floor
 
 LEAD = 40_000_000  # cycles for the host to queue some steps
 STEPS = 2
@@ -56,17 +54,11 @@ ORDER = (
     *("unpermute", "unpermute_dx", "permute", "router GEMMs", "add", "route", "route_backward", "schedule"),
     *("dscores", "memset", REST),
 )
-DENSE, COPY = "dense", "copy"  # what a floor is made of
 
 
 class Launch(NamedTuple):
     name: str
     us: float
-
-
-class Floor(NamedTuple):
-    us: float
-    bound: str
 
 
 # --- kernels ------------------------------------------------------------------------------------------
@@ -134,50 +126,6 @@ def measured(found: list[Launch], floors: dict[str, Floor], power: dict, steps: 
         records.append(entry | {"kernel": longest[:120]})
     total = {"what": "step", "time_us": round(sum(launch.us for launch in found) / steps, 1)}
     return [*records, total | {"launches": len(found) / steps} | power]
-
-
-# --- floors -------------------------------------------------------------------------------------------
-
-
-def bytes_moved(sizes: common.Sizes, element_size: int) -> dict[str, int]:
-    """Bytes that kernels bound by memory move: each input is read once, each output written once."""
-    T, E, K, D, _ = sizes
-    R = T * K
-    gather_sum, logits, slots = (R + T) * D * element_size, T * E * element_size, 4 * R
-    return {
-        "unpermute": gather_sum,
-        "unpermute_dx": gather_sum,
-        "permute": gather_sum,
-        "router GEMMs": 3 * T * D * element_size,  # x, x again, and dx
-        "add": 3 * T * D * element_size,
-        "route": logits + 2 * slots,  # scores, ids
-        "route_backward": 2 * logits + 2 * slots,
-        "schedule": 4 * slots,  # ids, three row maps
-        "dscores": 2 * slots,
-    }
-
-
-def floors(sizes: common.Sizes, dense_gemms: list[list[torch.Tensor]], repeats: int) -> dict[str, Floor]:
-    """A GEMM's floor is the dense GEMM of equal FLOPs, another kernel's its bytes at the rate of a large
-    copy."""
-    (x, w13), (a, w2) = dense_gemms
-    h, y = x @ w13, a @ w2
-    products = {
-        "up_gate": (x, w13),
-        "down": (a, w2),
-        "down_dgrad": (y, w2.t()),
-        "wgrad_down": (a.t(), y),
-        "up_dgrad": (h, w13.t()),
-        "wgrad_up": (x.t(), h),
-    }
-    source = torch.ones(1024 * MIB, dtype=torch.int8, device=x.device)
-    runs = {kind: partial(torch.mm, *pair) for kind, pair in products.items()}
-    runs[COPY] = partial(torch.empty_like(source).copy_, source)
-    seconds = common.times(common.clock(x.device.type, calls=3), runs, repeats)
-    rate = 2 * source.nbytes / seconds[COPY]
-    found = {kind: Floor(seconds[kind] * 1e6, DENSE) for kind in products}
-    moved = bytes_moved(sizes, x.element_size())
-    return found | {kind: Floor(size / rate * 1e6, COPY) for kind, size in moved.items()}
 
 
 # --- power --------------------------------------------------------------------------------------------

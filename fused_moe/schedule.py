@@ -159,7 +159,7 @@ def simulate(tiles: list[WorkTile], depth: int, num_sms: int = 132, tile_rows: i
 def layer_sizes(shape: str) -> Sizes:
     """shape: T,E,K,D,F, or a name of shapes.json."""
     if shape in SHAPES:
-        return Sizes(**SHAPES[shape])
+        return Sizes(*(SHAPES[shape][size] for size in Sizes._fields))
     try:
         sizes = Sizes(*map(int, shape.split(",")))
     except (TypeError, ValueError):

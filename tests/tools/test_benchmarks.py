@@ -322,7 +322,8 @@ STEP = {
 def fake_profile(load) -> list[dict]:
     """Records as bench_layer.py --profile writes them on a GPU."""
     profiling, common = load("profiling"), load("common")
-    floors = {"up_gate": profiling.Floor(450, "dense"), "unpermute": profiling.Floor(40, "copy")}
+    Floor = load("floors").Floor
+    floors = {"up_gate": Floor(450, "dense"), "unpermute": Floor(40, "copy")}
     power = {"watts": 690.5, "sm_mhz": 1500, "joules": 1.5}
     records = []
     for layer, step in {**STEP, "dense": [("nvjet_tst", 1900)]}.items():
@@ -416,38 +417,77 @@ def test_power_is_of_the_last_third(load, monkeypatch):
     assert profiling.power(lambda: None, seconds=0.05, period=0.005) == nothing
 
 
-def test_floors_have_the_flops_of_the_kernels(load, monkeypatch):
-    """And their bytes: with a clock that counts, a floor of each product, and of a copy, is what it does."""
-    profiling, bench_layer = load("profiling"), load("bench_layer")
-    common = load("common")
-    case = bench_layer.Case(common.layer_sizes(SMALL), "random", "fp32", "cpu")
+def test_floors_have_the_flops_of_whole_tiles(load, monkeypatch):
+    """And the kernels' bytes: with a clock that counts, and a copy of no cost or of all, a floor is what it
+    does."""
+    floors, bench_layer, common = load("floors"), load("bench_layer"), load("common")
+    case = bench_layer.Case(common.layer_sizes("512,2,2,256,256"), "random", "fp32", "cpu")
+    assert case.counts == [512, 512]
+    copied = [1e-9]
 
     def flops_of(clock, runs, repeats):
         found = {}
         for name, run in runs.items():
             with FlopCounterMode(display=False) as counter:
                 run()
-            found[name] = counter.get_total_flops() or 1.0
+            found[name] = counter.get_total_flops() or copied[0]
         return found
 
+    def by_kind():
+        return floors.by_kind(case.sizes, case.settings, case.counts, case.dense_gemms, 1)
+
     monkeypatch.setattr(common, "times", flops_of)
-    monkeypatch.setattr(profiling, "MIB", 1)
-    floors = profiling.floors(case.sizes, case.dense_gemms, 1)
+    monkeypatch.setattr(floors, "MIB", 1)
     T, E, K, D, F = case.sizes
     up, down = 4 * T * K * D * F, 2 * T * K * D * F
-    exact = {
-        "up_gate": up,
-        "down": down,
-        "down_dgrad": down,
-        "wgrad_down": down,
-        "up_dgrad": up,
-        "wgrad_up": up,
-    }
-    assert {kind: floor.us / 1e6 for kind, floor in floors.items() if floor.bound == "dense"} == exact
+    exact = {"up_gate": up, "down": down, "down_dgrad": down, "wgrad_down": down}
+    exact |= {"up_dgrad": up, "wgrad_up": up}  # no tile is cut: dense's own FLOPs
+    assert {kind: floor.us / 1e6 for kind, floor in by_kind().items() if floor.bound == "dense"} == exact
     assert sum(exact.values()) == case.flops("forward_backward")
-    seconds_per_byte = 1 / (2 * 1024)
-    assert floors["unpermute"].us / 1e6 == pytest.approx((T * K + T) * D * 4 * seconds_per_byte)
-    assert set(floors) <= set(profiling.ORDER)
+    copied[0] = 2 * 1024 * 1e9  # a byte takes 1e9 s: every floor is its bytes
+    found = by_kind()
+    R, w = T * K, E * D * F
+    elements = {
+        "up_gate": T * D + 2 * w + R * 3 * F,
+        "down": R * F + w + R * D,
+        "down_dgrad": T * D + w + R * 5 * F,
+        "wgrad_down": R * F + T * D + w,
+        "up_dgrad": R * 2 * F + 2 * w + R * D,
+        "wgrad_up": R * 2 * F + T * D + 2 * w,
+        "unpermute": (R + T) * D,
+    }
+    assert {kind: found[kind].us / 1e15 / 4 for kind in elements} == pytest.approx(elements)
+    assert all(floor.bound == "copy" for floor in found.values())
+    assert set(found) <= set(load("profiling").ORDER)
+
+
+@pytest.mark.parametrize(
+    "counts, swapped, plain, sums",
+    [([0, 1, 8, 9, 64], 8 + 8 + 32 + 64, 4 * 128, 4 * 64), ([65, 128, 129], 512, 512, 128 + 128 + 192)],
+)
+def test_floors_count_the_rows_of_tiles(load, counts, swapped, plain, sums):
+    """And their columns: in grouped_mm and down_dgrad a last half tile is cheaper."""
+    floors, common = load("floors"), load("common")
+    sizes = common.Sizes(sum(counts), len(counts), 1, 320, 100)
+    found = floors.gemms(sizes, common.Settings(), counts, backward=True)
+    flops = {kind: gemm.flops // 2 for kind, gemm in found.items()}
+    assert flops == {
+        "up_gate": swapped * 256 * 320,
+        "down": swapped * 384 * 128,
+        "down_dgrad": plain * 128 * 320,
+        "wgrad_down": sums * 256 * 384,
+        "up_dgrad": swapped * 384 * 256,
+        "wgrad_up": sums * 256 * 384,
+    }
+    case = sizes, common.Settings(), counts, 2
+    only_flops = floors.layer_us(*case, 1.0, 1e30, backward=True)  # every byte in no time
+    assert only_flops == 2 * sum(flops.values())
+    only_bytes = floors.layer_us(*case, 1e30, 2.0, backward=True)
+    moved = sum(floors.bytes_moved(sizes, 2).values()) + 2 * sum(gemm.elements for gemm in found.values())
+    assert only_bytes == moved / 2 > floors.layer_us(*case, 1e30, 2.0, backward=False)
+    plain_experts = floors.gemms(sizes, common.Settings(gated=False), counts, backward=False)
+    assert plain_experts["up_gate"].flops // 2 == swapped * 256 * 320
+    assert set(plain_experts) == {"up_gate", "down"}
 
 
 def test_a_profile_needs_a_gpu(run):
