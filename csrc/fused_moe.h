@@ -65,6 +65,7 @@ typedef enum {
 typedef struct { /* which activation of activation.h, and its constants */
     int32_t kind;
     double alpha, limit;
+    double alpha_inverse, limit_inverse; /* 1 / alpha and 1 / limit: kernels do not divide */
 } FusedMoeActivation;
 
 /* Rows, and columns, of a tile of a quantised weight. */

@@ -1,7 +1,7 @@
 """Activations in plain PyTorch: the specification of csrc/activation.h, in the same order.
 
-An expert computes a = f(gate) * m(up); without up, a = f(gate). Only swiglu_clamped
-(gpt-oss) uses `alpha` and `limit`.
+An expert computes a = f(gate) * m(up); without up, a = f(gate). `alpha` and `limit` are used by
+swiglu_clamped (gpt-oss) and situ (Kimi K3), `limit` by swiglu_limited (DeepSeek-V4).
 """
 
 from __future__ import annotations
@@ -24,6 +24,15 @@ ACTIVATIONS = {
     "swiglu_clamped": (
         lambda x, alpha, limit: x.clamp(max=limit) * torch.sigmoid(alpha * x.clamp(max=limit)),
         lambda up, limit: up.clamp(-limit, limit) + 1,
+    ),
+    "swiglu_limited": (
+        lambda x, alpha, limit: F.silu(x.clamp(max=limit)),
+        lambda up, limit: up.clamp(-limit, limit),
+    ),
+    "relu2": (lambda x, alpha, limit: F.relu(x).square(), _linear),
+    "situ": (
+        lambda x, alpha, limit: alpha * torch.tanh(x / alpha) * torch.sigmoid(x),
+        lambda up, limit: limit * torch.tanh(up / limit),
     ),
 }
 

@@ -25,7 +25,7 @@ from fused_moe import ops as codes
 
 BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 
-ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "swiglu_clamped")
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "swiglu_clamped", "swiglu_limited", "relu2", "situ")
 
 # name -> (layout, gated, w1 as pairs (E, F, 2, D), transposed)
 LAYOUTS = {
@@ -138,7 +138,7 @@ class Case:
 
     @property
     def limit(self) -> float:
-        """swiglu_clamped's limit: signals of order one reach it, but never in half precision.
+        """The clamps' limit: signals of order one reach it, but never in half precision.
 
         There the rounding of h would decide on which side of the kink it is, and with it the gradient.
         """

@@ -694,8 +694,8 @@ CPU = [
     Mutant(
         "up is clamped from above alone",
         "csrc/activation.h",
-        "x > limit ? limit : x < -limit ? -limit : x",
-        "x > limit ? limit : x",
+        "x > c.limit ? c.limit : x < -c.limit ? -c.limit : x",
+        "x > c.limit ? c.limit : x",
         "tests/test_experts.py",
     ),
     # --- the tile schedule, shared with the kernels

@@ -87,6 +87,9 @@ def test_accuracy(device, dtype, layout):
         ("gelu_tanh", False, "input"),
         ("relu", True, "output"),
         ("swiglu_clamped", True, "output"),
+        ("swiglu_limited", True, "output"),
+        ("relu2", False, "output"),
+        ("situ", True, "input"),
     ):
         variant = replace(case, activation=activation, bias=bias, score_on=score_on)
         check_experts(variant, device, slack=STRICT)
@@ -266,6 +269,28 @@ def test_scores_of_any_dtype(device, dtype):
     expected = forward_backward(fused_moe.fused_experts, single, dout, ids=ids)
     expected["dscores"] = expected["dscores"].to(dtype)
     assert_same_bits(found, expected)
+
+
+@pytest.mark.parametrize("dtype", (F32, F64, BF16), ids=("f32", "f64", "bf16"))
+@pytest.mark.parametrize("layout", ("separate", "halves", "interleaved", "ungated"))
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_no_number_in_h(device, activation, layout, dtype):
+    """A gate or an up that is NaN: results and gradients are NaN where the formula's are in PyTorch, whose
+    clamp passes no gradient there, while its relu does."""
+    case = Case(9, 16, 24, 3, 1, dtype, layout=layout, activation=activation, bias=True)
+    inputs, dout, ids = case.inputs(device), case.dout(device), case.ids(device)
+    gates, ups = inputs["b1"], inputs["b3"]
+    if layout in ("halves", "interleaved"):
+        gates, ups = gates.chunk(2, 1) if layout == "halves" else (gates[:, 0::2], gates[:, 1::2])
+    gates[0, 5] = float("nan")
+    if ups is not None:
+        ups[1, 7] = float("nan")
+    fixed = {"ids": ids, **case.options}
+    found = forward_backward(fused_moe.fused_experts, inputs, dout, **fixed)
+    expected = forward_backward(fused_moe.reference.fused_experts, to_double(inputs), dout.double(), **fixed)
+    for name, value in expected.items():
+        assert torch.equal(found[name].isnan(), value.isnan()), name
+    assert 0 < found["out"].isnan().sum() < found["out"].numel()
 
 
 @pytest.mark.parametrize("nan_in", ("dout", "scores"))

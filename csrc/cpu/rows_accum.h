@@ -50,39 +50,49 @@ FM_ROW_FN void ACCUM_NAME(merge)(void *pairs_, const void *even_, const void *od
     for (int64_t i = 0; i < n; i++) pairs[2 * i] = even[i], pairs[2 * i + 1] = odd[i];
 }
 
+typedef struct {
+    ACCUM alpha, limit, alpha_inverse, limit_inverse;
+} ACCUM_NAME(Constants);
+
+static ACCUM_NAME(Constants) ACCUM_NAME(constants_of)(const FusedMoeActivation *f) {
+    return (ACCUM_NAME(Constants)){(ACCUM)f->alpha, (ACCUM)f->limit, (ACCUM)f->alpha_inverse,
+                                   (ACCUM)f->limit_inverse};
+}
+
 #define accum_t ACCUM
+#define constants_t ACCUM_NAME(Constants)
 #define ACT_NAME(x) ACCUM_NAME(x)
 #define ACT_FN FM_INLINE
 #define ACT_EXP ACCUM_EXP
 #define ACT_CDF(x) ((ACCUM)0.5 * (1 + ACCUM_ERF((x) * (ACCUM)0.70710678118654752440)))
 #define ACT_SIGMOID(x) (1 / (1 + ACCUM_EXP(-(x))))
+#define ACT_TANH(x) ACCUM_TANH(x)
 #include "../activation.h"
 
 /* One pair of loops per activation, so that each vectorises. */
 #define X(gate_fn, up_fn)                                                                                    \
-    FM_ROW_FN void ACCUM_NAME(act_##gate_fn)(ACCUM alpha, ACCUM limit, ACCUM *restrict a,                    \
+    FM_ROW_FN void ACCUM_NAME(act_##gate_fn)(ACCUM_NAME(Constants) c, ACCUM *restrict a,                     \
                                              const ACCUM *restrict gate, const ACCUM *restrict up,           \
                                              int64_t n) {                                                    \
         if (!up)                                                                                             \
-            for (int64_t i = 0; i < n; i++) a[i] = ACCUM_NAME(gate_fn)(gate[i], alpha, limit).value;         \
+            for (int64_t i = 0; i < n; i++) a[i] = ACCUM_NAME(gate_fn)(gate[i], c).value;                    \
         else                                                                                                 \
             for (int64_t i = 0; i < n; i++)                                                                  \
-                a[i] = ACCUM_NAME(gate_fn)(gate[i], alpha, limit).value *                                    \
-                       ACCUM_NAME(up_fn)(up[i], limit).value;                                                \
+                a[i] = ACCUM_NAME(gate_fn)(gate[i], c).value * ACCUM_NAME(up_fn)(up[i], c).value;            \
     }                                                                                                        \
     FM_ROW_FN void ACCUM_NAME(dact_##gate_fn)(                                                               \
-        ACCUM alpha, ACCUM limit, ACCUM *restrict dgate, ACCUM *restrict dup, ACCUM *restrict a,             \
+        ACCUM_NAME(Constants) c, ACCUM *restrict dgate, ACCUM *restrict dup, ACCUM *restrict a,              \
         const ACCUM *restrict da, const ACCUM *restrict gate, const ACCUM *restrict up, int64_t n) {         \
         if (!up)                                                                                             \
             for (int64_t i = 0; i < n; i++) {                                                                \
-                ACCUM_NAME(Point) f = ACCUM_NAME(gate_fn)(gate[i], alpha, limit);                            \
+                ACCUM_NAME(Point) f = ACCUM_NAME(gate_fn)(gate[i], c);                                       \
                 dgate[i] = ACCUM_NAME(chain)(da[i], f);                                                      \
                 a[i] = f.value;                                                                              \
             }                                                                                                \
         else                                                                                                 \
             for (int64_t i = 0; i < n; i++) {                                                                \
-                ACCUM_NAME(Point) f = ACCUM_NAME(gate_fn)(gate[i], alpha, limit);                            \
-                ACCUM_NAME(Point) m = ACCUM_NAME(up_fn)(up[i], limit);                                       \
+                ACCUM_NAME(Point) f = ACCUM_NAME(gate_fn)(gate[i], c);                                       \
+                ACCUM_NAME(Point) m = ACCUM_NAME(up_fn)(up[i], c);                                           \
                 dgate[i] = ACCUM_NAME(chain)(da[i] * m.value, f);                                            \
                 dup[i] = ACCUM_NAME(chain)(da[i] * f.value, m);                                              \
                 a[i] = f.value * m.value;                                                                    \
@@ -96,7 +106,7 @@ static void ACCUM_NAME(act)(const FusedMoeActivation *f, void *a, const void *ga
     switch (f->kind) {
 #define X(gate_fn, up_fn)                                                                                    \
     case FUSED_MOE_ACT_##gate_fn:                                                                            \
-        ACCUM_NAME(act_##gate_fn)((ACCUM)f->alpha, (ACCUM)f->limit, a, gate, up, n);                         \
+        ACCUM_NAME(act_##gate_fn)(ACCUM_NAME(constants_of)(f), a, gate, up, n);                              \
         break;
         FUSED_MOE_ACTIVATIONS(X)
 #undef X
@@ -108,7 +118,7 @@ static void ACCUM_NAME(dact)(const FusedMoeActivation *f, void *dgate, void *dup
     switch (f->kind) {
 #define X(gate_fn, up_fn)                                                                                    \
     case FUSED_MOE_ACT_##gate_fn:                                                                            \
-        ACCUM_NAME(dact_##gate_fn)((ACCUM)f->alpha, (ACCUM)f->limit, dgate, dup, a, da, gate, up, n);        \
+        ACCUM_NAME(dact_##gate_fn)(ACCUM_NAME(constants_of)(f), dgate, dup, a, da, gate, up, n);             \
         break;
         FUSED_MOE_ACTIVATIONS(X)
 #undef X
@@ -127,3 +137,4 @@ static void ACCUM_NAME(set)(void *accum_, int64_t i, double value) {
 #undef ACCUM_NAME
 #undef ACCUM_EXP
 #undef ACCUM_ERF
+#undef ACCUM_TANH

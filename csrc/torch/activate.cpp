@@ -7,7 +7,8 @@ FusedMoeActivation activation_of(const char *op, int64_t kind, const Constants &
     check_size(op, "activation", kind, 0, FUSED_MOE_NUM_ACTIVATIONS - 1);
     if (constants.size() != 2)
         fail(op, "expected constants of [alpha, limit], found ", constants.size(), " of them");
-    return {(int32_t)kind, constants[0], constants[1]};
+    const double alpha = constants[0], limit = constants[1];
+    return {(int32_t)kind, alpha, limit, 1 / alpha, 1 / limit};
 }
 
 /* Whether a row of h has both gates and ups. */

@@ -470,7 +470,7 @@ static void draw_activated(Case *c, int64_t F, const void **h, const void **up) 
 
 static int activate(Case *c) {
     FusedMoeActivate p = {.R = c->map.R, .F = width(c->s.F), .layout = c->layout, .dtype = c->dtype};
-    p.activation = (FusedMoeActivation){draw(FUSED_MOE_NUM_ACTIVATIONS), 1.702, 0.5};
+    p.activation = (FusedMoeActivation){draw(FUSED_MOE_NUM_ACTIVATIONS), 1.702, 0.5, 1 / 1.702, 1 / 0.5};
     draw_activated(c, p.F, &p.h, &p.up);
     p.a = output(p.R * p.F * c->elem);
     return fused_moe_cpu_activate(&p);
@@ -478,7 +478,7 @@ static int activate(Case *c) {
 
 static int activate_backward(Case *c) {
     FusedMoeActivateBackward p = {.R = c->map.R, .F = width(c->s.F), .layout = c->layout, .dtype = c->dtype};
-    p.activation = (FusedMoeActivation){draw(FUSED_MOE_NUM_ACTIVATIONS), 1.702, 0.5};
+    p.activation = (FusedMoeActivation){draw(FUSED_MOE_NUM_ACTIVATIONS), 1.702, 0.5, 1 / 1.702, 1 / 0.5};
     draw_activated(c, p.F, &p.h, &p.up);
     p.da = values(c->dtype, p.R * p.F);
     p.dh = output(p.R * (p.up ? p.F : fm_h_width(p.layout, p.F)) * c->elem);
@@ -491,7 +491,7 @@ static int up_gate(Case *c) {
     bool separate = p.layout == FUSED_MOE_SEPARATE;
     int64_t h_width = fm_h_width(p.layout, p.F), w1_rows = separate ? p.F : h_width;
     p.row_map = option() ? c->map : grouped_rows(c->map);
-    p.activation = (FusedMoeActivation){draw(FUSED_MOE_NUM_ACTIVATIONS), 1.702, 0.5};
+    p.activation = (FusedMoeActivation){draw(FUSED_MOE_NUM_ACTIVATIONS), 1.702, 0.5, 1 / 1.702, 1 / 0.5};
     p.x = values(c->dtype, p.row_map.T * p.D);
     p.scores = p.row_map.row_token && option() ? values(c->scores, p.row_map.T * p.row_map.K) : NULL;
     FusedMoeQuantizedWeight codes[2];
@@ -511,7 +511,7 @@ static int down_dgrad(Case *c) {
     FusedMoeDownDgrad p = {.D = c->s.D, .F = c->s.F, .layout = c->layout, .dtype = c->dtype};
     int64_t h_width = fm_h_width(p.layout, p.F);
     p.row_map = option() ? c->map : grouped_rows(c->map);
-    p.activation = (FusedMoeActivation){draw(FUSED_MOE_NUM_ACTIVATIONS), 1.702, 0.5};
+    p.activation = (FusedMoeActivation){draw(FUSED_MOE_NUM_ACTIVATIONS), 1.702, 0.5, 1 / 1.702, 1 / 0.5};
     p.dout = values(c->dtype, p.row_map.T * p.D);
     p.w2 = weight(c->dtype, c->s.E, p.D, p.F);
     p.b2 = option() ? values(c->dtype, c->s.E * p.D) : NULL;

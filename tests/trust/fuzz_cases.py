@@ -42,6 +42,7 @@ class FuzzCase:
     seed: int = 0  # of the values
     layout: str = "separate"
     activation: str = "silu"
+    alpha: float = 1.702
     limit: float = 7.0
     bias: bool = False
     score_on: str = "output"
@@ -200,6 +201,7 @@ def _of_experts(rng: random.Random, case: FuzzCase) -> dict:
     options = {
         "layout": rng.choice(list(LAYOUTS)),
         "activation": rng.choice(ACTIVATIONS),
+        "alpha": rng.choice((0.5, 1.702, 4.0)),
         "limit": rng.choice((0.5, 1.0, 7.0)),
         "bias": rng.random() < 0.5,
         "routing": rng.choice(ROUTINGS),

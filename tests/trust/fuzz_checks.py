@@ -210,6 +210,7 @@ class Experts(Problem):
             self.inputs["scores"] = self.expanded("scores", scores)
         self.options = {
             "activation": c.activation,
+            "alpha": c.alpha,
             "limit": c.limit,
             "layout": layout,
             "transposed": transposed,

@@ -76,24 +76,32 @@ def _at_most(h, limit: float, stored):
     return torch.where(h.detach().to(stored) > limit, limit, h)
 
 
-def _gate(h, activation: str, limit: float, stored):
-    if activation == "relu":
-        return torch.where(h.detach().to(stored) > 0, h, 0.0)
-    if activation == "swiglu_clamped":
+def _gate(h, activation: str, alpha: float, limit: float, stored):
+    if activation in ("relu", "relu2"):
+        h = torch.where(h.detach().to(stored) > 0, h, 0.0)
+        return h * h if activation == "relu2" else h
+    if activation in ("swiglu_clamped", "swiglu_limited"):
         h = _at_most(h, limit, stored)
-        return h * torch.sigmoid(1.702 * h)
+        return h * torch.sigmoid(alpha * h if activation == "swiglu_clamped" else h)
+    if activation == "situ":
+        return alpha * torch.tanh(h / alpha) * torch.sigmoid(h)
     if activation == "silu":
         return h * torch.sigmoid(h)
     return F.gelu(h, approximate="tanh" if activation == "gelu_tanh" else "none")
 
 
-def activate(gate, up, activation: str, limit: float, arithmetic: Arithmetic):
-    value = arithmetic.round(_gate(gate, activation, limit, arithmetic.stored))
-    if up is None:
-        return value
-    if activation == "swiglu_clamped":
-        up = -_at_most(-_at_most(up, limit, arithmetic.stored), limit, arithmetic.stored) + 1
-    return arithmetic.round(value * up)
+def _up(h, activation: str, limit: float, stored):
+    if activation == "situ":
+        return limit * torch.tanh(h / limit)
+    if activation not in ("swiglu_clamped", "swiglu_limited"):
+        return h
+    h = -_at_most(-_at_most(h, limit, stored), limit, stored)
+    return h + 1 if activation == "swiglu_clamped" else h
+
+
+def activate(gate, up, activation: str, alpha: float, limit: float, arithmetic: Arithmetic):
+    value = arithmetic.round(_gate(gate, activation, alpha, limit, arithmetic.stored))
+    return value if up is None else arithmetic.round(value * _up(up, activation, limit, arithmetic.stored))
 
 
 def near_kink(gate, up, activation: str, limit: float, stored):
@@ -104,7 +112,7 @@ def near_kink(gate, up, activation: str, limit: float, stored):
 
     if activation == "relu":
         return sides(gate, 0.0).any(-1)
-    if activation != "swiglu_clamped":
+    if activation not in ("swiglu_clamped", "swiglu_limited"):
         return torch.zeros(gate.shape[:-1], dtype=torch.bool)
     near = sides(gate, limit).any(-1)
     return near if up is None else near | sides(up, limit).any(-1) | sides(-up, limit).any(-1)
@@ -148,7 +156,7 @@ def _linear(rows, w, b, arithmetic: Arithmetic):
 
 def experts(
     x, w1, w2, w3, b1, b2, b3, scores, ids, arithmetic: Arithmetic, *,
-    activation="silu", limit=7.0, layout="separate", transposed=False, score_on="output",
+    activation="silu", alpha=1.702, limit=7.0, layout="separate", transposed=False, score_on="output",
 ):  # fmt: skip
     """fused_experts; without scores grouped_mlp, whose ids say which expert's each row is."""
     dtype = x.dtype
@@ -178,7 +186,7 @@ def experts(
     with torch.no_grad():
         near = near_kink(gate, up, activation, limit, arithmetic.stored)
         arithmetic.near.append(places.tokens[near & (places.slots < ids.numel())])
-    y = _linear(activate(gate, up, activation, limit, arithmetic), w2, b2, arithmetic)
+    y = _linear(activate(gate, up, activation, alpha, limit, arithmetic), w2, b2, arithmetic)
     y = _padded(y.flatten(0, 1))[places.places]  # (T, K, D)
     if scores is not None and score_on == "output":
         y = y * scores.unsqueeze(-1)
@@ -310,7 +318,7 @@ def layer(x, params: dict, ids, routing: dict, arithmetic: Arithmetic, activatio
         with torch.no_grad():
             near = near_kink(gate, up, activation, 7.0, arithmetic.stored)
             arithmetic.near.append(near.nonzero().flatten())
-        shared = linear("shared_experts.w2", activate(gate, up, activation, 7.0, arithmetic))
+        shared = linear("shared_experts.w2", activate(gate, up, activation, 1.702, 7.0, arithmetic))
         if "shared_expert_gate.weight" in p:
             shared = round_(round_(linear("shared_expert_gate", tokens).sigmoid()) * shared)
         out = out + shared

@@ -37,7 +37,7 @@ typedef struct {
     float *partials;         /* [R, N tiles] or NULL */
     int64_t num_slots;
     int32_t F, H, num_n_tiles;
-    float alpha, limit; /* of the activation */
+    ActConstants<float> constants; /* of the activation */
 } EpilogueOperands;
 
 typedef struct {
@@ -142,7 +142,7 @@ __device__ inline void run_epilogue(EpilogueOperands p, DownDgradShared<Config> 
                 pair.unpack(q, layout);
 #pragma unroll
                 for (int n = 0; n < CHUNK; n++) da[n] = score * g[n];
-                activate_backward<T>(act, a, d, da, q, p.alpha, p.limit, GATED);
+                activate_backward<T>(act, a, d, da, q, p.constants, GATED);
 #pragma unroll
                 for (int n = 0; n < CHUNK; n++) dot += g[n] * a[n], a[n] *= score;
                 if (p.dh) store_pair<T>(dh, dh + p.F, d, layout, SUBTILE * i, CHUNK, true);
@@ -236,8 +236,7 @@ int launch(const FusedMoeDownDgrad &p, void *stream) {
     e.F = (int32_t)p.F;
     e.H = p.layout == FUSED_MOE_UNGATED ? e.F : 2 * e.F;
     e.num_n_tiles = (int32_t)partials_of_row(p);
-    e.alpha = (float)p.activation.alpha;
-    e.limit = (float)p.activation.limit;
+    e.constants = act_constants<float>(p.activation);
     q.layout = p.layout;
     q.activation = p.activation.kind;
 

@@ -19,8 +19,8 @@ typedef struct {
     void *a; /* [R,F] */
     int32_t F;
     FusedMoeLayout layout;
-    FusedMoeActivation activation;
-    bool is_silu;
+    int32_t activation;
+    ActConstants<float> constants;
 } UpGate;
 
 template <class Config>
@@ -103,7 +103,6 @@ struct ActivatingEpilogue {
      * word, and the fourth the first gate's. */
     template <int TOKENS, class Activation>
     __device__ void activate(Activation act, float *d, const Outputs &out) const {
-        float alpha = (float)p.activation.alpha, limit = (float)p.activation.limit;
         bool is_gated = p.layout != FUSED_MOE_UNGATED;
 #pragma unroll 1
         for (bool is_second = false;; is_second = true) { /* a loop: half the code */
@@ -113,8 +112,8 @@ struct ActivatingEpilogue {
 #pragma unroll
                 for (int i = 0; i < 2; i++) {
                     if (!is_second) v[i] += out.bias[0], v[2 + i] += out.bias[1];
-                    a[i] = act.gate(v[i], alpha, limit).value;
-                    if (is_gated) a[i] *= act.up(v[2 + i], limit).value;
+                    a[i] = act.gate(v[i], p.constants).value;
+                    if (is_gated) a[i] *= act.up(v[2 + i], p.constants).value;
                     v[i] = v[2 + i];
                 }
                 v[3] = v[2];
@@ -127,10 +126,10 @@ struct ActivatingEpilogue {
     /* silu, the usual one, needs no jump table, which would be read from memory. */
     template <typename Fn>
     __device__ void with_act(Fn fn) const {
-        if (p.is_silu)
+        if (p.activation == FUSED_MOE_ACT_silu)
             fn(Act<FUSED_MOE_ACT_silu, T>());
         else
-            with_activation<T>(p.activation.kind, fn);
+            with_activation<T>(p.activation, fn);
     }
 
     __device__ static float4 as_floats(uint4 v) {
@@ -162,7 +161,6 @@ struct ActivatingEpilogue {
     /* Stores eight tokens from `row` on. v: two tokens of the gate, and of the up or the second gate. */
     template <class Activation>
     __device__ void store_eight(Activation act, float4 v, const Outputs &out, int row, int num_rows) const {
-        float alpha = (float)p.activation.alpha, limit = (float)p.activation.limit;
         bool is_gated = p.layout != FUSED_MOE_UNGATED;
         int lane = threadIdx.x % 32;
         T *a_out = (T *)p.a + out.start + (int64_t)(row + lane / 4) * p.F + lane % 4 * 2;
@@ -173,8 +171,8 @@ struct ActivatingEpilogue {
             float a[2];
 #pragma unroll
             for (int i = 0; i < 2; i++) {
-                a[i] = act.gate(gate[i], alpha, limit).value;
-                if (is_gated) a[i] *= act.up(other[i], limit).value;
+                a[i] = act.gate(gate[i], p.constants).value;
+                if (is_gated) a[i] *= act.up(other[i], p.constants).value;
                 gate[i] = other[i];
             }
             /* Transposed, a lane has two outputs of one token. */
@@ -206,8 +204,8 @@ int launch(const FusedMoeUpGate &p, void *stream) {
     q.a = p.a;
     q.F = F;
     q.layout = p.layout;
-    q.activation = p.activation;
-    q.is_silu = p.activation.kind == FUSED_MOE_ACT_silu;
+    q.activation = p.activation.kind;
+    q.constants = act_constants<float>(p.activation);
     q.bias = p.b1;
     q.bias_up = !halves ? p.b3 : p.b1 ? (const T *)p.b1 + F : nullptr;
     q.bias_stride = halves ? H : b_rows;

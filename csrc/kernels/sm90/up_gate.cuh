@@ -25,8 +25,8 @@ typedef struct {
         *bias_up; /* [E] x bias_stride: of h's columns, with GATE_UP of the two halves; or NULL */
     int64_t bias_stride;
     void *h, *a; /* [R,H], may be NULL; [R,F] */
-    int32_t F, H;
-    FusedMoeActivation activation;
+    int32_t F, H, activation;
+    ActConstants<float> constants;
     CUtensorMap a_map, h_map; /* ragged; with GATE_UP h's has two halves */
 } UpGate;
 
@@ -179,12 +179,11 @@ struct UpGateEpilogue {
     /* a = act(gate) up, or act(gate); elements of both are `stride` apart. Either may be a. */
     template <bool GATED, int stride, int count>
     __device__ void activate(float (&a)[count], const float *gate, const float *up) const {
-        const FusedMoeActivation &f = p.activation;
-        with_activation<T>(f.kind, [&](auto act) {
+        with_activation<T>(p.activation, [&](auto act) {
 #pragma unroll
             for (int i = 0; i < count; i++) {
-                float v = act.gate(gate[stride * i], f.alpha, f.limit).value;
-                a[i] = GATED ? v * act.up(up[stride * i], f.limit).value : v;
+                float v = act.gate(gate[stride * i], p.constants).value;
+                a[i] = GATED ? v * act.up(up[stride * i], p.constants).value : v;
             }
         });
     }
@@ -205,7 +204,8 @@ int set_up_gate(UpGate *q, const FusedMoeUpGate &p) {
     q->a = p.a;
     q->F = F;
     q->H = H;
-    q->activation = p.activation;
+    q->activation = p.activation.kind;
+    q->constants = act_constants<float>(p.activation);
     q->bias = p.b1;
     q->bias_up = !halves ? p.b3 : p.b1 ? (const typename Config::Bias *)p.b1 + F : nullptr;
     q->bias_stride = halves ? H : b_rows;
