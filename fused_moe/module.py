@@ -16,7 +16,7 @@ from .counting import Counting
 from .expert_bias import KeepsExpertBias, check_expert_bias
 from .gate import Gate, fit
 from .lora import Adapters, LoRA
-from .losses import load_balancing_loss, router_z_loss
+from .losses import check_mask, check_scope, load_balancing_loss, router_z_loss
 from .ops import is_recording, reshaped
 from .padding import zero_padding
 from .quantized.weight import QuantizedWeight
@@ -380,6 +380,10 @@ class FusedMoE(KeepsExpertBias, Counting):
         ids: Tensor | None = None,
         return_ids: bool = False,
         num_tokens: Tensor | None = None,
+        loss_mask: Tensor | None = None,
+        per_sequence: bool = False,
+        group: dist.ProcessGroup | None = None,
+        load: Tensor | None = None,
     ):
         """Applies the layer to every token.
 
@@ -395,6 +399,11 @@ class FusedMoE(KeepsExpertBias, Counting):
                 expert computes them, neither counters nor losses see them, their output and gradient are
                 zero, and whatever they hold, NaN say, reaches nothing. The host never reads it, so one CUDA
                 graph serves any number.
+            loss_mask: (...) bool: tokens that are False do not count in the losses. The layer computes them,
+                and tokens_per_expert counts them.
+            per_sequence, group, load: as those of `load_balancing_loss`; x (..., S, D) are sequences. With
+                load=moe.tokens_per_expert the balance loss is that of all training passes since the last
+                update of the bias, this one included once, also where checkpointing runs it twice.
 
         Returns:
             out (..., D), or a tuple (out[, RouterLosses][, ids]) of what was asked for.
@@ -407,6 +416,10 @@ class FusedMoE(KeepsExpertBias, Counting):
             checks.check_bool(FN, "return_losses", return_losses)
         if return_ids is not False:
             checks.check_bool(FN, "return_ids", return_ids)
+        scope = {"per_sequence": per_sequence, "group": group, "load": load}
+        is_running = load is self.tokens_per_expert
+        if per_sequence is not False or any(option is not None for option in (loss_mask, group, load)):
+            self._check_losses(x, return_losses, loss_mask, scope, load if is_running else x)
         tokens = x if x.dim() == 2 else x.reshape(-1, x.size(-1))
         given = {}
         if num_tokens is not None:
@@ -430,14 +443,33 @@ class FusedMoE(KeepsExpertBias, Counting):
             out = reshaped(out, x.shape)
         results = [out]
         if return_losses:
-            # another module in the router's place may have no such settings
-            score_func = getattr(self.router, "routing", {}).get("score_func", "softmax")
-            settings = {"score_func": score_func, "num_tokens": num_tokens}
-            balance = load_balancing_loss(logits, ids, self.num_experts, **settings)
-            results.append(RouterLosses(balance, router_z_loss(logits, num_tokens=num_tokens)))
+            if is_running:  # without this pass, which is counted by now
+                load = self.tokens_per_expert.to(counts.device)
+                scope["load"] = load - counts if self.training else load
+            results.append(self._losses(logits, ids, x.shape[:-1], scope, num_tokens, loss_mask))
         if return_ids:
             results.append(ids.reshape(*x.shape[:-1], self.top_k))
         return out if len(results) == 1 else tuple(results)
+
+    def _check_losses(self, x: Tensor, return_losses: bool, mask, scope: dict, like: Tensor) -> None:
+        """Checks what the losses are taken over, before anything runs."""
+        if not return_losses:
+            names = "loss_mask, per_sequence, group and load only with return_losses=True"
+            checks.fail(ValueError, FN, names, "return_losses=False")
+        if mask is not None:
+            check_mask(FN, "loss_mask", mask, "x", x)
+        check_scope(FN, **scope, num_experts=self.num_experts, like_name="x", like=like)
+        if scope["per_sequence"] and x.dim() < 2:
+            checks.fail(ValueError, FN, "x of shape (..., S, D) with per_sequence", tuple(x.shape))
+
+    def _losses(self, logits: Tensor, ids: Tensor, tokens, scope: dict, num_tokens, mask) -> RouterLosses:
+        """The losses of logits (T, E) and ids (T, K) of x (*tokens, D)."""
+        # another module in the router's place may have no such settings
+        score_func = getattr(self.router, "routing", {}).get("score_func", "softmax")
+        logits, ids = logits.reshape(*tokens, logits.size(-1)), ids.reshape(*tokens, ids.size(-1))
+        real = {"num_tokens": num_tokens, "mask": mask}
+        balance = load_balancing_loss(logits, ids, self.num_experts, score_func=score_func, **real, **scope)
+        return RouterLosses(balance, router_z_loss(logits, **real))
 
     def _combines_shared(self, x: Tensor) -> bool:
         """Whether the routed experts' combine adds the shared experts' output, which is rounded once then, in

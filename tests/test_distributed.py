@@ -852,6 +852,53 @@ def test_ddp_balances_by_all_tokens(workers, device, waits):
             assert torch.equal(first[name] + second[name], value.cpu()), name
 
 
+# --- the balance loss of a global batch -----------------------------------------------------------------
+
+
+def balance_losses(layer, batches, compiled=False, **options):
+    """The balance loss of each micro-batch and the sum of their gradients, counts running over all."""
+    run = torch.compile(layer, fullgraph=True, backend="aot_eager") if compiled else layer
+    losses = []
+    for x, mask in batches:
+        given = {"loss_mask": mask, "load": layer.tokens_per_expert, **options}
+        loss = run(x, return_losses=True, **given)[1].load_balancing
+        loss.backward()
+        losses.append(loss.detach())
+    return {"loss": torch.stack(losses), "dgate": layer.router.gate.weight.grad}
+
+
+def masked_batches(device, masked):
+    x, mask = torch.cat(new_signals(device)), torch.arange(2 * T, device=device) % 5 > 1
+    return [(x[i * T : i * T + T], mask[i * T : i * T + T] if masked else None) for i in range(2)]
+
+
+def group_losses(rank, device, cut, masked, compiled):
+    batches = [
+        [None if t is None else share(rank, t, cut) for t in batch]
+        for batch in masked_batches(device, masked)
+    ]
+    torch._dynamo.reset()
+    with cases.Calls() if not compiled else nullcontext() as calls:
+        found = balance_losses(new_layer(device), batches, compiled, group=dist.group.WORLD)
+    if not compiled:
+        assert sum(name.endswith("all_reduce") for name, *_ in calls.calls) == len(batches)
+    return found
+
+
+@pytest.mark.parametrize(
+    "cut, masked, compiled",
+    [*((cut, masked, False) for cut in (EVEN, UNEVEN, 0) for masked in (False, True)), (UNEVEN, False, True)],
+)
+def test_balance_loss_of_a_group(workers, device, cut, masked, compiled):
+    """The mean over the ranks is one process's loss of all tokens, in value and gradient, also of ranks with
+    fewer tokens or none. Counts of earlier micro-batches are each rank's own."""
+    first, second = workers(group_losses, cut, masked, compiled)
+    found = {name: (value + second[name]) / RANKS for name, value in first.items()}
+    expected = balance_losses(new_layer(device), masked_batches(device, masked))
+    assert_close(found, expected, TOLERANCE[torch.float32])
+    assert not torch.equal(first["dgate"], second["dgate"])
+
+
 # --- wrong calls --------------------------------------------------------------------------------------
 
 

@@ -11,6 +11,7 @@ import torch.distributed as dist
 import torch.multiprocessing
 from cases import BF16, F16, F32, F64, assert_as_good
 from torch.nn.utils import parametrize, prune
+from torch.utils.checkpoint import checkpoint
 
 import fused_moe
 from fused_moe import FusedMoE, add_lora, load_balancing_loss, reference, router_z_loss
@@ -414,6 +415,98 @@ def test_losses(device, score_func):
     (losses.load_balancing + losses.z).backward()
     assert layer.router.gate.weight.grad.count_nonzero()
     assert layer.experts.w1.grad is None
+
+
+@pytest.mark.parametrize("score_func", ("softmax", "sigmoid"))
+def test_which_tokens_the_losses_count(device, score_func):
+    """loss_mask and per_sequence are those of the functions, of x's leading shape; the output is the same."""
+    layer = FusedMoE(24, 20, 8, 2, score_func=score_func, device=device)
+    x = torch.randn(2, 3, 10, 24, device=device)
+    mask = torch.rand(2, 3, 10, device=device) < 0.5
+    num_tokens = torch.tensor(47, device=device)
+    out, ids = layer(x, num_tokens=num_tokens, return_ids=True)
+    logits = layer.router.gate(x)
+    for options in ({}, {"mask": mask}, {"per_sequence": True}, {"mask": mask, "per_sequence": True}):
+        given = {"loss_mask" if n == "mask" else n: value for n, value in options.items()}
+        found, losses = layer(x, num_tokens=num_tokens, return_losses=True, **given)
+        assert torch.equal(found, out)
+        settings = {"score_func": score_func, "num_tokens": num_tokens, **options}
+        assert torch.equal(losses.load_balancing, load_balancing_loss(logits, ids, 8, **settings))
+        z = router_z_loss(logits, num_tokens=num_tokens, mask=options.get("mask"))
+        assert torch.equal(losses.z, z)
+
+
+@pytest.mark.parametrize("how", ("plain", "checkpointed", "reentrant", "compiled"))
+def test_losses_over_micro_batches(device, how):
+    """load=layer.tokens_per_expert: each micro-batch's f_e is that of all so far, this one counted once."""
+    layer, x = FusedMoE(24, 20, 8, 2, device=device), torch.randn(3, 10, 24, device=device)
+    torch._dynamo.reset()
+
+    def balance(x):
+        return layer(x, return_losses=True, load=layer.tokens_per_expert)[1].load_balancing
+
+    run = torch.compile(balance, fullgraph=True, backend="aot_eager") if how == "compiled" else balance
+    found, expected, load = [], [], torch.zeros(8, dtype=torch.int64, device=device)
+    for micro_batch in x:
+        leaf = micro_batch.clone().requires_grad_()
+        checkpointed = how in ("checkpointed", "reentrant")
+        loss = checkpoint(run, leaf, use_reentrant=how == "reentrant") if checkpointed else run(leaf)
+        found += (
+            [loss.detach(), *torch.autograd.grad(loss, leaf)] if how != "reentrant" else backward(loss, leaf)
+        )
+        twin = micro_batch.clone().requires_grad_()
+        logits = layer.router.gate(twin)
+        ids = fused_moe.route(logits, 2)[1]
+        loss = load_balancing_loss(logits, ids, 8, load=load)
+        expected += [loss.detach(), *torch.autograd.grad(loss, twin)]
+        load += ids.flatten().long().bincount(minlength=8)
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b)
+    assert torch.equal(layer.tokens_per_expert, load)
+    layer.eval()
+    torch.testing.assert_close(
+        balance(x[0]),
+        load_balancing_loss(layer.router.gate(x[0]), layer(x[0], return_ids=True)[1], 8, load=load),
+    )
+    assert torch.equal(layer.tokens_per_expert, load)
+
+
+def backward(loss, leaf):
+    """A reentrant checkpoint takes no torch.autograd.grad."""
+    loss.backward()
+    return [loss.detach(), leaf.grad]
+
+
+X, MASK, LOAD = torch.ones(3, 8), torch.ones(3, dtype=torch.bool), torch.ones(4, dtype=torch.int64)
+
+
+@pytest.mark.parametrize(
+    "options, error, message",
+    (
+        ({"loss_mask": [True]}, TypeError, "loss_mask to be a tensor, found list"),
+        ({"loss_mask": MASK.int()}, TypeError, "loss_mask of dtype bool, found torch.int32"),
+        ({"loss_mask": MASK[:2]}, ValueError, "loss_mask of shape (...) = (3,), found (2,)"),
+        ({"loss_mask": MASK.to("meta")}, ValueError, "loss_mask on x's device cpu, found meta"),
+        ({"per_sequence": "yes"}, TypeError, "per_sequence to be True or False, found str 'yes'"),
+        ({"x": X[0], "per_sequence": True}, ValueError,
+         "x of shape (..., S, D) with per_sequence, found (8,)"),
+        ({"group": 3}, TypeError, "group to be a ProcessGroup that this rank is in, found int"),
+        ({"load": LOAD.float()}, TypeError, "load of an integer dtype, found torch.float32"),
+        ({"load": LOAD[:3]}, ValueError, "load of shape (E) = (4,), found (3,)"),
+        ({"load": LOAD.to("meta")}, ValueError, "load on x's device cpu, found meta"),
+        ({"load": LOAD, "per_sequence": True}, ValueError,
+         "neither group nor load with per_sequence, found one of them"),
+        ({"loss_mask": MASK, "return_losses": False}, ValueError,
+         "loss_mask, per_sequence, group and load only with return_losses=True, found return_losses=False"),
+    ),
+    ids=lambda value: value if isinstance(value, str) else "",
+)  # fmt: skip
+def test_wrong_tokens_of_the_losses(cpu, options, error, message):
+    layer = FusedMoE(8, 4, 4, 1)
+    with pytest.raises(error) as raised:
+        layer(**{"x": X, "return_losses": True, **options})
+    assert str(raised.value) == f"FusedMoE: expected {message}"
+    assert not layer.tokens_per_expert.any()
 
 
 def test_training_lowers_the_loss(device):
