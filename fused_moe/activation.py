@@ -1,7 +1,7 @@
 """Activations in plain PyTorch: the specification of csrc/activation.h, in the same order.
 
-An expert computes a = f(gate) * m(up); without up, a = f(gate). `alpha` and `limit` are used by
-swiglu_clamped (gpt-oss) and situ (Kimi K3), `limit` by swiglu_limited (DeepSeek-V4).
+An expert computes a = f(gate) * m(up); without up, a = f(gate). swiglu_clamped is
+gpt-oss's, swiglu_limited DeepSeek-V4's, relu2 Nemotron's and situ Kimi K3's.
 """
 
 from __future__ import annotations
@@ -34,6 +34,14 @@ ACTIVATIONS = {
         lambda x, alpha, limit: alpha * torch.tanh(x / alpha) * torch.sigmoid(x),
         lambda up, limit: limit * torch.tanh(up / limit),
     ),
+}
+
+
+# The constants that an activation uses.
+CONSTANTS = {
+    "swiglu_clamped": ("alpha", "limit"),
+    "swiglu_limited": ("limit",),
+    "situ": ("alpha", "limit"),
 }
 
 

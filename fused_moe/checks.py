@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from . import ops as _ops
-from .activation import ACTIVATIONS
+from .activation import ACTIVATIONS, CONSTANTS
 from .overlap import overlaps_itself, share_memory
 from .plan import Plan
 
@@ -413,18 +413,25 @@ def check_plan_of_ids(fn: str, plan, ids: Tensor, num_experts: int) -> None:
 # --- experts ----------------------------------------------------------------------------------------------
 
 
-def check_activation(fn: str, activation: str, layout: str, score_on: str) -> None:
+def check_activation(fn: str, activation: str, alpha, limit) -> None:
     check_choice(fn, "activation", activation, ACTIVATIONS)
+    check_real(fn, "alpha", alpha)
+    check_real(fn, "limit", limit, finite=False)
+    if activation == "situ":
+        for name, value in (("alpha", alpha), ("limit", limit)):
+            if not 0 < value < math.inf:
+                fail(ValueError, fn, f"a finite {name} > 0 with activation 'situ'", value)
+    elif activation in CONSTANTS and limit < 0:
+        fail(ValueError, fn, f"limit >= 0 with activation {activation!r}", limit)
+
+
+def check_layout(fn: str, layout: str, score_on: str = "output") -> None:
     check_choice(fn, "layout", layout, _ops.LAYOUTS)
     check_choice(fn, "score_on", score_on, ("input", "output"))
 
 
-def check_experts(
-    fn: str, x_name: str, x: Tensor, w1, w2, w3, b1, b2, b3, alpha, limit, layout: str, transposed: bool
-):
+def check_experts(fn: str, x_name: str, x: Tensor, w1, w2, w3, b1, b2, b3, layout: str, transposed: bool):
     """Checks the weights and returns w1 (E, H, D), w2 (E, D, F), w3 (E, F, D) as views, and the layout."""
-    check_real(fn, "alpha", alpha)
-    check_real(fn, "limit", limit, finite=False)
     check_bool(fn, "transposed", transposed)
     packed = layout != "separate"
     is_plain = not packed and not transposed and b1 is None and b2 is None and b3 is None

@@ -26,6 +26,7 @@ from .checks import (
     check_ids,
     check_input,
     check_int,
+    check_layout,
     check_like,
     check_main_grads,
     check_num_experts,
@@ -253,7 +254,7 @@ def _as_scores(values: Tensor | None, x: Tensor) -> Tensor | None:
 
 # --- experts ----------------------------------------------------------------------------------------------
 
-ALPHA, LIMIT = 1.702, 7.0  # of swiglu_clamped in gpt-oss
+ALPHA, LIMIT = 1.702, 7.0  # gpt-oss's
 
 
 def grouped_mm(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
@@ -352,7 +353,10 @@ def fused_experts(
             contribute zero and get a zero score gradient. So ids that are off by one go unnoticed here;
             `fused_moe.reference.check_ids` raises for them.
         b1, b2, b3: biases (E, F), (E, D), (E, F); b1 is (E, 2F) in w1's layout when packed.
-        activation: silu, gelu, gelu_tanh, relu, or swiglu_clamped (gpt-oss), which uses alpha and limit.
+        activation: silu, gelu, gelu_tanh, relu, swiglu_clamped (gpt-oss), swiglu_limited (DeepSeek-V4), relu2
+            (Nemotron) or situ (Kimi K3); `fused_moe/activation.py` has the formulas.
+        alpha: of swiglu_clamped; of situ > 0. limit: of swiglu_clamped and swiglu_limited >= 0, inf clamps
+            nothing; of situ finite and > 0. The other activations do not use them.
         layout: "separate"; "halves": w1 is (E, 2F, D), gate rows then up rows; "interleaved": w1 is
             (E, 2F, D) or (E, F, 2, D), gate0, up0, gate1, ... With the last two w3 is None.
         transposed: weights are stored (E, D, F or 2F) and (E, F, D), as gpt-oss does.
@@ -398,9 +402,10 @@ def experts_and_counts(
     """fused_experts, and how many slots each expert has: counts (E,) int32."""
     fn = "fused_experts"
     check_input(fn, "x", x, 2)
-    check_activation(fn, activation, layout, score_on)
+    check_activation(fn, activation, *constants)
+    check_layout(fn, layout, score_on)
     stored, weights, is_composed = _plain_weights(fn, "x", x, weights, transposed, main_grads, lora)
-    w1, w2, w3, code = check_experts(fn, "x", x, *weights, *biases, *constants, layout, transposed)
+    w1, w2, w3, code = check_experts(fn, "x", x, *weights, *biases, layout, transposed)
     if lora is not None:
         check_lora(fn, lora, "x", x, (w1, w2, w3))
     given, main_grads = main_grads, check_main_grads(fn, main_grads, "x", x, weights, transposed)
@@ -527,10 +532,11 @@ def grouped_mlp(
     """
     fn = "grouped_mlp"
     check_input(fn, "x_rows", x_rows, 2)
-    check_activation(fn, activation, layout, "output")
+    check_activation(fn, activation, alpha, limit)
+    check_layout(fn, layout)
     weights, biases = (w1, w2, w3), (b1, b2, b3)
     stored, plain, is_composed = _plain_weights(fn, "x_rows", x_rows, weights, transposed, main_grads, lora)
-    w1, w2, w3, code = check_experts(fn, "x_rows", x_rows, *plain, *biases, alpha, limit, layout, transposed)
+    w1, w2, w3, code = check_experts(fn, "x_rows", x_rows, *plain, *biases, layout, transposed)
     if lora is not None:
         check_lora(fn, lora, "x_rows", x_rows, (w1, w2, w3))
     given, main_grads = main_grads, check_main_grads(fn, main_grads, "x_rows", x_rows, plain, transposed)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from . import checks, function
-from .activation import activate
+from .activation import CONSTANTS, activate
 from .counting import Counting
 from .expert_bias import KeepsExpertBias, check_expert_bias
 from .gate import Gate, fit
@@ -101,10 +101,12 @@ class Experts(nn.Module):
     place it takes. `lora` are the adapters of `add_lora`.
     """
 
-    def __init__(self, dim, hidden_dim, num_experts, *, activation, gated, bias, device, dtype):
+    alpha, limit = function.ALPHA, function.LIMIT  # of layers that were pickled by an older version
+
+    def __init__(self, dim, hidden_dim, num_experts, *, activation, alpha, limit, gated, bias, device, dtype):
         super().__init__()
         self.dim, self.hidden_dim, self.num_experts = dim, hidden_dim, num_experts
-        self.activation = activation
+        self.activation, self.alpha, self.limit = activation, alpha, limit
 
         def new(*shape):
             return nn.Parameter(torch.empty(num_experts, *shape, device=device, dtype=dtype))
@@ -149,7 +151,8 @@ class Experts(nn.Module):
         main_grads = self.main_grads if self.lora is None else None  # beside adapters the weights are frozen
         added = {"shared": shared, "shared_gate": shared_gate}
         settings = {"main_grads": main_grads, "lora": self.adapters, **added}
-        return function.experts_and_counts(x, self.weights, scores, ids, biases, self.activation, **settings)
+        act = (self.activation, (self.alpha, self.limit))
+        return function.experts_and_counts(x, self.weights, scores, ids, biases, *act, **settings)
 
     @property
     def weights(self) -> tuple:
@@ -166,14 +169,20 @@ class Experts(nn.Module):
     @property
     def settings(self) -> dict:
         biases = {"b1": self.b1, "b2": self.b2, "b3": self.b3}
-        return {**biases, "activation": self.activation, "lora": self.adapters}
+        return {**biases, **activation_of(self), "lora": self.adapters}
 
     def extra_repr(self) -> str:
         gated, bias = self.w3 is not None, self.b1 is not None
+        constants = "".join(f"{c}={getattr(self, c)}, " for c in CONSTANTS.get(self.activation, ()))
         return (
             f"dim={self.dim}, hidden_dim={self.hidden_dim}, num_experts={self.num_experts}, "
-            f"activation={self.activation!r}, gated={gated}, bias={bias}"
+            f"activation={self.activation!r}, {constants}gated={gated}, bias={bias}"
         )
+
+
+def activation_of(experts: nn.Module) -> dict:
+    """The activation of Experts or SharedExperts, as functions take it."""
+    return {"activation": experts.activation, "alpha": experts.alpha, "limit": experts.limit}
 
 
 def experts_in(fn: str, module: nn.Module) -> list[Experts]:
@@ -189,13 +198,15 @@ def experts_in(fn: str, module: nn.Module) -> list[Experts]:
 class SharedExperts(nn.Module):
     """The dense MLP that is applied to every token: w2(act(w1 x) * w3 x)."""
 
-    def __init__(self, dim, hidden_dim, *, activation, gated, bias, device, dtype):
+    alpha, limit = function.ALPHA, function.LIMIT  # of layers that were pickled by an older version
+
+    def __init__(self, dim, hidden_dim, *, activation, alpha, limit, gated, bias, device, dtype):
         super().__init__()
         factory = {"bias": bias, "device": device, "dtype": dtype}
         self.w1 = nn.Linear(dim, hidden_dim, **factory)
         self.w2 = nn.Linear(hidden_dim, dim, **factory)
         self.w3 = nn.Linear(dim, hidden_dim, **factory) if gated else None
-        self.activation = activation
+        self.activation, self.alpha, self.limit = activation, alpha, limit
 
     def reset_parameters(self) -> None:
         for linear in self.children():
@@ -208,7 +219,7 @@ class SharedExperts(nn.Module):
         """
         if not self.is_stock(x, gate):
             up = None if self.w3 is None else self.w3(x)
-            shared = self.w2(activate(self.w1(x), up, activation=self.activation))
+            shared = self.w2(activate(self.w1(x), up, **activation_of(self)))
             return zero_padding(shared if gate is None else gate(x).sigmoid() * shared, num_tokens)
         shared, logits = self.operands(x, gate, num_tokens)
         if logits is None:
@@ -225,7 +236,7 @@ class SharedExperts(nn.Module):
         token's results do not depend on the others. Only where is_stock.
         """
         (w1, b1), (w2, b2), (w3, b3) = map(_as_expert, (self.w1, self.w2, self.w3))
-        settings = {"b1": b1, "b2": b2, "b3": b3, "activation": self.activation}
+        settings = {"b1": b1, "b2": b2, "b3": b3, **activation_of(self)}
         if num_tokens is None:
             counts = torch.full((1,), x.size(0), dtype=torch.int32, device=x.device)
         else:
@@ -273,7 +284,8 @@ class FusedMoE(KeepsExpertBias, Counting):
             top-k, and `update_expert_bias()`, to be called after each optimizer step, moves it by this much
             up or down, less the mean over the experts. Without that call nothing is balanced: after 256
             training forward passes without an update the layer warns, except under torch.compile.
-        activation: silu, gelu, gelu_tanh, relu or swiglu_clamped. gated: whether w3 exists.
+        activation, alpha, limit: of routed and shared experts, as `fused_moe.fused_experts`. gated: whether
+            w3 exists.
         bias: biases in the experts. gate_bias: a bias in the router's linear layer.
         device, dtype: of the parameters. expert_bias stays float32, and tokens_per_expert int64.
 
@@ -312,6 +324,8 @@ class FusedMoE(KeepsExpertBias, Counting):
         shared_expert_gate: bool = False,
         load_balance_coeff: float | None = None,
         activation: str = "silu",
+        alpha: float = function.ALPHA,
+        limit: float = function.LIMIT,
         gated: bool = True,
         bias: bool = False,
         gate_bias: bool = False,
@@ -337,11 +351,12 @@ class FusedMoE(KeepsExpertBias, Counting):
                 checks.fail(ValueError, FN, "load_balance_coeff >= 0", load_balance_coeff)
         checks.check_factory(FN, device, dtype)
         checks.check_routing(FN, num_experts, top_k, score_func, num_expert_groups, num_limited_groups)
-        checks.check_activation(FN, activation, "separate", "output")
+        checks.check_activation(FN, activation, alpha, limit)
         if shared_expert_gate and not num_shared_experts:
             checks.fail(ValueError, FN, "shared_expert_gate only with shared experts", "num_shared_experts=0")
         factory = {"device": device, "dtype": dtype}
-        mlp = {"activation": activation, "gated": gated, "bias": bias, **factory}
+        act = {"activation": activation, "alpha": alpha, "limit": limit}
+        mlp = {**act, "gated": gated, "bias": bias, **factory}
         routing = {
             "score_func": score_func,
             "route_norm": route_norm,

@@ -17,7 +17,7 @@ from torch.autograd import forward_ad
 from torch.nn.modules.module import _has_any_global_hook
 
 from . import function
-from .checks import check_experts, check_main_grads, check_router, is_altered
+from .checks import check_activation, check_experts, check_main_grads, check_router, is_altered
 from .gate import Gate
 from .main_grad import operands_of
 from .ops import ACTIVATION_CODES, SCORE_FUNCS, ops, route_plan, router_gradients, run, up_gradients
@@ -150,12 +150,12 @@ def routed_experts(
     logits (T, E). `shared` are what `fused_experts` takes as shared and shared_gate, `given` the router's ids
     and num_tokens."""
     fn, (gate, gate_bias, w1, w2, w3, b1, b2, b3) = "fused_experts", operands
-    constants = [function.ALPHA, function.LIMIT]
-    *_, layout = check_experts(fn, "x", x, w1, w2, w3, b1, b2, b3, *constants, "separate", False)
+    check_activation(fn, experts.activation, experts.alpha, experts.limit)
+    *_, layout = check_experts(fn, "x", x, w1, w2, w3, b1, b2, b3, "separate", False)
     main_up, main_down = check_main_grads(fn, experts.main_grads, "x", x, (w1, w2, w3), False)
     if main_up or main_down:
         w1, w2, w3 = operands_of((w1, w2, w3), (w1, w2, w3), experts.main_grads)
-    settings = (layout, ACTIVATION_CODES[experts.activation], constants)
+    settings = (layout, ACTIVATION_CODES[experts.activation], [experts.alpha, experts.limit])
     up = (w1, w3, gate, gate_bias, b1, b3, expert_bias)
     how = (router.top_k, router.routing | given, settings, main_up)
     h, a, scores, ids, logits, *plan = _RoutedUp.apply(x, *up, *how)
@@ -177,12 +177,13 @@ def routed_experts_without_gradients(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """routed_experts by one operator."""
     gate, gate_bias, w1, w2, w3, b1, b2, b3 = operands
-    constants = [function.ALPHA, function.LIMIT]
+    fn = "fused_experts"
     check_router("router_logits", x, gate, gate_bias)
     bias, routing, ids = function.check_route(
         "x", x, gate.size(0), router.top_k, expert_bias, **router.routing, ids=ids, num_tokens=num_tokens
     )
-    *_, layout = check_experts("fused_experts", "x", x, w1, w2, w3, b1, b2, b3, *constants, "separate", False)
+    check_activation(fn, experts.activation, experts.alpha, experts.limit)
+    *_, layout = check_experts(fn, "x", x, w1, w2, w3, b1, b2, b3, "separate", False)
     tensors = (x, gate, gate_bias, bias, w1, w3, w2, b1, b3, b2)
-    settings = (layout, ACTIVATION_CODES[experts.activation], constants)
+    settings = (layout, ACTIVATION_CODES[experts.activation], [experts.alpha, experts.limit])
     return run(ops.routed_experts.default, *tensors, *routing, *settings, ids, num_tokens, *shared)

@@ -428,6 +428,12 @@ TABLE = {
         (experts(limit=False), TypeError, "limit to be a number", "bool False"),
         (experts(limit=nan), ValueError, "limit to be a number", "nan"),
         (experts(limit=torch.tensor(7.0)), TypeError, "limit to be a number", "Tensor"),
+        (experts(activation="swiglu_clamped", limit=-1), ValueError, "limit >= 0 .* 'swiglu_clamped'", "-1"),
+        (experts(activation="swiglu_limited", limit=-inf), ValueError, "limit >= 0 .*_limited'", "-inf"),
+        (experts(activation="situ", alpha=0.0), ValueError, "a finite alpha > 0 .* 'situ'", "0.0"),
+        (experts(activation="situ", alpha=-2), ValueError, "a finite alpha > 0 .* 'situ'", "-2"),
+        (experts(activation="situ", limit=0), ValueError, "a finite limit > 0 .* 'situ'", "0"),
+        (experts(activation="situ", limit=inf), ValueError, "a finite limit > 0 .* 'situ'", "inf"),
         (experts(main_grads="w1"), TypeError, "main_grads to be a tuple", "str"),
         (experts(main_grads=(None, None)), ValueError, "main_grads of w1, w2 and w3", "2 of them"),
         (experts(main_grads=(1.0, None, None)), TypeError, r"main_grads\[0\] to be a tensor", "float"),
@@ -480,6 +486,7 @@ TABLE = {
         (mlp(activation=0), ValueError, "activation to be one of", "0"),
         (mlp(alpha=1j), TypeError, "alpha to be a number", "complex"),
         (mlp(limit=None), TypeError, "limit to be a number", "NoneType"),
+        (mlp(activation="situ", limit=-1.0), ValueError, "a finite limit > 0 .* 'situ'", "-1.0"),
         (mlp(main_grads={"w1": None}), TypeError, "main_grads to be a tuple", "dict"),
     ],
     "FusedMoE": [
@@ -495,7 +502,11 @@ TABLE = {
         (module(top_k=4), ValueError, "top_k from 1 to 3, the number of experts", "4"),
         (module(top_k=2.0), TypeError, "top_k to be an int", "float 2.0"),
         (module(top_k=None), TypeError, "top_k to be an int", "NoneType"),
-        (module(activation="tanh"), ValueError, "activation to be one of", "'tanh'"),
+        (module(activation="tanh"), ValueError, "activation to be one of .*'relu2'.*'situ'", "'tanh'"),
+        (module(alpha="1"), TypeError, "alpha to be a number", "str '1'"),
+        (module(limit=nan), ValueError, "limit to be a number", "nan"),
+        (module(activation="situ", alpha=0), ValueError, "a finite alpha > 0 .* 'situ'", "0"),
+        (module(activation="swiglu_limited", limit=-7.0), ValueError, "limit >= 0 .*_limited'", "-7.0"),
         (module(score_func="relu"), ValueError, "score_func to be one of", "'relu'"),
         (module(num_expert_groups=2, num_limited_groups=1), ValueError, "divide the 3 experts", "2"),
         (module(num_expert_groups=3, num_limited_groups="1"),
@@ -871,6 +882,31 @@ def test_dtypes_on_meta_are_checked_under_autocast(device):
         fn(**arguments)
 
 
+@pytest.mark.parametrize("changed", ({"alpha": -1.0}, {"limit": 0.0}))
+@pytest.mark.parametrize("grad", (True, False))
+def test_constants_that_were_assigned_to_a_layer(device, changed, grad):
+    """They are checked in each call, also where the layer is one operator."""
+    layer = FusedMoE(D, F, E, K, activation="situ", device=device)
+    for name, value in changed.items():
+        setattr(layer.experts, name, value)
+    [(name, value)] = changed.items()
+    with torch.set_grad_enabled(grad), pytest.raises(ValueError, match=f"a finite {name} > 0 .* {value}"):
+        layer(torch.randn(T, D, device=device))
+
+
+@pytest.mark.parametrize("activation, constants, message", (
+    ("situ", [0.0, 1.0], "finite constants > 0 with situ, found 0"),
+    ("situ", [1.0, inf], "finite constants > 0 with situ, found inf"),
+    ("swiglu_limited", [1.0, -1.0], "a limit >= 0 with an activation that clamps, found -1"),
+    ("swiglu_clamped", [1.0, nan], "a limit >= 0 with an activation that clamps, found nan"),
+))  # fmt: skip
+def test_constants_of_the_operator(device, activation, constants, message):
+    h = torch.randn(3, 4, device=device)
+    code = fused_moe.ops.ACTIVATION_CODES[activation]
+    with pytest.raises(RuntimeError, match=f"activate: expected {message}"):
+        torch.ops.fused_moe.activate(h, None, fused_moe.ops.UNGATED, code, constants)
+
+
 @pytest.mark.parametrize("call", (experts, mlp, router, gemm, permutation, combination, planned, counted))
 def test_a_device_without_kernels(device, monkeypatch, call):
     """The first tensor's device is named, and where kernels for it can be built, how."""
@@ -891,9 +927,10 @@ def test_a_build_without_cuda_kernels_says_what_to_do(cpu, monkeypatch):
         route(x, 2)
 
 
-def test_an_infinite_limit_is_a_number(device):
+@pytest.mark.parametrize("activation", ("swiglu_clamped", "swiglu_limited"))
+def test_an_infinite_limit_is_a_number(device, activation):
     """limit=inf clamps nothing."""
-    fn, arguments = experts(activation="swiglu_clamped", limit=inf)
+    fn, arguments = experts(activation=activation, limit=inf)
     arguments = moved(arguments, device)
     assert torch.equal(fn(**arguments), fn(**arguments | {"limit": 1e30}))
 

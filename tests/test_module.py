@@ -2,6 +2,7 @@
 
 import copy
 import os
+import pickle
 import tempfile
 import warnings
 
@@ -33,7 +34,18 @@ SETTINGS = {
     "qwen2": {"route_norm": True, "num_shared_experts": 2, "shared_expert_gate": True},
     "biases": {"bias": True, "gate_bias": True, "activation": "gelu"},
     "ungated": {"gated": False, "activation": "relu", "bias": True, "num_shared_experts": 1},
-    "gpt-oss": {"activation": "swiglu_clamped", "bias": True},
+    "gpt-oss": {"activation": "swiglu_clamped", "alpha": 1.3, "limit": 0.2, "bias": True},
+    "deepseek-v4": {
+        "activation": "swiglu_limited", "limit": 0.3, "num_shared_experts": 1, "route_norm": True,
+        "load_balance_coeff": 1e-3,
+    },
+    "kimi-k3": {
+        "activation": "situ", "alpha": 0.5, "limit": 2.0, "score_func": "sigmoid", "num_shared_experts": 1,
+    },
+    "nemotron": {
+        "activation": "relu2", "gated": False, "score_func": "sigmoid", "route_norm": True,
+        "num_shared_experts": 1,
+    },
 }  # fmt: skip
 
 
@@ -312,7 +324,52 @@ def test_repr_tells_the_settings(device):
         assert part in text, part
 
 
+def test_repr_tells_the_constants_of_an_activation(device):
+    """Those alone that it uses."""
+    for activation, text in (
+        ("situ", "activation='situ', alpha=4.0, limit=10.0, gated"),
+        ("swiglu_limited", "activation='swiglu_limited', limit=10.0, gated"),
+        ("relu2", "activation='relu2', gated"),
+    ):
+        layer = FusedMoE(12, 8, 16, 2, activation=activation, alpha=4.0, limit=10.0, device=device)
+        assert text in repr(layer.experts)
+
+
 # --- values ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("form", ("joined", "apart", "no gradients", "hooked shared experts"))
+@pytest.mark.parametrize("activation, constants", (
+    ("swiglu_clamped", {"alpha": 1.0, "limit": 0.2}), ("swiglu_limited", {"limit": 0.2}),
+    ("situ", {"alpha": 0.3, "limit": 0.5}),
+))  # fmt: skip
+def test_constants_reach_the_kernels(device, activation, constants, form):
+    """Those of the layer, in routed and shared experts, however the layer is called."""
+    settings = {"activation": activation, "num_shared_experts": 1, "dtype": F64}
+    x = torch.randn(30, 24, dtype=F64, device=device)
+    ours, loop = pair(device, **settings, **constants)
+    if form == "apart":
+        ours.router.gate.register_forward_hook(lambda *_: None)
+    if form == "hooked shared experts":
+        ours.shared_experts.w1.register_forward_hook(lambda *_: None)
+    with torch.set_grad_enabled(form != "no gradients"):
+        expected = loop(x)
+        torch.testing.assert_close(ours(x), expected, rtol=1e-10, atol=1e-10)
+        for part in (loop.experts, loop.shared_experts):  # and they matter in both
+            part.limit, limit = 7.0, part.limit
+            assert (loop(x) - expected).abs().max() > 1e-3
+            part.limit = limit
+
+
+def test_layers_of_an_older_version_have_gpt_oss_constants(cpu):
+    """Pickled as a whole, before experts had constants of their own."""
+    layer = FusedMoE(24, 20, 8, 2, activation="swiglu_clamped", num_shared_experts=1)
+    expected = layer(x := torch.randn(9, 24))
+    for part in (layer.experts, layer.shared_experts):
+        del part.__dict__["alpha"], part.__dict__["limit"]
+    older = pickle.loads(pickle.dumps(layer))
+    assert older.experts.alpha == 1.702 and older.shared_experts.limit == 7.0
+    assert torch.equal(older(x), expected) and "alpha=1.702, limit=7.0" in repr(older.experts)
 
 
 @pytest.mark.quick

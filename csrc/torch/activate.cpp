@@ -3,11 +3,19 @@
  * up. */
 #include "operators.h"
 
+#include <cmath>
+
 FusedMoeActivation activation_of(const char *op, int64_t kind, const Constants &constants) {
     check_size(op, "activation", kind, 0, FUSED_MOE_NUM_ACTIVATIONS - 1);
     if (constants.size() != 2)
         fail(op, "expected constants of [alpha, limit], found ", constants.size(), " of them");
     const double alpha = constants[0], limit = constants[1];
+    if (kind == FUSED_MOE_ACT_situ)
+        for (double constant : constants)
+            if (!(constant > 0 && constant < INFINITY))
+                fail(op, "expected finite constants > 0 with situ, found ", std::to_string(constant));
+    if ((kind == FUSED_MOE_ACT_swiglu_clamped || kind == FUSED_MOE_ACT_swiglu_limited) && !(limit >= 0))
+        fail(op, "expected a limit >= 0 with an activation that clamps, found ", std::to_string(limit));
     return {(int32_t)kind, alpha, limit, 1 / alpha, 1 / limit};
 }
 

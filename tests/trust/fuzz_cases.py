@@ -276,6 +276,8 @@ def _of_layer(rng: random.Random, case: FuzzCase) -> dict:
         **_of_routing(rng, case),
         "layout": rng.choice(("separate", "ungated")),
         "activation": rng.choice(ACTIVATIONS),
+        "alpha": rng.choice((0.5, 1.702, 4.0)),
+        "limit": rng.choice((0.5, 1.0, 7.0)),
         "bias": rng.random() < 0.4,
         "shared": shared,
         "shared_gate": bool(shared) and rng.random() < 0.5,

@@ -209,9 +209,7 @@ class Experts(Problem):
             scores = scores.to(c.scores_dtype or score_dtype(c.dtype))
             self.inputs["scores"] = self.expanded("scores", scores)
         self.options = {
-            "activation": c.activation,
-            "alpha": c.alpha,
-            "limit": c.limit,
+            **activation_of(c),
             "layout": layout,
             "transposed": transposed,
         }
@@ -374,6 +372,10 @@ class Route(Problem):
             assert found["ids"][touched["ids"], 0] == first, "ids: NaN comes first"
 
 
+def activation_of(case: FuzzCase) -> dict:
+    return {"activation": case.activation, "alpha": case.alpha, "limit": case.limit}
+
+
 class Layer(Problem):
     slack = 16.0  # the router's GEMM is PyTorch's, and its rounding goes through the softmax
 
@@ -382,8 +384,8 @@ class Layer(Problem):
         self.module = fused_moe.FusedMoE(
             c.dim, c.hidden, c.num_experts, c.top_k, **routing_of(c), **groups_of(c), dtype=c.dtype,
             num_shared_experts=c.shared, shared_expert_gate=c.shared_gate, bias=c.bias, gate_bias=c.gate_bias,
-            load_balance_coeff=1e-3 if c.expert_bias else None, activation=c.activation,
-            gated=c.layout == "separate",
+            load_balance_coeff=1e-3 if c.expert_bias else None, gated=c.layout == "separate",
+            **activation_of(c),
         ).train(c.training)  # fmt: skip
         self.inputs["x"] = self.expanded("x", self.draw(c.tokens, c.dim))
         for name, p in self.module.named_parameters():
@@ -420,7 +422,7 @@ class Layer(Problem):
 
     def reference(self, inputs, arithmetic, found):
         params = {n: t for n, t in inputs.items() if n != "x"}
-        options = (found["ids"], routing_of(self.case), arithmetic, self.case.activation)
+        options = (found["ids"], routing_of(self.case), arithmetic, activation_of(self.case))
         out, logits = plain.layer(inputs["x"], params, *options)
         if not self.case.losses:
             return {"out": out}

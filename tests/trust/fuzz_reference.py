@@ -296,7 +296,7 @@ def losses_of(logits, ids, arithmetic: Arithmetic, score_func: str):
 # --- the layer ------------------------------------------------------------------------------------
 
 
-def layer(x, params: dict, ids, routing: dict, arithmetic: Arithmetic, activation: str):
+def layer(x, params: dict, ids, routing: dict, arithmetic: Arithmetic, act: dict):
     """FusedMoE on experts that have been chosen: out, and the logits."""
     round_, wide = arithmetic.round, arithmetic.wide
     p = {n: t.to(wide) for n, t in params.items()}
@@ -311,14 +311,14 @@ def layer(x, params: dict, ids, routing: dict, arithmetic: Arithmetic, activatio
         logits = logits + p["router.gate.bias"]
     scores = scores_of(logits, ids, arithmetic, **routing)
     weights = (p.get(f"experts.{n}") for n in ("w1", "w2", "w3", "b1", "b2", "b3"))
-    out = experts(tokens, *weights, scores, ids, arithmetic, activation=activation)
+    out = experts(tokens, *weights, scores, ids, arithmetic, **act)
     if "shared_experts.w1.weight" in p:
         gate = linear("shared_experts.w1", tokens)
         up = linear("shared_experts.w3", tokens) if "shared_experts.w3.weight" in p else None
         with torch.no_grad():
-            near = near_kink(gate, up, activation, 7.0, arithmetic.stored)
+            near = near_kink(gate, up, act["activation"], act["limit"], arithmetic.stored)
             arithmetic.near.append(near.nonzero().flatten())
-        shared = linear("shared_experts.w2", activate(gate, up, activation, 1.702, 7.0, arithmetic))
+        shared = linear("shared_experts.w2", activate(gate, up, **act, arithmetic=arithmetic))
         if "shared_expert_gate.weight" in p:
             shared = round_(round_(linear("shared_expert_gate", tokens).sigmoid()) * shared)
         out = out + shared
