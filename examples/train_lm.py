@@ -319,6 +319,7 @@ class Run:
         if args.fsdp:
             shard(model, args)
         self.optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), fused=True)
+        fused_moe.balance(model, self.optimizer)
         if args.compile and experts == "fused":  # the loop's shapes depend on data: it would recompile
             model.compile()
 
@@ -345,10 +346,8 @@ class Run:
         self.optimizer.zero_grad()
         loss.backward()
         clip_gradients(list(self.model.parameters()), 1.0)
-        self.optimizer.step()
         self.tokens_per_expert = sum_over_processes(torch.stack([moe.tokens_per_expert for moe in self.moes]))
-        for moe in self.moes:
-            moe.update_expert_bias()  # it also zeroes tokens_per_expert
+        self.optimizer.step()  # then balances, and zeroes tokens_per_expert
         return sum_over_processes(loss.detach()) / num_processes()
 
     def advance(self, bar, interrupt):

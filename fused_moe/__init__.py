@@ -7,6 +7,7 @@ and `info()` tells which tiers run.
 from . import oldest as oldest  # isort: skip
 from . import flops as flops  # for FlopCounterMode
 from . import reference
+from .balance import ModelLoadReport, balance, load_report
 from .function import (
     fused_experts,
     grouped_mlp,
@@ -31,15 +32,18 @@ __all__ = [
     "FusedMoE",
     "LoRA",
     "LoadReport",
+    "ModelLoadReport",
     "Plan",
     "QuantizedWeight",
     "RouterLosses",
     "add_lora",
+    "balance",
     "fused_experts",
     "grouped_mlp",
     "grouped_mm",
     "info",
     "load_balancing_loss",
+    "load_report",
     "permute",
     "plan_from_counts",
     "quantize",

@@ -11,6 +11,7 @@ import math
 from numbers import Integral, Real
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from . import ops as _ops
@@ -62,6 +63,12 @@ def check_choice(fn: str, name: str, value, choices) -> None:
     if not (isinstance(value, str) and value in choices):
         found = value if isinstance(value, Tensor) else repr(value)
         fail(ValueError, fn, f"{name} to be one of {sorted(choices)}", found)
+
+
+def check_group(fn: str, group) -> None:
+    """Checks a group of ranks, or None. Ranks outside a group have an int in its place."""
+    if group is not None and not (dist.is_available() and isinstance(group, dist.ProcessGroup)):
+        fail(TypeError, fn, "group to be a ProcessGroup that this rank is in", type(group).__name__)
 
 
 def check_factory(fn: str, device, dtype) -> None:

@@ -7,6 +7,7 @@ without a word.
 from __future__ import annotations
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from .checks import fail
@@ -38,3 +39,27 @@ def check_expert_bias(fn: str, bias: Tensor | None) -> None:
     """Checks a bias that may have been set, past all that keeps its dtype."""
     if bias is not None and bias.dtype != torch.float32:
         fail(TypeError, fn, "expert_bias of dtype float32", bias.dtype)
+
+
+@torch.no_grad()
+def update_biases(layers: list, group=None) -> None:
+    """Moves each FusedMoE's expert_bias by its load_balance_coeff against its load, and zeroes its counts.
+    One all-reduce sums the counts of all layers over the group."""
+    for layer in layers:
+        check_expert_bias("FusedMoE", layer.expert_bias)
+        if layer.tokens_per_expert.is_meta:  # parameters came by assignment, nothing is counted
+            layer._move_counter("tokens_per_expert", layer.expert_bias.device)
+    loads = joined([layer.tokens_per_expert for layer in layers])
+    if dist.is_available() and dist.is_initialized():
+        dist.all_reduce(loads, group=group)
+    for layer, load in zip(layers, loads.split([layer.num_experts for layer in layers]), strict=True):
+        shortfall = load.sum() - layer.num_experts * load  # E times (mean - load), exactly
+        delta = layer.load_balance_coeff * torch.sign(shortfall).float()
+        bias = layer.expert_bias
+        bias.add_((delta - delta.mean()).to(bias.device))
+        layer.tokens_per_expert.zero_()
+
+
+def joined(counts: list[Tensor]) -> Tensor:
+    """Counts of layers one after another, on the first one's device."""
+    return torch.cat([count.detach().to(counts[0].device) for count in counts])

@@ -11,7 +11,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from .checks import check_bool, check_choice, check_device, check_num_tokens, check_shape, fail
+from .checks import check_bool, check_choice, check_device, check_group, check_num_tokens, check_shape, fail
 from .padding import is_real
 
 
@@ -151,8 +151,7 @@ def check_scope(fn: str, per_sequence, group, load, num_experts: int, like_name:
     """Checks which tokens a balance loss is taken over."""
     if per_sequence is not False:
         check_bool(fn, "per_sequence", per_sequence)
-    if group is not None and not (dist.is_available() and isinstance(group, dist.ProcessGroup)):
-        fail(TypeError, fn, "group to be a ProcessGroup that this rank is in", type(group).__name__)
+    check_group(fn, group)
     if load is not None:
         if not isinstance(load, Tensor):
             fail(TypeError, fn, "load to be a tensor", type(load).__name__)

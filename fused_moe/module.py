@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from . import checks, function
 from .activation import CONSTANTS, activate
 from .counting import Counting
-from .expert_bias import KeepsExpertBias, check_expert_bias
+from .expert_bias import KeepsExpertBias, check_expert_bias, update_biases
 from .gate import Gate, fit
 from .lora import Adapters, LoRA
 from .losses import check_mask, check_scope, load_balancing_loss, router_z_loss
@@ -42,6 +42,12 @@ class RouterLosses(NamedTuple):
     z: Tensor
 
 
+NOTHING_COUNTED = (
+    "load: nothing counted since the last update of the bias; read it before optimizer.step(); only training "
+    "passes count"
+)
+
+
 class LoadReport(NamedTuple):
     """How many tokens each expert got since the last update of the bias."""
 
@@ -52,7 +58,7 @@ class LoadReport(NamedTuple):
 
     def __str__(self) -> str:
         if not self.tokens.any():
-            return "load: nothing counted since the last update_expert_bias(); only training passes count"
+            return NOTHING_COUNTED
         bars = "\n".join(
             f"  {e:6d}  {int(n):10d}  {s:7.2%}  {'#' * round(40 * s / peak)}"
             for peak in [float(self.share.max())]
@@ -62,6 +68,18 @@ class LoadReport(NamedTuple):
             f"load: the busiest expert has {self.max_over_mean:.2f}x the mean, {self.idle} of "
             f"{len(self.tokens)} experts are idle\n  expert      tokens    share\n{bars}"
         )
+
+
+def report_of(tokens: Tensor) -> LoadReport:
+    """The report of a counter (E,), as it is now."""
+    tokens = (
+        torch.zeros_like(tokens, device="cpu")
+        if tokens.is_meta
+        else tokens.detach().to("cpu", torch.int64, copy=True)
+    )
+    total = tokens.sum().clamp_min(1)
+    max_over_mean = int(tokens.max()) * len(tokens) / int(total)
+    return LoadReport(tokens, tokens.float() / total, max_over_mean, int((tokens == 0).sum()))
 
 
 class Router(nn.Module):
@@ -281,9 +299,10 @@ class FusedMoE(KeepsExpertBias, Counting):
         num_shared_experts: dense experts next to the routed ones, as one MLP of width F * num_shared_experts.
         shared_expert_gate: multiply their output by sigmoid(gate(x)), as Qwen2-MoE does.
         load_balance_coeff: balance without auxiliary loss (DeepSeek-V3): an `expert_bias` is added for the
-            top-k, and `update_expert_bias()`, to be called after each optimizer step, moves it by this much
-            up or down, less the mean over the experts. Without that call nothing is balanced: after 256
-            training forward passes without an update the layer warns, except under torch.compile.
+            top-k, and after each optimizer step `fused_moe.balance`, or a call of `update_expert_bias()`,
+            moves it by this much up or down, less the mean over the experts. Without either nothing is
+            balanced: after 256 training forward passes without an update the layer warns, except under
+            torch.compile.
         activation, alpha, limit: of routed and shared experts, as `fused_moe.fused_experts`. gated: whether
             w3 exists.
         bias: biases in the experts. gate_bias: a bias in the router's linear layer.
@@ -587,42 +606,27 @@ class FusedMoE(KeepsExpertBias, Counting):
         watched[1] = version
         if watched[0] == PATIENCE:
             warnings.warn(
-                "FusedMoE: expected update_expert_bias() after each optimizer step, as load_balance_coeff is "
-                f"set, found {PATIENCE} training forward passes without it: the load is not balanced",
+                "FusedMoE: expected fused_moe.balance(model, optimizer), or update_expert_bias() after each "
+                f"optimizer step, as load_balance_coeff is set, found {PATIENCE} training forward passes "
+                "without an update: the load is not balanced",
                 stacklevel=2,
             )
 
-    @torch.no_grad()
     def update_expert_bias(self, process_group=None) -> None:
         """Moves expert_bias by load_balance_coeff against the load, and zeroes the token counts.
 
-        Call it once after each optimizer step. Under torch.distributed the counts are first summed over
-        `process_group` (default: all ranks), so every rank keeps the same bias. Without load_balance_coeff it
-        only zeroes them.
+        Call it once after each optimizer step, or `fused_moe.balance` once before the first. Under
+        torch.distributed the counts are first summed over `process_group` (default: all ranks), so every rank
+        keeps the same bias. Without load_balance_coeff it only zeroes them.
         """
-        tokens, bias = self.tokens_per_expert, self.expert_bias
-        check_expert_bias(FN, bias)
-        if tokens.is_meta and bias is not None:  # parameters came by assignment, nothing is counted
-            tokens = self._move_counter("tokens_per_expert", bias.device)
-        if dist.is_available() and dist.is_initialized():
-            dist.all_reduce(tokens, group=process_group)
-        if bias is not None:
-            shortfall = tokens.sum() - self.num_experts * tokens  # E times (mean - load), exactly
-            delta = self.load_balance_coeff * torch.sign(shortfall).float()
-            bias.add_(delta - delta.mean())
-        tokens.zero_()
+        if self.expert_bias is None:
+            self.tokens_per_expert.zero_()
+        else:
+            update_biases([self], process_group)
 
     def load_report(self) -> LoadReport:
-        """The load of each expert on this rank since the last `update_expert_bias`; `print` shows bars."""
-        tokens = self.tokens_per_expert.detach()
-        tokens = (
-            torch.zeros_like(tokens, device="cpu")
-            if tokens.is_meta
-            else tokens.to("cpu", torch.int64, copy=True)
-        )
-        total = tokens.sum().clamp_min(1)
-        max_over_mean = int(tokens.max()) * self.num_experts / int(total)
-        return LoadReport(tokens, tokens.float() / total, max_over_mean, int((tokens == 0).sum()))
+        """The load of each expert on this rank since the last update of the bias; `print` shows bars."""
+        return report_of(self.tokens_per_expert)
 
     def extra_repr(self) -> str:
         return f"load_balance_coeff={self.load_balance_coeff}" if self.load_balance_coeff else ""

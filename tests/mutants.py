@@ -835,16 +835,16 @@ CPU = [
     ),
     Mutant(
         "the load bias goes the wrong way",
-        "fused_moe/module.py",
+        "fused_moe/expert_bias.py",
         "torch.sign(shortfall)",
         "torch.sign(-shortfall)",
         "tests/test_module.py",
     ),
     Mutant(
         "the load bias drifts",
-        "fused_moe/module.py",
-        "bias.add_(delta - delta.mean())",
-        "bias.add_(delta)",
+        "fused_moe/expert_bias.py",
+        "(delta - delta.mean()).to(bias.device)",
+        "delta.to(bias.device)",
         "tests/test_module.py",
     ),
     Mutant(
@@ -923,6 +923,20 @@ CPU = [
         "return _zeroed(logits.reshape(-1, logits.size(-1)), real)",
         "return logits.reshape(-1, logits.size(-1))",
         "tests/test_padding.py",
+    ),
+    Mutant(
+        "balance sums over all ranks, not the group",
+        "fused_moe/expert_bias.py",
+        "dist.all_reduce(loads, group=group)",
+        "dist.all_reduce(loads)",
+        "tests/test_distributed.py",
+    ),
+    Mutant(
+        "a model's report shows the most balanced layers",
+        "fused_moe/balance.py",
+        "rows = [max(rows[i : i + folded], key=_imbalance)",
+        "rows = [min(rows[i : i + folded], key=_imbalance)",
+        "tests/test_balance.py",
     ),
     Mutant(
         "masked tokens are in the load of the loss",

@@ -31,6 +31,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils.checkpoint import checkpoint
 
+import fused_moe
 from fused_moe import FusedMoE, QuantizedWeight, add_lora, quantize, reference
 from fused_moe.distributed import ExpertParallel
 from fused_moe.quantized import sharding, tiles
@@ -850,6 +851,52 @@ def test_ddp_balances_by_all_tokens(workers, device, waits):
             assert torch.equal(first[name], value.cpu()) and torch.equal(second[name], value.cpu()), name
         else:
             assert torch.equal(first[name] + second[name], value.cpu()), name
+
+
+# --- balance of a model -----------------------------------------------------------------------------------
+
+COUNTS_OF_RANKS = torch.tensor(
+    [[[9, 0, 4, 3, 1, 1], [5, 5, 0, 0, 2, 0]], [[1, 2, 4, 9, 1, 1], [0, 1, 9, 8, 0, 0]]]
+)
+
+
+def balanced_model(rank, device, how):
+    """The biases of two layers after a step, and the number of all-reduces of integers."""
+    layers = torch.nn.Sequential(new_layer(device), new_layer(device))
+    layers[1].load_balance_coeff = 0.5
+    model, group = layers, None
+    if how == "ddp":
+        model = torch.nn.parallel.DistributedDataParallel(layers)
+    elif how == "fsdp":
+        for layer in layers:
+            fully_shard(layer, mesh=init_device_mesh(device.type, (RANKS,)))
+        model = fully_shard(layers, mesh=init_device_mesh(device.type, (RANKS,)))
+    elif how == "alone":
+        groups = [dist.new_group([r]) for r in range(RANKS)]
+        group = groups[rank]
+    optimizer = torch.optim.SGD(model.parameters(), 1e-2)
+    fused_moe.balance(model, optimizer, group=group)
+    model(new_signals(device)[0]).sum().backward()
+    for layer, counts in zip(layers, COUNTS_OF_RANKS[rank], strict=True):
+        layer.tokens_per_expert.copy_(counts)
+    with mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as all_reduce:
+        optimizer.step()
+    assert all_reduce.call_count == 1
+    assert not any(layer.tokens_per_expert.any() for layer in layers)
+    return [layer.expert_bias for layer in layers]
+
+
+@pytest.mark.parametrize("how", ("plain", "ddp", "fsdp", "alone"))
+def test_balance_of_a_model(workers, device, how):
+    """One all-reduce for all layers: the bits of one layer's update by the counts of the group's ranks."""
+    counts = COUNTS_OF_RANKS if how == "alone" else COUNTS_OF_RANKS.sum(0).expand(RANKS, -1, -1)
+    for found, loads in zip(workers(balanced_model, how), counts, strict=True):
+        for bias, load, coefficient in zip(found, loads, (0.01, 0.5), strict=True):
+            layer = new_layer("cpu")
+            layer.load_balance_coeff = coefficient
+            layer.tokens_per_expert.copy_(load)
+            layer.update_expert_bias()
+            assert layer.expert_bias.any() and torch.equal(bias, layer.expert_bias)
 
 
 # --- the balance loss of a global batch -----------------------------------------------------------------

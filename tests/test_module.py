@@ -752,7 +752,8 @@ def test_load_report_before_any_token(device):
         assert report.max_over_mean == 0.0 and report.idle == 4
         assert (
             str(report)
-            == "load: nothing counted since the last update_expert_bias(); only training passes count"
+            == "load: nothing counted since the last update of the bias; read it before optimizer.step(); "
+            "only training passes count"
         )
         layer(torch.randn(9, 24, device=device))
         assert "idle" in str(layer.load_report())
@@ -804,7 +805,7 @@ def test_a_forgotten_update_warns(device):
     layer, run = forgetful(device)
     run()
     with pytest.warns(
-        UserWarning, match=r"expected update_expert_bias\(\) after each optimizer step"
+        UserWarning, match=r"expected fused_moe.balance\(model, optimizer\), or update_expert_bias\(\) after"
     ) as caught:
         run(2 * PATIENCE)
     assert len(caught) == 1
