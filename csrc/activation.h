@@ -112,8 +112,10 @@ ACT_FN ACT_NAME(Point) ACT_NAME(linear)(accum_t x, constants_t c) {
     return POINT(x, 1);
 }
 
+/* Two selections in a row: nested ones become a branch per element on a GPU. */
 ACT_FN ACT_NAME(Point) ACT_NAME(clamped)(accum_t x, constants_t c) {
-    accum_t u = x > c.limit ? c.limit : x < -c.limit ? -c.limit : x;
+    accum_t u = x > c.limit ? c.limit : x;
+    u = u < -c.limit ? -c.limit : u;
     return KINKED(u, 1, !(x <= c.limit && x >= -c.limit));
 }
 

@@ -115,6 +115,15 @@ def test_quantised_weights(device, format, dtype, hidden):
     check_lora(case, device, quantized=format)
 
 
+@pytest.mark.parametrize("activation", ("swiglu_limited", "relu2", "situ"))
+@pytest.mark.parametrize("layout", ("halves", "ungated"))
+def test_activations(device, layout, activation):
+    """On float and on quantised weights."""
+    case = Case(dim=64, hidden=64, layout=layout, activation=activation, bias=True)
+    check_lora(case, device, names="12")
+    check_lora(case, device, names="12", quantized="int8")
+
+
 @pytest.mark.parametrize("names", ("1", "2", "3", "13", ""))
 def test_some_weights_have_none(device, names):
     check_lora(Case(), device, names=names)

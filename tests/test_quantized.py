@@ -314,7 +314,7 @@ def test_experts_of_tiles(device, option, dtype, hidden):
 
 @pytest.mark.parametrize("layout", STORED)
 @pytest.mark.parametrize("score_on", ("output", "input"))
-@pytest.mark.parametrize("activation", ("gelu", "swiglu_clamped"))
+@pytest.mark.parametrize("activation", ("gelu", "swiglu_clamped", "swiglu_limited", "relu2", "situ"))
 @pytest.mark.parametrize("hidden", (32, 64), ids=("published", "tiles"))
 def test_layouts(device, layout, score_on, activation, hidden):
     """Every layout that is not transposed."""

@@ -5,7 +5,7 @@ import re
 
 import pytest
 import torch
-from cases import BF16, F16, poisoned, quantize_options
+from cases import ACTIVATIONS, BF16, F16, poisoned, quantize_options
 from gpu_cases import HALF_DTYPES, capture, launches
 from test_quantized import random_weight
 
@@ -96,6 +96,19 @@ def test_bits_of_dequantised_weights(device, shape, format, scale_of, dtype):
         scale_dtype = (dtype, torch.float32, other, dtype)[i]
         args, options, biases = draw(shape, layout, format, scale_of, scale_dtype, dtype, device)
         check(args, options | (biases if i % 2 else {}), dtype)
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("shape", ("one slot", "eight rows", "64 rows and 1", "many experts", "tall tiles"))
+@torch.no_grad()
+def test_every_activation(device, tier, shape, activation):
+    """Of both tiers: by the rows in shared memory and by those in registers."""
+    for name in (None, "portable"):
+        tier(name)
+        for layout in LAYOUTS:
+            args, options, biases = draw(shape, layout, "int8", 0, BF16, BF16, device)
+            constants = {"activation": activation, "alpha": 1.3, "limit": 0.9}
+            check(args, options | biases | constants, BF16)
 
 
 @pytest.mark.parametrize("format", FORMATS)

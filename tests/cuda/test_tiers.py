@@ -10,6 +10,7 @@ import exact
 import pytest
 import torch
 from cases import (
+    ACTIVATIONS,
     BF16,
     F16,
     F32,
@@ -19,6 +20,7 @@ from cases import (
     Case,
     assert_near,
     assert_same_bits,
+    check_experts,
     forward_backward,
     misaligned,
     to_double,
@@ -84,6 +86,16 @@ def test_an_unknown_tier_is_named(device):
     is_hopper = torch.cuda.get_device_capability(device) == (9, 0)
     for name, runs in (("portable", True), ("hopper", is_hopper), ("auto", True)):
         assert bool(re.search(rf"\b{name}\b", message)) == runs, message
+
+
+@HALF_DTYPES
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("layout", ("separate", "halves.T", "interleaved", "ungated"))
+def test_every_activation_of_the_sm80_tier(device, tier, layout, activation, dtype):
+    """Forward and gradients, on columns that fill a tile and a part of the next."""
+    tier("portable")
+    case = Case(200, 136, 200, 4, 2, dtype, layout=layout, activation=activation, bias=True)
+    check_experts(case, device)
 
 
 @HALF_DTYPES
