@@ -12,7 +12,7 @@ anything is timed, one step of the experts is checked against eager in float64. 
 times `model.generate`: greedy, from random prompts, with a static cache. On a GPU transformers then compiles
 each step after the first, in mode reduce-overhead, that is as a CUDA graph. Its default experts are
 grouped_mm; while it decodes on a GPU it changes that to batched_mm by itself. Both models share the weights.
-With --hidden-act gelu_fast, whose kernel fused_moe does not have, "ours" is a model that fell back.
+With --hidden-act quick_gelu, whose kernel fused_moe does not have, "ours" is a model that fell back.
 tokens_per_s counts the new tokens of all sequences over the whole call, prompt included; time_us is that of
 one new token per sequence; same_tokens is the share of new tokens that both models chose.
 """

@@ -374,7 +374,9 @@ def test_experts(device, dtype, score_dtype, kind):
     assert ours["out"].dtype == dtype and ours["dscores"].dtype == score_dtype
 
 
-@pytest.mark.parametrize("hidden_act", ("gelu", "gelu_new", "gelu_pytorch_tanh", "relu", "swish"))
+@pytest.mark.parametrize(
+    "hidden_act", ("gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh", "relu", "swish")
+)
 def test_activations(device, hidden_act):
     """The other supported activations."""
     experts = Experts(MixtralExperts, device, hidden_act=hidden_act)
@@ -475,10 +477,10 @@ def test_compile(device, kind):
 
 # model -> its class of experts, its configuration, and the warning
 UNKNOWN = {
-    "openai_privacy_filter": ("OpenAIPrivacyFilterExperts", {}, "the gate .*_apply_gate"),
+    "deepseek_v4": ("DeepseekV4Experts", {"hidden_act": "gelu"}, "the gate .*DeepseekV4Experts._apply_gate"),
     "muse_spark": ("MuseSparkExperts", {}, "the norm after each expert"),
-    "mixtral": ("MixtralExperts", {"hidden_act": "gelu_fast"}, "the activation .*FastGELUActivation"),
-    "nemotron_h": ("NemotronHExperts", {"mlp_hidden_act": "relu2"}, "the activation .*ReLUSquaredActivation"),
+    "mixtral": ("MixtralExperts", {"hidden_act": "quick_gelu"}, "the activation .*QuickGELUActivation"),
+    "nemotron_h": ("NemotronHExperts", {"mlp_hidden_act": "relu6"}, "the activation .*ReLU6"),
 }
 
 
@@ -535,14 +537,14 @@ def test_the_unknown_compiles_as_without_us(device, model):
 @pytest.mark.usefixtures("fresh_warnings")
 def test_a_model_warns_once(device):
     """Not once per layer, and not once per step."""
-    theirs = tiny_model("mixtral", device, hidden_act="gelu_fast", intermediate_size=32)
+    theirs = tiny_model("mixtral", device, hidden_act="quick_gelu", intermediate_size=32)
     theirs.set_experts_implementation("grouped_mm")
     ours, ids = in_fused_moe(theirs), token_ids(device)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         logits = [ours(ids).logits for _ in range(2)]
     assert [str(w.message) for w in caught if "fused_moe" in str(w.message)] == [
-        "fused_moe does not compute the activation transformers.activations.FastGELUActivation of "
+        "fused_moe does not compute the activation transformers.activations.QuickGELUActivation of "
         f"MixtralExperts, {RUNS_GROUPED_MM}"
     ]
     assert ours.config._experts_implementation == "grouped_mm"
@@ -550,10 +552,12 @@ def test_a_model_warns_once(device):
 
 
 @pytest.mark.usefixtures("fresh_warnings")
-def test_unknown_experts_of_a_model_that_wants_eager(device):
+def test_unknown_experts_of_a_model_that_wants_eager(device, monkeypatch):
     """Where transformers itself would choose eager, so do we."""
     family = "openai_privacy_filter"
-    pytest.importorskip(f"transformers.models.{family}.modeling_{family}", exc_type=ImportError)
+    modeling = pytest.importorskip(f"transformers.models.{family}.modeling_{family}", exc_type=ImportError)
+    unknown = modeling.OpenAIPrivacyFilterExperts._apply_gate
+    monkeypatch.setattr(modeling.OpenAIPrivacyFilterExperts, "_apply_gate", lambda *args: unknown(*args) / 2)
     config = tiny_config(family, num_local_experts=NUM_EXPERTS, head_dim=8)
     model = AutoModel.from_config(config, experts_implementation="fused_moe").to(device)
     ids = token_ids(device)
@@ -577,7 +581,7 @@ def test_the_unknown_decodes_as_without_us(device, monkeypatch, cache):
             return forward(*args)
 
         monkeypatch.setitem(ALL_EXPERTS_FUNCTIONS, name, record)
-    model = tiny_model("mixtral", device, hidden_act="gelu_fast", intermediate_size=32).eval()
+    model = tiny_model("mixtral", device, hidden_act="quick_gelu", intermediate_size=32).eval()
     ids = token_ids(device)
     settings = {
         "max_new_tokens": 4,

@@ -6,30 +6,14 @@ import warnings
 from collections.abc import Iterator
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers.activations import ACT2FN
 from transformers.integrations.finegrained_fp8 import ALL_FP8_EXPERTS_FUNCTIONS, FP8Experts
-from transformers.integrations.moe import _default_apply_gate
 from transformers.modeling_utils import ALL_EXPERTS_FUNCTIONS, PreTrainedModel
-from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
 from ..function import fused_experts
 from ..quantized import QuantizedWeight
+from .gates import gate_of
 from .weights import first_name, unknown_storage, weight_of
-
-# Keyed by type: a configuration may have several names for one activation.
-_ACTIVATIONS = {
-    type(ACT2FN[their_name]): our_name
-    for their_name, our_name in (
-        ("silu", "silu"),
-        ("swish", "silu"),
-        ("gelu", "gelu"),
-        ("gelu_new", "gelu_tanh"),
-        ("gelu_pytorch_tanh", "gelu_tanh"),
-        ("relu", "relu"),
-    )
-} | {F.silu: "silu"}
 
 _warned: set[tuple[str, str]] = set()
 
@@ -91,34 +75,7 @@ def settings_of(experts: nn.Module) -> dict | str:
         return "the norm after each expert"
     if isinstance(experts, FP8Experts) and (reason := unknown_storage(experts)):
         return reason
-    layout = "separate"
-    if experts.has_gate:
-        gate = experts._apply_gate
-        gate = getattr(gate, "__func__", gate)
-        if gate is GptOssExperts._apply_gate:
-            return {"layout": "interleaved", **_clamped(experts.alpha, experts.limit)}
-        layout = "halves"
-        if gate is FP8Experts._apply_gate:
-            # It computes those of several models, told apart by these attributes.
-            if getattr(experts, "gate_softcap", None) is not None:
-                return "the gate with a softcap"
-            limit = getattr(experts, "swiglu_limit", None)
-            if getattr(experts, "swiglu_alpha", None) is not None:
-                return {"layout": layout, **_clamped(experts.swiglu_alpha, limit)}
-            if limit is not None:
-                return "the gate with a limit"
-        elif gate is not _default_apply_gate or not experts.is_concatenated:
-            return f"the gate {_gate_name(type(experts))}"
-    act_fn = getattr(experts, "act_fn", None)
-    if isinstance(act_fn, nn.Module):
-        act_fn = type(act_fn)
-    if act_fn not in _ACTIVATIONS:
-        return f"the activation {_full_name(act_fn)}"
-    return {"layout": layout, "activation": _ACTIVATIONS[act_fn]}
-
-
-def _clamped(alpha: float, limit: float) -> dict:
-    return {"activation": "swiglu_clamped", "alpha": float(alpha), "limit": float(limit)}
+    return gate_of(experts)
 
 
 # --- experts that we do not compute -----------------------------------------------------------------------
@@ -160,15 +117,6 @@ def _eager_forward(experts: nn.Module):
     while hasattr(forward, "__wrapped__"):
         forward = forward.__wrapped__
     return forward
-
-
-@torch.compiler.assume_constant_result  # tracing, PyTorch 2.11 finds no name of a method's function
-def _gate_name(experts_class: type) -> str:
-    return _full_name(experts_class._apply_gate)
-
-
-def _full_name(thing) -> str:
-    return f"{getattr(thing, '__module__', '')}.{getattr(thing, '__name__', thing)}"
 
 
 @torch.compiler.assume_constant_result  # or a graph would break here
