@@ -278,6 +278,14 @@ def _is_stock(linear: nn.Module, x: Tensor) -> bool:
     return False
 
 
+def _linear(linear: nn.Module, x: Tensor) -> Tensor:
+    """linear(x) of x (T, ...), by our operator where that computes the same, for its batch-invariant bits."""
+    if not _is_stock(linear, x) or linear.bias is not None:
+        return linear(x)
+    offs = torch.full((1,), x.size(0), dtype=torch.int32, device=x.device)
+    return function.grouped_mm(x, linear.weight[None], offs)
+
+
 def _as_expert(linear: nn.Linear | None) -> tuple[Tensor | None, Tensor | None]:
     """Weight (1, out, in) and bias (1, out)."""
     if linear is None:
@@ -298,6 +306,10 @@ class FusedMoE(KeepsExpertBias, Counting):
         score_func, route_norm, route_scale, num_expert_groups, num_limited_groups: as `fused_moe.route`.
         num_shared_experts: dense experts next to the routed ones, as one MLP of width F * num_shared_experts.
         shared_expert_gate: multiply their output by sigmoid(gate(x)), as Qwen2-MoE does.
+        latent_dim: L, width of the routed experts' input and output, if not D: they get latent_down(x), and
+            latent_up takes their sum back to D, two linear layers without bias (LatentMoE of Nemotron 3
+            Super, Kimi K3). Router and shared experts get x. latent_norm: an RMSNorm before latent_up, as in
+            Kimi K3; its eps is 1e-5 and may be set.
         load_balance_coeff: balance without auxiliary loss (DeepSeek-V3): an `expert_bias` is added for the
             top-k, and after each optimizer step `fused_moe.balance`, or a call of `update_expert_bias()`,
             moves it by this much up or down, less the mean over the experts. Without either nothing is
@@ -341,6 +353,8 @@ class FusedMoE(KeepsExpertBias, Counting):
         num_limited_groups: int | None = None,
         num_shared_experts: int = 0,
         shared_expert_gate: bool = False,
+        latent_dim: int | None = None,
+        latent_norm: bool = False,
         load_balance_coeff: float | None = None,
         activation: str = "silu",
         alpha: float = function.ALPHA,
@@ -353,14 +367,15 @@ class FusedMoE(KeepsExpertBias, Counting):
     ):
         super().__init__()
         for name, size, least in (
-            ("dim", dim, 1), ("hidden_dim", hidden_dim, 1), ("num_shared_experts", num_shared_experts, 0)
+            ("dim", dim, 1), ("hidden_dim", hidden_dim, 1), ("num_shared_experts", num_shared_experts, 0),
+            ("latent_dim", dim if latent_dim is None else latent_dim, 1),
         ):  # fmt: skip
             checks.check_int(FN, name, size)
             if size < least:
                 checks.fail(ValueError, FN, f"{name} >= {least}", size)
         for name, flag in (
             ("route_norm", route_norm), ("shared_expert_gate", shared_expert_gate), ("gated", gated),
-            ("bias", bias), ("gate_bias", gate_bias),
+            ("bias", bias), ("gate_bias", gate_bias), ("latent_norm", latent_norm),
         ):  # fmt: skip
             checks.check_bool(FN, name, flag)
         checks.check_real(FN, "route_scale", route_scale)
@@ -373,6 +388,8 @@ class FusedMoE(KeepsExpertBias, Counting):
         checks.check_activation(FN, activation, alpha, limit)
         if shared_expert_gate and not num_shared_experts:
             checks.fail(ValueError, FN, "shared_expert_gate only with shared experts", "num_shared_experts=0")
+        if latent_norm and latent_dim is None:
+            checks.fail(ValueError, FN, "latent_norm only with latent_dim", "latent_dim=None")
         factory = {"device": device, "dtype": dtype}
         act = {"activation": activation, "alpha": alpha, "limit": limit}
         mlp = {**act, "gated": gated, "bias": bias, **factory}
@@ -386,7 +403,13 @@ class FusedMoE(KeepsExpertBias, Counting):
         self.dim, self.num_experts, self.top_k = dim, num_experts, top_k
         self.load_balance_coeff = load_balance_coeff
         self.router = self.router_type(dim, num_experts, top_k, bias=gate_bias, routing=routing, **factory)
-        self.experts = self.experts_type(dim, hidden_dim, num_experts, **mlp)
+        self.experts = self.experts_type(latent_dim or dim, hidden_dim, num_experts, **mlp)
+        self.latent_down = self.latent_norm = self.latent_up = None
+        if latent_dim is not None:
+            self.latent_down = nn.Linear(dim, latent_dim, bias=False, **factory)
+            self.latent_up = nn.Linear(latent_dim, dim, bias=False, **factory)
+        if latent_norm:
+            self.latent_norm = nn.RMSNorm(latent_dim, 1e-5, **factory)
         self.shared_experts = self.shared_expert_gate = None
         if num_shared_experts:
             self.shared_experts = SharedExperts(dim, hidden_dim * num_shared_experts, **mlp)
@@ -396,6 +419,12 @@ class FusedMoE(KeepsExpertBias, Counting):
         self.register_buffer("expert_bias", None if load_balance_coeff is None else zeros)
         self.tokens_per_expert = torch.zeros(num_experts, device=device, dtype=torch.int64)
         self._watched = [0, 0]  # forward passes without an update, tokens_per_expert's version after the last
+
+    def __setstate__(self, state) -> None:
+        super().__setstate__(state)
+        for name in ("latent_down", "latent_norm", "latent_up"):
+            if name not in self._modules:  # pickled by an older version
+                self.__dict__.setdefault(name, None)
 
     def reset_parameters(self) -> None:
         """Initialises every parameter again, as is needed after `to_empty`: uniform in +-1/sqrt(fan_in), as
@@ -510,7 +539,7 @@ class FusedMoE(KeepsExpertBias, Counting):
         eager and compiled layers alike. Not where something changes or observes either: they are added after.
         """
         shared = self.shared_experts
-        if shared is None:
+        if shared is None or self.latent_down is not None:
             return False
         experts = self.experts
         if type(experts) is not Experts or is_altered(experts):
@@ -539,6 +568,8 @@ class FusedMoE(KeepsExpertBias, Counting):
         router, shared = self.router, self.shared_experts
         if is_recording() or type(router) is not Router or type(self.experts) is not Experts:
             return False
+        if self.latent_down is not None:
+            return False
         gate = router.gate
         if type(gate) is not Gate or is_altered(gate) or not fit(x, gate.weight, gate.bias):
             return False
@@ -563,6 +594,8 @@ class FusedMoE(KeepsExpertBias, Counting):
         router, experts = modules.get("router"), modules.get("experts")
         bias = self.expert_bias
         check_expert_bias(FN, bias)
+        if self.latent_down is not None:
+            return self._routed_latent(x, bias, given)
         stock = type(router) is Router and type(experts) is Experts
         if stock and (x.requires_grad or not needs_grad):
             operands = operands_to_join(x, router, experts)
@@ -574,6 +607,16 @@ class FusedMoE(KeepsExpertBias, Counting):
             () if shared[0] is None else shared
         )  # other modules in the experts' place take three arguments
         return *self.experts(x, scores, ids, *added), ids, logits
+
+    def _routed_latent(self, x: Tensor, bias: Tensor | None, given: dict) -> tuple[Tensor, ...]:
+        """_routed with experts of width latent_dim. Other modules in latent_up's place may have a bias, which
+        padded rows do not get."""
+        scores, ids, logits = self._route(x, bias, given)
+        out, counts = self.experts(_linear(self.latent_down, x), scores, ids)
+        if self.latent_norm is not None:
+            out = self.latent_norm(out)
+        out = zero_padding(_linear(self.latent_up, out), given.get("num_tokens"))
+        return out, counts, ids, logits
 
     def _route(self, x: Tensor, bias: Tensor | None, given: dict) -> tuple[Tensor, Tensor, Tensor]:
         """The router's results. If its linear layer fails, the error says what is wrong with x. It cannot be

@@ -925,6 +925,20 @@ CPU = [
         "tests/test_padding.py",
     ),
     Mutant(
+        "padded rows get a bias of latent_up",
+        "fused_moe/module.py",
+        'zero_padding(_linear(self.latent_up, out), given.get("num_tokens"))',
+        "_linear(self.latent_up, out)",
+        "tests/test_latent.py",
+    ),
+    Mutant(
+        "a foreign latent_down sees padding",
+        "fused_moe/module.py",
+        "if self.latent_down is not None: return False",
+        "if False: return False",
+        "tests/test_latent.py",
+    ),
+    Mutant(
         "balance sums over all ranks, not the group",
         "fused_moe/expert_bias.py",
         "dist.all_reduce(loads, group=group)",

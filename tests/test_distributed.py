@@ -543,6 +543,35 @@ def test_fully_shard(workers, device, placement, half):
     assert_close(found, expected, TOLERANCE[torch.bfloat16 if half else torch.float32])
 
 
+def latent_layer(device):
+    torch.manual_seed(1)
+    options = {"latent_dim": 8, "latent_norm": True, "num_shared_experts": 1, "load_balance_coeff": 0.01}
+    return FusedMoE(D, F, E, K, **options).to(device)
+
+
+def parallel_latent_layer(rank, device, how):
+    layer, mesh = latent_layer(device), init_device_mesh(device.type, (RANKS,))
+    if how == "fully_shard":
+        fully_shard(layer, mesh=mesh)
+    else:
+        parallelize_module(layer, mesh, ExpertParallel())
+    return step(layer, *(share(rank, t).clone() for t in new_signals(device)))
+
+
+@pytest.mark.parametrize("how", ("fully_shard", "ExpertParallel"))
+def test_latent_experts(workers, device, how):
+    """The layer on one process: gradients are means over the ranks, or sums of each rank's where parameters
+    are replicated."""
+    expected = step(latent_layer(device), *new_signals(device))
+    parameters = [name for name in expected if name.startswith("d") and name != "dx"]
+    if how == "fully_shard":
+        for name in parameters:
+            expected[name] /= RANKS
+    replicated = [name for name in parameters if how != "fully_shard" and not name.startswith("dexperts")]
+    found = merged(workers(parallel_latent_layer, how), added=replicated)
+    assert_close(found, expected, TOLERANCE[torch.float32])
+
+
 class Residual(torch.nn.Module):
     """Adds x to the layer's result in place."""
 

@@ -29,6 +29,8 @@ OPTIONS = {
     "num_limited_groups": 2,
     "num_shared_experts": 2,
     "shared_expert_gate": True,
+    "latent_dim": 20,
+    "latent_norm": True,
     "load_balance_coeff": 1e-3,
     "activation": "situ",
     "alpha": 4.0,
@@ -43,8 +45,9 @@ NEEDS = {
     "num_expert_groups": "num_limited_groups",
     "num_limited_groups": "num_expert_groups",
     "shared_expert_gate": "num_shared_experts",
+    "latent_norm": "latent_dim",
 }
-SIZES = {"D": 24, "F": 16, "E": 8, "1": 1}
+SIZES = {"D": 24, "L": 20, "F": 16, "E": 8, "1": 1}
 
 
 def layer(**options):
@@ -84,9 +87,8 @@ def describe(name, value):
 
 def state_dict_names():
     letters = {size: letter for letter, size in SIZES.items()}
-    most = layer(
-        num_shared_experts=1, shared_expert_gate=True, load_balance_coeff=1, bias=True, gate_bias=True
-    )
+    options = ("shared_expert_gate", "bias", "gate_bias", "latent_dim", "latent_norm")
+    most = layer(num_shared_experts=1, load_balance_coeff=1, **{name: OPTIONS[name] for name in options})
     for name, value in most.state_dict().items():
         yield f"{name} ({', '.join(letters[size] for size in value.shape)})"
 
