@@ -27,7 +27,10 @@ def _has(name: str) -> bool:
 
 
 if _has("torchtitan.config.override"):
-    from .overrides import fused_experts, fused_moe, fused_routed_experts, selective_ac
+    try:
+        from .overrides import fused_experts, fused_moe, fused_routed_experts, selective_ac
+    except ImportError as error:
+        raise ImportError(f"fused_moe.torchtitan knows torchtitan 0.3.0's names, and here {error}") from error
 
     __all__ = ["fused_experts", "fused_moe", "fused_routed_experts", "selective_ac"]
 elif _has("torchtitan.models.moe"):

@@ -17,18 +17,51 @@ from torchtitan.tools.logging import logger
 
 from ..expert_bias import KeepsExpertBias
 from ..ops import reshaped
-from .layer import SAVED_OPS, Routing, choose, combine, logits_of, routed_rows, run_experts
+from .layer import (
+    SAVED_OPS,
+    Routing,
+    changes_nothing,
+    choose,
+    combine,
+    gpt_oss,
+    logits_of,
+    mesh_size,
+    routed_rows,
+    run_experts,
+    swiglu,
+    warn,
+)
+
+try:
+    from torchtitan.models.gpt_oss.model.moe import GptOssGroupedExperts
+except ImportError:  # before 0.2.2
+
+    class GptOssGroupedExperts(nn.Module):
+        """Stands for torchtitan's. No model has a layer of this class."""
 
 
-class FusedGroupedExperts(GroupedExperts):
-    """The experts behind any dispatcher. EP and TP hook their forward as before."""
+class FusedExperts(nn.Module):
+    """Experts behind any dispatcher. EP and TP hook their forward as before."""
 
     def forward(self, x: Tensor, num_tokens_per_expert: Tensor, routing: Routing | None = None) -> Tensor:
         """x (R, D) rows grouped by expert, or (T, D) tokens with a routing -> the same shape."""
         # The stock layer's for-loop computes in x's dtype, its grouped_mm in bfloat16.
         dtype = torch.bfloat16 if self.use_grouped_mm else None
-        weights = (self.w1, self.w2, self.w3)
-        return run_experts(x, weights, num_tokens_per_expert, routing, dtype=dtype)
+        return run_experts(x, self._experts(), num_tokens_per_expert, routing, dtype=dtype)
+
+
+class FusedGroupedExperts(FusedExperts, GroupedExperts):
+    def _experts(self) -> dict:
+        return swiglu(self.w1, self.w2, self.w3)
+
+
+class FusedGptOssGroupedExperts(FusedExperts, GptOssGroupedExperts):
+    def _experts(self) -> dict:
+        parameters = (self.mlp1_weight, self.mlp1_bias, self.mlp2_weight, self.mlp2_bias)
+        return gpt_oss(*parameters, self.swiglu_limit, mesh_size(self.mlp1_weight, "tp"))
+
+
+FUSED_EXPERTS = {GroupedExperts: FusedGroupedExperts, GptOssGroupedExperts: FusedGptOssGroupedExperts}
 
 
 class FusedMoE(KeepsExpertBias, MoE):
@@ -45,7 +78,7 @@ class FusedMoE(KeepsExpertBias, MoE):
         counts = routing.plan.counts
         with torch.no_grad():
             self.tokens_per_expert.add_(counts)
-        is_expert_parallel = _is_sharded_over(self.experts.w1, "ep")
+        is_expert_parallel = any(_is_sharded_over(p, "ep") for p in self.experts.parameters())
         if is_expert_parallel:
             routed = self.experts(routed_rows(tokens, routing), counts.long())
         else:
@@ -64,9 +97,10 @@ def _is_sharded_over(weight: Tensor, dim: str) -> bool:
 class FusedMoEConverter:
     """torchtitan's ModelConverter, registered as "fused_moe".
 
-    Layers of classes derived from torchtitan's are not converted, nor are weights that an earlier converter
-    has quantised. In a DeepEP layer, and under tensor parallelism, only the experts are fused. Selective
-    checkpointing of every imported model saves our operators, too.
+    Only the experts are fused under tensor parallelism, and where the layer (DeepEP's) or its router is of
+    another class. Experts of another class stay torchtitan's, and so do weights that an earlier converter has
+    quantised. A warning names the class. Selective checkpointing of every imported model saves our operators,
+    too.
     """
 
     def __init__(self, job_config, parallel_dims):
@@ -81,10 +115,15 @@ class FusedMoEConverter:
         converted = 0
         for module in model.modules():
             # modules() yields a layer before its experts, which are still torchtitan's here.
-            if type(module) is MoE and _is_stock(module):
-                module.__class__ = FusedMoE
-            elif _has_stock_experts(module):
-                module.__class__ = FusedGroupedExperts
+            if isinstance(module, MoE):
+                if reason := _whose_experts(module.experts):
+                    warn("the experts", reason)
+                elif reason := _whose_layer(module):
+                    warn("the router", reason)
+                else:
+                    module.__class__ = FusedMoE
+            elif _whose_experts(module) is None:
+                module.__class__ = FUSED_EXPERTS[type(module)]
                 converted += 1
         if not converted:
             raise ValueError("fused_moe: expected a model with torchtitan's GroupedExperts, found none")
@@ -96,13 +135,22 @@ class FusedMoEConverter:
         """Does nothing: torchtitan's load balancing hook remains."""
 
 
-def _is_stock(layer: MoE) -> bool:
-    return _has_stock_experts(layer.experts) and type(layer.router) is TokenChoiceTopKRouter
+def _whose_experts(experts: nn.Module) -> str | None:
+    """Why these experts stay torchtitan's; None: ours compute the same. Quantising converters change only the
+    weights."""
+    if type(experts) not in FUSED_EXPERTS:
+        return f"{type(experts).__name__} is a class of its own"
+    others = {type(p).__name__ for p in experts.parameters() if type(p) is not nn.Parameter}
+    return f"its weights are {', '.join(sorted(others))}" if others else None
 
 
-def _has_stock_experts(module: nn.Module) -> bool:
-    """Whether it is torchtitan's class, with plain weights: quantising converters change only the weights."""
-    return type(module) is GroupedExperts and all(type(p) is nn.Parameter for p in module.parameters())
+def _whose_layer(layer: MoE) -> str | None:
+    """Why the router and the layer around it stay torchtitan's, whose experts are ours."""
+    if not changes_nothing(type(layer), MoE):
+        return f"{type(layer).__name__} is a class of its own"
+    if type(layer.router) is not TokenChoiceTopKRouter:
+        return f"{type(layer.router).__name__} is a class of its own"
+    return None
 
 
 def _selective_save_lists() -> list[set]:

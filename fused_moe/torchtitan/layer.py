@@ -5,6 +5,7 @@ Letters: T tokens, D model width, F expert hidden width, E experts, K experts pe
 
 from __future__ import annotations
 
+import warnings
 from typing import NamedTuple
 
 import torch
@@ -58,6 +59,20 @@ def choose(
     return Routing(scores, ids, route_plan(ids, logits.size(1)), score_on)
 
 
+def changes_nothing(cls: type, base: type) -> bool:
+    """Whether a class derived from base defines no method or attribute apart from how it is built."""
+    if not issubclass(cls, base):
+        return False
+    derived = cls.__mro__[: cls.__mro__.index(base)]
+    defined = {name for c in derived for name in vars(c) if not name.startswith("__")}
+    return defined <= {"Config", "_abc_impl"} and cls.__call__ is base.__call__
+
+
+def warn(what: str, reason: str) -> None:
+    """Says once for each reason what is not replaced: a model has dozens of equal layers."""
+    warnings.warn(f"fused_moe: torchtitan computes {what}, since {reason}", stacklevel=2)
+
+
 def routed_rows(x: Tensor, routing: Routing) -> Tensor:
     """The rows for a dispatcher to send to the experts: x (T, D) -> (T * K, D), grouped by expert."""
     plan = routing.plan
@@ -76,32 +91,60 @@ def combine(rows: Tensor, routing: Routing) -> Tensor:
     return function.unpermute(rows, plan, routing.scores if routing.score_on == "output" else None)
 
 
+def swiglu(w1: Tensor, w2: Tensor, w3: Tensor) -> dict:
+    """The experts of most models, as keyword arguments of our functions: gate w1 (E, F, D), down w2
+    (E, D, F), up w3 (E, F, D)."""
+    return {"w1": w1, "w2": w2, "w3": w3}
+
+
+def gpt_oss(weight1: Tensor, bias1: Tensor, weight2: Tensor, bias2: Tensor, limit: float, tp: int) -> dict:
+    """gpt-oss's experts likewise: gate and up in turn in weight1 (E, 2F, D) and bias1 (E, 2F), down weight2
+    (E, D, F) and bias2 (E, D).
+
+    Over `tp` ranks of tensor parallelism each rank's output is one of tp summands, and bias2 is replicated.
+    So each rank adds its part of bias2, whose gradient is not divided, as in torchtitan.
+    """
+    bias2 = _local(bias2)
+    if tp > 1:
+        value = bias2.detach()
+        bias2 = value / tp + (bias2 - value)
+    how = {"activation": "swiglu_clamped", "limit": limit, "layout": "interleaved"}
+    return {"w1": weight1, "b1": bias1, "w2": weight2, "b2": bias2, "w3": None, **how}
+
+
+def mesh_size(t: Tensor, dim: str) -> int:
+    """The size of this dimension of a DTensor's mesh; 1 for a mesh without it, and for other tensors."""
+    names = (t.device_mesh.mesh_dim_names or ()) if isinstance(t, DTensor) else ()
+    return t.device_mesh.size(names.index(dim)) if dim in names else 1
+
+
+def _local(t: Tensor) -> Tensor:
+    return t.to_local() if isinstance(t, DTensor) else t
+
+
 def run_experts(
-    x: Tensor,
-    weights: tuple[Tensor, Tensor, Tensor],
-    counts: Tensor,
-    routing: Routing | None,
-    *,
-    dtype: torch.dtype | None,
+    x: Tensor, experts: dict, counts: Tensor, routing: Routing | None, *, dtype: torch.dtype | None
 ) -> Tensor:
     """The experts of this rank, on tokens or on rows from a dispatcher.
 
     Args:
         x: with a routing (T, D), without (R, D) grouped by expert; rows past counts.sum() may be garbage.
-        weights: gate (E, F, D), down (E, D, F), up (E, F, D), local or DTensor, of any floating dtype.
+        experts: from `swiglu` or `gpt_oss`, of tensors that are local or DTensors, of any floating dtype.
         counts: (E,) of any integer dtype; ignored with a routing.
         dtype: of the GEMMs; None: x's, or autocast's.
 
     Returns:
         The shape and dtype of x.
     """
-    w1, w2, w3 = (w.to_local() if isinstance(w, DTensor) else w for w in weights)
-    rows = x
-    if dtype is not None:
-        rows, w1, w2, w3 = (t.to(dtype) for t in (rows, w1, w2, w3))
+    rows = x if dtype is None else x.to(dtype)
+    experts = {
+        name: _local(value).to(dtype or value.dtype) if isinstance(value, Tensor) else value
+        for name, value in experts.items()
+    }
     if routing is None:
-        out = function.grouped_mlp(rows, w1, w2, w3, counts)
+        out = function.grouped_mlp(rows, counts=counts, **experts)
     else:
         scores, ids, plan, score_on = routing
-        out = function.fused_experts(rows, w1, w2, w3, scores, ids, plan=plan, score_on=score_on)
+        experts |= {"scores": scores, "ids": ids}
+        out = function.fused_experts(rows, plan=plan, score_on=score_on, **experts)
     return out.to(x.dtype)

@@ -7,22 +7,39 @@ between versions: functools.wraps gives each forward torchtitan's signature.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import wraps
+from inspect import signature
 
 import spmd_types as spmd
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torchtitan.config import derive, override
+from torchtitan.config import Configurable, derive, override
 from torchtitan.distributed.activation_checkpoint import SelectiveAC
+from torchtitan.distributed.spmd_types import spmd_mesh_size
 from torchtitan.distributed.utils import get_spmd_backend
 from torchtitan.models.common.moe import GroupedExperts, MoE, RoutedExperts, TokenChoiceTopKRouter
 from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher, LocalTokenDispatcher
+from torchtitan.models.gpt_oss.moe import GptOssGroupedExperts
+from torchtitan.protocols.module import Module
 
 from ..expert_bias import KeepsExpertBias
-from ..ops import reshaped, route_plan
-from .layer import SAVED_OPS, Routing, choose, combine, logits_of, routed_rows, run_experts
+from ..ops import SCORE_FUNCS, reshaped, route_plan
+from .layer import (
+    SAVED_OPS,
+    Routing,
+    changes_nothing,
+    choose,
+    combine,
+    gpt_oss,
+    logits_of,
+    mesh_size,
+    routed_rows,
+    run_experts,
+    swiglu,
+    warn,
+)
 
 # --- modules ------------------------------------------------------------------------------------------
 
@@ -36,8 +53,24 @@ class FusedGroupedExperts(GroupedExperts):
 
     @wraps(GroupedExperts.forward)
     def forward(self, x: Tensor, counts: Tensor, routing: Routing | None = None) -> Tensor:
-        weights = (self.w1_EFD, self.w2_EDF, self.w3_EFD)
-        return run_experts(x, weights, counts, routing, dtype=torch.bfloat16)  # the stock layer's dtype
+        experts = swiglu(self.w1_EFD, self.w2_EDF, self.w3_EFD)
+        return run_experts(x, experts, counts, routing, dtype=torch.bfloat16)  # the stock layer's dtype
+
+
+class FusedGptOssGroupedExperts(GptOssGroupedExperts):
+    """gpt-oss's likewise."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(GptOssGroupedExperts.Config):
+        pass
+
+    @wraps(GptOssGroupedExperts.forward)
+    def forward(self, x: Tensor, counts: Tensor, routing: Routing | None = None) -> Tensor:
+        parameters = (self.mlp1_weight_EGD, self.mlp1_bias_EG, self.mlp2_weight_EDF, self.mlp2_bias_ED)
+        # Under SPMD types parameters are no DTensors, and the mesh is that of the region.
+        tp = max(mesh_size(self.mlp1_weight_EGD, "tp"), spmd_mesh_size("tp"))
+        experts = gpt_oss(*parameters, self.swiglu_limit, tp)
+        return run_experts(x, experts, counts, routing, dtype=torch.bfloat16)
 
 
 class FusedTokenDispatcher(AllToAllTokenDispatcher):
@@ -145,30 +178,99 @@ class FusedSelectiveAC(SelectiveAC):
         return super().get_save_ops() | SAVED_OPS
 
 
+# --- what is replaced -----------------------------------------------------------------------------------
+
+# torchtitan's classes of experts, with the parameters and the settings that ours know.
+SWIGLU = ({"w1_EFD", "w2_EDF", "w3_EFD"}, {"dim", "hidden_dim", "num_experts"})
+GPT_OSS = (
+    {"mlp1_weight_EGD", "mlp1_bias_EG", "mlp2_weight_EDF", "mlp2_bias_ED"},
+    {"dim", "hidden_dim", "num_experts", "swiglu_limit"},
+)
+EXPERTS = {
+    GroupedExperts.Config: (FusedGroupedExperts.Config, *SWIGLU),
+    GptOssGroupedExperts.Config: (FusedGptOssGroupedExperts.Config, *GPT_OSS),
+}
+# The settings of torchtitan's other parts that ours know.
+ROUTED_EXPERTS = {"inner_experts", "token_dispatcher"}
+MOE = {"num_experts", "routed_experts", "router", "load_balance_coeff", "shared_experts"}
+ROUTER = {"num_experts", "gate", "top_k", "score_func", "route_norm", "route_scale"}
+ROUTER |= {"num_expert_groups", "num_limited_groups", "_debug_force_load_balance"}
+
+
+def _unknown_settings(cfg: Configurable.Config, known: set[str]) -> str | None:
+    """Why a part of torchtitan with settings that ours does not know, and that are not off, stays its own."""
+    known = known | {field.name for field in fields(Module.Config)}
+    unknown = [
+        f.name for f in fields(cfg) if f.name not in known and getattr(cfg, f.name) not in (None, False)
+    ]
+    return f"{_name(cfg)} has {', '.join(unknown)}" if unknown else None
+
+
+def _name(cfg: Configurable.Config) -> str:
+    """The name of the class that is built from it."""
+    return type(cfg)._owner.__name__
+
+
+def _whose_experts(cfg: GroupedExperts.Config) -> str | None:
+    """Why these experts stay torchtitan's; None: ours compute the same."""
+    if type(cfg) not in EXPERTS:
+        return f"{_name(cfg)} is a class of its own"
+    _, parameters, settings = EXPERTS[type(cfg)]
+    with torch.device("meta"):
+        found = {name for name, _ in cfg.build().named_parameters()}
+    if found != parameters:
+        return f"{_name(cfg)} has the parameters {', '.join(sorted(found))}"
+    return _unknown_settings(cfg, settings)
+
+
+def _whose_routed_experts(cfg: RoutedExperts.Config) -> str | None:
+    if not changes_nothing(type(cfg)._owner, RoutedExperts):
+        return f"{_name(cfg)} is a class of its own"
+    return _whose_experts(cfg.inner_experts) or _unknown_settings(cfg, ROUTED_EXPERTS)
+
+
+def _whose_layer(cfg: MoE.Config) -> str | None:
+    """Why the router and the layer around it stay torchtitan's, whose experts may be ours."""
+    router = cfg.router
+    if not changes_nothing(type(cfg)._owner, MoE):
+        return f"{_name(cfg)} is a class of its own"
+    if len(signature(MoE.forward).parameters) != 2:
+        return "MoE.forward takes more than x"
+    if type(router) is not TokenChoiceTopKRouter.Config:
+        return f"{_name(router)} is a class of its own"
+    if router.score_func not in tuple(SCORE_FUNCS):
+        return f"the router's score_func is {router.score_func}"
+    return _unknown_settings(router, ROUTER) or _unknown_settings(cfg, MOE)
+
+
 # --- overrides ----------------------------------------------------------------------------------------
 
 
 def _override(target: type, description: str):
-    """torchtitan's override of exactly this Config, not of its subclasses (quantised, or other models')."""
+    """torchtitan's override of this Config and its subclasses."""
 
     def register(factory):
         # torchtitan names an override by its factory's module. Users write the package's name.
         factory.__module__ = __package__
-        return override(target=target, exact=True, description=description)(factory)
+        return override(target=target, description=description)(factory)
 
     return register
 
 
-@_override(GroupedExperts.Config, "fused_moe: grouped SwiGLU of the routed experts")
+@_override(GroupedExperts.Config, "fused_moe: grouped GEMMs and activation of the routed experts")
 def fused_experts(cfg: GroupedExperts.Config) -> GroupedExperts.Config:
     """Only the experts, behind torchtitan's dispatch and combine."""
-    return derive(cfg, FusedGroupedExperts.Config)
+    if reason := _whose_experts(cfg):
+        warn("the experts", reason)
+        return cfg
+    return derive(cfg, EXPERTS[type(cfg)][0])
 
 
 @_override(RoutedExperts.Config, "fused_moe: dispatch, experts and combine")
 def fused_routed_experts(cfg: RoutedExperts.Config) -> RoutedExperts.Config:
     """Experts, dispatch and combine, except the exchange between ranks. Other experts are not replaced."""
-    if type(cfg.inner_experts) is not GroupedExperts.Config:
+    if reason := _whose_routed_experts(cfg):
+        warn("the experts", reason)
         return cfg
     dispatcher = cfg.token_dispatcher
     if HAS_DISPATCHER_PARTS and type(dispatcher) is AllToAllTokenDispatcher.Config:
@@ -179,12 +281,14 @@ def fused_routed_experts(cfg: RoutedExperts.Config) -> RoutedExperts.Config:
 
 @_override(MoE.Config, "fused_moe: router, dispatch, experts and combine")
 def fused_moe(cfg: MoE.Config) -> MoE.Config:
-    """The routed part of the layer, router included. A router of another class is not replaced."""
-    if type(cfg.routed_experts) is not RoutedExperts.Config:
-        return cfg
+    """The routed part of the layer, router included. A router or layer of another kind is not replaced."""
     routed_experts = fused_routed_experts(cfg.routed_experts)
-    is_stock = type(cfg.router) is TokenChoiceTopKRouter.Config and routed_experts is not cfg.routed_experts
-    return derive(cfg, FusedMoE.Config if is_stock else type(cfg), routed_experts=routed_experts)
+    if routed_experts is cfg.routed_experts:
+        return cfg
+    if reason := _whose_layer(cfg):
+        warn("the router", reason)
+        return derive(cfg, type(cfg), routed_experts=routed_experts)
+    return derive(cfg, FusedMoE.Config, routed_experts=routed_experts)
 
 
 @_override(SelectiveAC.Config, "fused_moe: operators that selective checkpointing saves")
