@@ -71,7 +71,8 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     add("--hidden-dim", type=int, help="F, instead of the shape's")
     add("--tp", type=int, default=1, help="ranks that share each expert: F is divided by it")
     add("--stride", type=int, help="elements from a row of x to the next; default: D")
-    add("--activation", choices=("silu", "gelu", "gelu_tanh", "relu", "swiglu_clamped"), help="default: silu")
+    names = "silu gelu gelu_tanh relu swiglu_clamped swiglu_limited relu2 situ"
+    add("--activation", choices=names.split(), help="default: silu")
     add("--gate-only", action="store_true", help="plain experts, without w3: a = act(x w1)")
     add("--init", choices=("normal", "uniform", "zeros"), default="normal", help="of the weights")
     add("--seed", type=int, default=0)

@@ -5,12 +5,17 @@
 GB/s counts every input read once and every output written once. copy_ratio is that rate over the rate of a
 large copy, counted likewise. On a GPU graph_us is the same call replayed from a CUDA graph, so without the
 gaps between its launches.
+
+    python benchmarks/bench_kernels.py --shape qwen3-30b --activations
+
+times up_gate and down_dgrad with every activation instead, alternating: silu_ratio is the time over silu's.
 """
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import NamedTuple
 
 import common
@@ -42,6 +47,7 @@ class Kernel(NamedTuple):
 def arguments(argv: list[str] | None) -> argparse.Namespace:
     flags = common.parser(__doc__)
     flags.add_argument("--what", choices=WHATS, action="append", help="may be repeated; default: all")
+    flags.add_argument("--activations", action="store_true", help="what each costs beside silu")
     return flags.parse_args(argv)
 
 
@@ -197,10 +203,68 @@ def measure(shape: str, dtype: str, options: argparse.Namespace) -> Iterator[dic
         )
 
 
+def measure_activations(shape: str, dtype: str, options: argparse.Namespace) -> Iterator[dict]:
+    from fused_moe import ops as codes
+    from fused_moe import route, route_plan
+    from fused_moe.activation import ACTIVATIONS, activate
+    from fused_moe.function import ALPHA, LIMIT
+
+    torch.manual_seed(0)
+    (T, E, K, D, hidden), ops = common.layer_sizes(shape), torch.ops.fused_moe
+    gated = common.layer_settings(shape).gated
+    factory = {"dtype": common.DTYPES[dtype], "device": options.device}
+    scores, ids = route(common.routing_logits(options.routing, common.layer_sizes(shape), options.device), K)
+    x, dout = torch.randn(T, D, **factory), torch.randn(T, D, **factory)
+    w1, w3 = (torch.randn(E, hidden, D, **factory) / D**0.5 for _ in range(2))
+    w2, w3 = torch.randn(E, D, hidden, **factory) / hidden**0.5, w3 if gated else None
+    plan, layout = route_plan(ids, E), codes.LAYOUTS["separate"] if gated else codes.UNGATED
+
+    def settings(activation: str) -> tuple:
+        return plan.tensors, layout, codes.ACTIVATION_CODES[activation], [ALPHA, LIMIT]
+
+    def up_gate(activation: str):
+        return ops.up_gate(x, w1, w3, None, None, *settings(activation))
+
+    h, _ = up_gate("silu")
+
+    def down_dgrad(activation: str):
+        return ops.down_dgrad(dout, w2, None, h, scores, *settings(activation))
+
+    # The first rows are those of one expert, which is the first that has any.
+    expert = int(plan.counts.nonzero()[0])
+    rows = slice(0, min(CHECKED_TOKENS, int(plan.counts[expert])))
+    da = dout[plan.row_token[rows].long()].double() @ w2[expert].double()
+    da *= scores.flatten()[plan.row_slot[rows].long()].double().unsqueeze(-1)
+    errors = {}
+    for name in ACTIVATIONS:
+        exact, error = h[rows].double().requires_grad_(), Error()
+        gate, up = exact.chunk(2, -1) if gated else (exact, None)
+        a = activate(gate, up, activation=name, alpha=ALPHA, limit=LIMIT)
+        error.add("a", up_gate(name)[1][rows], a)
+        error.add("dh", down_dgrad(name)[0][rows], *torch.autograd.grad(a, exact, da))
+        errors[name] = error.check(f"{shape} {name}", dtype)
+
+    runs = {(f, name): partial(f, name) for f in (up_gate, down_dgrad) for name in ACTIVATIONS}
+    seconds = common.times(common.clock(options.device), runs, options.repeats)
+    for f, name in runs:
+        yield common.record(
+            options,
+            bench="activation",
+            shape=shape,
+            routing=options.routing,
+            dtype=dtype,
+            layer=name,
+            what=f.__name__,
+            time_us=round(seconds[f, name] * 1e6, 1),
+            max_rel_error=errors[name],
+            silu_ratio=round(seconds[f, name] / seconds[f, "silu"], 3),
+        )
+
+
 def main(argv: list[str] | None = None) -> None:
     options = arguments(argv)
     common.start(options)
-    common.report(options, measure)
+    common.report(options, measure_activations if options.activations else measure)
 
 
 if __name__ == "__main__":

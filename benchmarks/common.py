@@ -450,6 +450,7 @@ def line(r: dict) -> str:
         (r.get("gb_per_s"), "{:7.0f} GB/s"),
         (r["dense_ratio"], "{:.2f} of dense"),
         (r.get("copy_ratio"), "{:.2f} of copy"),
+        (r.get("silu_ratio"), "{:.3f} of silu"),
         (r.get("graph_us"), "{:.1f} us as a graph"),
         (r.get("over_later_us"), "{:.0f} us over a later call"),
         (r["torch_ratio"], "{:.2f}x torch"),

@@ -102,7 +102,7 @@ def test_bits_of_dequantised_weights(device, shape, format, scale_of, dtype):
 @pytest.mark.parametrize("shape", ("one slot", "eight rows", "64 rows and 1", "many experts", "tall tiles"))
 @torch.no_grad()
 def test_every_activation(device, tier, shape, activation):
-    """Of both tiers: by the rows in shared memory and by those in registers."""
+    """Both tiers; on Hopper rows that go through shared memory, and rows in registers."""
     for name in (None, "portable"):
         tier(name)
         for layout in LAYOUTS:

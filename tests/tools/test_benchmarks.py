@@ -24,6 +24,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import fused_moe
+from fused_moe.activation import ACTIVATIONS
 from fused_moe.quantized import formats
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -210,6 +211,16 @@ def test_kernels(run):
         assert set(r) >= FIELDS
         assert r["gb_per_s"] >= 0 and r["copy_ratio"] >= 0 and r["copy_gb_per_s"] > 0
         assert r["torch_ratio"] is None and r["graph_us"] is None
+
+
+def test_activations(run):
+    records = run("bench_kernels", "--shape", SMALL, "--dtype", "bf16", "--activations")
+    assert [(r["what"], r["layer"]) for r in records] == [
+        (what, name) for what in ("up_gate", "down_dgrad") for name in ACTIVATIONS
+    ]
+    for r in records:
+        assert set(r) >= FIELDS and r["time_us"] > 0
+        assert r["layer"] != "silu" or r["silu_ratio"] == 1
 
 
 def test_a_wrong_result_is_not_timed(load):
