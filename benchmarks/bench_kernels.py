@@ -85,7 +85,7 @@ class Case:
             error.add_equal("ids", found[1], ids)
             error.add("scores", found[0], scores)
 
-        softmax, plain = 0, (False, 1.0, 0, 0)
+        softmax, plain = 0, (False, 1.0, 1e-20, 0, 0, 0)
         return Kernel(
             (self.logits,),
             lambda: self.ops.route(self.logits, None, self.top_k, softmax, *plain),
@@ -99,7 +99,7 @@ class Case:
             error.add("dlogits", found, *torch.autograd.grad(scores, logits, self.dscores.double()))
 
         inputs = self.dscores, self.logits, self.ids
-        return Kernel(inputs, lambda: self.ops.route_backward(*inputs, 0, False, 1.0), check)
+        return Kernel(inputs, lambda: self.ops.route_backward(*inputs, 0, False, 1.0, 1e-20), check)
 
     def route_plan(self) -> Kernel:
         def check(error: Error, found) -> None:

@@ -51,7 +51,10 @@ typedef enum {
     FUSED_MOE_U8,
 } FusedMoeDtype;
 
-typedef enum { FUSED_MOE_SOFTMAX, FUSED_MOE_SIGMOID } FusedMoeScoreFunc;
+typedef enum { FUSED_MOE_SOFTMAX, FUSED_MOE_SIGMOID, FUSED_MOE_SQRTSOFTPLUS } FusedMoeScoreFunc;
+
+/* What a group of experts is worth: the sum of its two best experts' scores, or its best one's. */
+typedef enum { FUSED_MOE_TOP2, FUSED_MOE_MAX } FusedMoeGroupScore;
 
 /* Columns of h, and rows of w1: separate and halves have gate | up, interleaved has gate0, up0, ...
  * Separate keeps up in w3; without w3 the expert is ungated. */
@@ -139,7 +142,8 @@ typedef struct {        /* logits[t] = weight x[t] + bias */
     FusedMoeWorkspace workspace;
     int64_t T, D;
     int32_t E;
-    FusedMoeDtype dtype; /* of x, weight and bias */
+    FusedMoeDtype dtype;        /* of x                                                     */
+    FusedMoeDtype weight_dtype; /* of weight and bias: dtype, or f32 beside a 16-bit x     */
 } FusedMoeRouterLogits;
 
 typedef struct {         /* dx[t] = dlogits[t] weight */
@@ -153,32 +157,36 @@ typedef struct {         /* dx[t] = dlogits[t] weight */
     FusedMoeDtype dtype;
 } FusedMoeRouterDgrad;
 
-typedef struct {            /* scores and the K best experts of every token */
-    const void *logits;     /* [T,E]                                                */
-    const float *bias;      /* [E] steers the choice, -inf bars an expert; or NULL  */
-    const void *given_ids;  /* [T,K] taken unless a token's are all -1; or NULL     */
-    const void *num_tokens; /* [1] tokens from this one on have no expert; NULL: T  */
-    void *scores;           /* [T,K] f32, f64 for f64 logits; 0 without an expert   */
-    int32_t *ids;           /* [T,K] -1: no expert                                  */
-    FusedMoeDtype dtype;    /* of logits                                            */
+typedef struct {              /* scores and the K best experts of every token */
+    const void *logits;       /* [T,E]                                                    */
+    const float *bias;        /* [E] steers the choice, -inf bars an expert; or NULL      */
+    const void *given_ids;    /* [T,K] taken unless a token's are all -1; or NULL         */
+    const void *num_tokens;   /* [1] tokens from this one on have no expert; NULL: T      */
+    const void *expert_scale; /* [E] factors on scores, of their dtype; or NULL           */
+    void *scores;             /* [T,K] f32, f64 for f64 logits; 0 without an expert       */
+    int32_t *ids;             /* [T,K] -1: no expert                                      */
+    FusedMoeDtype dtype;      /* of logits                                                */
     FusedMoeDtype given_dtype, num_tokens_dtype;
     FusedMoeScoreFunc score_func;
     bool route_norm;
     double route_scale;
-    int32_t num_groups, num_limited_groups; /* equal: no limit                 */
+    double norm_eps;                        /* added to the sum that route_norm divides by */
+    int32_t num_groups, num_limited_groups; /* equal: no limit                             */
+    FusedMoeGroupScore group_score;
     int64_t T;
     int32_t E, K;
 } FusedMoeRoute;
 
-typedef struct {         /* dlogits from dscores; scores are computed again */
-    const void *dscores; /* [T,K] f32, f64 for f64 logits */
-    const void *logits;  /* [T,E] */
-    const int32_t *ids;  /* [T,K] -1: no gradient */
-    void *dlogits;       /* [T,E] 0 for a token without experts, whatever its logits */
+typedef struct {              /* dlogits from dscores; scores are computed again */
+    const void *dscores;      /* [T,K] f32, f64 for f64 logits */
+    const void *logits;       /* [T,E] */
+    const int32_t *ids;       /* [T,K] -1: no gradient */
+    const void *expert_scale; /* as in FusedMoeRoute */
+    void *dlogits;            /* [T,E] 0 for a token without experts, whatever its logits */
     FusedMoeDtype dtype;
     FusedMoeScoreFunc score_func;
     bool route_norm;
-    double route_scale;
+    double route_scale, norm_eps;
     int64_t T;
     int32_t E, K;
 } FusedMoeRouteBackward;
@@ -454,6 +462,7 @@ typedef enum {
     FUSED_MOE_OTHER_GPU,
     FUSED_MOE_OTHER_TIER_ASKED, /* by FUSED_MOE_TIER */
     FUSED_MOE_OTHER_DTYPE,
+    FUSED_MOE_MIXED_DTYPES, /* an fp16 input and a float32 weight */
     FUSED_MOE_NO_ROWS,
     FUSED_MOE_SCORED_INPUT,
     FUSED_MOE_MANY_ROWS, /* for a kernel that reads quantised weights, or runs both sides */

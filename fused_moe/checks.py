@@ -196,8 +196,13 @@ def has_memory(x: Tensor) -> bool:
 # --- routing ----------------------------------------------------------------------------------------------
 
 
+def is_mixed(x: Tensor, weight: Tensor) -> bool:
+    """Whether a float32 router is beside a 16-bit x."""
+    return weight.dtype == torch.float32 and x.dtype in (torch.bfloat16, torch.float16)
+
+
 def check_router(fn: str, x: Tensor, weight, bias) -> None:
-    """Checks weight (E, D) and bias (E,) against x (T, D)."""
+    """Checks weight (E, D) and bias (E,) against x (T, D). Both have x's dtype, or are float32."""
     check_tensor(fn, "weight", weight, 2, FLOATING)
     num_experts, width = weight.shape
     check_shape(fn, "weight", weight, "E, D", (num_experts, x.size(1)))
@@ -205,11 +210,15 @@ def check_router(fn: str, x: Tensor, weight, bias) -> None:
         fail(ValueError, fn, "weight of 1 to 1024 experts", num_experts)
     if width < 1:
         fail(ValueError, fn, "weight of D >= 1", tuple(weight.shape))
-    check_like(fn, "weight", weight, "x", x)
+    mixed = is_mixed(x, weight)
+    if mixed:
+        check_device(fn, "weight", weight, "x", x)
+    else:
+        check_like(fn, "weight", weight, "x", x)
     if bias is not None:
         check_tensor(fn, "bias", bias, 1, FLOATING)
         check_shape(fn, "bias", bias, "E", (num_experts,))
-        check_like(fn, "bias", bias, "x", x)
+        check_like(fn, "bias", bias, *(("weight", weight) if mixed else ("x", x)))
 
 
 def check_routing(
@@ -219,15 +228,21 @@ def check_routing(
     score_func: str,
     num_expert_groups,
     num_limited_groups,
+    group_score="top2",
     route_norm=False,
     route_scale=1.0,
+    route_norm_eps=1e-20,
 ) -> None:
     """Checks E, K and the groups against each other, for `route` and for the module's constructor."""
     check_choice(fn, "score_func", score_func, _ops.SCORE_FUNCS)
+    check_choice(fn, "group_score", group_score, _ops.GROUP_SCORES)
     check_int(fn, "num_experts", num_experts)
     check_int(fn, "top_k", top_k)
     check_bool(fn, "route_norm", route_norm)
     check_real(fn, "route_scale", route_scale)
+    check_real(fn, "route_norm_eps", route_norm_eps)
+    if route_norm_eps < 0:
+        fail(ValueError, fn, "route_norm_eps >= 0", route_norm_eps)
     if not 1 <= num_experts <= 1024:
         fail(ValueError, fn, "1 to 1024 experts", num_experts)
     most = min(num_experts, 32)

@@ -8,31 +8,19 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from .checks import fail
+from .kept_dtypes import KeepsDtypes
 
 
-class KeepsExpertBias(nn.Module):
+class KeepsExpertBias(KeepsDtypes):
     """A module with such a bias, or None, in the buffer named `bias_name`."""
 
     bias_name = "expert_bias"
 
-    def _apply(self, fn, recurse=True):
-        before = getattr(self, self.bias_name, None)
-        super()._apply(fn, recurse)
-        if before is not None:
-            after = getattr(self, self.bias_name)
-            if after.dtype != torch.float32:
-                setattr(self, self.bias_name, before.to(after.device))
-        return self
-
-    def _load_from_state_dict(self, state_dict, prefix, *args):
-        """As nn.Module, which with assign=True takes a checkpoint's dtype."""
-        key = prefix + self.bias_name
-        if isinstance(state_dict.get(key), Tensor):
-            state_dict[key] = state_dict[key].float()
-        super()._load_from_state_dict(state_dict, prefix, *args)
+    def _kept_dtypes(self) -> dict[str, torch.dtype]:
+        return {**super()._kept_dtypes(), self.bias_name: torch.float32}
 
 
 def check_expert_bias(fn: str, bias: Tensor | None) -> None:

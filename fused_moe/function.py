@@ -62,12 +62,13 @@ def router_logits(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tens
 
     Args:
         x: (T, D), floating. T may be 0.
-        weight: (E, D), bias: (E,), E from 1 to 1024, of x's dtype and on its device (cast under autocast, as
-            for linear).
+        weight: (E, D), bias: (E,), E from 1 to 1024, of x's dtype, or both float32 beside a bfloat16 or
+            float16 x, and on its device (cast under autocast, as for linear).
 
     Returns:
         (T, E) float32 (float64 for float64 x), differentiable in x, weight and bias. Their gradients have
-        their dtypes; the GEMMs of the first two multiply the logits' gradient rounded to that dtype.
+        their dtypes; the GEMMs of the first two multiply the logits' gradient rounded to that dtype. Beside
+        a 16-bit x a float32 weight is rounded for x's gradient alone.
 
     Raises:
         TypeError, ValueError: the message says what was expected and what was found.
@@ -86,29 +87,38 @@ def route(
     bias: Tensor | None = None,
     route_norm: bool = False,
     route_scale: float = 1.0,
+    route_norm_eps: float = 1e-20,
     num_expert_groups: int | None = None,
     num_limited_groups: int | None = None,
+    group_score: str = "top2",
+    expert_scale: Tensor | None = None,
     ids: Tensor | None = None,
     num_tokens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Chooses the K best experts of every token: softmax or sigmoid, fused with top-k.
+    """Chooses the K best experts of every token: scores of all experts, fused with top-k.
 
     Ties go to the lowest expert id. Slots are sorted by what the choice was made by (score, plus bias if
     there is one), best first; given ids keep their order. NaN logits, and +inf under softmax, give NaN
     scores; other infinite ones give their limits. Chosen ids are valid and distinct in any case. Source: the
-    routers of DeepSeek-V3 (arXiv 2412.19437, 2.1.2) and Mixtral.
+    routers of Mixtral, DeepSeek-V2 (arXiv 2405.04434, 2.2), V3 (arXiv 2412.19437, 2.1.2) and V4, and
+    Gemma 4.
 
     Args:
         logits: (T, E) of any floating dtype, E from 1 to 1024. Computed in float32 (float64 stays).
         top_k: K, from 1 to min(E, 32).
-        score_func: "softmax" over all experts, or "sigmoid".
+        score_func: "softmax" over all experts, "sigmoid", or "sqrtsoftplus", sqrt(log(1 + exp(logit))).
         bias: (E,) added to the scores for the top-k only, not to the returned scores. An expert whose bias is
             -infinity is never chosen: where fewer than K others can be, the slots left have id -1, score 0,
             gradient 0, and route_norm divides by the sum of the rest.
         route_norm: divide each token's K scores by their sum.
         route_scale: factor on the scores.
+        route_norm_eps: added to the sum that route_norm divides by, >= 0.
         num_expert_groups, num_limited_groups: only experts of the `num_limited_groups` best groups may
-            be chosen; a group's score is the sum of its two best experts.
+            be chosen.
+        group_score: what a group is worth: "top2", the sum of its two best experts, as in DeepSeek-V3; or
+            "max", its best expert, as in DeepSeek-V2.
+        expert_scale: (E,) floating, differentiable: a factor on the final scores of each expert, after norm
+            and route_scale. It has no part in the choice. Cast to the scores' dtype.
         ids: (T, K) uint8, int8, int16, uint16, int32 or int64, a choice made before: scores and gradients
             are as if it had been made here. Bias and groups are not consulted, and an id may repeat. A token
             whose K ids are all -1 has no choice yet: it is made here. A -1 beside other ids is a remote slot:
@@ -118,28 +128,30 @@ def route(
             tokens from it on are padding: id -1, score 0, gradient 0, whatever their logits.
 
     Returns:
-        scores (T, K) float32 (float64 for float64 logits), differentiable in logits; ids (T, K) int32.
+        scores (T, K) float32 (float64 for float64 logits), differentiable in logits and expert_scale;
+        ids (T, K) int32.
 
     Raises:
         TypeError, ValueError: the message says what was expected and what was found.
     """
     check_input("route", "logits", logits, 2)
-    groups = (num_expert_groups, num_limited_groups)
-    routing = (score_func, route_norm, route_scale, *groups)
+    groups = (num_expert_groups, num_limited_groups, group_score)
+    routing = (score_func, route_norm, route_scale, route_norm_eps, *groups)
+    tensors = (expert_scale, ids, num_tokens)
     num_experts = logits.size(1)
-    bias, settings, ids = check_route("logits", logits, num_experts, top_k, bias, *routing, ids, num_tokens)
-    return _ops.run(ops.route.default, logits, bias, *settings, ids, num_tokens)
+    bias, settings, *tensors = check_route("logits", logits, num_experts, top_k, bias, *routing, *tensors)
+    return _ops.run(ops.route.default, logits, bias, *settings, *tensors)
 
 
 def check_route(
-    name, like, num_experts, top_k, bias, score_func, route_norm, route_scale,
-    num_expert_groups, num_limited_groups, ids, num_tokens,
-) -> tuple[Tensor | None, tuple, Tensor | None]:  # fmt: skip
+    name, like, num_experts, top_k, bias, score_func, route_norm, route_scale, route_norm_eps,
+    num_expert_groups, num_limited_groups, group_score, expert_scale, ids, num_tokens,
+) -> tuple[Tensor | None, tuple, Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
     """Checks the arguments of `route` for the T tokens of `like`. Returns the bias as the operator takes it,
-    its arguments from top_k to num_limited_groups, and the ids as it takes them."""
+    its arguments from top_k to group_score, and ids, num_tokens and expert_scale as it takes them."""
     fn = "route"
-    groups = (num_expert_groups, num_limited_groups)
-    check_routing(fn, num_experts, top_k, score_func, *groups, route_norm, route_scale)
+    groups = (num_expert_groups, num_limited_groups, group_score)
+    check_routing(fn, num_experts, top_k, score_func, *groups, route_norm, route_scale, route_norm_eps)
     if bias is not None:
         check_tensor(fn, "bias", bias, 1, FLOATING)
         check_shape(fn, "bias", bias, "E", (num_experts,))
@@ -148,9 +160,15 @@ def check_route(
         check_num_tokens(fn, num_tokens, name, like)
     if ids is not None:
         ids = check_given_ids(fn, ids, num_tokens, name, like, num_experts, top_k)
-    groups = (num_expert_groups or 0, num_limited_groups or 0)
+    if expert_scale is not None:
+        check_tensor(fn, "expert_scale", expert_scale, 1, FLOATING)
+        check_shape(fn, "expert_scale", expert_scale, "E", (num_experts,))
+        check_device(fn, "expert_scale", expert_scale, name, like)
+        expert_scale = expert_scale.to(_ops.score_dtype(like))
+    groups = (num_expert_groups or 0, num_limited_groups or 0, _ops.GROUP_SCORES[group_score])
     bias = None if bias is None else bias.detach().float()
-    return bias, (top_k, _ops.SCORE_FUNCS[score_func], route_norm, route_scale, *groups), ids
+    scores = (_ops.SCORE_FUNCS[score_func], route_norm, route_scale, route_norm_eps)
+    return bias, (top_k, *scores, *groups), ids, num_tokens, expert_scale
 
 
 # --- rows -------------------------------------------------------------------------------------------------

@@ -8,44 +8,70 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 
-from .checks import DEVICES, check_on_meta, is_autocast_enabled
+from .checks import DEVICES, check_on_meta, is_autocast_enabled, is_mixed
 from .function import router_logits
+from .kept_dtypes import KeepsDtypes
 from .ops import reshaped
 
 # Tensors that the operator takes: plain ones, and what stands for them while shapes or graphs are traced.
 PLAIN = (Tensor, nn.Parameter, FakeTensor, FunctionalTensor)
 
 
-class Gate(nn.Linear):
+class Gate(KeepsDtypes, nn.Linear):
     """A linear layer by `router_logits`: its logits are float32, or float64 of float64 operands.
 
-    What that does not take is F.linear's, with its results and errors: DTensors and other subclasses of
-    Tensor (quantised weights, say), operands of several dtypes or devices, and devices without kernels.
+    With router_dtype=torch.float32 its parameters are and stay float32, beside a 16-bit x and under autocast,
+    too. What `router_logits` does not take is F.linear's, with its results and errors: DTensors and other
+    subclasses of Tensor (quantised weights, say), operands of several dtypes or devices, and devices without
+    kernels.
     """
+
+    router_dtype: torch.dtype | None = None
+
+    def __init__(self, dim, num_logits, *, bias, device=None, dtype=None, router_dtype=None):
+        super().__init__(dim, num_logits, bias=bias, device=device, dtype=router_dtype or dtype)
+        self.router_dtype = router_dtype
+
+    def _kept_dtypes(self) -> dict[str, torch.dtype]:
+        return {} if self.router_dtype is None else dict.fromkeys(self._parameters, self.router_dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         """x (..., D) -> logits (..., E)."""
         weight, bias = self.weight, self.bias
-        if not fit(x, weight, bias):
+        if not linear_fits(x, self):
             logits = F.linear(x, weight, bias)
             check_on_meta("FusedMoE", x, weight, bias)
             return logits
         if x.dim() == 2:
-            return router_logits(x, weight, bias)
-        logits = router_logits(x.reshape(-1, x.size(-1)), weight, bias)
+            return linear_logits(x, self)
+        logits = linear_logits(x.reshape(-1, x.size(-1)), self)
         return reshaped(logits, (*x.shape[:-1], logits.size(1)))
 
 
-def fit(x: Tensor, *parameters: Tensor | None) -> bool:
-    """Whether our operators take x and these parameters of a linear layer."""
+def linear_logits(x: Tensor, linear: nn.Linear) -> Tensor:
+    """`router_logits` of a linear layer. Autocast casts nothing beside parameters that keep their dtype."""
+    if getattr(linear, "router_dtype", None) is None or not is_autocast_enabled(x):
+        return router_logits(x, linear.weight, linear.bias)
+    with torch.autocast(x.device.type, enabled=False):
+        return router_logits(x, linear.weight, linear.bias)
+
+
+def linear_fits(x: Tensor, linear: nn.Linear) -> bool:
+    """Whether our operators take x and the parameters of a linear layer."""
     dtype, device = x.dtype, x.device
+    keeps_dtype = getattr(linear, "router_dtype", None) is not None
     if type(x) not in PLAIN or device.type not in DEVICES:
         return False
-    for p in parameters:
+    for p in (linear.weight, linear.bias):
         if p is None:
             continue
         if type(p) not in PLAIN or p.device != device:
             return False
-        if p.dtype != dtype and (torch.float64 in (dtype, p.dtype) or not is_autocast_enabled(x)):
+        if p.dtype == dtype:
+            continue
+        if keeps_dtype:
+            if not is_mixed(x, p):
+                return False
+        elif torch.float64 in (dtype, p.dtype) or not is_autocast_enabled(x):
             return False
     return True

@@ -14,7 +14,8 @@ from . import checks, function
 from .activation import CONSTANTS, activate
 from .counting import Counting
 from .expert_bias import KeepsExpertBias, check_expert_bias, update_biases
-from .gate import Gate, fit
+from .gate import Gate, linear_fits, linear_logits
+from .kept_dtypes import KeepsDtypes
 from .lora import Adapters, LoRA
 from .losses import check_mask, check_scope, load_balancing_loss, router_z_loss
 from .ops import is_recording, reshaped
@@ -82,17 +83,36 @@ def report_of(tokens: Tensor) -> LoadReport:
     return LoadReport(tokens, tokens.float() / total, max_over_mean, int((tokens == 0).sum()))
 
 
-class Router(nn.Module):
+class Router(KeepsDtypes):
     """Scores every expert for every token and selects the K best."""
 
-    def __init__(self, dim, num_experts, top_k, *, bias, routing, device=None, dtype=None):
+    def __init__(
+        self, dim, num_experts, top_k, *, bias, routing, expert_scale=False, device=None, dtype=None,
+        router_dtype=None,
+    ):  # fmt: skip
         super().__init__()
-        self.gate = Gate(dim, num_experts, bias=bias, device=device, dtype=dtype)
+        factory = {"device": device, "dtype": dtype}
+        self.gate = Gate(dim, num_experts, bias=bias, **factory, router_dtype=router_dtype)
+        ones = torch.ones(num_experts, device=device, dtype=router_dtype or dtype) if expert_scale else None
+        self.expert_scale = None if ones is None else nn.Parameter(ones)
         self.top_k = top_k
         self.routing = routing
 
+    def _kept_dtypes(self) -> dict[str, torch.dtype]:
+        dtype = self.gate.router_dtype
+        return {} if dtype is None else {"expert_scale": dtype}
+
     def reset_parameters(self) -> None:
         reset(self.gate)
+        if self.expert_scale is not None:
+            nn.init.ones_(self.expert_scale)
+
+    def __setstate__(self, state) -> None:
+        super().__setstate__(state)
+        if "expert_scale" not in self.__dict__:  # or pickled by an older version
+            self._parameters.setdefault("expert_scale", None)
+        for name, value in (("route_norm_eps", 1e-20), ("group_score", "top2")):
+            self.routing.setdefault(name, value)
 
     def forward(
         self,
@@ -104,7 +124,7 @@ class Router(nn.Module):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """x (T, D) -> scores (T, K), ids (T, K), logits (T, E) in float32 or float64."""
         logits = self.gate(x)
-        given = {"ids": ids, "num_tokens": num_tokens}
+        given = {"expert_scale": self.expert_scale, "ids": ids, "num_tokens": num_tokens}
         scores, ids = function.route(logits, self.top_k, bias=expert_bias, **self.routing, **given)
         return scores, ids, logits
 
@@ -238,7 +258,7 @@ class SharedExperts(nn.Module):
         if not self.is_stock(x, gate):
             up = None if self.w3 is None else self.w3(x)
             shared = self.w2(activate(self.w1(x), up, **activation_of(self)))
-            return zero_padding(shared if gate is None else gate(x).sigmoid() * shared, num_tokens)
+            return zero_padding(shared if gate is None else _gated(gate(x), shared), num_tokens)
         shared, logits = self.operands(x, gate, num_tokens)
         if logits is None:
             return shared
@@ -260,7 +280,7 @@ class SharedExperts(nn.Module):
         else:
             counts = num_tokens.reshape(1).clamp(0, x.size(0))
         shared = function.grouped_mlp(x, w1, w2, w3, counts, **settings)
-        return shared, None if gate is None else function.router_logits(x, gate.weight, gate.bias)
+        return shared, None if gate is None else linear_logits(x, gate)
 
     def is_stock(self, x: Tensor, gate: nn.Linear | None) -> bool:
         """Whether our operators compute what calling the linear layers on x does."""
@@ -268,11 +288,16 @@ class SharedExperts(nn.Module):
         return all(_is_stock(linear, x) for linear in linears if linear is not None)
 
 
+def _gated(logits: Tensor, shared: Tensor) -> Tensor:
+    """Shared experts' output times the sigmoid of their gate's logits, which may be wider."""
+    return (logits.sigmoid() * shared).to(shared.dtype)
+
+
 def _is_stock(linear: nn.Module, x: Tensor) -> bool:
     """Whether our operators compute what calling the linear layer on x does."""
     if not is_plain_linear(linear):
         return False
-    if fit(x, linear.weight, linear.bias):
+    if linear_fits(x, linear):
         return True
     checks.check_on_meta(FN, x, linear.weight, linear.bias)
     return False
@@ -303,7 +328,10 @@ class FusedMoE(KeepsExpertBias, Counting):
     Args:
         dim: D, model width. hidden_dim: F, width of one expert.
         num_experts: E, 1 to 1024. top_k: K, experts per token, 1 to min(E, 32).
-        score_func, route_norm, route_scale, num_expert_groups, num_limited_groups: as `fused_moe.route`.
+        score_func, route_norm, route_scale, route_norm_eps, num_expert_groups, num_limited_groups,
+            group_score: as `fused_moe.route`.
+        expert_scale: whether a parameter router.expert_scale (E,) is a factor on the scores of each expert,
+            as Gemma 4's per_expert_scale. It starts at ones.
         num_shared_experts: dense experts next to the routed ones, as one MLP of width F * num_shared_experts.
         shared_expert_gate: multiply their output by sigmoid(gate(x)), as Qwen2-MoE does.
         latent_dim: L, width of the routed experts' input and output, if not D: they get latent_down(x), and
@@ -318,6 +346,9 @@ class FusedMoE(KeepsExpertBias, Counting):
         activation, alpha, limit: of routed and shared experts, as `fused_moe.fused_experts`. gated: whether
             w3 exists.
         bias: biases in the experts. gate_bias: a bias in the router's linear layer.
+        router_dtype: torch.float32 makes the router's parameters and shared_expert_gate float32 beside
+            bfloat16 or float16 experts. They stay so under `.to(dtype)`, under autocast, and when
+            `load_state_dict(assign=True)` reads a 16-bit checkpoint. x stays 16-bit.
         device, dtype: of the parameters. expert_bias stays float32, and tokens_per_expert int64.
 
     `tokens_per_expert` (E,) counts the slots of this rank's training forward passes. It moves with the layer,
@@ -349,8 +380,11 @@ class FusedMoE(KeepsExpertBias, Counting):
         score_func: str = "softmax",
         route_norm: bool = False,
         route_scale: float = 1.0,
+        route_norm_eps: float = 1e-20,
         num_expert_groups: int | None = None,
         num_limited_groups: int | None = None,
+        group_score: str = "top2",
+        expert_scale: bool = False,
         num_shared_experts: int = 0,
         shared_expert_gate: bool = False,
         latent_dim: int | None = None,
@@ -362,6 +396,7 @@ class FusedMoE(KeepsExpertBias, Counting):
         gated: bool = True,
         bias: bool = False,
         gate_bias: bool = False,
+        router_dtype: torch.dtype | None = None,
         device=None,
         dtype=None,
     ):
@@ -376,15 +411,21 @@ class FusedMoE(KeepsExpertBias, Counting):
         for name, flag in (
             ("route_norm", route_norm), ("shared_expert_gate", shared_expert_gate), ("gated", gated),
             ("bias", bias), ("gate_bias", gate_bias), ("latent_norm", latent_norm),
+            ("expert_scale", expert_scale),
         ):  # fmt: skip
             checks.check_bool(FN, name, flag)
-        checks.check_real(FN, "route_scale", route_scale)
         if load_balance_coeff is not None:
             checks.check_real(FN, "load_balance_coeff", load_balance_coeff)
             if load_balance_coeff < 0:
                 checks.fail(ValueError, FN, "load_balance_coeff >= 0", load_balance_coeff)
         checks.check_factory(FN, device, dtype)
-        checks.check_routing(FN, num_experts, top_k, score_func, num_expert_groups, num_limited_groups)
+        if router_dtype not in (None, torch.float32):
+            checks.fail(TypeError, FN, "router_dtype to be None or torch.float32", router_dtype)
+        if router_dtype is not None and (dtype or torch.get_default_dtype()) == torch.float64:
+            checks.fail(TypeError, FN, "router_dtype=None with parameters of float64", router_dtype)
+        groups = (num_expert_groups, num_limited_groups, group_score)
+        norm = (route_norm, route_scale, route_norm_eps)
+        checks.check_routing(FN, num_experts, top_k, score_func, *groups, *norm)
         checks.check_activation(FN, activation, alpha, limit)
         if shared_expert_gate and not num_shared_experts:
             checks.fail(ValueError, FN, "shared_expert_gate only with shared experts", "num_shared_experts=0")
@@ -397,12 +438,16 @@ class FusedMoE(KeepsExpertBias, Counting):
             "score_func": score_func,
             "route_norm": route_norm,
             "route_scale": route_scale,
+            "route_norm_eps": route_norm_eps,
             "num_expert_groups": num_expert_groups,
             "num_limited_groups": num_limited_groups,
+            "group_score": group_score,
         }
+        of_router = {"bias": gate_bias, "routing": routing, "expert_scale": expert_scale}
+        of_router["router_dtype"] = router_dtype
         self.dim, self.num_experts, self.top_k = dim, num_experts, top_k
         self.load_balance_coeff = load_balance_coeff
-        self.router = self.router_type(dim, num_experts, top_k, bias=gate_bias, routing=routing, **factory)
+        self.router = self.router_type(dim, num_experts, top_k, **of_router, **factory)
         self.experts = self.experts_type(latent_dim or dim, hidden_dim, num_experts, **mlp)
         self.latent_down = self.latent_norm = self.latent_up = None
         if latent_dim is not None:
@@ -414,7 +459,11 @@ class FusedMoE(KeepsExpertBias, Counting):
         if num_shared_experts:
             self.shared_experts = SharedExperts(dim, hidden_dim * num_shared_experts, **mlp)
         if shared_expert_gate:
-            self.shared_expert_gate = nn.Linear(dim, 1, bias=False, **factory)
+            self.shared_expert_gate = (
+                nn.Linear(dim, 1, bias=False, **factory)
+                if router_dtype is None
+                else Gate(dim, 1, bias=False, **factory, router_dtype=router_dtype)
+            )
         zeros = torch.zeros(num_experts, device=device, dtype=torch.float32)
         self.register_buffer("expert_bias", None if load_balance_coeff is None else zeros)
         self.tokens_per_expert = torch.zeros(num_experts, device=device, dtype=torch.int64)
@@ -559,7 +608,7 @@ class FusedMoE(KeepsExpertBias, Counting):
             return experts(x)
         if type(experts) is SharedExperts and not is_altered(experts):
             return experts(x, gate, num_tokens)
-        shared = experts(x) if gate is None else gate(x).sigmoid() * experts(x)
+        shared = experts(x) if gate is None else _gated(gate(x), experts(x))
         return zero_padding(shared, num_tokens)
 
     def _keeps_padding_apart(self, x: Tensor) -> bool:
@@ -571,7 +620,7 @@ class FusedMoE(KeepsExpertBias, Counting):
         if self.latent_down is not None:
             return False
         gate = router.gate
-        if type(gate) is not Gate or is_altered(gate) or not fit(x, gate.weight, gate.bias):
+        if type(gate) is not Gate or is_altered(gate) or not linear_fits(x, gate):
             return False
         if shared is None:
             return True

@@ -30,7 +30,8 @@ from .activation import ACTIVATIONS
 from .main_grad import less_unasked
 from .plan import Plan
 
-SCORE_FUNCS = {"softmax": 0, "sigmoid": 1}
+SCORE_FUNCS = {"softmax": 0, "sigmoid": 1, "sqrtsoftplus": 2}
+GROUP_SCORES = {"top2": 0, "max": 1}
 LAYOUTS = {"separate": 0, "halves": 1, "interleaved": 2}
 UNGATED = 3  # layout "separate" without w3
 TILE = 64  # rows, and columns, of a tile of a quantised weight
@@ -404,26 +405,40 @@ def _router_logits_fake(args):
 
 
 def _router_logits_setup(ctx, args, output):
+    ctx.x_dtype = args.x.dtype
     ctx.save_for_backward(args.x if ctx.needs_input_grad[1] else None, args.weight)
 
 
 def _router_logits_backward(ctx, need, dlogits):
     x, weight = ctx.saved_tensors
     needs = (need.x, need.weight, need.bias)
-    grads = router_gradients(dlogits, dlogits.to(weight.dtype), x, weight, *needs)
+    of_x = (dlogits.to(ctx.x_dtype), weight.to(ctx.x_dtype))
+    grads = router_gradients(dlogits, *of_x, x, weight, *needs)
     return dict(zip(("x", "weight", "bias"), grads, strict=True))
 
 
 def router_gradients(
-    dlogits: Tensor, rounded: Tensor, x: Tensor | None, weight: Tensor, need_x, need_weight, need_bias
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """dx, dweight and dbias, each None if it is not needed. GEMMs multiply `rounded`, dlogits in the weight's
-    dtype."""
+    dlogits: Tensor, rounded: Tensor, narrow: Tensor, x: Tensor | None, weight: Tensor, need_x, need_weight,
+    need_bias,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
+    """dx, dweight and dbias, each None if it is not needed. GEMMs multiply `rounded` and `narrow`, dlogits
+    and weight in x's dtype. A float32 weight beside a 16-bit x has a gradient of float32 operands."""
+    dweight = None
+    if need_weight:
+        dweight = rounded.mT @ x if weight.dtype == x.dtype else _wide_matmul(dlogits.mT, x.to(weight.dtype))
     return (
-        run(ops.router_dgrad.default, rounded, weight) if need_x else None,
-        rounded.mT @ x if need_weight else None,
+        run(ops.router_dgrad.default, rounded, narrow) if need_x else None,
+        dweight,
         dlogits.sum(0).to(weight.dtype) if need_bias else None,
     )
+
+
+def _wide_matmul(a: Tensor, b: Tensor) -> Tensor:
+    """a @ b in their dtype. torch.compile traces backward under the forward's autocast, which would round."""
+    if not torch._C._is_any_autocast_enabled():
+        return a @ b
+    with torch.autocast(a.device.type, enabled=False):
+        return a @ b
 
 
 def _router_dgrad_fake(args):
@@ -450,15 +465,41 @@ def _route_fake(args):
 
 
 def _route_setup(ctx, args, output):
-    ctx.settings = (args.score_func, args.route_norm, args.route_scale)
+    ctx.settings = (args.score_func, args.route_norm, args.route_scale, args.route_norm_eps)
     ctx.set_materialize_grads(False)  # or every backward fills zeros for the ids
-    ctx.save_for_backward(args.logits, output[1])
+    ctx.save_for_backward(args.logits, output[1], args.expert_scale)
 
 
 def _route_backward(ctx, need, dscores, _):
     if dscores is None:
         return {}
-    return {"logits": run(ops.route_backward.default, dscores, *ctx.saved_tensors, *ctx.settings)}
+    logits, ids, expert_scale = ctx.saved_tensors
+    grads = route_gradients(dscores, logits, ids, ctx.settings, expert_scale, need.logits, need.expert_scale)
+    # without expert_scale a call may not have the argument
+    return {n: g for n, g in zip(("logits", "expert_scale"), grads, strict=True) if g is not None}
+
+
+def route_gradients(
+    dscores: Tensor, logits: Tensor, ids: Tensor, settings: tuple, expert_scale: Tensor | None, need_logits,
+    need_scale,
+) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
+    """dlogits and the gradient of expert_scale, each None if it is not needed. `settings` are score_func to
+    route_norm_eps."""
+    args = (dscores, logits, ids, *settings, expert_scale)
+    return (
+        run(ops.route_backward.default, *args) if need_logits else None,
+        _scale_gradient(dscores, logits, ids, settings) if need_scale else None,
+    )
+
+
+def _scale_gradient(dscores: Tensor, logits: Tensor, ids: Tensor, settings: tuple) -> Tensor:
+    """The gradient (E,) of expert_scale: of the chosen experts' scores without it, summed in the order of
+    the slots, with the same bits in every run."""
+    top_k, num_experts = ids.size(1), logits.size(1)
+    scores, _ = run(ops.route.default, logits, None, top_k, *settings, 0, 0, 0, ids)
+    plan = route_plan(ids, num_experts)
+    rows = (dscores * scores).reshape(-1, 1).index_select(0, plan.row_slot.clamp_min(0))
+    return run(ops.bias_grad.default, rows, plan.offsets[1:]).squeeze(1)
 
 
 def _route_backward_fake(args):

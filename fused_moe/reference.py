@@ -9,6 +9,8 @@ Letters: T tokens, D model width, F expert hidden width, E experts, K experts pe
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -64,6 +66,20 @@ def _top_k(values: Tensor, k: int) -> Tensor:
     return values.sort(dim=-1, descending=True, stable=True).indices[..., :k]
 
 
+def _sqrtsoftplus(x: Tensor) -> Tensor:
+    """sqrt(softplus(x)). Far below zero that is exp(x / 2), which does not underflow as exp(x) does."""
+    low = x < -37
+    high = F.softplus(torch.where(low, 0, x), threshold=50).sqrt()
+    return torch.where(low, (torch.where(low, x, 0) / 2).exp(), high)
+
+
+SCORES = {
+    "softmax": lambda logits: logits.softmax(-1),
+    "sigmoid": Tensor.sigmoid,
+    "sqrtsoftplus": _sqrtsoftplus,
+}
+
+
 def route(
     logits: Tensor,
     top_k: int,
@@ -72,8 +88,11 @@ def route(
     bias: Tensor | None = None,
     route_norm: bool = False,
     route_scale: float = 1.0,
+    route_norm_eps: float = 1e-20,
     num_expert_groups: int | None = None,
     num_limited_groups: int | None = None,
+    group_score: str = "top2",
+    expert_scale: Tensor | None = None,
     ids: Tensor | None = None,
     num_tokens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -86,7 +105,7 @@ def route(
     for which no expert is left.
     """
     logits = zero_padding(logits if logits.dtype == torch.float64 else logits.float(), num_tokens)
-    all_scores = logits.softmax(-1) if score_func == "softmax" else logits.sigmoid()
+    all_scores = SCORES[score_func](logits)
     with torch.no_grad():
         choice = logits if bias is None and num_expert_groups is None else all_scores
         if bias is not None:
@@ -94,9 +113,10 @@ def route(
             choice = torch.where(bias == -torch.inf, bias, choice + bias)
         if num_expert_groups is not None:
             groups = choice.unflatten(-1, (num_expert_groups, -1))
-            best_two = groups.sort(-1, descending=True).values[..., :2].sum(-1)
-            kept = torch.zeros_like(best_two, dtype=torch.bool)
-            kept.scatter_(-1, _top_k(best_two, num_limited_groups), True)
+            num_best = 2 if group_score == "top2" else 1
+            worth = groups.sort(-1, descending=True).values[..., :num_best].sum(-1)
+            kept = torch.zeros_like(worth, dtype=torch.bool)
+            kept.scatter_(-1, _top_k(worth, num_limited_groups), True)
             choice = groups.masked_fill(~kept[..., None], -torch.inf).flatten(-2)
         best = _top_k(choice, top_k)
         if bias is not None:
@@ -108,8 +128,11 @@ def route(
         ids = torch.where(has_expert, ids, -1)
     scores = torch.where(has_expert, all_scores.gather(-1, ids.clamp_min(0)), 0)
     if route_norm:
-        scores = scores / (scores.sum(-1, keepdim=True) + 1e-20)
-    return scores * route_scale, ids.int()
+        scores = scores / (scores.sum(-1, keepdim=True) + route_norm_eps)
+    scores = scores * route_scale
+    if expert_scale is not None:
+        scores = scores * torch.where(has_expert, expert_scale.to(scores.dtype)[ids], 0)
+    return scores, ids.int()
 
 
 def _slice_rows(num_rows: int, num_experts: int, num_sms: int) -> int:
@@ -388,7 +411,10 @@ def fused_experts(
 
 class _Router(module.Router):
     def forward(self, x: Tensor, expert_bias: Tensor | None, **given) -> tuple[Tensor, Tensor, Tensor]:
-        logits = router_logits(x, self.gate.weight, self.gate.bias)
+        keeps_dtype = self.gate.router_dtype is not None
+        with torch.autocast(x.device.type, enabled=False) if keeps_dtype else nullcontext():
+            logits = router_logits(x, self.gate.weight, self.gate.bias)
+        given["expert_scale"] = self.expert_scale
         scores, ids = route(logits, self.top_k, bias=expert_bias, **self.routing, **given)
         return scores, ids, logits
 

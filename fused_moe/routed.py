@@ -17,20 +17,37 @@ from torch.autograd import forward_ad
 from torch.nn.modules.module import _has_any_global_hook
 
 from . import function
-from .checks import check_activation, check_experts, check_main_grads, check_router, is_altered
+from .checks import (
+    check_activation,
+    check_experts,
+    check_main_grads,
+    check_router,
+    is_altered,
+    is_mixed,
+)
 from .gate import Gate
 from .main_grad import operands_of
-from .ops import ACTIVATION_CODES, SCORE_FUNCS, ops, route_plan, router_gradients, run, up_gradients
+from .ops import (
+    ACTIVATION_CODES,
+    SCORE_FUNCS,
+    ops,
+    route_gradients,
+    route_plan,
+    router_gradients,
+    run,
+    up_gradients,
+)
 from .plan import Plan
 
 PLAIN = {Tensor, nn.Parameter, type(None)}
 
 
 class Operands(NamedTuple):
-    """The parameters of a Router's gate and of Experts."""
+    """The parameters of a Router's gate, its expert_scale, and those of Experts."""
 
     gate: Tensor
     gate_bias: Tensor | None
+    expert_scale: Tensor | None
     w1: Tensor
     w2: Tensor
     w3: Tensor | None
@@ -49,9 +66,11 @@ def operands_to_join(x: Tensor, router: nn.Module, experts: nn.Module) -> Operan
         return None
     if any(map(is_altered, (router, gate, experts))):
         return None
-    operands = Operands(*_members(gate, ("weight", "bias")), *_members(experts, Operands._fields[2:]))
+    of_router = (*_members(gate, ("weight", "bias")), *_members(router, ("expert_scale",)))
+    operands = Operands(*of_router, *_members(experts, Operands._fields[3:]))
     weight = operands.gate
-    fits = x.dtype == weight.dtype and x.device == weight.device
+    same = x.dtype == weight.dtype or (gate.router_dtype is not None and is_mixed(x, weight))
+    fits = same and x.device == weight.device
     return operands if fits and type(x) in PLAIN and PLAIN.issuperset(map(type, operands)) else None
 
 
@@ -64,7 +83,7 @@ def _members(module: nn.Module, names: tuple[str, ...]) -> list:
 
 def is_plain_linear(module: nn.Module) -> bool:
     """Whether calling the module computes nn.Linear's GEMM and does no more."""
-    plain = type(module).forward is nn.Linear.forward
+    plain = type(module).forward in (nn.Linear.forward, Gate.forward)
     return plain and not is_altered(module) and not has_global_hook()
 
 
@@ -97,6 +116,7 @@ class _Needs(NamedTuple):
     w3: bool
     gate: bool
     gate_bias: bool
+    expert_scale: bool
     b1: bool
     b3: bool
 
@@ -105,32 +125,42 @@ class _RoutedUp(torch.autograd.Function):
     """x -> h, a, scores, ids, logits and the plan. h, scores and logits have gradients."""
 
     @staticmethod
-    def forward(ctx, x, w1, w3, gate, gate_bias, b1, b3, expert_bias, top_k, routing, settings, main_grads):
+    def forward(
+        ctx, x, w1, w3, gate, gate_bias, expert_scale, b1, b3, expert_bias, top_k, routing, settings,
+        main_grads,
+    ):  # fmt: skip
         logits = function.router_logits(x, gate, gate_bias)
-        scores, ids = function.route(logits, top_k, bias=expert_bias, **routing)
+        scale = None if expert_scale is None else expert_scale.to(logits.dtype)
+        scores, ids = function.route(logits, top_k, bias=expert_bias, expert_scale=scale, **routing)
         plan = route_plan(ids, gate.size(0))
         h, a = run(
             ops.experts_up.default, x, w1, w3, b1, b3, None, plan.tensors, *settings, True, *main_grads
         )
-        ctx.routing = (SCORE_FUNCS[routing["score_func"]], routing["route_norm"], routing["route_scale"])
+        names = ("route_norm", "route_scale", "route_norm_eps")
+        ctx.routing = (SCORE_FUNCS[routing["score_func"]], *(routing[name] for name in names))
+        ctx.scale_dtype = None if scale is None else expert_scale.dtype
         ctx.layout, ctx.main_grads = settings[0], main_grads or (None, None)
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(a, ids, *plan)
-        ctx.save_for_backward(x, gate, w1, w3, logits, ids, *plan.tensors)
+        ctx.save_for_backward(x, gate, scale, w1, w3, logits, ids, *plan.tensors)
         return h, a, scores, ids, logits, *plan
 
     @staticmethod
     def backward(ctx, dh, _a, dscores, _ids, dlogits, *_plan):
-        x, gate, w1, w3, logits, ids, *plan = ctx.saved_tensors
+        x, gate, scale, w1, w3, logits, ids, *plan = ctx.saved_tensors
         need = _Needs(*ctx.needs_input_grad[: len(_Needs._fields)])
         grads, of_router = {}, ()
         if dscores is not None:
-            of_scores = run(ops.route_backward.default, dscores, logits, ids, *ctx.routing)
+            route = (dscores, logits, ids, ctx.routing, scale)
+            of_scores, dscale = route_gradients(*route, True, need.expert_scale)
             dlogits = of_scores if dlogits is None else dlogits + of_scores
+            if dscale is not None:
+                grads["expert_scale"] = dscale.to(ctx.scale_dtype)
         if dlogits is not None:
-            rounded, needs = dlogits.to(gate.dtype), (need.x and dh is None, need.gate, need.gate_bias)
-            dx, dgate, dbias = router_gradients(dlogits, rounded, x, gate, *needs)
-            grads, of_router = {"x": dx, "gate": dgate, "gate_bias": dbias}, (rounded, gate)
+            of_router = (dlogits.to(x.dtype), gate.to(x.dtype))
+            needs = (need.x and dh is None, need.gate, need.gate_bias)
+            dx, dgate, dbias = router_gradients(dlogits, *of_router, x, gate, *needs)
+            grads |= {"x": dx, "gate": dgate, "gate_bias": dbias}
         if dh is not None:
             up = (dh, x, w1, w3, None, plan)
             grads |= up_gradients(ctx, need, False, *up, *of_router)
@@ -149,14 +179,14 @@ def routed_experts(
     """What Router and Experts of these operands compute of x (T, D): out (T, D), counts (E,), ids (T, K),
     logits (T, E). `shared` are what `fused_experts` takes as shared and shared_gate, `given` the router's ids
     and num_tokens."""
-    fn, (gate, gate_bias, w1, w2, w3, b1, b2, b3) = "fused_experts", operands
+    fn, (gate, gate_bias, expert_scale, w1, w2, w3, b1, b2, b3) = "fused_experts", operands
     check_activation(fn, experts.activation, experts.alpha, experts.limit)
     *_, layout = check_experts(fn, "x", x, w1, w2, w3, b1, b2, b3, "separate", False)
     main_up, main_down = check_main_grads(fn, experts.main_grads, "x", x, (w1, w2, w3), False)
     if main_up or main_down:
         w1, w2, w3 = operands_of((w1, w2, w3), (w1, w2, w3), experts.main_grads)
     settings = (layout, ACTIVATION_CODES[experts.activation], [experts.alpha, experts.limit])
-    up = (w1, w3, gate, gate_bias, b1, b3, expert_bias)
+    up = (w1, w3, gate, gate_bias, expert_scale, b1, b3, expert_bias)
     how = (router.top_k, router.routing | given, settings, main_up)
     h, a, scores, ids, logits, *plan = _RoutedUp.apply(x, *up, *how)
     plan = Plan(*plan)
@@ -176,14 +206,15 @@ def routed_experts_without_gradients(
     num_tokens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """routed_experts by one operator."""
-    gate, gate_bias, w1, w2, w3, b1, b2, b3 = operands
+    gate, gate_bias, expert_scale, w1, w2, w3, b1, b2, b3 = operands
     fn = "fused_experts"
     check_router("router_logits", x, gate, gate_bias)
-    bias, routing, ids = function.check_route(
-        "x", x, gate.size(0), router.top_k, expert_bias, **router.routing, ids=ids, num_tokens=num_tokens
+    given = {"expert_scale": expert_scale, "ids": ids, "num_tokens": num_tokens}
+    bias, routing, *given = function.check_route(
+        "x", x, gate.size(0), router.top_k, expert_bias, **router.routing, **given
     )
     check_activation(fn, experts.activation, experts.alpha, experts.limit)
     *_, layout = check_experts(fn, "x", x, w1, w2, w3, b1, b2, b3, "separate", False)
     tensors = (x, gate, gate_bias, bias, w1, w3, w2, b1, b3, b2)
     settings = (layout, ACTIVATION_CODES[experts.activation], [experts.alpha, experts.limit])
-    return run(ops.routed_experts.default, *tensors, *routing, *settings, ids, num_tokens, *shared)
+    return run(ops.routed_experts.default, *tensors, *routing, *settings, *given, *shared)

@@ -274,12 +274,14 @@ def operator_calls(case: Case, device) -> dict:
     add_shared = {"shared": dout, **by_token}
     layout = {"layout": codes.LAYOUTS[stored] if gated else codes.UNGATED}
     act = {**layout, "activation": codes.ACTIVATION_CODES[case.activation], "constants": [1.702, case.limit]}
-    softmax = {"score_func": 0, "route_norm": False, "route_scale": 1.0}
-    sigmoid = {"score_func": 1, "route_norm": True, "route_scale": 2.0}
+    softmax = {"score_func": 0, "route_norm": False, "route_scale": 1.0, "route_norm_eps": 1e-20}
+    sigmoid = {"score_func": 1, "route_norm": True, "route_scale": 2.0, "route_norm_eps": 0.0}
     all_groups, two_groups = (
-        {"num_groups": num, "num_limited_groups": limited} for num, limited in ((0, 0), (E, min(E, 2)))
+        {"num_groups": num, "num_limited_groups": limited, "group_score": group_score}
+        for num, limited, group_score in ((0, 0, 0), (E, min(E, 2), 1))
     )
-    given = {"given_ids": ids, "num_tokens": torch.tensor(T - 1, device=device)}
+    expert_scale = torch.randn(E).to(device, score_dtype(dtype))
+    given = {"given_ids": ids, "num_tokens": torch.tensor(T - 1, device=device), "expert_scale": expert_scale}
     expert_map = torch.arange(-1, E, dtype=torch.int32, device=device)  # of E + 1 ids
     up, down = {"w1": w1, "w3": w3, "b1": b1, "b3": b3}, {"w2": w2, "b2": b2}
     up_needs = {f"need_d{n}": v is not None for n, v in {"x": x, **up}.items()}
@@ -327,8 +329,8 @@ def operator_calls(case: Case, device) -> dict:
             {"logits": logits, "bias": None, "top_k": K, **sigmoid, **all_groups, **given},
         ],
         "route_backward": [
-            {"dscores": scores, "logits": logits, "ids": ids.clamp(0, E - 1), **settings}
-            for settings in (softmax, sigmoid)
+            {"dscores": scores, "logits": logits, "ids": ids.clamp(0, E - 1), **settings, "expert_scale": s}
+            for settings, s in ((softmax, None), (sigmoid, expert_scale))
         ],
         "route_plan": [
             {"ids": i, "num_experts": E, "expert_map": m} for i, m in ((ids, None), (ids.long(), expert_map))

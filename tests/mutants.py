@@ -44,7 +44,7 @@ CPU = [
     Mutant(
         "every block of logits has the first one's bias",
         "csrc/cpu/router_logits.c",
-        "fm_at(p->bias, v->elem_bytes, expert), experts);",
+        "fm_at(p->bias, w->elem_bytes, expert), experts);",
         "p->bias, experts);",
         "tests/test_router_logits.py",
     ),
@@ -83,7 +83,7 @@ CPU = [
     Mutant(
         "a group is worth its best expert",
         "csrc/cpu/route.c",
-        "(n > 1 ? choice[g * size + two[1]] : 0)",
+        "(adds ? choice[g * size + two[1]] : 0)",
         "0",
         "tests/test_route.py",
     ),
@@ -167,8 +167,8 @@ CPU = [
     Mutant(
         "the last of equal ids has all of the gradient",
         "csrc/cpu/route.c",
-        "dscore[ids[k]] += (v->get",
-        "dscore[ids[k]] = (v->get",
+        "dscore[ids[k]] += (unscaled",
+        "dscore[ids[k]] = (unscaled",
         "tests/test_padding.py",
     ),
     # --- route_plan
@@ -871,15 +871,15 @@ CPU = [
     Mutant(
         "a foreign gate sees padding",
         "fused_moe/module.py",
-        "type(gate) is not Gate or is_altered(gate) or not fit(",
-        "not fit(",
+        "type(gate) is not Gate or is_altered(gate) or not linear_fits(",
+        "not linear_fits(",
         "tests/test_padding.py",
     ),
     Mutant(
         "shared experts' biases reach padding",
         "fused_moe/module.py",
-        "return zero_padding(shared if gate is None else gate(x).sigmoid() * shared, num_tokens)",
-        "return shared if gate is None else gate(x).sigmoid() * shared",
+        "return zero_padding(shared if gate is None else _gated(gate(x), shared), num_tokens)",
+        "return shared if gate is None else _gated(gate(x), shared)",
         "tests/test_padding.py",
     ),
     Mutant(

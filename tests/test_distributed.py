@@ -572,6 +572,56 @@ def test_latent_experts(workers, device, how):
     assert_close(found, expected, TOLERANCE[torch.float32])
 
 
+ROUTERS_OWN = ("router", "shared_expert_gate")
+
+
+def float32_router_layer(device):
+    torch.manual_seed(1)
+    options = {"num_shared_experts": 1, "shared_expert_gate": True, "gate_bias": True, "expert_scale": True}
+    return FusedMoE(D, F, E, K, **options, router_dtype=torch.float32).to(device)
+
+
+def fsdp_float32_router(rank, device):
+    """A step's results, and what each gate computes with: its dtype, x's, and the weight."""
+    mesh, layer = init_device_mesh(device.type, (RANKS,)), float32_router_layer(device)
+    keep = MixedPrecisionPolicy(torch.float32, cast_forward_inputs=False)
+    for name in ROUTERS_OWN:
+        fully_shard(layer.get_submodule(name), mesh=mesh, mp_policy=keep)
+    fully_shard(layer, mesh=mesh, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
+    used = {}
+    for name, module in layer.named_modules():
+        if name.endswith("gate"):
+            module.register_forward_pre_hook(
+                lambda m, args, name=name: used.update(
+                    {name: (m.weight.dtype, args[0].dtype, m.weight.detach().clone())}
+                )
+            )
+    x, dout = new_signals(device)
+    own, dout = share(rank, x, cut=EVEN).clone().requires_grad_(), share(rank, dout, cut=EVEN)
+    out = layer(own)
+    out.backward(dout.to(torch.bfloat16))
+    found = {"out": out.detach().float(), "dx": own.grad}
+    return found | {f"d{name}": whole(p.grad) for name, p in layer.named_parameters()}, used
+
+
+def test_fully_shard_leaves_a_router_float32(workers, device):
+    """With a policy of its own its parameters reach forward in all bits, beside bfloat16 experts."""
+    ranks = workers(fsdp_float32_router)
+    layer = float32_router_layer(device)
+    x, dout = new_signals(device)
+    x.requires_grad_()
+    out = layer(x)
+    out.backward(dout)
+    expected = {"out": out.detach(), "dx": x.grad}
+    expected |= {f"d{n}": p.grad / RANKS for n, p in layer.named_parameters()}
+    assert_close(merged([found for found, _ in ranks], added=()), expected, TOLERANCE[torch.bfloat16])
+    for _, used in ranks:
+        assert used.keys() == {"router.gate", "shared_expert_gate"}
+        for name, (*dtypes, weight) in used.items():
+            assert dtypes == [torch.float32, torch.bfloat16], name
+            assert torch.equal(weight, layer.get_submodule(name).weight.cpu()), name
+
+
 class Residual(torch.nn.Module):
     """Adds x to the layer's result in place."""
 

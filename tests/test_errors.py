@@ -158,7 +158,10 @@ TABLE = {
         (gate(weight=torch.randn(1025, D)), ValueError, "weight of 1 to 1024 experts", "1025"),
         (gate(x=torch.randn(T, 0), weight=torch.randn(E, 0)), ValueError, "weight of D >= 1", r"\(3, 0\)"),
         (gate(weight=torch.randn(E, D, dtype=F16)), TypeError, "weight of x's dtype", "torch.float16"),
-        (gate(x=half), TypeError, "weight of x's dtype torch.float16", "torch.float32"),
+        (gate(x=half.double()), TypeError, "weight of x's dtype torch.float64", "torch.float32"),
+        (gate(x=half, bias=torch.randn(E).half()),
+         TypeError, "bias of weight's dtype torch.float32", "torch.float16"),
+        (gate(x=half, weight=torch.randn(E, D).double()), TypeError, "weight of x's dtype", "torch.float64"),
         (gate(bias=torch.randn(E, 1)), ValueError, "bias of 1 dimensions", r"shape \(3, 1\)"),
         (gate(bias=torch.randn(D)), ValueError, r"bias of shape \(E\) = \(3,\)", r"\(8,\)"),
         (gate(bias=integers(E)), TypeError, f"bias of {FLOAT}", "torch.int32"),
@@ -193,13 +196,23 @@ TABLE = {
         (router(route_scale=torch.tensor(2.0)), TypeError, "route_scale to be a number", "Tensor"),
         (router(route_scale=nan), ValueError, "route_scale to be a finite number", "nan"),
         (router(route_scale=-inf), ValueError, "route_scale to be a finite number", "-inf"),
+        (router(route_norm_eps="0"), TypeError, "route_norm_eps to be a number", "str '0'"),
+        (router(route_norm_eps=inf), ValueError, "route_norm_eps to be a finite number", "inf"),
+        (router(route_norm_eps=nan), ValueError, "route_norm_eps to be a finite number", "nan"),
+        (router(route_norm_eps=-1e-20), ValueError, "route_norm_eps >= 0", "-1e-20"),
         (router(route_norm=1), TypeError, "route_norm to be True or False", "int 1"),
         (router(route_norm=None), TypeError, "route_norm to be True or False", "NoneType"),
     ],
     "route's words and bias": [
-        (router(score_func="tanh"), ValueError, r"one of \['sigmoid', 'softmax'\]", "'tanh'"),
-        (router(score_func=None), ValueError, r"one of \['sigmoid', 'softmax'\]", "None"),
-        (router(score_func=["softmax"]), ValueError, r"one of \['sigmoid', 'softmax'\]", r"\['softmax'\]"),
+        (router(score_func="tanh"), ValueError, r"one of \['sigmoid', 'softmax', 'sqrtsoftplus'\]", "'tanh'"),
+        (router(score_func=None), ValueError, r"one of \['sigmoid', 'softmax', 'sqrtsoftplus'\]", "None"),
+        (router(score_func=["softmax"]), ValueError, r"one of \['sigmoid', 'softmax'", r"\['softmax'\]"),
+        (router(group_score="sum"), ValueError, r"group_score to be one of \['max', 'top2'\]", "'sum'"),
+        (router(group_score=None), ValueError, r"group_score to be one of \['max', 'top2'\]", "None"),
+        (router(expert_scale=2.0), TypeError, "expert_scale to be a tensor", "float"),
+        (router(expert_scale=torch.ones(7)), ValueError, r"expert_scale of shape \(E\)", r"\(7,\)"),
+        (router(expert_scale=torch.ones(8, 1)), ValueError, "expert_scale of 1 dim", r"shape \(8, 1\)"),
+        (router(expert_scale=integers(8)), TypeError, f"expert_scale of {FLOAT}", "torch.int32"),
         (router(bias=1.0), TypeError, "bias to be a tensor", "float"),
         (router(bias=torch.zeros(7)), ValueError, r"bias of shape \(E\) = \(8,\)", r"\(7,\)"),
         (router(bias=torch.zeros(1, 8)), ValueError, "bias of 1 dimensions", r"shape \(1, 8\)"),
@@ -507,6 +520,13 @@ TABLE = {
         (module(limit=nan), ValueError, "limit to be a number", "nan"),
         (module(activation="situ", alpha=0), ValueError, "a finite alpha > 0 .* 'situ'", "0"),
         (module(activation="swiglu_limited", limit=-7.0), ValueError, "limit >= 0 .*_limited'", "-7.0"),
+        (module(group_score="min"), ValueError, "group_score to be one of", "'min'"),
+        (module(route_norm_eps=-1.0), ValueError, "route_norm_eps >= 0", "-1.0"),
+        (module(router_dtype=F16), TypeError, "router_dtype to be None or torch.float32", "torch.float16"),
+        (module(router_dtype="float32"), TypeError, "router_dtype to be None or torch.float32", "float32"),
+        (module(router_dtype=torch.float32, dtype=torch.float64),
+         TypeError, "router_dtype=None with parameters of float64", "torch.float32"),
+        (module(expert_scale=1), TypeError, "expert_scale to be True or False", "int 1"),
         (module(score_func="relu"), ValueError, "score_func to be one of", "'relu'"),
         (module(num_expert_groups=2, num_limited_groups=1), ValueError, "divide the 3 experts", "2"),
         (module(num_expert_groups=3, num_limited_groups="1"),
@@ -996,6 +1016,7 @@ def test_meta_arguments_are_not_mixed(device):
     (
         (router(ids=integers(T, 2)), "ids", "logits"),
         (router(num_tokens=torch.tensor(4)), "num_tokens", "logits"),
+        (router(expert_scale=torch.ones(8)), "expert_scale", "logits"),
         (planned(expert_map=integers(9)), "expert_map", "ids"),
         (experts(expert_map=integers(9)), "expert_map", "ids"),
         (experts(shared=torch.randn(T, D), shared_gate=torch.randn(T)), "shared_gate", "x"),
@@ -1004,7 +1025,7 @@ def test_meta_arguments_are_not_mixed(device):
     ),
 )
 def test_other_arguments_on_meta_are_not_mixed(device, call, name, like):
-    """Nor ids, numbers of tokens, maps and shared experts. Those that are on the right device are right."""
+    """Nor ids, numbers of tokens, scales, maps and shared experts. On the right device they are right."""
     fn, arguments = call
     arguments = moved(arguments, device)
     fn(**arguments)
@@ -1017,6 +1038,7 @@ def test_other_arguments_on_meta_are_not_mixed(device, call, name, like):
 
 def operator_calls(device) -> tuple[dict, dict]:
     """Calls that would read or write out of range if the operator did not check: by shape, and by value."""
+    plain = (0, False, 1.0, 1e-20, 0, 0, 0)  # settings of a choice
     ids = torch.arange(T * K, device=device, dtype=torch.int32).remainder(E).view(T, K)
     plan = fused_moe.route_plan(ids, E)
     maps, no_maps = plan.tensors, plan.tensors[:2]  # offsets, schedule, row_token, row_slot, token_row
@@ -1043,27 +1065,29 @@ def operator_calls(device) -> tuple[dict, dict]:
         "router_dgrad: dlogits of other experts": (ops.router_dgrad, x, w1[0]),
         "router_dgrad: half dlogits": (ops.router_dgrad, x[:, :4].half(), w1[0]),
         "router_dgrad: a weight of experts": (ops.router_dgrad, x[:, :4], w1),
-        "route: ids of other tokens": (ops.route, x, None, 2, 0, False, 1.0, 0, 0, ids[:5]),
-        "route: ids of floats": (ops.route, x, None, 2, 0, False, 1.0, 0, 0, scores),
-        "route: two numbers of tokens": (ops.route, x, None, 2, 0, False, 1.0, 0, 0, None, ids[0]),
-        "route: no number of tokens": (ops.route, x, None, 2, 0, False, 1.0, 0, 0, None, ids[0, :0]),
-        "route: a float number of tokens": (ops.route, x, None, 2, 0, False, 1.0, 0, 0, None, scores[0, :1]),
+        "route: ids of other tokens": (ops.route, x, None, 2, *plain, ids[:5]),
+        "route: ids of floats": (ops.route, x, None, 2, *plain, scores),
+        "route: two numbers of tokens": (ops.route, x, None, 2, *plain, None, ids[0]),
+        "route: no number of tokens": (ops.route, x, None, 2, *plain, None, ids[0, :0]),
+        "route: a float number of tokens": (ops.route, x, None, 2, *plain, None, scores[0, :1]),
         "route_plan: a map of int64": (ops.route_plan, ids, E, plan.counts.long()),
         "route_plan: a matrix for a map": (ops.route_plan, ids, E, ids),
         "route_plan: an empty map": (ops.route_plan, ids, E, plan.counts[:0]),
-        "route: k beyond E": (ops.route, x, None, 9, 0, False, 1.0, 0, 0),
-        "route: k of 0": (ops.route, x, None, 0, 0, False, 1.0, 0, 0),
-        "route: k beyond 32": (ops.route, torch.randn(2, 64, device=device), None, 33, 0, False, 1.0, 0, 0),
-        "route: 1025 experts": (ops.route, torch.randn(2, 1025, device=device), None, 1, 0, False, 1.0, 0, 0),
-        "route: groups that do not divide": (ops.route, x, None, 1, 0, False, 1.0, 3, 1),
-        "route: k beyond the kept groups": (ops.route, x, None, 3, 0, False, 1.0, 4, 1),
-        "route: short bias": (ops.route, x, torch.zeros(3, device=device), 1, 0, False, 1.0, 0, 0),
-        "route: double bias": (ops.route, x, torch.zeros(8, device=device).double(), 1, 0, False, 1.0, 0, 0),
-        "route: unknown score function": (ops.route, x, None, 1, 7, False, 1.0, 0, 0),
-        "route: integer logits": (ops.route, ids, None, 1, 0, False, 1.0, 0, 0),
-        "route_backward: ids of another shape": (ops.route_backward, scores, x, ids[:5], 0, False, 1.0),
-        "route_backward: int64 ids": (ops.route_backward, scores, x, ids.long(), 0, False, 1.0),
-        "route_backward: half gradient": (ops.route_backward, scores.half(), x, ids, 0, False, 1.0),
+        "route: k beyond E": (ops.route, x, None, 9, *plain),
+        "route: k of 0": (ops.route, x, None, 0, *plain),
+        "route: k beyond 32": (ops.route, torch.randn(2, 64, device=device), None, 33, *plain),
+        "route: 1025 experts": (ops.route, torch.randn(2, 1025, device=device), None, 1, *plain),
+        "route: groups that do not divide": (ops.route, x, None, 1, 0, False, 1.0, 1e-20, 3, 1, 0),
+        "route: k beyond the kept groups": (ops.route, x, None, 3, 0, False, 1.0, 1e-20, 4, 1, 0),
+        "route: short bias": (ops.route, x, torch.zeros(3, device=device), 1, *plain),
+        "route: double bias": (ops.route, x, torch.zeros(8, device=device).double(), 1, *plain),
+        "route: unknown score function": (ops.route, x, None, 1, 7, False, 1.0, 1e-20, 0, 0, 0),
+        "route: unknown group score": (ops.route, x, None, 1, 0, False, 1.0, 1e-20, 0, 0, 2),
+        "route: short scale": (ops.route, x, None, 1, *plain, None, None, w1[0, 0, :3]),
+        "route: integer logits": (ops.route, ids, None, 1, *plain),
+        "route_backward: ids of 5 tokens": (ops.route_backward, scores, x, ids[:5], 0, False, 1.0, 1e-20),
+        "route_backward: int64 ids": (ops.route_backward, scores, x, ids.long(), 0, False, 1.0, 1e-20),
+        "route_backward: half gradient": (ops.route_backward, scores.half(), x, ids, 0, False, 1.0, 1e-20),
         "route_plan: no experts": (ops.route_plan, ids, 0),
         "route_plan: negative experts": (ops.route_plan, ids, -3),
         "route_plan: float ids": (ops.route_plan, scores, 3),
@@ -1247,7 +1271,9 @@ def test_operators_without_a_gradient_say_so(device, name):
     results = {
         "bias_grad": lambda: ops.bias_grad(x, ends),
         "up_dgrad": lambda: ops.up_dgrad(x, torch.randn(3, F, D, device=device), None, plan, UNGATED),
-        "route_backward": lambda: ops.route_backward(torch.ones(T, 1, device=device), x, ids, 0, False, 1.0),
+        "route_backward": lambda: ops.route_backward(
+            torch.ones(T, 1, device=device), x, ids, 0, False, 1.0, 1e-20
+        ),
     }
     with pytest.raises(RuntimeError, match=f"fused_moe: {name} (has no gradient|cannot be differentiated)"):
         results[name]().sum().backward()

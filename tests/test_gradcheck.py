@@ -25,16 +25,17 @@ def check(fn, inputs: dict) -> None:
     )
 
 
-@pytest.mark.parametrize("score_func", ("softmax", "sigmoid"))
+@pytest.mark.parametrize("score_func", ("softmax", "sigmoid", "sqrtsoftplus"))
 @pytest.mark.parametrize("route_norm", (False, True))
 def test_route(device, score_func, route_norm):
-    """route away from ties, with and without renormalisation, scaled."""
+    """route away from ties, with and without renormalisation, scaled as a whole and per expert."""
     logits = torch.stack([torch.randperm(9) for _ in range(4)]).to(device, F64) / 3
     logits.requires_grad_()
-    options = {"score_func": score_func, "route_norm": route_norm, "route_scale": 1.5}
+    options = {"score_func": score_func, "route_norm": route_norm, "route_scale": 1.5, "route_norm_eps": 0.2}
     assert gradcheck(lambda z: route(z, 3, **options)[0], logits)
-    groups = {"num_expert_groups": 3, "num_limited_groups": 2}
-    assert gradcheck(lambda z: route(z, 3, **options, **groups)[0], logits)
+    groups = {"num_expert_groups": 3, "num_limited_groups": 2, "group_score": "max"}
+    scale = torch.randn(9, device=device, dtype=F64, requires_grad=True)
+    assert gradcheck(lambda z, s: route(z, 3, **options, **groups, expert_scale=s)[0], (logits, scale))
 
 
 @pytest.mark.quick

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing
 from cases import BF16, F16, F32, F64, assert_as_good
+from torch import nn
 from torch.nn.utils import parametrize, prune
 from torch.utils.checkpoint import checkpoint
 
@@ -37,7 +38,7 @@ SETTINGS = {
     "gpt-oss": {"activation": "swiglu_clamped", "alpha": 1.3, "limit": 0.2, "bias": True},
     "deepseek-v4": {
         "activation": "swiglu_limited", "limit": 0.3, "num_shared_experts": 1, "route_norm": True,
-        "load_balance_coeff": 1e-3,
+        "score_func": "sqrtsoftplus", "load_balance_coeff": 1e-3,
     },
     "kimi-k3": {
         "activation": "situ", "alpha": 0.5, "limit": 2.0, "score_func": "sigmoid", "num_shared_experts": 1,
@@ -46,6 +47,8 @@ SETTINGS = {
         "activation": "relu2", "gated": False, "score_func": "sigmoid", "route_norm": True,
         "num_shared_experts": 1,
     },
+    "deepseek-v2": {"num_expert_groups": 4, "num_limited_groups": 2, "group_score": "max"},
+    "gemma4": {"route_norm": True, "route_norm_eps": 1e-2, "expert_scale": True, "activation": "gelu_tanh"},
 }  # fmt: skip
 
 
@@ -53,6 +56,8 @@ def pair(device, dtype=None, dim=24, hidden=20, experts=8, top_k=2, **settings):
     """FusedMoE and the reference's layer with the same parameters."""
     size = (dim, hidden, experts, top_k)
     ours = FusedMoE(*size, **settings, device=device, dtype=dtype)
+    if ours.router.expert_scale is not None:
+        nn.init.normal_(ours.router.expert_scale)
     loop = reference.FusedMoE(*size, **settings, device=device, dtype=dtype)
     loop.load_state_dict(ours.state_dict())
     return ours, loop
@@ -256,6 +261,109 @@ def test_loading_keeps_float32(device, dtype, assign):
     layer.update_expert_bias()
     assert (layer.expert_bias != 1).all()
     assert layer(torch.randn(5, 12, device=device, dtype=layer.experts.w1.dtype)).isfinite().all()
+
+
+ROUTERS_OWN = {"router.gate.weight", "router.gate.bias", "router.expert_scale", "shared_expert_gate.weight"}
+FLOAT32_ROUTER = {**EVERYTHING, "expert_scale": True, "router_dtype": F32}
+
+
+def dtypes_of(layer) -> dict:
+    return {name: t.dtype for name, t in layer.named_parameters()}
+
+
+@pytest.mark.parametrize("dtype", (BF16, F16), ids=str)
+def test_a_float32_router_stays_so(device, dtype):
+    """Made so, and after every cast, with its values and gradients in all bits; other parameters are cast."""
+    wanted = {
+        n: F32 if n in ROUTERS_OWN else dtype for n in dtypes_of(FusedMoE(12, 8, 8, 2, **FLOAT32_ROUTER))
+    }
+    assert ROUTERS_OWN < wanted.keys()
+    assert dtypes_of(FusedMoE(12, 8, 8, 2, **FLOAT32_ROUTER, device=device, dtype=dtype)) == wanted
+    casts = (
+        lambda m: m.to(dtype), lambda m: m.type(dtype), lambda m: m.bfloat16() if dtype == BF16 else m.half(),
+        lambda m: m.to(device=device, dtype=dtype), lambda m: m.to("meta").to(dtype),
+    )  # fmt: skip
+    for cast in casts:
+        layer = FusedMoE(12, 8, 8, 2, **FLOAT32_ROUTER, device=device)
+        layer(torch.randn(5, 12, device=device)).sum().backward()
+        before = {n: (p.detach().clone(), p.grad.clone()) for n, p in layer.named_parameters()}
+        model = torch.nn.Sequential(layer)
+        cast(model)
+        assert dtypes_of(layer) == wanted and layer.expert_bias.dtype == F32
+        for name in ROUTERS_OWN if layer.router.gate.weight.device.type != "meta" else ():
+            now = layer.get_parameter(name)
+            assert torch.equal(now, before[name][0]) and torch.equal(now.grad, before[name][1]), name
+    layer = FusedMoE(12, 8, 8, 2, **FLOAT32_ROUTER, device=device).to(dtype)
+    x = torch.randn(5, 12, device=device, dtype=dtype)
+    for module in (layer, copy.deepcopy(layer)):
+        out = module(x)
+        assert out.dtype == dtype
+        out.sum().backward()
+        assert all(p.grad.dtype == p.dtype for p in module.parameters())
+    layer.router.to(dtype)
+    assert dtypes_of(layer) == wanted
+
+
+@pytest.mark.parametrize("assign", (False, True))
+def test_a_16_bit_checkpoint_leaves_a_float32_router(device, assign):
+    """Values of the checkpoint; the caller's state dict is not changed."""
+    layer = FusedMoE(12, 8, 8, 2, **FLOAT32_ROUTER, device=device, dtype=BF16)
+    wanted = dtypes_of(layer)
+    state = {n: torch.randn_like(t, dtype=BF16) for n, t in layer.state_dict().items()}
+    before = dict(state)
+    model = torch.nn.Sequential(layer)
+    model.load_state_dict({f"0.{n}": t for n, t in state.items()}, assign=assign)
+    assert dtypes_of(layer) == wanted and layer.expert_bias.dtype == F32
+    assert all(state[n] is t for n, t in before.items())
+    for name, p in layer.named_parameters():
+        assert torch.equal(p, state[name].to(p.dtype)), name
+    with torch.device("meta"):
+        layer = FusedMoE(12, 8, 8, 2, **FLOAT32_ROUTER, dtype=BF16)
+    layer.load_state_dict(state, assign=True)
+    assert dtypes_of(layer) == wanted
+
+
+@pytest.mark.parametrize("dtype", (BF16, F16), ids=str)
+@pytest.mark.parametrize("hooked", (False, True), ids=("joined", "apart"))
+def test_a_float32_router_is_the_references(device, hooked, dtype):
+    """Outputs and all gradients, as accurate as the loop's; the logits are those of the float32 weight."""
+    settings = {**SETTINGS["qwen2"], "gate_bias": True, "expert_scale": True, "router_dtype": F32}
+    ours, loop = pair(device, dtype, **settings)
+    exact = copy.deepcopy(loop)
+    exact.router.gate.router_dtype = exact.shared_expert_gate.router_dtype = None
+    exact.double()
+    if hooked:
+        ours.router.register_forward_hook(lambda *_: None)
+        ours.shared_experts.w2.register_forward_hook(lambda *_: None)
+    x, dout = torch.randn(50, 24, device=device, dtype=dtype), torch.randn(50, 24, device=device, dtype=dtype)
+    results = [run(ours, x, dout), run(loop, x, dout), run(exact, x.double(), dout.double())]
+    for name, grad in results[0].items():
+        assert grad.dtype == (dtype if name in ("out", "dx") else ours.get_parameter(name).dtype), name
+    assert_as_good(*results)
+    _, ids, logits = ours.router(x, None)
+    assert_near = torch.testing.assert_close
+    assert_near(logits.double(), exact.router.gate(x.double()), rtol=1e-5, atol=1e-5)
+    assert torch.equal(ids, exact.router(x.double(), None)[1])
+
+
+def test_a_float32_router_under_autocast(device):
+    """Experts are cast and the router is not: logits are those of float32 operands, in both layers."""
+    ours, loop = pair(device, None, router_dtype=F32, num_shared_experts=1, shared_expert_gate=True)
+    x = torch.randn(30, 24, device=device)
+    with torch.autocast(device.type, BF16):
+        logits = [layer.router(x, None)[2] for layer in (ours, loop)]
+        out, expected = ours(x), loop(x)
+        half = ours(x.to(BF16))
+    assert out.dtype == expected.dtype == half.dtype == BF16
+    for found in logits:
+        torch.testing.assert_close(found, nn.functional.linear(x, ours.router.gate.weight))
+    torch.testing.assert_close(out.float(), expected.float(), rtol=0.05, atol=0.02)
+
+
+def test_a_float32_router_takes_other_linear_layers_errors(device):
+    layer = FusedMoE(12, 8, 8, 2, router_dtype=F32, device=device, dtype=BF16)
+    with pytest.raises(TypeError, match="x of the parameters' dtype torch.float32, found torch.float64"):
+        layer(torch.randn(5, 12, device=device, dtype=F64))
 
 
 def test_counts_in_a_file_are_dropped(device):
@@ -773,7 +881,7 @@ def test_router_is_the_public_route(device):
     layer.expert_bias.normal_()
     x = torch.randn(20, 24, device=device)
     scores, ids, logits = layer.router(x, layer.expert_bias)
-    options = {n: SETTINGS["deepseek"][n] for n in layer.router.routing}
+    options = {n: v for n, v in SETTINGS["deepseek"].items() if n in layer.router.routing}
     expected = fused_moe.route(logits, 3, bias=layer.expert_bias, **options)
     assert torch.equal(scores, expected[0]) and torch.equal(ids, expected[1])
 

@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 import fused_moe
 from fused_moe import FusedMoE, load_balancing_loss, reference, route, router_z_loss
+from fused_moe.ops import SCORE_FUNCS
 
 pytestmark = pytest.mark.usefixtures("poison")
 
@@ -25,7 +26,8 @@ DTYPES = pytest.mark.parametrize("dtype", (F32, BF16, F16, F64), ids=("f32", "bf
 OPTIONS = {
     "softmax": {},
     "sigmoid": {"score_func": "sigmoid", "route_norm": True, "route_scale": 2.5},
-    "groups": {"route_norm": True, "num_expert_groups": 4, "num_limited_groups": 2},
+    "sqrtsoftplus": {"score_func": "sqrtsoftplus", "route_norm": True, "route_norm_eps": 1e-3},
+    "groups": {"route_norm": True, "num_expert_groups": 4, "num_limited_groups": 2, "group_score": "max"},
 }
 EVERY_OPTION = pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 CHOICES = {
@@ -182,8 +184,10 @@ def test_any_ids(device, top_k, num_experts, options, distinct, seed):
 def test_remote_ids(device, options, dtype):
     """The operator takes any ids: outside [0, E) a slot has id -1, score 0 and no gradient, and the token's
     other scores are normalised without it. A token of such slots alone has zeros, whatever its logits."""
-    settings = (*({"softmax": 0, "sigmoid": 1}[options.get("score_func", "softmax")],),)
-    settings += (options.get("route_norm", False), options.get("route_scale", 1.0))
+    eps = options.get("route_norm_eps", 1e-20)
+    options = {n: options[n] for n in ("score_func", "route_norm", "route_scale") if n in options}
+    settings = (SCORE_FUNCS[options.get("score_func", "softmax")],)
+    settings += (options.get("route_norm", False), options.get("route_scale", 1.0), eps)
     logits, dscores = torch.randn(T, E, device=device), torch.randn(T, K, device=device)
     ids = torch.randint(E, (T, K), dtype=dtype, device=device)
     info = torch.iinfo(dtype)
@@ -193,13 +197,13 @@ def test_remote_ids(device, options, dtype):
     ids[6, 0] = -1
     logits[6] = NAN
     dscores[:5, 1] = dscores[5:7] = NAN
-    scores, kept = torch.ops.fused_moe.route(logits, None, K, *settings, 0, 0, ids)
+    scores, kept = torch.ops.fused_moe.route(logits, None, K, *settings, 0, 0, 0, ids)
     dlogits = torch.ops.fused_moe.route_backward(dscores, logits, kept, *settings)
     assert (kept[:5, 1] == -1).all() and (kept[5:7] == -1).all() and torch.equal(kept[7:], ids[7:].int())
     assert not scores[:5, 1].count_nonzero() and not scores[5:7].count_nonzero()
     assert not dlogits[5:7].count_nonzero()
-    options = {"score_func": options.get("score_func", "softmax"), "route_norm": settings[1]}
-    alone = routed(logits[:5], dscores[:5, :1], 1, **options, route_scale=settings[2], ids=ids[:5, :1])
+    options["route_norm_eps"] = eps
+    alone = routed(logits[:5], dscores[:5, :1], 1, **options, ids=ids[:5, :1])
     torch.testing.assert_close(scores[:5, :1], alone["scores"])
     torch.testing.assert_close(dlogits[:5], alone["dlogits"], rtol=1e-5, atol=1e-6)
 

@@ -23,7 +23,8 @@ from fused_moe import reference, route
 pytestmark = pytest.mark.usefixtures("poison")
 
 NAN, INF = float("nan"), float("inf")
-BOTH_FUNCS = pytest.mark.parametrize("score_func", ("softmax", "sigmoid"))
+FUNCS = ("softmax", "sigmoid", "sqrtsoftplus")
+EVERY_FUNC = pytest.mark.parametrize("score_func", FUNCS)
 ALL_DTYPES = pytest.mark.parametrize("dtype", (F32, BF16, F16), ids=("f32", "bf16", "f16"))
 
 
@@ -55,7 +56,7 @@ GROUPS = ((64, 8, 3, 6), (12, 4, 1, 3), (9, 9, 4, 4), (256, 8, 4, 8))
 
 
 @pytest.mark.quick
-@BOTH_FUNCS
+@EVERY_FUNC
 @ALL_DTYPES
 @pytest.mark.parametrize("num_experts, top_k", SIZES)
 def test_sizes(device, num_experts, top_k, dtype, score_func):
@@ -65,7 +66,7 @@ def test_sizes(device, num_experts, top_k, dtype, score_func):
     check(logits, top_k, score_func=score_func, route_norm=True, route_scale=2.5)
 
 
-@BOTH_FUNCS
+@EVERY_FUNC
 @ALL_DTYPES
 @pytest.mark.parametrize("route_norm", (False, True))
 def test_accuracy(device, dtype, score_func, route_norm):
@@ -81,9 +82,11 @@ def test_any_settings(device, data):
     num_groups = draw(st.sampled_from((None, 1, 2, 4, 8)), "groups")
     num_experts = draw(st.integers(1, 40), "experts") * (num_groups or 1)
     options = {
-        "score_func": draw(st.sampled_from(("softmax", "sigmoid")), "score_func"),
+        "score_func": draw(st.sampled_from(FUNCS), "score_func"),
         "route_norm": draw(st.booleans(), "route_norm"),
         "route_scale": draw(st.sampled_from((1.0, 0.5, 16.0)), "route_scale"),
+        "route_norm_eps": draw(st.sampled_from((0.0, 1e-20, 0.1)), "route_norm_eps"),
+        "group_score": draw(st.sampled_from(("top2", "max")), "group_score"),
     }
     reach = num_experts
     if num_groups:
@@ -93,6 +96,8 @@ def test_any_settings(device, data):
     top_k = draw(st.integers(1, min(reach, 32)), "top_k")
     if draw(st.booleans(), "bias"):
         options["bias"] = torch.randn(num_experts, device=device) * 0.3
+    if draw(st.booleans(), "expert_scale"):
+        options["expert_scale"] = torch.randn(num_experts, device=device)
     tokens = draw(st.sampled_from((0, 1, 5, 64)), "tokens")
     # Scores of many experts have near-ties in float32, which rounding decides; logits have none.
     rounds = num_groups is not None or "bias" in options
@@ -102,14 +107,14 @@ def test_any_settings(device, data):
 
 def choice_values(logits, options):
     """The values whose top-k is chosen with a bias or groups."""
-    scores = logits.softmax(-1) if options["score_func"] == "softmax" else logits.sigmoid()
+    scores = reference.SCORES[options["score_func"]](logits)
     return scores + options.get("bias", torch.zeros(())).double()
 
 
 # --- the choice -----------------------------------------------------------------------------------
 
 
-@BOTH_FUNCS
+@EVERY_FUNC
 def test_ties_go_to_the_lowest_id(device, score_func):
     """Equal experts are chosen in the order of their ids, with and without bias and groups."""
     groups = {"num_expert_groups": 4, "num_limited_groups": 2}
@@ -122,7 +127,7 @@ def test_ties_go_to_the_lowest_id(device, score_func):
     assert torch.equal(route(logits, 5, score_func=score_func)[1], expected)
 
 
-@BOTH_FUNCS
+@EVERY_FUNC
 def test_ties_of_few_values(device, score_func):
     """Logits of three values only: the reference's stable order, whatever K."""
     logits = torch.randint(-1, 2, (40, 130), device=device).float()
@@ -139,7 +144,7 @@ def test_saturated_scores_keep_the_logits_order(device):
     assert scores.tolist() == [[1.0, 1.0, 1.0]]
 
 
-@BOTH_FUNCS
+@EVERY_FUNC
 def test_bias_steers_the_choice_not_the_score(device, score_func):
     """A large bias chooses the worst expert; its score is the same as without the bias."""
     logits = torch.randn(50, 16, device=device)
@@ -147,7 +152,7 @@ def test_bias_steers_the_choice_not_the_score(device, score_func):
     bias[11] = 100.0
     scores, ids = route(logits, 2, score_func=score_func, bias=bias)
     assert (ids[:, 0] == 11).all()
-    probs = logits.double().softmax(-1) if score_func == "softmax" else logits.double().sigmoid()
+    probs = reference.SCORES[score_func](logits.double())
     assert_near(scores, probs.gather(-1, ids.long()))
     check(logits, 3, score_func=score_func, bias=torch.randn(16, device=device))
 
@@ -160,21 +165,31 @@ def test_bias_has_no_gradient(device):
     assert bias.grad is None and logits.grad is not None
 
 
-@BOTH_FUNCS
+@EVERY_FUNC
 @pytest.mark.parametrize("with_bias", (False, True))
+@pytest.mark.parametrize("group_score, num_best", (("top2", 2), ("max", 1)))
 @pytest.mark.parametrize("num_experts, groups, kept, top_k", GROUPS)
-def test_groups(device, num_experts, groups, kept, top_k, with_bias, score_func):
-    """Only experts of the best groups are chosen; a group's score is the sum of its two best."""
+def test_groups(device, num_experts, groups, kept, top_k, group_score, num_best, with_bias, score_func):
+    """Only experts of the best groups are chosen; a group's score is the sum of its two best, or its best."""
     logits = torch.randn(40, num_experts, device=device)
     options = {"score_func": score_func, "num_expert_groups": groups, "num_limited_groups": kept}
+    options["group_score"] = group_score
     if with_bias:
         options["bias"] = 0.2 * torch.randn(num_experts, device=device)
     check(logits, top_k, **options)
     ids = route(logits, top_k, **options)[1].long()
     grouped = choice_values(logits.double(), options).unflatten(-1, (groups, -1))
-    best = grouped.topk(min(2, num_experts // groups)).values.sum(-1).topk(kept).indices
+    best = grouped.topk(min(num_best, num_experts // groups)).values.sum(-1).topk(kept).indices
     chosen_groups = ids // (num_experts // groups)
     assert (chosen_groups.unsqueeze(-1) == best.unsqueeze(1)).any(-1).all()
+
+
+def test_the_best_expert_may_be_in_another_group_than_the_best_two(device):
+    """[9, 0] is worth more than [5, 5] by its best expert, and less by its two best."""
+    logits = torch.tensor([[9.0, 0.0, 5.0, 5.0]], device=device).log()
+    groups = {"num_expert_groups": 2, "num_limited_groups": 1}
+    assert route(logits, 2, **groups)[1].tolist() == [[2, 3]]
+    assert route(logits, 2, **groups, group_score="max")[1].tolist() == [[0, 1]]
 
 
 def test_keeping_every_group_is_no_limit(device):
@@ -185,7 +200,7 @@ def test_keeping_every_group_is_no_limit(device):
     assert torch.equal(found[1], expected[1]) and torch.equal(found[0], expected[0])
 
 
-@BOTH_FUNCS
+@EVERY_FUNC
 def test_negative_biased_scores_in_kept_groups(device, score_func):
     """Scores that the bias makes negative are still chosen before experts of groups that are not kept."""
     logits = torch.randn(30, 16, device=device)
@@ -197,16 +212,101 @@ def test_negative_biased_scores_in_kept_groups(device, score_func):
 
 def test_renormalised_scores_sum_to_the_scale(device):
     """route_norm makes each token's scores sum to route_scale."""
-    for score_func in ("softmax", "sigmoid"):
+    for score_func in FUNCS:
         logits = torch.randn(50, 32, device=device)
         scores, _ = route(logits, 4, score_func=score_func, route_norm=True, route_scale=2.5)
         assert_near(scores.sum(-1), torch.full((50,), 2.5, dtype=F64, device=device))
 
 
+def test_epsilon_of_the_norm(device):
+    """It is added to the sum: scores of 0.1 over 0.1 + 0.3, and none where it and the scores are 0."""
+    logits = torch.tensor([[0.1, 0.9], [0.5, 0.5]], device=device).log()
+    scores, _ = route(
+        logits, 1, route_norm=True, route_norm_eps=0.3, ids=torch.zeros_like(logits[:, :1]).int()
+    )
+    assert_near(scores, torch.tensor([[0.1 / 0.4], [0.5 / 0.8]], device=device, dtype=F64))
+    nothing = torch.full((1, 4), -INF, device=device)
+    assert route(nothing, 2, score_func="sigmoid", route_norm=True, route_norm_eps=0.0)[0].isnan().all()
+    assert not route(nothing, 2, score_func="sigmoid", route_norm=True)[0].count_nonzero()
+
+
+# --- a scale per expert ---------------------------------------------------------------------------
+
+
+@EVERY_FUNC
+@ALL_DTYPES
+@pytest.mark.parametrize("scale_dtype", (F32, BF16, F16, F64), ids=str)
+@pytest.mark.parametrize("route_norm", (False, True))
+def test_expert_scale(device, route_norm, scale_dtype, dtype, score_func):
+    """A factor on the final scores, with gradients of logits and of itself. The choice ignores it."""
+    logits, scale = torch.randn(60, 12, device=device).to(dtype), torch.randn(12).to(device, scale_dtype)
+    options = {"score_func": score_func, "route_norm": route_norm, "route_scale": 2.5}
+    plain, chosen = route(logits, 3, **options)
+    dscores = torch.randn_like(plain)
+    results = []
+    for fn, wide in ((route, False), (reference.route, False), (reference.route, True)):
+        leaves = [t.double() if wide else t for t in (logits, scale)]
+        leaves = [t.detach().requires_grad_() for t in leaves]
+        scores, ids = fn(leaves[0], 3, expert_scale=leaves[1], **options)
+        grads = torch.autograd.grad(scores, leaves, dscores.to(scores.dtype))
+        assert torch.equal(ids, chosen)
+        results.append({"scores": scores.detach(), "dlogits": grads[0], "dscale": grads[1]})
+    assert results[0]["dscale"].dtype == scale_dtype
+    assert_near(results[0]["scores"], plain.double() * scale.double()[chosen.long()])
+    for name in results[0]:
+        assert_as_good(*({name: r[name]} for r in results))
+
+
+def test_expert_scale_of_any_ids(device):
+    """Repeated, remote and padded slots, and a scale of zero, have the reference's gradients."""
+    logits, num_tokens = torch.randn(7, 5, device=device, dtype=F64), torch.tensor(6, device=device)
+    logits[6] = NAN
+    ids = torch.tensor([[1, 1], [2, -1], [-1, -1], [0, 4], [4, 0], [3, 3], [1, 2]], device=device)
+    scale = torch.tensor([0.0, 2.0, -1.0, 0.5, 3.0], device=device, dtype=F64)
+    found = []
+    for fn in (route, reference.route):
+        leaves = [t.clone().requires_grad_() for t in (logits, scale)]
+        scores, _ = fn(leaves[0], 2, expert_scale=leaves[1], route_norm=True, ids=ids, num_tokens=num_tokens)
+        found.append((scores, *torch.autograd.grad(scores.square().sum(), leaves)))
+    for ours, expected in zip(*found, strict=True):
+        torch.testing.assert_close(ours, expected)
+    leaf = scale.clone().requires_grad_()
+    scores, chosen = route(logits, 2, expert_scale=leaf, ids=ids, num_tokens=num_tokens)
+    dscores = torch.where(chosen < 0, NAN, torch.ones_like(scores))  # what remote slots get is not read
+    assert torch.autograd.grad(scores, leaf, dscores)[0].isfinite().all()
+
+
+def test_expert_scale_has_the_same_bits_in_every_run(device):
+    logits, scale = torch.randn(5000, 64, device=device), torch.randn(64, device=device, requires_grad=True)
+    grads = [torch.autograd.grad(route(logits, 6, expert_scale=scale)[0].sum(), scale)[0] for _ in range(3)]
+    assert torch.equal(grads[0], grads[1]) and torch.equal(grads[0], grads[2])
+
+
+# --- sqrt(softplus) -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", (F32, F64, BF16), ids=str)
+def test_sqrtsoftplus_far_from_zero(device, dtype):
+    """Scores and gradients where exp(x) alone underflows or overflows: they fall as exp(x / 2) and rise as
+    sqrt(x)."""
+    steps = torch.linspace(-160, 160, 321, dtype=F64).to(device, dtype)
+    x = torch.cat([steps, torch.tensor([-INF, INF, 0.0, 1e30, -1e30]).to(device, dtype)]).unsqueeze(1)
+    x.requires_grad_()
+    scores, _ = route(x, 1, score_func="sqrtsoftplus")
+    (grad,) = torch.autograd.grad(scores.sum(), x)
+    wide = x.detach().double()
+    exact = torch.where(wide < -30, (wide / 2).exp(), wide.clamp_min(-30).exp().log1p().sqrt())
+    exact = torch.where(wide > 30, wide.sqrt(), exact)
+    slope = torch.where(wide < -30, exact / 2, wide.sigmoid() / (2 * exact))
+    small = 1e-12 if dtype == F64 else 1e-6
+    torch.testing.assert_close(scores.double(), exact, rtol=small, atol=1e-37)
+    torch.testing.assert_close(grad.double(), slope, rtol=1e-2 if dtype == BF16 else small, atol=1e-37)
+
+
 # --- NaN and infinite logits ----------------------------------------------------------------------
 
 
-@BOTH_FUNCS
+@EVERY_FUNC
 @pytest.mark.parametrize("groups, kept", ((None, None), (4, 3), (8, 8)))
 @pytest.mark.parametrize("num_experts, top_k", ((8, 3), (40, 30), (1024, 32)))
 @pytest.mark.parametrize("value", (NAN, INF, -INF))
@@ -233,16 +333,16 @@ def test_no_numbers(device, value, num_experts, top_k, groups, kept, score_func)
         if bias is None:
             assert torch.equal(ids[[0, 2, 5]], clean_ids[[0, 2, 5]])
             assert torch.equal(scores[[0, 2, 5]], clean_scores[[0, 2, 5]])
-    # -inf and, under sigmoid, +inf are limits: the reference's scores. Anything else is NaN.
+    # -inf and, but for softmax, +inf are limits: the reference's scores. Anything else is NaN.
     scores, ids = route(bad.detach(), top_k, score_func=score_func, **options)
     wide = bad.detach().double()
-    expected = (wide.softmax(-1) if score_func == "softmax" else wide.sigmoid()).gather(-1, ids.long())
+    expected = reference.SCORES[score_func](wide).gather(-1, ids.long())
     torch.testing.assert_close(scores.double(), expected, equal_nan=True, rtol=1e-5, atol=1e-7)
     if value != value:
         assert scores[[1, 3, 4]].isnan().any(-1).all(), "a NaN logit does not show in the scores"
 
 
-@BOTH_FUNCS
+@EVERY_FUNC
 @ALL_DTYPES
 @pytest.mark.parametrize("route_norm", (False, True))
 @pytest.mark.parametrize(
@@ -272,7 +372,7 @@ def test_barred_experts(device, top_k, num_experts, groups, kept, route_norm, dt
                 assert (is_expert.sum(-1) == min(num_allowed, top_k)).all()
 
 
-@BOTH_FUNCS
+@EVERY_FUNC
 def test_huge_logits(device, score_func):
     """Logits near float32's maximum neither overflow nor change the top-k."""
     logits = torch.tensor([[3e38, -3e38, 0.0, 1e38], [-3e38, -3e38, -3e38, -3e38]], device=device)
@@ -311,7 +411,7 @@ def test_sentinels_have_no_route_gradient(device):
     ids = torch.tensor([[0, -1], [8, 2**31 - 1], [-(2**31), 7]], dtype=torch.int32, device=device)
     try:
         dlogits = torch.ops.fused_moe.route_backward(
-            torch.ones(3, 2, device=device), logits, ids, 1, False, 1.0
+            torch.ones(3, 2, device=device), logits, ids, 1, False, 1.0, 1e-20
         )
     except RuntimeError:
         return  # refusing is as safe

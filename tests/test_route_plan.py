@@ -95,7 +95,7 @@ def test_ids_beyond_int32_are_no_experts(device):
     tokens=st.sampled_from((0, 1, 9, 127, 129, 500)),
     top_k=st.integers(1, 9),
     num_experts=st.sampled_from((9, 33, 128, 1024)),
-    settings=st.sampled_from(((0, False, 1.0), (1, True, 2.5))),
+    settings=st.sampled_from(((0, False, 1.0, 0.0), (1, True, 2.5, 1e-20), (2, True, 2.5, 1e-3))),
     given_ids=st.booleans(),
     count=st.sampled_from((None, 0, 5, 9999)),
     seed=st.integers(0, 99),
@@ -107,7 +107,7 @@ def test_private_plan(device, tokens, top_k, num_experts, settings, given_ids, c
     ids = make_ids("sentinels", tokens, top_k, num_experts, seed).to(device) if given_ids else None
     ids = None if ids is None else ids.clamp(0, num_experts - 1)
     num_tokens = None if count is None else torch.tensor(count, device=device)
-    route = (top_k, *settings, 0, 0)
+    route = (top_k, *settings, 0, 0, 0)
     scores, chosen, counts, memory = torch.ops.fused_moe.private_plan(
         logits, ids, num_experts, None, None, *route, num_tokens
     )
@@ -126,7 +126,7 @@ def test_private_plan(device, tokens, top_k, num_experts, settings, given_ids, c
 def test_private_plan_of_ids(device, tokens, top_k, num_experts, routing, seed):
     """What experts plan for themselves: route_plan's plan."""
     ids = make_ids(routing, tokens, top_k, num_experts, seed).to(device)
-    route = (1, 0, False, 1.0, 0, 0)
+    route = (1, 0, False, 1.0, 1e-20, 0, 0, 0)
     _, _, counts, memory = torch.ops.fused_moe.private_plan(None, ids, num_experts, None, None, *route, None)
     assert_same_private_plan(counts, memory, ids, num_experts)
 

@@ -26,6 +26,8 @@ PLAIN = {"gate_bias": True, "bias": True}
 def make(device, dtype=F64, tokens=20, **settings):
     """A layer, and x that requires a gradient."""
     layer = FusedMoE(24, 20, 8, 2, **settings, device=device, dtype=dtype)
+    if layer.router.expert_scale is not None:
+        nn.init.normal_(layer.router.expert_scale)
     return layer, torch.randn(tokens, 24, device=device, dtype=dtype, requires_grad=True)
 
 

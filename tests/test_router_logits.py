@@ -128,13 +128,17 @@ def test_same_bits_on_any_number_of_threads(cpu, threads):
 
 
 @pytest.mark.gpu
-@ALL_DTYPES
+@pytest.mark.parametrize(
+    "dtype, mixed",
+    ((F32, False), (BF16, False), (F16, False), (F64, False), (BF16, True), (F16, True)),
+    ids=("f32", "bf16", "f16", "f64", "bf16 and f32", "f16 and f32"),
+)
 @pytest.mark.parametrize(
     "dim, num_experts", ((64, 8), (2048, 64), (7168, 256), (4104, 60), (520, 1024), (37, 5))
 )
-def test_a_token_has_the_same_bits_in_every_batch(device, dim, num_experts, dtype):
+def test_a_token_has_the_same_bits_in_every_batch(device, dim, num_experts, dtype, mixed):
     """Alone, among few and among many tokens, and wherever in memory a batch begins."""
-    inputs = make(device, dtype, 3000, dim, num_experts)
+    inputs = (make_mixed if mixed else make)(device, dtype, 3000, dim, num_experts)
     x, parameters = inputs.pop("x"), inputs
     expected = router_logits(x, **parameters)
     for first, num in (
@@ -342,3 +346,99 @@ def test_the_layers_logits(device, needs_grad, dtype):
     assert logits.dtype == losses.z.dtype == F32
     gate = layer.router.gate
     assert_near(logits, reference.router_logits(*(t.detach().double() for t in (x, gate.weight, gate.bias))))
+
+
+# --- a float32 router beside a 16-bit x ---------------------------------------------------------------
+
+
+def make_mixed(device, dtype, *sizes, bias=True) -> dict:
+    """x of the dtype; a weight and bias of float32 values that no 16-bit ones equal."""
+    inputs = make(device, F32, *sizes, bias=bias)
+    return inputs | {"x": inputs["x"].to(dtype)}
+
+
+@pytest.mark.quick
+@BOTH_HALVES
+@pytest.mark.parametrize("tokens, dim, num_experts", SIZES)
+def test_mixed_sizes(device, tokens, dim, num_experts, dtype):
+    for bias in (False, True):
+        found = check(make_mixed(device, dtype, tokens, dim, num_experts, bias=bias))
+        assert found["dx"].dtype == dtype and found["dweight"].dtype == F32
+        assert not bias or found["dbias"].dtype == F32
+
+
+@BOTH_HALVES
+def test_a_float32_weight_is_not_rounded(device, dtype):
+    """Logits err as float32 sums do, a thousandth of what a rounded weight would add."""
+    inputs = make_mixed(device, dtype, 2000, 256, 64)
+    logits, exact = router_logits(**inputs), reference.router_logits(**to_double(inputs))
+    rounded = reference.router_logits(**to_double(inputs | {"weight": inputs["weight"].to(dtype)}))
+    limit = 1e-3 if dtype == BF16 else 1e-2
+    assert (logits - exact).norm() < limit * (rounded - exact).norm()
+
+
+@BOTH_HALVES
+@pytest.mark.parametrize("scale", (1e-30, 1e-3, 1e3, 1e30))
+def test_float32_weights_of_any_size(device, scale, dtype):
+    """A weight that neither bfloat16 nor float16 holds as one number, nor perhaps within its range."""
+    inputs = make_mixed(device, dtype, 50, 64, 16, bias=False)
+    inputs["weight"] *= scale
+    logits, exact = router_logits(**inputs), reference.router_logits(**to_double(inputs))
+    assert (logits - exact).norm() < 1e-5 * exact.norm()
+
+
+@BOTH_HALVES
+def test_special_values_beside_a_float32_weight(device, dtype):
+    """They stay in their token's logits. A weight that is no number shows in its expert's."""
+    inputs = make_mixed(device, dtype, 9, 64, 16)
+    expected = router_logits(**inputs)
+    inputs["x"][3, 5], inputs["x"][4, 5] = torch.nan, torch.inf
+    inputs["weight"][7, 2], inputs["weight"][8, 2] = torch.nan, torch.inf
+    found = router_logits(**inputs)
+    assert found[3].isnan().all() and not found[4].isfinite().any()
+    assert found[:, 7].isnan().all() and not found[:, 8].isfinite().any()
+    tokens, experts = torch.arange(9) % 9 < 3, torch.arange(16) < 7
+    assert torch.equal(found[tokens][:, experts], expected[tokens][:, experts])
+
+
+@BOTH_HALVES
+def test_mixed_under_autocast(device, dtype):
+    """The function casts float32 operands as linear does; the gate of a float32 router does not."""
+    inputs = make_mixed(device, dtype)
+    expected = router_logits(**inputs)
+    with torch.autocast(device.type, BF16):
+        assert torch.equal(
+            router_logits(**inputs), router_logits(**{n: t.to(BF16) for n, t in inputs.items()})
+        )
+        gate = Gate(37, 5, bias=True, device=device, dtype=dtype, router_dtype=F32)
+        with torch.no_grad():
+            gate.weight.copy_(inputs["weight"])
+            gate.bias.copy_(inputs["bias"])
+        assert torch.equal(gate(inputs["x"]), expected)
+        assert gate(inputs["x"].float()).dtype == F32
+    assert torch.equal(gate(inputs["x"]), expected)
+
+
+def test_a_gate_without_router_dtype_is_linear_beside_another_dtype(device):
+    gate = gate_of(device, F32)
+    with pytest.raises(RuntimeError):
+        gate(torch.randn(5, 24, device=device, dtype=BF16))
+
+
+@BOTH_HALVES
+def test_compile_of_a_float32_gate(device, dtype):
+    """Gradients of the compiled gate, under autocast and without."""
+    torch._dynamo.reset()
+    gate = Gate(24, 8, bias=True, device=device, router_dtype=F32)
+    compiled = torch.compile(gate, fullgraph=True, backend="aot_eager")
+    x, dout = torch.randn(40, 24, device=device).to(dtype).requires_grad_(), torch.randn(40, 8, device=device)
+    for autocast in (False, True):
+        with torch.autocast(device.type, BF16, enabled=autocast):
+            found, expected = compiled(x), gate(x)
+        assert torch.equal(found, expected)
+        leaves = (x, gate.weight, gate.bias)
+        for mine, theirs in zip(
+            *(torch.autograd.grad(t, leaves, dout) for t in (found, expected)), strict=True
+        ):
+            assert torch.equal(mine, theirs)
+    torch._dynamo.reset()

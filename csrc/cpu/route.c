@@ -13,8 +13,6 @@
 enum { BLOCK = 32 };    /* tokens a task */
 enum { EXP_WORK = 16 }; /* an exponential, in multiplications */
 
-static const double NORM_EPSILON = 1e-20; /* torchtitan's */
-
 static void softmax(double *p, const double *logits, int32_t E) {
     double max = -INFINITY, sum = 0;
     for (int32_t e = 0; e < E; e++) max = logits[e] > max || isnan(logits[e]) ? logits[e] : max;
@@ -22,15 +20,32 @@ static void softmax(double *p, const double *logits, int32_t E) {
     for (int32_t e = 0; e < E; e++) p[e] /= sum;
 }
 
+/* The square root of softplus. Far below zero that is exp(x / 2), which does not underflow as exp(x) does. */
+static double sqrtsoftplus(double x) {
+    return x < -37 ? exp(x / 2) : sqrt(fmax(x, 0) + log1p(exp(-fabs(x))));
+}
+
+/* Its derivative, sigmoid(x) / (2 s), from s = sqrtsoftplus(x): sigmoid(x) = 1 - exp(-s^2). */
+static double sqrtsoftplus_derivative(double s) {
+    return s < 1e-8 ? s / 2 : -expm1(-s * s) / (2 * s);
+}
+
 static void all_scores(FusedMoeScoreFunc f, double *p, const double *logits, int32_t E) {
     if (f == FUSED_MOE_SOFTMAX)
         softmax(p, logits, E);
+    else if (f == FUSED_MOE_SQRTSOFTPLUS)
+        for (int32_t e = 0; e < E; e++) p[e] = sqrtsoftplus(logits[e]);
     else
         for (int32_t e = 0; e < E; e++) p[e] = 1 / (1 + exp(-logits[e]));
 }
 
 static double score_of(const double *score, int32_t id) {
     return id < 0 ? 0 : score[id];
+}
+
+/* The factor on the scores of an expert. */
+static double scale_of(const FmRows *v, const void *expert_scale, int32_t id) {
+    return expert_scale ? v->get(expert_scale, id) : 1;
 }
 
 static void load_logits(const FmRows *v, double *logits, void *accum, const void *row, int32_t E) {
@@ -53,14 +68,15 @@ static void insert(int32_t *best, int32_t *n, int32_t k, const double *value, in
     best[rank] = i;
 }
 
-/* Marks the experts of the best groups; a group is worth its two best experts. */
+/* Marks the experts of the best groups; a group is worth its two best experts, or its best one. */
 static void keep_groups(const FusedMoeRoute *p, const FmRows *v, const double *choice, double *worth,
                         int32_t *best, bool *kept) {
     int32_t size = p->E / p->num_groups, num_best = 0;
     for (int32_t g = 0; g < p->num_groups; g++) {
         int32_t two[2], n = 0;
         for (int32_t i = 0; i < size; i++) insert(two, &n, 2, choice + g * size, i);
-        worth[g] = choice[g * size + two[0]] + (n > 1 ? choice[g * size + two[1]] : 0);
+        bool adds = n > 1 && p->group_score == FUSED_MOE_TOP2;
+        worth[g] = choice[g * size + two[0]] + (adds ? choice[g * size + two[1]] : 0);
         if (v->accum_bytes == sizeof(float)) worth[g] = (float)worth[g];
         insert(best, &num_best, p->num_limited_groups, worth, g);
     }
@@ -124,11 +140,12 @@ static int route_block(int64_t block, const void *ctx, char *scratch) {
             for (int32_t k = 0; k < p->K; k++)
                 if (!is_allowed(p, ids[k])) ids[k] = -1;
         }
-        double sum = NORM_EPSILON;
+        double sum = p->norm_eps;
         for (int32_t k = 0; k < p->K; k++) sum += score_of(score, ids[k]);
         double factor = p->route_norm ? p->route_scale / sum : p->route_scale;
         for (int32_t k = 0; k < p->K; k++)
-            v->set(p->scores, t * p->K + k, ids[k] < 0 ? 0 : score[ids[k]] * factor);
+            v->set(p->scores, t * p->K + k,
+                   ids[k] < 0 ? 0 : score[ids[k]] * factor * scale_of(v, p->expert_scale, ids[k]));
     }
     return FUSED_MOE_OK;
 }
@@ -141,6 +158,12 @@ int fused_moe_cpu_route(const FusedMoeRoute *p) {
 }
 
 /* --- backward ------------------------------------------------------------------------------------------- */
+
+/* The gradient of a slot's score before the expert's factor. The slot has an expert. */
+static double unscaled(const FusedMoeRouteBackward *p, const FmRows *v, int64_t t, int32_t k) {
+    int64_t slot = t * p->K + k;
+    return v->get(p->dscores, slot) * scale_of(v, p->expert_scale, p->ids[slot]);
+}
 
 static int route_backward_block(int64_t block, const void *ctx, char *scratch) {
     const FusedMoeRouteBackward *p = ctx;
@@ -164,21 +187,24 @@ static int route_backward_block(int64_t block, const void *ctx, char *scratch) {
         all_scores(p->score_func, score, logits, p->E);
         for (int32_t e = 0; e < p->E; e++) dscore[e] = 0;
 
-        /* through scale and norm: q_k = score_k / sum, dscore_k = (dq_k - sum_j dq_j q_j) / sum */
-        double sum = NORM_EPSILON, shift = 0;
+        /* through scales and norm: q_k = score_k / sum, dscore_k = (dq_k - sum_j dq_j q_j) / sum */
+        double sum = p->norm_eps, shift = 0;
         if (p->route_norm) {
             for (int32_t k = 0; k < p->K; k++) sum += score_of(score, ids[k]);
             for (int32_t k = 0; k < p->K; k++)
-                if (ids[k] >= 0) shift += v->get(p->dscores, t * p->K + k) * score[ids[k]] / sum;
+                if (ids[k] >= 0) shift += unscaled(p, v, t, k) * score[ids[k]] / sum;
         }
         double factor = p->route_norm ? p->route_scale / sum : p->route_scale;
         for (int32_t k = 0; k < p->K; k++)
-            if (ids[k] >= 0) dscore[ids[k]] += (v->get(p->dscores, t * p->K + k) - shift) * factor;
+            if (ids[k] >= 0) dscore[ids[k]] += (unscaled(p, v, t, k) - shift) * factor;
 
         if (p->score_func == FUSED_MOE_SOFTMAX) {
             double mean = 0;
             for (int32_t e = 0; e < p->E; e++) mean += dscore[e] * score[e];
             for (int32_t e = 0; e < p->E; e++) v->set(accum, e, (dscore[e] - mean) * score[e]);
+        } else if (p->score_func == FUSED_MOE_SQRTSOFTPLUS) {
+            for (int32_t e = 0; e < p->E; e++)
+                v->set(accum, e, dscore[e] * sqrtsoftplus_derivative(score[e]));
         } else {
             for (int32_t e = 0; e < p->E; e++) v->set(accum, e, dscore[e] * score[e] * (1 - score[e]));
         }

@@ -47,6 +47,7 @@ static const char *const REASONS[FUSED_MOE_NUM_REASONS] = {
     "the GPU is of another compute capability",
     "FUSED_MOE_TIER asks for another tier",
     "the dtype is neither bf16 nor fp16",
+    "the input is fp16 and the weight float32",
     "there is no row",
     "the input is multiplied by its scores",
     "there are many rows, for which a quantised weight is dequantised",

@@ -214,13 +214,13 @@ RowMap full_row_map_of(const char *op, const Tensor &x, RowsOf rows_of, const Te
 struct PreparedRoute {
     FusedMoeRoute p;
     Tensor logits, scores, ids;
-    OptTensor bias, given_ids;
+    OptTensor bias, given_ids, expert_scale;
 };
 
 PreparedRoute prepare_route(const Tensor &logits, const OptTensor &bias, int64_t top_k, int64_t score_func,
-                            bool route_norm, double route_scale, int64_t num_groups,
-                            int64_t num_limited_groups, const OptTensor &given_ids,
-                            const OptTensor &num_tokens);
+                            bool route_norm, double route_scale, double route_norm_eps, int64_t num_groups,
+                            int64_t num_limited_groups, int64_t group_score, const OptTensor &given_ids,
+                            const OptTensor &num_tokens, const OptTensor &expert_scale);
 void run_route(const Call &call, const FusedMoeRoute &p);
 
 /* counts, offsets, schedule, row_token, row_slot, token_row */

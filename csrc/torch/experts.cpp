@@ -447,16 +447,18 @@ std::tuple<Tensor, Tensor, Tensor, Tensor>
 routed_experts(const Tensor &x, const Tensor &gate, const OptTensor &gate_bias, const OptTensor &expert_bias,
                const Tensor &w1, const OptTensor &w3, const Tensor &w2, const OptTensor &b1,
                const OptTensor &b3, const OptTensor &b2, int64_t top_k, int64_t score_func, bool route_norm,
-               double route_scale, int64_t num_groups, int64_t num_limited_groups, int64_t layout,
-               int64_t activation, const Constants &constants, const OptTensor &given_ids,
-               const OptTensor &num_tokens, const OptTensor &shared, const OptTensor &shared_gate) {
+               double route_scale, double route_norm_eps, int64_t num_groups, int64_t num_limited_groups,
+               int64_t group_score, int64_t layout, int64_t activation, const Constants &constants,
+               const OptTensor &given_ids, const OptTensor &num_tokens, const OptTensor &expert_scale,
+               const OptTensor &shared, const OptTensor &shared_gate) {
     const char *op = "routed_experts";
     check_dim(op, "gate", gate, 2);
     check_dim(op, "w1", w1, 3);
     check_size(op, "experts of gate", gate.size(0), w1.size(0), w1.size(0));
     Tensor logits = router_logits(x, gate, gate_bias);
-    PreparedRoute route = prepare_route(logits, expert_bias, top_k, score_func, route_norm, route_scale,
-                                        num_groups, num_limited_groups, given_ids, num_tokens);
+    PreparedRoute route =
+        prepare_route(logits, expert_bias, top_k, score_func, route_norm, route_scale, route_norm_eps,
+                      num_groups, num_limited_groups, group_score, given_ids, num_tokens, expert_scale);
     auto [out, counts] = run_experts(op, x, w1, w3, w2, b1, b3, b2, route.scores, route.ids, layout,
                                      activation, constants, false, {}, {shared, shared_gate}, {}, &route.p);
     return {out, counts, route.ids, logits};

@@ -164,6 +164,11 @@ static void cuda_reset() {
     "float[] constants, bool need_dh, bool need_dw2, bool need_db2, bool need_dscores" main_grads            \
     ") -> (Tensor dh, Tensor dw2, Tensor db2, Tensor dscores)"
 
+/* How experts are chosen and scored. */
+#define ROUTING                                                                                              \
+    "int top_k, int score_func, bool route_norm, float route_scale, float route_norm_eps, int num_groups, "  \
+    "int num_limited_groups, int group_score"
+
 /* The last arguments: rows that are added to the experts' sum. */
 #define SHARED ", Tensor? shared=None, Tensor? shared_gate=None"
 
@@ -173,18 +178,16 @@ STABLE_TORCH_LIBRARY(fused_moe, m) {
     m.def("cuda_problem(int status, int driver, int runtime, int capability) -> str");
     m.def("cuda_calls(int op) -> Tensor");
     m.def("cuda_reset() -> ()");
-    m.def("private_plan(Tensor? logits, Tensor? ids, int num_experts, Tensor? expert_map, Tensor? bias, int "
-          "top_k, "
-          "int score_func, bool route_norm, float route_scale, int num_groups, int num_limited_groups, "
-          "Tensor? num_tokens) -> (Tensor scores, Tensor ids, Tensor counts, Tensor plan)");
+    m.def("private_plan(Tensor? logits, Tensor? ids, int num_experts, Tensor? expert_map, Tensor? "
+          "bias, " ROUTING ", Tensor? num_tokens, Tensor? expert_scale=None) -> (Tensor scores, Tensor ids, "
+          "Tensor counts, Tensor plan)");
 
     m.def("router_logits(Tensor x, Tensor weight, Tensor? bias) -> Tensor");
     m.def("router_dgrad(Tensor dlogits, Tensor weight) -> Tensor");
-    m.def("route(Tensor logits, Tensor? bias, int top_k, int score_func, bool route_norm, float route_scale, "
-          "int num_groups, int num_limited_groups, Tensor? given_ids=None, Tensor? num_tokens=None) -> "
-          "(Tensor scores, Tensor ids)");
+    m.def("route(Tensor logits, Tensor? bias, " ROUTING ", Tensor? given_ids=None, Tensor? num_tokens=None, "
+          "Tensor? expert_scale=None) -> (Tensor scores, Tensor ids)");
     m.def("route_backward(Tensor dscores, Tensor logits, Tensor ids, int score_func, bool route_norm, "
-          "float route_scale) -> Tensor");
+          "float route_scale, float route_norm_eps, Tensor? expert_scale=None) -> Tensor");
     m.def(
         "route_plan(Tensor ids, int num_experts, Tensor? expert_map=None) -> (Tensor counts, Tensor offsets, "
         "Tensor schedule, Tensor row_token, Tensor row_slot, Tensor token_row)");
@@ -237,12 +240,10 @@ STABLE_TORCH_LIBRARY(fused_moe, m) {
         "Tensor? b1, Tensor? b3, Tensor? b2, Tensor scores, Tensor ids, int layout, int activation, "
         "float[] constants, bool score_on_input, Tensor? expert_map=None" SHARED ") -> (Tensor out, "
         "Tensor counts)");
-    m.def("routed_experts(Tensor x, Tensor gate, Tensor? gate_bias, Tensor? expert_bias, Tensor w1, Tensor? "
-          "w3, "
-          "Tensor w2, Tensor? b1, Tensor? b3, Tensor? b2, int top_k, int score_func, bool route_norm, "
-          "float route_scale, int num_groups, int num_limited_groups, int layout, int activation, "
-          "float[] constants, Tensor? given_ids=None, Tensor? num_tokens=None" SHARED ") -> (Tensor out, "
-          "Tensor counts, Tensor ids, Tensor logits)");
+    m.def("routed_experts(Tensor x, Tensor gate, Tensor? gate_bias, Tensor? expert_bias, Tensor w1, "
+          "Tensor? w3, Tensor w2, Tensor? b1, Tensor? b3, Tensor? b2, " ROUTING ", int layout, "
+          "int activation, float[] constants, Tensor? given_ids=None, Tensor? num_tokens=None, "
+          "Tensor? expert_scale=None" SHARED ") -> (Tensor out, Tensor counts, Tensor ids, Tensor logits)");
     m.def("experts_up_backward" EXPERTS_UP_BACKWARD(""));
     m.def("experts_up_backward_accumulate" EXPERTS_UP_BACKWARD(
         ", Tensor(a!)? main_grad1, Tensor(b!)? main_grad3"));

@@ -17,17 +17,20 @@ std::string cuda_problem(int64_t status, int64_t driver, int64_t runtime, int64_
 Tensor router_logits(const Tensor &x, const Tensor &weight, const OptTensor &bias);
 Tensor router_dgrad(const Tensor &dlogits, const Tensor &weight);
 std::tuple<Tensor, Tensor> route(const Tensor &logits, const OptTensor &bias, int64_t top_k,
-                                 int64_t score_func, bool route_norm, double route_scale, int64_t num_groups,
-                                 int64_t num_limited_groups, const OptTensor &given_ids,
-                                 const OptTensor &num_tokens);
+                                 int64_t score_func, bool route_norm, double route_scale,
+                                 double route_norm_eps, int64_t num_groups, int64_t num_limited_groups,
+                                 int64_t group_score, const OptTensor &given_ids, const OptTensor &num_tokens,
+                                 const OptTensor &expert_scale);
 Tensor route_backward(const Tensor &dscores, const Tensor &logits, const Tensor &ids, int64_t score_func,
-                      bool route_norm, double route_scale);
+                      bool route_norm, double route_scale, double route_norm_eps,
+                      const OptTensor &expert_scale);
 PlanResult route_plan(const Tensor &ids, int64_t num_experts, const OptTensor &expert_map);
 /* For tests: the plan that routed_experts, or from ids experts, make themselves. */
 std::tuple<Tensor, Tensor, Tensor, Tensor>
 private_plan(const OptTensor &logits, const OptTensor &ids, int64_t num_experts, const OptTensor &expert_map,
              const OptTensor &bias, int64_t top_k, int64_t score_func, bool route_norm, double route_scale,
-             int64_t num_groups, int64_t num_limited_groups, const OptTensor &num_tokens);
+             double route_norm_eps, int64_t num_groups, int64_t num_limited_groups, int64_t group_score,
+             const OptTensor &num_tokens, const OptTensor &expert_scale);
 std::tuple<Tensor, Tensor, Tensor> count_plan(const Tensor &counts, int64_t num_rows, const OptTensor &rows);
 
 /* --- rows.cpp ------------------------------------------------------------------------------------------- */
@@ -121,9 +124,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor>
 routed_experts(const Tensor &x, const Tensor &gate, const OptTensor &gate_bias, const OptTensor &expert_bias,
                const Tensor &w1, const OptTensor &w3, const Tensor &w2, const OptTensor &b1,
                const OptTensor &b3, const OptTensor &b2, int64_t top_k, int64_t score_func, bool route_norm,
-               double route_scale, int64_t num_groups, int64_t num_limited_groups, int64_t layout,
-               int64_t activation, const Constants &constants, const OptTensor &given_ids,
-               const OptTensor &num_tokens, const OptTensor &shared, const OptTensor &shared_gate);
+               double route_scale, double route_norm_eps, int64_t num_groups, int64_t num_limited_groups,
+               int64_t group_score, int64_t layout, int64_t activation, const Constants &constants,
+               const OptTensor &given_ids, const OptTensor &num_tokens, const OptTensor &expert_scale,
+               const OptTensor &shared, const OptTensor &shared_gate);
 DownGrads experts_down_backward(const Tensor &dout, const Tensor &h, const Tensor &w2, const OptTensor &b2,
                                 const OptTensor &scores, const TensorList &plan, int64_t layout,
                                 int64_t activation, const Constants &constants, bool need_dh, bool need_dw2,

@@ -17,10 +17,15 @@ Tensor router_logits(const Tensor &x_, const Tensor &weight_, const OptTensor &b
     check_dim(op, "x", x_, 2);
     check_router(op, weight_, x_.size(0));
     int64_t T = x_.size(0), E = weight_.size(0), D = weight_.size(1);
-    Tensor x = operand(op, "x", x_, x_, {T, D}), weight = operand(op, "weight", weight_, x, {E, D});
-    OptTensor bias = operand(op, "bias", bias_, x, {E});
+    const bool is_16_bit = x_.scalar_type() == ScalarType::Half || x_.scalar_type() == ScalarType::BFloat16;
+    const bool is_mixed = is_16_bit && weight_.scalar_type() == ScalarType::Float;
+    check_device(op, "weight", weight_, x_);
+    Tensor x = operand(op, "x", x_, x_, {T, D});
+    Tensor weight = operand(op, "weight", weight_, is_mixed ? weight_ : x, {E, D});
+    OptTensor bias = operand(op, "bias", bias_, weight, {E});
     FusedMoeRouterLogits p = {};
     p.dtype = float_dtype(op, x);
+    p.weight_dtype = float_dtype(op, weight);
     Call call = begin_call(op, x);
     Tensor logits = new_tensor(x, {T, E}, score_dtype(x));
     p.x = data(x);
@@ -64,16 +69,26 @@ Tensor router_dgrad(const Tensor &dlogits_, const Tensor &weight_) {
     return dx;
 }
 
+/* The factors on the scores of logits' experts. */
+static OptTensor scale_of(const char *op, const OptTensor &expert_scale, const Tensor &logits) {
+    if (!expert_scale) return {};
+    check_shape(op, "expert_scale", *expert_scale, {logits.size(1)});
+    check_dtype(op, "expert_scale", *expert_scale, score_dtype(logits));
+    check_device(op, "expert_scale", *expert_scale, logits);
+    return dense(*expert_scale);
+}
+
 PreparedRoute prepare_route(const Tensor &logits, const OptTensor &bias, int64_t top_k, int64_t score_func,
-                            bool route_norm, double route_scale, int64_t num_groups,
-                            int64_t num_limited_groups, const OptTensor &given_ids,
-                            const OptTensor &num_tokens) {
+                            bool route_norm, double route_scale, double route_norm_eps, int64_t num_groups,
+                            int64_t num_limited_groups, int64_t group_score, const OptTensor &given_ids,
+                            const OptTensor &num_tokens, const OptTensor &expert_scale) {
     const char *op = "route";
     check_dim(op, "logits", logits, 2);
     int64_t T = logits.size(0), E = logits.size(1);
     check_size(op, "experts", E, 1, MAX_ROUTED_EXPERTS);
     check_size(op, "top_k", top_k, 1, E < MAX_TOP_K ? E : MAX_TOP_K);
-    check_size(op, "score_func", score_func, FUSED_MOE_SOFTMAX, FUSED_MOE_SIGMOID);
+    check_size(op, "score_func", score_func, FUSED_MOE_SOFTMAX, FUSED_MOE_SQRTSOFTPLUS);
+    check_size(op, "group_score", group_score, FUSED_MOE_TOP2, FUSED_MOE_MAX);
     if (num_groups) {
         check_size(op, "num_expert_groups", num_groups, 1, E);
         if (E % num_groups)
@@ -81,7 +96,7 @@ PreparedRoute prepare_route(const Tensor &logits, const OptTensor &bias, int64_t
         check_size(op, "num_limited_groups", num_limited_groups, 1, num_groups);
         check_size(op, "top_k", top_k, 1, num_limited_groups * (E / num_groups));
     }
-    PreparedRoute route = {{}, dense(logits), {}, {}, {}, {}};
+    PreparedRoute route = {{}, dense(logits), {}, {}, {}, {}, {}};
     FusedMoeRoute &p = route.p;
     if (bias) {
         check_shape(op, "bias", *bias, {E});
@@ -101,19 +116,23 @@ PreparedRoute prepare_route(const Tensor &logits, const OptTensor &bias, int64_t
         p.num_tokens_dtype = dtype_of(op, "num_tokens", *num_tokens, false);
     }
     p.dtype = float_dtype(op, logits);
+    route.expert_scale = scale_of(op, expert_scale, logits);
     route.scores = new_tensor(logits, {T, top_k}, score_dtype(logits));
     route.ids = new_tensor(logits, {T, top_k}, ScalarType::Int);
     p.logits = data(route.logits);
     p.bias = (const float *)data(route.bias);
     p.given_ids = data(route.given_ids);
     p.num_tokens = data(num_tokens);
+    p.expert_scale = data(route.expert_scale);
     p.scores = route.scores.mutable_data_ptr();
     p.ids = mutable_ints(route.ids);
     p.score_func = (FusedMoeScoreFunc)score_func;
     p.route_norm = route_norm;
     p.route_scale = route_scale;
+    p.norm_eps = route_norm_eps;
     p.num_groups = (int32_t)num_groups;
     p.num_limited_groups = (int32_t)num_limited_groups;
+    p.group_score = (FusedMoeGroupScore)group_score;
     p.T = T;
     p.E = (int32_t)E;
     p.K = (int32_t)top_k;
@@ -125,26 +144,30 @@ void run_route(const Call &call, const FusedMoeRoute &p) {
 }
 
 std::tuple<Tensor, Tensor> route(const Tensor &logits, const OptTensor &bias, int64_t top_k,
-                                 int64_t score_func, bool route_norm, double route_scale, int64_t num_groups,
-                                 int64_t num_limited_groups, const OptTensor &given_ids,
-                                 const OptTensor &num_tokens) {
-    PreparedRoute own = prepare_route(logits, bias, top_k, score_func, route_norm, route_scale, num_groups,
-                                      num_limited_groups, given_ids, num_tokens);
+                                 int64_t score_func, bool route_norm, double route_scale,
+                                 double route_norm_eps, int64_t num_groups, int64_t num_limited_groups,
+                                 int64_t group_score, const OptTensor &given_ids, const OptTensor &num_tokens,
+                                 const OptTensor &expert_scale) {
+    PreparedRoute own =
+        prepare_route(logits, bias, top_k, score_func, route_norm, route_scale, route_norm_eps, num_groups,
+                      num_limited_groups, group_score, given_ids, num_tokens, expert_scale);
     run_route(begin_call("route", own.logits), own.p);
     return {own.scores, own.ids};
 }
 
 Tensor route_backward(const Tensor &dscores_, const Tensor &logits_, const Tensor &ids_, int64_t score_func,
-                      bool route_norm, double route_scale) {
+                      bool route_norm, double route_scale, double route_norm_eps,
+                      const OptTensor &expert_scale) {
     const char *op = "route_backward";
     check_dim(op, "logits", logits_, 2);
-    check_size(op, "score_func", score_func, FUSED_MOE_SOFTMAX, FUSED_MOE_SIGMOID);
+    check_size(op, "score_func", score_func, FUSED_MOE_SOFTMAX, FUSED_MOE_SQRTSOFTPLUS);
     Tensor logits = dense(logits_), ids = index_tensor(op, "ids", ids_, logits, 2);
     int64_t T = logits.size(0), E = logits.size(1), K = ids.size(1);
     check_size(op, "experts", E, 1, MAX_ROUTED_EXPERTS);
     check_size(op, "top_k", K, 1, MAX_TOP_K);
     check_shape(op, "ids", ids, {T, K});
     Tensor dscores = *scores_of(op, dscores_, logits, {T, K});
+    OptTensor scale = scale_of(op, expert_scale, logits);
 
     FusedMoeRouteBackward p = {};
     p.dtype = float_dtype(op, logits);
@@ -153,10 +176,12 @@ Tensor route_backward(const Tensor &dscores_, const Tensor &logits_, const Tenso
     p.dscores = data(dscores);
     p.logits = data(logits);
     p.ids = ints(ids);
+    p.expert_scale = data(scale);
     p.dlogits = dlogits.mutable_data_ptr();
     p.score_func = (FusedMoeScoreFunc)score_func;
     p.route_norm = route_norm;
     p.route_scale = route_scale;
+    p.norm_eps = route_norm_eps;
     p.T = T;
     p.E = (int32_t)E;
     p.K = (int32_t)K;
@@ -282,14 +307,15 @@ PrivatePlan prepare_plan(const char *op, const Tensor &ids, const Tensor &x, int
 std::tuple<Tensor, Tensor, Tensor, Tensor>
 private_plan(const OptTensor &logits, const OptTensor &ids, int64_t num_experts, const OptTensor &expert_map,
              const OptTensor &bias, int64_t top_k, int64_t score_func, bool route_norm, double route_scale,
-             int64_t num_groups, int64_t num_limited_groups, const OptTensor &num_tokens) {
+             double route_norm_eps, int64_t num_groups, int64_t num_limited_groups, int64_t group_score,
+             const OptTensor &num_tokens, const OptTensor &expert_scale) {
     const char *op = "private_plan";
     check(logits || ids, op, "logits or ids", "neither");
     check(!logits || !expert_map, op, "no expert_map with logits", "both");
     std::optional<PreparedRoute> route;
     if (logits)
-        route = prepare_route(*logits, bias, top_k, score_func, route_norm, route_scale, num_groups,
-                              num_limited_groups, ids, num_tokens);
+        route = prepare_route(*logits, bias, top_k, score_func, route_norm, route_scale, route_norm_eps,
+                              num_groups, num_limited_groups, group_score, ids, num_tokens, expert_scale);
     const Tensor &planned = route ? route->ids : *ids;
     PrivatePlan plan = prepare_plan(op, planned, planned, route ? logits->size(1) : num_experts, expert_map);
     const FusedMoeRoute *choice = route ? &route->p : nullptr;

@@ -36,18 +36,19 @@ SETTINGS = {
     "sigmoid": {"score_func": 1, "route_norm": True, "route_scale": 2.5},
     "bias": {"has_bias": True},
     "groups": {"has_bias": True, "score_func": 1, "num_groups": 4, "num_limited_groups": 2},
+    "sqrtsoftplus": {"has_bias": True, "score_func": 2, "route_norm": True, "route_norm_eps": 1e-3},
+    "best expert": {"num_groups": 4, "num_limited_groups": 2, "group_score": 1},
+    "scale": {"score_func": 2, "has_scale": True},
 }
 SHAPE = pytest.mark.parametrize("name", SHAPES)
 
 
-def route_settings(has_bias=False, score_func=0, route_norm=False, route_scale=1.0, **groups):
-    return (
-        score_func,
-        route_norm,
-        route_scale,
-        groups.get("num_groups", 0),
-        groups.get("num_limited_groups", 0),
-    )
+def route_settings(
+    has_bias=False, has_scale=False, score_func=0, route_norm=False, route_scale=1.0, route_norm_eps=1e-20,
+    num_groups=0, num_limited_groups=0, group_score=0,
+):  # fmt: skip
+    groups = (num_groups, num_limited_groups, group_score)
+    return score_func, route_norm, route_scale, route_norm_eps, *groups
 
 
 def bits(t: torch.Tensor) -> torch.Tensor:
@@ -64,12 +65,12 @@ def assert_plan(counts, memory, ids, num_experts, expert_map=None) -> None:
         assert torch.equal(found, getattr(expected, field).flatten()), field
 
 
-SOFTMAX = (0, False, 1.0, 0, 0)  # settings of a choice
+SOFTMAX = route_settings()  # settings of a choice
 
 
-def choose_and_plan(logits, top_k, bias=None, given=None, num_tokens=None, settings=SOFTMAX):
+def choose_and_plan(logits, top_k, bias=None, given=None, num_tokens=None, settings=SOFTMAX, scale=None):
     """scores, ids, counts and the rest of their plan."""
-    return ops.private_plan(logits, given, logits.size(1), None, bias, top_k, *settings, num_tokens)
+    return ops.private_plan(logits, given, logits.size(1), None, bias, top_k, *settings, num_tokens, scale)
 
 
 def plan_of_ids(ids, num_experts, expert_map=None):
@@ -77,12 +78,12 @@ def plan_of_ids(ids, num_experts, expert_map=None):
     return ops.private_plan(None, ids, num_experts, expert_map, None, 1, *SOFTMAX, None)[2:]
 
 
-def check_choice(logits, top_k, bias=None, given=None, num_tokens=None, settings=SOFTMAX):
+def check_choice(logits, top_k, bias=None, given=None, num_tokens=None, settings=SOFTMAX, scale=None):
     """Poisoned memory, then scores, ids and every tensor of the plan."""
     num_experts = logits.size(1)
-    expected_scores, expected_ids = ops.route(logits, bias, top_k, *settings, given, num_tokens)
+    expected_scores, expected_ids = ops.route(logits, bias, top_k, *settings, given, num_tokens, scale)
     with poisoned():
-        scores, ids, *plan = choose_and_plan(logits, top_k, bias, given, num_tokens, settings)
+        scores, ids, *plan = choose_and_plan(logits, top_k, bias, given, num_tokens, settings, scale)
     assert scores.dtype == expected_scores.dtype
     assert torch.equal(bits(scores), bits(expected_scores))
     assert torch.equal(ids, expected_ids)
@@ -105,13 +106,14 @@ def test_choice(device, name, options):
     tokens, top_k, num_experts = SHAPES[name]
     settings = dict(SETTINGS[options])
     if num_experts % 4 or top_k > num_experts // 2:
-        settings = {n: v for n, v in settings.items() if "groups" not in n}
+        settings = {n: v for n, v in settings.items() if "group" not in n}
     bias = torch.randn(num_experts, device=device) / 4 if settings.get("has_bias") else None
+    scale = torch.randn(num_experts, device=device) if settings.get("has_scale") else None
     random = torch.randn(tokens, num_experts, device=device)
     alike = random[:1].repeat(tokens, 1)
     ties = 1 + torch.randint(3, random.shape, device=device) * 2.0**-23
     for logits in (random, alike, ties, torch.zeros_like(random)):
-        check_choice(logits, top_k, bias, settings=route_settings(**settings))
+        check_choice(logits, top_k, bias, settings=route_settings(**settings), scale=scale)
 
 
 @SHAPE

@@ -310,9 +310,10 @@ static int count_plan(Case *c) {
 static int router_logits(Case *c) {
     const Shape *s = &c->s;
     FusedMoeRouterLogits p = {.dtype = c->dtype, .T = s->T, .D = s->D, .E = s->E};
+    p.weight_dtype = c->elem == 2 && option() ? FUSED_MOE_F32 : c->dtype;
     p.x = values(c->dtype, s->T * s->D);
-    p.weight = values(c->dtype, s->E * s->D);
-    p.bias = option() ? values(c->dtype, s->E) : NULL;
+    p.weight = values(p.weight_dtype, s->E * s->D);
+    p.bias = option() ? values(p.weight_dtype, s->E) : NULL;
     p.logits = output(s->T * s->E * c->accum);
     return fused_moe_cpu_router_logits(&p);
 }
@@ -322,7 +323,9 @@ static int route(Case *c) {
     FusedMoeRoute p = {.dtype = c->dtype, .T = s->T, .E = s->E, .K = (int32_t)s->K, .route_scale = 2.5};
     p.logits = values(c->dtype, s->T * s->E);
     p.bias = option() ? values(FUSED_MOE_F32, s->E) : NULL;
-    p.score_func = option() ? FUSED_MOE_SOFTMAX : FUSED_MOE_SIGMOID;
+    p.expert_scale = option() ? values(c->scores, s->E) : NULL;
+    p.group_score = option() ? FUSED_MOE_TOP2 : FUSED_MOE_MAX;
+    p.score_func = (FusedMoeScoreFunc)draw(FUSED_MOE_SQRTSOFTPLUS + 1);
     p.route_norm = option();
     if (s->E % 2 == 0 && s->K <= s->E / 2 && option()) p.num_groups = 2, p.num_limited_groups = 1;
     if (option()) {
@@ -348,11 +351,12 @@ static int route_backward(Case *c) {
     FusedMoeRouteBackward p = {
         .dtype = c->dtype, .T = s->T, .E = s->E, .K = (int32_t)s->K, .route_scale = 2.5};
     p.dscores = values(c->scores, s->T * s->K);
+    p.expert_scale = option() ? values(c->scores, s->E) : NULL;
     p.logits = values(c->dtype, s->T * s->E);
     int32_t *ids = block(s->T * s->K * 4);
     for (int64_t slot = 0; slot < s->T * s->K; slot++) ids[slot] = draw(8) ? draw(s->E) : -1;
     p.ids = ids;
-    p.score_func = option() ? FUSED_MOE_SOFTMAX : FUSED_MOE_SIGMOID;
+    p.score_func = (FusedMoeScoreFunc)draw(FUSED_MOE_SQRTSOFTPLUS + 1);
     p.route_norm = option();
     p.dlogits = output(s->T * s->E * c->elem);
     return fused_moe_cpu_route_backward(&p);

@@ -67,8 +67,11 @@ class FuzzCase:
     score_func: str = "softmax"
     route_norm: bool = False
     route_scale: float = 1.0
+    route_norm_eps: float = 1e-20
     groups: int = 0
     kept: int = 0
+    group_score: str = "top2"
+    expert_scale: bool = False
     expert_bias: bool = False
     padding: int = 0  # rows of NaN past num_tokens
     ties: bool = False
@@ -99,7 +102,7 @@ def input_names(case: FuzzCase) -> list[str]:
     if case.function == "permute":
         return ["x", "rows", "scores", "ids", "dout"]
     if case.function == "route":
-        return ["logits", "dout"]
+        return ["logits", *(["expert_scale"] if case.expert_scale else []), "dout"]
     if case.function == "FusedMoE":
         return ["x", "router.gate.weight", "experts.w1", "experts.w2", "dout"]
     names = ["w1", "w2", *(["w3"] if case.layout.startswith("separate") else [])]
@@ -252,9 +255,12 @@ def _of_route(rng: random.Random, case: FuzzCase) -> dict:
 
 def _of_routing(rng: random.Random, case: FuzzCase) -> dict:
     return {
-        "score_func": rng.choice(("softmax", "sigmoid")),
+        "score_func": rng.choice(("softmax", "sigmoid", "sqrtsoftplus")),
         "route_norm": rng.random() < 0.4,
         "route_scale": rng.choice((1.0, 1.0, 0.5, 2.5)),
+        "route_norm_eps": rng.choice((1e-20, 1e-20, 1e-20, 0.1)),
+        "group_score": rng.choice(("top2", "max")),
+        "expert_scale": rng.random() < 0.25,
         "expert_bias": rng.random() < 0.4,
         "padding": rng.choice((0, 0, 0, 1, 9, 70)),
         **_groups(rng, case),

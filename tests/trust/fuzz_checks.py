@@ -319,11 +319,19 @@ class Permute(Problem):
 
 
 def routing_of(case: FuzzCase) -> dict:
-    return {n: getattr(case, n) for n in ("score_func", "route_norm", "route_scale")}
+    return {n: getattr(case, n) for n in ("score_func", "route_norm", "route_scale", "route_norm_eps")}
 
 
 def groups_of(case: FuzzCase) -> dict:
-    return {"num_expert_groups": case.groups, "num_limited_groups": case.kept} if case.groups else {}
+    if not case.groups:
+        return {}
+    names = {"num_expert_groups": "groups", "num_limited_groups": "kept", "group_score": "group_score"}
+    return {name: getattr(case, field) for name, field in names.items()}
+
+
+def choice_of(case: FuzzCase) -> dict:
+    """What check_choice is told of the case."""
+    return {n: getattr(case, n) for n in ("score_func", "groups", "kept", "group_score")}
 
 
 def padded(case: FuzzCase, x: torch.Tensor) -> tuple[torch.Tensor, dict]:
@@ -344,21 +352,25 @@ class Route(Problem):
         if c.ties:
             logits = (2 * logits).round() / 2
         self.inputs["logits"] = self.expanded("logits", logits)
+        if c.expert_scale:
+            self.inputs["expert_scale"] = self.expanded("expert_scale", self.draw(c.num_experts))
         self.fixed["bias"] = self.draw(c.num_experts, dtype=F32) * 0.3 if c.expert_bias else None
 
     def call(self, inputs, fixed, main_grads):
         routing = {**routing_of(self.case), **groups_of(self.case)}
         logits, padding = padded(self.case, inputs["logits"])
-        out, ids = fused_moe.route(logits, self.case.top_k, bias=fixed["bias"], **routing, **padding)
+        tensors = {"bias": fixed["bias"], "expert_scale": inputs.get("expert_scale")}
+        out, ids = fused_moe.route(logits, self.case.top_k, **tensors, **routing, **padding)
         return {"out": out[: self.case.tokens], "ids": ids[: self.case.tokens]}
 
     def reference(self, inputs, arithmetic, found):
-        return {"out": plain.scores_of(inputs["logits"], found["ids"], arithmetic, **routing_of(self.case))}
+        options = {"expert_scale": inputs.get("expert_scale"), **routing_of(self.case)}
+        return {"out": plain.scores_of(inputs["logits"], found["ids"], arithmetic, **options)}
 
     def notice(self, found):
-        c, chosen = self.case, self.inputs["logits"]
-        options = {"score_func": c.score_func, "groups": c.groups, "kept": c.kept}
-        plain.check_choice(chosen, found["ids"], bias=self.fixed["bias"], **options)
+        plain.check_choice(
+            self.inputs["logits"], found["ids"], bias=self.fixed["bias"], **choice_of(self.case)
+        )
 
     def experts_of(self, token):
         return []
@@ -385,7 +397,7 @@ class Layer(Problem):
             c.dim, c.hidden, c.num_experts, c.top_k, **routing_of(c), **groups_of(c), dtype=c.dtype,
             num_shared_experts=c.shared, shared_expert_gate=c.shared_gate, bias=c.bias, gate_bias=c.gate_bias,
             load_balance_coeff=1e-3 if c.expert_bias else None, gated=c.layout == "separate",
-            **activation_of(c),
+            expert_scale=c.expert_scale, **activation_of(c),
         ).train(c.training)  # fmt: skip
         self.inputs["x"] = self.expanded("x", self.draw(c.tokens, c.dim))
         for name, p in self.module.named_parameters():
@@ -432,8 +444,7 @@ class Layer(Problem):
 
     def notice(self, found):
         c = self.case
-        options = {"score_func": c.score_func, "groups": c.groups, "kept": c.kept}
-        plain.check_choice(found["logits"], found["ids"], bias=self.fixed.get("expert_bias"), **options)
+        plain.check_choice(found["logits"], found["ids"], bias=self.fixed.get("expert_bias"), **choice_of(c))
         counts = found["ids"].flatten().long().bincount(minlength=c.num_experts)
         assert torch.equal(found["tokens"].long(), counts * c.training), "tokens_per_expert"
 

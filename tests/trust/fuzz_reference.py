@@ -234,17 +234,29 @@ def unpermute(rows, slots: list[int], ids, scores, arithmetic: Arithmetic):
 # --- routing --------------------------------------------------------------------------------------
 
 
-def scores_of(logits, ids, arithmetic: Arithmetic, *, score_func, route_norm, route_scale):
+def all_scores(logits, score_func):
+    """The scores of all experts."""
+    if score_func == "sqrtsoftplus":
+        low = logits < -37  # sqrt has no derivative at 0
+        root = torch.logaddexp(logits.masked_fill(low, 0.0), torch.zeros_like(logits)).sqrt()
+        return torch.where(low, (logits.masked_fill(~low, 0.0) / 2).exp(), root)
+    return logits.softmax(-1) if score_func == "softmax" else logits.sigmoid()
+
+
+def scores_of(
+    logits, ids, arithmetic: Arithmetic, *, score_func, route_norm, route_scale, route_norm_eps,
+    expert_scale=None,
+):  # fmt: skip
     """The scores of experts that have been chosen."""
-    logits = logits.to(arithmetic.wide)
-    every = logits.softmax(-1) if score_func == "softmax" else logits.sigmoid()
+    every = all_scores(logits.to(arithmetic.wide), score_func)
     scores = every.gather(-1, ids.long())
     if route_norm:
-        scores = scores / (scores.sum(-1, keepdim=True) + 1e-20)
-    return scores * route_scale
+        scores = scores / (scores.sum(-1, keepdim=True) + route_norm_eps)
+    scores = scores * route_scale
+    return scores if expert_scale is None else scores * expert_scale.to(scores.dtype)[ids.long()]
 
 
-def check_choice(logits, ids, *, score_func, bias, groups, kept) -> None:
+def check_choice(logits, ids, *, score_func, bias, groups, kept, group_score) -> None:
     """ids are the top-k of every token; ties go to the lowest id. Where float32's rounding decides between
     two experts, or two groups, either is right."""
     T, K = ids.shape
@@ -253,11 +265,11 @@ def check_choice(logits, ids, *, score_func, bias, groups, kept) -> None:
     assert ((ids >= 0) & (ids < logits.size(1))).all() and (ordered[:, 1:] > ordered[:, :-1]).all(), "ids"
     values, unclear = logits.double(), torch.zeros(T, dtype=torch.bool)
     if bias is not None or groups:
-        values = values.softmax(-1) if score_func == "softmax" else values.sigmoid()
+        values = all_scores(values, score_func)
         values = values if bias is None else values + bias.double()
     if groups:
         grouped = values.unflatten(-1, (groups, -1))
-        pairs = grouped.sort(-1, descending=True).values[..., :2]
+        pairs = grouped.sort(-1, descending=True).values[..., : 2 if group_score == "top2" else 1]
         best = pairs.sum(-1)
         chosen = best.sort(dim=-1, descending=True, stable=True)
         pairs = pairs.gather(1, chosen.indices.unsqueeze(-1).expand(pairs.shape))
@@ -287,8 +299,8 @@ def losses_of(logits, ids, arithmetic: Arithmetic, score_func: str):
     logits = logits.to(arithmetic.wide)
     E = logits.size(1)
     load = (ids.reshape(-1, 1) == torch.arange(E)).to(arithmetic.wide).mean(0)
-    scores = logits.sigmoid()
-    probs = scores / scores.sum(-1, keepdim=True) if score_func == "sigmoid" else logits.softmax(-1)
+    scores = all_scores(logits, score_func)
+    probs = scores if score_func == "softmax" else scores / scores.sum(-1, keepdim=True)
     balance = E * (load * probs.mean(0)).sum()
     return balance, logits.exp().sum(-1).log().square().mean()
 
@@ -309,7 +321,7 @@ def layer(x, params: dict, ids, routing: dict, arithmetic: Arithmetic, act: dict
     logits = arithmetic.round_gradient(tokens @ p["router.gate.weight"].T)
     if "router.gate.bias" in p:
         logits = logits + p["router.gate.bias"]
-    scores = scores_of(logits, ids, arithmetic, **routing)
+    scores = scores_of(logits, ids, arithmetic, **routing, expert_scale=p.get("router.expert_scale"))
     weights = (p.get(f"experts.{n}") for n in ("w1", "w2", "w3", "b1", "b2", "b3"))
     out = experts(tokens, *weights, scores, ids, arithmetic, **act)
     if "shared_experts.w1.weight" in p:

@@ -33,8 +33,6 @@ __device__ inline double add(double a, double b) {
 }
 template <typename Acc>
 constexpr Acc LOWEST = -std::numeric_limits<Acc>::infinity();
-template <typename Acc>
-constexpr Acc NORM_EPSILON = Acc(1e-20); /* torchtitan's */
 
 /* --- a token's sub-warp --------------------------------------------------------------------------------- */
 
@@ -142,13 +140,31 @@ __device__ inline Acc load_one(const void *data, FusedMoeDtype dtype, int64_t i)
 
 /* --- scores --------------------------------------------------------------------------------------------- */
 
+/* The square root of softplus. Far below zero that is exp(x / 2), which does not underflow as exp(x) does. */
+template <typename Acc>
+__device__ inline Acc sqrtsoftplus(Acc x) {
+    return x < -37 ? exp_accum(x / 2) : sqrt(fmax(x, Acc(0)) + log1p(exp_accum(-fabs(x))));
+}
+
+/* Its derivative, sigmoid(x) / (2 s), from s = sqrtsoftplus(x): sigmoid(x) = 1 - exp(-s^2). */
+template <typename Acc>
+__device__ inline Acc sqrtsoftplus_derivative(Acc s) {
+    return s < Acc(1e-8) ? s / 2 : -expm1(-s * s) / (2 * s);
+}
+
 /* The softmax's shift and sum, which all scores of a token share. */
 template <typename Acc>
 struct Scores {
-    bool sigmoid;
+    FusedMoeScoreFunc function;
     Acc max, sum;
 
     __device__ Acc operator()(Acc logit) const {
+        return function == FUSED_MOE_SQRTSOFTPLUS ? sqrtsoftplus(logit) : quotient(logit);
+    }
+
+    /* The score of softmax or sigmoid. */
+    __device__ Acc quotient(Acc logit) const {
+        bool sigmoid = function == FUSED_MOE_SIGMOID;
         Acc power = exp_accum(sigmoid ? -logit : logit - max);
         return (sigmoid ? 1 : power) / (sigmoid ? add(1, power) : sum);
     }
@@ -157,8 +173,8 @@ struct Scores {
 /* A NaN logit makes the sum NaN, and with it every score. */
 template <int G, typename Acc, int V>
 __device__ inline Scores<Acc> scores_of(FusedMoeScoreFunc f, const Acc (&logit)[V]) {
-    Scores<Acc> scores = {f == FUSED_MOE_SIGMOID, LOWEST<Acc>, 1};
-    if (scores.sigmoid) return scores;
+    Scores<Acc> scores = {f, LOWEST<Acc>, 1};
+    if (f != FUSED_MOE_SOFTMAX) return scores;
     auto greater = [](Acc a, Acc b) { return fmax(a, b); };
 #pragma unroll
     for (int i = 0; i < V; i++) scores.max = greater(scores.max, logit[i]);
@@ -170,8 +186,13 @@ __device__ inline Scores<Acc> scores_of(FusedMoeScoreFunc f, const Acc (&logit)[
 
 template <typename Acc, int V>
 __device__ inline void all_scores(Acc (&score)[V], const Scores<Acc> &scores, const Acc (&logit)[V]) {
+    if (scores.function == FUSED_MOE_SQRTSOFTPLUS) {
+#pragma unroll
+        for (int i = 0; i < V; i++) score[i] = sqrtsoftplus(logit[i]);
+        return;
+    }
     if constexpr (std::is_same_v<Acc, float>) {
-        if (!scores.sigmoid) {
+        if (scores.function == FUSED_MOE_SOFTMAX) {
             /* nvcc's division, with the part that depends on the sum alone done once. It is right unless a
              * remainder is subnormal. */
             float power[V], inverse = __frcp_rn(scores.sum);
@@ -192,7 +213,7 @@ __device__ inline void all_scores(Acc (&score)[V], const Scores<Acc> &scores, co
         }
     }
 #pragma unroll
-    for (int i = 0; i < V; i++) score[i] = scores(logit[i]);
+    for (int i = 0; i < V; i++) score[i] = scores.quotient(logit[i]);
 }
 
 /* --- top-k: values as unsigned keys of the same order --------------------------------------------------- */
@@ -241,7 +262,7 @@ __device__ inline uint32_t next_best(const uint32_t (&key)[V], uint32_t taken) {
 /* --- the choice ----------------------------------------------------------------------------------------- */
 
 /* Clears the keys of experts outside the best expert groups. A group's score is the sum of its two best
- * experts'. */
+ * experts', or its best one's. */
 template <int G, typename Acc, int V>
 __device__ inline void keep_groups(const FusedMoeRoute &p, Key<Acc> (&key)[V], const Acc *choice) {
     int size = p.E / p.num_groups;
@@ -258,7 +279,7 @@ __device__ inline void keep_groups(const FusedMoeRoute &p, Key<Acc> (&key)[V], c
             else if (k > second)
                 second = k, sum[1] = choice[e];
         }
-        group_key[i] = end ? key_of(sum[0] + sum[1]) : 0;
+        group_key[i] = end ? key_of(p.group_score == FUSED_MOE_MAX ? sum[0] : sum[0] + sum[1]) : 0;
     }
     uint32_t kept = 0;
     for (int n = 0; n < p.num_limited_groups; n++) {
@@ -339,7 +360,8 @@ __device__ inline Choice<Acc> choose(const FusedMoeRoute &p, int64_t token, int6
     }
     bool has_expert = slot < p.K && id >= 0;
     Acc chosen = has_expert ? scores(load_one<Acc>(p.logits, p.dtype, t * p.E + id)) : Acc(0);
-    Acc sum = p.route_norm ? subwarp_sum<G>(chosen) + NORM_EPSILON<Acc> : Acc(1);
+    Acc sum = p.route_norm ? subwarp_sum<G>(chosen) + (Acc)p.norm_eps : Acc(1);
+    if (p.expert_scale && has_expert) chosen *= ((const Acc *)p.expert_scale)[id];
     has_expert &= token < num_tokens;
     return {has_expert ? chosen * ((Acc)p.route_scale / sum) : Acc(0), has_expert ? id : -1};
 }

@@ -54,16 +54,17 @@ __global__ void __launch_bounds__(32 * WARPS)
     int id = slot < p.K ? p.ids[t * p.K + slot] : -1;
     bool valid = (unsigned)id < (unsigned)p.E;
     Acc d = valid ? ((const Acc *)p.dscores)[t * p.K + slot] : Acc(0);
+    if (p.expert_scale && valid) d *= ((const Acc *)p.expert_scale)[id];
     Acc logit[V], value[V];
     load_logits<G>(logit, p.logits, p.dtype, t, p.E);
     Scores<Acc> scores = scores_of<G>(p.score_func, logit);
     all_scores(value, scores, logit);
 
-    /* back through scale and norm: q_k = score_k / sum, dscore_k = (dq_k - sum_j dq_j q_j) / sum */
+    /* back through scales and norm: q_k = score_k / sum, dscore_k = (dq_k - sum_j dq_j q_j) / sum */
     Acc sum = 1, shift = 0;
     if (p.route_norm) {
         Acc chosen = valid ? scores(load_one<Acc>(p.logits, p.dtype, t * p.E + id)) : Acc(0);
-        sum = subwarp_sum<G>(chosen) + NORM_EPSILON<Acc>;
+        sum = subwarp_sum<G>(chosen) + (Acc)p.norm_eps;
         shift = subwarp_sum<G>(d * chosen / sum);
     }
     Acc factor = (Acc)p.route_scale / sum;
@@ -90,11 +91,16 @@ __global__ void __launch_bounds__(32 * WARPS)
 #pragma unroll
         for (int c = 0; c < C; c++) x[i + c] = part.v[c];
     }
-    bool softmax = p.score_func == FUSED_MOE_SOFTMAX, has_expert = subwarp_max<G>((uint32_t)valid);
+    bool softmax = p.score_func == FUSED_MOE_SOFTMAX, sigmoid = p.score_func == FUSED_MOE_SIGMOID;
+    bool has_expert = subwarp_max<G>((uint32_t)valid);
+    if (p.score_func == FUSED_MOE_SQRTSOFTPLUS) {
+#pragma unroll
+        for (int i = 0; i < V; i++) value[i] = sqrtsoftplus_derivative(value[i]);
+    }
     Acc mean = 0;
     if (softmax) mean = sum_elements<G, Acc, V>([&](Acc sum, int i) { return fma(x[i], value[i], sum); });
 #pragma unroll
-    for (int i = 0; i < V; i++) x[i] = (x[i] - mean) * (softmax ? value[i] : value[i] * (1 - value[i]));
+    for (int i = 0; i < V; i++) x[i] = (x[i] - mean) * (sigmoid ? value[i] * (1 - value[i]) : value[i]);
     if (!has_expert) { /* padding, for instance, whose logits may be NaN */
 #pragma unroll
         for (int i = 0; i < V; i++) x[i] = 0;

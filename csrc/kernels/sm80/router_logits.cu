@@ -56,9 +56,45 @@ __global__ void __launch_bounds__(Tile::THREADS, Tile::CTAS_PER_SM)
     for_each_chunk<WARP_N / CHUNK, true>(tile, s, epilogue);
 }
 
+/* --- a float32 weight beside a 16-bit x ----------------------------------------------------------------- */
+
+typedef struct {
+    const void *x; /* [n] */
+    float *wide;   /* [n] */
+    int64_t n;
+} Widen;
+
+template <typename T>
+__global__ void widen_kernel(const __grid_constant__ Widen p) {
+    int64_t i = blockIdx.x * (int64_t)blockDim.x + threadIdx.x;
+    if (i < p.n) p.wide[i] = to_accum(((const T *)p.x)[i]);
+}
+
+bool is_mixed(const FusedMoeRouterLogits &p) {
+    return p.weight_dtype != p.dtype;
+}
+
+size_t workspace(const FusedMoeRouterLogits &p) {
+    return is_mixed(p) ? p.T * p.D * sizeof(float) : 0;
+}
+
+/* Copies x as float32 into the workspace. */
+int widen(const FusedMoeRouterLogits &p, void *stream) {
+    Widen q = {p.x, (float *)p.workspace.data, p.T * p.D};
+    auto kernel = p.dtype == FUSED_MOE_BF16 ? widen_kernel<__nv_bfloat16> : widen_kernel<__half>;
+    return launch(kernel, q, ceil_div(q.n, 256), 256, 0, stream);
+}
+
 /* --- launcher ------------------------------------------------------------------------------------------- */
 
 int run(const FusedMoeRouterLogits &p, void *stream) {
+    if (is_mixed(p)) {
+        FusedMoeRouterLogits wide = p;
+        wide.x = p.workspace.data;
+        wide.dtype = p.weight_dtype;
+        int status = widen(p, stream);
+        return status == FUSED_MOE_OK ? run(wide, stream) : status;
+    }
     return with_dtype(p.dtype, [&](auto t) {
         using T = decltype(t);
         const FusedMoeWeight weight = {(void *)p.weight, 0, p.D, 1};
@@ -74,6 +110,6 @@ int run(const FusedMoeRouterLogits &p, void *stream) {
 
 } // namespace
 
-const Kernel<FusedMoeRouterLogits> router_logits = {nullptr, nullptr, run};
+const Kernel<FusedMoeRouterLogits> router_logits = {nullptr, workspace, run};
 
 } // namespace fused_moe::sm80

@@ -8,6 +8,10 @@
  *   few tokens    the CTAs of a cluster share a tile's slices, so more SMs read the weight. Each leaves its
  *                 slices' sums in shared memory, then adds up its share of the tile
  *
+ * A float32 weight beside bf16 x is the sum of three bf16 parts, which a kernel before this one makes
+ * (split_kernel). A k-tile of x is multiplied by the three in turn, into the same accumulators: the GEMM is
+ * that of three times the k-tiles.
+ *
  * Roles: all warpgroups but the last are consumers, 64 tokens each; one lane of the last loads by TMA. Logits
  * are stored from registers: a quad of lanes fills a 32-byte sector. */
 #include <type_traits>
@@ -22,15 +26,16 @@ namespace {
 /* --- kernel --------------------------------------------------------------------------------------------- */
 
 typedef struct {
-    CUtensorMap x;      /* (T, D), boxes of the tile's tokens  */
-    CUtensorMap weight; /* (E, D), boxes of the tile's experts */
-    const void *bias;   /* [E] or NULL                         */
-    float *logits;      /* [T,E]                               */
+    CUtensorMap x;      /* (T, D), boxes of the tile's tokens         */
+    CUtensorMap weight; /* (parts E, D), boxes of the tile's experts  */
+    const void *bias;   /* [E] of x's dtype, f32 with parts; or NULL  */
+    float *logits;      /* [T,E]                                      */
     int64_t T;
     int32_t E, num_expert_tiles, num_tiles;
-    int32_t num_k_tiles, slice_k_tiles; /* of D, of a slice                */
-    int32_t num_slices, cta_slices;     /* of D, of a CTA                  */
-    int32_t cluster;                    /* CTAs that share a tile's slices */
+    int32_t num_parts;                  /* of the weight; 1: it is of x's dtype              */
+    int32_t num_k_tiles, slice_k_tiles; /* of D, of a slice; each counts once for every part */
+    int32_t num_slices, cta_slices;     /* of D, of a CTA                                    */
+    int32_t cluster;                    /* CTAs that share a tile's slices                   */
 } RouterLogits;
 
 /* SPLIT: clusters share tiles. */
@@ -71,18 +76,20 @@ __device__ inline RouterTile tile_of(const RouterLogits &p, int index) {
             index % p.num_expert_tiles * Config::EXPERTS};
 }
 
-/* Loads k-tiles [k, end) into the pipeline's stages. */
+/* Loads k-tiles [k, end), which begin with a weight's first part, into the pipeline's stages. */
 template <class Config>
 __device__ inline void load_k_tiles(const RouterLogits &p, RouterShared<Config> &s,
                                     typename Config::Pipeline &pipe, const RouterTile &tile, int k, int end) {
+    int column = k / p.num_parts * K_TILE<typename Config::T>, part = 0;
     for (; k < end; k++, pipe.advance()) {
         auto &stage = s.stage[pipe.index];
         uint32_t full = shared_address(&s.full[pipe.index]);
-        int column = k * K_TILE<typename Config::T>;
         mbarrier_wait(shared_address(&s.empty[pipe.index]), pipe.phase ^ 1);
         mbarrier_arrive_expect_tx(full, Config::STAGE_BYTES);
-        cp_async_bulk_tensor_load(shared_address(stage.weight), &p.weight, full, column, tile.expert);
+        int row = part * p.E + tile.expert;
+        cp_async_bulk_tensor_load(shared_address(stage.weight), &p.weight, full, column, row);
         cp_async_bulk_tensor_load(shared_address(stage.x), &p.x, full, column, (int)tile.token);
+        if (++part == p.num_parts) part = 0, column += K_TILE<typename Config::T>;
     }
 }
 
@@ -115,10 +122,13 @@ __device__ inline void sum_slice(float (&acc)[Config::SUMS], RouterShared<Config
 template <typename T>
 __device__ inline void store_pair(const RouterLogits &p, int64_t token, int expert, float low, float high) {
     if (token >= p.T || expert >= p.E) return;
-    const T *bias = (const T *)p.bias + expert;
     float *logits = p.logits + token * p.E + expert;
     bool has_high = expert + 1 < p.E;
-    if (p.bias) low += to_accum(bias[0]), high += has_high ? to_accum(bias[1]) : 0;
+    auto add = [&](auto *bias) {
+        low += to_accum(bias[expert]), high += has_high ? to_accum(bias[expert + 1]) : 0;
+    };
+    if (p.bias && p.num_parts == 1) add((const T *)p.bias);
+    if (p.bias && p.num_parts > 1) add((const float *)p.bias);
     if (p.E % 2 == 0) {
         *(float2 *)logits = {low, high};
     } else {
@@ -226,6 +236,49 @@ __global__ void __launch_bounds__(Config::THREADS, 1)
     if constexpr (Config::SPLIT) add_slices<Config>(p, s, rank, tile_of<Config>(p, first_tile));
 }
 
+/* --- a float32 weight as three bf16 ones ---------------------------------------------------------------- */
+
+constexpr int PARTS = 3; /* bf16 values that add up to a float32 one, but for its subnormals */
+
+typedef struct {
+    const float *weight;  /* [n], n a multiple of 8 */
+    __nv_bfloat16 *parts; /* [PARTS,n]              */
+    int64_t n;
+} Split;
+
+/* Each part is truncated, so its difference to the rest is exact. What is not finite is the first part. */
+__global__ void __launch_bounds__(256) split_kernel(const __grid_constant__ Split p) {
+    griddepcontrol_wait();
+    griddepcontrol_launch_dependents();
+    int64_t i = 4 * (blockIdx.x * (int64_t)blockDim.x + threadIdx.x);
+    if (i >= p.n) return;
+    float4 weight = *(const float4 *)(p.weight + i);
+    float rest[4] = {weight.x, weight.y, weight.z, weight.w};
+#pragma unroll
+    for (int part = 0; part < PARTS; part++) {
+        alignas(8) __nv_bfloat16 value[4];
+#pragma unroll
+        for (int j = 0; j < 4; j++) {
+            value[j] = __float2bfloat16_rz(rest[j]);
+            rest[j] = isfinite(rest[j]) ? rest[j] - to_accum(value[j]) : 0;
+        }
+        *(uint2 *)(p.parts + part * p.n + i) = *(const uint2 *)value;
+    }
+}
+
+bool has_parts(const FusedMoeRouterLogits &p) {
+    return p.weight_dtype != p.dtype;
+}
+
+size_t workspace(const FusedMoeRouterLogits &p) {
+    return has_parts(p) ? PARTS * p.E * p.D * sizeof(__nv_bfloat16) : 0;
+}
+
+int split_weight(const FusedMoeRouterLogits &p, void *stream) {
+    Split split = {(const float *)p.weight, (__nv_bfloat16 *)p.workspace.data, p.E * p.D};
+    return launch_dependent<split_kernel>(split, {ceil_div(split.n, 4 * 256), 256, 1, 0}, stream);
+}
+
 /* --- launcher ------------------------------------------------------------------------------------------- */
 
 int64_t num_slices_of(int64_t D) {
@@ -236,17 +289,20 @@ template <class Config>
 int launch(const FusedMoeRouterLogits &p, int cta_slices, void *stream) {
     using T = typename Config::T;
     RouterLogits q = {};
+    q.num_parts = has_parts(p) ? PARTS : 1;
+    const void *weight = has_parts(p) ? p.workspace.data : p.weight;
     int status = matrix_map(&q.x, (const T *)p.x, p.T, p.D, p.D, Config::TOKENS);
     if (status == FUSED_MOE_OK)
-        status = matrix_map(&q.weight, (const T *)p.weight, p.E, p.D, p.D, Config::EXPERTS);
+        status =
+            matrix_map(&q.weight, (const T *)weight, q.num_parts * (int64_t)p.E, p.D, p.D, Config::EXPERTS);
     if (status != FUSED_MOE_OK) return status;
     q.bias = p.bias;
     q.logits = (float *)p.logits;
     q.T = p.T;
     q.E = p.E;
     q.num_expert_tiles = (int32_t)ceil_div(p.E, Config::EXPERTS);
-    q.num_k_tiles = (int32_t)ceil_div(p.D, K_TILE<T>);
-    q.slice_k_tiles = (int32_t)(fused_moe_router_slice(p.D) / K_TILE<T>);
+    q.num_k_tiles = q.num_parts * (int32_t)ceil_div(p.D, K_TILE<T>);
+    q.slice_k_tiles = q.num_parts * (int32_t)(fused_moe_router_slice(p.D) / K_TILE<T>);
     q.num_slices = (int32_t)num_slices_of(p.D);
     q.cta_slices = cta_slices;
     q.cluster = (int32_t)ceil_div(q.num_slices, cta_slices);
@@ -272,11 +328,16 @@ int run_tokens(const FusedMoeRouterLogits &p, void *stream) {
 }
 
 int run(const FusedMoeRouterLogits &p, void *stream) {
+    if (has_parts(p)) {
+        int status = split_weight(p, stream);
+        return status == FUSED_MOE_OK ? run_tokens<__nv_bfloat16>(p, stream) : status;
+    }
     return with_half(p.dtype, [&](auto t) { return run_tokens<decltype(t)>(p, stream); });
 }
 
 FusedMoeReason reason(const FusedMoeRouterLogits &p) {
     if (!is_16_bit(p.dtype)) return FUSED_MOE_OTHER_DTYPE;
+    if (has_parts(p) && p.dtype != FUSED_MOE_BF16) return FUSED_MOE_MIXED_DTYPES;
     if (p.T == 0) return FUSED_MOE_NO_ROWS;
     if (p.D % CHUNK) return FUSED_MOE_WIDTH;
     if (!is_aligned(p.x) || !is_aligned(p.weight)) return FUSED_MOE_UNALIGNED;
@@ -286,7 +347,7 @@ FusedMoeReason reason(const FusedMoeRouterLogits &p) {
 
 } // namespace
 
-const Kernel<FusedMoeRouterLogits> router_logits = {reason, nullptr, run};
+const Kernel<FusedMoeRouterLogits> router_logits = {reason, workspace, run};
 
 } // namespace sm90
 } // namespace fused_moe
