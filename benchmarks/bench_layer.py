@@ -89,7 +89,13 @@ class Case:
 
     def floor_us(self, what: str, dense_seconds: float, seconds_per_byte: float) -> float:
         rates = self.flops(what) / dense_seconds / 1e6, 1e-6 / seconds_per_byte
-        layer = (self.sizes, self.settings, self.counts, self.x.element_size())
+        layer = (
+            self.sizes,
+            self.settings,
+            self.counts,
+            floors.cached_elements(self.x),
+            self.x.element_size(),
+        )
         return floors.layer_us(*layer, *rates, backward=what != "forward")
 
     @property

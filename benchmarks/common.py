@@ -180,7 +180,7 @@ def layer_sizes(shape: str) -> Sizes:
 
 
 def layer_settings(shape: str) -> Settings:
-    """Of a shape without a name: the usual ones."""
+    """Those of shapes.json, or the usual ones."""
     layer = SHAPES["layers"].get(shape, {})
     return Settings(**{name: layer[name] for name in Settings._fields if name in layer})
 

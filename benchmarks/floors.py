@@ -2,8 +2,9 @@
 
 A GEMM's floor is the larger of two times: the FLOPs of its tiles as they are scheduled, at the rate of the
 dense GEMM in the same run, and its bytes, each operand read once and each result written once, at the rate of
-a large copy. Other kernels have bytes alone. Where experts have few rows, whole tiles and weights are most of
-the time, and the dense GEMM of equal FLOPs is no measure.
+a large copy. A gather reads tokens once if they fit the L2 cache, else once for each of their experts, since
+experts come one after the other. Other kernels have bytes alone. Where experts have few rows, whole tiles and
+weights are most of the time, and the dense GEMM of equal FLOPs is no measure.
 
 Tiles are those of the sm90 tier: 128 rows of one expert by 256 columns, and 64 of k. An expert of at most 64
 rows has its weight in wgmma's M instead, and in grouped_mm and up_gate only the columns that its rows need.
@@ -53,11 +54,15 @@ def tile_columns(columns: int, *, halves: bool) -> int:
     return up_to(columns, TILE_COLUMNS // (1 + halves))
 
 
-def gemms(sizes: Sizes, settings: Settings, counts: list[int], *, backward: bool) -> dict[str, Gemm]:
-    """The GEMMs of a layer whose experts have `counts` rows. backward: of a training step."""
+def gemms(
+    sizes: Sizes, settings: Settings, counts: list[int], cached: int, *, backward: bool
+) -> dict[str, Gemm]:
+    """The GEMMs of a layer whose experts have `counts` rows. cached: elements that the L2 cache holds.
+    backward: of a training step."""
     T, E, _, D, F = sizes
     R, parts = sum(counts), settings.matrices - 1
-    h, a, x, w = parts * F, F, T * D, D * F  # columns of rows, then elements
+    h, a, w = parts * F, F, D * F  # columns of rows, elements of an expert
+    x = (T if T * D <= cached else R) * D  # gathered
     read = sum(rows > 0 for rows in counts)  # experts
     swapped, plain = (tile_rows(counts, swaps=swaps) for swaps in (True, False))
     hidden = parts * up_to(F, TILE_COLUMNS // parts)  # columns of up_gate's tiles
@@ -106,6 +111,7 @@ def layer_us(
     sizes: Sizes,
     settings: Settings,
     counts: list[int],
+    cached: int,
     element_size: int,
     flops_per_us: float,
     bytes_per_us: float,
@@ -113,7 +119,7 @@ def layer_us(
     backward: bool,
 ) -> float:
     """A layer's floor, forward or a training step: the sum over its kernels."""
-    every = gemms(sizes, settings, counts, backward=backward).values()
+    every = gemms(sizes, settings, counts, cached, backward=backward).values()
     us = sum(max(g.flops / flops_per_us, g.elements * element_size / bytes_per_us) for g in every)
     return us + sum(bytes_moved(sizes, element_size, backward=backward).values()) / bytes_per_us
 
@@ -122,6 +128,13 @@ def large_copy(device: str) -> tuple[partial, int]:
     """A copy whose rate is the memory's, and the bytes that it moves."""
     source = torch.ones(1024 * MIB, dtype=torch.int8, device=device)
     return partial(torch.empty_like(source).copy_, source), 2 * source.nbytes
+
+
+def cached_elements(x: torch.Tensor) -> int:
+    """Elements like x's that the L2 cache of its GPU holds; on a CPU any number."""
+    if not x.is_cuda:
+        return 1 << 62
+    return torch.cuda.get_device_properties(x.device).L2_cache_size // x.element_size()
 
 
 def by_kind(
@@ -148,7 +161,7 @@ def by_kind(
     seconds = common.times(common.clock(x.device.type, calls=3), runs, repeats)
     us_per_byte = seconds[COPY] / copied * 1e6
     found = {}
-    for kind, gemm in gemms(sizes, settings, counts, backward=True).items():
+    for kind, gemm in gemms(sizes, settings, counts, cached_elements(x), backward=True).items():
         left, right = products[kind]
         us = seconds[kind] * 1e6 * gemm.flops / (2 * left.size(0) * left.size(1) * right.size(1))
         moved = gemm.elements * x.element_size() * us_per_byte

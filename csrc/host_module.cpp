@@ -111,6 +111,8 @@ static void def_rules(py::module_ &m) {
     m.def("most_quantized_rows", fused_moe_most_quantized_rows);
     m.def("quantized_tile_rows", fused_moe_quantized_tile_rows);
     m.def("gathers_first", fused_moe_gathers_first);
+    m.def("takes_turns", fused_moe_takes_turns);
+    m.def("wgrad_takes_turns", fused_moe_wgrad_takes_turns);
     m.def("router_slice", fused_moe_router_slice);
     m.def("router_cta_slices", fused_moe_router_cta_slices);
     m.def("router_tile", [](int64_t T, int64_t E, int32_t num_ctas) {

@@ -82,6 +82,20 @@ FUSED_MOE_FN bool fused_moe_gathers_first(int64_t columns, int64_t N) {
     return columns >= 8192 && N % 256 == 0;
 }
 
+/* --- which CTA computes which tile ---------------------------------------------------------------------- */
+
+/* Whether CTAs take their tiles in turn. With a short k and many columns the epilogue's memory takes longer
+ * than the MMAs (backward.md). */
+FUSED_MOE_FN bool fused_moe_takes_turns(int64_t columns, int64_t k) {
+    return k <= 1024 && columns > 1024;
+}
+
+/* The same for a weight gradient: tiles of few rows have an unequal number of k-tiles, and if an expert has
+ * tiles for several waves, CTAs that drift apart read its rows again (backward.md). */
+FUSED_MOE_FN bool fused_moe_wgrad_takes_turns(int64_t R, int64_t E, int64_t weight_tiles, int32_t num_ctas) {
+    return R <= 640 * E && weight_tiles > 2 * num_ctas;
+}
+
 /* --- the router's GEMM ---------------------------------------------------------------------------------- */
 
 /* Columns of a slice of D: at most eight slices, each summed from zero and added in order. The rule knows D

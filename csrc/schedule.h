@@ -26,8 +26,13 @@
  * Static round-robin with work stealing: CTA i gets tiles i, i + grid, ..., so neighbouring CTAs run in
  * lockstep and share operands in L2. A CTA that runs out steals the next tile of the CTA with the most left.
  * If no CTA has more than one tile, none steals: a thief would take tiles from CTAs that are about to start.
- * Without counters (slot_plan.h), none steals either. Both GEMMs of few rows in one launch claim their tiles
- * from one counter instead (kernels/sm90/experts.cu).
+ * Without counters (slot_plan.h), none steals either.
+ *
+ * In turn. Where tiles take unequal times, or longer for their memory than for their MMAs, lockstep is lost
+ * and CTAs drift apart by whole tiles, until L2 no longer has what they share. Then a CTA takes the next tile
+ * of all, so that the tiles in flight stay neighbours (rules.h: fused_moe_takes_turns,
+ * fused_moe_wgrad_takes_turns). Both GEMMs of few rows in one launch have a counter of their own for it
+ * (kernels/sm90/experts.cu).
  *
  * Wave quantisation: if the last wave would leave half of the CTAs idle, or more, its tiles can be split
  * along N (split_last_wave).
@@ -482,9 +487,10 @@ FUSED_MOE_FN int64_t fused_moe_split_slot(int64_t first, int64_t later, int64_t 
 typedef struct {
     uint32_t *claimed; /* [ctas] from 0: each CTA's tiles claimed by itself and by thieves; or NULL   */
     uint32_t num_tiles, cta, ctas; /* this CTA, of FUSED_MOE_MAX_CTAS at most                         */
-    uint32_t next;                 /* the number of its next tile, claimed already if it steals       */
+    uint32_t next;                 /* the number of its next tile, claimed already if it claims       */
     int32_t has_assigned;          /* it may have assigned tiles left                                 */
-    int32_t steals;                /* tiles are claimed; 0: a CTA computes its assigned ones alone    */
+    int32_t claims;                /* tiles are claimed; 0: a CTA computes its assigned ones alone    */
+    int32_t in_turn;               /* claimed[0] counts the tiles of all CTAs                         */
 } FusedMoeTileScheduler;
 
 /* Tiles that static round-robin assigns to a CTA. */
@@ -509,23 +515,31 @@ FUSED_MOE_FN uint32_t fused_moe_most_remaining(const FusedMoeTileScheduler *s) {
 }
 
 FUSED_MOE_FN FusedMoeTileScheduler fused_moe_tile_scheduler(uint32_t *claimed, uint32_t num_tiles,
-                                                            uint32_t cta, uint32_t ctas) {
-    FusedMoeTileScheduler s = {claimed, num_tiles, cta, ctas, 0, 1, claimed && num_tiles > ctas};
-    if (s.steals) s.next = FUSED_MOE_CLAIM(claimed + cta);
+                                                            uint32_t cta, uint32_t ctas, int32_t in_turn) {
+    int32_t claims = claimed && num_tiles > ctas;
+    FusedMoeTileScheduler s = {claimed, num_tiles, cta, ctas, 0, 1, claims, claims && in_turn};
+    if (s.claims) s.next = FUSED_MOE_CLAIM(claimed + (s.in_turn ? 0 : cta));
     return s;
+}
+
+FUSED_MOE_FN uint32_t fused_moe_next_in_turn(FusedMoeTileScheduler *s) {
+    uint32_t index = FUSED_MOE_BROADCAST(s->next, 0);
+    if (index < s->num_tiles) s->next = FUSED_MOE_CLAIM(s->claimed); /* ahead of its use */
+    return index;
 }
 
 /* The next tile; num_tiles or more if there are none. Thieves may have claimed all tiles of a CTA before it
  * claims its first. */
 FUSED_MOE_FN uint32_t fused_moe_next_tile(FusedMoeTileScheduler *s) {
+    if (s->in_turn) return fused_moe_next_in_turn(s);
     uint32_t index = s->num_tiles;
     if (s->has_assigned) {
         index = s->cta + s->ctas * FUSED_MOE_BROADCAST(s->next, 0);
         s->has_assigned = index < s->num_tiles;
     }
     if (s->has_assigned) /* ahead of its use: an atomic takes a while */
-        s->next = s->steals ? FUSED_MOE_CLAIM(s->claimed + s->cta) : s->next + 1;
-    for (uint32_t victim = 0; s->steals && index >= s->num_tiles && victim < s->ctas;) {
+        s->next = s->claims ? FUSED_MOE_CLAIM(s->claimed + s->cta) : s->next + 1;
+    for (uint32_t victim = 0; s->claims && index >= s->num_tiles && victim < s->ctas;) {
         victim = fused_moe_most_remaining(s);
         if (victim < s->ctas) {
             uint32_t stolen = FUSED_MOE_CLAIM(s->claimed + victim);

@@ -160,26 +160,26 @@ static void fail(const char *what, uint32_t ctas, uint32_t tiles) {
 }
 
 /* The state after one step of a CTA. */
-static void advance(State *state, uint32_t index, uint32_t num_ctas, uint32_t num_tiles) {
+static void advance(State *state, uint32_t index, uint32_t num_ctas, uint32_t num_tiles, bool in_turn) {
     uint32_t counters[NUM_COUNTERS] = {};
     std::copy_n(state->claimed, num_ctas, counters + CLAIMED);
     counters[EXITED] = state->exited;
     gridDim.x = num_ctas;
 
     Cta *cta = &state->ctas[index];
-    bool steals = num_tiles > num_ctas;
-    FusedMoeTileScheduler scheduler = {counters,  num_tiles,         index, num_ctas,
-                                       cta->next, cta->has_assigned, steals};
+    bool claims = num_tiles > num_ctas;
+    FusedMoeTileScheduler scheduler = {counters,  num_tiles,         index,  num_ctas,
+                                       cta->next, cta->has_assigned, claims, claims && in_turn};
     uint32_t tile = 0;
     bool returned = true;
     Call current = {&cta->read};
     call = &current;
     try {
         if (cta->stage == STARTING)
-            scheduler = fused_moe_tile_scheduler(counters, num_tiles, index, num_ctas);
+            scheduler = fused_moe_tile_scheduler(counters, num_tiles, index, num_ctas, in_turn);
         else if (cta->stage == FETCHING)
             tile = fused_moe_next_tile(&scheduler);
-        else if (scheduler.steals)
+        else if (scheduler.claims)
             reset_claims({{counters}});
     } catch (NextStep) {
         returned = false;
@@ -201,8 +201,9 @@ static void advance(State *state, uint32_t index, uint32_t num_ctas, uint32_t nu
         if (state->computed >> tile & 1) fail("a tile is computed twice", num_ctas, num_tiles);
         state->computed |= static_cast<uint8_t>(1 << tile);
     } else {
-        for (uint32_t other = 0; steals && other < num_ctas; other++)
-            if (state->claimed[other] < fused_moe_num_assigned(num_tiles, other, num_ctas))
+        uint32_t counted = scheduler.in_turn ? 1 : num_ctas;
+        for (uint32_t other = 0; claims && other < counted; other++)
+            if (state->claimed[other] < fused_moe_num_assigned(num_tiles, other, counted))
                 fail("a CTA exits while a tile is unclaimed", num_ctas, num_tiles);
         cta->stage = EXITING;
         cta->next = 0; /* no longer read */
@@ -210,7 +211,7 @@ static void advance(State *state, uint32_t index, uint32_t num_ctas, uint32_t nu
 }
 
 /* All states that the CTAs of `present`, one bit each, can reach. Returns their number. */
-static size_t explore(uint32_t num_ctas, uint32_t present, uint32_t num_tiles) {
+static size_t explore(uint32_t num_ctas, uint32_t present, uint32_t num_tiles, bool in_turn) {
     std::unordered_set<std::string> seen;
     std::vector<State> open(1);
     seen.insert(open.back().key());
@@ -222,7 +223,7 @@ static size_t explore(uint32_t num_ctas, uint32_t present, uint32_t num_tiles) {
             if (!(present >> index & 1) || state.ctas[index].stage == GONE) continue;
             ended = false;
             State next = state;
-            advance(&next, index, num_ctas, num_tiles);
+            advance(&next, index, num_ctas, num_tiles, in_turn);
             if (seen.insert(next.key()).second) open.push_back(std::move(next));
         }
         if (!ended) continue;
@@ -241,7 +242,7 @@ static void explore_all(void) {
     for (uint32_t ctas = 1; ctas <= MAX_CTAS; ctas++)
         for (uint32_t tiles = 0; tiles <= MAX_TILES; tiles++)
             for (uint32_t present = 1; present < 1u << ctas; present++)
-                states += explore(ctas, present, tiles);
+                for (bool in_turn : {false, true}) states += explore(ctas, present, tiles, in_turn);
     printf("%zu states\n", states);
 }
 
@@ -280,10 +281,10 @@ static void run_threads(int num_launches) {
             gridDim.x = num_ctas;
             for (uint32_t cta; (cta = started++) < num_ctas;) {
                 FusedMoeTileScheduler scheduler =
-                    fused_moe_tile_scheduler(counters, num_tiles, cta, num_ctas);
+                    fused_moe_tile_scheduler(counters, num_tiles, cta, num_ctas, launches % 2);
                 for (uint32_t tile; (tile = fused_moe_next_tile(&scheduler)) < num_tiles;)
                     times_computed[tile]++;
-                if (scheduler.steals) reset_claims({{counters}});
+                if (scheduler.claims) reset_claims({{counters}});
             }
         }
     };

@@ -674,6 +674,18 @@ def test_every_tile_is_claimed_once(num_tiles, num_ctas, late, seed):
     assert sorted(claimed) == list(range(num_tiles))
 
 
+@pytest.mark.parametrize("num_tiles", (0, 6, 7, 8, 200))
+def test_tiles_in_turn(num_tiles):
+    """Whichever CTA asks gets the next tile of all. Where each has one tile at most, that is its own."""
+    state, chance = scheduler_state(7), random.Random(0)
+    ctas = [chance.randrange(7) for _ in range(3 * num_tiles)] + list(range(7))
+    taken = [ops.next_tile(state, num_tiles, cta, True) for cta in ctas]
+    found = [index for index in taken if index < num_tiles]
+    assert sorted(found) == list(range(num_tiles))
+    if num_tiles <= 7:
+        assert all(index == cta for cta, index in zip(ctas, taken, strict=True) if index < num_tiles)
+
+
 def test_ctas_in_lockstep_steal_nothing():
     state = scheduler_state(7)
     assert [ops.next_tile(state, 200, i % 7) for i in range(200)] == list(range(200))

@@ -1,4 +1,5 @@
-"""Work stealing, step by step: schedule_model.cpp runs csrc/schedule.h in every interleaving and in threads.
+"""Work stealing, and tiles taken in turn: schedule_model.cpp runs csrc/schedule.h in every interleaving and
+in threads.
 
 The C code is the kernels' own. In a copy of it the two macros of atomic steps call the model, and nothing
 else differs; `edit` fails where a line that it changes is gone.
@@ -29,8 +30,8 @@ DEFECTS = {
         "a tile is computed twice",
     ),
     "a CTA does not claim its first tile": (
-        "if (s.steals) s.next = FUSED_MOE_CLAIM(claimed + cta);",
-        "",
+        "s.next = FUSED_MOE_CLAIM(claimed + (s.in_turn ? 0 : cta));",
+        "s.next = 0;",
         "a tile is computed twice",
     ),
     "the first CTA to exit resets the counters": (
@@ -45,9 +46,14 @@ DEFECTS = {
     ),
     "no work stealing": ("victim < s->ctas;)", "victim < 0;)", "a CTA exits while a tile is unclaimed"),
     "CTAs of two tiles do not share": (
-        "num_tiles > ctas}",
-        "num_tiles > 2 * ctas}",
+        "claimed && num_tiles > ctas;",
+        "claimed && num_tiles > 2 * ctas;",
         "a tile is computed twice",
+    ),
+    "tiles taken in turn leave out the last": (
+        "if (index < s->num_tiles) s->next",
+        "if (index + 1 < s->num_tiles) s->next",
+        "a tile is computed twice|a CTA takes steps for ever",
     ),
     "a thief sees a tile more than there is": (
         "claimed < assigned ? assigned - claimed : 0",

@@ -136,10 +136,11 @@ Tensor wgrad_tiles(const Tensor &schedule, const Tensor &offs, int64_t weight_ti
         [&](uint32_t index) { return fused_moe_wgrad_tile(words.data(), ends.data(), E, R, &order, index); });
 }
 
-/* The tile that a CTA claims next; num_tiles or more: there are none left. The state (3, CTAs) is zeros at
+/* The tile that a CTA claims next; num_tiles or more: there are none left. in_turn: of all tiles, or else of
+ * those assigned to it first (csrc/schedule.h). The state (3, CTAs) is zeros at
  * first. Its rows are the CTAs' `claimed` counters, then their schedulers' `next`, and a phase: 0 before the
  * first call, 1 with has_assigned, 2 without. */
-int64_t next_tile(Tensor state, int64_t num_tiles, int64_t cta) {
+int64_t next_tile(Tensor state, int64_t num_tiles, int64_t cta, bool in_turn) {
     const char *op = "next_tile";
     check_int32(op, "state", state, 2);
     if (state.size(0) != 3 || !state.is_contiguous())
@@ -151,8 +152,9 @@ int64_t next_tile(Tensor state, int64_t num_tiles, int64_t cta) {
     uint32_t &next = claimed[ctas + cta], &phase = claimed[2 * ctas + cta];
     uint32_t tiles = static_cast<uint32_t>(num_tiles), own = static_cast<uint32_t>(cta);
     uint32_t grid = static_cast<uint32_t>(ctas);
-    FusedMoeTileScheduler scheduler = {claimed, tiles, own, grid, next, phase == 1, tiles > grid};
-    if (phase == 0) scheduler = fused_moe_tile_scheduler(claimed, tiles, own, grid);
+    FusedMoeTileScheduler scheduler = {claimed, tiles,      own,          grid,
+                                       next,    phase == 1, tiles > grid, in_turn && tiles > grid};
+    if (phase == 0) scheduler = fused_moe_tile_scheduler(claimed, tiles, own, grid, in_turn);
     uint32_t index = fused_moe_next_tile(&scheduler);
     next = scheduler.next;
     phase = scheduler.has_assigned ? 1 : 2;
@@ -172,7 +174,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(fused_moe, m) {
           "split_last_wave) "
           "-> Tensor");
     m.def("wgrad_tiles(Tensor schedule, Tensor offs, int weight_tiles, int slices_per_tile) -> Tensor");
-    m.def("next_tile(Tensor(a!) state, int num_tiles, int cta) -> int");
+    m.def("next_tile(Tensor(a!) state, int num_tiles, int cta, bool in_turn=False) -> int");
     m.def("default_order() -> (int tile_rows, int group, bool interleave)");
 }
 

@@ -480,7 +480,7 @@ def test_floors_count_the_rows_of_tiles(load, counts, swapped, plain, sums):
     """And their columns: in grouped_mm and down_dgrad a last half tile is cheaper."""
     floors, common = load("floors"), load("common")
     sizes = common.Sizes(sum(counts), len(counts), 1, 320, 100)
-    found = floors.gemms(sizes, common.Settings(), counts, backward=True)
+    found = floors.gemms(sizes, common.Settings(), counts, sizes.num_tokens * 320, backward=True)
     flops = {kind: gemm.flops // 2 for kind, gemm in found.items()}
     assert flops == {
         "up_gate": swapped * 256 * 320,
@@ -490,13 +490,22 @@ def test_floors_count_the_rows_of_tiles(load, counts, swapped, plain, sums):
         "up_dgrad": swapped * 384 * 256,
         "wgrad_up": sums * 256 * 384,
     }
-    case = sizes, common.Settings(), counts, 2
+    case = sizes, common.Settings(), counts, sizes.num_tokens * 320, 2
     only_flops = floors.layer_us(*case, 1.0, 1e30, backward=True)  # every byte in no time
     assert only_flops == 2 * sum(flops.values())
     only_bytes = floors.layer_us(*case, 1e30, 2.0, backward=True)
     moved = sum(floors.bytes_moved(sizes, 2).values()) + 2 * sum(gemm.elements for gemm in found.values())
     assert only_bytes == moved / 2 > floors.layer_us(*case, 1e30, 2.0, backward=False)
-    plain_experts = floors.gemms(sizes, common.Settings(gated=False), counts, backward=False)
+    small_cache = floors.gemms(
+        sizes._replace(top_k=2), common.Settings(), [2 * n for n in counts], 1, backward=True
+    )
+    large_cache = floors.gemms(
+        sizes._replace(top_k=2), common.Settings(), [2 * n for n in counts], 10**9, backward=True
+    )
+    read_again = {kind: gemm.elements - large_cache[kind].elements for kind, gemm in small_cache.items()}
+    gathered = dict.fromkeys(("up_gate", "down_dgrad", "wgrad_down", "wgrad_up"), sizes.num_tokens * 320)
+    assert read_again == {"down": 0, "up_dgrad": 0} | gathered
+    plain_experts = floors.gemms(sizes, common.Settings(gated=False), counts, 1, backward=False)
     assert plain_experts["up_gate"].flops // 2 == swapped * 256 * 320
     assert set(plain_experts) == {"up_gate", "down"}
 

@@ -1,9 +1,9 @@
 /* How the CTAs of a persistent grid get their work tiles: schedule.h on the device.
  *
  * One warp of a CTA fetches tiles, two ahead of the warps that work on them: it claims an index (static
- * round-robin, then work stealing; experts.cu has its own way), decodes it with a vote over the experts'
- * prefix, and publishes the tile through a queue in shared memory. Which CTA computes a tile changes nothing
- * in its result.
+ * round-robin, then work stealing; or in turn; experts.cu has its own way), decodes it with a vote over the
+ * experts' prefix, and publishes the tile through a queue in shared memory. Which CTA computes a tile changes
+ * nothing in its result.
  *
  * Tensor maps on the device (wgrad). A load past the expert's last row must give zeros, so its map's row
  * extent is the expert's. The fetching warp edits a template's address and row count in shared memory when
@@ -46,6 +46,7 @@ typedef struct {
     bool last_is_half_n;     /* the last N tile has at most half of them               */
     bool swaps_skinny;       /* skinny experts are computed with swapped operands      */
     bool has_tall;           /* pairs of row tiles become tall tiles                   */
+    bool in_turn;            /* a CTA takes the next tile of all (schedule.h)          */
     FusedMoePdl pdl;         /* plan or ids and B are what it may read before the wait */
     FusedMoeTileOrder order; /* not wgrad's, which has its own                         */
     int32_t num_maps;
@@ -212,7 +213,7 @@ __device__ inline void fetch_tiles(const TileSource &source, Queue &queue, uint3
                                    TokenOf token_of, Prepare prepare, IsLong is_long) {
     uint32_t cta = blockIdx.x, ctas = gridDim.x;
     FusedMoeTileScheduler scheduler =
-        fused_moe_tile_scheduler(source.counters + CLAIMED, num_tiles, cta, ctas);
+        fused_moe_tile_scheduler(source.counters + CLAIMED, num_tiles, cta, ctas, source.in_turn);
     /* A CTA that starts early takes its own first tile, and others not before all CTAs can start. */
     bool may_take = !source.pdl.reads_before_wait || cta < num_tiles;
     TileWriter<Queue> writer(queue);
@@ -226,7 +227,7 @@ __device__ inline void fetch_tiles(const TileSource &source, Queue &queue, uint3
         for_each_part<CUT_ROWS>(tile, [&](auto &part) { writer.publish(part, token_of); });
         if (has_tile && is_long(tile)) writer.wait_for_room();
     }
-    if (scheduler.steals) reset_claims(source);
+    if (scheduler.claims) reset_claims(source);
 }
 
 /* A grouped GEMM's tile. A plan that is wrong may call an expert skinny whose rows are more. */

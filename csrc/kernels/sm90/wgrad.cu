@@ -102,7 +102,6 @@ __global__ void __launch_bounds__(Config::THREADS, 1) wgrad_kernel(const __grid_
         auto store_subtile = [&](auto i) { epilogue.template store_subtile<i.value>(p, writer); };
         for (WgradTile tile = reader.next(); tile.expert >= 0; tile = reader.next()) {
             int num_k_tiles = num_k_tiles_of<T>(tile);
-            if (num_k_tiles < Epilogue::SUBTILES) epilogue.flush(p, writer);
             float d[128];
             if (num_k_tiles) {
                 run_mainloop<Config, Config::BN, Epilogue::SUBTILES>(d, s, pipe, num_k_tiles, wg,
@@ -111,7 +110,7 @@ __global__ void __launch_bounds__(Config::THREADS, 1) wgrad_kernel(const __grid_
 #pragma unroll
                 for (int i = 0; i < 128; i++) d[i] = 0;
             }
-            epilogue.forget(); /* the previous tile is stored by now */
+            epilogue.flush(p, writer, num_k_tiles); /* subtiles of the previous tile that found no k-tile */
             if (tile.num_slices == 1 || sum_slices(p, tile, wg, d))
                 epilogue.hold(p, d, {tile.expert, tile.first_subtile, tile.first_n + wg * SUBTILE}, writer);
         }
@@ -201,12 +200,13 @@ struct Epilogue {
         });
     }
 
-    __device__ void flush(const Wgrad &p, WarpgroupWriter &writer) {
-        for_each_constant<0, SUBTILES>([&](auto i) { store_subtile<i.value>(p, writer); });
-        forget();
+    /* Stores what is held from subtile `first` on. */
+    __device__ void flush(const Wgrad &p, WarpgroupWriter &writer, int first = 0) {
+        for_each_constant<0, SUBTILES>([&](auto i) {
+            if (i.value >= first) store_subtile<i.value>(p, writer);
+        });
+        held.first_subtile = NOWHERE;
     }
-
-    __device__ void forget() { held.first_subtile = NOWHERE; }
 };
 
 /* In f32: stores the accumulators, or adds them to memory, at once. */
@@ -238,8 +238,7 @@ struct EpilogueF32 {
 
     template <int i>
     __device__ void store_subtile(const Wgrad &, WarpgroupWriter &) {}
-    __device__ void flush(const Wgrad &, WarpgroupWriter &) {}
-    __device__ void forget() {}
+    __device__ void flush(const Wgrad &, WarpgroupWriter &, int = 0) {}
 };
 
 /* --- launcher ------------------------------------------------------------------------------------------- */
@@ -306,6 +305,7 @@ int launch(const FusedMoeWgrad &p, void *stream) {
     }
     TileSource &tiles = q.tiles;
     tiles = tile_source(p.offs, p.schedule, p.R, p.E, 1, 1, p.workspace.counters);
+    tiles.in_turn = fused_moe_wgrad_takes_turns(p.R, p.E, weight_tiles_of(p), num_ctas());
     tiles.maps = (CUtensorMap *)p.workspace.data;
     tiles.num_maps = GATHER ? 1 : 2;
     tiles.rows[MAP_OF_A].data = p.a;
