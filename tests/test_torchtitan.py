@@ -792,7 +792,8 @@ def run_part(model, parameters):
         dout = DTensor.from_local(dout, out.device_mesh, out.placements)
     out.backward(dout)
     grads = (x.grad, *(parameter.grad for parameter in parameters))
-    return [t.to_local() if isinstance(t, DTensor) else t for t in (out.detach(), *grads)]
+    results = (t.to_local() if isinstance(t, DTensor) else t for t in (out.detach(), *grads))
+    return [t.clone() for t in results]  # a clone waits for the collective that writes it
 
 
 def parallel_gpt_oss(fused, tp, ep):
