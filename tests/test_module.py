@@ -565,7 +565,7 @@ def test_other_shared_experts(device, gate):
     torch.testing.assert_close(layer(x), expected - shared(x) * factor + x * factor)
 
 
-@pytest.mark.parametrize("score_func", ("softmax", "sigmoid"))
+@pytest.mark.parametrize("score_func", ("softmax", "sigmoid", "sqrtsoftplus"))
 def test_losses(device, score_func):
     """return_losses adds the balance loss of the layer's scores and the z-loss, both of this call and
     differentiable in the router."""
@@ -582,7 +582,7 @@ def test_losses(device, score_func):
     assert layer.experts.w1.grad is None
 
 
-@pytest.mark.parametrize("score_func", ("softmax", "sigmoid"))
+@pytest.mark.parametrize("score_func", ("softmax", "sigmoid", "sqrtsoftplus"))
 def test_which_tokens_the_losses_count(device, score_func):
     """loss_mask and per_sequence are those of the functions, of x's leading shape; the output is the same."""
     layer = FusedMoE(24, 20, 8, 2, score_func=score_func, device=device)
