@@ -446,6 +446,16 @@ def test_the_gates_product(dtype):
     [(_, logits)] = calls.of("router_logits")
     weight = model.moe.router.gate.weight.detach()
     torch.testing.assert_close(logits, functional.linear(x.flatten(0, -2).float(), weight.float()))
+    if dtype == BF16 and HAS_OVERRIDES:  # which compute a float32 gate in float32
+        model.moe.router.gate.float()
+        nn.init.normal_(model.moe.router.gate.weight)
+        weight = model.moe.router.gate.weight.detach()
+        with Calls() as calls:
+            model(x)
+        [(operands, logits)] = calls.of("router_logits")
+        assert operands[0].dtype == BF16
+        torch.testing.assert_close(logits, functional.linear(x.flatten(0, -2).float(), weight))
+        model.moe.router.gate.to(BF16)
     seen = []
     model.moe.router.gate.register_forward_hook(lambda *call: seen.append(call))
     with Calls() as calls:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from .. import function
+from ..checks import DEVICES, is_mixed
 from ..expert_bias import check_expert_bias
 from ..gate import Gate
 from ..ops import ops, route_plan
@@ -39,6 +40,18 @@ def logits_of(gate: nn.Module, x: Tensor) -> Tensor:
     """The logits of x (..., D), by our operator and in float32 where the gate is a linear layer that nothing
     has altered. torchtitan scores logits in float32, so this only spares them a rounding."""
     return Gate.forward(gate, x) if is_plain_linear(gate) else gate(x)
+
+
+def float32_logits(gate: nn.Module, x: Tensor) -> Tensor:
+    """The logits that torchtitan computes with operands cast to float32. Our operator takes a 16-bit x beside
+    float32 parameters without a cast."""
+    is_wide = all(type(p) is nn.Parameter and is_mixed(x, p) for p in gate.parameters())
+    if is_wide and type(x) is Tensor and x.device.type in DEVICES and is_plain_linear(gate):
+        with torch.autocast(x.device.type, enabled=False):
+            logits = function.router_logits(x.reshape(-1, x.size(-1)), gate.weight, gate.bias)
+        return logits.view(*x.shape[:-1], -1)
+    with torch.autocast(x.device.type, dtype=torch.float32):
+        return logits_of(gate, x)
 
 
 def choose(

@@ -32,8 +32,8 @@ from .layer import (
     changes_nothing,
     choose,
     combine,
+    float32_logits,
     gpt_oss,
-    logits_of,
     mesh_size,
     routed_rows,
     run_experts,
@@ -142,8 +142,7 @@ class FusedMoE(KeepsExpertBias, MoE):
     def forward(self, x: Tensor) -> Tensor:
         if not self._routes_here(x):
             return super().forward(x)
-        with torch.autocast(x.device.type, dtype=torch.float32):  # as in the stock router
-            logits = logits_of(self.router.gate, x)
+        logits = float32_logits(self.router.gate, x)
         routing = choose(self.router, logits.flatten(0, -2), self.expert_bias_E)
         counts = routing.plan.counts
         if self.training:
