@@ -29,6 +29,11 @@ LAYERS = {
         "dim": 256, "latent_dim": 128, "latent_norm": True, "hidden_dim": 192, "num_experts": 16, "top_k": 4,
         "score_func": "sigmoid", "load_balance_coeff": 1e-3,
     },
+    "float32 router": {
+        "dim": 1088, "hidden_dim": 64, "num_experts": 200, "top_k": 6, "score_func": "sqrtsoftplus",
+        "route_norm": True, "load_balance_coeff": 1e-3, "gate_bias": True, "expert_scale": True,
+        "router_dtype": F32, "num_shared_experts": 1, "shared_expert_gate": True,
+    },
     "one expert": {"dim": 64, "hidden_dim": 64, "num_experts": 1, "top_k": 1, "num_shared_experts": 1},
     "slices of D": {"dim": 2048, "hidden_dim": 128, "num_experts": 128, "top_k": 8},
     "many experts": {"dim": 1088, "hidden_dim": 64, "num_experts": 520, "top_k": 10},
