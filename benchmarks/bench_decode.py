@@ -48,7 +48,7 @@ from common import MIB, Error
 from torch import Tensor
 
 TOKENS = "1,2,4,8,16,32,64,128,256,512,1024,2048,4096"
-SHAPES = ("qwen3-30b", "mixtral-8x7b", *common.FEW_TOKENS)  # by default, on a GPU
+SHAPES = ("qwen3-30b", "mixtral-8x7b", *common.FEW_TOKENS, *common.MODELS)  # by default, on a GPU
 # Composable Kernel's default has 128 tokens and no up projection.
 CK_TOKENS, CK_SETTINGS = [128], common.Settings("gelu", gated=False)
 PEERS = ("torch", "loop", "vllm", "vllm-invariant", "marlin", "humming", "humming-grouped")

@@ -32,10 +32,10 @@ shapes=${SHAPES:-qwen3-30b dsv2-lite olmoe mixtral-8x7b dsv3-8ranks sonic-120b s
 for shape in $shapes; do
     program layer bench_layer --shape "$shape" --mode queued --mode eager --profile "$@"
 done
-# Far from what the kernels were tuned for: many small experts, other widths, skew.
-for shape in ${OTHER_SHAPES-16384,512,10,2048,512 16384,512,8,2048,768 8192,32,4,2880,2880}; do
-    program other bench_layer --shape "$shape" "$@"
-done
+# This year's models, and many small experts; then skew.
+models="qwen3.6-35b qwen4-exp gemma4-26b gpt-oss-20b deepseek-v4-flash dsv4-pro-8ranks glm5-next minimax-m3"
+models+=" kimi-k3-16ranks nemotron3-nano nemotron3-super hunyuan-v4"
+for shape in ${OTHER_SHAPES-$models 16384,512,8,2048,768}; do program other bench_layer --shape "$shape" "$@"; done
 for shape in $shapes; do program zipf bench_layer --shape "$shape" --routing zipf:1.2 "$@"; done
 for shape in $shapes; do program dtypes bench_layer --shape "$shape" --dtype fp16 --dtype fp32 --repeats 5 "$@"; done
 for shape in $shapes; do program gemm bench_gemm --shape "$shape" --routing random --routing balanced; done

@@ -374,3 +374,11 @@ def test_the_library_leans_on_the_stable_abi_only():
     libraries = set(re.findall(r"NEEDED.*\[(.*?)\.so", needed))
     system = {"libstdc++", "libgcc_s", "libm", "libc", "libdl", "libpthread", "librt", "ld-linux-x86-64"}
     assert libraries - system == {"libtorch", "libtorch_cpu"}
+
+
+def test_a_failed_call_writes_no_number_to_a_stream():
+    """PyTorch's macro for it does, which ended the process when memory ran out, if g++ 13 of Ubuntu 24.04 had
+    linked the library (csrc/torch/shim.h)."""
+    from fused_moe.ops import LIBRARY
+
+    assert b"_ZNSo9_M_insertIlEERSoT_" not in Path(LIBRARY).read_bytes()

@@ -737,6 +737,7 @@ def loaders() -> list:
 def public_calls() -> dict:
     """A right call of each, by name. New ones each time, since add_lora changes its module."""
     ids = integers(T, K)
+    balanced = FusedMoE(D, F, E, K, load_balance_coeff=1e-3)
     layer, adapters = FusedMoE(D, F, E, K), fused_moe.add_lora(FusedMoE(D, F, E, K), 2).experts.lora
     calls = [
         *(call() for call in (experts, mlp, gate, router, gemm, permutation, combination, planned, counted)),
@@ -744,6 +745,8 @@ def public_calls() -> dict:
         (layer.forward, {"x": torch.randn(T, D)}),
         (fused_moe.load_balancing_loss, {"logits": torch.randn(T, E), "ids": ids, "num_experts": E}),
         (fused_moe.router_z_loss, {"logits": torch.randn(T, E)}),
+        (fused_moe.balance, {"model": balanced, "optimizer": torch.optim.SGD(balanced.parameters())}),
+        (fused_moe.load_report, {"model": balanced}),
         (fused_moe.refresh_weights, {"module": layer}),
         (fused_moe.add_lora, {"module": layer, "rank": 2}),
         (fused_moe.LoRA.from_peft, {"num_experts": E, "w1": (torch.randn(6, D), torch.randn(F, 6))}),
@@ -822,7 +825,7 @@ def test_any_public_function_is_called(cpu):
     for fn, arguments in public_calls().values():
         fn(**arguments)
     called = {fn for fn, _ in public_calls().values()}
-    others = {"LoRA", "LoadReport", "Plan", "RouterLosses", "info", "reference"}
+    others = {"LoRA", "LoadReport", "ModelLoadReport", "Plan", "RouterLosses", "info", "reference"}
     assert {name for name in fused_moe.__all__ if getattr(fused_moe, name) not in called} == others
     assert called >= {getattr(quantized, name) for name in quantized.__all__}
 

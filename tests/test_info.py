@@ -183,8 +183,8 @@ import fused_moe
 print(*sorted(set(sys.modules) - before))
 """
     run = run_python(code)
-    own = "activation checks composed counting expert_bias flops function gate info lora losses main_grad"
-    own += " module oldest ops overlap padding plan quantized"
+    own = "activation balance checks composed counting expert_bias flops function gate info kept_dtypes lora"
+    own += " losses main_grad module oldest ops overlap padding plan quantized"
     parts = "copies formats loaders quantizing refreshing sharding state tiles weight"
     own += "".join(f" quantized.{name}" for name in parts.split())
     own += " reference resetting routed"
@@ -309,11 +309,14 @@ def test_the_public_names(device):
     own = {
         "LoRA",
         "LoadReport",
+        "ModelLoadReport",
         "Plan",
         "QuantizedWeight",
         "RouterLosses",
         "add_lora",
+        "balance",
         "info",
+        "load_report",
         "quantize",
         "reference",
         "refresh_weights",

@@ -485,7 +485,10 @@ def test_layers_of_an_older_version_have_gpt_oss_constants(cpu):
 @pytest.mark.parametrize("dtype", (F32, BF16), ids=("f32", "bf16"))
 def test_agrees_with_the_reference_layer(device, settings, dtype):
     """Output and every gradient, the router's included, are as accurate as the for-loop layer's."""
-    ours, loop = pair(device, dtype, **SETTINGS[settings])
+    given = SETTINGS[settings]
+    if dtype == BF16 and given.get("activation") in ("swiglu_clamped", "swiglu_limited"):
+        given = given | {"limit": 7.0}  # the rounding of h would decide on which side of a kink it is
+    ours, loop = pair(device, dtype, **given)
     x = torch.randn(60, 24, device=device).to(dtype)
     if dtype == BF16:  # all three choose by the same rounded logits
         ours, loop = separated(ours), separated(loop)

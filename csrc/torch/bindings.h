@@ -6,10 +6,6 @@
 #ifndef FUSED_MOE_TORCH_BINDINGS_H
 #define FUSED_MOE_TORCH_BINDINGS_H
 
-#include <torch/csrc/stable/accelerator.h>
-#include <torch/csrc/stable/ops.h>
-#include <torch/csrc/stable/tensor.h>
-
 #include <initializer_list>
 #include <optional>
 #include <type_traits>

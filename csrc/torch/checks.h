@@ -3,13 +3,13 @@
 #ifndef FUSED_MOE_TORCH_CHECKS_H
 #define FUSED_MOE_TORCH_CHECKS_H
 
-#include <torch/csrc/stable/tensor.h>
-
 #include <initializer_list>
 #include <optional>
 #include <stdexcept>
 #include <string>
 #include <vector>
+
+#include "shim.h"
 
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;

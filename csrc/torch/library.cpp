@@ -4,8 +4,6 @@
  * that holds None. The others are grouped:
  *   plan       [offsets, schedule], where row r is token r; or these, row_token, row_slot and token_row
  *   constants  [alpha, limit] of the activation */
-#include <torch/csrc/stable/library.h>
-
 #include <string>
 
 #include "operators.h"

@@ -2,8 +2,6 @@
  *
  * Each runs the C function of its name, which the kernels run too. Training calls none of them. Tiles are
  * listed as rows of an int32 matrix, one column per member of FusedMoeWorkTile or FusedMoeWgradTile. */
-#include <torch/csrc/stable/library.h>
-
 #include <cstring>
 #include <tuple>
 #include <vector>

@@ -74,6 +74,19 @@ def _names_in(experts_class: type) -> tuple[str, ...]:
     return tuple(sorted({name for gate in gates for name in _code(gate, "co_names")}))
 
 
+@torch.compiler.assume_constant_result
+def _names_of_module(module_class: type) -> tuple[str, ...]:
+    return _names_in_module(module_class)
+
+
+@functools.cache
+def _names_in_module(module_class: type) -> tuple[str, ...]:
+    """What the code of a class and of its parents names, up to nn.Module."""
+    classes = module_class.__mro__[: module_class.__mro__.index(nn.Module)]
+    functions = [function for c in classes for function in vars(c).values()]
+    return tuple(sorted({name for function in functions for name in _code(function, "co_names")}))
+
+
 def _code(function, part: str) -> tuple:
     return getattr(getattr(function, "__code__", None), part, ())
 
@@ -89,10 +102,10 @@ def _recipe(act_fn):
         return act_fn
     if type(act_fn) in _PLAIN or not isinstance(act_fn, nn.Module):
         return type(act_fn)
-    values = []
-    for name, value in vars(act_fn).items():
-        if type(value) in _SIMPLE:
-            values.append((name, _constant(value)))
+    own, values = vars(act_fn), []
+    for name in _names_of_module(type(act_fn)):  # PyTorch 2.11 cannot trace a walk through all that it has
+        if name in own and type(own[name]) in _SIMPLE:
+            values.append((name, _constant(own[name])))
     parts = [(name, _recipe(part)) for name, part in act_fn._modules.items()]
     return type(act_fn), tuple(values), tuple(parts)
 
