@@ -402,6 +402,17 @@ def test_a_gate_is_known_by_what_it_computes(cpu, gate):
     assert settings_of(subclass(gate)) == TAKEN[gate]
 
 
+def test_a_gate_that_is_replaced_in_its_class(cpu, monkeypatch):
+    """Another one, and then the first again: nothing is remembered of the class alone."""
+    kind = next(kind for kind, settings in TAKEN.items() if "limit" in settings)
+    experts = subclass(kind)
+    gate = type(experts)._apply_gate
+    with monkeypatch.context() as patched:
+        patched.setattr(type(experts), "_apply_gate", lambda *args: gate(*args) / 2)
+        assert isinstance(settings_of(experts), str)
+    assert settings_of(experts) == TAKEN[kind]
+
+
 # What differs from a kernel's formula in one place each.
 REFUSED = {
     "another constant for up": lambda self, x: (

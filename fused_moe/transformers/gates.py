@@ -64,26 +64,20 @@ def gate_of(experts: nn.Module) -> dict | str:
 
 @torch.compiler.assume_constant_result
 def _names(experts_class: type) -> tuple[str, ...]:
-    return _names_in(experts_class)
-
-
-@functools.cache
-def _names_in(experts_class: type) -> tuple[str, ...]:
     """What the code of a gate names, and that of its parents, which it may call."""
-    gates = [vars(c)["_apply_gate"] for c in experts_class.__mro__ if "_apply_gate" in vars(c)]
-    return tuple(sorted({name for gate in gates for name in _code(gate, "co_names")}))
+    return _names_in(tuple(vars(c)["_apply_gate"] for c in experts_class.__mro__ if "_apply_gate" in vars(c)))
 
 
 @torch.compiler.assume_constant_result
 def _names_of_module(module_class: type) -> tuple[str, ...]:
-    return _names_in_module(module_class)
+    """What the code of a class and of its parents names, up to nn.Module."""
+    classes = module_class.__mro__[: module_class.__mro__.index(nn.Module)]
+    return _names_in(tuple(f for c in classes for f in vars(c).values() if isinstance(f, _FUNCTIONS)))
 
 
 @functools.cache
-def _names_in_module(module_class: type) -> tuple[str, ...]:
-    """What the code of a class and of its parents names, up to nn.Module."""
-    classes = module_class.__mro__[: module_class.__mro__.index(nn.Module)]
-    functions = [function for c in classes for function in vars(c).values()]
+def _names_in(functions: tuple) -> tuple[str, ...]:
+    """By functions, not by their class: they may be replaced in it."""
     return tuple(sorted({name for function in functions for name in _code(function, "co_names")}))
 
 
