@@ -23,10 +23,15 @@
  * column of the weight once; in between, tiles in flight together share both rows of A and columns of B in
  * L2.
  *
- * Static round-robin with work stealing: CTA i gets tiles i, i + grid, ..., so neighbouring CTAs run in
- * lockstep and share operands in L2. A CTA that runs out steals the next tile of the CTA with the most left.
- * If no CTA has more than one tile, none steals: a thief would take tiles from CTAs that are about to start.
- * Without counters (slot_plan.h), none steals either.
+ * Static round-robin with work stealing: a wave has a tile for each CTA of the grid, and CTA i gets tile i of
+ * it, so neighbouring CTAs run in lockstep and share operands in L2. A CTA that runs out steals the next tile
+ * of the CTA with the most left. If no CTA has more than one tile, none steals: a thief would take tiles from
+ * CTAs that are about to start. Without counters (slot_plan.h), none steals either.
+ *
+ * Rotated. An expert's last row tile has fewer rows than the others, and is done sooner where the epilogue
+ * takes the time. If the tiles of an expert divide a wave, a CTA gets such tiles in every wave, and runs
+ * ahead until L2 no longer has what it shares with the others. So in the next wave it takes its neighbour's
+ * place, and all CTAs get short tiles alike.
  *
  * In turn. Where tiles take unequal times, or longer for their memory than for their MMAs, lockstep is lost
  * and CTAs drift apart by whole tiles, until L2 no longer has what they share. Then a CTA takes the next tile
@@ -484,18 +489,33 @@ FUSED_MOE_FN int64_t fused_moe_split_slot(int64_t first, int64_t later, int64_t 
 
 /* --- which CTA computes which tile ---------------------------------------------------------------------- */
 
+typedef enum {
+    FUSED_MOE_STATIC,  /* its own of every wave, and then those of others */
+    FUSED_MOE_ROTATED, /* likewise, in the next wave its neighbour's      */
+    FUSED_MOE_IN_TURN, /* the next one of all                             */
+} FusedMoeAssignment;
+
 typedef struct {
     uint32_t *claimed; /* [ctas] from 0: each CTA's tiles claimed by itself and by thieves; or NULL   */
     uint32_t num_tiles, cta, ctas; /* this CTA, of FUSED_MOE_MAX_CTAS at most                         */
     uint32_t next;                 /* the number of its next tile, claimed already if it claims       */
     int32_t has_assigned;          /* it may have assigned tiles left                                 */
     int32_t claims;                /* tiles are claimed; 0: a CTA computes its assigned ones alone    */
-    int32_t in_turn;               /* claimed[0] counts the tiles of all CTAs                         */
+    FusedMoeAssignment assignment; /* in turn: claimed[0] counts the tiles of all CTAs                */
 } FusedMoeTileScheduler;
 
-/* Tiles that static round-robin assigns to a CTA. */
-FUSED_MOE_FN uint32_t fused_moe_num_assigned(uint32_t num_tiles, uint32_t cta, uint32_t ctas) {
-    return cta < num_tiles ? (num_tiles - cta - 1) / ctas + 1 : 0;
+/* The tile that a CTA has in a wave; num_tiles or more: it has none in this one, the last. */
+FUSED_MOE_FN uint32_t fused_moe_assigned_tile(uint32_t cta, uint32_t ctas, uint32_t wave,
+                                              FusedMoeAssignment assignment) {
+    uint32_t place = assignment == FUSED_MOE_ROTATED ? (cta + wave) % ctas : cta;
+    return ctas * wave + place;
+}
+
+/* The number of tiles that a CTA has. */
+FUSED_MOE_FN uint32_t fused_moe_num_assigned(uint32_t num_tiles, uint32_t cta, uint32_t ctas,
+                                             FusedMoeAssignment assignment) {
+    uint32_t waves = num_tiles / ctas;
+    return waves + (fused_moe_assigned_tile(cta, ctas, waves, assignment) < num_tiles);
 }
 
 /* The CTA with the most tiles left, or `ctas` if none has any. */
@@ -503,7 +523,7 @@ FUSED_MOE_FN uint32_t fused_moe_most_remaining(const FusedMoeTileScheduler *s) {
     const uint32_t limit = UINT32_MAX / FUSED_MOE_MAX_CTAS; /* left shares a word with the CTA */
     uint32_t most = 0;
     for (uint32_t cta = (uint32_t)FUSED_MOE_LANE; cta < s->ctas; cta += FUSED_MOE_LANES) {
-        uint32_t assigned = fused_moe_num_assigned(s->num_tiles, cta, s->ctas);
+        uint32_t assigned = fused_moe_num_assigned(s->num_tiles, cta, s->ctas, s->assignment);
         uint32_t claimed = FUSED_MOE_PEEK(s->claimed + cta);
         uint32_t left = claimed < assigned ? assigned - claimed : 0;
         if (left > limit) left = limit;
@@ -515,10 +535,11 @@ FUSED_MOE_FN uint32_t fused_moe_most_remaining(const FusedMoeTileScheduler *s) {
 }
 
 FUSED_MOE_FN FusedMoeTileScheduler fused_moe_tile_scheduler(uint32_t *claimed, uint32_t num_tiles,
-                                                            uint32_t cta, uint32_t ctas, int32_t in_turn) {
+                                                            uint32_t cta, uint32_t ctas,
+                                                            FusedMoeAssignment assignment) {
     int32_t claims = claimed && num_tiles > ctas;
-    FusedMoeTileScheduler s = {claimed, num_tiles, cta, ctas, 0, 1, claims, claims && in_turn};
-    if (s.claims) s.next = FUSED_MOE_CLAIM(claimed + (s.in_turn ? 0 : cta));
+    FusedMoeTileScheduler s = {claimed, num_tiles, cta, ctas, 0, 1, claims, assignment};
+    if (s.claims) s.next = FUSED_MOE_CLAIM(claimed + (assignment == FUSED_MOE_IN_TURN ? 0 : cta));
     return s;
 }
 
@@ -531,10 +552,11 @@ FUSED_MOE_FN uint32_t fused_moe_next_in_turn(FusedMoeTileScheduler *s) {
 /* The next tile; num_tiles or more if there are none. Thieves may have claimed all tiles of a CTA before it
  * claims its first. */
 FUSED_MOE_FN uint32_t fused_moe_next_tile(FusedMoeTileScheduler *s) {
-    if (s->in_turn) return fused_moe_next_in_turn(s);
+    if (s->claims && s->assignment == FUSED_MOE_IN_TURN) return fused_moe_next_in_turn(s);
     uint32_t index = s->num_tiles;
     if (s->has_assigned) {
-        index = s->cta + s->ctas * FUSED_MOE_BROADCAST(s->next, 0);
+        uint32_t wave = FUSED_MOE_BROADCAST(s->next, 0);
+        index = fused_moe_assigned_tile(s->cta, s->ctas, wave, s->assignment);
         s->has_assigned = index < s->num_tiles;
     }
     if (s->has_assigned) /* ahead of its use: an atomic takes a while */
@@ -543,7 +565,8 @@ FUSED_MOE_FN uint32_t fused_moe_next_tile(FusedMoeTileScheduler *s) {
         victim = fused_moe_most_remaining(s);
         if (victim < s->ctas) {
             uint32_t stolen = FUSED_MOE_CLAIM(s->claimed + victim);
-            index = victim + s->ctas * FUSED_MOE_BROADCAST(stolen, 0);
+            uint32_t wave = FUSED_MOE_BROADCAST(stolen, 0);
+            index = fused_moe_assigned_tile(victim, s->ctas, wave, s->assignment);
         }
     }
     return index;

@@ -790,6 +790,13 @@ CPU = [
         "most = left;",
         "tests/test_host.py",
     ),
+    Mutant(
+        "a CTA has the same place in every wave",
+        "csrc/schedule.h",
+        "(cta + wave) % ctas",
+        "cta",
+        "tests/test_host.py",
+    ),
     # --- Python
     Mutant(
         "main_grad and .grad",
@@ -1285,6 +1292,13 @@ CUDA = [
         "csrc/kernels/sm90/wgrad.cu",
         "for (int i = 0; i < 128; i++) d[i] = 0;",
         "for (int i = 0; i < 128; i++) d[i] = 1;",
+        "tests/cuda/test_sm90_wgrad.py",
+    ),
+    Mutant(
+        "sm90: an expert's last 16 rows are left out of its gradient",
+        "csrc/kernels/sm90/mainloop.cuh",
+        "for (; rows > 0; rows -= WGMMA_K",
+        "for (; rows > WGMMA_K; rows -= WGMMA_K",
         "tests/cuda/test_sm90_wgrad.py",
     ),
     Mutant(

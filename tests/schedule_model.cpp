@@ -129,6 +129,7 @@ static const struct {
 /* --- all interleavings ---------------------------------------------------------------------------------- */
 
 enum { MAX_CTAS = 3, MAX_TILES = 6 };
+const FusedMoeAssignment ASSIGNMENTS[] = {FUSED_MOE_STATIC, FUSED_MOE_ROTATED, FUSED_MOE_IN_TURN};
 enum Stage : uint8_t { STARTING, FETCHING, EXITING, GONE };
 
 struct Cta { /* between two steps */
@@ -160,7 +161,8 @@ static void fail(const char *what, uint32_t ctas, uint32_t tiles) {
 }
 
 /* The state after one step of a CTA. */
-static void advance(State *state, uint32_t index, uint32_t num_ctas, uint32_t num_tiles, bool in_turn) {
+static void advance(State *state, uint32_t index, uint32_t num_ctas, uint32_t num_tiles,
+                    FusedMoeAssignment assignment) {
     uint32_t counters[NUM_COUNTERS] = {};
     std::copy_n(state->claimed, num_ctas, counters + CLAIMED);
     counters[EXITED] = state->exited;
@@ -169,14 +171,14 @@ static void advance(State *state, uint32_t index, uint32_t num_ctas, uint32_t nu
     Cta *cta = &state->ctas[index];
     bool claims = num_tiles > num_ctas;
     FusedMoeTileScheduler scheduler = {counters,  num_tiles,         index,  num_ctas,
-                                       cta->next, cta->has_assigned, claims, claims && in_turn};
+                                       cta->next, cta->has_assigned, claims, assignment};
     uint32_t tile = 0;
     bool returned = true;
     Call current = {&cta->read};
     call = &current;
     try {
         if (cta->stage == STARTING)
-            scheduler = fused_moe_tile_scheduler(counters, num_tiles, index, num_ctas, in_turn);
+            scheduler = fused_moe_tile_scheduler(counters, num_tiles, index, num_ctas, assignment);
         else if (cta->stage == FETCHING)
             tile = fused_moe_next_tile(&scheduler);
         else if (scheduler.claims)
@@ -201,9 +203,9 @@ static void advance(State *state, uint32_t index, uint32_t num_ctas, uint32_t nu
         if (state->computed >> tile & 1) fail("a tile is computed twice", num_ctas, num_tiles);
         state->computed |= static_cast<uint8_t>(1 << tile);
     } else {
-        uint32_t counted = scheduler.in_turn ? 1 : num_ctas;
+        uint32_t counted = assignment == FUSED_MOE_IN_TURN ? 1 : num_ctas;
         for (uint32_t other = 0; claims && other < counted; other++)
-            if (state->claimed[other] < fused_moe_num_assigned(num_tiles, other, counted))
+            if (state->claimed[other] < fused_moe_num_assigned(num_tiles, other, counted, assignment))
                 fail("a CTA exits while a tile is unclaimed", num_ctas, num_tiles);
         cta->stage = EXITING;
         cta->next = 0; /* no longer read */
@@ -211,7 +213,8 @@ static void advance(State *state, uint32_t index, uint32_t num_ctas, uint32_t nu
 }
 
 /* All states that the CTAs of `present`, one bit each, can reach. Returns their number. */
-static size_t explore(uint32_t num_ctas, uint32_t present, uint32_t num_tiles, bool in_turn) {
+static size_t explore(uint32_t num_ctas, uint32_t present, uint32_t num_tiles,
+                      FusedMoeAssignment assignment) {
     std::unordered_set<std::string> seen;
     std::vector<State> open(1);
     seen.insert(open.back().key());
@@ -223,7 +226,7 @@ static size_t explore(uint32_t num_ctas, uint32_t present, uint32_t num_tiles, b
             if (!(present >> index & 1) || state.ctas[index].stage == GONE) continue;
             ended = false;
             State next = state;
-            advance(&next, index, num_ctas, num_tiles, in_turn);
+            advance(&next, index, num_ctas, num_tiles, assignment);
             if (seen.insert(next.key()).second) open.push_back(std::move(next));
         }
         if (!ended) continue;
@@ -242,7 +245,8 @@ static void explore_all(void) {
     for (uint32_t ctas = 1; ctas <= MAX_CTAS; ctas++)
         for (uint32_t tiles = 0; tiles <= MAX_TILES; tiles++)
             for (uint32_t present = 1; present < 1u << ctas; present++)
-                for (bool in_turn : {false, true}) states += explore(ctas, present, tiles, in_turn);
+                for (FusedMoeAssignment assignment : ASSIGNMENTS)
+                    states += explore(ctas, present, tiles, assignment);
     printf("%zu states\n", states);
 }
 
@@ -281,7 +285,7 @@ static void run_threads(int num_launches) {
             gridDim.x = num_ctas;
             for (uint32_t cta; (cta = started++) < num_ctas;) {
                 FusedMoeTileScheduler scheduler =
-                    fused_moe_tile_scheduler(counters, num_tiles, cta, num_ctas, launches % 2);
+                    fused_moe_tile_scheduler(counters, num_tiles, cta, num_ctas, ASSIGNMENTS[launches % 3]);
                 for (uint32_t tile; (tile = fused_moe_next_tile(&scheduler)) < num_tiles;)
                     times_computed[tile]++;
                 if (scheduler.claims) reset_claims({{counters}});

@@ -633,6 +633,9 @@ def test_wrong_wgrad_tiles_are_refused():
 # --- which CTA computes which tile --------------------------------------------------------------------
 
 
+STATIC, ROTATED, IN_TURN = range(3)  # FusedMoeAssignment
+
+
 def scheduler_state(num_ctas):
     return torch.zeros(3, num_ctas, dtype=torch.int32)
 
@@ -642,16 +645,18 @@ def scheduler_state(num_ctas):
     num_tiles=st.integers(0, 1000),
     num_ctas=st.integers(1, MAX_CTAS),
     late=st.floats(0, 1),
+    assignment=st.sampled_from((STATIC, ROTATED)),
     seed=st.integers(),
 )
-def test_every_tile_is_claimed_once(num_tiles, num_ctas, late, seed):
+def test_every_tile_is_claimed_once(num_tiles, num_ctas, late, assignment, seed):
     """Fast, slow and late CTAs: some start when others have stolen some or all of their tiles.
 
     A tile of another CTA is that CTA's next one, and no CTA has more left. Where each has one tile at most,
     no CTA steals.
     """
     state, chance, claimed = scheduler_state(num_ctas), random.Random(seed), []
-    assigned = [len(range(cta, num_tiles, num_ctas)) for cta in range(num_ctas)]
+    owners = [(i - i // num_ctas * (assignment == ROTATED)) % num_ctas for i in range(num_tiles)]
+    assigned = [owners.count(cta) for cta in range(num_ctas)]
     running, absent = [], list(range(num_ctas))
     chance.shuffle(absent)
     while running or absent:
@@ -659,12 +664,12 @@ def test_every_tile_is_claimed_once(num_tiles, num_ctas, late, seed):
             running.append(absent.pop())
         cta = running[int(len(running) * chance.random() ** 3)]  # the first are the fastest
         before = state[0].tolist()
-        index = ops.next_tile(state, num_tiles, cta)
+        index = ops.next_tile(state, num_tiles, cta, assignment)
         if index >= num_tiles:
             running.remove(cta)
             continue
         claimed.append(index)
-        owner, number = index % num_ctas, index // num_ctas
+        owner, number = owners[index], index // num_ctas
         if owner != cta:
             assert num_tiles > num_ctas
             left = [max(0, a - b) for a, b in zip(assigned, before, strict=True)]
@@ -679,7 +684,7 @@ def test_tiles_in_turn(num_tiles):
     """Whichever CTA asks gets the next tile of all. Where each has one tile at most, that is its own."""
     state, chance = scheduler_state(7), random.Random(0)
     ctas = [chance.randrange(7) for _ in range(3 * num_tiles)] + list(range(7))
-    taken = [ops.next_tile(state, num_tiles, cta, True) for cta in ctas]
+    taken = [ops.next_tile(state, num_tiles, cta, IN_TURN) for cta in ctas]
     found = [index for index in taken if index < num_tiles]
     assert sorted(found) == list(range(num_tiles))
     if num_tiles <= 7:
@@ -689,6 +694,15 @@ def test_tiles_in_turn(num_tiles):
 def test_ctas_in_lockstep_steal_nothing():
     state = scheduler_state(7)
     assert [ops.next_tile(state, 200, i % 7) for i in range(200)] == list(range(200))
+
+
+def test_rotated_ctas_share_out_the_short_tiles():
+    """Every third tile is short, and a wave has six. Without rotation two CTAs would have all short ones."""
+    state, waves = scheduler_state(6), 9
+    taken = [[ops.next_tile(state, 6 * waves, cta, ROTATED) for cta in range(6)] for _ in range(waves)]
+    assert [sorted(wave) for wave in taken] == [list(range(6 * w, 6 * w + 6)) for w in range(waves)]
+    for tiles in zip(*taken, strict=True):
+        assert sum(tile % 3 == 2 for tile in tiles) == waves // 3
 
 
 def test_a_late_cta_steals_from_the_one_with_most_left():
@@ -706,6 +720,7 @@ def test_a_late_cta_steals_from_the_one_with_most_left():
         (scheduler_state(132), (10, -1), "expected cta from 0 to 131, found -1"),
         (scheduler_state(132), (-1, 0), "expected num_tiles from 0 to .*, found -1"),
         (scheduler_state(513), (10, 0), "expected CTAs in state from 1 to 512, found 513"),
+        (scheduler_state(3), (10, 0, 3), "expected assignment from 0 to 2, found 3"),
         (scheduler_state(0), (10, 0), "expected CTAs in state from 1 to 512, found 0"),
         (scheduler_state(3).mT, (10, 0), "expected a contiguous state of 3 rows"),
         (scheduler_state(3)[:2], (10, 0), "expected a contiguous state of 3 rows, found 2"),

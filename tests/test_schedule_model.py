@@ -1,5 +1,5 @@
-"""Work stealing, and tiles taken in turn: schedule_model.cpp runs csrc/schedule.h in every interleaving and
-in threads.
+"""Work stealing, rotated waves, and tiles taken in turn: schedule_model.cpp runs csrc/schedule.h in every
+interleaving and in threads.
 
 The C code is the kernels' own. In a copy of it the two macros of atomic steps call the model, and nothing
 else differs; `edit` fails where a line that it changes is gone.
@@ -30,7 +30,7 @@ DEFECTS = {
         "a tile is computed twice",
     ),
     "a CTA does not claim its first tile": (
-        "s.next = FUSED_MOE_CLAIM(claimed + (s.in_turn ? 0 : cta));",
+        "s.next = FUSED_MOE_CLAIM(claimed + (assignment == FUSED_MOE_IN_TURN ? 0 : cta));",
         "s.next = 0;",
         "a tile is computed twice",
     ),
@@ -54,6 +54,11 @@ DEFECTS = {
         "if (index < s->num_tiles) s->next",
         "if (index + 1 < s->num_tiles) s->next",
         "a tile is computed twice|a CTA takes steps for ever",
+    ),
+    "a thief takes a rotated CTA's tiles as if they were not": (
+        "index = fused_moe_assigned_tile(victim, s->ctas, wave, s->assignment);",
+        "index = fused_moe_assigned_tile(victim, s->ctas, wave, FUSED_MOE_STATIC);",
+        "a tile is not computed",
     ),
     "a thief sees a tile more than there is": (
         "claimed < assigned ? assigned - claimed : 0",

@@ -134,11 +134,11 @@ Tensor wgrad_tiles(const Tensor &schedule, const Tensor &offs, int64_t weight_ti
         [&](uint32_t index) { return fused_moe_wgrad_tile(words.data(), ends.data(), E, R, &order, index); });
 }
 
-/* The tile that a CTA claims next; num_tiles or more: there are none left. in_turn: of all tiles, or else of
- * those assigned to it first (csrc/schedule.h). The state (3, CTAs) is zeros at
- * first. Its rows are the CTAs' `claimed` counters, then their schedulers' `next`, and a phase: 0 before the
- * first call, 1 with has_assigned, 2 without. */
-int64_t next_tile(Tensor state, int64_t num_tiles, int64_t cta, bool in_turn) {
+/* The tile that a CTA claims next; num_tiles or more: there are none left. `assignment` is a number of
+ * FusedMoeAssignment (csrc/schedule.h). The state (3, CTAs) is zeros at first. Its rows are the CTAs'
+ * `claimed` counters, then their schedulers' `next`, and a phase: 0 before the first call, 1 with
+ * has_assigned, 2 without. */
+int64_t next_tile(Tensor state, int64_t num_tiles, int64_t cta, int64_t assignment) {
     const char *op = "next_tile";
     check_int32(op, "state", state, 2);
     if (state.size(0) != 3 || !state.is_contiguous())
@@ -146,13 +146,14 @@ int64_t next_tile(Tensor state, int64_t num_tiles, int64_t cta, bool in_turn) {
     int32_t ctas = checked_size(op, "CTAs in state", state.size(1), 1, FUSED_MOE_MAX_CTAS);
     check_size(op, "cta", cta, 0, ctas - 1);
     check_size(op, "num_tiles", num_tiles, 0, INT32_MAX);
+    check_size(op, "assignment", assignment, FUSED_MOE_STATIC, FUSED_MOE_IN_TURN);
+    FusedMoeAssignment assigned = static_cast<FusedMoeAssignment>(assignment);
     uint32_t *claimed = static_cast<uint32_t *>(state.mutable_data_ptr());
     uint32_t &next = claimed[ctas + cta], &phase = claimed[2 * ctas + cta];
     uint32_t tiles = static_cast<uint32_t>(num_tiles), own = static_cast<uint32_t>(cta);
     uint32_t grid = static_cast<uint32_t>(ctas);
-    FusedMoeTileScheduler scheduler = {claimed, tiles,      own,          grid,
-                                       next,    phase == 1, tiles > grid, in_turn && tiles > grid};
-    if (phase == 0) scheduler = fused_moe_tile_scheduler(claimed, tiles, own, grid, in_turn);
+    FusedMoeTileScheduler scheduler = {claimed, tiles, own, grid, next, phase == 1, tiles > grid, assigned};
+    if (phase == 0) scheduler = fused_moe_tile_scheduler(claimed, tiles, own, grid, assigned);
     uint32_t index = fused_moe_next_tile(&scheduler);
     next = scheduler.next;
     phase = scheduler.has_assigned ? 1 : 2;
@@ -172,7 +173,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(fused_moe, m) {
           "split_last_wave) "
           "-> Tensor");
     m.def("wgrad_tiles(Tensor schedule, Tensor offs, int weight_tiles, int slices_per_tile) -> Tensor");
-    m.def("next_tile(Tensor(a!) state, int num_tiles, int cta, bool in_turn=False) -> int");
+    m.def("next_tile(Tensor(a!) state, int num_tiles, int cta, int assignment=0) -> int");
     m.def("default_order() -> (int tile_rows, int group, bool interleave)");
 }
 

@@ -46,9 +46,9 @@ typedef struct {
     bool last_is_half_n;     /* the last N tile has at most half of them               */
     bool swaps_skinny;       /* skinny experts are computed with swapped operands      */
     bool has_tall;           /* pairs of row tiles become tall tiles                   */
-    bool in_turn;            /* a CTA takes the next tile of all (schedule.h)          */
     FusedMoePdl pdl;         /* plan or ids and B are what it may read before the wait */
     FusedMoeTileOrder order; /* not wgrad's, which has its own                         */
+    FusedMoeAssignment assignment;
     int32_t num_maps;
     GroupedRows rows[MAX_MAPS];
     CUtensorMap *maps; /* [CTAs, MAP_SLOTS, num_maps] */
@@ -213,7 +213,7 @@ __device__ inline void fetch_tiles(const TileSource &source, Queue &queue, uint3
                                    TokenOf token_of, Prepare prepare, IsLong is_long) {
     uint32_t cta = blockIdx.x, ctas = gridDim.x;
     FusedMoeTileScheduler scheduler =
-        fused_moe_tile_scheduler(source.counters + CLAIMED, num_tiles, cta, ctas, source.in_turn);
+        fused_moe_tile_scheduler(source.counters + CLAIMED, num_tiles, cta, ctas, source.assignment);
     /* A CTA that starts early takes its own first tile, and others not before all CTAs can start. */
     bool may_take = !source.pdl.reads_before_wait || cta < num_tiles;
     TileWriter<Queue> writer(queue);

@@ -219,7 +219,7 @@ int set_up_gate(UpGate *q, const FusedMoeUpGate &p) {
     gemm.gate_up = columns == GATE_UP;
     gemm.tiles = tile_source(rows.offs, rows.schedule, rows.R, rows.E, b_rows,
                              columns == GATE_UP ? Config::BN / 2 : Config::BN, p.workspace.counters);
-    gemm.tiles.in_turn = columns == UNGATED && fused_moe_takes_turns(p.F, p.D);
+    if (columns == UNGATED && fused_moe_takes_turns(p.F, p.D)) gemm.tiles.assignment = FUSED_MOE_IN_TURN;
     if (p.unplanned) plan_in_kernel(gemm, *p.unplanned);
     FusedMoeWeight up = halves ? w1 : p.w3;
     if (halves) up.data = (Operand *)w1.data + F * w1.stride_out;
