@@ -1,6 +1,7 @@
 /* Main loops: a consumer warpgroup's MMAs over the k-tiles of a work tile.
  *
  *   run_mainloop            64 rows of a full tile: wgmma's A has rows, its B the weight, both by descriptors
+ *   run_last_k_tile         one more k-tile of a full tile, of which few rows of k are not zeros
  *   run_mainloop_swapped    a skinny tile by swap-AB: wgmma's A is the weight, its B the tile's rows
  *   run_mainloop_fragments  the same of a weight whose values are made in registers
  *   run_mainloop_tall       likewise, for tiles of twice the rows
@@ -85,6 +86,31 @@ __device__ inline void run_mainloop(float *d, Shared<Config> &s, typename Config
         }
     };
     for_each_k_tile<Config, SUBTILES>(s, pipe, num_k_tiles, issue, meanwhile);
+}
+
+/* d += one more k-tile, whose rows of k past `rows` are zeros and get no wgmma. meanwhile() runs while the
+ * others are in flight. */
+template <class Config, int COLUMNS, typename Meanwhile>
+__device__ inline void run_last_k_tile(float *d, Shared<Config> &s, typename Config::Pipeline &pipe, int rows,
+                                       int wg, Meanwhile meanwhile) {
+    using Operand = typename Config::Operand;
+    constexpr Major A_MAJOR = Config::A_MAJOR, B_MAJOR = Config::B_MAJOR;
+    constexpr int WGMMA_K = WGMMA_K_BYTES / (int)sizeof(Operand);
+    auto &stage = s.stage[pipe.index];
+    s.full[pipe.index].wait(pipe.phase);
+    if constexpr (Config::GATHER) fence_proxy_async();
+    uint64_t a = matrix_descriptor<A_MAJOR>(shared_address(stage.a) + wg * SUBTILE_BYTES);
+    uint64_t b = Config::Weight::descriptor(shared_address(stage.b), 0);
+#pragma unroll 1 /* branches around wgmmas would have ptxas serialise those of the main loop */
+    for (; rows > 0; rows -= WGMMA_K, a += K_STEP<A_MAJOR, Operand>, b += K_STEP<B_MAJOR, Operand>) {
+        wgmma_fence();
+        wgmma<COLUMNS, 1, A_MAJOR, B_MAJOR>(d, a, b, Operand());
+        wgmma_commit_group();
+    }
+    meanwhile();
+    wgmma_wait_group<0>();
+    release<Config>(s, pipe.index);
+    pipe.advance();
 }
 
 /* A skinny expert by swap-AB: 64 output columns are wgmma's M, and the expert's rows are its N, padded to

@@ -101,11 +101,17 @@ __global__ void __launch_bounds__(Config::THREADS, 1) wgrad_kernel(const __grid_
         Epilogue epilogue;
         auto store_subtile = [&](auto i) { epilogue.template store_subtile<i.value>(p, writer); };
         for (WgradTile tile = reader.next(); tile.expert >= 0; tile = reader.next()) {
+            /* With few rows the zeros in the last k-tile would be a tenth of the MMAs. */
             int num_k_tiles = num_k_tiles_of<T>(tile);
+            int last_rows = num_k_tiles > 1 ? tile.num_rows % K_TILE<T> : 0;
+            num_k_tiles -= last_rows > 0;
             float d[128];
             if (num_k_tiles) {
                 run_mainloop<Config, Config::BN, Epilogue::SUBTILES>(d, s, pipe, num_k_tiles, wg,
                                                                      store_subtile);
+                if (last_rows)
+                    run_last_k_tile<Config, Config::BN>(d, s, pipe, last_rows, wg,
+                                                        [&] { epilogue.flush(p, writer, num_k_tiles); });
             } else {
 #pragma unroll
                 for (int i = 0; i < 128; i++) d[i] = 0;
@@ -305,7 +311,8 @@ int launch(const FusedMoeWgrad &p, void *stream) {
     }
     TileSource &tiles = q.tiles;
     tiles = tile_source(p.offs, p.schedule, p.R, p.E, 1, 1, p.workspace.counters);
-    tiles.in_turn = fused_moe_wgrad_takes_turns(p.R, p.E, weight_tiles_of(p), num_ctas());
+    if (fused_moe_wgrad_takes_turns(p.R, p.E, weight_tiles_of(p), num_ctas()))
+        tiles.assignment = FUSED_MOE_IN_TURN;
     tiles.maps = (CUtensorMap *)p.workspace.data;
     tiles.num_maps = GATHER ? 1 : 2;
     tiles.rows[MAP_OF_A].data = p.a;
