@@ -112,7 +112,6 @@ static void def_rules(py::module_ &m) {
     m.def("quantized_tile_rows", fused_moe_quantized_tile_rows);
     m.def("gathers_first", fused_moe_gathers_first);
     m.def("takes_turns", fused_moe_takes_turns);
-    m.def("rotates", fused_moe_rotates);
     m.def("wgrad_takes_turns", fused_moe_wgrad_takes_turns);
     m.def("router_slice", fused_moe_router_slice);
     m.def("router_cta_slices", fused_moe_router_cta_slices);

@@ -90,13 +90,7 @@ FUSED_MOE_FN bool fused_moe_takes_turns(int64_t columns, int64_t k) {
     return k <= 1024 && columns > 1024;
 }
 
-/* Whether waves are rotated (schedule.h), where tiles are not taken in turn and the epilogue takes the time.
- * With more rows an expert's short tile is one of many. */
-FUSED_MOE_FN bool fused_moe_rotates(int64_t R, int64_t E) {
-    return R <= 1024 * E;
-}
-
-/* In turn in a weight gradient: tiles of few rows have an unequal number of k-tiles, and if an expert has
+/* The same for a weight gradient: tiles of few rows have an unequal number of k-tiles, and if an expert has
  * tiles for several waves, CTAs that drift apart read its rows again (backward.md). */
 FUSED_MOE_FN bool fused_moe_wgrad_takes_turns(int64_t R, int64_t E, int64_t weight_tiles, int32_t num_ctas) {
     return R <= 640 * E && weight_tiles > 2 * num_ctas;

@@ -23,15 +23,16 @@
  * column of the weight once; in between, tiles in flight together share both rows of A and columns of B in
  * L2.
  *
- * Static round-robin with work stealing: a wave has a tile for each CTA of the grid, and CTA i gets tile i of
- * it, so neighbouring CTAs run in lockstep and share operands in L2. A CTA that runs out steals the next tile
- * of the CTA with the most left. If no CTA has more than one tile, none steals: a thief would take tiles from
- * CTAs that are about to start. Without counters (slot_plan.h), none steals either.
+ * Static round-robin with work stealing: CTA i gets tiles i, i + grid, ..., so neighbouring CTAs run in
+ * lockstep and share operands in L2. A CTA that runs out steals the next tile of the CTA with the most left.
+ * If no CTA has more than one tile, none steals: a thief would take tiles from CTAs that are about to start.
+ * Without counters (slot_plan.h), none steals either.
  *
- * Rotated. An expert's last row tile has fewer rows than the others, and is done sooner where the epilogue
- * takes the time. If the tiles of an expert divide a wave, a CTA gets such tiles in every wave, and runs
- * ahead until L2 no longer has what it shares with the others. So in the next wave it takes its neighbour's
- * place, and all CTAs get short tiles alike.
+ * Rotated. A wave is `grid` consecutive tiles, one for each CTA. An expert's last row tile has fewer rows
+ * than the others, and is done sooner where the epilogue takes the time. If the number of an expert's tiles
+ * divides `grid`, a CTA gets such tiles in every wave, and runs ahead until L2 no longer has the operands
+ * that it shares with the others. So in each wave it takes the place that its neighbour had in the wave
+ * before, and all CTAs get short tiles alike.
  *
  * In turn. Where tiles take unequal times, or longer for their memory than for their MMAs, lockstep is lost
  * and CTAs drift apart by whole tiles, until L2 no longer has what they share. Then a CTA takes the next tile

@@ -249,9 +249,7 @@ int launch(const FusedMoeDownDgrad &p, void *stream) {
     gemm.tiles = tile_source(rows.offs, rows.schedule, rows.R, rows.E, p.F, TILE_N, p.workspace.counters);
     gemm.tiles.last_is_half_n = (p.F - 1) % TILE_N < TILE_N / 2;
     gemm.tiles.swaps_skinny = false;
-    gemm.tiles.assignment = fused_moe_takes_turns(p.F, p.D)     ? FUSED_MOE_IN_TURN
-                            : fused_moe_rotates(rows.R, rows.E) ? FUSED_MOE_ROTATED
-                                                                : FUSED_MOE_STATIC;
+    gemm.tiles.assignment = fused_moe_takes_turns(p.F, p.D) ? FUSED_MOE_IN_TURN : FUSED_MOE_ROTATED;
     int status = weight_map<T>(&gemm.weight.map[0], p.w2, Config::B_MAJOR, p.w2.stride_in, p.w2.stride_out,
                                rows.E, p.F, p.D, Config::BN / 2);
     if (status == FUSED_MOE_OK)
