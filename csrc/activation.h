@@ -10,7 +10,7 @@
  *   ACT_FN            function qualifiers
  *   ACT_EXP, ACT_CDF  exp, and the standard normal distribution's cumulative function
  *   ACT_SIGMOID       1 / (1 + exp(-x))
- *   ACT_TANH          tanh, to a small relative error near 0, too
+ *   ACT_TANH(x, r)    tanh, to a small relative error near 0, too; r is 1 / (1 + exp(2 |x|))
  * defined gives the functions for one accumulation type, and undefines the macros. */
 #ifndef FUSED_MOE_ACTIVATION_H
 #define FUSED_MOE_ACTIVATION_H
@@ -97,7 +97,7 @@ ACT_FN ACT_NAME(Point) ACT_NAME(relu2)(accum_t x, constants_t c) {
 /* The derivative is 1 - tanh^2 without cancellation. */
 ACT_FN ACT_NAME(Point) ACT_NAME(tanh_point)(accum_t x) {
     accum_t r = ACT_SIGMOID(x < 0 ? 2 * x : -2 * x);
-    return POINT(ACT_TANH(x), 4 * r * (1 - r));
+    return POINT(ACT_TANH(x, r), 4 * r * (1 - r));
 }
 
 /* alpha tanh(x / alpha) sigmoid(x) */

@@ -66,7 +66,7 @@ static ACCUM_NAME(Constants) ACCUM_NAME(constants_of)(const FusedMoeActivation *
 #define ACT_EXP ACCUM_EXP
 #define ACT_CDF(x) ((ACCUM)0.5 * (1 + ACCUM_ERF((x) * (ACCUM)0.70710678118654752440)))
 #define ACT_SIGMOID(x) (1 / (1 + ACCUM_EXP(-(x))))
-#define ACT_TANH(x) ACCUM_TANH(x)
+#define ACT_TANH(x, r) ACCUM_TANH(x)
 #include "../activation.h"
 
 /* One pair of loops per activation, so that each vectorises. */

@@ -24,7 +24,7 @@ __host__ __device__ inline ActConstants<Acc> act_constants(const FusedMoeActivat
 #define ACT_EXP expf
 #define ACT_CDF normcdff
 #define ACT_SIGMOID(x) (1 / (1 + expf(-(x))))
-#define ACT_TANH tanhf
+#define ACT_TANH(x, r) tanhf(x)
 #include "../../activation.h"
 
 /* 16-bit dtypes use approximate instructions: their error of a few float ulps is far below the rounding of
@@ -33,10 +33,10 @@ __device__ inline float exp_half(float x) {
     return ex2_approx_ftz(1.44269504f * x);
 }
 
-/* Near 0, where the subtraction cancels, two terms of the series. Relative error: 6e-6. */
-__device__ inline float tanh_half(float x) {
-    float t = fmaf(-2, rcp_approx_ftz(1 + ex2_approx_ftz(2.88539008f * x)), 1);
-    return fabsf(x) < 0.06f ? x - x * x * (x * 0.33333333f) : t;
+/* 1 - 2 r with the sign of x, where r is 1 / (1 + exp(2 |x|)). Near 0, where the subtraction cancels, two terms of the
+ * series. Relative error: 6e-6. */
+__device__ inline float tanh_half(float x, float r) {
+    return fabsf(x) < 0.06f ? x - x * x * (x * 0.33333333f) : copysignf(fmaf(-2, r, 1), x);
 }
 
 #define accum_t float
@@ -46,7 +46,7 @@ __device__ inline float tanh_half(float x) {
 #define ACT_EXP exp_half
 #define ACT_CDF(x) (0.5f + 0.5f * erff((x) * 0.70710678f))
 #define ACT_SIGMOID(x) rcp_approx_ftz(1.0f + exp_half(-(x)))
-#define ACT_TANH tanh_half
+#define ACT_TANH(x, r) tanh_half(x, r)
 #include "../../activation.h"
 
 #define accum_t double
@@ -56,7 +56,7 @@ __device__ inline float tanh_half(float x) {
 #define ACT_EXP exp
 #define ACT_CDF normcdf
 #define ACT_SIGMOID(x) (1 / (1 + exp(-(x))))
-#define ACT_TANH tanh
+#define ACT_TANH(x, r) tanh(x)
 #include "../../activation.h"
 
 /* The gate and up functions of an activation, and their chain rule, for dtype T. */
