@@ -141,41 +141,65 @@ def measure(shape: str, dtype: str, options) -> Iterator[dict]:
 # --- generate -----------------------------------------------------------------------------------------
 
 
+def two_models(sizes: common.Sizes, dtype: torch.dtype, options: argparse.Namespace) -> dict[str, nn.Module]:
+    """A model of Qwen3's architecture with random weights, with our experts and with those that transformers
+    chooses. Both share their weights."""
+    from transformers import AutoModelForCausalLM, Qwen3MoeConfig
+
+    import fused_moe.transformers
+
+    fused_moe.transformers.register()
+    torch.manual_seed(0)
+    _, E, K, D, hidden = sizes
+    config = Qwen3MoeConfig(
+        vocab_size=VOCABULARY,
+        num_hidden_layers=options.layers,
+        hidden_size=D,
+        num_attention_heads=32,
+        num_key_value_heads=4,
+        head_dim=128,
+        moe_intermediate_size=hidden,
+        num_experts=E,
+        num_experts_per_tok=K,
+        norm_topk_prob=True,
+        hidden_act=options.hidden_act,
+    )
+    with torch.device(options.device):
+        theirs = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+    shared = {id(p): p for p in theirs.parameters()}
+    ours = copy.deepcopy(theirs, shared)
+    ours.set_experts_implementation("fused_moe")
+    return {"ours": ours, "default": theirs}
+
+
+@torch.no_grad()
+def error_of_experts(model: nn.Module, tokens: int) -> Error:
+    """The error of the first layer's experts on random tokens, against eager in float64."""
+    layer = model.model.layers[0].mlp
+    x = torch.randn(tokens, layer.experts.hidden_dim, device=model.device).to(model.dtype)
+    _, scores, ids = layer.gate(x)
+    experts = copy.deepcopy(layer.experts).double()
+    experts.config._experts_implementation = "eager"
+    error = Error()
+    error.add("out", layer.experts(x, ids, scores), experts(x.double(), ids, scores.double()))
+    return error
+
+
 class Generation:
     """A model with each implementation, and the prompts of a batch of sequences."""
 
     def __init__(self, sizes: common.Sizes, dtype: str, batch: int, options: argparse.Namespace):
-        from transformers import AutoModelForCausalLM, Qwen3MoeConfig, StaticCache
+        from transformers import StaticCache
 
-        import fused_moe.transformers
-
-        fused_moe.transformers.register()
-        torch.manual_seed(0)
-        _, E, K, D, hidden = sizes
-        config = Qwen3MoeConfig(
-            vocab_size=VOCABULARY,
-            num_hidden_layers=options.layers,
-            hidden_size=D,
-            num_attention_heads=32,
-            num_key_value_heads=4,
-            head_dim=128,
-            moe_intermediate_size=hidden,
-            num_experts=E,
-            num_experts_per_tok=K,
-            norm_topk_prob=True,
-            hidden_act=options.hidden_act,
-        )
-        self.dtype, self.batch, self.new_tokens = common.DTYPES[dtype], batch, options.new_tokens
-        with torch.device(options.device):
-            theirs = AutoModelForCausalLM.from_config(config, dtype=self.dtype).eval()
-            self.prompts = torch.randint(VOCABULARY, (batch, options.prompt))
-        shared = {id(p): p for p in theirs.parameters()}
-        ours = copy.deepcopy(theirs, shared)
-        ours.set_experts_implementation("fused_moe")
-        self.models = {"ours": ours, "default": theirs}
+        self.models = two_models(sizes, common.DTYPES[dtype], options)
+        self.batch, self.new_tokens = batch, options.new_tokens
+        self.prompts = torch.randint(VOCABULARY, (batch, options.prompt), device=options.device)
         # One for each, as graphs read it where it was when they were captured.
         length = options.prompt + self.new_tokens
-        self.caches = {name: StaticCache(config=config, max_cache_len=length) for name in self.models}
+        self.caches = {
+            name: StaticCache(config=model.config, max_cache_len=length)
+            for name, model in self.models.items()
+        }
 
     def generate(self, name: str) -> Tensor:
         """The new tokens (batch, new_tokens)."""
@@ -185,18 +209,6 @@ class Generation:
         tokens = self.models[name].generate(self.prompts, past_key_values=cache, **settings)
         return tokens[:, self.prompts.size(1) :]
 
-    @torch.no_grad()
-    def error(self) -> Error:
-        """The error of the first layer's experts on one token per sequence, against eager in float64."""
-        layer = self.models["ours"].model.layers[0].mlp
-        x = torch.randn(self.batch, layer.experts.hidden_dim, device=self.prompts.device).to(self.dtype)
-        _, scores, ids = layer.gate(x)
-        experts = copy.deepcopy(layer.experts).double()
-        experts.config._experts_implementation = "eager"
-        error = Error()
-        error.add("out", layer.experts(x, ids, scores), experts(x.double(), ids, scores.double()))
-        return error
-
 
 def measure_generate(shape: str, dtype: str, options: argparse.Namespace) -> Iterator[dict]:
     import transformers
@@ -204,7 +216,7 @@ def measure_generate(shape: str, dtype: str, options: argparse.Namespace) -> Ite
     for batch in options.batch:
         torch.compiler.reset()  # or the second batch size would be compiled for any
         case = Generation(common.layer_sizes(shape), dtype, batch, options)
-        error = case.error().check(f"{shape}, batch {batch}", dtype)
+        error = error_of_experts(case.models["ours"], batch).check(f"{shape}, batch {batch}", dtype)
         same = case.generate("ours") == case.generate("default")
         runs = {name: partial(case.generate, name) for name in case.models}
         # Alone, as generate() runs: the host's time counts.

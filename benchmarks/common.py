@@ -446,6 +446,8 @@ def line(r: dict) -> str:
         (r["tflops"], rate),
         (r.get("tokens"), "{} tokens"),
         (r.get("tokens_per_s"), "{:.1f} tokens/s"),
+        (r.get("first_token_ms"), "first token after {:.1f} ms"),
+        (r.get("first_token_ratio"), "{:.2f}x"),
         (r.get("floor_us"), "floor {:.0f} us"),
         (r.get("floor_ratio"), "{:.2f} of the floor"),
         (r.get("launches"), "{:g} launches"),

@@ -30,7 +30,8 @@ from fused_moe.quantized import formats
 ROOT = Path(__file__).resolve().parents[2]
 BENCHMARKS = ROOT / "benchmarks"
 PROGRAMS = (
-    *("bench_layer", "bench_gemm", "bench_kernels", "bench_transformers", "bench_torchtitan", "first_call"),
+    *("bench_layer", "bench_gemm", "bench_kernels", "bench_transformers", "bench_continuous_batching"),
+    *("bench_torchtitan", "first_call"),
     *("bench_host", "bench_decode", "bench_quantised", "compare_builds", "table", "plot"),
 )
 SMALL = "192,8,2,64,32"
@@ -1385,13 +1386,53 @@ def test_generate(load, run, capsys):
 def test_wrong_experts_do_not_generate(load, monkeypatch):
     transformers = pytest.importorskip("transformers")
     bench, common = load("bench_transformers"), load("common")
-    options = SimpleNamespace(layers=1, new_tokens=2, prompt=3, device="cpu")
-    case = bench.Generation(common.layer_sizes("1,8,2,64,32"), "fp32", 2, options)
+    options = SimpleNamespace(layers=1, device="cpu", hidden_act="silu")
+    ours = bench.two_models(common.layer_sizes("1,8,2,64,32"), torch.float32, options)["ours"]
     registry = transformers.modeling_utils.ALL_EXPERTS_FUNCTIONS
     right = registry["fused_moe"]
     monkeypatch.setitem(registry, "fused_moe", lambda *args: 1.01 * right(*args))
     with pytest.raises(SystemExit, match="wrong before it is fast: out 1.0e-02"):
-        case.error().check("generate", "fp32")
+        bench.error_of_experts(ours, 2).check("generate", "fp32")
+
+
+def test_continuous_batching(run, capsys):
+    """generate_batch with either experts: the same tokens in float32."""
+    pytest.importorskip("transformers")
+    flags = "--shape 1,8,2,64,32 --dtype fp32 --layers 2 --requests 1,3 --prompt 20 --new-tokens 4"
+    records = run("bench_continuous_batching", *flags.split())
+    assert [r["requests"] for r in records] == [r["tokens"] for r in records] == [1, 3]
+    for r in records:
+        assert set(r) >= FIELDS
+        assert (r["bench"], r["what"], r["layers"]) == ("continuous_batching", "generate_batch", 2)
+        assert (r["mode"], r["default_experts"]) == ("eager", "grouped_mm")
+        assert r["same_tokens"] == 1 and r["max_rel_error"] < 1e-5
+        assert r["tokens_per_s"] / r["tokens_per_s_default"] == pytest.approx(r["ratio_to_default"], rel=0.01)
+        for name, end in (("ours", ""), ("default", "_default")):
+            for field in ("first_token_ms", "tokens_per_s"):
+                assert r["samples"][name][field] == [r[field + end]]  # of one repeat
+        assert r["first_token_ratio"] == pytest.approx(
+            r["first_token_ms_default"] / r["first_token_ms"], abs=0.001
+        )
+    assert "first token after" in capsys.readouterr().out
+
+
+def test_prompts_are_ragged(load):
+    """From a sixteenth of the longest to all of it, the same in every run."""
+    random_prompts = load("bench_continuous_batching").random_prompts
+    prompts = random_prompts(200, 64)
+    lengths = {len(prompt) for prompt in prompts}
+    assert (min(lengths), max(lengths)) == (4, 64) and len(lengths) > 40
+    assert prompts == random_prompts(200, 64)
+
+
+def test_a_request_that_ends_early_is_not_timed(load):
+    bench = load("bench_continuous_batching")
+    pytest.importorskip("transformers")
+    out = SimpleNamespace(generated_tokens=[5], error="no room", created_time=0.0, timestamps=[1.0])
+    model = SimpleNamespace(generate_batch=lambda *args, **settings: {"a": out})
+    options = SimpleNamespace(device="cpu", prompt=4, cuda_graphs=False)
+    with pytest.raises(SystemExit, match=r"expected 2 tokens of each request, found \[1\]; \{'no room'\}"):
+        bench.serve(model, [[1, 2]], 2, options)
 
 
 def test_vllm_is_not_installed(run, monkeypatch, capsys):
