@@ -443,6 +443,7 @@ def line(r: dict) -> str:
     rate = f"{tflops:7.1f} TFLOP/s" if tflops >= 1 else f"{tflops * 1e3:7.1f} GFLOP/s"
     peers = [name for name in r if name.startswith("ratio_to_")]
     parts = [
+        (r.get("failed"), "failed: {}"),
         (r["tflops"], rate),
         (r.get("tokens"), "{} tokens"),
         (r.get("tokens_per_s"), "{:.1f} tokens/s"),
@@ -467,7 +468,9 @@ def line(r: dict) -> str:
         (r["peak_mib"], "peak {:.0f} MiB"),
         (r["max_rel_error"], "error {:.1e}"),
     ]
-    title = f"{r['shape']:16} {r['routing']:9} {r['dtype']} {r['what']:17} {r['time_us'] / 1e3:9.3f} ms"
+    title = (
+        f"{r['shape']:16} {r['routing']:9} {r['dtype']} {r['what']:17} {(r['time_us'] or 0) / 1e3:9.3f} ms"
+    )
     said = {"schedule": DEFAULT_SCHEDULE, "mode": DEFAULT_MODE, "layer": None}
     title += "".join(f"  {r[name]}" for name, usual in said.items() if r.get(name) not in (None, usual))
     return "  ".join([title, *(text.format(value) for value, text in parts if value is not None)])

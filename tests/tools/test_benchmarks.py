@@ -31,7 +31,7 @@ ROOT = Path(__file__).resolve().parents[2]
 BENCHMARKS = ROOT / "benchmarks"
 PROGRAMS = (
     *("bench_layer", "bench_gemm", "bench_kernels", "bench_transformers", "bench_continuous_batching"),
-    *("bench_torchtitan", "first_call"),
+    *("bench_torchtitan", "bench_vllm", "first_call"),
     *("bench_host", "bench_decode", "bench_quantised", "compare_builds", "table", "plot"),
 )
 SMALL = "192,8,2,64,32"
@@ -1433,6 +1433,132 @@ def test_a_request_that_ends_early_is_not_timed(load):
     options = SimpleNamespace(device="cpu", prompt=4, cuda_graphs=False)
     with pytest.raises(SystemExit, match=r"expected 2 tokens of each request, found \[1\]; \{'no room'\}"):
         bench.serve(model, [[1, 2]], 2, options)
+
+
+ENGINE = """
+import json, os, sys, time
+from types import ModuleType, SimpleNamespace
+__version__ = "0.33.0"
+plugin = ModuleType("fused_moe.vllm")
+plugin.register = lambda: print("INFO [report.py:9] fused_moe runs the experts of 2 of 2 MoE layers")
+sys.modules["fused_moe.vllm"] = plugin
+INVARIANT = os.environ["VLLM_BATCH_INVARIANT"] == "1"
+OURS = os.environ["FUSED_MOE_VLLM"] == "1"
+
+
+class SamplingParams(SimpleNamespace):
+    pass
+
+
+class LLM:
+    def __init__(self, model, dtype, max_model_len, **settings):
+        config = json.load(open(model + "/config.json"))
+        print(json.dumps([config, dtype, max_model_len, settings]))
+        if "quantization_config" in config and INVARIANT:
+            sys.exit("this one cannot")
+        print("INFO [cuda.py:1] Using FLASH_ATTN attention backend out of potential backends: [].")
+        print("INFO [unquantized.py:1] Using TRITON Unquantized MoE backend out of potential backends: [].")
+        if not INVARIANT:
+            print("INFO [fused_moe.py:1] Using configuration from /configs/E=128.json for MoE layer.")
+
+    def generate(self, prompts, sampling, use_tqdm):
+        time.sleep((0.01 + 0.002 * sampling.max_tokens) * (1 if OURS else 2))
+        outputs = []
+        for prompt in prompts:
+            ids = [prompt["prompt_token_ids"][0] + i for i in range(sampling.max_tokens)]
+            lp = 0.5 if INVARIANT else 0.5 + len(prompts)
+            each = [{i: SimpleNamespace(logprob=lp)} for i in ids] if sampling.logprobs is not None else None
+            outputs.append(SimpleNamespace(outputs=[SimpleNamespace(token_ids=ids, logprobs=each)]))
+        return outputs
+"""
+
+
+@pytest.fixture
+def engine(tmp_path, monkeypatch):
+    """A package named vllm, whose engine sleeps: its stock variant twice as long."""
+    (tmp_path / "site/vllm").mkdir(parents=True)
+    (tmp_path / "site/vllm/__init__.py").write_text(ENGINE)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "site"))
+
+
+def test_a_vllm_engine_in_four_variants(run, tmp_path, capsys, engine):
+    """Each in its own process. Ours have ratios to both stock engines."""
+    flags = f"--batch 1,3 --prompt 5,9 --new-tokens 40 --layers 2 --work {tmp_path}/work"
+    records = run("bench_vllm", *flags.split())
+    variants = ("stock", "fused_moe", "stock_invariant", "fused_moe_invariant")
+    sizes = [(prompt, batch) for prompt in (5, 9) for batch in (1, 3)]
+    assert [(r["what"], r["prompt"], r["batch"]) for r in records] == [
+        (v, *s) for v in variants for s in sizes
+    ]
+    for r in records:
+        assert set(r) >= FIELDS and r["failed"] is None
+        assert r["shape"] == f"qwen3-30b, 2 layers, bf16, prompt {r['prompt']}"
+        assert (r["bench"], r["tokens"], r["vllm"]) == ("vllm", r["batch"], "0.33.0")
+        ours, invariant = r["what"].startswith("fused_moe"), r["what"].endswith("invariant")
+        for name in ("first_token_ms", "tokens_per_s"):
+            assert r["samples"][name] == [r[name]]  # of one repeat
+        assert r["same_bits"] is invariant
+        assert r["backends"] == ["TRITON Unquantized MoE backend"]
+        assert r["attention"] == ["FLASH_ATTN"]
+        assert r["tiles"] == (None if invariant else ["E=128.json"])
+        assert r["plugin"] == (["fused_moe runs the experts of 2 of 2 MoE layers"] if ours else [])
+        assert ("ratio_to_stock" in r) == ("first_token_ratio" in r) == ours
+        if ours:
+            assert r["same_tokens"] == 1
+            assert r["peer"] == ("stock_invariant" if invariant else "stock")
+            assert r["peer_ratio"] == r[f"ratio_to_{r['peer']}"] and 1.2 < r["peer_ratio"] < 3
+            assert r["first_token_ratio"] == r[f"first_token_ratio_to_{r['peer']}"] > 1.2
+    log = (tmp_path / "work/fused_moe/log").read_text()
+    config, dtype, length, settings = json.loads(next(line for line in log.splitlines() if line[0] == "["))
+    assert (config["model_type"], config["num_experts"], config["num_hidden_layers"]) == ("qwen3_moe", 128, 2)
+    assert (dtype, length, settings["max_num_seqs"]) == ("bfloat16", 9 + 64, 3)
+    assert "first token after" in capsys.readouterr().out
+
+
+def test_a_vllm_variant_that_fails(run, load, tmp_path, capsys, engine):
+    """It has records without a time; the others count, and the program fails."""
+    flags = "--shape mixtral-8x7b --quantization fp8_block --batch 1,2 --prompt 5 --new-tokens 9 --layers 1"
+    with pytest.raises(SystemExit, match="1"):
+        run("bench_vllm", *flags.split(), "--variants", "stock,stock_invariant,fused_moe_invariant")
+    records = json.loads((tmp_path / "bench_vllm.json").read_text())
+    assert [(r["what"], bool(r["failed"])) for r in records] == [
+        *[("stock", False)] * 2,
+        *[("stock_invariant", True)] * 2,
+        *[("fused_moe_invariant", True)] * 2,
+    ]
+    assert all(r["shape"] == "mixtral-8x7b, 1 layers, fp8_block, prompt 5" for r in records)
+    assert not any(name.startswith("ratio") for r in records for name in r)
+    printed = capsys.readouterr().out
+    assert "this one cannot" in printed and "failed: 1" in printed
+
+
+@pytest.mark.parametrize("shape, experts", (("mixtral-8x7b", "num_local_experts"), ("olmoe", "num_experts")))
+@pytest.mark.parametrize("quantization", ("none", "fp8_block", "int4"))
+def test_the_models_of_vllm(load, shape, experts, quantization):
+    """Sizes are those of shapes.json, and transformers reads the configuration."""
+    bench, common = load("bench_vllm"), load("common")
+    config = bench.model_config(shape, 3, quantization, "bf16")
+    sizes = common.layer_sizes(shape)
+    assert (config["hidden_size"], config[experts]) == (sizes.dim, sizes.num_experts)
+    assert config.get("moe_intermediate_size", config["intermediate_size"]) == sizes.hidden_dim
+    quantized = config.get("quantization_config", {})
+    moe = "block_sparse_moe" if shape == "mixtral-8x7b" else "mlp"
+    dense = ["lm_head", *(f"model.layers.{layer}.{moe}.gate" for layer in range(3))]
+    assert quantized.get("modules_to_not_convert", quantized.get("ignore")) == (
+        None if quantization == "none" else dense
+    )
+    transformers = pytest.importorskip("transformers")
+    names = {"architectures", "model_type", "quantization_config"}
+    rest = {name: value for name, value in config.items() if name not in names}
+    known = transformers.AutoConfig.for_model(config["model_type"], **rest)
+    assert known.num_hidden_layers == 3 and known.num_experts_per_tok == sizes.top_k
+
+
+@pytest.mark.parametrize("flags", ("--variants ours", "--dtype fp32", "--batch 0"))
+def test_wrong_flags_of_vllm(run, capsys, flags):
+    with pytest.raises(SystemExit, match="2"):
+        run("bench_vllm", *flags.split())
+    assert "expected" in capsys.readouterr().err
 
 
 def test_vllm_is_not_installed(run, monkeypatch, capsys):
