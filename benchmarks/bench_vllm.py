@@ -3,7 +3,8 @@
     python benchmarks/bench_vllm.py --json out.json
     python benchmarks/bench_vllm.py --shape mixtral-8x7b --json out.json --append
     python benchmarks/bench_vllm.py --quantization fp8_block --prompt 128,2048 --json out.json --append
-    python benchmarks/plot.py out.json -o pictures        # vllm.png
+    python benchmarks/table.py out.json
+    python benchmarks/plot.py out.json -o pictures        # serving.png
 
 The model has the architecture and sizes of --shape, and --layers of its layers. Each variant is an engine in
 a process of its own, since vLLM reads its environment once: stock, fused_moe, and both with

@@ -1,11 +1,12 @@
 """Draws records: roofline.png, ratios.png, speedups.png; losses.png for records of bench_torchtitan.py,
-profile.png for those of bench_layer.py --profile, and decode.png for those of bench_decode.py.
+profile.png for those of bench_layer.py --profile, decode.png for those of bench_decode.py, and serving.png
+for those of bench_vllm.py and bench_continuous_batching.py.
 
 python benchmarks/plot.py benchmarks/results/*.json -o pictures
 
 The first shows the rate over arithmetic intensity, the second bars for every shape, the third how much faster
-a layer is than PyTorch's own kernels, then loss curves, the kernels of a step, and latency over tokens beside
-its floor. Each machine gets a panel.
+a layer is than PyTorch's own kernels, then loss curves, the kernels of a step, latency over tokens beside its
+floor, and how much faster an engine is than with its own experts. Each machine gets a panel.
 The roofline's ceilings are measured, too: the fastest dense GEMM of the records, and the large copy of
 bench_kernels.py if there is one.
 """
@@ -29,6 +30,7 @@ COLOURS = dict(zip(RATIOS, ("tab:blue", "tab:orange", "tab:green"), strict=True)
 MARKERS = "osD^v<>Ph*"
 LINES = ("-", "--", ":")
 SMOOTH = 5
+NO_BARS = ("decode", "vllm", "continuous_batching")  # which have pictures of their own
 
 
 def arguments(argv: list[str] | None) -> argparse.Namespace:
@@ -86,7 +88,7 @@ def has_point(r: dict) -> bool:
 
 
 def ratios(records: list[dict], path: Path) -> None:
-    compared = [r for r in records if r["bench"] != "decode" and any(r[name] for name in RATIOS)]
+    compared = [r for r in records if r["bench"] not in NO_BARS and any(r[name] for name in RATIOS)]
     panels = list(split(compared, "gpu", "cpu", "bench", "dtype", "what").values())
     if not panels:
         print(f"{path} is not drawn: no record has a ratio")
@@ -245,6 +247,42 @@ def decode(records: list[dict], path: Path) -> None:
     save(figure, path)
 
 
+def serving(records: list[dict], path: Path) -> None:
+    """One panel per model: the engine with our experts over the engine with its own, over the requests."""
+    compared = [r for r in records if is_served(r)]
+    panels = split(compared, "gpu", "bench", "shape")
+    figure, grid = grid_of(len(panels), columns=min(2, len(panels)), width=6, height=4)
+    names = {"first_token_ratio": "time to first token", "peer_ratio": "tokens/s"}
+    for axes, group in zip(grid, panels.values(), strict=True):
+        for (what, mode), rs in split(group, "what", "mode").items():
+            rs = sorted(rs, key=lambda r: r["tokens"])
+            style = {"linestyle": "--" if what.endswith("invariant") or mode == "graphs" else "-"}
+            suffix = {"fused_moe_invariant": ", batch-invariant"}.get(what, "")
+            suffix += ", CUDA graphs" if mode == "graphs" else ""
+            for i, (name, words) in enumerate(names.items()):
+                text = f"{words}{suffix}"
+                axes.plot(
+                    [r["tokens"] for r in rs], [r[name] for r in rs], "o", color=f"C{i}", label=text, **style
+                )
+        ticks = sorted({r["tokens"] for r in group})
+        axes.axhline(1, color="black", linewidth=0.8)
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(ticks, ticks)
+        axes.set(xlabel="requests", ylabel="speed relative to the engine's own experts")
+        first = group[0]
+        engine = (
+            f"vLLM {first['vllm']}" if first["bench"] == "vllm" else f"transformers {first['transformers']}"
+        )
+        axes.set_title(f"{engine}, {first['shape']}, {machine(first)}", fontsize=9)
+        axes.grid(alpha=0.2)
+        axes.legend(fontsize=7)
+    save(figure, path)
+
+
+def is_served(r: dict) -> bool:
+    return r["bench"] in ("vllm", "continuous_batching") and bool(r.get("first_token_ratio"))
+
+
 def grid_of(panels: int, columns: int, width: float, height: float):
     """A figure and its panels, row by row; width and height are of one."""
     rows = -(-panels // columns)
@@ -283,6 +321,8 @@ def main(argv: list[str] | None = None) -> None:
         profile(records, options.output / "profile.png")
     if any(r["bench"] == "decode" for r in records):
         decode(records, options.output / "decode.png")
+    if any(map(is_served, records)):
+        serving(records, options.output / "serving.png")
 
 
 if __name__ == "__main__":

@@ -6,7 +6,8 @@ python benchmarks/table.py --gains benchmarks/results/gemm_h200.json
 python benchmarks/table.py --profile benchmarks/results/layer_h200.json
 
 A layer that one run timed in both modes has one row: queued, with its single calls in a separate column.
-Records of bench_torchtitan.py have a row for each model, local batch and variant.
+Records of bench_torchtitan.py have a row for each model, local batch and variant. Those of bench_vllm.py and
+bench_continuous_batching.py have a row for each number of requests: fused_moe against the engine's experts.
 """
 
 from __future__ import annotations
@@ -194,12 +195,53 @@ def training(records: list[dict]) -> str:
     return markdown(list(cells), rows)
 
 
+def serving(records: list[dict]) -> str:
+    """Engines with our experts against those with their own, of the same run."""
+    rows = []
+    for r in records:
+        if r["bench"] == "continuous_batching":
+            graphs = ", CUDA graphs" if r["mode"] == "graphs" else ""
+            theirs = {name: r[f"{name}_default"] for name in ("first_token_ms", "tokens_per_s")}
+            model = f"{r['shape']}, {r['layers']} layers, {r['dtype']}, prompts up to {r['prompt']}{graphs}"
+            rows.append([model, r["default_experts"], *against(r, theirs), None])
+        elif r.get("peer"):
+            same = ("shape", "batch", "commit", "date")
+            theirs = next(p for p in records if p["what"] == r["peer"] and all(p[n] == r[n] for n in same))
+            mode = ", batch-invariant" if r["what"].endswith("invariant") else ""
+            tuned = ", tuned tiles" if theirs["tiles"] else ""
+            experts = ", ".join(name.removesuffix(" MoE backend") for name in theirs["backends"]) + tuned
+            bits = " against ".join("yes" if each["same_bits"] else "no" for each in (r, theirs))
+            rows.append([r["shape"] + mode, experts, *against(r, theirs), bits])
+        elif r.get("failed"):
+            rows.append(
+                [f"{r['shape']}, {r['what']}", None, str(r["batch"]), *["failed"] * 2, None, None, None]
+            )
+    headers = ["model", "its own experts", "requests", "first token, ms", "faster by", "tokens/s", "more by"]
+    headers.append("same bits alone and among others")
+    used = [i for i in range(len(headers)) if any(row[i] for row in rows)]
+    return markdown([headers[i] for i in used], [[row[i] or "" for i in used] for row in rows])
+
+
+def against(ours: dict, theirs: dict) -> list[str]:
+    """Cells: requests, first token and its ratio, tokens/s and their ratio."""
+    cells = [str(ours["tokens"])]
+    for name, text, ratio in (
+        ("first_token_ms", "{:.1f}", "first_token_ratio"),
+        ("tokens_per_s", "{:,.0f}", "peer_ratio"),
+    ):
+        cells += [f"{text} against {text}".format(ours[name], theirs[name]), f"{ours[ratio]:.2f}x"]
+    return cells
+
+
 def tables(records: list[dict]) -> str:
     parts = []
     for group in groups(eager_beside_queued([r for r in records if r["bench"] != "profile"])):
         parts.append(caption(group))
         if group[0]["bench"] == "torchtitan":
             parts.append(training(group))
+            continue
+        if group[0]["bench"] in ("vllm", "continuous_batching"):
+            parts.append(serving(group))
             continue
         cells = columns(group)
         parts.append(markdown(list(cells), [[cell(r) or "" for cell in cells.values()] for r in group]))

@@ -1416,6 +1416,26 @@ def test_continuous_batching(run, capsys):
     assert "first token after" in capsys.readouterr().out
 
 
+def test_the_table_of_continuous_batching(load, capsys, tmp_path):
+    """Columns of other engines are left out."""
+    said = {"gpu": "NVIDIA H100", "torch": "2.11.0", "cuda": "13.0", "tier": "hopper", "mode": "eager"}
+    said |= {"bench": "continuous_batching", "shape": "qwen3-30b", "what": "generate_batch", "dtype": "bf16"}
+    said |= {"layers": 12, "prompt": 512, "date": "2026-11-27", "default_experts": "grouped_mm", "tokens": 8}
+    said |= {"tokens_per_s": 3000.4, "tokens_per_s_default": 2000, "peer_ratio": 1.5, "first_token_ms": 20}
+    said |= {"first_token_ms_default": 25, "first_token_ratio": 1.25, "transformers": "5.17.0"}
+    said |= {"intensity": None, "dense_ratio": None, "torch_ratio": None, "routing": "random", "cpu": "a"}
+    path = tmp_path / "records.json"
+    path.write_text(json.dumps([said, said | {"mode": "graphs", "tokens": 64}]))
+    load("table").main([str(path)])
+    *_, eager, graphs = capsys.readouterr().out.splitlines()
+    model = "qwen3-30b, 12 layers, bf16, prompts up to 512"
+    cells = ["grouped_mm", "8", "20.0 against 25.0", "1.25x", "3,000 against 2,000", "1.50x"]
+    assert [cell.strip() for cell in eager.split("|")[1:-1]] == [model, *cells]
+    assert [cell.strip() for cell in graphs.split("|")[1:4]] == [f"{model}, CUDA graphs", "grouped_mm", "64"]
+    load("plot").main([str(path), "-o", str(tmp_path)])
+    assert (tmp_path / "serving.png").read_bytes().startswith(b"\x89PNG")
+
+
 def test_prompts_are_ragged(load):
     """From a sixteenth of the longest to all of it, the same in every run."""
     random_prompts = load("bench_continuous_batching").random_prompts
@@ -1481,7 +1501,7 @@ def engine(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "site"))
 
 
-def test_a_vllm_engine_in_four_variants(run, tmp_path, capsys, engine):
+def test_a_vllm_engine_in_four_variants(run, load, tmp_path, capsys, engine):
     """Each in its own process. Ours have ratios to both stock engines."""
     flags = f"--batch 1,3 --prompt 5,9 --new-tokens 40 --layers 2 --work {tmp_path}/work"
     records = run("bench_vllm", *flags.split())
@@ -1513,6 +1533,23 @@ def test_a_vllm_engine_in_four_variants(run, tmp_path, capsys, engine):
     assert (config["model_type"], config["num_experts"], config["num_hidden_layers"]) == ("qwen3_moe", 128, 2)
     assert (dtype, length, settings["max_num_seqs"]) == ("bfloat16", 9 + 64, 3)
     assert "first token after" in capsys.readouterr().out
+
+    load("table").main([str(tmp_path / "bench_vllm.json")])
+    rows = [[cell.strip() for cell in row.split("|")[1:-1]] for row in capsys.readouterr().out.splitlines()]
+    r = next(r for r in records if r["what"] == "fused_moe_invariant")
+    theirs = next(r for r in records if r["what"] == "stock_invariant")
+    assert [row[:3] for row in rows[-8:]] == [
+        [f"qwen3-30b, 2 layers, bf16, prompt {prompt}{mode}", f"TRITON Unquantized{tiles}", str(batch)]
+        for mode, tiles in (("", ", tuned tiles"), (", batch-invariant", ""))
+        for prompt, batch in sizes
+    ]
+    assert rows[-4][3:] == [
+        f"{r['first_token_ms']:.1f} against {theirs['first_token_ms']:.1f}", f"{r['first_token_ratio']:.2f}x",
+        f"{r['tokens_per_s']:,.0f} against {theirs['tokens_per_s']:,.0f}", f"{r['peer_ratio']:.2f}x",
+        "yes against yes",
+    ]  # fmt: skip
+    load("plot").main([str(tmp_path / "bench_vllm.json"), "-o", str(tmp_path)])
+    assert (tmp_path / "serving.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_vllm_variant_that_fails(run, load, tmp_path, capsys, engine):
