@@ -63,7 +63,7 @@ from fused_moe.vllm import experts  # noqa: E402
 def vllm_config(tmp_path_factory):
     """vLLM's configuration, set, in a world of this process alone; our plugin is registered."""
     patch = pytest.MonkeyPatch()
-    patch.setattr(experts, "_why_no_kernels", lambda: "")  # the CPU's are used
+    patch.setattr(experts, "why_no_kernels", lambda: None)  # the CPU's are used
     patch.setattr(torch.accelerator, "empty_cache", lambda: None)  # raises where there is no accelerator
     fused_moe.vllm.register()
     config = VllmConfig()

@@ -1,8 +1,9 @@
 """The routed experts of a rank, as a part of vLLM's modular kernel.
 
 vLLM's modular kernel is prepare, experts, finalize. Prepare and finalize exchange tokens between ranks;
-this is the middle. vLLM's packed w13 is `layout="halves"` here, and its expert_map, its ids of remote
-experts and its output buffer are those of `fused_experts`, so that no weight is copied.
+this is the middle. vLLM's w13, expert_map, ids of remote experts and output buffer are those of
+`fused_experts`. No weight is copied or kept: each call gets the layer's parameters, so it follows whatever
+vLLM does to them.
 """
 
 from __future__ import annotations
@@ -12,36 +13,35 @@ import inspect
 
 import torch
 import vllm.model_executor.layers.fused_moe.modular_kernel as mk
-from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig
 from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import TopKWeightAndReduceNoOP
 from vllm.platforms import current_platform
 
 import fused_moe
 
-STANDARD = mk.FusedMoEActivationFormat.Standard
+from .activation import activation_arguments
+
+Formats = mk.FusedMoEActivationFormat
 
 
 class FusedMoEExperts(mk.FusedMoEExpertsModular):
-    """w13 (E, 2F, D) or (E, F, D), w2 (E, D, F) of the activations' dtype: bfloat16, float16 or float32."""
+    """w13 (E, 2F, D), or (E, F, D) without a gate, and w2 (E, D, F), bfloat16 or float16.
+
+    A subclass whose weights are stored in another way overrides `_supports_quant_scheme` and `operands`.
+    """
+
+    def __init__(self, moe_config, quant_config, **batched):
+        super().__init__(moe_config, quant_config, **batched)
+        self.arguments = activation_arguments(moe_config.activation, moe_config, quant_config)
 
     # --- what vLLM asks before it takes the class ---
 
     @staticmethod
-    def is_supported_config(cls, moe_config, weight_key, activation_key, activation_format):
-        """vLLM's answer (supported, why not), with the questions that it does not ask."""
-        ok, why_not = mk.FusedMoEExpertsModular.is_supported_config(
-            cls, moe_config, weight_key, activation_key, activation_format
-        )
-        why_not = why_not or _why_not(moe_config)
-        return why_not is None, why_not
-
-    @staticmethod
     def activation_format():
-        return STANDARD
+        return Formats.Standard
 
     @staticmethod
     def _supports_current_device():
-        return current_platform.is_cuda() and not _why_no_kernels()
+        return current_platform.is_cuda() and why_no_kernels() is None
 
     @staticmethod
     def _supports_no_act_and_mul():
@@ -53,14 +53,15 @@ class FusedMoEExperts(mk.FusedMoEExpertsModular):
 
     @staticmethod
     def _supports_activation(activation):
-        return True  # `_why_not` looks at it together with its constants
+        return True  # `why_not` asks, which knows the activation's constants
 
     @staticmethod
-    def _supports_parallel_config(moe_parallel_config):
-        return not (
-            moe_parallel_config.use_fi_nvl_two_sided_kernels
-            or moe_parallel_config.use_fi_nvl_one_sided_kernels
-        )
+    def _supports_parallel_config(config):
+        """Exchanges that hand over rows of tokens with their ids and scores, and take a sum for each row."""
+        if config.use_passthrough_all2all:
+            return False
+        deepep = config.use_deepep_ht_kernels or config.use_deepep_v2_kernels
+        return not config.use_all2all_kernels or config.use_ag_rs_all2all_kernels or deepep
 
     @staticmethod
     def _supports_batch_invariance():
@@ -79,7 +80,7 @@ class FusedMoEExperts(mk.FusedMoEExpertsModular):
     # --- the computation ---
 
     def operands(self, w1: torch.Tensor, w2: torch.Tensor) -> tuple:
-        """w1 and w2 as `fused_experts` takes them; vLLM gives its layer's parameters."""
+        """w13 and w2 as `fused_experts` takes them, of vLLM's parameters w1 and w2."""
         return w1, w2
 
     def apply(
@@ -87,69 +88,45 @@ class FusedMoEExperts(mk.FusedMoEExpertsModular):
         expert_map, a1q_scale, a2_scale, workspace13, workspace2, expert_tokens_meta,
         apply_router_weight_on_input,
     ):  # fmt: skip
-        if apply_router_weight_on_input:  # prepare has multiplied the input
+        if apply_router_weight_on_input:  # vLLM's prepare has multiplied the input
             topk_weights = torch.ones_like(topk_weights)
         w1, w2 = self.operands(w1, w2)
         fused_moe.fused_experts(
             hidden_states, w1, w2, None, topk_weights, topk_ids,
-            b1=self.w1_bias, b2=self.w2_bias, expert_map=expert_map, out=output,
-            **activation_arguments(activation, self.moe_config, self.quant_config),
+            b1=self.w1_bias, b2=self.w2_bias, expert_map=expert_map, out=output, **self.arguments,
         )  # fmt: skip
 
 
-def activation_arguments(activation, moe_config: FusedMoEConfig, quant_config=None) -> dict:
-    """The arguments of `fused_experts` for a MoEActivation and its constants; ValueError where none fit.
-
-    Source: vllm.model_executor.layers.fused_moe.activation.apply_moe_activation.
-    """
-
-    def constant(name: str, default: float | None) -> float | None:
-        values = getattr(quant_config, f"gemm1_{name}", None), getattr(moe_config, f"swiglu_{name}", None)
-        return next((float(v) for v in values if v is not None), default)
-
-    name = activation.value
-    limit = getattr(quant_config, "gemm1_clamp_limit", None)
-    limit = constant("limit", None) if limit is None else float(limit)
-    if name in ("silu_no_mul", "gelu_no_mul", "gelu_tanh_no_mul", "relu2_no_mul"):
-        return {"activation": name.removesuffix("_no_mul"), "layout": "separate"}
-    if name == "silu" and limit is not None:
-        return {"activation": "swiglu_limited", "limit": limit, "layout": "halves"}
-    if name in ("silu", "gelu", "gelu_tanh"):
-        return {"activation": name, "layout": "halves"}
-    if name == "swigluoai":  # gpt-oss's constants, whatever its configuration says
-        return {"activation": "swiglu_clamped", "alpha": 1.702, "limit": 7.0, "layout": "interleaved"}
-    if name == "swigluoai_uninterleave" and limit is not None:
-        alpha, beta = constant("alpha", 1.0), constant("beta", 0.0)
-        if (alpha, beta) == (1.0, 0.0):
-            return {"activation": "swiglu_limited", "limit": limit, "layout": "halves"}
-        if beta == 1.0:
-            return {"activation": "swiglu_clamped", "alpha": alpha, "limit": limit, "layout": "halves"}
-        raise ValueError(f"activation {name} with alpha {alpha} and beta {beta}")
-    if name == "situ" and moe_config.activation_situ_beta and moe_config.activation_situ_linear_beta:
-        alpha, limit = moe_config.activation_situ_beta, moe_config.activation_situ_linear_beta
-        return {"activation": "situ", "alpha": alpha, "limit": limit, "layout": "halves"}
-    raise ValueError(f"activation {name}")
-
-
-def _why_not(moe_config: FusedMoEConfig) -> str | None:
-    """Why a layer cannot run here; None if it can. vLLM's own questions come before."""
+def why_not(cls: type[FusedMoEExperts], moe_config, weight_key=None, activation_key=None) -> str | None:
+    """Why the experts of a layer cannot run on a class of ours; None if they can. It never raises."""
     try:
+        if moe_config.moe_backend != "auto":
+            return f"--moe-backend {moe_config.moe_backend}"
+        if (reason := why_no_kernels()) is not None:
+            return reason
+        if moe_config.in_dtype not in (torch.bfloat16, torch.float16):
+            return f"dtype {moe_config.in_dtype}"
+        widths = moe_config.hidden_dim, moe_config.intermediate_size_per_partition
+        if any(width % 8 for width in widths):
+            return f"widths {widths}, not multiples of 8"
         activation_arguments(moe_config.activation, moe_config)
-    except ValueError as error:
-        return str(error)
-    return None
+        batched = moe_config.moe_parallel_config.use_batched_activation_format
+        activation_format = Formats.BatchedExperts if batched else Formats.Standard
+        return cls.is_supported_config(cls, moe_config, weight_key, activation_key, activation_format)[1]
+    except Exception as error:  # an engine without us is better than none
+        return f"{type(error).__name__}: {error}"
 
 
 @functools.cache
-def _why_no_kernels() -> str:
-    """Why fused_moe's CUDA kernels do not run here, or ""."""
-    state = fused_moe.info()["tiers"]["cuda"]
-    return "" if state == "on" else state
+def why_no_kernels() -> str | None:
+    """Why Hopper's kernels do not run here; vLLM's own are better than the portable ones."""
+    tier = fused_moe.info()["tiers"].get("hopper", "off: this build has no CUDA kernels")
+    return None if tier.startswith("on") else f"Hopper's kernels are {tier}"
 
 
 def check_interface() -> None:
-    """TypeError where a method that vLLM calls takes other arguments than ours: another vLLM's."""
-    for name in ("is_supported_config", "workspace_shapes", "apply"):
+    """TypeError where a method that vLLM calls takes other arguments than ours: it is another vLLM's."""
+    for name in ("workspace_shapes", "apply"):
         theirs, ours = (
             [*inspect.signature(getattr(cls, name)).parameters]
             for cls in (mk.FusedMoEExpertsModular, FusedMoEExperts)

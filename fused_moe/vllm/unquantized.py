@@ -1,4 +1,4 @@
-"""vLLM's method for unquantised MoE layers, with these experts where they fit."""
+"""vLLM's method for unquantised MoE layers, with our experts where they fit."""
 
 from __future__ import annotations
 
@@ -7,24 +7,22 @@ from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedM
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 
 from . import report
-from .experts import STANDARD, FusedMoEExperts, check_interface
+from .experts import FusedMoEExperts, check_interface, why_not
 
 NAME = UnquantizedFusedMoEMethod.__name__
 
 
 class FusedMoEMethod(UnquantizedFusedMoEMethod):
-    """Chooses the experts' class; everything else is vLLM's."""
+    """Chooses the class of the experts; the rest is vLLM's."""
 
     def __init__(self, moe):
         super().__init__(moe)
-        if moe.moe_backend != "auto":
-            why_not = f"--moe-backend {moe.moe_backend}"
-        else:
-            _, why_not = FusedMoEExperts.is_supported_config(FusedMoEExperts, moe, None, None, STANDARD)
-        report.count(why_not)
-        if why_not is None:
+        reason = why_not(FusedMoEExperts, moe)
+        report.count(reason)
+        if reason is None:
             self.experts_cls = FusedMoEExperts
-            self.unquantized_backend = UnquantizedMoeBackend.TRITON  # leaves weights as they were loaded
+            # The backend says how loaded weights are rearranged: Triton's are not.
+            self.unquantized_backend = UnquantizedMoeBackend.TRITON
 
     def process_weights_after_loading(self, layer):
         report.write()
@@ -32,8 +30,7 @@ class FusedMoEMethod(UnquantizedFusedMoEMethod):
 
 
 def register() -> None:
-    """Puts the method in the place of vLLM's, unless another plugin has."""
+    """Puts the method in the place of vLLM's. AssertionError where another plugin has done so."""
     check_interface()
-    if op_registry_oot.get(NAME) is FusedMoEMethod:
-        return
-    CustomOp.register_oot(name=NAME)(FusedMoEMethod)
+    if op_registry_oot.get(NAME) is not FusedMoEMethod:
+        CustomOp.register_oot(name=NAME)(FusedMoEMethod)
