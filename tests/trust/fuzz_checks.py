@@ -486,7 +486,7 @@ class Run:
         self.problem, self.case, self.device = problem, problem.case, device
         self.stored = {n: self.store(n, v) for n, v in {**inputs, **problem.fixed}.items() if v is not None}
         self.main_grads = {n: self.store(n, v, is_main_grad=True) for n, v in problem.main_grads.items()}
-        self.douts = {}
+        self.douts, self.zeros = {}, {}
         self.fn = problem.call
         if self.case.mode != "eager":
             dynamic = (None, True, False)[self.case.seed % 3]
@@ -534,13 +534,17 @@ class Run:
         grads = torch.autograd.grad([*heads.values()], [*leaves.values()], given, allow_unused=True)
         for (name, leaf), grad in zip(leaves.items(), grads, strict=True):
             if name in self.main_grads:
-                # zeros; None where it is compiled
-                is_right = self.case.mode != "eager" if grad is None else not grad.any()
-                assert is_right, f"d{name} beside its main_grad"
+                # zeros, which `check_zeros` reads after a capture; None where it is compiled
+                assert grad is not None or self.case.mode != "eager", f"d{name} beside its main_grad is None"
+                self.zeros[name] = grad
                 continue
             assert grad is not None, f"d{name} is None"
             assert grad.shape == leaf.shape and grad.dtype == leaf.dtype, f"d{name}: {grad.dtype}"
             results[f"d{name}"] = grad
+
+    def check_zeros(self) -> None:
+        for name, grad in self.zeros.items():
+            assert grad is None or not grad.any(), f"d{name} beside its main_grad"
 
     def check_memory(self) -> None:
         for name, stored in {**self.stored, **self.douts}.items():
@@ -559,7 +563,9 @@ def check(case: FuzzCase, device="cpu") -> None:
         if problem.quiet():
             run, found = run_once(problem, device)
             exact = reference_of(problem, plain.exact(case.dtype), found)
+        run.check_zeros()
         check_again(run, found)
+        run.check_zeros()
         run.check_memory()
         eager = exact if case.dtype == F64 else reference_of(problem, plain.eager(case.dtype), found)
         eager = {n: t.to(found[n].dtype) for n, t in eager.items()}
