@@ -38,7 +38,14 @@ from torch.overrides import TorchFunctionMode
 transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
 
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, StaticCache  # noqa: E402
+from transformers import (  # noqa: E402
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    ContinuousBatchingConfig,
+    GenerationConfig,
+    StaticCache,
+)
 from transformers.distributed import DistributedConfig  # noqa: E402
 from transformers.modeling_utils import ALL_EXPERTS_FUNCTIONS  # noqa: E402
 from transformers.models.aria.modeling_aria import AriaExperts  # noqa: E402
@@ -225,6 +232,35 @@ def test_generate(device, family):
         found = ours.generate(ids, **settings)
     assert torch.equal(found, expected)
     assert len(calls.of("experts")) == 6 * len(expert_modules(ours))
+
+
+# transformers' paged cache cannot hold the latent keys of deepseek_v3.
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family != "deepseek_v3"])
+def test_continuous_batching(device, monkeypatch, family):
+    """generate_batch serves ragged prompts together, with the tokens of eager's generate for each alone."""
+    eager = tiny_model(family, device).eval()
+    ours, steps, rows = in_fused_moe(eager), 6, []
+    prompts = [ids[: 7 * i + 3].tolist() for i, ids in enumerate(token_ids(device))]
+    expected = [
+        eager.generate(torch.tensor([prompt], device=device), max_new_tokens=steps, do_sample=False)[0]
+        for prompt in prompts
+    ]
+
+    def experts_forward(experts, hidden_states, *args):
+        rows.append(hidden_states.size(0))
+        return fused_moe.transformers.experts_forward(experts, hidden_states, *args)
+
+    monkeypatch.setitem(ALL_EXPERTS_FUNCTIONS, "fused_moe", experts_forward)
+    settings = GenerationConfig(max_new_tokens=steps, do_sample=False, eos_token_id=-1, pad_token_id=0)
+    for graphs in (False, True) if device.type == "cuda" else (False,):
+        cache = ContinuousBatchingConfig(num_blocks=8, max_batch_tokens=64, use_cuda_graph=graphs)
+        rows.clear()
+        found = ours.generate_batch(
+            prompts, generation_config=settings, continuous_batching_config=cache
+        ).values()
+        for prompt, tokens, out in zip(prompts, expected, found, strict=True):
+            assert out.error is None and prompt + out.generated_tokens == tokens.tolist()
+        assert max(rows) >= sum(map(len, prompts))  # more if padded for a graph
 
 
 @ALL_FAMILIES
@@ -637,46 +673,63 @@ def test_lora_on_the_expert_weights(device, dtype, family):
 # --- expert parallelism ---------------------------------------------------------------------------
 
 
-def train_on_rank(rank: int, folder, implementation: str) -> None:
-    """One of two processes: the loss and gradients of a checkpoint whose experts they share."""
+SHARED_BATCH, OWN_BATCHES = {"tp_size": 2, "ep_size": 2}, {"fsdp_size": 2, "ep_size": 2}
+
+
+def train_on_rank(rank: int, folder, sizes: dict[str, int]) -> None:
+    """One of two processes: logits, loss and gradients of a checkpoint whose experts they share."""
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/{implementation}", rank=rank, world_size=2)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
     fused_moe.transformers.register()
     model = AutoModelForCausalLM.from_pretrained(
         folder,
-        experts_implementation=implementation,
+        experts_implementation="fused_moe",
         attn_implementation="eager",
-        distributed_config=DistributedConfig(tp_size=2, ep_size=2),
+        distributed_config=DistributedConfig(**sizes),
     )
     ids = torch.load(folder / "ids.pt")
+    if sizes == OWN_BATCHES:
+        ids = ids.chunk(2)[rank]
     with Calls() as calls:
+        with torch.no_grad():
+            logits = model(input_ids=ids).logits
         loss = model(input_ids=ids, labels=ids).loss
         loss.backward()
     grads = {name: p.grad for name, p in model.named_parameters()}
     found = {name: g.full_tensor() if isinstance(g, DTensor) else g for name, g in grads.items()}
-    if rank == 0:
-        rows = [args[1].shape[0] for args, _ in calls.of("experts_up")]
-        torch.save(({"loss": loss.detach(), **found}, rows), folder / f"{implementation}.pt")
+    weights = [calls.of("experts"), calls.of("experts_up")]
+    experts = [[args[1].shape[0] for args, _ in each] for each in weights]
+    torch.save(({"logits": logits, "loss": loss.detach(), **found}, experts), folder / f"{rank}.pt")
     dist.destroy_process_group()
 
 
-def test_expert_parallelism(cpu, tmp_path, monkeypatch):
-    """Two processes with half of each layer's experts compute the loss and gradients of one with all."""
+@pytest.mark.parametrize("sizes", (SHARED_BATCH, OWN_BATCHES), ids=("shared batch", "own batches"))
+def test_expert_parallelism(cpu, tmp_path, monkeypatch, sizes):
+    """Two processes with half of each layer's experts compute logits, loss and gradients of one with all.
+
+    transformers sends tokens to their experts while it trains. Without gradients, and if both have the same
+    batch, each computes its experts for all of it, and marks the others' ids.
+    """
     if "ep_size" not in inspect.signature(DistributedConfig).parameters:
         pytest.skip("this transformers has other settings for expert parallelism")
     model, ids = tiny_model("qwen3_moe", "cpu"), token_ids("cpu")
     model.save_pretrained(tmp_path)
     torch.save(ids, tmp_path / "ids.pt")
-    loss = model(input_ids=ids, labels=ids).loss
-    loss.backward()
+    out = model(input_ids=ids, labels=ids)
+    out.loss.backward()
     for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
         monkeypatch.setenv(name, "2")
-    torch.multiprocessing.spawn(train_on_rank, (tmp_path, "fused_moe"), nprocs=2)
-    found, experts = torch.load(tmp_path / "fused_moe.pt")
-    assert experts == [NUM_EXPERTS // 2] * 2  # of each of two layers
-    expected = {"loss": loss.detach(), **{name: p.grad for name, p in model.named_parameters()}}
+    torch.multiprocessing.spawn(train_on_rank, (tmp_path, sizes), nprocs=2)
+    (first, *counts), (second, *others) = (torch.load(tmp_path / f"{rank}.pt") for rank in range(2))
+    assert counts == others == [[[NUM_EXPERTS // 2] * 2] * 2]  # in each of two layers, twice
+    if sizes == OWN_BATCHES:
+        first["logits"] = torch.cat([first["logits"], second["logits"]])
+        first["loss"] = (first["loss"] + second["loss"]) / 2
+    expected = {"logits": out.logits, "loss": out.loss}
+    expected |= {name: p.grad for name, p in model.named_parameters()}
+    assert set(first) == set(expected)
     for name, value in expected.items():
-        assert_near(found[name], value, slack=64)
+        assert_near(first[name], value.detach(), slack=64)
 
 
 # --- the import -----------------------------------------------------------------------------------
