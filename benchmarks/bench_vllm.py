@@ -195,6 +195,7 @@ def environment(settings: dict) -> dict[str, str]:
     """The variables of an engine's process."""
     own = {
         SETTINGS: json.dumps(settings),
+        "NO_COLOR": "1",  # in the log
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # or the plugin had to be installed
@@ -215,12 +216,13 @@ def said(log: str) -> dict:
     def every(pattern: str) -> list[str]:
         return list(dict.fromkeys(re.findall(pattern, log)))
 
+    backends = [backend.replace("'", "") for backend in every(r"Using (.*?MoE backend)")]
     tiles = [Path(path).name for path in every(r"Using configuration from (\S+) for MoE layer")]
     return {
-        "backends": every(r"Using (.*?MoE backend)"),
+        "backends": backends,
         "tiles": tiles or None,
         "attention": every(r"Using (\S+) (?:attention )?backend"),
-        "plugin": every(r"(?m)\] (fused_moe .*)$"),
+        "plugin": every(r"(?m)(?:^|\] )(fused_moe .*)$"),
     }
 
 
