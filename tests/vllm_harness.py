@@ -84,15 +84,19 @@ def route(hidden_states, gating_output, topk, renormalize):
 
 
 def make_layer(config, num_experts=8, top_k=2, dim=32, hidden_dim=16, dtype=torch.bfloat16, **settings):
-    """A layer of vLLM's factory, with random weights that have been loaded."""
-    layer = FusedMoEFactory(
-        num_experts, top_k, dim, hidden_dim, params_dtype=dtype, custom_routing_function=route,
-        prefix=f"layers.{len(config.compilation_config.static_forward_context)}.experts", **settings
-    )  # fmt: skip
-    for parameter in layer.routed_experts.parameters():
-        parameter.data.normal_(std=0.3)
+    """A layer of vLLM's factory with random weights, as it is after loading."""
+    layer = build_layer(config, num_experts, top_k, dim, hidden_dim, dtype, **settings)
+    for name, parameter in layer.routed_experts.named_parameters():
+        parameter.data.normal_(std=1 if "bias" in name else parameter.size(-1) ** -0.5)
     load(layer)
     return layer
+
+
+def build_layer(config, num_experts=8, top_k=2, dim=32, hidden_dim=16, dtype=torch.bfloat16, **settings):
+    """A layer of vLLM's factory, without weights."""
+    name = f"layers.{len(config.compilation_config.static_forward_context)}.experts"
+    settings = {"params_dtype": dtype, "custom_routing_function": route, "prefix": name, **settings}
+    return FusedMoEFactory(num_experts, top_k, dim, hidden_dim, **settings)
 
 
 def load(layer):
@@ -100,7 +104,12 @@ def load(layer):
     layer.routed_experts.quant_method.process_weights_after_loading(layer.routed_experts)
 
 
+def ours(layer):
+    """Our object in the layer's modular kernel, or vLLM's."""
+    return layer.routed_experts.quant_method.moe_kernel.fused_experts
+
+
 def run(config, layer, x, logits):
     """The layer as a model calls it: by vllm::moe_forward, which finds the layer in the forward context."""
-    with set_forward_context(None, config, num_tokens=x.size(0)):
+    with torch.inference_mode(), set_forward_context(None, config, num_tokens=x.size(0)):
         return layer(x, logits)

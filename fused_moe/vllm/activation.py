@@ -23,7 +23,7 @@ def activation_arguments(activation, moe_config, quant_config=None) -> dict:
     """activation, alpha, limit and layout for a MoEActivation with the constants of vLLM's configurations.
 
     Raises:
-        ValueError: nothing here computes it.
+        NotImplementedError: nothing here computes it.
     """
 
     def constant(of_quantization: str, of_layer: str, default: float | None = None) -> float | None:
@@ -48,8 +48,8 @@ def activation_arguments(activation, moe_config, quant_config=None) -> dict:
                 return {"activation": "swiglu_clamped", "alpha": alpha, "limit": limit, "layout": "halves"}
             if (alpha, beta) == (1, 0):
                 return {"activation": "swiglu_limited", "limit": limit, "layout": "halves"}
-            raise ValueError(f"activation {activation.value} with alpha {alpha} and beta {beta}")
+            raise NotImplementedError(f"activation {activation.value} with alpha {alpha} and beta {beta}")
         case "situ" if moe_config.activation_situ_beta and moe_config.activation_situ_linear_beta:
             alpha, limit = moe_config.activation_situ_beta, moe_config.activation_situ_linear_beta
             return {"activation": "situ", "alpha": alpha, "limit": limit, "layout": "halves"}
-    raise ValueError(f"activation {activation.value}")
+    raise NotImplementedError(f"activation {activation.value}")

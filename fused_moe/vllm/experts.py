@@ -113,6 +113,8 @@ def why_not(cls: type[FusedMoEExperts], moe_config, weight_key=None, activation_
         batched = moe_config.moe_parallel_config.use_batched_activation_format
         activation_format = Formats.BatchedExperts if batched else Formats.Standard
         return cls.is_supported_config(cls, moe_config, weight_key, activation_key, activation_format)[1]
+    except NotImplementedError as error:
+        return str(error)
     except Exception as error:  # an engine without us is better than none
         return f"{type(error).__name__}: {error}"
 
