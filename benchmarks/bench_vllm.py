@@ -9,17 +9,20 @@
 The model has the architecture and sizes of --shape, and --layers of its layers. Each variant is an engine in
 a process of its own, since vLLM reads its environment once: stock, fused_moe, and both with
 VLLM_BATCH_INVARIANT=1. They differ in nothing else: stock sets FUSED_MOE_VLLM=0. Where fused_moe is not
-installed, and so no entry point of vLLM's, the process registers it by itself.
+installed, and so no entry point of vLLM's, the process registers it by itself. --at-once engines share the
+GPU and are timed in turns, so they have the same clocks and a host as busy.
 
 A record is one variant's figures for --batch requests of --prompt tokens that come at once. first_token_ms is
 the time until all of them have one token; tokens_per_s counts the tokens after that. Both are medians of
---repeats, whose values `samples` keeps. same_bits tells whether the tokens and log-probabilities of a request
-are the same alone and among the largest batch. Ratios compare with the stock engine of the same call, in the
-same mode; ratio_to_stock of fused_moe_invariant is to the engine that is not invariant.
+--repeats, whose values `samples` keeps. gpu_first_token_ms and gpu_step_us are the GPU's time in kernels,
+until the first token and in a decode step, from a profile of another run: where that is far below the time,
+the host is the limit. same_bits tells whether the tokens and log-probabilities of a request are the same
+alone and among the largest batch. Ratios compare with the stock engine of the same call, in the same mode;
+ratio_to_stock of fused_moe_invariant is to the engine that is not invariant.
 
 What vLLM's log says is in the record: `backends` that it chose for the experts, the file of its tuned `tiles`
 or none, its attention, and what our plugin says of the layers it runs, in `plugin`. A variant that fails has
-a record with `failed` and no time; the end of its log is printed.
+records with `failed` and no time; the end of its log is printed.
 """
 
 from __future__ import annotations
@@ -32,12 +35,16 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
+from collections import Counter, defaultdict
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 
 import bench_transformers
 import common
+import profiling
 import torch
 
 VARIANTS = ("stock", "fused_moe", "stock_invariant", "fused_moe_invariant")
@@ -46,6 +53,9 @@ SETTINGS = "BENCH_VLLM"  # the environment variable of an engine's process
 # Cut like the layers: twelve are a quarter of Qwen3's, and so is this of its vocabulary.
 VOCABULARY = 32768
 NEW_TOKENS_OF_BITS = 64
+PROFILED = 16  # decode steps
+KERNELS, KERNEL_NAME = 6, 60  # those that take most of a step, and what is kept of their names
+PAGE = 32  # tokens of the cache that a request may have in an unfinished page, and more
 COMPILATION = {
     "none": {"compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}},
     "default": {},
@@ -123,72 +133,106 @@ def quantization_config(name: str, dense: list[str]) -> dict:
 
 
 def run_engine(settings: dict) -> None:
-    """Times every batch and prompt, and writes what it found to settings["record"]."""
+    """Starts an engine, then answers requests until there are no more. Both are lines of JSON; all other
+    output goes to the log."""
+    answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     began = time.perf_counter()
     import vllm
-    from vllm import LLM, SamplingParams
 
     if settings["variant"].startswith("fused_moe"):
         from fused_moe.vllm import register
 
         register()
+    engine = Engine(settings)
+    started = {"start_s": round(time.perf_counter() - began, 1), "vllm": vllm.__version__}
+    print(json.dumps(started), file=answers, flush=True)
+    for line in sys.stdin:
+        request = json.loads(line)
+        print(json.dumps(getattr(engine, request.pop("ask"))(**request)), file=answers, flush=True)
 
-    batches, lengths, new_tokens = settings["batch"], settings["prompt"], settings["new_tokens"]
-    llm = LLM(
-        model=settings["model"],
-        load_format="dummy",
-        skip_tokenizer_init=True,
-        dtype=settings["dtype"],
-        max_model_len=max(lengths) + max(new_tokens, NEW_TOKENS_OF_BITS),
-        max_num_seqs=max(batches),
-        gpu_memory_utilization=0.8,
-        attention_backend=settings["attention"],
-        enable_prefix_caching=False,
-        seed=0,
-        **COMPILATION[settings["compilation"]],
-    )
-    started = time.perf_counter()
-    generator = torch.Generator().manual_seed(0)
-    # The first tokens have a meaning: end of a sequence, say.
-    tokens = torch.randint(3, VOCABULARY, (max(batches), max(lengths)), generator=generator).tolist()
 
-    def generate(batch: int, length: int, new: int, logprobs: int | None = None) -> list:
-        prompts = [{"prompt_token_ids": row[:length]} for row in tokens[:batch]]
+class Engine:
+    """The methods without an underscore answer requests."""
+
+    def __init__(self, settings: dict):
+        from vllm import LLM
+
+        self._settings, batch, length = settings, max(settings["batch"]), max(settings["prompt"])
+        self._new_tokens = settings["new_tokens"]
+        most = length + max(self._new_tokens, NEW_TOKENS_OF_BITS)
+        self._llm = LLM(
+            model=settings["model"],
+            load_format="dummy",
+            skip_tokenizer_init=True,
+            dtype=settings["dtype"],
+            max_model_len=most,
+            max_num_seqs=batch,
+            # Other engines are on the GPU: vLLM is not to look at what is free.
+            gpu_memory_utilization=0.02,
+            kv_cache_memory_bytes=batch * (most + PAGE) * settings["bytes_per_token"],
+            attention_backend=settings["attention"],
+            enable_prefix_caching=False,
+            seed=0,
+            **COMPILATION[settings["compilation"]],
+        )
+        generator = torch.Generator().manual_seed(0)
+        # The first tokens have a meaning: end of a sequence, say.
+        self._tokens = torch.randint(3, VOCABULARY, (batch, length), generator=generator).tolist()
+
+    def _generate(self, batch: int, length: int, new: int, logprobs: int | None = None) -> list:
+        from vllm import SamplingParams
+
+        prompts = [{"prompt_token_ids": row[:length]} for row in self._tokens[:batch]]
         sampling = SamplingParams(
             temperature=0, max_tokens=new, ignore_eos=True, detokenize=False, logprobs=logprobs
         )
-        return [out.outputs[0] for out in llm.generate(prompts, sampling, use_tqdm=False)]
+        return [out.outputs[0] for out in self._llm.generate(prompts, sampling, use_tqdm=False)]
 
-    def seconds(*sizes: int) -> float:
+    def _seconds(self, *sizes: int) -> float:
         start = time.perf_counter()
-        generate(*sizes)
+        self._generate(*sizes)
         return time.perf_counter() - start
 
-    runs = []
-    for length in lengths:
-        for batch in batches:
-            seconds(batch, length, 8)  # compiles and warms up
-            samples = {"first_token_ms": [], "tokens_per_s": []}
-            for _ in range(settings["repeats"]):
-                first, whole = seconds(batch, length, 1), seconds(batch, length, new_tokens)
-                samples["first_token_ms"].append(round(first * 1e3, 3))
-                samples["tokens_per_s"].append(round(batch * (new_tokens - 1) / (whole - first), 1))
-            runs.append({"batch": batch, "prompt": length, "samples": samples})
+    def _kernels(self, *sizes: int) -> Counter:
+        """{name: microseconds} of what the GPU runs."""
+        found: Counter = Counter()
+        for launch in profiling.launches(lambda: self._generate(*sizes), steps=1):
+            found[launch.name] += launch.us
+        return found
 
-    def bits(out) -> tuple:
-        return list(out.token_ids), [next(iter(each.values())).logprob for each in out.logprobs]
+    def warm_up(self, batch: int, length: int) -> None:
+        self._generate(batch, length, 8)  # compiles
 
-    among = generate(max(batches), lengths[0], NEW_TOKENS_OF_BITS, 0)
-    alone = generate(1, lengths[0], NEW_TOKENS_OF_BITS, 0)
-    found = {
-        "runs": runs,
-        "same_bits": bits(alone[0]) == bits(among[0]),
-        "tokens": [list(out.token_ids) for out in among[:8]],
-        "start_s": round(started - began, 1),
-        "whole_s": round(time.perf_counter() - began, 1),
-        "vllm": vllm.__version__,
-    }
-    Path(settings["record"]).write_text(json.dumps(found))
+    def time(self, batch: int, length: int) -> dict:
+        first, whole = self._seconds(batch, length, 1), self._seconds(batch, length, self._new_tokens)
+        rate = batch * (self._new_tokens - 1) / (whole - first)
+        return {"first_token_ms": round(first * 1e3, 3), "tokens_per_s": round(rate, 1)}
+
+    def profile(self, batch: int, length: int) -> dict:
+        """GPU time, and the kernels that take most of a decode step's."""
+        if not torch.cuda.is_available():
+            return {"gpu_first_token_ms": None, "gpu_step_us": None, "gpu_kernels_us": None}
+        first, steps = self._kernels(batch, length, 1), self._kernels(batch, length, PROFILED + 1)
+        steps.subtract(first)
+        of_a_step = {name[:KERNEL_NAME]: round(us / PROFILED, 1) for name, us in steps.most_common(KERNELS)}
+        return {
+            "gpu_first_token_ms": round(first.total() / 1e3, 3),
+            "gpu_step_us": round(steps.total() / PROFILED, 1),
+            "gpu_kernels_us": of_a_step,
+        }
+
+    def outputs(self) -> dict:
+        """Tokens of the first requests, and whether the first has the same bits alone and among the most."""
+
+        def bits(out) -> tuple:
+            return list(out.token_ids), [next(iter(each.values())).logprob for each in out.logprobs]
+
+        length, batch = self._settings["prompt"][0], max(self._settings["batch"])
+        among = self._generate(batch, length, NEW_TOKENS_OF_BITS, 0)
+        alone = self._generate(1, length, NEW_TOKENS_OF_BITS, 0)
+        tokens = [list(out.token_ids) for out in among[:8]]
+        return {"same_bits": bits(alone[0]) == bits(among[0]), "tokens": tokens}
 
 
 def environment(settings: dict) -> dict[str, str]:
@@ -226,34 +270,87 @@ def said(log: str) -> dict:
     }
 
 
-def run_variant(variant: str, shape: str, dtype: str, options: argparse.Namespace, folder: Path) -> dict:
-    """The figures of an engine, or {"failed": ...}."""
-    folder.mkdir(parents=True, exist_ok=True)
-    config = model_config(shape, options.layers, options.quantization, dtype)
-    (folder / "config.json").write_text(json.dumps(config))
-    asked = ("batch", "prompt", "new_tokens", "repeats", "attention", "compilation")
-    settings = {name: getattr(options, name) for name in asked} | {
-        "variant": variant,
-        "model": str(folder),
-        "dtype": DTYPES[dtype],
-        "record": str(folder / "found.json"),
-    }
-    with (folder / "log").open("w") as log:
-        try:
-            code = subprocess.run(
+class Variant:
+    """An engine's process and its log. After it has ended, since it failed or was over the limit, its answers
+    are None."""
+
+    def __init__(self, name: str, settings: dict, folder: Path, limit: float):
+        self.name, self.log = name, folder / "log"
+        with self.log.open("w") as log:
+            self.process = subprocess.Popen(
                 [sys.executable, __file__],
                 env=environment(settings),
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                timeout=options.limit,
-            ).returncode
-        except subprocess.TimeoutExpired:
-            code = f"over {options.limit:g} s"
-    text = (folder / "log").read_text()
-    if code == 0:
-        return json.loads((folder / "found.json").read_text()) | said(text)
-    print(f"{variant} failed ({code}):", *text.splitlines()[-40:], sep="\n", flush=True)
-    return {"failed": str(code)} | said(text)
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+            )
+        self.timer = threading.Timer(limit, self.process.kill)
+        self.timer.start()
+
+    def answer(self) -> dict | None:
+        line = self.process.stdout.readline()
+        return json.loads(line) if line else None
+
+    def ask(self, ask: str, **request) -> dict | None:
+        try:
+            self.process.stdin.write(json.dumps({"ask": ask, **request}) + "\n")
+            self.process.stdin.flush()
+        except BrokenPipeError:
+            return None
+        return self.answer()
+
+    def end(self) -> int:
+        """The exit status of the process."""
+        try:
+            self.process.stdin.close()
+        except BrokenPipeError:  # of what was not read
+            pass
+        code = self.process.wait()
+        self.timer.cancel()
+        return code
+
+
+def run_variants(names: list[str], shape: str, dtype: str, options: argparse.Namespace, work: Path) -> dict:
+    """{variant: its figures, or {"failed": ...}}. All engines start at once, and are timed in turns."""
+    config = model_config(shape, options.layers, options.quantization, dtype)
+    asked = ("batch", "prompt", "new_tokens", "attention", "compilation")
+    shared = {name: getattr(options, name) for name in asked} | {
+        "dtype": DTYPES[dtype],
+        # of keys and values, 16 bits each
+        "bytes_per_token": options.layers * config["num_key_value_heads"] * config["head_dim"] * 4,
+    }
+    variants = []
+    for name in names:
+        folder = work / name
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "config.json").write_text(json.dumps(config))
+        settings = shared | {"variant": name, "model": str(folder)}
+        variants.append(Variant(name, settings, folder, options.limit))
+
+    found: dict[str, dict] = {v.name: {"runs": []} | (v.answer() or {}) for v in variants}
+    for prompt, batch in product(options.prompt, options.batch):
+        sizes = {"batch": batch, "length": prompt}
+        for v in variants:
+            v.ask("warm_up", **sizes)
+        answers = defaultdict(list)
+        for repeat in range(options.repeats):
+            first = repeat % len(variants)
+            for v in variants[first:] + variants[:first]:
+                answers[v.name].append(v.ask("time", **sizes))
+        for v in variants:
+            gpu = v.ask("profile", **sizes)
+            if gpu and all(answers[v.name]):
+                samples = {key: [each[key] for each in answers[v.name]] for key in answers[v.name][0]}
+                found[v.name]["runs"].append({"batch": batch, "prompt": prompt, "samples": samples} | gpu)
+    for v in variants:
+        found[v.name] |= v.ask("outputs") or {}
+        code, text = v.end(), v.log.read_text()
+        found[v.name] |= said(text)
+        if code:
+            print(f"{v.name} failed ({code}):", *text.splitlines()[-40:], sep="\n", flush=True)
+            found[v.name] = {"failed": str(code)} | said(text)
+    return found
 
 
 def compared(variant: str, run: dict, found: dict[str, dict], medians: dict[str, float]) -> dict:
@@ -279,11 +376,13 @@ def medians_of(run: dict) -> dict[str, float]:
     return {name: statistics.median(values) for name, values in run["samples"].items()}
 
 
-def records(shape: str, dtype: str, options: argparse.Namespace, found: dict[str, dict]) -> Iterator[dict]:
-    """One for each batch and prompt of the variant that ran last."""
-    variant, engine = list(found.items())[-1]
+def records(
+    variant: str, shape: str, dtype: str, options: argparse.Namespace, found: dict[str, dict]
+) -> Iterator[dict]:
+    """One for each batch and prompt of a variant."""
+    engine = found[variant]
     every = {name: engine.get(name) for name in ("backends", "tiles", "attention", "plugin", "failed")}
-    every |= {name: engine.get(name) for name in ("same_bits", "start_s", "whole_s", "vllm")}
+    every |= {name: engine.get(name) for name in ("same_bits", "start_s", "vllm")}
     tokens = [found.get(name, {}).get("tokens") for name in (variant, variant.replace("fused_moe", "stock"))]
     if all(tokens) and variant.startswith("fused_moe") and options.quantization != "int4":
         same = torch.tensor(tokens[0]) == torch.tensor(tokens[1])
@@ -320,10 +419,11 @@ def records(shape: str, dtype: str, options: argparse.Namespace, found: dict[str
 def measure(shape: str, dtype: str, options: argparse.Namespace) -> Iterator[dict]:
     found: dict[str, dict] = {}
     with tempfile.TemporaryDirectory() as folder:
-        work = options.work or Path(folder)
-        for variant in options.variants:
-            found[variant] = run_variant(variant, shape, dtype, options, work / variant)
-            yield from records(shape, dtype, options, found)
+        for first in range(0, len(options.variants), options.at_once):
+            names = options.variants[first : first + options.at_once]
+            found |= run_variants(names, shape, dtype, options, options.work or Path(folder))
+            for variant in names:
+                yield from records(variant, shape, dtype, options, found)
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -340,7 +440,8 @@ def main(argv: list[str] | None = None) -> None:
     add("--new-tokens", type=int, default=128, help="of each request; default: 128")
     add("--compilation", choices=COMPILATION, default="none", help="none: graphs of decode steps alone")
     add("--attention", default="FLASH_ATTN", help="vLLM's attention backend; default: FLASH_ATTN")
-    add("--limit", type=float, default=180, help="seconds for one variant; default: 180")
+    add("--at-once", type=int, default=len(VARIANTS), help="engines that share the GPU; default: 4")
+    add("--limit", type=float, default=400, help="seconds for engines that run at once; default: 400")
     add("--work", type=Path, help="keeps the logs in this folder")
     options = flags.parse_args(argv)
     options.variants = options.variants.split(",")
