@@ -1,0 +1,194 @@
+"""Quantised MoE layers of vLLM: its methods load them, `QuantizedWeight` packs them, our experts compute.
+
+vLLM's quantised methods are no CustomOps, and the backends that its oracles choose from are closed lists. So
+the one function of vLLM that is replaced is the one in which a layer gets its method: a method whose layer
+is supported becomes one of METHODS, subclasses of vLLM's. It makes parameters and loads them as vLLM's does.
+
+`process_weights_after_loading` is the last hook at which parameters are as the checkpoint has them. There
+they become what `QuantizedWeight` keeps, experts first: tiles on Hopper. They stay the layer's parameters,
+and each call reads them from the layer. So whatever vLLM does to parameters reaches the kernels:
+
+- EPLB moves experts along the first dimension of all of them.
+- Sleep and wake keep their addresses.
+- A reload (`reload_weights`, the updates of reinforcement learning) gives the layer published parameters,
+  loads them, calls the hook again and copies the result into the memory that CUDA graphs read.
+- A write by a `weight_loader` into parameters that are packed raises, since it would be lost.
+
+Activations stay in 16 bits, whatever the checkpoint's configuration says about them.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from typing import NamedTuple
+
+import torch
+import vllm.model_executor.layers.fused_moe.modular_kernel as mk
+from vllm.model_executor.layers.fused_moe.all2all_utils import maybe_make_prepare_finalize
+from vllm.model_executor.layers.fused_moe.config import biased_moe_quant_config
+from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+from vllm.model_executor.utils import replace_parameter
+
+from ..ops import TILE
+from ..quantized import QuantizedWeight
+from ..quantized.formats import FORMATS
+from . import report
+from .experts import FusedMoEExperts, check_interface, why_not
+
+METHODS: dict[type, type] = {}  # vLLM's method: our subclass of it
+
+
+class Packed(NamedTuple):
+    """A weight, and which parameters of the layer its parameters are."""
+
+    weight: QuantizedWeight
+    names: dict[str, str]
+
+    def of(self, layer: RoutedExperts) -> QuantizedWeight:
+        for own, theirs in self.names.items():
+            self.weight._parameters[own] = layer._parameters[theirs]
+        return self.weight
+
+
+class QuantizedMethod:
+    """What our subclasses of vLLM's methods have in common. They come before vLLM's class.
+
+    NAMES says which of the layer's parameters, after "w13_" or "w2_", are a weight's data, scale and zero.
+    """
+
+    NAMES: dict[str, str] = {}
+    is_monolithic = False
+    supports_eplb = True
+    supports_pre_processed_weights = False  # of another process, in the layout of vLLM's kernels
+    skip_forward_padding = False
+    has_unpadded_output = False
+
+    # --- what a format says ---
+
+    def why_not(self, layer: RoutedExperts) -> str | None:
+        """Why a layer of this method is not supported; None if it is."""
+        raise NotImplementedError
+
+    def read(self, published: dict[str, torch.Tensor]) -> QuantizedWeight:
+        """The weight of the parameters in NAMES, as the checkpoint has them. Which tensors it has depends on
+        the configuration alone, so that a reload can write into those that there are."""
+        raise NotImplementedError
+
+    # --- what vLLM calls ---
+
+    def process_weights_after_loading(self, layer: RoutedExperts) -> None:
+        report.write()
+        self._packed = [self._pack(layer, stem) for stem in ("w13_", "w2_")]
+        self.moe_quant_config = self.get_fused_moe_quant_config(layer)
+        prepare_finalize = maybe_make_prepare_finalize(
+            self.moe, self.moe_quant_config, layer._expert_routing_tables(), allow_new_interface=True
+        )
+        self.moe_kernel = mk.FusedMoEKernel(
+            prepare_finalize, FusedMoEExperts(self.moe, self.moe_quant_config)
+        )
+
+    def get_fused_moe_quant_config(self, layer: RoutedExperts):
+        """Activations are not quantised; there are only biases and the activation's constants."""
+        return biased_moe_quant_config(
+            *self._biases(layer),
+            gemm1_alpha=layer.swiglu_alpha,
+            gemm1_beta=layer.swiglu_beta,
+            gemm1_clamp_limit=layer.swiglu_limit,
+        )
+
+    def apply(self, layer, x, topk_weights, topk_ids, shared_experts, shared_experts_input):
+        w13, w2 = (packed.of(layer) for packed in self._packed)
+        self.moe_quant_config._w1.bias, self.moe_quant_config._w2.bias = self._biases(layer)
+        return self.moe_kernel.apply(
+            x, w13, w2, topk_weights, topk_ids, activation=layer.activation,
+            global_num_experts=layer.global_num_experts, expert_map=layer.expert_map,
+            apply_router_weight_on_input=layer.apply_router_weight_on_input,
+            shared_experts=shared_experts, shared_experts_input=shared_experts_input,
+        )  # fmt: skip
+
+    # --- the layer's parameters ---
+
+    def _biases(self, layer: RoutedExperts) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        return layer._parameters.get("w13_bias"), layer._parameters.get("w2_bias")
+
+    def _pack(self, layer: RoutedExperts, stem: str) -> Packed:
+        """Puts what a QuantizedWeight keeps in the place of the published parameters."""
+        names = {part: stem + name for part, name in self.NAMES.items()}
+        given = {part: layer._parameters.get(name) for part, name in names.items()}
+        weight = self.read({part: p.data for part, p in given.items() if p is not None})
+        own = {part: name for part, name in FORMATS[weight.format].names.items() if part in names}
+        for part, name in names.items():
+            kept = weight._parameters[own[part]] if part in own else None
+            if kept is None:
+                layer.register_parameter(name, None)
+                continue
+            is_published = _is_same(kept, given[part])
+            replace_parameter(layer, name, kept.data)
+            if not is_published:
+                layer._parameters[name].weight_loader = functools.partial(_raise_loader, name)
+        kept_names = {own[part]: name for part, name in names.items() if layer._parameters[name] is not None}
+        return Packed(weight, kept_names)
+
+
+def _is_same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.data_ptr() == b.data_ptr() and a.shape == b.shape and a.dtype == b.dtype
+
+
+def _raise_loader(name: str, *_, **__) -> None:
+    raise RuntimeError(
+        f"{name} is packed by fused_moe: update weights by vLLM's reload_weights, which loads published ones "
+        "and packs them again; load_weights alone does not. FUSED_MOE_VLLM=unquantized keeps vLLM's experts"
+    )
+
+
+def method_of(theirs, layer: RoutedExperts) -> tuple[object, str | None]:
+    """Our method for a layer, with the state of vLLM's; or vLLM's, and why. It never raises."""
+    cls = METHODS.get(type(theirs))
+    if cls is None:
+        return theirs, f"method {type(theirs).__name__}"
+    if (reason := why_not(FusedMoEExperts, layer.moe_config)) is not None:
+        return theirs, reason
+    try:
+        ours = object.__new__(cls)
+        vars(ours).update(vars(theirs), experts_cls=FusedMoEExperts)
+        reason = ours.why_not(layer)
+    except Exception as error:  # an engine without us is better than none
+        reason = f"{type(error).__name__}: {error}"
+    return (ours, None) if reason is None else (theirs, reason)
+
+
+def why_not_tiles(*widths: int) -> str | None:
+    """Why weights of these widths are not kept in tiles."""
+    return f"widths {widths}, not multiples of {TILE}" if any(width % TILE for width in widths) else None
+
+
+def widths_of(layer: RoutedExperts) -> tuple[int, int]:
+    """D, and this rank's F."""
+    return layer.moe_config.hidden_dim, layer.moe_config.intermediate_size_per_partition
+
+
+def register(*methods: type) -> None:
+    """Takes layers whose method is vLLM's first base of one of ours. TypeError where vLLM's differ."""
+    check_interface()
+    theirs = RoutedExperts._get_quant_method
+    expected = ["self", "prefix", "quant_config", "moe_config"]
+    found = [*inspect.signature(theirs).parameters]
+    if found != expected:
+        raise TypeError(f"_get_quant_method expected to take {', '.join(expected)}, found {', '.join(found)}")
+    METHODS.update((ours.__bases__[1], ours) for ours in methods)
+    if not hasattr(theirs, "__wrapped__"):
+        RoutedExperts._get_quant_method = _get_quant_method(theirs)
+
+
+def _get_quant_method(theirs):
+    @functools.wraps(theirs)
+    def get_quant_method(self, prefix, quant_config, moe_config):
+        method = theirs(self, prefix, quant_config, moe_config)
+        if not isinstance(method, UnquantizedFusedMoEMethod):
+            method, reason = method_of(method, self)
+            report.count(reason)
+        return method
+
+    return get_quant_method
