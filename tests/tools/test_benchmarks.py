@@ -1482,6 +1482,8 @@ class LLM:
             print("INFO [fused_moe.py:1] Using configuration from /configs/E=128.json for MoE layer.")
 
     def generate(self, prompts, sampling, use_tqdm):
+        if len(prompts) == 77:
+            time.sleep(600)
         time.sleep((0.01 + 0.002 * sampling.max_tokens) * (1 if OURS else 2))
         outputs = []
         for prompt in prompts:
@@ -1576,6 +1578,7 @@ def test_what_the_log_of_vllm_says(load):
 def test_a_vllm_variant_that_fails(run, load, tmp_path, capsys, engine):
     """It has records without a time; the others count, and the program fails."""
     flags = "--shape mixtral-8x7b --quantization fp8_block --batch 1,2 --prompt 5 --new-tokens 9 --layers 1"
+    flags += " --at-once 2"
     with pytest.raises(SystemExit, match="1"):
         run("bench_vllm", *flags.split(), "--variants", "stock,stock_invariant,fused_moe_invariant")
     records = json.loads((tmp_path / "bench_vllm.json").read_text())
@@ -1588,6 +1591,16 @@ def test_a_vllm_variant_that_fails(run, load, tmp_path, capsys, engine):
     assert not any(name.startswith("ratio") for r in records for name in r)
     printed = capsys.readouterr().out
     assert "this one cannot" in printed and "failed: 1" in printed
+
+
+def test_a_vllm_engine_over_the_limit(run, tmp_path, capsys, engine):
+    """It is stopped, and what it had answered does not count."""
+    flags = "--batch 2,77 --prompt 5 --layers 1 --limit 8 --variants stock --work"
+    with pytest.raises(SystemExit, match="1"):
+        run("bench_vllm", *flags.split(), str(tmp_path / "work"))
+    records = json.loads((tmp_path / "bench_vllm.json").read_text())
+    assert [(r["batch"], r["failed"], r["time_us"]) for r in records] == [(2, "-9", None), (77, "-9", None)]
+    assert "stock failed (-9)" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("shape, experts", (("mixtral-8x7b", "num_local_experts"), ("olmoe", "num_experts")))
