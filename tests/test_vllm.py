@@ -26,6 +26,7 @@ from vllm.distributed import get_ep_group
 from vllm.distributed.eplb.eplb_communicator import TorchDistGlooStagedEplbCommunicator
 from vllm.distributed.eplb.rebalance_execute import rearrange_expert_weights_inplace
 from vllm.model_executor.custom_op import op_registry_oot
+from vllm.model_executor.layers.fused_moe.eep_reconfigure import _make_eep_experts
 from vllm.model_executor.layers.fused_moe.experts.triton_moe import TritonExperts
 from vllm.model_executor.layers.fused_moe.prepare_finalize.no_dp_ep import MoEPrepareAndFinalizeNoDPEPModular
 from vllm.model_executor.model_loader.reload import (
@@ -421,6 +422,14 @@ def test_a_new_expert_map(config, ranks):
         near(run(config, layer, x, logits), ranks.plain(0, x, scores, ids))
 
 
+def test_elastic(config):
+    """vLLM builds the experts anew when ranks come or go, by the arguments that it knows."""
+    old = ours(make_layer(config))
+    method = SimpleNamespace(moe_quant_config=old.quant_config)
+    new = _make_eep_experts(method, old, MoEPrepareAndFinalizeNoDPEPModular(), old.moe_config)
+    assert isinstance(new, FusedMoEExperts) and new.arguments == old.arguments
+
+
 # --- what is not taken --------------------------------------------------------------------------------
 
 NOT_TAKEN = {
@@ -513,6 +522,17 @@ def test_switched_off(unregistered, monkeypatch):
     assert unquantized.NAME not in unregistered
 
 
+def test_switched_on_in_part(unregistered, monkeypatch, caplog):
+    monkeypatch.setenv("FUSED_MOE_VLLM", "int4,unquantized")
+    fused_moe.vllm.register()
+    assert unquantized.NAME in unregistered and not caplog.messages
+    del unregistered[unquantized.NAME]
+    monkeypatch.setenv("FUSED_MOE_VLLM", "unquantized,fp4")
+    fused_moe.vllm.register()
+    assert unquantized.NAME not in unregistered
+    assert "expected 0, 1, unquantized, fp8_block, int4, mxfp4, found 'fp4'" in caplog.text
+
+
 def other_arguments(self, output, hidden_states):
     """An interface of another vLLM."""
 
@@ -547,7 +567,7 @@ def test_a_name_that_is_gone(unregistered, monkeypatch, caplog):
 
 
 def test_a_configuration_that_differs(config):
-    assert experts_module.why_not(FusedMoEExperts, SimpleNamespace()).startswith("AttributeError")
+    assert experts_module.why_not(SimpleNamespace()).startswith("AttributeError")
 
 
 def test_another_plugin(unregistered, caplog):
@@ -568,5 +588,16 @@ def test_entry_point(unregistered, monkeypatch):
 
 
 def test_import_needs_no_vllm():
-    code = "import sys, fused_moe.vllm; assert not any(name.split('.')[0] == 'vllm' for name in sys.modules)"
+    code = """
+import sys
+import fused_moe.vllm
+assert "vllm" not in sys.modules
+sys.modules["vllm"] = None
+try:
+    fused_moe.vllm.register()
+except ImportError as error:
+    assert "fused_moe.vllm needs vLLM: pip install vllm" in str(error), error
+else:
+    raise AssertionError("no ImportError")
+"""
     subprocess.run([sys.executable, "-c", code], check=True)

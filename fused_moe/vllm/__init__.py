@@ -11,6 +11,7 @@ do not.
 from __future__ import annotations
 
 import importlib
+import logging
 import os
 
 __all__ = ["register"]
@@ -18,29 +19,36 @@ __all__ = ["register"]
 # Modules with a `register`, each of which may fail on its own. FUSED_MOE_VLLM may name some.
 PARTS = ("unquantized", "fp8_block", "int4", "mxfp4")
 
+logger = logging.getLogger("vllm.fused_moe")  # vLLM shows only loggers below "vllm"
+
 
 def register() -> None:
     """Makes vLLM take these kernels for the MoE layers that it builds from now on.
 
-    Calling it again does no harm. It never raises: a vLLM whose interface differs is left as it is, and a
-    warning says why. Source: vLLM's plugin system, 0.33.0.
+    Calling it again does no harm. A vLLM whose interface differs is left as it is, and a warning says why.
+    Source: vLLM's plugin system, 0.33.0.
+
+    Raises:
+        ImportError: there is no vLLM.
     """
     chosen = os.environ.get("FUSED_MOE_VLLM", "1")
-    if chosen == "0":
+    parts = {"0": (), "1": PARTS}.get(chosen, chosen.split(","))
+    if unknown := set(parts) - {*PARTS}:
+        expected, found = ", ".join(("0", "1", *PARTS)), ", ".join(map(repr, sorted(unknown)))
+        logger.warning("vLLM's own experts are used: FUSED_MOE_VLLM expected %s, found %s", expected, found)
         return
-    from vllm import __version__
-    from vllm.logger import init_logger
-
+    try:
+        from vllm import __version__
+    except ImportError as error:
+        raise ImportError(f"fused_moe.vllm needs vLLM: pip install vllm ({error})") from error
     failed: dict[str, list[str]] = {}
-    for part in PARTS if chosen == "1" else chosen.split(","):
+    for part in parts:
         try:
-            if part not in PARTS:
-                raise ValueError(f"FUSED_MOE_VLLM expected to name {', '.join(PARTS)}, found {part!r}")
             importlib.import_module(f".{part}", __name__).register()
         except Exception as error:  # an engine without us is better than none
             failed.setdefault(f"{type(error).__name__}: {error}", []).append(part)
-    for error, parts in failed.items():
-        init_logger("vllm.fused_moe").warning(
+    for error, names in failed.items():
+        logger.warning(
             "fused_moe does not fit vLLM %s, whose own experts are used (%s layers): %s",
-            __version__, ", ".join(parts), error,
+            __version__, ", ".join(names), error,
         )  # fmt: skip

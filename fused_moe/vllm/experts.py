@@ -24,13 +24,10 @@ Formats = mk.FusedMoEActivationFormat
 
 
 class FusedMoEExperts(mk.FusedMoEExpertsModular):
-    """w13 (E, 2F, D), or (E, F, D) without a gate, and w2 (E, D, F), bfloat16 or float16.
+    """w13 (E, 2F, D), or (E, F, D) without a gate, and w2 (E, D, F): Tensors or QuantizedWeights."""
 
-    A subclass whose weights are stored in another way overrides `_supports_quant_scheme` and `operands`.
-    """
-
-    def __init__(self, moe_config, quant_config, **batched):
-        super().__init__(moe_config, quant_config, **batched)
+    def __init__(self, moe_config, quant_config, max_num_tokens=None, num_dispatchers=None):
+        super().__init__(moe_config, quant_config, max_num_tokens, num_dispatchers)
         self.arguments = activation_arguments(moe_config.activation, moe_config, quant_config)
 
     # --- what vLLM asks before it takes the class ---
@@ -79,10 +76,6 @@ class FusedMoEExperts(mk.FusedMoEExpertsModular):
 
     # --- the computation ---
 
-    def operands(self, w1: torch.Tensor, w2: torch.Tensor) -> tuple:
-        """w13 and w2 as `fused_experts` takes them, of vLLM's parameters w1 and w2."""
-        return w1, w2
-
     def apply(
         self, output, hidden_states, w1, w2, topk_weights, topk_ids, activation, global_num_experts,
         expert_map, a1q_scale, a2_scale, workspace13, workspace2, expert_tokens_meta,
@@ -90,15 +83,15 @@ class FusedMoEExperts(mk.FusedMoEExpertsModular):
     ):  # fmt: skip
         if apply_router_weight_on_input:  # vLLM's prepare has multiplied the input
             topk_weights = torch.ones_like(topk_weights)
-        w1, w2 = self.operands(w1, w2)
         fused_moe.fused_experts(
             hidden_states, w1, w2, None, topk_weights, topk_ids,
             b1=self.w1_bias, b2=self.w2_bias, expert_map=expert_map, out=output, **self.arguments,
         )  # fmt: skip
 
 
-def why_not(cls: type[FusedMoEExperts], moe_config, weight_key=None, activation_key=None) -> str | None:
-    """Why the experts of a layer cannot run on a class of ours; None if they can. It never raises."""
+def why_not(moe_config) -> str | None:
+    """Why the experts of a layer cannot run here, however its weights are stored; None if they can. It never
+    raises."""
     try:
         if moe_config.moe_backend != "auto":
             return f"--moe-backend {moe_config.moe_backend}"
@@ -112,7 +105,8 @@ def why_not(cls: type[FusedMoEExperts], moe_config, weight_key=None, activation_
         activation_arguments(moe_config.activation, moe_config)
         batched = moe_config.moe_parallel_config.use_batched_activation_format
         activation_format = Formats.BatchedExperts if batched else Formats.Standard
-        return cls.is_supported_config(cls, moe_config, weight_key, activation_key, activation_format)[1]
+        cls = FusedMoEExperts
+        return cls.is_supported_config(cls, moe_config, None, None, activation_format)[1]
     except NotImplementedError as error:
         return str(error)
     except Exception as error:  # an engine without us is better than none
@@ -128,7 +122,7 @@ def why_no_kernels() -> str | None:
 
 def check_interface() -> None:
     """TypeError where a method that vLLM calls takes other arguments than ours: it is another vLLM's."""
-    for name in ("workspace_shapes", "apply"):
+    for name in ("__init__", "workspace_shapes", "apply"):
         theirs, ours = (
             [*inspect.signature(getattr(cls, name)).parameters]
             for cls in (mk.FusedMoEExpertsModular, FusedMoEExperts)

@@ -148,7 +148,7 @@ def method_of(theirs, layer: RoutedExperts) -> tuple[object, str | None]:
     cls = METHODS.get(type(theirs))
     if cls is None:
         return theirs, f"method {type(theirs).__name__}"
-    if (reason := why_not(FusedMoEExperts, layer.moe_config)) is not None:
+    if (reason := why_not(layer.moe_config)) is not None:
         return theirs, reason
     try:
         ours = object.__new__(cls)

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from vllm.logger import init_logger
-
-logger = init_logger("vllm.fused_moe")  # vLLM shows only loggers below "vllm"
+from . import logger
 
 _layers: Counter[str | None] = Counter()  # since the last line: why not -> layers
 

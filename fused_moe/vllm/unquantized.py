@@ -17,7 +17,7 @@ class FusedMoEMethod(UnquantizedFusedMoEMethod):
 
     def __init__(self, moe):
         super().__init__(moe)
-        reason = why_not(FusedMoEExperts, moe)
+        reason = why_not(moe)
         report.count(reason)
         if reason is None:
             self.experts_cls = FusedMoEExperts
