@@ -1,6 +1,17 @@
 """fused_moe.vllm: layers of vLLM's factory through vLLM's runner, against the same in plain PyTorch."""
 
-from vllm_harness import PACKAGES, build_layer, load, make_layer, ours, route, run, vllm_config  # noqa: F401
+from vllm_harness import (  # noqa: F401
+    PACKAGES,
+    build_layer,
+    load,
+    make_layer,
+    ours,
+    route,
+    run,
+    sleep,
+    vllm_config,
+    wake,
+)  # fmt: skip
 
 # isort: split
 import logging
@@ -321,20 +332,6 @@ def fresh(config, weights, **settings):
     list(layer.load_weights(weights.items()))
     load(layer)
     return layer
-
-
-def sleep(layer) -> dict:
-    """The weights' memory is freed, as vLLM's allocator does; what it kept on the host."""
-    kept = {name: p.detach().clone() for name, p in layer.routed_experts.named_parameters()}
-    for parameter in layer.routed_experts.parameters():
-        parameter.untyped_storage().resize_(0)
-    return kept
-
-
-def wake(layer, kept):
-    for name, parameter in layer.routed_experts.named_parameters():
-        parameter.untyped_storage().resize_(parameter.numel() * parameter.element_size())
-        parameter.data.copy_(kept[name]) if kept else parameter.data.fill_(torch.nan)
 
 
 def update_in_place(config, layer, weights):

@@ -1,26 +1,43 @@
 """fused_moe.vllm: vLLM's quantised layers, loaded by vLLM, against the same weights in plain PyTorch."""
 
-from vllm_harness import build_layer, load, ours, route, run, vllm_config  # noqa: F401
+from vllm_harness import build_layer, load, ours, route, run, sleep, vllm_config, wake  # noqa: F401
 
 # isort: split
+import gc
+import logging
+import sys
+import weakref
+from types import SimpleNamespace
+
 import pytest
 import torch
 from cases import BF16
+from vllm.config.quantization import QuantizationConfigArgs, QuantSpec
+from vllm.distributed import get_ep_group
+from vllm.distributed.eplb.eplb_communicator import TorchDistGlooStagedEplbCommunicator
+from vllm.distributed.eplb.rebalance_execute import rearrange_expert_weights_inplace
 from vllm.distributed.parallel_state import get_tp_group
+from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.quantization.auto_awq import AutoAWQConfig
 from vllm.model_executor.layers.quantization.auto_gptq import AutoGPTQConfig
 from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import (
     CompressedTensorsConfig,
 )
+from vllm.model_executor.layers.quantization.experts_int8 import ExpertsInt8Config
 from vllm.model_executor.layers.quantization.fp8 import Fp8Config
 from vllm.model_executor.layers.quantization.moe_wna16 import MoeWNA16Config
-from vllm.model_executor.layers.quantization.mxfp4 import Mxfp4Config
+from vllm.model_executor.layers.quantization.mxfp4 import GptOssMxfp4Config, Mxfp4Config
 from vllm.model_executor.model_loader.reload import (
+    finalize_layerwise_reload,
+    initialize_layerwise_reload,
     record_metadata_for_reloading,
 )
 
+import fused_moe.vllm
 from fused_moe import reference
-from fused_moe.vllm import report
+from fused_moe.quantized import tiles
+from fused_moe.vllm import fp8_block as fp8_block_part
+from fused_moe.vllm import quantized, report
 from fused_moe.vllm.experts import FusedMoEExperts
 
 E, K, D, F, GROUP = 4, 2, 256, 128, 64
@@ -99,8 +116,8 @@ def compressed(format, weights, inputs=None):
     )
 
 
-def compressed_int4_config(symmetric=True, bits=4, group_size=GROUP, actorder=None):
-    weights = {"num_bits": bits, "type": "int", "symmetric": symmetric, "actorder": actorder}
+def compressed_int4_config(symmetric=True, bits=4, group_size=GROUP):
+    weights = {"num_bits": bits, "type": "int", "symmetric": symmetric}
     return compressed("pack-quantized", {**weights, "strategy": "group", "group_size": group_size})
 
 
@@ -141,11 +158,11 @@ FORMATS = {
 }
 
 
-def checkpoint(make):
+def checkpoint(name):
     """What a model has for the layer: (name, tensor) for each, and {projection: its values (E, out, in)}."""
     tensors, values = [], {}
     for projection, shape in SHAPES.items():
-        made = [make(*shape) for _ in range(E)]
+        made = [FORMATS[name][1](*shape) for _ in range(E)]
         tensors += [
             (f"{e}.{projection}.{n}", t) for e, (named, _) in enumerate(made) for n, t in named.items()
         ]
@@ -153,33 +170,349 @@ def checkpoint(make):
     return tensors, values
 
 
-def layer_of(config, name, tensors, **settings):
-    make_config, _ = FORMATS[name]
-    layer = build_layer(config, E, K, D, F, quant_config=make_config(), **settings)
+def layer_of(config, name, tensors):
+    """A layer that has loaded a checkpoint, as vLLM's loader does it."""
+    layer = build_layer(config, E, K, D, F, quant_config=FORMATS[name][0]())
     record_metadata_for_reloading(layer)
-    list(layer.routed_experts.load_weights(tensors))
+    list(layer.load_weights(tensors))
     load(layer)
     return layer
-
-
-def expected(x, logits, values):
-    scores, ids = route(x, logits, K, True)
-    gate, up, down = (values[name] for name in SHAPES)
-    return reference.fused_experts(x.float(), gate, down, up, scores, ids)
 
 
 def inputs(T=5):
     return torch.randn(T, D, dtype=BF16), torch.randn(T, E, dtype=BF16)
 
 
-# --- each format ------------------------------------------------------------------------------------------
+def check(out, x, logits, values):
+    scores, ids = route(x, logits, K, True)
+    gate, up, down = (values[name] for name in SHAPES)
+    expected = reference.fused_experts(x.float(), gate, down, up, scores, ids)
+    torch.testing.assert_close(out.float(), expected, atol=0.06, rtol=0.02)
+
+
+def dequantized(layer):
+    """w13 and w2 as the layer's next call would read them."""
+    experts = layer.routed_experts
+    return [packed.of(experts).dequantize(torch.float32) for packed in experts.quant_method._packed]
+
+
+def bits(layer):
+    return {name: p.detach().clone().view(torch.uint8) for name, p in layer.routed_experts.named_parameters()}
+
+
+def same_bits(layer, other):
+    found, expected = bits(layer), bits(other)
+    return found.keys() == expected.keys() and all(torch.equal(found[n], expected[n]) for n in found)
+
+
+@pytest.fixture
+def in_tiles(monkeypatch):
+    """Weights are kept as on Hopper, whose kernels the CPU has not: nothing is computed."""
+    monkeypatch.setattr(tiles, "are_wanted", lambda device, shape: tiles.fit(shape))
+
+
+# --- what a layer computes ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_layer(config, name):
-    tensors, values = checkpoint(FORMATS[name][1])
+    tensors, values = checkpoint(name)
+    layer, (x, logits) = layer_of(config, name, tensors), inputs()
+    assert type(ours(layer)) is FusedMoEExperts
+    check(run(config, layer, x, logits), x, logits, values)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_tiles(config, name, in_tiles):
+    """The parameters are tiles of the checkpoint's values."""
+    tensors, values = checkpoint(name)
     layer = layer_of(config, name, tensors)
+    w13, w2 = dequantized(layer)
+    assert torch.equal(w13, torch.cat([values["gate_proj"], values["up_proj"]], 1))
+    assert torch.equal(w2, values["down_proj"])
+    assert all(p.is_contiguous() and len(p) == E for p in layer.routed_experts.parameters())
+
+
+def test_gpt_oss(config, monkeypatch):
+    """Its gate and up rows alternate, and vLLM's loader takes all experts at a time."""
+    monkeypatch.setattr(config, "model_config", SimpleNamespace(dtype=BF16, quantization_config=None))
+    settings = {"activation": "swigluoai", "has_bias": True}
+    layer = build_layer(config, E, K, D, F, quant_config=GptOssMxfp4Config(), **settings)
+    made = {stem: [mxfp4(*shape) for _ in range(E)] for stem, shape in (("w13", (2 * F, D)), ("w2", (D, F)))}
+    experts = layer.routed_experts
+    for stem, matrices in made.items():
+        loaded = {n: torch.stack([named[n] for named, _ in matrices]) for n in ("weight", "weight_scale")}
+        loaded["bias"] = torch.randn(E, len(matrices[0][1]), dtype=BF16)
+        for name, tensor in loaded.items():
+            parameter = getattr(experts, f"{stem}_{name}")
+            parameter.weight_loader(parameter, tensor, weight_name=name, shard_id=None, expert_id=None)
+    load(layer)
     assert type(ours(layer)) is FusedMoEExperts
     x, logits = inputs()
+    w13, w2 = (torch.stack([values for _, values in made[stem]]) for stem in ("w13", "w2"))
+    scores, ids = route(x, logits, K, True)
+    b13, b2 = experts.w13_bias.float(), experts.w2_bias.float()
+    expected = torch.zeros(len(x), D)
+    for slot in range(K):
+        e = ids[:, slot]
+        h = torch.einsum("td,tfd->tf", x.float(), w13[e]) + b13[e]
+        gate, up = h[:, 0::2].clamp(max=7), h[:, 1::2].clamp(-7, 7)
+        a = gate * torch.sigmoid(1.702 * gate) * (up + 1)
+        expected += scores[:, slot, None] * (torch.einsum("tf,tdf->td", a, w2[e]) + b2[e])
+    torch.testing.assert_close(run(config, layer, x, logits).float(), expected, atol=0.05, rtol=0.05)
+
+
+@pytest.mark.parametrize("name", ("fp8_block", "compressed int4", "mxfp4"))
+def test_expert_map(config, name, monkeypatch):
+    """A rank's experts are some of all: the others' slots add nothing."""
+    tensors, values = checkpoint(name)
+    layer, (x, logits) = layer_of(config, name, tensors), inputs()
+    place = torch.tensor([2, -1, 0, -1], dtype=torch.int32)
+    monkeypatch.setitem(layer.routed_experts._buffers, "_expert_map", place)
     out = run(config, layer, x, logits)
-    torch.testing.assert_close(out.float(), expected(x, logits, values), atol=0.02, rtol=0.02)
+    values = {n: torch.where(place[:, None, None] < 0, 0, v[place.long()]) for n, v in values.items()}
+    check(out, x, logits, values)
+
+
+def test_biases_of_gptq(config):
+    """vLLM makes some in any case; those that the checkpoint has count."""
+    tensors, values = checkpoint("gptq")
+    layer, (x, logits) = layer_of(config, "gptq", tensors), inputs()
+    assert ours(layer).w1_bias is None and ours(layer).w2_bias is None
+    biases = [(f"{e}.down_proj.bias", torch.randn(D, dtype=BF16)) for e in range(E)]
+    layer = layer_of(config, "gptq", tensors + biases)
+    scores, ids = route(x, logits, K, True)
+    added = (torch.stack([b for _, b in biases]).float()[ids.long()] * scores[..., None]).sum(1)
+    check(run(config, layer, x, logits).float() - added, x, logits, values)
+
+
+# --- weights that change ------------------------------------------------------------------------------
+
+
+def reload(layer, tensors):
+    """vLLM's reload_weights: loaded into new memory, processed, copied into the old."""
+    initialize_layerwise_reload(layer)
+    list(layer.load_weights(tensors))
+    finalize_layerwise_reload(layer, SimpleNamespace(dtype=BF16))
+
+
+def places(layer):
+    return {name: p.data_ptr() for name, p in layer.routed_experts.named_parameters()}
+
+
+@pytest.mark.parametrize("level", (1, 2), ids=("sleep 1", "sleep 2"))
+@pytest.mark.parametrize("name", FORMATS)
+def test_updates(config, name, level):
+    """Three updates with sleep and wake between: each time the bits of a layer that has loaded them."""
+    layer, (x, logits) = layer_of(config, name, checkpoint(name)[0]), inputs()
+    before = run(config, layer, x, logits)
+    for _ in range(3):
+        tensors, values = checkpoint(name)
+        kept = sleep(layer)
+        with pytest.raises(RuntimeError, match="storage"):
+            run(config, layer, x, logits)
+        wake(layer, kept)
+        assert torch.equal(run(config, layer, x, logits), before)
+        if level == 2:  # which discards weights
+            for parameter in layer.routed_experts.parameters():
+                parameter.data.view(torch.uint8).fill_(255)
+        reload(layer, tensors)
+        after = run(config, layer, x, logits)
+        assert torch.equal(after, run(config, layer_of(config, name, tensors), x, logits))
+        check(after, x, logits, values)
+        before = after
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_updates_of_tiles(config, name, in_tiles):
+    """The same in tiles, which keep their memory: CUDA graphs read it."""
+    layer = layer_of(config, name, checkpoint(name)[0])
+    before = places(layer)
+    for _ in range(3):
+        tensors, _ = checkpoint(name)
+        reload(layer, tensors)
+        fresh = layer_of(config, name, tensors)
+        assert same_bits(layer, fresh) and places(layer) == before
+        assert all(map(torch.equal, dequantized(layer), dequantized(fresh)))
+
+
+def test_zero_points_that_come_and_go(config, in_tiles):
+    """Zero points that are all 0 are kept: the next ones are written over them."""
+    name = "compressed int4, zero points"
+    tensors, _ = checkpoint(name)
+    zero = 0x88888888 - 2**32
+    without = [(n, torch.full_like(t, zero) if "zero_point" in n else t) for n, t in tensors]
+    for first, second in ((tensors, without), (without, tensors)):
+        layer = layer_of(config, name, first)
+        before = places(layer)
+        reload(layer, second)
+        assert same_bits(layer, layer_of(config, name, second)) and places(layer) == before
+
+
+def test_a_reload_leaves_no_memory(config, in_tiles, monkeypatch):
+    """The weights that a reload packed are gone when they have been copied."""
+    layer = layer_of(config, "fp8_block", checkpoint("fp8_block")[0])
+    made, pack = [], quantized.QuantizedMethod._pack
+
+    def pack_and_note(self, layer, stem):
+        packed = pack(self, layer, stem)
+        made.extend(weakref.ref(layer._parameters[name]) for name in packed.names.values())
+        return packed
+
+    monkeypatch.setattr(quantized.QuantizedMethod, "_pack", pack_and_note)
+    reload(layer, checkpoint("fp8_block")[0])
+    gc.collect()
+    assert len(made) == 4 and not any(parameter() is not None for parameter in made)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_write_that_would_be_lost(config, name, in_tiles):
+    """load_weights alone cannot follow: it raises, and the weights stay."""
+    layer = layer_of(config, name, checkpoint(name)[0])
+    before = bits(layer)
+    tensors, _ = checkpoint(name)
+    of_weights = ("weight", "weight_packed", "weight_scale", "weight_scale_inv", "qweight", "scales")
+    for entry in tensors:
+        if entry[0].rsplit(".", 1)[1] in of_weights:
+            with pytest.raises(RuntimeError, match="is packed by fused_moe: update weights by vLLM's"):
+                list(layer.load_weights([entry]))
+    assert all(torch.equal(p, before[n]) for n, p in bits(layer).items())
+
+
+def test_a_write_into_published_weights(config):
+    """Where weights are as published, load_weights alone is followed."""
+    tensors, values = checkpoint("fp8_block")
+    layer, (x, logits) = layer_of(config, "fp8_block", checkpoint("fp8_block")[0]), inputs()
+    list(layer.load_weights(tensors))
+    check(run(config, layer, x, logits), x, logits, values)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_experts_that_move(config, name, in_tiles):
+    """vLLM's EPLB moves experts between places in place, tiles and their scales alike."""
+    layer = layer_of(config, name, checkpoint(name)[0])
+    assert layer.routed_experts.quant_method.supports_eplb
+    weights, group = list(layer.routed_experts.get_expert_weights()), get_ep_group()
+    for _ in range(3):
+        before, order = dequantized(layer), torch.randperm(E)
+        rearrange_expert_weights_inplace(
+            torch.arange(E)[None], order[None], [weights], [torch.empty_like(t) for t in weights],
+            group.cpu_group, TorchDistGlooStagedEplbCommunicator(group.cpu_group),
+        )  # fmt: skip
+        after = dequantized(layer)
+        assert all(torch.equal(new, old[order]) for new, old in zip(after, before, strict=True))
+
+
+# --- what is not taken --------------------------------------------------------------------------------
+
+NOT_TAKEN = {
+    "fp8 with scales of blocks of [64, 64]": (lambda: fp8_config((64, 64)), {}),
+    "fp8 with scales of matrices or rows": (lambda: fp8_config(None), {}),
+    "widths (320, 128), not multiples of 128": (fp8_config, {"dim": 320}),
+    "integers of 8 bits": (lambda: compressed_int4_config(bits=8), {}),
+    "int4 with groups of 16 columns, not of 32 or 64 or 128": (
+        lambda: compressed_int4_config(group_size=16),
+        {},
+    ),
+    "AWQ without zero points": (lambda: AutoAWQConfig(4, GROUP, False, False), {}),
+    "widths (256, 96), not multiples of 64": (lambda: gptq_config(group_size=32), {"hidden_dim": 96}),
+    "widths (288, 128), not multiples of 64": (Mxfp4Config, {"dim": 288}),
+    "activation swiglustep": (fp8_config, {"activation": "swiglustep"}),
+    "dtype torch.float32": (fp8_config, {"dtype": torch.float32}),
+    "method Int8OnlineMoEMethod": (ExpertsInt8Config, {}),
+}
+
+
+@pytest.mark.parametrize("reason", NOT_TAKEN)
+def test_not_taken(config, reason):
+    """Such a layer keeps vLLM's method."""
+    make_config, settings = NOT_TAKEN[reason]
+    sizes = {"num_experts": E, "top_k": K, "dim": D, "hidden_dim": F, **settings}
+    layer = build_layer(config, quant_config=make_config(), **sizes)
+    assert not isinstance(layer.routed_experts.quant_method, quantized.QuantizedMethod)
+    assert report._layers == {reason: 1}
+
+
+def test_a_backend_that_was_asked_for(config, monkeypatch):
+    monkeypatch.setattr(config.kernel_config, "moe_backend", "triton")
+    layer = build_layer(config, E, K, D, F, quant_config=fp8_config())
+    assert report._layers == {"--moe-backend triton": 1}
+    assert not isinstance(layer.routed_experts.quant_method, quantized.QuantizedMethod)
+
+
+def test_activations_that_were_asked_for(config, monkeypatch):
+    """By the user, not by the checkpoint's configuration."""
+    asked = QuantizationConfigArgs(moe=QuantSpec(activation="fp8_per_tensor_dynamic"))
+    monkeypatch.setattr(config, "model_config", SimpleNamespace(dtype=BF16, quantization_config=asked))
+    build_layer(config, E, K, D, F, quant_config=Mxfp4Config())
+    [reason] = report._layers
+    assert reason.startswith("--quantization-config asks for activations of")
+
+
+def test_lines_of_the_log(config, caplog, monkeypatch):
+    """The second one says that activations are not quantised, as the checkpoint's configuration asks for."""
+    caplog.set_level(logging.INFO, "vllm")
+    monkeypatch.setattr(fp8_block_part.logger, "info_once", fp8_block_part.logger.info)
+    layer_of(config, "fp8_block", checkpoint("fp8_block")[0])
+    own = [record.getMessage() for record in caplog.records if record.name == report.logger.name]
+    assert own[0] == "fused_moe runs the experts of 1 of 1 MoE layers"
+    assert "which are not quantised (W8A16); FUSED_MOE_VLLM=unquantized,int4,mxfp4 keeps" in own[1]
+
+
+# --- registration -------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def unregistered(config, monkeypatch):
+    """vLLM as it is before our plugin has been loaded."""
+    monkeypatch.setattr(RoutedExperts, "_get_quant_method", quantized.THEIRS)
+    monkeypatch.setattr(quantized, "METHODS", {})
+    return monkeypatch
+
+
+def taken(config, name):
+    layer = build_layer(config, E, K, D, F, quant_config=FORMATS[name][0]())
+    return isinstance(layer.routed_experts.quant_method, quantized.QuantizedMethod)
+
+
+def test_registered_once(unregistered, config):
+    for _ in range(2):
+        fused_moe.vllm.register()
+        assert RoutedExperts._get_quant_method is quantized.get_quant_method
+        assert taken(config, "fp8_block")
+    assert report._layers == {None: 2}
+
+
+def test_parts(unregistered, config):
+    """FUSED_MOE_VLLM names the parts that are on."""
+    unregistered.setenv("FUSED_MOE_VLLM", "unquantized,int4")
+    fused_moe.vllm.register()
+    assert [taken(config, name) for name in ("fp8_block", "gptq", "mxfp4")] == [False, True, False]
+
+
+def test_another_interface(unregistered, config, caplog):
+    """One clear line, and vLLM's own experts."""
+    unregistered.setattr(quantized, "THEIRS", lambda self, prefix: None)
+    fused_moe.vllm.register()
+    [message] = caplog.messages
+    assert "(fp8_block, int4, mxfp4 layers): TypeError: _get_quant_method expected to take" in message
+    assert RoutedExperts._get_quant_method is not quantized.get_quant_method
+
+
+def test_a_name_that_is_gone(unregistered, config, caplog):
+    """The other formats are taken."""
+    unregistered.delattr("vllm.model_executor.layers.quantization.auto_awq.AutoAWQMoEMethod")
+    unregistered.delitem(sys.modules, "fused_moe.vllm.int4")
+    fused_moe.vllm.register()
+    [message] = caplog.messages
+    assert "(int4 layers): ImportError" in message and "AutoAWQMoEMethod" in message
+    assert taken(config, "fp8_block") and not taken(config, "compressed int4")
+
+
+def test_a_method_that_fails(unregistered, config):
+    """An error of ours keeps vLLM's method."""
+    unregistered.setattr(quantized, "widths_of", None)
+    fused_moe.vllm.register()
+    assert not taken(config, "fp8_block")
+    [reason] = report._layers
+    assert reason.startswith("TypeError")

@@ -114,3 +114,17 @@ def run(config, layer, x, logits):
     """The layer as a model calls it: by vllm::moe_forward, which finds the layer in the forward context."""
     with torch.inference_mode(), set_forward_context(None, config, num_tokens=x.size(0)):
         return layer(x, logits)
+
+
+def sleep(layer) -> dict:
+    """The weights' memory is freed, as vLLM's allocator does; what it kept on the host."""
+    kept = {name: p.detach().clone() for name, p in layer.routed_experts.named_parameters()}
+    for parameter in layer.routed_experts.parameters():
+        parameter.untyped_storage().resize_(0)
+    return kept
+
+
+def wake(layer, kept):
+    for name, parameter in layer.routed_experts.named_parameters():
+        parameter.untyped_storage().resize_(parameter.numel() * parameter.element_size())
+        parameter.data.copy_(kept[name]) if kept else parameter.data.fill_(torch.nan)

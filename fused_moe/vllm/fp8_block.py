@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from vllm.logger import init_logger
 from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe.compressed_tensors_moe_w8a8_fp8 import (  # noqa: E501
     CompressedTensorsW8A8Fp8MoEMethod,
 )
@@ -11,8 +10,7 @@ from vllm.model_executor.layers.quantization.fp8 import Fp8MoEMethod
 from ..quantized import from_fp8_block
 from ..quantized.formats import BLOCK
 from . import quantized
-
-logger = init_logger("vllm.fused_moe")
+from .report import logger
 
 
 class _Fp8Block(quantized.QuantizedMethod):
@@ -31,11 +29,11 @@ class _Fp8Block(quantized.QuantizedMethod):
         )
 
     def process_weights_after_loading(self, layer):
+        super().process_weights_after_loading(layer)
         logger.info_once(
             "fused_moe multiplies fp8 weights by activations of 16 bits, which are not quantised (W8A16); "
             "FUSED_MOE_VLLM=unquantized,int4,mxfp4 keeps vLLM's experts for them"
         )
-        super().process_weights_after_loading(layer)
 
 
 class FusedMoEFp8Method(_Fp8Block, Fp8MoEMethod):

@@ -1,9 +1,11 @@
-"""int4 with scales of groups: compressed-tensors' pack-quantized, GPTQ and AWQ."""
+"""int4 with scales of groups: compressed-tensors' pack-quantized, GPTQ and AWQ.
+
+vLLM itself refuses act-order (g_idx), which scatters the columns of a group.
+"""
 
 from __future__ import annotations
 
 import torch
-from compressed_tensors.quantization import ActivationOrdering
 from vllm.model_executor.layers.quantization.auto_awq import AutoAWQMoEMethod
 from vllm.model_executor.layers.quantization.auto_gptq import AutoGPTQMoEMethod
 from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe.compressed_tensors_moe_wna16 import (  # noqa: E501
@@ -19,19 +21,16 @@ from . import quantized
 class _Int4(quantized.QuantizedMethod):
     NAMES = {"data": "qweight", "scale": "scales", "zero": "qzeros"}
 
-    def scheme(self) -> tuple[int, int, bool]:
-        """Bits of a code, columns of a group, and whether act-order scatters these columns."""
-        config = self.quant_config
-        return config.weight_bits, config.group_size, bool(getattr(config, "desc_act", False))
+    def scheme(self) -> tuple[int, int]:
+        """Bits of a code, and columns of a group."""
+        return self.quant_config.weight_bits, self.quant_config.group_size
 
     def why_not(self, layer):
-        bits, group_size, is_act_order = self.scheme()
+        bits, group_size = self.scheme()
         if bits != 4:
             return f"integers of {bits} bits"
         if group_size not in GROUPS:
             return f"int4 with groups of {group_size} columns, not of {' or '.join(map(str, GROUPS))}"
-        if is_act_order:
-            return "int4 with act-order (g_idx), which scatters a group's columns"
         widths = quantized.widths_of(layer)
         if any(width % group_size for width in widths):
             return f"widths {widths}, not multiples of a group's {group_size} columns"
@@ -60,7 +59,7 @@ class FusedMoECompressedInt4Method(_Int4, CompressedTensorsWNA16MoEMethod):
     NAMES = {"data": "weight_packed", "scale": "weight_scale", "zero": "weight_zero_point"}
 
     def scheme(self):
-        return self.num_bits, self.group_size, self.weight_quant.actorder == ActivationOrdering.GROUP
+        return self.num_bits, self.group_size
 
     def read(self, published):
         return self.packed(published["data"], published["scale"], published.get("zero"))
@@ -72,11 +71,10 @@ class FusedMoEGptqMethod(_Int4, AutoGPTQMoEMethod):
     def read(self, published):
         return self.packed(published["data"].mT, published["scale"].mT, None)
 
-    def _biases(self, layer):
-        """Those that the checkpoint had; vLLM makes some in any case."""
-        names, biases = ("w13_bias", "w2_bias"), super()._biases(layer)
-        loaded = layer._loaded_expert_biases
-        return tuple(bias if name in loaded else None for name, bias in zip(names, biases, strict=True))
+    def process_weights_after_loading(self, layer):
+        for name in {"w13_bias", "w2_bias"} - layer._loaded_expert_biases:  # made in any case, but not loaded
+            layer.register_parameter(name, None)
+        super().process_weights_after_loading(layer)
 
 
 class FusedMoEAwqMethod(_Int4, AutoAWQMoEMethod):

@@ -19,12 +19,12 @@ Activations stay in 16 bits, whatever the checkpoint's configuration says about 
 
 from __future__ import annotations
 
-import functools
 import inspect
 from typing import NamedTuple
 
 import torch
 import vllm.model_executor.layers.fused_moe.modular_kernel as mk
+from vllm.config import get_current_vllm_config
 from vllm.model_executor.layers.fused_moe.all2all_utils import maybe_make_prepare_finalize
 from vllm.model_executor.layers.fused_moe.config import biased_moe_quant_config
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
@@ -37,11 +37,13 @@ from ..quantized.formats import FORMATS
 from . import report
 from .experts import FusedMoEExperts, check_interface, why_not
 
+THEIRS = RoutedExperts._get_quant_method
 METHODS: dict[type, type] = {}  # vLLM's method: our subclass of it
 
 
 class Packed(NamedTuple):
-    """A weight, and which parameters of the layer its parameters are."""
+    """A weight, and which parameters of the layer are its own. Between calls it may have none: those of a
+    reload must not outlive it."""
 
     weight: QuantizedWeight
     names: dict[str, str]
@@ -92,7 +94,7 @@ class QuantizedMethod:
     def get_fused_moe_quant_config(self, layer: RoutedExperts):
         """Activations are not quantised; there are only biases and the activation's constants."""
         return biased_moe_quant_config(
-            *self._biases(layer),
+            *_biases(layer),
             gemm1_alpha=layer.swiglu_alpha,
             gemm1_beta=layer.swiglu_beta,
             gemm1_clamp_limit=layer.swiglu_limit,
@@ -100,7 +102,7 @@ class QuantizedMethod:
 
     def apply(self, layer, x, topk_weights, topk_ids, shared_experts, shared_experts_input):
         w13, w2 = (packed.of(layer) for packed in self._packed)
-        self.moe_quant_config._w1.bias, self.moe_quant_config._w2.bias = self._biases(layer)
+        self.moe_quant_config._w1.bias, self.moe_quant_config._w2.bias = _biases(layer)
         return self.moe_kernel.apply(
             x, w13, w2, topk_weights, topk_ids, activation=layer.activation,
             global_num_experts=layer.global_num_experts, expert_map=layer.expert_map,
@@ -110,37 +112,41 @@ class QuantizedMethod:
 
     # --- the layer's parameters ---
 
-    def _biases(self, layer: RoutedExperts) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        return layer._parameters.get("w13_bias"), layer._parameters.get("w2_bias")
-
     def _pack(self, layer: RoutedExperts, stem: str) -> Packed:
         """Puts what a QuantizedWeight keeps in the place of the published parameters."""
         names = {part: stem + name for part, name in self.NAMES.items()}
-        given = {part: layer._parameters.get(name) for part, name in names.items()}
-        weight = self.read({part: p.data for part, p in given.items() if p is not None})
-        own = {part: name for part, name in FORMATS[weight.format].names.items() if part in names}
+        published = {part: layer._parameters.get(name) for part, name in names.items()}
+        weight = self.read({part: p.data for part, p in published.items() if p is not None})
+        kept = {part: tensor for part in names if (tensor := weight._of(part)) is not None}
         for part, name in names.items():
-            kept = weight._parameters[own[part]] if part in own else None
-            if kept is None:
+            if part not in kept:
                 layer.register_parameter(name, None)
                 continue
-            is_published = _is_same(kept, given[part])
-            replace_parameter(layer, name, kept.data)
+            is_published = _is_same(kept[part], published[part])
+            replace_parameter(layer, name, kept[part].data)
             if not is_published:
-                layer._parameters[name].weight_loader = functools.partial(_raise_loader, name)
-        kept_names = {own[part]: name for part, name in names.items() if layer._parameters[name] is not None}
-        return Packed(weight, kept_names)
+                layer._parameters[name].weight_loader = _loader_that_raises(name)
+        weight._parameters.update(dict.fromkeys(weight._parameters))
+        own = FORMATS[weight.format].names
+        return Packed(weight, {own[part]: names[part] for part in kept})
+
+
+def _biases(layer: RoutedExperts) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    return layer._parameters.get("w13_bias"), layer._parameters.get("w2_bias")
 
 
 def _is_same(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a.data_ptr() == b.data_ptr() and a.shape == b.shape and a.dtype == b.dtype
 
 
-def _raise_loader(name: str, *_, **__) -> None:
-    raise RuntimeError(
-        f"{name} is packed by fused_moe: update weights by vLLM's reload_weights, which loads published ones "
-        "and packs them again; load_weights alone does not. FUSED_MOE_VLLM=unquantized keeps vLLM's experts"
-    )
+def _loader_that_raises(name: str):
+    def weight_loader(*_, **__):
+        raise RuntimeError(
+            f"{name} is packed by fused_moe: update weights by vLLM's reload_weights, which loads published "
+            "ones and packs them again, not by load_weights alone"
+        )
+
+    return weight_loader
 
 
 def method_of(theirs, layer: RoutedExperts) -> tuple[object, str | None]:
@@ -153,10 +159,17 @@ def method_of(theirs, layer: RoutedExperts) -> tuple[object, str | None]:
     try:
         ours = object.__new__(cls)
         vars(ours).update(vars(theirs), experts_cls=FusedMoEExperts)
-        reason = ours.why_not(layer)
+        reason = _why_not_activations() or ours.why_not(layer)
     except Exception as error:  # an engine without us is better than none
         reason = f"{type(error).__name__}: {error}"
     return (ours, None) if reason is None else (theirs, reason)
+
+
+def _why_not_activations() -> str | None:
+    """The user may have asked for activations of fewer bits; that a checkpoint does is not enough."""
+    moe = getattr(getattr(get_current_vllm_config().model_config, "quantization_config", None), "moe", None)
+    activation = getattr(moe, "activation", None)
+    return None if activation is None else f"--quantization-config asks for activations of {activation}"
 
 
 def why_not_tiles(*widths: int) -> str | None:
@@ -169,26 +182,22 @@ def widths_of(layer: RoutedExperts) -> tuple[int, int]:
     return layer.moe_config.hidden_dim, layer.moe_config.intermediate_size_per_partition
 
 
+def get_quant_method(self, prefix, quant_config, moe_config):
+    """In the place of RoutedExperts._get_quant_method."""
+    method = THEIRS(self, prefix, quant_config, moe_config)
+    if not isinstance(method, UnquantizedFusedMoEMethod):
+        method, reason = method_of(method, self)
+        report.count(reason)
+    return method
+
+
 def register(*methods: type) -> None:
-    """Takes layers whose method is vLLM's first base of one of ours. TypeError where vLLM's differ."""
+    """Takes layers whose method is the second base of one of these. TypeError where vLLM's interface is
+    another."""
     check_interface()
-    theirs = RoutedExperts._get_quant_method
-    expected = ["self", "prefix", "quant_config", "moe_config"]
-    found = [*inspect.signature(theirs).parameters]
+    expected, found = ([*inspect.signature(f).parameters] for f in (get_quant_method, THEIRS))
     if found != expected:
         raise TypeError(f"_get_quant_method expected to take {', '.join(expected)}, found {', '.join(found)}")
     METHODS.update((ours.__bases__[1], ours) for ours in methods)
-    if not hasattr(theirs, "__wrapped__"):
-        RoutedExperts._get_quant_method = _get_quant_method(theirs)
-
-
-def _get_quant_method(theirs):
-    @functools.wraps(theirs)
-    def get_quant_method(self, prefix, quant_config, moe_config):
-        method = theirs(self, prefix, quant_config, moe_config)
-        if not isinstance(method, UnquantizedFusedMoEMethod):
-            method, reason = method_of(method, self)
-            report.count(reason)
-        return method
-
-    return get_quant_method
+    if RoutedExperts._get_quant_method is THEIRS:
+        RoutedExperts._get_quant_method = get_quant_method
