@@ -29,6 +29,7 @@ import vllm.model_executor.custom_op as custom_op
 import vllm.model_executor.layers.fused_moe.config as moe_config
 import vllm.model_executor.layers.fused_moe.modular_kernel as mk
 import vllm.model_executor.layers.fused_moe.prepare_finalize.naive_dp_ep as naive_dp_ep
+import vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method as vllm_method
 from cases import BF16, F16, F32, F64, LOOSE, assert_as_good
 from torch import nn
 from vllm import plugins
@@ -39,6 +40,7 @@ from vllm.distributed.eplb.rebalance_execute import rearrange_expert_weights_inp
 from vllm.model_executor.custom_op import op_registry_oot
 from vllm.model_executor.layers.fused_moe.eep_reconfigure import _make_eep_experts
 from vllm.model_executor.layers.fused_moe.experts.triton_moe import TritonExperts
+from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
 from vllm.model_executor.layers.fused_moe.prepare_finalize.no_dp_ep import MoEPrepareAndFinalizeNoDPEPModular
 from vllm.model_executor.model_loader.reload import (
     finalize_layerwise_reload,
@@ -159,6 +161,16 @@ def test_router_weight_on_input(config):
     scores, ids = route(x, logits, 1, True)
     scaled = x * scores.to(BF16)
     check(layer, run(config, layer, x, logits), scaled, torch.ones_like(scores), ids)
+
+
+def test_weights_stay_as_loaded(config, monkeypatch):
+    """vLLM rearranges weights for the backend that it would choose without us; here one that swaps halves."""
+    choice = UnquantizedMoeBackend.FLASHINFER_CUTLASS, TritonExperts
+    monkeypatch.setattr(vllm_method, "select_unquantized_moe_backend", lambda moe_config: choice)
+    layer, (x, logits) = fresh(config, checkpoint(0)), inputs()
+    gate = layer.routed_experts.w13_weight[0, :HIDDEN]
+    assert torch.equal(gate, checkpoint(0)["0.gate_proj.weight"])
+    check(layer, run(config, layer, x, logits), x, *route(x, logits, K, True))
 
 
 def test_shared_experts(config, monkeypatch):
@@ -496,6 +508,8 @@ def test_exchanges():
     backends = get_args(get_type_hints(ParallelConfig)["all2all_backend"])
     taken = {name for name in backends if supported(replace(parallel, all2all_backend=name))}
     assert taken == {"allgather_reducescatter", "deepep_high_throughput", "deepep_v2"}
+    tensor_parallel = moe_config.FusedMoEParallelConfig.make_no_parallel()
+    assert not supported(replace(tensor_parallel, all2all_backend="passthrough"))
 
 
 # --- registration -------------------------------------------------------------------------------------
@@ -508,9 +522,9 @@ def unregistered(config, monkeypatch):
     return op_registry_oot
 
 
-def test_registered_once(config):
+def test_registered_once(config, caplog):
     fused_moe.vllm.register()
-    assert op_registry_oot[unquantized.NAME] is unquantized.FusedMoEMethod
+    assert op_registry_oot[unquantized.NAME] is unquantized.FusedMoEMethod and not caplog.messages
 
 
 def test_switched_off(unregistered, monkeypatch):
