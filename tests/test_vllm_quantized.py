@@ -328,9 +328,10 @@ def test_updates_of_tiles(config, name, in_tiles):
     """The same in tiles, which keep their memory: CUDA graphs read it."""
     layer = layer_of(config, name, checkpoint(name)[0])
     before = places(layer)
-    for _ in range(3):
+    for step in range(3):
         tensors, _ = checkpoint(name)
-        reload(layer, tensors)
+        with torch.inference_mode(step == 2):
+            reload(layer, tensors)
         fresh = layer_of(config, name, tensors)
         assert same_bits(layer, fresh) and places(layer) == before
         assert all(map(torch.equal, dequantized(layer), dequantized(fresh)))
@@ -438,6 +439,12 @@ def test_a_backend_that_was_asked_for(config, monkeypatch):
     layer = build_layer(config, E, K, D, F, quant_config=fp8_config())
     assert report._layers == {"--moe-backend triton": 1}
     assert not isinstance(layer.routed_experts.quant_method, quantized.QuantizedMethod)
+
+
+def test_elastic_ranks(config, monkeypatch):
+    monkeypatch.setattr(config.parallel_config, "enable_elastic_ep", True)
+    build_layer(config, E, K, D, F, quant_config=fp8_config())
+    assert report._layers == {"elastic expert parallelism of quantised weights": 1}
 
 
 def test_activations_that_were_asked_for(config, monkeypatch):

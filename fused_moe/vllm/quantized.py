@@ -159,15 +159,19 @@ def method_of(theirs, layer: RoutedExperts) -> tuple[object, str | None]:
     try:
         ours = object.__new__(cls)
         vars(ours).update(vars(theirs), experts_cls=FusedMoEExperts)
-        reason = _why_not_activations() or ours.why_not(layer)
+        reason = _why_not_engine() or ours.why_not(layer)
     except Exception as error:  # an engine without us is better than none
         reason = f"{type(error).__name__}: {error}"
     return (ours, None) if reason is None else (theirs, reason)
 
 
-def _why_not_activations() -> str | None:
-    """The user may have asked for activations of fewer bits; that a checkpoint does is not enough."""
-    moe = getattr(getattr(get_current_vllm_config().model_config, "quantization_config", None), "moe", None)
+def _why_not_engine() -> str | None:
+    """What the user has asked the engine for; that a checkpoint asks for activations of fewer bits is not
+    enough. Elastic experts get other methods, which hand over parameters as kernels of vLLM's read them."""
+    config = get_current_vllm_config()
+    if config.parallel_config.enable_elastic_ep:
+        return "elastic expert parallelism of quantised weights"
+    moe = getattr(getattr(config.model_config, "quantization_config", None), "moe", None)
     activation = getattr(moe, "activation", None)
     return None if activation is None else f"--quantization-config asks for activations of {activation}"
 
