@@ -14,11 +14,12 @@ GPU and are timed in turns, so they have the same clocks and a host as busy.
 
 A record is one variant's figures for --batch requests of --prompt tokens that come at once. first_token_ms is
 the time until all of them have one token; tokens_per_s counts the tokens after that. Both are medians of
---repeats, whose values `samples` keeps. gpu_first_token_ms and gpu_step_us are the GPU's time in kernels,
-until the first token and in a decode step, from a profile of another run: where that is far below the time,
-the host is the limit. same_bits tells whether the tokens and log-probabilities of a request are the same
-alone and among the largest batch. Ratios compare with the stock engine of the same call, in the same mode;
-ratio_to_stock of fused_moe_invariant is to the engine that is not invariant.
+--repeats, whose values `samples` keeps. gpu_first_token_ms and gpu_step_us are the GPU's time until the
+first token and in a decode step, from a profile of another run: kernels, and gaps between them of at most 5
+microseconds. Where that is far below the time, the host is the limit. same_bits tells whether the tokens and
+log-probabilities of a request are the same alone and among the largest batch. Ratios compare with the stock
+engine of the same call, in the same mode; above 1, ours is faster. ratio_to_stock of fused_moe_invariant is
+to the engine that is not invariant.
 
 What vLLM's log says is in the record: `backends` that it chose for the experts, the file of its tuned `tiles`
 or none, its attention, and what our plugin says of the layers it runs, in `plugin`. A variant that fails has
@@ -54,6 +55,7 @@ SETTINGS = "BENCH_VLLM"  # the environment variable of an engine's process
 VOCABULARY = 32768
 NEW_TOKENS_OF_BITS = 64
 PROFILED = 16  # decode steps
+GAP = 5  # microseconds between two kernels that count as the GPU's; in a graph they are 1 or 2
 KERNELS, KERNEL_NAME = 6, 60  # those that take most of a step, and what is kept of their names
 PAGE = 32  # tokens of the cache that a request may have in an unfinished page, and more
 COMPILATION = {
@@ -195,9 +197,10 @@ class Engine:
         return time.perf_counter() - start
 
     def _kernels(self, *sizes: int) -> Counter:
-        """{name: microseconds} of what the GPU runs."""
-        found: Counter = Counter()
-        for launch in profiling.launches(lambda: self._generate(*sizes), steps=1):
+        """{name: microseconds} of what the GPU runs, with the gaps between kernels."""
+        ran = profiling.kernels(lambda: self._generate(*sizes), steps=1)
+        found = Counter({"gaps": profiling.short_gaps(ran, GAP)})
+        for launch in profiling.without_overlap(ran):
             found[launch.name] += launch.us
         return found
 
@@ -353,22 +356,28 @@ def run_variants(names: list[str], shape: str, dtype: str, options: argparse.Nam
     return found
 
 
-def compared(variant: str, run: dict, found: dict[str, dict], medians: dict[str, float]) -> dict:
+def compared(variant: str, run: dict, found: dict[str, dict]) -> dict:
     """Our ratios to the stock engines, for one batch and prompt; above 1, ours is faster."""
-    if not (medians and variant.startswith("fused_moe")):
+    if not ("samples" in run and variant.startswith("fused_moe")):
         return {}
     peer = variant.replace("fused_moe", "stock")
     ratios: dict = {}
     for name in dict.fromkeys((peer, "stock")):
-        theirs = [r for r in found.get(name, {}).get("runs", []) if r["batch"] == run["batch"]]
-        theirs = [medians_of(r) for r in theirs if r["prompt"] == run["prompt"]]
+        sizes = run["batch"], run["prompt"]
+        theirs = [r for r in found.get(name, {}).get("runs", []) if (r["batch"], r["prompt"]) == sizes]
         if not theirs:
             continue
-        speed = round(medians["tokens_per_s"] / theirs[0]["tokens_per_s"], 3)
-        first = round(theirs[0]["first_token_ms"] / medians["first_token_ms"], 3)
-        ratios |= {f"ratio_to_{name}": speed, f"first_token_ratio_to_{name}": first}
+        faster = {
+            "ratio": medians_of(run)["tokens_per_s"] / medians_of(theirs[0])["tokens_per_s"],
+            "first_token_ratio": medians_of(theirs[0])["first_token_ms"] / medians_of(run)["first_token_ms"],
+        }
+        if run["gpu_step_us"]:
+            faster["gpu_step_ratio"] = theirs[0]["gpu_step_us"] / run["gpu_step_us"]
+            faster["gpu_first_token_ratio"] = theirs[0]["gpu_first_token_ms"] / run["gpu_first_token_ms"]
+        faster = {key: round(value, 3) for key, value in faster.items()}
+        ratios |= {f"{key}_to_{name}": value for key, value in faster.items()}
         if name == peer:
-            ratios |= {"peer": peer, "peer_ratio": speed, "first_token_ratio": first}
+            ratios |= {"peer": peer, "peer_ratio": faster.pop("ratio")} | faster
     return ratios
 
 
@@ -411,7 +420,7 @@ def records(
             new_tokens=options.new_tokens,
             **run,
             **medians,
-            **compared(variant, run, found, medians),
+            **compared(variant, run, found),
             **every,
         )
 

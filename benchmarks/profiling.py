@@ -64,9 +64,8 @@ class Launch(NamedTuple):
 # --- kernels ------------------------------------------------------------------------------------------
 
 
-def launches(step: Callable[[], None], steps: int = STEPS) -> list[Launch]:
-    """What the GPU runs in some steps, in order. A kernel that starts before another one ends, as a dependent
-    launch does, counts from that end on, so the sum is the time during which any kernel runs."""
+def kernels(step: Callable[[], None], steps: int = STEPS) -> list[tuple[str, float, float]]:
+    """(name, start, end) of what the GPU runs in some steps, in microseconds."""
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CUDA]) as profiled:
@@ -75,7 +74,13 @@ def launches(step: Callable[[], None], steps: int = STEPS) -> list[Launch]:
             step()
         torch.cuda.synchronize()
     events = [e for e in profiled.events() if e.device_type == torch.autograd.DeviceType.CUDA]
-    return without_overlap((e.name, e.time_range.start, e.time_range.end) for e in events)
+    return [(e.name, e.time_range.start, e.time_range.end) for e in events]
+
+
+def launches(step: Callable[[], None], steps: int = STEPS) -> list[Launch]:
+    """What the GPU runs in some steps, in order. A kernel that starts before another one ends, as a dependent
+    launch does, counts from that end on, so the sum is the time during which any kernel runs."""
+    return without_overlap(kernels(step, steps))
 
 
 def without_overlap(kernels: Iterable[tuple[str, float, float]]) -> list[Launch]:
@@ -86,6 +91,17 @@ def without_overlap(kernels: Iterable[tuple[str, float, float]]) -> list[Launch]
             found.append(Launch(name, max(0.0, end - max(start, busy_until))))
         busy_until = max(busy_until, end)
     return found
+
+
+def short_gaps(kernels: Iterable[tuple[str, float, float]], longest: float) -> float:
+    """The time between kernels (name, start, end) in which none runs, for gaps of `longest` at most: those of
+    launches, as in a graph, not those in which the GPU waits for the host."""
+    gaps, busy_until = 0.0, float("-inf")
+    for _, start, end in sorted(kernels, key=lambda kernel: kernel[1]):
+        if 0 < start - busy_until <= longest:
+            gaps += start - busy_until
+        busy_until = max(busy_until, end)
+    return gaps
 
 
 def kind_of(name: str) -> str:

@@ -203,7 +203,7 @@ def serving(records: list[dict]) -> str:
             graphs = ", CUDA graphs" if r["mode"] == "graphs" else ""
             theirs = {name: r[f"{name}_default"] for name in ("first_token_ms", "tokens_per_s")}
             model = f"{r['shape']}, {r['layers']} layers, {r['dtype']}, prompts up to {r['prompt']}{graphs}"
-            rows.append([model, r["default_experts"], *against(r, theirs), None])
+            rows.append([model, r["default_experts"], *against(r, theirs), None, None, None])
         elif r.get("peer"):
             same = ("shape", "batch", "commit", "date")
             theirs = next(p for p in records if p["what"] == r["peer"] and all(p[n] == r[n] for n in same))
@@ -211,12 +211,12 @@ def serving(records: list[dict]) -> str:
             tuned = ", tuned tiles" if theirs["tiles"] else ""
             experts = ", ".join(name.removesuffix(" MoE backend") for name in theirs["backends"]) + tuned
             bits = " against ".join("yes" if each["same_bits"] else "no" for each in (r, theirs))
-            rows.append([r["shape"] + mode, experts, *against(r, theirs), bits])
+            gpu = [f"{r[n]:.2f}x" if r.get(n) else None for n in ("gpu_first_token_ratio", "gpu_step_ratio")]
+            rows.append([r["shape"] + mode, experts, *against(r, theirs), *gpu, bits])
         elif r.get("failed"):
-            rows.append(
-                [f"{r['shape']}, {r['what']}", None, str(r["batch"]), *["failed"] * 2, None, None, None]
-            )
+            rows.append([f"{r['shape']}, {r['what']}", None, str(r["batch"]), *["failed"] * 2, *[None] * 5])
     headers = ["model", "its own experts", "requests", "first token, ms", "faster by", "tokens/s", "more by"]
+    headers += ["first token on the GPU", "decode step on the GPU"]
     headers.append("same bits alone and among others")
     used = [i for i in range(len(headers)) if any(row[i] for row in rows)]
     return markdown([headers[i] for i in used], [[row[i] or "" for i in used] for row in rows])

@@ -383,6 +383,13 @@ def test_time_that_kernels_share_counts_once(load):
     assert launches == [("a", 2), ("b", 8), ("c", 0), ("d", 1)]
 
 
+@pytest.mark.parametrize("longest, gaps", ((0.5, 0), (2, 2), (5, 2), (6, 8)))
+def test_gaps_between_kernels(load, longest, gaps):
+    """Of 2 and 6; "c" is over before "b", whose end the next gap begins at."""
+    kernels = [("a", 0, 10), ("b", 12, 20), ("c", 13, 15), ("d", 26, 27)]
+    assert load("profiling").short_gaps(reversed(kernels), longest) == gaps
+
+
 def test_kernels_out_of_order_keep_one_kind(load):
     """A third grouped_mm in a step: no telling which one is up_dgrad."""
     profiling = load("profiling")
