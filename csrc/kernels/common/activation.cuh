@@ -33,8 +33,8 @@ __device__ inline float exp_half(float x) {
     return ex2_approx_ftz(1.44269504f * x);
 }
 
-/* 1 - 2 r with the sign of x, where r is 1 / (1 + exp(2 |x|)). Near 0, where the subtraction cancels, two terms of the
- * series. Relative error: 6e-6. */
+/* The value is 1 - 2 r with the sign of x, where r is 1 / (1 + exp(2 |x|)). Near 0, where the subtraction
+ * cancels, it is two terms of the series. Relative error: 6e-6. */
 __device__ inline float tanh_half(float x, float r) {
     return fabsf(x) < 0.06f ? x - x * x * (x * 0.33333333f) : copysignf(fmaf(-2, r, 1), x);
 }
