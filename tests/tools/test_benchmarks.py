@@ -385,7 +385,7 @@ def test_time_that_kernels_share_counts_once(load):
 
 @pytest.mark.parametrize("longest, gaps", ((0.5, 0), (2, 2), (5, 2), (6, 8)))
 def test_gaps_between_kernels(load, longest, gaps):
-    """Of 2 and 6; "c" is over before "b", whose end the next gap begins at."""
+    """They take 2 and 6; "c" is over before "b", at whose end the next gap begins."""
     kernels = [("a", 0, 10), ("b", 12, 20), ("c", 13, 15), ("d", 26, 27)]
     assert load("profiling").short_gaps(reversed(kernels), longest) == gaps
 
