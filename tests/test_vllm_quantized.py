@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import vllm.model_executor.layers.fused_moe.config as moe_config
 from cases import BF16
 from vllm.config.quantization import QuantizationConfigArgs, QuantSpec
 from vllm.distributed import get_ep_group
@@ -158,10 +159,10 @@ FORMATS = {
 }
 
 
-def checkpoint(name):
+def checkpoint(name, shapes=SHAPES):
     """What a model has for the layer: (name, tensor) for each, and {projection: its values (E, out, in)}."""
     tensors, values = [], {}
-    for projection, shape in SHAPES.items():
+    for projection, shape in shapes.items():
         made = [FORMATS[name][1](*shape) for _ in range(E)]
         tensors += [
             (f"{e}.{projection}.{n}", t) for e, (named, _) in enumerate(made) for n, t in named.items()
@@ -170,9 +171,9 @@ def checkpoint(name):
     return tensors, values
 
 
-def layer_of(config, name, tensors):
+def layer_of(config, name, tensors, hidden_dim=F, **settings):
     """A layer that has loaded a checkpoint, as vLLM's loader does it."""
-    layer = build_layer(config, E, K, D, F, quant_config=FORMATS[name][0]())
+    layer = build_layer(config, E, K, D, hidden_dim, quant_config=FORMATS[name][0](), **settings)
     record_metadata_for_reloading(layer)
     list(layer.load_weights(tensors))
     load(layer)
@@ -271,6 +272,32 @@ def test_expert_map(config, name, monkeypatch):
     monkeypatch.setitem(layer.routed_experts._buffers, "_expert_map", place)
     out = run(config, layer, x, logits)
     values = {n: torch.where(place[:, None, None] < 0, 0, v[place.long()]) for n, v in values.items()}
+    check(out, x, logits, values)
+
+
+@pytest.mark.parametrize("name", ("fp8_block", "compressed int4", "mxfp4"))
+def test_without_a_gate(config, name):
+    tensors, values = checkpoint(name, {n: SHAPES[n] for n in ("up_proj", "down_proj")})
+    names = {"ckpt_names": ("up_proj", "down_proj", None), "activation": "relu2_no_mul"}
+    layer, (x, logits) = layer_of(config, name, tensors, **names), inputs()
+    assert type(ours(layer)) is FusedMoEExperts
+    scores, ids = route(x, logits, K, True)
+    up, down = values["up_proj"], values["down_proj"]
+    expected = reference.fused_experts(x.float(), up, down, None, scores, ids, activation="relu2")
+    torch.testing.assert_close(run(config, layer, x, logits).float(), expected, atol=0.1, rtol=0.02)
+
+
+@pytest.mark.parametrize("name", [name for name in FORMATS if "wna16" not in name])
+def test_tensor_parallel(config, name, monkeypatch):
+    """Each of two ranks has half of F; the ranks' outputs are summed."""
+    tensors, values = checkpoint(name, {n: tuple(2 * F if s == F else s for s in SHAPES[n]) for n in SHAPES})
+    x, logits = inputs()
+    out = torch.zeros(len(x), D)
+    for rank in range(2):
+        monkeypatch.setattr(moe_config, "get_tensor_model_parallel_rank", lambda rank=rank: rank)
+        layer = layer_of(config, name, tensors, hidden_dim=2 * F, tp_size=2)
+        assert layer.routed_experts.intermediate_size_per_partition == F
+        out += run(config, layer, x, logits).float()
     check(out, x, logits, values)
 
 
