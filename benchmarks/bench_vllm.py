@@ -111,13 +111,14 @@ def model_config(shape: str, layers: int, quantization: str, dtype: str) -> dict
         }
     if quantization != "none":
         moe = "block_sparse_moe" if config["model_type"] == "mixtral" else "mlp"
-        dense = ["lm_head", *(f"model.layers.{i}.{moe}.gate" for i in range(layers))]
+        parts = (f"{moe}.gate", *(f"self_attn.{name}_proj" for name in "qkvo"))
+        dense = ["lm_head", *(f"model.layers.{i}.{part}" for i in range(layers) for part in parts)]
         config["quantization_config"] = quantization_config(quantization, dense)
     return config
 
 
 def quantization_config(name: str, dense: list[str]) -> dict:
-    """As published checkpoints have it. dense: modules that are not quantised."""
+    """As published checkpoints have it. dense: the modules that are not quantised, all but the experts."""
     if name == "fp8_block":
         blocks = {"activation_scheme": "dynamic", "weight_block_size": [128, 128]}
         return {"quant_method": "fp8", **blocks, "modules_to_not_convert": dense}

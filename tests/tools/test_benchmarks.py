@@ -1621,7 +1621,8 @@ def test_the_models_of_vllm(load, shape, experts, quantization):
     assert config.get("moe_intermediate_size", config["intermediate_size"]) == sizes.hidden_dim
     quantized = config.get("quantization_config", {})
     moe = "block_sparse_moe" if shape == "mixtral-8x7b" else "mlp"
-    dense = ["lm_head", *(f"model.layers.{layer}.{moe}.gate" for layer in range(3))]
+    parts = (f"{moe}.gate", *(f"self_attn.{name}_proj" for name in "qkvo"))
+    dense = ["lm_head", *(f"model.layers.{layer}.{part}" for layer in range(3) for part in parts)]
     assert quantized.get("modules_to_not_convert", quantized.get("ignore")) == (
         None if quantization == "none" else dense
     )
