@@ -3,10 +3,8 @@
 from vllm_harness import build_layer, load, ours, route, run, sleep, vllm_config, wake  # noqa: F401
 
 # isort: split
-import gc
 import logging
 import sys
-import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -377,20 +375,37 @@ def test_zero_points_that_come_and_go(config, in_tiles):
         assert same_bits(layer, layer_of(config, name, second)) and places(layer) == before
 
 
-def test_a_reload_leaves_no_memory(config, in_tiles, monkeypatch):
+def test_a_reload_leaves_no_memory(config, in_tiles):
     """The weights that a reload packed are gone when they have been copied."""
     layer = layer_of(config, "fp8_block", checkpoint("fp8_block")[0])
-    made, pack = [], quantized.QuantizedMethod._pack
-
-    def pack_and_note(self, layer, stem):
-        packed = pack(self, layer, stem)
-        made.extend(weakref.ref(layer._parameters[name]) for name in packed.names.values())
-        return packed
-
-    monkeypatch.setattr(quantized.QuantizedMethod, "_pack", pack_and_note)
     reload(layer, checkpoint("fp8_block")[0])
-    gc.collect()
-    assert len(made) == 4 and not any(parameter() is not None for parameter in made)
+    for packed in layer.routed_experts.quant_method._packed:
+        assert packed.names and not list(packed.weight.parameters())
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_parameters_that_are_replaced(config, name):
+    """vLLM may give the layer other parameters for the time of a call: offloaded ones."""
+    (tensors, values), (x, logits) = checkpoint(name), inputs()
+    layer, other = layer_of(config, name, checkpoint(name)[0]), layer_of(config, name, tensors)
+    run(config, layer, x, logits)
+    for own, parameter in other.routed_experts.named_parameters():
+        setattr(
+            layer.routed_experts, own, torch.nn.Parameter(parameter.detach().clone(), requires_grad=False)
+        )
+    check(run(config, layer, x, logits), x, logits, values)
+
+
+def test_biases_that_move(config):
+    """They are the layer's after a reload, too."""
+    tensors, _ = checkpoint("gptq")
+    tensors += [(f"{e}.down_proj.bias", torch.randn(D, dtype=BF16)) for e in range(E)]
+    layer, (x, logits) = layer_of(config, "gptq", tensors), inputs()
+    reload(layer, tensors)
+    before = run(config, layer, x, logits)
+    layer.routed_experts.w2_bias.data.add_(1)
+    moved = run(config, layer, x, logits).float() - before.float()
+    torch.testing.assert_close(moved, torch.ones_like(moved), atol=0.05, rtol=0)
 
 
 @pytest.mark.parametrize("name", FORMATS)
