@@ -6,6 +6,7 @@ from vllm_harness import (  # noqa: F401
     load,
     make_layer,
     ours,
+    pretended,
     route,
     run,
     sleep,
@@ -58,7 +59,7 @@ LIMIT = 0.5  # signals of order one reach it
 
 
 @pytest.fixture
-def config(vllm_config):  # noqa: F811
+def config(pretended, vllm_config):  # noqa: F811
     report._layers.clear()
     return vllm_config
 

@@ -1,6 +1,6 @@
 """fused_moe.vllm: vLLM's quantised layers, loaded by vLLM, against the same weights in plain PyTorch."""
 
-from vllm_harness import build_layer, load, ours, route, run, sleep, vllm_config, wake  # noqa: F401
+from vllm_harness import build_layer, load, ours, pretended, route, run, sleep, vllm_config, wake  # noqa: F401
 
 # isort: split
 import logging
@@ -45,7 +45,7 @@ SHIFTS = torch.arange(0, 32, 4)
 
 
 @pytest.fixture
-def config(vllm_config, monkeypatch):  # noqa: F811
+def config(pretended, vllm_config, monkeypatch):  # noqa: F811
     report._layers.clear()
     monkeypatch.setattr(get_tp_group(), "device", torch.device("cpu"))  # where moe_wna16 repacks codes
     return vllm_config

@@ -1,8 +1,9 @@
-"""vLLM's MoE layers on a CPU, as its CUDA platform builds and runs them.
+"""vLLM's MoE layers, as its CUDA platform builds and runs them.
 
-vLLM is told of one NVIDIA H200. Its libraries, which need CUDA's, are empty modules, so that what calls one
-of its kernels fails. All else is vLLM's: the factory, the loading of weights, the operator
-vllm::moe_forward, the runner. Nothing outside vLLM sees the pretence.
+Without a GPU they run on the CPU. Then vLLM is told of one NVIDIA H200. Its libraries, which need CUDA's, are
+empty modules, so that what calls one of its kernels fails. All else is vLLM's: the factory, the loading of
+weights, the operator vllm::moe_forward, the runner. Nothing outside vLLM sees the pretence. With a GPU
+nothing is pretended: cuda/test_vllm_layers.py.
 """
 
 import os
@@ -16,6 +17,7 @@ PACKAGES = os.environ.get("FUSED_MOE_TEST_PACKAGES") == "1"  # then a missing vL
 if not PACKAGES:
     pytest.importorskip("vllm")
 
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 LIBRARIES = ("_C_stable_libtorch", "_moe_C_stable_libtorch", "vllm_flash_attn._vllm_fa3_C")
 NVML = {
     "nvmlInit": None,
@@ -44,7 +46,8 @@ def pretend_cuda():
     type(current_platform).dispatch_key = "CPU"  # of the operators that vLLM registers
 
 
-pretend_cuda()
+if DEVICE.type == "cpu":
+    pretend_cuda()
 
 from vllm.config import VllmConfig, set_current_vllm_config  # noqa: E402
 from vllm.distributed import init_distributed_environment, initialize_model_parallel  # noqa: E402
@@ -64,18 +67,26 @@ from fused_moe.vllm import experts  # noqa: E402
 def vllm_config(tmp_path_factory):
     """vLLM's configuration, set, in a world of this process alone; our plugin is registered."""
     patch = pytest.MonkeyPatch()
-    patch.setattr(experts, "why_no_kernels", lambda: None)  # the CPU's are used
-    patch.setattr(torch.accelerator, "empty_cache", lambda: None)  # raises where there is no accelerator
+    if DEVICE.type == "cpu":
+        patch.setattr(experts, "why_no_kernels", lambda: None)  # the CPU's are used
+        patch.setattr(torch.accelerator, "empty_cache", lambda: None)  # raises where there is no accelerator
     fused_moe.vllm.register()
     config = VllmConfig()
     with set_current_vllm_config(config):
         init_distributed_environment(1, 0, f"file://{tmp_path_factory.mktemp('world')}/store", 0, "gloo")
         initialize_model_parallel()
-        init_workspace_manager(torch.device("cpu"))
+        init_workspace_manager(DEVICE)
         yield config
     destroy_model_parallel()
     destroy_distributed_environment()
     patch.undo()
+
+
+@pytest.fixture
+def pretended():
+    """For tests whose layers are on the CPU."""
+    if DEVICE.type != "cpu":
+        pytest.skip("for machines without a GPU; tests/cuda/test_vllm_layers.py is for those with one")
 
 
 def route(hidden_states, gating_output, topk, renormalize):
