@@ -1,247 +1,361 @@
-"""fused_moe.sglang: SGLang's runner, in stubs of its interface, against the same in plain PyTorch."""
+"""fused_moe.sglang: layers of SGLang's through its runner, against the same in plain PyTorch."""
 
-import importlib
-import logging
+from sglang_harness import (  # noqa: F401
+    PACKAGES,
+    D,
+    E,
+    F,
+    K,
+    build_layer,
+    engine,
+    make_layer,
+    pretended,
+    run,
+)
+
+# isort: split
 import subprocess
 import sys
 from importlib.metadata import entry_points
+from types import SimpleNamespace
 
 import pytest
-import sglang_stubs as stubs
+import sglang.srt.layers.moe.moe_runner.runner as runner
 import torch
-import torch.nn.functional as F
-from cases import LOOSE, assert_near
+import torch.nn.functional as functional
+from cases import BF16, F16, F32, F64, LOOSE, assert_as_good
+from sglang.srt import plugins
+from sglang.srt.layers.moe.moe_runner import MoeRunner
+from sglang.srt.layers.moe.moe_runner.base import MoeRunnerConfig
+from sglang.srt.layers.moe.moe_runner.triton import TritonRunnerCore
+from sglang.srt.layers.moe.utils import MoeA2ABackend, MoeRunnerBackend
+from sglang.srt.layers.quantization.fp8 import Fp8Config
+from sglang.srt.layers.quantization.unquant import UnquantizedFusedMoEMethod
+from sglang.srt.plugins.hook_registry import HookRegistry
+from sglang.srt.runtime_context import get_flags
+from sglang.test.parallel_groups import parallel_scope
 
-T, D, F_, E, K = 12, 32, 24, 6, 3
+import fused_moe.sglang
+from fused_moe.sglang import hooks
+from fused_moe.sglang.core import NAME, FusedMoERunnerCore, why_no_kernels  # before the harness replaces it
 
+T = 21
+LIMIT = 0.5  # signals of order one reach it
 
-@pytest.fixture
-def sglang(monkeypatch):
-    """The stubs after `register`, with the flag."""
-    state = stubs.install(monkeypatch)
-    importlib.import_module("fused_moe.sglang").register()
-    state.backend = "fused_moe"
-    return state
-
-
-def inputs(config, bias=False, dtype=torch.float32):
-    """x, topk and quant_info; some ids are -1, as SGLang's dispatcher marks remote experts."""
-    torch.manual_seed(7)
-    rows = 2 * F_ if config.is_gated else F_
-    x = torch.randn(T, D, dtype=dtype)
-    ids = torch.randint(-1, E, (T, K), dtype=torch.int32)
-    topk = stubs.TopKOutput(torch.rand(T, K), ids, None)
-    info = stubs.TritonMoeQuantInfo(
-        torch.randn(E, rows, D, dtype=dtype) / D**0.5,
-        torch.randn(E, D, F_, dtype=dtype) / F_**0.5,
-        torch.randn(E, rows, dtype=dtype) if bias else None,
-        torch.randn(E, D, dtype=dtype) if bias else None,
-    )
-    return x, topk, info
+# --- what a layer computes ----------------------------------------------------------------------------
 
 
-def run(method, x, topk, info, hooks=None):
-    dispatched = stubs.StandardDispatchOutput(x, None, topk)
-    combined = method.runner.run(dispatched, info, hooks)
-    assert isinstance(combined, stubs.StandardCombineInput)
-    return combined.hidden_states
+def routing(tokens=T, top_k=K, num_experts=E):
+    scores, ids = torch.rand(tokens, num_experts).topk(top_k)
+    return scores, ids.int()
 
 
-def plain(config, act, x, topk, info):
-    """Each token's experts, one by one, in float64."""
-    scale = config.routed_scaling_factor or 1.0
-    w13, w2, b13, b2 = (
-        None if w is None else w.double() for w in (info.w13_weight, info.w2_weight, info.b13, info.b2)
-    )
-    out = torch.zeros(T, D, dtype=torch.float64)
-    for t, k in torch.cartesian_prod(torch.arange(T), torch.arange(K)).tolist():
-        e, score = topk.topk_ids[t, k].item(), topk.topk_weights[t, k].double()
-        if e < 0:
-            continue
-        row = x[t].double() * (score if config.apply_router_weight_on_input else 1)
-        h = w13[e] @ row + (0 if b13 is None else b13[e])
-        y = w2[e] @ act(h) + (0 if b2 is None else b2[e])
-        out[t] += scale * (y if config.apply_router_weight_on_input else score * y)
+def halves(function):
+    return lambda h: function(*h.chunk(2, dim=-1))
+
+
+def pairs(function):
+    return lambda h: function(h[..., 0::2], h[..., 1::2])
+
+
+def clamped(alpha, beta, limit):
+    def function(gate, up):
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+        return gate * torch.sigmoid(alpha * gate) * (up + beta)
+
+    return function
+
+
+def situ(alpha):
+    def function(gate, up):
+        return alpha * torch.tanh(gate / alpha) * torch.sigmoid(gate) * 3 * torch.tanh(up / 3)
+
+    return function
+
+
+PLAIN = {"is_gated": False}
+GPT_OSS = {"gemm1_alpha": 1.702, "gemm1_clamp_limit": LIMIT}
+MINIMAX = {**GPT_OSS, "gemm1_beta": 1.0, "gate_up_interleaved": False}
+SITU = {"gemm1_clamp_limit": 3.0}
+# name -> settings of the layer, what it computes of h
+ACTIVATIONS = {
+    "silu": ({}, halves(lambda gate, up: functional.silu(gate) * up)),
+    "gelu": ({}, halves(lambda gate, up: functional.gelu(gate) * up)),
+    "gelu_tanh": ({}, halves(lambda gate, up: functional.gelu(gate, approximate="tanh") * up)),
+    "silu limited": ({"swiglu_limit": LIMIT}, halves(clamped(1, 0, LIMIT))),
+    "silu gpt-oss": (GPT_OSS, pairs(clamped(1.702, 1, LIMIT))),
+    "silu minimax": (MINIMAX, halves(clamped(1.702, 1, LIMIT))),
+    "situ": (SITU, halves(situ(4))),
+    "situ alpha": ({**SITU, "gemm1_alpha": 2.0}, halves(situ(2))),
+    "silu plain": (PLAIN, functional.silu),
+    "gelu plain": (PLAIN, functional.gelu),
+    "relu2 plain": (PLAIN, lambda h: functional.relu(h).square()),
+}  # fmt: skip
+SILU = ACTIVATIONS["silu"][1]
+
+
+def plain(layer, x, scores, ids, function, dtype, on_input=False):
+    """The experts of `layer` one by one, in plain PyTorch."""
+    x, out = x.to(dtype), torch.zeros_like(x, dtype=dtype)
+    for e in range(layer.num_local_experts):
+        weight = (scores * (ids == e)).sum(-1, keepdim=True).to(dtype)
+        h = (x * weight if on_input else x) @ layer.w13_weight[e].to(dtype).T
+        if layer.with_bias:
+            h = h + layer.w13_weight_bias[e].to(dtype)
+        y = function(h) @ layer.w2_weight[e].to(dtype).T
+        if layer.with_bias:
+            y = y + layer.w2_weight_bias[e].to(dtype)
+        out += y * (weight != 0) if on_input else y * weight
     return out
 
 
-def halves(f, m=lambda up: up):
-    return lambda h: f(h[:F_]) * m(h[F_:])
+def check(layer, out, x, scores, ids, function=SILU, factor=1, **options):
+    """`out` is as near to the experts in float64 as plain PyTorch in out's dtype."""
+    eager, exact = (factor * plain(layer, x, scores, ids, function, t, **options) for t in (out.dtype, F64))
+    assert_as_good({"out": out}, {"out": eager}, {"out": exact}, LOOSE)
 
 
-def clamped(gate, up):
-    gate = gate.clamp(max=3.0)
-    return gate * torch.sigmoid(1.5 * gate) * (up.clamp(-3.0, 3.0) + 1)
+@pytest.mark.parametrize("bias", (False, True), ids=("", "bias"))
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_activations(pretended, name, bias):  # noqa: F811
+    settings, function = ACTIVATIONS[name]
+    layer = make_layer(activation=name.split()[0], with_bias=bias, **settings)
+    assert isinstance(layer.runner.runner_core, FusedMoERunnerCore)
+    x, routes = torch.randn(T, D, dtype=BF16), routing()
+    check(layer, run(layer, x, *routes), x, *routes, function)
 
 
-OAI = {"gemm1_alpha": 1.5, "gemm1_clamp_limit": 3.0}
-CASES = {
-    "silu": ({}, halves(F.silu)),
-    "gelu": ({"activation": "gelu"}, halves(F.gelu)),
-    "gelu_tanh": ({"activation": "gelu_tanh"}, halves(lambda x: F.gelu(x, approximate="tanh"))),
-    "interleaved": (OAI, lambda h: clamped(h[::2], h[1::2])),
-    "clamped": (OAI | {"gate_up_interleaved": False}, lambda h: clamped(h[:F_], h[F_:])),
-    "limited": (
-        {"swiglu_limit": 0.5},
-        halves(lambda x: F.silu(x.clamp(max=0.5)), lambda up: up.clamp(-0.5, 0.5)),
+@pytest.mark.parametrize("dtype", (BF16, F16), ids=("bf16", "f16"))
+@pytest.mark.parametrize("tokens", (0, 1, 64))
+def test_batches(pretended, dtype, tokens):  # noqa: F811
+    layer = make_layer(params_dtype=dtype)
+    x, routes = torch.randn(tokens, D, dtype=dtype), routing(tokens)
+    check(layer, run(layer, x, *routes), x, *routes)
+
+
+def test_dropped_slots(pretended):  # noqa: F811
+    """An id of -1 adds nothing; SGLang gives it to padding, and to experts of other ranks."""
+    layer, x, (scores, ids) = make_layer(), torch.randn(T, D, dtype=BF16), routing()
+    ids[::3, 0] = -1
+    ids[5] = -1
+    out = run(layer, x, scores, ids)
+    check(layer, out, x, scores, ids)
+    assert not out[5].any()
+
+
+@pytest.mark.parametrize("factor", (None, 2.5))
+@pytest.mark.parametrize("on_input", (False, True), ids=("output", "input"))
+def test_factors(pretended, on_input, factor):  # noqa: F811
+    layer = make_layer(apply_router_weight_on_input=on_input, routed_scaling_factor=factor)
+    x, routes = torch.randn(T, D, dtype=BF16), routing()
+    check(layer, run(layer, x, *routes), x, *routes, factor=factor or 1, on_input=on_input)
+
+
+def test_input_stays(pretended):  # noqa: F811
+    """inplace allows writing to the input; nothing here does."""
+    layer, x, routes = make_layer(inplace=True), torch.randn(T, D, dtype=BF16), routing()
+    topk = SimpleNamespace(topk_weights=routes[0], topk_ids=routes[1])
+    output = SimpleNamespace(hidden_states=x, topk_output=topk)
+    before, info = x.clone(), layer.quant_method.get_triton_quant_info(layer)
+    (out,) = layer.runner.runner_core.run_from_dispatch(output, info, layer.moe_runner_config)
+    assert torch.equal(x, before) and out.data_ptr() != x.data_ptr()
+
+
+def test_loaded_weights(pretended):  # noqa: F811
+    """w13 of a checkpoint: gate rows, then up rows."""
+    layer = build_layer()
+    shapes = {"w1": (F, D), "w3": (F, D), "w2": (D, F)}
+    weights = {shard: torch.randn(E, *shape, dtype=BF16) / 5 for shard, shape in shapes.items()}
+    for shard, values in weights.items():
+        name = "w2_weight" if shard == "w2" else "w13_weight"
+        for e in range(E):
+            layer.weight_loader(getattr(layer, name), values[e], name, shard, e)
+    layer.quant_method.process_weights_after_loading(layer)
+    x, (scores, ids) = torch.randn(T, D, dtype=BF16), routing()
+    out, exact = run(layer, x, scores, ids), torch.zeros(T, D, dtype=F64)
+    w1, w2, w3 = (weights[shard].double() for shard in ("w1", "w2", "w3"))
+    for t in range(T):
+        for score, e in zip(scores[t], ids[t], strict=True):
+            gate, up = w1[e] @ x[t].double(), w3[e] @ x[t].double()
+            exact[t] += score * (w2[e] @ (functional.silu(gate) * up))
+    torch.testing.assert_close(out.double(), exact, atol=0.05, rtol=0.03)
+
+
+def test_weights_that_move(pretended):  # noqa: F811
+    """Parameters written in place, and parameters that are replaced."""
+    layer, x, routes = make_layer(with_bias=True), torch.randn(T, D, dtype=BF16), routing()
+    first = run(layer, x, *routes)
+    for parameter in layer.parameters():
+        parameter.data.mul_(-1.5)
+    second = run(layer, x, *routes)
+    check(layer, second, x, *routes)
+    assert not torch.equal(first, second)
+    layer.w2_weight = torch.nn.Parameter(2 * layer.w2_weight, requires_grad=False)
+    check(layer, run(layer, x, *routes), x, *routes)
+
+
+def test_two_ranks(pretended):  # noqa: F811
+    """The dispatcher maps ids to a rank's; the ranks' outputs sum to those of all experts."""
+    whole, x, routes = make_layer(), torch.randn(T, D, dtype=BF16), routing()
+    outs = []
+    for rank in range(2):
+        with parallel_scope(tp_size=2, attn_tp_size=2, moe_ep_size=2, moe_ep_rank=rank):
+            layer, own = build_layer(), slice(rank * E // 2, (rank + 1) * E // 2)
+            layer.w13_weight.data.copy_(whole.w13_weight[own])
+            layer.w2_weight.data.copy_(whole.w2_weight[own])
+            outs.append(run(layer, x, *routes))
+    check(whole, sum(outs), x, *routes)
+
+
+# --- what is not taken ----------------------------------------------------------------------------------
+
+# settings of the layer, what the message says
+REFUSED = {
+    "float32": ({"params_dtype": F32}, "expected bfloat16 or float16 weights, found torch.float32"),
+    "widths": ({"intermediate_size": 12}, r"expected widths that are multiples of 8, found \(32, 12\)"),
+    "no sum": ({"no_combine": True}, "expected a sum over a token's experts, found no_combine=True"),
+    "biases": (
+        {"apply_router_weight_on_input": True, "with_bias": True},
+        "expected no biases beside apply_router_weight_on_input, found with_bias=True",
     ),
-    "situ": (
-        {"activation": "situ", "gemm1_alpha": 2.0, "gemm1_clamp_limit": 3.0},
-        halves(lambda x: 2 * torch.tanh(x / 2) * torch.sigmoid(x), lambda up: 3 * torch.tanh(up / 3)),
-    ),
-    "situ of 4": (
-        {"activation": "situ", "gemm1_clamp_limit": 3.0},
-        halves(lambda x: 4 * torch.tanh(x / 4) * torch.sigmoid(x), lambda up: 3 * torch.tanh(up / 3)),
-    ),
-    "plain silu": ({"is_gated": False}, F.silu),
-    "plain gelu": ({"is_gated": False, "activation": "gelu"}, F.gelu),
-    "plain relu2": ({"is_gated": False, "activation": "relu2"}, lambda h: F.relu(h).square()),
-    "scaled": ({"routed_scaling_factor": 2.5}, halves(F.silu)),
-    "on the input": ({"apply_router_weight_on_input": True}, halves(F.silu)),
+    "fp8": ({"quant_config": Fp8Config()}, "expected unquantised experts, found Fp8MoEMethod"),
+    "clamp after silu": ({"gemm1_clamp_limit": LIMIT}, "found silu with .* gemm1_clamp_limit=0.5"),
+    "alpha without limit": ({"gemm1_alpha": 1.5}, "found silu with .* gemm1_alpha=1.5"),
+    "beta": ({**GPT_OSS, "gemm1_beta": 0.0}, "found silu with .* gemm1_beta=0.0"),
+    "situ without limit": ({"activation": "situ"}, "found situ with"),
+    "gelu with a limit": ({"activation": "gelu", "gemm1_clamp_limit": LIMIT}, "found gelu with"),
+    "silu_rounded": ({"activation": "silu_rounded"}, "found silu_rounded with"),
+    "gelu_tanh plain": ({"activation": "gelu_tanh", **PLAIN}, "found gelu_tanh with is_gated=False"),
 }
 
 
-@pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("bias", [False, True])
-def test_run(sglang, name, bias):
-    options, act = CASES[name]
-    config = stubs.MoeRunnerConfig(**options)
-    if bias and config.apply_router_weight_on_input:
-        bias = False  # refused; test_refused_calls has it
-    method = stubs.build(sglang, config)
-    x, topk, info = inputs(config, bias)
-    before = x.clone()
-    out = run(method, x, topk, info)
-    assert_near(out, plain(config, act, x, topk, info), LOOSE)
-    assert torch.equal(x, before), "inplace permits writing x; nothing here does"
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused(pretended, name):  # noqa: F811
+    settings, message = REFUSED[name]
+    with pytest.raises(NotImplementedError, match=message) as raised:
+        build_layer(**settings)
+    assert str(raised.value).startswith("--moe-runner-backend fused_moe expected ")
 
 
-def test_updated_weights(sglang):
-    config = stubs.MoeRunnerConfig()
-    method = stubs.build(sglang, config)
-    x, topk, info = inputs(config)
-    first = run(method, x, topk, info)
-    info.w13_weight.mul_(0.5)
-    info.w2_weight = -info.w2_weight
-    assert_near(run(method, x, topk, info), plain(config, halves(F.silu), x, topk, info), LOOSE)
-    assert not torch.equal(first, run(method, x, topk, info))
+def test_refused_methods(pretended):  # noqa: F811
+    """A method that takes another runner unasked."""
+
+    class Method(UnquantizedFusedMoEMethod):
+        def create_moe_runner(self, layer, moe_runner_config):
+            self.runner = MoeRunner(MoeRunnerBackend.TRITON, moe_runner_config)
+
+    with pytest.raises(NotImplementedError, match="expected unquantised experts, found Method"):
+        build_layer(quant_method=Method())
 
 
-@pytest.mark.parametrize("tokens", [0, 1])
-def test_few_tokens(sglang, tokens):
-    config = stubs.MoeRunnerConfig()
-    x, topk, info = inputs(config, dtype=torch.bfloat16)
-    few = stubs.TopKOutput(topk.topk_weights[:tokens], topk.topk_ids[:tokens], None)
-    out = run(stubs.build(sglang, config), x[:tokens], few, info)
-    assert out.shape == (tokens, D) and out.dtype == torch.bfloat16
+def test_refused_exchanges(pretended, monkeypatch):  # noqa: F811
+    monkeypatch.setattr(get_flags().moe, "a2a_backend", MoeA2ABackend.DEEPEP)
+    with pytest.raises(NotImplementedError, match="expected --moe-a2a-backend none, found deepep"):
+        FusedMoERunnerCore(make_config())
 
 
-REFUSED = [
-    ({"gemm1_clamp_limit": 7.0}, "gemm1_clamp_limit 7.0"),
-    ({"gemm1_alpha": 1.702}, "gemm1_alpha 1.702"),
-    (OAI | {"gemm1_beta": 0.0}, "gemm1_beta 0.0"),
-    ({"activation": "gelu", "swiglu_limit": 7.0}, "found gelu"),
-    ({"activation": "situ"}, "found situ"),
-    ({"activation": "silu_rounded"}, "found silu_rounded"),
-    ({"activation": "relu2"}, "found relu2"),
-    ({"activation": "gelu_tanh", "is_gated": False}, "is_gated False"),
-    ({"no_combine": True, "inplace": False}, "found no_combine"),
-    ({"apply_router_weight_on_input": True, "routed_scaling_factor": 2.5}, "found 2.5"),
-]
+def make_config(**settings):
+    sizes = {"hidden_size": D, "intermediate_size_per_partition": F, "params_dtype": BF16}
+    return MoeRunnerConfig(**{**sizes, **settings})
 
 
-@pytest.mark.parametrize("options, found", REFUSED)
-def test_refused_layers(sglang, options, found):
-    with pytest.raises(ValueError, match="--moe-runner-backend fused_moe expected .*" + found):
-        stubs.build(sglang, stubs.MoeRunnerConfig(**options))
+def test_refused_machines(engine):  # noqa: F811
+    assert why_no_kernels() is not None  # on a machine without a GPU
+    with pytest.raises(NotImplementedError, match="expected Hopper's kernels to be on, found them off"):
+        FusedMoERunnerCore(make_config())
 
 
-def test_refused_exchange(sglang):
-    sglang.exchange = "deepep"
-    with pytest.raises(ValueError, match="expected --moe-a2a-backend none, found deepep"):
-        stubs.build(sglang, stubs.MoeRunnerConfig())
+def test_refused_lora(pretended):  # noqa: F811
+    with pytest.raises(NotImplementedError, match="expected no LoRA of experts"):
+        FusedMoERunnerCore(make_config()).run_from_dispatch(None, None, None, hooks=object())
 
 
-def test_refused_methods(sglang):
-    class Fp8MoEMethod:
+# --- the plugin -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def unregistered(engine, monkeypatch):  # noqa: F811
+    """SGLang as it was before `register`: the choices of the flag."""
+    monkeypatch.setattr(runner, "_CUSTOM_RUNNER_CORE_FACTORIES", {})
+    monkeypatch.setattr(HookRegistry, "_hooks", type(HookRegistry._hooks)(list))
+    choices = hooks.MOE_RUNNER_BACKEND_CHOICES
+    choices.remove(NAME)
+    yield choices
+    if NAME not in choices:
+        choices.append(NAME)
+
+
+def test_without_the_flag(engine, monkeypatch):  # noqa: F811
+    monkeypatch.setattr(get_flags().moe, "runner_backend", MoeRunnerBackend.AUTO)
+    assert isinstance(build_layer(params_dtype=F32).runner.runner_core, TritonRunnerCore)
+
+
+def test_register(unregistered):
+    for _ in range(2):
+        fused_moe.sglang.register()
+    assert unregistered.count(NAME) == 1
+    assert runner._CUSTOM_RUNNER_CORE_FACTORIES == {NAME: FusedMoERunnerCore}
+    assert {*HookRegistry._hooks} == {
+        "sglang.srt.layers.quantization.unquant.UnquantizedFusedMoEMethod.create_moe_runner",
+        "sglang.srt.layers.moe.fused_moe_triton.layer.FusedMoE.__init__",
+    }
+    assert FusedMoERunnerCore.runner_backend.fget(None).value == NAME
+
+
+def test_entry_point(unregistered, monkeypatch):
+    """SGLang finds `register` where the package is installed."""
+    if not entry_points(group=plugins.GENERAL_PLUGINS_GROUP, name=NAME) and not PACKAGES:
+        pytest.skip("needs fused_moe as an installed package")
+    monkeypatch.setattr(plugins, "_plugins_loaded", False)
+    plugins.load_plugins()
+    assert NAME in unregistered
+
+
+def change_parameters(monkeypatch):
+    def run_from_dispatch(self, dispatch_output, quant_info):
         pass
 
-    with pytest.raises(ValueError, match="expected unquantised experts, found Fp8MoEMethod"):
-        stubs.build(sglang, stubs.MoeRunnerConfig(), Fp8MoEMethod())
-
-    class WithOwnRunner(sglang.method):
-        def create_moe_runner(self, layer, moe_runner_config):
-            self.runner = None
-
-    with pytest.raises(ValueError, match="expected unquantised experts, found WithOwnRunner"):
-        stubs.build(sglang, stubs.MoeRunnerConfig(), WithOwnRunner())
-    sglang.backend = "triton"
-    stubs.build(sglang, stubs.MoeRunnerConfig(), Fp8MoEMethod())
+    expected = {run_from_dispatch: next(iter(hooks.PARAMETERS.values()))}
+    monkeypatch.setattr(hooks, "PARAMETERS", expected)
 
 
-def test_refused_calls(sglang):
-    config = stubs.MoeRunnerConfig(apply_router_weight_on_input=True)
-    method = stubs.build(sglang, config)
-    with pytest.raises(ValueError, match="no biases beside apply_router_weight_on_input, found biases"):
-        run(method, *inputs(config, bias=True))
-    with pytest.raises(ValueError, match="expected no LoRA on experts, found LoRA"):
-        run(method, *inputs(config), hooks=object())
+def change_fields(monkeypatch):
+    monkeypatch.setattr(hooks, "FIELDS", {MoeRunnerConfig: {"activation", "gemm1_gamma"}})
 
 
-def test_without_the_flag(sglang):
-    sglang.backend = "auto"
-    method = stubs.build(sglang, stubs.MoeRunnerConfig(activation="silu_rounded"))
-    assert method.runner.runner_backend.value == "triton" and method.runner.runner_core is None
-
-
-def test_register_twice(sglang, caplog):
-    with caplog.at_level(logging.WARNING):
-        importlib.import_module("fused_moe.sglang").register()
-    assert not caplog.records
-    assert sglang.choices == ["auto", "triton", "fused_moe"] and list(sglang.cores) == ["fused_moe"]
+def lose_a_name(monkeypatch):
+    monkeypatch.delattr("sglang.srt.layers.moe.moe_runner.register_moe_runner_core")
+    monkeypatch.delitem(sys.modules, "fused_moe.sglang.hooks")
+    monkeypatch.delattr(fused_moe.sglang, "hooks")
 
 
 @pytest.mark.parametrize(
-    "module, name, found",
-    [
-        ("layers.moe.moe_runner", "register_moe_runner_core", "register_moe_runner_core"),
-        ("layers.moe.moe_runner.base", "DispatchMoeRunnerCore", "DispatchMoeRunnerCore"),
-        ("plugins.hook_registry", "HookRegistry", "HookRegistry"),
-    ],
+    "change, words",
+    (
+        (change_parameters, "run_from_dispatch expected to take self, dispatch_output, quant_info, runner"),
+        (change_fields, "MoeRunnerConfig expected fields gemm1_gamma, found none"),
+        (lose_a_name, "ImportError: cannot import name 'register_moe_runner_core'"),
+    ),
 )
-def test_interface_without_a_name(monkeypatch, caplog, module, name, found):
-    state = stubs.install(monkeypatch)
-    delattr(state.modules[f"sglang.srt.{module}"], name)
-    importlib.import_module("fused_moe.sglang").register()
-    (record,) = caplog.records
-    assert "does not fit SGLang 0.5.23" in record.getMessage() and found in record.getMessage()
-    assert state.choices == ["auto", "triton"] and not state.cores and not state.hooks
+def test_another_interface(unregistered, monkeypatch, caplog, change, words):
+    change(monkeypatch)
+    fused_moe.sglang.register()
+    assert NAME not in unregistered and not runner._CUSTOM_RUNNER_CORE_FACTORIES and not HookRegistry._hooks
+    (message,) = (record.getMessage() for record in caplog.records if record.name == "fused_moe.sglang")
+    assert message.startswith("fused_moe does not fit SGLang ") and words in message
 
 
-def test_interface_with_other_arguments(monkeypatch, caplog):
-    state = stubs.install(monkeypatch)
-    monkeypatch.setattr(state.method, "create_moe_runner", lambda self, layer: None)
-    importlib.import_module("fused_moe.sglang").register()
-    (record,) = caplog.records
-    assert "expected to take self, layer, moe_runner_config, found self, layer" in record.getMessage()
-    assert state.choices == ["auto", "triton"] and not state.cores and not state.hooks
-
-
-def test_without_sglang(monkeypatch):
-    monkeypatch.setitem(sys.modules, "sglang", None)
-    monkeypatch.delitem(sys.modules, "sglang.version", raising=False)
-    with pytest.raises(ImportError, match="pip install sglang"):
-        importlib.import_module("fused_moe.sglang").register()
-
-
-def test_import_fused_moe_alone():
-    code = "import fused_moe, sys; assert not [m for m in sys.modules if m.partition('.')[0] == 'sglang']"
+def test_import_needs_no_sglang():
+    code = """
+import sys
+import fused_moe.sglang
+assert "sglang" not in sys.modules
+sys.modules["sglang"] = None
+try:
+    fused_moe.sglang.register()
+except ImportError as error:
+    assert "fused_moe.sglang needs SGLang: pip install sglang" in str(error), error
+else:
+    raise AssertionError("no ImportError")
+"""
     subprocess.run([sys.executable, "-c", code], check=True)
-
-
-def test_entry_point():
-    found = entry_points(group="sglang.srt.plugins", name="fused_moe")
-    if not found:
-        pytest.skip("fused_moe is not installed with its entry points")
-    (entry,) = {entry.value for entry in found}
-    assert entry == "fused_moe.sglang:register"

@@ -1,41 +1,41 @@
-"""fused_moe in SGLang: the routed experts of unquantised layers, by `--moe-runner-backend fused_moe`.
+"""fused_moe in SGLang: `--moe-runner-backend fused_moe` runs its unquantised MoE layers on these kernels.
 
 SGLang finds `register` by the entry point group `sglang.srt.plugins`: where both packages are installed
-nothing else has to be done. Without the flag SGLang is as it was. SGLang keeps its router, its exchange of
-tokens between ranks and its weights. Layers that cannot run here raise while the model is built: the flag
-asked for these kernels. Written against the source of SGLang 0.5.23 and tested with stubs of its interface;
-no SGLang engine was run.
+nothing else has to be done. Without the flag nothing changes. With it, a layer that cannot run here raises
+while the model is built: its experts were asked for, so SGLang's own never take their place unsaid. SGLang
+keeps its router, its sums over ranks and its weights; only the routed experts of a rank are computed here.
+
+The tests run SGLang's own layers, methods and runners on the CPU. No SGLang engine has been run with it.
 """
 
 from __future__ import annotations
 
-import importlib
 import logging
 
-__all__ = ["NAME", "register"]
+__all__ = ["register"]
 
-NAME = "fused_moe"
-
-logger = logging.getLogger("sglang.srt.fused_moe")
+logger = logging.getLogger(__name__)
 
 
 def register() -> None:
-    """Adds "fused_moe" to the choices of `--moe-runner-backend`.
+    """Makes SGLang offer these kernels as a runner of MoE layers.
 
-    Calling it again does no harm. An SGLang whose interface differs is left as it is, and a warning says why.
-    Source: SGLang's plugin system, 0.5.23.
+    Calling it again does no harm. A SGLang whose interface differs is left as it is, and a warning says why;
+    it then refuses the flag. Source: SGLang's plugin system, 0.5.23, which applies the hooks afterwards.
 
     Raises:
         ImportError: there is no SGLang.
     """
     try:
-        from sglang.version import __version__
+        from sglang import __version__
     except ImportError as error:
         raise ImportError(f"fused_moe.sglang needs SGLang: pip install sglang ({error})") from error
     try:
-        importlib.import_module(".runner", __name__).register()
+        from . import hooks
+
+        hooks.register()
     except Exception as error:  # an engine without us is better than none
         logger.warning(
-            "fused_moe does not fit SGLang %s, so --moe-runner-backend %s is not offered: %s: %s",
-            __version__, NAME, type(error).__name__, error,
+            "fused_moe does not fit SGLang %s, which has no --moe-runner-backend fused_moe: %s: %s",
+            __version__, type(error).__name__, error,
         )  # fmt: skip
