@@ -41,6 +41,7 @@ from vllm.distributed.eplb.rebalance_execute import rearrange_expert_weights_inp
 from vllm.model_executor.custom_op import op_registry_oot
 from vllm.model_executor.layers.fused_moe.eep_reconfigure import _make_eep_experts
 from vllm.model_executor.layers.fused_moe.experts.triton_moe import TritonExperts
+from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
 from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
 from vllm.model_executor.layers.fused_moe.prepare_finalize.no_dp_ep import MoEPrepareAndFinalizeNoDPEPModular
 from vllm.model_executor.model_loader.reload import (
@@ -48,6 +49,7 @@ from vllm.model_executor.model_loader.reload import (
     initialize_layerwise_reload,
     record_metadata_for_reloading,
 )
+from vllm.model_executor.utils import weights_already_processed
 
 import fused_moe.vllm
 from fused_moe.vllm import experts as experts_module
@@ -55,6 +57,7 @@ from fused_moe.vllm import report, unquantized
 from fused_moe.vllm.experts import FusedMoEExperts, why_no_kernels  # before the harness replaces it
 
 T, D, HIDDEN, E, K = 21, 32, 16, 8, 2
+SIZES = {"gate_proj": HIDDEN, "up_proj": HIDDEN, "down_proj": D}  # rows of an expert's matrices
 LIMIT = 0.5  # signals of order one reach it
 
 
@@ -395,9 +398,29 @@ def test_updates(config, update, level):
         before = after
 
 
-def test_biases_follow(config):
-    """vLLM gives biases by its quantisation's configuration, once: they are the parameters themselves."""
-    layer, (x, logits) = make_layer(config, has_bias=True), inputs()
+def nothing(layer):
+    """Parameters stay those that were loaded."""
+
+
+def replace_parameters(layer):
+    """As an offloader does for the time of a call."""
+    for name, parameter in list(layer.routed_experts.named_parameters()):
+        setattr(layer.routed_experts, name, nn.Parameter(parameter.clone(), requires_grad=False))
+
+
+def reload_processed(layer):
+    """A layerwise reload from vLLM's cache of weights: it builds the kernel while the layer has other
+    parameters for a moment."""
+    biases = {f"{e}.{n}.bias": torch.ones(size, dtype=BF16) for e in range(E) for n, size in SIZES.items()}
+    with weights_already_processed():
+        update_layerwise(None, layer, checkpoint(1) | biases)
+
+
+@pytest.mark.parametrize("before", (nothing, replace_parameters, reload_processed), ids=lambda f: f.__name__)
+def test_biases_follow(config, before):
+    """vLLM gives biases once, but the layer's of this moment are added, which EPLB has moved, for example."""
+    layer, (x, logits) = fresh(config, checkpoint(0), has_bias=True), inputs()
+    before(layer)
     for _ in range(3):
         for parameter in layer.routed_experts.parameters():
             parameter.data.normal_(std=0.3)
@@ -452,6 +475,16 @@ NOT_TAKEN = {
         "swiglu_beta": 0.5,
     },
     "dtype torch.float32": {"dtype": F32},
+    "activation situ, linear_beta unset": {
+        "activation": "situ",
+        "activation_situ_beta": 2.0,
+        "activation_situ_linear_beta": -1.0,
+    },
+    "activation situ, negative beta": {
+        "activation": "situ",
+        "activation_situ_beta": -2.0,
+        "activation_situ_linear_beta": 3.0,
+    },
     "widths (36, 16)": {"dim": 36},
     "widths (32, 12)": {"hidden_dim": 12},
 }
@@ -553,6 +586,7 @@ def other_arguments(self, output, hidden_states):
     "where, name, value, words",
     (
         (mk.FusedMoEExpertsModular, "apply", other_arguments, "TypeError: apply expected to take"),
+        (FusedMoEMethodBase, "apply", other_arguments, "TypeError: apply expected to take self, layer, x"),
         (mk.FusedMoEExpertsModular, "workspace_shapes", other_arguments, "TypeError: workspace_shapes"),
         (custom_op.CustomOp, "register_oot", None, "TypeError"),
     ),
@@ -567,6 +601,18 @@ def test_another_interface(unregistered, monkeypatch, caplog, where, name, value
         message.startswith("fused_moe does not fit vLLM 0.33.0, whose own experts are used")
         and words in message
     )
+
+
+@pytest.mark.parametrize("name", ("fused_experts", "w1_bias"))
+def test_a_property_that_is_gone(unregistered, monkeypatch, caplog, name):
+    """Without it the first forward would raise; no part is registered."""
+    cls = mk.FusedMoEKernel if name == "fused_experts" else mk.FusedMoEExperts
+    monkeypatch.delattr(cls, name)
+    fused_moe.vllm.register()
+    assert unquantized.NAME not in unregistered
+    [message] = caplog.messages
+    assert "(unquantized, fp8_block, int4, mxfp4 layers): TypeError" in message
+    assert f"expected to have {name}" in message
 
 
 def test_a_name_that_is_gone(unregistered, monkeypatch, caplog):

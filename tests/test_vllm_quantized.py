@@ -303,7 +303,8 @@ def test_biases_of_gptq(config):
     """vLLM makes some in any case; those that the checkpoint has count."""
     tensors, values = checkpoint("gptq")
     layer, (x, logits) = layer_of(config, "gptq", tensors), inputs()
-    assert ours(layer).w1_bias is None and ours(layer).w2_bias is None
+    run(config, layer, x, logits)
+    assert ours(layer).biases == (None, None)
     biases = [(f"{e}.down_proj.bias", torch.randn(D, dtype=BF16)) for e in range(E)]
     layer = layer_of(config, "gptq", tensors + biases)
     scores, ids = route(x, logits, K, True)
@@ -376,11 +377,12 @@ def test_zero_points_that_come_and_go(config, in_tiles):
 
 
 def test_a_reload_leaves_no_memory(config, in_tiles):
-    """The weights that a reload packed are gone when they have been copied."""
+    """The weights that a reload packed are gone when they have been copied, and a call keeps none."""
     layer = layer_of(config, "fp8_block", checkpoint("fp8_block")[0])
     reload(layer, checkpoint("fp8_block")[0])
     for packed in layer.routed_experts.quant_method._packed:
         assert packed.names and not list(packed.weight.parameters())
+        assert list(packed.of(layer.routed_experts).parameters()) and not list(packed.weight.parameters())
 
 
 @pytest.mark.parametrize("name", FORMATS)

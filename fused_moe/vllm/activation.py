@@ -4,13 +4,15 @@
 | --- | --- | --- |
 | silu, gelu, gelu_tanh | the same | halves |
 | silu with a limit | swiglu_limited | halves |
-| swigluoai | swiglu_clamped | interleaved |
+| swigluoai, by the layer's constants | swiglu_clamped | interleaved |
 | swigluoai_uninterleave, beta 1 | swiglu_clamped | halves |
 | swigluoai_uninterleave, alpha 1, beta 0 | swiglu_limited | halves |
-| situ with a linear_beta | situ | halves |
+| situ with constants > 0 | situ | halves |
 | silu_no_mul, gelu_no_mul, gelu_tanh_no_mul, relu2_no_mul | silu, gelu, gelu_tanh, relu2 | separate |
 
-swiglustep, which clamps after silu, situ without a linear_beta and gated relu2 have no kernel.
+swiglustep, which clamps after silu, situ without such constants and gated relu2 have no kernel. vLLM's
+own operator for swigluoai has gpt-oss's constants, alpha 1.702 and limit 7, whatever is configured for the
+layer; here they are defaults.
 Source: `apply_moe_activation` in vllm.model_executor.layers.fused_moe.activation.
 """
 
@@ -49,7 +51,8 @@ def activation_arguments(activation, moe_config, quant_config=None) -> dict:
             if (alpha, beta) == (1, 0):
                 return {"activation": "swiglu_limited", "limit": limit, "layout": "halves"}
             raise NotImplementedError(f"activation {activation.value} with alpha {alpha} and beta {beta}")
-        case "situ" if moe_config.activation_situ_beta and moe_config.activation_situ_linear_beta:
+        case "situ":
             alpha, limit = moe_config.activation_situ_beta, moe_config.activation_situ_linear_beta
-            return {"activation": "situ", "alpha": alpha, "limit": limit, "layout": "halves"}
+            if alpha is not None and limit is not None and alpha > 0 and limit > 0:  # or it is unset
+                return {"activation": "situ", "alpha": alpha, "limit": limit, "layout": "halves"}
     raise NotImplementedError(f"activation {activation.value}")

@@ -13,6 +13,7 @@ import inspect
 
 import torch
 import vllm.model_executor.layers.fused_moe.modular_kernel as mk
+from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
 from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import TopKWeightAndReduceNoOP
 from vllm.platforms import current_platform
 
@@ -29,6 +30,7 @@ class FusedMoEExperts(mk.FusedMoEExpertsModular):
     def __init__(self, moe_config, quant_config, max_num_tokens=None, num_dispatchers=None):
         super().__init__(moe_config, quant_config, max_num_tokens, num_dispatchers)
         self.arguments = activation_arguments(moe_config.activation, moe_config, quant_config)
+        self.biases = self.w1_bias, self.w2_bias  # `give_biases` replaces them
 
     # --- what vLLM asks before it takes the class ---
 
@@ -83,10 +85,24 @@ class FusedMoEExperts(mk.FusedMoEExpertsModular):
     ):  # fmt: skip
         if apply_router_weight_on_input:  # vLLM's prepare has multiplied the input
             topk_weights = torch.ones_like(topk_weights)
+        b1, b2 = self.biases
         fused_moe.fused_experts(
             hidden_states, w1, w2, None, topk_weights, topk_ids,
-            b1=self.w1_bias, b2=self.w2_bias, expert_map=expert_map, out=output, **self.arguments,
+            b1=b1, b2=b2, expert_map=expert_map, out=output, **self.arguments,
         )  # fmt: skip
+
+
+def biases_of(layer) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    return layer._parameters.get("w13_bias"), layer._parameters.get("w2_bias")
+
+
+def give_biases(kernel: mk.FusedMoEKernel, layer) -> None:
+    """Makes the next call of our experts add the layer's biases of this moment.
+
+    vLLM hands over weights in each call, but biases once. A reload or an offloader may have put other
+    parameters in their place.
+    """
+    kernel.fused_experts.biases = biases_of(layer)
 
 
 def why_not(moe_config) -> str | None:
@@ -120,12 +136,20 @@ def why_no_kernels() -> str | None:
     return None if tier.startswith("on") else f"Hopper's kernels are {tier}"
 
 
-def check_interface() -> None:
-    """TypeError where a method that vLLM calls takes other arguments than ours: it is another vLLM's."""
+def check_interface(method: type) -> None:
+    """TypeError where vLLM's interface is another than ours and that of `method`, our class of methods."""
     for name in ("__init__", "workspace_shapes", "apply"):
-        theirs, ours = (
-            [*inspect.signature(getattr(cls, name)).parameters]
-            for cls in (mk.FusedMoEExpertsModular, FusedMoEExperts)
-        )
-        if theirs != ours:
-            raise TypeError(f"{name} expected to take {', '.join(ours)}, found {', '.join(theirs)}")
+        check_arguments(name, getattr(FusedMoEExperts, name), getattr(mk.FusedMoEExpertsModular, name))
+    check_arguments("apply", method.apply, FusedMoEMethodBase.apply)
+    asked = {mk.FusedMoEKernel: ("fused_experts",), mk.FusedMoEExpertsModular: ("w1_bias", "w2_bias")}
+    for cls, names in asked.items():
+        for name in names:
+            if not hasattr(cls, name):
+                raise TypeError(f"{cls.__name__} expected to have {name}, found none")
+
+
+def check_arguments(name: str, ours, theirs) -> None:
+    """TypeError where vLLM's function of this name takes other arguments than ours."""
+    expected, found = ([*inspect.signature(function).parameters] for function in (ours, theirs))
+    if found != expected:
+        raise TypeError(f"{name} expected to take {', '.join(expected)}, found {', '.join(found)}")

@@ -19,7 +19,6 @@ Activations stay in 16 bits, whatever the checkpoint's configuration says about 
 
 from __future__ import annotations
 
-import inspect
 from typing import NamedTuple
 
 import torch
@@ -35,23 +34,25 @@ from ..ops import TILE
 from ..quantized import QuantizedWeight
 from ..quantized.formats import FORMATS
 from . import report
-from .experts import FusedMoEExperts, check_interface, why_not
+from .experts import FusedMoEExperts, biases_of, check_arguments, check_interface, give_biases, why_not
 
 THEIRS = RoutedExperts._get_quant_method
 METHODS: dict[type, type] = {}  # vLLM's method: our subclass of it
 
 
 class Packed(NamedTuple):
-    """A weight, and which parameters of the layer are its own. Between calls it may have none: those of a
-    reload must not outlive it."""
+    """A weight without parameters, and which ones of the layer are its own."""
 
     weight: QuantizedWeight
     names: dict[str, str]
 
     def of(self, layer: RoutedExperts) -> QuantizedWeight:
-        for own, theirs in self.names.items():
-            self.weight._parameters[own] = layer._parameters[theirs]
-        return self.weight
+        """The weight of the layer's parameters of this moment, for one call: those of a reload or of an
+        offloader must not outlive it."""
+        found = {own: layer._parameters[theirs] for own, theirs in self.names.items()}
+        weight = object.__new__(QuantizedWeight)
+        vars(weight).update(vars(self.weight), _parameters=self.weight._parameters | found)
+        return weight
 
 
 class QuantizedMethod:
@@ -94,7 +95,7 @@ class QuantizedMethod:
     def get_fused_moe_quant_config(self, layer: RoutedExperts):
         """Activations are not quantised; there are only biases and the activation's constants."""
         return biased_moe_quant_config(
-            *_biases(layer),
+            *biases_of(layer),
             gemm1_alpha=layer.swiglu_alpha,
             gemm1_beta=layer.swiglu_beta,
             gemm1_clamp_limit=layer.swiglu_limit,
@@ -102,7 +103,7 @@ class QuantizedMethod:
 
     def apply(self, layer, x, topk_weights, topk_ids, shared_experts, shared_experts_input):
         w13, w2 = (packed.of(layer) for packed in self._packed)
-        self.moe_quant_config._w1.bias, self.moe_quant_config._w2.bias = _biases(layer)
+        give_biases(self.moe_kernel, layer)
         return self.moe_kernel.apply(
             x, w13, w2, topk_weights, topk_ids, activation=layer.activation,
             global_num_experts=layer.global_num_experts, expert_map=layer.expert_map,
@@ -129,10 +130,6 @@ class QuantizedMethod:
         weight._parameters.update(dict.fromkeys(weight._parameters))
         own = FORMATS[weight.format].names
         return Packed(weight, {own[part]: names[part] for part in kept})
-
-
-def _biases(layer: RoutedExperts) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    return layer._parameters.get("w13_bias"), layer._parameters.get("w2_bias")
 
 
 def _is_same(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -198,10 +195,8 @@ def get_quant_method(self, prefix, quant_config, moe_config):
 def register(*methods: type) -> None:
     """Takes layers whose method is the second base of one of these. TypeError where vLLM's interface is
     another."""
-    check_interface()
-    expected, found = ([*inspect.signature(f).parameters] for f in (get_quant_method, THEIRS))
-    if found != expected:
-        raise TypeError(f"_get_quant_method expected to take {', '.join(expected)}, found {', '.join(found)}")
+    check_interface(QuantizedMethod)
+    check_arguments("_get_quant_method", get_quant_method, THEIRS)
     METHODS.update((ours.__bases__[1], ours) for ours in methods)
     if RoutedExperts._get_quant_method is THEIRS:
         RoutedExperts._get_quant_method = get_quant_method

@@ -7,13 +7,13 @@ from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedM
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 
 from . import report
-from .experts import FusedMoEExperts, check_interface, why_not
+from .experts import FusedMoEExperts, check_interface, give_biases, why_not
 
 NAME = UnquantizedFusedMoEMethod.__name__
 
 
 class FusedMoEMethod(UnquantizedFusedMoEMethod):
-    """Chooses the class of the experts; the rest is vLLM's."""
+    """Chooses the class of the experts and gives it biases; the rest is vLLM's."""
 
     def __init__(self, moe):
         super().__init__(moe)
@@ -28,9 +28,14 @@ class FusedMoEMethod(UnquantizedFusedMoEMethod):
         report.write()
         super().process_weights_after_loading(layer)
 
+    def apply(self, layer, x, topk_weights, topk_ids, shared_experts, shared_experts_input):
+        if self.experts_cls is FusedMoEExperts:
+            give_biases(self.moe_kernel, layer)
+        return super().apply(layer, x, topk_weights, topk_ids, shared_experts, shared_experts_input)
+
 
 def register() -> None:
     """Puts the method in the place of vLLM's. AssertionError where another plugin has done so."""
-    check_interface()
+    check_interface(FusedMoEMethod)
     if op_registry_oot.get(NAME) is not FusedMoEMethod:
         CustomOp.register_oot(name=NAME)(FusedMoEMethod)
