@@ -453,3 +453,24 @@ class Calls(TorchDispatchMode):
     def of(self, name: str) -> list:
         """(arguments, result) of every call of one of our operators."""
         return [(a, r) for n, a, r in self.calls if n == f"fused_moe::{name}"]
+
+
+# --- activations in plain PyTorch, for the tests of serving engines -------------------------------------
+
+
+def halves(function):
+    """A function of h (..., 2F), whose gate columns come before its up columns."""
+    return lambda h: function(*h.chunk(2, dim=-1))
+
+
+def pairs(function):
+    """A function of h (..., 2F), whose gate and up columns alternate."""
+    return lambda h: function(h[..., 0::2], h[..., 1::2])
+
+
+def clamped(alpha, beta, limit):
+    def function(gate, up):
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+        return gate * torch.sigmoid(alpha * gate) * (up + beta)
+
+    return function

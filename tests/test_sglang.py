@@ -23,7 +23,7 @@ import pytest
 import sglang.srt.layers.moe.moe_runner.runner as runner
 import torch
 import torch.nn.functional as functional
-from cases import BF16, F16, F32, F64, LOOSE, assert_as_good
+from cases import BF16, F16, F32, F64, LOOSE, assert_as_good, clamped, halves, pairs
 from sglang.srt import plugins
 from sglang.srt.layers.moe.moe_runner import MoeRunner
 from sglang.srt.layers.moe.moe_runner.base import MoeRunnerConfig
@@ -48,22 +48,6 @@ LIMIT = 0.5  # signals of order one reach it
 def routing(tokens=T, top_k=K, num_experts=E):
     scores, ids = torch.rand(tokens, num_experts).topk(top_k)
     return scores, ids.int()
-
-
-def halves(function):
-    return lambda h: function(*h.chunk(2, dim=-1))
-
-
-def pairs(function):
-    return lambda h: function(h[..., 0::2], h[..., 1::2])
-
-
-def clamped(alpha, beta, limit):
-    def function(gate, up):
-        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
-        return gate * torch.sigmoid(alpha * gate) * (up + beta)
-
-    return function
 
 
 def situ(alpha):

@@ -31,7 +31,7 @@ import vllm.model_executor.layers.fused_moe.config as moe_config
 import vllm.model_executor.layers.fused_moe.modular_kernel as mk
 import vllm.model_executor.layers.fused_moe.prepare_finalize.naive_dp_ep as naive_dp_ep
 import vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method as vllm_method
-from cases import BF16, F16, F32, F64, LOOSE, assert_as_good
+from cases import BF16, F16, F32, F64, LOOSE, assert_as_good, clamped, halves, pairs
 from torch import nn
 from vllm import plugins
 from vllm.config import ParallelConfig
@@ -75,22 +75,6 @@ def inputs(dtype=BF16, tokens=T, num_experts=E):
 
 
 PLAIN = {"ckpt_names": ("up_proj", "down_proj", None)}
-
-
-def halves(function):
-    return lambda h: function(*h.chunk(2, dim=-1))
-
-
-def pairs(function):
-    return lambda h: function(h[..., 0::2], h[..., 1::2])
-
-
-def clamped(alpha, beta, limit):
-    def function(gate, up):
-        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
-        return gate * torch.sigmoid(alpha * gate) * (up + beta)
-
-    return function
 
 
 def situ(gate, up):
