@@ -25,6 +25,7 @@ from .losses import load_balancing_loss, router_z_loss
 from .module import FusedMoE, LoadReport, RouterLosses
 from .plan import Plan
 from .quantized import QuantizedWeight, quantize, refresh_weights
+from .replay import Routes, record_routing, replay_routing
 
 __version__ = "0.2.0"
 
@@ -36,6 +37,7 @@ __all__ = [
     "Plan",
     "QuantizedWeight",
     "RouterLosses",
+    "Routes",
     "add_lora",
     "balance",
     "fused_experts",
@@ -47,8 +49,10 @@ __all__ = [
     "permute",
     "plan_from_counts",
     "quantize",
+    "record_routing",
     "reference",
     "refresh_weights",
+    "replay_routing",
     "route",
     "route_plan",
     "router_logits",

@@ -32,7 +32,7 @@ class Counting(nn.Module):
         if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
             _op(total, amount)
             return False
-        if _is_recomputing():
+        if is_recomputing():
             return False
         total.add_(amount)
         return True
@@ -75,13 +75,13 @@ def _plain_tensors() -> ExitStack:
     return stack
 
 
-def _is_recomputing() -> bool:
+def is_recomputing() -> bool:
     """Whether activation checkpointing runs forward again: whether any backward runs."""
     return torch._C._current_graph_task_id() != -1
 
 
 def _add(total: Tensor, amount: Tensor) -> None:
-    if not _is_recomputing():
+    if not is_recomputing():
         total.add_(amount)
 
 

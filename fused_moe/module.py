@@ -369,6 +369,7 @@ class FusedMoE(KeepsExpertBias, Counting):
     router_type = Router
     experts_type = Experts
     counters = ("tokens_per_expert",)
+    _tape = None  # a `replay.Tape` inside of record_routing and replay_routing
 
     def __init__(
         self,
@@ -544,9 +545,14 @@ class FusedMoE(KeepsExpertBias, Counting):
             checks.check_shape(FN, "ids", ids, "..., K", (*x.shape[:-1], self.top_k))
             checks.check_device(FN, "ids", ids, "x", x)
             given["ids"] = ids.reshape(-1, self.top_k)
+        tape = self._tape
+        if tape is not None and ids is None and (ids := tape.take(tokens, self.top_k)) is not None:
+            given["ids"] = ids
         combines = self._combines_shared(tokens)
         shared = self._shared_operands(tokens, num_tokens) if combines else (None, None)
         out, counts, ids, logits = self._routed(tokens, given, shared)
+        if tape is not None:
+            tape.note(ids)
         if self.training and self._count("tokens_per_expert", counts) and self.load_balance_coeff is not None:
             self._watch_balance()
         if self.shared_experts is not None and not combines:
