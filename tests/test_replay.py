@@ -235,7 +235,7 @@ def test_layers_of_different_sizes(device):
 
 
 def test_micro_batches(device):
-    """Of one context, and of one each; in both the gradients accumulate."""
+    """Micro-batches share a context, or have one each; their gradients accumulate."""
     model, x, routes = make_model(device), make_input(device), make_routes(device)
     parts = [slice(0, 4), slice(4, 5), slice(5, T)]
 
