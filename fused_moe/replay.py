@@ -15,6 +15,7 @@ Letters: N tokens of a recording, L layers, T tokens of one call, E experts, K e
 
 from __future__ import annotations
 
+import copy
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -57,6 +58,8 @@ class Routes:
         fn = "Routes"
         if isinstance(layers, Tensor) or not isinstance(layers, Sequence):
             fail(TypeError, fn, "layers to be a list of tensors (N, K)", type(layers).__name__)
+        if not layers:
+            fail(ValueError, fn, "at least one layer", 0)
         for i, ids in enumerate(layers):
             _check_ids(fn, f"layers[{i}]", ids, 2)
         bounds = _bounds(layers)
@@ -76,11 +79,9 @@ class Routes:
                 fail(ValueError, fn, f"ids of layer {i} from -1 to {most}", low if low < -1 else high)
         self.top_k = [ids.size(1) for ids in layers]
         self._largest = [high for _, high in bounds]
-        self._parts = [
-            [ids.to(torch.uint8 if low >= 0 and high < 256 else torch.int16)]
-            for ids, (low, high) in zip(layers, bounds, strict=True)
-        ]
-        self._calls = [[ids.size(0)] for ids in layers]
+        self._ids = [_compact(ids, *pair) for ids, pair in zip(layers, bounds, strict=True)]
+        self._calls = [[ids.size(0)] for ids in layers]  # tokens of each call
+        self._added: list[list[Tensor]] = [[] for _ in layers]  # recorded, and not in _ids yet
 
     @classmethod
     def from_tensor(cls, ids: Tensor, num_experts: int | None = None) -> Routes:
@@ -102,18 +103,16 @@ class Routes:
         fn = "Routes.to_tensor"
         if len(set(self.top_k)) > 1:
             fail(ValueError, fn, "layers of one K", self.top_k)
-        self._check_same_calls(fn)
-        ids = torch.stack([self[i] for i in range(len(self))], 1)
+        self._check_same_tokens(fn)
+        ids = torch.stack(list(self), 1)
         if batch_size is None:
             return ids
         check_int(fn, "batch_size", batch_size)
+        if any(calls != self._calls[0] for calls in self._calls):
+            fail(ValueError, fn, "layers with the same tokens in each call", self._calls)
         if batch_size < 1 or any(tokens % batch_size for tokens in self._calls[0]):
-            fail(
-                ValueError,
-                fn,
-                f"a batch_size that divides the tokens of each call, {self._calls[0]}",
-                batch_size,
-            )
+            expected = f"a batch_size that divides the tokens of each call, {self._calls[0]}"
+            fail(ValueError, fn, expected, batch_size)
         return torch.cat([part.unflatten(0, (batch_size, -1)) for part in ids.split(self._calls[0])], 1)
 
     def select(self, tokens: slice | Tensor) -> Routes:
@@ -123,12 +122,12 @@ class Routes:
             fail(TypeError, fn, "tokens to be a slice or a tensor", type(tokens).__name__)
         if isinstance(tokens, Tensor) and tokens.dim() != 1:
             fail(ValueError, fn, "tokens of one dimension", tuple(tokens.shape))
-        self._check_same_calls(fn)
-        return self._with([[self[i][tokens]] for i in range(len(self))])
+        self._check_same_tokens(fn)
+        return self._of([ids[tokens] for ids in self])
 
     def to(self, device) -> Routes:
         """The same routes on a device."""
-        return self._with([[self[i].to(device)] for i in range(len(self))])
+        return self._of([ids.to(device) for ids in self])
 
     @property
     def num_tokens(self) -> list[int]:
@@ -136,44 +135,34 @@ class Routes:
         return [sum(calls) for calls in self._calls]
 
     def __len__(self) -> int:
-        return len(self._parts)
+        return len(self._ids)
 
     def __getitem__(self, layer: int) -> Tensor:
-        ids = self._joined(layer)
-        if ids.dtype != torch.uint8 and not ids.is_meta:
-            ((low, high),) = _bounds([ids])
-            if low >= 0 and high < 256:
-                ids = ids.to(torch.uint8)
-                self._parts[layer] = [ids]
-        return ids
+        added = self._added[layer]
+        if added:
+            ids = torch.cat([self._ids[layer].to(added[0].device), *added])
+            self._ids[layer] = ids if ids.is_meta else _compact(ids, *_bounds([ids])[0])
+            added.clear()
+        return self._ids[layer]
 
     def __repr__(self) -> str:
         return f"Routes(layers={len(self)}, num_tokens={self.num_tokens}, top_k={self.top_k})"
 
-    def _joined(self, layer: int) -> Tensor:
-        """A layer's ids (N, K) in whatever dtype they are."""
-        parts = self._parts[layer]
-        if not parts:
-            return torch.empty(0, self.top_k[layer], dtype=torch.uint8)
-        if len(parts) > 1:
-            parts[:] = [torch.cat(parts)]
-        return parts[0]
-
-    def _append(self, layer: int, ids: Tensor) -> None:
-        self._parts[layer].append(ids)
+    def _add(self, layer: int, ids: Tensor) -> None:
+        """Appends a call's ids."""
+        self._added[layer].append(ids)
         self._calls[layer].append(ids.size(0))
 
-    def _with(self, parts: list[list[Tensor]]) -> Routes:
+    def _of(self, layers: list[Tensor]) -> Routes:
         """Routes of other tokens of the same layers."""
-        routes = object.__new__(Routes)
-        routes.num_experts, routes.top_k, routes._largest = self.num_experts, self.top_k, self._largest
-        routes._parts = parts
-        routes._calls = [[ids.size(0) for ids in layer] for layer in parts]
+        routes = copy.copy(self)
+        routes._ids, routes._calls = layers, [[ids.size(0)] for ids in layers]
+        routes._added = [[] for _ in layers]
         return routes
 
-    def _check_same_calls(self, fn: str) -> None:
-        if any(calls != self._calls[0] for calls in self._calls):
-            fail(ValueError, fn, "layers that were called with the same tokens", f"{self.num_tokens} tokens")
+    def _check_same_tokens(self, fn: str) -> None:
+        if len(set(self.num_tokens)) > 1:
+            fail(ValueError, fn, "layers with the same tokens", f"{self.num_tokens} tokens")
 
 
 def _check_ids(fn: str, name: str, ids, dims: int) -> None:
@@ -187,9 +176,14 @@ def _check_ids(fn: str, name: str, ids, dims: int) -> None:
 
 def _bounds(layers: Sequence[Tensor]) -> list[list[int]]:
     """The least and the largest id of each layer, read from a GPU at once."""
-    empty = torch.tensor([0, -1], dtype=torch.int32)
-    pairs = [torch.stack(ids.int().aminmax()) if ids.numel() else empty for ids in layers]
-    return torch.stack([pair.to(pairs[0].device) for pair in pairs]).tolist() if pairs else []
+    empty = torch.tensor([0, -1])
+    read = (ids.int() if ids.dtype == torch.uint16 else ids for ids in layers)  # it has no aminmax
+    pairs = [torch.stack(ids.aminmax()).long() if ids.numel() else empty for ids in read]
+    return torch.stack([pair.to(pairs[0].device) for pair in pairs]).tolist()
+
+
+def _compact(ids: Tensor, low: int, high: int) -> Tensor:
+    return ids.to(torch.uint8 if low >= 0 and high < 256 else torch.int16)
 
 
 # --- the contexts -----------------------------------------------------------------------------------------
@@ -225,11 +219,8 @@ def record_routing(model: nn.Module) -> Iterator[Routes]:
         TypeError, ValueError: the message says what was expected and what was found.
     """
     layers = _layers_in("record_routing", model)
-    routes = object.__new__(Routes)
-    routes.num_experts = [num_experts for _, _, num_experts, _ in layers]
-    routes.top_k = [top_k for *_, top_k in layers]
-    routes._largest = [num_experts - 1 for num_experts in routes.num_experts]
-    routes._parts, routes._calls = [[] for _ in layers], [[] for _ in layers]
+    routes = Routes([torch.empty(0, K, dtype=torch.uint8) for *_, K in layers], [E for _, _, E, _ in layers])
+    routes._largest = [E - 1 for E in routes.num_experts]
     tapes = [_attach(layer) for _, layer, _, _ in layers]
     for i, tape in enumerate(tapes):
         tape.recorders.append((routes, i))
@@ -284,7 +275,7 @@ def replay_routing(model: nn.Module, routes: Routes) -> Iterator[None]:
         if routes._largest[i] >= num_experts:
             expected = f"ids of layer {name!r} below E = {num_experts}"
             fail(ValueError, fn, expected, routes._largest[i])
-    replays = [_Replay(name, routes._joined(i)) for i, (name, *_) in enumerate(layers)]
+    replays = [_Replay(name, routes[i]) for i, (name, *_) in enumerate(layers)]
     tapes = [_attach(layer) for _, layer, _, _ in layers]
     for tape, replay in zip(tapes, replays, strict=True):
         tape.replays.append(replay)
@@ -362,7 +353,7 @@ class Tape:
         """The ids (T, K) that the router has to take for x (T, ...); None, or a token's all -1, where it
         chooses. Ask once per call of the layer."""
         if torch.compiler.is_compiling():
-            return _take_op(self.key, x, top_k)
+            return _take_op(self.key, x.size(0), top_k, x.device)
         return _take(self, x.size(0), x.device)
 
     def note(self, ids: Tensor) -> None:
@@ -424,7 +415,7 @@ def _note(tape: Tape, ids: Tensor) -> None:
     with torch.inference_mode(False):
         ids = ids.to(torch.int16)
     for routes, i in tape.recorders:
-        routes._append(i, ids)
+        routes._add(i, ids)
 
 
 def _check_no_transform(fn: str) -> None:
@@ -515,11 +506,11 @@ def _frames_in(frame: FrameType) -> list:
 # --- operators for compiled code --------------------------------------------------------------------------
 
 
-def _take_at_run_time(key: Tensor, x: Tensor, top_k: int) -> Tensor:
+def _take_at_run_time(key: Tensor, num_tokens: int, top_k: int, device: torch.device) -> Tensor:
     tape = _tapes.get(int(key))
-    ids = None if tape is None else _take(tape, x.size(0), x.device)
+    ids = None if tape is None else _take(tape, num_tokens, device)
     if ids is None:
-        return torch.full((x.size(0), top_k), -1, dtype=torch.int16, device=x.device)
+        return torch.full((num_tokens, top_k), -1, dtype=torch.int16, device=device)
     return ids.to(torch.int16, copy=True)
 
 
@@ -534,9 +525,11 @@ def _note_at_run_time(key: Tensor, ids: Tensor) -> None:
 _library = torch.library.Library("fused_moe_replay", "DEF")
 for _schema, _run, _fake in (
     (
-        "take(Tensor(a!) key, Tensor x, int top_k) -> Tensor",
+        "take(Tensor(a!) key, SymInt num_tokens, int top_k, Device device) -> Tensor",
         _take_at_run_time,
-        lambda key, x, top_k: x.new_empty((x.size(0), top_k), dtype=torch.int16),
+        lambda key, num_tokens, top_k, device: torch.empty(
+            (num_tokens, top_k), dtype=torch.int16, device=device
+        ),
     ),
     ("note(Tensor(a!) key, Tensor ids) -> ()", _note_at_run_time, lambda key, ids: None),
 ):

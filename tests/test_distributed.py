@@ -686,6 +686,59 @@ def test_fully_shard_beside_expert_parallel(workers, device, shape):
     assert_close(found, expected, TOLERANCE[torch.float32])
 
 
+# --- recording and replaying ----------------------------------------------------------------------------
+
+
+class Checkpointed(torch.nn.Module):
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x):
+        return checkpoint(self.layer, x, use_reentrant=False)
+
+
+def wrapped(layer, how, device):
+    mesh = init_device_mesh(device.type, (RANKS,))
+    if how == "ddp":
+        return torch.nn.parallel.DistributedDataParallel(torch.nn.Sequential(layer))
+    if how == "fully_shard":
+        return fully_shard(Checkpointed(fully_shard(layer, mesh=mesh)), mesh=mesh)
+    parallelize_module(layer, mesh, ExpertParallel(static=how == "static"))
+    return Checkpointed(layer)
+
+
+def replayed_layer(rank, device, how, ids):
+    """Its own tokens' ids, taken and recorded; backward runs after the contexts."""
+    layer = new_layer(device)
+    model = wrapped(layer, how, device)
+    x, dout, ids = (share(rank, t, cut=EVEN).clone() for t in (*new_signals(device), ids))
+    routes = fused_moe.Routes([ids], E)  # on the CPU
+    x.requires_grad_()
+    with fused_moe.record_routing(model) as recorded, fused_moe.replay_routing(model, routes):
+        out = model(x)
+    assert recorded.num_tokens == [len(ids)] and torch.equal(recorded[0].cpu(), ids.byte())
+    out.backward(dout)
+    assert layer.__dict__.get("_tape") is None
+    grads = {f"d{name}": whole(p.grad) for name, p in layer.named_parameters()}
+    return {"out": out.detach(), "dx": x.grad, **grads}
+
+
+@pytest.mark.parametrize("how", ("ddp", "fully_shard", "exact", "static"))
+def test_replay(workers, device, how):
+    """Each rank replays its own tokens' experts, DDP's layer in the forward pass, the others checkpointed:
+    what one process computes with ids=."""
+    ids = cases.make_ids("random", T, K, E)
+    expected = step(new_layer(device), *new_signals(device), ids=ids.to(device))
+    del expected["expert_bias"]
+    is_mean = how in ("ddp", "fully_shard")
+    for name, value in expected.items():
+        if is_mean and name.startswith("d") and name != "dx":
+            value /= RANKS
+    added = () if is_mean else [name for name in expected if name[1:].startswith(REPLICATED)]
+    assert_close(merged(workers(replayed_layer, how, ids), added), expected, TOLERANCE[torch.float32])
+
+
 # --- fully_shard of quantised weights -------------------------------------------------------------------
 
 EVERY_FORMAT = pytest.mark.parametrize("format", FORMATS)
