@@ -249,7 +249,8 @@ def replay_routing(model: nn.Module, routes: Routes) -> Iterator[None]:
 
     Compiled layers are compiled once more in the first context, and not again for other routes. Under
     torch.compile a layer that is called more than once in a compiled region with checkpointing inside raises.
-    A CUDA graph reads the memory of the ids that it was captured with.
+    A CUDA graph reads the memory of the ids that it was captured with, so a capture needs routes on the GPU:
+    write others into `routes[i]`.
 
     Args:
         model: a module with at least one layer of ours in it.
@@ -318,8 +319,14 @@ class _Replay:
             expected = f"at most {left} more of the routes' {self.num_tokens} tokens in layer {self.name!r}"
             fail(ValueError, "replay_routing", expected, num_tokens)
         if device not in self.ids:
+            ids = next(iter(self.ids.values()))
+            if _is_capturing(device):
+                raise RuntimeError(
+                    f"replay_routing: expected routes on {device} in a capture of a CUDA graph, found them "
+                    f"on {ids.device}"
+                )
             with torch.inference_mode(False):
-                self.ids[device] = next(iter(self.ids.values())).to(device, non_blocking=True)
+                self.ids[device] = ids.to(device, non_blocking=True)
         ids = self.ids[device].narrow(0, self.num_taken, num_tokens)
         self.num_taken += num_tokens
         return ids
@@ -407,7 +414,7 @@ def _note(tape: Tape, ids: Tensor) -> None:
     if not tape.recorders or is_recomputing():
         return
     _check_no_transform("record_routing")
-    if ids.is_cuda and torch.cuda.is_current_stream_capturing():
+    if _is_capturing(ids.device):
         raise RuntimeError(
             "record_routing: expected no capture of a CUDA graph, whose replays record nothing, found one; "
             "capture with return_ids=True"
@@ -416,6 +423,10 @@ def _note(tape: Tape, ids: Tensor) -> None:
         ids = ids.to(torch.int16)
     for routes, i in tape.recorders:
         routes._add(i, ids)
+
+
+def _is_capturing(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def _check_no_transform(fn: str) -> None:
