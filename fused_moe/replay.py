@@ -484,10 +484,10 @@ def _memory(region) -> _Memory:
 
 
 def _regions() -> tuple[list, object | None]:
-    """The calls on the Python stack whose forward may run again in backward, from the innermost out:
-    PyTorch's checkpoint frames, and the ctx of autograd.Functions (reentrant checkpointing, compiled graphs).
-    The list ends at the first one that runs again now, which is returned beside it."""
-    regions = []
+    """The calls in progress whose forward may run again in backward, from the innermost out: PyTorch's
+    checkpoint frames, and the ctx of autograd.Functions (reentrant checkpointing, compiled graphs). The
+    list ends at the first one that runs again now, which is returned beside it."""
+    regions = _frame_of_hooks()
     frame = sys._getframe(2)
     while frame is not None:
         code = frame.f_code
@@ -495,7 +495,7 @@ def _regions() -> tuple[list, object | None]:
             if code.co_name == "unpack_hook":
                 return regions, frame.f_locals["frame"]
             if code.co_name == "checkpoint":
-                regions += _frames_in(frame)
+                regions += (region for region in _frames_of_call(frame) if region not in regions)
         if code.co_varnames[:1] == ("ctx",) and code.co_name in ("forward", "backward"):
             ctx = frame.f_locals.get("ctx")
             if isinstance(ctx, FunctionCtx):
@@ -506,12 +506,24 @@ def _regions() -> tuple[list, object | None]:
     return regions, None
 
 
-def _frames_in(frame: FrameType) -> list:
+def _frame_of_hooks() -> list:
+    """The innermost checkpoint frame in a forward pass, which the hooks on saved tensors hold; they alone
+    where a module was made to checkpoint itself (torch.distributed._composable)."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    cells = getattr(hooks[0], "__closure__", None) if hooks else None
+    return [cell.cell_contents for cell in cells or () if _is_checkpoint_frame(cell.cell_contents)]
+
+
+def _frames_of_call(frame: FrameType) -> list:
     """The checkpoint frame of a call of torch.utils.checkpoint.checkpoint without reentry, which a generator
     has."""
     generators = (value for value in frame.f_locals.values() if isinstance(value, GeneratorType))
     values = (value for g in generators if g.gi_frame is not None for value in g.gi_frame.f_locals.values())
-    return [value for value in values if isinstance(value, checkpoint._CheckpointFrame)]
+    return [value for value in values if _is_checkpoint_frame(value)]
+
+
+def _is_checkpoint_frame(value) -> bool:
+    return isinstance(value, checkpoint._CheckpointFrame)
 
 
 # --- operators for compiled code --------------------------------------------------------------------------

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.distributed._composable import checkpoint as composable_checkpoint
 from torch.utils.checkpoint import checkpoint
 
 from fused_moe import FusedMoE, Routes, record_routing, reference, replay_routing
@@ -421,6 +422,20 @@ def test_another_checkpoint(device):
 
     found = gradients(model, x, run)
     assert_equal(found, gradients(model, x, lambda x: with_ids(model, x, routes)))
+    assert not tapes_of(model)
+
+
+def test_a_module_that_checkpoints_itself(device):
+    model, x, routes = make_model(device), make_input(device), make_routes(device)
+    expected = gradients(model, x, lambda x: with_ids(model, x, routes))
+    for block in model:
+        composable_checkpoint(block.layer)
+
+    def run(x):
+        with replay_routing(model, routes):
+            return model(x)
+
+    assert_equal(gradients(model, x, run), expected)
     assert not tapes_of(model)
 
 
