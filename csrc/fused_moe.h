@@ -338,13 +338,14 @@ typedef struct {    /* dh, dup = dact(da, h, up) */
 
 /* --- experts -------------------------------------------------------------------------------------------- */
 
-typedef struct {        /* h = x[row_token] w1^T | w3^T + b;  a = act(gate) up */
+typedef struct {        /* h = x[row_token] w1^T | w3^T + b + addend;  a = act(gate) up */
     const void *x;      /* [T,D] */
     const void *scores; /* [T,K] x's rows are multiplied by them and rounded; NULL: not */
     FusedMoeWeight w1;  /* (E,F,D), (E,2F,D) when packed */
     FusedMoeWeight w3;  /* (E,F,D) when separate */
     const void *b1;     /* [E,F], [E,2F] when packed; may be NULL */
     const void *b3;     /* [E,F] when separate; may be NULL */
+    const void *addend; /* [R,H] what adapters add; may be NULL */
     void *h;            /* [R,H]; NULL: not kept */
     void *a;            /* [R,F] */
     /* Few slots (slot_plan.h), whose plan the GEMM makes. It writes counts and token_row alone, and uses no

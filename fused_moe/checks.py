@@ -193,6 +193,22 @@ def has_memory(x: Tensor) -> bool:
     )
 
 
+def check_storage(fn: str, name: str, x: Tensor) -> None:
+    """Raises RuntimeError where x's memory was freed or shrunk, as operators do. PyTorch would read past
+    its end."""
+    if not has_memory(x) or x.numel() == 0:
+        return
+    last = x.storage_offset() + sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True))
+    needed, found = (last + 1) * x.itemsize, x.untyped_storage().nbytes()
+    if found < needed:
+        fail(
+            RuntimeError,
+            fn,
+            f"the storage of {name} to hold {needed} bytes",
+            f"{found}: it was freed or shrunk",
+        )
+
+
 # --- routing ----------------------------------------------------------------------------------------------
 
 

@@ -4,10 +4,15 @@
 
 Every step is an operator with its own gradient, so a weight needs no more than its GEMM. The fused
 operators keep less and do not write rows of x; these steps are for what has no fused kernel.
+
+Where gate and up are quantised, x to a is one operator, `quantized_up`, which rounds h only to keep it. What
+adapters add to h is its argument. So a token's output has the bits of experts without gradients, and adapters
+that add zeros change none.
 """
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -45,12 +50,21 @@ def experts(
     def gemm(rows: Tensor, i: int) -> Tensor:
         return _gemm(rows, weights[i], biases[i], *pairs[i], scale, offsets)
 
-    rows = run(ops.permute.default, x, plan.tensors) if has_maps else x
-    if score_on == "input":
-        rows = _scored(rows, scores, plan)
-    h = gemm(rows, 0)
-    up = None if weights[2] is None else gemm(rows, 2)
-    a = run(ops.activate.default, h, up, *activation)
+    is_quantized = all(w is None or isinstance(w, QuantizedWeight) for w in (weights[0], weights[2]))
+    rows = x
+    if has_maps and not (is_quantized and pairs[0][0] is None and pairs[2][0] is None):
+        rows = run(ops.permute.default, x, plan.tensors)
+        if score_on == "input":
+            rows = _scored(rows, scores, plan)
+    if is_quantized:
+        pair = _joined(pairs[0], pairs[2], weights[0], weights[2])
+        addend = None if pair is None else _low_rank(rows, *pair, scale, offsets)
+        of_rows = scores if score_on == "input" else None
+        a = _quantized_up(x, weights, biases, of_rows, addend, plan, activation)
+    else:
+        h = gemm(rows, 0)
+        up = None if weights[2] is None else gemm(rows, 2)
+        a = run(ops.activate.default, h, up, *activation)
     y = gemm(a, 1)
     if not has_maps:
         return y
@@ -59,6 +73,41 @@ def experts(
     return run(
         ops.unpermute.default, y, scores if score_on == "output" else None, tensors_again(plan), *shared
     )
+
+
+def _quantized_up(x, weights, biases, scores, addend, plan: Plan, activation) -> Tensor:
+    w1, _, w3 = weights
+    b1, _, b3 = biases
+    of_w1 = (_packings(w1), w1.code)
+    of_w3 = ([], 0) if w3 is None else (_packings(w3), w3.code)
+    operands = (x, *of_w1, *of_w3, b1, b3, scores, addend, tensors_again(plan))
+    return run(ops.quantized_up.default, *operands, *activation, False)[1]  # autograd's rule keeps h
+
+
+def _packings(w: QuantizedWeight) -> list[Tensor]:
+    """A weight as `quantized_up` takes it."""
+    return [t for t in (*w.tensors, *w.transposed_tensors) if t is not None]
+
+
+def _joined(gate: tuple, up: tuple, w1, w3) -> tuple[Tensor, Tensor] | None:
+    """(a, b) of all that adapters add to h. Where gate and up are two weights, ranks of both are one after
+    the other, and b is zero where a gate would read the up's."""
+    (a1, b1), (a3, b3) = gate, up
+    if w3 is None:
+        return None if a1 is None else gate
+    width = w3.size(1)
+    if a1 is None:
+        return None if a3 is None else (a3, F.pad(b3, (0, 0, width, 0)))
+    if a3 is None:
+        return a1, F.pad(b1, (0, 0, 0, width))
+    b = torch.cat((F.pad(b1, (0, b3.size(2))), F.pad(b3, (b1.size(2), 0))), 1)
+    return torch.cat((a1, a3), 1), b
+
+
+def _low_rank(rows: Tensor, a: Tensor, b: Tensor, scale: float, offsets: Tensor) -> Tensor:
+    """scale (rows a^T) b^T."""
+    low = run(ops.grouped_mm.default, rows, a, offsets) * scale
+    return run(ops.grouped_mm.default, low, b, offsets)
 
 
 def _scored(rows: Tensor, scores: Tensor, plan: Plan) -> Tensor:
@@ -71,12 +120,12 @@ def _gemm(rows: Tensor, w, bias, a, b, scale: float, offsets: Tensor) -> Tensor:
     """rows w^T + scale (rows a^T) b^T + bias, of the rows' experts; zero past the last row."""
     if isinstance(w, QuantizedWeight):
         tensors, transposed = w.tensors, w.transposed_tensors
-        out = run(ops.quantized_mm.default, rows, *tensors, offsets, w.code, False, *transposed)
+        out = run(ops.quantized_mm.default, rows, *tensors, offsets, w.code, False, *transposed, bias)
+        bias = None
     else:
         out = run(ops.grouped_mm.default, rows, w, offsets)
     if a is not None:
-        low = run(ops.grouped_mm.default, rows, a, offsets) * scale
-        out = out + run(ops.grouped_mm.default, low, b, offsets)
+        out = out + _low_rank(rows, a, b, scale, offsets)
     if bias is not None:
         # Not bias[expert of each row]: that has no gradient of the same bits in every run on a GPU.
         ones = F.pad(rows.new_ones(rows.size(0), 1), (0, BIAS_WIDTH - 1))

@@ -60,6 +60,13 @@ def _quantized_mm(args) -> int:
     return 2 * args.a[0] * CODES_PER_BYTE[args.format] * prod(args.data[1:])
 
 
+@_register("quantized_up")
+def _quantized_up(args) -> int:
+    weights = ((args.w1, args.format1), (args.w3, args.format3))
+    rows = _num_rows(args.x, args.plan)
+    return 2 * rows * sum(CODES_PER_BYTE[format] * prod(w[0][1:]) for w, format in weights if w)
+
+
 @_register("quantized_experts")
 def _quantized_experts(args) -> int:
     weights = ((args.data1, args.format1), (args.data3, args.format3), (args.data2, args.format2))

@@ -18,6 +18,7 @@ from .checks import (
     check_num_experts,
     check_plain,
     check_real,
+    check_storage,
     check_tensor,
     fail,
     is_altered,
@@ -327,6 +328,7 @@ def check_lora(fn: str, lora, x_name: str, x: Tensor, weights: tuple) -> None:
                 check_device(fn, name, value, x_name, x)
             else:
                 check_like(fn, name, value, x_name, x)
+            check_storage(fn, name, value)
         rank = a.size(1)
         if tuple(a.shape) != (E, rank, cols) or rank < 1:
             fail(ValueError, fn, f"lora.a{i} of shape (E, rank, in) = ({E}, rank, {cols})", tuple(a.shape))

@@ -87,16 +87,19 @@ class Schema:
         self.position = {a.name: i for i, a in enumerate(arguments)}
 
 
-def _register(name: str, *, fake, backward=None, setup_context=None, autocast: tuple[str, ...] = ()):
+def _register(
+    name: str, *, fake, backward=None, setup_context=None, autocast: tuple[str, ...] = (), keeps: str = ""
+):
     """Registers the Python half of an operator. Without `backward` a gradient through it raises.
 
     fake(args) and setup_context(ctx, args, output) get the arguments as a named tuple. backward(ctx, need,
-    *grads) returns {argument: gradient}; need.<argument> tells whether its gradient is needed.
+    *grads) returns {argument: gradient}; need.<argument> tells whether its gradient is needed. `keeps` is an
+    argument that is True wherever autograd records the call, whatever the caller said.
     """
     schema = Schema(name)
     _register_fake(schema, fake)
     _register_vmap(schema)
-    rule = _autograd_rule(schema, backward or _no_backward(name), setup_context)
+    rule = _autograd_rule(schema, backward or _no_backward(name), setup_context, keeps)
     _library.impl(name, rule, "Autograd", with_keyset=True)
     for device in ("CPU", "CUDA") if autocast else ():
         _library.impl(name, _autocast_rule(schema, device, autocast), f"Autocast{device}")
@@ -252,11 +255,13 @@ def _raise_out_of_memory(error: RuntimeError) -> None:
     raise torch.OutOfMemoryError(str(error)) from None
 
 
-def _autograd_rule(schema: Schema, backward, setup_context):
+def _autograd_rule(schema: Schema, backward, setup_context, keeps: str = ""):
     op, named, position = schema.op, schema.named, schema.position
 
     def forward(ctx, *args):
         *args, keyset = args
+        if keeps:
+            args[position[keeps]] = True
         output = _below_autograd(op, keyset, args)
         if setup_context is not None:
             setup_context(ctx, named(*args), output)
@@ -378,9 +383,8 @@ def _slots(x: Tensor, plan: list[Tensor]) -> tuple[int, int]:
     return tuple(plan[4].shape) if _has_row_maps(plan) else (x.size(0), 1)
 
 
-def _widths(w1: Tensor, layout: int) -> tuple[int, int]:
-    """F, and the width H of h."""
-    rows = w1.size(1)
+def _widths(rows: int, layout: int) -> tuple[int, int]:
+    """F, and the width H of h, of w1 (E, rows, D)."""
     if layout in (LAYOUTS["halves"], LAYOUTS["interleaved"]):
         return rows // 2, rows
     return rows, rows if layout == UNGATED else 2 * rows
@@ -658,13 +662,19 @@ def _quantized_mm_setup(ctx, args, output):
     ctx.save_for_backward(*packed, args.offsets, *transposed)
 
 
+FROZEN = "fused_moe: quantised weights are frozen: their codes and scales have no gradient"
+
+
 def _quantized_mm_backward(ctx, need, dout):
     if need.data or need.scale or need.data_t or need.scale_t:
-        raise RuntimeError("fused_moe: quantised weights are frozen: their codes and scales have no gradient")
-    if not need.a:
-        return {}
+        raise RuntimeError(FROZEN)
     saved = ctx.saved_tensors  # once: each access unpacks all, which activation checkpointing allows one time
-    return {"a": run(ops.quantized_mm.default, dout, *saved[:4], *ctx.settings, *saved[4:])}
+    grads = {}
+    if need.a:
+        grads["a"] = run(ops.quantized_mm.default, dout, *saved[:4], *ctx.settings, *saved[4:])
+    if need.bias:
+        grads["bias"] = run(ops.bias_grad.default, dout, saved[3])
+    return grads
 
 
 def _wgrad_fake(args):
@@ -702,7 +712,7 @@ _register(
     fake=_quantized_mm_fake,
     backward=_quantized_mm_backward,
     setup_context=_quantized_mm_setup,
-    autocast=("a",),
+    autocast=("a", "bias"),
 )
 _register("wgrad", fake=_wgrad_fake, backward=_wgrad_backward, setup_context=_wgrad_setup)
 _register_accumulate("wgrad_accumulate", fake=lambda args: None)
@@ -750,7 +760,7 @@ _register("activate_backward", fake=_activate_backward_fake)
 
 def _up_fake(args, save_h: bool):
     num_rows = _num_rows(args.x, args.plan)
-    width, h_width = _widths(args.w1, args.layout)
+    width, h_width = _widths(args.w1.size(1), args.layout)
     return args.x.new_empty(num_rows if save_h else 0, h_width), args.x.new_empty(num_rows, width)
 
 
@@ -845,6 +855,71 @@ _register(
     autocast=UP_INPUTS,
 )
 _register("up_dgrad", fake=_up_dgrad_fake)
+
+
+# --- the up side of quantised experts, of which a has the gradient, since adapters of w2 read it, too ---
+
+
+def _quantized_up_fake(args):
+    num_rows = _num_rows(args.x, args.plan)
+    width, h_width = _widths(quantized_sizes(args.w1[0])[1], args.layout)
+    return args.x.new_empty(num_rows if args.save_h else 0, h_width), args.x.new_empty(num_rows, width)
+
+
+def _quantized_up_setup(ctx, args, output):
+    h, _ = output
+    if any(t.requires_grad for t in (*args.w1, *args.w3)):
+        raise RuntimeError(FROZEN)
+    need = type(args)(*ctx.needs_input_grad[:-1])
+    ctx.formats, ctx.sizes = (args.format1, args.format3), (len(args.w1), len(args.w3))
+    ctx.activation = (args.layout, args.activation, args.constants)
+    ctx.mark_non_differentiable(h)
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(args.x if need.scores else None, h, args.scores, *args.w1, *args.w3, *args.plan)
+
+
+def _quantized_up_backward(ctx, need, _, da):
+    if da is None:
+        return {}
+    x, h, scores, *rest = ctx.saved_tensors
+    (size1, size3), (layout, *activation) = ctx.sizes, ctx.activation
+    w1, w3, plan = rest[:size1], rest[size1 : size1 + size3], rest[size1 + size3 :]
+    offsets, is_separate = plan[0][1:], layout == LAYOUTS["separate"]
+    of_h = LAYOUTS["halves"] if is_separate else layout
+    dh, _ = run(ops.activate_backward.default, da, h, None, of_h, *activation)
+    grads = {"addend": dh} if need.addend else {}
+    if need.b1 or need.b3:
+        db = run(ops.bias_grad.default, dh, offsets).chunk(2 if is_separate else 1, 1)
+        grads |= {name: part.contiguous() for name, part in zip(("b1", "b3"), db, strict=False)}
+        grads = {name: grad for name, grad in grads.items() if getattr(need, name)}
+    if not (need.x or need.scores):
+        return grads
+    parts = zip(dh.chunk(2, 1) if is_separate else (dh,), (w1, w3), ctx.formats, strict=False)
+    dx_rows = sum(_quantized_dgrad(dy, w, offsets, format) for dy, w, format in parts)
+    if need.scores:
+        args = (x, dx_rows, scores, plan, False, True)
+        grads["scores"] = run(ops.unpermute_backward.default, *args)[1]
+    if need.x:
+        has_maps = _has_row_maps(plan)
+        grads["x"] = run(ops.unpermute.default, dx_rows, scores, plan) if has_maps else dx_rows
+    return grads
+
+
+def _quantized_dgrad(dy: Tensor, w: list[Tensor], offsets: Tensor, format: int) -> Tensor:
+    """dy @ w of a weight as `quantized_up` takes it."""
+    packings = [w] if len(w) < 4 else [w[: len(w) // 2], w[len(w) // 2 :]]
+    first, *second = ([*p, None][:3] for p in packings)
+    return run(ops.quantized_mm.default, dy, *first, offsets, format, True, *(second[0] if second else ()))
+
+
+_register(
+    "quantized_up",
+    fake=_quantized_up_fake,
+    backward=_quantized_up_backward,
+    setup_context=_quantized_up_setup,
+    autocast=("x", "b1", "b3", "addend"),
+    keeps="save_h",
+)
 
 
 def _experts_down_fake(args):

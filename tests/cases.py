@@ -313,12 +313,18 @@ def operator_calls(case: Case, device) -> dict:
         for w in quantized
         for width, transposed in ((64, False), (w.size(1), True))
     ]
+    of_quantized[0]["bias"] = new(E, 6)
     packed, of_up = {}, {name: up[name] for name in ("b1", "b3")}
     for i, w in ((1, w1), (3, w3), (2, w2)):
         w = None if w is None else fused_moe.quantize(w.detach().contiguous(), "int8")
         tensors = (None, None, None) if w is None else w.tensors
         packed |= {f"{name}{i}": t for name, t in zip(("data", "scale", "zero"), tensors, strict=True)}
         packed[f"format{i}"] = 0 if w is None else w.code
+    coded = {f"format{i}": packed[f"format{i}"] for i in (1, 3)} | of_up
+    for i in (1, 3):
+        coded[f"w{i}"] = [
+            packed[f"{name}{i}"] for name in ("data", "scale") if packed[f"{name}{i}"] is not None
+        ]
     of_act = {"h": a, "up": new(R, F), **act} if w3 is not None else {"h": h, "up": None, **act}
     calls = {
         "router_logits": [{"x": x, "weight": gate, "bias": b} for b in (new(E), None)],
@@ -375,6 +381,11 @@ def operator_calls(case: Case, device) -> dict:
             {"x": x, **up, "scores": None, **moves, **act, "save_h": True},
             {"x": x, **up, "scores": scores, **moves, **act, "save_h": False},
             {"x": rows, **up, "scores": None, "plan": rows_plan, **act, "save_h": True},
+        ],
+        "quantized_up": [
+            {"x": x, **coded, "scores": None, "addend": h, **moves, **act, "save_h": True},
+            {"x": x, **coded, "scores": scores, "addend": None, **moves, **act, "save_h": False},
+            {"x": rows, **coded, "scores": None, "addend": h, "plan": rows_plan, **act, "save_h": True},
         ],
         "experts_up_backward": up_backwards[:3],
         "experts_up_backward_accumulate": [

@@ -1,7 +1,7 @@
 /* up_gate: the up side of the experts. A task is a tile of an expert's rows and a part of the hidden
  * columns: it reads x through row_token once, and for every block of those columns multiplies by the
- * gate's and the up's weights, adds biases, writes h, and writes a = act(gate) up while both are in cache
- * and not yet rounded. */
+ * gate's and the up's weights, adds biases and the addend, writes h, and writes a = act(gate) up while both
+ * are in cache and not yet rounded. */
 #include "cpu.h"
 
 #include <stdlib.h>
@@ -15,7 +15,7 @@ typedef struct {
 } Task;
 
 typedef struct {
-    void *x, *w, *out[2], *bias, *gate, *up, *a;
+    void *x, *w, *out[2], *bias, *addend, *gate, *up, *a;
 } Buffers;
 
 static Buffers take(const Task *t, char *scratch, size_t *bytes) {
@@ -28,6 +28,7 @@ static Buffers take(const Task *t, char *scratch, size_t *bytes) {
     s.w = fm_take(&scratch, bytes, copies ? 2 * cols * p->D * accum : 0);
     for (int i = 0; i < 2; i++) s.out[i] = fm_take(&scratch, bytes, (2 - i) * rows * cols * accum);
     s.bias = fm_take(&scratch, bytes, 2 * cols * accum);
+    s.addend = fm_take(&scratch, bytes, p->addend ? 2 * cols * accum : 0);
     s.gate = fm_take(&scratch, bytes, cols * accum);
     s.up = fm_take(&scratch, bytes, cols * accum);
     s.a = fm_take(&scratch, bytes, cols * accum);
@@ -85,10 +86,13 @@ static int up_gate_tile(int64_t i, const void *ctx, char *scratch) {
                         c->width);
             for (int64_t r = 0; r < tile.num_rows; r++) {
                 void *row = fm_at(out.data, v->accum_bytes, r * c->width);
+                const int64_t in_h = (tile.first_row + r) * h_width + c->h_col;
                 if (c->bias) v->add(row, s.bias, c->width);
-                if (p->h)
-                    v->store(fm_at(p->h, v->elem_bytes, (tile.first_row + r) * h_width + c->h_col), row,
-                             c->width);
+                if (p->addend) {
+                    v->load(s.addend, fm_at(p->addend, v->elem_bytes, in_h), c->width);
+                    v->add(row, s.addend, c->width);
+                }
+                if (p->h) v->store(fm_at(p->h, v->elem_bytes, in_h), row, c->width);
             }
         }
         for (int64_t r = 0; r < tile.num_rows; r++) {

@@ -163,8 +163,8 @@ FusedMoeWeight main_grad(const char *op, const char *name, const Tensor &grad, c
 /* A quantised weight (E, out, in) as an operator gets it, and checked: the struct that points into its
  * tensors. */
 struct QuantizedTensors {
-    const Tensor &data, &scale;
-    const OptTensor &zero;
+    Tensor data, scale;
+    OptTensor zero;
     int64_t format;
     OptTensor data_t = {}, scale_t = {}, zero_t = {}; /* the second packing */
 };

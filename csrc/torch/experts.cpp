@@ -67,7 +67,7 @@ static ExpertsPdl pdl_of(bool down_reads_before_wait, bool plans) {
 /* A call of up_gate, and the tensors that it needs alive. */
 struct UpSide {
     FusedMoeUpGate p;
-    OptTensor b1, b3, scores;
+    OptTensor b1, b3, scores, addend;
     OptTensor h; /* where it is kept */
     Tensor a;
 };
@@ -75,10 +75,12 @@ struct UpSide {
 /* x is aligned(). */
 static UpSide up_side(const Tensor &x, const UpWeights &weights, const Width &s, const OptTensor &b1_,
                       const OptTensor &b3_, const OptTensor &scores_, const RowMap &map, int64_t layout,
-                      int64_t activation, const Constants &constants, bool save_h) {
+                      int64_t activation, const Constants &constants, bool save_h,
+                      const OptTensor &addend_ = {}) {
     const char *op = "experts_up";
     OptTensor b1 = operand(op, "b1", b1_, x, {s.E, s.w1_rows}), b3 = operand(op, "b3", b3_, x, {s.E, s.F});
     OptTensor scores = scores_of(op, scores_, x, {map.p.T, map.p.K});
+    OptTensor addend = operand(op, "addend", addend_, x, {map.p.R, s.H});
     check_size(op, "x's width", x.size(1), s.D, s.D);
     check_scores(op, scores, map);
     check(weights.w3.data || !b3, op, "b3 with w3 and not without", "b3 without w3");
@@ -95,13 +97,14 @@ static UpSide up_side(const Tensor &x, const UpWeights &weights, const Width &s,
     p.w3 = weights.w3;
     p.b1 = data(b1);
     p.b3 = data(b3);
+    p.addend = data(addend);
     p.h = h ? h->mutable_data_ptr() : nullptr;
     p.a = a.mutable_data_ptr();
     p.row_map = map.p;
     p.D = s.D;
     p.F = s.F;
     p.layout = (FusedMoeLayout)layout;
-    return {p, b1, b3, scores, h, a};
+    return {p, b1, b3, scores, addend, h, a};
 }
 
 static void run_up_side(UpSide &side, const Tensor &x) {
@@ -140,6 +143,63 @@ std::tuple<Tensor, Tensor> up_gate(const Tensor &x, const Tensor &w1, const OptT
                           activation, constants, true);
     run_up_side(side, rows);
     return {*side.h, side.a};
+}
+
+/* Quantised weights, checked: what their up side's parameters point to. */
+struct QuantizedUp {
+    QuantizedWeight w1;
+    std::optional<QuantizedWeight> w3;
+    Width s;
+    UpWeights weights;
+
+    QuantizedUp(const char *op, const QuantizedTensors &given1, const std::optional<QuantizedTensors> &given3,
+                const Tensor &x, int64_t layout)
+        : w1(quantized_weight(op, given1, x)) {
+        s = width_of(op, given1.data.size(0), w1.p.out, w1.p.in, given3.has_value(), layout);
+        if (given3) {
+            w3 = quantized_weight(op, *given3, x);
+            check_size(op, "experts of data3", given3->data.size(0), s.E, s.E);
+            check_size(op, "out of data3", w3->p.out, s.F, s.F);
+            check_size(op, "in of data3", w3->p.in, s.D, s.D);
+        }
+        weights = {weight(w1), w3 ? weight(*w3) : FusedMoeWeight{}};
+    }
+    QuantizedUp(const QuantizedUp &) = delete; /* weights points into this one */
+};
+
+/* A quantised weight as one list: data, scale, zero where there are zero points, and the same of a second
+ * packing where there is one. */
+static QuantizedTensors tensors_of(const char *op, const char *name, const TensorList &list, int64_t format) {
+    const size_t n = list.size();
+    if (n != 2 && n != 3 && n != 4 && n != 6)
+        fail(op, "expected ", name, " of data, scale and perhaps zero, in one packing or two, found ", n,
+             " tensors");
+    const bool has_zero = n % 3 == 0, has_packing = n > 3;
+    const size_t packing = has_zero ? 3 : 2;
+    QuantizedTensors given = {list[0], list[1], {}, format, {}, {}, {}};
+    if (has_zero) given.zero = list[2];
+    if (has_packing) given.data_t = list[packing], given.scale_t = list[packing + 1];
+    if (has_packing && has_zero) given.zero_t = list[packing + 2];
+    return given;
+}
+
+/* experts_up of quantised weights, with what adapters add to h. */
+std::tuple<Tensor, Tensor> quantized_up(const Tensor &x_, const TensorList &w1, int64_t format1,
+                                        const TensorList &w3, int64_t format3, const OptTensor &b1,
+                                        const OptTensor &b3, const OptTensor &scores, const OptTensor &addend,
+                                        const TensorList &plan, int64_t layout, int64_t activation,
+                                        const Constants &constants, bool save_h) {
+    const char *op = "quantized_up";
+    check_dim(op, "x", x_, 2);
+    const Tensor x = aligned(x_);
+    std::optional<QuantizedTensors> given3;
+    if (!w3.empty()) given3 = tensors_of(op, "w3", w3, format3);
+    const QuantizedUp up(op, tensors_of(op, "w1", w1, format1), given3, x, layout);
+    const RowMap map = row_map_of(op, x, RowsOf::TOKENS, up.s.E, plan);
+    UpSide side =
+        up_side(x, up.weights, up.s, b1, b3, scores, map, layout, activation, constants, save_h, addend);
+    run_up_side(side, x);
+    return {side.h ? *side.h : new_tensor(x, {0, up.s.H}), side.a};
 }
 
 /* A copy: with one expert the view would be dense itself, and two gradients would share memory. */
@@ -425,21 +485,14 @@ quantized_experts(const Tensor &x_, const Tensor &data1, const Tensor &scale1, c
     check_dim(op, "x", x_, 2);
     Tensor x = aligned(x_);
     check(data3.has_value() == scale3.has_value(), op, "data3 with scale3", "one without the other");
-    const QuantizedWeight w1 = quantized_weight(op, {data1, scale1, zero1, format1}, x);
-    const QuantizedWeight w2 = quantized_weight(op, {data2, scale2, zero2, format2}, x);
-    const Width s = width_of(op, data1.size(0), w1.p.out, w1.p.in, data3.has_value(), layout);
-    std::optional<QuantizedWeight> w3;
-    if (data3) w3 = quantized_weight(op, {*data3, *scale3, zero3, format3}, x);
-    check_size(op, "experts of data2", data2.size(0), s.E, s.E);
-    check_size(op, "in of data2", w2.p.in, s.F, s.F);
-    if (w3) {
-        check_size(op, "experts of data3", data3->size(0), s.E, s.E);
-        check_size(op, "out of data3", w3->p.out, s.F, s.F);
-        check_size(op, "in of data3", w3->p.in, s.D, s.D);
-    }
-    const UpWeights up = {weight(w1), w3 ? weight(*w3) : FusedMoeWeight{}};
-    return run_experts(op, x, up, s, weight(w2), w2.p.out, b1, b3, b2, scores, ids, layout, activation,
-                       constants, score_on_input, expert_map, {shared, shared_gate}, {}, nullptr);
+    std::optional<QuantizedTensors> given3;
+    if (data3) given3 = QuantizedTensors{*data3, *scale3, zero3, format3, {}, {}, {}};
+    const QuantizedUp up(op, {data1, scale1, zero1, format1, {}, {}, {}}, given3, x, layout);
+    const QuantizedWeight w2 = quantized_weight(op, {data2, scale2, zero2, format2, {}, {}, {}}, x);
+    check_size(op, "experts of data2", data2.size(0), up.s.E, up.s.E);
+    check_size(op, "in of data2", w2.p.in, up.s.F, up.s.F);
+    return run_experts(op, x, up.weights, up.s, weight(w2), w2.p.out, b1, b3, b2, scores, ids, layout,
+                       activation, constants, score_on_input, expert_map, {shared, shared_gate}, {}, nullptr);
 }
 
 /* The router, too: a layer's routed experts without gradients. */

@@ -201,7 +201,8 @@ STABLE_TORCH_LIBRARY(fused_moe, m) {
 
     m.def("grouped_mm(Tensor a, Tensor b, Tensor offsets) -> Tensor");
     m.def("quantized_mm(Tensor a, Tensor data, Tensor scale, Tensor? zero, Tensor offsets, int format, "
-          "bool transposed=False, Tensor? data_t=None, Tensor? scale_t=None, Tensor? zero_t=None) -> Tensor");
+          "bool transposed=False, Tensor? data_t=None, Tensor? scale_t=None, Tensor? zero_t=None, "
+          "Tensor? bias=None) -> Tensor");
     m.def("wgrad(Tensor a, Tensor b, Tensor offsets, Tensor? a_row_token=None, Tensor? b_row_token=None) -> "
           "Tensor");
     m.def("wgrad_accumulate(Tensor a, Tensor b, Tensor offsets, Tensor(a!) dw, Tensor? a_row_token=None, "
@@ -222,6 +223,9 @@ STABLE_TORCH_LIBRARY(fused_moe, m) {
         "experts_up(Tensor x, Tensor w1, Tensor? w3, Tensor? b1, Tensor? b3, Tensor? scores, Tensor[] plan, "
         "int layout, int activation, float[] constants, bool save_h, Tensor? main_grad1=None, "
         "Tensor? main_grad3=None) -> (Tensor h, Tensor a)");
+    m.def("quantized_up(Tensor x, Tensor[] w1, int format1, Tensor[] w3, int format3, Tensor? b1, "
+          "Tensor? b3, Tensor? scores, Tensor? addend, Tensor[] plan, int layout, int activation, "
+          "float[] constants, bool save_h) -> (Tensor h, Tensor a)");
     m.def(
         "experts_down(Tensor a, Tensor? h, Tensor w2, Tensor? b2, Tensor? scores, Tensor[] plan, int layout, "
         "int activation, float[] constants, Tensor? main_grad2=None" SHARED ") -> Tensor");
@@ -275,6 +279,7 @@ static void register_functions(Library &m) {
     REGISTER(m, up_dgrad);
     REGISTER(m, down_dgrad);
     REGISTER(m, experts_up);
+    REGISTER(m, quantized_up);
     REGISTER(m, experts_up_backward);
     REGISTER(m, experts_up_backward_accumulate);
     REGISTER(m, experts_down);

@@ -58,7 +58,7 @@ Tensor bias_grad(const Tensor &rows, const Tensor &offsets);
 
 Tensor quantized_mm(const Tensor &a, const Tensor &data, const Tensor &scale, const OptTensor &zero,
                     const Tensor &offsets, int64_t format, bool transposed, const OptTensor &data_t,
-                    const OptTensor &scale_t, const OptTensor &zero_t);
+                    const OptTensor &scale_t, const OptTensor &zero_t, const OptTensor &bias);
 
 /* --- activate.cpp --------------------------------------------------------------------------------------- */
 
@@ -82,6 +82,11 @@ std::tuple<Tensor, Tensor> experts_up(const Tensor &x, const Tensor &w1, const O
                                       const TensorList &plan, int64_t layout, int64_t activation,
                                       const Constants &constants, bool save_h, const OptTensor &main_grad1,
                                       const OptTensor &main_grad3);
+std::tuple<Tensor, Tensor> quantized_up(const Tensor &x, const TensorList &w1, int64_t format1,
+                                        const TensorList &w3, int64_t format3, const OptTensor &b1,
+                                        const OptTensor &b3, const OptTensor &scores, const OptTensor &addend,
+                                        const TensorList &plan, int64_t layout, int64_t activation,
+                                        const Constants &constants, bool save_h);
 UpGrads experts_up_backward(const Tensor &dh, const Tensor &x, const Tensor &w1, const OptTensor &w3,
                             const OptTensor &scores, const TensorList &plan, int64_t layout, bool need_dx,
                             bool need_dw1, bool need_dw3, bool need_db1, bool need_db3, bool need_dscores,

@@ -141,19 +141,21 @@ FusedMoeWeight weight(const QuantizedWeight &w) {
 
 Tensor quantized_mm(const Tensor &a_, const Tensor &codes, const Tensor &scale, const OptTensor &zero,
                     const Tensor &offsets, int64_t format, bool is_transposed, const OptTensor &data_t,
-                    const OptTensor &scale_t, const OptTensor &zero_t) {
+                    const OptTensor &scale_t, const OptTensor &zero_t, const OptTensor &bias_) {
     const char *op = "quantized_mm";
     check_dim(op, "a", a_, 2);
     Tensor a = aligned(a_), offs = offs_of(op, offsets, a);
     const QuantizedTensors given = {codes, scale, zero, format, data_t, scale_t, zero_t};
     const QuantizedWeight w = quantized_weight(op, given, a, is_transposed);
     const int64_t E = offs.size(0), N[2] = {is_transposed ? w.p.out : w.p.in, 0};
+    const int64_t M = is_transposed ? w.p.in : w.p.out;
+    const OptTensor bias = operand(op, "bias", bias_, a, {E, M});
     check_size(op, "experts of data", codes.size(0), E, E);
     check_size(op, "a's width", a.size(1), N[0], N[0]);
     (void)float_dtype(op, a);
     Call call = begin_call(op, a);
-    Tensor out = new_tensor(a, {a.size(0), is_transposed ? w.p.in : w.p.out});
+    Tensor out = new_tensor(a, {a.size(0), M});
     const FusedMoeWeight b[2] = {weight(w), {}};
-    run_grouped_mm(call, a, b, N, {}, {ints(offs), nullptr, E}, out);
+    run_grouped_mm(call, a, b, N, bias, {ints(offs), nullptr, E}, out);
     return out;
 }

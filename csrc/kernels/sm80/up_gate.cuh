@@ -74,7 +74,8 @@ __device__ inline void up_gate_tile(const FusedMoeUpGate &p, const Weights &weig
     tile.zero();
     tile.main_loop(s.stages, operand_a, operand_b, (int)p.D);
 
-    /* Epilogue: add the biases, store h, activate, store a */
+    /* Epilogue: add the biases and the addend, store h, activate, store a */
+    const T *addend = (const T *)p.addend;
     bool aligned = rows_are_aligned<T>(h, p.F) && rows_are_aligned<T>(a, p.F);
     const T *b1 = p.b1 ? (const T *)p.b1 + w.tile.expert * (packed ? H : p.F) : nullptr;
     const T *b3 = p.b3 ? (const T *)p.b3 + w.tile.expert * p.F : nullptr;
@@ -108,6 +109,15 @@ __device__ inline void up_gate_tile(const FusedMoeUpGate &p, const Weights &weig
             for (int i = 0; i < CHUNK; i++) q.up[i] += bias.up[i];
         }
         int r = w.tile.first_row + row;
+        if (addend) {
+            const T *added = addend + (int64_t)r * H;
+            load_pair<T>(bias, p.layout, added, added + F, j, n, rows_are_aligned<T>(addend, p.F));
+#pragma unroll
+            for (int i = 0; i < CHUNK; i++) {
+                q.gate[i] += bias.gate[i];
+                if (gated) q.up[i] += bias.up[i];
+            }
+        }
         if (h) {
             T *h_row = h + (int64_t)r * H;
             store_pair<T>(h_row, h_row + F, q, p.layout, j, n, aligned);

@@ -1,5 +1,4 @@
-/* up_gate of quantised weights on Hopper: a = act(x w1^T + b1) (x w3^T + b3). h is not kept: calls with
- * gradients run GEMMs of their own.
+/* up_gate of quantised weights on Hopper: h = x w1^T | x w3^T + b + addend and a = act(gate) up.
  *
  * Roles and pipelines are gemm.cuh's, the weight weight_quantized.cuh's; here are the epilogue and the
  * launcher. */
@@ -16,8 +15,9 @@ typedef struct {
     Gemm<QuantizedParams> gemm;
     const void *bias, *bias_up; /* [E] x bias_stride: of h's columns; with halves, of gate and up; or NULL */
     int64_t bias_stride;
-    void *a; /* [R,F] */
-    int32_t F;
+    const void *addend; /* [R,H] or NULL */
+    void *h, *a;        /* [R,H], may be NULL; [R,F] */
+    int32_t F, H;
     FusedMoeLayout layout;
     int32_t activation;
     ActConstants<float> constants;
@@ -27,6 +27,12 @@ template <class Config>
 struct ActivatingEpilogue {
     using T = typename Config::Out;
     const UpGate &p;
+
+    /* Tall tiles have no registers left for h. */
+    static constexpr bool KEEPS_H = !Config::HAS_TALL;
+
+    /* Whether h is more than the accumulators, or is kept. */
+    __device__ bool changes_h() const { return p.bias || p.bias_up || (KEEPS_H && (p.h || p.addend)); }
 
     /* A warp has 8 outputs of a subtile, 16 without ups. A thread has the gate and the up of one output, or
      * two gates, for two tokens in eight. */
@@ -46,7 +52,8 @@ struct ActivatingEpilogue {
         Outputs out = outputs_of(tile, subtile, warp);
         if (out.first >= p.F) return;
         if constexpr (TOKENS == 8) {
-            with_act([&](auto act) { store_eight(act, of_eight(d), out, 0, tile.num_rows); });
+            if (changes_h()) finish_h(d, out, tile, 0);
+            with_act([&](auto act) { store_eight(act, of_eight(d), out, tile, 0); });
             return;
         }
         /* Each thread's accumulators go through its own shared memory, so one loop activates them instead of
@@ -57,12 +64,13 @@ struct ActivatingEpilogue {
 #pragma unroll
             for (int j = 0; j < STAGED / 8; j++)
                 st_shared_v4(thread_staging + EIGHT_BYTES * j, of_eight(d + 4 * j));
+            int end = min(first + STAGED, tile.num_rows);
+            if (changes_h()) finish_staged(thread_staging, out, tile, first, end);
             with_act([&](auto act) {
-                int end = min(first + STAGED, tile.num_rows);
                 uint32_t address = thread_staging;
 #pragma unroll 1
                 for (int row = first; row < end; row += 8, address += EIGHT_BYTES)
-                    store_eight(act, as_floats(ld_shared_v4(address)), out, row, tile.num_rows);
+                    store_eight(act, as_floats(ld_shared_v4(address)), out, tile, row);
             });
 #pragma unroll
             for (int i = 0; i < (TOKENS - STAGED) / 2; i++) d[i] = d[i + STAGED / 2]; /* the next tokens' */
@@ -79,7 +87,10 @@ struct ActivatingEpilogue {
         Outputs out = outputs_of(tile, subtile, warp);
         int line = out.first / SUBTILE * SUBTILE;
         if (line >= p.F || row >= tile.num_rows) return;
-        with_act([&](auto act) { activate<TOKENS>(act, d, out); });
+        if (changes_h())
+#pragma unroll
+            for (int j = 0; j < TOKENS / 8; j++) finish_h(d + 4 * j, out, tile, row + 8 * j);
+        with_act([&](auto act) { activate<TOKENS>(act, d); });
         if (is_ungated) fill<TOKENS>(lines, 2 * warp, d + 3);
         fill<TOKENS>(lines, is_ungated ? 2 * warp + 1 : 4 * (subtile % 2) + warp, d + 2);
         T *a_out = (T *)p.a + (int64_t)(tile.first_row + row) * p.F + line;
@@ -102,7 +113,7 @@ struct ActivatingEpilogue {
      * in place: the third accumulator becomes the word of the two outputs; without ups, the second gate's
      * word, and the fourth the first gate's. */
     template <int TOKENS, class Activation>
-    __device__ void activate(Activation act, float *d, const Outputs &out) const {
+    __device__ void activate(Activation act, float *d) const {
         bool is_gated = p.layout != FUSED_MOE_UNGATED;
 #pragma unroll 1
         for (bool is_second = false;; is_second = true) { /* a loop: half the code */
@@ -111,7 +122,6 @@ struct ActivatingEpilogue {
                 float *v = d + 4 * j, a[2];
 #pragma unroll
                 for (int i = 0; i < 2; i++) {
-                    if (!is_second) v[i] += out.bias[0], v[2 + i] += out.bias[1];
                     a[i] = act.gate(v[i], p.constants).value;
                     if (is_gated) a[i] *= act.up(v[2 + i], p.constants).value;
                     v[i] = v[2 + i];
@@ -121,6 +131,53 @@ struct ActivatingEpilogue {
             }
             if (is_gated || is_second) return;
         }
+    }
+
+    /* Makes h, unrounded, of accumulators of eight tokens from `row` on, and stores it where it is kept. v:
+     * two tokens of the gate, and of the up or the second gate. Transposed, a lane has two columns of one
+     * token; interleaved, it has the gate and the up of one token as they are. */
+    __device__ void finish_h(float *v, const Outputs &out, const WorkTile &tile, int row) const {
+        v[0] += out.bias[0], v[1] += out.bias[0], v[2] += out.bias[1], v[3] += out.bias[1];
+        if (!KEEPS_H || (!p.h && !p.addend)) return;
+        int lane = threadIdx.x % 32;
+        bool is_interleaved = p.layout == FUSED_MOE_INTERLEAVED, is_ungated = p.layout == FUSED_MOE_UNGATED;
+        if (is_interleaved) swap(v[1], v[2]); /* now the first two are neighbours in h */
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            int r = row + (is_interleaved ? lane % 4 * 2 + i : lane / 4);
+            int column = out.first + lane % 4 * 2 + i * (is_ungated ? 8 : p.F);
+            if (is_interleaved) column = 2 * (out.first + lane / 4);
+            bool is_ours = r < tile.num_rows && (i && is_ungated ? out.has_second : out.first < p.F);
+            int64_t word = ((int64_t)(tile.first_row + r) * p.H + column) / 2;
+            if (p.addend) {
+                uint32_t pair = is_ours ? ((const uint32_t *)p.addend)[word] : 0;
+                float2 values = floats_of(pair_of<T>(is_interleaved ? pair : movmatrix_trans(pair)));
+                v[2 * i] += values.x, v[2 * i + 1] += values.y;
+            }
+            if (p.h) {
+                uint32_t pair = pack<T>(v[2 * i], v[2 * i + 1]);
+                if (!is_interleaved) pair = movmatrix_trans(pair);
+                if (is_ours) ((uint32_t *)p.h)[word] = pair;
+            }
+        }
+        if (is_interleaved) swap(v[1], v[2]);
+    }
+
+    /* The same of what a thread has staged, in a loop of its own: registers are few beside the activation. */
+    __device__ void finish_staged(uint32_t address, const Outputs &out, const WorkTile &tile, int row,
+                                  int end) const {
+#pragma unroll 1
+        for (; row < end; row += 8, address += 32 * sizeof(float4)) {
+            float4 staged = as_floats(ld_shared_v4(address));
+            float v[4] = {staged.x, staged.y, staged.z, staged.w};
+            finish_h(v, out, tile, row);
+            st_shared_v4(address, make_float4(v[0], v[1], v[2], v[3]));
+        }
+    }
+
+    __device__ static void swap(float &a, float &b) {
+        float before = a;
+        a = b, b = before;
     }
 
     /* silu, the usual one, needs no jump table, which would be read from memory. */
@@ -160,24 +217,24 @@ struct ActivatingEpilogue {
 
     /* Stores eight tokens from `row` on. v: two tokens of the gate, and of the up or the second gate. */
     template <class Activation>
-    __device__ void store_eight(Activation act, float4 v, const Outputs &out, int row, int num_rows) const {
+    __device__ void store_eight(Activation act, float4 v, const Outputs &out, const WorkTile &tile,
+                                int row) const {
         bool is_gated = p.layout != FUSED_MOE_UNGATED;
         int lane = threadIdx.x % 32;
         T *a_out = (T *)p.a + out.start + (int64_t)(row + lane / 4) * p.F + lane % 4 * 2;
-        float gate[2] = {v.x + out.bias[0], v.y + out.bias[0]};
-        float other[2] = {v.z + out.bias[1], v.w + out.bias[1]};
+        float h[4] = {v.x, v.y, v.z, v.w};
 #pragma unroll 1
         for (bool is_second = false;; is_second = true, a_out += 8) { /* a loop: fetching code takes time */
             float a[2];
 #pragma unroll
             for (int i = 0; i < 2; i++) {
-                a[i] = act.gate(gate[i], p.constants).value;
-                if (is_gated) a[i] *= act.up(other[i], p.constants).value;
-                gate[i] = other[i];
+                a[i] = act.gate(h[i], p.constants).value;
+                if (is_gated) a[i] *= act.up(h[2 + i], p.constants).value;
+                h[i] = h[2 + i];
             }
             /* Transposed, a lane has two outputs of one token. */
             uint32_t pair = movmatrix_trans(pack<T>(a[0], a[1]));
-            if (row + lane / 4 < num_rows) *(uint32_t *)a_out = pair;
+            if (row + lane / 4 < tile.num_rows) *(uint32_t *)a_out = pair;
             if (is_second || !out.has_second) return;
         }
     }
@@ -187,6 +244,7 @@ template <class Config>
 __global__ void __launch_bounds__(Config::THREADS, Config::CTAS_PER_SM)
     quantized_up_gate_kernel(const __grid_constant__ UpGate p) {
     persistent_gemm<Config>(p.gemm, ActivatingEpilogue<Config>{p});
+    if (p.h) zero_rows_past(p.gemm.tiles, (typename Config::Out *)p.h, p.H);
     zero_rows_past(p.gemm.tiles, (typename Config::Out *)p.a, p.F);
 }
 
@@ -201,8 +259,11 @@ int launch(const FusedMoeUpGate &p, void *stream) {
     int32_t F = (int32_t)p.F, H = p.layout == FUSED_MOE_UNGATED ? F : 2 * F;
     int32_t b_rows = is_gate_up ? F : H; /* of a map of B */
     UpGate q = {};
+    q.addend = p.addend;
+    q.h = p.h;
     q.a = p.a;
     q.F = F;
+    q.H = H;
     q.layout = p.layout;
     q.activation = p.activation.kind;
     q.constants = act_constants<float>(p.activation);
@@ -233,8 +294,10 @@ int launch(const FusedMoeUpGate &p, void *stream) {
 
 int run(const FusedMoeUpGate &p, void *stream) {
     return with_dequantizer(p.dtype, *p.w1.quantized, [&](auto dequantizer) {
-        return with_quantized_config<decltype(dequantizer), true>(
-            p.row_map.R, p.row_map.E, [&](auto config) { return launch<decltype(config)>(p, stream); });
+        auto launch_with = [&](auto config) { return launch<decltype(config)>(p, stream); };
+        bool takes_tall = !p.h && !p.addend; /* KEEPS_H */
+        return with_quantized_config<decltype(dequantizer), true>(p.row_map.R, p.row_map.E, launch_with,
+                                                                  takes_tall);
     });
 }
 
@@ -245,9 +308,9 @@ FusedMoeReason reason(const FusedMoeUpGate &p) {
     if (p.scores) return FUSED_MOE_SCORED_INPUT;
     if (has_many_rows(rows.R, rows.E, false)) return FUSED_MOE_MANY_ROWS;
     if (p.D % CHUNK || p.F % CHUNK) return FUSED_MOE_WIDTH;
-    for (const void *data : {p.x, (const void *)p.a, p.b1, p.b3})
+    for (const void *data : {p.x, p.addend, (const void *)p.h, (const void *)p.a, p.b1, p.b3})
         if (!is_aligned(data)) return FUSED_MOE_UNALIGNED;
-    if (p.h || !is_readable_quantized(p.w1)) return FUSED_MOE_STRIDES;
+    if (!is_readable_quantized(p.w1)) return FUSED_MOE_STRIDES;
     if (p.w3.data && (!is_readable_quantized(p.w3) || !are_alike(*p.w1.quantized, *p.w3.quantized)))
         return FUSED_MOE_STRIDES;
     if (p.layout == FUSED_MOE_HALVES && p.F % SUBTILE) return FUSED_MOE_STRIDES; /* ups begin within a tile */

@@ -11,18 +11,18 @@ namespace {
 
 /* --- kernel --------------------------------------------------------------------------------------------- */
 
-template <class Config, Columns columns>
+template <class Config, Columns columns, bool HAS_ADDEND>
 __global__ void __launch_bounds__(Config::THREADS, Config::CTAS_PER_SM)
     up_gate_kernel(const __grid_constant__ UpGate p) {
     using Out = typename Config::Out;
-    persistent_gemm<Config>(p.gemm, UpGateEpilogue<Out, typename Config::Bias, columns>{p});
+    persistent_gemm<Config>(p.gemm, UpGateEpilogue<Out, typename Config::Bias, columns, HAS_ADDEND>{p});
     if (p.h) zero_rows_past(p.gemm.tiles, (Out *)p.h, p.H);
     zero_rows_past(p.gemm.tiles, (Out *)p.a, p.F);
 }
 
 /* --- launcher ------------------------------------------------------------------------------------------- */
 
-template <class Config, Columns columns>
+template <class Config, Columns columns, bool HAS_ADDEND>
 int launch(const FusedMoeUpGate &p, void *stream) {
     using Out = typename Config::Out;
     const FusedMoeRowMap &rows = p.row_map;
@@ -36,18 +36,23 @@ int launch(const FusedMoeUpGate &p, void *stream) {
         status = columns == GATE_UP ? ragged_halves_map(&q.h_map, h, rows.R, q.F, WarpWriter::ROWS)
                                     : ragged_map(&q.h_map, h, rows.R, q.H, q.H, WarpWriter::ROWS);
     if (status != FUSED_MOE_OK) return status;
-    return launch_persistent<Config, PlanningShared<Config>, up_gate_kernel<Config, columns>>(q, stream);
+    return launch_persistent<Config, PlanningShared<Config>, up_gate_kernel<Config, columns, HAS_ADDEND>>(
+        q, stream);
 }
 
 int run(const FusedMoeUpGate &p, void *stream) {
     return with_half(p.dtype, [&](auto t) {
-        auto with_layout = [&](auto config) {
-            using Config = decltype(config);
-            return with_columns(p.layout,
-                                [&](auto columns) { return launch<Config, columns.value>(p, stream); });
-        };
         using T = decltype(t);
-        return with_config<T, true>(p.w1.stride_in == 1, p.row_map.R, p.row_map.E, 2 * p.F, p.D, with_layout);
+        auto with_layout = [&](auto config, auto has_addend) {
+            using Config = decltype(config);
+            return with_columns(p.layout, [&](auto columns) {
+                return launch<Config, columns.value, has_addend.value>(p, stream);
+            });
+        };
+        /* Adapters of quantised weights: dequantised ones are K-major, and had too many rows for codes. */
+        if (p.addend) return with_layout(GemmConfig<T, Major::K, true>(), std::true_type());
+        return with_config<T, true>(p.w1.stride_in == 1, p.row_map.R, p.row_map.E, 2 * p.F, p.D,
+                                    [&](auto config) { return with_layout(config, std::false_type()); });
     });
 }
 
@@ -58,9 +63,11 @@ FusedMoeReason reason(const FusedMoeUpGate &p) {
     if (rows.R == 0 || rows.T == 0) return FUSED_MOE_NO_ROWS;
     if (p.scores) return FUSED_MOE_SCORED_INPUT;
     if (p.D % CHUNK || p.F % CHUNK) return FUSED_MOE_WIDTH;
-    for (const void *data : {p.x, (const void *)p.h, (const void *)p.a, p.b1, p.b3})
+    for (const void *data : {p.x, p.addend, (const void *)p.h, (const void *)p.a, p.b1, p.b3})
         if (!is_aligned(data)) return FUSED_MOE_UNALIGNED;
     if (!is_readable(w1, w1.stride_out, w1.stride_in, rows.E)) return FUSED_MOE_STRIDES;
+    if (p.addend && w1.stride_in != 1)
+        return FUSED_MOE_STRIDES; /* no kernel adds it beside N-major weights */
     if (w3.data &&
         (!is_readable(w3, w3.stride_out, w3.stride_in, rows.E) || (w1.stride_in == 1) != (w3.stride_in == 1)))
         return FUSED_MOE_STRIDES;

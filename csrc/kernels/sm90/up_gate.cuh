@@ -24,7 +24,8 @@ typedef struct {
     const void *bias,
         *bias_up; /* [E] x bias_stride: of h's columns, with GATE_UP of the two halves; or NULL */
     int64_t bias_stride;
-    void *h, *a; /* [R,H], may be NULL; [R,F] */
+    const void *addend; /* [R,H] or NULL */
+    void *h, *a;        /* [R,H], may be NULL; [R,F] */
     int32_t F, H, activation;
     ActConstants<float> constants;
     CUtensorMap a_map, h_map; /* ragged; with GATE_UP h's has two halves */
@@ -45,7 +46,7 @@ __device__ inline void pack_spread_subtile(uint32_t (&words)[16], const float (&
     }
 }
 
-template <typename T, typename Bias, Columns columns>
+template <typename T, typename Bias, Columns columns, bool HAS_ADDEND = false>
 struct UpGateEpilogue {
     using Writer = WarpWriter;
     static constexpr int SUBTILES = 0; /* held for the next tile: none */
@@ -54,6 +55,19 @@ struct UpGateEpilogue {
 
     __device__ const Bias *bias_of(const void *bias, const WorkTile &tile) const {
         return bias ? (const Bias *)bias + tile.expert * p.bias_stride : nullptr;
+    }
+
+    /* Adds the addend to 64 columns from `column` of h on, of `left` that exist, of a warp's rows from `row`
+     * on. */
+    __device__ void add_addend(float *d, int row, int rows, int column, int left) const {
+        if constexpr (HAS_ADDEND)
+            add_rows(d, (const T *)p.addend + (int64_t)row * p.H + column, p.H, rows, left);
+    }
+
+    template <int TOKENS>
+    __device__ void add_addend_swapped(float *d, int64_t row, int rows, int column, int left) const {
+        if constexpr (HAS_ADDEND)
+            add_rows_swapped<TOKENS>(d, (const T *)p.addend + row * p.H + column, p.H, rows, left);
     }
 
     __device__ void hold(float (&d)[128], const WorkTile &tile, int wg, Writer &writer) {
@@ -83,6 +97,8 @@ struct UpGateEpilogue {
                 int column = first + i * SUBTILE;
                 if (bias) add_bias(gate, bias, column, p.F);
                 if (bias_up) add_bias(up, bias_up, column, p.F);
+                add_addend(gate, tile.first_row + offset, rows, column, p.F - column);
+                add_addend(up, tile.first_row + offset, rows, p.F + column, p.F - column);
                 if (p.h) {
                     pack_subtile<T>(words, gate);
                     pack_subtile<T>(up_words, up);
@@ -101,6 +117,7 @@ struct UpGateEpilogue {
             for (int i = 0; i < 4; i++) {
                 int column = tile.first_column + i * SUBTILE;
                 if (bias) add_bias(&d[32 * i], bias, column, p.H);
+                add_addend(&d[32 * i], tile.first_row + offset, rows, column, p.H - column);
                 if (p.h && column < p.H) {
                     pack_subtile<T>(words, &d[32 * i]);
                     writer.store(words, [&](uint32_t subtile) { store_h(subtile, column); });
@@ -149,6 +166,8 @@ struct UpGateEpilogue {
             if (left <= 0) return;
             if (bias) add_bias_swapped<TOKENS>(d, bias, column, p.F);
             if (bias_up) add_bias_swapped<TOKENS>(second, bias_up, column, p.F);
+            add_addend_swapped<TOKENS>(d, row, rows, column, left);
+            add_addend_swapped<TOKENS>(second, row, rows, p.F + column, left);
             if (p.h) {
                 writer.template store_swapped<TOKENS>(d, h + column, p.H, rows, left);
                 writer.template store_swapped<TOKENS>(second, h + p.F + column, p.H, rows, left);
@@ -162,6 +181,7 @@ struct UpGateEpilogue {
                 int column = tile.first_column + (2 * wg + i) * SUBTILE + 16 * warp, left = p.H - column;
                 if (left <= 0) return;
                 if (bias) add_bias_swapped<TOKENS>(outputs, bias, column, p.H);
+                add_addend_swapped<TOKENS>(outputs, row, rows, column, left);
                 if (p.h) writer.template store_swapped<TOKENS>(outputs, h + column, p.H, rows, left);
                 if constexpr (columns == UNGATED) {
                     activate<false, 1>(a, outputs, nullptr);
@@ -200,6 +220,7 @@ int set_up_gate(UpGate *q, const FusedMoeUpGate &p) {
     bool halves = p.layout == FUSED_MOE_HALVES;
     int32_t F = (int32_t)p.F, H = columns == UNGATED ? F : 2 * F;
     int32_t b_rows = columns == GATE_UP ? F : H; /* of a map of B */
+    q->addend = p.addend;
     q->h = p.h;
     q->a = p.a;
     q->F = F;

@@ -300,6 +300,40 @@ __device__ inline void add_bias_swapped(float *d, const T *bias, int first, int 
     }
 }
 
+/* Adds rows of `pitch` elements to 64 columns of a warp's 16 rows, of which `rows` exist. addend is at the
+ * first row and column; `columns` exist, in eights. */
+template <typename T>
+__device__ inline void add_rows(float *d, const T *addend, int64_t pitch, int rows, int columns) {
+    int row = threadIdx.x % 32 / 4, column = threadIdx.x % 4 * 2;
+    addend += row * pitch + column;
+#pragma unroll
+    for (int j = 0; j < 8; j++) {
+        if (8 * j >= columns) return;
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            if (row + 8 * half >= rows) continue;
+            float low, high;
+            to_accums(low, high, addend + 8 * half * pitch + 8 * j);
+            d[4 * j + 2 * half] += low, d[4 * j + 2 * half + 1] += high;
+        }
+    }
+}
+
+/* The same for 16 columns of swapped accumulators. */
+template <int tokens, typename T>
+__device__ inline void add_rows_swapped(float *d, const T *addend, int64_t pitch, int rows, int columns) {
+    int column = threadIdx.x % 32 / 4, row = threadIdx.x % 4 * 2;
+    addend += row * pitch + column;
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        if (8 * half >= columns) return;
+#pragma unroll
+        for (int j = 0; j < tokens / 4; j++) /* rows 8 (j / 2) + row + j % 2 */
+            if (row + j / 2 * 8 + j % 2 < rows)
+                d[j / 2 * 4 + 2 * half + j % 2] += to_accum(addend[(j / 2 * 8 + j % 2) * pitch + 8 * half]);
+    }
+}
+
 /* What run_mainloop_swapped left of consumer wg's subtiles, with a bias [E,M], to out [R,M]: p has bias, out
  * and M. */
 template <typename Out, typename Bias, int TOKENS, int SUBTILES, class Params, class Tile, class Writer>
