@@ -494,8 +494,7 @@ def _regions() -> tuple[list, object | None]:
         if code.co_filename == checkpoint.__file__:
             if code.co_name == "unpack_hook":
                 return regions, frame.f_locals["frame"]
-            if code.co_name == "checkpoint":
-                regions += (region for region in _frames_of_call(frame) if region not in regions)
+            regions += (region for region in _frames_of_call(frame) if region not in regions)
         if code.co_varnames[:1] == ("ctx",) and code.co_name in ("forward", "backward"):
             ctx = frame.f_locals.get("ctx")
             if isinstance(ctx, FunctionCtx):
@@ -515,8 +514,7 @@ def _frame_of_hooks() -> list:
 
 
 def _frames_of_call(frame: FrameType) -> list:
-    """The checkpoint frame of a call of torch.utils.checkpoint.checkpoint without reentry, which a generator
-    has."""
+    """The checkpoint frame of a call without reentry, which has it in a generator."""
     generators = (value for value in frame.f_locals.values() if isinstance(value, GeneratorType))
     values = (value for g in generators if g.gi_frame is not None for value in g.gi_frame.f_locals.values())
     return [value for value in values if _is_checkpoint_frame(value)]
