@@ -37,9 +37,8 @@ int with_dequantizer(FusedMoeDtype dtype, const FusedMoeQuantizedWeight &w, Fn f
 
 /* Calls fn with a configuration for R rows of E experts. */
 template <class Dequantizer, bool GATHER, typename Fn>
-int with_quantized_config(int64_t R, int32_t E, Fn fn, bool takes_tall = true) {
-    int rows = schedule_override().no_tails ? 128 : fused_moe_quantized_tile_rows(R, E);
-    switch (takes_tall ? rows : min(rows, 128)) {
+int with_quantized_config(int64_t R, int32_t E, Fn fn) {
+    switch (schedule_override().no_tails ? 128 : fused_moe_quantized_tile_rows(R, E)) {
     case 16: return fn(QuantizedConfig<Dequantizer, GATHER, Height::FEW>());
     case 64: return fn(QuantizedConfig<Dequantizer, GATHER, Height::SOME>());
     case 128: return fn(QuantizedConfig<Dequantizer, GATHER, Height::MANY>());

@@ -1,4 +1,5 @@
-/* up_gate of quantised weights on Hopper: h = x w1^T | x w3^T + b + addend and a = act(gate) up.
+/* up_gate of quantised weights on Hopper: h = x w1^T | x w3^T + b + addend and a = act(gate) up. Kernels that
+ * keep h or add the addend are apart (HAS_H): decoding has neither, and fetching code takes its time.
  *
  * Roles and pipelines are gemm.cuh's, the weight weight_quantized.cuh's; here are the epilogue and the
  * launcher. */
@@ -15,24 +16,18 @@ typedef struct {
     Gemm<QuantizedParams> gemm;
     const void *bias, *bias_up; /* [E] x bias_stride: of h's columns; with halves, of gate and up; or NULL */
     int64_t bias_stride;
-    const void *addend; /* [R,H] or NULL */
-    void *h, *a;        /* [R,H], may be NULL; [R,F] */
+    const void *addend; /* [R,H]; with HAS_H, as h, and either may be NULL */
+    void *h, *a;        /* [R,H]; [R,F] */
     int32_t F, H;
     FusedMoeLayout layout;
     int32_t activation;
     ActConstants<float> constants;
 } UpGate;
 
-template <class Config>
+template <class Config, bool HAS_H>
 struct ActivatingEpilogue {
     using T = typename Config::Out;
     const UpGate &p;
-
-    /* Tall tiles have no registers left for h. */
-    static constexpr bool KEEPS_H = !Config::HAS_TALL;
-
-    /* Whether h is more than the accumulators, or is kept. */
-    __device__ bool changes_h() const { return p.bias || p.bias_up || (KEEPS_H && (p.h || p.addend)); }
 
     /* A warp has 8 outputs of a subtile, 16 without ups. A thread has the gate and the up of one output, or
      * two gates, for two tokens in eight. */
@@ -51,9 +46,13 @@ struct ActivatingEpilogue {
         constexpr int STAGED = TOKENS < FIT ? TOKENS : FIT; /* tokens at a time */
         Outputs out = outputs_of(tile, subtile, warp);
         if (out.first >= p.F) return;
+        if constexpr (HAS_H) {
+#pragma unroll
+            for (int j = 0; j < TOKENS / 8; j++) finish_h(d + 4 * j, out, tile, 8 * j);
+            out.bias[0] = out.bias[1] = 0;
+        }
         if constexpr (TOKENS == 8) {
-            if (changes_h()) finish_h(d, out, tile, 0);
-            with_act([&](auto act) { store_eight(act, of_eight(d), out, tile, 0); });
+            with_act([&](auto act) { store_eight(act, of_eight(d), out, 0, tile.num_rows); });
             return;
         }
         /* Each thread's accumulators go through its own shared memory, so one loop activates them instead of
@@ -64,13 +63,12 @@ struct ActivatingEpilogue {
 #pragma unroll
             for (int j = 0; j < STAGED / 8; j++)
                 st_shared_v4(thread_staging + EIGHT_BYTES * j, of_eight(d + 4 * j));
-            int end = min(first + STAGED, tile.num_rows);
-            if (changes_h()) finish_staged(thread_staging, out, tile, first, end);
             with_act([&](auto act) {
+                int end = min(first + STAGED, tile.num_rows);
                 uint32_t address = thread_staging;
 #pragma unroll 1
                 for (int row = first; row < end; row += 8, address += EIGHT_BYTES)
-                    store_eight(act, as_floats(ld_shared_v4(address)), out, tile, row);
+                    store_eight(act, as_floats(ld_shared_v4(address)), out, row, tile.num_rows);
             });
 #pragma unroll
             for (int i = 0; i < (TOKENS - STAGED) / 2; i++) d[i] = d[i + STAGED / 2]; /* the next tokens' */
@@ -87,15 +85,20 @@ struct ActivatingEpilogue {
         Outputs out = outputs_of(tile, subtile, warp);
         int line = out.first / SUBTILE * SUBTILE;
         if (line >= p.F || row >= tile.num_rows) return;
-        if (changes_h())
+        if constexpr (HAS_H) {
+            if (p.layout != FUSED_MOE_INTERLEAVED)
+                finish_lines<TOKENS>(d, out, tile, row, warp, lines);
+            else
 #pragma unroll
-            for (int j = 0; j < TOKENS / 8; j++) finish_h(d + 4 * j, out, tile, row + 8 * j);
-        with_act([&](auto act) { activate<TOKENS>(act, d); });
+                for (int j = 0; j < TOKENS / 8; j++) finish_h(d + 4 * j, out, tile, row + 8 * j);
+            out.bias[0] = out.bias[1] = 0;
+        }
+        with_act([&](auto act) { activate<TOKENS>(act, d, out); });
         if (is_ungated) fill<TOKENS>(lines, 2 * warp, d + 3);
         fill<TOKENS>(lines, is_ungated ? 2 * warp + 1 : 4 * (subtile % 2) + warp, d + 2);
         T *a_out = (T *)p.a + (int64_t)(tile.first_row + row) * p.F + line;
         int rows = tile.num_rows - row, columns = p.F - line;
-        if constexpr (TALL)
+        if constexpr (TALL || HAS_H) /* the next subtile's h takes the line */
             if (!is_ungated)
                 return lines.template copy_out<TOKENS, 4>(a_out, p.F, rows, columns, subtile % 2 * 4);
         if (is_ungated || subtile % 2) lines.template copy_out<TOKENS>(a_out, p.F, rows, columns);
@@ -113,7 +116,7 @@ struct ActivatingEpilogue {
      * in place: the third accumulator becomes the word of the two outputs; without ups, the second gate's
      * word, and the fourth the first gate's. */
     template <int TOKENS, class Activation>
-    __device__ void activate(Activation act, float *d) const {
+    __device__ void activate(Activation act, float *d, const Outputs &out) const {
         bool is_gated = p.layout != FUSED_MOE_UNGATED;
 #pragma unroll 1
         for (bool is_second = false;; is_second = true) { /* a loop: half the code */
@@ -122,6 +125,7 @@ struct ActivatingEpilogue {
                 float *v = d + 4 * j, a[2];
 #pragma unroll
                 for (int i = 0; i < 2; i++) {
+                    if (!is_second) v[i] += out.bias[0], v[2 + i] += out.bias[1];
                     a[i] = act.gate(v[i], p.constants).value;
                     if (is_gated) a[i] *= act.up(v[2 + i], p.constants).value;
                     v[i] = v[2 + i];
@@ -137,8 +141,7 @@ struct ActivatingEpilogue {
      * two tokens of the gate, and of the up or the second gate. Transposed, a lane has two columns of one
      * token; interleaved, it has the gate and the up of one token as they are. */
     __device__ void finish_h(float *v, const Outputs &out, const WorkTile &tile, int row) const {
-        v[0] += out.bias[0], v[1] += out.bias[0], v[2] += out.bias[1], v[3] += out.bias[1];
-        if (!KEEPS_H || (!p.h && !p.addend)) return;
+        add_biases(v, out);
         int lane = threadIdx.x % 32;
         bool is_interleaved = p.layout == FUSED_MOE_INTERLEAVED, is_ungated = p.layout == FUSED_MOE_UNGATED;
         if (is_interleaved) swap(v[1], v[2]); /* now the first two are neighbours in h */
@@ -151,8 +154,7 @@ struct ActivatingEpilogue {
             int64_t word = ((int64_t)(tile.first_row + r) * p.H + column) / 2;
             if (p.addend) {
                 uint32_t pair = is_ours ? ((const uint32_t *)p.addend)[word] : 0;
-                float2 values = floats_of(pair_of<T>(is_interleaved ? pair : movmatrix_trans(pair)));
-                v[2 * i] += values.x, v[2 * i + 1] += values.y;
+                add_pair(v + 2 * i, is_interleaved ? pair : movmatrix_trans(pair));
             }
             if (p.h) {
                 uint32_t pair = pack<T>(v[2 * i], v[2 * i + 1]);
@@ -163,16 +165,72 @@ struct ActivatingEpilogue {
         if (is_interleaved) swap(v[1], v[2]);
     }
 
-    /* The same of what a thread has staged, in a loop of its own: registers are few beside the activation. */
-    __device__ void finish_staged(uint32_t address, const Outputs &out, const WorkTile &tile, int row,
-                                  int end) const {
-#pragma unroll 1
-        for (; row < end; row += 8, address += 32 * sizeof(float4)) {
-            float4 staged = as_floats(ld_shared_v4(address));
-            float v[4] = {staged.x, staged.y, staged.z, staged.w};
-            finish_h(v, out, tile, row);
-            st_shared_v4(address, make_float4(v[0], v[1], v[2], v[3]));
+    /* The same of a subtile's rows from `row` on, where gates and ups are not interleaved, through lines: eight
+     * chunks of h, of which a warp has two. The first four are gates and the others ups, if there are ups. All
+     * four warps call it. */
+    template <int TOKENS>
+    __device__ void finish_lines(float *d, const Outputs &out, const WorkTile &tile, int row, int warp,
+                                 const typename Config::Lines &lines) const {
+        bool is_gated = p.layout != FUSED_MOE_UNGATED;
+        int chunk = is_gated ? warp : 2 * warp, next = is_gated ? warp + 4 : chunk + 1;
+        int line = out.first - (is_gated ? 8 : 16) * warp; /* the first output */
+        int rows = tile.num_rows - row, left = p.F - line;
+        int64_t first = (int64_t)(tile.first_row + row) * p.H + line;
+#pragma unroll
+        for (int j = 0; j < TOKENS / 8; j++) add_biases(d + 4 * j, out);
+        auto move = [&](auto *h, auto fn) {
+            if (is_gated) {
+                lines.template for_each_chunk<TOKENS, 4>(h, p.H, rows, left, 0, fn);
+                lines.template for_each_chunk<TOKENS, 4>(h + p.F - 32, p.H, rows, left + 32, 4, fn);
+            } else {
+                lines.template for_each_chunk<TOKENS, 8>(h, p.H, rows, left, 0, fn);
+            }
+        };
+        if (p.addend) {
+            move((const T *)p.addend + first,
+                 [](uint32_t address, const T *global) { cp_async(address, global, true); });
+            lines.wait();
+            add_lines<TOKENS>(d, lines, chunk, next);
+            lines.wait();
         }
+        if (!p.h) return;
+        fill_values<TOKENS>(lines, chunk, d);
+        fill_values<TOKENS>(lines, next, d + 2);
+        lines.wait();
+        move((T *)p.h + first,
+             [](uint32_t address, T *global) { st_global_v4(global, ld_shared_v4(address)); });
+        lines.wait();
+    }
+
+    template <int TOKENS>
+    __device__ static void add_lines(float *d, const typename Config::Lines &lines, int chunk, int next) {
+#pragma unroll
+        for (int first = 0; first < TOKENS / 8; first += 4)
+#pragma unroll
+            for (int half = 0; half < 2; half++) {
+                uint32_t words[4];
+                lines.read(8 * first, half ? next : chunk, words);
+#pragma unroll
+                for (int j = 0; j < 4; j++)
+                    if (first + j < TOKENS / 8) add_pair(d + 4 * (first + j) + 2 * half, words[j]);
+            }
+    }
+
+    template <int TOKENS>
+    __device__ static void fill_values(const typename Config::Lines &lines, int chunk, const float *values) {
+        uint32_t w[TOKENS / 8];
+#pragma unroll
+        for (int j = 0; j < TOKENS / 8; j++) w[j] = pack<T>(values[4 * j], values[4 * j + 1]);
+        lines.template fill<TOKENS>(chunk, w);
+    }
+
+    __device__ static void add_biases(float *v, const Outputs &out) {
+        v[0] += out.bias[0], v[1] += out.bias[0], v[2] += out.bias[1], v[3] += out.bias[1];
+    }
+
+    __device__ static void add_pair(float *v, uint32_t pair) {
+        float2 values = floats_of(pair_of<T>(pair));
+        v[0] += values.x, v[1] += values.y;
     }
 
     __device__ static void swap(float &a, float &b) {
@@ -217,40 +275,40 @@ struct ActivatingEpilogue {
 
     /* Stores eight tokens from `row` on. v: two tokens of the gate, and of the up or the second gate. */
     template <class Activation>
-    __device__ void store_eight(Activation act, float4 v, const Outputs &out, const WorkTile &tile,
-                                int row) const {
+    __device__ void store_eight(Activation act, float4 v, const Outputs &out, int row, int num_rows) const {
         bool is_gated = p.layout != FUSED_MOE_UNGATED;
         int lane = threadIdx.x % 32;
         T *a_out = (T *)p.a + out.start + (int64_t)(row + lane / 4) * p.F + lane % 4 * 2;
-        float h[4] = {v.x, v.y, v.z, v.w};
+        float gate[2] = {v.x + out.bias[0], v.y + out.bias[0]};
+        float other[2] = {v.z + out.bias[1], v.w + out.bias[1]};
 #pragma unroll 1
         for (bool is_second = false;; is_second = true, a_out += 8) { /* a loop: fetching code takes time */
             float a[2];
 #pragma unroll
             for (int i = 0; i < 2; i++) {
-                a[i] = act.gate(h[i], p.constants).value;
-                if (is_gated) a[i] *= act.up(h[2 + i], p.constants).value;
-                h[i] = h[2 + i];
+                a[i] = act.gate(gate[i], p.constants).value;
+                if (is_gated) a[i] *= act.up(other[i], p.constants).value;
+                gate[i] = other[i];
             }
             /* Transposed, a lane has two outputs of one token. */
             uint32_t pair = movmatrix_trans(pack<T>(a[0], a[1]));
-            if (row + lane / 4 < tile.num_rows) *(uint32_t *)a_out = pair;
+            if (row + lane / 4 < num_rows) *(uint32_t *)a_out = pair;
             if (is_second || !out.has_second) return;
         }
     }
 };
 
-template <class Config>
+template <class Config, bool HAS_H>
 __global__ void __launch_bounds__(Config::THREADS, Config::CTAS_PER_SM)
     quantized_up_gate_kernel(const __grid_constant__ UpGate p) {
-    persistent_gemm<Config>(p.gemm, ActivatingEpilogue<Config>{p});
-    if (p.h) zero_rows_past(p.gemm.tiles, (typename Config::Out *)p.h, p.H);
+    persistent_gemm<Config>(p.gemm, ActivatingEpilogue<Config, HAS_H>{p});
+    if (HAS_H && p.h) zero_rows_past(p.gemm.tiles, (typename Config::Out *)p.h, p.H);
     zero_rows_past(p.gemm.tiles, (typename Config::Out *)p.a, p.F);
 }
 
 /* --- launcher ------------------------------------------------------------------------------------------- */
 
-template <class Config>
+template <class Config, bool HAS_H>
 int launch(const FusedMoeUpGate &p, void *stream) {
     using T = typename Config::Out;
     const FusedMoeRowMap &rows = p.row_map;
@@ -289,15 +347,22 @@ int launch(const FusedMoeUpGate &p, void *stream) {
     if (p.unplanned) plan_in_kernel(gemm, *p.unplanned);
     gemm.tiles.has_tall = Config::HAS_TALL;
     gemm.tiles.pdl = p.pdl;
-    return launch_persistent<Config, PlanningShared<Config>, quantized_up_gate_kernel<Config>>(q, stream);
+    return launch_persistent<Config, PlanningShared<Config>, quantized_up_gate_kernel<Config, HAS_H>>(q,
+                                                                                                      stream);
 }
 
 int run(const FusedMoeUpGate &p, void *stream) {
     return with_dequantizer(p.dtype, *p.w1.quantized, [&](auto dequantizer) {
-        auto launch_with = [&](auto config) { return launch<decltype(config)>(p, stream); };
-        bool takes_tall = !p.h && !p.addend; /* KEEPS_H */
-        return with_quantized_config<decltype(dequantizer), true>(p.row_map.R, p.row_map.E, launch_with,
-                                                                  takes_tall);
+        using Dequantizer = decltype(dequantizer);
+        int64_t R = p.row_map.R;
+        int32_t E = p.row_map.E;
+        if (!p.h && !p.addend)
+            return with_quantized_config<Dequantizer, true>(
+                R, E, [&](auto config) { return launch<decltype(config), false>(p, stream); });
+        /* Tall tiles have no registers left for h, and those of 64 rows few. */
+        if (fused_moe_quantized_tile_rows(R, E) == 16)
+            return launch<QuantizedConfig<Dequantizer, true, Height::FEW>, true>(p, stream);
+        return launch<QuantizedConfig<Dequantizer, true, Height::MANY>, true>(p, stream);
     });
 }
 

@@ -162,6 +162,32 @@ class LineWriter {
                               words[(j + 2) % MATRICES], words[(j + 3) % MATRICES]);
     }
 
+    /* The reverse of fill, of 32 rows from `row` on. */
+    __device__ void read(int row, int chunk, uint32_t (&words)[4]) const {
+        ldmatrix_x4_trans(words, swizzled(lines, row + threadIdx.x % 32, chunk));
+    }
+
+    /* Calls fn(address, global) for the chunks that a thread moves: those of a line from first_chunk on, to or
+     * from global[row][0 .. columns), row < rows. Between threads that fill and those that move is wait(). */
+    template <int TOKENS, int CHUNKS, typename T, typename Fn>
+    __device__ void for_each_chunk(T *global, int64_t pitch, int rows, int columns, int first_chunk,
+                                   Fn fn) const {
+        constexpr int ROWS_OF_WARP = 32 / CHUNKS, STEP = 4 * ROWS_OF_WARP;
+        int lane = threadIdx.x % 32, row = ROWS_OF_WARP * warp + lane / CHUNKS;
+        int chunk = first_chunk + lane % CHUNKS;
+        if (CHUNK * chunk >= columns) return;
+        global += row * pitch + CHUNK * chunk;
+#pragma unroll
+        for (int i = 0; i < TOKENS; i += STEP, global += STEP * pitch)
+            if (row + i < rows) fn(swizzled(lines, row + i, chunk), global);
+    }
+
+    __device__ void wait() const {
+        cp_async_commit_group();
+        cp_async_wait_group<0>();
+        sync();
+    }
+
     /* What the four warps have filled, to out[row][0 .. columns), row < rows: of a line CHUNKS chunks from
      * first_chunk on. After it they may fill again. */
     template <int TOKENS, int CHUNKS = 8, typename T>
@@ -169,7 +195,7 @@ class LineWriter {
         constexpr int ROWS_OF_WARP = 32 / CHUNKS, STEP = 4 * ROWS_OF_WARP; /* that are stored at once */
         int lane = threadIdx.x % 32, row = ROWS_OF_WARP * warp + lane / CHUNKS;
         int chunk = first_chunk + lane % CHUNKS;
-        uint4 v[TOKENS / STEP];
+        uint4 v[(TOKENS + STEP - 1) / STEP];
         sync();
 #pragma unroll
         for (int i = 0; i < TOKENS; i += STEP) v[i / STEP] = ld_shared_v4(swizzled(lines, row + i, chunk));
