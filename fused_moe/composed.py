@@ -22,8 +22,6 @@ from .ops import ops, run
 from .plan import Plan, tensors_again
 from .quantized.weight import QuantizedWeight
 
-BIAS_WIDTH = 8  # of a bias as a GEMM: the narrowest that Hopper's kernels take
-
 
 def experts(
     x: Tensor,
@@ -117,18 +115,10 @@ def _scored(rows: Tensor, scores: Tensor, plan: Plan) -> Tensor:
 
 
 def _gemm(rows: Tensor, w, bias, a, b, scale: float, offsets: Tensor) -> Tensor:
-    """rows w^T + scale (rows a^T) b^T + bias, of the rows' experts; zero past the last row."""
+    """rows w^T + bias + scale (rows a^T) b^T, of the rows' experts; zero past the last row."""
     if isinstance(w, QuantizedWeight):
         tensors, transposed = w.tensors, w.transposed_tensors
         out = run(ops.quantized_mm.default, rows, *tensors, offsets, w.code, False, *transposed, bias)
-        bias = None
     else:
-        out = run(ops.grouped_mm.default, rows, w, offsets)
-    if a is not None:
-        out = out + _low_rank(rows, a, b, scale, offsets)
-    if bias is not None:
-        # Not bias[expert of each row]: that has no gradient of the same bits in every run on a GPU.
-        ones = F.pad(rows.new_ones(rows.size(0), 1), (0, BIAS_WIDTH - 1))
-        columns = F.pad(bias.unsqueeze(-1), (0, BIAS_WIDTH - 1))
-        out = out + run(ops.grouped_mm.default, ones, columns, offsets)
-    return out
+        out = run(ops.grouped_mm.default, rows, w, offsets, bias)
+    return out if a is None else out + _low_rank(rows, a, b, scale, offsets)

@@ -275,16 +275,19 @@ def _as_scores(values: Tensor | None, x: Tensor) -> Tensor | None:
 ALPHA, LIMIT = 1.702, 7.0  # gpt-oss's
 
 
-def grouped_mm(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
-    """out[r] = a[r] @ b[e].T for the rows r of expert e, zero past the last row.
+def grouped_mm(a: Tensor, b: Tensor, offsets: Tensor, *, bias: Tensor | None = None) -> Tensor:
+    """out[r] = a[r] @ b[e].T + bias[e] for the rows r of expert e, zero past the last row.
+
+    On a GPU a row of the output and of a's gradient has the same bits among any others.
 
     Args:
         a: (R, in), rows grouped by expert. b: (E, out, in), a's dtype (cast under autocast).
         offsets: (E,) int32 cumulative ends on a's device, as torch._grouped_mm's offs. They rise from 0 to at
             most R; the values are checked on the CPU, and on a GPU the host never reads them.
+        bias: (E, out), a's dtype (cast under autocast), added before the sum is rounded.
 
     Returns:
-        (R, out), differentiable in a and b, to any order.
+        (R, out), differentiable in a and b, to any order, and in bias.
     """
     fn = "grouped_mm"
     check_input(fn, "a", a, 2)
@@ -293,11 +296,56 @@ def grouped_mm(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
     if b.size(0) < 1 or b.size(1) < 1 or b.size(2) < 1:
         fail(ValueError, fn, "b of E, out, in >= 1", tuple(b.shape))
     check_like(fn, "b", b, "a", a)
+    if bias is not None:
+        check_tensor(fn, "bias", bias, 2, FLOATING)
+        check_shape(fn, "bias", bias, "E, out", tuple(b.shape[:2]))
+        check_like(fn, "bias", bias, "a", a)
     check_tensor(fn, "offsets", offsets, 1, (torch.int32,))
     check_shape(fn, "offsets", offsets, "E", (b.size(0),))
     check_device(fn, "offsets", offsets, "a", a)
     check_offsets(fn, offsets, a.size(0))
-    return _ops.run(ops.grouped_mm.default, a, b, offsets)
+    return _ops.run(ops.grouped_mm.default, a, b, offsets, bias)
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """torch.nn.functional.linear by the kernels of `grouped_mm`: out = x @ weight.T + bias.
+
+    On a GPU a token's output, and its gradient of x, have the same bits in every batch, where cuBLAS chooses
+    its kernel by the number of tokens. docs/functions.md has what that costs. On the CPU the bits are the
+    same in every run of the same batch.
+
+    Args:
+        x: (..., in), floating; it may have no tokens.
+        weight: (out, in), bias: (out,), of x's dtype and on its device (cast under autocast). 16-bit widths
+            that are multiples of 8 run on Hopper's kernels.
+
+    Returns:
+        (..., out) in x's dtype, the bias added before the sum is rounded; differentiable in x and weight, to
+        any order, and in bias.
+
+    Raises:
+        TypeError, ValueError: the message says what was expected and what was found.
+    """
+    fn = "linear"
+    if not isinstance(x, Tensor):
+        fail(TypeError, fn, "x to be a tensor", type(x).__name__)
+    if x.dim() < 1:
+        fail(ValueError, fn, "x of shape (..., in)", tuple(x.shape))
+    tokens = x if x.dim() == 2 else x.reshape(-1, x.size(-1))
+    check_input(fn, "x", tokens, 2)
+    check_tensor(fn, "weight", weight, 2, FLOATING)
+    check_shape(fn, "weight", weight, "out, in", (weight.size(0), x.size(-1)))
+    if weight.size(0) < 1 or weight.size(1) < 1:
+        fail(ValueError, fn, "weight of out, in >= 1", tuple(weight.shape))
+    check_like(fn, "weight", weight, "x", x)
+    if bias is not None:
+        check_tensor(fn, "bias", bias, 1, FLOATING)
+        check_shape(fn, "bias", bias, "out", (weight.size(0),))
+        check_like(fn, "bias", bias, "x", x)
+    ends = torch.full((1,), tokens.size(0), dtype=torch.int32, device=x.device)
+    of_group = None if bias is None else bias[None]
+    out = _ops.run(ops.grouped_mm.default, tokens, weight[None], ends, of_group)
+    return out if x.dim() == 2 else _ops.reshaped(out, (*x.shape[:-1], weight.size(0)))
 
 
 def _needs_grad(*tensors: Tensor | None) -> bool:

@@ -307,8 +307,7 @@ def _linear(linear: nn.Module, x: Tensor) -> Tensor:
     """linear(x) of x (T, ...), by our operator where that computes the same, for its batch-invariant bits."""
     if not _is_stock(linear, x) or linear.bias is not None:
         return linear(x)
-    offs = torch.full((1,), x.size(0), dtype=torch.int32, device=x.device)
-    return function.grouped_mm(x, linear.weight[None], offs)
+    return function.linear(x, linear.weight)
 
 
 def _as_expert(linear: nn.Linear | None) -> tuple[Tensor | None, Tensor | None]:

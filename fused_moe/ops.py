@@ -638,10 +638,11 @@ def _grouped_mm_setup(ctx, args, output):
 
 def _grouped_mm_backward(ctx, need, dout):
     a, b, offsets = ctx.saved_tensors
-    return {
+    grads = {
         "a": run(ops.grouped_mm.default, dout, b.mT, offsets) if need.a else None,
         "b": run(ops.wgrad.default, dout, a, offsets) if need.b else None,
     }
+    return grads | ({"bias": run(ops.bias_grad.default, dout, offsets)} if need.bias else {})
 
 
 def quantized_sizes(data: Tensor) -> tuple[int, int, int]:
@@ -705,7 +706,7 @@ _register(
     fake=_grouped_mm_fake,
     backward=_grouped_mm_backward,
     setup_context=_grouped_mm_setup,
-    autocast=("a", "b"),
+    autocast=("a", "b", "bias"),
 )
 _register(
     "quantized_mm",
@@ -895,7 +896,9 @@ def _quantized_up_backward(ctx, need, _, da):
     if not (need.x or need.scores):
         return grads
     parts = zip(dh.chunk(2, 1) if is_separate else (dh,), (w1, w3), ctx.formats, strict=False)
-    dx_rows = sum(_quantized_dgrad(dy, w, offsets, format) for dy, w, format in parts)
+    dx_rows, *of_ups = (_quantized_dgrad(dy, w, offsets, format) for dy, w, format in parts)
+    for rows in of_ups:
+        dx_rows = dx_rows + rows
     if need.scores:
         args = (x, dx_rows, scores, plan, False, True)
         grads["scores"] = run(ops.unpermute_backward.default, *args)[1]

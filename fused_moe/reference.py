@@ -269,13 +269,18 @@ def unpermute(
     return out.to(rows.dtype)
 
 
-def grouped_mm(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
-    """out[r] = a[r] @ b[e].T for the rows r of expert e; zero past the last row."""
+def grouped_mm(a: Tensor, b: Tensor, offsets: Tensor, *, bias: Tensor | None = None) -> Tensor:
+    """out[r] = a[r] @ b[e].T + bias[e] for the rows r of expert e; zero past the last row."""
     out, first = [], 0
-    for expert, end in zip(b.unbind(), offsets.tolist(), strict=True):
-        out.append(a[first:end] @ expert.t())
+    biases = [None] * b.size(0) if bias is None else bias.unbind()
+    for expert, expert_bias, end in zip(b.unbind(), biases, offsets.tolist(), strict=True):
+        out.append(F.linear(a[first:end], expert, expert_bias))
         first = end
     return torch.cat([*out, out[0].new_zeros(a.size(0) - first, b.size(1))])
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    return F.linear(x, weight, bias)
 
 
 # --- experts ---------------------------------------------------------------------------------------------

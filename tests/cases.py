@@ -359,7 +359,10 @@ def operator_calls(case: Case, device) -> dict:
             {"dout": dout, "shared": None, **column, "need_dshared": True, "need_dshared_gate": False},
             {"dout": dout, "shared": x, **column, "need_dshared": False, "need_dshared_gate": True},
         ],
-        "grouped_mm": [{"a": a, "b": w2, "offsets": offs}],
+        "grouped_mm": [
+            {"a": a, "b": w2, "offsets": offs},
+            {"a": a, "b": w2, "offsets": offs, "bias": new(E, D)},
+        ],
         "quantized_mm": of_quantized,
         "wgrad": [
             {"a": a, "b": rows, "offsets": offs},

@@ -42,7 +42,7 @@ void run_grouped_mm(const Call &call, const Tensor &a, const FusedMoeWeight b[2]
     run_grouped_mm(call, p, a);
 }
 
-Tensor grouped_mm(const Tensor &a_, const Tensor &b_, const Tensor &offsets) {
+Tensor grouped_mm(const Tensor &a_, const Tensor &b_, const Tensor &offsets, const OptTensor &bias_) {
     const char *op = "grouped_mm";
     check_dim(op, "a", a_, 2);
     check_dim(op, "b", b_, 3);
@@ -51,9 +51,10 @@ Tensor grouped_mm(const Tensor &a_, const Tensor &b_, const Tensor &offsets) {
     const int64_t N[2] = {a.size(1), 0};
     check_widths(op, "b", b_, 1);
     const FusedMoeWeight b[2] = {weight(op, "b", b_, a, {E, M, N[0]}), {}};
+    const OptTensor bias = operand(op, "bias", bias_, a, {E, M});
     Call call = begin_call(op, a);
     Tensor out = new_tensor(a, {a.size(0), M});
-    run_grouped_mm(call, a, b, N, {}, grouping_of(offs), out);
+    run_grouped_mm(call, a, b, N, bias, grouping_of(offs), out);
     return out;
 }
 

@@ -199,7 +199,7 @@ STABLE_TORCH_LIBRARY(fused_moe, m) {
     m.def("shared_backward(Tensor dout, Tensor? shared, Tensor shared_gate, bool need_dshared, "
           "bool need_dshared_gate) -> (Tensor dshared, Tensor dshared_gate)");
 
-    m.def("grouped_mm(Tensor a, Tensor b, Tensor offsets) -> Tensor");
+    m.def("grouped_mm(Tensor a, Tensor b, Tensor offsets, Tensor? bias=None) -> Tensor");
     m.def("quantized_mm(Tensor a, Tensor data, Tensor scale, Tensor? zero, Tensor offsets, int format, "
           "bool transposed=False, Tensor? data_t=None, Tensor? scale_t=None, Tensor? zero_t=None, "
           "Tensor? bias=None) -> Tensor");

@@ -47,7 +47,7 @@ std::tuple<Tensor, Tensor> shared_backward(const Tensor &dout, const OptTensor &
 
 /* --- gemm.cpp ------------------------------------------------------------------------------------------- */
 
-Tensor grouped_mm(const Tensor &a, const Tensor &b, const Tensor &offsets);
+Tensor grouped_mm(const Tensor &a, const Tensor &b, const Tensor &offsets, const OptTensor &bias);
 Tensor wgrad(const Tensor &a, const Tensor &b, const Tensor &offsets, const OptTensor &a_row_token,
              const OptTensor &b_row_token);
 void wgrad_accumulate(const Tensor &a, const Tensor &b, const Tensor &offsets, const Tensor &dw,

@@ -5,7 +5,7 @@ import torch
 from cases import BF16, F16, F32, assert_near
 from gpu_cases import capture
 
-from fused_moe import FusedMoE, fused_experts, grouped_mlp, router_logits
+from fused_moe import FusedMoE, fused_experts, grouped_mlp, grouped_mm, linear, router_logits
 from fused_moe.ops import FACTS
 
 pytestmark = pytest.mark.gpu
@@ -298,3 +298,46 @@ def test_rows_of_experts(device, dtype):
         if part.start >= 0 and part.stop <= R:
             assert_equal(of_expert(2, rows[part]), whole[part], part)
     assert not torch.equal(of_expert(1, rows), whole)
+
+
+@DTYPES
+@pytest.mark.parametrize("widths", ((2048, 512), (64, 64), (200, 72), (131, 37), (768, 4096)), ids=str)
+@pytest.mark.parametrize("bias", (False, True), ids=("", "bias"))
+def test_linear(device, widths, dtype, bias):
+    """Output and gradient of x of a dense layer, where cuBLAS chooses by the number of tokens."""
+    width_in, width_out = widths
+    x = torch.randn(TOKENS, width_in, device=device).to(dtype)
+    weight = (torch.randn(width_out, width_in, device=device) / width_in**0.5).to(dtype)
+    added = torch.randn(width_out, device=device).to(dtype) if bias else None
+    dout = torch.randn(TOKENS, width_out, device=device).to(dtype)
+
+    def step(part):
+        leaf = x[part].clone().requires_grad_()
+        out = linear(leaf, weight, added)
+        return out.detach(), torch.autograd.grad(out, leaf, dout[part])[0]
+
+    out, dx = step(slice(None))
+    for part in (*batches(), torch.randperm(TOKENS, device=device)):
+        found = step(part)
+        assert_equal(found[0], out[part], part)
+        assert_equal(found[1], dx[part], part)
+
+
+@DTYPES
+@pytest.mark.parametrize("counts", ((4096,), (1, 4095), (0, 3, 60, 70, 300, 3663), (512,) * 8), ids=str)
+def test_grouped_mm(device, counts, dtype):
+    """A row's output and gradient are those that it has alone with its expert's weight."""
+    ends = torch.tensor(counts, device=device).cumsum(0).int()
+    a = torch.randn(TOKENS, 320, device=device).to(dtype)
+    b = (torch.randn(len(counts), 192, 320, device=device) / 18).to(dtype)
+    dout = torch.randn(TOKENS, 192, device=device).to(dtype)
+    leaf = a.clone().requires_grad_()
+    out = grouped_mm(leaf, b, ends)
+    (da,) = torch.autograd.grad(out, leaf, dout)
+    for expert, (end, count) in enumerate(zip(ends.tolist(), counts, strict=True)):
+        for size in {1, 2, 17, 65, 129, count} & set(range(1, count + 1)):
+            rows = slice(end - size, end)
+            leaf = a[rows].clone().requires_grad_()
+            alone = linear(leaf, b[expert])
+            assert_equal(alone.detach(), out[rows].detach(), (expert, size))
+            assert_equal(torch.autograd.grad(alone, leaf, dout[rows])[0], da[rows], (expert, size))
