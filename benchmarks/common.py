@@ -110,8 +110,12 @@ MODELS = (
 # --- flags --------------------------------------------------------------------------------------------
 
 
-def parser(doc: str, *, many_routings: bool = False) -> argparse.ArgumentParser:
-    """The flags of every program that measures. The first line of `doc` is the description."""
+LAYER_SHAPE = "a name of fused_moe/shapes.json or T,E,K,D,F; may be repeated"
+
+
+def parser(doc: str, *, many_routings: bool = False, shape: str = LAYER_SHAPE) -> argparse.ArgumentParser:
+    """The flags of every program that measures. The first line of `doc` is the description, `shape` the help
+    of --shape."""
     routing = {"help": "random (the default), balanced, worst (or one) or zipf:EXPONENT"}
     if many_routings:
         routing = {"help": f"{routing['help']}; may be repeated", "action": "append"}
@@ -119,7 +123,7 @@ def parser(doc: str, *, many_routings: bool = False) -> argparse.ArgumentParser:
         routing["default"] = "random"
     flags = argparse.ArgumentParser(description=doc.splitlines()[0])
     add = flags.add_argument
-    add("--shape", action="append", help="a name of fused_moe/shapes.json or T,E,K,D,F; may be repeated")
+    add("--shape", action="append", help=shape)
     add("--routing", **routing)
     add("--dtype", choices=DTYPES, action="append", help="may be repeated")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto")
@@ -458,6 +462,7 @@ def line(r: dict) -> str:
         (r.get("joules"), "{:.2f} J"),
         (r.get("gb_per_s"), "{:7.0f} GB/s"),
         (r["dense_ratio"], "{:.2f} of dense"),
+        (r.get("cublas_bits"), "cuBLAS has {} bits"),
         (r.get("copy_ratio"), "{:.2f} of copy"),
         (r.get("silu_ratio"), "{:.3f} of silu"),
         (r.get("graph_us"), "{:.1f} us as a graph"),

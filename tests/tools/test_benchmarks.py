@@ -32,7 +32,7 @@ BENCHMARKS = ROOT / "benchmarks"
 PROGRAMS = (
     *("bench_layer", "bench_gemm", "bench_kernels", "bench_transformers", "bench_continuous_batching"),
     *("bench_torchtitan", "bench_vllm", "first_call"),
-    *("bench_host", "bench_decode", "bench_quantised", "compare_builds", "table", "plot"),
+    *("bench_host", "bench_decode", "bench_linear", "bench_quantised", "compare_builds", "table", "plot"),
 )
 SMALL = "192,8,2,64,32"
 FIELDS = {
@@ -131,6 +131,64 @@ def test_products_of_several_routings(run):
     found = [(r["what"], r["routing"]) for r in records]
     plain = [("grouped_mm", name) for name in ("balanced", "best", "worst")]
     assert found == [("down", "balanced"), ("down", "zipf:1.2"), *plain]
+
+
+def test_dense_layers(run, capsys):
+    """Both sides, with and without backward, and as many tokens as out's size allows."""
+    records = run("bench_linear", "--shape", "24,40", "--tokens", "1,3,17")
+    found = [(r["what"], r["tokens"]) for r in records]
+    assert found == [(what, T) for what in ("forward", "forward_backward") for T in (1, 3, 17)]
+    for r in records:
+        assert set(r) >= FIELDS
+        assert (r["bench"], r["shape"], r["dtype"]) == ("linear", "24,40", "bf16")
+        assert r["cublas_us"] / r["time_us"] == pytest.approx(r["dense_ratio"], rel=0.1)
+        assert r["cublas_bits"] in ("same", "other") and 0 < r["max_rel_error"] < 1e-2
+        num_products = 1 if r["what"] == "forward" else 3
+        tflops = num_products * 2 * r["tokens"] * 24 * 40 / r["time_us"] / 1e6
+        assert r["tflops"] == pytest.approx(tflops, rel=0.1, abs=1e-4)
+    assert all(r["cublas_bits"] == "same" for r in records if r["tokens"] == 17)
+    assert "17 tokens" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("wrong", (None, "out", "dx"))
+def test_bits_of_dense_layers(load, wrong):
+    """Rows that change with the batch are seen, in backward those of dx, too."""
+    bench = load("bench_linear")
+
+    class Product(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, weight):
+            ctx.save_for_backward(x, weight)
+            return x.new_full((x.size(0), weight.size(0)), wrong == "out" and x.size(0) == 3)
+
+        @staticmethod
+        def backward(ctx, dout):
+            x, weight = ctx.saved_tensors
+            return torch.full_like(x, wrong == "dx" and x.size(0) == 3), torch.zeros_like(weight)
+
+    operands = bench.Operands((24, 40), 4, "fp32", "cpu")
+    for what in ("forward", "forward_backward"):
+        few, largest = (operands.rows(Product.apply, what, T) for T in (3, 4))
+        seen = wrong == "out" or (wrong == "dx" and what == "forward_backward")
+        assert bench.same_bits(few, largest) == (not seen)
+
+
+def test_other_bits_of_ours_end_the_program(load, monkeypatch):
+    bench = load("bench_linear")
+    linear, operands = torch.nn.functional.linear, bench.Operands
+    monkeypatch.setattr(fused_moe, "linear", lambda x, weight: linear(x, weight) + (x.size(0) == 3))
+    monkeypatch.setattr(
+        bench, "Operands", lambda sizes, tokens, dtype, _: operands(sizes, tokens, dtype, "cpu")
+    )
+    options = argparse.Namespace(tokens=[3, 4], device="cuda")
+    with pytest.raises(SystemExit, match="forward 3 tokens: other bits than in a batch of 4"):
+        list(bench.measure("24,40", "fp32", options))
+
+
+@pytest.mark.parametrize("shape", ("qkv,1", "24", "1,2,3"))
+def test_wrong_shapes_of_dense_layers(run, shape):
+    with pytest.raises(SystemExit, match=f"--shape: expected IN,OUT or one of qkv, .*, found {shape}"):
+        run("bench_linear", "--shape", shape)
 
 
 @pytest.mark.parametrize(
