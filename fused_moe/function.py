@@ -311,7 +311,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """torch.nn.functional.linear by the kernels of `grouped_mm`: out = x @ weight.T + bias.
 
     On a GPU a token's output, and its gradient of x, have the same bits in every batch, where cuBLAS chooses
-    its kernel by the number of tokens. docs/functions.md has what that costs. On the CPU the bits are the
+    its kernel by the number of tokens. docs/performance.md has what that costs. On the CPU the bits are the
     same in every run of the same batch.
 
     Args:

@@ -165,8 +165,8 @@ struct ActivatingEpilogue {
         if (is_interleaved) swap(v[1], v[2]);
     }
 
-    /* The same of a subtile's rows from `row` on, where gates and ups are not interleaved, through lines: eight
-     * chunks of h, of which a warp has two. The first four are gates and the others ups, if there are ups. All
+    /* The same of a subtile's rows from `row` on, where gates and ups are not interleaved, through lines: h
+     * has eight chunks, two of each warp. The first four are gates and the others ups, if there are ups. All
      * four warps call it. */
     template <int TOKENS>
     __device__ void finish_lines(float *d, const Outputs &out, const WorkTile &tile, int row, int warp,

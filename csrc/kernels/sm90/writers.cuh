@@ -167,8 +167,8 @@ class LineWriter {
         ldmatrix_x4_trans(words, swizzled(lines, row + threadIdx.x % 32, chunk));
     }
 
-    /* Calls fn(address, global) for the chunks that a thread moves: those of a line from first_chunk on, to or
-     * from global[row][0 .. columns), row < rows. Between threads that fill and those that move is wait(). */
+    /* Calls fn(address, global) for the chunks that a thread moves: those of a line from first_chunk on, to
+     * or from global[row][0 .. columns), row < rows. wait() is between filling and moving. */
     template <int TOKENS, int CHUNKS, typename T, typename Fn>
     __device__ void for_each_chunk(T *global, int64_t pitch, int rows, int columns, int first_chunk,
                                    Fn fn) const {
