@@ -25,6 +25,7 @@ pytest.importorskip("torchtitan", reason="torchtitan is not installed")
 import torchtitan.models  # noqa: E402
 from torchtitan.distributed import parallel_dims  # noqa: E402
 
+from fused_moe import Routes, record_routing, replay_routing  # noqa: E402
 from fused_moe.ops import route_plan  # noqa: E402
 from fused_moe.torchtitan.layer import Routing, combine, routed_rows  # noqa: E402
 
@@ -680,6 +681,79 @@ def test_activation_checkpointing(fusion, mode):
     assert_close(found, expected, 0)
     assert len(calls.of("experts_up")) == 2
     assert len(calls.of("experts_down")) == (1 if mode == "selective" else 2)
+
+
+# --- replay -------------------------------------------------------------------------------------------
+
+
+def gradients(model, x):
+    model.zero_grad()
+    x.grad = None
+    out = model(x)
+    out.square().sum().backward()
+    return [out.detach(), x.grad, *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+
+
+@pytest.mark.parametrize("mode", ["plain", "full", "selective", "compiled"])
+@pytest.mark.parametrize("flavor", ["deepseek_v3", "groups", "gpt_oss"])
+def test_replay(flavor, mode):
+    """A choice that is recorded gives another model, whose gate would choose otherwise, the same experts; the
+    model that chose so itself has the same bits."""
+    model, x = build("fused_moe", **FLAVORS[flavor]), make_input().requires_grad_()
+    with record_routing(model) as routes:
+        expected = gradients(model, x)
+    assert routes.num_experts == [E] and routes.top_k == [FLAVORS[flavor]["top_k"]]
+    model = checkpointed(model, mode) if mode in ("full", "selective") else model
+    call = torch.compile(model, backend="aot_eager") if mode == "compiled" else model
+    with replay_routing(model, routes):
+        found = gradients(call, x)
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=0)
+
+    shift = Routes([(routes[0].long() + 1) % E], E)  # experts that the gate does not choose
+    with replay_routing(model, shift), record_routing(model) as again:
+        found = gradients(call, x)
+    assert torch.equal(again[0], shift[0]) and not torch.equal(found[0], expected[0])
+
+    partly = routes[0].clone().to(torch.int16)
+    partly[::2] = -1  # the router chooses for these tokens
+    with replay_routing(model, Routes([partly], E)), record_routing(model) as again:
+        call(x)
+    assert torch.equal(again[0], routes[0])
+
+
+def test_replay_scores():
+    """The scores of replayed experts are those of the model's own gate, with its gradients."""
+    model, x = build("fused_moe", **FLAVORS["qwen3"]), make_input().requires_grad_()
+    ids = torch.rand(x.numel() // D, E).argsort(1)[:, :2]
+    with replay_routing(model, Routes([ids], E)):
+        found = gradients(model, x)
+    logits = x.reshape(-1, D) @ model.moe.router.gate.weight.T
+    scores = logits.softmax(1).gather(1, ids)
+    scores = scores / scores.sum(1, keepdim=True)
+    w1, w2, w3 = (w[ids] for _, w in sorted(experts_of(model).named_parameters()))  # (T, K, ...)
+    rows = x.reshape(-1, 1, D, 1)
+    rows = w2 @ (functional.silu(w1 @ rows) * (w3 @ rows))
+    out = (scores[..., None] * rows.squeeze(-1)).sum(1).view_as(x)
+    gate = model.moe.router.gate.weight
+    expected = out, *torch.autograd.grad(out.square().sum(), (x, gate))
+    for value, truth in zip((*found[:2], gate.grad), expected, strict=True):
+        assert (value - truth).norm() <= 2e-2 * truth.norm()  # the experts compute in bfloat16
+
+
+def test_replay_needs_our_router():
+    stock = build("fused_moe", **FLAVORS["balanced"])
+    with pytest.raises(RuntimeError, match="fused_moe's, found a call that torchtitan's own routes"):
+        with record_routing(stock):
+            stock(make_input())
+    stock = build(None, **FLAVORS["qwen3"])
+    with pytest.raises(RuntimeError, match="fused_moe's, found a MoE that is torchtitan's own"):
+        with record_routing(stock):
+            pass
+    model = build("fused_moe", **FLAVORS["qwen3"])
+    with pytest.raises(ValueError, match="K = 2, found K = 3"):
+        with replay_routing(model, Routes([torch.zeros(4, 3, dtype=torch.int64)], E)):
+            pass
 
 
 @pytest.mark.parametrize("assign", (False, True))

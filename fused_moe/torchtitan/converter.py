@@ -21,8 +21,10 @@ from .layer import (
     SAVED_OPS,
     Routing,
     changes_nothing,
+    check_no_tape,
     choose,
     combine,
+    find_layers,
     gpt_oss,
     logits_of,
     mesh_size,
@@ -70,11 +72,12 @@ class FusedMoE(KeepsExpertBias, MoE):
     def forward(self, x: Tensor) -> Tensor:
         """x (B, L, D) -> (B, L, D)."""
         if self.router._debug_force_load_balance or _is_sharded_over(self.router.gate.weight, "tp"):
+            check_no_tape(self)
             return super().forward(x)  # tensor parallelism hooks the modules in between
         tokens = x.view(-1, x.size(-1))
         score_on = "input" if self.score_before_experts else "output"
         logits = logits_of(self.router.gate, tokens)
-        routing = choose(self.router, logits, self.expert_bias, score_on)
+        routing = choose(self, logits, self.expert_bias, score_on)
         counts = routing.plan.counts
         with torch.no_grad():
             self.tokens_per_expert.add_(counts)
@@ -87,6 +90,9 @@ class FusedMoE(KeepsExpertBias, MoE):
         shared = self.shared_experts(tokens) if self.shared_experts is not None else None
         out = combine(routed, routing) if is_expert_parallel else routed
         return reshaped(out if shared is None else shared + out, x.shape)
+
+
+find_layers(FusedMoE, MoE)
 
 
 def _is_sharded_over(weight: Tensor, dim: str) -> bool:

@@ -13,11 +13,12 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from .. import function
-from ..checks import DEVICES, is_mixed
+from ..checks import DEVICES, fail, is_mixed
 from ..expert_bias import check_expert_bias
 from ..gate import Gate
 from ..ops import ops, route_plan
 from ..plan import Plan
+from ..replay import FINDERS, tape_of
 from ..routed import is_plain_linear
 
 # The operators that selective checkpointing saves. The routing is small, and must not change in
@@ -54,11 +55,12 @@ def float32_logits(gate: nn.Module, x: Tensor) -> Tensor:
         return logits_of(gate, x)
 
 
-def choose(
-    router: nn.Module, logits: Tensor, expert_bias: Tensor | None, score_on: str = "output"
-) -> Routing:
-    """The routing of logits (T, E) by the attributes of torchtitan's TokenChoiceTopKRouter, and its plan."""
+def choose(layer: nn.Module, logits: Tensor, expert_bias: Tensor | None, score_on: str = "output") -> Routing:
+    """The routing of logits (T, E) by the attributes of the layer's TokenChoiceTopKRouter, and its plan.
+    Within `replay_routing` the ids are those of the routes."""
     check_expert_bias("fused_moe.torchtitan", expert_bias)
+    router, tape = layer.router, tape_of(layer)
+    ids = None if tape is None else tape.take(logits, router.top_k)
     scores, ids = function.route(
         logits,
         router.top_k,
@@ -68,8 +70,35 @@ def choose(
         route_scale=router.route_scale,
         num_expert_groups=getattr(router, "num_expert_groups", None),  # since 0.2.1
         num_limited_groups=getattr(router, "num_limited_groups", None),
+        ids=ids,
     )
+    if tape is not None:
+        tape.note(ids)
     return Routing(scores, ids, route_plan(ids, logits.size(1)), score_on)
+
+
+def find_layers(ours: type, theirs: type) -> None:
+    """Lets `record_routing` and `replay_routing` find the layers of a class of ours, in place of theirs."""
+
+    def sizes_of(module: nn.Module) -> tuple[int, int] | None:
+        if isinstance(module, ours):
+            return module.router.num_experts, module.router.top_k
+        if isinstance(module, theirs):
+            _refuse(f"a {type(module).__name__} that is torchtitan's own")
+        return None
+
+    FINDERS.append(sizes_of)
+
+
+def check_no_tape(layer: nn.Module) -> None:
+    """Raises in a recording or a replay of a layer whose router cannot take part."""
+    if tape_of(layer) is not None:
+        _refuse("a call that torchtitan's own routes")
+
+
+def _refuse(found: str) -> None:
+    expected = "MoE layers whose router is fused_moe's"
+    fail(RuntimeError, "record_routing, replay_routing", expected, found)
 
 
 def changes_nothing(cls: type, base: type) -> bool:

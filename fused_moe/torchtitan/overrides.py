@@ -30,8 +30,10 @@ from .layer import (
     SAVED_OPS,
     Routing,
     changes_nothing,
+    check_no_tape,
     choose,
     combine,
+    find_layers,
     float32_logits,
     gpt_oss,
     mesh_size,
@@ -141,9 +143,10 @@ class FusedMoE(KeepsExpertBias, MoE):
     @wraps(MoE.forward)
     def forward(self, x: Tensor) -> Tensor:
         if not self._routes_here(x):
+            check_no_tape(self)
             return super().forward(x)
         logits = float32_logits(self.router.gate, x)
-        routing = choose(self.router, logits.flatten(0, -2), self.expert_bias_E)
+        routing = choose(self, logits.flatten(0, -2), self.expert_bias_E)
         counts = routing.plan.counts
         if self.training:
             with torch.no_grad():
@@ -164,6 +167,9 @@ class FusedMoE(KeepsExpertBias, MoE):
             and not isinstance(x, DTensor)
             and not spmd.is_type_checking()
         )
+
+
+find_layers(FusedMoE, MoE)
 
 
 class FusedSelectiveAC(SelectiveAC):
