@@ -22,7 +22,7 @@ def test_bits(device, tmp_path, variant):
     assert run.returncode == 0, run.stderr
     (record,) = json.loads(path.read_text())
     for step in record["figures"]:
-        assert step["sequences"] == [1, 128] and step["tokens"] > 1000
+        assert step["sequences"][0] <= 4 and step["sequences"][1] == 128 and step["tokens"] > 1000
         if variant:
             assert step["tokens_that_differ"] > 0 and step["largest_difference"] > 0
         else:
