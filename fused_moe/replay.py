@@ -96,6 +96,73 @@ class Routes:
         layers = ids.reshape(-1, *ids.shape[-2:]).transpose(0, 1).contiguous()
         return cls(list(layers), num_experts)
 
+    @classmethod
+    def from_vllm(
+        cls,
+        routed_experts,
+        num_tokens: int | Sequence[int] | None = None,
+        *,
+        start: int | Sequence[int] = 0,
+        layers: Sequence[int] | None = None,
+        num_experts: int | None = None,
+    ) -> Routes:
+        """The routes of what vLLM returns as `routed_experts` (enable_return_routed_experts).
+
+        vLLM has no record of a request's last token, which it has not run, and none of the first
+        `routed_experts_prompt_start` tokens. In a replay the router chooses for tokens without a record.
+
+        Args:
+            routed_experts: a request's array (R, L, K) of an integer dtype, NumPy's or a tensor, with
+                uint8 or uint16 from vLLM; or a list of them, whose tokens follow each other in the routes.
+            num_tokens: tokens of each request as the trainer runs it, such as prompt and answer; tokens after
+                its record are -1. None: start + R, so the last token is not among them.
+            start: the requests' routed_experts_prompt_start.
+            layers: the indices of the model's MoE layers. vLLM has dense layers too, where ids mean nothing.
+                None: all L.
+            num_experts: E.
+
+        Raises:
+            TypeError, ValueError: the message says what was expected and what was found.
+
+        Source: vLLM 0.33.0, vllm/distributed/aux_output_connector.
+        """
+        fn = "Routes.from_vllm"
+        requests = list(routed_experts) if isinstance(routed_experts, (list, tuple)) else [routed_experts]
+        if not requests:
+            fail(ValueError, fn, "at least one request", 0)
+        starts = list(start) if isinstance(start, Sequence) else [start] * len(requests)
+        counts = list(num_tokens) if isinstance(num_tokens, Sequence) else [num_tokens] * len(requests)
+        for name, values in (("start", starts), ("num_tokens", counts)):
+            if len(values) != len(requests):
+                fail(ValueError, fn, f"{name} of {len(requests)} requests", len(values))
+        parts = []
+        for rows, first, total in zip(requests, starts, counts, strict=True):
+            check_int(fn, "start", first)
+            if not isinstance(rows, Tensor):
+                if not hasattr(rows, "__array__"):
+                    fail(TypeError, fn, "routed_experts to be arrays (R, L, K)", type(rows).__name__)
+                rows = torch.tensor(rows)  # a copy: vLLM's array may be read-only
+            _check_ids(fn, "routed_experts", rows, 3)
+            end = first + rows.size(0)
+            if total is None:
+                total = end
+            check_int(fn, "num_tokens", total)
+            if first < 0 or total < end:
+                fail(ValueError, fn, f"start >= 0 and num_tokens >= {end}", f"{first} and {total}")
+            part = torch.full((total, *rows.shape[1:]), -1, dtype=torch.int32, device=rows.device)
+            part[first:end] = rows.int()
+            parts.append(part)
+        if len({part.shape[1:] for part in parts}) > 1:
+            fail(ValueError, fn, "requests of one L and K", [tuple(part.shape[1:]) for part in parts])
+        ids = torch.cat(parts)
+        if layers is not None:
+            for layer in layers:
+                check_int(fn, "layers", layer)
+                if not 0 <= layer < ids.size(1):
+                    fail(ValueError, fn, f"layers from 0 to {ids.size(1) - 1}", layer)
+            ids = ids[:, list(layers)]
+        return cls.from_tensor(ids, num_experts)
+
     def to_tensor(self, batch_size: int | None = None) -> Tensor:
         """ids (N, L, K). With batch_size = B of a recording whose calls had x (B, S_i, D), the prefill and
         the decode steps of B sequences, say: (B, S, L, K) with S = sum of S_i, each sequence's tokens in a
