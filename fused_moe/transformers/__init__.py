@@ -27,6 +27,7 @@ try:
     from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
     from transformers.quantizers.base import HfQuantizer
 
+    from . import replay  # noqa: F401 - lets recordings find the routers
     from .experts import experts_forward
     from .packed import PackedCompressedTensors, PackedMxfp4
     from .quantizing import quantize_experts
