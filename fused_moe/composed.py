@@ -49,16 +49,15 @@ def experts(
         return _gemm(rows, weights[i], biases[i], *pairs[i], scale, offsets)
 
     is_quantized = all(w is None or isinstance(w, QuantizedWeight) for w in (weights[0], weights[2]))
-    rows = x
-    if has_maps and not (is_quantized and pairs[0][0] is None and pairs[2][0] is None):
-        rows = run(ops.permute.default, x, plan.tensors)
+    pair = _joined(pairs[0], pairs[2], weights[0], weights[2]) if is_quantized else None
+    rows, of_x, tensors = x, scores if score_on == "input" else None, plan.tensors
+    if has_maps and (pair is not None or not is_quantized):
+        rows, of_x, tensors = run(ops.permute.default, x, tensors), None, tensors[:2]  # rows are grouped now
         if score_on == "input":
             rows = _scored(rows, scores, plan)
     if is_quantized:
-        pair = _joined(pairs[0], pairs[2], weights[0], weights[2])
         addend = None if pair is None else _low_rank(rows, *pair, scale, offsets)
-        of_rows = scores if score_on == "input" else None
-        a = _quantized_up(x, weights, biases, of_rows, addend, plan, activation)
+        a = _quantized_up(rows, weights, biases, of_x, addend, tensors, activation)
     else:
         h = gemm(rows, 0)
         up = None if weights[2] is None else gemm(rows, 2)
@@ -73,12 +72,12 @@ def experts(
     )
 
 
-def _quantized_up(x, weights, biases, scores, addend, plan: Plan, activation) -> Tensor:
+def _quantized_up(x, weights, biases, scores, addend, plan: list[Tensor], activation) -> Tensor:
     w1, _, w3 = weights
     b1, _, b3 = biases
     of_w1 = (_packings(w1), w1.code)
     of_w3 = ([], 0) if w3 is None else (_packings(w3), w3.code)
-    operands = (x, *of_w1, *of_w3, b1, b3, scores, addend, tensors_again(plan))
+    operands = (x, *of_w1, *of_w3, b1, b3, scores, addend, plan)
     return run(ops.quantized_up.default, *operands, *activation, False)[1]  # autograd's rule keeps h
 
 

@@ -35,6 +35,7 @@ __all__ = [
     "fused_experts",
     "grouped_mlp",
     "grouped_mm",
+    "linear",
     "load_balancing_loss",
     "permute",
     "plan_from_counts",

@@ -187,7 +187,7 @@ print(*sorted(set(sys.modules) - before))
     own += " losses main_grad module oldest ops overlap padding plan quantized"
     parts = "copies formats loaders quantizing refreshing sharding state tiles weight"
     own += "".join(f" quantized.{name}" for name in parts.split())
-    own += " reference resetting routed"
+    own += " reference replay resetting routed"
     assert run.stdout.split() == ["fused_moe", *(f"fused_moe.{name}" for name in own.split())], run.stderr
 
 
@@ -313,13 +313,16 @@ def test_the_public_names(device):
         "Plan",
         "QuantizedWeight",
         "RouterLosses",
+        "Routes",
         "add_lora",
         "balance",
         "info",
         "load_report",
         "quantize",
+        "record_routing",
         "reference",
         "refresh_weights",
+        "replay_routing",
     }
     assert set(fused_moe.__all__) - own <= set(fused_moe.reference.__all__)
 
