@@ -52,7 +52,8 @@ def experts(
     pair = _joined(pairs[0], pairs[2], weights[0], weights[2]) if is_quantized else None
     rows, of_x, tensors = x, scores if score_on == "input" else None, plan.tensors
     if has_maps and (pair is not None or not is_quantized):
-        rows, of_x, tensors = run(ops.permute.default, x, tensors), None, tensors[:2]  # rows are grouped now
+        rows, of_x = run(ops.permute.default, x, tensors), None
+        tensors = [plan.offsets, plan.schedule]  # rows are grouped now
         if score_on == "input":
             rows = _scored(rows, scores, plan)
     if is_quantized:
