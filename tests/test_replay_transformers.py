@@ -97,6 +97,24 @@ def test_replay(family, mode):
     assert not torch.equal(found[0], expected[0])
 
 
+@pytest.mark.parametrize("grad", [True, False])
+def test_compiled_before(grad):
+    """Code that was compiled before the first context, in the same grad mode, records and replays."""
+    model, tokens = make_model("qwen3_moe"), token_ids("cpu")
+    compiled = torch.compile(model, backend="aot_eager")
+    with torch.set_grad_enabled(grad):
+        compiled(tokens)
+        with record_routing(model) as routes:
+            compiled(tokens)
+        assert routes.num_tokens == [tokens.numel()] * 2
+        other = Routes([(ids.long() + 1) % 8 for ids in routes], 8)
+        with replay_routing(model, other):
+            found = compiled(tokens).logits
+        with replay_routing(model, other):
+            expected = model(tokens).logits
+    torch.testing.assert_close(found, expected)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_scores(family):
     """A router that is made to choose other experts by its weights' scores gives these scores; a router that

@@ -8,6 +8,7 @@ Letters: T tokens, E experts, K experts per token.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 
 import torch
@@ -93,6 +94,8 @@ def _sizes_of(module: nn.Module) -> tuple[int, int] | None:
     if _rule_of(module) is not None:
         if _replay not in module._forward_hooks.values():
             module.register_forward_hook(_replay)
+            if "torch._dynamo" in sys.modules:
+                torch.compiler.reset()  # compiled code has no guard on hooks, so it would go without this one
         return module.num_experts, module.top_k
     experts = module._modules.get("experts")
     if getattr(getattr(experts, "config", None), "_experts_implementation", None) == NAME:
