@@ -837,7 +837,7 @@ CPU = [
     Mutant(
         "autocast casts a alone",
         "fused_moe/ops.py",
-        'autocast=("a", "b"),',
+        'autocast=("a", "b", "bias"),',
         'autocast=("a",),',
         "tests/test_autocast.py",
     ),
