@@ -386,6 +386,37 @@ typedef struct {        /* g = dout[row_token] w2;  dh = dact(s g, h);  a_scaled
     FusedMoeDtype dtype;
 } FusedMoeDownDgrad;
 
+/* --- 8 bits on both operands ------------------------------------------------------------------------------ */
+
+/* Without gradients, of weights whose format is fp8_block, fp8 or int8, as published. x has one scale for each
+ * row. So has a, but of fp8_block: one for 128 columns of a row. eight_bit.h has the arithmetic. */
+
+typedef struct {            /* codes[r] scale[r] = s x[row_token[r]] / smooth[e(r)] */
+    const void *x;          /* [T,D] */
+    const void *scores;     /* [T,K] f32, s: x's rows are multiplied by them and rounded; NULL: not */
+    const float *smooth;    /* [E,D]; NULL: ones */
+    void *codes;            /* [R,D] e4m3 or i8 */
+    float *scale;           /* [R] */
+    FusedMoeRowMap row_map; /* row_token NULL: row r is token r. offs NULL: all R rows, without smooth */
+    FusedMoePdl pdl;
+    int64_t D;
+    FusedMoeCode code;   /* E4M3 or INT8                             */
+    bool power_of_two;   /* scales are rounded up to powers of two   */
+    FusedMoeDtype dtype; /* of x: f32, bf16 or f16                   */
+} FusedMoeQuantizeRows;
+
+typedef struct {
+    FusedMoeUpGate up;    /* x: codes [T,D]. fp8_block: a is e4m3 codes. scores, addend and h are NULL */
+    const float *x_scale; /* [T] */
+    float *a_scale;       /* [ceil(F/128),R] of fp8_block; NULL: a has up.dtype */
+    bool power_of_two;    /* a's scales are */
+} FusedMoeEightBitUpGate;
+
+typedef struct {
+    FusedMoeGroupedMM down; /* a: codes [R,N0]; b[1] is absent */
+    const float *a_scale;   /* [ceil(N0/128),R] of fp8_block, else [R] */
+} FusedMoeEightBitMM;
+
 /* --- the CPU tier (cpu/): C11 on PyTorch's thread pool -------------------------------------------------- */
 
 /* Advises the system that a fresh tensor of this many bytes is about to be written. */
@@ -408,6 +439,9 @@ int fused_moe_cpu_activate(const FusedMoeActivate *p);
 int fused_moe_cpu_activate_backward(const FusedMoeActivateBackward *p);
 int fused_moe_cpu_up_gate(const FusedMoeUpGate *p);
 int fused_moe_cpu_down_dgrad(const FusedMoeDownDgrad *p);
+int fused_moe_cpu_quantize_rows(const FusedMoeQuantizeRows *p);
+int fused_moe_cpu_eight_bit_up_gate(const FusedMoeEightBitUpGate *p);
+int fused_moe_cpu_eight_bit_mm(const FusedMoeEightBitMM *p);
 
 /* --- the CUDA tiers (kernels/): launched on `stream`, a cudaStream_t of the current device -------------- */
 
@@ -519,6 +553,8 @@ void fused_moe_cuda_select_grouped_mm(FusedMoeGroupedMM *p);
 void fused_moe_cuda_select_wgrad(FusedMoeWgrad *p);
 void fused_moe_cuda_select_up_gate(FusedMoeUpGate *p);
 void fused_moe_cuda_select_down_dgrad(FusedMoeDownDgrad *p);
+void fused_moe_cuda_select_eight_bit_up_gate(FusedMoeEightBitUpGate *p);
+void fused_moe_cuda_select_eight_bit_mm(FusedMoeEightBitMM *p);
 
 /* Whether one launch runs both sides on the current device. If so, it sets workspace and tile_rows. The plan
  * may be made later. */
@@ -543,6 +579,9 @@ int fused_moe_cuda_activate_backward(const FusedMoeActivateBackward *p, void *st
 int fused_moe_cuda_up_gate(const FusedMoeUpGate *p, void *stream);
 int fused_moe_cuda_experts(const FusedMoeExperts *p, void *stream);
 int fused_moe_cuda_down_dgrad(const FusedMoeDownDgrad *p, void *stream);
+int fused_moe_cuda_quantize_rows(const FusedMoeQuantizeRows *p, void *stream);
+int fused_moe_cuda_eight_bit_up_gate(const FusedMoeEightBitUpGate *p, void *stream);
+int fused_moe_cuda_eight_bit_mm(const FusedMoeEightBitMM *p, void *stream);
 
 #ifdef __cplusplus
 }
