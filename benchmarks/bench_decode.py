@@ -6,6 +6,7 @@
     python benchmarks/bench_decode.py --shape mixtral-8x7b --shape deepseek-v3 --tokens 512 --roofline out.png
     python benchmarks/bench_decode.py --shape qwen3-30b --tokens 1,8,64 --format fp8_block,int4,mxfp4
     python benchmarks/bench_decode.py --shape qwen3-30b --tokens 1,8,64 --format int4 --peers marlin,humming
+    python benchmarks/bench_decode.py --shape ck-default --tokens 128 --local-tokens 1,16,64,128
 
 Calls alternate between the weights of several layers, each with its own routing, so that a call reads its
 weights from memory, as a decode step of a deep model does. On a GPU all calls are one CUDA graph; with
@@ -27,6 +28,9 @@ fp8_block (whose scales it rounds to 16 bits); vllm, its Triton kernel, for fp8_
 of 8 bits, too; humming, the GEMMs that humming-kernels compiles (0.1.19), for int4, int8, mxfp4 and fp8_block
 (its scales again of 16 bits), and humming-grouped, on copied rows. Their ratio_to_PEER and peer_errors are in
 the format's record; a peer whose error is too large is not timed.
+
+--local-tokens times nothing else: batches of --tokens of which so many are own (bench decode_local), with
+float weights and each format; local_tokens.py says how.
 """
 
 from __future__ import annotations
@@ -64,7 +68,8 @@ CHECKED_TOKENS = 16
 def arguments(argv: list[str] | None) -> argparse.Namespace:
     flags = common.parser(__doc__)
     add = flags.add_argument
-    add("--tokens", "--local-tokens", type=counts, help=f"comma-separated; default: {TOKENS}")
+    add("--tokens", type=counts, help=f"comma-separated; default: {TOKENS}")
+    add("--local-tokens", type=counts, help="own tokens of a batch, the others are padding; comma-separated")
     add("--experts", type=int, help="E, instead of the shape's")
     add("--top-k", type=int, help="K, instead of the shape's")
     add("--dim", type=int, help="D, instead of the shape's")
@@ -366,6 +371,12 @@ def measure(shape: str, dtype: str, options: argparse.Namespace) -> Iterator[dic
             )
         elif options.list_kernels:
             list_kernels(case, right, f"{shape}, {tokens} tokens")
+        elif options.local_tokens:
+            import local_tokens
+
+            for variant in (None, *variants):
+                for measured in local_tokens.measure(case, experts["ours"], variant, options):
+                    yield common.record(options, bench="decode_local", **key, **measured)
         elif options.roofline:
             import decode_roofline
 
@@ -449,14 +460,11 @@ def time_format(
     options: argparse.Namespace,
 ) -> dict:
     """What a record has of one format. Its layers are freed before the next format's: they take memory."""
-    from fused_moe import quantize
-
     dtype, number = case.setup.dtype, len(case.routings)
     eager = options.eager or options.device != "cuda"
-    quantise = partial(quantize, format=variant.format, **variant.options)
-    layers = [case.weights[0].map(quantise)]
+    layers = [case.weights[0].map(variant.quantise)]
     error = case.error(ours, layers[0]).check(variant.name, dtype)  # which takes memory, too
-    layers += [weights.map(quantise) for weights in case.weights[1:]]
+    layers += [weights.map(variant.quantise) for weights in case.weights[1:]]
     calls = {"float": partial(case.run, ours), "ours": partial(case.run, ours, layers)}
     peer_errors = {}
     for name, peer in find_quantised_peers(case.setup, options.peers, variant.format).items():

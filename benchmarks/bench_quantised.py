@@ -70,6 +70,11 @@ class Variant(NamedTuple):
     def trainable(self) -> Variant:
         return self._replace(options=self.options | {"trainable": True})
 
+    def quantise(self, w: Tensor):
+        import fused_moe
+
+        return fused_moe.quantize(w, self.format, **self.options)
+
 
 VARIANTS = (
     Variant("fp8_block"),
@@ -157,12 +162,6 @@ def random_weights(kind: str, sizes: common.Sizes, dtype: torch.dtype, device: s
     return [(w / w.square().mean().mul(w.size(2)).sqrt()).to(dtype) for w in weights]
 
 
-def quantised(weights: list[Tensor], variant: Variant) -> list:
-    import fused_moe
-
-    return [fused_moe.quantize(w, variant.format, **variant.options) for w in weights]
-
-
 def storage(weights: list) -> dict:
     """Bytes, and bits per value with all scales and zero points."""
     size, values = sum(w.nbytes for w in weights), sum(w.shape.numel() for w in weights)
@@ -197,7 +196,7 @@ def measure_quality(shape: str, dtype: str, options: argparse.Namespace) -> Iter
         exact_weights = [w.double() for w in weights]
         exact = fused_moe.reference.fused_experts(x.double(), *exact_weights, scores.double(), ids)
         for variant in (None, *variants):
-            used = weights if variant is None else quantised(weights, variant)
+            used = weights if variant is None else [variant.quantise(w) for w in weights]
             values = weights if variant is None else [w.dequantize() for w in used]
             out = fused_moe.fused_experts(x, *used, scores, ids)
             yield record(
@@ -218,7 +217,7 @@ def measure_time(
     variants = {v.name: v for v in usable(options.format, sizes)}
     if what == "backward":
         variants |= {v.trainable.name: v.trainable for v in list(variants.values())}
-    layers = {None: weights} | {name: quantised(weights, v) for name, v in variants.items()}
+    layers = {None: weights} | {n: [v.quantise(w) for w in weights] for n, v in variants.items()}
     for tokens in options.tokens:
         sizes = sizes._replace(num_tokens=tokens)
         flops = 6 * tokens * sizes.top_k * sizes.dim * sizes.hidden_dim

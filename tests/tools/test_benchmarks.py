@@ -970,6 +970,7 @@ def test_few_tokens(load, run, tmp_path, capsys):
         ("--routing=most", "worst, one or zipf:EXPONENT, found most"),
         ("--list-kernels", "expected a GPU"),
         ("--format=int4,int5", "fp8_block, fp8, int8, int4, mxfp4, found int5"),
+        ("--local-tokens=0", "found 0"),
     ),
 )
 def test_wrong_flags_of_decode(run, capsys, flag, found):
@@ -1021,22 +1022,48 @@ def test_weights_as_a_peer_stacks_them(load, gated):
     ),
 )
 def test_sizes_of_flags(run, shape, flags, asked):
-    flags = (
-        *flags,
-        "--local-tokens",
-        "3",
-        "--dtype",
-        "fp32",
-        "--init",
-        "zeros",
-        "--seed",
-        "5",
-        "--warmup",
-        "0",
-    )
+    flags += ("--tokens", "3", "--dtype", "fp32", "--init", "zeros", "--seed", "5", "--warmup", "0")
     (r,) = run("bench_decode", "--shape", shape, *flags, "--activation", "gelu")
     assert (r["shape"], r["tokens"], r["init"], r["seed"], r["activation"]) == (asked, 3, "zeros", 5, "gelu")
     assert "gated" not in r and r["max_rel_error"] == 0
+
+
+def test_own_tokens_of_a_batch(run):
+    """A record for each number of them, of float weights and each format."""
+    flags = ("--tokens", "5,9", "--local-tokens", "1,5", "--format", "int8", "--dtype", "bf16")
+    records = run("bench_decode", "--shape", SMALL, *flags)
+    assert [(r["tokens"], r["what"], r["local_tokens"]) for r in records] == [
+        (T, what, own) for T in (5, 9) for what in ("experts", "int8") for own in (1, 5)
+    ]
+    for r in records:
+        assert set(r) >= FIELDS and (r["bench"], r["layer"]) == (
+            "decode_local",
+            f"{r['local_tokens']} own tokens",
+        )
+        assert r["time_us"] > 0 and r["ratio_to_own"] > 0
+    with pytest.raises(SystemExit, match="--local-tokens: expected at most T = 5, found 6"):
+        run("bench_decode", "--shape", SMALL, "--tokens", "5", "--local-tokens", "6")
+
+
+@pytest.mark.parametrize("wrong", (None, "own tokens", "padding"))
+def test_padding_of_a_batch(load, wrong):
+    """It is zeros, and own tokens have the output of their own batch."""
+    bench, common, local_tokens = load("bench_decode"), load("common"), load("local_tokens")
+    case = bench.Case(common.layer_sizes("7,8,2,64,32"), bench.Setup(dtype="fp32"))
+    ours = bench.find_experts(case.setup, "")["ours"]
+
+    def experts(x, w, scores, ids):
+        out = ours(x, w, scores, ids)
+        if len(x) == 7 and wrong:
+            out[2 if wrong == "own tokens" else 3] += 1
+        return out
+
+    error = local_tokens.Batch(case, experts, case.weights).error(3)
+    if wrong is None:
+        assert error.check("7 tokens", "fp32") < 1e-5
+        return
+    with pytest.raises(SystemExit, match=f"7 tokens fp32: wrong before it is fast.*{wrong} ([1-9]|inf)"):
+        error.check("7 tokens", "fp32")
 
 
 def test_composable_kernels_default(run):
@@ -1358,7 +1385,7 @@ def test_times_of_backward(run):
 def test_wrong_values_of_a_format_are_not_timed(load):
     bench = load("bench_quantised")
     weights = [torch.randn(4, 32, 32) for _ in range(3)]
-    layer = bench.quantised(weights, bench.Variant("mxfp4"))
+    layer = [bench.Variant("mxfp4").quantise(w) for w in weights]
     x, scores, ids = torch.randn(3, 32), torch.ones(3, 1), torch.tensor([[0], [1], [3]])
     routed_x = (x, scores, ids)
     right = fused_moe.fused_experts(x, *layer, scores, ids)
