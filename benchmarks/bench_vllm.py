@@ -3,14 +3,18 @@
     python benchmarks/bench_vllm.py --json out.json
     python benchmarks/bench_vllm.py --shape mixtral-8x7b --json out.json --append
     python benchmarks/bench_vllm.py --quantization fp8_block --prompt 128,2048 --json out.json --append
+    python benchmarks/bench_vllm.py --quantization fp8_block --prompt 2048,8192 --batch 1,8 --new-tokens 16 \
+        --variants stock,fused_moe,fused_moe_codes,fused_moe_float
     python benchmarks/table.py out.json
     python benchmarks/plot.py out.json -o pictures        # serving.png
 
 The model has the architecture and sizes of --shape, and --layers of its layers. Each variant is an engine in
 a process of its own, since vLLM reads its environment once: stock, fused_moe, and both with
-VLLM_BATCH_INVARIANT=1. They differ in nothing else: stock sets FUSED_MOE_VLLM=0. Where fused_moe is not
-installed, and so no entry point of vLLM's, the process registers it by itself. --at-once engines share the
-GPU and are timed in turns, so they have the same clocks and a host as busy.
+VLLM_BATCH_INVARIANT=1. They differ in nothing else: stock sets FUSED_MOE_VLLM=0. --variants knows three more,
+for a --quantization of 8 bits, which fused_moe multiplies by 8-bit activations: fused_moe_codes multiplies
+16-bit ones (FUSED_MOE_VLLM_COMPUTE=codes); the models of fused_moe_float and stock_float are not quantised.
+Where fused_moe is not installed, and so no entry point of vLLM's, the process registers it by itself.
+--at-once engines share the GPU and are timed in turns, so they have the same clocks and a host as busy.
 
 A record is one variant's figures for --batch requests of --prompt tokens that come at once. first_token_ms is
 the time until all of them have one token; tokens_per_s counts the tokens after that. Both are medians of
@@ -18,8 +22,8 @@ the time until all of them have one token; tokens_per_s counts the tokens after 
 first token and in a decode step, from a profile of another run: kernels, and gaps between them of at most 5
 microseconds. Where that is far below the time, the host is the limit. same_bits tells whether the tokens and
 log-probabilities of a request are the same alone and among the largest batch. Ratios compare with the stock
-engine of the same call, in the same mode; above 1, ours is faster. ratio_to_stock of fused_moe_invariant is
-to the engine that is not invariant.
+engine of the same call, in the same mode; above 1, ours is faster. first_token_ratio_to_VARIANT and its like
+compare with other engines of the call: stock, which is not invariant, and the three more.
 
 What vLLM's log says is in the record: `backends` that it chose for the experts, the file of its tuned `tiles`
 or none, its attention, and what our plugin says of the layers it runs, in `plugin`. A variant that fails has
@@ -49,6 +53,7 @@ import profiling
 import torch
 
 VARIANTS = ("stock", "fused_moe", "stock_invariant", "fused_moe_invariant")
+MORE_VARIANTS = ("fused_moe_codes", "fused_moe_float", "stock_float")
 DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
 SETTINGS = "BENCH_VLLM"  # the environment variable of an engine's process
 # Cut like the layers: twelve are a quarter of Qwen3's, and so is this of its vocabulary.
@@ -62,7 +67,7 @@ COMPILATION = {
     "none": {"compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}},
     "default": {},
 }
-QUANTIZATION = ("none", "fp8_block", "int4")
+QUANTIZATION = ("none", "fp8_block", "fp8", "int8", "int4")
 
 
 # --- the model ----------------------------------------------------------------------------------------
@@ -122,13 +127,20 @@ def quantization_config(name: str, dense: list[str]) -> dict:
     if name == "fp8_block":
         blocks = {"activation_scheme": "dynamic", "weight_block_size": [128, 128]}
         return {"quant_method": "fp8", **blocks, "modules_to_not_convert": dense}
-    weights = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 128}
+    if name == "int4":
+        format, weights = "pack-quantized", {"num_bits": 4, "type": "int", "symmetric": True}
+        group = {"weights": weights | {"strategy": "group", "group_size": 128}}
+    else:  # by rows, and activations when they are known
+        kind = {"fp8": "float", "int8": "int"}[name]
+        format, values = f"{kind}-quantized", {"num_bits": 8, "type": kind, "symmetric": True}
+        group = {"weights": values | {"strategy": "channel", "dynamic": False}}
+        group["input_activations"] = values | {"strategy": "token", "dynamic": True}
     return {
         "quant_method": "compressed-tensors",
-        "format": "pack-quantized",
+        "format": format,
         "quantization_status": "compressed",
         "ignore": dense,
-        "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}},
+        "config_groups": {"group_0": {"targets": ["Linear"], **group}},
     }
 
 
@@ -249,6 +261,7 @@ def environment(settings: dict) -> dict[str, str]:
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # or the plugin had to be installed
         "VLLM_USE_FLASHINFER_SAMPLER": "0",  # another package
         "FUSED_MOE_VLLM": "1" if settings["variant"].startswith("fused_moe") else "0",
+        "FUSED_MOE_VLLM_COMPUTE": "codes" if settings["variant"].endswith("codes") else "fp8,int8",
         "VLLM_BATCH_INVARIANT": "1" if settings["variant"].endswith("invariant") else "0",
     }
     paths = [str(common.HERE.parent), os.environ.get("PYTHONPATH", "")]
@@ -317,7 +330,8 @@ class Variant:
 
 def run_variants(names: list[str], shape: str, dtype: str, options: argparse.Namespace, work: Path) -> dict:
     """{variant: its figures, or {"failed": ...}}. All engines start at once, and are timed in turns."""
-    config = model_config(shape, options.layers, options.quantization, dtype)
+    configs = {v: model_config(shape, options.layers, quantization_of(v, options), dtype) for v in names}
+    config = configs[names[0]]
     asked = ("batch", "prompt", "new_tokens", "attention", "compilation")
     shared = {name: getattr(options, name) for name in asked} | {
         "dtype": DTYPES[dtype],
@@ -328,7 +342,7 @@ def run_variants(names: list[str], shape: str, dtype: str, options: argparse.Nam
     for name in names:
         folder = work / name
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "config.json").write_text(json.dumps(config))
+        (folder / "config.json").write_text(json.dumps(configs[name]))
         settings = shared | {"variant": name, "model": str(folder)}
         variants.append(Variant(name, settings, folder, options.limit))
 
@@ -357,13 +371,22 @@ def run_variants(names: list[str], shape: str, dtype: str, options: argparse.Nam
     return found
 
 
+def peer_of(variant: str) -> str:
+    """The stock engine in the same mode, on the same weights."""
+    return variant.replace("fused_moe", "stock").removesuffix("_codes")
+
+
+def quantization_of(variant: str, options: argparse.Namespace) -> str:
+    return "none" if variant.endswith("float") else options.quantization
+
+
 def compared(variant: str, run: dict, found: dict[str, dict]) -> dict:
-    """Our ratios to the stock engines, for one batch and prompt; above 1, ours is faster."""
+    """Our ratios to other engines, for one batch and prompt; above 1, ours is faster."""
     if not ("samples" in run and variant.startswith("fused_moe")):
         return {}
-    peer = variant.replace("fused_moe", "stock")
+    peer = peer_of(variant)
     ratios: dict = {}
-    for name in dict.fromkeys((peer, "stock")):
+    for name in dict.fromkeys((peer, "stock", *(name for name in MORE_VARIANTS if name != variant))):
         sizes = run["batch"], run["prompt"]
         theirs = [r for r in found.get(name, {}).get("runs", []) if (r["batch"], r["prompt"]) == sizes]
         if not theirs:
@@ -393,8 +416,9 @@ def records(
     engine = found[variant]
     every = {name: engine.get(name) for name in ("backends", "tiles", "attention", "plugin", "failed")}
     every |= {name: engine.get(name) for name in ("same_bits", "start_s", "vllm")}
-    tokens = [found.get(name, {}).get("tokens") for name in (variant, variant.replace("fused_moe", "stock"))]
-    if all(tokens) and variant.startswith("fused_moe") and options.quantization != "int4":
+    tokens = [found.get(name, {}).get("tokens") for name in (variant, peer_of(variant))]
+    quantization = quantization_of(variant, options)
+    if all(tokens) and variant.startswith("fused_moe") and quantization != "int4":
         same = torch.tensor(tokens[0]) == torch.tensor(tokens[1])
         every["same_tokens"] = round(same.double().mean().item(), 4)
     sizes = [(batch, prompt) for prompt in options.prompt for batch in options.batch]
@@ -402,7 +426,7 @@ def records(
     for run in runs:
         medians = medians_of(run) if "samples" in run else {}
         rate = medians.get("tokens_per_s")
-        kind = dtype if options.quantization == "none" else options.quantization
+        kind = dtype if quantization == "none" else quantization
         yield common.record(
             options,
             bench="vllm",
@@ -416,7 +440,7 @@ def records(
             model=shape,
             layers=options.layers,
             vocabulary=VOCABULARY,
-            quantization=options.quantization,
+            quantization=quantization,
             compilation=options.compilation,
             new_tokens=options.new_tokens,
             **run,
@@ -442,7 +466,8 @@ def main(argv: list[str] | None = None) -> None:
         return
     flags = common.parser(__doc__)
     add, numbers = flags.add_argument, bench_transformers.counts
-    add("--variants", default=",".join(VARIANTS), help="comma-separated")
+    more = f"or of {', '.join(MORE_VARIANTS)}"
+    add("--variants", default=",".join(VARIANTS), help=f"comma-separated; default: %(default)s; {more}")
     add("--quantization", choices=QUANTIZATION, default="none", help="of the weights")
     add("--layers", type=int, default=12, help="of the model; default: 12")
     add("--batch", type=numbers, default=[1, 8, 32, 128], help="requests; default: 1,8,32,128")
@@ -455,8 +480,8 @@ def main(argv: list[str] | None = None) -> None:
     add("--work", type=Path, help="keeps the logs in this folder")
     options = flags.parse_args(argv)
     options.variants = options.variants.split(",")
-    if not set(options.variants) <= set(VARIANTS):
-        flags.error(f"--variants: expected some of {','.join(VARIANTS)}")
+    if not set(options.variants) <= {*VARIANTS, *MORE_VARIANTS}:
+        flags.error(f"--variants: expected some of {','.join((*VARIANTS, *MORE_VARIANTS))}")
     options.dtype = options.dtype or ["bf16"]
     if not set(options.dtype) <= set(DTYPES):
         flags.error(f"--dtype: expected one of {','.join(DTYPES)}")

@@ -150,6 +150,7 @@ def columns(records: list[dict]) -> dict[str, Callable[[dict], str | None]]:
         "MiB at SonicMoE's peak": number("peak_mib_sonicmoe", "{:.0f}"),
         **{f"against {PEERS[name]}": versus(name) for name in peers},
         "against PyTorch": number("torch_ratio", "{:.2f}x"),
+        "against bf16": number("ratio_to_bf16", "{:.2f}x"),
         "against dense": number("dense_ratio"),
         "against a copy": number("copy_ratio"),
         "eager, one layer": eager,
@@ -207,7 +208,8 @@ def serving(records: list[dict]) -> str:
         elif r.get("peer"):
             same = ("shape", "batch", "commit", "date")
             theirs = next(p for p in records if p["what"] == r["peer"] and all(p[n] == r[n] for n in same))
-            mode = ", batch-invariant" if r["what"].endswith("invariant") else ""
+            modes = {"invariant": ", batch-invariant", "codes": ", 16-bit activations"}
+            mode = modes.get(r["what"].split("_")[-1], "")
             tuned = ", tuned tiles" if theirs["tiles"] else ""
             experts = ", ".join(name.removesuffix(" MoE backend") for name in theirs["backends"]) + tuned
             bits = " against ".join("yes" if each["same_bits"] else "no" for each in (r, theirs))

@@ -43,38 +43,6 @@ FIELDS = {
 pytestmark = pytest.mark.skipif(not BENCHMARKS.exists(), reason="not in a checkout")
 
 
-@pytest.fixture
-def load(monkeypatch, cpu):
-    """Imports a module of benchmarks/, whose names are no packages'."""
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    monkeypatch.setenv("FUSED_MOE_TIER", os.environ.get("FUSED_MOE_TIER", "auto"))
-    monkeypatch.setenv("FUSED_MOE_SCHEDULE", "")  # restored, whatever a program sets
-    monkeypatch.delenv("FUSED_MOE_SCHEDULE")
-    before = set(sys.modules)
-
-    def load(name: str):
-        if name in ("table", "plot"):
-            pytest.importorskip({"table": "tabulate", "plot": "matplotlib"}[name])
-        return importlib.import_module(name)
-
-    yield load
-    for name in set(sys.modules) - before:
-        if str(BENCHMARKS) in str(getattr(sys.modules[name], "__file__", "")):
-            del sys.modules[name]
-
-
-@pytest.fixture
-def run(load, tmp_path):
-    """Runs a program on the CPU and returns its records."""
-
-    def run(name: str, *flags: str) -> list[dict]:
-        path = tmp_path / f"{name}.json"
-        load(name).main([*flags, "--device", "cpu", "--repeats", "1", "--json", str(path)])
-        return json.loads(path.read_text())
-
-    return run
-
-
 def rows_of(logits, top_k):
     """Rows of each expert, by the layer's own choice."""
     _, ids = fused_moe.route(logits, top_k)
@@ -1646,6 +1614,32 @@ def test_a_vllm_engine_in_four_variants(run, load, tmp_path, capsys, engine):
     assert (tmp_path / "serving.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_eight_bits_in_an_engine_four_ways(run, load, tmp_path, capsys, engine):
+    """On the same call's clocks; the float model's records say that it is not quantised."""
+    ways = ("stock", "fused_moe", "fused_moe_codes", "fused_moe_float")
+    flags = "--quantization fp8_block --batch 2 --prompt 5 --new-tokens 9 --layers 1 --variants"
+    records = run("bench_vllm", *flags.split(), ",".join(ways), "--work", str(tmp_path / "work"))
+    found = dict(zip(ways, records, strict=True))
+    for name, r in found.items():
+        kind = "bf16" if name.endswith("float") else "fp8_block"
+        assert (r["what"], r["shape"]) == (name, f"qwen3-30b, 1 layers, {kind}, prompt 5")
+        assert r["quantization"] == ("none" if name.endswith("float") else "fp8_block")
+        log = (tmp_path / "work" / name / "log").read_text()
+        assert ("quantization_config" in log) == (not name.endswith("float"))
+        others = {n.removeprefix("first_token_ratio_to_") for n in r if n.startswith("first_token_ratio_to_")}
+        assert others == ({*ways} - {name, "fused_moe"} if name != "stock" else set())
+    for name in ("fused_moe", "fused_moe_codes"):
+        assert found[name]["peer"] == "stock" and found[name]["first_token_ratio"] > 1.2
+    assert "peer" not in found["fused_moe_float"]
+    compute = {
+        name: load("bench_vllm").environment({"variant": name})["FUSED_MOE_VLLM_COMPUTE"] for name in ways
+    }
+    assert compute == {name: "codes" if name.endswith("codes") else "fp8,int8" for name in ways}
+    capsys.readouterr()
+    load("table").main([str(tmp_path / "bench_vllm.json")])
+    assert "fp8_block, prompt 5, 16-bit activations | TRITON" in capsys.readouterr().out
+
+
 def test_what_the_log_of_vllm_says(load):
     """Lines as vLLM 0.33 writes them; the first comes before its log is set up."""
     lines = (
@@ -1696,7 +1690,7 @@ def test_a_vllm_engine_over_the_limit(run, tmp_path, capsys, engine):
 
 
 @pytest.mark.parametrize("shape, experts", (("mixtral-8x7b", "num_local_experts"), ("olmoe", "num_experts")))
-@pytest.mark.parametrize("quantization", ("none", "fp8_block", "int4"))
+@pytest.mark.parametrize("quantization", ("none", "fp8_block", "fp8", "int8", "int4"))
 def test_the_models_of_vllm(load, shape, experts, quantization):
     """Sizes are those of shapes.json, and transformers reads the configuration."""
     bench, common = load("bench_vllm"), load("common")
