@@ -386,10 +386,10 @@ typedef struct {        /* g = dout[row_token] w2;  dh = dact(s g, h);  a_scaled
     FusedMoeDtype dtype;
 } FusedMoeDownDgrad;
 
-/* --- 8 bits on both operands ------------------------------------------------------------------------------ */
+/* --- 8 bits on both operands ---------------------------------------------------------------------------- */
 
-/* Without gradients, of weights whose format is fp8_block, fp8 or int8, as published. x has one scale for each
- * row. So has a, but of fp8_block: one for 128 columns of a row. eight_bit.h has the arithmetic. */
+/* Without gradients, of weights whose format is fp8_block, fp8 or int8, as published. x has one scale for
+ * each row. So has a, but of fp8_block: one for 128 columns of a row. eight_bit.h has the arithmetic. */
 
 typedef struct {            /* codes[r] scale[r] = s x[row_token[r]] / smooth[e(r)] */
     const void *x;          /* [T,D] */

@@ -61,6 +61,7 @@ FIRST_PTX_ISA = {
     "mbarrier.init": (7, 0),
     "mbarrier.try_wait": (7, 8),
     "mma.sync.aligned.m16n8k16": (7, 0),
+    "mma.sync.aligned.m16n8k32": (7, 0),
     "mov": (1, 0),
     "movmatrix": (7, 8),
     "prmt": (2, 0),

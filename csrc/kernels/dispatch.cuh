@@ -24,6 +24,9 @@ extern const Kernel<FusedMoeDownDgrad> down_dgrad;
 /* For quantised weights. */
 extern const Kernel<FusedMoeGroupedMM> quantized_mm;
 extern const Kernel<FusedMoeUpGate> quantized_up_gate;
+/* For int8 weights and int8 rows. */
+extern const Kernel<FusedMoeEightBitUpGate> eight_bit_up_gate;
+extern const Kernel<FusedMoeEightBitMM> eight_bit_mm;
 } // namespace sm80
 
 namespace sm90 {

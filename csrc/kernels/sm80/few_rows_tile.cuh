@@ -164,7 +164,7 @@ struct FewRowsTile : Columns::Shape {
     };
     static constexpr uint32_t STAGE_BYTES = sizeof(Stage), K_TILE_BYTES = BM * BK * sizeof(T);
 
-    float acc[GROUPS_M][2 * GROUPS_N][4];
+    Sum<T> acc[GROUPS_M][2 * GROUPS_N][4];
 
     __device__ static int warp_m() { return threadIdx.x / 32 % WARPS_M; }
     __device__ static int warp_n() { return threadIdx.x / 32 / WARPS_M; }
@@ -219,8 +219,8 @@ struct FewRowsTile : Columns::Shape {
                     if (!has_rows[i]) continue;
 #pragma unroll
                     for (int j = 0; j < 2 * GROUPS_N; j++)
-                        mma_m16n8k16(acc[i][j], fa[i], columns.fragment[j / 2][j % 2 * 2],
-                                     columns.fragment[j / 2][j % 2 * 2 + 1], T());
+                        multiply_add<T>(acc[i][j], fa[i], columns.fragment[j / 2][j % 2 * 2],
+                                        columns.fragment[j / 2][j % 2 * 2 + 1]);
                 }
             }
             stage_offset += STAGE_BYTES;

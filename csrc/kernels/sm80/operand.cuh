@@ -6,6 +6,8 @@
  * (consecutive mn). */
 #pragma once
 
+#include <type_traits>
+
 #include "../common/numeric.cuh"
 
 namespace fused_moe::sm80 {
@@ -46,5 +48,24 @@ struct Operand {
         return scale_mn || scores ? from_accum<T>(to_accum(x) * scale(mn, k)) : x;
     }
 };
+
+/* Two int8 codes, neighbours along k: an operand's element of 16 bits. MMAs take the bytes of their operands
+ * from the same lanes in both dtypes, so a tile stores and loads it like any other. */
+struct CodePair {
+    int8_t codes[2];
+};
+
+/* Tensor cores add CodePairs in int32, which is exact, and 16-bit floats in float. */
+template <typename T>
+using Sum = std::conditional_t<std::is_same_v<T, CodePair>, int32_t, float>;
+
+/* d (16x8) += a (16x16) b (16x8) of elements T. */
+template <typename T>
+__device__ inline void multiply_add(Sum<T> (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+    if constexpr (std::is_same_v<T, CodePair>)
+        mma_m16n8k32(d, a, b0, b1);
+    else
+        mma_m16n8k16(d, a, b0, b1, T());
+}
 
 } // namespace fused_moe::sm80

@@ -1,4 +1,4 @@
-/* One CTA's tile of C = A B^T for 16-bit dtypes on tensor cores: mma.sync, fed by a cp.async pipeline.
+/* One CTA's tile of C = A B^T for 16-bit elements on tensor cores: mma.sync, fed by a cp.async pipeline.
  *
  *   C           128 x 256 by eight warps of 64 x 64; or 128 x 128 by four warps and two CTAs per SM, where
  *               one CTA's epilogue overlaps the other's main loop
@@ -14,8 +14,6 @@
  * Without `vectorised`, operands may have any strides and alignment: elements are loaded one by one into the
  * K-major layout. With `scaled`, A's elements pass through registers, where they are multiplied by scores. */
 #pragma once
-
-#include <type_traits>
 
 #include "operand.cuh"
 
@@ -40,7 +38,7 @@ struct TensorTile {
         T a[STAGES][BM * BK], b[STAGES][BN * BK];
     };
 
-    float acc[4][8][4];
+    Sum<T> acc[4][8][4];
 
     __device__ static int warp_m() { return threadIdx.x / 32 / WARPS_N; }
     __device__ static int warp_n() { return threadIdx.x / 32 % WARPS_N; }
@@ -253,8 +251,8 @@ struct TensorTile {
             for (int i = 0; i < 4; i++)
 #pragma unroll
                 for (int j = 0; j < 8; j++)
-                    mma_m16n8k16(acc[i][j], fa[half][i], fb[half][j / 2][j % 2 * 2],
-                                 fb[half][j / 2][j % 2 * 2 + 1], T());
+                    multiply_add<T>(acc[i][j], fa[half][i], fb[half][j / 2][j % 2 * 2],
+                                    fb[half][j / 2][j % 2 * 2 + 1]);
         };
 
         /* prologue: fill the pipeline */

@@ -12,6 +12,29 @@
 
 namespace fused_moe::sm80 {
 
+/* What an N tile has as its column i: a row of w1 or w3, and its hidden column j, which may be F or more. */
+struct WeightRow {
+    bool is_w3;
+    int64_t row, j;
+};
+
+__device__ inline WeightRow weight_row(const FusedMoeUpGate &p, int n_tile, int warp_hidden, int tile_hidden,
+                                       int i) {
+    int64_t warp_first = (int64_t)n_tile * tile_hidden + i / WARP_N * warp_hidden;
+    int col = i % WARP_N, half = col / warp_hidden;
+    int64_t j = warp_first + col % warp_hidden, row = j;
+    bool is_w3 = false;
+    if (p.layout == FUSED_MOE_INTERLEAVED) {
+        row = 2 * warp_first + col;
+        j = row / 2;
+    } else if (half && p.layout == FUSED_MOE_HALVES) {
+        row += p.F;
+    } else if (half) {
+        is_w3 = true;
+    }
+    return {is_w3, row, j};
+}
+
 /* What a kernel does. `weights` tells where a row of w1 or w3 begins, and how an operand reads it. */
 template <class Tile, class Weights>
 __device__ inline void up_gate_tile(const FusedMoeUpGate &p, const Weights &weights) {
@@ -47,21 +70,10 @@ __device__ inline void up_gate_tile(const FusedMoeUpGate &p, const Weights &weig
         s.scale_a[i] = (uint64_t)slot < (uint64_t)(row_map.T * row_map.K) ? ((const Acc *)p.scores)[slot] : 0;
     });
     for_each_origin<Tile::BN, Tile>([&](int i) {
-        int64_t warp_first = (int64_t)w.tile.n_tile * tile_hidden + i / WARP_N * warp_hidden;
-        int col = i % WARP_N, half = gated ? col / warp_hidden : 0;
-        int64_t j = warp_first + col % warp_hidden, row = j;
-        bool is_w3 = false;
-        if (p.layout == FUSED_MOE_INTERLEAVED) {
-            row = 2 * warp_first + col;
-            j = row / 2;
-        } else if (half && p.layout == FUSED_MOE_HALVES) {
-            row += p.F;
-        } else if (half) {
-            is_w3 = true;
-        }
-        auto origin = weights.origin(is_w3, w.tile.expert, row);
-        s.origin_b[i] = j < p.F ? origin : typename Tile::OriginB{};
-        if constexpr (Tile::HAS_STRIDES) s.strides_b[i] = is_w3 ? p.w3.stride_in : p.w1.stride_in;
+        WeightRow b = weight_row(p, w.tile.n_tile, warp_hidden, tile_hidden, i);
+        auto origin = weights.origin(b.is_w3, w.tile.expert, b.row);
+        s.origin_b[i] = b.j < p.F ? origin : typename Tile::OriginB{};
+        if constexpr (Tile::HAS_STRIDES) s.strides_b[i] = b.is_w3 ? p.w3.stride_in : p.w1.stride_in;
     });
     __syncthreads();
 
