@@ -121,6 +121,11 @@ FmMatrix fm_gather(const FmRows *v, const FmGather *g, int64_t first, int64_t ro
 FmMatrix fm_dequantize(const FmRows *v, const FusedMoeQuantizedWeight *w, int64_t e, int64_t row,
                        int64_t rows, int64_t col, int64_t cols, void *buffer);
 
+/* values[i] = codes[first + i]; codes of 4 bits begin at an even one. */
+void fm_decode(FusedMoeCode code, const void *codes, int64_t first, int64_t n, float *values);
+/* The scale of element (row, col) of expert e. */
+float fm_scale(const FusedMoeQuantizedWeight *w, int64_t e, int64_t row, int64_t col);
+
 /* --- matrix.c: experts' rows ---------------------------------------------------------------------------- */
 
 /* What a wrong caller could break: offs are within [0, R] and never decrease; a map's first n entries are in
@@ -170,6 +175,19 @@ static inline void fm_copy(void *dst, const void *src, int64_t bytes) {
 static inline void *fm_at(const void *data, size_t bytes, int64_t index) {
     return (char *)data + (int64_t)bytes * index;
 }
+
+/* --- up_gate.c: rows of the weights --------------------------------------------------------------------- */
+
+/* Rows of w1 or w3, and where they go in a row of h. */
+typedef struct {
+    const FusedMoeWeight *w;
+    const void *bias;
+    int64_t weight_rows, row, width; /* of w; first row taken; rows taken */
+    int64_t h_col;
+} FmPiece;
+
+/* The pieces that give hidden columns [j, j+n): two where gate and up are apart, else one. */
+int fm_pieces(const FusedMoeUpGate *p, int64_t j, int64_t n, FmPiece piece[2]);
 
 /* --- torch.c: PyTorch's thread pool and matmul ---------------------------------------------------------- */
 

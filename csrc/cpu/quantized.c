@@ -27,7 +27,6 @@ static float from_e8m0(uint8_t code) {
     return code ? fm_float_from_bits((uint32_t)code << 23) : 0x1p-127f;
 }
 
-/* values[i] = codes[first + i]; codes of 4 bits begin at an even one. */
 FM_ROW_FN void decode(FusedMoeCode code, const void *codes, int64_t first, int64_t n,
                       float *restrict values) {
     const uint8_t *restrict bytes = (const uint8_t *)codes + first,
@@ -54,11 +53,21 @@ FM_ROW_FN void decode(FusedMoeCode code, const void *codes, int64_t first, int64
     }
 }
 
+void fm_decode(FusedMoeCode code, const void *codes, int64_t first, int64_t n, float *values) {
+    decode(code, codes, first, n, values);
+}
+
 FM_ROW_FN void shift_and_scale(float *restrict values, int64_t n, float zero, float scale) {
     for (int64_t i = 0; i < n; i++) values[i] = (values[i] - zero) * scale;
 }
 
 /* --- rows ----------------------------------------------------------------------------------------------- */
+
+/* The block that has element (row, col) of expert e. */
+static int64_t block_of(const FusedMoeQuantizedWeight *w, int64_t e, int64_t row, int64_t col) {
+    const int64_t row_blocks = fm_blocks(w->out, w->block_out), col_blocks = fm_blocks(w->in, w->block_in);
+    return (e * row_blocks + row / w->block_out) * col_blocks + col / w->block_in;
+}
 
 static float scale_at(const FusedMoeQuantizedWeight *w, int64_t block) {
     if (w->scale_dtype == FUSED_MOE_U8) return from_e8m0(((const uint8_t *)w->scale)[block]);
@@ -68,10 +77,13 @@ static float scale_at(const FusedMoeQuantizedWeight *w, int64_t block) {
     return scale;
 }
 
+float fm_scale(const FusedMoeQuantizedWeight *w, int64_t e, int64_t row, int64_t col) {
+    return scale_at(w, block_of(w, e, row, col));
+}
+
 static void decode_row(const FusedMoeQuantizedWeight *w, int64_t e, int64_t row, int64_t col, int64_t n,
                        float *values) {
-    const int64_t row_blocks = fm_blocks(w->out, w->block_out), col_blocks = fm_blocks(w->in, w->block_in);
-    const int64_t first_block = (e * row_blocks + row / w->block_out) * col_blocks;
+    const int64_t first_block = block_of(w, e, row, 0);
     const int64_t first_code = (e * w->out + row) * w->in;
     decode(fused_moe_format(w->format).code, w->data, first_code + col, n, values);
     for (int64_t j = col, end; j < col + n; j = end) {

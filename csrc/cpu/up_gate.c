@@ -35,27 +35,19 @@ static Buffers take(const Task *t, char *scratch, size_t *bytes) {
     return s;
 }
 
-/* The rows of w1 and w3 that give hidden columns [j, j+n), and where they go in a row of h. */
-typedef struct {
-    const FusedMoeWeight *w;
-    const void *bias;
-    int64_t weight_rows, row, width; /* of w; first row taken; rows taken */
-    int64_t h_col;
-} Piece;
-
-static int pieces(const FusedMoeUpGate *p, int64_t j, int64_t n, Piece piece[2]) {
+int fm_pieces(const FusedMoeUpGate *p, int64_t j, int64_t n, FmPiece piece[2]) {
     int64_t F = p->F;
     switch (p->layout) {
     case FUSED_MOE_SEPARATE:
-        piece[0] = (Piece){&p->w1, p->b1, F, j, n, j};
-        piece[1] = (Piece){&p->w3, p->b3, F, j, n, F + j};
+        piece[0] = (FmPiece){&p->w1, p->b1, F, j, n, j};
+        piece[1] = (FmPiece){&p->w3, p->b3, F, j, n, F + j};
         return 2;
     case FUSED_MOE_HALVES:
-        piece[0] = (Piece){&p->w1, p->b1, 2 * F, j, n, j};
-        piece[1] = (Piece){&p->w1, p->b1, 2 * F, F + j, n, F + j};
+        piece[0] = (FmPiece){&p->w1, p->b1, 2 * F, j, n, j};
+        piece[1] = (FmPiece){&p->w1, p->b1, 2 * F, F + j, n, F + j};
         return 2;
-    case FUSED_MOE_INTERLEAVED: piece[0] = (Piece){&p->w1, p->b1, 2 * F, 2 * j, 2 * n, 2 * j}; return 1;
-    default: piece[0] = (Piece){&p->w1, p->b1, F, j, n, j}; return 1;
+    case FUSED_MOE_INTERLEAVED: piece[0] = (FmPiece){&p->w1, p->b1, 2 * F, 2 * j, 2 * n, 2 * j}; return 1;
+    default: piece[0] = (FmPiece){&p->w1, p->b1, F, j, n, j}; return 1;
     }
 }
 
@@ -73,10 +65,10 @@ static int up_gate_tile(int64_t i, const void *ctx, char *scratch) {
 
     for (int64_t j = cols.first; j < cols.end; j += FM_TILE_COLS) {
         int64_t n = fm_min(FM_TILE_COLS, cols.end - j);
-        Piece piece[2];
-        int num_pieces = pieces(p, j, n, piece);
+        FmPiece piece[2];
+        int num_pieces = fm_pieces(p, j, n, piece);
         for (int q = 0; q < num_pieces; q++) {
-            const Piece *c = &piece[q];
+            const FmPiece *c = &piece[q];
             FmMatrix w = fm_weight_part(v, c->w, tile.expert, c->row, c->width, 0, p->D, s.w);
             FmMatrix out = fm_dense(s.out[q], tile.num_rows, c->width);
             int status = fm_matmul(v, out, x, fm_transposed(w), false);
