@@ -110,6 +110,7 @@ static void def_rules(py::module_ &m) {
     m.def("down_reads_before_wait", fused_moe_down_reads_before_wait);
     m.def("most_quantized_rows", fused_moe_most_quantized_rows);
     m.def("quantized_tile_rows", fused_moe_quantized_tile_rows);
+    m.def("auto_takes_codes", fused_moe_auto_takes_codes);
     m.def("gathers_first", fused_moe_gathers_first);
     m.def("takes_turns", fused_moe_takes_turns);
     m.def("wgrad_takes_turns", fused_moe_wgrad_takes_turns);

@@ -1,8 +1,9 @@
 /* Every rule on shapes: which kernel runs, which tiles it has, and who makes the plan.
  *
  * The host knows sizes, not how rows are distributed over the experts, so rules speak of averages. A result
- * has the same bits on both sides of a bound. The measurements behind the figures are in the pages of
- * docs/lab/ that the comments name. How wgrad's rows are cut into slices is the schedule's rule (schedule.h).
+ * has the same bits on both sides of a bound, but for that of compute="auto". The measurements behind the
+ * figures are in the pages of docs/lab/ that the comments name. How wgrad's rows are cut into slices is the
+ * schedule's rule (schedule.h).
  *
  *   T tokens, K slots of a token, R rows, E experts, D and F widths, k a GEMM's reduction
  *
@@ -71,6 +72,13 @@ FUSED_MOE_FN int64_t fused_moe_most_quantized_rows(bool has_tiles, bool is_trans
 FUSED_MOE_FN int32_t fused_moe_quantized_tile_rows(int64_t R, int64_t E) {
     if (fused_moe_few_rows(R, E) == 16) return 16;
     return fused_moe_has_skinny_average(R, E) ? 64 : R <= 384 * E ? 128 : 256;
+}
+
+/* Whether compute="auto" multiplies by the values of codes, and not 8 bits by 8 bits. With few rows the time
+ * is that of reading the weight, and codes err less. This rule alone decides about bits. Python has the same
+ * (fused_moe/quantized/computing.py). */
+FUSED_MOE_FN bool fused_moe_auto_takes_codes(int64_t R, int64_t E) {
+    return R <= 16 * E;
 }
 
 /* --- weight gradients ----------------------------------------------------------------------------------- */

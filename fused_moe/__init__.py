@@ -25,7 +25,7 @@ from .lora import LoRA, add_lora
 from .losses import load_balancing_loss, router_z_loss
 from .module import FusedMoE, LoadReport, RouterLosses
 from .plan import Plan
-from .quantized import QuantizedWeight, quantize, refresh_weights
+from .quantized import QuantizedWeight, quantize, refresh_weights, smooth_from
 from .replay import Routes, record_routing, replay_routing
 
 __version__ = "0.2.0"
@@ -59,5 +59,6 @@ __all__ = [
     "route_plan",
     "router_logits",
     "router_z_loss",
+    "smooth_from",
     "unpermute",
 ]

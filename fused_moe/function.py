@@ -48,6 +48,7 @@ from .lora import LoRA, check_lora
 from .main_grad import operands_of
 from .ops import ops
 from .plan import Plan, tensors_again
+from .quantized import computing
 from .quantized.weight import QuantizedWeight, check_weight, read
 
 # --- routing ----------------------------------------------------------------------------------------------
@@ -402,6 +403,9 @@ def fused_experts(
     lora: LoRA | None = None,
     shared: Tensor | None = None,
     shared_gate: Tensor | None = None,
+    compute: str | None = None,
+    smooth1: Tensor | None = None,
+    smooth2: Tensor | None = None,
 ) -> Tensor:
     """The routed experts of a layer: out[t] = sum over k of scores[t, k] * expert(ids[t, k])(x[t]).
 
@@ -445,6 +449,13 @@ def fused_experts(
         shared: (T, D) of x's dtype (cast under autocast), added to the sum before it is rounded: the output
             of shared experts. shared_gate: logits (T,) or (T, 1) of any floating dtype; shared[t] is
             multiplied by their sigmoid.
+        compute: how quantised weights are multiplied, "codes", "fp8", "int8", "int8_smooth" or "auto":
+            `QuantizedWeight.set_compute` says what they are; default: what the weights say. All but "codes"
+            want three quantised weights of one format as published (`eight_bit_tensors`), x of bfloat16 or
+            float16 (float32 on the CPU, too), and on a GPU D and F that are multiples of 16. They have no
+            gradient: backward raises. lora, plan, main_grads and transposed raise; all else works.
+        smooth1, smooth2: of "int8_smooth", (E, D) and (E, F) float32, finite and > 0: what an expert's x, and
+            act(w1 x) * (w3 x), are divided by. Default: the weights' own `smooth`, or ones.
 
     Returns:
         (T, D) in x's dtype (autocast's under autocast), differentiable in x, weights, biases, scores,
@@ -456,14 +467,14 @@ def fused_experts(
     weights, biases, constants = (w1, w2, w3), (b1, b2, b3), (alpha, limit)
     return experts_and_counts(
         x, weights, scores, ids, biases, activation, constants, layout, transposed, score_on, plan,
-        main_grads, expert_map, out, lora, shared, shared_gate,
+        main_grads, expert_map, out, lora, shared, shared_gate, compute, (smooth1, smooth2),
     )[0]  # fmt: skip
 
 
 def experts_and_counts(
     x, weights, scores, ids, biases, activation, constants=(ALPHA, LIMIT), layout="separate",
     transposed=False, score_on="output", plan=None, main_grads=None, expert_map=None, out=None, lora=None,
-    shared=None, shared_gate=None,
+    shared=None, shared_gate=None, compute=None, smooth=(None, None),
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """fused_experts, and how many slots each expert has: counts (E,) int32."""
     fn = "fused_experts"
@@ -474,6 +485,9 @@ def experts_and_counts(
     w1, w2, w3, code = check_experts(fn, "x", x, *weights, *biases, layout, transposed)
     if lora is not None:
         check_lora(fn, lora, "x", x, (w1, w2, w3))
+    mode = "codes"
+    if is_composed or compute is not None or any(t is not None for t in smooth):
+        mode, smooth = computing.check_call(fn, compute, smooth, x, stored, lora, plan)
     given, main_grads = main_grads, check_main_grads(fn, main_grads, "x", x, weights, transposed)
     check_ids(fn, ids, x)
     check_scores(fn, scores, ids)
@@ -490,11 +504,30 @@ def experts_and_counts(
         if needs_grad:
             fail(ValueError, fn, "out where no gradient is needed", "an argument that requires one")
         maps = (expert_map, *(plan or ()))
-        inputs = (x, *_tensors_of(stored), *biases, scores, ids, *adapters, shared, shared_gate, *maps)
+        inputs = (
+            x,
+            *_tensors_of(stored),
+            *biases,
+            scores,
+            ids,
+            *adapters,
+            shared,
+            shared_gate,
+            *maps,
+            *smooth,
+        )
         check_out(fn, out, x, x.shape, inputs)
     scores, shared = _as_scores(scores, x), (shared, _as_scores(shared_gate, x))
     is_operator = plan is None and not needs_grad
     settings = (code, _ops.ACTIVATION_CODES[activation], [*constants], score_on == "input")
+    if mode != "codes":
+        call = x, stored, biases, scores, ids, settings, expert_map, shared
+        tensors = computing.eight_bit_tensors(fn, mode, x, ids, stored)
+        if tensors is None:
+            y, counts = _quantized_experts(*call)
+        else:
+            y, counts = _eight_bit_experts(*call, tensors, smooth)
+        return y if out is None else out.copy_(y), counts
     if is_composed:
         # In the check of a trace no scores require a gradient, as they may have in the trace.
         is_operator = is_operator and lora is None and not torch.jit.is_tracing()
@@ -558,6 +591,18 @@ def _quantized_experts(
     return _ops.run(ops.quantized_experts.default, *args)
 
 
+def _eight_bit_experts(
+    x, weights: tuple, biases: tuple, scores, ids, settings: tuple, expert_map, shared: tuple, tensors, smooth
+):
+    """(out, counts) by one operator that multiplies 8 bits by 8 bits. It has no gradient."""
+    (w1, w2, w3), (b1, b2, b3), w = tensors, biases, weights[1]
+    operands = (x, *w1, *w3, *w2, w.code, b1, b3, b2, scores, ids)
+    args = (*operands, *settings, *smooth, w.power_of_two, expert_map, *shared)
+    if is_autocast_enabled(x):
+        return ops.eight_bit_experts(*args)
+    return _ops.run(ops.eight_bit_experts.default, *args)
+
+
 def _unless_quantized(views: tuple, stored: tuple) -> tuple:
     """The checked views of the weights; of a quantised one itself."""
     return tuple(w if isinstance(w, QuantizedWeight) else view for view, w in zip(views, stored, strict=True))
@@ -591,7 +636,7 @@ def grouped_mlp(
         x_rows: (R, D): counts[0] rows of expert 0, then counts[1] of expert 1, ... Rows past counts.sum()
             may hold garbage: they are never read. Output and gradients are zero there.
         counts: (E,) of any integer dtype, on x_rows' device. On a GPU the host never reads them.
-        Other arguments: as those of `fused_experts`.
+        Other arguments: as those of `fused_experts`. Quantised weights have compute "codes".
 
     Returns:
         (R, D), differentiable in x_rows, weights, biases and adapters.
@@ -602,6 +647,8 @@ def grouped_mlp(
     check_layout(fn, layout)
     weights, biases = (w1, w2, w3), (b1, b2, b3)
     stored, plain, is_composed = _plain_weights(fn, "x_rows", x_rows, weights, transposed, main_grads, lora)
+    if is_composed:
+        computing.check_codes(fn, stored)
     w1, w2, w3, code = check_experts(fn, "x_rows", x_rows, *plain, *biases, layout, transposed)
     if lora is not None:
         check_lora(fn, lora, "x_rows", x_rows, (w1, w2, w3))

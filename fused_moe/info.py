@@ -51,6 +51,7 @@ def info() -> Info:
             "library": str(LIBRARY),
             "FUSED_MOE_TIER": unknown_tier() or os.environ.get("FUSED_MOE_TIER") or "auto",
             "tiers": _tiers(),
+            "compute": _compute(),
             "calls": _calls(),
             "cpu": {
                 "capability": torch.backends.cpu.get_cpu_capability(),
@@ -91,15 +92,31 @@ def _calls_in_words(calls: torch.Tensor) -> str:
     return f"{words}, last because {FACTS['reasons'][reason]}" if any(of_tier[1:]) and reason else words
 
 
-def _cuda_device() -> tuple[int, int, int, int]:
-    """status, driver version, runtime version, compute capability"""
-    return ops.cuda_device(torch.cuda.current_device())
+def _compute() -> dict[str, str]:
+    """Where each `compute` of quantised weights runs."""
+    why_not = _why_cuda_is_off()
+    on = "on for CPU tensors, cuda is off" if why_not else "on"
+    modes = dict.fromkeys(("codes", "fp8", "int8", "int8_smooth", "auto"), on)
+    if not why_not and (reason := why_no_fp8()):
+        modes["fp8"] = f"on for CPU tensors, as codes for CUDA tensors: {reason}"
+    return modes
 
 
-def _why_cuda_is_off() -> str:
+def _cuda_device(index: int | None = None) -> tuple[int, int, int, int]:
+    """status, driver version, runtime version, compute capability; of the current device by default"""
+    return ops.cuda_device(torch.cuda.current_device() if index is None else index)
+
+
+def _why_cuda_is_off(index: int | None = None) -> str:
     if not HAS_CUDA_KERNELS:
         return HOW_TO_BUILD_CUDA
-    return _why_no_gpu() or ops.cuda_problem(*_cuda_device())
+    return _why_no_gpu() or ops.cuda_problem(*_cuda_device(index))
+
+
+def why_no_fp8(index: int | None = None) -> str:
+    """Why a GPU does not multiply FP8 by FP8; empty if it does."""
+    hopper = FACTS["tiers"].index("hopper")
+    return _why_cuda_is_off(index) or _why_tier_is_off(hopper, _cuda_device(index)[-1])
 
 
 def _why_no_gpu() -> str:

@@ -24,6 +24,7 @@ from .main_grad import gradient_of
 from .ops import FACTS, schedule_words
 from .padding import is_real, zero_padding
 from .plan import Plan
+from .quantized.computing import auto_takes_codes, mode_of
 from .quantized.formats import E8M0, FORMATS
 from .quantized.weight import QuantizedWeight, check_weight, read
 
@@ -39,6 +40,7 @@ __all__ = [
     "load_balancing_loss",
     "permute",
     "plan_from_counts",
+    "quantize_rows",
     "route",
     "route_plan",
     "router_logits",
@@ -334,8 +336,8 @@ class _WithMainGrad(torch.autograd.Function):
         return gradient_of(ctx.w, ctx.next_functions[0][0]), None
 
 
-def _expert(x: Tensor, w1, w2, w3, b1, b2, b3, layout: str, **activation) -> Tensor:
-    """One expert on its rows (R_e, D); weights are (out, in)."""
+def _activated(x: Tensor, w1, w3, b1, b3, layout: str, **activation) -> Tensor:
+    """a (R_e, F) of one expert's rows (R_e, D); weights are (out, in)."""
     gate, up = F.linear(x, w1, b1), None
     if layout == "halves":
         gate, up = gate.chunk(2, dim=-1)
@@ -343,7 +345,12 @@ def _expert(x: Tensor, w1, w2, w3, b1, b2, b3, layout: str, **activation) -> Ten
         gate, up = gate[..., 0::2], gate[..., 1::2]
     elif w3 is not None:
         up = F.linear(x, w3, b3)
-    return F.linear(activate(gate, up, **activation), w2, b2)
+    return activate(gate, up, **activation)
+
+
+def _expert(x: Tensor, w1, w2, w3, b1, b2, b3, layout: str, **activation) -> Tensor:
+    """One expert on its rows (R_e, D)."""
+    return F.linear(_activated(x, w1, w3, b1, b3, layout, **activation), w2, b2)
 
 
 def grouped_mlp(
@@ -401,18 +408,97 @@ def fused_experts(
     expert_map: Tensor | None = None,
     shared: Tensor | None = None,
     shared_gate: Tensor | None = None,
+    compute: str | None = None,
+    smooth1: Tensor | None = None,
+    smooth2: Tensor | None = None,
     **experts,
 ) -> Tensor:
     """out[t] = sum over k of scores[t, k] * expert(ids[t, k])(x[t]) + sigmoid(shared_gate[t]) * shared[t]."""
+    compute = mode_of("fused_experts", compute, (w1, w2, w3))
+    if compute == "auto" and auto_takes_codes(ids.numel(), w2.size(0)):
+        compute = "codes"
     plan = route_plan(ids, w2.size(0), expert_map)
     rows = _permuted(x, plan)
     if score_on == "input":
         wide = torch.promote_types(x.dtype, torch.float32)
         row_scores = scores.flatten()[plan.row_slot.clamp_min(0).long()].unsqueeze(-1)
         rows = (rows.to(wide) * row_scores.to(wide)).to(x.dtype)
-    y = grouped_mlp(rows, w1, w2, w3, plan.counts, **experts)
+    if compute == "codes":
+        y = grouped_mlp(rows, w1, w2, w3, plan.counts, **experts)
+    else:
+        y = _eight_bit_mlp(rows, w1, w2, w3, plan.counts, smooth1, smooth2, **experts)
     scores = scores if score_on == "output" else None
     return unpermute(y, plan, scores, shared=shared, shared_gate=shared_gate)
+
+
+# --- experts, 8 bits by 8 bits -----------------------------------------------------------------------------
+
+
+def quantize_rows(rows: Tensor, format: str, *, power_of_two: bool = False) -> Tensor:
+    """The values of rows (R, width) that are rounded to 8 bits with one scale each: to e4m3, or, beside a
+    weight of format int8, to integers from -127 to 127.
+
+    scale = peak / largest in float32, peak being a row's largest magnitude and `largest` 448 or 127. It is 1
+    where the peak is 0, else at least 2^-120, and rounded up to a power of two if that is asked for. code =
+    value * (1 / scale), rounded to the nearest, ties to even. A NaN makes its row NaN.
+    """
+    largest = 127.0 if format == "int8" else 448.0
+    rows, wide = rows.float(), torch.promote_types(rows.dtype, torch.float32)
+    peak = rows.abs().amax(-1, keepdim=True)
+    scale = torch.where(peak == 0, 1, (peak / largest).clamp_min(2.0**-120))
+    if power_of_two:
+        mantissa, exponent = scale.frexp()  # mantissas from 0.5 to 1
+        rounded = torch.ldexp(torch.ones_like(scale), exponent - (mantissa == 0.5).int())
+        scale = torch.where(scale <= 1e38, rounded, scale)
+    codes = rows * (1 / scale)
+    codes = codes.round().clamp(-largest, largest) if format == "int8" else codes.to(torch.float8_e4m3fn)
+    return codes.to(wide) * scale.to(wide)
+
+
+@torch.no_grad()
+def _eight_bit_mlp(
+    x_rows: Tensor,
+    w1: QuantizedWeight,
+    w2: QuantizedWeight,
+    w3: QuantizedWeight | None,
+    counts: Tensor,
+    smooth1: Tensor | None,
+    smooth2: Tensor | None,
+    *,
+    b1: Tensor | None = None,
+    b2: Tensor | None = None,
+    b3: Tensor | None = None,
+    layout: str = "separate",
+    lora: None = None,
+    **activation,
+) -> Tensor:
+    """grouped_mlp of rows that are rounded to the weights' 8 bits before each GEMM. Without gradients.
+
+    Sums and h are float32; a is, too, beside fp8_block, else it is rounded to x's dtype.
+    """
+    format, dtype = w2.format, x_rows.dtype
+    smooth1 = w1.smooth if smooth1 is None else smooth1
+    smooth2 = w2.smooth if smooth2 is None else smooth2
+    wide = torch.promote_types(dtype, torch.float32)
+
+    def quantized(rows: Tensor, smooth: Tensor | None, e: int) -> Tensor:
+        rows = rows if smooth is None else (rows.float() / smooth[e]).to(wide)
+        return quantize_rows(rows, format, power_of_two=w2.power_of_two)
+
+    gate, up, down = (None if w is None else dequantize(w, wide) for w in (w1, w3, w2))
+    out = x_rows.new_zeros(x_rows.size(0), w2.size(1))
+    first = 0
+    for e, end in enumerate(counts.cumsum(0).tolist()):
+        of_up = (None if t is None else t[e].to(wide) for t in (gate, up, b1, b3))
+        a = _activated(quantized(x_rows[first:end], smooth1, e), *of_up, layout, **activation)
+        if format == "fp8_block":  # one scale for 128 columns of a row
+            a = torch.cat([quantized(part, None, e) for part in a.split(128, dim=-1)], -1)
+        else:
+            a = quantized(a.to(dtype), smooth2, e)
+        bias = None if b2 is None else b2[e].to(wide)
+        out[first:end] = F.linear(a.to(wide), down[e], bias)
+        first = end
+    return out
 
 
 class _Router(module.Router):

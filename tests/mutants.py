@@ -532,7 +532,7 @@ CPU = [
     Mutant(
         "the second packing stays beside shards",
         "fused_moe/quantized/weight.py",
-        "self._drop_packing() if self.is_tiled and",
+        "self._drop_kept() if self.is_tiled and",
         "if self.is_tiled and",
         "tests/test_distributed.py",
     ),
@@ -567,15 +567,15 @@ CPU = [
     Mutant(
         "loading leaves the second packing as it was",
         "fused_moe/quantized/weight.py",
-        "elif self.data_t is None or before is not None:",
-        "elif self.data_t is None:",
+        "if wanted and (is_loaded or not self._kept):",
+        "if wanted and not self._kept:",
         "tests/test_tiles.py",
     ),
     Mutant(
         "tiles that are written in place leave the second packing as it was",
         "fused_moe/quantized/weight.py",
-        "if any(write_state(tile) != state for",
-        "if any(write_state(tile) < state for",
+        "if any(write_state(tensor) != state for",
+        "if any(write_state(tensor) < state for",
         "tests/test_tiles.py",
     ),
     Mutant(

@@ -185,7 +185,7 @@ print(*sorted(set(sys.modules) - before))
     run = run_python(code)
     own = "activation balance checks composed counting expert_bias flops function gate info kept_dtypes lora"
     own += " losses main_grad module oldest ops overlap padding plan quantized"
-    parts = "copies formats loaders quantizing refreshing sharding state tiles weight"
+    parts = "computing copies formats loaders quantizing refreshing sharding smoothing state tiles weight"
     own += "".join(f" quantized.{name}" for name in parts.split())
     own += " reference replay resetting routed"
     assert run.stdout.split() == ["fused_moe", *(f"fused_moe.{name}" for name in own.split())], run.stderr
@@ -228,6 +228,32 @@ print(found[2], ops.cuda_problem(*found))
     if version // 1000 >= major:
         pytest.skip(f"a driver of CUDA {version // 1000} is no older than the runtime's CUDA {major}")
     assert problem == f"expected an NVIDIA driver for CUDA {major}{first}, found {found}", run.stderr
+
+
+@pytest.mark.parametrize(
+    ("tier", "found", "fp8", "int8"),
+    [
+        ("auto", (0, 13000, 13000, 90), "on", "on"),
+        (
+            "auto",
+            (0, 13000, 13000, 80),
+            "on for CPU tensors, as codes for CUDA tensors: expected compute capability 9.0, found 8.0",
+            "on",
+        ),
+        (
+            "portable",
+            (0, 13000, 13000, 90),
+            "on for CPU tensors, as codes for CUDA tensors: FUSED_MOE_TIER=portable",
+            "on",
+        ),
+        ("auto", (6, 13000, 13000, 75), *["on for CPU tensors, cuda is off"] * 2),
+    ],
+)
+def test_info_tells_where_each_compute_runs(cpu, monkeypatch, tier, found, fp8, int8):
+    """How quantised weights may be multiplied, from the device's properties."""
+    monkeypatch.setenv("FUSED_MOE_TIER", tier)
+    modes = with_device(monkeypatch, *found)._compute()
+    assert modes == {"codes": int8, "fp8": fp8, "int8": int8, "int8_smooth": int8, "auto": int8}
 
 
 def test_info_tells_the_calls_of_each_tier(cpu, monkeypatch):
@@ -323,6 +349,7 @@ def test_the_public_names(device):
         "reference",
         "refresh_weights",
         "replay_routing",
+        "smooth_from",
     }
     assert set(fused_moe.__all__) - own <= set(fused_moe.reference.__all__)
 

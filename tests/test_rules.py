@@ -2,6 +2,8 @@
 
 import pytest
 
+from fused_moe.quantized import computing
+
 try:
     from fused_moe import _host
 except ImportError:
@@ -40,6 +42,9 @@ TABLE = {
     "quantized_tile_rows": {
         **{(2, 1): 16, (3, 1): 64, (64, 1): 64, (65, 1): 128, (384, 1): 128, (385, 1): 256},
         **{(256, 128): 16, (257, 128): 64, (8192, 128): 64, (8193, 128): 128, (49153, 128): 256},
+    },
+    "auto_takes_codes": {
+        **{(0, 1): True, (16, 1): True, (17, 1): False, (2048, 128): True, (2049, 128): False},
     },
     "takes_turns": {(1025, 1024): True, (1024, 1024): False, (1025, 1032): False, (2688, 64): True},
     "wgrad_takes_turns": {  # R, E, tiles of a weight, CTAs
@@ -102,6 +107,11 @@ TABLE = {
 @pytest.mark.parametrize("rule", TABLE)
 def test_rule(rule):
     assert {shape: getattr(_host, rule)(*shape) for shape in TABLE[rule]} == TABLE[rule]
+
+
+def test_auto_is_the_same_in_python():
+    for R, E in TABLE["auto_takes_codes"]:
+        assert computing.auto_takes_codes(R, E) == _host.auto_takes_codes(R, E)
 
 
 def test_spans_of_a_cluster():

@@ -13,6 +13,7 @@ from .loaders import (
 )
 from .quantizing import quantize
 from .refreshing import refresh_weights
+from .smoothing import smooth_from
 from .weight import QuantizedWeight
 
 __all__ = [
@@ -25,4 +26,5 @@ __all__ = [
     "from_mxfp4",
     "quantize",
     "refresh_weights",
+    "smooth_from",
 ]

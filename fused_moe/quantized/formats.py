@@ -162,12 +162,23 @@ def _power_of_two(e8m0: Tensor) -> Tensor:
 
 
 def encode(
-    w: Tensor, format: str, *, group_size: int = GROUPS[-1], symmetric: bool = True, per_tensor: bool = False
+    w: Tensor,
+    format: str,
+    *,
+    group_size: int = GROUPS[-1],
+    symmetric: bool = True,
+    per_tensor: bool = False,
+    wide: bool = False,
+    smooth: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """data, scale and zero of a weight (E, out, in), every code the nearest. Scales of int4, int8 and fp8
-    have w's dtype (float32 for float64), and codes are of the rounded scale."""
-    shape = tuple(w.shape)
-    encoded = [_encode(w[part], format, group_size, symmetric, per_tensor) for part in parts(shape)]
+    """data, scale and zero of a weight (E, out, in), times smooth (E, in), every code the nearest. Scales of
+    int4, int8 and fp8 have w's dtype (float32 for float64, and if `wide`), and codes are of the rounded
+    scale."""
+    encoded = []
+    for part in parts(tuple(w.shape)):
+        one = w[part].float() if wide else w[part]
+        one = one if smooth is None else one * smooth[part].unsqueeze(1)
+        encoded.append(_encode(one, format, group_size, symmetric, per_tensor))
     data, scale, zero = zip(*encoded, strict=True)
     return torch.cat(data), torch.cat(scale), None if zero[0] is None else torch.cat(zero)
 

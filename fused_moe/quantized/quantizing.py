@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from torch import Tensor, nn
 
 from ..checks import FLOATING, check_bool, check_choice, check_int, check_plain, check_stored, fail
 from . import formats
+from .computing import check_compute, check_smooth
+from .smoothing import from_experts, from_weights, named_experts
 from .weight import QuantizedWeight
 
 FN = "quantize"
@@ -19,6 +23,8 @@ def quantize(
     symmetric: bool | None = None,
     per_tensor: bool | None = None,
     trainable: bool = False,
+    compute: str = "codes",
+    smooth: Mapping[str, tuple[Tensor, Tensor]] | Tensor | None = None,
 ) -> nn.Module | QuantizedWeight:
     """Quantises a weight, or in place the experts of every FusedMoE in a module. Each code is the nearest.
 
@@ -32,6 +38,13 @@ def quantize(
         trainable: for training through the weights, which stay frozen. On Hopper, where they are tiles, they
             are kept transposed, too: twice the packed bytes, and a faster backward while experts have up to
             768 rows on average. It changes no value, and has no effect elsewhere.
+        compute: how experts multiply the weights: "codes", "fp8", "int8", "int8_smooth" or "auto";
+            `QuantizedWeight.set_compute` says what they are. All but "codes" are forward only, and have
+            float32 scales.
+        smooth: of compute "int8_smooth", what the weights' inputs are divided by: of a module what
+            `smooth_from` returns, of a weight (E, in) float32. Default: from the weights alone, the inverse
+            square root of the peaks of their columns, of w1 and w3 together, divided by its geometric mean
+            over the expert's columns.
 
     Returns:
         A QuantizedWeight; or the module itself.
@@ -41,22 +54,54 @@ def quantize(
     """
     options, multiple = checked_options(format, group_size, symmetric, per_tensor)
     check_bool(FN, "trainable", trainable)
+    check_compute(FN, compute, format, smooth)
+    settings = {"trainable": trainable, "compute": compute}
     if not isinstance(module_or_weight, nn.Module):
-        return _quantized("weight", module_or_weight, format, multiple, options, trainable)
-    from ..module import experts_in  # whose experts take quantised weights, so it imports this package
-
-    weights = [
-        (layer, name)
-        for layer in experts_in(FN, module_or_weight)
-        for name in ("w1", "w2", "w3")
-        if isinstance(getattr(layer, name), nn.Parameter)
-    ]
-    for layer, name in weights:
-        check_plain(FN, name, getattr(layer, name))
-        _check_weight(name, getattr(layer, name), multiple)
-    for layer, name in weights:
-        setattr(layer, name, _quantized(name, getattr(layer, name), format, multiple, options, trainable))
+        weight = module_or_weight
+        _check_weight("weight", weight, multiple)
+        if compute == "int8_smooth":
+            smooth = from_weights(weight) if smooth is None else smooth
+            check_smooth(FN, "smooth", smooth, weight.size(0), weight.size(2), weight.device)
+        return _quantized(weight, format, options, smooth, settings)
+    layers = {
+        name: (experts, [w for w in ("w1", "w2", "w3") if isinstance(getattr(experts, w), nn.Parameter)])
+        for name, experts in named_experts(FN, module_or_weight).items()
+    }
+    for experts, names in layers.values():
+        for name in names:
+            check_plain(FN, name, getattr(experts, name))
+            _check_weight(name, getattr(experts, name), multiple)
+        if names and compute != "codes":
+            if experts.lora is not None:
+                fail(ValueError, FN, f"experts without adapters with compute {compute!r}", "some with them")
+            if len(names) < sum(w is not None for w in experts.weights):
+                expected = f"experts none of whose weights is quantised yet with compute {compute!r}"
+                fail(ValueError, FN, expected, f"{' and '.join(names)} alone")
+    smooths = _smooths_of(layers, smooth) if compute == "int8_smooth" else {}
+    for layer, (experts, names) in layers.items():
+        smooth1, smooth2 = smooths.get(layer, (None, None))
+        for name in names:
+            factors = smooth2 if name == "w2" else smooth1
+            setattr(experts, name, _quantized(getattr(experts, name), format, options, factors, settings))
     return module_or_weight
+
+
+def _smooths_of(layers: dict, given) -> dict[str, tuple[Tensor, Tensor]]:
+    """{name: (smooth1, smooth2)} of the layers that are to be quantised."""
+    layers = {layer: experts for layer, (experts, names) in layers.items() if names}
+    if given is None:
+        return {layer: from_experts(experts) for layer, experts in layers.items()}
+    if not isinstance(given, Mapping):
+        fail(TypeError, FN, "smooth to be what smooth_from returns of the module", type(given).__name__)
+    if missing := sorted(layers.keys() - given.keys()):
+        fail(ValueError, FN, f"smooth of {missing}, as smooth_from returns", sorted(map(str, given)))
+    for layer, experts in layers.items():
+        if not isinstance(given[layer], (tuple, list)) or len(given[layer]) != 2:
+            fail(TypeError, FN, f"smooth[{layer!r}] to be (smooth1, smooth2)", type(given[layer]).__name__)
+        E, D, F = experts.w2.shape
+        for i, (factors, width) in enumerate(zip(given[layer], (D, F), strict=True)):
+            check_smooth(FN, f"smooth[{layer!r}][{i}]", factors, E, width, experts.w2.device)
+    return {layer: tuple(given[layer]) for layer in layers}
 
 
 def checked_options(format, group_size, symmetric, per_tensor) -> tuple[dict, int]:
@@ -99,9 +144,9 @@ def _check_weight(name: str, weight, multiple: int) -> None:
 
 
 def _quantized(
-    name: str, weight: Tensor, format: str, multiple: int, options: dict, trainable: bool
+    weight: Tensor, format: str, options: dict, smooth: Tensor | None, settings: dict
 ) -> QuantizedWeight:
-    _check_weight(name, weight, multiple)
     w = weight.detach()
-    tensors = formats.encode(w, format, **options)
-    return QuantizedWeight(*tensors, format=format, shape=tuple(w.shape), dtype=w.dtype, trainable=trainable)
+    tensors = formats.encode(w, format, **options, wide=settings["compute"] != "codes", smooth=smooth)
+    shape = tuple(w.shape)
+    return QuantizedWeight(*tensors, format=format, shape=shape, dtype=w.dtype, smooth=smooth, **settings)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 
 from ..checks import FLOATING, check_bool, check_choice, check_range, check_stored, fail, is_altered
-from . import formats, sharding, state, tiles
+from . import computing, formats, sharding, state, tiles
 from .copies import Copies
 from .formats import FORMATS
 
@@ -40,6 +40,11 @@ class QuantizedWeight(nn.Module):
         format: fp8_block, fp8, int8, int4 or mxfp4. shape: (E, out, in).
         dtype: of `dequantize()` without an argument, and of the adapters that `add_lora` makes.
         trainable: see `set_trainable`.
+        compute: see `set_compute`.
+        smooth: (E, in) float32, finite and > 0, only with compute "int8_smooth": what the weight's input is
+            divided by. The codes are of weight * smooth, and so is `dequantize()`. It is a parameter of this
+            name, and in the state_dict.
+        power_of_two: see `set_compute`.
 
     `.to(device)` moves it, into tiles or out of them; `.to(dtype)` changes `dtype` alone.
 
@@ -47,10 +52,13 @@ class QuantizedWeight(nn.Module):
         TypeError, ValueError: the message says what was expected and what was found.
     """
 
-    # The second packing. Not buffers: DistributedDataParallel sends those to all ranks before every forward.
-    data_t = scale_t = zero_t = None
-    _packed_of: list[tuple[Tensor, tuple]] = []  # the tiles that it was made of, and their states
+    # What is kept beside the parameters: the second packing; and codes as published beside tiles, with scales
+    # in float32. Not buffers: DistributedDataParallel sends those to all ranks before every forward.
+    data_t = scale_t = zero_t = data_p = scale_p = None
+    _kept: tuple[str, ...] = ()  # the names of those that there are
+    _kept_of: list[tuple[Tensor, tuple]] = []  # the parameters that they were made of, and their states
     _is_trainable = False
+    _compute, _power_of_two = "codes", False
     _checked: tuple = ()  # shapes of parameters that were found right
     _sharded_dtypes: dict[str, torch.dtype] = {}  # of parameters that are integers while they are sharded
 
@@ -64,10 +72,14 @@ class QuantizedWeight(nn.Module):
         shape: tuple[int, int, int],
         dtype: torch.dtype = torch.bfloat16,
         trainable: bool = False,
+        compute: str = "codes",
+        smooth: Tensor | None = None,
+        power_of_two: bool = False,
     ):
         super().__init__()
         check_choice(FN, "format", format, FORMATS)
         check_bool(FN, "trainable", trainable)
+        computing.check_compute(FN, compute, format, smooth, power_of_two)
         if dtype not in FLOATING:
             fail(TypeError, FN, "a floating dtype", dtype)
         if not isinstance(shape, (tuple, list)) or len(shape) != 3 or not all(map(_is_size, shape)):
@@ -92,11 +104,14 @@ class QuantizedWeight(nn.Module):
         for name, tensor in (("scale", scale), ("zero", zero)):
             if tensor is not None and tensor.device != data.device:
                 fail(ValueError, FN, f"{name} on data's device {data.device}", tensor.device)
+        if smooth is not None:
+            computing.check_smooth(FN, "smooth", smooth, E, cols, data.device)
         self._scale_dtype = scale.dtype  # which tiles may not have
         for name, tensor in (("data", _as_named(format, data)), ("scale", scale), ("zero", zero)):
             if name in rules.names:
                 self.register_parameter(rules.names[name], _frozen(tensor))
-        self._is_trainable = trainable
+        self.register_parameter("smooth", _frozen(smooth))
+        self._is_trainable, self._compute, self._power_of_two = trainable, compute, power_of_two
         self._copies = Copies()
         self._arrange()
 
@@ -153,9 +168,31 @@ class QuantizedWeight(nn.Module):
 
         If tiles were written in place since, as DistributedDataParallel does once, it is written again. That
         is not seen in compiled code, nor where tensors have no versions: `fused_moe.refresh_weights`."""
-        if not self._has_packing():
+        if self.data_t is None or not self._has_kept():
             return None, None, None
         return self.data_t, self.scale_t, self.zero_t
+
+    @property
+    def eight_bit_tensors(self) -> tuple[Tensor, Tensor] | None:
+        """data as the constructor takes it, and scale in float32, as `torch.ops.fused_moe.eight_bit_experts`
+        does; None if the weight is in tiles alone."""
+        has_kept = bool(self._kept) and self._has_kept()
+        if has_kept and self.data_p is not None:
+            return self.data_p, self.scale_p
+        if self.is_tiled:
+            return None
+        data, scale, _ = self.tensors
+        return data, self.scale_p if has_kept else scale.float()
+
+    @property
+    def compute(self) -> str:
+        """How experts multiply it, as the constructor or `set_compute` was told last."""
+        return self._compute
+
+    @property
+    def power_of_two(self) -> bool:
+        """Whether the scales of what is multiplied by it are powers of two."""
+        return self._power_of_two
 
     @property
     def is_tiled(self) -> bool:
@@ -179,10 +216,35 @@ class QuantizedWeight(nn.Module):
         self._arrange()
         return self
 
+    def set_compute(self, compute: str, *, power_of_two: bool = False) -> QuantizedWeight:
+        """Chooses how `fused_experts` and the experts of `FusedMoE` multiply the weight. Returns the weight.
+
+        "codes" multiplies 16-bit rows by its values. "fp8" (of fp8_block and fp8), "int8" and "int8_smooth"
+        (of int8) round the rows to the weight's 8 bits, too. Such a weight keeps the published layout. On
+        GPUs that multiply no FP8, all but those of compute capability 9.0, "fp8" computes what "codes" does.
+        "auto" (of these three formats) takes codes where experts have up to 16 rows on average, else 8 bits:
+        a token's bits then depend on its batch. On Hopper it keeps tiles and, beside them, the published
+        codes: twice the packed bytes.
+
+        Args:
+            compute: one of these. A weight with a smooth has "int8_smooth".
+            power_of_two: whether the rows' scales are rounded up to powers of two, as models expect whose
+                scale_fmt is ue8m0; of fp8_block and fp8 alone.
+
+        Raises:
+            TypeError, ValueError: the message says what was expected and what was found.
+        """
+        fn = f"{FN}.set_compute"
+        computing.check_compute(fn, compute, self.format, self.smooth, power_of_two)
+        self._compute, self._power_of_two = compute, power_of_two
+        self._arrange()
+        return self
+
     def refresh(self) -> None:
-        """Writes the second packing again; `fused_moe.refresh_weights` says when that is needed."""
-        if self.data_t is not None and self.is_tiled:
-            self._pack_transposed()
+        """Writes again what is kept beside the parameters; `fused_moe.refresh_weights` says when that is
+        needed."""
+        if self._kept:
+            self._keep()
 
     @property
     def code(self) -> int:
@@ -195,8 +257,8 @@ class QuantizedWeight(nn.Module):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its parameters and of the second packing."""
-        tensors = (*self.parameters(), self.data_t, self.scale_t, self.zero_t)
+        """Bytes of its parameters and of what is kept beside them."""
+        tensors = (*self.parameters(), *(getattr(self, name) for name in self._kept))
         return sum(t.nbytes for t in tensors if t is not None)
 
     def dim(self) -> int:
@@ -206,8 +268,12 @@ class QuantizedWeight(nn.Module):
         return self.shape if dim is None else self.shape[dim]
 
     def extra_repr(self) -> str:
-        trainable = ", trainable=True" if self.is_trainable else ""
-        return f"format={self.format!r}, shape={tuple(self.shape)}, dtype={self.dtype}{trainable}"
+        text = f"format={self.format!r}, shape={tuple(self.shape)}, dtype={self.dtype}"
+        if self.compute != "codes":
+            text += f", compute={self.compute!r}"
+        for name, value in (("smooth", self.smooth), ("power_of_two", self.power_of_two)):
+            text += f", {name}=True" if value is not None and value is not False else ""
+        return text + (", trainable=True" if self.is_trainable else "")
 
     def _of(self, name: str) -> Tensor | None:
         own, parameters = FORMATS[self.format].names.get(name), self._parameters
@@ -218,7 +284,7 @@ class QuantizedWeight(nn.Module):
     def _all(self) -> tuple[Tensor, Tensor, Tensor | None]:
         """data, scale and zero as they are stored. Every call of operators asks for them twice."""
         own, names = self._parameters, FORMATS[self.format].names
-        if len(own) < len(names):  # some are plain attributes
+        if len(own) <= len(names):  # beside smooth; some are plain attributes
             return self._of("data"), self._of("scale"), self._of("zero")
         zero = own[names["zero"]] if "zero" in names else None
         return own[names["data"]], own[names["scale"]], zero
@@ -255,8 +321,8 @@ class QuantizedWeight(nn.Module):
         return sharding.is_sharded(self._of("scale"))
 
     def _as_sharded(self, name: str, shards: Tensor) -> nn.Parameter:
-        """A parameter's shards as they are kept. The second packing, of all experts, is dropped."""
-        self._drop_packing()
+        """A parameter's shards as they are stored. What is kept beside them, of all experts, is dropped."""
+        self._drop_kept()
         if self.is_tiled and any(p.is_shard() and p.dim != 0 for p in shards.placements):
             fail(ValueError, FN, "shards of experts, Shard(0), of a weight in tiles", shards.placements)
         if not (shards.is_floating_point() and sharding.TAKES_INTEGERS):
@@ -303,22 +369,43 @@ class QuantizedWeight(nn.Module):
         names = FORMATS[self.format].names
         return {names[key]: _frozen(tensor) for key, tensor in stored.items() if tensor is not None}
 
-    def _arrange(self, before: dict[str, nn.Parameter | None] | None = None) -> None:
-        """Puts the parameters into the layout that their device's kernels read, and makes or drops the second
-        packing. `before` are tiles from which the parameters were published: those, and the packing, are
-        written again, since a CUDA graph may read them. Shards keep their layout, which FSDP2 has noted."""
+    def _arrange(
+        self, before: dict[str, nn.Parameter | None] | None = None, *, is_loaded: bool = False
+    ) -> None:
+        """Puts the parameters into the layout that their device's kernels read, and makes or drops what is
+        kept beside them. `before` are tiles from which the parameters were published. Those are written
+        again, and so is what is kept if the weight is loaded, since a CUDA graph may read them. Shards keep
+        their layout, which FSDP2 has noted."""
         if self._is_sharded:
             return
         is_whole = all(t.device == self.device for t in self._stored())  # or it is loaded in parts
-        is_wanted = is_whole and tiles.are_wanted(self.device, self.shape)
+        is_wanted = is_whole and self._wants_tiles()
         if is_wanted and not self.is_tiled:
             self._tile(before or {})
         elif self.is_tiled and not is_wanted:
             self._parameters.update(self._published_parameters())
-        if not (self.is_tiled and self.is_trainable):
-            self._drop_packing()
-        elif self.data_t is None or before is not None:
-            self._pack_transposed()
+        wanted = self._wanted() if is_whole else ()
+        if self._kept != wanted:
+            self._drop_kept()
+        if wanted and (is_loaded or not self._kept):
+            self._kept = wanted
+            self._keep()
+
+    def _wants_tiles(self) -> bool:
+        """GEMMs of 8 bits by 8 bits read the published layout alone."""
+        are_read = not computing.runs_on(self.format, self.device) or self.compute in ("codes", "auto")
+        return are_read and tiles.are_wanted(self.device, self.shape)
+
+    def _wanted(self) -> tuple[str, ...]:
+        """The names of what is to be kept beside the parameters."""
+        if self.compute == "codes" or not computing.runs_on(self.format, self.device):
+            of_eight_bits = ()
+        elif self.is_tiled:
+            of_eight_bits = "data_p", "scale_p"
+        else:
+            of_eight_bits = () if self._of("scale").dtype == torch.float32 else ("scale_p",)
+        of_backward = ("data_t", "scale_t", "zero_t") if self.is_tiled and self.is_trainable else ()
+        return (*of_backward, *of_eight_bits)
 
     def _tile(self, before: dict[str, nn.Parameter | None]) -> None:
         names = FORMATS[self.format].names
@@ -336,59 +423,66 @@ class QuantizedWeight(nn.Module):
             if out is None:
                 shape = tiles.parameter_shape(tiled.shape, self._parameters[names[key]].shape)
                 out = _frozen(tiled.view(shape))
-                self._drop_packing()  # it may have other sizes
+                self._drop_kept()  # it may have other sizes
             self._parameters[names[key]] = out
 
-    def _drop_packing(self) -> None:
-        self.data_t = self.scale_t = self.zero_t = None
-        self._packed_of = []  # or the tiles would stay in memory
+    def _drop_kept(self) -> None:
+        self.data_t = self.scale_t = self.zero_t = self.data_p = self.scale_p = None
+        self._kept, self._kept_of = (), []  # or the tiles would stay in memory
 
-    def _has_packing(self) -> bool:
-        """Whether there is a second packing of these tiles. It is brought up to date."""
-        if self.data_t is None or not self.is_tiled:
+    def _has_kept(self) -> bool:
+        """Whether something is kept beside these parameters. It is brought up to date."""
+        if not self._kept:
             return False
         if torch.compiler.is_compiling():
             return True
         now = self._stored()
         # They are other tensors inside torch.func.functional_call.
-        if any(tile is not packed for tile, (packed, _) in zip(now, self._packed_of, strict=True)):
+        if any(tensor is not source for tensor, (source, _) in zip(now, self._kept_of, strict=True)):
             return False
-        if any(write_state(tile) != state for tile, state in self._packed_of):
-            self._pack_transposed()
+        if any(write_state(tensor) != state for tensor, state in self._kept_of):
+            self._keep()
         return True
 
     def _stored(self) -> list[Tensor]:
         return [t for t in self._all() if t is not None]
 
-    def _pack_transposed(self) -> None:
-        """Into the memory of the packing that there is, if it is on the weight's device."""
-        published = {f"{name}_t": self._published(name) for name in ("data", "scale", "zero")}
+    def _keep(self) -> None:
+        """Makes what is kept, in the memory that it has if that is on the weight's device."""
         with torch.inference_mode(False):  # or it could not be written, nor saved for backward, outside
-            for name, tensor in published.items():
-                convert = tiles.transposed_data if name == "data_t" else tiles.transposed_scale
+            for name in self._kept:
+                tensor = self._published(name.partition("_")[0])
                 if tensor is not None:
                     out = _if_on(tensor.device, getattr(self, name))
-                    tensor = convert(self.format, tensor, self.shape, out)
+                    tensor = self._as_kept(name, tensor, out)
                 setattr(self, name, tensor)
-        self._packed_of = [(t, write_state(t)) for t in self._stored()]
+        self._kept_of = [(t, write_state(t)) for t in self._stored()]
+
+    def _as_kept(self, name: str, published: Tensor, out: Tensor | None) -> Tensor:
+        if name.endswith("_t"):
+            convert = tiles.transposed_data if name == "data_t" else tiles.transposed_scale
+            return convert(self.format, published, self.shape, out)
+        made = published if name == "data_p" else published.float()
+        return made if out is None or out.shape != made.shape else out.copy_(made)
 
     def _apply(self, fn, recurse=True):
         """As nn.Module, but codes and scales keep their dtypes: fn gets their bytes."""
         self.dtype = fn(torch.empty(0, dtype=self.dtype, device=self.device)).dtype
-        has_packing = self._has_packing()
+        has_kept = self._has_kept()
         for name, parameter in self.named_parameters(recurse=False):
             self._parameters[name] = _frozen(_applied(fn, parameter))
-        if tiles.are_wanted(self.device, self.shape):  # or the packing is dropped
-            for name in ("data_t", "scale_t", "zero_t"):
-                tensor = getattr(self, name) if has_packing else None
-                setattr(self, name, None if tensor is None else _applied(fn, tensor))
-            if has_packing:
-                self._packed_of = [(t, write_state(t)) for t in self._stored()]
+        if not (has_kept and self.is_tiled == self._wants_tiles() and self._kept == self._wanted()):
+            self._drop_kept()
+        for name in self._kept:
+            tensor = getattr(self, name)
+            setattr(self, name, None if tensor is None else _applied(fn, tensor))
+        self._kept_of = [(t, write_state(t)) for t in self._stored()]
         self._arrange()
         return self
 
     def __setstate__(self, state) -> None:
         super().__setstate__(state)
+        self._parameters.setdefault("smooth", None)  # pickled by an older version
         self._copies = Copies()
         self._arrange()  # torch.load may have moved it to another device
 
@@ -440,7 +534,7 @@ class QuantizedWeight(nn.Module):
         finally:
             if is_sharded:
                 self._write_shards(before, published)
-            self._arrange(before)
+            self._arrange(before, is_loaded=True)
 
     def _make_room(self, own: dict[str, Tensor | None], given: dict[str, Tensor], is_assigned: bool) -> None:
         """Replaces parameters that differ from given tensors in what the format leaves open."""

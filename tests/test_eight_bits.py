@@ -1,0 +1,492 @@
+"""8 bits on both operands: a weight's mode and layouts, smoothing, and the experts against the reference."""
+
+import copy
+import io
+
+import pytest
+import torch
+from cases import (
+    BF16,
+    F16,
+    F32,
+    F64,
+    make_ids,
+    quantize_options,
+)
+
+import fused_moe
+from fused_moe import FusedMoE, QuantizedWeight, quantize, reference, smooth_from
+from fused_moe.quantized import computing, smoothing, tiles
+from fused_moe.quantized.formats import FORMATS
+
+pytestmark = pytest.mark.usefixtures("poison")
+
+# name: format, options of quantize, mode
+MODES = {
+    "fp8_block": ("fp8_block", {}, "fp8"),
+    "fp8": ("fp8", {}, "fp8"),
+    "fp8, one scale": ("fp8", {"per_tensor": True}, "fp8"),
+    "int8": ("int8", {}, "int8"),
+    "int8, one scale": ("int8", {"per_tensor": True}, "int8"),
+    "int8_smooth": ("int8", {}, "int8_smooth"),
+}
+EVERY_MODE = pytest.mark.parametrize("mode", MODES)
+EIGHT_BITS = ("fp8_block", "fp8", "int8")
+UNTILED = ("fp8", "int8", "int8_smooth")
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().view(torch.uint8)
+
+
+def smooth_factors(E: int, width: int, device="cpu") -> torch.Tensor:
+    return torch.rand(E, width, device=device) + 0.5
+
+
+# --- a weight's mode --------------------------------------------------------------------------------------
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("format", FORMATS)
+def test_which_modes_a_format_has(device, format):
+    """quantize, the constructor and set_compute take the same ones, and say which."""
+    right = {
+        "fp8_block": ("codes", "fp8", "auto"),
+        "fp8": ("codes", "fp8", "auto"),
+        "int8": ("codes", "int8", "int8_smooth", "auto"),
+    }.get(format, ("codes",))
+    weight, options = torch.randn(2, 32, 64, device=device), quantize_options(format)
+    for compute in ("codes", "fp8", "int8", "int8_smooth", "auto"):
+        w = quantize(weight, format, **options)
+        assert w.compute == "codes" and "compute" not in repr(w)
+        make = {"format": format, "shape": w.shape, "compute": compute}
+        calls = (
+            lambda compute=compute: quantize(weight, format, compute=compute, **options),
+            lambda w=w, make=make: QuantizedWeight(w.data, w.scale, w.zero, **make),
+            lambda w=w, compute=compute: w.set_compute(compute),
+        )
+        for call in calls:
+            if compute in right:
+                found = call()
+                assert found.compute == compute and (f"compute={compute!r}" in repr(found)) == (
+                    compute != "codes"
+                )
+            else:
+                modes = " or ".join(map(repr, right))
+                with pytest.raises(ValueError, match=f"expected compute {modes} with format {format}, found"):
+                    call()
+                assert w.compute == "codes"
+    with pytest.raises(ValueError, match="expected compute to be one of"):
+        quantize(weight, format, compute="fp16", **options)
+
+
+def test_smooth_and_power_of_two_belong_to_modes(device):
+    int8, fp8 = (quantize(torch.randn(2, 32, 64, device=device), format) for format in ("int8", "fp8"))
+    smooth = smooth_factors(2, 64, device)
+    own = {"format": "int8", "shape": (2, 32, 64)}
+
+    def make(**changes):
+        return QuantizedWeight(
+            int8.data, int8.scale, **own | {"compute": "int8_smooth", "smooth": smooth} | changes
+        )
+
+    w = make()
+    assert torch.equal(w.smooth, smooth) and not w.smooth.requires_grad and "smooth=True" in repr(w)
+    assert int8.smooth is None and fp8.set_compute("fp8", power_of_two=True).power_of_two
+    assert "power_of_two=True" in repr(fp8) and not fp8.set_compute("auto").power_of_two
+    for call, error, message in (
+        (
+            lambda: make(compute="int8"),
+            ValueError,
+            "no smooth without compute 'int8_smooth', found compute 'int8'",
+        ),
+        (lambda: w.set_compute("int8"), ValueError, "no smooth without compute 'int8_smooth', found"),
+        (
+            lambda: make(smooth=smooth[:1]),
+            ValueError,
+            r"smooth of shape \(E, in\) = \(2, 64\), found \(1, 64\)",
+        ),
+        (lambda: make(smooth=smooth.double()), TypeError, "smooth of dtype float32, found torch.float64"),
+        (lambda: make(smooth=smooth.to("meta")), ValueError, "smooth on the weight's device .*, found meta"),
+        (lambda: make(smooth=[1]), TypeError, "smooth to be a tensor, found list"),
+        (lambda: int8.set_compute("int8", power_of_two=True), ValueError, "power_of_two with compute 'fp8'"),
+        (lambda: fp8.set_compute("codes", power_of_two=True), ValueError, "power_of_two with compute 'fp8'"),
+        (
+            lambda: fp8.set_compute("fp8", power_of_two=1),
+            TypeError,
+            "power_of_two to be True or False, found int 1",
+        ),
+    ):
+        with pytest.raises(error, match=f"expected {message}"):
+            call()
+    if device.type == "cpu":
+        for wrong in (0.0, -1.0, torch.inf, torch.nan):
+            with pytest.raises(ValueError, match="smooth of finite numbers > 0"):
+                make(smooth=smooth.index_fill(1, torch.tensor([3]), wrong))
+
+
+def test_what_keeps_mode_and_smooth(device):
+    """state_dict and load_state_dict, copies, pickles, other devices, hooks."""
+    moe = quantize(FusedMoE(64, 96, 4, 2, device=device), "int8", compute="int8_smooth")
+    state = moe.state_dict()
+    names = {name for name in state if name.startswith("experts.")}
+    assert names == {
+        f"experts.{w}.{n}" for w in ("w1", "w2", "w3") for n in ("weight", "weight_scale", "smooth")
+    }
+    file = io.BytesIO()
+    torch.save(moe, file)
+    file.seek(0)
+    pickled = torch.load(file, weights_only=False)
+    other = quantize(FusedMoE(64, 96, 4, 2, device=device), "int8", compute="int8_smooth")
+    other.load_state_dict(state)
+    with torch.device("meta"):
+        meta = quantize(FusedMoE(64, 96, 4, 2), "int8", compute="int8_smooth")
+    meta.load_state_dict(state, assign=True)
+    moved = copy.deepcopy(moe).to(BF16).to("cpu").to(device)
+    hooked = copy.deepcopy(moe)
+    hooked.experts.w1.register_forward_pre_hook(lambda w, args: None)
+    for same in (pickled, other, meta, copy.deepcopy(moe), moved, hooked):
+        for name in ("w1", "w2", "w3"):
+            w, expected = getattr(same.experts, name), getattr(moe.experts, name)
+            assert w.compute == "int8_smooth" and w.smooth.dtype == F32
+            assert torch.equal(w.smooth, expected.smooth) and torch.equal(w.data, expected.data)
+    plain = quantize(FusedMoE(64, 96, 4, 2, device=device), "int8", compute="int8")
+    with pytest.raises(RuntimeError, match=r"Unexpected key.*experts.w1.smooth"):
+        plain.load_state_dict(state)
+    with pytest.raises(RuntimeError, match=r"Missing key.*experts.w1.smooth"):
+        other.load_state_dict({name: t for name, t in state.items() if not name.endswith("smooth")})
+
+
+def test_a_weight_that_an_older_version_pickled(device):
+    w = quantize(torch.randn(2, 64, 64, device=device), "int8")
+    old = copy.deepcopy(w)
+    del old._parameters["smooth"]
+    for name in ("_compute", "_power_of_two", "_kept", "_kept_of"):
+        vars(old).pop(name, None)
+    file = io.BytesIO()
+    torch.save(old, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=False)
+    assert loaded.compute == "codes" and loaded.smooth is None
+    assert torch.equal(loaded.dequantize(), w.dequantize())
+
+
+# --- layouts ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def no_fp8(monkeypatch):
+    """GPUs, here the CPU, multiply no FP8."""
+    monkeypatch.setattr(computing, "runs_on", lambda format, device: format == "int8")
+
+
+def assert_published(w: QuantizedWeight, plain: QuantizedWeight) -> None:
+    """Its 8-bit tensors are the codes and scales of an untiled weight."""
+    data, scale = w.eight_bit_tensors
+    assert torch.equal(bits(data), bits(plain.data)) and scale.dtype == F32
+    assert torch.equal(scale, plain.scale.float())
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("format", EIGHT_BITS)
+def test_who_keeps_the_published_layout(cpu, request, format):
+    """Where tiles are read: codes have tiles, 8 bits do not, auto has both."""
+    weight = torch.randn(2, 64, 192, dtype=BF16)
+    plain = quantize(weight, format)
+    request.getfixturevalue("tiling")
+    codes = quantize(weight, format)
+    assert codes.is_tiled and codes.eight_bit_tensors is None and codes.data_p is None
+    for compute in UNTILED:
+        if format in computing.FORMATS_OF[compute]:
+            w = copy.deepcopy(codes).set_compute(compute)
+            assert not w.is_tiled and w.nbytes <= plain.nbytes + plain.scale.numel() * 4
+            assert_published(w, plain)
+            assert w.data.data_ptr() == w.eight_bit_tensors[0].data_ptr()  # no copy
+            assert w.set_compute("codes").is_tiled and w.scale_p is None
+            assert torch.equal(bits(w.tensors[0]), bits(codes.tensors[0]))
+    both = copy.deepcopy(codes).set_compute("auto")
+    assert both.is_tiled and torch.equal(bits(both.tensors[0]), bits(codes.tensors[0]))
+    assert_published(both, plain)
+    assert 1.9 * codes.nbytes <= both.nbytes <= 2.1 * codes.nbytes
+    assert not list(both.buffers()) and both.state_dict().keys() == codes.state_dict().keys()
+    assert both.set_compute("codes").data_p is None and both.nbytes == codes.nbytes
+
+
+@pytest.mark.usefixtures("tiling", "no_fp8")
+def test_where_no_fp8_is_multiplied(cpu):
+    """fp8 keeps tiles alone there, as codes do; int8 is multiplied."""
+    for compute in ("fp8", "auto"):
+        w = quantize(torch.randn(2, 64, 64), "fp8_block", compute=compute)
+        assert w.is_tiled and w.eight_bit_tensors is None
+    assert not quantize(torch.randn(2, 64, 64), "int8", compute="int8").is_tiled
+
+
+@pytest.mark.usefixtures("tiling")
+@pytest.mark.parametrize("format", EIGHT_BITS)
+def test_what_is_kept_follows_the_weight(cpu, format):
+    """Loads, in place; writes; moves; copies; refresh_weights."""
+    first, second = (
+        quantize(torch.randn(2, 64, 128), format, compute="auto", trainable=True) for _ in range(2)
+    )
+    first_published = first.data.clone()
+    places = [t.data_ptr() for t in (*first.eight_bit_tensors, first.data_t)]
+    first.load_state_dict(second.state_dict())
+    assert [t.data_ptr() for t in (*first.eight_bit_tensors, first.data_t)] == places
+    assert torch.equal(bits(first.data_p), bits(second.data_p)) and torch.equal(first.scale_p, second.scale_p)
+    assert torch.equal(bits(first.data_t), bits(second.data_t))
+    other = quantize(torch.randn(2, 64, 128), format, compute="auto")
+    for own, written in zip(first._stored(), other._stored(), strict=True):
+        own.copy_(written)  # as DistributedDataParallel's first broadcast
+    assert torch.equal(bits(first.eight_bit_tensors[0]), bits(other.data))
+    for own, written in zip(first._stored(), second._stored(), strict=True):
+        own.data.copy_(written)
+    fused_moe.refresh_weights(first)
+    assert torch.equal(bits(first.eight_bit_tensors[0]), bits(second.data))
+    copied = copy.deepcopy(first)
+    assert_published(copied, first)
+    assert copied.eight_bit_tensors[0].data_ptr() != first.eight_bit_tensors[0].data_ptr()
+    assert_published(first.to(F16), second)
+    with pytest.MonkeyPatch.context() as elsewhere:
+        elsewhere.setattr(tiles, "are_read_on", lambda device: False)
+        moved = copied.to(cpu)
+        assert not moved.is_tiled and moved.data_p is None and moved.data_t is None
+        assert_published(moved, second)
+    assert not torch.equal(bits(first_published), bits(second.data))
+
+
+def test_scales_of_16_bits_are_kept_in_float32(device):
+    """Beside the published ones, which a state_dict has; written again where those are loaded."""
+    made = quantize(torch.randn(2, 64, 64, device=device, dtype=BF16), "int8")
+    w = QuantizedWeight(made.data, made.scale, format="int8", shape=made.shape, compute="int8")
+    assert w.weight_scale.dtype == w.state_dict()["weight_scale"].dtype == BF16
+    _, scale = w.eight_bit_tensors
+    assert scale.data_ptr() == w.eight_bit_tensors[1].data_ptr() == w.scale_p.data_ptr()
+    assert torch.equal(scale, made.scale.float())
+    other = quantize(torch.randn(2, 64, 64, device=device, dtype=BF16), "int8")
+    w.load_state_dict(other.state_dict())
+    assert w.scale_p.data_ptr() == scale.data_ptr() and torch.equal(scale, other.scale.float())
+    w.load_state_dict(quantize(torch.randn(2, 64, 64, device=device), "int8").state_dict())
+    assert w.scale_p is None and w.eight_bit_tensors[1].data_ptr() == w.weight_scale.data_ptr()
+
+
+# --- quantize and smoothing -------------------------------------------------------------------------------
+
+
+@EVERY_MODE
+def test_quantize_for_a_mode(device, mode):
+    """Scales are float32 and codes the nearest of them, times the factors."""
+    format, options, compute = MODES[mode]
+    weight = torch.randn(3, 40, 48, device=device, dtype=BF16)
+    w = quantize(weight, format, compute=compute, **options)
+    wide = weight.float() if w.smooth is None else weight.float() * w.smooth.unsqueeze(1)
+    expected = quantize(wide, format, **options)
+    assert w.scale.dtype == F32 and w.dtype == BF16
+    assert torch.equal(w.scale, expected.scale) and torch.equal(bits(w.data), bits(expected.data))
+
+
+def test_factors_from_weights_alone(device):
+    """The inverse square root of column peaks, over its geometric mean; of w1 and w3 together."""
+    moe = FusedMoE(16, 24, 3, 2, device=device)
+    with torch.no_grad():
+        moe.experts.w1[:, :, 5] = moe.experts.w3[:, :, 5] = 0
+        moe.experts.w2[1, 3, 7] = torch.nan
+    w1, w2, w3 = (w.detach().clone() for w in moe.experts.weights)
+    quantize(moe, "int8", compute="int8_smooth")
+    found = [w.smooth for w in moe.experts.weights]
+    assert torch.equal(found[0], found[2])
+    for smooth, weights, is_odd in (
+        (found[0], (w1, w3), lambda e, i: i == 5),
+        (found[1], (w2,), lambda e, i: (e, i) == (1, 7)),
+    ):
+        for e in range(3):
+            channels = range(smooth.size(1))
+            peaks = [max(w[e, :, i].abs().max().item() for w in weights) for i in channels]
+            right = [i for i in channels if not is_odd(e, i)]
+            values = torch.tensor([peaks[i] ** -0.5 for i in right], dtype=F64)
+            expected = values / values.log().mean().exp()
+            torch.testing.assert_close(smooth[e, right].cpu().double(), expected, rtol=1e-5, atol=0)
+            assert all(smooth[e, i] == 1 for i in channels if is_odd(e, i))
+
+
+def calibrated(device, dtype=F32, **options):
+    """A layer some of whose channels of x are outliers, and x."""
+    moe = FusedMoE(32, 48, 4, 2, device=device, dtype=dtype, **options)
+    x = torch.randn(200, 32, device=device, dtype=dtype)
+    x[:, 3] *= 60
+    x[:, 17] *= 30
+    return moe, x
+
+
+@pytest.mark.parametrize(
+    "options", ({}, {"gated": False, "activation": "relu2"}, {"bias": True, "activation": "situ"})
+)
+@pytest.mark.parametrize("alpha", (0.0, 0.5, 0.8, 1.0))
+def test_smooth_from_is_its_formula(device, options, alpha):
+    """peak_x^alpha / peak_w^(1 - alpha) of each expert's own tokens, over its geometric mean."""
+    moe, x = calibrated(device, **options)
+    found = smooth_from(moe, [x[:50], (x[50:120],), {"x": x[120:]}], alpha)
+    assert list(found) == ["experts"]
+    w1, w2, w3 = (None if w is None else w.detach().double() for w in moe.experts.weights)
+    with torch.no_grad():
+        _, ids, _ = moe.router(x, None)
+    for e in range(4):
+        rows = x[(ids == e).any(1)].double()
+        b1, b3 = (None if b is None else b[e].double() for b in (moe.experts.b1, moe.experts.b3))
+        gate = torch.nn.functional.linear(rows, w1[e], b1)
+        up = None if w3 is None else torch.nn.functional.linear(rows, w3[e], b3)
+        a = reference.activate(gate, up, **fused_moe.module.activation_of(moe.experts))
+        of_x = w1[e].abs() if w3 is None else torch.maximum(w1[e].abs(), w3[e].abs())
+        for smooth, peaks, columns in zip(
+            found["experts"], (rows, a), (of_x.amax(0), w2[e].abs().amax(0)), strict=True
+        ):
+            peaks = peaks.abs().amax(0)
+            expected = peaks**alpha / columns ** (1 - alpha)
+            expected = expected / expected[expected > 0].log().mean().exp()
+            expected = torch.where(expected > 0, expected, 1)
+            torch.testing.assert_close(smooth[e].double(), expected, rtol=1e-4, atol=0)
+
+
+def test_experts_without_tokens_have_factors_of_their_weights(device):
+    moe, x = calibrated(device)
+    ids = make_ids("gaps", 200, 2, 4).to(device)
+    found = smooth_from(moe, [{"x": x, "ids": ids}])["experts"]
+    alone = smoothing.from_experts(moe.experts)
+    for measured, of_weights in zip(found, alone, strict=True):
+        assert torch.equal(measured[1], of_weights[1]) and not torch.equal(measured[0], of_weights[0])
+
+
+def test_smooth_from_leaves_the_module_as_it_was(device):
+    """Training flags, counters, hooks, gradients."""
+    moe, x = calibrated(device, load_balance_coeff=1e-3)
+    model = torch.nn.Sequential(torch.nn.Dropout(0.5), moe)
+    moe.router.eval()
+    flags = [m.training for m in model.modules()]
+    first, second = (smooth_from(model, [x]) for _ in range(2))
+    assert list(first) == ["1.experts"]
+    for one, other in zip(first["1.experts"], second["1.experts"], strict=True):
+        assert torch.equal(one, other) and not one.requires_grad and one.dtype == F32  # no dropout
+    assert [m.training for m in model.modules()] == flags and not moe.tokens_per_expert.any()
+    assert not moe.experts._forward_pre_hooks and all(p.grad is None for p in model.parameters())
+    with pytest.raises(ValueError, match="FusedMoE: expected x of shape"):
+        smooth_from(model, [x[:, :3]])
+    assert [m.training for m in model.modules()] == flags and not moe.experts._forward_pre_hooks
+
+
+def test_smoothing_takes_outliers_from_x(device):
+    """With factors of calibration int8 errs less where channels of x are outliers."""
+    moe, x = calibrated(device)
+    with torch.no_grad():
+        expected = moe(x)
+    found = smooth_from(moe, [x])
+    errors = {}
+    for name, options in (
+        ("int8", {"compute": "int8"}),
+        ("calibrated", {"compute": "int8_smooth", "smooth": found}),
+    ):
+        loop = reference.FusedMoE(32, 48, 4, 2, device=device)
+        loop.load_state_dict(moe.state_dict())
+        quantize(loop, "int8", **options)
+        errors[name] = ((loop(x) - expected).norm() / expected.norm()).item()
+    assert errors["calibrated"] < 0.7 * errors["int8"], errors
+
+
+def test_wrong_smoothing(device):
+    moe, x = calibrated(device)
+    right = smooth_from(moe, [x])
+    smooth1, smooth2 = right["experts"]
+    lora = fused_moe.add_lora(copy.deepcopy(moe), 2)
+    some = copy.deepcopy(moe)
+    some.experts.w1 = quantize(some.experts.w1, "int8")
+    for call, error, message in (
+        (lambda: smooth_from(moe, x), TypeError, "batches to be an iterable of inputs, found Tensor"),
+        (lambda: smooth_from(moe, 3), TypeError, "batches to be an iterable of inputs, found int"),
+        (lambda: smooth_from(moe, []), ValueError, "batches that reach the experts 'experts', found none"),
+        (lambda: smooth_from(moe, [x], 1.5), ValueError, "alpha from 0 to 1, found 1.5"),
+        (lambda: smooth_from(torch.nn.Linear(2, 2), [x]), ValueError, "a module with a FusedMoE in it"),
+        (lambda: smooth_from(lora, [x]), ValueError, "experts without adapters, found experts with them"),
+        (lambda: smooth_from(some, [x]), ValueError, "w1 of experts that are not quantised yet, found Quant"),
+        (
+            lambda: q(moe, smooth=3),
+            TypeError,
+            "smooth to be what smooth_from returns of the module, found int",
+        ),
+        (
+            lambda: q(moe, smooth={"x": right["experts"]}),
+            ValueError,
+            r"smooth of \['experts'\], .*found \['x'\]",
+        ),
+        (
+            lambda: q(moe, smooth={"experts": smooth1}),
+            TypeError,
+            r"smooth\['experts'\] to be \(smooth1, smooth2\)",
+        ),
+        (
+            lambda: q(moe, smooth={"experts": (smooth2, smooth1)}),
+            ValueError,
+            r"smooth\['experts'\]\[0\] of shape",
+        ),
+        (lambda: q(moe, compute="int8", smooth=right), ValueError, "no smooth without compute 'int8_smooth'"),
+        (lambda: q(moe.experts.w1, smooth=right), TypeError, "smooth to be a tensor, found dict"),
+        (lambda: q(moe.experts.w1, smooth=smooth2), ValueError, r"smooth of shape \(E, in\)"),
+        (lambda: q(lora), ValueError, "experts without adapters with compute 'int8_smooth'"),
+        (
+            lambda: q(some),
+            ValueError,
+            "experts none of whose weights is quantised yet .*, found w2 and w3 alone",
+        ),
+    ):
+        with pytest.raises(error, match=f"expected {message}"):
+            call()
+    assert all(isinstance(w, torch.nn.Parameter) for w in moe.experts.weights)
+
+
+def q(what, **options):
+    return quantize(what, "int8", **{"compute": "int8_smooth"} | options)
+
+
+# --- the reference's rows ---------------------------------------------------------------------------------
+
+
+def rows_one_by_one(rows: torch.Tensor, format: str, power_of_two: bool) -> torch.Tensor:
+    """quantize_rows by eight_bit.h's words, each code by a search of the nearest."""
+    if format == "int8":
+        codes = torch.arange(-127.0, 128)
+    else:
+        every = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+        codes = every[every.isfinite()].unique()
+    out = torch.empty_like(rows, dtype=F32)
+    for i, row in enumerate(rows.float()):
+        peak = row.abs().max()
+        scale = peak / codes.max() if peak > 0 else torch.tensor(1.0)
+        scale = scale.clamp_min(2.0**-120)
+        if power_of_two:
+            scale = torch.tensor(next(2.0**n for n in range(-120, 128) if 2.0**n >= scale))
+        value = row * (1 / scale)
+        distance = (value.double().unsqueeze(1) - codes.double()).abs()
+        nearest = codes[distance.argmin(1)]
+        out[i] = nearest * scale
+    return out
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("format", ("fp8_block", "int8"))
+@pytest.mark.parametrize("power_of_two", (False, True))
+def test_rows_of_the_reference(cpu, format, power_of_two):
+    """Every code is the nearest, whatever a row's size; zeros, NaN, and what no scale reaches."""
+    rows = torch.randn(40, 33) * torch.logspace(-30, 30, 40).unsqueeze(1)
+    found = reference.quantize_rows(rows, format, power_of_two=power_of_two)
+    assert torch.equal(found, rows_one_by_one(rows, format, power_of_two))
+    found = reference.quantize_rows(rows.double(), format, power_of_two=power_of_two)
+    assert found.dtype == F64
+    rows = torch.zeros(4, 8)
+    rows[1, 3], rows[2, 0], rows[3, 1] = torch.nan, 1e-40, -2.0
+    found = reference.quantize_rows(rows, format, power_of_two=power_of_two)
+    assert not found[0].any() and found[1].isnan().all() and found[3, 1] == -2
+    assert found[2].abs().max() <= 2.0**-119 and not found[2, 1:].any()
+
+
+def test_ties_go_to_even(cpu):
+    rows = torch.tensor([[127.0, 0.5, 1.5, 2.5, -0.5, -1.5]])
+    assert reference.quantize_rows(rows, "int8").tolist() == [[127, 0, 2, 2, 0, -2]]
+    rows = torch.tensor([[448.0, 17.0, 19.0, 21.0, -17.0]])
+    assert reference.quantize_rows(rows, "fp8").tolist() == [[448, 16, 20, 20, -16]]
