@@ -1148,6 +1148,27 @@ CUDA = [
         "tests/cuda/test_sm80_few_rows.py",
     ),
     Mutant(
+        "sm80: int8 weights always have a scale per row",
+        "csrc/kernels/sm80/eight_bit.cu",
+        "scale[has_row_scales ? expert * out + row : expert]",
+        "scale[expert * out + row]",
+        "tests/cuda/test_eight_bit_portable.py",
+    ),
+    Mutant(
+        "sm80: ups have the scales of the gates",
+        "csrc/kernels/sm80/eight_bit.cu",
+        "ups.scale_of(w.tile.expert, up_row)",
+        "ups.scale_of(w.tile.expert, row)",
+        "tests/cuda/test_eight_bit_portable.py",
+    ),
+    Mutant(
+        "sm80: int8 rows have the scale of the tile's first row",
+        "csrc/kernels/sm80/eight_bit.cu",
+        "p.a_scale[w.tile.first_row + row]",
+        "p.a_scale[w.tile.first_row]",
+        "tests/cuda/test_eight_bit_portable.py",
+    ),
+    Mutant(
         "sm80: wgrad loses an expert's last row",
         "csrc/kernels/sm80/wgrad.cu",
         "num_rows = rows.num;",
