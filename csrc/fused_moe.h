@@ -31,10 +31,11 @@ typedef enum {
     FUSED_MOE_OUT_OF_MEMORY,
     FUSED_MOE_MATMUL_FAILED, /* PyTorch's matmul or thread pool reported an error */
     FUSED_MOE_UNSUPPORTED_DTYPE,
-    FUSED_MOE_DRIVER_TOO_OLD,  /* for the CUDA runtime that the library was linked with */
-    FUSED_MOE_UNSUPPORTED_GPU, /* none of the build's GPU targets runs on it */
-    FUSED_MOE_NO_SUCH_TIER,    /* FUSED_MOE_TIER names none, or one that this GPU does not run */
-    FUSED_MOE_CUDA_ERROR,      /* a launch failed; fused_moe_cuda_error() has the runtime's message */
+    FUSED_MOE_UNSUPPORTED_EIGHT_BIT, /* no tier multiplies these operands of 8 bits on this GPU */
+    FUSED_MOE_DRIVER_TOO_OLD,        /* for the CUDA runtime that the library was linked with */
+    FUSED_MOE_UNSUPPORTED_GPU,       /* none of the build's GPU targets runs on it */
+    FUSED_MOE_NO_SUCH_TIER,          /* FUSED_MOE_TIER names none, or one that this GPU does not run */
+    FUSED_MOE_CUDA_ERROR,            /* a launch failed; fused_moe_cuda_error() has the runtime's message */
 } FusedMoeStatus;
 
 const char *fused_moe_status_string(int status);

@@ -1016,6 +1016,14 @@ def _quantized_experts_fake(args):
 _register("quantized_experts", fake=_quantized_experts_fake, autocast=("x", "b1", "b3", "b2", "shared"))
 
 
+def _eight_bit_experts_fake(args):
+    out = args.x.new_empty(args.x.size(0), args.data2.size(1))
+    return out, args.ids.new_empty(args.data1.size(0), dtype=torch.int32)
+
+
+_register("eight_bit_experts", fake=_eight_bit_experts_fake, autocast=("x", "b1", "b3", "b2", "shared"))
+
+
 def _routed_experts_fake(args):
     x, num_experts = args.x, args.gate.size(0)
     logits = x.new_empty(x.size(0), num_experts, dtype=score_dtype(x))

@@ -12,6 +12,12 @@ const char *fused_moe_status_string(int status) {
         return "expected PyTorch's matmul and thread pool to succeed, found an error in one of them";
     case FUSED_MOE_UNSUPPORTED_DTYPE:
         return "expected float32, float64, float16 or bfloat16, found another dtype";
+    case FUSED_MOE_UNSUPPORTED_EIGHT_BIT:
+        return "expected 8-bit operands that this GPU multiplies: widths that are multiples of 16 (gate and "
+               "up of "
+               "fp8_block in one weight: hidden widths of 64), 16-bit x, and e4m3 on compute capability 9.0 "
+               "only; "
+               "found others";
     case FUSED_MOE_DRIVER_TOO_OLD:
         return "expected an NVIDIA driver for the CUDA runtime of this build, found an older one; tensors on "
                "the CPU work";

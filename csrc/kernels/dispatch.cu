@@ -40,6 +40,8 @@ static Table<FusedMoeWgrad> WGRAD = {&sm90::wgrad, &sm80::wgrad};
 static Table<FusedMoeUpGate> UP_GATE = {&sm90::up_gate, &sm80::up_gate};
 static Table<FusedMoeGroupedMM> QUANTIZED_MM = {&sm90::quantized_mm, &sm80::quantized_mm};
 static Table<FusedMoeUpGate> QUANTIZED_UP_GATE = {&sm90::quantized_up_gate, &sm80::quantized_up_gate};
+static Table<FusedMoeEightBitUpGate> EIGHT_BIT_UP_GATE = {&sm90::eight_bit_up_gate, &sm80::eight_bit_up_gate};
+static Table<FusedMoeEightBitMM> EIGHT_BIT_MM = {&sm90::eight_bit_mm, &sm80::eight_bit_mm};
 static Table<FusedMoeDownDgrad> DOWN_DGRAD = {&sm90::down_dgrad, &sm80::down_dgrad};
 
 static const char *const REASONS[FUSED_MOE_NUM_REASONS] = {
@@ -190,6 +192,24 @@ static void select(FusedMoeTieredOp op, Table<Params> &table, Params *p, size_t 
 template <typename Params>
 static int run(Table<Params> &table, const Params &p, void *stream) {
     return table[p.workspace.tier]->run(p, stream);
+}
+
+/* The same for 8-bit operands, of which the last tier does not take all. */
+template <typename Params>
+static void select_eight_bit(FusedMoeTieredOp op, Table<Params> &table, const Params &p,
+                             FusedMoeWorkspace *workspace) {
+    FusedMoeReason reason;
+    int tier = tier_of(table, p, &reason);
+    calls[op].of_tier[tier]++;
+    if (tier) calls[op].reason = reason;
+    workspace->tier = tier;
+    workspace->bytes = 0;
+}
+
+template <typename Params>
+static int run_eight_bit(Table<Params> &table, const Params &p, int tier, void *stream) {
+    if (table[tier]->reason(p) != FUSED_MOE_RUNS) return FUSED_MOE_UNSUPPORTED_EIGHT_BIT;
+    return table[tier]->run(p, stream);
 }
 
 /* Bytes of the workspace for a call's clamped offsets and their schedule; none where they are checked. */
@@ -367,6 +387,12 @@ void fused_moe_cuda_select_wgrad(FusedMoeWgrad *p) {
 void fused_moe_cuda_select_up_gate(FusedMoeUpGate *p) {
     select_weights(FUSED_MOE_OP_UP_GATE, UP_GATE, QUANTIZED_UP_GATE, p);
 }
+void fused_moe_cuda_select_eight_bit_up_gate(FusedMoeEightBitUpGate *p) {
+    select_eight_bit(FUSED_MOE_OP_UP_GATE, EIGHT_BIT_UP_GATE, *p, &p->up.workspace);
+}
+void fused_moe_cuda_select_eight_bit_mm(FusedMoeEightBitMM *p) {
+    select_eight_bit(FUSED_MOE_OP_GROUPED_MM, EIGHT_BIT_MM, *p, &p->down.workspace);
+}
 void fused_moe_cuda_select_down_dgrad(FusedMoeDownDgrad *p) {
     select(FUSED_MOE_OP_DOWN_DGRAD, DOWN_DGRAD, p);
 }
@@ -412,6 +438,12 @@ int fused_moe_cuda_wgrad(const FusedMoeWgrad *p, void *stream) {
 }
 int fused_moe_cuda_up_gate(const FusedMoeUpGate *p, void *stream) {
     return run_weights(UP_GATE, QUANTIZED_UP_GATE, *p, stream);
+}
+int fused_moe_cuda_eight_bit_up_gate(const FusedMoeEightBitUpGate *p, void *stream) {
+    return run_eight_bit(EIGHT_BIT_UP_GATE, *p, p->up.workspace.tier, stream);
+}
+int fused_moe_cuda_eight_bit_mm(const FusedMoeEightBitMM *p, void *stream) {
+    return run_eight_bit(EIGHT_BIT_MM, *p, p->down.workspace.tier, stream);
 }
 int fused_moe_cuda_experts(const FusedMoeExperts *p, void *stream) {
     return sm90::experts.run(*p, stream);

@@ -247,6 +247,14 @@ void run_router_dgrad(const Call &call, const Tensor &dlogits, const Tensor &wei
 /* activate.cpp */
 FusedMoeActivation activation_of(const char *op, int64_t kind, const Constants &constants);
 
+/* experts.cpp */
+struct Width {
+    int64_t E, D, F, H, w1_rows;
+};
+
+/* From w1 (E, rows, D), where rows is F or 2F. */
+Width width_of(const char *op, int64_t E, int64_t rows, int64_t D, bool has_w3, int64_t layout);
+
 /* rows.cpp */
 FusedMoeUnpermute unpermute_of(const char *op, const Tensor &rows, const OptTensor &scores, const RowMap &map,
                                const Tensor &out, const Shared &shared = {});

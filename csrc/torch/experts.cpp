@@ -8,12 +8,7 @@
 
 /* --- shapes --------------------------------------------------------------------------------------------- */
 
-struct Width {
-    int64_t E, D, F, H, w1_rows;
-};
-
-/* From w1 (E, rows, D), where rows is F or 2F. */
-static Width width_of(const char *op, int64_t E, int64_t rows, int64_t D, bool has_w3, int64_t layout) {
+Width width_of(const char *op, int64_t E, int64_t rows, int64_t D, bool has_w3, int64_t layout) {
     check_size(op, "layout", layout, FUSED_MOE_SEPARATE, FUSED_MOE_UNGATED);
     check((layout == FUSED_MOE_SEPARATE) == has_w3, op, "w3 with layout separate and with no other",
           has_w3 ? "w3 with another" : "no w3 with layout separate");

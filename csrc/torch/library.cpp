@@ -242,6 +242,13 @@ STABLE_TORCH_LIBRARY(fused_moe, m) {
         "Tensor? b1, Tensor? b3, Tensor? b2, Tensor scores, Tensor ids, int layout, int activation, "
         "float[] constants, bool score_on_input, Tensor? expert_map=None" SHARED ") -> (Tensor out, "
         "Tensor counts)");
+    m.def(
+        "eight_bit_experts(Tensor x, Tensor data1, Tensor scale1, Tensor? data3, Tensor? scale3, Tensor "
+        "data2, "
+        "Tensor scale2, int format, Tensor? b1, Tensor? b3, Tensor? b2, Tensor scores, Tensor ids, int "
+        "layout, "
+        "int activation, float[] constants, bool score_on_input, Tensor? smooth1=None, Tensor? smooth2=None, "
+        "bool power_of_two=False, Tensor? expert_map=None" SHARED ") -> (Tensor out, Tensor counts)");
     m.def("routed_experts(Tensor x, Tensor gate, Tensor? gate_bias, Tensor? expert_bias, Tensor w1, "
           "Tensor? w3, Tensor w2, Tensor? b1, Tensor? b3, Tensor? b2, " ROUTING ", int layout, "
           "int activation, float[] constants, Tensor? given_ids=None, Tensor? num_tokens=None, "
@@ -286,6 +293,7 @@ static void register_functions(Library &m) {
     REGISTER(m, experts);
     REGISTER(m, experts_out);
     REGISTER(m, quantized_experts);
+    REGISTER(m, eight_bit_experts);
     REGISTER(m, routed_experts);
     REGISTER(m, experts_down_backward);
     REGISTER(m, experts_down_backward_accumulate);

@@ -133,6 +133,14 @@ routed_experts(const Tensor &x, const Tensor &gate, const OptTensor &gate_bias, 
                int64_t group_score, int64_t layout, int64_t activation, const Constants &constants,
                const OptTensor &given_ids, const OptTensor &num_tokens, const OptTensor &expert_scale,
                const OptTensor &shared, const OptTensor &shared_gate);
+/* eight_bit.cpp */
+std::tuple<Tensor, Tensor>
+eight_bit_experts(const Tensor &x, const Tensor &data1, const Tensor &scale1, const OptTensor &data3,
+                  const OptTensor &scale3, const Tensor &data2, const Tensor &scale2, int64_t format,
+                  const OptTensor &b1, const OptTensor &b3, const OptTensor &b2, const Tensor &scores,
+                  const Tensor &ids, int64_t layout, int64_t activation, const Constants &constants,
+                  bool score_on_input, const OptTensor &smooth1, const OptTensor &smooth2, bool power_of_two,
+                  const OptTensor &expert_map, const OptTensor &shared, const OptTensor &shared_gate);
 DownGrads experts_down_backward(const Tensor &dout, const Tensor &h, const Tensor &w2, const OptTensor &b2,
                                 const OptTensor &scores, const TensorList &plan, int64_t layout,
                                 int64_t activation, const Constants &constants, bool need_dh, bool need_dw2,

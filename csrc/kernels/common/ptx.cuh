@@ -47,6 +47,9 @@ __device__ inline uint32_t lop3_and_or(uint32_t a, uint32_t b, uint32_t c) {
 __device__ inline void pin(uint32_t &x) {
     asm volatile("" : "+r"(x)::"memory");
 }
+__device__ inline void pin(int32_t &x) {
+    asm volatile("" : "+r"(x)::"memory");
+}
 __device__ inline void pin(float &x) {
     asm volatile("" : "+f"(x)::"memory");
 }
@@ -141,6 +144,11 @@ __device__ inline uint32_t prmt(uint32_t a, uint32_t b, uint32_t selector) {
 __device__ inline void cp_async(uint32_t dst, const void *src, bool valid) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(dst), "l"(src), "r"(valid ? 16 : 0)
                  : "memory");
+}
+
+/* One word. */
+__device__ inline void cp_async_word(uint32_t dst, const void *src) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(dst), "l"(src) : "memory");
 }
 
 __device__ inline void cp_async_commit_group() {

@@ -201,6 +201,13 @@ __device__ inline uint32_t cvt_f16x2_e4m3x2(uint16_t v) {
     return pair;
 }
 
+/* Two floats to e4m3, rounded to the nearest even; 448 is the largest. */
+__device__ inline uint16_t cvt_e4m3x2_f32(float low, float high) {
+    uint16_t pair;
+    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(high), "f"(low));
+    return pair;
+}
+
 /* --- clusters ------------------------------------------------------------------------------------------- */
 
 /* Waits until all threads of the cluster, in converged warps, have come here. What they wrote to shared
@@ -262,6 +269,18 @@ __device__ inline uint32_t ld_shared_u16(uint32_t address) {
     return v;
 }
 
+__device__ inline float ld_shared_f32(uint32_t address) {
+    float v;
+    asm volatile("ld.shared.f32 %0, [%1];" : "=f"(v) : "r"(address) : "memory");
+    return v;
+}
+
+__device__ inline float2 ld_shared_f32x2(uint32_t address) {
+    float2 v;
+    asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(v.x), "=f"(v.y) : "r"(address) : "memory");
+    return v;
+}
+
 __device__ inline uint2 ld_shared_v2(uint32_t address) {
     uint2 v;
     asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(address) : "memory");
@@ -270,6 +289,18 @@ __device__ inline uint2 ld_shared_v2(uint32_t address) {
 
 __device__ inline void st_shared(uint32_t address, float v) {
     asm volatile("st.shared.f32 [%0], %1;" ::"r"(address), "f"(v) : "memory");
+}
+
+__device__ inline void st_shared_u32(uint32_t address, uint32_t v) {
+    asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(v) : "memory");
+}
+
+__device__ inline void st_shared_u16(uint32_t address, uint16_t v) {
+    asm volatile("st.shared.u16 [%0], %1;" ::"r"(address), "h"(v) : "memory");
+}
+
+__device__ inline void st_shared_u8(uint32_t address, uint32_t v) {
+    asm volatile("st.shared.u8 [%0], %1;" ::"r"(address), "r"(v) : "memory");
 }
 
 __device__ inline void st_shared_v4(uint32_t address, float4 v) {

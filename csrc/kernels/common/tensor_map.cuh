@@ -6,6 +6,7 @@
 #pragma once
 
 #include <cudaTypedefs.h>
+#include <cuda_fp8.h>
 
 #include "launch.cuh"
 #include "numeric.cuh"
@@ -40,6 +41,13 @@ inline CUtensorMapDataType map_dtype(__half) {
 }
 inline CUtensorMapDataType map_dtype(float) {
     return CU_TENSOR_MAP_DATA_TYPE_FLOAT32;
+}
+
+inline CUtensorMapDataType map_dtype(__nv_fp8_e4m3) {
+    return CU_TENSOR_MAP_DATA_TYPE_UINT8;
+}
+inline CUtensorMapDataType map_dtype(int8_t) {
+    return CU_TENSOR_MAP_DATA_TYPE_UINT8;
 }
 
 /* A map of a tensor whose dimension 0 is contiguous; strides in bytes for the dimensions after it. */

@@ -167,8 +167,8 @@ void plan_in_kernel(Gemm<WeightParams> &p, const FusedMoeRoutePlan &unplanned) {
 template <class Config>
 struct alignas(1024) Shared {
     using FullBarrier =
-        std::conditional_t<Config::GATHER, Barrier<TmaThread, CopyingWarps<Config::LOAD_WARPS>>,
-                           Barrier<TmaThread>>;
+        std::conditional_t<Config::GATHER || Config::Weight::HAS_SCALES,
+                           Barrier<TmaThread, CopyingWarps<Config::LOAD_WARPS>>, Barrier<TmaThread>>;
     struct Stage {
         uint8_t a[Config::A_BYTES];
         uint8_t b[Config::Weight::STAGE_BYTES];

@@ -44,7 +44,7 @@ namespace fused_moe {
 namespace sm90 {
 
 /* Named barriers beside barrier 0, which is __syncthreads'. */
-enum NamedBarrier { WARPGROUP_BARRIER = 1 }; /* + the consumer warpgroup's number */
+enum NamedBarrier { WARPGROUP_BARRIER = 1 /* + the consumer warpgroup's number */, CONSUMERS_BARRIER = 8 };
 
 /* --- prologue ------------------------------------------------------------------------------------------- */
 

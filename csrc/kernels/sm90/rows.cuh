@@ -51,6 +51,14 @@ __device__ inline void load_rows(const GemmOf<Config> &p, uint32_t dst, uint32_t
     }
 }
 
+/* A warp copies a stage's scales. */
+template <class Config, class Shared>
+__device__ inline void copy_scales(const GemmOf<Config> &p, Shared &s, int stage, int k_tile,
+                                   const WorkTile &tile) {
+    Config::Weight::copy_scales(p, shared_address(s.stage[stage].b), k_tile, tile);
+    s.full[stage].template arrive_after_copies<Config::LOAD_WARPS>();
+}
+
 /* One warp issues the TMA loads of A and B. With reads_before_wait (only a GEMM of one part has it) B of the
  * first stages is in flight while the kernel before this one still writes A. */
 template <class Config>
@@ -79,6 +87,8 @@ __device__ inline void load_tma(const GemmOf<Config> &p, Shared<Config> &s) {
                                       STAGE_K * stage, rows, tile);
             }
             __syncwarp();
+            if constexpr (Weight::HAS_SCALES)
+                for (int stage = 0; stage < ahead; stage++) copy_scales<Config>(p, s, stage, stage, tile);
             for (; i < ahead; i++) pipe.advance();
             reads_before_wait = false;
         }
@@ -96,6 +106,7 @@ __device__ inline void load_tma(const GemmOf<Config> &p, Shared<Config> &s) {
                     Weight::load(p, shared_address(stage.b), full, part, k_stage, tile);
             }
             __syncwarp();
+            if constexpr (Weight::HAS_SCALES) copy_scales<Config>(p, s, pipe.index, k_stage, tile);
         }
     }
 }
@@ -109,7 +120,12 @@ struct GatherRows {
     using Operand = typename Config::Operand;
     static constexpr int CHUNK_ELEMENTS = 16 / sizeof(Operand);
     static constexpr int STEP = 4 * Config::LOAD_WARPS, MOST = (Config::BM + STEP - 1) / STEP;
-    const char *source[MOST];
+    /* Where a row's next copy is: an address, or of 8-bit rows the number of 16-byte chunks from x on, since
+     * consumers need the registers. */
+    static constexpr bool IN_CHUNKS = sizeof(Operand) == 1;
+    using Source = std::conditional_t<IN_CHUNKS, uint32_t, const char *>;
+    Source source[MOST];
+    const char *x;
     uint32_t offset[2]; /* in a k-tile, of the first two rows: rows 12 apart alternate between two swizzles */
     int chunk, first;   /* the thread's chunk, its first row */
     int num, left;      /* the thread's rows; columns left from its chunk on */
@@ -126,13 +142,24 @@ struct GatherRows {
     __device__ void point(const void *x, int k, TokenOf token_of) {
 #pragma unroll
         for (int i = 0; i < MOST; i++)
-            source[i] =
-                (const char *)x + (token_of(i) * (int64_t)k + CHUNK_ELEMENTS * chunk) * (int)sizeof(Operand);
+            if constexpr (IN_CHUNKS)
+                source[i] = token_of(i) * (uint32_t)(k / CHUNK_ELEMENTS) + chunk;
+            else
+                source[i] = (const char *)x +
+                            (token_of(i) * (int64_t)k + CHUNK_ELEMENTS * chunk) * (int)sizeof(Operand);
+        this->x = (const char *)x;
         left = k - CHUNK_ELEMENTS * chunk;
     }
 
     /* Rows from num on keep what an earlier tile left: their results are not stored. */
     __device__ void set_num(int num_rows) { num = (num_rows - first + STEP - 1) / STEP; }
+
+    __device__ const char *address_of(int i) const {
+        if constexpr (IN_CHUNKS)
+            return x + 16ull * source[i];
+        else
+            return source[i];
+    }
 
     /* Copies a stage to `a`, the i-th since the pointers moved on. Rows that a full tile beside skinny ones
      * lacks are zeros, for load_rows' reason. HAS_ALL: the tile has BM rows. Without it each row has a
@@ -151,24 +178,25 @@ struct GatherRows {
                 bool is_valid = TILE_K * j < left && (Config::ALL_SWAPPED || row < num);
                 if (copies)
                     cp_async(dst[row % 2] + row / 2 * 2 * STEP * SWIZZLE_BYTES + j * Config::K_TILE_BYTES,
-                             source[row] + (K_TILES * i + j) * SWIZZLE_BYTES, is_valid);
+                             address_of(row) + (K_TILES * i + j) * SWIZZLE_BYTES, is_valid);
             }
         left -= K_TILES * TILE_K;
     }
 
     __device__ void advance(int num_stages) {
 #pragma unroll
-        for (int i = 0; i < MOST; i++) source[i] += num_stages * Config::K_TILES * SWIZZLE_BYTES;
+        for (int i = 0; i < MOST; i++)
+            source[i] += num_stages * Config::K_TILES * SWIZZLE_BYTES / (IN_CHUNKS ? 16 : 1);
     }
 };
 
 /* Loads a tile's stages. One thread calls issue_weight(stage, b, barrier), which issues the loads of the
- * weight. STAGES_AT_ONCE stages are loaded before the pointers move on, since a stage's offset is then a
+ * weight, and its warp copy_scales(stage, b) where a stage has scales. STAGES_AT_ONCE stages are loaded before the pointers move on, since a stage's offset is then a
  * constant of the instruction. */
-template <bool HAS_ALL, class Config, class Shared, typename IssueWeight>
+template <bool HAS_ALL, class Config, class Shared, typename IssueWeight, typename CopyScales>
 __device__ __forceinline__ void gather_tile(Shared &s, typename Config::Pipeline &pipe,
                                             GatherRows<Config> &rows, int num_stages, bool loads_weight,
-                                            IssueWeight issue_weight) {
+                                            IssueWeight issue_weight, CopyScales copy_scales) {
     constexpr int AT_ONCE = HAS_ALL ? Config::STAGES_AT_ONCE : 1;
 #pragma unroll 1
     for (int first = 0; first < num_stages; first += AT_ONCE) {
@@ -179,6 +207,7 @@ __device__ __forceinline__ void gather_tile(Shared &s, typename Config::Pipeline
             auto &full = s.full[pipe.index];
             s.empty[pipe.index].wait(pipe.phase ^ 1);
             if (loads_weight && elect_sync()) issue_weight(first + i, shared_address(stage.b), full);
+            if (Config::Weight::HAS_SCALES && loads_weight) copy_scales(first + i, shared_address(stage.b));
             rows.template copy_stage<HAS_ALL>(shared_address(stage.a), i);
             full.template arrive_after_copies<Config::LOAD_WARPS>();
             pipe.advance();
@@ -205,14 +234,17 @@ __device__ inline void load_gather(const GemmOf<Config> &p, Shared<Config> &s) {
             full.expect(Weight::bytes(p, tile));
             Weight::load(p, b, full.address(), 0, stage, tile);
         };
+        auto copy_scales = [&](int stage, uint32_t b) {
+            if constexpr (Weight::HAS_SCALES) Weight::copy_scales(p, b, stage, tile);
+        };
         int num_stages = Weight::num_stages(p, tile);
         if constexpr (Config::STAGES_AT_ONCE > 1) {
             if (tile.num_rows == Config::BM) {
-                gather_tile<true>(s, pipe, rows, num_stages, loads_weight, issue_weight);
+                gather_tile<true>(s, pipe, rows, num_stages, loads_weight, issue_weight, copy_scales);
                 continue;
             }
         }
-        gather_tile<false>(s, pipe, rows, num_stages, loads_weight, issue_weight);
+        gather_tile<false>(s, pipe, rows, num_stages, loads_weight, issue_weight, copy_scales);
     }
 }
 

@@ -112,16 +112,28 @@ class TileReader {
     /* The tokens of the next tile's rows; they stay until next() has returned the tile. */
     __device__ const int32_t *wait_for_tokens() {
         queue.full[stage.index].wait(stage.phase);
-        return queue.token[stage.index];
+        return tokens();
     }
 
+    /* The same after look(). */
+    __device__ const int32_t *tokens() { return queue.token[stage.index]; }
+
     __device__ typename Queue::WorkTile next() {
+        auto tile = look();
+        move_on();
+        return tile;
+    }
+
+    /* The next tile, which stays in the queue until move_on(): registers need not hold it meanwhile. */
+    __device__ typename Queue::WorkTile look() {
         queue.full[stage.index].wait(stage.phase);
-        auto tile = queue.tile[stage.index];
+        return queue.tile[stage.index];
+    }
+
+    __device__ void move_on() {
         __syncwarp();
         queue.empty[stage.index].template arrive_once<Queue::READING_WARPS>();
         stage.advance();
-        return tile;
     }
 };
 

@@ -8,6 +8,7 @@
  *   bytes(p, tile)          that a stage's loads bring
  *   load(p, ..)             issues these loads
  *   descriptor(b, subtile)  for wgmma, of a subtile of the stage
+ *   HAS_SCALES              whether a stage has scales, which copy_scales(p, ..) copies by cp.async
  * With IN_REGISTERS it has no descriptor, but what makes fragments: weight_quantized.cuh. */
 #pragma once
 
@@ -24,7 +25,7 @@ typedef struct {
 template <typename Operand, Major MAJOR, int BN>
 struct DenseWeight {
     using Params = DenseParams;
-    static constexpr bool IN_REGISTERS = false;
+    static constexpr bool IN_REGISTERS = false, HAS_SCALES = false;
     static constexpr int PARTS = 2; /* of k: up_dgrad's */
     static constexpr int STAGE_BYTES = BN / SUBTILE * SUBTILE_BYTES;
     static constexpr int BOX = BN / (BN > SUBTILE ? 2 : 1); /* columns that one map's loads bring */

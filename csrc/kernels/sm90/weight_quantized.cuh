@@ -61,7 +61,7 @@ struct QuantizedWeight {
     using Dequantizer = Dequantizer_;
     using Params = QuantizedParams;
     using Tile = QuantizedTile<HEIGHT>;
-    static constexpr bool IN_REGISTERS = true;
+    static constexpr bool IN_REGISTERS = true, HAS_SCALES = false;
     static constexpr int PARTS = 1, TILES = Tile::TILES, BOX = Tile::BOX;
     static_assert(!Dequantizer::BY_COLUMN || Tile::K_TILES == 1,
                   "factors of columns are loaded once in a stage");

@@ -96,6 +96,41 @@ __device__ inline void wgmma_wait_group() {
 WGMMAS(__nv_bfloat16, "bf16")
 WGMMAS(__half, "f16")
 
+/* The same of 8-bit elements, 32 of k at a time: e4m3 into floats, int8 into integers, exactly. Both operands
+ * are K-major. Without accumulate, too, d is an operand: sums of blocks then stay in the same registers. */
+#define WGMMA_8(T, ACC, C, TYPES, SIGNS, N, REGS, TEXT, A, B, P)                                             \
+    template <int accumulate>                                                                                \
+    __device__ inline void wgmma_m64n##N##k32(ACC *d, uint64_t a, uint64_t b, T) {                           \
+        asm volatile("{.reg .pred p; setp.ne.b32 p, " P ", 0;\n"                                             \
+                     "wgmma.mma_async.sync.aligned.m64n" #N "k32." TYPES " {" TEXT "}, " A ", " B            \
+                     ", p" SIGNS ";}"                                                                        \
+                     : REGS("+" C, 0)                                                                        \
+                     : "l"(a), "l"(b), "n"(accumulate));                                                     \
+    }
+#define WGMMAS_8(T, ACC, C, TYPES, SIGNS)                                                                    \
+    WGMMA_8(T, ACC, C, TYPES, SIGNS, 8, REGISTERS_4, "%0, %1, %2, %3", "%4", "%5", "%6")                     \
+    WGMMA_8(T, ACC, C, TYPES, SIGNS, 16, REGISTERS_8, TEXT_8(), "%8", "%9", "%10")                           \
+    WGMMA_8(T, ACC, C, TYPES, SIGNS, 32, REGISTERS_16, TEXT_10() ", %10, %11, %12, %13, %14, %15", "%16",    \
+            "%17", "%18")                                                                                    \
+    WGMMA_8(T, ACC, C, TYPES, SIGNS, 64, REGISTERS_32, TEXT_30 ", " TEXT_2(3), "%32", "%33", "%34")          \
+    WGMMA_8(T, ACC, C, TYPES, SIGNS, 128, REGISTERS_64, TEXT_60 ", %60, %61, %62, %63", "%64", "%65", "%66") \
+    WGMMA_8(T, ACC, C, TYPES, SIGNS, 256, REGISTERS_128, TEXT_120 ", " TEXT_8(12), "%128", "%129", "%130")
+WGMMAS_8(__nv_fp8_e4m3, float, "f", "f32.e4m3.e4m3", ", 1, 1")
+WGMMAS_8(int8_t, int32_t, "r", "s32.s8.s8", "")
+
+/* Selects the instruction by N. */
+template <int columns, int accumulate, typename T, typename Acc>
+__device__ inline void wgmma_8(Acc *d, uint64_t a, uint64_t b, T t) {
+    static_assert(columns == 256 || columns == 128 || columns == 64 || columns == 32 || columns == 16 ||
+                  columns == 8);
+    if constexpr (columns == 256) wgmma_m64n256k32<accumulate>(d, a, b, t);
+    if constexpr (columns == 128) wgmma_m64n128k32<accumulate>(d, a, b, t);
+    if constexpr (columns == 64) wgmma_m64n64k32<accumulate>(d, a, b, t);
+    if constexpr (columns == 32) wgmma_m64n32k32<accumulate>(d, a, b, t);
+    if constexpr (columns == 16) wgmma_m64n16k32<accumulate>(d, a, b, t);
+    if constexpr (columns == 8) wgmma_m64n8k32<accumulate>(d, a, b, t);
+}
+
 /* Selects the instruction by N. */
 template <int columns, int accumulate, Major a_major, Major b_major, typename T>
 __device__ inline void wgmma(float *d, uint64_t a, uint64_t b, T t) {
@@ -148,6 +183,8 @@ __device__ inline void wgmma(float *d, const uint32_t *a, uint64_t b, T t) {
     if constexpr (columns == 32) wgmma_m64n32k16<accumulate, b_major>(d, a, b, t);
 }
 
+#undef WGMMAS_8
+#undef WGMMA_8
 #undef WGMMAS_A
 #undef WGMMA_A
 #undef WGMMA_A_ASM

@@ -229,9 +229,15 @@ class WarpWriter : public Writer {
     /* One subtile: issue(subtile) stores it. */
     template <typename Issue>
     __device__ void store(const uint32_t (&words)[16], Issue issue) {
+        store_filled([&](uint32_t subtile) { fill_subtile(subtile, 0, words); }, issue);
+    }
+
+    /* The same: fill(subtile) writes it. */
+    template <typename Fill, typename Issue>
+    __device__ void store_filled(Fill fill, Issue issue) {
         cp_async_bulk_wait_group_read<1>();
         __syncwarp();
-        fill_subtile(buffer(buffer_index), 0, words);
+        fill(buffer(buffer_index));
         fence_proxy_async();
         __syncwarp();
         if (threadIdx.x % 32 == 0) {
@@ -252,6 +258,28 @@ class WarpWriter : public Writer {
         __syncwarp();
         if (threadIdx.x % 32 == 0) {
             issue(buffer(0), buffer(1));
+            cp_async_bulk_commit_group();
+        }
+    }
+};
+
+/* The same through one buffer. */
+class SingleWarpWriter : public Writer {
+  public:
+    static constexpr int ROWS = 16, BYTES = SUBTILE_BYTES;
+
+    __device__ SingleWarpWriter(uint32_t warpgroup_buffer, int, int warp)
+        : Writer(warpgroup_buffer + warp * (BYTES / 4)) {}
+
+    template <typename Fill, typename Issue>
+    __device__ void store_filled(Fill fill, Issue issue) const {
+        cp_async_bulk_wait_group_read<0>();
+        __syncwarp();
+        fill(warp_buffer);
+        fence_proxy_async();
+        __syncwarp();
+        if (threadIdx.x % 32 == 0) {
+            issue(warp_buffer);
             cp_async_bulk_commit_group();
         }
     }
@@ -296,6 +324,41 @@ class WarpgroupWriter : public Writer {
         }
         issuer = (issuer + 1) % 4;
         has_stored = true;
+    }
+};
+
+/* Stores of 64 rows and four subtiles, which are staged whole: fill(i, ..) while TMA may read none of them,
+ * then store(), in which warp i issues the store of subtile i. */
+class WholeWriter : public Writer {
+    uint32_t warpgroup_buffer;
+    int barrier, warp;
+
+  public:
+    static constexpr int ROWS = 64, SUBTILES = 4, BYTES = SUBTILES * SUBTILE_BYTES;
+
+    __device__ WholeWriter(uint32_t warpgroup_buffer, int barrier, int warp)
+        : Writer(warpgroup_buffer + warp * (BYTES / 4)), warpgroup_buffer(warpgroup_buffer), barrier(barrier),
+          warp(warp) {}
+
+    /* The tile before this one has been read. */
+    __device__ void wait() const {
+        cp_async_bulk_wait_group_read<0>();
+        barrier_sync(barrier, 128);
+    }
+
+    __device__ void fill(int i, const uint32_t (&words)[16]) const {
+        fill_subtile(warpgroup_buffer + i * SUBTILE_BYTES, 16 * warp, words);
+    }
+
+    /* issue(subtile, i) stores subtile i, if it is one of the output's. */
+    template <typename Issue>
+    __device__ void store(Issue issue) const {
+        fence_proxy_async();
+        barrier_sync(barrier, 128);
+        if (threadIdx.x % 32 == 0) {
+            issue(warpgroup_buffer + warp * SUBTILE_BYTES, warp);
+            cp_async_bulk_commit_group();
+        }
     }
 };
 
