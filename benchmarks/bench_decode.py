@@ -6,6 +6,7 @@
     python benchmarks/bench_decode.py --shape mixtral-8x7b --shape deepseek-v3 --tokens 512 --roofline out.png
     python benchmarks/bench_decode.py --shape qwen3-30b --tokens 1,8,64 --format fp8_block,int4,mxfp4
     python benchmarks/bench_decode.py --shape qwen3-30b --tokens 1,8,64 --format int4 --peers marlin,humming
+    python benchmarks/bench_decode.py --shape mixtral-8x7b --tokens 1,8 --format fp8_block --compute codes,fp8
     python benchmarks/bench_decode.py --shape ck-default --tokens 128 --local-tokens 1,16,64,128
 
 Calls alternate between the weights of several layers, each with its own routing, so that a call reads its
@@ -29,6 +30,10 @@ of 8 bits, too; humming, the GEMMs that humming-kernels compiles (0.1.19), for i
 (its scales again of 16 bits), and humming-grouped, on copied rows. Their ratio_to_PEER and peer_errors are in
 the format's record; a peer whose error is too large is not timed.
 
+--compute computes each format in several ways, in turns, with a record for each: codes multiplies 16-bit
+activations by the weights' values, the others multiply 8-bit activations by their codes. ratio_to_codes is
+the time of that way over this one's. Each way has layers of its own in memory.
+
 --local-tokens times nothing else: batches of --tokens of which so many are own (bench decode_local), with
 float weights and each format; local_tokens.py says how.
 """
@@ -41,6 +46,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import cached_property, partial
+from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
@@ -93,6 +99,12 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
         type=bench_quantised.formats,
         default=[],
         help=f"of quantised weights: some of {', '.join(bench_quantised.FORMATS)}, comma-separated",
+    )
+    add(
+        "--compute",
+        type=bench_quantised.computes,
+        default=["codes"],
+        help=f"of each format, those that it has: {', '.join(bench_quantised.COMPUTE)}; default: codes",
     )
     add("--validate", action="store_true", help="only check the results, time nothing")
     add("--list-kernels", action="store_true", help="only list kernels: launches and µs of a call")
@@ -160,6 +172,9 @@ class Weights(NamedTuple):
     def map(self, fn: Callable) -> Weights:
         """fn of w1, w2 and w3."""
         return Weights(*(None if w is None else fn(w) for w in self[:3]))
+
+    def quantised(self, variant: bench_quantised.Variant) -> Weights:
+        return Weights(*variant.layer(self[:3]))
 
 
 class Case:
@@ -237,18 +252,9 @@ class Case:
         return self.exact_of(self.weights[0])
 
     def exact_of(self, w: Weights) -> Tensor:
-        from fused_moe import reference
-
         scores, ids = self.routings[0]
-        x, scores, ids = (t[:CHECKED_TOKENS] for t in (self.x.double(), scores.double(), ids))
-        out = torch.zeros_like(x)
-        for e in ids.unique():
-            token, slot = (ids == e).nonzero(as_tuple=True)
-            gate = x[token] @ w.w1[e].double().mT
-            up = None if w.w3 is None else x[token] @ w.w3[e].double().mT
-            a = reference.activate(gate, up, activation=self.setup.activation)
-            out.index_add_(0, token, scores[token, slot, None] * (a @ w.w2[e].double().mT))
-        return out
+        x, scores, ids = (t[:CHECKED_TOKENS] for t in (self.x, scores, ids))
+        return exact_experts(x, w, scores, ids, activation=self.setup.activation)
 
     def error(self, experts: Callable, quantised: Weights | None = None) -> Error:
         """Quantised weights stand for the values that they have."""
@@ -260,17 +266,34 @@ class Case:
         return error
 
 
+def exact_experts(x: Tensor, w: Weights, scores: Tensor, ids: Tensor, *, activation: str) -> Tensor:
+    """The experts' output in float64, an expert after the other: memory may not take all weights."""
+    from fused_moe import reference
+
+    x, scores = x.double(), scores.double()
+    out = torch.zeros_like(x)
+    for e in ids.unique():
+        token, slot = (ids == e).nonzero(as_tuple=True)
+        gate = x[token] @ w.w1[e].double().mT
+        up = None if w.w3 is None else x[token] @ w.w3[e].double().mT
+        a = reference.activate(gate, up, activation=activation)
+        out.index_add_(0, token, scores[token, slot, None] * (a @ w.w2[e].double().mT))
+    return out
+
+
 class ValuesByExpert:
-    """The values of a QuantizedWeight; [e] makes those of expert e, since memory may not take all."""
+    """What a QuantizedWeight stands for; [e] makes the values of expert e, since memory may not take all."""
 
     def __init__(self, w):
         self.format, self.dtype, self.tensors = w.format, w.dtype, (w.data, w.scale, w.zero)
+        self.smooth = w.smooth
 
     def __getitem__(self, e: Tensor) -> Tensor:
         from fused_moe.quantized.formats import dequantize
 
         data, scale, zero = (None if t is None else t[e].unsqueeze(0) for t in self.tensors)
-        return dequantize(self.format, data, scale, zero, self.dtype)[0]
+        values = dequantize(self.format, data, scale, zero, self.dtype)[0]
+        return values if self.smooth is None else values / self.smooth[e]
 
 
 # --- experts ------------------------------------------------------------------------------------------
@@ -359,7 +382,8 @@ def measure(shape: str, dtype: str, options: argparse.Namespace) -> Iterator[dic
         raise SystemExit("--list-kernels: expected a GPU")
     source = torch.ones((1024 if on_gpu else 64) * MIB // 4, device=options.device)
     shape = resized(shape, options)
-    variants = variants_of(options.format, common.layer_sizes(shape))
+    sizes = common.layer_sizes(shape)
+    variants = {name: variants_of(name, options.compute, sizes) for name in options.format}
     for tokens in options.tokens or (CK_TOKENS if is_ck else counts(TOKENS)):
         case = Case(common.layer_sizes(shape)._replace(num_tokens=tokens), setup)
         errors = checked(case, experts, f"{shape}, {tokens} tokens")
@@ -374,7 +398,7 @@ def measure(shape: str, dtype: str, options: argparse.Namespace) -> Iterator[dic
         elif options.local_tokens:
             import local_tokens
 
-            for variant in (None, *variants):
+            for variant in (None, *chain(*variants.values())):
                 for measured in local_tokens.measure(case, experts["ours"], variant, options):
                     yield common.record(options, bench="decode_local", **key, **measured)
         elif options.roofline:
@@ -385,9 +409,9 @@ def measure(shape: str, dtype: str, options: argparse.Namespace) -> Iterator[dic
         else:
             measured = time_case(case, right, source, options) | {"max_rel_error": errors["ours"]}
             yield common.record(options, bench="decode", what="experts", **key, **measured)
-            for variant in variants:
-                measured = time_format(case, experts["ours"], variant, source, options)
-                yield common.record(options, bench="decode_quantised", **key, **measured)
+            for of_format in variants.values():
+                for measured in time_format(case, experts["ours"], of_format, source, options):
+                    yield common.record(options, bench="decode_quantised", **key, **measured)
         del case  # before the next one's weights
 
 
@@ -440,59 +464,72 @@ def floor_of(case: Case, size: float, source: Tensor, seconds: dict, ours: float
     }
 
 
-def variants_of(formats: list[str], sizes: common.Sizes) -> list[bench_quantised.Variant]:
-    """For each format the first variant that the widths take."""
+def variants_of(format: str, computes: list[str], sizes: common.Sizes) -> list[bench_quantised.Variant]:
+    """For each of `computes` that the format has its first variant that the widths take."""
+    every = [v for v in bench_quantised.VARIANTS if v.format == format]
+    known = dict.fromkeys(v.compute for v in every)
     found = []
-    for name in formats:
-        variants = [v for v in bench_quantised.VARIANTS if v.format == name]
+    for name in (name for name in computes if name in known):
+        variants = [v for v in every if v.compute == name]
         reasons = [bench_quantised.misfit(variant, sizes) for variant in variants]
         if None not in reasons:
-            raise SystemExit(f"--format {name}: {reasons[-1]}")
+            raise SystemExit(f"--format {format}: {reasons[-1]}")
         found.append(variants[reasons.index(None)])
+    if not found:
+        expected = f"some of {', '.join(known)} with --format {format}"
+        raise SystemExit(f"--compute: expected {expected}, found {','.join(computes)}")
     return found
 
 
 def time_format(
     case: Case,
     ours: Callable,
-    variant: bench_quantised.Variant,
+    variants: list[bench_quantised.Variant],
     source: Tensor,
     options: argparse.Namespace,
-) -> dict:
-    """What a record has of one format. Its layers are freed before the next format's: they take memory."""
+) -> Iterator[dict]:
+    """What records have of one format, computed in some ways. Its layers are freed before the next format's:
+    they take memory."""
     dtype, number = case.setup.dtype, len(case.routings)
     eager = options.eager or options.device != "cuda"
-    layers = [case.weights[0].map(variant.quantise)]
-    error = case.error(ours, layers[0]).check(variant.name, dtype)  # which takes memory, too
-    layers += [weights.map(variant.quantise) for weights in case.weights[1:]]
-    calls = {"float": partial(case.run, ours), "ours": partial(case.run, ours, layers)}
-    peer_errors = {}
-    for name, peer in find_quantised_peers(case.setup, options.peers, variant.format).items():
+    layers, errors, calls = {}, {}, {"float": partial(case.run, ours)}
+    for v in variants:
+        layers[v.compute] = of_mode = [case.weights[0].quantised(v)]
+        errors[v.compute] = case.error(ours, of_mode[0]).check(v.name, dtype, v.bound)  # takes memory, too
+        of_mode += [weights.quantised(v) for weights in case.weights[1:]]
+        calls[v.compute] = partial(case.run, ours, of_mode)
+    first, peer_errors = variants[0], {}
+    for name, peer in find_quantised_peers(case.setup, options.peers, first.format).items():
         try:
-            converted, peer_errors[name] = convert_for(peer, case, layers, f"{variant.name} {name}")
+            title = f"{first.name} {name}"
+            converted, peer_errors[name] = convert_for(peer, case, layers[first.compute], title)
         except (Exception, SystemExit) as reason:  # a peer may fail in any way; ours still runs
-            print(f"{variant.name}: {name} is left out: {reason}", flush=True)
+            print(f"{first.name}: {name} is left out: {reason}", flush=True)
         else:
             calls[name] = partial(case.run, converted_experts(peer), converted)
     runs = calls if eager else {name: common.as_graph(call) for name, call in calls.items()}
     seconds = common.times(clock_of(options), runs | roofs(case, source, eager), options.repeats)
-    taken = seconds["ours"] / number
-    stored = bench_quantised.storage([w for w in layers[0] if w is not None])
     touched = case.bytes_of_a_call / case.expert_bytes  # experts
-    return {
-        "mode": common.DEFAULT_MODE if eager else "graph",
-        "what": variant.name,
-        "format": variant.format,
-        **variant.options,
-        "time_us": round(taken * 1e6, 1),
-        "tflops": round(case.flops_of_a_call / taken / 1e12, 4),
-        **floor_of(case, touched * stored["bytes"] / case.sizes.num_experts, source, seconds, taken),
-        f"ratio_to_{dtype}": common.ratio(seconds, "float"),
-        **{f"ratio_to_{name}": common.ratio(seconds, name) for name in peer_errors},
-        **stored,
-        "max_rel_error": error,
-        "peer_errors": peer_errors,
-    }
+    for v in variants:
+        taken = seconds[v.compute] / number
+        stored = bench_quantised.storage([w for w in layers[v.compute][0] if w is not None])
+        others = {dtype: "float"} | {name: name for name in (*layers, *peer_errors) if name != v.compute}
+        yield {
+            "mode": common.DEFAULT_MODE if eager else "graph",
+            "what": v.name,
+            "format": v.format,
+            **v.options,
+            "time_us": round(taken * 1e6, 1),
+            "tflops": round(case.flops_of_a_call / taken / 1e12, 4),
+            **floor_of(case, touched * stored["bytes"] / case.sizes.num_experts, source, seconds, taken),
+            **{
+                f"ratio_to_{name}": round(seconds[other] / seconds[v.compute], 3)
+                for name, other in others.items()
+            },
+            **stored,
+            "max_rel_error": errors[v.compute],
+            "peer_errors": peer_errors,
+        }
 
 
 def converted_experts(peer) -> Callable:

@@ -7,12 +7,15 @@
     python benchmarks/bench_quantised.py --model runs/NAME --json out.json
 
 Without a flag that says what, --quality and --time are run. Every record has the format, its options, and the
-bytes of w1, w2 and w3; the first of each group is that of the float weights.
+bytes of w1, w2 and w3; the first of each group is that of the float weights. --compute says how a format is
+multiplied: its values (codes), or its codes by 8-bit codes of x and of the hidden values (fp8, int8), with
+factors between them and the weights (int8_smooth).
 
 --quality (bench quantised_quality): weight_error is |quantised - w| / |w| over all three weights, |.| the
-Frobenius norm. output_error is that of the experts' output on Gaussian x, against the float weights in
-float64. So it includes the rounding of the GEMMs, which is all that the float weights' record has.
-The weights are random, in distributions that WEIGHTS describes.
+Frobenius norm. output_error is that of the experts' output, against the float weights in float64. So it
+includes the rounding of the GEMMs, which is all that the float weights' record has. Weights and x are random,
+in distributions that DATA describes. Factors of int8_smooth are made of the weights alone, or, calibrated, of
+x as well: other tokens of the same distribution.
 
 --time (bench quantised): fused_experts without gradients on one layer's weights. The runs of all formats and
 of the float weights alternate. ratio_to_float is the float weights' time over the format's: above 1, the
@@ -38,47 +41,89 @@ from typing import NamedTuple
 
 import common
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 FORMATS = ("fp8_block", "fp8", "int8", "int4", "mxfp4")
+COMPUTE = ("codes", "fp8", "int8", "int8_smooth")
 SHAPE = "1024,32,4,512,256"  # by default
 QUALITY_TOKENS = 256
 CHECKED_TOKENS = 16
+CALIBRATED_TOP_K = 4  # experts of a token from which int8_smooth is calibrated
+EIGHT_BIT_WIDTHS = 16  # of which GEMMs of 8-bit rows take multiples
+ROUNDED_ACTIVATIONS_BOUND = 0.08  # peers.py has the reason
 
-# Random weights, as functions of a shape (E, out, in) and a device. All are scaled to the same norm.
-WEIGHTS = {
+# Random values, as functions of a shape and a device; all are scaled to the same norm
+VALUES = {
     "gaussian": lambda shape, device: torch.randn(shape, device=device),
-    "student t, 3 degrees": lambda shape, device: student_t(shape, device),
-    "outlier columns": lambda shape, device: outlier_columns(shape, device),
+    "student t": lambda shape, device: student_t(shape, device),
+    "outliers": lambda shape, device: outlier_columns(shape, device),
+}
+# Weights and x
+DATA = {
+    "gaussian": ("gaussian", "gaussian"),
+    "student t, 3 degrees": ("student t", "gaussian"),
+    "outlier columns": ("outliers", "gaussian"),
+    "x of student t": ("gaussian", "student t"),
+    "x with outlier channels": ("gaussian", "outliers"),
+    "both of student t": ("student t", "student t"),
 }
 
 
 class Variant(NamedTuple):
-    """A format with its options."""
+    """A format with its options, as `quantize` takes them."""
 
     format: str
     options: dict = {}
+    calibrated: bool = False  # int8_smooth's factors, by x
+    power_of_two: bool = False  # scales of x and of the hidden values
+
+    @property
+    def compute(self) -> str:
+        return self.options.get("compute", "codes")
 
     @property
     def name(self) -> str:
         group, zero = self.options.get("group_size"), self.options.get("symmetric") is False
         parts = [self.format, f" of {group}" if group else "", ", zero points" if zero else ""]
         parts.append(" per tensor" if self.options.get("per_tensor") else "")
+        parts.append("" if self.compute == "codes" else f", compute {self.compute}")
+        parts.append(", powers of two" if self.power_of_two else "")
+        parts.append(", calibrated" if self.calibrated else "")
         return "".join([*parts, ", trainable" if self.options.get("trainable") else ""])
+
+    @property
+    def bound(self) -> float | None:
+        """Of the error of a right output; None where only 16-bit GEMMs round."""
+        return None if self.compute == "codes" else ROUNDED_ACTIVATIONS_BOUND
 
     @property
     def trainable(self) -> Variant:
         return self._replace(options=self.options | {"trainable": True})
 
+    def layer(self, weights: list[Tensor | None], x: Tensor | None = None) -> list:
+        """w1, w2 and w3 quantised. x: (T, D), what a calibrated variant is calibrated by."""
+        import fused_moe
+
+        if self.compute != "int8_smooth":
+            return [None if w is None else self.quantise(w) for w in weights]
+        moe = layer_of(weights)
+        smooth = fused_moe.smooth_from(moe, [x]) if self.calibrated else None
+        fused_moe.quantize(moe, self.format, smooth=smooth, **self.options)
+        return [moe.experts.w1, moe.experts.w2, moe.experts.w3]
+
     def quantise(self, w: Tensor):
         import fused_moe
 
-        return fused_moe.quantize(w, self.format, **self.options)
+        w = fused_moe.quantize(w, self.format, **self.options)
+        return w.set_compute(self.compute, power_of_two=True) if self.power_of_two else w
 
 
+FP8, INT8, SMOOTH = ({"compute": name} for name in COMPUTE[1:])
 VARIANTS = (
-    Variant("fp8_block"),
-    *(Variant(name, options) for name in ("fp8", "int8") for options in ({}, {"per_tensor": True})),
+    *(Variant("fp8_block", options) for options in ({}, FP8)),
+    *(Variant("fp8", options) for options in ({}, {"per_tensor": True}, FP8)),
+    *(Variant("int8", options) for options in ({}, {"per_tensor": True}, INT8, SMOOTH)),
+    Variant("int8", SMOOTH, calibrated=True),
     *(Variant("int4", {"group_size": g, "symmetric": s}) for g in (128, 32) for s in (True, False)),
     Variant("mxfp4"),
 )
@@ -108,6 +153,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     add("--model", type=Path, metavar="FOLDER", help="of a run of examples/train_lm.py: the loss")
     add("--tokens", type=counts, default=[1, 8, 128, 1024], help="of the two; default: 1,8,128,1024")
     add("--format", type=formats, default=FORMATS, help=f"of {', '.join(FORMATS)}; default: all")
+    add("--compute", type=computes, default=COMPUTE, help=f"of {', '.join(COMPUTE)}; default: all")
     options = flags.parse_args(argv)
     if not (options.quality or options.time or options.backward or options.model):
         options.quality = options.time = True
@@ -129,21 +175,33 @@ def formats(text: str) -> list[str]:
     return names
 
 
+def computes(text: str) -> list[str]:
+    names = text.split(",")
+    for name in names:
+        if name not in COMPUTE:
+            raise argparse.ArgumentTypeError(f"expected some of {', '.join(COMPUTE)}, found {name}")
+    return names
+
+
 def misfit(variant: Variant, sizes: common.Sizes) -> str | None:
     """Why the widths do not take the variant; None if they do."""
     from fused_moe.quantized.formats import width_multiple
 
     multiple = width_multiple(variant.format, variant.options.get("group_size"))
+    if variant.compute != "codes":
+        multiple = max(multiple, EIGHT_BIT_WIDTHS)
     if sizes.dim % multiple == 0 and sizes.hidden_dim % multiple == 0:
         return None
     return f"expected widths that are multiples of {multiple}, found D = {sizes.dim}, F = {sizes.hidden_dim}"
 
 
-def usable(asked: list[str], sizes: common.Sizes) -> list[Variant]:
-    """The variants of these formats that the widths take. Others are named."""
-    found = []
-    for variant in (v for v in VARIANTS if v.format in asked):
+def usable(options: argparse.Namespace, sizes: common.Sizes, dtype: str) -> list[Variant]:
+    """The variants of --format and --compute that the widths and the dtype take. Others are named."""
+    found, too_wide = [], dtype == "fp32" and options.device == "cuda"
+    for variant in (v for v in VARIANTS if v.format in options.format and v.compute in options.compute):
         reason = misfit(variant, sizes)
+        if too_wide and variant.compute != "codes":
+            reason = "expected 16-bit x on a GPU, found fp32"
         if reason:
             print(f"{variant.name} is left out: {reason}", flush=True)
         else:
@@ -154,12 +212,40 @@ def usable(asked: list[str], sizes: common.Sizes) -> list[Variant]:
 # --- weights ------------------------------------------------------------------------------------------
 
 
+def random_values(kind: str, shape: tuple[int, ...], device: str) -> Tensor:
+    """Of norm 1 per value."""
+    values = VALUES[kind](shape, device)
+    return values / values.square().mean().sqrt()
+
+
 def random_weights(kind: str, sizes: common.Sizes, dtype: torch.dtype, device: str) -> list[Tensor]:
     """w1, w2, w3, of the norm that torch's initialisation gives: 1 / sqrt(in) per value."""
     _, E, _, D, hidden = sizes
     shapes = ((E, hidden, D), (E, D, hidden), (E, hidden, D))
-    weights = [WEIGHTS[kind](shape, device) for shape in shapes]
-    return [(w / w.square().mean().mul(w.size(2)).sqrt()).to(dtype) for w in weights]
+    return [(random_values(kind, shape, device) * shape[2] ** -0.5).to(dtype) for shape in shapes]
+
+
+def layer_of(weights: list[Tensor | None]):
+    """A FusedMoE with these experts."""
+    import fused_moe
+
+    E, hidden, dim = weights[0].shape
+    moe = fused_moe.FusedMoE(
+        dim, hidden, E, min(E, CALIBRATED_TOP_K), gated=weights[2] is not None,
+        device=weights[0].device, dtype=weights[0].dtype,
+    )  # fmt: skip
+    for name, w in zip(("w1", "w2", "w3"), weights, strict=True):
+        if w is not None:
+            setattr(moe.experts, name, nn.Parameter(w, requires_grad=False))
+    return moe
+
+
+def values_of(w: Tensor | None) -> Tensor | None:
+    """What a weight stands for: a tensor itself."""
+    if w is None or isinstance(w, Tensor):
+        return w
+    values = w.dequantize()
+    return values if w.smooth is None else values / w.smooth.unsqueeze(1).to(values.dtype)
 
 
 def storage(weights: list) -> dict:
@@ -187,21 +273,22 @@ def measure_quality(shape: str, dtype: str, options: argparse.Namespace) -> Iter
     import fused_moe
 
     sizes = common.layer_sizes(shape)._replace(num_tokens=QUALITY_TOKENS)
-    variants = usable(options.format, sizes)
-    for kind in WEIGHTS:
+    variants = usable(options, sizes, dtype)
+    for what, (of_weights, of_x) in DATA.items():
         torch.manual_seed(0)
-        weights = random_weights(kind, sizes, common.DTYPES[dtype], options.device)
-        x = torch.randn(sizes.num_tokens, sizes.dim, dtype=weights[0].dtype, device=options.device)
+        weights = random_weights(of_weights, sizes, common.DTYPES[dtype], options.device)
+        tokens = random_values(of_x, (2 * sizes.num_tokens, sizes.dim), options.device).to(weights[0].dtype)
+        x, calibrated_by = tokens.chunk(2)
         scores, ids = routed(sizes, options)
         exact_weights = [w.double() for w in weights]
         exact = fused_moe.reference.fused_experts(x.double(), *exact_weights, scores.double(), ids)
         for variant in (None, *variants):
-            used = weights if variant is None else [variant.quantise(w) for w in weights]
-            values = weights if variant is None else [w.dequantize() for w in used]
+            used = weights if variant is None else variant.layer(weights, calibrated_by)
+            values = [values_of(w) for w in used]
             out = fused_moe.fused_experts(x, *used, scores, ids)
             yield record(
                 options, dtype, variant, used,
-                bench="quantised_quality", shape=shape, what=kind, tokens=sizes.num_tokens,
+                bench="quantised_quality", shape=shape, what=what, tokens=sizes.num_tokens,
                 weight_error=norm_error(values, exact_weights), output_error=norm_error([out], [exact]),
             )  # fmt: skip
 
@@ -214,10 +301,13 @@ def measure_time(
     sizes = common.layer_sizes(shape)
     torch.manual_seed(0)
     weights = random_weights("gaussian", sizes, common.DTYPES[dtype], options.device)
-    variants = {v.name: v for v in usable(options.format, sizes)}
-    if what == "backward":
+    variants = {
+        v.name: v for v in usable(options, sizes, dtype) if not v.calibrated
+    }  # which takes no other time
+    if what == "backward":  # which 8-bit rows do not have
+        variants = {name: v for name, v in variants.items() if v.compute == "codes"}
         variants |= {v.trainable.name: v.trainable for v in list(variants.values())}
-    layers = {None: weights} | {n: [v.quantise(w) for w in weights] for n, v in variants.items()}
+    layers = {None: weights} | {name: v.layer(weights) for name, v in variants.items()}
     for tokens in options.tokens:
         sizes = sizes._replace(num_tokens=tokens)
         flops = 6 * tokens * sizes.top_k * sizes.dim * sizes.hidden_dim
@@ -227,8 +317,14 @@ def measure_time(
         runs = {name: run_of(layer, x, *routing, dout) for name, layer in layers.items()}
         errors = {
             name: checked_error(
-                run, layers[name], (x, *routing), f"{shape}, {tokens} tokens {name}", dtype, dout
-            )
+                run,
+                layers[name],
+                (x, *routing),
+                f"{shape}, {tokens} tokens {name}",
+                dtype,
+                dout,
+                bound=variants[name].bound if name else None,
+            )  # fmt: skip
             for name, run in runs.items()
         }
         seconds = common.times(clock, runs, options.repeats)
@@ -255,21 +351,22 @@ def run_of(layer: list, x: Tensor, scores: Tensor, ids: Tensor, dout: Tensor | N
 
 
 def checked_error(
-    run: Callable, layer: list, routed_x: tuple, title: str, dtype: str, dout: Tensor | None = None
-) -> float:
+    run: Callable, layer: list, routed_x: tuple, title: str, dtype: str, dout: Tensor | None = None,
+    bound: float | None = None,
+) -> float:  # fmt: skip
     """Against float64 with the values that the layer's weights stand for: a wrong result is not timed."""
     from fused_moe import reference
 
     x, scores, ids = (t[:CHECKED_TOKENS] for t in routed_x)
     x = x.double().requires_grad_(dout is not None)
-    values = [(w if isinstance(w, Tensor) else w.dequantize()).double() for w in layer]
+    values = [values_of(w).double() for w in layer]
     with torch.set_grad_enabled(dout is not None):
         exact = reference.fused_experts(x, *values, scores.double(), ids)
     if dout is not None:
         (exact,) = torch.autograd.grad(exact, x, dout[:CHECKED_TOKENS].double())
     error = common.Error()
     error.add("out" if dout is None else "dx", run()[:CHECKED_TOKENS], exact)
-    return error.check(title, dtype)
+    return error.check(title, dtype, bound)
 
 
 def measure_model(options: argparse.Namespace) -> Iterator[dict]:
@@ -290,7 +387,10 @@ def measure_model(options: argparse.Namespace) -> Iterator[dict]:
         "steps": saved[args.experts]["log"][-1]["step"],
     }
     for measured in generate.evaluate(saved, args):
-        if measured["format"] in (args.dtype, *options.format):
+        is_asked = (
+            measured["format"] in options.format and measured.get("compute", "codes") in options.compute
+        )
+        if is_asked or measured["format"] == args.dtype:
             yield common.record(options, **about, layer=generate.format_name(measured), **measured)
 
 

@@ -76,11 +76,9 @@ class Worker:
         self.case = case = bench_decode.Case(sizes, setup)
         layers = case.weights
         if format:
-            from fused_moe import quantize
-
-            (variant,) = bench_decode.variants_of([format], sizes)
+            (variant,) = bench_decode.variants_of(format, ["codes"], sizes)
             for i, weights in enumerate(layers):  # a layer at a time, for the memory
-                layers[i] = weights.map(partial(quantize, format=format, **variant.options))
+                layers[i] = weights.quantised(variant)
         experts = bench_decode.find_experts(setup, "")["ours"]
         self.decode = common.as_graph(partial(case.run, experts, layers))
         for _ in range(3):

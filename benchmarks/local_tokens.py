@@ -63,7 +63,7 @@ def measure(
     if max(options.local_tokens) > T:
         raise SystemExit(f"--local-tokens: expected at most T = {T}, found {max(options.local_tokens)}")
     name = "experts" if variant is None else variant.name
-    layers = case.weights if variant is None else [w.map(variant.quantise) for w in case.weights]
+    layers = case.weights if variant is None else [w.quantised(variant) for w in case.weights]
     batch = Batch(case, experts, layers)
     eager = options.eager or options.device != "cuda"
 

@@ -27,6 +27,9 @@ import fused_moe
 from fused_moe.quantized.formats import FORMATS, GROUPS, width_multiple
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+# Ways to multiply a format by 8-bit activations, beside 16-bit ones
+COMPUTE = {"fp8_block": ("fp8",), "fp8": ("fp8",), "int8": ("int8", "int8_smooth")}
+EIGHT_BIT_WIDTHS = 16  # of which they take multiples on a GPU
 
 
 class Decoder:
@@ -127,9 +130,10 @@ def expert_bytes(model):
     return sum(p.nbytes for block in model.blocks for p in block.moe.experts.parameters())
 
 
-def misfit(config, format, group_size):
-    """Why the model's widths do not take the format, or None if they do."""
-    multiple = width_multiple(format, group_size) if format else 1
+def misfit(config, format, group_size, multiple=1):
+    """Why the model's widths do not take the format, or None if they do. multiple: what they have to be
+    multiples of in any case."""
+    multiple = max(multiple, width_multiple(format, group_size) if format else 1)
     said = f"--group-size {multiple}" if format == "int4" else multiple
     for name in ("dim", "hidden_dim"):
         if config[name] % multiple:
@@ -137,17 +141,22 @@ def misfit(config, format, group_size):
     return None
 
 
-def variants(config, group_size):
-    """(format, options) of all formats that the widths take. Others are named."""
-    found = []
+def variants(config, args):
+    """(format, options) of all formats, each computed in every way. Those that cannot run are named."""
+    found, on_gpu = [], args.device.type == "cuda"
     for format in FORMATS:
-        reason = misfit(config, format, group_size)
-        if reason:
-            print(f"{format} is left out: {reason}")
-        elif format == "int4":
-            found += [(format, {"group_size": group_size, "symmetric": flag}) for flag in (True, False)]
-        else:
-            found.append((format, {}))
+        for compute in (None, *COMPUTE.get(format, ())):
+            options = {"compute": compute} if compute else {}
+            reason = misfit(config, format, args.group_size, EIGHT_BIT_WIDTHS if compute and on_gpu else 1)
+            if compute and on_gpu and args.dtype == "float32":
+                reason = "on a GPU it takes --dtype bfloat16"
+            if reason:
+                print(f"{format_name({'format': format} | options)} is left out: {reason}")
+            elif format == "int4":
+                groups = {"group_size": args.group_size}
+                found += [(format, groups | {"symmetric": flag}) for flag in (True, False)]
+            else:
+                found.append((format, options))
     return found
 
 
@@ -157,7 +166,7 @@ def evaluate(saved, args):
     config = argparse.Namespace(**saved["config"])
     _, text = train_lm.load_text(config.data and Path(config.data), config.seq_len)
     text, trained = text.to(args.device), None
-    for format, options in ((args.dtype, {}), *variants(saved["config"], args.group_size)):
+    for format, options in ((args.dtype, {}), *variants(saved["config"], args)):
         model = load_model(saved, args).eval()
         if format in FORMATS:
             fused_moe.quantize(model, format, **options)
@@ -169,9 +178,12 @@ def evaluate(saved, args):
 
 def format_name(record):
     """A record's format and options in words."""
-    if record["format"] != "int4":
-        return record["format"]
-    return f"int4 of {record['group_size']}{'' if record['symmetric'] else ', zero points'}"
+    name = record["format"]
+    if "compute" in record:
+        name += f", compute {record['compute']}"
+    if "group_size" in record:
+        name += f" of {record['group_size']}{'' if record['symmetric'] else ', zero points'}"
+    return name
 
 
 def report_formats(saved, args):
@@ -181,9 +193,9 @@ def report_formats(saved, args):
     records = []
     for record in evaluate(saved, args):
         if not records:
-            print(f"{'experts':24}{'bits per byte':>15}{'change':>10}{'bytes':>14}")
+            print(f"{'experts':27}{'bits per byte':>15}{'change':>10}{'bytes':>14}")
         loss, change, size = record["loss"], record["loss_change"], record["bytes"]
-        print(f"{format_name(record):24}{loss:15.4f}{change:+10.4f}{size:14,}", flush=True)
+        print(f"{format_name(record):27}{loss:15.4f}{change:+10.4f}{size:14,}", flush=True)
         records.append(about | record)
     file = args.run / "formats.json"
     file.write_text(json.dumps(records, indent=1) + "\n")

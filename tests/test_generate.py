@@ -172,6 +172,7 @@ def test_the_model_stays_as_it_is(decoder):
 # Bits per weight of the float32 model: of the codes, and of a scale's part. A row has 64, 32 or 64 values.
 BY_ROW = 8 + (32 / 64 + 32 / 32 + 32 / 64) / 3
 BITS = {"fp8_block": 8 + 32 / (64 * 32), "fp8": BY_ROW, "int8": BY_ROW, "int4": 4 + 32 / 32, "mxfp4": 4.25}
+SMOOTH = (32 / 32 + 32 / 64 + 32 / 32) / 3  # float32 for each column
 WEIGHTS = 2 * 3 * 8 * 64 * 32  # layers, matrices, experts, widths
 
 
@@ -189,13 +190,18 @@ def test_the_loss_of_every_format(generate, run, saved, device, capsys, experts)
     """A row and a record each; that of the trained model has the loss that training reported."""
     generate.main(["--run", str(run), "--evaluate", "--experts", experts, "--device", device.type])
     records = json.loads((run / "formats.json").read_text())
-    names = ("fp8_block", "fp8", "int8", "int4", "int4", "mxfp4")
-    assert [r["format"] for r in records] == ["float32", *names]
-    assert [(r["group_size"], r["symmetric"]) for r in records[4:6]] == [(32, True), (32, False)]
+    eight_bits = [("fp8_block", None), ("fp8", None), ("int8", None)]
+    if device.type == "cpu":  # float32 beside 8-bit activations
+        ways = [("fp8_block", "fp8"), ("fp8", "fp8"), ("int8", "int8"), ("int8", "int8_smooth")]
+        eight_bits = sorted(eight_bits + ways, key=lambda way: ("fp8_block", "fp8", "int8").index(way[0]))
+    rest = [(name, None) for name in ("int4", "int4", "mxfp4")]
+    assert [(r["format"], r.get("compute")) for r in records] == [("float32", None), *eight_bits, *rest]
+    assert [(r["group_size"], r["symmetric"]) for r in records[-3:-1]] == [(32, True), (32, False)]
     trained = saved[experts]["log"][-1]["bits_per_byte"]
     assert records[0]["loss"] == pytest.approx(trained, rel=1e-5) and records[0]["loss_change"] == 0
     for r in records[1:]:
         bits = BITS[r["format"]] + (0.25 if r.get("symmetric") is False else 0)
+        bits += SMOOTH if r.get("compute") == "int8_smooth" else 0
         assert r["bytes"] == bits * WEIGHTS / 8
         assert r["loss_change"] == r["loss"] - records[0]["loss"]
         assert 0 < abs(r["loss_change"]) < 0.1 * trained
@@ -204,10 +210,10 @@ def test_the_loss_of_every_format(generate, run, saved, device, capsys, experts)
         assert r["versions"].keys() == {"python", "torch", "fused_moe"}
     printed = capsys.readouterr().out
     rows = [line.rsplit(maxsplit=3) for line in printed.split("\n\n")[1].splitlines()]
-    assert rows[0] == ["experts                   bits per", "byte", "change", "bytes"]
-    assert [row[0] for row in rows[1:]] == [
-        *("float32", "fp8_block", "fp8", "int8", "int4 of 32", "int4 of 32, zero points", "mxfp4")
-    ]
+    assert rows[0] == ["experts                      bits per", "byte", "change", "bytes"]
+    names = [format + (f", compute {compute}" if compute else "") for format, compute in eight_bits]
+    names += ["int4 of 32", "int4 of 32, zero points", "mxfp4"]
+    assert [row[0] for row in rows[1:]] == ["float32", *names]
     assert [row[1:] for row in rows[1:]] == [
         [f"{r['loss']:.4f}", f"{r['loss_change']:+.4f}", f"{r['bytes']:,}"] for r in records
     ]
@@ -220,9 +226,14 @@ def test_formats_that_the_widths_do_not_take(generate, run, device, capsys):
     message = "int4 is left out: the run's --hidden-dim 32 is not a multiple of --group-size 64"
     assert capsys.readouterr().out.count(message) == 1
     records = json.loads((run / "formats.json").read_text())
-    assert [r["format"] for r in records] == ["bfloat16", "fp8_block", "fp8", "int8", "mxfp4"]
+    formats = list(dict.fromkeys(r["format"] for r in records))
+    assert formats == ["bfloat16", "fp8_block", "fp8", "int8", "mxfp4"]
+    ways = {(r["format"], r.get("compute")) for r in records}
+    assert {("fp8_block", "fp8"), ("int8", "int8"), ("int8", "int8_smooth")} <= ways
     reason = generate.misfit({"dim": 48, "hidden_dim": 64}, "mxfp4", 64)
     assert reason == "the run's --dim 48 is not a multiple of 32"
+    reason = generate.misfit({"dim": 24, "hidden_dim": 64}, "int8", 64, generate.EIGHT_BIT_WIDTHS)
+    assert reason == "the run's --dim 24 is not a multiple of 16"
 
 
 @pytest.mark.gpu
