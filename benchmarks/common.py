@@ -49,6 +49,8 @@ PEERS = {
     "marlin": "vLLM's Marlin",
     "humming": "Humming",
     "humming_grouped": "Humming's grouped GEMM",
+    "torch_gemms": "PyTorch's grouped GEMMs alone",
+    "deepgemm_gemms": "DeepGEMM's grouped GEMMs alone",
 }
 
 KEY = ("bench", "shape", "routing", "tier", "schedule", "mode", "dtype", "layer", "what", "tokens")

@@ -6,8 +6,9 @@ a large copy. A gather reads tokens once if they fit the L2 cache, else once for
 experts come one after the other. Other kernels have bytes alone. Where experts have few rows, whole tiles and
 weights are most of the time, and the dense GEMM of equal FLOPs is no measure.
 
-Tiles are those of the sm90 tier: 128 rows of one expert by 256 columns, and 64 of k. An expert of at most 64
-rows has its weight in wgmma's M instead, and in grouped_mm and up_gate only the columns that its rows need.
+Tiles are those of the sm90 tier: 128 rows of one expert by 256 columns, and 128 bytes of k. An expert of at
+most 64 rows has its weight in wgmma's M instead, and in grouped_mm and up_gate only the columns that its rows
+need.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import common
 import torch
 from common import MIB, Settings, Sizes
 
-TILE_ROWS, TILE_COLUMNS, TILE_K = 128, 256, 64
+TILE_ROWS, TILE_COLUMNS, TILE_K = 128, 256, 64  # k of 16-bit elements
 SKINNY_ROWS = (8, 32, 64)  # wgmma's N for the rows of a skinny expert: the first that holds them
 DENSE, COPY = "dense", "copy"  # what a floor is made of
 
@@ -55,10 +56,16 @@ def tile_columns(columns: int, *, halves: bool) -> int:
 
 
 def gemms(
-    sizes: Sizes, settings: Settings, counts: list[int], cached: int, *, backward: bool
+    sizes: Sizes,
+    settings: Settings,
+    counts: list[int],
+    cached: int,
+    *,
+    backward: bool,
+    tile_k: int = TILE_K,
 ) -> dict[str, Gemm]:
     """The GEMMs of a layer whose experts have `counts` rows. cached: elements that the L2 cache holds.
-    backward: of a training step."""
+    backward: of a training step. tile_k: of operands that have not 16 bits."""
     T, E, _, D, F = sizes
     R, parts = sum(counts), settings.matrices - 1
     h, a, w = parts * F, F, D * F  # columns of rows, elements of an expert
@@ -66,7 +73,7 @@ def gemms(
     read = sum(rows > 0 for rows in counts)  # experts
     swapped, plain = (tile_rows(counts, swaps=swaps) for swaps in (True, False))
     hidden = parts * up_to(F, TILE_COLUMNS // parts)  # columns of up_gate's tiles
-    deep, narrow = up_to(D, TILE_K), up_to(F, TILE_K)
+    deep, narrow = up_to(D, tile_k), up_to(F, tile_k)
     found = {
         "up_gate": Gemm(2 * swapped * hidden * deep, x + read * parts * w + R * (a + backward * h)),
         "down": Gemm(2 * swapped * tile_columns(D, halves=True) * narrow, R * a + read * w + R * D),
@@ -122,6 +129,28 @@ def layer_us(
     every = gemms(sizes, settings, counts, cached, backward=backward).values()
     us = sum(max(g.flops / flops_per_us, g.elements * element_size / bytes_per_us) for g in every)
     return us + sum(bytes_moved(sizes, element_size, backward=backward).values()) / bytes_per_us
+
+
+def experts_us(
+    sizes: Sizes,
+    settings: Settings,
+    counts: list[int],
+    cached: int,
+    element_sizes: tuple[int, int],
+    flops_per_us: float,
+    bytes_per_us: float,
+) -> float:
+    """The floor of a layer's experts alone, forward. element_sizes: bytes of an element that GEMMs multiply,
+    and of one of x and the output. Where those differ x is read, and its codes are written, before."""
+    (T, _, _, D, _), (operand, element) = sizes, element_sizes
+    tile_k = TILE_K * 2 // operand
+    up, down = gemms(sizes, settings, counts, cached, backward=False, tile_k=tile_k).values()
+    y = sum(counts) * D * (element - operand)  # bytes beyond an operand's
+    us = max(up.flops / flops_per_us, up.elements * operand / bytes_per_us)
+    us += max(down.flops / flops_per_us, (down.elements * operand + y) / bytes_per_us)
+    moved = bytes_moved(sizes, element, backward=False)
+    codes = T * D * (element + operand) if element != operand else 0
+    return us + (moved["unpermute"] + moved["schedule"] + codes) / bytes_per_us
 
 
 def large_copy(device: str) -> tuple[partial, int]:

@@ -41,6 +41,7 @@ for shape in $shapes; do program dtypes bench_layer --shape "$shape" --dtype fp1
 for shape in $shapes; do program gemm bench_gemm --shape "$shape" --routing random --routing balanced; done
 for shape in $shapes; do program kernels bench_kernels --shape "$shape"; done
 for shape in $shapes; do program decode bench_decode --shape "$shape"; done
+for shape in $shapes; do program eight_bits bench_eight_bits --shape "$shape"; done
 
 if [ ${#failed[@]} -gt 0 ]; then
     echo && echo "failed or not run, after $SECONDS s:"

@@ -32,7 +32,16 @@ BENCHMARKS = ROOT / "benchmarks"
 PROGRAMS = (
     *("bench_layer", "bench_gemm", "bench_kernels", "bench_transformers", "bench_continuous_batching"),
     *("bench_torchtitan", "bench_vllm", "first_call"),
-    *("bench_host", "bench_decode", "bench_linear", "bench_quantised", "compare_builds", "table", "plot"),
+    *(
+        "bench_host",
+        "bench_decode",
+        "bench_eight_bits",
+        "bench_linear",
+        "bench_quantised",
+        "compare_builds",
+        "table",
+        "plot",
+    ),
 )
 SMALL = "192,8,2,64,32"
 FIELDS = {
@@ -939,6 +948,7 @@ def test_few_tokens(load, run, tmp_path, capsys):
         ("--list-kernels", "expected a GPU"),
         ("--format=int4,int5", "fp8_block, fp8, int8, int4, mxfp4, found int5"),
         ("--local-tokens=0", "found 0"),
+        ("--compute=int4", "codes, fp8, int8, int8_smooth, found int4"),
     ),
 )
 def test_wrong_flags_of_decode(run, capsys, flag, found):
@@ -1059,6 +1069,46 @@ def test_formats_beside_the_float_weights(load, run, tmp_path):
     assert (records[2]["group_size"], records[2]["symmetric"]) == (32, True)
     load("table").main([str(tmp_path / "bench_decode.json")])
     load("plot").main([str(tmp_path / "bench_decode.json"), "-o", str(tmp_path)])
+
+
+def test_ways_of_computing_a_format(run):
+    """A record for each that the format has, with the ratio to the others."""
+    flags = ("--tokens", "3", "--format", "fp8_block,int8,int4", "--compute", "codes,fp8,int8_smooth")
+    _, *records = run("bench_decode", "--shape", SMALL, "--dtype", "bf16", *flags)
+    expected = [
+        ("fp8_block", None),
+        ("fp8_block", "fp8"),
+        ("int8", None),
+        ("int8", "int8_smooth"),
+        ("int4", None),
+    ]
+    assert [(r["format"], r.get("compute")) for r in records] == expected
+    for r in records:
+        assert r["ratio_to_bf16"] > 0 and r["peer_errors"] == {}
+        others = {"fp8_block": {"fp8"}, "int8": {"int8_smooth"}, "int4": set()}[r["format"]]
+        others = {"codes"} if "compute" in r else others
+        assert {name for name in r if name.startswith("ratio_to_")} == {
+            f"ratio_to_{n}" for n in ("bf16", *others)
+        }
+        assert (1e-2 < r["max_rel_error"] < 0.08) if "compute" in r else r["max_rel_error"] < 1e-2
+    ratios = [r[f"ratio_to_{name}"] for r, name in zip(records, ("fp8", "codes"), strict=False)]
+    assert ratios[0] * ratios[1] == pytest.approx(1, abs=0.05, rel=0.2)
+    with pytest.raises(SystemExit, match="expected some of codes, fp8 with --format fp8, found int8"):
+        run("bench_decode", "--shape", SMALL, "--tokens", "3", "--format", "fp8", "--compute", "int8")
+
+
+def test_ways_are_those_of_the_library(load):
+    """COMPUTE and the variants of each, and bench_eight_bits.py's."""
+    from fused_moe.quantized.computing import FORMATS_OF
+
+    bench, eight_bits = load("bench_quantised"), load("bench_eight_bits")
+    known = {(format, name) for name in bench.COMPUTE for format in FORMATS_OF[name]}
+    assert {*FORMATS_OF} == {*bench.COMPUTE, "auto"}
+    assert {(v.format, v.compute) for v in bench.VARIANTS} == known
+    ways = {(way.weight_format, way.compute) for way in eight_bits.WAYS}
+    assert ways == {way for way in known if way[0] in FORMATS_OF["auto"]} and {*eight_bits.USUAL} < {
+        *eight_bits.WAYS
+    }
 
 
 def test_peers_of_a_format(load, run, monkeypatch, capsys, tmp_path):
@@ -1269,13 +1319,16 @@ def test_a_width_that_a_format_does_not_take(run, name):
 
 
 FLOATS = {"fp32": 4, "bf16": 2}
-VARIANTS = ["fp8_block", "fp8", "fp8 per tensor", "int8", "int8 per tensor"]
+SMOOTH = "int8, compute int8_smooth"
+VARIANTS = ["fp8_block", "fp8_block, compute fp8", "fp8", "fp8 per tensor", "fp8, compute fp8"]
+VARIANTS += ["int8", "int8 per tensor", "int8, compute int8", SMOOTH, f"{SMOOTH}, calibrated"]
 VARIANTS += ["int4 of 32", "int4 of 32, zero points", "mxfp4"]  # of widths that are no multiples of 128
 
 
 def test_errors_of_formats(run, capsys):
     records = run("bench_quantised", "--shape", SMALL, "--quality")
     kinds = ("gaussian", "student t, 3 degrees", "outlier columns")
+    kinds += ("x of student t", "x with outlier channels", "both of student t")
     expected = [(t, kind, name) for t in FLOATS for kind in kinds for name in (t, *VARIANTS)]
     assert [(r["dtype"], r["what"], r["layer"]) for r in records] == expected
     found = {(r["dtype"], r["what"], r["layer"]): r for r in records}
@@ -1294,6 +1347,11 @@ def test_errors_of_formats(run, capsys):
         assert (zero_points["group_size"], zero_points["symmetric"]) == (32, False)
         assert zero_points["bits_per_weight"] == 4 + (8 * size + 8) / 32
         assert found[dtype, "gaussian", "fp8 per tensor"]["per_tensor"] is True
+        # What rounding x adds; and what a channel of 20 times the others costs codes with one scale per row
+        output = {name: found[dtype, "x with outlier channels", name]["output_error"] for name in VARIANTS}
+        assert output["fp8_block"] < output["fp8_block, compute fp8"] < 2 * output["fp8_block"]
+        assert 2 * output["int8"] < output["int8, compute int8"]
+        assert output[f"{SMOOTH}, calibrated"] < 0.7 * output[SMOOTH]
     printed = capsys.readouterr().out
     assert (
         "int4 of 128 is left out: expected widths that are multiples of 128, found D = 64, F = 32" in printed
@@ -1308,43 +1366,45 @@ def test_random_weights(load):
     bench, common = load("bench_quantised"), load("common")
     torch.manual_seed(0)
     largest = {}
-    for kind in bench.WEIGHTS:
+    for kind in bench.VALUES:
         weights = bench.random_weights(kind, common.Sizes(1, 8, 2, 512, 256), torch.float32, "cpu")
         assert [tuple(w.shape) for w in weights] == [(8, 256, 512), (8, 512, 256), (8, 256, 512)]
         for w in weights:
             assert w.norm() == pytest.approx((w.numel() / w.size(2)) ** 0.5, rel=1e-4)
         scaled = weights[0] * 512**0.5
         largest[kind] = scaled.abs().max().item()
-        if kind == "outlier columns":
+        if kind == "outliers":
             norms = scaled.square().mean((0, 1)).sort().values
             assert norms[-5] > 300 * norms[-6]
-    assert largest["gaussian"] < 6 and largest["student t, 3 degrees"] > 20
+    assert largest["gaussian"] < 6 and largest["student t"] > 20
 
 
 def test_times_of_formats(load, run, tmp_path, capsys):
-    flags = ("--time", "--tokens", "1,5", "--format", "int4,fp8")
+    flags = ("--time", "--tokens", "1,5", "--format", "int4,fp8", "--compute", "codes,fp8")
     records = run("bench_quantised", "--shape", SMALL, *flags)
-    names = ("fp8", "fp8 per tensor", "int4 of 32", "int4 of 32, zero points")
+    names = ("fp8", "fp8 per tensor", "fp8, compute fp8", "int4 of 32", "int4 of 32, zero points")
     assert [(r["dtype"], r["tokens"], r["layer"]) for r in records] == [
         (dtype, n, name) for dtype in FLOATS for n in (1, 5) for name in (dtype, *names)
     ]
     for r in records:
         assert set(r) >= FIELDS and (r["bench"], r["what"], r["mode"]) == ("quantised", "forward", "eager")
         assert r["time_us"] > 0 and r["ratio_to_float"] > 0 and r["bytes"] > 0
-        assert 0 < r["max_rel_error"] < {"fp32": 1e-5, "bf16": 1e-2}[r["dtype"]]
+        bound = 0.08 if "compute" in r else {"fp32": 1e-5, "bf16": 1e-2}[r["dtype"]]
+        assert 0 < r["max_rel_error"] < bound
         assert r["ratio_to_float"] == 1 or r["format"] not in FLOATS
     assert "5 tokens" in capsys.readouterr().out
-    flags = ("--quality", "--format", "fp8", "--dtype", "fp32", "--append")
+    flags = ("--quality", "--format", "fp8", "--compute", "codes", "--dtype", "fp32", "--append")
     again = run("bench_quantised", "--shape", SMALL, *flags)
-    assert again[: len(records)] == records and len(again) == len(records) + 3 * 3
+    assert again[: len(records)] == records and len(again) == len(records) + 6 * 3
     load("table").main([str(tmp_path / "bench_quantised.json")])
 
 
 def test_times_of_backward(run):
-    flags = ("--backward", "--tokens", "5", "--format", "mxfp4")
+    flags = ("--backward", "--tokens", "5", "--format", "fp8_block,mxfp4")
     records = run("bench_quantised", "--shape", SMALL, *flags)
+    names = ("fp8_block", "mxfp4", "fp8_block, trainable", "mxfp4, trainable")
     assert [(r["dtype"], r["layer"], r["what"]) for r in records] == [
-        (dtype, name, "backward") for dtype in FLOATS for name in (dtype, "mxfp4", "mxfp4, trainable")
+        (dtype, name, "backward") for dtype in FLOATS for name in (dtype, *names)
     ]
     for r in records:
         assert r["time_us"] > 0 and 0 < r["max_rel_error"] < {"fp32": 1e-5, "bf16": 2e-2}[r["dtype"]]
@@ -1365,7 +1425,11 @@ def test_wrong_values_of_a_format_are_not_timed(load):
 
 @pytest.mark.parametrize(
     "flag, found",
-    (("--format=int5", "fp8_block, fp8, int8, int4, mxfp4, found int5"), ("--tokens=0", "tokens, found 0")),
+    (
+        ("--format=int5", "fp8_block, fp8, int8, int4, mxfp4, found int5"),
+        ("--compute=codes,auto", "codes, fp8, int8, int8_smooth, found auto"),
+        ("--tokens=0", "tokens, found 0"),
+    ),
 )
 def test_wrong_flags_of_quantised(run, capsys, flag, found):
     with pytest.raises(SystemExit, match="2"):
@@ -1383,15 +1447,19 @@ def test_the_loss_of_a_model(load, run, tmp_path, monkeypatch, capsys):
     flags = "--layers 1 --dim 32 --hidden-dim 32 --num-experts 4 --top-k 2 --seq-len 16 --steps 1"
     train_lm.main([*flags.split(), "--device", "cpu", "--out", str(tmp_path)])
     capsys.readouterr()
-    records = run("bench_quantised", "--model", str(tmp_path), "--format", "int4,mxfp4")
-    names = ["float32", "int4 of 32", "int4 of 32, zero points", "mxfp4"]
+    flags = ("--format", "fp8,int4,mxfp4")
+    records = run("bench_quantised", "--model", str(tmp_path), *flags)
+    names = ["float32", "fp8", "fp8, compute fp8", "int4 of 32", "int4 of 32, zero points", "mxfp4"]
     assert [r["layer"] for r in records] == names
     for r in records:
         assert set(r) >= FIELDS | {"format", "bytes"}
         assert (r["bench"], r["shape"], r["layers"], r["steps"]) == ("quantised_lm", "64,4,2,32,32", 1, 1)
         assert r["loss_change"] == r["loss"] - records[0]["loss"] and 1 < r["loss"] < 9
     printed = capsys.readouterr().out
-    assert "bits per byte" in printed and f"{records[3]['bytes']:,}" in printed
+    assert "bits per byte" in printed and f"{records[-1]['bytes']:,}" in printed
+    names = ["float32", "fp8, compute fp8"]
+    again = run("bench_quantised", "--model", str(tmp_path), "--format", "fp8,int4", "--compute", "fp8")
+    assert [r["layer"] for r in again] == names
 
 
 def test_validating_times_nothing(run, load, monkeypatch, tmp_path, capsys):
@@ -1820,7 +1888,7 @@ def test_measure_runs_every_program(cpu, tmp_path):
     failed = f"failed or not run, after [0-9]+ s:\n  bench_layer --shape {SMALL} --mode queued .*--profile\n"
     assert run.returncode == 1 and re.search(f"{failed}$", run.stdout), run.stdout + run.stderr
     found = sorted(file.stem for file in tmp_path.iterdir())
-    assert found == ["decode", "dtypes", "gemm", "kernels", "zipf"]
+    assert found == ["decode", "dtypes", "eight_bits", "gemm", "kernels", "zipf"]
     (record, *_) = json.loads((tmp_path / "zipf.json").read_text())
     assert (record["bench"], record["shape"], record["routing"]) == ("layer", SMALL, "zipf:1.2")
 
@@ -1828,7 +1896,7 @@ def test_measure_runs_every_program(cpu, tmp_path):
 def test_measure_stops_at_its_limit(cpu, tmp_path):
     run = measure(tmp_path, "--limit", "0")
     assert run.returncode == 1 and not list(tmp_path.iterdir())
-    assert run.stdout.count("\n  bench_") == 6
+    assert run.stdout.count("\n  bench_") == 7
 
 
 def test_a_program_runs_as_a_script(cpu):
