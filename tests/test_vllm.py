@@ -559,7 +559,7 @@ def test_switched_on_in_part(unregistered, monkeypatch, caplog):
     monkeypatch.setenv("FUSED_MOE_VLLM", "unquantized,fp4")
     fused_moe.vllm.register()
     assert unquantized.NAME not in unregistered
-    assert "expected 0, 1, unquantized, fp8_block, int4, mxfp4, found 'fp4'" in caplog.text
+    assert "expected 0, 1, unquantized, fp8, int8, int4, mxfp4, found 'fp4'" in caplog.text
 
 
 def other_arguments(self, output, hidden_states):
@@ -595,7 +595,7 @@ def test_a_property_that_is_gone(unregistered, monkeypatch, caplog, name):
     fused_moe.vllm.register()
     assert unquantized.NAME not in unregistered
     [message] = caplog.messages
-    assert "(unquantized, fp8_block, int4, mxfp4 layers): TypeError" in message
+    assert "(unquantized, fp8, int8, int4, mxfp4 layers): TypeError" in message
     assert f"expected to have {name}" in message
 
 

@@ -35,7 +35,7 @@ from vllm.model_executor.model_loader.reload import (
 import fused_moe.vllm
 from fused_moe import reference
 from fused_moe.quantized import tiles
-from fused_moe.vllm import fp8_block as fp8_block_part
+from fused_moe.vllm import eight_bit as eight_bit_part
 from fused_moe.vllm import quantized, report
 from fused_moe.vllm.experts import FusedMoEExperts
 
@@ -46,6 +46,8 @@ SHIFTS = torch.arange(0, 32, 4)
 
 @pytest.fixture
 def config(pretended, vllm_config, monkeypatch):  # noqa: F811
+    """Activations stay in 16 bits; test_vllm_eight_bit.py is for those that are quantised."""
+    monkeypatch.setenv("FUSED_MOE_VLLM_COMPUTE", "codes")
     report._layers.clear()
     monkeypatch.setattr(get_tp_group(), "device", torch.device("cpu"))  # where moe_wna16 repacks codes
     return vllm_config
@@ -59,6 +61,14 @@ def fp8_block(rows, cols, scale_name="weight_scale_inv"):
     scale = (torch.rand(rows // 128, cols // 128) + 0.5) * cols**-0.5
     values = codes.float() * scale.repeat_interleave(128, 0).repeat_interleave(128, 1)
     return {"weight": codes, scale_name: scale}, values
+
+
+def by_rows(rows, cols, dtype):
+    """8 bits with a scale per row, as compressed-tensors has them."""
+    largest = 1 if dtype.is_floating_point else 40
+    codes = (largest * torch.randn(rows, cols)).clamp(-127, 127).to(dtype)
+    scale = (torch.rand(rows, 1) + 0.5) * cols**-0.5 / largest
+    return {"weight": codes, "weight_scale": scale}, codes.float() * scale
 
 
 def in_words(codes):
@@ -127,6 +137,12 @@ def compressed_fp8_config():
     return compressed("float-quantized", weights, inputs)
 
 
+def by_rows_config(type):
+    code = {"num_bits": 8, "type": type, "symmetric": True}
+    inputs = {**code, "strategy": "token", "dynamic": True}
+    return compressed(f"{type}-quantized", {**code, "strategy": "channel"}, inputs)
+
+
 def fp8_config(blocks=(128, 128)):
     return Fp8Config(True, "dynamic", weight_block_size=list(blocks) if blocks else None)
 
@@ -147,6 +163,8 @@ def with_zeros(make):
 FORMATS = {
     "fp8_block": (fp8_config, fp8_block),
     "compressed fp8_block": (compressed_fp8_config, lambda *shape: fp8_block(*shape, "weight_scale")),
+    "compressed fp8": (lambda: by_rows_config("float"), lambda *shape: by_rows(*shape, torch.float8_e4m3fn)),
+    "compressed int8": (lambda: by_rows_config("int"), lambda *shape: by_rows(*shape, torch.int8)),
     "compressed int4": (compressed_int4_config, compressed_int4),
     "compressed int4, zero points": (lambda: compressed_int4_config(False), with_zeros(compressed_int4)),
     "gptq": (gptq_config, gptq),
@@ -453,7 +471,7 @@ def test_experts_that_move(config, name, in_tiles):
 
 NOT_TAKEN = {
     "fp8 with scales of blocks of [64, 64]": (lambda: fp8_config((64, 64)), {}),
-    "fp8 with scales of matrices or rows": (lambda: fp8_config(None), {}),
+    "fp8 with scales of matrices": (lambda: fp8_config(None), {}),
     "widths (320, 128), not multiples of 128": (fp8_config, {"dim": 320}),
     "integers of 8 bits": (lambda: compressed_int4_config(bits=8), {}),
     "int4 with groups of 16 columns, not of 32 or 64 or 128": (
@@ -461,6 +479,7 @@ NOT_TAKEN = {
         {},
     ),
     "AWQ without zero points": (lambda: AutoAWQConfig(4, GROUP, False, False), {}),
+    "widths (96, 128), not multiples of 64": (lambda: by_rows_config("int"), {"dim": 96}),
     "widths (256, 96), not multiples of 64": (lambda: gptq_config(group_size=32), {"hidden_dim": 96}),
     "widths (288, 128), not multiples of 64": (Mxfp4Config, {"dim": 288}),
     "activation swiglustep": (fp8_config, {"activation": "swiglustep"}),
@@ -504,11 +523,11 @@ def test_activations_that_were_asked_for(config, monkeypatch):
 def test_lines_of_the_log(config, caplog, monkeypatch):
     """The second one says that activations are not quantised, as the checkpoint's configuration asks for."""
     caplog.set_level(logging.INFO, "vllm")
-    monkeypatch.setattr(fp8_block_part.logger, "info_once", fp8_block_part.logger.info)
+    monkeypatch.setattr(eight_bit_part.logger, "info_once", eight_bit_part.logger.info)
     layer_of(config, "fp8_block", checkpoint("fp8_block")[0])
     own = [record.getMessage() for record in caplog.records if record.name == report.logger.name]
     assert own[0] == "fused_moe runs the experts of 1 of 1 MoE layers"
-    assert "which are not quantised (W8A16); FUSED_MOE_VLLM=unquantized,int4,mxfp4 keeps" in own[1]
+    assert "which are not quantised (W8A16); FUSED_MOE_VLLM=unquantized,int8,int4,mxfp4 keeps" in own[1]
 
 
 # --- registration -------------------------------------------------------------------------------------
@@ -547,7 +566,7 @@ def test_another_interface(unregistered, config, caplog):
     unregistered.setattr(quantized, "THEIRS", lambda self, prefix: None)
     fused_moe.vllm.register()
     [message] = caplog.messages
-    assert "(fp8_block, int4, mxfp4 layers): TypeError: _get_quant_method expected to take" in message
+    assert "(fp8, int8, int4, mxfp4 layers): TypeError: _get_quant_method expected to take" in message
     assert RoutedExperts._get_quant_method is not quantized.get_quant_method
 
 

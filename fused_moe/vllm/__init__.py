@@ -2,10 +2,11 @@
 
 vLLM finds `register` by the entry point group `vllm.general_plugins`: where both packages are installed
 nothing else has to be done. FUSED_MOE_VLLM=0 switches it off; FUSED_MOE_VLLM=unquantized,int4 leaves it on
-for the named ones of PARTS alone. vLLM keeps its router, its shared experts, its exchange of tokens between
-ranks and its weights; only the routed experts of a rank are computed here. Layers that are not supported
-keep vLLM's experts. One line of vLLM's log says for each model how many layers run here, and why the others
-do not.
+for the named ones of PARTS alone. FUSED_MOE_VLLM_COMPUTE names the MODES in which activations are quantised
+where the checkpoint asks for it, by default both; with "codes" they stay in 16 bits. vLLM keeps its router,
+its shared experts, its exchange of tokens between ranks and its weights; only the routed experts of a rank
+are computed here. Layers that are not supported keep vLLM's experts. One line of vLLM's log says for each
+model how many layers run here, and why the others do not.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ import os
 __all__ = ["register"]
 
 # Modules with a `register`, each of which may fail on its own. FUSED_MOE_VLLM may name some.
-PARTS = ("unquantized", "fp8_block", "int4", "mxfp4")
+PARTS = ("unquantized", "fp8", "int8", "int4", "mxfp4")
+# `compute` of weights of 8 bits, whose checkpoints ask for it. FUSED_MOE_VLLM_COMPUTE may name some.
+MODES = ("fp8", "int8")
 
 logger = logging.getLogger("vllm.fused_moe")  # vLLM shows only loggers below "vllm"
 
@@ -31,11 +34,11 @@ def register() -> None:
     Raises:
         ImportError: there is no vLLM.
     """
-    chosen = os.environ.get("FUSED_MOE_VLLM", "1")
-    parts = {"0": (), "1": PARTS}.get(chosen, chosen.split(","))
-    if unknown := set(parts) - {*PARTS}:
-        expected, found = ", ".join(("0", "1", *PARTS)), ", ".join(map(repr, sorted(unknown)))
-        logger.warning("vLLM's own experts are used: FUSED_MOE_VLLM expected %s, found %s", expected, found)
+    try:
+        parts = _named("FUSED_MOE_VLLM", "1", {"0": (), "1": PARTS}, PARTS)
+        modes_named()
+    except ValueError as error:
+        logger.warning("vLLM's own experts are used: %s", error)
         return
     try:
         from vllm import __version__
@@ -52,3 +55,20 @@ def register() -> None:
             "fused_moe does not fit vLLM %s, whose own experts are used (%s layers): %s",
             __version__, ", ".join(names), error,
         )  # fmt: skip
+
+
+def modes_named() -> tuple[str, ...]:
+    """The MODES that FUSED_MOE_VLLM_COMPUTE names. ValueError where it names others."""
+    return _named("FUSED_MOE_VLLM_COMPUTE", ",".join(MODES), {"codes": ()}, MODES)
+
+
+def _named(
+    variable: str, default: str, words: dict[str, tuple[str, ...]], names: tuple[str, ...]
+) -> tuple[str, ...]:
+    """What an environment variable says: one of `words`, or some of `names` with commas between."""
+    value = os.environ.get(variable, default)
+    found = words.get(value, tuple(value.split(",")))
+    if unknown := set(found) - {*names}:
+        expected, unknown = ", ".join((*words, *names)), ", ".join(map(repr, sorted(unknown)))
+        raise ValueError(f"{variable} expected {expected}, found {unknown}")
+    return found

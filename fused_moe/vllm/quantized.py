@@ -5,8 +5,9 @@ the one function of vLLM that is replaced is the one in which a layer gets its m
 is supported becomes one of METHODS, subclasses of vLLM's. It makes parameters and loads them as vLLM's does.
 
 `process_weights_after_loading` is the last hook at which parameters are as the checkpoint has them. There
-they become what `QuantizedWeight` keeps, experts first: tiles on Hopper. They stay the layer's parameters,
-and each call reads them from the layer. So whatever vLLM does to parameters reaches the kernels:
+they become what `QuantizedWeight` keeps, experts first: tiles on Hopper, but the published tensors where
+activations are quantised. They stay the layer's parameters, and each call reads them from the layer. So
+whatever vLLM does to parameters reaches the kernels:
 
 - EPLB moves experts along the first dimension of all of them.
 - Sleep and wake keep their addresses.
@@ -14,7 +15,8 @@ and each call reads them from the layer. So whatever vLLM does to parameters rea
   loads them, calls the hook again and copies the result into the memory that CUDA graphs read.
 - A write by a `weight_loader` into parameters that are packed raises, since it would be lost.
 
-Activations stay in 16 bits, whatever the checkpoint's configuration says about them.
+vLLM hands over activations of 16 bits, whatever the checkpoint's configuration says about them. In the modes
+of eight_bit.py `fused_experts` quantises them; elsewhere they stay as they are.
 """
 
 from __future__ import annotations
@@ -93,7 +95,7 @@ class QuantizedMethod:
         )
 
     def get_fused_moe_quant_config(self, layer: RoutedExperts):
-        """Activations are not quantised; there are only biases and the activation's constants."""
+        """vLLM quantises no activations; there are only biases and the activation's constants."""
         return biased_moe_quant_config(
             *biases_of(layer),
             gemm1_alpha=layer.swiglu_alpha,

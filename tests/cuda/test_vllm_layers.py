@@ -7,6 +7,7 @@ from vllm_harness import build_layer, load, make_layer, ours, route, run, vllm_c
 
 # isort: split
 import pytest
+import test_vllm_eight_bit as eight_bit
 import test_vllm_quantized as quantized
 import torch
 import vllm.model_executor.layers.fused_moe.config as moe_config
@@ -24,8 +25,10 @@ D, F, E, K = 256, 128, 16, 4
 SIZES = {"num_experts": E, "top_k": K, "dim": D, "hidden_dim": F}
 TOKENS = (1, 64, 777)
 UNQUANTISED = "unquantised"
-FORMATS = ("fp8_block", "compressed int4", "gptq", "mxfp4")
-EVERY_FORMAT = pytest.mark.parametrize("name", (UNQUANTISED, *FORMATS))
+FORMATS = ("fp8_block", "compressed int8", "compressed int4", "gptq", "mxfp4")
+# Formats that are computed with activations of 8 bits.
+EIGHT_BITS = {f"{name}, 8 bits": name for name in ("fp8_block", "compressed fp8", "compressed int8")}
+EVERY_FORMAT = pytest.mark.parametrize("name", (UNQUANTISED, *FORMATS, *EIGHT_BITS))
 
 
 @pytest.fixture
@@ -85,7 +88,7 @@ def checkpoint(name):
     """(name, tensor) for each on the host, and the projections' values on the device."""
     with torch.device("cpu"):
         if name != UNQUANTISED:
-            tensors, values = quantized.checkpoint(name)
+            tensors, values = quantized.checkpoint(EIGHT_BITS.get(name, name))
         else:
             values = {n: torch.randn(quantized.E, *s) / s[1] ** 0.5 for n, s in quantized.SHAPES.items()}
             tensors = [(f"{e}.{n}.weight", v[e].to(BF16)) for n, v in values.items() for e in range(len(v))]
@@ -93,10 +96,13 @@ def checkpoint(name):
 
 
 def layer_of(config, name, tensors):
-    """A layer that has loaded a checkpoint. Quantised weights are in tiles."""
+    """A layer that has loaded a checkpoint. Quantised weights are in tiles if activations have 16 bits."""
     if name != UNQUANTISED:
-        layer = quantized.layer_of(config, name, tensors)
-        assert all(p.of(layer.routed_experts).is_tiled for p in layer.routed_experts.quant_method._packed)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("FUSED_MOE_VLLM_COMPUTE", "fp8,int8" if name in EIGHT_BITS else "codes")
+            layer = quantized.layer_of(config, EIGHT_BITS.get(name, name), tensors)
+        for packed in layer.routed_experts.quant_method._packed:
+            assert packed.of(layer.routed_experts).is_tiled == (name not in EIGHT_BITS)
     else:
         layer = build_layer(config, quantized.E, quantized.K, D, F)
         record_metadata_for_reloading(layer)
@@ -104,6 +110,13 @@ def layer_of(config, name, tensors):
         load(layer)
     assert isinstance(ours(layer), FusedMoEExperts)
     return layer
+
+
+def check_values(out, x, logits, values, name):
+    if name not in EIGHT_BITS:
+        quantized.check(out, x, logits, values)
+    else:
+        assert eight_bit.error(out, x, logits, values) < 0.1
 
 
 class Graph:
@@ -128,7 +141,9 @@ def test_a_token_in_every_batch(config, name):
     tensors, values = checkpoint(name)
     layer, (x, logits) = layer_of(config, name, tensors), inputs(777, quantized.E)
     out = run(config, layer, x, logits)
-    quantized.check(out, x, logits, values)
+    check_values(out, x, logits, values, name)
+    if name in EIGHT_BITS:
+        eight_bit.check(out, x, logits, EIGHT_BITS[name], [(n, t.to(x.device)) for n, t in tensors])
     for t in (0, 1, 400, 776):
         alone = run(config, layer, x[t : t + 1], logits[t : t + 1])
         assert torch.equal(alone, out[t : t + 1])
@@ -152,7 +167,7 @@ def test_a_graph_follows_updates(config, name, T):
         after = graph.replay()
         fresh = layer_of(config, name, tensors)
         assert torch.equal(after, run(config, fresh, graph.x, graph.logits))
-        quantized.check(after, graph.x, graph.logits, values)
+        check_values(after, graph.x, graph.logits, values, name)
         assert not torch.equal(after, before)
 
 
