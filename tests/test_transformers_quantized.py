@@ -61,7 +61,7 @@ from fused_moe.transformers import quantize_experts  # noqa: E402
 from fused_moe.transformers.experts import settings_of  # noqa: E402
 from fused_moe.transformers.weights import first_name, weight_of  # noqa: E402
 
-pytestmark = pytest.mark.usefixtures("registered")
+pytestmark = pytest.mark.usefixtures("codes")
 
 BOTH_DTYPES = pytest.mark.parametrize("dtype", (F32, BF16), ids=("f32", "bf16"))
 
@@ -127,6 +127,14 @@ CHECKPOINTS = {
 }
 ALL_CHECKPOINTS = pytest.mark.parametrize("kind", CHECKPOINTS)
 OWN_STORAGE = pytest.mark.parametrize("kind", [k for k in CHECKPOINTS if k != "fp8_block"])
+
+
+@pytest.fixture(scope="module")
+def codes(registered):  # noqa: F811
+    """Activations stay as they are; test_transformers_eight_bit.py is for those that are quantised."""
+    fused_moe.transformers.register(compute="codes")
+    yield
+    fused_moe.transformers.register()
 
 
 @pytest.fixture(autouse=True)
@@ -369,7 +377,8 @@ def hold_tiles(model: nn.Module) -> None:
     """Makes the weights of all experts as their first call does, which CPUs cannot finish with tiles."""
     for _, experts in experts_of(model):
         for name in ("gate_up_proj", "down_proj"):
-            assert weight_of(experts, name).is_tiled and weight_of(experts, name) is getattr(experts, name)
+            w = weight_of(experts, name, "codes")
+            assert w.is_tiled and w is getattr(experts, name)
 
 
 def whole_tiles(kind: str, folder) -> nn.Module:
@@ -521,7 +530,7 @@ def test_quantizers_of_others_stay(cpu, monkeypatch):
         pass
 
     monkeypatch.setitem(AUTO_QUANTIZER_MAPPING, "mxfp4", Theirs)
-    fused_moe.transformers.register()
+    fused_moe.transformers.register(compute="codes")
     assert AUTO_QUANTIZER_MAPPING["mxfp4"] is Theirs
 
 
@@ -619,7 +628,7 @@ def test_the_state_dict_of_fp8_experts_in_tiles(cpu, kind):
     experts = fp8_experts(cpu, **SUPPORTED[kind])
     expected = {n: t.clone() for n, t in experts.state_dict().items()}
     for name in (first_name(experts), "down_proj"):
-        assert weight_of(experts, name).is_tiled
+        assert weight_of(experts, name, "codes").is_tiled
     assert isinstance(settings_of(experts), dict)
     for changed in (expected, {n: t.flip(0) for n, t in expected.items()}):
         experts.load_state_dict(changed)

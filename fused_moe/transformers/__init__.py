@@ -19,6 +19,10 @@ unpack them. And `quantize_experts` quantises the experts of a model in memory.
 
 from __future__ import annotations
 
+from functools import partial
+
+from ..checks import check_choice
+
 try:
     from transformers.integrations.finegrained_fp8 import ALL_FP8_EXPERTS_FUNCTIONS
 
@@ -41,16 +45,27 @@ except ImportError as error:
 __all__ = ["NAME", "experts_forward", "quantize_experts", "register"]
 
 
-def register() -> None:
+def register(*, compute: str = "fp8") -> None:
     """Makes "fused_moe" a name that `experts_implementation=` and `set_experts_implementation` know.
 
     Call it before a model is loaded, or before its implementation is set. Calling it again does no harm.
     FP8 experts have a separate registry. Checkpoints in MXFP4 and of compressed-tensors get quantizers
     that do what transformers' do, and keep the experts packed in models that ask for "fused_moe".
     Source: transformers.integrations.moe, finegrained_fp8; transformers.quantizers.
+
+    Args:
+        compute: of FP8 experts with activation_scheme "dynamic", while they are not in training. "fp8"
+            quantises activations, as the checkpoint asks for, and has no gradient: backward raises. "codes"
+            does not, nor do any experts in training. Register before a model's first call: on GPUs the layout
+            that its weights get then depends on it.
+
+    Raises:
+        TypeError, ValueError: compute is neither.
     """
+    check_choice("register", "compute", compute, ("fp8", "codes"))
+    forward = experts_forward if compute == "fp8" else partial(experts_forward, compute=compute)
     ALL_EXPERTS_FUNCTIONS.register(NAME, experts_forward)
-    ALL_FP8_EXPERTS_FUNCTIONS.register(NAME, experts_forward)
+    ALL_FP8_EXPERTS_FUNCTIONS.register(NAME, forward)
     if not hasattr(HfQuantizer, "serialized_names"):
         return  # an earlier release, which loads checkpoints otherwise: it unpacks them
     # transformers' register_quantizer takes new names alone, but the checkpoint says the name.

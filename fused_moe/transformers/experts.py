@@ -19,7 +19,12 @@ _warned: set[tuple[str, str]] = set()
 
 
 def experts_forward(
-    experts: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+    experts: nn.Module,
+    hidden_states: Tensor,
+    top_k_index: Tensor,
+    top_k_weights: Tensor,
+    *,
+    compute: str = "fp8",
 ) -> Tensor:
     """transformers calls this instead of the forward of a class with `use_experts_implementation`.
 
@@ -33,10 +38,11 @@ def experts_forward(
         top_k_index: (T, K) int32 or int64. An index below 0, or of E or more, is treated as remote: its slot
             is not computed, adds nothing, and its weight gets a zero gradient.
         top_k_weights: (T, K) of any floating dtype.
+        compute: as of `register`.
 
     Returns:
         (T, D) in hidden_states' dtype, differentiable in hidden_states, top_k_weights and parameters that are
-        not quantised.
+        not quantised; where experts compute in 8 bits, in none of them.
 
     Raises:
         TypeError, ValueError: as `fused_moe.fused_experts`.
@@ -45,7 +51,7 @@ def experts_forward(
     if isinstance(settings, str):
         return _their_forward(experts, settings)(experts, hidden_states, top_k_index, top_k_weights)
     first = first_name(experts)
-    w1, w2 = weight_of(experts, first), weight_of(experts, "down_proj")
+    w1, w2 = (weight_of(experts, name, compute) for name in (first, "down_proj"))
     b1, b2 = (getattr(experts, f"{name}_bias") if experts.has_bias else None for name in (first, "down_proj"))
     is_quantized = isinstance(w1, QuantizedWeight)
     x = hidden_states
@@ -64,9 +70,17 @@ def experts_forward(
         b1=b1,
         b2=b2,
         transposed=experts.is_transposed and not is_quantized,
+        compute=_compute_of_call(experts, x, compute) if is_quantized and w1.smooth is None else None,
         **settings,
     )
     return out.to(hidden_states.dtype)
+
+
+def _compute_of_call(experts: nn.Module, x: Tensor, compute: str) -> str | None:
+    """None for what the weights say. In training quantised weights are computed so that there are gradients,
+    and so they are on GPUs beside float32, which 8-bit kernels do not take."""
+    is_wide = x.dtype == torch.float32 and x.is_cuda and not torch.is_autocast_enabled("cuda")
+    return "codes" if compute == "codes" or experts.training or is_wide else None
 
 
 def settings_of(experts: nn.Module) -> dict | str:

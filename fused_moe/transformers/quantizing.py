@@ -10,6 +10,7 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from ..checks import FLOATING, fail
+from ..quantized.computing import check_compute
 from ..quantized.quantizing import checked_options, quantize
 from .experts import settings_of
 from .weights import NAME, add_hook, first_name
@@ -30,6 +31,7 @@ def quantize_experts(
     group_size: int | None = None,
     symmetric: bool | None = None,
     per_tensor: bool | None = None,
+    compute: str = "codes",
 ) -> nn.Module:
     """Quantises the routed experts of a model in place, one weight after the other, freeing it.
 
@@ -39,7 +41,8 @@ def quantize_experts(
     Args:
         model: loaded with, or set to, experts_implementation="fused_moe". From then on no other will do. Give
             the whole model: what is not known to have quantised experts would be saved without them.
-        format, group_size, symmetric, per_tensor: as of `fused_moe.quantize`.
+        format, group_size, symmetric, per_tensor, compute: as of `fused_moe.quantize`. In training experts
+            compute as "codes" whatever compute says, so that there are gradients, but not "int8_smooth".
 
     Returns:
         The model. Each weight is a frozen QuantizedWeight, also in its state_dict: instead of
@@ -55,6 +58,7 @@ def quantize_experts(
     """
     fn = "quantize_experts"
     options, multiple = checked_options(format, group_size, symmetric, per_tensor)
+    check_compute(fn, compute, format)
     found = experts_of(model) if isinstance(model, nn.Module) else []
     if not found:
         expected = "a transformers model with experts that have an experts_implementation"
@@ -88,7 +92,7 @@ def quantize_experts(
         w = getattr(experts, name).detach()
         w = w.mT.contiguous() if experts.is_transposed else w
         delattr(experts, name)
-        setattr(experts, name, quantize(w, format, **options))
+        setattr(experts, name, quantize(w, format, **options, compute=compute))
         add_hook(experts)
     return model
 

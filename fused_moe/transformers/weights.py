@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 from transformers.integrations.finegrained_fp8 import FP8Experts
 
-from ..checks import fail
-from ..quantized import QuantizedWeight, formats, from_fp8_block, from_mxfp4
+from ..checks import check_stored, fail
+from ..quantized import QuantizedWeight, computing, formats, from_mxfp4
 from ..quantized.refreshing import KEPT
 from ..quantized.weight import as_bytes, untraced, write_state
 
@@ -22,16 +22,16 @@ def first_name(experts: nn.Module) -> str:
     return "gate_up_proj" if experts.has_gate else "up_proj"
 
 
-def weight_of(experts: nn.Module, name: str) -> Tensor | QuantizedWeight:
+def weight_of(experts: nn.Module, name: str, compute: str) -> Tensor | QuantizedWeight:
     """A weight as fused_experts takes it. Parameters that are codes and scales become a QuantizedWeight once:
     one that reads them at each call and is kept beside them, where no state_dict sees it; or it is tiled and
-    takes their place."""
+    takes their place. `compute` is that of FP8."""
     w = getattr(experts, name, None)
     if isinstance(w, QuantizedWeight) or (w is not None and w.element_size() > 1):
         return w
     kept = experts._modules.get(KEPT)
     w = None if kept is None else kept.weights.get(name)
-    return w if w is not None and w.is_of(experts._parameters) else _make(experts, name)
+    return w if w is not None and w.is_of(experts._parameters) else _make(experts, name, compute)
 
 
 # --- parameters that are read as they are -----------------------------------------------------------------
@@ -69,7 +69,7 @@ class _Stored(QuantizedWeight):
 
     def __init__(self, made: QuantizedWeight, sources: dict[str, nn.Parameter]):
         nn.Module.__init__(self)
-        vars(self).update(vars(made) | {"_parameters": {}})
+        vars(self).update(vars(made) | {"_parameters": {"smooth": None}})
         self._sources = sources  # by their names in the experts, whose parameters they remain
         vars(self).update(zip(("_data", "_scale", "_words"), (*sources.values(), None), strict=False))
         self._made_on = made.device
@@ -138,11 +138,11 @@ def _signed_zero(words: Tensor, rows: int) -> Tensor:
 
 
 @torch.compiler.disable(reason="call a model with quantised experts once before it is compiled as one graph")
-def _make(experts: nn.Module, name: str) -> QuantizedWeight:
+def _make(experts: nn.Module, name: str, compute: str) -> QuantizedWeight:
     own = experts._parameters
     sources = {name + part: own[name + part] for part in PARTS if own.get(name + part) is not None}
     with torch.inference_mode(False), untraced():
-        made = _made(own, name)
+        made = _made(own, name, compute if _runs_in_fp8(experts) else "codes")
     # accelerate's hook takes offloaded parameters away after the call, and nothing should hold their memory.
     # What is made of such parameters is made for each call, tiles too.
     if getattr(getattr(experts, "_hf_hook", None), "offload", False):
@@ -160,7 +160,13 @@ def _make(experts: nn.Module, name: str) -> QuantizedWeight:
     return w
 
 
-def _made(own: dict, name: str) -> QuantizedWeight:
+def _runs_in_fp8(experts: nn.Module) -> bool:
+    """Whether the checkpoint asks for tokens that are quantised, and GPUs have kernels for the widths."""
+    is_asked = isinstance(experts, FP8Experts) and experts.activation_scheme == "dynamic"
+    return is_asked and not any(width % computing.WIDTH for width in experts.down_proj.shape[1:])
+
+
+def _made(own: dict, name: str, compute: str = "codes") -> QuantizedWeight:
     if f"{name}_blocks" in own:
         return from_mxfp4(own, name)
     if f"{name}_packed" in own:
@@ -174,7 +180,16 @@ def _made(own: dict, name: str) -> QuantizedWeight:
         E, rows, width = codes.shape
         codes, scale = codes.view(torch.uint8), scale.view(torch.uint8)
         return QuantizedWeight(codes, scale, format="mxfp4", shape=(E, rows, 2 * width))
-    return from_fp8_block(own, name)
+    check_stored("FP8Experts", f"{name}_scale_inv", scale, 3, (*formats.SCALES, torch.float8_e8m0fnu))
+    power_of_two = compute == "fp8" and scale.dtype == torch.float8_e8m0fnu
+    return QuantizedWeight(
+        codes,
+        scale.float(),
+        format="fp8_block",
+        shape=codes.shape,
+        compute=compute,
+        power_of_two=power_of_two,
+    )
 
 
 # --- tiles in place of parameters -------------------------------------------------------------------------
