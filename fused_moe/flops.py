@@ -74,6 +74,12 @@ def _quantized_experts(args) -> int:
     return 2 * prod(args.ids) * codes
 
 
+@_register("eight_bit_experts")
+def _eight_bit_experts(args) -> int:
+    weights = (args.data1, args.data3, args.data2)
+    return 2 * prod(args.ids) * sum(prod(data[1:]) for data in weights if data)
+
+
 @_register("wgrad", "wgrad_accumulate")
 def _wgrad(args) -> int:
     rows = args.b if args.a_row_token else args.a

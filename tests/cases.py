@@ -243,6 +243,34 @@ def arguments_of(name: str, **named) -> tuple:
     return tuple(named[a.name] if a.name in named else a.default_value for a in args)
 
 
+def eight_bit_calls(case: Case, device, act: dict) -> list[dict]:
+    """Calls of eight_bit_experts, of int8, since opcheck cannot reckon with e4m3. Widths and dtype are the
+    nearest that every device takes."""
+    dtype = case.dtype if case.dtype in (BF16, F16) else BF16
+    wide = replace(case, dim=-(-case.dim // 16) * 16, hidden=-(-case.hidden // 16) * 16, dtype=dtype)
+    t, E, D, F = wide.inputs(device), wide.num_experts, wide.dim, wide.hidden
+    _, _, pairs, transposed = LAYOUTS[case.layout]
+    call = {"x": t["x"], "scores": t["scores"], "ids": wide.ids(device), **act}
+    call |= {name: t[name] for name in ("b1", "b3", "b2")}
+    for i in (1, 3, 2):
+        w = t[f"w{i}"]
+        if w is not None:
+            w = w.flatten(1, 2) if pairs and i == 1 else w.mT.contiguous() if transposed else w
+            w = fused_moe.quantize(w, "int8", compute="int8")
+            call["format"] = w.code
+        call |= dict(zip((f"data{i}", f"scale{i}"), w.eight_bit_tensors if w else (None, None), strict=True))
+    smooth = {"smooth1": torch.rand(E, D) + 0.5, "smooth2": torch.rand(E, F) + 0.5}
+    smooth = {name: factors.to(device) for name, factors in smooth.items()}
+    usual = {"smooth1": None, "smooth2": None, "score_on_input": False, "power_of_two": False}
+    shared = {"shared": torch.randn_like(t["x"]), "shared_gate": torch.randn(case.tokens).to(device)}
+    expert_map = torch.arange(-1, E, dtype=torch.int32, device=device)
+    return [
+        call | usual | shared,
+        call | usual | smooth,
+        call | usual | {"score_on_input": True, "expert_map": expert_map, "ids": call["ids"].long()},
+    ]
+
+
 def operator_calls(case: Case, device) -> dict:
     """{operator: [argument tuples]}: a typical call of every operator, and its rarer forms. Those named
     *_accumulate have none in float64."""
@@ -424,6 +452,7 @@ def operator_calls(case: Case, device) -> dict:
             {"x": x, **packed, **of_up, "b2": b2, "scores": scores, "ids": ids, **act, **side}
             for side in ({"score_on_input": False, **add_shared}, {"score_on_input": True})
         ],
+        "eight_bit_experts": eight_bit_calls(case, device, act),
         "routed_experts": [
             {"x": x, "gate": gate, "gate_bias": b, **up, **down, **act, "top_k": K, **routing}
             for b, routing in (

@@ -2,6 +2,7 @@
 
 import copy
 import io
+import re
 
 import pytest
 import torch
@@ -10,12 +11,20 @@ from cases import (
     F16,
     F32,
     F64,
+    ROUTINGS,
+    Calls,
+    Case,
+    assert_as_good,
     make_ids,
     quantize_options,
+    to_double,
 )
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import fused_moe
-from fused_moe import FusedMoE, QuantizedWeight, quantize, reference, smooth_from
+from fused_moe import FusedMoE, QuantizedWeight, fused_experts, grouped_mlp, quantize, reference, smooth_from
 from fused_moe.quantized import computing, smoothing, tiles
 from fused_moe.quantized.formats import FORMATS
 
@@ -490,3 +499,545 @@ def test_ties_go_to_even(cpu):
     assert reference.quantize_rows(rows, "int8").tolist() == [[127, 0, 2, 2, 0, -2]]
     rows = torch.tensor([[448.0, 17.0, 19.0, 21.0, -17.0]])
     assert reference.quantize_rows(rows, "fp8").tolist() == [[448, 16, 20, 20, -16]]
+
+
+# --- experts ----------------------------------------------------------------------------------------------
+
+
+def inputs_of(case: Case, device, mode: str) -> tuple[dict, dict]:
+    """fused_experts' inputs, and its weights quantised for a mode; w1 and w3 share their factors."""
+    inputs = case.inputs(device)
+    weights = {name: inputs.pop(name) for name in ("w1", "w2", "w3")}
+    format, options, compute = MODES[mode]
+    smooth = dict.fromkeys(weights)
+    if compute == "int8_smooth":
+        of_x = [w for name, w in weights.items() if name != "w2" and w is not None]
+        smooth = {"w1": smoothing.from_weights(*of_x), "w2": smoothing.from_weights(weights["w2"])}
+        smooth["w3"] = smooth["w1"]
+    for name, w in weights.items():
+        if w is not None:
+            weights[name] = quantize(w, format, compute=compute, smooth=smooth[name], **options)
+    return inputs, weights
+
+
+def assert_as_good_as_the_loop(case: Case, device, mode: str, **options) -> torch.Tensor:
+    """The error of 16-bit results is that of the loop that rounds the same way. In float32 they agree but for
+    values that sums in another order have moved to the next code."""
+    inputs, weights = inputs_of(case, device, mode)
+    layout = {name: value for name, value in case.options.items() if name != "transposed"}
+    fixed = {"ids": case.ids(device), "score_on": case.score_on, **layout, **weights, **options}
+    out = fused_experts(**inputs, **fixed)
+    eager = reference.fused_experts(**inputs, **fixed)
+    if case.dtype == F32:
+        assert out.shape == eager.shape and out.dtype == eager.dtype
+        assert (out - eager).norm() <= 2e-3 * eager.norm()
+        near = torch.isclose(out, eager, rtol=1e-4, atol=1e-4).all(1)
+        assert near.sum() >= 0.8 * len(near)
+        return out
+    exact = reference.fused_experts(**to_double(inputs), **fixed)
+    assert_as_good({"out": out}, {"out": eager}, {"out": exact})
+    return out
+
+
+@pytest.mark.quick
+@EVERY_MODE
+@pytest.mark.parametrize("dtype", (F32, BF16, F16), ids=("f32", "bf16", "f16"))
+@pytest.mark.parametrize("dim, hidden", ((64, 96), (144, 272)))
+def test_experts(device, mode, dtype, dim, hidden):
+    """Also with widths that no block of 128 divides."""
+    if dtype == F32 and device.type == "cuda":
+        pytest.skip("on a GPU x has 16 bits")
+    case = Case(tokens=70, dim=dim, hidden=hidden, dtype=dtype, bias=True)
+    assert_as_good_as_the_loop(case, device, mode)
+
+
+@EVERY_MODE
+@pytest.mark.parametrize("layout", ("separate", "ungated", "halves", "interleaved"))
+@pytest.mark.parametrize(
+    "score_on, activation", (("output", "silu"), ("input", "swiglu_clamped"), ("output", "relu2"))
+)
+def test_layouts_and_activations(device, mode, layout, score_on, activation):
+    """Packed gate and up have the scale blocks of the published tensor."""
+    case = Case(
+        tokens=40, dim=64, hidden=144, dtype=BF16, layout=layout, activation=activation, bias=True,
+        score_on=score_on,
+    )  # fmt: skip
+    assert_as_good_as_the_loop(case, device, mode)
+
+
+@given(
+    tokens=st.sampled_from((0, 1, 2, 33, 130)),
+    dim=st.sampled_from((16, 48, 128, 272)),
+    hidden=st.sampled_from((16, 80, 128, 144)),
+    num_experts=st.sampled_from((1, 2, 5)),
+    routing=st.sampled_from(ROUTINGS),
+    layout=st.sampled_from(("separate", "ungated", "halves", "interleaved")),
+    mode=st.sampled_from(sorted(MODES)),
+    bias=st.booleans(),
+    score_on=st.sampled_from(("output", "input")),
+    dtype=st.sampled_from((BF16, F16)),
+    seed=st.integers(0, 999),
+)
+def test_any_case(
+    device, tokens, dim, hidden, num_experts, routing, layout, mode, bias, score_on, dtype, seed
+):
+    """Any sizes, routing, layout and mode."""
+    torch.manual_seed(seed)
+    top_k = min(2, num_experts)
+    case = Case(
+        tokens,
+        dim,
+        hidden,
+        num_experts,
+        top_k,
+        dtype,
+        routing,
+        layout,
+        bias=bias,
+        score_on=score_on,
+        seed=seed,
+    )
+    assert_as_good_as_the_loop(case, device, mode)
+
+
+@pytest.mark.parametrize("mode", ("fp8_block", "int8_smooth"))
+def test_options(device, mode):
+    """expert_map, ids of 64 bits, shared experts and their gate, out, autocast."""
+    case = Case(tokens=40, dim=64, hidden=96, num_experts=4, dtype=BF16)
+    expert_map = torch.tensor([2, -1, 0, 3, 1, -1], dtype=torch.int32, device=device)
+    shared = {"shared": torch.randn(40, 64, device=device, dtype=BF16)}
+    gate = {"shared_gate": torch.randn(40, device=device)}
+    for options in ({"expert_map": expert_map}, shared, shared | gate):
+        assert_as_good_as_the_loop(case, device, mode, **options)
+    inputs, weights = inputs_of(case, device, mode)
+    ids = case.ids(device)
+    expected = fused_experts(**inputs, **weights, ids=ids)
+    assert torch.equal(fused_experts(**inputs, **weights, ids=ids.long()), expected)
+    out = torch.empty_like(expected)
+    with torch.no_grad():
+        assert fused_experts(**inputs, **weights, ids=ids, out=out) is out
+    assert torch.equal(out, expected)
+    wide = {name: None if t is None else t.float() for name, t in inputs.items()}
+    with torch.autocast(device.type, BF16):
+        found = fused_experts(**wide, **weights, ids=ids)
+    assert found.dtype == BF16 and torch.equal(found, expected)
+    with pytest.raises(ValueError, match="out that shares no memory with another argument"), torch.no_grad():
+        fused_experts(**inputs, **weights, ids=ids, out=inputs["x"])
+
+
+@EVERY_MODE
+def test_tokens_have_scales_of_their_own(device, mode):
+    """A token has the same bits alone and in any batch; NaN stays in its token; tiny ones are as exact."""
+    case = Case(tokens=60, dim=64, hidden=144, dtype=BF16)
+    inputs, weights = inputs_of(case, device, mode)
+    inputs["x"] *= torch.logspace(-3, 3, 60, device=device, dtype=BF16).unsqueeze(1)
+    ids = case.ids(device)
+    out = fused_experts(**inputs, **weights, ids=ids)
+    for some in ([7], [59, 0], list(range(30)), torch.randperm(60).tolist()):
+        part = {n: t[some] if n in ("x", "scores") else t for n, t in inputs.items()}
+        assert torch.equal(fused_experts(**part, **weights, ids=ids[some]), out[some])
+    exact = reference.fused_experts(**to_double(inputs), **weights, ids=ids)
+    error = (out - exact).norm(dim=1) / exact.norm(dim=1)
+    assert error.max() < 0.03, error
+    inputs["x"][5, 9], inputs["x"][6] = torch.nan, 0
+    odd = fused_experts(**inputs, **weights, ids=ids)
+    others = [t for t in range(60) if t not in (5, 6)]
+    assert odd[5].isnan().all() and torch.equal(odd[others], out[others]) and not odd[6].any()
+
+
+@pytest.mark.parametrize("mode", ("fp8_block", "fp8"))
+def test_scales_that_are_powers_of_two(device, mode):
+    case = Case(tokens=40, dim=64, hidden=144, dtype=BF16)
+    inputs, weights = inputs_of(case, device, mode)
+    ids = case.ids(device)
+    usual = fused_experts(**inputs, **weights, ids=ids)
+    for w in weights.values():
+        w.set_compute("fp8", power_of_two=True)
+    out, eager = (f(**inputs, **weights, ids=ids) for f in (fused_experts, reference.fused_experts))
+    exact = reference.fused_experts(**to_double(inputs), **weights, ids=ids)
+    assert_as_good({"out": out}, {"out": eager}, {"out": exact})
+    assert not torch.equal(out, usual)
+
+
+@EVERY_MODE
+def test_a_given_mode_overrides(device, mode):
+    """The weights' mode, and their smooth."""
+    case = Case(tokens=60, dim=64, hidden=96, dtype=BF16)
+    inputs, weights = inputs_of(case, device, mode)
+    ids, (_, _, compute) = case.ids(device), MODES[mode]
+    expected = fused_experts(**inputs, **weights, ids=ids)
+    given = {"compute": compute}
+    if compute == "int8_smooth":
+        given |= {"smooth1": weights["w1"].smooth, "smooth2": weights["w2"].smooth}
+    own = {"format": weights["w1"].format, "compute": "int8" if compute.startswith("int8") else "fp8"}
+    plain = {n: QuantizedWeight(w.data, w.scale, shape=w.shape, **own) for n, w in weights.items()}
+    assert torch.equal(fused_experts(**inputs, **plain, ids=ids, **given), expected)
+    loop = reference.fused_experts(**inputs, **plain, ids=ids, **given)
+    assert torch.equal(loop, reference.fused_experts(**inputs, **weights, ids=ids))
+    values = {n: w.dequantize(BF16) for n, w in plain.items()}
+    codes = fused_experts(**inputs, **plain, ids=ids, compute="codes")
+    torch.testing.assert_close(codes, fused_experts(**inputs, **values, ids=ids))
+    assert not torch.equal(codes, expected)
+
+
+@pytest.mark.parametrize("format", EIGHT_BITS)
+def test_auto(device, format):
+    """Codes up to 16 rows of an expert on average, 8 bits beyond; each with that mode's bits."""
+    case = Case(tokens=41, dim=64, hidden=128, num_experts=5, dtype=BF16)
+    inputs = case.inputs(device)
+    weights = {n: quantize(inputs.pop(n), format, compute="auto") for n in ("w1", "w2", "w3")}
+    ids, eight_bits = case.ids(device), "int8" if format == "int8" else "fp8"
+    of = {"codes": copy.deepcopy(weights), eight_bits: copy.deepcopy(weights)}
+    for compute, own in of.items():
+        for w in own.values():
+            w.set_compute(compute)
+    for tokens, compute in ((40, "codes"), (41, eight_bits)):
+        part = {n: t[:tokens] if n in ("x", "scores") else t for n, t in inputs.items()}
+        part["ids"] = ids[:tokens]
+        found = fused_experts(**part, **weights)
+        assert torch.equal(found, fused_experts(**part, **of[compute]))
+        loop = reference.fused_experts(**part, **weights)
+        assert torch.equal(loop, reference.fused_experts(**part, **weights, compute=compute))
+
+
+def test_which_operator_runs(device):
+    """One, in grad mode, too: that of 8 bits, with float32 scales; that of codes for few rows of auto."""
+    case = Case(tokens=60, dim=64, hidden=128, num_experts=4, dtype=BF16)
+    inputs = case.inputs(device)
+    made = {n: quantize(inputs.pop(n), "int8") for n in ("w1", "w2", "w3")}
+    for compute, tokens, name in (
+        ("int8", 1, "eight_bit_experts"),
+        ("auto", 60, "eight_bit_experts"),
+        ("auto", 2, "quantized_experts"),
+        ("codes", 2, "quantized_experts"),
+    ):
+        weights = {
+            n: QuantizedWeight(w.data, w.scale, format="int8", shape=w.shape, compute=compute)
+            for n, w in made.items()
+        }
+        part = {n: t[:tokens] if n in ("x", "scores") else t for n, t in inputs.items()}
+        with Calls() as calls:
+            fused_experts(**part, **weights, ids=case.ids(device)[:tokens])
+        ours = [(n, a) for n, a, _ in calls.calls if n.startswith("fused_moe::")]
+        assert [n for n, _ in ours] == [f"fused_moe::{name}"]
+        if name == "eight_bit_experts":
+            assert [ours[0][1][i].dtype for i in (2, 4, 6)] == [F32] * 3
+            assert weights["w1"].weight_scale.dtype == BF16
+
+
+@EVERY_MODE
+@pytest.mark.parametrize("leaf", ("x", "scores", "b1"))
+def test_no_gradient(device, mode, leaf):
+    """Forward runs in grad mode, with the same bits; backward raises."""
+    case = Case(tokens=20, dim=64, hidden=96, dtype=BF16, bias=True)
+    inputs, weights = inputs_of(case, device, mode)
+    with torch.no_grad():
+        expected = fused_experts(**inputs, **weights, ids=case.ids(device))
+    inputs[leaf].requires_grad_()
+    out = fused_experts(**inputs, **weights, ids=case.ids(device))
+    assert torch.equal(out, expected)
+    with pytest.raises(RuntimeError, match="fused_moe: eight_bit_experts has no gradient"):
+        out.sum().backward()
+
+
+@pytest.mark.usefixtures("no_fp8")
+@pytest.mark.parametrize("compute", ("fp8", "auto"))
+def test_fp8_where_it_is_not_multiplied(cpu, compute):
+    """The bits of codes, and no gradient either."""
+    case = Case(tokens=60, dim=64, hidden=96, num_experts=3, dtype=BF16)
+    inputs = case.inputs(cpu)
+    weights = {n: quantize(inputs.pop(n), "fp8_block", compute=compute) for n in ("w1", "w2", "w3")}
+    expected = fused_experts(**inputs, **weights, ids=case.ids(cpu), compute="codes")
+    inputs["x"].requires_grad_()
+    out = fused_experts(**inputs, **weights, ids=case.ids(cpu))
+    assert torch.equal(out, expected)
+    with pytest.raises(RuntimeError, match="fused_moe: quantized_experts has no gradient"):
+        out.sum().backward()
+
+
+@pytest.mark.usefixtures("tiling")
+def test_weights_in_tiles_alone(cpu):
+    """fp8 cannot be asked of them; auto takes codes."""
+    case = Case(tokens=60, dim=64, hidden=128, num_experts=3, dtype=BF16)
+    inputs = case.inputs(cpu)
+    weights = {n: quantize(inputs.pop(n), "fp8_block") for n in ("w1", "w2", "w3")}
+    message = "weights as published with compute 'fp8'; set_compute keeps them so, found weights in tiles"
+    with pytest.raises(ValueError, match=message):
+        fused_experts(**inputs, **weights, ids=case.ids(cpu), compute="fp8")
+    x, ids = torch.empty(60, 64, dtype=BF16), case.ids(cpu)
+    both = {n: copy.deepcopy(w).set_compute("auto") for n, w in weights.items()}
+    for own, are_there in ((weights, False), (both, True)):
+        tensors = computing.eight_bit_tensors("", "auto", x, ids, tuple(own.values()))
+        assert (tensors is not None) == are_there
+
+
+def wrong_calls(device):
+    """(what is wrong, changes of a right call, error, message)"""
+    E, D, F = 3, 32, 48
+
+    def weights(format="int8", compute="int8", **options):
+        shapes = {"w1": (E, F, D), "w2": (E, D, F), "w3": (E, F, D)}
+        made = {n: torch.randn(s, device=device) for n, s in shapes.items()}
+        return {n: quantize(w, format, compute=compute, **options) for n, w in made.items()}
+
+    smooth1, smooth2 = smooth_factors(E, D, device), smooth_factors(E, F, device)
+    x, floats = (
+        torch.randn(6, D, device=device, dtype=BF16),
+        {n: w.dequantize(BF16) for n, w in weights().items()},
+    )
+    int8, fp8, block = weights(), weights("fp8", "fp8"), weights("fp8_block", "fp8")
+    smooth = weights(compute="int8_smooth", smooth=None)
+    smooth["w3"] = quantize(torch.randn(E, F, D), "int8", compute="int8_smooth", smooth=smooth["w1"].smooth)
+    power = copy.deepcopy(fp8)
+    power["w2"].set_compute("fp8", power_of_two=True)
+    lora = fused_moe.LoRA(torch.zeros(E, 2, D, dtype=BF16), torch.zeros(E, F, 2, dtype=BF16))
+    plan = fused_moe.route_plan(make_ids("random", 6, 2, E).int().to(device), E)
+    right = {"compute": "int8_smooth", "smooth1": smooth1, "smooth2": smooth2}
+    main = (torch.zeros(E, F, D, device=device), None, None)
+    turned = {n: floats[n].mT.contiguous() for n in floats}
+    yield from (
+        ("no mode", {"compute": "fp16"}, ValueError, "compute to be one of"),
+        ("no word", {"compute": 8}, ValueError, "compute to be one of"),
+        ("floats", {**floats, "compute": "fp8"}, TypeError, "w1 to be a QuantizedWeight with compute 'fp8'"),
+        ("one float", {"w2": floats["w2"], "compute": "int8"}, TypeError, "w2 to be a QuantizedWeight"),
+        (
+            "codes beside",
+            {"w2": floats["w2"]},
+            ValueError,
+            "weights of one compute, found w1 with 'int8', w2 with",
+        ),
+        (
+            "two modes",
+            {"w2": fp8["w2"]},
+            ValueError,
+            "weights of one compute, found w1 with 'int8', w2 with 'fp8'",
+        ),
+        (
+            "format",
+            {"compute": "fp8"},
+            ValueError,
+            "w1 of format fp8_block or fp8 with compute 'fp8', found int8",
+        ),
+        (
+            "two formats",
+            {**fp8, "w2": block["w2"]},
+            ValueError,
+            "weights of one format with compute 'fp8', found",
+        ),
+        (
+            "two scales",
+            {"w3": weights(per_tensor=True)["w3"]},
+            ValueError,
+            "w1 and w3 with scales of the same shape",
+        ),
+        ("powers", power, ValueError, "weights of one power_of_two, found some with and some without"),
+        (
+            "smooth1",
+            {"smooth1": smooth1},
+            ValueError,
+            "no smooth1 without compute 'int8_smooth', found compute",
+        ),
+        (
+            "smooth2",
+            {**floats, "smooth2": smooth2},
+            ValueError,
+            "no smooth2 without compute 'int8_smooth', found",
+        ),
+        (
+            "as int8",
+            {**smooth, "compute": "int8"},
+            ValueError,
+            "compute 'int8_smooth' with w1, whose codes were",
+        ),
+        (
+            "as codes",
+            {**smooth, "compute": "codes"},
+            ValueError,
+            "compute 'int8_smooth' with w1, whose codes were",
+        ),
+        (
+            "shape",
+            right | {"smooth1": smooth2},
+            ValueError,
+            r"smooth1 of shape \(E, D\) = \(3, 32\), found \(3, 48",
+        ),
+        (
+            "shape",
+            right | {"smooth2": smooth1},
+            ValueError,
+            r"smooth2 of shape \(E, F\) = \(3, 48\), found \(3, 32",
+        ),
+        (
+            "dtype",
+            right | {"smooth1": smooth1.double()},
+            TypeError,
+            "smooth1 of dtype float32, found torch.float64",
+        ),
+        ("device", right | {"smooth2": smooth2.to("meta")}, ValueError, "smooth2 on x's device"),
+        ("list", right | {"smooth2": [1.0]}, TypeError, "smooth2 to be a tensor, found list"),
+        ("lora", {"lora": lora}, ValueError, "no lora with compute 'int8', found a lora"),
+        ("plan", {"plan": plan}, ValueError, "no plan with compute 'int8', found a plan"),
+        (
+            "main_grads",
+            {"main_grads": main},
+            ValueError,
+            "no main_grads beside quantised weights, found some",
+        ),
+        ("transposed", {"transposed": True}, ValueError, "transposed=False with a quantised w1, found"),
+        (
+            "turned",
+            {**turned, "transposed": True, "compute": "int8"},
+            TypeError,
+            "w1 to be a QuantizedWeight",
+        ),
+        ("float64", {"x": x.double()}, TypeError, "x of dtype .* with compute 'int8', found torch.float64"),
+    )
+    if device.type == "cpu":
+        other = {**smooth, "w3": weights(compute="int8_smooth")["w3"]}
+        yield "two smooths", other, ValueError, "w1 and w3 with the same smooth, found two that differ"
+    one = {**smooth, "w3": int8["w3"].set_compute("int8_smooth")}
+    yield "one smooth", one, ValueError, "w1 and w3 with the same smooth, found one without"
+
+
+def test_wrong_calls(device):
+    """TypeError or ValueError, with what was expected and found, before an operator runs."""
+    ids, scores = make_ids("random", 6, 2, 3).int().to(device), torch.rand(6, 2, device=device)
+    shapes = {"w1": (3, 48, 32), "w2": (3, 32, 48), "w3": (3, 48, 32)}
+    weights = {n: torch.randn(s, device=device) for n, s in shapes.items()}
+    right = {n: quantize(w, "int8", compute="int8") for n, w in weights.items()}
+    right |= {"x": torch.randn(6, 32, device=device, dtype=BF16), "ids": ids, "scores": scores}
+    fused_experts(**right)
+    for what, changes, error, message in wrong_calls(device):
+        with Calls() as calls, pytest.raises(error) as found:
+            fused_experts(**right | changes)
+        assert re.match(f"fused_experts: expected {message}", str(found.value)), (what, str(found.value))
+        assert not [n for n, _, _ in calls.calls if n.startswith("fused_moe::")], what
+
+
+@pytest.mark.gpu
+def test_what_a_gpu_refuses(device):
+    """float32 x, and widths that are no multiples of 16; auto takes codes for these."""
+    for D, F, dtype, error, message in (
+        (32, 48, F32, TypeError, "x of dtype bfloat16 or float16 with compute 'int8', found torch.float32"),
+        (40, 48, BF16, ValueError, r"D and F that are multiples of 16 with compute 'int8', found \(40, 48\)"),
+    ):
+        case = Case(tokens=100, dim=D, hidden=F, num_experts=3, dtype=dtype)
+        inputs = case.inputs(device)
+        weights = {n: quantize(inputs.pop(n), "int8", compute="int8") for n in ("w1", "w2", "w3")}
+        with pytest.raises(error, match=message):
+            fused_experts(**inputs, **weights, ids=case.ids(device))
+    for w in weights.values():
+        w.set_compute("auto")
+    codes = fused_experts(**inputs, **weights, ids=case.ids(device), compute="codes")
+    assert torch.equal(fused_experts(**inputs, **weights, ids=case.ids(device)), codes)
+
+
+@pytest.mark.parametrize("compute", ("int8", "auto", "int8_smooth"))
+def test_grouped_mlp_takes_codes_alone(device, compute):
+    weights = {n: torch.randn(2, 32, 32, device=device) for n in ("w1", "w2", "w3")}
+    weights = {n: quantize(w, "int8", compute=compute) for n, w in weights.items()}
+    message = (
+        f"grouped_mlp: expected w1 with compute 'codes'; fused_experts takes the others, found '{compute}'"
+    )
+    with pytest.raises(ValueError, match=message):
+        grouped_mlp(torch.randn(4, 32, device=device), **weights, counts=torch.tensor([2, 2], device=device))
+
+
+# --- the layer --------------------------------------------------------------------------------------------
+
+
+def layers(device, mode: str, **options) -> tuple[FusedMoE, reference.FusedMoE]:
+    """A layer of a mode, and the loop with the same weights."""
+    format, settings, compute = MODES[mode]
+    both = []
+    for cls in (FusedMoE, reference.FusedMoE):
+        layer = cls(64, 96, 4, 2, device=device, dtype=BF16, **options)
+        both.append(quantize(layer, format, compute=compute, **settings))
+    both[1].load_state_dict(both[0].state_dict())
+    return both
+
+
+@EVERY_MODE
+@pytest.mark.parametrize(
+    "options",
+    ({}, {"num_shared_experts": 1, "shared_expert_gate": True, "bias": True}, {"latent_dim": 32}),
+    ids=("plain", "shared", "latent"),
+)
+def test_layer(device, mode, options):
+    """With padding and without, as the loop has it."""
+    moe, loop = layers(device, mode, **options)
+    x = torch.randn(50, 64, device=device, dtype=BF16)
+    found, expected = moe(x), loop(x)
+    assert (found - expected).norm() <= 0.02 * expected.norm()
+    padded = x.clone()
+    padded[30:] = torch.nan
+    found = moe(padded, num_tokens=torch.tensor(30, device=device))
+    assert not found[30:].any() and (found[:30] - expected[:30]).norm() <= 0.02 * expected.norm()
+
+
+@EVERY_MODE
+def test_compiled(device, mode):
+    """One graph for every number of tokens, with the bits of eager calls."""
+    moe, _ = layers(device, mode, num_shared_experts=1)
+    torch._dynamo.reset()
+    compiled = torch.compile(moe, fullgraph=True, dynamic=True, backend="aot_eager")
+    with torch.no_grad(), torch._dynamo.config.patch(error_on_recompile=True):
+        for tokens in (8, 21, 130):
+            x = torch.randn(tokens, 64, device=device, dtype=BF16)
+            assert torch.equal(compiled(x), moe(x))
+    torch._dynamo.reset()
+
+
+def test_auto_compiled(device):
+    """A graph on each side of the rule."""
+    moe = quantize(FusedMoE(64, 96, 4, 2, device=device, dtype=BF16), "int8", compute="auto")
+    torch._dynamo.reset()
+    compiled = torch.compile(moe, fullgraph=True, dynamic=True, backend="aot_eager")
+    with torch.no_grad():
+        for tokens in (8, 32, 33, 130, 20):
+            x = torch.randn(tokens, 64, device=device, dtype=BF16)
+            assert torch.equal(compiled(x), moe(x))
+    torch._dynamo.reset()
+
+
+def test_weights_that_hooks_provide(device):
+    """Codes, scales and factors may be there for the time of a weight's call alone, as accelerate does."""
+    moe, _ = layers(device, "int8_smooth")
+    x = torch.randn(20, 64, device=device, dtype=BF16)
+    with torch.no_grad():
+        expected = moe(x)
+    for w in moe.experts.weights:
+        stored = {name: p.detach().clone() for name, p in w._parameters.items()}
+
+        def provide(w, args, kwargs, stored=stored):
+            for name, tensor in stored.items():
+                w._parameters[name] = torch.nn.Parameter(tensor, requires_grad=False)
+
+        def release(w, args, output):
+            for name, tensor in list(w._parameters.items()):
+                w._parameters[name] = torch.nn.Parameter(tensor.detach().to("meta"), requires_grad=False)
+
+        w.register_forward_pre_hook(provide, with_kwargs=True)
+        w.register_forward_hook(release)
+    with torch.no_grad():
+        assert torch.equal(moe(x), expected)
+        assert moe.experts.w1.smooth.is_meta
+
+
+@pytest.mark.skipif(torch.__version__ < (2, 13), reason="FSDP2 takes integers from PyTorch 2.13 on")
+@pytest.mark.parametrize("mode", ("fp8_block", "int8_smooth"))
+def test_sharded(device, mode, one_rank):
+    """FSDP2 gathers factors with codes and scales; a policy casts none of them."""
+    if mode == "fp8_block" and device.type == "cpu":
+        mode = "int8"  # gloo sends no e4m3
+    moe, loop = layers(device, mode)
+    x = torch.randn(20, 64, device=device, dtype=BF16)
+    with torch.no_grad():
+        expected = moe(x)
+        saved = {name: t.clone() for name, t in moe.state_dict().items()}
+        policy = MixedPrecisionPolicy(param_dtype=BF16)
+        fully_shard(moe, mesh=one_rank, mp_policy=policy)
+        assert torch.equal(moe(x), expected)
+        for name, tensor in moe.state_dict().items():
+            local = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+            assert local.dtype == saved[name].dtype and torch.equal(local, saved[name]), name

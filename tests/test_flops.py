@@ -5,10 +5,10 @@ import sys
 
 import pytest
 import torch
-from cases import F32, Case
+from cases import BF16, F32, Case
 from torch.utils.flop_counter import FlopCounterMode
 
-from fused_moe import FusedMoE, fused_experts, grouped_mlp, grouped_mm
+from fused_moe import FusedMoE, fused_experts, grouped_mlp, grouped_mm, quantize
 
 pytestmark = pytest.mark.quick
 
@@ -35,6 +35,15 @@ def test_experts_without_gradients(device):
     case = Case(6, 10, 7, 4, 2)
     inputs, ids = case.inputs(device), case.ids(device)
     assert flops_of(lambda: fused_experts(**inputs, ids=ids)) == 6 * 6 * 2 * 10 * 7
+
+
+@pytest.mark.parametrize("compute", ("codes", "int8"))
+def test_experts_of_8_bits(device, compute):
+    case = Case(6, 16, 32, 4, 2, BF16)
+    inputs, ids = case.inputs(device), case.ids(device)
+    for name in ("w1", "w2", "w3"):
+        inputs[name] = quantize(inputs[name], "int8", compute=compute)
+    assert flops_of(lambda: fused_experts(**inputs, ids=ids)) == 6 * 6 * 2 * 16 * 32
 
 
 def test_what_is_not_needed_does_not_count(device):

@@ -16,6 +16,9 @@ import fused_moe
 from fused_moe.oldest import OLDEST_TORCH
 from fused_moe.ops import FACTS, HAS_CUDA_KERNELS
 
+STATUSES = "DRIVER_TOO_OLD", "UNSUPPORTED_GPU", "NO_SUCH_TIER"
+OLD_DRIVER, OTHER_GPU, NO_TIER = (FACTS["constants"][name] for name in STATUSES)
+
 
 @pytest.mark.quick
 def test_info_tells_versions_tiers_and_threads(device):
@@ -89,15 +92,30 @@ def with_device(monkeypatch, *found):
         ("portable", (0, 13000, 13000, 90), "on", "off: FUSED_MOE_TIER=portable"),
         ("auto", (0, 13000, 13000, 80), "on", "off: expected compute capability 9.0, found 8.0"),
         ("auto", (0, 13000, 13000, 100), "on", "off: expected compute capability 9.0, found 10.0"),
-        ("auto", (6, 13000, 13000, 75), "off: expected a GPU of compute capability 8.0 or newer, ", None),
-        ("auto", (5, 12040, 13000, 90), "off: expected an NVIDIA driver for CUDA 13 (580 or newer), ", None),
+        (
+            "auto",
+            (OTHER_GPU, 13000, 13000, 75),
+            "off: expected a GPU of compute capability 8.0 or newer, ",
+            None,
+        ),
+        (
+            "auto",
+            (OLD_DRIVER, 12040, 13000, 90),
+            "off: expected an NVIDIA driver for CUDA 13 (580 or newer), ",
+            None,
+        ),
         (
             "hopper",
-            (7, 13000, 13000, 80),
+            (NO_TIER, 13000, 13000, 80),
             "off: FUSED_MOE_TIER is hopper, expected auto or portable on",
             None,
         ),
-        ("x", (7, 13000, 13000, 90), "off: FUSED_MOE_TIER is x, expected auto or hopper or portable", None),
+        (
+            "x",
+            (NO_TIER, 13000, 13000, 90),
+            "off: FUSED_MOE_TIER is x, expected auto or hopper or portable",
+            None,
+        ),
     ],
 )
 def test_tiers_of_a_gpu(cpu, monkeypatch, tier, found, cuda, hopper):
@@ -246,7 +264,7 @@ print(found[2], ops.cuda_problem(*found))
             "on for CPU tensors, as codes for CUDA tensors: FUSED_MOE_TIER=portable",
             "on",
         ),
-        ("auto", (6, 13000, 13000, 75), *["on for CPU tensors, cuda is off"] * 2),
+        ("auto", (OTHER_GPU, 13000, 13000, 75), *["on for CPU tensors, cuda is off"] * 2),
     ],
 )
 def test_info_tells_where_each_compute_runs(cpu, monkeypatch, tier, found, fp8, int8):

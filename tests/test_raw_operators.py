@@ -29,6 +29,8 @@ ANY_VALUE = {
     ("experts", "ids"),
     ("experts_out", "ids"),
     ("quantized_experts", "ids"),
+    ("eight_bit_experts", "ids"),
+    ("eight_bit_experts", "expert_map"),
     ("route_plan", "expert_map"),
     ("experts", "expert_map"),
 }

@@ -37,6 +37,7 @@ from .formats import FORMATS
 if TYPE_CHECKING:
     from .weight import QuantizedWeight
 
+SIXTEEN_BITS = (torch.bfloat16, torch.float16)
 EIGHT_BITS = ("fp8_block", "fp8", "int8")
 FORMATS_OF = {
     "codes": tuple(FORMATS),
@@ -112,13 +113,15 @@ def check_call(
     for name, value in (("lora", lora), ("plan", plan)):
         if value is not None:
             fail(ValueError, fn, f"no {name} with compute {mode!r}", f"a {name}")
-    dtypes = (torch.bfloat16, torch.float16)
-    if x.device.type != "cuda" or is_autocast_enabled(x):
-        dtypes = (torch.float32, *dtypes)
-    if x.dtype not in dtypes:
-        names = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
-        fail(TypeError, fn, f"x of dtype {names} with compute {mode!r}", x.dtype)
-    if len({w.power_of_two for w in weights if w is not None}) > 1:
+    if x.dtype not in SIXTEEN_BITS:
+        takes_float = x.device.type != "cuda" or is_autocast_enabled(x)
+        if x.dtype != torch.float32 or not takes_float:
+            names = "float32 or bfloat16 or float16" if takes_float else "bfloat16 or float16"
+            fail(TypeError, fn, f"x of dtype {names} with compute {mode!r}", x.dtype)
+    w1, w2, w3 = weights
+    if w3 is not None and w1._of("scale").shape != w3._of("scale").shape:
+        fail(ValueError, fn, "w1 and w3 with scales of the same shape", "two that differ")
+    if w1.power_of_two != w2.power_of_two or (w3 is not None and w3.power_of_two != w2.power_of_two):
         fail(ValueError, fn, "weights of one power_of_two", "some with and some without")
     return mode, _smooth_of(fn, smooth, x, weights) if mode == "int8_smooth" else smooth
 
@@ -149,6 +152,10 @@ def _named(weights: tuple) -> list[tuple[str, QuantizedWeight | Tensor]]:
 
 def mode_of(fn: str, compute: str | None, weights: tuple) -> str:
     """The mode of a call of w1, w2 and w3: that given, or else the weights', which have to suit it."""
+    if compute is None and not any(isinstance(w, Tensor) for w in weights):
+        found = {(w.format, w.compute) for w in weights if w is not None}
+        if len(found) == 1:
+            return found.pop()[1]
     named = _named(weights)
     if compute is None:
         own = {name: "codes" if isinstance(w, Tensor) else w.compute for name, w in named}
@@ -168,7 +175,7 @@ def mode_of(fn: str, compute: str | None, weights: tuple) -> str:
         if w.format not in FORMATS_OF[mode]:
             expected = f"{name} of format {' or '.join(FORMATS_OF[mode])} with compute {mode!r}"
             fail(ValueError, fn, expected, w.format)
-        if w.smooth is not None and mode != "int8_smooth":
+        if mode != "int8_smooth" and w._smooth() is not None:
             expected = f"compute 'int8_smooth' with {name}, whose codes were multiplied by its smooth"
             fail(ValueError, fn, expected, repr(mode))
     if mode != "codes" and len({w.format for _, w in named}) > 1:
@@ -180,10 +187,10 @@ def mode_of(fn: str, compute: str | None, weights: tuple) -> str:
 def _smooth_of(fn: str, given: tuple, x: Tensor, weights: tuple) -> tuple:
     w1, w2, w3 = weights
     if given[0] is None and w3 is not None:
-        _check_same(fn, w1.smooth, w3.smooth)
+        _check_same(fn, w1._smooth(), w3._smooth())
     found = []
     for i, (smooth, w) in enumerate(zip(given, (w1, w2), strict=True), 1):
-        smooth = w.smooth if smooth is None else smooth
+        smooth = w._smooth() if smooth is None else smooth
         if smooth is not None:
             check_tensor(fn, f"smooth{i}", smooth, 2, (torch.float32,))
             check_shape(fn, f"smooth{i}", smooth, f"E, {'DF'[i - 1]}", (w.size(0), w.size(2)))

@@ -176,13 +176,13 @@ class QuantizedWeight(nn.Module):
     def eight_bit_tensors(self) -> tuple[Tensor, Tensor] | None:
         """data as the constructor takes it, and scale in float32, as `torch.ops.fused_moe.eight_bit_experts`
         does; None if the weight is in tiles alone."""
-        has_kept = bool(self._kept) and self._has_kept()
-        if has_kept and self.data_p is not None:
-            return self.data_p, self.scale_p
-        if self.is_tiled:
+        self._copies.check()
+        data, scale, _ = self._all()
+        if self._kept and self._has_kept() and self.scale_p is not None:
+            return data if self.data_p is None else self.data_p, self.scale_p
+        if scale.dim() != 3:
             return None
-        data, scale, _ = self.tensors
-        return data, self.scale_p if has_kept else scale.float()
+        return data, scale if scale.dtype == torch.float32 else scale.float()
 
     @property
     def compute(self) -> str:
@@ -274,6 +274,10 @@ class QuantizedWeight(nn.Module):
         for name, value in (("smooth", self.smooth), ("power_of_two", self.power_of_two)):
             text += f", {name}=True" if value is not None and value is not False else ""
         return text + (", trainable=True" if self.is_trainable else "")
+
+    def _smooth(self) -> Tensor | None:
+        own = self._parameters
+        return own["smooth"] if "smooth" in own else self.smooth
 
     def _of(self, name: str) -> Tensor | None:
         own, parameters = FORMATS[self.format].names.get(name), self._parameters
