@@ -1702,7 +1702,8 @@ def test_eight_bits_in_an_engine_four_ways(run, load, tmp_path, capsys, engine):
     compute = {
         name: load("bench_vllm").environment({"variant": name})["FUSED_MOE_VLLM_COMPUTE"] for name in ways
     }
-    assert compute == {name: "codes" if name.endswith("codes") else "fp8,int8" for name in ways}
+    eight_bits = ",".join(importlib.import_module("fused_moe.vllm").MODES)
+    assert compute == {name: "codes" if name.endswith("codes") else eight_bits for name in ways}
     capsys.readouterr()
     load("table").main([str(tmp_path / "bench_vllm.json")])
     assert "fp8_block, prompt 5, 16-bit activations | TRITON" in capsys.readouterr().out
