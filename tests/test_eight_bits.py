@@ -520,22 +520,26 @@ def inputs_of(case: Case, device, mode: str) -> tuple[dict, dict]:
     return inputs, weights
 
 
+def truth_of(inputs: dict, weights: dict, **fixed) -> torch.Tensor:
+    """The experts in float64, of the weights' values and of rows that are not rounded."""
+    values = {}
+    for name, w in weights.items():
+        values[name] = None if w is None else w.dequantize(F64)
+        if w is not None and w.smooth is not None:
+            values[name] = values[name] / w.smooth.unsqueeze(1)
+    return reference.fused_experts(**to_double(inputs), **values, **to_double(fixed))
+
+
 def assert_as_good_as_the_loop(case: Case, device, mode: str, **options) -> torch.Tensor:
-    """The error of 16-bit results is that of the loop that rounds the same way. In float32 they agree but for
-    values that sums in another order have moved to the next code."""
+    """The error is that of the loop that rounds rows the same way. Results are the loop's, but for what sums
+    in another order move to the next code. A GPU sums e4m3 with fewer bits, which moves more."""
     inputs, weights = inputs_of(case, device, mode)
     layout = {name: value for name, value in case.options.items() if name != "transposed"}
-    fixed = {"ids": case.ids(device), "score_on": case.score_on, **layout, **weights, **options}
-    out = fused_experts(**inputs, **fixed)
-    eager = reference.fused_experts(**inputs, **fixed)
-    if case.dtype == F32:
-        assert out.shape == eager.shape and out.dtype == eager.dtype
-        assert (out - eager).norm() <= 2e-3 * eager.norm()
-        near = torch.isclose(out, eager, rtol=1e-4, atol=1e-4).all(1)
-        assert near.sum() >= 0.8 * len(near)
-        return out
-    exact = reference.fused_experts(**to_double(inputs), **fixed)
-    assert_as_good({"out": out}, {"out": eager}, {"out": exact})
+    fixed = {"ids": case.ids(device), "score_on": case.score_on, **layout, **options}
+    out, eager = (f(**inputs, **weights, **fixed) for f in (fused_experts, reference.fused_experts))
+    assert_as_good({"out": out}, {"out": eager}, {"out": truth_of(inputs, weights, **fixed)})
+    near = 2e-3 if device.type == "cpu" else 1.5e-2
+    assert (out.double() - eager.double()).norm() <= near * eager.double().norm()
     return out
 
 
@@ -636,9 +640,9 @@ def test_tokens_have_scales_of_their_own(device, mode):
     for some in ([7], [59, 0], list(range(30)), torch.randperm(60).tolist()):
         part = {n: t[some] if n in ("x", "scores") else t for n, t in inputs.items()}
         assert torch.equal(fused_experts(**part, **weights, ids=ids[some]), out[some])
-    exact = reference.fused_experts(**to_double(inputs), **weights, ids=ids)
-    error = (out - exact).norm(dim=1) / exact.norm(dim=1)
-    assert error.max() < 0.03, error
+    truth = truth_of(inputs, weights, ids=ids)
+    error = (out - truth).norm(dim=1) / truth.norm(dim=1)
+    assert error.max() < 3 * error.median(), error
     inputs["x"][5, 9], inputs["x"][6] = torch.nan, 0
     odd = fused_experts(**inputs, **weights, ids=ids)
     others = [t for t in range(60) if t not in (5, 6)]
@@ -654,9 +658,9 @@ def test_scales_that_are_powers_of_two(device, mode):
     for w in weights.values():
         w.set_compute("fp8", power_of_two=True)
     out, eager = (f(**inputs, **weights, ids=ids) for f in (fused_experts, reference.fused_experts))
-    exact = reference.fused_experts(**to_double(inputs), **weights, ids=ids)
-    assert_as_good({"out": out}, {"out": eager}, {"out": exact})
-    assert not torch.equal(out, usual)
+    assert_as_good({"out": out}, {"out": eager}, {"out": truth_of(inputs, weights, ids=ids)})
+    near = 2e-3 if device.type == "cpu" else 1.5e-2
+    assert (out - eager).norm() <= near * eager.norm() < (out - usual).norm()
 
 
 @EVERY_MODE
@@ -787,10 +791,12 @@ def wrong_calls(device):
     )
     int8, fp8, block = weights(), weights("fp8", "fp8"), weights("fp8_block", "fp8")
     smooth = weights(compute="int8_smooth", smooth=None)
-    smooth["w3"] = quantize(torch.randn(E, F, D), "int8", compute="int8_smooth", smooth=smooth["w1"].smooth)
+    w3 = torch.randn(E, F, D, device=device)
+    smooth["w3"] = quantize(w3, "int8", compute="int8_smooth", smooth=smooth["w1"].smooth)
     power = copy.deepcopy(fp8)
     power["w2"].set_compute("fp8", power_of_two=True)
-    lora = fused_moe.LoRA(torch.zeros(E, 2, D, dtype=BF16), torch.zeros(E, F, 2, dtype=BF16))
+    low = {"a1": torch.zeros(E, 2, D, dtype=BF16), "b1": torch.zeros(E, F, 2, dtype=BF16)}
+    lora = fused_moe.LoRA(**{name: t.to(device) for name, t in low.items()})
     plan = fused_moe.route_plan(make_ids("random", 6, 2, E).int().to(device), E)
     right = {"compute": "int8_smooth", "smooth1": smooth1, "smooth2": smooth2}
     main = (torch.zeros(E, F, D, device=device), None, None)
@@ -1022,6 +1028,36 @@ def test_weights_that_hooks_provide(device):
     with torch.no_grad():
         assert torch.equal(moe(x), expected)
         assert moe.experts.w1.smooth.is_meta
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", [*MODES, "auto"])
+def test_in_a_cuda_graph(device, mode):
+    """Any number of tokens by one graph. It sees weights that are loaded afterwards. Scales have 16 bits."""
+    format, settings, compute = MODES.get(mode, ("fp8_block", {}, "auto"))
+    first, second = (FusedMoE(128, 192, 4, 2, device=device, dtype=BF16) for _ in range(2))
+    for moe in (first, second):
+        moe.eval()
+        quantize(moe, format, compute=compute, **settings)
+        if format != "fp8_block":
+            for name in ("w1", "w2", "w3"):
+                w = getattr(moe.experts, name)
+                own = {"format": format, "shape": w.shape, "compute": compute, "smooth": w.smooth}
+                setattr(moe.experts, name, QuantizedWeight(w.data, w.scale.bfloat16(), **own))
+    x = torch.randn(200, 128, device=device, dtype=BF16)
+    num_tokens = torch.tensor(200, device=device)
+    with torch.no_grad():
+        first(x, num_tokens=num_tokens)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = first(x, num_tokens=num_tokens)
+        for moe in (first, second):
+            first.load_state_dict(moe.state_dict())
+            for n in (200, 7, 0):
+                num_tokens.fill_(n)
+                graph.replay()
+                expected = moe(x, num_tokens=num_tokens)
+                assert torch.equal(out, expected) and not out[n:].any()
 
 
 @pytest.mark.skipif(torch.__version__ < (2, 13), reason="FSDP2 takes integers from PyTorch 2.13 on")
