@@ -152,11 +152,11 @@ def _named(weights: tuple) -> list[tuple[str, QuantizedWeight | Tensor]]:
 
 def mode_of(fn: str, compute: str | None, weights: tuple) -> str:
     """The mode of a call of w1, w2 and w3: that given, or else the weights', which have to suit it."""
-    if compute is None and not any(isinstance(w, Tensor) for w in weights):
-        found = {(w.format, w.compute) for w in weights if w is not None}
-        if len(found) == 1:
-            return found.pop()[1]
     named = _named(weights)
+    if compute is None and not any(isinstance(w, Tensor) for _, w in named):
+        first = weights[0]
+        if all(w.compute == first.compute and w.format == first.format for _, w in named):
+            return first.compute
     if compute is None:
         own = {name: "codes" if isinstance(w, Tensor) else w.compute for name, w in named}
         if len(set(own.values())) > 1:

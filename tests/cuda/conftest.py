@@ -5,6 +5,8 @@ import os
 import pytest
 import torch
 
+from fused_moe.quantized import computing
+
 
 @pytest.fixture
 def sm90(device):
@@ -26,11 +28,17 @@ def choose(monkeypatch):
                 monkeypatch.delenv(name, raising=False)
             else:
                 monkeypatch.setenv(name, value)
-        torch.ops.fused_moe.cuda_reset()
+        forget()
 
     yield choose
     monkeypatch.undo()
+    forget()
+
+
+def forget() -> None:
+    """What the process has read of the environment."""
     torch.ops.fused_moe.cuda_reset()
+    computing._runs_fp8.clear()
 
 
 @pytest.fixture
