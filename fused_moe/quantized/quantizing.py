@@ -148,5 +148,6 @@ def _quantized(
 ) -> QuantizedWeight:
     w = weight.detach()
     tensors = formats.encode(w, format, **options, wide=settings["compute"] != "codes", smooth=smooth)
-    shape = tuple(w.shape)
-    return QuantizedWeight(*tensors, format=format, shape=shape, dtype=w.dtype, smooth=smooth, **settings)
+    # w1 and w3 have the same factors, but safetensors saves no two tensors in the same memory.
+    own = {"shape": tuple(w.shape), "dtype": w.dtype, "smooth": None if smooth is None else smooth.clone()}
+    return QuantizedWeight(*tensors, format=format, **own, **settings)
