@@ -13,8 +13,8 @@ KEPT = "_fused_moe_weights"
 
 def refresh_weights(module: nn.Module) -> None:
     """Makes anew, from the weights as they are now, what is kept beside them: the second packing of trainable
-    QuantizedWeights in tiles, codes as published beside tiles (compute "auto"), scales in float32 beside those
-    of 16 bits, and converted copies beside the parameters of transformers' experts.
+    QuantizedWeights in tiles; beside tiles with compute "auto", codes as published; float32 scales, beside
+    those of 16 bits; and converted copies beside the parameters of transformers' experts.
 
     To be called after weights were written through `.data`, or in inference mode. `load_state_dict`, and
     writes that move a tensor's version, need no call. Memory that was right in size is written in place, so
