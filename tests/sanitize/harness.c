@@ -200,15 +200,10 @@ static void *bytes(int64_t n, int32_t end) {
     return data;
 }
 
-/* Formats with groups of 32 columns where the width allows it. */
-static FusedMoeWeight quantized_weight(FusedMoeQuantizedWeight *w, int64_t E, int64_t out, int64_t in,
-                                       bool transposed) {
-    *w = (FusedMoeQuantizedWeight){.out = out, .in = in, .transposed = transposed};
-    FusedMoeFormatFacts format;
-    do {
-        w->format = (FusedMoeFormat)draw(FUSED_MOE_NUM_FORMATS);
-        format = fused_moe_format(w->format);
-    } while (format.is_grouped && in % 32);
+static FusedMoeWeight weight_of_codes(FusedMoeQuantizedWeight *w, FusedMoeFormat of, int64_t E, int64_t out,
+                                      int64_t in, bool transposed) {
+    const FusedMoeFormatFacts format = fused_moe_format(of);
+    *w = (FusedMoeQuantizedWeight){.out = out, .in = in, .transposed = transposed, .format = of};
     bool is_square = format.block == FUSED_MOE_BLOCK_SQUARE_128;
     w->scale_dtype = format.scales == FUSED_MOE_SCALES_E8M0 ? FUSED_MOE_U8
                      : draw(2)                              ? FUSED_MOE_BF16
@@ -220,6 +215,15 @@ static FusedMoeWeight quantized_weight(FusedMoeQuantizedWeight *w, int64_t E, in
     w->scale = w->scale_dtype == FUSED_MOE_U8 ? bytes(blocks, 130) : values(w->scale_dtype, blocks);
     w->zero = format.has_zeros && draw(2) ? bytes(blocks, 8) : NULL;
     return (FusedMoeWeight){(void *)w->data, out * in, transposed ? 1 : in, transposed ? in : 1, w};
+}
+
+/* Formats with groups of 32 columns where the width allows it. */
+static FusedMoeWeight quantized_weight(FusedMoeQuantizedWeight *w, int64_t E, int64_t out, int64_t in,
+                                       bool transposed) {
+    FusedMoeFormat format;
+    do format = (FusedMoeFormat)draw(FUSED_MOE_NUM_FORMATS);
+    while (fused_moe_format(format).is_grouped && in % 32);
+    return weight_of_codes(w, format, E, out, in, transposed);
 }
 
 /* --- cases ---------------------------------------------------------------------------------------------- */
@@ -527,6 +531,70 @@ static int down_dgrad(Case *c) {
     return fused_moe_cpu_down_dgrad(&p);
 }
 
+/* The dtype of rows that become codes: not float64. */
+static FusedMoeDtype row_dtype(const Case *c) {
+    return c->dtype == FUSED_MOE_F64 ? FUSED_MOE_F32 : c->dtype;
+}
+
+static int64_t row_bytes(const Case *c, int64_t n) {
+    return n * (int64_t)fm_rows(row_dtype(c))->elem_bytes;
+}
+
+static FusedMoeFormat eight_bit_format(void) {
+    return (FusedMoeFormat)draw(FUSED_MOE_FORMAT_int8 + 1);
+}
+
+static int quantize_rows(Case *c) {
+    FusedMoeQuantizeRows p = {.D = width(c->s.D), .dtype = row_dtype(c), .power_of_two = draw(2)};
+    p.code = draw(2) ? FUSED_MOE_CODE_E4M3 : FUSED_MOE_CODE_INT8;
+    p.row_map = option() ? c->map : grouped_rows(c->map);
+    p.x = values(p.dtype, p.row_map.T * p.D);
+    p.scores = p.row_map.row_token && option() ? values(FUSED_MOE_F32, p.row_map.T * p.row_map.K) : NULL;
+    p.smooth = option() ? values(FUSED_MOE_F32, c->s.E * p.D) : NULL;
+    if (!p.row_map.row_token && !p.smooth && draw(2)) p.row_map.offs = NULL;
+    p.codes = output(p.row_map.R * p.D);
+    p.scale = output(p.row_map.R * 4);
+    return fused_moe_cpu_quantize_rows(&p);
+}
+
+static int eight_bit_up_gate(Case *c) {
+    FusedMoeEightBitUpGate p = {.power_of_two = draw(2)};
+    FusedMoeUpGate *up = &p.up;
+    *up = (FusedMoeUpGate){.D = c->s.D, .F = c->s.F, .layout = c->layout, .dtype = row_dtype(c)};
+    bool separate = up->layout == FUSED_MOE_SEPARATE;
+    int64_t w1_rows = separate ? up->F : fm_h_width(up->layout, up->F);
+    up->row_map = option() ? c->map : grouped_rows(c->map);
+    up->activation = (FusedMoeActivation){draw(FUSED_MOE_NUM_ACTIVATIONS), 1.702, 0.5, 1 / 1.702, 1 / 0.5};
+    FusedMoeFormat format = eight_bit_format();
+    FusedMoeQuantizedWeight codes[2];
+    up->x = bytes(up->row_map.T * up->D, 127);
+    p.x_scale = values(FUSED_MOE_F32, up->row_map.T);
+    up->w1 = weight_of_codes(&codes[0], format, c->s.E, w1_rows, up->D, false);
+    if (separate) up->w3 = weight_of_codes(&codes[1], format, c->s.E, up->F, up->D, false);
+    up->b1 = option() ? values(up->dtype, c->s.E * w1_rows) : NULL;
+    up->b3 = separate && option() ? values(up->dtype, c->s.E * up->F) : NULL;
+    bool in_blocks = format == FUSED_MOE_FORMAT_fp8_block;
+    up->a = output(in_blocks ? up->row_map.R * up->F : row_bytes(c, up->row_map.R * up->F));
+    if (in_blocks) p.a_scale = output(fm_blocks(up->F, 128) * up->row_map.R * 4);
+    return fused_moe_cpu_eight_bit_up_gate(&p);
+}
+
+static int eight_bit_mm(Case *c) {
+    FusedMoeEightBitMM p = {0};
+    FusedMoeGroupedMM *down = &p.down;
+    *down = (FusedMoeGroupedMM){.offs = c->map.offs, .R = c->map.R, .E = c->map.E, .dtype = row_dtype(c)};
+    down->M = c->s.D, down->N[0] = c->s.F;
+    FusedMoeFormat format = eight_bit_format();
+    FusedMoeQuantizedWeight codes;
+    down->a = bytes(down->R * down->N[0], 127);
+    down->b[0] = weight_of_codes(&codes, format, down->E, down->M, down->N[0], false);
+    down->bias = option() ? values(down->dtype, down->E * down->M) : NULL;
+    int64_t blocks = format == FUSED_MOE_FORMAT_fp8_block ? fm_blocks(down->N[0], 128) : 1;
+    p.a_scale = values(FUSED_MOE_F32, blocks * down->R);
+    down->out = output(row_bytes(c, down->R * down->M));
+    return fused_moe_cpu_eight_bit_mm(&p);
+}
+
 enum { OFFS = 1, ROW_TOKEN = 2, ROW_SLOT = 4, TOKEN_ROW = 8, ALL_MAPS = 15 };
 
 static const struct {
@@ -550,6 +618,9 @@ static const struct {
     {"activate_backward", activate_backward, 0},
     {"up_gate", up_gate, ALL_MAPS},
     {"down_dgrad", down_dgrad, ALL_MAPS},
+    {"quantize_rows", quantize_rows, ALL_MAPS},
+    {"eight_bit_up_gate", eight_bit_up_gate, ALL_MAPS},
+    {"eight_bit_mm", eight_bit_mm, OFFS},
 };
 enum { NUM_OPERATORS = sizeof operators / sizeof operators[0] };
 
