@@ -486,7 +486,7 @@ def experts_and_counts(
     if lora is not None:
         check_lora(fn, lora, "x", x, (w1, w2, w3))
     mode = "codes"
-    if is_composed or compute is not None or any(t is not None for t in smooth):
+    if is_composed or compute is not None or smooth[0] is not None or smooth[1] is not None:
         mode, smooth = computing.check_call(fn, compute, smooth, x, stored, lora, plan)
     given, main_grads = main_grads, check_main_grads(fn, main_grads, "x", x, weights, transposed)
     check_ids(fn, ids, x)
