@@ -102,21 +102,24 @@ def _compute() -> dict[str, str]:
     return modes
 
 
-def _cuda_device(index: int | None = None) -> tuple[int, int, int, int]:
-    """status, driver version, runtime version, compute capability; of the current device by default"""
-    return ops.cuda_device(torch.cuda.current_device() if index is None else index)
+def _cuda_device() -> tuple[int, int, int, int]:
+    """status, driver version, runtime version, compute capability"""
+    return ops.cuda_device(torch.cuda.current_device())
 
 
-def _why_cuda_is_off(index: int | None = None) -> str:
+def _why_cuda_is_off() -> str:
     if not HAS_CUDA_KERNELS:
         return HOW_TO_BUILD_CUDA
-    return _why_no_gpu() or ops.cuda_problem(*_cuda_device(index))
+    return _why_no_gpu() or ops.cuda_problem(*_cuda_device())
 
 
 def why_no_fp8(index: int | None = None) -> str:
-    """Why a GPU does not multiply FP8 by FP8; empty if it does."""
-    hopper = FACTS["tiers"].index("hopper")
-    return _why_cuda_is_off(index) or _why_tier_is_off(hopper, _cuda_device(index)[-1])
+    """Why a GPU, the current one by default, does not multiply FP8 by FP8; empty if it does. It calls no
+    operator, since weights are also made under dispatch modes."""
+    if reason := ("" if HAS_CUDA_KERNELS else HOW_TO_BUILD_CUDA) or _why_no_gpu():
+        return reason
+    major, minor = torch.cuda.get_device_capability(index)
+    return _why_tier_is_off(FACTS["tiers"].index("hopper"), 10 * major + minor)
 
 
 def _why_no_gpu() -> str:

@@ -221,6 +221,18 @@ def test_who_keeps_the_published_layout(cpu, request, format):
     assert both.set_compute("codes").data_p is None and both.nbytes == codes.nbytes
 
 
+def test_which_devices_multiply_fp8(cpu, monkeypatch):
+    """A GPU is asked once; CPUs do, and int8 is multiplied everywhere."""
+    asked = []
+    monkeypatch.setattr(computing, "_runs_fp8", {})
+    monkeypatch.setattr(computing, "why_no_fp8", lambda index: asked.append(index) or "why" * index)
+    for _ in range(2):
+        found = [computing.runs_on("fp8_block", torch.device("cuda", index)) for index in (0, 1)]
+        assert found == [True, False] and asked == [0, 1]
+    assert computing.runs_on("int8", torch.device("cuda", 1)) and computing.runs_on("fp8", cpu)
+    assert asked == [0, 1]
+
+
 @pytest.mark.usefixtures("tiling", "no_fp8")
 def test_where_no_fp8_is_multiplied(cpu):
     """fp8 keeps tiles alone there, as codes do; int8 is multiplied."""

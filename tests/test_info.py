@@ -80,6 +80,7 @@ def with_device(monkeypatch, *found):
     monkeypatch.setattr(module, "FACTS", FACTS | {"reasons": reasons})
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index=None: divmod(found[-1], 10))
     return module
 
 
