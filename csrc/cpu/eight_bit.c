@@ -1,9 +1,9 @@
 /* The operators of 8 bits on both operands: rows become codes, and codes are multiplied by codes.
  *
- * A GEMM takes slices of its reduction, at most FM_TILE_DEPTH columns that share their scales. Scratch has
- * one slice of each operand, converted. A slice's sums are exact: int8 gives integers below 2^24, in float,
- * and e4m3 multiples of 2^-18 below 2^27, in double. They are scaled and added in double, slice by slice.
- * So a row has the same bits in any batch. */
+ * A GEMM converts at most FM_TILE_DEPTH columns of both operands in scratch, and takes slices of them that
+ * share their scales. A slice's sums are exact: int8 gives integers below 2^24, in float, and e4m3 multiples
+ * of 2^-18 below 2^27, in double. They are scaled and added in double, slice by slice. So a row has the same
+ * bits in any batch. */
 #include "../eight_bit.h"
 #include "cpu.h"
 
@@ -132,22 +132,23 @@ static const FmRows *exact_rows(const FusedMoeQuantizedWeight *w) {
     return fm_rows(code_of(w) == FUSED_MOE_CODE_INT8 ? FUSED_MOE_F32 : FUSED_MOE_F64);
 }
 
-static int64_t depth_of(const FusedMoeQuantizedWeight *w) {
-    return fm_min(w->block_in, FM_TILE_DEPTH);
-}
-
 /* The scratch of a product of at most these rows and columns. */
 static Buffers take_buffers(const FusedMoeQuantizedWeight *w, int64_t rows, int64_t cols, char **scratch,
                             size_t *bytes) {
     const size_t accum = exact_rows(w)->accum_bytes;
+    const int64_t depth = fm_min(w->in, FM_TILE_DEPTH);
     Buffers s;
-    s.a = fm_take(scratch, bytes, rows * depth_of(w) * accum);
-    s.b = fm_take(scratch, bytes, cols * depth_of(w) * accum);
+    s.a = fm_take(scratch, bytes, rows * depth * accum);
+    s.b = fm_take(scratch, bytes, cols * depth * accum);
     s.slice = fm_take(scratch, bytes, rows * cols * accum);
     s.b_scale = fm_take(scratch, bytes, cols * sizeof *s.b_scale);
     s.sum = fm_take(scratch, bytes, rows * cols * sizeof *s.sum);
     s.bias = fm_take(scratch, bytes, cols * sizeof *s.bias);
     return s;
+}
+
+FM_ROW_FN void widen(double *restrict wide, const float *restrict values, int64_t n) {
+    for (int64_t i = 0; i < n; i++) wide[i] = values[i];
 }
 
 /* Codes [first, first + n) as numbers of the accumulation type. */
@@ -162,7 +163,7 @@ static void decode(const FmRows *v, FusedMoeCode code, const void *codes, int64_
     for (int64_t j = 0, m; j < n; j += m) {
         m = fm_min(n - j, FM_TILE_COLS);
         fm_decode(code, codes, first + j, m, values);
-        for (int64_t i = 0; i < m; i++) wide[j + i] = values[i];
+        widen(wide + j, values, m);
     }
 }
 
@@ -181,35 +182,66 @@ FM_ROW_FN void add_bias(float *restrict out, const double *restrict sum, const f
     for (int64_t i = 0; i < n; i++) out[i] = (float)(sum[i] + bias[i]);
 }
 
+/* A GEMM of a tile's rows and n rows of its expert's weight. */
+typedef struct {
+    const Rows *a;
+    const FusedMoeQuantizedWeight *w;
+    FusedMoeWorkTile tile;
+    int64_t row, n; /* of the weight: the first, and their number */
+} Product;
+
+/* Columns [k, k + width) of both operands, in scratch. */
+static void convert(const Product *g, int64_t k, int64_t width, const Buffers *s) {
+    const FusedMoeQuantizedWeight *w = g->w;
+    const FmRows *exact = exact_rows(w);
+    const int64_t e = g->tile.expert, row = g->row;
+    for (int64_t r = 0; r < g->tile.num_rows; r++)
+        decode(exact, code_of(w), g->a->codes, row_index(g->a, g->tile.first_row + r) * w->in + k, width,
+               fm_at(s->a, exact->accum_bytes, r * width));
+    for (int64_t j = 0; j < g->n; j++)
+        decode(exact, code_of(w), w->data, (e * w->out + row + j) * w->in + k, width,
+               fm_at(s->b, exact->accum_bytes, j * width));
+}
+
+/* sum += the product of `depth` columns from k on, which share their scales. Scratch has `width` columns,
+ * from `first` on. */
+static int add_slice(const Product *g, int64_t k, int64_t depth, int64_t first, int64_t width,
+                     const Buffers *s) {
+    const Rows *a = g->a;
+    const FusedMoeQuantizedWeight *w = g->w;
+    const FmRows *exact = exact_rows(w);
+    const size_t accum = exact->accum_bytes;
+    const int64_t rows = g->tile.num_rows, n = g->n, e = g->tile.expert, row = g->row;
+    const FmMatrix a_part = fm_part(fm_dense(s->a, rows, width), accum, 0, rows, k - first, depth);
+    const FmMatrix b_part = fm_part(fm_dense(s->b, n, width), accum, 0, n, k - first, depth);
+    int status = fm_matmul(exact, fm_dense(s->slice, rows, n), a_part, fm_transposed(b_part), false);
+    if (status != FUSED_MOE_OK) return status;
+    const float *a_scale = a->scale + k / FUSED_MOE_BLOCK * a->scale_stride;
+    for (int64_t j = 0; j < n; j++) s->b_scale[j] = fm_scale(w, e, row + j, k);
+    for (int64_t r = 0; r < rows; r++) {
+        const void *sums = fm_at(s->slice, accum, r * n);
+        const double scale = a_scale[row_index(a, g->tile.first_row + r)];
+        if (accum == sizeof(float))
+            add_scaled_float(s->sum + r * n, scale, s->b_scale, sums, n);
+        else
+            add_scaled_double(s->sum + r * n, scale, s->b_scale, sums, n);
+    }
+    return FUSED_MOE_OK;
+}
+
 /* out (tile's rows, n) = a w[e]^T + bias[e], of rows [row, row + n) of the weight. bias is of v's dtype. */
 static int multiply(const FmRows *v, float *out, const Rows *a, const FusedMoeQuantizedWeight *w,
                     const void *bias, FusedMoeWorkTile tile, int64_t row, int64_t n, const Buffers *s) {
-    const FmRows *exact = exact_rows(w);
-    const FusedMoeCode code = code_of(w);
+    const Product g = {a, w, tile, row, n};
     const int64_t e = tile.expert;
     fm_clear(s->sum, tile.num_rows * n * (int64_t)sizeof *s->sum);
-    for (int64_t k = 0, depth; k < w->in; k += depth) {
-        depth = fm_min(w->in - k, depth_of(w));
-        const float *a_scale = a->scale + k / FUSED_MOE_BLOCK * a->scale_stride;
-        for (int64_t r = 0; r < tile.num_rows; r++)
-            decode(exact, code, a->codes, row_index(a, tile.first_row + r) * w->in + k, depth,
-                   fm_at(s->a, exact->accum_bytes, r * depth));
-        for (int64_t j = 0; j < n; j++) {
-            decode(exact, code, w->data, (e * w->out + row + j) * w->in + k, depth,
-                   fm_at(s->b, exact->accum_bytes, j * depth));
-            s->b_scale[j] = fm_scale(w, e, row + j, k);
-        }
-        const FmMatrix slice = fm_dense(s->slice, tile.num_rows, n);
-        int status = fm_matmul(exact, slice, fm_dense(s->a, tile.num_rows, depth),
-                               fm_transposed(fm_dense(s->b, n, depth)), false);
-        if (status != FUSED_MOE_OK) return status;
-        for (int64_t r = 0; r < tile.num_rows; r++) {
-            const void *sums = fm_at(s->slice, exact->accum_bytes, r * n);
-            const double scale = a_scale[row_index(a, tile.first_row + r)];
-            if (exact->accum_bytes == sizeof(float))
-                add_scaled_float(s->sum + r * n, scale, s->b_scale, sums, n);
-            else
-                add_scaled_double(s->sum + r * n, scale, s->b_scale, sums, n);
+    for (int64_t first = 0, width; first < w->in; first += width) {
+        width = fm_min(w->in - first, FM_TILE_DEPTH);
+        convert(&g, first, width, s);
+        for (int64_t k = first, depth; k < first + width; k += depth) {
+            depth = fm_min(first + width - k, w->block_in);
+            int status = add_slice(&g, k, depth, first, width, s);
+            if (status != FUSED_MOE_OK) return status;
         }
     }
     fm_clear(s->bias, n * (int64_t)sizeof *s->bias);
