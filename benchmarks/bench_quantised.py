@@ -93,7 +93,7 @@ class Variant(NamedTuple):
 
     @property
     def bound(self) -> float | None:
-        """Of the error of a right output; None where only 16-bit GEMMs round."""
+        """The error of a right output; None where only 16-bit GEMMs round."""
         return None if self.compute == "codes" else ROUNDED_ACTIVATIONS_BOUND
 
     @property
@@ -213,7 +213,7 @@ def usable(options: argparse.Namespace, sizes: common.Sizes, dtype: str) -> list
 
 
 def random_values(kind: str, shape: tuple[int, ...], device: str) -> Tensor:
-    """Of norm 1 per value."""
+    """Values of norm 1 each."""
     values = VALUES[kind](shape, device)
     return values / values.square().mean().sqrt()
 

@@ -409,6 +409,7 @@ typedef struct {            /* codes[r] scale[r] = s x[row_token[r]] / smooth[e(
 typedef struct {
     FusedMoeUpGate up;    /* x: codes [T,D]. fp8_block: a is e4m3 codes. scores, addend and h are NULL */
     const float *x_scale; /* [T] */
+    bool gathers;         /* set by its select: false if row_map must have no row_token, T being R */
     float *a_scale;       /* [ceil(F/128),R] of fp8_block; NULL: a has up.dtype */
     bool power_of_two;    /* a's scales are */
 } FusedMoeEightBitUpGate;

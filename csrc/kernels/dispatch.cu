@@ -388,7 +388,9 @@ void fused_moe_cuda_select_up_gate(FusedMoeUpGate *p) {
     select_weights(FUSED_MOE_OP_UP_GATE, UP_GATE, QUANTIZED_UP_GATE, p);
 }
 void fused_moe_cuda_select_eight_bit_up_gate(FusedMoeEightBitUpGate *p) {
+    const FusedMoeRowMap &rows = p->up.row_map;
     select_eight_bit(FUSED_MOE_OP_UP_GATE, EIGHT_BIT_UP_GATE, *p, &p->up.workspace);
+    p->gathers = p->up.workspace.tier != FUSED_MOE_TIER_SM90 || sm90::eight_bit_gathers(rows.R, rows.E);
 }
 void fused_moe_cuda_select_eight_bit_mm(FusedMoeEightBitMM *p) {
     select_eight_bit(FUSED_MOE_OP_GROUPED_MM, EIGHT_BIT_MM, *p, &p->down.workspace);

@@ -41,9 +41,10 @@ extern const Kernel<FusedMoeExperts> experts;
 /* For quantised weights. */
 extern const Kernel<FusedMoeGroupedMM> quantized_mm;
 extern const Kernel<FusedMoeUpGate> quantized_up_gate;
-/* Of 8 bits on both operands. */
+/* For 8 bits on both operands. */
 extern const Kernel<FusedMoeEightBitUpGate> eight_bit_up_gate;
 extern const Kernel<FusedMoeEightBitMM> eight_bit_mm;
+bool eight_bit_gathers(int64_t R, int32_t E); /* see FusedMoeEightBitUpGate */
 /* For plans that fused_moe_planner gives to a cluster. */
 int cluster_plan(const FusedMoeRoutePlan &p, const FusedMoeRoute *route, void *stream);
 } // namespace sm90

@@ -1,5 +1,5 @@
-/* The experts with 8 bits on both operands of their GEMMs: x is quantised, up_gate makes a, which is quantised
- * by its epilogue or after it, and the down GEMM multiplies that. */
+/* The experts with 8 bits on both operands of their GEMMs: x is quantised, up_gate makes a, which is
+ * quantised by its epilogue or after it, and the down GEMM multiplies that. */
 #include "operators.h"
 
 /* Scales as the kernels read them: float32, and of weights that are not in tiles. */
@@ -93,14 +93,13 @@ eight_bit_experts(const Tensor &x_, const Tensor &data1, const Tensor &scale1, c
     const OptTensor scores = scores_of(op, scores_, x, {T, map.K});
     const Shared shared_rows = shared_of(op, {shared, shared_gate}, x, T, out_dim);
     const Call call = begin_call(op, plan.ids);
-    const bool by_row = score_on_input || smooth1; /* x is quantised for each row, not once for a token */
-
     FusedMoeEightBitUpGate up = {};
     up.up.w1 = weight(w1);
     if (w3) up.up.w3 = weight(*w3);
     up.up.b1 = data(b1);
     up.up.b3 = data(b3);
-    up.up.row_map = by_row ? grouped(map) : map;
+    up.up.row_map = map;
+    up.gathers = true;
     up.up.D = s.D;
     up.up.F = s.F;
     up.up.layout = (FusedMoeLayout)layout;
@@ -134,7 +133,8 @@ eight_bit_experts(const Tensor &x_, const Tensor &data1, const Tensor &scale1, c
         up.up.x = data(x);
         fused_moe_cuda_select_eight_bit_up_gate(&up);
         fused_moe_cuda_select_eight_bit_mm(&down);
-        in_gemm = !by_row && !smooth2 && fused_moe_has_few_slots(T * map.K, s.E) &&
+        in_gemm = up.gathers && !score_on_input && !smooth1 && !smooth2 &&
+                  fused_moe_has_few_slots(T * map.K, s.E) &&
                   fused_moe_tier(up.up.workspace.tier).plans_in_gemm &&
                   fused_moe_tier(down.down.workspace.tier).plans_in_gemm;
     }
@@ -152,6 +152,9 @@ eight_bit_experts(const Tensor &x_, const Tensor &data1, const Tensor &scale1, c
         return {out, plan.counts};
     }
 
+    const bool by_row =
+        score_on_input || smooth1 || !up.gathers; /* x has codes for each row, not for a token */
+    if (by_row) up.up.row_map = grouped(map);
     FusedMoeQuantizeRows of_x = {};
     of_x.row_map = by_row ? map : grouped(map);
     if (!by_row) of_x.row_map.R = of_x.row_map.T = T, of_x.row_map.offs = nullptr;
@@ -159,6 +162,11 @@ eight_bit_experts(const Tensor &x_, const Tensor &data1, const Tensor &scale1, c
     of_x.scores = score_on_input ? data(scores) : nullptr;
     of_x.smooth = (const float *)data(smooth1);
     of_x.power_of_two = power_of_two;
+    /* Experts of few rows: a GEMM begins while the kernel before it runs, and loads weights until that
+     * ends. */
+    const bool early = up.gathers && !by_row && fused_moe_down_reads_before_wait(R, s.E, s.F, true);
+    of_x.pdl.lets_next_start = up.up.pdl.reads_before_wait = early;
+    up.up.pdl.lets_next_start = down.down.pdl.reads_before_wait = early && in_blocks;
     const Codes qx = quantize_rows(call, of_x, x, code);
     up.up.x = data(qx.codes);
     up.x_scale = (const float *)data(qx.scale);

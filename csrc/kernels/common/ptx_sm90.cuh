@@ -208,6 +208,13 @@ __device__ inline uint16_t cvt_e4m3x2_f32(float low, float high) {
     return pair;
 }
 
+/* The larger one; NaN if either is. */
+__device__ inline float max_nan_f32(float a, float b) {
+    float v;
+    asm("max.NaN.f32 %0, %1, %2;" : "=f"(v) : "f"(a), "f"(b));
+    return v;
+}
+
 /* --- clusters ------------------------------------------------------------------------------------------- */
 
 /* Waits until all threads of the cluster, in converged warps, have come here. What they wrote to shared

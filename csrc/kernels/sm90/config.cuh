@@ -28,7 +28,9 @@ struct GemmConfig {
     static constexpr Major A_MAJOR = Major::K, B_MAJOR = B_MAJOR_;
     static constexpr bool GATHER = GATHER_;
 
-    static constexpr bool ALL_SWAPPED = false;           /* every tile is computed by swap-AB */
+    static constexpr bool ALL_SWAPPED = false; /* every tile is computed by swap-AB */
+    /* With reads_before_wait a gather loads weights before it waits for the rows. */
+    static constexpr bool GATHERS_EARLY = false;
     static constexpr int CTAS_PER_SM = 1, CONSUMERS = 2; /* warpgroups */
     static constexpr int BM = SUBTILE * CONSUMERS, BN = 256, STAGES = 4, WGMMA_N = BN;
     static constexpr int CUT_ROWS = 0; /* a plan's tile of more rows is cut; 0: none is */

@@ -1,11 +1,11 @@
-/* GEMMs whose operands both have 8 bits: e4m3 or int8. Roles, pipelines and gathers are gemm.cuh's; a k-tile is
- * 128 elements, so a stage has the bytes of a 16-bit one.
+/* GEMMs whose operands both have 8 bits: e4m3 or int8. Roles, pipelines and gathers are gemm.cuh's; a
+ * k-tile is 128 elements, so a stage has the bytes of a 16-bit one.
  *
- *   BLOCKS  fp8_block. A weight's scale is for 128 x 128 elements, and a's for 128 columns. 128 columns of k are
- *           summed by the MMAs, and promoted: multiplied by their scales and added to float32 sums. A consumer
- *           computes 128 columns at a time, into 64 registers beside the 128 of its sums.
- *   ROWS    fp8 and int8: a scale for each row of the weight, and of A. The MMAs sum over all of k, and the
- *           epilogue multiplies by both scales.
+ *   BLOCKS  fp8_block. A weight's scale is for 128 x 128 elements, and a's for 128 columns. 128 columns of
+ *           k are summed by the MMAs, and promoted: multiplied by their scales and added to float32 sums.
+ *           A consumer computes 128 columns at a time, into 64 registers beside the 128 of its sums.
+ *   ROWS    fp8 and int8: a scale for each row of the weight, and of A. The MMAs sum over all of k, and
+ *           the epilogue multiplies by both scales.
  *
  * Experts of few rows are computed by swap-AB, in tiles of 64 rows. Each sum is the same sequence of
  * operations in both kinds of tiles, so a token has the same bits in any batch. The weight is as published:
@@ -20,6 +20,7 @@ namespace fused_moe {
 namespace sm90 {
 
 enum class ScalesOf { BLOCKS, ROWS };
+enum class Side { UP, DOWN }; /* up_gate, or the down GEMM */
 
 template <typename Operand>
 using EightBitAccum = std::conditional_t<std::is_same_v<Operand, int8_t>, int32_t, float>;
@@ -36,11 +37,11 @@ typedef struct {
 
 struct BlockParams : DenseParams {
     WeightScales scales;
-    const float *a_scale; /* [k_blocks, R] of A's rows; NULL with a gather, whose rows have one scale */
+    const float *a_scale; /* [k_blocks, R] of A's rows, on the down side */
 };
 
 /* A dense weight, and behind it in the stage its scales, one for every subtile, and those of A's rows. */
-template <typename Operand, int BN>
+template <typename Operand, int BN, Side SIDE>
 struct BlockWeight : DenseWeight<Operand, Major::K, BN> {
     using Dense = DenseWeight<Operand, Major::K, BN>;
     using Params = BlockParams;
@@ -48,9 +49,16 @@ struct BlockWeight : DenseWeight<Operand, Major::K, BN> {
     static constexpr int PARTS = 1;
     static constexpr int SCALES = Dense::STAGE_BYTES, ROW_SCALES = SCALES + 512, STAGE_BYTES = SCALES + 1024;
 
+    /* Only the down GEMM has half-N tiles. */
     template <class Gemm, class Tile>
     __device__ static int bytes(const Gemm &, const Tile &tile) {
-        return tile.half_n ? SCALES / 2 : SCALES;
+        return SIDE == Side::DOWN && tile.half_n ? SCALES / 2 : SCALES;
+    }
+
+    template <class Gemm, class Tile>
+    __device__ static void load(const Gemm &p, uint32_t dst, uint32_t full, int part, int k_tile, Tile tile) {
+        if (SIDE == Side::UP) tile.half_n = 0;
+        Dense::load(p, dst, full, part, k_tile, tile);
     }
 
     /* A warp calls it. */
@@ -65,7 +73,7 @@ struct BlockWeight : DenseWeight<Operand, Major::K, BN> {
             uint32_t block = tile.expert * s.row_blocks + min(row / FUSED_MOE_BLOCK, s.row_blocks - 1);
             cp_async_word(b + SCALES + 4 * lane, s.data[part] + (block * s.k_blocks + k_tile));
         }
-        if (!p.weight.a_scale) return;
+        if constexpr (SIDE == Side::UP) return;
         const float *a_scale = p.weight.a_scale + k_tile * p.tiles.R;
         for (int row = lane; row < tile.num_rows; row += 32)
             cp_async_word(b + ROW_SCALES + 4 * row, a_scale + tile.first_row + row);
@@ -74,45 +82,55 @@ struct BlockWeight : DenseWeight<Operand, Major::K, BN> {
 
 /* --- configurations ------------------------------------------------------------------------------------- */
 
-/* Full tiles of 128x256, one CTA per SM. */
-template <typename Operand_, ScalesOf SCALES_, bool GATHER_>
-struct EightBitConfig : GemmConfig<Operand_, Major::K, GATHER_> {
-    using Base = GemmConfig<Operand_, Major::K, GATHER_>;
+/* Scales of a tile's columns that a consumer copies to shared memory, behind its staging buffer. */
+constexpr int COLUMN_SCALES_BYTES = 256 * sizeof(float);
+
+/* Full tiles of 128x256, one CTA per SM. up_gate's rows are contiguous, too: gathers draw power, and a pass
+ * has to quantise x anyway. */
+template <typename Operand_, ScalesOf SCALES_, Side SIDE_>
+struct EightBitConfig : GemmConfig<Operand_, Major::K, false> {
+    using Base = GemmConfig<Operand_, Major::K, false>;
     static constexpr ScalesOf SCALES = SCALES_;
+    static constexpr Side SIDE = SIDE_;
     static constexpr bool FEW_ROWS = false, IN_BLOCKS = SCALES == ScalesOf::BLOCKS;
-    using Weight = std::conditional_t<IN_BLOCKS, BlockWeight<Operand_, Base::BN>,
+    static constexpr bool HAS_HALF_N = SIDE == Side::DOWN;
+    using Weight = std::conditional_t<IN_BLOCKS, BlockWeight<Operand_, Base::BN, SIDE>,
                                       DenseWeight<Operand_, Major::K, Base::BN>>;
-    /* Sums in blocks leave no registers to hold a tile until it is stored, so its rows are staged whole. */
-    static constexpr bool STAGES_WHOLE = IN_BLOCKS && !GATHER_;
-    /* Subtiles of an output that are stored under the next tile's k-tiles. */
-    static constexpr int HELD = IN_BLOCKS || GATHER_ ? 0 : 4;
-    static constexpr bool HAS_HALF_N = !GATHER_;
-    static constexpr int PRODUCER_REGISTERS = GATHER_ ? 56 : 40, CONSUMER_REGISTERS = GATHER_ ? 224 : 232;
+    /* Subtiles of an output that are stored under the next tile's k-tiles. Sums in blocks leave no registers
+     * to hold them: the down GEMM's rows are staged whole instead. */
+    static constexpr int HELD = IN_BLOCKS || SIDE == Side::UP ? 0 : 4;
+    static constexpr bool STAGES_WHOLE = IN_BLOCKS && SIDE == Side::DOWN;
     static constexpr int STAGES = STAGES_WHOLE ? 3 : 4;
     static constexpr int STAGING_BYTES = STAGES_WHOLE ? WholeWriter::BYTES
                                          : IN_BLOCKS  ? SingleWarpWriter::BYTES
-                                                      : Writer::BYTES;
+                                                      : Writer::BYTES + COLUMN_SCALES_BYTES;
     using Pipeline = PipelineState<STAGES>;
 };
 
-/* Experts of few rows: swap-AB. up_gate in blocks has 128 output columns in a tile, which share a scale, and
- * two consumers; others have one, and two CTAs on an SM. */
-template <typename Operand_, ScalesOf SCALES_, bool GATHER_>
-struct EightBitFewConfig : GemmConfig<Operand_, Major::K, GATHER_> {
+/* Experts of few rows: swap-AB. up_gate gathers, since a GEMM may make the plan. In blocks it has 128
+ * output columns in a tile, which share a scale, and two consumers. Such tiles are large: two CTAs share an
+ * SM where rows are few enough for their registers, so one loads while the other stores. */
+template <typename Operand_, ScalesOf SCALES_, Side SIDE_, int ROWS>
+struct EightBitFewConfig : GemmConfig<Operand_, Major::K, SIDE_ == Side::UP> {
     static constexpr ScalesOf SCALES = SCALES_;
+    static constexpr Side SIDE = SIDE_;
     static constexpr bool FEW_ROWS = true, IN_BLOCKS = SCALES == ScalesOf::BLOCKS, ALL_SWAPPED = true;
     static constexpr int HELD = 0;
-    static constexpr int CONSUMERS = IN_BLOCKS && GATHER_ ? 2 : 1, CTAS_PER_SM = 3 - CONSUMERS;
-    static constexpr int BM = 64, SUBTILES = 2, BN = SUBTILE * SUBTILES * CONSUMERS, CUT_ROWS = BM;
-    using Tokens = std::integer_sequence<int, 8, 16, 32, 64>;
+    static constexpr bool GATHERS_EARLY = SIDE == Side::UP;
+    static constexpr int CONSUMERS = IN_BLOCKS && SIDE == Side::UP ? 2 : 1;
+    static constexpr int CTAS_PER_SM = CONSUMERS == 1 || ROWS == 16 ? 2 : 1;
+    static constexpr int BM = ROWS, SUBTILES = 2, BN = SUBTILE * SUBTILES * CONSUMERS, CUT_ROWS = BM;
+    using Tokens = std::conditional_t<ROWS == 16, std::integer_sequence<int, 8, 16>,
+                                      std::integer_sequence<int, 8, 16, 32, 64>>;
     using Weight =
-        std::conditional_t<IN_BLOCKS, BlockWeight<Operand_, BN>, DenseWeight<Operand_, Major::K, BN>>;
+        std::conditional_t<IN_BLOCKS, BlockWeight<Operand_, BN, SIDE>, DenseWeight<Operand_, Major::K, BN>>;
     static constexpr int K_TILE_BYTES = BM * SWIZZLE_BYTES, A_BYTES = K_TILE_BYTES;
-    static constexpr int STAGES = (CTAS_PER_SM == 2 ? 104 : 208) * 1024 / (A_BYTES + Weight::STAGE_BYTES);
+    static constexpr int STAGES = (CTAS_PER_SM == 2 ? 106 : 208) * 1024 / (A_BYTES + Weight::STAGE_BYTES);
     static constexpr int THREADS = 128 * (1 + CONSUMERS), CONSUMER_WARPS = 4 * CONSUMERS;
     static constexpr int CONSUMER_REGISTERS = 0; /* threads keep those that they were launched with */
     static constexpr int STAGING_BYTES = SkinnyWriter<BM>::BYTES;
-    using Queue = TileQueue<WorkTile, CONSUMER_WARPS + EightBitFewConfig::LOAD_WARPS, GATHER_ ? BM : 0>;
+    using Queue =
+        TileQueue<WorkTile, CONSUMER_WARPS + EightBitFewConfig::LOAD_WARPS, SIDE == Side::UP ? BM : 0>;
     using Pipeline = PipelineState<STAGES>;
 };
 
@@ -133,14 +151,14 @@ __device__ inline void run_eight_bit(Acc *d, Shared<Config> &s, typename Config:
     auto issue = [&](auto &stage, auto first) {
         uint64_t a = matrix_descriptor<Major::K>(shared_address(stage.a) + wg * SUBTILE_BYTES);
         uint64_t b = Config::Weight::descriptor(shared_address(stage.b), 0);
-        wgmma_8<COLUMNS, !first.value>(d, a, b, Operand());
+        wgmma_8<COLUMNS, first.value ? SET : ADD>(d, a, b, Operand());
 #pragma unroll
-        for (int k = 1; k < NUM_K_STEPS; k++) wgmma_8<COLUMNS, 1>(d, a + k * STEP, b + k * STEP, Operand());
+        for (int k = 1; k < NUM_K_STEPS; k++) wgmma_8<COLUMNS, ADD>(d, a + k * STEP, b + k * STEP, Operand());
     };
     for_each_k_tile<Config, HELD>(s, pipe, num_k_tiles, issue, meanwhile);
 }
 
-/* BLOCKS: the same. Without a gather A's rows have scales in the stage. */
+/* BLOCKS: the same. On the down side A's rows have scales in the stage. */
 template <class Config, int COLUMNS>
 __device__ inline void run_blocks(float *d, Shared<Config> &s, typename Config::Pipeline &pipe,
                                   int num_k_tiles, int wg) {
@@ -161,13 +179,14 @@ __device__ inline void run_blocks(float *d, Shared<Config> &s, typename Config::
 #pragma unroll
         for (int n = 0; n < COLUMNS / N; n++, b += NEXT_N) {
             wgmma_fence();
-            wgmma_8<N, 0>(block, a, b, Operand());
+            wgmma_8<N, OVERWRITE>(block, a, b, Operand());
 #pragma unroll
-            for (int k = 1; k < NUM_K_STEPS; k++) wgmma_8<N, 1>(block, a + k * STEP, b + k * STEP, Operand());
+            for (int k = 1; k < NUM_K_STEPS; k++)
+                wgmma_8<N, ADD>(block, a + k * STEP, b + k * STEP, Operand());
             wgmma_commit_group();
             float2 of_columns = ld_shared_f32x2(scales + 8 * n);
             float scale[2][2] = {{of_columns.x, of_columns.x}, {of_columns.y, of_columns.y}};
-            if constexpr (!Config::GATHER) {
+            if constexpr (Config::SIDE == Side::DOWN) {
 #pragma unroll
                 for (int i = 0; i < 2; i++) {
                     float of_row = ld_shared_f32(scales + 512 + 4 * (row + 8 * i));
@@ -194,13 +213,13 @@ __device__ inline void run_eight_bit_swapped(Acc *d, Shared<Config> &s, typename
     auto multiply = [&](Acc *sums, auto &stage, int of_subtile, auto first) {
         uint64_t x = matrix_descriptor<Major::K>(shared_address(stage.a));
         uint64_t w = Config::Weight::descriptor(shared_address(stage.b), of_subtile);
-        wgmma_8<TOKENS, !first.value>(sums, w, x, Operand());
+        wgmma_8<TOKENS, first.value ? SET : ADD>(sums, w, x, Operand());
 #pragma unroll
-        for (int k = 1; k < NUM_K_STEPS; k++) wgmma_8<TOKENS, 1>(sums, w + k * STEP, x + k * STEP, Operand());
+        for (int k = 1; k < NUM_K_STEPS; k++)
+            wgmma_8<TOKENS, ADD>(sums, w + k * STEP, x + k * STEP, Operand());
     };
     if constexpr (Config::IN_BLOCKS) {
         constexpr int AT_ONCE = TOKENS > 32 ? 1 : 2; /* subtiles: registers are few */
-        float block[AT_ONCE * SUMS];
 #pragma unroll
         for (int i = 0; i < TOKENS; i++) d[i] = 0;
 #pragma unroll 1
@@ -211,6 +230,7 @@ __device__ inline void run_eight_bit_swapped(Acc *d, Shared<Config> &s, typename
             uint32_t scales = shared_address(stage.b) + Config::Weight::SCALES;
 #pragma unroll
             for (int first = 0; first < 2; first += AT_ONCE) {
+                float block[AT_ONCE * SUMS];
                 wgmma_fence();
 #pragma unroll
                 for (int i = 0; i < AT_ONCE; i++)
@@ -220,7 +240,7 @@ __device__ inline void run_eight_bit_swapped(Acc *d, Shared<Config> &s, typename
 #pragma unroll
                 for (int j = 0; j < TOKENS / 8; j++) { /* eight rows, of which a thread has two */
                     float2 of_rows = {1, 1};
-                    if constexpr (!Config::GATHER)
+                    if constexpr (Config::SIDE == Side::DOWN)
                         of_rows = ld_shared_f32x2(scales + 512 + 4 * (8 * j + threadIdx.x % 4 * 2));
 #pragma unroll
                     for (int i = 0; i < AT_ONCE; i++) {
@@ -256,15 +276,8 @@ typedef struct {
     int32_t step; /* from one column to the next: 1; 2 where gate and up are interleaved; 0: all share one */
 } OfColumns;
 
-/* Columns n and n + 1 of float scales. */
-__device__ inline float2 scales_at(const OfColumns &scales, int part, int expert, int n) {
-    const float *data = (const float *)scales.data[part] + expert * scales.per_expert[part];
-    if (scales.step == 1) return *(const float2 *)(data + n);
-    return {data[scales.step * n], data[scales.step * (n + 1)]};
-}
-
 __device__ inline float scale_at(const OfColumns &scales, int part, int expert, int n) {
-    return ((const float *)scales.data[part])[expert * scales.per_expert[part] + scales.step * n];
+    return __ldg((const float *)scales.data[part] + expert * scales.per_expert[part] + scales.step * n);
 }
 
 /* An element of 16 bits. */
@@ -276,23 +289,61 @@ __device__ inline float bias_at(const OfColumns &bias, int part, int expert, int
     return half_at(bias.data[part], expert * bias.per_expert[part] + bias.step * n, is_f16);
 }
 
-/* Two accumulators as one word. */
-__device__ inline uint32_t pack_half(float low, float high, bool is_f16) {
-    return is_f16 ? pack<__half>(low, high) : pack<__nv_bfloat16>(low, high);
+/* Starts to copy those of a tile's columns, with gate_up 128 gates before 128 ups. 128 threads call it. */
+__device__ inline void copy_column_scales(uint32_t buffer, int barrier, const OfColumns &scales, bool gate_up,
+                                          int expert, int first, int end) {
+    int thread = threadIdx.x % 128, part = gate_up && thread >= 64;
+    barrier_sync(barrier, 128); /* all have read the tile before */
+    const float *data = (const float *)scales.data[part] + expert * scales.per_expert[part];
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+        int n = min(first + 2 * thread - 128 * part + i, end - 1);
+        cp_async_word(buffer + 4 * (2 * thread + i), data + scales.step * n);
+    }
+    cp_async_commit_group();
 }
 
-__device__ inline float float_of(float v) {
-    return v;
-}
-__device__ inline float float_of(int32_t v) {
-    return (float)v;
+__device__ inline void wait_for_column_scales(int barrier) {
+    cp_async_wait_group<0>();
+    barrier_sync(barrier, 128);
 }
 
-/* The scales of the rows of A that a thread has results of: two in a full tile, two of every eight in a swapped
- * one. In blocks without a gather they are in the stages, and this is empty. */
+/* h = sums times the scales of their rows, and by rows of their columns, plus a bias: columns first + 8 j +
+ * 2 (lane % 4) and one more of a full tile, for 8 j < 64. of_columns: where shared memory has the columns'
+ * scales. Columns from `end` on get a bias of others. */
+template <ScalesOf SCALES, typename Acc>
+__device__ __forceinline__ void finish_subtile(float *h, const Acc *sums, const float (&of_row)[2],
+                                               uint32_t of_columns, const OfColumns &biases, int part,
+                                               int expert, int first, int end, bool is_f16) {
+    int pair = threadIdx.x % 4 * 2;
+#pragma unroll
+    for (int j = 0; j < 8; j++) {
+        float2 of_column = {1, 1};
+        if constexpr (SCALES == ScalesOf::ROWS) of_column = ld_shared_f32x2(of_columns + 4 * (8 * j + pair));
+#pragma unroll
+        for (int i = 4 * j; i < 4 * j + 4; i++)
+            h[i] = __fmul_rn((float)sums[i], of_row[i / 2 % 2] * (i % 2 ? of_column.y : of_column.x));
+    }
+    if (!biases.data[part]) return;
+    auto add = [&](auto t) {
+        using T = decltype(t);
+        const T *bias = (const T *)biases.data[part] + expert * biases.per_expert[part];
+#pragma unroll
+        for (int j = 0; j < 8; j++) {
+            int n = min(first + 8 * j + pair, end - 2);
+            float b[2] = {to_accum(bias[biases.step * n]), to_accum(bias[biases.step * (n + 1)])};
+#pragma unroll
+            for (int i = 4 * j; i < 4 * j + 4; i++) h[i] = __fadd_rn(h[i], b[i % 2]);
+        }
+    };
+    is_f16 ? add(__half()) : add(__nv_bfloat16());
+}
+
+/* The scales of the rows of A that a thread has results of: two in a full tile, two of every eight in a
+ * swapped one. On the down side in blocks they are in the stages, and this is empty. */
 template <class Config>
 struct RowScales {
-    static constexpr bool HAS_ANY = Config::GATHER || !Config::IN_BLOCKS;
+    static constexpr bool HAS_ANY = Config::SIDE == Side::UP || !Config::IN_BLOCKS;
     static constexpr int MOST = Config::FEW_ROWS ? Config::BM / 4 : 2;
     int32_t row[MOST]; /* of the scales */
     float scale[MOST];
@@ -324,9 +375,9 @@ struct RowScales {
 
 /* --- a consumer warpgroup ------------------------------------------------------------------------------- */
 
-/* epilogue.row_scales are those of A's rows. epilogue.hold(d, tile, wg, scales, writer), store_subtile and flush
- * are gemm.cuh's; epilogue.store_swapped<TOKENS>(d, tile, wg, warp, scales, writer, staging) stores a swapped tile;
- * staging is all consumers'. */
+/* epilogue.row_scales are those of A's rows. epilogue.hold(d, tile, wg, scales, of_columns, writer),
+ * store_subtile and flush are gemm.cuh's; epilogue.store_swapped<TOKENS>(d, tile, wg, warp, scales, writer,
+ * staging) stores a swapped tile; staging is all consumers'. */
 template <class Config, typename Epilogue>
 __device__ __forceinline__ void consume_eight_bit(const GemmOf<Config> &p, Shared<Config> &s, int wg,
                                                   int warp, Epilogue &epilogue) {
@@ -357,6 +408,10 @@ __device__ __forceinline__ void consume_eight_bit(const GemmOf<Config> &p, Share
         } else {
             if constexpr (Config::GATHER) scales.template find<2>(reader.tokens(), wg);
             if constexpr (scales.HAS_ANY) scales.template load<2>(epilogue.row_scales(), tile, wg);
+            uint32_t of_columns = shared_address(s.staging[wg]) + Config::STAGING_BYTES - COLUMN_SCALES_BYTES;
+            if constexpr (!Config::IN_BLOCKS)
+                copy_column_scales(of_columns, WARPGROUP_BARRIER + wg, epilogue.p.scale, p.gate_up,
+                                   tile.expert, tile.first_column, epilogue.num_columns());
             if (num_k_tiles < Config::HELD) epilogue.flush(writer);
             auto run = [&](auto columns) {
                 Acc d[128];
@@ -369,7 +424,8 @@ __device__ __forceinline__ void consume_eight_bit(const GemmOf<Config> &p, Share
                 }
                 tile = reader.look();
                 reader.move_on();
-                epilogue.hold(d, tile, wg, scales.scale, writer);
+                if constexpr (!Config::IN_BLOCKS) wait_for_column_scales(WARPGROUP_BARRIER + wg);
+                epilogue.hold(d, tile, wg, scales.scale, of_columns, writer);
             };
             if (Config::HAS_HALF_N && tile.half_n)
                 run(std::integral_constant<int, Config::BN / 2>());
@@ -381,13 +437,30 @@ __device__ __forceinline__ void consume_eight_bit(const GemmOf<Config> &p, Share
     writer.drain_all();
 }
 
+/* Shared memory: only the GEMMs of few rows make plans. */
+template <class Config>
+using EightBitMemory = std::conditional_t<Config::FEW_ROWS, PlanningShared<Config>, Shared<Config>>;
+
+template <class Config>
+__device__ inline void produce_eight_bit(const GemmOf<Config> &p, EightBitMemory<Config> &s, int warp) {
+    if constexpr (Config::FEW_ROWS) {
+        produce<Config>(p, s, warp);
+        return;
+    }
+    if (!p.tiles.pdl.reads_before_wait) griddepcontrol_wait();
+    if (warp == 3)
+        fetch_gemm_tiles<Config::CUT_ROWS>(p, s.queue);
+    else if (warp == 0)
+        load_tma<Config>(p, s);
+}
+
 template <class Config, typename Epilogue>
 __device__ __forceinline__ void persistent_eight_bit(const GemmOf<Config> &p, Epilogue epilogue) {
-    auto &s = static_cast<PlanningShared<Config> &>(prologue<Config>());
+    auto &s = static_cast<EightBitMemory<Config> &>(prologue<Config>());
     int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), wg = warp / 4 - 1; /* -1: the producer */
     if (wg < 0) {
         if constexpr (Config::CONSUMER_REGISTERS > 0) setmaxnreg_dec<Config::PRODUCER_REGISTERS>();
-        produce<Config>(p, s, warp);
+        produce_eight_bit<Config>(p, s, warp);
     } else {
         if constexpr (Config::CONSUMER_REGISTERS > 0) setmaxnreg_inc<Config::CONSUMER_REGISTERS>();
         griddepcontrol_wait();
@@ -403,14 +476,20 @@ __device__ __forceinline__ void persistent_eight_bit(const GemmOf<Config> &p, Ep
 /* TMA reads rows of 8-bit elements whose width is a multiple of this. */
 constexpr int64_t EIGHT_BIT_CHUNK = 16;
 
+inline bool has_few_eight_bit_rows(int64_t R, int32_t E) {
+    return fused_moe_has_skinny_average(R, E) && !schedule_override().no_tails;
+}
+
 /* Calls fn with a configuration for a format and R rows of E experts. */
-template <bool GATHER, typename Fn>
+template <Side SIDE, typename Fn>
 int with_eight_bit_config(FusedMoeFormat format, int64_t R, int32_t E, Fn fn) {
     auto with_scales = [&](auto operand, auto scales) {
         using Operand = decltype(operand);
-        if (fused_moe_has_skinny_average(R, E) && !schedule_override().no_tails)
-            return fn(EightBitFewConfig<Operand, scales.value, GATHER>());
-        return fn(EightBitConfig<Operand, scales.value, GATHER>());
+        if constexpr (SIDE == Side::UP && scales.value == ScalesOf::BLOCKS)
+            if (has_few_eight_bit_rows(R, E) && fused_moe_few_rows(R, E) == 16)
+                return fn(EightBitFewConfig<Operand, scales.value, SIDE, 16>());
+        if (has_few_eight_bit_rows(R, E)) return fn(EightBitFewConfig<Operand, scales.value, SIDE, 64>());
+        return fn(EightBitConfig<Operand, scales.value, SIDE>());
     };
     std::integral_constant<ScalesOf, ScalesOf::ROWS> rows;
     if (format == FUSED_MOE_FORMAT_fp8_block)

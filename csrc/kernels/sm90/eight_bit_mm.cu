@@ -29,32 +29,6 @@ typedef struct {
     CUtensorMap out_map;
 } BlocksMM;
 
-/* Scales and bias of 64 columns from `column` on of a full tile. */
-template <typename Params, typename Acc>
-__device__ inline void finish_subtile(uint32_t (&words)[16], const Params &p, const Acc *d, int expert,
-                                      int column, const float (&of_row)[2]) {
-    int n = column + threadIdx.x % 4 * 2;
-#pragma unroll
-    for (int j = 0; j < 8; j++, n += 8) {
-        float v[4], bias[2] = {0, 0};
-        if constexpr (std::is_same_v<Params, RowsMM>) {
-            float2 scale = n < p.M ? scales_at(p.scale, 0, expert, n) : float2{};
-#pragma unroll
-            for (int i = 0; i < 4; i++)
-                v[i] = float_of(d[4 * j + i]) * (of_row[i / 2] * (i % 2 ? scale.y : scale.x));
-        } else {
-#pragma unroll
-            for (int i = 0; i < 4; i++) v[i] = d[4 * j + i];
-        }
-        if (p.bias.data[0] && n < p.M)
-#pragma unroll
-            for (int i = 0; i < 2; i++) bias[i] = bias_at(p.bias, 0, expert, n + i, p.is_f16);
-#pragma unroll
-        for (int i = 0; i < 2; i++)
-            words[2 * j + i] = pack_half(v[2 * i] + bias[0], v[2 * i + 1] + bias[1], p.is_f16);
-    }
-}
-
 template <class Config, typename Params>
 struct MMEpilogue {
     static constexpr bool IN_BLOCKS = Config::IN_BLOCKS;
@@ -63,6 +37,7 @@ struct MMEpilogue {
     uint32_t words[IN_BLOCKS ? 1 : 4][16]; /* by rows those held of the previous tile */
     int row, num_rows, column, end;
 
+    __device__ int num_columns() const { return p.M; }
     __device__ const float *row_scales() const {
         if constexpr (IN_BLOCKS)
             return nullptr;
@@ -72,20 +47,34 @@ struct MMEpilogue {
 
     template <typename Acc>
     __device__ void hold(Acc (&d)[128], const WorkTile &tile, int wg, const float (&of_row)[2],
-                         Writer &writer) {
+                         uint32_t of_columns, Writer &writer) {
         row = tile.first_row + SUBTILE * wg, num_rows = min(SUBTILE, tile.num_rows - SUBTILE * wg);
         column = tile.first_column;
         end = tile.half_n ? min(p.M, column + 2 * SUBTILE) : p.M;
         if (num_rows <= 0) end = 0;
+        p.is_f16 ? pack_tile<__half>(d, tile, of_row, of_columns, writer)
+                 : pack_tile<__nv_bfloat16>(d, tile, of_row, of_columns, writer);
+        if constexpr (IN_BLOCKS)
+            writer.store([&](uint32_t subtile, int i) { issue(subtile, column + i * SUBTILE); });
+    }
+
+    /* Into the held words, or into the staging buffer. */
+    template <typename T, typename Acc>
+    __device__ void pack_tile(Acc (&d)[128], const WorkTile &tile, const float (&of_row)[2],
+                              uint32_t of_columns, Writer &writer) {
+        constexpr float NO_SCALES[2] = {1, 1}; /* in blocks they have been multiplied */
+        constexpr bool IS_F16 = std::is_same_v<T, __half>;
         if constexpr (IN_BLOCKS) writer.wait();
 #pragma unroll
         for (int i = 0; i < 4; i++) {
             uint32_t (&subtile)[16] = words[IN_BLOCKS ? 0 : i];
-            finish_subtile(subtile, p, &d[32 * i], tile.expert, column + i * SUBTILE, of_row);
+            float h[32];
+            finish_subtile<Config::SCALES>(h, d + 32 * i, IN_BLOCKS ? NO_SCALES : of_row,
+                                           of_columns + 4 * SUBTILE * i, p.bias, 0, tile.expert,
+                                           column + i * SUBTILE, p.M, IS_F16);
+            pack_subtile<T>(subtile, h);
             if constexpr (IN_BLOCKS) writer.fill(i, subtile);
         }
-        if constexpr (IN_BLOCKS)
-            writer.store([&](uint32_t subtile, int i) { issue(subtile, column + i * SUBTILE); });
     }
 
     __device__ void issue(uint32_t subtile, int first) const {
@@ -126,9 +115,9 @@ struct MMEpilogue {
 #pragma unroll
                 for (int j = 0; j < TOKENS / 4; j++) { /* rows 8 (j / 2) + .. + j % 2 */
                     int at = j / 2 * 4 + 2 * half + j % 2;
-                    float sum = float_of(d[TOKENS / 2 * i + at]);
-                    if constexpr (!IN_BLOCKS) sum *= scales.scale[j] * of_column;
-                    v[at] = sum + bias;
+                    float sum = (float)d[TOKENS / 2 * i + at];
+                    if constexpr (!IN_BLOCKS) sum = __fmul_rn(sum, scales.scale[j] * of_column);
+                    v[at] = __fadd_rn(sum, bias);
                 }
             }
             int64_t start = (int64_t)tile.first_row * p.M + first;
@@ -200,13 +189,14 @@ int launch(const FusedMoeEightBitMM &call, void *stream) {
     if (status == FUSED_MOE_OK)
         status = ragged_map(&q.out_map, (const __half *)p.out, p.R, p.M, p.M, WarpgroupWriter::ROWS);
     if (status != FUSED_MOE_OK) return status;
-    return launch_persistent<Config, PlanningShared<Config>, eight_bit_mm_kernel<Config, Params>>(q, stream,
+    return launch_persistent<Config, EightBitMemory<Config>, eight_bit_mm_kernel<Config, Params>>(q, stream,
                                                                                                   p.pdl);
 }
 
 int run(const FusedMoeEightBitMM &p, void *stream) {
-    return with_eight_bit_config<false>(p.down.b[0].quantized->format, p.down.R, p.down.E,
-                                        [&](auto config) { return launch<decltype(config)>(p, stream); });
+    return with_eight_bit_config<Side::DOWN>(
+        p.down.b[0].quantized->format, p.down.R, p.down.E,
+        [&](auto config) { return launch<decltype(config)>(p, stream); });
 }
 
 FusedMoeReason reason(const FusedMoeEightBitMM &call) {

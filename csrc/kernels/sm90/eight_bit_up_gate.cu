@@ -1,8 +1,9 @@
-/* up_gate of 8 bits on Hopper: h = (x[row_token] w1^T | w3^T) scales + b, a = act(gate) up. h is never stored.
+/* up_gate of 8 bits on Hopper: h = (x[row_token] w1^T | w3^T) scales + b, a = act(gate) up. h is never
+ * stored.
  *
- * In blocks a tile has 128 columns of a, or two times 128 without ups, and a row of them shares a scale: its
- * peak is found in the epilogue, and a goes out as e4m3. By rows a scale is for all of F, so a is stored in 16
- * bits, and quantize_rows.cu makes codes of it.
+ * In blocks a tile has 128 columns of a, or two times 128 without ups, and a row of them shares a scale:
+ * its peak is found in the epilogue, and a goes out as e4m3. By rows a scale is for all of F, so a is
+ * stored in 16 bits, and quantize_rows.cu makes codes of it.
  *
  * B's rows are gates, then ups, from two maps; where the two are interleaved in memory, each map has every
  * second row. */
@@ -37,6 +38,7 @@ struct Epilogue {
     using Writer = std::conditional_t<IN_BLOCKS, SingleWarpWriter, WarpWriter>;
     const Params &p;
 
+    __device__ int num_columns() const { return p.F; }
     __device__ const float *row_scales() const { return p.x_scale; }
     __device__ void flush(Writer &) {}
     template <int i>
@@ -57,9 +59,10 @@ struct Epilogue {
         return c;
     }
 
+    /* The arithmetic of finish_subtile. */
     template <typename Acc>
     __device__ float finish(Acc sum, float of_row, const OfColumn &c) const {
-        return fmaf(float_of(sum), IN_BLOCKS ? of_row : of_row * c.scale, c.bias);
+        return __fadd_rn(__fmul_rn((float)sum, IN_BLOCKS ? of_row : of_row * c.scale), c.bias);
     }
 
     template <class Act>
@@ -72,46 +75,44 @@ struct Epilogue {
 
     template <typename Acc>
     __device__ void hold(Acc (&d)[128], const WorkTile &tile, int wg, const float (&of_row)[2],
-                         Writer &writer) {
+                         uint32_t of_columns, Writer &writer) {
         int offset =
             SUBTILE * wg + WarpWriter::ROWS * (threadIdx.x / 32 % 4); /* the warp's rows in the tile */
         int rows = min(WarpWriter::ROWS, tile.num_rows - offset), end = tile.first_row + offset + rows;
-        constexpr int PARTS = GATED ? 1 : 2; /* of 128 columns of a */
+        auto store = [&](uint32_t subtile, int column) {
+            if (rows > 0) cp_async_bulk_tensor_store(&p.a_map, subtile, column, WarpWriter::ROWS - rows, end);
+        };
 #pragma unroll
-        for (int part = 0; part < PARTS; part++) {
+        for (int part = 0; part < (GATED ? 1 : 2); part++) { /* 128 columns of a */
+            constexpr int SUBTILES = GATED ? 4 : 2; /* of h: gates, gates, ups, ups, or gates alone */
             int first = tile.first_column + 128 * part;
-            float a[64];
+            if (first >= p.F) break;
+            float a[32 * SUBTILES];
+            if (part) /* nothing of this part is computed earlier, which would take registers */
+#pragma unroll
+                for (int i = 64; i < 128; i++) pin(d[i]);
+#pragma unroll
+            for (int i = 0; i < SUBTILES; i++)
+                finish_subtile<Config::SCALES>(
+                    a + 32 * i, d + 64 * part + 32 * i, of_row, of_columns + 4 * (128 * part + SUBTILE * i),
+                    p.bias, GATED ? i / 2 : 0, tile.expert, first + SUBTILE * (i % 2), p.F, p.is_f16);
             with_activation<__nv_bfloat16>(p.activation, [&](auto act) {
 #pragma unroll
-                for (int j = 0; j < 16; j++)
-#pragma unroll
-                    for (int i = 0; i < 2; i++) {
-                        int n = first + 8 * j + threadIdx.x % 4 * 2 + i;
-                        OfColumn gate = of_column(0, tile.expert, n), up = {1, 0};
-                        if (GATED) up = of_column(1, tile.expert, n);
-#pragma unroll
-                        for (int row = 0; row < 2; row++) {
-                            int at = 4 * j + 2 * row + i;
-                            a[at] = activate(act, finish(d[64 * part + at], of_row[row], gate),
-                                             GATED ? finish(d[64 + at], of_row[row], up) : 0.0f);
-                        }
-                    }
+                for (int i = 0; i < 64; i++)
+                    a[i] = activate(act, a[i], GATED ? a[64 % (32 * SUBTILES) + i] : 0.0f);
             });
-            auto store = [&](uint32_t subtile, int column) {
-                if (rows > 0)
-                    cp_async_bulk_tensor_store(&p.a_map, subtile, column, WarpWriter::ROWS - rows, end);
-            };
             if constexpr (IN_BLOCKS) {
                 float inverse[2];
                 quantise_rows(inverse, a, first / FUSED_MOE_BLOCK, rows, end);
-                if (first >= p.F) continue;
                 writer.store_filled([&](uint32_t buffer) { fill_codes(buffer, a, inverse); },
                                     [&](uint32_t buffer) { store(buffer, first); });
             } else {
                 uint32_t words[2][16];
-#pragma unroll
-                for (int i = 0; i < 32; i++)
-                    words[i / 16][i % 16] = pack_half(a[2 * i], a[2 * i + 1], p.is_f16);
+                auto pack_both = [&](auto t) {
+                    pack_subtile<decltype(t)>(words[0], a);
+                    pack_subtile<decltype(t)>(words[1], a + 32);
+                };
+                p.is_f16 ? pack_both(__half()) : pack_both(__nv_bfloat16());
                 writer.store_two(words[0], words[1], [&](uint32_t subtile, uint32_t next) {
                     store(subtile, first);
                     store(next, first + SUBTILE);
@@ -121,8 +122,7 @@ struct Epilogue {
     }
 
     /* The scales of 128 columns of the warp's two rows of this thread, and their inverses. */
-    __device__ void quantise_rows(float (&inverse)[2], const float (&a)[64], int block, int rows,
-                                  int end) const {
+    __device__ void quantise_rows(float (&inverse)[2], const float *a, int block, int rows, int end) const {
         int lane = threadIdx.x % 32;
 #pragma unroll
         for (int row = 0; row < 2; row++) {
@@ -135,13 +135,12 @@ struct Epilogue {
             float scale = fused_moe_scale_of(peak, 448, p.power_of_two);
             inverse[row] = 1 / scale;
             int r = lane / 4 + 8 * row;
-            if (lane % 4 == 0 && r < rows && block * FUSED_MOE_BLOCK < p.F)
-                p.a_scale[block * p.R + end - rows + r] = scale;
+            if (lane % 4 == 0 && r < rows) p.a_scale[block * p.R + end - rows + r] = scale;
         }
     }
 
     /* 16 rows of 128 codes, swizzled as TMA reads them. */
-    __device__ static void fill_codes(uint32_t buffer, const float (&a)[64], const float (&inverse)[2]) {
+    __device__ static void fill_codes(uint32_t buffer, const float *a, const float (&inverse)[2]) {
         int lane = threadIdx.x % 32;
 #pragma unroll
         for (int j = 0; j < 16; j++)
@@ -325,17 +324,22 @@ int launch(const FusedMoeEightBitUpGate &call, void *stream) {
     if (status == FUSED_MOE_OK && GATED)
         status = weight_map<Operand>(&gemm.weight.map[1], up, Major::K, step * row_bytes, 1, rows.E, F, p.D,
                                      Config::BN / 2);
+    if (status == FUSED_MOE_OK && !Config::FEW_ROWS) {
+        status = matrix_map(&gemm.a[0], (const Operand *)p.x, rows.R, p.D, p.D, SUBTILE);
+        if (status == FUSED_MOE_OK)
+            status = matrix_map(&gemm.tail[0], (const Operand *)p.x, rows.R, p.D, p.D, TAIL_ROWS);
+    }
     if (status == FUSED_MOE_OK && Config::IN_BLOCKS)
         status = ragged_map(&q.a_map, (const __nv_fp8_e4m3 *)p.a, rows.R, F, F, WarpWriter::ROWS);
     else if (status == FUSED_MOE_OK)
         status = ragged_map(&q.a_map, (const __half *)p.a, rows.R, F, F, WarpWriter::ROWS);
     if (status != FUSED_MOE_OK) return status;
-    return launch_persistent<Config, PlanningShared<Config>, eight_bit_up_gate_kernel<Config, GATED>>(
+    return launch_persistent<Config, EightBitMemory<Config>, eight_bit_up_gate_kernel<Config, GATED>>(
         q, stream, p.pdl);
 }
 
 int run(const FusedMoeEightBitUpGate &p, void *stream) {
-    return with_eight_bit_config<true>(
+    return with_eight_bit_config<Side::UP>(
         p.up.w1.quantized->format, p.up.row_map.R, p.up.row_map.E, [&](auto config) {
             using Config = decltype(config);
             return p.up.layout == FUSED_MOE_UNGATED ? launch<Config, false>(p, stream)
@@ -359,6 +363,10 @@ FusedMoeReason reason(const FusedMoeEightBitUpGate &call) {
 } // namespace
 
 const Kernel<FusedMoeEightBitUpGate> eight_bit_up_gate = {reason, nullptr, run};
+
+bool eight_bit_gathers(int64_t R, int32_t E) {
+    return has_few_eight_bit_rows(R, E);
+}
 
 } // namespace sm90
 } // namespace fused_moe

@@ -120,12 +120,7 @@ struct GatherRows {
     using Operand = typename Config::Operand;
     static constexpr int CHUNK_ELEMENTS = 16 / sizeof(Operand);
     static constexpr int STEP = 4 * Config::LOAD_WARPS, MOST = (Config::BM + STEP - 1) / STEP;
-    /* Where a row's next copy is: an address, or of 8-bit rows the number of 16-byte chunks from x on, since
-     * consumers need the registers. */
-    static constexpr bool IN_CHUNKS = sizeof(Operand) == 1;
-    using Source = std::conditional_t<IN_CHUNKS, uint32_t, const char *>;
-    Source source[MOST];
-    const char *x;
+    const char *source[MOST];
     uint32_t offset[2]; /* in a k-tile, of the first two rows: rows 12 apart alternate between two swizzles */
     int chunk, first;   /* the thread's chunk, its first row */
     int num, left;      /* the thread's rows; columns left from its chunk on */
@@ -142,24 +137,13 @@ struct GatherRows {
     __device__ void point(const void *x, int k, TokenOf token_of) {
 #pragma unroll
         for (int i = 0; i < MOST; i++)
-            if constexpr (IN_CHUNKS)
-                source[i] = token_of(i) * (uint32_t)(k / CHUNK_ELEMENTS) + chunk;
-            else
-                source[i] = (const char *)x +
-                            (token_of(i) * (int64_t)k + CHUNK_ELEMENTS * chunk) * (int)sizeof(Operand);
-        this->x = (const char *)x;
+            source[i] =
+                (const char *)x + (token_of(i) * (int64_t)k + CHUNK_ELEMENTS * chunk) * (int)sizeof(Operand);
         left = k - CHUNK_ELEMENTS * chunk;
     }
 
     /* Rows from num on keep what an earlier tile left: their results are not stored. */
     __device__ void set_num(int num_rows) { num = (num_rows - first + STEP - 1) / STEP; }
-
-    __device__ const char *address_of(int i) const {
-        if constexpr (IN_CHUNKS)
-            return x + 16ull * source[i];
-        else
-            return source[i];
-    }
 
     /* Copies a stage to `a`, the i-th since the pointers moved on. Rows that a full tile beside skinny ones
      * lacks are zeros, for load_rows' reason. HAS_ALL: the tile has BM rows. Without it each row has a
@@ -178,21 +162,20 @@ struct GatherRows {
                 bool is_valid = TILE_K * j < left && (Config::ALL_SWAPPED || row < num);
                 if (copies)
                     cp_async(dst[row % 2] + row / 2 * 2 * STEP * SWIZZLE_BYTES + j * Config::K_TILE_BYTES,
-                             address_of(row) + (K_TILES * i + j) * SWIZZLE_BYTES, is_valid);
+                             source[row] + (K_TILES * i + j) * SWIZZLE_BYTES, is_valid);
             }
         left -= K_TILES * TILE_K;
     }
 
     __device__ void advance(int num_stages) {
 #pragma unroll
-        for (int i = 0; i < MOST; i++)
-            source[i] += num_stages * Config::K_TILES * SWIZZLE_BYTES / (IN_CHUNKS ? 16 : 1);
+        for (int i = 0; i < MOST; i++) source[i] += num_stages * Config::K_TILES * SWIZZLE_BYTES;
     }
 };
 
 /* Loads a tile's stages. One thread calls issue_weight(stage, b, barrier), which issues the loads of the
- * weight, and its warp copy_scales(stage, b) where a stage has scales. STAGES_AT_ONCE stages are loaded before the pointers move on, since a stage's offset is then a
- * constant of the instruction. */
+ * weight, and its warp copy_scales(stage, b) where a stage has scales. STAGES_AT_ONCE stages are loaded
+ * before the pointers move on, since a stage's offset is then a constant of the instruction. */
 template <bool HAS_ALL, class Config, class Shared, typename IssueWeight, typename CopyScales>
 __device__ __forceinline__ void gather_tile(Shared &s, typename Config::Pipeline &pipe,
                                             GatherRows<Config> &rows, int num_stages, bool loads_weight,
@@ -222,6 +205,7 @@ __device__ inline void load_gather(const GemmOf<Config> &p, Shared<Config> &s) {
     using Weight = typename Config::Weight;
     bool loads_weight = __shfl_sync(~0u, threadIdx.x / 32, 0) == 0;
     GatherRows<Config> rows;
+    bool waits = Config::GATHERS_EARLY && p.tiles.pdl.reads_before_wait; /* for x */
     TileReader<typename Config::Queue> reader(s.queue);
     typename Config::Pipeline pipe;
     for (;;) {
@@ -230,10 +214,22 @@ __device__ inline void load_gather(const GemmOf<Config> &p, Shared<Config> &s) {
         WorkTile tile = reader.next();
         if (tile.expert < 0) break;
         rows.set_num(tile.num_rows);
+        int loaded = 0; /* stages that have their weights already */
         auto issue_weight = [&](int stage, uint32_t b, auto &full) {
+            if (Config::GATHERS_EARLY && stage < loaded) return;
             full.expect(Weight::bytes(p, tile));
             Weight::load(p, b, full.address(), 0, stage, tile);
         };
+        if (waits) {
+            int ahead = min(Config::STAGES, Weight::num_stages(p, tile));
+            if (loads_weight && elect_sync())
+#pragma unroll 1
+                for (int i = 0; i < ahead; i++) issue_weight(i, shared_address(s.stage[i].b), s.full[i]);
+            __syncwarp();
+            loaded = ahead;
+            griddepcontrol_wait();
+            waits = false;
+        }
         auto copy_scales = [&](int stage, uint32_t b) {
             if constexpr (Weight::HAS_SCALES) Weight::copy_scales(p, b, stage, tile);
         };

@@ -96,16 +96,24 @@ __device__ inline void wgmma_wait_group() {
 WGMMAS(__nv_bfloat16, "bf16")
 WGMMAS(__half, "f16")
 
-/* The same of 8-bit elements, 32 of k at a time: e4m3 into floats, int8 into integers, exactly. Both operands
- * are K-major. Without accumulate, too, d is an operand: sums of blocks then stay in the same registers. */
+/* The same of 8-bit elements, 32 of k at a time: e4m3 into floats, int8 into integers, exactly. Both
+ * operands are K-major. OVERWRITE is SET, but d is an operand, too: sums that begin anew then stay in the
+ * same registers while others are made of the ones before. */
+enum Accumulate { SET, ADD, OVERWRITE };
+
+#define WGMMA_8_ASM(TYPES, N, C, REGS, TEXT, A, B, P, SIGNS)                                                 \
+    asm volatile("{.reg .pred p; setp.ne.b32 p, " P ", 0;\n"                                                 \
+                 "wgmma.mma_async.sync.aligned.m64n" #N "k32." TYPES " {" TEXT "}, " A ", " B ", p" SIGNS    \
+                 ";}"                                                                                        \
+                 : REGS(C, 0)                                                                                \
+                 : "l"(a), "l"(b), "n"((int)(how == ADD)))
 #define WGMMA_8(T, ACC, C, TYPES, SIGNS, N, REGS, TEXT, A, B, P)                                             \
-    template <int accumulate>                                                                                \
+    template <Accumulate how>                                                                                \
     __device__ inline void wgmma_m64n##N##k32(ACC *d, uint64_t a, uint64_t b, T) {                           \
-        asm volatile("{.reg .pred p; setp.ne.b32 p, " P ", 0;\n"                                             \
-                     "wgmma.mma_async.sync.aligned.m64n" #N "k32." TYPES " {" TEXT "}, " A ", " B            \
-                     ", p" SIGNS ";}"                                                                        \
-                     : REGS("+" C, 0)                                                                        \
-                     : "l"(a), "l"(b), "n"(accumulate));                                                     \
+        if constexpr (how == SET)                                                                            \
+            WGMMA_8_ASM(TYPES, N, "=" C, REGS, TEXT, A, B, P, SIGNS);                                        \
+        else                                                                                                 \
+            WGMMA_8_ASM(TYPES, N, "+" C, REGS, TEXT, A, B, P, SIGNS);                                        \
     }
 #define WGMMAS_8(T, ACC, C, TYPES, SIGNS)                                                                    \
     WGMMA_8(T, ACC, C, TYPES, SIGNS, 8, REGISTERS_4, "%0, %1, %2, %3", "%4", "%5", "%6")                     \
@@ -119,16 +127,16 @@ WGMMAS_8(__nv_fp8_e4m3, float, "f", "f32.e4m3.e4m3", ", 1, 1")
 WGMMAS_8(int8_t, int32_t, "r", "s32.s8.s8", "")
 
 /* Selects the instruction by N. */
-template <int columns, int accumulate, typename T, typename Acc>
+template <int columns, Accumulate how, typename T, typename Acc>
 __device__ inline void wgmma_8(Acc *d, uint64_t a, uint64_t b, T t) {
     static_assert(columns == 256 || columns == 128 || columns == 64 || columns == 32 || columns == 16 ||
                   columns == 8);
-    if constexpr (columns == 256) wgmma_m64n256k32<accumulate>(d, a, b, t);
-    if constexpr (columns == 128) wgmma_m64n128k32<accumulate>(d, a, b, t);
-    if constexpr (columns == 64) wgmma_m64n64k32<accumulate>(d, a, b, t);
-    if constexpr (columns == 32) wgmma_m64n32k32<accumulate>(d, a, b, t);
-    if constexpr (columns == 16) wgmma_m64n16k32<accumulate>(d, a, b, t);
-    if constexpr (columns == 8) wgmma_m64n8k32<accumulate>(d, a, b, t);
+    if constexpr (columns == 256) wgmma_m64n256k32<how>(d, a, b, t);
+    if constexpr (columns == 128) wgmma_m64n128k32<how>(d, a, b, t);
+    if constexpr (columns == 64) wgmma_m64n64k32<how>(d, a, b, t);
+    if constexpr (columns == 32) wgmma_m64n32k32<how>(d, a, b, t);
+    if constexpr (columns == 16) wgmma_m64n16k32<how>(d, a, b, t);
+    if constexpr (columns == 8) wgmma_m64n8k32<how>(d, a, b, t);
 }
 
 /* Selects the instruction by N. */
@@ -185,6 +193,7 @@ __device__ inline void wgmma(float *d, const uint32_t *a, uint64_t b, T t) {
 
 #undef WGMMAS_8
 #undef WGMMA_8
+#undef WGMMA_8_ASM
 #undef WGMMAS_A
 #undef WGMMA_A
 #undef WGMMA_A_ASM
