@@ -194,6 +194,40 @@ def test_gemms_of_quantised_weights(sass):
                 assert (sum(wgmmas.values()) - waited, waited) == expected, f"{name}, {width} wide"
 
 
+# GEMMs of 8 bits on both operands: (scales of blocks or of rows, whether rows are few) -> wgmma's N.
+EIGHT_BIT_GEMMS = {"eight_bit_up_gate_kernel": 2, "eight_bit_mm_kernel": 1}  # gated or not
+EIGHT_BIT = re.compile(r"EightBit(?P<few>Few)?ConfigI(?P<code>13__nv_fp8_e4m3|a)L.*?ScalesOfE(?P<by_rows>\d)")
+EIGHT_BIT_WIDTHS = {
+    ("0", False): (128,),
+    ("1", False): (256,),
+    ("0", True): (8, 16),
+    ("1", True): (8, 16, 32, 64),
+}
+
+
+def test_gemms_of_eight_bits(sass):
+    """For e4m3 in blocks, and e4m3 and int8 by rows, in full tiles and in those of few rows: wgmma of 8-bit
+    operands fed by TMA, as the other GEMMs; no parameter loaded again, and no wgmma waited for but the
+    last of a k-tile."""
+    kernels = sm90_gemms(sass, EIGHT_BIT_GEMMS)
+    for gemm, kinds in EIGHT_BIT_GEMMS.items():
+        mine = {n: used for n, used in kernels.items() if is_of(gemm, n)}
+        few_of_blocks = 2 if gemm == "eight_bit_up_gate_kernel" else 1  # tiles of 16 rows and of 64
+        assert len(mine) == kinds * (1 + few_of_blocks + 2 * 2), gemm
+        for name, used in mine.items():
+            found = EIGHT_BIT.search(name)
+            few, mma = bool(found["few"]), "IGMMA" if found["code"] == "a" else "QGMMA"
+            missing = {mma, "UTMALDG", "SYNCS"} - used.keys()
+            assert not missing, f"{name}: no {missing}"
+            assert not {"LD", "ST", "HMMA"} & used.keys(), name
+            assert ("USETMAXREG" in used) == ("UTMASTG" in used) == (not few), name
+            for width in EIGHT_BIT_WIDTHS[found["by_rows"], few]:
+                wgmmas = {i: count for i, count in used.items() if i.startswith(f"{mma}.64x{width}x32")}
+                waited = sum(count for i, count in wgmmas.items() if i.endswith(" gsb0"))
+                free = sum(wgmmas.values()) - 2 * waited
+                assert free >= 2 * waited > 0, f"{name}, {width} wide: {free} go on, {waited} are waited for"
+
+
 def test_the_router_runs_on_wgmma_and_tma(sass):
     """Its GEMM, with and without clusters, and its gradient, in both half-precision dtypes."""
     kernels = sass.instructions(LIBRARY, "sm_90a")

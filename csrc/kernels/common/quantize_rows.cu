@@ -53,16 +53,16 @@ typedef struct {
 template <typename T, int VECTORS>
 struct RowPart {
     uint4 loaded[VECTORS];
-    int64_t row;
+    int32_t row; /* rows and tokens are fewer than 2^31 */
     bool exists;
 
-    __device__ void load(const QuantizeRows &q, int64_t row_, int64_t num_rows, int lane, int lanes) {
+    __device__ void load(const QuantizeRows &q, int32_t row_, int32_t num_rows, int lane, int lanes) {
         const FusedMoeRowMap &map = q.p.row_map;
         row = row_, exists = row < num_rows;
         if (!exists) return;
-        int64_t token = map.row_token && !q.from_tokens ? map.row_token[row] : row;
-        if ((uint64_t)token >= (uint64_t)map.T) token = 0; /* a wrong plan */
-        const uint4 *x = (const uint4 *)((const T *)q.p.x + token * q.p.D);
+        int32_t token = map.row_token && !q.from_tokens ? map.row_token[row] : row;
+        if ((uint32_t)token >= (uint64_t)map.T) token = 0; /* a wrong plan */
+        const uint4 *x = (const uint4 *)((const T *)q.p.x + (int64_t)token * q.p.D);
 #pragma unroll
         for (int i = 0; i < VECTORS; i++)
             if ((lane + i * lanes) * 8 < q.p.D) loaded[i] = __ldg(x + lane + i * lanes);
@@ -80,14 +80,16 @@ __global__ void __launch_bounds__(32 * CTA_WARPS)
     if (p.pdl.lets_next_start) griddepcontrol_launch_dependents();
     int rows_at_once = CTA_WARPS / q.warps, lanes = 32 * q.warps, lane = threadIdx.x % lanes;
     int warp = threadIdx.x / 32, first_warp = warp / q.warps * q.warps;
-    int64_t num_rows = q.from_tokens ? map.T : map.offs ? num_rows_of(map.offs, map.E, map.R) : map.R;
-    int64_t base = (int64_t)blockIdx.x * rows_at_once, step = (int64_t)gridDim.x * rows_at_once;
+    int32_t num_rows = (int32_t)(q.from_tokens ? map.T
+                                 : map.offs    ? num_rows_of(map.offs, map.E, map.R)
+                                               : map.R);
+    int32_t base = blockIdx.x * rows_at_once, step = gridDim.x * rows_at_once;
     RowPart<T, VECTORS> part, next;
     part.load(q, base + threadIdx.x / lanes, num_rows, lane, lanes);
     for (int turn = 0; base < num_rows; base += step, turn ^= 1, part = next) {
         next.load(q, base + step + threadIdx.x / lanes, num_rows, lane, lanes);
         bool exists = part.exists;
-        const float *smooth = p.smooth && exists ? p.smooth + expert_of(map, (int)part.row) * p.D : nullptr;
+        const float *smooth = p.smooth && exists ? p.smooth + expert_of(map, part.row) * p.D : nullptr;
         float score = p.scores && exists ? ((const float *)p.scores)[map.row_slot[part.row]] : 1;
         auto values = [&](float (&v)[8], int i) {
             const T *elements = (const T *)&part.loaded[i];
@@ -135,7 +137,7 @@ __global__ void __launch_bounds__(32 * CTA_WARPS)
         if (exists && !q.from_tokens) store(part.row);
         if (exists && q.from_tokens)
             for (int k = 0; k < map.K; k++) {
-                int to = map.token_row[part.row * map.K + k];
+                int to = map.token_row[(int64_t)part.row * map.K + k];
                 if (to >= 0 && to < map.R) store(to);
             }
     }
