@@ -522,7 +522,7 @@ def experts_and_counts(
     settings = (code, _ops.ACTIVATION_CODES[activation], [*constants], score_on == "input")
     if mode != "codes":
         call = x, stored, biases, scores, ids, settings, expert_map, shared
-        tensors = computing.eight_bit_tensors(fn, mode, x, ids, stored)
+        tensors = computing.eight_bit_tensors(fn, mode, x, ids, stored, layout)
         if tensors is None:
             y, counts = _quantized_experts(*call)
         else:

@@ -546,11 +546,15 @@ def assert_as_good_as_the_loop(case: Case, device, mode: str, **options) -> torc
     """The error is that of the loop that rounds rows the same way. Results are the loop's, but for what sums
     in another order move to the next code. A GPU sums e4m3 with fewer bits, which moves more."""
     inputs, weights = inputs_of(case, device, mode)
+    if device.type == "cuda" and mode == "fp8_block" and case.layout == "halves" and case.hidden % 64:
+        with pytest.raises(ValueError, match="multiple of 64 with compute 'fp8' and halves, found"):
+            fused_experts(**inputs, **weights, ids=case.ids(device), layout="halves")
+        return None
     layout = {name: value for name, value in case.options.items() if name != "transposed"}
     fixed = {"ids": case.ids(device), "score_on": case.score_on, **layout, **options}
     out, eager = (f(**inputs, **weights, **fixed) for f in (fused_experts, reference.fused_experts))
     assert_as_good({"out": out}, {"out": eager}, {"out": truth_of(inputs, weights, **fixed)})
-    near = 2e-3 if device.type == "cpu" else 1.5e-2
+    near = 2e-3 if device.type == "cpu" else 3e-2
     assert (out.double() - eager.double()).norm() <= near * eager.double().norm()
     return out
 
@@ -783,7 +787,7 @@ def test_weights_in_tiles_alone(cpu):
     x, ids = torch.empty(60, 64, dtype=BF16), case.ids(cpu)
     both = {n: copy.deepcopy(w).set_compute("auto") for n, w in weights.items()}
     for own, are_there in ((weights, False), (both, True)):
-        tensors = computing.eight_bit_tensors("", "auto", x, ids, tuple(own.values()))
+        tensors = computing.eight_bit_tensors("", "auto", x, ids, tuple(own.values()), "separate")
         assert (tensors is not None) == are_there
 
 

@@ -47,6 +47,7 @@ FORMATS_OF = {
     "auto": EIGHT_BITS,
 }
 WIDTH = 16  # what D and F are multiples of on a GPU: TMA loads rows of 16 bytes
+HALF_BLOCK = 64  # the same of F where fp8_block has gate and up in one weight
 AUTO_ROWS = 16  # of an expert, on average, up to which `auto` takes codes: csrc/rules.h
 _runs_fp8: dict[int, bool] = {}  # by the GPU's index: a call asks, and PyTorch takes microseconds to answer
 
@@ -127,19 +128,23 @@ def check_call(
 
 
 def eight_bit_tensors(
-    fn: str, mode: str, x: Tensor, ids: Tensor, weights: tuple
+    fn: str, mode: str, x: Tensor, ids: Tensor, weights: tuple, layout: str
 ) -> list[tuple[Tensor | None, Tensor | None]] | None:
     """data and scale of w1, w2 and w3, or None twice for one that is None, as GEMMs of 8 bits by 8 bits take
     them; None if a checked call of a mode other than `codes` computes what `codes` does."""
     E, D, F = weights[1].shape
     if not runs_on(weights[1].format, x.device) or (mode == "auto" and auto_takes_codes(ids.numel(), E)):
         return None
-    fits = x.device.type != "cuda" or D % WIDTH == F % WIDTH == 0
+    # 64 rows of an up's weight may not straddle two blocks of rows that share scales.
+    straddles = layout == "halves" and weights[1].format == "fp8_block" and F % HALF_BLOCK
+    fits = x.device.type != "cuda" or (D % WIDTH == F % WIDTH == 0 and not straddles)
     tensors = [(None, None) if w is None else w.eight_bit_tensors for w in weights]
     if fits and None not in tensors:
         return tensors
     if mode == "auto":
         return None
+    if not fits and straddles:
+        fail(ValueError, fn, f"F that is a multiple of {HALF_BLOCK} with compute {mode!r} and halves", F)
     if not fits:
         fail(ValueError, fn, f"D and F that are multiples of {WIDTH} with compute {mode!r}", (D, F))
     expected = f"weights as published with compute {mode!r}; set_compute keeps them so"

@@ -96,16 +96,17 @@ def experts(
     return out
 
 
-def quantized(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes, and scales (R, 1), of rows of float32."""
+def quantized(rows: torch.Tensor, rounds: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes, and scales (R, 1), of rows of float32; not rounded, for what codes err."""
     peak = rows.abs().amax(1, keepdim=True)
     scale = torch.where(peak == 0, 1, peak / 127)
-    return (rows * (1 / scale)).round(), scale
+    row_codes = rows * (1 / scale)
+    return row_codes.round() if rounds else row_codes, scale
 
 
 def product(rows: torch.Tensor, w: QuantizedWeight, e: int, bias, acc) -> torch.Tensor:
     """Rows of float32 times an expert's weight, both in codes."""
-    row_codes, scale = quantized(rows)
+    row_codes, scale = quantized(rows, rounds=acc == F32)
     sums = row_codes.double() @ w.data[e].double().mT
     out = sums.to(acc) * (scale.to(acc) * w.scale[e].to(acc).mT)
     return out if bias is None else out + bias[e].to(acc)
@@ -115,7 +116,8 @@ def loop(
     x, w1, w2, w3, b1, b3, b2, scores, ids, layout, activation, score_on_input=False, smooth1=None,
     smooth2=None, acc=F64,
 ) -> torch.Tensor:  # fmt: skip
-    """Expert by expert, in `acc`. In float32 y and the result are rounded as well."""
+    """Expert by expert, in `acc`. In float32 rows become codes, y and the result are rounded; in float64 they
+    do not, since an element near the middle of two codes may become either."""
     out = torch.zeros(x.shape, dtype=acc, device=x.device)
     for e in range(w2.shape[0]):
         token, slot = (ids == e).nonzero(as_tuple=True)

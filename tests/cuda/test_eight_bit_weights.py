@@ -1,5 +1,7 @@
 """Weights that are multiplied 8 bits by 8 bits: their layouts on a GPU, and GPUs that multiply no FP8."""
 
+from copy import deepcopy
+
 import pytest
 import torch
 from cases import BF16, Case
@@ -20,12 +22,9 @@ def test_layouts_on_hopper(device, sm90, format):
     """8 bits are as published, codes in tiles, auto is both; moved there, made there, and back."""
     weight = torch.randn(2, 128, 192)
     for compute in ("codes", MODES[format], "auto"):
-        plain = quantize(weight, format, compute=compute)
-        for w in (
-            quantize(weight.to(device), format, compute=compute),
-            quantize(weight, format, compute=compute),
-        ):
-            w = w.to(device)
+        moved = quantize(weight, format, compute=compute).to(device)
+        for w in (quantize(weight.to(device), format, compute=compute), moved):
+            plain = deepcopy(w).to("cpu")
             assert w.is_tiled == (compute != MODES[format])
             assert (w.eight_bit_tensors is None) == (compute == "codes")
             assert (w.data_p is not None) == (compute == "auto")

@@ -96,7 +96,7 @@ int weight_map(CUtensorMap *map, const FusedMoeWeight &w, Major major, int64_t s
     bool k_major = major == Major::K;
     const uint64_t sizes[] = {(uint64_t)(k_major ? k : N), (uint64_t)(k_major ? N : k), (uint64_t)E};
     const uint64_t strides[] = {(k_major ? stride_n : stride_k) * sizeof(T),
-                                (E > 1 ? w.stride_expert : CHUNK) * sizeof(T)};
+                                E > 1 ? w.stride_expert * sizeof(T) : 16};
     const uint32_t box[] = {SWIZZLE_ELEMENTS<T>, (uint32_t)(k_major ? box_n : K_TILE<T>), 1};
     return encode_tensor_map(map, map_dtype(T()), 3, w.data, sizes, strides, box);
 }

@@ -173,13 +173,17 @@ struct GatherRows {
     }
 };
 
+struct NoScales {
+    __device__ void operator()(int, uint32_t) const {}
+};
+
 /* Loads a tile's stages. One thread calls issue_weight(stage, b, barrier), which issues the loads of the
  * weight, and its warp copy_scales(stage, b) where a stage has scales. STAGES_AT_ONCE stages are loaded
  * before the pointers move on, since a stage's offset is then a constant of the instruction. */
-template <bool HAS_ALL, class Config, class Shared, typename IssueWeight, typename CopyScales>
+template <bool HAS_ALL, class Config, class Shared, typename IssueWeight, typename CopyScales = NoScales>
 __device__ __forceinline__ void gather_tile(Shared &s, typename Config::Pipeline &pipe,
                                             GatherRows<Config> &rows, int num_stages, bool loads_weight,
-                                            IssueWeight issue_weight, CopyScales copy_scales) {
+                                            IssueWeight issue_weight, CopyScales copy_scales = {}) {
     constexpr int AT_ONCE = HAS_ALL ? Config::STAGES_AT_ONCE : 1;
 #pragma unroll 1
     for (int first = 0; first < num_stages; first += AT_ONCE) {
