@@ -254,10 +254,8 @@ template <class Config, bool GATED>
 __global__ void __launch_bounds__(Config::THREADS, Config::CTAS_PER_SM)
     eight_bit_up_gate_kernel(const __grid_constant__ UpGate<typename Config::Weight::Params> p) {
     persistent_eight_bit<Config>(p.gemm, Epilogue<Config, GATED>{p});
-    if constexpr (Config::IN_BLOCKS)
-        zero_rows_past(p.gemm.tiles, (__nv_fp8_e4m3 *)p.a, p.F);
-    else
-        zero_rows_past(p.gemm.tiles, (__half *)p.a, p.F);
+    /* in units of 16 bits: codes have 8 */
+    zero_rows_past(p.gemm.tiles, (__half *)p.a, Config::IN_BLOCKS ? p.F / 2 : p.F);
 }
 
 /* --- launcher ------------------------------------------------------------------------------------------- */
