@@ -84,7 +84,7 @@ struct QuantizedConfig : QuantizedTile<HEIGHT> {
     using Bias = Operand;
     using Weight = QuantizedWeight<Dequantizer, HEIGHT>;
     static constexpr Major A_MAJOR = Major::K, B_MAJOR = Major::K;
-    static constexpr bool GATHER = GATHER_, ALL_SWAPPED = true;
+    static constexpr bool GATHER = GATHER_, ALL_SWAPPED = true, GATHERS_EARLY = false;
     static constexpr int CTAS_PER_SM = Tile::FEW_ROWS ? 2 : 1, CUT_ROWS = Tile::BM;
     using Tokens = std::conditional_t<
         Tile::HAS_TALL, std::integer_sequence<int, 16, 64, Tile::WIDE_ROWS, Tile::BM>,
