@@ -1268,6 +1268,27 @@ CUDA = [
         "tests/cuda/test_sm80_few_rows.py",
     ),
     Mutant(
+        "sm90: subtiles of 8 bits have the scale of the first one",
+        "csrc/kernels/sm90/eight_bit.cuh",
+        "(tile.first_column + SUBTILE * subtile)",
+        "tile.first_column",
+        "tests/cuda/test_eight_bit_tiles.py::test_every_layout",
+    ),
+    Mutant(
+        "sm90: a's scale is of half of its columns",
+        "csrc/kernels/sm90/eight_bit_up_gate.cu",
+        "peak = max_nan_f32(peak, __shfl_xor_sync(~0u, peak, 2));",
+        "",
+        "tests/cuda/test_eight_bit_tiles.py::test_every_layout",
+    ),
+    Mutant(
+        "sm90: rows of codes are zeroed as rows of 16 bits",
+        "csrc/kernels/sm90/eight_bit_up_gate.cu",
+        "Config::IN_BLOCKS ? p.F / 2 : p.F);",
+        "p.F);",
+        "tests/cuda/test_eight_bit_tiles.py::test_rows_past_the_last_one",
+    ),
+    Mutant(
         "sm80: int8 weights always have a scale per row",
         "csrc/kernels/sm80/eight_bit.cu",
         "scale[has_row_scales ? expert * out + row : expert]",

@@ -298,16 +298,8 @@ __device__ inline void st_shared(uint32_t address, float v) {
     asm volatile("st.shared.f32 [%0], %1;" ::"r"(address), "f"(v) : "memory");
 }
 
-__device__ inline void st_shared_u32(uint32_t address, uint32_t v) {
-    asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(v) : "memory");
-}
-
 __device__ inline void st_shared_u16(uint32_t address, uint16_t v) {
     asm volatile("st.shared.u16 [%0], %1;" ::"r"(address), "h"(v) : "memory");
-}
-
-__device__ inline void st_shared_u8(uint32_t address, uint32_t v) {
-    asm volatile("st.shared.u8 [%0], %1;" ::"r"(address), "r"(v) : "memory");
 }
 
 __device__ inline void st_shared_v4(uint32_t address, float4 v) {

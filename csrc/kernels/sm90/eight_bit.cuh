@@ -136,12 +136,6 @@ struct EightBitFewConfig : GemmConfig<Operand_, Major::K, SIDE_ == Side::UP> {
 
 /* --- main loops ----------------------------------------------------------------------------------------- */
 
-/* The scales that a stage has. */
-template <class Config>
-__device__ inline float subtile_scale(uint32_t b, int subtile) {
-    return ld_shared_f32(b + Config::Weight::SCALES + 4 * subtile);
-}
-
 /* ROWS: d = the 64 rows of consumer `wg` times the tile's first COLUMNS columns. */
 template <class Config, int COLUMNS, int HELD, typename Acc, typename Meanwhile>
 __device__ inline void run_eight_bit(Acc *d, Shared<Config> &s, typename Config::Pipeline &pipe,

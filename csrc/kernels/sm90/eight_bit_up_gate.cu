@@ -126,13 +126,12 @@ struct Epilogue {
         int lane = threadIdx.x % 32;
 #pragma unroll
         for (int row = 0; row < 2; row++) {
-            uint32_t peak = 0;
+            float peak = 0;
 #pragma unroll
-            for (int i = 0; i < 32; i++)
-                peak = max(peak, fused_moe_magnitude(a[i / 2 * 4 + 2 * row + i % 2]));
-            peak = max(peak, __shfl_xor_sync(~0u, peak, 1));
-            peak = max(peak, __shfl_xor_sync(~0u, peak, 2));
-            float scale = fused_moe_scale_of(peak, 448, p.power_of_two);
+            for (int i = 0; i < 32; i++) peak = max_nan_f32(peak, fabsf(a[i / 2 * 4 + 2 * row + i % 2]));
+            peak = max_nan_f32(peak, __shfl_xor_sync(~0u, peak, 1));
+            peak = max_nan_f32(peak, __shfl_xor_sync(~0u, peak, 2));
+            float scale = fused_moe_scale_of(fused_moe_magnitude(peak), 448, p.power_of_two);
             inverse[row] = 1 / scale;
             int r = lane / 4 + 8 * row;
             if (lane % 4 == 0 && r < rows) p.a_scale[block * p.R + end - rows + r] = scale;
