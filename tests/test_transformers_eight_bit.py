@@ -223,6 +223,8 @@ def test_quantize_experts(device, kind):
     format, compute = COMPUTES[kind]
     if not computing.runs_on(format, device):
         pytest.skip("this GPU multiplies no FP8: there compute 'fp8' is 'codes'")
+    if kind == "fp8_block" and device.type == "cuda":
+        pytest.skip("GPUs take gate and up in one weight of fp8_block by 64 hidden columns, and these are 32")
     eager, ids = ready("qwen3_moe", device, BF16).eval(), token_ids(device)
     ours = quantize_experts(copy.deepcopy(eager), format, compute=compute)
     for _, experts in experts_of(ours):

@@ -13,6 +13,12 @@ const Kernel<FusedMoeDownDgrad> down_dgrad = {};
 const Kernel<FusedMoeExperts> experts = {};
 const Kernel<FusedMoeGroupedMM> quantized_mm = {};
 const Kernel<FusedMoeUpGate> quantized_up_gate = {};
+const Kernel<FusedMoeEightBitUpGate> eight_bit_up_gate = {};
+const Kernel<FusedMoeEightBitMM> eight_bit_mm = {};
+
+bool eight_bit_gathers(int64_t, int32_t) {
+    return true;
+}
 
 int cluster_plan(const FusedMoeRoutePlan &, const FusedMoeRoute *, void *) {
     return FUSED_MOE_NO_SUCH_TIER;
