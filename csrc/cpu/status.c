@@ -13,11 +13,9 @@ const char *fused_moe_status_string(int status) {
     case FUSED_MOE_UNSUPPORTED_DTYPE:
         return "expected float32, float64, float16 or bfloat16, found another dtype";
     case FUSED_MOE_UNSUPPORTED_EIGHT_BIT:
-        return "expected 8-bit operands that this GPU multiplies: widths that are multiples of 16 (gate and "
-               "up of "
-               "fp8_block in one weight: hidden widths of 64), 16-bit x, and e4m3 on compute capability 9.0 "
-               "only; "
-               "found others";
+        return "expected 8-bit operands that this GPU multiplies: 16-bit x, widths that are multiples of 16 "
+               "and at most 16,384, with gate and up of fp8_block in one weight of 64, and e4m3 on compute "
+               "capability 9.0 alone; found others";
     case FUSED_MOE_DRIVER_TOO_OLD:
         return "expected an NVIDIA driver for the CUDA runtime of this build, found an older one; tensors on "
                "the CPU work";

@@ -47,6 +47,7 @@ FORMATS_OF = {
     "auto": EIGHT_BITS,
 }
 WIDTH = 16  # what D and F are multiples of on a GPU: TMA loads rows of 16 bytes
+MOST_WIDTH = 16384  # of a row that a GPU quantises
 HALF_BLOCK = 64  # the same of F where fp8_block has gate and up in one weight
 AUTO_ROWS = 16  # of an expert, on average, up to which `auto` takes codes: csrc/rules.h
 _runs_fp8: dict[int, bool] = {}  # by the GPU's index: a call asks, and PyTorch takes microseconds to answer
@@ -137,7 +138,8 @@ def eight_bit_tensors(
         return None
     # 64 rows of an up's weight may not straddle two blocks of rows that share scales.
     straddles = layout == "halves" and weights[1].format == "fp8_block" and F % HALF_BLOCK
-    fits = x.device.type != "cuda" or (D % WIDTH == F % WIDTH == 0 and not straddles)
+    is_wide = max(D, 0 if weights[1].format == "fp8_block" else F) > MOST_WIDTH
+    fits = x.device.type != "cuda" or not (D % WIDTH or F % WIDTH or straddles or is_wide)
     tensors = [(None, None) if w is None else w.eight_bit_tensors for w in weights]
     if fits and None not in tensors:
         return tensors
@@ -145,6 +147,9 @@ def eight_bit_tensors(
         return None
     if not fits and straddles:
         fail(ValueError, fn, f"F that is a multiple of {HALF_BLOCK} with compute {mode!r} and halves", F)
+    if not fits and is_wide:
+        what = "D" if weights[1].format == "fp8_block" else "D and F"
+        fail(ValueError, fn, f"{what} of at most {MOST_WIDTH} with compute {mode!r}", (D, F))
     if not fits:
         fail(ValueError, fn, f"D and F that are multiples of {WIDTH} with compute {mode!r}", (D, F))
     expected = f"weights as published with compute {mode!r}; set_compute keeps them so"

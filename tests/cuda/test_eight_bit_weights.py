@@ -52,3 +52,14 @@ def test_the_portable_tier(device, tier, format, compute):
     modes = fused_moe.info()["compute"]
     assert modes["int8"] == "on"
     assert modes["fp8"].startswith("on for CPU tensors, as codes for CUDA tensors: ")
+
+
+def test_rows_of_more_columns_than_a_gpu_quantises(device, sm90):
+    """x has them in D, and by rows a has them in F; in blocks F may be any."""
+    for format, dim, hidden, width in (("fp8", 64, 16400, "D and F"), ("fp8_block", 16400, 64, "D")):
+        case = Case(tokens=3, dim=dim, hidden=hidden, num_experts=2, dtype=BF16)
+        inputs = case.inputs(device)
+        weights = weights_of(inputs, format, "fp8")
+        call = {"x": inputs["x"], "scores": inputs["scores"], "ids": case.ids(device)}
+        with pytest.raises(ValueError, match=f"{width} of at most 16384 with compute 'fp8', found"):
+            fused_experts(**call, **weights)
