@@ -162,10 +162,11 @@ def _make(experts: nn.Module, name: str, compute: str) -> QuantizedWeight:
 
 def _runs_in_fp8(experts: nn.Module) -> bool:
     """Whether the checkpoint asks for tokens that are quantised, and GPUs have kernels for the widths."""
-    is_asked = isinstance(experts, FP8Experts) and experts.activation_scheme == "dynamic"
+    if not isinstance(experts, FP8Experts) or experts.activation_scheme != "dynamic":
+        return False
     _, D, F = experts.down_proj.shape
     of_F = computing.HALF_BLOCK if experts.down_proj.is_cuda else computing.WIDTH
-    return is_asked and D % computing.WIDTH == F % of_F == 0
+    return D % computing.WIDTH == F % of_F == 0
 
 
 def _made(own: dict, name: str, compute: str = "codes") -> QuantizedWeight:
