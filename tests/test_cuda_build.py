@@ -15,8 +15,11 @@ from fused_moe.ops import FACTS, HAS_CUDA_KERNELS, LIBRARY
 # In nvcc's PTX targets compute_80 is called sm_80, too.
 MACHINE_CODE, PTX = {"sm_80", "sm_90a"}, {"sm_80"}
 # Mangled names that may keep something in local memory: float64 serves gradcheck, not speed;
-# quantised weights' tiles of 64 rows have a tile's address and numbers there: four consumers have few.
-MAY_SPILL = re.compile(r"I(NS_8SimtTileI)?d[EL]|15QuantizedConfig.*6HeightE1E")
+# quantised weights' tiles of 64 rows have a tile's address and numbers there: four consumers have few;
+# the down GEMM of 8 bits by rows has the thread's number there, which it reads a few times in a tile.
+MAY_SPILL = re.compile(
+    r"I(NS_8SimtTileI)?d[EL]|15QuantizedConfig.*6HeightE1E|14EightBitConfig.*8ScalesOfE1ELNS\d_4SideE1E"
+)
 SM80, SM90 = "4sm80", "4sm90"  # namespaces, mangled
 # GEMM -> warpgroups of its sm_90 kernel, whose threads' registers setmaxnreg deals out anew.
 GEMMS = {"grouped_mm_kernel": 3, "up_gate_kernel": 3, "down_dgrad_kernel": 4, "wgrad_kernel": 3}
