@@ -182,7 +182,8 @@ static inline void *fm_at(const void *data, size_t bytes, int64_t index) {
 typedef struct {
     const FusedMoeWeight *w;
     const void *bias;
-    int64_t weight_rows, row, width; /* of w; first row taken; rows taken */
+    int64_t weight_rows; /* per expert */
+    int64_t row, width;  /* rows [row, row + width) of w */
     int64_t h_col;
 } FmPiece;
 

@@ -2,7 +2,7 @@
  *
  * A GEMM converts at most FM_TILE_DEPTH columns of both operands in scratch, and takes slices of them that
  * share their scales. A slice's sums are exact: int8 gives integers below 2^24, in float, and e4m3 multiples
- * of 2^-18 below 2^27, in double. They are scaled and added in double, slice by slice. So a row has the same
+ * of 2^-18 below 2^27, in double. Sums of k-slices are scaled and added in double. So a row has the same
  * bits in any batch. */
 #include "../eight_bit.h"
 #include "cpu.h"
@@ -105,7 +105,7 @@ int fused_moe_cpu_quantize_rows(const FusedMoeQuantizeRows *p) {
 typedef struct {
     const void *codes;        /* [., k] */
     const int32_t *row_token; /* NULL: contiguous rows */
-    const float *scale;       /* of a row, or of the first of its blocks of columns */
+    const float *scale;       /* [rows], or by blocks [blocks of columns,rows] */
     int64_t scale_stride;     /* from one block's scales to the next one's; 0: a row has one scale */
 } Rows;
 
@@ -187,7 +187,7 @@ typedef struct {
     const Rows *a;
     const FusedMoeQuantizedWeight *w;
     FusedMoeWorkTile tile;
-    int64_t row, n; /* of the weight: the first, and their number */
+    int64_t row, n; /* rows [row, row + n) of the weight */
 } Product;
 
 /* Columns [k, k + width) of both operands, in scratch. */
@@ -254,7 +254,7 @@ typedef struct {
     const void *p;
     const FmRows *v;
     const int32_t *schedule;
-    int64_t parts; /* of a tile's columns, a task each */
+    int64_t parts; /* tasks per tile: each has some of its columns */
 } Task;
 
 /* --- eight_bit_up_gate ---------------------------------------------------------------------------------- */

@@ -2,6 +2,8 @@
  * quantised by its epilogue or after it, and the down GEMM multiplies that. */
 #include "operators.h"
 
+#include "../eight_bit.h"
+
 /* Scales as the kernels read them: float32, and of weights that are not in tiles. */
 static QuantizedWeight eight_bit_weight(const char *op, const Tensor &codes, const Tensor &scale,
                                         int64_t format, const Tensor &x) {
@@ -110,7 +112,7 @@ eight_bit_experts(const Tensor &x_, const Tensor &data1, const Tensor &scale1, c
            a_scale;
     up.up.a = a.mutable_data_ptr();
     if (in_blocks) {
-        a_scale = new_tensor(x, {(s.F + 127) / 128, R}, ScalarType::Float);
+        a_scale = new_tensor(x, {(s.F + FUSED_MOE_BLOCK - 1) / FUSED_MOE_BLOCK, R}, ScalarType::Float);
         up.a_scale = (float *)a_scale.mutable_data_ptr();
     }
 

@@ -47,7 +47,8 @@ struct BlockWeight : DenseWeight<Operand, Major::K, BN> {
     using Params = BlockParams;
     static constexpr bool HAS_SCALES = true;
     static constexpr int PARTS = 1;
-    static constexpr int SCALES = Dense::STAGE_BYTES, ROW_SCALES = SCALES + 512, STAGE_BYTES = SCALES + 1024;
+    /* Bytes before the scales, and from these to the scales of A's rows. */
+    static constexpr int SCALES = Dense::STAGE_BYTES, ROW_SCALES = 512, STAGE_BYTES = SCALES + 1024;
 
     /* Only the down GEMM has half-N tiles. */
     template <class Gemm, class Tile>
@@ -76,7 +77,7 @@ struct BlockWeight : DenseWeight<Operand, Major::K, BN> {
         if constexpr (SIDE == Side::UP) return;
         const float *a_scale = p.weight.a_scale + k_tile * p.tiles.R;
         for (int row = lane; row < tile.num_rows; row += 32)
-            cp_async_word(b + ROW_SCALES + 4 * row, a_scale + tile.first_row + row);
+            cp_async_word(b + SCALES + ROW_SCALES + 4 * row, a_scale + tile.first_row + row);
     }
 };
 
@@ -166,7 +167,6 @@ __device__ inline void run_blocks(float *d, Shared<Config> &s, typename Config::
     for (int k_tile = 0; k_tile < num_k_tiles; k_tile++) {
         auto &stage = s.stage[pipe.index];
         s.full[pipe.index].wait(pipe.phase);
-        if constexpr (Config::GATHER) fence_proxy_async(); /* cp.async's copies are ordinary writes */
         uint64_t a = matrix_descriptor<Major::K>(shared_address(stage.a) + wg * SUBTILE_BYTES);
         uint64_t b = Config::Weight::descriptor(shared_address(stage.b), 0);
         uint32_t scales = shared_address(stage.b) + Config::Weight::SCALES;
@@ -183,7 +183,7 @@ __device__ inline void run_blocks(float *d, Shared<Config> &s, typename Config::
             if constexpr (Config::SIDE == Side::DOWN) {
 #pragma unroll
                 for (int i = 0; i < 2; i++) {
-                    float of_row = ld_shared_f32(scales + 512 + 4 * (row + 8 * i));
+                    float of_row = ld_shared_f32(scales + Config::Weight::ROW_SCALES + 4 * (row + 8 * i));
                     scale[0][i] *= of_row, scale[1][i] *= of_row;
                 }
             }
@@ -235,7 +235,8 @@ __device__ inline void run_eight_bit_swapped(Acc *d, Shared<Config> &s, typename
                 for (int j = 0; j < TOKENS / 8; j++) { /* eight rows, of which a thread has two */
                     float2 of_rows = {1, 1};
                     if constexpr (Config::SIDE == Side::DOWN)
-                        of_rows = ld_shared_f32x2(scales + 512 + 4 * (8 * j + threadIdx.x % 4 * 2));
+                        of_rows = ld_shared_f32x2(scales + Config::Weight::ROW_SCALES +
+                                                  4 * (8 * j + threadIdx.x % 4 * 2));
 #pragma unroll
                     for (int i = 0; i < AT_ONCE; i++) {
                         float of_column = ld_shared_f32(scales + 4 * subtile[first + i]);

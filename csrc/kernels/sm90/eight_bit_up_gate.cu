@@ -131,7 +131,8 @@ struct Epilogue {
             for (int i = 0; i < 32; i++) peak = max_nan_f32(peak, fabsf(a[i / 2 * 4 + 2 * row + i % 2]));
             peak = max_nan_f32(peak, __shfl_xor_sync(~0u, peak, 1));
             peak = max_nan_f32(peak, __shfl_xor_sync(~0u, peak, 2));
-            float scale = fused_moe_scale_of(fused_moe_magnitude(peak), 448, p.power_of_two);
+            float scale = fused_moe_scale_of(fused_moe_magnitude(peak),
+                                             fused_moe_largest_code(FUSED_MOE_CODE_E4M3), p.power_of_two);
             inverse[row] = 1 / scale;
             int r = lane / 4 + 8 * row;
             if (lane % 4 == 0 && r < rows) p.a_scale[block * p.R + end - rows + r] = scale;
@@ -232,7 +233,9 @@ struct Epilogue {
             uint32_t peak = 0;
 #pragma unroll
             for (int i = 0; i < WARPS; i++) peak = max(peak, peaks[i][row]);
-            float scale = fused_moe_scale_of(peak, 448, p.power_of_two), inverse = 1 / scale;
+            float scale =
+                      fused_moe_scale_of(peak, fused_moe_largest_code(FUSED_MOE_CODE_E4M3), p.power_of_two),
+                  inverse = 1 / scale;
             if (wg == 0 && warp == 0 && lane < 4 && row < rows && column < p.F)
                 p.a_scale[column / FUSED_MOE_BLOCK * p.R + first_row + row] = scale;
             int at = j / 2 * 4 + j % 2;
