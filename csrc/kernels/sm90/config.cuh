@@ -6,8 +6,7 @@
 
 #include <utility>
 
-#include "../dispatch.cuh"
-#include "tile_queue.cuh"
+#include "launch.cuh"
 #include "weight.cuh"
 #include "weight_quantized.cuh"
 #include "writers.cuh"
@@ -158,14 +157,6 @@ using DenseGemm = Gemm<DenseParams>;
 template <class Config>
 using GemmOf = Gemm<typename Config::Weight::Params>;
 
-/* The kernel makes this plan itself. */
-template <class WeightParams>
-void plan_in_kernel(Gemm<WeightParams> &p, const FusedMoeRoutePlan &unplanned) {
-    p.unplanned = unplanned;
-    p.tiles.offs = p.tiles.schedule = nullptr;
-    p.tiles.counters = nullptr;
-}
-
 template <class Config>
 struct alignas(1024) Shared {
     using FullBarrier =
@@ -186,6 +177,46 @@ template <class Config>
 struct PlanningShared : Shared<Config> {
     FusedMoeSlotPlan plan;
 };
+
+/* --- host: the rows and tiles of a call ----------------------------------------------------------------- */
+
+/* The kernel makes this plan itself. */
+template <class WeightParams>
+void plan_in_kernel(Gemm<WeightParams> &p, const FusedMoeRoutePlan &unplanned) {
+    p.unplanned = unplanned;
+    p.tiles.offs = p.tiles.schedule = nullptr;
+    p.tiles.counters = nullptr;
+}
+
+/* up_gate's: rows that may be gathered, k-tiles of k_tile columns, and tiles of bn rows of B, of which a map
+ * has b_rows. */
+template <class WeightParams>
+void set_rows(Gemm<WeightParams> &gemm, const FusedMoeUpGate &p, int k_tile, bool gate_up, int64_t b_rows,
+              int bn) {
+    const FusedMoeRowMap &rows = p.row_map;
+    gemm.x = p.x;
+    gemm.row_token = rows.row_token;
+    gemm.T = rows.T;
+    gemm.k = (int32_t)p.D;
+    gemm.num_k_tiles[0] = (int32_t)ceil_div(p.D, k_tile);
+    gemm.gate_up = gate_up;
+    gemm.tiles = tile_source(rows.offs, rows.schedule, rows.R, rows.E, b_rows, gate_up ? bn / 2 : bn,
+                             p.workspace.counters);
+    if (p.unplanned) plan_in_kernel(gemm, *p.unplanned);
+}
+
+/* The down GEMM's tiles of bn columns. It may begin while up_gate runs. */
+template <class WeightParams>
+void set_tiles(Gemm<WeightParams> &gemm, const FusedMoeGroupedMM &p, int bn) {
+    gemm.tiles = tile_source(p.offs, p.schedule, p.R, p.E, p.M, bn, p.workspace.counters);
+    gemm.tiles.pdl = p.pdl;
+    if (p.pdl.reads_before_wait)
+        gemm.tiles.counters += FUSED_MOE_NUM_COUNTERS / 2; /* up_gate uses the first half */
+    if (p.unplanned) {
+        plan_in_kernel(gemm, *p.unplanned);
+        gemm.unplanned.counts = gemm.unplanned.token_row = nullptr; /* up_gate wrote them */
+    }
+}
 
 /* --- host: the configuration of a call ------------------------------------------------------------------ */
 

@@ -87,24 +87,14 @@ int launch(const FusedMoeGroupedMM &p, void *stream) {
     DenseGemm &gemm = q.gemm;
     TileSource &tiles = gemm.tiles;
     int status = FUSED_MOE_OK;
-    const Operand *a = (const Operand *)p.a;
-    for (int i = 0; i < 2 && p.b[i].data && status == FUSED_MOE_OK; a += p.N[i++]) {
-        int64_t pitch = p.N[0] + p.N[1];
-        status = matrix_map(&gemm.a[i], a, p.R, p.N[i], pitch, SUBTILE);
-        if (status == FUSED_MOE_OK) status = matrix_map(&gemm.tail[i], a, p.R, p.N[i], pitch, TAIL_ROWS);
+    for (int i = 0; i < 2 && p.b[i].data && status == FUSED_MOE_OK; i++) {
+        status = set_rows_of_a<Operand>(gemm, i, p.a, p.R, i * p.N[0], p.N[i], p.N[0] + p.N[1]);
         if (status == FUSED_MOE_OK)
             status = weight_map<Operand>(&gemm.weight.map[i], p.b[i], Config::B_MAJOR, p.b[i].stride_out,
                                          p.b[i].stride_in, p.E, p.M, p.N[i], Config::Weight::BOX);
         gemm.num_k_tiles[i] = (int32_t)ceil_div(p.N[i], K_TILE<Operand>);
     }
-    tiles = tile_source(p.offs, p.schedule, p.R, p.E, p.M, Config::BN, p.workspace.counters);
-    tiles.pdl = p.pdl;
-    if (p.pdl.reads_before_wait)
-        tiles.counters += FUSED_MOE_NUM_COUNTERS / 2; /* up_gate uses the first half */
-    if (p.unplanned) {
-        plan_in_kernel(gemm, *p.unplanned);
-        gemm.unplanned.counts = gemm.unplanned.token_row = nullptr; /* up_gate wrote them */
-    }
+    set_tiles(gemm, p, Config::BN);
     tiles.last_is_half_n = Config::BN > SUBTILE && (p.M - 1) % Config::BN < Config::BN / 2;
     /* where an N tile is half as wide already, the last wave is not split */
     if (!tiles.last_is_half_n && !schedule_override().no_tails && !Config::ALL_SWAPPED)

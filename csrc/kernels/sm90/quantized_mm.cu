@@ -73,23 +73,14 @@ int launch(const FusedMoeGroupedMM &p, void *stream) {
     q.out = p.out;
     q.M = (int32_t)p.M;
     auto &gemm = q.gemm;
-    const T *a = (const T *)p.a;
-    int status = matrix_map(&gemm.a[0], a, p.R, p.N[0], p.N[0], SUBTILE);
-    if (status == FUSED_MOE_OK) status = matrix_map(&gemm.tail[0], a, p.R, p.N[0], p.N[0], TAIL_ROWS);
+    int status = set_rows_of_a<T>(gemm, 0, p.a, p.R, 0, p.N[0], p.N[0]);
     if (status == FUSED_MOE_OK)
         status = set_weight<Config>(gemm.weight, 0, packing_of(*p.b[0].quantized), p.E, 0, p.M);
     if (status != FUSED_MOE_OK) return status;
     gemm.num_k_tiles[0] = (int32_t)ceil_div(p.N[0], Config::COLUMNS);
+    set_tiles(gemm, p, Config::BN);
     TileSource &tiles = gemm.tiles;
-    tiles = tile_source(p.offs, p.schedule, p.R, p.E, p.M, Config::BN, p.workspace.counters);
-    tiles.pdl = p.pdl;
     tiles.has_tall = Config::HAS_TALL;
-    if (p.pdl.reads_before_wait)
-        tiles.counters += FUSED_MOE_NUM_COUNTERS / 2; /* up_gate uses the first half */
-    if (p.unplanned) {
-        plan_in_kernel(gemm, *p.unplanned);
-        gemm.unplanned.counts = gemm.unplanned.token_row = nullptr; /* up_gate wrote them */
-    }
     tiles.last_is_half_n = (p.M - 1) % Config::BN < Config::BN / 2;
     return launch_persistent<Config, PlanningShared<Config>, quantized_mm_kernel<Config>>(q, stream, p.pdl);
 }

@@ -330,21 +330,13 @@ int launch(const FusedMoeUpGate &p, void *stream) {
     q.bias_stride = halves ? H : b_rows;
 
     auto &gemm = q.gemm;
-    gemm.x = p.x;
-    gemm.row_token = rows.row_token;
-    gemm.T = rows.T;
-    gemm.k = (int32_t)p.D;
-    gemm.num_k_tiles[0] = (int32_t)ceil_div(p.D, Config::COLUMNS);
-    gemm.gate_up = is_gate_up;
+    set_rows(gemm, p, Config::COLUMNS, is_gate_up, b_rows, Config::BN);
     gemm.weight.is_interleaved = p.layout == FUSED_MOE_INTERLEAVED;
     int status = set_weight<Config>(gemm.weight, 0, *p.w1.quantized, rows.E, 0, b_rows);
     if (status == FUSED_MOE_OK && is_gate_up)
         status = set_weight<Config>(gemm.weight, 1, halves ? *p.w1.quantized : *p.w3.quantized, rows.E,
                                     halves ? F : 0, F);
     if (status != FUSED_MOE_OK) return status;
-    gemm.tiles = tile_source(rows.offs, rows.schedule, rows.R, rows.E, b_rows,
-                             is_gate_up ? Config::BN / 2 : Config::BN, p.workspace.counters);
-    if (p.unplanned) plan_in_kernel(gemm, *p.unplanned);
     gemm.tiles.has_tall = Config::HAS_TALL;
     gemm.tiles.pdl = p.pdl;
     return launch_persistent<Config, PlanningShared<Config>, quantized_up_gate_kernel<Config, HAS_H>>(q,

@@ -111,6 +111,17 @@ __device__ inline void load_tma(const GemmOf<Config> &p, Shared<Config> &s) {
     }
 }
 
+/* --- on the host ---------------------------------------------------------------------------------------- */
+
+/* Maps of part `part` of A [R,k], from column `first` of rows of `pitch` on. */
+template <typename Operand, class WeightParams>
+int set_rows_of_a(Gemm<WeightParams> &gemm, int part, const void *a, int64_t R, int64_t first, int64_t k,
+                  int64_t pitch) {
+    const Operand *data = (const Operand *)a + first;
+    int status = matrix_map(&gemm.a[part], data, R, k, pitch, SUBTILE);
+    return status != FUSED_MOE_OK ? status : matrix_map(&gemm.tail[part], data, R, k, pitch, TAIL_ROWS);
+}
+
 /* --- by cp.async ---------------------------------------------------------------------------------------- */
 
 /* What thread i of the three gathering warps copies of each k-tile: 16-byte chunk i % 8 of rows i / 8,

@@ -232,16 +232,8 @@ int set_up_gate(UpGate *q, const FusedMoeUpGate &p) {
     q->bias_stride = halves ? H : b_rows;
 
     DenseGemm &gemm = q->gemm;
-    gemm.x = p.x;
-    gemm.row_token = rows.row_token;
-    gemm.T = rows.T;
-    gemm.k = (int32_t)p.D;
-    gemm.num_k_tiles[0] = (int32_t)ceil_div(p.D, K_TILE<Operand>);
-    gemm.gate_up = columns == GATE_UP;
-    gemm.tiles = tile_source(rows.offs, rows.schedule, rows.R, rows.E, b_rows,
-                             columns == GATE_UP ? Config::BN / 2 : Config::BN, p.workspace.counters);
+    set_rows(gemm, p, K_TILE<Operand>, columns == GATE_UP, b_rows, Config::BN);
     if (columns == UNGATED && fused_moe_takes_turns(p.F, p.D)) gemm.tiles.assignment = FUSED_MOE_IN_TURN;
-    if (p.unplanned) plan_in_kernel(gemm, *p.unplanned);
     FusedMoeWeight up = halves ? w1 : p.w3;
     if (halves) up.data = (Operand *)w1.data + F * w1.stride_out;
     int status = weight_map<Operand>(&gemm.weight.map[0], w1, Config::B_MAJOR, w1.stride_out, w1.stride_in,
