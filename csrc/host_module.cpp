@@ -110,6 +110,9 @@ static void def_rules(py::module_ &m) {
     m.def("down_reads_before_wait", fused_moe_down_reads_before_wait);
     m.def("most_quantized_rows", fused_moe_most_quantized_rows);
     m.def("quantized_tile_rows", fused_moe_quantized_tile_rows);
+    m.attr("eight_bit_width") = static_cast<int>(FUSED_MOE_EIGHT_BIT_WIDTH);
+    m.attr("eight_bit_most_width") = static_cast<int>(FUSED_MOE_EIGHT_BIT_MOST_WIDTH);
+    m.attr("eight_bit_auto_rows") = static_cast<int>(FUSED_MOE_EIGHT_BIT_AUTO_ROWS);
     m.def("auto_takes_codes", fused_moe_auto_takes_codes);
     m.def("gathers_first", fused_moe_gathers_first);
     m.def("takes_turns", fused_moe_takes_turns);

@@ -74,11 +74,19 @@ FUSED_MOE_FN int32_t fused_moe_quantized_tile_rows(int64_t R, int64_t E) {
     return fused_moe_has_skinny_average(R, E) ? 64 : R <= 384 * E ? 128 : 256;
 }
 
+/* --- 8 bits on both operands ---------------------------------------------------------------------------- */
+
+/* Python has the same numbers (fused_moe/quantized/computing.py). */
+enum {
+    FUSED_MOE_EIGHT_BIT_WIDTH = 16,         /* D and F are multiples of it: TMA reads 16 bytes of a row */
+    FUSED_MOE_EIGHT_BIT_MOST_WIDTH = 16384, /* of a row that a GPU quantises: a CTA's warps hold it     */
+    FUSED_MOE_EIGHT_BIT_AUTO_ROWS = 16,     /* of an expert, on average, up to which "auto" takes codes */
+};
+
 /* Whether compute="auto" multiplies by the values of codes, and not 8 bits by 8 bits. With few rows the time
- * is that of reading the weight, and codes err less. This rule alone decides about bits. Python has the same
- * (fused_moe/quantized/computing.py). */
+ * is that of reading the weight, and codes err less. This rule alone decides about bits. */
 FUSED_MOE_FN bool fused_moe_auto_takes_codes(int64_t R, int64_t E) {
-    return R <= 16 * E;
+    return R <= FUSED_MOE_EIGHT_BIT_AUTO_ROWS * E;
 }
 
 /* --- weight gradients ----------------------------------------------------------------------------------- */

@@ -114,6 +114,11 @@ def test_auto_is_the_same_in_python():
         assert computing.auto_takes_codes(R, E) == _host.auto_takes_codes(R, E)
 
 
+def test_widths_are_the_same_in_python():
+    found = _host.eight_bit_width, _host.eight_bit_most_width, _host.eight_bit_auto_rows
+    assert found == (computing.WIDTH, computing.MOST_WIDTH, computing.AUTO_ROWS)
+
+
 def test_spans_of_a_cluster():
     """The eight CTAs' spans cover all slots, those of a choice by whole tokens; each fits a CTA's memory. No
     K that route takes is refused."""

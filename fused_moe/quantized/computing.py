@@ -46,10 +46,11 @@ FORMATS_OF = {
     "int8_smooth": ("int8",),
     "auto": EIGHT_BITS,
 }
-WIDTH = 16  # what D and F are multiples of on a GPU: TMA loads rows of 16 bytes
+# The numbers of csrc/rules.h, FUSED_MOE_EIGHT_BIT_*
+WIDTH = 16  # what D and F are multiples of on a GPU
 MOST_WIDTH = 16384  # of a row that a GPU quantises
-HALF_BLOCK = 64  # the same of F where fp8_block has gate and up in one weight
-AUTO_ROWS = 16  # of an expert, on average, up to which `auto` takes codes: csrc/rules.h
+AUTO_ROWS = 16  # of an expert, on average, up to which `auto` takes codes
+HALF_BLOCK = 64  # what F is a multiple of on a GPU where fp8_block has gate and up in one weight
 _runs_fp8: dict[int, bool] = {}  # by the GPU's index: a call asks, and PyTorch takes microseconds to answer
 
 
@@ -228,8 +229,10 @@ def check_smooth(fn: str, name: str, smooth, E: int, width: int, device: torch.d
     check_shape(fn, name, smooth, "E, in", (E, width))
     if smooth.device != device:
         fail(ValueError, fn, f"{name} on the weight's device {device}", smooth.device)
-    if smooth.device.type == "cpu" and has_memory(smooth) and not (smooth.isfinite() & (smooth > 0)).all():
-        fail(ValueError, fn, f"{name} of finite numbers > 0", "others")
+    if smooth.device.type != "cpu" or not has_memory(smooth):
+        return
+    if not (smooth.isfinite() & (smooth > 0) & (1 / smooth).isfinite()).all():
+        fail(ValueError, fn, f"{name} of finite numbers > 0, and so their reciprocals", "others")
 
 
 def _words(modes: list[str]) -> str:

@@ -261,7 +261,7 @@ FusedMoeReason reason_of(const FusedMoeWeight &w, const void *rows, const void *
     if (!half || q.format != FUSED_MOE_FORMAT_int8 || q.scale_dtype != FUSED_MOE_F32)
         return FUSED_MOE_OTHER_DTYPE;
     if (q.transposed || q.tile_scales) return FUSED_MOE_STRIDES;
-    if (q.in % 16 || q.out % CHUNK) return FUSED_MOE_WIDTH;
+    if (q.in % FUSED_MOE_EIGHT_BIT_WIDTH || q.out % CHUNK) return FUSED_MOE_WIDTH;
     if ((uintptr_t)q.data % 16 || (uintptr_t)rows % 16 || (uintptr_t)out % 16) return FUSED_MOE_UNALIGNED;
     return q.in > exact ? FUSED_MOE_TOO_LARGE : FUSED_MOE_RUNS;
 }

@@ -468,11 +468,9 @@ __device__ __forceinline__ void persistent_eight_bit(const GemmOf<Config> &p, Ep
 
 /* --- host ----------------------------------------------------------------------------------------------- */
 
-/* TMA reads rows of 8-bit elements whose width is a multiple of this. */
-constexpr int64_t EIGHT_BIT_CHUNK = 16;
-
-inline bool has_few_eight_bit_rows(int64_t R, int32_t E) {
-    return fused_moe_has_skinny_average(R, E) && !schedule_override().no_tails;
+/* Rows of a tile: with 16 or 64 at most, experts have few rows, and tiles are swapped. */
+inline int32_t eight_bit_tile_rows(int64_t R, int32_t E) {
+    return schedule_override().no_tails ? FUSED_MOE_TILE_ROWS : fused_moe_quantized_tile_rows(R, E);
 }
 
 /* Calls fn with a configuration for a format and R rows of E experts. */
@@ -481,9 +479,9 @@ int with_eight_bit_config(FusedMoeFormat format, int64_t R, int32_t E, Fn fn) {
     auto with_scales = [&](auto operand, auto scales) {
         using Operand = decltype(operand);
         if constexpr (SIDE == Side::UP && scales.value == ScalesOf::BLOCKS)
-            if (has_few_eight_bit_rows(R, E) && fused_moe_few_rows(R, E) == 16)
+            if (eight_bit_tile_rows(R, E) == 16)
                 return fn(EightBitFewConfig<Operand, scales.value, SIDE, 16>());
-        if (has_few_eight_bit_rows(R, E)) return fn(EightBitFewConfig<Operand, scales.value, SIDE, 64>());
+        if (eight_bit_tile_rows(R, E) <= 64) return fn(EightBitFewConfig<Operand, scales.value, SIDE, 64>());
         return fn(EightBitConfig<Operand, scales.value, SIDE>());
     };
     std::integral_constant<ScalesOf, ScalesOf::ROWS> rows;

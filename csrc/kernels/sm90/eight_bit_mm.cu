@@ -165,22 +165,13 @@ int launch(const FusedMoeEightBitMM &call, void *stream) {
         q.a_scale = call.a_scale;
         q.scale = {{w.scale, nullptr}, {is_of_matrix ? 1 : p.M, 0}, is_of_matrix ? 0 : 1};
     }
-    const Operand *a = (const Operand *)p.a;
-    int status = matrix_map(&gemm.a[0], a, p.R, p.N[0], p.N[0], SUBTILE);
-    if (status == FUSED_MOE_OK) status = matrix_map(&gemm.tail[0], a, p.R, p.N[0], p.N[0], TAIL_ROWS);
+    int status = set_rows_of_a<Operand>(gemm, 0, p.a, p.R, 0, p.N[0], p.N[0]);
     if (status == FUSED_MOE_OK)
         status = weight_map<Operand>(&gemm.weight.map[0], p.b[0], Major::K, p.b[0].stride_out, 1, p.E, p.M,
                                      p.N[0], Config::Weight::BOX);
+    set_tiles(gemm, p, Config::BN);
     TileSource &tiles = gemm.tiles;
-    tiles = tile_source(p.offs, p.schedule, p.R, p.E, p.M, Config::BN, p.workspace.counters);
     tiles.swaps_skinny = Config::FEW_ROWS;
-    tiles.pdl = p.pdl;
-    if (p.pdl.reads_before_wait)
-        tiles.counters += FUSED_MOE_NUM_COUNTERS / 2; /* up_gate uses the first half */
-    if (p.unplanned) {
-        plan_in_kernel(gemm, *p.unplanned);
-        gemm.unplanned.counts = gemm.unplanned.token_row = nullptr; /* up_gate wrote them */
-    }
     if (!Config::FEW_ROWS) {
         tiles.last_is_half_n = (p.M - 1) % Config::BN < Config::BN / 2;
         if (!tiles.last_is_half_n && !schedule_override().no_tails) tiles.order.split_last_wave = num_ctas();
@@ -203,7 +194,7 @@ FusedMoeReason reason(const FusedMoeEightBitMM &call) {
     const FusedMoeGroupedMM &p = call.down;
     if (!is_16_bit(p.dtype)) return FUSED_MOE_OTHER_DTYPE;
     if (p.R == 0) return FUSED_MOE_NO_ROWS;
-    if (p.M % CHUNK || p.N[0] % EIGHT_BIT_CHUNK) return FUSED_MOE_WIDTH;
+    if (p.M % CHUNK || p.N[0] % FUSED_MOE_EIGHT_BIT_WIDTH) return FUSED_MOE_WIDTH;
     for (const void *data : {p.a, (const void *)p.out, p.bias, (const void *)p.b[0].data})
         if (!is_aligned(data)) return FUSED_MOE_UNALIGNED;
     return is_countable(p.R, p.E, p.M) ? FUSED_MOE_RUNS : FUSED_MOE_TOO_LARGE;

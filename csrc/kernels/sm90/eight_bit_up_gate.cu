@@ -290,12 +290,7 @@ int launch(const FusedMoeEightBitUpGate &call, void *stream) {
     if (GATED) q.bias.data[1] = is_separate ? p.b3 : p.b1 ? (const char *)p.b1 + 2 * up_row : nullptr;
 
     auto &gemm = q.gemm;
-    gemm.x = p.x;
-    gemm.row_token = rows.row_token;
-    gemm.T = rows.T;
-    gemm.k = (int32_t)p.D;
-    gemm.num_k_tiles[0] = (int32_t)ceil_div(p.D, K_TILE<Operand>);
-    gemm.gate_up = GATED;
+    set_rows(gemm, p, K_TILE<Operand>, GATED, F, Config::BN);
     const float *scale1 = (const float *)q1.scale;
     const float *scale3 = is_separate ? (const float *)p.w3.quantized->scale : scale1;
     if constexpr (Config::IN_BLOCKS) {
@@ -313,22 +308,16 @@ int launch(const FusedMoeEightBitUpGate &call, void *stream) {
                                                               : w1_rows},
                    is_of_matrix ? 0 : step};
     }
-    gemm.tiles = tile_source(rows.offs, rows.schedule, rows.R, rows.E, F, GATED ? Config::BN / 2 : Config::BN,
-                             p.workspace.counters);
     gemm.tiles.swaps_skinny = Config::FEW_ROWS;
     gemm.tiles.pdl = p.pdl;
     if (!GATED && fused_moe_takes_turns(p.F, p.D)) gemm.tiles.assignment = FUSED_MOE_IN_TURN;
-    if (p.unplanned) plan_in_kernel(gemm, *p.unplanned);
     int status = weight_map<Operand>(&gemm.weight.map[0], p.w1, Major::K, step * row_bytes, 1, rows.E, F, p.D,
                                      Config::BN / 2);
     if (status == FUSED_MOE_OK && GATED)
         status = weight_map<Operand>(&gemm.weight.map[1], up, Major::K, step * row_bytes, 1, rows.E, F, p.D,
                                      Config::BN / 2);
-    if (status == FUSED_MOE_OK && !Config::FEW_ROWS) {
-        status = matrix_map(&gemm.a[0], (const Operand *)p.x, rows.R, p.D, p.D, SUBTILE);
-        if (status == FUSED_MOE_OK)
-            status = matrix_map(&gemm.tail[0], (const Operand *)p.x, rows.R, p.D, p.D, TAIL_ROWS);
-    }
+    if (status == FUSED_MOE_OK && !Config::FEW_ROWS)
+        status = set_rows_of_a<Operand>(gemm, 0, p.x, rows.R, 0, p.D, p.D);
     if (status == FUSED_MOE_OK && Config::IN_BLOCKS)
         status = ragged_map(&q.a_map, (const __nv_fp8_e4m3 *)p.a, rows.R, F, F, WarpWriter::ROWS);
     else if (status == FUSED_MOE_OK)
@@ -352,7 +341,7 @@ FusedMoeReason reason(const FusedMoeEightBitUpGate &call) {
     const FusedMoeRowMap &rows = p.row_map;
     if (!is_16_bit(p.dtype)) return FUSED_MOE_OTHER_DTYPE;
     if (rows.R == 0 || rows.T == 0) return FUSED_MOE_NO_ROWS;
-    if (p.D % EIGHT_BIT_CHUNK || p.F % EIGHT_BIT_CHUNK) return FUSED_MOE_WIDTH;
+    if (p.D % FUSED_MOE_EIGHT_BIT_WIDTH || p.F % FUSED_MOE_EIGHT_BIT_WIDTH) return FUSED_MOE_WIDTH;
     /* a subtile of ups may not straddle two blocks */
     if (p.layout == FUSED_MOE_HALVES && call.a_scale && p.F % SUBTILE) return FUSED_MOE_WIDTH;
     for (const void *data : {p.x, (const void *)p.a, (const void *)p.w1.data, (const void *)p.w3.data})
@@ -365,7 +354,7 @@ FusedMoeReason reason(const FusedMoeEightBitUpGate &call) {
 const Kernel<FusedMoeEightBitUpGate> eight_bit_up_gate = {reason, nullptr, run};
 
 bool eight_bit_gathers(int64_t R, int32_t E) {
-    return has_few_eight_bit_rows(R, E);
+    return eight_bit_tile_rows(R, E) <= 64;
 }
 
 } // namespace sm90
