@@ -55,7 +55,8 @@ def check(out, x, logits, name, tensors, projections=tuple(SHAPES), activation="
     w1, w3 = (*up, None)[:2]
     expected = reference.fused_experts(x, w1, down, w3, scores, ids, activation=activation)
     difference = (out.float() - expected.float()).norm() / expected.float().norm()
-    assert difference < 0.01  # a code of a that was rounded to its other neighbour
+    # codes of a that were rounded to their other neighbours; a GPU's sums of e4m3 have fewer bits
+    assert difference < (0.02 if out.is_cuda else 0.01)
 
 
 def error(out, x, logits, values):
