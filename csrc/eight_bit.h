@@ -2,7 +2,10 @@
  *
  *   scale = peak / largest, where peak is the largest magnitude of the values that share it
  *   code  = value (1 / scale), rounded to the nearest even: e4m3, or int8 from -127 to 127
+ *   value = x, or with smoothing x (1 / factor)
  *
+ * Both reciprocals and both products are rounded to float32. A lane of a GPU keeps the reciprocals of an
+ * expert's factors for all of its rows; a division for each element would take longer than the memory.
  * A NaN makes the scale NaN, and with it all that is computed from its row. A row of zeros has scale 1.
  * Sources: DeepSeek-V3 (arXiv 2412.19437, 3.3), LLM.int8 (arXiv 2208.07339), SmoothQuant (arXiv 2211.10438).
  *

@@ -482,7 +482,7 @@ def _eight_bit_mlp(
     wide = torch.promote_types(dtype, torch.float32)
 
     def quantized(rows: Tensor, smooth: Tensor | None, e: int) -> Tensor:
-        rows = rows if smooth is None else (rows.float() / smooth[e]).to(wide)
+        rows = rows if smooth is None else (rows.float() * (1 / smooth[e])).to(wide)
         return quantize_rows(rows, format, power_of_two=w2.power_of_two)
 
     gate, up, down = (None if w is None else dequantize(w, wide) for w in (w1, w3, w2))

@@ -90,7 +90,7 @@ def loop(args: dict, accum: torch.dtype, quantizes: bool = True) -> torch.Tensor
         if args["score_on_input"]:
             rows, score = (rows * score).to(x.dtype).float(), torch.ones_like(score)
         if args["smooth1"] is not None:
-            rows = rows / args["smooth1"][e]
+            rows = rows * (1 / args["smooth1"][e])
         rows = as_codes(rows).to(accum)
 
         def linear(rows, w, b, e=e):
@@ -109,7 +109,7 @@ def loop(args: dict, accum: torch.dtype, quantizes: bool = True) -> torch.Tensor
         else:
             a = a.to(x.dtype).float()
             if args["smooth2"] is not None:
-                a = a / args["smooth2"][e]
+                a = a * (1 / args["smooth2"][e])
             a = as_codes(a)
         y = linear(a.to(accum), w2, b2)
         if accum == F32:
@@ -188,6 +188,46 @@ def check(args: dict) -> torch.Tensor:
         found, eager, exact = found[near], eager[near], exact[near]
     assert_as_good({"out": found}, {"out": eager}, {"out": exact})
     return out
+
+
+def picking(x, scores, ids, E: int, F: int, **more) -> dict:
+    """The arguments of experts that pick F columns of their rows, in int8: w1's rows and w2's have one code
+    that is not zero. So every result is exactly what the codes of x and of a make it, in every tier."""
+    columns = torch.randint(x.size(1), (E, F, 1), device=x.device)
+    data1 = torch.zeros(E, F, x.size(1), dtype=torch.int8, device=x.device).scatter_(2, columns, 1)
+    data2 = torch.eye(F, dtype=torch.int8, device=x.device).repeat(E, 1, 1)
+    ones = torch.ones(E, F, 1, device=x.device)
+    names = ("data3", "scale3", "b1", "b3", "b2", "smooth1", "smooth2", "expert_map", "shared", "shared_gate")
+    return {
+        **dict.fromkeys(names),
+        **{"x": x, "scores": scores, "ids": ids, "format": NUMBERS["int8"]},
+        **{"data1": data1, "scale1": ones, "data2": data2, "scale2": ones},
+        **{"layout": codes.UNGATED, "activation": codes.ACTIVATION_CODES["relu"], "constants": [1.0, 1.0]},
+        **{"score_on_input": False, "power_of_two": False, **more},
+    }
+
+
+def picked(args: dict) -> torch.Tensor:
+    """What picking()'s arguments give, scores on the output being ones: all its bits."""
+    args = {n: v.cpu() if torch.is_tensor(v) else v for n, v in args.items()}
+    x, ids = args["x"], local_ids(args)
+    (T, K), columns = ids.shape, args["data1"].argmax(2)
+    experts, has_row = ids.clamp_min(0), (ids >= 0).unsqueeze(1)
+    out = torch.zeros(T, columns.size(1))
+    for k in range(K):
+        e = experts[:, k]
+        rows = x.float()
+        if args["score_on_input"]:
+            rows = (rows * args["scores"][:, k, None]).to(x.dtype).float()
+        if args["smooth1"] is not None:
+            rows = rows * (1 / args["smooth1"])[e]
+        h = quantized(rows, "int8", args["power_of_two"]).float().gather(1, columns[e])
+        a = h.relu().to(x.dtype).float()
+        if args["smooth2"] is not None:
+            a = a * (1 / args["smooth2"])[e]
+        y = quantized(a, "int8", args["power_of_two"]).to(F32).to(x.dtype).float()
+        out += y.where(has_row[:, :, k], 0)
+    return out.to(x.dtype)
 
 
 def with_dtype(device, dtype) -> None:
@@ -272,6 +312,24 @@ def test_smooth(device, dtype, score_on, which):
     plain = call(args)
     smooth = {f"smooth{i}": positive(E, D if i == 1 else F, device=device) for i in which}
     assert not torch.equal(check({**args, **smooth}), plain)
+
+
+@EVERY_DTYPE
+@pytest.mark.parametrize("power_of_two", (False, True))
+@pytest.mark.parametrize("which", ((), (1,), (2,), (1, 2)), ids=("none", "x", "a", "both"))
+def test_bits_of_codes(device, dtype, which, power_of_two):
+    """Factors whose reciprocals are rounded, scores on the input too; slots that no expert here has."""
+    with_dtype(device, dtype)
+    T, K, E, D, F = 61, 3, 7, 208, 80
+    x = torch.randn(T, D, device=device).to(dtype)
+    x[5], x[9] = 0, x[9] * 1e-3
+    ids = torch.randint(-1, E, (T, K), device=device)
+    smooth = {f"smooth{i}": torch.rand(E, D if i == 1 else F, device=device) + 0.5 for i in which}
+    for on_input in (False, True):
+        scores = torch.rand(T, K, device=device) if on_input else torch.ones(T, K, device=device)
+        more = {"score_on_input": on_input, "power_of_two": power_of_two, **smooth}
+        args = picking(x, scores, ids, E, F, **more)
+        assert torch.equal(call(args).cpu(), picked(args))
 
 
 @EVERY_FORMAT

@@ -129,7 +129,7 @@ def test_smooth_and_power_of_two_belong_to_modes(device):
         with pytest.raises(error, match=f"expected {message}"):
             call()
     if device.type == "cpu":
-        for wrong in (0.0, -1.0, torch.inf, torch.nan):
+        for wrong in (0.0, -1.0, torch.inf, torch.nan, 1e-39):
             with pytest.raises(ValueError, match="smooth of finite numbers > 0"):
                 make(smooth=smooth.index_fill(1, torch.tensor([3]), wrong))
 

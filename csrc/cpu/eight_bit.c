@@ -58,8 +58,8 @@ static float quantize(FusedMoeCode code, bool power_of_two, uint8_t *codes, floa
 
 enum { BLOCK = 64 }; /* rows per task */
 
-FM_ROW_FN void divide(float *restrict values, const float *restrict divisors, int64_t n) {
-    for (int64_t i = 0; i < n; i++) values[i] /= divisors[i];
+FM_ROW_FN void smooth(float *restrict values, const float *restrict factors, int64_t n) {
+    for (int64_t i = 0; i < n; i++) values[i] *= 1 / factors[i];
 }
 
 static int64_t rows_of(const FusedMoeRowMap *row_map) {
@@ -85,7 +85,7 @@ static int quantize_block(int64_t block, const void *ctx, char *scratch) {
         if (row.data != values) fm_copy(values, row.data, p->D * (int64_t)sizeof *values);
         if (p->smooth) {
             while (p->row_map.offs[e] <= r) e++;
-            divide(values, p->smooth + e * p->D, p->D);
+            smooth(values, p->smooth + e * p->D, p->D);
         }
         p->scale[r] = quantize(p->code, p->power_of_two, codes, values, p->D);
     }

@@ -18,7 +18,7 @@ static OptTensor smooth_of(const char *op, const char *name, const OptTensor &sm
     check_shape(op, name, *smooth, {E, width});
     check_dtype(op, name, *smooth, ScalarType::Float);
     check_device(op, name, *smooth, x);
-    return dense(*smooth);
+    return aligned(*smooth);
 }
 
 /* Rows of codes, and their scales. */

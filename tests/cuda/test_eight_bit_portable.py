@@ -127,7 +127,7 @@ def loop(
             rows = (rows * score).to(x.dtype).float()
         if not len(rows):
             continue
-        rows = rows if smooth1 is None else rows / smooth1[e]
+        rows = rows if smooth1 is None else rows * (1 / smooth1[e])
         gate, up = product(rows, w1, e, b1, acc), None
         if layout == "halves":
             gate, up = gate.chunk(2, 1)
@@ -137,7 +137,7 @@ def loop(
             up = product(rows, w3, e, b3, acc)
         a = reference.activate(gate, up, activation=activation, alpha=ALPHA, limit=LIMIT)
         a = a.to(x.dtype).float()
-        y = product(a if smooth2 is None else a / smooth2[e], w2, e, b2, acc)
+        y = product(a if smooth2 is None else a * (1 / smooth2[e]), w2, e, b2, acc)
         y = y if acc == F64 else y.to(x.dtype).to(acc)
         out.index_add_(0, token, y if score_on_input else score.to(acc) * y)
     return out if acc == F64 else out.to(x.dtype)

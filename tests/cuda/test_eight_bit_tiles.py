@@ -54,3 +54,21 @@ def test_same_bits_in_every_tile(device, format, layout):
     for tokens in (1, *TILES.values()):
         part = {n: t[:tokens] if n in ("x", "ids", "scores") else t for n, t in args.items()}
         assert torch.equal(call(part), full[:tokens])
+
+
+@pytest.mark.parametrize("dtype", (BF16, F16))
+@pytest.mark.parametrize("dim", (16, 2064, 7168))
+def test_codes_of_tokens_and_of_rows(device, dim, dtype):
+    """x becomes codes once for a token, or once for each row where scores multiply it first: ones here."""
+    for power_of_two in (False, True):
+        few = Case(TILES["tiles of 16 rows"], dim, 128, EXPERTS, TOP_K, dtype, "random", "separate")
+        args = make("fp8_block", few, device, power_of_two=power_of_two)
+        args["x"][0] *= 1e-4
+        args["x"][1, -1] = 300
+        args["x"][2] = 0
+        args["x"][3, dim // 2] = float("nan")
+        args["scores"] = torch.ones_like(args["scores"])
+        found = call(args)
+        assert torch.equal(found.isnan().any(1).cpu(), torch.arange(few.tokens) == 3)
+        expected = call(args | {"score_on_input": True})
+        assert torch.equal(found.nan_to_num(), expected.nan_to_num())

@@ -117,6 +117,14 @@ __device__ inline uint32_t atom_add_acq_rel_gpu(uint32_t *dst, uint32_t v) {
     return before;
 }
 
+/* --- named barriers (PTX ISA 9.7.13.1) ------------------------------------------------------------------ */
+
+/* Waits until `threads` threads, in whole warps, have come to barrier `id` (1 to 15; 0 is
+ * __syncthreads'). */
+__device__ inline void barrier_sync(int id, int threads) {
+    asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
 /* --- arithmetic ----------------------------------------------------------------------------------------- */
 
 /* 2^x and 1/x to two units in the last place; tiny values count as zero. */
@@ -130,6 +138,13 @@ __device__ inline float rcp_approx_ftz(float x) {
     float y;
     asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
+}
+
+/* The larger one, and NaN if either is NaN. */
+__device__ inline float max_nan_f32(float a, float b) {
+    float larger;
+    asm("max.NaN.f32 %0, %1, %2;" : "=f"(larger) : "f"(a), "f"(b));
+    return larger;
 }
 
 /* Four of the bytes of a (0 to 3) and b (4 to 7), numbered by the selector's nibbles; a nibble's upper

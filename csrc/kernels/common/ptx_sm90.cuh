@@ -19,12 +19,6 @@ __device__ inline bool elect_sync() {
     return elected;
 }
 
-/* Waits until `threads` threads, in whole warps, have come to barrier `id` (1 to 15; 0 is
- * __syncthreads'). */
-__device__ inline void barrier_sync(int id, int threads) {
-    asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
-}
-
 /* The same, and whether `value` is true for one of the threads or more. */
 __device__ inline bool barrier_or(int id, int threads, bool value) {
     uint32_t any;
@@ -206,13 +200,6 @@ __device__ inline uint16_t cvt_e4m3x2_f32(float low, float high) {
     uint16_t pair;
     asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(high), "f"(low));
     return pair;
-}
-
-/* The larger one; NaN if either is. */
-__device__ inline float max_nan_f32(float a, float b) {
-    float v;
-    asm("max.NaN.f32 %0, %1, %2;" : "=f"(v) : "f"(a), "f"(b));
-    return v;
 }
 
 /* --- clusters ------------------------------------------------------------------------------------------- */

@@ -1,35 +1,143 @@
-/* quantize_rows: codes of 8 bits and a scale for each row (eight_bit.h). One or more warps have a row, which
- * they read once: a lane keeps what it has loaded until the peak is known. Where rows are copies of tokens, a
- * token is read once, and its codes are written to all of its rows. */
+/* quantize_rows: codes of 8 bits and a scale for each row (eight_bit.h).
+ *
+ * A group of one or more warps has a row, which it reads once. Where rows are copies of tokens, a token is
+ * read once, and its codes are written to all of its rows. A CTA has consecutive rows, so with `smooth`
+ * mostly of one expert: a lane keeps the reciprocals of its columns' factors until its group comes to the
+ * rows of another expert.
+ *
+ * Rows come to shared memory by cp.async, to places that every lane fills and reads by itself:
+ *
+ *   rows r + 1 and r + 2           on their way while row r becomes codes
+ *   token and slot of row r + 3    the same, since the addresses of its columns need them
+ *
+ * A row of more than CTA_WARPS warps has one place, so that only r + 1 is on its way. Groups have a barrier
+ * each, for the peaks of their warps, and do not wait for one another. */
 #include "../../eight_bit.h"
 #include "launch.cuh"
 #include "numeric.cuh"
-#include "ptx.cuh"
 #include "schedule.cuh"
 
 #include <cuda_fp8.h>
+#include <type_traits>
 
 namespace fused_moe {
 
-/* --- kernel --------------------------------------------------------------------------------------------- */
+/* A warp has consecutive columns of a row, a lane every 32nd vector of eight of them. */
+constexpr int VECTORS = 4, WARP_COLUMNS = 32 * VECTORS * CHUNK;
+constexpr int CTA_WARPS = 8; /* where a row has no more */
+constexpr int MOST_WARPS = FUSED_MOE_EIGHT_BIT_MOST_WIDTH / WARP_COLUMNS;
 
-/* A lane keeps 4 or 8 vectors of eight elements, so rows have at most 16,384. */
-constexpr int CTA_WARPS = 8, CTAS_OF_SM = 4;
+/* Warps that the registers of an SM hold: 64 of a thread, and 128 with smooth. So 128 KiB of rows are on
+ * their way to an SM, or 64, which 4 TB/s need. */
+template <bool SMOOTH>
+constexpr int WARPS_OF_SM = SMOOTH ? 16 : 32;
 
-/* The expert of a row: the first whose rows end after it. */
-static __device__ int expert_of(const FusedMoeRowMap &map, int row) {
-    int low = 0, high = map.E - 1;
-    while (low < high) {
-        int middle = (low + high) / 2;
-        if (map.offs[middle] > row)
-            high = middle;
-        else
-            low = middle + 1;
-    }
-    return low;
+typedef struct {
+    FusedMoeQuantizeRows p;
+    int32_t warps, warp_vectors; /* of a row, and of its warp */
+    bool from_tokens;            /* a token's codes go to its rows */
+    const uint32_t *words;       /* what a row needs beside x: scores, from tokens their rows, or NULL */
+} QuantizeRows;
+
+/* --- loads ---------------------------------------------------------------------------------------------- */
+
+constexpr int PLACES = 32 * MOST_WARPS; /* a thread's are one, or two where the CTA has CTA_WARPS at most */
+typedef struct {
+    uint4 vectors[VECTORS][PLACES];
+    uint32_t word[PLACES];
+} Ring;
+static_assert(PLACES == 2 * 32 * CTA_WARPS, "two places of a thread");
+
+/* Which vectors a lane has: first, first + 32, .. */
+typedef struct {
+    int32_t first, count;
+} Columns;
+
+/* Where a lane finds a row. */
+typedef struct {
+    int32_t token, word;
+} RowSource;
+
+template <bool SMOOTH>
+static __device__ RowSource source_of(const QuantizeRows &q, int32_t row) {
+    const FusedMoeRowMap &map = q.p.row_map;
+    const int32_t lane = threadIdx.x % 32, K = (int32_t)map.K;
+    if (!SMOOTH && q.from_tokens) return {row, lane < K ? row * K + lane : -1};
+    RowSource source = {map.row_token ? map.row_token[row] : row, -1};
+    if (q.p.scores) source.word = map.row_slot[row];
+    if ((uint32_t)source.token >= (uint32_t)map.T) source.token = 0; /* a wrong plan */
+    return source;
 }
 
-/* Four codes as a word. int8: 1.5 2^23 plus the value, rounded, has the code in its lowest byte. */
+template <typename T>
+static __device__ void load_row(const QuantizeRows &q, RowSource source, Columns columns, uint32_t vectors,
+                                uint32_t word) {
+    const int64_t first = (int64_t)source.token * (int32_t)q.p.D + columns.first * CHUNK;
+    const T *x = (const T *)q.p.x + first;
+#pragma unroll
+    for (int i = 0; i < VECTORS; i++) {
+        if (i >= columns.count) break;
+        cp_async(vectors + i * (uint32_t)sizeof(uint4[PLACES]), x + 32 * CHUNK * i, true);
+    }
+    if (q.words && source.word >= 0) cp_async_word(word, q.words + source.word);
+}
+
+/* --- values --------------------------------------------------------------------------------------------- */
+
+template <typename T>
+static __device__ void widen(float (&v)[CHUNK], const uint4 &vector) {
+    const uint32_t words[] = {vector.x, vector.y, vector.z, vector.w};
+#pragma unroll
+    for (int j = 0; j < CHUNK; j += 2) {
+        if constexpr (std::is_same_v<T, __nv_bfloat16>) { /* the intrinsic takes three instructions */
+            v[j] = fused_moe_bits_float(words[j / 2] << 16);
+            v[j + 1] = fused_moe_bits_float(words[j / 2] & 0xffff0000);
+        } else {
+            to_accums<T>(v[j], v[j + 1], (const T *)&words[j / 2]);
+        }
+    }
+}
+
+/* Elements times the score, rounded. */
+template <typename T>
+static __device__ uint4 scored(const uint4 &vector, float score) {
+    float v[CHUNK];
+    Pack<T> pack;
+    widen<T>(v, vector);
+#pragma unroll
+    for (int j = 0; j < CHUNK; j += 2) from_accums<T>(pack.v + j, v[j] * score, v[j + 1] * score);
+    return pack.words[0];
+}
+
+/* The largest magnitude, as an integer of the same order (fused_moe_magnitude). */
+static __device__ uint32_t peak_of(const float (&v)[CHUNK]) {
+    float peak[CHUNK];
+#pragma unroll
+    for (int j = 0; j < CHUNK; j++) peak[j] = fabsf(v[j]);
+#pragma unroll
+    for (int width = CHUNK / 2; width; width /= 2)
+#pragma unroll
+        for (int j = 0; j < width; j++) peak[j] = max_nan_f32(peak[j], peak[j + width]);
+    return fused_moe_float_bits(peak[0]);
+}
+
+/* The largest magnitudes of 16-bit elements in lower halves, and in upper ones. Of bf16 and fp16 alike they
+ * have the order of integers, with NaN above all. */
+static __device__ uint32_t half_peaks_of(const uint4 &vector) {
+    const uint32_t magnitude = 0x7fff7fff;
+    return __vmaxu2(__vmaxu2(vector.x & magnitude, vector.y & magnitude),
+                    __vmaxu2(vector.z & magnitude, vector.w & magnitude));
+}
+
+/* The larger one's fused_moe_magnitude. */
+template <typename T>
+static __device__ uint32_t widened_peak(uint32_t half_peaks) {
+    const uint16_t largest = (uint16_t)max(half_peaks & 0xffff, half_peaks >> 16);
+    return fused_moe_magnitude(to_accum(*(const T *)&largest));
+}
+
+/* Four codes as a word, of values times the inverse of their scale. int8: 1.5 2^23 plus the value, rounded,
+ * has the code in its lowest byte. */
 static __device__ uint32_t word_of(FusedMoeCode code, const float *v, float inverse) {
     if (code == FUSED_MOE_CODE_E4M3) {
         uint32_t low = __nv_cvt_float2_to_fp8x2({v[0] * inverse, v[1] * inverse}, __NV_SATFINITE, __NV_E4M3);
@@ -43,121 +151,180 @@ static __device__ uint32_t word_of(FusedMoeCode code, const float *v, float inve
     return __byte_perm(__byte_perm(bits[0], bits[1], 0x0040), __byte_perm(bits[2], bits[3], 0x0040), 0x5410);
 }
 
+/* --- smooth --------------------------------------------------------------------------------------------- */
+
+/* The expert of a row: the number of those whose rows end before it. The whole warp calls it. */
+static __device__ int32_t expert_of(const FusedMoeRowMap &map, int32_t row) {
+    int32_t before = 0;
+    for (int32_t e = threadIdx.x % 32; e < map.E; e += 32) before += map.offs[e] <= row;
+    return min(__reduce_add_sync(~0u, before), map.E - 1);
+}
+
+/* The factors of an expert, in a lane's columns. */
 typedef struct {
-    FusedMoeQuantizeRows p;
-    int32_t warps;    /* of a row: a power of two */
-    bool from_tokens; /* a token's codes go to its rows */
-} QuantizeRows;
+    float reciprocals[VECTORS][CHUNK];
+    int32_t end; /* of the expert's rows */
 
-/* A lane's part of a row: vectors lane, lane + lanes, .. of eight elements. */
-template <typename T, int VECTORS>
-struct RowPart {
-    uint4 loaded[VECTORS];
-    int32_t row; /* rows and tokens are fewer than 2^31 */
-    bool exists;
-
-    __device__ void load(const QuantizeRows &q, int32_t row_, int32_t num_rows, int lane, int lanes) {
-        const FusedMoeRowMap &map = q.p.row_map;
-        row = row_, exists = row < num_rows;
-        if (!exists) return;
-        int32_t token = map.row_token && !q.from_tokens ? map.row_token[row] : row;
-        if ((uint32_t)token >= (uint64_t)map.T) token = 0; /* a wrong plan */
-        const uint4 *x = (const uint4 *)((const T *)q.p.x + (int64_t)token * q.p.D);
+    __device__ void load(const QuantizeRows &q, int32_t row, Columns columns) {
+        const int32_t expert = expert_of(q.p.row_map, row);
+        end = q.p.row_map.offs[expert];
+        const float4 *smooth = (const float4 *)(q.p.smooth + expert * q.p.D + columns.first * CHUNK);
 #pragma unroll
-        for (int i = 0; i < VECTORS; i++)
-            if ((lane + i * lanes) * 8 < q.p.D) loaded[i] = __ldg(x + lane + i * lanes);
+        for (int i = 0; i < 2 * VECTORS; i++) {
+            if (i / 2 >= columns.count) break;
+            float4 factors = __ldg(smooth + i / 2 * 64 + i % 2);
+            float *v = reciprocals[i / 2] + i % 2 * 4;
+            v[0] = factors.x, v[1] = factors.y, v[2] = factors.z, v[3] = factors.w;
+        }
+#pragma unroll
+        for (int i = 0; i < VECTORS; i++) {
+            if (i >= columns.count) break;
+#pragma unroll
+            for (int j = 0; j < CHUNK; j++) reciprocals[i][j] = __frcp_rn(reciprocals[i][j]);
+        }
     }
-};
+} Factors;
 
-/* While a row's codes are made, the next one is on its way. */
-template <typename T, int VECTORS>
-__global__ void __launch_bounds__(32 * CTA_WARPS)
+/* --- kernel --------------------------------------------------------------------------------------------- */
+
+template <typename T, bool SMOOTH>
+__global__ void __launch_bounds__(32 * MOST_WARPS, WARPS_OF_SM<SMOOTH> / MOST_WARPS)
     quantize_rows_kernel(const __grid_constant__ QuantizeRows q) {
-    __shared__ uint32_t peaks[2][CTA_WARPS]; /* of this row and the next */
+    __shared__ Ring ring;
+    __shared__ uint32_t peaks[2][MOST_WARPS]; /* of this row and the next */
     const FusedMoeQuantizeRows &p = q.p;
     const FusedMoeRowMap &map = p.row_map;
     griddepcontrol_wait();
     if (p.pdl.lets_next_start) griddepcontrol_launch_dependents();
-    int rows_at_once = CTA_WARPS / q.warps, lanes = 32 * q.warps, lane = threadIdx.x % lanes;
-    int warp = threadIdx.x / 32, first_warp = warp / q.warps * q.warps;
-    int32_t num_rows = (int32_t)(q.from_tokens ? map.T
-                                 : map.offs    ? num_rows_of(map.offs, map.E, map.R)
-                                               : map.R);
-    int32_t base = blockIdx.x * rows_at_once, step = gridDim.x * rows_at_once;
-    RowPart<T, VECTORS> part, next;
-    part.load(q, base + threadIdx.x / lanes, num_rows, lane, lanes);
-    for (int turn = 0; base < num_rows; base += step, turn ^= 1, part = next) {
-        next.load(q, base + step + threadIdx.x / lanes, num_rows, lane, lanes);
-        bool exists = part.exists;
-        const float *smooth = p.smooth && exists ? p.smooth + expert_of(map, part.row) * p.D : nullptr;
-        float score = p.scores && exists ? ((const float *)p.scores)[map.row_slot[part.row]] : 1;
-        auto values = [&](float (&v)[8], int i) {
-            const T *elements = (const T *)&part.loaded[i];
+
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const int groups = blockDim.x / 32 / q.warps, group = warp / q.warps, first_warp = group * q.warps;
+    const int first = (warp - first_warp) * q.warp_vectors; /* the warp's first vector, and its last */
+    const int last = min((int)p.D / CHUNK, first + q.warp_vectors);
+    const Columns columns = {first + lane, max(last - first - lane + 31, 0) / 32};
+
+    /* Rows of this CTA: an equal part, or one more. Its groups take them in turn. */
+    const int32_t num_rows = (int32_t)(!SMOOTH && q.from_tokens ? map.T
+                                       : map.offs               ? num_rows_of(map.offs, map.E, map.R)
+                                                                : map.R);
+    const int32_t cta = blockIdx.x, each = num_rows / gridDim.x, longer = num_rows % gridDim.x;
+    const int32_t first_row = cta * each + min(cta, longer), end = first_row + each + (cta < longer);
+    int32_t row = first_row + group;
+
+    const bool has_two = blockDim.x <= 32 * CTA_WARPS; /* places */
+    const int32_t ahead = has_two ? 2 * groups : groups;
+    const uint32_t vectors_of_0 = shared_address(&ring.vectors[0][threadIdx.x]);
+    const uint32_t word_of_0 = shared_address(&ring.word[threadIdx.x]);
+    RowSource source;
+    auto find = [&](int32_t of_row) {
+        if (of_row < end) source = source_of<SMOOTH>(q, of_row);
+    };
+    auto load = [&](int32_t of_row, int place) {
+        const uint32_t offset = place * (PLACES / 2);
+        if (of_row < end)
+            load_row<T>(q, source, columns, vectors_of_0 + offset * (uint32_t)sizeof(uint4),
+                        word_of_0 + offset * (uint32_t)sizeof(uint32_t));
+        cp_async_commit_group();
+    };
+    find(row), load(row, 0);
+    if (has_two) find(row + groups), load(row + groups, 1);
+    find(row + ahead);
+
+    Factors factors;
+    factors.end = 0;
+    const int peak_of_lane = first_warp + lane % q.warps;
+    for (int turn = 0; row < end; row += groups, turn ^= 1) {
+        if (SMOOTH && row >= factors.end) factors.load(q, row, columns);
+        if (has_two)
+            cp_async_wait_group<1>();
+        else
+            cp_async_wait_group<0>();
+
+        /* What has come, in registers; then its place is loaded again */
+        const int place = has_two ? turn : 0, number = threadIdx.x + place * (PLACES / 2);
+        const uint32_t word = ring.word[number];
+        uint4 vectors[VECTORS];
+        float values[VECTORS][CHUNK];
 #pragma unroll
-            for (int j = 0; j < 8; j++) v[j] = to_accum(elements[j]);
-            if (p.scores)
+        for (int i = 0; i < VECTORS; i++) {
+            if (i >= columns.count) break;
+            vectors[i] = ring.vectors[i][number];
+            if (p.scores) vectors[i] = scored<T>(vectors[i], fused_moe_bits_float(word));
+            if (!SMOOTH) continue;
+            widen<T>(values[i], vectors[i]);
 #pragma unroll
-                for (int j = 0; j < 8; j++) v[j] = to_accum(from_accum<T>(v[j] * score));
-            if (smooth)
-#pragma unroll
-                for (int j = 0; j < 8; j++) v[j] /= smooth[(lane + i * lanes) * 8 + j];
-        };
+            for (int j = 0; j < CHUNK; j++) values[i][j] = __fmul_rn(values[i][j], factors.reciprocals[i][j]);
+        }
+        load(row + ahead, place);
+        find(row + ahead + groups);
+
+        /* The row's peak, and its scale */
         uint32_t peak = 0;
 #pragma unroll
         for (int i = 0; i < VECTORS; i++) {
-            if (!exists || (lane + i * lanes) * 8 >= p.D) break;
-            float v[8];
-            values(v, i);
-#pragma unroll
-            for (int j = 0; j < 8; j++) peak = max(peak, fused_moe_magnitude(v[j]));
+            if (i >= columns.count) break;
+            peak = SMOOTH ? max(peak, peak_of(values[i])) : __vmaxu2(peak, half_peaks_of(vectors[i]));
         }
-        peak = __reduce_max_sync(~0u, peak);
+        peak = __reduce_max_sync(~0u, SMOOTH ? peak : widened_peak<T>(peak));
         if (q.warps > 1) {
-            if (threadIdx.x % 32 == 0) peaks[turn][warp] = peak;
-            __syncthreads();
-            for (int i = first_warp; i < first_warp + q.warps; i++) peak = max(peak, peaks[turn][i]);
+            if (lane == 0) peaks[turn][warp] = peak;
+            barrier_sync(1 + group, 32 * q.warps);
+            peak = __reduce_max_sync(~0u, peaks[turn][peak_of_lane]);
         }
-        float scale = fused_moe_scale_of(peak, fused_moe_largest_code(p.code), p.power_of_two);
-        float inverse = 1 / scale;
+        const float scale = fused_moe_scale_of(peak, fused_moe_largest_code(p.code), p.power_of_two);
+        const float inverse = 1 / scale;
+
+        /* Codes */
         uint2 codes[VECTORS];
+        auto encode = [&](FusedMoeCode code) {
 #pragma unroll
-        for (int i = 0; i < VECTORS; i++) {
-            if (!exists || (lane + i * lanes) * 8 >= p.D) break;
-            float v[8];
-            values(v, i);
-            codes[i] = {word_of(p.code, v, inverse), word_of(p.code, v + 4, inverse)};
-        }
-        auto store = [&](int64_t to) {
-            if (lane == 0) p.scale[to] = scale;
-            uint2 *out = (uint2 *)((uint8_t *)p.codes + to * p.D);
-#pragma unroll
-            for (int i = 0; i < VECTORS; i++)
-                if ((lane + i * lanes) * 8 < p.D) out[lane + i * lanes] = codes[i];
-        };
-        if (exists && !q.from_tokens) store(part.row);
-        if (exists && q.from_tokens)
-            for (int k = 0; k < map.K; k++) {
-                int to = map.token_row[(int64_t)part.row * map.K + k];
-                if (to >= 0 && to < map.R) store(to);
+            for (int i = 0; i < VECTORS; i++) {
+                if (i >= columns.count) break;
+                if (!SMOOTH) widen<T>(values[i], vectors[i]);
+                codes[i] = {word_of(code, values[i], inverse), word_of(code, values[i] + 4, inverse)};
             }
+        };
+        if (p.code == FUSED_MOE_CODE_E4M3)
+            encode(FUSED_MOE_CODE_E4M3);
+        else
+            encode(FUSED_MOE_CODE_INT8);
+        auto store = [&](int32_t to) {
+            if (columns.first == 0) p.scale[to] = scale;
+            uint2 *out = (uint2 *)((uint8_t *)p.codes + (int64_t)to * (int32_t)p.D) + columns.first;
+#pragma unroll
+            for (int i = 0; i < VECTORS; i++) {
+                if (i >= columns.count) break;
+                out[32 * i] = codes[i];
+            }
+        };
+        if (SMOOTH || !q.from_tokens) store(row);
+        for (int k = 0; !SMOOTH && q.from_tokens && k < (int)map.K; k++) {
+            const int32_t to =
+                k < 32 ? __shfl_sync(~0u, (int32_t)word, k) : map.token_row[(int64_t)row * map.K + k];
+            if ((uint32_t)to < (uint32_t)map.R) store(to);
+        }
     }
 }
 
 /* --- launcher ------------------------------------------------------------------------------------------- */
 
-template <typename T, int VECTORS>
+template <typename T, bool SMOOTH>
 static int launch_rows(const FusedMoeQuantizeRows &p, void *stream) {
-    QuantizeRows q = {p, 1, p.row_map.token_row && !p.scores && !p.smooth};
-    while (q.warps * 32 * 8 * VECTORS < p.D) q.warps *= 2;
-    int64_t rows = q.from_tokens ? p.row_map.T : p.row_map.R, ctas = ceil_div(rows * q.warps, CTA_WARPS);
-    int64_t resident = (int64_t)current_device().num_sms * CTAS_OF_SM;
-    Launch how = {ctas < resident ? ctas : resident, 32 * CTA_WARPS, 1, 0, p.pdl};
-    return launch_dependent<quantize_rows_kernel<T, VECTORS>>(q, how, stream);
+    const FusedMoeRowMap &map = p.row_map;
+    QuantizeRows q = {p, (int32_t)ceil_div(p.D, WARP_COLUMNS)};
+    q.warp_vectors = (int32_t)ceil_div(p.D / CHUNK, 32 * q.warps) * 32;
+    q.from_tokens = map.row_token && !p.scores && !p.smooth;
+    q.words = (const uint32_t *)(p.scores ? p.scores : q.from_tokens ? map.token_row : nullptr);
+    const int groups = q.warps < CTA_WARPS ? CTA_WARPS / q.warps : 1, warps = groups * q.warps;
+    const int64_t ctas = ceil_div(q.from_tokens ? map.T : map.R, groups);
+    const int64_t resident = (int64_t)current_device().num_sms * (WARPS_OF_SM<SMOOTH> / warps);
+    Launch how = {ctas < resident ? ctas : resident, 32 * warps, 1, 0, p.pdl};
+    return launch_dependent<quantize_rows_kernel<T, SMOOTH>>(q, how, stream);
 }
 
 template <typename T>
 static int launch_rows(const FusedMoeQuantizeRows &p, void *stream) {
-    return p.D <= 32 * CTA_WARPS * 8 * 4 ? launch_rows<T, 4>(p, stream) : launch_rows<T, 8>(p, stream);
+    return p.smooth ? launch_rows<T, true>(p, stream) : launch_rows<T, false>(p, stream);
 }
 
 } // namespace fused_moe
@@ -165,7 +332,8 @@ static int launch_rows(const FusedMoeQuantizeRows &p, void *stream) {
 using namespace fused_moe;
 
 extern "C" int fused_moe_cuda_quantize_rows(const FusedMoeQuantizeRows *p, void *stream) {
-    if (p->D % 16 || p->D > 32 * CTA_WARPS * 8 * 8) return FUSED_MOE_UNSUPPORTED_EIGHT_BIT;
+    if (p->D % FUSED_MOE_EIGHT_BIT_WIDTH || p->D > FUSED_MOE_EIGHT_BIT_MOST_WIDTH)
+        return FUSED_MOE_UNSUPPORTED_EIGHT_BIT;
     switch (p->dtype) {
     case FUSED_MOE_BF16: return launch_rows<__nv_bfloat16>(*p, stream);
     case FUSED_MOE_F16: return launch_rows<__half>(*p, stream);
