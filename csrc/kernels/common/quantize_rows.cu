@@ -121,8 +121,8 @@ static __device__ uint32_t peak_of(const float (&v)[CHUNK]) {
     return fused_moe_float_bits(peak[0]);
 }
 
-/* The largest magnitudes of 16-bit elements in lower halves, and in upper ones. Of bf16 and fp16 alike they
- * have the order of integers, with NaN above all. */
+/* The largest magnitudes of 16-bit elements in lower halves, and in upper ones. Their bits have the order of
+ * integers, in bf16 and in fp16, with NaN above all. */
 static __device__ uint32_t half_peaks_of(const uint4 &vector) {
     const uint32_t magnitude = 0x7fff7fff;
     return __vmaxu2(__vmaxu2(vector.x & magnitude, vector.y & magnitude),
