@@ -79,8 +79,8 @@ FUSED_MOE_FN int32_t fused_moe_quantized_tile_rows(int64_t R, int64_t E) {
 /* Python has the same numbers (fused_moe/quantized/computing.py). */
 enum {
     FUSED_MOE_EIGHT_BIT_WIDTH = 16,         /* D and F are multiples of it: TMA reads 16 bytes of a row */
-    FUSED_MOE_EIGHT_BIT_MOST_WIDTH = 16384, /* of a row that a GPU quantises: a CTA's warps hold it     */
-    FUSED_MOE_EIGHT_BIT_AUTO_ROWS = 16,     /* of an expert, on average, up to which "auto" takes codes */
+    FUSED_MOE_EIGHT_BIT_MOST_WIDTH = 16384, /* elements of a row that one CTA can quantise              */
+    FUSED_MOE_EIGHT_BIT_AUTO_ROWS = 16,     /* average rows per expert up to which "auto" takes codes   */
 };
 
 /* Whether compute="auto" multiplies by the values of codes, and not 8 bits by 8 bits. With few rows the time

@@ -1,9 +1,9 @@
 /* The operators of 8 bits on both operands: rows become codes, and codes are multiplied by codes.
  *
  * A GEMM converts at most FM_TILE_DEPTH columns of both operands in scratch, and takes slices of them that
- * share their scales. A slice's sums are exact: int8 gives integers below 2^24, in float, and e4m3 multiples
- * of 2^-18 below 2^27, in double. Sums of k-slices are scaled and added in double. So a row has the same
- * bits in any batch. */
+ * share their scales. A slice's accumulators are exact: int8 gives integers below 2^24, in float, and e4m3
+ * multiples of 2^-18 below 2^27, in double. They are scaled and added up in double, in the order of k. So a
+ * row has the same bits in any batch. */
 #include "../eight_bit.h"
 #include "cpu.h"
 

@@ -5,13 +5,13 @@
  * mostly of one expert: a lane keeps the reciprocals of its columns' factors until its group comes to the
  * rows of another expert.
  *
- * Rows come to shared memory by cp.async, to places that every lane fills and reads by itself:
+ * Rows are loaded by cp.async into buffers in shared memory. A lane reads what it has copied itself:
  *
- *   rows r + 1 and r + 2           on their way while row r becomes codes
- *   token and slot of row r + 3    the same, since the addresses of its columns need them
+ *   rows r + 1 and r + 2           in flight while row r is quantised
+ *   token and slot of row r + 3    loaded meanwhile: the addresses of its columns need them
  *
- * A row of more than CTA_WARPS warps has one place, so that only r + 1 is on its way. Groups have a barrier
- * each, for the peaks of their warps, and do not wait for one another. */
+ * A row of more than CTA_WARPS warps has one buffer, so only row r + 1 is in flight. Each group has a barrier
+ * for the peaks of its warps, so groups do not wait for one another. */
 #include "../../eight_bit.h"
 #include "launch.cuh"
 #include "numeric.cuh"
@@ -27,21 +27,22 @@ constexpr int VECTORS = 4, WARP_COLUMNS = 32 * VECTORS * CHUNK;
 constexpr int CTA_WARPS = 8; /* where a row has no more */
 constexpr int MOST_WARPS = FUSED_MOE_EIGHT_BIT_MOST_WIDTH / WARP_COLUMNS;
 
-/* Warps that the registers of an SM hold: 64 of a thread, and 128 with smooth. So 128 KiB of rows are on
- * their way to an SM, or 64, which 4 TB/s need. */
+/* Resident warps per SM, with 64 registers per thread, or 128 with smooth. So 128 or 64 KiB of rows are in
+ * flight per SM; 4 TB/s need 64. */
 template <bool SMOOTH>
 constexpr int WARPS_OF_SM = SMOOTH ? 16 : 32;
 
 typedef struct {
     FusedMoeQuantizeRows p;
-    int32_t warps, warp_vectors; /* of a row, and of its warp */
-    bool from_tokens;            /* a token's codes go to its rows */
-    const uint32_t *words;       /* what a row needs beside x: scores, from tokens their rows, or NULL */
+    int32_t warps;         /* per row */
+    int32_t warp_vectors;  /* per warp: vectors of eight elements */
+    bool from_tokens;      /* a token's codes go to its rows */
+    const uint32_t *words; /* one per row beside x: scores; with from_tokens token_row; else NULL */
 } QuantizeRows;
 
 /* --- loads ---------------------------------------------------------------------------------------------- */
 
-constexpr int PLACES = 32 * MOST_WARPS; /* a thread's are one, or two where the CTA has CTA_WARPS at most */
+constexpr int PLACES = 32 * MOST_WARPS; /* buffers: one per thread, two in a CTA of CTA_WARPS at most */
 typedef struct {
     uint4 vectors[VECTORS][PLACES];
     uint32_t word[PLACES];
@@ -163,7 +164,7 @@ static __device__ int32_t expert_of(const FusedMoeRowMap &map, int32_t row) {
 /* The factors of an expert, in a lane's columns. */
 typedef struct {
     float reciprocals[VECTORS][CHUNK];
-    int32_t end; /* of the expert's rows */
+    int32_t end; /* one past the expert's last row */
 
     __device__ void load(const QuantizeRows &q, int32_t row, Columns columns) {
         const int32_t expert = expert_of(q.p.row_map, row);
@@ -191,7 +192,7 @@ template <typename T, bool SMOOTH>
 __global__ void __launch_bounds__(32 * MOST_WARPS, WARPS_OF_SM<SMOOTH> / MOST_WARPS)
     quantize_rows_kernel(const __grid_constant__ QuantizeRows q) {
     __shared__ Ring ring;
-    __shared__ uint32_t peaks[2][MOST_WARPS]; /* of this row and the next */
+    __shared__ uint32_t peaks[2][MOST_WARPS]; /* double buffer: one row's and the next one's */
     const FusedMoeQuantizeRows &p = q.p;
     const FusedMoeRowMap &map = p.row_map;
     griddepcontrol_wait();

@@ -188,8 +188,8 @@ void plan_in_kernel(Gemm<WeightParams> &p, const FusedMoeRoutePlan &unplanned) {
     p.tiles.counters = nullptr;
 }
 
-/* up_gate's: rows that may be gathered, k-tiles of k_tile columns, and tiles of bn rows of B, of which a map
- * has b_rows. */
+/* Sets up_gate's rows, which may be gathered, its k-tiles of k_tile columns, and its tiles of bn rows of B. A
+ * map of B has b_rows. */
 template <class WeightParams>
 void set_rows(Gemm<WeightParams> &gemm, const FusedMoeUpGate &p, int k_tile, bool gate_up, int64_t b_rows,
               int bn) {
@@ -205,7 +205,7 @@ void set_rows(Gemm<WeightParams> &gemm, const FusedMoeUpGate &p, int k_tile, boo
     if (p.unplanned) plan_in_kernel(gemm, *p.unplanned);
 }
 
-/* The down GEMM's tiles of bn columns. It may begin while up_gate runs. */
+/* Sets the down GEMM's tiles of bn columns. The GEMM may begin while up_gate runs. */
 template <class WeightParams>
 void set_tiles(Gemm<WeightParams> &gemm, const FusedMoeGroupedMM &p, int bn) {
     gemm.tiles = tile_source(p.offs, p.schedule, p.R, p.E, p.M, bn, p.workspace.counters);

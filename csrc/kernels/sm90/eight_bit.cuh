@@ -468,9 +468,14 @@ __device__ __forceinline__ void persistent_eight_bit(const GemmOf<Config> &p, Ep
 
 /* --- host ----------------------------------------------------------------------------------------------- */
 
-/* Rows of a tile: with 16 or 64 at most, experts have few rows, and tiles are swapped. */
+/* Rows of a tile. */
 inline int32_t eight_bit_tile_rows(int64_t R, int32_t E) {
     return schedule_override().no_tails ? FUSED_MOE_TILE_ROWS : fused_moe_quantized_tile_rows(R, E);
+}
+
+/* Whether all tiles are computed by swap-AB, and up_gate gathers. */
+inline bool swaps_eight_bit_tiles(int64_t R, int32_t E) {
+    return eight_bit_tile_rows(R, E) <= FUSED_MOE_SKINNY_ROWS;
 }
 
 /* Calls fn with a configuration for a format and R rows of E experts. */
@@ -481,7 +486,7 @@ int with_eight_bit_config(FusedMoeFormat format, int64_t R, int32_t E, Fn fn) {
         if constexpr (SIDE == Side::UP && scales.value == ScalesOf::BLOCKS)
             if (eight_bit_tile_rows(R, E) == 16)
                 return fn(EightBitFewConfig<Operand, scales.value, SIDE, 16>());
-        if (eight_bit_tile_rows(R, E) <= 64) return fn(EightBitFewConfig<Operand, scales.value, SIDE, 64>());
+        if (swaps_eight_bit_tiles(R, E)) return fn(EightBitFewConfig<Operand, scales.value, SIDE, 64>());
         return fn(EightBitConfig<Operand, scales.value, SIDE>());
     };
     std::integral_constant<ScalesOf, ScalesOf::ROWS> rows;

@@ -354,7 +354,7 @@ FusedMoeReason reason(const FusedMoeEightBitUpGate &call) {
 const Kernel<FusedMoeEightBitUpGate> eight_bit_up_gate = {reason, nullptr, run};
 
 bool eight_bit_gathers(int64_t R, int32_t E) {
-    return eight_bit_tile_rows(R, E) <= 64;
+    return swaps_eight_bit_tiles(R, E);
 }
 
 } // namespace sm90
