@@ -55,4 +55,18 @@ FUSED_MOE_FN float fused_moe_scale_of(uint32_t peak, float largest, bool power_o
     return fused_moe_bits_float((fused_moe_float_bits(scale) + 0x7fffff) & 0x7f800000);
 }
 
+/* --- training ------------------------------------------------------------------------------------------- */
+
+/* Weight gradients sum along rows, so their operands are stored by columns, in row blocks: [row blocks,
+ * columns, 128] codes. A row block has 128 rows of one expert; the last one of an expert is filled up with
+ * zeros. Where an expert's blocks start is known from its first row alone, so some blocks are never written,
+ * and never read. */
+FUSED_MOE_FN int64_t fused_moe_num_row_blocks(int64_t R, int64_t E) {
+    return R / FUSED_MOE_BLOCK + E;
+}
+
+FUSED_MOE_FN int32_t fused_moe_first_row_block(int32_t first_row, int32_t expert) {
+    return first_row / FUSED_MOE_BLOCK + expert;
+}
+
 #endif

@@ -407,7 +407,9 @@ typedef struct {            /* codes[r] scale[r] = s x[row_token[r]] (1 / smooth
 } FusedMoeQuantizeRows;
 
 typedef struct {
-    FusedMoeUpGate up;    /* x: codes [T,D]. fp8_block: a is e4m3 codes. scores, addend and h are NULL */
+    /* x: codes [T,D]. fp8_block: a is e4m3 codes; then h, gates | ups whatever the layout, may be kept, and
+     * x has a row for each row. scores and addend are NULL. */
+    FusedMoeUpGate up;
     const float *x_scale; /* [T] */
     bool gathers;         /* set by its select: false if row_map must have no row_token, T being R */
     float *a_scale;       /* [ceil(F/128),R] of fp8_block; NULL: a has up.dtype */
@@ -417,7 +419,78 @@ typedef struct {
 typedef struct {
     FusedMoeGroupedMM down; /* a: codes [R,N0]; b[1] is absent */
     const float *a_scale;   /* [ceil(N0/128),R] of fp8_block, else [R] */
+    bool a_has_row_scales;  /* fp8_block, and yet a_scale is [R] */
 } FusedMoeEightBitMM;
+
+/* --- FP8 training --------------------------------------------------------------------------------------- */
+
+/* Codes are e4m3, their scales fused_moe_scale_of, no powers of two. D and F are multiples of 128. A row
+ * block has 128 rows of an expert (fused_moe_num_row_blocks); `blocks` counts them. The scales of x's and of
+ * dout's rows are folded into the other operand of a weight gradient, so one quantisation of x serves both
+ * GEMMs that read it. */
+
+typedef struct {            /* a weight in blocks of 128 x 128, and its transpose */
+    FusedMoeWeight part[2]; /* (E,M[i],N): part 1, which may be absent, follows part 0 along M */
+    void *codes;            /* [E,M,N], M = M[0] + M[1]  */
+    float *scale;           /* [E,M/128,N/128]           */
+    void *codes_t;          /* [E,N,M] the same codes    */
+    float *scale_t;         /* [E,N/128,M/128]           */
+    int64_t M[2], N;        /* multiples of 128          */
+    int32_t E;
+    FusedMoeDtype dtype; /* of the parts: f32 or bf16 */
+} FusedMoeQuantizeWeight;
+
+typedef struct {               /* codes of rows by columns: of x[row_token[r]] (1 / scale[r]) */
+    const void *x;             /* [T,D] */
+    const float *scale;        /* [R] what quantize_rows made of the same rows */
+    void *codes;               /* [blocks,columns,128] */
+    FusedMoeRowMap row_map;    /* row_token NULL: row r is token r */
+    int64_t D, first, columns; /* columns [first, first + columns) of x, multiples of 128 */
+    FusedMoeDtype dtype;       /* of x: f32 or bf16 */
+} FusedMoeQuantizeColumns;
+
+/* dh = dact(s g, h), a' = s a and dscores = <g, a>. dh and a' are rounded to dtype, and then
+ *   by rows     dh[r] (1 / dh_scale), one scale for 128 columns of a row
+ *   by columns  dh[r] (x_scale[r] (1 / dh_t_scale)), a'[r] (dout_scale[r] (1 / a_t_scale)), one scale for
+ *               128 rows and 128 columns: of the largest |x_scale[r] peak[r]|, peak being a row's over
+ *               the 128 columns
+ * become codes. Where the weight gradients are 16-bit GEMMs, dh and a' themselves are stored instead of
+ * columns. dscores is summed in float32 over 128 columns, and these sums in order. */
+typedef struct {
+    const void *g;                     /* [R,F] */
+    const void *h;                     /* [R,H] gates | ups, or gates */
+    const float *scores;               /* [T,K]; NULL: ones */
+    const float *x_scale, *dout_scale; /* [R] */
+    void *dh;                          /* [R,H] codes; may be NULL, with dh_scale */
+    float *dh_scale;                   /* [H/128,R] */
+    void *dh_t;                        /* [blocks,H,128] codes; may be NULL, with dh_t_scale */
+    float *dh_t_scale;                 /* [blocks,H/128] */
+    void *a_t;                         /* [blocks,F,128] codes; may be NULL, with a_t_scale */
+    float *a_t_scale;                  /* [blocks,F/128] */
+    void *dh_rows, *a_rows;            /* [R,H], [R,F] of dtype; may be NULL */
+    float *partials;                   /* [R,F/128] scratch; NULL without dscores */
+    float *dscores;                    /* [T,K] zero in slots without a row; may be NULL */
+    FusedMoeRowMap row_map;
+    int64_t F;
+    FusedMoeLayout layout; /* HALVES or UNGATED */
+    FusedMoeActivation activation;
+    FusedMoeDtype dtype;
+} FusedMoeQuantizeDh;
+
+typedef struct {       /* dw[e] = sum over the row blocks b of e: scale[b] a[b] b[b]^T; zero if it has none */
+    const void *a, *b; /* codes [blocks,M,128], [blocks,N,128] */
+    const float *scale; /* [blocks,M/128], or [blocks,N/128] */
+    bool scale_is_of_b;
+    FusedMoeWeight dw[2];   /* (E,M[i],N), stride_in 1; part 1 follows part 0 along M, or is absent */
+    FusedMoeDtype dw_dtype; /* dtype, or f32 */
+    bool accumulate;        /* dw += the result; only for f32 dw */
+    const int32_t *offs;    /* [E] */
+    const int32_t *schedule;
+    FusedMoeWorkspace workspace;
+    int64_t R, M[2], N; /* multiples of 128 */
+    int32_t E;
+    FusedMoeDtype dtype; /* f32 or bf16 */
+} FusedMoeEightBitWgrad;
 
 /* --- the CPU tier (cpu/): C11 on PyTorch's thread pool -------------------------------------------------- */
 
@@ -444,6 +517,10 @@ int fused_moe_cpu_down_dgrad(const FusedMoeDownDgrad *p);
 int fused_moe_cpu_quantize_rows(const FusedMoeQuantizeRows *p);
 int fused_moe_cpu_eight_bit_up_gate(const FusedMoeEightBitUpGate *p);
 int fused_moe_cpu_eight_bit_mm(const FusedMoeEightBitMM *p);
+int fused_moe_cpu_quantize_weight(const FusedMoeQuantizeWeight *p);
+int fused_moe_cpu_quantize_columns(const FusedMoeQuantizeColumns *p);
+int fused_moe_cpu_quantize_dh(const FusedMoeQuantizeDh *p);
+int fused_moe_cpu_eight_bit_wgrad(const FusedMoeEightBitWgrad *p);
 
 /* --- the CUDA tiers (kernels/): launched on `stream`, a cudaStream_t of the current device -------------- */
 
@@ -584,6 +661,15 @@ int fused_moe_cuda_down_dgrad(const FusedMoeDownDgrad *p, void *stream);
 int fused_moe_cuda_quantize_rows(const FusedMoeQuantizeRows *p, void *stream);
 int fused_moe_cuda_eight_bit_up_gate(const FusedMoeEightBitUpGate *p, void *stream);
 int fused_moe_cuda_eight_bit_mm(const FusedMoeEightBitMM *p, void *stream);
+
+/* FP8 training runs on the sm90 tier alone. fused_moe_cuda_trains_fp8 says whether the current device, with
+ * FUSED_MOE_TIER as it is, has it; the others return FUSED_MOE_UNSUPPORTED_EIGHT_BIT if not. */
+bool fused_moe_cuda_trains_fp8(void);
+int fused_moe_cuda_quantize_weight(const FusedMoeQuantizeWeight *p, void *stream);
+int fused_moe_cuda_quantize_columns(const FusedMoeQuantizeColumns *p, void *stream);
+int fused_moe_cuda_quantize_dh(const FusedMoeQuantizeDh *p, void *stream);
+void fused_moe_cuda_select_eight_bit_wgrad(FusedMoeEightBitWgrad *p); /* sets workspace.bytes */
+int fused_moe_cuda_eight_bit_wgrad(const FusedMoeEightBitWgrad *p, void *stream);
 
 #ifdef __cplusplus
 }
