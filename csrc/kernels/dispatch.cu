@@ -212,6 +212,12 @@ static int run_eight_bit(Table<Params> &table, const Params &p, int tier, void *
     return table[tier]->run(p, stream);
 }
 
+/* FP8 training, which the sm90 tier alone has. */
+template <typename Params>
+static int run_fp8(int (*run)(const Params &, void *), const Params &p, void *stream) {
+    return fused_moe_cuda_trains_fp8() ? run(p, stream) : FUSED_MOE_UNSUPPORTED_EIGHT_BIT;
+}
+
 /* Bytes of the workspace for a call's clamped offsets and their schedule; none where they are checked. */
 template <typename Params>
 static size_t private_schedule_bytes(const Params &p) {
@@ -395,6 +401,11 @@ void fused_moe_cuda_select_eight_bit_up_gate(FusedMoeEightBitUpGate *p) {
 void fused_moe_cuda_select_eight_bit_mm(FusedMoeEightBitMM *p) {
     select_eight_bit(FUSED_MOE_OP_GROUPED_MM, EIGHT_BIT_MM, *p, &p->down.workspace);
 }
+void fused_moe_cuda_select_eight_bit_wgrad(FusedMoeEightBitWgrad *p) {
+    calls[FUSED_MOE_OP_WGRAD].of_tier[FUSED_MOE_TIER_SM90]++;
+    p->workspace.tier = FUSED_MOE_TIER_SM90;
+    p->workspace.bytes = (int64_t)sm90::eight_bit_wgrad_workspace(*p);
+}
 void fused_moe_cuda_select_down_dgrad(FusedMoeDownDgrad *p) {
     select(FUSED_MOE_OP_DOWN_DGRAD, DOWN_DGRAD, p);
 }
@@ -446,6 +457,21 @@ int fused_moe_cuda_eight_bit_up_gate(const FusedMoeEightBitUpGate *p, void *stre
 }
 int fused_moe_cuda_eight_bit_mm(const FusedMoeEightBitMM *p, void *stream) {
     return run_eight_bit(EIGHT_BIT_MM, *p, p->down.workspace.tier, stream);
+}
+bool fused_moe_cuda_trains_fp8(void) {
+    return device_reason(FUSED_MOE_TIER_SM90) == FUSED_MOE_RUNS;
+}
+int fused_moe_cuda_quantize_weight(const FusedMoeQuantizeWeight *p, void *stream) {
+    return run_fp8(sm90::quantize_weight, *p, stream);
+}
+int fused_moe_cuda_quantize_columns(const FusedMoeQuantizeColumns *p, void *stream) {
+    return run_fp8(sm90::quantize_columns, *p, stream);
+}
+int fused_moe_cuda_quantize_dh(const FusedMoeQuantizeDh *p, void *stream) {
+    return run_fp8(sm90::quantize_dh, *p, stream);
+}
+int fused_moe_cuda_eight_bit_wgrad(const FusedMoeEightBitWgrad *p, void *stream) {
+    return run_fp8(sm90::eight_bit_wgrad, *p, stream);
 }
 int fused_moe_cuda_experts(const FusedMoeExperts *p, void *stream) {
     return sm90::experts.run(*p, stream);

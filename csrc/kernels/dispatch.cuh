@@ -45,6 +45,12 @@ extern const Kernel<FusedMoeUpGate> quantized_up_gate;
 extern const Kernel<FusedMoeEightBitUpGate> eight_bit_up_gate;
 extern const Kernel<FusedMoeEightBitMM> eight_bit_mm;
 bool eight_bit_gathers(int64_t R, int32_t E); /* see FusedMoeEightBitUpGate */
+/* FP8 training, beside these two. */
+int quantize_weight(const FusedMoeQuantizeWeight &p, void *stream);
+int quantize_columns(const FusedMoeQuantizeColumns &p, void *stream);
+int quantize_dh(const FusedMoeQuantizeDh &p, void *stream);
+int eight_bit_wgrad(const FusedMoeEightBitWgrad &p, void *stream);
+size_t eight_bit_wgrad_workspace(const FusedMoeEightBitWgrad &p);
 /* For plans that fused_moe_planner gives to a cluster. */
 int cluster_plan(const FusedMoeRoutePlan &p, const FusedMoeRoute *route, void *stream);
 } // namespace sm90

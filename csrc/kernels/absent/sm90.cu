@@ -20,6 +20,22 @@ bool eight_bit_gathers(int64_t, int32_t) {
     return true;
 }
 
+int quantize_weight(const FusedMoeQuantizeWeight &, void *) {
+    return FUSED_MOE_NO_SUCH_TIER;
+}
+int quantize_columns(const FusedMoeQuantizeColumns &, void *) {
+    return FUSED_MOE_NO_SUCH_TIER;
+}
+int quantize_dh(const FusedMoeQuantizeDh &, void *) {
+    return FUSED_MOE_NO_SUCH_TIER;
+}
+int eight_bit_wgrad(const FusedMoeEightBitWgrad &, void *) {
+    return FUSED_MOE_NO_SUCH_TIER;
+}
+size_t eight_bit_wgrad_workspace(const FusedMoeEightBitWgrad &) {
+    return 0;
+}
+
 int cluster_plan(const FusedMoeRoutePlan &, const FusedMoeRoute *, void *) {
     return FUSED_MOE_NO_SUCH_TIER;
 }

@@ -159,6 +159,13 @@ __device__ inline void cp_reduce_async_bulk_tensor_add(const void *map, uint32_t
                  : "memory");
 }
 
+/* Contiguous bytes of shared memory: addresses and size are multiples of 16. */
+__device__ inline void cp_async_bulk_store(void *dst, uint32_t src, uint32_t bytes) {
+    asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(dst), "r"(src),
+                 "r"(bytes)
+                 : "memory");
+}
+
 __device__ inline void cp_async_bulk_commit_group() {
     asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }
@@ -289,9 +296,19 @@ __device__ inline void st_shared_u16(uint32_t address, uint16_t v) {
     asm volatile("st.shared.u16 [%0], %1;" ::"r"(address), "h"(v) : "memory");
 }
 
+__device__ inline void st_shared_u32(uint32_t address, uint32_t v) {
+    asm volatile("st.shared.b32 [%0], %1;" ::"r"(address), "r"(v) : "memory");
+}
+
 __device__ inline void st_shared_v4(uint32_t address, float4 v) {
     asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(address), "f"(v.x), "f"(v.y), "f"(v.z),
                  "f"(v.w)
+                 : "memory");
+}
+
+__device__ inline void st_shared_v4(uint32_t address, const uint4 &v) {
+    asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(v.x), "r"(v.y), "r"(v.z),
+                 "r"(v.w)
                  : "memory");
 }
 

@@ -20,7 +20,9 @@ namespace fused_moe {
 namespace sm90 {
 
 enum class ScalesOf { BLOCKS, ROWS };
-enum class Side { UP, DOWN }; /* up_gate, or the down GEMM */
+/* UP is up_gate. DOWN is a GEMM whose A has scales as its epilogue made them, in blocks one for 128 columns of
+ * a row: the down GEMM and up_dgrad. DOWN_DGRAD is one of dout, whose rows have one scale each, as x has. */
+enum class Side { UP, DOWN, DOWN_DGRAD };
 
 template <typename Operand>
 using EightBitAccum = std::conditional_t<std::is_same_v<Operand, int8_t>, int32_t, float>;
@@ -50,10 +52,10 @@ struct BlockWeight : DenseWeight<Operand, Major::K, BN> {
     /* Bytes before the scales, and from these to the scales of A's rows. */
     static constexpr int SCALES = Dense::STAGE_BYTES, ROW_SCALES = 512, STAGE_BYTES = SCALES + 1024;
 
-    /* Only the down GEMM has half-N tiles. */
+    /* up_gate has no half-N tiles. */
     template <class Gemm, class Tile>
     __device__ static int bytes(const Gemm &, const Tile &tile) {
-        return SIDE == Side::DOWN && tile.half_n ? SCALES / 2 : SCALES;
+        return SIDE != Side::UP && tile.half_n ? SCALES / 2 : SCALES;
     }
 
     template <class Gemm, class Tile>
@@ -74,7 +76,7 @@ struct BlockWeight : DenseWeight<Operand, Major::K, BN> {
             uint32_t block = tile.expert * s.row_blocks + min(row / FUSED_MOE_BLOCK, s.row_blocks - 1);
             cp_async_word(b + SCALES + 4 * lane, s.data[part] + (block * s.k_blocks + k_tile));
         }
-        if constexpr (SIDE == Side::UP) return;
+        if constexpr (SIDE != Side::DOWN) return;
         const float *a_scale = p.weight.a_scale + k_tile * p.tiles.R;
         for (int row = lane; row < tile.num_rows; row += 32)
             cp_async_word(b + SCALES + ROW_SCALES + 4 * row, a_scale + tile.first_row + row);
@@ -94,17 +96,25 @@ struct EightBitConfig : GemmConfig<Operand_, Major::K, false> {
     static constexpr ScalesOf SCALES = SCALES_;
     static constexpr Side SIDE = SIDE_;
     static constexpr bool FEW_ROWS = false, IN_BLOCKS = SCALES == ScalesOf::BLOCKS;
-    static constexpr bool HAS_HALF_N = SIDE == Side::DOWN;
+    static constexpr bool HAS_HALF_N = SIDE != Side::UP;
+    static constexpr bool KEEPS_H = false; /* up_gate stores h, too */
     using Weight = std::conditional_t<IN_BLOCKS, BlockWeight<Operand_, Base::BN, SIDE>,
                                       DenseWeight<Operand_, Major::K, Base::BN>>;
     /* Subtiles of an output that are stored under the next tile's k-tiles. Sums in blocks leave no registers
      * to hold them: the down GEMM's rows are staged whole instead. */
     static constexpr int HELD = IN_BLOCKS || SIDE == Side::UP ? 0 : 4;
-    static constexpr bool STAGES_WHOLE = IN_BLOCKS && SIDE == Side::DOWN;
+    static constexpr bool STAGES_WHOLE = IN_BLOCKS && SIDE != Side::UP;
     static constexpr int STAGES = STAGES_WHOLE ? 3 : 4;
     static constexpr int STAGING_BYTES = STAGES_WHOLE ? WholeWriter::BYTES
                                          : IN_BLOCKS  ? SingleWarpWriter::BYTES
                                                       : Writer::BYTES + COLUMN_SCALES_BYTES;
+    using Pipeline = PipelineState<STAGES>;
+};
+
+/* Full tiles of an up_gate that keeps h for backward: 64 rows of it and of a are staged at once. */
+struct EightBitTrainingConfig : EightBitConfig<__nv_fp8_e4m3, ScalesOf::BLOCKS, Side::UP> {
+    static constexpr bool KEEPS_H = true;
+    static constexpr int STAGES = 3, STAGING_BYTES = WarpWholeWriter::BYTES;
     using Pipeline = PipelineState<STAGES>;
 };
 
@@ -116,6 +126,7 @@ struct EightBitFewConfig : GemmConfig<Operand_, Major::K, SIDE_ == Side::UP> {
     static constexpr ScalesOf SCALES = SCALES_;
     static constexpr Side SIDE = SIDE_;
     static constexpr bool FEW_ROWS = true, IN_BLOCKS = SCALES == ScalesOf::BLOCKS, ALL_SWAPPED = true;
+    static constexpr bool KEEPS_H = false;
     static constexpr int HELD = 0;
     static constexpr bool GATHERS_EARLY = SIDE == Side::UP;
     static constexpr int CONSUMERS = IN_BLOCKS && SIDE == Side::UP ? 2 : 1;
@@ -338,7 +349,7 @@ __device__ __forceinline__ void finish_subtile(float *h, const Acc *sums, const 
  * swapped one. On the down side in blocks they are in the stages, and this is empty. */
 template <class Config>
 struct RowScales {
-    static constexpr bool HAS_ANY = Config::SIDE == Side::UP || !Config::IN_BLOCKS;
+    static constexpr bool HAS_ANY = Config::SIDE != Side::DOWN || !Config::IN_BLOCKS;
     static constexpr int MOST = Config::FEW_ROWS ? Config::BM / 4 : 2;
     int32_t row[MOST]; /* of the scales */
     float scale[MOST];

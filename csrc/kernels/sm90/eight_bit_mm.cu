@@ -22,6 +22,7 @@ typedef struct {
 
 typedef struct {
     Gemm<BlockParams> gemm;
+    const float *a_scale; /* [R] where A's rows have one scale each; else the weight's parameters have them */
     OfColumns bias;
     void *out;
     int32_t M;
@@ -38,12 +39,7 @@ struct MMEpilogue {
     int row, num_rows, column, end;
 
     __device__ int num_columns() const { return p.M; }
-    __device__ const float *row_scales() const {
-        if constexpr (IN_BLOCKS)
-            return nullptr;
-        else
-            return p.a_scale;
-    }
+    __device__ const float *row_scales() const { return p.a_scale; }
 
     template <typename Acc>
     __device__ void hold(Acc (&d)[128], const WorkTile &tile, int wg, const float (&of_row)[2],
@@ -62,14 +58,14 @@ struct MMEpilogue {
     template <typename T, typename Acc>
     __device__ void pack_tile(Acc (&d)[128], const WorkTile &tile, const float (&of_row)[2],
                               uint32_t of_columns, Writer &writer) {
-        constexpr float NO_SCALES[2] = {1, 1}; /* in blocks they have been multiplied */
+        constexpr float NO_SCALES[2] = {1, 1}; /* those in blocks have been multiplied */
         constexpr bool IS_F16 = std::is_same_v<T, __half>;
         if constexpr (IN_BLOCKS) writer.wait();
 #pragma unroll
         for (int i = 0; i < 4; i++) {
             uint32_t (&subtile)[16] = words[IN_BLOCKS ? 0 : i];
             float h[32];
-            finish_subtile<Config::SCALES>(h, d + 32 * i, IN_BLOCKS ? NO_SCALES : of_row,
+            finish_subtile<Config::SCALES>(h, d + 32 * i, RowScales<Config>::HAS_ANY ? of_row : NO_SCALES,
                                            of_columns + 4 * SUBTILE * i, p.bias, 0, tile.expert,
                                            column + i * SUBTILE, p.M, IS_F16);
             pack_subtile<T>(subtile, h);
@@ -151,6 +147,7 @@ int launch(const FusedMoeEightBitMM &call, void *stream) {
     q.out = p.out;
     q.M = (int32_t)p.M;
     q.is_f16 = p.dtype == FUSED_MOE_F16;
+    q.a_scale = call.a_scale;
     auto &gemm = q.gemm;
     gemm.num_k_tiles[0] = (int32_t)ceil_div(p.N[0], K_TILE<Operand>);
     if constexpr (Config::IN_BLOCKS) {
@@ -184,7 +181,10 @@ int launch(const FusedMoeEightBitMM &call, void *stream) {
                                                                                                   p.pdl);
 }
 
+/* Few rows of dout have full tiles, too: backward reads the weights of all experts anyway. */
 int run(const FusedMoeEightBitMM &p, void *stream) {
+    if (p.a_has_row_scales)
+        return launch<EightBitConfig<__nv_fp8_e4m3, ScalesOf::BLOCKS, Side::DOWN_DGRAD>>(p, stream);
     return with_eight_bit_config<Side::DOWN>(
         p.down.b[0].quantized->format, p.down.R, p.down.E,
         [&](auto config) { return launch<decltype(config)>(p, stream); });

@@ -1,5 +1,5 @@
-/* up_gate of 8 bits on Hopper: h = (x[row_token] w1^T | w3^T) scales + b, a = act(gate) up. h is never
- * stored.
+/* up_gate of 8 bits on Hopper: h = (x[row_token] w1^T | w3^T) scales + b, a = act(gate) up. h is stored for
+ * backward alone.
  *
  * In blocks a tile has 128 columns of a, or two times 128 without ups, and a row of them shares a scale:
  * its peak is found in the epilogue, and a goes out as e4m3. By rows a scale is for all of F, so a is
@@ -23,19 +23,21 @@ struct UpGate {
     OfColumns scale;      /* by rows */
     OfColumns bias;
     void *a;        /* [R,F] */
+    void *h;        /* [R,H], where it is kept */
     float *a_scale; /* in blocks [ceil(F/128),R] */
     int64_t R;
     int32_t F, activation;
     bool power_of_two, is_f16;
     ActConstants<float> constants;
-    CUtensorMap a_map; /* ragged */
+    CUtensorMap a_map, h_map; /* ragged */
 };
 
 template <class Config, bool GATED>
 struct Epilogue {
     using Params = UpGate<typename Config::Weight::Params>;
     static constexpr bool IN_BLOCKS = Config::IN_BLOCKS;
-    using Writer = std::conditional_t<IN_BLOCKS, SingleWarpWriter, WarpWriter>;
+    using Writer = std::conditional_t<Config::KEEPS_H, WarpWholeWriter,
+                                      std::conditional_t<IN_BLOCKS, SingleWarpWriter, WarpWriter>>;
     const Params &p;
 
     __device__ int num_columns() const { return p.F; }
@@ -96,6 +98,22 @@ struct Epilogue {
                 finish_subtile<Config::SCALES>(
                     a + 32 * i, d + 64 * part + 32 * i, of_row, of_columns + 4 * (128 * part + SUBTILE * i),
                     p.bias, GATED ? i / 2 : 0, tile.expert, first + SUBTILE * (i % 2), p.F, p.is_f16);
+            if constexpr (Config::KEEPS_H) {
+                const int first_buffer = part * SUBTILES;
+                if (part == 0) writer.wait();
+#pragma unroll
+                for (int i = 0; i < SUBTILES; i++) {
+                    uint32_t words[16];
+                    pack_subtile<__nv_bfloat16>(words, a + 32 * i);
+                    writer.fill(first_buffer + i, words);
+                }
+                writer.store(first_buffer, first_buffer + SUBTILES, [&](uint32_t subtile, int buffer) {
+                    const int i = buffer - first_buffer;
+                    const int h_column = (i / 2) * p.F + first + SUBTILE * (i % 2);
+                    if (rows > 0)
+                        cp_async_bulk_tensor_store(&p.h_map, subtile, h_column, WarpWriter::ROWS - rows, end);
+                });
+            }
             with_activation<__nv_bfloat16>(p.activation, [&](auto act) {
 #pragma unroll
                 for (int i = 0; i < 64; i++)
@@ -258,6 +276,7 @@ __global__ void __launch_bounds__(Config::THREADS, Config::CTAS_PER_SM)
     persistent_eight_bit<Config>(p.gemm, Epilogue<Config, GATED>{p});
     /* in units of 16 bits: codes have 8 */
     zero_rows_past(p.gemm.tiles, (__half *)p.a, Config::IN_BLOCKS ? p.F / 2 : p.F);
+    if constexpr (Config::KEEPS_H) zero_rows_past(p.gemm.tiles, (__half *)p.h, GATED ? 2 * p.F : p.F);
 }
 
 /* --- launcher ------------------------------------------------------------------------------------------- */
@@ -278,6 +297,7 @@ int launch(const FusedMoeEightBitUpGate &call, void *stream) {
     UpGate<typename Config::Weight::Params> q = {};
     q.x_scale = call.x_scale;
     q.a = p.a;
+    q.h = p.h;
     q.a_scale = call.a_scale;
     q.R = rows.R;
     q.F = F;
@@ -322,12 +342,18 @@ int launch(const FusedMoeEightBitUpGate &call, void *stream) {
         status = ragged_map(&q.a_map, (const __nv_fp8_e4m3 *)p.a, rows.R, F, F, WarpWriter::ROWS);
     else if (status == FUSED_MOE_OK)
         status = ragged_map(&q.a_map, (const __half *)p.a, rows.R, F, F, WarpWriter::ROWS);
+    const int64_t H = GATED ? 2 * F : F;
+    if (status == FUSED_MOE_OK && Config::KEEPS_H)
+        status = ragged_map(&q.h_map, (const __nv_bfloat16 *)p.h, rows.R, H, H, WarpWriter::ROWS);
     if (status != FUSED_MOE_OK) return status;
     return launch_persistent<Config, EightBitMemory<Config>, eight_bit_up_gate_kernel<Config, GATED>>(
         q, stream, p.pdl);
 }
 
 int run(const FusedMoeEightBitUpGate &p, void *stream) {
+    if (p.up.h)
+        return p.up.layout == FUSED_MOE_UNGATED ? launch<EightBitTrainingConfig, false>(p, stream)
+                                                : launch<EightBitTrainingConfig, true>(p, stream);
     return with_eight_bit_config<Side::UP>(
         p.up.w1.quantized->format, p.up.row_map.R, p.up.row_map.E, [&](auto config) {
             using Config = decltype(config);
@@ -344,6 +370,7 @@ FusedMoeReason reason(const FusedMoeEightBitUpGate &call) {
     if (p.D % FUSED_MOE_EIGHT_BIT_WIDTH || p.F % FUSED_MOE_EIGHT_BIT_WIDTH) return FUSED_MOE_WIDTH;
     /* a subtile of ups may not straddle two blocks */
     if (p.layout == FUSED_MOE_HALVES && call.a_scale && p.F % SUBTILE) return FUSED_MOE_WIDTH;
+    if (p.h && (p.dtype != FUSED_MOE_BF16 || !call.a_scale)) return FUSED_MOE_OTHER_DTYPE;
     for (const void *data : {p.x, (const void *)p.a, (const void *)p.w1.data, (const void *)p.w3.data})
         if (!is_aligned(data)) return FUSED_MOE_UNALIGNED;
     return is_countable(rows.R, rows.E, 2 * p.F) ? FUSED_MOE_RUNS : FUSED_MOE_TOO_LARGE;

@@ -5,7 +5,7 @@
  * those of part 0, so a tile may have some of both. An expert without rows has its tiles too, and gets zeros.
  *
  * Roles and pipelines are gemm.cuh's; wgrad_load.cuh has the loads, split_k.cuh the reduction of an expert
- * that is split along k.
+ * that is split along k, wgrad_store.cuh what the weight gradient of 8 bits has, too.
  *
  * A weight's gradient has the weight's strides. If a's columns are contiguous in it, accumulators are stored
  * as they are, else TRANSPOSED, by stmatrix.trans. In a's dtype the epilogue is overlapped as in grouped_mm.
@@ -17,6 +17,7 @@
 #include "launch.cuh"
 #include "split_k.cuh"
 #include "wgrad_load.cuh"
+#include "wgrad_store.cuh"
 
 namespace fused_moe {
 namespace sm90 {
@@ -154,25 +155,6 @@ __device__ inline void fill_subtile_transposed(uint32_t subtile, int warp, const
     }
 }
 
-/* Fills half of a subtile in f32: 64 rows of 32 of d's 64 columns. */
-template <bool TRANSPOSED>
-__device__ inline void fill_subtile_f32(uint32_t subtile, int warp, int half, const float *d) {
-    int lane = threadIdx.x % 32;
-    if (TRANSPOSED && warp / 2 != half) return;
-#pragma unroll
-    for (int i = 0; i < (TRANSPOSED ? 32 : 16); i++) {
-        int n = TRANSPOSED ? i : i + 16 * half; /* d[n] is at this row and column of the accumulators: */
-        int row = 16 * warp + lane / 4 + n / 2 % 2 * 8, column = n / 4 * 8 + lane % 4 * 2 + n % 2;
-        if (TRANSPOSED) {
-            int a_column = column;
-            column = row % 32, row = a_column;
-        } else {
-            column %= 32;
-        }
-        st_shared(swizzled(subtile, row, column / 4) + column % 4 * 4, d[n]);
-    }
-}
-
 /* In a's dtype: rounds and holds the accumulators, and stores them under the next tile's k-tiles. */
 template <typename T, bool TRANSPOSED>
 struct Epilogue {
@@ -258,30 +240,8 @@ int64_t weight_tiles_of(const FusedMoeWgrad &p) {
     return ceil_div(subtiles_of(p, 0) + subtiles_of(p, 1), 4) * ceil_div(p.N, 2 * SUBTILE);
 }
 
-typedef struct {
-    FusedMoeWgradOrder order;
-    int64_t rows;      /* of a tile's slice, at most; R if no expert is split */
-    int64_t num_slots; /* for the slices' accumulators */
-} Slices;
-
 Slices slices_of(const FusedMoeWgrad &p) {
-    int32_t rows = fused_moe_slice_rows(p.R, p.E, FUSED_MOE_SLICE_SMS);
-    int32_t per_tile = fused_moe_slices_per_tile(p.R, rows, weight_tiles_of(p), num_ctas());
-    Slices s = {{(int32_t)weight_tiles_of(p), rows, per_tile}, p.R > 0 ? p.R : 1, 0};
-    if (per_tile) s.rows = (int64_t)per_tile * rows;
-    if (per_tile) s.num_slots = fused_moe_num_split_slots(p.R, s.rows);
-    return s;
-}
-
-/* The map of a gradient in its own strides: coordinates (contiguous dimension, other dimension, expert). */
-template <typename Out>
-int gradient_map(CUtensorMap *map, const FusedMoeWeight &dw, bool transposed, int64_t M, int64_t N,
-                 int32_t E) {
-    const uint64_t sizes[] = {(uint64_t)(transposed ? N : M), (uint64_t)(transposed ? M : N), (uint64_t)E};
-    const uint64_t strides[] = {(transposed ? dw.stride_out : dw.stride_in) * sizeof(Out),
-                                (E > 1 ? dw.stride_expert : CHUNK) * sizeof(Out)};
-    const uint32_t box[] = {SWIZZLE_ELEMENTS<Out>, SUBTILE, 1};
-    return encode_tensor_map(map, map_dtype(Out()), 3, dw.data, sizes, strides, box);
+    return slices_of(p.R, p.E, weight_tiles_of(p));
 }
 
 template <typename T, bool GATHER, typename Out, bool TRANSPOSED>

@@ -362,6 +362,45 @@ class WholeWriter : public Writer {
     }
 };
 
+/* Stores of 16 rows, by each warp for itself, through four buffers: fill(i, ..) while TMA may read none of
+ * them, then store() of as many as were filled. */
+class WarpWholeWriter : public Writer {
+    __device__ uint32_t buffer(int i) const { return warp_buffer + i * ROWS * SWIZZLE_BYTES; }
+
+  public:
+    static constexpr int ROWS = 16, SUBTILES = 4, BYTES = SUBTILES * SUBTILE_BYTES;
+
+    __device__ WarpWholeWriter(uint32_t warpgroup_buffer, int, int warp)
+        : Writer(warpgroup_buffer + warp * (BYTES / 4)) {}
+
+    /* TMA has read what was stored before. */
+    __device__ void wait() const {
+        cp_async_bulk_wait_group_read<0>();
+        __syncwarp();
+    }
+
+    __device__ void fill(int i, const uint32_t (&words)[16]) const { fill_subtile(buffer(i), 0, words); }
+
+    /* issue(buffer, i) stores subtile i, for i from first to end - 1. */
+    template <typename Issue>
+    __device__ void store(int first, int end, Issue issue) const {
+        fence_proxy_async();
+        __syncwarp();
+        if (threadIdx.x % 32 == 0) {
+            for (int i = first; i < end; i++) issue(buffer(i), i);
+            cp_async_bulk_commit_group();
+        }
+    }
+
+    /* After wait(): one buffer, filled by fill(buffer) and stored by issue(buffer). */
+    template <typename Fill, typename Issue>
+    __device__ void store_filled(Fill fill, Issue issue) const {
+        wait();
+        fill(buffer(0));
+        store(0, 1, [&](uint32_t filled, int) { issue(filled); });
+    }
+};
+
 /* Adds bias[column] to 64 columns of accumulators, for columns before `end`. Columns come in eights, so a
  * thread's two both exist or neither does. */
 template <typename T>

@@ -1,0 +1,65 @@
+/* Codes by columns: tiles of 128 rows and 128 columns, in which a column's 128 codes are contiguous. Weight
+ * gradients read them (eight_bit.h).
+ *
+ * Eight warps make a tile. Warp w has rows 16 w to 16 w + 15: lane 8 q + c has four of them from 4 q on, and
+ * of both halves of the columns eight from 8 c on. So each of its columns gives one word of four codes. In
+ * shared memory 16 bytes are between groups of eight columns: then a warp's words are in 32 banks. */
+#pragma once
+
+#include "../../eight_bit.h"
+#include "../common/numeric.cuh"
+#include "ptx.cuh"
+
+namespace fused_moe {
+namespace sm90 {
+
+constexpr int TILE_ROWS = FUSED_MOE_BLOCK, TILE_COLUMNS = FUSED_MOE_BLOCK;
+constexpr uint32_t MAGNITUDES = 0x7fff7fff;  /* of two bf16, ordered as integers, NaN above all */
+constexpr int TILE_WARPS = 8, LANE_ROWS = 4; /* rows of a lane */
+constexpr int GROUP_BYTES = CHUNK * TILE_ROWS, GROUP_PITCH = GROUP_BYTES + 16;
+constexpr int NUM_GROUPS = TILE_COLUMNS / CHUNK, COLUMNS_BYTES = NUM_GROUPS * GROUP_PITCH;
+
+__device__ inline int lane_chunk() {
+    return threadIdx.x % 8;
+}
+
+/* The first of this lane's rows in the tile. */
+__device__ inline int lane_row() {
+    return threadIdx.x / 32 * 16 + threadIdx.x % 32 / 8 * LANE_ROWS;
+}
+
+__device__ inline uint32_t word_of_codes(float v0, float v1, float v2, float v3) {
+    return cvt_e4m3x2_f32(v0, v1) | (uint32_t)cvt_e4m3x2_f32(v2, v3) << 16;
+}
+
+/* Two bf16 as floats. */
+__device__ inline float2 floats_of_bf16(uint32_t word) {
+    return {__uint_as_float(word << 16), __uint_as_float(word & 0xffff0000)};
+}
+
+/* The words of eight columns, of rows v[i] times factor[i]. */
+__device__ inline void make_column_words(uint32_t *words, const float (&v)[LANE_ROWS][CHUNK],
+                                         const float (&factor)[LANE_ROWS]) {
+#pragma unroll
+    for (int j = 0; j < CHUNK; j++)
+        words[j] =
+            word_of_codes(v[0][j] * factor[0], v[1][j] * factor[1], v[2][j] * factor[2], v[3][j] * factor[3]);
+}
+
+/* Stores them to a tile in shared memory. */
+__device__ inline void store_column_words(uint32_t tile, int half, const uint32_t *words) {
+    uint32_t group = tile + (half * NUM_GROUPS / 2 + lane_chunk()) * GROUP_PITCH + lane_row();
+#pragma unroll
+    for (int j = 0; j < CHUNK; j++) st_shared_u32(group + j * TILE_ROWS, words[j]);
+}
+
+/* Copies a tile to its contiguous 16 KiB in memory, after fence_proxy_async() of its writers. One warp calls
+ * it, and commits the copies. */
+__device__ inline void copy_columns(void *dst, uint32_t tile) {
+    int lane = threadIdx.x % 32;
+    if (lane < NUM_GROUPS)
+        cp_async_bulk_store((uint8_t *)dst + lane * GROUP_BYTES, tile + lane * GROUP_PITCH, GROUP_BYTES);
+}
+
+} // namespace sm90
+} // namespace fused_moe
