@@ -126,6 +126,17 @@ void fm_decode(FusedMoeCode code, const void *codes, int64_t first, int64_t n, f
 /* The scale of element (row, col) of expert e. */
 float fm_scale(const FusedMoeQuantizedWeight *w, int64_t e, int64_t row, int64_t col);
 
+/* --- eight_bit.c: values to codes of 8 bits and back ---------------------------------------------------- */
+
+/* The largest fused_moe_magnitude. */
+uint32_t fm_peak(const float *values, int64_t n);
+/* products = factor values, rounded to float32, become codes. products may be values. */
+void fm_encode(FusedMoeCode code, uint8_t *codes, float factor, const float *values, float *products,
+               int64_t n);
+/* As fm_decode, to numbers of the accumulation type. */
+void fm_decode_exactly(const FmRows *v, FusedMoeCode code, const void *codes, int64_t first, int64_t n,
+                       void *accum);
+
 /* --- matrix.c: experts' rows ---------------------------------------------------------------------------- */
 
 /* What a wrong caller could break: offs are within [0, R] and never decrease; a map's first n entries are in

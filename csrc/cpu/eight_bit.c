@@ -37,6 +37,10 @@ FM_ROW_FN uint32_t peak_of(const float *restrict values, int64_t n) {
     return peak;
 }
 
+uint32_t fm_peak(const float *values, int64_t n) {
+    return peak_of(values, n);
+}
+
 FM_ROW_FN void encode(FusedMoeCode code, uint8_t *restrict codes, const float *restrict values, int64_t n) {
     if (code == FUSED_MOE_CODE_E4M3)
         for (int64_t i = 0; i < n; i++) codes[i] = e4m3_from_float(values[i]);
@@ -44,13 +48,18 @@ FM_ROW_FN void encode(FusedMoeCode code, uint8_t *restrict codes, const float *r
         for (int64_t i = 0; i < n; i++) codes[i] = int8_from_float(values[i]);
 }
 
-/* Returns the scale of n values; they are divided by it. A loop of its own multiplies, so that no compiler
- * contracts it with the rounding's addition: products are rounded first, as in every tier. */
+/* A loop of its own multiplies, so that no compiler contracts it with the rounding's addition: products are
+ * rounded first, as in every tier. */
+void fm_encode(FusedMoeCode code, uint8_t *codes, float factor, const float *values, float *products,
+               int64_t n) {
+    fm_rows(FUSED_MOE_F32)->scale(products, factor, values, n);
+    encode(code, codes, products, n);
+}
+
+/* Returns the scale of n values; they are divided by it. */
 static float quantize(FusedMoeCode code, bool power_of_two, uint8_t *codes, float *values, int64_t n) {
     const float scale = fused_moe_scale_of(peak_of(values, n), fused_moe_largest_code(code), power_of_two);
-    const float inverse = 1 / scale;
-    fm_rows(FUSED_MOE_F32)->scale(values, inverse, values, n);
-    encode(code, codes, values, n);
+    fm_encode(code, codes, 1 / scale, values, values, n);
     return scale;
 }
 
@@ -151,9 +160,8 @@ FM_ROW_FN void widen(double *restrict wide, const float *restrict values, int64_
     for (int64_t i = 0; i < n; i++) wide[i] = values[i];
 }
 
-/* Codes [first, first + n) as numbers of the accumulation type. */
-static void decode(const FmRows *v, FusedMoeCode code, const void *codes, int64_t first, int64_t n,
-                   void *accum) {
+void fm_decode_exactly(const FmRows *v, FusedMoeCode code, const void *codes, int64_t first, int64_t n,
+                       void *accum) {
     float values[FM_TILE_COLS];
     double *wide = accum;
     if (v->accum_bytes == sizeof *values) {
@@ -196,11 +204,11 @@ static void convert(const Product *g, int64_t k, int64_t width, const Buffers *s
     const FmRows *exact = exact_rows(w);
     const int64_t e = g->tile.expert, row = g->row;
     for (int64_t r = 0; r < g->tile.num_rows; r++)
-        decode(exact, code_of(w), g->a->codes, row_index(g->a, g->tile.first_row + r) * w->in + k, width,
-               fm_at(s->a, exact->accum_bytes, r * width));
+        fm_decode_exactly(exact, code_of(w), g->a->codes, row_index(g->a, g->tile.first_row + r) * w->in + k,
+                          width, fm_at(s->a, exact->accum_bytes, r * width));
     for (int64_t j = 0; j < g->n; j++)
-        decode(exact, code_of(w), w->data, (e * w->out + row + j) * w->in + k, width,
-               fm_at(s->b, exact->accum_bytes, j * width));
+        fm_decode_exactly(exact, code_of(w), w->data, (e * w->out + row + j) * w->in + k, width,
+                          fm_at(s->b, exact->accum_bytes, j * width));
 }
 
 /* sum += the product of `depth` columns from k on, which share their scales. Scratch has `width` columns,
@@ -285,6 +293,8 @@ static int up_gate_tile(int64_t i, const void *ctx, char *scratch) {
     FusedMoeWorkTile tile = fm_row_tile(t->schedule, up->row_map.offs, up->row_map.E, i / t->parts);
     FmCols cols = fm_cols_of(up->F, t->parts, i % t->parts);
     const Rows x = {up->x, up->row_map.row_token, p->x_scale, 0};
+    const FusedMoeLayout h_layout = up->layout == FUSED_MOE_UNGATED ? FUSED_MOE_UNGATED : FUSED_MOE_HALVES;
+    const int64_t h_width = fm_h_width(up->layout, up->F);
 
     for (int64_t j = cols.first; j < cols.end; j += FM_TILE_COLS) {
         const int64_t n = fm_min(FM_TILE_COLS, cols.end - j);
@@ -301,6 +311,10 @@ static int up_gate_tile(int64_t i, const void *ctx, char *scratch) {
             float *gates = s.h[0] + r * piece[0].width, *ups = s.h[1] + r * n;
             float *a = s.pairs; /* free again once the pair is loaded */
             fm_load_pair(f32, up->layout, gates, ups, 0, n, s.gate, s.up, s.pairs);
+            if (up->h) {
+                void *h = fm_at(up->h, v->elem_bytes, row * h_width);
+                fm_store_pair(v, h_layout, h, fm_at(h, v->elem_bytes, up->F), j, n, s.gate, s.up, NULL);
+            }
             f32->act(&up->activation, a, s.gate, up->layout == FUSED_MOE_UNGATED ? NULL : s.up, n);
             if (!p->a_scale) v->store(fm_at(up->a, v->elem_bytes, row * up->F + j), a, n);
             for (int64_t b = 0; p->a_scale && b < n; b += FUSED_MOE_BLOCK)
@@ -313,13 +327,15 @@ static int up_gate_tile(int64_t i, const void *ctx, char *scratch) {
 }
 
 /* A row past the last one is quantised as zeros. */
-static void clear_a(const FusedMoeEightBitUpGate *p, size_t elem_bytes) {
+static void clear_past_last(const FusedMoeEightBitUpGate *p, size_t elem_bytes) {
     const FusedMoeUpGate *up = &p->up;
     const int64_t R = up->row_map.R, num_rows = up->row_map.offs[up->row_map.E - 1];
     const int64_t bytes = up->F * (int64_t)(p->a_scale ? 1 : elem_bytes);
     fm_clear(fm_at(up->a, bytes, num_rows), (R - num_rows) * bytes);
     for (int64_t b = 0; p->a_scale && b < fm_blocks(up->F, FUSED_MOE_BLOCK); b++)
         for (int64_t r = num_rows; r < R; r++) p->a_scale[b * R + r] = 1;
+    const int64_t h_bytes = fm_h_width(up->layout, up->F) * (int64_t)elem_bytes;
+    if (up->h) fm_clear(fm_at(up->h, h_bytes, num_rows), (R - num_rows) * h_bytes);
 }
 
 int fused_moe_cpu_eight_bit_up_gate(const FusedMoeEightBitUpGate *p) {
@@ -328,7 +344,7 @@ int fused_moe_cpu_eight_bit_up_gate(const FusedMoeEightBitUpGate *p) {
     const FmRows *v = fm_rows(up->dtype);
     if (!v || up->dtype == FUSED_MOE_F64) return FUSED_MOE_UNSUPPORTED_DTYPE;
     if (!fm_row_map_is_valid(m)) return FUSED_MOE_INVALID_ROWS;
-    clear_a(p, v->elem_bytes);
+    clear_past_last(p, v->elem_bytes);
     int32_t *schedule = fm_make_schedule(m->offs, m->E);
     if (!schedule) return FUSED_MOE_OUT_OF_MEMORY;
     int64_t num_tiles = fused_moe_schedule_head(schedule)->num_row_tiles;
@@ -359,7 +375,7 @@ static int mm_tile(int64_t i, const void *ctx, char *scratch) {
     Buffers s = take_mm(down, &out, scratch, &unused);
     FusedMoeWorkTile tile = fm_row_tile(t->schedule, down->offs, down->E, i / t->parts);
     FmCols cols = fm_cols_of(down->M, t->parts, i % t->parts);
-    const Rows a = {down->a, NULL, p->a_scale, has_blocks(w) ? down->R : 0};
+    const Rows a = {down->a, NULL, p->a_scale, has_blocks(w) && !p->a_has_row_scales ? down->R : 0};
     for (int64_t j = cols.first; j < cols.end; j += FM_TILE_COLS) {
         const int64_t n = fm_min(FM_TILE_COLS, cols.end - j);
         int status = multiply(t->v, out, &a, w, down->bias, tile, j, n, &s);
