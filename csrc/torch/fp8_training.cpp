@@ -6,6 +6,7 @@
  * returns `link`, zeros in one element's memory, whose gradient is a bundle of bytes (struct Link). Its dtype
  * is x's. A bf16 or f32 made of e4m3 codes is NaN or infinite only where its highest code is NaN, so anomaly
  * mode sees no NaN that is none; the scales are floats for the same reason. */
+#include <cstring>
 #include <initializer_list>
 
 #include "operators.h"
@@ -62,10 +63,10 @@ struct BlockWeight {
 
 static BlockWeight block_weight(const char *op, const Tensor &codes, const Tensor &scale, const Tensor &like,
                                 int64_t E, int64_t out, int64_t in) {
-    BlockWeight w = {{},
-                     bytes_of(op, "codes of a weight", codes, like, {E, out, in}),
-                     floats(op, "scales of a weight", scale, like,
-                            {E, out / FUSED_MOE_BLOCK, in / FUSED_MOE_BLOCK})};
+    BlockWeight w = {
+        {},
+        bytes_of(op, "codes of a weight", codes, like, {E, out, in}),
+        floats(op, "scales of a weight", scale, like, {E, out / FUSED_MOE_BLOCK, in / FUSED_MOE_BLOCK})};
     w.p.data = data(w.codes);
     w.p.scale = data(w.scale);
     w.p.out = out;
@@ -481,8 +482,7 @@ Tensor fp8_down(const Tensor &link, const Tensor &, const Tensor &, const Tensor
 
     Call call = begin_call(op, link);
     check_trains_fp8(call);
-    const Tensor y =
-        run_eight_bit_mm(call, link, data(a_codes), (const float *)data(a_scale), false, w, map);
+    const Tensor y = run_eight_bit_mm(call, link, data(a_codes), (const float *)data(a_scale), false, w, map);
     Tensor out = new_tensor(link, {T, D});
     run_unpermute(call, unpermute_of(op, y, scores, map, out, shared_rows));
     return out;
@@ -535,6 +535,10 @@ Fp8DownGrads fp8_down_backward_accumulate(const Tensor &dout_, const Tensor &h_,
         dlink_scale = new_tensor(dout, {at.floats}, ScalarType::Float);
         char *bytes = (char *)dlink->mutable_data_ptr();
         float *scale = (float *)dlink_scale->mutable_data_ptr();
+        if (!call.is_cuda) { /* row blocks without rows are not written, and anomaly mode reads them */
+            memset(bytes, 0, at.bytes);
+            memset(scale, 0, at.floats * sizeof(float));
+        }
         p.dh = bytes + at.codes;
         p.dh_scale = scale + at.scale;
         if (is_fp8) {

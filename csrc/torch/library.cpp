@@ -279,8 +279,7 @@ STABLE_TORCH_LIBRARY(fused_moe, m) {
           "Tensor x_scale, Tensor w2, Tensor? scores, Tensor[] plan, Tensor[] quantized, int layout, "
           "int activation, float[] constants, int wgrad, Tensor? main_grad2=None" SHARED ") -> Tensor");
     m.def("fp8_up_backward" FP8_UP_BACKWARD(""));
-    m.def(
-        "fp8_up_backward_accumulate" FP8_UP_BACKWARD(", Tensor(a!)? main_grad1, Tensor(b!)? main_grad3"));
+    m.def("fp8_up_backward_accumulate" FP8_UP_BACKWARD(", Tensor(a!)? main_grad1, Tensor(b!)? main_grad3"));
     m.def("fp8_down_backward" FP8_DOWN_BACKWARD(""));
     m.def("fp8_down_backward_accumulate" FP8_DOWN_BACKWARD(", Tensor(a!)? main_grad2"));
 }
