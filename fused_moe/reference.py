@@ -532,6 +532,8 @@ def _by_columns(rows: Tensor, other_scale: Tensor) -> Tensor:
     """rows (R, width) as a weight gradient reads them, with one scale for 128 rows and 128 columns. The
     scales (R, 1) of the other operand's rows are folded into the codes."""
     values = torch.zeros(rows.shape, dtype=torch.float64, device=rows.device)
+    if not len(rows):
+        return values
     blocks = (t.split(128) for t in (rows.float(), other_scale, values))
     for block, scales, out in zip(*blocks, strict=True):
         for part, into in zip(block.split(128, dim=1), out.split(128, dim=1), strict=True):
@@ -597,12 +599,11 @@ def _fp8_experts(
         gate, up = h.chunk(2, -1) if is_gated else (h, None)
         return activate(gate, up, **activation)
 
-    num_rows = int(plan.counts.sum())
-    rows = _permuted(x.double(), plan)[:num_rows]
-    row_scores = scores.double().flatten()[plan.row_slot[:num_rows].long()].unsqueeze(-1)
-    counts = plan.counts.tolist()
-    parts = zip(rows.split(counts), w1.unbind(), w2.unbind(), row_scores.split(counts), strict=True)
-    y = torch.cat([_Fp8Expert.apply(*part, act, wgrad, x.dtype) for part in parts])
+    counts = [*plan.counts.tolist(), len(plan.row_token) - int(plan.counts.sum())]
+    *rows, rest = _permuted(x.double(), plan).split(counts)
+    row_scores = scores.double().flatten()[plan.row_slot.clamp_min(0).long()].unsqueeze(-1)
+    parts = zip(rows, w1.unbind(), w2.unbind(), row_scores.split(counts)[:-1], strict=True)
+    y = torch.cat([*(_Fp8Expert.apply(*part, act, wgrad, x.dtype) for part in parts), rest])
     return unpermute(y, plan, shared=shared, shared_gate=shared_gate).to(x.dtype)
 
 

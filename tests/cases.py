@@ -276,11 +276,10 @@ def fp8_calls(case: Case, device, act: dict) -> dict[str, list[dict]]:
     takes_float = torch.device(device).type == "cpu"
     dtype = case.dtype if case.dtype == BF16 or (case.dtype == F32 and takes_float) else BF16
     case = replace(case, dim=-(-case.dim // 128) * 128, hidden=-(-case.hidden // 128) * 128, dtype=dtype)
-    stored, gated, pairs, transposed = LAYOUTS[case.layout]
-    t, ids, T, F = case.inputs(device), case.ids(device), case.tokens, case.hidden
+    _, _, pairs, transposed = LAYOUTS[case.layout]
+    t, ids, T = case.inputs(device), case.ids(device), case.tokens
     w1, w2, w3 = (w if w is None or not transposed else w.mT for w in (t["w1"], t["w2"], t["w3"]))
     w1 = w1.flatten(1, 2) if pairs else w1
-    R, H = ids.numel(), 2 * F if gated else F
     plan = {"plan": fused_moe.route_plan(ids, case.num_experts).tensors}
     up = torch.ops.fused_moe.fp8_weight(w1, w3, act["layout"])
     down = torch.ops.fused_moe.fp8_weight(w2, None, codes.UNGATED)
