@@ -11,6 +11,7 @@
  * threads at every task, and ThreadSanitizer would miss races between them. */
 #include "activation.h"
 #include "cpu/cpu.h"
+#include "eight_bit.h"
 #include "integer.h"
 
 #include <pthread.h>
@@ -576,6 +577,8 @@ static int eight_bit_up_gate(Case *c) {
     bool in_blocks = format == FUSED_MOE_FORMAT_fp8_block;
     up->a = output(in_blocks ? up->row_map.R * up->F : row_bytes(c, up->row_map.R * up->F));
     if (in_blocks) p.a_scale = output(fm_blocks(up->F, 128) * up->row_map.R * 4);
+    int64_t h_width = fm_h_width(up->layout, up->F);
+    up->h = option() ? output(row_bytes(c, up->row_map.R * h_width)) : NULL;
     return fused_moe_cpu_eight_bit_up_gate(&p);
 }
 
@@ -589,10 +592,110 @@ static int eight_bit_mm(Case *c) {
     down->a = bytes(down->R * down->N[0], 127);
     down->b[0] = weight_of_codes(&codes, format, down->E, down->M, down->N[0], false);
     down->bias = option() ? values(down->dtype, down->E * down->M) : NULL;
-    int64_t blocks = format == FUSED_MOE_FORMAT_fp8_block ? fm_blocks(down->N[0], 128) : 1;
+    p.a_has_row_scales = draw(2);
+    bool has_blocks = format == FUSED_MOE_FORMAT_fp8_block && !p.a_has_row_scales;
+    int64_t blocks = has_blocks ? fm_blocks(down->N[0], 128) : 1;
     p.a_scale = values(FUSED_MOE_F32, blocks * down->R);
     down->out = output(row_bytes(c, down->R * down->M));
     return fused_moe_cpu_eight_bit_mm(&p);
+}
+
+/* --- FP8 training --------------------------------------------------------------------------------------- */
+
+static FusedMoeDtype training_dtype(const Case *c) {
+    return c->elem == 2 ? FUSED_MOE_BF16 : FUSED_MOE_F32;
+}
+
+/* A multiple of 128. */
+static int64_t blocks_width(int64_t usual) {
+    return width(128 * (1 + usual % 3));
+}
+
+/* A call leaves some row blocks as they were: those that no expert has. */
+static void clear_unwritten(FusedMoeRowMap map, void *data, int64_t block_bytes) {
+    int64_t next = 0;
+    for (int32_t e = 0; e < map.E; e++) {
+        int32_t start = fused_moe_expert_start(map.offs, e), first = fused_moe_first_row_block(start, e);
+        fm_clear(fm_at(data, block_bytes, next), (first - next) * block_bytes);
+        next = first + fm_blocks(map.offs[e] - start, 128);
+    }
+    fm_clear(fm_at(data, block_bytes, next), (fused_moe_num_row_blocks(map.R, map.E) - next) * block_bytes);
+}
+
+static int quantize_weight(Case *c) {
+    FusedMoeQuantizeWeight p = {.E = c->s.E, .dtype = training_dtype(c)};
+    p.M[0] = 128, p.M[1] = 128 * draw(2), p.N = 128 * (1 + draw(3));
+    int64_t M = p.M[0] + p.M[1], elements = p.E * M * p.N;
+    for (int i = 0; i < 2; i++)
+        if (p.M[i]) p.part[i] = weight(p.dtype, p.E, p.M[i], p.N);
+    p.codes = output(elements), p.codes_t = output(elements);
+    p.scale = output(elements / (128 * 128) * 4), p.scale_t = output(elements / (128 * 128) * 4);
+    return fused_moe_cpu_quantize_weight(&p);
+}
+
+static int quantize_columns(Case *c) {
+    FusedMoeQuantizeColumns p = {.dtype = training_dtype(c)};
+    p.row_map = option() ? c->map : grouped_rows(c->map);
+    p.columns = blocks_width(c->s.D), p.first = 128 * draw(2), p.D = p.first + p.columns + 128 * draw(2);
+    p.x = values(p.dtype, p.row_map.T * p.D);
+    p.scale = values(FUSED_MOE_F32, p.row_map.R);
+    p.codes = output(fused_moe_num_row_blocks(p.row_map.R, p.row_map.E) * p.columns * 128);
+    int status = fused_moe_cpu_quantize_columns(&p);
+    if (status == FUSED_MOE_OK) clear_unwritten(p.row_map, p.codes, p.columns * 128);
+    return status;
+}
+
+static int quantize_dh(Case *c) {
+    FusedMoeQuantizeDh p = {.F = blocks_width(c->s.F), .dtype = training_dtype(c)};
+    p.layout = draw(2) ? FUSED_MOE_HALVES : FUSED_MOE_UNGATED;
+    p.row_map = option() ? c->map : grouped_rows(c->map);
+    p.activation = (FusedMoeActivation){draw(FUSED_MOE_NUM_ACTIVATIONS), 1.702, 0.5, 1 / 1.702, 1 / 0.5};
+    int64_t T = p.row_map.T, K = p.row_map.K, R = p.row_map.R, F = p.F, H = fm_h_width(p.layout, F);
+    int64_t blocks = fused_moe_num_row_blocks(R, p.row_map.E);
+    int64_t elem = (int64_t)fm_rows(p.dtype)->elem_bytes;
+    p.g = values(p.dtype, R * F), p.h = values(p.dtype, R * H);
+    p.scores = p.row_map.row_token && option() ? values(FUSED_MOE_F32, T * K) : NULL;
+    p.x_scale = values(FUSED_MOE_F32, R), p.dout_scale = values(FUSED_MOE_F32, R);
+    if (option()) p.dh = output(R * H), p.dh_scale = output(H / 128 * R * 4);
+    if (option()) p.dh_t = output(blocks * H * 128), p.dh_t_scale = output(blocks * (H / 128) * 4);
+    if (option()) p.a_t = output(blocks * F * 128), p.a_t_scale = output(blocks * (F / 128) * 4);
+    p.dh_rows = option() ? output(R * H * elem) : NULL;
+    p.a_rows = option() ? output(R * F * elem) : NULL;
+    if (option()) p.dscores = output(T * K * 4), p.partials = block(R * (F / 128) * 4);
+    int status = fused_moe_cpu_quantize_dh(&p);
+    if (status == FUSED_MOE_OK && p.dh_t) {
+        clear_unwritten(p.row_map, p.dh_t, H * 128);
+        clear_unwritten(p.row_map, p.dh_t_scale, H / 128 * 4);
+    }
+    if (status == FUSED_MOE_OK && p.a_t) {
+        clear_unwritten(p.row_map, p.a_t, F * 128);
+        clear_unwritten(p.row_map, p.a_t_scale, F / 128 * 4);
+    }
+    return status;
+}
+
+static int eight_bit_wgrad(Case *c) {
+    FusedMoeEightBitWgrad p = {.offs = c->map.offs, .R = c->map.R, .E = c->map.E, .dtype = training_dtype(c)};
+    p.M[0] = 128, p.M[1] = 128 * !draw(4), p.N = draw(4) ? 128 : 384;
+    p.scale_is_of_b = draw(2), p.accumulate = draw(2);
+    p.dw_dtype = p.accumulate || draw(2) ? FUSED_MOE_F32 : p.dtype;
+    int64_t blocks = fused_moe_num_row_blocks(p.R, p.E), M = p.M[0] + p.M[1];
+    p.a = bytes(blocks * M * 128, 127), p.b = bytes(blocks * p.N * 128, 127);
+    p.scale = values(FUSED_MOE_F32, blocks * ((p.scale_is_of_b ? p.N : M) / 128));
+    int64_t elem = (int64_t)fm_rows(p.dw_dtype)->elem_bytes;
+    for (int i = 0; i < 2; i++) {
+        if (!p.M[i]) continue;
+        if (p.accumulate) { /* in any strides */
+            p.dw[i] = weight(FUSED_MOE_F32, p.E, p.M[i], p.N);
+            const FusedMoeWeight w = p.dw[i];
+            result(w.data,
+                   ((p.E - 1) * w.stride_expert + (p.M[i] - 1) * w.stride_out + (p.N - 1) * w.stride_in + 1) *
+                       elem);
+        } else {
+            p.dw[i] = (FusedMoeWeight){output(p.E * p.M[i] * p.N * elem), p.M[i] * p.N, p.N, 1, NULL};
+        }
+    }
+    return fused_moe_cpu_eight_bit_wgrad(&p);
 }
 
 enum { OFFS = 1, ROW_TOKEN = 2, ROW_SLOT = 4, TOKEN_ROW = 8, ALL_MAPS = 15 };
@@ -621,6 +724,10 @@ static const struct {
     {"quantize_rows", quantize_rows, ALL_MAPS},
     {"eight_bit_up_gate", eight_bit_up_gate, ALL_MAPS},
     {"eight_bit_mm", eight_bit_mm, OFFS},
+    {"quantize_weight", quantize_weight, 0},
+    {"quantize_columns", quantize_columns, ALL_MAPS},
+    {"quantize_dh", quantize_dh, ALL_MAPS},
+    {"eight_bit_wgrad", eight_bit_wgrad, OFFS},
 };
 enum { NUM_OPERATORS = sizeof operators / sizeof operators[0] };
 
