@@ -91,8 +91,8 @@ FUSED_MOE_FN bool fused_moe_auto_takes_codes(int64_t R, int64_t E) {
 
 /* --- FP8 training --------------------------------------------------------------------------------------- */
 
-/* Whether wgrad="auto" takes FP8 weight gradients: their operands are quantised by columns, in row blocks that
- * an expert fills up with zeros, which experts of few rows do not pay back. Python has the same number
+/* Whether fp8_wgrad="auto" takes FP8 weight gradients: their operands are quantised by columns, in row blocks
+ * that an expert fills up with zeros, which experts of few rows do not pay back. Python has the same number
  * (fused_moe/fp8.py). This rule decides about bits, too. */
 FUSED_MOE_FN bool fused_moe_fp8_wgrad_pays(int64_t R, int64_t E) {
     return R >= 256 * E;

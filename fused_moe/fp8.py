@@ -63,7 +63,7 @@ class Fp8Weights:
 
     @property
     def nbytes(self) -> int:
-        """Of codes and scales."""
+        """The bytes of codes and scales."""
         return sum(t.nbytes for t in (*self.up, *self.down))
 
     def to(self, device) -> Fp8Weights:

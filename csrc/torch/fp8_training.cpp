@@ -195,88 +195,84 @@ static Tensor part_at(const FusedMoeWeight &w, int64_t E, int64_t M, int64_t N, 
                                     like.device(), dtype);
 }
 
+/* The same for parts in any strides, of which each may be absent: by way of a dense copy of both. */
+static void run_wgrad_by_copy(const Call &call, FusedMoeEightBitWgrad &p, const FusedMoeWeight part[2],
+                              const Tensor &x, const Tensor &copy) {
+    const int64_t E = copy.size(0), N = copy.size(2), elem_bytes = (int64_t)copy.element_size();
+    const ScalarType dtype = copy.scalar_type();
+    p.dw[0] = p.dw[1] = weight(copy);
+    p.dw[1].data = p.M[1] ? (char *)p.dw[0].data + p.M[0] * N * elem_bytes : nullptr;
+    for (int i = 0; i < 2 && p.accumulate; i++) {
+        if (!p.M[i]) continue;
+        Tensor dense = part_at(p.dw[i], E, p.M[i], N, x, dtype);
+        if (part[i].data)
+            torch::stable::copy_(dense, part_at(part[i], E, p.M[i], N, x, dtype));
+        else
+            torch::stable::zero_(dense);
+    }
+    run_eight_bit_wgrad(call, p, x);
+    for (int i = 0; i < 2; i++) {
+        if (!part[i].data) continue;
+        Tensor strided = part_at(part[i], E, p.M[i], N, x, dtype);
+        torch::stable::copy_(strided, part_at(p.dw[i], E, p.M[i], N, x, dtype));
+    }
+}
+
 /* dw = rows_t x^T, of rows_t [blocks,M,128] with scales of its own and of x's tokens, whose scales rows_t has
- * taken in. x becomes codes by columns in chunks. */
+ * taken in. x becomes codes by columns in chunks.
+ *
+ * The kernel writes consecutive elements along its N. A part whose M is the dense side is written by the GEMM
+ * of swapped operands, if it is the only one: N's rows of a block are dense. What is left takes a copy. */
 static void run_fp8_wgrad(const Call &call, const void *rows_t, const float *rows_t_scale,
                           const WeightGrad &grad, const Tensor &x, const Tensor &x_scale, const RowMap &map,
                           int64_t num_chunks) {
     if (!grad.part[0].data && !grad.part[1].data) return;
-    const int64_t R = map.p.R, E = map.p.E, D = x.size(1), N = D / num_chunks;
-    const int64_t M[2] = {grad.M[0], grad.M[1]};
-    const int64_t blocks = fused_moe_num_row_blocks(R, E);
-    /* The kernel writes consecutive elements along its N. A single part whose M is the dense side is written
-     * by the GEMM of swapped operands. Of what is left, and where part 0 is not wanted, a copy is written. */
-    const bool wants_all = grad.part[0].data && (grad.part[1].data || !M[1]);
-    bool direct = wants_all, swapped = wants_all && !M[1] && grad.part[0].stride_out == 1;
-    for (const FusedMoeWeight &part : grad.part) direct = direct && (!part.data || part.stride_in == 1);
-    const Tensor columns = new_tensor(x, {blocks, N, FUSED_MOE_BLOCK}, ScalarType::Byte);
+    const int64_t E = map.p.E, D = x.size(1), N = D / num_chunks;
+    const bool wants_all = grad.part[0].data && (grad.part[1].data || !grad.M[1]);
+    const bool is_direct =
+        wants_all && grad.part[0].stride_in == 1 && (!grad.part[1].data || grad.part[1].stride_in == 1);
+    const bool is_swapped = !is_direct && wants_all && !grad.M[1] && grad.part[0].stride_out == 1;
     const ScalarType dtype = grad.dtype == FUSED_MOE_F32 ? ScalarType::Float : x.scalar_type();
+    const int64_t elem_bytes = grad.dtype == FUSED_MOE_F32 ? 4 : (int64_t)x.element_size();
+    const Tensor columns =
+        new_tensor(x, {fused_moe_num_row_blocks(map.p.R, E), N, FUSED_MOE_BLOCK}, ScalarType::Byte);
     OptTensor copy;
-    if (!direct && !swapped) copy = new_tensor(x, {E, M[0] + M[1], N}, dtype);
+    if (!is_direct && !is_swapped) copy = new_tensor(x, {E, grad.M[0] + grad.M[1], N}, dtype);
 
+    FusedMoeQuantizeColumns of_x = {};
+    of_x.x = data(x);
+    of_x.scale = (const float *)data(x_scale);
+    of_x.codes = columns.mutable_data_ptr();
+    of_x.row_map = map.p;
+    of_x.D = D;
+    of_x.columns = N;
+    of_x.dtype = float_dtype(call.op, x);
     FusedMoeEightBitWgrad p = {};
-    p.a = rows_t;
-    p.b = columns.mutable_data_ptr();
+    p.a = is_swapped ? of_x.codes : rows_t;
+    p.b = is_swapped ? rows_t : of_x.codes;
     p.scale = rows_t_scale;
+    p.scale_is_of_b = is_swapped;
+    p.M[0] = is_swapped ? N : grad.M[0];
+    p.M[1] = grad.M[1];
+    p.N = is_swapped ? grad.M[0] : N;
     p.dw_dtype = grad.dtype;
     p.accumulate = grad.accumulate;
     p.offs = map.p.offs;
     p.schedule = map.p.schedule;
-    p.R = R;
-    p.M[0] = M[0];
-    p.M[1] = M[1];
-    p.N = N;
+    p.R = map.p.R;
     p.E = map.p.E;
-    p.dtype = float_dtype(call.op, x);
-    if (!direct && swapped) {
-        p.a = columns.mutable_data_ptr();
-        p.b = rows_t;
-        p.scale_is_of_b = true;
-        p.M[0] = N;
-        p.N = M[0];
-    }
-    for (int64_t first = 0; first < D; first += N) {
-        FusedMoeQuantizeColumns of_x = {};
-        of_x.x = data(x);
-        of_x.scale = (const float *)data(x_scale);
-        of_x.codes = columns.mutable_data_ptr();
-        of_x.row_map = map.p;
-        of_x.D = D;
-        of_x.first = first;
-        of_x.columns = N;
-        of_x.dtype = p.dtype;
+    p.dtype = of_x.dtype;
+    for (; of_x.first < D; of_x.first += N) {
         run(call, of_x, fused_moe_cpu_quantize_columns, CUDA(fused_moe_cuda_quantize_columns));
-
-        const int64_t elem_bytes = grad.dtype == FUSED_MOE_F32 ? 4 : (int64_t)x.element_size();
         FusedMoeWeight part[2] = {grad.part[0], grad.part[1]};
         for (FusedMoeWeight &w : part)
-            if (w.data) w.data = (char *)w.data + first * w.stride_in * elem_bytes;
-        if (!copy) {
-            for (int i = 0; i < 2; i++) p.dw[i] = direct ? part[i] : transposed(part[i]);
-            run_eight_bit_wgrad(call, p, x);
+            if (w.data) w.data = (char *)w.data + of_x.first * w.stride_in * elem_bytes;
+        if (copy) {
+            run_wgrad_by_copy(call, p, part, x, *copy);
             continue;
         }
-        const FusedMoeWeight dense = weight(*copy);
-        Tensor of_parts[2] = {part_at(dense, E, M[0], N, x, dtype), *copy};
-        p.dw[0] = dense;
-        if (M[1]) {
-            p.dw[1] = dense;
-            p.dw[1].data = (char *)dense.data + M[0] * N * elem_bytes;
-            of_parts[1] = part_at(p.dw[1], E, M[1], N, x, dtype);
-        }
-        for (int i = 0; i < 2 && grad.accumulate; i++) {
-            if (!M[i]) continue;
-            if (part[i].data)
-                torch::stable::copy_(of_parts[i], part_at(part[i], E, M[i], N, x, dtype));
-            else
-                torch::stable::zero_(of_parts[i]);
-        }
+        for (int i = 0; i < 2; i++) p.dw[i] = is_swapped ? transposed(part[i]) : part[i];
         run_eight_bit_wgrad(call, p, x);
-        for (int i = 0; i < 2; i++) {
-            if (!part[i].data) continue;
-            Tensor target = part_at(part[i], E, M[i], N, x, dtype);
-            torch::stable::copy_(target, of_parts[i]);
-        }
     }
 }
 
