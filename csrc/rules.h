@@ -89,6 +89,21 @@ FUSED_MOE_FN bool fused_moe_auto_takes_codes(int64_t R, int64_t E) {
     return R <= FUSED_MOE_EIGHT_BIT_AUTO_ROWS * E;
 }
 
+/* --- FP8 training --------------------------------------------------------------------------------------- */
+
+/* Whether fp8_wgrad="auto" takes FP8 weight gradients: their operands are quantised by columns, in row blocks
+ * that an expert fills up with zeros, which experts of few rows do not pay back. Python has the same number
+ * (fused_moe/fp8.py). This rule decides about bits, too. */
+FUSED_MOE_FN bool fused_moe_fp8_wgrad_pays(int64_t R, int64_t E) {
+    return R >= 256 * E;
+}
+
+/* Chunks of x's D columns, each of which is quantised for its part of a weight gradient alone, so that the
+ * codes by columns take less memory. D and a chunk are multiples of 128. */
+FUSED_MOE_FN int32_t fused_moe_fp8_column_chunks(int64_t D) {
+    return D % 1024 == 0 ? 4 : D % 256 == 0 ? 2 : 1;
+}
+
 /* --- weight gradients ----------------------------------------------------------------------------------- */
 
 /* Whether wgrad's gathered operand, N columns wide, is copied into expert order first, half of its columns at

@@ -8,6 +8,7 @@ from . import oldest as oldest  # isort: skip
 from . import flops as flops  # for FlopCounterMode
 from . import reference
 from .balance import ModelLoadReport, balance, load_report
+from .fp8 import Fp8Weights, fp8_weights
 from .function import (
     fused_experts,
     grouped_mlp,
@@ -31,6 +32,7 @@ from .replay import Routes, record_routing, replay_routing
 __version__ = "0.2.0"
 
 __all__ = [
+    "Fp8Weights",
     "FusedMoE",
     "LoRA",
     "LoadReport",
@@ -41,6 +43,7 @@ __all__ = [
     "Routes",
     "add_lora",
     "balance",
+    "fp8_weights",
     "fused_experts",
     "grouped_mlp",
     "grouped_mm",

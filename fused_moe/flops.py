@@ -130,6 +130,30 @@ def _experts_down_backward(args) -> int:
     return 2 * gemms * args.h[0] * prod(args.w2[1:])
 
 
+@_register("fp8_up")
+def _fp8_up(args) -> int:
+    return _num_rows(args.x, args.plan) * _up(args)
+
+
+@_register("fp8_up_backward", "fp8_up_backward_accumulate")
+def _fp8_up_backward(args) -> int:
+    flops = _up(args) if args.need_dx else 0
+    flops += 2 * prod(args.w1[1:]) if args.need_dw1 else 0
+    flops += 2 * prod(args.w3[1:]) if args.need_dw3 else 0
+    return _num_rows(args.x, args.plan) * flops
+
+
+@_register("fp8_down")
+def _fp8_down(args) -> int:
+    return 2 * args.a_codes[0] * prod(args.w2[1:])
+
+
+@_register("fp8_down_backward", "fp8_down_backward_accumulate")
+def _fp8_down_backward(args) -> int:
+    gemms = (args.need_dlink or args.need_dscores or args.need_dw2) + args.need_dw2
+    return 2 * gemms * args.h[0] * prod(args.w2[1:])
+
+
 # --- registration -----------------------------------------------------------------------------------------
 
 

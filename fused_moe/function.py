@@ -44,6 +44,7 @@ from .checks import (
     fail,
     is_autocast_enabled,
 )
+from .fp8 import Fp8Weights, check_operands, check_options, quantized, wgrad_pays
 from .lora import LoRA, check_lora
 from .main_grad import operands_of
 from .ops import ops
@@ -374,9 +375,25 @@ def _experts(
     )
 
 
+def _fp8_experts(
+    x, w1, w2, w3, scores, plan: Plan, fp8: Fp8Weights, code, activation, constants, wgrad, main_grads,
+    shared,
+):  # fmt: skip
+    """The two autograd nodes of FP8 training. h is saved only if a gradient may be needed."""
+    settings = (code, _ops.ACTIVATION_CODES[activation], [*constants])
+    main_up, main_down = main_grads
+    wgrad = _ops.WGRADS[wgrad]
+    needs_grad = _needs_grad(x, w1, w2, w3, scores)
+    up = (x, w1, w3, plan.tensors, [*fp8.up], *settings, needs_grad, wgrad, *main_up)
+    made = _ops.run(ops.fp8_up.default, *up)
+    down = (*made, w2, scores, tensors_again(plan), [*fp8.down], *settings, wgrad)
+    return _ops.run(ops.fp8_down.default, *down, *(main_down or (None,)), *shared)
+
+
 # Where an operator writes a view of an input, inductor added the input's storage offset twice: seen in 2.11.
 WRITES_BESIDE_VIEWS = torch.__version__ < (2, 13)
 _experts_with_main_grads = _disable_dynamo(_experts) if WRITES_BESIDE_VIEWS else _experts
+_fp8_with_main_grads = _disable_dynamo(_fp8_experts) if WRITES_BESIDE_VIEWS else _fp8_experts
 
 
 def fused_experts(
@@ -406,6 +423,8 @@ def fused_experts(
     compute: str | None = None,
     smooth1: Tensor | None = None,
     smooth2: Tensor | None = None,
+    fp8: Fp8Weights | bool | None = None,
+    fp8_wgrad: str = "auto",
 ) -> Tensor:
     """The routed experts of a layer: out[t] = sum over k of scores[t, k] * expert(ids[t, k])(x[t]).
 
@@ -456,6 +475,14 @@ def fused_experts(
             gradient: backward raises. lora, plan, main_grads and transposed raise; all else works.
         smooth1, smooth2: of "int8_smooth", (E, D) and (E, F) float32, finite and > 0: what an expert's x, and
             act(w1 x) * (w3 x), are divided by. Default: the weights' own `smooth`, or ones.
+        fp8: train in FP8: all GEMMs, forward and backward, multiply e4m3 by e4m3. True quantises the weights
+            in every call, forward alone; `fp8_weights` does it once for several. w1, w2 and w3 get their
+            gradients as ever, but their values are read only by what quantises them. x is bfloat16 (float32
+            on the CPU, too; autocast casts x alone, and weights may stay float32), D and F are multiples of
+            128, and a GPU has to be one of Hopper's. Biases, score_on "input", lora, quantised weights and
+            compute raise; all else works. Without gradients the output has the same bits.
+        fp8_wgrad: "fp8": weight gradients multiply e4m3 by e4m3, too; "bf16": they are GEMMs of x's dtype, of
+            operands that are not quantised; "auto": "fp8" if experts have 256 slots or more on average.
 
     Returns:
         (T, D) in x's dtype (autocast's under autocast), differentiable in x, weights, biases, scores,
@@ -467,22 +494,26 @@ def fused_experts(
     weights, biases, constants = (w1, w2, w3), (b1, b2, b3), (alpha, limit)
     return experts_and_counts(
         x, weights, scores, ids, biases, activation, constants, layout, transposed, score_on, plan,
-        main_grads, expert_map, out, lora, shared, shared_gate, compute, (smooth1, smooth2),
+        main_grads, expert_map, out, lora, shared, shared_gate, compute, (smooth1, smooth2), fp8, fp8_wgrad,
     )[0]  # fmt: skip
 
 
 def experts_and_counts(
     x, weights, scores, ids, biases, activation, constants=(ALPHA, LIMIT), layout="separate",
     transposed=False, score_on="output", plan=None, main_grads=None, expert_map=None, out=None, lora=None,
-    shared=None, shared_gate=None, compute=None, smooth=(None, None),
+    shared=None, shared_gate=None, compute=None, smooth=(None, None), fp8=None, fp8_wgrad="auto",
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """fused_experts, and how many slots each expert has: counts (E,) int32."""
     fn = "fused_experts"
     check_input(fn, "x", x, 2)
     check_activation(fn, activation, *constants)
     check_layout(fn, layout, score_on)
+    options = (weights, biases, score_on, lora, compute, smooth)
+    trains_fp8 = check_options(fn, fp8, fp8_wgrad, *options)
     stored, weights, is_composed = _plain_weights(fn, "x", x, weights, transposed, main_grads, lora)
     w1, w2, w3, code = check_experts(fn, "x", x, *weights, *biases, layout, transposed)
+    if trains_fp8:
+        check_operands(fn, fp8, x, w1, w2, w3, code)
     if lora is not None:
         check_lora(fn, lora, "x", x, (w1, w2, w3))
     mode = "codes"
@@ -518,6 +549,20 @@ def experts_and_counts(
         )
         check_out(fn, out, x, x.shape, inputs)
     scores, shared = _as_scores(scores, x), (shared, _as_scores(shared_gate, x))
+    if trains_fp8:
+        if fp8 is True:
+            fp8 = quantized(w1, w2, w3, code)
+        if fp8_wgrad == "auto":
+            fp8_wgrad = "fp8" if wgrad_pays(ids.numel(), w2.size(0)) else "bf16"
+        if plan is None:
+            plan = _ops.route_plan(ids, w2.size(0), expert_map)
+        experts = _fp8_experts
+        if any(main_grads):
+            experts = _fp8_with_main_grads
+            w1, w2, w3 = operands_of(stored, (w1, w2, w3), given)
+        made = (plan, fp8, code, activation, constants, fp8_wgrad, main_grads, shared)
+        y = experts(x, w1, w2, w3, scores, *made)
+        return y if out is None else out.copy_(y), plan.counts
     is_operator = plan is None and not needs_grad
     settings = (code, _ops.ACTIVATION_CODES[activation], [*constants], score_on == "input")
     if mode != "codes":

@@ -996,6 +996,171 @@ _register_accumulate("experts_down_backward_accumulate", fake=_experts_down_back
 _register("down_dgrad", fake=_down_dgrad_fake)
 
 
+# --- FP8 training: the two nodes of experts whose GEMMs multiply e4m3 by e4m3 -------------------------
+#
+# What link is, and what its gradient, csrc/torch/fp8_training.cpp says. Weights are arguments for their
+# gradients alone: what is multiplied is `quantized`, codes in bytes, which have no gradient.
+
+BLOCK = 128  # rows and columns that share a scale
+WGRADS = {"fp8": 0, "bf16": 1}
+
+
+def _up(n: int, to: int) -> int:
+    return (n + to - 1) // to * to
+
+
+def _link_sizes(num_rows: int, num_experts: int, h_width: int, wgrad: int, itemsize: int) -> tuple[int, int]:
+    """Elements of link and of link_scale."""
+    blocks, tiles = num_rows // BLOCK + num_experts, h_width // BLOCK
+    dh, scales = num_rows * h_width, _up(tiles * num_rows, 32)
+    if wgrad == WGRADS["fp8"]:
+        return (dh + blocks * h_width * BLOCK) // itemsize, scales + _up(blocks * tiles, 32)
+    return dh // itemsize + dh, scales
+
+
+def _fp8_weight_fake(args):
+    num_experts, rows, cols = args.w.shape
+    width, h_width = _widths(rows, args.layout)
+    new = args.w.new_empty
+    return (
+        new(num_experts, h_width, cols, dtype=torch.uint8),
+        new(num_experts, h_width // BLOCK, cols // BLOCK, dtype=torch.float32),
+        new(num_experts, cols, h_width, dtype=torch.uint8),
+        new(num_experts, cols // BLOCK, h_width // BLOCK, dtype=torch.float32),
+    )
+
+
+def _fp8_up_fake(args):
+    x, num_rows = args.x, _num_rows(args.x, args.plan)
+    width, h_width = _widths(args.w1.size(1), args.layout)
+    link, link_scale = _link_sizes(num_rows, args.w1.size(0), h_width, args.wgrad, x.itemsize)
+    return (
+        x.new_empty(1).expand(link),
+        x.new_empty(1, dtype=torch.float32).expand(link_scale),
+        x.new_empty(num_rows if args.save_h else 0, h_width),
+        x.new_empty(num_rows, width, dtype=torch.uint8),
+        x.new_empty(width // BLOCK, num_rows, dtype=torch.float32),
+        x.new_empty(num_rows, dtype=torch.float32),
+    )
+
+
+def _fp8_up_setup(ctx, args, output):
+    ctx.settings, ctx.main_grads = (args.layout, args.wgrad), (args.main_grad1, args.main_grad3)
+    ctx.mark_non_differentiable(*output[2:])
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(args.x, output[5], args.w1, args.w3, *args.quantized[2:], *args.plan)
+
+
+def _fp8_up_backward(ctx, need, dlink, dlink_scale, *_):
+    if dlink is None or dlink_scale is None:
+        return {}
+    x, x_scale, w1, w3, codes_t, scale_t, *plan = ctx.saved_tensors
+    main_grad1, main_grad3 = ctx.main_grads
+    accumulates = main_grad1 is not None or main_grad3 is not None
+    if accumulates:
+        need = less_unasked(ctx, need, w1=1, w3=2)
+    args = (dlink, dlink_scale, x, x_scale, w1, w3, plan, [codes_t, scale_t], *ctx.settings)
+    args = (*args, need.x, need.w1, need.w3)
+    if accumulates:
+        grads = run(ops.fp8_up_backward_accumulate.default, *args, main_grad1, main_grad3)
+    else:
+        grads = run(ops.fp8_up_backward.default, *args)
+    dx, dw1, dw3 = grads
+    result = {}
+    if need.x:
+        result["x"] = dx
+    if need.w1 and main_grad1 is None:
+        result["w1"] = dw1
+    if need.w3 and main_grad3 is None:
+        result["w3"] = dw3
+    return result
+
+
+def _fp8_up_backward_fake(args):
+    """For fp8_up_backward and fp8_up_backward_accumulate; only the latter has main_grads."""
+    x = args.x
+    accumulates1, accumulates3 = (
+        getattr(args, name, None) is not None for name in ("main_grad1", "main_grad3")
+    )
+    return (
+        _needed(args.need_dx, x, *x.shape),
+        _grad_like(args.need_dw1 and not accumulates1, args.w1, x),
+        _grad_like(args.need_dw3 and not accumulates3, args.w3, x),
+    )
+
+
+def _fp8_down_fake(args):
+    return args.link.new_empty(_slots(args.a_codes, args.plan)[0], args.w2.size(1))
+
+
+def _fp8_down_setup(ctx, args, output):
+    ctx.settings = (args.layout, args.activation, args.constants, args.wgrad)
+    ctx.main_grad = args.main_grad2
+    saved = (args.h, args.x_scale, args.w2, args.scores, *args.quantized[2:])
+    ctx.save_for_backward(*saved, *_saved_shared(ctx, args), *args.plan)
+
+
+def _fp8_down_backward(ctx, need, dout):
+    h, x_scale, w2, scores, codes_t, scale_t, shared, shared_gate, *plan = ctx.saved_tensors
+    of_shared = _shared_gradients(need, dout, shared, shared_gate)
+    needs_link = need.link or need.link_scale
+    if not (needs_link or need.w2 or need.scores):
+        return of_shared
+    args = (dout, h, x_scale, w2, scores, plan, [codes_t, scale_t], *ctx.settings, needs_link)
+    if ctx.main_grad is None:
+        grads = run(ops.fp8_down_backward.default, *args, need.w2, need.scores)
+    else:
+        need = less_unasked(ctx, need, w2=6)
+        args = (*args, need.w2, need.scores, ctx.main_grad)
+        grads = run(ops.fp8_down_backward_accumulate.default, *args)
+    dlink, dlink_scale, dw2, dscores = grads
+    result = {"link": dlink, "link_scale": dlink_scale} if needs_link else {}
+    if need.w2 and ctx.main_grad is None:
+        result["w2"] = dw2
+    if need.scores:
+        result["scores"] = dscores
+    return result | of_shared
+
+
+def _fp8_down_backward_fake(args):
+    """For fp8_down_backward and fp8_down_backward_accumulate; only the latter has a main_grad."""
+    dout, (num_rows, h_width) = args.dout, args.h.shape
+    accumulates = getattr(args, "main_grad2", None) is not None
+    link, link_scale = _link_sizes(num_rows, args.w2.size(0), h_width, args.wgrad, dout.itemsize)
+    return (
+        _needed(args.need_dlink, dout, link),
+        _needed(args.need_dlink, dout, link_scale, dtype=torch.float32),
+        _grad_like(args.need_dw2 and not accumulates, args.w2, dout),
+        _needed(args.need_dscores, dout, *_slots(dout, args.plan), dtype=torch.float32),
+    )
+
+
+_register(
+    "fp8_weight",
+    fake=_fp8_weight_fake,
+    setup_context=lambda ctx, args, output: ctx.mark_non_differentiable(*output),
+)
+_register(
+    "fp8_up",
+    fake=_fp8_up_fake,
+    backward=_fp8_up_backward,
+    setup_context=_fp8_up_setup,
+    autocast=("x",),
+    keeps="save_h",
+)
+_register("fp8_up_backward", fake=_fp8_up_backward_fake)
+_register_accumulate("fp8_up_backward_accumulate", fake=_fp8_up_backward_fake)
+_register(
+    "fp8_down",
+    fake=_fp8_down_fake,
+    backward=_fp8_down_backward,
+    setup_context=_fp8_down_setup,
+    autocast=("shared",),
+)
+_register("fp8_down_backward", fake=_fp8_down_backward_fake)
+_register_accumulate("fp8_down_backward_accumulate", fake=_fp8_down_backward_fake)
+
+
 # --- experts without gradients ------------------------------------------------------------------------
 
 

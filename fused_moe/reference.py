@@ -18,6 +18,7 @@ from torch import Tensor
 from . import module
 from .activation import activate
 from .checks import INTEGERS, check_num_experts, check_tensor, fail, is_autocast_enabled
+from .fp8 import wgrad_pays
 from .lora import LoRA
 from .losses import load_balancing_loss, router_z_loss
 from .main_grad import gradient_of
@@ -411,6 +412,8 @@ def fused_experts(
     compute: str | None = None,
     smooth1: Tensor | None = None,
     smooth2: Tensor | None = None,
+    fp8: bool | None = None,
+    fp8_wgrad: str = "auto",
     **experts,
 ) -> Tensor:
     """out[t] = sum over k of scores[t, k] * expert(ids[t, k])(x[t]) + sigmoid(shared_gate[t]) * shared[t]."""
@@ -418,6 +421,10 @@ def fused_experts(
     if compute == "auto" and auto_takes_codes(ids.numel(), w2.size(0)):
         compute = "codes"
     plan = route_plan(ids, w2.size(0), expert_map)
+    if fp8:
+        if fp8_wgrad == "auto":
+            fp8_wgrad = "fp8" if wgrad_pays(ids.numel(), w2.size(0)) else "bf16"
+        return _fp8_experts(x, w1, w2, w3, scores, plan, fp8_wgrad, shared, shared_gate, **experts)
     rows = _permuted(x, plan)
     if score_on == "input":
         wide = torch.promote_types(x.dtype, torch.float32)
@@ -499,6 +506,105 @@ def _eight_bit_mlp(
         out[first:end] = F.linear(a.to(wide), down[e], bias)
         first = end
     return out
+
+
+# --- experts trained in FP8 --------------------------------------------------------------------------------
+
+
+def _peak_scale(peak: Tensor) -> Tensor:
+    return torch.where(peak == 0, 1, (peak / 448).clamp_min(2.0**-120))
+
+
+def _by_128_columns(rows: Tensor) -> Tensor:
+    """rows (R, width), with one scale for 128 columns of a row."""
+    return torch.cat([quantize_rows(part, "fp8_block").double() for part in rows.split(128, dim=-1)], -1)
+
+
+def _by_blocks(w: Tensor) -> Tensor:
+    """w (out, in), with one scale for a block of 128x128."""
+    blocks = w.float().unflatten(0, (-1, 128)).unflatten(2, (-1, 128))
+    scale = _peak_scale(blocks.abs().amax((1, 3), keepdim=True))
+    codes = (blocks * (1 / scale)).to(torch.float8_e4m3fn)
+    return (codes.double() * scale.double()).flatten(2).flatten(0, 1)
+
+
+def _by_columns(rows: Tensor, other_scale: Tensor) -> Tensor:
+    """rows (R, width) as a weight gradient reads them, with one scale for 128 rows and 128 columns. The
+    scales (R, 1) of the other operand's rows are folded into the codes."""
+    values = torch.zeros(rows.shape, dtype=torch.float64, device=rows.device)
+    if not len(rows):
+        return values
+    blocks = (t.split(128) for t in (rows.float(), other_scale, values))
+    for block, scales, out in zip(*blocks, strict=True):
+        for part, into in zip(block.split(128, dim=1), out.split(128, dim=1), strict=True):
+            scale = _peak_scale((scales * part.abs()).amax())
+            codes = (part * (scales * (1 / scale))).to(torch.float8_e4m3fn)
+            into.copy_(codes.double() * (scale.double() / scales.double()))
+    return values
+
+
+class _Fp8Expert(torch.autograd.Function):
+    """scores * expert(x) for rows of one expert. GEMMs are float64, of operands that were quantised."""
+
+    @staticmethod
+    def forward(ctx, x, up, down, scores, act, wgrad, dtype):
+        """x (R, D) and scores (R, 1) float64, x rounded to dtype. up (H, D): gates, then ups. down (D, F)."""
+        h = quantize_rows(x.to(dtype), "fp8_block").double() @ _by_blocks(up).mT
+        y = (_by_128_columns(act(h)) @ _by_blocks(down).mT).to(dtype).double()
+        ctx.save_for_backward(x.to(dtype), up, down, scores, h.to(dtype))
+        ctx.act, ctx.wgrad = act, wgrad
+        return scores * y
+
+    @staticmethod
+    def backward(ctx, dout):
+        x, up, down, scores, h = ctx.saved_tensors
+        dout = dout.to(x.dtype)
+        g = (quantize_rows(dout, "fp8_block").double() @ _by_blocks(down)).to(x.dtype).double()
+        with torch.enable_grad():
+            leaf = h.double().requires_grad_()
+            a = ctx.act(leaf)
+        (dh,) = torch.autograd.grad(a, leaf, scores * g)
+        dh, a_scaled = dh.to(x.dtype), (scores * a.detach()).to(x.dtype)
+        dx = _by_128_columns(dh) @ _by_blocks(up)
+        if ctx.wgrad == "fp8":
+            x_scale, dout_scale = (_peak_scale(t.float().abs().amax(-1, keepdim=True)) for t in (x, dout))
+            dh, a_scaled = _by_columns(dh, x_scale), _by_columns(a_scaled, dout_scale)
+            x, dout = (quantize_rows(t, "fp8_block") for t in (x, dout))
+        dup = dh.double().mT @ x.double()
+        ddown = dout.double().mT @ a_scaled.double()
+        dscores = (g * a.detach()).sum(-1, keepdim=True)
+        return dx.to(h.dtype).double(), dup.to(up.dtype), ddown.to(down.dtype), dscores, None, None, None
+
+
+def _fp8_experts(
+    x, w1, w2, w3, scores, plan: Plan, wgrad: str, shared, shared_gate, *, layout="separate",
+    transposed=False, main_grads=None, **activation,
+):  # fmt: skip
+    """fused_experts of a call that trains in FP8."""
+    w1, w2, w3 = (
+        w if main_grad is None else _WithMainGrad.apply(w, main_grad)
+        for w, main_grad in zip((w1, w2, w3), main_grads or (None,) * 3, strict=True)
+    )
+    if layout == "interleaved" and w1.dim() == 4:
+        w1 = w1.flatten(1, 2)
+    if transposed:
+        w1, w2, w3 = w1.mT, w2.mT, None if w3 is None else w3.mT
+    if layout == "interleaved":
+        w1 = torch.cat((w1[:, 0::2], w1[:, 1::2]), 1)
+    elif w3 is not None:
+        w1 = torch.cat((w1, w3), 1)
+    is_gated = w1.size(1) == 2 * w2.size(2)
+
+    def act(h: Tensor) -> Tensor:
+        gate, up = h.chunk(2, -1) if is_gated else (h, None)
+        return activate(gate, up, **activation)
+
+    counts = [*plan.counts.tolist(), len(plan.row_token) - int(plan.counts.sum())]
+    *rows, rest = _permuted(x.double(), plan).split(counts)
+    row_scores = scores.double().flatten()[plan.row_slot.clamp_min(0).long()].unsqueeze(-1)
+    parts = zip(rows, w1.unbind(), w2.unbind(), row_scores.split(counts)[:-1], strict=True)
+    y = torch.cat([*(_Fp8Expert.apply(*part, act, wgrad, x.dtype) for part in parts), rest])
+    return unpermute(y, plan, shared=shared, shared_gate=shared_gate).to(x.dtype)
 
 
 class _Router(module.Router):

@@ -271,6 +271,71 @@ def eight_bit_calls(case: Case, device, act: dict) -> list[dict]:
     ]
 
 
+def fp8_calls(case: Case, device, act: dict) -> dict[str, list[dict]]:
+    """Calls of FP8 training's operators. Widths and dtype are the nearest that the device takes."""
+    takes_float = torch.device(device).type == "cpu"
+    dtype = case.dtype if case.dtype == BF16 or (case.dtype == F32 and takes_float) else BF16
+    case = replace(case, dim=-(-case.dim // 128) * 128, hidden=-(-case.hidden // 128) * 128, dtype=dtype)
+    _, _, pairs, transposed = LAYOUTS[case.layout]
+    t, ids, T = case.inputs(device), case.ids(device), case.tokens
+    w1, w2, w3 = (w if w is None or not transposed else w.mT for w in (t["w1"], t["w2"], t["w3"]))
+    w1 = w1.flatten(1, 2) if pairs else w1
+    plan = {"plan": fused_moe.route_plan(ids, case.num_experts).tensors}
+    up = torch.ops.fused_moe.fp8_weight(w1, w3, act["layout"])
+    down = torch.ops.fused_moe.fp8_weight(w2, None, codes.UNGATED)
+    main1, main2, main3 = (
+        None if w is None else torch.empty_like(w, dtype=F32).normal_() for w in (w1, w2, w3)
+    )
+    x, scores, dout = t["x"], t["scores"], case.dout(device)
+    layout = {"layout": act["layout"]}
+    calls = {name: [] for name in FP8_OPERATORS}
+    calls["fp8_weight"] = [
+        {"w": w1, "w3": w3, **layout},
+        {"w": w2.float(), "w3": None, "layout": codes.UNGATED},
+    ]
+    needs_up = {"need_dx": True, "need_dw1": True, "need_dw3": w3 is not None}
+    needs_down = {"need_dlink": True, "need_dw2": True, "need_dscores": True}
+    for wgrad in codes.WGRADS.values():
+        operands = {"x": x, "w1": w1, "w3": w3, **plan, "quantized": [*up], **act, "wgrad": wgrad}
+        calls["fp8_up"] += [operands | {"save_h": True}, operands | {"save_h": False}]
+        made = torch.ops.fused_moe.fp8_up(*arguments_of("fp8_up", **operands, save_h=True))
+        names = ("link", "link_scale", "h", "a_codes", "a_scale", "x_scale")
+        made = {name: t.contiguous() for name, t in zip(names, made, strict=True)}
+        operands = {"w2": w2, "scores": scores, **plan, "quantized": [*down], **act, "wgrad": wgrad}
+        calls["fp8_down"] += [
+            {**made, **operands, "shared": dout, "shared_gate": torch.randn(T).to(device)},
+            {**made, **operands, "scores": None},
+        ]
+        backward = operands | {"dout": dout, "h": made["h"], "x_scale": made["x_scale"]}
+        backward["quantized"] = [*down[2:]]
+        of_down = [
+            backward | needs_down,
+            backward | dict.fromkeys(needs_down, False),
+            backward | {"scores": None} | needs_down | {"need_dscores": False},
+        ]
+        calls["fp8_down_backward"] += of_down
+        calls["fp8_down_backward_accumulate"] += [{**call, "main_grad2": main2} for call in of_down]
+        args = arguments_of("fp8_down_backward", **of_down[0])
+        dlink, dlink_scale, *_ = torch.ops.fused_moe.fp8_down_backward(*args)
+        backward = {"dlink": dlink, "dlink_scale": dlink_scale, "x": x, "x_scale": made["x_scale"]}
+        backward |= {"w1": w1, "w3": w3, **plan, "quantized": [*up[2:]], **layout, "wgrad": wgrad}
+        of_up = [backward | needs_up, backward | dict.fromkeys(needs_up, False)]
+        calls["fp8_up_backward"] += of_up
+        calls["fp8_up_backward_accumulate"] += [
+            {**call, "main_grad1": grad1, "main_grad3": grad3}
+            for call, (grad1, grad3) in zip(
+                (*of_up, of_up[0]), ((main1, main3), (main1, main3), (None, main3)), strict=True
+            )
+        ]
+    return calls
+
+
+FP8_OPERATORS = (
+    "fp8_weight", "fp8_up", "fp8_up_backward", "fp8_up_backward_accumulate", "fp8_down", "fp8_down_backward",
+    "fp8_down_backward_accumulate",
+)  # fmt: skip
+
+
 def operator_calls(case: Case, device) -> dict:
     """{operator: [argument tuples]}: a typical call of every operator, and its rarer forms. Those named
     *_accumulate have none in float64."""
@@ -462,6 +527,7 @@ def operator_calls(case: Case, device) -> dict:
         ],
         "experts_down_backward": down_backwards,
         "experts_down_backward_accumulate": [{**call, "main_grad2": main2} for call in down_backwards],
+        **fp8_calls(case, device, act),
     }
     if dtype == F64:
         calls |= {name: [] for name in calls if name.endswith("_accumulate")}

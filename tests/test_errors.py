@@ -754,6 +754,7 @@ def public_calls() -> dict:
         (fused_moe.LoRA.from_peft, {"num_experts": E, "w1": (torch.randn(6, D), torch.randn(F, 6))}),
         (adapters.load, {"lora": adapters()}),
         (ExpertParallel, {"static": True, "capacity": 8}),
+        (fused_moe.fp8_weights, {name: torch.randn(1, 128, 128) for name in ("w1", "w2", "w3")}),
         *loaders(),
     ]
     return {fn.__qualname__: (fn, arguments) for fn, arguments in calls}
@@ -829,7 +830,7 @@ def test_any_public_function_is_called(cpu):
         fn(**arguments)
     called = {fn for fn, _ in public_calls().values()}
     others = {"LoRA", "LoadReport", "ModelLoadReport", "Plan", "RouterLosses", "info", "reference"}
-    others |= {"Routes", "record_routing", "replay_routing"}
+    others |= {"Routes", "record_routing", "replay_routing", "Fp8Weights"}
     assert {name for name in fused_moe.__all__ if getattr(fused_moe, name) not in called} == others
     assert called >= {getattr(quantized, name) for name in quantized.__all__}
 

@@ -30,7 +30,7 @@ def arguments(device, layout: str, dtype, bias: bool) -> dict:
 
 DIFFERENTIABLE = {
     "router_logits", "router_dgrad", "route", "permute", "unpermute", "grouped_mm", "wgrad", "up_gate",
-    "experts_up", "experts_down", "quantized_mm", "activate"
+    "experts_up", "experts_down", "quantized_mm", "activate", "fp8_up"
 }  # fmt: skip
 OPERATORS = sorted(arguments(torch.device("cpu"), "separate", F32, True))
 
@@ -80,6 +80,8 @@ WRITTEN = {
     "experts_up_backward_accumulate": ["main_grad1", "main_grad3"],
     "experts_down_backward_accumulate": ["main_grad2"],
     "experts_out": ["out"],
+    "fp8_up_backward_accumulate": ["main_grad1", "main_grad3"],
+    "fp8_down_backward_accumulate": ["main_grad2"],
 }
 
 

@@ -54,9 +54,8 @@ def test_everything_is_written(device, name, routing, size, dtype):
             first, second = calls.run(args), calls.run(args)
             for i, (a, b) in enumerate(zip(first, second, strict=True)):
                 assert a.isfinite().all(), f"result {i} has elements that were not written"
-                assert (a.abs() < torch.iinfo(torch.int32).max).all(), (
-                    f"result {i} has ids that were not written"
-                )
+                if not a.is_floating_point():  # of bytes the largest is a NaN's code
+                    assert (a < torch.iinfo(a.dtype).max).all(), f"result {i} has ids that were not written"
                 assert torch.equal(a, b), f"result {i} differs in a second run"
 
 

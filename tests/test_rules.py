@@ -2,6 +2,7 @@
 
 import pytest
 
+from fused_moe import fp8
 from fused_moe.quantized import computing
 
 try:
@@ -46,6 +47,10 @@ TABLE = {
     "auto_takes_codes": {
         **{(0, 1): True, (16, 1): True, (17, 1): False, (2048, 128): True, (2049, 128): False},
     },
+    "fp8_wgrad_pays": {
+        **{(255, 1): False, (256, 1): True, (256 * 128 - 1, 128): False, (256 * 128, 128): True},
+    },
+    "fp8_column_chunks": {(128,): 1, (256,): 2, (384,): 1, (1024,): 4, (1152,): 1, (1280,): 2, (7168,): 4},
     "takes_turns": {(1025, 1024): True, (1024, 1024): False, (1025, 1032): False, (2688, 64): True},
     "wgrad_takes_turns": {  # R, E, tiles of a weight, CTAs
         **{(640, 1, 265, 132): True, (641, 1, 265, 132): False, (640, 1, 264, 132): False},
@@ -112,6 +117,11 @@ def test_rule(rule):
 def test_auto_is_the_same_in_python():
     for R, E in TABLE["auto_takes_codes"]:
         assert computing.auto_takes_codes(R, E) == _host.auto_takes_codes(R, E)
+
+
+def test_auto_weight_gradients_are_the_same_in_python():
+    for R, E in TABLE["fp8_wgrad_pays"]:
+        assert fp8.wgrad_pays(R, E) == _host.fp8_wgrad_pays(R, E)
 
 
 def test_widths_are_the_same_in_python():

@@ -38,6 +38,8 @@ struct Call {
 
 Call begin_call(const char *op, const Tensor &x);
 void check_status(const Call &call, int status);
+/* Throws where no tier has the kernels of FP8 training. */
+void check_trains_fp8(const Call &call);
 
 template <typename Params>
 using CpuFunction = int (*)(const Params *);
@@ -118,6 +120,8 @@ Tensor new_tensor(const Tensor &like, std::initializer_list<int64_t> shape,
                   std::optional<ScalarType> dtype = {});
 /* A new tensor in w's strides: the gradient of a weight has the weight's layout. */
 Tensor new_grad(const Tensor &w);
+/* n zeros of one element's memory: what a result is in forward whose gradient alone has values. */
+Tensor new_zeros(const Call &call, const Tensor &like, int64_t n, ScalarType dtype);
 /* A tensor to return for a result that is not needed. */
 Tensor new_empty_result(const Tensor &like, std::optional<ScalarType> dtype = {});
 
@@ -264,6 +268,17 @@ void run_unpermute_backward(const Call &call, const Tensor &dout, const OptTenso
                             const OptTensor &scores, const RowMap &map, const OptTensor &drows,
                             const OptTensor &dscores);
 
+/* eight_bit.cpp */
+/* Rows of codes, and their scales. */
+struct Codes {
+    Tensor codes, scale;
+};
+
+/* p has the map, D and what x is multiplied by. */
+Codes quantize_rows(const Call &call, FusedMoeQuantizeRows &p, const Tensor &x, FusedMoeCode code);
+/* The map of R rows that are grouped already. */
+FusedMoeRowMap grouped(const FusedMoeRowMap &map);
+
 /* gemm.cpp */
 /* The experts' rows. schedule is NULL if offs comes from the caller, unchecked. */
 struct Grouping {
@@ -287,9 +302,10 @@ struct GatheredRows {
     const Tensor *scores;                /* NULL: ones */
 };
 
-/* Either of dw may be absent. accumulate: they are main_grads. */
+/* Either of dw may be absent. accumulate: they are main_grads. dw_dtype: a's, unless it is given. */
 void run_wgrad(const Call &call, const Tensor &a, const GatheredRows &b, const FusedMoeWeight dw[2],
-               const int64_t M[2], bool accumulate, const Grouping &grouping);
+               const int64_t M[2], bool accumulate, const Grouping &grouping,
+               std::optional<FusedMoeDtype> dw_dtype = {});
 /* db[e] = sum of score * row, over R rows. */
 void run_bias_grad(const Call &call, const GatheredRows &rows, int64_t R, const Grouping &grouping,
                    const Tensor &db);

@@ -21,12 +21,7 @@ static OptTensor smooth_of(const char *op, const char *name, const OptTensor &sm
     return aligned(*smooth);
 }
 
-/* Rows of codes, and their scales. */
-struct Codes {
-    Tensor codes, scale;
-};
-
-static Codes quantize_rows(const Call &call, FusedMoeQuantizeRows &p, const Tensor &x, FusedMoeCode code) {
+Codes quantize_rows(const Call &call, FusedMoeQuantizeRows &p, const Tensor &x, FusedMoeCode code) {
     const int64_t R = p.row_map.R;
     Codes q = {
         new_tensor(x, {R, p.D}, code == FUSED_MOE_CODE_E4M3 ? ScalarType::Float8_e4m3fn : ScalarType::Char),
@@ -40,8 +35,7 @@ static Codes quantize_rows(const Call &call, FusedMoeQuantizeRows &p, const Tens
     return q;
 }
 
-/* The map of R rows that are grouped already. */
-static FusedMoeRowMap grouped(const FusedMoeRowMap &map) {
+FusedMoeRowMap grouped(const FusedMoeRowMap &map) {
     FusedMoeRowMap rows = map;
     rows.row_token = rows.row_slot = rows.token_row = nullptr;
     rows.T = map.R;

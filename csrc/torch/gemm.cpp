@@ -61,7 +61,8 @@ Tensor grouped_mm(const Tensor &a_, const Tensor &b_, const Tensor &offsets, con
 /* --- weight gradients ----------------------------------------------------------------------------------- */
 
 void run_wgrad(const Call &call, const Tensor &a, const GatheredRows &b, const FusedMoeWeight dw[2],
-               const int64_t M[2], bool accumulate, const Grouping &grouping) {
+               const int64_t M[2], bool accumulate, const Grouping &grouping,
+               std::optional<FusedMoeDtype> dw_dtype) {
     if (!dw[0].data && !dw[1].data) return;
     FusedMoeWgrad p = {};
     p.a = data(a);
@@ -79,7 +80,7 @@ void run_wgrad(const Call &call, const Tensor &a, const GatheredRows &b, const F
     p.N = b.rows->size(1);
     p.E = (int32_t)grouping.E;
     p.dtype = float_dtype(call.op, a);
-    p.dw_dtype = accumulate ? FUSED_MOE_F32 : p.dtype;
+    p.dw_dtype = accumulate ? FUSED_MOE_F32 : dw_dtype.value_or(p.dtype);
     run_tiered(call, p, a, fused_moe_cpu_wgrad, CUDA(fused_moe_cuda_select_wgrad),
                CUDA(fused_moe_cuda_wgrad));
 }

@@ -1,5 +1,7 @@
 /* Tensors as kernels take them: allocated, dense, with checked shape, dtype and device; and those of the
  * plan. */
+#include <cstring>
+
 #include "bindings.h"
 
 /* --- allocation ----------------------------------------------------------------------------------------- */
@@ -70,6 +72,22 @@ Tensor new_grad(const Tensor &w) {
         return new_strided(w, 3, w.sizes().data(), w.strides().data(), {});
     Tensor grad = allocated(w.sizes().data(), 3, [&] { return torch::stable::empty_like(w); });
     return w.is_cuda() ? grad : prepared(grad);
+}
+
+Tensor new_zeros(const Call &call, const Tensor &like, int64_t n, ScalarType dtype) {
+    const int64_t stride = 0;
+    Tensor zeros = new_strided(like, 1, &n, &stride, dtype);
+    void *element = zeros.mutable_data_ptr();
+    const int64_t bytes = n ? (int64_t)zeros.element_size() : 0;
+#ifdef FUSED_MOE_WITH_CUDA
+    if (call.is_cuda) {
+        if (bytes) check_status(call, fused_moe_cuda_zero(element, bytes, call.stream));
+        return zeros;
+    }
+#endif
+    (void)call;
+    memset(element, 0, bytes);
+    return zeros;
 }
 
 Tensor new_empty_result(const Tensor &like, std::optional<ScalarType> dtype) {

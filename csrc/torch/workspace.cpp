@@ -79,6 +79,22 @@ std::string cuda_problem(int64_t status, int64_t driver, int64_t runtime, int64_
     }
 }
 
+/* Other tiers have no kernels of it. */
+void check_trains_fp8(const Call &call) {
+#ifdef FUSED_MOE_WITH_CUDA
+    if (!call.is_cuda || fused_moe_cuda_trains_fp8()) return;
+    FusedMoeCudaDevice d = {};
+    (void)fused_moe_cuda_device(call.device, &d);
+    const FusedMoeTierFacts tier = fused_moe_tier(FUSED_MOE_TIER_SM90);
+    const char *asked = getenv("FUSED_MOE_TIER");
+    fail(call.op, "expected the tier ", tier.name, ", which trains in FP8, on a GPU of compute capability ",
+         in_words(tier.oldest), ", found a GPU of ", in_words(d.capability), " and FUSED_MOE_TIER ",
+         asked && *asked ? asked : "not set");
+#else
+    (void)call;
+#endif
+}
+
 void check_status(const Call &call, int status) {
     if (status == FUSED_MOE_OK) return;
 #ifdef FUSED_MOE_WITH_CUDA
