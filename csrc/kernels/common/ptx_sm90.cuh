@@ -159,13 +159,6 @@ __device__ inline void cp_reduce_async_bulk_tensor_add(const void *map, uint32_t
                  : "memory");
 }
 
-/* Contiguous bytes of shared memory: addresses and size are multiples of 16. */
-__device__ inline void cp_async_bulk_store(void *dst, uint32_t src, uint32_t bytes) {
-    asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(dst), "r"(src),
-                 "r"(bytes)
-                 : "memory");
-}
-
 __device__ inline void cp_async_bulk_commit_group() {
     asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }

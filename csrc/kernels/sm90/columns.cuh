@@ -23,7 +23,7 @@ __device__ inline int lane_chunk() {
     return threadIdx.x % 8;
 }
 
-/* The first of this lane's rows in the tile. */
+/* The first of this lane's rows in the tile, where eight warps make it. */
 __device__ inline int lane_row() {
     return threadIdx.x / 32 * 16 + threadIdx.x % 32 / 8 * LANE_ROWS;
 }
@@ -46,19 +46,23 @@ __device__ inline void make_column_words(uint32_t *words, const float (&v)[LANE_
             word_of_codes(v[0][j] * factor[0], v[1][j] * factor[1], v[2][j] * factor[2], v[3][j] * factor[3]);
 }
 
-/* Stores them to a tile in shared memory. */
-__device__ inline void store_column_words(uint32_t tile, int half, const uint32_t *words) {
-    uint32_t group = tile + (half * NUM_GROUPS / 2 + lane_chunk()) * GROUP_PITCH + lane_row();
+/* Stores them to a tile in shared memory; row: the first of the lane's. */
+__device__ inline void store_column_words(uint32_t tile, int half, int row, const uint32_t *words) {
+    uint32_t group = tile + (half * NUM_GROUPS / 2 + lane_chunk()) * GROUP_PITCH + row;
 #pragma unroll
     for (int j = 0; j < CHUNK; j++) st_shared_u32(group + j * TILE_ROWS, words[j]);
 }
 
-/* Copies a tile to its contiguous 16 KiB in memory, after fence_proxy_async() of its writers. One warp calls
- * it, and commits the copies. */
+/* Copies a tile to its contiguous 16 KiB in memory, when all eight warps have stored their words. TMA would
+ * keep the shared memory until the stores have got through: a quarter of quantize_dh's time. */
 __device__ inline void copy_columns(void *dst, uint32_t tile) {
-    int lane = threadIdx.x % 32;
-    if (lane < NUM_GROUPS)
-        cp_async_bulk_store((uint8_t *)dst + lane * GROUP_BYTES, tile + lane * GROUP_PITCH, GROUP_BYTES);
+    constexpr int THREADS = 32 * TILE_WARPS;
+#pragma unroll
+    for (int i = 0; i < TILE_COLUMNS * TILE_ROWS / 16 / THREADS; i++) {
+        const int at = threadIdx.x + THREADS * i, column = at / 8;
+        st_global_v4((uint4 *)dst + at, ld_shared_v4(tile + column / CHUNK * GROUP_PITCH +
+                                                     column % CHUNK * TILE_ROWS + at % 8 * 16));
+    }
 }
 
 } // namespace sm90

@@ -249,7 +249,7 @@ int launch(const FusedMoeEightBitWgrad &p, void *stream) {
     if (status == FUSED_MOE_OK) status = columns_map(&q.b, p.b, p.N, blocks);
     for (int i = 0; i < 2 && status == FUSED_MOE_OK; i++) {
         q.M[i] = (int32_t)p.M[i];
-        if (p.dw[i].data) status = gradient_map<Out>(&q.dw[i], p.dw[i], false, p.N, p.M[i], p.E);
+        if (p.dw[i].data) status = gradient_map<Out>(&q.dw[i], p.dw[i], true, p.M[i], p.N, p.E);
     }
     if (status != FUSED_MOE_OK) return status;
     q.tiles = tile_source(p.offs, p.schedule, p.R, p.E, 1, 1, p.workspace.counters);

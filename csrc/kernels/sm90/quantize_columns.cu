@@ -74,15 +74,11 @@ __global__ void __launch_bounds__(THREADS, CTAS_PER_SM)
             }
         }
         make_column_words(words, v, inverse);
-        store_column_words(shared_address(s.codes), half, words);
+        store_column_words(shared_address(s.codes), half, first, words);
     }
-    fence_proxy_async();
     __syncthreads();
-    if (threadIdx.x >= 32) return;
     const int64_t column = (int64_t)s.block * p.columns + n_tile * TILE_COLUMNS;
     copy_columns((uint8_t *)p.codes + column * TILE_ROWS, shared_address(s.codes));
-    cp_async_bulk_commit_group();
-    cp_async_bulk_wait_group_read<0>();
 }
 
 } // namespace

@@ -6,7 +6,7 @@
  *
  * Roles (288 threads, two CTAs on an SM: one loads or stores while the other computes)
  *   warps 0-7  compute; a lane has four rows and eight columns at a time (columns.cuh)
- *   warp 8     decodes tiles, loads by TMA, and copies the columns to memory
+ *   warp 8     decodes tiles and loads by TMA
  * Pipelines                             full: arrivals           empty: arrivals
  *   tile x1 (warp 8 -> warps 0-7)         1 + TMA bytes            8: one per warp
  *
@@ -15,6 +15,7 @@
  * replace them: each part's when all warps have read it. */
 #include "../common/activation.cuh"
 #include "../common/dscores.cuh"
+#include "../common/schedule.cuh"
 #include "columns.cuh"
 #include "launch.cuh"
 
@@ -73,8 +74,6 @@ __device__ inline void load_tiles(const QuantizeDh &q, Memory &s) {
     const int lane = threadIdx.x % 32;
     const uint32_t num_tiles = fused_moe_num_work_tiles(map.schedule, map.E, q.R, &q.order);
     uint32_t phase = 0;
-    int64_t written = -1; /* the block and the N tile whose columns are in shared memory */
-    int n_written = 0;
     for (uint32_t index = blockIdx.x;; index += gridDim.x) {
         const bool exists = index < num_tiles;
         FusedMoeWorkTile tile = {};
@@ -88,22 +87,7 @@ __device__ inline void load_tiles(const QuantizeDh &q, Memory &s) {
             for (int i = 0; i < TILE_ROWS / 32; i++)
                 factors[i] = factors_of(q, tile.first_row + lane + 32 * i, lane + 32 * i < tile.num_rows);
         }
-        if (written >= 0) {
-            s.empty.wait(phase ^ 1);
-            const int64_t n_tiles = q.F / TILE_COLUMNS;
-            if (p.dh_t) {
-                uint8_t *dh_t = (uint8_t *)p.dh_t + written * q.H * TILE_ROWS;
-                for (int part = 0; part < (GATED ? 2 : 1); part++)
-                    copy_columns(dh_t + (part * n_tiles + n_written) * TILE_COLUMNS * TILE_ROWS,
-                                 shared_address(s.part[part]));
-            }
-            if (p.a_t)
-                copy_columns((uint8_t *)p.a_t + (written * q.F + n_written * TILE_COLUMNS) * TILE_ROWS,
-                             shared_address(s.part[A]));
-            cp_async_bulk_commit_group();
-            cp_async_bulk_wait_group_read<0>();
-            __syncwarp();
-        }
+        if (index != blockIdx.x) s.empty.wait(phase ^ 1);
         if (lane == 0) {
             s.first_row = tile.first_row, s.n_tile = tile.n_tile, s.block = block;
             s.num_rows = exists ? tile.num_rows : -1;
@@ -114,35 +98,70 @@ __device__ inline void load_tiles(const QuantizeDh &q, Memory &s) {
         __syncwarp();
         if (elect_sync()) {
             s.full.expect(exists ? (GATED ? 3 : 2) * PART_BYTES : 0);
-            if (exists)
-                for (int half = 0; half < 2; half++) {
-                    const int column = tile.n_tile * TILE_COLUMNS + half * SUBTILE;
-                    auto load = [&](int part, const CUtensorMap *map_of_part, int at) {
-                        cp_async_bulk_tensor_load(shared_address(s.part[part]) + half * HALF_BYTES,
-                                                  map_of_part, s.full.address(), at, tile.first_row);
-                    };
-                    load(A, &q.g, column);
-                    load(GATE, &q.h, column);
-                    if (GATED) load(UP, &q.h, q.F + column);
-                }
+            for (int half = 0; half < (exists ? 2 : 0); half++) {
+                const int column = tile.n_tile * TILE_COLUMNS + half * SUBTILE;
+                auto load = [&](int part, const CUtensorMap *map_of_part, int first_column) {
+                    cp_async_bulk_tensor_load(shared_address(s.part[part]) + half * HALF_BYTES, map_of_part,
+                                              s.full.address(), first_column, tile.first_row);
+                };
+                load(A, &q.g, column);
+                load(GATE, &q.h, column);
+                if (GATED) load(UP, &q.h, q.F + column);
+            }
         }
         __syncwarp();
         if (!exists) break;
-        phase ^= 1, written = block, n_written = tile.n_tile;
+        phase ^= 1;
     }
 }
 
 /* --- warps 0-7 */
+
+/* Eight values of 16 bits. */
+__device__ inline void unpack_chunk(float (&v)[CHUNK], const uint4 &packed) {
+    const uint32_t pair[] = {packed.x, packed.y, packed.z, packed.w};
+#pragma unroll
+    for (int j = 0; j < CHUNK; j += 2) {
+        const float2 two = floats_of_bf16(pair[j / 2]);
+        v[j] = two.x, v[j + 1] = two.y;
+    }
+}
+
+__device__ inline uint4 pack_chunk(const float (&v)[CHUNK]) {
+    Pack<__nv_bfloat16> pack;
+#pragma unroll
+    for (int j = 0; j < CHUNK; j += 2) from_accums<__nv_bfloat16>(pack.v + j, v[j], v[j + 1]);
+    return pack.words[0];
+}
+
+/* The larger magnitudes of two pairs of bf16; NaN is above all. */
+__device__ inline uint32_t max_magnitudes(uint32_t a, uint32_t b) {
+    const __nv_bfloat162 most =
+        __hmax2_nan(__habs2(*(const __nv_bfloat162 *)&a), __habs2(*(const __nv_bfloat162 *)&b));
+    return *(const uint32_t *)&most;
+}
+
+/* Of the pairs of eight values. */
+__device__ inline uint32_t peaks_of_chunk(const uint4 &v) {
+    return max_magnitudes(max_magnitudes(v.x, v.y), max_magnitudes(v.z, v.w));
+}
+
+/* The larger half of a pair of magnitudes. */
+__device__ inline uint32_t larger_half(uint32_t pair) {
+    return max(pair & 0xffff, pair >> 16);
+}
 
 /* The lane's four rows and eight columns of each half. */
 template <bool GATED, typename Act>
 __device__ inline void compute_tiles(const QuantizeDh &q, Memory &s, Act act) {
     using T = __nv_bfloat16;
     const FusedMoeQuantizeDh &p = q.p;
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, chunk = lane_chunk(), first = lane_row();
+    uint32_t thread = threadIdx.x;
+    pin(thread); /* or what all activations compute from it is kept in registers */
+    const int warp = thread / 32, lane = thread % 32, chunk = lane % 8,
+              first = warp * 16 + lane / 8 * LANE_ROWS;
     const float largest = fused_moe_largest_code(FUSED_MOE_CODE_E4M3);
     const int64_t n_tiles = q.F / TILE_COLUMNS;
-    const ActConstants<float> constants = q.constants;
     auto place = [&](int part, int half, int row) {
         return swizzled(shared_address(s.part[part]) + half * HALF_BYTES, first + row, chunk);
     };
@@ -153,84 +172,75 @@ __device__ inline void compute_tiles(const QuantizeDh &q, Memory &s, Act act) {
         if (num_rows < 0) break;
         const int64_t row0 = s.first_row + first;
 
+        /* rows of another expert, or of none, become zeros: then so do their dh and a' */
+        for (int i = max(num_rows - first, 0); i < LANE_ROWS; i++)
+            for (int part = 0; part < MOST_PARTS; part++)
+                for (int half = 0; half < 2; half++)
+                    st_shared_v4(place(part, half, i), make_uint4(0, 0, 0, 0));
+
         /* dh and a' in 16 bits, and peaks: of gates in lower halves, of ups in upper ones */
-        uint32_t dh_peak[LANE_ROWS], a_peak[LANE_ROWS];
+        uint32_t dh_peak[LANE_ROWS], a_peaks[LANE_ROWS / 2] = {}; /* of a' two rows in a word */
         float dot[LANE_ROWS];
 #pragma unroll
         for (int i = 0; i < LANE_ROWS; i++) {
             const float score = s.row[first + i].score;
-            uint32_t gate_peak = 0, up_peak = 0, peak = 0;
+            uint32_t peaks[MOST_PARTS] = {};
             dot[i] = 0;
-#pragma unroll
+#pragma unroll 1 /* code that is twice as long misses the instruction cache */
             for (int half = 0; half < 2; half++) {
-                Pack<T> packed[MOST_PARTS] = {};
-                if (first + i < num_rows) {
-                    Pair<float> h, d;
-                    float g[CHUNK], da[CHUNK], a[CHUNK];
-                    packed[A].words[0] = ld_shared_v4(place(A, half, i));
-                    packed[GATE].words[0] = ld_shared_v4(place(GATE, half, i));
-                    if (GATED) packed[UP].words[0] = ld_shared_v4(place(UP, half, i));
+                uint4 packed[MOST_PARTS];
+                Pair<float> h, d;
+                float g[CHUNK], da[CHUNK], a[CHUNK];
+                unpack_chunk(g, ld_shared_v4(place(A, half, i)));
+                unpack_chunk(h.gate, ld_shared_v4(place(GATE, half, i)));
+                if (GATED) unpack_chunk(h.up, ld_shared_v4(place(UP, half, i)));
 #pragma unroll
-                    for (int j = 0; j < CHUNK; j += 2) {
-                        to_accums(g[j], g[j + 1], packed[A].v + j);
-                        to_accums(h.gate[j], h.gate[j + 1], packed[GATE].v + j);
-                        if (GATED) to_accums(h.up[j], h.up[j + 1], packed[UP].v + j);
-                    }
+                for (int j = 0; j < CHUNK; j++) da[j] = score * g[j];
+                activate_backward<T>(act, a, d, da, h, q.constants, GATED);
 #pragma unroll
-                    for (int j = 0; j < CHUNK; j++) da[j] = score * g[j];
-                    activate_backward<T>(act, a, d, da, h, constants, GATED);
+                for (int j = 0; j < CHUNK; j++) dot[i] += g[j] * a[j], a[j] *= score;
+                packed[A] = pack_chunk(a);
+                packed[GATE] = pack_chunk(d.gate);
+                if (GATED) packed[UP] = pack_chunk(d.up);
 #pragma unroll
-                    for (int j = 0; j < CHUNK; j++) dot[i] += g[j] * a[j], a[j] *= score;
-#pragma unroll
-                    for (int j = 0; j < CHUNK; j += 2) {
-                        from_accums<T>(packed[A].v + j, a[j], a[j + 1]);
-                        from_accums<T>(packed[GATE].v + j, d.gate[j], d.gate[j + 1]);
-                        if (GATED) from_accums<T>(packed[UP].v + j, d.up[j], d.up[j + 1]);
-                    }
-                    const int64_t at = (row0 + i) * q.H + column + half * SUBTILE;
-                    if (p.dh_rows) {
-                        st_global_v4((T *)p.dh_rows + at, packed[GATE].words[0]);
-                        if (GATED) st_global_v4((T *)p.dh_rows + at + q.F, packed[UP].words[0]);
-                    }
-                    if (p.a_rows)
-                        st_global_v4((T *)p.a_rows + (row0 + i) * q.F + column + half * SUBTILE,
-                                     packed[A].words[0]);
+                for (int part = 0; part < MOST_PARTS; part++) {
+                    if (part == UP && !GATED) continue;
+                    st_shared_v4(place(part, half, i), packed[part]);
+                    peaks[part] = max_magnitudes(peaks[part], peaks_of_chunk(packed[part]));
                 }
-                st_shared_v4(place(A, half, i), packed[A].words[0]);
-                st_shared_v4(place(GATE, half, i), packed[GATE].words[0]);
-                if (GATED) st_shared_v4(place(UP, half, i), packed[UP].words[0]);
-                auto raise = [](uint32_t &peaks, const uint4 &v) {
-                    peaks = __vmaxu2(peaks, __vmaxu2(__vmaxu2(v.x & MAGNITUDES, v.y & MAGNITUDES),
-                                                     __vmaxu2(v.z & MAGNITUDES, v.w & MAGNITUDES)));
-                };
-                raise(peak, packed[A].words[0]);
-                raise(gate_peak, packed[GATE].words[0]);
-                if (GATED) raise(up_peak, packed[UP].words[0]);
+                if (first + i >= num_rows) continue;
+                if (p.dh_rows) {
+                    T *dh = (T *)p.dh_rows + (row0 + i) * q.H + column + half * SUBTILE;
+                    st_global_v4(dh, packed[GATE]);
+                    if (GATED) st_global_v4(dh + q.F, packed[UP]);
+                }
+                if (p.a_rows)
+                    st_global_v4((T *)p.a_rows + (row0 + i) * q.F + column + half * SUBTILE, packed[A]);
             }
-            auto of_halves = [](uint32_t peaks) { return max(peaks & 0xffff, peaks >> 16); };
-            dh_peak[i] = of_halves(gate_peak) | of_halves(up_peak) << 16;
-            a_peak[i] = of_halves(peak);
+            dh_peak[i] = larger_half(peaks[GATE]) | larger_half(peaks[UP]) << 16;
+            a_peaks[i / 2] |= larger_half(peaks[A]) << i % 2 * 16;
         }
 #pragma unroll
-        for (int other = 1; other < 8; other *= 2)
+        for (int other = 1; other < 8; other *= 2) { /* over the eight lanes of a row */
 #pragma unroll
             for (int i = 0; i < LANE_ROWS; i++) {
-                dh_peak[i] = __vmaxu2(dh_peak[i], __shfl_xor_sync(~0u, dh_peak[i], other));
+                dh_peak[i] = max_magnitudes(dh_peak[i], __shfl_xor_sync(~0u, dh_peak[i], other));
                 dot[i] += __shfl_xor_sync(~0u, dot[i], other);
-                if (i % 2) continue;
-                const uint32_t both = a_peak[i] | a_peak[i + 1] << 16;
-                const uint32_t most = __vmaxu2(both, __shfl_xor_sync(~0u, both, other));
-                a_peak[i] = most & 0xffff, a_peak[i + 1] = most >> 16;
             }
+#pragma unroll
+            for (uint32_t &both : a_peaks) both = max_magnitudes(both, __shfl_xor_sync(~0u, both, other));
+        }
+
+        auto of_lane = [&](const auto &v) { /* that of row chunk % 4 */
+                                            return chunk & 2 ? (chunk & 1 ? v[3] : v[2])
+                                                             : (chunk & 1 ? v[1] : v[0]);
+        };
 
         /* the scales of rows: lane c of eight has row c % 4, of gates or, from c = 4 on, of ups */
         float row_inverse[2][LANE_ROWS];
         {
             const int i = chunk % LANE_ROWS, part = chunk / LANE_ROWS;
-            const uint32_t both = i == 0   ? dh_peak[0]
-                                  : i == 1 ? dh_peak[1]
-                                  : i == 2 ? dh_peak[2]
-                                           : dh_peak[3];
+            const uint32_t both = of_lane(dh_peak);
             const uint32_t peak = part ? both & 0xffff0000 : both << 16; /* bf16 are floats' upper halves */
             const float scale = fused_moe_scale_of(peak, largest, false), inverse = 1 / scale;
             if (p.dh && first + i < num_rows && (GATED || !part))
@@ -238,9 +248,8 @@ __device__ inline void compute_tiles(const QuantizeDh &q, Memory &s, Act act) {
 #pragma unroll
             for (int j = 0; j < 2 * LANE_ROWS; j++)
                 row_inverse[j / LANE_ROWS][j % LANE_ROWS] = __shfl_sync(~0u, inverse, j, 8);
-            const float lane_dot = i == 0 ? dot[0] : i == 1 ? dot[1] : i == 2 ? dot[2] : dot[3];
             if (p.partials && !part && first + i < num_rows)
-                p.partials[(row0 + i) * n_tiles + n_tile] = lane_dot;
+                p.partials[(row0 + i) * n_tiles + n_tile] = of_lane(dot);
         }
 
         /* the scales of columns */
@@ -255,7 +264,7 @@ __device__ inline void compute_tiles(const QuantizeDh &q, Memory &s, Act act) {
             };
             raise(peak[GATE], x_scale[i], dh_peak[i] << 16);
             raise(peak[UP], x_scale[i], dh_peak[i] & 0xffff0000);
-            raise(peak[A], dout_scale[i], a_peak[i] << 16);
+            raise(peak[A], dout_scale[i], i % 2 ? a_peaks[i / 2] & 0xffff0000 : a_peaks[i / 2] << 16);
         }
 #pragma unroll
         for (int part = 0; part < MOST_PARTS; part++) {
@@ -264,14 +273,16 @@ __device__ inline void compute_tiles(const QuantizeDh &q, Memory &s, Act act) {
         }
         sync();
         float inverse[MOST_PARTS];
+        {
+            const int part = lane % 4 < MOST_PARTS ? lane % 4 : A; /* each lane computes one part's */
+            uint32_t most = 0;
 #pragma unroll
-        for (int part = 0; part < MOST_PARTS; part++) {
-            const uint32_t most = __reduce_max_sync(~0u, s.peaks[part][lane % TILE_WARPS]);
-            const float scale = fused_moe_scale_of(most, largest, false);
-            inverse[part] = 1 / scale;
-            if (threadIdx.x) continue;
-            if (part == A && p.a_t) p.a_t_scale[s.block * n_tiles + n_tile] = scale;
-            if (part != A && p.dh_t && (GATED || part == GATE))
+            for (int i = 0; i < TILE_WARPS; i++) most = max(most, s.peaks[part][i]);
+            const float scale = fused_moe_scale_of(most, largest, false), lane_inverse = 1 / scale;
+#pragma unroll
+            for (int i = 0; i < MOST_PARTS; i++) inverse[i] = __shfl_sync(~0u, lane_inverse, i);
+            if (threadIdx.x == A && p.a_t) p.a_t_scale[s.block * n_tiles + n_tile] = scale;
+            if (threadIdx.x < (GATED ? 2 : 1) && p.dh_t)
                 p.dh_t_scale[s.block * (q.H / TILE_COLUMNS) + part * n_tiles + n_tile] = scale;
         }
 
@@ -289,13 +300,7 @@ __device__ inline void compute_tiles(const QuantizeDh &q, Memory &s, Act act) {
                 float v[LANE_ROWS][CHUNK];
 #pragma unroll
                 for (int i = 0; i < LANE_ROWS; i++) {
-                    const uint4 packed = ld_shared_v4(place(part, half, i));
-                    const uint32_t pair[] = {packed.x, packed.y, packed.z, packed.w};
-#pragma unroll
-                    for (int j = 0; j < CHUNK; j += 2) {
-                        const float2 two = floats_of_bf16(pair[j / 2]);
-                        v[i][j] = two.x, v[i][j + 1] = two.y;
-                    }
+                    unpack_chunk(v[i], ld_shared_v4(place(part, half, i)));
                     if (part == A || !p.dh || first + i >= num_rows) continue;
                     const float of_row = row_inverse[part % 2][i];
                     const uint2 codes = {
@@ -309,11 +314,53 @@ __device__ inline void compute_tiles(const QuantizeDh &q, Memory &s, Act act) {
             }
             sync();
             for (int half = 0; half < 2; half++)
-                store_column_words(shared_address(s.part[part]), half, words + half * CHUNK);
+                store_column_words(shared_address(s.part[part]), half, first, words + half * CHUNK);
         }
-        fence_proxy_async();
+        sync();
+        auto copy = [&](void *codes, int64_t first, int part) {
+            if (codes)
+                copy_columns((uint8_t *)codes + first * TILE_COLUMNS * TILE_ROWS,
+                             shared_address(s.part[part]));
+        };
+        const int64_t in_a = s.block * n_tiles + n_tile, in_dh = (GATED ? 2 : 1) * s.block * n_tiles + n_tile;
+        copy(p.dh_t, in_dh, GATE);
+        if (GATED) copy(p.dh_t, in_dh + n_tiles, UP);
+        copy(p.a_t, in_a, A);
+        fence_proxy_async(); /* TMA writes after these reads */
         __syncwarp();
         s.empty.template arrive_once<TILE_WARPS>();
+    }
+}
+
+/* --- what no tile covers --- */
+
+/* Zeroes n elements of 16 bytes, by a warp. */
+__device__ inline void clear(void *data, int64_t n) {
+    for (int64_t i = threadIdx.x % 32; i < n; i += 32)
+        st_global_v4((uint4 *)data + i, make_uint4(0, 0, 0, 0));
+}
+
+/* Row blocks of dh_t without rows, and rows past the last one: zeros. No kernel reads them, but whoever asks
+ * for NaNs in gradients does. Each warp of the grid takes some. */
+__device__ inline void clear_unused(const QuantizeDh &q) {
+    const FusedMoeQuantizeDh &p = q.p;
+    const FusedMoeRowMap &map = p.row_map;
+    const int64_t warp = (blockIdx.x * THREADS + threadIdx.x) / 32, warps = gridDim.x * (THREADS / 32);
+    const int64_t tiles = q.H / TILE_COLUMNS, num_rows = num_rows_of(map.offs, map.E, q.R);
+    for (int64_t e = warp; e < map.E && p.dh_t; e += warps) {
+        const FusedMoeRows rows = fused_moe_expert_rows(map.offs, (int32_t)e, q.R);
+        const int64_t used =
+            fused_moe_first_row_block(rows.first, (int32_t)e) + (rows.num + TILE_ROWS - 1) / TILE_ROWS;
+        const int64_t next = e + 1 < map.E ? fused_moe_first_row_block(rows.first + rows.num, (int32_t)e + 1)
+                                           : fused_moe_num_row_blocks(q.R, map.E);
+        clear((uint8_t *)p.dh_t + used * q.H * TILE_ROWS, (next - used) * q.H * TILE_ROWS / 16);
+        for (int64_t i = used * tiles + threadIdx.x % 32; i < next * tiles; i += 32) p.dh_t_scale[i] = 0;
+    }
+    for (int64_t r = num_rows + warp; r < q.R; r += warps) {
+        if (p.dh) clear((uint8_t *)p.dh + r * q.H, q.H / 16);
+        for (int64_t i = threadIdx.x % 32; i < tiles && p.dh; i += 32) p.dh_scale[i * q.R + r] = 1;
+        if (p.dh_rows) clear((__nv_bfloat16 *)p.dh_rows + r * q.H, q.H / 8);
+        if (p.a_rows) clear((__nv_bfloat16 *)p.a_rows + r * q.F, q.F / 8);
     }
 }
 
@@ -334,6 +381,7 @@ __global__ void __launch_bounds__(THREADS, CTAS_PER_SM)
     else
         with_activation<__nv_bfloat16>(q.p.activation.kind,
                                        [&](auto act) { compute_tiles<GATED>(q, s, act); });
+    clear_unused(q);
 }
 
 /* --- launcher ------------------------------------------------------------------------------------------- */

@@ -92,7 +92,7 @@ __global__ void __launch_bounds__(THREADS, 2)
                 word_of_codes(x[4] * inverse, x[5] * inverse, x[6] * inverse, x[7] * inverse)};
         }
         make_column_words(words, v[half], factor);
-        store_column_words(shared_address(columns), half, words);
+        store_column_words(shared_address(columns), half, first, words);
     }
     __syncthreads();
     uint8_t *codes_t = q.codes_t + (expert * q.columns + (int64_t)blockIdx.x * TILE_COLUMNS) * q.rows +

@@ -240,17 +240,13 @@ int64_t weight_tiles_of(const FusedMoeWgrad &p) {
     return ceil_div(subtiles_of(p, 0) + subtiles_of(p, 1), 4) * ceil_div(p.N, 2 * SUBTILE);
 }
 
-Slices slices_of(const FusedMoeWgrad &p) {
-    return slices_of(p.R, p.E, weight_tiles_of(p));
-}
-
 template <typename T, bool GATHER, typename Out, bool TRANSPOSED>
 int launch(const FusedMoeWgrad &p, void *stream) {
     using Store =
         std::conditional_t<std::is_same_v<T, Out>, Epilogue<T, TRANSPOSED>, EpilogueF32<TRANSPOSED>>;
     using Config = WgradConfig<T, GATHER>;
     int64_t width = p.M[0] + p.M[1];
-    Slices slices = slices_of(p);
+    Slices slices = slices_of(p.R, p.E, weight_tiles_of(p));
     Wgrad q = {};
     q.b = p.b;
     q.row_token = p.b_row_token;
@@ -395,7 +391,7 @@ FusedMoeReason reason(const FusedMoeWgrad &p) {
 size_t workspace(const FusedMoeWgrad &p) {
     FusedMoeWgrad q = gathers_first(p) ? half_of(p, 0) : p;
     return gathered_bytes(p) + map_bytes(MAX_MAPS) +
-           slices_of(q).num_slots * weight_tiles_of(q) * 2 * ACCUMULATOR_BYTES;
+           slices_of(q.R, q.E, weight_tiles_of(q)).num_slots * weight_tiles_of(q) * 2 * ACCUMULATOR_BYTES;
 }
 
 } // namespace
