@@ -440,14 +440,14 @@ typedef struct {            /* a weight in blocks of 128 x 128, and its transpos
     FusedMoeDtype dtype; /* of the parts: f32 or bf16 */
 } FusedMoeQuantizeWeight;
 
-typedef struct {               /* codes of rows by columns: of x[row_token[r]] (1 / scale[r]) */
-    const void *x;             /* [T,D] */
-    const float *scale;        /* [R] what quantize_rows made of the same rows */
-    void *codes;               /* [blocks,columns,128] */
-    FusedMoeRowMap row_map;    /* row_token NULL: row r is token r */
-    int64_t D, first, columns; /* columns [first, first + columns) of x, multiples of 128 */
-    FusedMoeDtype dtype;       /* of x: f32 or bf16 */
-} FusedMoeQuantizeColumns;
+/* Rows' codes by columns: columns[block][c][i] = codes[row_token[r]][first + c], r being the block's row i, and
+ * zeros past an expert's last row. */
+typedef struct {
+    const void *codes;             /* [T,D] e4m3                                */
+    void *columns;                 /* [blocks,num_columns,128]                  */
+    FusedMoeRowMap row_map;        /* row_token NULL: row r is token r          */
+    int64_t D, first, num_columns; /* multiples of 128                          */
+} FusedMoeTransposeCodes;
 
 /* dh = dact(s g, h), a' = s a and dscores = <g, a>. dh and a' are rounded to dtype, and then
  *   by rows     dh[r] (1 / dh_scale), one scale for 128 columns of a row
@@ -518,7 +518,7 @@ int fused_moe_cpu_quantize_rows(const FusedMoeQuantizeRows *p);
 int fused_moe_cpu_eight_bit_up_gate(const FusedMoeEightBitUpGate *p);
 int fused_moe_cpu_eight_bit_mm(const FusedMoeEightBitMM *p);
 int fused_moe_cpu_quantize_weight(const FusedMoeQuantizeWeight *p);
-int fused_moe_cpu_quantize_columns(const FusedMoeQuantizeColumns *p);
+int fused_moe_cpu_transpose_codes(const FusedMoeTransposeCodes *p);
 int fused_moe_cpu_quantize_dh(const FusedMoeQuantizeDh *p);
 int fused_moe_cpu_eight_bit_wgrad(const FusedMoeEightBitWgrad *p);
 
@@ -666,7 +666,7 @@ int fused_moe_cuda_eight_bit_mm(const FusedMoeEightBitMM *p, void *stream);
  * FUSED_MOE_TIER as it is, has it; the others return FUSED_MOE_UNSUPPORTED_EIGHT_BIT if not. */
 bool fused_moe_cuda_trains_fp8(void);
 int fused_moe_cuda_quantize_weight(const FusedMoeQuantizeWeight *p, void *stream);
-int fused_moe_cuda_quantize_columns(const FusedMoeQuantizeColumns *p, void *stream);
+int fused_moe_cuda_transpose_codes(const FusedMoeTransposeCodes *p, void *stream);
 int fused_moe_cuda_quantize_dh(const FusedMoeQuantizeDh *p, void *stream);
 void fused_moe_cuda_select_eight_bit_wgrad(FusedMoeEightBitWgrad *p); /* sets workspace.bytes */
 int fused_moe_cuda_eight_bit_wgrad(const FusedMoeEightBitWgrad *p, void *stream);

@@ -1048,18 +1048,18 @@ def _fp8_up_setup(ctx, args, output):
     ctx.settings, ctx.main_grads = (args.layout, args.wgrad), (args.main_grad1, args.main_grad3)
     ctx.mark_non_differentiable(*output[2:])
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(args.x, output[5], args.w1, args.w3, *args.quantized[2:], *args.plan)
+    ctx.save_for_backward(args.x, args.w1, args.w3, *args.quantized[2:], *args.plan)
 
 
 def _fp8_up_backward(ctx, need, dlink, dlink_scale, *_):
     if dlink is None or dlink_scale is None:
         return {}
-    x, x_scale, w1, w3, codes_t, scale_t, *plan = ctx.saved_tensors
+    x, w1, w3, codes_t, scale_t, *plan = ctx.saved_tensors
     main_grad1, main_grad3 = ctx.main_grads
     accumulates = main_grad1 is not None or main_grad3 is not None
     if accumulates:
         need = less_unasked(ctx, need, w1=1, w3=2)
-    args = (dlink, dlink_scale, x, x_scale, w1, w3, plan, [codes_t, scale_t], *ctx.settings)
+    args = (dlink, dlink_scale, x, w1, w3, plan, [codes_t, scale_t], *ctx.settings)
     args = (*args, need.x, need.w1, need.w3)
     if accumulates:
         grads = run(ops.fp8_up_backward_accumulate.default, *args, main_grad1, main_grad3)

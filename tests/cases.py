@@ -317,7 +317,7 @@ def fp8_calls(case: Case, device, act: dict) -> dict[str, list[dict]]:
         calls["fp8_down_backward_accumulate"] += [{**call, "main_grad2": main2} for call in of_down]
         args = arguments_of("fp8_down_backward", **of_down[0])
         dlink, dlink_scale, *_ = torch.ops.fused_moe.fp8_down_backward(*args)
-        backward = {"dlink": dlink, "dlink_scale": dlink_scale, "x": x, "x_scale": made["x_scale"]}
+        backward = {"dlink": dlink, "dlink_scale": dlink_scale, "x": x}
         backward |= {"w1": w1, "w3": w3, **plan, "quantized": [*up[2:]], **layout, "wgrad": wgrad}
         of_up = [backward | needs_up, backward | dict.fromkeys(needs_up, False)]
         calls["fp8_up_backward"] += of_up

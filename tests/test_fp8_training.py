@@ -629,9 +629,9 @@ def test_raw_operators_check_what_memory_safety_needs(device):
         with pytest.raises(RuntimeError, match="fp8_up: expected codes of a weight"):
             torch.ops.fused_moe.fp8_up(*up[:4], [value, *fp8.up[1:]], *up[5:])
     message = re.escape("expected w3 where its gradient is needed")
-    link, link_scale, _, _, _, x_scale = torch.ops.fused_moe.fp8_up(*up)
+    link, link_scale, *_ = torch.ops.fused_moe.fp8_up(*up)
     halves = torch.cat((inputs["w1"], inputs["w3"]), 1)
     with pytest.raises(RuntimeError, match=message):
         torch.ops.fused_moe.fp8_up_backward(
-            link, link_scale, inputs["x"], x_scale, halves, None, plan, [*fp8.up[2:]], 1, 0, True, True, True
+            link, link_scale, inputs["x"], halves, None, plan, [*fp8.up[2:]], 1, 0, True, True, True
         )

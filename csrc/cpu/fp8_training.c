@@ -119,48 +119,35 @@ typedef struct {
     int64_t parts; /* tasks per row block: each has some of its columns */
 } Task;
 
-/* --- quantize_columns ----------------------------------------------------------------------------------- */
+/* --- transpose_codes ----------------------------------------------------------------------------------- */
 
-static uint8_t *take_columns(float **values, char *scratch, size_t *bytes) {
-    *values = fm_take(&scratch, bytes, BLOCK * sizeof **values);
-    return fm_take(&scratch, bytes, SQUARE);
-}
-
-static int quantize_columns_block(int64_t i, const void *ctx, char *scratch) {
+static int transpose_codes_block(int64_t i, const void *ctx, char *scratch) {
     const Task *t = ctx;
-    const FusedMoeQuantizeColumns *p = t->p;
+    const FusedMoeTransposeCodes *p = t->p;
     const FusedMoeRowMap *m = &p->row_map;
-    const FmGather gather = {p->x, p->D, m->row_token, NULL, NULL};
     const int64_t index = i / t->parts;
     const RowBlock block = row_block_of(m->offs, m->E, index);
-    const FmCols cols = fm_cols_of(p->columns, t->parts, i % t->parts);
-    size_t unused = 0;
-    float *values;
-    uint8_t *codes = take_columns(&values, scratch, &unused);
+    const FmCols cols = fm_cols_of(p->num_columns, t->parts, i % t->parts);
+    uint8_t *codes = (uint8_t *)scratch;
     if (!block.num_rows) return FUSED_MOE_OK;
 
     clear_past(codes, block.num_rows);
     for (int64_t j = cols.first; j < cols.end; j += BLOCK) {
         for (int64_t r = 0; r < block.num_rows; r++) {
-            const int64_t row = block.first_row + r;
-            const FmMatrix x = fm_gather(t->v, &gather, row, 1, p->first + j, BLOCK, values);
-            encode_128(codes + r * BLOCK, 1 / p->scale[row], x.data);
+            const int64_t row = block.first_row + r, token = m->row_token ? m->row_token[row] : row;
+            fm_copy(codes + r * BLOCK, fm_at(p->codes, 1, token * p->D + p->first + j), BLOCK);
         }
-        transpose(fm_at(p->codes, 1, (index * p->columns + j) * BLOCK), BLOCK, codes);
+        transpose(fm_at(p->columns, 1, (index * p->num_columns + j) * BLOCK), BLOCK, codes);
     }
     return FUSED_MOE_OK;
 }
 
-int fused_moe_cpu_quantize_columns(const FusedMoeQuantizeColumns *p) {
+int fused_moe_cpu_transpose_codes(const FusedMoeTransposeCodes *p) {
     const FusedMoeRowMap *m = &p->row_map;
-    if (!is_supported(p->dtype)) return FUSED_MOE_UNSUPPORTED_DTYPE;
     if (!fm_row_map_is_valid(m)) return FUSED_MOE_INVALID_ROWS;
     const int64_t blocks = fused_moe_num_row_blocks(m->R, m->E);
-    const Task task = {p, fm_rows(p->dtype), fm_parts(blocks, p->columns)};
-    size_t bytes = 0;
-    float *unused;
-    take_columns(&unused, NULL, &bytes);
-    return fm_parallel(blocks * task.parts, m->R * p->columns, quantize_columns_block, &task, bytes);
+    const Task task = {p, NULL, fm_parts(blocks, p->num_columns)};
+    return fm_parallel(blocks * task.parts, m->R * p->num_columns, transpose_codes_block, &task, SQUARE);
 }
 
 /* --- quantize_dh ---------------------------------------------------------------------------------------- */

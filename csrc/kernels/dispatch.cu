@@ -464,8 +464,8 @@ bool fused_moe_cuda_trains_fp8(void) {
 int fused_moe_cuda_quantize_weight(const FusedMoeQuantizeWeight *p, void *stream) {
     return run_fp8(sm90::quantize_weight, *p, stream);
 }
-int fused_moe_cuda_quantize_columns(const FusedMoeQuantizeColumns *p, void *stream) {
-    return run_fp8(sm90::quantize_columns, *p, stream);
+int fused_moe_cuda_transpose_codes(const FusedMoeTransposeCodes *p, void *stream) {
+    return run_fp8(sm90::transpose_codes, *p, stream);
 }
 int fused_moe_cuda_quantize_dh(const FusedMoeQuantizeDh *p, void *stream) {
     return run_fp8(sm90::quantize_dh, *p, stream);

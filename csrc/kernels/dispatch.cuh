@@ -47,7 +47,7 @@ extern const Kernel<FusedMoeEightBitMM> eight_bit_mm;
 bool eight_bit_gathers(int64_t R, int32_t E); /* see FusedMoeEightBitUpGate */
 /* FP8 training, beside these two. */
 int quantize_weight(const FusedMoeQuantizeWeight &p, void *stream);
-int quantize_columns(const FusedMoeQuantizeColumns &p, void *stream);
+int transpose_codes(const FusedMoeTransposeCodes &p, void *stream);
 int quantize_dh(const FusedMoeQuantizeDh &p, void *stream);
 int eight_bit_wgrad(const FusedMoeEightBitWgrad &p, void *stream);
 size_t eight_bit_wgrad_workspace(const FusedMoeEightBitWgrad &p);

@@ -144,6 +144,15 @@ static Codes quantize_tokens(const Call &call, const Tensor &x, const RowMap &ma
     return quantize_rows(call, p, x, FUSED_MOE_CODE_E4M3);
 }
 
+/* The same codes, one row for each token. Weight gradients make them again: kept from forward, they would be
+ * as large as half of x. */
+static Tensor token_codes(const Call &call, const Tensor &x) {
+    FusedMoeQuantizeRows p = {};
+    p.row_map.T = p.row_map.R = x.size(0);
+    p.D = x.size(1);
+    return quantize_rows(call, p, x, FUSED_MOE_CODE_E4M3).codes;
+}
+
 /* out [R,M] = codes [R,N] times a weight (E,M,N). a_scale has row scales, or scales of 128 columns. */
 static Tensor run_eight_bit_mm(const Call &call, const Tensor &like, const void *codes, const float *a_scale,
                                bool has_row_scales, const BlockWeight &w, const RowMap &map) {
@@ -224,8 +233,7 @@ static void run_wgrad_by_copy(const Call &call, FusedMoeEightBitWgrad &p, const 
  * The kernel writes consecutive elements along its N. A part whose M is the dense side is written by the GEMM
  * of swapped operands, if it is the only one: N's rows of a block are dense. What is left takes a copy. */
 static void run_fp8_wgrad(const Call &call, const void *rows_t, const float *rows_t_scale,
-                          const WeightGrad &grad, const Tensor &x, const Tensor &x_scale, const RowMap &map,
-                          int64_t num_chunks) {
+                          const WeightGrad &grad, const Tensor &x, const RowMap &map, int64_t num_chunks) {
     if (!grad.part[0].data && !grad.part[1].data) return;
     const int64_t E = map.p.E, D = x.size(1), N = D / num_chunks;
     const bool wants_all = grad.part[0].data && (grad.part[1].data || !grad.M[1]);
@@ -239,17 +247,16 @@ static void run_fp8_wgrad(const Call &call, const void *rows_t, const float *row
     OptTensor copy;
     if (!is_direct && !is_swapped) copy = new_tensor(x, {E, grad.M[0] + grad.M[1], N}, dtype);
 
-    FusedMoeQuantizeColumns of_x = {};
-    of_x.x = data(x);
-    of_x.scale = (const float *)data(x_scale);
-    of_x.codes = columns.mutable_data_ptr();
+    const Tensor codes = token_codes(call, x);
+    FusedMoeTransposeCodes of_x = {};
+    of_x.codes = data(codes);
+    of_x.columns = columns.mutable_data_ptr();
     of_x.row_map = map.p;
     of_x.D = D;
-    of_x.columns = N;
-    of_x.dtype = float_dtype(call.op, x);
+    of_x.num_columns = N;
     FusedMoeEightBitWgrad p = {};
-    p.a = is_swapped ? of_x.codes : rows_t;
-    p.b = is_swapped ? rows_t : of_x.codes;
+    p.a = is_swapped ? of_x.columns : rows_t;
+    p.b = is_swapped ? rows_t : of_x.columns;
     p.scale = rows_t_scale;
     p.scale_is_of_b = is_swapped;
     p.M[0] = is_swapped ? N : grad.M[0];
@@ -261,9 +268,9 @@ static void run_fp8_wgrad(const Call &call, const void *rows_t, const float *row
     p.schedule = map.p.schedule;
     p.R = map.p.R;
     p.E = map.p.E;
-    p.dtype = of_x.dtype;
+    p.dtype = float_dtype(call.op, x);
     for (; of_x.first < D; of_x.first += N) {
-        run(call, of_x, fused_moe_cpu_quantize_columns, CUDA(fused_moe_cuda_quantize_columns));
+        run(call, of_x, fused_moe_cpu_transpose_codes, CUDA(fused_moe_cuda_transpose_codes));
         FusedMoeWeight part[2] = {grad.part[0], grad.part[1]};
         for (FusedMoeWeight &w : part)
             if (w.data) w.data = (char *)w.data + of_x.first * w.stride_in * elem_bytes;
@@ -388,10 +395,10 @@ fp8_up(const Tensor &x_, const Tensor &w1, const OptTensor &w3, const TensorList
 
 /* As in experts_up_backward_accumulate, of dlink's codes. */
 Fp8UpGrads fp8_up_backward_accumulate(const Tensor &dlink_, const Tensor &dlink_scale_, const Tensor &x_,
-                                      const Tensor &x_scale_, const Tensor &w1, const OptTensor &w3,
-                                      const TensorList &plan, const TensorList &quantized, int64_t layout,
-                                      int64_t wgrad, bool need_dx, bool need_dw1, bool need_dw3,
-                                      const OptTensor &main_grad1, const OptTensor &main_grad3) {
+                                      const Tensor &w1, const OptTensor &w3, const TensorList &plan,
+                                      const TensorList &quantized, int64_t layout, int64_t wgrad,
+                                      bool need_dx, bool need_dw1, bool need_dw3, const OptTensor &main_grad1,
+                                      const OptTensor &main_grad3) {
     const char *op = "fp8_up_backward";
     check_dim(op, "x", x_, 2);
     const Tensor x = aligned(x_);
@@ -409,8 +416,7 @@ Fp8UpGrads fp8_up_backward_accumulate(const Tensor &dlink_, const Tensor &dlink_
     const int64_t T = map.p.T, R = map.p.R;
     const Link at = link_of(R, s.E, s.H, wgrad, (int64_t)x.element_size());
     const Tensor dlink = operand(op, "dlink", dlink_, x, {at.bytes / (int64_t)x.element_size()}),
-                 dlink_scale = floats(op, "dlink_scale", dlink_scale_, x, {at.floats}),
-                 x_scale = floats(op, "x_scale", x_scale_, x, {R});
+                 dlink_scale = floats(op, "dlink_scale", dlink_scale_, x, {at.floats});
     check(w3 || !need_dw3, op, "w3 where its gradient is needed", "none");
     FusedMoeWeight sums[2] = {}, fresh[2] = {};
     if (need_dw1 && main_grad1) sums[0] = main_grad(op, "main_grad1", *main_grad1, x, {s.E, s.w1_rows, s.D});
@@ -433,7 +439,7 @@ Fp8UpGrads fp8_up_backward_accumulate(const Tensor &dlink_, const Tensor &dlink_
                      of_sums = up_grad(sums[0], sums[1], s, layout, FUSED_MOE_F32, true);
     for (const WeightGrad *grad : {&of_fresh, &of_sums}) {
         if (wgrad == WGRAD_FP8) {
-            run_fp8_wgrad(call, codes + at.second, scales + at.second_scale, *grad, x, x_scale, map,
+            run_fp8_wgrad(call, codes + at.second, scales + at.second_scale, *grad, x, map,
                           fused_moe_fp8_column_chunks(s.D));
             continue;
         }
@@ -446,12 +452,11 @@ Fp8UpGrads fp8_up_backward_accumulate(const Tensor &dlink_, const Tensor &dlink_
     return {*dx, *dw1, *dw3};
 }
 
-Fp8UpGrads fp8_up_backward(const Tensor &dlink, const Tensor &dlink_scale, const Tensor &x,
-                           const Tensor &x_scale, const Tensor &w1, const OptTensor &w3,
-                           const TensorList &plan, const TensorList &quantized, int64_t layout, int64_t wgrad,
-                           bool need_dx, bool need_dw1, bool need_dw3) {
-    return fp8_up_backward_accumulate(dlink, dlink_scale, x, x_scale, w1, w3, plan, quantized, layout, wgrad,
-                                      need_dx, need_dw1, need_dw3, {}, {});
+Fp8UpGrads fp8_up_backward(const Tensor &dlink, const Tensor &dlink_scale, const Tensor &x, const Tensor &w1,
+                           const OptTensor &w3, const TensorList &plan, const TensorList &quantized,
+                           int64_t layout, int64_t wgrad, bool need_dx, bool need_dw1, bool need_dw3) {
+    return fp8_up_backward_accumulate(dlink, dlink_scale, x, w1, w3, plan, quantized, layout, wgrad, need_dx,
+                                      need_dw1, need_dw3, {}, {});
 }
 
 /* --- down side ------------------------------------------------------------------------------------------ */
@@ -579,7 +584,7 @@ Fp8DownGrads fp8_down_backward_accumulate(const Tensor &dout_, const Tensor &h_,
         }
         grad.part[0] = transposed(dw);
         if (is_fp8) {
-            run_fp8_wgrad(call, data(*a_t), (const float *)data(*a_t_scale), grad, dout, dout_scale, map, 1);
+            run_fp8_wgrad(call, data(*a_t), (const float *)data(*a_t_scale), grad, dout, map, 1);
         } else {
             const GatheredRows dout_rows = {&dout, map.p.row_token, nullptr, nullptr};
             run_wgrad(call, *a_t, dout_rows, grad.part, grad.M, grad.accumulate, grouping_of(map),

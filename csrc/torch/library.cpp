@@ -164,7 +164,7 @@ static void cuda_reset() {
     ") -> (Tensor dh, Tensor dw2, Tensor db2, Tensor dscores)"
 
 #define FP8_UP_BACKWARD(main_grads)                                                                          \
-    "(Tensor dlink, Tensor dlink_scale, Tensor x, Tensor x_scale, Tensor w1, Tensor? w3, Tensor[] plan, "    \
+    "(Tensor dlink, Tensor dlink_scale, Tensor x, Tensor w1, Tensor? w3, Tensor[] plan, "                    \
     "Tensor[] quantized, int layout, int wgrad, bool need_dx, bool need_dw1, bool need_dw3" main_grads       \
     ") -> (Tensor dx, Tensor dw1, Tensor dw3)"
 #define FP8_DOWN_BACKWARD(main_grads)                                                                        \

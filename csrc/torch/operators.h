@@ -166,15 +166,14 @@ Tensor fp8_down(const Tensor &link, const Tensor &link_scale, const Tensor &h, c
                 const TensorList &plan, const TensorList &quantized, int64_t layout, int64_t activation,
                 const Constants &constants, int64_t wgrad, const OptTensor &main_grad2,
                 const OptTensor &shared, const OptTensor &shared_gate);
-Fp8UpGrads fp8_up_backward(const Tensor &dlink, const Tensor &dlink_scale, const Tensor &x,
-                           const Tensor &x_scale, const Tensor &w1, const OptTensor &w3,
-                           const TensorList &plan, const TensorList &quantized, int64_t layout, int64_t wgrad,
-                           bool need_dx, bool need_dw1, bool need_dw3);
+Fp8UpGrads fp8_up_backward(const Tensor &dlink, const Tensor &dlink_scale, const Tensor &x, const Tensor &w1,
+                           const OptTensor &w3, const TensorList &plan, const TensorList &quantized,
+                           int64_t layout, int64_t wgrad, bool need_dx, bool need_dw1, bool need_dw3);
 Fp8UpGrads fp8_up_backward_accumulate(const Tensor &dlink, const Tensor &dlink_scale, const Tensor &x,
-                                      const Tensor &x_scale, const Tensor &w1, const OptTensor &w3,
-                                      const TensorList &plan, const TensorList &quantized, int64_t layout,
-                                      int64_t wgrad, bool need_dx, bool need_dw1, bool need_dw3,
-                                      const OptTensor &main_grad1, const OptTensor &main_grad3);
+                                      const Tensor &w1, const OptTensor &w3, const TensorList &plan,
+                                      const TensorList &quantized, int64_t layout, int64_t wgrad,
+                                      bool need_dx, bool need_dw1, bool need_dw3, const OptTensor &main_grad1,
+                                      const OptTensor &main_grad3);
 Fp8DownGrads fp8_down_backward(const Tensor &dout, const Tensor &h, const Tensor &x_scale, const Tensor &w2,
                                const OptTensor &scores, const TensorList &plan, const TensorList &quantized,
                                int64_t layout, int64_t activation, const Constants &constants, int64_t wgrad,

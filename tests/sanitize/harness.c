@@ -633,15 +633,14 @@ static int quantize_weight(Case *c) {
     return fused_moe_cpu_quantize_weight(&p);
 }
 
-static int quantize_columns(Case *c) {
-    FusedMoeQuantizeColumns p = {.dtype = training_dtype(c)};
-    p.row_map = option() ? c->map : grouped_rows(c->map);
-    p.columns = blocks_width(c->s.D), p.first = 128 * draw(2), p.D = p.first + p.columns + 128 * draw(2);
-    p.x = values(p.dtype, p.row_map.T * p.D);
-    p.scale = values(FUSED_MOE_F32, p.row_map.R);
-    p.codes = output(fused_moe_num_row_blocks(p.row_map.R, p.row_map.E) * p.columns * 128);
-    int status = fused_moe_cpu_quantize_columns(&p);
-    if (status == FUSED_MOE_OK) clear_unwritten(p.row_map, p.codes, p.columns * 128);
+static int transpose_codes(Case *c) {
+    FusedMoeTransposeCodes p = {.row_map = option() ? c->map : grouped_rows(c->map)};
+    p.num_columns = blocks_width(c->s.D), p.first = 128 * draw(2);
+    p.D = p.first + p.num_columns + 128 * draw(2);
+    p.codes = values(FUSED_MOE_F32, p.row_map.T * p.D / 4);
+    p.columns = output(fused_moe_num_row_blocks(p.row_map.R, p.row_map.E) * p.num_columns * 128);
+    int status = fused_moe_cpu_transpose_codes(&p);
+    if (status == FUSED_MOE_OK) clear_unwritten(p.row_map, p.columns, p.num_columns * 128);
     return status;
 }
 
@@ -725,7 +724,7 @@ static const struct {
     {"eight_bit_up_gate", eight_bit_up_gate, ALL_MAPS},
     {"eight_bit_mm", eight_bit_mm, OFFS},
     {"quantize_weight", quantize_weight, 0},
-    {"quantize_columns", quantize_columns, ALL_MAPS},
+    {"transpose_codes", transpose_codes, ALL_MAPS},
     {"quantize_dh", quantize_dh, ALL_MAPS},
     {"eight_bit_wgrad", eight_bit_wgrad, OFFS},
 };

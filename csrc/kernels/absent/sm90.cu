@@ -23,7 +23,7 @@ bool eight_bit_gathers(int64_t, int32_t) {
 int quantize_weight(const FusedMoeQuantizeWeight &, void *) {
     return FUSED_MOE_NO_SUCH_TIER;
 }
-int quantize_columns(const FusedMoeQuantizeColumns &, void *) {
+int transpose_codes(const FusedMoeTransposeCodes &, void *) {
     return FUSED_MOE_NO_SUCH_TIER;
 }
 int quantize_dh(const FusedMoeQuantizeDh &, void *) {
