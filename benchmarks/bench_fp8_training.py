@@ -163,6 +163,7 @@ class Case:
         """MiB of one step, beyond inputs and parameters."""
         if self.device != "cuda":
             return {}
+        gc.collect()  # what a way before has left in cycles would be freed meanwhile
         given, before = (way.quantised_every or 1) > 1, torch.cuda.memory_allocated()
         codes = self.quantise() if given else True
         torch.cuda.reset_peak_memory_stats()
