@@ -199,7 +199,9 @@ def test_gemms_of_quantised_weights(sass):
 
 # GEMMs of 8 bits on both operands: (scales of blocks or of rows, whether rows are few) -> wgmma's N.
 EIGHT_BIT_GEMMS = {"eight_bit_up_gate_kernel": 2, "eight_bit_mm_kernel": 1}  # gated or not
-EIGHT_BIT = re.compile(r"EightBit(?P<few>Few)?ConfigI(?P<code>13__nv_fp8_e4m3|a)L.*?ScalesOfE(?P<by_rows>\d)")
+EIGHT_BIT = re.compile(
+    r"EightBit(?:TrainingConfig|(?P<few>Few)?ConfigI(?P<code>13__nv_fp8_e4m3|a)L.*?ScalesOfE(?P<by_rows>\d))"
+)
 EIGHT_BIT_WIDTHS = {
     ("0", False): (128,),
     ("1", False): (256,),
@@ -211,12 +213,13 @@ EIGHT_BIT_WIDTHS = {
 def test_gemms_of_eight_bits(sass):
     """For e4m3 in blocks, and e4m3 and int8 by rows, in full tiles and in those of few rows: wgmma of 8-bit
     operands fed by TMA, as the other GEMMs; no parameter loaded again, and no wgmma waited for but the
-    last of a k-tile."""
+    last of a k-tile. FP8 training has one more of each, in blocks: an up_gate that keeps h, and the GEMM of
+    dout, whose rows have one scale."""
     kernels = sm90_gemms(sass, EIGHT_BIT_GEMMS)
     for gemm, kinds in EIGHT_BIT_GEMMS.items():
         mine = {n: used for n, used in kernels.items() if is_of(gemm, n)}
         few_of_blocks = 2 if gemm == "eight_bit_up_gate_kernel" else 1  # tiles of 16 rows and of 64
-        assert len(mine) == kinds * (1 + few_of_blocks + 2 * 2), gemm
+        assert len(mine) == kinds * (1 + few_of_blocks + 2 * 2 + 1), gemm
         for name, used in mine.items():
             found = EIGHT_BIT.search(name)
             few, mma = bool(found["few"]), "IGMMA" if found["code"] == "a" else "QGMMA"
@@ -224,11 +227,43 @@ def test_gemms_of_eight_bits(sass):
             assert not missing, f"{name}: no {missing}"
             assert not {"LD", "ST", "HMMA"} & used.keys(), name
             assert ("USETMAXREG" in used) == ("UTMASTG" in used) == (not few), name
-            for width in EIGHT_BIT_WIDTHS[found["by_rows"], few]:
+            for width in EIGHT_BIT_WIDTHS[found["by_rows"] or "0", few]:
                 wgmmas = {i: count for i, count in used.items() if i.startswith(f"{mma}.64x{width}x32")}
                 waited = sum(count for i, count in wgmmas.items() if i.endswith(" gsb0"))
                 free = sum(wgmmas.values()) - 2 * waited
                 assert free >= 2 * waited > 0, f"{name}, {width} wide: {free} go on, {waited} are waited for"
+
+
+TO_E4M3 = "F2FP.SATFINITE.E4M3.F32.PACK_AB_MERGE_C"
+# Kernels of FP8 training alone: how many, the most registers for the CTAs of an SM, what they have.
+FP8_TRAINING = {
+    "eight_bit_wgrad_kernel": (2, 168, {"QGMMA", "UTMALDG", "UTMASTG", "SYNCS", "USETMAXREG", "LDGSTS"}),
+    "quantize_dh_kernel": (2, 112, {"UTMALDG", "SYNCS", "LDS.128", "STS.128", "STG.E.128", TO_E4M3}),
+    "quantize_weight_kernel": (2, 128, {"LDG.E.128", "LDS.128", "STG.E.128", TO_E4M3}),
+    "transpose_codes_kernel": (1, 40, {"LDG.E.128", "LDS.128", "STG.E.128"}),
+}
+
+
+def test_fp8_training(sass):
+    """Weight gradients: wgmma of e4m3 as the other GEMMs, both operands and dw by TMA, and additions to f32
+    alone. What makes codes reads and writes 16 bytes at a time, and loads no parameter again."""
+    kernels = sm90_gemms(sass, FP8_TRAINING)
+    registers = {n: used["REG"] for (_, n), used in sass.resources(LIBRARY).items()}
+    for kernel, (count, most, expected) in FP8_TRAINING.items():
+        mine = {n: used for n, used in kernels.items() if is_of(kernel, n)}
+        assert len(mine) == count, kernel
+        for name, used in mine.items():
+            assert not expected - used.keys(), f"{name}: no {expected - used.keys()}"
+            assert not {"LD", "ST", "LDL", "STL"} & used.keys(), name
+            assert registers[name] <= most, name
+    gradients = {n: used for n, used in kernels.items() if is_of("eight_bit_wgrad_kernel", n)}
+    assert sum("UTMAREDG" in used for used in gradients.values()) == 1
+    for name, used in gradients.items():
+        assert registers[name] == 65536 // (3 * 128) // 8 * 8, name
+        wgmmas = {i: count for i, count in used.items() if i.startswith("QGMMA.64x128x32")}
+        waited = sum(count for i, count in wgmmas.items() if i.endswith(" gsb0"))
+        free = sum(wgmmas.values()) - 2 * waited
+        assert free >= 2 * waited > 0, f"{name}: {free} go on, {waited} are waited for"
 
 
 def test_the_router_runs_on_wgmma_and_tma(sass):

@@ -1,0 +1,181 @@
+"""FP8 training by all bits: dh's codes against a formula, and sums of codes that are exact in any order."""
+
+import pytest
+import torch
+from cases import BF16, F32, F64, LAYOUTS, Calls, Case, poisoned
+from test_fp8_training import inputs_of, step
+
+import fused_moe
+from fused_moe import fused_experts
+from fused_moe import ops as codes
+
+ops = torch.ops.fused_moe
+
+
+def assert_same_values(found: torch.Tensor, expected: torch.Tensor) -> None:
+    """NaNs are equal, whatever their bits, and zeros."""
+    assert found.shape == expected.shape
+    found, expected = (t.cpu() for t in (found, expected))
+    if found.dtype == torch.uint8:
+        found, expected = (t.view(torch.float8_e4m3fn).float() for t in (found, expected))
+    torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
+
+
+def scale_of(peak: torch.Tensor) -> torch.Tensor:
+    return torch.where(peak == 0, 1, (peak / 448).clamp_min(2.0**-120))
+
+
+def to_codes(values: torch.Tensor) -> torch.Tensor:
+    return values.to(torch.float8_e4m3fn).view(torch.uint8)
+
+
+def row_blocks(counts):
+    """(block, its rows) of each expert in turn; where its next expert's begin."""
+    first = 0
+    for e, count in enumerate(counts):
+        for i in range(-(-count // 128)):
+            yield first // 128 + e + i, slice(first + 128 * i, first + min(count, 128 * i + 128))
+        first += count
+
+
+def parts_of_link(dlink, dlink_scale, R: int, H: int, blocks: int) -> tuple:
+    """dh's codes and scales, and behind them bytes and floats of the wgrad's operand."""
+    data, tiles = dlink.view(torch.uint8), H // 128
+    scale, rest = dlink_scale[: tiles * R], dlink_scale[(tiles * R + 31) // 32 * 32 :]
+    return data[: R * H].view(R, H), scale.view(tiles, R), data[R * H :], rest[: blocks * tiles]
+
+
+COUNTS = (0, 1, 127, 128, 129, 0, 300, 5)
+
+
+def ids_of_counts(counts, spare: int) -> torch.Tensor:
+    """(T, 1) in any order, with -1 for `spare` tokens."""
+    ids = torch.cat(
+        (torch.arange(len(counts)).repeat_interleave(torch.tensor(counts)), torch.full((spare,), -1))
+    )
+    return ids[torch.randperm(len(ids))].unsqueeze(1)
+
+
+@pytest.mark.parametrize("layout", ("separate", "ungated"))
+def test_codes_of_dh(device, layout):
+    """From dh's rows, which the wgrad of 16 bits has: by rows, and by columns with the scales of x in them.
+    Padding is zeros, and so are row blocks without rows and rows past the last one."""
+    spare, E = 70, len(COUNTS)
+    case = Case(sum(COUNTS) + spare, 256, 384, E, 1, BF16, layout=layout)
+    inputs, dout = inputs_of(case, device), case.dout(device)
+    dout *= torch.logspace(-9, 1, case.tokens, device=device).unsqueeze(1)
+    ids = ids_of_counts(COUNTS, spare).to(device)
+    R, H, blocks = case.tokens, 384 * (1 if layout == "ungated" else 2), case.tokens // 128 + E
+    found = {}
+    for wgrad in codes.WGRADS:
+        with Calls() as calls, poisoned():
+            step(fused_experts, inputs, dout, ids=ids, fp8=True, fp8_wgrad=wgrad, **case.options)
+        ((_, made),) = calls.of("fp8_down_backward")
+        ((_, up),) = calls.of("fp8_up")
+        found[wgrad] = [t.cpu() for t in parts_of_link(*made[:2], R, H, blocks)]
+        x_scale = up[5].cpu()
+    by_row, row_scale, by_column, column_scale = found["fp8"]
+    assert torch.equal(by_row, found["bf16"][0]) and torch.equal(row_scale, found["bf16"][1])
+    dh = found["bf16"][2].view(BF16).view(R, H).float()
+    assert not dh[sum(COUNTS) :].count_nonzero() and dh[: sum(COUNTS)].count_nonzero() > 0.4 * dh.numel()
+
+    peaks = dh.unflatten(1, (-1, 128)).abs().amax(-1)  # (R, H / 128)
+    scale = scale_of(peaks)
+    assert torch.equal(row_scale, scale.T)
+    assert_same_values(by_row, to_codes(dh * (1 / scale).repeat_interleave(128, 1)))
+    expected = torch.zeros(blocks, H, 128, dtype=torch.uint8)
+    scales = torch.zeros(blocks, H // 128)
+    for block, rows in row_blocks(COUNTS):
+        of_x = x_scale[rows].unsqueeze(1)
+        scales[block] = scale_of((of_x * peaks[rows]).amax(0))
+        factor = of_x * (1 / scales[block])
+        values = to_codes(dh[rows] * factor.repeat_interleave(128, 1))
+        expected[block, :, : len(values)] = values.T
+    assert torch.equal(column_scale.view(scales.shape), scales)
+    assert_same_values(by_column.view(expected.shape), expected)
+
+
+# --- exact sums ---------------------------------------------------------------------------------------
+
+# Rows of each expert.
+SUMS = {
+    "row blocks": COUNTS,
+    "one has all": (0, 0, 2500, 0),  # split
+    "several are split": (700, 3, 1300, 0, 129),
+    "few rows": (1, 0, 2, 0, 0, 1),
+    "many experts": tuple(i * 7919 % 97 for i in range(33)),
+}
+NAN = 0x7F
+
+
+def draw(values, *shape) -> torch.Tensor:
+    return torch.tensor(values, dtype=F32)[torch.randint(len(values), shape)]
+
+
+@pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "pairs"])
+@pytest.mark.parametrize("name", SUMS)
+def test_sums_of_small_integers(device, name, layout):
+    """dx, dw1, dw3 and sums in main_grads are exact where codes are few and scales powers of two.
+    Row blocks without rows are NaN here, and dh's padding numbers: x's are zeros."""
+    counts, spare, E = SUMS[name], 45, len(SUMS[name])
+    stored, gated, _, transposed = LAYOUTS[layout]
+    for D, F, dtype in ((384, 128, BF16), (512, 384, F32), (1024, 128, BF16), (128, 256, F32)):
+        R, num_rows, H = sum(counts) + spare, sum(counts), 2 * F if gated else F
+        ids = ids_of_counts(counts, spare)
+        plan = fused_moe.route_plan(ids.to(device), E)
+        tokens = plan.row_token[:num_rows].long().cpu()
+        x = draw((0, 1, -1, 2, -2), R, D)
+        x[:, 5] = 2  # its code is 448, whatever the row's scale
+        x_rows = 224 * x[tokens].double()
+        x *= draw((0.25, 1, 8), R, 1)
+        dh, dh_t = (draw((0, 1, -1, 2, -2), *shape) for shape in ((R, H), (R // 128 + E, H, 128)))
+        dh_scale, dh_t_scale = draw((1, 0.5), H // 128, R), draw((0.5, 1, 2, 4), R // 128 + E, H // 128)
+        w_t, w_t_scale = draw((0, 1, -1, 2, -2), E, D, H), draw((0.5, 1, 2), E, D // 128, H // 128)
+
+        dw, dx, first = torch.zeros(E, H, D, dtype=F64), torch.zeros(R, D, dtype=F64), 0
+        is_used = torch.zeros(R // 128 + E, dtype=torch.bool)
+        owner = torch.arange(E).repeat_interleave(torch.tensor(counts))
+        for block, rows in row_blocks(counts):
+            is_used[block] = True
+            scale = dh_t_scale[block].double().repeat_interleave(128)
+            of_block = dh_t[block, :, : rows.stop - rows.start].double()
+            dw[owner[rows.start]] += scale[:, None] * (of_block @ x_rows[rows])
+        for e, count in enumerate(counts):
+            rows, first = slice(first, first + count), first + count
+            wide = w_t_scale[e].double().repeat_interleave(128, 0).repeat_interleave(128, 1)
+            scaled = dh[rows].double() * dh_scale[:, rows].T.double().repeat_interleave(128, 1)
+            dx[tokens[rows]] = scaled @ (w_t[e].double() * wide).T
+
+        bytes_t = to_codes(dh_t)
+        bytes_t[~is_used], dh_t_scale[~is_used] = NAN, torch.nan
+        gap = torch.full((-(H // 128 * R) % 32,), torch.nan)
+        tail = torch.full((-dh_t_scale.numel() % 32,), torch.nan)
+        dlink_scale = torch.cat((dh_scale.flatten(), gap, dh_t_scale.flatten(), tail))
+        dlink = torch.cat((to_codes(dh).flatten(), bytes_t.flatten())).to(device).view(BF16)
+        rows_of_w1 = F if stored == "separate" else H
+        empty = [
+            torch.empty((E, D, n) if transposed else (E, n, D), device=device, dtype=dtype)
+            for n in (rows_of_w1, F)
+        ]
+        w1, w3 = (w.mT if transposed else w for w in empty)
+        w3 = w3 if gated and stored == "separate" else None
+        call = {
+            "dlink": dlink, "dlink_scale": dlink_scale.to(device), "x": x.to(device, BF16),
+            "w1": w1, "w3": w3, "plan": plan.tensors, "wgrad": 0,
+            "quantized": [to_codes(w_t).to(device), w_t_scale.to(device)],
+            "layout": codes.LAYOUTS[stored] if gated else codes.UNGATED,
+            "need_dx": True, "need_dw1": True, "need_dw3": w3 is not None,
+        }  # fmt: skip
+        if stored == "interleaved":
+            dw = torch.stack((dw[:, :F], dw[:, F:]), 2).flatten(1, 2)
+        expected = dw.split((rows_of_w1, F), 1) if w3 is not None else (dw, None)
+        with poisoned():
+            found = ops.fp8_up_backward(**call)
+        assert torch.equal(found[0].cpu(), dx.to(BF16))
+        sums = [None if w is None else torch.empty_like(w, dtype=F32).fill_(3) for w in (w1, w3)]
+        with poisoned():
+            ops.fp8_up_backward_accumulate(**call, main_grad1=sums[0], main_grad3=sums[1])
+        for i, its in enumerate(expected):
+            if its is not None:
+                assert torch.equal(found[1 + i].cpu(), its.to(dtype)), f"dw of part {i}, {D}, {F}"
+                assert torch.equal(sums[i].cpu(), (its + 3).to(F32)), f"sum of part {i}, {D}, {F}"
