@@ -209,13 +209,18 @@ class Case:
 
 
 def find_peers(case: Case, options: argparse.Namespace, dtype: str) -> dict[str, nn.Module]:
-    """The peers of --peers, and PyTorch's own path if it is fast. A peer that fails is skipped."""
-    from peers import PEERS
-
+    """The peers of --peers, and PyTorch's own path if it is fast."""
     default = "loop" if case.device == "cpu" else ""
     names = [name for name in (default if options.peers is None else options.peers).split(",") if name]
     if common.has_grouped_mm(case.device, dtype) and "torch" not in names:
         names.insert(0, "torch")
+    return checked_peers(case, names)
+
+
+def checked_peers(case: Case, names: list[str]) -> dict[str, nn.Module]:
+    """Those of peers.py. A peer that fails is skipped."""
+    from peers import PEERS
+
     peers = {}
     for name in names:
         if name not in PEERS:

@@ -337,11 +337,14 @@ class Error:
         """For integers, which must be equal."""
         self.squares[name] = [0.0 if torch.equal(found, exact) else torch.inf, 1.0]
 
+    def each(self) -> dict[str, float]:
+        return {name: (d / max(n, 1e-300)) ** 0.5 for name, (d, n) in self.squares.items()}
+
     def check(self, title: str, dtype: str, bound: float | None = None) -> float:
         """The error. Ends the program if it is too large: wrong results are not timed. bound: by default the
         dtype's."""
         bound = ERROR_BOUNDS[dtype] if bound is None else bound
-        errors = {name: (d / max(n, 1e-300)) ** 0.5 for name, (d, n) in self.squares.items()}
+        errors = self.each()
         worst = max(errors, key=errors.get)
         if not all(error < bound for error in errors.values()):
             found = ", ".join(f"{name} {error:.1e}" for name, error in errors.items())

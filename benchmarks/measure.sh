@@ -42,6 +42,7 @@ for shape in $shapes; do program gemm bench_gemm --shape "$shape" --routing rand
 for shape in $shapes; do program kernels bench_kernels --shape "$shape"; done
 for shape in $shapes; do program decode bench_decode --shape "$shape"; done
 for shape in $shapes; do program eight_bits bench_eight_bits --shape "$shape"; done
+for shape in $shapes; do program fp8_training bench_fp8_training --shape "$shape"; done
 
 if [ ${#failed[@]} -gt 0 ]; then
     echo && echo "failed or not run, after $SECONDS s:"

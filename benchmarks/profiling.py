@@ -3,14 +3,15 @@
 `launches` profiles a few steps queued behind a long kernel, and `by_kind` sorts their kernels by the part
 that they play in a layer. Those parts have the same names for ours and for peers, as far as kernels' names
 tell, so they stand beside each other and beside the same floor. `power` runs steps for a while and samples
-the board.
+the board; `joules` reads its energy counter.
 """
 
 from __future__ import annotations
 
+import ctypes
 import threading
 import time
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable
 from statistics import fmean
 from typing import NamedTuple
@@ -186,3 +187,58 @@ def power(step: Callable[[], None], seconds: float = 3, period: float = 0.02) ->
         return {"watts": None, "sm_mhz": None, "joules": None}
     watts, mhz = (fmean(values) for values in zip(*late, strict=True))
     return {"watts": round(watts, 1), "sm_mhz": round(mhz), "joules": round(watts * each, 4)}
+
+
+# --- energy -------------------------------------------------------------------------------------------
+
+IN_FLIGHT = 4  # steps, so that the GPU is never idle
+
+
+def energy_counter() -> Callable[[], float] | None:
+    """Joules of the current GPU since its driver was loaded. None without NVML, or if it hides the GPU."""
+    try:
+        nvml = ctypes.CDLL("libnvidia-ml.so.1")
+        name = f"GPU-{torch.cuda.get_device_properties(torch.cuda.current_device()).uuid}"
+    except (OSError, AttributeError):
+        return None
+    device, mj = ctypes.c_void_p(), ctypes.c_ulonglong()
+    if nvml.nvmlInit_v2() or nvml.nvmlDeviceGetHandleByUUID(name.encode(), ctypes.byref(device)):
+        return None
+    read = nvml.nvmlDeviceGetTotalEnergyConsumption
+    if read(device, ctypes.byref(mj)):
+        return None
+
+    def joules() -> float:
+        read(device, ctypes.byref(mj))
+        return mj.value / 1e3
+
+    return joules
+
+
+def joules(step: Callable[[], object], seconds: float = 0.5, settling: float = 0.1) -> float | None:
+    """Joules of one step, of many that are queued a few ahead of the GPU. The counter moves some times a
+    second, so watts are those between two of its moves, at least `seconds` apart."""
+    counter = energy_counter()
+    if counter is None:
+        return None
+    torch.cuda.synchronize()
+    moves: list[tuple[float, float]] = []
+    ends: deque[torch.cuda.Event] = deque()
+    start, steps, last = time.perf_counter(), 0, counter()
+    while not moves or moves[-1][0] - moves[0][0] < seconds:
+        if time.perf_counter() - start > 4 * (seconds + settling):
+            return None  # it stands still
+        step()
+        steps += 1
+        ends.append(torch.cuda.Event())
+        ends[-1].record()
+        while len(ends) >= IN_FLIGHT:
+            now, read = time.perf_counter(), counter()
+            if read != last and now - start > settling:
+                moves.append((now, read))
+            last = read
+            if ends[0].query():
+                ends.popleft()
+    torch.cuda.synchronize()
+    each = (time.perf_counter() - start) / steps
+    return (moves[-1][1] - moves[0][1]) / (moves[-1][0] - moves[0][0]) * each

@@ -148,6 +148,8 @@ def columns(records: list[dict]) -> dict[str, Callable[[dict], str | None]]:
         "MiB kept": number("activation_mib", "{:.0f}"),
         "MiB at the peak": number("peak_mib", "{:.0f}"),
         "MiB at SonicMoE's peak": number("peak_mib_sonicmoe", "{:.0f}"),
+        "MiB of copies": number("copies_mib", "{:.0f}"),
+        "J per step": number("joules"),
         **{f"against {PEERS[name]}": versus(name) for name in peers},
         "against PyTorch": number("torch_ratio", "{:.2f}x"),
         "against bf16": number("ratio_to_bf16", "{:.2f}x"),

@@ -36,6 +36,7 @@ PROGRAMS = (
         "bench_host",
         "bench_decode",
         "bench_eight_bits",
+        "bench_fp8_training",
         "bench_linear",
         "bench_quantised",
         "compare_builds",
@@ -1897,7 +1898,7 @@ def test_measure_runs_every_program(cpu, tmp_path):
 def test_measure_stops_at_its_limit(cpu, tmp_path):
     run = measure(tmp_path, "--limit", "0")
     assert run.returncode == 1 and not list(tmp_path.iterdir())
-    assert run.stdout.count("\n  bench_") == 7
+    assert run.stdout.count("\n  bench_") == 8
 
 
 def test_a_program_runs_as_a_script(cpu):
