@@ -68,10 +68,8 @@ class Fp8Weights:
 
     def to(self, device) -> Fp8Weights:
         """A copy on another device; itself if it is there."""
-        if torch.device(device) == self.device:
-            return self
         up, down = ([t.to(device) for t in tensors] for tensors in (self.up, self.down))
-        return Fp8Weights(up, down, self.layout)
+        return self if down[0] is self.down[0] else Fp8Weights(up, down, self.layout)
 
     def __repr__(self) -> str:
         E, D, F = self.shape

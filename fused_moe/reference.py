@@ -441,6 +441,11 @@ def fused_experts(
 # --- experts, 8 bits by 8 bits -----------------------------------------------------------------------------
 
 
+def _divided(x: Tensor, number: float) -> Tensor:
+    """x / number, rounded once. On a GPU PyTorch multiplies by a number's reciprocal instead."""
+    return x / torch.full_like(x, number)
+
+
 def quantize_rows(rows: Tensor, format: str, *, power_of_two: bool = False) -> Tensor:
     """The values of rows (R, width) that are rounded to 8 bits with one scale each: to e4m3, or, beside a
     weight of format int8, to integers from -127 to 127.
@@ -452,7 +457,7 @@ def quantize_rows(rows: Tensor, format: str, *, power_of_two: bool = False) -> T
     largest = 127.0 if format == "int8" else 448.0
     rows, wide = rows.float(), torch.promote_types(rows.dtype, torch.float32)
     peak = rows.abs().amax(-1, keepdim=True)
-    scale = torch.where(peak == 0, 1, (peak / largest).clamp_min(2.0**-120))
+    scale = torch.where(peak == 0, 1, _divided(peak, largest).clamp_min(2.0**-120))
     if power_of_two:
         mantissa, exponent = scale.frexp()  # mantissas from 0.5 to 1
         rounded = torch.ldexp(torch.ones_like(scale), exponent - (mantissa == 0.5).int())
@@ -512,7 +517,7 @@ def _eight_bit_mlp(
 
 
 def _peak_scale(peak: Tensor) -> Tensor:
-    return torch.where(peak == 0, 1, (peak / 448).clamp_min(2.0**-120))
+    return torch.where(peak == 0, 1, _divided(peak, 448.0).clamp_min(2.0**-120))
 
 
 def _by_128_columns(rows: Tensor) -> Tensor:

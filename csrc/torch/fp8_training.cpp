@@ -107,25 +107,21 @@ static void check_wgrad(const char *op, int64_t wgrad) {
 
 /* --- the link ------------------------------------------------------------------------------------------- */
 
-/* Where the gradients of link, in bytes, and of link_scale, in floats, have their parts. Each part begins at
- * a multiple of 128 bytes. */
+/* Where the gradients of link, in bytes, and of link_scale, in floats, have their parts, without gaps between
+ * them. H is a multiple of 128, and so is where a part of link begins. */
 struct Link {
     int64_t codes, second, bytes;        /* dh [R,H]; dh_t [blocks,H,128], or with 16 bits dh [R,H] itself */
     int64_t scale, second_scale, floats; /* [H/128,R]; [blocks,H/128], or nothing */
 };
 
-static int64_t align_up(int64_t n, int64_t to) {
-    return (n + to - 1) / to * to;
-}
-
 static Link link_of(int64_t R, int64_t E, int64_t H, int64_t wgrad, int64_t elem_bytes) {
     const int64_t blocks = fused_moe_num_row_blocks(R, E), tiles = H / FUSED_MOE_BLOCK;
     const bool is_fp8 = wgrad == WGRAD_FP8;
     Link link = {};
-    link.second = align_up(R * H, 128);
-    link.bytes = link.second + align_up(is_fp8 ? blocks * H * FUSED_MOE_BLOCK : R * H * elem_bytes, 128);
-    link.second_scale = align_up(tiles * R, 32);
-    link.floats = link.second_scale + (is_fp8 ? align_up(blocks * tiles, 32) : 0);
+    link.second = R * H;
+    link.bytes = link.second + (is_fp8 ? blocks * H * FUSED_MOE_BLOCK : R * H * elem_bytes);
+    link.second_scale = tiles * R;
+    link.floats = link.second_scale + (is_fp8 ? blocks * tiles : 0);
     return link;
 }
 

@@ -37,6 +37,16 @@ __device__ inline float2 floats_of_bf16(uint32_t word) {
     return {__uint_as_float(word << 16), __uint_as_float(word & 0xffff0000)};
 }
 
+/* Eight values of bf16. */
+__device__ inline void unpack_chunk(float (&v)[CHUNK], const uint4 &packed) {
+    const uint32_t pair[] = {packed.x, packed.y, packed.z, packed.w};
+#pragma unroll
+    for (int j = 0; j < CHUNK; j += 2) {
+        const float2 two = floats_of_bf16(pair[j / 2]);
+        v[j] = two.x, v[j + 1] = two.y;
+    }
+}
+
 /* The words of eight columns, of rows v[i] times factor[i]. */
 __device__ inline void make_column_words(uint32_t *words, const float (&v)[LANE_ROWS][CHUNK],
                                          const float (&factor)[LANE_ROWS]) {

@@ -118,15 +118,6 @@ __device__ inline void load_tiles(const QuantizeDh &q, Memory &s) {
 /* --- warps 0-7 */
 
 /* Eight values of 16 bits. */
-__device__ inline void unpack_chunk(float (&v)[CHUNK], const uint4 &packed) {
-    const uint32_t pair[] = {packed.x, packed.y, packed.z, packed.w};
-#pragma unroll
-    for (int j = 0; j < CHUNK; j += 2) {
-        const float2 two = floats_of_bf16(pair[j / 2]);
-        v[j] = two.x, v[j + 1] = two.y;
-    }
-}
-
 __device__ inline uint4 pack_chunk(const float (&v)[CHUNK]) {
     Pack<__nv_bfloat16> pack;
 #pragma unroll
@@ -141,7 +132,7 @@ __device__ inline uint32_t max_magnitudes(uint32_t a, uint32_t b) {
     return *(const uint32_t *)&most;
 }
 
-/* Of the pairs of eight values. */
+/* The same of eight values. */
 __device__ inline uint32_t peaks_of_chunk(const uint4 &v) {
     return max_magnitudes(max_magnitudes(v.x, v.y), max_magnitudes(v.z, v.w));
 }

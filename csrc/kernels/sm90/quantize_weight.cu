@@ -1,7 +1,7 @@
 /* quantize_weight: a weight's codes in blocks of 128 x 128, and those of its transpose, in one pass.
  *
- * A CTA has a block (columns.cuh). Which of the weight's dimensions is contiguous in memory decides what its
- * rows are: where M is, the weight is read as its transpose, and the two results change places. */
+ * A CTA has a block (columns.cuh). What a row is depends on the weight's strides: where M's is the smaller one,
+ * the weight is read as its transpose, and the two results change places. */
 #include "columns.cuh"
 #include "launch.cuh"
 
@@ -11,27 +11,25 @@ namespace {
 
 constexpr int THREADS = 32 * TILE_WARPS;
 
-/* Matrices (rows, columns) of an expert, contiguous along the columns. */
+/* Matrices (rows, columns) of an expert. */
 typedef struct {
     const void *data[2]; /* part 1 follows part 0 along the rows, or along the columns */
-    int64_t stride_expert[2], stride_row[2];
-    int32_t blocks; /* of part 0 in that direction */
+    int64_t stride_expert[2], stride_row[2], stride_column[2]; /* of columns mostly 1 */
+    int32_t blocks;                                            /* of part 0 in that direction */
     bool along_rows;
     int64_t rows, columns; /* of both parts */
     uint8_t *codes, *codes_t;
     float *scale, *scale_t;
 } QuantizeWeight;
 
-template <typename T>
-__device__ inline void load_chunk_of(float (&v)[CHUNK], const T *src) {
-    if constexpr (sizeof(T) == 2) {
-        const uint4 packed = ld_global_v4(src, true);
-        const uint32_t pair[] = {packed.x, packed.y, packed.z, packed.w};
+/* Eight columns of a row. VECTORS: they are contiguous, and begin at a multiple of 16 bytes. */
+template <typename T, bool VECTORS>
+__device__ inline void load_columns(float (&v)[CHUNK], const T *src, int64_t stride_column) {
+    if constexpr (!VECTORS) {
 #pragma unroll
-        for (int j = 0; j < CHUNK; j += 2) {
-            const float2 two = floats_of_bf16(pair[j / 2]);
-            v[j] = two.x, v[j + 1] = two.y;
-        }
+        for (int j = 0; j < CHUNK; j++) v[j] = to_accum(src[j * stride_column]);
+    } else if constexpr (sizeof(T) == 2) {
+        unpack_chunk(v, ld_global_v4(src, true));
     } else {
         const uint4 low = ld_global_v4(src, true), high = ld_global_v4(src + 4, true);
         const uint32_t bits[] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
@@ -40,7 +38,7 @@ __device__ inline void load_chunk_of(float (&v)[CHUNK], const T *src) {
     }
 }
 
-template <typename T>
+template <typename T, bool VECTORS>
 __global__ void __launch_bounds__(THREADS, 2)
     quantize_weight_kernel(const __grid_constant__ QuantizeWeight q) {
     __shared__ alignas(128) uint8_t columns[COLUMNS_BYTES];
@@ -52,15 +50,16 @@ __global__ void __launch_bounds__(THREADS, 2)
     const int part = of_parts >= q.blocks;
     if (part) of_parts -= q.blocks;
     const T *src = (const T *)q.data[part] + expert * q.stride_expert[part] +
-                   (row_block * TILE_ROWS + first) * q.stride_row[part] + column_block * TILE_COLUMNS +
-                   CHUNK * chunk;
-    griddepcontrol_wait();
+                   (row_block * TILE_ROWS + first) * q.stride_row[part] +
+                   (column_block * TILE_COLUMNS + CHUNK * chunk) * q.stride_column[part];
     float v[2][LANE_ROWS][CHUNK];
 #pragma unroll
     for (int half = 0; half < 2; half++)
 #pragma unroll
         for (int i = 0; i < LANE_ROWS; i++)
-            load_chunk_of<T>(v[half][i], src + i * q.stride_row[part] + half * SUBTILE);
+            load_columns<T, VECTORS>(v[half][i],
+                                     src + i * q.stride_row[part] + half * SUBTILE * q.stride_column[part],
+                                     q.stride_column[part]);
     uint32_t peak = 0;
 #pragma unroll
     for (int half = 0; half < 2; half++)
@@ -105,18 +104,31 @@ __global__ void __launch_bounds__(THREADS, 2)
     }
 }
 
+template <typename T>
+int launch(const QuantizeWeight &q, int32_t E, void *stream) {
+    bool has_vectors = true;
+    for (int i = 0; i < 2; i++) {
+        const auto fits = [](int64_t stride) { return stride % (16 / (int64_t)sizeof(T)) == 0; };
+        has_vectors &= !q.data[i] || (q.stride_column[i] == 1 && fits(q.stride_row[i]) &&
+                                      fits(q.stride_expert[i]) && (uintptr_t)q.data[i] % 16 == 0);
+    }
+    const dim3 grid((unsigned)(q.columns / TILE_COLUMNS), (unsigned)(q.rows / TILE_ROWS), (unsigned)E);
+    auto kernel = has_vectors ? quantize_weight_kernel<T, true> : quantize_weight_kernel<T, false>;
+    kernel<<<grid, THREADS, 0, (cudaStream_t)stream>>>(q);
+    return launch_status();
+}
+
 } // namespace
 
 int quantize_weight(const FusedMoeQuantizeWeight &p, void *stream) {
-    const bool is_transposed = p.part[0].stride_in != 1;
+    const bool is_transposed = p.part[0].stride_in > p.part[0].stride_out;
     QuantizeWeight q = {};
     for (int i = 0; i < 2; i++) {
         const FusedMoeWeight &w = p.part[i];
-        if (!w.data) continue;
-        if ((is_transposed ? w.stride_out : w.stride_in) != 1) return FUSED_MOE_UNSUPPORTED_EIGHT_BIT;
         q.data[i] = w.data;
         q.stride_expert[i] = w.stride_expert;
         q.stride_row[i] = is_transposed ? w.stride_in : w.stride_out;
+        q.stride_column[i] = is_transposed ? w.stride_out : w.stride_in;
     }
     const int64_t M = p.M[0] + p.M[1];
     q.blocks = (int32_t)(p.M[0] / FUSED_MOE_BLOCK);
@@ -127,11 +139,7 @@ int quantize_weight(const FusedMoeQuantizeWeight &p, void *stream) {
     q.codes_t = (uint8_t *)(is_transposed ? p.codes : p.codes_t);
     q.scale = is_transposed ? p.scale_t : p.scale;
     q.scale_t = is_transposed ? p.scale : p.scale_t;
-    const dim3 grid((unsigned)(q.columns / TILE_COLUMNS), (unsigned)(q.rows / TILE_ROWS), (unsigned)p.E);
-    auto kernel =
-        p.dtype == FUSED_MOE_F32 ? quantize_weight_kernel<float> : quantize_weight_kernel<__nv_bfloat16>;
-    kernel<<<grid, THREADS, 0, (cudaStream_t)stream>>>(q);
-    return launch_status();
+    return p.dtype == FUSED_MOE_F32 ? launch<float>(q, p.E, stream) : launch<__nv_bfloat16>(q, p.E, stream);
 }
 
 } // namespace sm90
