@@ -440,8 +440,8 @@ typedef struct {            /* a weight in blocks of 128 x 128, and its transpos
     FusedMoeDtype dtype; /* of the parts: f32 or bf16 */
 } FusedMoeQuantizeWeight;
 
-/* Rows' codes by columns: columns[block][c][i] = codes[row_token[r]][first + c], r being the block's row i, and
- * zeros past an expert's last row. */
+/* Rows' codes by columns: columns[block][c][i] = codes[row_token[r]][first + c], r being the block's row i,
+ * and zeros past an expert's last row. */
 typedef struct {
     const void *codes;             /* [T,D] e4m3                                */
     void *columns;                 /* [blocks,num_columns,128]                  */

@@ -4,15 +4,15 @@
  * A tile is 128 rows of an expert and 128 columns of F, with the columns of gates, ups and g: 96 KiB. It is
  * read once and written once, so its time is the memory's: 6 bytes in and 5 out for an element of g.
  *
- * Roles (288 threads, two CTAs on an SM: one loads or stores while the other computes)
+ * Roles (288 threads, two CTAs per SM: one loads while the other computes)
  *   warps 0-7  compute; a lane has four rows and eight columns at a time (columns.cuh)
  *   warp 8     decodes tiles and loads by TMA
  * Pipelines                             full: arrivals           empty: arrivals
  *   tile x1 (warp 8 -> warps 0-7)         1 + TMA bytes            8: one per warp
  *
- * Columns share a scale with 128 rows, which no warp has. So dh and a' replace h and g in shared memory, in 16
- * bits and each lane's in the same place, and become codes when all warps know the peak. Columns' codes then
- * replace them: each part's when all warps have read it. */
+ * Columns share a scale with 128 rows, which no warp has. So dh and a' replace h and g in shared memory, in
+ * 16 bits and each lane's in the same place, and become codes when all warps know the peak. Columns' codes
+ * then replace them, each part's when all warps have read it, and ordinary stores copy them to memory. */
 #include "../common/activation.cuh"
 #include "../common/dscores.cuh"
 #include "../common/schedule.cuh"

@@ -1,8 +1,8 @@
 /* transpose_codes: tokens' codes, gathered to their rows, by columns, for weight gradients.
  *
- * A CTA makes one tile of 128 rows and 128 columns. Tiles of the same columns are neighbours in the grid: what
- * they read, 128 bytes of each token, stays in L2 for the token's other rows. L2's bandwidth is the limit, so
- * codes are read, and not x, which has twice the bytes. */
+ * A CTA makes one tile of 128 rows and 128 columns. Tiles of the same columns are neighbours in the grid:
+ * what they read, 128 bytes of each token, stays in L2 for the token's other rows. L2's bandwidth is the
+ * limit, so codes are read, and not x, which has twice the bytes. */
 #include "columns.cuh"
 #include "launch.cuh"
 
@@ -26,7 +26,8 @@ struct alignas(128) Memory {
 
 /* Words of four columns, one of each row, become words of four rows, one of each column. */
 __device__ inline void transpose_bytes(uint32_t (&columns)[4], const uint32_t (&rows)[4]) {
-    const uint32_t low01 = __byte_perm(rows[0], rows[1], 0x5140), low23 = __byte_perm(rows[2], rows[3], 0x5140);
+    const uint32_t low01 = __byte_perm(rows[0], rows[1], 0x5140),
+                   low23 = __byte_perm(rows[2], rows[3], 0x5140);
     const uint32_t high01 = __byte_perm(rows[0], rows[1], 0x7362),
                    high23 = __byte_perm(rows[2], rows[3], 0x7362);
     columns[0] = __byte_perm(low01, low23, 0x5410);
@@ -74,8 +75,8 @@ __global__ void __launch_bounds__(THREADS, CTAS_PER_SM)
 #pragma unroll
         for (int j = 0; j < 4; j++) {
             const int column = LANE_COLUMNS * chunk + 4 * i + j;
-            st_shared_u32(shared_address(s.codes) + column / CHUNK * GROUP_PITCH + column % CHUNK * TILE_ROWS +
-                              first,
+            st_shared_u32(shared_address(s.codes) + column / CHUNK * GROUP_PITCH +
+                              column % CHUNK * TILE_ROWS + first,
                           of_columns[j]);
         }
     }
@@ -92,7 +93,8 @@ int transpose_codes(const FusedMoeTransposeCodes &p, void *stream) {
     TransposeCodes q = {p, fused_moe_default_order(1, 0),
                         (int32_t)fused_moe_max_row_tiles((int32_t)map.R, map.E, TILE_ROWS)};
     q.order.interleave = 0;
-    return launch(transpose_codes_kernel, q, q.row_tiles * (p.num_columns / TILE_COLUMNS), THREADS, 0, stream);
+    return launch(transpose_codes_kernel, q, q.row_tiles * (p.num_columns / TILE_COLUMNS), THREADS, 0,
+                  stream);
 }
 
 } // namespace sm90

@@ -363,7 +363,7 @@ class WholeWriter : public Writer {
 };
 
 /* Stores of 16 rows, by each warp for itself, through four buffers: fill(i, ..) while TMA may read none of
- * them, then store() of as many as were filled. */
+ * them, then store() of those that were filled. */
 class WarpWholeWriter : public Writer {
     __device__ uint32_t buffer(int i) const { return warp_buffer + i * ROWS * SWIZZLE_BYTES; }
 
