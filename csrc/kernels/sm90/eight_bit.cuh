@@ -20,8 +20,8 @@ namespace fused_moe {
 namespace sm90 {
 
 enum class ScalesOf { BLOCKS, ROWS };
-/* UP is up_gate. DOWN is a GEMM whose A has the scales of an epilogue or of quantize_dh, in blocks one for 128
- * columns of a row: the down GEMM and up_dgrad. DOWN_DGRAD is one of dout, whose rows have one scale each. */
+/* UP is up_gate. DOWN is a GEMM whose A has the scales of an epilogue or of quantize_dh, in blocks one for
+ * 128 columns of a row: the down GEMM and up_dgrad. DOWN_DGRAD is one of dout, whose rows have one scale. */
 enum class Side { UP, DOWN, DOWN_DGRAD };
 
 template <typename Operand>

@@ -1,7 +1,7 @@
 /* quantize_weight: a weight's codes in blocks of 128 x 128, and those of its transpose, in one pass.
  *
- * A CTA has a block (columns.cuh). What a row is depends on the weight's strides: where M's is the smaller one,
- * the weight is read as its transpose, and the two results change places. */
+ * A CTA has a block (columns.cuh). What a row is depends on the weight's strides: where M's is the smaller
+ * one, the weight is read as its transpose, and the two results change places. */
 #include "columns.cuh"
 #include "launch.cuh"
 
