@@ -45,6 +45,12 @@ def error(value, truth) -> float:
     return (value.double() - truth.double()).norm().item()
 
 
+def near(device) -> float:
+    """Norm of the difference to the loop, of its norm. A GPU's sums are not exact, which turns some codes to
+    their neighbours."""
+    return 0.005 if device.type == "cpu" else 0.02
+
+
 def check(inputs: dict, dout, *, wgrad="fp8", **options) -> dict:
     """Errors against float64 are at most 1.1 of the recipe's. Returns our results."""
     fp8 = {"fp8": True, "fp8_wgrad": wgrad}

@@ -19,9 +19,10 @@ from fused_moe import ops as codes
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("sm90")]
 
 EVERY_WGRAD = pytest.mark.parametrize("wgrad", codes.WGRADS)
-# Norm of the difference to the loop. Sums in other orders turn a few codes to their neighbours; one row of
-# 300 that is lost would be 0.06, a block with its neighbour's scale 0.1 and more.
-NEAR = 0.01
+# Norm of the difference to the loop. Sums in other orders, and the tensor cores' own, turn a few codes to
+# their neighbours: 0.0114 at most on an H200. One row of 300 that is lost would be 0.06, a block with its
+# neighbour's scale 0.1 and more.
+NEAR = 0.02
 
 # D and F are odd multiples of 128 where tiles are half as wide, in the GEMM whose columns they are.
 CASES = {
