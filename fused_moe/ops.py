@@ -1005,16 +1005,12 @@ BLOCK = 128  # rows and columns that share a scale
 WGRADS = {"fp8": 0, "bf16": 1}
 
 
-def _up(n: int, to: int) -> int:
-    return (n + to - 1) // to * to
-
-
 def _link_sizes(num_rows: int, num_experts: int, h_width: int, wgrad: int, itemsize: int) -> tuple[int, int]:
     """Elements of link and of link_scale."""
     blocks, tiles = num_rows // BLOCK + num_experts, h_width // BLOCK
-    dh, scales = num_rows * h_width, _up(tiles * num_rows, 32)
+    dh, scales = num_rows * h_width, tiles * num_rows
     if wgrad == WGRADS["fp8"]:
-        return (dh + blocks * h_width * BLOCK) // itemsize, scales + _up(blocks * tiles, 32)
+        return (dh + blocks * h_width * BLOCK) // itemsize, scales + blocks * tiles
     return dh // itemsize + dh, scales
 
 

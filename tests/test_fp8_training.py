@@ -392,7 +392,7 @@ def test_shared_and_out(device):
         out = function(**inputs, ids=ids, fp8=True, **leaves)
         grads.append((out.detach(), *torch.autograd.grad(out, [*leaves.values()], dout)))
     for mine, its in zip(*grads, strict=True):
-        assert error(mine, its) <= 5e-3 * its.double().norm()
+        assert error(mine, its) <= near(device) * its.double().norm()
     with torch.no_grad():
         out = torch.full_like(dout, torch.nan)
         assert fused_experts(**inputs, ids=ids, fp8=True, **leaves, out=out) is out
@@ -427,7 +427,7 @@ def test_autocast_leaves_weights(device, wgrad):
     assert ours["out"].dtype == BF16 and ours["dx"].dtype == F32 and ours["dw1"].dtype == F32
     loop = step(reference.fused_experts, inputs | {"x": inputs["x"].to(BF16)}, dout, **options)
     for name, its in loop.items():
-        assert error(ours[name], its) <= 5e-3 * its.double().norm(), name
+        assert error(ours[name], its) <= near(device) * its.double().norm(), name
     for w in WEIGHTS:  # nearer to the loop's than what is rounded to bfloat16
         assert error(ours[f"d{w}"], loop[f"d{w}"]) < error(direct[f"d{w}"], loop[f"d{w}"])
 
