@@ -28,6 +28,12 @@ __device__ inline int lane_row() {
     return threadIdx.x / 32 * 16 + threadIdx.x % 32 / 8 * LANE_ROWS;
 }
 
+/* The row block of a row tile: one that exists, whatever offs holds. */
+__device__ inline int32_t row_block_of(const FusedMoeRowMap &map, const FusedMoeWorkTile &tile) {
+    const FusedMoeRows rows = fused_moe_expert_rows(map.offs, tile.expert, (int32_t)map.R);
+    return fused_moe_first_row_block(rows.first, tile.expert) + (tile.first_row - rows.first) / TILE_ROWS;
+}
+
 __device__ inline uint32_t word_of_codes(float v0, float v1, float v2, float v3) {
     return cvt_e4m3x2_f32(v0, v1) | (uint32_t)cvt_e4m3x2_f32(v2, v3) << 16;
 }

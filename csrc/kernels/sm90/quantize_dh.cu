@@ -81,8 +81,7 @@ __device__ inline void load_tiles(const QuantizeDh &q, Memory &s) {
         int32_t block = 0;
         if (exists) {
             tile = fused_moe_work_tile(map.schedule, map.offs, map.E, q.R, &q.order, index);
-            const int32_t start = fused_moe_expert_start(map.offs, tile.expert);
-            block = fused_moe_first_row_block(start, tile.expert) + (tile.first_row - start) / TILE_ROWS;
+            block = row_block_of(map, tile);
 #pragma unroll
             for (int i = 0; i < TILE_ROWS / 32; i++)
                 factors[i] = factors_of(q, tile.first_row + lane + 32 * i, lane + 32 * i < tile.num_rows);

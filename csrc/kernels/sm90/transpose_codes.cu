@@ -47,10 +47,9 @@ __global__ void __launch_bounds__(THREADS, CTAS_PER_SM)
         FusedMoeWorkTile tile = {};
         if (index < fused_moe_num_work_tiles(map.schedule, map.E, (int32_t)map.R, &q.order))
             tile = fused_moe_work_tile(map.schedule, map.offs, map.E, (int32_t)map.R, &q.order, index);
-        const int32_t start = fused_moe_expert_start(map.offs, tile.expert);
         if (threadIdx.x == 0) {
             s.first_row = tile.first_row, s.num_rows = tile.num_rows;
-            s.block = fused_moe_first_row_block(start, tile.expert) + (tile.first_row - start) / TILE_ROWS;
+            s.block = row_block_of(map, tile);
         }
     }
     __syncthreads();
