@@ -171,14 +171,14 @@ FUSED_MOE_FN FusedMoeRows fused_moe_expert_rows(const int32_t *offs, int32_t exp
     return rows;
 }
 
-/* Rows of the schedule's split-K slices, a multiple of 128: 2 R / E, twice an expert's mean, so that even
+/* Rows of the schedule's split-K slices, a multiple of 64: 2 R / E, twice an expert's mean, so that even
  * routing splits no expert. With fewer than num_sms / 2 experts it is 4 R / num_sms. */
 FUSED_MOE_FN int32_t fused_moe_slice_rows(int64_t R, int32_t E, int32_t num_sms) {
     int64_t num_parts = E > num_sms / 2 ? E : num_sms / 2;
     int64_t rows = num_parts ? 2 * R / num_parts : R;
     if (rows < FUSED_MOE_MIN_SLICE) rows = FUSED_MOE_MIN_SLICE;
     if (rows > R) rows = R > 0 ? R : 1;
-    return (int32_t)((rows + 127) / 128 * 128);
+    return (int32_t)((rows + 63) / 64 * 64);
 }
 
 /* Appends the experts of low to high rows, in order, with tiles of tile_rows rows; an expert without rows has

@@ -214,11 +214,21 @@ def call_reference_with_main_grad(device):
     return reference._WithMainGrad.apply(w.clone().requires_grad_(), w)
 
 
+def call_reference_in_fp8(device):
+    def rows(*shape):
+        return torch.randn(*shape, dtype=torch.float64, device=device).requires_grad_()
+
+    act = torch.nn.functional.silu
+    args = rows(5, 128), rows(128, 128), rows(128, 128), rows(5, 1)
+    return reference._Fp8Expert.apply(*args, act, "fp8", F32)
+
+
 FUNCTIONS = {
     "_RoutedUp": call_layer,
     "_Gather": call_gather,
     "WithMainGrad": call_with_main_grad,
     "_WithMainGrad": call_reference_with_main_grad,
+    "_Fp8Expert": call_reference_in_fp8,
 }
 
 

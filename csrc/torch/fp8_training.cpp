@@ -380,6 +380,8 @@ fp8_up(const Tensor &x_, const Tensor &w1, const OptTensor &w3, const TensorList
         WorkspaceTensors tensors;
 #ifdef FUSED_MOE_WITH_CUDA
         if (call.is_cuda) {
+            /* the kernel writes those of an expert's rows alone */
+            check_status(call, fused_moe_cuda_zero(p.a_scale, (int64_t)a_scale.numel() * 4, call.stream));
             fused_moe_cuda_select_eight_bit_up_gate(&p);
             provide_workspace(call, x, &p.up.workspace, &tensors);
         }

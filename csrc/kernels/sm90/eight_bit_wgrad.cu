@@ -231,7 +231,7 @@ int64_t weight_tiles_of(const FusedMoeEightBitWgrad &p) {
 template <typename Out, class Epilogue>
 int launch(const FusedMoeEightBitWgrad &p, void *stream) {
     using Config = EightBitWgradConfig;
-    const Slices slices = slices_of(p.R, p.E, weight_tiles_of(p));
+    const Slices slices = slices_of(p.R, p.E, weight_tiles_of(p), FUSED_MOE_BLOCK);
     const int64_t M = p.M[0] + p.M[1], blocks = fused_moe_num_row_blocks(p.R, p.E);
     EightBitWgrad q = {};
     q.scale = p.scale;
@@ -266,7 +266,8 @@ int eight_bit_wgrad(const FusedMoeEightBitWgrad &p, void *stream) {
 }
 
 size_t eight_bit_wgrad_workspace(const FusedMoeEightBitWgrad &p) {
-    return slices_of(p.R, p.E, weight_tiles_of(p)).num_slots * weight_tiles_of(p) * 2 * ACCUMULATOR_BYTES;
+    return slices_of(p.R, p.E, weight_tiles_of(p), FUSED_MOE_BLOCK).num_slots * weight_tiles_of(p) * 2 *
+           ACCUMULATOR_BYTES;
 }
 
 } // namespace sm90

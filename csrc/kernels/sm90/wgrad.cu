@@ -246,7 +246,7 @@ int launch(const FusedMoeWgrad &p, void *stream) {
         std::conditional_t<std::is_same_v<T, Out>, Epilogue<T, TRANSPOSED>, EpilogueF32<TRANSPOSED>>;
     using Config = WgradConfig<T, GATHER>;
     int64_t width = p.M[0] + p.M[1];
-    Slices slices = slices_of(p.R, p.E, weight_tiles_of(p));
+    Slices slices = slices_of(p.R, p.E, weight_tiles_of(p), K_TILE<T>);
     Wgrad q = {};
     q.b = p.b;
     q.row_token = p.b_row_token;
@@ -391,7 +391,8 @@ FusedMoeReason reason(const FusedMoeWgrad &p) {
 size_t workspace(const FusedMoeWgrad &p) {
     FusedMoeWgrad q = gathers_first(p) ? half_of(p, 0) : p;
     return gathered_bytes(p) + map_bytes(MAX_MAPS) +
-           slices_of(q.R, q.E, weight_tiles_of(q)).num_slots * weight_tiles_of(q) * 2 * ACCUMULATOR_BYTES;
+           slices_of(q.R, q.E, weight_tiles_of(q), K_TILE<__half>).num_slots * weight_tiles_of(q) * 2 *
+               ACCUMULATOR_BYTES;
 }
 
 } // namespace
