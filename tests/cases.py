@@ -298,7 +298,9 @@ def fp8_calls(case: Case, device, act: dict) -> dict[str, list[dict]]:
     for wgrad in codes.WGRADS.values():
         operands = {"x": x, "w1": w1, "w3": w3, **plan, "quantized": [*up], **act, "wgrad": wgrad}
         calls["fp8_up"] += [operands | {"save_h": True}, operands | {"save_h": False}]
-        with torch.autocast(x.device.type, enabled=False):  # of the test that asks, in a dtype that is refused
+        with torch.autocast(
+            x.device.type, enabled=False
+        ):  # of the test that asks, in a dtype that is refused
             made = torch.ops.fused_moe.fp8_up(*arguments_of("fp8_up", **operands, save_h=True))
         names = ("link", "link_scale", "h", "a_codes", "a_scale", "x_scale")
         made = {name: t.contiguous() for name, t in zip(names, made, strict=True)}
