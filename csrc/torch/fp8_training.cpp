@@ -535,8 +535,8 @@ Fp8DownGrads fp8_down_backward_accumulate(const Tensor &dout_, const Tensor &h_,
         char *bytes = (char *)dlink->mutable_data_ptr();
         float *scale = (float *)dlink_scale->mutable_data_ptr();
         if (!call.is_cuda) { /* row blocks without rows are not written, and anomaly mode reads them */
-            memset(bytes, 0, at.bytes);
-            memset(scale, 0, at.floats * sizeof(float));
+            if (at.bytes) memset(bytes, 0, at.bytes);
+            if (at.floats) memset(scale, 0, at.floats * sizeof(float));
         }
         p.dh = bytes + at.codes;
         p.dh_scale = scale + at.scale;

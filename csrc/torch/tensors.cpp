@@ -86,7 +86,7 @@ Tensor new_zeros(const Call &call, const Tensor &like, int64_t n, ScalarType dty
     }
 #endif
     (void)call;
-    memset(element, 0, bytes);
+    if (bytes) memset(element, 0, bytes);
     return zeros;
 }
 
