@@ -1,9 +1,9 @@
 /* Codes by columns: tiles of 128 rows and 128 columns, in which a column's 128 codes are contiguous. Weight
  * gradients read them (eight_bit.h).
  *
- * Eight warps make a tile. Warp w has rows 16 w to 16 w + 15: lane 8 q + c has four of them from 4 q on, and
- * of both halves of the columns eight from 8 c on. So each of its columns gives one word of four codes. In
- * shared memory 16 bytes are between groups of eight columns: then a warp's words are in 32 banks. */
+ * Eight warps make a tile. Warp w has rows 16 w to 16 w + 15. Lane 8 q + c has rows 4 q to 4 q + 3 of these,
+ * and columns 8 c to 8 c + 7 of each 64, so it makes one word of four codes per column. In shared memory,
+ * groups of eight columns are padded by 16 bytes: a warp's stores of words have no bank conflicts. */
 #pragma once
 
 #include "../../eight_bit.h"
@@ -14,7 +14,6 @@ namespace fused_moe {
 namespace sm90 {
 
 constexpr int TILE_ROWS = FUSED_MOE_BLOCK, TILE_COLUMNS = FUSED_MOE_BLOCK;
-constexpr uint32_t MAGNITUDES = 0x7fff7fff;  /* of two bf16, ordered as integers, NaN above all */
 constexpr int TILE_WARPS = 8, LANE_ROWS = 4; /* rows of a lane */
 constexpr int GROUP_BYTES = CHUNK * TILE_ROWS, GROUP_PITCH = GROUP_BYTES + 16;
 constexpr int NUM_GROUPS = TILE_COLUMNS / CHUNK, COLUMNS_BYTES = NUM_GROUPS * GROUP_PITCH;

@@ -2,9 +2,10 @@
  * are codes by columns (eight_bit.h). A k-tile is a row block, so both operands are K-major, as 8-bit wgmma
  * takes them, and padding is in memory.
  *
- * The main loop is eight_bit.cuh's, in blocks: a block's sums are multiplied by the scale that its 128 x 128
- * codes of one operand share. split_k.cuh reduces an expert that is split along k. In 16 bits a tile's rows
- * of each consumer are staged whole; f32 is stored half a subtile at a time, and TMA can add to memory. */
+ * The main loop is eight_bit.cuh's, in blocks: the accumulators of a row block are multiplied by the scale of
+ * its 128 x 128 codes of one operand. split_k.cuh reduces an expert that is split along k. In 16 bits a
+ * consumer stages all four subtiles and then stores them; in f32 it stores half a subtile at a time, and TMA
+ * can add to memory. */
 #include "eight_bit.cuh"
 #include "split_k.cuh"
 #include "wgrad_store.cuh"
@@ -80,7 +81,7 @@ __device__ inline void load_columns(const EightBitWgrad &p, Shared<EightBitWgrad
     Config::Pipeline pipe;
     for (EightBitWgradTile tile = reader.next(); tile.expert >= 0; tile = reader.next()) {
         const int boxes = tile.half_n ? 1 : 2;
-        /* of subtile `lane` of b's columns, or of a's */
+        /* Column of the scale that lane i loads for subtile i: b's, or a's for all subtiles. */
         const int column = p.scale_is_of_b ? min(tile.n / FUSED_MOE_BLOCK + lane / 2, p.scale_columns - 1)
                                            : tile.m / FUSED_MOE_BLOCK;
         const float *scale = p.scale + column;
