@@ -343,6 +343,30 @@ def test_backward_quantises_again_beside_float32_weights_and_main_grads(device):
     assert_same_bits(*runs)
 
 
+def test_weights_may_be_freed_between_forward_and_backward(device):
+    """As FSDP2 frees what it has gathered: no copy of it is alive, and backward reads what is there then."""
+    inputs, dout, ids = inputs_of(CASE, device), CASE.dout(device), CASE.ids(device)
+    leaves = {n: t.detach().clone().requires_grad_() for n, t in inputs.items()}
+    made = fp8_weights(*(leaves[n] for n in WEIGHTS))
+    few = Fp8Weights(made.up[:2], made.down[:2], made.layout)
+    expected = step(fused_experts, inputs, dout, ids=ids, fp8=made)
+    out = fused_experts(**leaves, ids=ids, fp8=few)
+    refs = [StorageWeakRef(t.untyped_storage()) for t in (*made.up, *made.down)]
+    del made, few
+    assert all(ref.expired() for ref in refs)
+    for name in WEIGHTS:
+        leaves[name].untyped_storage().resize_(0)
+    for name in WEIGHTS:
+        leaves[name].untyped_storage().resize_(inputs[name].nbytes)
+        with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(leaves[name]):
+            leaves[name].copy_(inputs[name])
+    grads = torch.autograd.grad(out, [*leaves.values()], dout)
+    assert_same_bits(
+        {f"d{n}": g for n, g in zip(leaves, grads, strict=True)},
+        {n: expected[n] for n in expected if n != "out"},
+    )
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_one_order(device, layout):
     """fp8_weight makes the codes as they are, their transpose or both, with the same bits."""
@@ -631,6 +655,29 @@ def test_rows_of_dh_are_freed_before_weight_gradients(device, main_grads, autoca
         ("fp8_up_backward", [True] * 4),
         (f"fp8_up_weights_backward{end}", [False, False, True, True]),
     ]
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore:.*torch.jit.*:DeprecationWarning")
+def test_trace(device):
+    """A graph of torch.jit has all three operators, each with a plan of its own, and the same bits."""
+    inputs, dout, ids = inputs_of(CASE, device), CASE.dout(device), CASE.ids(device)
+    x, scores = inputs.pop("x"), inputs.pop("scores")
+
+    class Layer(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weights = torch.nn.ParameterDict(inputs)
+
+        def forward(self, x):
+            return fused_experts(x, **self.weights, scores=scores, ids=ids, fp8=True)
+
+    layer, runs = Layer(), []
+    for function in (torch.jit.trace(layer, x), layer):
+        leaf = x.detach().requires_grad_()
+        out = function(leaf)
+        grads = torch.autograd.grad(out, [leaf, *layer.parameters()], dout)
+        runs.append(dict(zip(("out", "dx", *layer.weights), (out.detach(), *grads), strict=True)))
+    assert_same_bits(*runs)
 
 
 def test_double_backward_raises(device):
