@@ -615,17 +615,17 @@ CPU = [
         "tests/test_fp8_training.py::test_what_is_not_asked_for_is_not_made",
     ),
     Mutant(
-        "fp8: a chunk of columns takes all that bf16 has",
+        "fp8: chunks for dw2 have the room of those for dw1 and dw3",
         "csrc/rules.h",
-        "const int64_t room = (of_down > of_up ? of_down : of_up) - (of_dw2 ? in_dw2 : in_dw1);",
-        "const int64_t room = of_down > of_up ? of_down : of_up;",
+        "(of_dw2 ? in_dw2 : in_dw1)",
+        "(of_dw2 ? in_dw1 : in_dw2)",
         "tests/test_rules.py",
     ),
     Mutant(
         "split-K slices of part of a k-tile",
         "csrc/schedule.h",
         "if (slices * slice_rows % k_tile) slices++;",
-        "",
+        "if (slices * slice_rows % (k_tile / 2)) slices++;",
         "tests/test_host.py::test_split_k_slices_are_whole_row_blocks",
     ),
     Mutant(
