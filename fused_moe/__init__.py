@@ -9,6 +9,7 @@ from . import flops as flops  # for FlopCounterMode
 from . import reference
 from .balance import ModelLoadReport, balance, load_report
 from .fp8 import Fp8Weights, fp8_weights
+from .fp8_training import enable_fp8
 from .function import (
     fused_experts,
     grouped_mlp,
@@ -43,6 +44,7 @@ __all__ = [
     "Routes",
     "add_lora",
     "balance",
+    "enable_fp8",
     "fp8_weights",
     "fused_experts",
     "grouped_mlp",
