@@ -179,7 +179,7 @@ def train_in_fp8(fn: str, layers: list, how: Fp8Training, *, force: bool = False
     if left_out:
         first = ", ".join(f"{letter}={n}" for letter, n in zip("DFEK", left_out[0], strict=True))
         warnings.warn(
-            f"{fn}: expected F >= {LEAST_WIDTH} and E <= {MOST_EXPERTS}K, where FP8 is faster, found {first}: "
+            f"{fn}: expected F >= {LEAST_WIDTH} and E <= {MOST_EXPERTS}K, as FP8 pays, found {first}. "
             f"{len(left_out)} of {len(layers)} layers keep their dtype",
             stacklevel=3,
         )
