@@ -149,8 +149,6 @@ def quantized(
     w1, w2, w3 = (w if w is None else w.detach() for w in (w1, w2, w3))
     up = _ops.run(ops.fp8_weight.default, w1, w3, code)
     down = _ops.run(ops.fp8_weight.default, w2, None, _ops.UNGATED)
-    if not for_backward:
-        up, down = up[:2], down[:2]
     return Fp8Weights(up, down, LAYOUT_NAMES[code])
 
 
