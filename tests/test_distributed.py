@@ -691,7 +691,7 @@ def test_fully_shard_beside_expert_parallel(workers, device, shape):
 
 def fp8_layer(device, sizes=(128, 128, 4, 2), **options):
     torch.manual_seed(1)
-    layer = FusedMoE(*sizes, num_shared_experts=1).to(device, torch.bfloat16)
+    layer = FusedMoE(*sizes, num_shared_experts=1, load_balance_coeff=0.01).to(device, torch.bfloat16)
     return fused_moe.enable_fp8(layer, force=True, **options)
 
 
@@ -778,7 +778,7 @@ def test_expert_parallel_in_fp8(workers, device, static, shards):
     expected = step(fp8_layer(device, wgrad="bf16"), *fp8_signals(device))
     added = [name for name in expected if name[1:].startswith(REPLICATED)]
     found = merged(workers(parallel_fp8, static, shards), added)
-    assert_close(found, expected, TOLERANCE[torch.bfloat16])
+    assert_close(found, expected, 0.05)  # dy is rounded for the exchange, which turns some of its codes
     plain = step(fused_moe.enable_fp8(fp8_layer(device), enabled=False), *fp8_signals(device))
     assert (plain["out"] - expected["out"]).norm() > 0.02 * expected["out"].norm()
 
