@@ -16,6 +16,8 @@ from fused_moe import Fp8Shares, FusedMoE, add_lora, enable_fp8, fp8_shares, fus
 from fused_moe.fp8 import layer_pays
 from fused_moe.quantized import quantize
 
+pytestmark = pytest.mark.usefixtures("fp8")
+
 T, D, F, E, K = 40, 256, 128, 4, 2
 WEIGHTS = ("w1", "w2", "w3")
 SHAPES = json.loads(Path(fused_moe.__file__).with_name("shapes.json").read_text())["layers"]

@@ -9,6 +9,8 @@ import fused_moe
 from fused_moe import fused_experts
 from fused_moe import ops as codes
 
+pytestmark = pytest.mark.usefixtures("fp8")
+
 ops = torch.ops.fused_moe
 
 
