@@ -530,6 +530,56 @@ CPU = [
         "tests/test_eight_bit_operator.py",
     ),
     # --- FP8 training
+    # --- which codes a call uses
+    Mutant(
+        "fp8: kept codes do not see optimizers",
+        "fused_moe/fp8_training.py",
+        "w.dtype, _optimizer_steps, stream)",
+        "w.dtype, 0, stream)",
+        "tests/test_enable_fp8.py",
+    ),
+    Mutant(
+        "fp8: kept codes do not see versions",
+        "fused_moe/fp8_training.py",
+        "self.about = (w._version, ",
+        "self.about = (",
+        "tests/test_enable_fp8.py",
+    ),
+    Mutant(
+        "fp8: kept codes do not see memory",
+        "fused_moe/fp8_training.py",
+        "self.storage == other.storage and self.about == other.about",
+        "self.about[:1] + self.about[2:] == other.about[:1] + other.about[2:]",
+        "tests/test_enable_fp8.py",
+    ),
+    Mutant(
+        "fp8: kept codes are used without gradients",
+        "fused_moe/fp8_training.py",
+        "if not needs_grad:",
+        "if not needs_grad and not self.keep_codes:",
+        "tests/test_enable_fp8.py",
+    ),
+    Mutant(
+        "fp8: codes are kept in copies of a layer",
+        "fused_moe/fp8_training.py",
+        'return self.__dict__ | {"_kept": None}',
+        "return dict(self.__dict__)",
+        "tests/test_enable_fp8.py",
+    ),
+    Mutant(
+        "fp8: codes of gathered weights outlive the call",
+        "fused_moe/fp8_training.py",
+        "for_backward=not self.is_gathered",
+        "for_backward=True",
+        "tests/test_distributed.py -k in_fp8",
+    ),
+    Mutant(
+        "fp8: rows past the last expert's are its own",
+        "fused_moe/function.py",
+        "row, right=True).unsqueeze(1)",
+        "row, right=True).clamp_max(counts.size(0) - 1).unsqueeze(1)",
+        "tests/test_enable_fp8.py",
+    ),
     Mutant(
         "fp8: a row block has the scale of its first columns",
         "csrc/cpu/fp8_training.c",
