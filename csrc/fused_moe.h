@@ -431,11 +431,11 @@ typedef struct {
 
 typedef struct {            /* a weight in blocks of 128 x 128, and its transpose */
     FusedMoeWeight part[2]; /* (E,M[i],N): part 1, which may be absent, follows part 0 along M */
-    void *codes;            /* [E,M,N], M = M[0] + M[1]  */
-    float *scale;           /* [E,M/128,N/128]           */
-    void *codes_t;          /* [E,N,M] the same codes    */
-    float *scale_t;         /* [E,N/128,M/128]           */
-    int64_t M[2], N;        /* multiples of 128          */
+    void *codes;            /* [E,M,N], M = M[0] + M[1]; may be NULL, with scale */
+    float *scale;           /* [E,M/128,N/128]                                   */
+    void *codes_t;          /* [E,N,M] the same codes; may be NULL, with scale_t */
+    float *scale_t;         /* [E,N/128,M/128]                                   */
+    int64_t M[2], N;        /* multiples of 128                                  */
     int32_t E;
     FusedMoeDtype dtype; /* of the weight: f32 or bf16 */
 } FusedMoeQuantizeWeight;

@@ -135,10 +135,14 @@ def _fp8_up(args) -> int:
     return _num_rows(args.x, args.plan) * _up(args)
 
 
-@_register("fp8_up_backward", "fp8_up_backward_accumulate")
+@_register("fp8_up_backward")
 def _fp8_up_backward(args) -> int:
-    flops = _up(args) if args.need_dx else 0
-    flops += 2 * prod(args.w1[1:]) if args.need_dw1 else 0
+    return 2 * args.dlink[0] * prod(args.quantized[0][1:])
+
+
+@_register("fp8_up_weights_backward", "fp8_up_weights_backward_accumulate")
+def _fp8_up_weights_backward(args) -> int:
+    flops = 2 * prod(args.w1[1:]) if args.need_dw1 else 0
     flops += 2 * prod(args.w3[1:]) if args.need_dw3 else 0
     return _num_rows(args.x, args.plan) * flops
 
@@ -150,8 +154,8 @@ def _fp8_down(args) -> int:
 
 @_register("fp8_down_backward", "fp8_down_backward_accumulate")
 def _fp8_down_backward(args) -> int:
-    gemms = (args.need_dlink or args.need_dscores or args.need_dw2) + args.need_dw2
-    return 2 * gemms * args.h[0] * prod(args.w2[1:])
+    needs_g = args.need_dlink or args.need_dlink_t or args.need_dscores or args.need_dw2
+    return 2 * (needs_g + args.need_dw2) * args.h[0] * prod(args.w2[1:])
 
 
 # --- registration -----------------------------------------------------------------------------------------

@@ -380,14 +380,20 @@ def _fp8_experts(
     x, w1, w2, w3, scores, plan: Plan, fp8: Fp8Weights, code, activation, constants, wgrad, main_grads,
     shared,
 ):  # fmt: skip
-    """The two autograd nodes of FP8 training. h is saved only if a gradient may be needed."""
+    """The autograd nodes of FP8 training. h is saved only if a gradient may be needed."""
     settings = (code, _ops.ACTIVATION_CODES[activation], [*constants])
     main_up, main_down = main_grads
     wgrad = _ops.WGRADS[wgrad]
-    needs_grad = _needs_grad(x, w1, w2, w3, scores)
-    up = (x, w1, w3, plan.tensors, [*fp8.up], *settings, needs_grad, wgrad, *main_up)
+    if is_autocast_enabled(x):  # once for both operators
+        x = x.to(torch.get_autocast_dtype(x.device.type))
+    needs_grad, links_t = _needs_grad(x, w1, w2, w3, scores), (None, None)
+    if _needs_grad(w1, w3):  # the first, for its backward to be the last
+        of_weights = (x.detach(), w1, w3, tensors_again(plan, 1), code, wgrad, *main_up)
+        links_t = _ops.run(ops.fp8_up_weights.default, *of_weights)
+    values = (w if w is None else w.detach() for w in (w1, w3))
+    up = (x, *values, plan.tensors, [*fp8.up], *settings, needs_grad)
     made = _ops.run(ops.fp8_up.default, *up)
-    down = (*made, w2, scores, tensors_again(plan), [*fp8.down], *settings, wgrad)
+    down = (*made, w2, *links_t, scores, tensors_again(plan), [*fp8.down], *settings, wgrad)
     return _ops.run(ops.fp8_down.default, *down, *(main_down or (None,)), *shared)
 
 

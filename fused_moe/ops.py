@@ -783,8 +783,7 @@ def _up_backward(ctx, need, dh, needs_scores: bool = False):
 def up_gradients(ctx, need, needs_scores: bool, dh, x, w1, w3, scores, plan, dlogits=None, gate=None) -> dict:
     """{input of experts_up: its gradient}, of those that are needed. dlogits @ gate is added to dx. `ctx` has
     layout and main_grads, and is of a node whose first inputs are x, w1 and w3."""
-    main_grad1, main_grad3 = ctx.main_grads
-    accumulates = main_grad1 is not None or main_grad3 is not None
+    accumulates = any(grad is not None for grad in ctx.main_grads)
     if accumulates:
         need = less_unasked(ctx, need, w1=1, w3=2)
     needs = (need.x, need.w1, need.w3, need.b1, need.b3, needs_scores)
@@ -794,13 +793,9 @@ def up_gradients(ctx, need, needs_scores: bool, dh, x, w1, w3, scores, plan, dlo
     else:
         grads = run(ops.experts_up_backward.default, *args, dlogits, gate)
     dx, dw1, dw3, db1, db3, dscores = grads
-    result = {}
+    result = weight_gradients(ctx, need, dw1, dw3)
     if need.x:
         result["x"] = dx
-    if need.w1 and main_grad1 is None:
-        result["w1"] = dw1
-    if need.w3 and main_grad3 is None:
-        result["w3"] = dw3
     if need.b1:
         result["b1"] = db1
     if need.b3:
@@ -808,6 +803,12 @@ def up_gradients(ctx, need, needs_scores: bool, dh, x, w1, w3, scores, plan, dlo
     if needs_scores:
         result["scores"] = dscores
     return result
+
+
+def weight_gradients(ctx, need, dw1, dw3) -> dict:
+    """Those of the up side's weights that are needed and were not added to a main_grad."""
+    grads = zip(("w1", "w3"), (dw1, dw3), ctx.main_grads, strict=True)
+    return {name: dw for name, dw, main_grad in grads if getattr(need, name) and main_grad is None}
 
 
 def _experts_up_setup(ctx, args, output):
@@ -996,43 +997,96 @@ _register_accumulate("experts_down_backward_accumulate", fake=_experts_down_back
 _register("down_dgrad", fake=_down_dgrad_fake)
 
 
-# --- FP8 training: the two nodes of experts whose GEMMs multiply e4m3 by e4m3 -------------------------
+# --- FP8 training: the nodes of experts whose GEMMs multiply e4m3 by e4m3 -----------------------------
 #
-# What link is, and what its gradient, csrc/torch/fp8_training.cpp says. Weights are arguments for their
-# gradients alone: what is multiplied is `quantized`, codes in bytes, which have no gradient.
+# What links are, and what their gradients, csrc/torch/fp8_training.cpp says. What is multiplied is `quantized`,
+# codes in bytes, which have no gradient: [codes, scale, codes_t, scale_t], or [codes, scale], and backward
+# makes the other two of the weights, which it finds as they were in forward. A side's weights are the inputs
+# of the node that makes their gradients. fp8_up has them for that alone, so its caller detaches them, and x
+# for fp8_up_weights.
 
 BLOCK = 128  # rows and columns that share a scale
 WGRADS = {"fp8": 0, "bf16": 1}
+TRANSPOSED = 2  # fp8_weight's orders: codes_t and scale_t alone
 
 
-def _link_sizes(num_rows: int, num_experts: int, h_width: int, wgrad: int, itemsize: int) -> tuple[int, int]:
-    """Elements of link and of link_scale."""
+def _links_t(x: Tensor, num_rows: int, num_experts: int, h_width: int, wgrad: int) -> tuple:
+    """The shapes of link_t and of link_t_scale."""
     blocks, tiles = num_rows // BLOCK + num_experts, h_width // BLOCK
-    dh, scales = num_rows * h_width, tiles * num_rows
     if wgrad == WGRADS["fp8"]:
-        return (dh + blocks * h_width * BLOCK) // itemsize, scales + blocks * tiles
-    return dh // itemsize + dh, scales
+        return (blocks, BLOCK * h_width // x.itemsize), (blocks, tiles)
+    return (num_rows, h_width), (0, tiles)
+
+
+def _zeros_fake(like: Tensor, shape: tuple[int, int], dtype: torch.dtype | None = None) -> Tensor:
+    return like.new_empty(1, dtype=dtype or like.dtype).expand(shape)
 
 
 def _fp8_weight_fake(args):
     num_experts, rows, cols = args.w.shape
     width, h_width = _widths(rows, args.layout)
-    new = args.w.new_empty
+    is_made, is_transposed = args.orders != TRANSPOSED, args.orders >= TRANSPOSED
+    scales = (h_width // BLOCK, cols // BLOCK)
     return (
-        new(num_experts, h_width, cols, dtype=torch.uint8),
-        new(num_experts, h_width // BLOCK, cols // BLOCK, dtype=torch.float32),
-        new(num_experts, cols, h_width, dtype=torch.uint8),
-        new(num_experts, cols // BLOCK, h_width // BLOCK, dtype=torch.float32),
+        _needed(is_made, args.w, num_experts, h_width, cols, dtype=torch.uint8),
+        _needed(is_made, args.w, num_experts, *scales, dtype=torch.float32),
+        _needed(is_transposed, args.w, num_experts, cols, h_width, dtype=torch.uint8),
+        _needed(is_transposed, args.w, num_experts, *reversed(scales), dtype=torch.float32),
+    )
+
+
+def _transposed_codes(ctx, first: Tensor, second: Tensor | None, layout: int) -> list[Tensor]:
+    """[codes_t, scale_t]: the two tensors themselves, or of the weights that they are."""
+    if ctx.has_codes_t:
+        return [first, second]
+    return [*run(ops.fp8_weight.default, first, second, layout, TRANSPOSED)[2:]]
+
+
+def _fp8_up_weights_fake(args):
+    h_width = _widths(args.w1.size(1), args.layout)[1]
+    num_rows = _num_rows(args.x, args.plan)
+    link_t, scale = _links_t(args.x, num_rows, args.w1.size(0), h_width, args.wgrad)
+    return _zeros_fake(args.x, link_t), _zeros_fake(args.x, scale, torch.float32)
+
+
+def _fp8_up_weights_setup(ctx, args, output):
+    ctx.settings, ctx.main_grads = (args.layout, args.wgrad), (args.main_grad1, args.main_grad3)
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(args.x, args.w1, args.w3, *args.plan)
+
+
+def _fp8_up_weights_backward(ctx, need, dlink_t, dlink_t_scale):
+    if dlink_t is None or dlink_t_scale is None:
+        return {}
+    x, w1, w3, *plan = ctx.saved_tensors
+    accumulates = any(grad is not None for grad in ctx.main_grads)
+    if accumulates:
+        need = less_unasked(ctx, need, w1=1, w3=2)
+    args = (dlink_t, dlink_t_scale, x, w1, w3, plan, *ctx.settings, need.w1, need.w3)
+    if accumulates:
+        grads = run(ops.fp8_up_weights_backward_accumulate.default, *args, *ctx.main_grads)
+    else:
+        grads = run(ops.fp8_up_weights_backward.default, *args)
+    return weight_gradients(ctx, need, *grads)
+
+
+def _fp8_up_weights_backward_fake(args):
+    """For fp8_up_weights_backward and its _accumulate; only the latter has main_grads."""
+    return tuple(
+        _grad_like(needs and getattr(args, main_grad, None) is None, w, args.x)
+        for needs, w, main_grad in (
+            (args.need_dw1, args.w1, "main_grad1"),
+            (args.need_dw3, args.w3, "main_grad3"),
+        )
     )
 
 
 def _fp8_up_fake(args):
     x, num_rows = args.x, _num_rows(args.x, args.plan)
     width, h_width = _widths(args.w1.size(1), args.layout)
-    link, link_scale = _link_sizes(num_rows, args.w1.size(0), h_width, args.wgrad, x.itemsize)
     return (
-        x.new_empty(1).expand(link),
-        x.new_empty(1, dtype=torch.float32).expand(link_scale),
+        _zeros_fake(x, (num_rows, h_width // x.itemsize)),
+        _zeros_fake(x, (h_width // BLOCK, num_rows), torch.float32),
         x.new_empty(num_rows if args.save_h else 0, h_width),
         x.new_empty(num_rows, width, dtype=torch.uint8),
         x.new_empty(width // BLOCK, num_rows, dtype=torch.float32),
@@ -1041,48 +1095,22 @@ def _fp8_up_fake(args):
 
 
 def _fp8_up_setup(ctx, args, output):
-    ctx.settings, ctx.main_grads = (args.layout, args.wgrad), (args.main_grad1, args.main_grad3)
+    ctx.layout, ctx.has_codes_t = args.layout, len(args.quantized) == 4
     ctx.mark_non_differentiable(*output[2:])
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(args.x, args.w1, args.w3, *args.quantized[2:], *args.plan)
+    ctx.save_for_backward(args.x, *(args.quantized[2:] or (args.w1, args.w3)), *args.plan)
 
 
 def _fp8_up_backward(ctx, need, dlink, dlink_scale, *_):
-    if dlink is None or dlink_scale is None:
+    if dlink is None or dlink_scale is None or not need.x:
         return {}
-    x, w1, w3, codes_t, scale_t, *plan = ctx.saved_tensors
-    main_grad1, main_grad3 = ctx.main_grads
-    accumulates = main_grad1 is not None or main_grad3 is not None
-    if accumulates:
-        need = less_unasked(ctx, need, w1=1, w3=2)
-    args = (dlink, dlink_scale, x, w1, w3, plan, [codes_t, scale_t], *ctx.settings)
-    args = (*args, need.x, need.w1, need.w3)
-    if accumulates:
-        grads = run(ops.fp8_up_backward_accumulate.default, *args, main_grad1, main_grad3)
-    else:
-        grads = run(ops.fp8_up_backward.default, *args)
-    dx, dw1, dw3 = grads
-    result = {}
-    if need.x:
-        result["x"] = dx
-    if need.w1 and main_grad1 is None:
-        result["w1"] = dw1
-    if need.w3 and main_grad3 is None:
-        result["w3"] = dw3
-    return result
+    x, first, second, *plan = ctx.saved_tensors
+    codes_t = _transposed_codes(ctx, first, second, ctx.layout)
+    return {"x": run(ops.fp8_up_backward.default, dlink, dlink_scale, x, plan, codes_t)}
 
 
 def _fp8_up_backward_fake(args):
-    """For fp8_up_backward and fp8_up_backward_accumulate; only the latter has main_grads."""
-    x = args.x
-    accumulates1, accumulates3 = (
-        getattr(args, name, None) is not None for name in ("main_grad1", "main_grad3")
-    )
-    return (
-        _needed(args.need_dx, x, *x.shape),
-        _grad_like(args.need_dw1 and not accumulates1, args.w1, x),
-        _grad_like(args.need_dw3 and not accumulates3, args.w3, x),
-    )
+    return torch.empty_like(args.x, memory_format=torch.contiguous_format)
 
 
 def _fp8_down_fake(args):
@@ -1091,26 +1119,29 @@ def _fp8_down_fake(args):
 
 def _fp8_down_setup(ctx, args, output):
     ctx.settings = (args.layout, args.activation, args.constants, args.wgrad)
-    ctx.main_grad = args.main_grad2
-    saved = (args.h, args.x_scale, args.w2, args.scores, *args.quantized[2:])
+    ctx.main_grad, ctx.has_codes_t = args.main_grad2, len(args.quantized) == 4
+    saved = (args.h, args.x_scale, args.w2, args.scores, *(args.quantized[2:] or (None, None)))
     ctx.save_for_backward(*saved, *_saved_shared(ctx, args), *args.plan)
 
 
 def _fp8_down_backward(ctx, need, dout):
     h, x_scale, w2, scores, codes_t, scale_t, shared, shared_gate, *plan = ctx.saved_tensors
     of_shared = _shared_gradients(need, dout, shared, shared_gate)
-    needs_link = need.link or need.link_scale
-    if not (needs_link or need.w2 or need.scores):
-        return of_shared
-    args = (dout, h, x_scale, w2, scores, plan, [codes_t, scale_t], *ctx.settings, needs_link)
-    if ctx.main_grad is None:
-        grads = run(ops.fp8_down_backward.default, *args, need.w2, need.scores)
-    else:
+    if ctx.main_grad is not None:
         need = less_unasked(ctx, need, w2=6)
-        args = (*args, need.w2, need.scores, ctx.main_grad)
-        grads = run(ops.fp8_down_backward_accumulate.default, *args)
-    dlink, dlink_scale, dw2, dscores = grads
-    result = {"link": dlink, "link_scale": dlink_scale} if needs_link else {}
+    needs = (need.link or need.link_scale, need.link_t or need.link_t_scale, need.w2, need.scores)
+    if not any(needs):
+        return of_shared
+    codes = _transposed_codes(ctx, *((codes_t, scale_t) if ctx.has_codes_t else (w2, None)), UNGATED)
+    args = (dout, h, x_scale, w2, scores, plan, codes, *ctx.settings, *needs)
+    if ctx.main_grad is None:
+        grads = run(ops.fp8_down_backward.default, *args)
+    else:
+        grads = run(ops.fp8_down_backward_accumulate.default, *args, ctx.main_grad)
+    dlink, dlink_scale, dlink_t, dlink_t_scale, dw2, dscores = grads
+    result = {"link": dlink, "link_scale": dlink_scale} if needs[0] else {}
+    if needs[1]:
+        result |= {"link_t": dlink_t, "link_t_scale": dlink_t_scale}
     if need.w2 and ctx.main_grad is None:
         result["w2"] = dw2
     if need.scores:
@@ -1122,10 +1153,13 @@ def _fp8_down_backward_fake(args):
     """For fp8_down_backward and fp8_down_backward_accumulate; only the latter has a main_grad."""
     dout, (num_rows, h_width) = args.dout, args.h.shape
     accumulates = getattr(args, "main_grad2", None) is not None
-    link, link_scale = _link_sizes(num_rows, args.w2.size(0), h_width, args.wgrad, dout.itemsize)
+    link = (num_rows, h_width // dout.itemsize), (h_width // BLOCK, num_rows)
+    link_t = _links_t(dout, num_rows, args.w2.size(0), h_width, args.wgrad)
     return (
-        _needed(args.need_dlink, dout, link),
-        _needed(args.need_dlink, dout, link_scale, dtype=torch.float32),
+        _needed(args.need_dlink, dout, *link[0]),
+        _needed(args.need_dlink, dout, *link[1], dtype=torch.float32),
+        _needed(args.need_dlink_t, dout, *link_t[0]),
+        _needed(args.need_dlink_t, dout, *link_t[1], dtype=torch.float32),
         _grad_like(args.need_dw2 and not accumulates, args.w2, dout),
         _needed(args.need_dscores, dout, *_slots(dout, args.plan), dtype=torch.float32),
     )
@@ -1137,6 +1171,15 @@ _register(
     setup_context=lambda ctx, args, output: ctx.mark_non_differentiable(*output),
 )
 _register(
+    "fp8_up_weights",
+    fake=_fp8_up_weights_fake,
+    backward=_fp8_up_weights_backward,
+    setup_context=_fp8_up_weights_setup,
+    autocast=("x",),
+)
+_register("fp8_up_weights_backward", fake=_fp8_up_weights_backward_fake)
+_register_accumulate("fp8_up_weights_backward_accumulate", fake=_fp8_up_weights_backward_fake)
+_register(
     "fp8_up",
     fake=_fp8_up_fake,
     backward=_fp8_up_backward,
@@ -1145,7 +1188,6 @@ _register(
     keeps="save_h",
 )
 _register("fp8_up_backward", fake=_fp8_up_backward_fake)
-_register_accumulate("fp8_up_backward_accumulate", fake=_fp8_up_backward_fake)
 _register(
     "fp8_down",
     fake=_fp8_down_fake,

@@ -27,10 +27,10 @@ class Plan(NamedTuple):
         return [*self[1:3]] if self.row_token is None else [*self[1:]]
 
 
-def tensors_again(plan: Plan) -> list[Tensor]:
-    """plan.tensors, for a second operator. In a graph of torch.jit equal lists become one, and PyTorch moves
-    the tensors out of a list into the operator: the second one would find none."""
+def tensors_again(plan: Plan, copied: int = 0) -> list[Tensor]:
+    """plan.tensors, for a second operator, or with another tensor `copied` for a third. In a graph of torch.jit
+    equal lists become one, and PyTorch moves the tensors out of a list into the operator: the second one
+    would find none."""
     if not torch.jit.is_tracing():
         return plan.tensors  # torch.compile of PyTorch 2.10 passes it on, and cannot unpack it
-    offsets, *others = plan.tensors
-    return [offsets.clone(), *others]
+    return [t.clone() if i == copied else t for i, t in enumerate(plan.tensors)]

@@ -291,40 +291,52 @@ def fp8_calls(case: Case, device, act: dict) -> dict[str, list[dict]]:
     calls = {name: [] for name in FP8_OPERATORS}
     calls["fp8_weight"] = [
         {"w": w1, "w3": w3, **layout},
-        {"w": w2.float(), "w3": None, "layout": codes.UNGATED},
+        *({"w": w2.float(), "w3": None, "layout": codes.UNGATED, "orders": orders} for orders in (3, 2, 1)),
     ]
-    needs_up = {"need_dx": True, "need_dw1": True, "need_dw3": w3 is not None}
-    needs_down = {"need_dlink": True, "need_dw2": True, "need_dscores": True}
+    needs_up = {"need_dw1": True, "need_dw3": w3 is not None}
+    needs_down = {"need_dlink": True, "need_dlink_t": True, "need_dw2": True, "need_dscores": True}
+    of_x = {"x": x, "w1": w1, "w3": w3, **plan, **layout}
+    operands = {**of_x, "quantized": [*up], **act}
+    calls["fp8_up"] = [
+        operands | {"save_h": True},
+        operands | {"save_h": False, "quantized": [*up[:2]]},
+    ]
+    with torch.autocast(x.device.type, enabled=False):  # of the test that asks, in a dtype that is refused
+        made = torch.ops.fused_moe.fp8_up(*arguments_of("fp8_up", **operands, save_h=True))
+    names = ("link", "link_scale", "h", "a_codes", "a_scale", "x_scale")
+    made = {name: t.contiguous() for name, t in zip(names, made, strict=True)}
     for wgrad in codes.WGRADS.values():
-        operands = {"x": x, "w1": w1, "w3": w3, **plan, "quantized": [*up], **act, "wgrad": wgrad}
-        calls["fp8_up"] += [operands | {"save_h": True}, operands | {"save_h": False}]
-        with torch.autocast(
-            x.device.type, enabled=False
-        ):  # of the test that asks, in a dtype that is refused
-            made = torch.ops.fused_moe.fp8_up(*arguments_of("fp8_up", **operands, save_h=True))
-        names = ("link", "link_scale", "h", "a_codes", "a_scale", "x_scale")
-        made = {name: t.contiguous() for name, t in zip(names, made, strict=True)}
+        calls["fp8_up_weights"] += [of_x | {"wgrad": wgrad}]
+        with torch.autocast(x.device.type, enabled=False):
+            links_t = torch.ops.fused_moe.fp8_up_weights(
+                *arguments_of("fp8_up_weights", **of_x, wgrad=wgrad)
+            )
+        links_t = dict(zip(("link_t", "link_t_scale"), (t.contiguous() for t in links_t), strict=True))
         operands = {"w2": w2, "scores": scores, **plan, "quantized": [*down], **act, "wgrad": wgrad}
         calls["fp8_down"] += [
-            {**made, **operands, "shared": dout, "shared_gate": torch.randn(T).to(device)},
-            {**made, **operands, "scores": None},
+            {**made, **links_t, **operands, "shared": dout, "shared_gate": torch.randn(T).to(device)},
+            {**made, "link_t": None, "link_t_scale": None, **operands, "scores": None},
+            {**made, **links_t, **operands, "quantized": [*down[:2]]},
         ]
         backward = operands | {"dout": dout, "h": made["h"], "x_scale": made["x_scale"]}
         backward["quantized"] = [*down[2:]]
         of_down = [
             backward | needs_down,
             backward | dict.fromkeys(needs_down, False),
+            *(backward | needs_down | {name: False} for name in ("need_dlink", "need_dlink_t")),
             backward | {"scores": None} | needs_down | {"need_dscores": False},
         ]
         calls["fp8_down_backward"] += of_down
         calls["fp8_down_backward_accumulate"] += [{**call, "main_grad2": main2} for call in of_down]
         args = arguments_of("fp8_down_backward", **of_down[0])
-        dlink, dlink_scale, *_ = torch.ops.fused_moe.fp8_down_backward(*args)
-        backward = {"dlink": dlink, "dlink_scale": dlink_scale, "x": x}
-        backward |= {"w1": w1, "w3": w3, **plan, "quantized": [*up[2:]], **layout, "wgrad": wgrad}
+        dlink, dlink_scale, dlink_t, dlink_t_scale, *_ = torch.ops.fused_moe.fp8_down_backward(*args)
+        calls["fp8_up_backward"] += [
+            {"dlink": dlink, "dlink_scale": dlink_scale, "x": x, **plan, "quantized": [*up[2:]]}
+        ]
+        backward = {"dlink_t": dlink_t, "dlink_t_scale": dlink_t_scale, **of_x, "wgrad": wgrad}
         of_up = [backward | needs_up, backward | dict.fromkeys(needs_up, False)]
-        calls["fp8_up_backward"] += of_up
-        calls["fp8_up_backward_accumulate"] += [
+        calls["fp8_up_weights_backward"] += of_up
+        calls["fp8_up_weights_backward_accumulate"] += [
             {**call, "main_grad1": grad1, "main_grad3": grad3}
             for call, (grad1, grad3) in zip(
                 (*of_up, of_up[0]), ((main1, main3), (main1, main3), (None, main3)), strict=True
@@ -334,8 +346,8 @@ def fp8_calls(case: Case, device, act: dict) -> dict[str, list[dict]]:
 
 
 FP8_OPERATORS = (
-    "fp8_weight", "fp8_up", "fp8_up_backward", "fp8_up_backward_accumulate", "fp8_down", "fp8_down_backward",
-    "fp8_down_backward_accumulate",
+    "fp8_weight", "fp8_up_weights", "fp8_up_weights_backward", "fp8_up_weights_backward_accumulate", "fp8_up",
+    "fp8_up_backward", "fp8_down", "fp8_down_backward", "fp8_down_backward_accumulate",
 )  # fmt: skip
 
 

@@ -40,13 +40,6 @@ def row_blocks(counts):
         first += count
 
 
-def parts_of_link(dlink, dlink_scale, R: int, H: int, blocks: int) -> tuple:
-    """dh's codes and scales, and behind them bytes and floats of the wgrad's operand."""
-    data, tiles = dlink.view(torch.uint8), H // 128
-    scale, rest = dlink_scale[: tiles * R], dlink_scale[tiles * R :]
-    return data[: R * H].view(R, H), scale.view(tiles, R), data[R * H :], rest[: blocks * tiles]
-
-
 COUNTS = (0, 1, 127, 128, 129, 0, 300, 5)
 
 
@@ -74,11 +67,14 @@ def test_codes_of_dh(device, layout):
             step(fused_experts, inputs, dout, ids=ids, fp8=True, fp8_wgrad=wgrad, **case.options)
         ((_, made),) = calls.of("fp8_down_backward")
         ((_, up),) = calls.of("fp8_up")
-        found[wgrad] = [t.cpu() for t in parts_of_link(*made[:2], R, H, blocks)]
+        found[wgrad] = [t.cpu() for t in made[:4]]
         x_scale = up[5].cpu()
     by_row, row_scale, by_column, column_scale = found["fp8"]
-    assert torch.equal(by_row, found["bf16"][0]) and torch.equal(row_scale, found["bf16"][1])
-    dh = found["bf16"][2].view(BF16).view(R, H).float()
+    by_row, by_column = by_row.view(torch.uint8), by_column.view(torch.uint8)
+    assert torch.equal(by_row, found["bf16"][0].view(torch.uint8))
+    assert torch.equal(row_scale, found["bf16"][1]) and found["bf16"][3].shape == (0, H // 128)
+    dh = found["bf16"][2].float()
+    assert dh.shape == by_row.shape == (R, H)
     assert not dh[sum(COUNTS) :].count_nonzero() and dh[: sum(COUNTS)].count_nonzero() > 0.4 * dh.numel()
 
     peaks = dh.unflatten(1, (-1, 128)).abs().amax(-1)  # (R, H / 128)
@@ -93,7 +89,7 @@ def test_codes_of_dh(device, layout):
         factor = of_x * (1 / scales[block])
         values = to_codes(dh[rows] * factor.repeat_interleave(128, 1))
         expected[block, :, : len(values)] = values.T
-    assert torch.equal(column_scale.view(scales.shape), scales)
+    assert torch.equal(column_scale, scales)
     assert_same_values(by_column.view(expected.shape), expected)
 
 
@@ -150,8 +146,10 @@ def test_sums_of_small_integers(device, name, layout):
 
         bytes_t = to_codes(dh_t)
         bytes_t[~is_used], dh_t_scale[~is_used] = NAN, torch.nan
-        dlink_scale = torch.cat((dh_scale.flatten(), dh_t_scale.flatten()))
-        dlink = torch.cat((to_codes(dh).flatten(), bytes_t.flatten())).to(device).view(BF16)
+        links = [to_codes(dh), dh_scale, bytes_t.flatten(1), dh_t_scale]
+        dlink, dlink_scale, dlink_t, dlink_t_scale = (
+            t.to(device).view(BF16) if t.dtype == torch.uint8 else t.to(device) for t in links
+        )
         rows_of_w1 = F if stored == "separate" else H
         empty = [
             torch.empty((E, D, n) if transposed else (E, n, D), device=device, dtype=dtype)
@@ -160,22 +158,23 @@ def test_sums_of_small_integers(device, name, layout):
         w1, w3 = (w.mT if transposed else w for w in empty)
         w3 = w3 if gated and stored == "separate" else None
         call = {
-            "dlink": dlink, "dlink_scale": dlink_scale.to(device), "x": x.to(device, BF16),
+            "dlink_t": dlink_t, "dlink_t_scale": dlink_t_scale, "x": x.to(device, BF16),
             "w1": w1, "w3": w3, "plan": plan.tensors, "wgrad": 0,
-            "quantized": [to_codes(w_t).to(device), w_t_scale.to(device)],
             "layout": codes.LAYOUTS[stored] if gated else codes.UNGATED,
-            "need_dx": True, "need_dw1": True, "need_dw3": w3 is not None,
+            "need_dw1": True, "need_dw3": w3 is not None,
         }  # fmt: skip
         if stored == "interleaved":
             dw = torch.stack((dw[:, :F], dw[:, F:]), 2).flatten(1, 2)
         expected = dw.split((rows_of_w1, F), 1) if w3 is not None else (dw, None)
         with poisoned():
-            found = ops.fp8_up_backward(**call)
-        assert torch.equal(found[0].cpu(), dx.to(BF16))
+            w_codes = [to_codes(w_t).to(device), w_t_scale.to(device)]
+            found_dx = ops.fp8_up_backward(dlink, dlink_scale, call["x"], plan.tensors, w_codes)
+            found = ops.fp8_up_weights_backward(**call)
+        assert torch.equal(found_dx.cpu(), dx.to(BF16))
         sums = [None if w is None else torch.empty_like(w, dtype=F32).fill_(3) for w in (w1, w3)]
         with poisoned():
-            ops.fp8_up_backward_accumulate(**call, main_grad1=sums[0], main_grad3=sums[1])
+            ops.fp8_up_weights_backward_accumulate(**call, main_grad1=sums[0], main_grad3=sums[1])
         for i, its in enumerate(expected):
             if its is not None:
-                assert torch.equal(found[1 + i].cpu(), its.to(dtype)), f"dw of part {i}, {D}, {F}"
+                assert torch.equal(found[i].cpu(), its.to(dtype)), f"dw of part {i}, {D}, {F}"
                 assert torch.equal(sums[i].cpu(), (its + 3).to(F32)), f"sum of part {i}, {D}, {F}"

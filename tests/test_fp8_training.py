@@ -152,7 +152,7 @@ def test_no_tokens(device):
 
 @pytest.mark.parametrize("dim", (1024, 1152))
 def test_chunks_of_columns(device, dim):
-    """Weight gradients are made in 4 chunks of D, or at once."""
+    """Weight gradients are made in 4 chunks of D, or in 3."""
     case = replace(CASE, dim=dim, num_experts=2)
     for layout in ("separate", "halves.T", "separate.T"):
         inputs = inputs_of(replace(case, layout=layout), device)
@@ -586,7 +586,7 @@ def test_other_dtypes_are_refused(device, dtype):
     with pytest.raises(RuntimeError, match="fp8_up: expected bfloat16"):
         x = torch.zeros(3, 128, dtype=dtype, device=device)
         w = torch.zeros(1, 128, 128, dtype=dtype, device=device)
-        torch.ops.fused_moe.fp8_up(x, w, w, [], [], 0, 0, [1.0, 1.0], False, 0)
+        torch.ops.fused_moe.fp8_up(x, w, w, [], [], 0, 0, [1.0, 1.0], False)
 
 
 @pytest.mark.parametrize("dim, hidden, name, found", ((192, 128, "D", 192), (128, 64, "F", 64)))
@@ -622,24 +622,36 @@ def test_wrong_weights_are_named(device):
 def test_raw_operators_check_what_memory_safety_needs(device):
     inputs, ids = inputs_of(CASE, device), CASE.ids(device)
     plan, fp8 = fused_moe.route_plan(ids, E).tensors, fp8_weights(*(inputs[n] for n in WEIGHTS))
-    up = [inputs["x"], inputs["w1"], inputs["w3"], plan, [*fp8.up], 0, 0, [1.0, 1.0], True, 0]
-    wrong = {
-        3: (plan[:2], "plan of"),
-        4: ([*fp8.up[:2]], r"quantized of \[codes, scale, codes_t, scale_t\], found 2"),
-        9: (2, "wgrad from 0 to 1|wgrad"),
-        0: (inputs["x"][:, :128], "x's width"),
-    }
-    for place, (value, expected) in wrong.items():
-        with pytest.raises(RuntimeError, match=f"fp8_up: expected .*({expected})"):
-            torch.ops.fused_moe.fp8_up(*up[:place], value, *up[place + 1 :])
-    codes_ = fp8.up[0]
-    for value in (codes_[:, :128], codes_.view(torch.int8), codes_[:2]):
-        with pytest.raises(RuntimeError, match="fp8_up: expected codes of a weight"):
-            torch.ops.fused_moe.fp8_up(*up[:4], [value, *fp8.up[1:]], *up[5:])
-    message = re.escape("expected w3 where its gradient is needed")
-    link, link_scale, *_ = torch.ops.fused_moe.fp8_up(*up)
-    halves = torch.cat((inputs["w1"], inputs["w3"]), 1)
-    with pytest.raises(RuntimeError, match=message):
-        torch.ops.fused_moe.fp8_up_backward(
-            link, link_scale, inputs["x"], halves, None, plan, [*fp8.up[2:]], 1, 0, True, True, True
-        )
+    ops, x, w1, w3 = torch.ops.fused_moe, inputs["x"], inputs["w1"], inputs["w3"]
+    up = [x, w1, w3, plan, [*fp8.up], 0, 0, [1.0, 1.0], True]
+    link, link_scale, *_ = ops.fp8_up(*up)
+    of_weights = [x, w1, w3, plan, 0, 0]
+    links_t, halves = ops.fp8_up_weights(*of_weights), torch.cat((w1, w3), 1)
+    of_dx = [link, link_scale, x, plan, [*fp8.up[2:]]]
+    codes_, codes_t = fp8.up[0], fp8.up[2]
+    of_dw = [*links_t, *of_weights, True, True]
+    for name, call, place, value, expected in (
+        ("fp8_up", up, 3, plan[:2], "plan of"),
+        ("fp8_up", up, 4, [*fp8.up[:3]], r"\[codes, scale\] or \[codes, scale, codes_t, scale_t\], found 3"),
+        ("fp8_up", up, 0, x[:, :128], "x's width"),
+        ("fp8_up", up, 4, [codes_[:, :128], *fp8.up[1:]], "codes of a weight"),
+        ("fp8_up", up, 4, [codes_.view(torch.int8), *fp8.up[1:]], "codes of a weight"),
+        ("fp8_up", up, 4, [codes_[:2], *fp8.up[1:]], "codes of a weight"),
+        ("fp8_up_weights", of_weights, 0, x[:, :128], "x's width"),
+        ("fp8_up_weights", of_weights, 3, plan[:2], "plan of"),
+        ("fp8_up_weights", of_weights, 5, 2, "wgrad from 0 to 1"),
+        ("fp8_up_backward", of_dx, 0, link[:, :64], "dlink of shape"),
+        ("fp8_up_backward", of_dx, 2, x[:3], "rows of the first tensor"),
+        ("fp8_up_backward", of_dx, 1, link_scale[:1], "dlink_scale of shape"),
+        ("fp8_up_backward", of_dx, 4, [*fp8.up], r"quantized of \[codes_t, scale_t\], found 4"),
+        ("fp8_up_backward", of_dx, 4, [codes_t[:2], fp8.up[3]], "codes of a weight"),
+        ("fp8_up_backward", of_dx, 4, [codes_t[0], fp8.up[3]], "codes of a weight of 3 dimensions"),
+        ("fp8_up_backward", of_dx, 4, [codes_t[..., :64], fp8.up[3]], "H that is a multiple of 128"),
+        ("fp8_up_weights_backward", of_dw, 0, links_t[0][:1], "dlink_t of shape"),
+        ("fp8_up_weights_backward", of_dw, 1, links_t[1][:1], "dlink_t_scale of shape"),
+        ("fp8_up_weights_backward", [*of_dw[:3], halves, None, plan, 1, *of_dw[7:]], 8, True, "need"),
+        ("fp8_weight", [w1, w3, 0], 2, 7, "layout"),
+        ("fp8_weight", [w1, w3, 0, 1], 3, 4, "orders from 1 to 3"),
+    ):
+        with pytest.raises(RuntimeError, match=f"fused_moe::{name}: expected .*({expected})"):
+            getattr(ops, name)(*call[:place], value, *call[place + 1 :])

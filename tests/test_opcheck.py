@@ -30,7 +30,8 @@ def arguments(device, layout: str, dtype, bias: bool) -> dict:
 
 DIFFERENTIABLE = {
     "router_logits", "router_dgrad", "route", "permute", "unpermute", "grouped_mm", "wgrad", "up_gate",
-    "experts_up", "experts_down", "quantized_mm", "activate", "fp8_up"
+    "experts_up", "experts_down", "quantized_mm", "activate", "fp8_up",
+    "fp8_up_weights",
 }  # fmt: skip
 OPERATORS = sorted(arguments(torch.device("cpu"), "separate", F32, True))
 
@@ -80,7 +81,7 @@ WRITTEN = {
     "experts_up_backward_accumulate": ["main_grad1", "main_grad3"],
     "experts_down_backward_accumulate": ["main_grad2"],
     "experts_out": ["out"],
-    "fp8_up_backward_accumulate": ["main_grad1", "main_grad3"],
+    "fp8_up_weights_backward_accumulate": ["main_grad1", "main_grad3"],
     "fp8_down_backward_accumulate": ["main_grad2"],
 }
 

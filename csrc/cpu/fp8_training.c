@@ -69,13 +69,16 @@ static int quantize_weight_block(int64_t i, const void *ctx, char *scratch) {
             s.values[r * BLOCK + c] = ((float *)block.data)[r * block.row_stride + c * block.col_stride];
 
     const float scale = scale_of(fm_peak(s.values, SQUARE));
-    p->scale[(e * m_blocks + m_block) * n_blocks + n_block] = scale;
-    p->scale_t[(e * n_blocks + n_block) * m_blocks + m_block] = scale;
-    for (int64_t r = 0; r < BLOCK; r++) {
-        encode_128(s.codes + r * BLOCK, 1 / scale, s.values + r * BLOCK);
-        memcpy(fm_at(p->codes, 1, (e * M + m + r) * N + n), s.codes + r * BLOCK, BLOCK);
+    for (int64_t r = 0; r < BLOCK; r++) encode_128(s.codes + r * BLOCK, 1 / scale, s.values + r * BLOCK);
+    if (p->codes) {
+        p->scale[(e * m_blocks + m_block) * n_blocks + n_block] = scale;
+        for (int64_t r = 0; r < BLOCK; r++)
+            memcpy(fm_at(p->codes, 1, (e * M + m + r) * N + n), s.codes + r * BLOCK, BLOCK);
     }
-    transpose(fm_at(p->codes_t, 1, (e * N + n) * M + m), M, s.codes);
+    if (p->codes_t) {
+        p->scale_t[(e * n_blocks + n_block) * m_blocks + m_block] = scale;
+        transpose(fm_at(p->codes_t, 1, (e * N + n) * M + m), M, s.codes);
+    }
     return FUSED_MOE_OK;
 }
 

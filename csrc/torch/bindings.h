@@ -120,8 +120,9 @@ Tensor new_tensor(const Tensor &like, std::initializer_list<int64_t> shape,
                   std::optional<ScalarType> dtype = {});
 /* A new tensor in w's strides: the gradient of a weight has the weight's layout. */
 Tensor new_grad(const Tensor &w);
-/* n zeros of one element's memory: what a result is in forward whose gradient alone has values. */
-Tensor new_zeros(const Call &call, const Tensor &like, int64_t n, ScalarType dtype);
+/* A matrix of zeros in one element's memory: what a result is in forward whose gradient alone has values. */
+Tensor new_zeros(const Call &call, const Tensor &like, std::initializer_list<int64_t> shape,
+                 ScalarType dtype);
 /* A tensor to return for a result that is not needed. */
 Tensor new_empty_result(const Tensor &like, std::optional<ScalarType> dtype = {});
 

@@ -2,10 +2,18 @@
  * experts.cpp. Weights are quantised by an operator of its own, once for all calls until they change; what
  * the GEMMs read are those codes, and the weights themselves are arguments because of their gradients.
  *
- * dh reaches the up side as codes, which cannot be the gradient of h: they have another size. So the up side
- * returns `link`, zeros in one element's memory, whose gradient is a bundle of bytes (struct Link). Its dtype
- * is x's. A bf16 or f32 made of e4m3 codes is NaN or infinite only where its highest code is NaN, so anomaly
- * mode sees no NaN that is none; the scales are floats for the same reason. */
+ * The up side is two operators: fp8_up, whose backward makes dx of dh by rows, and fp8_up_weights, whose
+ * backward makes dw1 and dw3 of dh by columns. Of nodes that are ready autograd runs the one made last first.
+ * So fp8_up_weights is called before fp8_up, and dh by rows is freed before the weight gradients are made.
+ *
+ * Codes cannot be the gradient of h: they have another size. So both return links, zeros in one element's
+ * memory, whose gradients are dh:
+ *
+ *   link      [R, H bytes]            link_scale    [H/128, R]
+ *   link_t    [blocks, 128 H bytes]   link_t_scale  [blocks, H/128]; or with 16 bits [R, H] and [0, H/128]
+ *
+ * A link's dtype is x's. A bf16 or f32 made of e4m3 codes is NaN or infinite only where its highest code is
+ * NaN, so anomaly mode sees no NaN that is none; the scales are floats for the same reason. */
 #include <cstring>
 #include <initializer_list>
 
@@ -13,7 +21,8 @@
 
 #include "../eight_bit.h"
 
-enum { WGRAD_FP8, WGRAD_16_BIT }; /* the argument wgrad */
+enum { WGRAD_FP8, WGRAD_16_BIT };                /* the argument wgrad */
+enum { AS_IT_IS = 1, TRANSPOSED = 2, BOTH = 3 }; /* the argument orders */
 
 /* --- checks --------------------------------------------------------------------------------------------- */
 
@@ -39,18 +48,11 @@ static void check_weight(const char *op, const char *name, const Tensor &w, cons
     for (int i = 1; i < 3; i++) check_size(op, "a weight's width", w.size(i), 0, MAX_WIDTH);
 }
 
-static Tensor floats(const char *op, const char *name, const Tensor &x, const Tensor &like,
-                     std::initializer_list<int64_t> shape) {
+/* operand, of another dtype than like's. */
+static Tensor typed(const char *op, const char *name, const Tensor &x, const Tensor &like, ScalarType dtype,
+                    std::initializer_list<int64_t> shape) {
     check_shape(op, name, x, shape);
-    check_dtype(op, name, x, ScalarType::Float);
-    check_device(op, name, x, like);
-    return aligned(x);
-}
-
-static Tensor bytes_of(const char *op, const char *name, const Tensor &x, const Tensor &like,
-                       std::initializer_list<int64_t> shape) {
-    check_shape(op, name, x, shape);
-    check_dtype(op, name, x, ScalarType::Byte);
+    check_dtype(op, name, x, dtype);
     check_device(op, name, x, like);
     return aligned(x);
 }
@@ -63,10 +65,10 @@ struct BlockWeight {
 
 static BlockWeight block_weight(const char *op, const Tensor &codes, const Tensor &scale, const Tensor &like,
                                 int64_t E, int64_t out, int64_t in) {
-    BlockWeight w = {
-        {},
-        bytes_of(op, "codes of a weight", codes, like, {E, out, in}),
-        floats(op, "scales of a weight", scale, like, {E, out / FUSED_MOE_BLOCK, in / FUSED_MOE_BLOCK})};
+    BlockWeight w = {{},
+                     typed(op, "codes of a weight", codes, like, ScalarType::Byte, {E, out, in}),
+                     typed(op, "scales of a weight", scale, like, ScalarType::Float,
+                           {E, out / FUSED_MOE_BLOCK, in / FUSED_MOE_BLOCK})};
     w.p.data = data(w.codes);
     w.p.scale = data(w.scale);
     w.p.out = out;
@@ -82,15 +84,12 @@ static FusedMoeWeight weight(const BlockWeight &w) {
     return {const_cast<void *>(w.p.data), w.p.out * w.p.in, w.p.in, 1, &w.p};
 }
 
-static void check_list(const char *op, const char *name, const TensorList &list, size_t size,
-                       const char *expected) {
-    if (list.size() != size)
-        fail(op, "expected ", name, " of ", expected, ", found ", (int64_t)list.size(), " tensors");
-}
-
+/* The codes of forward may have backward's behind them; else backward makes its own. */
 static void check_quantized(const char *op, const TensorList &quantized, bool backward) {
-    check_list(op, "quantized", quantized, backward ? 2 : 4,
-               backward ? "[codes_t, scale_t]" : "[codes, scale, codes_t, scale_t]");
+    if (quantized.size() != 2 && (backward || quantized.size() != 4))
+        fail(op, "expected quantized of ",
+             backward ? "[codes_t, scale_t]" : "[codes, scale] or [codes, scale, codes_t, scale_t]",
+             ", found ", (int64_t)quantized.size(), " tensors");
 }
 
 static Width up_width(const char *op, const Tensor &w1, const OptTensor &w3, int64_t layout) {
@@ -105,32 +104,24 @@ static void check_wgrad(const char *op, int64_t wgrad) {
     check_size(op, "wgrad", wgrad, WGRAD_FP8, WGRAD_16_BIT);
 }
 
-/* --- the link ------------------------------------------------------------------------------------------- */
+/* --- parts of both sides -------------------------------------------------------------------------------- */
 
-/* Where the gradients of link, in bytes, and of link_scale, in floats, have their parts, without gaps between
- * them. H is a multiple of 128, and so is where a part of link begins. */
-struct Link {
-    int64_t codes, second, bytes;        /* dh [R,H]; dh_t [blocks,H,128], or with 16 bits dh [R,H] itself */
-    int64_t scale, second_scale, floats; /* [H/128,R]; [blocks,H/128], or nothing */
+/* Results that are not needed are empty. */
+static void fill_absent(const Tensor &like, std::initializer_list<OptTensor *> results, ScalarType dtype) {
+    for (OptTensor *result : results)
+        if (!*result) *result = new_empty_result(like, dtype);
+}
+
+/* The shapes of link_t and link_t_scale. */
+struct LinkT {
+    int64_t rows, columns, scale_rows, scale_columns;
 };
 
-static Link link_of(int64_t R, int64_t E, int64_t H, int64_t wgrad, int64_t elem_bytes) {
+static LinkT link_t_of(int64_t R, int64_t E, int64_t H, int64_t wgrad, const Tensor &like) {
     const int64_t blocks = fused_moe_num_row_blocks(R, E), tiles = H / FUSED_MOE_BLOCK;
-    const bool is_fp8 = wgrad == WGRAD_FP8;
-    Link link = {};
-    link.second = R * H;
-    link.bytes = link.second + (is_fp8 ? blocks * H * FUSED_MOE_BLOCK : R * H * elem_bytes);
-    link.second_scale = tiles * R;
-    link.floats = link.second_scale + (is_fp8 ? blocks * tiles : 0);
-    return link;
+    if (wgrad == WGRAD_16_BIT) return {R, H, 0, tiles};
+    return {blocks, FUSED_MOE_BLOCK * H / (int64_t)like.element_size(), blocks, tiles};
 }
-
-/* A matrix in memory that another tensor owns. */
-static Tensor matrix_at(void *memory, const Tensor &like, int64_t rows, int64_t columns) {
-    return torch::stable::from_blob(memory, {rows, columns}, {columns, 1}, like.device(), like.scalar_type());
-}
-
-/* --- parts of both sides -------------------------------------------------------------------------------- */
 
 /* The codes of x's or dout's tokens, for each row. */
 static Codes quantize_tokens(const Call &call, const Tensor &x, const RowMap &map) {
@@ -297,7 +288,8 @@ static WeightGrad up_grad(const FusedMoeWeight &dw1, const FusedMoeWeight &dw3, 
 
 /* --- weights -------------------------------------------------------------------------------------------- */
 
-std::tuple<Tensor, Tensor, Tensor, Tensor> fp8_weight(const Tensor &w, const OptTensor &w3, int64_t layout) {
+std::tuple<Tensor, Tensor, Tensor, Tensor> fp8_weight(const Tensor &w, const OptTensor &w3, int64_t layout,
+                                                      int64_t orders) {
     const char *op = "fp8_weight";
     check_dim(op, "w", w, 3);
     const Width s = width_of(op, w.size(0), w.size(1), w.size(2), w3.has_value(), layout);
@@ -306,6 +298,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> fp8_weight(const Tensor &w, const Opt
     check_size(op, "a weight's width", w.size(1), 1, MAX_WIDTH);
     check_size(op, "a weight's width", w.size(2), 1, MAX_WIDTH);
     check_size(op, "experts", s.E, 1, MAX_EXPERTS);
+    check_size(op, "orders", orders, AS_IT_IS, BOTH);
     FusedMoeQuantizeWeight p = {};
     p.dtype = float_dtype(op, w);
     check(p.dtype == FUSED_MOE_F32 || p.dtype == FUSED_MOE_BF16, op, "w of dtype float32 or bfloat16",
@@ -323,46 +316,74 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> fp8_weight(const Tensor &w, const Opt
     Call call = begin_call(op, w);
     check_trains_fp8(call);
     const int64_t row_tiles = s.H / FUSED_MOE_BLOCK, col_tiles = s.D / FUSED_MOE_BLOCK;
-    Tensor codes = new_tensor(w, {s.E, s.H, s.D}, ScalarType::Byte),
-           scale = new_tensor(w, {s.E, row_tiles, col_tiles}, ScalarType::Float),
-           codes_t = new_tensor(w, {s.E, s.D, s.H}, ScalarType::Byte),
-           scale_t = new_tensor(w, {s.E, col_tiles, row_tiles}, ScalarType::Float);
-    p.codes = codes.mutable_data_ptr();
-    p.scale = (float *)scale.mutable_data_ptr();
-    p.codes_t = codes_t.mutable_data_ptr();
-    p.scale_t = (float *)scale_t.mutable_data_ptr();
+    OptTensor codes, scale, codes_t, scale_t;
+    if (orders & AS_IT_IS) {
+        codes = new_tensor(w, {s.E, s.H, s.D}, ScalarType::Byte);
+        scale = new_tensor(w, {s.E, row_tiles, col_tiles}, ScalarType::Float);
+        p.codes = codes->mutable_data_ptr();
+        p.scale = (float *)scale->mutable_data_ptr();
+    }
+    if (orders & TRANSPOSED) {
+        codes_t = new_tensor(w, {s.E, s.D, s.H}, ScalarType::Byte);
+        scale_t = new_tensor(w, {s.E, col_tiles, row_tiles}, ScalarType::Float);
+        p.codes_t = codes_t->mutable_data_ptr();
+        p.scale_t = (float *)scale_t->mutable_data_ptr();
+    }
     run(call, p, fused_moe_cpu_quantize_weight, CUDA(fused_moe_cuda_quantize_weight));
-    return {codes, scale, codes_t, scale_t};
+    fill_absent(w, {&codes, &codes_t}, ScalarType::Byte);
+    fill_absent(w, {&scale, &scale_t}, ScalarType::Float);
+    return {*codes, *scale, *codes_t, *scale_t};
 }
 
 /* --- up side -------------------------------------------------------------------------------------------- */
 
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>
-fp8_up(const Tensor &x_, const Tensor &w1, const OptTensor &w3, const TensorList &plan,
-       const TensorList &quantized, int64_t layout, int64_t activation, const Constants &constants,
-       bool save_h, int64_t wgrad, const OptTensor &, const OptTensor &) {
+/* Checks that x and the weights fit the plan. */
+static RowMap up_row_map(const char *op, const Tensor &x, const Tensor &w1, const OptTensor &w3,
+                         const TensorList &plan, const Width &s) {
+    check_size(op, "x's width", x.size(1), s.D, s.D);
+    check_weight(op, "w1", w1, x, {s.E, s.w1_rows, s.D});
+    if (w3) check_weight(op, "w3", *w3, x, {s.E, s.F, s.D});
+    const RowMap map = full_row_map_of(op, x, RowsOf::TOKENS, plan);
+    check_size(op, "experts of the plan", map.p.E, s.E, s.E);
+    return map;
+}
+
+std::tuple<Tensor, Tensor> fp8_up_weights(const Tensor &x, const Tensor &w1, const OptTensor &w3,
+                                          const TensorList &plan, int64_t layout, int64_t wgrad,
+                                          const OptTensor &, const OptTensor &) {
+    const char *op = "fp8_up_weights";
+    check_dim(op, "x", x, 2);
+    (void)trained_dtype(op, x);
+    const Width s = up_width(op, w1, w3, layout);
+    check_wgrad(op, wgrad);
+    const RowMap map = up_row_map(op, x, w1, w3, plan, s);
+    const LinkT t = link_t_of(map.p.R, s.E, s.H, wgrad, x);
+    Call call = begin_call(op, x);
+    return {new_zeros(call, x, {t.rows, t.columns}, x.scalar_type()),
+            new_zeros(call, x, {t.scale_rows, t.scale_columns}, ScalarType::Float)};
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> fp8_up(const Tensor &x_, const Tensor &w1,
+                                                                  const OptTensor &w3, const TensorList &plan,
+                                                                  const TensorList &quantized, int64_t layout,
+                                                                  int64_t activation,
+                                                                  const Constants &constants, bool save_h) {
     const char *op = "fp8_up";
     check_dim(op, "x", x_, 2);
     const Tensor x = aligned(x_);
     FusedMoeEightBitUpGate p = {};
     p.up.dtype = trained_dtype(op, x);
     const Width s = up_width(op, w1, w3, layout);
-    check_size(op, "x's width", x.size(1), s.D, s.D);
-    check_weight(op, "w1", w1, x, {s.E, s.w1_rows, s.D});
-    if (w3) check_weight(op, "w3", *w3, x, {s.E, s.F, s.D});
+    const RowMap map = up_row_map(op, x, w1, w3, plan, s);
     check_quantized(op, quantized, false);
     const BlockWeight w = block_weight(op, quantized[0], quantized[1], x, s.E, s.H, s.D);
-    check_wgrad(op, wgrad);
-    const RowMap map = full_row_map_of(op, x, RowsOf::TOKENS, plan);
-    check_size(op, "experts of the plan", map.p.E, s.E, s.E);
     const int64_t R = map.p.R;
     p.up.activation = activation_of(op, activation, constants);
 
     Call call = begin_call(op, x);
     check_trains_fp8(call);
-    const Link sizes = link_of(R, s.E, s.H, wgrad, (int64_t)x.element_size());
-    Tensor link = new_zeros(call, x, sizes.bytes / (int64_t)x.element_size(), x.scalar_type()),
-           link_scale = new_zeros(call, x, sizes.floats, ScalarType::Float),
+    Tensor link = new_zeros(call, x, {R, s.H / (int64_t)x.element_size()}, x.scalar_type()),
+           link_scale = new_zeros(call, x, {s.H / FUSED_MOE_BLOCK, R}, ScalarType::Float),
            h = new_tensor(x, {save_h ? R : 0, s.H}), a = new_tensor(x, {R, s.F}, ScalarType::Byte),
            a_scale = new_tensor(x, {s.F / FUSED_MOE_BLOCK, R}, ScalarType::Float);
     const Codes codes = quantize_tokens(call, x, map);
@@ -391,30 +412,54 @@ fp8_up(const Tensor &x_, const Tensor &w1, const OptTensor &w3, const TensorList
     return {link, link_scale, h, a, a_scale, codes.scale};
 }
 
-/* As in experts_up_backward_accumulate, of dlink's codes. */
-Fp8UpGrads fp8_up_backward_accumulate(const Tensor &dlink_, const Tensor &dlink_scale_, const Tensor &x_,
-                                      const Tensor &w1, const OptTensor &w3, const TensorList &plan,
-                                      const TensorList &quantized, int64_t layout, int64_t wgrad,
-                                      bool need_dx, bool need_dw1, bool need_dw3, const OptTensor &main_grad1,
-                                      const OptTensor &main_grad3) {
+/* `quantized` is of the weights' transpose, (E, D, H). x is an argument because dx depends on it: so a second
+ * derivative raises. */
+Tensor fp8_up_backward(const Tensor &dlink_, const Tensor &dlink_scale_, const Tensor &x,
+                       const TensorList &plan, const TensorList &quantized) {
     const char *op = "fp8_up_backward";
+    (void)trained_dtype(op, dlink_);
+    check_dim(op, "x", x, 2);
+    check_dtype(op, "x", x, dlink_.scalar_type());
+    check_device(op, "x", x, dlink_);
+    check_quantized(op, quantized, true);
+    check_dim(op, "codes of a weight", quantized[0], 3);
+    const RowMap map = full_row_map_of(op, x, RowsOf::TOKENS, plan);
+    const int64_t R = map.p.R, D = x.size(1), H = quantized[0].size(2);
+    check_blocks(op, "D", D);
+    check_blocks(op, "H", H);
+    for (int64_t width : {D, H}) check_size(op, "a weight's width", width, 0, MAX_WIDTH);
+    const BlockWeight w_t = block_weight(op, quantized[0], quantized[1], x, map.p.E, D, H);
+    const Tensor dlink = operand(op, "dlink", dlink_, x, {R, H / (int64_t)x.element_size()}),
+                 dlink_scale =
+                     typed(op, "dlink_scale", dlink_scale_, x, ScalarType::Float, {H / FUSED_MOE_BLOCK, R});
+
+    Call call = begin_call(op, x);
+    check_trains_fp8(call);
+    const Tensor dx_rows =
+        run_eight_bit_mm(call, x, data(dlink), (const float *)data(dlink_scale), false, w_t, map);
+    Tensor dx = new_tensor(x, {map.p.T, D});
+    run_unpermute(call, unpermute_of(op, dx_rows, {}, map, dx));
+    return dx;
+}
+
+/* A weight's gradient is added to its main_grad where there is one; dw1 or dw3 is then empty. */
+std::tuple<Tensor, Tensor>
+fp8_up_weights_backward_accumulate(const Tensor &dlink_t_, const Tensor &dlink_t_scale_, const Tensor &x_,
+                                   const Tensor &w1, const OptTensor &w3, const TensorList &plan,
+                                   int64_t layout, int64_t wgrad, bool need_dw1, bool need_dw3,
+                                   const OptTensor &main_grad1, const OptTensor &main_grad3) {
+    const char *op = "fp8_up_weights_backward";
     check_dim(op, "x", x_, 2);
     const Tensor x = aligned(x_);
     (void)trained_dtype(op, x);
     const Width s = up_width(op, w1, w3, layout);
-    check_size(op, "x's width", x.size(1), s.D, s.D);
-    check_weight(op, "w1", w1, x, {s.E, s.w1_rows, s.D});
-    if (w3) check_weight(op, "w3", *w3, x, {s.E, s.F, s.D});
+    const RowMap map = up_row_map(op, x, w1, w3, plan, s);
     if (w3) check_dtype(op, "w3", *w3, w1.scalar_type());
-    check_quantized(op, quantized, true);
-    const BlockWeight w_t = block_weight(op, quantized[0], quantized[1], x, s.E, s.D, s.H);
     check_wgrad(op, wgrad);
-    const RowMap map = full_row_map_of(op, x, RowsOf::TOKENS, plan);
-    check_size(op, "experts of the plan", map.p.E, s.E, s.E);
-    const int64_t T = map.p.T, R = map.p.R;
-    const Link at = link_of(R, s.E, s.H, wgrad, (int64_t)x.element_size());
-    const Tensor dlink = operand(op, "dlink", dlink_, x, {at.bytes / (int64_t)x.element_size()}),
-                 dlink_scale = floats(op, "dlink_scale", dlink_scale_, x, {at.floats});
+    const LinkT t = link_t_of(map.p.R, s.E, s.H, wgrad, x);
+    const Tensor dlink_t = operand(op, "dlink_t", dlink_t_, x, {t.rows, t.columns}),
+                 dlink_t_scale = typed(op, "dlink_t_scale", dlink_t_scale_, x, ScalarType::Float,
+                                       {t.scale_rows, t.scale_columns});
     check(w3 || !need_dw3, op, "w3 where its gradient is needed", "none");
     FusedMoeWeight sums[2] = {}, fresh[2] = {};
     if (need_dw1 && main_grad1) sums[0] = main_grad(op, "main_grad1", *main_grad1, x, {s.E, s.w1_rows, s.D});
@@ -422,47 +467,40 @@ Fp8UpGrads fp8_up_backward_accumulate(const Tensor &dlink_, const Tensor &dlink_
 
     Call call = begin_call(op, x);
     check_trains_fp8(call);
-    char *codes = (char *)const_cast<void *>(data(dlink));
-    const float *scales = (const float *)data(dlink_scale);
-    OptTensor dx, dw1, dw3;
-    if (need_dx) {
-        const Tensor dx_rows =
-            run_eight_bit_mm(call, x, codes + at.codes, scales + at.scale, false, w_t, map);
-        dx = new_tensor(x, {T, s.D});
-        run_unpermute(call, unpermute_of(op, dx_rows, {}, map, *dx));
-    }
+    OptTensor dw1, dw3;
     if (need_dw1 && !main_grad1) fresh[0] = weight(*(dw1 = new_grad(w1)));
     if (need_dw3 && !main_grad3) fresh[1] = weight(*(dw3 = new_grad(*w3)));
     const WeightGrad of_fresh = up_grad(fresh[0], fresh[1], s, layout, float_dtype(op, w1), false),
                      of_sums = up_grad(sums[0], sums[1], s, layout, FUSED_MOE_F32, true);
     for (const WeightGrad *grad : {&of_fresh, &of_sums}) {
         if (wgrad == WGRAD_FP8) {
-            run_fp8_wgrad(call, codes + at.second, scales + at.second_scale, *grad, x, map,
-                          fused_moe_fp8_column_chunks(s.D));
+            run_fp8_wgrad(call, data(dlink_t), (const float *)data(dlink_t_scale), *grad, x, map,
+                          fused_moe_fp8_column_chunks(map.p.T, map.p.R, s.E, s.D, s.F, s.H, false));
             continue;
         }
-        const Tensor dh = matrix_at(codes + at.second, x, R, s.H);
         const GatheredRows x_rows = {&x, map.p.row_token, nullptr, nullptr};
-        run_wgrad(call, dh, x_rows, grad->part, grad->M, grad->accumulate, grouping_of(map), grad->dtype);
+        run_wgrad(call, dlink_t, x_rows, grad->part, grad->M, grad->accumulate, grouping_of(map),
+                  grad->dtype);
     }
-    for (OptTensor *grad : {&dx, &dw1, &dw3})
-        if (!*grad) *grad = new_empty_result(x);
-    return {*dx, *dw1, *dw3};
+    fill_absent(x, {&dw1, &dw3}, x.scalar_type());
+    return {*dw1, *dw3};
 }
 
-Fp8UpGrads fp8_up_backward(const Tensor &dlink, const Tensor &dlink_scale, const Tensor &x, const Tensor &w1,
-                           const OptTensor &w3, const TensorList &plan, const TensorList &quantized,
-                           int64_t layout, int64_t wgrad, bool need_dx, bool need_dw1, bool need_dw3) {
-    return fp8_up_backward_accumulate(dlink, dlink_scale, x, w1, w3, plan, quantized, layout, wgrad, need_dx,
-                                      need_dw1, need_dw3, {}, {});
+std::tuple<Tensor, Tensor> fp8_up_weights_backward(const Tensor &dlink_t, const Tensor &dlink_t_scale,
+                                                   const Tensor &x, const Tensor &w1, const OptTensor &w3,
+                                                   const TensorList &plan, int64_t layout, int64_t wgrad,
+                                                   bool need_dw1, bool need_dw3) {
+    return fp8_up_weights_backward_accumulate(dlink_t, dlink_t_scale, x, w1, w3, plan, layout, wgrad,
+                                              need_dw1, need_dw3, {}, {});
 }
 
 /* --- down side ------------------------------------------------------------------------------------------ */
 
 Tensor fp8_down(const Tensor &link, const Tensor &, const Tensor &, const Tensor &a_codes_,
-                const Tensor &a_scale_, const Tensor &, const Tensor &w2, const OptTensor &scores_,
-                const TensorList &plan, const TensorList &quantized, int64_t, int64_t, const Constants &,
-                int64_t, const OptTensor &, const OptTensor &shared, const OptTensor &shared_gate) {
+                const Tensor &a_scale_, const Tensor &, const Tensor &w2, const OptTensor &,
+                const OptTensor &, const OptTensor &scores_, const TensorList &plan,
+                const TensorList &quantized, int64_t, int64_t, const Constants &, int64_t, const OptTensor &,
+                const OptTensor &shared, const OptTensor &shared_gate) {
     const char *op = "fp8_down";
     (void)trained_dtype(op, link);
     check_dim(op, "a_codes", a_codes_, 2);
@@ -472,8 +510,8 @@ Tensor fp8_down(const Tensor &link, const Tensor &, const Tensor &, const Tensor
     check_blocks(op, "D", D);
     check_blocks(op, "F", F);
     check_weight(op, "w2", w2, link, {E, D, F});
-    const Tensor a_codes = bytes_of(op, "a_codes", a_codes_, link, {R, F}),
-                 a_scale = floats(op, "a_scale", a_scale_, link, {F / FUSED_MOE_BLOCK, R});
+    const Tensor a_codes = typed(op, "a_codes", a_codes_, link, ScalarType::Byte, {R, F}),
+                 a_scale = typed(op, "a_scale", a_scale_, link, ScalarType::Float, {F / FUSED_MOE_BLOCK, R});
     check_quantized(op, quantized, false);
     const BlockWeight w = block_weight(op, quantized[0], quantized[1], link, E, D, F);
     const OptTensor scores = scores_of(op, scores_, link, {T, map.p.K});
@@ -491,7 +529,8 @@ Fp8DownGrads fp8_down_backward_accumulate(const Tensor &dout_, const Tensor &h_,
                                           const Tensor &w2, const OptTensor &scores_, const TensorList &plan,
                                           const TensorList &quantized, int64_t layout, int64_t activation,
                                           const Constants &constants, int64_t wgrad, bool need_dlink,
-                                          bool need_dw2, bool need_dscores, const OptTensor &main_grad2) {
+                                          bool need_dlink_t, bool need_dw2, bool need_dscores,
+                                          const OptTensor &main_grad2) {
     const char *op = "fp8_down_backward";
     check_dim(op, "dout", dout_, 2);
     check_dim(op, "w2", w2, 3);
@@ -510,7 +549,8 @@ Fp8DownGrads fp8_down_backward_accumulate(const Tensor &dout_, const Tensor &h_,
     const BlockWeight w_t = block_weight(op, quantized[0], quantized[1], dout, E, F, D);
     check_wgrad(op, wgrad);
     const bool is_fp8 = wgrad == WGRAD_FP8;
-    const Tensor h = operand(op, "h", h_, dout, {R, H}), x_scale = floats(op, "x_scale", x_scale_, dout, {R});
+    const Tensor h = operand(op, "h", h_, dout, {R, H}),
+                 x_scale = typed(op, "x_scale", x_scale_, dout, ScalarType::Float, {R});
     const OptTensor scores = scores_of(op, scores_, dout, {T, map.p.K});
     check(scores || !need_dscores, op, "scores where their gradient is needed", "none");
     p.activation = activation_of(op, activation, constants);
@@ -521,30 +561,29 @@ Fp8DownGrads fp8_down_backward_accumulate(const Tensor &dout_, const Tensor &h_,
     Call call = begin_call(op, dout);
     check_trains_fp8(call);
     const int64_t blocks = fused_moe_num_row_blocks(R, E), col_tiles = F / FUSED_MOE_BLOCK;
-    const Link at = link_of(R, E, H, wgrad, (int64_t)dout.element_size());
-    OptTensor dlink, dlink_scale, dw2, dscores, a_t, a_t_scale, partials, g;
+    OptTensor dlink, dlink_scale, dlink_t, dlink_t_scale, dw2, dscores, a_t, a_t_scale, partials, g;
     Tensor dout_scale = new_empty_result(dout, ScalarType::Float);
-    if (need_dlink || need_dw2 || need_dscores) {
+    if (need_dlink || need_dlink_t || need_dw2 || need_dscores) {
         const Codes codes = quantize_tokens(call, dout, map);
         dout_scale = codes.scale;
         g = run_eight_bit_mm(call, dout, data(codes.codes), (const float *)data(dout_scale), true, w_t, map);
     }
     if (need_dlink) {
-        dlink = new_tensor(dout, {at.bytes / (int64_t)dout.element_size()});
-        dlink_scale = new_tensor(dout, {at.floats}, ScalarType::Float);
-        char *bytes = (char *)dlink->mutable_data_ptr();
-        float *scale = (float *)dlink_scale->mutable_data_ptr();
-        if (!call.is_cuda) { /* row blocks without rows are not written, and anomaly mode reads them */
-            if (at.bytes) memset(bytes, 0, at.bytes);
-            if (at.floats) memset(scale, 0, at.floats * sizeof(float));
-        }
-        p.dh = bytes + at.codes;
-        p.dh_scale = scale + at.scale;
-        if (is_fp8) {
-            p.dh_t = bytes + at.second;
-            p.dh_t_scale = scale + at.second_scale;
-        } else {
-            p.dh_rows = bytes + at.second;
+        dlink = new_tensor(dout, {R, H / (int64_t)dout.element_size()});
+        dlink_scale = new_tensor(dout, {H / FUSED_MOE_BLOCK, R}, ScalarType::Float);
+        p.dh = dlink->mutable_data_ptr();
+        p.dh_scale = (float *)dlink_scale->mutable_data_ptr();
+    }
+    if (need_dlink_t) {
+        const LinkT t = link_t_of(R, E, H, wgrad, dout);
+        dlink_t = new_tensor(dout, {t.rows, t.columns});
+        dlink_t_scale = new_tensor(dout, {t.scale_rows, t.scale_columns}, ScalarType::Float);
+        (is_fp8 ? p.dh_t : p.dh_rows) = dlink_t->mutable_data_ptr();
+        if (is_fp8) p.dh_t_scale = (float *)dlink_t_scale->mutable_data_ptr();
+        if (is_fp8 &&
+            !call.is_cuda) { /* row blocks without rows are not written, and anomaly mode reads them */
+            memset(p.dh_t, 0, blocks * H * FUSED_MOE_BLOCK);
+            memset(p.dh_t_scale, 0, blocks * H / FUSED_MOE_BLOCK * sizeof(float));
         }
     }
     if (need_dw2 && is_fp8) {
@@ -582,24 +621,24 @@ Fp8DownGrads fp8_down_backward_accumulate(const Tensor &dout_, const Tensor &h_,
         }
         grad.part[0] = transposed(dw);
         if (is_fp8) {
-            run_fp8_wgrad(call, data(*a_t), (const float *)data(*a_t_scale), grad, dout, map, 1);
+            run_fp8_wgrad(call, data(*a_t), (const float *)data(*a_t_scale), grad, dout, map,
+                          fused_moe_fp8_column_chunks(T, R, E, D, F, H, true));
         } else {
             const GatheredRows dout_rows = {&dout, map.p.row_token, nullptr, nullptr};
             run_wgrad(call, *a_t, dout_rows, grad.part, grad.M, grad.accumulate, grouping_of(map),
                       grad.dtype);
         }
     }
-    for (OptTensor *result : {&dlink, &dw2})
-        if (!*result) *result = new_empty_result(dout);
-    for (OptTensor *result : {&dlink_scale, &dscores})
-        if (!*result) *result = new_empty_result(dout, ScalarType::Float);
-    return {*dlink, *dlink_scale, *dw2, *dscores};
+    fill_absent(dout, {&dlink, &dlink_t, &dw2}, dout.scalar_type());
+    fill_absent(dout, {&dlink_scale, &dlink_t_scale, &dscores}, ScalarType::Float);
+    return {*dlink, *dlink_scale, *dlink_t, *dlink_t_scale, *dw2, *dscores};
 }
 
 Fp8DownGrads fp8_down_backward(const Tensor &dout, const Tensor &h, const Tensor &x_scale, const Tensor &w2,
                                const OptTensor &scores, const TensorList &plan, const TensorList &quantized,
                                int64_t layout, int64_t activation, const Constants &constants, int64_t wgrad,
-                               bool need_dlink, bool need_dw2, bool need_dscores) {
+                               bool need_dlink, bool need_dlink_t, bool need_dw2, bool need_dscores) {
     return fp8_down_backward_accumulate(dout, h, x_scale, w2, scores, plan, quantized, layout, activation,
-                                        constants, wgrad, need_dlink, need_dw2, need_dscores, {});
+                                        constants, wgrad, need_dlink, need_dlink_t, need_dw2, need_dscores,
+                                        {});
 }

@@ -163,14 +163,14 @@ static void cuda_reset() {
     "float[] constants, bool need_dh, bool need_dw2, bool need_db2, bool need_dscores" main_grads            \
     ") -> (Tensor dh, Tensor dw2, Tensor db2, Tensor dscores)"
 
-#define FP8_UP_BACKWARD(main_grads)                                                                          \
-    "(Tensor dlink, Tensor dlink_scale, Tensor x, Tensor w1, Tensor? w3, Tensor[] plan, "                    \
-    "Tensor[] quantized, int layout, int wgrad, bool need_dx, bool need_dw1, bool need_dw3" main_grads       \
-    ") -> (Tensor dx, Tensor dw1, Tensor dw3)"
+#define FP8_UP_WEIGHTS_BACKWARD(main_grads)                                                                  \
+    "(Tensor dlink_t, Tensor dlink_t_scale, Tensor x, Tensor w1, Tensor? w3, Tensor[] plan, int layout, "    \
+    "int wgrad, bool need_dw1, bool need_dw3" main_grads ") -> (Tensor dw1, Tensor dw3)"
 #define FP8_DOWN_BACKWARD(main_grads)                                                                        \
     "(Tensor dout, Tensor h, Tensor x_scale, Tensor w2, Tensor? scores, Tensor[] plan, Tensor[] quantized, " \
-    "int layout, int activation, float[] constants, int wgrad, bool need_dlink, bool need_dw2, "             \
-    "bool need_dscores" main_grads ") -> (Tensor dlink, Tensor dlink_scale, Tensor dw2, Tensor dscores)"
+    "int layout, int activation, float[] constants, int wgrad, bool need_dlink, bool need_dlink_t, "         \
+    "bool need_dw2, bool need_dscores" main_grads ") -> (Tensor dlink, Tensor dlink_scale, Tensor dlink_t, " \
+    "Tensor dlink_t_scale, Tensor dw2, Tensor dscores)"
 
 /* How experts are chosen and scored. */
 #define ROUTING                                                                                              \
@@ -269,17 +269,22 @@ STABLE_TORCH_LIBRARY(fused_moe, m) {
     m.def("experts_down_backward" EXPERTS_DOWN_BACKWARD(""));
     m.def("experts_down_backward_accumulate" EXPERTS_DOWN_BACKWARD(", Tensor(a!)? main_grad2"));
 
-    m.def("fp8_weight(Tensor w, Tensor? w3, int layout) -> (Tensor codes, Tensor scale, Tensor codes_t, "
-          "Tensor scale_t)");
+    m.def("fp8_weight(Tensor w, Tensor? w3, int layout, int orders=3) -> (Tensor codes, Tensor scale, "
+          "Tensor codes_t, Tensor scale_t)");
+    m.def("fp8_up_weights(Tensor x, Tensor w1, Tensor? w3, Tensor[] plan, int layout, int wgrad, "
+          "Tensor? main_grad1=None, Tensor? main_grad3=None) -> (Tensor link_t, Tensor link_t_scale)");
     m.def("fp8_up(Tensor x, Tensor w1, Tensor? w3, Tensor[] plan, Tensor[] quantized, int layout, "
-          "int activation, float[] constants, bool save_h, int wgrad, Tensor? main_grad1=None, "
-          "Tensor? main_grad3=None) -> (Tensor link, Tensor link_scale, Tensor h, Tensor a_codes, "
-          "Tensor a_scale, Tensor x_scale)");
+          "int activation, float[] constants, bool save_h) -> (Tensor link, Tensor link_scale, Tensor h, "
+          "Tensor a_codes, Tensor a_scale, Tensor x_scale)");
     m.def("fp8_down(Tensor link, Tensor link_scale, Tensor h, Tensor a_codes, Tensor a_scale, "
-          "Tensor x_scale, Tensor w2, Tensor? scores, Tensor[] plan, Tensor[] quantized, int layout, "
-          "int activation, float[] constants, int wgrad, Tensor? main_grad2=None" SHARED ") -> Tensor");
-    m.def("fp8_up_backward" FP8_UP_BACKWARD(""));
-    m.def("fp8_up_backward_accumulate" FP8_UP_BACKWARD(", Tensor(a!)? main_grad1, Tensor(b!)? main_grad3"));
+          "Tensor x_scale, Tensor w2, Tensor? link_t, Tensor? link_t_scale, Tensor? scores, Tensor[] plan, "
+          "Tensor[] quantized, int layout, int activation, float[] constants, int wgrad, "
+          "Tensor? main_grad2=None" SHARED ") -> Tensor");
+    m.def("fp8_up_backward(Tensor dlink, Tensor dlink_scale, Tensor x, Tensor[] plan, Tensor[] quantized) "
+          "-> Tensor");
+    m.def("fp8_up_weights_backward" FP8_UP_WEIGHTS_BACKWARD(""));
+    m.def("fp8_up_weights_backward_accumulate" FP8_UP_WEIGHTS_BACKWARD(
+        ", Tensor(a!)? main_grad1, Tensor(b!)? main_grad3"));
     m.def("fp8_down_backward" FP8_DOWN_BACKWARD(""));
     m.def("fp8_down_backward_accumulate" FP8_DOWN_BACKWARD(", Tensor(a!)? main_grad2"));
 }
@@ -322,9 +327,11 @@ static void register_functions(Library &m) {
     REGISTER(m, experts_down_backward);
     REGISTER(m, experts_down_backward_accumulate);
     REGISTER(m, fp8_weight);
+    REGISTER(m, fp8_up_weights);
     REGISTER(m, fp8_up);
     REGISTER(m, fp8_up_backward);
-    REGISTER(m, fp8_up_backward_accumulate);
+    REGISTER(m, fp8_up_weights_backward);
+    REGISTER(m, fp8_up_weights_backward_accumulate);
     REGISTER(m, fp8_down);
     REGISTER(m, fp8_down_backward);
     REGISTER(m, fp8_down_backward_accumulate);

@@ -153,35 +153,44 @@ DownGrads experts_down_backward_accumulate(const Tensor &dout, const Tensor &h, 
 
 /* --- fp8_training.cpp ----------------------------------------------------------------------------------- */
 
-using Fp8UpGrads = std::tuple<Tensor, Tensor, Tensor>;
-using Fp8DownGrads = std::tuple<Tensor, Tensor, Tensor, Tensor>;
+using Fp8DownGrads = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
 
-std::tuple<Tensor, Tensor, Tensor, Tensor> fp8_weight(const Tensor &w, const OptTensor &w3, int64_t layout);
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>
-fp8_up(const Tensor &x, const Tensor &w1, const OptTensor &w3, const TensorList &plan,
-       const TensorList &quantized, int64_t layout, int64_t activation, const Constants &constants,
-       bool save_h, int64_t wgrad, const OptTensor &main_grad1, const OptTensor &main_grad3);
+std::tuple<Tensor, Tensor, Tensor, Tensor> fp8_weight(const Tensor &w, const OptTensor &w3, int64_t layout,
+                                                      int64_t orders);
+std::tuple<Tensor, Tensor> fp8_up_weights(const Tensor &x, const Tensor &w1, const OptTensor &w3,
+                                          const TensorList &plan, int64_t layout, int64_t wgrad,
+                                          const OptTensor &main_grad1, const OptTensor &main_grad3);
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> fp8_up(const Tensor &x, const Tensor &w1,
+                                                                  const OptTensor &w3, const TensorList &plan,
+                                                                  const TensorList &quantized, int64_t layout,
+                                                                  int64_t activation,
+                                                                  const Constants &constants, bool save_h);
 Tensor fp8_down(const Tensor &link, const Tensor &link_scale, const Tensor &h, const Tensor &a_codes,
-                const Tensor &a_scale, const Tensor &x_scale, const Tensor &w2, const OptTensor &scores,
-                const TensorList &plan, const TensorList &quantized, int64_t layout, int64_t activation,
-                const Constants &constants, int64_t wgrad, const OptTensor &main_grad2,
-                const OptTensor &shared, const OptTensor &shared_gate);
-Fp8UpGrads fp8_up_backward(const Tensor &dlink, const Tensor &dlink_scale, const Tensor &x, const Tensor &w1,
-                           const OptTensor &w3, const TensorList &plan, const TensorList &quantized,
-                           int64_t layout, int64_t wgrad, bool need_dx, bool need_dw1, bool need_dw3);
-Fp8UpGrads fp8_up_backward_accumulate(const Tensor &dlink, const Tensor &dlink_scale, const Tensor &x,
-                                      const Tensor &w1, const OptTensor &w3, const TensorList &plan,
-                                      const TensorList &quantized, int64_t layout, int64_t wgrad,
-                                      bool need_dx, bool need_dw1, bool need_dw3, const OptTensor &main_grad1,
-                                      const OptTensor &main_grad3);
+                const Tensor &a_scale, const Tensor &x_scale, const Tensor &w2, const OptTensor &link_t,
+                const OptTensor &link_t_scale, const OptTensor &scores, const TensorList &plan,
+                const TensorList &quantized, int64_t layout, int64_t activation, const Constants &constants,
+                int64_t wgrad, const OptTensor &main_grad2, const OptTensor &shared,
+                const OptTensor &shared_gate);
+Tensor fp8_up_backward(const Tensor &dlink, const Tensor &dlink_scale, const Tensor &x,
+                       const TensorList &plan, const TensorList &quantized);
+std::tuple<Tensor, Tensor> fp8_up_weights_backward(const Tensor &dlink_t, const Tensor &dlink_t_scale,
+                                                   const Tensor &x, const Tensor &w1, const OptTensor &w3,
+                                                   const TensorList &plan, int64_t layout, int64_t wgrad,
+                                                   bool need_dw1, bool need_dw3);
+std::tuple<Tensor, Tensor>
+fp8_up_weights_backward_accumulate(const Tensor &dlink_t, const Tensor &dlink_t_scale, const Tensor &x,
+                                   const Tensor &w1, const OptTensor &w3, const TensorList &plan,
+                                   int64_t layout, int64_t wgrad, bool need_dw1, bool need_dw3,
+                                   const OptTensor &main_grad1, const OptTensor &main_grad3);
 Fp8DownGrads fp8_down_backward(const Tensor &dout, const Tensor &h, const Tensor &x_scale, const Tensor &w2,
                                const OptTensor &scores, const TensorList &plan, const TensorList &quantized,
                                int64_t layout, int64_t activation, const Constants &constants, int64_t wgrad,
-                               bool need_dlink, bool need_dw2, bool need_dscores);
+                               bool need_dlink, bool need_dlink_t, bool need_dw2, bool need_dscores);
 Fp8DownGrads fp8_down_backward_accumulate(const Tensor &dout, const Tensor &h, const Tensor &x_scale,
                                           const Tensor &w2, const OptTensor &scores, const TensorList &plan,
                                           const TensorList &quantized, int64_t layout, int64_t activation,
                                           const Constants &constants, int64_t wgrad, bool need_dlink,
-                                          bool need_dw2, bool need_dscores, const OptTensor &main_grad2);
+                                          bool need_dlink_t, bool need_dw2, bool need_dscores,
+                                          const OptTensor &main_grad2);
 
 #endif

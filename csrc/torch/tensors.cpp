@@ -74,11 +74,12 @@ Tensor new_grad(const Tensor &w) {
     return w.is_cuda() ? grad : prepared(grad);
 }
 
-Tensor new_zeros(const Call &call, const Tensor &like, int64_t n, ScalarType dtype) {
-    const int64_t stride = 0;
-    Tensor zeros = new_strided(like, 1, &n, &stride, dtype);
+Tensor new_zeros(const Call &call, const Tensor &like, std::initializer_list<int64_t> shape,
+                 ScalarType dtype) {
+    const int64_t strides[2] = {};
+    Tensor zeros = new_strided(like, 2, shape.begin(), strides, dtype);
     void *element = zeros.mutable_data_ptr();
-    const int64_t bytes = n ? (int64_t)zeros.element_size() : 0;
+    const int64_t bytes = zeros.numel() ? (int64_t)zeros.element_size() : 0;
 #ifdef FUSED_MOE_WITH_CUDA
     if (call.is_cuda) {
         if (bytes) check_status(call, fused_moe_cuda_zero(element, bytes, call.stream));

@@ -12,12 +12,13 @@ ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.skipif(not (ROOT / "benchmarks").exists(), reason="not in a checkout")
 
 WAYS = ["experts", "fp8", "fp8, every 8th", "fp8, wgrad bf16", "fp8, wgrad bf16, every 8th"]
+FP8_NODES = ("fp8_down", "fp8_up", "fp8_up_weights")
 OPERATORS = [
     *(("experts", name) for name in ("route_plan", "experts_up", "experts_down")),
     *(("experts", name) for name in ("experts_down_backward", "experts_up_backward")),
-    *(("fp8", name) for name in ("quantise w1, w3", "quantise w2", "fp8_up", "fp8_down")),
-    *(("fp8", name) for name in ("fp8_down_backward", "fp8_up_backward")),
-    *(("fp8, wgrad bf16", name) for name in ("fp8_down_backward", "fp8_up_backward")),
+    *(("fp8", name) for name in ("quantise w1, w3", "quantise w2")),
+    *(("fp8", name) for name in ("fp8_up_weights", "fp8_up", "fp8_down")),
+    *((way, f"{name}_backward") for way in ("fp8", "fp8, wgrad bf16") for name in FP8_NODES),
 ]
 
 

@@ -17,8 +17,8 @@ typedef struct {
     int64_t stride_expert[2], stride_row[2], stride_column[2]; /* of columns mostly 1 */
     int32_t blocks;                                            /* of part 0 in that direction */
     bool along_rows;
-    int64_t rows, columns; /* of both parts */
-    uint8_t *codes, *codes_t;
+    int64_t rows, columns;    /* of both parts */
+    uint8_t *codes, *codes_t; /* each may be NULL, with its scales */
     float *scale, *scale_t;
 } QuantizeWeight;
 
@@ -74,8 +74,8 @@ __global__ void __launch_bounds__(THREADS, 2)
     const float scale = fused_moe_scale_of(peak, fused_moe_largest_code(FUSED_MOE_CODE_E4M3), false);
     const float inverse = 1 / scale;
     if (threadIdx.x == 0) {
-        q.scale[(expert * row_blocks + blockIdx.y) * column_blocks + blockIdx.x] = scale;
-        q.scale_t[(expert * column_blocks + blockIdx.x) * row_blocks + blockIdx.y] = scale;
+        if (q.codes) q.scale[(expert * row_blocks + blockIdx.y) * column_blocks + blockIdx.x] = scale;
+        if (q.codes_t) q.scale_t[(expert * column_blocks + blockIdx.x) * row_blocks + blockIdx.y] = scale;
     }
     const float factor[LANE_ROWS] = {inverse, inverse, inverse, inverse};
     uint8_t *codes = q.codes + (expert * q.rows + (int64_t)blockIdx.y * TILE_ROWS + first) * q.columns +
@@ -85,6 +85,7 @@ __global__ void __launch_bounds__(THREADS, 2)
         uint32_t words[CHUNK];
 #pragma unroll
         for (int i = 0; i < LANE_ROWS; i++) {
+            if (!q.codes) break;
             const float (&x)[CHUNK] = v[half][i];
             *(uint2 *)(codes + i * q.columns + half * SUBTILE) = {
                 word_of_codes(x[0] * inverse, x[1] * inverse, x[2] * inverse, x[3] * inverse),
@@ -93,6 +94,7 @@ __global__ void __launch_bounds__(THREADS, 2)
         make_column_words(words, v[half], factor);
         store_column_words(shared_address(columns), half, first, words);
     }
+    if (!q.codes_t) return;
     __syncthreads();
     uint8_t *codes_t = q.codes_t + (expert * q.columns + (int64_t)blockIdx.x * TILE_COLUMNS) * q.rows +
                        (int64_t)blockIdx.y * TILE_ROWS;
