@@ -147,8 +147,11 @@ def quantized(
     """fp8_weights of checked (E, out, in). Without for_backward they are codes and scales alone, not those of
     transposes."""
     w1, w2, w3 = (w if w is None else w.detach() for w in (w1, w2, w3))
-    up = _ops.run(ops.fp8_weight.default, w1, w3, code)
-    down = _ops.run(ops.fp8_weight.default, w2, None, _ops.UNGATED)
+    orders = _ops.BOTH_ORDERS if for_backward else _ops.AS_THEY_ARE
+    up = _ops.run(ops.fp8_weight.default, w1, w3, code, orders)
+    down = _ops.run(ops.fp8_weight.default, w2, None, _ops.UNGATED, orders)
+    if not for_backward:
+        up, down = up[:2], down[:2]
     return Fp8Weights(up, down, LAYOUT_NAMES[code])
 
 

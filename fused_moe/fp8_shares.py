@@ -8,6 +8,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from .ops import WGRADS
+
 LARGEST, NAN = 0x7E, 0x7F  # codes of e4m3 without their sign
 
 _current: Fp8Shares | None = None
@@ -58,16 +60,29 @@ class Fp8Shares:
         total = torch.cat([counted.sum().reshape(1), (found & counted).flatten(1).sum(1)])
         self.counts[name] = self.counts[name] + total if name in self.counts else total
 
-    def add_tokens(self, name: str, x: Tensor) -> None:
-        self.add(name, codes_of_rows(x))
+    def add_call(self, x: Tensor, fp8, made: tuple, link_t, plan, y: Tensor, wgrad: int) -> None:
+        """Counts those of a call's forward pass, and has its backward pass count its own. `made` and link_t
+        are results of fp8_up and fp8_up_weights, whose gradients are dh's codes."""
+        link, _, _, a, *_ = made
+        num_rows = plan.offsets[-1]
+        self.add("x", codes_of_rows(x.detach()))
+        for name, codes in (("w1", fp8.up[0]), ("w2", fp8.down[0])):
+            self.add(name, codes)
+        self.add("a", a, num_rows)
+        if y.requires_grad:
+            y.register_hook(lambda dout: self.add("dout", codes_of_rows(dout)))
+        if link.requires_grad:
+            link.register_hook(lambda dh: self.add("dh", dh.view(torch.uint8), num_rows))
+        if link_t is not None and link_t.requires_grad and wgrad == WGRADS["fp8"]:
+            link_t.register_hook(lambda dh_t: self.add("dh by columns", dh_t.view(torch.uint8)))
 
 
 @torch.no_grad()
 def codes_of_rows(x: Tensor) -> Tensor:
     """The codes (T, D) of values (T, D) with one scale for a row (csrc/eight_bit.h)."""
     values = x.float()
-    peak = values.abs().amax(1, keepdim=True) if x.size(1) else values
-    scale = torch.where(peak > 0, peak / 448, torch.ones_like(peak))
+    peak = values.abs().amax(1, keepdim=True)
+    scale = torch.where(peak == 0, 1, (peak / 448).clamp_min(2.0**-120))
     return (values * (1 / scale)).to(torch.float8_e4m3fn).view(torch.uint8)
 
 

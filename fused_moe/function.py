@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo
 
-from . import composed
+from . import composed, fp8_shares
 from . import ops as _ops
 from .checks import (
     FLOATING,
@@ -394,7 +394,10 @@ def _fp8_experts(
     up = (x, *values, plan.tensors, [*fp8.up], *settings, needs_grad)
     made = _ops.run(ops.fp8_up.default, *up)
     down = (*made, w2, *links_t, scores, tensors_again(plan), [*fp8.down], *settings, wgrad)
-    return _ops.run(ops.fp8_down.default, *down, *(main_down or (None,)), *shared)
+    y = _ops.run(ops.fp8_down.default, *down, *(main_down or (None,)), *shared)
+    if (shares := fp8_shares.current()) is not None:
+        shares.add_call(x, fp8, made, links_t[0], plan, y, wgrad)
+    return y
 
 
 # Where an operator writes a view of an input, inductor added the input's storage offset twice: seen in 2.11.

@@ -999,15 +999,15 @@ _register("down_dgrad", fake=_down_dgrad_fake)
 
 # --- FP8 training: the nodes of experts whose GEMMs multiply e4m3 by e4m3 -----------------------------
 #
-# What links are, and what their gradients, csrc/torch/fp8_training.cpp says. What is multiplied is `quantized`,
-# codes in bytes, which have no gradient: [codes, scale, codes_t, scale_t], or [codes, scale], and backward
-# makes the other two of the weights, which it finds as they were in forward. A side's weights are the inputs
-# of the node that makes their gradients. fp8_up has them for that alone, so its caller detaches them, and x
-# for fp8_up_weights.
+# csrc/torch/fp8_training.cpp says what links are, and what their gradients. What is multiplied is
+# `quantized`, codes in bytes, which have no gradient: [codes, scale, codes_t, scale_t], or [codes, scale], and
+# backward makes the other two of the weights, which it finds as they were in forward. A side's weights are
+# the inputs of the node that makes their gradients. fp8_up has them for that alone, so its caller detaches
+# them, and x for fp8_up_weights.
 
 BLOCK = 128  # rows and columns that share a scale
 WGRADS = {"fp8": 0, "bf16": 1}
-TRANSPOSED = 2  # fp8_weight's orders: codes_t and scale_t alone
+AS_THEY_ARE, TRANSPOSED, BOTH_ORDERS = 1, 2, 3  # which codes and scales fp8_weight makes
 
 
 def _links_t(x: Tensor, num_rows: int, num_experts: int, h_width: int, wgrad: int) -> tuple:

@@ -28,9 +28,9 @@ class Plan(NamedTuple):
 
 
 def tensors_again(plan: Plan, copied: int = 0) -> list[Tensor]:
-    """plan.tensors, for a second operator, or with another tensor `copied` for a third. In a graph of torch.jit
-    equal lists become one, and PyTorch moves the tensors out of a list into the operator: the second one
-    would find none."""
+    """plan.tensors, for a second operator, or with another tensor `copied` for a third. In a graph of
+    torch.jit equal lists become one, and PyTorch moves the tensors out of a list into the operator: the
+    second one would find none."""
     if not torch.jit.is_tracing():
         return plan.tensors  # torch.compile of PyTorch 2.10 passes it on, and cannot unpack it
     return [t.clone() if i == copied else t for i, t in enumerate(plan.tensors)]

@@ -308,9 +308,7 @@ def fp8_calls(case: Case, device, act: dict) -> dict[str, list[dict]]:
     for wgrad in codes.WGRADS.values():
         calls["fp8_up_weights"] += [of_x | {"wgrad": wgrad}]
         with torch.autocast(x.device.type, enabled=False):
-            links_t = torch.ops.fused_moe.fp8_up_weights(
-                *arguments_of("fp8_up_weights", **of_x, wgrad=wgrad)
-            )
+            links_t = torch.ops.fused_moe.fp8_up_weights(*arguments_of("fp8_up_weights", **of_x, wgrad=wgrad))
         links_t = dict(zip(("link_t", "link_t_scale"), (t.contiguous() for t in links_t), strict=True))
         operands = {"w2": w2, "scores": scores, **plan, "quantized": [*down], **act, "wgrad": wgrad}
         calls["fp8_down"] += [

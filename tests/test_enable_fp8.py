@@ -419,6 +419,7 @@ def test_shares(device):
     moe, x = trained(device, wgrad="fp8"), tokens(device)
     x[3] = 0
     x[4, 1:] = x[4, :1] / 2**20  # far below the smallest code
+    x.requires_grad_()
     with fp8_shares() as shares:
         out = moe(x)
         out.backward(tokens(device, seed=2))

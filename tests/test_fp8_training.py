@@ -2,7 +2,6 @@
 
 import copy
 import io
-import re
 from dataclasses import replace
 
 import pytest
