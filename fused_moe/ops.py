@@ -1000,7 +1000,7 @@ _register("down_dgrad", fake=_down_dgrad_fake)
 # --- FP8 training: the nodes of experts whose GEMMs multiply e4m3 by e4m3 -----------------------------
 #
 # csrc/torch/fp8_training.cpp says what links are, and what their gradients. What is multiplied is
-# `quantized`, codes in bytes, which have no gradient: [codes, scale, codes_t, scale_t], or [codes, scale], and
+# `quantized`, bytes without a gradient: [codes, scale, codes_t, scale_t], or [codes, scale], in which case
 # backward makes the other two of the weights, which it finds as they were in forward. A side's weights are
 # the inputs of the node that makes their gradients. fp8_up has them for that alone, so its caller detaches
 # them, and x for fp8_up_weights.
