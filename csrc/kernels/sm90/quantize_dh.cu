@@ -124,11 +124,9 @@ __device__ inline uint4 pack_chunk(const float (&v)[CHUNK]) {
     return pack.words[0];
 }
 
-/* The larger magnitudes of two pairs of bf16; NaN is above all. */
+/* The larger magnitudes of two pairs of bf16; NaN is above all. Signs mean nothing. */
 __device__ inline uint32_t max_magnitudes(uint32_t a, uint32_t b) {
-    const __nv_bfloat162 most =
-        __hmax2_nan(__habs2(*(const __nv_bfloat162 *)&a), __habs2(*(const __nv_bfloat162 *)&b));
-    return *(const uint32_t *)&most;
+    return max_nan_xorsign_abs_bf16x2(a, b);
 }
 
 /* The same of eight values. */
@@ -138,7 +136,7 @@ __device__ inline uint32_t peaks_of_chunk(const uint4 &v) {
 
 /* The larger half of a pair of magnitudes. */
 __device__ inline uint32_t larger_half(uint32_t pair) {
-    return max(pair & 0xffff, pair >> 16);
+    return max(pair & 0x7fff, pair >> 16 & 0x7fff);
 }
 
 /* The lane's four rows and eight columns of each half. */
