@@ -71,13 +71,13 @@ __device__ inline void store_column_words(uint32_t tile, int half, int row, cons
 /* Copies a tile to its contiguous 16 KiB in memory, when all eight warps have stored their words. TMA would
  * keep the shared memory until the stores have got through: a quarter of quantize_dh's time. */
 __device__ inline void copy_columns(void *dst, uint32_t tile) {
-    constexpr int THREADS = 32 * TILE_WARPS;
+    constexpr int THREADS = 32 * TILE_WARPS, GROUPS = THREADS / (GROUP_BYTES / 16); /* in a turn of all */
+    const uint32_t group = threadIdx.x / (GROUP_BYTES / 16), of_group = threadIdx.x % (GROUP_BYTES / 16);
+    const uint32_t from = tile + group * GROUP_PITCH + of_group * 16;
+    uint4 *const to = (uint4 *)dst + threadIdx.x;
 #pragma unroll
-    for (int i = 0; i < TILE_COLUMNS * TILE_ROWS / 16 / THREADS; i++) {
-        const int at = threadIdx.x + THREADS * i, column = at / 8;
-        st_global_v4((uint4 *)dst + at, ld_shared_v4(tile + column / CHUNK * GROUP_PITCH +
-                                                     column % CHUNK * TILE_ROWS + at % 8 * 16));
-    }
+    for (int i = 0; i < NUM_GROUPS / GROUPS; i++)
+        st_global_v4(to + THREADS * i, ld_shared_v4(from + GROUPS * GROUP_PITCH * i));
 }
 
 } // namespace sm90
