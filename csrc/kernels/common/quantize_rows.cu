@@ -1,7 +1,7 @@
 /* quantize_rows: codes of 8 bits and a scale for each row (eight_bit.h).
  *
  * A group of one or more warps has a row, which it reads once. Where rows are copies of tokens, a token is
- * read once, and its codes are written to all of its rows. A CTA has consecutive rows, so with `smooth`
+ * read once, and its codes are written to all of its rows, and to token_codes. A CTA has consecutive rows, so with `smooth`
  * mostly of one expert: a lane keeps the reciprocals of its columns' factors until its group comes to the
  * rows of another expert.
  *
@@ -289,14 +289,17 @@ __global__ void __launch_bounds__(32 * MOST_WARPS, WARPS_OF_SM<SMOOTH> / MOST_WA
             encode(FUSED_MOE_CODE_E4M3);
         else
             encode(FUSED_MOE_CODE_INT8);
-        auto store = [&](int32_t to) {
-            if (columns.first == 0) p.scale[to] = scale;
-            uint2 *out = (uint2 *)((uint8_t *)p.codes + (int64_t)to * (int32_t)p.D) + columns.first;
+        auto store_codes = [&](void *matrix, int32_t to) {
+            uint2 *out = (uint2 *)((uint8_t *)matrix + (int64_t)to * (int32_t)p.D) + columns.first;
 #pragma unroll
             for (int i = 0; i < VECTORS; i++) {
                 if (i >= columns.count) break;
                 out[32 * i] = codes[i];
             }
+        };
+        auto store = [&](int32_t to) {
+            if (columns.first == 0) p.scale[to] = scale;
+            store_codes(p.codes, to);
         };
         if (SMOOTH || !q.from_tokens) store(row);
         for (int k = 0; !SMOOTH && q.from_tokens && k < (int)map.K; k++) {
@@ -304,6 +307,7 @@ __global__ void __launch_bounds__(32 * MOST_WARPS, WARPS_OF_SM<SMOOTH> / MOST_WA
                 k < 32 ? __shfl_sync(~0u, (int32_t)word, k) : map.token_row[(int64_t)row * map.K + k];
             if ((uint32_t)to < (uint32_t)map.R) store(to);
         }
+        if (!SMOOTH && p.token_codes) store_codes(p.token_codes, row);
     }
 }
 
