@@ -159,9 +159,10 @@ __device__ inline void store_16_bits(const QuantizeDh &q, Place place, int64_t r
 #pragma unroll
         for (int i = 0; i < LANE_ROWS; i++) {
             if (i >= num_rows) break;
-            if (q.p.dh_rows) st_global_v4(dh + i * q.H, ld_shared_v4(place(GATE, half, i)));
-            if (q.p.dh_rows && GATED) st_global_v4(dh + i * q.H + q.F, ld_shared_v4(place(UP, half, i)));
-            if (q.p.a_rows) st_global_v4(a + i * q.F, ld_shared_v4(place(A, half, i)));
+            if (q.p.dh_rows) st_global_v4(dh + i * (int64_t)q.H, ld_shared_v4(place(GATE, half, i)));
+            if (q.p.dh_rows && GATED)
+                st_global_v4(dh + i * (int64_t)q.H + q.F, ld_shared_v4(place(UP, half, i)));
+            if (q.p.a_rows) st_global_v4(a + i * (int64_t)q.F, ld_shared_v4(place(A, half, i)));
         }
     }
 }
@@ -209,9 +210,9 @@ __device__ inline void compute_tiles(const QuantizeDh &q, Memory &s, Act act) {
                 uint4 packed[MOST_PARTS];
                 Pair<float> h, d;
                 float g[CHUNK], da[CHUNK], a[CHUNK];
-                unpack_chunk(g, ld_shared_v4(place(A, half, i)));
-                unpack_chunk(h.gate, ld_shared_v4(place(GATE, half, i)));
-                if (GATED) unpack_chunk(h.up, ld_shared_v4(place(UP, half, i)));
+                widen<T>(g, ld_shared_v4(place(A, half, i)));
+                widen<T>(h.gate, ld_shared_v4(place(GATE, half, i)));
+                if (GATED) widen<T>(h.up, ld_shared_v4(place(UP, half, i)));
 #pragma unroll
                 for (int j = 0; j < CHUNK; j++) da[j] = score * g[j];
                 activate_backward<T>(act, a, d, da, h, q.constants, GATED);
@@ -313,20 +314,16 @@ __device__ inline void compute_tiles(const QuantizeDh &q, Memory &s, Act act) {
             }
             uint8_t *row_codes[LANE_ROWS];
 #pragma unroll
-            for (int i = 0; i < LANE_ROWS; i++) row_codes[i] = dh + part * q.F + i * q.H;
+            for (int i = 0; i < LANE_ROWS; i++) row_codes[i] = dh + part * q.F + i * (int64_t)q.H;
 #pragma unroll
             for (int half = 0; half < 2; half++) {
                 float v[LANE_ROWS][CHUNK];
 #pragma unroll
                 for (int i = 0; i < LANE_ROWS; i++) {
-                    unpack_chunk(v[i], ld_shared_v4(place(part, half, i)));
+                    widen<T>(v[i], ld_shared_v4(place(part, half, i)));
                     if (part == A) continue;
-                    const float of_row = row_inverse[part % 2][i];
-                    const uint2 codes = {
-                        word_of_codes(v[i][0] * of_row, v[i][1] * of_row, v[i][2] * of_row, v[i][3] * of_row),
-                        word_of_codes(v[i][4] * of_row, v[i][5] * of_row, v[i][6] * of_row,
-                                      v[i][7] * of_row)};
-                    st_global_v2(row_codes[i] + half * SUBTILE, codes, i < num_codes);
+                    st_global_v2(row_codes[i] + half * SUBTILE, chunk_of_e4m3(v[i], row_inverse[part % 2][i]),
+                                 i < num_codes);
                 }
                 make_column_words(words + half * CHUNK, v, factor);
             }
