@@ -630,6 +630,13 @@ CPU = [
         "tests/test_fp8_bits.py",
     ),
     Mutant(
+        "fp8: tokens have the codes of the first row",
+        "csrc/cpu/eight_bit.c",
+        "fm_at(p->codes, 1, m->token_row[slot] * p->D)",
+        "p->codes",
+        "tests/test_fp8_bits.py",
+    ),
+    Mutant(
         "fp8: a transposed weight has the scales as they were",
         "csrc/cpu/fp8_training.c",
         "p->scale_t[(e * n_blocks + n_block) * m_blocks + m_block]",
@@ -1653,6 +1660,13 @@ CUDA = [
         "csrc/kernels/sm90/quantize_dh.cu",
         "dot[i] += g[j] * a[j], a[j] *= score;",
         "dot[i] = g[j] * a[j], a[j] *= score;",
+        "tests/cuda/test_sm90_fp8_training.py",
+    ),
+    Mutant(
+        "sm90: of two rows the second's sum is the first's",
+        "csrc/kernels/sm90/quantize_dh.cu",
+        "sent = has_second ? first : second;",
+        "sent = has_second ? second : first;",
         "tests/cuda/test_sm90_fp8_training.py",
     ),
     Mutant(

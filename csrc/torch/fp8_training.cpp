@@ -123,16 +123,21 @@ static LinkT link_t_of(int64_t R, int64_t E, int64_t H, int64_t wgrad, const Ten
     return {blocks, FUSED_MOE_BLOCK * H / (int64_t)like.element_size(), blocks, tiles};
 }
 
-/* The codes of x's or dout's tokens, for each row. */
-static Codes quantize_tokens(const Call &call, const Tensor &x, const RowMap &map) {
+/* The codes of x's or dout's tokens, for each row; and in `by_token`, if it is given, for each token. */
+static Codes quantize_tokens(const Call &call, const Tensor &x, const RowMap &map,
+                             OptTensor *by_token = nullptr) {
     FusedMoeQuantizeRows p = {};
     p.row_map = map.p;
     p.D = x.size(1);
+    if (by_token) {
+        *by_token = new_tensor(x, {map.p.T, p.D}, ScalarType::Float8_e4m3fn);
+        p.token_codes = (*by_token)->mutable_data_ptr();
+    }
     return quantize_rows(call, p, x, FUSED_MOE_CODE_E4M3);
 }
 
-/* The same codes, one row for each token. Weight gradients make them again: kept from forward, they would be
- * as large as half of x. */
+/* The same codes, one row for each token. The up side's weight gradients make them again: kept from forward,
+ * they would be as large as half of x. */
 static Tensor token_codes(const Call &call, const Tensor &x) {
     FusedMoeQuantizeRows p = {};
     p.row_map.T = p.row_map.R = x.size(0);
@@ -215,12 +220,13 @@ static void run_wgrad_by_copy(const Call &call, FusedMoeEightBitWgrad &p, const 
 }
 
 /* dw = rows_t x^T, of rows_t [blocks,M,128] with scales of its own and of x's tokens, whose scales rows_t has
- * taken in. x becomes codes by columns in chunks.
+ * taken in. x becomes codes by columns in chunks. given_codes: x's by token, if they have been made.
  *
  * The kernel writes consecutive elements along its N. A part whose M is the dense side is written by the GEMM
  * of swapped operands, if it is the only one: N's rows of a block are dense. What is left takes a copy. */
 static void run_fp8_wgrad(const Call &call, const void *rows_t, const float *rows_t_scale,
-                          const WeightGrad &grad, const Tensor &x, const RowMap &map, int64_t num_chunks) {
+                          const WeightGrad &grad, const Tensor &x, const RowMap &map, int64_t num_chunks,
+                          const OptTensor &given_codes = {}) {
     if (!grad.part[0].data && !grad.part[1].data) return;
     const int64_t E = map.p.E, D = x.size(1), N = D / num_chunks;
     const bool wants_all = grad.part[0].data && (grad.part[1].data || !grad.M[1]);
@@ -234,7 +240,7 @@ static void run_fp8_wgrad(const Call &call, const void *rows_t, const float *row
     OptTensor copy;
     if (!is_direct && !is_swapped) copy = new_tensor(x, {E, grad.M[0] + grad.M[1], N}, dtype);
 
-    const Tensor codes = token_codes(call, x);
+    const Tensor codes = given_codes ? *given_codes : token_codes(call, x);
     FusedMoeTransposeCodes of_x = {};
     of_x.codes = data(codes);
     of_x.columns = columns.mutable_data_ptr();
@@ -561,10 +567,11 @@ Fp8DownGrads fp8_down_backward_accumulate(const Tensor &dout_, const Tensor &h_,
     Call call = begin_call(op, dout);
     check_trains_fp8(call);
     const int64_t blocks = fused_moe_num_row_blocks(R, E), col_tiles = F / FUSED_MOE_BLOCK;
-    OptTensor dlink, dlink_scale, dlink_t, dlink_t_scale, dw2, dscores, a_t, a_t_scale, partials, g;
+    OptTensor dlink, dlink_scale, dlink_t, dlink_t_scale, dw2, dscores, a_t, a_t_scale, partials, g,
+        dout_codes;
     Tensor dout_scale = new_empty_result(dout, ScalarType::Float);
     if (need_dlink || need_dlink_t || need_dw2 || need_dscores) {
-        const Codes codes = quantize_tokens(call, dout, map);
+        const Codes codes = quantize_tokens(call, dout, map, need_dw2 && is_fp8 ? &dout_codes : nullptr);
         dout_scale = codes.scale;
         g = run_eight_bit_mm(call, dout, data(codes.codes), (const float *)data(dout_scale), true, w_t, map);
     }
@@ -622,7 +629,7 @@ Fp8DownGrads fp8_down_backward_accumulate(const Tensor &dout_, const Tensor &h_,
         grad.part[0] = transposed(dw);
         if (is_fp8) {
             run_fp8_wgrad(call, data(*a_t), (const float *)data(*a_t_scale), grad, dout, map,
-                          fused_moe_fp8_column_chunks(T, R, E, D, F, H, true));
+                          fused_moe_fp8_column_chunks(T, R, E, D, F, H, true), dout_codes);
         } else {
             const GatheredRows dout_rows = {&dout, map.p.row_token, nullptr, nullptr};
             run_wgrad(call, *a_t, dout_rows, grad.part, grad.M, grad.accumulate, grouping_of(map),
