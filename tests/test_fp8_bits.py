@@ -212,5 +212,5 @@ def test_sums_of_dout(device):
         }  # fmt: skip
         for need_dlink in (False, True):
             with poisoned():
-                found = ops.fp8_down_backward(**call, need_dlink=need_dlink)
-            assert torch.equal(found[2].cpu(), expected.to(dtype))
+                found = ops.fp8_down_backward(**call, need_dlink=need_dlink, need_dlink_t=need_dlink)
+            assert torch.equal(found[4].cpu(), expected.to(dtype))
