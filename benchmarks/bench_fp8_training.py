@@ -379,11 +379,22 @@ def operators(case: Case, wgrad: str | None, codes) -> dict[str, Callable]:
 def parts(case: Case, codes, clock, repeats: int) -> Iterator[dict]:
     T, _, K, D, hidden = case.sizes
     sides, one = case.settings.matrices - 1, 2 * T * K * D * hidden
-    flops = {"up": sides * one, "down": one, "down_backward": 2 * one, "up_backward": 2 * sides * one}
-    runs, seen = {}, set()
+    flops = {
+        "experts_up": sides * one,
+        "experts_down": one,
+        "experts_down_backward": 2 * one,
+        "experts_up_backward": 2 * sides * one,
+        "fp8_up": sides * one,
+        "fp8_down": one,
+        "fp8_down_backward": 2 * one,
+        "fp8_up_backward": sides * one,
+        "fp8_up_weights_backward": sides * one,
+    }
+    of_wgrad = {"fp8_down_backward", "fp8_up_weights_backward"}
+    runs, seen = {}, {"fp8_up_weights"}  # which returns zeros
     for wgrad in dict.fromkeys(way.fp8_wgrad for way in WAYS):
         for name, run in operators(case, wgrad, codes).items():
-            is_new = name not in seen or (wgrad == "bf16" and name.endswith("_backward"))
+            is_new = name not in seen or (wgrad == "bf16" and name in of_wgrad)
             if is_new:  # forward is the same with all weight gradients
                 runs[Way(wgrad, 1).name, name] = run
             seen.add(name)
@@ -391,9 +402,8 @@ def parts(case: Case, codes, clock, repeats: int) -> Iterator[dict]:
         seconds = common.times(clock, runs, repeats)
         for (layer, name), taken in ((key, seconds[key]) for key in runs):
             measured = {"layer": layer, "what": name, "time_us": round(taken * 1e6, 1)}
-            kind = name.removeprefix("fp8_").removeprefix("experts_")
-            if kind in flops:
-                measured["tflops"] = round(flops[kind] / taken / 1e12, 4)
+            if name in flops:
+                measured["tflops"] = round(flops[name] / taken / 1e12, 4)
             elif name.startswith("quantise"):
                 call = runs[layer, name]
                 tensors = [t for t in (*call.args, *call()) if isinstance(t, Tensor)]

@@ -167,7 +167,8 @@ PYBIND11_MODULE(_host, m) {
     m.def("tile_codes", tile_codes, "format"_a, "words"_a,
           "The codes of a tile, row by row; format: its number in formats().");
     m.def("slice_rows", fused_moe_slice_rows, "R"_a, "E"_a, "num_sms"_a);
-    m.def("slices_per_tile", fused_moe_slices_per_tile, "R"_a, "slice_rows"_a, "weight_tiles"_a, "ctas"_a);
+    m.def("slices_per_tile", fused_moe_slices_per_tile, "R"_a, "slice_rows"_a, "weight_tiles"_a, "ctas"_a,
+          "k_tile"_a = 64);
     m.def("num_split_slots", fused_moe_num_split_slots, "R"_a, "slice_rows"_a);
     m.def("split_slot", fused_moe_split_slot, "first"_a, "later"_a, "stride"_a, "slice"_a);
 }

@@ -376,13 +376,15 @@ FUSED_MOE_FN FusedMoeWorkTile fused_moe_tall_tile(FusedMoeWorkTile tile, const i
 
 /* The number of the schedule's slices in a tile's slice, such that no tile takes longer than half of a CTA's
  * work: fewer than 2 * ctas weight tiles are split. 0: there are enough tiles, and each sums all rows of its
- * expert. */
+ * expert. A tile's slice has a multiple of k_tile rows, 64 or 128; the schedule's have multiples of 64. */
 FUSED_MOE_FN int32_t fused_moe_slices_per_tile(int64_t R, int32_t slice_rows, int64_t weight_tiles,
-                                               int32_t ctas) {
+                                               int32_t ctas, int32_t k_tile) {
     if (weight_tiles >= 2 * (int64_t)ctas || R <= slice_rows) return 0;
     int64_t rows = R * weight_tiles / (2 * ctas);
     int64_t slices = (rows + slice_rows - 1) / slice_rows;
-    return slices < 1 ? 1 : slices * slice_rows >= R ? 0 : (int32_t)slices;
+    if (slices < 1) slices = 1;
+    if (slices * slice_rows % k_tile) slices++;
+    return slices * slice_rows >= R ? 0 : (int32_t)slices;
 }
 
 /* Finds tile slice `index`; a tile slice is slices_per_tile of the schedule's slices. Returns the index of

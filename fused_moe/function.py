@@ -390,6 +390,8 @@ def _fp8_experts(
     if _needs_grad(w1, w3):  # the first, for its backward to be the last
         of_weights = (x.detach(), w1, w3, tensors_again(plan, 1), code, wgrad, *main_up)
         links_t = _ops.run(ops.fp8_up_weights.default, *of_weights)
+    if not torch.compiler.is_compiling():
+        _ops.refuse_tangents("fp8_up_weights", (w1, w3))  # which detach would drop
     values = (w if w is None else w.detach() for w in (w1, w3))
     up = (x, *values, plan.tensors, [*fp8.up], *settings, needs_grad)
     made = _ops.run(ops.fp8_up.default, *up)

@@ -132,7 +132,7 @@ def _register_writing(name: str, *, fake, expected: str):
                 f"fused_moe: {name} cannot be differentiated: expected {expected}, found create_graph=True, "
                 "torch.func.grad, or a direct call in grad mode"
             )
-        _refuse_tangents(name, args)
+        refuse_tangents(name, args)
         return _below_autograd(schema.op, keyset, args)
 
     def new_version(keyset, *args):
@@ -220,7 +220,7 @@ def _unbatched(x: Tensor, level: int) -> Tensor:
     return torch._remove_batch_dim(x, level, 0, 0)
 
 
-def _refuse_tangents(name: str, args):
+def refuse_tangents(name: str, args):
     """Raises where forward-mode differentiation would get a tangent of zeros."""
     if forward_ad._current_level < 0:
         return
@@ -280,7 +280,7 @@ def _autograd_rule(schema: Schema, backward, setup_context, keeps: str = ""):
     _nodes[op] = apply = node.apply
 
     def rule(keyset, *args):
-        _refuse_tangents(schema.name, args)
+        refuse_tangents(schema.name, args)
         if not (torch.is_grad_enabled() and torch._C._any_requires_grad(*args)):
             return _below_autograd(op, keyset, args)
         if not torch._C._are_functorch_transforms_active():
@@ -1000,10 +1000,9 @@ _register("down_dgrad", fake=_down_dgrad_fake)
 # --- FP8 training: the nodes of experts whose GEMMs multiply e4m3 by e4m3 -----------------------------
 #
 # csrc/torch/fp8_training.cpp says what links are, and what their gradients. What is multiplied is
-# `quantized`, bytes without a gradient: [codes, scale, codes_t, scale_t], or [codes, scale], in which case
-# backward makes the other two of the weights, which it finds as they were in forward. A side's weights are
-# the inputs of the node that makes their gradients. fp8_up has them for that alone, so its caller detaches
-# them, and x for fp8_up_weights.
+# `quantized`, codes in bytes, which have no gradient: [codes, scale, codes_t, scale_t]; or [codes, scale],
+# and backward makes the other two of the weights, which must have their values then. fp8_up takes w1 and w3
+# for that alone, and fp8_up_weights takes x for their gradients alone, so the caller detaches those.
 
 BLOCK = 128  # rows and columns that share a scale
 WGRADS = {"fp8": 0, "bf16": 1}

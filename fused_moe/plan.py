@@ -28,7 +28,7 @@ class Plan(NamedTuple):
 
 
 def tensors_again(plan: Plan, copied: int = 0) -> list[Tensor]:
-    """plan.tensors, for a second operator, or with another tensor `copied` for a third. In a graph of
+    """plan.tensors, for a second operator; for a third one with another tensor `copied`. In a graph of
     torch.jit equal lists become one, and PyTorch moves the tensors out of a list into the operator: the
     second one would find none."""
     if not torch.jit.is_tracing():

@@ -31,6 +31,17 @@ def test_experts(device, layout, gemms):
     assert flops_of(lambda: outs[0].sum().backward()) == 2 * forward
 
 
+@pytest.mark.parametrize("layout, gemms", (("separate", 3), ("halves", 3), ("ungated", 2)))
+def test_fp8_training(device, layout, gemms):
+    case = Case(6, 256, 128, 4, 2, BF16, layout=layout)
+    inputs, ids = case.inputs(device), case.ids(device)
+    leaves = {n: t if t is None else t.requires_grad_() for n, t in inputs.items() if n[0] != "b"}
+    outs = []
+    forward = flops_of(lambda: outs.append(fused_experts(**leaves, ids=ids, fp8=True, **case.options)))
+    assert forward == gemms * 2 * 6 * 2 * 256 * 128
+    assert flops_of(lambda: outs[0].sum().backward()) == 2 * forward
+
+
 def test_experts_without_gradients(device):
     case = Case(6, 10, 7, 4, 2)
     inputs, ids = case.inputs(device), case.ids(device)

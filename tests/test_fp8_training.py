@@ -7,6 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 from cases import ACTIVATIONS, BF16, F16, F32, F64, LAYOUTS, Calls, Case, assert_same_bits
+from torch.autograd import forward_ad
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import fused_moe
@@ -241,6 +244,44 @@ def test_one_gradient(device, name, wgrad):
         assert_same_bits(ours, {n: whole[n] for n in ours})
 
 
+WANTED = (
+    ("x",), ("w1",), ("w3",), ("w2",), ("scores",), ("w1", "w3"), ("x", "w2"), ("x", "w1"), ("w3", "scores"),
+    ("x", "scores"), ("w2", "w1"), WEIGHTS, GRADIENTS,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("wgrad", codes.WGRADS)
+@pytest.mark.parametrize("wanted", WANTED, ids=", ".join)
+def test_what_is_not_needed_is_not_made(device, wanted, wgrad):
+    """A form of dh, dx or a weight's gradient; what is has the bits that it has among all."""
+    inputs, dout = inputs_of(CASE, device), CASE.dout(device)
+    options = {"ids": CASE.ids(device), "fp8": True, "fp8_wgrad": wgrad}
+    whole = step(fused_experts, inputs, dout, **options)
+    with Calls() as calls:
+        ours = step(fused_experts, inputs, dout, wanted=wanted, **options)
+    assert_same_bits(ours, {n: whole[n] for n in ours})
+    ((_, made),) = calls.of("fp8_down_backward")
+    of_weights = bool({"w1", "w3"} & {*wanted})
+    expected = ["x" in wanted] * 2 + [of_weights, of_weights and wgrad == "fp8", "w2" in wanted]
+    assert [t.numel() > 0 for t in made] == [*expected, "scores" in wanted]
+    assert len(calls.of("fp8_up_backward")) == ("x" in wanted)
+    assert len(calls.of("fp8_up_weights")) == len(calls.of("fp8_up_weights_backward")) == of_weights
+    for _, grads in calls.of("fp8_up_weights_backward"):
+        assert [t.numel() > 0 for t in grads] == [n in wanted for n in ("w1", "w3")]
+
+
+@pytest.mark.parametrize("name", ("x", "w1"))
+def test_what_is_not_asked_for_is_not_made(device, name):
+    """autograd.grad of x alone makes no gradient of w1 and w3, which require one, and that of w1 no dx."""
+    inputs, dout, ids = inputs_of(CASE, device), CASE.dout(device), CASE.ids(device)
+    leaves = {n: t.detach().requires_grad_() for n, t in inputs.items()}
+    out = fused_experts(**leaves, ids=ids, fp8=True)
+    with Calls() as calls:
+        torch.autograd.grad(out, leaves[name], dout)
+    found = [n.removeprefix("fused_moe::") for n, *_ in calls.calls if n.startswith("fused_moe::")]
+    assert found == ["fp8_down_backward", "fp8_up_backward" if name == "x" else "fp8_up_weights_backward"]
+
+
 # --- weights ------------------------------------------------------------------------------------------
 
 
@@ -262,6 +303,87 @@ def test_weights_made_once(device, layout):
     for codes_, scale, codes_t, scale_t in (made.up, made.down):
         assert torch.equal(codes_.mT, codes_t) and torch.equal(scale.mT, scale_t)
     assert made.nbytes == sum(t.nbytes for t in (*made.up, *made.down))
+
+
+@pytest.mark.parametrize("wgrad", codes.WGRADS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_backward_quantises_again(device, layout, wgrad):
+    """Without codes of the transposes it makes them of the weights, one at a time, with the same bits."""
+    case = replace(CASE, layout=layout)
+    inputs, dout = inputs_of(case, device), case.dout(device)
+    stored = {n: case.options[n] for n in ("layout", "transposed")}
+    made = fp8_weights(*(inputs[n] for n in WEIGHTS), **stored)
+    few = Fp8Weights(made.up[:2], made.down[:2], made.layout)
+    options = {"ids": case.ids(device), "fp8_wgrad": wgrad, **case.options}
+    with Calls() as calls:
+        ours = step(fused_experts, inputs, dout, fp8=few, **options)
+    assert_same_bits(step(fused_experts, inputs, dout, fp8=made, **options), ours)
+    assert [args[3] for args, _ in calls.of("fp8_weight")] == [codes.TRANSPOSED] * 2
+    for (_, found), expected in zip(calls.of("fp8_weight"), (made.down, made.up), strict=True):
+        assert found[0].numel() == found[1].numel() == 0
+        assert torch.equal(found[2], expected[2]) and torch.equal(found[3], expected[3])
+    assert torch.equal(
+        step(fused_experts, inputs, dout, wanted=("w1",), fp8=few, **options)["dw1"], ours["dw1"]
+    )
+
+
+def test_backward_quantises_again_beside_float32_weights_and_main_grads(device):
+    inputs, dout, ids = inputs_of(CASE, device), CASE.dout(device), CASE.ids(device)
+    inputs = {n: t.float() for n, t in inputs.items()}
+    made = fp8_weights(*(inputs[n] for n in WEIGHTS))
+    runs = []
+    for fp8 in (made, Fp8Weights(made.up[:2], made.down[:2], made.layout)):
+        leaves = {n: t.detach().requires_grad_() for n, t in inputs.items()}
+        sums = tuple(torch.ones_like(inputs[n]) for n in WEIGHTS)
+
+        def experts(fp8=fp8, sums=sums, **arguments):
+            with torch.autocast(device.type, BF16):
+                return fused_experts(**arguments, ids=ids, fp8=fp8, main_grads=sums)
+
+        checkpoint(experts, **leaves, use_reentrant=False).backward(dout)
+        runs.append({"dx": leaves["x"].grad, **dict(zip(WEIGHTS, sums, strict=True))})
+    assert_same_bits(*runs)
+
+
+def test_weights_may_be_freed_between_forward_and_backward(device):
+    """As FSDP2 frees what it has gathered: no copy of it is alive, and backward reads what is there then."""
+    inputs, dout, ids = inputs_of(CASE, device), CASE.dout(device), CASE.ids(device)
+    leaves = {n: t.detach().clone().requires_grad_() for n, t in inputs.items()}
+    made = fp8_weights(*(leaves[n] for n in WEIGHTS))
+    few = Fp8Weights(made.up[:2], made.down[:2], made.layout)
+    expected = step(fused_experts, inputs, dout, ids=ids, fp8=made)
+    out = fused_experts(**leaves, ids=ids, fp8=few)
+    refs = [StorageWeakRef(t.untyped_storage()) for t in (*made.up, *made.down)]
+    del made, few
+    assert all(ref.expired() for ref in refs)
+    for name in WEIGHTS:
+        leaves[name].untyped_storage().resize_(0)
+    for name in WEIGHTS:
+        leaves[name].untyped_storage().resize_(inputs[name].nbytes)
+        with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(leaves[name]):
+            leaves[name].copy_(inputs[name])
+    grads = torch.autograd.grad(out, [*leaves.values()], dout)
+    assert_same_bits(
+        {f"d{n}": g for n, g in zip(leaves, grads, strict=True)},
+        {n: expected[n] for n in expected if n != "out"},
+    )
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_one_order(device, layout):
+    """fp8_weight makes the codes as they are, their transpose or both, with the same bits."""
+    _, gated, pairs, transposed = LAYOUTS[layout]
+    case = replace(CASE, layout=layout)
+    w1, _, w3 = (
+        w if w is None or not transposed else w.mT for w in map(inputs_of(case, device).get, WEIGHTS)
+    )
+    code = codes.LAYOUTS[case.options["layout"]] if gated else codes.UNGATED
+    call = (w1.flatten(1, 2) if pairs else w1, w3, code)
+    both = torch.ops.fused_moe.fp8_weight(*call)
+    for orders, (made, empty) in {1: (slice(0, 2), slice(2, 4)), 2: (slice(2, 4), slice(0, 2))}.items():
+        found = torch.ops.fused_moe.fp8_weight(*call, orders)
+        assert all(map(torch.equal, found[made], both[made]))
+        assert [tuple(t.shape) for t in found[empty]] == [(0,), (0,)]
 
 
 @pytest.mark.parametrize("dtype", (F32, BF16))
@@ -486,12 +608,78 @@ def test_h_is_freed_between_the_nodes(device):
     inputs, dout, ids = inputs_of(CASE, device), CASE.dout(device), CASE.ids(device)
     leaves = {n: t.detach().requires_grad_() for n, t in inputs.items()}
     with Calls() as calls:
-        fused_experts(**leaves, ids=ids, fp8=True).backward(dout)
+        fused_experts(**leaves, ids=ids, fp8=True, fp8_wgrad="fp8").backward(dout)
     ((args, _),) = calls.of("fp8_up_backward")
     ((_, made),) = calls.of("fp8_up")
     h = made[2].data_ptr()
     assert not any(torch.is_tensor(t) and t.data_ptr() == h for t in args)
     assert made[0].untyped_storage().nbytes() == 2 and made[1].untyped_storage().nbytes() == 4
+    ((_, links_t),) = calls.of("fp8_up_weights")
+    assert [t.untyped_storage().nbytes() for t in links_t] == [2, 4]
+
+
+class Links(TorchDispatchMode):
+    """Which of dh's tensors are alive when one of backward's operators begins: (operator, [bool] * 4)."""
+
+    def __init__(self):
+        super().__init__()
+        self.alive, self.refs = [], []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.name().removeprefix("fused_moe::")
+        if name.startswith("fp8") and "backward" in name:
+            self.alive.append((name, [not ref.expired() for ref in self.refs]))
+        result = func(*args, **(kwargs or {}))
+        if name.startswith("fp8_down_backward"):
+            self.refs = [StorageWeakRef(t.untyped_storage()) for t in result[:4]]
+        return result
+
+
+@pytest.mark.parametrize("autocast", (False, True))
+@pytest.mark.parametrize("main_grads", (False, True))
+def test_rows_of_dh_are_freed_before_weight_gradients(device, main_grads, autocast):
+    """dx is made first, of dh by rows, and dw1 and dw3 of dh by columns."""
+    inputs, dout, ids = inputs_of(CASE, device), CASE.dout(device), CASE.ids(device)
+    leaves = {n: t.float() if autocast else t for n, t in inputs.items()}
+    leaves = {n: t.detach().requires_grad_() for n, t in leaves.items()}
+    sums = tuple(torch.zeros_like(inputs[n], dtype=F32) for n in WEIGHTS) if main_grads else None
+    with torch.autocast(device.type, BF16, enabled=autocast), Calls() as calls:
+        x = leaves["x"] * 1  # as from a layer before
+        out = fused_experts(
+            x, **{n: t for n, t in leaves.items() if n != "x"}, ids=ids, fp8=True, main_grads=sums
+        )
+    assert sum(name == "aten::_to_copy" for name, *_ in calls.calls) == autocast  # x is cast once
+    with Links() as links:
+        out.backward(dout)
+    end = "_accumulate" if main_grads else ""
+    assert links.alive == [
+        (f"fp8_down_backward{end}", []),
+        ("fp8_up_backward", [True] * 4),
+        (f"fp8_up_weights_backward{end}", [False, False, True, True]),
+    ]
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore:.*torch.jit.*:DeprecationWarning")
+def test_trace(device):
+    """A graph of torch.jit has all three operators, each with a plan of its own, and the same bits."""
+    inputs, dout, ids = inputs_of(CASE, device), CASE.dout(device), CASE.ids(device)
+    x, scores = inputs.pop("x"), inputs.pop("scores")
+
+    class Layer(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weights = torch.nn.ParameterDict(inputs)
+
+        def forward(self, x):
+            return fused_experts(x, **self.weights, scores=scores, ids=ids, fp8=True)
+
+    layer, runs = Layer(), []
+    for function in (torch.jit.trace(layer, x), layer):
+        leaf = x.detach().requires_grad_()
+        out = function(leaf)
+        grads = torch.autograd.grad(out, [leaf, *layer.parameters()], dout)
+        runs.append(dict(zip(("out", "dx", *layer.weights), (out.detach(), *grads), strict=True)))
+    assert_same_bits(*runs)
 
 
 def test_double_backward_raises(device):
@@ -501,6 +689,20 @@ def test_double_backward_raises(device):
     (dx,) = torch.autograd.grad(out.sum(), x, create_graph=True)
     with pytest.raises(RuntimeError, match="double backward"):
         dx.sum().backward()
+
+
+@pytest.mark.parametrize("name", GRADIENTS)
+def test_forward_mode_raises(device, name):
+    inputs, ids = inputs_of(CASE, device), CASE.ids(device)
+    primal = inputs.pop(name)
+
+    def experts(t):
+        return fused_experts(**inputs, **{name: t}, ids=ids, fp8=True)
+
+    with pytest.raises(NotImplementedError, match="has no forward-mode derivative"):
+        torch.func.jvp(experts, (primal,), (primal,))
+    with forward_ad.dual_level(), pytest.raises(NotImplementedError, match="has no forward-mode derivative"):
+        experts(forward_ad.make_dual(primal, primal))
 
 
 def test_training_step(device):

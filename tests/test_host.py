@@ -8,7 +8,7 @@ from itertools import accumulate, pairwise, product
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from fused_moe.ops import FACTS
@@ -586,12 +586,42 @@ def test_split_k_slices_of_a_layer(counts, weight_tiles, num_ctas, spare):
 
 @needs_host
 @given(
+    counts=st.lists(st.one_of(st.just(0), st.integers(0, 700), st.integers(0, 9000)), min_size=1, max_size=7),
+    weight_tiles=st.integers(1, 60),
+    spare=st.sampled_from((0, 0, 290)),
+)
+@example(counts=[700] * 92, weight_tiles=1, spare=0)  # the schedule's slices have 1,472 rows
+def test_split_k_slices_are_whole_row_blocks(counts, weight_tiles, spare):
+    """As 8-bit weight gradients read them: each block of an expert once, by each weight tile."""
+    R, num_ctas = sum(counts) + spare, 132
+    slice_rows = _host.slice_rows(R, len(counts), num_ctas)
+    slices_per_tile = _host.slices_per_tile(R, slice_rows, weight_tiles, num_ctas, TILE_ROWS)
+    check_wgrad_tiles(counts, weight_tiles, slice_rows, slices_per_tile, spare)
+    assert slices_per_tile * slice_rows % TILE_ROWS == 0
+    read, first = Counter(), [0, *accumulate(counts)]
+    for expert, first_row, num_rows, _, _, num_slices in wgrad_tiles(
+        counts, weight_tiles, slice_rows, slices_per_tile
+    ):
+        if num_slices and num_rows:
+            of_expert = first[expert] // TILE_ROWS + expert  # fused_moe_first_row_block
+            block = of_expert + (first_row - first[expert]) // TILE_ROWS
+            read.update(range(block, block + ceil_div(num_rows, TILE_ROWS)))
+    blocks = [
+        first[e] // TILE_ROWS + e + i for e, n in enumerate(counts) for i in range(ceil_div(n, TILE_ROWS))
+    ]
+    assert read == dict.fromkeys(blocks, weight_tiles) and len(set(blocks)) == len(blocks)
+    assert max(blocks, default=-1) < R // TILE_ROWS + len(counts)
+
+
+@needs_host
+@given(
     R=st.one_of(st.integers(0, 10**6), st.integers(0, MAX_ROWS)),
     E=st.integers(1, 1000),
     num_sms=st.integers(1, MAX_CTAS),
     weight_tiles=st.one_of(st.integers(1, 600), st.integers(1, 10**5)),
+    k_tile=st.sampled_from((64, 128)),
 )
-def test_slice_rules(R, E, num_sms, weight_tiles):
+def test_slice_rules(R, E, num_sms, weight_tiles, k_tile):
     slice_rows = _host.slice_rows(R, E, num_sms)
     parts = max(E, num_sms // 2)
     assert slice_rows % 64 == 0
@@ -600,14 +630,17 @@ def test_slice_rules(R, E, num_sms, weight_tiles):
     assert slice_rows <= ceil_div(max(R, 1), 64) * 64
     assert ceil_div(R, E) <= slice_rows or E < num_sms // 2  # even routing cuts no expert
 
-    slices_per_tile = _host.slices_per_tile(R, slice_rows, weight_tiles, num_sms)
+    slices_per_tile = _host.slices_per_tile(R, slice_rows, weight_tiles, num_sms, k_tile)
     most = slices_per_tile * slice_rows
+    if slice_rows % k_tile:
+        assert most % k_tile == 0
+        slice_rows *= 2
     if not slices_per_tile:
         half_a_cta = R * weight_tiles // (2 * num_sms)
         assert R <= ceil_div(max(half_a_cta, 1), slice_rows) * slice_rows
         return
     assert most < R
-    assert most - slice_rows < R * weight_tiles / (2 * num_sms) or slices_per_tile == 1
+    assert most - slice_rows < R * weight_tiles / (2 * num_sms) or most == slice_rows
     assert _host.num_split_slots(R, most) * weight_tiles * 2 <= 16 * num_sms
 
 

@@ -22,7 +22,7 @@ ARGUMENTS = sorted(
 )
 # What no call of an operator reads: the CPU makes its own schedules, and up_dgrad gathers nothing.
 UNREAD = {("up_dgrad", "row_token"), ("up_dgrad", "row_slot"), ("up_dgrad", "token_row")}
-UNREAD |= {(name, label) for name, label in ARGUMENTS if label == "schedule"}
+UNREAD |= {(name, label) for name, label in ARGUMENTS if label == "schedule" or name == "fp8_up_weights"}
 # What may have any value: others than an expert's are remote, and a number of tokens is clamped.
 ANY_VALUE = {
     ("route_plan", "ids"),

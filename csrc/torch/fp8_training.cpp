@@ -3,8 +3,8 @@
  * the GEMMs read are those codes, and the weights themselves are arguments because of their gradients.
  *
  * The up side is two operators: fp8_up, whose backward makes dx of dh by rows, and fp8_up_weights, whose
- * backward makes dw1 and dw3 of dh by columns. Of nodes that are ready autograd runs the one made last first.
- * So fp8_up_weights is called before fp8_up, and dh by rows is freed before the weight gradients are made.
+ * backward makes dw1 and dw3 of dh by columns. Autograd runs the node first that was made last, if both are
+ * ready. So fp8_up_weights is called before fp8_up, and dh by rows is freed before weight gradients are made.
  *
  * Codes cannot be the gradient of h: they have another size. So both return links, zeros in one element's
  * memory, whose gradients are dh:

@@ -629,8 +629,8 @@ static int quantize_weight(Case *c) {
     int64_t M = p.M[0] + p.M[1], elements = p.E * M * p.N;
     for (int i = 0; i < 2; i++)
         if (p.M[i]) p.part[i] = weight(p.dtype, p.E, p.M[i], p.N);
-    p.codes = output(elements), p.codes_t = output(elements);
-    p.scale = output(elements / (128 * 128) * 4), p.scale_t = output(elements / (128 * 128) * 4);
+    if (option()) p.codes = output(elements), p.scale = output(elements / (128 * 128) * 4);
+    if (option()) p.codes_t = output(elements), p.scale_t = output(elements / (128 * 128) * 4);
     return fused_moe_cpu_quantize_weight(&p);
 }
 

@@ -34,12 +34,9 @@ typedef struct {
     int64_t num_slots; /* for the slices' accumulators */
 } Slices;
 
-/* A tile's slice has a multiple of k_tile rows, 64 or 128. The schedule's slices are multiples of 64. */
 inline Slices slices_of(int64_t R, int32_t E, int64_t weight_tiles, int k_tile) {
     int32_t rows = fused_moe_slice_rows(R, E, FUSED_MOE_SLICE_SMS);
-    int32_t per_tile = fused_moe_slices_per_tile(R, rows, weight_tiles, num_ctas());
-    if (per_tile * rows % k_tile) per_tile++;
-    if ((int64_t)per_tile * rows >= R) per_tile = 0;
+    int32_t per_tile = fused_moe_slices_per_tile(R, rows, weight_tiles, num_ctas(), k_tile);
     Slices s = {{(int32_t)weight_tiles, rows, per_tile}, R > 0 ? R : 1, 0};
     if (per_tile) s.rows = (int64_t)per_tile * rows;
     if (per_tile) s.num_slots = fused_moe_num_split_slots(R, s.rows);
