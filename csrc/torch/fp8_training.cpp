@@ -225,10 +225,10 @@ static void run_wgrad_by_copy(const Call &call, FusedMoeEightBitWgrad &p, const 
  * The kernel writes consecutive elements along its N. A part whose M is the dense side is written by the GEMM
  * of swapped operands, if it is the only one: N's rows of a block are dense. What is left takes a copy. */
 static void run_fp8_wgrad(const Call &call, const void *rows_t, const float *rows_t_scale,
-                          const WeightGrad &grad, const Tensor &x, const RowMap &map, int64_t num_chunks,
+                          const WeightGrad &grad, const Tensor &x, const RowMap &map, int64_t chunk,
                           const OptTensor &given_codes = {}) {
     if (!grad.part[0].data && !grad.part[1].data) return;
-    const int64_t E = map.p.E, D = x.size(1), N = D / num_chunks;
+    const int64_t E = map.p.E, D = x.size(1);
     const bool wants_all = grad.part[0].data && (grad.part[1].data || !grad.M[1]);
     const bool is_direct =
         wants_all && grad.part[0].stride_in == 1 && (!grad.part[1].data || grad.part[1].stride_in == 1);
@@ -236,9 +236,7 @@ static void run_fp8_wgrad(const Call &call, const void *rows_t, const float *row
     const ScalarType dtype = grad.dtype == FUSED_MOE_F32 ? ScalarType::Float : x.scalar_type();
     const int64_t elem_bytes = grad.dtype == FUSED_MOE_F32 ? 4 : (int64_t)x.element_size();
     const Tensor columns =
-        new_tensor(x, {fused_moe_num_row_blocks(map.p.R, E), N, FUSED_MOE_BLOCK}, ScalarType::Byte);
-    OptTensor copy;
-    if (!is_direct && !is_swapped) copy = new_tensor(x, {E, grad.M[0] + grad.M[1], N}, dtype);
+        new_tensor(x, {fused_moe_num_row_blocks(map.p.R, E), chunk, FUSED_MOE_BLOCK}, ScalarType::Byte);
 
     const Tensor codes = given_codes ? *given_codes : token_codes(call, x);
     FusedMoeTransposeCodes of_x = {};
@@ -246,15 +244,12 @@ static void run_fp8_wgrad(const Call &call, const void *rows_t, const float *row
     of_x.columns = columns.mutable_data_ptr();
     of_x.row_map = map.p;
     of_x.D = D;
-    of_x.num_columns = N;
     FusedMoeEightBitWgrad p = {};
     p.a = is_swapped ? of_x.columns : rows_t;
     p.b = is_swapped ? rows_t : of_x.columns;
     p.scale = rows_t_scale;
     p.scale_is_of_b = is_swapped;
-    p.M[0] = is_swapped ? N : grad.M[0];
     p.M[1] = grad.M[1];
-    p.N = is_swapped ? grad.M[0] : N;
     p.dw_dtype = grad.dtype;
     p.accumulate = grad.accumulate;
     p.offs = map.p.offs;
@@ -262,13 +257,17 @@ static void run_fp8_wgrad(const Call &call, const void *rows_t, const float *row
     p.R = map.p.R;
     p.E = map.p.E;
     p.dtype = float_dtype(call.op, x);
-    for (; of_x.first < D; of_x.first += N) {
+    for (; of_x.first < D; of_x.first += chunk) {
+        const int64_t N = D - of_x.first < chunk ? D - of_x.first : chunk;
+        of_x.num_columns = N;
+        p.M[0] = is_swapped ? N : grad.M[0];
+        p.N = is_swapped ? grad.M[0] : N;
         run(call, of_x, fused_moe_cpu_transpose_codes, CUDA(fused_moe_cuda_transpose_codes));
         FusedMoeWeight part[2] = {grad.part[0], grad.part[1]};
         for (FusedMoeWeight &w : part)
             if (w.data) w.data = (char *)w.data + of_x.first * w.stride_in * elem_bytes;
-        if (copy) {
-            run_wgrad_by_copy(call, p, part, x, *copy);
+        if (!is_direct && !is_swapped) {
+            run_wgrad_by_copy(call, p, part, x, new_tensor(x, {E, grad.M[0] + grad.M[1], N}, dtype));
             continue;
         }
         for (int i = 0; i < 2; i++) p.dw[i] = is_swapped ? transposed(part[i]) : part[i];
@@ -481,7 +480,7 @@ fp8_up_weights_backward_accumulate(const Tensor &dlink_t_, const Tensor &dlink_t
     for (const WeightGrad *grad : {&of_fresh, &of_sums}) {
         if (wgrad == WGRAD_FP8) {
             run_fp8_wgrad(call, data(dlink_t), (const float *)data(dlink_t_scale), *grad, x, map,
-                          fused_moe_fp8_column_chunks(map.p.T, map.p.R, s.E, s.D, s.F, s.H, false));
+                          fused_moe_fp8_column_chunk(map.p.T, map.p.R, s.E, s.D, s.F, s.H, false));
             continue;
         }
         const GatheredRows x_rows = {&x, map.p.row_token, nullptr, nullptr};
@@ -629,7 +628,7 @@ Fp8DownGrads fp8_down_backward_accumulate(const Tensor &dout_, const Tensor &h_,
         grad.part[0] = transposed(dw);
         if (is_fp8) {
             run_fp8_wgrad(call, data(*a_t), (const float *)data(*a_t_scale), grad, dout, map,
-                          fused_moe_fp8_column_chunks(T, R, E, D, F, H, true), dout_codes);
+                          fused_moe_fp8_column_chunk(T, R, E, D, F, H, true), dout_codes);
         } else {
             const GatheredRows dout_rows = {&dout, map.p.row_token, nullptr, nullptr};
             run_wgrad(call, *a_t, dout_rows, grad.part, grad.M, grad.accumulate, grouping_of(map),
