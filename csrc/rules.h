@@ -99,8 +99,9 @@ FUSED_MOE_FN bool fused_moe_fp8_wgrad_pays(int64_t R, int64_t E) {
 }
 
 /* How many of the D columns of x, or for dw2 of the output's gradient, are stored by columns at a time, for
- * their part of the weight gradient alone: a multiple of 128, in at most eight chunks. The most with which the
- * gradient takes no more memory than a step in bf16 has at its peak, or all if they are a sixteenth of that.
+ * their part of the weight gradient alone: a multiple of 128, in at most eight chunks. The most with which
+ * the gradient takes no more memory than a step in bf16 has at its peak, or all if they are a sixteenth of
+ * that.
  * Bytes that are alive, with P rows in row blocks, H columns of h, N columns at a time:
  *
  *               dw2                                              dw1 and dw3

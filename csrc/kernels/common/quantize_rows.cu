@@ -1,9 +1,9 @@
 /* quantize_rows: codes of 8 bits and a scale for each row (eight_bit.h).
  *
  * A group of one or more warps has a row, which it reads once. Where rows are copies of tokens, a token is
- * read once, and its codes are written to all of its rows, and to token_codes. A CTA has consecutive rows, so with `smooth`
- * mostly of one expert: a lane keeps the reciprocals of its columns' factors until its group comes to the
- * rows of another expert.
+ * read once, and its codes are written to all of its rows, and to token_codes. A CTA has consecutive rows, so
+ * with `smooth` mostly of one expert: a lane keeps the reciprocals of its columns' factors until its group
+ * comes to the rows of another expert.
  *
  * Rows are loaded by cp.async into buffers in shared memory. A lane reads what it has copied itself:
  *

@@ -139,8 +139,8 @@ __device__ inline uint32_t larger_halves(uint32_t a, uint32_t b) {
     return max_magnitudes(prmt(a, b, 0x5410), prmt(a, b, 0x7632));
 }
 
-/* A step of a reduction over lanes that also deals rows out. Of two lanes that differ in the bit `other`, the
- * one without it gets what both have of the first row, the one with it what they have of the second. */
+/* A step of a reduction over lanes that also deals rows out. Two lanes differ in the bit `other`: the one
+ * without it gets what both have of the first row, the one with it what they have of the second. */
 template <typename T, typename Reduce>
 __device__ inline T reduce_and_deal(T first, T second, int other, Reduce reduce) {
     const bool has_second = threadIdx.x & other;
