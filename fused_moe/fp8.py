@@ -103,7 +103,7 @@ def fp8_weights(
 
     Raises:
         TypeError, ValueError: the message says what was expected and what was found.
-        RuntimeError: on a GPU that does not multiply FP8 by FP8 (`info()["eight_bit"]`).
+        RuntimeError: on a GPU that does not multiply FP8 by FP8 (`info()["compute"]["fp8"]`).
     """
     fn = "fp8_weights"
     check_layout(fn, layout)

@@ -148,7 +148,7 @@ def enable_fp8(
 
     Raises:
         TypeError, ValueError: before anything is changed, with what was expected and what was found.
-        RuntimeError: in a call, on a GPU that does not multiply FP8 by FP8 (`info()["eight_bit"]`).
+        RuntimeError: in a call, on a GPU that does not multiply FP8 by FP8 (`info()["compute"]["fp8"]`).
     """
     fn = "enable_fp8"
     from .module import layers_in  # whose experts have Fp8Training, so it imports this file
