@@ -674,8 +674,8 @@ CPU = [
     Mutant(
         "fp8: a chunk of columns takes all that bf16 has",
         "csrc/rules.h",
-        "const int64_t room = (of_down > of_up ? of_down : of_up) - (of_dw2 ? in_dw2 : in_dw1);",
-        "const int64_t room = of_down > of_up ? of_down : of_up;",
+        "room = peak - (of_dw2 ? in_dw2 : in_dw1);",
+        "room = peak;",
         "tests/test_rules.py",
     ),
     Mutant(
