@@ -3,33 +3,39 @@
     python benchmarks/bench_torchtitan.py --torchtitan CHECKOUT --profile 3 --json out.json
     python benchmarks/bench_torchtitan.py --torchtitan CHECKOUT --expert-parallel 2 --ac selective --compile
     python benchmarks/bench_torchtitan.py --torchtitan CHECKOUT --flavor 16B --local-batch 1,2,4,8
+    python benchmarks/bench_torchtitan.py --torchtitan CHECKOUT --variants fused_moe,fused_moe_fp8 --seeds 0,1
     python benchmarks/table.py out.json
     python benchmarks/plot.py out.json -o pictures        # the loss curves: losses.png
 
 Each variant is a run of `torchrun -m torchtitan.train`, one after another, with the same seed and data. They
-differ only in `use_grouped_mm` and `--model.converters=fused_moe`. torchtitan_spec.py, a custom import of
+differ only in `use_grouped_mm` and `--model.converters`, fused_moe or fused_moe_fp8. With several --seeds the
+runs of fused_moe beside each other say how far losses differ anyway; other variants run with the first seed
+alone. The data are the same with every seed. torchtitan_spec.py, a custom import of
 torchtitan, writes every step's loss, seconds and memory. Its flavour 16B is torchtitan's with a vocabulary of
 2048 and SDPA, and 16B6 has six of its 27 layers, five of them MoE. CHECKOUT has torchtitan's sources with
-tests/assets/tokenizer and assets/version.txt. If it has no tests/assets/c4_test, text of the same form is
-generated. Nothing is downloaded.
+tests/assets/tokenizer and assets/version.txt. If it has no tests/assets/c4_test, the text is the sources of
+Python's standard library. Nothing is downloaded.
 
 A record has the median time of the steps after a warm-up (a tenth of the steps and two, at most 20), tokens
 per second per GPU, all losses, the first GPU's peak memory, and the source of the text. final_loss is the
-mean over the last tenth. If the GPU's memory is too small for a run, its record has `failed` instead.
---profile N runs the last N steps under torch.profiler and excludes them from the times; moe_profile.py tells
-which kernels belong to the MoE. While one run trains, the next one imports and waits.
+mean over the last tenth, last_50_loss that over the last 50 steps. If the GPU's memory is too small for a
+run, its record has `failed` instead. --profile N runs the last N steps under torch.profiler and excludes them
+from the times; moe_profile.py tells which kernels belong to the MoE. While one run trains, the next one
+imports and waits.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import os
-import random
+import platform
 import signal
 import statistics
 import subprocess
 import sys
+import sysconfig
 import tempfile
 import time
 from contextlib import ExitStack
@@ -39,7 +45,7 @@ import common
 import moe_profile
 import torch
 
-VARIANTS = ("loop", "grouped_mm", "fused_moe")
+VARIANTS = ("loop", "grouped_mm", "fused_moe", "fused_moe_fp8")
 CONFIG = "torchtitan/models/deepseek_v3/train_configs/debug_model.toml"
 TEXT = "tests/assets/c4_test"
 OUT_OF_MEMORY = "CUDA out of memory"  # as PyTorch says it
@@ -56,13 +62,13 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     add("--flavor", choices=FLAVORS, default="16B6")
     add("--layers", type=int, help="of the model; default: the flavour's")
     add("--local-batch", help="sequences per GPU, comma-separated, a run each; default: the flavour's")
-    add("--variants", default=",".join(VARIANTS), help="comma-separated")
+    add("--variants", default=",".join(VARIANTS[:3]), help=f"comma-separated, of {','.join(VARIANTS)}")
     add("--steps", type=int, default=200)
     add("--nproc", type=int, default=max(torch.cuda.device_count(), 1), help="GPUs; default: all")
     add("--expert-parallel", type=int, default=1, help="degree")
     add("--ac", choices=("none", "selective", "full"), default="none", help="activation checkpointing")
     add("--compile", action="store_true")
-    add("--seed", type=int, default=0)
+    add("--seeds", default="0", help="comma-separated; all but the first for fused_moe alone")
     add("--profile", type=int, default=0, metavar="N", help="the last N steps")
     add("--workers", type=int, default=1, help="data loader processes")
     add("--limit", type=float, default=1800, help="seconds for one variant")
@@ -80,6 +86,12 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
         options.local_batch = [0]
     if min(options.local_batch) < 1:
         flags.error("--local-batch: expected positive integers")
+    try:
+        options.seeds = list(dict.fromkeys(map(int, options.seeds.split(","))))
+    except ValueError:
+        flags.error("--seeds: expected integers")
+    if len(options.seeds) > 1 and "fused_moe" not in options.variants:
+        flags.error("--seeds: expected fused_moe in --variants with several seeds")
     if options.profile >= options.steps:
         flags.error("--profile: expected fewer than --steps")
     options.torchtitan = options.torchtitan.resolve()
@@ -91,7 +103,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
 
 
 def trainer_flags(
-    options: argparse.Namespace, variant: str, batch: int, text: Path, folder: Path
+    options: argparse.Namespace, variant: str, batch: int, seed: int, text: Path, folder: Path
 ) -> list[str]:
     sizes = FLAVORS[options.flavor]
     flags = {
@@ -108,19 +120,19 @@ def trainer_flags(
         "lr_scheduler.warmup_steps": max(2, min(20, options.steps // 10)),
         "parallelism.expert_parallel_degree": options.expert_parallel,
         "activation_checkpoint.mode": options.ac,
-        "debug.seed": options.seed,
+        "debug.seed": seed,
     }
-    if variant == "fused_moe":
-        flags["model.converters"] = "fused_moe"
+    if variant.startswith("fused_moe"):
+        flags["model.converters"] = variant
     switches = ["metrics.disable_color_printing", *(["compile.enable"] if options.compile else [])]
     return [f"--{name}={value}" for name, value in flags.items()] + [f"--{name}" for name in switches]
 
 
 def start(
-    options: argparse.Namespace, variant: str, batch: int, text: Path, work: Path
+    options: argparse.Namespace, variant: str, batch: int, seed: int, text: Path, work: Path
 ) -> tuple[subprocess.Popen, Path]:
     """Starts a run's processes, which wait for `finish` after their imports. Also returns its folder."""
-    folder = work / f"{variant}_{batch}"
+    folder = work / (f"{variant}_{batch}" + (f"_seed{seed}" if seed != options.seeds[0] else ""))
     folder.mkdir(parents=True)
     settings = {
         "variant": variant,
@@ -140,7 +152,7 @@ def start(
     }
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={options.nproc}"]
     command = [sys.executable, *torchrun, "-m", "torchtitan.train"]
-    command += trainer_flags(options, variant, batch, text, folder)
+    command += trainer_flags(options, variant, batch, seed, text, folder)
     (folder / "command").write_text(" ".join(command) + "\n")
     with (folder / "log").open("w") as log:
         process = subprocess.Popen(
@@ -179,23 +191,25 @@ def stop(process: subprocess.Popen) -> None:
             process.kill()
 
 
-def write_text(path: Path, lines: int = 3000, characters: int = 4000) -> None:
-    """Writes lines {"text": ...} of random words. Each word has 64 successors of falling probability.
-
-    So a model can learn something, and its loss stays above zero.
-    """
-    rng = random.Random(0)
-    syllables = [c + v for c in "bdfgklmnprstvw" for v in "aeiou"]
-    words = ["".join(rng.choices(syllables, k=rng.choice((1, 2, 2, 3)))) for _ in range(1024)]
-    following = [rng.sample(range(len(words)), 64) for _ in words]
-    chances = [1 / rank for rank in range(1, 65)]
+def write_text(path: Path, characters: int = 4000) -> None:
+    """Writes lines {"text": ...} of the sources of Python's standard library, without its tests. The order is
+    that of a hash of each part's text, so any stretch of it has something of every module."""
+    root = Path(sysconfig.get_path("stdlib"))
+    parts = []
+    for file in root.rglob("*.py"):
+        if {"site-packages", "dist-packages", "test", "tests"}.isdisjoint(file.relative_to(root).parts):
+            text = file.read_text(errors="ignore")
+            parts += [text[i : i + characters] for i in range(0, len(text), characters)]
+    parts.sort(key=lambda part: hashlib.sha256(part.encode()).digest())
     with path.open("w") as file:
-        for _ in range(lines):
-            word, text = rng.randrange(len(words)), []
-            for rank in rng.choices(range(64), chances, k=characters // 5):
-                text.append(words[word])
-                word = following[word][rank]
-            file.write(json.dumps({"text": " ".join(text)[:characters]}) + "\n")
+        file.writelines(json.dumps({"text": part}) + "\n" for part in parts)
+
+
+def source_of(options: argparse.Namespace) -> str:
+    """What the text is, in records."""
+    if (options.torchtitan / TEXT / "data.json").exists():
+        return "the checkout's"
+    return f"Python {platform.python_version()}'s standard library"
 
 
 # --- records ------------------------------------------------------------------------------------------
@@ -224,8 +238,9 @@ def summary(entries: list[dict]) -> dict:
         "data_seconds": statistics.median(s["data_seconds"] for s in timed),
         "timed_steps": len(timed),
         "tokens_per_second": round(timed[0]["tokens"] / seconds),
-        "peak_mib": round(max(s["peak_gib"] for s in steps) * 1024),
+        "peak_mib": round(max(s["peak_gib"] for s in steps) * 1024) or None,  # None: not measured
         "final_loss": statistics.fmean(s["loss"] for s in steps[-tail:]),
+        "last_50_loss": statistics.fmean(s["loss"] for s in steps[-50:]),
         "losses": [s["loss"] for s in steps],
         "grad_norms": [round(s["grad_norm"], 6) for s in steps],
         "model": other["model"],
@@ -234,10 +249,22 @@ def summary(entries: list[dict]) -> dict:
     }
 
 
-def records(options: argparse.Namespace, batch: int, runs: dict[str, dict]) -> list[dict]:
-    """One record per variant; fused_moe's has the ratios to the others."""
+def records(options: argparse.Namespace, batch: int, runs: dict[tuple[str, int], dict]) -> list[dict]:
+    """One record per variant and seed. fused_moe's has the ratios to the stock layers, fused_moe_fp8's and
+    those of other seeds the ratios to fused_moe's."""
     options.tier = "none"
-    finished = {variant: run for variant, run in runs.items() if "failed" not in run}
+    first = options.seeds[0]
+    finished = {
+        variant: run for (variant, seed), run in runs.items() if seed == first and "failed" not in run
+    }
+
+    def ratios(variant: str, seed: int, run: dict) -> dict:
+        if "failed" in run:
+            return {}
+        if seed != first or variant == "fused_moe_fp8":
+            return over_fused_moe(run, finished.get("fused_moe"))
+        return comparisons(finished) if variant == "fused_moe" else {}
+
     return [
         common.record(
             options,
@@ -245,18 +272,30 @@ def records(options: argparse.Namespace, batch: int, runs: dict[str, dict]) -> l
             shape=f"{setting(options)}, batch {batch}",
             routing="trained",
             dtype="bf16",
-            what=variant,
-            **(comparisons(finished) if variant == "fused_moe" and variant in finished else {}),
+            what=variant if seed == first else f"{variant}, seed {seed}",
+            **ratios(variant, seed, run),
             **run,
             steps=options.steps,
             nproc=options.nproc,
-            seed=options.seed,
+            seed=seed,
             **FLAVORS[options.flavor] | {"local_batch_size": batch},
-            text="the checkout's" if (options.torchtitan / TEXT / "data.json").exists() else "made up",
+            text=source_of(options),
             torchtitan=(options.torchtitan / "assets" / "version.txt").read_text().strip(),
         )
-        for variant, run in runs.items()
+        for (variant, seed), run in runs.items()
     ]
+
+
+def over_fused_moe(run: dict, usual: dict | None) -> dict:
+    """A run over fused_moe's with the first seed: a ratio of speeds, and quantities' ratios."""
+    tiers = run["model"].get("tiers")
+    found = {"tier": common.tier_in_use("auto", tiers)} if tiers else {}
+    if usual:
+        found["ratio_to_fused_moe"] = round(usual["time_us"] / run["time_us"], 3)
+        for name in ("peak_mib", "final_loss", "last_50_loss"):
+            if usual[name] and run[name]:
+                found[f"{name}_over_fused_moe"] = round(run[name] / usual[name], 5)
+    return found
 
 
 def comparisons(runs: dict[str, dict]) -> dict:
@@ -285,8 +324,10 @@ def line(r: dict) -> str:
     if "failed" in r:
         return f"{start}  {r['failed']}"
     parts = [f"{start} {r['time_us'] / 1e3:8.1f} ms  {r['tokens_per_second']:7,} tokens/s per GPU"]
-    parts.append(f"loss {r['final_loss']:.4f}  peak {r['peak_mib']:,} MiB")
+    parts.append(f"loss {r['final_loss']:.4f}  peak {r['peak_mib'] or 0:,} MiB")
     parts += [f"{r[f'ratio_to_{peer}']:.2f}x {peer}" for peer in VARIANTS if f"ratio_to_{peer}" in r]
+    if "last_50_loss_over_fused_moe" in r:
+        parts.append(f"loss of the last 50 steps {r['last_50_loss_over_fused_moe'] - 1:+.3%}")
     if r["moe_share"] is not None:
         parts.append(f"MoE {moe_profile.moe_us(r['profile']) / 1e3:.1f} ms")
         parts.append(f"{r['moe_share']:.1%} of the step")
@@ -298,8 +339,10 @@ def main(argv: list[str] | None = None) -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the runs are terminated, too
     path, found = options.json, []
     old = json.loads(path.read_text()) if path and options.append and path.exists() else []
-    plan = [(batch, variant) for batch in options.local_batch for variant in options.variants]
-    runs: dict[int, dict[str, dict]] = {batch: {} for batch in options.local_batch}
+    others = [("fused_moe", seed) for seed in options.seeds[1:]]
+    of_batch = [*((variant, options.seeds[0]) for variant in options.variants), *others]
+    plan = [(batch, *run) for batch in options.local_batch for run in of_batch]
+    runs: dict[int, dict[tuple[str, int], dict]] = {batch: {} for batch in options.local_batch}
     with ExitStack() as stack:
         work = (options.work or Path(stack.enter_context(tempfile.TemporaryDirectory()))).resolve()
         text = options.torchtitan / TEXT
@@ -308,20 +351,20 @@ def main(argv: list[str] | None = None) -> None:
             text.mkdir(parents=True, exist_ok=True)
             write_text(text / "data.json")
 
-        def begin(batch: int, variant: str) -> tuple[subprocess.Popen, Path]:
-            process, folder = start(options, variant, batch, text, work)
+        def begin(batch: int, variant: str, seed: int) -> tuple[subprocess.Popen, Path]:
+            process, folder = start(options, variant, batch, seed, text, work)
             stack.callback(stop, process)
             return process, folder
 
         print(setting(options), flush=True)
         following = begin(*plan[0])
-        for i, (batch, variant) in enumerate(plan):
+        for i, (batch, variant, seed) in enumerate(plan):
             current, following = following, begin(*plan[i + 1]) if i + 1 < len(plan) else None
             began = time.perf_counter()
             run = finish(options, *current)
             if not run:
                 continue
-            runs[batch][variant] = run
+            runs[batch][variant, seed] = run
             new = records(options, batch, runs[batch])
             print(line(new[-1]), f" ({time.perf_counter() - began:.0f} s in all)", flush=True)
             found = common.merge(found, new)

@@ -24,8 +24,10 @@ from torchtitan.protocols.train_spec import TrainSpec, register_train_spec
 SETTINGS = json.loads(os.environ["BENCH_TORCHTITAN"])
 IS_FIRST = os.environ.get("RANK", "0") == "0"
 
-if SETTINGS["variant"] == "fused_moe":
-    import fused_moe.torchtitan  # noqa: F401 - registers the converter
+IS_OURS = SETTINGS["variant"].startswith("fused_moe")
+
+if IS_OURS:
+    import fused_moe.torchtitan  # noqa: F401 - registers the converters
 
 
 def flavors(use_grouped_mm: bool) -> dict:
@@ -113,8 +115,9 @@ class Recorder(MetricsProcessor):
             "experts": _full_name(layers[0].experts),
             "use_grouped_mm": layers[0].experts.use_grouped_mm,
         }
-        if SETTINGS["variant"] == "fused_moe":
+        if IS_OURS:
             info = fused_moe.info()
+            found["fp8"] = sum(getattr(layer.experts, "fp8", None) is not None for layer in layers)
             found |= {"fused_moe": info["fused_moe"], "tiers": info["tiers"], "calls": info["calls"]}
         return found
 

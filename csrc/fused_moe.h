@@ -392,12 +392,13 @@ typedef struct {        /* g = dout[row_token] w2;  dh = dact(s g, h);  a_scaled
 /* Without gradients, of weights whose format is fp8_block, fp8 or int8, as published. x has one scale for
  * each row. So has a, but of fp8_block: one for 128 columns of a row. eight_bit.h has the arithmetic. */
 
-typedef struct {            /* codes[r] scale[r] = s x[row_token[r]] (1 / smooth[e(r)]) */
-    const void *x;          /* [T,D] */
-    const void *scores;     /* [T,K] f32, s: x's rows are multiplied by them and rounded; NULL: not */
-    const float *smooth;    /* [E,D]; NULL: ones */
-    void *codes;            /* [R,D] e4m3 or i8 */
-    float *scale;           /* [R] */
+typedef struct {         /* codes[r] scale[r] = s x[row_token[r]] (1 / smooth[e(r)]) */
+    const void *x;       /* [T,D] */
+    const void *scores;  /* [T,K] f32, s: x's rows are multiplied by them and rounded; NULL: not */
+    const float *smooth; /* [E,D]; NULL: ones */
+    void *codes;         /* [R,D] e4m3 or i8 */
+    float *scale;        /* [R] */
+    void *token_codes;   /* [T,D] tokens' codes, beside their rows'; NULL: not. Without scores and smooth */
     FusedMoeRowMap row_map; /* row_token NULL: row r is token r. offs NULL: all R rows, without smooth */
     FusedMoePdl pdl;
     int64_t D;

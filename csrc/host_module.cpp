@@ -115,7 +115,7 @@ static void def_rules(py::module_ &m) {
     m.attr("eight_bit_auto_rows") = static_cast<int>(FUSED_MOE_EIGHT_BIT_AUTO_ROWS);
     m.def("auto_takes_codes", fused_moe_auto_takes_codes);
     m.def("fp8_wgrad_pays", fused_moe_fp8_wgrad_pays);
-    m.def("fp8_column_chunks", fused_moe_fp8_column_chunks);
+    m.def("fp8_column_chunk", fused_moe_fp8_column_chunk);
     m.def("gathers_first", fused_moe_gathers_first);
     m.def("takes_turns", fused_moe_takes_turns);
     m.def("wgrad_takes_turns", fused_moe_wgrad_takes_turns);

@@ -98,30 +98,33 @@ FUSED_MOE_FN bool fused_moe_fp8_wgrad_pays(int64_t R, int64_t E) {
     return R >= 256 * E;
 }
 
-/* Chunks of the D columns of x, or for dw2 of the output's gradient, each of which is stored by columns for
- * its part of the weight gradient alone. The fewest with which the gradient takes no more memory than a step
- * in bf16 has at its peak; where none does, the most: 8, of 256 columns each at least. A chunk is a multiple
- * of 128 columns. Bytes that are alive, with P rows in row blocks and H columns of h:
+/* How many of the D columns of x, or for dw2 of the output's gradient, are stored by columns at a time, for
+ * their part of the weight gradient alone: a multiple of 128, in at most eight chunks. The most with which
+ * the gradient takes no more memory than a step in bf16 has at its peak, or all if they are a sixteenth of
+ * that.
+ * Bytes that are alive, with P rows in row blocks, H columns of h, N columns at a time:
  *
  *               dw2                                              dw1 and dw3
  *   bf16        h 2RH, dh 2RH, a 2RF, dw2 2EDF                   dh 2RH, dx 2TD, dw2 2EDF, dw1 and dw3 2EDH;
  *                                                                before these two dx of each row, 2RD
  *   FP8         h 2RH, dh RH + RH/32 + PH, a PF, dw2 2EDF        dh PH, dx 2TD, dw2 2EDF, dw1 and dw3 2EDH
- *   and codes   of dout TD, of a chunk PD/n                      of x TD, of a chunk PD/n */
-FUSED_MOE_FN int32_t fused_moe_fp8_column_chunks(int64_t T, int64_t R, int64_t E, int64_t D, int64_t F,
-                                                 int64_t H, bool of_dw2) {
+ *   and codes   of dout TD, by columns PN                        of x TD, by columns PN */
+FUSED_MOE_FN int64_t fused_moe_fp8_column_chunk(int64_t T, int64_t R, int64_t E, int64_t D, int64_t F,
+                                                int64_t H, bool of_dw2) {
     const int64_t P = (R / 128 + E) * 128, of_down = 4 * R * H + 2 * R * F + 2 * E * D * F;
     const int64_t of_up = 2 * R * H + 2 * T * D + 2 * E * D * F + 2 * D * (R > E * H ? R : E * H);
     const int64_t in_dw2 = 3 * R * H + R * H / 32 + P * (H + F) + 2 * E * D * F + T * D,
                   in_dw1 = P * H + 3 * T * D + 2 * E * D * (F + H);
-    const int64_t room = (of_down > of_up ? of_down : of_up) - (of_dw2 ? in_dw2 : in_dw1);
-    int32_t chunks = 1;
-    for (int32_t n = 1; n <= 8 && n * 256 <= D; n++) {
-        if (D % (n * 128)) continue;
-        chunks = n;
-        if (P * D / n <= room) break;
+    const int64_t peak = of_down > of_up ? of_down : of_up, room = peak - (of_dw2 ? in_dw2 : in_dw1);
+    if (P * D <= peak / 16) return D;
+    int64_t columns = D;
+    for (int32_t chunks = 1; chunks <= 8; chunks++) {
+        columns = (D / 128 + chunks - 1) / chunks * 128;
+        if (P * columns > room) continue;
+        const int64_t even = (columns + 255) / 256 * 256; /* whole tiles of the GEMM */
+        return even <= D && P * even <= room ? even : columns;
     }
-    return chunks;
+    return columns;
 }
 
 /* --- weight gradients ----------------------------------------------------------------------------------- */

@@ -54,6 +54,7 @@ from fused_moe.distributed import ExpertParallel
 
 EXPERTS = {"fused": fused_moe.FusedMoE, "loop": fused_moe.reference.FusedMoE}
 HEAD_DIM = 32
+FP8_BLOCK = 128  # of a weight, which has one scale
 WARMUP_STEPS = 50
 REPORT_EVERY = 10  # steps
 VALIDATE_EVERY = 100  # steps; a multiple of REPORT_EVERY
@@ -316,6 +317,9 @@ class Run:
         model = LanguageModel(args, experts)  # initialised on the CPU: the same everywhere
         self.model = model.to(args.device)
         self.moes = [block.moe for block in model.blocks]
+        if args.fp8:
+            # By force: experts of this size do not get faster, but their losses show what FP8 does.
+            fused_moe.enable_fp8(model, force=True)
         if args.fsdp:
             shard(model, args)
         self.optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), fused=True)
@@ -515,11 +519,12 @@ def describe(run):
     total = sum(p.numel() for p in run.model.parameters())
     routed = sum(p.numel() for moe in run.moes for p in moe.experts.parameters())
     active = total - routed + routed * args.top_k // args.num_experts
+    fp8 = ", experts in FP8" if args.fp8 else ""
     processes = f", {num_processes()} processes" if args.fsdp else ""
     return (
         f"{total:,} parameters, {active:,} active per byte ({args.top_k} of {args.num_experts} experts)\n"
         f"{args.data or 'Python standard library'}, {len(run.training_text) / 1e6:.1f} MB; "
-        f"{device_name(args)}, {args.dtype}{processes}"
+        f"{device_name(args)}, {args.dtype}{fp8}{processes}"
     )
 
 
@@ -604,6 +609,7 @@ def parse_args(argv):
     add("--seed", type=int, default=0)
     add("--prompt", default=PROMPT, help="of the text that the model writes before and after training")
     add("--dtype", choices=("float32", "bfloat16"), default="float32", help="of GEMMs; bfloat16: autocast")
+    add("--fp8", action="store_true", help="train the experts in FP8; widths are multiples of 128")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: cuda if it is supported")
     add("--threads", type=positive, help="of the CPU; None: PyTorch's choice")
     add("--compile", action="store_true", help="torch.compile the model, unless its experts are the loop")
@@ -630,7 +636,21 @@ def parse_args(argv):
         parser.error("--prompt is empty")
     check_processes(args, parser)
     args.device = chosen_device(args.device, parser)
+    if args.fp8:
+        check_fp8(args, parser)
     return args
+
+
+def check_fp8(args, parser):
+    if args.compare or args.experts != "fused":
+        parser.error("--fp8 needs --experts fused")
+    for flag, width in (("--dim", args.dim), ("--hidden-dim", args.hidden_dim)):
+        if width % FP8_BLOCK:
+            parser.error(
+                f"--fp8 needs a multiple of {FP8_BLOCK}, such as {flag} {FP8_BLOCK}, not {flag} {width}"
+            )
+    if args.device.type == "cuda" and args.dtype != "bfloat16":
+        parser.error("--fp8 on a GPU needs --dtype bfloat16")
 
 
 def chosen_device(name, parser):
@@ -654,6 +674,7 @@ def with_saved_flags(args, argv, parser):
     """The arguments of --resume: what is not on the command line is as the run was started."""
     file = find_checkpoint(args.out, "--resume", parser)
     saved = torch.load(file, mmap=True, map_location="cpu", weights_only=True)["config"]
+    saved = {"fp8": False, **saved}  # a run of a version without this flag
     parser.set_defaults(**saved, out=file.parent)
     args = parser.parse_args(argv)
     for name, value in config(args).items():

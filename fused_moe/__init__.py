@@ -9,6 +9,8 @@ from . import flops as flops  # for FlopCounterMode
 from . import reference
 from .balance import ModelLoadReport, balance, load_report
 from .fp8 import Fp8Weights, fp8_weights
+from .fp8_shares import Fp8Shares, fp8_shares
+from .fp8_training import enable_fp8
 from .function import (
     fused_experts,
     grouped_mlp,
@@ -32,6 +34,7 @@ from .replay import Routes, record_routing, replay_routing
 __version__ = "0.2.0"
 
 __all__ = [
+    "Fp8Shares",
     "Fp8Weights",
     "FusedMoE",
     "LoRA",
@@ -43,6 +46,8 @@ __all__ = [
     "Routes",
     "add_lora",
     "balance",
+    "enable_fp8",
+    "fp8_shares",
     "fp8_weights",
     "fused_experts",
     "grouped_mlp",

@@ -29,12 +29,19 @@ from .quantized.weight import QuantizedWeight
 
 DTYPES = (torch.float32, torch.bfloat16)  # of weights
 WGRADS = ("auto", *_ops.WGRADS)
+LEAST_WIDTH, MOST_EXPERTS = 768, 16  # F, and E / K, of a layer that gains
 WGRAD_ROWS = 256  # of an expert, on average, from which "auto" takes FP8 weight gradients
 
 
 def wgrad_pays(num_rows: int, num_experts: int) -> bool:
     """fused_moe_fp8_wgrad_pays of csrc/rules.h."""
     return num_rows >= WGRAD_ROWS * num_experts
+
+
+def layer_pays(D: int, F: int, E: int, K: int) -> bool:
+    """Whether experts of these sizes gain from FP8 training, as measured (docs/fp8.md). Passes over rows cost
+    the less of a GEMM the wider it is, and a weight is quantised for T * K / E rows."""
+    return F >= LEAST_WIDTH and E <= MOST_EXPERTS * K
 
 
 class Fp8Weights:
@@ -96,7 +103,7 @@ def fp8_weights(
 
     Raises:
         TypeError, ValueError: the message says what was expected and what was found.
-        RuntimeError: on a GPU that does not multiply FP8 by FP8 (`info()["eight_bit"]`).
+        RuntimeError: on a GPU that does not multiply FP8 by FP8 (`info()["compute"]["fp8"]`).
     """
     fn = "fp8_weights"
     check_layout(fn, layout)
@@ -134,11 +141,18 @@ def fp8_weights(
 LAYOUT_NAMES = {code: name for name, code in _ops.LAYOUTS.items()} | {_ops.UNGATED: "ungated"}
 
 
-def quantized(w1: Tensor, w2: Tensor, w3: Tensor | None, code: int) -> Fp8Weights:
-    """fp8_weights of checked (E, out, in)."""
+def quantized(
+    w1: Tensor, w2: Tensor, w3: Tensor | None, code: int, *, for_backward: bool = True
+) -> Fp8Weights:
+    """fp8_weights of checked (E, out, in). Without for_backward they are codes and scales alone, not those of
+    transposes."""
     w1, w2, w3 = (w if w is None else w.detach() for w in (w1, w2, w3))
-    up = _ops.run(ops.fp8_weight.default, w1, w3, code)
-    return Fp8Weights(up, _ops.run(ops.fp8_weight.default, w2, None, _ops.UNGATED), LAYOUT_NAMES[code])
+    orders = _ops.BOTH_ORDERS if for_backward else _ops.AS_THEY_ARE
+    up = _ops.run(ops.fp8_weight.default, w1, w3, code, orders)
+    down = _ops.run(ops.fp8_weight.default, w2, None, _ops.UNGATED, orders)
+    if not for_backward:
+        up, down = up[:2], down[:2]
+    return Fp8Weights(up, down, LAYOUT_NAMES[code])
 
 
 # --- checks of fused_experts --------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo
 
-from . import composed
+from . import composed, fp8_shares
 from . import ops as _ops
 from .checks import (
     FLOATING,
@@ -44,7 +44,8 @@ from .checks import (
     fail,
     is_autocast_enabled,
 )
-from .fp8 import Fp8Weights, check_operands, check_options, quantized, wgrad_pays
+from .fp8 import Fp8Weights, check_operands, check_options, wgrad_pays
+from .fp8_training import Fp8Training
 from .lora import LoRA, check_lora
 from .main_grad import operands_of
 from .ops import ops
@@ -395,7 +396,10 @@ def _fp8_experts(
     up = (x, *values, plan.tensors, [*fp8.up], *settings, needs_grad)
     made = _ops.run(ops.fp8_up.default, *up)
     down = (*made, w2, *links_t, scores, tensors_again(plan), [*fp8.down], *settings, wgrad)
-    return _ops.run(ops.fp8_down.default, *down, *(main_down or (None,)), *shared)
+    y = _ops.run(ops.fp8_down.default, *down, *(main_down or (None,)), *shared)
+    if (shares := fp8_shares.current()) is not None:
+        shares.add_call(x, fp8, made, links_t[0], plan, y, wgrad)
+    return y
 
 
 # Where an operator writes a view of an input, inductor added the input's storage offset twice: seen in 2.11.
@@ -511,11 +515,13 @@ def experts_and_counts(
     transposed=False, score_on="output", plan=None, main_grads=None, expert_map=None, out=None, lora=None,
     shared=None, shared_gate=None, compute=None, smooth=(None, None), fp8=None, fp8_wgrad="auto",
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """fused_experts, and how many slots each expert has: counts (E,) int32."""
+    """fused_experts, and how many slots each expert has: counts (E,) int32. fp8 may be a layer's Fp8Training,
+    too."""
     fn = "fused_experts"
     check_input(fn, "x", x, 2)
     check_activation(fn, activation, *constants)
     check_layout(fn, layout, score_on)
+    training, fp8 = _fp8_training(fp8)
     options = (weights, biases, score_on, lora, compute, smooth)
     trains_fp8 = check_options(fn, fp8, fp8_wgrad, *options)
     stored, weights, is_composed = _plain_weights(fn, "x", x, weights, transposed, main_grads, lora)
@@ -559,7 +565,7 @@ def experts_and_counts(
     scores, shared = _as_scores(scores, x), (shared, _as_scores(shared_gate, x))
     if trains_fp8:
         if fp8 is True:
-            fp8 = quantized(w1, w2, w3, code)
+            fp8 = training.weights(w1, w2, w3, code, needs_grad)
         if fp8_wgrad == "auto":
             fp8_wgrad = "fp8" if wgrad_pays(ids.numel(), w2.size(0)) else "bf16"
         if plan is None:
@@ -608,6 +614,14 @@ def experts_and_counts(
     made = (plan, code, activation, *constants, score_on, main_grads, shared)
     y = experts(x, w1, w2, w3, *biases, scores, *made)
     return y if out is None else out.copy_(y), plan.counts
+
+
+_EVERY_CALL = Fp8Training()
+
+
+def _fp8_training(fp8) -> tuple[Fp8Training, Fp8Weights | bool | None]:
+    """What quantises weights for a call, and what the caller may have said in its place."""
+    return (fp8, True) if isinstance(fp8, Fp8Training) else (_EVERY_CALL, fp8)
 
 
 def _plain_weights(
@@ -682,6 +696,8 @@ def grouped_mlp(
     transposed: bool = False,
     main_grads: tuple[Tensor | None, Tensor | None, Tensor | None] | None = None,
     lora: LoRA | None = None,
+    fp8: Fp8Weights | bool | None = None,
+    fp8_wgrad: str = "auto",
 ) -> Tensor:
     """Applies every expert to its own rows, which are contiguous, as a token dispatcher returns them.
 
@@ -689,7 +705,8 @@ def grouped_mlp(
         x_rows: (R, D): counts[0] rows of expert 0, then counts[1] of expert 1, ... Rows past counts.sum()
             may hold garbage: they are never read. Output and gradients are zero there.
         counts: (E,) of any integer dtype, on x_rows' device. On a GPU the host never reads them.
-        Other arguments: as those of `fused_experts`. Quantised weights have compute "codes".
+        Other arguments: as those of `fused_experts`. Quantised weights have compute "codes". With
+            fp8_wgrad="auto" rows past counts.sum() are counted as an expert's.
 
     Returns:
         (R, D), differentiable in x_rows, weights, biases and adapters.
@@ -699,6 +716,8 @@ def grouped_mlp(
     check_activation(fn, activation, alpha, limit)
     check_layout(fn, layout)
     weights, biases = (w1, w2, w3), (b1, b2, b3)
+    how, (_, fp8) = fp8, _fp8_training(fp8)
+    trains_fp8 = check_options(fn, fp8, fp8_wgrad, weights, biases, "output", lora, None, ())
     stored, plain, is_composed = _plain_weights(fn, "x_rows", x_rows, weights, transposed, main_grads, lora)
     if is_composed:
         computing.check_codes(fn, stored)
@@ -710,6 +729,15 @@ def grouped_mlp(
     check_shape(fn, "counts", counts, "E", (w2.size(0),))
     check_device(fn, "counts", counts, "x_rows", x_rows)
     check_counts(fn, counts, x_rows.size(0))
+    if trains_fp8:
+        check_operands(fn, fp8, x_rows, w1, w2, w3, code)
+        # Rows are tokens of one slot, as passes over tokens go by a plan with row maps.
+        row = torch.arange(x_rows.size(0), device=counts.device)
+        ids = torch.searchsorted(counts.to(torch.int64).cumsum(0), row, right=True).unsqueeze(1)
+        scores = torch.ones_like(ids, dtype=torch.float32)
+        act, options = (activation, (alpha, limit), layout, transposed), {"fp8": how, "fp8_wgrad": fp8_wgrad}
+        call = (x_rows, weights, scores, ids, biases, *act)
+        return experts_and_counts(*call, main_grads=given, **options)[0]
     plan = _ops.plan_from_counts(counts, x_rows.size(0))
     if is_composed:
         weights = _unless_quantized((w1, w2, w3), stored)

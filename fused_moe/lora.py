@@ -285,6 +285,8 @@ def add_lora(
         fail(ValueError, fn, "targets of w1, w2 and w3", targets)
     if any(layer.lora is not None for layer in layers):
         fail(ValueError, fn, "experts without adapters", "some that have them")
+    if any(layer.fp8 is not None for layer in layers):
+        fail(ValueError, fn, "experts that do not train in FP8", "some of enable_fp8")
     for layer in layers:
         for name, parameter in layer.named_parameters():
             check_plain(fn, name, parameter)

@@ -14,6 +14,7 @@ from . import checks, function
 from .activation import CONSTANTS, activate
 from .counting import Counting
 from .expert_bias import KeepsExpertBias, check_expert_bias, update_biases
+from .fp8_training import Fp8Training, TrainsFp8, train_in_fp8
 from .gate import Gate, linear_fits, linear_logits
 from .kept_dtypes import KeepsDtypes
 from .lora import Adapters, LoRA
@@ -132,11 +133,11 @@ class Router(KeepsDtypes):
         return ", ".join(f"{k}={v!r}" for k, v in {"top_k": self.top_k, **self.routing}.items())
 
 
-class Experts(nn.Module):
+class Experts(TrainsFp8):
     """The routed experts: w1 (E, F, D) gate, w2 (E, D, F) down, w3 (E, F, D) up, and biases.
 
     A QuantizedWeight may be assigned to each of w1, w2 and w3; its dtype becomes that of the parameter whose
-    place it takes. `lora` are the adapters of `add_lora`.
+    place it takes. `lora` are the adapters of `add_lora`, `fp8` what `enable_fp8` sets.
     """
 
     alpha, limit = function.ALPHA, function.LIMIT  # of layers that were pickled by an older version
@@ -188,7 +189,7 @@ class Experts(nn.Module):
         biases = (self.b1, self.b2, self.b3)
         main_grads = self.main_grads if self.lora is None else None  # beside adapters the weights are frozen
         added = {"shared": shared, "shared_gate": shared_gate}
-        settings = {"main_grads": main_grads, "lora": self.adapters, **added}
+        settings = {"main_grads": main_grads, "lora": self.adapters, **self.fp8_settings, **added}
         act = (self.activation, (self.alpha, self.limit))
         return function.experts_and_counts(x, self.weights, scores, ids, biases, *act, **settings)
 
@@ -207,7 +208,7 @@ class Experts(nn.Module):
     @property
     def settings(self) -> dict:
         biases = {"b1": self.b1, "b2": self.b2, "b3": self.b3}
-        return {**biases, **activation_of(self), "lora": self.adapters}
+        return {**biases, **activation_of(self), "lora": self.adapters, **self.fp8_settings}
 
     def extra_repr(self) -> str:
         gated, bias = self.w3 is not None, self.b1 is not None
@@ -215,6 +216,7 @@ class Experts(nn.Module):
         return (
             f"dim={self.dim}, hidden_dim={self.hidden_dim}, num_experts={self.num_experts}, "
             f"activation={self.activation!r}, {constants}gated={gated}, bias={bias}"
+            + (f", fp8={self.fp8!r}" if self.fp8 is not None else "")
         )
 
 
@@ -230,6 +232,15 @@ def experts_in(fn: str, module: nn.Module) -> list[Experts]:
     found = [m for m in module.modules() if isinstance(m, Experts)]
     if not found:
         checks.fail(ValueError, fn, "a module with a FusedMoE in it", type(module).__name__)
+    return found
+
+
+def layers_in(fn: str, module: nn.Module) -> list[FusedMoE]:
+    """Every FusedMoE in a module, which has to have some."""
+    found = [m for m in module.modules() if isinstance(m, FusedMoE)] if isinstance(module, nn.Module) else []
+    if not found:
+        error = ValueError if isinstance(module, nn.Module) else TypeError
+        checks.fail(error, fn, "a module with a FusedMoE in it", type(module).__name__)
     return found
 
 
@@ -348,6 +359,7 @@ class FusedMoE(KeepsExpertBias, Counting):
         router_dtype: torch.float32 makes the router's parameters and shared_expert_gate float32 beside
             bfloat16 or float16 experts. They stay so under `.to(dtype)`, under autocast, and when
             `load_state_dict(assign=True)` reads a 16-bit checkpoint. x stays 16-bit.
+        fp8: train the routed experts in FP8, as `enable_fp8` with its defaults does.
         device, dtype: of the parameters. expert_bias stays float32, and tokens_per_expert int64.
 
     `tokens_per_expert` (E,) counts the slots of this rank's training forward passes. It moves with the layer,
@@ -397,6 +409,7 @@ class FusedMoE(KeepsExpertBias, Counting):
         bias: bool = False,
         gate_bias: bool = False,
         router_dtype: torch.dtype | None = None,
+        fp8: bool = False,
         device=None,
         dtype=None,
     ):
@@ -411,7 +424,7 @@ class FusedMoE(KeepsExpertBias, Counting):
         for name, flag in (
             ("route_norm", route_norm), ("shared_expert_gate", shared_expert_gate), ("gated", gated),
             ("bias", bias), ("gate_bias", gate_bias), ("latent_norm", latent_norm),
-            ("expert_scale", expert_scale),
+            ("expert_scale", expert_scale), ("fp8", fp8),
         ):  # fmt: skip
             checks.check_bool(FN, name, flag)
         if load_balance_coeff is not None:
@@ -449,6 +462,8 @@ class FusedMoE(KeepsExpertBias, Counting):
         self.load_balance_coeff = load_balance_coeff
         self.router = self.router_type(dim, num_experts, top_k, **of_router, **factory)
         self.experts = self.experts_type(latent_dim or dim, hidden_dim, num_experts, **mlp)
+        if fp8:
+            train_in_fp8(FN, [(self.experts, top_k)], Fp8Training())
         self.latent_down = self.latent_norm = self.latent_up = None
         if latent_dim is not None:
             self.latent_down = nn.Linear(dim, latent_dim, bias=False, **factory)

@@ -999,14 +999,14 @@ _register("down_dgrad", fake=_down_dgrad_fake)
 
 # --- FP8 training: the nodes of experts whose GEMMs multiply e4m3 by e4m3 -----------------------------
 #
-# What links are, and what their gradients, csrc/torch/fp8_training.cpp says. What is multiplied is
+# csrc/torch/fp8_training.cpp says what links are, and what their gradients. What is multiplied is
 # `quantized`, codes in bytes, which have no gradient: [codes, scale, codes_t, scale_t]; or [codes, scale],
 # and backward makes the other two of the weights, which must have their values then. fp8_up takes w1 and w3
 # for that alone, and fp8_up_weights takes x for their gradients alone, so the caller detaches those.
 
 BLOCK = 128  # rows and columns that share a scale
 WGRADS = {"fp8": 0, "bf16": 1}
-TRANSPOSED = 2  # fp8_weight's orders: codes_t and scale_t alone
+AS_THEY_ARE, TRANSPOSED, BOTH_ORDERS = 1, 2, 3  # which codes and scales fp8_weight makes
 
 
 def _links_t(x: Tensor, num_rows: int, num_experts: int, h_width: int, wgrad: int) -> tuple:

@@ -62,7 +62,9 @@ def operands_to_join(x: Tensor, router: nn.Module, experts: nn.Module) -> Operan
     if not _is_plain_call():
         return None
     gate = router._modules.get("gate")
-    if type(gate) is not Gate or experts.lora is not None or has_global_hook():
+    if type(gate) is not Gate or has_global_hook():
+        return None
+    if experts.lora is not None or experts.fp8 is not None:
         return None
     if any(map(is_altered, (router, gate, experts))):
         return None

@@ -77,6 +77,17 @@ def cpu(device):
     return device
 
 
+@pytest.fixture(scope="session")
+def fp8(device):
+    """Where FP8 training runs: on the CPU, and on the sm90 tier."""
+    if device.type == "cuda":
+        major, minor = torch.cuda.get_device_capability(device)
+        if (major, minor) != (9, 0):
+            pytest.skip(f"FP8 training needs compute capability 9.0, found {major}.{minor}")
+        if os.environ.get("FUSED_MOE_TIER") == "portable":
+            pytest.skip("FP8 training has no portable tier")
+
+
 @pytest.fixture(autouse=True)
 def seed(request):
     """Every test has its own random inputs, the same in every run with the same --seed."""

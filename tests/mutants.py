@@ -530,6 +530,56 @@ CPU = [
         "tests/test_eight_bit_operator.py",
     ),
     # --- FP8 training
+    # --- which codes a call uses
+    Mutant(
+        "fp8: kept codes do not see optimizers",
+        "fused_moe/fp8_training.py",
+        "w.dtype, _optimizer_steps, stream)",
+        "w.dtype, 0, stream)",
+        "tests/test_enable_fp8.py",
+    ),
+    Mutant(
+        "fp8: kept codes do not see versions",
+        "fused_moe/fp8_training.py",
+        "self.about = (w._version, ",
+        "self.about = (",
+        "tests/test_enable_fp8.py",
+    ),
+    Mutant(
+        "fp8: kept codes do not see memory",
+        "fused_moe/fp8_training.py",
+        "self.storage == other.storage and self.about == other.about",
+        "self.about[:1] + self.about[2:] == other.about[:1] + other.about[2:]",
+        "tests/test_enable_fp8.py",
+    ),
+    Mutant(
+        "fp8: kept codes are used without gradients",
+        "fused_moe/fp8_training.py",
+        "if not needs_grad:",
+        "if not needs_grad and not self.keep_codes:",
+        "tests/test_enable_fp8.py",
+    ),
+    Mutant(
+        "fp8: codes are kept in copies of a layer",
+        "fused_moe/fp8_training.py",
+        'return self.__dict__ | {"_kept": None}',
+        "return dict(self.__dict__)",
+        "tests/test_enable_fp8.py",
+    ),
+    Mutant(
+        "fp8: codes of gathered weights outlive the call",
+        "fused_moe/fp8_training.py",
+        "for_backward=not self.is_gathered",
+        "for_backward=True",
+        "tests/test_distributed.py -k in_fp8",
+    ),
+    Mutant(
+        "fp8: rows past the last expert's are its own",
+        "fused_moe/function.py",
+        "row, right=True).unsqueeze(1)",
+        "row, right=True).clamp_max(counts.size(0) - 1).unsqueeze(1)",
+        "tests/test_enable_fp8.py",
+    ),
     Mutant(
         "fp8: a row block has the scale of its first columns",
         "csrc/cpu/fp8_training.c",
@@ -580,6 +630,13 @@ CPU = [
         "tests/test_fp8_bits.py",
     ),
     Mutant(
+        "fp8: tokens have the codes of the first row",
+        "csrc/cpu/eight_bit.c",
+        "fm_at(p->codes, 1, m->token_row[slot] * p->D)",
+        "p->codes",
+        "tests/test_fp8_bits.py",
+    ),
+    Mutant(
         "fp8: a transposed weight has the scales as they were",
         "csrc/cpu/fp8_training.c",
         "p->scale_t[(e * n_blocks + n_block) * m_blocks + m_block]",
@@ -615,10 +672,10 @@ CPU = [
         "tests/test_fp8_training.py::test_what_is_not_asked_for_is_not_made",
     ),
     Mutant(
-        "fp8: chunks for dw2 have the room of those for dw1 and dw3",
+        "fp8: a chunk of columns takes all that bf16 has",
         "csrc/rules.h",
-        "(of_dw2 ? in_dw2 : in_dw1)",
-        "(of_dw2 ? in_dw1 : in_dw2)",
+        "room = peak - (of_dw2 ? in_dw2 : in_dw1);",
+        "room = peak;",
         "tests/test_rules.py",
     ),
     Mutant(
@@ -1631,6 +1688,13 @@ CUDA = [
         "csrc/kernels/sm90/quantize_dh.cu",
         "dot[i] += g[j] * a[j], a[j] *= score;",
         "dot[i] = g[j] * a[j], a[j] *= score;",
+        "tests/cuda/test_sm90_fp8_training.py",
+    ),
+    Mutant(
+        "sm90: of two rows the second's sum is the first's",
+        "csrc/kernels/sm90/quantize_dh.cu",
+        "sent = has_second ? first : second;",
+        "sent = has_second ? second : first;",
         "tests/cuda/test_sm90_fp8_training.py",
     ),
     Mutant(

@@ -9,6 +9,8 @@ import fused_moe
 from fused_moe import fused_experts
 from fused_moe import ops as codes
 
+pytestmark = pytest.mark.usefixtures("fp8")
+
 ops = torch.ops.fused_moe
 
 
@@ -176,3 +178,39 @@ def test_sums_of_small_integers(device, name, layout):
             if its is not None:
                 assert torch.equal(found[i].cpu(), its.to(dtype)), f"dw of part {i}, {D}, {F}"
                 assert torch.equal(sums[i].cpu(), (its + 3).to(F32)), f"sum of part {i}, {D}, {F}"
+
+
+def test_sums_of_dout(device):
+    """dw2 is exact where the codes of dout and of a are few. Tokens have several rows, one row, or none."""
+    E, T, K = 7, 700, 3
+    for D, F, dtype in ((384, 256, F32), (1024, 128, BF16)):
+        ids = torch.stack([torch.randperm(E - 1)[:K] for _ in range(T)])  # one expert has no rows
+        ids[torch.rand(T, K) < 0.4] = -1
+        plan = fused_moe.route_plan(ids.to(device), E)
+        num_rows = int((ids >= 0).sum())
+        tokens = plan.row_token[:num_rows].long().cpu()
+        size = draw((0.25, 1, 8), T, 1)  # the scales of dout's rows, and the inverses of a's sizes
+        dout, a = draw((0, 128, -128, 256, -256), T, D), draw((0, 128, 256), T * K, F)
+        dout[:, 5], a[:, 3::128] = 448, 448  # the largest code
+        a[:num_rows] /= size[tokens]
+        dout *= size
+        owner = ids.flatten().sort().values[-num_rows:]
+        expected = torch.zeros(E, D, F, dtype=F64)
+        for e in range(E):
+            rows = (owner == e).nonzero().flatten()
+            expected[e] = dout[tokens[rows]].double().T @ a[rows].double()
+        w2 = torch.empty(E, D, F, device=device, dtype=dtype)
+        call = {
+            "dout": dout.to(device, BF16), "h": a.to(device, BF16), "w2": w2,
+            "x_scale": torch.ones(T * K, device=device), "scores": None, "plan": plan.tensors, "wgrad": 0,
+            "quantized": [
+                torch.zeros(E, F, D, device=device, dtype=torch.uint8),
+                torch.ones(E, F // 128, D // 128, device=device),
+            ],
+            "layout": codes.UNGATED, "activation": codes.ACTIVATION_CODES["relu"], "constants": [1.0, 1.0],
+            "need_dw2": True, "need_dscores": False,
+        }  # fmt: skip
+        for need_dlink in (False, True):
+            with poisoned():
+                found = ops.fp8_down_backward(**call, need_dlink=need_dlink, need_dlink_t=need_dlink)
+            assert torch.equal(found[4].cpu(), expected.to(dtype))

@@ -17,6 +17,8 @@ from fused_moe import Fp8Weights, fp8_weights, fused_experts, reference
 from fused_moe import ops as codes
 from fused_moe.quantized import quantize
 
+pytestmark = pytest.mark.usefixtures("fp8")
+
 CASE = Case(70, 256, 128, 4, 2, BF16)
 WEIGHTS = ("w1", "w2", "w3")
 GRADIENTS = ("x", *WEIGHTS, "scores")

@@ -42,6 +42,7 @@ OPTIONS = {
     "bias": True,
     "gate_bias": True,
     "router_dtype": torch.float32,
+    "fp8": True,
     "device": "cpu",
     "dtype": torch.bfloat16,
 }
@@ -55,7 +56,8 @@ SIZES = {"D": 24, "L": 20, "F": 16, "E": 8, "1": 1}
 
 
 def layer(**options):
-    return fused_moe.FusedMoE(SIZES["D"], SIZES["F"], SIZES["E"], 2, **options)
+    sizes = (128, 768) if options.get("fp8") else (SIZES["D"], SIZES["F"])
+    return fused_moe.FusedMoE(*sizes, SIZES["E"], 2, **options)
 
 
 # --- schemas and signatures ---------------------------------------------------------------------------
@@ -131,7 +133,7 @@ def test_a_state_dict_loads_with_weights_only(cpu, option):
     """State of the layer and its optimizer, after a step, into a new layer that computes the same bits."""
     options = {name: OPTIONS[name] for name in (option, NEEDS.get(option)) if name}
     first, second = layer(**options), layer(**options)
-    x = torch.randn(5, SIZES["D"], dtype=options.get("dtype"))
+    x = torch.randn(5, first.dim, dtype=options.get("dtype"))
     optimizer = torch.optim.AdamW(first.parameters())
     first(x).square().sum().backward()
     optimizer.step()

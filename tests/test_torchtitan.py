@@ -86,6 +86,7 @@ class Model(nn.Module):
 
 
 if HAS_OVERRIDES:
+    import spmd_types as spmd
     from torchtitan.config import OverrideConfig, derive
     from torchtitan.config.override import apply_overrides
     from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
@@ -171,6 +172,9 @@ if HAS_OVERRIDES:
         init = {name: partial(nn.init.trunc_normal_, std=0.2) for name in GPT_OSS_WEIGHTS}
         sizes = {"dim": D, "hidden_dim": hidden_dim, "num_experts": E}
         return GptOssGroupedExperts.Config(**sizes, swiglu_limit=swiglu_limit, param_init=init)
+
+    EXPERTS_LAYOUT = {"w1_EFD": spmd.S(1), "w2_EDF": spmd.S(2), "w3_EFD": spmd.S(1)}
+    FP8_FUSIONS = ("fused_moe_fp8", "fused_routed_experts_fp8")
 
     def build(fusion=None, **flavor):
         config = layer_config(**flavor)
@@ -274,6 +278,7 @@ else:
     from torchtitan.protocols.model_converter import build_model_converters
 
     FUSIONS = ("fused_moe",)
+    FP8_FUSIONS = ("fused_moe_fp8",)
     MODELS = dict.fromkeys(("deepseek_v3", "gpt_oss", "llama4"), "debugmodel")
     MODELS["qwen3"] = "debugmodel_moe"
     IS_FLAT = False
@@ -290,7 +295,8 @@ else:
 
     torch.histc = histc_of_integers
 
-    FLAGS = ("--experimental.custom_import=fused_moe.torchtitan", "--model.converters=fused_moe")
+    IMPORT = "--experimental.custom_import=fused_moe.torchtitan"
+    FLAGS = (IMPORT, "--model.converters=fused_moe")
 
     def job_config(*flags):
         config = ConfigManager().parse_args(list(flags))
@@ -298,9 +304,9 @@ else:
             import_module(config.experimental.custom_import)
         return config
 
-    def fuse(model):
+    def fuse(model, converter="fused_moe"):
         """As torchtitan's Trainer does."""
-        build_model_converters(job_config(*FLAGS), None).convert(model)
+        build_model_converters(job_config(IMPORT, f"--model.converters={converter}"), None).convert(model)
         return model
 
     def stock_layer(
@@ -321,7 +327,7 @@ else:
     def build(fusion=None, **flavor):
         model = Model(stock_layer(**flavor))
         if fusion:
-            fuse(model)
+            fuse(model, fusion)
         torch.manual_seed(0)
         with torch.no_grad():
             model.moe.init_weights(0.2, torch.device("cpu"))
@@ -683,6 +689,143 @@ def test_activation_checkpointing(fusion, mode):
     assert len(calls.of("experts_down")) == (1 if mode == "selective" else 2)
 
 
+# --- FP8 training -------------------------------------------------------------------------------------
+
+FP8_D, FP8_F = 128, 768
+FP8_FLAVOR = {"top_k": 2, "score_func": "softmax", "hidden_dim": FP8_F}
+KEEPS_16_BITS = "fused_moe: experts are not trained in FP8, since "
+
+
+@pytest.fixture
+def wide(monkeypatch):
+    """Tokens and layers of a width that FP8 takes."""
+    monkeypatch.setitem(globals(), "D", FP8_D)
+
+
+def without_fp8(fusion):
+    return fusion.removesuffix("_fp8")
+
+
+def assert_near_16_bits(found, expected):
+    """Apart by e4m3's rounding: not by more, and not by so little that nothing was rounded."""
+    assert_close(found, expected, 0.1)
+    experts = ("out", "dx", *(name for name in expected if "experts" in name and "shared" not in name))
+    assert len(experts) == 5
+    for name in experts:
+        assert (found[name] - expected[name]).norm() > 0.01 * expected[name].norm(), name
+
+
+@pytest.mark.parametrize("precision", ("float32", "autocast", "bfloat16"))
+@pytest.mark.parametrize("fusion", FP8_FUSIONS)
+@pytest.mark.usefixtures("wide")
+def test_fp8(fusion, precision):
+    """The layer in 16 bits, up to the rounding of e4m3."""
+    usual, ours = (build(f, **FP8_FLAVOR) for f in (without_fp8(fusion), fusion))
+    dtype = BF16 if precision == "bfloat16" else F32
+    if dtype == BF16:
+        half(usual), half(ours)
+    x, dout = make_input(dtype), make_input(dtype)
+    expected = run(usual, x, dout, precision == "autocast")
+    with Calls() as calls:
+        found = run(ours, x, dout, precision == "autocast")
+    assert_near_16_bits(found, expected)
+    assert not calls.of("experts_up")
+    assert all(len(calls.of(name)) == 1 for name in ("fp8_up", "fp8_down_backward", "fp8_up_backward"))
+
+
+@pytest.mark.parametrize("fusion", FP8_FUSIONS)
+@pytest.mark.usefixtures("wide")
+def test_fp8_is_for_layers_that_gain(fusion):
+    """Others have the bits of the layer in 16 bits, and a warning says why."""
+    cases = [
+        ({"hidden_dim": 512}, "FP8 pays with F >= 768 and E <= 16K, found D=128, F=512, E=8, K=2"),
+        ({"hidden_dim": 832}, "FP8 expected D and F that are multiples of 128, found D=128, F=832, E=8, K=2"),
+        ({"swiglu_limit": 7.0}, "they have biases"),
+    ]
+    if not HAS_OVERRIDES:
+        cases.append(({"score_before_experts": True}, "their input is multiplied by the scores"))
+    x, dout = make_input(BF16), make_input(BF16)
+    for changed, reason in cases:
+        flavor = FP8_FLAVOR | changed
+        with pytest.warns(UserWarning) as caught:
+            ours = build(fusion, **flavor)
+        assert [str(w.message) for w in caught] == [KEEPS_16_BITS + reason]
+        usual = build(without_fp8(fusion), **flavor)
+        assert_close(run(half(ours), x, dout), run(half(usual), x, dout), 0)
+
+
+@pytest.mark.usefixtures("wide")
+def test_fp8_experts_per_token(monkeypatch):
+    """K is the layer's: with 8 experts for each of a token's FP8 would pay, with 64 it does not."""
+    monkeypatch.setitem(globals(), "E", 32)
+    build("fused_moe_fp8", **FP8_FLAVOR)
+    with pytest.warns(UserWarning, match="found D=128, F=768, E=32, K=1"):
+        build("fused_moe_fp8", **FP8_FLAVOR | {"top_k": 1})
+
+
+def test_fp8_of_a_rank():
+    """A rank's part of F must gain, too, where tensor parallelism divides it."""
+    from fused_moe.fp8_training import Fp8Training
+    from fused_moe.torchtitan.layer import run_experts, swiglu
+
+    torch.manual_seed(0)
+    counts, x = torch.tensor([5, 7]), torch.randn(12, FP8_D).to(BF16)
+    for width, is_fp8 in ((768, True), (832, False), (384, False)):
+        shapes = ((2, width, FP8_D), (2, FP8_D, width), (2, width, FP8_D))
+        experts = swiglu(*(torch.randn(shape, requires_grad=True) for shape in shapes))
+        text = f"{KEEPS_16_BITS}FP8 needs F >= 768 .* leaves F={width}"
+        with nullcontext() if is_fp8 else pytest.warns(UserWarning, match=text), Calls() as calls:
+            run_experts(x, experts, counts, None, dtype=BF16, fp8=Fp8Training()).sum().backward()
+        assert (len(calls.of("fp8_up")), len(calls.of("experts_up"))) == (is_fp8, not is_fp8)
+
+
+@pytest.mark.parametrize("fusion", FP8_FUSIONS)
+@pytest.mark.usefixtures("wide")
+def test_fp8_under_selective_checkpointing(fusion):
+    """The same bits. The product with w2 is saved, and not computed again."""
+    model = build(fusion, **FP8_FLAVOR)
+    x, dout = make_input(), make_input()
+    expected = run(model, x, dout)
+    checkpointed(model, "selective")
+    with Calls() as calls:
+        found = run(model, x, dout)
+    expected["tokens"] *= 2
+    assert_close(found, expected, 0)
+    assert (len(calls.of("fp8_up")), len(calls.of("fp8_down"))) == (2, 1)
+
+
+@pytest.mark.parametrize("fusion", FP8_FUSIONS)
+@pytest.mark.usefixtures("wide")
+def test_fp8_compiles(fusion):
+    """In one graph, forward and backward: the bits of eager mode."""
+    model = half(build(fusion, **FP8_FLAVOR))
+    x, dout = make_input(BF16), make_input(BF16)
+    expected = run(model, x, dout)
+    model.layers["0"].compile(backend="aot_eager", fullgraph=True)
+    assert_close(run(model, x, dout), expected, 0)
+
+
+@pytest.mark.usefixtures("wide")
+def test_fp8_of_rows():
+    """Rows from a dispatcher, behind which there is garbage."""
+    experts = experts_of(build("fused_moe_fp8", **FP8_FLAVOR))
+    counts = torch.tensor([3, 0, 5, 1, 0, 0, 7, 2])
+    rows = torch.randn(24, D).to(BF16)
+    rows[18:] = torch.nan
+    results = []
+    for given in (rows, rows[:18]):
+        experts.zero_grad()
+        given = given.detach().requires_grad_()
+        with Calls() as calls:
+            out = experts(given, counts)
+            out.backward(torch.where(given.isnan(), torch.nan, torch.ones(())).to(BF16))
+        assert calls.of("fp8_up")
+        results.append((out[:18].detach(), given.grad[:18], *(p.grad for p in experts.parameters())))
+        assert not out[18:].count_nonzero()
+    for with_tail, without in zip(*results, strict=True):
+        assert torch.equal(with_tail, without)
+
+
 # --- replay -------------------------------------------------------------------------------------------
 
 
@@ -813,13 +956,15 @@ def train(fused, ep, compiled):
     return result
 
 
-def sharded_layer(dim):
-    """The fused layer alone in bf16, and with its experts sharded by FSDP2 along this dimension."""
-    block = build("fused_moe", **FLAVORS["deepseek_v3"]).layers["0"]
+def sharded_layer(dim, fusion="fused_moe", flavor=FLAVORS["deepseek_v3"]):
+    """The fused layer alone in bf16, and with its experts sharded by FSDP2 along this dimension; whether
+    experts that train in FP8 noticed."""
+    block = build(fusion, **flavor).layers["0"]
     experts = set(experts_of(block).parameters())
     torch.manual_seed(1)  # the same input everywhere: the mean of the gradients is that of each rank
     x, dout = make_input(BF16), make_input(BF16)
-    alone = run(half(copy.deepcopy(block)), x, dout)
+    alone_block = half(copy.deepcopy(block))
+    alone = run(alone_block, x, dout)
     fully_shard(
         block,
         mesh=init_device_mesh("cpu", (dist.get_world_size(),)),
@@ -828,7 +973,10 @@ def sharded_layer(dim):
     )
     sharded = run(block, x, dout)
     assert {p.placements for p in experts_of(block).parameters()} == {(Shard(dim),)}
-    return [{n: full(t).float() for n, t in result.items()} for result in (sharded, alone)]
+    fp8 = experts_of(block).fp8
+    assert fp8 is None or not experts_of(alone_block).fp8.is_gathered
+    found = [{n: full(t).float() for n, t in result.items()} for result in (sharded, alone)]
+    return [*found, fp8 and fp8.is_gathered]
 
 
 TENSOR_PARALLEL = ((1, False), (2, False), (2, True))  # degree of expert parallelism, compiled
@@ -851,9 +999,9 @@ def tensor_parallel_layer(fused, ep, compiled):
 
 
 def initialise(model, fused):
-    """The same weights on each rank, of the stock layer and of ours."""
+    """The same weights on each rank, of the stock layer and of ours; `fused` may name the converter."""
     if fused:
-        fuse(model)
+        fuse(model, "fused_moe" if fused is True else fused)
     torch.manual_seed(0)
     with torch.no_grad():
         model.moe.init_weights(0.2, torch.device("cpu"))
@@ -901,12 +1049,56 @@ def parallel_gpt_oss(fused, tp, ep):
     return run_part(model, experts_of(model).parameters())
 
 
+FP8_PARALLEL = ((1, 2), (2, 1))  # degrees of tensor and expert parallelism
+
+
+def parallel_fp8(fusion, tp, ep):
+    """A layer over two ranks, as torchtitan parallelises it."""
+    # K as in parallel_gpt_oss: 0.3.0's own layers fail, too, where a process had layers of another K before.
+    flavor = FP8_FLAVOR | {"top_k": FLAVORS["gpt_oss"]["top_k"], "hidden_dim": FP8_F * tp}
+    if HAS_OVERRIDES:
+        config = layer_config(**flavor)
+        set_moe_sharding_config(config, enable_ep=ep > 1, enable_sp=True, expert_param_layout=EXPERTS_LAYOUT)
+        set_spmd_backend("partial_dtensor")
+        model = Model(overridden(config, fusion).build())
+        torch.manual_seed(0)
+        model.moe.init_states(buffer_device=torch.device("cpu"))
+        model = half(model)
+        model.moe.parallelize(meshes_of(tp, ep))
+    else:
+        from torchtitan.models.llama4.infra.parallelize import apply_moe_ep_tp
+
+        model = Model(stock_layer(**flavor))
+        initialise(model, fusion)
+        model, dims = half(model), meshes_of(tp, ep)
+        tp_mesh, ep_mesh = (dims.get_optional_mesh(name) for name in ("tp", "ep"))
+        apply_moe_ep_tp(model, tp_mesh=tp_mesh, ep_mesh=ep_mesh, etp_mesh=None, ep_etp_mesh=None)
+    with Calls() as calls:
+        found = run_part(model, experts_of(model).parameters())
+    return found, len(calls.of("fp8_up"))
+
+
+def fp8_runs():
+    """Layers in FP8 and in 16 bits over two ranks; a layer sharded by FSDP2, alone, and what it noticed."""
+    globals()["D"] = FP8_D
+    try:
+        runs = {
+            (fusion, *sizes): parallel_fp8(fusion, *sizes)
+            for sizes in FP8_PARALLEL
+            for fusion in ("fused_moe", "fused_moe_fp8")
+        }
+        return runs | {"fsdp": sharded_layer(0, "fused_moe_fp8", FP8_FLAVOR)}
+    finally:
+        globals()["D"] = 32
+
+
 def worker(rank, rendezvous, results):
     torch.set_num_threads(1)
     parallel_dims.device_type = "cpu"
     dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=2)
     found = {(fused, *run): train(fused, *run) for run in TRAININGS for fused in (False, True)}
-    found["shard"] = {dim: sharded_layer(dim) for dim in (0, 1)}
+    found["shard"] = {dim: sharded_layer(dim)[:2] for dim in (0, 1)}
+    found["fp8"] = fp8_runs()
     if not HAS_OVERRIDES:
         runs = [(fused, *run) for run in TENSOR_PARALLEL for fused in (False, True)]
         found["tensor"] = {run: tensor_parallel_layer(*run) for run in runs}
@@ -1018,3 +1210,20 @@ def test_parallel_gpt_oss(trained, tp, ep):
     for value, other in zip(ours, stock, strict=True):
         assert value.shape == other.shape
         assert (value - other).norm() <= 3e-2 * other.norm()
+
+
+def test_fp8_under_fsdp(trained):
+    """The layer's gradients alone, and no codes are kept while weights are not gathered."""
+    sharded, alone, is_gathered = trained["fp8"]["fsdp"]
+    assert is_gathered
+    assert_close(sharded, alone, 1e-6)
+
+
+@pytest.mark.parametrize("tp, ep", FP8_PARALLEL)
+def test_parallel_fp8(trained, tp, ep):
+    """Rows that a dispatcher sends are quantised, and so are parts of experts."""
+    runs = trained["fp8"]
+    (usual, calls), (ours, fp8_calls) = (runs[fusion, tp, ep] for fusion in ("fused_moe", "fused_moe_fp8"))
+    assert (calls, fp8_calls) == (0, 1)
+    for value, other in zip(ours, usual, strict=True):
+        assert 0.01 * other.norm() < (value - other).norm() < 0.1 * other.norm()

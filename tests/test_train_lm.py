@@ -145,6 +145,37 @@ def test_fused_and_loop_agree(train, tmp_path, capsys):
     assert (tmp_path / "run" / "loss.png").stat().st_size > 0
 
 
+FP8 = ("--fp8", "--dim", 128, "--hidden-dim", 128, "--dtype", "bfloat16")
+
+
+def test_fp8(train, train_lm, device, monkeypatch, capsys):
+    """The losses are near those in bfloat16, and a run that was interrupted goes on in FP8."""
+    plain = train("--steps", 25, *FP8[1:], out="plain")["fused"]["loss"]
+    assert ", experts in FP8" not in capsys.readouterr().out
+    whole = train("--steps", 25, *FP8, out="whole")
+    losses = whole["fused"]["loss"]
+    assert losses != plain
+    assert losses == pytest.approx(plain, rel=0.02)
+    assert whole["config"]["fp8"]
+    assert ", experts in FP8" in capsys.readouterr().out
+    interrupt_at(13, train_lm, monkeypatch)
+    train("--steps", 25, *FP8)
+    assert_same_losses(train("--resume", *FP8[1:]), whole, device)
+
+
+def test_a_checkpoint_without_the_flag_resumes(train, tmp_path, capsys):
+    """As versions before --fp8 wrote it."""
+    train("--steps", 2, *FP8[1:])
+    file = tmp_path / "run" / "checkpoint.pt"
+    state = torch.load(file, weights_only=True)
+    del state["config"]["fp8"]
+    torch.save(state, file)
+    with pytest.raises(SystemExit, match="2"):
+        train("--steps", 3, "--resume", "--fp8", *FP8[1:])
+    assert "was made with --fp8 False, not True" in capsys.readouterr().err
+    assert len(train("--steps", 3, "--resume", *FP8[1:])["fused"]["loss"]) == 3
+
+
 def assert_same_losses(log, expected, device, experts="fused"):
     if device.type == "cpu" and experts == "fused":
         assert log[experts]["loss"] == expected[experts]["loss"]
@@ -231,6 +262,16 @@ def test_two_processes_repeat_the_single_one(train, torchrun, tmp_path, flags):
         assert error <= 1e-3 * expected[name].double().norm() + 1e-7, name
 
 
+@pytest.mark.parametrize("flags", [(), ("--expert-parallel", 2)])
+def test_two_processes_in_fp8(train, torchrun, flags):
+    """Rows from the other process are quantised, too. Another order of sums turns codes to others."""
+    fixed = ("--steps", 8, *FP8)
+    whole = train(*fixed, out="whole")
+    log, printed = torchrun(*fixed, "--fsdp", *flags, out="parts")
+    assert log["fused"]["loss"] == pytest.approx(whole["fused"]["loss"], rel=5e-3)
+    assert ", experts in FP8, 2 processes" in printed
+
+
 def test_two_processes_go_on_from_one(train, train_lm, torchrun, monkeypatch):
     fixed = ("--steps", 8, "--lr", 0.1)
     whole = train(*fixed, out="whole")
@@ -303,6 +344,9 @@ def test_the_standard_library(train_lm):
         ("--data nowhere", "--data nowhere: no such folder"),
         ("--prompt=", "--prompt is empty"),
         ("--resume", "--resume: no checkpoint.pt in"),
+        ("--fp8 --dim 128", "--fp8 needs a multiple of 128, such as --hidden-dim 128, not --hidden-dim 16"),
+        ("--fp8 --hidden-dim 128", "--fp8 needs a multiple of 128, such as --dim 128, not --dim 32"),
+        ("--fp8 --dim 128 --hidden-dim 128 --compare", "--fp8 needs --experts fused"),
         ("--fsdp", "--fsdp needs torchrun"),
         ("--expert-parallel 2", "--expert-parallel 2 must divide the number of processes, 1"),
     ],

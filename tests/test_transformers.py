@@ -31,6 +31,7 @@ from cases import (
 )
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.func import functional_call
 from torch.overrides import TorchFunctionMode
@@ -506,6 +507,169 @@ def test_compile(device, kind):
     grads = {f"d{n}": p.grad for n, p in experts.module.named_parameters()}
     found = {"out": out.detach(), **grads, "dx": x.grad, "dscores": scores.grad}
     assert_same_bits({n: found[n] for n in experts.run("fused_moe")}, experts.run("fused_moe"))
+
+
+# --- FP8 training ---------------------------------------------------------------------------------
+
+WIDE = {"hidden_size": 128, "moe_hidden_size": 128, "intermediate_size": 768, "moe_intermediate_size": 768}
+FP8_EXPERTS = [kind for kind, c in EXPERTS.items() if c is not GptOssExperts]
+
+
+def assert_near_16_bits(found: dict, expected: dict, most: float) -> None:
+    """Apart by e4m3's rounding: not by more, and not by so little that nothing was rounded."""
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert found[name].dtype == value.dtype, name
+        assert 0.01 * value.norm() < (found[name] - value).norm() < most * value.norm(), name
+
+
+@pytest.mark.parametrize("kind", FP8_EXPERTS)
+@pytest.mark.usefixtures("fresh_warnings")
+def test_fp8(cpu, kind):
+    """Every layout, with and without gradients, and under autocast: float32 weights stay as they are."""
+    for dtype, autocast in ((BF16, False), (F32, False), (F32, True)):
+        experts = Experts(EXPERTS[kind], "cpu", dtype, **WIDE)
+        with torch.autocast("cpu", BF16, enabled=autocast), warnings.catch_warnings():
+            warnings.simplefilter("error")
+            expected = experts.run("fused_moe")
+            with Calls() as calls:
+                found = experts.run("fused_moe_fp8")
+            with torch.no_grad():
+                out = experts.module(experts.inputs["x"], experts.ids, experts.inputs["scores"])
+        # The gradient of relu is a step, and rounding moves values over it.
+        assert_near_16_bits(found, expected, 0.2 if kind == "ungated" else 0.1)
+        assert {args[0].dtype for args, _ in calls.of("fp8_weight")} == {dtype}
+        assert calls.of("fp8_up_backward") and not calls.of("experts_up")
+        assert torch.equal(out, found["out"])
+
+
+@pytest.mark.usefixtures("fresh_warnings")
+def test_fp8_is_for_experts_that_gain(cpu):
+    """Others have the bits of fused_moe, and one warning says why."""
+    narrow, odd, many = WIDE | {"intermediate_size": 640}, WIDE | {"intermediate_size": 800}, WIDE
+    pays, sizes = "FP8 pays with F >= 768 and E <= 16K, found D=128, ", "E=5, K=2"
+    cases = (
+        (MixtralExperts, BF16, narrow, f"{pays}F=640, {sizes}"),
+        (
+            MixtralExperts,
+            BF16,
+            odd,
+            f"FP8 expected D and F that are multiples of 128, found D=128, F=800, {sizes}",
+        ),
+        (MixtralExperts, BF16, many | {"num_local_experts": 33}, f"{pays}F=768, E=33, K=2"),
+        (GptOssExperts, BF16, WIDE, "they have biases"),
+        (
+            MixtralExperts,
+            F64,
+            WIDE,
+            "it takes bfloat16, and they have tokens of torch.float64 and weights of ",
+        ),
+    )
+    for experts_class, dtype, config, reason in cases:
+        experts, name = Experts(experts_class, "cpu", dtype, **config), experts_class.__name__
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            found = [experts.run("fused_moe_fp8") for _ in range(2)]
+        [text] = [str(w.message) for w in caught]
+        assert text.startswith(f"fused_moe does not compute {name} in FP8: {reason}")
+        for result in found:
+            assert_same_bits(result, experts.run("fused_moe"))
+
+
+@pytest.mark.usefixtures("fresh_warnings")
+def test_fp8_compiles(cpu):
+    """In one graph: the same bits; experts that do not gain, too."""
+    for config in (WIDE, WIDE | {"intermediate_size": 640}):
+        experts = Experts(MixtralExperts, "cpu", BF16, **config)
+        expected = experts.run("fused_moe_fp8")
+        fused_moe.transformers.experts._warned.clear()  # the graph has the warning
+        x = experts.inputs["x"].detach().requires_grad_()
+        try:
+            compiled = torch.compile(experts.module, fullgraph=True, backend="aot_eager")
+            out = compiled(x, experts.ids, experts.inputs["scores"])
+            out.backward(experts.dout)
+        finally:
+            torch._dynamo.reset()
+        grads = {f"d{n}": p.grad for n, p in experts.module.named_parameters()}
+        found = {"out": out.detach(), "dx": x.grad, **grads}
+        assert_same_bits(found, {n: expected[n] for n in found})
+
+
+def fp8_model() -> nn.Module:
+    wide = {"hidden_size": 128, "moe_intermediate_size": 768, "vocab_size": 96}
+    return tiny_model("qwen3_moe", "cpu", **wide)
+
+
+def test_a_model_in_fp8(cpu, tmp_path):
+    """from_pretrained knows the name. Loss and gradients are near those in float32."""
+    fp8_model().save_pretrained(tmp_path)
+    losses, grads, ids = [], [], token_ids("cpu")
+    for name in ("fused_moe", "fused_moe_fp8"):
+        chosen = {"experts_implementation": name, "attn_implementation": "eager"}
+        model = AutoModelForCausalLM.from_pretrained(tmp_path, **chosen)
+        with Calls() as calls:
+            loss = model(input_ids=ids, labels=ids).loss
+            loss.backward()
+        assert len(calls.of("fp8_up")) == (2 if name == "fused_moe_fp8" else 0)
+        losses.append(loss.item())
+        grads.append(torch.cat([p.grad.flatten() for p in model.lm_head.parameters()]))
+    assert losses[1] == pytest.approx(losses[0], rel=0.02) and losses[1] != losses[0]
+    assert (grads[1] - grads[0]).norm() < 0.2 * grads[0].norm()
+
+
+def test_quantised_experts_ignore_fp8(cpu):
+    """They compute as in fused_moe, and only ours run them."""
+    model, ids = fp8_model(), token_ids("cpu")
+    model.set_experts_implementation("fused_moe_fp8")
+    fused_moe.transformers.quantize_experts(model, "int8")
+    with torch.no_grad():
+        found = model(ids).logits
+        model.set_experts_implementation("fused_moe")
+        assert torch.equal(found, model(ids).logits)
+        model.set_experts_implementation("eager")
+        with pytest.raises(ValueError, match="experts_implementation='fused_moe' for packed experts"):
+            model(ids)
+
+
+def train_fp8_on_rank(rank: int, folder) -> None:
+    """One of two processes: a model under FSDP2, and how many transposes of codes forward made."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
+    fused_moe.transformers.register()
+    chosen = {"experts_implementation": "fused_moe_fp8", "attn_implementation": "eager"}
+    model = AutoModelForCausalLM.from_pretrained(folder, **chosen)
+    for layer in model.model.layers:
+        fully_shard(layer)
+    fully_shard(model)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_force_sum_reduction_for_comms(True)  # gloo cannot scale in a reduction
+    ids = torch.load(folder / "ids.pt")
+    loss = model(input_ids=ids, labels=ids).loss
+    loss.backward()
+    grads = {name: p.grad.full_tensor() for name, p in model.named_parameters()}
+    gathered = fused_moe.transformers.experts._fp8_training().is_gathered
+    torch.save(({"loss": loss.detach(), **grads}, gathered), folder / f"{rank}.pt")
+    dist.destroy_process_group()
+
+
+def test_fp8_under_fsdp(cpu, tmp_path):
+    """Two processes with the same batch compute loss and gradients of one that is not sharded. No codes of
+    gathered weights are kept."""
+    model, ids = fp8_model(), token_ids("cpu")
+    model.save_pretrained(tmp_path)
+    torch.save(ids, tmp_path / "ids.pt")
+    torch.multiprocessing.spawn(train_fp8_on_rank, (tmp_path,), nprocs=2)
+    model.set_experts_implementation("fused_moe_fp8")
+    loss = model(input_ids=ids, labels=ids).loss
+    loss.backward()
+    expected = {"loss": loss.detach(), **{name: p.grad for name, p in model.named_parameters()}}
+    for rank in range(2):
+        found, gathered = torch.load(tmp_path / f"{rank}.pt")
+        assert gathered and found.keys() == expected.keys()
+        for name, value in expected.items():
+            assert (found[name] - value).norm() <= 1e-3 * value.norm(), name
+    assert not fused_moe.transformers.experts._fp8_training().is_gathered
 
 
 # --- unsupported experts --------------------------------------------------------------------------

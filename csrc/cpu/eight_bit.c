@@ -75,9 +75,13 @@ static int64_t rows_of(const FusedMoeRowMap *row_map) {
     return row_map->offs ? row_map->offs[row_map->E - 1] : row_map->R;
 }
 
+static void load_row(const FusedMoeQuantizeRows *p, const FmGather *gather, int64_t r, float *values) {
+    const FmMatrix row = fm_gather(fm_rows(p->dtype), gather, r, 1, 0, p->D, values);
+    if (row.data != values) fm_copy(values, row.data, p->D * (int64_t)sizeof *values);
+}
+
 static int quantize_block(int64_t block, const void *ctx, char *scratch) {
     const FusedMoeQuantizeRows *p = ctx;
-    const FmRows *v = fm_rows(p->dtype);
     const FmGather gather = {p->x, p->D, p->row_map.row_token, p->row_map.row_slot, p->scores};
     const int64_t num_rows = rows_of(&p->row_map);
     size_t unused = 0;
@@ -90,8 +94,7 @@ static int quantize_block(int64_t block, const void *ctx, char *scratch) {
             p->scale[r] = 1;
             continue;
         }
-        const FmMatrix row = fm_gather(v, &gather, r, 1, 0, p->D, values);
-        if (row.data != values) fm_copy(values, row.data, p->D * (int64_t)sizeof *values);
+        load_row(p, &gather, r, values);
         if (p->smooth) {
             while (p->row_map.offs[e] <= r) e++;
             smooth(values, p->smooth + e * p->D, p->D);
@@ -101,12 +104,36 @@ static int quantize_block(int64_t block, const void *ctx, char *scratch) {
     return FUSED_MOE_OK;
 }
 
+/* The same codes, so a token has those of any of its rows. */
+static int quantize_tokens(int64_t block, const void *ctx, char *scratch) {
+    const FusedMoeQuantizeRows *p = ctx;
+    const FusedMoeRowMap *m = &p->row_map;
+    const FmGather gather = {.x = p->x, .width = p->D};
+    size_t unused = 0;
+    float *values = fm_take(&scratch, &unused, p->D * sizeof *values);
+    for (int64_t t = block * BLOCK; t < fm_min(m->T, (block + 1) * BLOCK); t++) {
+        uint8_t *codes = fm_at(p->token_codes, 1, t * p->D);
+        int64_t slot = t * m->K;
+        while (slot < (t + 1) * m->K && m->token_row[slot] < 0) slot++;
+        if (slot < (t + 1) * m->K) {
+            fm_copy(codes, fm_at(p->codes, 1, m->token_row[slot] * p->D), p->D);
+        } else {
+            load_row(p, &gather, t, values);
+            (void)quantize(p->code, p->power_of_two, codes, values, p->D);
+        }
+    }
+    return FUSED_MOE_OK;
+}
+
 int fused_moe_cpu_quantize_rows(const FusedMoeQuantizeRows *p) {
     const FusedMoeRowMap *m = &p->row_map;
     if (!fm_rows(p->dtype) || p->dtype == FUSED_MOE_F64) return FUSED_MOE_UNSUPPORTED_DTYPE;
     if (m->offs ? !fm_row_map_is_valid(m) : !fm_map_is_valid(m->row_token, m->R, 0, m->T))
         return FUSED_MOE_INVALID_ROWS;
-    return fm_parallel(fm_blocks(m->R, BLOCK), m->R * p->D, quantize_block, p, p->D * sizeof(float));
+    const size_t scratch = p->D * sizeof(float);
+    const int status = fm_parallel(fm_blocks(m->R, BLOCK), m->R * p->D, quantize_block, p, scratch);
+    if (status != FUSED_MOE_OK || !p->token_codes) return status;
+    return fm_parallel(fm_blocks(m->T, BLOCK), m->T * p->D, quantize_tokens, p, scratch);
 }
 
 /* --- GEMMs of codes ------------------------------------------------------------------------------------- */

@@ -123,16 +123,21 @@ static LinkT link_t_of(int64_t R, int64_t E, int64_t H, int64_t wgrad, const Ten
     return {blocks, FUSED_MOE_BLOCK * H / (int64_t)like.element_size(), blocks, tiles};
 }
 
-/* The codes of x's or dout's tokens, for each row. */
-static Codes quantize_tokens(const Call &call, const Tensor &x, const RowMap &map) {
+/* The codes of x's or dout's tokens, for each row; and in `by_token`, if it is given, for each token. */
+static Codes quantize_tokens(const Call &call, const Tensor &x, const RowMap &map,
+                             OptTensor *by_token = nullptr) {
     FusedMoeQuantizeRows p = {};
     p.row_map = map.p;
     p.D = x.size(1);
+    if (by_token) {
+        *by_token = new_tensor(x, {map.p.T, p.D}, ScalarType::Float8_e4m3fn);
+        p.token_codes = (*by_token)->mutable_data_ptr();
+    }
     return quantize_rows(call, p, x, FUSED_MOE_CODE_E4M3);
 }
 
-/* The same codes, one row for each token. Weight gradients make them again: kept from forward, they would be
- * as large as half of x. */
+/* The same codes, one row for each token. The up side's weight gradients make them again: kept from forward,
+ * they would be as large as half of x. */
 static Tensor token_codes(const Call &call, const Tensor &x) {
     FusedMoeQuantizeRows p = {};
     p.row_map.T = p.row_map.R = x.size(0);
@@ -215,14 +220,15 @@ static void run_wgrad_by_copy(const Call &call, FusedMoeEightBitWgrad &p, const 
 }
 
 /* dw = rows_t x^T, of rows_t [blocks,M,128] with scales of its own and of x's tokens, whose scales rows_t has
- * taken in. x becomes codes by columns in chunks.
+ * taken in. x becomes codes by columns in chunks. given_codes: x's by token, if they have been made.
  *
  * The kernel writes consecutive elements along its N. A part whose M is the dense side is written by the GEMM
  * of swapped operands, if it is the only one: N's rows of a block are dense. What is left takes a copy. */
 static void run_fp8_wgrad(const Call &call, const void *rows_t, const float *rows_t_scale,
-                          const WeightGrad &grad, const Tensor &x, const RowMap &map, int64_t num_chunks) {
+                          const WeightGrad &grad, const Tensor &x, const RowMap &map, int64_t chunk,
+                          const OptTensor &given_codes = {}) {
     if (!grad.part[0].data && !grad.part[1].data) return;
-    const int64_t E = map.p.E, D = x.size(1), N = D / num_chunks;
+    const int64_t E = map.p.E, D = x.size(1);
     const bool wants_all = grad.part[0].data && (grad.part[1].data || !grad.M[1]);
     const bool is_direct =
         wants_all && grad.part[0].stride_in == 1 && (!grad.part[1].data || grad.part[1].stride_in == 1);
@@ -230,25 +236,20 @@ static void run_fp8_wgrad(const Call &call, const void *rows_t, const float *row
     const ScalarType dtype = grad.dtype == FUSED_MOE_F32 ? ScalarType::Float : x.scalar_type();
     const int64_t elem_bytes = grad.dtype == FUSED_MOE_F32 ? 4 : (int64_t)x.element_size();
     const Tensor columns =
-        new_tensor(x, {fused_moe_num_row_blocks(map.p.R, E), N, FUSED_MOE_BLOCK}, ScalarType::Byte);
-    OptTensor copy;
-    if (!is_direct && !is_swapped) copy = new_tensor(x, {E, grad.M[0] + grad.M[1], N}, dtype);
+        new_tensor(x, {fused_moe_num_row_blocks(map.p.R, E), chunk, FUSED_MOE_BLOCK}, ScalarType::Byte);
 
-    const Tensor codes = token_codes(call, x);
+    const Tensor codes = given_codes ? *given_codes : token_codes(call, x);
     FusedMoeTransposeCodes of_x = {};
     of_x.codes = data(codes);
     of_x.columns = columns.mutable_data_ptr();
     of_x.row_map = map.p;
     of_x.D = D;
-    of_x.num_columns = N;
     FusedMoeEightBitWgrad p = {};
     p.a = is_swapped ? of_x.columns : rows_t;
     p.b = is_swapped ? rows_t : of_x.columns;
     p.scale = rows_t_scale;
     p.scale_is_of_b = is_swapped;
-    p.M[0] = is_swapped ? N : grad.M[0];
     p.M[1] = grad.M[1];
-    p.N = is_swapped ? grad.M[0] : N;
     p.dw_dtype = grad.dtype;
     p.accumulate = grad.accumulate;
     p.offs = map.p.offs;
@@ -256,13 +257,17 @@ static void run_fp8_wgrad(const Call &call, const void *rows_t, const float *row
     p.R = map.p.R;
     p.E = map.p.E;
     p.dtype = float_dtype(call.op, x);
-    for (; of_x.first < D; of_x.first += N) {
+    for (; of_x.first < D; of_x.first += chunk) {
+        const int64_t N = D - of_x.first < chunk ? D - of_x.first : chunk;
+        of_x.num_columns = N;
+        p.M[0] = is_swapped ? N : grad.M[0];
+        p.N = is_swapped ? grad.M[0] : N;
         run(call, of_x, fused_moe_cpu_transpose_codes, CUDA(fused_moe_cuda_transpose_codes));
         FusedMoeWeight part[2] = {grad.part[0], grad.part[1]};
         for (FusedMoeWeight &w : part)
             if (w.data) w.data = (char *)w.data + of_x.first * w.stride_in * elem_bytes;
-        if (copy) {
-            run_wgrad_by_copy(call, p, part, x, *copy);
+        if (!is_direct && !is_swapped) {
+            run_wgrad_by_copy(call, p, part, x, new_tensor(x, {E, grad.M[0] + grad.M[1], N}, dtype));
             continue;
         }
         for (int i = 0; i < 2; i++) p.dw[i] = is_swapped ? transposed(part[i]) : part[i];
@@ -475,7 +480,7 @@ fp8_up_weights_backward_accumulate(const Tensor &dlink_t_, const Tensor &dlink_t
     for (const WeightGrad *grad : {&of_fresh, &of_sums}) {
         if (wgrad == WGRAD_FP8) {
             run_fp8_wgrad(call, data(dlink_t), (const float *)data(dlink_t_scale), *grad, x, map,
-                          fused_moe_fp8_column_chunks(map.p.T, map.p.R, s.E, s.D, s.F, s.H, false));
+                          fused_moe_fp8_column_chunk(map.p.T, map.p.R, s.E, s.D, s.F, s.H, false));
             continue;
         }
         const GatheredRows x_rows = {&x, map.p.row_token, nullptr, nullptr};
@@ -561,10 +566,11 @@ Fp8DownGrads fp8_down_backward_accumulate(const Tensor &dout_, const Tensor &h_,
     Call call = begin_call(op, dout);
     check_trains_fp8(call);
     const int64_t blocks = fused_moe_num_row_blocks(R, E), col_tiles = F / FUSED_MOE_BLOCK;
-    OptTensor dlink, dlink_scale, dlink_t, dlink_t_scale, dw2, dscores, a_t, a_t_scale, partials, g;
+    OptTensor dlink, dlink_scale, dlink_t, dlink_t_scale, dw2, dscores, a_t, a_t_scale, partials, g,
+        dout_codes;
     Tensor dout_scale = new_empty_result(dout, ScalarType::Float);
     if (need_dlink || need_dlink_t || need_dw2 || need_dscores) {
-        const Codes codes = quantize_tokens(call, dout, map);
+        const Codes codes = quantize_tokens(call, dout, map, need_dw2 && is_fp8 ? &dout_codes : nullptr);
         dout_scale = codes.scale;
         g = run_eight_bit_mm(call, dout, data(codes.codes), (const float *)data(dout_scale), true, w_t, map);
     }
@@ -622,7 +628,7 @@ Fp8DownGrads fp8_down_backward_accumulate(const Tensor &dout_, const Tensor &h_,
         grad.part[0] = transposed(dw);
         if (is_fp8) {
             run_fp8_wgrad(call, data(*a_t), (const float *)data(*a_t_scale), grad, dout, map,
-                          fused_moe_fp8_column_chunks(T, R, E, D, F, H, true));
+                          fused_moe_fp8_column_chunk(T, R, E, D, F, H, true), dout_codes);
         } else {
             const GatheredRows dout_rows = {&dout, map.p.row_token, nullptr, nullptr};
             run_wgrad(call, *a_t, dout_rows, grad.part, grad.M, grad.accumulate, grouping_of(map),

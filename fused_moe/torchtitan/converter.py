@@ -16,6 +16,8 @@ from torchtitan.protocols.model_converter import register_model_converter
 from torchtitan.tools.logging import logger
 
 from ..expert_bias import KeepsExpertBias
+from ..fp8_layers import why_not
+from ..fp8_training import Fp8Training, TrainsFp8
 from ..ops import reshaped
 from .layer import (
     SAVED_OPS,
@@ -32,6 +34,7 @@ from .layer import (
     run_experts,
     swiglu,
     warn,
+    warn_of_16_bits,
 )
 
 try:
@@ -42,14 +45,14 @@ except ImportError:  # before 0.2.2
         """Stands for torchtitan's. No model has a layer of this class."""
 
 
-class FusedExperts(nn.Module):
+class FusedExperts(TrainsFp8):
     """Experts behind any dispatcher. EP and TP hook their forward as before."""
 
     def forward(self, x: Tensor, num_tokens_per_expert: Tensor, routing: Routing | None = None) -> Tensor:
         """x (R, D) rows grouped by expert, or (T, D) tokens with a routing -> the same shape."""
         # The stock layer's for-loop computes in x's dtype, its grouped_mm in bfloat16.
         dtype = torch.bfloat16 if self.use_grouped_mm else None
-        return run_experts(x, self._experts(), num_tokens_per_expert, routing, dtype=dtype)
+        return run_experts(x, self._experts(), num_tokens_per_expert, routing, dtype=dtype, fp8=self.fp8)
 
 
 class FusedGroupedExperts(FusedExperts, GroupedExperts):
@@ -101,13 +104,16 @@ def _is_sharded_over(weight: Tensor, dim: str) -> bool:
 
 
 class FusedMoEConverter:
-    """torchtitan's ModelConverter, registered as "fused_moe".
+    """torchtitan's ModelConverter, registered as "fused_moe". A converter with fp8, "fused_moe_fp8", also
+    trains in FP8 the experts that gain from it, and warns of the others.
 
     Only the experts are fused under tensor parallelism, and where the layer (DeepEP's) or its router is of
     another class. Experts of another class stay torchtitan's, and so do weights that an earlier converter has
     quantised. A warning names the class. Selective checkpointing of every imported model saves our operators,
     too.
     """
+
+    fp8 = False
 
     def __init__(self, job_config, parallel_dims):
         """The protocol's arguments, which are not used."""
@@ -118,10 +124,11 @@ class FusedMoEConverter:
         Raises:
             ValueError: if no layer can be converted.
         """
-        converted = 0
+        converted, trained, layers = 0, 0, {}
         for module in model.modules():
             # modules() yields a layer before its experts, which are still torchtitan's here.
             if isinstance(module, MoE):
+                layers[module.experts] = module
                 if reason := _whose_experts(module.experts):
                     warn("the experts", reason)
                 elif reason := _whose_layer(module):
@@ -131,14 +138,38 @@ class FusedMoEConverter:
             elif _whose_experts(module) is None:
                 module.__class__ = FUSED_EXPERTS[type(module)]
                 converted += 1
+                trained += self.fp8 and _train_in_fp8(module, layers.get(module))
         if not converted:
             raise ValueError("fused_moe: expected a model with torchtitan's GroupedExperts, found none")
         for save_list in _selective_save_lists():
             save_list.update(SAVED_OPS)
-        logger.info(f"fused_moe: {converted} MoE layers converted")
+        in_fp8 = f", the experts of {trained} train in FP8" if self.fp8 else ""
+        logger.info(f"fused_moe: {converted} MoE layers converted{in_fp8}")
 
     def post_optimizer_hook(self, model) -> None:
         """Does nothing: torchtitan's load balancing hook remains."""
+
+
+class FusedMoEFp8Converter(FusedMoEConverter):
+    """FusedMoEConverter with FP8 training, registered as "fused_moe_fp8"."""
+
+    fp8 = True
+
+
+def _train_in_fp8(experts: FusedExperts, layer: MoE | None) -> bool:
+    """Lets experts of a layer train in FP8, or warns why not."""
+    E, D, F = experts._experts()["w2"].shape
+    if layer is None:
+        reason = "no layer says how many a token has"
+    else:
+        has_bias = isinstance(experts, FusedGptOssGroupedExperts)
+        score_on = "input" if layer.score_before_experts else "output"
+        reason = why_not(D, F, E, layer.router.top_k, has_bias=has_bias, score_on=score_on)
+    if reason:
+        warn_of_16_bits(reason)
+    else:
+        experts.fp8 = Fp8Training()
+    return reason is None
 
 
 def _whose_experts(experts: nn.Module) -> str | None:
@@ -167,3 +198,4 @@ def _selective_save_lists() -> list[set]:
 
 
 register_model_converter(FusedMoEConverter, "fused_moe")
+register_model_converter(FusedMoEFp8Converter, "fused_moe_fp8")

@@ -15,8 +15,10 @@ from torch.distributed.tensor import DTensor
 from .. import function
 from ..checks import DEVICES, fail, is_mixed
 from ..expert_bias import check_expert_bias
+from ..fp8 import LEAST_WIDTH
+from ..fp8_training import Fp8Training
 from ..gate import Gate
-from ..ops import ops, route_plan
+from ..ops import BLOCK, ops, route_plan
 from ..plan import Plan
 from ..replay import FINDERS, tape_of
 from ..routed import is_plain_linear
@@ -24,8 +26,9 @@ from ..routed import is_plain_linear
 # The operators that selective checkpointing saves. The routing is small, and must not change in
 # recomputation. Only experts_down of the experts' two operators is saved, as torchtitan saves every second
 # mm: that avoids a third of the recomputation, whereas h and a of experts_up are the bulk of a layer's
-# activations.
-SAVED_OPS = frozenset(op.default for op in (ops.route, ops.route_plan, ops.count_plan, ops.experts_down))
+# activations. fp8_down is the same operator of experts that train in FP8.
+SAVED_OPS = (ops.route, ops.route_plan, ops.count_plan, ops.experts_down, ops.fp8_down)
+SAVED_OPS = frozenset(op.default for op in SAVED_OPS)
 
 
 class Routing(NamedTuple):
@@ -115,6 +118,18 @@ def warn(what: str, reason: str) -> None:
     warnings.warn(f"fused_moe: torchtitan computes {what}, since {reason}", stacklevel=2)
 
 
+def warn_of_16_bits(reason: str) -> None:
+    """Says once for each reason which experts do not train in FP8 in a model that asks for it."""
+    warnings.warn(f"fused_moe: experts are not trained in FP8, since {reason}", stacklevel=2)
+
+
+# In a compiled graph the warning would break it.
+@torch.compiler.assume_constant_result
+def _warn_of_width(width: int) -> None:
+    needed = f"FP8 needs F >= {LEAST_WIDTH} and a multiple of {BLOCK} on each rank"
+    warn_of_16_bits(f"{needed}, and tensor parallelism leaves F={width}")
+
+
 def routed_rows(x: Tensor, routing: Routing) -> Tensor:
     """The rows for a dispatcher to send to the experts: x (T, D) -> (T * K, D), grouped by expert."""
     plan = routing.plan
@@ -165,7 +180,13 @@ def _local(t: Tensor) -> Tensor:
 
 
 def run_experts(
-    x: Tensor, experts: dict, counts: Tensor, routing: Routing | None, *, dtype: torch.dtype | None
+    x: Tensor,
+    experts: dict,
+    counts: Tensor,
+    routing: Routing | None,
+    *,
+    dtype: torch.dtype | None,
+    fp8: Fp8Training | None = None,
 ) -> Tensor:
     """The experts of this rank, on tokens or on rows from a dispatcher.
 
@@ -174,6 +195,7 @@ def run_experts(
         experts: from `swiglu` or `gpt_oss`, of tensors that are local or DTensors, of any floating dtype.
         counts: (E,) of any integer dtype; ignored with a routing.
         dtype: of the GEMMs; None: x's, or autocast's.
+        fp8: how the experts train in FP8; None: in `dtype`.
 
     Returns:
         The shape and dtype of x.
@@ -183,6 +205,8 @@ def run_experts(
         name: _local(value).to(dtype or value.dtype) if isinstance(value, Tensor) else value
         for name, value in experts.items()
     }
+    if fp8 is not None and _is_wide(experts["w2"]):
+        experts |= {"fp8": fp8, "fp8_wgrad": fp8.wgrad}
     if routing is None:
         out = function.grouped_mlp(rows, counts=counts, **experts)
     else:
@@ -190,3 +214,12 @@ def run_experts(
         experts |= {"scores": scores, "ids": ids}
         out = function.fused_experts(rows, plan=plan, score_on=score_on, **experts)
     return out.to(x.dtype)
+
+
+def _is_wide(w2: Tensor) -> bool:
+    """Whether this rank's part of F, which tensor parallelism divides, is one that gains in FP8."""
+    width = w2.size(-1)
+    if width >= LEAST_WIDTH and width % BLOCK == 0:
+        return True
+    _warn_of_width(width)
+    return False

@@ -25,6 +25,8 @@ from torchtitan.models.gpt_oss.moe import GptOssGroupedExperts
 from torchtitan.protocols.module import Module
 
 from ..expert_bias import KeepsExpertBias
+from ..fp8_layers import why_not
+from ..fp8_training import Fp8Training, TrainsFp8
 from ..ops import SCORE_FUNCS, reshaped, route_plan
 from .layer import (
     SAVED_OPS,
@@ -41,22 +43,29 @@ from .layer import (
     run_experts,
     swiglu,
     warn,
+    warn_of_16_bits,
 )
 
 # --- modules ------------------------------------------------------------------------------------------
 
 
-class FusedGroupedExperts(GroupedExperts):
+class FusedGroupedExperts(TrainsFp8, GroupedExperts):
     """The experts behind any dispatcher; with a routing, on tokens."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(GroupedExperts.Config):
-        pass
+        fp8: bool = False
+
+    def __init__(self, config: Config):
+        super().__init__(config)
+        if config.fp8:
+            self.fp8 = Fp8Training()
 
     @wraps(GroupedExperts.forward)
     def forward(self, x: Tensor, counts: Tensor, routing: Routing | None = None) -> Tensor:
         experts = swiglu(self.w1_EFD, self.w2_EDF, self.w3_EFD)
-        return run_experts(x, experts, counts, routing, dtype=torch.bfloat16)  # the stock layer's dtype
+        dtype = torch.bfloat16  # the stock layer's
+        return run_experts(x, experts, counts, routing, dtype=dtype, fp8=self.fp8)
 
 
 class FusedGptOssGroupedExperts(GptOssGroupedExperts):
@@ -294,6 +303,32 @@ def fused_moe(cfg: MoE.Config) -> MoE.Config:
         warn("the router", reason)
         return derive(cfg, type(cfg), routed_experts=routed_experts)
     return derive(cfg, FusedMoE.Config, routed_experts=routed_experts)
+
+
+def _in_fp8(cfg: RoutedExperts.Config) -> RoutedExperts.Config:
+    """The same with experts that train in FP8. Those that are not ours or do not gain stay, the latter with a
+    warning."""
+    experts = cfg.inner_experts
+    if not isinstance(experts, tuple(ours for ours, *_ in EXPERTS.values())):
+        return cfg
+    sizes = (experts.dim, experts.hidden_dim, experts.num_experts, cfg.token_dispatcher.top_k)
+    if reason := why_not(*sizes, has_bias=isinstance(experts, FusedGptOssGroupedExperts.Config)):
+        warn_of_16_bits(reason)
+        return cfg
+    return derive(cfg, type(cfg), inner_experts=derive(experts, type(experts), fp8=True))
+
+
+@_override(RoutedExperts.Config, "fused_moe: dispatch, experts that train in FP8, and combine")
+def fused_routed_experts_fp8(cfg: RoutedExperts.Config) -> RoutedExperts.Config:
+    """fused_routed_experts with FP8 training of the experts that gain from it."""
+    return _in_fp8(fused_routed_experts(cfg))
+
+
+@_override(MoE.Config, "fused_moe: router, dispatch, experts that train in FP8, and combine")
+def fused_moe_fp8(cfg: MoE.Config) -> MoE.Config:
+    """fused_moe with FP8 training of the experts that gain from it."""
+    layer = fused_moe(cfg)
+    return layer if layer is cfg else derive(layer, type(layer), routed_experts=_in_fp8(layer.routed_experts))
 
 
 @_override(SelectiveAC.Config, "fused_moe: operators that selective checkpointing saves")

@@ -5,6 +5,9 @@
     fused_moe.transformers.register()
     model = AutoModelForCausalLM.from_pretrained(..., experts_implementation="fused_moe")
 
+"fused_moe_fp8" is the same with FP8 training (docs/fp8.md): float experts that gain from it multiply e4m3 by
+e4m3, forward and backward, in training and after it.
+
 The model keeps its router, shared experts and checkpoint; only the computation of the routed experts is
 replaced. Their parameters are used in place: packed in halves or interleaved, transposed or not, quantised or
 not. No step copies a weight. Quantised ones are arranged as tiles once, on GPUs whose kernels read those. The
@@ -35,22 +38,23 @@ try:
     from .experts import experts_forward
     from .packed import PackedCompressedTensors, PackedMxfp4
     from .quantizing import quantize_experts
-    from .weights import NAME
+    from .weights import FP8_NAME, NAME
 except ImportError as error:
     raise ImportError(
         "fused_moe.transformers needs Hugging Face transformers with an experts interface that is open to "
         f"other implementations: pip install 'transformers>=5.7' ({error})"
     ) from error
 
-__all__ = ["NAME", "experts_forward", "quantize_experts", "register"]
+__all__ = ["FP8_NAME", "NAME", "experts_forward", "quantize_experts", "register"]
 
 
 def register(*, compute: str = "fp8") -> None:
-    """Makes "fused_moe" a name that `experts_implementation=` and `set_experts_implementation` know.
+    """Makes "fused_moe" and "fused_moe_fp8" names that `experts_implementation=` and
+    `set_experts_implementation` know.
 
     Call it before a model is loaded, or before its implementation is set. Calling it again does no harm.
     FP8 experts have a separate registry. Checkpoints in MXFP4 and of compressed-tensors get quantizers
-    that do what transformers' do, and keep the experts packed in models that ask for "fused_moe".
+    that do what transformers' do, and keep the experts packed in models that ask for either name.
     Source: transformers.integrations.moe, finegrained_fp8; transformers.quantizers.
 
     Args:
@@ -66,6 +70,8 @@ def register(*, compute: str = "fp8") -> None:
     forward = experts_forward if compute == "fp8" else partial(experts_forward, compute=compute)
     ALL_EXPERTS_FUNCTIONS.register(NAME, experts_forward)
     ALL_FP8_EXPERTS_FUNCTIONS.register(NAME, forward)
+    ALL_EXPERTS_FUNCTIONS.register(FP8_NAME, partial(experts_forward, fp8=True))
+    ALL_FP8_EXPERTS_FUNCTIONS.register(FP8_NAME, partial(experts_forward, compute=compute, fp8=True))
     if not hasattr(HfQuantizer, "serialized_names"):
         return  # an earlier release, which loads checkpoints otherwise: it unpacks them
     # transformers' register_quantizer takes new names alone, but the checkpoint says the name.

@@ -10,6 +10,8 @@ from torch import Tensor, nn
 from transformers.integrations.finegrained_fp8 import ALL_FP8_EXPERTS_FUNCTIONS, FP8Experts
 from transformers.modeling_utils import ALL_EXPERTS_FUNCTIONS, PreTrainedModel
 
+from ..fp8_layers import why_not
+from ..fp8_training import Fp8Training
 from ..function import fused_experts
 from ..quantized import QuantizedWeight
 from .gates import gate_of
@@ -25,6 +27,7 @@ def experts_forward(
     top_k_weights: Tensor,
     *,
     compute: str = "fp8",
+    fp8: bool = False,
 ) -> Tensor:
     """transformers calls this instead of the forward of a class with `use_experts_implementation`.
 
@@ -39,6 +42,8 @@ def experts_forward(
             is not computed, adds nothing, and its weight gets a zero gradient.
         top_k_weights: (T, K) of any floating dtype.
         compute: as of `register`.
+        fp8: float experts multiply e4m3 by e4m3, forward and backward, if they gain from it; of others a
+            warning says why not. Quantised ones compute as without.
 
     Returns:
         (T, D) in hidden_states' dtype, differentiable in hidden_states, top_k_weights and parameters that are
@@ -60,6 +65,12 @@ def experts_forward(
             x = x.to(w1.dtype)
         elif experts.has_bias:
             b1, b2 = b1.to(x.dtype), b2.to(x.dtype)
+    if fp8 and not is_quantized:
+        reason = _why_not_fp8(experts, x, w2, top_k_index.size(1))
+        if reason is None:
+            settings = settings | {"fp8": _fp8_training()}
+        else:
+            _warn_once(type(experts).__name__, f"does not compute {type(experts).__name__} in FP8: {reason}")
     out = fused_experts(
         x,
         w1,
@@ -83,6 +94,31 @@ def _compute_of_call(experts: nn.Module, x: Tensor, compute: str) -> str | None:
     return "codes" if compute == "codes" or experts.training or is_wide else None
 
 
+def _why_not_fp8(experts: nn.Module, x: Tensor, w2: Tensor, top_k: int) -> str | None:
+    """Why float experts compute in their own dtype where FP8 is asked for; None: they compute in FP8."""
+    dtype = x.dtype
+    if torch.is_autocast_enabled(x.device.type) and dtype != torch.float64:
+        dtype = torch.get_autocast_dtype(x.device.type)
+    takes = dtype == torch.bfloat16 or (dtype == torch.float32 and not x.is_cuda)
+    if not takes or w2.dtype not in (dtype, torch.float32):
+        return f"it takes bfloat16, and they have tokens of {dtype} and weights of {w2.dtype}"
+    D, F = w2.shape[:0:-1] if experts.is_transposed else w2.shape[1:]
+    return why_not(D, F, w2.size(0), top_k, has_bias=experts.has_bias)
+
+
+# FSDP and DeepSpeed gather a call's weights for it. Those look like any others, and modules of transformers
+# do not see them set, as ours do. So in a process group no codes are kept from forward to backward, which
+# makes those that it needs. Kept codes would only take memory: 2 bytes for each element of all layers'
+# weights. Where weights are never freed, as with DistributedDataParallel, they are read once more.
+_WHOLE, _GATHERED = Fp8Training(), Fp8Training()
+_GATHERED.is_gathered = True
+
+
+def _fp8_training() -> Fp8Training:
+    dist = torch.distributed
+    return _GATHERED if dist.is_available() and dist.is_initialized() else _WHOLE
+
+
 def settings_of(experts: nn.Module) -> dict | str:
     """The layout and activation of these experts, or the name of the part that is not supported."""
     if getattr(experts, "has_post_expert_norm", False):  # newer than the other flags
@@ -102,7 +138,8 @@ def _their_forward(experts: nn.Module, reason: str):
     name = _their_choice(type(experts.config))
     if name not in registry or getattr(experts, "activation_scheme", None) == "static":
         name = "eager"  # the others refuse static scales of activations
-    _warn_once(type(experts).__name__, reason, name)
+    of = type(experts).__name__
+    _warn_once(of, f"does not compute {reason} of {of}, which runs {name}, as transformers would choose")
     if not torch.compiler.is_compiling():
         experts.config._experts_implementation_internal = name  # of its own, not of the configurations in it
     return registry.get_interface(name, _eager_forward(experts))
@@ -134,9 +171,8 @@ def _eager_forward(experts: nn.Module):
 
 
 @torch.compiler.assume_constant_result  # or a graph would break here
-def _warn_once(experts: str, reason: str, name: str) -> None:
+def _warn_once(experts: str, what: str) -> None:
     """Warns once per class of experts: a model has dozens of such layers and calls each every step."""
-    if (experts, reason) not in _warned:
-        _warned.add((experts, reason))
-        what = f"{reason} of {experts}, which runs {name}, as transformers would choose"
-        warnings.warn(f"fused_moe does not compute {what}", stacklevel=2)
+    if (experts, what) not in _warned:
+        _warned.add((experts, what))
+        warnings.warn(f"fused_moe {what}", stacklevel=2)

@@ -18,7 +18,7 @@ from transformers.quantizers.quantizers_utils import should_convert_module
 from ..quantized import formats
 from .experts import settings_of
 from .quantizing import experts_of
-from .weights import NAME, PARTS, add_hook, first_name
+from .weights import NAMES, PARTS, add_hook, first_name
 
 
 def _pack(experts: nn.Module, name: str, parts: dict[str, tuple[tuple[int, ...], torch.dtype]]) -> None:
@@ -47,7 +47,7 @@ class _Packed:
         """The experts that may stay packed, and their names. Kernels of the hub replace layers as a whole."""
         if use_kernels or self.quantization_config.dequantize or not self.pre_quantized:
             return []
-        return [found for found in experts_of(model) if found[1].config._experts_implementation == NAME]
+        return [found for found in experts_of(model) if found[1].config._experts_implementation in NAMES]
 
     def _process_model_after_weight_loading(self, model, **kwargs):
         if self.is_packed:

@@ -13,7 +13,7 @@ from ..checks import FLOATING, fail
 from ..quantized.computing import check_compute
 from ..quantized.quantizing import checked_options, quantize
 from .experts import settings_of
-from .weights import NAME, add_hook, first_name
+from .weights import NAME, NAMES, add_hook, first_name
 
 
 def experts_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
@@ -66,7 +66,7 @@ def quantize_experts(
     todo = []
     for module_name, experts in found:
         implementation = experts.config._experts_implementation
-        if implementation != NAME:
+        if implementation not in NAMES:
             advice = f'; call set_experts_implementation("{NAME}") before'
             fail(ValueError, fn, f"experts_implementation={NAME!r}", repr(implementation) + advice)
         settings = settings_of(experts)

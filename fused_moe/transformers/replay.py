@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ..checks import fail
 from ..replay import FINDERS, tape_of
-from .weights import NAME
+from .weights import NAMES
 
 
 def _softmax(router: nn.Module, logits: Tensor, ids: Tensor, is_there: Tensor) -> Tensor:
@@ -98,7 +98,7 @@ def _sizes_of(module: nn.Module) -> tuple[int, int] | None:
                 torch.compiler.reset()  # compiled code has no guard on hooks, so it would go without this one
         return module.num_experts, module.top_k
     experts = module._modules.get("experts")
-    if getattr(getattr(experts, "config", None), "_experts_implementation", None) == NAME:
+    if getattr(getattr(experts, "config", None), "_experts_implementation", None) in NAMES:
         if all(_rule_of(child) is None for child in module.children()):
             expected = f"a router of one of the classes {', '.join(RULES)} beside the experts"
             fail(RuntimeError, "record_routing, replay_routing", expected, f"a {type(module).__name__}")

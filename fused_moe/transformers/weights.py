@@ -12,6 +12,8 @@ from ..quantized.refreshing import KEPT
 from ..quantized.weight import as_bytes, untraced, write_state
 
 NAME = "fused_moe"
+FP8_NAME = "fused_moe_fp8"  # the same, and float experts multiply in FP8
+NAMES = (NAME, FP8_NAME)
 
 # What a quantised weight's parameters have after its name: FP8Experts, then MXFP4, then compressed-tensors.
 PARTS = ("", "_scale_inv", "_blocks", "_scales", "_packed", "_scale", "_zero_point")
@@ -247,7 +249,7 @@ def _take_published(experts: nn.Module, state_dict: dict, prefix: str, _, __, mi
 def _require_ours(experts: nn.Module, args: tuple) -> None:
     """A forward pre-hook of packed experts, whose weights no other implementation reads."""
     found = experts.config._experts_implementation
-    if found != NAME:
+    if found not in NAMES:
         fail(
             ValueError,
             type(experts).__name__,

@@ -7,7 +7,7 @@ import torch
 from cases import BF16, F32, ROUTINGS, Case, assert_same_bits, forward_backward
 from gpu_cases import FAST_DTYPES, HALF_DTYPES, ROWS, capture, copies, every_gemm, training_step
 
-from fused_moe import FusedMoE, fused_experts, grouped_mlp
+from fused_moe import FusedMoE, enable_fp8, fused_experts, grouped_mlp
 
 pytestmark = pytest.mark.gpu
 
@@ -62,6 +62,31 @@ def test_graph_of_the_layer(device, dtype):
         assert_same_bits(found, step())
         assert torch.equal(counted, module.tokens_per_expert)
         assert favourite is None or counted[favourite] == 150
+
+
+@pytest.mark.usefixtures("sm90")
+@pytest.mark.parametrize("keep_codes", (False, True))
+def test_graph_of_a_layer_in_fp8(device, keep_codes):
+    """Weights are quantised in the graph: a replay follows what an optimizer has made of them since. Codes
+    that were kept before are not used in it, nor are its own ones outside of it."""
+    layer = FusedMoE(256, 128, 8, 2, device=device, dtype=BF16)
+    enable_fp8(layer, force=True, keep_codes=keep_codes)
+    x, dout = (torch.randn(150, 256, device=device).to(BF16) for _ in range(2))
+    layer(x)
+    step = training_step(layer, x, dout)
+    graph, recorded = capture(step)
+    optimizer = torch.optim.AdamW(layer.parameters(), lr=1e-2, fused=True)
+    outs = []
+    for _ in range(3):
+        graph.replay()
+        found = copies(recorded)
+        assert_same_bits(found, step())
+        for p in layer.parameters():
+            p.grad = torch.randn_like(p)
+        optimizer.step()
+        optimizer.zero_grad()
+        outs.append(found["out"])
+    assert not torch.equal(outs[0], outs[1]) and not torch.equal(outs[1], outs[2])
 
 
 @pytest.mark.parametrize("counter_on", ("cuda", "cpu", "meta"))

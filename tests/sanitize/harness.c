@@ -555,6 +555,7 @@ static int quantize_rows(Case *c) {
     if (!p.row_map.row_token && !p.smooth && draw(2)) p.row_map.offs = NULL;
     p.codes = output(p.row_map.R * p.D);
     p.scale = output(p.row_map.R * 4);
+    if (p.row_map.row_token && !p.scores && !p.smooth && option()) p.token_codes = output(p.row_map.T * p.D);
     return fused_moe_cpu_quantize_rows(&p);
 }
 

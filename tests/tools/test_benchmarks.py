@@ -698,12 +698,14 @@ if settings["variant"] == "loop":
     sys.exit("this one cannot")
 if settings["variant"] == "grouped_mm" and "--training.local_batch_size=8" in sys.argv:
     sys.exit("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.")
-ours = "--model.converters=fused_moe" in sys.argv
+ours, fp8 = ("--model.converters=" + name in sys.argv for name in ("fused_moe", "fused_moe_fp8"))
+seed = int([flag for flag in sys.argv if flag.startswith("--debug.seed=")][0].split("=")[1])
 with open(settings["record"], "w") as file:
     write = lambda entry: file.write(json.dumps(entry) + "\\n")
     for step in range(1, 41):
-        seconds = 9 if step < 5 else 8 if step > 38 else 0.25 if ours else 0.5
-        write({"step": step, "loss": 4 / step, "grad_norm": 1, "seconds": seconds, "data_seconds": 0,
+        seconds = 9 if step < 5 else 8 if step > 38 else 0.25 if ours else 0.2 if fp8 else 0.5
+        loss = (5 if fp8 else 4 + seed) / step
+        write({"step": step, "loss": loss, "grad_norm": 1, "seconds": seconds, "data_seconds": 0,
                "tokens": 1000, "peak_gib": 2, "profiled": step > 38})
     write({"profile": {"moe_us": 1 if ours else 3, "shared_experts_us": 1, "busy_us": 4 if ours else 6}})
     write({"model": {"moe": "MoE"}})
@@ -741,7 +743,48 @@ def test_torchtitan_in_three_variants(load, tmp_path, capsys, titan):
     assert ours["loss_over_grouped_mm"] == 1
     command = (work / "fused_moe_4/command").read_text()
     assert "--activation_checkpoint.mode=full" in command and "--compile.enable" in command
-    assert len((work / "text/data.json").read_text().splitlines()) == 3000
+    texts = [json.loads(line)["text"] for line in (work / "text/data.json").open()]
+    assert len(texts) > 1000 and max(map(len, texts)) == 4000
+    assert any("def heappush(" in text for text in texts)
+    assert stock["text"].startswith("Python 3.") and stock["text"].endswith("'s standard library")
+
+
+def test_torchtitan_in_fp8_and_with_several_seeds(load, tmp_path, capsys, titan):
+    """FP8's loss over that of the same seed, beside another seed's. The checkout's text is taken if there is
+    some."""
+    path, work, text = tmp_path / "out.json", tmp_path / "work", titan / "tests/assets/c4_test"
+    text.mkdir(parents=True)
+    (text / "data.json").touch()
+    flags = (
+        f"--torchtitan {titan} --steps 40 --nproc 1 --local-batch 2 --seeds 3,4 --json {path} --work {work}"
+    )
+    load("bench_torchtitan").main([*flags.split(), "--variants", "fused_moe,fused_moe_fp8"])
+    usual, fp8, other = json.loads(path.read_text())
+    assert [(r["what"], r["seed"]) for r in (usual, fp8, other)] == [
+        ("fused_moe", 3),
+        ("fused_moe_fp8", 3),
+        ("fused_moe, seed 4", 4),
+    ]
+    assert usual["last_50_loss"] == pytest.approx(sum(7 / step for step in range(1, 41)) / 40)
+    assert fp8["last_50_loss_over_fused_moe"] == pytest.approx(5 / 7, abs=1e-5)
+    assert other["last_50_loss_over_fused_moe"] == pytest.approx(8 / 7, abs=1e-5)
+    assert (fp8["ratio_to_fused_moe"], fp8["peak_mib_over_fused_moe"], other["ratio_to_fused_moe"]) == (
+        1.25,
+        1,
+        1,
+    )
+    assert "last_50_loss_over_fused_moe" not in usual and usual["text"] == "the checkout's"
+    assert "loss of the last 50 steps -28.571%" in capsys.readouterr().out
+    assert not (work / "text").exists()
+    assert "--debug.seed=4" in (work / "fused_moe_2_seed4/command").read_text()
+    load("table").main([str(path)])
+    assert "fused_moe, seed 4" in capsys.readouterr().out
+
+
+def test_torchtitan_compares_seeds_of_fused_moe(load, capsys):
+    with pytest.raises(SystemExit):
+        load("bench_torchtitan").arguments("--torchtitan . --variants grouped_mm --seeds 0,1".split())
+    assert "--seeds: expected fused_moe in --variants with several seeds" in capsys.readouterr().err
 
 
 def test_torchtitan_in_several_batches(load, tmp_path, capsys, titan):

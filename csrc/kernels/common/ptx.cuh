@@ -193,6 +193,13 @@ __device__ inline void st_global_v4(void *dst, const uint4 &v) {
                  : "memory");
 }
 
+/* 8 bytes to global memory where valid is true, without a branch. */
+__device__ inline void st_global_v2(void *dst, const uint2 &v, bool valid) {
+    asm volatile("{.reg .pred p; setp.ne.b32 p, %3, 0; @p st.global.v2.b32 [%0], {%1, %2};}" ::"l"(dst),
+                 "r"(v.x), "r"(v.y), "r"((int)valid)
+                 : "memory");
+}
+
 /* Four bytes of shared memory at an address of shared_address(). */
 __device__ inline uint32_t ld_shared_u32(uint32_t address) {
     uint32_t v;

@@ -202,6 +202,16 @@ __device__ inline uint16_t cvt_e4m3x2_f32(float low, float high) {
     return pair;
 }
 
+/* --- arithmetic ----------------------------------------------------------------------------------------- */
+
+/* The larger magnitudes of two pairs of bf16, NaN if either is NaN, in one instruction. Their signs are the
+ * products of the operands' signs. */
+__device__ inline uint32_t max_nan_xorsign_abs_bf16x2(uint32_t a, uint32_t b) {
+    uint32_t larger;
+    asm("max.NaN.xorsign.abs.bf16x2 %0, %1, %2;" : "=r"(larger) : "r"(a), "r"(b));
+    return larger;
+}
+
 /* --- clusters ------------------------------------------------------------------------------------------- */
 
 /* Waits until all threads of the cluster, in converged warps, have come here. What they wrote to shared

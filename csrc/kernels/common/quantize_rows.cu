@@ -1,9 +1,9 @@
 /* quantize_rows: codes of 8 bits and a scale for each row (eight_bit.h).
  *
  * A group of one or more warps has a row, which it reads once. Where rows are copies of tokens, a token is
- * read once, and its codes are written to all of its rows. A CTA has consecutive rows, so with `smooth`
- * mostly of one expert: a lane keeps the reciprocals of its columns' factors until its group comes to the
- * rows of another expert.
+ * read once, and its codes are written to all of its rows, and to token_codes. A CTA has consecutive rows, so
+ * with `smooth` mostly of one expert: a lane keeps the reciprocals of its columns' factors until its group
+ * comes to the rows of another expert.
  *
  * Rows are loaded by cp.async into buffers in shared memory. A lane reads what it has copied itself:
  *
@@ -13,12 +13,9 @@
  * A row of more than CTA_WARPS warps has one buffer, so only row r + 1 is in flight. Each group has a barrier
  * for the peaks of its warps, so groups do not wait for one another. */
 #include "../../eight_bit.h"
+#include "codes.cuh"
 #include "launch.cuh"
-#include "numeric.cuh"
 #include "schedule.cuh"
-
-#include <cuda_fp8.h>
-#include <type_traits>
 
 namespace fused_moe {
 
@@ -85,20 +82,6 @@ static __device__ void load_row(const QuantizeRows &q, RowSource source, Columns
 
 /* --- values --------------------------------------------------------------------------------------------- */
 
-template <typename T>
-static __device__ void widen(float (&v)[CHUNK], const uint4 &vector) {
-    const uint32_t words[] = {vector.x, vector.y, vector.z, vector.w};
-#pragma unroll
-    for (int j = 0; j < CHUNK; j += 2) {
-        if constexpr (std::is_same_v<T, __nv_bfloat16>) { /* the intrinsic takes three instructions */
-            v[j] = fused_moe_bits_float(words[j / 2] << 16);
-            v[j + 1] = fused_moe_bits_float(words[j / 2] & 0xffff0000);
-        } else {
-            to_accums<T>(v[j], v[j + 1], (const T *)&words[j / 2]);
-        }
-    }
-}
-
 /* Elements times the score, rounded. */
 template <typename T>
 static __device__ uint4 scored(const uint4 &vector, float score) {
@@ -140,11 +123,8 @@ static __device__ uint32_t widened_peak(uint32_t half_peaks) {
 /* Four codes as a word, of values times the inverse of their scale. int8: 1.5 2^23 plus the value, rounded,
  * has the code in its lowest byte. */
 static __device__ uint32_t word_of(FusedMoeCode code, const float *v, float inverse) {
-    if (code == FUSED_MOE_CODE_E4M3) {
-        uint32_t low = __nv_cvt_float2_to_fp8x2({v[0] * inverse, v[1] * inverse}, __NV_SATFINITE, __NV_E4M3);
-        uint32_t high = __nv_cvt_float2_to_fp8x2({v[2] * inverse, v[3] * inverse}, __NV_SATFINITE, __NV_E4M3);
-        return low | high << 16;
-    }
+    if (code == FUSED_MOE_CODE_E4M3)
+        return word_of_e4m3(v[0] * inverse, v[1] * inverse, v[2] * inverse, v[3] * inverse);
     uint32_t bits[4];
 #pragma unroll
     for (int i = 0; i < 4; i++)
@@ -289,14 +269,17 @@ __global__ void __launch_bounds__(32 * MOST_WARPS, WARPS_OF_SM<SMOOTH> / MOST_WA
             encode(FUSED_MOE_CODE_E4M3);
         else
             encode(FUSED_MOE_CODE_INT8);
-        auto store = [&](int32_t to) {
-            if (columns.first == 0) p.scale[to] = scale;
-            uint2 *out = (uint2 *)((uint8_t *)p.codes + (int64_t)to * (int32_t)p.D) + columns.first;
+        auto store_codes = [&](void *matrix, int32_t to) {
+            uint2 *out = (uint2 *)((uint8_t *)matrix + (int64_t)to * (int32_t)p.D) + columns.first;
 #pragma unroll
             for (int i = 0; i < VECTORS; i++) {
                 if (i >= columns.count) break;
                 out[32 * i] = codes[i];
             }
+        };
+        auto store = [&](int32_t to) {
+            if (columns.first == 0) p.scale[to] = scale;
+            store_codes(p.codes, to);
         };
         if (SMOOTH || !q.from_tokens) store(row);
         for (int k = 0; !SMOOTH && q.from_tokens && k < (int)map.K; k++) {
@@ -304,6 +287,7 @@ __global__ void __launch_bounds__(32 * MOST_WARPS, WARPS_OF_SM<SMOOTH> / MOST_WA
                 k < 32 ? __shfl_sync(~0u, (int32_t)word, k) : map.token_row[(int64_t)row * map.K + k];
             if ((uint32_t)to < (uint32_t)map.R) store(to);
         }
+        if (!SMOOTH && p.token_codes) store_codes(p.token_codes, row);
     }
 }
 

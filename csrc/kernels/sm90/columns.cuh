@@ -7,7 +7,7 @@
 #pragma once
 
 #include "../../eight_bit.h"
-#include "../common/numeric.cuh"
+#include "../common/codes.cuh"
 #include "ptx.cuh"
 
 namespace fused_moe {
@@ -33,32 +33,13 @@ __device__ inline int32_t row_block_of(const FusedMoeRowMap &map, const FusedMoe
     return fused_moe_first_row_block(rows.first, tile.expert) + (tile.first_row - rows.first) / TILE_ROWS;
 }
 
-__device__ inline uint32_t word_of_codes(float v0, float v1, float v2, float v3) {
-    return cvt_e4m3x2_f32(v0, v1) | (uint32_t)cvt_e4m3x2_f32(v2, v3) << 16;
-}
-
-/* Two bf16 as floats. */
-__device__ inline float2 floats_of_bf16(uint32_t word) {
-    return {__uint_as_float(word << 16), __uint_as_float(word & 0xffff0000)};
-}
-
-/* Eight values of bf16. */
-__device__ inline void unpack_chunk(float (&v)[CHUNK], const uint4 &packed) {
-    const uint32_t pair[] = {packed.x, packed.y, packed.z, packed.w};
-#pragma unroll
-    for (int j = 0; j < CHUNK; j += 2) {
-        const float2 two = floats_of_bf16(pair[j / 2]);
-        v[j] = two.x, v[j + 1] = two.y;
-    }
-}
-
 /* The words of eight columns, of rows v[i] times factor[i]. */
 __device__ inline void make_column_words(uint32_t *words, const float (&v)[LANE_ROWS][CHUNK],
                                          const float (&factor)[LANE_ROWS]) {
 #pragma unroll
     for (int j = 0; j < CHUNK; j++)
         words[j] =
-            word_of_codes(v[0][j] * factor[0], v[1][j] * factor[1], v[2][j] * factor[2], v[3][j] * factor[3]);
+            word_of_e4m3(v[0][j] * factor[0], v[1][j] * factor[1], v[2][j] * factor[2], v[3][j] * factor[3]);
 }
 
 /* Stores them to a tile in shared memory; row: the first of the lane's. */
@@ -71,13 +52,13 @@ __device__ inline void store_column_words(uint32_t tile, int half, int row, cons
 /* Copies a tile to its contiguous 16 KiB in memory, when all eight warps have stored their words. TMA would
  * keep the shared memory until the stores have got through: a quarter of quantize_dh's time. */
 __device__ inline void copy_columns(void *dst, uint32_t tile) {
-    constexpr int THREADS = 32 * TILE_WARPS;
+    constexpr int THREADS = 32 * TILE_WARPS, GROUPS = THREADS / (GROUP_BYTES / 16); /* in a turn of all */
+    const uint32_t group = threadIdx.x / (GROUP_BYTES / 16), of_group = threadIdx.x % (GROUP_BYTES / 16);
+    const uint32_t from = tile + group * GROUP_PITCH + of_group * 16;
+    uint4 *const to = (uint4 *)dst + threadIdx.x;
 #pragma unroll
-    for (int i = 0; i < TILE_COLUMNS * TILE_ROWS / 16 / THREADS; i++) {
-        const int at = threadIdx.x + THREADS * i, column = at / 8;
-        st_global_v4((uint4 *)dst + at, ld_shared_v4(tile + column / CHUNK * GROUP_PITCH +
-                                                     column % CHUNK * TILE_ROWS + at % 8 * 16));
-    }
+    for (int i = 0; i < NUM_GROUPS / GROUPS; i++)
+        st_global_v4(to + THREADS * i, ld_shared_v4(from + GROUPS * GROUP_PITCH * i));
 }
 
 } // namespace sm90

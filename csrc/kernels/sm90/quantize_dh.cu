@@ -124,11 +124,9 @@ __device__ inline uint4 pack_chunk(const float (&v)[CHUNK]) {
     return pack.words[0];
 }
 
-/* The larger magnitudes of two pairs of bf16; NaN is above all. */
+/* The larger magnitudes of two pairs of bf16; NaN is above all. Signs mean nothing. */
 __device__ inline uint32_t max_magnitudes(uint32_t a, uint32_t b) {
-    const __nv_bfloat162 most =
-        __hmax2_nan(__habs2(*(const __nv_bfloat162 *)&a), __habs2(*(const __nv_bfloat162 *)&b));
-    return *(const uint32_t *)&most;
+    return max_nan_xorsign_abs_bf16x2(a, b);
 }
 
 /* The same of eight values. */
@@ -136,9 +134,37 @@ __device__ inline uint32_t peaks_of_chunk(const uint4 &v) {
     return max_magnitudes(max_magnitudes(v.x, v.y), max_magnitudes(v.z, v.w));
 }
 
-/* The larger half of a pair of magnitudes. */
-__device__ inline uint32_t larger_half(uint32_t pair) {
-    return max(pair & 0xffff, pair >> 16);
+/* The larger halves of two pairs: those of a in the lower half, those of b in the upper one. */
+__device__ inline uint32_t larger_halves(uint32_t a, uint32_t b) {
+    return max_magnitudes(prmt(a, b, 0x5410), prmt(a, b, 0x7632));
+}
+
+/* A step of a reduction over lanes that also deals rows out. Two lanes differ in the bit `other`: the one
+ * without it gets what both have of the first row, the one with it what they have of the second. */
+template <typename T, typename Reduce>
+__device__ inline T reduce_and_deal(T first, T second, int other, Reduce reduce) {
+    const bool has_second = threadIdx.x & other;
+    const T mine = has_second ? second : first, sent = has_second ? first : second;
+    return reduce(mine, __shfl_xor_sync(~0u, sent, other));
+}
+
+/* Copies dh and a' from shared memory, for weight gradients in 16 bits. */
+template <bool GATED, typename Place>
+__device__ inline void store_16_bits(const QuantizeDh &q, Place place, int64_t row0, int num_rows,
+                                     int column) {
+    using T = __nv_bfloat16;
+    T *dh = (T *)q.p.dh_rows + row0 * q.H + column, *a = (T *)q.p.a_rows + row0 * q.F + column;
+#pragma unroll 1
+    for (int half = 0; half < 2; half++, dh += SUBTILE, a += SUBTILE) {
+#pragma unroll
+        for (int i = 0; i < LANE_ROWS; i++) {
+            if (i >= num_rows) break;
+            if (q.p.dh_rows) st_global_v4(dh + i * (int64_t)q.H, ld_shared_v4(place(GATE, half, i)));
+            if (q.p.dh_rows && GATED)
+                st_global_v4(dh + i * (int64_t)q.H + q.F, ld_shared_v4(place(UP, half, i)));
+            if (q.p.a_rows) st_global_v4(a + i * (int64_t)q.F, ld_shared_v4(place(A, half, i)));
+        }
+    }
 }
 
 /* The lane's four rows and eight columns of each half. */
@@ -152,8 +178,12 @@ __device__ inline void compute_tiles(const QuantizeDh &q, Memory &s, Act act) {
               first = warp * 16 + lane / 8 * LANE_ROWS;
     const float largest = fused_moe_largest_code(FUSED_MOE_CODE_E4M3);
     const int64_t n_tiles = q.F / TILE_COLUMNS;
+    uint32_t places[LANE_ROWS];
+#pragma unroll
+    for (int i = 0; i < LANE_ROWS; i++)
+        places[i] = opaque(swizzled(shared_address(s.part), first + i, chunk));
     auto place = [&](int part, int half, int row) {
-        return swizzled(shared_address(s.part[part]) + half * HALF_BYTES, first + row, chunk);
+        return places[row] + part * PART_BYTES + half * HALF_BYTES;
     };
     auto sync = [] { barrier_sync(1, COMPUTE_THREADS); };
     for (uint32_t phase = 0;; phase ^= 1) {
@@ -163,27 +193,26 @@ __device__ inline void compute_tiles(const QuantizeDh &q, Memory &s, Act act) {
         const int64_t row0 = s.first_row + first;
 
         /* rows of another expert, or of none, become zeros: then so do their dh and a' */
-        for (int i = max(num_rows - first, 0); i < LANE_ROWS; i++)
-            for (int part = 0; part < MOST_PARTS; part++)
-                for (int half = 0; half < 2; half++)
-                    st_shared_v4(place(part, half, i), make_uint4(0, 0, 0, 0));
-
-        /* dh and a' in 16 bits, and peaks: of gates in lower halves, of ups in upper ones */
-        uint32_t dh_peak[LANE_ROWS], a_peaks[LANE_ROWS / 2] = {}; /* of a' two rows in a word */
-        float dot[LANE_ROWS];
+        if (num_rows - first < LANE_ROWS)
 #pragma unroll
-        for (int i = 0; i < LANE_ROWS; i++) {
-            const float score = s.row[first + i].score;
-            uint32_t peaks[MOST_PARTS] = {};
-            dot[i] = 0;
+            for (int i = 0; i < LANE_ROWS; i++)
+                for (int at = 0; at < MOST_PARTS * PART_BYTES && first + i >= num_rows; at += HALF_BYTES)
+                    st_shared_v4(places[i] + at, make_uint4(0, 0, 0, 0));
+
+        /* dh and a' in 16 bits, and the peaks of even columns in lower halves, of odd ones in upper ones */
+        uint32_t peaks[MOST_PARTS][LANE_ROWS] = {};
+        float dot[LANE_ROWS] = {};
 #pragma unroll 1 /* code that is twice as long misses the instruction cache */
-            for (int half = 0; half < 2; half++) {
+        for (int half = 0; half < 2; half++) {
+#pragma unroll
+            for (int i = 0; i < LANE_ROWS; i++) {
+                const float score = s.row[first + i].score;
                 uint4 packed[MOST_PARTS];
                 Pair<float> h, d;
                 float g[CHUNK], da[CHUNK], a[CHUNK];
-                unpack_chunk(g, ld_shared_v4(place(A, half, i)));
-                unpack_chunk(h.gate, ld_shared_v4(place(GATE, half, i)));
-                if (GATED) unpack_chunk(h.up, ld_shared_v4(place(UP, half, i)));
+                widen<T>(g, ld_shared_v4(place(A, half, i)));
+                widen<T>(h.gate, ld_shared_v4(place(GATE, half, i)));
+                if (GATED) widen<T>(h.up, ld_shared_v4(place(UP, half, i)));
 #pragma unroll
                 for (int j = 0; j < CHUNK; j++) da[j] = score * g[j];
                 activate_backward<T>(act, a, d, da, h, q.constants, GATED);
@@ -196,70 +225,64 @@ __device__ inline void compute_tiles(const QuantizeDh &q, Memory &s, Act act) {
                 for (int part = 0; part < MOST_PARTS; part++) {
                     if (part == UP && !GATED) continue;
                     st_shared_v4(place(part, half, i), packed[part]);
-                    peaks[part] = max_magnitudes(peaks[part], peaks_of_chunk(packed[part]));
+                    peaks[part][i] = max_magnitudes(peaks[part][i], peaks_of_chunk(packed[part]));
                 }
-                if (first + i >= num_rows) continue;
-                if (p.dh_rows) {
-                    T *dh = (T *)p.dh_rows + (row0 + i) * q.H + column + half * SUBTILE;
-                    st_global_v4(dh, packed[GATE]);
-                    if (GATED) st_global_v4(dh + q.F, packed[UP]);
-                }
-                if (p.a_rows)
-                    st_global_v4((T *)p.a_rows + (row0 + i) * q.F + column + half * SUBTILE, packed[A]);
             }
-            dh_peak[i] = larger_half(peaks[GATE]) | larger_half(peaks[UP]) << 16;
-            a_peaks[i / 2] |= larger_half(peaks[A]) << i % 2 * 16;
         }
-#pragma unroll
-        for (int other = 1; other < 8; other *= 2) { /* over the eight lanes of a row */
-#pragma unroll
-            for (int i = 0; i < LANE_ROWS; i++) {
-                dh_peak[i] = max_magnitudes(dh_peak[i], __shfl_xor_sync(~0u, dh_peak[i], other));
-                dot[i] += __shfl_xor_sync(~0u, dot[i], other);
-            }
-#pragma unroll
-            for (uint32_t &both : a_peaks) both = max_magnitudes(both, __shfl_xor_sync(~0u, both, other));
-        }
+        if (p.dh_rows || p.a_rows) store_16_bits<GATED>(q, place, row0, num_rows - first, column);
 
-        auto of_lane = [&](const auto &v) { /* that of row chunk % 4 */
-                                            return chunk & 2 ? (chunk & 1 ? v[3] : v[2])
-                                                             : (chunk & 1 ? v[1] : v[0]);
-        };
+        /* Over the eight lanes of a row: lane c gets row c % 4 of the four. A word has the peaks of a row's
+         * gates and ups, or those of a' in two rows, i and i + 2. */
+        const int own = chunk % LANE_ROWS;
+        const bool has_own = first + own < num_rows;
+        uint32_t dh_peak[LANE_ROWS / 2], a_peak[LANE_ROWS / 2];
+        float own_dot[LANE_ROWS / 2];
+        auto sum = [](float a, float b) { return a + b; };
+#pragma unroll
+        for (int i = 0; i < LANE_ROWS / 2; i++) {
+            auto both = [&](int row) { return larger_halves(peaks[GATE][row], peaks[UP][row]); };
+            dh_peak[i] = reduce_and_deal(both(2 * i), both(2 * i + 1), 1, max_magnitudes);
+            own_dot[i] = reduce_and_deal(dot[2 * i], dot[2 * i + 1], 1, sum);
+            a_peak[i] = larger_halves(peaks[A][i], peaks[A][i + 2]);
+        }
+        dh_peak[0] = reduce_and_deal(dh_peak[0], dh_peak[1], 2, max_magnitudes);
+        own_dot[0] = reduce_and_deal(own_dot[0], own_dot[1], 2, sum);
+        a_peak[0] = reduce_and_deal(a_peak[0], a_peak[1], 1, max_magnitudes);
+        a_peak[0] = max_magnitudes(a_peak[0], __shfl_xor_sync(~0u, a_peak[0], 2));
+        dh_peak[0] = max_magnitudes(dh_peak[0], __shfl_xor_sync(~0u, dh_peak[0], 4));
+        a_peak[0] = max_magnitudes(a_peak[0], __shfl_xor_sync(~0u, a_peak[0], 4));
+        own_dot[0] += __shfl_xor_sync(~0u, own_dot[0], 4);
+        float peak[MOST_PARTS]; /* of the lane's row; bf16 are floats' upper halves */
+        auto lower = [](uint32_t pair) { return __uint_as_float(pair << 16 & 0x7fff0000); };
+        auto upper = [](uint32_t pair) { return __uint_as_float(pair & 0x7fff0000); };
+        peak[GATE] = lower(dh_peak[0]);
+        peak[UP] = upper(dh_peak[0]);
+        peak[A] = chunk & 2 ? upper(a_peak[0]) : lower(a_peak[0]);
 
         /* the scales of rows: lane c of eight has row c % 4, of gates or, from c = 4 on, of ups */
         float row_inverse[2][LANE_ROWS];
         {
-            const int i = chunk % LANE_ROWS, part = chunk / LANE_ROWS;
-            const uint32_t both = of_lane(dh_peak);
-            const uint32_t peak = part ? both & 0xffff0000 : both << 16; /* bf16 are floats' upper halves */
-            const float scale = fused_moe_scale_of(peak, largest, false), inverse = 1 / scale;
-            if (p.dh && first + i < num_rows && (GATED || !part))
-                p.dh_scale[(part * n_tiles + n_tile) * q.R + row0 + i] = scale;
+            const int part = chunk / LANE_ROWS;
+            const float scale =
+                fused_moe_scale_of(__float_as_uint(part ? peak[UP] : peak[GATE]), largest, false);
+            const float inverse = 1 / scale;
+            if (p.dh && has_own && (GATED || !part))
+                p.dh_scale[(part * n_tiles + n_tile) * q.R + row0 + own] = scale;
 #pragma unroll
             for (int j = 0; j < 2 * LANE_ROWS; j++)
                 row_inverse[j / LANE_ROWS][j % LANE_ROWS] = __shfl_sync(~0u, inverse, j, 8);
-            if (p.partials && !part && first + i < num_rows)
-                p.partials[(row0 + i) * n_tiles + n_tile] = of_lane(dot);
+            if (p.partials && !part && has_own) p.partials[(row0 + own) * n_tiles + n_tile] = own_dot[0];
         }
 
         /* the scales of columns */
-        float x_scale[LANE_ROWS], dout_scale[LANE_ROWS];
-        uint32_t peak[MOST_PARTS] = {};
+        {
+            const RowFactors &row = s.row[first + own];
 #pragma unroll
-        for (int i = 0; i < LANE_ROWS; i++) {
-            const RowFactors &row = s.row[first + i];
-            x_scale[i] = row.x_scale, dout_scale[i] = row.dout_scale;
-            auto raise = [](uint32_t &most, float scale, uint32_t bits) {
-                most = max(most, fused_moe_magnitude(scale * __uint_as_float(bits)));
-            };
-            raise(peak[GATE], x_scale[i], dh_peak[i] << 16);
-            raise(peak[UP], x_scale[i], dh_peak[i] & 0xffff0000);
-            raise(peak[A], dout_scale[i], i % 2 ? a_peaks[i / 2] & 0xffff0000 : a_peaks[i / 2] << 16);
-        }
-#pragma unroll
-        for (int part = 0; part < MOST_PARTS; part++) {
-            peak[part] = __reduce_max_sync(~0u, peak[part]);
-            if (lane == 0) s.peaks[part][warp] = peak[part];
+            for (int part = 0; part < MOST_PARTS; part++) {
+                const float factor = part == A ? row.dout_scale : row.x_scale;
+                const uint32_t most = __reduce_max_sync(~0u, fused_moe_magnitude(factor * peak[part]));
+                if (lane == 0) s.peaks[part][warp] = most;
+            }
         }
         sync();
         float inverse[MOST_PARTS];
@@ -277,28 +300,30 @@ __device__ inline void compute_tiles(const QuantizeDh &q, Memory &s, Act act) {
         }
 
         /* codes */
+        const int num_codes = p.dh ? num_rows - first : 0; /* rows of them */
+        uint8_t *const dh = (uint8_t *)p.dh + row0 * q.H + column;
 #pragma unroll
         for (int part = 0; part < MOST_PARTS; part++) {
             if (part == UP && !GATED) continue;
             uint32_t words[2 * CHUNK];
             float factor[LANE_ROWS];
 #pragma unroll
-            for (int i = 0; i < LANE_ROWS; i++)
-                factor[i] = (part == A ? dout_scale[i] : x_scale[i]) * inverse[part];
+            for (int i = 0; i < LANE_ROWS; i++) {
+                const RowFactors &row = s.row[first + i];
+                factor[i] = (part == A ? row.dout_scale : row.x_scale) * inverse[part];
+            }
+            uint8_t *row_codes[LANE_ROWS];
+#pragma unroll
+            for (int i = 0; i < LANE_ROWS; i++) row_codes[i] = dh + part * q.F + i * (int64_t)q.H;
 #pragma unroll
             for (int half = 0; half < 2; half++) {
                 float v[LANE_ROWS][CHUNK];
 #pragma unroll
                 for (int i = 0; i < LANE_ROWS; i++) {
-                    unpack_chunk(v[i], ld_shared_v4(place(part, half, i)));
-                    if (part == A || !p.dh || first + i >= num_rows) continue;
-                    const float of_row = row_inverse[part % 2][i];
-                    const uint2 codes = {
-                        word_of_codes(v[i][0] * of_row, v[i][1] * of_row, v[i][2] * of_row, v[i][3] * of_row),
-                        word_of_codes(v[i][4] * of_row, v[i][5] * of_row, v[i][6] * of_row,
-                                      v[i][7] * of_row)};
-                    uint8_t *row = (uint8_t *)p.dh + (row0 + i) * q.H + part * q.F + column + half * SUBTILE;
-                    *(uint2 *)row = codes;
+                    widen<T>(v[i], ld_shared_v4(place(part, half, i)));
+                    if (part == A) continue;
+                    st_global_v2(row_codes[i] + half * SUBTILE, chunk_of_e4m3(v[i], row_inverse[part % 2][i]),
+                                 i < num_codes);
                 }
                 make_column_words(words + half * CHUNK, v, factor);
             }

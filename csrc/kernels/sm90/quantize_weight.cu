@@ -29,7 +29,7 @@ __device__ inline void load_columns(float (&v)[CHUNK], const T *src, int64_t str
 #pragma unroll
         for (int j = 0; j < CHUNK; j++) v[j] = to_accum(src[j * stride_column]);
     } else if constexpr (sizeof(T) == 2) {
-        unpack_chunk(v, ld_global_v4(src, true));
+        widen<__nv_bfloat16>(v, ld_global_v4(src, true));
     } else {
         const uint4 low = ld_global_v4(src, true), high = ld_global_v4(src + 4, true);
         const uint32_t bits[] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
@@ -86,10 +86,7 @@ __global__ void __launch_bounds__(THREADS, 2)
 #pragma unroll
         for (int i = 0; i < LANE_ROWS; i++) {
             if (!q.codes) break;
-            const float (&x)[CHUNK] = v[half][i];
-            *(uint2 *)(codes + i * q.columns + half * SUBTILE) = {
-                word_of_codes(x[0] * inverse, x[1] * inverse, x[2] * inverse, x[3] * inverse),
-                word_of_codes(x[4] * inverse, x[5] * inverse, x[6] * inverse, x[7] * inverse)};
+            *(uint2 *)(codes + i * q.columns + half * SUBTILE) = chunk_of_e4m3(v[half][i], inverse);
         }
         make_column_words(words, v[half], factor);
         store_column_words(shared_address(columns), half, first, words);

@@ -1,0 +1,109 @@
+"""How many codes of FP8 training are zero or at the format's limit: `fp8_shares`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from .ops import WGRADS
+
+LARGEST, NAN = 0x7E, 0x7F  # codes of e4m3 without their sign
+
+_current: Fp8Shares | None = None
+
+
+class Fp8Shares:
+    """Shares of codes, of the calls within `fp8_shares`.
+
+    Attributes:
+        counts: {name: (4,) int64 on the calls' device: codes, and of them those that are zero, at the limit
+            and NaN}. Names are x, w1 (with w3's rows), w2, a, and after backward dout, dh and, where weight
+            gradients are FP8, dh by columns.
+    """
+
+    def __init__(self):
+        self.counts: dict[str, Tensor] = {}
+
+    def zero(self, name: str) -> float:
+        """The share of codes that are zero. What was zero before is in it."""
+        return self._share(name, 1)
+
+    def saturated(self, name: str) -> float:
+        """The share of codes at 448: one of each scale's values at least, as a scale is the largest / 448."""
+        return self._share(name, 2)
+
+    def _share(self, name: str, which: int) -> float:
+        codes, *found = self.counts[name].tolist()
+        return found[which - 1] / max(codes, 1)
+
+    def __str__(self) -> str:
+        if not self.counts:
+            return "fp8_shares: no call of FP8 training"
+        lines = [f"{'':>14} {'codes':>12} {'zero':>8} {'at 448':>8} {'NaN':>8}"]
+        for name, counts in self.counts.items():
+            codes, *found = counts.tolist()
+            shares = " ".join(f"{n / max(codes, 1):8.3%}" for n in found)
+            lines.append(f"{name:>14} {codes:12d} {shares}")
+        return "\n".join(lines)
+
+    @torch.no_grad()
+    def add(self, name: str, codes: Tensor, num_rows: Tensor | None = None) -> None:
+        """Counts bytes; of a matrix with num_rows () its first rows, since others hold anything."""
+        magnitude = codes & 0x7F
+        found = torch.stack([magnitude == code for code in (0, LARGEST, NAN)])
+        counted = torch.ones_like(magnitude, dtype=torch.bool)
+        if num_rows is not None:
+            counted &= (torch.arange(codes.size(0), device=codes.device) < num_rows)[:, None]
+        total = torch.cat([counted.sum().reshape(1), (found & counted).flatten(1).sum(1)])
+        self.counts[name] = self.counts[name] + total if name in self.counts else total
+
+    def add_call(self, x: Tensor, fp8, made: tuple, link_t, plan, y: Tensor, wgrad: int) -> None:
+        """Counts those of a call's forward pass, and has its backward pass count its own. `made` and link_t
+        are results of fp8_up and fp8_up_weights, whose gradients are dh's codes."""
+        link, _, _, a, *_ = made
+        num_rows = plan.offsets[-1]
+        self.add("x", codes_of_rows(x.detach()))
+        for name, codes in (("w1", fp8.up[0]), ("w2", fp8.down[0])):
+            self.add(name, codes)
+        self.add("a", a, num_rows)
+        if y.requires_grad:
+            y.register_hook(lambda dout: self.add("dout", codes_of_rows(dout)))
+        if link.requires_grad:
+            link.register_hook(lambda dh: self.add("dh", dh.view(torch.uint8), num_rows))
+        if link_t is not None and link_t.requires_grad and wgrad == WGRADS["fp8"]:
+            link_t.register_hook(lambda dh_t: self.add("dh by columns", dh_t.view(torch.uint8)))
+
+
+@torch.no_grad()
+def codes_of_rows(x: Tensor) -> Tensor:
+    """The codes (T, D) of values (T, D) with one scale for a row (csrc/eight_bit.h)."""
+    values = x.float()
+    peak = values.abs().amax(1, keepdim=True)
+    scale = torch.where(peak == 0, 1, (peak / 448).clamp_min(2.0**-120))
+    return (values * (1 / scale)).to(torch.float8_e4m3fn).view(torch.uint8)
+
+
+@contextmanager
+def fp8_shares() -> Iterator[Fp8Shares]:
+    """Counts zero and saturated codes in the calls within it that train in FP8, and in their backward passes,
+    whenever these run. It takes about as long as the calls themselves; nothing waits for the GPU until a
+    share is read. Compiled calls are not counted.
+
+        with fused_moe.fp8_shares() as shares:
+            model(x).sum().backward()
+        print(shares)
+    """
+    global _current
+    before, _current = _current, Fp8Shares()
+    try:
+        yield _current
+    finally:
+        _current = before
+
+
+def current() -> Fp8Shares | None:
+    """What counts the call that is running."""
+    return None if torch.compiler.is_compiling() else _current
