@@ -754,6 +754,7 @@ def public_calls() -> dict:
         (fused_moe.LoRA.from_peft, {"num_experts": E, "w1": (torch.randn(6, D), torch.randn(F, 6))}),
         (adapters.load, {"lora": adapters()}),
         (ExpertParallel, {"static": True, "capacity": 8}),
+        (fused_moe.enable_fp8, {"module": FusedMoE(128, 768, E, K)}),
         (fused_moe.fp8_weights, {name: torch.randn(1, 128, 128) for name in ("w1", "w2", "w3")}),
         *loaders(),
     ]
@@ -825,12 +826,12 @@ def test_any_argument_of_any_function(device, name, argument, parameter):
 
 def test_any_public_function_is_called(cpu):
     """Rightly. Named tuples that functions return, info(), which takes nothing, and contexts, which check
-    when they are entered (test_replay.py), are left out."""
+    when they are entered (test_replay.py) or nothing (fp8_shares), are left out."""
     for fn, arguments in public_calls().values():
         fn(**arguments)
     called = {fn for fn, _ in public_calls().values()}
     others = {"LoRA", "LoadReport", "ModelLoadReport", "Plan", "RouterLosses", "info", "reference"}
-    others |= {"Routes", "record_routing", "replay_routing", "Fp8Weights"}
+    others |= {"Routes", "record_routing", "replay_routing", "Fp8Weights", "Fp8Shares", "fp8_shares"}
     assert {name for name in fused_moe.__all__ if getattr(fused_moe, name) not in called} == others
     assert called >= {getattr(quantized, name) for name in quantized.__all__}
 

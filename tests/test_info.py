@@ -202,7 +202,7 @@ import fused_moe
 print(*sorted(set(sys.modules) - before))
 """
     run = run_python(code)
-    own = "activation balance checks composed counting expert_bias flops fp8 function gate info"
+    own = "activation balance checks composed counting expert_bias flops fp8 fp8_shares fp8_training function gate info"
     own += " kept_dtypes lora losses main_grad module oldest ops overlap padding plan quantized"
     parts = "computing copies formats loaders quantizing refreshing sharding smoothing state tiles weight"
     own += "".join(f" quantized.{name}" for name in parts.split())
@@ -352,6 +352,7 @@ def test_the_public_names(device):
     for name in fused_moe.__all__:
         assert hasattr(fused_moe, name), name
     own = {
+        "Fp8Shares",
         "Fp8Weights",
         "LoRA",
         "LoadReport",
@@ -362,6 +363,8 @@ def test_the_public_names(device):
         "Routes",
         "add_lora",
         "balance",
+        "enable_fp8",
+        "fp8_shares",
         "fp8_weights",
         "info",
         "load_report",
