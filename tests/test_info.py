@@ -202,7 +202,8 @@ import fused_moe
 print(*sorted(set(sys.modules) - before))
 """
     run = run_python(code)
-    own = "activation balance checks composed counting expert_bias flops fp8 fp8_shares fp8_training function gate info"
+    own = "activation balance checks composed counting expert_bias flops fp8 fp8_shares fp8_training function"
+    own += " gate info"
     own += " kept_dtypes lora losses main_grad module oldest ops overlap padding plan quantized"
     parts = "computing copies formats loaders quantizing refreshing sharding smoothing state tiles weight"
     own += "".join(f" quantized.{name}" for name in parts.split())
