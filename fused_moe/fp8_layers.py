@@ -19,5 +19,5 @@ def why_not(
     if D % BLOCK or F % BLOCK:
         return f"FP8 expected D and F that are multiples of {BLOCK}, {sizes}"
     if not layer_pays(D, F, E, top_k):
-        return f"FP8 pays with F >= {LEAST_WIDTH} and E <= {MOST_EXPERTS}K, {sizes}"
+        return f"FP8 pays with F >= {LEAST_WIDTH} and E <= {MOST_EXPERTS} * K, {sizes}"
     return None

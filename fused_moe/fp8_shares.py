@@ -90,7 +90,7 @@ def codes_of_rows(x: Tensor) -> Tensor:
 def fp8_shares() -> Iterator[Fp8Shares]:
     """Counts zero and saturated codes in the calls within it that train in FP8, and in their backward passes,
     whenever these run. It takes about as long as the calls themselves; nothing waits for the GPU until a
-    share is read. Compiled calls are not counted.
+    share is read. A forward pass that checkpointing runs again counts twice, compiled calls not at all.
 
         with fused_moe.fp8_shares() as shares:
             model(x).sum().backward()

@@ -60,6 +60,12 @@ class Fp8Training:
             self._kept = kept = (made_of, quantized(w1, w2, w3, layout))
         return kept[1]
 
+    def without_codes(self) -> Fp8Training:
+        """The same, but for keep_codes."""
+        other = Fp8Training(self.wgrad)
+        other.is_gathered = self.is_gathered
+        return other
+
     def __getstate__(self) -> dict:
         return self.__dict__ | {"_kept": None}
 
@@ -87,8 +93,10 @@ class _Seen:
 
 def _may_keep(weights: list[Tensor]) -> bool:
     """Whether codes may serve another call. A CUDA graph has its own, made in the graph, whose memory is the
-    graph's; compiled code sees no versions."""
-    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+    graph's. A graph that is traced sees no versions; dispatch modes may trace."""
+    if torch.compiler.is_compiling() or torch.jit.is_tracing() or torch._C._len_torch_dispatch_stack():
+        return False
+    if torch._C._are_functorch_transforms_active():
         return False
     if not all(type(w) in (Tensor, nn.Parameter) and not w.is_inference() for w in weights):
         return False
@@ -103,7 +111,12 @@ class TrainsFp8(nn.Module):
     @property
     def fp8_settings(self) -> dict:
         """What functions take as fp8 and fp8_wgrad."""
-        return {} if self.fp8 is None else {"fp8": self.fp8, "fp8_wgrad": self.fp8.wgrad}
+        fp8 = self.fp8
+        if fp8 is None:
+            return {}
+        if fp8.keep_codes and any(p is not None and is_sharded(p) for p in self._parameters.values()):
+            fp8 = fp8.without_codes()  # a write moves a DTensor's version, and not its local tensor's
+        return {"fp8": fp8, "fp8_wgrad": fp8.wgrad}
 
     def __setattr__(self, name: str, value) -> None:
         # fully_shard sets a parameter when it gathers it, and when it frees it.
@@ -127,7 +140,7 @@ def enable_fp8(
     state_dicts, DistributedDataParallel and FSDP2 see nothing new. Router, shared experts and the combine
     stay as they are, too.
 
-    Layers whose experts are too narrow or too many to gain (F < 768, or E > 16K) keep their dtype, with a
+    Layers whose experts are too narrow or too many to gain (F < 768, or E > 16 * K) keep their dtype, with a
     warning. Only a layer's sizes decide about that, never the number of tokens.
 
     Args:
@@ -138,9 +151,11 @@ def enable_fp8(
         keep_codes: quantise once for all forward passes between two steps of an optimizer, in place of once
             for each. The codes, 2 bytes for each element of a weight, stay in memory. They are made again
             where the weights' storages or versions change, and after a step of any torch.optim.Optimizer. A
-            write that PyTorch does not see, by `p.data.copy_` or another package's kernel, is missed until
-            then. Has no effect in forward passes without gradients, under FSDP2, in CUDA graphs and in
-            compiled code: those quantise each time.
+            write that PyTorch does not see is missed until then: by `p.data.copy_`, by another package's
+            kernel, by the replay of a CUDA graph that has an optimizer's step in it, or by
+            FullyShardedDataParallel where it gathers. Has no effect in forward passes without gradients,
+            where parameters are DTensors (FSDP2, ExpertParallel), in CUDA graphs, traces and compiled code:
+            those quantise each time.
         force: layers that do not gain, too.
 
     Returns:
@@ -175,11 +190,12 @@ def train_in_fp8(fn: str, layers: list, how: Fp8Training, *, force: bool = False
         if force or layer_pays(*sizes):
             experts.fp8 = Fp8Training(how.wgrad, keep_codes=how.keep_codes)
         else:
+            experts.fp8 = None
             left_out.append(sizes)
     if left_out:
         first = ", ".join(f"{letter}={n}" for letter, n in zip("DFEK", left_out[0], strict=True))
         warnings.warn(
-            f"{fn}: expected F >= {LEAST_WIDTH} and E <= {MOST_EXPERTS}K, as FP8 pays, found {first}. "
+            f"{fn}: expected F >= {LEAST_WIDTH} and E <= {MOST_EXPERTS} * K, as FP8 pays, found {first}. "
             f"{len(left_out)} of {len(layers)} layers keep their dtype",
             stacklevel=3,
         )

@@ -387,7 +387,7 @@ def _fp8_experts(
     if is_autocast_enabled(x):  # once for both operators
         x = x.to(torch.get_autocast_dtype(x.device.type))
     needs_grad, links_t = _needs_grad(x, w1, w2, w3, scores), (None, None)
-    if _needs_grad(w1, w3):  # the first, for its backward to be the last
+    if _needs_grad(w1, w3):  # called first, so that its backward runs last
         of_weights = (x.detach(), w1, w3, tensors_again(plan, 1), code, wgrad, *main_up)
         links_t = _ops.run(ops.fp8_up_weights.default, *of_weights)
     if not torch.compiler.is_compiling():
@@ -703,7 +703,7 @@ def grouped_mlp(
 
     Args:
         x_rows: (R, D): counts[0] rows of expert 0, then counts[1] of expert 1, ... Rows past counts.sum()
-            may hold garbage: they are never read. Output and gradients are zero there.
+            may hold garbage, which has no effect. Output and gradients are zero there.
         counts: (E,) of any integer dtype, on x_rows' device. On a GPU the host never reads them.
         Other arguments: as those of `fused_experts`. Quantised weights have compute "codes". With
             fp8_wgrad="auto" rows past counts.sum() are counted as an expert's.

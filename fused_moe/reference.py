@@ -624,7 +624,10 @@ class _Router(module.Router):
 
 class _Experts(module.Experts):
     def forward(self, x: Tensor, scores: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
-        out = fused_experts(x, self.w1, self.w2, self.w3, scores, ids, **self.settings)
+        settings = {name: value for name, value in self.settings.items() if value is not None}
+        if "fp8" in settings:
+            settings["fp8"] = True
+        out = fused_experts(x, self.w1, self.w2, self.w3, scores, ids, **settings)
         return out, route_plan(ids, self.num_experts).counts
 
 

@@ -553,6 +553,20 @@ CPU = [
         "tests/test_enable_fp8.py",
     ),
     Mutant(
+        "fp8: codes of DTensors are kept",
+        "fused_moe/fp8_training.py",
+        "if fp8.keep_codes and any(",
+        "if False and any(",
+        "tests/test_distributed.py -k keeps_no_codes",
+    ),
+    Mutant(
+        "fp8: traces have kept codes",
+        "fused_moe/fp8_training.py",
+        " or torch.jit.is_tracing() or torch._C._len_torch_dispatch_stack():",
+        ":",
+        "tests/test_enable_fp8.py",
+    ),
+    Mutant(
         "fp8: kept codes are used without gradients",
         "fused_moe/fp8_training.py",
         "if not needs_grad:",

@@ -735,8 +735,11 @@ def fsdp_fp8(rank, device, reshards, keep_codes, recompute):
             if other == rank:
                 own, down = x, dout
                 right = expected.detach()
-        with saved.saving():
-            out = checkpoint(layers, own, use_reentrant=False) if recompute else layers(own)
+        if recompute:  # what is saved then, checkpointing's own hooks see
+            out = checkpoint(layers, own, use_reentrant=False)
+        else:
+            with saved.saving():
+                out = layers(own)
         out.backward(down)
         assert torch.equal(out, right)
         for (name, p), q in zip(layers.named_parameters(), plain.parameters(), strict=True):
@@ -758,6 +761,37 @@ def test_fully_shard_in_fp8(workers, device, reshards, keep_codes, recompute):
     outlives the call that gathered them."""
     for shapes in workers(fsdp_fp8, reshards, keep_codes, recompute):
         assert all(len(shape) < 3 for shape in shapes), shapes
+
+
+def parallel_fp8_that_changes(rank, device):
+    """Outputs of a layer that keeps codes, before and after writes that move no version of its local tensors,
+    and those of the same weights without kept codes."""
+    layer = fp8_layer(device, keep_codes=True)
+    parallelize_module(layer, init_device_mesh(device.type, (RANKS,)), {"experts": ExpertParallel()})
+    x, _ = fp8_signals(device)
+    found, changes = (
+        [layer(x)],
+        (
+            lambda: [p.mul_(1.5) for p in layer.experts.parameters()],
+            lambda: layer.load_state_dict({name: value / 2 for name, value in layer.state_dict().items()}),
+        ),
+    )
+    for change in changes:
+        with torch.no_grad():
+            change()
+        kept = layer(x)
+        fused_moe.enable_fp8(layer, force=True)
+        found += [kept, layer(x)]
+        fused_moe.enable_fp8(layer, force=True, keep_codes=True)
+        layer(x)
+    return [out.detach() for out in found]
+
+
+def test_expert_parallel_keeps_no_codes(workers, device):
+    """A write to a DTensor moves its own version, and not its local tensor's."""
+    for first, second, expected, third, expected_then in workers(parallel_fp8_that_changes):
+        assert torch.equal(second, expected) and torch.equal(third, expected_then)
+        assert not torch.equal(first, second) and not torch.equal(second, third)
 
 
 def parallel_fp8(rank, device, static, shards):

@@ -7,13 +7,24 @@ from pathlib import Path
 
 import pytest
 import torch
-from cases import BF16, Calls, assert_same_bits
+from cases import BF16, assert_same_bits
+from torch.func import functional_call
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.checkpoint import checkpoint
 
 import fused_moe
-from fused_moe import Fp8Shares, FusedMoE, add_lora, enable_fp8, fp8_shares, fused_experts, grouped_mlp
-from fused_moe.fp8 import layer_pays
+from fused_moe import (
+    Fp8Shares,
+    FusedMoE,
+    add_lora,
+    enable_fp8,
+    fp8_shares,
+    fp8_training,
+    fused_experts,
+    grouped_mlp,
+)
+from fused_moe.fp8 import layer_pays, quantized
 from fused_moe.quantized import quantize
 
 pytestmark = pytest.mark.usefixtures("fp8")
@@ -47,11 +58,18 @@ def fresh(moe: FusedMoE) -> FusedMoE:
     return enable_fp8(other, force=True)
 
 
-def num_quantised(run) -> int:
-    """Calls of fp8_weight: two for a layer, w1 with w3, and w2."""
-    with Calls() as calls:
+def num_quantised(run, monkeypatch) -> int:
+    """How often a layer's weights are quantised."""
+    calls = []
+
+    def counted(*args, **options):
+        calls.append(args)
+        return quantized(*args, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(fp8_training, "quantized", counted)
         run()
-    return len(calls.of("fp8_weight"))
+    return len(calls)
 
 
 # --- the layer ----------------------------------------------------------------------------------------
@@ -86,6 +104,20 @@ def test_layers_of_other_kinds(device, options):
     out.square().mean().backward()
     for name, p in moe.named_parameters():
         assert p.grad is not None and p.grad.isfinite().all() and p.grad.any(), name
+
+
+@pytest.mark.parametrize("wgrad", ("fp8", "bf16"))
+def test_the_reference_trains_in_fp8(device, wgrad):
+    moe, x, dout = trained(device, wgrad=wgrad), tokens(device), tokens(device, seed=2)
+    loop = fused_moe.reference.FusedMoE(D, F, E, K, device=device, dtype=BF16)
+    loop.load_state_dict(moe.state_dict())
+    enable_fp8(loop, force=True, wgrad=wgrad)
+    out, expected = moe(x), loop(x)
+    assert (out - expected).norm() < 0.02 * expected.norm()
+    out.backward(dout)
+    expected.backward(dout)
+    for (name, p), q in zip(moe.named_parameters(), loop.parameters(), strict=True):
+        assert (p.grad - q.grad).norm() < 0.03 * q.grad.norm(), name
 
 
 def test_main_grads_of_a_layer(device):
@@ -194,7 +226,7 @@ def test_two_steps(device, update, keep_codes):
     assert not torch.equal(outs[0], outs[1]) and not torch.equal(outs[1], outs[2])
 
 
-def test_codes_are_made_once_for_an_optimizer_step(device):
+def test_codes_are_made_once_for_an_optimizer_step(device, monkeypatch):
     moe, x = trained(device, keep_codes=True), tokens(device)
     optimizer = torch.optim.AdamW(moe.parameters(), fused=True)
 
@@ -203,10 +235,26 @@ def test_codes_are_made_once_for_an_optimizer_step(device):
             moe(x).sum().backward()
 
     for _ in range(2):
-        assert num_quantised(micro_batches) == 2
+        assert num_quantised(micro_batches, monkeypatch) == 1
         optimizer.step()
     enable_fp8(moe, force=True)
-    assert num_quantised(micro_batches) == 6
+    assert num_quantised(micro_batches, monkeypatch) == 3
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
+@pytest.mark.parametrize("trace", ("jit", "make_fx"))
+def test_traces_have_no_codes(device, trace):
+    """A traced layer follows its weights, although there are codes when it is traced."""
+    moe, x = trained(device, keep_codes=True), tokens(device)
+    moe(x)
+    if trace == "jit":
+        traced = torch.jit.trace(moe, x, check_trace=False)
+    else:
+        traced = make_fx(lambda x, w2: functional_call(moe, {"experts.w2": w2}, (x,)))(x, moe.experts.w2)
+    with torch.no_grad():
+        moe.experts.w2.mul_(2)
+    out = traced(x) if trace == "jit" else traced(x, moe.experts.w2)
+    same(out, fresh(moe)(x))
 
 
 def test_kept_codes_do_not_outlive_memory(device):
@@ -315,11 +363,14 @@ def test_layers_that_do_not_gain_stay(device):
     assert narrow.experts.fp8 is None and wide.experts.fp8 is not None
     enable_fp8(torch.nn.Sequential(narrow), force=True)
     assert narrow.experts.fp8 is not None
+    with pytest.warns(UserWarning, match="1 of 1 layers keep their dtype"):
+        enable_fp8(narrow)
+    assert narrow.experts.fp8 is None
 
 
 def test_of_the_constructor(device):
     assert FusedMoE(128, 768, 4, 2, device=device, fp8=True).experts.fp8.wgrad == "auto"
-    with pytest.warns(UserWarning, match="expected F >= 768 and E <= 16K, .* found D=128, F=768, E=64"):
+    with pytest.warns(UserWarning, match="expected F >= 768 and E <= 16 \\* K, .* found D=128, F=768, E=64"):
         assert FusedMoE(128, 768, 64, 2, device=device, fp8=True).experts.fp8 is None
     with pytest.raises(ValueError, match="expected experts whose F is a multiple of 128, found 800"):
         FusedMoE(128, 800, 4, 2, device=device, fp8=True)
@@ -349,7 +400,7 @@ def test_refusals(device, name):
     make, error, message = REFUSED[name]
     module, good = make(device), layer(device)
     with pytest.raises(error, match=f"enable_fp8: expected .*{message}"):
-        enable_fp8(torch.nn.Sequential(good, module) if name in ("bias", "D", "lora") else module, force=True)
+        enable_fp8(module if name.startswith("no ") else torch.nn.Sequential(good, module), force=True)
     assert good.experts.fp8 is None
 
 

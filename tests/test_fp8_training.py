@@ -154,7 +154,7 @@ def test_no_tokens(device):
 
 @pytest.mark.parametrize("dim", (1024, 1152))
 def test_chunks_of_columns(device, dim):
-    """Weight gradients are made in 4 chunks of D, or in 3."""
+    """dw1 and dw3 are made in chunks of D: eight of 128 columns, or four of 256 and one of 128."""
     case = replace(CASE, dim=dim, num_experts=2)
     for layout in ("separate", "halves.T", "separate.T"):
         inputs = inputs_of(replace(case, layout=layout), device)

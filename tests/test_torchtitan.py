@@ -738,7 +738,7 @@ def test_fp8(fusion, precision):
 def test_fp8_is_for_layers_that_gain(fusion):
     """Others have the bits of the layer in 16 bits, and a warning says why."""
     cases = [
-        ({"hidden_dim": 512}, "FP8 pays with F >= 768 and E <= 16K, found D=128, F=512, E=8, K=2"),
+        ({"hidden_dim": 512}, "FP8 pays with F >= 768 and E <= 16 * K, found D=128, F=512, E=8, K=2"),
         ({"hidden_dim": 832}, "FP8 expected D and F that are multiples of 128, found D=128, F=832, E=8, K=2"),
         ({"swiglu_limit": 7.0}, "they have biases"),
     ]

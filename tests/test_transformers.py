@@ -547,7 +547,7 @@ def test_fp8(cpu, kind):
 def test_fp8_is_for_experts_that_gain(cpu):
     """Others have the bits of fused_moe, and one warning says why."""
     narrow, odd, many = WIDE | {"intermediate_size": 640}, WIDE | {"intermediate_size": 800}, WIDE
-    pays, sizes = "FP8 pays with F >= 768 and E <= 16K, found D=128, ", "E=5, K=2"
+    pays, sizes = "FP8 pays with F >= 768 and E <= 16 * K, found D=128, ", "E=5, K=2"
     cases = (
         (MixtralExperts, BF16, narrow, f"{pays}F=640, {sizes}"),
         (

@@ -106,10 +106,10 @@ def _why_not_fp8(experts: nn.Module, x: Tensor, w2: Tensor, top_k: int) -> str |
     return why_not(D, F, w2.size(0), top_k, has_bias=experts.has_bias)
 
 
-# FSDP and DeepSpeed gather a call's weights for it. Those look like any others, and modules of transformers
-# do not see them set, as ours do. So in a process group no codes are kept from forward to backward, which
-# makes those that it needs. Kept codes would only take memory: 2 bytes for each element of all layers'
-# weights. Where weights are never freed, as with DistributedDataParallel, they are read once more.
+# FSDP gathers a call's weights for it. Those look like any others, and modules of transformers do not see
+# them set, as ours do. So in a process group no codes are kept from forward to backward, which makes those
+# that it needs. Kept codes would only take memory: 2 bytes for each element of all layers' weights. Where
+# weights are never freed, as with DistributedDataParallel, they are read once more.
 _WHOLE, _GATHERED = Fp8Training(), Fp8Training()
 _GATHERED.is_gathered = True
 
