@@ -438,7 +438,7 @@ typedef struct {            /* a weight in blocks of 128 x 128, and its transpos
     float *scale_t;         /* [E,N/128,M/128]                                   */
     int64_t M[2], N;        /* multiples of 128                                  */
     int32_t E;
-    FusedMoeDtype dtype; /* of the weight: f32 or bf16 */
+    FusedMoeDtype dtype; /* the weight's, f32 or bf16 */
 } FusedMoeQuantizeWeight;
 
 /* Rows' codes by columns: columns[block][c][i] = codes[row_token[r]][first + c], r being the block's row i,

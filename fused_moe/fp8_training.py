@@ -15,7 +15,7 @@ from .ops import BLOCK
 from .quantized.sharding import is_sharded
 from .quantized.weight import QuantizedWeight
 
-_optimizer_steps: int | None = None  # of all of PyTorch's optimizers, once somebody wants to know
+_optimizer_steps: int | None = None  # taken by all torch.optim optimizers; None: not counted yet
 
 
 def _watch_optimizers() -> None:

@@ -227,20 +227,20 @@ def activation_of(experts: nn.Module) -> dict:
 
 def experts_in(fn: str, module: nn.Module) -> list[Experts]:
     """The experts of every FusedMoE in a module, which has to have some."""
-    if not isinstance(module, nn.Module):
-        checks.fail(TypeError, fn, "a module with a FusedMoE in it", type(module).__name__)
-    found = [m for m in module.modules() if isinstance(m, Experts)]
-    if not found:
-        checks.fail(ValueError, fn, "a module with a FusedMoE in it", type(module).__name__)
-    return found
+    return _modules_in(fn, module, Experts)
 
 
 def layers_in(fn: str, module: nn.Module) -> list[FusedMoE]:
     """Every FusedMoE in a module, which has to have some."""
-    found = [m for m in module.modules() if isinstance(m, FusedMoE)] if isinstance(module, nn.Module) else []
+    return _modules_in(fn, module, FusedMoE)
+
+
+def _modules_in(fn: str, module: nn.Module, kind: type) -> list:
+    if not isinstance(module, nn.Module):
+        checks.fail(TypeError, fn, "a module with a FusedMoE in it", type(module).__name__)
+    found = [m for m in module.modules() if isinstance(m, kind)]
     if not found:
-        error = ValueError if isinstance(module, nn.Module) else TypeError
-        checks.fail(error, fn, "a module with a FusedMoE in it", type(module).__name__)
+        checks.fail(ValueError, fn, "a module with a FusedMoE in it", type(module).__name__)
     return found
 
 

@@ -1024,7 +1024,7 @@ def _zeros_fake(like: Tensor, shape: tuple[int, int], dtype: torch.dtype | None 
 def _fp8_weight_fake(args):
     num_experts, rows, cols = args.w.shape
     width, h_width = _widths(rows, args.layout)
-    is_made, is_transposed = args.orders != TRANSPOSED, args.orders >= TRANSPOSED
+    is_made, is_transposed = args.orders & AS_THEY_ARE, args.orders & TRANSPOSED
     scales = (h_width // BLOCK, cols // BLOCK)
     return (
         _needed(is_made, args.w, num_experts, h_width, cols, dtype=torch.uint8),

@@ -516,7 +516,8 @@ def _eight_bit_mlp(
 # --- experts trained in FP8 --------------------------------------------------------------------------------
 
 
-def _peak_scale(peak: Tensor) -> Tensor:
+def peak_scale(peak: Tensor) -> Tensor:
+    """The scale of e4m3 codes whose largest magnitude is `peak`, float32."""
     return torch.where(peak == 0, 1, _divided(peak, 448.0).clamp_min(2.0**-120))
 
 
@@ -528,7 +529,7 @@ def _by_128_columns(rows: Tensor) -> Tensor:
 def _by_blocks(w: Tensor) -> Tensor:
     """w (out, in), with one scale for a block of 128x128."""
     blocks = w.float().unflatten(0, (-1, 128)).unflatten(2, (-1, 128))
-    scale = _peak_scale(blocks.abs().amax((1, 3), keepdim=True))
+    scale = peak_scale(blocks.abs().amax((1, 3), keepdim=True))
     codes = (blocks * (1 / scale)).to(torch.float8_e4m3fn)
     return (codes.double() * scale.double()).flatten(2).flatten(0, 1)
 
@@ -542,7 +543,7 @@ def _by_columns(rows: Tensor, other_scale: Tensor) -> Tensor:
     blocks = (t.split(128) for t in (rows.float(), other_scale, values))
     for block, scales, out in zip(*blocks, strict=True):
         for part, into in zip(block.split(128, dim=1), out.split(128, dim=1), strict=True):
-            scale = _peak_scale((scales * part.abs()).amax())
+            scale = peak_scale((scales * part.abs()).amax())
             codes = (part * (scales * (1 / scale))).to(torch.float8_e4m3fn)
             into.copy_(codes.double() * (scale.double() / scales.double()))
     return values
@@ -572,7 +573,7 @@ class _Fp8Expert(torch.autograd.Function):
         dh, a_scaled = dh.to(x.dtype), (scores * a.detach()).to(x.dtype)
         dx = _by_128_columns(dh) @ _by_blocks(up)
         if ctx.wgrad == "fp8":
-            x_scale, dout_scale = (_peak_scale(t.float().abs().amax(-1, keepdim=True)) for t in (x, dout))
+            x_scale, dout_scale = (peak_scale(t.float().abs().amax(-1, keepdim=True)) for t in (x, dout))
             dh, a_scaled = _by_columns(dh, x_scale), _by_columns(a_scaled, dout_scale)
             x, dout = (quantize_rows(t, "fp8_block") for t in (x, dout))
         dup = dh.double().mT @ x.double()

@@ -252,7 +252,7 @@ __device__ inline void compute_tiles(const QuantizeDh &q, Memory &s, Act act) {
         dh_peak[0] = max_magnitudes(dh_peak[0], __shfl_xor_sync(~0u, dh_peak[0], 4));
         a_peak[0] = max_magnitudes(a_peak[0], __shfl_xor_sync(~0u, a_peak[0], 4));
         own_dot[0] += __shfl_xor_sync(~0u, own_dot[0], 4);
-        float peak[MOST_PARTS]; /* of the lane's row; bf16 are floats' upper halves */
+        float peak[MOST_PARTS]; /* row maxima; a bf16 is a float's upper half */
         auto lower = [](uint32_t pair) { return __uint_as_float(pair << 16 & 0x7fff0000); };
         auto upper = [](uint32_t pair) { return __uint_as_float(pair & 0x7fff0000); };
         peak[GATE] = lower(dh_peak[0]);
