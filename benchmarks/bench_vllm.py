@@ -74,7 +74,7 @@ QUANTIZATION = ("none", "fp8_block", "fp8", "int8", "int4")
 
 
 def model_config(shape: str, layers: int, quantization: str, dtype: str) -> dict:
-    """config.json of a checkpoint, with the sizes of fused_moe/shapes.json."""
+    """config.json of a checkpoint, with the sizes of shapes.json."""
     sizes = common.layer_sizes(shape)
     config = {
         "vocab_size": VOCABULARY,

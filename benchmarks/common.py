@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 HERE = Path(__file__).parent
-SHAPES = json.loads((HERE.parent / "fused_moe" / "shapes.json").read_text())
+SHAPES = json.loads((HERE / "shapes.json").read_text())
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 ERROR_BOUNDS = {"fp32": 1e-5, "fp16": 2e-3, "bf16": 1e-2}
 ZERO = 1e-9  # an exact tensor of this share of its terms is zero, rounded in float64
@@ -112,7 +112,7 @@ MODELS = (
 # --- flags --------------------------------------------------------------------------------------------
 
 
-LAYER_SHAPE = "a name of fused_moe/shapes.json or T,E,K,D,F; may be repeated"
+LAYER_SHAPE = "a name of benchmarks/shapes.json or T,E,K,D,F; may be repeated"
 
 
 def parser(doc: str, *, many_routings: bool = False, shape: str = LAYER_SHAPE) -> argparse.ArgumentParser:

@@ -265,7 +265,7 @@ CPU = listed({
     ("csrc/schedule.h", "tests/test_host.py::test_split_k_slices_are_whole_row_blocks"): [
         ("split-K slices of part of a k-tile",
          "if (slices * slice_rows % k_tile) slices++;", "if (slices * slice_rows % (k_tile / 2)) slices++;")],
-    ("csrc/schedule.h", "tests/test_host.py tests/test_schedule.py tests/test_route_plan.py"): [
+    ("csrc/schedule.h", "tests/test_host.py tests/tools/test_schedule.py tests/test_route_plan.py"): [
         ("an expert of 64 rows is full",
          "E, FUSED_MOE_SKINNY_ROWS + 1, INT32_MAX, tile_rows",
          "E, FUSED_MOE_SKINNY_ROWS, INT32_MAX, tile_rows")],

@@ -31,7 +31,7 @@ pytestmark = pytest.mark.usefixtures("fp8")
 
 T, D, F, E, K = 40, 256, 128, 4, 2
 WEIGHTS = ("w1", "w2", "w3")
-SHAPES = json.loads(Path(fused_moe.__file__).with_name("shapes.json").read_text())["layers"]
+SHAPES = Path(__file__).parents[1] / "benchmarks" / "shapes.json"
 
 
 def same(first: torch.Tensor, second: torch.Tensor) -> None:
@@ -348,10 +348,12 @@ GAIN = {"mixtral-8x7b", "dsv2-lite", "qwen3-30b", "olmoe", "dsv3-8ranks", "sonic
 LOSE = {"qwen3.6-35b", "qwen4-exp", "sonic-1.4b", "sonic-7b", "hunyuan-v4", "deepseek-v4-flash"}
 
 
+@pytest.mark.skipif(not SHAPES.exists(), reason="not in a checkout")
 def test_the_rule(device):
     """Layers gain or lose as they were measured, quantised in every step."""
+    shapes = json.loads(SHAPES.read_text())["layers"]
     for name in sorted(LOSE | GAIN):
-        s = SHAPES[name]
+        s = shapes[name]
         pays = layer_pays(s["dim"], s["hidden_dim"], s["num_experts"], s["top_k"])
         assert pays == (name in GAIN), name
 

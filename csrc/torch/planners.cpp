@@ -1,4 +1,4 @@
-/* The planners of schedule.h as operators on CPU tensors, for `python -m fused_moe.schedule` and the tests.
+/* The planners of schedule.h as operators on CPU tensors, for `python tools/schedule.py` and the tests.
  *
  * Each runs the C function of its name, which the kernels run too. Training calls none of them. Tiles are
  * listed as rows of an int32 matrix, one column per member of FusedMoeWorkTile or FusedMoeWgradTile. */

@@ -1,6 +1,6 @@
 """Draws a grouped GEMM's schedule: which SM works on which expert's tile when.
 
-    python -m fused_moe.schedule --shape dsv2-lite --routing zipf:1.2 -o schedule.png
+    python tools/schedule.py --shape dsv2-lite --routing zipf:1.2 -o schedule.png
 
 The work tiles, their order and the CTA that claims each come from the functions that the kernels run:
 csrc/schedule.h, through the operators of csrc/torch/planners.cpp. The times are those of a model with the
@@ -26,7 +26,7 @@ from typing import NamedTuple
 
 import torch
 
-from .ops import ops
+from fused_moe.ops import ops
 
 # The order of the sm90 tier.
 TILE_ROWS, GROUP, INTERLEAVE = ops.default_order()
@@ -41,7 +41,7 @@ BANDWIDTH_PER_SM = 0.15e6  # bytes/us: 192 KiB in flight for 1.3 us
 L2_SIZE = 50e6  # bytes
 EPILOGUE = 2.0  # us per tile
 
-SHAPES = json.loads(Path(__file__).with_name("shapes.json").read_text())["layers"]
+SHAPES = json.loads((Path(__file__).parents[1] / "benchmarks" / "shapes.json").read_text())["layers"]
 
 
 class Sizes(NamedTuple):
@@ -288,7 +288,7 @@ def draw_order(axes, runs: list[Run], depth: int, num_sms: int) -> None:
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    flags = argparse.ArgumentParser(prog="python -m fused_moe.schedule", description=__doc__.splitlines()[0])
+    flags = argparse.ArgumentParser(prog="python tools/schedule.py", description=__doc__.splitlines()[0])
     add = flags.add_argument
     names = ", ".join(SHAPES)
     add(
