@@ -1,12 +1,28 @@
-"""What the CUDA tests share: row counts, operands, calls of all GEMMs, captured graphs."""
+"""What the CUDA tests share: row counts, operands, checks, calls of all GEMMs, captured graphs, streams."""
 
 import re
+from dataclasses import replace
 
+import exact
 import pytest
 import torch
-from cases import BF16, F16, F32, F64, LAYOUTS, Case, poisoned  # noqa: F401 - tests take it from here
+from cases import (
+    BF16,
+    F16,
+    F32,
+    F64,
+    LAYOUTS,
+    ROUTINGS,
+    Case,
+    assert_same_bits,
+    make_ids,
+    poisoned,
+    score_dtype,
+    weight_shapes,
+)
 
 import fused_moe
+from fused_moe import QuantizedWeight, fused_experts
 from fused_moe import ops as codes
 
 ops = torch.ops.fused_moe
@@ -64,6 +80,13 @@ def few_rows_tiles(run) -> list[tuple[int, ...]]:
     return [tuple(map(int, match.groups())) for match in found if match]
 
 
+def assert_equal(found: torch.Tensor, expected: torch.Tensor, what) -> None:
+    """All bits, also the signs of zeros."""
+    bits = torch.int16 if found.itemsize == 2 else torch.int32
+    differ = found.view(bits) != expected.view(bits)
+    assert found.shape == expected.shape and not differ.any(), f"{what}: {differ.sum()} differ"
+
+
 def copies(results: dict) -> dict:
     return {n: t.clone() for n, t in results.items()}
 
@@ -80,6 +103,51 @@ def capture(fn):
     with torch.cuda.graph(graph):
         result = fn()
     return graph, result
+
+
+def check_replays(run, case: Case, device, draw, inputs: dict, dout, ids) -> None:
+    """run() of these tensors, recorded once: replayed on what draw(case) gives for every routing."""
+    graph, recorded = capture(run)
+    for seed, routing in enumerate((*ROUTINGS, "random")):
+        other = replace(case, routing=routing, seed=seed)
+        for name, value in draw(other, device).items():
+            if value is not None:
+                inputs[name].copy_(value)
+        dout.copy_(other.dout(device))
+        ids.copy_(other.ids(device))
+        graph.replay()
+        found = copies(recorded)
+        assert_same_bits(found, run())
+
+
+def beside_other_work(device, times: int = 5):
+    """Each time kernels of another stream are running beside what the caller launches next."""
+    noise, other = torch.randn(1024, 1024, device=device), torch.cuda.Stream(device)
+    other.wait_stream(torch.cuda.current_stream())
+    for _ in range(times):
+        with torch.cuda.stream(other):
+            for _ in range(20):
+                noise = noise @ noise / 32
+        yield
+    torch.cuda.synchronize()
+
+
+def check_at_once(device, runs, repeats: int, cycles: int) -> None:
+    """Each run on a separate stream, all at once, again and again: they give the bits of each alone."""
+    alone = [run() for run in runs]
+    streams = [torch.cuda.Stream(device) for _ in runs]
+    torch.cuda.synchronize()
+    for _ in range(repeats):
+        together = []
+        for stream in streams:
+            with torch.cuda.stream(stream):
+                torch.cuda._sleep(cycles)  # all queues fill before any runs
+        for stream, run in zip(streams, runs, strict=True):
+            with torch.cuda.stream(stream):
+                together.append(run())
+        torch.cuda.synchronize()
+        for found, expected in zip(together, alone, strict=True):
+            assert_same_bits(found, expected)
 
 
 def needs_memory(device, gib: int) -> None:
@@ -101,6 +169,36 @@ def draw_rows(counts, width, dtype, device, spare=0) -> tuple[torch.Tensor, torc
 
 def draw_weights(num_experts, width_out, width_in, dtype, device) -> torch.Tensor:
     return (torch.randn(num_experts, width_out, width_in) / width_in**0.5).to(device, dtype)
+
+
+def draw_ids(routing: str, tokens: int, top_k: int, num_experts: int, device) -> torch.Tensor:
+    """make_ids, of another seed in every call."""
+    seed = int(torch.randint(2**31, ()))
+    return make_ids(routing, tokens, top_k, num_experts, seed).contiguous().to(device)
+
+
+def draw(case: Case, device) -> tuple[tuple, dict]:
+    """(x, w1, w2, w3, scores, ids) of fused_experts and its other arguments, drawn on the device: there
+    large weights take no time."""
+    E, D, F = case.num_experts, case.dim, case.hidden
+
+    def normal(shape, fan_in=1):
+        return (torch.randn(shape, device=device) / fan_in**0.5).to(case.dtype)
+
+    shapes = weight_shapes(case.layout, E, D, F, case.bias)
+    biases = {n: normal(shape) for n, shape in shapes.items() if n[0] == "b" and shape}
+    weights = [normal(shapes[n], shapes[n][-1]) if shapes[n] else None for n in ("w1", "w2", "w3")]
+    if LAYOUTS[case.layout][3]:
+        weights = [w if w is None else w.mT.contiguous() for w in weights]
+    scores = torch.rand(case.tokens, case.top_k, dtype=score_dtype(case.dtype), device=device)
+    ids = draw_ids(case.routing, case.tokens, case.top_k, E, device)
+    return (normal((case.tokens, D)), *weights, scores, ids), {**case.options, **biases}
+
+
+def with_scales(w: QuantizedWeight, dtype, **options) -> QuantizedWeight:
+    """The weight with scales of this dtype, if its format leaves that open."""
+    scale = w.scale if w.format in ("fp8_block", "mxfp4") else w.scale.to(dtype)
+    return QuantizedWeight(w.data, scale, w.zero, format=w.format, shape=w.shape, **options)
 
 
 def ids_of(counts, device) -> torch.Tensor:
@@ -156,6 +254,27 @@ def wgrad_operands(counts, widths, dtype, device):
     yield {"a": a, "b": b, "offsets": offsets}, (a_rows, b_rows)
     yield {"a": a, "b": x[1], "offsets": offsets, "b_row_token": row_token}, (a_rows, gathered[1])
     yield {"a": x[0], "b": b, "offsets": offsets, "a_row_token": row_token}, (gathered[0], b_rows)
+
+
+def check_gemm(a, b, offsets) -> torch.Tensor:
+    """grouped_mm of operands as they are stored, on poisoned memory, against float64."""
+    with poisoned():
+        out = ops.grouped_mm(a=a, b=b, offsets=offsets)
+    exact.check(out, exact.grouped_mm(a, b, offsets))
+    return out
+
+
+def check_own_plan(arguments: tuple, options: dict) -> None:
+    """fused_experts, which makes a plan in its own way, has the bits of a call whose plan is given: in
+    poisoned memory, and in memory that held NaN."""
+    plan = fused_moe.route_plan(arguments[-1], arguments[1].size(0))
+    expected = fused_experts(*arguments, plan=plan, **options)
+    with poisoned():
+        found = fused_experts(*arguments, **options)
+    assert torch.equal(found, expected)
+    out = torch.full_like(expected, torch.nan)
+    fused_experts(*arguments, out=out, **options)
+    assert torch.equal(out, expected)
 
 
 def every_gemm(dtype, device, dim=400, hidden=520, experts=32, tokens=4096, top_k=4):

@@ -3,8 +3,8 @@
 import pytest
 import torch
 from cases import Case, assert_same_bits, forward_backward
-from gpu_cases import FAST_DTYPES, capture, copies, launches, poisoned
-from test_batch_invariance import LAYERS, assert_equal
+from gpu_cases import FAST_DTYPES, assert_equal, capture, copies, launches, poisoned
+from test_batch_invariance import LAYERS
 
 from fused_moe import FusedMoE, fused_experts, route
 

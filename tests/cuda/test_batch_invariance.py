@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from cases import BF16, F16, F32, assert_near
-from gpu_cases import capture
+from cases import BF16, F16, F32, Case, assert_near
+from gpu_cases import FAST_DTYPES, HALF_DTYPES, assert_equal, capture, draw
 
 from fused_moe import FusedMoE, fused_experts, grouped_mlp, grouped_mm, linear, router_logits
 from fused_moe.ops import FACTS
@@ -13,7 +13,6 @@ pytestmark = pytest.mark.gpu
 TOKENS = 4096
 # About every threshold: tile heights, skinny experts, where the router's and the plan's kernels change.
 BATCHES = (1, 2, 3, 7, 8, 9, 16, 31, 33, 63, 64, 65, 66, 127, 128, 129, 130, 256, 1000, 1025, 2049)
-DTYPES = pytest.mark.parametrize("dtype", (BF16, F16, F32), ids=("bf16", "f16", "f32"))
 LAYERS = {
     "softmax": {"dim": 256, "hidden_dim": 192, "num_experts": 16, "top_k": 4},
     "sigmoid, groups, biases": {
@@ -47,7 +46,7 @@ LAYERS = {
 EVERY_LAYER = pytest.mark.parametrize("name", LAYERS)
 
 
-def draw(name, dtype, device) -> tuple[FusedMoE, torch.Tensor]:
+def draw_layer(name, dtype, device) -> tuple[FusedMoE, torch.Tensor]:
     layer = FusedMoE(**LAYERS[name], device=device, dtype=dtype).eval()
     return layer, torch.randn(TOKENS, layer.dim, device=device).to(dtype)
 
@@ -57,13 +56,6 @@ def batches(count=TOKENS):
     for size in BATCHES:
         yield slice(0, size)
         yield slice(count - size - 7, count - 7)
-
-
-def assert_equal(found, expected, what):
-    """Also the signs of zeros."""
-    bits = torch.int16 if found.itemsize == 2 else torch.int32
-    differ = found.view(bits) != expected.view(bits)
-    assert found.shape == expected.shape and not differ.any(), f"{what}: {differ.sum()} differ"
 
 
 def calls_by_tier(run) -> list:
@@ -78,11 +70,11 @@ def calls_by_tier(run) -> list:
     return (calls() - before).tolist()
 
 
-@DTYPES
+@FAST_DTYPES
 @EVERY_LAYER
 @torch.no_grad()
 def test_layer(device, name, dtype):
-    layer, x = draw(name, dtype, device)
+    layer, x = draw_layer(name, dtype, device)
     out = layer(x)
     assert out.isfinite().all()
     for part in batches():
@@ -92,12 +84,12 @@ def test_layer(device, name, dtype):
     assert_equal(layer(torch.cat([x[:77], torch.full_like(x, torch.nan)]))[:77], out[:77], "beside NaN")
 
 
-@DTYPES
+@FAST_DTYPES
 @pytest.mark.parametrize("name", ("softmax", "slices of D"))
 @torch.no_grad()
 def test_same_experts(device, name, dtype):
     """Every token chooses the same experts, so that their rows cross every threshold."""
-    layer, x = draw(name, dtype, device)
+    layer, x = draw_layer(name, dtype, device)
     layer.expert_bias = torch.zeros(layer.num_experts, device=device)
     layer.expert_bias[: layer.top_k] = 100
     out = layer(x)
@@ -105,10 +97,10 @@ def test_same_experts(device, name, dtype):
         assert_equal(layer(x[part]), out[part], part)
 
 
-@DTYPES
+@FAST_DTYPES
 @EVERY_LAYER
 def test_gradient_of_tokens(device, name, dtype):
-    layer, x = draw(name, dtype, device)
+    layer, x = draw_layer(name, dtype, device)
     layer.train()
     dout = torch.randn_like(x)
 
@@ -128,7 +120,7 @@ def test_gradient_of_tokens(device, name, dtype):
         assert_equal(found[1], dx[part], f"dx of {part}")
 
 
-@pytest.mark.parametrize("dtype", (BF16, F16), ids=("bf16", "f16"))
+@HALF_DTYPES
 @pytest.mark.parametrize(
     "shape",
     ((66, 2, 80, 200, 2568), (40, 2, 8, 256, 2816), (130, 2, 8, 256, 2560)),
@@ -138,31 +130,24 @@ def test_down_of_a_long_k(device, shape, dtype):
     """Where experts have few rows, the down GEMM starts while up_gate still runs. Batches take turns, so that
     what it would read too early is another one's."""
     T, K, E, D, F = shape
-    w1, w3 = (torch.randn(E, F, D, device=device).div(D**0.5).to(dtype) for _ in range(2))
-    w2 = torch.randn(E, D, F, device=device).div(F**0.5).to(dtype)
-    batches = [
-        (torch.randn(T, D, device=device).to(dtype), torch.rand(T, K, device=device), ids)
-        for ids in torch.rand(4, T, E, device=device).topk(K).indices
-    ]
-    expected = [fused_experts(x.clone().requires_grad_(), w1, w2, w3, *rest) for x, *rest in batches]
+    drawn = [draw(Case(T, D, F, E, K, dtype), device)[0] for _ in range(4)]
+    weights = drawn[0][1:4]
+    batches = [(x, *weights, scores, ids) for x, *_, scores, ids in drawn]
+    expected = [fused_experts(x.clone().requires_grad_(), *rest) for x, *rest in batches]
     with torch.no_grad():
-        found = [fused_experts(x, w1, w2, w3, *rest) for x, *rest in 5 * batches]
+        found = [fused_experts(*batch) for batch in 5 * batches]
     for out, with_gradients in zip(found, 5 * expected, strict=True):
         assert_equal(out, with_gradients.detach(), "without gradients")
 
 
-@DTYPES
+@FAST_DTYPES
 def test_gradient_of_scores(device, dtype):
-    T, D, F, E, K = 1500, 256, 128, 16, 4
-    x, dout = (torch.randn(T, D, device=device).to(dtype) for _ in range(2))
-    w1, w3 = (torch.randn(E, F, D, device=device).div(16).to(dtype) for _ in range(2))
-    w2 = torch.randn(E, D, F, device=device).div(11).to(dtype)
-    ids = torch.rand(T, E, device=device).topk(K).indices
-    scores = torch.rand(T, K, device=device)
+    (x, *weights, scores, ids), _ = draw(Case(1500, 256, 128, 16, 4, dtype), device)
+    dout = torch.randn_like(x)
 
     def dscores(part):
         leaf = scores[part].clone().requires_grad_()
-        out = fused_experts(x[part], w1, w2, w3, leaf, ids[part])
+        out = fused_experts(x[part], *weights, leaf, ids[part])
         return torch.autograd.grad(out, leaf, dout[part])[0]
 
     whole = dscores(slice(None))
@@ -170,12 +155,12 @@ def test_gradient_of_scores(device, dtype):
         assert_equal(dscores(slice(5, 5 + size)), whole[5 : 5 + size], size)
 
 
-@DTYPES
+@FAST_DTYPES
 @pytest.mark.parametrize("name", ("softmax", "widths of a tile's part"))
 @torch.no_grad()
 def test_place_in_memory(device, name, dtype):
     """Neither the address of x nor its strides matter."""
-    layer, x = draw(name, dtype, device)
+    layer, x = draw_layer(name, dtype, device)
     out = layer(x[:300])
     shifted = torch.empty(300 * layer.dim + 3, device=device, dtype=dtype)[3:].view(300, layer.dim)
     assert_equal(layer(shifted.copy_(x[:300])), out, "an address that TMA does not read")
@@ -187,7 +172,7 @@ def test_place_in_memory(device, name, dtype):
 @pytest.mark.parametrize("name", ("softmax", "shared experts and their gate", "one expert"))
 @torch.no_grad()
 def test_compiled_and_replayed(device, name):
-    layer, x = draw(name, BF16, device)
+    layer, x = draw_layer(name, BF16, device)
     out = layer(x)
     compiled = torch.compile(layer, dynamic=True, fullgraph=True)
     for size in (5, 64, 1000):
@@ -203,7 +188,7 @@ def test_compiled_and_replayed(device, name):
 @pytest.mark.parametrize("name", [name for name in LAYERS if "num_shared_experts" not in LAYERS[name]])
 def test_ways_of_running(device, name):
     """Gradients of x with the router in the experts' node, in its own under hooks, and compiled."""
-    layer, x = draw(name, BF16, device)
+    layer, x = draw_layer(name, BF16, device)
     x, dout = x[:70], torch.randn_like(x[:70])
 
     def step(run):
@@ -223,7 +208,7 @@ def test_ways_of_running(device, name):
 def test_shared_experts(device, name, dtype):
     """Eager and compiled, with gradients of x, of the parameters, and without: the same bits, which the
     combine rounds once. A replay has them in the test above."""
-    layer, x = draw(name, dtype, device)
+    layer, x = draw_layer(name, dtype, device)
     with torch.no_grad():
         out = layer(x)
     torch._dynamo.reset()
@@ -279,19 +264,17 @@ def test_every_kernel_of_the_router(device, tokens, dim, num_experts):
     assert_near(dx, dlogits.double() @ weight.double())
 
 
-@pytest.mark.parametrize("dtype", (BF16, F16), ids=("bf16", "f16"))
+@HALF_DTYPES
 @torch.no_grad()
 def test_rows_of_experts(device, dtype):
     """grouped_mlp: a row's result does not depend on how many rows its expert has, nor on which one it is."""
-    D, F, E, R = 256, 320, 4, 600
-    w1, w3 = (torch.randn(E, F, D, device=device).div(16).to(dtype) for _ in range(2))
-    w2 = torch.randn(E, D, F, device=device).div(18).to(dtype)
-    rows = torch.randn(R, D, device=device).to(dtype)
+    R = 600
+    (rows, *weights, _, _), _ = draw(Case(R, 256, 320, 4, 1, dtype), device)
 
     def of_expert(e, rows):
-        counts = torch.zeros(E, dtype=torch.int32, device=device)
+        counts = torch.zeros(4, dtype=torch.int32, device=device)
         counts[e] = len(rows)
-        return grouped_mlp(rows, w1, w2, w3, counts)
+        return grouped_mlp(rows, *weights, counts)
 
     whole = of_expert(2, rows)
     for part in batches(R):
@@ -300,7 +283,7 @@ def test_rows_of_experts(device, dtype):
     assert not torch.equal(of_expert(1, rows), whole)
 
 
-@DTYPES
+@FAST_DTYPES
 @pytest.mark.parametrize("widths", ((2048, 512), (64, 64), (200, 72), (131, 37), (768, 4096)), ids=str)
 @pytest.mark.parametrize("bias", (False, True), ids=("", "bias"))
 def test_linear(device, widths, dtype, bias):
@@ -323,7 +306,7 @@ def test_linear(device, widths, dtype, bias):
         assert_equal(found[1], dx[part], part)
 
 
-@DTYPES
+@FAST_DTYPES
 @pytest.mark.parametrize("counts", ((4096,), (1, 4095), (0, 3, 60, 70, 300, 3663), (512,) * 8), ids=str)
 def test_grouped_mm(device, counts, dtype):
     """A row's output and gradient are those that it has alone with its expert's weight."""

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from cases import ACTIVATIONS, BF16, F32, F64, assert_as_good, poisoned
-from gpu_cases import HALF_DTYPES, launches, ops
+from gpu_cases import HALF_DTYPES, draw_ids, launches, ops
 from test_quantized import random_weight
 
 from fused_moe import QuantizedWeight, reference
@@ -16,16 +16,16 @@ pytestmark = pytest.mark.gpu
 SHAPES = {
     "one token": (1, 1, 1, 16, 16, "random"),
     "two rows each": (16, 2, 16, 272, 48, "random"),
-    "few rows, cut": (70, 2, 10, 208, 80, "first"),
+    "few rows, cut": (70, 2, 10, 208, 80, "one"),
     "few rows, a long k": (30, 2, 6, 2608, 144, "random"),
     "16 rows each": (64, 2, 8, 128, 320, "random"),
     "17 rows": (17, 1, 1, 64, 128, "random"),
     "128 rows": (128, 1, 1, 144, 64, "random"),
     "129 rows": (129, 1, 1, 1040, 336, "random"),
-    "one expert has all": (200, 2, 5, 256, 96, "first"),
+    "one expert has all": (200, 2, 5, 256, 96, "one"),
     "many rows": (700, 3, 4, 320, 208, "random"),
     "no slot has an expert": (33, 2, 4, 64, 32, "none"),
-    "some slots have none": (300, 2, 3, 96, 112, "some"),
+    "some slots have none": (300, 2, 3, 96, 112, "sentinels"),
 }
 LAYOUTS = ("separate", "halves", "interleaved", "ungated")
 ALPHA, LIMIT = 1.3, 0.9
@@ -35,13 +35,6 @@ ALPHA, LIMIT = 1.3, 0.9
 def sm80(tier):
     """Weights that are made under it are not tiled."""
     tier("portable")
-
-
-def ids_of(routing: str, tokens: int, top_k: int, num_experts: int) -> torch.Tensor:
-    if routing in ("first", "none"):
-        return torch.full((tokens, top_k), 0 if routing == "first" else -1)
-    ids = torch.rand(tokens, num_experts).argsort(1)[:, :top_k].contiguous()
-    return ids if routing == "random" else ids.where(torch.rand(tokens, top_k) < 0.6, -1)
 
 
 def draw_weight(E: int, n: int, k: int, scale_of: int, device) -> QuantizedWeight:
@@ -65,7 +58,7 @@ def draw(shape: str, layout: str, scale_of: int, dtype, device, bias=False) -> d
         "w3": w3 if separate else None,
         **biases,
         "scores": torch.rand(tokens, top_k).to(device),
-        "ids": ids_of(routing, tokens, top_k, E).to(device),
+        "ids": draw_ids(routing, tokens, top_k, E, device),
         "layout": layout,
         "activation": "gelu" if layout == "ungated" else "silu",
     }

@@ -1,11 +1,18 @@
 """CUDA graphs: recorded once, replayed on other inputs and other routings."""
 
-from dataclasses import replace
-
 import pytest
 import torch
-from cases import BF16, F32, ROUTINGS, Case, assert_same_bits, forward_backward
-from gpu_cases import FAST_DTYPES, HALF_DTYPES, ROWS, capture, copies, every_gemm, training_step
+from cases import BF16, F32, Case, assert_same_bits, forward_backward
+from gpu_cases import (
+    FAST_DTYPES,
+    HALF_DTYPES,
+    ROWS,
+    capture,
+    check_replays,
+    copies,
+    every_gemm,
+    training_step,
+)
 
 from fused_moe import FusedMoE, enable_fp8, fused_experts, grouped_mlp
 
@@ -27,17 +34,7 @@ def test_graph_of_the_experts(device, backward, score_on, dtype):
         with torch.no_grad():
             return {"out": fused_experts(**inputs, ids=ids, **fixed)}
 
-    graph, recorded = capture(run)
-    for seed, routing in enumerate((*ROUTINGS, "random")):
-        other = replace(case, routing=routing, seed=seed)
-        for name, value in other.inputs(device).items():
-            if value is not None:
-                inputs[name].copy_(value)
-        dout.copy_(other.dout(device))
-        ids.copy_(other.ids(device))
-        graph.replay()
-        found = copies(recorded)
-        assert_same_bits(found, run())
+    check_replays(run, case, device, Case.inputs, inputs, dout, ids)
 
 
 @pytest.mark.parametrize("dtype", (F32, BF16), ids=("f32", "bf16"))

@@ -3,8 +3,8 @@ each SM of the device, and none of their CTAs may wait for one that has not star
 
 import pytest
 import torch
-from cases import BF16, F16, F32, assert_same_bits
-from gpu_cases import capture, copies, every_gemm, training_step
+from cases import BF16, F16, F32, Case, assert_same_bits
+from gpu_cases import capture, copies, draw, every_gemm, training_step
 from trust import held_sms
 
 import fused_moe
@@ -55,14 +55,10 @@ def test_few_rows(device, held, tokens):
 def test_few_slots(device, held, tokens):
     """Experts without gradients, up to 64 slots: no cluster, which would need eight SMs at a time, makes the
     plan, and a kernel starts before the one whose result it takes has ended."""
-    w1, w3 = (torch.randn(32, 768, 1536, device=device).div(39).to(BF16) for _ in range(2))
-    w2 = torch.randn(32, 1536, 768, device=device).div(28).to(BF16)
-    x = torch.randn(tokens, 1536, device=device).to(BF16)
-    scores = torch.rand(tokens, 4, device=device)
-    ids = torch.rand(tokens, 32, device=device).topk(4).indices
+    arguments, _ = draw(Case(tokens, 1536, 768, 32, 4, BF16), device)
 
     def run() -> dict:
-        return {"out": fused_experts(x, w1, w2, w3, scores, ids)}
+        return {"out": fused_experts(*arguments)}
 
     check(run, held, run())
 

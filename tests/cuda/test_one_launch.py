@@ -2,11 +2,12 @@
 those of the operators one by one, on every kind of tile, with every layout."""
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
-from cases import BF16, poisoned
-from gpu_cases import HALF_DTYPES, capture, launches
+from cases import BF16, Case
+from gpu_cases import HALF_DTYPES, capture, check_own_plan, draw, launches
 
 import fused_moe
 from fused_moe import fused_experts
@@ -14,7 +15,7 @@ from fused_moe import fused_experts
 pytestmark = pytest.mark.gpu
 
 # tokens, K, E, D, F. Rows of a tile, and whether it is narrow, follow from them (sm90/experts.cu).
-SHAPES = {
+SIZES = {
     "narrow": (3, 2, 8, 200, 136),
     "narrow, one token": (1, 8, 128, 2048, 768),
     "narrow, a long k": (2, 2, 8, 72, 2824),
@@ -26,43 +27,9 @@ SHAPES = {
     "64 rows of one expert": (16, 1, 1, 64, 72),
     "64 rows, 32 an expert": (296, 4, 37, 200, 136),
 }
+SHAPES = {name: Case(T, D, F, E, K, BF16) for name, (T, K, E, D, F) in SIZES.items()}
 SHAPE = pytest.mark.parametrize("name", SHAPES)
 LAYOUTS = ("separate", "halves", "interleaved", "ungated")
-
-
-def draw(name, dtype, device, layout="separate", *, bias=False, transposed=False):
-    tokens, top_k, num_experts, dim, hidden = SHAPES[name]
-
-    def weight(out, width):
-        w = torch.randn(num_experts, out, width, device=device, dtype=torch.float32) / width**0.5
-        return w.to(dtype).mT.contiguous() if transposed else w.to(dtype)
-
-    packed = layout in ("halves", "interleaved")
-    x = torch.randn(tokens, dim, device=device).to(dtype)
-    w3 = weight(hidden, dim) if layout == "separate" else None
-    weights = (weight(2 * hidden if packed else hidden, dim), weight(dim, hidden), w3)
-    scores = torch.rand(tokens, top_k, device=device)
-    ids = torch.rand(tokens, num_experts, device=device).topk(top_k).indices
-    options = {"layout": "separate" if layout == "ungated" else layout, "transposed": transposed}
-    options["activation"] = "gelu" if layout == "ungated" else "silu"
-    if bias:
-        rows = 2 * hidden if packed else hidden
-        options["b1"], options["b2"] = (
-            torch.randn(num_experts, n, device=device).to(dtype) for n in (rows, dim)
-        )
-        if w3 is not None:
-            options["b3"] = torch.randn(num_experts, hidden, device=device).to(dtype)
-    return (x, *weights, scores, ids), options
-
-
-def check(arguments, options):
-    """The bits of a call whose plan is given, which has a launch for each GEMM."""
-    *_, ids = arguments
-    plan = fused_moe.route_plan(ids, arguments[1].size(0))
-    expected = fused_experts(*arguments, plan=plan, **options)
-    with poisoned():
-        found = fused_experts(*arguments, **options)
-    assert torch.equal(found, expected)
 
 
 @HALF_DTYPES
@@ -70,15 +37,17 @@ def check(arguments, options):
 @SHAPE
 @torch.no_grad()
 def test_layouts(device, name, layout, dtype):
-    for bias, transposed in itertools.product((False, True), repeat=2):
-        check(*draw(name, dtype, device, layout, bias=bias, transposed=transposed))
+    activation = "gelu" if layout == "ungated" else "silu"
+    for bias, stored in itertools.product((False, True), ("", ".T")):
+        options = {"dtype": dtype, "layout": layout + stored, "activation": activation, "bias": bias}
+        check_own_plan(*draw(replace(SHAPES[name], **options), device))
 
 
 @SHAPE
 @torch.no_grad()
 def test_launches(device, sm90, name):
     """One up to 64 slots; behind the plan's, and before the combine's, with more."""
-    (x, *weights, scores, ids), options = draw(name, BF16, device)
+    (x, *weights, scores, ids), options = draw(SHAPES[name], device)
     names = launches(lambda: fused_experts(x, *weights, scores, ids, **options))
     assert len(names) == (1 if ids.numel() <= 64 else 3), names
     assert sum("experts_kernel" in kernel for kernel in names) == 1, names
@@ -88,46 +57,46 @@ def test_launches(device, sm90, name):
 @torch.no_grad()
 def test_up_before_gate_in_memory(device, name):
     """Narrow tiles read both weights by one map, from the lower address on."""
-    (x, w1, w2, w3, scores, ids), options = draw(name, BF16, device)
+    (x, w1, w2, w3, scores, ids), options = draw(SHAPES[name], device)
     both = torch.stack([w3, w1])
-    check((x, both[1], w2, both[0], scores, ids), options)
+    check_own_plan((x, both[1], w2, both[0], scores, ids), options)
     together = torch.stack([w1, w3], dim=1)  # an expert's gate and up side by side
-    check((x, together[:, 0], w2, together[:, 1], scores, ids), options)
+    check_own_plan((x, together[:, 0], w2, together[:, 1], scores, ids), options)
     wide = torch.cat([w3, w3], dim=-1)[..., : w3.size(-1)]  # strides that differ
-    check((x, w1, w2, wide, scores, ids), options)
-    check((x, w1, w2, w1, scores, ids), options)
+    check_own_plan((x, w1, w2, wide, scores, ids), options)
+    check_own_plan((x, w1, w2, w1, scores, ids), options)
 
 
 @SHAPE
 @torch.no_grad()
 def test_skewed_choices(device, name):
     """All rows to one expert, which are more than a tile's; some of them; no rows at all."""
-    (x, *weights, scores, ids), options = draw(name, BF16, device)
+    (x, *weights, scores, ids), options = draw(SHAPES[name], device)
     num_experts = weights[0].size(0)
     one = torch.full_like(ids, num_experts - 1)
     some = one.where(torch.rand(ids.shape, device=device) < 0.7, -1)
     for chosen in (one, some, torch.full_like(ids, -1)):
-        check((x, *weights, scores, chosen), options)
+        check_own_plan((x, *weights, scores, chosen), options)
 
 
 @pytest.mark.parametrize("gate", (False, True), ids=("", "gate"))
 @SHAPE
 @torch.no_grad()
 def test_shared_experts(device, name, gate):
-    arguments, options = draw(name, BF16, device)
+    arguments, options = draw(SHAPES[name], device)
     options["shared"] = torch.randn_like(arguments[0])
     if gate:
         options["shared_gate"] = torch.randn(len(arguments[0]), device=device)
-    check(arguments, options)
+    check_own_plan(arguments, options)
     *rest, ids = arguments
-    check((*rest, torch.full_like(ids, -1)), options)  # shared experts alone
+    check_own_plan((*rest, torch.full_like(ids, -1)), options)  # shared experts alone
 
 
 @SHAPE
 @torch.no_grad()
 def test_replays(device, name):
     """Nothing is zeroed between two replays, and what ran meanwhile leaves anything in memory."""
-    (x, *weights, scores, ids), options = draw(name, BF16, device)
+    (x, *weights, scores, ids), options = draw(SHAPES[name], device)
     num_experts = weights[0].size(0)
     graph, out = capture(lambda: fused_experts(x, *weights, scores, ids, **options))
     for _ in range(10):
@@ -144,7 +113,7 @@ def test_replays(device, name):
 @torch.no_grad()
 def test_two_streams(device):
     """Concurrent launches have separate counters."""
-    (x, *weights, scores, ids), options = draw("narrow, one token", BF16, device)
+    (x, *weights, scores, ids), options = draw(SHAPES["narrow, one token"], device)
     expected = fused_experts(x, *weights, scores, ids, **options)
     streams = [torch.cuda.Stream() for _ in range(3)]
     found = []
@@ -161,4 +130,4 @@ def test_two_streams(device):
 @torch.no_grad()
 def test_under_the_sanitizer(device):
     for name in ("narrow", "16 rows, plan given", "64 rows"):
-        check(*draw(name, BF16, device))
+        check_own_plan(*draw(SHAPES[name], device))

@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 from cases import BF16, F16, F32, assert_same_bits, forward_backward, poisoned, quantize_options
-from gpu_cases import COUNTS, HALF_DTYPES, capture, copies, draw_rows, launches
+from gpu_cases import COUNTS, HALF_DTYPES, capture, copies, draw_ids, draw_rows, launches, with_scales
 from test_quantized import EVERY_FORMAT, EVERY_OPTION, OPTIONS, random_weight
 
 from fused_moe import FusedMoE, QuantizedWeight, fused_experts, quantize
@@ -22,8 +22,8 @@ SHAPES = {
     "60 rows each": (150, 2, 5, 320, 192, "random"),
     "200 rows each": (300, 2, 3, 192, 320, "random"),
     "groups of 128": (40, 2, 4, 384, 256, "random"),
-    "experts without rows": (35, 2, 8, 256, 192, "even experts"),
-    "one expert has all": (170, 1, 3, 192, 384, "first"),
+    "experts without rows": (35, 2, 8, 256, 192, "gaps"),
+    "one expert has all": (170, 1, 3, 192, 384, "one"),
     "1100 rows each": (1100, 2, 2, 128, 64, "random"),
     "not tiled": (40, 2, 4, 160, 96, "random"),
 }
@@ -38,18 +38,9 @@ ROWS = {
 }
 
 
-def draw_ids(routing: str, tokens: int, top_k: int, num_experts: int) -> torch.Tensor:
-    if routing == "first":
-        return torch.zeros(tokens, top_k, dtype=torch.int64)
-    step = 2 if routing == "even experts" else 1
-    return step * torch.rand(tokens, num_experts // step).argsort(1)[:, :top_k].contiguous()
-
-
 def draw_weight(format, scale_of, scale_dtype, E, rows, cols, device, trainable=True) -> QuantizedWeight:
     w = random_weight(format, E, rows, cols, "cpu", scale_of)
-    scale = w.scale if format in ("fp8_block", "mxfp4") else w.scale.to(scale_dtype)
-    options = {"format": format, "shape": w.shape, "trainable": trainable}
-    return QuantizedWeight(w.data, scale, w.zero, **options).to(device)
+    return with_scales(w, scale_dtype, trainable=trainable).to(device)
 
 
 def without_packing(w: QuantizedWeight) -> QuantizedWeight:
@@ -65,7 +56,7 @@ def draw(shape, format, scale_of, scale_dtype, dtype, device) -> tuple[dict, dic
     }
     inputs = {"x": (torch.randn(tokens, D) / 8).to(device, dtype), "scores": torch.rand(tokens, top_k)}
     inputs["scores"] = inputs["scores"].to(device)
-    fixed = {"ids": draw_ids(routing, tokens, top_k, E).to(device)}
+    fixed = {"ids": draw_ids(routing, tokens, top_k, E, device)}
     return inputs, weights, fixed
 
 

@@ -6,10 +6,10 @@ import re
 import pytest
 import torch
 from cases import ACTIVATIONS, BF16, F16, poisoned, quantize_options
-from gpu_cases import HALF_DTYPES, capture, launches
+from gpu_cases import HALF_DTYPES, capture, draw_ids, launches, with_scales
 from test_quantized import random_weight
 
-from fused_moe import FusedMoE, QuantizedWeight, fused_experts, quantize
+from fused_moe import FusedMoE, fused_experts, quantize
 from fused_moe.quantized import tiles
 from fused_moe.quantized.formats import FORMATS
 
@@ -24,13 +24,13 @@ SHAPES = {
     "33 rows": (33, 1, 1, 384, 136, "random"),
     "45 rows": (45, 1, 1, 192, 448, "random"),
     "90 rows": (90, 1, 1, 320, 256, "random"),
-    "64 rows and 1": (65, 1, 2, 160, 64, "first"),
+    "64 rows and 1": (65, 1, 2, 160, 64, "one"),
     "129 rows": (129, 1, 1, 640, 320, "random"),
     "many experts": (100, 4, 40, 512, 384, "random"),
-    "few rows, but one expert has all": (70, 2, 10, 256, 96, "first"),
-    "two rows on average, one expert has all": (40, 1, 20, 192, 128, "first"),
+    "few rows, but one expert has all": (70, 2, 10, 256, 96, "one"),
+    "two rows on average, one expert has all": (40, 1, 20, 192, 128, "one"),
     "few rows, a long k": (30, 2, 6, 2624, 192, "random"),
-    "one expert has all": (200, 2, 5, 256, 96, "first"),
+    "one expert has all": (200, 2, 5, 256, 96, "one"),
     "tall tiles": (700, 2, 2, 320, 192, "random"),
     "tall tiles, one of 225 rows": (737, 1, 1, 448, 64, "random"),
     "tall tiles, half a line": (700, 2, 2, 256, 96, "random"),
@@ -44,12 +44,6 @@ LAYOUTS = ("separate", "halves", "interleaved", "ungated")
 VARIANTS = [(name, scale_of) for name in FORMATS for scale_of in range(4)]
 
 
-def ids_of(routing: str, tokens: int, top_k: int, num_experts: int) -> torch.Tensor:
-    if routing == "first":
-        return torch.zeros(tokens, top_k, dtype=torch.int64)
-    return torch.rand(tokens, num_experts).argsort(1)[:, :top_k].contiguous()
-
-
 def draw(shape, layout, format, scale_of, scale_dtype, dtype, device):
     tokens, top_k, E, D, F, routing = SHAPES[shape]
     if FORMATS[format].per_byte == 2:
@@ -57,10 +51,7 @@ def draw(shape, layout, format, scale_of, scale_dtype, dtype, device):
     rows = F if layout in ("separate", "ungated") else 2 * F
 
     def weight(out, width):
-        w = random_weight(format, E, out, width, "cpu", scale_of)
-        scale = w.scale if format in ("fp8_block", "mxfp4") else w.scale.to(scale_dtype)
-        w = QuantizedWeight(w.data, scale, w.zero, format=format, shape=w.shape)
-        return w.to(device)
+        return with_scales(random_weight(format, E, out, width, "cpu", scale_of), scale_dtype).to(device)
 
     w1, w2, w3 = weight(rows, D), weight(D, F), weight(F, D) if layout == "separate" else None
     x = torch.randn(tokens, D).to(device, dtype)
@@ -69,7 +60,7 @@ def draw(shape, layout, format, scale_of, scale_dtype, dtype, device):
     if w3 is None:
         biases["b3"] = None
     biases = {n: b if b is None else b.to(device, dtype) for n, b in biases.items()}
-    ids = ids_of(routing, tokens, top_k, E).to(device)
+    ids = draw_ids(routing, tokens, top_k, E, device)
     options = {"layout": layout} if layout != "ungated" else {"activation": "gelu"}
     return (x, w1, w2, w3, scores, ids), options, biases
 
@@ -86,16 +77,21 @@ def check(args, options, dtype) -> None:
     assert found.isfinite().all() and torch.equal(found, expected)
 
 
-@HALF_DTYPES
-@pytest.mark.parametrize("format, scale_of", VARIANTS)
-@pytest.mark.parametrize("shape", SHAPES)
-@torch.no_grad()
-def test_bits_of_dequantised_weights(device, shape, format, scale_of, dtype):
+def check_layouts(shape, format, scale_of, dtype, device) -> None:
+    """Each layout with scales of x's dtype or another one, every second with biases."""
     other = F16 if dtype == BF16 else BF16
     for i, layout in enumerate(LAYOUTS):
         scale_dtype = (dtype, torch.float32, other, dtype)[i]
         args, options, biases = draw(shape, layout, format, scale_of, scale_dtype, dtype, device)
         check(args, options | (biases if i % 2 else {}), dtype)
+
+
+@HALF_DTYPES
+@pytest.mark.parametrize("format, scale_of", VARIANTS)
+@pytest.mark.parametrize("shape", SHAPES)
+@torch.no_grad()
+def test_bits_of_dequantised_weights(device, shape, format, scale_of, dtype):
+    check_layouts(shape, format, scale_of, dtype, device)
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)

@@ -1,9 +1,11 @@
 """Few slots without gradients: the GEMMs make the plan themselves, and everything is as with route_plan's."""
 
+from dataclasses import replace
+
 import pytest
 import torch
-from cases import BF16, F16, F32, poisoned
-from gpu_cases import HALF_DTYPES, calls_during, capture, launches
+from cases import BF16, F16, F32, Case, poisoned
+from gpu_cases import HALF_DTYPES, calls_during, capture, check_own_plan, draw, launches
 
 import fused_moe
 from fused_moe import fused_experts
@@ -13,7 +15,7 @@ pytestmark = pytest.mark.gpu
 # tokens, K, E, D, F: one slot; a slot more than a warp has lanes; all 64; more work tiles than SMs; more
 # experts than a CTA has threads; a k whose last wave is split. With more than 32 slots per expert both GEMMs
 # are separate launches.
-SHAPES = {
+SIZES = {
     "one slot": (1, 1, 3, 64, 64),
     "part tiles": (5, 3, 7, 200, 136),
     "33 slots": (11, 3, 4, 128, 64),
@@ -23,48 +25,24 @@ SHAPES = {
     "1500 experts": (6, 10, 1500, 64, 72),
     "a long k": (2, 2, 8, 512, 2816),
 }
-
-
-def draw(name, dtype, device, gated=True):
-    tokens, top_k, num_experts, dim, hidden = SHAPES[name]
-    x = torch.randn(tokens, dim, device=device).to(dtype)
-    w1, w3, w2 = (
-        (torch.randn(num_experts, *shape, device=device) / shape[1] ** 0.5).to(dtype)
-        for shape in ((hidden, dim), (hidden, dim), (dim, hidden))
-    )
-    scores = torch.rand(tokens, top_k, device=device)
-    ids = torch.randint(num_experts, (tokens, top_k), device=device)
-    return x, w1, w2, w3 if gated else None, scores, ids
-
-
-def check(x, w1, w2, w3, scores, ids, **options):
-    """The bits, and the counts, of a call whose plan is given."""
-    num_experts = w1.size(0)
-    expert_map = options.pop("expert_map", None)
-    plan = fused_moe.route_plan(ids, num_experts, expert_map)
-    expected = fused_experts(x, w1, w2, w3, scores, ids, plan=plan, **options)
-    with poisoned():
-        found = fused_experts(x, w1, w2, w3, scores, ids, expert_map=expert_map, **options)
-    assert torch.equal(found, expected)
-    out = torch.full_like(expected, torch.nan)
-    fused_experts(x, w1, w2, w3, scores, ids, expert_map=expert_map, out=out, **options)
-    assert torch.equal(out, expected)
+SHAPES = {name: Case(T, D, F, E, K, BF16, routing="repeats") for name, (T, K, E, D, F) in SIZES.items()}
 
 
 @HALF_DTYPES
 @pytest.mark.parametrize("name", SHAPES)
 @torch.no_grad()
 def test_shapes(device, name, dtype):
-    check(*draw(name, dtype, device))
-    *rest, ids = draw(name, dtype, device, gated=False)
-    check(*rest, torch.zeros_like(ids), activation="gelu")  # all slots to one expert
+    case = replace(SHAPES[name], dtype=dtype)
+    check_own_plan(*draw(case, device))
+    (*rest, ids), options = draw(replace(case, layout="ungated", activation="gelu"), device)
+    check_own_plan((*rest, torch.zeros_like(ids)), options)  # all slots to one expert
 
 
 @pytest.mark.parametrize("name", SHAPES)
 @torch.no_grad()
 def test_one_graph_of_any_ids(device, name):
     """Also without rows at all, and with a map. The counts are the plan's."""
-    x, w1, w2, w3, scores, ids = draw(name, BF16, device)
+    (x, w1, w2, w3, scores, ids), _ = draw(SHAPES[name], device)
     num_experts = w1.size(0)
     ids, expert_map = ids.int(), torch.empty(num_experts, dtype=torch.int32, device=device)
     code = torch.ops.fused_moe.experts
@@ -85,16 +63,16 @@ def test_one_graph_of_any_ids(device, name):
 @HALF_DTYPES
 @torch.no_grad()
 def test_ids_of_any_form(device, dtype):
-    x, w1, w2, w3, scores, ids = draw("33 slots", dtype, device)
+    (*rest, ids), options = draw(replace(SHAPES["33 slots"], dtype=dtype), device)
     for given in (ids, ids.int(), ids.repeat(1, 2)[:, ::2], ids.mT.contiguous().mT):
-        check(x, w1, w2, w3, scores, given)
+        check_own_plan((*rest, given), options)
 
 
 @pytest.mark.parametrize("integers", ("int64", "int16", "int8", "uint8"))
 @torch.no_grad()
 def test_ids_of_any_value(device, integers):
     """The operator's ids: those outside of the experts have no row, however far out they are."""
-    x, w1, w2, w3, scores, ids = draw("33 slots", BF16, device)
+    (x, w1, w2, w3, scores, ids), _ = draw(SHAPES["33 slots"], device)
     integers = getattr(torch, integers)
     span = torch.iinfo(integers)
     outside = [
@@ -114,7 +92,7 @@ def test_ids_of_any_value(device, integers):
 @torch.no_grad()
 def test_captured_with_up_gate_on_the_other_tier(device, sm90):
     """More tiles than SMs: the down GEMM claims tiles by counters, which the plan's kernel zeroes."""
-    *weights, ids = draw("many tiles", BF16, device)
+    (*weights, ids), _ = draw(SHAPES["many tiles"], device)
     expected = fused_experts(*weights, ids, plan=fused_moe.route_plan(ids, 128), score_on="input")
     with poisoned():
         graph, out = capture(lambda: fused_experts(*weights, ids, score_on="input"))
@@ -127,7 +105,7 @@ def test_captured_with_up_gate_on_the_other_tier(device, sm90):
 @torch.no_grad()
 def test_where_a_gemm_runs_on_the_other_tier(device, sm90):
     """There route_plan's kernel makes the plan before both."""
-    x, w1, w2, w3, scores, ids = draw("33 slots", BF16, device)
+    (x, w1, w2, w3, scores, ids), _ = draw(SHAPES["33 slots"], device)
     odd = torch.empty(*w2.shape[:2], w2.size(2) + 1, device=device, dtype=BF16)[..., :-1].copy_(w2)
     odd1 = torch.empty(*w1.shape[:2], w1.size(2) + 1, device=device, dtype=BF16)[..., :-1].copy_(w1)
 
@@ -135,7 +113,7 @@ def test_where_a_gemm_runs_on_the_other_tier(device, sm90):
         def run():
             fused_experts(x, *weights, scores, ids, **options)
 
-        check(x, *weights, scores, ids, **options)
+        check_own_plan((x, *weights, scores, ids), options)
         return calls_during("up_gate", run)[:2], calls_during("grouped_mm", run)[:2]
 
     assert tiers(w1, w2, w3) == ((1, 0), (1, 0))
@@ -147,7 +125,8 @@ def test_where_a_gemm_runs_on_the_other_tier(device, sm90):
 
 @torch.no_grad()
 def test_three_launches(device, sm90):
-    x, w1, w2, w3, scores, ids = draw("64 slots of one expert", F16, device)
+    case = replace(SHAPES["64 slots of one expert"], dtype=F16)
+    (x, w1, w2, w3, scores, ids), _ = draw(case, device)
     more = [torch.cat([t, t]) for t in (x, scores, ids)]
 
     def count(x, scores, ids) -> int:
@@ -159,11 +138,11 @@ def test_three_launches(device, sm90):
 
 @torch.no_grad()
 def test_float32(device):
-    check(*draw("part tiles", F32, device))
+    check_own_plan(*draw(replace(SHAPES["part tiles"], dtype=F32), device))
 
 
 @pytest.mark.sanitizer
 @torch.no_grad()
 def test_under_the_sanitizer(device):
     for name in ("one slot", "part tiles", "64 slots of one expert"):
-        check(*draw(name, BF16, device))
+        check_own_plan(*draw(SHAPES[name], device))

@@ -3,9 +3,9 @@
 import pytest
 import torch
 from cases import BF16, F16, poisoned
-from gpu_cases import HALF_DTYPES, draw_rows, launches, ops
+from gpu_cases import HALF_DTYPES, draw_rows, launches, ops, with_scales
 from test_quantized import random_weight
-from test_quantized_weights import LAYOUTS, SHAPES, VARIANTS, check, draw
+from test_quantized_weights import SHAPES, VARIANTS, check, check_layouts, draw
 
 from fused_moe import QuantizedWeight, fused_experts
 from fused_moe.quantized.formats import FORMATS
@@ -40,12 +40,7 @@ def quantized_mm(a, w: QuantizedWeight, offsets) -> torch.Tensor:
         return ops.quantized_mm(a, *w.tensors, offsets, w.code)
 
 
-def with_scales(w: QuantizedWeight, dtype) -> QuantizedWeight:
-    scale = w.scale if w.format in ("fp8_block", "mxfp4") else w.scale.to(dtype)
-    return QuantizedWeight(w.data, scale, w.zero, format=w.format, shape=w.shape)
-
-
-def check_gemm(a, w: QuantizedWeight, offsets) -> None:
+def check_codes(a, w: QuantizedWeight, offsets) -> None:
     """Bits, with NaN and infinity in the same places."""
     expected = ops.grouped_mm(a=a, b=w.dequantize(a.dtype), offsets=offsets)
     torch.testing.assert_close(quantized_mm(a, w, offsets), expected, rtol=0, atol=0, equal_nan=True)
@@ -62,7 +57,7 @@ def test_products(device, format, scale_of, name, dtype):
         w = random_weight(format, len(counts), (8, 37, 136, 328)[i % 4], k, device, scale_of)
         for scale_dtype in (BF16, F16, torch.float32):
             other = with_scales(w, scale_dtype)
-            check_gemm(a, other, offsets)
+            check_codes(a, other, offsets)
             assert quantized_mm(a, other, offsets).isfinite().all()
 
 
@@ -83,7 +78,7 @@ def test_every_code_and_scale(device, format, dtype):
             scale = scale if format == "fp8_block" else scale.to(scale_dtype)
         codes = data.view({"int8": torch.int8}.get(format, torch.uint8))
         codes = codes.view(torch.float8_e4m3fn) if format.startswith("fp8") else codes
-        check_gemm(a, QuantizedWeight(codes, scale, None, format=format, shape=(E, n, k)), offsets)
+        check_codes(a, QuantizedWeight(codes, scale, None, format=format, shape=(E, n, k)), offsets)
 
 
 @HALF_DTYPES
@@ -95,7 +90,7 @@ def test_nan_scales(device, format, dtype):
     scale = w.scale.clone()
     scale[2, 0, -1] = 255 if format == "mxfp4" else torch.nan
     w = QuantizedWeight(w.data, scale, w.zero, format=format, shape=w.shape).to(device)
-    check_gemm(a, w, offsets)
+    check_codes(a, w, offsets)
     isnan = quantized_mm(a, w, offsets).isnan()
     assert isnan[1:3, 0].all() and not isnan[:1].any() and not isnan[3:].any()
 
@@ -105,11 +100,7 @@ def test_nan_scales(device, format, dtype):
 @pytest.mark.parametrize("shape", FEW_ROWS)
 @torch.no_grad()
 def test_experts(device, shape, format, scale_of, dtype):
-    other = F16 if dtype == BF16 else BF16
-    for i, layout in enumerate(LAYOUTS):
-        scale_dtype = (dtype, torch.float32, other, dtype)[i]
-        args, options, biases = draw(shape, layout, format, scale_of, scale_dtype, dtype, device)
-        check(args, options | (biases if i % 2 else {}), dtype)
+    check_layouts(shape, format, scale_of, dtype, device)
 
 
 @EVERY_FORMAT

@@ -8,10 +8,9 @@ from dataclasses import replace
 import pytest
 import torch
 from cases import ACTIVATIONS, BF16, F16, F32, F64, LAYOUTS, Case, assert_same_bits, poisoned
-from gpu_cases import capture, copies
+from gpu_cases import beside_other_work, check_at_once, check_replays
 from test_fp8_bits import assert_same_values
 from test_fp8_training import WEIGHTS, check, error, inputs_of, step
-from test_streams import at_once
 
 from fused_moe import fp8_weights, fused_experts, reference
 from fused_moe import ops as codes
@@ -168,15 +167,9 @@ def test_same_bits_beside_other_work(device, wgrad):
     inputs, dout, ids = inputs_of(BUSY, device), BUSY.dout(device), skewed(BUSY, device)
     options = {"ids": ids, "fp8": True, "fp8_wgrad": wgrad}
     first = step(fused_experts, inputs, dout, **options)
-    noise, other = torch.randn(1024, 1024, device=device), torch.cuda.Stream(device)
-    other.wait_stream(torch.cuda.current_stream())
-    for _ in range(5):
-        with torch.cuda.stream(other):
-            for _ in range(20):
-                noise = noise @ noise / 32
+    for _ in beside_other_work(device):
         with poisoned():
             assert_same_bits(first, step(fused_experts, inputs, dout, **options))
-    torch.cuda.synchronize()
 
 
 @EVERY_WGRAD
@@ -187,10 +180,7 @@ def test_two_streams(device, wgrad):
         inputs, dout = inputs_of(case, device), case.dout(device)
         fixed = {"ids": skewed(case, device), "fp8": True, "fp8_wgrad": wgrad, **case.options}
         runs.append(lambda i=inputs, d=dout, f=fixed: step(fused_experts, i, d, **f))
-    alone = [run() for run in runs]
-    for together in at_once(device, runs, 10, 2_000_000):
-        for found, expected in zip(together, alone, strict=True):
-            assert_same_bits(found, expected)
+    check_at_once(device, runs, 10, 2_000_000)
 
 
 @EVERY_WGRAD
@@ -203,17 +193,7 @@ def test_graph(device, wgrad):
     def run():
         return step(fused_experts, inputs, dout, **options)
 
-    graph, recorded = capture(run)
-    for seed, routing in enumerate(("random", "one", "gaps", "sentinels", "none", "random")):
-        other = replace(case, routing=routing, seed=seed)
-        for name, value in inputs_of(other, device).items():
-            if value is not None:
-                inputs[name].copy_(value)
-        dout.copy_(other.dout(device))
-        ids.copy_(other.ids(device))
-        graph.replay()
-        found = copies(recorded)
-        assert_same_bits(found, run())
+    check_replays(run, case, device, inputs_of, inputs, dout, ids)
 
 
 @EVERY_WGRAD

@@ -15,6 +15,7 @@ from gpu_cases import (
     OTHER_COUNTS,
     UNPAIRED_LAYOUTS,
     calls_during,
+    check_gemm,
     draw_rows,
     draw_weights,
     few_rows_tiles,
@@ -29,13 +30,6 @@ from gpu_cases import (
 from fused_moe import ops as codes
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("sm90")]
-
-
-def check_gemm(a, b, offsets) -> None:
-    """Checks the GEMM of operands as they are stored, on poisoned memory."""
-    with poisoned():
-        out = ops.grouped_mm(a=a, b=b, offsets=offsets)
-    exact.check(out, exact.grouped_mm(a, b, offsets))
 
 
 def check_up_dgrad(case: Case, counts, device) -> None:

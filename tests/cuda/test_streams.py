@@ -3,28 +3,12 @@
 import pytest
 import torch
 from cases import BF16, F16, F32, Case, assert_same_bits, forward_backward
-from gpu_cases import ALL_DTYPES, FAST_DTYPES, HALF_DTYPES, every_gemm
+from gpu_cases import ALL_DTYPES, FAST_DTYPES, HALF_DTYPES, beside_other_work, check_at_once, every_gemm
 
 import fused_moe
 from fused_moe import fused_experts
 
 pytestmark = pytest.mark.gpu
-
-
-def at_once(device, runs, repeats: int, cycles: int):
-    """Each run on a separate stream, all at once, again and again: yields their results."""
-    streams = [torch.cuda.Stream(device) for _ in runs]
-    torch.cuda.synchronize()
-    for _ in range(repeats):
-        results = []
-        for stream in streams:
-            with torch.cuda.stream(stream):
-                torch.cuda._sleep(cycles)  # all queues fill before any runs
-        for stream, run in zip(streams, runs, strict=True):
-            with torch.cuda.stream(stream):
-                results.append(run())
-        torch.cuda.synchronize()
-        yield results
 
 
 @ALL_DTYPES
@@ -36,14 +20,8 @@ def test_same_bits_beside_other_work(device, score_on, dtype):
     ids = (torch.rand(2000, 4) ** 3 * 16).int().to(device)
     fixed = {"ids": ids, "score_on": score_on, **case.options}
     first = forward_backward(fused_experts, inputs, dout, **fixed)
-    noise, other = torch.randn(1024, 1024, device=device), torch.cuda.Stream(device)
-    other.wait_stream(torch.cuda.current_stream())
-    for _ in range(5):
-        with torch.cuda.stream(other):
-            for _ in range(20):
-                noise = noise @ noise / 32
+    for _ in beside_other_work(device):
         assert_same_bits(first, forward_backward(fused_experts, inputs, dout, **fixed))
-    torch.cuda.synchronize()
 
 
 @FAST_DTYPES
@@ -55,10 +33,7 @@ def test_two_streams(device, dtype):
         inputs, dout = case.inputs(device), case.dout(device)
         fixed = {"ids": case.ids(device), **case.options}
         runs.append(lambda i=inputs, d=dout, f=fixed: forward_backward(fused_experts, i, d, **f))
-    alone = [run() for run in runs]
-    for together in at_once(device, runs, 10, 2_000_000):
-        for found, expected in zip(together, alone, strict=True):
-            assert_same_bits(found, expected)
+    check_at_once(device, runs, 10, 2_000_000)
 
 
 @FAST_DTYPES
@@ -71,20 +46,14 @@ def test_two_streams_on_one_plan(device, dtype):
     for _ in range(2):
         inputs, dout = case.inputs(device), case.dout(device)
         runs.append(lambda i=inputs, d=dout: forward_backward(fused_experts, i, d, ids=ids, plan=plan))
-    alone = [run() for run in runs]
-    for together in at_once(device, runs, 50, 1_000_000):
-        for found, expected in zip(together, alone, strict=True):
-            assert_same_bits(found, expected)
+    check_at_once(device, runs, 50, 1_000_000)
 
 
 def test_two_streams_of_every_gemm(device):
     """Two calls at once, each with more tiles than there are SMs, have separate workspaces. A CTA that
     waits for an SM starts when others have stolen its tiles: in 3 of 100 runs a tile was once lost then."""
     runs = [every_gemm(dtype, device)[0] for dtype in (BF16, F16)]
-    alone = [run() for run in runs]
-    for together in at_once(device, runs, 300, 300_000):
-        for found, expected in zip(together, alone, strict=True):
-            assert_same_bits(found, expected)
+    check_at_once(device, runs, 300, 300_000)
 
 
 @HALF_DTYPES

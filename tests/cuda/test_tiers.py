@@ -25,7 +25,7 @@ from cases import (
     misaligned,
     to_double,
 )
-from gpu_cases import HALF_DTYPES, calls_during, draw_rows, draw_weights, ops
+from gpu_cases import HALF_DTYPES, calls_during, check_gemm, draw_rows, draw_weights, ops
 
 import fused_moe
 from fused_moe import fused_experts, reference
@@ -46,12 +46,6 @@ def run_with_tier(name: str) -> subprocess.CompletedProcess:
     folder = str(Path(fused_moe.__file__).parents[1])
     env = os.environ | {"FUSED_MOE_TIER": name, "PYTHONPATH": folder}
     return subprocess.run([sys.executable, "-c", LAYER_STEP], capture_output=True, text=True, env=env)
-
-
-def check_gemm(a, b, offsets) -> torch.Tensor:
-    out = ops.grouped_mm(a=a, b=b, offsets=offsets)
-    exact.check(out, exact.grouped_mm(a, b, offsets))
-    return out
 
 
 def test_info_tells_that_cuda_is_on(device):

@@ -5,7 +5,7 @@ import exact
 import pytest
 import torch
 from cases import assert_near, score_dtype
-from gpu_cases import ALL_DTYPES, HALF_DTYPES, poisoned
+from gpu_cases import ALL_DTYPES, HALF_DTYPES, draw_ids, poisoned
 
 import fused_moe
 
@@ -13,13 +13,6 @@ pytestmark = pytest.mark.gpu
 
 SHARED = pytest.mark.parametrize("shared", ("none", "plain", "gate"))
 WIDTHS = (8, 248, 256, 264, 504, 512, 520, 1016, 1024, 1032, 1544, 2056)
-
-
-def draw_ids(num_tokens, num_experts, top_k, device) -> torch.Tensor:
-    """A fifth of the slots is remote."""
-    ids = torch.rand(num_tokens, num_experts).argsort(-1)[:, :top_k].int().to(device)
-    ids[torch.rand(ids.shape, device=device) < 0.2] = -1
-    return ids
 
 
 def add_shared(form, num_tokens, width, dtype, device) -> tuple[dict, torch.Tensor | float]:
@@ -34,9 +27,9 @@ def add_shared(form, num_tokens, width, dtype, device) -> tuple[dict, torch.Tens
 
 
 def check_every_width(num_tokens, top_k, scored, shared, dtype, device) -> None:
-    """A fifth of the slots has no row, and NaN is past the last one. The same bits again."""
+    """Two fifths of the slots have no row, and NaN is past the last one. The same bits again."""
     num_experts = 40
-    plan = fused_moe.route_plan(draw_ids(num_tokens, num_experts, top_k, device), num_experts)
+    plan = fused_moe.route_plan(draw_ids("sentinels", num_tokens, top_k, num_experts, device), num_experts)
     scores = torch.randn(num_tokens, top_k, device=device) if scored else None
     has_row = (plan.token_row >= 0).double()
     weights = has_row if scores is None else has_row * scores.double()
@@ -76,7 +69,7 @@ def test_both_kernels(device, num_tokens, width, shared, dtype):
     """A 33rd slot without a row selects the other kernel, with the same bits. So does a view that is aligned
     to one element."""
     top_k = 32
-    ids = draw_ids(num_tokens, 40, top_k, device)
+    ids = draw_ids("sentinels", num_tokens, top_k, 40, device)
     more_ids = torch.cat([ids, torch.full_like(ids[:, :1], -1)], 1)
     scores = torch.randn(num_tokens, top_k, device=device)
     more_scores = torch.cat([scores, torch.full_like(scores[:, :1], torch.nan)], 1)
