@@ -1,12 +1,13 @@
 /* fused_moe._host: what tests need of schedule.h beyond the operators of torch/planners.cpp, of slot_plan.h,
  * of rules.h, of formats.h and of quantized_tile.h.
  *
- * A tile of any 32-bit index, without a list of all; tall tiles; the tiles of any words, which the operators
+ * Tiles of any 32-bit index, without a list of all; tall tiles; the tiles of any words, which the operators
  * refuse; split-K slices; the plan of few slots, which else only kernels make; every rule on shapes; the
  * list of formats; and the codes of a tile. */
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -18,34 +19,21 @@
 namespace py = pybind11;
 using Ints = std::vector<int32_t>;
 
-static uint32_t check_index(int64_t index, uint32_t num_tiles) {
-    if (index < 0 || index >= num_tiles)
-        throw py::index_error("index: expected 0 <= index < " + std::to_string(num_tiles) + ", found " +
-                              std::to_string(index));
-    return static_cast<uint32_t>(index);
-}
-
 static py::tuple as_tuple(const FusedMoeWorkTile &tile) {
     return py::make_tuple(tile.expert, tile.first_row, tile.num_rows, tile.n_tile, tile.n_half, tile.skinny);
 }
 
-static py::tuple work_tile(const Ints &schedule, const Ints &offs, int32_t num_n_tiles, int32_t group,
-                           bool interleave, int32_t split_last_wave, int64_t index) {
-    int32_t E = static_cast<int32_t>(offs.size()), R = offs.back();
-    int32_t tile_rows = fused_moe_schedule_head(schedule.data())->tile_rows;
-    FusedMoeTileOrder order = {tile_rows, num_n_tiles, group, interleave, split_last_wave, 1};
-    uint32_t checked = check_index(index, fused_moe_num_work_tiles(schedule.data(), E, R, &order));
-    return as_tuple(fused_moe_work_tile(schedule.data(), offs.data(), E, R, &order, checked));
-}
-
 static std::vector<py::tuple> any_work_tiles(const Ints &schedule, const Ints &offs, int32_t R,
                                              int32_t num_n_tiles, int32_t group, bool interleave,
-                                             int32_t split_last_wave, bool tall) {
+                                             int32_t split_last_wave, bool tall, int32_t tile_rows,
+                                             const std::optional<std::vector<uint32_t>> &indices) {
     int32_t E = static_cast<int32_t>(offs.size());
-    FusedMoeTileOrder order = {FUSED_MOE_TILE_ROWS, num_n_tiles, group, interleave, split_last_wave, 1};
-    std::vector<py::tuple> tiles(fused_moe_num_work_tiles(schedule.data(), E, R, &order));
+    FusedMoeTileOrder order = {tile_rows, num_n_tiles, group, interleave, split_last_wave, 1};
+    size_t count = indices ? indices->size() : fused_moe_num_work_tiles(schedule.data(), E, R, &order);
+    std::vector<py::tuple> tiles(count);
     for (uint32_t i = 0; i < tiles.size(); i++) {
-        FusedMoeWorkTile tile = fused_moe_work_tile(schedule.data(), offs.data(), E, R, &order, i);
+        uint32_t index = indices ? (*indices)[i] : i;
+        FusedMoeWorkTile tile = fused_moe_work_tile(schedule.data(), offs.data(), E, R, &order, index);
         tiles[i] = as_tuple(tall ? fused_moe_tall_tile(tile, offs.data(), R, &order) : tile);
     }
     return tiles;
@@ -149,13 +137,11 @@ PYBIND11_MODULE(_host, m) {
     using namespace py::literals;
     m.doc() = "The functions of csrc/schedule.h, slot_plan.h, rules.h, formats.h and quantized_tile.h that "
               "tests need and the operators do not offer.";
-    m.def("work_tile", work_tile, "schedule"_a, "offs"_a, "num_n_tiles"_a, "group"_a, "interleave"_a,
-          "split_last_wave"_a, "index"_a,
-          "(expert, first_row, num_rows, n_tile, n_half, skinny) of work tile `index`.");
     m.def("any_work_tiles", any_work_tiles, "schedule"_a, "offs"_a, "R"_a, "num_n_tiles"_a, "group"_a,
           "interleave"_a, "split_last_wave"_a, "tall"_a = false,
-          "All work tiles of 128 rows, whatever the words are; tall: as a GEMM that has tall tiles computes "
-          "them.");
+          "tile_rows"_a = static_cast<int>(FUSED_MOE_TILE_ROWS), "indices"_a = py::none(),
+          "(expert, first_row, num_rows, n_tile, n_half, skinny) of all work tiles or of those at `indices`, "
+          "whatever the words are; tall: as a GEMM that has tall tiles computes them.");
     m.def("any_wgrad_tiles", any_wgrad_tiles, "schedule"_a, "offs"_a, "R"_a, "weight_tiles"_a, "slice_rows"_a,
           "slices_per_tile"_a,
           "All (expert, first_row, num_rows, weight_tile, slice, num_slices), whatever the words are.");

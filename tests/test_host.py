@@ -275,17 +275,10 @@ def test_tall_tiles_cover_what_their_pair_did(group, request):
         assert cover == Counter((*row, n_tile, half) for row, n_tile, half in quarters)
 
 
-@needs_host
-def test_one_work_tile_is_that_of_the_list():
-    counts, order = [5] * 7 + [900, 0, 700], (3, True, 132)
-    offs = offs_of(counts)
-    schedule = ops.tile_schedule(offs, 128, MIN_SLICE)
-    tiles = ops.work_tiles(schedule, offs, 5, *order).tolist()
-    words = schedule.tolist(), offs.tolist(), 5, *order
-    assert [list(_host.work_tile(*words, i)) for i in range(len(tiles))] == tiles
-    for index in (-1, len(tiles)):
-        with pytest.raises(IndexError, match=f"expected 0 <= index < {len(tiles)}, found {index}"):
-            _host.work_tile(*words, index)
+def sample_indices(num_tiles):
+    """The last index, the first one and 2000 others."""
+    draw = random.Random(0)
+    return [num_tiles - 1, 0, *(draw.randrange(num_tiles) for _ in range(2000))]
 
 
 @needs_host
@@ -302,9 +295,11 @@ def test_work_tiles_of_the_last_int32_rows(group, interleave, tile_rows):
     full, share = tiles[1] + tiles[3], 2 / sum(tiles)
     num_n_tiles = INT32_MAX // sum(tiles)  # the most there may be
     num_tiles = sum(tiles) * num_n_tiles
-    draw, found = random.Random(0), {}
-    for index in [0, num_tiles - 1, *(draw.randrange(num_tiles) for _ in range(2000))]:
-        tile = _host.work_tile(words, ends, num_n_tiles, group, interleave, 0, index)
+    indices, found = sample_indices(num_tiles), {}
+    sampled = _host.any_work_tiles(
+        words, ends, INT32_MAX, num_n_tiles, group, interleave, 0, tile_rows=tile_rows, indices=indices
+    )
+    for index, tile in zip(indices, sampled, strict=True):
         expert, first_row, num_rows, n_tile, n_half, skinny = tile
         assert found.setdefault(tile, index) == index
         begin = ends[expert - 1]
@@ -324,7 +319,7 @@ def test_work_tiles_of_the_last_int32_rows(group, interleave, tile_rows):
             assert abs((number if skinny else index - number) - index * share) <= 1
         else:
             assert index == number + skinny * full * num_n_tiles
-    last = _host.work_tile(words, ends, num_n_tiles, group, interleave, 0, num_tiles - 1)
+    last = sampled[0]
     assert (last[0], last[3]) == (5 if last[5] else 4, num_n_tiles - 1)
     for too_many in (num_n_tiles + 1, INT32_MAX):
         with pytest.raises(RuntimeError, match=r"expected fewer than 2\^31 tiles, found "):
@@ -339,10 +334,9 @@ def test_skinny_experts_have_their_share_of_nearly_2_to_the_31_tiles(skinny_expe
     words, ends = ops.tile_schedule(offs, 128, MIN_SLICE).tolist(), offs.tolist()
     row_tiles = skinny_experts + 7919
     num_n_tiles = INT32_MAX // row_tiles
-    num_tiles, draw = row_tiles * num_n_tiles, random.Random(0)
-    for index in [num_tiles - 1, *(draw.randrange(num_tiles) for _ in range(2000))]:
-        tile = _host.work_tile(words, ends, num_n_tiles, 1, True, 0, index)
-        expert, first_row, _, n_tile, _, skinny = tile
+    indices = sample_indices(row_tiles * num_n_tiles)
+    sampled = _host.any_work_tiles(words, ends, ends[-1], num_n_tiles, 1, True, 0, indices=indices)
+    for index, (expert, first_row, _, n_tile, _, skinny) in zip(indices, sampled, strict=True):
         row_tile = expert if skinny else (first_row - skinny_experts) // 128
         number = row_tile * num_n_tiles + n_tile
         skinny_before = number if skinny else index - number
