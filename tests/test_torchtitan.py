@@ -423,6 +423,39 @@ def run(model, x, dout, autocast=False):
     return {"out": out.detach(), "dx": x.grad, "tokens": buffers_of(model)[0].clone(), **grads}
 
 
+def run_both(stock, ours, precision):
+    """Both results on the same inputs, and the operators that ours called."""
+    dtype = BF16 if precision == "bfloat16" else F32
+    if dtype == BF16:
+        half(stock), half(ours)
+    x, dout = make_input(dtype), make_input(dtype)
+    expected = run(stock, x, dout, precision == "autocast")
+    with Calls() as calls:
+        found = run(ours, x, dout, precision == "autocast")
+    return expected, found, calls
+
+
+def check_compiled(model, tolerance):
+    """The block in one graph, as torchtitan compiles it, forward and backward."""
+    x, dout = make_input(BF16), make_input(BF16)
+    expected = run(half(model), x, dout)
+    model.layers["0"].compile(backend="aot_eager", fullgraph=True)
+    assert_close(run(model, x, dout), expected, tolerance)
+
+
+def check_checkpointed(model, mode):
+    """torchtitan's own policies give the same bits. Returns the operators that were called."""
+    x, dout = make_input(), make_input()
+    expected = run(model, x, dout)
+    checkpointed(model, mode)
+    with Calls() as calls:
+        found = run(model, x, dout)
+    # torchtitan's hook corrects for the second count of a recomputed forward.
+    expected["tokens"] *= 2
+    assert_close(found, expected, 0)
+    return calls
+
+
 def assert_close(found, expected, tolerance):
     """Every tensor, by the norm of the difference; tokens per expert exactly."""
     assert found.keys() == expected.keys()
@@ -487,13 +520,7 @@ def test_layer(flavor, fusion, precision):
         bias = buffers_of(model)[1]
         if bias is not None:
             bias.copy_(torch.linspace(-0.1, 0.1, E))
-    dtype = BF16 if precision == "bfloat16" else F32
-    if dtype == BF16:
-        half(stock), half(ours)
-    x, dout = make_input(dtype), make_input(dtype)
-    expected = run(stock, x, dout, precision == "autocast")
-    with Calls() as calls:
-        found = run(ours, x, dout, precision == "autocast")
+    expected, found, calls = run_both(stock, ours, precision)
     # A gate that rounds past the limit has another gradient.
     tolerance = 3e-2 if flavor == "gpt_oss" else 1e-2
     assert_close(found, expected, 1e-5 if precision == "loop" else tolerance)
@@ -664,27 +691,14 @@ def test_garbage_tail(dtype, is_gpt_oss):
 
 @pytest.mark.parametrize("fusion", FUSIONS)
 def test_compile(fusion):
-    """The block in one graph, as torchtitan compiles it, forward and backward."""
-    model = half(build(fusion, **FLAVORS["deepseek_v3"]))
-    x, dout = make_input(BF16), make_input(BF16)
-    expected = run(model, x, dout)
-    model.layers["0"].compile(backend="aot_eager", fullgraph=True)
-    assert_close(run(model, x, dout), expected, 1e-2)
+    check_compiled(build(fusion, **FLAVORS["deepseek_v3"]), 1e-2)
 
 
 @pytest.mark.parametrize("mode", ("selective", "full"))
 @pytest.mark.parametrize("fusion", FUSIONS)
 def test_activation_checkpointing(fusion, mode):
-    """torchtitan's own policies: the same bits; only full checkpointing recomputes experts_down."""
-    model = build(fusion, **FLAVORS["deepseek_v3"])
-    x, dout = make_input(), make_input()
-    expected = run(model, x, dout)
-    checkpointed(model, mode)
-    with Calls() as calls:
-        found = run(model, x, dout)
-    # torchtitan's hook corrects for the second count of a recomputed forward.
-    expected["tokens"] *= 2
-    assert_close(found, expected, 0)
+    """Only full checkpointing recomputes experts_down."""
+    calls = check_checkpointed(build(fusion, **FLAVORS["deepseek_v3"]), mode)
     assert len(calls.of("experts_up")) == 2
     assert len(calls.of("experts_down")) == (1 if mode == "selective" else 2)
 
@@ -721,13 +735,7 @@ def assert_near_16_bits(found, expected):
 def test_fp8(fusion, precision):
     """The layer in 16 bits, up to the rounding of e4m3."""
     usual, ours = (build(f, **FP8_FLAVOR) for f in (without_fp8(fusion), fusion))
-    dtype = BF16 if precision == "bfloat16" else F32
-    if dtype == BF16:
-        half(usual), half(ours)
-    x, dout = make_input(dtype), make_input(dtype)
-    expected = run(usual, x, dout, precision == "autocast")
-    with Calls() as calls:
-        found = run(ours, x, dout, precision == "autocast")
+    expected, found, calls = run_both(usual, ours, precision)
     assert_near_16_bits(found, expected)
     assert not calls.of("experts_up")
     assert all(len(calls.of(name)) == 1 for name in ("fp8_up", "fp8_down_backward", "fp8_up_backward"))
@@ -782,27 +790,16 @@ def test_fp8_of_a_rank():
 @pytest.mark.parametrize("fusion", FP8_FUSIONS)
 @pytest.mark.usefixtures("wide")
 def test_fp8_under_selective_checkpointing(fusion):
-    """The same bits. The product with w2 is saved, and not computed again."""
-    model = build(fusion, **FP8_FLAVOR)
-    x, dout = make_input(), make_input()
-    expected = run(model, x, dout)
-    checkpointed(model, "selective")
-    with Calls() as calls:
-        found = run(model, x, dout)
-    expected["tokens"] *= 2
-    assert_close(found, expected, 0)
+    """The product with w2 is saved, and not computed again."""
+    calls = check_checkpointed(build(fusion, **FP8_FLAVOR), "selective")
     assert (len(calls.of("fp8_up")), len(calls.of("fp8_down"))) == (2, 1)
 
 
 @pytest.mark.parametrize("fusion", FP8_FUSIONS)
 @pytest.mark.usefixtures("wide")
 def test_fp8_compiles(fusion):
-    """In one graph, forward and backward: the bits of eager mode."""
-    model = half(build(fusion, **FP8_FLAVOR))
-    x, dout = make_input(BF16), make_input(BF16)
-    expected = run(model, x, dout)
-    model.layers["0"].compile(backend="aot_eager", fullgraph=True)
-    assert_close(run(model, x, dout), expected, 0)
+    """With the bits of eager mode."""
+    check_compiled(build(fusion, **FP8_FLAVOR), 0)
 
 
 @pytest.mark.usefixtures("wide")
@@ -1028,17 +1025,23 @@ def run_part(model, parameters):
     return [t.clone() for t in results]  # a clone waits for the collective that writes it
 
 
+def parallel_model(config, fusion, layout, tp, ep):
+    """A layer of 0.3.0 over two ranks, as torchtitan parallelises it; its own one without a fusion."""
+    set_moe_sharding_config(config, enable_ep=ep > 1, enable_sp=True, expert_param_layout=layout)
+    set_spmd_backend("partial_dtensor")
+    model = Model((overridden(config, fusion) if fusion else config).build())
+    torch.manual_seed(0)
+    model.moe.init_states(buffer_device=torch.device("cpu"))
+    model = half(model)
+    model.moe.parallelize(meshes_of(tp, ep))
+    return model
+
+
 def parallel_gpt_oss(fused, tp, ep):
     """A layer of gpt-oss over two ranks, as torchtitan parallelises it."""
     if HAS_OVERRIDES:
         config = layer_config(**FLAVORS["gpt_oss"], hidden_dim=SHARDED_F)
-        set_moe_sharding_config(config, enable_ep=ep > 1, enable_sp=True, expert_param_layout=GPT_OSS_LAYOUT)
-        set_spmd_backend("partial_dtensor")
-        model = Model((overridden(config, "fused_moe") if fused else config).build())
-        torch.manual_seed(0)
-        model.moe.init_states(buffer_device=torch.device("cpu"))
-        model = half(model)
-        model.moe.parallelize(meshes_of(tp, ep))
+        model = parallel_model(config, fused and "fused_moe", GPT_OSS_LAYOUT, tp, ep)
     else:
         model = Model(stock_layer(**FLAVORS["gpt_oss"], hidden_dim=SHARDED_F))
         initialise(model, fused)
@@ -1057,14 +1060,7 @@ def parallel_fp8(fusion, tp, ep):
     # K as in parallel_gpt_oss: 0.3.0's own layers fail, too, where a process had layers of another K before.
     flavor = FP8_FLAVOR | {"top_k": FLAVORS["gpt_oss"]["top_k"], "hidden_dim": FP8_F * tp}
     if HAS_OVERRIDES:
-        config = layer_config(**flavor)
-        set_moe_sharding_config(config, enable_ep=ep > 1, enable_sp=True, expert_param_layout=EXPERTS_LAYOUT)
-        set_spmd_backend("partial_dtensor")
-        model = Model(overridden(config, fusion).build())
-        torch.manual_seed(0)
-        model.moe.init_states(buffer_device=torch.device("cpu"))
-        model = half(model)
-        model.moe.parallelize(meshes_of(tp, ep))
+        model = parallel_model(layer_config(**flavor), fusion, EXPERTS_LAYOUT, tp, ep)
     else:
         from torchtitan.models.llama4.infra.parallelize import apply_moe_ep_tp
 
