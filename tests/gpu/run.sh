@@ -79,11 +79,11 @@ for tool in $tools; do
     FUSED_MOE_TIER=$tier PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer "${options[@]}" --print-limit 1000 \
         "$python" -m pytest --device cuda -m sanitizer -q -p no:cacheprovider "${select[@]}" tests/cuda 2>&1 | tee "$log"
     [ "${PIPESTATUS[0]}" -eq 0 ] || failed=1
-    # A report's first or second line names the kernel: "at void fused_moe::..."
-    found=$(awk '/^=+ .*(Invalid|Uninitialized|Race reported|hazard detected|Barrier error)/ {
-                     if (!/fused_moe/) getline
-                     found += /fused_moe/
-                 } END { print found + 0 }' "$log")
+    # A report ends with an empty line; one of its lines names the kernel: "at void fused_moe::..."
+    found=$(awk '/=+ .*(Invalid|Uninitialized|Race reported|hazard detected|Barrier error)/ { is_open = 1 }
+                 is_open && /fused_moe/ { found++; is_open = 0 }
+                 /^=+ *$/ { is_open = 0 }
+                 END { print found + 0 }' "$log")
     total=$(sed -En 's/^=+ (ERROR|RACECHECK) SUMMARY: //p' "$log" | paste -sd ';')
     passed=$(counts "$log")
     if [ "$found" -ne 0 ] || [ -z "$total" ] || [[ $passed != *passed* ]]; then failed=1; fi

@@ -368,13 +368,13 @@ struct RowScales {
         for (int i = 0; i < COUNT; i++) row[i] = token[tile_row(wg, i)];
     }
 
-    /* Begins to load them. */
+    /* Begins to load them. A tile of a wrong plan may have no rows. */
     template <int COUNT>
     __device__ void load(const float *scales, const WorkTile &tile, int wg) {
 #pragma unroll
         for (int i = 0; i < COUNT; i++) {
-            int tile_row_i = min(tile_row(wg, i), tile.num_rows - 1);
-            scale[i] = __ldg(scales + (Config::GATHER ? row[i] : tile.first_row + tile_row_i));
+            int in_tile = tile_row(wg, i), of_row = Config::GATHER ? row[i] : tile.first_row + in_tile;
+            scale[i] = in_tile < tile.num_rows ? __ldg(scales + of_row) : 0;
         }
     }
 };
