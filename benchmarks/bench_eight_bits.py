@@ -167,18 +167,10 @@ class Case:
 
     def roofs(self) -> dict[str, Callable]:
         """What the floor's rates are measured by: GEMMs of a call's FLOPs in 16 and in 8 bits, and a copy."""
-        one = torch.ones((), device=self.device)
-        codes = [
-            (a.to(torch.float8_e4m3fn), b.T.contiguous().to(torch.float8_e4m3fn).T)
-            for a, b in self.dense_gemms
-        ]
-        scaled = partial(
-            torch._scaled_mm, scale_a=one, scale_b=one, out_dtype=self.x.dtype, use_fast_accum=True
-        )
         copy, self.copied = floors.large_copy(self.device)
         return {
             DENSE[16]: lambda: [a @ b for a, b in self.dense_gemms],
-            DENSE[8]: lambda: [scaled(a, b) for a, b in codes],
+            DENSE[8]: common.dense_in_8_bits(self.dense_gemms),
             floors.COPY: copy,
         }
 

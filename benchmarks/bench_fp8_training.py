@@ -17,9 +17,10 @@ A record is one way:
     fp8, wgrad bf16, every 8th
 
 ratio_to_bf16 is the time of experts over its own: above 1, the way is faster. auto_wgrad is what
-fp8_wgrad="auto" takes here. FLOPs: 18TKDF, two thirds of it without a gate. Errors are norm-relative to
-float64, of out, dx and dscores on some tokens, and of the weights' gradients of the first expert and the
-largest.
+fp8_wgrad="auto" takes here. FLOPs: 18TKDF, two thirds of it without a gate. dense_ratio is the time of
+cuBLAS on as many FLOPs over its own: GEMMs of the layer in bf16 for experts, else forward's alone, thrice, in
+e4m3 with one scale per operand. Errors are norm-relative to float64, of out, dx and dscores on some tokens,
+and of the weights' gradients of the first expert and the largest.
 
 Memory is beyond inputs and parameters. peak_mib is a step's, with its gradients and copies_mib: those are the
 codes, kept from step to step by a way that quantises every 8th, else freed in the step. activation_mib is
@@ -56,6 +57,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 EVERY = 8  # steps for which codes serve
 BLOCK = 128  # what D and F are multiples of
+DENSE, DENSE_FP8 = "dense", "dense, fp8"
+UNMETERED = ("router", DENSE, DENSE_FP8)
 CHECKED_TOKENS = 32
 BOUND = 0.15  # of right results' errors in FP8. A wrong scale is off by more.
 QUICK = {"lead": 20_000_000, "calls": 3}
@@ -115,7 +118,7 @@ class Case:
 
     def __init__(self, sizes: common.Sizes, settings: common.Settings, dtype: str, options):
         self.layer = layer = bench_layer.Case(sizes, options.routing, dtype, options.device, settings)
-        layer.dense_gemms = None  # some GiB
+        layer.dense_gemms = None  # some GiB: made when they are timed
         self.sizes, self.settings, self.device = sizes, settings, options.device
         self.x, self.dout = layer.x, layer.dout
         with torch.no_grad():
@@ -158,6 +161,18 @@ class Case:
     def peer(self, layer: torch.nn.Module) -> None:
         layer(self.x).backward(self.dout)
         self.layer.clear_grads(layer)
+
+    def dense(self) -> dict[str, Callable]:
+        """Dense GEMMs of a step's FLOPs, by the dtype of the ways that they bound."""
+        layer = self.layer
+        gemms = common.dense_gemms(
+            self.sizes, gated=self.settings.gated, device=self.device, dtype=self.x.dtype
+        )
+        layer.dense_gemms, forward = gemms, common.dense_in_8_bits(gemms)
+        return {
+            DENSE: partial(layer.dense, "forward_backward"),
+            DENSE_FP8: lambda: [forward() for _ in range(3)],
+        }
 
     def memory(self, way: Way) -> dict[str, float]:
         """MiB of one step, beyond inputs and parameters."""
@@ -279,11 +294,13 @@ def time_case(
     runs |= {name: partial(case.peer, peer) for name, peer in peers.items()}
     if peers:
         runs["router"] = case.router
+    if on_gpu:
+        runs |= case.dense()
     clock = timer(options)
     seconds = common.times(clock, runs, options.repeats)
     joules = dict.fromkeys(runs)
     if on_gpu and not options.quick:
-        joules = {name: profiling.joules(run) for name, run in runs.items() if name != "router"}
+        joules = {name: profiling.joules(run) for name, run in runs.items() if name not in UNMETERED}
     for way in WAYS:
         if (way.quantised_every or 1) > 1:  # its share
             seconds[way] += seconds["quantise"] / way.quantised_every
@@ -308,6 +325,9 @@ def time_case(
             "joules": None if joules[way] is None else round(joules[way], 4),
             **memory[way],
         }
+        if on_gpu:
+            dense = DENSE if way == USUAL else DENSE_FP8
+            measured["dense_ratio"] = round(seconds[dense] / taken, 3)
         if way != USUAL:
             measured |= way._asdict() | {
                 f"ratio_to_{dtype}": round(seconds[USUAL] / taken, 3),
