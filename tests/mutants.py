@@ -239,7 +239,7 @@ CPU = listed({
          "if (need_dlink) {", "if (need_dlink || need_dlink_t) {"),
         ("fp8: dh by columns is made where w1 and w3 need no gradient",
          "if (need_dlink_t) {", "if (need_dlink_t || need_dlink) {")],
-    ("csrc/torch/fp8_training.cpp", "tests/test_fp8_bits.py"): [
+    ("csrc/torch/fp8_gemms.cpp", "tests/test_fp8_bits.py"): [
         ("fp8: every chunk of a weight gradient is the first",
          "w.data = (char *)w.data + of_x.first * w.stride_in * elem_bytes;", ";"),
         ("fp8: interleaved rows of a gradient are halves",
