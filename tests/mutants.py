@@ -490,17 +490,15 @@ CUDA = listed({
     ("csrc/kernels/sm80/few_rows_tile.cuh", "tests/cuda/test_sm80_few_rows.py"): [
         ("sm80: columns of few rows are read past the swizzle",
          "((address + stage_offset) ^ group * 16 * SIZE)", "((address + stage_offset) + group * 16 * SIZE)")],
-    ("csrc/kernels/sm90/eight_bit.cuh", "tests/cuda/test_eight_bit_tiles.py::test_every_layout"): [
+    ("csrc/kernels/sm90/eight_bit.cuh", "tests/cuda/test_sm90_fp8_training.py"): [
         ("sm90: subtiles of 8 bits have the scale of the first one",
          "(tile.first_column + SUBTILE * subtile)", "tile.first_column")],
     ("csrc/kernels/sm90/eight_bit_up_gate.cu", "tests/cuda/test_eight_bit_tiles.py::test_every_layout"): [
         ("sm90: a's scale is of half of its columns",
          "peak = max_nan_f32(peak, __shfl_xor_sync(~0u, peak, 2));", "")],
-    ("csrc/kernels/sm90/eight_bit_up_gate.cu",
-     "tests/cuda/test_eight_bit_tiles.py::test_rows_past_the_last_one"): [
-        ("sm90: rows of codes are zeroed as rows of 16 bits",
-         "Config::IN_BLOCKS ? p.F / 2 : p.F);", "p.F);")],
     ("csrc/kernels/sm90/eight_bit_up_gate.cu", "tests/cuda/test_sm90_fp8_training.py"): [
+        ("sm90: rows of codes are zeroed as rows of 16 bits",
+         "Config::IN_BLOCKS ? p.F / 2 : p.F);", "p.F);"),
         ("sm90: h that is kept has ups in the place of gates",
          "(i / 2) * p.F + first + SUBTILE * (i % 2);", "first + SUBTILE * (i % 2);")],
     ("csrc/kernels/sm80/eight_bit.cu", "tests/cuda/test_eight_bit_portable.py"): [
