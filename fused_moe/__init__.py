@@ -30,8 +30,7 @@ from .module import FusedMoE, LoadReport, RouterLosses
 from .plan import Plan
 from .quantized import QuantizedWeight, quantize, refresh_weights, smooth_from
 from .replay import Routes, record_routing, replay_routing
-
-__version__ = "0.2.0"
+from .version import __version__ as __version__
 
 __all__ = [
     "Fp8Shares",

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 
 def _linear(up: Tensor, limit: float) -> Tensor:
@@ -57,3 +57,8 @@ def activate(
     f, m = ACTIVATIONS[activation]
     value = f(gate, alpha, limit)
     return value if up is None else value * m(up, limit)
+
+
+def activation_of(experts: nn.Module) -> dict:
+    """The activation of Experts or SharedExperts, as functions take it."""
+    return {"activation": experts.activation, "alpha": experts.alpha, "limit": experts.limit}

@@ -44,6 +44,12 @@ def layer_pays(D: int, F: int, E: int, K: int) -> bool:
     return F >= LEAST_WIDTH and E <= MOST_EXPERTS * K
 
 
+def peak_scale(peak: Tensor, largest: float = 448.0) -> Tensor:
+    """The float32 scale of codes of at most `largest` whose values are at most `peak`. The quotient is
+    rounded once: beside a number, not a tensor, PyTorch multiplies by the reciprocal on a GPU."""
+    return torch.where(peak == 0, 1, (peak / torch.full_like(peak, largest)).clamp_min(2.0**-120))
+
+
 class Fp8Weights:
     """The e4m3 codes and scales of the experts' weights, as `fp8_weights` makes them. They do not follow the
     weights: after an optimizer's step make new ones.

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from .fp8 import peak_scale
 from .ops import WGRADS
 
 LARGEST, NAN = 0x7E, 0x7F  # codes of e4m3 without their sign
@@ -80,8 +81,6 @@ class Fp8Shares:
 @torch.no_grad()
 def codes_of_rows(x: Tensor) -> Tensor:
     """The codes (T, D) of values (T, D) with one scale for a row (csrc/eight_bit.h)."""
-    from .reference import peak_scale  # which imports this file
-
     values = x.float()
     scale = peak_scale(values.abs().amax(1, keepdim=True))
     return (values * (1 / scale)).to(torch.float8_e4m3fn).view(torch.uint8)

@@ -10,6 +10,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from .checks import check_bool, check_choice, fail
+from .finding import layers_in
 from .fp8 import LEAST_WIDTH, MOST_EXPERTS, WGRADS, Fp8Weights, layer_pays, quantized
 from .ops import BLOCK
 from .quantized.sharding import is_sharded
@@ -166,8 +167,6 @@ def enable_fp8(
         RuntimeError: in a call, on a GPU that does not multiply FP8 by FP8 (`info()["compute"]["fp8"]`).
     """
     fn = "enable_fp8"
-    from .module import layers_in  # whose experts have Fp8Training, so it imports this file
-
     for name, flag in (("enabled", enabled), ("keep_codes", keep_codes), ("force", force)):
         check_bool(fn, name, flag)
     check_choice(fn, "wgrad", wgrad, WGRADS)

@@ -9,6 +9,7 @@ import textwrap
 import torch
 
 from .ops import FACTS, HAS_CUDA_KERNELS, HOW_TO_BUILD_CUDA, LIBRARY, ops, unknown_tier
+from .version import __version__
 
 # What each CUDA tier takes where it runs; a call that the first does not take goes to the last.
 TAKES = {
@@ -40,8 +41,6 @@ def _lines(entries: dict, indent: str = ""):
 
 def info() -> Info:
     """Versions, devices, the tiers with the reason why one is off, and how the library was built."""
-    from . import __version__
-
     return Info(
         {
             "fused_moe": __version__,

@@ -23,6 +23,7 @@ from .checks import (
     fail,
     is_altered,
 )
+from .finding import experts_in
 from .resetting import reset_uniform
 
 
@@ -269,9 +270,7 @@ def add_lora(
         TypeError, ValueError: before anything is changed, with what was expected and what was found.
     """
     fn = "add_lora"
-    from .module import experts_in  # whose experts have adapters, so it imports this file
-
-    layers = experts_in(fn, module)
+    layers = list(experts_in(fn, module).values())
     check_int(fn, "rank", rank)
     if rank < 1:
         fail(ValueError, fn, "rank >= 1", rank)

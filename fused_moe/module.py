@@ -11,9 +11,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from . import checks, function
-from .activation import CONSTANTS, activate
+from .activation import CONSTANTS, activate, activation_of
 from .counting import Counting
 from .expert_bias import KeepsExpertBias, check_expert_bias, update_biases
+from .finding import MoELayer, RoutedExperts
 from .fp8_training import Fp8Training, TrainsFp8, train_in_fp8
 from .gate import Gate, linear_fits, linear_logits
 from .kept_dtypes import KeepsDtypes
@@ -133,7 +134,7 @@ class Router(KeepsDtypes):
         return ", ".join(f"{k}={v!r}" for k, v in {"top_k": self.top_k, **self.routing}.items())
 
 
-class Experts(TrainsFp8):
+class Experts(RoutedExperts, TrainsFp8):
     """The routed experts: w1 (E, F, D) gate, w2 (E, D, F) down, w3 (E, F, D) up, and biases.
 
     A QuantizedWeight may be assigned to each of w1, w2 and w3; its dtype becomes that of the parameter whose
@@ -220,30 +221,6 @@ class Experts(TrainsFp8):
         )
 
 
-def activation_of(experts: nn.Module) -> dict:
-    """The activation of Experts or SharedExperts, as functions take it."""
-    return {"activation": experts.activation, "alpha": experts.alpha, "limit": experts.limit}
-
-
-def experts_in(fn: str, module: nn.Module) -> list[Experts]:
-    """The experts of every FusedMoE in a module, which has to have some."""
-    return _modules_in(fn, module, Experts)
-
-
-def layers_in(fn: str, module: nn.Module) -> list[FusedMoE]:
-    """Every FusedMoE in a module, which has to have some."""
-    return _modules_in(fn, module, FusedMoE)
-
-
-def _modules_in(fn: str, module: nn.Module, kind: type) -> list:
-    if not isinstance(module, nn.Module):
-        checks.fail(TypeError, fn, "a module with a FusedMoE in it", type(module).__name__)
-    found = [m for m in module.modules() if isinstance(m, kind)]
-    if not found:
-        checks.fail(ValueError, fn, "a module with a FusedMoE in it", type(module).__name__)
-    return found
-
-
 class SharedExperts(nn.Module):
     """The dense MLP that is applied to every token: w2(act(w1 x) * w3 x)."""
 
@@ -328,7 +305,7 @@ def _as_expert(linear: nn.Linear | None) -> tuple[Tensor | None, Tensor | None]:
     return linear.weight[None], None if linear.bias is None else linear.bias[None]
 
 
-class FusedMoE(KeepsExpertBias, Counting):
+class FusedMoE(MoELayer, KeepsExpertBias, Counting):
     """A Mixture-of-Experts feed-forward layer: router, routed experts, shared experts.
 
     out = sum over k of scores[k] * w2[e](act(w1[e] x) * w3[e] x), e the k-th best expert of x, plus the

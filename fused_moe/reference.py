@@ -18,7 +18,7 @@ from torch import Tensor
 from . import module
 from .activation import activate
 from .checks import INTEGERS, check_num_experts, check_tensor, fail, is_autocast_enabled
-from .fp8 import wgrad_pays
+from .fp8 import peak_scale, wgrad_pays
 from .lora import LoRA
 from .losses import load_balancing_loss, router_z_loss
 from .main_grad import gradient_of
@@ -441,11 +441,6 @@ def fused_experts(
 # --- experts, 8 bits by 8 bits -----------------------------------------------------------------------------
 
 
-def _divided(x: Tensor, number: float) -> Tensor:
-    """x / number, rounded once. On a GPU PyTorch multiplies by a number's reciprocal instead."""
-    return x / torch.full_like(x, number)
-
-
 def quantize_rows(rows: Tensor, format: str, *, power_of_two: bool = False) -> Tensor:
     """The values of rows (R, width) that are rounded to 8 bits with one scale each: to e4m3, or, beside a
     weight of format int8, to integers from -127 to 127.
@@ -457,7 +452,7 @@ def quantize_rows(rows: Tensor, format: str, *, power_of_two: bool = False) -> T
     largest = 127.0 if format == "int8" else 448.0
     rows, wide = rows.float(), torch.promote_types(rows.dtype, torch.float32)
     peak = rows.abs().amax(-1, keepdim=True)
-    scale = torch.where(peak == 0, 1, _divided(peak, largest).clamp_min(2.0**-120))
+    scale = peak_scale(peak, largest)
     if power_of_two:
         mantissa, exponent = scale.frexp()  # mantissas from 0.5 to 1
         rounded = torch.ldexp(torch.ones_like(scale), exponent - (mantissa == 0.5).int())
@@ -514,11 +509,6 @@ def _eight_bit_mlp(
 
 
 # --- experts trained in FP8 --------------------------------------------------------------------------------
-
-
-def peak_scale(peak: Tensor) -> Tensor:
-    """The scale of e4m3 codes whose largest magnitude is `peak`, float32."""
-    return torch.where(peak == 0, 1, _divided(peak, 448.0).clamp_min(2.0**-120))
 
 
 def _by_128_columns(rows: Tensor) -> Tensor:

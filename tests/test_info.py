@@ -202,12 +202,12 @@ import fused_moe
 print(*sorted(set(sys.modules) - before))
 """
     run = run_python(code)
-    own = "activation balance checks composed counting expert_bias flops fp8 fp8_shares fp8_training function"
-    own += " gate info"
+    own = "activation balance checks composed counting expert_bias finding flops fp8 fp8_shares fp8_training"
+    own += " function gate info"
     own += " kept_dtypes lora losses main_grad module oldest ops overlap padding plan quantized"
     parts = "computing copies formats loaders quantizing refreshing sharding smoothing state tiles weight"
     own += "".join(f" quantized.{name}" for name in parts.split())
-    own += " reference replay resetting routed"
+    own += " reference replay resetting routed version"
     assert run.stdout.split() == ["fused_moe", *(f"fused_moe.{name}" for name in own.split())], run.stderr
 
 

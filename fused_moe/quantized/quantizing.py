@@ -7,9 +7,10 @@ from collections.abc import Mapping
 from torch import Tensor, nn
 
 from ..checks import FLOATING, check_bool, check_choice, check_int, check_plain, check_stored, fail
+from ..finding import experts_in
 from . import formats
 from .computing import check_compute, check_smooth
-from .smoothing import from_experts, from_weights, named_experts
+from .smoothing import from_experts, from_weights
 from .weight import QuantizedWeight
 
 FN = "quantize"
@@ -65,7 +66,7 @@ def quantize(
         return _quantized(weight, format, options, smooth, settings)
     layers = {
         name: (experts, [w for w in ("w1", "w2", "w3") if isinstance(getattr(experts, w), nn.Parameter)])
-        for name, experts in named_experts(FN, module_or_weight).items()
+        for name, experts in experts_in(FN, module_or_weight).items()
     }
     for experts, names in layers.values():
         for name in names:

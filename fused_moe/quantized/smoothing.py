@@ -12,7 +12,10 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor, nn
 
+from ..activation import activate, activation_of
 from ..checks import check_plain, check_real, fail
+from ..finding import experts_in
+from ..ops import ops, route_plan, run
 
 FN = "smooth_from"
 
@@ -38,7 +41,7 @@ def smooth_from(module: nn.Module, batches: Iterable, alpha: float = 0.5) -> dic
     Raises:
         TypeError, ValueError: the message says what was expected and what was found.
     """
-    named = named_experts(FN, module)
+    named = experts_in(FN, module)
     if isinstance(batches, Tensor) or not isinstance(batches, Iterable):
         fail(TypeError, FN, "batches to be an iterable of inputs", type(batches).__name__)
     check_real(FN, "alpha", alpha)
@@ -69,14 +72,6 @@ def smooth_from(module: nn.Module, batches: Iterable, alpha: float = 0.5) -> dic
         if not found.is_called:
             fail(ValueError, FN, f"batches that reach the experts {name!r}", "none that does")
     return {name: found.factors(alpha) for name, found in peaks.items()}
-
-
-def named_experts(fn: str, module: nn.Module) -> dict[str, nn.Module]:
-    """The experts of every FusedMoE in a module by their names in it."""
-    from ..module import experts_in  # whose experts take quantised weights, so it imports this package
-
-    found = set(experts_in(fn, module))
-    return {name: m for name, m in module.named_modules() if m in found}
 
 
 def from_weights(*weights: Tensor) -> Tensor:
@@ -117,15 +112,11 @@ class _Peaks:
 
     def see(self, experts: nn.Module, args: tuple) -> None:
         """A hook before the experts' forward."""
-        from ..activation import activate
-        from ..function import grouped_mm, permute
-        from ..module import activation_of
-
         x, _, ids = args[:3]
-        rows, plan = permute(x, ids, experts.num_experts)
-        ends = plan.offsets[1:]
-        gate = grouped_mm(rows, experts.w1, ends, bias=experts.b1)
-        up = None if experts.w3 is None else grouped_mm(rows, experts.w3, ends, bias=experts.b3)
+        plan = route_plan(ids, experts.num_experts)
+        rows, ends = run(ops.permute.default, x, plan.tensors), plan.offsets[1:]
+        gate = run(ops.grouped_mm.default, rows, experts.w1, ends, experts.b1)
+        up = None if experts.w3 is None else run(ops.grouped_mm.default, rows, experts.w3, ends, experts.b3)
         a = activate(gate, up, **activation_of(experts))
         row = torch.arange(rows.size(0), device=rows.device, dtype=ends.dtype)
         expert = torch.bucketize(row, ends, right=True).unsqueeze(1)

@@ -1,0 +1,37 @@
+"""Finds the FusedMoE layers in a module, and their experts, for what changes or reads a model's layers.
+
+Their classes derive from those of this file, so that it imports neither, and they may import what finds them.
+"""
+
+from __future__ import annotations
+
+from torch import nn
+
+from .checks import fail
+
+
+class MoELayer(nn.Module):
+    """A FusedMoE."""
+
+
+class RoutedExperts(nn.Module):
+    """The experts of a FusedMoE."""
+
+
+def layers_in(fn: str, module: nn.Module) -> list[MoELayer]:
+    """Every FusedMoE in a module, which has to have some."""
+    return list(_named(fn, module, MoELayer).values())
+
+
+def experts_in(fn: str, module: nn.Module) -> dict[str, RoutedExperts]:
+    """The experts of every FusedMoE in a module, which has to have some, by their names in it."""
+    return _named(fn, module, RoutedExperts)
+
+
+def _named(fn: str, module: nn.Module, kind: type) -> dict:
+    if not isinstance(module, nn.Module):
+        fail(TypeError, fn, "a module with a FusedMoE in it", type(module).__name__)
+    found = {name: m for name, m in module.named_modules() if isinstance(m, kind)}
+    if not found:
+        fail(ValueError, fn, "a module with a FusedMoE in it", type(module).__name__)
+    return found
