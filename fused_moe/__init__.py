@@ -27,6 +27,7 @@ from .info import info
 from .lora import LoRA, add_lora
 from .losses import load_balancing_loss, router_z_loss
 from .module import FusedMoE, LoadReport, RouterLosses
+from .paths import path
 from .plan import Plan
 from .quantized import QuantizedWeight, quantize, refresh_weights, smooth_from
 from .replay import Routes, record_routing, replay_routing
@@ -55,6 +56,7 @@ __all__ = [
     "linear",
     "load_balancing_loss",
     "load_report",
+    "path",
     "permute",
     "plan_from_counts",
     "quantize",

@@ -12,7 +12,7 @@ from numbers import Integral, Real
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from . import ops as _ops
 from .activation import ACTIVATIONS, CONSTANTS
@@ -87,18 +87,6 @@ def _described(value) -> str:
     """A value of the wrong type: the type, and what is short enough to be recognised."""
     text = "" if value is None or isinstance(value, Tensor) else f" {value!r}"
     return type(value).__name__ + (text if len(text) <= 40 else "")
-
-
-def is_altered(module: nn.Module) -> bool:
-    """Whether calling the module does more, or something else, than its class's forward."""
-    return bool(
-        module._forward_pre_hooks
-        or module._forward_hooks
-        or module._backward_pre_hooks
-        or module._backward_hooks
-        or module._compiled_call_impl
-        or "forward" in vars(module)
-    )
 
 
 # --- tensors ----------------------------------------------------------------------------------------------

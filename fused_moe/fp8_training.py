@@ -13,6 +13,7 @@ from .checks import check_bool, check_choice, fail
 from .finding import layers_in
 from .fp8 import LEAST_WIDTH, MOST_EXPERTS, WGRADS, Fp8Weights, layer_pays, quantized
 from .ops import BLOCK
+from .paths import PLAIN
 from .quantized.sharding import is_sharded
 from .quantized.weight import QuantizedWeight
 
@@ -99,7 +100,7 @@ def _may_keep(weights: list[Tensor]) -> bool:
         return False
     if torch._C._are_functorch_transforms_active():
         return False
-    if not all(type(w) in (Tensor, nn.Parameter) and not w.is_inference() for w in weights):
+    if not all(type(w) in PLAIN and not w.is_inference() for w in weights):
         return False
     return not (weights[0].is_cuda and torch.cuda.is_current_stream_capturing())
 

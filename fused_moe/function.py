@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo
 
-from . import composed, fp8_shares
+from . import composed, fp8_shares, paths
 from . import ops as _ops
 from .checks import (
     FLOATING,
@@ -351,20 +351,12 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return out if x.dim() == 2 else _ops.reshaped(out, (*x.shape[:-1], weight.size(0)))
 
 
-def _needs_grad(*tensors: Tensor | None) -> bool:
-    """Whether a gradient may be needed. Inside of torch.func a tensor does not tell whether what it wraps
-    requires one."""
-    return _ops.is_recording() and (
-        torch._C._are_functorch_transforms_active() or any(t is not None and t.requires_grad for t in tensors)
-    )
-
-
 def _experts(
     x, w1, w2, w3, b1, b2, b3, scores, plan: Plan, code, activation, alpha, limit, score_on, main_grads,
     shared=(None, None),
 ):  # fmt: skip
     """The two autograd nodes. h is saved only if a gradient may be needed."""
-    needs_grad = _needs_grad(x, w1, w2, w3, b1, b2, b3, scores)
+    needs_grad = paths.needs_grad(x, w1, w2, w3, b1, b2, b3, scores)
     settings = (code, _ops.ACTIVATION_CODES[activation], [alpha, limit])
     on_input = score_on == "input"
     main_up, main_down = main_grads
@@ -386,8 +378,8 @@ def _fp8_experts(
     wgrad = _ops.WGRADS[wgrad]
     if is_autocast_enabled(x):  # once for both operators
         x = x.to(torch.get_autocast_dtype(x.device.type))
-    needs_grad, links_t = _needs_grad(x, w1, w2, w3, scores), (None, None)
-    if _needs_grad(w1, w3):  # called first, so that its backward runs last
+    needs_grad, links_t = paths.needs_grad(x, w1, w2, w3, scores), (None, None)
+    if paths.needs_grad(w1, w3):  # called first, so that its backward runs last
         of_weights = (x.detach(), w1, w3, tensors_again(plan, 1), code, wgrad, *main_up)
         links_t = _ops.run(ops.fp8_up_weights.default, *of_weights)
     if not torch.compiler.is_compiling():
@@ -522,8 +514,9 @@ def experts_and_counts(
     check_activation(fn, activation, *constants)
     check_layout(fn, layout, score_on)
     training, fp8 = _fp8_training(fp8)
-    options = (weights, biases, score_on, lora, compute, smooth)
-    trains_fp8 = check_options(fn, fp8, fp8_wgrad, *options)
+    trains_fp8 = (fp8 is not None or fp8_wgrad != "auto") and check_options(
+        fn, fp8, fp8_wgrad, weights, biases, score_on, lora, compute, smooth
+    )
     stored, weights, is_composed = _plain_weights(fn, "x", x, weights, transposed, main_grads, lora)
     w1, w2, w3, code = check_experts(fn, "x", x, *weights, *biases, layout, transposed)
     if trains_fp8:
@@ -544,7 +537,7 @@ def experts_and_counts(
         check_expert_map(fn, expert_map, ids, w2.size(0))
     check_shared(fn, shared, shared_gate, "x", x, x.shape)
     adapters = () if lora is None else lora[:6]
-    needs_grad = _needs_grad(x, w1, w2, w3, *biases, scores, *adapters, shared, shared_gate)
+    needs_grad = paths.needs_grad(x, w1, w2, w3, *biases, scores, *adapters, shared, shared_gate)
     if out is not None:
         if needs_grad:
             fail(ValueError, fn, "out where no gradient is needed", "an argument that requires one")
@@ -563,7 +556,8 @@ def experts_and_counts(
         )
         check_out(fn, out, x, x.shape, inputs)
     scores, shared = _as_scores(scores, x), (shared, _as_scores(shared_gate, x))
-    if trains_fp8:
+    path, _ = paths.of_experts(x, stored, mode, trains_fp8, is_composed, lora, plan, needs_grad)
+    if path is paths.FP8:
         if fp8 is True:
             fp8 = training.weights(w1, w2, w3, code, needs_grad)
         if fp8_wgrad == "auto":
@@ -577,29 +571,18 @@ def experts_and_counts(
         made = (plan, fp8, code, activation, constants, fp8_wgrad, main_grads, shared)
         y = experts(x, w1, w2, w3, scores, *made)
         return y if out is None else out.copy_(y), plan.counts
-    is_operator = plan is None and not needs_grad
     settings = (code, _ops.ACTIVATION_CODES[activation], [*constants], score_on == "input")
-    if mode != "codes":
+    if path is paths.EIGHT_BIT or path is paths.QUANTIZED:
         call = x, stored, biases, scores, ids, settings, expert_map, shared
-        tensors = computing.eight_bit_tensors(fn, mode, x, ids, stored, layout)
+        tensors = None
+        if path is paths.EIGHT_BIT:
+            tensors = computing.eight_bit_tensors(fn, mode, x, ids, stored, layout)
         if tensors is None:
             y, counts = _quantized_experts(*call)
         else:
             y, counts = _eight_bit_experts(*call, tensors, smooth)
         return y if out is None else out.copy_(y), counts
-    if is_composed:
-        # In the check of a trace no scores require a gradient, as they may have in the trace.
-        is_operator = is_operator and lora is None and not torch.jit.is_tracing()
-        if is_operator and all(w is None or isinstance(w, QuantizedWeight) for w in stored):
-            y, counts = _quantized_experts(x, stored, biases, scores, ids, settings, expert_map, shared)
-            return y if out is None else out.copy_(y), counts
-        if plan is None:
-            plan = _ops.route_plan(ids, w2.size(0), expert_map)
-        weights = _unless_quantized((w1, w2, w3), stored)
-        y = composed.experts(x, weights, biases, scores, plan, settings[:3], score_on, lora, shared)
-        return y if out is None else out.copy_(y), plan.counts
-    # Autocast would cast all weights before one operator, and keep the casts of both sides at a time.
-    if is_operator and not is_autocast_enabled(x):
+    if path is paths.EXPERTS:
         b1, b2, b3 = biases
         operands = (x, w1, w3, w2, b1, b3, b2, scores, ids)
         if out is not None:
@@ -607,6 +590,10 @@ def experts_and_counts(
         return _ops.run(ops.experts.default, *operands, *settings, expert_map, *shared)
     if plan is None:
         plan = _ops.route_plan(ids, w2.size(0), expert_map)
+    if path is paths.COMPOSED:
+        weights = _unless_quantized((w1, w2, w3), stored)
+        y = composed.experts(x, weights, biases, scores, plan, settings[:3], score_on, lora, shared)
+        return y if out is None else out.copy_(y), plan.counts
     experts = _experts
     if any(main_grads):
         experts = _experts_with_main_grads

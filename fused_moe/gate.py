@@ -5,18 +5,15 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
-from torch._subclasses.functional_tensor import FunctionalTensor
 
-from .checks import DEVICES, check_on_meta, is_autocast_enabled, is_mixed
+from .checks import check_on_meta, is_autocast_enabled
 from .function import router_logits
 from .kept_dtypes import KeepsDtypes
 from .ops import reshaped
-
-# Tensors that the operator takes: plain ones, and what stands for them while shapes or graphs are traced.
-PLAIN = (Tensor, nn.Parameter, FakeTensor, FunctionalTensor)
+from .paths import stock, why_unfit
 
 
+@stock("router.gate")
 class Gate(KeepsDtypes, nn.Linear):
     """A linear layer by `router_logits`: its logits are float32, or float64 of float64 operands.
 
@@ -38,7 +35,7 @@ class Gate(KeepsDtypes, nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         """x (..., D) -> logits (..., E)."""
         weight, bias = self.weight, self.bias
-        if not linear_fits(x, self):
+        if why_unfit(x, self):
             logits = F.linear(x, weight, bias)
             check_on_meta("FusedMoE", x, weight, bias)
             return logits
@@ -54,24 +51,3 @@ def linear_logits(x: Tensor, linear: nn.Linear) -> Tensor:
         return router_logits(x, linear.weight, linear.bias)
     with torch.autocast(x.device.type, enabled=False):
         return router_logits(x, linear.weight, linear.bias)
-
-
-def linear_fits(x: Tensor, linear: nn.Linear) -> bool:
-    """Whether our operators take x and the parameters of a linear layer."""
-    dtype, device = x.dtype, x.device
-    keeps_dtype = getattr(linear, "router_dtype", None) is not None
-    if type(x) not in PLAIN or device.type not in DEVICES:
-        return False
-    for p in (linear.weight, linear.bias):
-        if p is None:
-            continue
-        if type(p) not in PLAIN or p.device != device:
-            return False
-        if p.dtype == dtype:
-            continue
-        if keeps_dtype:
-            if not is_mixed(x, p):
-                return False
-        elif torch.float64 in (dtype, p.dtype) or not is_autocast_enabled(x):
-            return False
-    return True

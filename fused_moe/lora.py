@@ -21,9 +21,9 @@ from .checks import (
     check_storage,
     check_tensor,
     fail,
-    is_altered,
 )
 from .finding import experts_in
+from .paths import why_altered
 from .resetting import reset_uniform
 
 
@@ -228,7 +228,7 @@ class Adapters(nn.Module):
 
     def forward(self) -> LoRA:
         own = self._adapters()
-        if is_altered(self):  # a hook after this call may take the adapters' memory away
+        if why_altered(self):  # a hook after this call may take the adapters' memory away
             own = {name: tensor.view_as(tensor) for name, tensor in own.items()}
         return LoRA(**own, scale=self.scale)
 

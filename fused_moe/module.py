@@ -16,23 +16,26 @@ from .counting import Counting
 from .expert_bias import KeepsExpertBias, check_expert_bias, update_biases
 from .finding import MoELayer, RoutedExperts
 from .fp8_training import Fp8Training, TrainsFp8, train_in_fp8
-from .gate import Gate, linear_fits, linear_logits
+from .gate import Gate, linear_logits
 from .kept_dtypes import KeepsDtypes
 from .lora import Adapters, LoRA
 from .losses import check_mask, check_scope, load_balancing_loss, router_z_loss
-from .ops import is_recording, reshaped
+from .ops import reshaped
 from .padding import zero_padding
+from .paths import (
+    FN,
+    Operands,
+    keeps_padding,
+    operands_to_join,
+    stock,
+    why_added_after,
+    why_called,
+    why_changed,
+)
 from .quantized.weight import QuantizedWeight
 from .resetting import reset, reset_uniform
-from .routed import (
-    is_altered,
-    is_plain_linear,
-    operands_to_join,
-    routed_experts,
-    routed_experts_without_gradients,
-)
+from .routed import routed_experts, routed_experts_without_gradients
 
-FN = "FusedMoE"  # as its messages begin
 DTYPE_NAMES = " or ".join(str(dtype).removeprefix("torch.") for dtype in checks.FLOATING)
 # Training forward passes without an update after which FusedMoE warns. A step may have many micro-batches.
 PATIENCE = 256
@@ -85,6 +88,7 @@ def report_of(tokens: Tensor) -> LoadReport:
     return LoadReport(tokens, tokens.float() / total, max_over_mean, int((tokens == 0).sum()))
 
 
+@stock("router")
 class Router(KeepsDtypes):
     """Scores every expert for every token and selects the K best."""
 
@@ -134,6 +138,7 @@ class Router(KeepsDtypes):
         return ", ".join(f"{k}={v!r}" for k, v in {"top_k": self.top_k, **self.routing}.items())
 
 
+@stock("experts")
 class Experts(RoutedExperts, TrainsFp8):
     """The routed experts: w1 (E, F, D) gate, w2 (E, D, F) down, w3 (E, F, D) up, and biases.
 
@@ -221,6 +226,7 @@ class Experts(RoutedExperts, TrainsFp8):
         )
 
 
+@stock("shared_experts")
 class SharedExperts(nn.Module):
     """The dense MLP that is applied to every token: w2(act(w1 x) * w3 x)."""
 
@@ -243,7 +249,7 @@ class SharedExperts(nn.Module):
 
         Linear layers that do more than that are called, in place of our operators.
         """
-        if not self.is_stock(x, gate):
+        if why_called(x, self.w1, self.w2, self.w3, gate):
             up = None if self.w3 is None else self.w3(x)
             shared = self.w2(activate(self.w1(x), up, **activation_of(self)))
             return zero_padding(shared if gate is None else _gated(gate(x), shared), num_tokens)
@@ -259,7 +265,7 @@ class SharedExperts(nn.Module):
         """x (T, D) -> (T, D) without the gate, zero in padded rows; the gate's logits (T, 1).
 
         By the operators of the routed experts and of the router, as one expert that has every token: a
-        token's results do not depend on the others. Only where is_stock.
+        token's results do not depend on the others. Only where nothing is against it (`why_called`).
         """
         (w1, b1), (w2, b2), (w3, b3) = map(_as_expert, (self.w1, self.w2, self.w3))
         settings = {"b1": b1, "b2": b2, "b3": b3, **activation_of(self)}
@@ -270,30 +276,15 @@ class SharedExperts(nn.Module):
         shared = function.grouped_mlp(x, w1, w2, w3, counts, **settings)
         return shared, None if gate is None else linear_logits(x, gate)
 
-    def is_stock(self, x: Tensor, gate: nn.Linear | None) -> bool:
-        """Whether our operators compute what calling the linear layers on x does."""
-        linears = (self.w1, self.w2, self.w3, gate)
-        return all(_is_stock(linear, x) for linear in linears if linear is not None)
-
 
 def _gated(logits: Tensor, shared: Tensor) -> Tensor:
     """Shared experts' output times the sigmoid of their gate's logits, which may be wider."""
     return (logits.sigmoid() * shared).to(shared.dtype)
 
 
-def _is_stock(linear: nn.Module, x: Tensor) -> bool:
-    """Whether our operators compute what calling the linear layer on x does."""
-    if not is_plain_linear(linear):
-        return False
-    if linear_fits(x, linear):
-        return True
-    checks.check_on_meta(FN, x, linear.weight, linear.bias)
-    return False
-
-
 def _linear(linear: nn.Module, x: Tensor) -> Tensor:
     """linear(x) of x (T, ...), by our operator where that computes the same, for its batch-invariant bits."""
-    if not _is_stock(linear, x) or linear.bias is not None:
+    if why_called(x, linear) or linear.bias is not None:
         return linear(x)
     return function.linear(x, linear.weight)
 
@@ -525,11 +516,12 @@ class FusedMoE(MoELayer, KeepsExpertBias, Counting):
         if per_sequence is not False or any(option is not None for option in (loss_mask, group, load)):
             self._check_losses(x, return_losses, loss_mask, scope, load if is_running else x)
         tokens = x if x.dim() == 2 else x.reshape(-1, x.size(-1))
-        given = {}
+        given, joined = {}, operands_to_join(self, tokens)
+        combines = self.shared_experts is not None and not why_added_after(self, tokens)
         if num_tokens is not None:
             checks.check_num_tokens(FN, num_tokens, "x", x)
             given["num_tokens"] = num_tokens
-            if not self._keeps_padding_apart(tokens):
+            if not keeps_padding(self, tokens, joined, combines):
                 tokens = zero_padding(tokens, num_tokens)
         if ids is not None:
             checks.check_tensor(FN, "ids", ids, x.dim(), checks.GIVEN_IDS)
@@ -539,9 +531,8 @@ class FusedMoE(MoELayer, KeepsExpertBias, Counting):
         tape = self._tape
         if tape is not None and ids is None and (ids := tape.take(tokens, self.top_k)) is not None:
             given["ids"] = ids
-        combines = self._combines_shared(tokens)
         shared = self._shared_operands(tokens, num_tokens) if combines else (None, None)
-        out, counts, ids, logits = self._routed(tokens, given, shared)
+        out, counts, ids, logits = self._routed(tokens, joined, given, shared)
         if tape is not None:
             tape.note(ids)
         if self.training and self._count("tokens_per_expert", counts) and self.load_balance_coeff is not None:
@@ -580,19 +571,6 @@ class FusedMoE(MoELayer, KeepsExpertBias, Counting):
         balance = load_balancing_loss(logits, ids, self.num_experts, score_func=score_func, **real, **scope)
         return RouterLosses(balance, router_z_loss(logits, **real))
 
-    def _combines_shared(self, x: Tensor) -> bool:
-        """Whether the routed experts' combine adds the shared experts' output, which is rounded once then, in
-        eager and compiled layers alike. Not where something changes or observes either: they are added after.
-        """
-        shared = self.shared_experts
-        if shared is None or self.latent_down is not None:
-            return False
-        experts = self.experts
-        if type(experts) is not Experts or is_altered(experts):
-            return False
-        stock = type(shared) is SharedExperts and not is_altered(shared)
-        return stock and shared.is_stock(x, self.shared_expert_gate)
-
     def _shared_operands(self, x: Tensor, num_tokens: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """What the combine takes as shared and shared_gate; of padded rows zeros, whatever they hold."""
         shared, logits = self.shared_experts.operands(x, self.shared_expert_gate, num_tokens)
@@ -603,26 +581,10 @@ class FusedMoE(MoELayer, KeepsExpertBias, Counting):
         experts, gate = self.shared_experts, self.shared_expert_gate
         if gate is None and num_tokens is None:
             return experts(x)
-        if type(experts) is SharedExperts and not is_altered(experts):
+        if not why_changed("shared_experts", experts):
             return experts(x, gate, num_tokens)
         shared = experts(x) if gate is None else _gated(gate(x), experts(x))
         return zero_padding(shared, num_tokens)
-
-    def _keeps_padding_apart(self, x: Tensor) -> bool:
-        """Whether what padded rows of x hold stays in their rows of the logits: no gradient sums over tokens,
-        and our operators alone read x."""
-        router, shared = self.router, self.shared_experts
-        if is_recording() or type(router) is not Router or type(self.experts) is not Experts:
-            return False
-        if self.latent_down is not None:
-            return False
-        gate = router.gate
-        if type(gate) is not Gate or is_altered(gate) or not linear_fits(x, gate):
-            return False
-        if shared is None:
-            return True
-        stock = type(shared) is SharedExperts and not is_altered(shared)
-        return stock and shared.is_stock(x, self.shared_expert_gate)
 
     def _check_input(self, x) -> None:
         if not isinstance(x, Tensor):
@@ -633,21 +595,19 @@ class FusedMoE(MoELayer, KeepsExpertBias, Counting):
         if x.dim() < 1 or x.size(-1) != self.dim:
             checks.fail(ValueError, FN, f"x of shape (..., D) with D = {self.dim}", tuple(x.shape))
 
-    def _routed(self, x: Tensor, given: dict, shared: tuple) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def _routed(
+        self, x: Tensor, joined: Operands | str, given: dict, shared: tuple
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """The routed experts' out (T, D) and counts (E,), the router's ids (T, K) and logits (T, E). `given`
         are the router's ids and num_tokens, `shared` the combine's shared and shared_gate."""
-        modules, needs_grad = self._modules, torch.is_grad_enabled()  # an attribute takes ten times as long
-        router, experts = modules.get("router"), modules.get("experts")
         bias = self.expert_bias
         check_expert_bias(FN, bias)
+        if type(joined) is Operands:
+            modules = self._modules  # an attribute takes ten times as long
+            join = routed_experts if torch.is_grad_enabled() else routed_experts_without_gradients
+            return join(x, joined, modules["router"], modules["experts"], bias, shared, **given)
         if self.latent_down is not None:
             return self._routed_latent(x, bias, given)
-        stock = type(router) is Router and type(experts) is Experts
-        if stock and (x.requires_grad or not needs_grad):
-            operands = operands_to_join(x, router, experts)
-            if operands is not None:
-                join = routed_experts if needs_grad else routed_experts_without_gradients
-                return join(x, operands, router, experts, bias, shared, **given)
         scores, ids, logits = self._route(x, bias, given)
         added = (
             () if shared[0] is None else shared

@@ -1,5 +1,5 @@
 """The router and the experts as one call, where nothing may change or observe the calls between
-(`operands_to_join`).
+(`paths.operands_to_join`).
 
 With gradients router and up side are one autograd node, which spares backward an addition. As nodes of their
 own each of them writes a gradient of x (T, D), and autograd reads both to write their sum. Here router_dgrad
@@ -13,8 +13,6 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import forward_ad
-from torch.nn.modules.module import _has_any_global_hook
 
 from . import function
 from .checks import (
@@ -22,10 +20,7 @@ from .checks import (
     check_experts,
     check_main_grads,
     check_router,
-    is_altered,
-    is_mixed,
 )
-from .gate import Gate
 from .main_grad import operands_of
 from .ops import (
     ACTIVATION_CODES,
@@ -37,77 +32,8 @@ from .ops import (
     run,
     up_gradients,
 )
+from .paths import Operands
 from .plan import Plan
-
-PLAIN = {Tensor, nn.Parameter, type(None)}
-
-
-class Operands(NamedTuple):
-    """The parameters of a Router's gate, its expert_scale, and those of Experts."""
-
-    gate: Tensor
-    gate_bias: Tensor | None
-    expert_scale: Tensor | None
-    w1: Tensor
-    w2: Tensor
-    w3: Tensor | None
-    b1: Tensor | None
-    b2: Tensor | None
-    b3: Tensor | None
-
-
-def operands_to_join(x: Tensor, router: nn.Module, experts: nn.Module) -> Operands | None:
-    """Those of a Router and Experts that may be one call on x (T, D): modules, tensors and call are plain
-    ones."""
-    if not _is_plain_call():
-        return None
-    gate = router._modules.get("gate")
-    if type(gate) is not Gate or has_global_hook():
-        return None
-    if experts.lora is not None or experts.fp8 is not None:
-        return None
-    if any(map(is_altered, (router, gate, experts))):
-        return None
-    of_router = (*_members(gate, ("weight", "bias")), *_members(router, ("expert_scale",)))
-    operands = Operands(*of_router, *_members(experts, Operands._fields[3:]))
-    weight = operands.gate
-    same = x.dtype == weight.dtype or (gate.router_dtype is not None and is_mixed(x, weight))
-    fits = same and x.device == weight.device
-    return operands if fits and type(x) in PLAIN and PLAIN.issuperset(map(type, operands)) else None
-
-
-def _members(module: nn.Module, names: tuple[str, ...]) -> list:
-    """The module's attributes of these names. Most are parameters, which nn.Module looks for last, in ten
-    times the time."""
-    parameters = module._parameters
-    return [parameters[name] if name in parameters else getattr(module, name) for name in names]
-
-
-def is_plain_linear(module: nn.Module) -> bool:
-    """Whether calling the module computes nn.Linear's GEMM and does no more."""
-    plain = type(module).forward in (nn.Linear.forward, Gate.forward)
-    return plain and not is_altered(module) and not has_global_hook()
-
-
-def has_global_hook() -> bool:
-    """Whether hooks on all modules are to be called for these, too. Not while saved tensors are packed:
-    checkpointing runs forward again, perhaps without such hooks (FlopCounterMode has some), and expects the
-    same number of saved tensors. torch.compile calls no such hooks."""
-    if torch.compiler.is_compiling():
-        return False
-    return _has_any_global_hook() and torch._C._autograd._top_saved_tensors_default_hooks(True) is None
-
-
-def _is_plain_call() -> bool:
-    """Whether nothing acts on operators before autograd does. Dispatch modes act after it."""
-    return not (
-        torch.compiler.is_compiling()
-        or torch._C._is_any_autocast_enabled()
-        or torch._C._are_functorch_transforms_active()
-        or torch._C._is_torch_function_mode_enabled()
-        or torch.jit.is_tracing()
-        or forward_ad._current_level >= 0
-    )
 
 
 class _Needs(NamedTuple):

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 
-from ..checks import FLOATING, check_bool, check_choice, check_range, check_stored, fail, is_altered
+from ..checks import FLOATING, check_bool, check_choice, check_range, check_stored, fail
+from ..paths import why_altered
 from . import computing, formats, sharding, state, tiles
 from .copies import Copies
 from .formats import FORMATS
@@ -568,7 +569,7 @@ def read(w: QuantizedWeight) -> QuantizedWeight:
     """The weight as a call of operators reads it: w itself, or if w has hooks, a weight of what calling it
     returned. Hooks that offload or gather parameters provide them for the time of a module's call alone, and
     nothing else calls this module."""
-    return _called(w) if is_altered(w) else w
+    return _called(w) if why_altered(w) else w
 
 
 @_disable_dynamo  # hooks run outside of graphs; torch.compiler.disable imports the compiler at once

@@ -19,9 +19,9 @@ from ..fp8 import LEAST_WIDTH
 from ..fp8_training import Fp8Training
 from ..gate import Gate
 from ..ops import BLOCK, ops, route_plan
+from ..paths import why_other_linear
 from ..plan import Plan
 from ..replay import FINDERS, tape_of
-from ..routed import is_plain_linear
 
 # The operators that selective checkpointing saves. The routing is small, and must not change in
 # recomputation. Only experts_down of the experts' two operators is saved, as torchtitan saves every second
@@ -43,14 +43,14 @@ class Routing(NamedTuple):
 def logits_of(gate: nn.Module, x: Tensor) -> Tensor:
     """The logits of x (..., D), by our operator and in float32 where the gate is a linear layer that nothing
     has altered. torchtitan scores logits in float32, so this only spares them a rounding."""
-    return Gate.forward(gate, x) if is_plain_linear(gate) else gate(x)
+    return gate(x) if why_other_linear(gate) else Gate.forward(gate, x)
 
 
 def float32_logits(gate: nn.Module, x: Tensor) -> Tensor:
     """The logits that torchtitan computes with operands cast to float32. Our operator takes a 16-bit x beside
     float32 parameters without a cast."""
     is_wide = all(type(p) is nn.Parameter and is_mixed(x, p) for p in gate.parameters())
-    if is_wide and type(x) is Tensor and x.device.type in DEVICES and is_plain_linear(gate):
+    if is_wide and type(x) is Tensor and x.device.type in DEVICES and not why_other_linear(gate):
         with torch.autocast(x.device.type, enabled=False):
             logits = function.router_logits(x.reshape(-1, x.size(-1)), gate.weight, gate.bias)
         return logits.view(*x.shape[:-1], -1)
