@@ -15,14 +15,11 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import common
 import torch
 from torch import Tensor
-
-if TYPE_CHECKING:
-    from bench_decode import Case
 
 MARKERS = {"up_gate": "o", "apart": "s", "down": "^"}
 
@@ -33,7 +30,8 @@ class Kernel(NamedTuple):
     bytes: float  # of a call
 
 
-def kernels(case: Case) -> dict[str, Kernel]:
+def kernels(case) -> dict[str, Kernel]:
+    """Those of a `bench_decode.Case`."""
     import fused_moe
     from fused_moe import reference
     from fused_moe.function import ALPHA, LIMIT
@@ -88,7 +86,7 @@ def kernels(case: Case) -> dict[str, Kernel]:
     }
 
 
-def measure(case: Case, source: Tensor, clock, options: argparse.Namespace) -> Iterator[dict]:
+def measure(case, source: Tensor, clock, options: argparse.Namespace) -> Iterator[dict]:
     """What the records of one number of tokens have, one for each of MARKERS."""
     eager, number = options.eager or options.device != "cuda", len(case.routings)
     found = kernels(case)

@@ -30,6 +30,8 @@ from .quantized.weight import QuantizedWeight
 DTYPES = (torch.float32, torch.bfloat16)  # of weights
 WGRADS = ("auto", *_ops.WGRADS)
 LEAST_WIDTH, MOST_EXPERTS = 768, 16  # F, and E / K, of a layer that gains
+WIDE = f"F >= {LEAST_WIDTH}"
+GAINS = f"{WIDE} and E <= {MOST_EXPERTS} * K"  # for messages, beside widths that are multiples of BLOCK
 WGRAD_ROWS = 256  # of an expert, on average, from which "auto" takes FP8 weight gradients
 
 
@@ -38,10 +40,16 @@ def wgrad_pays(num_rows: int, num_experts: int) -> bool:
     return num_rows >= WGRAD_ROWS * num_experts
 
 
+def width_pays(F: int) -> bool:
+    """Whether experts of this width gain from FP8 training, in a layer that does: passes over rows cost the
+    less of a GEMM the wider it is."""
+    return F >= LEAST_WIDTH and F % _ops.BLOCK == 0
+
+
 def layer_pays(D: int, F: int, E: int, K: int) -> bool:
-    """Whether experts of these sizes gain from FP8 training, as measured (docs/fp8.md). Passes over rows cost
-    the less of a GEMM the wider it is, and a weight is quantised for T * K / E rows."""
-    return F >= LEAST_WIDTH and E <= MOST_EXPERTS * K
+    """Whether experts of these sizes gain from FP8 training, as measured (docs/fp8.md). A weight is quantised
+    for T * K / E rows."""
+    return width_pays(F) and D % _ops.BLOCK == 0 and E <= MOST_EXPERTS * K
 
 
 def peak_scale(peak: Tensor, largest: float = 448.0) -> Tensor:

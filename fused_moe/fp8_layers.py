@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .fp8 import LEAST_WIDTH, MOST_EXPERTS, layer_pays
+from .fp8 import GAINS, layer_pays
 from .ops import BLOCK
 
 
@@ -19,5 +19,5 @@ def why_not(
     if D % BLOCK or F % BLOCK:
         return f"FP8 expected D and F that are multiples of {BLOCK}, {sizes}"
     if not layer_pays(D, F, E, top_k):
-        return f"FP8 pays with F >= {LEAST_WIDTH} and E <= {MOST_EXPERTS} * K, {sizes}"
+        return f"FP8 pays with {GAINS}, {sizes}"
     return None

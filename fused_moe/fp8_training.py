@@ -11,7 +11,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from .checks import check_bool, check_choice, fail
 from .finding import layers_in
-from .fp8 import LEAST_WIDTH, MOST_EXPERTS, WGRADS, Fp8Weights, layer_pays, quantized
+from .fp8 import GAINS, WGRADS, Fp8Weights, layer_pays, quantized
 from .ops import BLOCK
 from .paths import PLAIN
 from .quantized.sharding import is_sharded
@@ -195,7 +195,7 @@ def train_in_fp8(fn: str, layers: list, how: Fp8Training, *, force: bool = False
     if left_out:
         first = ", ".join(f"{letter}={n}" for letter, n in zip("DFEK", left_out[0], strict=True))
         warnings.warn(
-            f"{fn}: expected F >= {LEAST_WIDTH} and E <= {MOST_EXPERTS} * K, as FP8 pays, found {first}. "
+            f"{fn}: expected {GAINS}, as FP8 pays, found {first}. "
             f"{len(left_out)} of {len(layers)} layers keep their dtype",
             stacklevel=3,
         )

@@ -558,18 +558,11 @@ def experts_and_counts(
     scores, shared = _as_scores(scores, x), (shared, _as_scores(shared_gate, x))
     path, _ = paths.of_experts(x, stored, mode, trains_fp8, is_composed, lora, plan, needs_grad)
     if path is paths.FP8:
-        if fp8 is True:
-            fp8 = training.weights(w1, w2, w3, code, needs_grad)
-        if fp8_wgrad == "auto":
-            fp8_wgrad = "fp8" if wgrad_pays(ids.numel(), w2.size(0)) else "bf16"
         if plan is None:
             plan = _ops.route_plan(ids, w2.size(0), expert_map)
-        experts = _fp8_experts
-        if any(main_grads):
-            experts = _fp8_with_main_grads
-            w1, w2, w3 = operands_of(stored, (w1, w2, w3), given)
-        made = (plan, fp8, code, activation, constants, fp8_wgrad, main_grads, shared)
-        y = experts(x, w1, w2, w3, scores, *made)
+        how = (training, fp8, fp8_wgrad, needs_grad)
+        made = (code, activation, constants, stored, given, main_grads, shared)
+        y = _trained_in_fp8(x, (w1, w2, w3), scores, plan, *how, *made)
         return y if out is None else out.copy_(y), plan.counts
     settings = (code, _ops.ACTIVATION_CODES[activation], [*constants], score_on == "input")
     if path is paths.EIGHT_BIT or path is paths.QUANTIZED:
@@ -601,6 +594,23 @@ def experts_and_counts(
     made = (plan, code, activation, *constants, score_on, main_grads, shared)
     y = experts(x, w1, w2, w3, *biases, scores, *made)
     return y if out is None else out.copy_(y), plan.counts
+
+
+def _trained_in_fp8(
+    x, weights, scores, plan: Plan, training: Fp8Training, fp8, wgrad, needs_grad, code, activation,
+    constants, stored, given, main_grads, shared=(None, None),
+):  # fmt: skip
+    """out of checked arguments. `fp8` is True or codes, `stored` and `given` are the caller's weights and
+    main_grads."""
+    if fp8 is True:
+        fp8 = training.weights(*weights, code, needs_grad)
+    if wgrad == "auto":
+        wgrad = "fp8" if wgrad_pays(plan.token_row.numel(), weights[1].size(0)) else "bf16"
+    experts = _fp8_experts
+    if any(main_grads):
+        experts = _fp8_with_main_grads
+        weights = operands_of(stored, weights, given)
+    return experts(x, *weights, scores, plan, fp8, code, activation, constants, wgrad, main_grads, shared)
 
 
 _EVERY_CALL = Fp8Training()
@@ -703,8 +713,10 @@ def grouped_mlp(
     check_activation(fn, activation, alpha, limit)
     check_layout(fn, layout)
     weights, biases = (w1, w2, w3), (b1, b2, b3)
-    how, (_, fp8) = fp8, _fp8_training(fp8)
-    trains_fp8 = check_options(fn, fp8, fp8_wgrad, weights, biases, "output", lora, None, ())
+    training, fp8 = _fp8_training(fp8)
+    trains_fp8 = (fp8 is not None or fp8_wgrad != "auto") and check_options(
+        fn, fp8, fp8_wgrad, weights, biases, "output", lora, None, ()
+    )
     stored, plain, is_composed = _plain_weights(fn, "x_rows", x_rows, weights, transposed, main_grads, lora)
     if is_composed:
         computing.check_codes(fn, stored)
@@ -722,9 +734,9 @@ def grouped_mlp(
         row = torch.arange(x_rows.size(0), device=counts.device)
         ids = torch.searchsorted(counts.to(torch.int64).cumsum(0), row, right=True).unsqueeze(1)
         scores = torch.ones_like(ids, dtype=torch.float32)
-        act, options = (activation, (alpha, limit), layout, transposed), {"fp8": how, "fp8_wgrad": fp8_wgrad}
-        call = (x_rows, weights, scores, ids, biases, *act)
-        return experts_and_counts(*call, main_grads=given, **options)[0]
+        how = (training, fp8, fp8_wgrad, paths.needs_grad(x_rows, w1, w2, w3))
+        made = (code, activation, (alpha, limit), stored, given, main_grads)
+        return _trained_in_fp8(x_rows, (w1, w2, w3), scores, _ops.route_plan(ids, w2.size(0)), *how, *made)
     plan = _ops.plan_from_counts(counts, x_rows.size(0))
     if is_composed:
         weights = _unless_quantized((w1, w2, w3), stored)

@@ -301,7 +301,7 @@ def test_the_gate_is_linear_elsewhere(device):
 
 
 def test_the_gate_without_kernels(device, monkeypatch):
-    monkeypatch.setattr("fused_moe.gate.DEVICES", ("meta",))
+    monkeypatch.setattr("fused_moe.paths.DEVICES", ("meta",))
     gate, x = gate_of(device), torch.randn(5, 24).to(device, BF16)
     assert torch.equal(gate(x), functional.linear(x, gate.weight, gate.bias))
 

@@ -83,11 +83,6 @@ FmMatrix fm_part(FmMatrix m, size_t elem_bytes, int64_t row, int64_t rows, int64
 /* Expert e of a weight that is not quantised: (out, in). */
 FmMatrix fm_expert(const FusedMoeWeight *w, size_t elem_bytes, int32_t e, int64_t out, int64_t in);
 
-/* Rows [row, row + rows) and columns [col, col + cols) of expert e of a weight (out, in), in the accumulation
- * type: as fm_to_accum, but a quantised weight is always made in buffer. */
-FmMatrix fm_weight_part(const FmRows *v, const FusedMoeWeight *w, int32_t e, int64_t row, int64_t rows,
-                        int64_t col, int64_t cols, void *buffer);
-
 /* A matrix of m's shape in buffer, dense in m's orientation. */
 FmMatrix fm_dense_as(FmMatrix m, void *buffer);
 /* m itself where is_accum, else a copy in the accumulation type in buffer, dense in m's orientation. */
@@ -114,12 +109,16 @@ typedef struct {
 FmMatrix fm_gather(const FmRows *v, const FmGather *g, int64_t first, int64_t rows, int64_t col, int64_t cols,
                    void *buffer);
 
-/* --- quantized.c: tiles of a quantised weight ----------------------------------------------------------- */
+/* --- quantized.c: tiles of a weight, which may be quantised --------------------------------------------- */
 
 /* Rows [row, row + rows) and columns [col, col + cols) of expert e, rounded to the dtype, in the accumulation
  * type; col and cols are even where two codes share a byte. */
 FmMatrix fm_dequantize(const FmRows *v, const FusedMoeQuantizedWeight *w, int64_t e, int64_t row,
                        int64_t rows, int64_t col, int64_t cols, void *buffer);
+/* Rows [row, row + rows) and columns [col, col + cols) of expert e of a weight (out, in), in the accumulation
+ * type: as fm_to_accum, but a quantised weight is always made in buffer. */
+FmMatrix fm_weight_part(const FmRows *v, const FusedMoeWeight *w, int32_t e, int64_t row, int64_t rows,
+                        int64_t col, int64_t cols, void *buffer);
 
 /* values[i] = codes[first + i]; codes of 4 bits begin at an even one. */
 void fm_decode(FusedMoeCode code, const void *codes, int64_t first, int64_t n, float *values);

@@ -24,17 +24,6 @@ FmMatrix fm_expert(const FusedMoeWeight *w, size_t elem_bytes, int32_t e, int64_
     return (FmMatrix){data, out, in, w->stride_out, w->stride_in};
 }
 
-FmMatrix fm_weight_part(const FmRows *v, const FusedMoeWeight *w, int32_t e, int64_t row, int64_t rows,
-                        int64_t col, int64_t cols, void *buffer) {
-    if (!w->quantized) {
-        FmMatrix all = fm_expert(w, v->elem_bytes, e, row + rows, col + cols);
-        return fm_to_accum(v, fm_part(all, v->elem_bytes, row, rows, col, cols), buffer);
-    }
-    return w->quantized->transposed
-               ? fm_transposed(fm_dequantize(v, w->quantized, e, col, cols, row, rows, buffer))
-               : fm_dequantize(v, w->quantized, e, row, rows, col, cols, buffer);
-}
-
 /* Everything below walks along the unit stride, so a matrix is first transposed to have it in its columns. */
 static bool is_transposed(FmMatrix m) {
     return m.col_stride != 1 && m.row_stride == 1;

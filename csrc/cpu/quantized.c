@@ -1,4 +1,4 @@
-/* Values of quantised weights. decode() converts a run of codes to floats, shift_and_scale() applies zero and
+/* Values of weights, quantised ones among them. decode() converts a run of codes to floats, shift_and_scale() applies zero and
  * scale block by block: two loops, so that blocks of 32 vectorise, too. */
 #include "cpu.h"
 
@@ -107,4 +107,15 @@ FmMatrix fm_dequantize(const FmRows *v, const FusedMoeQuantizedWeight *w, int64_
             for (int64_t c = 0; is_double && c < n; c++) ((double *)accum)[c] = values[c];
         }
     return fm_dense(buffer, rows, cols);
+}
+
+FmMatrix fm_weight_part(const FmRows *v, const FusedMoeWeight *w, int32_t e, int64_t row, int64_t rows,
+                        int64_t col, int64_t cols, void *buffer) {
+    if (!w->quantized) {
+        FmMatrix all = fm_expert(w, v->elem_bytes, e, row + rows, col + cols);
+        return fm_to_accum(v, fm_part(all, v->elem_bytes, row, rows, col, cols), buffer);
+    }
+    return w->quantized->transposed
+               ? fm_transposed(fm_dequantize(v, w->quantized, e, col, cols, row, rows, buffer))
+               : fm_dequantize(v, w->quantized, e, row, rows, col, cols, buffer);
 }

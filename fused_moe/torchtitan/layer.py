@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from .. import function
 from ..checks import DEVICES, fail, is_mixed
 from ..expert_bias import check_expert_bias
-from ..fp8 import LEAST_WIDTH
+from ..fp8 import WIDE, width_pays
 from ..fp8_training import Fp8Training
 from ..gate import Gate
 from ..ops import BLOCK, ops, route_plan
@@ -126,7 +126,7 @@ def warn_of_16_bits(reason: str) -> None:
 # In a compiled graph the warning would break it.
 @torch.compiler.assume_constant_result
 def _warn_of_width(width: int) -> None:
-    needed = f"FP8 needs F >= {LEAST_WIDTH} and a multiple of {BLOCK} on each rank"
+    needed = f"FP8 needs {WIDE} and a multiple of {BLOCK} on each rank"
     warn_of_16_bits(f"{needed}, and tensor parallelism leaves F={width}")
 
 
@@ -205,8 +205,12 @@ def run_experts(
         name: _local(value).to(dtype or value.dtype) if isinstance(value, Tensor) else value
         for name, value in experts.items()
     }
-    if fp8 is not None and _is_wide(experts["w2"]):
-        experts |= {"fp8": fp8, "fp8_wgrad": fp8.wgrad}
+    if fp8 is not None:
+        width = experts["w2"].size(-1)  # this rank's part of F, which tensor parallelism divides
+        if width_pays(width):
+            experts |= {"fp8": fp8, "fp8_wgrad": fp8.wgrad}
+        else:
+            _warn_of_width(width)
     if routing is None:
         out = function.grouped_mlp(rows, counts=counts, **experts)
     else:
@@ -214,12 +218,3 @@ def run_experts(
         experts |= {"scores": scores, "ids": ids}
         out = function.fused_experts(rows, plan=plan, score_on=score_on, **experts)
     return out.to(x.dtype)
-
-
-def _is_wide(w2: Tensor) -> bool:
-    """Whether this rank's part of F, which tensor parallelism divides, is one that gains in FP8."""
-    width = w2.size(-1)
-    if width >= LEAST_WIDTH and width % BLOCK == 0:
-        return True
-    _warn_of_width(width)
-    return False
