@@ -123,6 +123,16 @@ def check_input(fn: str, name: str, value, dim: int, dtypes: tuple[torch.dtype, 
         fail(ValueError, fn, kernels, f"{value.device}{advice}")
 
 
+def check_tokens(fn: str, x, D: int) -> None:
+    """Checks the input (..., D) of a layer."""
+    if not isinstance(x, Tensor):
+        fail(TypeError, fn, f"x to be a tensor of shape (..., D) with D = {D}", type(x).__name__)
+    if x.dtype not in FLOATING:
+        fail(TypeError, fn, f"x of dtype {_names(FLOATING)}", x.dtype)
+    if x.dim() < 1 or x.size(-1) != D:
+        fail(ValueError, fn, f"x of shape (..., D) with D = {D}", tuple(x.shape))
+
+
 def check_plain(fn: str, name: str, weight) -> None:
     """Checks for a tensor or parameter that is neither sharded nor of another subclass."""
     if type(weight) not in (Tensor, torch.nn.Parameter):

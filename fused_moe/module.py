@@ -36,7 +36,6 @@ from .quantized.weight import QuantizedWeight
 from .resetting import reset, reset_uniform
 from .routed import routed_experts, routed_experts_without_gradients
 
-DTYPE_NAMES = " or ".join(str(dtype).removeprefix("torch.") for dtype in checks.FLOATING)
 # Training forward passes without an update after which FusedMoE warns. A step may have many micro-batches.
 PATIENCE = 256
 
@@ -506,7 +505,7 @@ class FusedMoE(MoELayer, KeepsExpertBias, Counting):
         Raises:
             TypeError, ValueError: before the routed experts run, with what was expected and what was found.
         """
-        self._check_input(x)
+        checks.check_tokens(FN, x, self.dim)
         if return_losses is not False:
             checks.check_bool(FN, "return_losses", return_losses)
         if return_ids is not False:
@@ -585,15 +584,6 @@ class FusedMoE(MoELayer, KeepsExpertBias, Counting):
             return experts(x, gate, num_tokens)
         shared = experts(x) if gate is None else _gated(gate(x), experts(x))
         return zero_padding(shared, num_tokens)
-
-    def _check_input(self, x) -> None:
-        if not isinstance(x, Tensor):
-            shape = f"x to be a tensor of shape (..., D) with D = {self.dim}"
-            checks.fail(TypeError, FN, shape, type(x).__name__)
-        if x.dtype not in checks.FLOATING:
-            checks.fail(TypeError, FN, f"x of dtype {DTYPE_NAMES}", x.dtype)
-        if x.dim() < 1 or x.size(-1) != self.dim:
-            checks.fail(ValueError, FN, f"x of shape (..., D) with D = {self.dim}", tuple(x.shape))
 
     def _routed(
         self, x: Tensor, joined: Operands | str, given: dict, shared: tuple

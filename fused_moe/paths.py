@@ -23,7 +23,7 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.autograd import forward_ad
 from torch.nn.modules.module import _has_any_global_hook
 
-from .checks import DEVICES, check_on_meta, fail, is_autocast_enabled, is_mixed
+from .checks import DEVICES, check_on_meta, check_tokens, fail, is_autocast_enabled, is_mixed
 from .finding import MoELayer
 from .ops import is_recording
 
@@ -323,10 +323,7 @@ def path(layer: MoELayer, x: Tensor) -> Choice:
     fn = "path"
     if not isinstance(layer, MoELayer):
         fail(TypeError, fn, "layer to be a FusedMoE", type(layer).__name__)
-    if not isinstance(x, Tensor):
-        fail(TypeError, fn, "x to be a tensor", type(x).__name__)
-    if x.dim() < 1 or x.size(-1) != layer.dim:
-        fail(ValueError, fn, f"x of shape (..., D) with D = {layer.dim}", tuple(x.shape))
+    check_tokens(fn, x, layer.dim)
     router, experts, shared = layer.router, layer.experts, layer.shared_experts
     after = None if shared is None else why_added_after(layer, x)
     added = () if after is None else (f"shared experts are added after the combine, since {after}",)

@@ -749,6 +749,7 @@ def public_calls() -> dict:
         (fused_moe.balance, {"model": balanced, "optimizer": torch.optim.SGD(balanced.parameters())}),
         (fused_moe.load_report, {"model": balanced}),
         (fused_moe.refresh_weights, {"module": layer}),
+        (fused_moe.path, {"layer": layer, "x": torch.randn(T, D)}),
         (fused_moe.smooth_from, {"module": FusedMoE(D, F, E, K), "batches": [torch.randn(T, D)]}),
         (fused_moe.add_lora, {"module": layer, "rank": 2}),
         (fused_moe.LoRA.from_peft, {"num_experts": E, "w1": (torch.randn(6, D), torch.randn(F, 6))}),

@@ -274,7 +274,12 @@ def test_nothing_is_computed(device):
     ("change", "error", "match"),
     [
         (lambda layer, x: (layer.experts, x), TypeError, "layer to be a FusedMoE, found Experts"),
-        (lambda layer, x: (layer, [1]), TypeError, "x to be a tensor, found list"),
+        (
+            lambda layer, x: (layer, [1]),
+            TypeError,
+            r"x to be a tensor of shape \(..., D\) with D = 128, found list",
+        ),
+        (lambda layer, x: (layer, x.long()), TypeError, "x of dtype float32 or .*, found torch.int64"),
         (lambda layer, x: (layer, x[:, :7]), ValueError, r"D = 128, found \(5, 7\)"),
         (lambda layer, x: (layer, x[0, 0]), ValueError, r"D = 128, found \(\)"),
     ],
