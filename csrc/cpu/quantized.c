@@ -1,5 +1,5 @@
-/* Values of weights, quantised ones among them. decode() converts a run of codes to floats, shift_and_scale() applies zero and
- * scale block by block: two loops, so that blocks of 32 vectorise, too. */
+/* Values of weights, quantised ones among them. decode() converts a run of codes to floats, shift_and_scale()
+ * applies zero and scale block by block: two loops, so that blocks of 32 vectorise, too. */
 #include "cpu.h"
 
 #include <math.h>
