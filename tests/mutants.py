@@ -45,8 +45,8 @@ CPU = listed({
          "fm_transposed(weight), k > 0);", "fm_transposed(weight), false);"),
         ("every block of logits has the first one's bias",
          "fm_at(p->bias, w->elem_bytes, expert), experts);", "p->bias, experts);")],
-    ("fused_moe/gate.py", "tests/test_router_logits.py"): [
-        ("logits of tensor subclasses are ours", "if type(x) not in PLAIN or", "if")],
+    ("fused_moe/paths.py", "tests/test_router_logits.py"): [
+        ("logits of tensor subclasses are ours", "if type(x) not in TRACED or", "if")],
     ("csrc/cpu/route.c", "tests/test_route.py"): [
         ("softmax without its maximum", "exp(logits[e] - max)", "exp(logits[e])"),
         ("ties to the higher id", "return a > b ||", "return a >= b ||"),
@@ -114,10 +114,6 @@ CPU = listed({
         ("a part of a matrix starts a row late",
          "row * m.row_stride + col * m.col_stride); return",
          "(row + (row > 0)) * m.row_stride + col * m.col_stride); return")],
-    ("csrc/cpu/matrix.c", "tests/test_quantized.py"): [
-        ("a transposed weight's first columns",
-         "fm_dequantize(v, w->quantized, e, col, cols, row, rows, buffer)",
-         "fm_dequantize(v, w->quantized, e, col, cols, 0, rows, buffer)")],
     ("csrc/cpu/up_gate.c", "tests/test_experts.py"): [
         ("w3 reads b1", "{&p->w3, p->b3, F, j, n, F + j}", "{&p->w3, p->b1, F, j, n, F + j}"),
         ("up's half is gate's",
@@ -285,6 +281,9 @@ CPU = listed({
         ("a thief steals from another CTA", "if (left > most) most = left;", "most = left;"),
         ("a CTA has the same place in every wave", "(cta + wave) % ctas", "cta")],
     ("csrc/cpu/quantized.c", "tests/test_quantized.py"): [
+        ("a transposed weight's first columns",
+         "fm_dequantize(v, w->quantized, e, col, cols, row, rows, buffer)",
+         "fm_dequantize(v, w->quantized, e, col, cols, 0, rows, buffer)"),
         ("subnormal e4m3 codes are zero", "(float)magnitude * 0x1p-9f", "0.0f"),
         ("a scale of 255 is infinite", "if (code == 255) return NAN;", ""),
         ("int4 is unsigned", "(float)((pairs[i] & 15) - 8);", "(float)(pairs[i] & 15);"),
@@ -298,7 +297,7 @@ CPU = listed({
          "one if smooth is None else one * smooth[part].unsqueeze(1)", "one")],
     ("fused_moe/quantized/weight.py", "tests/test_offload.py"): [
         ("hooks of quantised weights are passed over",
-         "return _called(w) if is_altered(w) else w", "return w")],
+         "return _called(w) if why_altered(w) else w", "return w")],
     ("fused_moe/quantized/weight.py", "tests/test_distributed.py"): [
         ("a policy casts shards",
          "if not (shards.is_floating_point() and sharding.TAKES_INTEGERS):", "if True:"),
@@ -318,7 +317,7 @@ CPU = listed({
     ("fused_moe/quantized/weight.py", "tests/test_eight_bits.py"): [
         ("8 bits keep tiles", 'self.compute in ("codes", "auto")', "True")],
     ("fused_moe/lora.py", "tests/test_offload.py"): [
-        ("released adapters are read", "if is_altered(self):", "if False:")],
+        ("released adapters are read", "if why_altered(self):", "if False:")],
     ("fused_moe/quantized/tiles.py", "tests/test_tiles.py"): [
         ("codes of two columns change places in tiles",
          "(first >> 4) | (second & 240)", "(second >> 4) | (first & 240)"),
@@ -340,12 +339,22 @@ CPU = listed({
     ("fused_moe/composed.py", "tests/test_quantized_bits.py"): [
         ("adapters of the up read the gate's ranks",
          "F.pad(b3, (b1.size(2), 0))", "F.pad(b3, (0, b1.size(2)))")],
-    ("fused_moe/routed.py", "tests/test_lora.py"): [
-        ("adapters are skipped by the joint operator", "experts.lora is not None or ", "")],
+    ("fused_moe/paths.py", "tests/test_lora.py"): [
+        ("adapters are skipped by the joint operator", "if experts.lora is not None:", "if False:")],
     ("fused_moe/routed.py", "tests/test_routed.py"): [
-        ("dx without the router's part", "*up, *of_router)", "*up)"),
+        ("dx without the router's part", "*up, *of_router)", "*up)")],
+    ("fused_moe/paths.py", "tests/test_routed.py"): [
         ("the router's hooks are passed over",
-         "map(is_altered, (router, gate, experts))", "map(is_altered, (gate, experts))")],
+         'why_changed("router", router) or why_changed("experts", experts):',
+         'why_changed("experts", experts):')],
+    ("fused_moe/paths.py", "tests/test_paths.py"): [
+        ("a class's forward is passed over",
+         "if cls.forward is not forward or cls.__call__", "if cls.__call__"),
+        ("nn.Linear's forward is passed over", "not in (_LINEAR,", "not in (nn.Linear.forward,"),
+        ("an instance's forward is passed over", 'if "forward" in vars(module):', "if False:"),
+        ("a plan is made twice", "if plan is not None:", "if False:"),
+        ("autocast casts all weights at once",
+         "if is_autocast_enabled(x) else (EXPERTS, None)", "if False else (EXPERTS, None)")],
     ("fused_moe/quantized/computing.py", "tests/test_eight_bits.py"): [
         ("auto takes codes for any number of rows",
          "return num_rows <= AUTO_ROWS * num_experts", "return True"),
@@ -391,9 +400,6 @@ CPU = listed({
         ("balance sums over all ranks, not the group",
          "dist.all_reduce(loads, group=group)", "dist.all_reduce(loads)")],
     ("fused_moe/module.py", "tests/test_padding.py"): [
-        ("padding reaches the gate's gradient", "if is_recording() or type(router)", "if type(router)"),
-        ("a foreign gate sees padding",
-         "type(gate) is not Gate or is_altered(gate) or not linear_fits(", "not linear_fits("),
         ("shared experts' biases reach padding",
          "return zero_padding(shared if gate is None else _gated(gate(x), shared), num_tokens)",
          "return shared if gate is None else _gated(gate(x), shared)"),
@@ -403,17 +409,26 @@ CPU = listed({
         ("shared experts compute padding",
          "counts = num_tokens.reshape(1).clamp(0, x.size(0))",
          "counts = torch.full_like(num_tokens.reshape(1), x.size(0))")],
-    ("fused_moe/module.py", "tests/test_shared.py"): [
+    ("fused_moe/paths.py", "tests/test_padding.py"): [
+        ("padding reaches the gate's gradient",
+         "if is_recording() or layer.latent_down", "if layer.latent_down"),
+        ("a foreign gate sees padding",
+         'or why_changed("router.gate", router.gate) or why_unfit(x, router.gate)',
+         "or why_unfit(x, router.gate)")],
+    ("fused_moe/paths.py", "tests/test_shared.py"): [
         ("shared experts join hooked experts",
-         "if type(experts) is not Experts or is_altered(experts):", "if type(experts) is not Experts:"),
+         'why_changed("experts", modules.get("experts")) or why_changed("shared_experts", shared)',
+         'why_changed("shared_experts", shared)')],
+    ("fused_moe/paths.py", "tests/test_latent.py"): [
+        ("a foreign latent_down sees padding",
+         "if is_recording() or layer.latent_down is not None:", "if is_recording():")],
+    ("fused_moe/module.py", "tests/test_shared.py"): [
         ("shared experts are added twice",
          "if self.shared_experts is not None and not combines:", "if self.shared_experts is not None:")],
     ("fused_moe/module.py", "tests/test_latent.py"): [
         ("padded rows get a bias of latent_up",
          'zero_padding(_linear(self.latent_up, out), given.get("num_tokens"))',
-         "_linear(self.latent_up, out)"),
-        ("a foreign latent_down sees padding",
-         "if self.latent_down is not None: return False", "if False: return False")],
+         "_linear(self.latent_up, out)")],
     ("fused_moe/module.py", "tests/test_module.py"): [
         ("a micro-batch is twice in the load of its loss",
          'scope["load"] = load - counts if self.training else load', 'scope["load"] = load')],

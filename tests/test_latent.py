@@ -129,9 +129,11 @@ class MixingLinear(torch.nn.Linear):
         return super().forward(x - x.mean(0))
 
 
-def test_modules_that_mix_rows(device):
+@pytest.mark.parametrize("num_shared_experts", (0, 1))
+def test_modules_that_mix_rows(device, num_shared_experts):
     """They get zeros in padded rows, with gradients and without."""
-    layer, x = new_layer("kimi", device), torch.randn(T, D, device=device)
+    layer = new_layer("kimi", device, num_shared_experts=num_shared_experts)
+    x = torch.randn(T, D, device=device)
     layer.latent_down = MixingLinear(D, L, bias=False, device=device)
     num_tokens, padding = torch.tensor(T, device=device), x.new_zeros(5, D)
     for needs_grad in (False, True):
