@@ -204,7 +204,7 @@ print(*sorted(set(sys.modules) - before))
     run = run_python(code)
     own = "activation balance checks composed counting expert_bias finding flops fp8 fp8_shares fp8_training"
     own += " function gate info"
-    own += " kept_dtypes lora losses main_grad module oldest ops overlap padding plan quantized"
+    own += " kept_dtypes lora losses main_grad module oldest ops overlap padding paths plan quantized"
     parts = "computing copies formats loaders quantizing refreshing sharding smoothing state tiles weight"
     own += "".join(f" quantized.{name}" for name in parts.split())
     own += " reference replay resetting routed version"
@@ -369,6 +369,7 @@ def test_the_public_names(device):
         "fp8_weights",
         "info",
         "load_report",
+        "path",
         "quantize",
         "record_routing",
         "reference",
