@@ -4,7 +4,7 @@ from functools import partial
 
 import pytest
 import torch
-from cases import F32, Calls
+from cases import BF16, F32, Calls
 from test_routed import PassFunctions, is_joined
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook
@@ -17,10 +17,15 @@ from fused_moe.module import Experts, Router, SharedExperts
 from fused_moe.paths import Path, path
 
 
-def make(device, **settings):
+def make(device, dtype=F32, **settings):
     """A layer, and x that requires a gradient."""
-    layer = FusedMoE(128, 128, 4, 2, **settings, device=device, dtype=F32)
-    return layer, torch.randn(5, 128, device=device, requires_grad=True)
+    layer = FusedMoE(128, 128, 4, 2, **settings, device=device, dtype=dtype)
+    return layer, torch.randn(5, 128, device=device, dtype=dtype, requires_grad=True)
+
+
+def dtype_for(device, mode):
+    """On a GPU, 8-bit GEMMs are for layers of 16 bits."""
+    return BF16 if device.type == "cuda" and mode.startswith(("FP8", "8 bits")) else F32
 
 
 # --- the table --------------------------------------------------------------------------------------------
@@ -157,7 +162,7 @@ TABLE = {
 def test_the_table(device, case):
     """`path` says what a call then does."""
     settings, change, records, expected, reasons = TABLE[case]
-    layer, x = make(device, **settings)
+    layer, x = make(device, dtype_for(device, case), **settings)
     change(layer)
     with torch.set_grad_enabled(records):
         assert path(layer, x) == (expected, reasons)
@@ -423,7 +428,7 @@ PATCHES = (on_the_class, on_the_instance, hook, pre_hook, subclass)
 def check(device, monkeypatch, mode, part, patch):
     """The mode calls what a user has changed, as calling the modules in turn does."""
     prepare, called, records = MODES[mode]
-    layer, x = make(device, num_shared_experts=1, shared_expert_gate=True)
+    layer, x = make(device, dtype_for(device, mode), num_shared_experts=1, shared_expert_gate=True)
     prepare(layer)
     with torch.set_grad_enabled(records):
         before = layer(x)
