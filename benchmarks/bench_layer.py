@@ -169,7 +169,10 @@ class Case:
             exact_out.index_add_(0, index, some_out)
             exact_dx.index_add_(0, index, dx)
             exact_dscores[index, slot] = ds
+        with torch.no_grad():  # which calls another operator
+            out_alone = ours(self.x)
         error.add("out", out[tokens], exact_out)
+        error.add("out without gradients", out_alone[tokens], exact_out)
         error.add("dscores", dscores[tokens], exact_dscores)
 
         exact_logits = logits.detach().double().requires_grad_()
@@ -178,6 +181,7 @@ class Case:
         dscores[tokens] = exact_dscores
         (dlogits,) = torch.autograd.grad(exact_scores, exact_logits, dscores)
         gate, x = ours.router.gate.weight, self.x.detach().double()
+        error.add("logits", logits.detach(), x @ gate.detach().double().T)
         error.add("scores", scores.detach(), exact_scores.detach())
         error.add("dx", self.x.grad[tokens], exact_dx + dlogits[tokens] @ gate.detach().double())
         # renormalised scores of K = 1 are constant: dgate is zero

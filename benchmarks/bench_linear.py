@@ -30,7 +30,7 @@ SHAPES = {"qkv": (2048, 5120), "o": (4096, 2048), "square": (4096, 4096), "lm-he
 TOKENS = ",".join(str(2**i) for i in range(15))
 MOST_OUTPUTS = 2**30  # elements of out; more tokens are left out
 REUSE = 128 * MIB  # of weights, read before the same weight is read again
-CHECKED_TOKENS = 16
+CHECKED_ROWS = 16
 Product = Callable[[Tensor, Tensor], Tensor]
 
 
@@ -83,12 +83,14 @@ class Operands:
         return tuple(t.detach() for t in self.step(product, what, tokens, self.weights[0])[:2])
 
     def error(self, product: Product, what: str) -> Error:
-        """In float64, of the first tokens of the largest batch."""
+        """In float64, of the first rows of each result for the largest batch."""
         error, weight = Error(), self.weights[0].detach().double()
-        x, dout = (t[:CHECKED_TOKENS].double() for t in (self.x, self.dout))
-        found = self.rows(product, what, self.x.size(0))
-        for name, rows, exact in zip(("out", "dx"), found, (x @ weight.T, dout @ weight), strict=False):
-            error.add(name, rows[:CHECKED_TOKENS], exact)
+        x, dout = (t[:CHECKED_ROWS].double() for t in (self.x, self.dout))
+        dweight = self.dout[:, :CHECKED_ROWS].double().T @ self.x.double()
+        found = self.step(product, what, self.x.size(0), self.weights[0])
+        exact = {"out": x @ weight.T, "dx": dout @ weight, "dweight": dweight}
+        for (name, rows), result in zip(exact.items(), found, strict=False):
+            error.add(name, result[:CHECKED_ROWS], rows)
         return error
 
     def run(self, product: Product, what: str, tokens: int) -> Callable[[], object]:

@@ -16,7 +16,7 @@ from functools import partial
 
 import common
 import torch
-from bench_decode import Case, Weights, clock_of
+from bench_decode import CHECKED_TOKENS, Case, ValuesByExpert, Weights, clock_of, exact_experts
 from bench_quantised import Variant
 from torch import Tensor
 
@@ -54,6 +54,21 @@ class Batch:
         error.add_equal("padding", padded[own:], torch.zeros_like(padded[own:]))
         return error
 
+    def exact_error(self, own: int, values: Weights) -> common.Error:
+        """Own tokens' output against float64, router included. values: what the first layer stands for."""
+        from fused_moe import reference
+
+        case, checked = self.case, min(own, CHECKED_TOKENS)
+        self.own.fill_(own)
+        with torch.no_grad():
+            found = self.call(0, case.sizes.num_tokens)[:checked]
+        logits = self.logits[0][:checked].double()
+        scores, ids = reference.route(logits, case.sizes.top_k, route_norm=True)
+        error = common.Error()
+        activation = case.setup.activation
+        error.add("out", found, exact_experts(case.x[:checked], values, scores, ids, activation=activation))
+        return error
+
 
 def measure(
     case: Case, experts: Callable, variant: Variant | None, options: argparse.Namespace
@@ -64,6 +79,7 @@ def measure(
         raise SystemExit(f"--local-tokens: expected at most T = {T}, found {max(options.local_tokens)}")
     name = "experts" if variant is None else variant.name
     layers = case.weights if variant is None else [w.quantised(variant) for w in case.weights]
+    values, bound = (layers[0], None) if variant is None else (layers[0].map(ValuesByExpert), variant.bound)
     batch = Batch(case, experts, layers)
     eager = options.eager or options.device != "cuda"
 
@@ -75,7 +91,9 @@ def measure(
     every = replayed(T)
     runs = {}
     for own in options.local_tokens:
-        batch.error(own).check(f"{name}, {own} of {T} tokens", case.setup.dtype)
+        title, dtype = f"{name}, {own} of {T} tokens", case.setup.dtype
+        batch.error(own).check(title, dtype)
+        batch.exact_error(own, values).check(title, dtype, bound)
         runs |= {("ours", own): after_writing(batch.own, own, every)}
         runs |= {("own", own): after_writing(batch.own, own, replayed(own))}
     seconds = common.times(clock_of(options), runs, options.repeats)

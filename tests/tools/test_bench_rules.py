@@ -1,0 +1,386 @@
+"""Rules that the programs of benchmarks/ share: routings, records, floors, kernels of a profile, tables."""
+
+import json
+import os
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
+
+import fused_moe
+
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS = ROOT / "benchmarks" / "results"
+pytestmark = pytest.mark.skipif(not RESULTS.exists(), reason="not in a checkout")
+
+# --- routings and records -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "exact, found, error",
+    [(1.0, 1.0, 0), (1.0, 1.1, 0.1), (1e-17, 1e-6, 1e-6), (1e-17, 0.1, 0.1), (1e-6, 1.1e-6, 0.1)],
+    ids=["right", "wrong", "all cancel, rounding", "all cancel, wrong", "not all cancel"],
+)
+def test_errors_are_relative(load, exact, found, error):
+    """To the exact tensor, or, where all of its terms cancel, to them."""
+    ours = load("common").Error()
+    ours.add("dgate", torch.full((4,), found), torch.full((4,), exact), terms=torch.ones(4))
+    if error < 1e-5:
+        assert ours.check("K = 1", "fp32") == pytest.approx(error, rel=1e-3)
+        return
+    with pytest.raises(SystemExit, match=r"K = 1 fp32: wrong before it is fast: dgate 1\.0e-01"):
+        ours.check("K = 1", "fp32")
+
+
+def test_records_of_a_key_are_replaced(load, run):
+    """Those from before the schedule had the default one. --append keeps the others of a file."""
+    common = load("common")
+    new = dict.fromkeys(common.KEY, "same") | {"schedule": "default"}
+    old = {name: value for name, value in new.items() if name != "schedule"}
+    other = new | {"schedule": "order=linear"}
+    assert common.merge([old, other], [new | {"time_us": 3}]) == [new | {"time_us": 3}, other]
+    flags = ("--shape", "24,8,2,64,32", "--dtype", "fp32", "--append", "--what")
+    assert len(run("bench_kernels", *flags, "route")) == 1
+    assert [r["what"] for r in run("bench_kernels", *flags, "permute")] == ["route", "permute"]
+
+
+def test_a_schedule_is_in_the_record(load, monkeypatch):
+    """The flag's sets FUSED_MOE_SCHEDULE, which a GPU's record has and the CPU's has not."""
+    common = load("common")
+    monkeypatch.setattr(common, "machine", lambda device: {})
+    gpu = SimpleNamespace(device="cuda", tier="hopper")
+    assert common.record(gpu)["schedule"] == "default"
+    common.set_schedule(gpu, order="linear", experts=None, tails="off")
+    assert os.environ["FUSED_MOE_SCHEDULE"] == common.record(gpu)["schedule"] == "order=linear,tails=off"
+    assert common.record(SimpleNamespace(device="cpu", tier="cpu"))["schedule"] == "default"
+
+
+def test_a_commit_without_git(load, monkeypatch):
+    monkeypatch.delenv("COMMIT", raising=False)
+    monkeypatch.setenv("PATH", "")
+    assert load("common").machine("cpu")["commit"] == "unknown"
+    monkeypatch.setenv("COMMIT", "abc")
+    assert load("common").machine("cpu")["commit"] == "abc"
+
+
+def test_routings_are_what_their_names_say(load):
+    common, row_counts = load("common"), load("bench_gemm").row_counts
+    sizes = common.Sizes(4096, 16, 2, 64, 32)
+    rows = {}
+    for name in ("balanced", "random", "worst"):
+        _, ids = fused_moe.route(common.routing_logits(name, sizes, "cpu"), 2)
+        rows[name] = ids.flatten().bincount(minlength=16)
+    assert rows["balanced"].tolist() == [512] * 16
+    assert (rows["random"] / 512 - 1).abs().max() < 0.25
+    assert rows["worst"].tolist() == [4096] * 2 + [0] * 14
+    first = common.routing_logits("zipf:1", sizes, "cpu").argmax(-1).bincount(minlength=16)
+    share = 1 / torch.arange(1, 17)
+    assert torch.allclose(first / 4096, share / share.sum(), atol=0.03)
+    logits = torch.randn(50, 8)
+    x, gate = common.tokens_and_gate(logits, 32)
+    torch.testing.assert_close(x @ gate.T, logits, rtol=0, atol=1e-4)
+    assert row_counts("balanced", 10, 4).tolist() == [3, 3, 2, 2]
+    assert row_counts("best", 160, 10).tolist() == [20] * 8 + [0] * 2
+    assert row_counts("worst", 160, 4).tolist() == [1, 1, 1, 157]
+
+
+# --- floors -------------------------------------------------------------------------------------------
+
+
+def test_floors_have_the_flops_of_whole_tiles(load, monkeypatch):
+    """And the kernels' bytes: with a clock that counts, and a copy of no cost or of all, a floor is what it
+    does."""
+    floors, bench_layer, common = load("floors"), load("bench_layer"), load("common")
+    case = bench_layer.Case(common.layer_sizes("512,2,2,256,256"), "random", "fp32", "cpu")
+    assert case.counts == [512, 512]
+    copied = [1e-9]
+
+    def flops_of(clock, runs, repeats):
+        found = {}
+        for name, run in runs.items():
+            with FlopCounterMode(display=False) as counter:
+                run()
+            found[name] = counter.get_total_flops() or copied[0]
+        return found
+
+    def by_kind():
+        return floors.by_kind(case.sizes, case.settings, case.counts, case.dense_gemms, 1)
+
+    monkeypatch.setattr(common, "times", flops_of)
+    monkeypatch.setattr(floors, "MIB", 1)
+    T, E, K, D, F = case.sizes
+    up, down = 4 * T * K * D * F, 2 * T * K * D * F
+    exact = {"up_gate": up, "down": down, "down_dgrad": down, "wgrad_down": down}
+    exact |= {"up_dgrad": up, "wgrad_up": up}  # no tile is cut: dense's own FLOPs
+    assert {kind: floor.us / 1e6 for kind, floor in by_kind().items() if floor.bound == "dense"} == exact
+    assert sum(exact.values()) == case.flops("forward_backward")
+    copied[0] = 2 * 1024 * 1e9  # a byte takes 1e9 s: every floor is its bytes
+    found = by_kind()
+    R, w = T * K, E * D * F
+    elements = {
+        "up_gate": T * D + 2 * w + R * 3 * F,
+        "down": R * F + w + R * D,
+        "down_dgrad": T * D + w + R * 5 * F,
+        "wgrad_down": R * F + T * D + w,
+        "up_dgrad": R * 2 * F + 2 * w + R * D,
+        "wgrad_up": R * 2 * F + T * D + 2 * w,
+        "unpermute": (R + T) * D,
+    }
+    assert {kind: found[kind].us / 1e15 / 4 for kind in elements} == pytest.approx(elements)
+    assert all(floor.bound == "copy" for floor in found.values())
+    assert set(found) <= set(load("profiling").ORDER)
+
+
+@pytest.mark.parametrize(
+    "counts, swapped, plain, sums",
+    [([0, 1, 8, 9, 64], 8 + 8 + 32 + 64, 4 * 128, 4 * 64), ([65, 128, 129], 512, 512, 128 + 128 + 192)],
+)
+def test_floors_count_the_rows_of_tiles(load, counts, swapped, plain, sums):
+    """And their columns: in grouped_mm and down_dgrad a last half tile is cheaper. Without the L2 cache a
+    gather reads tokens again."""
+    floors, common = load("floors"), load("common")
+    sizes = common.Sizes(sum(counts), len(counts), 1, 320, 100)
+    found = floors.gemms(sizes, common.Settings(), counts, sizes.num_tokens * 320, backward=True)
+    assert {kind: gemm.flops // 2 for kind, gemm in found.items()} == {
+        "up_gate": swapped * 256 * 320,
+        "down": swapped * 384 * 128,
+        "down_dgrad": plain * 128 * 320,
+        "wgrad_down": sums * 256 * 384,
+        "up_dgrad": swapped * 384 * 256,
+        "wgrad_up": sums * 256 * 384,
+    }
+    case = sizes, common.Settings(), counts, sizes.num_tokens * 320, 2
+    only_flops = floors.layer_us(*case, 1.0, 1e30, backward=True)  # every byte in no time
+    assert only_flops == sum(gemm.flops for gemm in found.values())
+    only_bytes = floors.layer_us(*case, 1e30, 2.0, backward=True)
+    moved = sum(floors.bytes_moved(sizes, 2).values()) + 2 * sum(gemm.elements for gemm in found.values())
+    assert only_bytes == moved / 2 > floors.layer_us(*case, 1e30, 2.0, backward=False)
+    twice = sizes._replace(top_k=2), common.Settings(), [2 * n for n in counts]
+    small_cache, large_cache = (floors.gemms(*twice, size, backward=True) for size in (1, 10**9))
+    read_again = {kind: gemm.elements - large_cache[kind].elements for kind, gemm in small_cache.items()}
+    gathered = dict.fromkeys(("up_gate", "down_dgrad", "wgrad_down", "wgrad_up"), sizes.num_tokens * 320)
+    assert read_again == {"down": 0, "up_dgrad": 0} | gathered
+    plain_experts = floors.gemms(sizes, common.Settings(gated=False), counts, 1, backward=False)
+    assert plain_experts["up_gate"].flops // 2 == swapped * 256 * 320 and len(plain_experts) == 2
+
+
+def test_the_floor_of_8_bits(load):
+    """Half of 16 bits' time at twice the rate; half of the bytes but for x and y. Published rates are of
+    their shapes alone."""
+    floors, common, published = load("floors"), load("common"), load("bench_eight_bits").PUBLISHED
+    sizes, counts = common.Sizes(512, 4, 2, 256, 128), [256] * 4
+    rest = (common.USUAL, counts, 1 << 62)
+    moved = floors.bytes_moved(sizes, 2, backward=False)
+    combine = moved["unpermute"] + moved["schedule"]
+    # 2 TKD(2F) and 2 TKFD: tiles are whole
+    flops = 6 * 1024 * 256 * 128
+    assert floors.experts_us(sizes, *rest, (2, 2), 1.0, 1e30) == pytest.approx(flops)
+    assert floors.experts_us(sizes, *rest, (1, 2), 2.0, 1e30) == pytest.approx(flops / 2)
+    x, w, a, y = 512 * 256, 4 * 3 * 256 * 128, 1024 * 128, 1024 * 256
+    assert floors.experts_us(sizes, *rest, (2, 2), 1e30, 1.0) == 2 * (x + w + 2 * a + y) + combine
+    assert floors.experts_us(sizes, *rest, (1, 2), 1e30, 1.0) == (x + w + 2 * a + 2 * y) + 3 * x + combine
+    for shape, rate in (("8192,32,6,4096,2048", 757), ("dsv4-pro-8ranks", 818), ("olmoe", None)):
+        sizes = common.layer_sizes(shape)
+        assert published.get((sizes.num_tokens, *sizes[2:])) == rate
+
+
+@pytest.mark.parametrize("dense, reads", ((1.9, True), (2.1, False)))
+def test_the_floor_of_few_tokens(load, dense, reads):
+    """The bytes of the experts that have tokens; the dense GEMM's time only where it does more than read."""
+    bench, common = load("bench_decode"), load("common")
+    case = bench.Case(common.layer_sizes("4,8,2,64,32"), bench.Setup(routing="one"))
+    assert case.bytes_of_a_call == 2 * 3 * 64 * 32 * 2  # all tokens have the same two of eight experts
+    assert case.flops_of_a_call == 6 * 4 * 2 * 64 * 32
+    source = torch.ones(1000)  # read in 4 s: a byte takes a millisecond
+    operands = sum(b.nbytes for _, b in case.dense_gemms)
+    seconds = {"read": 4.0, "dense": dense * operands / 1e3}
+    found = bench.floor_of(case, case.bytes_of_a_call, source, seconds, ours=100.0)
+    floor = max(case.bytes_of_a_call / 1e3, 0 if reads else seconds["dense"])
+    assert (found["floor_us"], found["floor_ratio"]) == pytest.approx((floor * 1e6, floor / 100), abs=1e-3)
+
+
+# --- kernels of a profile -----------------------------------------------------------------------------
+
+QUACK = "kernel_cutlass_kernel_quackgemm_"
+# One step's kernels as the profiler names them, ours and SonicMoE's, in order; their kinds
+STEPS = {
+    "ours": [
+        ("router_logits_kernel<bf16>", "router GEMMs"),
+        ("fused_moe::route_kernel<float, 4>", "route"),
+        ("void fused_moe::(anonymous namespace)::count_kernel(Sort)", "schedule"),
+        ("up_gate_kernel<Config>", "up_gate"),
+        ("grouped_mm_kernel<Config>", "down"),
+        ("unpermute_kernel<bf16>", "unpermute"),
+        ("down_dgrad_kernel<Config>", "down_dgrad"),
+        ("dscores_kernel", "dscores"),
+        ("wgrad_kernel<Config>", "wgrad_down"),
+        ("route_backward_kernel<float, 4>", "route_backward"),
+        ("nvjet_tst_64x8", "router GEMMs"),
+        ("grouped_mm_kernel<Config>", "up_dgrad"),
+        ("wgrad_kernel<Config>", "wgrad_up"),
+        ("unpermute_kernel<bf16>", "unpermute_dx"),
+        ("vectorized_elementwise_kernel<4, CUDAFunctor_add>", "add"),
+        ("direct_copy_kernel_cuda", "rest"),
+    ],
+    "SonicMoE's": [
+        ("kernel_cutlass_kernel_sonicmoefunctionaltopkSoftmax_Over_TopK_object", "route"),
+        (f"{QUACK}actGemmGatedSm90_object_at", "up_gate"),
+        (f"{QUACK}default_epiGemmDefaultSm90_obje", "down"),
+        ("token_gather_sum_kernel", "unpermute"),
+        (f"{QUACK}dactGemmDGatedSm90_object_at", "down_dgrad"),
+        (f"{QUACK}default_epiGemmDefaultSm90_obje", "wgrad_down"),
+        (f"{QUACK}default_epiGemmDefaultSm90_obje", "up_dgrad"),
+        (f"{QUACK}default_epiGemmDefaultSm90_obje", "wgrad_up"),
+        ("token_gather_sum_kernel", "unpermute_dx"),
+    ],
+    "out of order: no telling which is up_dgrad": [("grouped_mm_kernel", "grouped_mm")] * 3,
+    "two launches each": [("wgrad_kernel", kind) for kind in ("wgrad_down",) * 2 + ("wgrad_up",) * 2],
+}
+
+
+@pytest.mark.parametrize("step", STEPS.values(), ids=STEPS)
+def test_kernels_of_a_step_by_kind(load, step):
+    """Each kind's mean over two steps, beside its floor; and the whole step with its power."""
+    profiling, floor = load("profiling"), load("floors").Floor(10, "dense")
+    us, launches = {}, []
+    for i, (_, kind) in enumerate(step):
+        us[kind] = us.get(kind, 0) + 2**i + 1
+    launches = [
+        profiling.Launch(name, 2**i + 2 * later) for later in (0, 1) for i, (name, _) in enumerate(step)
+    ]
+    *found, whole = profiling.measured(launches, {"up_gate": floor}, {"watts": 690.5})
+    assert {r["what"]: r["time_us"] for r in found} == us
+    assert sum(r["launches"] for r in found) == whole["launches"] == len(step)
+    assert (whole["what"], whole["time_us"], whole["watts"]) == ("step", sum(us.values()), 690.5)
+    for r in found:
+        has_floor = r["what"] == "up_gate"
+        assert r.get("gap_us") == (us["up_gate"] - 10 if has_floor else None)
+        assert r.get("bound") == ("dense" if has_floor else None)
+
+
+def test_time_that_kernels_share_counts_once(load):
+    """A dependent launch starts under the kernel before it; the last but one is over before that one."""
+    kernels = [("spin_kernel", 0, 10), ("a", 8, 12), ("b", 11, 20), ("c", 13, 15), ("d", 25, 26)]
+    launches = load("profiling").without_overlap(reversed(kernels))
+    assert launches == [("a", 2), ("b", 8), ("c", 0), ("d", 1)]
+
+
+@pytest.mark.parametrize("longest, gaps", ((0.5, 0), (2, 2), (5, 2), (6, 8)))
+def test_gaps_between_kernels(load, longest, gaps):
+    """They take 2 and 6; "c" is over before "b", at whose end the next gap begins."""
+    kernels = [("a", 0, 10), ("b", 12, 20), ("c", 13, 15), ("d", 26, 27)]
+    assert load("profiling").short_gaps(reversed(kernels), longest) == gaps
+
+
+class Block(torch.nn.Module):
+    """A single GEMM, and a layer with two GEMMs, one of them a shared expert's."""
+
+    def __init__(self):
+        super().__init__()
+        self.own, self.moe = torch.nn.Linear(8, 8, bias=False), torch.nn.Linear(8, 8, bias=False)
+        self.moe.shared_experts = torch.nn.Linear(8, 8, bias=False)
+        self.moe.register_forward_hook(lambda moe, args, out: out + moe.shared_experts(args[0]))
+
+    def forward(self, x):
+        return x + self.moe(self.own(x))
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["kept", "computed again"])
+def test_kernels_are_attributed_to_layers(load, tmp_path, again):
+    """The GEMMs in a CPU trace, as if each had launched a kernel."""
+    profiled = load("moe_profile")
+    blocks = [Block(), Block()]
+    marks = profiled.Marks([block.moe for block in blocks], blocks)
+    x = torch.randn(4, 8, requires_grad=True)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+        for _ in range(2):
+            out = x
+            for block in blocks:
+                out = checkpoint(block, out, use_reentrant=False) if again else block(out)
+            out.mm(torch.ones(8, 1)).sum().backward()
+    marks.remove()
+    profiler.export_chrome_trace(str(tmp_path / "trace.json"))
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    gemms = [e for e in events if e["name"] == "aten::mm"]
+    for i, e in enumerate(gemms):
+        launch = {"ph": "X", "args": {"correlation": i}, "dur": 0.001}
+        events.append(launch | {"cat": "cuda_runtime", "name": "launch", "tid": e["tid"], "ts": e["ts"]})
+        events.append(launch | {"cat": "kernel", "name": "mm", "tid": 7, "ts": 100 * i, "dur": 10})
+    nccl = {"ph": "X", "cat": "kernel", "name": "ncclDevKernel", "tid": 8, "ts": 105, "dur": 10}
+    found = profiled.by_part([*events, nccl], marks.nodes, steps=2)
+    each = 2 * (4 if again else 3) * 10  # two blocks; forward, backward twice, and perhaps forward again
+    assert found["moe_us"] == found["shared_experts_us"] == each
+    assert found["rest_us"] == each + 20  # the last GEMM's backward has only the input's gradient
+    assert (found["communication_us"], found["moe_communication_us"], found["without_launch_us"]) == (5, 0, 5)
+    assert found["busy_us"] == 3 * each + 20 + 2.5
+    assert found["kernels"] == [["mm", each, each / 10]]
+
+
+# --- tables and pictures ------------------------------------------------------------------------------
+
+
+def test_committed_records_make_tables_and_pictures(load, tmp_path, capsys):
+    """Of every program but those without a table: layers, GEMMs, profiles, decoding, engines, trainers."""
+    every = [json.loads(path.read_text()) for path in sorted(RESULTS.glob("*.json"))]
+    every = [r for records in every if isinstance(records, list) for r in records]
+    every = [r for r in every if "gpu" in r and r.get("bench") not in (None, "linear")]
+    every = [r for r in every if r["bench"] != "layer" or r["peer"] == "sonicmoe"]
+    shapes = {r["bench"]: r["shape"] for r in reversed(every)}  # the first of each program
+    path, pictures = tmp_path / "records.json", tmp_path / "pictures"
+    path.write_text(json.dumps([r for r in every if r["shape"] == shapes[r["bench"]]]))
+    assert len(shapes) > 15
+    load("table").main([str(path)])
+    text = capsys.readouterr().out
+    for said in ("against SonicMoE", "against vLLM", "more by", "fused_moe's loss over it", "GB/s", "dense"):
+        assert said in text, said
+    load("table").main([str(path), "--profile"])
+    assert "floor / µs" in capsys.readouterr().out
+    load("table").main([str(RESULTS / "schedule_h200.json"), "--gains"])
+    assert "default against dense" in capsys.readouterr().out
+    load("plot").main([str(path), "-o", str(pictures)])
+    names = {"roofline", "ratios", "speedups", "losses", "profile", "decode", "serving"}
+    assert {picture.stem for picture in pictures.iterdir()} == names
+    assert all(picture.read_bytes().startswith(b"\x89PNG") for picture in pictures.iterdir())
+
+
+def test_a_page_holds_the_committed_results(load, tmp_path):
+    """Its text between two markers, which --check compares."""
+    files = [str(path) for path in sorted(RESULTS.glob("layer_*.json"))]
+    table, page = load("table"), tmp_path / "page.md"
+    table.main([*files, "--page", str(ROOT / "docs" / "performance.md"), "--check"])
+    page.write_text(f"before\n{table.BEGIN}\nold\n{table.END}\nafter\n")
+    with pytest.raises(SystemExit, match="out of date"):
+        table.main([*files, "--page", str(page), "--check"])
+    table.main([*files, "--page", str(page)])
+    table.main([*files, "--page", str(page), "--check"])
+    text = page.read_text()
+    assert text.startswith("before\n") and text.endswith("after\n") and "old" not in text
+    page.write_text("no markers\n")
+    with pytest.raises(SystemExit, match="performance: begin"):
+        table.main([*files, "--page", str(page)])
+
+
+def test_single_calls_stand_beside_queued_ones(load):
+    """Of the same run alone."""
+    common = load("common")
+    queued = dict.fromkeys((*common.KEY, "gpu", "cpu", "torch", "commit", "date"), "same") | {
+        "mode": "queued"
+    }
+    single, another = queued | {"mode": "eager"}, queued | {"mode": "eager", "commit": "another"}
+    merged = common.eager_beside_queued([queued, single, another])
+    assert merged == [queued | {"eager": single}, another]
+
+
+def test_a_loss_after_fewer_steps_is_not_compared(load):
+    table = load("table")
+    same = {"shape": "16B6, 2 GPUs", "local_batch_size": 4, "commit": "a", "date": "b", "peak_mib": 1}
+    runs = ("fused_moe", 40, 300, 2.0), ("grouped_mm", 40, 200, 2.0), ("loop", 20, 100, 3.0)
+    names = ("what", "steps", "tokens_per_second", "final_loss")
+    text = table.training([same | dict(zip(names, values, strict=True)) for values in runs])
+    cells = [[cell.strip() for cell in row.split("|")] for row in text.splitlines()[2:]]
+    assert [(row[3], row[6], row[9]) for row in cells] == [
+        *(("fused_moe", "", ""), ("grouped_mm", "1.50x", "1.0000"), ("loop", "3.00x", "")),
+    ]
