@@ -43,7 +43,7 @@ train: build
 	$(python) examples/train_lm.py $(ARGS)
 
 test: build
-	$(python) -m pytest $(or $(PYTEST_ARGS),-n auto --maxprocesses 8 --dist loadfile)
+	$(python) -m pytest $(or $(PYTEST_ARGS),-n auto --maxprocesses 8 --dist worksteal)
 
 fuzz: build
 	$(python) tests/trust/fuzz.py --minutes $(MINUTES) $(ARGS)

@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
 
 sys.path.insert(0, str(Path(__file__).parent))  # so that `import cases` works from any folder
 
+CUDA_TESTS = Path(__file__).parent / "cuda"
 COMMON = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
 settings.register_profile("local", max_examples=20, **COMMON)
 settings.register_profile("ci", max_examples=20, derandomize=True, **COMMON)
@@ -45,22 +46,50 @@ def pytest_report_header(config):
     return f"device: {config.option.device}, seed: {config.option.seed}, torch {torch.__version__}"
 
 
-def pytest_terminal_summary(terminalreporter):
+NEED_CUDA = pytest.StashKey[int]()  # tests that were left out, as they need a CUDA device
+
+
+def on_cuda(config) -> bool:
+    return config.option.device.startswith("cuda")
+
+
+def pytest_ignore_collect(collection_path, config):
+    """tests/cuda costs nothing without a CUDA device, unless its files are named."""
+    return True if collection_path == CUDA_TESTS and not on_cuda(config) else None
+
+
+def pytest_collection_modifyitems(config, items):
+    """Tests that need a CUDA device are one line of the report, not a skip each."""
+    if on_cuda(config):
+        return
+    left_out = [item for item in items if item.get_closest_marker("gpu")]
+    config.stash[NEED_CUDA] = len(left_out)
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if not item.get_closest_marker("gpu")]
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node, error):
+    """A process of xdist says how many it has left out; each collects every test."""
+    node.config.stash[NEED_CUDA] = getattr(node, "workeroutput", {}).get("need_cuda", 0)
+
+
+def pytest_sessionfinish(session):
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["need_cuda"] = session.config.stash.get(NEED_CUDA, 0)
+
+
+def pytest_terminal_summary(terminalreporter, config):
     """No skip without a printed reason: how many tests each has, not where each of them is, as -rs lists."""
+    if count := config.stash.get(NEED_CUDA, 0):
+        terminalreporter.line(f"{count} tests, and tests/cuda, need a CUDA device: run with --device cuda")
     skipped = terminalreporter.stats.get("skipped", [])
     reasons = Counter(report.longrepr[2].removeprefix("Skipped: ") for report in skipped)
     if reasons:
         terminalreporter.section("skipped tests and why")
     for reason, count in reasons.most_common():
         terminalreporter.line(f"{count:5d}  {reason}")
-
-
-def pytest_collection_modifyitems(config, items):
-    if not config.option.device.startswith("cuda"):
-        reason = f"needs a CUDA device, runs on --device {config.option.device}"
-        for item in items:
-            if item.get_closest_marker("gpu"):
-                item.add_marker(pytest.mark.skip(reason=reason))
 
 
 @pytest.fixture(scope="session")

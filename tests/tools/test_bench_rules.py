@@ -323,7 +323,7 @@ def test_kernels_are_attributed_to_layers(load, tmp_path, again):
 
 
 def test_committed_records_make_tables_and_pictures(load, tmp_path, capsys):
-    """Of every program but those without a table: layers, GEMMs, profiles, decoding, engines, trainers."""
+    """All programs with a table have one: layers, GEMMs, profiles, decoding, engines, trainers."""
     every = [json.loads(path.read_text()) for path in sorted(RESULTS.glob("*.json"))]
     every = [r for records in every if isinstance(records, list) for r in records]
     every = [r for r in every if "gpu" in r and r.get("bench") not in (None, "linear")]
@@ -364,7 +364,7 @@ def test_a_page_holds_the_committed_results(load, tmp_path):
 
 
 def test_single_calls_stand_beside_queued_ones(load):
-    """Of the same run alone."""
+    """But only those of the same run."""
     common = load("common")
     queued = dict.fromkeys((*common.KEY, "gpu", "cpu", "torch", "commit", "date"), "same") | {
         "mode": "queued"
