@@ -4,6 +4,7 @@ import os
 import sys
 import zlib
 from collections import Counter
+from functools import cache
 from pathlib import Path
 
 # Before torch is imported: waiting threads sleep. Spinning threads make every parallel region fifty times
@@ -115,6 +116,21 @@ def fp8(device):
             pytest.skip(f"FP8 training needs compute capability 9.0, found {major}.{minor}")
         if os.environ.get("FUSED_MOE_TIER") == "portable":
             pytest.skip("FP8 training has no portable tier")
+
+
+@pytest.fixture(scope="session")
+def drawn_calls(request, device):
+    """operator_calls of a case, drawn once for all tests that only read them: they are the calls of every
+    operator, and take a tenth of a second. They depend on the case and --seed alone."""
+    from cases import operator_calls
+
+    @cache
+    def drawn(case) -> dict:
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+            torch.manual_seed(zlib.crc32(repr(case).encode()) + request.config.option.seed)
+            return operator_calls(case, device)
+
+    return drawn
 
 
 @pytest.fixture(autouse=True)

@@ -23,9 +23,8 @@ def all_operators() -> set[str]:
     return {n for n in names if any("Tensor" in str(a.type) for a in arguments[n])}
 
 
-def arguments(device, layout: str, dtype, bias: bool) -> dict:
-    """{operator: [argument tuples]} of a tiny layer."""
-    return operator_calls(Case(9, 6, 4, 3, 2, dtype, layout=layout, bias=bias), device)
+def tiny(layout: str, dtype, bias: bool) -> Case:
+    return Case(9, 6, 4, 3, 2, dtype, layout=layout, bias=bias)
 
 
 DIFFERENTIABLE = {
@@ -33,7 +32,7 @@ DIFFERENTIABLE = {
     "experts_up", "experts_down", "quantized_mm", "activate", "fp8_up",
     "fp8_up_weights",
 }  # fmt: skip
-OPERATORS = sorted(arguments(torch.device("cpu"), "separate", F32, True))
+OPERATORS = sorted(operator_calls(tiny("separate", F32, True), torch.device("cpu")))
 
 
 def test_every_operator_is_here(device):
@@ -43,19 +42,19 @@ def test_every_operator_is_here(device):
 
 @pytest.mark.quick
 @pytest.mark.parametrize("name", OPERATORS)
-def test_schema_and_fake_kernel(device, name):
+def test_schema_and_fake_kernel(drawn_calls, name):
     """Inputs change only as the schema says, and the fake kernel has the right shapes, strides and dtypes."""
     for layout in LAYOUTS:
         for dtype, bias in ((F32, False), (BF16, True)):
-            for args in arguments(device, layout, dtype, bias)[name]:
+            for args in drawn_calls(tiny(layout, dtype, bias))[name]:
                 utils = ("test_schema", "test_faketensor")
                 torch.library.opcheck(getattr(ops, name).default, args, test_utils=utils)
 
 
 @pytest.mark.parametrize("name", OPERATORS)
-def test_opcheck(device, name):
+def test_opcheck(drawn_calls, name):
     """All of opcheck; the first call of a differentiable operator with inputs that require a gradient."""
-    for i, args in enumerate(arguments(device, "separate", F32, True)[name]):
+    for i, args in enumerate(drawn_calls(tiny("separate", F32, True))[name]):
         if i == 0 and name in DIFFERENTIABLE:
             names = [a.name for a in getattr(ops, name).default._schema.arguments]
             args = [

@@ -23,12 +23,12 @@ from fused_moe import FusedMoE
 PLAIN = {"gate_bias": True, "bias": True}
 
 
-def make(device, dtype=F64, tokens=20, **settings):
-    """A layer, and x that requires a gradient."""
-    layer = FusedMoE(24, 20, 8, 2, **settings, device=device, dtype=dtype)
+def make(device, dtype=F64, tokens=20, sizes=(24, 20, 8, 2), **settings):
+    """A layer, and x that requires a gradient. sizes: D, F, E, K."""
+    layer = FusedMoE(*sizes, **settings, device=device, dtype=dtype)
     if layer.router.expert_scale is not None:
         nn.init.normal_(layer.router.expert_scale)
-    return layer, torch.randn(tokens, 24, device=device, dtype=dtype, requires_grad=True)
+    return layer, torch.randn(tokens, sizes[0], device=device, dtype=dtype, requires_grad=True)
 
 
 def apart(layer):
@@ -151,7 +151,7 @@ def test_frozen_parameters(device, frozen):
 
 
 def test_gradcheck(device):
-    layer, x = make(device, tokens=5, **PLAIN)
+    layer, x = make(device, tokens=5, sizes=(6, 5, 4, 2), **PLAIN)  # each number is two calls
     names, values = zip(*layer.named_parameters(), strict=True)
 
     def run(x, *values):

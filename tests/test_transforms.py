@@ -160,10 +160,10 @@ def samples_of(name: str, args) -> list:
 @pytest.mark.parametrize("depth", (1, 2))
 @pytest.mark.parametrize("vmap", VMAPS)
 @pytest.mark.parametrize("name", operator_calls(TINY, torch.device("cpu")))
-def test_every_operator_under_vmap(device, name, vmap, depth):
+def test_every_operator_under_vmap(drawn_calls, name, vmap, depth):
     """The results of one call after another, and what is written; also nested, and with lists batched."""
     for layout in LAYOUTS:
-        for args in operator_calls(replace(TINY, layout=layout), device)[name]:
+        for args in drawn_calls(replace(TINY, layout=layout))[name]:
             args = samples_of(name, args)
             if depth == 2:  # the outer samples differ, the inner ones are equal
                 args = tree_map(lambda t: torch.stack([t, t], 1) if torch.is_tensor(t) else t, args)
