@@ -19,6 +19,7 @@ from judging import (  # noqa: F401 - tests take them from here
     to_double,
 )
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map
 
 import fused_moe
 from fused_moe import ops as codes
@@ -555,6 +556,15 @@ def call_operator(name: str, args) -> tuple:
     result = op(*args)
     result = (result,) if isinstance(result, torch.Tensor) else result or ()
     return (*result, *(a for w, a in zip(is_written, args, strict=True) if w and a is not None))
+
+
+def distinct(calls) -> list[tuple]:
+    """Without calls that differ from one before in numbers alone: layouts are nothing to many operators."""
+
+    def facts(value):
+        return (value.shape, value.stride(), value.dtype) if torch.is_tensor(value) else value
+
+    return list({str(tree_map(facts, args)): args for args in reversed(list(calls))}.values())
 
 
 # --- watching ------------------------------------------------------------------------------------

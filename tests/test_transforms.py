@@ -1,10 +1,11 @@
 """torch.func, forward mode, and what else has to see a call before autograd does. `ops.run` lets it."""
 
 from dataclasses import replace
+from itertools import chain
 
 import pytest
 import torch
-from cases import F32, LAYOUTS, Calls, Case, call_operator, operator_calls, quantize_options
+from cases import F32, LAYOUTS, Calls, Case, call_operator, distinct, operator_calls, quantize_options
 from planting import CODES
 from torch._vmap_internals import _vmap as older_vmap
 from torch.overrides import TorchFunctionMode
@@ -162,27 +163,25 @@ def samples_of(name: str, args) -> list:
 @pytest.mark.parametrize("name", operator_calls(TINY, torch.device("cpu")))
 def test_every_operator_under_vmap(drawn_calls, name, vmap, depth):
     """The results of one call after another, and what is written; also nested, and with lists batched."""
-    for layout in LAYOUTS:
-        for args in drawn_calls(replace(TINY, layout=layout))[name]:
-            args = samples_of(name, args)
-            if depth == 2:  # the outer samples differ, the inner ones are equal
-                args = tree_map(lambda t: torch.stack([t, t], 1) if torch.is_tensor(t) else t, args)
-            leaves, spec = tree_flatten(args)
-            places = [i for i, leaf in enumerate(leaves) if torch.is_tensor(leaf)]
+    every = (drawn_calls(replace(TINY, layout=layout))[name] for layout in LAYOUTS)
+    for args in distinct(chain(*every)):
+        args = samples_of(name, args)
+        if depth == 2:  # the outer samples differ, the inner ones are equal
+            args = tree_map(lambda t: torch.stack([t, t], 1) if torch.is_tensor(t) else t, args)
+        leaves, spec = tree_flatten(args)
+        places = [i for i, leaf in enumerate(leaves) if torch.is_tensor(leaf)]
 
-            def call(*tensors, leaves=leaves, spec=spec, places=places):
-                given = dict(zip(places, tensors, strict=True))
-                return call_operator(
-                    name, tree_unflatten([given.get(i, x) for i, x in enumerate(leaves)], spec)
-                )
+        def call(*tensors, leaves=leaves, spec=spec, places=places):
+            given = dict(zip(places, tensors, strict=True))
+            return call_operator(name, tree_unflatten([given.get(i, x) for i, x in enumerate(leaves)], spec))
 
-            batched = call
-            for _ in range(depth):
-                batched = VMAPS[vmap](batched)
-            found = batched(*(leaves[i] for i in places))
-            for index in ((0,) * depth, (1,) * depth):
-                expected = call(*(leaves[i][index] for i in places))
-                assert_close_all([t[index] for t in found], expected)
+        batched = call
+        for _ in range(depth):
+            batched = VMAPS[vmap](batched)
+        found = batched(*(leaves[i] for i in places))
+        for index in ((0,) * depth, (1,) * depth):
+            expected = call(*(leaves[i][index] for i in places))
+            assert_close_all([t[index] for t in found], expected)
 
 
 LAYER_KINDS = {
