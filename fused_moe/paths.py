@@ -308,7 +308,8 @@ def of_experts(
 
 def path(layer: MoELayer, x: Tensor) -> Choice:
     """Which path the call layer(x) takes as things are: with the grad mode, autocast and hooks of now.
-    Nothing is computed. In a compiled call router and experts are apart; else it chooses alike.
+    Nothing is computed. In a compiled call router and experts are apart; else it chooses alike. Parameters
+    that FSDP2 gathers for a call are seen as they are between calls; of a compiled layer, give the layer.
 
     Args:
         layer: a FusedMoE. x: (..., D), as the layer takes it.

@@ -348,6 +348,7 @@ CPU = listed({
          'why_changed("router", router) or why_changed("experts", experts):',
          'why_changed("experts", experts):')],
     ("fused_moe/paths.py", "tests/test_paths.py"): [
+        ("hooked experts see padding", 'or why_changed("experts", layer.experts)\n', "\n"),
         ("a class's forward is passed over",
          "if cls.forward is not forward or cls.__call__", "if cls.__call__"),
         ("nn.Linear's forward is passed over", "not in (_LINEAR,", "not in (nn.Linear.forward,"),

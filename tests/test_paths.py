@@ -422,6 +422,19 @@ def subclass(monkeypatch, layer, part):
     module.__class__ = Mine
 
 
+@pytest.mark.parametrize("part", ("router", "router.gate", "experts", "shared_experts"))
+def test_padding_that_users_see(device, part):
+    """Modules with hooks find zeros in padded rows, whatever these held."""
+    layer, x = make(device, num_shared_experts=int(part == "shared_experts"))
+    seen = []
+    layer.get_submodule(part).register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+    padded = torch.cat((x.detach(), torch.full_like(x, torch.nan)))
+    with torch.no_grad():
+        out = layer(padded, num_tokens=torch.tensor(5, device=device))
+        assert seen[0].shape == padded.shape and not seen[0][5:].any()
+        torch.testing.assert_close(out[:5], layer(x))
+
+
 PATCHES = (on_the_class, on_the_instance, hook, pre_hook, subclass)
 
 
