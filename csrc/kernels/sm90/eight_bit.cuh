@@ -368,13 +368,17 @@ struct RowScales {
         for (int i = 0; i < COUNT; i++) row[i] = token[tile_row(wg, i)];
     }
 
-    /* Begins to load them. A tile of a wrong plan may have no rows. */
+    /* Begins to load them. A tile of a wrong plan may have no rows. Gathers read those of token 0 then: a
+     * test for each row would spill. */
     template <int COUNT>
     __device__ void load(const float *scales, const WorkTile &tile, int wg) {
 #pragma unroll
         for (int i = 0; i < COUNT; i++) {
-            int in_tile = tile_row(wg, i), of_row = Config::GATHER ? row[i] : tile.first_row + in_tile;
-            scale[i] = in_tile < tile.num_rows ? __ldg(scales + of_row) : 0;
+            int in_tile = tile_row(wg, i);
+            if constexpr (Config::GATHER)
+                scale[i] = __ldg(scales + row[i]);
+            else
+                scale[i] = in_tile < tile.num_rows ? __ldg(scales + tile.first_row + in_tile) : 0;
         }
     }
 };
