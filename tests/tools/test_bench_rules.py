@@ -35,6 +35,38 @@ def test_errors_are_relative(load, exact, found, error):
         ours.check("K = 1", "fp32")
 
 
+def test_integers_are_equal(load):
+    """One that is not ends the program, beside results that are right."""
+    error = load("common").Error()
+    error.add("scores", torch.ones(3), torch.ones(3))
+    error.add_equal("ids", torch.arange(3), torch.arange(3))
+    assert error.check("route", "fp32") == 0
+    error.add_equal("ids", torch.arange(3), torch.tensor([0, 2, 1]))
+    with pytest.raises(SystemExit, match=r"wrong before it is fast: scores 0\.0e\+00, ids inf"):
+        error.check("route", "fp32")
+
+
+@pytest.mark.parametrize("wrong", (None, "own tokens", "padding"))
+def test_padding_of_a_batch(load, wrong):
+    """It is zeros, and own tokens have the output of their own batch."""
+    bench, common, local_tokens = load("bench_decode"), load("common"), load("local_tokens")
+    case = bench.Case(common.layer_sizes("7,8,2,64,32"), bench.Setup(dtype="fp32"))
+    ours = bench.find_experts(case.setup, "")["ours"]
+
+    def experts(x, w, scores, ids):
+        out = ours(x, w, scores, ids)
+        if len(x) == 7 and wrong:
+            out[2 if wrong == "own tokens" else 3] += 1
+        return out
+
+    error = local_tokens.Batch(case, experts, case.weights).error(3)
+    if wrong is None:
+        assert error.check("7 tokens", "fp32") < 1e-5
+        return
+    with pytest.raises(SystemExit, match=f"7 tokens fp32: wrong before it is fast.*{wrong} ([1-9]|inf)"):
+        error.check("7 tokens", "fp32")
+
+
 def test_records_of_a_key_are_replaced(load, run):
     """Those from before the schedule had the default one. --append keeps the others of a file."""
     common = load("common")
