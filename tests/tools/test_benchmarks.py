@@ -380,6 +380,131 @@ def test_ratios_of_ways(load, run, monkeypatch):
     assert (r["dense_ratio"], r["peer"], r["peer_ratio"], r["ratio_to_loop"]) == (9, "loop", 2, 2)
 
 
+@pytest.fixture
+def nanoseconds(load, monkeypatch):
+    """Each run takes one, so that TFLOP/s are thousands of FLOPs and GB/s are bytes; a copy takes 1e5."""
+    common = load("common")
+    monkeypatch.setattr(
+        common, "times", lambda clock, runs, _: {name: 1e-4 if name == "copy" else 1e-9 for name in runs}
+    )
+    return common
+
+
+def test_rates_of_dense_layers(run, nanoseconds):
+    records = run("bench_linear", "--shape", "24,40", "--tokens", "1,17")
+    exact = [n * 2 * T * 24 * 40 / 1e3 for n in (1, 3) for T in (1, 17)]
+    assert [r["tflops"] for r in records] == pytest.approx(exact)
+    assert all((r["bench"], r["shape"], r["dtype"]) == ("linear", "24,40", "bf16") for r in records)
+    assert all(r["dense_ratio"] == 1 and r["cublas_bits"] in ("same", "other") for r in records)
+    assert all(r["cublas_bits"] == "same" for r in records if r["tokens"] == 17)
+
+
+@pytest.mark.parametrize("shape, gated", (("olmoe", True), ("nemotron3-nano", False)))
+def test_rates_of_8_bits(run, nanoseconds, monkeypatch, capsys, shape, gated):
+    """FLOPs are those of the shape's matrices, bits those of codes and scales."""
+    monkeypatch.setattr(nanoseconds, "layer_sizes", lambda name: nanoseconds.Sizes(24, 8, 2, 128, 128))
+    flags = f"--shape {shape} --dtype bf16 --peers vllm,torch-gemms"
+    ours, *records = run("bench_eight_bits", *flags.split())
+    for r in (ours, *records):
+        assert r["tflops"] == pytest.approx(2 * (2 + gated) * 24 * 2 * 128 * 128 / 1e3)
+        assert (r["published_tflops"], r["input_dtype"], r["output_dtype"]) == (None, "bf16", "bf16")
+    for r in records:
+        assert (r["scale_dtype"], r["peer_errors"], r["max_rel_error"]) == ("fp32", {}, r["error_to_float"])
+    # float32 scales of a tile or of a row, and int8_smooth's factors of the columns
+    bits = [8 + 32 / n for n in (128**2, 128**2, 128, 128, 64)]
+    assert [r["bits_per_weight"] for r in records] == pytest.approx(bits, abs=1e-3)
+    printed = capsys.readouterr().out
+    for name in ("vllm", "torch-gemms"):
+        assert f"{name} is left out: {name}: expected a GPU" in printed
+
+
+def test_rates_of_kernels(run, nanoseconds, monkeypatch):
+    """Every input counts once and every output; activations stand beside silu."""
+    records = run("bench_kernels", "--shape", SMALL, "--dtype", "bf16")
+    x, rows, logits, slots = 24 * 64 * 2, 48 * 64 * 2, 24 * 8 * 2, 48 * 4  # of bf16; scores and ids
+    exact = {"router_logits": x + 8 * 64 * 2 + 2 * logits, "route": logits + 2 * slots}
+    exact |= {"route_backward": 2 * logits + 2 * slots, "permute": x + slots + rows}
+    exact |= {"combine": rows + 2 * slots + x, "unpermute_backward": x + 2 * rows + 3 * slots}
+    found = {r["what"]: r for r in records}
+    assert {what: found[what]["gb_per_s"] for what in exact} == exact
+    for r in records:
+        assert (r["torch_ratio"], r["graph_us"], r["copy_gb_per_s"]) == (None, None, 1342.2)
+        assert r["copy_ratio"] == pytest.approx(r["gb_per_s"] / 1342.2, abs=1e-3)
+    monkeypatch.setattr(nanoseconds, "times", lambda clock, runs, _: {run: len(run[1]) for run in runs})
+    for r in run("bench_kernels", "--shape", SMALL, "--dtype", "bf16", "--activations"):
+        assert r["silu_ratio"] == len(r["layer"]) / 4
+
+
+def test_rates_of_few_tokens(run, nanoseconds):
+    """Two calls take a nanosecond. All tokens have the same two experts: 6 TKDF over three weights each."""
+    flags = f"--shape {SMALL} --tokens 1,5 --dtype bf16 --routing worst --format int8"
+    for r in run("bench_decode", *flags.split()):
+        assert r["tflops"] == pytest.approx(2 * 6 * r["tokens"] * 2 * 64 * 32 / 1e3)
+        assert r.get("intensity") == (r["tokens"] if r["what"] == "experts" else None)
+    flags = f"--shape {SMALL} --tokens 2 --dtype fp32 --gate-only --format int8"
+    _, int8 = run("bench_decode", *flags.split())
+    assert int8["gated"] is False and int8["max_rel_error"] < 1e-5
+    assert int8["bytes"] == 8 * (2 * 64 * 32 + 4 * (64 + 32))  # codes, and a float32 scale for each row
+
+
+@pytest.mark.parametrize("flags", ("", "--gate-only --activation gelu"), ids=["gated", "gate only"])
+def test_a_roofline_of_few_tokens(run, nanoseconds, tmp_path, flags):
+    """Bytes are those of the experts with tokens; fusing needs fewer of them."""
+    pytest.importorskip("matplotlib")
+    picture, (T, K, D, F), sides = tmp_path / "roofline.png", (4, 2, 64, 32), 1 if flags else 2
+    flags = f"--shape {SMALL} --tokens 4 --dtype bf16 --routing one --roofline {picture} {flags}"
+    records = run("bench_decode", *flags.split())
+    flops, R, w = 2 * T * K * D * F, T * K, 2 * D * F
+    elementwise = 5 if sides == 2 else 2
+    moved = {"up_gate": sides * w + T * D + R * F}
+    moved |= {"apart": sides * (w + R * (D + F)) + elementwise * R * F, "down": w + R * (F + D)}
+    assert [r["what"] for r in records] == [*moved]
+    for r, elements in zip(records, moved.values(), strict=True):
+        total = flops * (1 if r["what"] == "down" else sides)
+        assert set(r) >= FIELDS and r["bench"] == "decode_kernels" and r["floor_ratio"] > 0
+        assert (r["tflops"], r["gb_per_s"]) == pytest.approx((2 * total / 1e3, 2 * 2 * elements))
+        assert r["intensity"] == pytest.approx(total / (2 * elements), abs=0.01)
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_validating_times_nothing(load, run, monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(load("common"), "times", None)
+    (tmp_path / "bench_decode.json").write_text("[]")
+    flags = f"--shape {SMALL} --tokens 1,4 --dtype fp32 --validate --plot {tmp_path / 'plot.png'}"
+    assert run("bench_decode", *flags.split()) == []
+    assert len(re.findall("tokens: ours .*e-.*, loop .*e-", capsys.readouterr().out)) == 2
+
+
+def test_the_loss_of_a_model(load, run, tmp_path, monkeypatch, capsys):
+    """The records of the example, with the machine, of the formats that are asked for."""
+    for name in ("matplotlib", "tqdm"):
+        pytest.importorskip(name)
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    train_lm = load("train_lm")
+    monkeypatch.setattr(train_lm, "GENERATED_BYTES", 1)
+    flags = (
+        "--layers 1 --dim 32 --hidden-dim 32 --num-experts 4 --top-k 2 --seq-len 16 --steps 1 --device cpu"
+    )
+    train_lm.main([*flags.split(), "--out", str(tmp_path)])
+    ways = ["float32", "fp8", "fp8, compute fp8", "int4 of 32", "int4 of 32, zero points"]
+    for computes, names in (([], ways), (["--compute", "fp8"], [ways[0], ways[2]])):
+        capsys.readouterr()
+        records = run("bench_quantised", "--model", str(tmp_path), "--format", "fp8,int4", *computes)
+        assert [r["layer"] for r in records] == names
+        for r in records:
+            assert set(r) >= FIELDS | {"format", "bytes"}
+            assert (r["bench"], r["shape"], r["layers"], r["steps"]) == ("quantised_lm", "64,4,2,32,32", 1, 1)
+            assert r["loss_change"] == r["loss"] - records[0]["loss"] and 1 < r["loss"] < 9
+        printed = capsys.readouterr().out
+        assert "bits per byte" in printed and f"{records[-1]['bytes']:,}" in printed
+
+
+def test_a_program_runs_as_a_script(cpu):
+    flags = f"bench_kernels.py --shape {SMALL} --dtype fp32 --device cpu --repeats 1 --what permute"
+    command, options = [sys.executable, *flags.split()], {"capture_output": True, "text": True}
+    assert "permute" in subprocess.run(command, cwd=BENCHMARKS, check=True, **options).stdout
+
+
 def test_errors_of_formats(run, capsys):
     records = run("bench_quantised", "--shape", SMALL, "--quality", "--dtype", "fp32")
     found = {(r["what"], r["layer"]): r for r in records}
