@@ -2,6 +2,7 @@
 
 import json
 import os
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -305,6 +306,44 @@ def test_gaps_between_kernels(load, longest, gaps):
     """They take 2 and 6; "c" is over before "b", at whose end the next gap begins."""
     kernels = [("a", 0, 10), ("b", 12, 20), ("c", 13, 15), ("d", 26, 27)]
     assert load("profiling").short_gaps(reversed(kernels), longest) == gaps
+
+
+def test_launches_of_a_call(load, monkeypatch, capsys):
+    """Each is counted over all calls, and shared by their number."""
+    bench, common, profiling = load("bench_decode"), load("common"), load("profiling")
+    case = bench.Case(common.layer_sizes("3,8,2,64,32"), bench.Setup(dtype="fp32"))
+    names = ("up_gate", "down", "up_gate", "down", "memset")
+    found = [profiling.Launch(name, us) for us, name in enumerate(names, 1)]
+    monkeypatch.setattr(profiling, "launches", lambda step, steps: found)
+    bench.list_kernels(case, {"ours": lambda *args: None}, "small")
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "small, ours: 2.5 launches, 7.5 µs"
+    rows = ["1.00 3.0 µs down", "0.50 2.5 µs memset", "1.00 2.0 µs up_gate"]
+    assert [" ".join(line.split()) for line in lines[1:]] == rows
+    monkeypatch.setattr(bench, "host_seconds", lambda run: 1e-5)
+    assert bench.on_host({"ours": None, "torch": None, "vllm_invariant": None}, number=2) == {
+        "launches": 2.5,
+        "host_us": 5,
+        "peer_launches": {"torch": 2.5, "vllm_invariant": 2.5},
+        "peer_host_us": {"torch": 5, "vllm_invariant": 5},
+    }
+
+
+def test_power_is_of_the_last_third(load, monkeypatch):
+    profiling = load("profiling")
+    event = type("Event", (), {"record": lambda self: None, "synchronize": lambda self: time.sleep(0.002)})
+    monkeypatch.setattr(torch.cuda, "Event", event)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    start = time.perf_counter()
+    monkeypatch.setattr(profiling, "board", lambda: (600 if time.perf_counter() > start + 0.3 else 100, 1500))
+    steps = []
+    found = profiling.power(lambda: steps.append(time.perf_counter()), seconds=0.6, period=0.005)
+    each = (steps[-1] - steps[0]) / len(steps)
+    assert (found["watts"], found["sm_mhz"]) == (600, 1500)
+    assert found["joules"] == pytest.approx(600 * each, rel=0.2)
+    monkeypatch.setattr(profiling, "board", lambda: None)
+    nothing = {"watts": None, "sm_mhz": None, "joules": None}
+    assert profiling.power(lambda: None, seconds=0.05, period=0.005) == nothing
 
 
 class Block(torch.nn.Module):
