@@ -120,6 +120,16 @@ def test_routings_are_what_their_names_say(load):
     assert row_counts("worst", 160, 4).tolist() == [1, 1, 1, 157]
 
 
+def test_dense_gemms_in_8_bits(load):
+    """A layer's FLOPs, and the products of the e4m3 codes, rounded once."""
+    common, T, K, D, F = load("common"), 16, 2, 64, 32
+    gemms = common.dense_gemms(common.Sizes(T, 4, K, D, F), dtype=torch.bfloat16)
+    assert sum(2 * a.numel() * b.size(1) for a, b in gemms) == 6 * T * K * D * F
+    for found, operands in zip(common.dense_in_8_bits(gemms)(), gemms, strict=True):
+        a, b = (t.to(torch.float8_e4m3fn).double() for t in operands)
+        torch.testing.assert_close(found.double(), a @ b, rtol=2**-8, atol=1e-3)
+
+
 # --- floors -------------------------------------------------------------------------------------------
 
 
@@ -445,13 +455,128 @@ def test_single_calls_stand_beside_queued_ones(load):
     assert merged == [queued | {"eager": single}, another]
 
 
-def test_a_loss_after_fewer_steps_is_not_compared(load):
-    table = load("table")
-    same = {"shape": "16B6, 2 GPUs", "local_batch_size": 4, "commit": "a", "date": "b", "peak_mib": 1}
-    runs = ("fused_moe", 40, 300, 2.0), ("grouped_mm", 40, 200, 2.0), ("loop", 20, 100, 3.0)
-    names = ("what", "steps", "tokens_per_second", "final_loss")
-    text = table.training([same | dict(zip(names, values, strict=True)) for values in runs])
-    cells = [[cell.strip() for cell in row.split("|")] for row in text.splitlines()[2:]]
-    assert [(row[3], row[6], row[9]) for row in cells] == [
-        *(("fused_moe", "", ""), ("grouped_mm", "1.50x", "1.0000"), ("loop", "3.00x", "")),
-    ]
+SONICMOE = {"peer": "sonicmoe", "ratio_to_sonicmoe": 1.125, "peak_mib_sonicmoe": 4321.0}
+TITAN = {"shape": "16B6, batch 4", "local_batch_size": 4, "peak_mib": 2048}
+GENERATED = {"bench": "continuous_batching", "shape": "olmoe", "layers": 12, "prompt": 512, "tokens": 8}
+GENERATED |= {"default_experts": "grouped_mm", "tokens_per_s": 3000.4, "tokens_per_s_default": 2000}
+GENERATED |= {
+    "first_token_ms": 20,
+    "first_token_ms_default": 25,
+    "first_token_ratio": 1.25,
+    "peer_ratio": 1.5,
+}
+ENGINE = {"bench": "vllm", "shape": "olmoe, prompt 5", "batch": 2, "tokens": 2, "same_bits": True}
+ENGINE |= {"first_token_ms": 12.5, "tokens_per_s": 2000, "backends": ["TRITON MoE backend"], "tiles": None}
+SERVED = "model | its own experts | requests | first token, ms | faster by | tokens/s | more by"
+# A table: the function that makes it, what its records have, and its rows
+TABLES = {
+    "gains": (
+        "gains",
+        [
+            {"schedule": "default", "dense_ratio": 0.8},
+            {"schedule": "order=column", "dense_ratio": 0.6},
+            {"schedule": "order=linear,tails=off", "dense_ratio": 1.0},
+        ],
+        "shape | routing | dtype | what | default against dense | order=column | order=linear, tails=off",
+        "24, 8, 2, 64, 32 | random | bf16 | down | 0.80 | 0.75x | 1.25x",
+    ),
+    "gains over nothing": ("gains", [{"schedule": "order=column", "dense_ratio": 0.6}]),
+    "layers, single calls beside queued ones": (
+        "tables",
+        [
+            {"bench": "layer", "mode": "queued", "time_us": 5000} | SONICMOE,
+            {"bench": "layer", "time_us": 7000, "ratio_to_sonicmoe": 1.25, "torch_ratio": 2.5},
+        ],
+        "T, E, K, D, F | what | µs | MiB at SonicMoE's peak | against SonicMoE | eager, one layer",
+        "24, 8, 2, 64, 32 | down | 5000 | 4321 | 1.12x | 7000 µs, 1.25x SonicMoE, 2.50x PyTorch",
+    ),
+    "few tokens, a peer left out of some, and another GPU": (
+        "tables",
+        [
+            {"bench": "decode", "tokens": 5, "floor_ratio": 0.5, "ratio_to_vllm": 1.5},
+            {"bench": "decode", "tokens": 9, "floor_ratio": 0.6, "ratio_to_vllm_invariant": 2.25},
+            {"bench": "decode", "tokens": 7, "gpu": "NVIDIA H100", "launches": 3},
+        ],
+        "T, E, K, D, F | what | of the floor | against vLLM | against vLLM's batch-invariant tile",
+        "5, 8, 2, 64, 32 | down | 0.50 | 1.50x |",
+        "9, 8, 2, 64, 32 | down | 0.60 | | 2.25x",
+        "T, E, K, D, F | what | launches",
+        "7, 8, 2, 64, 32 | down | 3",
+    ),
+    "training, of fewer steps and out of memory": (
+        "training",
+        [
+            TITAN | {"what": what, "steps": steps, "tokens_per_second": rate, "final_loss": loss}
+            for what, steps, rate, loss in (
+                *(("fused_moe", 40, 3000, 2.0), ("grouped_mm", 40, 2000, 2.0), ("loop", 20, 1000, 3.0)),
+            )
+        ]
+        + [
+            {"shape": "16B6, batch 8", "local_batch_size": 8, "what": "loop", "steps": 40, "failed": "memory"}
+        ],
+        "model | local batch | layer | steps | tokens/s per GPU | fused_moe's over it | MiB at the peak |"
+        " final loss | fused_moe's loss over it",
+        "16B6 | 4 | fused_moe | 40 | 3,000 | | 2,048 | 2.0000 |",
+        "16B6 | 4 | grouped_mm | 40 | 2,000 | 1.50x | 2,048 | 2.0000 | 1.0000",
+        "16B6 | 4 | loop | 20 | 1,000 | 3.00x | 2,048 | 3.0000 |",
+        "16B6 | 8 | loop | 40 | memory | | | |",
+    ),
+    "continuous batching": (
+        "tables",
+        [GENERATED, GENERATED | {"mode": "graphs", "tokens": 64}],
+        SERVED,
+        "olmoe, 12 layers, bf16, prompts up to 512 | grouped_mm | 8 | 20.0 against 25.0 | 1.25x |"
+        " 3,000 against 2,000 | 1.50x",
+        "olmoe, 12 layers, bf16, prompts up to 512, CUDA graphs | grouped_mm | 64 | 20.0 against 25.0 |"
+        " 1.25x | 3,000 against 2,000 | 1.50x",
+    ),
+    "engines": (
+        "tables",
+        [
+            ENGINE | {"what": "stock", "tiles": ["a.json"], "first_token_ms": 25, "same_bits": False},
+            ENGINE | {"what": "fused_moe_codes", "peer": "stock", "first_token_ratio": 2, "peer_ratio": 1},
+            ENGINE | {"what": "fused_moe", "failed": "1"},
+        ],
+        f"{SERVED} | same bits alone and among others",
+        "olmoe, prompt 5, 16-bit activations | TRITON, tuned tiles | 2 | 12.5 against 25.0 | 2.00x |"
+        " 2,000 against 2,000 | 1.00x | yes against no",
+        "olmoe, prompt 5, fused_moe | | 2 | failed | failed | | |",
+    ),
+    "a profile": (
+        "profile",
+        [
+            {"layer": "ours", "what": "up_gate", "time_us": 501, "floor_us": 450, "launches": 1},
+            {"layer": "sonicmoe", "what": "up_gate", "time_us": 521, "launches": 1},
+            {"layer": "sonicmoe", "what": "down", "time_us": 56, "launches": 1},
+            {
+                "layer": "dense",
+                "what": "step",
+                "time_us": 1901,
+                "watts": 690.5,
+                "sm_mhz": 1500,
+                "joules": 1.5,
+            },
+        ],
+        "shape | kernel | launches | µs | floor | gap | floor / µs | SonicMoE, µs",
+        "24,8,2,64,32 | up_gate | 1 | 501 | 450 | 51 | 0.90 | 521",
+        "24,8,2,64,32 | down | | | | | | 56",
+        "shape | layer | µs of kernels | W | SM MHz | J per step",
+        "24,8,2,64,32 | dense | 1901 | 690 | 1500 | 1.50",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_rows_of_tables(load, name):
+    table, common, (function, found, *expected) = load("table"), load("common"), TABLES[name]
+    said = {"shape": "24,8,2,64,32", "routing": "random", "tier": "hopper", "schedule": "default"}
+    said |= {"mode": "eager", "dtype": "bf16", "what": "down", "gpu": "NVIDIA H200", "torch": "2.13.0"}
+    said |= {"cuda": "13.0", "cpu": "a", "threads": 1, "commit": "b", "date": "2026-11-27"}
+    said |= {"bench": "profile" if function == "profile" else "gemm", "about_sonicmoe": "two tiles"}
+    text = getattr(table, function)([dict.fromkeys(common.FIELDS) | said | r for r in found])
+    lines = [line for line in text.splitlines() if line.startswith("|") and not line.startswith("|--")]
+    rows = [" | ".join(cell.strip() for cell in line.split("|")[1:-1]) for line in lines]
+    assert [" ".join(row.split()) for row in rows] == expected
+    if function == "tables":
+        assert text.startswith("NVIDIA H200, PyTorch 2.13.0, CUDA 13.0, hopper, ") and "two tiles." in text
+    assert expected or text == "no GEMM was measured on the default schedule and on another"
