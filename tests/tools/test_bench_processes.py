@@ -177,6 +177,27 @@ def test_vllm_engines_in_every_variant(run, load, tmp_path, capsys, engine):
     assert (length, settings["max_num_seqs"]) == (5 + 64, 3)
 
 
+def test_what_the_log_of_vllm_says(load):
+    """Lines as vLLM 0.33 writes them; the first comes before its log is set up."""
+    lines = (
+        "Using TRITON Fp8 MoE backend out of potential backends: ['DEEPGEMM', 'TRITON'].",
+        "Using 'MARLIN' WNA16 MoE backend.",
+        "Using TritonExperts MoE backend",
+        "Using TritonExperts MoE backend",
+        "Using default MoE config. Performance might be sub-optimal! Config file not found at /a/b.json",
+        "Using AttentionBackendEnum.FLASH_ATTN backend.",
+        "fused_moe runs the experts of 1 of 2 MoE layers; 1 keep vLLM's own: an activation",
+    )
+    prefix = "(MainProcess pid=10641) INFO 11-27 01:51:38 [fused_moe.py:9] "
+    said = load("bench_vllm").said("\n".join(["fused_moe does not fit", *(prefix + line for line in lines)]))
+    assert said == {
+        "backends": ["TRITON Fp8 MoE backend", "MARLIN WNA16 MoE backend", "TritonExperts MoE backend"],
+        "tiles": None,
+        "attention": ["AttentionBackendEnum.FLASH_ATTN"],
+        "plugin": ["fused_moe does not fit", lines[-1]],
+    }
+
+
 def test_a_vllm_engine_over_the_limit(run, tmp_path, capsys, engine):
     """It is stopped, and what it had answered does not count."""
     flags = "--batch 2,77 --prompt 5 --layers 1 --quantization int8 --limit 6 --variants stock --work"

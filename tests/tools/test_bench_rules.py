@@ -120,6 +120,59 @@ def test_routings_are_what_their_names_say(load):
     assert row_counts("worst", 160, 4).tolist() == [1, 1, 1, 157]
 
 
+def test_random_weights(load):
+    """All of a norm, with the tails that their names say."""
+    bench, common = load("bench_quantised"), load("common")
+    torch.manual_seed(0)
+    largest = {}
+    for kind in bench.VALUES:
+        weights = bench.random_weights(kind, common.Sizes(1, 8, 2, 512, 256), torch.float32, "cpu")
+        assert [tuple(w.shape) for w in weights] == [(8, 256, 512), (8, 512, 256), (8, 256, 512)]
+        for w in weights:
+            assert w.norm() == pytest.approx((w.numel() / w.size(2)) ** 0.5, rel=1e-4)
+        scaled = weights[0] * 512**0.5
+        largest[kind] = scaled.abs().max().item()
+        if kind == "outliers":
+            norms = scaled.square().mean((0, 1)).sort().values
+            assert norms[-5] > 300 * norms[-6]
+    assert largest["gaussian"] < 6 and largest["student t"] > 20
+
+
+@pytest.mark.parametrize("gated", (True, False))
+def test_weights_of_few_tokens(load, gated):
+    """Layers take turns, each with its own routing; a peer has gate and up as one."""
+    bench, common = load("bench_decode"), load("common")
+    case = bench.Case(common.layer_sizes("3,8,2,64,32"), bench.Setup(gated=gated, init="uniform", stride=72))
+    seen = []
+    case.run(lambda x, w, scores, ids: seen.append((w.w1.data_ptr(), ids.data_ptr())))
+    assert len(seen) == 2 and all(len(set(pointers)) == 2 for pointers in zip(*seen, strict=True))
+    w = case.weights[0]
+    parts = [w.w1, w.w3] if gated else [w.w1]
+    assert torch.equal(w.w13, torch.cat(parts, dim=1)) and w.w13.shape == (8, 32 * len(parts), 64)
+    assert case.expert_bytes == (len(parts) + 1) * 64 * 32 * 2 and case.x.stride() == (72, 1)
+    assert case.flops_of_a_call == 2 * (len(parts) + 1) * 3 * 2 * 64 * 32
+    assert sum(a.size(0) * b.numel() * 2 for a, b in case.dense_gemms) == case.flops_of_a_call
+
+
+def test_prompts_are_ragged(load):
+    """From a sixteenth of the longest to all of it, the same in every run."""
+    random_prompts = load("bench_continuous_batching").random_prompts
+    prompts = random_prompts(200, 64)
+    lengths = {len(prompt) for prompt in prompts}
+    assert (min(lengths), max(lengths)) == (4, 64) and len(lengths) > 40
+    assert prompts == random_prompts(200, 64)
+
+
+def test_a_request_that_ends_early_is_not_timed(load):
+    bench = load("bench_continuous_batching")
+    pytest.importorskip("transformers")
+    out = SimpleNamespace(generated_tokens=[5], error="no room", created_time=0.0, timestamps=[1.0])
+    model = SimpleNamespace(generate_batch=lambda *args, **settings: {"a": out})
+    options = SimpleNamespace(device="cpu", prompt=4, cuda_graphs=False)
+    with pytest.raises(SystemExit, match=r"expected 2 tokens of each request, found \[1\]; \{'no room'\}"):
+        bench.serve(model, [[1, 2]], 2, options)
+
+
 def test_dense_gemms_in_8_bits(load):
     """A layer's FLOPs, and the products of the e4m3 codes, rounded once."""
     common, T, K, D, F = load("common"), 16, 2, 64, 32

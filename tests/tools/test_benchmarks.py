@@ -80,6 +80,11 @@ RUNS = {
         "shape tokens dtype init activation gated",
         [("128,32,5,64,32", 128, dtype, "uniform", "gelu", False) for dtype in FLOATS],
     ),
+    "few tokens, sizes of flags": (
+        "bench_decode --shape olmoe --tokens 3 --experts 8 --top-k 1 --dim 64 --hidden-dim 32 --dtype bf16",
+        "shape tokens",
+        [("16384,8,1,64,32", 3)],
+    ),
     "quantised, forward": (
         "bench_quantised --time --tokens 1,5 --format int4,fp8 --compute codes,fp8 --dtype bf16",
         "tokens layer",
@@ -144,6 +149,9 @@ def test_records(load, run, capsys, name):
             assert r["max_rel_error"] > least_error(r) or r["bench"] == "kernel"
         if "floor_us" in r:
             assert r["floor_ratio"] == pytest.approx(r["floor_us"] / r["time_us"], rel=0.1, abs=1e-3)
+        if "over_later_us" in r:
+            excess = pytest.approx(r["time_us"] - r["later_us"], abs=1)
+            assert r["over_later_us"] == r["over_later_us_worst"] == excess  # of one process
         if "ratio_to_default" in r:
             rates = r["tokens_per_s"] / r["tokens_per_s_default"]
             assert rates == pytest.approx(r["ratio_to_default"], rel=0.01)
