@@ -52,8 +52,8 @@
  * tile of a right plan.
  *
  * Tiles are counted in 32 bits. This is plain C without a dependency: kernels, the CPU tier, tests and the
- * picture of tools/schedule.py call the same functions. On a GPU a warp calls them, with the same arguments in
- * all lanes.
+ * picture of tools/schedule.py call the same functions. On a GPU a warp calls them, with the same arguments
+ * in all lanes.
  *
  * Sources: the prefix over active experts, found by a vote, is static batching's (Li et al., 2025); the
  * persistent grid and the grouped order are those of PyTorch's persistent cache-aware grouped GEMM (2025). */
