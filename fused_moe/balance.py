@@ -11,7 +11,8 @@ from torch.utils.hooks import RemovableHandle
 
 from .checks import check_group, fail
 from .expert_bias import joined, update_biases
-from .module import NOTHING_COUNTED, FusedMoE, LoadReport, report_of
+from .finding import layers_in
+from .module import NOTHING_COUNTED, LoadReport, report_of
 
 MOST_LINES = 36  # of a report, below its two lines of titles
 EDGES = (0.5, 1.0, 2.0, 4.0)  # between the columns of experts, as multiples of the mean load
@@ -45,7 +46,7 @@ def balance(
         TypeError, ValueError: the message says what was expected and what was found.
     """
     fn = "balance"
-    layers = [layer for layer in _layers_in(fn, model).values() if layer.expert_bias is not None]
+    layers = [layer for layer in layers_in(fn, model, "model").values() if layer.expert_bias is not None]
     if not layers:
         fail(ValueError, fn, "a model with a FusedMoE that has a load_balance_coeff", "none that has")
     if not isinstance(optimizer, torch.optim.Optimizer):
@@ -97,21 +98,11 @@ def load_report(model: nn.Module) -> ModelLoadReport:
     Raises:
         TypeError, ValueError: the message says what was expected and what was found.
     """
-    layers = _layers_in("load_report", model)
+    layers = layers_in("load_report", model, "model")
     counts = [layer.tokens_per_expert for layer in layers.values()]
     counts = [torch.zeros_like(c, device="cpu") if c.is_meta else c for c in counts]
     parts = joined(counts).cpu().split([len(c) for c in counts])
     return ModelLoadReport({name: report_of(part) for name, part in zip(layers, parts, strict=True)})
-
-
-def _layers_in(fn: str, model) -> dict[str, FusedMoE]:
-    """Every FusedMoE of a model by its name, a layer in several places once."""
-    if not isinstance(model, nn.Module):
-        fail(TypeError, fn, "model to be a module with a FusedMoE in it", type(model).__name__)
-    layers = {name: module for name, module in model.named_modules() if isinstance(module, FusedMoE)}
-    if not layers:
-        fail(ValueError, fn, "model to be a module with a FusedMoE in it", type(model).__name__)
-    return layers
 
 
 def _imbalance(row: tuple[str, LoadReport]) -> float:

@@ -18,9 +18,10 @@ class RoutedExperts(nn.Module):
     """The experts of a FusedMoE."""
 
 
-def layers_in(fn: str, module: nn.Module) -> list[MoELayer]:
-    """Every FusedMoE in a module, which has to have some."""
-    return list(_named(fn, module, MoELayer).values())
+def layers_in(fn: str, module: nn.Module, name: str | None = None) -> dict[str, MoELayer]:
+    """Every FusedMoE in a module, which has to have some, by their names in it, a layer in several places
+    once. `name` is the module's in messages."""
+    return _named(fn, module, MoELayer, "" if name is None else f"{name} to be ")
 
 
 def experts_in(fn: str, module: nn.Module) -> dict[str, RoutedExperts]:
@@ -28,10 +29,11 @@ def experts_in(fn: str, module: nn.Module) -> dict[str, RoutedExperts]:
     return _named(fn, module, RoutedExperts)
 
 
-def _named(fn: str, module: nn.Module, kind: type) -> dict:
+def _named(fn: str, module: nn.Module, kind: type, what: str = "") -> dict:
+    expected = f"{what}a module with a FusedMoE in it"
     if not isinstance(module, nn.Module):
-        fail(TypeError, fn, "a module with a FusedMoE in it", type(module).__name__)
+        fail(TypeError, fn, expected, type(module).__name__)
     found = {name: m for name, m in module.named_modules() if isinstance(m, kind)}
     if not found:
-        fail(ValueError, fn, "a module with a FusedMoE in it", type(module).__name__)
+        fail(ValueError, fn, expected, type(module).__name__)
     return found

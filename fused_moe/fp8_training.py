@@ -171,7 +171,7 @@ def enable_fp8(
     for name, flag in (("enabled", enabled), ("keep_codes", keep_codes), ("force", force)):
         check_bool(fn, name, flag)
     check_choice(fn, "wgrad", wgrad, WGRADS)
-    layers = [(layer.experts, layer.top_k) for layer in layers_in(fn, module)]
+    layers = [(layer.experts, layer.top_k) for layer in layers_in(fn, module).values()]
     if enabled:
         train_in_fp8(fn, layers, Fp8Training(wgrad, keep_codes=keep_codes), force=force)
     else:

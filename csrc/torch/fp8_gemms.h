@@ -72,8 +72,8 @@ struct WeightGrad {
 /* dw = rows_t x^T, of rows_t [blocks,M,128] with scales of its own and of x's tokens, whose scales rows_t has
  * taken in. x becomes codes by columns in chunks. given_codes: x's by token, if they have been made.
  *
- * The kernel writes consecutive elements along its N. A part whose M is the dense side is written by the GEMM
- * of swapped operands, if it is the only one: N's rows of a block are dense. What is left takes a copy. */
+ * The kernel writes gradients whose elements are contiguous along N. If there is one weight alone, and it is
+ * contiguous along M, A and B are swapped. Any other gradient is computed contiguous, and copied. */
 void run_fp8_wgrad(const Call &call, const void *rows_t, const float *rows_t_scale, const WeightGrad &grad,
                    const Tensor &x, const RowMap &map, int64_t chunk, const OptTensor &given_codes = {});
 

@@ -17,7 +17,7 @@ typedef struct {
     int64_t stride_expert[2], stride_row[2], stride_column[2]; /* of columns mostly 1 */
     int32_t blocks;                                            /* of part 0 in that direction */
     bool along_rows;
-    int64_t rows, columns;    /* of the stacked parts */
+    int64_t rows, columns;    /* of both weights together */
     uint8_t *codes, *codes_t; /* each may be NULL, with its scales */
     float *scale, *scale_t;
 } QuantizeWeight;
