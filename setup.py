@@ -247,7 +247,7 @@ class Build(build_ext):
             for source in CUDA_SOURCES:
                 if targets := targets_of(source, asked):
                     compilers[source] = [*cuda, *gencode(targets)]
-            compilers["csrc/kernels/dispatch.cu"] += tier_macros(asked)
+            compilers["csrc/kernels/device.cu"] += tier_macros(asked)
             # nvcc knows its libraries' folders. It may come from a toolkit, conda or pip, or be a wrapper.
             dryrun = [nvcc, "--dryrun", "-c", "-x", "cu", os.devnull]
             output = subprocess.check_output(dryrun, stderr=subprocess.STDOUT, text=True)

@@ -7,28 +7,19 @@
  *
  * Quantised weights have tables of their own. A call runs on the tier of the same call with plain weights, so
  * both have the same bits. If that tier's kernel does not read the quantised weight, one launch per weight
- * dequantises it into the workspace, and the call with plain weights runs.
- *
- * The environment, read once per process:
- *   FUSED_MOE_TIER       portable, hopper, or auto (the default); hopper is auto, and an error on other GPUs
- *   FUSED_MOE_SCHEDULE   overrides for experiments, e.g. order=linear,experts=in-turn,tails=off,group=8; and
- *                        codes=N: up to N rows per expert, GEMMs read quantised weights as they are */
+ * dequantises it into the workspace, and the call with plain weights runs. */
 #include "dispatch.cuh"
-
-#include <stdlib.h>
-#include <string.h>
 
 #include <atomic>
 #include <mutex>
 
 #include "common/dequantize.cuh"
 #include "common/schedule.cuh"
+#include "device.cuh"
 
 namespace fused_moe {
 
 /* --- tables --------------------------------------------------------------------------------------------- */
-
-constexpr int LAST_TIER = FUSED_MOE_NUM_TIERS - 1; /* takes every call */
 
 template <typename Params>
 using Table = const Kernel<Params> *const[FUSED_MOE_NUM_TIERS];
@@ -59,111 +50,12 @@ static const char *const REASONS[FUSED_MOE_NUM_REASONS] = {
     "a size exceeds the kernel's 32-bit arithmetic",
 };
 
-/* --- facts, read once per process ----------------------------------------------------------------------- */
-
-constexpr int MAX_DEVICES = 64;
-
-typedef struct {
-    std::atomic<bool> known;
-    int status; /* why no CUDA tier runs there, or FUSED_MOE_OK */
-    FusedMoeCudaDevice versions;
-    DeviceFacts facts;
-} Device;
-
-static struct {
-    std::mutex mutex;
-    std::atomic<bool> known;
-    int32_t tier; /* asked for by name: FusedMoeTier, -1 for auto, -2 for an unknown name */
-    ScheduleOverride schedule;
-    Device devices[MAX_DEVICES];
-} process;
-
-static thread_local cudaError_t last_error = cudaSuccess;
-
-int cuda_status(cudaError_t error) {
-    if (error == cudaSuccess) return FUSED_MOE_OK;
-    last_error = error;
-    return FUSED_MOE_CUDA_ERROR;
-}
-
-static void read_environment() {
-    const char *tier = getenv("FUSED_MOE_TIER"), *schedule = getenv("FUSED_MOE_SCHEDULE");
-    process.tier = !tier || !*tier || !strcmp(tier, "auto") ? -1 : -2;
-    for (int i = 0; tier && i < FUSED_MOE_NUM_TIERS; i++)
-        if (!strcmp(tier, fused_moe_tier(i).name)) process.tier = i;
-    ScheduleOverride s = {};
-    s.quantized_rows = -1;
-    if (schedule) {
-        const char *group = strstr(schedule, "group=");
-        if (group) s.group = atoi(group + strlen("group="));
-        if (strstr(schedule, "order=linear")) s.group = 1;
-        if (strstr(schedule, "order=column")) s.group = INT32_MAX;
-        const char *quantized_rows = strstr(schedule, "codes=");
-        if (quantized_rows) s.quantized_rows = atoi(quantized_rows + strlen("codes="));
-        s.no_interleave = strstr(schedule, "experts=in-turn");
-        s.no_tails = strstr(schedule, "tails=off");
-    }
-    process.schedule = s;
-}
-
-static int read_device(int index, Device *d) {
-    int major = 0, minor = 0, num_sms = 0;
-    cudaDriverGetVersion(&d->versions.driver_version);
-    cudaRuntimeGetVersion(&d->versions.runtime_version);
-    cudaError_t error = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, index);
-    if (error == cudaSuccess)
-        error = cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, index);
-    if (error == cudaSuccess) error = cudaDeviceGetAttribute(&num_sms, cudaDevAttrMultiProcessorCount, index);
-    cudaGetLastError(); /* a failed question must not show up as a later launch's error */
-    d->versions.capability = d->facts.capability = 10 * major + minor;
-    d->facts.num_sms = num_sms;
-    d->facts.runs_sm90 = fused_moe_tier_runs_on(FUSED_MOE_TIER_SM90, d->facts.capability);
-    if (error == cudaErrorInsufficientDriver) return FUSED_MOE_DRIVER_TOO_OLD;
-    if (error != cudaSuccess) return cuda_status(error);
-    int32_t capability = d->facts.capability;
-    if (!fused_moe_tier_runs_on(LAST_TIER, capability)) return FUSED_MOE_UNSUPPORTED_GPU;
-    int asked = process.tier == -1 ? LAST_TIER : process.tier;
-    return asked >= 0 && fused_moe_tier_runs_on(asked, capability) ? FUSED_MOE_OK : FUSED_MOE_NO_SUCH_TIER;
-}
-
-/* The device's entry, read on its first use; NULL: no such index. */
-static const Device *device_at(int index) {
-    if (index < 0 || index >= MAX_DEVICES) return nullptr;
-    Device *d = &process.devices[index];
-    if (process.known.load(std::memory_order_acquire) && d->known) return d;
-    std::lock_guard<std::mutex> lock(process.mutex);
-    if (!process.known.load(std::memory_order_relaxed)) read_environment();
-    if (!d->known) d->status = read_device(index, d);
-    d->known = d->status == FUSED_MOE_OK || d->status == FUSED_MOE_NO_SUCH_TIER; /* others may be passing */
-    process.known.store(true, std::memory_order_release);
-    return d;
-}
-
-const DeviceFacts &current_device() {
-    int index = 0;
-    cudaGetDevice(&index);
-    const Device *d = device_at(index);
-    static const DeviceFacts none = {};
-    return d ? d->facts : none;
-}
-
-const ScheduleOverride &schedule_override() {
-    current_device();
-    return process.schedule;
-}
-
 /* --- selecting and running ------------------------------------------------------------------------------ */
 
 static struct {
     std::atomic<int64_t> of_tier[FUSED_MOE_NUM_TIERS];
     std::atomic<int32_t> reason;
 } calls[FUSED_MOE_NUM_TIERED_OPS];
-
-/* Why a tier does not run on the current device, whatever the call. */
-static FusedMoeReason device_reason(int tier) {
-    if (!fused_moe_tier_runs_on(tier, current_device().capability)) return FUSED_MOE_OTHER_GPU;
-    return process.tier > tier ? FUSED_MOE_OTHER_TIER_ASKED : FUSED_MOE_RUNS;
-}
 
 /* The tier that runs a call. *reason: why the best one does not. */
 template <typename Params>
@@ -480,18 +372,6 @@ int fused_moe_cuda_down_dgrad(const FusedMoeDownDgrad *p, void *stream) {
     return run(DOWN_DGRAD, *p, stream);
 }
 
-int fused_moe_cuda_device(int device, FusedMoeCudaDevice *found) {
-    const Device *d = device_at(device);
-    *found = d ? d->versions : FusedMoeCudaDevice{};
-    return d ? d->status : cuda_status(cudaErrorInvalidDevice);
-}
-
-void fused_moe_cuda_reset(void) {
-    std::lock_guard<std::mutex> lock(process.mutex);
-    process.known.store(false, std::memory_order_release);
-    for (Device &d : process.devices) d.known = false;
-}
-
 void fused_moe_cuda_calls(FusedMoeTieredOp op, FusedMoeCalls *found) {
     for (int i = 0; i < FUSED_MOE_NUM_TIERS; i++) found->of_tier[i] = calls[op].of_tier[i];
     found->reason = calls[op].reason;
@@ -499,10 +379,6 @@ void fused_moe_cuda_calls(FusedMoeTieredOp op, FusedMoeCalls *found) {
 
 const char *fused_moe_cuda_reason(int reason) {
     return reason >= 0 && reason < FUSED_MOE_NUM_REASONS ? REASONS[reason] : "unknown";
-}
-
-const char *fused_moe_cuda_error(void) {
-    return cudaGetErrorString(last_error);
 }
 
 int fused_moe_cuda_counters(void *stream, uint32_t **counters) {
