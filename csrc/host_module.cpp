@@ -98,6 +98,8 @@ static void def_rules(py::module_ &m) {
     m.def("down_reads_before_wait", fused_moe_down_reads_before_wait);
     m.def("most_quantized_rows", fused_moe_most_quantized_rows);
     m.def("quantized_tile_rows", fused_moe_quantized_tile_rows);
+    m.def("quantized_together", fused_moe_quantized_together);
+    m.def("quantized_down_columns", fused_moe_quantized_down_columns);
     m.attr("eight_bit_width") = static_cast<int>(FUSED_MOE_EIGHT_BIT_WIDTH);
     m.attr("eight_bit_most_width") = static_cast<int>(FUSED_MOE_EIGHT_BIT_MOST_WIDTH);
     m.attr("eight_bit_auto_rows") = static_cast<int>(FUSED_MOE_EIGHT_BIT_AUTO_ROWS);

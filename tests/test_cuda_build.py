@@ -23,9 +23,10 @@ MAY_SPILL = re.compile(
 SM80, SM90 = "4sm80", "4sm90"  # namespaces, mangled
 # GEMM -> warpgroups of its sm_90 kernel, whose threads' registers setmaxnreg deals out anew.
 GEMMS = {"grouped_mm_kernel": 3, "up_gate_kernel": 3, "down_dgrad_kernel": 4, "wgrad_kernel": 3}
-# Those of quantised weights: dequantizers for each dtype; those of a second packing are by column. For each
-# Height: registers at launch, wgmma's N, and for each N the wgmmas that go on and those that are waited for.
-QUANTIZED_GEMMS = {"quantized_mm_kernel": 6, "quantized_up_gate_kernel": 6}
+# Those of quantised weights: dequantizers by dtype; those of a second packing are by column. For each Height:
+# registers at launch, wgmma's N, and for each N the wgmmas that go on and those that are waited for.
+QUANTIZED_GEMMS = ("quantized_mm_kernel", "quantized_up_gate_kernel")
+DEQUANTIZERS, COLUMN_DEQUANTIZERS = {"__nv_bfloat16": 5, "__half": 2}, {"__nv_bfloat16": 4, "__half": 1}
 HEIGHTS = {
     "6HeightE0E": (80, (), None),
     "6HeightE1E": (96, (32, 48, 64), (16, 2)),
@@ -33,7 +34,7 @@ HEIGHTS = {
     "6HeightE3E": (168, (64, 128, 256), (16, 4)),
 }
 WITH_H = ("6HeightE0E", "6HeightE2E")  # of up_gate: once without h and the addend, and once with
-BY_COLUMN, COLUMN_DEQUANTIZERS, COLUMN_HEIGHT = re.compile(r"4CodeE\dELb\dELb\dELb1E"), 5, "6HeightE2E"
+BY_COLUMN, COLUMN_HEIGHT = re.compile(r"4CodeE\dELb\dELb1E"), "6HeightE2E"
 # The same of the sm80 tier, which reads published codes: by rows of a tile, registers at most, for the CTAs
 # of an SM.
 SM80_QUANTIZED = ("quantized_mm_kernel", "quantized_up_gate_kernel")
@@ -174,10 +175,11 @@ def test_gemms_of_quantised_weights(sass):
     wgmma, fed by TMA; no parameter loaded again, and no wgmma waited for but a subtile's last of a stage."""
     kernels = sm90_gemms(sass, QUANTIZED_GEMMS)
     registers = {n: used["REG"] for (_, n), used in sass.resources(LIBRARY).items()}
-    for (gemm, dequantizers), dtype, height in product(QUANTIZED_GEMMS.items(), DTYPES, HEIGHTS):
+    for gemm, (dtype, dequantizers), height in product(QUANTIZED_GEMMS, DEQUANTIZERS.items(), HEIGHTS):
         mine = [n for n in kernels if is_of(gemm, n) and dtype in n and height in n]
         by_column = [n for n in mine if BY_COLUMN.search(n)]
-        expected = COLUMN_DEQUANTIZERS if gemm == "quantized_mm_kernel" and height == COLUMN_HEIGHT else 0
+        has_columns = gemm == "quantized_mm_kernel" and height == COLUMN_HEIGHT
+        expected = COLUMN_DEQUANTIZERS[dtype] if has_columns else 0
         found = len(by_column), len(mine) - len(by_column)
         kinds = 2 if gemm == "quantized_up_gate_kernel" and height in WITH_H else 1
         assert found == (expected, kinds * dequantizers), f"{gemm}, {dtype}, {height}"

@@ -60,7 +60,7 @@ STORED = [name for name in LAYOUTS if not name.endswith(".T") and name != "pairs
 
 
 def random_weight(format: str, E: int, rows: int, cols: int, device, scale_of=0) -> QuantizedWeight:
-    """Any codes, and scales of a few powers of two around 2^-4."""
+    """Any codes, and scales of a few powers of two around 2^-4. int4's are of the weight's dtype."""
     shapes = scale_shapes(format, (E, rows, cols))
     shape = shapes[scale_of % len(shapes)]
     bytes_per_row = cols // FORMATS[format].per_byte
@@ -75,9 +75,14 @@ def random_weight(format: str, E: int, rows: int, cols: int, device, scale_of=0)
         scale = scale / 32
     elif format == "int8":
         data, scale = data.view(torch.int8), scale / 16
-    elif format == "int4" and scale_of % 2:
-        zero = torch.randint(-8, 8, shape, dtype=torch.int8).to(device)
+    elif format == "int4":
+        scale = scale.bfloat16()
+        zero = torch.randint(-8, 8, shape, dtype=torch.int8).to(device) if scale_of % 2 else None
     return QuantizedWeight(data, scale.to(device), zero, format=format, shape=(E, rows, cols))
+
+
+def is_wanted_in_tiles(w: QuantizedWeight, device) -> bool:
+    return are_wanted(device, w.shape, w.format, w.dtype, w.scale.dtype)
 
 
 @pytest.mark.quick
@@ -120,7 +125,7 @@ def test_values_are_the_references(device, format, dtype, scale_of, rows, cols):
     tiled weight's tensors in the published layout."""
     w = random_weight(format, 3, rows, cols if scale_of < 3 else 384, device, scale_of)
     expected = reference.dequantize(w, dtype)
-    assert w.is_tiled == are_wanted(device, w.shape)
+    assert w.is_tiled == is_wanted_in_tiles(w, device)
     assert torch.equal(w.dequantize(dtype), expected)
     for tensors in (w.tensors, (w.data, w.scale, w.zero)):
         for transposed in (False, True):
@@ -524,7 +529,7 @@ def test_between_devices(device, option, sizes):
     loaded = quantize(layer(device, sizes), format, **options)
     loaded.load_state_dict(saved)  # from the CPU
     moved = made.to(device)
-    assert moved.experts.w1.is_tiled == are_wanted(device, moved.experts.w1.shape)
+    assert moved.experts.w1.is_tiled == is_wanted_in_tiles(moved.experts.w1, device)
     assert torch.equal(moved(x), loaded(x))
     for back in (moved.cpu(), loaded.to("cpu")):
         assert not back.experts.w1.is_tiled

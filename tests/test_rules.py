@@ -40,6 +40,18 @@ TABLE = {
     "most_quantized_rows": {  # tiles, transposed
         **{(True, False): 3072, (True, True): 768, (False, False): 16},
     },
+    "quantized_together": {  # R, E, M, F, SMs: 16 rows, and a short k or as many tiles of 64 columns as SMs
+        **{(256, 128, 64, 2559, 132): True, (257, 128, 64, 2559, 132): False, (1, 8, 64, 2560, 132): False},
+        **{
+            (2, 8, 64 * 66, 2560, 132): True,
+            (2, 8, 64 * 65, 2560, 132): False,
+            (9, 8, 1056, 4096, 132): True,
+        },
+    },
+    "quantized_down_columns": {  # R, E, M, SMs: half as many where whole tiles are fewer than SMs
+        **{(8, 128, 128 * 16, 132): 64, (8, 128, 128 * 17, 132): 128, (8, 128, 128 * 16 + 1, 132): 128},
+        **{(9, 8, 128 * 16, 129): 64, (9, 8, 128 * 16, 128): 128},
+    },
     "quantized_tile_rows": {
         **{(2, 1): 16, (3, 1): 64, (64, 1): 64, (65, 1): 128, (384, 1): 128, (385, 1): 256},
         **{(256, 128): 16, (257, 128): 64, (8192, 128): 64, (8193, 128): 128, (49153, 128): 256},

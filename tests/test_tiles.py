@@ -31,6 +31,11 @@ except ImportError:
 SHAPES = ((2, 64, 64), (3, 192, 320), (1, 128, 384))
 
 
+def drawn(*shape) -> torch.Tensor:
+    """A weight in a dtype that has kernels of every format."""
+    return torch.randn(shape, dtype=BF16)
+
+
 def tiles_of(w: QuantizedWeight) -> tuple:
     """data, scale and zero of a published weight as tiles."""
     data, scale, zero = w.tensors
@@ -265,17 +270,35 @@ def test_temporaries_are_small(cpu, monkeypatch, format):
 # --- which weights are kept in tiles ----------------------------------------------------------------------
 
 
+def wanted(device, shape, format="fp8_block", dtype=BF16, scale_dtype=F32) -> bool:
+    return tiles.are_wanted(device, shape, format, dtype, scale_dtype)
+
+
+@pytest.mark.quick
+@pytest.mark.usefixtures("tiling")
+@EVERY_FORMAT
+def test_tiles_are_for_dtypes_that_have_kernels(cpu, format):
+    """bf16 with every format, fp16 with int4, whose scales have the weight's dtype. A weight of another dtype
+    may meet either, as under autocast."""
+    for dtype, scale_dtype in itertools.product((F32, BF16, F16), repeat=2):
+        if format == "int4":
+            expected = scale_dtype != F32 and dtype in (F32, scale_dtype)
+        else:
+            expected = dtype != F16
+        assert wanted(cpu, (2, 64, 128), format, dtype, scale_dtype) == expected, (dtype, scale_dtype)
+
+
 @pytest.mark.quick
 def test_tiles_are_for_compute_capability_9(cpu, monkeypatch):
     """On such GPUs alone, where both sides are multiples of 64, and not for the sm80 kernels."""
     device = torch.device("cuda", 0)
     monkeypatch.delenv("FUSED_MOE_TIER", raising=False)
-    assert not tiles.are_wanted(cpu, (2, 64, 64))
+    assert not wanted(cpu, (2, 64, 64))
     monkeypatch.setattr(tiles, "HAS_CUDA_KERNELS", True)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     for capability in ((8, 0), (9, 0), (10, 0), (12, 0)):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, found=capability: found)
-        assert tiles.are_wanted(device, (2, 64, 128)) == (capability[0] == 9)
+        assert wanted(device, (2, 64, 128)) == (capability[0] == 9)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     for shape, fits in (
         ((1, 64, 64), True),
@@ -283,14 +306,14 @@ def test_tiles_are_for_compute_capability_9(cpu, monkeypatch):
         ((1, 64, 96), False),
         ((3, 192, 320), True),
     ):
-        assert tiles.are_wanted(device, shape) == fits
-    assert not tiles.are_wanted(cpu, (2, 64, 64))
-    assert not tiles.are_wanted(torch.device("meta"), (2, 64, 64))
+        assert wanted(device, shape) == fits
+    assert not wanted(cpu, (2, 64, 64))
+    assert not wanted(torch.device("meta"), (2, 64, 64))
     monkeypatch.setenv("FUSED_MOE_TIER", "portable")
-    assert not tiles.are_wanted(device, (2, 64, 64))
+    assert not wanted(device, (2, 64, 64))
     monkeypatch.delenv("FUSED_MOE_TIER")
     monkeypatch.setattr(tiles, "HAS_CUDA_KERNELS", False)
-    assert not tiles.are_wanted(device, (2, 64, 64))
+    assert not wanted(device, (2, 64, 64))
 
 
 @pytest.mark.quick
@@ -332,14 +355,14 @@ def test_what_does_not_fit_stays_published(cpu):
 def test_moves(cpu, option):
     """Into tiles and out of them, as `.to(device)` between GPU and CPU; copies; pickles; and dtypes."""
     format, options = OPTIONS[option]
-    w = quantize(torch.randn(2, 64, 128), format, **options)
+    w = quantize(drawn(2, 64, 128), format, **options)
     expected = copy.deepcopy(w).state_dict()
     with pytest.MonkeyPatch.context() as gpu:
         gpu.setattr(tiles, "are_read_on", lambda device: device.type == "cpu")
         assert w.to(cpu) is w and w.is_tiled
         stored = [t if t is None else t.clone() for t in w.tensors]
-        for change in (lambda w: w.to(F16), lambda w: w.half(), lambda w: w.type(F16)):
-            assert change(w.to(BF16)).is_tiled and w.dtype == F16
+        for change in (lambda w: w.to(F32), lambda w: w.float(), lambda w: w.type(F32)):
+            assert change(w.to(BF16)).is_tiled and w.dtype == F32
         for tensor, before in zip(w.tensors, stored, strict=True):
             assert tensor is before is None or torch.equal(bits(tensor), bits(before))
         copied, meta = copy.deepcopy(w), copy.deepcopy(w).to("meta")
@@ -356,6 +379,21 @@ def test_moves(cpu, option):
     for moved in (w.to(cpu), copied.cpu(), loaded):
         assert not moved.is_tiled
         assert_same(moved.state_dict(), expected)
+
+
+@pytest.mark.usefixtures("tiling")
+@EVERY_OPTION
+def test_another_dtype(cpu, option):
+    """`.half()` takes a weight out of tiles that have no kernels for fp16, and back; no bit changes."""
+    format, options = OPTIONS[option]
+    w = quantize(drawn(2, 64, 128), format, trainable=True, **options)
+    expected = copy.deepcopy(w).state_dict()
+    assert_packed(w)
+    assert not w.half().is_tiled
+    assert_not_packed(w)
+    assert_same(w.state_dict(), expected)
+    assert_packed(w.bfloat16())
+    assert_same(w.state_dict(), expected)
 
 
 # --- which weights have the second packing ----------------------------------------------------------------
@@ -389,7 +427,7 @@ class Transposed(torch.nn.Module):
 def test_who_has_the_second_packing(cpu, request, option):
     """Tiled weights that were asked for it, by any of three ways."""
     format, options = OPTIONS[option]
-    weight = torch.randn(2, 64, 128)
+    weight = drawn(2, 64, 128)
     published = quantize(weight, format, trainable=True, **options)
     assert published.is_trainable and not published.is_tiled
     assert_not_packed(published)
@@ -433,12 +471,12 @@ def test_layers_with_the_second_packing(cpu):
 def test_the_second_packing_moves(cpu, option):
     """As tiles do: made on a GPU that reads it, kept there, dropped elsewhere, with copies and pickles."""
     format, options = OPTIONS[option]
-    w = quantize(torch.randn(2, 64, 128), format, trainable=True, **options)
+    w = quantize(drawn(2, 64, 128), format, trainable=True, **options)
     with pytest.MonkeyPatch.context() as gpu:
         gpu.setattr(tiles, "are_read_on", lambda device: device.type == "cpu")
         assert_packed(w.to(cpu))
         places = [t.data_ptr() for t in w.transposed_tensors if t is not None]
-        for change in (lambda w: w.to(F16), lambda w: w.half(), lambda w: w.type(F16)):
+        for change in (lambda w: w.to(F32), lambda w: w.float(), lambda w: w.type(F32)):
             assert_packed(change(w.to(BF16)))
         assert [t.data_ptr() for t in w.transposed_tensors if t is not None] == places
         copied = copy.deepcopy(w)
@@ -466,9 +504,9 @@ def test_writing_tiles_writes_the_second_packing(cpu, option, request):
     copied. Compiled code takes it as it is."""
     format, options = OPTIONS[option]
     request.getfixturevalue("tiling")
-    w, *others = (quantize(torch.randn(2, 64, 128), format, trainable=True, **options) for _ in range(5))
+    w, *others = (quantize(drawn(2, 64, 128), format, trainable=True, **options) for _ in range(5))
     places = [t.data_ptr() for t in w.transposed_tensors if t is not None]
-    changes = (lambda w: w, lambda w: w.to(F16), copy.deepcopy)
+    changes = (lambda w: w, lambda w: w.to(F32), copy.deepcopy)
     for other, change in zip(others[:3], changes, strict=True):
         for own, new in zip(w.parameters(), other.parameters(), strict=True):
             own.detach().copy_(new)
@@ -488,13 +526,13 @@ def test_writing_tiles_writes_the_second_packing(cpu, option, request):
 def test_loading_writes_the_second_packing(cpu, option):
     """In place, since a CUDA graph may read it; and of a weight that was on meta."""
     format, options = OPTIONS[option]
-    state = quantize(torch.randn(2, 64, 128), format, **options).state_dict()
+    state = quantize(drawn(2, 64, 128), format, **options).state_dict()
     with pytest.MonkeyPatch.context() as gpu:
         gpu.setattr(tiles, "are_read_on", lambda device: device.type != "meta")
-        w = quantize(torch.randn(2, 64, 128), format, trainable=True, **options)
+        w = quantize(drawn(2, 64, 128), format, trainable=True, **options)
         before = w.transposed_tensors
         for assign in (False, True):
-            w.load_state_dict(quantize(torch.randn(2, 64, 128), format, **options).state_dict())
+            w.load_state_dict(quantize(drawn(2, 64, 128), format, **options).state_dict())
             w.load_state_dict(state, assign=assign)
             # A graph asks for no tensors, so that they are already written.
             for written, expected in zip(before, transposed_tiles_of(w), strict=True):
@@ -503,7 +541,7 @@ def test_loading_writes_the_second_packing(cpu, option):
             assert all(t is b for t, b in zip(w.transposed_tensors, before, strict=True))
             assert_same(w.state_dict(), state)
             assert_packed(w)
-        meta = quantize(torch.empty(2, 64, 128, device="meta"), format, trainable=True, **options)
+        meta = quantize(torch.empty(2, 64, 128, dtype=BF16, device="meta"), format, trainable=True, **options)
         assert_not_packed(meta)
         meta.load_state_dict(state, assign=True)
         assert_packed(meta)
@@ -520,7 +558,9 @@ def test_loading_writes_the_second_packing(cpu, option):
 def test_refresh_weights(cpu, option):
     """Writes that no version tells, into tiles; in place, as a CUDA graph needs it, and in inference mode."""
     format, options = OPTIONS[option]
-    moe, *others = (quantize(FusedMoE(64, 128, 4, 2), format, trainable=True, **options) for _ in range(4))
+    moe, *others = (
+        quantize(FusedMoE(64, 128, 4, 2, dtype=BF16), format, trainable=True, **options) for _ in range(4)
+    )
     weights = {name: getattr(moe.experts, name) for name in ("w1", "w2", "w3")}
     places = [t.data_ptr() for w in weights.values() for t in w.transposed_tensors if t is not None]
 
@@ -552,7 +592,7 @@ def test_refresh_weights(cpu, option):
 def test_weights_made_in_inference_mode_are_refreshed(cpu):
     """They have no versions."""
     with torch.inference_mode():
-        w, other = (quantize(torch.randn(2, 64, 128), "int4", trainable=True) for _ in range(2))
+        w, other = (quantize(drawn(2, 64, 128), "int4", trainable=True) for _ in range(2))
         for own, new in zip(w.parameters(), other.parameters(), strict=True):
             own.copy_(new)
         fused_moe.refresh_weights(w)
@@ -567,7 +607,7 @@ def test_tiles_in_other_memory(cpu, option, request):
     """Parameters whose memory was replaced through `.data`, which moves no version."""
     format, options = OPTIONS[option]
     request.getfixturevalue("tiling")
-    w, other = (quantize(torch.randn(2, 64, 128), format, trainable=True, **options) for _ in range(2))
+    w, other = (quantize(drawn(2, 64, 128), format, trainable=True, **options) for _ in range(2))
     for own, new in zip(w.parameters(), other.parameters(), strict=True):
         own.data = new.detach().clone()
     assert_packed(w)
@@ -589,8 +629,8 @@ def test_moving_to_the_cpu_frees_the_devices_memory(device, option):
     format, options = OPTIONS[option]
 
     def trained() -> FusedMoE:
-        moe = quantize(FusedMoE(256, 512, 8, 2, device=device), format, trainable=True, **options)
-        moe(torch.randn(5, 256, device=device)).sum().backward()
+        moe = quantize(FusedMoE(256, 512, 8, 2, device=device, dtype=BF16), format, trainable=True, **options)
+        moe(torch.randn(5, 256, device=device, dtype=BF16)).sum().backward()
         moe.zero_grad()
         return moe
 
@@ -608,7 +648,7 @@ def test_moving_to_the_cpu_frees_the_devices_memory(device, option):
 def test_nothing_holds_tiles_that_were_moved(cpu, tiling, option):
     """The tiles and the second packing of a weight that has left its device are freed, without a GPU, too."""
     format, options = OPTIONS[option]
-    w = quantize(torch.randn(2, 128, 256), format, trainable=True, **options)
+    w = quantize(drawn(2, 128, 256), format, trainable=True, **options)
     assert w.is_tiled and w.transposed_tensors[0] is not None
     held = [weakref.ref(t) for t in (*w.parameters(), *w.transposed_tensors) if t is not None]
     w.to("meta")
@@ -718,7 +758,7 @@ def test_published_tensors_are_not_written_into_tiles(cpu, format, scale_of, sha
 def test_a_write_into_a_copy_of_tiles_is_an_error(cpu, option):
     """Where it would write the parameters of a weight that is not tiled; until it is loaded."""
     format, options = OPTIONS[option]
-    w, other = (quantize(torch.randn(2, 64, 128), format, **options) for _ in range(2))
+    w, other = (quantize(drawn(2, 64, 128), format, **options) for _ in range(2))
     new = other.state_dict()
     codes, scale = list(new)[:2]
     gives = [(name, operator.itemgetter(name), keep) for name in new for keep in (False, True)]
@@ -749,7 +789,7 @@ def test_a_write_into_a_copy_of_tiles_is_an_error(cpu, option):
 @pytest.mark.usefixtures("tiling")
 def test_a_copy_that_is_loaded(cpu):
     """torch.distributed.checkpoint writes into a state_dict, which is then loaded."""
-    w, other = (quantize(torch.randn(2, 64, 128), "int8") for _ in range(2))
+    w, other = (quantize(drawn(2, 64, 128), "int8") for _ in range(2))
     state, new = w.state_dict(), other.state_dict()
     for name, tensor in state.items():
         tensor.copy_(new[name])
@@ -832,11 +872,11 @@ def test_a_state_that_differs_is_refused_under_capture(device):
 def test_loading_in_parts(cpu, option):
     """A tensor after the other, as from several files, in any order; it is arranged when all are loaded."""
     format, options = OPTIONS[option]
-    state = quantize(torch.randn(2, 64, 128), format, **options).state_dict()
+    state = quantize(drawn(2, 64, 128), format, **options).state_dict()
     with pytest.MonkeyPatch.context() as gpu:
         gpu.setattr(tiles, "are_read_on", lambda device: device.type != "meta")
         for names in itertools.permutations(state):
-            w = quantize(torch.empty(2, 64, 128, device="meta"), format, **options)
+            w = quantize(torch.empty(2, 64, 128, dtype=BF16, device="meta"), format, **options)
             for name in names:
                 assert not w.is_tiled
                 w.load_state_dict({name: state[name]}, assign=True, strict=False)
@@ -854,7 +894,7 @@ def test_loading_in_parts(cpu, option):
 def test_tiles_that_do_not_fit(cpu, option, shape):
     """A tensor of a weight in tiles that is on meta, or of another shape."""
     format, options = OPTIONS[option]
-    w = quantize(torch.randn(shape), format, **options)
+    w = quantize(drawn(*shape), format, **options)
     w.dequantize()
     for name, parameter in w.named_parameters():
         values = parameter.data
@@ -1001,9 +1041,9 @@ def test_the_cpus_operators_refuse_tiles(cpu, format):
     offsets = torch.tensor([1, 2], dtype=torch.int32)
     with pytest.raises(RuntimeError, match="expected data of 3 dimensions.* found"):
         torch.ops.fused_moe.quantized_mm(torch.randn(2, 128), *w.tensors, offsets, w.code)
-    moe = quantize(FusedMoE(64, 64, 4, 2), format, **quantize_options(format))
+    moe = quantize(FusedMoE(64, 64, 4, 2, dtype=BF16), format, **quantize_options(format))
     with torch.no_grad(), pytest.raises(RuntimeError, match="expected data of 3 dimensions.* found"):
-        moe(torch.randn(3, 64))
+        moe(torch.randn(3, 64, dtype=BF16))
 
 
 @pytest.mark.quick

@@ -225,7 +225,7 @@ def same_bits(layer, other):
 @pytest.fixture
 def in_tiles(monkeypatch):
     """Weights are kept as on Hopper, whose kernels the CPU has not: nothing is computed."""
-    monkeypatch.setattr(tiles, "are_wanted", lambda device, shape: tiles.fit(shape))
+    monkeypatch.setattr(tiles, "are_wanted", lambda device, shape, *_: tiles.fit(shape))
 
 
 # --- what a layer computes ----------------------------------------------------------------------------

@@ -262,6 +262,12 @@ static int find_counters(cudaStream_t stream, uint32_t **found) {
     return FUSED_MOE_OK;
 }
 
+/* --- both sides in one launch --------------------------------------------------------------------------- */
+
+static const Kernel<FusedMoeExperts> &experts_of(const FusedMoeExperts &p) {
+    return is_quantized(p.up) ? sm90::quantized_experts : sm90::experts;
+}
+
 } // namespace fused_moe
 
 /* --- the C interface ------------------------------------------------------------------------------------ */
@@ -305,13 +311,13 @@ void fused_moe_cuda_select_down_dgrad(FusedMoeDownDgrad *p) {
 /* Only the sm90 tier has this kernel. If the answer is no, the caller runs up_gate and grouped_mm, which
  * count themselves. */
 bool fused_moe_cuda_select_experts(FusedMoeExperts *p) {
-    if (is_quantized(p->up) || is_quantized(p->down)) return false;
+    if (is_quantized(p->up) != is_quantized(p->down)) return false;
     if (device_reason(FUSED_MOE_TIER_SM90) != FUSED_MOE_RUNS) return false;
-    if (sm90::experts.reason(*p) != FUSED_MOE_RUNS) return false;
+    if (experts_of(*p).reason(*p) != FUSED_MOE_RUNS) return false;
     for (FusedMoeTieredOp op : {FUSED_MOE_OP_UP_GATE, FUSED_MOE_OP_GROUPED_MM})
         calls[op].of_tier[FUSED_MOE_TIER_SM90]++;
     p->workspace.tier = FUSED_MOE_TIER_SM90;
-    p->workspace.bytes = (int64_t)sm90::experts.workspace(*p);
+    p->workspace.bytes = (int64_t)experts_of(*p).workspace(*p);
     p->tile_rows = fused_moe_few_rows_together(p->down.R, p->down.E);
     return true;
 }
@@ -366,7 +372,7 @@ int fused_moe_cuda_eight_bit_wgrad(const FusedMoeEightBitWgrad *p, void *stream)
     return run_fp8(sm90::eight_bit_wgrad, *p, stream);
 }
 int fused_moe_cuda_experts(const FusedMoeExperts *p, void *stream) {
-    return sm90::experts.run(*p, stream);
+    return experts_of(*p).run(*p, stream);
 }
 int fused_moe_cuda_down_dgrad(const FusedMoeDownDgrad *p, void *stream) {
     return run(DOWN_DGRAD, *p, stream);

@@ -37,7 +37,7 @@ extern const Kernel<FusedMoeWgrad> wgrad;
 extern const Kernel<FusedMoeUpGate> up_gate;
 extern const Kernel<FusedMoeDownDgrad> down_dgrad;
 /* Both sides in one launch, where rows are few. */
-extern const Kernel<FusedMoeExperts> experts;
+extern const Kernel<FusedMoeExperts> experts, quantized_experts;
 /* For quantised weights. */
 extern const Kernel<FusedMoeGroupedMM> quantized_mm;
 extern const Kernel<FusedMoeUpGate> quantized_up_gate;

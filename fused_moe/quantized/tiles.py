@@ -55,9 +55,25 @@ COLUMNS = {1: (4, 2, 4, 2), 2: (2, 2, 2, 4)}
 ORDER = {1: (0, 1, 5, 3, 2, 4, 8, 6, 7, 9), 2: (0, 1, 5, 3, 2, 4, 9, 6, 8, 7)}
 
 
-def are_wanted(device: torch.device, shape: tuple[int, int, int]) -> bool:
-    """Whether a weight (E, out, in) on this device is kept in tiles."""
-    return fit(shape) and are_read_on(device)
+def are_wanted(
+    device: torch.device,
+    shape: tuple[int, int, int],
+    format: str,
+    dtype: torch.dtype,
+    scale_dtype: torch.dtype,
+) -> bool:
+    """Whether a weight (E, out, in) of this dtype on this device is kept in tiles."""
+    return fit(shape) and have_kernels(format, dtype, scale_dtype) and are_read_on(device)
+
+
+def have_kernels(format: str, dtype: torch.dtype, scale_dtype: torch.dtype) -> bool:
+    """Whether kernels multiply rows of a weight's dtype by its tiles: bf16 rows by every format's, fp16 rows by
+    int4's. int4's scales must have the rows' dtype. A weight of another dtype, as under autocast, is taken to
+    meet rows that have kernels. (has_dequantizer in csrc/kernels/sm90/quantized_launch.cuh)"""
+    if FORMATS[format].code != "int4":
+        return dtype != torch.float16
+    half = (torch.bfloat16, torch.float16)
+    return scale_dtype == dtype if dtype in half else scale_dtype in half
 
 
 def fit(shape: tuple[int, int, int]) -> bool:

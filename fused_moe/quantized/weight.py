@@ -27,9 +27,9 @@ class QuantizedWeight(nn.Module):
     with E as the first dimension: `weight` and `weight_scale_inv` (fp8_block), `weight` and `weight_scale`
     (fp8, int8), `weight_packed` int32, `weight_scale` and `weight_zero_point` int8 as of compressed-tensors
     (int4), `blocks` and `scales` as of gpt-oss (mxfp4). The parameters have the same names, and the same
-    layout unless `is_tiled`: on GPUs of compute capability 9.x, if out and in are multiples of 64, they are
-    tiles, as `fused_moe.quantized.tiles` describes them. `load_state_dict` arranges published tensors, and
-    copying one into such a parameter raises.
+    layout unless `is_tiled`: on GPUs of compute capability 9.x, if out and in are multiples of 64 and there are
+    kernels for the weight's dtype, they are tiles, as `fused_moe.quantized.tiles` describes them.
+    `load_state_dict` arranges published tensors, and copying one into such a parameter raises.
 
     Args:
         data: codes. fp8_block, fp8: float8_e4m3fn (E, out, in); int8: int8 (E, out, in); int4, mxfp4: uint8
@@ -47,7 +47,7 @@ class QuantizedWeight(nn.Module):
             name, and in the state_dict.
         power_of_two: see `set_compute`.
 
-    `.to(device)` moves it, into tiles or out of them; `.to(dtype)` changes `dtype` alone.
+    `.to(device)` moves it, into tiles or out of them; `.to(dtype)` changes `dtype`, and no code or scale.
 
     Raises:
         TypeError, ValueError: the message says what was expected and what was found.
@@ -399,7 +399,9 @@ class QuantizedWeight(nn.Module):
     def _wants_tiles(self) -> bool:
         """GEMMs of 8 bits by 8 bits read the published layout alone."""
         are_read = not computing.runs_on(self.format, self.device) or self.compute in ("codes", "auto")
-        return are_read and tiles.are_wanted(self.device, self.shape)
+        return are_read and tiles.are_wanted(
+            self.device, self.shape, self.format, self.dtype, self._scale_dtype
+        )
 
     def _wanted(self) -> tuple[str, ...]:
         """The names of what is to be kept beside the parameters."""

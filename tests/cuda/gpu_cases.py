@@ -196,8 +196,10 @@ def draw(case: Case, device) -> tuple[tuple, dict]:
 
 
 def with_scales(w: QuantizedWeight, dtype, **options) -> QuantizedWeight:
-    """The weight with scales of this dtype, if its format leaves that open."""
+    """The weight with scales of this dtype, if its format leaves that open. So has the weight, if
+    it is one of 16 bits: int4's tiles have kernels."""
     scale = w.scale if w.format in ("fp8_block", "mxfp4") else w.scale.to(dtype)
+    options["dtype"] = dtype if dtype in (torch.bfloat16, torch.float16) else torch.bfloat16
     return QuantizedWeight(w.data, scale, w.zero, format=w.format, shape=w.shape, **options)
 
 
@@ -267,7 +269,7 @@ def check_gemm(a, b, offsets) -> torch.Tensor:
 def check_own_plan(arguments: tuple, options: dict) -> None:
     """fused_experts, which makes a plan in its own way, has the bits of a call whose plan is given: in
     poisoned memory, and in memory that held NaN."""
-    plan = fused_moe.route_plan(arguments[-1], arguments[1].size(0))
+    plan = fused_moe.route_plan(arguments[-1], arguments[1].shape[0])
     expected = fused_experts(*arguments, plan=plan, **options)
     with poisoned():
         found = fused_experts(*arguments, **options)

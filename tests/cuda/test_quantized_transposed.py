@@ -9,6 +9,7 @@ from gpu_cases import COUNTS, HALF_DTYPES, capture, copies, draw_ids, draw_rows,
 from test_quantized import EVERY_FORMAT, EVERY_OPTION, OPTIONS, random_weight
 
 from fused_moe import FusedMoE, QuantizedWeight, fused_experts, quantize
+from fused_moe.quantized import tiles
 from fused_moe.quantized.formats import FORMATS, scale_shapes
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("sm90")]
@@ -41,6 +42,10 @@ ROWS = {
 def draw_weight(format, scale_of, scale_dtype, E, rows, cols, device, trainable=True) -> QuantizedWeight:
     w = random_weight(format, E, rows, cols, "cpu", scale_of)
     return with_scales(w, scale_dtype, trainable=trainable).to(device)
+
+
+def have_kernels(w: QuantizedWeight) -> bool:
+    return tiles.have_kernels(w.format, w.dtype, w.scale.dtype)
 
 
 def without_packing(w: QuantizedWeight) -> QuantizedWeight:
@@ -78,7 +83,7 @@ def test_gradients_of_experts(device, shape, format, scale_of, dtype):
     """Scales have x's dtype, and two others."""
     for scale_dtype in (dtype, F32, F16 if dtype == BF16 else BF16):
         inputs, weights, fixed = draw(shape, format, scale_of, scale_dtype, dtype, device)
-        has_tiles = shape != "not tiled"
+        has_tiles = shape != "not tiled" and all(have_kernels(w) for w in weights.values())
         assert all((w.data_t is not None) == w.is_tiled == has_tiles for w in weights.values())
         found = step(inputs, weights, fixed)
         expected = step(inputs, {n: without_packing(w) for n, w in weights.items()}, fixed)
@@ -120,9 +125,9 @@ def test_sm80(tier, device, format):
 
 
 def both_gemms(a, w: QuantizedWeight, offsets) -> tuple[torch.Tensor, torch.Tensor]:
-    """By the transposed weight, with the second packing and without."""
+    """By the transposed weight, with the second packing, where there is one, and without."""
     args = a, *w.tensors, offsets, w.code, True
-    assert w.data_t is not None
+    assert (w.data_t is not None) == have_kernels(w)
     with poisoned():
         return ops.quantized_mm(*args, *w.transposed_tensors), ops.quantized_mm(*args)
 
@@ -152,9 +157,11 @@ def test_every_code_and_scale(device, format, dtype):
             scale = torch.randint(256, scale_shape, dtype=torch.uint8)
         else:
             scale = torch.randn(scale_shape) * 2.0 ** torch.randint(-40, 40, scale_shape)
+            scale = scale.to(dtype) if format == "int4" else scale  # infinite and subnormal ones, too
         zero = torch.randint(-8, 8, scale_shape, dtype=torch.int8) if format == "int4" else None
         data = data.view(FORMATS[format].data_dtype)
-        options = {"format": format, "shape": (E, out, width), "trainable": True}
+        half = dtype if format == "int4" else BF16
+        options = {"format": format, "shape": (E, out, width), "trainable": True, "dtype": half}
         w = QuantizedWeight(data, scale, zero, **options).to(device)
         # One element in each row, so that a NaN stays in its column.
         a = torch.eye(out, dtype=dtype, device=device).repeat(E, 1)
@@ -191,7 +198,7 @@ def test_a_rows_gradient_in_any_batch(device, format):
 @EVERY_FORMAT
 def test_memory_that_is_not_aligned(device, format):
     """Views that start in the middle of 16 bytes are copied."""
-    w = draw_weight(format, 1, F32, 2, 64, 128, device)
+    w = draw_weight(format, 1, BF16, 2, 64, 128, device)
     a, offsets = draw_rows((9, 30), 64, BF16, device)
     moved = []
     for tensor in w.transposed_tensors:

@@ -10,7 +10,7 @@ const Kernel<FusedMoeGroupedMM> grouped_mm = {};
 const Kernel<FusedMoeWgrad> wgrad = {};
 const Kernel<FusedMoeUpGate> up_gate = {};
 const Kernel<FusedMoeDownDgrad> down_dgrad = {};
-const Kernel<FusedMoeExperts> experts = {};
+const Kernel<FusedMoeExperts> experts = {}, quantized_experts = {};
 const Kernel<FusedMoeGroupedMM> quantized_mm = {};
 const Kernel<FusedMoeUpGate> quantized_up_gate = {};
 const Kernel<FusedMoeEightBitUpGate> eight_bit_up_gate = {};

@@ -220,6 +220,12 @@ void set_tiles(Gemm<WeightParams> &gemm, const FusedMoeGroupedMM &p, int bn) {
 
 /* --- host: the configuration of a call ------------------------------------------------------------------ */
 
+/* Whether there are tiles for few rows. Models whose weights are (E, k, N) in memory run in bf16. */
+template <typename Operand, Major B_MAJOR>
+constexpr bool has_few_rows_tiles() {
+    return B_MAJOR == Major::K || std::is_same_v<Operand, __nv_bfloat16>;
+}
+
 /* Calls fn with a configuration for R rows of E experts, a number of output columns, and k. */
 template <typename Operand, bool GATHER, typename Fn>
 int with_config(bool is_k_major, int64_t R, int32_t E, int64_t columns, int64_t k, Fn fn) {
@@ -227,11 +233,13 @@ int with_config(bool is_k_major, int64_t R, int32_t E, int64_t columns, int64_t 
         constexpr Major B_MAJOR = decltype(major)::value;
         bool is_countable = fused_moe_max_row_tiles((int32_t)R, E, 16) * ((columns + 63) / 64) < INT32_MAX;
         int rows = is_countable && !schedule_override().no_tails ? fused_moe_few_rows(R, E) : 0;
-        if constexpr (!GATHER)
-            if (fused_moe_few_rows_subtiles(rows, k) == 1)
-                return fn(FewRowsConfig<Operand, B_MAJOR, GATHER, 16, 1>());
-        if (rows == 16) return fn(FewRowsConfig<Operand, B_MAJOR, GATHER, 16, 2>());
-        if (rows == 64) return fn(FewRowsConfig<Operand, B_MAJOR, GATHER, 64, 2>());
+        if constexpr (has_few_rows_tiles<Operand, B_MAJOR>()) {
+            if constexpr (!GATHER)
+                if (fused_moe_few_rows_subtiles(rows, k) == 1)
+                    return fn(FewRowsConfig<Operand, B_MAJOR, GATHER, 16, 1>());
+            if (rows == 16) return fn(FewRowsConfig<Operand, B_MAJOR, GATHER, 16, 2>());
+            if (rows == 64) return fn(FewRowsConfig<Operand, B_MAJOR, GATHER, 64, 2>());
+        }
         return fn(GemmConfig<Operand, B_MAJOR, GATHER>());
     };
     return is_k_major ? with_major(std::integral_constant<Major, Major::K>())

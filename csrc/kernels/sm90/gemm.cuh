@@ -168,8 +168,9 @@ __device__ __forceinline__ void consume(const GemmOf<Config> &p, Shared<Config> 
 
 /* --- a consumer warpgroup of a quantised weight --------------------------------------------------------- */
 
-/* All of it is inlined: at a call ptxas waits for the MMAs in flight. */
-template <class Config, int TOKENS, typename Epilogue>
+/* All of it is inlined: at a call ptxas waits for the MMAs in flight. IS_UP_GATE: a lane's two rows of the
+ * weight are a gate and its up. */
+template <class Config, int TOKENS, bool IS_UP_GATE, typename Epilogue>
 __device__ __forceinline__ void run_tile_fragments(const GemmOf<Config> &p, Shared<Config> &s,
                                                    typename Config::Pipeline &pipe, const WorkTile &tile,
                                                    int wg, Epilogue &epilogue) {
@@ -177,12 +178,14 @@ __device__ __forceinline__ void run_tile_fragments(const GemmOf<Config> &p, Shar
     constexpr int SUBTILES = TALL ? 1 : Config::SUBTILES;
     int warp = threadIdx.x / 32 % 4, subtile = SUBTILES * wg;
     uint32_t staging = shared_address(s.staging[wg]);
+    if (Config::FEW_ROWS && tile.half_n && subtile >= Config::TILES / 2) /* its half is not loaded */
+        return skip_stages<Config>(p, s, pipe);
     float d[TOKENS / 2 * SUBTILES];
     if constexpr (TALL)
-        run_mainloop_tall<Config>(d, p, s, pipe, wg);
+        run_mainloop_tall<Config, IS_UP_GATE>(d, p, s, pipe, wg);
     else
-        run_mainloop_fragments<Config, TOKENS>(d, p, s, pipe, wg);
-    if (!TALL && tile.half_n && subtile >= Config::TILES / 2) return; /* not loaded */
+        run_mainloop_fragments<Config, TOKENS, IS_UP_GATE>(d, p, s, pipe, wg);
+    if (!Config::FEW_ROWS && !TALL && tile.half_n && subtile >= Config::TILES / 2) return; /* likewise */
     if constexpr (Config::MANY_ROWS) {
         typename Config::Lines lines(staging, WARPGROUP_BARRIER + wg, warp);
         constexpr int ROWS =
@@ -217,7 +220,7 @@ __device__ __forceinline__ void consume_fragments(const GemmOf<Config> &p, Share
     typename Config::Pipeline pipe;
     for (WorkTile tile = reader.next(); tile.expert >= 0; tile = reader.next())
         with_tokens<Config>(tile.num_rows, [&](auto tokens) {
-            run_tile_fragments<Config, tokens.value>(p, s, pipe, tile, wg, epilogue);
+            run_tile_fragments<Config, tokens.value, Config::GATHER>(p, s, pipe, tile, wg, epilogue);
         });
 }
 

@@ -184,6 +184,17 @@ __device__ __forceinline__ void multiply_by_warp(float *d, const uint32_t *a, ui
  * and the next values are not made before they have ended. */
 constexpr int WARP_TOKENS = 16;
 
+/* Waits for a tile's stages and releases them: other warps compute the tile. */
+template <class Config>
+__device__ inline void skip_stages(const GemmOf<Config> &p, Shared<Config> &s,
+                                   typename Config::Pipeline &pipe) {
+#pragma unroll 1
+    for (int i = 0; i < p.num_k_tiles[0]; i++, pipe.advance()) {
+        s.full[pipe.index].wait(pipe.phase);
+        release<Config>(s, pipe.index);
+    }
+}
+
 /* A swapped tile by fragments. Few rows have many warps, each with one subtile: some unpack while loads, or
  * the MMAs of others, run. With many rows a consumer has two subtiles and unpacks one while the MMAs of the
  * other run, so a stage's rows are read for twice the columns.
@@ -192,7 +203,7 @@ constexpr int WARP_TOKENS = 16;
  *     |wait: stage |codes, scales |wait: MMAs of the stage before; release it |make A |8 MMAs |..
  *   two subtiles, one k-tile
  *     |wait: stage |codes, scales |wait: this subtile's MMAs before |make A |4 MMAs |the other subtile .. */
-template <class Config, int TOKENS>
+template <class Config, int TOKENS, bool IS_UP_GATE>
 __device__ __forceinline__ void run_mainloop_fragments(float *d, const GemmOf<Config> &p, Shared<Config> &s,
                                                        typename Config::Pipeline &pipe, int wg) {
     using Weight = typename Config::Weight;
@@ -203,7 +214,7 @@ __device__ __forceinline__ void run_mainloop_fragments(float *d, const GemmOf<Co
     LaneOffsets offsets[SUBTILES];
 #pragma unroll
     for (int i = 0; i < SUBTILES; i++)
-        offsets[i] = Weight::template offsets_of<Config::GATHER>(p, Weight::TILES, SUBTILES * wg + i);
+        offsets[i] = Weight::template offsets_of<IS_UP_GATE>(p, Weight::TILES, SUBTILES * wg + i);
     uint32_t a[SUBTILES][Weight::Tile::COLUMNS / 4];
     int previous = 0;
     auto run_stage = [&](auto first) {
@@ -262,14 +273,14 @@ __device__ __forceinline__ void run_mainloop_fragments(float *d, const GemmOf<Co
  * number (num_stages), so that no branch is between MMAs: ptxas would have each wait for the one before.
  *
  *   |wait: stage |codes, scales |make A, one of two |wait: MMAs before; release it |4 MMAs |.. */
-template <class Config>
+template <class Config, bool IS_UP_GATE>
 __device__ __forceinline__ void run_mainloop_tall(float *d, const GemmOf<Config> &p, Shared<Config> &s,
                                                   typename Config::Pipeline &pipe, int wg) {
     using Weight = typename Config::Weight;
     using Dequantizer = typename Weight::Dequantizer;
     constexpr int TOKENS = Config::BM;
     const auto dequantizer = Dequantizer::make();
-    const LaneOffsets offsets = Weight::template offsets_of<Config::GATHER>(p, Weight::TILES / 2, wg);
+    const LaneOffsets offsets = Weight::template offsets_of<IS_UP_GATE>(p, Weight::TILES / 2, wg);
     uint32_t even[Weight::Tile::COLUMNS / 4], odd[Weight::Tile::COLUMNS / 4];
     int previous = 0;
     auto run_stage = [&](auto first, auto &a) {

@@ -7,32 +7,35 @@
 namespace fused_moe {
 namespace sm90 {
 
-/* Calls fn with a dequantizer. There is one for each dtype and code. 4-bit codes with floating scales have
- * three: for scales in the dtype, of 128 columns or more and of fewer, and for scales in another dtype. */
-template <typename T, bool BY_COLUMN, typename Fn>
-int with_dequantizer_of(FusedMoeDtype dtype, const FusedMoeQuantizedWeight &w, Fn fn) {
-    return with_format(w.format, [&](auto format) {
-        constexpr FusedMoeFormatFacts FORMAT = fused_moe_format(format.value);
-        constexpr Code CODE = Code(FORMAT.code);
-        if constexpr (FORMAT.scales == FUSED_MOE_SCALES_E8M0) {
-            constexpr bool IN_16_BITS = std::is_same_v<T, __nv_bfloat16>; /* which has every e8m0 scale */
-            return fn(Dequantizer<T, CODE, IN_16_BITS, FORMAT.is_grouped, BY_COLUMN>());
-        } else if constexpr (FORMAT.bits == 8) {
-            return fn(Dequantizer<T, CODE, false, FORMAT.is_grouped, BY_COLUMN>());
-        } else {
-            if (w.scale_dtype != dtype) return fn(Dequantizer<T, CODE, false, true, BY_COLUMN>());
-            if constexpr (!BY_COLUMN)
-                if (w.block_in >= MAX_STAGE_COLUMNS || w.block_in >= w.in)
-                    return fn(Dequantizer<T, CODE, true, false>());
-            return fn(Dequantizer<T, CODE, true, true, BY_COLUMN>());
-        }
-    });
+/* The kernels that there are: of bf16 x for every code, of fp16 x for int4. int4's scales have x's dtype.
+ * Other weights are kept as published (fused_moe/quantized/tiles.py has the same rule), or dequantised. */
+inline bool has_dequantizer(FusedMoeDtype dtype, const FusedMoeQuantizedWeight &w) {
+    if (fused_moe_format(w.format).code == FUSED_MOE_CODE_INT4) return w.scale_dtype == dtype;
+    return dtype == FUSED_MOE_BF16;
 }
 
+/* Whether a stage has several groups of columns. */
+inline bool has_small_groups(const FusedMoeQuantizedWeight &w) {
+    return w.block_in < MAX_STAGE_COLUMNS && w.block_in < w.in;
+}
+
+/* Calls fn with a dequantizer. int4 has two: one of them for small groups. */
 template <bool BY_COLUMN = false, typename Fn>
 int with_dequantizer(FusedMoeDtype dtype, const FusedMoeQuantizedWeight &w, Fn fn) {
-    return with_half(dtype,
-                     [&](auto t) { return with_dequantizer_of<decltype(t), BY_COLUMN>(dtype, w, fn); });
+    auto with_int4 = [&](auto t) {
+        using T = decltype(t);
+        if constexpr (!BY_COLUMN)
+            if (!has_small_groups(w)) return fn(Dequantizer<T, Code::INT4, false>());
+        return fn(Dequantizer<T, Code::INT4, true, BY_COLUMN>());
+    };
+    if (dtype == FUSED_MOE_F16) return with_int4(__half());
+    return with_format(w.format, [&](auto format) {
+        constexpr FusedMoeFormatFacts FORMAT = fused_moe_format(format.value);
+        if constexpr (FORMAT.code == FUSED_MOE_CODE_INT4)
+            return with_int4(__nv_bfloat16());
+        else
+            return fn(Dequantizer<__nv_bfloat16, Code(FORMAT.code), FORMAT.is_grouped, BY_COLUMN>());
+    });
 }
 
 /* Calls fn with a configuration for R rows of E experts. */
@@ -97,8 +100,7 @@ int set_weight(QuantizedParams &p, int i, const FusedMoeQuantizedWeight &codes, 
     int64_t num_groups = ceil_div(Dequantizer::BY_COLUMN ? codes.out : codes.in, block),
             tile = first_row / SUBTILE, k_tiles = codes.in / SUBTILE;
     Scales &s = p.scales;
-    s.dtype = codes.scale_dtype;
-    s.bytes = s.dtype == FUSED_MOE_U8 ? 1 : s.dtype == FUSED_MOE_F32 ? 4 : 2;
+    s.bytes = codes.scale_dtype == FUSED_MOE_U8 ? 1 : codes.scale_dtype == FUSED_MOE_F32 ? 4 : 2;
     s.rows = codes.tile_scales;
     s.groups = block < SPAN && num_groups > 1 ? (int32_t)(SPAN / block) : 1;
     s.shift = 0;
@@ -128,17 +130,17 @@ int set_weight(QuantizedParams &p, int i, const FusedMoeQuantizedWeight &codes, 
     return status;
 }
 
-/* Whether the kernels read the weight: it is in tiles, and a scale is for 32 columns (by column: rows), 64,
- * 128 and so on, or for all. Past the last column a stage has codes of zero. In int4 these are values, -8,
- * which a large scale makes infinite, so an int4 weight of one group must fill its stages. By column a stage
- * is one k-tile, which is always full. */
-inline bool is_readable_quantized(const FusedMoeWeight &w) {
+/* Whether kernels of x in this dtype read the weight: it is in tiles, and a scale is for 32 columns (by
+ * column: rows), 64, 128 and so on, or for all. Past the last column a stage has codes of zero. In int4 these
+ * are values, -8, which a large scale makes infinite, so an int4 weight of one group must fill its stages. By
+ * column a stage is one k-tile, which is always full. */
+inline bool is_readable_quantized(FusedMoeDtype dtype, const FusedMoeWeight &w) {
     if (!w.quantized || !w.quantized->tile_scales || (w.quantized->transposed && !w.quantized->data_t))
         return false;
+    if (!has_dequantizer(dtype, *w.quantized)) return false;
     FusedMoeQuantizedWeight codes = packing_of(*w.quantized);
     bool by_column = is_by_column(codes),
          is_int4 = fused_moe_format(codes.format).code == FUSED_MOE_CODE_INT4;
-    if (by_column && is_int4 && codes.scale_dtype == FUSED_MOE_F32) return false; /* it loads 16 bits */
     if (!is_aligned(codes.data) || !is_aligned(codes.scale) || !is_aligned(codes.zero)) return false;
     int64_t group = group_of(codes);
     if (group == (by_column ? codes.out : codes.in))
