@@ -10,6 +10,7 @@ import re
 import shlex
 import shutil
 import subprocess
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -76,15 +77,17 @@ def edit(text, changes):
     return text
 
 
-@pytest.fixture
-def build(cpu, tmp_path):
+@pytest.fixture(scope="module")
+def build(cpu, tmp_path_factory):
     """Compiles the model, of code in which `old` is `new`, and returns a function that runs it."""
     if not CSRC.exists():
         pytest.skip("not in a checkout")
     if not shutil.which(CXX[0]):
         pytest.skip(f"no C++ compiler: {CXX[0]}")
 
+    @cache
     def build(old=None, new=""):
+        folder = tmp_path_factory.mktemp("model")
         schedule = edit((CSRC / "schedule.h").read_text(), STEPS)
         queue = (CSRC / "kernels/sm90/tile_queue.cuh").read_text()
         (reset,) = re.findall(r"^__device__ inline void reset_claims\(.*?^}\n", queue, re.M | re.S)
@@ -92,10 +95,10 @@ def build(cpu, tmp_path):
         if old:
             assert (old in schedule) != (old in reset)
             schedule, reset = (edit(text, {old: new}) if old in text else text for text in (schedule, reset))
-        (tmp_path / "schedule.h").write_text(schedule)
-        (tmp_path / "reset_claims.h").write_text(reset)
-        model, source = tmp_path / "model", Path(__file__).with_name("schedule_model.cpp")
-        flags = ["-std=c++20", "-O2", "-Wall", "-Wextra", "-pthread", f"-I{tmp_path}"]
+        (folder / "schedule.h").write_text(schedule)
+        (folder / "reset_claims.h").write_text(reset)
+        model, source = folder / "model", Path(__file__).with_name("schedule_model.cpp")
+        flags = ["-std=c++20", "-O2", "-Wall", "-Wextra", "-pthread", f"-I{folder}"]
         subprocess.run([*CXX, *flags, source, "-o", model], check=True)
         return lambda *arguments: subprocess.run([model, *arguments], capture_output=True, text=True)
 
