@@ -1,7 +1,7 @@
 """Wrong integers planted in the arguments of an operator, and guards around tensors."""
 
 import torch
-from cases import Case, operator_calls
+from cases import Case
 from torch.utils._pytree import tree_map
 
 PLAN = ("offsets", "schedule", "row_token", "row_slot", "token_row")
@@ -25,13 +25,13 @@ def integer_arguments(name: str, args: tuple) -> dict[str, torch.Tensor]:
     return named
 
 
-def calls_of(name: str, case: Case, device) -> list[tuple]:
-    """operator_calls of one operator, and those with scores again for each result alone: what is checked, and
-    what is read, depends on which results are needed."""
+def calls_of(name: str, calls: list[tuple]) -> list[tuple]:
+    """An operator's calls, and those with scores again for each result alone: what is checked, and what is
+    read, depends on which results are needed."""
     arguments = getattr(torch.ops.fused_moe, name).default._schema.arguments
     index = {a.name: i for i, a in enumerate(arguments)}
     needs = [n for n in index if n.startswith("need_")]
-    calls = operator_calls(case, device)[name]
+    calls = list(calls)
     for call in [c for c in calls if needs and "scores" in index and c[index["scores"]] is not None]:
         for need in (n for n in needs if call[index[n]]):
             values = {**dict(zip(index, call, strict=True)), **dict.fromkeys(needs, False), need: True}

@@ -1,9 +1,13 @@
 """What the library holds for GPUs, looked at without one: kernels, targets, local memory, instructions."""
 
+import fcntl
 import importlib.util
+import json
+import os
 import re
 import shutil
 import subprocess
+from functools import cache
 from itertools import product
 from pathlib import Path
 
@@ -60,6 +64,40 @@ def sass():
     return module
 
 
+def is_of(kernel: str, mangled: str) -> bool:
+    return f"{len(kernel)}{kernel}" in mangled
+
+
+def is_looked_at(mangled: str) -> bool:
+    """Whether a test below asks for the kernel's instructions."""
+    of_sm90 = (*GEMMS, *QUANTIZED_GEMMS, *EIGHT_BIT_GEMMS, *FP8_TRAINING, *ROUTER_GEMMS)
+    if SM90 in mangled and any(is_of(kernel, mangled) for kernel in of_sm90):
+        return True
+    of_sm80 = any(is_of(kernel, mangled) for kernel in (*GEMMS, *SM80_QUANTIZED))
+    return SM80 in mangled and of_sm80 and any(dtype in mangled for dtype in DTYPES)
+
+
+@pytest.fixture(scope="module")
+def instructions(sass, tmp_path_factory):
+    """instructions(arch) -> {kernel: counts}, as of sass.instructions. It takes a minute: one process of
+    pytest-xdist does it for all, in the folder that they share."""
+
+    @cache
+    def read(arch):
+        folder = tmp_path_factory.getbasetemp()
+        folder = folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder
+        with (folder / f"{arch}.json").open("a+") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            file.seek(0)
+            if not (text := file.read()):
+                names = [name for a, name in sass.resources(LIBRARY) if a == arch and is_looked_at(name)]
+                text = json.dumps(sass.instructions(LIBRARY, arch, names))
+                file.write(text)
+        return json.loads(text)
+
+    return read
+
+
 @pytest.fixture(autouse=True)
 def cuda_kernels(cpu, request):
     if not HAS_CUDA_KERNELS and request.node.originalname != "test_the_checks_above_see_what_they_look_for":
@@ -102,10 +140,10 @@ def test_static_shared_memory_beside_dynamic(sass):
 
 
 @pytest.mark.parametrize("arch", sorted(MACHINE_CODE))
-def test_sm80_gemms_run_on_the_tensor_cores(sass, arch):
+def test_sm80_gemms_run_on_the_tensor_cores(instructions, arch):
     """Both half-precision dtypes of every GEMM: mma fed by cp.async and ldmatrix, and results stored 16
     bytes at a time, which nvcc has been seen to take apart."""
-    kernels = sass.instructions(LIBRARY, arch)
+    kernels = instructions(arch)
     for gemm in GEMMS:
         for dtype in DTYPES:
             mine = [used for n, used in kernels.items() if SM80 in n and is_of(gemm, n) and dtype in n]
@@ -117,10 +155,10 @@ def test_sm80_gemms_run_on_the_tensor_cores(sass, arch):
 
 
 @pytest.mark.parametrize("arch", sorted(MACHINE_CODE))
-def test_sm80_gemms_of_quantized_weights(sass, arch):
+def test_sm80_gemms_of_quantized_weights(sass, instructions, arch):
     """For every format and dtype, in tiles of 16 and of 64 rows: mma on codes that cp.async loads and that
     warps dequantise in registers; no parameter loaded again, no array in memory."""
-    kernels = sass.instructions(LIBRARY, arch)
+    kernels = instructions(arch)
     registers = {n: used["REG"] for (a, n), used in sass.resources(LIBRARY).items() if a == arch}
     for gemm, dtype, rows in product(SM80_QUANTIZED, DTYPES, SM80_REGISTERS):
         height = f"ELi{rows}EEE"
@@ -159,21 +197,17 @@ def test_sm90_gemms_exist(sass):
             assert bool(few) == (gemm in FEW_ROWS_GEMMS) and max(few, default=0) <= 128, f"{gemm}, {dtype}"
 
 
-def is_of(kernel: str, mangled: str) -> bool:
-    return f"{len(kernel)}{kernel}" in mangled
-
-
-def sm90_gemms(sass, gemms=GEMMS) -> dict:
-    kernels = sass.instructions(LIBRARY, "sm_90a")
+def sm90_gemms(instructions, gemms=GEMMS) -> dict:
+    kernels = instructions("sm_90a")
     mine = {n: used for n, used in kernels.items() if SM90 in n and any(is_of(gemm, n) for gemm in gemms)}
     assert mine
     return mine
 
 
-def test_gemms_of_quantised_weights(sass):
+def test_gemms_of_quantised_weights(sass, instructions):
     """For every format, dtype and number of rows: warps' own MMAs for up to 16 rows, and where more may come
     wgmma, fed by TMA; no parameter loaded again, and no wgmma waited for but a subtile's last of a stage."""
-    kernels = sm90_gemms(sass, QUANTIZED_GEMMS)
+    kernels = sm90_gemms(instructions, QUANTIZED_GEMMS)
     registers = {n: used["REG"] for (_, n), used in sass.resources(LIBRARY).items()}
     for gemm, (dtype, dequantizers), height in product(QUANTIZED_GEMMS, DEQUANTIZERS.items(), HEIGHTS):
         mine = [n for n in kernels if is_of(gemm, n) and dtype in n and height in n]
@@ -212,12 +246,12 @@ EIGHT_BIT_WIDTHS = {
 }
 
 
-def test_gemms_of_eight_bits(sass):
+def test_gemms_of_eight_bits(instructions):
     """For e4m3 in blocks, and e4m3 and int8 by rows, in full tiles and in those of few rows: wgmma of 8-bit
     operands fed by TMA, as the other GEMMs; no parameter loaded again, and no wgmma waited for but the
     last of a k-tile. FP8 training has one more of each, in blocks: an up_gate that keeps h, and the GEMM of
     dout, whose rows have one scale."""
-    kernels = sm90_gemms(sass, EIGHT_BIT_GEMMS)
+    kernels = sm90_gemms(instructions, EIGHT_BIT_GEMMS)
     for gemm, kinds in EIGHT_BIT_GEMMS.items():
         mine = {n: used for n, used in kernels.items() if is_of(gemm, n)}
         few_of_blocks = 2 if gemm == "eight_bit_up_gate_kernel" else 1  # tiles of 16 rows and of 64
@@ -246,10 +280,10 @@ FP8_TRAINING = {
 }
 
 
-def test_fp8_training(sass):
+def test_fp8_training(sass, instructions):
     """Weight gradients: wgmma of e4m3 as the other GEMMs, both operands and dw by TMA, and additions to f32
     alone. What makes codes reads and writes 16 bytes at a time, and loads no parameter again."""
-    kernels = sm90_gemms(sass, FP8_TRAINING)
+    kernels = sm90_gemms(instructions, FP8_TRAINING)
     registers = {n: used["REG"] for (_, n), used in sass.resources(LIBRARY).items()}
     for kernel, (count, most, expected) in FP8_TRAINING.items():
         mine = {n: used for n, used in kernels.items() if is_of(kernel, n)}
@@ -270,22 +304,24 @@ def test_fp8_training(sass):
         assert free >= 2 * waited > 0, f"{name}: {free} go on, {waited} are waited for"
 
 
-def test_the_router_runs_on_wgmma_and_tma(sass):
+ROUTER_GEMMS = {"router_logits_kernel": 5, "router_dgrad_kernel": 1}  # and how many of each dtype
+
+
+def test_the_router_runs_on_wgmma_and_tma(instructions):
     """Its GEMM, with and without clusters, and its gradient, in both half-precision dtypes."""
-    kernels = sass.instructions(LIBRARY, "sm_90a")
-    of_router = [("router_logits_kernel", 5), ("router_dgrad_kernel", 1)]
-    for (kernel, variants), dtype in product(of_router, DTYPES):
-        mine = [used for n, used in kernels.items() if SM90 in n and kernel in n and dtype in n]
+    kernels = instructions("sm_90a")
+    for (kernel, variants), dtype in product(ROUTER_GEMMS.items(), DTYPES):
+        mine = [used for n, used in kernels.items() if SM90 in n and is_of(kernel, n) and dtype in n]
         assert len(mine) == variants, f"{kernel}, {dtype}"
         for used in mine:
             assert {"HGMMA", "UTMALDG", "SYNCS"} <= used.keys(), f"{kernel}, {dtype}"
 
 
-def test_sm90_gemms_run_on_wgmma_and_tma(sass):
+def test_sm90_gemms_run_on_wgmma_and_tma(instructions):
     """wgmma fed by TMA through mbarriers, results stored by TMA, but down_dgrad's by its epilogue warps;
     all but grouped_mm and the wgrad of contiguous rows gather rows by cp.async. Tiles of few rows have
     ordinary stores, and with two CTAs on an SM registers are enough."""
-    for name, used in sm90_gemms(sass).items():
+    for name, used in sm90_gemms(instructions).items():
         few = bool(FEW_ROWS.search(name))
         missing = {"HGMMA", "UTMALDG", "SYNCS"} - used.keys()
         assert not missing, f"{name}: no {missing}"
@@ -296,17 +332,17 @@ def test_sm90_gemms_run_on_wgmma_and_tma(sass):
         assert ("LDGSTS" in used) == (not contiguous), name
 
 
-def test_sm90_gemms_load_no_parameter_again(sass):
+def test_sm90_gemms_load_no_parameter_again(instructions):
     """No generic load or store. A parameter captured by reference is loaded by one whenever it is used, which
     took 3 to 29% of down_dgrad's time."""
-    for name, used in sm90_gemms(sass).items():
+    for name, used in sm90_gemms(instructions).items():
         assert not {"LD", "ST"} & used.keys(), name
 
 
-def test_wgmma_is_not_serialised(sass):
+def test_wgmma_is_not_serialised(instructions):
     """Where registers run short, ptxas waits for each wgmma (its warnings C7510 to C7512): all have gsb0,
     which belongs to the last one of a k-tile alone."""
-    for name, used in sm90_gemms(sass).items():
+    for name, used in sm90_gemms(instructions).items():
         few = FEW_ROWS.search(name)
         if "down_dgrad" in name:
             widths = (128,)
@@ -365,6 +401,6 @@ def test_the_checks_above_see_what_they_look_for(sass, tmp_path):
     for (_, name), amounts in used.items():
         assert bool(amounts["STACK"]) == ("keeps_an_array" in name)
     for arch in MACHINE_CODE:
-        found = sass.instructions(library, arch)
+        found = sass.instructions(library, arch, [name for a, name in used if a == arch])
         assert {n for n, used in found.items() if "LDGSTS" in used} == {n for n in found if "copies" in n}
         assert {n for n, used in found.items() if "LD" in used} == {n for n in found if "parameter" in n}

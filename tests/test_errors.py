@@ -3,6 +3,7 @@
 import contextlib
 import inspect
 import re
+from functools import partial
 
 import pytest
 import torch
@@ -734,38 +735,54 @@ def loaders() -> list:
     return [(fn, {"state_dict": tensors, **given}) for fn, given in names.items()]
 
 
-def public_calls() -> dict:
-    """A right call of each, by name. New ones each time, since add_lora changes its module."""
-    ids = integers(T, K)
-    balanced = FusedMoE(D, F, E, K, load_balance_coeff=1e-3)
-    layer, adapters = FusedMoE(D, F, E, K), fused_moe.add_lora(FusedMoE(D, F, E, K), 2).experts.lora
-    calls = [
-        *(call() for call in (experts, mlp, gate, router, gemm, permutation, combination, planned, counted)),
-        *(call() for call in (strict, module, quantised, packed)),
-        (layer.forward, {"x": torch.randn(T, D)}),
-        (fused_moe.load_balancing_loss, {"logits": torch.randn(T, E), "ids": ids, "num_experts": E}),
-        (fused_moe.router_z_loss, {"logits": torch.randn(T, E)}),
-        (fused_moe.linear, {"x": torch.randn(T, D), "weight": torch.randn(F, D), "bias": torch.randn(F)}),
-        (fused_moe.balance, {"model": balanced, "optimizer": torch.optim.SGD(balanced.parameters())}),
-        (fused_moe.load_report, {"model": balanced}),
-        (fused_moe.refresh_weights, {"module": layer}),
-        (fused_moe.path, {"layer": layer, "x": torch.randn(T, D)}),
-        (fused_moe.smooth_from, {"module": FusedMoE(D, F, E, K), "batches": [torch.randn(T, D)]}),
-        (fused_moe.add_lora, {"module": layer, "rank": 2}),
-        (fused_moe.LoRA.from_peft, {"num_experts": E, "w1": (torch.randn(6, D), torch.randn(F, 6))}),
-        (adapters.load, {"lora": adapters()}),
-        (ExpertParallel, {"static": True, "capacity": 8}),
-        (fused_moe.enable_fp8, {"module": FusedMoE(128, 768, E, K)}),
-        (fused_moe.fp8_weights, {name: torch.randn(1, 128, 128) for name in ("w1", "w2", "w3")}),
-        *loaders(),
-    ]
-    return {fn.__qualname__: (fn, arguments) for fn, arguments in calls}
+def layer(**options) -> FusedMoE:
+    return FusedMoE(D, F, E, K, **options)
 
+
+def balanced():
+    model = layer(load_balance_coeff=1e-3)
+    return fused_moe.balance, {"model": model, "optimizer": torch.optim.SGD(model.parameters())}
+
+
+def adapters():
+    lora = fused_moe.add_lora(layer(), 2).experts.lora
+    return lora.load, {"lora": lora()}
+
+
+# Each makes a right call, a new one each time, since add_lora changes its module.
+MAKERS = [
+    *(experts, mlp, gate, router, gemm, permutation, combination, planned, counted, strict, module),
+    *(quantised, packed, balanced, adapters),
+    lambda: (layer().forward, {"x": torch.randn(T, D)}),
+    lambda: (
+        fused_moe.load_balancing_loss,
+        {"logits": torch.randn(T, E), "ids": integers(T, K), "num_experts": E},
+    ),
+    lambda: (fused_moe.router_z_loss, {"logits": torch.randn(T, E)}),
+    lambda: (
+        fused_moe.linear,
+        {"x": torch.randn(T, D), "weight": torch.randn(F, D), "bias": torch.randn(F)},
+    ),
+    lambda: (fused_moe.load_report, {"model": layer(load_balance_coeff=1e-3)}),
+    lambda: (fused_moe.refresh_weights, {"module": layer()}),
+    lambda: (fused_moe.path, {"layer": layer(), "x": torch.randn(T, D)}),
+    lambda: (fused_moe.smooth_from, {"module": layer(), "batches": [torch.randn(T, D)]}),
+    lambda: (fused_moe.add_lora, {"module": layer(), "rank": 2}),
+    lambda: (
+        fused_moe.LoRA.from_peft,
+        {"num_experts": E, "w1": (torch.randn(6, D), torch.randn(F, 6))},
+    ),
+    lambda: (ExpertParallel, {"static": True, "capacity": 8}),
+    lambda: (fused_moe.enable_fp8, {"module": FusedMoE(128, 768, E, K)}),
+    lambda: (fused_moe.fp8_weights, {name: torch.randn(1, 128, 128) for name in ("w1", "w2", "w3")}),
+    *(partial(lambda i: loaders()[i], i) for i in range(len(loaders()))),
+]
+RIGHT_CALLS = {make()[0].__qualname__: make for make in MAKERS}
 
 ANY_ARGUMENT = [
     (name, argument, parameter)
-    for name, (fn, _) in public_calls().items()
-    for argument, parameter in inspect.signature(fn).parameters.items()
+    for name, make in RIGHT_CALLS.items()
+    for argument, parameter in inspect.signature(make()[0]).parameters.items()
 ]
 # What nothing takes for right, except where an annotation has the type on the right.
 WRONG_VALUES = {
@@ -812,7 +829,7 @@ def test_any_argument_of_any_function(device, name, argument, parameter):
     for label, (value, fits) in WRONG_VALUES.items():
         if value is parameter.default or set(fits) & set(types):
             continue
-        fn, arguments = public_calls()[name]
+        fn, arguments = RIGHT_CALLS[name]()
         arguments = moved(arguments | {argument: value}, device)
         try:
             with Calls() as calls:
@@ -828,9 +845,11 @@ def test_any_argument_of_any_function(device, name, argument, parameter):
 def test_any_public_function_is_called(cpu):
     """Rightly. Named tuples that functions return, info(), which takes nothing, and contexts, which check
     when they are entered (test_replay.py) or nothing (fp8_shares), are left out."""
-    for fn, arguments in public_calls().values():
+    called = set()
+    for make in MAKERS:
+        fn, arguments = make()
         fn(**arguments)
-    called = {fn for fn, _ in public_calls().values()}
+        called.add(fn)
     others = {"LoRA", "LoadReport", "ModelLoadReport", "Plan", "RouterLosses", "info", "reference"}
     others |= {"Routes", "record_routing", "replay_routing", "Fp8Weights", "Fp8Shares", "fp8_shares"}
     assert {name for name in fused_moe.__all__ if getattr(fused_moe, name) not in called} == others

@@ -12,10 +12,11 @@ import fused_moe
 
 ops = torch.ops.fused_moe
 CASE = Case(13, 16, 8, 5, 3, bias=True)
+OPERATORS = dict(sorted(operator_calls(CASE, "cpu").items()))
 ARGUMENTS = sorted(
     {
         (name, label)
-        for name, calls in operator_calls(CASE, "cpu").items()
+        for name, calls in OPERATORS.items()
         for args in calls
         for label in integer_arguments(name, args)
     }
@@ -53,12 +54,12 @@ def same_bits(first: list[torch.Tensor], second: list[torch.Tensor]) -> bool:
 
 @pytest.mark.parametrize("dtype", (F32, BF16), ids=("f32", "bf16"))
 @pytest.mark.parametrize("name, label", [a for a in ARGUMENTS if a not in ANY_VALUE])
-def test_wrong_integers_are_errors(cpu, name, label, dtype):
+def test_wrong_integers_are_errors(cpu, drawn_calls, name, label, dtype):
     """One wrong element is an error and no argument is written, or this call does not read it and gives the
     same bits. The values near the range come first: what they read outside is still mapped."""
     case = Case(13, 16, 8, 5, 3, dtype, bias=True)
     num_errors = 0
-    for call in calls_of(name, case, cpu):
+    for call in calls_of(name, drawn_calls(case)[name]):
         wrong = integer_arguments(name, call).get(label)
         if wrong is None:
             continue
@@ -109,10 +110,10 @@ def cut(t: torch.Tensor, num_bytes: int, offset: int = 0) -> torch.Tensor:
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("name", sorted(operator_calls(CASE, "cpu")))
-def test_freed_and_shrunk_storage(device, name):
+@pytest.mark.parametrize("name", OPERATORS)
+def test_freed_and_shrunk_storage(drawn_calls, name):
     """Every tensor of every call: freed, one byte too short, and shrunk behind an offset."""
-    for call in operator_calls(CASE, device)[name]:
+    for call in drawn_calls(CASE)[name]:
         first = {id(t): i for i, argument in reversed([*enumerate(call)]) for t in tensors(argument)}
         for t in filter(torch.numel, tensors(call)):
             expected = f"{name}: expected the storage of argument {first[id(t)]}, a tensor of shape"

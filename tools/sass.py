@@ -9,7 +9,7 @@ import shutil
 import subprocess
 import sysconfig
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
 
@@ -52,6 +52,7 @@ def targets(library) -> tuple[set[str], set[str]]:
     return (set(re.findall(r"\.(sm_\w+)\.cubin", elf)), set(re.findall(r"\.(sm_\w+)\.ptx", ptx)))
 
 
+@cache
 def resources(library) -> dict[tuple[str, str], dict[str, int]]:
     """{(architecture, mangled kernel): {"REG": .., "STACK": .., "SHARED": .., "LOCAL": ..}}"""
     found, arch = {}, ""
@@ -86,12 +87,13 @@ def kernels(library, *options: str) -> Iterator[tuple[str, str, list[str]]]:
         yield arch, name, lines
 
 
-@cache
-def instructions(library, arch: str) -> dict[str, Counter[str]]:
-    """{mangled kernel: counts of its instructions}. Each instruction counts under its name, such as STG, and
-    under its name with modifiers, such as STG.E.128. One that signals gsb0 counts as "HGMMA.. gsb0", too."""
+def instructions(library, arch: str, names: Iterable[str]) -> dict[str, Counter[str]]:
+    """{mangled kernel: counts of its instructions} of these kernels: nvdisasm takes 20 us for an instruction.
+    Each counts under its name, such as STG, and under its name with modifiers, such as STG.E.128. One that
+    signals gsb0 counts as "HGMMA.. gsb0", too."""
     found = {}
-    for _, name, lines in kernels(library, "--gpu-architecture", arch):
+    chosen = [word for name in names for word in ("--function", name)]
+    for _, name, lines in kernels(library, "--gpu-architecture", arch, *chosen):
         counts = found.setdefault(name, Counter())
         for line in lines:
             if match := re.match(r"/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+\s+)?(([A-Z][A-Z0-9]*)[\w.]*)", line):

@@ -77,7 +77,8 @@ def test_planted_garbage(device, name, dtype):
     nothing is written around any tensor. Widths of the sm90 tier, and odd ones."""
     for dim, hidden in ((24, 16), (19, 9)):
         case = Case(61, dim, hidden, 5, 3, dtype, bias=True)
-        plant(name, case, device, calls_of(name, case, device), ("below", "above", "lowest", "highest"), 4096)
+        calls = calls_of(name, operator_calls(case, device)[name])
+        plant(name, case, device, calls, ("below", "above", "lowest", "highest"), 4096)
 
 
 @pytest.mark.sanitizer
