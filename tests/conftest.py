@@ -35,7 +35,9 @@ def pytest_addoption(parser):
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "gpu: needs a CUDA device")
-    config.addinivalue_line("markers", "quick: a small part of every subject, about 30 s in all")
+    config.addinivalue_line(
+        "markers", "quick(one_in=1): a small part of every subject; of a test's items every N-th alone"
+    )
     config.addinivalue_line("markers", "sanitizer: every kernel once on tiny shapes, for compute-sanitizer")
     # The for-loop reference multiplies and accumulates in full float32, whatever the environment says.
     torch.set_float32_matmul_precision("highest")
@@ -55,12 +57,26 @@ def on_cuda(config) -> bool:
 
 
 def pytest_ignore_collect(collection_path, config):
-    """tests/cuda costs nothing without a CUDA device, unless its files are named."""
-    return True if collection_path == CUDA_TESTS and not on_cuda(config) else None
+    """tests/cuda costs nothing without a CUDA device, unless its files are named, and with -m quick none
+    without such a test is imported."""
+    if collection_path == CUDA_TESTS:
+        return None if on_cuda(config) else True
+    is_test = config.option.markexpr == "quick" and collection_path.match("test_*.py")
+    return True if is_test and "mark.quick" not in collection_path.read_text() else None
 
 
+@pytest.hookimpl(tryfirst=True)  # before -m chooses
 def pytest_collection_modifyitems(config, items):
-    """Tests that need a CUDA device are one line of the report, not a skip each."""
+    """Takes the marker quick from the items that it leaves out. Tests that need a CUDA device are one line of
+    the report, not a skip each."""
+    seen = Counter()
+    for item in items:
+        mark = item.get_closest_marker("quick")
+        if mark is not None and "one_in" in mark.kwargs:
+            function = item.nodeid.partition("[")[0]
+            if seen[function] % mark.kwargs["one_in"]:
+                item.own_markers.remove(mark)
+            seen[function] += 1
     if on_cuda(config):
         return
     left_out = [item for item in items if item.get_closest_marker("gpu")]

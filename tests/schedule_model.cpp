@@ -17,8 +17,8 @@
  *
  * A CTA is deterministic but for the values that its steps read. So its state is the scheduler between two
  * calls and the list of values read within the call. To take one step, the call is run again from its start:
- * it reads the listed values, takes the step, and leaves by longjmp at the next one. The call is C, so nothing
- * is left undone; exceptions took four times as long in all. */
+ * it reads the listed values, takes the step, and leaves by longjmp at the next one, as C may. Exceptions
+ * took four times as long in all. */
 #include <algorithm>
 #include <atomic>
 #include <barrier>

@@ -72,7 +72,7 @@ def check(inputs: dict, da, **fixed) -> None:
         assert_near(found[name], value)
 
 
-@pytest.mark.quick
+@pytest.mark.quick(one_in=5)
 @ALL_LAYOUTS
 @ALL_ACTIVATIONS
 @ALL_DTYPES

@@ -559,7 +559,7 @@ def assert_as_good_as_the_loop(case: Case, device, mode: str, **options) -> torc
     return out
 
 
-@pytest.mark.quick
+@pytest.mark.quick(one_in=5)
 @EVERY_MODE
 @pytest.mark.parametrize("dtype", (F32, BF16, F16), ids=("f32", "bf16", "f16"))
 @pytest.mark.parametrize("dim, hidden", ((64, 96), (144, 272)))

@@ -65,7 +65,7 @@ def test_the_reference_is_the_plain_sum(cpu):
 # --- fused_experts --------------------------------------------------------------------------------
 
 
-@pytest.mark.quick
+@pytest.mark.quick(one_in=2)
 @ALL_LAYOUTS
 @BOTH_DTYPES
 def test_layouts(device, dtype, layout):

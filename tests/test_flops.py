@@ -10,8 +10,6 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from fused_moe import FusedMoE, fused_experts, grouped_mlp, grouped_mm, quantize
 
-pytestmark = pytest.mark.quick
-
 
 def flops_of(function) -> int:
     with FlopCounterMode(display=False) as counter:
@@ -19,6 +17,7 @@ def flops_of(function) -> int:
     return counter.get_total_flops()
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("layout, gemms", (("separate", 3), ("halves", 3), ("ungated", 2)))
 def test_experts(device, layout, gemms):
     """2 TKDF per GEMM forward, twice that backward: 6 and 12 TKDF of a gated layer."""
@@ -31,6 +30,7 @@ def test_experts(device, layout, gemms):
     assert flops_of(lambda: outs[0].sum().backward()) == 2 * forward
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("layout, gemms", (("separate", 3), ("halves", 3), ("ungated", 2)))
 def test_fp8_training(device, layout, gemms):
     case = Case(6, 256, 128, 4, 2, BF16, layout=layout)
@@ -42,12 +42,14 @@ def test_fp8_training(device, layout, gemms):
     assert flops_of(lambda: outs[0].sum().backward()) == 2 * forward
 
 
+@pytest.mark.quick
 def test_experts_without_gradients(device):
     case = Case(6, 10, 7, 4, 2)
     inputs, ids = case.inputs(device), case.ids(device)
     assert flops_of(lambda: fused_experts(**inputs, ids=ids)) == 6 * 6 * 2 * 10 * 7
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("compute", ("codes", "int8"))
 def test_experts_of_8_bits(device, compute):
     case = Case(6, 16, 32, 4, 2, BF16)
@@ -57,6 +59,7 @@ def test_experts_of_8_bits(device, compute):
     assert flops_of(lambda: fused_experts(**inputs, ids=ids)) == 6 * 6 * 2 * 16 * 32
 
 
+@pytest.mark.quick
 def test_what_is_not_needed_does_not_count(device):
     case = Case(6, 10, 7, 4, 2)
     inputs, ids = case.inputs(device), case.ids(device)
@@ -66,6 +69,7 @@ def test_what_is_not_needed_does_not_count(device):
     assert flops_of(lambda: out.sum().backward()) == 2 * 2 * 6 * 2 * 10 * 7
 
 
+@pytest.mark.quick
 def test_main_grads_count_alike(device):
     case = Case(6, 10, 7, 4, 2)
     inputs, ids = case.inputs(device), case.ids(device)
@@ -75,6 +79,7 @@ def test_main_grads_count_alike(device):
     assert flops_of(lambda: out.sum().backward()) == 12 * 6 * 2 * 10 * 7
 
 
+@pytest.mark.quick
 def test_rows(device):
     """grouped_mlp and grouped_mm count the rows given."""
     case = Case(6, 10, 7, 4, 1)
@@ -88,6 +93,7 @@ def test_rows(device):
     assert flops_of(lambda: outs[0].sum().backward()) == 2 * 2 * 6 * 10 * 7
 
 
+@pytest.mark.quick
 def test_layer(device):
     """With the gate, which is a linear layer."""
     layer = FusedMoE(10, 7, 4, 2, device=device)

@@ -114,10 +114,12 @@ def draw(values, *shape) -> torch.Tensor:
 @pytest.mark.parametrize("name", SUMS)
 def test_sums_of_small_integers(device, name, layout):
     """dx, dw1, dw3 and sums in main_grads are exact where codes are few and scales powers of two.
-    Row blocks without rows are NaN here, and dh's padding numbers: x's are zeros."""
+    Row blocks without rows are NaN here, and dh's padding numbers: x's are zeros. Two of four sizes: every
+    one is there for each layout and for each name."""
     counts, spare, E = SUMS[name], 45, len(SUMS[name])
     stored, gated, _, transposed = LAYOUTS[layout]
-    for D, F, dtype in ((384, 128, BF16), (512, 384, F32), (1024, 128, BF16), (128, 256, F32)):
+    sizes = ((384, 128, BF16), (512, 384, F32), (1024, 128, BF16), (128, 256, F32))
+    for D, F, dtype in sizes[(list(SUMS).index(name) + list(LAYOUTS).index(layout)) % 2 :: 2]:
         R, num_rows, H = sum(counts) + spare, sum(counts), 2 * F if gated else F
         ids = ids_of_counts(counts, spare)
         plan = fused_moe.route_plan(ids.to(device), E)

@@ -39,7 +39,7 @@ def setup(case: Case, device, counts=COUNTS, spare=0):
     return inputs, draw(), torch.tensor(counts, device=device)
 
 
-@pytest.mark.quick
+@pytest.mark.quick(one_in=2)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @BOTH_DTYPES
 def test_layouts(device, dtype, layout):

@@ -87,7 +87,7 @@ def check(fn_name: str, inputs: dict, dout, main_grads, slack=4.0, **fixed) -> N
 # --- values ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.quick
+@pytest.mark.quick(one_in=2)
 @ALL_LAYOUTS
 @DTYPES
 def test_layouts(device, dtype, layout):
@@ -209,7 +209,7 @@ def wgrad_operands(device, dtype, rows=700, a=40, b=64, experts=5):
     return a, b, counts.cumsum(0).int().to(device), counts.tolist()
 
 
-@pytest.mark.quick
+@pytest.mark.quick(one_in=5)
 @pytest.mark.parametrize("gathered", ("none", "a", "b"))
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("widths", ((40, 64), (7, 37)), ids=("whole", "odd"))

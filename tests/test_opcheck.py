@@ -42,7 +42,6 @@ def test_every_operator_is_here(device):
     assert set(OPERATORS) == all_operators()
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize("name", OPERATORS)
 def test_schema_and_fake_kernel(drawn_calls, name):
     """Inputs change only as the schema says, and the fake kernel has the right shapes, strides and dtypes."""

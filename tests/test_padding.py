@@ -65,7 +65,7 @@ def routed(logits, dscores, top_k=K, **options) -> dict:
 # --- route ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.quick
+@pytest.mark.quick(one_in=5)
 @DTYPES
 @EVERY_OPTION
 @pytest.mark.parametrize("count", COUNTS)
@@ -299,7 +299,7 @@ def test_layer(device, settings, form):
             assert_padded(found, expected, n)
 
 
-@pytest.mark.quick
+@pytest.mark.quick(one_in=4)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("settings", ALL_SETTINGS)
 @torch.no_grad()

@@ -84,7 +84,7 @@ def test_unpermute(device, dtype, routing, weighted):
         assert not ours["dscores"][others].count_nonzero()
 
 
-@pytest.mark.quick
+@pytest.mark.quick(one_in=5)
 @ALL_DTYPES
 @pytest.mark.parametrize("routing", ("random", "sentinels", "none"))
 @pytest.mark.parametrize("form", SHARED[1:])

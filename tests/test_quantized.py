@@ -115,7 +115,7 @@ def product_with_identity(w: QuantizedWeight, dtype, transposed: bool, tensors=N
     return out if transposed else out.mT
 
 
-@pytest.mark.quick
+@pytest.mark.quick(one_in=7)
 @EVERY_FORMAT
 @DTYPES
 @pytest.mark.parametrize("scale_of", range(6))

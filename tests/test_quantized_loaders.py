@@ -118,7 +118,7 @@ def values_of(codes, zero, scale):
 # --- codes of 4 bits --------------------------------------------------------------------------------------
 
 
-@pytest.mark.quick
+@pytest.mark.quick(one_in=5)
 @STACKED
 @pytest.mark.parametrize("symmetric", (False, True))
 @pytest.mark.parametrize("group", (32, 64, 128))

@@ -55,7 +55,7 @@ SIZES = (
 GROUPS = ((64, 8, 3, 6), (12, 4, 1, 3), (9, 9, 4, 4), (256, 8, 4, 8))
 
 
-@pytest.mark.quick
+@pytest.mark.quick(one_in=5)
 @EVERY_FUNC
 @ALL_DTYPES
 @pytest.mark.parametrize("num_experts, top_k", SIZES)

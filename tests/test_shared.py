@@ -41,7 +41,7 @@ def add_shared(case: Case, device, gated=True) -> dict:
 # --- fused_experts --------------------------------------------------------------------------------------
 
 
-@pytest.mark.quick
+@pytest.mark.quick(one_in=5)
 @DTYPES
 @GATED
 @SCORED

@@ -316,7 +316,7 @@ def test_tiles_are_for_compute_capability_9(cpu, monkeypatch):
     assert not wanted(device, (2, 64, 64))
 
 
-@pytest.mark.quick
+@pytest.mark.quick(one_in=7)
 @EVERY_FORMAT
 @pytest.mark.parametrize("scale_of", range(4))
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -724,7 +724,7 @@ def test_state_dict(cpu, option):
     assert torch.equal(other.requires_grad_(False)(x), expected)
 
 
-@pytest.mark.quick
+@pytest.mark.quick(one_in=7)
 @pytest.mark.usefixtures("tiling")
 @EVERY_FORMAT
 @pytest.mark.parametrize("scale_of", range(4))

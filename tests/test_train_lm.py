@@ -62,10 +62,17 @@ def torchrun(train_lm, device, tmp_path):
     if device.type == "cuda" and torch.cuda.device_count() < 2:
         pytest.skip(f"needs 2 GPUs, found {torch.cuda.device_count()}")
 
+    # Each byte of text is a forward pass with all of FSDP's collectives.
+    script = tmp_path / "parts.py"
+    script.write_text(
+        f"import sys\nsys.path.insert(0, {str(SCRIPT.parent)!r})\nimport train_lm\n"
+        "train_lm.GENERATED_BYTES = 5\ntrain_lm.main()\n"
+    )
+
     def run(*flags, out):
         command = [
             *cases.torchrun(2),
-            SCRIPT,
+            script,
             *TINY,
             "--device",
             device.type,
