@@ -1102,6 +1102,21 @@ def ddp_layer(rank, device, waits):
     return balanced(device, micro_batches(device, rank), model, layer, waits)
 
 
+def updated_bias(rank, device, loads):
+    layer = FusedMoE(8, 4, 4, 1, load_balance_coeff=0.5, device=device)
+    layer.tokens_per_expert.copy_(loads[rank])
+    layer.update_expert_bias()
+    return layer.expert_bias
+
+
+def test_update_under_a_process_group(workers):
+    """Two processes sum their loads and move to the same bias."""
+    loads = torch.tensor([[9.0, 0.0, 4.0, 3.0], [1.0, 2.0, 4.0, 9.0]])
+    delta = 0.5 * torch.sign(8 - loads.sum(0))
+    for bias in workers(updated_bias, loads):
+        torch.testing.assert_close(bias, delta - delta.mean())
+
+
 @pytest.mark.quick
 @pytest.mark.parametrize("waits", (False, True), ids=("sync", "no_sync"))
 def test_ddp_balances_by_all_tokens(workers, device, waits):

@@ -1,14 +1,11 @@
 """FusedMoE: names, initialisation, equality with the reference's layer, balancing and reports."""
 
 import copy
-import os
 import pickle
-import tempfile
 import warnings
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.multiprocessing
 from cases import BF16, F16, F32, F64, assert_as_good
 from torch import nn
@@ -815,27 +812,6 @@ def test_balancing_evens_the_load(device):
         layer(x)
     assert first > 2.0
     assert layer.load_report().max_over_mean < 1.3
-
-
-def _rank(rank: int, folder: str) -> None:
-    """One of two processes: its own load, then an update whose result must be equal in both."""
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
-    layer = FusedMoE(8, 4, 4, 1, load_balance_coeff=0.5)
-    layer.tokens_per_expert.copy_(torch.tensor([[9.0, 0.0, 4.0, 3.0], [1.0, 2.0, 4.0, 9.0]][rank]))
-    layer.update_expert_bias()
-    torch.save(layer.expert_bias, f"{folder}/{rank}.pt")
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-def test_update_under_a_process_group(cpu):
-    """Two gloo processes sum their loads and move to the same bias."""
-    with tempfile.TemporaryDirectory() as folder:
-        torch.multiprocessing.spawn(_rank, (folder,), nprocs=2)
-        biases = [torch.load(os.path.join(folder, f"{rank}.pt")) for rank in range(2)]
-    delta = 0.5 * torch.sign(8 - torch.tensor([10.0, 2.0, 8.0, 12.0]))
-    for bias in biases:
-        torch.testing.assert_close(bias, delta - delta.mean())
 
 
 def test_load_report(device):
