@@ -254,7 +254,7 @@ class Build(build_ext):
             link += shlex.split(re.search(r"LIBRARIES=(.*)", output)[1])
             link += ["-lcudart_static", "-lpthread", "-ldl", "-lrt"]
         compilers |= dict.fromkeys(CPP_SOURCES, torch_cpp)
-        compilers["csrc/torch/library.cpp"] = [*torch_cpp, f"-DBUILD_INFO={info}"]  # for fused_moe.info()
+        compilers["csrc/torch/facts.cpp"] = [*torch_cpp, f"-DBUILD_INFO={info}"]  # for fused_moe.info()
         # ninja begins in this order: the slowest first, or one core compiles them when the others are done
         compilers = dict(sorted(compilers.items(), key=lambda pair: not pair[0].endswith(SLOWEST)))
         libraries = {self.get_ext_fullpath(OPS.name): (compilers, link)}

@@ -67,19 +67,6 @@ def _quantized_up(args) -> int:
     return 2 * rows * sum(CODES_PER_BYTE[format] * prod(w[0][1:]) for w, format in weights if w)
 
 
-@_register("quantized_experts")
-def _quantized_experts(args) -> int:
-    weights = ((args.data1, args.format1), (args.data3, args.format3), (args.data2, args.format2))
-    codes = sum(CODES_PER_BYTE[format] * prod(data[1:]) for data, format in weights if data)
-    return 2 * prod(args.ids) * codes
-
-
-@_register("eight_bit_experts")
-def _eight_bit_experts(args) -> int:
-    weights = (args.data1, args.data3, args.data2)
-    return 2 * prod(args.ids) * sum(prod(data[1:]) for data in weights if data)
-
-
 @_register("wgrad", "wgrad_accumulate")
 def _wgrad(args) -> int:
     rows = args.b if args.a_row_token else args.a
@@ -111,12 +98,12 @@ def _experts_down(args) -> int:
 
 @_register("experts", "experts_out")
 def _experts(args) -> int:
-    return prod(args.ids) * (_up(args) + 2 * prod(args.w2[1:]))
-
-
-@_register("routed_experts")
-def _routed_experts(args) -> int:
-    return args.x[0] * (2 * prod(args.gate) + args.top_k * (_up(args) + 2 * prod(args.w2[1:])))
+    per_byte = [CODES_PER_BYTE[format] for format in args.formats] or [1, 1, 1]
+    weights = zip(per_byte, (args.w1, args.w3, args.w2), strict=True)
+    of_slot = sum(codes * prod(w[0][1:]) for codes, w in weights if w)
+    if not args.gate:
+        return 2 * prod(args.ids) * of_slot
+    return 2 * args.x[0] * (prod(args.gate) + args.routing[0] * of_slot)
 
 
 @_register("down_dgrad")

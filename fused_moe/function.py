@@ -564,28 +564,21 @@ def experts_and_counts(
         made = (code, activation, constants, stored, given, main_grads, shared)
         y = _trained_in_fp8(x, (w1, w2, w3), scores, plan, *how, *made)
         return y if out is None else out.copy_(y), plan.counts
-    settings = (code, _ops.ACTIVATION_CODES[activation], [*constants], score_on == "input")
+    settings, on_input = (code, _ops.ACTIVATION_CODES[activation], [*constants]), score_on == "input"
+    call = (biases, scores, ids, settings, on_input, expert_map, shared)
     if path is paths.EIGHT_BIT or path is paths.QUANTIZED:
-        call = x, stored, biases, scores, ids, settings, expert_map, shared
-        tensors = None
+        codes = None
         if path is paths.EIGHT_BIT:
-            tensors = computing.eight_bit_tensors(fn, mode, x, ids, stored, layout)
-        if tensors is None:
-            y, counts = _quantized_experts(*call)
-        else:
-            y, counts = _eight_bit_experts(*call, tensors, smooth)
-        return y if out is None else out.copy_(y), counts
+            codes = computing.eight_bit_tensors(fn, mode, x, ids, stored, layout)
+        return _quantized_experts(x, stored, codes, smooth, call, out, needs_grad)
     if path is paths.EXPERTS:
-        b1, b2, b3 = biases
-        operands = (x, w1, w3, w2, b1, b3, b2, scores, ids)
-        if out is not None:
-            return out, _ops.run(ops.experts_out.default, *operands, *settings, out, expert_map, *shared)
-        return _ops.run(ops.experts.default, *operands, *settings, expert_map, *shared)
+        weights = ([w1], [w2], [] if w3 is None else [w3])
+        return _ops.infer(x, weights, *call, out=out)[:2]
     if plan is None:
         plan = _ops.route_plan(ids, w2.size(0), expert_map)
     if path is paths.COMPOSED:
         weights = _unless_quantized((w1, w2, w3), stored)
-        y = composed.experts(x, weights, biases, scores, plan, settings[:3], score_on, lora, shared)
+        y = composed.experts(x, weights, biases, scores, plan, settings, score_on, lora, shared)
         return y if out is None else out.copy_(y), plan.counts
     experts = _experts
     if any(main_grads):
@@ -643,28 +636,47 @@ def _plain_weights(
     return tuple(stored), tuple(plain), True
 
 
+class _WithoutGradient(torch.autograd.Function):
+    """y, computed from inputs to which no gradient can flow: backward raises."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(y, *inputs):
+        return _ops.reshaped(y, y.shape)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        pass
+
+    @staticmethod
+    def backward(ctx, *grads):
+        raise RuntimeError("fused_moe: fused_experts with another compute than 'codes' has no gradient")
+
+
 def _quantized_experts(
-    x, weights: tuple, biases: tuple, scores, ids, settings: tuple, expert_map, shared: tuple
-):
-    """(out, counts) by one operator, which keeps nothing for backward."""
-    w1, w2, w3 = ((None, None, None, 0) if w is None else (*w.tensors, w.code) for w in weights)
-    b1, b2, b3 = biases
-    args = (x, *w1, *w3, *w2, b1, b3, b2, scores, ids, *settings, expert_map, *shared)
-    if is_autocast_enabled(x):
-        return ops.quantized_experts(*args)
-    return _ops.run(ops.quantized_experts.default, *args)
-
-
-def _eight_bit_experts(
-    x, weights: tuple, biases: tuple, scores, ids, settings: tuple, expert_map, shared: tuple, tensors, smooth
-):
-    """(out, counts) by one operator that multiplies 8 bits by 8 bits. It has no gradient."""
-    (w1, w2, w3), (b1, b2, b3), w = tensors, biases, weights[1]
-    operands = (x, *w1, *w3, *w2, w.code, b1, b3, b2, scores, ids)
-    args = (*operands, *settings, *smooth, w.power_of_two, expert_map, *shared)
-    if is_autocast_enabled(x):
-        return ops.eight_bit_experts(*args)
-    return _ops.run(ops.eight_bit_experts.default, *args)
+    x, weights: tuple, codes, smooth: tuple, call: tuple, out, needs_grad: bool
+) -> tuple[Tensor, Tensor]:
+    """(out, counts) by one operator, which keeps nothing for backward. `codes` are the weights' lists where 8
+    bits are multiplied by 8 bits, and x and a are divided by `smooth`; else values are multiplied. `call` is
+    what `infer` takes behind the weights."""
+    w1, w2, w3 = weights
+    formats = [w1.code, 0 if w3 is None else w3.code, w2.code]
+    if codes is None:
+        quantized = (formats,)
+        lists = [[] if w is None else [t for t in w.tensors if t is not None] for w in weights]
+    else:
+        quantized = (formats, True, w2.power_of_two)
+        lists = [
+            own if factors is None else [*own, factors]
+            for own, factors in zip(codes, (*smooth, None), strict=True)
+        ]
+    if not needs_grad:
+        return _ops.infer(x, lists, *call, quantized=quantized, out=out)[:2]
+    with torch.no_grad():
+        y, counts, *_ = _ops.infer(x, lists, *call, quantized=quantized)
+    biases, scores, *_, shared = call
+    return _WithoutGradient.apply(y, x, *biases, scores, *shared), counts
 
 
 def _unless_quantized(views: tuple, stored: tuple) -> tuple:

@@ -53,6 +53,7 @@ HAS_CUDA_KERNELS = torch._C._dispatch_has_kernel_for_dispatch_key("fused_moe::ex
 TIERS = (*reversed(FACTS["tiers"]), "auto")  # what FUSED_MOE_TIER may be
 _library = torch.library.Library("fused_moe", "IMPL")
 _nodes = {}  # operator -> apply of its autograd node
+_refusals = {}  # operator that refuses gradients -> function that raises if its arguments require one
 # The dispatch keys that a thread includes by itself. Functorch, tracing and dispatch modes include more.
 _OWN_KEYS = (
     torch._C.DispatchKeySet(torch._C.DispatchKey.BackendSelect)
@@ -85,6 +86,8 @@ class Schema:
         defaults = [a.default_value for a in arguments if a.has_default_value()]
         self.named = namedtuple(name, [a.name for a in arguments], defaults=defaults)
         self.position = {a.name: i for i, a in enumerate(arguments)}
+        self.written = [a.name for a in arguments if a.is_write]
+        self.lists = [i for i, a in enumerate(arguments) if str(a.type) == "List[Tensor]"]
 
 
 def _register(
@@ -101,8 +104,7 @@ def _register(
     _register_vmap(schema)
     rule = _autograd_rule(schema, backward or _no_backward(name), setup_context, keeps)
     _library.impl(name, rule, "Autograd", with_keyset=True)
-    for device in ("CPU", "CUDA") if autocast else ():
-        _library.impl(name, _autocast_rule(schema, device, autocast), f"Autocast{device}")
+    _register_autocast(schema, autocast)
 
 
 def _register_integers(name: str, *, fake):
@@ -114,36 +116,46 @@ def _register_integers(name: str, *, fake):
 
 def _register_accumulate(name: str, *, fake):
     """Registers an operator that adds to main_grads."""
-    _register_writing(name, fake=fake, expected="main_grads in a backward that is not recorded itself")
+    _register_refusing(
+        name,
+        fake=fake,
+        message=f"{name} cannot be differentiated: expected main_grads in a backward that is not recorded "
+        "itself, found create_graph=True, torch.func.grad, or a direct call in grad mode",
+    )
 
 
-def _register_writing(name: str, *, fake, expected: str):
-    """As _register, for an operator that writes arguments. It raises where autograd would record the call:
-    the write is not recorded, so the graph would be cut silently. Autograd is told of the write, so that it
-    raises where the values before it were saved."""
+def _register_refusing(name: str, *, fake, message: str, autocast: tuple[str, ...] = ()):
+    """As _register, for an operator that raises where autograd would record the call: no node sees the
+    tensors of a list, or what is written, so the graph would be cut silently. Autograd is told of a write, so
+    that it raises where the values before it were saved."""
     schema = Schema(name)
     _register_fake(schema, fake)
     _register_vmap(schema)
-    written = [a.name for a in schema.op._schema.arguments if a.is_write]
+
+    def refuse(args):
+        refuse_tangents(name, args)
+        if torch.is_grad_enabled():
+            listed = [t for i in schema.lists if i < len(args) for t in args[i]]
+            if torch._C._any_requires_grad(*args, *listed):
+                raise RuntimeError(f"fused_moe: {message}")
+
+    _refusals[schema.op] = refuse
 
     def rule(keyset, *args):
-        if torch.is_grad_enabled() and torch._C._any_requires_grad(*args):
-            raise RuntimeError(
-                f"fused_moe: {name} cannot be differentiated: expected {expected}, found create_graph=True, "
-                "torch.func.grad, or a direct call in grad mode"
-            )
-        refuse_tangents(name, args)
+        refuse(args)
         return _below_autograd(schema.op, keyset, args)
 
     def new_version(keyset, *args):
         by_name = schema.named(*args)
-        for tensor in (getattr(by_name, name) for name in written):
+        for tensor in (getattr(by_name, name) for name in schema.written):
             if tensor is not None:
                 torch.autograd.graph.increment_version(tensor)
         return schema.op.redispatch(keyset & torch._C._after_ADInplaceOrView_keyset, *args)
 
     _library.impl(name, rule, "Autograd", with_keyset=True)
-    _library.impl(name, new_version, "ADInplaceOrView", with_keyset=True)
+    if schema.written:
+        _library.impl(name, new_version, "ADInplaceOrView", with_keyset=True)
+    _register_autocast(schema, autocast)
 
 
 def _register_fake(schema: Schema, fake):
@@ -180,9 +192,9 @@ def _register_vmap(schema: Schema):
         if batch_size == 0:
             raise ValueError(f"fused_moe: expected vmap of {schema.name} over at least one sample, found 0")
         results = [schema.op(*pytree.tree_unflatten(sample(i), spec)) for i in range(batch_size)]
-        if isinstance(results[0], tuple):
-            return tuple(map(torch.stack, zip(*results, strict=True)))
-        return None if results[0] is None else torch.stack(results)
+        return pytree.tree_map(
+            lambda *samples: None if samples[0] is None else torch.stack(samples), *results
+        )
 
     def rule(info, in_dims, *args):
         leaves, spec = pytree.tree_flatten(args)
@@ -302,18 +314,29 @@ def _no_backward(name: str):
     return backward
 
 
+def _register_autocast(schema: Schema, names: tuple[str, ...]):
+    for device in ("CPU", "CUDA") if names else ():
+        _library.impl(schema.name, _autocast_rule(schema, device, names), f"Autocast{device}")
+
+
 def _autocast_rule(schema: Schema, device: str, names: tuple[str, ...]):
-    """Casts the floating inputs `names` as autocast does for linear. float64 is not cast. The last arguments,
-    where they have their defaults, are not passed."""
+    """Casts the floating inputs `names` as autocast does for linear; of lists those that are float weights,
+    which have one tensor. float64 is not cast. The last arguments, where they have their defaults, are not
+    passed."""
     keys = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, f"Autocast{device}"))
     positions = [schema.position[name] for name in names]
+
+    def cast(value, dtype):
+        if isinstance(value, Tensor):
+            return value if value.dtype == torch.float64 else value.to(dtype)
+        return [cast(w, dtype) for w in value] if value and len(value) == 1 else value
 
     def rule(*args):
         dtype = torch.get_autocast_dtype(device.lower())
         args = list(args)
         for i in positions:
-            if i < len(args) and args[i] is not None and args[i].dtype != torch.float64:
-                args[i] = args[i].to(dtype)
+            if i < len(args):
+                args[i] = cast(args[i], dtype)
         with torch._C._ExcludeDispatchKeyGuard(keys):
             return schema.op(*args)
 
@@ -335,10 +358,14 @@ def run(op, *args):
         return op(*args)
     if not torch.is_grad_enabled() and forward_ad._current_level < 0:
         return _below_autograd(op, None, args)
-    node = _nodes.get(op)
-    if not node or not _is_plain(args):
+    node, refuse = _nodes.get(op), _refusals.get(op)
+    if not (node or refuse) or not _is_plain(args):
         return op(*args)
-    return node(*args, None) if torch._C._any_requires_grad(*args) else _below_autograd(op, None, args)
+    if refuse:
+        refuse(args)
+    elif torch._C._any_requires_grad(*args):
+        return node(*args, None)
+    return _below_autograd(op, None, args)
 
 
 def reshaped(x: Tensor, shape: tuple[int, ...]) -> Tensor:
@@ -1202,42 +1229,62 @@ _register_accumulate("fp8_down_backward_accumulate", fake=_fp8_down_backward_fak
 
 
 def _experts_fake(args):
-    out = args.x.new_empty(args.x.size(0), args.w2.size(1))
-    return out, args.ids.new_empty(args.w1.size(0), dtype=torch.int32)
-
-
-_register("experts", fake=_experts_fake, autocast=("x", "w1", "w3", "w2", "b1", "b3", "b2", "shared"))
-_register_writing("experts_out", fake=lambda args: _experts_fake(args)[1], expected="no gradient of out")
-
-
-def _quantized_experts_fake(args):
-    out = args.x.new_empty(args.x.size(0), quantized_sizes(args.data2)[1])
-    return out, args.ids.new_empty(args.data1.size(0), dtype=torch.int32)
-
-
-_register("quantized_experts", fake=_quantized_experts_fake, autocast=("x", "b1", "b3", "b2", "shared"))
-
-
-def _eight_bit_experts_fake(args):
-    out = args.x.new_empty(args.x.size(0), args.data2.size(1))
-    return out, args.ids.new_empty(args.data1.size(0), dtype=torch.int32)
-
-
-_register("eight_bit_experts", fake=_eight_bit_experts_fake, autocast=("x", "b1", "b3", "b2", "shared"))
-
-
-def _routed_experts_fake(args):
-    x, num_experts = args.x, args.gate.size(0)
+    x, num_experts = args.x, args.w1[0].size(0)
+    out = x.new_empty(x.size(0), quantized_sizes(args.w2[0])[1])
+    counts = x.new_empty(num_experts, dtype=torch.int32)
+    if args.gate is None:
+        return out, counts, []
     logits = x.new_empty(x.size(0), num_experts, dtype=score_dtype(x))
-    ids = x.new_empty(x.size(0), args.top_k, dtype=torch.int32)
-    return x.new_empty(x.size(0), args.w2.size(1)), ids.new_empty(num_experts), ids, logits
+    return out, counts, [counts.new_empty(x.size(0), args.routing[0]), logits]
 
 
-_register(
-    "routed_experts",
-    fake=_routed_experts_fake,
-    autocast=("x", "gate", "gate_bias", "w1", "w3", "w2", "b1", "b3", "b2", "shared"),
+NO_GRADIENT = (
+    "{} has no gradient: expected no tensor that requires one, in lists neither, or torch.no_grad(), "
+    "found one in grad mode. fused_moe.fused_experts and FusedMoE take gradients"
 )
+
+
+def _experts_out_fake(args):
+    _, counts, routed = _experts_fake(args)
+    return counts, *(routed or (counts.new_empty(0), args.x.new_empty(0, dtype=score_dtype(args.x))))
+
+
+for _name, _fake in (("experts", _experts_fake), ("experts_out", _experts_out_fake)):
+    _cast = ("x", "w1", "w3", "w2", "b1", "b3", "b2", "shared", "gate", "gate_bias")
+    _register_refusing(_name, fake=_fake, message=NO_GRADIENT.format(_name), autocast=_cast)
+
+
+def infer(
+    x, weights, biases, scores, ids, settings: tuple, score_on_input=False, expert_map=None,
+    shared=(None, None), router: tuple = (), quantized: tuple = (), out: Tensor | None = None,
+) -> tuple[Tensor, Tensor, list[Tensor]]:  # fmt: skip
+    """out, counts and routed by `experts`; with out by `experts_out`. In Python the order of the schema is
+    here alone. `weights` are lists, of w1, w2 and w3, as `biases` are; `settings` are layout, activation and
+    constants, `router` is gate to routing, `quantized` formats, eight_bits and power_of_two.
+    What has its default at the end is not passed, since a None that is passed takes 0.1 µs."""
+    (w1, w2, w3), (b1, b2, b3), (added, added_gate) = weights, biases, shared
+    args = (x, w1, w3, w2, scores, ids, *settings, *router)
+    has_biases = b1 is not None or b2 is not None or b3 is not None
+    if quantized or has_biases or score_on_input or not (expert_map is added is added_gate is None):
+        formats, *how = quantized or ([],)
+        args = (*args, *(() if router else _NO_ROUTER), score_on_input, formats, b1, b3, b2)
+        args = (*args, expert_map, added, added_gate, *how)
+    if out is None:
+        return run(_EXPERTS, *args)
+    op, args = _EXPERTS_OUT, (out, *args)
+    if torch.compiler.is_compiling() or not _is_plain(args):
+        counts, *routed = op(*args)
+        return out, counts, routed
+    # As the dispatcher would, but in Python, where lists are not converted twice.
+    _refusals[op](args)
+    torch.autograd.graph.increment_version(out)
+    with torch._C._AutoDispatchBelowADInplaceOrView():
+        counts, *routed = _below_autograd(op, None, args)
+    return out, counts, routed
+
+
+_EXPERTS, _EXPERTS_OUT = ops.experts.default, ops.experts_out.default
+_NO_ROUTER = (None,) * 6
 
 
 # --- plans --------------------------------------------------------------------------------------------

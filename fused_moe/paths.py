@@ -36,13 +36,13 @@ OPTIONAL = {*PLAIN, type(None)}
 class Path(Enum):
     """What computes the routed experts of a call; a value names the operators."""
 
-    ROUTED = "routed_experts: the router, too, and no gradient"
+    ROUTED = "experts: the router and both sides, and no gradient"
     ROUTED_UP = "router and experts_up as one autograd node, then experts_down"
     EXPERTS = "experts: both sides, and no gradient"
     UP_DOWN = "experts_up, then experts_down"
     FP8 = "fp8_up, then fp8_down"
-    EIGHT_BIT = "eight_bit_experts, or quantized_experts where 8 bits do not pay or run"
-    QUANTIZED = "quantized_experts: both sides, and no gradient"
+    EIGHT_BIT = "experts, by 8 bits, or by values where 8 bits do not pay or run"
+    QUANTIZED = "experts of quantised weights: both sides, and no gradient"
     COMPOSED = "permute, one GEMM after the other, unpermute"
     OTHER = "a forward that is not fused_moe's"
 

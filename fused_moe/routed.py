@@ -25,6 +25,7 @@ from .main_grad import operands_of
 from .ops import (
     ACTIVATION_CODES,
     SCORE_FUNCS,
+    infer,
     ops,
     route_gradients,
     route_plan,
@@ -143,6 +144,11 @@ def routed_experts_without_gradients(
     )
     check_activation(fn, experts.activation, experts.alpha, experts.limit)
     *_, layout = check_experts(fn, "x", x, w1, w2, w3, b1, b2, b3, "separate", False)
-    tensors = (x, gate, gate_bias, bias, w1, w3, w2, b1, b3, b2)
-    settings = (layout, ACTIVATION_CODES[experts.activation], [experts.alpha, experts.limit])
-    return run(ops.routed_experts.default, *tensors, *routing, *settings, *given, *shared)
+    top_k, score_func, route_norm, route_scale, route_norm_eps, *groups = routing
+    ids, num_tokens, expert_scale = given
+    of_router = (gate, gate_bias, bias, expert_scale, num_tokens, [top_k, score_func, route_norm, *groups])
+    constants = [experts.alpha, experts.limit, route_scale, route_norm_eps]
+    settings = (layout, ACTIVATION_CODES[experts.activation], constants)
+    weights, biases = ([w1], [w2], [] if w3 is None else [w3]), (b1, b2, b3)
+    out, counts, routed = infer(x, weights, biases, None, ids, settings, shared=shared, router=of_router)
+    return out, counts, *routed

@@ -19,7 +19,7 @@ from judging import (  # noqa: F401 - tests take them from here
     to_double,
 )
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 import fused_moe
 from fused_moe import ops as codes
@@ -244,31 +244,37 @@ def arguments_of(name: str, **named) -> tuple:
     return tuple(named[a.name] if a.name in named else a.default_value for a in args)
 
 
+def arguments_by_name(name: str, args: tuple) -> dict:
+    """{name: value} of an operator's arguments, with the defaults of those that were not passed."""
+    names = [a.name for a in getattr(torch.ops.fused_moe, name).default._schema.arguments]
+    passed = dict(zip(names, args, strict=False))
+    return dict(zip(names, arguments_of(name, **passed), strict=True))
+
+
 def eight_bit_calls(case: Case, device, act: dict) -> list[dict]:
-    """Calls of eight_bit_experts, of int8, since opcheck cannot reckon with e4m3. Widths and dtype are the
-    nearest that every device takes."""
+    """Calls of experts with eight_bits, of int8, since opcheck cannot reckon with e4m3. Widths and dtype are
+    the nearest that every device takes."""
     dtype = case.dtype if case.dtype in (BF16, F16) else BF16
     wide = replace(case, dim=-(-case.dim // 16) * 16, hidden=-(-case.hidden // 16) * 16, dtype=dtype)
     t, E, D, F = wide.inputs(device), wide.num_experts, wide.dim, wide.hidden
     _, _, pairs, transposed = LAYOUTS[case.layout]
-    call = {"x": t["x"], "scores": t["scores"], "ids": wide.ids(device), **act}
+    call = {"x": t["x"], "scores": t["scores"], "ids": wide.ids(device), "eight_bits": True, **act}
     call |= {name: t[name] for name in ("b1", "b3", "b2")}
     for i in (1, 3, 2):
         w = t[f"w{i}"]
         if w is not None:
             w = w.flatten(1, 2) if pairs and i == 1 else w.mT.contiguous() if transposed else w
             w = fused_moe.quantize(w, "int8", compute="int8")
-            call["format"] = w.code
-        call |= dict(zip((f"data{i}", f"scale{i}"), w.eight_bit_tensors if w else (None, None), strict=True))
-    smooth = {"smooth1": torch.rand(E, D) + 0.5, "smooth2": torch.rand(E, F) + 0.5}
-    smooth = {name: factors.to(device) for name, factors in smooth.items()}
-    usual = {"smooth1": None, "smooth2": None, "score_on_input": False, "power_of_two": False}
+            call["formats"] = [w.code] * 3
+        call[f"w{i}"] = [*w.eight_bit_tensors] if w else []
+    smooth = {"w1": torch.rand(E, D) + 0.5, "w2": torch.rand(E, F) + 0.5}
+    smooth = {name: [*call[name], factors.to(device)] for name, factors in smooth.items()}
     shared = {"shared": torch.randn_like(t["x"]), "shared_gate": torch.randn(case.tokens).to(device)}
     expert_map = torch.arange(-1, E, dtype=torch.int32, device=device)
     return [
-        call | usual | shared,
-        call | usual | smooth,
-        call | usual | {"score_on_input": True, "expert_map": expert_map, "ids": call["ids"].long()},
+        call | shared,
+        call | smooth,
+        call | {"score_on_input": True, "expert_map": expert_map, "ids": call["ids"].long()},
     ]
 
 
@@ -421,17 +427,26 @@ def operator_calls(case: Case, device) -> dict:
         for width, transposed in ((64, False), (w.size(1), True))
     ]
     of_quantized[0]["bias"] = new(E, 6)
-    packed, of_up = {}, {name: up[name] for name in ("b1", "b3")}
+    packed, formats = {}, []
     for i, w in ((1, w1), (3, w3), (2, w2)):
         w = None if w is None else fused_moe.quantize(w.detach().contiguous(), "int8")
-        tensors = (None, None, None) if w is None else w.tensors
-        packed |= {f"{name}{i}": t for name, t in zip(("data", "scale", "zero"), tensors, strict=True)}
-        packed[f"format{i}"] = 0 if w is None else w.code
-    coded = {f"format{i}": packed[f"format{i}"] for i in (1, 3)} | of_up
-    for i in (1, 3):
-        coded[f"w{i}"] = [
-            packed[f"{name}{i}"] for name in ("data", "scale") if packed[f"{name}{i}"] is not None
-        ]
+        packed[f"w{i}"] = [] if w is None else [t for t in w.tensors if t is not None]
+        formats.append(0 if w is None else w.code)
+    coded = {"w1": packed["w1"], "w3": packed["w3"], "format1": formats[0], "format3": formats[1]}
+    coded |= {name: up[name] for name in ("b1", "b3")}
+    float_weights = {f"w{i}": [] if w is None else [w] for i, w in ((1, w1), (3, w3), (2, w2))}
+    of_x = {"x": x, **float_weights, "b1": b1, "b3": b3, "b2": b2, **act}
+    of_ids, on_input = (
+        of_x | {"scores": scores, "ids": ids},
+        {"score_on_input": True, "expert_map": expert_map},
+    )
+
+    def with_router(top_k, route_scale, route_norm_eps, **numbers):
+        names = ("score_func", "route_norm", "num_groups", "num_limited_groups", "group_score")
+        routing = [top_k, *(int(numbers[name]) for name in names)]
+        constants = [*act["constants"], route_scale, route_norm_eps]
+        return of_x | {"gate": gate, "routing": routing, "constants": constants}
+
     of_act = {"h": a, "up": new(R, F), **act} if w3 is not None else {"h": h, "up": None, **act}
     calls = {
         "router_logits": [{"x": x, "weight": gate, "bias": b} for b in (new(E), None)],
@@ -507,38 +522,23 @@ def operator_calls(case: Case, device) -> dict:
             {"a": a, "h": None, **down, "scores": None, "plan": rows_plan, **act},
         ],
         "experts": [
-            {"x": x, **up, **down, "scores": scores, "ids": i, **act, **settings}
-            for i, settings in (
-                (ids, {"score_on_input": False, **add_shared}),
-                (ids.long(), {"score_on_input": True, "expert_map": expert_map}),
-            )
-        ],
-        "experts_out": [
-            {
-                "x": x,
-                **up,
-                **down,
-                "scores": scores,
+            *(of_ids | side for side in (add_shared, {"ids": ids.long(), **on_input})),
+            with_router(K, **softmax, **all_groups) | {"expert_bias": torch.zeros(E).to(device)},
+            with_router(K, **sigmoid, **all_groups)
+            | {
+                "gate_bias": new(E),
                 "ids": ids,
-                **act,
-                "score_on_input": False,
-                "out": new(T, D),
-                "shared": dout,
-                **column,
+                "num_tokens": given["num_tokens"],
+                "expert_scale": expert_scale,
             }
+            | add_shared,
+            *(
+                of_ids | packed | {"formats": formats} | side
+                for side in (add_shared, {"score_on_input": True})
+            ),
+            *eight_bit_calls(case, device, act),
         ],
-        "quantized_experts": [
-            {"x": x, **packed, **of_up, "b2": b2, "scores": scores, "ids": ids, **act, **side}
-            for side in ({"score_on_input": False, **add_shared}, {"score_on_input": True})
-        ],
-        "eight_bit_experts": eight_bit_calls(case, device, act),
-        "routed_experts": [
-            {"x": x, "gate": gate, "gate_bias": b, **up, **down, **act, "top_k": K, **routing}
-            for b, routing in (
-                (None, {"expert_bias": torch.zeros(E).to(device), **softmax, **all_groups}),
-                (new(E), {"expert_bias": None, **sigmoid, **all_groups, **given, **add_shared}),
-            )
-        ],
+        "experts_out": [of_ids | {"out": new(T, D), "shared": dout, **column}],
         "experts_down_backward": down_backwards,
         "experts_down_backward_accumulate": [{**call, "main_grad2": main2} for call in down_backwards],
         **fp8_calls(case, device, act),
@@ -549,12 +549,12 @@ def operator_calls(case: Case, device) -> dict:
 
 
 def call_operator(name: str, args) -> tuple:
-    """The results of an operator, always as a tuple, then copies of the arguments that it writes, written."""
+    """The results of an operator, always as a flat tuple, then copies of what it writes, written."""
     op = getattr(torch.ops.fused_moe, name).default
     is_written = [a.is_write for a in op._schema.arguments]
     args = [a.clone() if w and a is not None else a for w, a in zip(is_written, args, strict=True)]
     result = op(*args)
-    result = (result,) if isinstance(result, torch.Tensor) else result or ()
+    result = [r for r in tree_leaves(result) if r is not None]
     return (*result, *(a for w, a in zip(is_written, args, strict=True) if w and a is not None))
 
 
@@ -581,6 +581,16 @@ class Calls(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         self.calls.append((func.name(), args, result))
         return result
+
+    def kinds(self) -> list[str]:
+        """What each call of experts or experts_out computes: "routed", "8 bits", "values" or "floats"."""
+        named = []
+        for name, args, _ in self.calls:
+            if name in ("fused_moe::experts", "fused_moe::experts_out"):
+                given = arguments_by_name(name.removeprefix("fused_moe::"), args)
+                by_codes = "8 bits" if given["eight_bits"] else "values" if given["formats"] else "floats"
+                named.append(by_codes if given["gate"] is None else "routed")
+        return named
 
     def of(self, name: str) -> list:
         """(arguments, result) of every call of one of our operators."""

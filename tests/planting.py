@@ -18,7 +18,7 @@ def integer_arguments(name: str, args: tuple) -> dict[str, torch.Tensor]:
     for argument, value in zip(
         getattr(torch.ops.fused_moe, name).default._schema.arguments, args, strict=True
     ):
-        if argument.name in CODES:
+        if argument.name in CODES or argument.name in ("w1", "w3", "w2"):
             continue
         members = zip(PLAN, value, strict=False) if argument.name == "plan" else [(argument.name, value)]
         named |= {n: t for n, t in members if torch.is_tensor(t) and not t.is_floating_point()}

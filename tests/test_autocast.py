@@ -3,6 +3,7 @@
 import pytest
 import torch
 from cases import BF16, F16, F32, F64, Calls, Case, assert_same_bits, forward_backward, operator_calls
+from torch.utils._pytree import tree_map
 
 import fused_moe
 from fused_moe import FusedMoE, fused_experts, grouped_mlp, grouped_mm, reference
@@ -58,10 +59,13 @@ def test_without_gradients(device, dtype):
         with torch.autocast(device.type, dtype), Calls() as calls:
             found = fused_experts(**inputs, ids=ids)
             [arguments, *_] = operator_calls(case, device)["experts"]
-            raw, _ = torch.ops.fused_moe.experts(*arguments)
+            raw, *_ = torch.ops.fused_moe.experts(*arguments)
         named = zip(EXPERTS_ARGUMENTS, arguments, strict=True)
         kept = ("scores", "shared_gate")
-        cast = [t.to(dtype) if is_floating(t) and n not in kept else t for n, t in named]
+        cast = [
+            tree_map(lambda t: t.to(dtype) if is_floating(t) else t, v) if n not in kept else v
+            for n, v in named
+        ]
         assert torch.equal(raw, torch.ops.fused_moe.experts(*cast)[0])
     assert torch.equal(found, expected) and found.dtype == raw.dtype == dtype
     order = [name for name, *_ in calls.calls if name.startswith("fused_moe::experts")]

@@ -1,4 +1,4 @@
-"""eight_bit_experts: rows and weights are multiplied as codes of 8 bits, here against a plain loop that
+"""experts with eight_bits: rows and weights are multiplied as codes of 8 bits, here against a plain loop that
 quantises the same way. fused_moe.reference stays without it; csrc/eight_bit.h has the arithmetic."""
 
 import pytest
@@ -157,10 +157,22 @@ def make(format: str, case: Case, device, per_tensor: bool = False, **more) -> d
     return {**none, **args, **more}
 
 
+def run(args: dict) -> tuple:
+    """The operator of arguments by name, a weight being data, scale and, of w1 and w2, smooth."""
+    weights = {
+        f"w{i}": [
+            args[f"{name}{i}"] for name in ("data", "scale", "smooth") if args.get(f"{name}{i}") is not None
+        ]
+        for i in (1, 3, 2)
+    }
+    named = {n: v for n, v in args.items() if n.rstrip("123") not in ("data", "scale", "smooth", "format")}
+    named |= {"formats": [args["format"]] * 3, "eight_bits": True}
+    return torch.ops.fused_moe.experts(*arguments_of("experts", **named, **weights))
+
+
 def call(args: dict) -> torch.Tensor:
     """The operator's out; its counts are checked."""
-    operator = torch.ops.fused_moe.eight_bit_experts
-    out, counts = operator(*arguments_of("eight_bit_experts", **args))
+    out, counts, _ = run(args)
     experts = local_ids(args)
     assert counts.dtype == torch.int32
     assert counts.tolist() == [int((experts == e).sum()) for e in range(len(args["data1"]))]
@@ -461,9 +473,8 @@ def test_there_is_no_gradient(device, format, name):
     args = make(format, Case(9, 64, 64, 4, 2, BF16, bias=True), device)
     args["shared"] = torch.randn_like(args["x"])
     args[name].requires_grad_()
-    out = call(args)
-    with pytest.raises(RuntimeError, match="fused_moe: eight_bit_experts has no gradient"):
-        out.sum().backward()
+    with pytest.raises(RuntimeError, match="fused_moe: experts has no gradient"):
+        call(args)
 
 
 def wrong_arguments(device) -> dict:
@@ -508,5 +519,5 @@ def test_wrong_arguments(device, wrong):
     format, changed = wrong_arguments(device)[wrong]
     args = make(format, Case(9, 64, 64, 4, 2, BF16, bias=True), device)
     call(args)
-    with pytest.raises(RuntimeError, match=r"fused_moe::eight_bit_experts: expected .+, found .+"):
-        torch.ops.fused_moe.eight_bit_experts(*arguments_of("eight_bit_experts", **args | changed))
+    with pytest.raises(RuntimeError, match=r"fused_moe::experts: expected .+, found .+"):
+        run(args | changed)

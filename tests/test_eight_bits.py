@@ -725,11 +725,11 @@ def test_which_operator_runs(device):
     case = Case(tokens=60, dim=64, hidden=128, num_experts=4, dtype=BF16)
     inputs = case.inputs(device)
     made = {n: quantize(inputs.pop(n), "int8") for n in ("w1", "w2", "w3")}
-    for compute, tokens, name in (
-        ("int8", 1, "eight_bit_experts"),
-        ("auto", 60, "eight_bit_experts"),
-        ("auto", 2, "quantized_experts"),
-        ("codes", 2, "quantized_experts"),
+    for compute, tokens, kind in (
+        ("int8", 1, "8 bits"),
+        ("auto", 60, "8 bits"),
+        ("auto", 2, "values"),
+        ("codes", 2, "values"),
     ):
         weights = {
             n: QuantizedWeight(w.data, w.scale, format="int8", shape=w.shape, compute=compute)
@@ -739,9 +739,9 @@ def test_which_operator_runs(device):
         with Calls() as calls:
             fused_experts(**part, **weights, ids=case.ids(device)[:tokens])
         ours = [(n, a) for n, a, _ in calls.calls if n.startswith("fused_moe::")]
-        assert [n for n, _ in ours] == [f"fused_moe::{name}"]
-        if name == "eight_bit_experts":
-            assert [ours[0][1][i].dtype for i in (2, 4, 6)] == [F32] * 3
+        assert [n for n, _ in ours] == ["fused_moe::experts"] and calls.kinds() == [kind]
+        if kind == "8 bits":
+            assert [scale.dtype for _, scale in ours[0][1][1:4]] == [F32] * 3
             assert weights["w1"].is_tiled or weights["w1"].weight_scale.dtype == BF16
 
 
@@ -756,7 +756,7 @@ def test_no_gradient(device, mode, leaf):
     inputs[leaf].requires_grad_()
     out = fused_experts(**inputs, **weights, ids=case.ids(device))
     assert torch.equal(out, expected)
-    with pytest.raises(RuntimeError, match="fused_moe: eight_bit_experts has no gradient"):
+    with pytest.raises(RuntimeError, match="another compute than 'codes' has no gradient"):
         out.sum().backward()
 
 
@@ -771,7 +771,7 @@ def test_fp8_where_it_is_not_multiplied(cpu, compute):
     inputs["x"].requires_grad_()
     out = fused_experts(**inputs, **weights, ids=case.ids(cpu))
     assert torch.equal(out, expected)
-    with pytest.raises(RuntimeError, match="fused_moe: quantized_experts has no gradient"):
+    with pytest.raises(RuntimeError, match="another compute than 'codes' has no gradient"):
         out.sum().backward()
 
 

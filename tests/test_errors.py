@@ -1076,6 +1076,8 @@ def operator_calls(device) -> tuple[dict, dict]:
     a, h = torch.randn(T * K, F, device=device), torch.randn(T * K, 2 * F, device=device)
     ends, act = plan.offsets[1:].contiguous(), (0, [1.0, 1.0])
     up = (x, w1, w3, None, None)
+    one_each, no_router, routed = (x, [w1], [w3], [w2]), [None] * 6, (0, 0, [1.0] * 4)  # of experts
+    router = (w1[:, 0], None, None, None, None, [1, 0, 0, 0, 0, 0])
 
     def changed(i, value):
         return [value if j == i else v for j, v in enumerate(maps)]
@@ -1188,13 +1190,29 @@ def operator_calls(device) -> tuple[dict, dict]:
         "experts_down: shared without maps": (
             ops.experts_down, a, None, w2, None, None, no_maps, 0, *act, None, rows),
         "experts: short shared": (
-            ops.experts, x, w1, w3, w2, None, None, None, scores, ids, 0, *act, False, None, x[:4]),
-        "experts: ids of other tokens": (
-            ops.experts, x, w1, w3, w2, None, None, None, scores[:4], ids[:4], 0, *act, False),
+            ops.experts, *one_each, scores, ids, 0, *act, *no_router, False, [], *[None] * 4, x[:4]),
+        "experts: ids of other tokens": (ops.experts, *one_each, scores[:4], ids[:4], 0, *act),
         "experts: scores of other slots": (
-            ops.experts, x, w1, w3, w2, None, None, None, scores[:, :1], ids, 0, *act, True),
-        "experts: w2 of fewer experts": (
-            ops.experts, x, w1, w3, w2[:1], None, None, None, scores, ids, 0, *act, False),
+            ops.experts, *one_each, scores[:, :1], ids, 0, *act, *no_router, True),
+        "experts: w2 of fewer experts": (ops.experts, x, [w1], [w3], [w2[:1]], scores, ids, 0, *act),
+        "experts: no w1": (ops.experts, x, [], [w3], [w2], scores, ids, 0, *act),
+        "experts: two tensors, no formats": (ops.experts, x, [w1, w1], [w3], [w2], scores, ids, 0, *act),
+        "experts: two formats": (ops.experts, *one_each, scores, ids, 0, *act, *no_router, False, [2, 2]),
+        "experts: one tensor with a format": (
+            ops.experts, *one_each, scores, ids, 0, *act, *no_router, False, [2, 2, 2]),
+        "experts: eight_bits without formats": (
+            ops.experts, *one_each, scores, ids, 0, *act, *no_router, False, [], *[None] * 6, True),
+        "experts: neither ids nor a gate": (ops.experts, *one_each, scores, None, 0, *act),
+        "experts: scores beside a gate": (ops.experts, *one_each, scores, None, *routed, *router),
+        "experts: a gate of other experts": (
+            ops.experts, *one_each, None, None, *routed, w1[:1, 0], *router[1:]),
+        "experts: a gate without routing": (ops.experts, *one_each, None, None, *routed, w1[:, 0]),
+        "experts: a gate without its constants": (
+            ops.experts, *one_each, None, None, 0, *act, *router),
+        "experts: routing without a gate": (
+            ops.experts, *one_each, scores, ids, 0, *act, None, *router[1:]),
+        "experts_out: short out": (ops.experts_out, x[:4].clone(), *one_each, scores, ids, 0, *act),
+        "experts_out: half out": (ops.experts_out, x.half(), *one_each, scores, ids, 0, *act),
         "experts_up_backward: w3 wanted but absent": (
             ops.experts_up_backward, a, x, w1, None, None, maps, 3, *[True] * 3, *[False] * 3),
         "experts_up_backward: dlogits of other experts": (

@@ -25,6 +25,7 @@ from cases import (
     check_experts,
     experts_cases,
     forward_backward,
+    operator_calls,
     to_double,
     variants,
 )
@@ -618,7 +619,7 @@ def test_without_gradients(device, layout, score_on):
     assert torch.equal(found, expected.detach()) and not found.requires_grad
     ours = [name for name, *_ in calls.calls if name.startswith("fused_moe::")]
     assert ours == ["fused_moe::experts"]
-    [(_, (_, counts))] = calls.of("experts")
+    [(_, (_, counts, _))] = calls.of("experts")
     assert torch.equal(counts, fused_moe.route_plan(ids, case.num_experts).counts)
 
 
@@ -644,6 +645,43 @@ def test_out(device, layout, score_on):
     assert torch.equal(call(out=out.fill_(torch.nan), plan=plan), expected)
     with torch.autocast(torch.device(device).type, BF16):
         assert torch.equal(call(out=out.fill_(torch.nan)), expected)
+
+
+@pytest.mark.parametrize("compiled", (False, True), ids=("eager", "compiled"))
+@pytest.mark.parametrize("name", ("experts", "experts_out"))
+def test_operators_without_gradients_refuse(device, name, compiled):
+    """In grad mode they raise for each tensor that requires a gradient alone, one of a list, too, with float
+    weights, quantised ones and a router."""
+    op = getattr(torch.ops.fused_moe, name).default
+    names = [a.name for a in op._schema.arguments]
+    message = f"fused_moe: {name} has no gradient: .*fused_moe.fused_experts and FusedMoE take gradients"
+
+    def call(*args):
+        torch._dynamo.reset()
+        return (torch.compile(op, backend="aot_eager", fullgraph=True) if compiled else op)(*args)
+
+    for args in operator_calls(Case(tokens=5, bias=True), device)[name]:
+        call(*args)
+        lists = [value if isinstance(value, list) else [value] for value in args]
+        places = [
+            (i, place)
+            for i, value in enumerate(lists)
+            for place, t in enumerate(value)
+            if torch.is_tensor(t)
+            and t.is_floating_point()
+            and (not compiled or names[i] in ("x", "w1", "w2"))
+        ]
+        assert {"x", "w1", "w2"} <= {names[i] for i, _ in places}
+        for i, place in places:
+            leaf = lists[i][place].detach().clone().requires_grad_()
+            given = leaf
+            if isinstance(args[i], list):
+                given = [*args[i][:place], leaf, *args[i][place + 1 :]]
+            wrong = (*args[:i], given, *args[i + 1 :])
+            with pytest.raises(Exception, match=message):
+                call(*wrong)
+            with torch.no_grad():
+                op(*wrong)
 
 
 def test_out_compiled(device):

@@ -132,13 +132,18 @@ def test_inference_keeps_no_h(device, why):
 
 
 def test_the_operator_without_gradients_allocates_no_h(cpu):
-    """h, 2TKF elements, would be the largest of its tensors: a has half of that, y fewer."""
+    """h, 2TKF elements, would be larger than all of the plan, a and y, which are one allocation, its largest.
+    Its parts begin at multiples of 256 bytes."""
     case = Case(tokens=64, dim=32, hidden=96, num_experts=4, top_k=4)
     inputs, ids = case.inputs(cpu), case.ids(cpu)
     with torch.profiler.profile(profile_memory=True) as profiled:
         fused_experts(**inputs, ids=ids)
     sizes = [e.self_cpu_memory_usage for e in profiled.events() if e.name == "aten::empty"]
-    assert max(sizes) == 4 * ids.numel() * case.hidden
+    num_slots, num_experts = ids.numel(), case.num_experts
+    plan_words = num_experts + 1 + codes.schedule_words(num_experts) + 3 * num_slots
+    parts = (plan_words, num_slots * case.hidden, num_slots * case.dim)
+    assert max(sizes) == sum(-(-4 * words // 256) * 256 for words in parts)
+    assert max(sizes) < 4 * num_slots * 2 * case.hidden
 
 
 def test_training_keeps_h(device):

@@ -30,15 +30,16 @@ def dtype_for(mode):
 
 # --- the table --------------------------------------------------------------------------------------------
 
-# The operators that are called on each path; any number of others may be beside them.
+# The operators that are called on each path, and of experts what it computes (Calls.kinds); any number of
+# others may be beside them.
 OPERATORS = {
-    Path.ROUTED: {"routed_experts"},
+    Path.ROUTED: {"routed"},
     Path.ROUTED_UP: {"route", "route_plan", "experts_up", "experts_down"},
-    Path.EXPERTS: {"route", "experts"},
+    Path.EXPERTS: {"route", "floats"},
     Path.UP_DOWN: {"route", "route_plan", "experts_up", "experts_down"},
     Path.FP8: {"route", "route_plan", "fp8_weight", "fp8_up", "fp8_down"},
-    Path.EIGHT_BIT: {"route", "eight_bit_experts"},
-    Path.QUANTIZED: {"route", "quantized_experts"},
+    Path.EIGHT_BIT: {"route", "8 bits"},
+    Path.QUANTIZED: {"route", "values"},
     Path.COMPOSED: {"route", "route_plan", "unpermute"},
 }
 IN_GRAD_MODE = {"fp8_up_weights"}  # beside an FP8 call's, only where gradients are recorded
@@ -173,6 +174,7 @@ def test_the_table(device, case):
 
 def assert_taken(expected: Path, calls: Calls, out) -> None:
     called = {name.removeprefix("fused_moe::") for name, *_ in calls.calls if name.startswith("fused_moe::")}
+    called |= set(calls.kinds())
     for other, operators in OPERATORS.items():
         if other not in (expected, Path.ROUTED_UP, Path.UP_DOWN) and operators - OPERATORS[expected]:
             assert not operators <= called, other

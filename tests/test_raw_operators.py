@@ -29,13 +29,10 @@ ANY_VALUE = {
     ("route_plan", "ids"),
     ("experts", "ids"),
     ("experts_out", "ids"),
-    ("quantized_experts", "ids"),
-    ("eight_bit_experts", "ids"),
-    ("eight_bit_experts", "expert_map"),
     ("route_plan", "expert_map"),
     ("experts", "expert_map"),
 }
-ANY_VALUE |= {(op, name) for op in ("route", "routed_experts") for name in ("given_ids", "num_tokens")}
+ANY_VALUE |= {(op, name) for op in ("route", "experts") for name in ("given_ids", "num_tokens")}
 
 
 def tensors(value) -> list[torch.Tensor]:

@@ -101,7 +101,7 @@ def test_ids_beyond_int32_are_no_experts(device):
     seed=st.integers(0, 99),
 )
 def test_private_plan(device, tokens, top_k, num_experts, settings, given_ids, count, seed):
-    """What routed_experts chooses and plans for itself: what route chooses, and route_plan's plan of it."""
+    """What experts chooses and plans with a router: what route chooses, and route_plan's plan of it."""
     draw = {"generator": torch.Generator().manual_seed(seed)}
     logits = torch.randn(tokens, num_experts, **draw).to(device)
     ids = make_ids("sentinels", tokens, top_k, num_experts, seed).to(device) if given_ids else None

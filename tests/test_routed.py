@@ -57,7 +57,7 @@ def is_one_operator(layer, x) -> bool:
     """Whether router and routed experts are one operator without gradients."""
     with torch.no_grad(), Calls() as calls:
         layer(x)
-    return len(calls.of("routed_experts")) == 1
+    return calls.kinds() == ["routed"]
 
 
 def loss_of(layer, x, use=("out", "balance", "z")):

@@ -979,10 +979,12 @@ def test_shapes_of_results(cpu, format):
     w1, w3, w2 = (meta_tiles(format, E, *sides) for sides in ((F, D), (F, D), (D, F)))
     x, scores = torch.empty(T, D, device="meta"), torch.empty(T, K, device="meta")
     ids = torch.empty(T, K, dtype=torch.int32, device="meta")
-    settings = (0, 0, [1.702, 7.0], False)
+    settings = (0, 0, [1.702, 7.0])
     with FlopCounterMode(display=False) as counter:
-        out, counts = torch.ops.fused_moe.quantized_experts(
-            x, *w1, *w3, *w2, None, None, None, scores, ids, *settings
+        formats = [w[3] for w in (w1, w3, w2)]
+        weights = ([t for t in w[:3] if t is not None] for w in (w1, w3, w2))
+        out, counts, _ = torch.ops.fused_moe.experts(
+            x, *weights, scores, ids, *settings, *[None] * 6, False, formats
         )
     assert out.shape == (T, D) and counts.shape == (E,)
     assert counter.get_total_flops() == 6 * T * K * D * F

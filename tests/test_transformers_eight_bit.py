@@ -80,7 +80,7 @@ def test_fp8_experts(fp8, kind):
     pointers = {name: p.data_ptr() for name, p in experts.named_parameters()}
     with Calls() as calls, torch.no_grad():
         found = experts(*call)
-    assert len(calls.of("eight_bit_experts")) == 1
+    assert calls.kinds() == ["8 bits"]
     assert relative(found, expected) < 0.01  # a hidden value's code may be the other neighbour
     assert pointers == {name: p.data_ptr() for name, p in experts.named_parameters()}
 
@@ -111,7 +111,7 @@ def test_training_has_gradients(device):
     x.requires_grad_(), scores.requires_grad_()
     with Calls() as calls:
         found = experts(x, ids, scores)
-    assert not calls.of("eight_bit_experts")
+    assert "8 bits" not in calls.kinds()
     expected = fused_moe.fused_experts(
         x,
         *(w for w in experts._fused_moe_weights.weights.values()),
@@ -137,7 +137,7 @@ def test_register_in_codes(device):
     experts, (x, ids, scores) = serving(device), fp8_call(device, dtype=BF16)
     with Calls() as calls:
         found = experts(x.requires_grad_(), ids, scores)
-    assert not calls.of("eight_bit_experts") and calls.calls
+    assert "8 bits" not in calls.kinds() and calls.calls
     found.sum().backward()
     assert x.grad.any()
 
@@ -157,7 +157,7 @@ def test_float32_on_a_gpu(device):
     experts, call = serving(device), fp8_call(device, dtype=F32)
     with Calls() as calls, torch.no_grad():
         experts(*call)
-    assert bool(calls.of("eight_bit_experts")) == (device.type == "cpu")
+    assert ("8 bits" in calls.kinds()) == (device.type == "cpu")
 
 
 def test_widths_without_kernels(device):
@@ -166,7 +166,7 @@ def test_widths_without_kernels(device):
     experts, call = serving(device, has_gate=False, config=sizes), fp8_call(device, dtype=BF16)
     with Calls() as calls, torch.no_grad():
         assert experts(*call).isfinite().all()
-    assert calls.of("quantized_experts") and not calls.of("eight_bit_experts")
+    assert "values" in calls.kinds() and "8 bits" not in calls.kinds()
 
 
 def test_compile(fp8):
@@ -198,13 +198,13 @@ def test_a_checkpoint(fp8, tmp_path):
     ours, ids = load(tmp_path, dtype=BF16).to(fp8), token_ids(fp8)
     with Calls() as calls, torch.no_grad():
         found = ours(ids).logits
-    assert len(calls.of("eight_bit_experts")) == len(experts_of(ours))
+    assert calls.kinds() == ["8 bits"] * len(experts_of(ours))
     with torch.no_grad():
         expected = eager(ids).logits
         assert 0 < relative(found, expected) < 0.2
         with Calls() as calls:
             trained = ours.train()(ids).logits
-    assert not calls.of("eight_bit_experts")
+    assert "8 bits" not in calls.kinds()
     assert relative(trained, expected) < relative(found, expected)
     ours.eval().generate(ids, max_new_tokens=3, do_sample=False, attention_mask=torch.ones_like(ids))
 
@@ -232,7 +232,7 @@ def test_quantize_experts(device, kind):
         assert (experts.down_proj.smooth is not None) == (compute == "int8_smooth")
     with Calls() as calls, torch.no_grad():
         assert relative(ours(ids).logits, eager(ids).logits) < 0.2
-    assert len(calls.of("eight_bit_experts")) == len(experts_of(ours))
+    assert calls.kinds() == ["8 bits"] * len(experts_of(ours))
     loss = ours.train()(input_ids=ids, labels=ids).loss
     if compute == "int8_smooth":
         with pytest.raises(RuntimeError, match=NO_GRADIENT):

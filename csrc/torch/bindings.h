@@ -17,6 +17,7 @@
 #include "checks.h"
 
 using Constants = std::vector<double>; /* alpha, limit */
+using Ints = std::vector<int64_t>;
 
 /* A function of the CUDA tiers; NULL in a CPU build. */
 #ifdef FUSED_MOE_WITH_CUDA
@@ -210,6 +211,18 @@ RowMap full_row_map_of(const char *op, const Tensor &x, RowsOf rows_of, const Te
 /* --- parts of operators --------------------------------------------------------------------------------- */
 
 /* route.cpp */
+/* How experts are chosen and scored: ROUTING of library.cpp. */
+struct Routing {
+    int64_t top_k, score_func;
+    bool route_norm;
+    double route_scale, route_norm_eps;
+    int64_t num_groups, num_limited_groups, group_score;
+};
+
+/* The same, its integers of one list. */
+Routing routing_of(const char *op, const std::optional<Ints> &ints, double route_scale,
+                   double route_norm_eps);
+
 /* A choice of experts that has not run: operands are checked, memory is allocated. p points into the tensors
  * and num_tokens. */
 struct PreparedRoute {
@@ -218,25 +231,30 @@ struct PreparedRoute {
     OptTensor bias, given_ids, expert_scale;
 };
 
-PreparedRoute prepare_route(const Tensor &logits, const OptTensor &bias, int64_t top_k, int64_t score_func,
-                            bool route_norm, double route_scale, double route_norm_eps, int64_t num_groups,
-                            int64_t num_limited_groups, int64_t group_score, const OptTensor &given_ids,
-                            const OptTensor &num_tokens, const OptTensor &expert_scale);
+PreparedRoute prepare_route(const Tensor &logits, const OptTensor &bias, const Routing &routing,
+                            const OptTensor &given_ids, const OptTensor &num_tokens,
+                            const OptTensor &expert_scale);
 void run_route(const Call &call, const FusedMoeRoute &p);
 
+/* dx = dlogits weight, or dx += dlogits weight; weight is a dense (E, D). */
+void run_router_dgrad(const Call &call, const Tensor &dlogits, const Tensor &weight, const Tensor &dx,
+                      bool accumulate);
+
+/* plan.cpp */
 /* counts, offsets, schedule, row_token, row_slot, token_row */
 using PlanResult = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
 /* The plan of a call that does not return it, not made yet: ids are checked, memory is allocated. p and rows
- * point into the tensors. */
+ * point into the tensors. Behind the plan is memory for two matrices of R rows, in one allocation with it. */
 struct PrivatePlan {
     FusedMoeRoutePlan p;
     RowMap rows;
+    void *matrix[2];
     Tensor ids, counts, memory;
     OptTensor expert_map;
 };
 
 PrivatePlan prepare_plan(const char *op, const Tensor &ids, const Tensor &x, int64_t num_experts,
-                         const OptTensor &expert_map);
+                         const OptTensor &expert_map, int64_t row_bytes0 = 0, int64_t row_bytes1 = 0);
 void run_route_plan(const Call &call, FusedMoeRoutePlan &p, const Tensor &ids);
 /* Who makes the plan, decided once per call. up, down: the GEMMs that may make it. (route_plan does not ask:
  * training calls it, and a cluster has to wait for eight free SMs of one GPC.) */
@@ -245,14 +263,11 @@ FusedMoePlanner planner_of(const Call &call, const FusedMoeRoutePlan &p, const F
 /* Runs the choice of the ids, if one is given, and makes the plan, unless the GEMMs do. */
 void run_private_plan(const Call &call, PrivatePlan &plan, const FusedMoeRoute *route,
                       FusedMoePlanner planner);
-/* dx = dlogits weight, or dx += dlogits weight; weight is a dense (E, D). */
-void run_router_dgrad(const Call &call, const Tensor &dlogits, const Tensor &weight, const Tensor &dx,
-                      bool accumulate);
 
 /* activate.cpp */
 FusedMoeActivation activation_of(const char *op, int64_t kind, const Constants &constants);
 
-/* experts.cpp */
+/* sides.cpp */
 struct Width {
     int64_t E, D, F, H, w1_rows;
 };
@@ -263,6 +278,8 @@ Width width_of(const char *op, int64_t E, int64_t rows, int64_t D, bool has_w3, 
 /* rows.cpp */
 FusedMoeUnpermute unpermute_of(const char *op, const Tensor &rows, const OptTensor &scores, const RowMap &map,
                                const Tensor &out, const Shared &shared = {});
+FusedMoeUnpermute unpermute_of(const void *rows, FusedMoeDtype dtype, int64_t D, const OptTensor &scores,
+                               const RowMap &map, const Tensor &out, const Shared &shared);
 void run_unpermute(const Call &call, const FusedMoeUnpermute &p);
 /* drows and dscores may be absent. Only dscores needs rows. */
 void run_unpermute_backward(const Call &call, const Tensor &dout, const OptTensor &rows,
@@ -275,8 +292,9 @@ struct Codes {
     Tensor codes, scale;
 };
 
-/* p has the map, D and what x is multiplied by. */
-Codes quantize_rows(const Call &call, FusedMoeQuantizeRows &p, const Tensor &x, FusedMoeCode code);
+/* x is of like's dtype. p has the map, D and what x is multiplied by. */
+Codes quantize_rows(const Call &call, FusedMoeQuantizeRows &p, const Tensor &like, const void *x,
+                    FusedMoeCode code);
 /* The map of R rows that are grouped already. */
 FusedMoeRowMap grouped(const FusedMoeRowMap &map);
 
@@ -289,10 +307,10 @@ struct Grouping {
 
 Grouping grouping_of(const RowMap &map);
 /* out = a b[0]^T + bias; with b[1] the sum of both GEMMs, each on its part of a's columns. */
-FusedMoeGroupedMM grouped_mm_of(const char *op, const Tensor &a, const FusedMoeWeight b[2],
+FusedMoeGroupedMM grouped_mm_of(const void *a, FusedMoeDtype dtype, int64_t R, const FusedMoeWeight b[2],
                                 const int64_t N[2], const OptTensor &bias, const Grouping &grouping,
-                                const Tensor &out);
-void run_grouped_mm(const Call &call, FusedMoeGroupedMM &p, const Tensor &a);
+                                void *out, int64_t M);
+void run_grouped_mm(const Call &call, FusedMoeGroupedMM &p, const Tensor &like);
 void run_grouped_mm(const Call &call, const Tensor &a, const FusedMoeWeight b[2], const int64_t N[2],
                     const OptTensor &bias, const Grouping &grouping, const Tensor &out);
 

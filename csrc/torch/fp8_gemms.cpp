@@ -95,7 +95,7 @@ Codes quantize_tokens(const Call &call, const Tensor &x, const RowMap &map, OptT
         *by_token = new_tensor(x, {map.p.T, p.D}, ScalarType::Float8_e4m3fn);
         p.token_codes = (*by_token)->mutable_data_ptr();
     }
-    return quantize_rows(call, p, x, FUSED_MOE_CODE_E4M3);
+    return quantize_rows(call, p, x, data(x), FUSED_MOE_CODE_E4M3);
 }
 
 /* The same codes, one row for each token. The up side's weight gradients make them again: kept from forward,
@@ -104,7 +104,7 @@ static Tensor token_codes(const Call &call, const Tensor &x) {
     FusedMoeQuantizeRows p = {};
     p.row_map.T = p.row_map.R = x.size(0);
     p.D = x.size(1);
-    return quantize_rows(call, p, x, FUSED_MOE_CODE_E4M3).codes;
+    return quantize_rows(call, p, x, data(x), FUSED_MOE_CODE_E4M3).codes;
 }
 
 Tensor run_eight_bit_mm(const Call &call, const Tensor &like, const void *codes, const float *a_scale,

@@ -1,5 +1,5 @@
 /* Experts whose GEMMs multiply e4m3 by e4m3, forward and backward, in two sides with h between them as in
- * experts.cpp. Weights are quantised by an operator of its own, once for all calls until they change; what
+ * sides.cpp. Weights are quantised by an operator of its own, once for all calls until they change; what
  * the GEMMs read are those codes, and the weights themselves are arguments because of their gradients.
  *
  * The up side is two operators: fp8_up, whose backward makes dx of dh by rows, and fp8_up_weights, whose

@@ -13,32 +13,33 @@ static Grouping grouping_of(const Tensor &offs) {
 
 /* --- grouped_mm ----------------------------------------------------------------------------------------- */
 
-FusedMoeGroupedMM grouped_mm_of(const char *op, const Tensor &a, const FusedMoeWeight b[2],
+FusedMoeGroupedMM grouped_mm_of(const void *a, FusedMoeDtype dtype, int64_t R, const FusedMoeWeight b[2],
                                 const int64_t N[2], const OptTensor &bias, const Grouping &grouping,
-                                const Tensor &out) {
+                                void *out, int64_t M) {
     FusedMoeGroupedMM p = {};
-    p.a = data(a);
+    p.a = a;
     for (int i = 0; i < 2; i++) p.b[i] = b[i], p.N[i] = N[i];
     p.bias = data(bias);
-    p.out = out.mutable_data_ptr();
+    p.out = out;
     p.offs = grouping.offs;
     p.schedule = grouping.schedule;
-    p.R = a.size(0);
-    p.M = out.size(1);
+    p.R = R;
+    p.M = M;
     p.E = (int32_t)grouping.E;
-    p.dtype = float_dtype(op, a);
+    p.dtype = dtype;
     p.pdl.after_any = true;
     return p;
 }
 
-void run_grouped_mm(const Call &call, FusedMoeGroupedMM &p, const Tensor &a) {
-    run_tiered(call, p, a, fused_moe_cpu_grouped_mm, CUDA(fused_moe_cuda_select_grouped_mm),
+void run_grouped_mm(const Call &call, FusedMoeGroupedMM &p, const Tensor &like) {
+    run_tiered(call, p, like, fused_moe_cpu_grouped_mm, CUDA(fused_moe_cuda_select_grouped_mm),
                CUDA(fused_moe_cuda_grouped_mm));
 }
 
 void run_grouped_mm(const Call &call, const Tensor &a, const FusedMoeWeight b[2], const int64_t N[2],
                     const OptTensor &bias, const Grouping &grouping, const Tensor &out) {
-    FusedMoeGroupedMM p = grouped_mm_of(call.op, a, b, N, bias, grouping, out);
+    FusedMoeGroupedMM p = grouped_mm_of(data(a), float_dtype(call.op, a), a.size(0), b, N, bias, grouping,
+                                        out.mutable_data_ptr(), out.size(1));
     run_grouped_mm(call, p, a);
 }
 

@@ -1,152 +1,11 @@
-/* The list of operators: their schemas and functions, and facts on the library.
+/* The list of operators: their schemas and functions.
  *
  * An argument that has a gradient, or is written, is a separate argument: autograd makes no node for a list
  * that holds None. The others are grouped:
  *   plan       [offsets, schedule], where row r is token r; or these, row_token, row_slot and token_row
  *   constants  [alpha, limit] of the activation
  *   quantized  [codes, scale, codes_t, scale_t] of FP8 training's weights; in backward [codes_t, scale_t] */
-#include <string>
-
 #include "operators.h"
-
-/* --- facts ---------------------------------------------------------------------------------------------- */
-
-struct Fact {
-    const char *name, *value;
-};
-
-struct Constant {
-    const char *name;
-    int64_t value;
-};
-
-static const char *tier_name(int tier) {
-    return fused_moe_tier(tier).name;
-}
-
-/* A JSON text, written from front to back. */
-static void write_string(std::string *json, const char *s) {
-    *json += '"';
-    for (; *s; s++) {
-        if (*s == '"' || *s == '\\') *json += '\\';
-        if ((unsigned char)*s >= ' ') *json += *s;
-    }
-    *json += '"';
-}
-
-/* Opens the next member of an object: a comma unless it is the first, and its name. */
-static void write_name(std::string *json, const char *name) {
-    if (json->back() != '{') *json += ',';
-    write_string(json, name);
-    *json += ':';
-}
-
-static void write_strings(std::string *json, int num, const char *(*string_of)(int)) {
-    *json += '[';
-    for (int i = 0; i < num; i++) {
-        if (i) *json += ',';
-        write_string(json, string_of(i));
-    }
-    *json += ']';
-}
-
-static const char *operator_name(int op) {
-    switch (op) {
-    case FUSED_MOE_OP_GROUPED_MM: return "grouped_mm";
-    case FUSED_MOE_OP_UP_GATE: return "up_gate";
-    case FUSED_MOE_OP_DOWN_DGRAD: return "down_dgrad";
-    case FUSED_MOE_OP_WGRAD: return "wgrad";
-    case FUSED_MOE_OP_ROUTER_LOGITS: return "router_logits";
-    case FUSED_MOE_OP_ROUTER_DGRAD: return "router_dgrad";
-    default: return "unknown";
-    }
-}
-
-/* Facts as JSON, so that Python and the tests read no C source: how the library was built, its tiers, best
- * first, with the compute capabilities that they run on, the reasons and operators that cuda_calls numbers,
- * and constants. */
-static std::string facts() {
-    static const Fact build[] = {BUILD_INFO};
-    static const Constant constants[] = {
-        {"TILE_ROWS", FUSED_MOE_TILE_ROWS},
-        {"SKINNY_ROWS", FUSED_MOE_SKINNY_ROWS},
-        {"MIN_SLICE", FUSED_MOE_MIN_SLICE},
-        {"MAX_CTAS", FUSED_MOE_MAX_CTAS},
-        {"SLICE_SMS", FUSED_MOE_SLICE_SMS},
-        {"HEAD_WORDS", FUSED_MOE_HEAD_WORDS},
-        {"NUM_COUNTERS", FUSED_MOE_NUM_COUNTERS},
-        {"DRIVER_TOO_OLD", FUSED_MOE_DRIVER_TOO_OLD},
-        {"UNSUPPORTED_GPU", FUSED_MOE_UNSUPPORTED_GPU},
-        {"NO_SUCH_TIER", FUSED_MOE_NO_SUCH_TIER},
-    };
-    std::string json = "{";
-    write_name(&json, "build");
-    json += '{';
-    for (const Fact &fact : build) {
-        write_name(&json, fact.name);
-        write_string(&json, fact.value);
-    }
-    json += '}';
-    write_name(&json, "tiers");
-    write_strings(&json, FUSED_MOE_NUM_TIERS, tier_name);
-    write_name(&json, "capabilities");
-    for (int tier = 0; tier < FUSED_MOE_NUM_TIERS; tier++) {
-        FusedMoeTierFacts runs_on = fused_moe_tier(tier);
-        json += tier ? ",[" : "[[";
-        json += std::to_string(runs_on.oldest) + "," + std::to_string(runs_on.newest) + "]";
-    }
-    json += ']';
-    write_name(&json, "reasons");
-#ifdef FUSED_MOE_WITH_CUDA
-    write_strings(&json, FUSED_MOE_NUM_REASONS, fused_moe_cuda_reason);
-#else
-    json += "[]";
-#endif
-    write_name(&json, "operators");
-    write_strings(&json, FUSED_MOE_NUM_TIERED_OPS, operator_name);
-    write_name(&json, "constants");
-    json += '{';
-    for (const Constant &constant : constants) {
-        write_name(&json, constant.name);
-        json += std::to_string(constant.value);
-    }
-    return json + "}}";
-}
-
-/* The number of calls of an operator that each tier ran, best first, then the reason why the last call was
- * not dispatched to the best. */
-static Tensor cuda_calls(int64_t op) {
-    check_size("cuda_calls", "op", op, 0, FUSED_MOE_NUM_TIERED_OPS - 1);
-    FusedMoeCalls calls = {};
-#ifdef FUSED_MOE_WITH_CUDA
-    fused_moe_cuda_calls((FusedMoeTieredOp)op, &calls);
-#endif
-    const int64_t num = FUSED_MOE_NUM_TIERS;
-    Tensor counts = torch::stable::empty({num + 1}, ScalarType::Long, {},
-                                         torch::stable::Device(torch::headeronly::DeviceType::CPU));
-    int64_t *values = (int64_t *)counts.mutable_data_ptr();
-    for (int tier = 0; tier < num; tier++) values[tier] = calls.of_tier[tier];
-    values[num] = calls.reason;
-    return counts;
-}
-
-/* Whether a CUDA tier runs on a device (status 0: it does), and the versions that decide that. */
-static std::tuple<int64_t, int64_t, int64_t, int64_t> cuda_device(int64_t index) {
-#ifdef FUSED_MOE_WITH_CUDA
-    FusedMoeCudaDevice device = {};
-    int status = fused_moe_cuda_device((int)index, &device);
-    return {status, device.driver_version, device.runtime_version, device.capability};
-#else
-    (void)index;
-    return {FUSED_MOE_NO_SUCH_TIER, 0, 0, 0};
-#endif
-}
-
-static void cuda_reset() {
-#ifdef FUSED_MOE_WITH_CUDA
-    fused_moe_cuda_reset();
-#endif
-}
 
 /* --- schemas -------------------------------------------------------------------------------------------- */
 
@@ -180,12 +39,31 @@ static void cuda_reset() {
 /* The last arguments: rows that are added to the experts' sum. */
 #define SHARED ", Tensor? shared=None, Tensor? shared_gate=None"
 
+/* The experts without gradients. A weight is [w]; with formats, which are those of w1, w3 and w2, it is
+ * [data, scale], with zero behind them where it has zero points; [] stands for no w3. With eight_bits GEMMs
+ * multiply 8 bits by 8 bits, of rows whose scales are powers of two if power_of_two is set; behind the scale
+ * comes what the rows are divided by. Scores and ids are given; or the router's gate is, and then scores are
+ * not, and ids are a choice made before, or None:
+ *   routing    [top_k, score_func, route_norm, num_groups, num_limited_groups, group_score]
+ *   constants  end in route_scale and route_norm_eps
+ *   routed     is [ids, logits], and [] without a router: two empty tensors would take the host 1 µs.
+ *              torch.compile takes no list of an operator that writes, so experts_out returns them
+ * What most calls give comes first, since a None that is passed takes longer than a default. */
+#define EXPERTS                                                                                              \
+    "Tensor x, Tensor[] w1, Tensor[] w3, Tensor[] w2, Tensor? scores, Tensor? ids, int layout, "             \
+    "int activation, float[] constants, Tensor? gate=None, Tensor? gate_bias=None, "                         \
+    "Tensor? expert_bias=None, Tensor? expert_scale=None, Tensor? num_tokens=None, int[]? routing=None, "    \
+    "bool score_on_input=False, int[] formats=[], Tensor? b1=None, "                                         \
+    "Tensor? b3=None, Tensor? b2=None, Tensor? expert_map=None" SHARED ", bool eight_bits=False, "           \
+    "bool power_of_two=False"
+
 STABLE_TORCH_LIBRARY(fused_moe, m) {
     m.def("facts() -> str");
     m.def("cuda_device(int index) -> (int status, int driver, int runtime, int capability)");
     m.def("cuda_problem(int status, int driver, int runtime, int capability) -> str");
     m.def("cuda_calls(int op) -> Tensor");
     m.def("cuda_reset() -> ()");
+    /* For tests alone, as the operators of planners.cpp are: */
     m.def("private_plan(Tensor? logits, Tensor? ids, int num_experts, Tensor? expert_map, Tensor? "
           "bias, " ROUTING ", Tensor? num_tokens, Tensor? expert_scale=None) -> (Tensor scores, Tensor ids, "
           "Tensor counts, Tensor plan)");
@@ -223,6 +101,7 @@ STABLE_TORCH_LIBRARY(fused_moe, m) {
     m.def("activate_backward(Tensor da, Tensor h, Tensor? up, int layout, int activation, "
           "float[] constants) -> (Tensor dh, Tensor dup)");
 
+    /* Parts of experts_up, of its backward and of experts_down's, for tests and benchmarks alone: */
     m.def("up_gate(Tensor x, Tensor w1, Tensor? w3, Tensor? b1, Tensor? b3, Tensor[] plan, int layout, "
           "int activation, float[] constants) -> (Tensor h, Tensor a)");
     m.def("up_dgrad(Tensor dh, Tensor w1, Tensor? w3, Tensor[] plan, int layout) -> Tensor");
@@ -239,30 +118,8 @@ STABLE_TORCH_LIBRARY(fused_moe, m) {
     m.def(
         "experts_down(Tensor a, Tensor? h, Tensor w2, Tensor? b2, Tensor? scores, Tensor[] plan, int layout, "
         "int activation, float[] constants, Tensor? main_grad2=None" SHARED ") -> Tensor");
-    m.def("experts(Tensor x, Tensor w1, Tensor? w3, Tensor w2, Tensor? b1, Tensor? b3, Tensor? b2, "
-          "Tensor scores, Tensor ids, int layout, int activation, float[] constants, bool score_on_input, "
-          "Tensor? expert_map=None" SHARED ") -> (Tensor out, Tensor counts)");
-    m.def("experts_out(Tensor x, Tensor w1, Tensor? w3, Tensor w2, Tensor? b1, Tensor? b3, Tensor? b2, "
-          "Tensor scores, Tensor ids, int layout, int activation, float[] constants, bool score_on_input, "
-          "Tensor(a!) out, Tensor? expert_map=None" SHARED ") -> Tensor");
-    m.def(
-        "quantized_experts(Tensor x, Tensor data1, Tensor scale1, Tensor? zero1, int format1, Tensor? data3, "
-        "Tensor? scale3, Tensor? zero3, int format3, Tensor data2, Tensor scale2, Tensor? zero2, int "
-        "format2, "
-        "Tensor? b1, Tensor? b3, Tensor? b2, Tensor scores, Tensor ids, int layout, int activation, "
-        "float[] constants, bool score_on_input, Tensor? expert_map=None" SHARED ") -> (Tensor out, "
-        "Tensor counts)");
-    m.def(
-        "eight_bit_experts(Tensor x, Tensor data1, Tensor scale1, Tensor? data3, Tensor? scale3, Tensor "
-        "data2, "
-        "Tensor scale2, int format, Tensor? b1, Tensor? b3, Tensor? b2, Tensor scores, Tensor ids, int "
-        "layout, "
-        "int activation, float[] constants, bool score_on_input, Tensor? smooth1=None, Tensor? smooth2=None, "
-        "bool power_of_two=False, Tensor? expert_map=None" SHARED ") -> (Tensor out, Tensor counts)");
-    m.def("routed_experts(Tensor x, Tensor gate, Tensor? gate_bias, Tensor? expert_bias, Tensor w1, "
-          "Tensor? w3, Tensor w2, Tensor? b1, Tensor? b3, Tensor? b2, " ROUTING ", int layout, "
-          "int activation, float[] constants, Tensor? given_ids=None, Tensor? num_tokens=None, "
-          "Tensor? expert_scale=None" SHARED ") -> (Tensor out, Tensor counts, Tensor ids, Tensor logits)");
+    m.def("experts(" EXPERTS ") -> (Tensor out, Tensor counts, Tensor[] routed)");
+    m.def("experts_out(Tensor(a!) out, " EXPERTS ") -> (Tensor counts, Tensor ids, Tensor logits)");
     m.def("experts_up_backward" EXPERTS_UP_BACKWARD(""));
     m.def("experts_up_backward_accumulate" EXPERTS_UP_BACKWARD(
         ", Tensor(a!)? main_grad1, Tensor(b!)? main_grad3"));
@@ -321,9 +178,6 @@ static void register_functions(Library &m) {
     REGISTER(m, experts_down);
     REGISTER(m, experts);
     REGISTER(m, experts_out);
-    REGISTER(m, quantized_experts);
-    REGISTER(m, eight_bit_experts);
-    REGISTER(m, routed_experts);
     REGISTER(m, experts_down_backward);
     REGISTER(m, experts_down_backward_accumulate);
     REGISTER(m, fp8_weight);

@@ -7,12 +7,22 @@
 
 #include "bindings.h"
 
+/* --- facts.cpp ------------------------------------------------------------------------------------------ */
+
+std::string facts();
+/* The number of calls of an operator that each tier ran, best first, then the reason why the last call was
+ * not dispatched to the best. */
+Tensor cuda_calls(int64_t op);
+/* Whether a CUDA tier runs on a device (status 0: it does), and the versions that decide that. */
+std::tuple<int64_t, int64_t, int64_t, int64_t> cuda_device(int64_t index);
+void cuda_reset();
+
 /* --- workspace.cpp -------------------------------------------------------------------------------------- */
 
 /* The result of cuda_device as the end of an error message; empty for status 0. */
 std::string cuda_problem(int64_t status, int64_t driver, int64_t runtime, int64_t capability);
 
-/* --- route.cpp ------------------------------------------------------------------------------------------ */
+/* --- route.cpp, plan.cpp -------------------------------------------------------------------------------- */
 
 Tensor router_logits(const Tensor &x, const Tensor &weight, const OptTensor &bias);
 Tensor router_dgrad(const Tensor &dlogits, const Tensor &weight);
@@ -25,7 +35,7 @@ Tensor route_backward(const Tensor &dscores, const Tensor &logits, const Tensor 
                       bool route_norm, double route_scale, double route_norm_eps,
                       const OptTensor &expert_scale);
 PlanResult route_plan(const Tensor &ids, int64_t num_experts, const OptTensor &expert_map);
-/* For tests: the plan that routed_experts, or from ids experts, make themselves. */
+/* For tests alone: the plan that experts makes itself, of ids or with the router. */
 std::tuple<Tensor, Tensor, Tensor, Tensor>
 private_plan(const OptTensor &logits, const OptTensor &ids, int64_t num_experts, const OptTensor &expert_map,
              const OptTensor &bias, int64_t top_k, int64_t score_func, bool route_norm, double route_scale,
@@ -67,7 +77,7 @@ Tensor activate(const Tensor &h, const OptTensor &up, int64_t layout, int64_t ac
 std::tuple<Tensor, Tensor> activate_backward(const Tensor &da, const Tensor &h, const OptTensor &up,
                                              int64_t layout, int64_t activation, const Constants &constants);
 
-/* --- experts.cpp ---------------------------------------------------------------------------------------- */
+/* --- sides.cpp, experts_backward.cpp -------------------------------------------------------------------- */
 
 using UpGrads = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
 using DownGrads = std::tuple<Tensor, Tensor, Tensor, Tensor>;
@@ -106,41 +116,6 @@ Tensor experts_down(const Tensor &a, const OptTensor &h, const Tensor &w2, const
                     const OptTensor &scores, const TensorList &plan, int64_t layout, int64_t activation,
                     const Constants &constants, const OptTensor &main_grad2, const OptTensor &shared,
                     const OptTensor &shared_gate);
-std::tuple<Tensor, Tensor> experts(const Tensor &x, const Tensor &w1, const OptTensor &w3, const Tensor &w2,
-                                   const OptTensor &b1, const OptTensor &b3, const OptTensor &b2,
-                                   const Tensor &scores, const Tensor &ids, int64_t layout,
-                                   int64_t activation, const Constants &constants, bool score_on_input,
-                                   const OptTensor &expert_map, const OptTensor &shared,
-                                   const OptTensor &shared_gate);
-Tensor experts_out(const Tensor &x, const Tensor &w1, const OptTensor &w3, const Tensor &w2,
-                   const OptTensor &b1, const OptTensor &b3, const OptTensor &b2, const Tensor &scores,
-                   const Tensor &ids, int64_t layout, int64_t activation, const Constants &constants,
-                   bool score_on_input, const Tensor &out, const OptTensor &expert_map,
-                   const OptTensor &shared, const OptTensor &shared_gate);
-std::tuple<Tensor, Tensor>
-quantized_experts(const Tensor &x, const Tensor &data1, const Tensor &scale1, const OptTensor &zero1,
-                  int64_t format1, const OptTensor &data3, const OptTensor &scale3, const OptTensor &zero3,
-                  int64_t format3, const Tensor &data2, const Tensor &scale2, const OptTensor &zero2,
-                  int64_t format2, const OptTensor &b1, const OptTensor &b3, const OptTensor &b2,
-                  const Tensor &scores, const Tensor &ids, int64_t layout, int64_t activation,
-                  const Constants &constants, bool score_on_input, const OptTensor &expert_map,
-                  const OptTensor &shared, const OptTensor &shared_gate);
-std::tuple<Tensor, Tensor, Tensor, Tensor>
-routed_experts(const Tensor &x, const Tensor &gate, const OptTensor &gate_bias, const OptTensor &expert_bias,
-               const Tensor &w1, const OptTensor &w3, const Tensor &w2, const OptTensor &b1,
-               const OptTensor &b3, const OptTensor &b2, int64_t top_k, int64_t score_func, bool route_norm,
-               double route_scale, double route_norm_eps, int64_t num_groups, int64_t num_limited_groups,
-               int64_t group_score, int64_t layout, int64_t activation, const Constants &constants,
-               const OptTensor &given_ids, const OptTensor &num_tokens, const OptTensor &expert_scale,
-               const OptTensor &shared, const OptTensor &shared_gate);
-/* eight_bit.cpp */
-std::tuple<Tensor, Tensor>
-eight_bit_experts(const Tensor &x, const Tensor &data1, const Tensor &scale1, const OptTensor &data3,
-                  const OptTensor &scale3, const Tensor &data2, const Tensor &scale2, int64_t format,
-                  const OptTensor &b1, const OptTensor &b3, const OptTensor &b2, const Tensor &scores,
-                  const Tensor &ids, int64_t layout, int64_t activation, const Constants &constants,
-                  bool score_on_input, const OptTensor &smooth1, const OptTensor &smooth2, bool power_of_two,
-                  const OptTensor &expert_map, const OptTensor &shared, const OptTensor &shared_gate);
 DownGrads experts_down_backward(const Tensor &dout, const Tensor &h, const Tensor &w2, const OptTensor &b2,
                                 const OptTensor &scores, const TensorList &plan, int64_t layout,
                                 int64_t activation, const Constants &constants, bool need_dh, bool need_dw2,
@@ -150,6 +125,53 @@ DownGrads experts_down_backward_accumulate(const Tensor &dout, const Tensor &h, 
                                            const TensorList &plan, int64_t layout, int64_t activation,
                                            const Constants &constants, bool need_dh, bool need_dw2,
                                            bool need_db2, bool need_dscores, const OptTensor &main_grad2);
+
+/* --- experts.cpp ---------------------------------------------------------------------------------------- */
+
+/* The arguments of experts and experts_out behind x: EXPERTS of library.cpp, in its order, each as
+ * X(type, name). */
+#define EXPERTS_ARGUMENTS(X)                                                                                 \
+    X(TensorList, w1)                                                                                        \
+    X(TensorList, w3)                                                                                        \
+    X(TensorList, w2)                                                                                        \
+    X(OptTensor, scores)                                                                                     \
+    X(OptTensor, ids)                                                                                        \
+    X(int64_t, layout)                                                                                       \
+    X(int64_t, activation)                                                                                   \
+    X(Constants, constants)                                                                                  \
+    X(OptTensor, gate)                                                                                       \
+    X(OptTensor, gate_bias)                                                                                  \
+    X(OptTensor, expert_bias)                                                                                \
+    X(OptTensor, expert_scale)                                                                               \
+    X(OptTensor, num_tokens)                                                                                 \
+    X(std::optional<Ints>, routing)                                                                          \
+    X(bool, score_on_input)                                                                                  \
+    X(Ints, formats)                                                                                         \
+    X(OptTensor, b1)                                                                                         \
+    X(OptTensor, b3)                                                                                         \
+    X(OptTensor, b2)                                                                                         \
+    X(OptTensor, expert_map)                                                                                 \
+    X(OptTensor, shared)                                                                                     \
+    X(OptTensor, shared_gate)                                                                                \
+    X(bool, eight_bits)                                                                                      \
+    X(bool, power_of_two)
+
+struct ExpertsArguments {
+    const Tensor &x;
+#define X(type, name) const type &name;
+    EXPERTS_ARGUMENTS(X)
+#undef X
+};
+
+/* out, counts, and of a router [ids, logits]. */
+using ExpertsResult = std::tuple<Tensor, Tensor, TensorList>;
+
+#define PARAMETER(type, name) , const type &name
+ExpertsResult experts(const Tensor &x EXPERTS_ARGUMENTS(PARAMETER));
+/* counts, ids, logits; without a router the last two are empty. */
+std::tuple<Tensor, Tensor, Tensor> experts_out(const Tensor &out,
+                                               const Tensor &x EXPERTS_ARGUMENTS(PARAMETER));
+#undef PARAMETER
 
 /* --- fp8_training.cpp ----------------------------------------------------------------------------------- */
 

@@ -167,6 +167,7 @@ std::tuple<int64_t, int64_t, bool> default_order() {
 
 } // namespace
 
+/* For tests and tools alone. */
 STABLE_TORCH_LIBRARY_FRAGMENT(fused_moe, m) {
     m.def("tile_schedule(Tensor offs, int tile_rows, int slice_rows) -> Tensor");
     m.def("work_tiles(Tensor schedule, Tensor offs, int num_n_tiles, int group, bool interleave, int "

@@ -20,15 +20,20 @@ Tensor permute(const Tensor &x_, const TensorList &plan) {
 
 FusedMoeUnpermute unpermute_of(const char *op, const Tensor &rows, const OptTensor &scores, const RowMap &map,
                                const Tensor &out, const Shared &shared) {
+    return unpermute_of(data(rows), float_dtype(op, rows), rows.size(1), scores, map, out, shared);
+}
+
+FusedMoeUnpermute unpermute_of(const void *rows, FusedMoeDtype dtype, int64_t D, const OptTensor &scores,
+                               const RowMap &map, const Tensor &out, const Shared &shared) {
     FusedMoeUnpermute p = {};
-    p.rows = data(rows);
+    p.rows = rows;
     p.scores = data(scores);
     p.shared = data(shared.rows);
     p.shared_gate = data(shared.gate);
     p.out = out.mutable_data_ptr();
     p.row_map = map.p;
-    p.D = rows.size(1);
-    p.dtype = float_dtype(op, rows);
+    p.D = D;
+    p.dtype = dtype;
     return p;
 }
 

@@ -92,7 +92,8 @@ Tensor new_zeros(const Call &call, const Tensor &like, std::initializer_list<int
 }
 
 Tensor new_empty_result(const Tensor &like, std::optional<ScalarType> dtype) {
-    return new_tensor(like, {0}, dtype);
+    const int64_t size = 0, stride = 1;
+    return new_strided(like, 1, &size, &stride, dtype);
 }
 
 /* --- storage -------------------------------------------------------------------------------------------- */

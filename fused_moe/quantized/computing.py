@@ -131,9 +131,9 @@ def check_call(
 
 def eight_bit_tensors(
     fn: str, mode: str, x: Tensor, ids: Tensor, weights: tuple, layout: str
-) -> list[tuple[Tensor | None, Tensor | None]] | None:
-    """data and scale of w1, w2 and w3, or None twice for one that is None, as GEMMs of 8 bits by 8 bits take
-    them; None if a checked call of a mode other than `codes` computes what `codes` does."""
+) -> list[list[Tensor]] | None:
+    """[data, scale] of w1, w2 and w3, or [] for one that is None, as GEMMs of 8 bits by 8 bits take them;
+    None if a checked call of a mode other than `codes` computes what `codes` does."""
     E, D, F = weights[1].shape
     if not runs_on(weights[1].format, x.device) or (mode == "auto" and auto_takes_codes(ids.numel(), E)):
         return None
@@ -141,9 +141,9 @@ def eight_bit_tensors(
     straddles = layout == "halves" and weights[1].format == "fp8_block" and F % HALF_BLOCK
     is_wide = max(D, 0 if weights[1].format == "fp8_block" else F) > MOST_WIDTH
     fits = x.device.type != "cuda" or not (D % WIDTH or F % WIDTH or straddles or is_wide)
-    tensors = [(None, None) if w is None else w.eight_bit_tensors for w in weights]
+    tensors = [() if w is None else w.eight_bit_tensors for w in weights]
     if fits and None not in tensors:
-        return tensors
+        return [[*own] for own in tensors]
     if mode == "auto":
         return None
     if not fits and straddles:

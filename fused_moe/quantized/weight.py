@@ -175,8 +175,8 @@ class QuantizedWeight(nn.Module):
 
     @property
     def eight_bit_tensors(self) -> tuple[Tensor, Tensor] | None:
-        """data as the constructor takes it, and scale in float32, as `torch.ops.fused_moe.eight_bit_experts`
-        does; None if the weight is in tiles alone."""
+        """data as the constructor takes it, and scale in float32, as `torch.ops.fused_moe.experts` takes them
+        with eight_bits; None if the weight is in tiles alone."""
         self._copies.check()
         data, scale, _ = self._all()
         if self._kept and self._has_kept() and self.scale_p is not None:

@@ -80,12 +80,14 @@ def experts(
     smooth1=None,
     smooth2=None,
 ) -> torch.Tensor:
-    tensors = (w1.data, w1.scale, *((w3.data, w3.scale) if w3 else (None, None)), w2.data, w2.scale)
+    lists = [[w.data, w.scale] if w else [] for w in (w1, w3, w2)]
+    for i, smooth in ((0, smooth1), (2, smooth2)):
+        lists[i] += [] if smooth is None else [smooth]
     number = codes.UNGATED if layout == "ungated" else codes.LAYOUTS[layout]
-    settings = (number, codes.ACTIVATION_CODES[activation], [ALPHA, LIMIT], score_on_input)
-    operands = (x, *tensors, w2.code, b1, b3, b2, scores, ids)
+    settings = (number, codes.ACTIVATION_CODES[activation], [ALPHA, LIMIT])
+    rest = (score_on_input, [w2.code] * 3, b1, b3, b2, None, None, None, True)
     with poisoned(), torch.no_grad():
-        out, _ = ops.eight_bit_experts(*operands, *settings, smooth1, smooth2, False, None, None, None)
+        out, *_ = ops.experts(x, *lists, scores, ids, *settings, *[None] * 6, *rest)
     return out
 
 

@@ -46,9 +46,10 @@ def test_one_graph_of_any_ids(device, name):
     num_experts = w1.size(0)
     ids, expert_map = ids.int(), torch.empty(num_experts, dtype=torch.int32, device=device)
     code = torch.ops.fused_moe.experts
-    arguments = (x, w1, w3, w2, None, None, None, scores, ids, 0, 0, [1.0, 0.0], False, expert_map)
+    rest = (*[None] * 6, False, [], None, None, None, expert_map)
+    arguments = (x, [w1], [w3], [w2], scores, ids, 0, 0, [1.0, 0.0], *rest)
     expert_map.copy_(torch.arange(num_experts))
-    graph, (out, counts) = capture(lambda: code(*arguments))
+    graph, (out, counts, _) = capture(lambda: code(*arguments))
     for i in range(20):
         ids.copy_(torch.randint(-1, num_experts + 1, ids.shape) if i else torch.full(ids.shape, -1))
         expert_map.copy_(torch.randperm(num_experts).where(torch.rand(num_experts) < 0.8, -1))
@@ -79,8 +80,8 @@ def test_ids_of_any_value(device, integers):
         v for v in (-1, 4, span.min, span.max, 2**32, 2**32 + 1, -(2**40)) if span.min <= v <= span.max
     ]
     ids.view(-1)[: len(outside)] = torch.tensor(outside, device=device)
-    out, counts = torch.ops.fused_moe.experts(
-        x, w1, w3, w2, None, None, None, scores, ids.to(integers), 0, 0, [1.0, 0.0], False
+    out, counts, _ = torch.ops.fused_moe.experts(
+        x, [w1], [w3], [w2], scores, ids.to(integers), 0, 0, [1.0, 0.0]
     )
     given = ids.where((ids >= 0) & (ids < 4), -1)
     given = given.to(integers).long()  # uint8 has no -1: 255
