@@ -74,8 +74,8 @@ FUSED_MOE_FN int32_t fused_moe_quantized_tile_rows(int64_t R, int64_t E) {
     return fused_moe_has_skinny_average(R, E) ? 64 : R <= 384 * E ? 128 : 256;
 }
 
-/* Whether both GEMMs of quantised weights are one launch (sm90/quantized_experts.cu), in tiles of 16 rows. With
- * a long k and fewer tiles of the down GEMM than SMs, some SMs would get two of them and others none
+/* Whether both GEMMs of quantised weights are one launch (sm90/quantized_experts.cu), in tiles of 16 rows.
+ * With a long k and fewer tiles of the down GEMM than SMs, some SMs would get two of them and others none
  * (quantised.md). */
 FUSED_MOE_FN bool fused_moe_quantized_together(int64_t R, int64_t E, int64_t M, int64_t F, int32_t num_sms) {
     int64_t narrow = (R < E ? R : E) * ((M + 63) / 64);

@@ -27,8 +27,8 @@ class QuantizedWeight(nn.Module):
     with E as the first dimension: `weight` and `weight_scale_inv` (fp8_block), `weight` and `weight_scale`
     (fp8, int8), `weight_packed` int32, `weight_scale` and `weight_zero_point` int8 as of compressed-tensors
     (int4), `blocks` and `scales` as of gpt-oss (mxfp4). The parameters have the same names, and the same
-    layout unless `is_tiled`: on GPUs of compute capability 9.x, if out and in are multiples of 64 and there are
-    kernels for the weight's dtype, they are tiles, as `fused_moe.quantized.tiles` describes them.
+    layout unless `is_tiled`: on GPUs of compute capability 9.x, if out and in are multiples of 64 and there
+    are kernels for the weight's dtype, they are tiles, as `fused_moe.quantized.tiles` describes them.
     `load_state_dict` arranges published tensors, and copying one into such a parameter raises.
 
     Args:

@@ -15,8 +15,8 @@
  *            half: int4's bits 4 n on, e2m1's those of quantized_tile.h
  *
  * A value is (code - zero) scale, rounded once. With codes of 4 bits, code - zero and scale are exact in T:
- * int4's scales are of T, and e2m1's, powers of two, have a kernel for bf16 alone. So it is one multiplication
- * in T. With codes of 8 bits it is computed in float32. */
+ * int4's scales are of T, and e2m1's, powers of two, have a kernel for bf16 alone. So it is one
+ * multiplication in T. With codes of 8 bits it is computed in float32. */
 #pragma once
 
 #include "../../quantized_tile.h"

@@ -1,5 +1,5 @@
-/* Both sides of experts of few rows in one launch, with dense weights: experts.cuh's kernel, with the tiles of
- * FewRowsConfig (config.cuh).
+/* Both sides of experts of few rows in one launch, with dense weights: experts.cuh's kernel, with the tiles
+ * of FewRowsConfig (config.cuh).
  *
  * Where tiles are few each has 64 rows of weights instead of 128 (PAIRED). In up_gate these are 32 of the
  * gate's and 32 of the up's, paired by eights, so that a thread still has both of a column: one box of a map
