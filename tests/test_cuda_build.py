@@ -37,7 +37,8 @@ HEIGHTS = {
     "6HeightE2E": (168, (64, 128), (16, 4)),
     "6HeightE3E": (168, (64, 128, 256), (16, 4)),
 }
-WITH_H = ("6HeightE0E", "6HeightE2E")  # of up_gate: once without h and the addend, and once with
+# Of up_gate, kernels with h and the addend, and those without: few rows have the former alone.
+KINDS = {"6HeightE0E": 1, "6HeightE1E": 1, "6HeightE2E": 2, "6HeightE3E": 1}
 BY_COLUMN, COLUMN_HEIGHT = re.compile(r"4CodeE\dELb\dELb1E"), "6HeightE2E"
 # The same of the sm80 tier, which reads published codes: by rows of a tile, registers at most, for the CTAs
 # of an SM.
@@ -215,7 +216,7 @@ def test_gemms_of_quantised_weights(sass, instructions):
         has_columns = gemm == "quantized_mm_kernel" and height == COLUMN_HEIGHT
         expected = COLUMN_DEQUANTIZERS[dtype] if has_columns else 0
         found = len(by_column), len(mine) - len(by_column)
-        kinds = 2 if gemm == "quantized_up_gate_kernel" and height in WITH_H else 1
+        kinds = KINDS[height] if gemm == "quantized_up_gate_kernel" else 1
         assert found == (expected, kinds * dequantizers), f"{gemm}, {dtype}, {height}"
         launched, widths, expected = HEIGHTS[height]
         assert {registers[n] for n in mine} == {launched}  # with fewer, setmaxnreg would wait forever

@@ -87,6 +87,14 @@ __device__ inline float load_scale(const FusedMoeQuantizedWeight &w, int64_t ind
     }
 }
 
+/* The same of tiles. Those of codes of 8 bits have float32 scales. */
+template <Code CODE>
+__device__ inline float load_scale(const FusedMoeQuantizedWeight &w, int64_t index) {
+    if constexpr (CODE == Code::E2M1) return to_scale(((const uint8_t *)w.scale)[index]);
+    if constexpr (BITS_OF<CODE> == 8) return ((const float *)w.scale)[index];
+    return load_scale(w, index);
+}
+
 /* --- kernels -------------------------------------------------------------------------------------------- */
 
 constexpr int WARPS = 8;
@@ -173,7 +181,7 @@ __device__ inline void store_pairs(T *p, const float (&v)[2][2]) {
 
 /* Dequantises a lane's row of N neighbouring tiles. All loads come before the first store: the compiler would
  * not move a load before a store. */
-template <int N, typename T, Code CODE, bool HAS_ZEROS, typename S>
+template <int N, typename T, Code CODE>
 __device__ inline void dequantize_lane(const FusedMoeQuantizedWeight &w, const uint32_t *codes,
                                        int64_t first_scale, unsigned col, unsigned block_in, T *out) {
     constexpr int TILE = FUSED_MOE_QUANTIZED_TILE, TILE_WORDS = 4 * TILE * LaneCodes<CODE>::WORDS;
@@ -184,8 +192,8 @@ __device__ inline void dequantize_lane(const FusedMoeQuantizedWeight &w, const u
 #pragma unroll
     for (int i = 0; i < 2 * N; i++) {
         int64_t index = first_scale + (int64_t)((col + TILE / 2 * i) / block_in) * w.tile_scales;
-        scale[i] = to_scale(((const S *)w.scale)[index]);
-        zero[i] = HAS_ZEROS && w.zero ? (float)w.zero[index] : 0;
+        scale[i] = load_scale<CODE>(w, index);
+        zero[i] = CODE == Code::INT4 && w.zero ? (float)w.zero[index] : 0;
     }
 #pragma unroll
     for (int i = 0; i < N; i++)
@@ -201,8 +209,8 @@ __device__ inline void dequantize_lane(const FusedMoeQuantizedWeight &w, const u
 }
 
 /* Dequantises a weight in tiles: eight rows per warp, one per quad, so a warp reads 256 or 512 contiguous
- * bytes. A group has 32 columns or a multiple of 32. S: the scales' dtype. */
-template <typename T, Code CODE, bool HAS_ZEROS, typename S>
+ * bytes. A group has 32 columns or a multiple of 32. */
+template <typename T, Code CODE>
 __global__ void __launch_bounds__(32 * WARPS, 4)
     dequantize_tiles_kernel(const __grid_constant__ Dequantize p) {
     constexpr int TILE = FUSED_MOE_QUANTIZED_TILE, WORDS = LaneCodes<CODE>::WORDS,
@@ -222,9 +230,9 @@ __global__ void __launch_bounds__(32 * WARPS, 4)
         T *out = (T *)p.out + row * in + lane % 4 * 2;
         unsigned col = 0;
         for (; col + AHEAD * TILE <= in; col += AHEAD * TILE, codes += AHEAD * TILE_WORDS)
-            dequantize_lane<AHEAD, T, CODE, HAS_ZEROS, S>(w, codes, first_scale, col, block_in, out + col);
+            dequantize_lane<AHEAD, T, CODE>(w, codes, first_scale, col, block_in, out + col);
         for (; col < in; col += TILE, codes += TILE_WORDS)
-            dequantize_lane<1, T, CODE, HAS_ZEROS, S>(w, codes, first_scale, col, block_in, out + col);
+            dequantize_lane<1, T, CODE>(w, codes, first_scale, col, block_in, out + col);
     }
 }
 
@@ -247,24 +255,11 @@ int dequantize(void *out, const FusedMoeQuantizedWeight &w, const int32_t *offs,
     return with_dtype(dtype, [&](auto t) {
         using T = decltype(t);
         return with_format(w.format, [&](auto format) {
-            constexpr FusedMoeFormatFacts FORMAT = fused_moe_format(format.value);
-            constexpr Code CODE = Code(FORMAT.code);
-            if (!w.tile_scales)
-                return launch(dequantize_kernel<T, CODE>, p, grid_for(E * w.out, WARPS), 32 * WARPS, 0,
-                              stream);
-            auto run_tiles = [&](auto scale) {
-                auto kernel = dequantize_tiles_kernel<T, CODE, FORMAT.has_zeros, decltype(scale)>;
-                return launch(kernel, p, grid_for(E * w.out / 8, WARPS), 32 * WARPS, 0, stream);
-            };
-            if constexpr (FORMAT.scales == FUSED_MOE_SCALES_E8M0) {
-                return run_tiles(uint8_t());
-            } else {
-                if constexpr (FORMAT.bits == 4) { /* tiles of 8-bit codes have float32 ones */
-                    if (w.scale_dtype == FUSED_MOE_BF16) return run_tiles(__nv_bfloat16());
-                    if (w.scale_dtype == FUSED_MOE_F16) return run_tiles(__half());
-                }
-                return run_tiles(float());
-            }
+            constexpr Code CODE = Code(fused_moe_format(format.value).code);
+            if (w.tile_scales)
+                return launch(dequantize_tiles_kernel<T, CODE>, p, grid_for(E * w.out / 8, WARPS), 32 * WARPS,
+                              0, stream);
+            return launch(dequantize_kernel<T, CODE>, p, grid_for(E * w.out, WARPS), 32 * WARPS, 0, stream);
         });
     });
 }

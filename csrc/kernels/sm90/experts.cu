@@ -223,7 +223,7 @@ FusedMoeReason reason(const FusedMoeExperts &p) {
     if (why == FUSED_MOE_RUNS) why = together_reason(p, PAIRED_COLUMNS);
     if (why != FUSED_MOE_RUNS) return why;
     bool up_is_k_major = p.up.w1.stride_in == 1, down_is_k_major = p.down.b[0].stride_in == 1;
-    bool has_tiles = up_is_k_major || p.up.dtype == FUSED_MOE_BF16; /* has_few_rows_tiles */
+    bool has_tiles = up_is_k_major || p.up.dtype == FUSED_MOE_BF16; /* else run has none */
     return up_is_k_major == down_is_k_major && has_tiles ? FUSED_MOE_RUNS : FUSED_MOE_STRIDES;
 }
 

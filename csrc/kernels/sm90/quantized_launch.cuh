@@ -38,15 +38,17 @@ int with_dequantizer(FusedMoeDtype dtype, const FusedMoeQuantizedWeight &w, Fn f
     });
 }
 
-/* Calls fn with a configuration for R rows of E experts. */
+/* Rows of a tile of R rows of E experts. */
+inline int32_t quantized_tile_rows(int64_t R, int32_t E) {
+    return schedule_override().no_tails ? FUSED_MOE_TILE_ROWS : fused_moe_quantized_tile_rows(R, E);
+}
+
+/* Calls fn with the configuration for them, but for 16. */
 template <class Dequantizer, bool GATHER, typename Fn>
-int with_quantized_config(int64_t R, int32_t E, Fn fn) {
-    switch (schedule_override().no_tails ? 128 : fused_moe_quantized_tile_rows(R, E)) {
-    case 16: return fn(QuantizedConfig<Dequantizer, GATHER, Height::FEW>());
-    case 64: return fn(QuantizedConfig<Dequantizer, GATHER, Height::SOME>());
-    case 128: return fn(QuantizedConfig<Dequantizer, GATHER, Height::MANY>());
-    default: return fn(QuantizedConfig<Dequantizer, GATHER, Height::TALL>());
-    }
+int with_quantized_config(int32_t tile_rows, Fn fn) {
+    if (tile_rows == 64) return fn(QuantizedConfig<Dequantizer, GATHER, Height::SOME>());
+    if (tile_rows == FUSED_MOE_TILE_ROWS) return fn(QuantizedConfig<Dequantizer, GATHER, Height::MANY>());
+    return fn(QuantizedConfig<Dequantizer, GATHER, Height::TALL>());
 }
 
 /* Whether the weight is dequantised first. */

@@ -41,8 +41,11 @@ int run(const FusedMoeGroupedMM &p, void *stream) {
             return launch<QuantizedConfig<decltype(dequantizer), false, Height::MANY>>(p, stream);
         });
     return with_dequantizer(p.dtype, codes, [&](auto dequantizer) {
-        return with_quantized_config<decltype(dequantizer), false>(
-            p.R, p.E, [&](auto config) { return launch<decltype(config)>(p, stream); });
+        using Dequantizer = decltype(dequantizer);
+        int32_t tile_rows = quantized_tile_rows(p.R, p.E);
+        if (tile_rows == 16) return launch<QuantizedConfig<Dequantizer, false, Height::FEW>>(p, stream);
+        return with_quantized_config<Dequantizer, false>(
+            tile_rows, [&](auto config) { return launch<decltype(config)>(p, stream); });
     });
 }
 

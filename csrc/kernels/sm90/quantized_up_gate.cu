@@ -34,15 +34,13 @@ int launch(const FusedMoeUpGate &p, void *stream) {
 int run(const FusedMoeUpGate &p, void *stream) {
     return with_dequantizer(p.dtype, *p.w1.quantized, [&](auto dequantizer) {
         using Dequantizer = decltype(dequantizer);
-        int64_t R = p.row_map.R;
-        int32_t E = p.row_map.E;
-        if (!p.h && !p.addend)
-            return with_quantized_config<Dequantizer, true>(
-                R, E, [&](auto config) { return launch<decltype(config), false>(p, stream); });
+        int32_t tile_rows = quantized_tile_rows(p.row_map.R, p.row_map.E);
+        /* Whether h is kept or not: mostly few rows without it are in one launch (quantized_experts.cu). */
+        if (tile_rows == 16) return launch<QuantizedConfig<Dequantizer, true, Height::FEW>, true>(p, stream);
         /* Tall tiles have no registers left for h, and those of 64 rows few. */
-        if (fused_moe_quantized_tile_rows(R, E) == 16)
-            return launch<QuantizedConfig<Dequantizer, true, Height::FEW>, true>(p, stream);
-        return launch<QuantizedConfig<Dequantizer, true, Height::MANY>, true>(p, stream);
+        if (p.h || p.addend) return launch<QuantizedConfig<Dequantizer, true, Height::MANY>, true>(p, stream);
+        return with_quantized_config<Dequantizer, true>(
+            tile_rows, [&](auto config) { return launch<decltype(config), false>(p, stream); });
     });
 }
 
