@@ -30,7 +30,7 @@ FUSED_MOE_FN int32_t fused_moe_few_rows(int64_t R, int64_t E) {
     return R <= 2 * E ? 16 : R <= 16 * E ? 64 : 0;
 }
 
-/* The same for both GEMMs in one launch (sm90/experts.cu), whose plan has row tiles of this height. An
+/* The same for both GEMMs in one launch (sm90/experts.cuh), whose plan has row tiles of this height. An
  * expert's row tiles run side by side and share the weight in L2, so more rows are few. */
 FUSED_MOE_FN int32_t fused_moe_few_rows_together(int64_t R, int64_t E) {
     int32_t rows = fused_moe_few_rows(R, E);
@@ -82,7 +82,7 @@ FUSED_MOE_FN bool fused_moe_quantized_together(int64_t R, int64_t E, int64_t M, 
     return fused_moe_few_rows(R, E) == 16 && (F < 2560 || narrow >= num_sms);
 }
 
-/* Columns of the down GEMM's tiles there: half as many where the usual tiles are fewer than the SMs. */
+/* Columns of the down GEMM's tiles there: 128, or 64 where such tiles would be fewer than the SMs. */
 FUSED_MOE_FN int32_t fused_moe_quantized_down_columns(int64_t R, int64_t E, int64_t M, int32_t num_sms) {
     return (R < E ? R : E) * ((M + 127) / 128) < num_sms ? 64 : 128;
 }

@@ -38,7 +38,7 @@
  * and CTAs drift apart by whole tiles, until L2 no longer has what they share. Then a CTA takes the next tile
  * of all, so that the tiles in flight stay neighbours (rules.h: fused_moe_takes_turns,
  * fused_moe_wgrad_takes_turns). Both GEMMs of few rows in one launch have a counter of their own for it
- * (kernels/sm90/experts.cu).
+ * (kernels/sm90/experts.cuh).
  *
  * Wave quantisation: if the last wave would leave half of the CTAs idle, or more, its tiles can be split
  * along N (split_last_wave).
@@ -69,7 +69,7 @@
 #endif
 
 enum {
-    FUSED_MOE_TILE_ROWS = 128,  /* rows of a schedule's row tiles, but for sm90/experts.cu */
+    FUSED_MOE_TILE_ROWS = 128,  /* rows of a schedule's row tiles, but for sm90/experts.cuh */
     FUSED_MOE_SKINNY_ROWS = 64, /* a skinny expert has at most this number of rows */
     FUSED_MOE_MIN_SLICE = 512,  /* the schedule's split-K slices have at least this number of rows */
     FUSED_MOE_SLICE_SMS = 132,  /* slices are made for this number of SMs: H100, H200 */

@@ -643,7 +643,7 @@ class _WithoutGradient(torch.autograd.Function):
 
     @staticmethod
     def forward(y, *inputs):
-        return _ops.reshaped(y, y.shape)
+        return _ops._unsafe_view(y, y.shape)  # no view, so that callers may write it in place
 
     @staticmethod
     def setup_context(ctx, inputs, output):
@@ -675,6 +675,8 @@ def _quantized_experts(
         return _ops.infer(x, lists, *call, quantized=quantized, out=out)[:2]
     with torch.no_grad():
         y, counts, *_ = _ops.infer(x, lists, *call, quantized=quantized)
+    if torch.jit.is_tracing():  # which has no place for a function of Python; the operator refuses gradients
+        return y, counts
     biases, scores, *_, shared = call
     return _WithoutGradient.apply(y, x, *biases, scores, *shared), counts
 

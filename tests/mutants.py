@@ -388,7 +388,7 @@ CUDA = listed({
     ("sm80: a full tile of few rows loses its last row", "- done, rows", "- done, rows - 1")],
   ("csrc/kernels/sm80/few_rows_tile.cuh", "tests/cuda/test_sm80_few_rows.py"): [
     ("sm80: columns of few rows are read past the swizzle", "^ group * 16 * SIZE", "+ group * 16 * SIZE")],
-  ("csrc/kernels/sm90/eight_bit.cuh", "tests/cuda/test_sm90_fp8_training.py"): [
+  ("csrc/kernels/sm90/eight_bit_config.cuh", "tests/cuda/test_sm90_fp8_training.py"): [
     ("sm90: subtiles of 8 bits have the scale of the first one",
      "(tile.first_column + SUBTILE * subtile)", "tile.first_column")],
   ("csrc/kernels/sm90/eight_bit_up_gate.cu", "tests/cuda/test_eight_bit_tiles.py::test_every_layout"): [

@@ -226,7 +226,7 @@ def test_every_wait_has_a_bound():
     bounded = (
         "for (int i = 0; is_second && i < 4 && ld_acquire_gpu(&progress.claimed) < gridDim.x / 2; i++) {"
     )
-    assert found == {("experts.cu", bounded)}
+    assert found == {("experts.cuh", bounded)}
 
 
 def test_a_wheel_fits_every_python(build, monkeypatch):

@@ -31,14 +31,17 @@ GEMMS = {"grouped_mm_kernel": 3, "up_gate_kernel": 3, "down_dgrad_kernel": 4, "w
 # registers at launch, wgmma's N, and for each N the wgmmas that go on and those that are waited for.
 QUANTIZED_GEMMS = ("quantized_mm_kernel", "quantized_up_gate_kernel")
 DEQUANTIZERS, COLUMN_DEQUANTIZERS = {"__nv_bfloat16": 5, "__half": 2}, {"__nv_bfloat16": 4, "__half": 1}
+TOGETHER_REGISTERS = 80  # at launch, of both sides in one launch
 HEIGHTS = {
     "6HeightE0E": (80, (), None),
     "6HeightE1E": (96, (32, 48, 64), (16, 2)),
     "6HeightE2E": (168, (64, 128), (16, 4)),
     "6HeightE3E": (168, (64, 128, 256), (16, 4)),
 }
-# Of up_gate, kernels with h and the addend, and those without: few rows have the former alone.
-KINDS = {"6HeightE0E": 1, "6HeightE1E": 1, "6HeightE2E": 2, "6HeightE3E": 1}
+# up_gate's kernels by Height: with h and the addend, and without them. Few rows have the former alone.
+UP_KINDS = {"6HeightE0E": 1, "6HeightE1E": 1, "6HeightE2E": 2, "6HeightE3E": 1}
+# int4 in bf16 with scales of another dtype has no tall tiles, and of up_gate one kernel for each Height.
+OTHER_SCALES = re.compile(r"4CodeE\dELb1ELb0ELb1E")
 BY_COLUMN, COLUMN_HEIGHT = re.compile(r"4CodeE\dELb\dELb1E"), "6HeightE2E"
 # The same of the sm80 tier, which reads published codes: by rows of a tile, registers at most, for the CTAs
 # of an SM.
@@ -212,11 +215,13 @@ def test_gemms_of_quantised_weights(sass, instructions):
     registers = {n: used["REG"] for (_, n), used in sass.resources(LIBRARY).items()}
     for gemm, (dtype, dequantizers), height in product(QUANTIZED_GEMMS, DEQUANTIZERS.items(), HEIGHTS):
         mine = [n for n in kernels if is_of(gemm, n) and dtype in n and height in n]
+        others = [n for n in mine if OTHER_SCALES.search(n)]
+        assert len(others) == (dtype == "__nv_bfloat16" and height != "6HeightE3E"), f"{gemm}, {height}"
         by_column = [n for n in mine if BY_COLUMN.search(n)]
         has_columns = gemm == "quantized_mm_kernel" and height == COLUMN_HEIGHT
         expected = COLUMN_DEQUANTIZERS[dtype] if has_columns else 0
-        found = len(by_column), len(mine) - len(by_column)
-        kinds = KINDS[height] if gemm == "quantized_up_gate_kernel" else 1
+        found = len(by_column), len(mine) - len(by_column) - len(others)
+        kinds = UP_KINDS[height] if gemm == "quantized_up_gate_kernel" else 1
         assert found == (expected, kinds * dequantizers), f"{gemm}, {dtype}, {height}"
         launched, widths, expected = HEIGHTS[height]
         assert {registers[n] for n in mine} == {launched}  # with fewer, setmaxnreg would wait forever
@@ -232,6 +237,21 @@ def test_gemms_of_quantised_weights(sass, instructions):
                 waited = sum(count for i, count in wgmmas.items() if i.endswith(" gsb0"))
                 # the first stage and the others; gsb0's are counted by both names
                 assert (sum(wgmmas.values()) - waited, waited) == expected, f"{name}, {width} wide"
+
+
+@pytest.mark.quick
+def test_both_sides_in_one_launch(sass):
+    """Of quantised weights, for every dequantizer but other scales': warps' own MMAs, fed by TMA and gathers,
+    without a spill, in the registers that setmaxnreg deals out."""
+    kernels = sm90_gemms(sass, ("experts_kernel",))
+    resources = {n: used for (_, n), used in sass.resources(LIBRARY).items()}
+    for dtype, dequantizers in DEQUANTIZERS.items():
+        mine = [n for n in kernels if "11Dequantizer" in n and dtype in n]
+        assert len(mine) == dequantizers, dtype
+        for name in mine:
+            assert resources[name]["REG"] == TOGETHER_REGISTERS and not resources[name]["STACK"], name
+            missing = {"HMMA", "UTMALDG", "LDGSTS", "SYNCS", "USETMAXREG"} - kernels[name].keys()
+            assert not missing and not {"LD", "ST", "HGMMA"} & kernels[name].keys(), f"{name}: no {missing}"
 
 
 # GEMMs of 8 bits on both operands: (scales of blocks or of rows, whether rows are few) -> wgmma's N.

@@ -618,7 +618,7 @@ WITHIN = [(format, *pair) for format, kinds in OPEN.items() for pair in itertool
 
 def open_weight(device, format, kind, shape) -> QuantizedWeight:
     dtype, options = kind
-    return quantize(torch.randn(shape, device=device, dtype=dtype), format, **options)
+    return quantize(torch.randn(shape, device=device, dtype=dtype), format, **options).to(F32)
 
 
 @pytest.mark.parametrize("shape", ((2, 40, 128), (2, 64, 128)), ids=("published", "tiles"))

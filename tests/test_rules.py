@@ -48,7 +48,7 @@ TABLE = {
             (9, 8, 1056, 4096, 132): True,
         },
     },
-    "quantized_down_columns": {  # R, E, M, SMs: half as many where whole tiles are fewer than SMs
+    "quantized_down_columns": {  # R, E, M, SMs: 64 where tiles of 128 columns are fewer than SMs
         **{(8, 128, 128 * 16, 132): 64, (8, 128, 128 * 17, 132): 128, (8, 128, 128 * 16 + 1, 132): 128},
         **{(9, 8, 128 * 16, 129): 64, (9, 8, 128 * 16, 128): 128},
     },

@@ -310,6 +310,8 @@ TRACED = {
     "quantised": ({}, quantised),
     "quantised, frozen": ({}, lambda layer: frozen(quantised(layer))),
     "quantised, trained router": ({}, lambda layer: quantize(layer, "int8")),
+    "8 bits": ({}, lambda layer: quantize(layer, "int8", compute="int8")),
+    "8 bits, bias": ({"bias": True}, lambda layer: quantize(layer, "int8", compute="int8")),
 }
 
 

@@ -68,12 +68,9 @@ def are_wanted(
 
 def have_kernels(format: str, dtype: torch.dtype, scale_dtype: torch.dtype) -> bool:
     """Whether kernels multiply rows of a weight's dtype by its tiles: bf16 rows by every format's, fp16 rows
-    by int4's. int4's scales must have the rows' dtype. A weight of another dtype, as under autocast, is taken
-    to meet rows that have kernels. (has_dequantizer in csrc/kernels/sm90/quantized_launch.cuh)"""
-    if FORMATS[format].code != "int4":
-        return dtype != torch.float16
-    half = (torch.bfloat16, torch.float16)
-    return scale_dtype == dtype if dtype in half else scale_dtype in half
+    by int4's with scales of fp16. A weight of another dtype is taken to meet rows of bf16, under autocast.
+    (has_dequantizer in csrc/kernels/sm90/quantized_launch.cuh)"""
+    return dtype != torch.float16 or (FORMATS[format].code == "int4" and scale_dtype == dtype)
 
 
 def fit(shape: tuple[int, int, int]) -> bool:

@@ -42,7 +42,9 @@ class EightBitMethod(quantized.QuantizedMethod):
         else:
             multiple = TILE if self._mode() == "codes" else WIDTH
         widths = quantized.widths_of(layer)
-        return f"widths {widths}, not multiples of {multiple}" if any(w % multiple for w in widths) else None
+        if any(w % multiple for w in widths):
+            return f"widths {widths}, not multiples of {multiple}"
+        return quantized.why_not_tiles(layer, self.format) if self._mode() == "codes" else None
 
     def create_weights(self, layer, *sizes, **settings):
         self.compute = self._mode()

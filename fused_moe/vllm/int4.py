@@ -34,7 +34,7 @@ class _Int4(quantized.QuantizedMethod):
         widths = quantized.widths_of(layer)
         if any(width % group_size for width in widths):
             return f"widths {widths}, not multiples of a group's {group_size} columns"
-        return quantized.why_not_tiles(*widths)
+        return quantized.why_not_tiles(layer, "int4")
 
     def packed(self, packed: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None) -> QuantizedWeight:
         """The weight of int32 codes (E, out, in / 8), scales (E, out, in / g) and maybe zero points, as

@@ -17,7 +17,7 @@ class _Mxfp4(quantized.QuantizedMethod):
     NAMES = {"data": "weight", "scale": "weight_scale"}
 
     def why_not(self, layer):
-        return quantized.why_not_tiles(*quantized.widths_of(layer))
+        return quantized.why_not_tiles(layer, "mxfp4")
 
     def maybe_roundup_sizes(self, *sizes_and_settings, **settings):
         """Without what vLLM's kernels want; padding is not loaded, and would be undefined after a reload."""

@@ -33,7 +33,7 @@ from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import Un
 from vllm.model_executor.utils import replace_parameter
 
 from ..ops import TILE
-from ..quantized import QuantizedWeight
+from ..quantized import QuantizedWeight, tiles
 from ..quantized.formats import FORMATS
 from . import report
 from .experts import FusedMoEExperts, biases_of, check_arguments, check_interface, give_biases, why_not
@@ -175,9 +175,14 @@ def _why_not_engine() -> str | None:
     return None if activation is None else f"--quantization-config asks for activations of {activation}"
 
 
-def why_not_tiles(*widths: int) -> str | None:
-    """Why weights of these widths are not kept in tiles."""
-    return f"widths {widths}, not multiples of {TILE}" if any(width % TILE for width in widths) else None
+def why_not_tiles(layer: RoutedExperts, format: str) -> str | None:
+    """Why a layer's weights are not kept in tiles. vLLM gives scales of integers the activations' dtype."""
+    widths, dtype = widths_of(layer), layer.moe_config.in_dtype
+    if any(width % TILE for width in widths):
+        return f"widths {widths}, not multiples of {TILE}"
+    if not tiles.have_kernels(format, dtype, dtype):
+        return f"{format} weights beside activations of {dtype}"
+    return None
 
 
 def widths_of(layer: RoutedExperts) -> tuple[int, int]:

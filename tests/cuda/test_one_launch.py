@@ -16,7 +16,7 @@ from fused_moe import fused_experts, quantize
 pytestmark = pytest.mark.gpu
 
 # tokens, K, E, D, F, the weights' format and its options. Rows of a tile, and whether it is narrow, follow
-# from them (sm90/experts.cu). Quantised weights have tiles of 16 rows alone.
+# from them (sm90/experts.cuh). Quantised weights have tiles of 16 rows alone.
 SIZES = {
     "narrow": (3, 2, 8, 200, 136),
     "narrow, one token": (1, 8, 128, 2048, 768),

@@ -1,5 +1,5 @@
 /* A token's sum over its slots, and the shared experts' row. permute.cu and both sides in one launch
- * (sm90/experts.cu) share it, so both give the same bits. */
+ * (sm90/experts.cuh) share it, so both give the same bits. */
 #pragma once
 
 #include "numeric.cuh"

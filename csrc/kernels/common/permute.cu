@@ -287,8 +287,9 @@ int unpermute(const FusedMoeUnpermute &p, void *stream) {
             return unpermute_half<T, false>(p, stream);
         }
     }
-    return launch(aligned ? unpermute_kernel<T, true> : unpermute_kernel<T, false>, p, grid, THREADS, 0,
-                  stream);
+    if constexpr (std::is_same_v<T, float>)
+        if (aligned) return launch(unpermute_kernel<T, true>, p, grid, THREADS, 0, stream);
+    return launch(unpermute_kernel<T, false>, p, grid, THREADS, 0, stream);
 }
 
 template <typename T>

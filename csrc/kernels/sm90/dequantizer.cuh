@@ -14,9 +14,9 @@
  *   4 bits   word s / 2: pair n = 2 (s % 2) + u is columns 16 s + 8 u + 2 t and one more, in lower and upper
  *            half: int4's bits 4 n on, e2m1's those of quantized_tile.h
  *
- * A value is (code - zero) scale, rounded once. With codes of 4 bits, code - zero and scale are exact in T:
- * int4's scales are of T, and e2m1's, powers of two, have a kernel for bf16 alone. So it is one
- * multiplication in T. With codes of 8 bits it is computed in float32. */
+ * A value is (code - zero) scale, rounded once. If code - zero and scale are exact in T (IN_16_BITS), that is
+ * one multiplication in T; else it is computed in float32. So are codes of 8 bits, and int4 whose scales have
+ * another dtype than T. */
 #pragma once
 
 #include "../../quantized_tile.h"
@@ -41,11 +41,11 @@ typedef struct {
 } Scales;
 
 /* What pairs of codes are shifted and scaled by: a row's in a group; by columns, two columns'. */
-template <bool IS_4_BIT, bool BY_COLUMN>
+template <bool IN_16_BITS, bool BY_COLUMN>
 struct Factor {
     using Wide = std::conditional_t<BY_COLUMN, float2, float>;
     uint32_t zero; /* INT4: PairOf::INTEGER + 8 + zero, of both codes of a pair */
-    std::conditional_t<IS_4_BIT, uint32_t, Wide> scale; /* IS_4_BIT: in T, twice */
+    std::conditional_t<IN_16_BITS, uint32_t, Wide> scale; /* IN_16_BITS: in T, twice */
 };
 
 __device__ inline void ld_shared_words(uint32_t (&word)[2], uint32_t address) {
@@ -61,20 +61,25 @@ __device__ inline void ld_shared_words(uint32_t (&word)[4], uint32_t address) {
 
 /* GROUPED: a stage may have more than one group of columns. BY_COLUMN: the tiles are a transposed weight's,
  * and a column has scales of its own, one for each group of rows. A box may have several groups. */
-template <typename T_, Code CODE_, bool GROUPED_, bool BY_COLUMN_ = false>
+template <typename T_, Code CODE_, bool GROUPED_, bool BY_COLUMN_ = false, bool OTHER_SCALES_ = false>
 struct Dequantizer {
     using T = T_;
     static constexpr Code CODE = CODE_;
     static constexpr bool GROUPED = GROUPED_, BY_COLUMN = BY_COLUMN_;
     static constexpr bool IS_4_BIT = CODE == Code::INT4 || CODE == Code::E2M1, HAS_ZEROS = CODE == Code::INT4;
-    static_assert(CODE == Code::INT4 || std::is_same_v<T, __nv_bfloat16>, "fp16 has no other code's kernels");
+    static constexpr bool OTHER_SCALES = OTHER_SCALES_, IN_16_BITS = IS_4_BIT && !OTHER_SCALES;
+    static_assert(CODE == Code::INT4 || (std::is_same_v<T, __nv_bfloat16> && !OTHER_SCALES),
+                  "fp16 has kernels for int4 alone, whose scales alone have several dtypes");
+    static_assert(!OTHER_SCALES || (GROUPED && !BY_COLUMN));
     static constexpr int TILE_BYTES = IS_4_BIT ? 2048 : 4096;
     static constexpr int WORDS = IS_4_BIT ? 2 : 4; /* of a thread's codes of a row and a tile */
     static constexpr int GROUPS = GROUPED ? 4 : 1; /* in a stage, at most */
     /* A tile's in a stage, at most. */
-    static constexpr int SCALE_BYTES = SUBTILE * GROUPS * (CODE == Code::E2M1 ? 1 : IS_4_BIT ? 2 : 4);
+    static constexpr int SCALE_BYTES = SUBTILE * GROUPS * (CODE == Code::E2M1 ? 1 : IN_16_BITS ? 2 : 4);
     static constexpr int ZERO_BYTES = HAS_ZEROS ? SUBTILE * (GROUPED ? 4 : 2) : 0; /* TMA writes on 128 */
-    using PairFactor = Factor<IS_4_BIT, BY_COLUMN>;
+    using PairFactor = Factor<IN_16_BITS, BY_COLUMN>;
+    using Other =
+        std::conditional_t<std::is_same_v<T, __half>, __nv_bfloat16, __half>; /* a scale's dtype beside T */
     uint32_t fp16_1024; /* INT8: 0x64, the high byte of 1024 in fp16, four times; else 0 */
 
     __device__ static Dequantizer make() { return {CODE == Code::INT8 ? opaque_constant(0x64646464) : 0}; }
@@ -84,12 +89,19 @@ struct Dequantizer {
         PairFactor f = {};
         if constexpr (HAS_ZEROS)
             f.zero = PairOf<T>::INTEGER + (8 + (s.has_zeros ? ld_shared_s8(zero) : 0)) * 0x10001;
-        if constexpr (CODE == Code::E2M1)
+        if constexpr (CODE == Code::E2M1) {
             f.scale = power_pair(ld_shared_u8(scale) * 0x10001);
-        else if constexpr (CODE == Code::INT4)
+        } else if constexpr (IN_16_BITS) {
             f.scale = ld_shared_u16(scale) * 0x10001;
-        else
+        } else if constexpr (
+            OTHER_SCALES) { /* no branch: ptxas would have each wgmma wait for the one before */
+            uint32_t word =
+                ld_shared_u32(scale & ~3u) >> 8 * (scale & 2); /* its lower half, if it has 16 bits */
+            float from_16_bits = floats_of(pair_of<Other>(word)).x;
+            f.scale = s.bytes == 4 ? __uint_as_float(word) : from_16_bits;
+        } else {
             f.scale = __uint_as_float(ld_shared_u32(scale));
+        }
         return f;
     }
 
@@ -137,7 +149,12 @@ struct Dequantizer {
                                                             shifted(word, magnitude) & MAGNITUDE);
             exact = multiply_pair<T>(bits, PairOf<T>::E2M1_FACTOR);
         }
-        return multiply_pair<T>(exact, f.scale);
+        if constexpr (IN_16_BITS) {
+            return multiply_pair<T>(exact, f.scale);
+        } else {
+            float2 v = floats_of(pair_of<T>(exact));
+            return scaled_pair<T>(v.x, v.y, f.scale);
+        }
     }
 
     /* The lower or the upper pair of a word of 8-bit codes. */

@@ -191,6 +191,7 @@ __device__ inline void skip_stages(const GemmOf<Config> &p, Shared<Config> &s,
 #pragma unroll 1
     for (int i = 0; i < p.num_k_tiles[0]; i++, pipe.advance()) {
         s.full[pipe.index].wait(pipe.phase);
+        __syncwarp();
         release<Config>(s, pipe.index);
     }
 }

@@ -73,7 +73,11 @@ int launch(const FusedMoeExperts &p, void *stream) {
 
 int run(const FusedMoeExperts &p, void *stream) {
     return with_dequantizer(p.up.dtype, *p.up.w1.quantized, [&](auto dequantizer) {
-        return launch<Quantized<decltype(dequantizer)>>(p, stream);
+        using Dequantizer = decltype(dequantizer);
+        if constexpr (Dequantizer::OTHER_SCALES)
+            return (int)FUSED_MOE_UNSUPPORTED_DTYPE; /* reason said no */
+        else
+            return launch<Quantized<Dequantizer>>(p, stream);
     });
 }
 
@@ -88,6 +92,7 @@ FusedMoeReason reason(const FusedMoeExperts &p) {
     /* one dequantizer reads both: but for their groups in number the weights are alike */
     const FusedMoeQuantizedWeight &up = *p.up.w1.quantized, &down = *p.down.b[0].quantized;
     FusedMoeFormatFacts a = fused_moe_format(up.format), b = fused_moe_format(down.format);
+    if (has_other_scales(p.up.dtype, up)) return FUSED_MOE_OTHER_DTYPE;
     bool are_alike = a.code == b.code && up.scale_dtype == down.scale_dtype &&
                      has_small_groups(up) == has_small_groups(down);
     return are_alike ? FUSED_MOE_RUNS : FUSED_MOE_STRIDES;

@@ -7,11 +7,17 @@
 namespace fused_moe {
 namespace sm90 {
 
-/* The kernels that there are: of bf16 x for every code, of fp16 x for int4. int4's scales have x's dtype.
- * Other weights are kept as published (fused_moe/quantized/tiles.py has the same rule), or dequantised. */
-inline bool has_dequantizer(FusedMoeDtype dtype, const FusedMoeQuantizedWeight &w) {
-    if (fused_moe_format(w.format).code == FUSED_MOE_CODE_INT4) return w.scale_dtype == dtype;
-    return dtype == FUSED_MOE_BF16;
+/* Whether int4's scales have another dtype than x: those of GPTQ and AWQ are fp16, whatever the model's is. */
+inline bool has_other_scales(FusedMoeDtype dtype, const FusedMoeQuantizedWeight &w) {
+    return fused_moe_format(w.format).code == FUSED_MOE_CODE_INT4 && w.scale_dtype != dtype;
+}
+
+/* The kernels that there are: of bf16 x for every code, of fp16 x for int4 with scales of fp16. With other
+ * scales there are none by column. Such weights are dequantised. (have_kernels, fused_moe/quantized/tiles.py) */
+inline bool has_dequantizer(FusedMoeDtype dtype, const FusedMoeQuantizedWeight &w, bool by_column) {
+    if (dtype == FUSED_MOE_F16)
+        return fused_moe_format(w.format).code == FUSED_MOE_CODE_INT4 && !has_other_scales(dtype, w);
+    return !by_column || !has_other_scales(dtype, w);
 }
 
 /* Whether a stage has several groups of columns. */
@@ -19,11 +25,14 @@ inline bool has_small_groups(const FusedMoeQuantizedWeight &w) {
     return w.block_in < MAX_STAGE_COLUMNS && w.block_in < w.in;
 }
 
-/* Calls fn with a dequantizer. int4 has two: one of them for small groups. */
+/* Calls fn with a dequantizer. int4 has two, one of them for small groups, and in bf16 a third one, for other
+ * scales. */
 template <bool BY_COLUMN = false, typename Fn>
 int with_dequantizer(FusedMoeDtype dtype, const FusedMoeQuantizedWeight &w, Fn fn) {
     auto with_int4 = [&](auto t) {
         using T = decltype(t);
+        if constexpr (!BY_COLUMN && std::is_same_v<T, __nv_bfloat16>)
+            if (has_other_scales(dtype, w)) return fn(Dequantizer<T, Code::INT4, true, false, true>());
         if constexpr (!BY_COLUMN)
             if (!has_small_groups(w)) return fn(Dequantizer<T, Code::INT4, false>());
         return fn(Dequantizer<T, Code::INT4, true, BY_COLUMN>());
@@ -47,8 +56,9 @@ inline int32_t quantized_tile_rows(int64_t R, int32_t E) {
 template <class Dequantizer, bool GATHER, typename Fn>
 int with_quantized_config(int32_t tile_rows, Fn fn) {
     if (tile_rows == 64) return fn(QuantizedConfig<Dequantizer, GATHER, Height::SOME>());
-    if (tile_rows == FUSED_MOE_TILE_ROWS) return fn(QuantizedConfig<Dequantizer, GATHER, Height::MANY>());
-    return fn(QuantizedConfig<Dequantizer, GATHER, Height::TALL>());
+    if constexpr (!Dequantizer::OTHER_SCALES)
+        if (tile_rows > FUSED_MOE_TILE_ROWS) return fn(QuantizedConfig<Dequantizer, GATHER, Height::TALL>());
+    return fn(QuantizedConfig<Dequantizer, GATHER, Height::MANY>());
 }
 
 /* Whether the weight is dequantised first. */
@@ -139,10 +149,10 @@ int set_weight(QuantizedParams &p, int i, const FusedMoeQuantizedWeight &codes, 
 inline bool is_readable_quantized(FusedMoeDtype dtype, const FusedMoeWeight &w) {
     if (!w.quantized || !w.quantized->tile_scales || (w.quantized->transposed && !w.quantized->data_t))
         return false;
-    if (!has_dequantizer(dtype, *w.quantized)) return false;
     FusedMoeQuantizedWeight codes = packing_of(*w.quantized);
     bool by_column = is_by_column(codes),
          is_int4 = fused_moe_format(codes.format).code == FUSED_MOE_CODE_INT4;
+    if (!has_dequantizer(dtype, codes, by_column)) return false;
     if (!is_aligned(codes.data) || !is_aligned(codes.scale) || !is_aligned(codes.zero)) return false;
     int64_t group = group_of(codes);
     if (group == (by_column ? codes.out : codes.in))

@@ -26,7 +26,10 @@ struct QuantizedMMEpilogue {
         if (first >= p.M) return;
         if (p.bias) add_bias_swapped<TOKENS>(d, (const T *)p.bias + (int64_t)tile.expert * p.M, first, p.M);
         T *out = (T *)p.out + (int64_t)tile.first_row * p.M + first;
-        SkinnyWriter<Config::BM> writer(staging, 0, warp);
+        /* A warp keeps to its quarter, as in up_gate: in one launch others may be in up_gate's epilogue. */
+        constexpr int UNUSED = (Config::STAGING_BYTES - SkinnyWriter<Config::BM>::BYTES) / 4;
+        static_assert(UNUSED >= 0);
+        SkinnyWriter<Config::BM> writer(staging + UNUSED * warp, 0, warp);
         writer.template store_swapped<TOKENS>(d, out, p.M, tile.num_rows, p.M - first);
     }
 

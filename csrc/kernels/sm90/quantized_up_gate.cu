@@ -38,9 +38,13 @@ int run(const FusedMoeUpGate &p, void *stream) {
         /* Whether h is kept or not: mostly few rows without it are in one launch (quantized_experts.cu). */
         if (tile_rows == 16) return launch<QuantizedConfig<Dequantizer, true, Height::FEW>, true>(p, stream);
         /* Tall tiles have no registers left for h, and those of 64 rows few. */
-        if (p.h || p.addend) return launch<QuantizedConfig<Dequantizer, true, Height::MANY>, true>(p, stream);
-        return with_quantized_config<Dequantizer, true>(
-            tile_rows, [&](auto config) { return launch<decltype(config), false>(p, stream); });
+        if (p.h || p.addend || (Dequantizer::OTHER_SCALES && tile_rows > 64))
+            return launch<QuantizedConfig<Dequantizer, true, Height::MANY>, true>(p, stream);
+        if constexpr (Dequantizer::OTHER_SCALES)
+            return launch<QuantizedConfig<Dequantizer, true, Height::SOME>, false>(p, stream);
+        else
+            return with_quantized_config<Dequantizer, true>(
+                tile_rows, [&](auto config) { return launch<decltype(config), false>(p, stream); });
     });
 }
 

@@ -1,7 +1,7 @@
 /* How the CTAs of a persistent grid get their work tiles: schedule.h on the device.
  *
  * One warp of a CTA fetches tiles, two ahead of the warps that work on them: it claims an index (static
- * round-robin, then work stealing; or in turn; experts.cu has its own way), decodes it with a vote over the
+ * round-robin, then work stealing; or in turn; experts.cuh has its own way), decodes it with a vote over the
  * experts' prefix, and publishes the tile through a queue in shared memory. Which CTA computes a tile changes
  * nothing in its result.
  *
@@ -254,7 +254,7 @@ __device__ inline void set_tile(const TileSource &source, const FusedMoeWorkTile
 
 /* --- the fetching warp of a GEMM that makes the plan itself: ../../slot_plan.h on the device ------------ */
 
-/* Every CTA sorts the same slots, so none waits for another. One CTA of up_gate, or of experts.cu, also
+/* Every CTA sorts the same slots, so none waits for another. One CTA of up_gate, or of experts.cuh, also
  * writes what the combine and the caller read, counts and token_row; nothing else of a plan exists. up_gate
  * and grouped_mm steal no tiles here: in a captured graph no kernel before them zeroes counters, and other
  * calls take the same path. */

@@ -131,8 +131,7 @@ struct QuantizedWeight {
     /* --- a lane's part of a stage */
 
     /* Where the lane's first or second row of a subtile is: in which tile, and in its row 16 block + 8 half +
-     * row. In up_gate, the only one that gathers, the two are a gate and its up: a warp has eight outputs, a
-     * subtile 32. */
+     * row. In up_gate the two are a gate and its up: a warp has eight outputs, a subtile 32. */
     typedef struct {
         int tile, block, half, row;
     } TileRow;
