@@ -117,7 +117,8 @@ def check_stored(fn: str, name: str, value, dim: int, dtypes: tuple[torch.dtype,
 def check_input(fn: str, name: str, value, dim: int, dtypes: tuple[torch.dtype, ...] = FLOATING) -> None:
     """Checks for a tensor on a device that this build has kernels for."""
     check_tensor(fn, name, value, dim, dtypes)
-    if value.device.type not in DEVICES:
+    has_kernels = value.is_cpu or (value.is_cuda and "cuda" in DEVICES)  # a device's name takes longer
+    if not has_kernels and value.device.type not in DEVICES:
         kernels = f"{name} on a device that this build has kernels for ({', '.join(DEVICES)})"
         advice = "" if value.device.type != "cuda" else f"; {_ops.HOW_TO_BUILD_CUDA}"
         fail(ValueError, fn, kernels, f"{value.device}{advice}")
@@ -171,6 +172,8 @@ def check_like(fn: str, name: str, value: Tensor, like_name: str, like: Tensor) 
 
 
 def is_autocast_enabled(x: Tensor) -> bool:
+    if not torch._C._is_any_autocast_enabled():  # a device's name takes longer
+        return False
     device = x.device.type
     return device in ("cpu", "cuda") and torch.is_autocast_enabled(device)
 
@@ -516,11 +519,12 @@ def _fit_plainly(x: Tensor, w1, w2, w3) -> bool:
     dtype, device = x.dtype, x.device
     if w1.dtype != dtype or w2.dtype != dtype or w1.device != device or w2.device != device:
         return False
-    if x.size(1) != D or w1.shape != (E, F, D):
+    up = (E, F, D)
+    if x.size(1) != D or w1.shape != up:
         return False
     if w3 is None:
         return True
-    return isinstance(w3, Tensor) and w3.dtype == dtype and w3.device == device and w3.shape == (E, F, D)
+    return isinstance(w3, Tensor) and w3.dtype == dtype and w3.device == device and w3.shape == up
 
 
 def _fail_shapes(fn: str, x_name: str, x: Tensor, stored, biases, packed: bool, transposed: bool) -> None:

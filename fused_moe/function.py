@@ -269,8 +269,10 @@ def unpermute(
 
 
 def _as_scores(values: Tensor | None, x: Tensor) -> Tensor | None:
+    if values is None:
+        return None
     dtype = _ops.score_dtype(x)
-    return values if values is None or values.dtype == dtype else values.to(dtype)
+    return values if values.dtype == dtype else values.to(dtype)
 
 
 # --- experts ----------------------------------------------------------------------------------------------
@@ -619,17 +621,23 @@ def _plain_weights(
 ) -> tuple[tuple, tuple, bool]:
     """The weights as operators read them; with tensors of their shapes in place of quantised ones, for the
     checks; and whether experts are computed as a composition."""
-    quantized = [i for i, w in enumerate(weights) if isinstance(w, QuantizedWeight)]
-    if not quantized and lora is None:
+    w1, w2, w3 = weights
+    quantized = [
+        isinstance(w1, QuantizedWeight),
+        isinstance(w2, QuantizedWeight),
+        isinstance(w3, QuantizedWeight),
+    ]
+    if lora is None and True not in quantized:
         return weights, weights, False
-    stored, plain = list(weights), list(weights)
-    for i in quantized:
-        name = f"w{i + 1}"
+    stored, plain = [*weights], [*weights]
+    for i, name in enumerate(("w1", "w2", "w3")):
+        if not quantized[i]:
+            continue
         if transposed:
             fail(ValueError, fn, f"transposed=False with a quantised {name}", "transposed=True")
         stored[i] = w = read(weights[i])
         check_weight(fn, name, w, x_name, x)
-        plain[i] = x.new_empty(()).expand(w.shape)
+        plain[i] = x.new_empty_strided(w.shape, (0, 0, 0))  # of one element
     if main_grads is not None and any(grad is not None for grad in main_grads):
         what = "lora" if lora is not None else "quantised weights"
         fail(ValueError, fn, f"no main_grads beside {what}", "some")
@@ -664,13 +672,13 @@ def _quantized_experts(
     formats = [w1.code, 0 if w3 is None else w3.code, w2.code]
     if codes is None:
         quantized = (formats,)
-        lists = [[] if w is None else [t for t in w.tensors if t is not None] for w in weights]
+        lists = (_listed(w1), _listed(w2), _listed(w3))
     else:
         quantized = (formats, True, w2.power_of_two)
-        lists = [
-            own if factors is None else [*own, factors]
-            for own, factors in zip(codes, (*smooth, None), strict=True)
-        ]
+        lists = codes
+        for own, factors in zip(codes, smooth, strict=False):
+            if factors is not None:
+                own.append(factors)
     if not needs_grad:
         return _ops.infer(x, lists, *call, quantized=quantized, out=out)[:2]
     with torch.no_grad():
@@ -679,6 +687,14 @@ def _quantized_experts(
         return y, counts
     biases, scores, *_, shared = call
     return _WithoutGradient.apply(y, x, *biases, scores, *shared), counts
+
+
+def _listed(w: QuantizedWeight | None) -> list[Tensor]:
+    """A weight's tensors as operators take them: data, scale, and zero if there is one."""
+    if w is None:
+        return []
+    data, scale, zero = w.tensors
+    return [data, scale] if zero is None else [data, scale, zero]
 
 
 def _unless_quantized(views: tuple, stored: tuple) -> tuple:

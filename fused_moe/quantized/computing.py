@@ -61,7 +61,7 @@ def auto_takes_codes(num_rows: int, num_experts: int) -> bool:
 
 def runs_on(format: str, device: torch.device) -> bool:
     """Whether GEMMs of 8 bits by 8 bits of this format run there. FP8 needs Hopper's tensor cores."""
-    if device.type != "cuda" or format == "int8":
+    if format == "int8" or device.type != "cuda":
         return True
     if device.index not in _runs_fp8:
         _runs_fp8[device.index] = not why_no_fp8(device.index)
@@ -106,18 +106,16 @@ def check_call(
     """The mode of a call of w1, w2 and w3, that given or else the weights'; and what x (E, D) and a (E, F)
     are divided by, `smooth` as given or else the weights'. Checks the call for the mode."""
     mode = mode_of(fn, compute, weights)
-    if mode != "int8_smooth":
-        for i, given in enumerate(smooth, 1):
-            if given is not None:
-                expected = f"no smooth{i} without compute 'int8_smooth'"
-                fail(ValueError, fn, expected, f"compute {mode!r} with one")
+    if mode != "int8_smooth" and not (smooth[0] is smooth[1] is None):
+        name = "smooth2" if smooth[0] is None else "smooth1"
+        fail(ValueError, fn, f"no {name} without compute 'int8_smooth'", f"compute {mode!r} with one")
     if mode == "codes":
         return mode, smooth
-    for name, value in (("lora", lora), ("plan", plan)):
-        if value is not None:
-            fail(ValueError, fn, f"no {name} with compute {mode!r}", f"a {name}")
+    if lora is not None or plan is not None:
+        name = "plan" if lora is None else "lora"
+        fail(ValueError, fn, f"no {name} with compute {mode!r}", f"a {name}")
     if x.dtype not in SIXTEEN_BITS:
-        takes_float = x.device.type != "cuda" or is_autocast_enabled(x)
+        takes_float = not x.is_cuda or is_autocast_enabled(x)
         if x.dtype != torch.float32 or not takes_float:
             names = "float32 or bfloat16 or float16" if takes_float else "bfloat16 or float16"
             fail(TypeError, fn, f"x of dtype {names} with compute {mode!r}", x.dtype)
@@ -140,10 +138,10 @@ def eight_bit_tensors(
     # 64 rows of an up's weight may not straddle two blocks of rows that share scales.
     straddles = layout == "halves" and weights[1].format == "fp8_block" and F % HALF_BLOCK
     is_wide = max(D, 0 if weights[1].format == "fp8_block" else F) > MOST_WIDTH
-    fits = x.device.type != "cuda" or not (D % WIDTH or F % WIDTH or straddles or is_wide)
+    fits = not x.is_cuda or not (D % WIDTH or F % WIDTH or straddles or is_wide)
     tensors = [() if w is None else w.eight_bit_tensors for w in weights]
     if fits and None not in tensors:
-        return [[*own] for own in tensors]
+        return [*map(list, tensors)]
     if mode == "auto":
         return None
     if not fits and straddles:
@@ -163,11 +161,13 @@ def _named(weights: tuple) -> list[tuple[str, QuantizedWeight | Tensor]]:
 
 def mode_of(fn: str, compute: str | None, weights: tuple) -> str:
     """The mode of a call of w1, w2 and w3: that given, or else the weights', which have to suit it."""
+    w1, w2, w3 = weights
+    if compute is None and not (isinstance(w1, Tensor) or isinstance(w2, Tensor) or isinstance(w3, Tensor)):
+        mode, format = w1.compute, w1.format
+        if w2.compute == mode and w2.format == format:
+            if w3 is None or (w3.compute == mode and w3.format == format):
+                return mode
     named = _named(weights)
-    if compute is None and not any(isinstance(w, Tensor) for _, w in named):
-        first = weights[0]
-        if all(w.compute == first.compute and w.format == first.format for _, w in named):
-            return first.compute
     if compute is None:
         own = {name: "codes" if isinstance(w, Tensor) else w.compute for name, w in named}
         if len(set(own.values())) > 1:
