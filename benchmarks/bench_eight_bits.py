@@ -37,6 +37,7 @@ from typing import NamedTuple
 import bench_decode
 import bench_quantised
 import common
+import decode_case
 import floors
 import torch
 from bench_quantised import Variant
@@ -157,8 +158,8 @@ class Case:
     def check(self, out: Tensor, weights: list[Tensor | None], title: str, dtype: str) -> float:
         """The error of some tokens with float weights, in float64."""
         scores, ids = (t[:CHECKED_TOKENS] for t in self.routed)
-        w = bench_decode.Weights(*weights)
-        exact = bench_decode.exact_experts(
+        w = decode_case.Weights(*weights)
+        exact = decode_case.exact_experts(
             self.x[:CHECKED_TOKENS], w, scores, ids, activation=self.settings.activation
         )
         error = common.Error()

@@ -25,6 +25,7 @@ from itertools import product
 import bench_decode
 import builds
 import common
+import decode_case
 import profiling
 import torch
 from bench_layer import Case
@@ -68,12 +69,12 @@ class Worker:
         return self.queued(lambda: self.case.step(self.case.ours, what), steps)
 
     def make_decode(self, shape: str, routing: str, tokens: int, format: str) -> None:
-        bench_decode.MEMORY = MEMORY
+        decode_case.MEMORY = MEMORY
         sizes, setup = (
             common.layer_sizes(shape)._replace(num_tokens=tokens),
-            bench_decode.Setup(routing, device="cuda"),
+            decode_case.Setup(routing, device="cuda"),
         )
-        self.case = case = bench_decode.Case(sizes, setup)
+        self.case = case = decode_case.Case(sizes, setup)
         layers = case.weights
         if format:
             (variant,) = bench_decode.variants_of(format, ["codes"], sizes)

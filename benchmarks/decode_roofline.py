@@ -31,7 +31,7 @@ class Kernel(NamedTuple):
 
 
 def kernels(case) -> dict[str, Kernel]:
-    """Those of a `bench_decode.Case`."""
+    """Those of a `decode_case.Case`."""
     import fused_moe
     from fused_moe import reference
     from fused_moe.function import ALPHA, LIMIT

@@ -16,8 +16,8 @@ from functools import partial
 
 import common
 import torch
-from bench_decode import CHECKED_TOKENS, Case, ValuesByExpert, Weights, clock_of, exact_experts
 from bench_quantised import Variant
+from decode_case import CHECKED_TOKENS, Case, ValuesByExpert, Weights, clock_of, exact_experts
 from torch import Tensor
 
 
