@@ -171,6 +171,16 @@ def check_like(fn: str, name: str, value: Tensor, like_name: str, like: Tensor) 
         fail(TypeError, fn, expected, value.dtype)
 
 
+def _is_like(x: Tensor, value, shape: tuple[int, ...]) -> bool:
+    """Whether value has this shape, and x's dtype and device."""
+    return (
+        isinstance(value, Tensor)
+        and value.dtype == x.dtype
+        and value.device == x.device
+        and value.shape == shape
+    )
+
+
 def is_autocast_enabled(x: Tensor) -> bool:
     if not torch._C._is_any_autocast_enabled():  # a device's name takes longer
         return False
@@ -326,12 +336,16 @@ def check_range(fn: str, name: str, values: Tensor, low: int, high: int) -> None
     if not _can_read(values):
         return
     values.unsqueeze(0)  # raises if its storage was freed or shrunk: a comparison would read it
+    if values.numel() == 0:
+        return
+    least, most = values.aminmax()
+    if low <= int(least) and int(most) <= high:
+        return
     limits = torch.iinfo(values.dtype)  # a comparison wraps numbers beyond them
     outside = (values < max(low, limits.min)) | (values > min(high, limits.max))
-    if outside.any():
-        where = outside.nonzero()[0].tolist()
-        found = int(values[tuple(where)])
-        fail(ValueError, fn, f"{name} from {low} to {high}", f"{name}{where} = {found}")
+    where = outside.nonzero()[0].tolist()
+    found = int(values[tuple(where)])
+    fail(ValueError, fn, f"{name} from {low} to {high}", f"{name}{where} = {found}")
 
 
 def check_num_experts(fn: str, num_experts: int) -> None:
@@ -363,9 +377,10 @@ def check_shared(fn: str, shared, shared_gate, like_name: str, like: Tensor, sha
         if shared_gate is not None:
             fail(ValueError, fn, "shared_gate only beside shared", "shared_gate without shared")
         return
-    check_tensor(fn, "shared", shared, 2, FLOATING)
-    check_shape(fn, "shared", shared, "T, D", shape)
-    check_like(fn, "shared", shared, like_name, like)
+    if not _is_like(like, shared, shape):
+        check_tensor(fn, "shared", shared, 2, FLOATING)
+        check_shape(fn, "shared", shared, "T, D", shape)
+        check_like(fn, "shared", shared, like_name, like)
     if shared_gate is None:
         return
     column = isinstance(shared_gate, Tensor) and shared_gate.dim() == 2
@@ -473,8 +488,7 @@ def check_experts(fn: str, x_name: str, x: Tensor, w1, w2, w3, b1, b2, b3, layou
     """Checks the weights and returns w1 (E, H, D), w2 (E, D, F), w3 (E, F, D) as views, and the layout."""
     check_bool(fn, "transposed", transposed)
     packed = layout != "separate"
-    is_plain = not packed and not transposed and b1 is None and b2 is None and b3 is None
-    if is_plain and _fit_plainly(x, w1, w2, w3):
+    if not packed and not transposed and _fit_plainly(x, w1, w2, w3, b1, b2, b3):
         return w1, w2, w3, _ops.UNGATED if w3 is None else _ops.LAYOUTS[layout]
     pairs = layout == "interleaved" and isinstance(w1, Tensor) and w1.dim() == 4 and not transposed
     check_tensor(fn, "w1", w1, 4 if pairs else 3, FLOATING)
@@ -511,8 +525,8 @@ def check_experts(fn: str, x_name: str, x: Tensor, w1, w2, w3, b1, b2, b3, layou
     return w1, w2, w3, code
 
 
-def _fit_plainly(x: Tensor, w1, w2, w3) -> bool:
-    """Whether all is right with weights of layout "separate", not transposed, beside x."""
+def _fit_plainly(x: Tensor, w1, w2, w3, b1, b2, b3) -> bool:
+    """Whether all is right with weights of layout "separate", not transposed, and biases, beside x."""
     if not (isinstance(w1, Tensor) and isinstance(w2, Tensor) and w2.dim() == 3 and w2.numel() > 0):
         return False
     E, D, F = w2.shape
@@ -522,9 +536,12 @@ def _fit_plainly(x: Tensor, w1, w2, w3) -> bool:
     up = (E, F, D)
     if x.size(1) != D or w1.shape != up:
         return False
-    if w3 is None:
+    if w3 is not None and not _is_like(x, w3, up):
+        return False
+    if b1 is b2 is b3 is None:
         return True
-    return isinstance(w3, Tensor) and w3.dtype == dtype and w3.device == device and w3.shape == up
+    fit = (b1 is None or _is_like(x, b1, (E, F))) and (b2 is None or _is_like(x, b2, (E, D)))
+    return fit and (b3 is None or (w3 is not None and _is_like(x, b3, (E, F))))
 
 
 def _fail_shapes(fn: str, x_name: str, x: Tensor, stored, biases, packed: bool, transposed: bool) -> None:

@@ -537,7 +537,8 @@ def experts_and_counts(
         if plan is not None:
             fail(ValueError, fn, "expert_map without plan, which is made with it", "both")
         check_expert_map(fn, expert_map, ids, w2.size(0))
-    check_shared(fn, shared, shared_gate, "x", x, x.shape)
+    if shared is not None or shared_gate is not None:
+        check_shared(fn, shared, shared_gate, "x", x, x.shape)
     adapters = () if lora is None else lora[:6]
     needs_grad = paths.needs_grad(x, w1, w2, w3, *biases, scores, *adapters, shared, shared_gate)
     if out is not None:
@@ -662,6 +663,10 @@ class _WithoutGradient(torch.autograd.Function):
         raise RuntimeError("fused_moe: fused_experts with another compute than 'codes' has no gradient")
 
 
+# Function.apply itself reads the signature of forward first, which takes three times as long.
+_apply_plainly = super(torch.autograd.Function, _WithoutGradient).apply
+
+
 def _quantized_experts(
     x, weights: tuple, codes, smooth: tuple, call: tuple, out, needs_grad: bool
 ) -> tuple[Tensor, Tensor]:
@@ -686,7 +691,9 @@ def _quantized_experts(
     if torch.jit.is_tracing():  # which has no place for a function of Python; the operator refuses gradients
         return y, counts
     biases, scores, *_, shared = call
-    return _WithoutGradient.apply(y, x, *biases, scores, *shared), counts
+    is_plain = not (torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active())
+    apply = _apply_plainly if is_plain else _WithoutGradient.apply
+    return apply(y, x, *biases, scores, *shared), counts
 
 
 def _listed(w: QuantizedWeight | None) -> list[Tensor]:

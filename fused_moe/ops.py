@@ -1264,11 +1264,12 @@ def infer(
     What has its default at the end is not passed, since a None that is passed takes 0.1 µs."""
     (w1, w2, w3), (b1, b2, b3), (added, added_gate) = weights, biases, shared
     args = (x, w1, w3, w2, scores, ids, *settings, *router)
-    has_biases = b1 is not None or b2 is not None or b3 is not None
-    if quantized or has_biases or score_on_input or not (expert_map is added is added_gate is None):
+    if quantized or not (b1 is b2 is b3 is expert_map is added is added_gate is None):
         formats, *how = quantized or ([],)
         args = (*args, *(() if router else _NO_ROUTER), score_on_input, formats, b1, b3, b2)
         args = (*args, expert_map, added, added_gate, *how)
+    elif score_on_input:
+        args = (*args, *(() if router else _NO_ROUTER), True)
     if out is None:
         return run(_EXPERTS, *args)
     op, args = _EXPERTS_OUT, (out, *args)

@@ -271,9 +271,14 @@ def keeps_padding(layer: MoELayer, x: Tensor, joined: Operands | str, combines: 
 def needs_grad(*tensors: Tensor | None) -> bool:
     """Whether a gradient may be needed. Inside of torch.func a tensor does not tell whether what it wraps
     requires one."""
-    return is_recording() and (
-        torch._C._are_functorch_transforms_active() or any(t is not None and t.requires_grad for t in tensors)
-    )
+    if not is_recording():
+        return False
+    if torch._C._are_functorch_transforms_active():
+        return True
+    for t in tensors:
+        if t is not None and t.requires_grad:
+            return True
+    return False
 
 
 def of_experts(
