@@ -75,11 +75,11 @@ FUSED_MOE_FN int32_t fused_moe_quantized_tile_rows(int64_t R, int64_t E) {
 }
 
 /* Whether both GEMMs of quantised weights are one launch (sm90/quantized_experts.cu), in tiles of 16 rows.
- * With a long k and fewer tiles of the down GEMM than SMs, some SMs would get two of them and others none
- * (quantised.md). */
+ * With a long k that saves little, up to one row on average; and where the down GEMM has fewer tiles than
+ * there are SMs, some of these would get two and others none (quantised.md). */
 FUSED_MOE_FN bool fused_moe_quantized_together(int64_t R, int64_t E, int64_t M, int64_t F, int32_t num_sms) {
     int64_t narrow = (R < E ? R : E) * ((M + 63) / 64);
-    return fused_moe_few_rows(R, E) == 16 && (F < 2560 || narrow >= num_sms);
+    return fused_moe_few_rows(R, E) == 16 && (F < 2560 || (R <= E && narrow >= num_sms));
 }
 
 /* Columns of the down GEMM's tiles there: 128, or 64 where such tiles would be fewer than the SMs. */

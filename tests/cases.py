@@ -448,6 +448,21 @@ def operator_calls(case: Case, device) -> dict:
         return of_x | {"gate": gate, "routing": routing, "constants": constants}
 
     of_act = {"h": a, "up": new(R, F), **act} if w3 is not None else {"h": h, "up": None, **act}
+    inference = [
+        *(of_ids | side for side in (add_shared, {"ids": ids.long(), **on_input})),
+        with_router(K, **softmax, **all_groups) | {"expert_bias": torch.zeros(E).to(device)},
+        with_router(K, **sigmoid, **all_groups)
+        | {
+            "gate_bias": new(E),
+            "ids": ids,
+            "num_tokens": given["num_tokens"],
+            "expert_scale": expert_scale,
+        }
+        | add_shared,
+        *(of_ids | packed | {"formats": formats} | side for side in (add_shared, {"score_on_input": True})),
+        with_router(K, **softmax, **all_groups) | packed | {"formats": formats},
+        *eight_bit_calls(case, device, act),
+    ]
     calls = {
         "router_logits": [{"x": x, "weight": gate, "bias": b} for b in (new(E), None)],
         "router_dgrad": [{"dlogits": logits, "weight": w} for w in (gate, new(D, E).mT)],
@@ -521,24 +536,8 @@ def operator_calls(case: Case, device) -> dict:
             {"a": a, "h": h, **down, "scores": scores, **moves, **act, **add_shared},
             {"a": a, "h": None, **down, "scores": None, "plan": rows_plan, **act},
         ],
-        "experts": [
-            *(of_ids | side for side in (add_shared, {"ids": ids.long(), **on_input})),
-            with_router(K, **softmax, **all_groups) | {"expert_bias": torch.zeros(E).to(device)},
-            with_router(K, **sigmoid, **all_groups)
-            | {
-                "gate_bias": new(E),
-                "ids": ids,
-                "num_tokens": given["num_tokens"],
-                "expert_scale": expert_scale,
-            }
-            | add_shared,
-            *(
-                of_ids | packed | {"formats": formats} | side
-                for side in (add_shared, {"score_on_input": True})
-            ),
-            *eight_bit_calls(case, device, act),
-        ],
-        "experts_out": [of_ids | {"out": new(T, D), "shared": dout, **column}],
+        "experts": inference,
+        "experts_out": [{**call, "out": torch.empty_like(call["x"])} for call in inference],
         "experts_down_backward": down_backwards,
         "experts_down_backward_accumulate": [{**call, "main_grad2": main2} for call in down_backwards],
         **fp8_calls(case, device, act),

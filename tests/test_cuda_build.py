@@ -38,8 +38,8 @@ HEIGHTS = {
     "6HeightE2E": (168, (64, 128), (16, 4)),
     "6HeightE3E": (168, (64, 128, 256), (16, 4)),
 }
-# up_gate's kernels by Height: with h and the addend, and without them. Few rows have the former alone.
-UP_KINDS = {"6HeightE0E": 1, "6HeightE1E": 1, "6HeightE2E": 2, "6HeightE3E": 1}
+# up_gate's kernels by Height: with h and the addend, and without them. fp16's few rows have the former alone.
+UP_KINDS = {"6HeightE0E": 2, "6HeightE1E": 1, "6HeightE2E": 2, "6HeightE3E": 1}
 # int4 in bf16 with scales of another dtype has no tall tiles, and of up_gate one kernel for each Height.
 OTHER_SCALES = re.compile(r"4CodeE\dELb1ELb0ELb1E")
 BY_COLUMN, COLUMN_HEIGHT = re.compile(r"4CodeE\dELb\dELb1E"), "6HeightE2E"
@@ -222,6 +222,7 @@ def test_gemms_of_quantised_weights(sass, instructions):
         expected = COLUMN_DEQUANTIZERS[dtype] if has_columns else 0
         found = len(by_column), len(mine) - len(by_column) - len(others)
         kinds = UP_KINDS[height] if gemm == "quantized_up_gate_kernel" else 1
+        kinds = 1 if dtype == "__half" and height == "6HeightE0E" else kinds
         assert found == (expected, kinds * dequantizers), f"{gemm}, {dtype}, {height}"
         launched, widths, expected = HEIGHTS[height]
         assert {registers[n] for n in mine} == {launched}  # with fewer, setmaxnreg would wait forever
@@ -241,8 +242,8 @@ def test_gemms_of_quantised_weights(sass, instructions):
 
 @pytest.mark.quick
 def test_both_sides_in_one_launch(sass):
-    """Of quantised weights, for every dequantizer but other scales': warps' own MMAs, fed by TMA and gathers,
-    without a spill, in the registers that setmaxnreg deals out."""
+    """With quantised weights, for every dequantizer but other scales': warps' own MMAs, fed by TMA and by
+    gathers, without a spill, in the registers that setmaxnreg deals out."""
     kernels = sm90_gemms(sass, ("experts_kernel",))
     resources = {n: used for (_, n), used in sass.resources(LIBRARY).items()}
     for dtype, dequantizers in DEQUANTIZERS.items():

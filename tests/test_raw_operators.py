@@ -27,12 +27,11 @@ UNREAD |= {(name, label) for name, label in ARGUMENTS if label == "schedule" or 
 # What may have any value: others than an expert's are remote, and a number of tokens is clamped.
 ANY_VALUE = {
     ("route_plan", "ids"),
-    ("experts", "ids"),
     ("experts_out", "ids"),
     ("route_plan", "expert_map"),
-    ("experts", "expert_map"),
 }
-ANY_VALUE |= {(op, name) for op in ("route", "experts") for name in ("given_ids", "num_tokens")}
+ANY_VALUE |= {("route", name) for name in ("given_ids", "num_tokens")}
+ANY_VALUE |= {(op, n) for op in ("experts", "experts_out") for n in ("ids", "expert_map", "num_tokens")}
 
 
 def tensors(value) -> list[torch.Tensor]:

@@ -40,13 +40,10 @@ TABLE = {
     "most_quantized_rows": {  # tiles, transposed
         **{(True, False): 3072, (True, True): 768, (False, False): 16},
     },
-    "quantized_together": {  # R, E, M, F, SMs: 16 rows, and a short k or as many tiles of 64 columns as SMs
+    "quantized_together": {  # R, E, M, F, SMs: 2 rows on average, or 1 and a tile of 64 columns for each SM
         **{(256, 128, 64, 2559, 132): True, (257, 128, 64, 2559, 132): False, (1, 8, 64, 2560, 132): False},
-        **{
-            (2, 8, 64 * 66, 2560, 132): True,
-            (2, 8, 64 * 65, 2560, 132): False,
-            (9, 8, 1056, 4096, 132): True,
-        },
+        **{(2, 8, 64 * 66, 2560, 132): True, (2, 8, 64 * 65, 2560, 132): False},
+        **{(8, 8, 64 * 17, 2560, 132): True, (9, 8, 64 * 17, 2560, 132): False},
     },
     "quantized_down_columns": {  # R, E, M, SMs: 64 where tiles of 128 columns are fewer than SMs
         **{(8, 128, 128 * 16, 132): 64, (8, 128, 128 * 17, 132): 128, (8, 128, 128 * 16 + 1, 132): 128},

@@ -232,7 +232,7 @@ def test_quantize_experts(device, kind):
         assert (experts.down_proj.smooth is not None) == (compute == "int8_smooth")
     with Calls() as calls, torch.no_grad():
         assert relative(ours(ids).logits, eager(ids).logits) < 0.2
-    assert calls.kinds() == ["8 bits"] * len(experts_of(ours))
+    assert calls.kinds().count("8 bits") == len(experts_of(ours))
     loss = ours.train()(input_ids=ids, labels=ids).loss
     if compute == "int8_smooth":
         with pytest.raises(RuntimeError, match=NO_GRADIENT):

@@ -5,7 +5,7 @@ from itertools import chain
 
 import pytest
 import torch
-from cases import F32, LAYOUTS, Calls, Case, call_operator, distinct, operator_calls, quantize_options
+from cases import BF16, F32, LAYOUTS, Calls, Case, call_operator, distinct, operator_calls, quantize_options
 from planting import CODES
 from torch._vmap_internals import _vmap as older_vmap
 from torch.overrides import TorchFunctionMode
@@ -310,8 +310,6 @@ TRACED = {
     "quantised": ({}, quantised),
     "quantised, frozen": ({}, lambda layer: frozen(quantised(layer))),
     "quantised, trained router": ({}, lambda layer: quantize(layer, "int8")),
-    "8 bits": ({}, lambda layer: quantize(layer, "int8", compute="int8")),
-    "8 bits, bias": ({"bias": True}, lambda layer: quantize(layer, "int8", compute="int8")),
 }
 
 
@@ -331,6 +329,20 @@ def test_trace(device, settings, change, shape, mode, tmp_path):
             assert torch.equal(traced(x), layer(x))
     has_one_operator = "fused_moe::experts(" in str(traced.inlined_graph)
     assert has_one_operator == (change is frozen or (mode == "inference" and change is None))
+
+
+@pytest.mark.parametrize("bias", (False, True), ids=("", "bias"))
+def test_trace_of_eight_bits(device, bias, tmp_path):
+    """A layer that has no gradient is traced without them. A traced one raises where it would need one."""
+    layer = FusedMoE(64, 128, 4, 2, bias=bias, device=device, dtype=BF16)
+    layer = quantize(layer, "int8", compute="int8")
+    x = torch.randn(9, 64, device=device, dtype=BF16)
+    with torch.no_grad():
+        torch.jit.trace(layer, x[:5]).save(tmp_path / "layer.pt")
+        traced = torch.jit.load(tmp_path / "layer.pt")
+        assert torch.equal(traced(x), layer(x))
+    with pytest.raises(RuntimeError, match="experts has no gradient"):
+        traced(x.requires_grad_())
 
 
 @pytest.mark.parametrize("format", FORMATS)

@@ -482,6 +482,7 @@ NOT_TAKEN = {
     "widths (96, 128), not multiples of 64": (lambda: by_rows_config("int"), {"dim": 96}),
     "widths (256, 96), not multiples of 64": (lambda: gptq_config(group_size=32), {"hidden_dim": 96}),
     "widths (288, 128), not multiples of 64": (Mxfp4Config, {"dim": 288}),
+    "mxfp4 weights beside activations of torch.float16": (Mxfp4Config, {"dtype": torch.float16}),
     "activation swiglustep": (fp8_config, {"activation": "swiglustep"}),
     "dtype torch.float32": (fp8_config, {"dtype": torch.float32}),
     "method Int8OnlineMoEMethod": (ExpertsInt8Config, {}),

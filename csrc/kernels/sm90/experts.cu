@@ -196,25 +196,29 @@ int launch(const FusedMoeExperts &p, void *stream) {
     return status == FUSED_MOE_OK ? launch_experts(q, p, Config::Down::BN, stream) : status;
 }
 
+template <class Config>
+int run_columns(const FusedMoeExperts &p, void *stream) {
+    return with_columns(p.up.layout, [&](auto columns) {
+        if constexpr (has_kernel<Config, columns.value>())
+            return launch<Dense<Config, columns.value>>(p, stream);
+        else
+            return (int)FUSED_MOE_UNSUPPORTED_DTYPE; /* reason said no */
+    });
+}
+
+template <typename T, Major MAJOR>
+int run_config(const FusedMoeExperts &p, void *stream) {
+    if constexpr (MAJOR == Major::K)
+        if (pairs_rows(p)) return launch<Dense<DenseConfig<T, MAJOR, 16, 1, 1>, GATE_UP>>(p, stream);
+    if (!has_few_rows(p)) return run_columns<DenseConfig<T, MAJOR, 64, 2, 2>>(p, stream);
+    if (columns_of_down(p) == SUBTILE) return run_columns<DenseConfig<T, MAJOR, 16, 2, 1>>(p, stream);
+    return run_columns<DenseConfig<T, MAJOR, 16, 2, 2>>(p, stream);
+}
+
 int run(const FusedMoeExperts &p, void *stream) {
-    auto with_config = [&](auto t, auto major) {
-        using T = decltype(t);
-        constexpr Major MAJOR = decltype(major)::value;
-        auto with_rows = [&](auto config) {
-            return with_columns(p.up.layout, [&](auto columns) {
-                return launch<Dense<decltype(config), columns.value>>(p, stream);
-            });
-        };
-        if constexpr (MAJOR == Major::K)
-            if (pairs_rows(p)) return launch<Dense<DenseConfig<T, MAJOR, 16, 1, 1>, GATE_UP>>(p, stream);
-        if (!has_few_rows(p)) return with_rows(DenseConfig<T, MAJOR, 64, 2, 2>());
-        if (columns_of_down(p) == SUBTILE) return with_rows(DenseConfig<T, MAJOR, 16, 2, 1>());
-        return with_rows(DenseConfig<T, MAJOR, 16, 2, 2>());
-    };
-    if (p.up.w1.stride_in != 1)
-        return with_config(__nv_bfloat16(), std::integral_constant<Major, Major::MN>());
-    return with_half(p.up.dtype,
-                     [&](auto t) { return with_config(t, std::integral_constant<Major, Major::K>()); });
+    if (p.up.w1.stride_in != 1) return run_config<__nv_bfloat16, Major::MN>(p, stream);
+    return p.up.dtype == FUSED_MOE_BF16 ? run_config<__nv_bfloat16, Major::K>(p, stream)
+                                        : run_config<__half, Major::K>(p, stream);
 }
 
 FusedMoeReason reason(const FusedMoeExperts &p) {
@@ -223,7 +227,7 @@ FusedMoeReason reason(const FusedMoeExperts &p) {
     if (why == FUSED_MOE_RUNS) why = together_reason(p, PAIRED_COLUMNS);
     if (why != FUSED_MOE_RUNS) return why;
     bool up_is_k_major = p.up.w1.stride_in == 1, down_is_k_major = p.down.b[0].stride_in == 1;
-    bool has_tiles = up_is_k_major || p.up.dtype == FUSED_MOE_BF16; /* else run has none */
+    bool has_tiles = p.up.dtype == FUSED_MOE_BF16 || (up_is_k_major && p.up.layout != FUSED_MOE_INTERLEAVED);
     return up_is_k_major == down_is_k_major && has_tiles ? FUSED_MOE_RUNS : FUSED_MOE_STRIDES;
 }
 

@@ -357,12 +357,8 @@ __global__ void __launch_bounds__(Kind::Config::THREADS, Kind::Config::CTAS_PER_
 uint64_t next_experts_tag();
 
 /* At most: N tiles of 64 columns, with eight warps. */
-inline int num_experts_counters(const FusedMoeExperts &p) {
-    return (int)(p.down.E + 8 * ceil_div(p.down.M, SUBTILE));
-}
-
 inline size_t experts_workspace(const FusedMoeExperts &p) {
-    return sizeof(Progress) + num_experts_counters(p) * sizeof(uint32_t);
+    return sizeof(Progress) + (p.down.E + 8 * ceil_div(p.down.M, SUBTILE)) * sizeof(uint32_t);
 }
 
 /* Runs q, in which weights and epilogues are set, and up_gate's rows. */
@@ -385,7 +381,8 @@ int launch_experts(Experts<Kind> &q, const FusedMoeExperts &p, int down_columns,
     q.tag = next_experts_tag();
     q.stored_a = (uint32_t *)(q.progress + 1);
     q.stored_y = q.stored_a + d.E;
-    q.num_counters = num_experts_counters(p);
+    static_assert(Config::CONSUMER_WARPS <= 8);
+    q.num_counters = (int32_t)(d.E + Config::CONSUMER_WARPS * ceil_div(d.M, down_columns));
     return launch_persistent<Config, ExpertsShared<Config>, experts_kernel<Kind>>(q, stream);
 }
 

@@ -7,13 +7,13 @@
 namespace fused_moe {
 namespace sm90 {
 
-/* Whether int4's scales have another dtype than x: those of GPTQ and AWQ are fp16, whatever the model's is. */
+/* Whether int4's scales have another dtype than x. Those of GPTQ and AWQ are fp16, whatever the model's. */
 inline bool has_other_scales(FusedMoeDtype dtype, const FusedMoeQuantizedWeight &w) {
     return fused_moe_format(w.format).code == FUSED_MOE_CODE_INT4 && w.scale_dtype != dtype;
 }
 
 /* The kernels that there are: of bf16 x for every code, of fp16 x for int4 with scales of fp16. With other
- * scales there are none by column. Such weights are dequantised. (have_kernels, fused_moe/quantized/tiles.py) */
+ * scales there are none by column. What has none is dequantised. (have_kernels of quantized/tiles.py) */
 inline bool has_dequantizer(FusedMoeDtype dtype, const FusedMoeQuantizedWeight &w, bool by_column) {
     if (dtype == FUSED_MOE_F16)
         return fused_moe_format(w.format).code == FUSED_MOE_CODE_INT4 && !has_other_scales(dtype, w);

@@ -34,11 +34,18 @@ int launch(const FusedMoeUpGate &p, void *stream) {
 int run(const FusedMoeUpGate &p, void *stream) {
     return with_dequantizer(p.dtype, *p.w1.quantized, [&](auto dequantizer) {
         using Dequantizer = decltype(dequantizer);
+        /* fp16, and other scales, have fewer kernels: those with h do without it, too. */
+        constexpr bool IS_USUAL =
+            std::is_same_v<typename Dequantizer::T, __nv_bfloat16> && !Dequantizer::OTHER_SCALES;
         int32_t tile_rows = quantized_tile_rows(p.row_map.R, p.row_map.E);
-        /* Whether h is kept or not: mostly few rows without it are in one launch (quantized_experts.cu). */
-        if (tile_rows == 16) return launch<QuantizedConfig<Dequantizer, true, Height::FEW>, true>(p, stream);
+        bool has_h = p.h || p.addend;
+        if (tile_rows == 16) {
+            if constexpr (IS_USUAL)
+                if (!has_h) return launch<QuantizedConfig<Dequantizer, true, Height::FEW>, false>(p, stream);
+            return launch<QuantizedConfig<Dequantizer, true, Height::FEW>, true>(p, stream);
+        }
         /* Tall tiles have no registers left for h, and those of 64 rows few. */
-        if (p.h || p.addend || (Dequantizer::OTHER_SCALES && tile_rows > 64))
+        if (has_h || (Dequantizer::OTHER_SCALES && tile_rows > 64))
             return launch<QuantizedConfig<Dequantizer, true, Height::MANY>, true>(p, stream);
         if constexpr (Dequantizer::OTHER_SCALES)
             return launch<QuantizedConfig<Dequantizer, true, Height::SOME>, false>(p, stream);

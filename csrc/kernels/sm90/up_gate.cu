@@ -46,7 +46,10 @@ int run(const FusedMoeUpGate &p, void *stream) {
         auto with_layout = [&](auto config, auto has_addend) {
             using Config = decltype(config);
             return with_columns(p.layout, [&](auto columns) {
-                return launch<Config, columns.value, has_addend.value>(p, stream);
+                constexpr Columns COLUMNS = columns.value;
+                using Full = GemmConfig<T, Config::B_MAJOR, true>;
+                using Chosen = std::conditional_t<has_kernel<Config, COLUMNS>(), Config, Full>;
+                return launch<Chosen, COLUMNS, has_addend.value>(p, stream);
             });
         };
         /* Adapters of quantised weights: dequantised ones are K-major, and had too many rows for codes. */

@@ -244,6 +244,14 @@ int set_up_gate(UpGate *q, const FusedMoeUpGate &p) {
     return status;
 }
 
+/* Whether a configuration has kernels of these columns. The model whose gates and ups are interleaved,
+ * gpt-oss, runs in bf16: in fp16 they have full tiles alone. */
+template <class Config, Columns columns>
+constexpr bool has_kernel() {
+    bool is_bf16 = std::is_same_v<typename Config::Operand, __nv_bfloat16>;
+    return is_bf16 || columns != INTERLEAVED || !Config::ALL_SWAPPED;
+}
+
 /* Calls fn with a layout's columns, a constant. */
 template <typename Fn>
 int with_columns(FusedMoeLayout layout, Fn fn) {
