@@ -178,14 +178,12 @@ __device__ __forceinline__ void run_tile_fragments(const GemmOf<Config> &p, Shar
     constexpr int SUBTILES = TALL ? 1 : Config::SUBTILES;
     int warp = threadIdx.x / 32 % 4, subtile = SUBTILES * wg;
     uint32_t staging = shared_address(s.staging[wg]);
-    if (Config::FEW_ROWS && tile.half_n && subtile >= Config::TILES / 2) /* its half is not loaded */
-        return skip_stages<Config>(p, s, pipe);
     float d[TOKENS / 2 * SUBTILES];
     if constexpr (TALL)
         run_mainloop_tall<Config, IS_UP_GATE>(d, p, s, pipe, wg);
     else
         run_mainloop_fragments<Config, TOKENS, IS_UP_GATE>(d, p, s, pipe, wg);
-    if (!Config::FEW_ROWS && !TALL && tile.half_n && subtile >= Config::TILES / 2) return; /* likewise */
+    if (!TALL && tile.half_n && subtile >= Config::TILES / 2) return; /* not loaded */
     if constexpr (Config::MANY_ROWS) {
         typename Config::Lines lines(staging, WARPGROUP_BARRIER + wg, warp);
         constexpr int ROWS =

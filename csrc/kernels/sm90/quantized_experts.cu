@@ -52,6 +52,7 @@ struct Quantized {
             run<true>(p.up.gemm, tile, QuantizedUpGateEpilogue<Config, false>{p.up});
         }
         __device__ void down(const Tile &tile) {
+            if (!has_columns(tile, wg)) return skip_stages<Config>(p.down.gemm, s, pipe);
             run<false>(p.down.gemm, tile, QuantizedMMEpilogue<Config>{p.down});
         }
     };
