@@ -77,6 +77,8 @@ def is_looked_at(mangled: str) -> bool:
     of_sm90 = (*GEMMS, *QUANTIZED_GEMMS, *EIGHT_BIT_GEMMS, *FP8_TRAINING, *ROUTER_GEMMS)
     if SM90 in mangled and any(is_of(kernel, mangled) for kernel in of_sm90):
         return True
+    if is_of("experts_kernel", mangled) and "11Dequantizer" in mangled:
+        return True
     of_sm80 = any(is_of(kernel, mangled) for kernel in (*GEMMS, *SM80_QUANTIZED))
     return SM80 in mangled and of_sm80 and any(dtype in mangled for dtype in DTYPES)
 
@@ -240,11 +242,10 @@ def test_gemms_of_quantised_weights(sass, instructions):
                 assert (sum(wgmmas.values()) - waited, waited) == expected, f"{name}, {width} wide"
 
 
-@pytest.mark.quick
-def test_both_sides_in_one_launch(sass):
+def test_both_sides_in_one_launch(sass, instructions):
     """With quantised weights, for every dequantizer but other scales': warps' own MMAs, fed by TMA and by
     gathers, without a spill, in the registers that setmaxnreg deals out."""
-    kernels = sm90_gemms(sass, ("experts_kernel",))
+    kernels = sm90_gemms(instructions, ("experts_kernel",))
     resources = {n: used for (_, n), used in sass.resources(LIBRARY).items()}
     for dtype, dequantizers in DEQUANTIZERS.items():
         mine = [n for n in kernels if "11Dequantizer" in n and dtype in n]
