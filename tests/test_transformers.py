@@ -861,8 +861,8 @@ def train_on_rank(rank: int, folder, sizes: dict[str, int]) -> None:
         loss.backward()
     grads = {name: p.grad for name, p in model.named_parameters()}
     found = {name: g.full_tensor() if isinstance(g, DTensor) else g for name, g in grads.items()}
-    weights = [calls.of("experts"), calls.of("experts_up")]
-    experts = [[args[1].shape[0] for args, _ in each] for each in weights]
+    w1 = [[args[1][0] for args, _ in calls.of("experts")], [args[1] for args, _ in calls.of("experts_up")]]
+    experts = [[w.shape[0] for w in each] for each in w1]
     torch.save(({"logits": logits, "loss": loss.detach(), **found}, experts), folder / f"{rank}.pt")
     dist.destroy_process_group()
 
