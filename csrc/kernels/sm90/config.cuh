@@ -220,6 +220,11 @@ void set_tiles(Gemm<WeightParams> &gemm, const FusedMoeGroupedMM &p, int bn) {
 
 /* --- host: the configuration of a call ------------------------------------------------------------------ */
 
+/* Rows of a tile of R rows of E experts whose weights are quantised. */
+inline int32_t quantized_tile_rows(int64_t R, int32_t E) {
+    return schedule_override().no_tails ? FUSED_MOE_TILE_ROWS : fused_moe_quantized_tile_rows(R, E);
+}
+
 /* Whether there are tiles for few rows. Weights that are (E, k, N) in memory have them in grouped_mm, whose
  * gradients read any weight so, and in one launch with bf16 (experts.cu), which is how such models decode. */
 template <Major B_MAJOR, bool GATHER>

@@ -137,14 +137,9 @@ struct EightBitFewConfig : GemmConfig<Operand_, Major::K, SIDE_ == Side::UP> {
 
 /* --- host ----------------------------------------------------------------------------------------------- */
 
-/* Rows of a tile. */
-inline int32_t eight_bit_tile_rows(int64_t R, int32_t E) {
-    return schedule_override().no_tails ? FUSED_MOE_TILE_ROWS : fused_moe_quantized_tile_rows(R, E);
-}
-
 /* Whether all tiles are computed by swap-AB, and up_gate gathers. */
 inline bool swaps_eight_bit_tiles(int64_t R, int32_t E) {
-    return eight_bit_tile_rows(R, E) <= FUSED_MOE_SKINNY_ROWS;
+    return quantized_tile_rows(R, E) <= FUSED_MOE_SKINNY_ROWS;
 }
 
 /* Calls fn with a configuration for a format and R rows of E experts. */
@@ -153,7 +148,7 @@ int with_eight_bit_config(FusedMoeFormat format, int64_t R, int32_t E, Fn fn) {
     auto with_scales = [&](auto operand, auto scales) {
         using Operand = decltype(operand);
         if constexpr (SIDE == Side::UP && scales.value == ScalesOf::BLOCKS)
-            if (eight_bit_tile_rows(R, E) == 16)
+            if (quantized_tile_rows(R, E) == 16)
                 return fn(EightBitFewConfig<Operand, scales.value, SIDE, 16>());
         if (swaps_eight_bit_tiles(R, E)) return fn(EightBitFewConfig<Operand, scales.value, SIDE, 64>());
         return fn(EightBitConfig<Operand, scales.value, SIDE>());

@@ -60,7 +60,7 @@ struct Experts {
     uint32_t *stored_a; /* [E]               rows stored, counted once by each warp of each N tile */
     uint32_t *stored_y; /* [N tiles, warps]  rows stored of the columns that a warp of an N tile has */
     int32_t num_counters;
-    int32_t down_columns; /* of an N tile of the down GEMM: Config::Down::BN, or of half-N tiles half of it */
+    int32_t down_columns; /* of an N tile of the down GEMM: BN, or half of it */
 };
 
 struct alignas(16) Tile : WorkTile {

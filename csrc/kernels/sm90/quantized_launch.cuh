@@ -47,12 +47,7 @@ int with_dequantizer(FusedMoeDtype dtype, const FusedMoeQuantizedWeight &w, Fn f
     });
 }
 
-/* Rows of a tile of R rows of E experts. */
-inline int32_t quantized_tile_rows(int64_t R, int32_t E) {
-    return schedule_override().no_tails ? FUSED_MOE_TILE_ROWS : fused_moe_quantized_tile_rows(R, E);
-}
-
-/* Calls fn with the configuration for them, but for 16. */
+/* Calls fn with the configuration for tiles of more than 16 rows. */
 template <class Dequantizer, bool GATHER, typename Fn>
 int with_quantized_config(int32_t tile_rows, Fn fn) {
     if (tile_rows == 64) return fn(QuantizedConfig<Dequantizer, GATHER, Height::SOME>());
