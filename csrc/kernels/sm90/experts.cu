@@ -52,11 +52,11 @@ struct DenseConfig : FewRowsConfig<T, B_MAJOR, true, ROWS, UP_SUBTILES> {
 /* --- consumers ------------------------------------------------------------------------------------------ */
 
 /* What run_mainloop_swapped left of a paired tile of up_gate: a warp has 8 hidden columns, a thread one. */
-template <int TOKENS, typename Out, typename Bias, class Writer>
+template <int TOKENS, typename Out, typename Bias>
 __device__ __forceinline__ void store_paired(const PairedUpGate &up,
                                              const UpGateEpilogue<Out, Bias, GATE_UP> &epilogue,
-                                             const float *d, const Tile &tile, int warp, Writer &writer) {
-    const int first = tile.first_column + CHUNK * warp, column = first + threadIdx.x % 32 / 4;
+                                             const float *d, const Tile &tile, int warp) {
+    const int lane = threadIdx.x % 32, first = tile.first_column + CHUNK * warp, column = first + lane / 4;
     if (first >= up.F) return;
     const Bias *bias = epilogue.bias_of(up.bias, tile), *bias_up = epilogue.bias_of(up.bias_up, tile);
     const float of_gate = bias ? to_accum(bias[column]) : 0, of_up = bias_up ? to_accum(bias_up[column]) : 0;
@@ -69,8 +69,13 @@ __device__ __forceinline__ void store_paired(const PairedUpGate &up,
         if (bias_up) ups[i] += of_up;
     }
     epilogue.template activate<true, 1>(gates, gates, ups);
-    Out *a = (Out *)up.a + (int64_t)tile.first_row * up.F + first;
-    writer.template store_swapped_eight<TOKENS>(gates, a, up.F, tile.num_rows, CHUNK);
+    /* Transposed, a lane has two columns of one row. */
+    Out *a = (Out *)up.a + (int64_t)(tile.first_row + lane / 4) * up.F + first + lane % 4 * 2;
+#pragma unroll
+    for (int j = 0; j < TOKENS / 8; j++) {
+        uint32_t pair = movmatrix_trans(pack<Out>(gates[2 * j], gates[2 * j + 1]));
+        if (8 * j + lane / 4 < tile.num_rows) *(uint32_t *)(a + 8 * j * (int64_t)up.F) = pair;
+    }
 }
 
 template <class Config_, Columns columns>
@@ -111,7 +116,7 @@ struct Dense {
                 float d[tokens.value / 2 * Config::SUBTILES];
                 run_mainloop_swapped<Config, tokens.value>(d, s, pipe, p.up.gemm.num_k_tiles[0], 0, 1);
                 if constexpr (Config::PAIRED)
-                    store_paired<tokens.value>(p.up, epilogue, d, tile, warp, writer);
+                    store_paired<tokens.value>(p.up, epilogue, d, tile, warp);
                 else
                     epilogue.template store_swapped<tokens.value, 2>(d, tile, 0, warp, writer);
             });

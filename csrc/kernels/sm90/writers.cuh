@@ -83,19 +83,6 @@ class Writer {
         copy_out<T>(out, pitch, rows, columns, 1);
     }
 
-    /* The same for 8 output columns. A lane has column lane / 4: d[2j], d[2j+1] of rows 8 j + 2 (lane % 4)
-     * and one more. */
-    template <int tokens, typename T>
-    __device__ void store_swapped_eight(const float *d, T *out, int64_t pitch, int rows, int columns) {
-        int lane = threadIdx.x % 32, row = 2 * (lane % 4);
-        T *staged = (T *)__cvta_shared_to_generic(warp_buffer) + CHUNK * row + lane / 4;
-#pragma unroll
-        for (int j = 0; j < tokens / 8; j++)
-#pragma unroll
-            for (int i = 0; i < 2; i++) staged[CHUNK * (8 * j + i)] = from_accum<T>(d[2 * j + i]);
-        copy_out<T>(out, pitch, rows, columns, 1);
-    }
-
     /* Rows of `chunks` 16-byte chunks, packed in the warp's part of the buffer, to global memory. */
     template <typename T>
     __device__ void copy_out(T *out, int64_t pitch, int rows, int columns, int chunks) {
