@@ -231,9 +231,12 @@ FusedMoeReason reason(const FusedMoeExperts &p) {
     if (why == FUSED_MOE_RUNS) why = grouped_mm.reason(p.down);
     if (why == FUSED_MOE_RUNS) why = together_reason(p, PAIRED_COLUMNS);
     if (why != FUSED_MOE_RUNS) return why;
-    bool up_is_k_major = p.up.w1.stride_in == 1, down_is_k_major = p.down.b[0].stride_in == 1;
-    bool has_tiles = p.up.dtype == FUSED_MOE_BF16 || (up_is_k_major && p.up.layout != FUSED_MOE_INTERLEAVED);
-    return up_is_k_major == down_is_k_major && has_tiles ? FUSED_MOE_RUNS : FUSED_MOE_STRIDES;
+    bool is_k_major = p.up.w1.stride_in == 1, is_bf16 = p.up.dtype == FUSED_MOE_BF16;
+    bool has_tiles = (is_bf16 || is_k_major) && with_columns(p.up.layout, [&](auto columns) {
+                         return has_few_rows_kernel(is_bf16, columns.value);
+                     });
+    bool are_alike = is_k_major == (p.down.b[0].stride_in == 1);
+    return are_alike && has_tiles ? FUSED_MOE_RUNS : FUSED_MOE_STRIDES;
 }
 
 } // namespace

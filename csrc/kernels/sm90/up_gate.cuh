@@ -244,12 +244,16 @@ int set_up_gate(UpGate *q, const FusedMoeUpGate &p) {
     return status;
 }
 
-/* Whether a configuration has kernels of these columns. The model whose gates and ups are interleaved,
+/* Whether tiles of few rows have kernels of these columns. The model whose gates and ups are interleaved,
  * gpt-oss, runs in bf16: in fp16 they have full tiles alone. */
+constexpr bool has_few_rows_kernel(bool is_bf16, Columns columns) {
+    return is_bf16 || columns != INTERLEAVED;
+}
+
 template <class Config, Columns columns>
 constexpr bool has_kernel() {
-    bool is_bf16 = std::is_same_v<typename Config::Operand, __nv_bfloat16>;
-    return is_bf16 || columns != INTERLEAVED || !Config::ALL_SWAPPED;
+    constexpr bool IS_BF16 = std::is_same_v<typename Config::Operand, __nv_bfloat16>;
+    return !Config::ALL_SWAPPED || has_few_rows_kernel(IS_BF16, columns);
 }
 
 /* Calls fn with a layout's columns, a constant. */
