@@ -1,6 +1,7 @@
 /* The GPUs and the environment, both read once per process.
  *
- *   FUSED_MOE_TIER       portable, hopper, or auto (the default); hopper is auto, and an error on other GPUs
+ *   FUSED_MOE_TIER       portable (sm80), hopper (sm90), or auto (the default): the best tier that takes the
+ *                        call. hopper is as auto on a Hopper GPU, and an error on any other
  *   FUSED_MOE_SCHEDULE   overrides for experiments, e.g. order=linear,experts=in-turn,tails=off,group=8; and
  *                        codes=N: up to N rows per expert, GEMMs read quantised weights as they are */
 #include "device.cuh"

@@ -1,6 +1,7 @@
 /* Which tier runs a call, and why: one table per operator, best tier first, decided once per call.
  *
- * A tier is a folder beside this file and a line in each table. The last tier takes every call.
+ * A tier is a folder beside this file (sm90, sm80; FUSED_MOE_TIER calls them hopper and portable) and a line
+ * in each table. The last tier takes every call, but for some of 8 bits on both operands.
  *
  * Offsets that nothing has checked (raw grouped_mm and wgrad): one launch before the GEMM's clamps them and
  * makes their schedule.
@@ -21,6 +22,8 @@ namespace fused_moe {
 
 /* --- tables --------------------------------------------------------------------------------------------- */
 
+/* An entry is the last definition of the file that has its name: sm90::wgrad is in sm90/wgrad.cu, and so on.
+ * sm80/eight_bit.cu has the two of 8 bits. */
 template <typename Params>
 using Table = const Kernel<Params> *const[FUSED_MOE_NUM_TIERS];
 
@@ -86,7 +89,7 @@ static int run(Table<Params> &table, const Params &p, void *stream) {
     return table[p.workspace.tier]->run(p, stream);
 }
 
-/* The same for 8-bit operands, of which the last tier does not take all. */
+/* select() for 8 bits on both operands. The last tier does not take all such calls: run_eight_bit asks it. */
 template <typename Params>
 static void select_eight_bit(FusedMoeTieredOp op, Table<Params> &table, const Params &p,
                              FusedMoeWorkspace *workspace) {
@@ -264,7 +267,7 @@ static int find_counters(cudaStream_t stream, uint32_t **found) {
 
 /* --- both sides in one launch --------------------------------------------------------------------------- */
 
-static const Kernel<FusedMoeExperts> &experts_of(const FusedMoeExperts &p) {
+static const Kernel<FusedMoeExperts> &kernel_of(const FusedMoeExperts &p) {
     return is_quantized(p.up) ? sm90::quantized_experts : sm90::experts;
 }
 
@@ -313,11 +316,11 @@ void fused_moe_cuda_select_down_dgrad(FusedMoeDownDgrad *p) {
 bool fused_moe_cuda_select_experts(FusedMoeExperts *p) {
     if (is_quantized(p->up) != is_quantized(p->down)) return false;
     if (device_reason(FUSED_MOE_TIER_SM90) != FUSED_MOE_RUNS) return false;
-    if (experts_of(*p).reason(*p) != FUSED_MOE_RUNS) return false;
+    if (kernel_of(*p).reason(*p) != FUSED_MOE_RUNS) return false;
     for (FusedMoeTieredOp op : {FUSED_MOE_OP_UP_GATE, FUSED_MOE_OP_GROUPED_MM})
         calls[op].of_tier[FUSED_MOE_TIER_SM90]++;
     p->workspace.tier = FUSED_MOE_TIER_SM90;
-    p->workspace.bytes = (int64_t)experts_of(*p).workspace(*p);
+    p->workspace.bytes = (int64_t)kernel_of(*p).workspace(*p);
     p->tile_rows = fused_moe_few_rows_together(p->down.R, p->down.E);
     return true;
 }
@@ -372,7 +375,7 @@ int fused_moe_cuda_eight_bit_wgrad(const FusedMoeEightBitWgrad *p, void *stream)
     return run_fp8(sm90::eight_bit_wgrad, *p, stream);
 }
 int fused_moe_cuda_experts(const FusedMoeExperts *p, void *stream) {
-    return experts_of(*p).run(*p, stream);
+    return kernel_of(*p).run(*p, stream);
 }
 int fused_moe_cuda_down_dgrad(const FusedMoeDownDgrad *p, void *stream) {
     return run(DOWN_DGRAD, *p, stream);

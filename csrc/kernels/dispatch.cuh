@@ -9,8 +9,9 @@ namespace fused_moe {
  * one for each of the operators below, under its __global__ kernel. */
 template <typename Params>
 struct Kernel {
-    FusedMoeReason (*reason)(const Params &p); /* FUSED_MOE_RUNS, or why the tier does not take the call */
-    size_t (*workspace)(const Params &p);      /* bytes; NULL: none                                      */
+    /* FUSED_MOE_RUNS, or why the tier does not take the call; NULL where the last tier takes every call */
+    FusedMoeReason (*reason)(const Params &p);
+    size_t (*workspace)(const Params &p); /* bytes; NULL: none */
     int (*run)(const Params &p, void *stream);
 };
 
@@ -55,7 +56,7 @@ size_t eight_bit_wgrad_workspace(const FusedMoeEightBitWgrad &p);
 int cluster_plan(const FusedMoeRoutePlan &p, const FusedMoeRoute *route, void *stream);
 } // namespace sm90
 
-/* What the environment variable FUSED_MOE_SCHEDULE asks for. */
+/* What the environment variable FUSED_MOE_SCHEDULE asks for. Defined in device.cu. */
 typedef struct {
     int32_t group;      /* row tiles of a group; 0: the kernel's */
     bool no_interleave; /* skinny tiles come last                        */

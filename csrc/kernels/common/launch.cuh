@@ -10,7 +10,7 @@
 
 namespace fused_moe {
 
-/* A status; fused_moe_cuda_error() keeps the runtime's error. Defined in dispatch.cu. */
+/* A status; fused_moe_cuda_error() keeps the runtime's error. Defined in device.cu. */
 int cuda_status(cudaError_t error);
 
 /* Read once per process. */
@@ -20,7 +20,7 @@ typedef struct {
     bool runs_sm90; /* not where FUSED_MOE_ARCHS leaves sm_90a out: the code there is compute_80's */
 } DeviceFacts;
 
-/* The current device's; a CUDA tier runs on it. Defined in dispatch.cu. */
+/* The current device's; a CUDA tier runs on it. Defined in device.cu. */
 const DeviceFacts &current_device();
 
 inline int launch_status() {
