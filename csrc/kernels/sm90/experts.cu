@@ -55,7 +55,7 @@ struct DenseConfig : FewRowsConfig<T, B_MAJOR, true, ROWS, UP_SUBTILES> {
 template <int TOKENS, typename Out, typename Bias>
 __device__ __forceinline__ void store_paired(const PairedUpGate &up,
                                              const UpGateEpilogue<Out, Bias, GATE_UP> &epilogue,
-                                             const float *d, const Tile &tile, int warp) {
+                                             const float *d, const ExpertsTile &tile, int warp) {
     const int lane = threadIdx.x % 32, first = tile.first_column + CHUNK * warp, column = first + lane / 4;
     if (first >= up.F) return;
     const Bias *bias = epilogue.bias_of(up.bias, tile), *bias_up = epilogue.bias_of(up.bias_up, tile);
@@ -86,7 +86,8 @@ struct Dense {
     static constexpr Columns COLUMNS = columns;
     static constexpr int WARP_SUBTILES = Config::Down::SUBTILES;
 
-    __device__ static void load_up(const Up &up, uint32_t b, uint32_t full, int k_tile, const Tile &tile) {
+    __device__ static void load_up(const Up &up, uint32_t b, uint32_t full, int k_tile,
+                                   const ExpertsTile &tile) {
         if constexpr (Config::PAIRED)
             cp_async_bulk_tensor_load(b, &up.paired, full, K_TILE<typename Config::Operand> * k_tile, 0, 0,
                                       tile.first_column / CHUNK, tile.expert);
@@ -94,7 +95,7 @@ struct Dense {
             Config::Weight::load(up.gemm, b, full, 0, k_tile, tile);
     }
 
-    __device__ static bool has_columns(const Tile &, int) { return true; }
+    __device__ static bool has_columns(const ExpertsTile &, int) { return true; }
 
     class Compute {
         using Out = typename Config::Out;
@@ -111,7 +112,7 @@ struct Dense {
             : p(p), s(s), warp(warp), writer(shared_address(s.staging[wg]), WARPGROUP_BARRIER + wg, warp),
               epilogue{p.up} {}
 
-        __device__ void up(const Tile &tile) {
+        __device__ void up(const ExpertsTile &tile) {
             with_tokens<Config>(tile.num_rows, [&](auto tokens) {
                 float d[tokens.value / 2 * Config::SUBTILES];
                 run_mainloop_swapped<Config, tokens.value>(d, s, pipe, p.up.gemm.num_k_tiles[0], 0, 1);
@@ -122,7 +123,7 @@ struct Dense {
             });
         }
 
-        __device__ void down(const Tile &tile) {
+        __device__ void down(const ExpertsTile &tile) {
             with_tokens<Config>(tile.num_rows, [&](auto tokens) {
                 float d[tokens.value / 2 * WARP_SUBTILES];
                 run_mainloop_swapped<Config, tokens.value, WARP_SUBTILES>(d, s, pipe,
@@ -140,7 +141,7 @@ bool has_few_rows(const FusedMoeExperts &p) {
     return fused_moe_few_rows_together(p.down.R, p.down.E) == 16;
 }
 
-/* Gate and up, that of lower address first; up's data is NULL where there is no such pair. */
+/* Gate and up, that of lower address first. */
 typedef struct {
     FusedMoeWeight first, second;
     bool up_is_first;

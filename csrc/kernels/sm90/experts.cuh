@@ -57,13 +57,13 @@ struct Experts {
     FusedMoeUnpermute combine; /* out NULL: another launch's */
     Progress *progress;
     uint64_t tag;
-    uint32_t *stored_a; /* [E]               rows stored, counted once by each warp of each N tile */
+    uint32_t *stored_a; /* [E]               rows stored: each warp of each N tile adds a tile's rows */
     uint32_t *stored_y; /* [N tiles, warps]  rows stored of the columns that a warp of an N tile has */
     int32_t num_counters;
     int32_t down_columns; /* of an N tile of the down GEMM: BN, or half of it */
 };
 
-struct alignas(16) Tile : WorkTile {
+struct alignas(16) ExpertsTile : WorkTile {
     int32_t is_down;
     int32_t a_rows;     /* what stored_a counts to */
     int32_t a_is_there; /* all of it */
@@ -73,7 +73,7 @@ constexpr int CLAIM_AHEAD = 3; /* stages left to load when the next tile is clai
 
 /* The queue of a configuration for experts. */
 template <class Config>
-using ExpertsQueue = TileQueue<Tile, Config::CONSUMER_WARPS + Config::LOAD_WARPS, Config::BM>;
+using ExpertsQueue = TileQueue<ExpertsTile, Config::CONSUMER_WARPS + Config::LOAD_WARPS, Config::BM>;
 
 template <class Config>
 struct ExpertsShared : PlanningShared<Config> {
@@ -110,7 +110,7 @@ __device__ inline void fetch_experts_tiles(const Experts<Kind> &p, ExpertsShared
         return plans ? fused_moe_num_slot_tiles(&s.plan, &source.order)
                      : fused_moe_num_work_tiles(source.schedule, source.E, (int32_t)source.R, &source.order);
     };
-    auto set = [&](const TileSource &source, uint32_t index, Tile &tile) {
+    auto set = [&](const TileSource &source, uint32_t index, ExpertsTile &tile) {
         FusedMoeWorkTile work = plans ? fused_moe_slot_tile(&s.plan, &source.order, index)
                                       : fused_moe_work_tile(source.schedule, source.offs, source.E,
                                                             (int32_t)source.R, &source.order, index);
@@ -119,7 +119,7 @@ __device__ inline void fetch_experts_tiles(const Experts<Kind> &p, ExpertsShared
             plans ? work.num_rows : fused_moe_expert_rows(source.offs, work.expert, (int32_t)source.R).num;
         tile.a_rows = Config::CONSUMER_WARPS * rows * up.order.num_n_tiles;
     };
-    auto token_of = [&](const Tile &tile, int i) {
+    auto token_of = [&](const ExpertsTile &tile, int i) {
         if (tile.is_down) return i < tile.num_rows ? tile.first_row + i : 0;
         if (plans)
             return i < tile.num_rows
@@ -132,7 +132,7 @@ __device__ inline void fetch_experts_tiles(const Experts<Kind> &p, ExpertsShared
     TileWriter<typename Config::Queue> writer(s.queue);
     s.claims.wait(phase);
     for (uint32_t index = s.first_claim; index < all;) {
-        Tile tile = {};
+        ExpertsTile tile = {};
         tile.is_down = index >= num_up;
         if (tile.is_down) {
             set(down, index - num_up, tile);
@@ -149,7 +149,7 @@ __device__ inline void fetch_experts_tiles(const Experts<Kind> &p, ExpertsShared
         uint32_t claimed = FUSED_MOE_CLAIM(&p.progress->claimed);
         index = FUSED_MOE_BROADCAST(claimed, 0);
     }
-    Tile none = {{-1}};
+    ExpertsTile none = {{-1}};
     writer.publish(none, token_of);
     if (plans && blockIdx.x == gridDim.x - 1) write_slot_plan(p.up.gemm.unplanned, s.plan);
     if (threadIdx.x % 32 == 0) exit_claims(p);
@@ -183,7 +183,7 @@ class Loader {
 
     /* Prefetches weights into the stages, as they become free, and then waits until a is there. Returns the
      * number of stages whose weights are loaded. */
-    __device__ int wait_for_a(const Tile &tile) {
+    __device__ int wait_for_a(const ExpertsTile &tile) {
         using Weight = typename Config::Down::Weight;
         const auto &gemm = p.down.gemm;
         const int ahead = min(Config::STAGES, gemm.num_k_tiles[0]);
@@ -208,7 +208,7 @@ class Loader {
     /* A tile whose rows are rows token[i] of gemm.x. One thread calls load_weight(stage, where, barrier). */
     template <class Weight, class Gemm, typename LoadWeight>
     __device__ __forceinline__ void load(const Gemm &gemm, const int32_t (&token)[Rows::MOST],
-                                         const Tile &tile, LoadWeight load_weight) {
+                                         const ExpertsTile &tile, LoadWeight load_weight) {
         const int num_stages = gemm.num_k_tiles[0], claim_at = max(num_stages - CLAIM_AHEAD, 0);
         rows.point(gemm.x, gemm.k, [&](int i) { return token[i]; });
         rows.set_num(tile.num_rows);
@@ -238,7 +238,7 @@ class Loader {
             int32_t token[Rows::MOST];
 #pragma unroll
             for (int i = 0; i < Rows::MOST; i++) token[i] = tokens[rows.row(i)];
-            const Tile tile = reader.next();
+            const ExpertsTile tile = reader.next();
             if (tile.expert < 0) return;
             if (tile.is_down)
                 load<Down>(p.down.gemm, token, tile, [&](int stage, uint32_t b, uint32_t full) {
@@ -297,7 +297,7 @@ __device__ inline void compute_experts(const Experts<Kind> &p, ExpertsShared<typ
     typename Kind::Compute compute(p, s, wg, warp);
     const bool is_counter = threadIdx.x % 32 == 0;
     const int of_warp = Kind::WARP_SUBTILES * SUBTILE * wg + 16 * warp; /* its first column of an N tile */
-    Tile tile = reader.next();                                          /* up_gate's come first */
+    ExpertsTile tile = reader.next();                                   /* up_gate's come first */
     for (; tile.expert >= 0 && !tile.is_down; tile = reader.next()) {
         compute.up(tile);
         __syncwarp();

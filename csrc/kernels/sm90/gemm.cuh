@@ -10,7 +10,8 @@
  * Roles (384 threads; down_dgrad adds an epilogue warpgroup)
  *   warpgroup 0     producer: warp 3 fetches work tiles; warp 0 loads A and B by TMA, or warps 0-2 gather A
  *                   by cp.async and warp 0 loads B
- *   warpgroups 1-2  consumers: wgmma m64n256k16 on 64 rows each, then the epilogue
+ *   warpgroups 1-2  consumers: wgmma m64n256k16 on 64 rows each, then the epilogue (mma.sync in tiles of at
+ *                   most 16 rows of a quantised weight)
  * Pipelines                                    full: arrivals                     empty: arrivals
  *   k-tile stage x4  (producer -> consumers)   1 + TMA bytes, +96 with a gather   8: one per consumer warp
  *   work tile    x2  (warp 3 -> all)           32                                 one per reading warp

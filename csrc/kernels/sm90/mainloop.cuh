@@ -1,9 +1,11 @@
 /* Main loops: a consumer warpgroup's MMAs over the k-tiles of a work tile.
  *
- *   run_mainloop            64 rows of a full tile: wgmma's A has rows, its B the weight, both by descriptors
+ *   run_mainloop            64 rows of a full tile, by descriptors: wgmma's A has rows, its B the weight; in
+ *                           wgrad A has 64 columns of one operand, B those of the other
  *   run_last_k_tile         one more k-tile of a full tile, of which few rows of k are not zeros
  *   run_mainloop_swapped    a skinny tile by swap-AB: wgmma's A is the weight, its B the tile's rows
- *   run_mainloop_fragments  the same of a weight whose values are made in registers
+ *   run_mainloop_fragments  the same of a weight whose values are made in registers, by mma.sync for
+ *                           up to 16 rows
  *   run_mainloop_tall       likewise, for tiles of twice the rows
  *
  * In a full tile a consumer waits for a k-tile's MMAs before it releases the stage, not one k-tile later.

@@ -23,11 +23,12 @@ struct Quantized {
     using Down = QuantizedMM;
     static constexpr int WARP_SUBTILES = Config::SUBTILES;
 
-    __device__ static void load_up(const Up &up, uint32_t b, uint32_t full, int stage, const Tile &tile) {
+    __device__ static void load_up(const Up &up, uint32_t b, uint32_t full, int stage,
+                                   const ExpertsTile &tile) {
         Config::Weight::load(up.gemm, b, full, 0, stage, tile);
     }
 
-    __device__ static bool has_columns(const Tile &tile, int wg) {
+    __device__ static bool has_columns(const ExpertsTile &tile, int wg) {
         return !tile.half_n || WARP_SUBTILES * wg < Config::TILES / 2;
     }
 
@@ -38,7 +39,7 @@ struct Quantized {
         typename Config::Pipeline pipe;
 
         template <bool IS_UP_GATE, class Gemm, class Epilogue>
-        __device__ void run(const Gemm &gemm, const Tile &tile, Epilogue epilogue) {
+        __device__ void run(const Gemm &gemm, const ExpertsTile &tile, Epilogue epilogue) {
             with_tokens<Config>(tile.num_rows, [&](auto tokens) {
                 run_tile_fragments<Config, tokens.value, IS_UP_GATE>(gemm, s, pipe, tile, wg, epilogue);
             });
@@ -48,10 +49,10 @@ struct Quantized {
         __device__ Compute(const Experts<Quantized> &p, ExpertsShared<Config> &s, int wg, int)
             : p(p), s(s), wg(wg) {}
 
-        __device__ void up(const Tile &tile) {
+        __device__ void up(const ExpertsTile &tile) {
             run<true>(p.up.gemm, tile, QuantizedUpGateEpilogue<Config, false>{p.up});
         }
-        __device__ void down(const Tile &tile) {
+        __device__ void down(const ExpertsTile &tile) {
             if (!has_columns(tile, wg)) return skip_stages<Config>(p.down.gemm, s, pipe);
             run<false>(p.down.gemm, tile, QuantizedMMEpilogue<Config>{p.down});
         }
@@ -96,7 +97,7 @@ FusedMoeReason reason(const FusedMoeExperts &p) {
     if (has_other_scales(p.up.dtype, up)) return FUSED_MOE_OTHER_DTYPE;
     bool are_alike = a.code == b.code && up.scale_dtype == down.scale_dtype &&
                      has_small_groups(up) == has_small_groups(down);
-    return are_alike ? FUSED_MOE_RUNS : FUSED_MOE_STRIDES;
+    return are_alike ? FUSED_MOE_RUNS : FUSED_MOE_STRIDES; /* the caller asks whether, not why */
 }
 
 } // namespace

@@ -79,11 +79,11 @@ struct alignas(16) WorkTile {
     int32_t skinny;       /* computed with swapped operands                 */
 };
 
-/* Work tiles on their way from the fetching warp to the reading warps. token: the tokens of the tile's
- * rows. */
-template <class Tile, int READING_WARPS_, int TOKENS_>
+/* Tiles (WorkTile, or a kernel's own) on their way from the fetching warp to the reading warps. token: the
+ * tokens of the tile's rows. */
+template <class Tile_, int READING_WARPS_, int TOKENS_>
 struct TileQueue {
-    using WorkTile = Tile;
+    using Tile = Tile_;
     static constexpr int READING_WARPS = READING_WARPS_;
     static constexpr int TOKENS = TOKENS_;
     Tile tile[QUEUE_DEPTH];
@@ -118,14 +118,14 @@ class TileReader {
     /* The same after look(). */
     __device__ const int32_t *tokens() { return queue.token[stage.index]; }
 
-    __device__ typename Queue::WorkTile next() {
+    __device__ typename Queue::Tile next() {
         auto tile = look();
         move_on();
         return tile;
     }
 
     /* The next tile, which stays in the queue until move_on(): registers need not hold it meanwhile. */
-    __device__ typename Queue::WorkTile look() {
+    __device__ typename Queue::Tile look() {
         queue.full[stage.index].wait(stage.phase);
         return queue.tile[stage.index];
     }
@@ -190,7 +190,7 @@ class TileWriter {
 
     /* token_of(tile, i) is the token of its row i. */
     template <typename TokenOf>
-    __device__ void publish(const typename Queue::WorkTile &tile, TokenOf token_of) {
+    __device__ void publish(const typename Queue::Tile &tile, TokenOf token_of) {
         int lane = threadIdx.x % 32;
         wait_for_room();
         for (int i = lane; i < Queue::TOKENS; i += 32) queue.token[stage.index][i] = token_of(tile, i);
@@ -233,7 +233,7 @@ __device__ inline void fetch_tiles(const TileSource &source, Queue &queue, uint3
         if (!may_take) griddepcontrol_wait();
         uint32_t index = fused_moe_next_tile(&scheduler);
         has_tile = index < num_tiles;
-        typename Queue::WorkTile tile = {-1};
+        typename Queue::Tile tile = {-1};
         if (has_tile && !decode(index, tile)) continue;
         if (has_tile) prepare(tile);
         for_each_part<CUT_ROWS>(tile, [&](auto &part) { writer.publish(part, token_of); });

@@ -15,7 +15,7 @@ namespace sm90 {
 /* --- tiles by the rows that experts have on average ----------------------------------------------------- */
 
 /* Experts of up to 2 rows, up to 64, up to 384, and more (fused_moe_quantized_tile_rows). FEW has two CTAs on
- * an SM, with smaller tiles, and no wgmma: less code, which is read from memory, too. */
+ * an SM, with smaller tiles, and no wgmma, so there is less code to fetch from memory. */
 enum class Height { FEW, SOME, MANY, TALL };
 
 /* A work tile is BM rows of A times BN rows of the weight. A tall one has twice the rows and half the columns

@@ -1,8 +1,9 @@
 /* wgrad on Hopper: dw[e] = a[rows of e]^T b[row_token[rows of e]], a GEMM whose k is an expert's rows.
  *
- * Operands are swapped, and a tile is one of dw transposed: stage.a, wgmma's A (M = 128), has columns of b,
- * counted by n; stage.b, wgmma's B (N = 256), has columns of a, counted by m. a's columns of part 1 follow
- * those of part 0, so a tile may have some of both. An expert without rows has its tiles too, and gets zeros.
+ * For dw1 and dw3, a is dh and b is x. A tile is 128x256 of dw transposed. wgmma's A, in stage.a, is 128
+ * columns of b, counted by n. wgmma's B, in stage.b, is 256 columns of a, counted by m. The columns of a that
+ * are dw3's (part 1) follow those that are dw1's (part 0), so a tile may have some of both. An expert without
+ * rows has its tiles, too: they store zeros.
  *
  * Roles and pipelines are gemm.cuh's; wgrad_load.cuh has the loads, split_k.cuh the reduction of an expert
  * that is split along k, wgrad_store.cuh what the weight gradient of 8 bits has, too.
@@ -90,9 +91,9 @@ __global__ void __launch_bounds__(Config::THREADS, 1) wgrad_kernel(const __grid_
             auto is_long = [](const WgradTile &tile) { return tile.num_rows >= LONG_TILE; };
             fetch_tiles<0>(p.tiles, s.queue, num_tiles, decode, token_of, prepare, is_long);
         } else if constexpr (Config::GATHER) {
-            load_gather<Config>(p, s);
+            load_wgrad_gather<Config>(p, s);
         } else if (warp == 0) {
-            load_tma<Config>(p, s);
+            load_wgrad_tma<Config>(p, s);
         }
     } else {
         setmaxnreg_inc<Config::CONSUMER_REGISTERS>();
@@ -335,9 +336,9 @@ typedef struct {
     const int32_t *offs;      /* [E] */
     int64_t R, T, b_chunks, chunks;
     int32_t E;
-} GatherRows;
+} RowsOfB;
 
-__global__ void __launch_bounds__(GATHER_THREADS) gather_rows_kernel(const __grid_constant__ GatherRows p) {
+__global__ void __launch_bounds__(GATHER_THREADS) gather_rows_kernel(const __grid_constant__ RowsOfB p) {
     constexpr int IN_FLIGHT = 8; /* chunks of a lane */
     int64_t num_rows = num_rows_of(p.offs, p.E, p.R), warps = (int64_t)gridDim.x * (GATHER_THREADS / 32);
     int64_t r = (blockIdx.x * (int64_t)GATHER_THREADS + threadIdx.x) / 32;
@@ -363,8 +364,8 @@ int run(const FusedMoeWgrad &p, void *stream) {
     for (int half = 0; half < 2 && status == FUSED_MOE_OK; half++) {
         int64_t chunks = p.N / 2 / CHUNK;
         const uint4 *b = (const uint4 *)p.b + half * chunks;
-        GatherRows gather = {
-            b, (uint4 *)p.workspace.data, p.b_row_token, p.offs, p.R, p.T, 2 * chunks, chunks, p.E};
+        uint4 *rows = (uint4 *)p.workspace.data;
+        RowsOfB gather = {b, rows, p.b_row_token, p.offs, p.R, p.T, 2 * chunks, chunks, p.E};
         status = fused_moe::launch(gather_rows_kernel, gather, ceil_div(p.R, GATHER_THREADS / 32),
                                    GATHER_THREADS, 0, stream);
         if (status == FUSED_MOE_OK) status = run_gemm(half_of(p, half), stream);

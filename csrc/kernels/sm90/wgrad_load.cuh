@@ -75,7 +75,7 @@ struct ColumnsOfA {
 
 /* One warp loads a and b, both grouped by expert, by TMA. */
 template <class Config>
-__device__ inline void load_tma(const Wgrad &p, Shared<Config> &s) {
+__device__ inline void load_wgrad_tma(const Wgrad &p, Shared<Config> &s) {
     using T = typename Config::Operand;
     TileReader<typename Config::Queue> reader(s.queue);
     typename Config::Pipeline pipe;
@@ -110,7 +110,7 @@ __device__ inline void load_tma(const Wgrad &p, Shared<Config> &s) {
  * loads would wait behind the copies, so they are issued two k-tiles ahead: a tile's first ones during the
  * tile before. */
 template <typename T>
-struct Tokens {
+struct TokensAhead {
     static constexpr int K_TILES = 2, PER_LANE = K_TILE<T> / 32;
     int token[K_TILES][PER_LANE];
 
@@ -127,10 +127,11 @@ struct Tokens {
 /* Three warps gather b: each copies both subtiles' columns of four rows at a time, one chunk of a subtile per
  * lane. Warp 0 loads a by TMA, too. */
 template <class Config>
-__device__ inline void load_gather(const Wgrad &p, Shared<Config> &s) {
+__device__ inline void load_wgrad_gather(const Wgrad &p, Shared<Config> &s) {
     using T = typename Config::Operand;
-    constexpr int WARPS = Config::LOAD_WARPS, HALVES = Tokens<T>::PER_LANE; /* of a k-tile: 32 rows each */
-    constexpr int QUADS = 32 / 4, COPIES = (QUADS + WARPS - 1) / WARPS;     /* of rows in a half; of a warp */
+    constexpr int WARPS = Config::LOAD_WARPS;
+    constexpr int HALVES = TokensAhead<T>::PER_LANE;                    /* of a k-tile: 32 rows each */
+    constexpr int QUADS = 32 / 4, COPIES = (QUADS + WARPS - 1) / WARPS; /* of rows in a half; of a warp */
     int lane = threadIdx.x % 32, warp = __shfl_sync(~0u, threadIdx.x / 32, 0), chunk = lane % 8;
     uint32_t num_tokens = (uint32_t)p.T; /* 2^31 - 1 at most */
     auto quad_of = [&](int half, int i) { return (warp + half) % WARPS + WARPS * i; };
@@ -144,12 +145,12 @@ __device__ inline void load_gather(const Wgrad &p, Shared<Config> &s) {
         acquired = tile.map_slot;
     };
     WgradTile next = reader.next();
-    Tokens<T> next_tokens;
+    TokensAhead<T> next_tokens;
     next_tokens.load(p, next, 0);
     acquire(next);
     while (next.expert >= 0) {
         WgradTile tile = next;
-        Tokens<T> tokens = next_tokens;
+        TokensAhead<T> tokens = next_tokens;
         int n = tile.first_n + chunk * CHUNK, num_k_tiles = num_k_tiles_of<T>(tile);
         const char *first_token = (const char *)p.b + n * (int)sizeof(T);
         ColumnsOfA columns(p, tile);
@@ -185,12 +186,12 @@ __device__ inline void load_gather(const Wgrad &p, Shared<Config> &s) {
             pipe.advance();
         };
         /* at least once: a tile without rows reads the next tile, too */
-        for (int k_tile = 0; k_tile == 0 || k_tile < num_k_tiles; k_tile += Tokens<T>::K_TILES) {
-            Tokens<T> later;
+        for (int k_tile = 0; k_tile == 0 || k_tile < num_k_tiles; k_tile += TokensAhead<T>::K_TILES) {
+            TokensAhead<T> later;
 #pragma unroll
-            for (int i = 0; i < Tokens<T>::K_TILES; i++) {
+            for (int i = 0; i < TokensAhead<T>::K_TILES; i++) {
                 if (k_tile + i < num_k_tiles) load_k_tile(k_tile + i, tokens.token[i]);
-                if (i == 0) later.load(p, tile, k_tile + Tokens<T>::K_TILES);
+                if (i == 0) later.load(p, tile, k_tile + TokensAhead<T>::K_TILES);
             }
             tokens = later;
             if (k_tile == 0) {
