@@ -31,16 +31,19 @@ FUSED_MOE_FN int32_t fused_moe_few_rows(int64_t R, int64_t E) {
 }
 
 /* The same for both GEMMs in one launch (sm90/experts.cuh), whose plan has row tiles of this height. An
- * expert's row tiles run side by side and share the weight in L2, so more rows are few. */
+ * expert's row tiles run side by side and share the weight in L2, so up to 32 rows count as few. */
 FUSED_MOE_FN int32_t fused_moe_few_rows_together(int64_t R, int64_t E) {
     int32_t rows = fused_moe_few_rows(R, E);
     return rows || R > 32 * E ? rows : 64;
 }
 
-/* Subtiles of 64 weight rows in a tile of few rows. With a long k tiles are few and large: half as large,
- * they keep more CTAs loading (decode.md). */
+/* From here on k is long: a GEMM has few tiles, and each takes long. */
+enum { FUSED_MOE_LONG_K = 2560 };
+
+/* Subtiles of 64 weight rows in a tile of few rows. With a long k, tiles of one subtile keep more CTAs
+ * loading (decode.md). */
 FUSED_MOE_FN int32_t fused_moe_few_rows_subtiles(int32_t tile_rows, int64_t k) {
-    return tile_rows == 16 && k >= 2560 ? 1 : 2;
+    return tile_rows == 16 && k >= FUSED_MOE_LONG_K ? 1 : 2;
 }
 
 /* The same for up_gate in sm90/experts.cu, whose usual tile is 64 gates and their 64 ups. One subtile of 32
@@ -54,7 +57,8 @@ FUSED_MOE_FN int32_t fused_moe_experts_up_subtiles(int64_t R, int64_t E, int64_t
  * large CTA's tiles of a long k are few, and would be where SMs are free instead of spread evenly over the
  * GPU. Few rows of a dense weight have small CTAs, two on an SM, and begin whatever k is. */
 FUSED_MOE_FN bool fused_moe_down_reads_before_wait(int64_t R, int64_t E, int64_t F, bool is_quantized) {
-    return (fused_moe_few_rows(R, E) && !is_quantized) || (fused_moe_has_skinny_average(R, E) && F < 2560);
+    return (fused_moe_few_rows(R, E) && !is_quantized) ||
+           (fused_moe_has_skinny_average(R, E) && F < FUSED_MOE_LONG_K);
 }
 
 /* --- quantised weights ---------------------------------------------------------------------------------- */
@@ -79,7 +83,7 @@ FUSED_MOE_FN int32_t fused_moe_quantized_tile_rows(int64_t R, int64_t E) {
  * there are SMs, some of these would get two and others none (quantised.md). */
 FUSED_MOE_FN bool fused_moe_quantized_together(int64_t R, int64_t E, int64_t M, int64_t F, int32_t num_sms) {
     int64_t narrow = (R < E ? R : E) * ((M + 63) / 64);
-    return fused_moe_few_rows(R, E) == 16 && (F < 2560 || (R <= E && narrow >= num_sms));
+    return fused_moe_few_rows(R, E) == 16 && (F < FUSED_MOE_LONG_K || (R <= E && narrow >= num_sms));
 }
 
 /* Columns of the down GEMM's tiles there: 128, or 64 where such tiles would be fewer than the SMs. */
