@@ -49,7 +49,7 @@ FusedMoeRowMap grouped(const FusedMoeRowMap &map) {
 }
 
 std::tuple<Tensor, Tensor> run_eight_bits(const char *op, const ExpertsArguments &given, const Tensor &x,
-                                          const Choice &choice, const OptTensor &given_out) {
+                                          const ChosenExperts &chosen, const OptTensor &given_out) {
     const FusedMoeDtype dtype = float_dtype(op, x);
     check(dtype != FUSED_MOE_F64 && (dtype != FUSED_MOE_F32 || !x.is_cuda()), op,
           "bfloat16 or float16 x (on the CPU float32, too)", "another dtype");
@@ -82,12 +82,12 @@ std::tuple<Tensor, Tensor> run_eight_bits(const char *op, const ExpertsArguments
                     smooth2 = smooth_of(op, "what a is divided by", given.w2, x, s.E, s.F);
     check(!in_blocks || !smooth2, op, "w2 of data and scale with scales of blocks", "a third tensor");
 
-    const FusedMoeRoute *route = choice.route ? &choice.route->p : nullptr;
+    const FusedMoeRoute *route = chosen.route ? &chosen.route->p : nullptr;
     const int64_t bytes = (int64_t)x.element_size(), a_bytes = in_blocks ? 1 : bytes;
-    PrivatePlan plan = prepare_plan(op, choice.ids, x, s.E, given.expert_map, s.F * a_bytes, out_dim * bytes);
+    PrivatePlan plan = prepare_plan(op, chosen.ids, x, s.E, given.expert_map, s.F * a_bytes, out_dim * bytes);
     const FusedMoeRowMap &map = plan.rows.p;
     const int64_t T = map.T, R = map.R;
-    const OptTensor scores = scores_of(op, choice.scores, x, {T, map.K});
+    const OptTensor scores = scores_of(op, chosen.scores, x, {T, map.K});
     const Shared shared_rows = shared_of(op, {given.shared, given.shared_gate}, x, T, out_dim);
     const Call call = begin_call(op, plan.ids);
     FusedMoeEightBitUpGate up = {};

@@ -41,7 +41,7 @@ static bool run_together(const Call &call, const UpSide &up, const DownSide &dow
 #endif
 }
 
-static Choice choice_of(const char *op, const ExpertsArguments &given, int64_t E) {
+static ChosenExperts chosen_experts(const char *op, const ExpertsArguments &given, int64_t E) {
     if (!given.gate) {
         check(given.scores && given.ids, op, "scores and ids, or a gate", "neither");
         check(!given.gate_bias && !given.expert_bias && !given.expert_scale && !given.num_tokens &&
@@ -66,21 +66,22 @@ static Choice choice_of(const char *op, const ExpertsArguments &given, int64_t E
  * are not zeros, so no memset comes between two kernels, and each may begin before the one before it has
  * ended (PDL). */
 static std::tuple<Tensor, Tensor> run_sides(const char *op, const ExpertsArguments &given, const Tensor &x,
-                                            const Choice &choice, const UpWeights &weights, const Width &s,
-                                            const FusedMoeWeight &w2, int64_t D, const OptTensor &given_out) {
+                                            const ChosenExperts &chosen, const UpWeights &weights,
+                                            const Width &s, const FusedMoeWeight &w2, int64_t D,
+                                            const OptTensor &given_out) {
     const int64_t bytes = (int64_t)x.element_size();
-    PrivatePlan plan = prepare_plan(op, choice.ids, x, s.E, given.expert_map, s.F * bytes, D * bytes);
+    PrivatePlan plan = prepare_plan(op, chosen.ids, x, s.E, given.expert_map, s.F * bytes, D * bytes);
     FusedMoeRoutePlan &p = plan.p;
-    const FusedMoeRoute *route = choice.route ? &choice.route->p : nullptr;
+    const FusedMoeRoute *route = chosen.route ? &chosen.route->p : nullptr;
     Call call = begin_call(op, plan.ids);
     OptTensor of_x, of_y;
-    (given.score_on_input ? of_x : of_y) = choice.scores;
+    (given.score_on_input ? of_x : of_y) = chosen.scores;
     void *const a = plan.matrix[0], *const y = plan.matrix[1];
     const Tensor out = out_of(op, given_out, x, D);
-    UpSide up = up_side(x, weights, s, given.b1, given.b3, of_x, plan.rows, given.layout, given.activation,
-                        {given.constants[0], given.constants[1]}, a);
+    UpSide up = up_side(op, x, weights, s, given.b1, given.b3, of_x, plan.rows, given.layout,
+                        given.activation, {given.constants[0], given.constants[1]}, a);
     DownSide down =
-        down_side(x, a, s.F, w2, D, given.b2, of_y, plan.rows, {given.shared, given.shared_gate}, y, out);
+        down_side(op, x, a, s.F, w2, D, given.b2, of_y, plan.rows, {given.shared, given.shared_gate}, y, out);
     const FusedMoePlanner planner = planner_of(call, p, route, &up.p, &down.p);
     const bool in_gemm = planner == FUSED_MOE_PLAN_IN_GEMM;
     if (in_gemm) up.p.unplanned = down.p.unplanned = &p;
@@ -99,13 +100,13 @@ static std::tuple<Tensor, Tensor> run_sides(const char *op, const ExpertsArgumen
         pdl_of(fused_moe_down_reads_before_wait(p.T * p.K, p.E, s.F, is_quantized), in_gemm && !is_quantized);
     up.p.pdl = pdl.up_gate;
     down.p.pdl = pdl.down;
-    run_up_side(up, x);
-    run_down_side(down, x);
+    run_up_side(call, up, x);
+    run_down_side(call, down, x);
     return {out, plan.counts};
 }
 
 static std::tuple<Tensor, Tensor> run_float(const char *op, const ExpertsArguments &given, const Tensor &x,
-                                            const Choice &choice, const OptTensor &out) {
+                                            const ChosenExperts &chosen, const OptTensor &out) {
     check(given.w1.size() == 1 && given.w3.size() <= 1 && given.w2.size() == 1, op,
           "w1, w3 and w2 of one tensor each (w3 of none) without formats", "another number");
     const Tensor &w1 = given.w1[0], &w2 = given.w2[0];
@@ -113,17 +114,18 @@ static std::tuple<Tensor, Tensor> run_float(const char *op, const ExpertsArgumen
     check_dim(op, "w2", w2, 3);
     const Width s = width_of(op, w1, w3, given.layout);
     check_size(op, "experts of w2", w2.size(0), s.E, s.E);
-    return run_sides(op, given, x, choice, up_weights(op, w1, w3, x, s), s, down_weight(w2, x, s.F),
+    return run_sides(op, given, x, chosen, up_weights(op, w1, w3, x, s), s, down_weight(op, w2, x, s.F),
                      w2.size(1), out);
 }
 
 static std::tuple<Tensor, Tensor> run_quantized(const char *op, const ExpertsArguments &given,
-                                                const Tensor &x, const Choice &choice, const OptTensor &out) {
+                                                const Tensor &x, const ChosenExperts &chosen,
+                                                const OptTensor &out) {
     const QuantizedUp up(op, given.w1, given.formats[0], given.w3, given.formats[1], x, given.layout);
     const QuantizedWeight w2 = quantized_weight(op, tensors_of(op, "w2", given.w2, given.formats[2]), x);
     check_size(op, "experts of w2", given.w2[0].size(0), up.s.E, up.s.E);
     check_size(op, "in of w2", w2.p.in, up.s.F, up.s.F);
-    return run_sides(op, given, x, choice, up.weights, up.s, weight(w2), w2.p.out, out);
+    return run_sides(op, given, x, chosen, up.weights, up.s, weight(w2), w2.p.out, out);
 }
 
 static ExpertsResult run_experts(const char *op, const ExpertsArguments &given, const OptTensor &out) {
@@ -136,12 +138,12 @@ static ExpertsResult run_experts(const char *op, const ExpertsArguments &given, 
     const size_t num_constants = given.gate ? 4 : 2;
     check(given.constants.size() == num_constants, op,
           "constants of [alpha, limit], beside a gate with route_scale and route_norm_eps", "another number");
-    const Choice choice = choice_of(op, given, given.w1[0].size(0));
+    const ChosenExperts chosen = chosen_experts(op, given, given.w1[0].size(0));
     const Tensor x = aligned(given.x);
-    const auto [y, counts] = given.eight_bits        ? run_eight_bits(op, given, x, choice, out)
-                             : given.formats.empty() ? run_float(op, given, x, choice, out)
-                                                     : run_quantized(op, given, x, choice, out);
-    return {y, counts, choice.logits ? TensorList{choice.ids, *choice.logits} : TensorList()};
+    const auto [y, counts] = given.eight_bits        ? run_eight_bits(op, given, x, chosen, out)
+                             : given.formats.empty() ? run_float(op, given, x, chosen, out)
+                                                     : run_quantized(op, given, x, chosen, out);
+    return {y, counts, chosen.logits ? TensorList{chosen.ids, *chosen.logits} : TensorList()};
 }
 
 #define PARAMETER(type, name) , const type &name

@@ -33,8 +33,8 @@ Tensor up_dgrad(const Tensor &dh_, const Tensor &w1, const OptTensor &w3, const 
     return run_up_dgrad(begin_call(op, dh), dh, weights, s, map);
 }
 
-/* A weight's gradient is added to its main_grad where there is one; dw1 and dw3 are then empty. The
- * router's gradient of x, dlogits gate, is added to dx. */
+/* A weight's gradient is added to its main_grad where there is one; dw1 and dw3 are then empty. Without
+ * main_grads this is experts_up_backward. The router's gradient of x, dlogits gate, is added to dx. */
 UpGrads experts_up_backward_accumulate(const Tensor &dh_, const Tensor &x_, const Tensor &w1,
                                        const OptTensor &w3, const OptTensor &scores_, const TensorList &plan,
                                        int64_t layout, bool need_dx, bool need_dw1, bool need_dw3,
@@ -168,6 +168,7 @@ std::tuple<Tensor, Tensor, Tensor> down_dgrad(const Tensor &dout, const Tensor &
     return {dh, a_scaled, dscores};
 }
 
+/* Without a main_grad this is experts_down_backward. */
 DownGrads experts_down_backward_accumulate(const Tensor &dout, const Tensor &h, const Tensor &w2,
                                            const OptTensor &b2, const OptTensor &scores,
                                            const TensorList &plan, int64_t layout, int64_t activation,

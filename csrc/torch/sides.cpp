@@ -35,11 +35,10 @@ void check_scores(const char *op, const OptTensor &scores, const RowMap &map) {
 
 /* --- up side -------------------------------------------------------------------------------------------- */
 
-UpSide up_side(const Tensor &x, const UpWeights &weights, const Width &s, const OptTensor &b1_,
-               const OptTensor &b3_, const OptTensor &scores_, const RowMap &map, int64_t layout,
-               int64_t activation, const Constants &constants, void *a, const OptTensor &h,
+UpSide up_side(const char *op, const Tensor &x, const UpWeights &weights, const Width &s,
+               const OptTensor &b1_, const OptTensor &b3_, const OptTensor &scores_, const RowMap &map,
+               int64_t layout, int64_t activation, const Constants &constants, void *a, const OptTensor &h,
                const OptTensor &addend_) {
-    const char *op = "experts_up";
     OptTensor b1 = operand(op, "b1", b1_, x, {s.E, s.w1_rows}), b3 = operand(op, "b3", b3_, x, {s.E, s.F});
     OptTensor scores = scores_of(op, scores_, x, {map.p.T, map.p.K});
     OptTensor addend = operand(op, "addend", addend_, x, {map.p.R, s.H});
@@ -65,8 +64,7 @@ UpSide up_side(const Tensor &x, const UpWeights &weights, const Width &s, const 
     return {p, b1, b3, scores, addend};
 }
 
-void run_up_side(UpSide &side, const Tensor &x) {
-    Call call = begin_call("experts_up", x);
+void run_up_side(const Call &call, UpSide &side, const Tensor &x) {
     run_tiered(call, side.p, x, fused_moe_cpu_up_gate, CUDA(fused_moe_cuda_select_up_gate),
                CUDA(fused_moe_cuda_up_gate));
 }
@@ -82,14 +80,15 @@ std::tuple<Tensor, Tensor> experts_up(const Tensor &x, const Tensor &w1, const O
                                       const TensorList &plan, int64_t layout, int64_t activation,
                                       const Constants &constants, bool save_h, const OptTensor &,
                                       const OptTensor &) {
-    const RowMap map = tokens_map("experts_up", x, w1, w3, plan, layout);
-    const Width s = width_of("experts_up", w1, w3, layout);
+    const char *op = "experts_up";
+    const RowMap map = tokens_map(op, x, w1, w3, plan, layout);
+    const Width s = width_of(op, w1, w3, layout);
     const Tensor rows = aligned(x);
-    const UpWeights weights = up_weights("experts_up", w1, w3, x, s);
+    const UpWeights weights = up_weights(op, w1, w3, x, s);
     const Tensor h = new_tensor(x, {save_h ? map.p.R : 0, s.H}), a = new_tensor(x, {map.p.R, s.F});
-    UpSide side = up_side(rows, weights, s, b1, b3, scores, map, layout, activation, constants,
+    UpSide side = up_side(op, rows, weights, s, b1, b3, scores, map, layout, activation, constants,
                           a.mutable_data_ptr(), save_h ? OptTensor(h) : OptTensor());
-    run_up_side(side, rows);
+    run_up_side(begin_call(op, rows), side, rows);
     return {h, a};
 }
 
@@ -138,25 +137,23 @@ std::tuple<Tensor, Tensor> quantized_up(const Tensor &x_, const TensorList &w1, 
     const QuantizedUp up(op, w1, format1, w3, format3, x, layout);
     const RowMap map = row_map_of(op, x, RowsOf::TOKENS, up.s.E, plan);
     const Tensor h = new_tensor(x, {save_h ? map.p.R : 0, up.s.H}), a = new_tensor(x, {map.p.R, up.s.F});
-    UpSide side = up_side(x, up.weights, up.s, b1, b3, scores, map, layout, activation, constants,
+    UpSide side = up_side(op, x, up.weights, up.s, b1, b3, scores, map, layout, activation, constants,
                           a.mutable_data_ptr(), save_h ? OptTensor(h) : OptTensor(), addend);
-    run_up_side(side, x);
+    run_up_side(begin_call(op, x), side, x);
     return {h, a};
 }
 
 /* --- down side ------------------------------------------------------------------------------------------ */
 
-FusedMoeWeight down_weight(const Tensor &w2, const Tensor &like, int64_t F) {
-    const char *op = "experts_down";
+FusedMoeWeight down_weight(const char *op, const Tensor &w2, const Tensor &like, int64_t F) {
     check_dim(op, "w2", w2, 3);
     check_widths(op, "w2", w2, 0);
     return weight(op, "w2", w2, like, {w2.size(0), w2.size(1), F});
 }
 
-DownSide down_side(const Tensor &like, const void *a, int64_t F, const FusedMoeWeight &w2, int64_t D,
-                   const OptTensor &b2_, const OptTensor &scores_, const RowMap &map, const Shared &shared_,
-                   void *y, const OptTensor &out) {
-    const char *op = "experts_down";
+DownSide down_side(const char *op, const Tensor &like, const void *a, int64_t F, const FusedMoeWeight &w2,
+                   int64_t D, const OptTensor &b2_, const OptTensor &scores_, const RowMap &map,
+                   const Shared &shared_, void *y, const OptTensor &out) {
     const FusedMoeDtype dtype = float_dtype(op, like);
     OptTensor b2 = operand(op, "b2", b2_, like, {map.p.E, D});
     OptTensor scores = scores_of(op, scores_, like, {map.p.T, map.p.K});
@@ -174,8 +171,7 @@ DownSide down_side(const Tensor &like, const void *a, int64_t F, const FusedMoeW
     return side;
 }
 
-void run_down_side(DownSide &side, const Tensor &like) {
-    Call call = begin_call("experts_down", like);
+void run_down_side(const Call &call, DownSide &side, const Tensor &like) {
     run_grouped_mm(call, side.p, like);
     if (side.combine.out) run_unpermute(call, side.combine);
 }
@@ -187,13 +183,13 @@ Tensor experts_down(const Tensor &a, const OptTensor &, const Tensor &w2, const 
     check_dim(op, "a", a, 2);
     const Tensor rows = aligned(a);
     const RowMap map = row_map_of(op, a, RowsOf::ROWS, w2.size(0), plan);
-    const FusedMoeWeight w = down_weight(w2, a, a.size(1));
+    const FusedMoeWeight w = down_weight(op, w2, a, a.size(1));
     const int64_t F = a.size(1), D = w2.size(1);
     const Tensor y = new_tensor(rows, {map.p.R, D});
     const OptTensor out = map.has_maps ? OptTensor(new_tensor(rows, {map.p.T, D})) : OptTensor();
-    DownSide side = down_side(rows, data(rows), F, w, D, b2, scores, map, {shared, shared_gate},
+    DownSide side = down_side(op, rows, data(rows), F, w, D, b2, scores, map, {shared, shared_gate},
                               y.mutable_data_ptr(), out);
-    run_down_side(side, rows);
+    run_down_side(begin_call(op, rows), side, rows);
     return out ? *out : y;
 }
 

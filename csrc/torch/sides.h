@@ -15,7 +15,7 @@ struct UpWeights {
 
 UpWeights up_weights(const char *op, const Tensor &w1, const OptTensor &w3, const Tensor &like,
                      const Width &s);
-FusedMoeWeight down_weight(const Tensor &w2, const Tensor &like, int64_t F);
+FusedMoeWeight down_weight(const char *op, const Tensor &w2, const Tensor &like, int64_t F);
 
 /* A quantised weight as one list: data, scale, zero where there are zero points, and the same of a second
  * packing where there is one. */
@@ -44,11 +44,11 @@ struct UpSide {
 };
 
 /* x is aligned(). a: (R, F), where it is written. h: (R, H), if it is kept. */
-UpSide up_side(const Tensor &x, const UpWeights &weights, const Width &s, const OptTensor &b1,
+UpSide up_side(const char *op, const Tensor &x, const UpWeights &weights, const Width &s, const OptTensor &b1,
                const OptTensor &b3, const OptTensor &scores, const RowMap &map, int64_t layout,
                int64_t activation, const Constants &constants, void *a, const OptTensor &h = {},
                const OptTensor &addend = {});
-void run_up_side(UpSide &side, const Tensor &x);
+void run_up_side(const Call &call, UpSide &side, const Tensor &x);
 
 /* --- down side ------------------------------------------------------------------------------------------ */
 
@@ -62,18 +62,18 @@ struct DownSide {
 
 /* a: (R, F), aligned, of like's dtype. w2: (E, D, F). y: (R, D), where it is written. out: (T, D), of a plan
  * with row maps; without them y is the result. */
-DownSide down_side(const Tensor &like, const void *a, int64_t F, const FusedMoeWeight &w2, int64_t D,
-                   const OptTensor &b2, const OptTensor &scores, const RowMap &map, const Shared &shared,
-                   void *y, const OptTensor &out);
-void run_down_side(DownSide &side, const Tensor &like);
+DownSide down_side(const char *op, const Tensor &like, const void *a, int64_t F, const FusedMoeWeight &w2,
+                   int64_t D, const OptTensor &b2, const OptTensor &scores, const RowMap &map,
+                   const Shared &shared, void *y, const OptTensor &out);
+void run_down_side(const Call &call, DownSide &side, const Tensor &like);
 
 /* Where x's result (T, D) is written: the given tensor, checked, or a new one. */
 Tensor out_of(const char *op, const OptTensor &given, const Tensor &x, int64_t D);
 
 /* --- the experts without gradients ---------------------------------------------------------------------- */
 
-/* The choice of experts: as it is given, or the router's, which has not run. */
-struct Choice {
+/* The experts of each token: as they are given, or a router's choice, which has not run. */
+struct ChosenExperts {
     Tensor scores, ids;
     OptTensor logits; /* of a router */
     std::optional<PreparedRoute> route;
@@ -81,6 +81,6 @@ struct Choice {
 
 /* eight_bit.cpp: out and counts of experts whose GEMMs multiply 8 bits by 8 bits. x is aligned(). */
 std::tuple<Tensor, Tensor> run_eight_bits(const char *op, const ExpertsArguments &given, const Tensor &x,
-                                          const Choice &choice, const OptTensor &out);
+                                          const ChosenExperts &chosen, const OptTensor &out);
 
 #endif
