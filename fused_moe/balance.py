@@ -86,8 +86,8 @@ def load_report(model: nn.Module) -> ModelLoadReport:
     """The load of every FusedMoE in a model on this rank since the last update of its bias.
 
     `print` shows at most 38 lines of 80 columns: each layer's slots, its busiest expert's load over the mean,
-    and how many experts have which multiple of the mean. Of more than 36 layers it shows the least balanced
-    ones, one of every two or more neighbours. Counts are read from a GPU in one transfer.
+    and how many experts have which multiple of the mean. With more than 36 layers a line is the least
+    balanced of two or more neighbours. Counts are read from a GPU in one transfer.
 
     Args:
         model: a module with at least one FusedMoE.

@@ -559,7 +559,7 @@ def experts_and_counts(
         )
         check_out(fn, out, x, x.shape, inputs)
     scores, shared = _as_scores(scores, x), (shared, _as_scores(shared_gate, x))
-    path, _ = paths.of_experts(x, stored, mode, trains_fp8, is_composed, lora, plan, needs_grad)
+    path, _ = paths.path_of_experts(x, stored, mode, trains_fp8, is_composed, lora, plan, needs_grad)
     if path is paths.FP8:
         if plan is None:
             plan = _ops.route_plan(ids, w2.size(0), expert_map)
@@ -570,10 +570,10 @@ def experts_and_counts(
     settings, on_input = (code, _ops.ACTIVATION_CODES[activation], [*constants]), score_on == "input"
     call = (biases, scores, ids, settings, on_input, expert_map, shared)
     if path is paths.EIGHT_BIT or path is paths.QUANTIZED:
-        codes = None
+        eight_bit = None
         if path is paths.EIGHT_BIT:
-            codes = computing.eight_bit_tensors(fn, mode, x, ids, stored, layout)
-        return _quantized_experts(x, stored, codes, smooth, call, out, needs_grad)
+            eight_bit = computing.eight_bit_tensors(fn, mode, x, ids, stored, layout)
+        return _quantized_experts(x, stored, eight_bit, smooth, call, out, needs_grad)
     if path is paths.EXPERTS:
         weights = ([w1], [w2], [] if w3 is None else [w3])
         return _ops.infer(x, weights, *call, out=out)[:2]
@@ -668,20 +668,20 @@ _apply_plainly = super(torch.autograd.Function, _WithoutGradient).apply
 
 
 def _quantized_experts(
-    x, weights: tuple, codes, smooth: tuple, call: tuple, out, needs_grad: bool
+    x, weights: tuple, eight_bit: list | None, smooth: tuple, call: tuple, out, needs_grad: bool
 ) -> tuple[Tensor, Tensor]:
-    """(out, counts) by one operator, which keeps nothing for backward. `codes` are the weights' lists where 8
-    bits are multiplied by 8 bits, and x and a are divided by `smooth`; else values are multiplied. `call` is
-    what `infer` takes behind the weights."""
+    """(out, counts) by one operator, which keeps nothing for backward. Where 8 bits are
+    multiplied by 8 bits, `eight_bit` are the weights' lists, and x and a are divided by `smooth`; else it is
+    None, and values are multiplied. `call` is what `infer` takes behind the weights."""
     w1, w2, w3 = weights
-    formats = [w1.code, 0 if w3 is None else w3.code, w2.code]
-    if codes is None:
+    formats = [w1.code, 0 if w3 is None else w3.code, w2.code]  # in the schema's order; lists: w1, w2, w3
+    if eight_bit is None:
         quantized = (formats,)
         lists = (_listed(w1), _listed(w2), _listed(w3))
     else:
         quantized = (formats, True, w2.power_of_two)
-        lists = codes
-        for own, factors in zip(codes, smooth, strict=False):
+        lists = eight_bit
+        for own, factors in zip(eight_bit, smooth, strict=False):
             if factors is not None:
                 own.append(factors)
     if not needs_grad:

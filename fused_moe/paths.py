@@ -2,7 +2,7 @@
 
 A call of a layer asks whether router and experts may be one call (`operands_to_join`), whether the combine
 may add the shared experts (`why_added_after`), and whether its padded rows may stay as they are
-(`keeps_padding`). Where router and experts are apart, and in `fused_experts`, `of_experts` chooses the
+(`keeps_padding`). Where router and experts are apart, and in `fused_experts`, `path_of_experts` chooses the
 operators. `path` tells users all of it.
 
 What is fused passes modules over, so a fused call is for modules that would compute the same if they were
@@ -281,7 +281,7 @@ def needs_grad(*tensors: Tensor | None) -> bool:
     return False
 
 
-def of_experts(
+def path_of_experts(
     x: Tensor, weights: tuple, mode: str, trains_fp8: bool, is_composed: bool, lora, plan, records: bool
 ) -> tuple[Path, str | None]:
     """The path of experts of given scores, and why it is not one operator. `mode` is how quantised weights
@@ -348,7 +348,7 @@ def path(layer: MoELayer, x: Tensor) -> Choice:
     records = needs_grad(x, *(p for m in read for p in m.parameters()))
     mode = modes.pop() if modes else "codes"
     how = (mode, experts.fp8 is not None, is_composed, experts.lora, None, records)
-    chosen, several = of_experts(x, weights, *how)
+    chosen, several = path_of_experts(x, weights, *how)
     if several is not None:
         reasons += (f"the experts are several operators, since {several}",)
     return Choice(chosen, reasons + added)

@@ -109,6 +109,7 @@ def routed_experts(
     logits (T, E). `shared` are what `fused_experts` takes as shared and shared_gate, `given` the router's ids
     and num_tokens."""
     fn, (gate, gate_bias, expert_scale, w1, w2, w3, b1, b2, b3) = "fused_experts", operands
+    # `function.experts_and_counts` checks what it shares with this in the same order.
     check_activation(fn, experts.activation, experts.alpha, experts.limit)
     *_, layout = check_experts(fn, "x", x, w1, w2, w3, b1, b2, b3, "separate", False)
     main_up, main_down = check_main_grads(fn, experts.main_grads, "x", x, (w1, w2, w3), False)
@@ -142,6 +143,7 @@ def routed_experts_without_gradients(
     bias, routing, *given = function.check_route(
         "x", x, gate.size(0), router.top_k, expert_bias, **router.routing, **given
     )
+    # as in routed_experts
     check_activation(fn, experts.activation, experts.alpha, experts.limit)
     *_, layout = check_experts(fn, "x", x, w1, w2, w3, b1, b2, b3, "separate", False)
     top_k, score_func, route_norm, route_scale, route_norm_eps, *groups = routing

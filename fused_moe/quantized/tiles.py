@@ -79,7 +79,8 @@ def fit(shape: tuple[int, int, int]) -> bool:
 
 def are_read_on(device: torch.device) -> bool:
     """Whether kernels for tiles run there: on GPUs of compute capability 9.x, unless FUSED_MOE_TIER asks for
-    the sm80 tier's, which read the published layout."""
+    the sm80 tier's, which read the published layout. (The rule of a call is device_reason's, in
+    csrc/kernels/device.cu.)"""
     if os.environ.get("FUSED_MOE_TIER") == "portable":
         return False
     if device.type != "cuda" or not HAS_CUDA_KERNELS or not torch.cuda.is_available():

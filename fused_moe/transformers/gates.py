@@ -152,7 +152,7 @@ def _numbers(recipe) -> set[float]:
 
 
 def _probe(numbers: list[float], has_gate: bool) -> tuple[Tensor, dict[str, Callable]]:
-    """Values on both sides of every number, and up to large ones. Of a pair at most one is large."""
+    """Values on both sides of every number, and up to large ones. At most one of a pair is large."""
     values = [0.1, 0.3, 0.7, 1.2, 2.1, 3.3, 4.7, 6.1, 9.3, 12.0, 33.0, 1e3, 1e4]
     values += [v * factor for v in numbers for factor in (0.513, 0.917, 1.109, 1.513, 2.9)]
     values += [-v for v in values]
