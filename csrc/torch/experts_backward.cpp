@@ -33,15 +33,14 @@ Tensor up_dgrad(const Tensor &dh_, const Tensor &w1, const OptTensor &w3, const 
     return run_up_dgrad(begin_call(op, dh), dh, weights, s, map);
 }
 
-/* A weight's gradient is added to its main_grad where there is one; dw1 and dw3 are then empty. Without
- * main_grads this is experts_up_backward. The router's gradient of x, dlogits gate, is added to dx. */
-UpGrads experts_up_backward_accumulate(const Tensor &dh_, const Tensor &x_, const Tensor &w1,
-                                       const OptTensor &w3, const OptTensor &scores_, const TensorList &plan,
-                                       int64_t layout, bool need_dx, bool need_dw1, bool need_dw3,
-                                       bool need_db1, bool need_db3, bool need_dscores,
-                                       const OptTensor &main_grad1, const OptTensor &main_grad3,
-                                       const OptTensor &dlogits_, const OptTensor &gate_) {
-    const char *op = "experts_up_backward";
+/* A weight's gradient is added to its main_grad where there is one; dw1 and dw3 are then empty. The
+ * router's gradient of x, dlogits gate, is added to dx. */
+static UpGrads run_up_backward(const char *op, const Tensor &dh_, const Tensor &x_, const Tensor &w1,
+                               const OptTensor &w3, const OptTensor &scores_, const TensorList &plan,
+                               int64_t layout, bool need_dx, bool need_dw1, bool need_dw3, bool need_db1,
+                               bool need_db3, bool need_dscores, const OptTensor &main_grad1,
+                               const OptTensor &main_grad3, const OptTensor &dlogits_,
+                               const OptTensor &gate_) {
     check_dim(op, "x", x_, 2);
     Tensor x = aligned(x_);
     Width s = width_of(op, w1, w3, layout);
@@ -101,8 +100,19 @@ UpGrads experts_up_backward(const Tensor &dh, const Tensor &x, const Tensor &w1,
                             const OptTensor &scores, const TensorList &plan, int64_t layout, bool need_dx,
                             bool need_dw1, bool need_dw3, bool need_db1, bool need_db3, bool need_dscores,
                             const OptTensor &dlogits, const OptTensor &gate) {
-    return experts_up_backward_accumulate(dh, x, w1, w3, scores, plan, layout, need_dx, need_dw1, need_dw3,
-                                          need_db1, need_db3, need_dscores, {}, {}, dlogits, gate);
+    return run_up_backward("experts_up_backward", dh, x, w1, w3, scores, plan, layout, need_dx, need_dw1,
+                           need_dw3, need_db1, need_db3, need_dscores, {}, {}, dlogits, gate);
+}
+
+UpGrads experts_up_backward_accumulate(const Tensor &dh, const Tensor &x, const Tensor &w1,
+                                       const OptTensor &w3, const OptTensor &scores, const TensorList &plan,
+                                       int64_t layout, bool need_dx, bool need_dw1, bool need_dw3,
+                                       bool need_db1, bool need_db3, bool need_dscores,
+                                       const OptTensor &main_grad1, const OptTensor &main_grad3,
+                                       const OptTensor &dlogits, const OptTensor &gate) {
+    return run_up_backward("experts_up_backward_accumulate", dh, x, w1, w3, scores, plan, layout, need_dx,
+                           need_dw1, need_dw3, need_db1, need_db3, need_dscores, main_grad1, main_grad3,
+                           dlogits, gate);
 }
 
 /* --- down side ------------------------------------------------------------------------------------------ */
@@ -168,13 +178,12 @@ std::tuple<Tensor, Tensor, Tensor> down_dgrad(const Tensor &dout, const Tensor &
     return {dh, a_scaled, dscores};
 }
 
-/* Without a main_grad this is experts_down_backward. */
-DownGrads experts_down_backward_accumulate(const Tensor &dout, const Tensor &h, const Tensor &w2,
-                                           const OptTensor &b2, const OptTensor &scores,
-                                           const TensorList &plan, int64_t layout, int64_t activation,
-                                           const Constants &constants, bool need_dh, bool need_dw2,
-                                           bool need_db2, bool need_dscores, const OptTensor &main_grad2) {
-    const char *op = "experts_down_backward";
+/* dw2 is added to main_grad2 where there is one; it is then empty. */
+static DownGrads run_down_backward(const char *op, const Tensor &dout, const Tensor &h, const Tensor &w2,
+                                   const OptTensor &b2, const OptTensor &scores, const TensorList &plan,
+                                   int64_t layout, int64_t activation, const Constants &constants,
+                                   bool need_dh, bool need_dw2, bool need_db2, bool need_dscores,
+                                   const OptTensor &main_grad2) {
     DownDgrad d = down_dgrad_of(op, dout, w2, b2, h, scores, plan, layout, activation, constants);
     const FusedMoeRowMap &map = d.map.p;
     int64_t E = map.E, R = map.R, D = d.p.D, F = d.p.F;
@@ -219,6 +228,15 @@ DownGrads experts_down_backward(const Tensor &dout, const Tensor &h, const Tenso
                                 const OptTensor &scores, const TensorList &plan, int64_t layout,
                                 int64_t activation, const Constants &constants, bool need_dh, bool need_dw2,
                                 bool need_db2, bool need_dscores) {
-    return experts_down_backward_accumulate(dout, h, w2, b2, scores, plan, layout, activation, constants,
-                                            need_dh, need_dw2, need_db2, need_dscores, {});
+    return run_down_backward("experts_down_backward", dout, h, w2, b2, scores, plan, layout, activation,
+                             constants, need_dh, need_dw2, need_db2, need_dscores, {});
+}
+
+DownGrads experts_down_backward_accumulate(const Tensor &dout, const Tensor &h, const Tensor &w2,
+                                           const OptTensor &b2, const OptTensor &scores,
+                                           const TensorList &plan, int64_t layout, int64_t activation,
+                                           const Constants &constants, bool need_dh, bool need_dw2,
+                                           bool need_db2, bool need_dscores, const OptTensor &main_grad2) {
+    return run_down_backward("experts_down_backward_accumulate", dout, h, w2, b2, scores, plan, layout,
+                             activation, constants, need_dh, need_dw2, need_db2, need_dscores, main_grad2);
 }

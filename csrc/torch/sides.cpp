@@ -75,12 +75,10 @@ static RowMap tokens_map(const char *op, const Tensor &x, const Tensor &w1, cons
     return row_map_of(op, x, RowsOf::TOKENS, width_of(op, w1, w3, layout).E, plan);
 }
 
-std::tuple<Tensor, Tensor> experts_up(const Tensor &x, const Tensor &w1, const OptTensor &w3,
-                                      const OptTensor &b1, const OptTensor &b3, const OptTensor &scores,
-                                      const TensorList &plan, int64_t layout, int64_t activation,
-                                      const Constants &constants, bool save_h, const OptTensor &,
-                                      const OptTensor &) {
-    const char *op = "experts_up";
+static std::tuple<Tensor, Tensor> run_up(const char *op, const Tensor &x, const Tensor &w1,
+                                         const OptTensor &w3, const OptTensor &b1, const OptTensor &b3,
+                                         const OptTensor &scores, const TensorList &plan, int64_t layout,
+                                         int64_t activation, const Constants &constants, bool save_h) {
     const RowMap map = tokens_map(op, x, w1, w3, plan, layout);
     const Width s = width_of(op, w1, w3, layout);
     const Tensor rows = aligned(x);
@@ -92,10 +90,18 @@ std::tuple<Tensor, Tensor> experts_up(const Tensor &x, const Tensor &w1, const O
     return {h, a};
 }
 
+std::tuple<Tensor, Tensor> experts_up(const Tensor &x, const Tensor &w1, const OptTensor &w3,
+                                      const OptTensor &b1, const OptTensor &b3, const OptTensor &scores,
+                                      const TensorList &plan, int64_t layout, int64_t activation,
+                                      const Constants &constants, bool save_h, const OptTensor &,
+                                      const OptTensor &) {
+    return run_up("experts_up", x, w1, w3, b1, b3, scores, plan, layout, activation, constants, save_h);
+}
+
 std::tuple<Tensor, Tensor> up_gate(const Tensor &x, const Tensor &w1, const OptTensor &w3,
                                    const OptTensor &b1, const OptTensor &b3, const TensorList &plan,
                                    int64_t layout, int64_t activation, const Constants &constants) {
-    return experts_up(x, w1, w3, b1, b3, {}, plan, layout, activation, constants, true, {}, {});
+    return run_up("up_gate", x, w1, w3, b1, b3, {}, plan, layout, activation, constants, true);
 }
 
 QuantizedTensors tensors_of(const char *op, const char *name, const TensorList &list, int64_t format) {
