@@ -7,6 +7,7 @@ and `info()` tells which tiers run.
 from . import oldest as oldest  # isort: skip
 from . import flops as flops  # for FlopCounterMode
 from . import reference
+from .adapters import add_lora, load_lora_state_dict, lora_state_dict, merge_lora, remove_lora, set_lora
 from .balance import ModelLoadReport, balance, load_report
 from .fp8 import Fp8Weights, fp8_weights
 from .fp8_shares import Fp8Shares, fp8_shares
@@ -24,7 +25,7 @@ from .function import (
     unpermute,
 )
 from .info import info
-from .lora import LoRA, add_lora
+from .lora import LoRA
 from .losses import load_balancing_loss, router_z_loss
 from .module import FusedMoE, LoadReport, RouterLosses
 from .paths import path
@@ -55,7 +56,10 @@ __all__ = [
     "info",
     "linear",
     "load_balancing_loss",
+    "load_lora_state_dict",
     "load_report",
+    "lora_state_dict",
+    "merge_lora",
     "path",
     "permute",
     "plan_from_counts",
@@ -63,11 +67,13 @@ __all__ = [
     "record_routing",
     "reference",
     "refresh_weights",
+    "remove_lora",
     "replay_routing",
     "route",
     "route_plan",
     "router_logits",
     "router_z_loss",
+    "set_lora",
     "smooth_from",
     "unpermute",
 ]

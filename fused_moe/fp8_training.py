@@ -209,7 +209,7 @@ def _check_trainable(fn: str, experts: nn.Module) -> None:
             fail(ValueError, fn, f"experts whose {name} is a multiple of {BLOCK}", width)
     if experts.b1 is not None or experts.b2 is not None:
         fail(ValueError, fn, "experts without biases", "biases")
-    if experts.lora is not None:
+    if experts.loras:
         fail(ValueError, fn, "experts without adapters", "those of add_lora")
     if any(isinstance(w, QuantizedWeight) for w in experts.weights):
         fail(ValueError, fn, "experts of float weights", "quantised ones")

@@ -13,7 +13,6 @@ from torch._subclasses.fake_tensor import FakeTensor
 from .checks import (
     FLOATING,
     check_device,
-    check_int,
     check_like,
     check_num_experts,
     check_plain,
@@ -22,8 +21,8 @@ from .checks import (
     check_tensor,
     fail,
 )
-from .finding import experts_in
 from .paths import why_altered
+from .quantized.sharding import sharded_like
 from .resetting import reset_uniform
 
 
@@ -118,13 +117,33 @@ def pairs_of(lora: LoRA) -> tuple[tuple[Tensor | None, Tensor | None], ...]:
     return (lora.a1, lora.b1), (lora.a2, lora.b2), (lora.a3, lora.b3)
 
 
+def joined(loras: list[LoRA]) -> LoRA:
+    """One LoRA that adds what all of them add: their ranks one after the other, each scale in its b."""
+    if len(loras) == 1:
+        return loras[0]
+    tensors = []
+    for pairs in zip(*map(pairs_of, loras), strict=True):
+        found = [(a, b, lora.scale) for (a, b), lora in zip(pairs, loras, strict=True) if a is not None]
+        if found:
+            tensors += (
+                torch.cat([a for a, _, _ in found], 1),
+                torch.cat([scale * b for _, b, scale in found], 2),
+            )
+        else:
+            tensors += None, None
+    return LoRA(*tensors)
+
+
 class Adapters(nn.Module):
     """LoRA's parameters a1, b1, .. for the weights `targets` of a FusedMoE's experts; see `add_lora`.
+
+    `is_active` says whether they compute; `set_lora` sets it.
 
     `scale` is a Python float, which forward uses without asking a device. The buffer `scaling` is its copy in
     the state_dict: adapters of one alpha would else load into a layer of another.
     """
 
+    is_active = True
     _warned: list | None = None  # missing_keys of the last load_state_dict that warned: one warning for each
 
     def __init__(self, weights: dict, rank: int, scale: float, dtype: torch.dtype | None):
@@ -173,6 +192,7 @@ class Adapters(nn.Module):
         check_real(fn, "lora.scale", lora.scale)
         for i, (a, b) in enumerate(lora.pairs, 1):
             _check_pair(fn, i, a, b)
+        self.state_dict()  # FSDP2 frees what it has gathered, into which values would be written in vain
         own = dict(self.named_parameters())
         given = {name: t for name, t in zip(LoRA._fields, lora.tensors, strict=False) if t is not None}
         if {n: p.shape for n, p in own.items()} != {n: t.shape for n, t in given.items()}:
@@ -182,7 +202,7 @@ class Adapters(nn.Module):
             if any(t.is_meta for t in tensors.values()):  # which copy_ would pass over, without a word
                 fail(ValueError, fn, f"{whose} adapters to have values", "some on meta")
         for name, parameter in own.items():
-            parameter.copy_(given[name])
+            parameter.copy_(sharded_like(parameter, given[name]))
         self.scale = lora.scale
 
     def _apply(self, fn, recurse=True):
@@ -196,6 +216,15 @@ class Adapters(nn.Module):
         if "scale" in self.__dict__:  # pickled by a version that kept it nowhere else
             self.scale = self.__dict__.pop("scale")
 
+    def other_alphas(self, stored: Tensor) -> tuple[str, str] | None:
+        """The alphas of the adapters and of a file's scale, as words, if they are not the same."""
+        own = _stored(self.scale, torch.device("cpu")).to(stored.dtype)  # a file may be cast to 16 bits
+        if stored.is_meta or isinstance(stored, FakeTensor) or own.item() == stored.item():
+            return None
+        rank = next(t.size(1) for name, t in self._adapters().items() if name[0] == "a")
+        scales = self.scale, stored.item()
+        return tuple(f"alpha = {scale * rank:.6g} (scale {scale:.6g} at rank {rank})" for scale in scales)
+
     def _load_from_state_dict(
         self, state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
     ):
@@ -203,24 +232,13 @@ class Adapters(nn.Module):
         key, stored = prefix + "scaling", state_dict.get(prefix + "scaling")
         adapters = [t for n in LoRA._fields if isinstance(t := state_dict.get(prefix + n), Tensor)]
         if isinstance(stored, Tensor) and stored.numel() == 1:
-            own = _stored(self.scale, torch.device("cpu")).to(stored.dtype)  # a file may be cast to 16 bits
-            has_value = not (stored.is_meta or isinstance(stored, FakeTensor))
-            if has_value and own.item() != stored.item():
-                rank = next(t.size(1) for name, t in self._adapters().items() if name[0] == "a")
-                expected, found = (
-                    f"alpha = {scale * rank:.6g} (scale {scale:.6g} at rank {rank})"
-                    for scale in (self.scale, stored.item())
-                )
-                error_msgs.append(f"{key}: expected {expected}, found {found}")
+            if alphas := self.other_alphas(stored):
+                error_msgs.append(f"{key}: expected {alphas[0]}, found {alphas[1]}")
             state_dict[key] = _stored(self.scale, stored.device)
         elif stored is None and adapters:
             if Adapters._warned is not missing_keys:
                 Adapters._warned = missing_keys
-                warnings.warn(
-                    f"load_state_dict: expected LoRA's scale beside the adapters ({key}), found none, as in "
-                    f"files of fused_moe 0.2.0 and before: add_lora's stays, {self.scale:.6g}",
-                    stacklevel=2,
-                )
+                warn_of_no_scale("load_state_dict", key, self.scale)
             state_dict[key] = _stored(self.scale, adapters[0].device)
         super()._load_from_state_dict(
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
@@ -238,65 +256,63 @@ class Adapters(nn.Module):
         )
 
 
+def warn_of_no_scale(fn: str, key: str, scale: float) -> None:
+    warnings.warn(
+        f"{fn}: expected LoRA's scale beside the adapters ({key}), found none, as in files of "
+        f"fused_moe 0.2.0 and before: add_lora's stays, {scale:.6g}",
+        stacklevel=3,
+    )
+
+
 def _stored(scale: float, device: torch.device) -> Tensor:
     return torch.tensor(scale, dtype=torch.float32, device=device)
 
 
-def add_lora(
-    module: nn.Module,
-    rank: int,
-    *,
-    alpha: float | None = None,
-    targets: tuple[str, ...] = ("w1", "w2", "w3"),
-    dtype: torch.dtype | None = None,
-) -> nn.Module:
-    """Gives the experts of every FusedMoE in a module trainable adapters, and freezes their own parameters.
+DEFAULT = "default"
 
-    The adapters are the parameters `experts.lora.a1`, `experts.lora.b1`, ... Everything else in the module,
-    routers for one, is left as it is. main_grads of the frozen parameters have no effect. Quantised experts
-    are the usual case. `experts.lora.load(LoRA.from_peft(...))` takes adapters made elsewhere.
 
-    Args:
-        module: whose FusedMoE layers have no adapters yet.
-        rank: of each expert's matrices. alpha: the scale is alpha / rank; by default 1.
-        targets: the weights that get some; w3 only where experts are gated.
-        dtype: of the adapters: that of x, or float32, whose optimizer takes steps that 16 bits would lose;
-            default: the weights'.
+def child_of(name: str) -> str:
+    """The attribute that has the adapters of a name: `lora` of "default", `lora_math` of "math"."""
+    return "lora" if name == DEFAULT else f"lora_{name}"
 
-    Returns:
-        The module.
 
-    Raises:
-        TypeError, ValueError: before anything is changed, with what was expected and what was found.
-    """
-    fn = "add_lora"
-    layers = list(experts_in(fn, module).values())
-    check_int(fn, "rank", rank)
-    if rank < 1:
-        fail(ValueError, fn, "rank >= 1", rank)
-    if alpha is not None:
-        check_real(fn, "alpha", alpha)
-    if dtype is not None and dtype not in FLOATING:
-        fail(TypeError, fn, "a floating dtype", dtype)
-    if not isinstance(targets, (tuple, list, set, frozenset)):
-        fail(TypeError, fn, "targets to be a tuple of w1, w2 and w3", targets)
-    if not targets or not all(target in ("w1", "w2", "w3") for target in targets):
-        fail(ValueError, fn, "targets of w1, w2 and w3", targets)
-    if any(layer.lora is not None for layer in layers):
-        fail(ValueError, fn, "experts without adapters", "some that have them")
-    if any(layer.fp8 is not None for layer in layers):
-        fail(ValueError, fn, "experts that do not train in FP8", "some of enable_fp8")
-    for layer in layers:
-        for name, parameter in layer.named_parameters():
+class TakesLoRA(nn.Module):
+    """A module with experts' weights that can have adapters, by name: its children `lora` and `lora_NAME`."""
+
+    @property
+    def loras(self) -> dict[str, Adapters]:
+        """{name: adapters}, active or not."""
+        children = self._modules.items()
+        return {
+            DEFAULT if child == "lora" else child.removeprefix("lora_"): adapters
+            for child, adapters in children
+            if adapters is not None and (child == "lora" or child.startswith("lora_"))
+        }
+
+    @property
+    def active_loras(self) -> list[Adapters]:
+        if not self._modules:  # most experts, and every call asks
+            return []
+        return [adapters for adapters in self.loras.values() if adapters.is_active]
+
+    @property
+    def adapters(self) -> LoRA | None:
+        """What is active, as functions take it."""
+        active = self.active_loras
+        return joined([adapters() for adapters in active]) if active else None
+
+    def check_takes_lora(self, fn: str) -> None:
+        """Checks that adapters can be made beside the parameters."""
+        for name, parameter in self.named_parameters():
             check_plain(fn, name, parameter)
-    targeted = [{name: getattr(layer, name) for name in sorted(set(targets))} for layer in layers]
-    targeted = [{name: w for name, w in weights.items() if w is not None} for weights in targeted]
-    if not all(targeted):
-        fail(ValueError, fn, f"experts with {' or '.join(sorted(set(targets)))}", "ungated ones")
-    for layer, weights in zip(layers, targeted, strict=True):
-        layer.requires_grad_(False)
-        layer.lora = Adapters(weights, rank, 1.0 if alpha is None else alpha / rank, dtype)
-    return module
+
+    def take_lora(self, name: str, adapters: Adapters) -> None:
+        setattr(self, child_of(name), adapters)
+
+    def __setstate__(self, state) -> None:
+        super().__setstate__(state)
+        if "lora" not in self.__dict__ and "lora" not in self._modules:  # pickled by an older version
+            self.lora = None
 
 
 def _check_type(fn: str, lora) -> None:

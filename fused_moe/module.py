@@ -18,7 +18,7 @@ from .finding import MoELayer, RoutedExperts
 from .fp8_training import Fp8Training, TrainsFp8, train_in_fp8
 from .gate import Gate, linear_logits
 from .kept_dtypes import KeepsDtypes
-from .lora import Adapters, LoRA
+from .lora import Adapters, TakesLoRA
 from .losses import check_mask, check_scope, load_balancing_loss, router_z_loss
 from .ops import reshaped
 from .padding import zero_padding
@@ -138,11 +138,11 @@ class Router(KeepsDtypes):
 
 
 @stock("experts")
-class Experts(RoutedExperts, TrainsFp8):
+class Experts(RoutedExperts, TakesLoRA, TrainsFp8):
     """The routed experts: w1 (E, F, D) gate, w2 (E, D, F) down, w3 (E, F, D) up, and biases.
 
     A QuantizedWeight may be assigned to each of w1, w2 and w3; its dtype becomes that of the parameter whose
-    place it takes. `lora` are the adapters of `add_lora`, `fp8` what `enable_fp8` sets.
+    place it takes. `lora` and `lora_NAME` are the adapters of `add_lora`, `fp8` what `enable_fp8` sets.
     """
 
     alpha, limit = function.ALPHA, function.LIMIT  # of layers that were pickled by an older version
@@ -169,18 +169,13 @@ class Experts(RoutedExperts, TrainsFp8):
         fan_in = {"1": self.dim, "2": self.hidden_dim, "3": self.dim}
         for name in ("w1", "w2", "w3", "b1", "b2", "b3"):
             reset_uniform(self, name, 1 / math.sqrt(fan_in[name[1]]))
-        if self.lora is not None:
-            self.lora.reset_parameters()
+        for adapters in self.loras.values():
+            adapters.reset_parameters()
 
     def __setattr__(self, name: str, value) -> None:
         if isinstance(value, QuantizedWeight) and name in self._parameters:
             value.dtype = self._parameters.pop(name).dtype  # nn.Module lets no module take a parameter's name
         super().__setattr__(name, value)
-
-    def __setstate__(self, state) -> None:
-        super().__setstate__(state)
-        if "lora" not in self.__dict__ and "lora" not in self._modules:  # pickled by an older version
-            self.lora = None
 
     def forward(
         self,
@@ -192,19 +187,16 @@ class Experts(RoutedExperts, TrainsFp8):
     ) -> tuple[Tensor, Tensor]:
         """x (T, D) -> out (T, D), counts (E,) int32. The others are as those of `fused_experts`."""
         biases = (self.b1, self.b2, self.b3)
-        main_grads = self.main_grads if self.lora is None else None  # beside adapters the weights are frozen
+        lora = self.adapters
+        main_grads = self.main_grads if lora is None else None  # beside adapters the weights are frozen
         added = {"shared": shared, "shared_gate": shared_gate}
-        settings = {"main_grads": main_grads, "lora": self.adapters, **self.fp8_settings, **added}
+        settings = {"main_grads": main_grads, "lora": lora, **self.fp8_settings, **added}
         act = (self.activation, (self.alpha, self.limit))
         return function.experts_and_counts(x, self.weights, scores, ids, biases, *act, **settings)
 
     @property
     def weights(self) -> tuple:
         return self.w1, self.w2, self.w3
-
-    @property
-    def adapters(self) -> LoRA | None:
-        return None if self.lora is None else self.lora()
 
     @property
     def main_grads(self) -> tuple:

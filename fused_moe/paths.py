@@ -210,7 +210,7 @@ def operands_to_join(layer: MoELayer, x: Tensor) -> Operands | str:
     gate = router._modules.get("gate")
     if reason := why_changed("router.gate", gate) or why_observed():
         return reason
-    if experts.lora is not None:
+    if experts.active_loras:
         return "the experts have adapters"
     if experts.fp8 is not None:
         return "the experts train in FP8"
@@ -343,11 +343,12 @@ def path(layer: MoELayer, x: Tensor) -> Choice:
         return Choice(OTHER, (f"the experts are not fused_moe's, since {changed}", *added))
     weights, combined = experts.weights, () if added else (shared, layer.shared_expert_gate)
     modes = {w.compute for w in weights if w is not None and not isinstance(w, Tensor)}
-    is_composed = bool(modes) or experts.lora is not None
+    loras = experts.active_loras or None
+    is_composed = bool(modes) or loras is not None
     read = [m for m in (layer.latent_down, router, experts, *combined) if m is not None]
     records = needs_grad(x, *(p for m in read for p in m.parameters()))
     mode = modes.pop() if modes else "codes"
-    how = (mode, experts.fp8 is not None, is_composed, experts.lora, None, records)
+    how = (mode, experts.fp8 is not None, is_composed, loras, None, records)
     chosen, several = path_of_experts(x, weights, *how)
     if several is not None:
         reasons += (f"the experts are several operators, since {several}",)

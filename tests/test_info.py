@@ -202,8 +202,8 @@ import fused_moe
 print(*sorted(set(sys.modules) - before))
 """
     run = run_python(code)
-    own = "activation balance checks composed counting expert_bias finding flops fp8 fp8_shares fp8_training"
-    own += " function gate info"
+    own = "activation adapters balance checks composed counting expert_bias finding flops fp8 fp8_shares"
+    own += " fp8_training function gate info"
     own += " kept_dtypes lora losses main_grad module oldest ops overlap padding paths plan quantized"
     parts = "computing copies formats loaders quantizing refreshing sharding smoothing state tiles weight"
     own += "".join(f" quantized.{name}" for name in parts.split())
@@ -368,13 +368,18 @@ def test_the_public_names(device):
         "fp8_shares",
         "fp8_weights",
         "info",
+        "load_lora_state_dict",
         "load_report",
+        "lora_state_dict",
+        "merge_lora",
         "path",
         "quantize",
         "record_routing",
         "reference",
         "refresh_weights",
+        "remove_lora",
         "replay_routing",
+        "set_lora",
         "smooth_from",
     }
     assert set(fused_moe.__all__) - own <= set(fused_moe.reference.__all__)

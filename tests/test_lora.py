@@ -672,6 +672,24 @@ def test_wrong_layers(device):
         (lambda: add_lora(moe, 2, targets=None), TypeError, "targets to be a tuple of .*, found None"),
         (lambda: add_lora(None, 2), TypeError, "a module with a FusedMoE in it, found NoneType"),
         (lambda: add_lora(moe, 2, dtype=torch.int8), TypeError, "a floating dtype, found torch.int8"),
+        (
+            lambda: add_lora(moe, 2, dtype=F64),
+            TypeError,
+            "weights and adapters of float64, or neither, found torch.float32 and torch.float64",
+        ),
+        (lambda: add_lora(moe, 2, name=None), TypeError, "name to be a str, found NoneType"),
+        (lambda: add_lora(moe, 2, name=""), ValueError, "a name that is not empty and has no dot, found ''"),
+        (lambda: add_lora(moe, 2, name="a.b"), ValueError, "has no dot, found 'a.b'"),
+        (
+            lambda: add_lora(moe, 2, freeze_router=1),
+            TypeError,
+            "freeze_router to be True or False, found int",
+        ),
+        (
+            lambda: add_lora(moe.experts, 2, freeze_router=True),
+            ValueError,
+            "freeze_router only with a FusedMoE, found Experts",
+        ),
         (lambda: add_lora(plain, 2, targets=("w3",)), ValueError, "experts with w3, found ungated ones"),
         (lambda: add_lora(torch.nn.Linear(2, 2), 2), ValueError, "a FusedMoE in it, found Linear"),
     ):
@@ -679,7 +697,7 @@ def test_wrong_layers(device):
             call()
     assert moe.experts.lora is None and moe.experts.w1.requires_grad
     add_lora(moe, 2)
-    with pytest.raises(ValueError, match="experts without adapters, found some that have them"):
+    with pytest.raises(ValueError, match="experts without adapters 'default', found some that have them"):
         add_lora(moe, 2)
 
 

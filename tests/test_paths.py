@@ -11,7 +11,7 @@ from torch.nn.modules.module import register_module_forward_hook
 from torch.nn.utils import parametrize
 
 import fused_moe
-from fused_moe import FusedMoE, add_lora, enable_fp8, fused_experts, quantize
+from fused_moe import FusedMoE, add_lora, enable_fp8, fused_experts, quantize, set_lora
 from fused_moe.gate import Gate
 from fused_moe.module import Experts, Router, SharedExperts
 from fused_moe.paths import Path, path
@@ -140,8 +140,18 @@ TABLE = {
         {}, lambda layer: add_lora(layer, 8), False, Path.COMPOSED,
         (APART + "the experts have adapters", SEVERAL + "the experts have adapters"),
     ),
+    "LoRA that does not compute": (
+        {}, lambda layer: set_lora(add_lora(layer, 8), None), True, Path.ROUTED_UP, (),
+    ),
+    "LoRA that does not compute, decode": (
+        {}, lambda layer: set_lora(add_lora(layer, 8), None), False, Path.ROUTED, (),
+    ),
     "quantised, decode": (
         {}, lambda layer: quantize(layer, "int8"), False, Path.QUANTIZED,
+        (APART + SUBCLASS,),
+    ),
+    "quantised, LoRA that does not compute": (
+        {}, lambda layer: set_lora(add_lora(quantize(layer, "int8"), 8), None), False, Path.QUANTIZED,
         (APART + SUBCLASS,),
     ),
     "quantised, training": (
@@ -342,6 +352,10 @@ def lora(layer):
     add_lora(layer, 8)
 
 
+def idle_lora(layer):
+    set_lora(add_lora(layer, 8), None)
+
+
 def quantised(layer):
     quantize(layer, "int8")
 
@@ -359,6 +373,8 @@ MODES = {
     "FP8, decode": (fp8, itself, False),
     "LoRA": (lora, itself, True),
     "LoRA, decode": (lora, itself, False),
+    "LoRA that does not compute": (idle_lora, itself, True),
+    "LoRA that does not compute, decode": (idle_lora, itself, False),
     "quantised": (quantised, itself, True),
     "quantised, decode": (quantised, itself, False),
     "8 bits": (eight_bits, itself, False),

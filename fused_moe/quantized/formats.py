@@ -168,23 +168,26 @@ def encode(
     group_size: int = GROUPS[-1],
     symmetric: bool = True,
     per_tensor: bool = False,
-    wide: bool = False,
+    scale_dtype: torch.dtype | None = None,
     smooth: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """data, scale and zero of a weight (E, out, in), times smooth (E, in), every code the nearest. Scales of
-    int4, int8 and fp8 have w's dtype (float32 for float64, and if `wide`), and codes are of the rounded
+    int4, int8 and fp8 have `scale_dtype`, by default w's (float32 for float64), and codes are of the rounded
     scale."""
     encoded = []
     for part in parts(tuple(w.shape)):
-        one = w[part].float() if wide else w[part]
+        one = w[part] if scale_dtype is None else w[part].float()
         one = one if smooth is None else one * smooth[part].unsqueeze(1)
-        encoded.append(_encode(one, format, group_size, symmetric, per_tensor))
+        own = one.dtype if scale_dtype is None else scale_dtype
+        own = torch.float32 if own == torch.float64 else own
+        encoded.append(_encode(one, format, group_size, symmetric, per_tensor, own))
     data, scale, zero = zip(*encoded, strict=True)
     return torch.cat(data), torch.cat(scale), None if zero[0] is None else torch.cat(zero)
 
 
-def _encode(w: Tensor, format: str, group_size: int, symmetric: bool, per_tensor: bool):
-    scale_dtype = torch.float32 if w.dtype == torch.float64 else w.dtype
+def _encode(
+    w: Tensor, format: str, group_size: int, symmetric: bool, per_tensor: bool, scale_dtype: torch.dtype
+):
     w = w.float()
     rules = FORMATS[format]
     if rules.block == "square_128":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import torch
 from torch import Tensor, nn
 
 from ..checks import FLOATING, check_bool, check_choice, check_int, check_plain, check_stored, fail
@@ -73,7 +74,7 @@ def quantize(
             check_plain(FN, name, getattr(experts, name))
             _check_weight(name, getattr(experts, name), multiple)
         if names and compute != "codes":
-            if experts.lora is not None:
+            if experts.loras:
                 fail(ValueError, FN, f"experts without adapters with compute {compute!r}", "some with them")
             if len(names) < sum(w is not None for w in experts.weights):
                 expected = f"experts none of whose weights is quantised yet with compute {compute!r}"
@@ -85,6 +86,21 @@ def quantize(
             factors = smooth2 if name == "w2" else smooth1
             setattr(experts, name, _quantized(getattr(experts, name), format, options, factors, settings))
     return module_or_weight
+
+
+def requantize(w: QuantizedWeight, values: Tensor) -> None:
+    """Gives w other values (E, out, in), in float32, as codes of its own format, groups and dtypes."""
+    rules, scale = formats.FORMATS[w.format], w.scale
+    options = _defaults(rules)
+    if "group_size" in options:
+        options["group_size"] = values.size(2) // scale.size(2)
+    if "symmetric" in options:
+        options["symmetric"] = w.zero is None
+    if "per_tensor" in options:
+        options["per_tensor"] = scale.size(1) == 1
+    tensors = formats.encode(values, w.format, **options, scale_dtype=scale.dtype)
+    other = QuantizedWeight(*tensors, format=w.format, shape=tuple(w.shape), dtype=w.dtype)
+    w.load_state_dict(other.state_dict())
 
 
 def _smooths_of(layers: dict, given) -> dict[str, tuple[Tensor, Tensor]]:
@@ -148,7 +164,8 @@ def _quantized(
     weight: Tensor, format: str, options: dict, smooth: Tensor | None, settings: dict
 ) -> QuantizedWeight:
     w = weight.detach()
-    tensors = formats.encode(w, format, **options, wide=settings["compute"] != "codes", smooth=smooth)
+    scale_dtype = None if settings["compute"] == "codes" else torch.float32
+    tensors = formats.encode(w, format, **options, scale_dtype=scale_dtype, smooth=smooth)
     # w1 and w3 have the same factors, but safetensors saves no two tensors in the same memory.
     own = {"shape": tuple(w.shape), "dtype": w.dtype, "smooth": None if smooth is None else smooth.clone()}
     return QuantizedWeight(*tensors, format=format, **own, **settings)

@@ -26,6 +26,15 @@ def is_sharded(tensor: Tensor) -> bool:
     return isinstance(tensor, DTensor)
 
 
+def sharded_like(own: Tensor, tensor: Tensor) -> Tensor:
+    """A tensor, the same on all ranks, as shards like those of `own`; unchanged where own is not sharded."""
+    if not is_sharded(own) or is_sharded(tensor):
+        return tensor
+    from torch.distributed.tensor import distribute_tensor
+
+    return distribute_tensor(tensor.to(own.device), own.device_mesh, own.placements, src_data_rank=None)
+
+
 def check_class(cls: type) -> None:
     """Checks a class that a weight's is replaced by. FSDP2 makes that of each module that it is applied to an
     FSDPModule, whose parameters are gathered for the time of its own call."""

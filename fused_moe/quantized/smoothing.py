@@ -48,7 +48,7 @@ def smooth_from(module: nn.Module, batches: Iterable, alpha: float = 0.5) -> dic
     if not 0 <= alpha <= 1:
         fail(ValueError, FN, "alpha from 0 to 1", alpha)
     for name, experts in named.items():
-        if experts.lora is not None:
+        if experts.loras:
             fail(ValueError, FN, "experts without adapters", f"{name} with them")
         for key, w in zip(("w1", "w2", "w3"), experts.weights, strict=True):
             if w is not None and not isinstance(w, nn.Parameter):
