@@ -28,6 +28,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from . import checks, function
 from .counting import Counting
+from .lora import Adapters, LoRA
 from .main_grad import WithMainGrad
 from .module import Experts, FusedMoE
 from .ops import score_dtype
@@ -44,10 +45,11 @@ class ExpertParallel(ParallelStyle):
         parallelize_module(model, mesh["ep"], {"blocks.*.moe": ExpertParallel()})
 
     It is a ParallelStyle, so one `parallelize_module` call can combine it with PyTorch's styles for the rest
-    of a model. The experts' weights and biases become DTensors, Shard(0) on the mesh. Their names do not
-    change, so full state dicts keep names and shapes. Router and shared experts are replicated. On CPUs
-    initialise the parameters first: CPU ranks share no DTensor generator, so a later `reset_parameters` under
-    one seed gives every rank the same experts.
+    of a model. The experts' weights, biases and adapters become DTensors, Shard(0) on the mesh. Their names
+    do not change, so full state dicts keep names and shapes. Router and shared experts are replicated. On
+    CPUs initialise the parameters first: CPU ranks share no DTensor generator, so a later `reset_parameters`
+    under one seed gives every rank the same experts. Adapters may also be added afterwards: `add_lora` sends
+    each rank its shards of those of the first.
 
     In backward, the gradients of a rank's experts are sums over ALL ranks' losses; those of the other
     parameters come from the rank's own tokens only. `fully_shard` averages over its mesh. To make both means
@@ -70,8 +72,8 @@ class ExpertParallel(ParallelStyle):
 
     Raises (where the style is applied):
         TypeError: for a module that is neither FusedMoE nor its experts, or has experts of another type.
-        ValueError: for parameters that are DTensors already or have a main_grad, quantised weights, adapters
-            of `add_lora`, a mesh of several dimensions, or E not a multiple of N.
+        ValueError: for parameters that are DTensors already or have a main_grad, quantised weights, a mesh of
+            several dimensions, or E not a multiple of N.
     """
 
     def __init__(self, *, static: bool = False, capacity: int | None = None, overflow: str = "error"):
@@ -95,8 +97,8 @@ class ExpertParallel(ParallelStyle):
             checks.fail(TypeError, fn, "a FusedMoE, or its experts", type(experts).__name__)
         if isinstance(experts.w1, DTensor):
             checks.fail(ValueError, fn, "plain parameters, as before fully_shard", "DTensors")
-        if experts.lora is not None or any(isinstance(w, QuantizedWeight) for w in experts.weights):
-            checks.fail(ValueError, fn, "experts of plain parameters", "quantised weights or adapters")
+        if any(isinstance(w, QuantizedWeight) for w in experts.weights):
+            checks.fail(ValueError, fn, "experts of plain parameters", "quantised weights")
         if any(getattr(p, "main_grad", None) is not None for p in experts.parameters()):
             checks.fail(ValueError, fn, "main_grad to be set afterwards, on the DTensors", "one")
         if device_mesh.ndim != 1:
@@ -104,11 +106,8 @@ class ExpertParallel(ParallelStyle):
         if experts.num_experts % device_mesh.size():
             found = f"{experts.num_experts} experts"
             checks.fail(ValueError, fn, f"a number of experts that {device_mesh.size()} divides", found)
-        for name, parameter in list(experts.named_parameters(recurse=False)):
-            sharded = distribute_tensor(
-                parameter.detach(), device_mesh, [Shard(0)], src_data_rank=self.src_data_rank
-            )
-            setattr(experts, name, nn.Parameter(sharded, requires_grad=parameter.requires_grad))
+        for part in (experts, *experts.loras.values()):
+            _shard(part, device_mesh, self.src_data_rank)
         # In place, as fully_shard: optimizers, hooks and the parent module keep their references.
         experts.__class__ = ParallelExperts
         experts.mesh = device_mesh
@@ -130,6 +129,16 @@ class ParallelExperts(Counting, Experts):
     def reset_parameters(self) -> None:
         super().reset_parameters()
         self.dropped_rows.zero_()
+
+    def check_takes_lora(self, fn: str) -> None:
+        for name, parameter in self.named_parameters(recurse=False):
+            if not isinstance(parameter, DTensor) or parameter.device_mesh != self.mesh:
+                expected = f"{name} to be sharded by ExpertParallel alone, as before fully_shard"
+                checks.fail(ValueError, fn, expected, "other shards")
+
+    def take_lora(self, name: str, adapters: Adapters) -> None:
+        _shard(adapters, self.mesh)
+        super().take_lora(name, adapters)
 
     def forward(self, x: Tensor, scores: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
         """This rank's x (T, D), scores and ids (T, K) -> out (T, D), counts (E,) of this rank's slots."""
@@ -200,13 +209,18 @@ class ParallelExperts(Counting, Experts):
     def _local_experts(self, rows: Tensor, ids: Tensor) -> Tensor:
         """Rows (R, D) and the local expert id of each (R,) -> (R, D), zero where the id is E/N."""
         scores = torch.ones(rows.size(0), 1, dtype=score_dtype(rows), device=rows.device)
+        settings = {name: _local(value) for name, value in self.settings.items()}
+        main_grads = self.main_grads
+        if settings["lora"] is not None:  # beside adapters the weights are frozen
+            settings["lora"] = LoRA(*map(_local, settings["lora"]))
+            main_grads = (None, None, None)
         return function.fused_experts(
             rows,
-            *map(_local_weight, self.weights, self.main_grads),
+            *map(_local_weight, self.weights, main_grads),
             scores,
             ids.unsqueeze(1),
-            **{name: _local(value) for name, value in self.settings.items()},
-            main_grads=tuple(map(_local, self.main_grads)),
+            **settings,
+            main_grads=tuple(map(_local, main_grads)),
         )
 
     def extra_repr(self) -> str:
@@ -236,6 +250,13 @@ def _exchange_counts(sent: Tensor, group) -> Tensor:
 def _with_length(rows: Tensor, length: int) -> Tensor:
     """Appends zero rows or drops the last rows. Without ids outside [0, E) it copies nothing."""
     return rows if rows.size(0) == length else F.pad(rows, (0, 0, 0, length - rows.size(0)))
+
+
+def _shard(module: nn.Module, mesh: DeviceMesh, src_data_rank: int | None = 0) -> None:
+    """Makes a module's own parameters (E, ...) shards of experts."""
+    for name, parameter in list(module.named_parameters(recurse=False)):
+        sharded = distribute_tensor(parameter.detach(), mesh, [Shard(0)], src_data_rank=src_data_rank)
+        setattr(module, name, nn.Parameter(sharded, requires_grad=parameter.requires_grad))
 
 
 def _local(value):

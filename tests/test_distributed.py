@@ -19,6 +19,7 @@ import cases
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -1222,6 +1223,220 @@ def test_balance_loss_of_a_group(workers, device, cut, masked, compiled):
     expected = balance_losses(new_layer(device), masked_batches(device, masked))
     assert_close(found, expected, TOLERANCE[torch.float32])
     assert not torch.equal(first["dgate"], second["dgate"])
+
+
+# --- adapters -----------------------------------------------------------------------------------------
+
+
+def adapted_layer(device, before=(), fresh=False):
+    """new_layer with two adapters, both of which compute; `before` is called in between."""
+    layer = new_layer(device)
+    add_lora(layer, 4, alpha=6, freeze_router=True)
+    for change in before:
+        change(layer)
+    add_lora(layer, 2, targets=("w1", "w2"), name="math")
+    fused_moe.set_lora(layer, ("default", "math"))
+    return layer if fresh else fill_adapters(layer)
+
+
+def fill_adapters(layer):
+    """The same values in every process, sharded or not."""
+    generator = torch.Generator().manual_seed(5)
+    for name in ("default", "math"):
+        state = fused_moe.lora_state_dict(layer, name)
+        values = {
+            key: t if key.endswith("scaling") else torch.randn(t.shape, generator=generator) / 4
+            for key, t in state.items()
+        }
+        fused_moe.load_lora_state_dict(layer, values, name)
+    return layer
+
+
+def adapted_step(layer, x, dout):
+    """As step, of what has a gradient, after a step without one."""
+    x = x.requires_grad_()
+    out = layer(x)
+    out.backward(dout)
+    found = {"out": out.detach(), "dx": x.grad}
+    return found | {f"d{n}": whole(p.grad) for n, p in layer.named_parameters() if p.grad is not None}
+
+
+def parallel_adapters(rank, device, how, static):
+    """Results of a step, whole adapters, and the output of the merged layer."""
+    mesh = init_device_mesh(device.type, (RANKS,))
+
+    def shard(layer):
+        parallelize_module(layer, mesh, ExpertParallel(static=static))
+
+    if how == "between":
+        layer = adapted_layer(device, [shard])
+    else:
+        layer = adapted_layer(device)
+        shard(layer)
+    assert all(isinstance(p, DTensor) for p in layer.experts.parameters())
+    assert layer.experts.lora_math.a1.to_local().size(0) == E // RANKS
+    own = layer.experts.lora()
+    given = fused_moe.LoRA(*(whole(t.detach()) for t in own.tensors), own.scale)
+    for p in layer.experts.lora.parameters():
+        torch.nn.init.zeros_(p)
+    layer.experts.lora.load(given)
+    x, dout = (share(rank, t, EVEN).clone() for t in new_signals(device))
+    found = adapted_step(layer, x, dout)
+    files = {n: fused_moe.lora_state_dict(layer, n, full=True) for n in ("default", "math")}
+    assert all(torch.equal(full_state(layer)[key], t) for key, t in files["default"].items())
+    with torch.no_grad():
+        with fused_moe.set_lora(layer, None):
+            base = layer(x)
+        fused_moe.merge_lora(layer)
+        merged_out = layer(x)
+    trained = [n for n, p in layer.named_parameters() if p.requires_grad]
+    return found, files, base, merged_out, trained
+
+
+@pytest.mark.parametrize("static", (False, True), ids=("exact", "static"))
+@pytest.mark.parametrize("how", ("between", "before"))
+def test_expert_parallel_takes_adapters(workers, device, how, static):
+    """Added before the style, after it, or both: gradients, files and merged weights are one process's."""
+    layer = adapted_layer(device)
+    x, dout = new_signals(device)
+    expected = adapted_step(layer, x, dout)
+    results = workers(parallel_adapters, how, static)
+    replicated = [n for n in expected if n.startswith("d") and not n.startswith(("dexperts", "dx"))]
+    assert_close(merged([r[0] for r in results], added=replicated), expected, TOLERANCE[torch.float32])
+    for _, files, _, _, trained in results:
+        for name, state in files.items():
+            own = fused_moe.lora_state_dict(layer, name)
+            assert own.keys() == state.keys()
+            assert all(torch.equal(state[key], t.cpu()) for key, t in own.items())
+        assert set(trained) == {n for n, _ in new_layer(device).named_parameters()}
+    with torch.no_grad():
+        expected_merged = layer(x)
+        with fused_moe.set_lora(layer, None):
+            expected_base = layer(x)
+    for index, right in ((2, expected_base), (3, expected_merged)):
+        found = torch.cat([result[index] for result in results])
+        torch.testing.assert_close(found, right.cpu(), rtol=1e-4, atol=1e-4)
+
+
+def sent_adapters(rank, device):
+    """Each rank draws its own; the first one's are sent."""
+    layer = new_layer(device)
+    parallelize_module(layer, init_device_mesh(device.type, (RANKS,)), ExpertParallel())
+    torch.manual_seed(7 + rank)
+    add_lora(layer, 4)
+    return fused_moe.lora_state_dict(layer, full=True)
+
+
+def test_new_adapters_of_parallel_experts(workers, device):
+    """They are initialised as on one process, from the first rank's generator."""
+    layer = new_layer(device)
+    torch.manual_seed(7)
+    add_lora(layer, 4)
+    if device.type == "cpu":
+        for found in workers(sent_adapters):
+            for key, t in fused_moe.lora_state_dict(layer).items():
+                assert torch.equal(found[key], t), key
+
+
+def sharded_adapters(rank, device, shape, folder):
+    """Steps and files of a layer under ExpertParallel and fully_shard, or fully_shard alone."""
+    mesh = init_device_mesh(device.type, shape, mesh_dim_names=("dp", "ep"))
+    world = init_device_mesh(device.type, (RANKS,))
+
+    def shard(fresh):
+        layer = adapted_layer(device, fresh=fresh)
+        if shape[1] > 1:
+            parallelize_module(layer, mesh["ep"], ExpertParallel())
+            fully_shard(layer.experts, mesh=mesh["dp"])
+            layer.experts.set_gradient_divide_factor(RANKS)
+        return fully_shard(layer, mesh=world)
+
+    layer, x, dout = shard(False), *new_signals(device)
+    x, dout = share(rank, x, EVEN).clone(), share(rank, dout, EVEN)
+    found = adapted_step(layer, x, dout)
+    with torch.no_grad():
+        out = layer(x)
+    # The root's parameters are gathered now. Files have shards nevertheless, and so has what merges.
+    state = fused_moe.lora_state_dict(layer, "math")
+    assert all(isinstance(t, DTensor) for key, t in state.items() if "scaling" not in key)
+    dcp.save(state, checkpoint_id=folder)
+    again = shard(True)
+    state = fused_moe.lora_state_dict(again, "math")
+    dcp.load(state, checkpoint_id=folder)
+    fused_moe.load_lora_state_dict(again, state, "math")
+    fused_moe.load_lora_state_dict(again, fused_moe.lora_state_dict(layer, full=True))
+    with torch.no_grad():
+        assert torch.equal(again(x), out)
+        fused_moe.merge_lora(again, "math")
+        fused_moe.set_lora(again, "default")
+        torch.testing.assert_close(again(x), out, rtol=1e-4, atol=1e-4)
+    weights = {n: t for n, t in full_state(again).items() if n.startswith("experts.w")}
+    again(x.detach())
+    fused_moe.remove_lora(again)
+    names = {n for n, _ in new_layer(device).named_parameters()}
+    for _ in range(2):  # the second gathers shards anew
+        again(x.detach()).sum().backward()
+        assert {n for n, p in again.named_parameters() if p.requires_grad and p.grad is not None} == names
+        again.zero_grad()
+    return found, weights
+
+
+@pytest.mark.parametrize("shape", ((1, 2), (2, 1)), ids=("both", "fully_shard"))
+def test_fully_shard_of_adapters(workers, device, tmp_path, shape):
+    """Gradients are means over all ranks. torch.distributed.checkpoint saves and loads adapters alone. Merged
+    and removed, the layer computes and trains as it should."""
+    results = workers(sharded_adapters, shape, str(tmp_path))
+    layer = fused_moe.merge_lora(adapted_layer(device), "math")
+    for _, weights in results:
+        for name, tensor in weights.items():
+            torch.testing.assert_close(tensor, layer.get_parameter(name).detach().cpu())
+    found = merged([found for found, _ in results], added=())
+    expected = adapted_step(adapted_layer(device), *new_signals(device))
+    for name, value in expected.items():
+        if name.startswith("d") and name != "dx":
+            value /= RANKS
+    assert_close(found, expected, TOLERANCE[torch.float32])
+
+
+def refused_adapters(rank, device):
+    """Messages of calls that shards rule out."""
+    world = init_device_mesh(device.type, (RANKS,))
+    found = []
+    sharded = fully_shard(adapted_layer(device), mesh=world)
+    second = fully_shard(adapted_layer(device), mesh=world, shard_placement_fn=shard_second)
+    both = new_layer(device)
+    mesh = init_device_mesh(device.type, (1, RANKS), mesh_dim_names=("dp", "ep"))
+    parallelize_module(both, mesh["ep"], ExpertParallel())
+    fully_shard(both.experts, mesh=mesh["dp"])
+    quantised = quantised_layer("int8", device, rank=2)
+    fully_shard(quantised, mesh=world)
+    for call in (
+        lambda: add_lora(sharded, 2, name="other"),
+        lambda: add_lora(both, 2),
+        lambda: fused_moe.merge_lora(second),
+        lambda: fused_moe.merge_lora(quantised, requantize=True),
+        lambda: ExpertParallel()._apply(quantised_layer("int8", device, rank=2, num_experts=4), world),
+    ):
+        try:
+            call()
+        except (TypeError, ValueError) as error:
+            found.append(f"{type(error).__name__} {error}")
+    return found
+
+
+@takes_integers
+def test_adapters_that_shards_rule_out(workers, cpu):
+    for found in workers(refused_adapters):
+        expected = "of float values, and adapters, to be shards of experts, Shard(0), found"
+        assert found == [
+            "TypeError add_lora: expected w1 to be a plain parameter, as before ExpertParallel and "
+            + "fully_shard, found DTensor",
+            "ValueError add_lora: expected w1 to be sharded by ExpertParallel alone, as before fully_shard, "
+            + "found other shards",
+            f"ValueError merge_lora: expected experts.w1 {expected} (Shard(dim=1),)",
+            f"ValueError merge_lora: expected experts.w1 {expected} (Shard(dim=0),)",
+            "ValueError ExpertParallel: expected experts of plain parameters, found quantised weights",
+        ]
 
 
 # --- wrong calls --------------------------------------------------------------------------------------
