@@ -266,7 +266,26 @@ CPU = listed({
   ("fused_moe/composed.py", "tests/test_quantized_bits.py"): [
     ("adapters of the up read the gate's ranks", "F.pad(b3, (b1.size(2), 0))", "F.pad(b3, (0, b1.size(2)))")],
   ("fused_moe/paths.py", "tests/test_lora.py"): [
-    ("adapters are skipped by the joint operator", "if experts.lora is not None:", "if False:")],
+    ("adapters are skipped by the joint operator", "if experts.active_loras:", "if False:")],
+  ("fused_moe/lora.py", "tests/test_adapters.py"): [
+    ("joined adapters lose their scales", "torch.cat([scale * b for", "torch.cat([b for"),
+    ("adapters compute, active or not", "loras.values() if adapters.is_active]", "loras.values()]")],
+  ("fused_moe/adapters.py", "tests/test_adapters.py"): [
+    ("earlier adapters compute beside new ones", "adapters.is_active = False", "pass"),
+    ("a choice of adapters is for good", "context.callback(setattr,", "(lambda *_: None)(setattr,"),
+    ("merging rounds the product first", "torch.addmm(values[e].double(), b[e], a[e], alpha=scale)",
+     "values[e] + (scale * b[e] @ a[e]).to(values.dtype)"),
+    ("merging forgets the scale", "alpha=scale)", "alpha=1)"),
+    ("merged adapters are left", "_remove(layer, chosen)", "pass"),
+    ("what was frozen stays frozen", "parameter.requires_grad_()", "pass"),
+    ("adapters of another scale are loaded", "adapters.other_alphas(state_dict[", "None and (state_dict["),
+    ("a merge writes what fully_shard has gathered", 'hook(m, "", True)', "pass")],
+  ("fused_moe/quantized/quantizing.py", "tests/test_adapters.py"): [
+    ("weights with adapters are quantised anew without zero points", "w.zero is None", "True")],
+  ("fused_moe/distributed.py", "tests/test_distributed.py -k adapters"): [
+    ("each rank has all new adapters", "_shard(adapters, self.mesh)", "pass"),
+    ("each rank draws its own new adapters", "mesh: DeviceMesh, src_data_rank: int | None = 0)",
+     "mesh: DeviceMesh, src_data_rank: int | None = None)")],
   ("fused_moe/routed.py", "tests/test_routed.py"): [
     ("dx without the router's part", "*up, *of_router)", "*up)")],
   ("fused_moe/paths.py", "tests/test_routed.py"): [
