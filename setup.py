@@ -121,7 +121,7 @@ def nvcc_flags(of_release: tuple[int, ...]) -> list[str]:
     werror = ["-Werror=all-warnings"] * WERROR
     debug = ["-DFUSED_MOE_DEBUG"] * DEBUG
     host = ["-Xcompiler=-fPIC,-fvisibility=hidden"]
-    return ["-std=c++17", "-O3", "-lineinfo", "-Icsrc", *compress, *werror, *debug, *host]
+    return ["-std=c++17", "-O3", "-Icsrc", *compress, *werror, *debug, *host]
 
 
 def find_torch() -> tuple[Path, str]:

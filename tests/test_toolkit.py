@@ -98,7 +98,6 @@ FIRST_NVCC = {
     "-gencode=arch=compute_80,code=compute_80": (11, 0),
     "-gencode=arch=compute_80,code=sm_80": (11, 0),
     "-gencode=arch=compute_90a,code=sm_90a": (12, 0),
-    "-lineinfo": (11, 0),
     "-std=c++17": (11, 0),
 }
 
