@@ -225,11 +225,12 @@ inline int32_t quantized_tile_rows(int64_t R, int32_t E) {
     return schedule_override().no_tails ? FUSED_MOE_TILE_ROWS : fused_moe_quantized_tile_rows(R, E);
 }
 
-/* Whether there are tiles for few rows. Weights that are (E, k, N) in memory have them in grouped_mm, whose
- * gradients read any weight so, and in one launch with bf16 (experts.cu), which is how such models decode. */
-template <Major B_MAJOR, bool GATHER>
+/* Whether there are tiles for few rows. Weights that are (E, k, N) in memory have them in bf16 alone, in
+ * grouped_mm, whose gradients read any weight so, and in one launch (experts.cu), which is how such models
+ * decode. */
+template <typename Operand, Major B_MAJOR, bool GATHER>
 constexpr bool has_few_rows_tiles() {
-    return B_MAJOR == Major::K || !GATHER;
+    return B_MAJOR == Major::K || (!GATHER && std::is_same_v<Operand, __nv_bfloat16>);
 }
 
 /* Calls fn with a configuration for R rows of E experts, a number of output columns, and k. */
@@ -239,7 +240,7 @@ int with_config(bool is_k_major, int64_t R, int32_t E, int64_t columns, int64_t 
         constexpr Major B_MAJOR = decltype(major)::value;
         bool is_countable = fused_moe_max_row_tiles((int32_t)R, E, 16) * ((columns + 63) / 64) < INT32_MAX;
         int rows = is_countable && !schedule_override().no_tails ? fused_moe_few_rows(R, E) : 0;
-        if constexpr (has_few_rows_tiles<B_MAJOR, GATHER>()) {
+        if constexpr (has_few_rows_tiles<Operand, B_MAJOR, GATHER>()) {
             if constexpr (!GATHER)
                 if (fused_moe_few_rows_subtiles(rows, k) == 1)
                     return fn(FewRowsConfig<Operand, B_MAJOR, GATHER, 16, 1>());
