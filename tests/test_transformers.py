@@ -831,7 +831,7 @@ def test_lora_on_the_expert_weights(device, dtype, family):
             optimizer.step()
             losses.append(loss.item())
     assert losses[-1] < losses[0]
-    assert calls.of("experts_up_backward")
+    assert calls.of("wgrad") and not calls.of("experts_up_backward")  # test_peft.py has more of these
 
 
 # --- expert parallelism ---------------------------------------------------------------------------

@@ -519,8 +519,9 @@ def test_a_limit_that_is_infinite_is_none(cpu):
     assert settings_of(subclass(bounded, bound=float("inf"))) == SILU
 
 
-def test_parametrised_experts(cpu):
-    """PEFT makes another class of each module for each call: nothing is looked for again."""
+def test_parametrised_experts(cpu, monkeypatch):
+    """PEFT's own wrapper makes another class of each module for each call: nothing is looked for again."""
+    monkeypatch.setitem(peft.PEFT_TYPE_TO_TUNER_MAPPING, peft.PeftType.LORA, peft.LoraModel)
     names = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
     config = transformers.MixtralConfig(
         vocab_size=96,

@@ -22,6 +22,7 @@ unpack them. And `quantize_experts` quantises the experts of a model in memory.
 
 from __future__ import annotations
 
+import importlib.util
 from functools import partial
 
 from ..checks import check_choice
@@ -35,9 +36,9 @@ try:
     from transformers.quantizers.base import HfQuantizer
 
     from . import replay  # noqa: F401 - lets recordings find the routers
-    from .experts import experts_forward
+    from .experts import experts_forward, warn_once
     from .packed import PackedCompressedTensors, PackedMxfp4
-    from .quantizing import quantize_experts
+    from .quantizing import quantize_experts, requantized_merges
     from .weights import FP8_NAME, NAME
 except ImportError as error:
     raise ImportError(
@@ -45,7 +46,7 @@ except ImportError as error:
         f"other implementations: pip install 'transformers>=5.7' ({error})"
     ) from error
 
-__all__ = ["FP8_NAME", "NAME", "experts_forward", "quantize_experts", "register"]
+__all__ = ["FP8_NAME", "NAME", "experts_forward", "quantize_experts", "register", "requantized_merges"]
 
 
 def register(*, compute: str = "fp8") -> None:
@@ -54,7 +55,8 @@ def register(*, compute: str = "fp8") -> None:
 
     Call it before a model is loaded, or before its implementation is set. Calling it again does no harm.
     FP8 experts have a separate registry. Checkpoints in MXFP4 and of compressed-tensors get quantizers
-    that do what transformers' do, and keep the experts packed in models that ask for either name.
+    that do what transformers' do, and keep the experts packed in models that ask for either name. Where PEFT
+    is installed, its LoRA of experts' weights is computed by our kernels from then on.
     Source: transformers.integrations.moe, finegrained_fp8; transformers.quantizers.
 
     Args:
@@ -72,9 +74,22 @@ def register(*, compute: str = "fp8") -> None:
     ALL_FP8_EXPERTS_FUNCTIONS.register(NAME, forward)
     ALL_EXPERTS_FUNCTIONS.register(FP8_NAME, partial(experts_forward, fp8=True))
     ALL_FP8_EXPERTS_FUNCTIONS.register(FP8_NAME, partial(experts_forward, compute=compute, fp8=True))
+    _plug_into_peft()
     if not hasattr(HfQuantizer, "serialized_names"):
         return  # an earlier release, which loads checkpoints otherwise: it unpacks them
     # transformers' register_quantizer takes new names alone, but the checkpoint says the name.
     for method, ours in (("mxfp4", PackedMxfp4), ("compressed-tensors", PackedCompressedTensors)):
         if AUTO_QUANTIZER_MAPPING[method] in ours.__bases__:  # not another package's
             AUTO_QUANTIZER_MAPPING[method] = ours
+
+
+def _plug_into_peft() -> None:
+    try:
+        if importlib.util.find_spec("peft") is None:
+            return
+        from . import peft
+
+        peft.plug_in()
+    except Exception as error:  # a release with other classes, or one that does not load
+        what = "it adds adapters to the weights of float experts itself, and finds no quantised ones"
+        warn_once("PEFT", f"does not know this release of PEFT ({error!r}): {what}")

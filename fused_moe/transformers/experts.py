@@ -13,6 +13,7 @@ from transformers.modeling_utils import ALL_EXPERTS_FUNCTIONS, PreTrainedModel
 from ..fp8_layers import why_not
 from ..fp8_training import Fp8Training
 from ..function import fused_experts
+from ..lora import LoRA
 from ..quantized import QuantizedWeight
 from .gates import gate_of
 from .weights import first_name, unknown_storage, weight_of
@@ -46,8 +47,8 @@ def experts_forward(
             warning says why not. Quantised ones compute as without.
 
     Returns:
-        (T, D) in hidden_states' dtype, differentiable in hidden_states, top_k_weights and parameters that are
-        not quantised; where experts compute in 8 bits, in none of them.
+        (T, D) in hidden_states' dtype, differentiable in hidden_states, top_k_weights, PEFT's adapters and
+        parameters that are not quantised; where experts compute in 8 bits, in none of them.
 
     Raises:
         TypeError, ValueError: as `fused_moe.fused_experts`.
@@ -65,12 +66,15 @@ def experts_forward(
             x = x.to(w1.dtype)
         elif experts.has_bias:
             b1, b2 = b1.to(x.dtype), b2.to(x.dtype)
+    lora = _lora_of(experts, x, first)
     if fp8 and not is_quantized:
-        reason = _why_not_fp8(experts, x, w2, top_k_index.size(1))
+        reason = "they have adapters"
+        if lora is None:
+            reason = _why_not_fp8(experts, x, w2, top_k_index.size(1))
         if reason is None:
             settings = settings | {"fp8": _fp8_training()}
         else:
-            _warn_once(type(experts).__name__, f"does not compute {type(experts).__name__} in FP8: {reason}")
+            warn_once(type(experts).__name__, f"does not compute {type(experts).__name__} in FP8: {reason}")
     out = fused_experts(
         x,
         w1,
@@ -81,17 +85,42 @@ def experts_forward(
         b1=b1,
         b2=b2,
         transposed=experts.is_transposed and not is_quantized,
-        compute=_compute_of_call(experts, x, compute) if is_quantized and w1.smooth is None else None,
+        compute=_compute_of_call(experts, x, compute, lora) if is_quantized and w1.smooth is None else None,
+        lora=lora,
         **settings,
     )
     return out.to(hidden_states.dtype)
 
 
-def _compute_of_call(experts: nn.Module, x: Tensor, compute: str) -> str | None:
+def _compute_of_call(experts: nn.Module, x: Tensor, compute: str, lora: LoRA | None) -> str | None:
     """None for what the weights say. In training quantised weights are computed so that there are gradients,
-    and so they are on GPUs beside float32, which 8-bit kernels do not take."""
+    and so they are on GPUs beside float32, which 8-bit kernels do not take. Nor do they take adapters."""
     is_wide = x.dtype == torch.float32 and x.is_cuda and not torch.is_autocast_enabled("cuda")
-    return "codes" if compute == "codes" or experts.training or is_wide else None
+    return "codes" if compute == "codes" or experts.training or is_wide or lora is not None else None
+
+
+ADAPTERS = "_fused_moe_adapters"  # {name: (a, b, scale)} of weights, in the experts while PEFT calls them
+
+
+def _lora_of(experts: nn.Module, x: Tensor, first: str) -> LoRA | None:
+    """The adapters of this call."""
+    own = experts._modules.get("parametrizations", {})
+    for name in (first, "down_proj"):
+        if name in own and any(type(part).__module__.startswith("peft.") for part in own[name]):
+            what = "finds PEFT's adapters added to the weights, which costs each weight's gradient: call "
+            what += "register() before get_peft_model, without mixed=True or another package's class for LoRA"
+            warn_once(type(experts).__name__, what)
+    handed = vars(experts).get(ADAPTERS)
+    if not handed:
+        return None
+    handed["taken"] = True  # or PEFT's call raises
+    (a1, b1, s1), (a2, b2, s2) = (handed.get(name, (None, None, None)) for name in (first, "down_proj"))
+    if s1 is not None and s2 is not None and s1 != s2:
+        b1, b2, s1, s2 = b1 * s1, b2 * s2, 1.0, 1.0
+    # PEFT casts adapters of any dtype to the weight's. Ours may be float32 beside 16 bits.
+    keeps = (x.dtype, torch.float64 if x.dtype == torch.float64 else torch.float32)
+    tensors = [t if t is None or t.dtype in keeps else t.to(x.dtype) for t in (a1, b1, a2, b2)]
+    return LoRA(*tensors, scale=s2 if s1 is None else s1)
 
 
 def _why_not_fp8(experts: nn.Module, x: Tensor, w2: Tensor, top_k: int) -> str | None:
@@ -139,7 +168,7 @@ def _their_forward(experts: nn.Module, reason: str):
     if name not in registry or getattr(experts, "activation_scheme", None) == "static":
         name = "eager"  # the others refuse static scales of activations
     of = type(experts).__name__
-    _warn_once(of, f"does not compute {reason} of {of}, which runs {name}, as transformers would choose")
+    warn_once(of, f"does not compute {reason} of {of}, which runs {name}, as transformers would choose")
     if not torch.compiler.is_compiling():
         experts.config._experts_implementation_internal = name  # of its own, not of the configurations in it
     return registry.get_interface(name, _eager_forward(experts))
@@ -171,7 +200,7 @@ def _eager_forward(experts: nn.Module):
 
 
 @torch.compiler.assume_constant_result  # or a graph would break here
-def _warn_once(experts: str, what: str) -> None:
+def warn_once(experts: str, what: str) -> None:
     """Warns once per class of experts: a model has dozens of such layers and calls each every step."""
     if (experts, what) not in _warned:
         _warned.add((experts, what))

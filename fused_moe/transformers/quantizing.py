@@ -3,25 +3,33 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 
+import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from ..checks import FLOATING, fail
+from ..quantized import QuantizedWeight
 from ..quantized.computing import check_compute
 from ..quantized.quantizing import checked_options, quantize
 from .experts import settings_of
-from .weights import NAME, NAMES, add_hook, first_name
+from .weights import NAME, NAMES, add_hook, first_name, replace_parameters, weight_of
+
+
+def is_experts(module: nn.Module) -> bool:
+    """Whether its class has transformers' `use_experts_implementation`. A torch.compile around it has not."""
+    flags = ("config", "has_gate", "has_bias", "is_transposed", "is_concatenated")
+    return "_orig_mod" not in module._modules and all(hasattr(module, flag) for flag in flags)
 
 
 def experts_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """The modules with transformers' `use_experts_implementation`, and their names."""
-    flags = ("config", "has_gate", "has_bias", "is_transposed", "is_concatenated")
-    return [
-        (name, module) for name, module in model.named_modules() if all(hasattr(module, f) for f in flags)
-    ]
+    """The modules of experts, and their names."""
+    return [(name, module) for name, module in model.named_modules() if is_experts(module)]
 
 
 def quantize_experts(
@@ -113,6 +121,55 @@ def _not_plain(module_name: str, experts: nn.Module, name: str) -> str | None:
     if getattr(getattr(experts, "_hf_hook", None), "offload", False):
         return "one that accelerate offloads"
     return None
+
+
+# --- adapters that are merged -------------------------------------------------------------------------------
+
+merges = ContextVar("merges", default=False)  # whether quantised weights may be merged with adapters
+
+
+@contextmanager
+def requantized_merges() -> Iterator[None]:
+    """Inside, PEFT's `merge_and_unload` takes quantised experts, too: a merged weight is the dequantised one
+    plus the adapters, quantised with the same options. That rounds what the adapters learned, and cannot be
+    undone, so `merge_adapter` raises, as `merge_and_unload` does outside.
+    """
+    token = merges.set(True)
+    try:
+        yield
+    finally:
+        merges.reset(token)
+
+
+def check_requantize(experts: nn.Module, name: str) -> QuantizedWeight:
+    """The weight, if it can have other scales."""
+    w = weight_of(experts, name, "codes")
+    parameter = experts._parameters.get(f"{name}_scale_inv", w.scale)
+    parts = getattr(experts, "_fused_moe_parts", {}).get(name, {})  # of a weight that is in their place
+    stored, _ = parts.get("_scale_inv", (parameter.dtype, None))
+    if w.smooth is not None or w.power_of_two or (w.format == "fp8_block" and stored != torch.float32):
+        expected = f"a weight {name} without smooth, whose scales may be any float32"
+        fail(ValueError, "merge", expected, f"{w.format} of compute {w.compute!r}, scales of {stored}")
+    return w
+
+
+def requantize(experts: nn.Module, name: str, delta: Tensor) -> None:
+    """Adds delta (E, out, in) to a quantised weight, whose format and options stay."""
+    w = check_requantize(experts, name)
+    scale = w.scale
+    found = {
+        "group_size": w.shape[2] // scale.size(2),
+        "symmetric": w.zero is None,
+        "per_tensor": scale.size(1) == 1,
+    }
+    options = {option: found[option] for option in checked_options(w.format, None, None, None)[0]}
+    values = w.dequantize(torch.float32) + delta
+    values = values.to(scale.dtype if scale.is_floating_point() else w.dtype)
+    made = quantize(values, w.format, **options, trainable=w.is_trainable, compute=w.compute).to(w.dtype)
+    if isinstance(experts._modules.get(name), QuantizedWeight):
+        setattr(experts, name, made)
+    else:
+        replace_parameters(experts, name, made)
 
 
 # --- saving -----------------------------------------------------------------------------------------------

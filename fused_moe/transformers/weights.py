@@ -36,6 +36,22 @@ def weight_of(experts: nn.Module, name: str, compute: str) -> Tensor | Quantized
     return w if w is not None and w.is_of(experts._parameters) else _make(experts, name, compute)
 
 
+def is_quantized(experts: nn.Module, name: str) -> bool:
+    """Whether a weight is a QuantizedWeight, or parameters that become one."""
+    if name in experts._modules.get("parametrizations", ()):
+        return False
+    w = getattr(experts, name, None)
+    return w is None or isinstance(w, QuantizedWeight) or w.element_size() == 1
+
+
+def shape_of(experts: nn.Module, name: str) -> torch.Size:
+    """(E, out, in) of a quantised weight."""
+    w = experts._modules.get(name)
+    if w is None:
+        w = _made({key: p.to("meta") for key, p in experts._parameters.items() if p is not None}, name)
+    return w.shape
+
+
 # --- parameters that are read as they are -----------------------------------------------------------------
 
 
@@ -150,9 +166,7 @@ def _make(experts: nn.Module, name: str, compute: str) -> QuantizedWeight:
     if getattr(getattr(experts, "_hf_hook", None), "offload", False):
         return made
     if made.is_tiled:
-        if KEPT in experts._modules:
-            experts._modules[KEPT].weights.pop(name, None)
-        _replace_parameters(experts, name, made)
+        replace_parameters(experts, name, made)
         return made
     if not all(p.is_contiguous() for p in sources.values()):
         return made  # copies, which are made for each call
@@ -200,9 +214,11 @@ def _made(own: dict, name: str, compute: str = "codes") -> QuantizedWeight:
 # --- tiles in place of parameters -------------------------------------------------------------------------
 
 
-def _replace_parameters(experts: nn.Module, name: str, made: QuantizedWeight) -> None:
-    """Makes a tiled weight a part of the module, in place of the parameters that it was made of, so that only
-    one of the two is in memory. Hooks keep the state_dict as it was."""
+def replace_parameters(experts: nn.Module, name: str, made: QuantizedWeight) -> None:
+    """Makes a weight a part of the module, in place of the parameters that a checkpoint has for it, so that
+    only one of the two is in memory. Hooks keep the state_dict as it was."""
+    if KEPT in experts._modules:
+        experts._modules[KEPT].weights.pop(name, None)
     if not hasattr(experts, "_fused_moe_parts"):
         experts._fused_moe_parts = {}  # {name: {part: (dtype, shape) of the parameter}}
         experts.register_state_dict_post_hook(_publish)
