@@ -404,6 +404,22 @@ def test_loaded_checkpoints(cpu, tmp_path, kind):
     assert names == set(ours.state_dict())  # attaching left the parameters as they were loaded
 
 
+@ALL_CHECKPOINTS
+def test_prepared_for_training(cpu, tmp_path, kind):
+    """PEFT makes all 16-bit parameters float32, the scales of codes among them, of a model that was called
+    before: the bits of one that was loaded in float32."""
+    write_checkpoint(kind, tmp_path, BF16)
+    expected, ours, ids = load(tmp_path), load(tmp_path, dtype=BF16), token_ids(cpu)
+    ours(input_ids=ids)
+    expected, ours = adapted(expected), adapted(peft.prepare_model_for_kbit_training(ours))
+    with_state_of(ours, expected)
+    grads = []
+    for model in (expected, ours):
+        model.train()(input_ids=ids, labels=ids).loss.backward()
+        grads.append({n: p.grad for n, p in model.named_parameters() if "lora" in n})
+    assert_same_bits(*grads)
+
+
 def test_fp8_parameters_of_another_implementation(cpu, tmp_path):
     """They are PEFT's, which adds adapters to FP8 by itself; packed weights run in fused_moe alone."""
     write_checkpoint("fp8_block", tmp_path)

@@ -90,14 +90,15 @@ class _Stored(QuantizedWeight):
         vars(self).update(vars(made) | {"_parameters": {"smooth": None}})
         self._sources = sources  # by their names in the experts, whose parameters they remain
         vars(self).update(zip(("_data", "_scale", "_words"), (*sources.values(), None), strict=False))
-        self._made_on = made.device
+        self._made_of = made.device, self._scale.dtype
         self._dtypes = made.data.dtype, made.scale.dtype
         self._zero, self._zero_state = None, None
 
     def is_of(self, own: dict[str, nn.Parameter]) -> bool:
-        """Whether these are the parameters of the experts, still on the device where they make no tiles."""
+        """Whether these are the parameters of the experts, still on the device where they make no tiles, and
+        of the dtype that they had: PEFT's preparation for training makes 16 bits 32."""
         same = all(own.get(key) is source for key, source in self._sources.items())
-        return same and self._scale.device == self._made_on
+        return same and (self._scale.device, self._scale.dtype) == self._made_of
 
     @property
     def tensors(self) -> tuple[Tensor, Tensor, Tensor | None]:
