@@ -115,6 +115,11 @@ RUNS = {
         "what requests tokens default_experts same_tokens",
         [("generate_batch", requests, requests, "grouped_mm", 1) for requests in (1, 3)],
     ),
+    "LoRA": (
+        "bench_lora --shape 1,8,2,128,128 --tokens 64 --sequence 32 --layers 1 --dtype fp32",
+        "what",
+        zip(("lora", "lora_grouped_mm", "lora_4bit", "full", "full_grouped_mm")),
+    ),
 }
 RUNS = {name: (line.split(), names.split(), list(values)) for name, (line, names, values) in RUNS.items()}
 
@@ -122,8 +127,10 @@ RUNS = {name: (line.split(), names.split(), list(values)) for name, (line, names
 def line_of(name: str) -> list[str]:
     """The program and the flags of a run."""
     line, *_ = RUNS[name]
-    if name in ("generate", "continuous batching", "layer in transformers"):
+    if name in ("generate", "continuous batching", "layer in transformers", "LoRA"):
         pytest.importorskip("transformers")
+    if name == "LoRA":
+        pytest.importorskip("peft")
     return line if "--shape" in line else [*line, "--shape", SMALL]
 
 
