@@ -90,17 +90,20 @@ def quantize(
 
 def requantize(w: QuantizedWeight, values: Tensor) -> None:
     """Gives w other values (E, out, in), in float32, as codes of its own format, groups and dtypes."""
-    rules, scale = formats.FORMATS[w.format], w.scale
-    options = _defaults(rules)
-    if "group_size" in options:
-        options["group_size"] = values.size(2) // scale.size(2)
-    if "symmetric" in options:
-        options["symmetric"] = w.zero is None
-    if "per_tensor" in options:
-        options["per_tensor"] = scale.size(1) == 1
-    tensors = formats.encode(values, w.format, **options, scale_dtype=scale.dtype)
+    tensors = formats.encode(values, w.format, **options_of(w), scale_dtype=w.scale.dtype)
     other = QuantizedWeight(*tensors, format=w.format, shape=tuple(w.shape), dtype=w.dtype)
     w.load_state_dict(other.state_dict())
+
+
+def options_of(w: QuantizedWeight) -> dict:
+    """The options of `quantize` that a weight of its format, groups and scales has."""
+    scale = w.scale
+    found = {
+        "group_size": w.shape[2] // scale.size(2),
+        "symmetric": w.zero is None,
+        "per_tensor": scale.size(1) == 1,
+    }
+    return {name: found[name] for name in _defaults(formats.FORMATS[w.format])}
 
 
 def _smooths_of(layers: dict, given) -> dict[str, tuple[Tensor, Tensor]]:

@@ -24,7 +24,7 @@ from peft.tuners.tuners_utils import check_adapters_to_merge
 from torch import Tensor, nn
 
 from ..checks import fail
-from ..lora import LoRA
+from ..lora import LoRA, joined
 from ..quantized import QuantizedWeight
 from . import quantizing
 from .experts import ADAPTERS, settings_of, warn_once
@@ -84,17 +84,15 @@ class ParamWrapper(layer.ParamWrapper):  # of PEFT's name, by which PEFT knows i
     def _joined(self, adapters: list[str]) -> tuple[Tensor, Tensor, float]:
         """(a, b, scale) of all adapters together, as LoRA has them: their ranks are one after the other."""
         swapped = getattr(self, "_did_swap_in_out_features", False) == self.get_base_layer().is_transposed
-        pairs = []
+        loras = []
         for adapter in adapters:
             weights = self.lora_A[adapter].weight, self.lora_B[adapter].weight
             a, b = LoRA.from_peft(self.num_experts, weights).pairs[0]
             # Before PEFT 0.20 what is in here could be out there. One copy of b, or each operator makes one.
-            pairs.append((b.mT, a.mT) if swapped else (a, b.contiguous()))
-        scales = [self.scaling[adapter] for adapter in adapters]
-        if len(pairs) == 1:
-            return *pairs[0], scales[0]
-        b = [b * scale for (_, b), scale in zip(pairs, scales, strict=True)]
-        return torch.cat([a for a, _ in pairs], 1), torch.cat(b, 2), 1.0
+            a, b = (b.mT, a.mT) if swapped else (a, b.contiguous())
+            loras.append(LoRA(a, b, scale=self.scaling[adapter]))
+        lora = joined(loras)
+        return lora.a1, lora.b1, lora.scale
 
     def check_merge(self, adapter_names: list[str] | None, rounds: bool) -> None:
         """Raises where adapters would go into a quantised weight that may not be rounded, or cannot."""

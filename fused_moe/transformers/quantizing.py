@@ -16,7 +16,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from ..checks import FLOATING, fail
 from ..quantized import QuantizedWeight
 from ..quantized.computing import check_compute
-from ..quantized.quantizing import checked_options, quantize
+from ..quantized.quantizing import checked_options, options_of, quantize
 from .experts import settings_of
 from .weights import NAME, NAMES, add_hook, first_name, replace_parameters, weight_of
 
@@ -156,16 +156,11 @@ def check_requantize(experts: nn.Module, name: str) -> QuantizedWeight:
 def requantize(experts: nn.Module, name: str, delta: Tensor) -> None:
     """Adds delta (E, out, in) to a quantised weight, whose format and options stay."""
     w = check_requantize(experts, name)
-    scale = w.scale
-    found = {
-        "group_size": w.shape[2] // scale.size(2),
-        "symmetric": w.zero is None,
-        "per_tensor": scale.size(1) == 1,
-    }
-    options = {option: found[option] for option in checked_options(w.format, None, None, None)[0]}
     values = w.dequantize(torch.float32) + delta
-    values = values.to(scale.dtype if scale.is_floating_point() else w.dtype)
-    made = quantize(values, w.format, **options, trainable=w.is_trainable, compute=w.compute).to(w.dtype)
+    values = values.to(w.scale.dtype if w.scale.is_floating_point() else w.dtype)
+    made = quantize(values, w.format, **options_of(w), trainable=w.is_trainable, compute=w.compute).to(
+        w.dtype
+    )
     if isinstance(experts._modules.get(name), QuantizedWeight):
         setattr(experts, name, made)
     else:
