@@ -3,10 +3,12 @@
 import copy
 import io
 from functools import partial
+from itertools import product
 
 import pytest
 import torch
 from cases import BF16, F16, F32, F64, quantize_options
+from test_distributed import takes_integers
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.func import functional_call
@@ -705,9 +707,16 @@ def test_a_gathered_model_layer_by_layer(one_rank, alone):
 # --- float32 adapters beside 16 bits ----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("format", (None, "int4"))
+SHARDED = ("fully_shard", "fully_shard, policy", "fully_shard, experts alone")
+
+
 @pytest.mark.parametrize(
-    "how", ("plain", "autocast", "fully_shard", "fully_shard, policy", "fully_shard, experts alone")
+    "format, how",
+    [
+        *product((None, "int4"), ("plain", "autocast")),
+        *product((None,), SHARDED),
+        *(pytest.param("int4", how, marks=takes_integers) for how in SHARDED),
+    ],
 )
 def test_float32_adapters_take_small_steps(one_rank, device, format, how):
     """Steps that bf16 would round away move them, joined with others, in every path."""
