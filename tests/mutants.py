@@ -260,7 +260,7 @@ CPU = listed({
     ("PEFT adds the adapters of our experts", "if not active or not is_ours:", "if True:"),
     ("adapters stay after PEFT's call", "vars(experts).pop(ADAPTERS, None)", "pass"),
     ("adapters that no kernel has pass", 'if "taken" not in handed:', "if False:"),
-    ("active adapters have the first one's scale", "b = [b * scale for", "b = [b * scales[0] for"),
+    ("active adapters have the first one's scale", "self.scaling[adapter])", "self.scaling[adapters[0]])"),
     ("adapters of earlier PEFT are read as today's", "(b.mT, a.mT) if swapped else (a, b.contiguous())",
      "(a, b.contiguous())"),
     ("quantised weights are merged unasked", "if not rounds:", "if False:"),
@@ -269,8 +269,6 @@ CPU = listed({
   ("fused_moe/transformers/experts.py", "tests/test_peft.py"): [
     ("adapters of down have the scale of gate and up", "b1, b2, s1, s2 = b1 * s1, b2 * s2, 1.0, 1.0", "pass"),
     ("adapters beside 8-bit products", "or lora is not None else None", "else None")],
-  ("fused_moe/transformers/quantizing.py", "tests/test_peft.py"): [
-    ("merged weights lose their zero points", '"symmetric": w.zero is None,', '"symmetric": True,')],
   ("csrc/cpu/activate.c", "tests/test_activate.py"): [
     ("every row has the first one's ups", "fm_at(up, v->elem_bytes, r * F)}", "fm_at(up, v->elem_bytes, 0)}"),
     ("every block of columns has the first one's da", ", r * p->F + j), n", ", r * p->F), n")],
