@@ -670,9 +670,9 @@ _apply_plainly = super(torch.autograd.Function, _WithoutGradient).apply
 def _quantized_experts(
     x, weights: tuple, eight_bit: list | None, smooth: tuple, call: tuple, out, needs_grad: bool
 ) -> tuple[Tensor, Tensor]:
-    """(out, counts) by one operator, which keeps nothing for backward. Where 8 bits are
-    multiplied by 8 bits, `eight_bit` are the weights' lists, and x and a are divided by `smooth`; else it is
-    None, and values are multiplied. `call` is what `infer` takes behind the weights."""
+    """(out, counts) by one operator, which keeps nothing for backward. Where 8 bits are multiplied by 8 bits,
+    `eight_bit` are the weights' lists, and x and a are divided by `smooth`; else it is None, and values are
+    multiplied. `call` is what `infer` takes behind the weights."""
     w1, w2, w3 = weights
     formats = [w1.code, 0 if w3 is None else w3.code, w2.code]  # in the schema's order; lists: w1, w2, w3
     if eight_bit is None:

@@ -158,9 +158,8 @@ def requantize(experts: nn.Module, name: str, delta: Tensor) -> None:
     w = check_requantize(experts, name)
     values = w.dequantize(torch.float32) + delta
     values = values.to(w.scale.dtype if w.scale.is_floating_point() else w.dtype)
-    made = quantize(values, w.format, **options_of(w), trainable=w.is_trainable, compute=w.compute).to(
-        w.dtype
-    )
+    made = quantize(values, w.format, **options_of(w), trainable=w.is_trainable, compute=w.compute)
+    made = made.to(w.dtype)
     if isinstance(experts._modules.get(name), QuantizedWeight):
         setattr(experts, name, made)
     else:
