@@ -1,0 +1,29 @@
+"""What a MoE layer is in the files of a Hugging Face checkpoint: `Block`."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+
+class Source(NamedTuple):
+    """Where one tensor of FusedMoE's state_dict is.
+
+    A `*` in the name stands for the number of the expert: such tensors are stacked along a first dimension.
+    """
+
+    name: str  # "model.layers.3.mlp.experts.*.up_proj.weight"
+    transposed: bool = False  # whether the last two dimensions are swapped
+    # Of the rows (dimension 1 of what is stacked and not transposed any more): all of them, the upper or the
+    # lower half, or every second one, from the first or from the second.
+    rows: str = "all"  # "all", "upper", "lower", "even", "odd"
+
+
+class Block(NamedTuple):
+    """One MoE layer of a model."""
+
+    layer: int  # its number among the model's layers
+    settings: dict[str, Any]  # arguments of FusedMoE, but device and dtype
+    # For each tensor of FusedMoE's state_dict, where it is in a checkpoint: the published place first, then
+    # others, such as the stacked tensors that transformers 5 has in memory.
+    tensors: dict[str, tuple[Source, ...]]
+    prefixes: tuple[str, ...]  # what the names of this layer's tensors begin with, and no others': "...3.mlp."
