@@ -443,6 +443,32 @@ class FusedMoE(MoELayer, KeepsExpertBias, Counting):
         self.tokens_per_expert = torch.zeros(num_experts, device=device, dtype=torch.int64)
         self._watched = [0, 0]  # forward passes without an update, tokens_per_expert's version after the last
 
+    @classmethod
+    def from_hf(cls, config, layer: int | None = None, *, device=None, dtype=None, **overrides) -> FusedMoE:
+        """The layer of a Hugging Face model, with new weights. `fused_moe.checkpoint.load_layer` reads a
+        checkpoint's.
+
+            config = {"model_type": "qwen3_moe", "hidden_size": 64, "moe_intermediate_size": 32}
+            moe = FusedMoE.from_hf(config, load_balance_coeff=1e-3)
+
+        Args:
+            config: a configuration of transformers, a dict as of config.json, or the path of a config.json or
+                of its folder. Score function, norm, scale, groups, biases, shared experts and activation are
+                the model's; a field that config.json omits is what transformers' configuration class has. The
+                model types: `fused_moe.checkpoint.FAMILIES`.
+            layer: its number in the model; None where all MoE layers are alike.
+            device, dtype: of the parameters.
+            overrides: load_balance_coeff, router_dtype and fp8 as above. A router with a bias for the choice,
+                as DeepSeek-V3's, has load_balance_coeff=0.0, which holds the bias still.
+
+        Raises:
+            ValueError: an unknown model_type, a field or a value that FusedMoE does not compute, a dense
+                layer, layers that differ with layer=None, or an override that contradicts the configuration.
+        """
+        from .checkpoint.layers import settings_of
+
+        return cls(**settings_of(config, layer, overrides), device=device, dtype=dtype)
+
     def __setstate__(self, state) -> None:
         super().__setstate__(state)
         for name in ("latent_down", "latent_norm", "latent_up"):

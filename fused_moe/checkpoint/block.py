@@ -13,8 +13,8 @@ class Source(NamedTuple):
 
     name: str  # "model.layers.3.mlp.experts.*.up_proj.weight"
     transposed: bool = False  # whether the last two dimensions are swapped
-    # Of the rows (dimension 1 of what is stacked and not transposed any more): all of them, the upper or the
-    # lower half, or every second one, from the first or from the second.
+    # Which rows, in dimension 1 of what is stacked and 0 of others, after the swap: all of them, the upper or
+    # the lower half, or every second one, from the first or from the second.
     rows: str = "all"  # "all", "upper", "lower", "even", "odd"
 
 
@@ -26,4 +26,6 @@ class Block(NamedTuple):
     # For each tensor of FusedMoE's state_dict, where it is in a checkpoint: the published place first, then
     # others, such as the stacked tensors that transformers 5 has in memory.
     tensors: dict[str, tuple[Source, ...]]
-    prefixes: tuple[str, ...]  # what the names of this layer's tensors begin with, and no others': "...3.mlp."
+    prefixes: tuple[
+        str, ...
+    ]  # what the names of this layer's tensors begin with, and no others': "...3.mlp."

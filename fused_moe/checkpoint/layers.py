@@ -1,0 +1,305 @@
+"""One layer's tensors, from and to a Hugging Face checkpoint."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..activation import CONSTANTS
+from ..module import FusedMoE
+from .block import Block, Source
+from .families import blocks
+
+# FusedMoE's arguments that no configuration fixes.
+FREE = ("load_balance_coeff", "router_dtype", "fp8")
+FLOAT32 = "expert_bias"  # the tensor that is float32 beside others of any dtype
+ROUTER = ("router.", "shared_expert_gate.")  # whose tensors have router_dtype, if there is one
+
+
+def _fail(expected: Any, found: Any) -> None:
+    raise ValueError(f"fused_moe.checkpoint: expected {expected}, found {found}")
+
+
+# --- settings ---------------------------------------------------------------------------------------------
+
+
+def block_of(config: Any, layer: int | None) -> Block:
+    """The MoE layer of this number, or any one where all are alike. Raises ValueError."""
+    found = blocks(config)
+    numbers = [b.layer for b in found]
+    if layer is None:
+        if not found:
+            _fail("a MoE layer", "none in the configuration")
+        other = next((b for b in found if b.settings != found[0].settings), None)
+        if other is not None:
+            differ = [k for k in other.settings if other.settings[k] != found[0].settings.get(k)]
+            _fail(
+                f"layer= one of {numbers}, whose settings differ",
+                f"layer=None: {', '.join(differ)} of layers {found[0].layer} and {other.layer}",
+            )
+        return found[0]
+    if layer not in numbers:
+        _fail(f"layer= one of the MoE layers {numbers}", layer)
+    return found[numbers.index(layer)]
+
+
+def settings_of(config: Any, layer: int | None, overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """FusedMoE's arguments, of the configuration and of the user, who may not contradict it."""
+    settings = block_of(config, layer).settings
+    parameters = inspect.signature(FusedMoE.__init__).parameters
+    for name, value in overrides.items():
+        if name not in parameters:
+            raise TypeError(f"FusedMoE.from_hf: expected an argument of FusedMoE, found {name!r}")
+        fixed = settings.get(name, parameters[name].default)
+        if name not in FREE and value != fixed:
+            _fail(f"{name}={fixed!r}, as the configuration has it", value)
+    if "load_balance_coeff" in settings and overrides.get("load_balance_coeff", 0.0) is None:
+        _fail("load_balance_coeff >= 0, as the checkpoint has a bias for the choice of experts", None)
+    return settings | overrides
+
+
+# --- tensors ----------------------------------------------------------------------------------------------
+
+
+class Place(NamedTuple):
+    """Where one tensor of FusedMoE is: keys of a Mapping, one of each expert if the source has a star."""
+
+    source: Source
+    keys: list[str]
+
+
+def _keys(source: Source, num_experts: int) -> list[str]:
+    if "*" not in source.name:
+        return [source.name]
+    return [source.name.replace("*", str(e)) for e in range(num_experts)]
+
+
+def _part(tensor: Tensor, name: str, source: Source) -> Tensor:
+    """A view of a checkpoint's tensor, or of one expert's: that of FusedMoE's tensor `name` in it."""
+    if source.transposed:
+        tensor = tensor.mT
+    dim = 1 if name.startswith("experts.") and "*" not in source.name else 0
+    if source.rows == "all":
+        return tensor
+    if source.rows in ("upper", "lower"):
+        half = tensor.size(dim) // 2
+        return tensor.narrow(dim, half * (source.rows == "lower"), half)
+    index = [slice(None)] * dim + [slice(source.rows == "odd", None, 2)]
+    return tensor[tuple(index)]
+
+
+def _stored_shape(shape: torch.Size, name: str, source: Source) -> tuple[int, ...]:
+    """The shape in a checkpoint of what is `shape` in FusedMoE."""
+    stored = list(shape[1:] if "*" in source.name else shape)
+    if source.rows != "all":
+        stored[1 if name.startswith("experts.") and "*" not in source.name else 0] *= 2
+    if source.transposed:
+        stored[-2:] = stored[:-3:-1]
+    return tuple(stored)
+
+
+def _shapes(block: Block) -> dict[str, torch.Size]:
+    with torch.device("meta"):
+        state = FusedMoE(**block.settings).state_dict()
+    return {name: tensor.shape for name, tensor in state.items()}
+
+
+def _look(source: Mapping[str, Tensor], key: str) -> Tensor:
+    """A tensor's shape and dtype. A Mapping that reads files has a method `look`, which gives a tensor on the
+    meta device without reading it."""
+    return source.look(key) if hasattr(source, "look") else source[key]
+
+
+def _find(block: Block, source: Mapping[str, Tensor]) -> dict[str, Place]:
+    """Where each of the block's tensors is. Raises ValueError before anything is read."""
+    found: dict[str, Place] = {}
+    for name, shape in _shapes(block).items():
+        places = [Place(s, _keys(s, shape[0])) for s in block.tensors[name]]
+        here = [p for p in places if all(key in source for key in p.keys)]
+        if not here:
+            begun = next((p for p in places if any(key in source for key in p.keys)), places[0])
+            missing = next(key for key in begun.keys if key not in source)
+            _fail(f"{missing}, for {name} of layer {block.layer}", "no such key")
+        fits = (p for p in here if not any(_wrong(source, shape, name, p)))
+        found[name] = next(fits, None) or here[0]
+        for wrong in _wrong(source, shape, name, found[name]):
+            _fail(*wrong)
+    used = {key for place in found.values() for key in place.keys}
+    for key in source:
+        if key.startswith(block.prefixes) and key not in used:
+            _fail(f"none but the tensors of layer {block.layer}", f"{key}, which has no place in FusedMoE")
+    return found
+
+
+def _wrong(
+    source: Mapping[str, Tensor], shape: torch.Size, name: str, place: Place
+) -> Iterator[tuple[str, str]]:
+    """What is expected and found of each tensor that does not fit."""
+    stored, dtype = _stored_shape(shape, name, place.source), None
+    for key in place.keys:
+        tensor = _look(source, key)
+        if tuple(tensor.shape) != stored:
+            yield f"{key} of shape {stored}", tuple(tensor.shape)
+        if not tensor.is_floating_point() or tensor.element_size() == 1:  # e4m3 has scales elsewhere
+            yield f"{key} of a floating dtype of 16 bits or more", tensor.dtype
+        if tensor.dtype != (dtype := dtype or tensor.dtype):
+            yield f"{key} of the dtype of {place.keys[0]}, {dtype}", tensor.dtype
+
+
+def from_hf(
+    block: Block,
+    source: Mapping[str, Tensor],
+    *,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+    router_dtype: torch.dtype | None = None,
+) -> Iterator[tuple[str, Tensor]]:
+    """FusedMoE's tensors out of a checkpoint's: one layer, one tensor at a time.
+
+    Args:
+        block: of `blocks(config)`.
+        source: the checkpoint's tensors by key, published or as transformers has them in memory. It may read
+            each when asked for it; no more than one of them is held.
+        device, dtype: of the results, by default each tensor's own. expert_bias is float32 whatever dtype is.
+        router_dtype: of the tensors that FusedMoE's router_dtype governs, if not dtype.
+
+    Returns:
+        Pairs of a name in FusedMoE's state_dict and a new tensor, contiguous, that shares no memory.
+
+    Raises:
+        ValueError: before anything is copied, with the key, what was expected and what was found: a key is
+            missing, another begins with the layer's prefixes and has no place, a shape contradicts the
+            configuration, or a dtype is not a floating one.
+    """
+    places = _find(block, source)
+    dtypes = dict.fromkeys(places, dtype)
+    if router_dtype is not None:
+        dtypes |= {name: router_dtype for name in places if name.startswith(ROUTER)}
+    if FLOAT32 in places:
+        dtypes[FLOAT32] = torch.float32
+    return _read(_shapes(block), places, source, dtypes, device)
+
+
+def _read(shapes, places: dict[str, Place], source, dtypes, device) -> Iterator[tuple[str, Tensor]]:
+    key, tensor = None, None  # gate and up may be in one tensor, so it is read once for both
+    for name, place in sorted(places.items(), key=lambda item: item[1].keys[0]):
+        for e, wanted in enumerate(place.keys):
+            if key != wanted:
+                tensor = None  # frees it before the next one is read
+                key, tensor = wanted, source[wanted]
+            if e == 0:
+                out = torch.empty(
+                    shapes[name], dtype=dtypes[name] or tensor.dtype, device=device or tensor.device
+                )
+            target = out[e] if "*" in place.source.name else out
+            target.copy_(_part(tensor.detach(), name, place.source))
+        yield name, out
+        del out, target
+
+
+def to_hf(block: Block, state: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """A checkpoint's tensors by their published keys, out of FusedMoE's: `from_hf` back, bit by bit.
+
+    Args:
+        block: of `blocks(config)`.
+        state: FusedMoE's state_dict. What other layers and models have in it is their own: give the layer's.
+
+    Returns:
+        Pairs of a key and a new tensor, contiguous, that shares no memory, of state's dtype and device.
+
+    Raises:
+        ValueError: before anything is copied: a name is missing or unknown, or a shape contradicts the
+            configuration.
+    """
+    shapes = _shapes(block)
+    for name, shape in shapes.items():
+        if name not in state:
+            _fail(f"{name} in the state of layer {block.layer}", "no such name")
+        if state[name].shape != shape:
+            _fail(f"{name} of shape {tuple(shape)}", tuple(state[name].shape))
+    for name, tensor in state.items():
+        # A bias that a user has added, and that has not moved, changes nothing.
+        if name not in shapes and not (name == FLOAT32 and not tensor.any()):
+            _fail(f"only tensors that the checkpoint has a place for in layer {block.layer}", name)
+    return _write(block, shapes, state)
+
+
+def _write(block: Block, shapes, state: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    together: dict[str, list[tuple[str, Source]]] = {}  # gate and up may be in one tensor
+    for name in shapes:
+        source = block.tensors[name][0]
+        together.setdefault(source.name, []).append((name, source))
+    for members in together.values():
+        name, source = members[0]
+        stored = _stored_shape(shapes[name], name, source)
+        for e, key in enumerate(_keys(source, shapes[name][0])):
+            out = torch.empty(stored, dtype=state[name].dtype, device=state[name].device)
+            for name, source in members:
+                tensor = state[name].detach()
+                _part(out, name, source).copy_(tensor[e] if "*" in source.name else tensor)
+            yield key, out
+
+
+def load_layer(moe: FusedMoE, source: Mapping[str, Tensor] | str | Path, config: Any, layer: int) -> None:
+    """Reads one layer of a checkpoint into a FusedMoE, in its dtypes and on its device.
+
+    Args:
+        moe: as `FusedMoE.from_hf(config, layer)` makes it. On the meta device it gets new parameters, on the
+            device of the source's tensors.
+        source: the checkpoint's tensors by key, as `from_hf` takes them, or its folder.
+        config: as `blocks` takes it.
+        layer: its number in the model.
+
+    An expert_bias that the checkpoint has none of becomes zero.
+
+    Raises:
+        ValueError: before anything is written: as `from_hf`, or if moe is not what the configuration says.
+    """
+    if isinstance(source, str | Path):
+        from .files import open_folder
+
+        source = open_folder(source)
+    block = block_of(config, layer)
+    places = _find(block, source)
+    state = moe.state_dict(keep_vars=True)
+    _check_is(moe, block, state)
+    dtypes = {name: tensor.dtype for name, tensor in state.items()}
+    on_meta = {tensor.is_meta for tensor in state.values()} == {True}
+    read, device = {}, None
+    for name, tensor in _read(_shapes(block), places, source, dtypes, None):
+        device = tensor.device
+        if on_meta:
+            read[name] = tensor
+        else:
+            with torch.no_grad():
+                state[name].copy_(tensor)
+    if FLOAT32 in state and FLOAT32 not in places:
+        read[FLOAT32] = torch.zeros(moe.num_experts, dtype=torch.float32, device=device)
+    moe.load_state_dict(read, assign=on_meta, strict=on_meta)
+
+
+def _check_is(moe: FusedMoE, block: Block, state: Mapping[str, Tensor]) -> None:
+    """Raises if the layer is not what the configuration says. It may have an expert_bias of its own."""
+    with torch.device("meta"):
+        expected = FusedMoE(**block.settings)
+    found = _computed(moe)
+    for name, value in _computed(expected).items():
+        if found[name] != value:
+            _fail(f"a layer with {name}={value!r}, as the configuration has it", repr(found[name]))
+    shapes = {name: tuple(tensor.shape) for name, tensor in expected.state_dict().items()}
+    for name in sorted(shapes.keys() | state.keys() - {FLOAT32}):
+        if name not in state or name not in shapes or tuple(state[name].shape) != shapes[name]:
+            shape = tuple(state[name].shape) if name in state else "none"
+            _fail(f"a layer whose {name} is {shapes.get(name, 'none')}, as the configuration has it", shape)
+
+
+def _computed(moe: FusedMoE) -> dict[str, Any]:
+    """What shapes do not show of a layer."""
+    activation = moe.experts.activation
+    constants = {name: getattr(moe.experts, name) for name in CONSTANTS.get(activation, ())}
+    return {"activation": activation, **constants, "top_k": moe.router.top_k, **moe.router.routing}
