@@ -14,8 +14,9 @@ class Source(NamedTuple):
     name: str  # "model.layers.3.mlp.experts.*.up_proj.weight"
     transposed: bool = False  # whether the last two dimensions are swapped
     # Which rows, in dimension 1 of what is stacked and 0 of others, after the swap: all of them, the upper or
-    # the lower half, or every second one, from the first or from the second.
-    rows: str = "all"  # "all", "upper", "lower", "even", "odd"
+    # the lower half, or every second one, from the first or from the second. "first" is the only one of a
+    # dimension that FusedMoE's tensor does not have.
+    rows: str = "all"  # "all", "upper", "lower", "even", "odd", "first"
 
 
 class Block(NamedTuple):

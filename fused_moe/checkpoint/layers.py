@@ -86,6 +86,8 @@ def _part(tensor: Tensor, name: str, source: Source) -> Tensor:
     dim = 1 if name.startswith("experts.") and "*" not in source.name else 0
     if source.rows == "all":
         return tensor
+    if source.rows == "first":
+        return tensor[0]
     if source.rows in ("upper", "lower"):
         half = tensor.size(dim) // 2
         return tensor.narrow(dim, half * (source.rows == "lower"), half)
@@ -96,7 +98,9 @@ def _part(tensor: Tensor, name: str, source: Source) -> Tensor:
 def _stored_shape(shape: torch.Size, name: str, source: Source) -> tuple[int, ...]:
     """The shape in a checkpoint of what is `shape` in FusedMoE."""
     stored = list(shape[1:] if "*" in source.name else shape)
-    if source.rows != "all":
+    if source.rows == "first":
+        stored.insert(0, 1)
+    elif source.rows != "all":
         stored[1 if name.startswith("experts.") and "*" not in source.name else 0] *= 2
     if source.transposed:
         stored[-2:] = stored[:-3:-1]
