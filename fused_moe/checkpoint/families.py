@@ -239,6 +239,7 @@ QWEN3_VL = (DEEPSEEK[1], layout("mlp.", stacked("upper", "lower", transposed=Tru
 ROOTS = {
     "aria": ("language_model.model.layers",),
     "deepseek_ocr2": ("model.layers",),
+    "dots3_note": ("model.layers",),
     "inkling2": ("model.llm.layers",),
     "inkling2_loop": ("model.llm.layers",),
     "inkling2_loop_text": ("model.llm.layers",),
@@ -250,7 +251,8 @@ ROOTS = {
     "nemotron_h": ("backbone.layers",),
     "qwen3_5_moe_text": ("model.language_model.layers",),
     "qwen3_omni_moe": ("thinker.model.layers",),
-    "qwen3_omni_moe_talker": ("model.layers", "talker.model.layers"),
+    "qwen3_omni_moe_talker": ("talker.model.layers", "model.layers"),
+    "qwen3_omni_moe_talker_text": ("talker.model.layers",),
     "qwen3_omni_moe_thinker": ("model.layers", "thinker.model.layers"),
     "qwen4_exp_text": ("model.language_model.layers",),
     "unlimited_ocr": ("model.layers",),
@@ -752,12 +754,20 @@ def blocks(config: Any) -> list[Block]:
     family = FAMILIES[model_type]
     fields = _fields(model_type, family, config)
     number = len(block_types(fields)) if "layers_block_type" in fields else fields["num_hidden_layers"]
-    layers = [layer for layer in range(number) if _has_experts(model_type, family, fields, layer)]
-    return [
-        _block(family, layer, s, roots)
-        for layer in layers
-        if (s := _settings(model_type, family, fields, layer))
-    ]
+    for name, value in fields.items():
+        of_layers = name in ARGUMENTS or name in ("mlp_layer_types", "moe_layer_freq")
+        if of_layers and isinstance(value, list | tuple) and len(value) < number:
+            _fail(model_type, name, f"of {number} layers", value)
+    found, names = [], {}
+    for layer in range(number):
+        if _has_experts(model_type, family, fields, layer) and (
+            s := _settings(model_type, family, fields, layer)
+        ):
+            key = tuple(sorted(s.items()))
+            if key not in names:
+                names[key] = tuple(FusedMoE(**s, device="meta").state_dict())
+            found.append(_block(family, layer, s, names[key], roots))
+    return found
 
 
 def read_config(config: Any) -> Mapping[str, Any]:
@@ -864,14 +874,14 @@ def _settings(model_type: str, family: Family, fields: dict[str, Any], layer: in
     return {name: value for name, value in settings.items() if value is not None}
 
 
-def _block(family: Family, layer: int, settings: dict, roots: tuple[str, ...]) -> Block:
+def _block(family: Family, layer: int, settings: dict, names: tuple, roots: tuple[str, ...]) -> Block:
     tensors = {
         name: tuple(
             sources[name]._replace(name=f"{root}.{layer}.{sources[name].name}")
             for sources in family.layouts
             for root in roots
         )
-        for name in FusedMoE(**settings, device="meta").state_dict()
+        for name in names
     }
     firsts = {s.name.partition(".")[0] for sources in family.layouts for s in sources.values()}
     prefixes = tuple(f"{root}.{layer}.{first}." for root in roots for first in sorted(firsts))
