@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from importlib import import_module
 from typing import NamedTuple
 
 import torch
@@ -465,9 +466,8 @@ class FusedMoE(MoELayer, KeepsExpertBias, Counting):
             ValueError: an unknown model_type, a field or a value that FusedMoE does not compute, a dense
                 layer, layers that differ with layer=None, or an override that contradicts the configuration.
         """
-        from .checkpoint.layers import settings_of
-
-        return cls(**settings_of(config, layer, overrides), device=device, dtype=dtype)
+        layers = import_module(".checkpoint.layers", __package__)  # which imports this file
+        return cls(**layers.settings_of(config, layer, overrides), device=device, dtype=dtype)
 
     def __setstate__(self, state) -> None:
         super().__setstate__(state)

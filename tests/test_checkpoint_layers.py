@@ -169,6 +169,19 @@ def test_a_configuration_is_a_dict_a_path_or_transformers_own(cpu, tmp_path):
                                 "language_model.layers.3.mlp.")  # fmt: skip
 
 
+def test_qwen3_omnis_thinker_and_talker(cpu):
+    """The model's layers are its thinker's; its talker has a configuration of its own."""
+    text = {"model_type": "qwen3_omni_moe_text"}
+    thinker = {"model_type": "qwen3_omni_moe_thinker", "text_config": text}
+    (first, *_) = blocks({"model_type": "qwen3_omni_moe", "thinker_config": thinker})
+    assert first.tensors["experts.w1"][0].name == "thinker.model.layers.0.mlp.experts.*.gate_proj.weight"
+    assert first.settings == blocks(text)[0].settings
+    text = {"model_type": "qwen3_omni_moe_talker_text", "shared_expert_intermediate_size": 768}
+    (first, *_) = blocks({"model_type": "qwen3_omni_moe_talker", "text_config": text})
+    assert first.tensors["experts.w2"][0].name == "talker.model.layers.0.mlp.experts.*.down_proj.weight"
+    assert first.settings["num_shared_experts"] == 2
+
+
 def test_unknown_families_are_refused(cpu):
     with pytest.raises(ValueError, match="model_type to be one of .*mixtral.*, found 'llama'"):
         blocks({"model_type": "llama"})
@@ -193,6 +206,7 @@ def test_unknown_families_are_refused(cpu):
         ({"scoring_func": "softmax"}, "scoring_func to be 'sigmoid', found 'softmax'"),
         ({"moe_layer_freq": 2}, "moe_layer_freq to be 1, found 2"),
         ({"hidden_act": "mish"}, "hidden_act to be 'silu' or .*, found 'mish'"),
+        ({"num_experts": 4}, "num_experts to be n_routed_experts = 8, found 4"),
         ({"num_local_experts": 4}, "num_local_experts to be n_routed_experts = 8, found 4"),
         ({"swiglu_limit": 5.0}, "swiglu_limit to be 7.0, found 5.0"),
         ({"n_shared_experts": None}, "n_shared_experts to be a number, found None"),

@@ -71,10 +71,14 @@ def signature(function) -> str:
 
 
 def public_methods(cls):
-    """Name -> function or property of a class, its own and those of our classes that it inherits."""
+    """Name -> function, classmethod or property of a class, also of those of our classes that it inherits."""
     ours = [base for base in reversed(cls.__mro__) if base.__module__.startswith("fused_moe")]
     members = {name: member for base in ours for name, member in vars(base).items() if name[0] != "_"}
-    return {n: m for n, m in sorted(members.items()) if inspect.isfunction(m) or isinstance(m, property)}
+    return {
+        name: getattr(cls, name) if isinstance(member, classmethod) else member
+        for name, member in sorted(members.items())
+        if inspect.isfunction(member) or isinstance(member, classmethod | property)
+    }
 
 
 def describe(name, value):

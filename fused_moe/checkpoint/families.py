@@ -101,7 +101,7 @@ COULD_MATTER = re.compile(
 # devices or rounds, and transformers 4's settings of generate().
 SAYS_NOTHING = re.compile(
     r"(router|aux|mtp|moe_aux|z)_loss_\w+|router_(aux|z)_loss_coef|aux_loss_alpha|seq_aux|output_router_logits|"
-    r"(attention|attn|audio|conv|index|indexer|kda|layernorm|linear|mamba|mtp|qk|qkv|rope|time_step|vision|o)_\w+|"
+    r"\w*(attention|attn)\w*|(audio|conv|index|indexer|kda|layernorm|linear|mamba|mtp|qk|qkv|rope|time_step|vision|o)_\w+|"
     r"(full_attn|linear_attn|mlp)_(alpha|beta)_factor|(embedding|residual)_multiplier|(final_)?logit_\w+|"
     r"(layer_group|prefix_dense|log_scaling|lm_head|loop_gate|gated_norm|output_gate|embedding|use_conv)_\w+|"
     r"dense_intermediate_size|ep_size|n_groups|use_grouped_mm|enable_moe_fp32_combine|moe_shared_expert_overlap|"
@@ -804,10 +804,11 @@ def _fail(model_type: str, name: str, expected: Any, found: Any) -> None:
 
 def _fields(model_type: str, family: Family, config: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of the family's row, with their values in config.json, after a look at all the others."""
+    config = dict(config)
     fields = {name: config.get(name, default) for name, default in family.fields.items()}
     owners = {ARGUMENTS[name]: name for name in fields if name in ARGUMENTS}
     defaults = {name: p.default for name, p in inspect.signature(FusedMoE.__init__).parameters.items()}
-    for name, value in config.items():
+    for name, value in list(config.items()):
         values = list(value) if isinstance(value, list | tuple) else [value]
         argument = ARGUMENTS.get(name)
         if name in fields or value is None:
@@ -818,7 +819,7 @@ def _fields(model_type: str, family: Family, config: Mapping[str, Any]) -> dict[
         elif argument in owners and name != "intermediate_size":
             owner = owners[argument]
             if owner not in config:
-                fields[owner] = value
+                fields[owner] = config[owner] = value
             elif any(v != fields[owner] for v in values) and value != fields[owner]:
                 _fail(model_type, name, f"{owner} = {fields[owner]!r}", value)
         elif argument is not None and name != "intermediate_size":
