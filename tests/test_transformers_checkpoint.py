@@ -6,6 +6,7 @@ gradient, and its tensors go back bit-equal.
 """
 
 import json
+import math
 import re
 from importlib import import_module
 from pathlib import Path
@@ -210,6 +211,30 @@ def test_a_layer_equals_transformers(cpu, model_type, more):
             assert_close(p.grad, grads[name], name)
         x.grad = None
         assert_same(dict(to_hf(block, moe.state_dict())), layer.saved)
+
+
+WITH_SUMS = [
+    name for name, family in FAMILIES.items() if "softmax" != family.fixed.get("score_func", "softmax")
+]
+
+
+@pytest.mark.parametrize("model_type", WITH_SUMS)
+@pytest.mark.parametrize("size", (1e-6, 1e-20))
+def test_the_eps_of_a_small_sum(cpu, model_type, size):
+    """Every score is about as small as some family's eps."""
+    config = tiny(model_type)
+    layer = Layer(config)
+    x, source = torch.randn(1, 1, D), layer.tensors()
+    logits = math.log(size) + torch.linspace(-0.5, 0.5, SIZES["num_experts"])
+    for place in layer.block.tensors["router.gate.weight"]:
+        if place.name in source:
+            source[place.name].copy_(logits[:, None] * x[0] / x.square().sum())
+    for place in layer.block.tensors["expert_bias"] if "expert_bias" in layer.block.tensors else ():
+        if place.name in source:
+            source[place.name].zero_()
+    moe = FusedMoE.from_hf(config, layer.block.layer)
+    load_layer(moe, source, config, layer.block.layer)
+    assert_close(moe(x), layer(x), "out")
 
 
 # --- whole models -----------------------------------------------------------------------------------------
