@@ -183,6 +183,8 @@ def test_qwen3_omnis_thinker_and_talker(cpu):
 
 
 def test_unknown_families_are_refused(cpu):
+    with pytest.raises(TypeError, match="expected a configuration, a dict or a path, found int"):
+        blocks(3)
     with pytest.raises(ValueError, match="model_type to be one of .*mixtral.*, found 'llama'"):
         blocks({"model_type": "llama"})
     with pytest.raises(ValueError, match="found None"):

@@ -299,13 +299,14 @@ FAMILIES: dict[str, Family] = {
         num_shared_experts=2, hidden_act="silu", num_hidden_layers=32, num_dense_layers=1,
     ),
     "aria_text": family(
-        SOFTMAX_NORM,
+        SOFTMAX_NORM | FIXED_SILU,
         tuple(
             layout("mlp.", stacked("upper", "lower", transposed=True, **names), router="router")
             for names in ({"gate_up": "fc1.weight", "down": "fc2.weight"}, {})
         ),
         hidden_size=4096, intermediate_size=4096, moe_num_experts=8, moe_topk=2, moe_num_shared_experts=2,
-        hidden_act="silu", num_hidden_layers=32,
+        num_hidden_layers=32,
+        means={"hidden_act": ("silu",)},  # which only the shared experts read
     ),
     "axk2": family(  # its code fills masked groups with zeros, so a negative bias would choose them
         SIGMOID,
@@ -775,6 +776,9 @@ def read_config(config: Any) -> Mapping[str, Any]:
     if isinstance(config, str | Path):
         path = Path(config)
         config = json.loads((path / "config.json" if path.is_dir() else path).read_text())
+    if not isinstance(config, Mapping) and not hasattr(config, "to_dict"):
+        found = type(config).__name__
+        raise TypeError(f"fused_moe.checkpoint: expected a configuration, a dict or a path, found {found}")
     return config if isinstance(config, Mapping) else config.to_dict()
 
 
@@ -863,15 +867,10 @@ def _settings(model_type: str, family: Family, fields: dict[str, Any], layer: in
             settings.pop(name, None)
     for name in SHARED_WIDTHS:
         if name in fields:
-            width = fields[name] * settings.get("num_shared_experts", 1)
-            if width % settings["hidden_dim"]:
-                _fail(
-                    model_type,
-                    name,
-                    f"a multiple of the experts' width {settings['hidden_dim']}",
-                    fields[name],
-                )
-            settings["num_shared_experts"] = width // settings["hidden_dim"]
+            width, of_one = fields[name] * settings.get("num_shared_experts", 1), settings["hidden_dim"]
+            if width % of_one:
+                _fail(model_type, name, f"a multiple of the experts' width {of_one}", fields[name])
+            settings["num_shared_experts"] = width // of_one
     return {name: value for name, value in settings.items() if value is not None}
 
 
