@@ -182,6 +182,12 @@ def test_qwen3_omnis_thinker_and_talker(cpu):
     assert first.settings["num_shared_experts"] == 2
 
 
+def test_a_file_that_is_no_json(cpu, tmp_path):
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ValueError, match="expected JSON in .*config.json, found "):
+        blocks(tmp_path)
+
+
 def test_unknown_families_are_refused(cpu):
     with pytest.raises(TypeError, match="expected a configuration, a dict or a path, found int"):
         blocks(3)
@@ -233,6 +239,61 @@ def test_what_could_matter_is_known_or_refused(cpu, fields, message):
 )
 def test_what_says_nothing_is_accepted(cpu, fields):
     assert blocks(SMALL | fields) == blocks(SMALL)
+
+
+# Fields that published config.json files have, and that transformers' code does not read.
+UNREAD = (
+    ("aria_text", {"moe_aux_loss_coeff": 1e-5, "moe_z_loss_coeff": 1e-5}),
+    ("bailing_hybrid", {
+        "score_function": "sigmoid", "moe_router_enable_expert_bias": True,
+        "moe_router_enable_routed_scaling": True, "moe_router_enable_shared_expert": True,
+        "router_dtype": "fp32", "moe_shared_expert_intermediate_size": 768, "group_norm_size": 1,
+    }),
+    ("dots1", {"scoring_func": "noaux_tc"}),
+    ("ernie4_5_moe", {"moe_capacity": [32, 32, 32], "moe_gate": "topk", "moe_use_aux_free": True}),
+    ("kimi_k2", {"aux_loss_alpha": 0.001, "ep_size": 1, "moe_layer_freq": 1, "seq_aux": True}),
+    ("minimax", {"shared_moe_mode": "sigmoid", "shared_intermediate_size": 0, "layernorm_mlp_beta": 1.0}),
+    ("minimax_m2", {
+        "attn_type_list": [1] * 62, "layernorm_mlp_beta": 1.0, "mlp_intermediate_size": 8192,
+        "mtp_transformer_layers": 1, "num_mtp_modules": 3, "scoring_func": "sigmoid",
+        "shared_intermediate_size": 0, "shared_moe_mode": "sigmoid", "use_grouped_topk": True,
+        "use_mtp": True, "use_routing_bias": True,
+    }),
+    ("sarvam_moe", {"score_function": "sigmoid", "moe_router_enable_expert_bias": True}),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("model_type, fields", UNREAD, ids=[name for name, _ in UNREAD])
+def test_published_fields_that_change_nothing(cpu, model_type, fields):
+    needed = {"num_experts_per_tok": 6, "n_routed_experts": 128, "n_shared_experts": 2}
+    config = {"model_type": model_type} | (needed if model_type == "dots1" else {})
+    assert blocks(config | fields) == blocks(config) != []
+
+
+@pytest.mark.parametrize(
+    "model_type, fields, message",
+    (
+        ("bailing_hybrid", {"score_function": "softmax"}, "score_function to be 'sigmoid', found 'softmax'"),
+        ("bailing_hybrid", {"moe_shared_expert_intermediate_size": 512}, "absent.*, found 512"),
+        ("deepseek_v2", {"num_experts_per_tok": 2, "topk_method": "noaux_tc"},
+         "topk_method to be 'greedy' or 'group_limited_greedy', found 'noaux_tc'"),
+        ("ernie4_5_moe", {"moe_layer_end_index": None}, "moe_layer_end_index to be what says .*, found None"),
+        ("gpt_oss", {"swiglu_limit": None}, "swiglu_limit to be a number, found None"),
+        ("inkling2_text", {"scoring_func": "softmax"}, "scoring_func to be 'sigmoid', found 'softmax'"),
+        ("minimax_m2", {"shared_intermediate_size": 1536}, "absent.*, found 1536"),
+        ("minimax_m2", {"num_expert_group": 8}, "num_expert_group to be None, found 8"),
+        ("qwen3_moe", {"decoder_sparse_step": 0}, "decoder_sparse_step to be what says .*, found 0"),
+        ("qwen3_moe", {"shared_expert_intermediate_size": 768}, "absent.*, found 768"),
+    ),
+)  # fmt: skip
+def test_what_a_family_does_not_compute(cpu, model_type, fields, message):
+    with pytest.raises(ValueError, match=f"{model_type}: expected .*{message}"):
+        blocks({"model_type": model_type} | fields)
+
+
+def test_a_width_of_zero(cpu):
+    with pytest.raises(ValueError, match="expected hidden_dim >= 1, found 0"):
+        blocks({"model_type": "qwen2_moe", "moe_intermediate_size": 0})
 
 
 def test_a_fixed_norm_cannot_be_denied(cpu):

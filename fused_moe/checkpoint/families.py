@@ -35,6 +35,7 @@ ARGUMENTS = {
     "moe_k": "top_k",
     "scoring_func": "score_func",
     "score_func": "score_func",
+    "score_function": "score_func",
     "norm_topk_prob": "route_norm",
     "moe_renormalize": "route_norm",
     "route_norm": "route_norm",
@@ -66,6 +67,9 @@ SHARED_WIDTHS = (
     "moe_shared_expert_intermediate_size",
     "shared_intermediate_size",
 )
+
+# Arguments for which null says nothing.
+NUMBERS = ("dim", "hidden_dim", "num_experts", "top_k", "num_shared_experts", "alpha", "limit")
 
 # hidden_act -> activation
 ACTIVATIONS = {
@@ -100,12 +104,13 @@ COULD_MATTER = re.compile(
 # ... and of those that say nothing: the trainer's, those of other parts of the model, how it is split over
 # devices or rounds, and transformers 4's settings of generate().
 SAYS_NOTHING = re.compile(
-    r"(router|aux|mtp|moe_aux|z)_loss_\w+|router_(aux|z)_loss_coef|aux_loss_alpha|seq_aux|output_router_logits|"
-    r"\w*(attention|attn)\w*|(audio|conv|index|indexer|kda|layernorm|linear|mamba|mtp|qk|qkv|rope|time_step|vision|o)_\w+|"
+    r"(router|aux|mtp|moe_aux|moe_z|z)_loss_\w+|router_(aux|z)_loss_coef|aux_loss_alpha|seq_aux|"
+    r"output_router_logits|\w*(attention|attn)\w*|(audio|conv|group_norm|index|indexer|kda|layernorm)_\w+|"
+    r"(linear|mamba|mtp|qk|qkv|rope|time_step|vision|o)_\w+|"
     r"(full_attn|linear_attn|mlp)_(alpha|beta)_factor|(embedding|residual)_multiplier|(final_)?logit_\w+|"
     r"(layer_group|prefix_dense|log_scaling|lm_head|loop_gate|gated_norm|output_gate|embedding|use_conv)_\w+|"
-    r"dense_intermediate_size|ep_size|n_groups|use_grouped_mm|enable_moe_fp32_combine|moe_shared_expert_overlap|"
-    r"chunk_size_feed_forward|experts_implementation|top_k"
+    r"dense_intermediate_size|ep_size|moe_capacity|n_groups|use_grouped_mm|enable_moe_fp32_combine|"
+    r"moe_shared_expert_overlap|chunk_size_feed_forward|experts_implementation|top_k"
 )
 
 
@@ -232,6 +237,7 @@ INKLING2 = (
     layout("mlp.", stacked("even", "odd", gate_up="w13_weight", down="w2_weight"), bias="gate.bias"),
     DEEPSEEK[1],
 )
+LING = (layout("mlp.", listed(), bias="gate.expert_bias"), DEEPSEEK[1])
 # Qwen has published the experts transposed; transformers saves them as they are in memory, and reads both.
 QWEN3_VL = (DEEPSEEK[1], layout("mlp.", stacked("upper", "lower", transposed=True)))
 
@@ -273,11 +279,21 @@ NO_EPS = {"route_norm": True, "route_norm_eps": 0.0}
 FIXED_SILU = {"activation": "silu"}
 
 V3_MEANS = {"topk_method": ("noaux_tc",), "moe_layer_freq": (1,)}
+LING_MEANS = V3_MEANS | {
+    "moe_router_enable_expert_bias": (True,),
+    "moe_router_enable_routed_scaling": (True,),
+    "moe_router_enable_shared_expert": (True,),
+    "router_dtype": ("fp32",),
+}
+MINIMAX_MEANS = {"router_jitter_noise": (0.0,), "shared_moe_mode": ("sigmoid",)}
 NO_JITTER = {"router_jitter_noise": (0.0,)}
 
 
 def v2_groups(fields: dict) -> dict:
     """DeepSeek-V2's, which count if topk_method says so."""
+    known = ("greedy", "group_limited_greedy")
+    if fields["topk_method"] not in known:
+        _fail("deepseek_v2", "topk_method", " or ".join(map(repr, known)), fields["topk_method"])
     if fields["topk_method"] == "greedy":
         return {"num_expert_groups": None, "num_limited_groups": None}
     return {"group_score": "max"}
@@ -318,12 +334,12 @@ FAMILIES: dict[str, Family] = {
     ),
     "bailing_hybrid": family(
         SIGMOID,
-        (layout("mlp.", listed(), bias="gate.expert_bias"), DEEPSEEK[1]),
+        LING,
         hidden_size=2560, moe_intermediate_size=768, num_experts=512, num_experts_per_token=8,
         moe_renormalize=True, routed_scaling_factor=2.5, num_expert_group=8, topk_group=4,
         num_shared_experts=1, hidden_act="silu", num_hidden_layers=42, mlp_layer_types=None,
         first_k_dense_replace=2,
-        means=V3_MEANS,
+        means=LING_MEANS,
     ),
     "beam": family(
         SIGMOID,
@@ -379,7 +395,7 @@ FAMILIES: dict[str, Family] = {
         hidden_size=4608, moe_intermediate_size=1408, n_routed_experts=None, num_experts_per_tok=None,
         norm_topk_prob=False, routed_scaling_factor=1.0, n_group=1, topk_group=1, n_shared_experts=None,
         hidden_act="silu", num_hidden_layers=62, first_k_dense_replace=0,
-        means=V3_MEANS,
+        means=V3_MEANS | {"scoring_func": ("sigmoid", "noaux_tc")},  # which is topk_method's name
     ),
     "dots3_note_text": family(
         SIGMOID,
@@ -399,8 +415,7 @@ FAMILIES: dict[str, Family] = {
         hidden_size=2560, moe_intermediate_size=1536, moe_num_experts=64, moe_k=6, moe_num_shared_experts=2,
         hidden_act="silu", num_hidden_layers=28, moe_layer_interval=1, moe_layer_start_index=1,
         moe_layer_end_index=-1,
-        means={"moe_norm_min": (1e-12,), "moe_gate": ("topk",), "moe_use_aux_free": (True,),
-               "moe_capacity": (64,)},
+        means={"moe_norm_min": (1e-12,), "moe_gate": ("topk",), "moe_use_aux_free": (True,)},
     ),
     "exaone_moe": family(
         SIGMOID,
@@ -509,8 +524,8 @@ FAMILIES: dict[str, Family] = {
             SIGMOID | {"route_norm": True, "activation": "situ"},
             INKLING2,
             hidden_size=width, moe_intermediate_size=width // 2, n_routed_experts=experts,
-            num_experts_per_tok=8, route_scale=8.0, scoring_func="sigmoid", mlp_gate_softcap=4.0,
-            mlp_up_softcap=25.0, num_hidden_layers=layers,
+            num_experts_per_tok=8, route_scale=8.0, mlp_gate_softcap=4.0, mlp_up_softcap=25.0,
+            num_hidden_layers=layers,
             means={"hidden_act": ("silu",)},
         )
         for name, width, experts, layers in (
@@ -576,14 +591,15 @@ FAMILIES: dict[str, Family] = {
         MIXTRAL,
         hidden_size=4096, intermediate_size=14336, num_local_experts=8, num_experts_per_tok=2,
         hidden_act="silu", num_hidden_layers=32,
-        means=NO_JITTER,
+        means=MINIMAX_MEANS,
     ),
     "minimax_m2": family(
         SIGMOID | NO_EPS,
         MIXTRAL,
         hidden_size=3072, intermediate_size=1536, num_local_experts=256, num_experts_per_tok=8,
         hidden_act="silu", num_hidden_layers=62,
-        means=NO_JITTER | {"use_routing_bias": (True,), "shared_moe_mode": ("sigmoid",)},
+        means=MINIMAX_MEANS | {"use_routing_bias": (True,), "mlp_intermediate_size": (8192,),
+                               "use_grouped_topk": (True,)},  # of one group
     ),
     "minimax_m3_vl_text": family(
         SIGMOID | NO_EPS | {"activation": "swiglu_clamped"},
@@ -702,6 +718,22 @@ FAMILIES: dict[str, Family] = {
         hidden_size=2048, moe_intermediate_size=512, num_experts=512, num_experts_per_tok=10,
         norm_topk_prob=True, shared_expert_intermediate_size=512, hidden_act="silu", num_hidden_layers=40,
     ),
+    "sarvam_mla": family(
+        SIGMOID,
+        DEEPSEEK,
+        hidden_size=4096, moe_intermediate_size=2048, n_routed_experts=128, num_experts_per_tok=8,
+        norm_topk_prob=True, routed_scaling_factor=2.5, n_group=1, topk_group=1, n_shared_experts=1,
+        hidden_act="silu", num_hidden_layers=32, first_k_dense_replace=1,
+        means=LING_MEANS,
+    ),
+    "sarvam_moe": family(
+        SIGMOID,
+        LING,
+        hidden_size=4096, moe_intermediate_size=1024, n_routed_experts=128, num_experts_per_tok=6,
+        norm_topk_prob=True, routed_scaling_factor=2.5, n_group=1, topk_group=1, n_shared_experts=1,
+        hidden_act="silu", num_hidden_layers=19, first_k_dense_replace=1,
+        means=LING_MEANS,
+    ),
     "solar_open": family(
         SIGMOID,
         DEEPSEEK,
@@ -719,20 +751,29 @@ FAMILIES: dict[str, Family] = {
         means={"moe_layer_freq": (1,)}, more=v2_groups,
     ),
 }  # fmt: skip
+FAMILIES["kimi_k2"] = FAMILIES["deepseek_v3"]  # its own code is a copy
 
-# Families that run on our kernels, but whose layers are no FusedMoE.
+# Families whose layers are no FusedMoE, or not stored as any row has them.
 REFUSED = {
     "axk1": "the layer's output has a norm",
+    "dbrx": "the experts' weights are rows of one matrix, and any norm may divide the scores",
     "deepseek_v4": "its first layers choose experts by a table from token to expert",
     "diffusion_gemma_text": "router and experts get two different norms of the input",
+    "doge": "the experts are single rows, which a router of two halves chooses",
     "ernie4_5_vl_moe_text": "text and pictures have different experts in one layer",
     "gemma4_text": "router and experts get two different norms of the input",
     "hy_v4": "the shared experts have no limit in their activation, which the routed experts have",
     "hy_v4_vl_text": "the shared experts have no limit in their activation, which the routed experts have",
     "inkling_text": "the router weighs the shared experts, too",
+    "jetmoe": "the layer adds a bias to its output, and attention has experts, too",
     "kolibri1": "the bias for the choice is added to the logits, not to the scores",
+    "llama4_text": "the scores are factors on the experts' inputs, not on their outputs",
+    "longcat_flash": "some experts have no weights and return their input",
     "muse_spark_text": "every expert's output has a norm",
+    "nllb-moe": "an expert takes a limited number of tokens",
     "phimoe": "the router is SparseMixer",
+    "step3p5": "the limit of a layer clamps the gate after its activation",
+    "switch_transformers": "an expert takes a limited number of tokens",
     "zaya": "the router is an MLP with a state from layer to layer, and may choose no expert",
 }
 
@@ -775,7 +816,11 @@ def read_config(config: Any) -> Mapping[str, Any]:
     """As a dict."""
     if isinstance(config, str | Path):
         path = Path(config)
-        config = json.loads((path / "config.json" if path.is_dir() else path).read_text())
+        path = path / "config.json" if path.is_dir() else path
+        try:
+            config = json.loads(path.read_text())
+        except ValueError as error:
+            raise ValueError(f"fused_moe.checkpoint: expected JSON in {path}, found {error}") from None
     if not isinstance(config, Mapping) and not hasattr(config, "to_dict"):
         found = type(config).__name__
         raise TypeError(f"fused_moe.checkpoint: expected a configuration, a dict or a path, found {found}")
@@ -830,6 +875,10 @@ def _fields(model_type: str, family: Family, config: Mapping[str, Any]) -> dict[
             computed = family.fixed.get(argument, defaults[argument])
             if any(v != computed and not (v == 1 and computed is None) for v in values):
                 _fail(model_type, name, repr(computed), value)
+        elif (
+            name in SHARED_WIDTHS and "num_shared_experts" in owners and value == fields[owners["hidden_dim"]]
+        ):
+            continue  # each is as wide as a routed expert, as in every row without this field
         elif value and COULD_MATTER.search(name) and not SAYS_NOTHING.fullmatch(name):
             _fail(model_type, name, "absent, null, false or 0, as nothing more is known of it", value)
     return fields
@@ -841,17 +890,20 @@ def _has_experts(model_type: str, family: Family, fields: dict[str, Any], layer:
         if types[layer] not in ("sparse", "dense"):
             _fail(model_type, f"mlp_layer_types[{layer}]", "'sparse' or 'dense'", types[layer])
         return types[layer] == "sparse"
-    return layer >= family.dense and all(
-        rule(layer, fields) for name, rule in LAYERS.items() if name in fields
-    )
+    for name, rule in LAYERS.items():
+        try:
+            if name in fields and not rule(layer, fields):
+                return False
+        except (TypeError, ZeroDivisionError):
+            _fail(model_type, name, "what says which layers have experts", fields[name])
+    return layer >= family.dense
 
 
 def _settings(model_type: str, family: Family, fields: dict[str, Any], layer: int) -> dict[str, Any]:
     """FusedMoE's arguments; none for a model without experts."""
     fields = {name: at(value, layer) if name in ARGUMENTS else value for name, value in fields.items()}
     for name in fields:
-        needed = ARGUMENTS.get(name) in ("dim", "hidden_dim", "num_experts", "top_k", "num_shared_experts")
-        if fields[name] is None and (needed or name in SHARED_WIDTHS):
+        if fields[name] is None and (ARGUMENTS.get(name) in NUMBERS or name in SHARED_WIDTHS):
             _fail(model_type, name, "a number", None)
     settings = family.fixed | {ARGUMENTS[name]: value for name, value in fields.items() if name in ARGUMENTS}
     settings |= family.more(fields)
@@ -867,7 +919,7 @@ def _settings(model_type: str, family: Family, fields: dict[str, Any], layer: in
             settings.pop(name, None)
     for name in SHARED_WIDTHS:
         if name in fields:
-            width, of_one = fields[name] * settings.get("num_shared_experts", 1), settings["hidden_dim"]
+            width, of_one = fields[name] * settings.get("num_shared_experts", 1), settings["hidden_dim"] or 1
             if width % of_one:
                 _fail(model_type, name, f"a multiple of the experts' width {of_one}", fields[name])
             settings["num_shared_experts"] = width // of_one
