@@ -435,14 +435,14 @@ def test_results_share_no_memory(cpu):
 
 
 def test_one_tensor_is_held_at_a_time(cpu):
-    source = Lazy(saved_layer())
-    for _ in from_hf(blocks(SMALL)[-1], source):
-        pass
-    assert source.most <= 2
-    stacked = Lazy(saved_layer(GPT_OSS, 1))
-    for _ in from_hf(blocks(GPT_OSS)[-1], stacked):
-        pass
-    assert stacked.most <= 2
+    for config, reads in ((SMALL, 1), (GPT_OSS, 2)):  # for the shapes of gate and up, which may be in one
+        block = blocks(config)[-1]
+        source = Lazy(saved_layer(config, block.layer))
+        tensors = from_hf(block, source)
+        assert len(source.made) <= reads * len(source)
+        source.made.clear()
+        assert len(list(tensors)) == len(block.tensors)
+        assert source.most == 1 and len(source.made) == len(source)  # each is read once
 
 
 def test_dtypes_on_the_way(cpu):
@@ -468,6 +468,25 @@ def test_load_layer(cpu, place):
         assert tensor.dtype == (F32 if keeps else BF16)
         assert torch.equal(tensor, expected.state_dict()[name].to(tensor.dtype)), name
     assert isinstance(moe.experts.w1, torch.nn.Parameter) and moe.experts.w1.requires_grad
+
+
+def test_a_layer_half_on_the_meta_device(cpu):
+    """Nothing is written, rather than half of it."""
+    moe = FusedMoE.from_hf(SMALL, device="meta")
+    moe.shared_experts.to_empty(device=cpu)
+    before = {name: t.clone() for name, t in moe.shared_experts.state_dict().items()}
+    with pytest.raises(ValueError, match="expected .* off the meta device, as after to_empty"):
+        load_layer(moe, saved_layer(), SMALL, 4)
+    assert_same_bits(dict(moe.shared_experts.state_dict()), before)
+
+
+def test_frozen_parameters_stay_frozen(cpu):
+    for place in ("cpu", "meta"):
+        moe = FusedMoE.from_hf(SMALL, device=place).requires_grad_(False)
+        moe.router.requires_grad_(True)
+        load_layer(moe, saved_layer(), SMALL, 4)
+        trained = {name for name, p in moe.named_parameters() if p.requires_grad}
+        assert trained == {"router.gate.weight"}
 
 
 @pytest.mark.parametrize("place", ("cpu", "meta"))

@@ -34,6 +34,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fused_moe
 from fused_moe import FusedMoE, QuantizedWeight, add_lora, quantize, reference
+from fused_moe.checkpoint import blocks, load_layer, to_hf
 from fused_moe.distributed import ExpertParallel
 from fused_moe.quantized import sharding, tiles
 from fused_moe.quantized.formats import FORMATS
@@ -1437,6 +1438,43 @@ def test_adapters_that_shards_rule_out(workers, cpu):
             f"ValueError merge_lora: expected experts.w1 {expected} (Shard(dim=0),)",
             "ValueError ExpertParallel: expected experts of plain parameters, found quantised weights",
         ]
+
+
+# --- published checkpoints ----------------------------------------------------------------------------
+
+
+def loaded_layers(rank, device, source, config):
+    """[state of a sharded layer into which a checkpoint's was read]"""
+    mesh = init_device_mesh(device.type, (RANKS,))
+    states = []
+    for shard in ("fully_shard", "ExpertParallel", "both"):
+        layer = FusedMoE.from_hf(config, device="meta" if shard == "fully_shard" else device)
+        if shard != "fully_shard":
+            parallelize_module(layer, mesh, {"experts": ExpertParallel()})
+        if shard != "ExpertParallel":
+            ignored = set(layer.experts.parameters()) if shard == "both" else None
+            fully_shard(layer, mesh=mesh, ignored_params=ignored)
+        layer = layer.to_empty(device=device) if shard == "fully_shard" else layer
+        load_layer(layer, source, config, 3)
+        kinds = {name: isinstance(value, DTensor) for name, value in layer.state_dict().items()}
+        assert kinds["experts.w1"] and kinds["router.gate.weight"] == (shard != "ExpertParallel")
+        states.append({name: whole(value) for name, value in layer.state_dict().items()})
+    with pytest.raises(ValueError, match="off the meta device, as after to_empty"):
+        load_layer(fully_shard(FusedMoE.from_hf(config, device="meta"), mesh=mesh), source, config, 3)
+    return states
+
+
+def test_published_layers_into_shards(workers, cpu):
+    config = {
+        "model_type": "deepseek_v3", "hidden_size": 16, "moe_intermediate_size": 8, "n_routed_experts": 8,
+        "num_experts_per_tok": 2, "n_group": 4, "topk_group": 2, "num_hidden_layers": 4,
+    }  # fmt: skip
+    (block,) = blocks(config)
+    expected = FusedMoE.from_hf(config).state_dict()
+    expected["expert_bias"].normal_()
+    for states in workers(loaded_layers, dict(to_hf(block, expected)), config):
+        for state in states:
+            cases.assert_same_bits(state, dict(expected))
 
 
 # --- wrong calls --------------------------------------------------------------------------------------

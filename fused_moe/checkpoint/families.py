@@ -929,9 +929,11 @@ def _settings(model_type: str, family: Family, fields: dict[str, Any], layer: in
 def _block(family: Family, layer: int, settings: dict, names: tuple, roots: tuple[str, ...]) -> Block:
     tensors = {
         name: tuple(
-            sources[name]._replace(name=f"{root}.{layer}.{sources[name].name}")
-            for sources in family.layouts
-            for root in roots
+            dict.fromkeys(  # layouts may agree on it
+                sources[name]._replace(name=f"{root}.{layer}.{sources[name].name}")
+                for sources in family.layouts
+                for root in roots
+            )
         )
         for name in names
     }

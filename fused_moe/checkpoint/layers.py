@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..activation import CONSTANTS
 from ..module import FusedMoE
+from ..quantized.sharding import is_sharded, sharded_like
 from .block import Block, Source
 from .families import blocks
 
@@ -122,19 +123,20 @@ def _look(source: Mapping[str, Tensor], key: str) -> Tensor:
 def _find(block: Block, source: Mapping[str, Tensor]) -> dict[str, Place]:
     """Where each of the block's tensors is. Raises ValueError before anything is read."""
     found: dict[str, Place] = {}
+    there = set(source)  # a Mapping without a method for `in` reads the tensor to answer
     for name, shape in _shapes(block).items():
         places = [Place(s, _keys(s, shape[0])) for s in block.tensors[name]]
-        here = [p for p in places if all(key in source for key in p.keys)]
+        here = [p for p in places if all(key in there for key in p.keys)]
         if not here:
-            begun = next((p for p in places if any(key in source for key in p.keys)), places[0])
-            missing = next(key for key in begun.keys if key not in source)
+            begun = next((p for p in places if any(key in there for key in p.keys)), places[0])
+            missing = next(key for key in begun.keys if key not in there)
             _fail(f"{missing}, for {name} of layer {block.layer}", "no such key")
-        fits = (p for p in here if not any(_wrong(source, shape, name, p)))
-        found[name] = next(fits, None) or here[0]
-        for wrong in _wrong(source, shape, name, found[name]):
-            _fail(*wrong)
+        wrong = [next(_wrong(source, shape, name, p), None) for p in here]
+        if None not in wrong:
+            _fail(*wrong[0])
+        found[name] = here[wrong.index(None)]
     used = {key for place in found.values() for key in place.keys}
-    for key in source:
+    for key in there:
         if key.startswith(block.prefixes) and key not in used:
             _fail(f"none but the tensors of layer {block.layer}", f"{key}, which has no place in FusedMoE")
     return found
@@ -146,7 +148,7 @@ def _wrong(
     """What is expected and found of each tensor that does not fit."""
     stored, dtype = _stored_shape(shape, name, place.source), None
     for key in place.keys:
-        tensor = _look(source, key)
+        tensor = _look(source, key).to("meta")  # frees what had to be read for it
         if tuple(tensor.shape) != stored:
             yield f"{key} of shape {stored}", tuple(tensor.shape)
         if not tensor.is_floating_point() or tensor.element_size() == 1:  # e4m3 has scales elsewhere
@@ -168,7 +170,8 @@ def from_hf(
     Args:
         block: of `blocks(config)`.
         source: the checkpoint's tensors by key, published or as transformers has them in memory. It may read
-            each when asked for it; no more than one of them is held.
+            each when asked for it: before all others for its shape, and then for its values. No more than one
+            of them is held.
         device, dtype: of the results, by default each tensor's own. expert_bias is float32 whatever dtype is.
         router_dtype: of the tensors that FusedMoE's router_dtype governs, if not dtype.
 
@@ -254,7 +257,8 @@ def load_layer(moe: FusedMoE, source: Mapping[str, Tensor] | str | Path, config:
 
     Args:
         moe: as `FusedMoE.from_hf(config, layer)` makes it. On the meta device it gets new parameters, on the
-            device of the source's tensors.
+            device of the source's tensors. Of DTensors, as `fully_shard` and `ExpertParallel` make them, each
+            rank gets its own shards: all ranks read the same source.
         source: the checkpoint's tensors by key, as `from_hf` takes them, or its folder.
         config: as `blocks` takes it.
         layer: its number in the model.
@@ -281,7 +285,7 @@ def load_layer(moe: FusedMoE, source: Mapping[str, Tensor] | str | Path, config:
             read[name] = tensor
         else:
             with torch.no_grad():
-                state[name].copy_(tensor)
+                state[name].copy_(sharded_like(state[name], tensor))
     if FLOAT32 in state and FLOAT32 not in places:
         read[FLOAT32] = torch.zeros(moe.num_experts, dtype=torch.float32, device=device)
     moe.load_state_dict(read, assign=on_meta, strict=on_meta)
@@ -295,6 +299,9 @@ def _check_is(moe: FusedMoE, block: Block, state: Mapping[str, Tensor]) -> None:
     for name, value in _computed(expected).items():
         if found[name] != value:
             _fail(f"a layer with {name}={value!r}, as the configuration has it", repr(found[name]))
+    for name, tensor in state.items():
+        if tensor.is_meta and (is_sharded(tensor) or not all(t.is_meta for t in state.values())):
+            _fail(f"{name} off the meta device, as after to_empty(device=..)", "it there")
     shapes = {name: tuple(tensor.shape) for name, tensor in expected.state_dict().items()}
     for name in sorted(shapes.keys() | state.keys() - {FLOAT32}):
         if name not in state or name not in shapes or tuple(state[name].shape) != shapes[name]:
