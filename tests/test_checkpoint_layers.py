@@ -470,6 +470,11 @@ def test_load_layer(cpu, place):
     assert isinstance(moe.experts.w1, torch.nn.Parameter) and moe.experts.w1.requires_grad
 
 
+def test_other_layers_are_refused(cpu):
+    with pytest.raises(TypeError, match="expected a FusedMoE, found Linear"):
+        load_layer(torch.nn.Linear(16, 8), saved_layer(), SMALL, 4)
+
+
 def test_a_layer_half_on_the_meta_device(cpu):
     """Nothing is written, rather than half of it."""
     moe = FusedMoE.from_hf(SMALL, device="meta")

@@ -1458,6 +1458,8 @@ def loaded_layers(rank, device, source, config):
         load_layer(layer, source, config, 3)
         kinds = {name: isinstance(value, DTensor) for name, value in layer.state_dict().items()}
         assert kinds["experts.w1"] and kinds["router.gate.weight"] == (shard != "ExpertParallel")
+        with pytest.raises(ValueError, match="to be whole, as of .*, found a DTensor"):
+            to_hf(blocks(config)[0], layer.state_dict())
         states.append({name: whole(value) for name, value in layer.state_dict().items()})
     with pytest.raises(ValueError, match="off the meta device, as after to_empty"):
         load_layer(fully_shard(FusedMoE.from_hf(config, device="meta"), mesh=mesh), source, config, 3)

@@ -220,8 +220,8 @@ def to_hf(block: Block, state: Mapping[str, Tensor]) -> Iterator[tuple[str, Tens
         Pairs of a key and a new tensor, contiguous, that shares no memory, of state's dtype and device.
 
     Raises:
-        ValueError: before anything is copied: a name is missing or unknown, or a shape contradicts the
-            configuration.
+        ValueError: before anything is copied: a name is missing or unknown, a shape contradicts the
+            configuration, or a tensor is a DTensor.
     """
     shapes = _shapes(block)
     for name, shape in shapes.items():
@@ -229,6 +229,8 @@ def to_hf(block: Block, state: Mapping[str, Tensor]) -> Iterator[tuple[str, Tens
             _fail(f"{name} in the state of layer {block.layer}", "no such name")
         if state[name].shape != shape:
             _fail(f"{name} of shape {tuple(shape)}", tuple(state[name].shape))
+        if is_sharded(state[name]):
+            _fail(f"{name} to be whole, as of StateDictOptions(full_state_dict=True)", "a DTensor")
     for name, tensor in state.items():
         # A bias that a user has added, and that has not moved, changes nothing.
         if name not in shapes and not (name == FLOAT32 and not tensor.any()):
@@ -266,6 +268,7 @@ def load_layer(moe: FusedMoE, source: Mapping[str, Tensor] | str | Path, config:
     An expert_bias that the checkpoint has none of becomes zero.
 
     Raises:
+        TypeError: moe is no FusedMoE.
         ValueError: before anything is written: as `from_hf`, or if moe is not what the configuration says.
     """
     if isinstance(source, str | Path):
@@ -293,6 +296,8 @@ def load_layer(moe: FusedMoE, source: Mapping[str, Tensor] | str | Path, config:
 
 def _check_is(moe: FusedMoE, block: Block, state: Mapping[str, Tensor]) -> None:
     """Raises if the layer is not what the configuration says. It may have an expert_bias of its own."""
+    if not isinstance(moe, FusedMoE):
+        raise TypeError(f"fused_moe.checkpoint: expected a FusedMoE, found {type(moe).__name__}")
     with torch.device("meta"):
         expected = FusedMoE(**block.settings)
     found = _computed(moe)
