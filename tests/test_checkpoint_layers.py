@@ -282,6 +282,8 @@ def test_published_fields_that_change_nothing(cpu, model_type, fields):
         ("inkling2_text", {"scoring_func": "softmax"}, "scoring_func to be 'sigmoid', found 'softmax'"),
         ("minimax_m2", {"shared_intermediate_size": 1536}, "absent.*, found 1536"),
         ("minimax_m2", {"num_expert_group": 8}, "num_expert_group to be None, found 8"),
+        ("qwen2_moe", {"shared_expert_intermediate_size": "5632"}, "size to be a number, found '5632'"),
+        ("qwen3_moe", {"num_hidden_layers": None}, "num_hidden_layers to be an int, found None"),
         ("qwen3_moe", {"decoder_sparse_step": 0}, "decoder_sparse_step to be what says .*, found 0"),
         ("qwen3_moe", {"shared_expert_intermediate_size": 768}, "absent.*, found 768"),
     ),

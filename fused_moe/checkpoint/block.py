@@ -27,6 +27,5 @@ class Block(NamedTuple):
     # For each tensor of FusedMoE's state_dict, where it is in a checkpoint: the published place first, then
     # others, such as the stacked tensors that transformers 5 has in memory.
     tensors: dict[str, tuple[Source, ...]]
-    prefixes: tuple[
-        str, ...
-    ]  # what the names of this layer's tensors begin with, and no others': "...3.mlp."
+    # What the names of this layer's tensors begin with, and no others': "model.layers.3.mlp."
+    prefixes: tuple[str, ...]

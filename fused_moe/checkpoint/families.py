@@ -796,6 +796,8 @@ def blocks(config: Any) -> list[Block]:
     family = FAMILIES[model_type]
     fields = _fields(model_type, family, config)
     number = len(block_types(fields)) if "layers_block_type" in fields else fields["num_hidden_layers"]
+    if not isinstance(number, int):
+        _fail(model_type, "num_hidden_layers", "an int", number)
     for name, value in fields.items():
         of_layers = name in ARGUMENTS or name in ("mlp_layer_types", "moe_layer_freq")
         if of_layers and isinstance(value, list | tuple) and len(value) < number:
@@ -903,8 +905,9 @@ def _settings(model_type: str, family: Family, fields: dict[str, Any], layer: in
     """FusedMoE's arguments; none for a model without experts."""
     fields = {name: at(value, layer) if name in ARGUMENTS else value for name, value in fields.items()}
     for name in fields:
-        if fields[name] is None and (ARGUMENTS.get(name) in NUMBERS or name in SHARED_WIDTHS):
-            _fail(model_type, name, "a number", None)
+        is_null = fields[name] is None and ARGUMENTS.get(name) in NUMBERS
+        if is_null or (name in SHARED_WIDTHS and not isinstance(fields[name], int)):
+            _fail(model_type, name, "a number", fields[name])
     settings = family.fixed | {ARGUMENTS[name]: value for name, value in fields.items() if name in ARGUMENTS}
     settings |= family.more(fields)
     if settings["num_experts"] == 0:
