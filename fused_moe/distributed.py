@@ -57,7 +57,8 @@ class ExpertParallel(ParallelStyle):
     `moe.experts.set_gradient_divide_factor(world_size)`. gloo cannot divide: there, if mesh["dp"] has several
     ranks, also call `set_force_sum_reduction_for_comms(True)`. A MixedPrecisionPolicy of that inner call
     rounds the scores, unless it has cast_forward_inputs=False. Full state dicts of this style and
-    `fully_shard` together can be loaded if the number of ranks of mesh["dp"] divides E/N.
+    `fully_shard` together can be loaded if the number of ranks of mesh["dp"] divides E/N, or by
+    StateDictOptions(broadcast_from_rank0=True).
 
     Args:
         static: exchange C rows between every two ranks, whatever the routing. Then shapes do not depend on
