@@ -9,7 +9,6 @@ import multiprocessing
 import shutil
 import traceback
 from datetime import timedelta
-from functools import partial
 
 import pytest
 import torch
@@ -134,11 +133,11 @@ def shard(layer, layout):
     return layer
 
 
-def new_layer(seed, **options):
+def new_layer(seed, num_experts=E, **options):
     """A layer with every kind of parameter and buffer. Four ranks hold unequal shards of some."""
     torch.manual_seed(seed)
     options = {"num_shared_experts": 1, "shared_expert_gate": True, "bias": True, "gate_bias": True} | options
-    layer = FusedMoE(D, F, E, K, score_func="sigmoid", load_balance_coeff=0.01, **options)
+    layer = FusedMoE(D, F, num_experts, K, score_func="sigmoid", load_balance_coeff=0.01, **options)
     layer.expert_bias.normal_()
     return layer
 
@@ -267,19 +266,29 @@ def test_a_resumed_run_is_the_uninterrupted_one(workers, tmp_path, layout):
 # --- full state dicts, adapters, quantised weights ----------------------------------------------------
 
 
-def full_states(rank, layout, state):
-    """Of a layer, and of another one that loads a state which the first rank alone has."""
-    first, second = shard(new_layer(1), layout), shard(new_layer(5), layout)
+def full_states(rank, layout, num_experts, state, folder):
+    """Of a layer, one that loads a state which the first rank alone has, and one that loads the shards of
+    that."""
+    first, second, third = (shard(new_layer(seed, num_experts), layout) for seed in (1, 5, 6))
     given = state if rank == 0 else {}
     set_model_state_dict(second, given, options=BROADCAST)
-    return [get_model_state_dict(layer, options=FULL) for layer in (first, second)]
+    dcp.save(get_model_state_dict(second), checkpoint_id=folder)
+    shards = get_model_state_dict(third)
+    dcp.load(shards, checkpoint_id=folder)
+    set_model_state_dict(third, shards)
+    return [get_model_state_dict(layer, options=FULL) for layer in (first, second, third)]
 
 
-@pytest.mark.parametrize("layout", [layout for layout in LAYOUTS if layout != "one process"])
-def test_full_state(workers, layout):
+FULL_LAYOUTS = [(layout, E) for layout in LAYOUTS if layout != "one process"]
+FULL_LAYOUTS += [("FSDP2 over 4", 6), ("EP over 2, FSDP2 over 4", 6)]  # unequal shards of experts
+
+
+@pytest.mark.parametrize("layout, num_experts", FULL_LAYOUTS)
+def test_full_state(workers, tmp_path, layout, num_experts):
     """Gathered on the first rank, and broadcast from it."""
-    state = new_layer(1).state_dict()
-    for found in workers(ranks_of(layout), full_states, layout, state)[0]:
+    state = new_layer(1, num_experts).state_dict()
+    args = (full_states, layout, num_experts, state, str(tmp_path))
+    for found in workers(ranks_of(layout), *args)[0]:
         assert found.keys() == state.keys()
         assert [name for name, value in state.items() if not torch.equal(found[name], value)] == []
 
