@@ -32,6 +32,7 @@ from .paths import path
 from .plan import Plan
 from .quantized import QuantizedWeight, quantize, refresh_weights, smooth_from
 from .replay import Routes, record_routing, replay_routing
+from .upcycling import upcycle
 from .version import __version__ as __version__
 
 __all__ = [
@@ -76,4 +77,5 @@ __all__ = [
     "set_lora",
     "smooth_from",
     "unpermute",
+    "upcycle",
 ]

@@ -784,6 +784,10 @@ MAKERS = [
         fused_moe.LoRA.from_peft,
         {"num_experts": E, "w1": (torch.randn(6, D), torch.randn(F, 6))},
     ),
+    lambda: (
+        fused_moe.upcycle,
+        {"mlp": (torch.randn(F, D), torch.randn(D, F)), "num_experts": E, "top_k": K},
+    ),
     lambda: (ExpertParallel, {"static": True, "capacity": 8}),
     lambda: (fused_moe.enable_fp8, {"module": FusedMoE(128, 768, E, K)}),
     lambda: (fused_moe.fp8_weights, {name: torch.randn(1, 128, 128) for name in ("w1", "w2", "w3")}),
