@@ -1,5 +1,8 @@
 """upcycle: the dense MLP's output and gradients at the start, its noise, router and errors."""
 
+import importlib
+from pathlib import Path
+
 import pytest
 import torch
 import torch.nn.functional as functional
@@ -199,3 +202,23 @@ def test_activations(cpu):
         dense = Dense(GATED, act_fn=lambda x, name=name: activate(x, activation=name))
         x = torch.randn(T, D, dtype=F64)
         torch.testing.assert_close(fused_moe.upcycle(dense, 4, 2, activation=name)(x), dense(x))
+
+
+SCRIPT = Path(__file__).parent.parent / "examples" / "upcycle.py"
+
+
+@pytest.mark.parametrize("flags", ((), ("--granularity", "2")), ids=("copies", "halves"))
+def test_the_example(cpu, capsys, monkeypatch, flags):
+    """The upcycled model starts with the dense one's loss; both go on to learn."""
+    for name in ("matplotlib", "tqdm"):
+        pytest.importorskip(name)
+    if not SCRIPT.exists():
+        pytest.skip("needs examples/")
+    monkeypatch.syspath_prepend(str(SCRIPT.parent))
+    sizes = (
+        "--steps 20 --dim 32 --hidden-dim 32 --layers 1 --seq-len 32 --batch-size 16 --num-experts 4".split()
+    )
+    dense, upcycled, *later = importlib.import_module("upcycle").main([*sizes, *flags])
+    assert upcycled == pytest.approx(dense, abs=1e-5)
+    assert all(bits < dense - 0.1 for bits in later)
+    assert [line[:8] for line in capsys.readouterr().out.splitlines()] == ["dense, 2", "upcycled"] * 2
