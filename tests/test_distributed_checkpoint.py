@@ -267,8 +267,8 @@ def test_a_resumed_run_is_the_uninterrupted_one(workers, tmp_path, layout):
 
 
 def full_states(rank, layout, num_experts, state, folder):
-    """A layer's, that of one that loads a state which the first rank alone has, and one that loads the shards of
-    that."""
+    """A layer's, then that of one which loads a state that the first rank alone has, then that of one which
+    loads the shards of the second."""
     first, second, third = (shard(new_layer(seed, num_experts), layout) for seed in (1, 5, 6))
     given = state if rank == 0 else {}
     set_model_state_dict(second, given, options=BROADCAST)
