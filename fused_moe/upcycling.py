@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import math
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import linear
 
 from .activation import activate, activation_of
 from .checks import (
@@ -83,7 +85,8 @@ def upcycle(
         The layer, with the weights' dtype and device.
 
     Raises:
-        TypeError, ValueError: for parts that are not those of such an MLP, with what was expected and found.
+        TypeError, ValueError: for parts that are not those of such an MLP, and for a module that computes
+            something else with them: its output on a few tokens is compared.
     """
     _check_numbers(num_experts, top_k, granularity, noise, noise_fraction, router_std)
     check_bool(FN, "route_norm", route_norm)
@@ -117,7 +120,7 @@ def upcycle(
         device="meta",  # draws nothing
         dtype=w1.dtype,
     )
-    _check_activation(mlp, moe.experts)
+    _check_output(mlp, moe.experts, weights, biases)
     moe.to_empty(device=w1.device)
     _fill(moe, weights, biases, granularity, noise, noise_fraction, router_std, generator)
     return moe
@@ -173,20 +176,23 @@ def _read(mlp) -> tuple[list[Tensor], list[Tensor | None]]:
     return weights, biases
 
 
-def _check_activation(mlp, experts: nn.Module) -> None:
-    """Compares the module's own activation with the one that was asked for: a function, as transformers'
-    classes have it, or a name, as SharedExperts."""
-    for own in (getattr(mlp, name, None) for name in ("act_fn", "act", "activation")):
-        if isinstance(own, str):
-            is_same, name = own == experts.activation, repr(own)
-        elif callable(own):
-            x = torch.linspace(-8, 8, 33)
-            is_same = torch.allclose(own(x), activate(x, **activation_of(experts)), atol=1e-5)
-            name = getattr(own, "__name__", type(own).__name__)
-        else:
-            continue
-        if not is_same:
-            fail(ValueError, FN, f"activation={experts.activation!r} to be the module's own", name)
+def _check_output(mlp, experts: nn.Module, weights, biases) -> None:
+    """Runs a module on a few tokens, small to large, and compares with what its parts compute: its class may
+    have another activation, a limit, factors, or other roles for the same names."""
+    first, (F, D) = weights[0], weights[0].shape
+    if not isinstance(mlp, nn.Module) or first.is_meta:
+        return
+    x = torch.randn(6, D, generator=torch.Generator().manual_seed(0))
+    x = x * 2.0 ** torch.arange(-1, 5).view(6, 1)  # deviations of the hidden units, unless weights are 0
+    x = (x.to(first.device) * (math.sqrt(F) / first.float().norm()).clamp(max=64)).to(first.dtype)
+    own = copy.deepcopy(mlp).eval()(x)  # without dropout
+    hidden = [linear(x, w, b) for w, b in zip(weights[::2], biases[::2], strict=True)]  # gate and up
+    expected = linear(activate(*hidden, **activation_of(experts)), weights[1], biases[1])
+    error = ((own - expected).double().norm(dim=1) / expected.double().norm(dim=1).clamp(min=1e-30)).max()
+    if not error <= torch.finfo(first.dtype).eps ** 0.6:  # nor NaN
+        formula = "down(act(gate(x)) * up(x))" if len(hidden) == 2 else "down(act(up(x)))"
+        output = f"{type(mlp).__name__}'s output to be {formula} with activation={experts.activation!r}"
+        fail(ValueError, FN, output, f"a relative difference of {error:.1e}")
 
 
 def _scale(E: int, K: int, G: int, route_norm: bool, score_func) -> float:

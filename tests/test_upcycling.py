@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as functional
-from cases import BF16, F32, F64
+from cases import BF16, F16, F32, F64
 from torch import nn
 
 import fused_moe
@@ -23,7 +23,7 @@ class Dense(nn.Module):
     def __init__(self, names, bias=False, act_fn=functional.silu, dtype=F64, device=None):
         super().__init__()
         for name in names:
-            sizes = (F, D) if name in ("down_proj", "fc2") else (D, F)
+            sizes = (F, D) if name in ("down_proj", "fc2", "w2") else (D, F)
             self.add_module(name, nn.Linear(*sizes, bias=bias, dtype=dtype, device=device))
         self.names, self.act_fn = names, act_fn
 
@@ -185,15 +185,55 @@ TURNED = (torch.randn(F, D), torch.randn(F, D))
         (WEIGHTS, {"gated": False}, TypeError, "other settings to be among activation, .*, found gated"),
         (WEIGHTS, {"route_scale": 2.0}, TypeError, "other settings to be among .*, found route_scale"),
         (WEIGHTS, {"num_shared_experts": 1}, TypeError, "among .*, found num_shared_experts"),
-        (Dense(GATED, act_fn=nn.GELU()), {}, ValueError, "'silu' to be the module's own, found GELU"),
-        (Dense(GATED, act_fn=nn.GELU()), {"activation": "gelu_tanh"}, ValueError, "own, found GELU"),
+        (Dense(GATED, act_fn=nn.GELU()), {}, ValueError,
+         r"Dense's output to be down\(act\(gate\(x\)\) \* up\(x\)\) with activation='silu', found a"),
+        (Dense(GATED, act_fn=nn.GELU()), {"activation": "gelu_tanh"}, ValueError, "'gelu_tanh', found a"),
         (FusedMoE(D, F, 4, 2, num_shared_experts=1, activation="relu").shared_experts, {}, ValueError,
-         "activation='silu' to be the module's own, found 'relu'"),
+         "SharedExperts's output to be .* with activation='silu', found"),
     ),
 )  # fmt: skip
 def test_wrong_calls(cpu, mlp, options, error, message):
     with pytest.raises(error, match=f"upcycle: expected .*{message}"):
         upcycle(mlp, **{"num_experts": E, "top_k": 2} | options)
+
+
+LIMITED = {"activation": "swiglu_limited", "limit": 1.0}
+
+
+@pytest.mark.parametrize(
+    "names, forward, options",
+    (
+        (GATED, lambda m, x: m.down_proj(functional.silu(m.gate_proj(x)) * m.up_proj(x) * 0.5), None),
+        (GATED, lambda m, x: Dense.forward(m, x) * torch.nan, None),
+        (("w1", "w3", "w2"), lambda m, x: m.w2(functional.silu(m.w3(x)) * m.w1(x)), None),
+        (("w1", "w3", "w2"), lambda m, x: m.w2(functional.silu(m.w1(x)) * m.w3(x)), {}),
+        (("fc1", "fc2"), lambda m, x: m.fc2(functional.gelu(m.fc1(x))), None),
+        (("fc1", "fc2"), lambda m, x: m.fc2(functional.gelu(m.fc1(x))), {"activation": "gelu"}),
+        (GATED, lambda m, x: m.down_proj(activate(m.gate_proj(x), m.up_proj(x), **LIMITED)), None),
+        (GATED, lambda m, x: m.down_proj(activate(m.gate_proj(x), m.up_proj(x), **LIMITED)), LIMITED),
+    ),
+)
+def test_what_a_module_computes(cpu, names, forward, options):
+    """A module that computes something else with parts of these names is refused; options: it is not."""
+    mlp = type("Other", (Dense,), {"forward": forward})(names)
+    if options is None:
+        with pytest.raises(ValueError, match="expected Other's output to be .*, found a relative difference"):
+            upcycle(mlp, E, 2)
+    else:
+        x = 3 * torch.randn(T, D, dtype=F64)
+        torch.testing.assert_close(upcycle(mlp, E, 2, **options)(x), mlp(x))
+
+
+@pytest.mark.parametrize("dtype", (BF16, F16, F32), ids=str)
+def test_rounding_is_no_difference(device, dtype):
+    """Nor is dropout, nor a part that is zero; the module stays in training, and nothing is drawn."""
+    mlp = Dense(GATED, dtype=dtype, device=device, act_fn=nn.Sequential(nn.SiLU(), nn.Dropout(0.5)))
+    state = torch.get_rng_state()
+    for part in (None, mlp.down_proj, mlp.gate_proj):
+        if part is not None:
+            nn.init.zeros_(part.weight)
+        upcycle(mlp, E, 2, generator=torch.Generator())
+    assert mlp.act_fn[1].training and torch.equal(torch.get_rng_state(), state)
 
 
 def test_activations(cpu):
