@@ -17,9 +17,11 @@ safetensors = pytest.importorskip("safetensors.torch", reason="safetensors is no
 import torch.distributed.checkpoint as dcp  # noqa: E402
 from cases import BF16  # noqa: E402
 from test_torchtitan import HAS_OVERRIDES, MODELS, debug_model  # noqa: E402
+from torch.distributed.checkpoint import DefaultSavePlanner  # noqa: E402
 from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
 from torch.distributed.fsdp import fully_shard  # noqa: E402
 from torch.distributed.tensor import DTensor  # noqa: E402
+from torch.multiprocessing.reductions import StorageWeakRef  # noqa: E402
 
 from fused_moe.checkpoint.torchtitan import BIAS, read, write  # noqa: E402
 
@@ -257,6 +259,29 @@ def test_back(converted):
     for key, value in found.items():
         assert value.dtype == BF16 and value.is_contiguous() and torch.equal(value, state[key]), key
         assert value.untyped_storage().nbytes() == value.nbytes
+
+
+class Read(dict):
+    """Tensors that are read when they are asked for."""
+
+    def __getitem__(self, key):
+        return super().__getitem__(key).clone()
+
+
+def test_two_tensors_are_in_memory(converted, tmp_path, monkeypatch):
+    """The one that is made and the one before it, whatever the number of layers."""
+    name, state, _ = converted
+    made, counts, make = [], [], DefaultSavePlanner.resolve_data
+
+    def watched(planner, item):
+        tensor = make(planner, item)
+        made.append(StorageWeakRef(tensor.untyped_storage()))
+        counts.append(sum(not ref.expired() for ref in made))
+        return tensor
+
+    monkeypatch.setattr(DefaultSavePlanner, "resolve_data", watched)
+    write(Read(state), CONFIGS[name], tmp_path / "out", flavor="tiny")
+    assert len(made) > 12 and max(counts) <= 2
 
 
 def test_wrong_calls(converted, tmp_path):

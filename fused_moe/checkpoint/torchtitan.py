@@ -1,8 +1,8 @@
 """Hugging Face checkpoints from and to torchtitan's, by torchtitan's own state-dict adapters.
 
 A model of a flavor is built on meta: it says which tensors a checkpoint has. The adapter's `to_hf` of each
-says from which published tensors it is made, and `from_hf` makes it. So one tensor is in memory at a time,
-while torch.distributed.checkpoint writes. torchtitan 0.2.2 and 0.3.0 have other names for what is used here.
+says from which published tensors it is made, and `from_hf` makes it. So two tensors at most are in memory
+while torch.distributed.checkpoint writes, each into a file. torchtitan 0.2.2 and 0.3.0 have other names for what is used here.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ class _Writer(FileSystemWriter):
     """Notes the dtypes of what was written. The plan has the dtypes of the model."""
 
     def __init__(self, folder: Path, dtypes: dict[str, torch.dtype]):
-        super().__init__(folder)
+        super().__init__(folder, single_file_per_rank=False)  # it keeps the tensors of a file until its end
         self.dtypes = dtypes
 
     def finish(self, metadata, results) -> None:
