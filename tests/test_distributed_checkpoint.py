@@ -453,7 +453,7 @@ def test_bad_checkpoints(workers, folders, tmp_path, layout, how):
 
 @pytest.mark.quick
 def test_keys_too_many_at_the_top(tmp_path):
-    """Of a part, shared experts, that the layer has not at all; other entries may be left out."""
+    """Shared experts, of which the layer has none at all; entries of other dicts may be left out."""
     dcp.save(new_layer(1).state_dict() | {"run": {"step": 3}}, checkpoint_id=tmp_path, no_dist=True)
     dcp.load(new_layer(5).state_dict(), storage_reader=CheckedReader(tmp_path), no_dist=True)
     layer = new_layer(5, num_shared_experts=0, shared_expert_gate=False)

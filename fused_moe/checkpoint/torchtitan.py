@@ -2,7 +2,8 @@
 
 A model of a flavor is built on meta: it says which tensors a checkpoint has. The adapter's `to_hf` of each
 says from which published tensors it is made, and `from_hf` makes it. So two tensors at most are in memory
-while torch.distributed.checkpoint writes, each into a file. torchtitan 0.2.2 and 0.3.0 have other names for what is used here.
+while torch.distributed.checkpoint writes, each into a file. torchtitan 0.2.2 and 0.3.0 have other names for
+what is used here.
 """
 
 from __future__ import annotations
