@@ -31,7 +31,7 @@ from torch.distributed.tensor import distribute_tensor
 
 import fused_moe
 from fused_moe import FusedMoE, QuantizedWeight, fused_experts, grouped_mlp, quantize, quantized, reference
-from fused_moe.quantized.formats import E8M0, FORMATS, SCALES, scale_shapes
+from fused_moe.quantized.formats import E8M0, FORMATS, SCALES, pack_rows, scale_shapes, unpack_rows
 from fused_moe.quantized.tiles import are_wanted
 
 try:
@@ -1027,3 +1027,9 @@ def test_reference_takes_quantised_weights(device):
     inputs, weights = quantized_inputs(case, device, dict.fromkeys(("w1", "w2", "w3"), "mxfp4"))
     expected = fused_moe.reference.fused_experts(**inputs, **weights, ids=case.ids(device))
     torch.testing.assert_close(fused_experts(**inputs, **weights, ids=case.ids(device)), expected)
+
+
+def test_zero_points_of_one_group_are_packed(cpu):
+    """A dimension of size 1 has any stride."""
+    codes = torch.randint(0, 16, (2, 16, 1), dtype=torch.uint8)
+    assert torch.equal(unpack_rows(pack_rows(codes), 16), codes)

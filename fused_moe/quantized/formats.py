@@ -268,5 +268,6 @@ def unpack_rows(words: Tensor, rows: int) -> Tensor:
 
 def pack_rows(codes: Tensor) -> Tensor:
     """The inverse of unpack_rows, of rows that are a multiple of 8."""
-    words = pack_nibbles(codes.unflatten(1, (-1, 8)).movedim(2, -1))
-    return words.contiguous().view(torch.int32).squeeze(-1)
+    E, rows, n = codes.shape
+    packed = pack_nibbles(codes.unflatten(1, (-1, 8)).movedim(2, -1))
+    return packed.flatten().view(torch.int32).view(E, rows // 8, n)
