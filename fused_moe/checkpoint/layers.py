@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Mapping
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,8 +14,10 @@ from torch import Tensor
 from ..activation import CONSTANTS
 from ..module import FusedMoE
 from ..quantized.sharding import is_sharded, sharded_like
+from . import quantized
 from .block import Block, Source
-from .families import blocks
+from .families import blocks, read_config
+from .files import naming_files, open_folder
 
 # FusedMoE's arguments that no configuration fixes.
 FREE = ("load_balance_coeff", "router_dtype", "fp8")
@@ -108,23 +111,17 @@ def _stored_shape(shape: torch.Size, name: str, source: Source) -> tuple[int, ..
     return tuple(stored)
 
 
-def _shapes(block: Block) -> dict[str, torch.Size]:
+def shapes_of(block: Block) -> dict[str, torch.Size]:
     with torch.device("meta"):
         state = FusedMoE(**block.settings).state_dict()
-    return {name: tensor.shape for name, tensor in state.items()}
+    return {name: tensor.shape for name, tensor in state.items() if name in block.tensors}
 
 
-def _look(source: Mapping[str, Tensor], key: str) -> Tensor:
-    """A tensor's shape and dtype. A Mapping that reads files has a method `look`, which gives a tensor on the
-    meta device without reading it."""
-    return source.look(key) if hasattr(source, "look") else source[key]
-
-
-def _find(block: Block, source: Mapping[str, Tensor]) -> dict[str, Place]:
+def find(block: Block, source: Mapping[str, Tensor]) -> dict[str, Place]:
     """Where each of the block's tensors is. Raises ValueError before anything is read."""
     found: dict[str, Place] = {}
     there = set(source)  # a Mapping without a method for `in` reads the tensor to answer
-    for name, shape in _shapes(block).items():
+    for name, shape in shapes_of(block).items():
         places = [Place(s, _keys(s, shape[0])) for s in block.tensors[name]]
         here = [p for p in places if all(key in there for key in p.keys)]
         if not here:
@@ -183,13 +180,13 @@ def from_hf(
             missing, another begins with the layer's prefixes and has no place, a shape contradicts the
             configuration, or a dtype is not a floating one.
     """
-    places = _find(block, source)
+    places = find(block, source)
     dtypes = dict.fromkeys(places, dtype)
     if router_dtype is not None:
         dtypes |= {name: router_dtype for name in places if name.startswith(ROUTER)}
     if FLOAT32 in places:
         dtypes[FLOAT32] = torch.float32
-    return _read(_shapes(block), places, source, dtypes, device)
+    return _read(shapes_of(block), places, source, dtypes, device)
 
 
 def _read(shapes, places: dict[str, Place], source, dtypes, device) -> Iterator[tuple[str, Tensor]]:
@@ -209,21 +206,42 @@ def _read(shapes, places: dict[str, Place], source, dtypes, device) -> Iterator[
         del out, target
 
 
-def to_hf(block: Block, state: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+def to_hf(block: Block, state: Mapping[str, Tensor], config: Any = None) -> Iterator[tuple[str, Tensor]]:
     """A checkpoint's tensors by their published keys, out of FusedMoE's: `from_hf` back, bit by bit.
 
     Args:
         block: of `blocks(config)`.
         state: FusedMoE's state_dict. What other layers and models have in it is their own: give the layer's.
+        config: of which quantised experts take the layout, if it has a quantization_config; else fp8_block's
+            is DeepSeek-V3's, mxfp4's gpt-oss's where experts are stacked, and all others'
+            compressed-tensors'.
 
     Returns:
-        Pairs of a key and a new tensor, contiguous, that shares no memory, of state's dtype and device.
+        Pairs of a key and a tensor, of state's device and, if float, dtype. Float ones share no memory.
 
     Raises:
         ValueError: before anything is copied: a name is missing or unknown, a shape contradicts the
             configuration, or a tensor is a DTensor.
     """
-    shapes = _shapes(block)
+    return write_hf(block, state, {} if config is None else quantized.method_of(read_config(config)))
+
+
+def write_hf(
+    block: Block,
+    state: Mapping[str, Tensor],
+    method: Mapping[str, Any],
+    forms: Mapping[str, quantized.Published] | None = None,
+) -> Iterator[tuple[str, Tensor]]:
+    """`to_hf` with the method of a quantization_config, and how each quantised weight was published."""
+    shapes = shapes_of(block)
+    codes = {name: quantized.own_tensors(state, name) for name in quantized.EXPERTS if name in shapes}
+    codes = {name: own for name, own in codes.items() if own}
+    for name, own in codes.items():
+        if quantized.shape_of(own) != (shape := tuple(shapes.pop(name))):
+            _fail(f"{name} of shape {shape}", quantized.shape_of(own))
+    state = {
+        name: t for name, t in state.items() if not name.startswith(tuple(f"{weight}." for weight in codes))
+    }
     for name, shape in shapes.items():
         if name not in state:
             _fail(f"{name} in the state of layer {block.layer}", "no such name")
@@ -235,7 +253,7 @@ def to_hf(block: Block, state: Mapping[str, Tensor]) -> Iterator[tuple[str, Tens
         # A bias that a user has added, and that has not moved, changes nothing.
         if name not in shapes and not (name == FLOAT32 and not tensor.any()):
             _fail(f"only tensors that the checkpoint has a place for in layer {block.layer}", name)
-    return _write(block, shapes, state)
+    return chain(quantized.to_hf(block, codes, method, forms or {}), _write(block, shapes, state))
 
 
 def _write(block: Block, shapes, state: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
@@ -254,16 +272,26 @@ def _write(block: Block, shapes, state: Mapping[str, Tensor]) -> Iterator[tuple[
             yield key, out
 
 
-def load_layer(moe: FusedMoE, source: Mapping[str, Tensor] | str | Path, config: Any, layer: int) -> None:
+def load_layer(
+    moe: FusedMoE,
+    source: Mapping[str, Tensor] | str | Path,
+    config: Any = None,
+    layer: int | None = None,
+    *,
+    dequantize: bool = False,
+) -> None:
     """Reads one layer of a checkpoint into a FusedMoE, in its dtypes and on its device.
 
     Args:
         moe: as `FusedMoE.from_hf(config, layer)` makes it. On the meta device it gets new parameters, on the
             device of the source's tensors. Of DTensors, as `fully_shard` and `ExpertParallel` make them, each
             rank gets its own shards: all ranks read the same source.
-        source: the checkpoint's tensors by key, as `from_hf` takes them, or its folder.
-        config: as `blocks` takes it.
+        source: the checkpoint's tensors by key, as `from_hf` takes them, or its folder. They may also have
+            FusedMoE's names, as `convert(to="fused_moe")` writes them.
+        config: as `blocks` takes it; by default the folder's.
         layer: its number in the model.
+        dequantize: whether quantised experts become float ones. Otherwise moe.experts has QuantizedWeights in
+            place of parameters. Router, shared experts and latent layers are always float.
 
     An expert_bias that the checkpoint has none of becomes zero.
 
@@ -271,27 +299,68 @@ def load_layer(moe: FusedMoE, source: Mapping[str, Tensor] | str | Path, config:
         TypeError: moe is no FusedMoE.
         ValueError: before anything is written: as `from_hf`, or if moe is not what the configuration says.
     """
+    config = read_config(source if config is None else config)
+    block, method = block_of(config, layer), quantized.method_of(config)
     if isinstance(source, str | Path):
-        from .files import open_folder
+        with naming_files(tensors := open_folder(source)):
+            load_block(moe, tensors, block, method, dequantize)
+    else:
+        load_block(moe, source, block, method, dequantize)
 
-        source = open_folder(source)
-    block = block_of(config, layer)
-    places = _find(block, source)
+
+def load_block(
+    moe: FusedMoE, source: Mapping[str, Tensor], block: Block, method: Mapping[str, Any], dequantize: bool
+) -> None:
+    """`load_layer` of a block, and of the method of its checkpoint's quantization_config."""
+    stored = quantized.look(with_own_names(block), source, method)
+    places = find(stored.block, stored.source)
     state = moe.state_dict(keep_vars=True)
     _check_is(moe, block, state)
+    weights = {}
+    for name, w in quantized.read(stored, shapes_of(block), method, state["experts.w1"].dtype):
+        weights[name] = w.dequantize() if dequantize else w
     dtypes = {name: tensor.dtype for name, tensor in state.items()}
     on_meta = {tensor.is_meta for tensor in state.values()} == {True}
     read, device = {}, None
-    for name, tensor in _read(_shapes(block), places, source, dtypes, None):
+    for name, tensor in _read(shapes_of(stored.block), places, stored.source, dtypes, None):
         device = tensor.device
         if on_meta:
             read[name] = tensor
         else:
             with torch.no_grad():
                 state[name].copy_(sharded_like(state[name], tensor))
+    for name, w in weights.items():
+        if dequantize and on_meta:
+            read[name] = w
+        elif dequantize:
+            with torch.no_grad():
+                state[name].copy_(sharded_like(state[name], w))
+        else:
+            w = w if on_meta else w.to(state[name].device)
+            setattr(moe.experts, name.removeprefix("experts."), w)
+            read |= {f"{name}.{part}": tensor for part, tensor in w.state_dict().items()} if on_meta else {}
     if FLOAT32 in state and FLOAT32 not in places:
         read[FLOAT32] = torch.zeros(moe.num_experts, dtype=torch.float32, device=device)
     moe.load_state_dict(read, assign=on_meta, strict=on_meta)
+
+
+def with_own_names(block: Block) -> Block:
+    """A block whose tensors may also have FusedMoE's names, behind what the names begin with."""
+    own = {name: tuple(Source(prefix + name) for prefix in block.prefixes) for name in block.tensors}
+    return block._replace(
+        tensors={name: tuple(dict.fromkeys(block.tensors[name] + own[name])) for name in block.tensors}
+    )
+
+
+def published_under(block: Block, prefix: str) -> dict[str, Source]:
+    """The published place of each tensor, in a model whose names of this layer begin with `prefix`."""
+    root = prefix.partition(f".{block.layer}.")[0]
+    found = {}
+    for name, places in block.tensors.items():
+        near = [p for p in places if p.name.startswith(prefix)]
+        near += [p for p in places if p.name.startswith(f"{root}.{block.layer}.")]
+        found[name] = near[0]
+    return found
 
 
 def _check_is(moe: FusedMoE, block: Block, state: Mapping[str, Tensor]) -> None:
