@@ -110,7 +110,7 @@ SAYS_NOTHING = re.compile(
     r"(full_attn|linear_attn|mlp)_(alpha|beta)_factor|(embedding|residual)_multiplier|(final_)?logit_\w+|"
     r"(layer_group|prefix_dense|log_scaling|lm_head|loop_gate|gated_norm|output_gate|embedding|use_conv)_\w+|"
     r"dense_intermediate_size|ep_size|moe_capacity|n_groups|use_grouped_mm|enable_moe_fp32_combine|"
-    r"moe_shared_expert_overlap|chunk_size_feed_forward|experts_implementation|top_k"
+    r"moe_shared_expert_overlap|chunk_size_feed_forward|experts_implementation|top_k|fused_moe"
 )
 
 

@@ -1,0 +1,383 @@
+"""Whole folders: `convert` writes another one, `load` reads every MoE layer of a model."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..checks import FLOATING, check_bool, check_choice, fail
+from ..finding import MoELayer, layers_in
+from ..quantized import QuantizedWeight
+from . import layers, quantized
+from .block import Block, Source
+from .families import blocks
+from .files import (
+    MAX_SHARD_SIZE,
+    Folder,
+    check_new,
+    naming_files,
+    new_folder,
+    open_folder,
+    size_of,
+    write_json,
+    write_shards,
+)
+
+FN = "fused_moe.checkpoint.convert"
+VERSION = 1  # of what config.json has as "fused_moe"
+LAYOUTS = ("fused_moe", "hf", "torchtitan")
+# Files that are not copied: of weights, which would differ from the new ones; and what says how these are
+# quantised, where they are not any more.
+METHODS = ("quantize_config.json", "quant_config.json")
+WEIGHTS = (".safetensors", ".index.json", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".onnx")
+
+
+def convert(
+    source: str | os.PathLike,
+    out: str | os.PathLike,
+    *,
+    to: str,
+    dtype: torch.dtype | None = None,
+    dequantize: bool = False,
+    max_shard_size: int | str = MAX_SHARD_SIZE,
+    progress: bool = True,
+    flavor: str | None = None,
+) -> None:
+    """Writes a checkpoint's folder in another layout. One layer and one shard are in memory.
+
+    Args:
+        source: the folder of a Hugging Face checkpoint, or one that this function has made with
+            to="fused_moe".
+        out: the new folder. It appears when it is complete; nothing is written over.
+        to: "hf": the published names. "fused_moe": FusedMoE's names for the MoE layers' tensors, behind what
+            their names begin with in the checkpoint; everything else, and all other files, as they are.
+            "torchtitan": torchtitan's own names, by its adapters.
+        dtype: of float tensors, by default each one's own. The bias for the choice of experts and the scales
+            of quantised weights keep theirs.
+        dequantize: whether quantised weights, also those outside of MoE layers, become float ones, in `dtype`
+            or else in the configuration's. Otherwise they stay as they are, in both layouts; but the int4 of
+            GPTQ and AWQ becomes compressed-tensors' on its way to "hf".
+        max_shard_size: bytes, or "5GB".
+        progress: whether to show a bar, if tqdm is installed, or else a line now and then.
+        flavor: of torchtitan's model.
+
+    Raises:
+        ValueError: with file and key, what was expected and what was found. Nothing is left behind.
+    """
+    check_choice(FN, "to", to, LAYOUTS)
+    check_bool(FN, "dequantize", dequantize)
+    if dtype is not None and dtype not in FLOATING:
+        fail(TypeError, FN, "dtype to be None or a floating one", dtype)
+    size_of(max_shard_size)
+    if (flavor is None) == (to == "torchtitan"):
+        fail(ValueError, FN, 'flavor with to="torchtitan", and with no other', repr(flavor))
+    check_new(out)
+    source = Path(source)
+    tensors, config = open_folder(source), config_of(source)
+    if to == "torchtitan":
+        _to_torchtitan(tensors, config, Path(out), dtype, dequantize, progress, flavor)
+        return
+    with naming_files(tensors), new_folder(out) as folder:
+        job = _Job(tensors, config, to, dtype, dequantize)
+        write_shards(folder, _shown(job, progress), max_shard_size)
+        for file in sorted(source.iterdir()):
+            if file.is_file() and not file.name.startswith(".") and not file.name.endswith(job.left_out()):
+                shutil.copyfile(file, folder / file.name)
+        write_json(folder / "config.json", job.config())
+
+
+def _to_torchtitan(
+    tensors: Folder,
+    config: dict,
+    out: Path,
+    dtype: torch.dtype | None,
+    dequantize: bool,
+    progress: bool,
+    flavor: str,
+) -> None:
+    """By way of a folder of published float tensors, if this is none."""
+    from .torchtitan import write
+
+    if quantized.method_of(config) and not dequantize:
+        fail(ValueError, FN, 'dequantize=True with to="torchtitan", whose weights are float', "False")
+    if "fused_moe" in config or dequantize or dtype is not None:
+        with tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.absolute().parent) as beside:
+            published = Path(beside) / "hf"
+            convert(tensors.path, published, to="hf", dtype=dtype, dequantize=dequantize, progress=progress)
+            convert(published, out, to="torchtitan", progress=progress, flavor=flavor)
+        return
+    with naming_files(tensors), _bar(tensors.nbytes(), progress) as bar:
+        write(tensors, config, out, flavor=flavor, progress=bar.update)
+
+
+def config_of(folder: Path) -> dict[str, Any]:
+    """Its config.json."""
+    file = folder / "config.json"
+    if not file.is_file():
+        fail(ValueError, FN, f"{file}", "none")
+    config = json.loads(file.read_text())
+    version = config.get("fused_moe", {}).get("version", VERSION)
+    if version != VERSION:
+        fail(ValueError, FN, f"version {VERSION} of the layout in {file}", version)
+    return config
+
+
+# --- one folder -------------------------------------------------------------------------------------------
+
+
+class _Job:
+    """The tensors of the new folder, in the order of the old one's files, and its configuration."""
+
+    def __init__(self, tensors: Folder, config: dict, to: str, dtype: torch.dtype | None, dequantize: bool):
+        self._tensors, self._config, self._to, self._dtype = tensors, config, to, dtype
+        self._is_ours = "fused_moe" in config
+        self._method = quantized.method_of(config)
+        self._drops = dequantize and bool(self._method)
+        self._dense_dtype = (dtype or dtype_of(config)) if self._drops else None
+        # There is no writer of GPTQ's and AWQ's packing.
+        self._repacks = to == "hf" and not self._drops and self._method.get("quant_method") in ("gptq", "awq")
+        # For the way back: where tensors were, if not in the first published place, and in what form.
+        marker = config.get("fused_moe", {})
+        self._places: dict[str, list] = dict(marker.get("places", {}))
+        self._forms: dict[str, quantized.Published] = dict(marker.get("quantized", {}))
+        self._groups: set[int] = set()  # columns per scale of what was packed again
+        self._plain: set[str] = set()  # linear layers that are float
+        self._blocks = {prefix: block for block in blocks(config) for prefix in block.prefixes}
+        self._prefixes = sorted(self._blocks)
+        # The keys of each MoE layer, and of each quantised linear layer outside.
+        self._layers: dict[int, list[str]] = {block.layer: [] for block in self._blocks.values()}
+        self._linears: dict[str, quantized.Codes] = {}
+        for key in tensors:
+            block = self._block_of(key)
+            if block is not None:
+                self._layers[block.layer].append(key)
+            elif self._method and (
+                mark := next((m for m in quantized.LINEAR_MARKS if key.endswith(m)), None)
+            ):
+                stem = key.removesuffix(mark)
+                codes = quantized.Codes(Source(stem), quantized.kind_of(tensors, stem, self._method))
+                self._linears |= dict.fromkeys(quantized.keys_of(tensors, codes), codes)
+        for block in self._blocks.values():
+            if not self._layers[block.layer]:
+                expected = f"tensors {block.prefixes[0]}<...>, as layer {block.layer} has experts"
+                fail(ValueError, FN, expected, f"none in {tensors.path}")
+
+    def _block_of(self, key: str) -> Block | None:
+        before = self._prefixes[: bisect_right(self._prefixes, key)][-1:]
+        return self._blocks[before[0]] if before and key.startswith(before[0]) else None
+
+    def left_out(self) -> tuple[str, ...]:
+        """How the names of files end that are not copied."""
+        return WEIGHTS + METHODS if self._drops or self._repacks else WEIGHTS
+
+    def config(self) -> dict[str, Any]:
+        """The configuration, when all tensors have been made."""
+        config = {key: value for key, value in self._config.items() if key != "fused_moe"}
+        if self._drops or self._groups:
+            config = _changed(config, quantization_config=None, compression_config=None)
+        if self._groups:
+            made = quantized.as_compressed(self._method, self._groups, self._plain)
+            config["quantization_config"] = made
+        if self._dtype is not None:
+            name = str(self._dtype).removeprefix("torch.")
+            config = _changed(config, dtype=name, torch_dtype=name)
+        if self._to == "fused_moe":
+            found = {"places": self._places, "quantized": self._forms}
+            config["fused_moe"] = {"version": VERSION} | {key: value for key, value in found.items() if value}
+        return config
+
+    def parts(self) -> Iterator[tuple[int, Iterator[tuple[str, Tensor]]]]:
+        """What is made of each layer, quantised linear layer and other tensor, and the bytes that it had."""
+        done = set()
+        for key in self._tensors:
+            block, linear = self._block_of(key), self._linears.get(key)
+            part = linear if block is None else block.layer
+            if part is None:
+                tensor = self._tensors[key]
+                yield tensor.nbytes, self._other(key, tensor)
+            elif part not in done:
+                done.add(part)
+                if block is None:
+                    keys, made = quantized.keys_of(self._tensors, linear), self._linear(self._tensors, linear)
+                else:
+                    keys, made = self._layers[block.layer], self._layer(block)
+                yield sum(self._tensors[key].nbytes for key in keys), made
+
+    def _float(self, key: str, tensor: Tensor) -> tuple[str, Tensor]:
+        if key.endswith(".weight") and tensor.dim() == 2 and tensor.dtype in FLOATING:
+            self._plain.add(key.removesuffix(".weight"))
+        return key, tensor
+
+    def _other(self, key: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """A tensor outside of MoE layers."""
+        if self._method and key.endswith(quantized.UNREAD):
+            if not self._drops:
+                yield key, tensor
+        elif tensor.dtype in FLOATING:
+            yield self._float(key, tensor if self._dtype is None else tensor.to(self._dtype))
+        else:
+            yield key, tensor
+
+    def _linear(self, source: Mapping[str, Tensor], codes: quantized.Codes) -> Iterator[tuple[str, Tensor]]:
+        """A quantised linear layer."""
+        if not self._drops and not self._repacks:
+            for key in quantized.keys_of(source, codes):
+                yield key, source[key]
+            return
+        w = quantized.matrix(source, codes, self._method)
+        if self._drops:
+            yield f"{codes.stem}.weight", w.dequantize(self._dense_dtype)[0]
+            return
+        packed = quantized.tensors_of(self._repacked(codes, w), None, self._method, codes.place)
+        yield from ((codes.stem + part, tensor[0]) for part, tensor in packed.items())
+
+    def _repacked(self, codes: quantized.Codes, w: QuantizedWeight) -> dict[str, Tensor]:
+        self._groups.add(w.shape[2] // w.scale.size(2))
+        if w.zero is not None and quantized.is_symmetric(self._method):
+            fail(ValueError, FN, f"no zero points of {codes.stem}, as quantization_config says", "some")
+        return w.state_dict()
+
+    def _layer(self, block: Block) -> Iterator[tuple[str, Tensor]]:
+        """A MoE layer. All of it is in memory: act-order, and gate and up in one, need several tensors."""
+        stored = quantized.View(self._tensors, self._layers[block.layer])
+        known = layers.with_own_names(block) if self._is_ours else block
+        layer = quantized.look(known, stored, self._method, self._dense_dtype)
+        floats = layers.find(layer.block, layer.source)
+        places = {name: codes.place for name, codes in (layer.experts | layer.dense).items()}
+        places |= {name: place.source for name, place in floats.items()}
+        prefix = next(p for p in block.prefixes if places["router.gate.weight"].name.startswith(p))
+        usual = layers.published_under(block, prefix)
+        if self._is_ours:
+            places = {name: Source(*self._places.get(prefix + name, place)) for name, place in usual.items()}
+        else:
+            self._places |= {prefix + name: list(p) for name, p in places.items() if p != usual[name]}
+        state: dict[str, Tensor] = {}
+        forms: dict[str, quantized.Published] = {}
+        for name, w in quantized.read(layer, layers.shapes_of(block), self._method, torch.bfloat16):
+            if self._drops:
+                state[name] = w.dequantize(self._dense_dtype)
+                continue
+            own = self._repacked(layer.experts[name], w) if self._repacks else w.state_dict()
+            state |= {f"{name}.{part}": tensor for part, tensor in own.items()}
+            if self._is_ours:
+                form = self._forms.get(prefix + name)
+            else:
+                form = quantized.form_of(layer, name, own, self._method)
+            if form is not None:
+                forms[name] = form
+        for name, tensor in layers.from_hf(layer.block, layer.source, dtype=self._dtype):
+            if name == layers.FLOAT32:  # the file may have another dtype
+                tensor = tensor.to(layer.source[floats[name].keys[0]].dtype)
+            state[name] = tensor
+        if not self._drops:
+            yield from ((key, stored[key]) for key in layer.unread)
+            for codes in layer.dense.values():
+                yield from self._linear(stored, codes)
+        if self._to == "fused_moe":
+            self._forms |= {prefix + name: form for name, form in forms.items()}
+            yield from ((prefix + name, tensor) for name, tensor in state.items())
+            return
+        if not self._drops:
+            places = {name: place for name, place in places.items() if name not in layer.dense}
+        target = block._replace(tensors={name: (place,) for name, place in places.items()})
+        for key, tensor in layers.write_hf(target, state, self._method, forms):
+            yield self._float(key, tensor)
+
+
+def dtype_of(config: Mapping[str, Any]) -> torch.dtype:
+    """A configuration's, or else bfloat16."""
+    found = config.get("dtype") or config.get("torch_dtype")
+    if found is None and isinstance(config.get("text_config"), Mapping):
+        return dtype_of(config["text_config"])
+    return getattr(torch, str(found).removeprefix("torch."), None) or torch.bfloat16
+
+
+def _changed(config: dict[str, Any], **values: Any) -> dict[str, Any]:
+    """With other values of keys that it has, in its text_config, too, and without those that become None."""
+    config = {key: values.get(key, value) for key, value in config.items() if values.get(key, "") is not None}
+    if isinstance(config.get("text_config"), dict):
+        config["text_config"] = _changed(config["text_config"], **values)
+    return config
+
+
+def _shown(job: _Job, progress: bool) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of the new folder, beside a bar of the bytes that have been read."""
+    parts = [*job.parts()]
+    with _bar(sum(nbytes for nbytes, _ in parts), progress) as bar:
+        for nbytes, made in parts:
+            yield from made
+            bar.update(nbytes)
+
+
+def _bar(total: int, is_shown: bool):
+    try:
+        from tqdm import tqdm
+    except ImportError:
+        return _Lines(total, is_shown)
+    return tqdm(total=total, unit="B", unit_scale=True, disable=not is_shown)
+
+
+class _Lines:
+    """Lines in place of a bar, one for every tenth."""
+
+    def __init__(self, total: int, is_shown: bool):
+        self._total, self._done, self._is_shown = total, 0, is_shown
+
+    def __enter__(self) -> _Lines:
+        return self
+
+    def __exit__(self, *_) -> None:
+        pass
+
+    def update(self, nbytes: int) -> None:
+        before, self._done = self._done, self._done + nbytes
+        if self._is_shown and 10 * before // self._total != 10 * self._done // self._total:
+            print(f"{self._done / self._total:.0%} of {self._total / 1e9:.1f} GB", flush=True)
+
+
+# --- a model's layers -------------------------------------------------------------------------------------
+
+
+def load(
+    model: nn.Module | Mapping[int, MoELayer], folder: str | os.PathLike, *, dequantize: bool = False
+) -> None:
+    """Reads a checkpoint's weights into every MoE layer of a model, one after the other.
+
+    Args:
+        model: a module, whose FusedMoE layers are those of the checkpoint in their order; or a mapping of the
+            layers' numbers in the checkpoint to them, which may leave some out.
+        folder: of a checkpoint, of Hugging Face or as `convert(to="fused_moe")` writes it.
+        dequantize: whether quantised experts become float ones, of the layer's dtype. Otherwise the experts
+            have QuantizedWeights in place of parameters.
+
+    Raises:
+        ValueError: with file and key, what was expected and what was found. The layer whose tensors are
+            wrong, and those after it, are as they were.
+    """
+    config = config_of(Path(folder))
+    found = {block.layer: block for block in blocks(config)}
+    if isinstance(model, Mapping):
+        todo = dict(model)
+        if unknown := sorted(todo.keys() - found.keys()):
+            fail(ValueError, "load", f"numbers of MoE layers, {_listed(found)}", _listed(unknown))
+    else:
+        modules = layers_in("load", model)
+        if len(modules) != len(found):
+            fail(ValueError, "load", f"a FusedMoE for each of {len(found)} MoE layers", f"{len(modules)}")
+        todo = dict(zip(found, modules.values(), strict=True))
+    with naming_files(tensors := open_folder(folder)):
+        for number, moe in todo.items():
+            layers.load_block(moe, tensors, found[number], quantized.method_of(config), dequantize)
+
+
+def _listed(numbers: Iterable[int]) -> str:
+    return ", ".join(map(str, numbers))
