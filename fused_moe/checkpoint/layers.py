@@ -145,7 +145,7 @@ def _wrong(
     """What is expected and found of each tensor that does not fit."""
     stored, dtype = _stored_shape(shape, name, place.source), None
     for key in place.keys:
-        tensor = _look(source, key).to("meta")  # frees what had to be read for it
+        tensor = source[key].to("meta")  # frees what had to be read for it
         if tuple(tensor.shape) != stored:
             yield f"{key} of shape {stored}", tuple(tensor.shape)
         if not tensor.is_floating_point() or tensor.element_size() == 1:  # e4m3 has scales elsewhere
