@@ -171,6 +171,34 @@ def test_load(tmp_path):
         checkpoint.load({0: one[0]}, source)
 
 
+LAST = "model.layers.2.mlp.experts.3.down_proj.weight"
+LATE = {
+    "shape": ("float", lambda t: t.update({LAST: t[LAST][:5].clone()})),
+    "missing": ("float", lambda t: t.pop(LAST)),
+    "fp8 scale": ("fp8", lambda t: t.pop(f"{LAST}_scale_inv")),
+    "int4 scale": ("int4", lambda t: t.pop(f"{LAST}_scale")),
+    "gptq zeros": ("gptq", lambda t: t.pop(LAST.replace("weight", "qzeros"))),
+    "awq scales": ("awq", lambda t: t.update({LAST.replace("weight", "scales"): torch.ones(2, 2).half()})),
+    "dense": ("fp8", lambda t: t.pop("model.layers.2.mlp.shared_experts.up_proj.weight")),
+}
+
+
+@pytest.mark.parametrize("case", LATE)
+def test_load_writes_nothing_before_all_layers_are_right(tmp_path, case):
+    kind, change = LATE[case]
+    make, method = (QUANTIZED | OTHERS).get(kind, (None, None))
+    config = DEEPSEEK | ({"quantization_config": method} if method else {})
+    tensors = quantised(make, config) if method else float_tensors(config)
+    change(tensors)
+    layers = [random_layer(block) for block in checkpoint.blocks(config)]
+    before = [{name: t.clone() for name, t in moe.state_dict().items()} for moe in layers]
+    with pytest.raises(ValueError, match=r"model\.layers\.2\.mlp\.\S*(down|up)_proj"):
+        checkpoint.load(torch.nn.ModuleList(layers), tensors, config)
+    for moe, expected in zip(layers, before, strict=True):
+        assert moe.state_dict().keys() == expected.keys()
+        assert all(torch.equal(t, expected[name]) for name, t in moe.state_dict().items())
+
+
 @pytest.mark.parametrize("to", ("hf", "fused_moe"))
 def test_dtype(tmp_path, to):
     """All float tensors but the bias for the choice; the configuration says so."""

@@ -348,35 +348,37 @@ class _Lines:
 
 
 def load(
-    model: nn.Module | Mapping[int, MoELayer], folder: str | os.PathLike, *, dequantize: bool = False
+    model: nn.Module | Mapping[int, MoELayer],
+    source: Mapping[str, Tensor] | str | os.PathLike,
+    config: Any = None,
+    *,
+    dequantize: bool = False,
 ) -> None:
     """Reads a checkpoint's weights into every MoE layer of a model, one after the other.
 
     Args:
         model: a module, whose FusedMoE layers are those of the checkpoint in their order; or a mapping of the
             layers' numbers in the checkpoint to them, which may leave some out.
-        folder: of a checkpoint, of Hugging Face or as `convert(to="fused_moe")` writes it.
-        dequantize: whether quantised experts become float ones, of the layer's dtype. Otherwise the experts
-            have QuantizedWeights in place of parameters.
+        source, config, dequantize: as those of `load_layer`.
 
     Raises:
-        ValueError: with file and key, what was expected and what was found. The layer whose tensors are
-            wrong, and those after it, are as they were.
+        TypeError, ValueError: with file and key, what was expected and what was found. Names, dtypes, shapes
+            and settings of all layers are compared before anything is written.
     """
-    config = config_of(Path(folder))
+    tensors, config = layers.opened(source, config)
     found = {block.layer: block for block in blocks(config)}
     if isinstance(model, Mapping):
         todo = dict(model)
-        if unknown := sorted(todo.keys() - found.keys()):
+        if unknown := todo.keys() - found.keys():
             fail(ValueError, "load", f"numbers of MoE layers, {_listed(found)}", _listed(unknown))
     else:
         modules = layers_in("load", model)
         if len(modules) != len(found):
             fail(ValueError, "load", f"a FusedMoE for each of {len(found)} MoE layers", f"{len(modules)}")
         todo = dict(zip(found, modules.values(), strict=True))
-    with naming_files(tensors := open_folder(folder)):
-        for number, moe in todo.items():
-            layers.load_block(moe, tensors, found[number], quantized.method_of(config), dequantize)
+    with naming_files(tensors):
+        pairs = [(moe, found[number]) for number, moe in todo.items()]
+        layers.load_blocks(pairs, tensors, quantized.method_of(config), dequantize)
 
 
 def _listed(numbers: Iterable[int]) -> str:

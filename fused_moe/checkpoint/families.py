@@ -821,7 +821,7 @@ def read_config(config: Any) -> Mapping[str, Any]:
         path = path / "config.json" if path.is_dir() else path
         try:
             config = json.loads(path.read_text())
-        except ValueError as error:
+        except (OSError, ValueError) as error:
             raise ValueError(f"fused_moe.checkpoint: expected JSON in {path}, found {error}") from None
     if not isinstance(config, Mapping) and not hasattr(config, "to_dict"):
         found = type(config).__name__

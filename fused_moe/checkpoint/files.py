@@ -130,11 +130,13 @@ def _open(path: Path):
 
 
 @contextmanager
-def naming_files(tensors: Folder) -> Iterator[None]:
+def naming_files(tensors: Mapping[str, Tensor]) -> Iterator[None]:
     """Inside, an error that names a key also says in which file that is."""
     try:
         yield
     except (TypeError, ValueError) as error:
+        if not isinstance(tensors, Folder):
+            raise
         keys = [word for word in re.split(r"[\s,]+", str(error)) if word in tensors]
         where = tensors.file_of(keys[0]) if keys else tensors.path
         if str(where) in str(error):

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Iterator, Mapping
 from itertools import chain
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -274,7 +274,7 @@ def _write(block: Block, shapes, state: Mapping[str, Tensor]) -> Iterator[tuple[
 
 def load_layer(
     moe: FusedMoE,
-    source: Mapping[str, Tensor] | str | Path,
+    source: Mapping[str, Tensor] | str | os.PathLike,
     config: Any = None,
     layer: int | None = None,
     *,
@@ -299,23 +299,58 @@ def load_layer(
         TypeError: moe is no FusedMoE.
         ValueError: before anything is written: as `from_hf`, or if moe is not what the configuration says.
     """
-    config = read_config(source if config is None else config)
-    block, method = block_of(config, layer), quantized.method_of(config)
-    if isinstance(source, str | Path):
-        with naming_files(tensors := open_folder(source)):
-            load_block(moe, tensors, block, method, dequantize)
-    else:
-        load_block(moe, source, block, method, dequantize)
+    tensors, config = opened(source, config)
+    with naming_files(tensors):
+        load_blocks([(moe, block_of(config, layer))], tensors, quantized.method_of(config), dequantize)
 
 
-def load_block(
-    moe: FusedMoE, source: Mapping[str, Tensor], block: Block, method: Mapping[str, Any], dequantize: bool
+def opened(
+    source: Mapping[str, Tensor] | str | os.PathLike, config: Any
+) -> tuple[Mapping[str, Tensor], Mapping[str, Any]]:
+    """The tensors by key, and the configuration."""
+    if isinstance(source, Mapping):
+        if config is None:
+            raise TypeError("fused_moe.checkpoint: expected config beside a mapping of tensors, found None")
+        return source, read_config(config)
+    return open_folder(source), read_config(source if config is None else config)
+
+
+def load_blocks(
+    todo: list[tuple[FusedMoE, Block]],
+    source: Mapping[str, Tensor],
+    method: Mapping[str, Any],
+    dequantize: bool,
 ) -> None:
-    """`load_layer` of a block, and of the method of its checkpoint's quantization_config."""
+    """Reads layers one after the other, when names, dtypes, shapes and settings of all of them are right."""
+    found = [_checked(moe, block, source, method, dequantize) for moe, block in todo]
+    for (moe, block), (stored, places) in zip(todo, found, strict=True):
+        _load(moe, block, stored, places, method, dequantize)
+
+
+def _checked(
+    moe: FusedMoE, block: Block, source: Mapping[str, Tensor], method: Mapping[str, Any], dequantize: bool
+) -> tuple[quantized.Layer, dict[str, Place]]:
+    if not isinstance(moe, FusedMoE):
+        raise TypeError(f"fused_moe.checkpoint: expected a FusedMoE, found {type(moe).__name__}")
     stored = quantized.look(with_own_names(block), source, method)
     places = find(stored.block, stored.source)
+    quantized.check(stored, shapes_of(block), method)
     state = moe.state_dict(keep_vars=True)
     _check_is(moe, block, state)
+    if not dequantize and any(is_sharded(state[name]) for name in stored.experts):
+        _fail("dequantize=True, as the experts are DTensors and the checkpoint's are quantised", False)
+    return stored, places
+
+
+def _load(
+    moe: FusedMoE,
+    block: Block,
+    stored: quantized.Layer,
+    places: dict[str, Place],
+    method: Mapping[str, Any],
+    dequantize: bool,
+) -> None:
+    state = moe.state_dict(keep_vars=True)
     weights = {}
     for name, w in quantized.read(stored, shapes_of(block), method, state["experts.w1"].dtype):
         weights[name] = w.dequantize() if dequantize else w
@@ -365,8 +400,6 @@ def published_under(block: Block, prefix: str) -> dict[str, Source]:
 
 def _check_is(moe: FusedMoE, block: Block, state: Mapping[str, Tensor]) -> None:
     """Raises if the layer is not what the configuration says. It may have an expert_bias of its own."""
-    if not isinstance(moe, FusedMoE):
-        raise TypeError(f"fused_moe.checkpoint: expected a FusedMoE, found {type(moe).__name__}")
     with torch.device("meta"):
         expected = FusedMoE(**block.settings)
     found = _computed(moe)

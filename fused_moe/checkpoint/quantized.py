@@ -79,6 +79,8 @@ def method_of(config: Mapping[str, Any]) -> Mapping[str, Any]:
     if not found:
         inner = config.get("text_config")
         return method_of(inner) if isinstance(inner, Mapping) else {}
+    if not isinstance(found, Mapping):
+        _fail("quantization_config to be a dict", repr(found))
     method = found.get("quant_method")
     if method not in PARTS:
         _fail(f"a quant_method of {', '.join(PARTS)}", repr(method))
@@ -260,6 +262,17 @@ def read(
         _check(codes, found, shapes[name])
         yield name, found
         del found
+
+
+def check(layer: Layer, shapes: Mapping[str, tuple[int, ...]], method: Mapping[str, Any]) -> None:
+    """Raises ValueError for what `read` would without the tensors' values. Nothing is read."""
+    on_meta = View(layer.stored, (), {key: partial(_on_meta, layer.stored, key) for key in layer.stored})
+    for _ in read(layer._replace(stored=on_meta), shapes, method, torch.bfloat16):
+        pass
+
+
+def _on_meta(source: Mapping[str, Tensor], key: str) -> Tensor:
+    return source[key].to("meta")
 
 
 def matrix(source: Mapping[str, Tensor], codes: Codes, method: Mapping[str, Any]) -> QuantizedWeight:
