@@ -62,8 +62,13 @@ class Folder(Mapping[str, Tensor]):
             self._open_shards(index)
         else:
             expected = f"{ONE} or {INDEX} in {path}"
-            found = "no such folder" if not path.is_dir() else ", ".join(sorted(os.listdir(path))[:8])
-            raise ValueError(f"{_FN}: expected {expected}, found {found or 'nothing'}")
+            names = sorted(os.listdir(path)) if path.is_dir() else ["no such folder"]
+            found = ", ".join(names[:8]) or "nothing"
+            if any(name.endswith((".bin", ".pt", ".pth")) for name in names):
+                found += (
+                    "; pickled weights are not read, transformers' save_pretrained makes safetensors of them"
+                )
+            raise ValueError(f"{_FN}: expected {expected}, found {found}")
 
     def _open_one(self, path: Path) -> None:
         shard = _open(path)
@@ -73,7 +78,8 @@ class Folder(Mapping[str, Tensor]):
     def _open_shards(self, index: Path) -> None:
         try:
             names = json.loads(index.read_text())["weight_map"]
-            files = {name: index.parent / Path(file).name for name, file in names.items()}
+            paths = {file: index.parent / Path(file).name for file in names.values()}
+            files = {name: paths[file] for name, file in names.items()}
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(f'{_FN}: expected {index} with a "weight_map" of names to files') from error
         self._files, self._shards = files, {}
@@ -182,7 +188,10 @@ def write_shards(
 
     def flush() -> None:
         nonlocal held_bytes
-        save(held, folder / f"{len(shards)}.safetensors", metadata={"format": "pt"})
+        try:
+            save(held, folder / f"{len(shards)}.safetensors", metadata={"format": "pt"})
+        except safetensors().SafetensorError as error:
+            raise OSError(f"{_FN}: {folder}: {error}") from error
         shards.append([*held])
         held.clear()
         held_bytes = 0
