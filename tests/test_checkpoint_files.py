@@ -6,6 +6,7 @@ The tensors are those of random FusedMoE layers; test_transformers_convert.py ha
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -197,6 +198,46 @@ def test_load_writes_nothing_before_all_layers_are_right(tmp_path, case):
     for moe, expected in zip(layers, before, strict=True):
         assert moe.state_dict().keys() == expected.keys()
         assert all(torch.equal(t, expected[name]) for name, t in moe.state_dict().items())
+
+
+def test_other_files(tmp_path):
+    """Those of a hub's cache, which are links, and of folders; weights and hidden files are left out."""
+    source = write(tmp_path / "in", float_tensors(QWEN), QWEN)
+    blobs = tmp_path / "blobs"
+    blobs.mkdir()
+    for file in [*source.iterdir()]:
+        file.rename(blobs / file.name)
+        file.symlink_to(Path("..") / "blobs" / file.name)
+    for name in ("additional_chat_templates/tool_use.jinja", "original/model.bin", ".cache/x.json"):
+        (source / name).parent.mkdir()
+        (source / name).write_text("x")
+    ours = convert(source, source / "ours", to="fused_moe")
+    assert {str(file.relative_to(ours)) for file in ours.rglob("*") if file.is_file()} == {
+        "config.json", ONE, "tokenizer.json", "additional_chat_templates/tool_use.jinja",
+    }  # fmt: skip
+    assert not [file for file in ours.rglob("*") if file.is_symlink()]
+    (source / "merges.txt").symlink_to("nowhere")
+    with pytest.raises(FileNotFoundError, match="merges.txt"):
+        convert(source, tmp_path / "out", to="fused_moe")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("case", ("float", "fp8"))
+def test_layers_that_predict_tokens(tmp_path, case):
+    """Those beyond the model's, whose experts stay as they are, and whose bias keeps its dtype."""
+    config = DEEPSEEK | ({"quantization_config": FP8} if case == "fp8" else {})
+    tensors = quantised(fp8_block, config) if case == "fp8" else float_tensors(config)
+    tensors |= {
+        n.replace("layers.1.", "layers.3."): t.clone() for n, t in tensors.items() if "layers.1." in n
+    }
+    source = write(tmp_path / "in", tensors, config)
+    ours = convert(source, tmp_path / "ours", to="fused_moe")
+    assert contents(convert(ours, tmp_path / "back", to="hf")) == contents(source)
+    cast = convert(source, tmp_path / "cast", to="hf", dtype=F16, dequantize=case == "fp8")
+    found = checkpoint.open_folder(cast)
+    bias = "model.layers.3.mlp.gate.e_score_correction_bias"
+    assert found[bias].dtype == tensors[bias].dtype != F16
+    assert found["model.layers.3.mlp.experts.1.up_proj.weight"].dtype == F16
 
 
 @pytest.mark.parametrize("to", ("hf", "fused_moe"))
@@ -545,6 +586,7 @@ def test_shards_that_are_wrong(tmp_path):
     refused(tmp_path, source, rf'{INDEX} with a "weight_map"')
     (source / INDEX).unlink()
     refused(tmp_path, source, rf"{ONE} or {INDEX} in .*/in, found config.json, model-00001")
+    refused(tmp_path, source, "pickled weights are not read")
     refused(tmp_path, tmp_path / "none", "found no such folder")
 
 
@@ -637,8 +679,10 @@ def test_bad_calls(tmp_path, monkeypatch):
     refused(tmp_path, source, "max_shard_size in bytes", max_shard_size="5 pages")
     refused(tmp_path, source, "dtype to be None or a floating one", TypeError, dtype=torch.int8)
     refused(tmp_path, source, "dequantize to be True or False", TypeError, dequantize=1)
-    refused(tmp_path, source, 'flavor with to="torchtitan", and with no other, found .16B', flavor="16B")
+    refused(tmp_path, source, "flavor from or to torchtitan, and with no other, found .16B", flavor="16B")
     refused(tmp_path, source, "and with no other, found None", to="torchtitan")
+    with pytest.raises(TypeError, match="config beside a mapping of tensors, found None"):
+        checkpoint.load({}, dict(checkpoint.open_folder(source)))
     with pytest.raises(ValueError, match="since nothing is written over, found one"):
         checkpoint.convert("nowhere", source, to="hf")  # before anything is read
     with pytest.raises(ValueError, match="expected the folder .*/no for out, found none"):
@@ -709,6 +753,29 @@ def test_command(tmp_path, monkeypatch, capsys):
             main()
         printed = "".join(capsys.readouterr())
         assert end.value.code == status and text in printed and len(printed.splitlines()) <= 30
+
+
+def test_command_that_is_stopped(tmp_path, monkeypatch, capsys):
+    """SIGTERM leaves nothing behind; errors of the system are printed."""
+    source = sharded(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["convert", str(source), str(tmp_path / "out"), "--to", "hf", "--quiet"])
+    handler = signal.getsignal(signal.SIGTERM)
+
+    def stop(*args):
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    def fill(*args, **kwargs):
+        raise checkpoint.files.safetensors().SafetensorError("No space left on device")
+
+    try:
+        for name, replacement, status in (("copyfile", stop, 143), ("save_file", fill, 1)):
+            with monkeypatch.context() as patch, pytest.raises(SystemExit) as end:
+                patch.setattr(shutil if name == "copyfile" else safetensors, name, replacement)
+                main()
+            assert end.value.code == status and [*tmp_path.iterdir()] == [source]
+        assert "No space left on device" in capsys.readouterr().err
+    finally:
+        signal.signal(signal.SIGTERM, handler)
 
 
 def test_lines_in_place_of_a_bar(tmp_path, monkeypatch, capsys):

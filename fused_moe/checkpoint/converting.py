@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import tempfile
@@ -19,7 +18,7 @@ from ..finding import MoELayer, layers_in
 from ..quantized import QuantizedWeight
 from . import layers, quantized
 from .block import Block, Source
-from .families import blocks
+from .families import blocks, read_config
 from .files import (
     MAX_SHARD_SIZE,
     Folder,
@@ -38,7 +37,10 @@ LAYOUTS = ("fused_moe", "hf", "torchtitan")
 # Files that are not copied: of weights, which would differ from the new ones; and what says how these are
 # quantised, where they are not any more.
 METHODS = ("quantize_config.json", "quant_config.json")
-WEIGHTS = (".safetensors", ".index.json", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".onnx")
+WEIGHTS = (
+    ".safetensors", ".index.json", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".onnx",
+    ".onnx_data", ".distcp",
+)  # fmt: skip
 
 
 def convert(
@@ -46,6 +48,7 @@ def convert(
     out: str | os.PathLike,
     *,
     to: str,
+    config: Any = None,
     dtype: torch.dtype | None = None,
     dequantize: bool = False,
     max_shard_size: int | str = MAX_SHARD_SIZE,
@@ -55,12 +58,14 @@ def convert(
     """Writes a checkpoint's folder in another layout. One layer and one shard are in memory.
 
     Args:
-        source: the folder of a Hugging Face checkpoint, or one that this function has made with
-            to="fused_moe".
+        source: the folder of a Hugging Face checkpoint; one that this function has made with to="fused_moe";
+            or one of torchtitan's.
         out: the new folder. It appears when it is complete; nothing is written over.
         to: "hf": the published names. "fused_moe": FusedMoE's names for the MoE layers' tensors, behind what
             their names begin with in the checkpoint; everything else, and all other files, as they are.
             "torchtitan": torchtitan's own names, by its adapters.
+        config: as `blocks` takes it; by default the folder's. torchtitan's have none: from the folder of a
+            Hugging Face checkpoint all files but those of weights are copied.
         dtype: of float tensors, by default each one's own. The bias for the choice of experts and the scales
             of quantised weights keep theirs.
         dequantize: whether quantised weights, also those outside of MoE layers, become float ones, in `dtype`
@@ -68,30 +73,28 @@ def convert(
             GPTQ and AWQ becomes compressed-tensors' on its way to "hf".
         max_shard_size: bytes, or "5GB".
         progress: whether to show a bar, if tqdm is installed, or else a line now and then.
-        flavor: of torchtitan's model.
+        flavor: of torchtitan's model, from and to its layout.
 
     Raises:
-        ValueError: with file and key, what was expected and what was found. Nothing is left behind.
+        TypeError, ValueError: with file and key, what was expected and found. Nothing is left behind.
     """
     check_choice(FN, "to", to, LAYOUTS)
     check_bool(FN, "dequantize", dequantize)
     if dtype is not None and dtype not in FLOATING:
         fail(TypeError, FN, "dtype to be None or a floating one", dtype)
     size_of(max_shard_size)
-    if (flavor is None) == (to == "torchtitan"):
-        fail(ValueError, FN, 'flavor with to="torchtitan", and with no other', repr(flavor))
-    check_new(out)
     source = Path(source)
-    tensors, config = open_folder(source), config_of(source)
+    if (flavor is None) == (to == "torchtitan"):
+        fail(ValueError, FN, "flavor from or to torchtitan, and with no other", repr(flavor))
+    check_new(out)
+    tensors, fields = open_folder(source), _config_of(source if config is None else config)
     if to == "torchtitan":
-        _to_torchtitan(tensors, config, Path(out), dtype, dequantize, progress, flavor)
+        _to_torchtitan(tensors, fields, Path(out), dtype, dequantize, progress, flavor)
         return
     with naming_files(tensors), new_folder(out) as folder:
-        job = _Job(tensors, config, to, dtype, dequantize)
+        job = _Job(tensors, fields, to, dtype, dequantize)
+        _copy(source, folder, job.left_out())  # before the tensors, which take long
         write_shards(folder, _shown(job, progress), max_shard_size)
-        for file in sorted(source.iterdir()):
-            if file.is_file() and not file.name.startswith(".") and not file.name.endswith(job.left_out()):
-                shutil.copyfile(file, folder / file.name)
         write_json(folder / "config.json", job.config())
 
 
@@ -112,23 +115,34 @@ def _to_torchtitan(
     if "fused_moe" in config or dequantize or dtype is not None:
         with tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.absolute().parent) as beside:
             published = Path(beside) / "hf"
-            convert(tensors.path, published, to="hf", dtype=dtype, dequantize=dequantize, progress=progress)
+            options = {"config": config, "dtype": dtype, "dequantize": dequantize, "progress": progress}
+            convert(tensors.path, published, to="hf", **options)
             convert(published, out, to="torchtitan", progress=progress, flavor=flavor)
         return
     with naming_files(tensors), _bar(tensors.nbytes(), progress) as bar:
         write(tensors, config, out, flavor=flavor, progress=bar.update)
 
 
-def config_of(folder: Path) -> dict[str, Any]:
-    """Its config.json."""
-    file = folder / "config.json"
-    if not file.is_file():
-        fail(ValueError, FN, f"{file}", "none")
-    config = json.loads(file.read_text())
-    version = config.get("fused_moe", {}).get("version", VERSION)
-    if version != VERSION:
-        fail(ValueError, FN, f"version {VERSION} of the layout in {file}", version)
-    return config
+def _config_of(config: Any) -> dict[str, Any]:
+    """As a dict, of a layout that is known."""
+    fields = dict(read_config(config))
+    marker = fields.get("fused_moe", {"version": VERSION})
+    if not isinstance(marker, dict) or marker.get("version") != VERSION:
+        found = marker.get("version") if isinstance(marker, dict) else repr(marker)
+        fail(ValueError, FN, f"version {VERSION} of the layout in {config}", found)
+    return fields
+
+
+def _copy(source: Path, folder: Path, left_out: tuple[str, ...]) -> None:
+    """All other files, also those of folders, but hidden ones."""
+    for file in sorted(source.iterdir()):
+        if file.name.startswith(".") or file.name.endswith(left_out):
+            continue
+        if file.is_dir():
+            (folder / file.name).mkdir()
+            _copy(file, folder / file.name, left_out)
+        else:
+            shutil.copyfile(file, folder / file.name)
 
 
 # --- one folder -------------------------------------------------------------------------------------------
@@ -145,6 +159,12 @@ class _Job:
         self._dense_dtype = (dtype or dtype_of(config)) if self._drops else None
         # There is no writer of GPTQ's and AWQ's packing.
         self._repacks = to == "hf" and not self._drops and self._method.get("quant_method") in ("gptq", "awq")
+        # How names of biases for the choice end. They keep their dtype, also in layers that predict tokens.
+        self._biases = tuple(
+            place.name.partition(f".{block.layer}.")[2]
+            for block in blocks(config)
+            for place in block.tensors.get(layers.FLOAT32, ())
+        )
         # For the way back: where tensors were, if not in the first published place, and in what form.
         marker = config.get("fused_moe", {})
         self._places: dict[str, list] = dict(marker.get("places", {}))
@@ -223,7 +243,8 @@ class _Job:
             if not self._drops:
                 yield key, tensor
         elif tensor.dtype in FLOATING:
-            yield self._float(key, tensor if self._dtype is None else tensor.to(self._dtype))
+            keeps = self._dtype is None or (self._biases and key.endswith(self._biases))
+            yield self._float(key, tensor if keeps else tensor.to(self._dtype))
         else:
             yield key, tensor
 
@@ -318,7 +339,7 @@ def _shown(job: _Job, progress: bool) -> Iterator[tuple[str, Tensor]]:
             bar.update(nbytes)
 
 
-def _bar(total: int, is_shown: bool):
+def _bar(total: int | None, is_shown: bool):
     try:
         from tqdm import tqdm
     except ImportError:
@@ -327,9 +348,9 @@ def _bar(total: int, is_shown: bool):
 
 
 class _Lines:
-    """Lines in place of a bar, one for every tenth."""
+    """Lines in place of a bar, one for every tenth, or every 10 GB."""
 
-    def __init__(self, total: int, is_shown: bool):
+    def __init__(self, total: int | None, is_shown: bool):
         self._total, self._done, self._is_shown = total, 0, is_shown
 
     def __enter__(self) -> _Lines:
@@ -340,8 +361,10 @@ class _Lines:
 
     def update(self, nbytes: int) -> None:
         before, self._done = self._done, self._done + nbytes
-        if self._is_shown and 10 * before // self._total != 10 * self._done // self._total:
-            print(f"{self._done / self._total:.0%} of {self._total / 1e9:.1f} GB", flush=True)
+        step = self._total / 10 if self._total else 10**10
+        if self._is_shown and before // step != self._done // step:
+            share = f"{self._done / self._total:.0%} of " if self._total else ""
+            print(f"{share}{(self._total or self._done) / 1e9:.1f} GB", flush=True)
 
 
 # --- a model's layers -------------------------------------------------------------------------------------
