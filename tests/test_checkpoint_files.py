@@ -735,6 +735,37 @@ def test_torchtitan_gets_published_float_tensors(tmp_path, monkeypatch, case):
     assert {*tmp_path.iterdir()} == before | {out}
 
 
+@pytest.mark.parametrize("to", ("hf", "fused_moe"))
+@pytest.mark.parametrize("dtype", (None, F16))
+def test_a_folder_of_torchtitan(tmp_path, monkeypatch, to, dtype):
+    """Published names out of its adapters, with the files beside a configuration."""
+    tensors = float_tensors(DEEPSEEK)
+
+    def read(folder, config, *, flavor):
+        assert (folder, flavor) == (tmp_path / "titan", "16B") and "quantization_config" not in config
+        return iter(tensors.items())
+
+    monkeypatch.setitem(sys.modules, "fused_moe.checkpoint.torchtitan", SimpleNamespace(read=read))
+    source = tmp_path / "titan"
+    source.mkdir()
+    (source / ".metadata").write_text("")
+    published = write(tmp_path / "in", tensors, DEEPSEEK)
+    of_fp8 = write(tmp_path / "fp8", tensors, DEEPSEEK | {"quantization_config": FP8})
+    options = {"to": to, "dtype": dtype}
+    expected = convert(published, tmp_path / "expected", **options)
+    before = {*tmp_path.iterdir()}
+    out = convert(source, tmp_path / "out", flavor="16B", config=of_fp8, **options)
+    assert contents(out) == contents(expected) and config_of(out) == config_of(expected)
+    assert (out / "tokenizer.json").exists() and {*tmp_path.iterdir()} == before | {out}
+    other = convert(source, tmp_path / "other", flavor="16B", config=DEEPSEEK, **options)
+    assert contents(other) == contents(expected)
+    for folder in (out, other):
+        shutil.rmtree(folder)
+    refused(tmp_path, source, "config and to other than torchtitan", flavor="16B")
+    refused(tmp_path, source, "flavor from or to torchtitan", config=DEEPSEEK)
+    refused(tmp_path, source, "to='torchtitan'", config=DEEPSEEK, flavor="16B", to="torchtitan")
+
+
 # --- the command ------------------------------------------------------------------------------------------
 
 

@@ -83,10 +83,13 @@ def convert(
     if dtype is not None and dtype not in FLOATING:
         fail(TypeError, FN, "dtype to be None or a floating one", dtype)
     size_of(max_shard_size)
-    source = Path(source)
-    if (flavor is None) == (to == "torchtitan"):
+    source, is_titan = Path(source), (Path(source) / ".metadata").is_file()
+    if (flavor is None) == (to == "torchtitan" or is_titan):
         fail(ValueError, FN, "flavor from or to torchtitan, and with no other", repr(flavor))
     check_new(out)
+    if is_titan:
+        _from_torchtitan(source, config, Path(out), to, dtype, max_shard_size, progress, flavor)
+        return
     tensors, fields = open_folder(source), _config_of(source if config is None else config)
     if to == "torchtitan":
         _to_torchtitan(tensors, fields, Path(out), dtype, dequantize, progress, flavor)
@@ -96,6 +99,43 @@ def convert(
         _copy(source, folder, job.left_out())  # before the tensors, which take long
         write_shards(folder, _shown(job, progress), max_shard_size)
         write_json(folder / "config.json", job.config())
+
+
+def _from_torchtitan(
+    source: Path,
+    config: Any,
+    out: Path,
+    to: str,
+    dtype: torch.dtype | None,
+    max_shard_size: int | str,
+    progress: bool,
+    flavor: str,
+) -> None:
+    """By way of a folder of published tensors, if `out` is to be another."""
+    if config is None or to == "torchtitan":
+        expected = "config and to other than torchtitan from torchtitan's folder"
+        fail(ValueError, FN, expected, f"config={config!r}, to={to!r}")
+    from .torchtitan import read
+
+    if to != "hf" or dtype is not None:
+        with tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.absolute().parent) as beside:
+            published, options = Path(beside) / "hf", {"progress": progress, "max_shard_size": max_shard_size}
+            convert(source, published, to="hf", config=config, flavor=flavor, **options)
+            convert(published, out, to=to, dtype=dtype, **options)
+        return
+    # Its weights are float, under published names.
+    fields = _changed(_config_of(config), quantization_config=None, compression_config=None, fused_moe=None)
+    with new_folder(out) as folder, _bar(None, progress) as bar:
+        if isinstance(config, str | os.PathLike) and Path(config).is_dir():
+            _copy(Path(config), folder, WEIGHTS + METHODS)
+        write_shards(folder, _counted(read(source, fields, flavor=flavor), bar), max_shard_size)
+        write_json(folder / "config.json", fields)
+
+
+def _counted(tensors: Iterable[tuple[str, Tensor]], bar) -> Iterator[tuple[str, Tensor]]:
+    for name, tensor in tensors:
+        yield name, tensor
+        bar.update(tensor.nbytes)
 
 
 def _to_torchtitan(
