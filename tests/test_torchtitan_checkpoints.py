@@ -16,6 +16,8 @@ safetensors = pytest.importorskip("safetensors.torch", reason="safetensors is no
 
 import torch.distributed.checkpoint as dcp  # noqa: E402
 from cases import BF16  # noqa: E402
+from test_checkpoint_files import config_of, contents, convert  # noqa: E402
+from test_checkpoint_files import write as write_folder  # noqa: E402
 from test_torchtitan import HAS_OVERRIDES, MODELS, debug_model  # noqa: E402
 from torch.distributed.checkpoint import DefaultSavePlanner  # noqa: E402
 from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
@@ -23,6 +25,7 @@ from torch.distributed.fsdp import fully_shard  # noqa: E402
 from torch.distributed.tensor import DTensor  # noqa: E402
 from torch.multiprocessing.reductions import StorageWeakRef  # noqa: E402
 
+from fused_moe import checkpoint  # noqa: E402
 from fused_moe.checkpoint.torchtitan import BIAS, read, write  # noqa: E402
 
 if HAS_OVERRIDES:
@@ -266,6 +269,21 @@ class Read(dict):
 
     def __getitem__(self, key):
         return super().__getitem__(key).clone()
+
+
+@pytest.mark.parametrize("layout", ("hf", "fused_moe"))
+def test_command(converted, tmp_path, layout):
+    """convert goes there and back, from and to published names and ours, with the same bytes."""
+    name, state, _ = converted
+    published = source = write_folder(tmp_path / "in", state, CONFIGS[name], "500KB")
+    if layout == "fused_moe":
+        source = convert(published, tmp_path / "ours", to=layout)
+    titan = convert(source, tmp_path / "titan", to="torchtitan", flavor="tiny")
+    back = convert(titan, tmp_path / "back", to=layout, config=published, flavor="tiny")
+    assert contents(back) == contents(source) and config_of(back) == config_of(source)
+    with pytest.raises(ValueError, match="nope"):
+        convert(source, tmp_path / "out", to="torchtitan", flavor="nope")
+    assert not (tmp_path / "out").exists()
 
 
 def test_two_tensors_are_in_memory(converted, tmp_path, monkeypatch):
