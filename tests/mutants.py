@@ -269,6 +269,17 @@ CPU = listed({
   ("fused_moe/transformers/experts.py", "tests/test_peft.py"): [
     ("adapters of down have the scale of gate and up", "b1, b2, s1, s2 = b1 * s1, b2 * s2, 1.0, 1.0", "pass"),
     ("adapters beside 8-bit products", "or lora is not None else None", "else None")],
+  ("fused_moe/transformers/experts.py", "tests/test_transformers_saved.py"): [
+    ("models without experts get ours by default",
+     "requested_experts is None and model._can_set_experts_implementation()", "requested_experts is None")],
+  ("fused_moe/transformers/saving.py", "tests/test_transformers_saved.py"): [
+    ("8-bit activations are not written", 'if w.compute != "codes":', "if False:"),
+    ("zero points are written without their offset", "(zero + formats.INT4_OFFSET)", "zero"),
+    ("some quantised experts are saved as all", "if not all(isinstance(w, Q", "if not any(isinstance(w, Q")],
+  ("fused_moe/transformers/packed.py", "tests/test_transformers_saved.py"): [
+    ("scales are rounded as they are loaded", "reduce(torch.promote_types, scales)", "torch.bfloat16"),
+    ("missing experts pass", "if missing and not counts[None]:", "if False:"),
+    ("static activations are dynamic", "if inputs is not None and not inputs.dynamic:", "if False:")],
   ("csrc/cpu/activate.c", "tests/test_activate.py"): [
     ("every row has the first one's ups", "fm_at(up, v->elem_bytes, r * F)}", "fm_at(up, v->elem_bytes, 0)}"),
     ("every block of columns has the first one's da", ", r * p->F + j), n", ", r * p->F), n")],

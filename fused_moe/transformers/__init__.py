@@ -16,8 +16,9 @@ activation. Experts with a gate, an activation, a norm or a storage that no kern
 without us, and a warning says so once.
 
 Three things keep quantised experts packed. `experts_forward` reads the parameters of FP8Experts. The
-quantizers registered here load MXFP4 and int4 experts as the checkpoint stores them, where transformers would
-unpack them. And `quantize_experts` quantises the experts of a model in memory.
+quantizers registered here load experts as a checkpoint stores them, where transformers would unpack them. And
+`quantize_experts` quantises the experts of a model in memory, which save_pretrained then writes as published
+checkpoints have them.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from __future__ import annotations
 import importlib.util
 from functools import partial
 
-from ..checks import check_choice
+from ..checks import check_bool, check_choice
 
 try:
     from transformers.integrations.finegrained_fp8 import ALL_FP8_EXPERTS_FUNCTIONS
@@ -36,8 +37,8 @@ try:
     from transformers.quantizers.base import HfQuantizer
 
     from . import replay  # noqa: F401 - lets recordings find the routers
-    from .experts import experts_forward, warn_once
-    from .packed import PackedCompressedTensors, PackedMxfp4
+    from .experts import experts_forward, set_default, warn_once
+    from .packed import PackedCompressedTensors, PackedFp8, PackedMxfp4
     from .quantizing import quantize_experts, requantized_merges
     from .weights import FP8_NAME, NAME
 except ImportError as error:
@@ -49,36 +50,45 @@ except ImportError as error:
 __all__ = ["FP8_NAME", "NAME", "experts_forward", "quantize_experts", "register", "requantized_merges"]
 
 
-def register(*, compute: str = "fp8") -> None:
+QUANTIZERS = {"mxfp4": PackedMxfp4, "compressed-tensors": PackedCompressedTensors, "fp8": PackedFp8}
+
+
+def register(*, compute: str = "fp8", default: bool | None = None) -> None:
     """Makes "fused_moe" and "fused_moe_fp8" names that `experts_implementation=` and
     `set_experts_implementation` know.
 
     Call it before a model is loaded, or before its implementation is set. Calling it again does no harm.
-    FP8 experts have a separate registry. Checkpoints in MXFP4 and of compressed-tensors get quantizers
+    FP8 experts have a separate registry. Checkpoints in FP8, MXFP4 and of compressed-tensors get quantizers
     that do what transformers' do, and keep the experts packed in models that ask for either name. Where PEFT
     is installed, its LoRA of experts' weights is computed by our kernels from then on.
     Source: transformers.integrations.moe, finegrained_fp8; transformers.quantizers.
 
     Args:
-        compute: of FP8 experts with activation_scheme "dynamic", while they are not in training. "fp8"
-            quantises activations, as the checkpoint asks for, and has no gradient: backward raises. "codes"
-            does not, nor do any experts in training. Register before a model's first call: on GPUs the layout
-            that its weights get then depends on it.
+        compute: of experts of checkpoints in 8 bits that ask for activations in 8 bits, quantised in each
+            call, while they are not in training. "fp8" does that, int8 beside int8, and has no gradient:
+            backward raises. "codes" does not, nor do any experts in training. Register before a model's first
+            call: on GPUs the layout that its weights get then depends on it.
+        default: True makes "fused_moe" the implementation of models that are made without the argument, from
+            `from_pretrained` or otherwise, if transformers would choose grouped_mm: experts that no kernel
+            here computes run as by transformers, and a warning says so once. False restores transformers'
+            choice. None leaves it as it is.
 
     Raises:
-        TypeError, ValueError: compute is neither.
+        TypeError, ValueError: compute is neither, or default is no bool.
     """
     check_choice("register", "compute", compute, ("fp8", "codes"))
+    if default is not None:
+        check_bool("register", "default", default)
+        set_default(default)
     forward = experts_forward if compute == "fp8" else partial(experts_forward, compute=compute)
-    ALL_EXPERTS_FUNCTIONS.register(NAME, experts_forward)
-    ALL_FP8_EXPERTS_FUNCTIONS.register(NAME, forward)
-    ALL_EXPERTS_FUNCTIONS.register(FP8_NAME, partial(experts_forward, fp8=True))
-    ALL_FP8_EXPERTS_FUNCTIONS.register(FP8_NAME, partial(experts_forward, compute=compute, fp8=True))
+    for registry in (ALL_EXPERTS_FUNCTIONS, ALL_FP8_EXPERTS_FUNCTIONS):
+        registry.register(NAME, forward)
+        registry.register(FP8_NAME, partial(experts_forward, compute=compute, fp8=True))
     _plug_into_peft()
     if not hasattr(HfQuantizer, "serialized_names"):
         return  # an earlier release, which loads checkpoints otherwise: it unpacks them
     # transformers' register_quantizer takes new names alone, but the checkpoint says the name.
-    for method, ours in (("mxfp4", PackedMxfp4), ("compressed-tensors", PackedCompressedTensors)):
+    for method, ours in QUANTIZERS.items():
         if AUTO_QUANTIZER_MAPPING[method] in ours.__bases__:  # not another package's
             AUTO_QUANTIZER_MAPPING[method] = ours
 

@@ -16,7 +16,7 @@ from ..function import fused_experts
 from ..lora import LoRA
 from ..quantized import QuantizedWeight
 from .gates import gate_of
-from .weights import first_name, unknown_storage, weight_of
+from .weights import NAME, first_name, unknown_storage, weight_of
 
 _warned: set[tuple[str, str]] = set()
 
@@ -96,7 +96,8 @@ def _compute_of_call(experts: nn.Module, x: Tensor, compute: str, lora: LoRA | N
     """None for what the weights say. In training quantised weights are computed so that there are gradients,
     and so they are on GPUs beside float32, which 8-bit kernels do not take. Nor do they take adapters."""
     is_wide = x.dtype == torch.float32 and x.is_cuda and not torch.is_autocast_enabled("cuda")
-    return "codes" if compute == "codes" or experts.training or is_wide or lora is not None else None
+    wants_codes = compute == "codes" and hasattr(experts, "activation_scheme")  # not of quantize_experts
+    return "codes" if wants_codes or experts.training or is_wide or lora is not None else None
 
 
 ADAPTERS = "_fused_moe_adapters"  # {name: (a, b, scale)} of weights, in the experts while PEFT calls them
@@ -157,6 +158,25 @@ def settings_of(experts: nn.Module) -> dict | str:
     return gate_of(experts)
 
 
+# --- the implementation of models that are asked for none -------------------------------------------------
+
+_THEIRS = PreTrainedModel.get_correct_experts_implementation
+
+
+def _ours_for_none(model: PreTrainedModel, requested_experts: str | None) -> str:
+    """In place of transformers' method, which a class whose default is another, such as eager, overrides."""
+    if requested_experts is None and model._can_set_experts_implementation():
+        requested_experts = NAME
+    return _THEIRS(model, requested_experts)
+
+
+def set_default(is_ours: bool) -> None:
+    """As `default` of `register`."""
+    now, other = (_THEIRS, _ours_for_none) if is_ours else (_ours_for_none, _THEIRS)
+    if PreTrainedModel.get_correct_experts_implementation is now:  # and not another package's
+        PreTrainedModel.get_correct_experts_implementation = other
+
+
 # --- experts that we do not compute -----------------------------------------------------------------------
 
 
@@ -180,8 +200,9 @@ def _their_choice(config_class: type) -> str:
     decides, but no module of experts knows it."""
     for model_class in _subclasses(PreTrainedModel):
         if model_class.config_class is config_class:
-            model = model_class.__new__(model_class)
-            return model.get_correct_experts_implementation(None)
+            choose = model_class.get_correct_experts_implementation
+            choose = _THEIRS if choose is _ours_for_none else choose
+            return choose(model_class.__new__(model_class), None)
     return "grouped_mm"
 
 

@@ -7,18 +7,26 @@ from __future__ import annotations
 
 import re
 import warnings
+from collections import Counter, defaultdict
+from functools import reduce
+from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import nn
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from transformers.quantizers.quantizer_compressed_tensors import CompressedTensorsHfQuantizer
+from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
 from transformers.quantizers.quantizer_mxfp4 import Mxfp4HfQuantizer
 from transformers.quantizers.quantizers_utils import should_convert_module
 
+from ..checks import fail
 from ..quantized import formats
+from .conversions import as_fp8, why_not_stacked
 from .experts import settings_of
-from .quantizing import experts_of
-from .weights import NAMES, PARTS, add_hook, first_name
+from .weights import NAMES, PARTS, add_hook, experts_of, first_name
 
 
 def _pack(experts: nn.Module, name: str, parts: dict[str, tuple[tuple[int, ...], torch.dtype]]) -> None:
@@ -38,6 +46,51 @@ def _sizes(experts: nn.Module, name: str) -> tuple[int, int, int]:
     return (E, cols, rows) if experts.is_transposed else (E, rows, cols)
 
 
+def _num_matrices(name: str) -> int:
+    """The number of each expert's matrices whose rows a weight has: gate and up, or one."""
+    return 2 if name == "gate_up_proj" else 1
+
+
+# --- what a checkpoint stores -----------------------------------------------------------------------------
+
+
+class _Stored(NamedTuple):
+    """A tensor of experts in a file."""
+
+    file: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+_DTYPES = {
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "F32": torch.float32,
+    "F8_E4M3": formats.E4M3,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "I32": torch.int32,
+    "I64": torch.int64,
+}
+
+
+def _stored_experts(checkpoint_files: list[str] | None) -> dict[str, _Stored]:
+    """What safetensors have of experts' weights. Only headers are read."""
+    from safetensors import safe_open
+
+    stored = {}
+    for file in checkpoint_files or []:
+        if not str(file).endswith(".safetensors"):
+            return {}
+        with safe_open(file, framework="pt") as tensors:
+            for key in tensors.keys():
+                if re.search(r"\.experts\.(\d+|[a-z_]+_proj_(blocks|scales)$)", key):
+                    part = tensors.get_slice(key)
+                    dtype = _DTYPES.get(part.get_dtype(), part.get_dtype())
+                    stored[key] = _Stored(str(file), dtype, tuple(part.get_shape()))
+    return stored
+
+
 class _Packed:
     """What the quantizers have in common."""
 
@@ -52,10 +105,48 @@ class _Packed:
     def _process_model_after_weight_loading(self, model, **kwargs):
         if self.is_packed:
             for _, experts in experts_of(model):
-                for name, parameter in experts.named_parameters(recurse=False):
-                    if name.endswith(PARTS[1:]):  # loading makes scales require a gradient
-                        parameter.requires_grad_(False)
+                for _, parameter in _packed_parameters(experts):
+                    parameter.requires_grad_(False)  # loading makes what is floating require a gradient
         return super()._process_model_after_weight_loading(model, **kwargs)
+
+    def _check_stored(self, model: nn.Module, stored: dict[str, _Stored]) -> None:
+        """Checks what a checkpoint has for packed parameters, before any of it is loaded."""
+        fn, mapping = "from_pretrained", get_model_conversion_mapping(model, hf_quantizer=self)
+        renamings = [c for c in mapping if isinstance(c, WeightRenaming)]
+        converters = [c for c in mapping if isinstance(c, WeightConverter)]
+        per_expert = {pattern: len(c.source_patterns) for c in converters for pattern in c.source_patterns}
+        own = model.state_dict()
+        found, needed = defaultdict(Counter), {}  # {parameter: {expert: the number of its tensors}}
+        for key, tensor in stored.items():
+            name, pattern = rename_source_key(key, renamings, converters, model.base_model_prefix, own)
+            parameter = own.get(name)
+            if parameter is None:
+                continue  # a scale of activations, perhaps
+            shape, expert = tuple(parameter.shape), re.search(r"\.experts\.(\d+)\.", key)
+            if pattern is not None:
+                shape = shape[1] // per_expert[pattern], *shape[2:]
+            found[name][int(expert[1]) if expert else None] += 1
+            needed[name] = per_expert.get(pattern, 1)
+            where = f"{key} in {tensor.file}"
+            if tensor.shape != shape:
+                fail(ValueError, fn, f"{where} of shape {shape}", tensor.shape)
+            are_scales = {tensor.dtype, parameter.dtype} <= set(formats.SCALES)
+            if tensor.dtype != parameter.dtype and not are_scales:
+                fail(ValueError, fn, f"{where} of dtype {parameter.dtype}", tensor.dtype)
+        folder = next((str(Path(tensor.file).parent) for tensor in stored.values()), "the checkpoint")
+        for module_name, experts in experts_of(model):
+            for name, parameter in _packed_parameters(experts):
+                name = f"{module_name}.{name}"
+                counts = found[name]
+                missing = [e for e in range(len(parameter)) if counts[e] < needed.get(name, 1)]
+                if missing and not counts[None]:
+                    fail(ValueError, fn, f"{name} of every expert in {folder}", f"less of experts {missing}")
+
+
+def _packed_parameters(experts: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """Those that are codes, or belong to codes."""
+    own = experts.named_parameters(recurse=False)
+    return [(n, p) for n, p in own if p.element_size() == 1 or n.endswith((*PARTS[1:], "_shape"))]
 
 
 class PackedMxfp4(_Packed, Mxfp4HfQuantizer):
@@ -70,7 +161,7 @@ class PackedMxfp4(_Packed, Mxfp4HfQuantizer):
     def validate_environment(self, *args, **kwargs):
         self._environment = args, kwargs  # of transformers' kernels, which may not be needed
 
-    def _process_model_before_weight_loading(self, model, use_kernels=False, **kwargs):
+    def _process_model_before_weight_loading(self, model, use_kernels=False, checkpoint_files=None, **kwargs):
         unquantized = self.quantization_config.modules_to_not_convert
         for name, experts in self._ours(model, use_kernels):
             if isinstance(experts, GptOssExperts) and should_convert_module(name, unquantized):
@@ -85,6 +176,8 @@ class PackedMxfp4(_Packed, Mxfp4HfQuantizer):
                 args, environment = self._environment
                 super().validate_environment(*args, **environment)
             super()._process_model_before_weight_loading(model, use_kernels=use_kernels, **kwargs)
+        elif stored := _stored_experts(checkpoint_files):
+            self._check_stored(model, stored)
 
     def get_weight_conversions(self):
         """None for packed experts, whose parameters have the checkpoint's names."""
@@ -95,111 +188,170 @@ class PackedMxfp4(_Packed, Mxfp4HfQuantizer):
         return self.is_packed or super().is_trainable
 
 
-class PackedCompressedTensors(_Packed, CompressedTensorsHfQuantizer):
-    """Loads int4 experts as they are stored, in models whose experts are fused_moe's.
+class PackedFp8(_Packed, FineGrainedFP8HfQuantizer):
+    """Keeps FP8 experts packed on every device, in models whose experts are fused_moe's and alone in FP8.
 
-    The checkpoint has each expert's weight_packed, weight_scale and, if asymmetric, weight_zero_point. Where
-    a module has parameters of these names, transformers stacks them as it does plain weights; otherwise it
-    unpacks them before. Dense layers, and everything with dequantize=True, are left to transformers.
+    transformers has kernels for some GPUs, and dequantises elsewhere.
+    """
+
+    _environment = None
+
+    def validate_environment(self, *args, **kwargs):
+        if not self.pre_quantized:
+            return super().validate_environment(*args, **kwargs)
+        self._environment = args, kwargs  # of transformers' kernels, which may not be needed
+
+    def _process_model_before_weight_loading(self, model, use_kernels=False, **kwargs):
+        if self._environment is not None and not self._has_ours_alone(model, use_kernels):
+            args, environment = self._environment
+            super().validate_environment(*args, **environment)
+        super()._process_model_before_weight_loading(model, use_kernels=use_kernels, **kwargs)
+
+    def _has_ours_alone(self, model: nn.Module, use_kernels: bool) -> bool:
+        """Whether all that is in FP8 is experts that we compute."""
+        config = self.quantization_config
+        found, unquantized = dict(self._ours(model, use_kernels)), config.modules_to_not_convert
+        self._normalize_modules_to_not_convert(model)
+        skipped, config.modules_to_not_convert = config.modules_to_not_convert, unquantized
+        for name, module in model.named_modules():
+            is_experts = name.endswith(".experts")
+            if not (is_experts or isinstance(module, nn.Linear)) or not should_convert_module(name, skipped):
+                continue
+            theirs = as_fp8(module, config) if name in found else None
+            if theirs is None or isinstance(settings_of(theirs), str):
+                return False
+        return bool(found) and not config.modules_to_convert
+
+
+class PackedCompressedTensors(_Packed, CompressedTensorsHfQuantizer):
+    """Loads experts as they are stored, in models whose experts are fused_moe's.
+
+    The checkpoint has each expert's codes, `weight` or `weight_packed`, weight_scale and, if asymmetric,
+    weight_zero_point. Where a module has parameters of these names, transformers stacks them as it does plain
+    weights; otherwise it unpacks them before. Dense layers, and everything with dequantize=True, are left to
+    transformers.
     """
 
     def _process_model_before_weight_loading(self, model, use_kernels=False, checkpoint_files=None, **kwargs):
         super()._process_model_before_weight_loading(
             model, use_kernels=use_kernels, checkpoint_files=checkpoint_files, **kwargs
         )
+        self.is_alone = not any(hasattr(module, "quantization_scheme") for module in model.modules())
         found = [experts for _, experts in self._ours(model, use_kernels)]
-        args = _int4_of_experts(self.compressor.quantization_config)
-        if args is None or not found:
+        scheme = _scheme_of_experts(self.compressor.quantization_config)
+        if scheme is None or not found:
             return
-        reason = _not_packed(model, found, args, checkpoint_files)
+        stored = _stored_experts(checkpoint_files)
+        reason = _not_packed(model, found, scheme, stored)
         if reason is not None:
             warnings.warn(f"fused_moe does not keep the experts packed: {reason}", stacklevel=2)
             return
         self.is_packed = True
         for experts in found:
             for weight in (first_name(experts), "down_proj"):
-                E, rows, cols = _sizes(experts, weight)
-                groups = cols // args.group_size
-                num_sizes = 4 if weight == "gate_up_proj" else 2  # out and in of each matrix
-                parts = {
-                    "_packed": ((E, rows, cols // 8), torch.int32),
-                    "_scale": ((E, rows, groups), getattr(experts, weight).dtype),
-                    "_shape": ((E, num_sizes), torch.int64),  # so that a saved checkpoint has them
-                }
-                if not args.symmetric:
-                    parts["_zero_point"] = (E, rows // 8, groups), torch.int32
+                parts = _parts(scheme, stored, _sizes(experts, weight), _num_matrices(weight))
                 _pack(experts, weight, parts)
+            if scheme.is_dynamic:
+                experts.activation_scheme = "dynamic"  # as FP8Experts have it
+        self._check_stored(model, stored)
+
+    def get_load_operations(self):
+        """None where packed experts alone are quantised: it would take other merged weights for quantised."""
+        return {} if self.is_packed and self.is_alone else super().get_load_operations()
 
 
-def _int4_of_experts(config):
-    """How the experts' weights are quantised, or None if that is not pack-quantized int4."""
+class _Scheme(NamedTuple):
+    """How experts' weights are quantised."""
+
+    weights: NamedTuple  # compressed-tensors' QuantizationArgs
+    inputs: NamedTuple | None  # of activations
+    codes: torch.dtype
+    is_packed: bool  # in `weight_packed`, several codes per element
+
+    @property
+    def is_dynamic(self) -> bool:
+        """Whether it is for 8 bits on both operands."""
+        return self.inputs is not None and not self.is_packed
+
+
+# format, num_bits and type -> codes, and whether they are packed
+_SCHEMES = {
+    ("pack-quantized", 4, "int"): (torch.int32, True),
+    ("mxfp4-pack-quantized", 4, "float"): (torch.uint8, True),
+    ("int-quantized", 8, "int"): (torch.int8, False),
+    ("float-quantized", 8, "float"): (formats.E4M3, False),
+}
+
+
+def _scheme_of_experts(config) -> _Scheme | None:
+    """How the experts' weights are quantised, or None if no format here has it."""
     from transformers.integrations.compressed_tensors import get_experts_scheme
 
     if config is None or not config.config_groups:
         return None
     scheme = get_experts_scheme(config)
-    args = scheme.weights
-    is_int4 = (
-        args is not None
-        and (scheme.format or config.format) == "pack-quantized"
-        and (args.num_bits, args.type) == (4, "int")
-    )
-    return args if is_int4 else None
+    weights = scheme.weights
+    if weights is None:
+        return None
+    found = _SCHEMES.get((scheme.format or config.format, weights.num_bits, weights.type))
+    return None if found is None else _Scheme(weights, scheme.input_activations, *found)
 
 
-def _not_packed(model: nn.Module, found: list[nn.Module], args, checkpoint_files) -> str | None:
-    """Why int4 experts cannot be used as they are stored."""
-    if args.strategy != "group" or args.group_size not in formats.GROUPS:
-        found_scales = f"per {args.strategy} with group_size {args.group_size}"
-        return f"their scales are {found_scales}, not per group of {' or '.join(map(str, formats.GROUPS))}"
-    if args.actorder == "group":
-        return "their columns are in act-order"
+def _parts(scheme: _Scheme, stored: dict[str, _Stored], sizes: tuple[int, int, int], matrices: int) -> dict:
+    """{suffix: (shape, dtype)} of a weight's parameters. Scales have the checkpoint's dtype."""
+    (E, rows, cols), args = sizes, scheme.weights
+    scales = {tensor.dtype for key, tensor in stored.items() if key.endswith(".weight_scale")}
+    scale = {
+        "group": (rows, cols // args.group_size if args.group_size else 0),
+        "channel": (rows, 1),
+        "tensor": (matrices,),
+        "block": (matrices * -(-(rows // matrices) // formats.BLOCK), -(-cols // formats.BLOCK)),
+    }[args.strategy]
+    codes_per_element = 8 * scheme.codes.itemsize // args.num_bits
+    parts = {"_packed" if scheme.is_packed else "": ((E, rows, cols // codes_per_element), scheme.codes)}
+    parts["_scale"] = (E, *scale), reduce(torch.promote_types, scales)
+    if any(key.endswith(".weight_shape") for key in stored):  # so that a saved checkpoint has them
+        parts["_shape"] = (E, 2 * matrices), torch.int64
+    if not args.symmetric:
+        parts["_zero_point"] = (E, rows // 8, scale[1]), torch.int32
+    return parts
+
+
+def _not_packed(model: nn.Module, found: list[nn.Module], scheme: _Scheme, stored: dict) -> str | None:
+    """Why experts cannot be used as they are stored."""
+    args, inputs = scheme.weights, scheme.inputs
+    is_int4 = scheme.codes == torch.int32
+    has_scales = f"their scales are per {args.strategy} with group_size {args.group_size}"
+    if scheme.is_packed:
+        groups = formats.GROUPS if is_int4 else (formats.MX_GROUP,)
+        if args.strategy != "group" or args.group_size not in groups:
+            return f"{has_scales}, not per group of {' or '.join(map(str, groups))}"
+        if args.actorder == "group":
+            return "their columns are in act-order"
+    elif args.strategy == "block":
+        blocks = [formats.BLOCK, formats.BLOCK]
+        if args.block_structure != blocks or scheme.codes != formats.E4M3:
+            return f"their scales are per block of {args.block_structure}, not of {blocks} of float8_e4m3fn"
+    elif args.strategy not in ("channel", "tensor"):
+        return f"{has_scales}, not per channel, tensor or block"
+    if not args.symmetric and not is_int4:
+        return "their codes have zero points"
+    if inputs is not None and not inputs.dynamic:
+        return "their activations have static scales"
+    if reason := why_not_stacked(model, found):
+        return reason
     for experts in found:
-        settings = settings_of(experts)
-        if isinstance(settings, str):
-            return f"they have {settings}, which no kernel supports"
-        if experts.is_transposed or settings["layout"] == "interleaved" or experts.has_bias:
-            return f"{type(experts).__name__} are transposed, interleaved or have biases"
         for weight in (first_name(experts), "down_proj"):
             # A multiple is one of 8, too, by which codes and zero points are packed.
-            cols = _sizes(experts, weight)[2]
-            if cols % args.group_size:
+            _, rows, cols = _sizes(experts, weight)
+            if scheme.is_packed and cols % args.group_size:
                 return f"{weight} has {cols} columns, which are not whole groups of {args.group_size}"
-    if not _only_merges(model, found):
-        return "transformers changes these weights as it loads them"
-    if not _all_packed(checkpoint_files):
+            if args.strategy == "block" and _num_matrices(weight) == 2 and rows // 2 % formats.BLOCK:
+                return f"gate and up have {rows // 2} rows each, which are not whole blocks"
+    kinds = {(key.rpartition(".")[2], tensor.dtype) for key, tensor in stored.items()}
+    codes = {kind for kind in kinds if kind[0] in ("weight", "weight_packed")}
+    if codes != {("weight_packed" if scheme.is_packed else "weight", scheme.codes)}:
         return "some of them are not packed in the checkpoint, or it has no safetensors"
-    return None
-
-
-def _only_merges(model: nn.Module, found: list[nn.Module]) -> bool:
-    """Whether transformers makes the stacked weights by stacking experts, and gate above up, alone."""
-    from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import Concatenate, MergeModulelist, WeightConverter
-
-    merged = set()
-    for converter in get_model_conversion_mapping(model):
-        if not isinstance(converter, WeightConverter):
-            continue
-        names = {target.rpartition(".")[2] for target in converter.target_patterns}
-        names &= {"gate_up_proj", "up_proj", "down_proj"}
-        operations = {(type(op), getattr(op, "dim", None)) for op in converter.operations}
-        is_merge = operations <= {(MergeModulelist, 0), (Concatenate, 1)}
-        if names and not (is_merge and all(s.endswith(".weight") for s in converter.source_patterns)):
-            return False
-        merged |= names
-    return all({first_name(experts), "down_proj"} <= merged for experts in found)
-
-
-def _all_packed(checkpoint_files: list[str] | None) -> bool:
-    """Whether the checkpoint has its experts' weights packed alone."""
-    from safetensors import safe_open
-
-    files = checkpoint_files or []
-    names = set()
-    for file in files:
-        if not str(file).endswith(".safetensors"):
-            return False
-        with safe_open(file, framework="pt") as tensors:
-            names |= {key.rpartition(".")[2] for key in tensors.keys() if re.search(r"\.experts\.\d+\.", key)}
-    return "weight_packed" in names and "weight" not in names
+    scales = {dtype for name, dtype in kinds if name == "weight_scale"}
+    allowed = formats.E8M0 if scheme.codes == torch.uint8 else formats.SCALES
+    return None if scales and scales <= set(allowed) else f"their scales are {sorted(map(str, scales))}"

@@ -28,8 +28,8 @@ from ..lora import LoRA, joined
 from ..quantized import QuantizedWeight
 from . import quantizing
 from .experts import ADAPTERS, settings_of, warn_once
-from .quantizing import check_requantize, experts_of, is_experts, requantize
-from .weights import NAME, NAMES, PARTS, first_name, is_quantized, shape_of
+from .quantizing import check_requantize, requantize
+from .weights import NAME, NAMES, PARTS, experts_of, first_name, is_experts, is_quantized, shape_of
 
 # What we override: a release without one of these would never call ours.
 _MODEL = "_check_new_adapter_config _check_target_module_exists _inject_parameters _create_new_module"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -10,26 +9,14 @@ from contextvars import ContextVar
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.quantizers.base import HfQuantizer
-from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from ..checks import FLOATING, fail
 from ..quantized import QuantizedWeight
 from ..quantized.computing import check_compute
 from ..quantized.quantizing import checked_options, options_of, quantize
 from .experts import settings_of
-from .weights import NAME, NAMES, add_hook, first_name, replace_parameters, weight_of
-
-
-def is_experts(module: nn.Module) -> bool:
-    """Whether its class has transformers' `use_experts_implementation`. A torch.compile around it has not."""
-    flags = ("config", "has_gate", "has_bias", "is_transposed", "is_concatenated")
-    return "_orig_mod" not in module._modules and all(hasattr(module, flag) for flag in flags)
-
-
-def experts_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """The modules of experts, and their names."""
-    return [(name, module) for name, module in model.named_modules() if is_experts(module)]
+from .saving import hold_quantizer
+from .weights import NAME, NAMES, PARTS, add_hook, experts_of, first_name, replace_parameters, weight_of
 
 
 def quantize_experts(
@@ -57,8 +44,9 @@ def quantize_experts(
         `...experts.down_proj` that has, by format, `...experts.down_proj.weight` and `.weight_scale_inv`
         (fp8_block) or `.weight_scale` (fp8, int8), `.weight_packed`, `.weight_scale` and perhaps
         `.weight_zero_point` (int4), or `.blocks` and `.scales` (mxfp4). load_state_dict takes it in a model
-        that was quantised alike; from_pretrained does not know it, so save_pretrained, push_to_hub and
-        Trainer refuse to save the model. Adapters alone are saved.
+        that was quantised alike. save_pretrained, push_to_hub and Trainer write a published layout instead,
+        which from_pretrained reads (`fused_moe.transformers.saving`), or raise ValueError where there is
+        none. With adapters on the model they save these alone.
 
     Raises:
         TypeError, ValueError: before anything is changed, with what was expected and what was found. Weights
@@ -95,7 +83,7 @@ def quantize_experts(
     if todo:
         for module in model.modules():
             if isinstance(module, PreTrainedModel) and experts_of(module):
-                _refuse_saving(module)
+                hold_quantizer(module)
     for experts, name in todo:
         w = getattr(experts, name).detach()
         w = w.mT.contiguous() if experts.is_transposed else w
@@ -144,12 +132,16 @@ def requantized_merges() -> Iterator[None]:
 def check_requantize(experts: nn.Module, name: str) -> QuantizedWeight:
     """The weight, if it can have other scales."""
     w = weight_of(experts, name, "codes")
-    parameter = experts._parameters.get(f"{name}_scale_inv", w.scale)
-    parts = getattr(experts, "_fused_moe_parts", {}).get(name, {})  # of a weight that is in their place
-    stored, _ = parts.get("_scale_inv", (parameter.dtype, None))
-    if w.smooth is not None or w.power_of_two or (w.format == "fp8_block" and stored != torch.float32):
+    own, parts = experts._parameters, getattr(experts, "_fused_moe_parts", {}).get(name, {})
+    stored = {part: (own[name + part].dtype, own[name + part].shape) for part in PARTS if name + part in own}
+    stored |= parts  # of a weight that is in their place
+    dtype, _ = stored.get("_scale_inv", (w.scale.dtype, None))
+    if w.smooth is not None or w.power_of_two or (w.format == "fp8_block" and dtype != torch.float32):
         expected = f"a weight {name} without smooth, whose scales may be any float32"
-        fail(ValueError, "merge", expected, f"{w.format} of compute {w.compute!r}, scales of {stored}")
+        fail(ValueError, "merge", expected, f"{w.format} of compute {w.compute!r}, scales of {dtype}")
+    _, shape = stored.get("_scale", (None, ()))
+    if len(shape) == 2 and shape[1] > 1:
+        fail(ValueError, "merge", f"a weight {name} with scales by rows", "one for gate and one for up")
     return w
 
 
@@ -164,42 +156,3 @@ def requantize(experts: nn.Module, name: str, delta: Tensor) -> None:
         setattr(experts, name, made)
     else:
         replace_parameters(experts, name, made)
-
-
-# --- saving -----------------------------------------------------------------------------------------------
-
-
-class _Quantizer(HfQuantizer):
-    """The `hf_quantizer` of a model that transformers has not quantised."""
-
-    is_trainable = is_compileable = True
-
-    def is_serializable(self) -> bool:
-        return False
-
-
-class _IsSerializable:
-    """`hf_quantizer.is_serializable` of one model. save_pretrained asks it, since a reload of what it would
-    write would have random experts. It asks before it saves adapters, too, and then ignores the answer."""
-
-    def __init__(self, model: PreTrainedModel):
-        self.__setstate__(model)
-
-    def __getstate__(self) -> PreTrainedModel:
-        return self._model()  # a copy of the model, pickled or not, has an answer about the copy
-
-    def __setstate__(self, model: PreTrainedModel) -> None:
-        self._model = weakref.ref(model)  # or nothing but the garbage collector would free a model
-
-    def __call__(self, *args, **kwargs) -> bool:
-        if not getattr(self._model(), "_hf_peft_config_loaded", False):
-            advice = "save them by torch.save(model.state_dict(), FILE), for a model that is quantised alike"
-            found = f"experts that quantize_experts quantised; {advice}"
-            fail(ValueError, "save_pretrained", "weights that from_pretrained loads", found)
-        return False
-
-
-def _refuse_saving(model: PreTrainedModel) -> None:
-    if getattr(model, "hf_quantizer", None) is None:
-        model.hf_quantizer = _Quantizer(QuantizationConfigMixin(NAME))
-    model.hf_quantizer.is_serializable = _IsSerializable(model)

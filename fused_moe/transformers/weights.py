@@ -19,6 +19,17 @@ NAMES = (NAME, FP8_NAME)
 PARTS = ("", "_scale_inv", "_blocks", "_scales", "_packed", "_scale", "_zero_point")
 
 
+def is_experts(module: nn.Module) -> bool:
+    """Whether its class has transformers' `use_experts_implementation`. A torch.compile around it has not."""
+    flags = ("config", "has_gate", "has_bias", "is_transposed", "is_concatenated")
+    return "_orig_mod" not in module._modules and all(hasattr(module, flag) for flag in flags)
+
+
+def experts_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """The modules of experts, and their names."""
+    return [(name, module) for name, module in model.named_modules() if is_experts(module)]
+
+
 def first_name(experts: nn.Module) -> str:
     """The name of w1, or of w1 and w3 together."""
     return "gate_up_proj" if experts.has_gate else "up_proj"
@@ -111,7 +122,7 @@ class _Stored(QuantizedWeight):
     def _of(self, name: str) -> Tensor | None:
         """For checks: of the shape that a parameter of a QuantizedWeight has."""
         if name == "scale":
-            return self._scale
+            return _by_rows(self._scale, self.shape[1])
         if name == "zero":
             return self._unpacked_zero()
         is_flat = self.format == "mxfp4" and self._data.dim() == 3  # of FP8Experts
@@ -126,6 +137,8 @@ class _Stored(QuantizedWeight):
         if stored.dtype != dtype:
             # Scales of blocks of 128 x 128 are few, and float32 here. Others are the same bytes.
             stored = stored.to(dtype) if dtype == torch.float32 else as_bytes(stored)
+        if name == "scale":
+            stored = _by_rows(stored, self.shape[1])
         return stored.flatten(-2) if stored.dim() == 4 else stored
 
     def _unpacked_zero(self) -> Tensor | None:
@@ -156,12 +169,21 @@ def _signed_zero(words: Tensor, rows: int) -> Tensor:
     return formats.unpack_rows(words, rows).to(torch.int8) - formats.INT4_OFFSET
 
 
+def _by_rows(scale: Tensor, rows: int) -> Tensor:
+    """Scales (E, n) of n matrices that are one weight, gate and up, as one per row (E, rows, 1), or of one
+    matrix as (E, 1, 1). Others as they are."""
+    if scale.dim() != 2:
+        return scale
+    scale = scale.unsqueeze(-1)
+    return scale if scale.size(1) == 1 else scale.repeat_interleave(rows // scale.size(1), 1)
+
+
 @torch.compiler.disable(reason="call a model with quantised experts once before it is compiled as one graph")
 def _make(experts: nn.Module, name: str, compute: str) -> QuantizedWeight:
     own = experts._parameters
     sources = {name + part: own[name + part] for part in PARTS if own.get(name + part) is not None}
     with torch.inference_mode(False), untraced():
-        made = _made(own, name, compute if _runs_in_fp8(experts) else "codes")
+        made = _made(own, name, compute if _runs_in_8_bits(experts) else "codes")
     # accelerate's hook takes offloaded parameters away after the call, and nothing should hold their memory.
     # What is made of such parameters is made for each call, tiles too.
     if getattr(getattr(experts, "_hf_hook", None), "offload", False):
@@ -177,25 +199,41 @@ def _make(experts: nn.Module, name: str, compute: str) -> QuantizedWeight:
     return w
 
 
-def _runs_in_fp8(experts: nn.Module) -> bool:
+def _runs_in_8_bits(experts: nn.Module) -> bool:
     """Whether the checkpoint asks for tokens that are quantised, and GPUs have kernels for the widths."""
-    if not isinstance(experts, FP8Experts) or experts.activation_scheme != "dynamic":
+    if getattr(experts, "activation_scheme", None) != "dynamic":
         return False
     _, D, F = experts.down_proj.shape
-    of_F = computing.HALF_BLOCK if experts.down_proj.is_cuda else computing.WIDTH
+    scale = getattr(experts, "down_proj_scale", None)  # FP8Experts have blocks, and another name
+    has_blocks = scale is None or (scale.dim() == 3 and scale.size(1) != D)
+    of_F = computing.HALF_BLOCK if has_blocks and experts.down_proj.is_cuda else computing.WIDTH
     return D % computing.WIDTH == F % of_F == 0
 
 
 def _made(own: dict, name: str, compute: str = "codes") -> QuantizedWeight:
+    """The weight that parameters are. compute: "codes", or "fp8" for 8 bits on both operands."""
     if f"{name}_blocks" in own:
         return from_mxfp4(own, name)
     if f"{name}_packed" in own:
-        codes, scale, zero = own[f"{name}_packed"].view(torch.uint8), own[f"{name}_scale"], None
+        packed, scale, zero = own[f"{name}_packed"], own[f"{name}_scale"], None
+        codes = packed.view(torch.uint8)
         E, rows, width = codes.shape
         if f"{name}_zero_point" in own:
             zero = _signed_zero(own[f"{name}_zero_point"], rows)
-        return QuantizedWeight(codes, scale, zero, format="int4", shape=(E, rows, 2 * width))
-    codes, scale = own[name], own[f"{name}_scale_inv"]
+        format = "mxfp4" if packed.dtype == torch.uint8 else "int4"
+        return QuantizedWeight(codes, scale, zero, format=format, shape=(E, rows, 2 * width))
+    codes = own[name]
+    if f"{name}_scale" in own:
+        scale, rows = own[f"{name}_scale"], codes.size(1)
+        if codes.dtype == torch.int8:
+            format, compute = "int8", "int8" if compute == "fp8" else compute
+        elif scale.dim() == 2 or scale.size(1) == rows:
+            format = "fp8"
+        else:
+            format, scale = "fp8_block", scale.float()
+        scale = _by_rows(scale, rows)
+        return QuantizedWeight(codes, scale, format=format, shape=codes.shape, compute=compute)
+    scale = own[f"{name}_scale_inv"]
     if codes.dtype == torch.int8:  # two e2m1 codes per byte
         E, rows, width = codes.shape
         codes, scale = codes.view(torch.uint8), scale.view(torch.uint8)
@@ -242,7 +280,10 @@ def _publish(experts: nn.Module, state_dict: dict, prefix: str, _) -> None:
                 tensor = formats.pack_rows((tensor + formats.INT4_OFFSET).to(torch.uint8))
             # FP8Experts have other dtypes for our bytes, and narrower ones for scales that are float32 here.
             same_size = tensor.element_size() == dtype.itemsize
-            tensor = (tensor.view(dtype) if same_size else tensor.to(dtype)).view(shape)
+            tensor = tensor.view(dtype) if same_size else tensor.to(dtype)
+            if part == "_scale" and len(shape) == 2:
+                tensor = tensor.unflatten(1, (shape[1], -1))[:, :, 0].contiguous()  # of each matrix
+            tensor = tensor.view(shape)
             state_dict[f"{prefix}{name}{part}"] = w._copies.give(n, tensor)
 
 
