@@ -54,7 +54,7 @@ def _num_matrices(name: str) -> int:
 # --- what a checkpoint stores -----------------------------------------------------------------------------
 
 
-class _Stored(NamedTuple):
+class _FileTensor(NamedTuple):
     """A tensor of experts in a file."""
 
     file: str
@@ -74,7 +74,7 @@ _DTYPES = {
 }
 
 
-def _stored_experts(checkpoint_files: list[str] | None) -> dict[str, _Stored]:
+def _stored_experts(checkpoint_files: list[str] | None) -> dict[str, _FileTensor]:
     """What safetensors have of experts' weights. Only headers are read."""
     from safetensors import safe_open
 
@@ -84,10 +84,10 @@ def _stored_experts(checkpoint_files: list[str] | None) -> dict[str, _Stored]:
             return {}
         with safe_open(file, framework="pt") as tensors:
             for key in tensors.keys():
-                if re.search(r"\.experts\.(\d+|[a-z_]+_proj_(blocks|scales)$)", key):
+                if re.search(r"\.experts\.(\d+\.|\w+_proj)", key):
                     part = tensors.get_slice(key)
                     dtype = _DTYPES.get(part.get_dtype(), part.get_dtype())
-                    stored[key] = _Stored(str(file), dtype, tuple(part.get_shape()))
+                    stored[key] = _FileTensor(str(file), dtype, tuple(part.get_shape()))
     return stored
 
 
@@ -109,8 +109,10 @@ class _Packed:
                     parameter.requires_grad_(False)  # loading makes what is floating require a gradient
         return super()._process_model_after_weight_loading(model, **kwargs)
 
-    def _check_stored(self, model: nn.Module, stored: dict[str, _Stored]) -> None:
-        """Checks what a checkpoint has for packed parameters, before any of it is loaded."""
+    def _check_stored(self, model: nn.Module, stored: dict[str, _FileTensor]) -> None:
+        """Checks what safetensors have for packed parameters, before any of it is loaded."""
+        if not stored:
+            return
         fn, mapping = "from_pretrained", get_model_conversion_mapping(model, hf_quantizer=self)
         renamings = [c for c in mapping if isinstance(c, WeightRenaming)]
         converters = [c for c in mapping if isinstance(c, WeightConverter)]
@@ -128,19 +130,23 @@ class _Packed:
             found[name][int(expert[1]) if expert else None] += 1
             needed[name] = per_expert.get(pattern, 1)
             where = f"{key} in {tensor.file}"
+            if expert and int(expert[1]) >= len(parameter):
+                fail(ValueError, fn, f"{name} of {len(parameter)} experts", where)
             if tensor.shape != shape:
                 fail(ValueError, fn, f"{where} of shape {shape}", tensor.shape)
             are_scales = {tensor.dtype, parameter.dtype} <= set(formats.SCALES)
-            if tensor.dtype != parameter.dtype and not are_scales:
+            if self.is_packed and tensor.dtype != parameter.dtype and not are_scales:
                 fail(ValueError, fn, f"{where} of dtype {parameter.dtype}", tensor.dtype)
-        folder = next((str(Path(tensor.file).parent) for tensor in stored.values()), "the checkpoint")
+        folder = Path(next(iter(stored.values())).file).parent
         for module_name, experts in experts_of(model):
             for name, parameter in _packed_parameters(experts):
                 name = f"{module_name}.{name}"
                 counts = found[name]
                 missing = [e for e in range(len(parameter)) if counts[e] < needed.get(name, 1)]
                 if missing and not counts[None]:
-                    fail(ValueError, fn, f"{name} of every expert in {folder}", f"less of experts {missing}")
+                    fail(
+                        ValueError, fn, f"{name} of every expert in {folder}", f"none or a part of {missing}"
+                    )
 
 
 def _packed_parameters(experts: nn.Module) -> list[tuple[str, nn.Parameter]]:
@@ -149,17 +155,26 @@ def _packed_parameters(experts: nn.Module) -> list[tuple[str, nn.Parameter]]:
     return [(n, p) for n, p in own if p.element_size() == 1 or n.endswith((*PARTS[1:], "_shape"))]
 
 
-class PackedMxfp4(_Packed, Mxfp4HfQuantizer):
+class _ValidatedLate(_Packed):
+    """Asks for what transformers' kernels need only if they are to run."""
+
+    _environment = None
+
+    def validate_environment(self, *args, **kwargs):
+        self._environment = args, kwargs
+
+    def _validate(self) -> None:
+        if self._environment is not None:
+            args, kwargs = self._environment
+            super().validate_environment(*args, **kwargs)
+
+
+class PackedMxfp4(_ValidatedLate, Mxfp4HfQuantizer):
     """Loads gpt-oss' experts as they are stored, in models whose experts are fused_moe's.
 
     transformers has kernels for MXFP4 on some machines, which want the codes in their own order, and
     dequantises on others. In other models, and with dequantize=True, this is transformers' quantizer.
     """
-
-    _environment = None
-
-    def validate_environment(self, *args, **kwargs):
-        self._environment = args, kwargs  # of transformers' kernels, which may not be needed
 
     def _process_model_before_weight_loading(self, model, use_kernels=False, checkpoint_files=None, **kwargs):
         unquantized = self.quantization_config.modules_to_not_convert
@@ -172,12 +187,10 @@ class PackedMxfp4(_Packed, Mxfp4HfQuantizer):
                     shapes = {"_blocks": (*groups, formats.MX_GROUP // 2), "_scales": groups}
                     _pack(experts, weight, {part: (shape, torch.uint8) for part, shape in shapes.items()})
         if not self.is_packed:
-            if self._environment is not None:
-                args, environment = self._environment
-                super().validate_environment(*args, **environment)
+            self._validate()
             super()._process_model_before_weight_loading(model, use_kernels=use_kernels, **kwargs)
-        elif stored := _stored_experts(checkpoint_files):
-            self._check_stored(model, stored)
+        else:
+            self._check_stored(model, _stored_experts(checkpoint_files))
 
     def get_weight_conversions(self):
         """None for packed experts, whose parameters have the checkpoint's names."""
@@ -188,24 +201,18 @@ class PackedMxfp4(_Packed, Mxfp4HfQuantizer):
         return self.is_packed or super().is_trainable
 
 
-class PackedFp8(_Packed, FineGrainedFP8HfQuantizer):
+class PackedFp8(_ValidatedLate, FineGrainedFP8HfQuantizer):
     """Keeps FP8 experts packed on every device, in models whose experts are fused_moe's and alone in FP8.
 
     transformers has kernels for some GPUs, and dequantises elsewhere.
     """
 
-    _environment = None
-
-    def validate_environment(self, *args, **kwargs):
-        if not self.pre_quantized:
-            return super().validate_environment(*args, **kwargs)
-        self._environment = args, kwargs  # of transformers' kernels, which may not be needed
-
-    def _process_model_before_weight_loading(self, model, use_kernels=False, **kwargs):
-        if self._environment is not None and not self._has_ours_alone(model, use_kernels):
-            args, environment = self._environment
-            super().validate_environment(*args, **environment)
+    def _process_model_before_weight_loading(self, model, use_kernels=False, checkpoint_files=None, **kwargs):
+        if not self._has_ours_alone(model, use_kernels):
+            self._validate()
         super()._process_model_before_weight_loading(model, use_kernels=use_kernels, **kwargs)
+        if self._ours(model, use_kernels):
+            self._check_stored(model, _stored_experts(checkpoint_files))
 
     def _has_ours_alone(self, model: nn.Module, use_kernels: bool) -> bool:
         """Whether all that is in FP8 is experts that we compute."""
@@ -237,6 +244,8 @@ class PackedCompressedTensors(_Packed, CompressedTensorsHfQuantizer):
             model, use_kernels=use_kernels, checkpoint_files=checkpoint_files, **kwargs
         )
         self.is_alone = not any(hasattr(module, "quantization_scheme") for module in model.modules())
+        if self.is_alone:
+            self.compressor.remove_decompression_hook(model)  # it would unpack nothing, and cannot be pickled
         found = [experts for _, experts in self._ours(model, use_kernels)]
         scheme = _scheme_of_experts(self.compressor.quantization_config)
         if scheme is None or not found:
@@ -297,7 +306,9 @@ def _scheme_of_experts(config) -> _Scheme | None:
     return None if found is None else _Scheme(weights, scheme.input_activations, *found)
 
 
-def _parts(scheme: _Scheme, stored: dict[str, _Stored], sizes: tuple[int, int, int], matrices: int) -> dict:
+def _parts(
+    scheme: _Scheme, stored: dict[str, _FileTensor], sizes: tuple[int, int, int], matrices: int
+) -> dict:
     """{suffix: (shape, dtype)} of a weight's parameters. Scales have the checkpoint's dtype."""
     (E, rows, cols), args = sizes, scheme.weights
     scales = {tensor.dtype for key, tensor in stored.items() if key.endswith(".weight_scale")}
