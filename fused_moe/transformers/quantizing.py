@@ -16,7 +16,17 @@ from ..quantized.computing import check_compute
 from ..quantized.quantizing import checked_options, options_of, quantize
 from .experts import settings_of
 from .saving import hold_quantizer
-from .weights import NAME, NAMES, PARTS, add_hook, experts_of, first_name, replace_parameters, weight_of
+from .weights import (
+    NAME,
+    NAMES,
+    PARTS,
+    add_hook,
+    experts_of,
+    first_name,
+    is_adapted,
+    replace_parameters,
+    weight_of,
+)
 
 
 def quantize_experts(
@@ -93,13 +103,9 @@ def quantize_experts(
     return model
 
 
-# What PEFT calls the modules inside its own.
-_ADAPTED = {"base_layer", "original_module", "modules_to_save"}
-
-
 def _not_plain(module_name: str, experts: nn.Module, name: str) -> str | None:
     """What would not work any more with the weight replaced in its module, if anything."""
-    if _ADAPTED & set(module_name.split(".")):
+    if is_adapted(module_name):
         return "one that a PEFT adapter is for"
     if name not in experts._parameters:
         how = "a parametrisation" if hasattr(experts, "parametrizations") else "a hook, as in pruning"

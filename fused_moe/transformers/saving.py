@@ -19,6 +19,7 @@ import weakref
 
 import torch
 from torch import Tensor, nn
+from torch.utils.dlpack import from_dlpack
 from transformers import FineGrainedFP8Config, PreTrainedModel
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from transformers.quantizers.base import HfQuantizer
@@ -30,9 +31,11 @@ from ..quantized.quantizing import options_of
 from ..quantized.sharding import is_sharded
 from .conversions import as_fp8, dense_names, names_of_matrices, why_not_stacked
 from .experts import settings_of
-from .weights import NAME, experts_of, first_name
+from .weights import NAME, experts_of, first_name, is_adapted
 
-EXPERTS = r"re:.*\.experts\.\d+\.\w+$"  # compressed-tensors' target: the matrices of experts
+# compressed-tensors' target: the matrices of experts. transformers has the module of all experts alone, and a
+# target that matches none is warned of at each load.
+EXPERTS = r"re:.*\.experts(\.\d+\.\w+)?$"
 
 
 class _Quantizer(HfQuantizer):
@@ -58,10 +61,16 @@ class _Quantizer(HfQuantizer):
                     continue
                 matrices = names_of_matrices(model, full_name)
                 for part, tensor in _parts(w, len(matrices), **own).items():
-                    for matrix, stacked in zip(matrices, tensor.chunk(len(matrices), 1), strict=True):
-                        for e, one in enumerate(stacked.contiguous()):
-                            state[matrix.replace("*", str(e)) + part] = one
+                    for e, own_rows in enumerate(tensor):
+                        for matrix, one in zip(matrices, own_rows.chunk(len(matrices)), strict=True):
+                            state[matrix.replace("*", str(e)) + part] = _in_own_storage(one)
         return state, {}
+
+
+def _in_own_storage(view: Tensor) -> Tensor:
+    """The same memory, not copied. save_pretrained would copy all views of one storage before it writes the
+    first shard, and count the storage as one tensor of a shard."""
+    return from_dlpack(view.view(torch.uint8)).view(view.dtype)
 
 
 class _IsSerializable:
@@ -106,6 +115,8 @@ def why_not_saved(model: PreTrainedModel) -> str | None:
     if isinstance(loaded, QuantizationConfigMixin):  # ours is a dict
         return f"the checkpoint was quantised, too, by {getattr(loaded.quant_method, 'value', 'another')}"
     found = experts_of(model)
+    if any(is_adapted(name) for name, _ in found):
+        return "they have PEFT's adapters; save those, or merge or unload them"
     weights = [getattr(experts, name) for _, experts in found for name in (first_name(experts), "down_proj")]
     if not all(isinstance(w, QuantizedWeight) for w in weights):
         return "some of the model's experts are not quantised"

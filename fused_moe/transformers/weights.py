@@ -30,6 +30,11 @@ def experts_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
     return [(name, module) for name, module in model.named_modules() if is_experts(module)]
 
 
+def is_adapted(module_name: str) -> bool:
+    """Whether the module is inside one of PEFT's."""
+    return not {"base_layer", "original_module", "modules_to_save"}.isdisjoint(module_name.split("."))
+
+
 def first_name(experts: nn.Module) -> str:
     """The name of w1, or of w1 and w3 together."""
     return "gate_up_proj" if experts.has_gate else "up_proj"
