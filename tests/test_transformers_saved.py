@@ -311,6 +311,53 @@ def test_shards(cpu, tmp_path, kind):
         load(tmp_path)
 
 
+@pytest.mark.parametrize("kind", ("int4", "fp8 per matrix", "mxfp4"))
+def test_no_tensor_is_copied(cpu, tmp_path, kind):
+    """What is written is the weights' own memory, each tensor a storage of its own, or save_pretrained would
+    copy the whole model before the first shard."""
+    model = quantised(kind=kind)
+    owned = [p for _, experts in experts_of(model) for p in experts.parameters() if p.nbytes > 2048]
+    owned = [range(p.data_ptr(), p.data_ptr() + p.nbytes) for p in owned]
+    state, _ = model.hf_quantizer.get_state_dict_and_metadata(model)
+    tensors = [t for n, t in state.items() if n.endswith((".weight", "_packed")) and ".experts." in n]
+    assert len(tensors) == 48
+    assert all(any(t.data_ptr() in memory for memory in owned) for t in tensors)
+    assert all(t.untyped_storage().nbytes() == t.nbytes for t in tensors)
+
+
+@pytest.mark.parametrize("kind", ("int4", "fp8_block"))
+def test_a_loaded_model_is_copied(cpu, tmp_path, kind):
+    """No hook is left for layers that are not there; the target matches a module, or each load would warn."""
+    needs_packed_loading()
+    model = quantised(kind=kind)
+    model.save_pretrained(tmp_path / "first")
+    loaded = load(tmp_path / "first")
+    torch.save(loaded, tmp_path / "model.pt")
+    pickled = torch.load(tmp_path / "model.pt", weights_only=False)
+    for again in (pickled, copy.deepcopy(loaded)):
+        assert torch.equal(logits(again), logits(model))
+        again.save_pretrained(tmp_path / "again")
+        assert_same_bits(as_bytes(written(tmp_path / "again")), as_bytes(written(tmp_path / "first")))
+    if kind == "int4":
+        (target,) = config_of(tmp_path / "first")["config_groups"]["group_0"]["targets"]
+        matched = [n for n, _ in loaded.named_modules() if re.match(target.removeprefix("re:"), n)]
+        assert matched == [n for n, _ in experts_of(loaded)]
+
+
+@pytest.mark.parametrize("kind", ("int4", "fp8_block"))
+def test_offloaded(cpu, tmp_path, kind):
+    pytest.importorskip("accelerate")
+    needs_packed_loading()
+    model = quantised(kind=kind)
+    model.save_pretrained(tmp_path / "first")
+    places = dict.fromkeys(("model.embed_tokens", "model.norm", "model.rotary_emb", "lm_head"), "cpu")
+    places |= {"model.layers.0": "cpu", "model.layers.1": "disk"}
+    loaded = load(tmp_path / "first", device_map=places, offload_folder=tmp_path / "disk")
+    assert torch.equal(logits(loaded), logits(model))
+    loaded.save_pretrained(tmp_path / "again")
+    assert_same_bits(as_bytes(written(tmp_path / "again")), as_bytes(written(tmp_path / "first")))
+
+
 @pytest.mark.parametrize("how", ("copied", "pickled", "the base model", "loaded", "written before"))
 def test_models_of_any_origin(cpu, tmp_path, how):
     """A copy saves itself; a base model and one that was loaded have the names of the whole model's file."""
@@ -410,7 +457,14 @@ def with_powers_of_two() -> nn.Module:
     return model
 
 
+def adapted() -> nn.Module:
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=4, target_modules=[], target_parameters=["mlp.experts.down_proj"])
+    return peft.get_peft_model(quantised(), config).base_model.model
+
+
 NO_LAYOUT = {
+    "adapted": (adapted, "they have PEFT's adapters; save those, or merge or unload them"),
     "gpt-oss, int8": (
         lambda: quantised("gpt_oss", "int8"),
         "gpt-oss is published in mxfp4, and they are int8",
@@ -574,6 +628,35 @@ def test_damaged(cpu, tmp_path, family, kind, stem, damage):
         with pytest.warns(UserWarning, match="not keep the experts packed"), pytest.raises(RuntimeError):
             load(tmp_path)
         return
+    with pytest.raises(ValueError, match=where):
+        load(tmp_path)
+
+
+def published_experts(kind: str, folder) -> dict[str, torch.Tensor]:
+    needs_packed_loading()
+    quantised(kind=kind).save_pretrained(folder)
+    return written(folder)
+
+
+@pytest.mark.parametrize("damage", (without, shorter))
+def test_damaged_fp8(cpu, tmp_path, damage):
+    """transformers would load the rest, and draw the layer's scales at random."""
+    tensors = published_experts("fp8_block", tmp_path)
+    for name in [n for n in tensors if ".1.mlp.experts." in n and n.endswith("_scale_inv")]:
+        damage(tensors, name)
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(
+        ValueError, match=r"model\.layers\.1\.mlp\.experts\..*_scale_inv (in|of every expert in) "
+    ):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize("kind", ("int4", "fp8_block"))
+def test_an_expert_too_many(cpu, tmp_path, kind):
+    tensors = published_experts(kind, tmp_path)
+    more = {n.replace("s.7.", "s.8."): t.clone() for n, t in tensors.items() if ".1.mlp.experts.7." in n}
+    save_file(tensors | more, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    where = r"_proj\w* of 8 experts, found model\.layers\.1\.mlp\.experts\.8\.\w+\.\w+ in .*model.safetensors"
     with pytest.raises(ValueError, match=where):
         load(tmp_path)
 
