@@ -25,7 +25,6 @@ from torch.distributed.fsdp import fully_shard  # noqa: E402
 from torch.distributed.tensor import DTensor  # noqa: E402
 from torch.multiprocessing.reductions import StorageWeakRef  # noqa: E402
 
-from fused_moe import checkpoint  # noqa: E402
 from fused_moe.checkpoint.torchtitan import BIAS, read, write  # noqa: E402
 
 if HAS_OVERRIDES:

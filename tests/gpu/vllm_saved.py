@@ -48,7 +48,7 @@ def make(folder: Path, options: dict) -> None:
     fused_moe.transformers.register()
     torch.manual_seed(0)
     config = AutoConfig.for_model(
-        "qwen3_moe", vocab_size=VOCABULARY, hidden_size=256, intermediate_size=512, moe_intermediate_size=128,
+        "qwen3_moe", vocab_size=VOCABULARY, hidden_size=256, intermediate_size=512, moe_intermediate_size=256,
         num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=64, num_experts=8,
         num_experts_per_tok=2, norm_topk_prob=True, max_position_embeddings=1024, bos_token_id=1,
         eos_token_id=2, pad_token_id=0, tie_word_embeddings=False,
