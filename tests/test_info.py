@@ -207,7 +207,7 @@ print(*sorted(set(sys.modules) - before))
     own += " kept_dtypes lora losses main_grad module oldest ops overlap padding paths plan quantized"
     parts = "computing copies formats loaders quantizing refreshing sharding smoothing state tiles weight"
     own += "".join(f" quantized.{name}" for name in parts.split())
-    own += " reference replay resetting routed version"
+    own += " reference replay resetting routed upcycling version"
     assert run.stdout.split() == ["fused_moe", *(f"fused_moe.{name}" for name in own.split())], run.stderr
 
 
@@ -381,6 +381,7 @@ def test_the_public_names(device):
         "replay_routing",
         "set_lora",
         "smooth_from",
+        "upcycle",
     }
     assert set(fused_moe.__all__) - own <= set(fused_moe.reference.__all__)
 
