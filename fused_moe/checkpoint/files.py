@@ -1,4 +1,4 @@
-"""Folders of safetensors: `open_folder` reads one lazily, `write_folder` writes one shard by shard.
+"""Folders of safetensors: `open_folder` reads one lazily, `write_shards` writes one.
 
 Tensors that are read are views of mapped files: a part of one, an expert say, is read alone, and when it is
 used.
