@@ -271,3 +271,15 @@ def pack_rows(codes: Tensor) -> Tensor:
     E, rows, n = codes.shape
     packed = pack_nibbles(codes.unflatten(1, (-1, 8)).movedim(2, -1))
     return packed.flatten().view(torch.int32).view(E, rows // 8, n)
+
+
+def unpack_zeros(words: Tensor, rows: int) -> Tensor:
+    """Zero points that a checkpoint packs, which are of codes from 0 to 15, as those of codes from -8 to 7:
+    int32 (E, ceil(rows / 8), n) -> int8 (E, rows, n)."""
+    return unpack_rows(words, rows).to(torch.int8) - INT4_OFFSET
+
+
+def pack_zeros(zero: Tensor) -> Tensor:
+    """The inverse of unpack_zeros. The last word is filled up with 0."""
+    codes = (zero + INT4_OFFSET).to(torch.uint8)
+    return pack_rows(torch.nn.functional.pad(codes, (0, 0, 0, -codes.size(1) % 8)))

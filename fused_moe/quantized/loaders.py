@@ -419,7 +419,7 @@ def _signed_zeros(tensors: _Tensors, rows: int, groups: int) -> Tensor | None:
     if stored.size(1) != expected:
         fail(ValueError, tensors.fn, f"{name} {stored.dtype} of {expected} rows", stored.size(1))
     if packed:
-        return _signed(formats.unpack_rows(stored, rows))
+        return _unless_zero(formats.unpack_zeros(stored, rows))
     check_range(tensors.fn, name, stored, -8, 7)
     return _unless_zero(stored)
 

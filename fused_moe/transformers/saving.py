@@ -207,5 +207,5 @@ def _parts(
     shape = torch.tensor([rows // matrices, cols] * matrices).repeat(E, 1)
     parts = {"_packed": data, "_scale": scale, "_shape": shape}
     if zero is not None:
-        parts["_zero_point"] = formats.pack_rows((zero + formats.INT4_OFFSET).to(torch.uint8))
+        parts["_zero_point"] = formats.pack_zeros(zero)
     return parts

@@ -149,7 +149,7 @@ class _Stored(QuantizedWeight):
     def _unpacked_zero(self) -> Tensor | None:
         words = self._words
         if words is None or torch.compiler.is_compiling():
-            return None if words is None else _signed_zero(words, self.shape[1])
+            return None if words is None else formats.unpack_zeros(words, self.shape[1])
         if self._zero is None or write_state(words) != self._zero_state:
             self._unpack_zero()
         return self._zero
@@ -162,16 +162,12 @@ class _Stored(QuantizedWeight):
             torch.no_grad(),
             untraced(),
         ):  # or backward could not use what is made here
-            found = _signed_zero(words, self.shape[1])
+            found = formats.unpack_zeros(words, self.shape[1])
             if zero is not None and zero.device == found.device:
                 zero.copy_(found)
             else:
                 self._zero = found
         self._zero_state = write_state(words)
-
-
-def _signed_zero(words: Tensor, rows: int) -> Tensor:
-    return formats.unpack_rows(words, rows).to(torch.int8) - formats.INT4_OFFSET
 
 
 def _by_rows(scale: Tensor, rows: int) -> Tensor:
@@ -224,7 +220,7 @@ def _made(own: dict, name: str, compute: str = "codes") -> QuantizedWeight:
         codes = packed.view(torch.uint8)
         E, rows, width = codes.shape
         if f"{name}_zero_point" in own:
-            zero = _signed_zero(own[f"{name}_zero_point"], rows)
+            zero = formats.unpack_zeros(own[f"{name}_zero_point"], rows)
         format = "mxfp4" if packed.dtype == torch.uint8 else "int4"
         return QuantizedWeight(codes, scale, zero, format=format, shape=(E, rows, 2 * width))
     codes = own[name]
@@ -282,7 +278,7 @@ def _publish(experts: nn.Module, state_dict: dict, prefix: str, _) -> None:
         for (part, (dtype, shape)), n in zip(parts.items(), own, strict=True):
             tensor = state_dict.pop(f"{prefix}{name}.{n}")
             if part == "_zero_point":
-                tensor = formats.pack_rows((tensor + formats.INT4_OFFSET).to(torch.uint8))
+                tensor = formats.pack_zeros(tensor)
             # FP8Experts have other dtypes for our bytes, and narrower ones for scales that are float32 here.
             same_size = tensor.element_size() == dtype.itemsize
             tensor = tensor.view(dtype) if same_size else tensor.to(dtype)
