@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from torch import Tensor
+
 
 class Source(NamedTuple):
     """Where one tensor of FusedMoE's state_dict is.
@@ -29,3 +31,15 @@ class Block(NamedTuple):
     tensors: dict[str, tuple[Source, ...]]
     # What the names of this layer's tensors begin with, and no others': "model.layers.3.mlp."
     prefixes: tuple[str, ...]
+
+
+def rows_of(tensor: Tensor, rows: str, dim: int) -> Tensor:
+    """A view of the rows, along dim, that `Source.rows` names."""
+    if rows == "all":
+        return tensor
+    if rows == "first":
+        return tensor[0]
+    if rows in ("upper", "lower"):
+        half = tensor.size(dim) // 2
+        return tensor.narrow(dim, half * (rows == "lower"), half)
+    return tensor[(slice(None),) * dim + (slice(rows == "odd", None, 2),)]

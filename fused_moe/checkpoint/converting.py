@@ -199,10 +199,11 @@ class _Job:
         self._dense_dtype = (dtype or dtype_of(config)) if self._drops else None
         # There is no writer of GPTQ's and AWQ's packing.
         self._repacks = to == "hf" and not self._drops and self._method.get("quant_method") in ("gptq", "awq")
+        found = blocks(config)
         # How names of biases for the choice end. They keep their dtype, also in layers that predict tokens.
         self._biases = tuple(
             place.name.partition(f".{block.layer}.")[2]
-            for block in blocks(config)
+            for block in found
             for place in block.tensors.get(layers.FLOAT32, ())
         )
         # For the way back: where tensors were, if not in the first published place, and in what form.
@@ -211,7 +212,7 @@ class _Job:
         self._forms: dict[str, quantized.Published] = dict(marker.get("quantized", {}))
         self._groups: set[int] = set()  # columns per scale of what was packed again
         self._plain: set[str] = set()  # linear layers that are float
-        self._blocks = {prefix: block for block in blocks(config) for prefix in block.prefixes}
+        self._blocks = {prefix: block for block in found for prefix in block.prefixes}
         self._prefixes = sorted(self._blocks)
         # The keys of each MoE layer, and of each quantised linear layer outside.
         self._layers: dict[int, list[str]] = {block.layer: [] for block in self._blocks.values()}

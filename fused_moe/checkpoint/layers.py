@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Iterator, Mapping
+from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -12,10 +13,11 @@ import torch
 from torch import Tensor
 
 from ..activation import CONSTANTS
+from ..checks import fail
 from ..module import FusedMoE
 from ..quantized.sharding import is_sharded, sharded_like
 from . import quantized
-from .block import Block, Source
+from .block import Block, Source, rows_of
 from .families import blocks, read_config
 from .files import naming_files, open_folder
 
@@ -24,9 +26,7 @@ FREE = ("load_balance_coeff", "router_dtype", "fp8")
 FLOAT32 = "expert_bias"  # the tensor that is float32 beside others of any dtype
 ROUTER = ("router.", "shared_expert_gate.")  # whose tensors have router_dtype, if there is one
 
-
-def _fail(expected: Any, found: Any) -> None:
-    raise ValueError(f"fused_moe.checkpoint: expected {expected}, found {found}")
+_fail = partial(fail, ValueError, "fused_moe.checkpoint")
 
 
 # --- settings ---------------------------------------------------------------------------------------------
@@ -87,16 +87,12 @@ def _part(tensor: Tensor, name: str, source: Source) -> Tensor:
     """A view of a checkpoint's tensor, or of one expert's: that of FusedMoE's tensor `name` in it."""
     if source.transposed:
         tensor = tensor.mT
-    dim = 1 if name.startswith("experts.") and "*" not in source.name else 0
-    if source.rows == "all":
-        return tensor
-    if source.rows == "first":
-        return tensor[0]
-    if source.rows in ("upper", "lower"):
-        half = tensor.size(dim) // 2
-        return tensor.narrow(dim, half * (source.rows == "lower"), half)
-    index = [slice(None)] * dim + [slice(source.rows == "odd", None, 2)]
-    return tensor[tuple(index)]
+    return rows_of(tensor, source.rows, _dim(name, source))
+
+
+def _dim(name: str, source: Source) -> int:
+    """The dimension that `Source.rows` is about."""
+    return 1 if name.startswith("experts.") and "*" not in source.name else 0
 
 
 def _stored_shape(shape: torch.Size, name: str, source: Source) -> tuple[int, ...]:
@@ -105,7 +101,7 @@ def _stored_shape(shape: torch.Size, name: str, source: Source) -> tuple[int, ..
     if source.rows == "first":
         stored.insert(0, 1)
     elif source.rows != "all":
-        stored[1 if name.startswith("experts.") and "*" not in source.name else 0] *= 2
+        stored[_dim(name, source)] *= 2
     if source.transposed:
         stored[-2:] = stored[:-3:-1]
     return tuple(stored)

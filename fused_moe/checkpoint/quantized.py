@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..checks import fail
 from ..quantized import (
     QuantizedWeight,
     formats,
@@ -32,7 +33,7 @@ from ..quantized import (
     from_gptq_experts,
     from_mxfp4,
 )
-from .block import Block, Source
+from .block import Block, Source, rows_of
 
 COMPRESSED = "compressed-tensors"
 # What follows the name of a quantised weight, by how it is read.
@@ -65,9 +66,7 @@ UNREAD = (".weight_g_idx",) + tuple(
 )
 EXPERTS = ("experts.w1", "experts.w2", "experts.w3")
 
-
-def _fail(expected: Any, found: Any) -> None:
-    raise ValueError(f"fused_moe.checkpoint: expected {expected}, found {found}")
+_fail = partial(fail, ValueError, "fused_moe.checkpoint")
 
 
 # --- the configuration ------------------------------------------------------------------------------------
@@ -316,16 +315,8 @@ def _rows(codes: Codes, w: QuantizedWeight) -> QuantizedWeight:
         _fail(f"gate and up of {codes.stem} apart, quantised by {codes.kind}", "one weight")
     if codes.kind == "fp8" and (codes.place.rows not in ("upper", "lower") or rows % (2 * formats.BLOCK)):
         _fail(f"{codes.stem}, gate above up, with a multiple of {2 * formats.BLOCK} rows", rows)
-    data, scale = (_part(tensor, codes.place.rows) for tensor in (w.data, w.scale))
+    data, scale = (rows_of(tensor, codes.place.rows, 1) for tensor in (w.data, w.scale))
     return QuantizedWeight(data, scale, format=w.format, shape=(E, rows // 2, cols), dtype=w.dtype)
-
-
-def _part(tensor: Tensor, rows: str) -> Tensor:
-    """Half of dimension 1."""
-    if rows in ("even", "odd"):
-        return tensor[:, rows == "odd" :: 2]
-    half = tensor.size(1) // 2
-    return tensor[:, half:] if rows == "lower" else tensor[:, :half]
 
 
 # --- writing ----------------------------------------------------------------------------------------------
@@ -420,7 +411,7 @@ def to_hf(
                 E, rows, *others = tensor.shape
                 both = tensor.new_empty(E, 2 * rows, *others)
                 for place, tensors in members:
-                    _part(both, place.rows).copy_(tensors[part])
+                    rows_of(both, place.rows, 1).copy_(tensors[part])
                 yield stem + part, both
 
 
@@ -481,5 +472,4 @@ def _zero_points(format: str, scale: Tensor, zero: Tensor | None, dtype: torch.d
     zero = torch.zeros_like(scale, dtype=torch.int8) if zero is None else zero
     if dtype != torch.int32 or format != "int4":
         return zero.to(dtype)
-    codes = (zero + formats.INT4_OFFSET).to(torch.uint8)
-    return formats.pack_rows(torch.nn.functional.pad(codes, (0, 0, 0, -codes.size(1) % 8)))
+    return formats.pack_zeros(zero)
