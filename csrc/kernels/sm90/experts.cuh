@@ -60,7 +60,7 @@ struct Experts {
     uint32_t *stored_a; /* [E]               rows stored: each warp of each N tile adds a tile's rows */
     uint32_t *stored_y; /* [N tiles, warps]  rows stored of the columns that a warp of an N tile has */
     int32_t num_counters;
-    int32_t down_columns; /* of an N tile of the down GEMM: BN, or BN / 2 */
+    int32_t down_columns; /* columns per N tile of the down GEMM: BN or BN / 2 */
 };
 
 struct alignas(16) ExpertsTile : WorkTile {
