@@ -251,7 +251,7 @@ def test_continuous_batching(device, monkeypatch, family):
         rows.append(hidden_states.size(0))
         return fused_moe.transformers.experts_forward(experts, hidden_states, *args)
 
-    monkeypatch.setitem(ALL_EXPERTS_FUNCTIONS, "fused_moe", experts_forward)
+    monkeypatch.setitem(ALL_EXPERTS_FUNCTIONS._global_mapping, "fused_moe", experts_forward)
     settings = GenerationConfig(max_new_tokens=steps, do_sample=False, eos_token_id=-1, pad_token_id=0)
     for graphs in (False, True) if device.type == "cuda" else (False,):
         cache = ContinuousBatchingConfig(num_blocks=8, max_batch_tokens=64, use_cuda_graph=graphs)
@@ -780,7 +780,7 @@ def test_the_unknown_decodes_as_without_us(device, monkeypatch, cache):
             names.append(name)
             return forward(*args)
 
-        monkeypatch.setitem(ALL_EXPERTS_FUNCTIONS, name, record)
+        monkeypatch.setitem(ALL_EXPERTS_FUNCTIONS._global_mapping, name, record)
     model = tiny_model("mixtral", device, hidden_act="quick_gelu", intermediate_size=32).eval()
     ids = token_ids(device)
     settings = {
