@@ -28,7 +28,7 @@ from ..lora import LoRA, joined
 from ..quantized import QuantizedWeight
 from . import quantizing
 from .experts import ADAPTERS, settings_of, warn_once
-from .quantizing import check_requantize, requantize
+from .quantizing import check_merge, merge_quantized
 from .weights import NAME, NAMES, PARTS, experts_of, first_name, is_experts, is_quantized, shape_of
 
 # What we override: a release without one of these would never call ours.
@@ -104,7 +104,7 @@ class ParamWrapper(layer.ParamWrapper):  # of PEFT's name, by which PEFT knows i
             way = "fused_moe.transformers.requantized_merges(), which rounds the sum"
             advice = f"keep adapters apart, merge into the float model, or merge_and_unload inside of {way}"
             fail(ValueError, "merge", "float weights", f"a quantised {name}; {advice}")
-        check_requantize(experts, name)
+        check_merge(experts, name)
 
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
         experts, name = self.get_base_layer(), self.parameter_name
@@ -117,7 +117,7 @@ class ParamWrapper(layer.ParamWrapper):  # of PEFT's name, by which PEFT knows i
                 delta = sum(self.get_delta_weight(adapter) for adapter in adapters)
                 if safe_merge and not delta.isfinite().all():
                     fail(ValueError, "merge", "finite adapters", f"others among {adapters}")
-                requantize(experts, name, delta.mT if experts.is_transposed else delta)
+                merge_quantized(experts, name, delta.mT if experts.is_transposed else delta)
             self.merged_adapters += adapters
 
 

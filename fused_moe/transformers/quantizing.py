@@ -135,7 +135,7 @@ def requantized_merges() -> Iterator[None]:
         merges.reset(token)
 
 
-def check_requantize(experts: nn.Module, name: str) -> QuantizedWeight:
+def check_merge(experts: nn.Module, name: str) -> QuantizedWeight:
     """The weight, if it can have other scales."""
     w = weight_of(experts, name, "codes")
     own, parts = experts._parameters, getattr(experts, "_fused_moe_parts", {}).get(name, {})
@@ -151,9 +151,9 @@ def check_requantize(experts: nn.Module, name: str) -> QuantizedWeight:
     return w
 
 
-def requantize(experts: nn.Module, name: str, delta: Tensor) -> None:
+def merge_quantized(experts: nn.Module, name: str, delta: Tensor) -> None:
     """Adds delta (E, out, in) to a quantised weight, whose format and options stay."""
-    w = check_requantize(experts, name)
+    w = check_merge(experts, name)
     values = w.dequantize(torch.float32) + delta
     values = values.to(w.scale.dtype if w.scale.is_floating_point() else w.dtype)
     made = quantize(values, w.format, **options_of(w), trainable=w.is_trainable, compute=w.compute)
