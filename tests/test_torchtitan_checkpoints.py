@@ -3,6 +3,7 @@ checkpoints from and to torchtitan's."""
 
 import copy
 import re
+import shutil
 import sys
 from dataclasses import replace
 from importlib import import_module
@@ -19,7 +20,7 @@ from cases import BF16  # noqa: E402
 from test_checkpoint_files import config_of, contents, convert  # noqa: E402
 from test_checkpoint_files import write as write_folder  # noqa: E402
 from test_torchtitan import HAS_OVERRIDES, MODELS, debug_model  # noqa: E402
-from torch.distributed.checkpoint import DefaultSavePlanner  # noqa: E402
+from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemReader  # noqa: E402
 from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
 from torch.distributed.fsdp import fully_shard  # noqa: E402
 from torch.distributed.tensor import DTensor  # noqa: E402
@@ -301,9 +302,10 @@ def test_two_tensors_are_in_memory(converted, tmp_path, monkeypatch):
     assert len(made) > 12 and max(counts) <= 2
 
 
-def test_wrong_calls(converted, tmp_path):
-    """Nothing is left behind; the message names the field or the key."""
+def test_wrong_calls(converted, tmp_path, monkeypatch):
+    """Before anything is written; the message names the field or the key."""
     name, state, folder = converted
+    monkeypatch.setattr(dcp, "save", lambda *args, **_: pytest.fail("written"))
     config = CONFIGS[name]
     key = next(key for key in state if ".experts." in key)
     layer = config["num_hidden_layers"] - 1
@@ -351,6 +353,28 @@ def test_wrong_folders(converted, tmp_path):
         dcp.save(part, checkpoint_id=str(tmp_path / "part"), no_dist=True)
         with pytest.raises(ValueError, match=message):
             dict(read(tmp_path / "part", CONFIGS[name], flavor="tiny"))
+
+
+def test_wrong_files(converted, tmp_path, monkeypatch):
+    """They are found before the first tensor is read; .metadata is read once for all."""
+    name, state, folder = converted
+    own = {k: torch.empty(v.shape) for k, v in debug_model(name, True).state_dict().items()}
+    last = next(reversed(own))
+    dcp.save(own | {last: own[last].int()}, checkpoint_id=str(tmp_path / "int"), no_dist=True)
+    with pytest.raises(ValueError, match=f"{re.escape(last)} in .*/int to be floating, found torch.int32"):
+        next(read(tmp_path / "int", CONFIGS[name], flavor="tiny"))
+    copy, calls, once = tmp_path / "copy", [], FileSystemReader.read_metadata
+    shutil.copytree(folder, copy)
+    monkeypatch.setattr(FileSystemReader, "read_metadata", lambda *args: calls.append(1) or once(*args))
+    assert len(dict(read(copy, CONFIGS[name], flavor="tiny"))) == len(state) and len(calls) == 1
+    file = max(copy.glob("*.distcp"), key=lambda file: file.stat().st_size)
+    with file.open("r+b") as stream:
+        stream.truncate(10)
+    with pytest.raises(ValueError, match=f"bytes or more in .*{file.name}, which has .*, found 10"):
+        next(read(copy, CONFIGS[name], flavor="tiny"))
+    file.unlink()
+    with pytest.raises(ValueError, match=f"expected the file .*{file.name} with .*, found none"):
+        next(read(copy, CONFIGS[name], flavor="tiny"))
 
 
 def test_layers_that_predict_further_tokens_are_left_out(converted, tmp_path):

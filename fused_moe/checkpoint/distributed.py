@@ -3,16 +3,37 @@
 from __future__ import annotations
 
 import math
+import os
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.distributed.checkpoint import FileSystemReader, LoadPlan, LoadPlanner
 from torch.distributed.checkpoint.planner import LoadItemType
 from torch.futures import Future
 
+from ..checks import fail
+
 __all__ = ["CheckedReader"]
 
 CAST = {torch.float64, torch.float32, torch.bfloat16, torch.float16}  # into each other
+
+
+def check_files(fn: str, folder: str | os.PathLike, parts: Iterable[tuple[str, Any]]) -> None:
+    """Raises for a file that is missing or too short. `parts` has the name of each tensor that is to be read
+    and where it is in a file, as storage_data says."""
+    ends, names = {}, {}  # of what is read from each file
+    for name, info in parts:
+        end = info.offset + info.length
+        if end > ends.get(info.relative_path, -1):
+            ends[info.relative_path], names[info.relative_path] = end, name
+    for path, end in ends.items():
+        file = Path(folder) / path
+        if not file.exists():
+            fail(ValueError, fn, f"the file {file} with {names[path]}", "none")
+        if (size := file.stat().st_size) < end:
+            fail(ValueError, fn, f"{end} bytes or more in {file}, which has {names[path]}", size)
 
 
 class CheckedReader(FileSystemReader):
@@ -32,19 +53,9 @@ class CheckedReader(FileSystemReader):
         self.saved, self.paths = metadata.state_dict_metadata, metadata.planner_data or {}
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        ends, names = {}, {}  # of what is read from each file
-        for item in plan.items:
-            info = self.storage_data[item.storage_index]
-            end = info.offset + info.length
-            if end > ends.get(info.relative_path, -1):
-                ends[info.relative_path], names[info.relative_path] = end, item.storage_index.fqn
-        for path, end in ends.items():
-            file = Path(self.path) / path
-            if not file.exists():
-                raise ValueError(f"CheckedReader: expected the file {file} with {names[path]}, found none")
-            if (size := file.stat().st_size) < end:
-                expected = f"{end} bytes or more in {file}, which has {names[path]}"
-                raise ValueError(f"CheckedReader: expected {expected}, found {size}")
+        indices = [item.storage_index for item in plan.items]
+        parts = [(index.fqn, self.storage_data[index]) for index in indices]
+        check_files("CheckedReader", self.path, parts)
         return super().prepare_local_plan(plan)
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:

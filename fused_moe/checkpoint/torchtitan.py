@@ -21,12 +21,18 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint import (
+    DefaultSavePlanner,
+    FileSystemReader,
+    FileSystemWriter,
+    Metadata,
+)
 
 from ..checks import fail
+from .distributed import check_files
 from .families import ARGUMENTS, blocks, read_config
 
-__all__ = ["read", "write"]
+__all__ = ["check_flavor", "read", "write"]
 
 FN = "fused_moe.checkpoint.torchtitan"
 # model_type -> torchtitan's module. Its deepseek_v3 has DeepSeek-V2's flavors, too.
@@ -63,7 +69,8 @@ def write(
     Raises:
         ImportError: without torchtitan.
         ValueError: for a model that torchtitan does not have, a flavor of other sizes or another routing,
-            missing keys, keys too many, and other shapes.
+            missing keys, keys too many, and other shapes and dtypes. All are compared before the first tensor
+            is written.
     """
     out = Path(os.path.abspath(out))
     if out.exists() or not out.parent.is_dir():
@@ -74,7 +81,7 @@ def write(
             "one" if out.exists() else "none",
         )
     model = _Model(config, flavor)
-    model.check_keys(state)
+    model.check(state)
     with tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent) as beside:
         folder = Path(beside) / out.name
         planner, dtypes = _Planner(), {}
@@ -101,9 +108,12 @@ def read(folder: str | os.PathLike, config: Any, *, flavor: str) -> Iterator[tup
     the others are as those of `write`.
 
     Raises:
-        ImportError, ValueError: as those of `write`.
+        ImportError, ValueError: as those of `write`, and for files that are missing or too short, before the
+            first tensor is read.
     """
-    model, saved = _Model(config, flavor), FileSystemReader(folder).read_metadata().state_dict_metadata
+    model, reader = _Model(config, flavor), _Reader(folder)
+    metadata = reader.read_metadata()
+    saved = metadata.state_dict_metadata
     missing = [key for key in model.state if key not in saved]
     if missing:
         fail(ValueError, FN, f"{missing[0]} in {folder}", f"none, nor {len(missing) - 1} others")
@@ -111,9 +121,13 @@ def read(folder: str | os.PathLike, config: Any, *, flavor: str) -> Iterator[tup
         if saved[key].size != expected.shape:
             sizes = f"{key} of shape {tuple(expected.shape)}, as flavor {flavor!r} has"
             fail(ValueError, FN, sizes, f"{tuple(saved[key].size)} in {folder}")
+        if not (dtype := saved[key].properties.dtype).is_floating_point:
+            fail(ValueError, FN, f"{key} in {folder} to be floating", dtype)
+    parts = [(index.fqn, info) for index, info in metadata.storage_data.items() if index.fqn in model.state]
+    check_files(FN, folder, parts)
     for key, expected in model.state.items():
         part = {key: torch.empty(expected.shape, dtype=saved[key].properties.dtype)}
-        dcp.load(part, storage_reader=FileSystemReader(folder), no_dist=True)
+        dcp.load(part, storage_reader=reader, no_dist=True)
         if key in model.zeros:
             if part[key].any():
                 text = f"{FN}: {key} has values that {model.fields['model_type']} has no published name for"
@@ -125,6 +139,11 @@ def read(folder: str | os.PathLike, config: Any, *, flavor: str) -> Iterator[tup
             yield _published(name), tensor.clone(memory_format=torch.contiguous_format)
 
 
+def check_flavor(config: Any, flavor: str) -> None:
+    """Raises what `write` would without the tensors."""
+    _Model(config, flavor)
+
+
 class _Planner(DefaultSavePlanner):
     """Makes each tensor when it is written."""
 
@@ -132,6 +151,16 @@ class _Planner(DefaultSavePlanner):
 
     def lookup_object(self, index) -> Tensor:
         return self.make(index.fqn)
+
+
+class _Reader(FileSystemReader):
+    """Reads the metadata of all tensors once, not for each of them."""
+
+    metadata: Metadata | None = None
+
+    def read_metadata(self, *args, **kwargs) -> Metadata:
+        self.metadata = self.metadata or super().read_metadata(*args, **kwargs)
+        return self.metadata
 
 
 class _Writer(FileSystemWriter):
@@ -174,7 +203,8 @@ class _Model:
     def _sources(self, key: str, value: Tensor) -> dict[str, torch.Size]:
         return {name: tensor.shape for name, tensor in self.adapter.to_hf({key: value}).items()}
 
-    def check_keys(self, state: Mapping[str, Tensor]) -> None:
+    def check(self, state: Mapping[str, Tensor]) -> None:
+        """Raises for what is wrong with the published tensors, by names, shapes and dtypes alone."""
         needed = {_published(n) for k, names in self.sources.items() if k not in self.zeros for n in names}
         if self.fields.get("tie_word_embeddings") and "lm_head.weight" not in state:
             needed.discard("lm_head.weight")
@@ -196,24 +226,25 @@ class _Model:
                 advice = "; quantised weights have to be made float before"
             found = f"{left[0]} and {len(left) - 1} others{advice}"
             fail(ValueError, FN, "no keys that torchtitan's adapter does not know", found)
+        for key in self.sources.keys() - self.zeros:
+            for name, shape in self.sources[key].items():
+                published = _stored(name, state)
+                tensor = state[published].to("meta")  # frees what had to be read for it
+                if not tensor.is_floating_point():
+                    fail(ValueError, FN, f"{published} to be floating", tensor.dtype)
+                shape = (*shape[:-2], shape[-1], shape[-2]) if TURNED.search(name) else tuple(shape)
+                if tensor.shape != shape:
+                    expected = f"{published} of shape {shape}, as torchtitan's flavor has"
+                    fail(ValueError, FN, expected, tuple(tensor.shape))
 
     def make(self, key: str, state: Mapping[str, Tensor]) -> Tensor:
         """A tensor of torchtitan's from those of `state`."""
         if key in self.zeros:
             return torch.zeros(self.state[key].shape, dtype=self.state[key].dtype)
         given = {}
-        for name, shape in self.sources[key].items():
-            published = _published(name)
-            if published not in state:  # tied
-                published = "model.embed_tokens.weight"
-            tensor, is_turned = state[published], TURNED.search(name) is not None
-            if not tensor.is_floating_point():
-                fail(ValueError, FN, f"{published} to be floating", tensor.dtype)
-            shape = (*shape[:-2], shape[-1], shape[-2]) if is_turned else tuple(shape)
-            if tensor.shape != shape:
-                expected = f"{published} of shape {shape}, as torchtitan's flavor has"
-                fail(ValueError, FN, expected, tuple(tensor.shape))
-            given[name] = tensor.mT if is_turned else tensor
+        for name in self.sources[key]:
+            tensor = state[_stored(name, state)]
+            given[name] = tensor.mT if TURNED.search(name) else tensor
         # Where an adapter ties the embeddings it wants to see them, whatever it converts.
         embedding = {"model.embed_tokens.weight": torch.empty(0, device="meta")}
         return self.adapter.from_hf(embedding | given)[key].contiguous()
@@ -279,6 +310,12 @@ def _name_all(adapter: Any, state: Mapping[str, Tensor]) -> None:
 
 def _published(name: str) -> str:
     return TURNED.sub(r"\1", name)
+
+
+def _stored(name: str, state: Mapping[str, Tensor]) -> str:
+    """The key of a published tensor, which may be tied to another."""
+    published = _published(name)
+    return published if published in state else "model.embed_tokens.weight"
 
 
 # --- the flavor and the configuration -----------------------------------------------------------------
