@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -39,6 +40,7 @@ DEEPSEEK = {
     "model_type": "deepseek_v3", "moe_intermediate_size": 256, "n_routed_experts": 4, "n_shared_experts": 1,
     "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1, "dtype": "bfloat16",
 } | SIZES  # fmt: skip
+TWO_LAYERS = DEEPSEEK | {"num_hidden_layers": 2}  # of which one has experts
 GPT_OSS = {"model_type": "gpt_oss", "intermediate_size": 64, "num_local_experts": 4} | SIZES
 CONFIGS = {
     "mixtral": {"model_type": "mixtral", "intermediate_size": 64, "num_local_experts": 4} | SIZES,
@@ -176,6 +178,8 @@ LAST = "model.layers.2.mlp.experts.3.down_proj.weight"
 LATE = {
     "shape": ("float", lambda t: t.update({LAST: t[LAST][:5].clone()})),
     "missing": ("float", lambda t: t.pop(LAST)),
+    "one too many": ("float", lambda t: t.update({LAST.replace(".3.", ".4."): t[LAST].clone()})),
+    "a dtype": ("fp8", lambda t: t.update({LAST: t[LAST].view(torch.int8)})),
     "fp8 scale": ("fp8", lambda t: t.pop(f"{LAST}_scale_inv")),
     "int4 scale": ("int4", lambda t: t.pop(f"{LAST}_scale")),
     "gptq zeros": ("gptq", lambda t: t.pop(LAST.replace("weight", "qzeros"))),
@@ -185,7 +189,7 @@ LATE = {
 
 
 @pytest.mark.parametrize("case", LATE)
-def test_load_writes_nothing_before_all_layers_are_right(tmp_path, case):
+def test_nothing_is_written_before_all_layers_are_right(tmp_path, monkeypatch, case):
     kind, change = LATE[case]
     make, method = (QUANTIZED | OTHERS).get(kind, (None, None))
     config = DEEPSEEK | ({"quantization_config": method} if method else {})
@@ -193,11 +197,100 @@ def test_load_writes_nothing_before_all_layers_are_right(tmp_path, case):
     change(tensors)
     layers = [random_layer(block) for block in checkpoint.blocks(config)]
     before = [{name: t.clone() for name, t in moe.state_dict().items()} for moe in layers]
-    with pytest.raises(ValueError, match=r"model\.layers\.2\.mlp\.\S*(down|up)_proj"):
+    refusal = pytest.raises(ValueError, match=r"model\.layers\.2\.mlp\.\S*(down|up)_proj")
+    with refusal:
         checkpoint.load(torch.nn.ModuleList(layers), tensors, config)
     for moe, expected in zip(layers, before, strict=True):
-        assert moe.state_dict().keys() == expected.keys()
-        assert all(torch.equal(t, expected[name]) for name, t in moe.state_dict().items())
+        assert_same_state(moe, expected)
+    source, written = write(tmp_path / "in", tensors, config), []
+    monkeypatch.setattr(safetensors, "save_file", lambda *args, **_: written.append(args))
+    for options in ({"to": "hf"}, {"to": "fused_moe"}, {"to": "fused_moe", "dequantize": True}):
+        with refusal:
+            convert(source, tmp_path / "out", max_shard_size=1, **options)
+    assert not written
+
+
+def assert_same_state(moe, expected):
+    assert moe.state_dict().keys() == expected.keys()
+    assert all(torch.equal(t, expected[name]) for name, t in moe.state_dict().items())
+
+
+@pytest.mark.parametrize("options", ({"to": "hf", "dequantize": True}, {"to": "hf"}))
+def test_nothing_is_written_before_all_linear_layers_are_right(tmp_path, monkeypatch, options):
+    """Those outside of MoE layers, where they do not stay as they are."""
+    make, method = OTHERS["awq"]
+    tensors = quantised(make, DEEPSEEK)
+    del tensors["model.layers.2.self_attn.q_proj.scales"]
+    source = write(tmp_path / "in", tensors, DEEPSEEK | {"quantization_config": method})
+    convert(source, tmp_path / "same", to="fused_moe")
+    monkeypatch.setattr(safetensors, "save_file", lambda *args, **_: pytest.fail("written"))
+    refused(tmp_path, source, r"layers\.2\.self_attn\.q_proj\.scales", max_shard_size=1, **options)
+
+
+class Failing(dict):
+    """Tensors one of which has a shape, but no values."""
+
+    def __init__(self, tensors, key, error):
+        super().__init__(tensors)
+        self.key, self.error, self.asked = key, error, 0
+
+    def __getitem__(self, key):
+        self.asked += key == self.key
+        if self.asked > 1:
+            raise self.error
+        return super().__getitem__(key)
+
+
+@pytest.mark.parametrize(
+    "case, error, raised",
+    (
+        ("float", OSError("no disk"), OSError),
+        ("float", checkpoint.files.safetensors().SafetensorError("no disk"), RuntimeError),
+        ("fp8", ValueError("no disk"), ValueError),
+        ("int4", OSError("no disk"), OSError),
+    ),
+)
+def test_a_source_that_fails(case, error, raised):
+    """In the middle of a layer, which stays as it was; the error says which ones are written."""
+    make, method = QUANTIZED.get(case, (None, None))
+    config = DEEPSEEK | ({"quantization_config": method} if method else {})
+    tensors = quantised(make, config) if method else float_tensors(config)
+    found = checkpoint.blocks(config)
+    layers, whole = ([random_layer(block) for block in found] for _ in range(2))
+    checkpoint.load(torch.nn.ModuleList(whole), tensors, config)
+    before = {name: t.clone() for name, t in layers[1].state_dict().items()}
+    last = max(key for key in tensors if key.startswith("model.layers.2.mlp.shared_experts."))
+    words = r"no disk \(layer 2 is as it was; layers that were written before it: 1\)"
+    with pytest.raises(raised, match=words) as caught:
+        checkpoint.load(torch.nn.ModuleList(layers), Failing(tensors, last, error), config)
+    assert caught.value.__cause__ is error
+    assert_same_state(layers[0], whole[0].state_dict())
+    assert_same_state(layers[1], before)
+    with pytest.raises(raised, match=r"layer 2 is as it was; layers that were written before it: none"):
+        checkpoint.load_layer(layers[1], Failing(tensors, last, error), config, 2)
+
+
+@pytest.mark.parametrize("case", ("float", "fp8", "int4", "awq"))
+def test_every_tensor_is_read_once(tmp_path, monkeypatch, case):
+    """Once for its shape, and once for its values."""
+    make, method = (QUANTIZED | OTHERS).get(case, (None, None))
+    config = DEEPSEEK | ({"quantization_config": method} if method else {})
+    source = write(tmp_path / "in", quantised(make, config) if method else float_tensors(config), config)
+    asked, read = [], checkpoint.files.Folder.__getitem__
+
+    def counted(folder, key):
+        asked.append(key)
+        return read(folder, key)
+
+    monkeypatch.setattr(checkpoint.files.Folder, "__getitem__", counted)
+    for options in ({"to": "fused_moe"}, {"to": "hf"}, {"to": "hf", "dequantize": True}):
+        convert(source, tmp_path / "out", **options)
+        assert max(Counter(asked).values()) <= 2
+        asked.clear()
+        if options["to"] == "hf":
+            shutil.rmtree(tmp_path / "out")
+        else:
+            source = (tmp_path / "out").rename(tmp_path / "ours")
 
 
 def test_other_files(tmp_path):
@@ -384,7 +477,7 @@ def quantised(make, config):
 def test_quantised_there_and_back(tmp_path, case):
     """The same bytes, also of dense layers, scales of activations, and what loading passes over."""
     make, method = QUANTIZED[case]
-    config = DEEPSEEK | {"quantization_config": method}
+    config = TWO_LAYERS | {"quantization_config": method}
     tensors = quantised(make, config)
     expert = "model.layers.1.mlp.experts.0.up_proj"
     for name in (f"{expert}.input_scale", "model.layers.0.self_attn.k_scale"):
@@ -417,7 +510,7 @@ def layer_of(folder, layer=1, **options):
 def test_quantised_layers(tmp_path, case):
     """Either folder gives QuantizedWeights of the same values; so do dequantised folders and layers."""
     make, method = (QUANTIZED | OTHERS)[case]
-    config = DEEPSEEK | {"quantization_config": method}
+    config = TWO_LAYERS | {"quantization_config": method}
     source = write(tmp_path / "in", quantised(make, config), config)
     ours = convert(source, tmp_path / "ours", to="fused_moe")
     first = layer_of(source)
@@ -717,7 +810,11 @@ def test_torchtitan_gets_published_float_tensors(tmp_path, monkeypatch, case):
         progress(1)
         out.mkdir()
 
-    titan = SimpleNamespace(write=write_titan)
+    def check_flavor(config, flavor):
+        if flavor != "16B":
+            raise ValueError(f"no flavor {flavor}")
+
+    titan = SimpleNamespace(write=write_titan, check_flavor=check_flavor)
     monkeypatch.setitem(sys.modules, "fused_moe.checkpoint.torchtitan", titan)
     config = DEEPSEEK | ({"quantization_config": FP8} if case == "fp8" else {})
     source = write(
@@ -733,6 +830,10 @@ def test_torchtitan_gets_published_float_tensors(tmp_path, monkeypatch, case):
     out = convert(source, tmp_path / "out", to="torchtitan", flavor="16B", dequantize=case == "fp8")
     assert calls == [(contents(published), "deepseek_v3", "16B")]
     assert {*tmp_path.iterdir()} == before | {out}
+    monkeypatch.setattr(safetensors, "save_file", lambda *args, **_: pytest.fail("written"))
+    if case != "float":
+        options = {"to": "torchtitan", "flavor": "9B", "dequantize": case == "fp8"}
+        refused(tmp_path, source, "no flavor 9B", **options)
 
 
 @pytest.mark.parametrize("to", ("hf", "fused_moe"))

@@ -76,7 +76,8 @@ def convert(
         flavor: of torchtitan's model, from and to its layout.
 
     Raises:
-        TypeError, ValueError: with file and key, what was expected and found. Nothing is left behind.
+        TypeError, ValueError: with file and key, what was expected and found. Names, dtypes and shapes of all
+            layers are compared before anything is written. Nothing is left behind.
     """
     check_choice(FN, "to", to, LAYOUTS)
     check_bool(FN, "dequantize", dequantize)
@@ -148,11 +149,12 @@ def _to_torchtitan(
     flavor: str,
 ) -> None:
     """By way of a folder of published float tensors, if this is none."""
-    from .torchtitan import write
+    from .torchtitan import check_flavor, write
 
     if quantized.method_of(config) and not dequantize:
         fail(ValueError, FN, 'dequantize=True with to="torchtitan", whose weights are float', "False")
     if "fused_moe" in config or dequantize or dtype is not None:
+        check_flavor(config, flavor)  # before the other folder, which takes long
         with tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.absolute().parent) as beside:
             published = Path(beside) / "hf"
             options = {"config": config, "dtype": dtype, "dequantize": dequantize, "progress": progress}
@@ -210,27 +212,38 @@ class _Job:
         marker = config.get("fused_moe", {})
         self._places: dict[str, list] = dict(marker.get("places", {}))
         self._forms: dict[str, quantized.Published] = dict(marker.get("quantized", {}))
+        self._on_meta = quantized.OnMeta(tensors)
         self._groups: set[int] = set()  # columns per scale of what was packed again
         self._plain: set[str] = set()  # linear layers that are float
         self._blocks = {prefix: block for block in found for prefix in block.prefixes}
         self._prefixes = sorted(self._blocks)
         # The keys of each MoE layer, and of each quantised linear layer outside.
-        self._layers: dict[int, list[str]] = {block.layer: [] for block in self._blocks.values()}
+        self._keys: dict[int, list[str]] = {block.layer: [] for block in found}
         self._linears: dict[str, quantized.Codes] = {}
         for key in tensors:
             block = self._block_of(key)
             if block is not None:
-                self._layers[block.layer].append(key)
+                self._keys[block.layer].append(key)
             elif self._method and (
                 mark := next((m for m in quantized.LINEAR_MARKS if key.endswith(m)), None)
             ):
                 stem = key.removesuffix(mark)
                 codes = quantized.Codes(Source(stem), quantized.kind_of(tensors, stem, self._method))
                 self._linears |= dict.fromkeys(quantized.keys_of(tensors, codes), codes)
-        for block in self._blocks.values():
-            if not self._layers[block.layer]:
+        for block in found:
+            if not self._keys[block.layer]:
                 expected = f"tensors {block.prefixes[0]}<...>, as layer {block.layer} has experts"
                 fail(ValueError, FN, expected, f"none in {tensors.path}")
+        # All are compared before the first tensor is written.
+        self._layers = {block.layer: self._looked_at(block) for block in found}
+        if self._drops or self._repacks:
+            for codes in dict.fromkeys(self._linears.values()):
+                quantized.matrix(self._on_meta, codes, self._method)
+
+    def _looked_at(self, block: Block) -> tuple[quantized.Layer, quantized.Layer, dict[str, layers.Place]]:
+        stored = quantized.View(self._tensors, self._keys[block.layer])
+        known = layers.with_own_names(block) if self._is_ours else block
+        return layers.look(known, stored, self._method, self._dense_dtype)
 
     def _block_of(self, key: str) -> Block | None:
         before = self._prefixes[: bisect_right(self._prefixes, key)][-1:]
@@ -269,9 +282,11 @@ class _Job:
                 done.add(part)
                 if block is None:
                     keys, made = quantized.keys_of(self._tensors, linear), self._linear(self._tensors, linear)
+                    shapes = self._on_meta
                 else:
-                    keys, made = self._layers[block.layer], self._layer(block)
-                yield sum(self._tensors[key].nbytes for key in keys), made
+                    keys, made = self._keys[block.layer], self._layer(block)
+                    shapes = self._layers[block.layer][1].stored
+                yield sum(shapes[key].nbytes for key in keys), made
 
     def _float(self, key: str, tensor: Tensor) -> tuple[str, Tensor]:
         if key.endswith(".weight") and tensor.dim() == 2 and tensor.dtype in FLOATING:
@@ -310,10 +325,7 @@ class _Job:
 
     def _layer(self, block: Block) -> Iterator[tuple[str, Tensor]]:
         """A MoE layer. All of it is in memory: act-order, and gate and up in one, need several tensors."""
-        stored = quantized.View(self._tensors, self._layers[block.layer])
-        known = layers.with_own_names(block) if self._is_ours else block
-        layer = quantized.look(known, stored, self._method, self._dense_dtype)
-        floats = layers.find(layer.block, layer.source)
+        layer, on_meta, floats = self._layers.pop(block.layer)
         places = {name: codes.place for name, codes in (layer.experts | layer.dense).items()}
         places |= {name: place.source for name, place in floats.items()}
         prefix = next(p for p in block.prefixes if places["router.gate.weight"].name.startswith(p))
@@ -333,17 +345,15 @@ class _Job:
             if self._is_ours:
                 form = self._forms.get(prefix + name)
             else:
-                form = quantized.form_of(layer, name, own, self._method)
+                form = quantized.form_of(on_meta, name, own, self._method)
             if form is not None:
                 forms[name] = form
-        for name, tensor in layers.from_hf(layer.block, layer.source, dtype=self._dtype):
-            if name == layers.FLOAT32:  # the file may have another dtype
-                tensor = tensor.to(layer.source[floats[name].keys[0]].dtype)
-            state[name] = tensor
+        dtypes = dict.fromkeys(floats, self._dtype) | {layers.FLOAT32: None}  # which keeps the file's own
+        state |= layers.read(layer.block, floats, layer.source, dtypes)
         if not self._drops:
-            yield from ((key, stored[key]) for key in layer.unread)
+            yield from ((key, layer.stored[key]) for key in layer.unread)
             for codes in layer.dense.values():
-                yield from self._linear(stored, codes)
+                yield from self._linear(layer.stored, codes)
         if self._to == "fused_moe":
             self._forms |= {prefix + name: form for name, form in forms.items()}
             yield from ((prefix + name, tensor) for name, tensor in state.items())
@@ -428,6 +438,8 @@ def load(
     Raises:
         TypeError, ValueError: with file and key, what was expected and what was found. Names, dtypes, shapes
             and settings of all layers are compared before anything is written.
+        TypeError, ValueError, OSError, RuntimeError: the source could not be read. The text names the layer,
+            which is as it was, and the layers that are written.
     """
     tensors, config = layers.opened(source, config)
     found = {block.layer: block for block in blocks(config)}

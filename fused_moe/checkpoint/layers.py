@@ -114,9 +114,12 @@ def shapes_of(block: Block) -> dict[str, torch.Size]:
 
 
 def find(block: Block, source: Mapping[str, Tensor]) -> dict[str, Place]:
-    """Where each of the block's tensors is. Raises ValueError before anything is read."""
+    """Where each of the block's tensors is, by names, dtypes and shapes alone. Raises ValueError."""
     found: dict[str, Place] = {}
-    there = set(source)  # a Mapping without a method for `in` reads the tensor to answer
+    source, there = (
+        quantized.OnMeta(source),
+        set(source),
+    )  # without a method for `in` a Mapping reads a tensor
     for name, shape in shapes_of(block).items():
         places = [Place(s, _keys(s, shape[0])) for s in block.tensors[name]]
         here = [p for p in places if all(key in there for key in p.keys)]
@@ -141,7 +144,7 @@ def _wrong(
     """What is expected and found of each tensor that does not fit."""
     stored, dtype = _stored_shape(shape, name, place.source), None
     for key in place.keys:
-        tensor = source[key].to("meta")  # frees what had to be read for it
+        tensor = source[key]
         if tuple(tensor.shape) != stored:
             yield f"{key} of shape {stored}", tuple(tensor.shape)
         if not tensor.is_floating_point() or tensor.element_size() == 1:  # e4m3 has scales elsewhere
@@ -182,10 +185,18 @@ def from_hf(
         dtypes |= {name: router_dtype for name in places if name.startswith(ROUTER)}
     if FLOAT32 in places:
         dtypes[FLOAT32] = torch.float32
-    return _read(shapes_of(block), places, source, dtypes, device)
+    return read(block, places, source, dtypes, device)
 
 
-def _read(shapes, places: dict[str, Place], source, dtypes, device) -> Iterator[tuple[str, Tensor]]:
+def read(
+    block: Block,
+    places: Mapping[str, Place],
+    source: Mapping[str, Tensor],
+    dtypes: Mapping[str, torch.dtype | None],
+    device: torch.device | str | None = None,
+) -> Iterator[tuple[str, Tensor]]:
+    """FusedMoE's tensors from the places that `find` has found, in new memory."""
+    shapes = shapes_of(block)
     key, tensor = None, None  # gate and up may be in one tensor, so it is read once for both
     for name, place in sorted(places.items(), key=lambda item: item[1].keys[0]):
         for e, wanted in enumerate(place.keys):
@@ -294,6 +305,7 @@ def load_layer(
     Raises:
         TypeError: moe is no FusedMoE.
         ValueError: before anything is written: as `from_hf`, or if moe is not what the configuration says.
+        TypeError, ValueError, OSError, RuntimeError: the source could not be read; moe is as it was.
     """
     tensors, config = opened(source, config)
     with naming_files(tensors):
@@ -319,8 +331,35 @@ def load_blocks(
 ) -> None:
     """Reads layers one after the other, when names, dtypes, shapes and settings of all of them are right."""
     found = [_checked(moe, block, source, method, dequantize) for moe, block in todo]
-    for (moe, block), (stored, places) in zip(todo, found, strict=True):
-        _load(moe, block, stored, places, method, dequantize)
+    written = []
+    for (moe, block), (layer, places) in zip(todo, found, strict=True):
+        try:
+            tensors = _tensors(moe, block, layer, places, method, dequantize)
+        except Exception as error:
+            kinds = (TypeError, ValueError, OSError)
+            kind = next((kind for kind in kinds if isinstance(error, kind)), RuntimeError)
+            before = ", ".join(written) or "none"
+            state = f"(layer {block.layer} is as it was; layers that were written before it: {before})"
+            raise kind(f"{error} {state}") from error
+        _write_into(moe, tensors)
+        written.append(str(block.layer))
+        del tensors  # before the next layer's
+
+
+def look(
+    block: Block,
+    source: Mapping[str, Tensor],
+    method: Mapping[str, Any],
+    dtype: torch.dtype | None = torch.float32,
+) -> tuple[quantized.Layer, quantized.Layer, dict[str, Place]]:
+    """`quantized.look`, with the same layer on meta and the places of what `dtype` leaves float. Raises
+    ValueError if names, dtypes or shapes are wrong, of what stays quantised, too. Nothing is read."""
+    layer = quantized.look(block, source, method, dtype)
+    on_meta = quantized.look(block, quantized.OnMeta(layer.stored), method)
+    for _ in quantized.read(on_meta, shapes_of(block), method, torch.bfloat16):
+        pass
+    places = find(on_meta.block, on_meta.source)
+    return layer, on_meta, {name: place for name, place in places.items() if name in layer.block.tensors}
 
 
 def _checked(
@@ -328,51 +367,48 @@ def _checked(
 ) -> tuple[quantized.Layer, dict[str, Place]]:
     if not isinstance(moe, FusedMoE):
         raise TypeError(f"fused_moe.checkpoint: expected a FusedMoE, found {type(moe).__name__}")
-    stored = quantized.look(with_own_names(block), source, method)
-    places = find(stored.block, stored.source)
-    quantized.check(stored, shapes_of(block), method)
+    layer, _, places = look(with_own_names(block), source, method)
     state = moe.state_dict(keep_vars=True)
     _check_is(moe, block, state)
-    if not dequantize and any(is_sharded(state[name]) for name in stored.experts):
+    if not dequantize and any(is_sharded(state[name]) for name in layer.experts):
         _fail("dequantize=True, as the experts are DTensors and the checkpoint's are quantised", False)
-    return stored, places
+    return layer, places
 
 
-def _load(
+def _tensors(
     moe: FusedMoE,
     block: Block,
-    stored: quantized.Layer,
+    layer: quantized.Layer,
     places: dict[str, Place],
     method: Mapping[str, Any],
     dequantize: bool,
-) -> None:
+) -> dict[str, Tensor | quantized.QuantizedWeight]:
+    """A whole layer by the names of its state_dict, read before the first tensor is written."""
     state = moe.state_dict(keep_vars=True)
-    weights = {}
-    for name, w in quantized.read(stored, shapes_of(block), method, state["experts.w1"].dtype):
-        weights[name] = w.dequantize() if dequantize else w
-    dtypes = {name: tensor.dtype for name, tensor in state.items()}
-    on_meta = {tensor.is_meta for tensor in state.values()} == {True}
-    read, device = {}, None
-    for name, tensor in _read(shapes_of(stored.block), places, stored.source, dtypes, None):
-        device = tensor.device
-        if on_meta:
-            read[name] = tensor
+    found = {}
+    for name, w in quantized.read(layer, shapes_of(block), method, state["experts.w1"].dtype):
+        found[name] = w.dequantize() if dequantize else w if state[name].is_meta else w.to(state[name].device)
+    found |= read(layer.block, places, layer.source, {name: tensor.dtype for name, tensor in state.items()})
+    if FLOAT32 in state and FLOAT32 not in places:
+        device = found["router.gate.weight"].device
+        found[FLOAT32] = torch.zeros(moe.num_experts, dtype=torch.float32, device=device)
+    return found
+
+
+def _write_into(moe: FusedMoE, tensors: Mapping[str, Tensor | quantized.QuantizedWeight]) -> None:
+    state = moe.state_dict(keep_vars=True)
+    given = {}
+    for name, tensor in tensors.items():
+        if isinstance(tensor, quantized.QuantizedWeight):
+            setattr(moe.experts, name.removeprefix("experts."), tensor)
+            given |= {f"{name}.{part}": value for part, value in tensor.state_dict().items()}
+        elif state[name].is_meta:
+            given[name] = tensor
         else:
             with torch.no_grad():
                 state[name].copy_(sharded_like(state[name], tensor))
-    for name, w in weights.items():
-        if dequantize and on_meta:
-            read[name] = w
-        elif dequantize:
-            with torch.no_grad():
-                state[name].copy_(sharded_like(state[name], w))
-        else:
-            w = w if on_meta else w.to(state[name].device)
-            setattr(moe.experts, name.removeprefix("experts."), w)
-            read |= {f"{name}.{part}": tensor for part, tensor in w.state_dict().items()} if on_meta else {}
-    if FLOAT32 in state and FLOAT32 not in places:
-        read[FLOAT32] = torch.zeros(moe.num_experts, dtype=torch.float32, device=device)
-    moe.load_state_dict(read, assign=on_meta, strict=on_meta)
+    if state["router.gate.weight"].is_meta:
+        moe.load_state_dict(given, assign=True)
 
 
 def with_own_names(block: Block) -> Block:

@@ -165,20 +165,40 @@ class View(Mapping[str, Tensor]):
         return len(self._keys)
 
 
-class _One(Mapping[str, Tensor]):
-    """The tensors of one matrix, as those of a single stacked expert."""
+class _Changed(Mapping[str, Tensor]):
+    """The tensors of another Mapping, each in another form."""
 
     def __init__(self, source: Mapping[str, Tensor]):
         self._source = source
 
-    def __getitem__(self, key: str) -> Tensor:
-        return self._source[key].unsqueeze(0)
+    def __contains__(self, key: object) -> bool:
+        return key in self._source
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._source)
 
     def __len__(self) -> int:
         return len(self._source)
+
+
+class OnMeta(_Changed):
+    """Their dtypes and shapes. Each tensor is asked for once, and what had to be read for it is freed."""
+
+    def __init__(self, source: Mapping[str, Tensor]):
+        super().__init__(source)
+        self._found: dict[str, Tensor] = {}
+
+    def __getitem__(self, key: str) -> Tensor:
+        if key not in self._found:
+            self._found[key] = self._source[key].to("meta")
+        return self._found[key]
+
+
+class _One(_Changed):
+    """Those of one matrix, as of a single stacked expert."""
+
+    def __getitem__(self, key: str) -> Tensor:
+        return self._source[key].unsqueeze(0)
 
 
 def look(
@@ -261,17 +281,6 @@ def read(
         _check(codes, found, shapes[name])
         yield name, found
         del found
-
-
-def check(layer: Layer, shapes: Mapping[str, tuple[int, ...]], method: Mapping[str, Any]) -> None:
-    """Raises ValueError for what `read` would without the tensors' values. Nothing is read."""
-    on_meta = View(layer.stored, (), {key: partial(_on_meta, layer.stored, key) for key in layer.stored})
-    for _ in read(layer._replace(stored=on_meta), shapes, method, torch.bfloat16):
-        pass
-
-
-def _on_meta(source: Mapping[str, Tensor], key: str) -> Tensor:
-    return source[key].to("meta")
 
 
 def matrix(source: Mapping[str, Tensor], codes: Codes, method: Mapping[str, Any]) -> QuantizedWeight:
