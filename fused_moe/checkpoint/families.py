@@ -11,8 +11,11 @@ import inspect
 import json
 import re
 from collections.abc import Callable, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
+
+import torch
 
 from ..module import FusedMoE
 from .block import Block, Source
@@ -802,16 +805,19 @@ def blocks(config: Any) -> list[Block]:
         of_layers = name in ARGUMENTS or name in ("mlp_layer_types", "moe_layer_freq")
         if of_layers and isinstance(value, list | tuple) and len(value) < number:
             _fail(model_type, name, f"of {number} layers", value)
-    found, names = [], {}
+    found = []
     for layer in range(number):
         if _has_experts(model_type, family, fields, layer) and (
             s := _settings(model_type, family, fields, layer)
         ):
-            key = tuple(sorted(s.items()))
-            if key not in names:
-                names[key] = tuple(FusedMoE(**s, device="meta").state_dict())
-            found.append(_block(family, layer, s, names[key], roots))
+            found.append(_block(family, layer, s, tuple(shapes_of(tuple(s.items()))), roots))
     return found
+
+
+@cache
+def shapes_of(settings: tuple[tuple[str, Any], ...]) -> dict[str, torch.Size]:
+    """The state_dict of a FusedMoE with these arguments. A model has few kinds of layers."""
+    return {name: t.shape for name, t in FusedMoE(**dict(settings), device="meta").state_dict().items()}
 
 
 def read_config(config: Any) -> Mapping[str, Any]:

@@ -16,7 +16,7 @@ from ..activation import CONSTANTS
 from ..checks import fail
 from ..module import FusedMoE
 from ..quantized.sharding import is_sharded, sharded_like
-from . import quantized
+from . import families, quantized
 from .block import Block, Source, rows_of
 from .families import blocks, read_config
 from .files import naming_files, open_folder
@@ -108,9 +108,8 @@ def _stored_shape(shape: torch.Size, name: str, source: Source) -> tuple[int, ..
 
 
 def shapes_of(block: Block) -> dict[str, torch.Size]:
-    with torch.device("meta"):
-        state = FusedMoE(**block.settings).state_dict()
-    return {name: tensor.shape for name, tensor in state.items() if name in block.tensors}
+    shapes = families.shapes_of(tuple(block.settings.items()))
+    return {name: shape for name, shape in shapes.items() if name in block.tensors}
 
 
 def find(block: Block, source: Mapping[str, Tensor]) -> dict[str, Place]:
