@@ -8,6 +8,7 @@ gradient, and its tensors go back bit-equal.
 import json
 import math
 import re
+from functools import cache
 from importlib import import_module
 from pathlib import Path
 
@@ -136,8 +137,9 @@ class Layer:
 
     def __init__(self, config: PreTrainedConfig):
         with torch.device("meta"):
-            model = model_class(config)(config)
+            self.model = model = model_class(config)(config)
         model.set_experts_implementation("eager")
+        self.config = config
         self.block = blocks(config)[-1]
         places = dict(model.named_modules())
         (path,) = (
@@ -152,13 +154,19 @@ class Layer:
             module = getattr(model.get_submodule(parent), name, None)
             if module is not None:
                 self.modules[place] = module.to_empty(device="cpu").train().requires_grad_()
+        self.fill()
+
+    def fill(self) -> None:
+        """Gives all tensors new values."""
         for name, tensor in self.tensors().items():
             fan_in = tensor.size(-1) if tensor.dim() > 1 and "correction" not in name else 4
             nn.init.normal_(tensor, std=fan_in**-0.5)
-        is_talker = config.model_type == "qwen3_omni_moe_talker_text"  # a part of Qwen3-Omni, saved with it
+        is_talker = (
+            self.config.model_type == "qwen3_omni_moe_talker_text"
+        )  # a part of Qwen3-Omni, saved with it
         if is_talker:
-            model._weight_conversions = get_checkpoint_conversion_mapping("qwen3_omni_moe")
-        saved = revert_weight_conversion(model, self.tensors())
+            self.model._weight_conversions = get_checkpoint_conversion_mapping("qwen3_omni_moe")
+        saved = revert_weight_conversion(self.model, self.tensors())
         self.saved = {f"talker.model.{name}" if is_talker else name: tensor for name, tensor in saved.items()}
 
     def tensors(self) -> dict[str, torch.Tensor]:
@@ -182,6 +190,12 @@ class Layer:
         return sum(out[0] if isinstance(out, tuple) else out for out in outs)
 
 
+@cache
+def usual(model_type: str) -> Layer:
+    """That of `tiny(model_type)`, for tests that fill it: a model takes long to make, also on meta."""
+    return Layer(tiny(model_type))
+
+
 def assert_close(found: torch.Tensor, expected: torch.Tensor, name: str) -> None:
     scale = expected.abs().max().clamp_min(1e-3)
     error = ((found - expected).abs().max() / scale).item()
@@ -197,12 +211,12 @@ def assert_same(found: dict, expected: dict) -> None:
 
 @pytest.mark.parametrize("model_type, more", CASES, ids=lambda x: x if isinstance(x, str) else "-".join(x))
 def test_a_layer_equals_transformers(cpu, model_type, more):
-    config = tiny(model_type, **more)
-    layer = Layer(config)
-    block, x = layer.block, torch.randn(1, 30, D)
+    layer = Layer(tiny(model_type, **more)) if more else usual(model_type)
+    layer.fill()
+    config, block, x = layer.config, layer.block, torch.randn(1, 30, D)
     x.requires_grad_()
     expected, dout = layer(x), torch.randn(1, 30, D)
-    expected.backward(dout)
+    expected.backward(dout)  # once for each layer
     dx, x.grad = x.grad, None
     for source in (layer.saved, layer.tensors()):
         moe = FusedMoE.from_hf(config, block.layer, dtype=F32)
@@ -225,9 +239,9 @@ WITH_SUMS = [name for name in TYPES if FAMILIES[name].fixed.get("score_func", "s
 @pytest.mark.parametrize("size", (1e-6, 1e-20))
 def test_the_eps_of_a_small_sum(cpu, model_type, size):
     """Every score is about as small as some family's eps."""
-    config = tiny(model_type)
-    layer = Layer(config)
-    x, source = torch.randn(1, 1, D), layer.tensors()
+    layer = usual(model_type)
+    layer.fill()
+    config, x, source = layer.config, torch.randn(1, 1, D), layer.tensors()
     logits = math.log(size) + torch.linspace(-0.5, 0.5, SIZES["num_experts"])
     for place in layer.block.tensors["router.gate.weight"]:
         if place.name in source:

@@ -3,8 +3,6 @@
 Small models of the six families that the documentation names, in shards.
 """
 
-import os
-import subprocess
 import sys
 from functools import partial
 from pathlib import Path
@@ -31,7 +29,6 @@ from test_checkpoint_files import (  # noqa: E402
 from test_transformers import tiny_model, token_ids  # noqa: E402
 from test_transformers_checkpoint import tiny  # noqa: E402
 
-import fused_moe  # noqa: E402
 from fused_moe import FusedMoE, checkpoint  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("cpu")
@@ -253,13 +250,12 @@ def test_comparison(tmp_path, example, family):
     assert all(row["max"] < 1e-3 and row["KL"] < 1e-6 and row["top-1"] == 1 for row in rows.values())
 
 
-def test_the_example(tmp_path, example):
+def test_the_example(tmp_path, example, monkeypatch, capsys):
     """Its lines."""
     source = saved(tmp_path / "in", tiny_model("deepseek_v3", "cpu"))
-    command = [sys.executable, EXAMPLE, source, "--random", "30", "--dtype", "float32", "--device", "cpu"]
-    environment = {**os.environ, "PYTHONPATH": str(Path(fused_moe.__file__).parents[1])}
-    found = subprocess.run(list(map(str, command)), capture_output=True, text=True, env=environment)
-    assert found.returncode == 0, found.stderr
-    rows = [line.rsplit(maxsplit=4) for line in found.stdout.splitlines()[1:]]
+    options = ["--random", "30", "--dtype", "float32", "--device", "cpu"]
+    monkeypatch.setattr(sys, "argv", [str(EXAMPLE), str(source), *options])
+    example.main()
+    rows = [line.rsplit(maxsplit=4) for line in capsys.readouterr().out.splitlines()[1:]]
     assert [row[0] for row in rows] == ["eager, fused_moe", "eager, FusedMoE", "fused_moe, FusedMoE"]
     assert all(float(row[1]) < 1e-3 and row[4] == "100.00%" for row in rows)
