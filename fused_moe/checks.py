@@ -464,6 +464,21 @@ def check_plan_of_ids(fn: str, plan, ids: Tensor, num_experts: int) -> None:
         fail(ValueError, fn, f"plan on {ids.device}", plan.offsets.device)
 
 
+def check_max_rows(fn: str, max_rows, dropped_rows, ids: Tensor, plan=None) -> None:
+    if max_rows is None:
+        if dropped_rows is not None:
+            fail(ValueError, fn, "no dropped_rows without max_rows", "one")
+        return
+    check_int(fn, "max_rows", max_rows)
+    if max_rows < 1:
+        fail(ValueError, fn, "max_rows >= 1", max_rows)
+    if plan is not None:
+        fail(ValueError, fn, "max_rows without plan, which is made with it", "both")
+    if dropped_rows is not None:
+        check_tensor(fn, "dropped_rows", dropped_rows, 0, (torch.int64,))
+        check_device(fn, "dropped_rows", dropped_rows, "ids", ids)
+
+
 # --- experts ----------------------------------------------------------------------------------------------
 
 

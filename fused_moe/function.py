@@ -29,6 +29,7 @@ from .checks import (
     check_layout,
     check_like,
     check_main_grads,
+    check_max_rows,
     check_num_experts,
     check_num_tokens,
     check_offsets,
@@ -177,7 +178,14 @@ def check_route(
 # --- rows -------------------------------------------------------------------------------------------------
 
 
-def route_plan(ids: Tensor, num_experts: int, expert_map: Tensor | None = None) -> Plan:
+def route_plan(
+    ids: Tensor,
+    num_experts: int,
+    expert_map: Tensor | None = None,
+    *,
+    max_rows: int | None = None,
+    dropped_rows: Tensor | None = None,
+) -> Plan:
     """The plan of expert ids: a stable sort of the slots by expert.
 
     Args:
@@ -186,6 +194,7 @@ def route_plan(ids: Tensor, num_experts: int, expert_map: Tensor | None = None) 
         expert_map: (E_global,) int32, which of the E experts an id stands for, -1 for remote experts. Ids
             outside [0, E_global) get no row. On the CPU, values outside [-1, E) raise; on a GPU the host
             never reads them, and they are remote.
+        max_rows, dropped_rows: as those of `fused_experts`.
 
     Raises:
         TypeError, ValueError: the message says what was expected and what was found.
@@ -194,7 +203,8 @@ def route_plan(ids: Tensor, num_experts: int, expert_map: Tensor | None = None) 
     check_num_experts("route_plan", num_experts)
     if expert_map is not None:
         check_expert_map("route_plan", expert_map, ids, num_experts)
-    return _ops.route_plan(ids, num_experts, expert_map)
+    check_max_rows("route_plan", max_rows, dropped_rows, ids)
+    return _ops.route_plan(ids, num_experts, expert_map, max_rows, dropped_rows)
 
 
 def plan_from_counts(counts: Tensor, num_rows: int) -> Plan:
@@ -422,6 +432,8 @@ def fused_experts(
     plan: Plan | None = None,
     main_grads: tuple[Tensor | None, Tensor | None, Tensor | None] | None = None,
     expert_map: Tensor | None = None,
+    max_rows: int | None = None,
+    dropped_rows: Tensor | None = None,
     out: Tensor | None = None,
     lora: LoRA | None = None,
     shared: Tensor | None = None,
@@ -435,7 +447,8 @@ def fused_experts(
     """The routed experts of a layer: out[t] = sum over k of scores[t, k] * expert(ids[t, k])(x[t]).
 
     expert(e)(x) = w2[e] @ (act(w1[e] @ x + b1[e]) * (w3[e] @ x + b3[e])) + b2[e].
-    Only x, h (T*K, 2F), scores and the int32 row maps are saved for backward. Double backward raises.
+    Only x, h (R, 2F), scores and the int32 row maps are saved for backward, R = min(T*K, max_rows). Double
+    backward raises.
 
     Args:
         x: (T, D). T may be 0.
@@ -467,6 +480,12 @@ def fused_experts(
             raises, because a main_grad was modified in place. Before PyTorch 2.13 main_grads are not
             compiled: fullgraph=True raises.
         expert_map: as that of `route_plan`, for weights that are some of E_global experts'.
+        max_rows: the most slots that get a row, and the rows that memory is taken for, where many slots are
+            remote and their number is not the host's to know. The slots past it, the last ones of the
+            highest expert ids, are dropped: they are as remote ones. Beside a plan it raises, and below T*K
+            beside a compute other than "codes".
+        dropped_rows: () int64 on x's device, to which each call adds the number of dropped slots, also where
+            activation checkpointing repeats it.
         out: (T, D), contiguous, of the result's dtype: it is written and returned. Only where no gradient is
             recorded, and in memory that no other argument has a part of.
         lora: adapters that are added to the weights' GEMMs. Beside it and beside quantised weights
@@ -488,7 +507,7 @@ def fused_experts(
             128, and a GPU has to be one of Hopper's. Biases, score_on "input", lora, quantised weights and
             compute raise; all else works. Without gradients the output has the same bits.
         fp8_wgrad: "fp8": weight gradients multiply e4m3 by e4m3, too; "bf16": they are GEMMs of x's dtype, of
-            operands that are not quantised; "auto": "fp8" if experts have 256 slots or more on average.
+            operands that are not quantised; "auto": "fp8" if experts have 256 rows or more on average.
 
     Returns:
         (T, D) in x's dtype (autocast's under autocast), differentiable in x, weights, biases, scores,
@@ -501,6 +520,7 @@ def fused_experts(
     return experts_and_counts(
         x, weights, scores, ids, biases, activation, constants, layout, transposed, score_on, plan,
         main_grads, expert_map, out, lora, shared, shared_gate, compute, (smooth1, smooth2), fp8, fp8_wgrad,
+        max_rows, dropped_rows,
     )[0]  # fmt: skip
 
 
@@ -508,6 +528,7 @@ def experts_and_counts(
     x, weights, scores, ids, biases, activation, constants=(ALPHA, LIMIT), layout="separate",
     transposed=False, score_on="output", plan=None, main_grads=None, expert_map=None, out=None, lora=None,
     shared=None, shared_gate=None, compute=None, smooth=(None, None), fp8=None, fp8_wgrad="auto",
+    max_rows=None, dropped_rows=None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """fused_experts, and how many slots each expert has: counts (E,) int32. fp8 may be a layer's Fp8Training,
     too."""
@@ -531,12 +552,18 @@ def experts_and_counts(
     given, main_grads = main_grads, check_main_grads(fn, main_grads, "x", x, weights, transposed)
     check_ids(fn, ids, x)
     check_scores(fn, scores, ids)
+    if max_rows is not None or dropped_rows is not None:
+        check_max_rows(fn, max_rows, dropped_rows, ids, plan)
     if plan is not None:
         check_plan_of_ids(fn, plan, ids, w2.size(0))
     if expert_map is not None:
         if plan is not None:
             fail(ValueError, fn, "expert_map without plan, which is made with it", "both")
         check_expert_map(fn, expert_map, ids, w2.size(0))
+    if max_rows is not None and max_rows < ids.numel():
+        if mode != "codes":
+            fail(ValueError, fn, f"max_rows >= T*K = {ids.numel()} with compute {mode!r}", max_rows)
+        plan = _ops.route_plan(ids, w2.size(0), expert_map, max_rows, dropped_rows)
     if shared is not None or shared_gate is not None:
         check_shared(fn, shared, shared_gate, "x", x, x.shape)
     adapters = () if lora is None else lora[:6]
@@ -601,7 +628,7 @@ def _trained_in_fp8(
     if fp8 is True:
         fp8 = training.weights(*weights, code, needs_grad)
     if wgrad == "auto":
-        wgrad = "fp8" if wgrad_pays(plan.token_row.numel(), weights[1].size(0)) else "bf16"
+        wgrad = "fp8" if wgrad_pays(plan.row_token.numel(), weights[1].size(0)) else "bf16"
     experts = _fp8_experts
     if any(main_grads):
         experts = _fp8_with_main_grads

@@ -1291,9 +1291,23 @@ _NO_ROUTER = (None,) * 6
 # --- plans --------------------------------------------------------------------------------------------
 
 
-def route_plan(ids: Tensor, num_experts: int, expert_map: Tensor | None = None) -> Plan:
+def route_plan(
+    ids: Tensor,
+    num_experts: int,
+    expert_map: Tensor | None = None,
+    max_rows: int | None = None,
+    dropped_rows: Tensor | None = None,
+) -> Plan:
     """As the public function, without its checks."""
-    return Plan(*_planned(ops.route_plan.default, ids, num_experts, expert_map))
+    plan = Plan(*_planned(ops.route_plan.default, ids, num_experts, expert_map))
+    if max_rows is None or max_rows >= ids.numel():
+        return plan
+    counts = plan.offsets.clamp_max(max_rows).diff()
+    _, offsets, schedule, *_ = plan_from_counts(counts, max_rows)
+    if dropped_rows is not None:
+        dropped_rows.add_(plan.offsets[-1] - offsets[-1])
+    token_row = plan.token_row.masked_fill(plan.token_row >= max_rows, -1)
+    return Plan(counts, offsets, schedule, plan.row_token[:max_rows], plan.row_slot[:max_rows], token_row)
 
 
 def plan_from_counts(counts: Tensor, num_rows: int) -> Plan:

@@ -11,7 +11,8 @@ from torch import Tensor
 class Plan(NamedTuple):
     """Rows grouped by expert. All tensors are int32, on the device of the ids or counts.
 
-    The last three, the row maps, are None in a plan made from counts: there row r is token r.
+    The last three, the row maps, are None in a plan made from counts: there row r is token r. R is T * K, or
+    max_rows where that is less.
     """
 
     counts: Tensor  # (E,)    rows of each expert

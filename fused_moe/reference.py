@@ -177,17 +177,22 @@ def _schedule(counts: Tensor, num_rows: int) -> Tensor:
     return schedule
 
 
-def route_plan(ids: Tensor, num_experts: int, expert_map: Tensor | None = None) -> Plan:
-    """The plan of expert ids (T, K): a stable sort by expert. Ids outside [0, E) get no row.
+def route_plan(
+    ids: Tensor, num_experts: int, expert_map: Tensor | None = None, *, max_rows: int | None = None
+) -> Plan:
+    """The plan of expert ids (T, K): a stable sort by expert. Ids outside [0, E) get no row, nor do the last
+    ones of the sort past max_rows.
 
     With expert_map (E_global,), id i is the expert expert_map[i]; ids outside [0, E_global) get no row.
     """
+    size = ids.numel() if max_rows is None else min(max_rows, ids.numel())
     flat = ids.flatten().long()
     if expert_map is not None:
         is_known = (flat >= 0) & (flat < len(expert_map))
         flat = torch.where(is_known, expert_map[torch.where(is_known, flat, 0)].long(), -1)
     has_row = (flat >= 0) & (flat < num_experts)
     order = torch.where(has_row, flat, num_experts).argsort(stable=True)
+    has_row = has_row.index_fill(0, order[size:], False)
     counts = flat[has_row].bincount(minlength=num_experts)
     num_rows = int(counts.sum())
     row_slot = torch.full_like(order, -1)
@@ -199,9 +204,9 @@ def route_plan(ids: Tensor, num_experts: int, expert_map: Tensor | None = None) 
     return Plan(
         counts.int(),
         F.pad(counts.cumsum(0), (1, 0)).int(),
-        _schedule(counts, ids.numel()),
-        row_token.int(),
-        row_slot.int(),
+        _schedule(counts, size),
+        row_token[:size].int(),
+        row_slot[:size].int(),
         token_row.view(ids.shape).int(),
     )
 
@@ -407,6 +412,7 @@ def fused_experts(
     *,
     score_on: str = "output",
     expert_map: Tensor | None = None,
+    max_rows: int | None = None,
     shared: Tensor | None = None,
     shared_gate: Tensor | None = None,
     compute: str | None = None,
@@ -420,10 +426,10 @@ def fused_experts(
     compute = mode_of("fused_experts", compute, (w1, w2, w3))
     if compute == "auto" and auto_takes_codes(ids.numel(), w2.size(0)):
         compute = "codes"
-    plan = route_plan(ids, w2.size(0), expert_map)
+    plan = route_plan(ids, w2.size(0), expert_map, max_rows=max_rows)
     if fp8:
         if fp8_wgrad == "auto":
-            fp8_wgrad = "fp8" if wgrad_pays(ids.numel(), w2.size(0)) else "bf16"
+            fp8_wgrad = "fp8" if wgrad_pays(plan.row_token.numel(), w2.size(0)) else "bf16"
         return _fp8_experts(x, w1, w2, w3, scores, plan, fp8_wgrad, shared, shared_gate, **experts)
     rows = _permuted(x, plan)
     if score_on == "input":

@@ -360,6 +360,56 @@ def test_expert_map(device, dtype, score_on):
     assert_same_bits(forward_backward(fused_moe.fused_experts, inputs, dout, plan=plan, **fixed), found)
 
 
+@pytest.mark.parametrize("score_on", ("output", "input"))
+@pytest.mark.parametrize("dtype", (F32, BF16), ids=("f32", "bf16"))
+@pytest.mark.parametrize("max_rows", (1, 40, 4096))
+def test_max_rows(device, dtype, score_on, max_rows):
+    """Slots past max_rows are as remote ones, whatever their scores, and counted. h, which is saved, has
+    max_rows rows. Without gradients the bits are the same."""
+    case = Case(60, 40, 24, 5, 3, dtype, "sentinels", bias=True, score_on=score_on)
+    inputs, dout, ids = case.inputs(device), case.dout(device), case.ids(device)
+    dropped = torch.tensor(100, device=device)
+    fixed = {"ids": ids, "score_on": score_on, "max_rows": max_rows, **case.options}
+    check_against_reference("fused_experts", inputs, dout, **fixed)
+    plan = fused_moe.route_plan(ids, 5, max_rows=max_rows)
+    is_remote = plan.token_row < 0
+    num_slots = int(((ids >= 0) & (ids < 5)).sum())
+    assert 89 < num_slots < ids.numel() and int((~is_remote).sum()) == min(num_slots, max_rows)
+    inputs["scores"][is_remote] = torch.nan
+    leaves = {n: t if t is None else t.detach().requires_grad_() for n, t in inputs.items()}
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.shape) or t, lambda t: t):
+        fused_moe.fused_experts(**leaves, **fixed, dropped_rows=dropped)
+    assert int(dropped) == 100 + max(num_slots - max_rows, 0)
+    assert (min(max_rows, ids.numel()), 2 * 24) in saved
+    found = forward_backward(fused_moe.fused_experts, inputs, dout, **fixed)
+    assert not found["dscores"][is_remote].count_nonzero()
+    del fixed["max_rows"]
+    assert_same_bits(forward_backward(fused_moe.fused_experts, inputs, dout, plan=plan, **fixed), found)
+    fixed["ids"] = ids.masked_fill(is_remote, -1)
+    few = forward_backward(fused_moe.fused_experts, inputs, dout, **fixed)
+    for name in ("out", "dx", "dscores"):
+        assert torch.equal(few[name], found[name])
+    with torch.no_grad():
+        out = torch.empty_like(found["out"])
+        fixed |= {"ids": ids, "max_rows": max_rows, "out": out}
+        assert torch.equal(fused_moe.fused_experts(**inputs, **fixed), found["out"])
+
+
+def test_max_rows_compiles(device):
+    """In one graph, with a count of dropped rows that is the eager one."""
+    case = Case(60, 40, 24, 5, 3, routing="one")
+    inputs, dout, ids = case.inputs(device), case.dout(device), case.ids(device)
+    counts = [torch.zeros((), dtype=torch.int64, device=device) for _ in range(2)]
+    call = torch.compile(fused_moe.fused_experts, fullgraph=True, backend="aot_eager")
+    found, expected = (
+        forward_backward(fn, inputs, dout, ids=ids, max_rows=100, dropped_rows=count)
+        for fn, count in zip((call, fused_moe.fused_experts), counts, strict=True)
+    )
+    assert_same_bits(found, expected)
+    assert [*map(int, counts)] == [80, 80]
+
+
 def test_parts_of_a_layer_add_up(device):
     """Each part of the experts has its own map: the sum of their outputs is that of all experts."""
     case = Case(tokens=50, num_experts=8, top_k=3, dtype=F64)

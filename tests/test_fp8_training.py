@@ -486,6 +486,19 @@ def test_expert_map_and_plan(device):
     assert_same_bits(ours, planned)
 
 
+def test_max_rows(device):
+    """All slots but the last ones, for which there are no rows."""
+    inputs, dout, ids = inputs_of(CASE, device), CASE.dout(device), CASE.ids(device)
+    max_rows = ids.numel() - 37
+    check(inputs, dout, ids=ids, max_rows=max_rows)
+    kept = fused_moe.route_plan(ids, CASE.num_experts, max_rows=max_rows).token_row >= 0
+    ours, few = (
+        step(fused_experts, inputs, dout, fp8=True, fp8_wgrad="fp8", **options)
+        for options in ({"ids": ids, "max_rows": max_rows}, {"ids": ids.masked_fill(~kept, -1)})
+    )
+    assert_same_bits(ours, few)
+
+
 def test_num_tokens(device):
     """Padding, as route marks it, changes no bit of the others."""
     inputs, dout, E = inputs_of(CASE, device), CASE.dout(device), CASE.num_experts

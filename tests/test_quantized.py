@@ -455,7 +455,13 @@ def test_out_and_expert_map(device):
         assert fused_experts(**inputs, **weights, ids=ids, expert_map=expert_map, out=out) is out
         plain = values(weights, F32)
         expected = reference.fused_experts(**inputs, **plain, ids=ids, expert_map=expert_map)
-    torch.testing.assert_close(out, expected)
+        torch.testing.assert_close(out, expected)
+        few = {"ids": ids, "expert_map": expert_map, "max_rows": 20}
+        expected = reference.fused_experts(**inputs, **plain, **few)
+        torch.testing.assert_close(fused_experts(**inputs, **weights, **few), expected)
+        with pytest.raises(ValueError, match=r"max_rows >= T\*K = 66 with compute 'int8', found 20"):
+            fused_experts(**inputs, **weights, **few, compute="int8")
+        fused_experts(**inputs, **weights, ids=ids, max_rows=66, compute="int8")
 
 
 # --- the layer --------------------------------------------------------------------------------------------

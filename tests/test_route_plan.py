@@ -83,6 +83,29 @@ def test_any_ids(device, tokens, top_k, num_experts, routing, seed, form):
     assert_is_plan_of(plan, ids, num_experts)
 
 
+@given(
+    tokens=st.sampled_from((0, 1, 127, 129, 1000)),
+    top_k=st.integers(1, 9),
+    num_experts=st.sampled_from((1, 2, 33, 128, 1024)),
+    routing=st.sampled_from(ROUTINGS),
+    part=st.sampled_from((0.0, 0.01, 0.3, 0.5, 0.99, 1.0, 2.0)),
+    seed=st.integers(0, 99),
+)
+def test_max_rows(device, tokens, top_k, num_experts, routing, part, seed):
+    """The plan of the slots that come first by expert, with as many rows as asked for."""
+    ids = make_ids(routing, tokens, min(top_k, num_experts), num_experts, seed).to(device)
+    max_rows = max(1, int(part * ids.numel()))
+    dropped = torch.zeros((), dtype=torch.int64, device=device)
+    plan = fused_moe.route_plan(ids, num_experts, max_rows=max_rows, dropped_rows=dropped)
+    assert_same_plan(plan, reference.route_plan(ids, num_experts, max_rows=max_rows))
+    assert len(plan.row_token) == min(max_rows, ids.numel())
+    assert_is_plan_of(plan, ids.masked_fill(plan.token_row < 0, -1), num_experts)
+    whole = fused_moe.route_plan(ids, num_experts)
+    rows = whole.row_slot[whole.row_slot >= 0]
+    kept = plan.row_slot[plan.row_slot >= 0]
+    assert torch.equal(kept, rows[:max_rows]) and int(dropped) == len(rows) - len(kept)
+
+
 def test_ids_beyond_int32_are_no_experts(device):
     """int64 ids are compared in all 64 bits: 2**32 + 1 is not expert 1."""
     ids = torch.tensor([[1, 2**32 + 1], [-(2**63), 2**63 - 1], [2**32, 0]], device=device)
