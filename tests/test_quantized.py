@@ -756,15 +756,21 @@ def test_memory(cpu):
     assert moe.experts.w1.nbytes == 6 * 64 * 32 * (4 + 32 / 32) / 8
 
 
-# Weights as published in three formats; in tiles, where there are any, whatever the format.
+# Weights as published in three formats; in tiles, where there are any, whatever the format. inductor compiles
+# every format in test_matrix.py.
 @pytest.mark.parametrize(
-    "format, sizes", [*(("fp8_block", s) for s in SIZES.args[1]), ("int4", (64, 32)), ("mxfp4", (64, 32))]
+    "format, sizes, backend",
+    [
+        *(("fp8_block", s, "aot_eager") for s in SIZES.args[1]),
+        ("int4", (64, 32), "inductor"),
+        ("mxfp4", (64, 32), "aot_eager"),
+    ],
 )
-def test_compile(device, format, sizes):
+def test_compile(device, format, sizes, backend):
     """One graph without breaks, with any number of tokens, forward and backward."""
     torch._dynamo.reset()  # it limits how often it compiles FusedMoE.forward
     moe = quantize(layer(device, sizes), format, **quantize_options(format))
-    compiled = torch.compile(moe, fullgraph=True, dynamic=True)
+    compiled = torch.compile(moe, fullgraph=True, dynamic=True, backend=backend)
     for tokens in (5, 9):
         x = torch.randn(tokens, sizes[0], device=device, requires_grad=True)
         (expected,) = torch.autograd.grad(moe(x).square().sum(), x)
