@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -26,6 +27,7 @@ def train_lm():
     spec = importlib.util.spec_from_file_location("train_lm", SCRIPT)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
+    module.GENERATED_BYTES = 40
     return module
 
 
@@ -44,9 +46,8 @@ def read_log(folder):
 
 
 @pytest.fixture
-def train(train_lm, device, tmp_path, monkeypatch):
+def train(train_lm, device, tmp_path):
     """train(*flags, out=NAME) -> the log of a tiny run."""
-    monkeypatch.setattr(train_lm, "GENERATED_BYTES", 40)
 
     def run(*flags, out="run"):
         folder = tmp_path / out
@@ -56,35 +57,73 @@ def train(train_lm, device, tmp_path, monkeypatch):
     return run
 
 
-@pytest.fixture
-def torchrun(train_lm, device, tmp_path):
-    """torchrun(*flags, out=NAME) -> the log of a tiny run in two processes, and what they printed."""
-    if device.type == "cuda" and torch.cuda.device_count() < 2:
-        pytest.skip(f"needs 2 GPUs, found {torch.cuda.device_count()}")
+@pytest.fixture(scope="module")
+def whole(train_lm, device, tmp_path_factory):
+    """whole(*flags) -> the folder of an uninterrupted tiny run, one for all tests."""
 
-    # Each byte of text is a forward pass with all of FSDP's collectives.
-    script = tmp_path / "parts.py"
-    script.write_text(
-        f"import sys\nsys.path.insert(0, {str(SCRIPT.parent)!r})\nimport train_lm\n"
-        "train_lm.GENERATED_BYTES = 5\ntrain_lm.main()\n"
-    )
-
-    def run(*flags, out):
-        command = [
-            *cases.torchrun(2),
-            script,
-            *TINY,
-            "--device",
-            device.type,
-            "--out",
-            tmp_path / out,
-            *flags,
-        ]
-        done = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=300)
-        assert done.returncode == 0, done.stderr
-        return read_log(tmp_path / out), done.stdout
+    @cache
+    def run(*flags):
+        folder = tmp_path_factory.mktemp("whole")
+        train_lm.main([*TINY, "--device", device.type, "--out", str(folder), *map(str, flags)])
+        return folder
 
     return run
+
+
+FIXED = ("--steps", 8, "--lr", 0.1)
+FP8 = ("--fp8", "--dim", 128, "--hidden-dim", 128, "--dtype", "bfloat16")
+FP8_FIXED = ("--steps", 8, *FP8)
+# name -> the flags of a run in two processes
+PARTS = {
+    "FSDP": (*FIXED, "--fsdp"),
+    "expert parallelism": (*FIXED, "--fsdp", "--expert-parallel", 2),
+    "FSDP in FP8": (*FP8_FIXED, "--fsdp"),
+    "expert parallelism in FP8": (*FP8_FIXED, "--fsdp", "--expert-parallel", 2),
+    "resumed": (*FIXED, "--fsdp", "--expert-parallel", 2, "--resume"),
+}
+# Each byte of text is a forward pass with all of FSDP's collectives. Each run's keys in torchrun's store have
+# a prefix: those of the run before would tell of processes that are gone.
+IN_TWO_PROCESSES = """
+import contextlib, functools, json, os, sys
+import torch.distributed as dist
+sys.path.insert(0, sys.argv[1])
+import train_lm
+train_lm.GENERATED_BYTES = 5
+join = dist.init_process_group
+store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+rank = int(os.environ["RANK"])
+for i, command in enumerate(json.loads(sys.argv[2])):
+    own = dist.PrefixStore(str(i), store)
+    dist.init_process_group = functools.partial(join, store=own, rank=rank, world_size=2)
+    with open(f"{i}.{rank}", "w") as file, contextlib.redirect_stdout(file):
+        train_lm.main(command)
+"""
+
+
+@pytest.fixture(scope="module")
+def parts(train_lm, device, tmp_path_factory):
+    """{name: (folder, what the processes printed)} of the runs of PARTS. One launch makes all: to start takes
+    longer than to train. The last goes on from a run of one process that was interrupted."""
+    if device.type == "cuda" and torch.cuda.device_count() < 2:
+        pytest.skip(f"needs 2 GPUs, found {torch.cuda.device_count()}")
+    folder = tmp_path_factory.mktemp("parts")
+    outs = {name: str(folder / name) for name in PARTS}
+    common = [*TINY, "--device", device.type, "--out"]
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        interrupt_at(3, train_lm, monkeypatch)
+        train_lm.main([*common, outs["resumed"], *map(str, FIXED)])
+    assert len(read_log(Path(outs["resumed"]))["fused"]["loss"]) == 4
+    script = folder / "script.py"
+    script.write_text(IN_TWO_PROCESSES)
+    commands = [[*common, outs[name], *map(str, flags)] for name, flags in PARTS.items()]
+    command = [*cases.torchrun(2), script, SCRIPT.parent, json.dumps(commands)]
+    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=300, cwd=folder)
+    assert done.returncode == 0, done.stderr
+    printed = {
+        name: "".join((folder / f"{i}.{rank}").read_text() for rank in range(2))
+        for i, name in enumerate(PARTS)
+    }
+    return {name: (Path(outs[name]), printed[name]) for name in PARTS}
 
 
 def interrupt_at(step, train_lm, monkeypatch):
@@ -152,9 +191,6 @@ def test_fused_and_loop_agree(train, tmp_path, capsys):
     assert (tmp_path / "run" / "loss.png").stat().st_size > 0
 
 
-FP8 = ("--fp8", "--dim", 128, "--hidden-dim", 128, "--dtype", "bfloat16")
-
-
 def test_fp8(train, train_lm, device, monkeypatch, capsys):
     """The losses are near those in bfloat16, and a run that was interrupted goes on in FP8."""
     plain = train("--steps", 25, *FP8[1:], out="plain")["fused"]["loss"]
@@ -190,8 +226,8 @@ def assert_same_losses(log, expected, device, experts="fused"):
         assert log[experts]["loss"] == pytest.approx(expected[experts]["loss"], rel=1e-3)
 
 
-def test_a_resumed_run_repeats_the_uninterrupted_one(train, train_lm, device, monkeypatch, capsys):
-    whole = train("--steps", 25, out="whole")
+def test_a_resumed_run_repeats_the_uninterrupted_one(train, train_lm, whole, device, monkeypatch, capsys):
+    whole = read_log(whole("--steps", 25))
     interrupt_at(13, train_lm, monkeypatch)
     stopped = train("--steps", 25)
     assert len(stopped["fused"]["loss"]) == 14  # the current step was finished
@@ -202,8 +238,8 @@ def test_a_resumed_run_repeats_the_uninterrupted_one(train, train_lm, device, mo
         assert resumed["fused"]["validation"] == whole["fused"]["validation"]
 
 
-def test_a_prolonged_run_repeats_the_longer_one(train, device, capsys):
-    whole = train("--steps", 25, out="whole")
+def test_a_prolonged_run_repeats_the_longer_one(train, whole, device, capsys):
+    whole = read_log(whole("--steps", 25))
     train("--steps", 12)
     assert "to prolong it: --resume" in capsys.readouterr().out
     prolonged = train("--resume", "--steps", 25)
@@ -247,20 +283,19 @@ def flattened(state, name=""):
     return {name: state}
 
 
-@pytest.mark.parametrize("flags", ["--fsdp", "--fsdp --expert-parallel 2"])
-def test_two_processes_repeat_the_single_one(train, torchrun, tmp_path, flags):
+@pytest.mark.parametrize("name", ["FSDP", "expert parallelism"])
+def test_two_processes_repeat_the_single_one(parts, whole, name):
     """The same loss curve and checkpoint, up to the order of summation. The learning rate is high."""
-    fixed = ("--steps", 8, "--lr", 0.1)
-    whole = train(*fixed, out="whole")
-    log, printed = torchrun(*fixed, *flags.split(), out="parts")
-    losses = whole["fused"]["loss"]
+    (folder, printed), alone = parts[name], whole(*FIXED)
+    log, expected = read_log(folder), read_log(alone)
+    losses = expected["fused"]["loss"]
     assert losses[-1] < 0.9 * losses[0]
     assert log["fused"]["loss"] == pytest.approx(losses, rel=1e-5)
-    assert log["fused"]["validation"] == pytest.approx(whole["fused"]["validation"], rel=1e-5)
-    loads = [torch.tensor(run["reports"][-1]["expert_load"]) for run in (log, whole)]
+    assert log["fused"]["validation"] == pytest.approx(expected["fused"]["validation"], rel=1e-5)
+    loads = [torch.tensor(run["reports"][-1]["expert_load"]) for run in (log, expected)]
     torch.testing.assert_close(*loads, rtol=0.02, atol=0)  # ties of scores may be broken differently
     assert printed.count("2 processes") == printed.count("Before training") == 1
-    files = (tmp_path / name / "checkpoint.pt" for name in ("whole", "parts"))
+    files = (out / "checkpoint.pt" for out in (alone, folder))
     expected, found = (flattened(torch.load(file, weights_only=True)) for file in files)
     tensors = {name for name, value in expected.items() if isinstance(value, torch.Tensor)}
     assert {name for name, value in found.items() if isinstance(value, torch.Tensor)} == tensors
@@ -269,23 +304,18 @@ def test_two_processes_repeat_the_single_one(train, torchrun, tmp_path, flags):
         assert error <= 1e-3 * expected[name].double().norm() + 1e-7, name
 
 
-@pytest.mark.parametrize("flags", [(), ("--expert-parallel", 2)])
-def test_two_processes_in_fp8(train, torchrun, flags):
+@pytest.mark.parametrize("name", ["FSDP in FP8", "expert parallelism in FP8"])
+def test_two_processes_in_fp8(parts, whole, name):
     """Rows from the other process are quantised, too. Another order of sums turns codes to others."""
-    fixed = ("--steps", 8, *FP8)
-    whole = train(*fixed, out="whole")
-    log, printed = torchrun(*fixed, "--fsdp", *flags, out="parts")
-    assert log["fused"]["loss"] == pytest.approx(whole["fused"]["loss"], rel=5e-3)
+    folder, printed = parts[name]
+    losses = read_log(whole(*FP8_FIXED))["fused"]["loss"]
+    assert read_log(folder)["fused"]["loss"] == pytest.approx(losses, rel=5e-3)
     assert ", experts in FP8, 2 processes" in printed
 
 
-def test_two_processes_go_on_from_one(train, train_lm, torchrun, monkeypatch):
-    fixed = ("--steps", 8, "--lr", 0.1)
-    whole = train(*fixed, out="whole")
-    interrupt_at(3, train_lm, monkeypatch)
-    assert len(train(*fixed)["fused"]["loss"]) == 4
-    log, _ = torchrun(*fixed, "--fsdp", "--expert-parallel", 2, "--resume", out="run")
-    assert log["fused"]["loss"] == pytest.approx(whole["fused"]["loss"], rel=1e-5)
+def test_two_processes_go_on_from_one(parts, whole):
+    losses = read_log(whole(*FIXED))["fused"]["loss"]
+    assert read_log(parts["resumed"][0])["fused"]["loss"] == pytest.approx(losses, rel=1e-5)
 
 
 def test_ctrl_c_ends_the_process_cleanly(train_lm, device, tmp_path):
