@@ -17,8 +17,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torchtitan.config import Configurable, derive, override
 from torchtitan.distributed.activation_checkpoint import SelectiveAC
-from torchtitan.distributed.spmd_types import spmd_mesh_size
-from torchtitan.distributed.utils import get_spmd_backend
+from torchtitan.distributed.spmd_types import current_spmd_mesh, maybe_set_sparse_mesh, spmd_mesh_size
 from torchtitan.models.common.moe import GroupedExperts, MoE, RoutedExperts, TokenChoiceTopKRouter
 from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher, LocalTokenDispatcher
 from torchtitan.models.gpt_oss.moe import GptOssGroupedExperts
@@ -87,7 +86,7 @@ class FusedGptOssGroupedExperts(GptOssGroupedExperts):
 class FusedTokenDispatcher(AllToAllTokenDispatcher):
     """torchtitan's exchange between ranks, with our permute before it and our weighted sum after it.
 
-    On a single rank, or where SPMD types are checked, it is torchtitan's dispatcher unchanged.
+    On a single rank it is torchtitan's dispatcher unchanged.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -95,7 +94,7 @@ class FusedTokenDispatcher(AllToAllTokenDispatcher):
         pass
 
     def _local_reorder(self, x: Tensor, scores: Tensor, ids: Tensor):
-        if self.ep_mesh is None or get_spmd_backend() == "spmd_types":
+        if self.ep_mesh is None:
             return super()._local_reorder(x, scores, ids)
         routing = Routing(scores, ids, route_plan(ids, self.num_experts))
         return routed_rows(x, routing), routing, scores  # dispatch passes the last two on to combine
@@ -104,9 +103,15 @@ class FusedTokenDispatcher(AllToAllTokenDispatcher):
         routing = metadata.token_indices_experts_sorted_N
         if not isinstance(routing, Routing):
             return super().combine(rows, metadata, x)
-        rows = self._unpermute(rows, metadata.input_shape, metadata.permuted_indices)
-        group, splits = self.ep_mesh.get_group(), (metadata.input_splits, metadata.output_splits)
-        return combine(self._combine_token_exchange(rows, group, *splits), routing)
+        splits = metadata.input_splits, metadata.output_splits
+        with maybe_set_sparse_mesh():
+            mesh = current_spmd_mesh()  # None: another backend than spmd_types
+            group = self.ep_mesh.get_group() if mesh is None else mesh.get_group("ep")
+            rows = self._unpermute(rows, metadata.input_shape, metadata.permuted_indices)
+            rows = self._combine_token_exchange(rows, group, *splits)
+        if mesh is not None and spmd.is_type_checking():
+            rows = spmd.reinterpret_mesh(rows, spmd.current_mesh())
+        return combine(rows, routing)
 
 
 # The methods that FusedTokenDispatcher relies on. In a release without them the dispatcher is not replaced.
