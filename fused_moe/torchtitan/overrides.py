@@ -146,7 +146,7 @@ class FusedRoutedExperts(RoutedExperts):
 
 
 class FusedMoE(KeepsExpertBias, MoE):
-    """Our kernels compute the whole routed path, if all experts are local."""
+    """Our kernels compute the whole routed path, except the exchange with other ranks."""
 
     bias_name = "expert_bias_E"
 
@@ -156,31 +156,25 @@ class FusedMoE(KeepsExpertBias, MoE):
 
     @wraps(MoE.forward)
     def forward(self, x: Tensor) -> Tensor:
-        if not self._routes_here(x):
+        if self.router._debug_force_load_balance or isinstance(x, DTensor):
             check_no_tape(self)
             return super().forward(x)
         logits = float32_logits(self.router.gate, x)
-        routing = choose(self, logits.flatten(0, -2), self.expert_bias_E)
-        counts = routing.plan.counts
-        if self.training:
-            with torch.no_grad():
-                self.tokens_per_expert_E.add_(counts)
-        per_token = (*x.shape[:-1], -1)
-        scores, ids = routing.scores.view(per_token), routing.ids.view(per_token)
+        per_token = (*logits.shape[:-1], -1)  # of a part of x where the gate's sharding divides it
+        with spmd.no_typecheck():  # which has no rule for our operator
+            routing = choose(self, logits.flatten(0, -2), self.expert_bias_E)
+            scores, ids, counts = routing.scores.view(per_token), routing.ids.view(per_token), routing.plan.counts
+            if self.training:
+                with torch.no_grad():
+                    self.tokens_per_expert_E.add_(counts)
+            if not self.routed_experts.is_local:
+                ids, counts = ids.long(), counts.long()  # as dispatchers have them from torchtitan's router
+        if spmd.is_type_checking():
+            for value, like in ((scores, logits), (ids, logits), (counts, self.tokens_per_expert_E)):
+                spmd.assert_type_like(value, like)
+            routing = None  # its plan has no types
         out = self.routed_experts(x, scores, ids, counts, routing=routing)
         return out if self.shared_experts is None else out + self.shared_experts(x)
-
-    def _routes_here(self, x: Tensor) -> bool:
-        """Whether all experts are local, and our router supports x.
-
-        It does not support DTensors, nor SPMD type checking, for which its operator has no rule.
-        """
-        return (
-            self.routed_experts.is_local
-            and not self.router._debug_force_load_balance
-            and not isinstance(x, DTensor)
-            and not spmd.is_type_checking()
-        )
 
 
 find_layers(FusedMoE, MoE)
