@@ -18,7 +18,7 @@ import torch.nn.functional as functional
 from cases import BF16, F32, Calls
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Shard, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, init_device_mesh
 
 pytest.importorskip("torchtitan", reason="torchtitan is not installed")
 
@@ -87,15 +87,15 @@ class Model(nn.Module):
 
 if HAS_OVERRIDES:
     import spmd_types as spmd
-    from torchtitan.config import OverrideConfig, derive
+    from torchtitan.config import OverrideConfig, ParallelismConfig, derive
     from torchtitan.config.override import apply_overrides
     from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
-    from torchtitan.distributed.utils import set_spmd_backend
+    from torchtitan.distributed.utils import get_spmd_context, set_spmd_backend
     from torchtitan.models.common import config_utils
     from torchtitan.models.common.attention import FlexAttention
     from torchtitan.models.common.moe import GroupedExperts, MoE
     from torchtitan.models.common.moe_sharding import set_moe_sharding_config
-    from torchtitan.models.deepseek_v3 import config_registry
+    from torchtitan.models.deepseek_v3 import config_registry, parallelize
     from torchtitan.models.gpt_oss.moe import GptOssGroupedExperts, GptOssMoE, ScaleBiasForward
     from torchtitan.models.gpt_oss.moe import swiglu as clamped_swiglu
     from torchtitan.models.gpt_oss.sharding import _GPT_OSS_EXPERTS_PARAM_LAYOUT as GPT_OSS_LAYOUT
@@ -223,17 +223,32 @@ if HAS_OVERRIDES:
 
     FlexAttention.forward = causal_attention
 
+    class UnequalParts:
+        """torch.distributed for spmd_types, since gloo's all_to_all takes parts of one size only."""
+
+        def __getattr__(self, name):
+            return getattr(dist, name)
+
+        def all_to_all(self, outputs, inputs, group):
+            received, sent = ([part.size(0) for part in parts] for parts in (outputs, inputs))
+            rows = outputs[0].new_empty(sum(received), *outputs[0].shape[1:])
+            dist.all_to_all_single(rows, torch.cat(inputs), received, sent, group=group)
+            for out, part in zip(outputs, rows.split(received), strict=True):
+                out.copy_(part)
+
+    # FSDP of PyTorch 2.13 refuses parameters with SPMD types: it gets those of one rank without them.
+    parallelize.resolve_fsdp_mesh = lambda dims: (dims.get_mesh("dp_shard"), None)
+    parallelize.resolve_sparse_fsdp_mesh = lambda dims: (dims.get_optional_mesh("efsdp"), None)
+
     def deepseek(fused, ep, compiled):
-        """The debug model of two layers as torchtitan's Trainer makes it, its optimizers and its FLOPs."""
+        """The debug model of two layers as torchtitan's Trainer makes it, its optimizers, its FLOPs and the
+        context of its steps."""
         config = config_registry.deepseek_v3_debugmodel()
         spec, training, parallelism = config.model_spec, config.training, config.parallelism
         spec.model.layers = spec.model.layers[:2]
         setattr(training, "max_context_length" if IS_FLAT else "seq_len", 2 * TOKENS)
         training.mixed_precision_param = "float32"  # bf16 scores tie: a CPU's autocast cannot widen the gate
         parallelism.expert_parallel_degree = ep
-        parallelism.spmd_backend = (
-            "partial_dtensor"  # FSDP of PyTorch 2.13 refuses the other one's parameters
-        )
         set_spmd_backend(parallelism.spmd_backend)
         config.compile.enable, config.compile.backend = compiled, "aot_eager"
         dims = parallel_dims.ParallelDims.from_config(parallelism, dist.get_world_size())
@@ -262,7 +277,7 @@ if HAS_OVERRIDES:
             model.init_states()
         optimizers = config.optimizer.build(model_parts=[model])
         spec.post_optimizer_build_fn(optimizers, [model], dims)
-        return model, optimizers, accounting
+        return model, optimizers, accounting, get_spmd_context(parallel_dims=dims)
 
 else:
     from torchtitan.config import ConfigManager
@@ -394,7 +409,7 @@ else:
         )  # every rank initialises its own shard; one seed would give equal experts
         with torch.no_grad():
             model.init_weights()
-        return model, spec.build_optimizers_fn([model], config.optimizer, dims), accounting
+        return model, spec.build_optimizers_fn([model], config.optimizer, dims), accounting, nullcontext
 
 
 # --- running ------------------------------------------------------------------------------------------
@@ -914,7 +929,7 @@ def test_the_bias_stays_float32(assign):
 
 
 def full(t):
-    return t.full_tensor() if isinstance(t, DTensor) else t.clone()
+    return (t.full_tensor() if isinstance(t, DTensor) else t).clone()
 
 
 TRAININGS = ((1, False), (2, False), (2, True))  # degree of expert parallelism, compiled
@@ -922,7 +937,7 @@ TRAININGS = ((1, False), (2, False), (2, True))  # degree of expert parallelism,
 
 def train(fused, ep, compiled):
     """Two steps of the whole model: initial state and shards, losses, first gradients, expert bias."""
-    model, optimizers, accounting = deepseek(fused, ep, compiled)
+    model, optimizers, accounting, context = deepseek(fused, ep, compiled)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_force_sum_reduction_for_comms(True)  # gloo cannot scale in a reduction
@@ -939,9 +954,10 @@ def train(fused, ep, compiled):
     with nullcontext() if compiled else Calls() as calls:  # which does not compile
         for _ in range(2):
             optimizers.zero_grad()
-            logits = model(ids.flatten() if IS_FLAT else ids).float()
-            loss = functional.cross_entropy(logits.flatten(0, -2), ids.flatten())
-            loss.backward()
+            with context():
+                logits = model(ids.flatten() if IS_FLAT else ids).float()
+                loss = functional.cross_entropy(logits.flatten(0, -2), ids.flatten())
+                loss.backward()
             if not result["losses"]:
                 result["grads"] = {n: full(p.grad) for n, p in model.named_parameters() if "moe" in n}
             optimizers.step()
@@ -949,7 +965,7 @@ def train(fused, ep, compiled):
                 result["bias"] = [full(b) for n, b in model.named_buffers() if "expert_bias" in n]
             result["losses"].append(loss.item())
     if not compiled:
-        result["counts"] = {name: len(calls.of(name)) for name in ("route", "unpermute", "experts_down")}
+        result["counts"] = {name: len(calls.of(name)) for name in OURS}
     return result
 
 
@@ -977,6 +993,7 @@ def sharded_layer(dim, fusion="fused_moe", flavor=FLAVORS["deepseek_v3"]):
 
 
 TENSOR_PARALLEL = ((1, False), (2, False), (2, True))  # degree of expert parallelism, compiled
+CHECKS = (True, "checked") if HAS_OVERRIDES else (True,)  # ours without and with type checking
 GPT_OSS_PARALLEL = ((2, 1), (2, 2), (1, 2))  # degrees of tensor and expert parallelism
 
 
@@ -1004,44 +1021,110 @@ def initialise(model, fused):
         model.moe.init_weights(0.2, torch.device("cpu"))
 
 
-def meshes_of(tp, ep):
-    degrees = {"dp_replicate": 1, "dp_shard": 2 // tp, "cp": 1, "tp": tp, "pp": 1, "ep": ep, "world_size": 2}
+def meshes_of(tp, ep, **options):
+    """torchtitan's meshes, of its default backend without the option."""
     if HAS_OVERRIDES:
-        return parallel_dims.ParallelDims(**degrees, spmd_backend="partial_dtensor")
+        degrees = {"tensor_parallel_degree": tp, "expert_parallel_degree": ep}
+        return parallel_dims.ParallelDims.from_config(
+            ParallelismConfig(**degrees, **options), dist.get_world_size()
+        )
+    degrees = {"dp_replicate": 1, "dp_shard": 2 // tp, "cp": 1, "tp": tp, "pp": 1, "ep": ep, "world_size": 2}
     return parallel_dims.ParallelDims(**degrees, etp=1 if ep > 1 else tp)
 
 
-def run_part(model, parameters):
+def run_part(model, parameters, context=nullcontext, share=None, is_split=True):
     """This rank's part of the output, and of the gradients of the input and of these parameters."""
     dtype = next(model.parameters()).dtype
-    x, dout = (make_input(dtype).chunk(2, dim=-2)[dist.get_rank()].contiguous() for _ in range(2))
+    ranks, rank = (dist.get_world_size(), dist.get_rank()) if is_split else (1, 0)
+    x, dout = (make_input(dtype).chunk(ranks, dim=-2)[rank].contiguous() for _ in range(2))
     x.requires_grad_()
-    out = model(x)
-    if isinstance(out, DTensor):
-        dout = DTensor.from_local(dout, out.device_mesh, out.placements)
-    out.backward(dout)
+    with context():
+        out = model(share(x) if share else x)
+        if isinstance(out, DTensor):
+            dout = DTensor.from_local(dout, out.device_mesh, out.placements)
+        with spmd.no_typecheck() if HAS_OVERRIDES else nullcontext():  # as torchtitan's Trainer
+            out.backward(dout)
     grads = (x.grad, *(parameter.grad for parameter in parameters))
     results = (t.to_local() if isinstance(t, DTensor) else t for t in (out.detach(), *grads))
     return [t.clone() for t in results]  # a clone waits for the collective that writes it
 
 
-def parallel_model(config, fusion, layout, tp, ep):
-    """A layer of 0.3.0 over two ranks, as torchtitan parallelises it; its own one without a fusion."""
-    set_moe_sharding_config(config, enable_ep=ep > 1, enable_sp=True, expert_param_layout=layout)
-    set_spmd_backend("partial_dtensor")
+def shared(x, dims, sp=True):
+    """A rank's input as the blocks of a model hand it on under this backend of 0.3.0."""
+    if dims.spmd_backend == "full_dtensor":
+        mesh = dims.get_activated_mesh(["dp_replicate", "dp_shard", "cp", "tp"])
+        parts = {"dp_shard": Shard(0) if dims.dp_shard > 1 else Replicate(), "tp": Shard(1)}
+        return DTensor.from_local(x, mesh, [parts[name] for name in mesh.mesh_dim_names])
+    if spmd.is_type_checking():
+        spmd.assert_type(x, {"dp": spmd.S(0), "cp": spmd.R, "tp": spmd.S(1) if sp else spmd.I})
+    return x
+
+
+def parallel_model(config, fusion, layout, tp, ep, sp=True, checked=False, **backend):
+    """A layer of 0.3.0 as torchtitan parallelises it, its own one without a fusion; its meshes, and the
+    context of its steps."""
+    set_moe_sharding_config(config, enable_ep=ep > 1, enable_sp=sp, expert_param_layout=layout)
+    dims = meshes_of(tp, ep, **backend)
+    set_spmd_backend(dims.spmd_backend)
     model = Model((overridden(config, fusion) if fusion else config).build())
     torch.manual_seed(0)
     model.moe.init_states(buffer_device=torch.device("cpu"))
     model = half(model)
-    model.moe.parallelize(meshes_of(tp, ep))
-    return model
+    model.moe.parallelize(dims)
+    return model, dims, get_spmd_context(parallel_dims=dims, spmd_typechecking=checked)
+
+
+BACKENDS = {
+    "default": {},
+    "checked": {"checked": True},
+    "partial_dtensor": {"spmd_backend": "partial_dtensor"},
+    "full_dtensor": {"spmd_backend": "full_dtensor"},
+    "without sequence parallelism": {"sp": False},
+}
+DEGREES = ((1, 1), (1, 2), (2, 1), (2, 2))  # of tensor and expert parallelism on two ranks
+LAYERS = [(backend, *degrees) for backend in BACKENDS for degrees in DEGREES]
+LAYERS = [layer for layer in LAYERS if layer[0] != "without sequence parallelism" or layer[1] == 2]
+# 0.3.0's own layers of DTensors fail where a process had layers of another K before.
+SAME_K = {"top_k": FLAVORS["gpt_oss"]["top_k"]}
+OURS = ("route", "permute", "unpermute", "experts_down")  # the operators that the tests count
+
+
+def parallel_layer(fusion, backend, tp, ep, mode=None):
+    """A rank's results of a layer of 0.3.0, how often it called our operators, and how often torchtitan's
+    sort and sum; with a mode of activation checkpointing."""
+    how = BACKENDS[backend]
+    config = layer_config(**FLAVORS["deepseek_v3"] | SAME_K, hidden_dim=SHARDED_F)
+    model, dims, context = parallel_model(config, fusion, EXPERTS_LAYOUT, tp, ep, **how)
+    sp = how.get("sp", True)
+    if mode:
+        checkpointed(model, mode)
+    with Calls() as calls:
+        found = run_part(model, list(model.parameters()), context, partial(shared, dims=dims, sp=sp), sp)
+    theirs = ("aten::argsort.stable", "aten::sort.stable", "torchtitan::deterministic_scatter_add")
+    counts = {name: len(calls.of(name)) for name in OURS}
+    return found, counts | {"theirs": sum(name in theirs for name, *_ in calls.calls)}
+
+
+RECOMPUTED = [(ep, mode) for ep in (1, 2) for mode in ("full", "selective")]
+OF_FOUR = ("default", 2, 4)  # the experts over all ranks, the tokens over pairs
+
+
+def every_rank(value):
+    values = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
 
 
 def parallel_gpt_oss(fused, tp, ep):
-    """A layer of gpt-oss over two ranks, as torchtitan parallelises it."""
+    """A layer of gpt-oss over two ranks, as torchtitan parallelises it. Its own is of a backend that adds the
+    second bias once."""
+    context, share = nullcontext, None
     if HAS_OVERRIDES:
         config = layer_config(**FLAVORS["gpt_oss"], hidden_dim=SHARDED_F)
-        model = parallel_model(config, fused and "fused_moe", GPT_OSS_LAYOUT, tp, ep)
+        backend = {"checked": fused == "checked"} if fused else {"spmd_backend": "partial_dtensor"}
+        fusion = "fused_moe" if fused else None
+        model, dims, context = parallel_model(config, fusion, GPT_OSS_LAYOUT, tp, ep, **backend)
+        share = partial(shared, dims=dims)
     else:
         model = Model(stock_layer(**FLAVORS["gpt_oss"], hidden_dim=SHARDED_F))
         initialise(model, fused)
@@ -1049,7 +1132,7 @@ def parallel_gpt_oss(fused, tp, ep):
         model, dims = half(model), meshes_of(tp, ep)
         tp_mesh, ep_mesh = (dims.get_optional_mesh(name) for name in ("tp", "ep"))
         apply_moe_ep_tp(model, tp_mesh, ep_mesh, dims.get_optional_mesh(["ep", "etp"]), dims.etp_enabled)
-    return run_part(model, experts_of(model).parameters())
+    return run_part(model, experts_of(model).parameters(), context, share)
 
 
 FP8_PARALLEL = ((1, 2), (2, 1))  # degrees of tensor and expert parallelism
@@ -1057,10 +1140,10 @@ FP8_PARALLEL = ((1, 2), (2, 1))  # degrees of tensor and expert parallelism
 
 def parallel_fp8(fusion, tp, ep):
     """A layer over two ranks, as torchtitan parallelises it."""
-    # K as in parallel_gpt_oss: 0.3.0's own layers fail, too, where a process had layers of another K before.
-    flavor = FP8_FLAVOR | {"top_k": FLAVORS["gpt_oss"]["top_k"], "hidden_dim": FP8_F * tp}
+    flavor = FP8_FLAVOR | SAME_K | {"hidden_dim": FP8_F * tp}
+    context = nullcontext
     if HAS_OVERRIDES:
-        model = parallel_model(layer_config(**flavor), fusion, EXPERTS_LAYOUT, tp, ep)
+        model, _, context = parallel_model(layer_config(**flavor), fusion, EXPERTS_LAYOUT, tp, ep)
     else:
         from torchtitan.models.llama4.infra.parallelize import apply_moe_ep_tp
 
@@ -1070,7 +1153,7 @@ def parallel_fp8(fusion, tp, ep):
         tp_mesh, ep_mesh = (dims.get_optional_mesh(name) for name in ("tp", "ep"))
         apply_moe_ep_tp(model, tp_mesh=tp_mesh, ep_mesh=ep_mesh, etp_mesh=None, ep_etp_mesh=None)
     with Calls() as calls:
-        found = run_part(model, experts_of(model).parameters())
+        found = run_part(model, experts_of(model).parameters(), context)
     return found, len(calls.of("fp8_up"))
 
 
@@ -1092,31 +1175,57 @@ def worker(rank, rendezvous, results):
     torch.set_num_threads(1)
     parallel_dims.device_type = "cpu"
     dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=2)
-    found = {(fused, *run): train(fused, *run) for run in TRAININGS for fused in (False, True)}
+    found = {}
+    if HAS_OVERRIDES:
+        spmd.set_dist(UnequalParts())
+        runs = [(fusion, *layer) for layer in LAYERS for fusion in (None, *FUSIONS)]
+        runs += [("fused_moe", "checked", 1, ep, mode) for ep, mode in RECOMPUTED]
+        found["layers"] = every_rank({run: parallel_layer(*run) for run in runs})
+    found |= {(fused, *run): train(fused, *run) for run in TRAININGS for fused in (False, True)}
     found["shard"] = {dim: sharded_layer(dim)[:2] for dim in (0, 1)}
     found["fp8"] = fp8_runs()
     if not HAS_OVERRIDES:
         runs = [(fused, *run) for run in TENSOR_PARALLEL for fused in (False, True)]
         found["tensor"] = {run: tensor_parallel_layer(*run) for run in runs}
-    runs = [(fused, *run) for run in GPT_OSS_PARALLEL for fused in (False, True)]
+    runs = [(fused, *run) for run in GPT_OSS_PARALLEL for fused in (False, *CHECKS)]
     found["gpt_oss"] = {run: parallel_gpt_oss(*run) for run in runs}
     if rank == 0:
         torch.save(found, results)
     dist.destroy_process_group()
 
 
+def worker_of_four(rank, rendezvous, results):
+    """Expert parallelism of two ranks, FSDP2 over pairs of them; a layer with tensor parallelism, too."""
+    torch.set_num_threads(1)
+    parallel_dims.device_type = "cpu"
+    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=4)
+    spmd.set_dist(UnequalParts())
+    runs = {(fusion, *OF_FOUR): parallel_layer(fusion, *OF_FOUR) for fusion in (None, "fused_moe")}
+    found = {"layers": every_rank(runs)}
+    found["training"] = [train(fused, 2, False) for fused in (False, True)]
+    if rank == 0:
+        torch.save(found, results)
+    dist.destroy_process_group()
+
+
+def run_processes(function, count, folder):
+    torch.multiprocessing.spawn(function, (folder / "rendezvous", folder / "results"), nprocs=count)
+    return torch.load(folder / "results", weights_only=False)
+
+
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     """The results of two gloo processes, stock and ours, from one start, which takes seconds."""
-    folder = tmp_path_factory.mktemp("gloo")
-    torch.multiprocessing.spawn(worker, (folder / "rendezvous", folder / "results"), nprocs=2)
-    return torch.load(folder / "results", weights_only=False)
+    return run_processes(worker, 2, tmp_path_factory.mktemp("two"))
 
 
 @pytest.mark.parametrize("ep, compiled", TRAININGS)
 def test_training(trained, ep, compiled):
     """The debug model under FSDP2 and expert parallelism, with selective checkpointing and load balancing."""
-    stock, ours = (trained[fused, ep, compiled] for fused in (False, True))
+    check_training(*(trained[fused, ep, compiled] for fused in (False, True)), ep, compiled)
+
+
+def check_training(stock, ours, ep, compiled=False):
     assert ours["accounting"] == stock["accounting"]
     assert ours["shards"] == stock["shards"]
     assert ours["initial"].keys() == stock["initial"].keys()
@@ -1131,13 +1240,62 @@ def test_training(trained, ep, compiled):
     if compiled:
         return
     counts = ours["counts"]
-    assert (counts["route"] > 0) == (
-        ep == 1 or not HAS_OVERRIDES
-    )  # 0.3 dispatches with its router's scores and ids
-    assert (counts["unpermute"] > 0) == (ep == 2)  # on a single rank it is part of experts_down
+    # Once a step where selective checkpointing saves it.
+    assert counts["route"] == 2
+    for name in ("permute", "unpermute"):
+        assert (counts[name] > 0) == (ep == 2)  # on a single rank they are parts of the experts' GEMMs
     # Once a step where selective checkpointing saved it; that of 0.2.x is full for every second layer.
     assert counts["experts_down"] == (2 if HAS_OVERRIDES else 4)
     assert not any(stock["counts"].values())
+
+
+@pytest.mark.skipif(not HAS_OVERRIDES, reason="for torchtitan 0.3.0 and later, which have backends")
+@pytest.mark.parametrize("fusion", FUSIONS)
+@pytest.mark.parametrize("backend, tp, ep", LAYERS)
+def test_backends(trained, fusion, backend, tp, ep):
+    """Every backend and both kinds of parallelism: torchtitan's output and gradients on each rank, by the
+    operators that docs/torchtitan.md names."""
+    assert ParallelismConfig().spmd_backend == "spmd_types"  # of the backends "default" and "checked"
+    check_layers(trained["layers"], fusion, backend, tp, ep)
+
+
+def check_layers(layers, fusion, backend, tp, ep):
+    for rank, runs in enumerate(layers):
+        (found, counts), (expected, theirs) = runs[fusion, backend, tp, ep], runs[None, backend, tp, ep]
+        for value, other in zip(found, expected, strict=True):
+            assert value.dtype == other.dtype and value.shape == other.shape
+            assert (value - other).norm() <= 3e-2 * other.norm(), rank
+        assert theirs["theirs"] > 0 and not any(theirs[name] for name in OURS)
+        is_dtensor = backend == "full_dtensor" or (backend == "partial_dtensor" and tp == 2)
+        sorts = fusion != "fused_experts"
+        exchanges = sorts and ep > 1
+        assert counts == {
+            "route": fusion == "fused_moe" and not is_dtensor,
+            "permute": exchanges,
+            "unpermute": 2 * exchanges,  # forward, and of the gradient of permute
+            "experts_down": 1,
+            "theirs": 0 if sorts else theirs["theirs"],
+        }
+
+
+@pytest.mark.skipif(not HAS_OVERRIDES, reason="for torchtitan 0.3.0 and later, which check types")
+@pytest.mark.parametrize("ep, mode", RECOMPUTED)
+def test_checked_recomputation(trained, ep, mode):
+    """Types are not checked in recomputation, which gives the same bits."""
+    run = ("fused_moe", "checked", 1, ep)
+    for runs in trained["layers"]:
+        (found, counts), (expected, _) = runs[(*run, mode)], runs[run]
+        assert counts["route"] == counts["experts_down"] == (2 if mode == "full" else 1)
+        for value, other in zip(found, expected, strict=True):
+            assert torch.equal(value, other)
+
+
+@pytest.mark.skipif(not HAS_OVERRIDES, reason="two ranks of 0.2.x are tested, whose exchange has no backends")
+def test_four_ranks(tmp_path):
+    """The debug model under expert parallelism and FSDP2, and a layer under tensor parallelism, too."""
+    found = run_processes(worker_of_four, 4, tmp_path)
+    check_layers(found["layers"], "fused_moe", *OF_FOUR)
+    check_training(*found["training"], ep=2)
 
 
 @pytest.mark.parametrize("score_on", ("output", "input"))
@@ -1199,10 +1357,11 @@ def test_tensor_parallelism(trained, ep, compiled):
         assert (value - other).norm() <= 3e-2 * other.norm()
 
 
+@pytest.mark.parametrize("fused", CHECKS)
 @pytest.mark.parametrize("tp, ep", GPT_OSS_PARALLEL)
-def test_parallel_gpt_oss(trained, tp, ep):
+def test_parallel_gpt_oss(trained, fused, tp, ep):
     """Each rank adds its part of the second bias. Experts of other ranks have theirs."""
-    stock, ours = (trained["gpt_oss"][fused, tp, ep] for fused in (False, True))
+    stock, ours = (trained["gpt_oss"][which, tp, ep] for which in (False, fused))
     for value, other in zip(ours, stock, strict=True):
         assert value.shape == other.shape
         assert (value - other).norm() <= 3e-2 * other.norm()

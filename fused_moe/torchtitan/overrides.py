@@ -48,6 +48,16 @@ from .layer import (
 # --- modules ------------------------------------------------------------------------------------------
 
 
+def _of_this_rank(counts: Tensor) -> Tensor:
+    """To the type checker a rank's counts are parts of a sum, which no operation may read, unless an exchange
+    came before the experts."""
+    if spmd.is_type_checking() and spmd_mesh_size("ep") == 1:
+        counts = counts.clone()
+        for axis in ("dp", "cp"):
+            spmd.mutate_type(counts, axis, src=spmd.P, dst=spmd.V)
+    return counts
+
+
 class FusedGroupedExperts(TrainsFp8, GroupedExperts):
     """The experts behind any dispatcher; with a routing, on tokens."""
 
@@ -64,7 +74,7 @@ class FusedGroupedExperts(TrainsFp8, GroupedExperts):
     def forward(self, x: Tensor, counts: Tensor, routing: Routing | None = None) -> Tensor:
         experts = swiglu(self.w1_EFD, self.w2_EDF, self.w3_EFD)
         dtype = torch.bfloat16  # the stock layer's
-        return run_experts(x, experts, counts, routing, dtype=dtype, fp8=self.fp8)
+        return run_experts(x, experts, _of_this_rank(counts), routing, dtype=dtype, fp8=self.fp8)
 
 
 class FusedGptOssGroupedExperts(GptOssGroupedExperts):
@@ -80,7 +90,7 @@ class FusedGptOssGroupedExperts(GptOssGroupedExperts):
         # Under SPMD types parameters are no DTensors, and the mesh is that of the region.
         tp = max(mesh_size(self.mlp1_weight_EGD, "tp"), spmd_mesh_size("tp"))
         experts = gpt_oss(*parameters, self.swiglu_limit, tp)
-        return run_experts(x, experts, counts, routing, dtype=torch.bfloat16)
+        return run_experts(x, experts, _of_this_rank(counts), routing, dtype=torch.bfloat16)
 
 
 class FusedTokenDispatcher(AllToAllTokenDispatcher):
@@ -163,7 +173,8 @@ class FusedMoE(KeepsExpertBias, MoE):
         per_token = (*logits.shape[:-1], -1)  # of a part of x where the gate's sharding divides it
         with spmd.no_typecheck():  # which has no rule for our operator
             routing = choose(self, logits.flatten(0, -2), self.expert_bias_E)
-            scores, ids, counts = routing.scores.view(per_token), routing.ids.view(per_token), routing.plan.counts
+            scores, ids = routing.scores.view(per_token), routing.ids.view(per_token)
+            counts = routing.plan.counts
             if self.training:
                 with torch.no_grad():
                     self.tokens_per_expert_E.add_(counts)
