@@ -704,6 +704,45 @@ def test_garbage_tail(dtype, is_gpt_oss):
         assert torch.equal(with_tail, without)
 
 
+@pytest.mark.skipif(
+    not HAS_OVERRIDES, reason="for torchtitan 0.3.0 and later, whose dispatchers have configs"
+)
+@pytest.mark.parametrize("fusion", FUSIONS)
+def test_other_dispatchers(fusion):
+    """A dispatcher of its own class gets what torchtitan's router gives, and hands received rows and counts,
+    with garbage behind them, to our experts."""
+    from torchtitan.models.common.token_dispatcher import LocalTokenDispatcher
+
+    seen = []
+
+    class Other(LocalTokenDispatcher):
+        @dataclass(kw_only=True, slots=True)
+        class Config(LocalTokenDispatcher.Config):
+            pass
+
+        def dispatch(self, *routed):
+            seen.append([(t.dtype, t.shape) for t in routed])
+            rows, counts, metadata = super().dispatch(*routed)
+            return torch.cat((rows, torch.full_like(rows, torch.nan))), counts, metadata
+
+        def combine(self, rows, metadata, x):
+            return super().combine(rows.chunk(2)[0], metadata, x)
+
+    config = layer_config(**FLAVORS["groups"])
+    stock = Model(config.build())
+    dispatcher = config.routed_experts.token_dispatcher
+    config.routed_experts.token_dispatcher = derive(dispatcher, Other.Config)
+    theirs, ours = Model(config.build()), Model(overridden(config, fusion).build())
+    for model in (stock, theirs, ours):
+        torch.manual_seed(0)
+        model.moe.init_states(buffer_device=torch.device("cpu"))
+    expected, found, calls = run_both(stock, ours, "float32")
+    assert_close(found, expected, 1e-2)
+    assert len(calls.of("route")) == (fusion == "fused_moe") and len(calls.of("experts_up")) == 1
+    theirs(make_input())
+    assert seen[0] == seen[1]
+
+
 @pytest.mark.parametrize("fusion", FUSIONS)
 def test_compile(fusion):
     check_compiled(build(fusion, **FLAVORS["deepseek_v3"]), 1e-2)
@@ -1105,6 +1144,22 @@ def parallel_layer(fusion, backend, tp, ep, mode=None):
     return found, counts | {"theirs": sum(name in theirs for name, *_ in calls.calls)}
 
 
+def replayed_layer():
+    """A rank's routes under expert parallelism of 0.3.0; its results as they are recorded and replayed."""
+    config = layer_config(**FLAVORS["deepseek_v3"] | SAME_K, hidden_dim=SHARDED_F)
+    model, _, context = parallel_model(config, "fused_moe", EXPERTS_LAYOUT, 1, 2)
+
+    def results():
+        torch.manual_seed(1)
+        model.zero_grad()
+        return run_part(model, list(model.parameters()), context)
+
+    with record_routing(model) as routes:
+        recorded = results()
+    with replay_routing(model, routes):
+        return routes[0], recorded, results()
+
+
 RECOMPUTED = [(ep, mode) for ep in (1, 2) for mode in ("full", "selective")]
 OF_FOUR = ("default", 2, 4)  # the experts over all ranks, the tokens over pairs
 
@@ -1181,6 +1236,7 @@ def worker(rank, rendezvous, results):
         runs = [(fusion, *layer) for layer in LAYERS for fusion in (None, *FUSIONS)]
         runs += [("fused_moe", "checked", 1, ep, mode) for ep, mode in RECOMPUTED]
         found["layers"] = every_rank({run: parallel_layer(*run) for run in runs})
+        found["replayed"] = every_rank(replayed_layer())
     found |= {(fused, *run): train(fused, *run) for run in TRAININGS for fused in (False, True)}
     found["shard"] = {dim: sharded_layer(dim)[:2] for dim in (0, 1)}
     found["fp8"] = fp8_runs()
@@ -1287,6 +1343,15 @@ def test_checked_recomputation(trained, ep, mode):
         (found, counts), (expected, _) = runs[(*run, mode)], runs[run]
         assert counts["route"] == counts["experts_down"] == (2 if mode == "full" else 1)
         for value, other in zip(found, expected, strict=True):
+            assert torch.equal(value, other)
+
+
+@pytest.mark.skipif(not HAS_OVERRIDES, reason="for torchtitan 0.3.0 and later; 0.2.x routes as on one rank")
+def test_replay_under_expert_parallelism(trained):
+    """Each rank has the choices of its own tokens."""
+    for ids, recorded, replayed in trained["replayed"]:
+        assert ids.shape == (make_input().numel() // D // 2, SAME_K["top_k"])
+        for value, other in zip(replayed, recorded, strict=True):
             assert torch.equal(value, other)
 
 
