@@ -5,7 +5,6 @@ otherwise rounding could choose between nearly equal experts, and nothing would 
 """
 
 import copy
-import inspect
 import subprocess
 import sys
 import warnings
@@ -32,7 +31,6 @@ from cases import (
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.tensor import DTensor
 from torch.func import functional_call
 from torch.overrides import TorchFunctionMode
 
@@ -47,7 +45,6 @@ from transformers import (  # noqa: E402
     GenerationConfig,
     StaticCache,
 )
-from transformers.distributed import DistributedConfig  # noqa: E402
 from transformers.modeling_utils import ALL_EXPERTS_FUNCTIONS  # noqa: E402
 from transformers.models.aria.modeling_aria import AriaExperts  # noqa: E402
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts  # noqa: E402
@@ -832,68 +829,6 @@ def test_lora_on_the_expert_weights(device, dtype, family):
             losses.append(loss.item())
     assert losses[-1] < losses[0]
     assert calls.of("wgrad") and not calls.of("experts_up_backward")  # test_peft.py has more of these
-
-
-# --- expert parallelism ---------------------------------------------------------------------------
-
-
-SHARED_BATCH, OWN_BATCHES = {"tp_size": 2, "ep_size": 2}, {"fsdp_size": 2, "ep_size": 2}
-
-
-def train_on_rank(rank: int, folder, sizes: dict[str, int]) -> None:
-    """One of two processes: logits, loss and gradients of a checkpoint whose experts they share."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
-    fused_moe.transformers.register()
-    model = AutoModelForCausalLM.from_pretrained(
-        folder,
-        experts_implementation="fused_moe",
-        attn_implementation="eager",
-        distributed_config=DistributedConfig(**sizes),
-    )
-    ids = torch.load(folder / "ids.pt")
-    if sizes == OWN_BATCHES:
-        ids = ids.chunk(2)[rank]
-    with Calls() as calls:
-        with torch.no_grad():
-            logits = model(input_ids=ids).logits
-        loss = model(input_ids=ids, labels=ids).loss
-        loss.backward()
-    grads = {name: p.grad for name, p in model.named_parameters()}
-    found = {name: g.full_tensor() if isinstance(g, DTensor) else g for name, g in grads.items()}
-    w1 = [[args[1][0] for args, _ in calls.of("experts")], [args[1] for args, _ in calls.of("experts_up")]]
-    experts = [[w.shape[0] for w in each] for each in w1]
-    torch.save(({"logits": logits, "loss": loss.detach(), **found}, experts), folder / f"{rank}.pt")
-    dist.destroy_process_group()
-
-
-@pytest.mark.parametrize("sizes", (SHARED_BATCH, OWN_BATCHES), ids=("shared batch", "own batches"))
-def test_expert_parallelism(cpu, tmp_path, monkeypatch, sizes):
-    """Two processes with half of each layer's experts compute logits, loss and gradients of one with all.
-
-    transformers sends tokens to their experts while it trains. Without gradients, and if both have the same
-    batch, each computes its experts for all of it, and marks the others' ids.
-    """
-    if "ep_size" not in inspect.signature(DistributedConfig).parameters:
-        pytest.skip("this transformers has other settings for expert parallelism")
-    model, ids = tiny_model("qwen3_moe", "cpu"), token_ids("cpu")
-    model.save_pretrained(tmp_path)
-    torch.save(ids, tmp_path / "ids.pt")
-    out = model(input_ids=ids, labels=ids)
-    out.loss.backward()
-    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
-        monkeypatch.setenv(name, "2")
-    torch.multiprocessing.spawn(train_on_rank, (tmp_path, sizes), nprocs=2)
-    (first, *counts), (second, *others) = (torch.load(tmp_path / f"{rank}.pt") for rank in range(2))
-    assert counts == others == [[[NUM_EXPERTS // 2] * 2] * 2]  # in each of two layers, twice
-    if sizes == OWN_BATCHES:
-        first["logits"] = torch.cat([first["logits"], second["logits"]])
-        first["loss"] = (first["loss"] + second["loss"]) / 2
-    expected = {"logits": out.logits, "loss": out.loss}
-    expected |= {name: p.grad for name, p in model.named_parameters()}
-    assert set(first) == set(expected)
-    for name, value in expected.items():
-        assert_near(first[name], value.detach(), slack=64)
 
 
 # --- the import -----------------------------------------------------------------------------------

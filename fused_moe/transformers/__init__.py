@@ -59,8 +59,9 @@ def register(*, compute: str = "fp8", default: bool | None = None) -> None:
 
     Call it before a model is loaded, or before its implementation is set. Calling it again does no harm.
     FP8 experts have a separate registry. Checkpoints in FP8, MXFP4 and of compressed-tensors get quantizers
-    that do what transformers' do, and keep the experts packed in models that ask for either name. Where PEFT
-    is installed, its LoRA of experts' weights is computed by our kernels from then on.
+    that do what transformers' do, and keep the experts packed in models that ask for either name.
+    "fused_moe" also becomes an `ep_implementation` of DistributedConfig, which sends a token once per rank.
+    Where PEFT is installed, its LoRA of experts' weights is computed by our kernels from then on.
     Source: transformers.integrations.moe, finegrained_fp8; transformers.quantizers.
 
     Args:
@@ -84,6 +85,7 @@ def register(*, compute: str = "fp8", default: bool | None = None) -> None:
     for registry in (ALL_EXPERTS_FUNCTIONS, ALL_FP8_EXPERTS_FUNCTIONS):
         registry.register(NAME, forward)
         registry.register(FP8_NAME, partial(experts_forward, compute=compute, fp8=True))
+    _plug_into_expert_parallelism()
     _plug_into_peft()
     if not hasattr(HfQuantizer, "serialized_names"):
         return  # an earlier release, which loads checkpoints otherwise: it unpacks them
@@ -91,6 +93,16 @@ def register(*, compute: str = "fp8", default: bool | None = None) -> None:
     for method, ours in QUANTIZERS.items():
         if AUTO_QUANTIZER_MAPPING[method] in ours.__bases__:  # not another package's
             AUTO_QUANTIZER_MAPPING[method] = ours
+
+
+def _plug_into_expert_parallelism() -> None:
+    try:
+        from transformers.distributed.expert_parallel import EPImplementationInterface
+
+        from .parallel import FusedEP
+    except ImportError:  # an earlier release, or PyTorch without torch.distributed
+        return
+    EPImplementationInterface.register(NAME, FusedEP)
 
 
 def _plug_into_peft() -> None:

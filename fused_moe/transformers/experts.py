@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from transformers.integrations.finegrained_fp8 import ALL_FP8_EXPERTS_FUNCTIONS, FP8Experts
 from transformers.modeling_utils import ALL_EXPERTS_FUNCTIONS, PreTrainedModel
 
+from ..checks import fail
 from ..fp8_layers import why_not
 from ..fp8_training import Fp8Training
 from ..function import fused_experts
@@ -114,6 +115,8 @@ def _lora_of(experts: nn.Module, x: Tensor, first: str) -> LoRA | None:
     handed = vars(experts).get(ADAPTERS)
     if not handed:
         return None
+    if getattr(experts, "_is_expert_parallel", False):
+        fail(ValueError, "experts_forward", "no adapters of experts under expert parallelism", "PEFT's")
     handed["taken"] = True  # or PEFT's call raises
     (a1, b1, s1), (a2, b2, s2) = (handed.get(name, (None, None, None)) for name in (first, "down_proj"))
     if s1 is not None and s2 is not None and s1 != s2:
