@@ -265,3 +265,21 @@ def test_no_experts(device):
     with torch.no_grad():
         assert not experts(x, torch.full_like(ids, experts.num_experts), scores).any()
         assert experts(x, make_ids("random", T, K, experts.num_experts).to(device), scores).any()
+
+
+@pytest.mark.parametrize("trains", (False, True))
+@pytest.mark.parametrize("records", (False, True))
+def test_max_rows(cpu, trains, records):
+    """Experts in 8 bits leave it, as do those that read codes without gradients. In training they have rows
+    for it. The values are the same."""
+    experts, (x, ids, scores) = serving(cpu).train(trains), fp8_call(cpu)
+    x.requires_grad_(trains)
+    ids = torch.where(torch.rand(ids.shape) < 0.5, ids, -1)
+    num_slots = int((ids >= 0).sum())
+    with torch.set_grad_enabled(records):
+        expected = experts(x, ids, scores)
+        with Calls() as calls:
+            found = experts(x, ids, scores, max_rows=num_slots)
+    assert torch.equal(found, expected)
+    rows = [result.size(0) for _, result in calls.of("quantized_mm")]
+    assert rows == ([num_slots] if trains and records else [])

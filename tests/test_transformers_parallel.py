@@ -20,6 +20,7 @@ peft = pytest.importorskip("peft")
 
 from test_peft import lora_config  # noqa: E402
 from test_transformers import NUM_EXPERTS, tiny_config, tiny_model, token_ids  # noqa: E402
+from torch.utils.checkpoint import checkpoint  # noqa: E402
 from transformers import AutoModelForCausalLM  # noqa: E402
 from transformers.distributed import DistributedConfig  # noqa: E402
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts  # noqa: E402
@@ -32,6 +33,7 @@ if "ep_implementation" not in inspect.signature(DistributedConfig).parameters:
 BATCHES = {"shared batch": {"tp_size": 2, "ep_size": 2}, "own batches": {"fsdp_size": 2, "ep_size": 2}}
 EXCHANGES = ("auto", "fused_moe")
 K = 3  # experts per token
+GREEDY = {"max_new_tokens": 2, "do_sample": False}
 
 
 # --- in each process --------------------------------------------------------------------------------------
@@ -47,10 +49,13 @@ def model_on_rank(folder, batches: str, exchange: str):
 
 
 def train(rank: int, folder, batches: str, exchange: str) -> dict:
-    """Logits without gradients, loss and gradients; the experts and rows of each call of kernels."""
+    """Logits without gradients, loss and gradients, generated ids; the experts and rows of each call of
+    kernels."""
     model, ids = model_on_rank(folder, batches, exchange), torch.load(folder / "ids.pt")
-    if batches == "own batches":
+    is_own = batches == "own batches"
+    if is_own:
         ids = ids.chunk(2)[rank]
+    generated = model.generate(ids, synced_gpus=is_own, **GREEDY)
     with Calls() as calls:
         with torch.no_grad():
             logits = model(input_ids=ids).logits
@@ -60,7 +65,7 @@ def train(rank: int, folder, batches: str, exchange: str) -> dict:
     found = {name: g.full_tensor() if isinstance(g, DTensor) else g for name, g in grads.items()}
     up = [args for args, _ in calls.of("experts_up")]
     experts = [args[1][0].size(0) for args, _ in calls.of("experts")] + [args[1].size(0) for args in up]
-    tensors = {"logits": logits, "loss": loss.detach(), **found}
+    tensors = {"logits": logits, "loss": loss.detach(), "generated": generated, **found}
     return {"tensors": tensors, "experts": experts, "rows": [args[0].size(0) for args in up]}
 
 
@@ -104,25 +109,51 @@ def layer(rank: int, tokens: tuple[int, int], routing: str, shares: bool) -> Non
     with Calls() as calls:
         out = exchange(leaves[0], ids[mine], leaves[-1])
     found = torch.autograd.grad(out, leaves, dout[mine])
-    assert calls.of("experts_up")[0][0][0].size(0) <= len(x)  # each token at most once
+    ((args, (h, *_)),) = calls.of("experts_up")
+    is_here = (ids >= own.start) & (ids < own.stop)
+    assert args[0].size(0) == is_here.any(1).sum()  # each token once
+    assert h.size(0) == is_here.sum()  # and memory for this rank's slots alone
+    again = checkpoint(exchange, leaves[0], ids[mine], leaves[-1], use_reentrant=False)  # exchanged again
+    for value, same in zip(torch.autograd.grad(again, leaves, dout[mine]), found, strict=True):
+        assert torch.equal(value, same)
+    with torch.inference_mode():
+        value = exchange(leaves[0], ids[mine].int(), leaves[-1])
+    assert_near(value, expected[mine].detach(), slack=64)
     if shares:  # each rank has the whole, and its weights' gradients from both parts
         assert exchange.shares_batch
-        with torch.no_grad():
-            assert_near(exchange(leaves[0], ids, leaves[-1]), expected.detach(), slack=64)
     assert_near(out.detach(), expected[mine].detach(), slack=64)
     for value, truth in zip(found, (dx[mine], dw1[own], dw2[own], dscores[mine]), strict=True):
         assert_near(value, truth, slack=64)
+
+
+class OtherExperts(MixtralExperts):
+    def forward(self, hidden_states, top_k_index, top_k_weights):
+        return super().forward(hidden_states, top_k_index, top_k_weights)
+
+
+class PlainExperts(torch.nn.Module):
+    """As Step3p7Experts, which has transformers' plan for expert parallelism, but not its decorator."""
+
+    num_experts = NUM_EXPERTS
 
 
 def refused(rank: int, folder) -> None:
     """Experts that others compute, and adapters of experts: an error on both ranks."""
     from fused_moe.transformers.parallel import FusedEP
 
-    config = tiny_config("mixtral")
-    config._experts_implementation = "grouped_mm"
+    config, quick = tiny_config("mixtral"), tiny_config("mixtral", hidden_act="quick_gelu")
+    config._experts_implementation = quick._experts_implementation = "fused_moe"
+    theirs = tiny_config("mixtral")
+    theirs._experts_implementation = "grouped_mm"
     mesh = init_device_mesh("cpu", (2,))
-    with pytest.raises(ValueError, match="fused_moe computes, found experts_implementation='grouped_mm'"):
-        FusedEP(MixtralExperts(config), mesh, mesh)
+    for experts, found in (
+        (MixtralExperts(theirs), "experts_implementation='grouped_mm'"),
+        (MixtralExperts(quick), "QuickGELUActivation"),
+        (OtherExperts(config), "OtherExperts, with a forward of its own"),
+        (PlainExperts(), "PlainExperts, with a forward of its own"),
+    ):
+        with pytest.raises(ValueError, match=f"fused_moe computes, found .*{found}"):
+            FusedEP(experts, mesh, mesh)
     for exchange in EXCHANGES:
         model = peft.get_peft_model(model_on_rank(folder, "own batches", exchange), lora_config())
         with pytest.raises(ValueError, match="no adapters of experts under expert parallelism"):
@@ -164,6 +195,7 @@ def test_expert_parallelism(cpu, tmp_path, monkeypatch):
     torch.save(ids, tmp_path / "ids.pt")
     out = model(input_ids=ids, labels=ids)
     out.loss.backward()
+    generated = model.generate(ids, **GREEDY)
     expected = {"logits": out.logits, "loss": out.loss}
     expected |= {name: p.grad for name, p in model.named_parameters()}
     for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
@@ -178,9 +210,12 @@ def test_expert_parallelism(cpu, tmp_path, monkeypatch):
             assert rows == [ids.numel() * K] * 2
         else:
             assert all(n <= ids.numel() for n in (*first["rows"], *second["rows"]))
+        own_tokens = found.pop("generated")
         if batches == "own batches":
+            own_tokens = torch.cat([own_tokens, second["tensors"]["generated"]])
             found["logits"] = torch.cat([found["logits"], second["tensors"]["logits"]])
             found["loss"] = (found["loss"] + second["tensors"]["loss"]) / 2
+        assert torch.equal(own_tokens, generated)
         assert set(found) == set(expected)
         for name, value in expected.items():
             assert_near(found[name], value.detach(), slack=64)

@@ -30,6 +30,7 @@ def experts_forward(
     *,
     compute: str = "fp8",
     fp8: bool = False,
+    max_rows: int | None = None,
 ) -> Tensor:
     """transformers calls this instead of the forward of a class with `use_experts_implementation`.
 
@@ -76,6 +77,9 @@ def experts_forward(
             settings = settings | {"fp8": _fp8_training()}
         else:
             warn_once(type(experts).__name__, f"does not compute {type(experts).__name__} in FP8: {reason}")
+    compute = _compute_of_call(experts, x, compute, lora) if is_quantized and w1.smooth is None else None
+    if is_quantized and not (compute == "codes" and torch.is_grad_enabled()):
+        max_rows = None  # 8 bits take none, and the one operator that reads codes makes its own plan
     out = fused_experts(
         x,
         w1,
@@ -86,7 +90,8 @@ def experts_forward(
         b1=b1,
         b2=b2,
         transposed=experts.is_transposed and not is_quantized,
-        compute=_compute_of_call(experts, x, compute, lora) if is_quantized and w1.smooth is None else None,
+        compute=compute,
+        max_rows=max_rows,
         lora=lora,
         **settings,
     )

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import torch
 import torch.distributed._functional_collectives as collectives
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -21,7 +20,7 @@ from ..function import unpermute
 from ..ops import ops, route_plan, run
 from ..plan import tensors_again
 from .experts import settings_of
-from .weights import FP8_NAME, NAME
+from .weights import NAME, NAMES, is_experts
 
 
 class FusedEP(AutoEP):
@@ -29,11 +28,9 @@ class FusedEP(AutoEP):
     exchange in place of its own."""
 
     def __init__(self, experts: nn.Module, ep_mesh: DeviceMesh, tp_mesh: DeviceMesh):
+        if reason := _why_not_ours(experts):
+            fail(ValueError, f"ep_implementation={NAME!r}", "experts that fused_moe computes", reason)
         super().__init__(experts, ep_mesh, tp_mesh)
-        name, unknown = experts.config._experts_implementation, settings_of(experts)
-        if name not in (NAME, FP8_NAME) or isinstance(unknown, str):  # others take no ids of no expert
-            found = unknown if isinstance(unknown, str) else f"experts_implementation={name!r}"
-            fail(ValueError, f"ep_implementation={NAME!r}", "experts that fused_moe computes", found)
         self.all_to_all = self._forward
 
     def _forward(self, x: Tensor, ids: Tensor, scores: Tensor) -> Tensor:
@@ -47,20 +44,33 @@ class FusedEP(AutoEP):
 
     def _exchange(self, x: Tensor, ids: Tensor, scores: Tensor) -> Tensor:
         N, E, group = self.ep_mesh.size(), self.num_local_experts, self.ep_mesh.get_group()
-        ranks = torch.where((ids >= 0) & (ids < N * E), ids // E, N).sort(1).values
-        ranks[:, 1:].masked_fill_(ranks[:, 1:] == ranks[:, :-1], N)  # a rank once; N is none
+        slot_ranks = torch.where((ids >= 0) & (ids < N * E), ids // E, N)  # N is none
+        ranks = slot_ranks.sort(1).values
+        ranks[:, 1:].masked_fill_(ranks[:, 1:] == ranks[:, :-1], N)  # a rank once
         plan = route_plan(ranks.sort(1).values[:, :N].contiguous(), N)
-        counts = collectives.wait_tensor(collectives.all_to_all_single(plan.counts, None, None, group))
-        sent, received = torch.stack((plan.counts, counts)).tolist()
-        num_sent = sum(sent)
+        counts = torch.stack((plan.counts, route_plan(slot_ranks, N).counts), 1)  # a rank's rows and slots
+        arriving = collectives.wait_tensor(collectives.all_to_all_single(counts, None, None, group))
+        (sent, _), (received, slots) = torch.stack((counts, arriving)).transpose(1, 2).tolist()
+        row_token, row_slot = (rows[: sum(sent)] for rows in (plan.row_token, plan.row_slot))
+        plan = plan._replace(row_token=row_token, row_slot=row_slot)  # with no row past the last
 
         def send(rows: Tensor) -> Tensor:
-            return collectives.all_to_all_single_autograd(rows[:num_sent], received, sent, group)
+            return collectives.all_to_all_single_autograd(rows, received, sent, group)
 
         x_rows = send(run(ops.permute.default, x, plan.tensors))
         row_scores = send(run(ops.permute.default, scores, tensors_again(plan)))
-        row_ids = collectives.all_to_all_single(ids[plan.row_token[:num_sent]], received, sent, group)
-        local_ids = collectives.wait_tensor(row_ids) - self.ep_mesh.get_local_rank() * E
-        partial = self.experts_forward(x_rows, local_ids, row_scores)
+        row_ids = collectives.all_to_all_single(ids[plan.row_token], received, sent, group)
+        row_ids = collectives.wait_tensor(row_ids) - self.ep_mesh.get_local_rank() * E
+        partial = self.experts_forward(x_rows, row_ids, row_scores, max_rows=max(1, sum(slots)))
         partial = collectives.all_to_all_single_autograd(partial, sent, received, group)
-        return unpermute(F.pad(partial, (0, 0, 0, plan.token_row.numel() - num_sent)), plan)
+        return unpermute(partial, plan)
+
+
+def _why_not_ours(experts: nn.Module) -> str | None:
+    """What computes these experts in our place. It takes no ids of no expert."""
+    if not (is_experts(experts) and hasattr(type(experts).forward, "__wrapped__")):
+        return f"{type(experts).__name__}, with a forward of its own"
+    name, settings = experts.config._experts_implementation, settings_of(experts)
+    if isinstance(settings, str):
+        return settings
+    return None if name in NAMES else f"experts_implementation={name!r}"
