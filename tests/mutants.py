@@ -269,6 +269,21 @@ CPU = listed({
   ("fused_moe/transformers/experts.py", "tests/test_peft.py"): [
     ("adapters of down have the scale of gate and up", "b1, b2, s1, s2 = b1 * s1, b2 * s2, 1.0, 1.0", "pass"),
     ("adapters beside 8-bit products", "or lora is not None else None", "else None")],
+  ("fused_moe/transformers/experts.py", "tests/test_transformers_parallel.py"): [
+    ("adapters pass under expert parallelism", 'getattr(experts, "_is_expert_parallel", False)', "False")],
+  ("fused_moe/transformers/experts.py", "tests/test_transformers_eight_bit.py"): [
+    ("8-bit products are given max_rows",
+     'if is_quantized and not (compute == "codes" and', "if not (True or")],
+  ("fused_moe/transformers/parallel.py", "tests/test_transformers_parallel.py"): [
+    ("experts of others pass", "if reason := _why_not_ours(experts):", "if False:"),
+    ("experts with a forward of their own pass",
+     'and hasattr(type(experts).forward, "__wrapped__")', "and True"),
+    ("a token is sent once per slot",
+     "ranks[:, 1:].masked_fill_(ranks[:, 1:] == ranks[:, :-1], N)", "pass"),
+    ("slots of no expert take a rank's place", "(ids >= 0) & (ids < N * E)", "ids < N * E"),
+    ("received ids stay all experts'", "- self.ep_mesh.get_local_rank() * E", ""),
+    ("memory is taken for remote slots", "max_rows=max(1, sum(slots))", "max_rows=None"),
+    ("a rank without slots has no row", "max(1, sum(slots))", "sum(slots)")],
   ("fused_moe/transformers/experts.py", "tests/test_transformers_saved.py"): [
     ("models without experts get ours by default",
      "requested_experts is None and model._can_set_experts_implementation()", "requested_experts is None")],
