@@ -1,6 +1,7 @@
 """Expert parallelism: weights are DTensors, tokens are exchanged by all-to-all.
 
-Each of N ranks holds E/N experts of a `FusedMoE` and its own tokens. A forward pass of the experts is
+Each of N ranks holds E/N experts of a `FusedMoE` and its own tokens. With combine="slot" a forward pass of
+the experts is
 
     rows    = permute(x, ids)                   sorted by expert, hence by the rank of the expert
     counts  -> all-to-all                       rows that each rank sends to each expert
@@ -9,9 +10,17 @@ Each of N ranks holds E/N experts of a `FusedMoE` and its own tokens. A forward 
     y       -> all-to-all                       back
     out     = unpermute(y, scores)              the weighted sum, in float32
 
+With combine="rank" each token is sent once to each rank that has any of its experts:
+
+    rows    = permute(x, ranks)                 ranks (T, min(K, N)): the distinct ones of a token's experts
+    counts, rows, scores and ids -> all-to-all  K scores and ids for each row
+    partial = fused_experts(rows, scores, ids)  other ranks' ids have no expert here
+    partial -> all-to-all                       back
+    out     = unpermute(partial)                the sum in the order of ranks, in float32
+
 Backward is the same in reverse, by autograd. Source of the method: GShard (arXiv 2006.16668, 3.2), with exact
 sizes instead of its padding, as in torchtitan's AllToAllTokenDispatcher. Ids outside [0, E) have no expert:
-their slots are not sent and add zero.
+their slots are not sent and add zero. `fused_moe/exchange.py` has the all-to-alls.
 
 Letters: T tokens of this rank, D model width, E experts in all, K experts per token, N ranks, C capacity.
 """
@@ -19,8 +28,8 @@ Letters: T tokens of this rank, D model width, E experts in all, K experts per t
 from __future__ import annotations
 
 import torch
+import torch.distributed as dist
 import torch.distributed._functional_collectives as collectives
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
@@ -28,12 +37,14 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from . import checks, function
 from .counting import Counting
+from .exchange import FN, Exact, Static, facts_of, open_exact, open_static
 from .lora import Adapters, LoRA
 from .main_grad import WithMainGrad
 from .module import Experts, FusedMoE
-from .ops import score_dtype
+from .ops import ops, run, score_dtype
 from .plan import Plan
-from .quantized.weight import QuantizedWeight
+from .quantized import sharding
+from .quantized.weight import QuantizedWeight, read
 
 __all__ = ["ExpertParallel", "ParallelExperts"]
 
@@ -51,68 +62,96 @@ class ExpertParallel(ParallelStyle):
     under one seed gives every rank the same experts. Adapters may also be added afterwards: `add_lora` sends
     each rank its shards of those of the first.
 
-    In backward, the gradients of a rank's experts are sums over ALL ranks' losses; those of the other
-    parameters come from the rank's own tokens only. `fully_shard` averages over its mesh. To make both means
-    over all ranks, apply this style first, then `fully_shard(moe.experts, mesh=mesh["dp"])` and
-    `moe.experts.set_gradient_divide_factor(world_size)`. gloo cannot divide: there, if mesh["dp"] has several
-    ranks, also call `set_force_sum_reduction_for_comms(True)`. A MixedPrecisionPolicy of that inner call
-    rounds the scores, unless it has cast_forward_inputs=False. Full state dicts of this style and
-    `fully_shard` together can be loaded if the number of ranks of mesh["dp"] divides E/N, or by
+    In backward, the gradients of a rank's experts are sums over ALL ranks' losses. So are those of router,
+    shared experts and whatever else the FusedMoE has: a hook on each of these parameters sums every gradient
+    that comes in, before it is accumulated. If the style is applied to `moe.experts` alone, it cannot see
+    them, and their gradients come from the rank's own tokens. `fully_shard` replaces the parameters, and the
+    hooks go with the old ones: it averages over its mesh, which must then have all ranks. To make all
+    gradients means over all ranks, apply this style first, then
+    `fully_shard(moe.experts, mesh=mesh["dp"])` and `moe.experts.set_gradient_divide_factor(world_size)`,
+    then `fully_shard(moe)`. gloo cannot divide: there, if mesh["dp"] has several ranks, also call
+    `set_force_sum_reduction_for_comms(True)`. A MixedPrecisionPolicy of that inner call rounds the scores,
+    unless it has cast_forward_inputs=False. Full state dicts of this style and `fully_shard` together can be
+    loaded if the number of ranks of mesh["dp"] divides E/N, or by
     StateDictOptions(broadcast_from_rank0=True).
 
     Args:
         static: exchange C rows between every two ranks, whatever the routing. Then shapes do not depend on
             data, and the host never synchronises. By default the sizes are exact and no row is dropped; the
-            host synchronises once per forward pass, to read 2 * N integers.
-        capacity: C, only with static. None: T * min(K, E/N), enough for any routing of distinct experts;
-            T must then be equal on all ranks.
-        overflow: what happens to rows above C, the last ones of the highest expert ids. "error":
-            RuntimeError on the CPU, a device-side assertion on a GPU. "drop": they add zero, their scores
-            get zero gradient, and they are counted in `experts.dropped_rows`, a tensor on the device, which
-            the user zeroes.
+            host synchronises once per forward pass, to read 5 * N integers.
+        capacity: C, only with static. None: enough for any routing, T with combine="rank", else
+            T * min(K, E/N) if a token's experts are distinct; T must then be equal on all ranks.
+        overflow: what happens to rows above C. "error": RuntimeError on the CPU, a device-side assertion on a
+            GPU, on every rank. "drop": they add zero, their scores get zero gradient, and they are counted in
+            `experts.dropped_rows`, a tensor on the device, which the user zeroes.
+        combine: what a row of the exchange is. "slot": a token's copy for one of its experts. It comes back
+            as that expert's output, and the token has the same bits on any number of ranks. Rows above C are
+            those of the highest expert ids. "rank": a token, sent once to each rank that has any of its
+            experts. It comes back as their weighted sum, and these partial sums are added in the order of
+            ranks: the same bits in every run, others with another number of ranks. Rows above C are the last
+            tokens; such a token's experts on that rank add zero.
 
-    Raises (where the style is applied):
+    Raises (where the style is applied, on all ranks):
         TypeError: for a module that is neither FusedMoE nor its experts, or has experts of another type.
-        ValueError: for parameters that are DTensors already or have a main_grad, quantised weights, a mesh of
-            several dimensions, or E not a multiple of N.
+        ValueError: for parameters that are DTensors already or have a main_grad, a mesh of several
+            dimensions, E not a multiple of N, or ranks whose layers or styles differ.
+
+    A forward pass raises ValueError on all ranks, or with static fails as for overflow, if D, K or dtype of
+    the experts' inputs differ between ranks, or C does.
     """
 
-    def __init__(self, *, static: bool = False, capacity: int | None = None, overflow: str = "error"):
+    def __init__(
+        self,
+        *,
+        static: bool = False,
+        capacity: int | None = None,
+        overflow: str = "error",
+        combine: str = "slot",
+    ):
         super().__init__()
-        fn = "ExpertParallel"
-        checks.check_bool(fn, "static", static)
+        checks.check_bool(FN, "static", static)
         if capacity is not None:
-            checks.check_int(fn, "capacity", capacity)
+            checks.check_int(FN, "capacity", capacity)
             if not static:
-                checks.fail(ValueError, fn, "capacity only with static=True", capacity)
+                checks.fail(ValueError, FN, "capacity only with static=True", capacity)
             if capacity < 1:
-                checks.fail(ValueError, fn, "capacity >= 1", capacity)
+                checks.fail(ValueError, FN, "capacity >= 1", capacity)
         if not isinstance(overflow, str) or overflow not in ("error", "drop"):
-            checks.fail(ValueError, fn, "overflow to be 'error' or 'drop'", overflow)
-        self.static, self.capacity, self.overflow = static, capacity, overflow
+            checks.fail(ValueError, FN, "overflow to be 'error' or 'drop'", overflow)
+        if not isinstance(combine, str) or combine not in ("slot", "rank"):
+            checks.fail(ValueError, FN, "combine to be 'slot' or 'rank'", combine)
+        self.static, self.capacity, self.overflow, self.combine = static, capacity, overflow, combine
+
+    @property
+    def _settings(self) -> dict:
+        names = "static", "capacity", "overflow", "combine"
+        return {name: getattr(self, name) for name in names}
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        fn = "ExpertParallel"
-        experts = module.experts if isinstance(module, FusedMoE) else module
-        if type(experts) is not Experts:  # replacing the class would lose a subclass's forward
-            checks.fail(TypeError, fn, "a FusedMoE, or its experts", type(experts).__name__)
-        if isinstance(experts.w1, DTensor):
-            checks.fail(ValueError, fn, "plain parameters, as before fully_shard", "DTensors")
-        if any(isinstance(w, QuantizedWeight) for w in experts.weights):
-            checks.fail(ValueError, fn, "experts of plain parameters", "quantised weights")
-        if any(getattr(p, "main_grad", None) is not None for p in experts.parameters()):
-            checks.fail(ValueError, fn, "main_grad to be set afterwards, on the DTensors", "one")
         if device_mesh.ndim != 1:
-            checks.fail(ValueError, fn, "a mesh of one dimension", f"shape {tuple(device_mesh.shape)}")
+            checks.fail(ValueError, FN, "a mesh of one dimension", f"shape {tuple(device_mesh.shape)}")
+        experts = module.experts if isinstance(module, FusedMoE) else module
+        _check_same(self._settings | _described(module, experts), device_mesh.get_group())
+        # From here on all ranks raise the same errors.
+        if type(experts) is not Experts:  # replacing the class would lose a subclass's forward
+            checks.fail(TypeError, FN, "a FusedMoE, or its experts", type(experts).__name__)
+        if any(isinstance(p, DTensor) for p in experts.parameters()):
+            checks.fail(ValueError, FN, "plain parameters, as before fully_shard", "DTensors")
+        if any(getattr(p, "main_grad", None) is not None for p in experts.parameters()):
+            checks.fail(ValueError, FN, "main_grad to be set afterwards, on the DTensors", "one")
         if experts.num_experts % device_mesh.size():
             found = f"{experts.num_experts} experts"
-            checks.fail(ValueError, fn, f"a number of experts that {device_mesh.size()} divides", found)
-        for part in (experts, *experts.loras.values()):
+            checks.fail(ValueError, FN, f"a number of experts that {device_mesh.size()} divides", found)
+        quantised = (w for w in experts.weights if isinstance(w, QuantizedWeight))
+        for part in (experts, *quantised, *experts.loras.values()):
             _shard(part, device_mesh, self.src_data_rank)
+        for child in module.children():
+            if child is not experts:
+                _sum_gradients(child, device_mesh)
         # In place, as fully_shard: optimizers, hooks and the parent module keep their references.
         experts.__class__ = ParallelExperts
         experts.mesh = device_mesh
-        experts.static, experts.capacity, experts.overflow = self.static, self.capacity, self.overflow
+        vars(experts).update(self._settings)
         experts.dropped_rows = torch.zeros((), dtype=torch.int64, device=experts.w1.device)
         return module
 
@@ -125,6 +164,7 @@ class ParallelExperts(Counting, Experts):
     static: bool
     capacity: int | None
     overflow: str
+    combine: str
     dropped_rows: Tensor  # () int64, rows dropped by this rank since it was last zeroed
 
     def reset_parameters(self) -> None:
@@ -145,71 +185,53 @@ class ParallelExperts(Counting, Experts):
         """This rank's x (T, D), scores and ids (T, K) -> out (T, D), counts (E,) of this rank's slots."""
         if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
             x = x.to(torch.get_autocast_dtype(x.device.type))  # before the exchange
+        forward = self._forward_by_rank if self.combine == "rank" else self._forward_by_slot
+        return forward(x, scores, ids)
+
+    def _forward_by_slot(self, x: Tensor, scores: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """A row is a slot. Each comes back, and the token's rank adds them, weighted."""
         rows, plan = function.permute(x, ids, self.num_experts)
-        exchange = self._exchange_static if self.static else self._exchange_exact
-        return function.unpermute(exchange(rows, plan), plan, scores), plan.counts
+        exchange = self._open(plan, x, ids)
+        rows, local_ids = exchange.there(rows), exchange.groups().unsqueeze(1)
+        ones = torch.ones(rows.size(0), 1, dtype=score_dtype(rows), device=rows.device)
+        y = exchange.back(self._local_experts(rows, ones, local_ids))
+        return function.unpermute(y, plan, scores), plan.counts
 
-    def _exchange_exact(self, rows: Tensor, plan: Plan) -> Tensor:
-        """Rows (T*K, D) -> the outputs of their experts, in the same order."""
-        num_ranks, group = self.mesh.size(), self.mesh.get_group()
-        sent = plan.counts.view(num_ranks, -1)  # (N, E/N)
-        received = _exchange_counts(sent, group)
-        send_splits, receive_splits = torch.stack((sent, received)).sum(-1).tolist()
-        num_sent, num_received = sum(send_splits), sum(receive_splits)
-        local_experts = torch.arange(received.size(1), device=rows.device).repeat(num_ranks)
-        ids = local_experts.repeat_interleave(received.flatten(), output_size=num_received)
-        received_rows = collectives.all_to_all_single_autograd(
-            _with_length(rows, num_sent), receive_splits, send_splits, group
-        )
-        y = collectives.all_to_all_single_autograd(
-            self._local_experts(received_rows, ids), send_splits, receive_splits, group
-        )
-        return _with_length(y, rows.size(0))
+    def _forward_by_rank(self, x: Tensor, scores: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """A row is a token and a rank that has some of its experts. Their weighted sum comes back."""
+        checks.check_scores(FN, scores, ids)
+        counts = function.route_plan(ids, self.num_experts).counts
+        experts_per_rank = self.num_experts // self.mesh.size()
+        ids = torch.where((ids >= 0) & (ids < self.num_experts), ids, -1)
+        ranks = _distinct(ids.div(experts_per_rank, rounding_mode="floor"), self.mesh.size())
+        rows, plan = function.permute(x, ranks, self.mesh.size())
+        exchange = self._open(plan, x, ids)
+        # Ids are exact in float32. 0, which unused buffer rows have, is no expert's.
+        dtype = score_dtype(x)
+        choice = torch.cat((scores.to(dtype), (ids + 1).to(dtype)), 1)
+        choice = exchange.there(run(ops.permute.default, choice, plan.tensors))
+        scores, ids = choice.tensor_split(2, 1)
+        ids = ids.detach().int() - 1 - experts_per_rank * self.mesh.get_local_rank()
+        partial = exchange.back(self._local_experts(exchange.there(rows), scores, ids))
+        return function.unpermute(partial, plan), counts
 
-    def _exchange_static(self, rows: Tensor, plan: Plan) -> Tensor:
-        """As _exchange_exact, through buffers of (N * C, D) on both sides; unused buffer rows are zero."""
-        num_ranks, group = self.mesh.size(), self.mesh.get_group()
-        sent = plan.counts.view(num_ranks, -1)  # (N, E/N)
-        num_tokens, top_k = plan.token_row.shape
+    def _open(self, plan: Plan, x: Tensor, ids: Tensor) -> Exact | Static:
+        """The exchange of a plan's rows."""
+        group, facts = self.mesh.get_group(), facts_of(x, ids)
+        if not self.static:
+            return open_exact(plan, group, facts)
         capacity = self.capacity
         if capacity is None:
-            capacity = num_tokens * min(top_k, sent.size(1))
-        dropped = (sent.sum(1) - capacity).clamp_min(0).sum()
-        if self.overflow == "error":
-            torch._assert_async(
-                dropped == 0, f"ExpertParallel: more than capacity = {capacity} rows for a rank"
-            )
-        else:
-            self._count("dropped_rows", dropped)
-        # all-to-all does not check that all ranks send buffers of the same size.
-        received = _exchange_counts(F.pad(sent, (0, 1), value=capacity), group)
-        same = (received[:, -1] == capacity).all()
-        torch._assert_async(same, "ExpertParallel: static exchange needs one capacity on all ranks")
+            num_tokens, top_k = ids.shape
+            of_token = 1 if self.combine == "rank" else min(top_k, self.num_experts // group.size())
+            capacity = num_tokens * of_token
+        exchange = open_static(plan, group, facts, capacity, drops=self.overflow == "drop")
+        if self.overflow == "drop":
+            self._count("dropped_rows", exchange.dropped)
+        return exchange
 
-        # (N+1,): the first row for each rank, then the number of rows
-        first = plan.offsets[:: sent.size(1)].long()
-        index = torch.arange(capacity, device=rows.device)
-        row_of_buffer = first[:-1, None] + index
-        row_of_buffer = torch.where(row_of_buffer < first[1:, None], row_of_buffer, -1).flatten()
-        row = torch.arange(rows.size(0), device=rows.device)
-        rank = torch.bucketize(row, first[1:], right=True)  # N past the last row
-        row_index = row - first[rank]  # among the rows for the same rank
-        has_buffer = (rank < num_ranks) & (row_index < capacity)
-        buffer_of_row = torch.where(has_buffer, rank * capacity + row_index, -1)
-        # The local expert of a received row: the number of experts that end at or before it. Past the last
-        # expert's rows that is E/N, which is no expert's id.
-        ends = received[:, :-1].cumsum(1)
-        ids = torch.searchsorted(ends, index.repeat(num_ranks, 1), right=True).flatten()
-
-        received_rows = collectives.all_to_all_single_autograd(
-            _Gather.apply(rows, row_of_buffer, buffer_of_row), None, None, group
-        )
-        y = collectives.all_to_all_single_autograd(self._local_experts(received_rows, ids), None, None, group)
-        return _Gather.apply(y, buffer_of_row, row_of_buffer)
-
-    def _local_experts(self, rows: Tensor, ids: Tensor) -> Tensor:
-        """Rows (R, D) and the local expert id of each (R,) -> (R, D), zero where the id is E/N."""
-        scores = torch.ones(rows.size(0), 1, dtype=score_dtype(rows), device=rows.device)
+    def _local_experts(self, rows: Tensor, scores: Tensor, ids: Tensor) -> Tensor:
+        """Rows (R, D), scores and local expert ids (R, K) -> (R, D). Ids outside [0, E/N) add zero."""
         settings = {name: _local(value) for name, value in self.settings.items()}
         main_grads = self.main_grads
         if settings["lora"] is not None:  # beside adapters the weights are frozen
@@ -219,45 +241,85 @@ class ParallelExperts(Counting, Experts):
             rows,
             *map(_local_weight, self.weights, main_grads),
             scores,
-            ids.unsqueeze(1),
+            ids,
             **settings,
             main_grads=tuple(map(_local, main_grads)),
         )
 
     def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, over {self.mesh.size()} ranks, static={self.static}"
+        how = f"static={self.static}, combine={self.combine!r}"
+        return f"{super().extra_repr()}, over {self.mesh.size()} ranks, {how}"
 
 
-class _Gather(torch.autograd.Function):
-    """out[i] = rows[source[i]], zero where source[i] is -1. Backward gathers by the inverse map; the backward
-    of indexing would use atomics."""
-
-    @staticmethod
-    def forward(ctx, rows: Tensor, source: Tensor, inverse: Tensor) -> Tensor:
-        ctx.save_for_backward(source, inverse)
-        return F.pad(rows, (0, 0, 0, 1))[source]  # -1 is the row of zeros
-
-    @staticmethod
-    def backward(ctx, dout: Tensor):
-        source, inverse = ctx.saved_tensors
-        return _Gather.apply(dout, inverse, source), None, None
+def _distinct(ranks: Tensor, num_ranks: int) -> Tensor:
+    """The distinct values from 0 on in each row of ranks (T, K), ascending, and -1 behind them: a tensor
+    (T, min(K, N))."""
+    ranks = torch.where(ranks < 0, num_ranks, ranks).sort(1).values
+    ranks[:, 1:].masked_fill_(ranks[:, 1:] == ranks[:, :-1], num_ranks)
+    ranks = ranks.sort(1).values[:, :num_ranks]
+    return torch.where(ranks < num_ranks, ranks, -1)
 
 
-def _exchange_counts(sent: Tensor, group) -> Tensor:
-    """(N, E/N), row n for rank n -> (N, E/N), row n from rank n."""
-    return collectives.wait_tensor(collectives.all_to_all_single(sent, None, None, group))
+def _described(module: nn.Module, experts: nn.Module) -> dict[str, object]:
+    """What the layers of all ranks have to have in common, by name, as what can be pickled."""
+    described = {"experts": type(experts).__name__}
+    for name in ("num_experts", "dim", "hidden_dim", "activation", "alpha", "limit"):
+        described[name] = getattr(experts, name, None)
+    described["top_k"] = getattr(getattr(module, "router", None), "top_k", None)
+    described["dtype"] = getattr(getattr(experts, "w1", None), "dtype", None)
+    for name, p in module.named_parameters():
+        what = [tuple(p.shape), p.dtype]
+        what += [type(p).__name__] if isinstance(p, DTensor) else []
+        what += [] if p.requires_grad else ["frozen"]
+        what += [] if getattr(p, "main_grad", None) is None else ["with a main_grad"]
+        described[f"parameter {name}"] = " ".join(map(str, what))
+    return described
 
 
-def _with_length(rows: Tensor, length: int) -> Tensor:
-    """Appends zero rows or drops the last rows. Without ids outside [0, E) it copies nothing."""
-    return rows if rows.size(0) == length else F.pad(rows, (0, 0, 0, length - rows.size(0)))
+def _check_same(described: dict[str, object], group) -> None:
+    """Raises on all ranks if any two differ."""
+    ranks = [None] * group.size()
+    dist.all_gather_object(ranks, described, group)
+    for rank, other in enumerate(ranks):
+        for name in described | other:
+            own, found = described.get(name), other.get(name)
+            if own != found:
+                checks.fail(ValueError, FN, f"{name} {own} on all ranks", f"{found} on rank {rank}")
+
+
+class _SumOverRanks:
+    """A hook on a replicated parameter: a backward pass's gradient -> its sum over the ranks of a mesh. What
+    has been accumulated before is a sum already."""
+
+    def __init__(self, mesh: DeviceMesh):
+        self.group = mesh.get_group()
+
+    def __call__(self, grad: Tensor) -> Tensor:
+        return collectives.wait_tensor(collectives.all_reduce(grad, "sum", self.group))
+
+
+def _sum_gradients(module: nn.Module, mesh: DeviceMesh) -> None:
+    """Hooks every floating parameter of a module, also frozen ones, which may train later. `fully_shard`
+    replaces parameters, and with them the hooks: it reduces their gradients itself."""
+    for p in module.parameters():
+        hooks = (p._backward_hooks or {}).values()  # another layer may have the parameter, too
+        is_hooked = any(isinstance(hook, _SumOverRanks) for hook in hooks)
+        if p.is_floating_point() and not p.is_inference() and not is_hooked:
+            requires_grad = p.requires_grad
+            p.requires_grad_().register_hook(_SumOverRanks(mesh))
+            p.requires_grad_(requires_grad)
 
 
 def _shard(module: nn.Module, mesh: DeviceMesh, src_data_rank: int | None = 0) -> None:
     """Makes a module's own parameters (E, ...) shards of experts."""
-    for name, parameter in list(module.named_parameters(recurse=False)):
-        sharded = distribute_tensor(parameter.detach(), mesh, [Shard(0)], src_data_rank=src_data_rank)
-        setattr(module, name, nn.Parameter(sharded, requires_grad=parameter.requires_grad))
+    for name, p in list(module.named_parameters(recurse=False)):
+        tensor = p.detach()
+        if isinstance(module, QuantizedWeight):  # gloo sends bytes, and no float8
+            tensor = tensor.view(torch.uint8)
+        shards = distribute_tensor(tensor, mesh, [Shard(0)], src_data_rank=src_data_rank)
+        if isinstance(module, QuantizedWeight):
+            shards = sharding.like(shards, shards.to_local().view(p.dtype), p.shape)
+        setattr(module, name, nn.Parameter(shards, requires_grad=p.requires_grad))
 
 
 def _local(value):
@@ -268,5 +330,7 @@ def _local(value):
 def _local_weight(weight, main_grad):
     """A weight's local shard. With a main_grad it is not to_local's, whose backward turns a missing gradient
     into zeros in PyTorch 2.11."""
+    if isinstance(weight, QuantizedWeight):
+        return read(weight)._local()
     local = _local(weight)
     return local if main_grad is None else WithMainGrad.apply(weight, [local.detach()])

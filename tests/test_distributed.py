@@ -50,7 +50,7 @@ TOLERANCE = {
 # --- two workers --------------------------------------------------------------------------------------
 
 
-def serve(rank, device_type, store, pipe):
+def serve(rank, ranks, device_type, store, pipe):
     """A worker process: runs the functions that it is sent until the pipe closes."""
     device = torch.device(device_type, rank if device_type == "cuda" else None)
     if device_type == "cuda":
@@ -61,7 +61,7 @@ def serve(rank, device_type, store, pipe):
         "nccl" if device_type == "cuda" else "gloo",
         init_method=f"file://{store}",
         rank=rank,
-        world_size=RANKS,
+        world_size=ranks,
         timeout=timedelta(seconds=60),
     )
     while True:
@@ -88,13 +88,25 @@ def from_bytes(data):
     return torch.load(io.BytesIO(data), map_location="cpu", weights_only=False)
 
 
+PRELOADED = [
+    "torch.distributed.checkpoint.state_dict",
+    "torch.distributed.fsdp",
+    "torch.distributed.pipelining",
+    "torch._dynamo",
+    "fused_moe",
+]
+
+
 class Workers:
-    def __init__(self, device_type, folder):
-        context = multiprocessing.get_context("spawn")
-        ends = [context.Pipe() for _ in range(RANKS)]
+    def __init__(self, ranks, device_type, folder):
+        context = multiprocessing.get_context("forkserver")  # imports PyTorch once
+        context.set_forkserver_preload(PRELOADED)
+        ends = [context.Pipe() for _ in range(ranks)]
         self.pipes = [ours for ours, _ in ends]
         self.processes = [
-            context.Process(target=serve, args=(rank, device_type, folder / "store", theirs), daemon=True)
+            context.Process(
+                target=serve, args=(rank, ranks, device_type, folder / "store", theirs), daemon=True
+            )
             for rank, (_, theirs) in enumerate(ends)
         ]
         for process, (_, theirs) in zip(self.processes, ends, strict=True):
@@ -119,13 +131,22 @@ class Workers:
             process.kill()
 
 
-@pytest.fixture(scope="module")
-def workers(device, tmp_path_factory):
-    if device.type == "cuda" and torch.cuda.device_count() < RANKS:
-        pytest.skip(f"needs {RANKS} GPUs, found {torch.cuda.device_count()}")
-    workers = Workers(device.type, tmp_path_factory.mktemp("workers"))
+def started(ranks, device, tmp_path_factory):
+    if device.type == "cuda" and torch.cuda.device_count() < ranks:
+        pytest.skip(f"needs {ranks} GPUs, found {torch.cuda.device_count()}")
+    workers = Workers(ranks, device.type, tmp_path_factory.mktemp("workers"))
     yield workers
     workers.close()
+
+
+@pytest.fixture(scope="module")
+def workers(device, tmp_path_factory):
+    yield from started(RANKS, device, tmp_path_factory)
+
+
+@pytest.fixture(scope="module")
+def four_workers(device, tmp_path_factory):
+    yield from started(4, device, tmp_path_factory)
 
 
 # --- what is compared ---------------------------------------------------------------------------------
@@ -203,6 +224,21 @@ def assert_close(found, expected, tolerance):
         assert error <= allowed, f"{name}: error {error:.2e}, allowed {allowed:.2e}"
 
 
+EXCHANGES = {
+    "exact": {},
+    "static": {"static": True},
+    "rank": {"combine": "rank"},
+    "rank, static": {"combine": "rank", "static": True},
+}
+every_exchange = pytest.mark.parametrize("options", EXCHANGES.values(), ids=EXCHANGES)
+static_alone = pytest.mark.parametrize("options", (EXCHANGES["static"], EXCHANGES["rank, static"]), ids=str)
+
+
+def cut_of(options):
+    """With a static capacity all ranks need the same number of tokens."""
+    return EVEN if "static" in options else UNEVEN
+
+
 # --- the experts alone, any routing -------------------------------------------------------------------
 
 
@@ -231,66 +267,84 @@ def parallel_experts(rank, device, ids, options, cut, recompute="once"):
     return {**found, "dropped": layer.experts.dropped_rows}
 
 
-@pytest.mark.parametrize("static", (False, True), ids=("exact", "static"))
+@every_exchange
 @pytest.mark.parametrize("routing", cases.ROUTINGS)
-def test_any_routing(workers, device, routing, static):
+def test_any_routing(workers, device, routing, options):
     """Experts without rows, all rows for one rank's expert, remote ids, no rows at all."""
     ids = cases.make_ids(routing, T, K, E)
-    # With a static capacity all ranks need the same number of tokens.
-    results = workers(parallel_experts, ids, {"static": static}, EVEN if static else UNEVEN)
+    results = workers(parallel_experts, ids, options, cut_of(options))
     found = merged(results, added=("counts", "dropped"))
     assert found.pop("dropped") == 0
     expected = experts_step(new_layer(device).experts, *experts_signals(device, ids))
     assert_close(found, expected, TOLERANCE[torch.float32])
 
 
-def test_a_rank_without_tokens(workers, device):
+@pytest.mark.parametrize("combine", ("slot", "rank"))
+def test_a_rank_without_tokens(workers, device, combine):
     ids = cases.make_ids("random", T, K, E)
-    found = merged(workers(parallel_experts, ids, {}, 0), added=("counts", "dropped"))
+    found = merged(workers(parallel_experts, ids, {"combine": combine}, 0), added=("counts", "dropped"))
     assert found.pop("dropped") == 0
     expected = experts_step(new_layer(device).experts, *experts_signals(device, ids))
     assert_close(found, expected, TOLERANCE[torch.float32])
 
 
-def kept_ids(ids, capacity):
-    """ids of one rank, -1 where a slot exceeds a peer's capacity, in expert order."""
+def kept_ids(ids, capacity, combine):
+    """ids of one rank, -1 where a slot exceeds a peer's capacity, in expert order, or a token does; and how
+    many rows that are."""
+    if combine == "rank":
+        is_peers = torch.stack([ids // (E // RANKS) == peer for peer in range(RANKS)])
+        rows = is_peers.any(2).cumsum(1)
+        is_kept = (is_peers & (rows <= capacity).unsqueeze(2)).any(0)
+        return torch.where(is_kept, ids, -1), int((rows[:, -1] - capacity).clamp_min(0).sum())
     order = ids.flatten().argsort(stable=True)
     kept = torch.full_like(ids.flatten(), -1)
     for peer in range(RANKS):
         of_peer = order[ids.flatten()[order] // (E // RANKS) == peer][:capacity]
         kept[of_peer] = ids.flatten()[of_peer]
-    return kept.view_as(ids)
+    return kept.view_as(ids), int((kept < 0).sum())
 
 
+@pytest.mark.parametrize("combine, capacity", (("slot", 9), ("rank", 6)))
 @pytest.mark.parametrize("recompute", ("once", "checkpointed", "compiled"))
-def test_overflow_is_counted(workers, device, recompute):
-    """Dropped rows add nothing and are counted, once even if recomputed."""
-    ids, capacity = cases.make_ids("random", T, K, E), 9
-    options = {"static": True, "capacity": capacity, "overflow": "drop"}
+def test_overflow_is_counted(workers, device, recompute, combine, capacity):
+    """Dropped rows add nothing and are counted, once even if recomputed. A row is a slot, or all slots that a
+    token has on a rank."""
+    ids = cases.make_ids("random", T, K, E)
+    options = {"static": True, "capacity": capacity, "overflow": "drop", "combine": combine}
     found = merged(workers(parallel_experts, ids, options, EVEN, recompute), added=("counts", "dropped"))
-    kept = torch.cat([kept_ids(share(rank, ids, cut=EVEN), capacity) for rank in range(RANKS)])
-    num_dropped = int((kept < 0).sum())
-    assert found.pop("dropped") == num_dropped > 0
+    kept, dropped = zip(
+        *(kept_ids(share(r, ids, EVEN), capacity, combine) for r in range(RANKS)), strict=True
+    )
+    kept = torch.cat(kept)
+    assert found.pop("dropped") == sum(dropped) > 0
     assert not found["dscores"][kept < 0].any()
     expected = experts_step(new_layer(device).experts, *experts_signals(device, kept))
     expected["counts"] = ids.flatten().bincount(minlength=E).int()  # as the router chose them
     assert_close(found, expected, TOLERANCE[torch.float32])
 
 
-def test_overflow_is_an_error(workers, cpu):
-    """On a GPU this terminates the process, as any device-side assertion."""
-    ids = cases.make_ids("one", T, K, E)
-    with pytest.raises(RuntimeError, match="more than capacity = 9 rows for a rank"):
-        workers(parallel_experts, ids, {"static": True, "capacity": 9}, EVEN)
+@static_alone
+def test_overflow_is_an_error(workers, cpu, options):
+    """On every rank, also if the rows of one alone are too many. On a GPU this terminates the process, as any
+    device-side assertion."""
+    ids = torch.cat((cases.make_ids("one", EVEN, K, E), cases.make_ids("none", T - EVEN, K, E)))
+    error = "RuntimeError: ExpertParallel: more than capacity = 9 rows for a rank"
+    assert workers(failed_call, ids, {**options, "capacity": 9}, EVEN) == [error] * RANKS
 
 
-def unequal_capacities(rank, device, ids):
-    return parallel_experts(rank, device, ids, {"static": True, "capacity": 40 + rank}, EVEN)
+def failed_call(rank, device, *args):
+    try:
+        parallel_experts(rank, device, *args)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
 
 
-def test_unequal_capacities_are_an_error(workers, cpu):
-    with pytest.raises(RuntimeError, match="one capacity on all ranks"):
-        workers(unequal_capacities, cases.make_ids("random", T, K, E))
+@static_alone
+def test_unequal_capacities_are_an_error(workers, cpu, options):
+    """The default capacity is that of a rank's tokens."""
+    errors = workers(failed_call, cases.make_ids("random", T, K, E), options, UNEVEN)
+    needs = "static exchange needs x (T, 20) of torch.float32 and ids (T, 2) and one capacity on all ranks"
+    assert errors == [f"RuntimeError: ExpertParallel: {needs}"] * RANKS
 
 
 # --- the layer ----------------------------------------------------------------------------------------
@@ -308,18 +362,18 @@ def parallel_layer(rank, device, dtype, options):
     assert list(after) == list(before)
     assert all(torch.equal(whole(after[name]), value) for name, value in before.items())
     x, dout = new_signals(device, dtype)
-    cut = EVEN if options["static"] else UNEVEN
+    cut = cut_of(options)
     return step(layer, share(rank, x, cut).clone(), share(rank, dout, cut))
 
 
 @pytest.mark.quick
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-@pytest.mark.parametrize("static", (False, True), ids=("exact", "static"))
-def test_layer(workers, device, dtype, static):
+@every_exchange
+def test_layer(workers, device, dtype, options):
     """Output, every gradient, expert_bias and the state dict of the layer on one process."""
     expected = step(new_layer(device, dtype), *new_signals(device, dtype))
     added = [name for name in expected if name[1:].startswith(REPLICATED)]
-    found = merged(workers(parallel_layer, dtype, {"static": static}), added)
+    found = merged(workers(parallel_layer, dtype, options), added)
     assert_close(found, expected, TOLERANCE[dtype])
 
 
@@ -330,7 +384,7 @@ def padded(tokens, count):
 def padded_layer(rank, device, options):
     layer = new_layer(device)
     parallelize_module(layer, init_device_mesh(device.type, (RANKS,)), {"experts": ExpertParallel(**options)})
-    cut = EVEN if options["static"] else UNEVEN
+    cut = cut_of(options)
     x, dout = (padded(share(rank, t, cut), 3) for t in new_signals(device))
     num_tokens = torch.tensor(len(x) - 3, device=device)
     found = step(layer, x, dout, num_tokens=num_tokens)
@@ -340,18 +394,18 @@ def padded_layer(rank, device, options):
     return found
 
 
-@pytest.mark.parametrize("static", (False, True), ids=("exact", "static"))
-def test_padding(workers, device, static):
+@every_exchange
+def test_padding(workers, device, options):
     """Padded tokens are not sent; each rank has its own number of real ones."""
     expected = step(new_layer(device), *new_signals(device))
     added = [name for name in expected if name[1:].startswith(REPLICATED)]
-    found = merged(workers(padded_layer, {"static": static}), added)
+    found = merged(workers(padded_layer, options), added)
     assert_close(found, expected, TOLERANCE[torch.float32])
 
 
-def autocast_layer(rank, device):
+def autocast_layer(rank, device, combine):
     layer = new_layer(device)
-    parallelize_module(layer, init_device_mesh(device.type, (RANKS,)), ExpertParallel())
+    parallelize_module(layer, init_device_mesh(device.type, (RANKS,)), ExpertParallel(combine=combine))
     sent = []
     with torch.autocast(device.type, dtype=torch.bfloat16), cases.Calls() as calls:
         out = layer(share(rank, new_signals(device)[0]))
@@ -359,21 +413,23 @@ def autocast_layer(rank, device):
     return out.detach(), sent
 
 
-def test_autocast(workers, device):
-    """Rows are exchanged in the dtype of the GEMMs."""
-    results = workers(autocast_layer)
+@pytest.mark.parametrize("combine", ("slot", "rank"))
+def test_autocast(workers, device, combine):
+    """Rows are exchanged in the dtype of the GEMMs, scores in float32."""
+    results = workers(autocast_layer, combine)
     with torch.autocast(device.type, dtype=torch.bfloat16):
         expected = new_layer(device)(new_signals(device)[0])
     found = torch.cat([out for out, _ in results])
     assert_close({"out": found}, {"out": expected.detach()}, TOLERANCE[torch.bfloat16])
     for _, sent in results:
-        assert sent == [torch.int32, torch.bfloat16, torch.bfloat16]
+        scores = [torch.float32] if combine == "rank" else []
+        assert sent == [torch.int32, *scores, torch.bfloat16, torch.bfloat16]
 
 
-def main_grad_layer(rank, device, split):
+def main_grad_layer(rank, device, split, combine):
     """The experts' gradients, accumulated into main_grads of ones."""
     layer = new_layer(device)
-    parallelize_module(layer, init_device_mesh(device.type, (RANKS,)), ExpertParallel())
+    parallelize_module(layer, init_device_mesh(device.type, (RANKS,)), ExpertParallel(combine=combine))
     weights = {n: p for n, p in layer.experts.named_parameters() if n.startswith("w")}
     for p in weights.values():
         p.main_grad = torch.ones_like(p)
@@ -401,10 +457,11 @@ split_alone = pytest.mark.skipif(
 )
 
 
+@pytest.mark.parametrize("combine", ("slot", "rank"))
 @pytest.mark.parametrize("split", (False, pytest.param(True, marks=split_alone)))
-def test_main_grads(workers, device, split):
+def test_main_grads(workers, device, split, combine):
     """Added to where a weight's gradient is asked for, by torch.distributed.pipelining's split, too."""
-    found = merged(workers(main_grad_layer, split), added=())
+    found = merged(workers(main_grad_layer, split, combine), added=())
     expected = step(new_layer(device), *new_signals(device))
     assert_close(found, {name: expected[name] for name in found}, TOLERANCE[torch.float32])
 
@@ -415,12 +472,12 @@ COUNTS = (6, 22, 700)  # tokens of all ranks: few slots have separate kernels
 DTYPES = pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16), ids=str)
 
 
-def wide_layer(device, dtype, static, ranks):
+def wide_layer(device, dtype, options, ranks):
     """A layer whose widths every tier takes, its experts over one rank or two."""
     torch.manual_seed(6)
     layer = FusedMoE(128, 72, 8, 3, bias=True, num_shared_experts=1).to(device, dtype)
     mesh = init_device_mesh(device.type, (RANKS // ranks, ranks), mesh_dim_names=("dp", "ep"))
-    return parallelize_module(layer, mesh["ep"], ExpertParallel(static=static))
+    return parallelize_module(layer, mesh["ep"], ExpertParallel(**options))
 
 
 def wide_signals(count, routing, device, dtype):
@@ -431,37 +488,37 @@ def wide_signals(count, routing, device, dtype):
     return x, scores, cases.make_ids(routing, count, 3, 8).to(device), dout
 
 
-def rank_tokens(rank, ranks, static, *signals):
+def rank_tokens(rank, ranks, options, *signals):
     """The tokens of a rank: with one rank of experts all tokens, with two the rank's share."""
-    cut = len(signals[0]) // (2 if static else 3)
+    cut = len(signals[0]) // (2 if "static" in options else 3)
     return [(s if ranks == 1 else share(rank, s, cut)).clone() for s in signals]
 
 
-def wide_experts(rank, device, dtype, static, ranks):
-    layer, found = wide_layer(device, dtype, static, ranks), {}
+def wide_experts(rank, device, dtype, options, ranks):
+    layer, found = wide_layer(device, dtype, options, ranks), {}
     for routing, count in itertools.product(cases.ROUTINGS, COUNTS):
         signals = wide_signals(count, routing, device, dtype)
         layer.zero_grad()
-        step = experts_step(layer.experts, *rank_tokens(rank, ranks, static, *signals))
+        step = experts_step(layer.experts, *rank_tokens(rank, ranks, options, *signals))
         found[routing, count] = {name: step[name] for name in ("out", "dx", "dscores")}
     return found
 
 
-def whole_layers(rank, device, dtype, static, ranks):
-    layer, found = wide_layer(device, dtype, static, ranks), {}
+def whole_layers(rank, device, dtype, options, ranks):
+    layer, found = wide_layer(device, dtype, options, ranks), {}
     for count in COUNTS:
         x, _, _, dout = wide_signals(count, "random", device, dtype)
-        x, dout = rank_tokens(rank, ranks, static, x, dout)
+        x, dout = rank_tokens(rank, ranks, options, x, dout)
         out = layer(x.requires_grad_())
         out.backward(dout)
         found["chosen", count] = {"out": out.detach(), "dx": x.grad}
     return found
 
 
-def check_ranks(workers, fn, dtype, static, same):
+def check_ranks(workers, fn, dtype, options, same):
     """Calls same(found, expected) for experts on one rank: the other rank's, then those on both."""
-    first, second = workers(fn, dtype, static, 1)
-    halves = workers(fn, dtype, static, 2)
+    first, second = workers(fn, dtype, options, 1)
+    halves = workers(fn, dtype, options, 2)
     for key, expected in first.items():
         same(second[key], expected)
         same(merged([half[key] for half in halves], added=()), expected)
@@ -475,22 +532,85 @@ def assert_same_bits(found, expected):
         assert not differ.any(), f"{name}: {differ.sum()} of {value.numel()} differ"
 
 
+def tolerance_of(dtype):
+    return TOLERANCE[torch.float32 if dtype == torch.float32 else torch.bfloat16]
+
+
 @DTYPES
-@pytest.mark.parametrize("static", (False, True), ids=("exact", "static"))
-def test_experts_over_one_rank_and_two(workers, device, dtype, static):
+@every_exchange
+def test_experts_over_one_rank_and_two(workers, device, dtype, options):
     """A token's output and gradients do not depend on how many ranks have the experts, nor on which tokens a
-    rank sends: bit for bit on GPUs (docs/inference.md). The CPU tier keeps bits for the same batch only."""
-    tolerance = TOLERANCE[torch.float32 if dtype == torch.float32 else torch.bfloat16]
-    close = partial(assert_close, tolerance=tolerance)
-    check_ranks(workers, wide_experts, dtype, static, assert_same_bits if device.type == "cuda" else close)
+    rank sends: bit for bit on GPUs (docs/inference.md), unless partial sums come back. The CPU tier keeps
+    bits for the same batch only."""
+    has_bits = device.type == "cuda" and "combine" not in options
+    same = assert_same_bits if has_bits else partial(assert_close, tolerance=tolerance_of(dtype))
+    check_ranks(workers, wide_experts, dtype, options, same)
 
 
 @pytest.mark.gpu
 @DTYPES
-@pytest.mark.parametrize("static", (False, True), ids=("exact", "static"))
-def test_layer_over_one_rank_and_two(workers, dtype, static):
+@pytest.mark.parametrize("options", ({}, {"static": True}), ids=("exact", "static"))
+def test_layer_over_one_rank_and_two(workers, dtype, options):
     """The same of a whole layer, which chooses the experts: router and shared experts are on every rank."""
-    check_ranks(workers, whole_layers, dtype, static, assert_same_bits)
+    check_ranks(workers, whole_layers, dtype, options, assert_same_bits)
+
+
+# --- many shapes, four ranks --------------------------------------------------------------------------
+
+MANY = (  # experts, experts per token, ranks that have the experts, a layer's other settings
+    (4, 1, 4, {"dtype": torch.float64}),
+    (4, 4, 4, {"dtype": torch.float64, "bias": True}),  # every token is sent to every rank
+    (8, 5, 4, {"dtype": torch.float64}),  # more experts per token than on a rank, and than ranks
+    (8, 5, 2, {"dtype": torch.float64}),
+    (8, 3, 1, {"dtype": torch.float64}),
+    *((8, 3, 4, {"activation": name, "gated": i % 2 == 0}) for i, name in enumerate(cases.ACTIVATIONS)),
+    (8, 3, 4, {"dtype": torch.bfloat16}),
+)
+
+
+def many_layer(num_experts, top_k, settings):
+    torch.manual_seed(3)
+    return FusedMoE(D, F, num_experts, top_k, **settings)
+
+
+def many_signals(num_experts, top_k, routing, dtype=torch.float32, **_):
+    x, dout = new_signals("cpu", dtype)
+    scores = torch.rand(T, top_k, generator=torch.Generator().manual_seed(3)).add(0.1)
+    return x, scores.to(cases.score_dtype(dtype)), cases.make_ids(routing, T, top_k, num_experts), dout
+
+
+def many_shapes(rank, device, options):
+    """The last of three ranks that send has one token more than the others; the fourth has none."""
+    found = []
+    for num_experts, top_k, ranks, settings in MANY:
+        mesh = init_device_mesh(device.type, (4 // ranks, ranks), mesh_dim_names=("dp", "ep"))
+        layer = many_layer(num_experts, top_k, settings).to(device)
+        experts = parallelize_module(layer, mesh["ep"], ExpertParallel(**options)).experts
+        for routing in ("repeats", "sentinels"):
+            experts.zero_grad()
+            signals = many_signals(num_experts, top_k, routing, **settings)
+            own = [signal.tensor_split((7, 14, T))[rank].to(device) for signal in signals]
+            step = experts_step(experts, *(t.clone() for t in own))
+            found.append({name: step[name] for name in ("out", "dx", "dscores", "counts")})
+    return found
+
+
+@pytest.mark.parametrize(
+    "options", (EXCHANGES["rank"], {**EXCHANGES["rank, static"], "capacity": T}), ids=str
+)
+def test_partial_sums_of_many_shapes(four_workers, device, options):
+    """On one, two and four ranks: experts per token against experts per rank, activations, dtypes."""
+    results = four_workers(many_shapes, options)
+    shapes = itertools.product(MANY, ("repeats", "sentinels"))
+    for (shape, routing), *parts in zip(shapes, *results, strict=True):
+        num_experts, top_k, _, settings = shape
+        layer = many_layer(num_experts, top_k, settings)
+        expected = experts_step(layer.experts, *many_signals(num_experts, top_k, routing, **settings))
+        found = {name: torch.cat([part[name] for part in parts]) for name in ("out", "dx", "dscores")}
+        found["counts"] = sum(part["counts"] for part in parts)
+        dtype = settings.get("dtype", torch.float32)
+        tolerance = 1e-12 if dtype == torch.float64 else TOLERANCE[dtype]
+        assert_close(found, {name: expected[name] for name in found}, tolerance)
 
 
 # --- fully_shard --------------------------------------------------------------------------------------
@@ -562,15 +682,13 @@ def parallel_latent_layer(rank, device, how):
 
 @pytest.mark.parametrize("how", ("fully_shard", "ExpertParallel"))
 def test_latent_experts(workers, device, how):
-    """The layer on one process: gradients are means over the ranks, or sums of each rank's where parameters
-    are replicated."""
+    """The layer on one process: gradients are means over the ranks, or sums."""
     expected = step(latent_layer(device), *new_signals(device))
     parameters = [name for name in expected if name.startswith("d") and name != "dx"]
     if how == "fully_shard":
         for name in parameters:
             expected[name] /= RANKS
-    replicated = [name for name in parameters if how != "fully_shard" and not name.startswith("dexperts")]
-    found = merged(workers(parallel_latent_layer, how), added=replicated)
+    found = merged(workers(parallel_latent_layer, how), added=())
     assert_close(found, expected, TOLERANCE[torch.float32])
 
 
@@ -660,16 +778,20 @@ def test_fully_shard_of_a_layer_whose_result_is_written(one_rank, device, module
         torch.testing.assert_close(value, plain)  # dx is added up in another order
 
 
-def fsdp_and_expert_parallel_layer(rank, device, shape):
+def fsdp_and_expert_parallel_layer(rank, device, shape, over):
     mesh = init_device_mesh(device.type, shape, mesh_dim_names=("dp", "ep"))
-    world = init_device_mesh(device.type, (RANKS,))
+    meshes = {
+        "all": lambda: init_device_mesh(device.type, (RANKS,)),
+        "hybrid": lambda: init_device_mesh(device.type, (RANKS, 1), mesh_dim_names=("replicate", "shard")),
+        "dp": lambda: mesh["dp"],
+    }
 
     def shard():
         layer = new_layer(device)
         parallelize_module(layer, mesh["ep"], ExpertParallel())
         fully_shard(layer.experts, mesh=mesh["dp"])
         layer.experts.set_gradient_divide_factor(RANKS)
-        return fully_shard(layer, mesh=world)
+        return fully_shard(layer, mesh=meshes[over]())
 
     layer = shard()
     check_round_trip(layer, shard())
@@ -677,15 +799,138 @@ def fsdp_and_expert_parallel_layer(rank, device, shape):
     return step(layer, share(rank, x).clone(), share(rank, dout))
 
 
-@pytest.mark.parametrize("shape", ((1, 2), (2, 1)), ids=str)
-def test_fully_shard_beside_expert_parallel(workers, device, shape):
-    """As in ExpertParallel's docstring: all gradients are means over all ranks, the experts' too."""
-    found = merged(workers(fsdp_and_expert_parallel_layer, shape), added=())
+@pytest.mark.parametrize(
+    "shape, over", (((1, 2), "all"), ((2, 1), "all"), ((1, 2), "hybrid"), ((1, 2), "dp")), ids=str
+)
+def test_fully_shard_beside_expert_parallel(workers, device, shape, over):
+    """As in ExpertParallel's docstring: all gradients are means over all ranks, the experts' too. What
+    fully_shard reduces is not summed before; over too few ranks it reduces too little."""
     expected = step(new_layer(device), *new_signals(device))
+    added = [name for name in expected if over == "dp" and name[1:].startswith(REPLICATED)]
+    found = merged(workers(fsdp_and_expert_parallel_layer, shape, over), added)
     for name, value in expected.items():
-        if name.startswith("d") and name != "dx":
+        if name.startswith("d") and name != "dx" and name not in added:
             value /= RANKS
     assert_close(found, expected, TOLERANCE[torch.float32])
+
+
+# --- training without fully_shard ---------------------------------------------------------------------
+
+
+def accumulating(layer):
+    """Float32 main_grads in the place of the experts' gradients, as Megatron's optimizer has them."""
+    for weight in layer.experts.weights:
+        weight.main_grad = torch.zeros_like(weight)
+
+
+def trained(layer, batches, how):
+    """The parameters after three steps of AdamW, each of two micro-batches."""
+    optimizer = torch.optim.AdamW(layer.parameters(), lr=1e-2)
+    for step, batch in enumerate(batches):
+        if how == "frozen":  # in the first step alone
+            layer.router.requires_grad_(step > 0)
+        for x in batch:
+            x = x.clone().requires_grad_()
+            out = checkpoint(layer, x, use_reentrant=False) if how == "checkpoint" else layer(x)
+            out.square().sum().backward()
+        if how == "main_grad":
+            for weight in layer.experts.weights:
+                weight.grad, weight.main_grad = weight.main_grad, torch.zeros_like(weight)
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name: whole(p.detach()) for name, p in layer.named_parameters()}
+
+
+def training_layer(device, how):
+    torch.manual_seed(1)
+    options = {"shared_expert_gate": True, "gate_bias": True, "bias": how != "frozen"}
+    layer = FusedMoE(D, F, E, K, num_shared_experts=1, **options).to(device)
+    if how == "frozen":
+        layer.router.requires_grad_(False)
+    return layer
+
+
+def training_batches(device):
+    generator = torch.Generator().manual_seed(8)
+    return torch.randn(3, 2, T, D, generator=generator).to(device)
+
+
+def trained_in_parallel(rank, device, how, combine):
+    layer = training_layer(device, how)
+    parallelize_module(layer, init_device_mesh(device.type, (RANKS,)), ExpertParallel(combine=combine))
+    if how == "main_grad":
+        accumulating(layer)
+    cut = 0 if how == "no tokens on a rank" else UNEVEN
+    return trained(layer, [[share(rank, x, cut) for x in batch] for batch in training_batches(device)], how)
+
+
+@pytest.mark.parametrize("combine", ("slot", "rank"))
+@pytest.mark.parametrize("how", ("plain", "checkpoint", "frozen", "main_grad", "no tokens on a rank"))
+def test_training_without_fully_shard(workers, device, how, combine):
+    """Router, shared experts and their gate get sums over the ranks, once for each micro-batch: the training
+    of one process, and the same bits on both ranks. A router that is frozen at first has them later, too."""
+    found = merged(workers(trained_in_parallel, how, combine), added=())
+    layer = training_layer(device, how)
+    if how == "main_grad":
+        accumulating(layer)
+    expected = trained(layer, training_batches(device), how)
+    for name, value in expected.items():
+        # AdamW divides by a gradient's size: small gradients' last bits are steps.
+        torch.testing.assert_close(found[name], value.cpu(), rtol=1e-4, atol=1e-4, msg=name)
+    start = training_layer(device, how).state_dict()
+    assert all((value - start[name]).abs().max() > 5e-3 for name, value in expected.items())
+
+
+def tied_routers(rank, device):
+    first, second = layers = new_layer(device), new_layer(device)
+    second.router = first.router
+    for layer in layers:
+        parallelize_module(layer, init_device_mesh(device.type, (RANKS,)), ExpertParallel())
+    x, dout = (share(rank, t) for t in new_signals(device))
+    second(first(x)).backward(dout)
+    return {"dgate": first.router.gate.weight.grad}
+
+
+def test_a_router_of_two_layers(workers, device):
+    """Its gradients are summed once."""
+    first, second = new_layer(device), new_layer(device)
+    second.router = first.router
+    x, dout = new_signals(device)
+    second(first(x)).backward(dout)
+    expected = {"dgate": first.router.gate.weight.grad}
+    assert_close(merged(workers(tied_routers), added=()), expected, TOLERANCE[torch.float32])
+
+
+def ddp_beside_expert_parallel(rank, device, whole_layer):
+    """Gradients, and the error of a DDP that was not told which parameters are DTensors."""
+    layer = new_layer(device)
+    parallelize_module(
+        layer,
+        init_device_mesh(device.type, (RANKS,)),
+        ExpertParallel() if whole_layer else {"experts": ExpertParallel()},
+    )
+    model = torch.nn.Sequential(layer)
+    with pytest.raises(RuntimeError, match="mixed torch.Tensor and DTensor"):
+        torch.nn.parallel.DistributedDataParallel(model)
+    names = [name for name, p in model.named_parameters() if isinstance(p, DTensor)]
+    torch.nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)
+    model = torch.nn.parallel.DistributedDataParallel(model)
+    x, dout = (share(rank, t) for t in new_signals(device))
+    for _ in range(2):
+        model(x).backward(dout)
+    return {f"d{name}": whole(p.grad) for name, p in layer.named_parameters()}
+
+
+@pytest.mark.parametrize("whole_layer", (False, True))
+def test_ddp_beside_expert_parallel(workers, device, whole_layer):
+    """DDP's means of sums over the ranks are those sums; the style on the experts alone leaves the rest to
+    DDP."""
+    found = merged(workers(ddp_beside_expert_parallel, whole_layer), added=())
+    expected = step(new_layer(device), *new_signals(device))
+    for name in found:
+        is_mean = not whole_layer and name[1:].startswith(REPLICATED)
+        expected[name] *= 2 / RANKS if is_mean else 2
+    assert_close(found, {name: expected[name] for name in found}, TOLERANCE[torch.float32])
 
 
 # --- FP8 training ---------------------------------------------------------------------------------------
@@ -796,10 +1041,10 @@ def test_expert_parallel_keeps_no_codes(workers, device):
         assert not torch.equal(first, second) and not torch.equal(second, third)
 
 
-def parallel_fp8(rank, device, static, shards):
+def parallel_fp8(rank, device, options, shards):
     layer = fp8_layer(device, wgrad="bf16")
     mesh = init_device_mesh(device.type, (1, RANKS), mesh_dim_names=("dp", "ep"))
-    parallelize_module(layer, mesh["ep"], ExpertParallel(static=static))
+    parallelize_module(layer, mesh["ep"], ExpertParallel(**options))
     if shards:
         fully_shard(layer.experts, mesh=mesh["dp"])
         layer.experts.set_gradient_divide_factor(1)
@@ -807,13 +1052,12 @@ def parallel_fp8(rank, device, static, shards):
     return step(layer, x.clone(), dout)
 
 
-@pytest.mark.parametrize("static, shards", ((False, False), (True, False), (False, True)))
-def test_expert_parallel_in_fp8(workers, device, static, shards):
+@pytest.mark.parametrize("options, shards", (*((o, False) for o in EXCHANGES.values()), ({}, True)), ids=str)
+def test_expert_parallel_in_fp8(workers, device, options, shards):
     """Rows are exchanged in x's dtype and quantised by the rank that has the expert: a row has the codes that
     its token would have."""
     expected = step(fp8_layer(device, wgrad="bf16"), *fp8_signals(device))
-    added = [name for name in expected if name[1:].startswith(REPLICATED)]
-    found = merged(workers(parallel_fp8, static, shards), added)
+    found = merged(workers(parallel_fp8, options, shards), added=())
     assert_close(found, expected, 0.05)  # dy is rounded for the exchange, which turns some of its codes
     plain = step(fused_moe.enable_fp8(fp8_layer(device), enabled=False), *fp8_signals(device))
     assert (plain["out"] - expected["out"]).norm() > 0.02 * expected["out"].norm()
@@ -837,7 +1081,7 @@ def wrapped(layer, how, device):
         return torch.nn.parallel.DistributedDataParallel(torch.nn.Sequential(layer))
     if how == "fully_shard":
         return fully_shard(Checkpointed(fully_shard(layer, mesh=mesh)), mesh=mesh)
-    parallelize_module(layer, mesh, ExpertParallel(static=how == "static"))
+    parallelize_module(layer, mesh, ExpertParallel(**EXCHANGES[how]))
     return Checkpointed(layer)
 
 
@@ -857,7 +1101,7 @@ def replayed_layer(rank, device, how, ids):
     return {"out": out.detach(), "dx": x.grad, **grads}
 
 
-@pytest.mark.parametrize("how", ("ddp", "fully_shard", "exact", "static"))
+@pytest.mark.parametrize("how", ("ddp", "fully_shard", *EXCHANGES))
 def test_replay(workers, device, how):
     """Each rank replays its own tokens' experts, DDP's layer in the forward pass, the others checkpointed:
     what one process computes with ids=."""
@@ -868,8 +1112,8 @@ def test_replay(workers, device, how):
     for name, value in expected.items():
         if is_mean and name.startswith("d") and name != "dx":
             value /= RANKS
-    added = () if is_mean else [name for name in expected if name[1:].startswith(REPLICATED)]
-    assert_close(merged(workers(replayed_layer, how, ids), added), expected, TOLERANCE[torch.float32])
+    found = merged(workers(replayed_layer, how, ids), added=())
+    assert_close(found, expected, TOLERANCE[torch.float32])
 
 
 # --- fully_shard of quantised weights -------------------------------------------------------------------
@@ -1071,6 +1315,82 @@ def test_refused_shards(workers, cpu):
     assert workers(refused_shards) == [[alone, alone, turned]] * RANKS
 
 
+# --- ExpertParallel of quantised weights ----------------------------------------------------------------
+
+EIGHT_BITS = {"fp8_block": "fp8", "fp8": "fp8", "int8": "int8"}
+
+
+def quantised_signals(device):
+    generator = torch.Generator().manual_seed(4)
+    x, dout = (torch.randn(T, 128, generator=generator).to(dtype_on(device)) for _ in range(2))
+    ids = cases.make_ids("random", T, 2, 4)
+    return [t.to(device) for t in (x, torch.rand(T, 2, generator=generator), ids, dout)]
+
+
+def dtype_on(device):
+    """8 bits by 8 bits take no float32 on GPUs."""
+    return torch.bfloat16 if device.type == "cuda" else torch.float32
+
+
+def quantised_experts(format, device, lora, compute, seed=1):
+    layer = quantised_layer(format, device, seed, 4, lora).to(dtype_on(device))
+    for w in layer.experts.weights:  # before they are sharded: tiles have no 8 bits by 8 bits
+        w.set_compute(compute)
+    return layer
+
+
+def quantised_experts_step(layer, signals):
+    """A step; by 8 bits on both operands an output alone."""
+    if layer.experts.w1.compute != "codes":
+        with torch.no_grad():
+            return dict(zip(("out", "counts"), layer.experts(*signals[:3]), strict=True))
+    found = experts_step(layer.experts, *(t.clone() for t in signals))
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def parallel_quantised(rank, device, *given):
+    """{name of an exchange: a step} of layers whose state is that of one process, made or loaded."""
+    mesh, steps = init_device_mesh(device.type, (RANKS,)), {}
+    format, lora, compute = given
+    plain = quantised_experts(format, device, lora, compute)
+    for name, options in EXCHANGES.items():
+        layer, other = (quantised_experts(format, device, lora, compute, seed) for seed in (1, 2))
+        for sharded in (layer, other):
+            parallelize_module(sharded, mesh, ExpertParallel(**options))
+            assert all(isinstance(p, DTensor) for p in sharded.experts.parameters())
+        assert list(layer.state_dict()) == list(plain.state_dict())
+        for w, local in zip(plain.experts.weights, layer.experts.weights, strict=True):
+            own = stored_bytes(local.state_dict())
+            for key, (dtype, shape, data) in stored_bytes(w.state_dict()).items():
+                assert own[key][:2] == (dtype, shape) and torch.equal(own[key][2], data.chunk(RANKS)[rank])
+        signals = [share(rank, t, cut_of(options)) for t in quantised_signals(device)]
+        steps[name] = quantised_experts_step(layer, signals)
+        other.load_state_dict(layer.state_dict())
+        cases.assert_same_bits(quantised_experts_step(other, signals), steps[name])
+    return steps
+
+
+@pytest.mark.parametrize(
+    "format, lora, compute",
+    [
+        *((format, lora, "codes") for format in FORMATS for lora in (0, 4)),
+        *((format, 0, compute) for format, compute in EIGHT_BITS.items()),
+    ],
+)
+def test_expert_parallel_of_quantised_weights(workers, device, format, lora, compute):
+    """Ranks have the codes of their experts: outputs and gradients of one process, published state dicts."""
+    expected = quantised_experts_step(
+        quantised_experts(format, device, lora, compute), quantised_signals(device)
+    )
+    results = workers(parallel_quantised, format, lora, compute)
+    of_tokens = expected.keys() & {"out", "dx", "dscores"}
+    for name in EXCHANGES:
+        found = merged([result[name] for result in results], added=("counts",))
+        assert_close(found, expected, tolerance_of(dtype_on(device)))
+        if "rank" not in name and not lora:
+            assert_same_bits({n: found[n] for n in of_tokens}, {n: expected[n].cpu() for n in of_tokens})
+
+
 # --- DistributedDataParallel ----------------------------------------------------------------------------
 
 STEPS, MICRO_BATCHES = 3, 3
@@ -1262,12 +1582,12 @@ def adapted_step(layer, x, dout):
     return found | {f"d{n}": whole(p.grad) for n, p in layer.named_parameters() if p.grad is not None}
 
 
-def parallel_adapters(rank, device, how, static):
+def parallel_adapters(rank, device, how, options):
     """Results of a step, whole adapters, and the output of the merged layer."""
     mesh = init_device_mesh(device.type, (RANKS,))
 
     def shard(layer):
-        parallelize_module(layer, mesh, ExpertParallel(static=static))
+        parallelize_module(layer, mesh, ExpertParallel(**options))
 
     if how == "between":
         layer = adapted_layer(device, [shard])
@@ -1294,16 +1614,15 @@ def parallel_adapters(rank, device, how, static):
     return found, files, base, merged_out, trained
 
 
-@pytest.mark.parametrize("static", (False, True), ids=("exact", "static"))
+@every_exchange
 @pytest.mark.parametrize("how", ("between", "before"))
-def test_expert_parallel_takes_adapters(workers, device, how, static):
+def test_expert_parallel_takes_adapters(workers, device, how, options):
     """Added before the style, after it, or both: gradients, files and merged weights are one process's."""
     layer = adapted_layer(device)
     x, dout = new_signals(device)
     expected = adapted_step(layer, x, dout)
-    results = workers(parallel_adapters, how, static)
-    replicated = [n for n in expected if n.startswith("d") and not n.startswith(("dexperts", "dx"))]
-    assert_close(merged([r[0] for r in results], added=replicated), expected, TOLERANCE[torch.float32])
+    results = workers(parallel_adapters, how, options)
+    assert_close(merged([r[0] for r in results], added=()), expected, TOLERANCE[torch.float32])
     for _, files, _, _, trained in results:
         for name, state in files.items():
             own = fused_moe.lora_state_dict(layer, name)
@@ -1416,7 +1735,6 @@ def refused_adapters(rank, device):
         lambda: add_lora(both, 2),
         lambda: fused_moe.merge_lora(second),
         lambda: fused_moe.merge_lora(quantised, requantize=True),
-        lambda: ExpertParallel()._apply(quantised_layer("int8", device, rank=2, num_experts=4), world),
     ):
         try:
             call()
@@ -1436,7 +1754,6 @@ def test_adapters_that_shards_rule_out(workers, cpu):
             + "found other shards",
             f"ValueError merge_lora: expected experts.w1 {expected} (Shard(dim=1),)",
             f"ValueError merge_lora: expected experts.w1 {expected} (Shard(dim=0),)",
-            "ValueError ExpertParallel: expected experts of plain parameters, found quantised weights",
         ]
 
 
@@ -1482,6 +1799,94 @@ def test_published_layers_into_shards(workers, cpu):
 # --- wrong calls --------------------------------------------------------------------------------------
 
 
+# What differs on the second rank: FusedMoE's arguments, the style's
+UNEQUAL_LAYERS = {
+    "D": ({"dim": 24}, {}, "dim 20", "24"),
+    "F": ({"hidden_dim": 16}, {}, "hidden_dim 12", "16"),
+    "E": ({"num_experts": 8}, {}, "num_experts 6", "8"),
+    "E that N does not divide": ({"num_experts": 5}, {}, "num_experts 6", "5"),
+    "K": ({"top_k": 3}, {}, "top_k 2", "3"),
+    "dtype": ({"dtype": torch.bfloat16}, {}, "dtype torch.float32", "torch.bfloat16"),
+    "activation": ({"activation": "relu"}, {}, "activation silu", "relu"),
+    "biases": ({"bias": True}, {}, "parameter experts.b1 None", "(6, 12) torch.float32"),
+    "router": ({"gate_bias": True}, {}, "parameter router.gate.bias None", "(6,) torch.float32"),
+    "combine": ({}, {"combine": "rank"}, "combine slot", "rank"),
+    "static": ({}, {"static": True}, "static False", "True"),
+    "capacity": ({}, {"static": True, "capacity": 8}, "static False", "True"),
+}
+# and of the experts, called with these
+UNEQUAL_CALLS = {
+    "D": {"dim": D + 1},
+    "K": {"top_k": K + 1},
+    "dtype": {"dtype": torch.float64},
+}
+
+
+def unequal_layers(rank, device):
+    found = {}
+    mesh = init_device_mesh(device.type, (RANKS,))
+    for kind, (sizes, options, *_) in UNEQUAL_LAYERS.items():
+        given = {"dim": D, "hidden_dim": F, "num_experts": E, "top_k": K} | (sizes if rank else {})
+        layer = FusedMoE(**given, device=device)
+        before = dict(layer.named_parameters())
+        try:
+            parallelize_module(layer, mesh, ExpertParallel(**(options if rank else {})))
+        except ValueError as error:
+            found[kind] = str(error)
+        assert all(layer.get_parameter(name) is p for name, p in before.items())  # nothing was replaced
+    return found
+
+
+def test_unequal_layers_are_an_error(workers):
+    """On all ranks, before a collective that would wait for ever, or take wrong memory."""
+    first, second = workers(unequal_layers)
+    for kind, (*_, own, other) in UNEQUAL_LAYERS.items():
+        name = own[: own.rindex(" ")] if own.startswith("parameter") else own.split()[0]
+        value = own.removeprefix(f"{name} ")
+        message = "ExpertParallel: expected {} {} on all ranks, found {} on rank {}"
+        assert first[kind] == message.format(name, value, other, 1), kind
+        assert second[kind] == message.format(name, other, value, 0), kind
+
+
+def unequal_calls(rank, device, options):
+    experts = parallelize_module(
+        new_layer(device), init_device_mesh(device.type, (RANKS,)), ExpertParallel(**options)
+    ).experts
+    found = {}
+    for kind, differs in UNEQUAL_CALLS.items():
+        given = {"dim": D, "top_k": K, "dtype": torch.float32} | (differs if rank else {})
+        x = torch.zeros(T, given["dim"], dtype=given["dtype"], device=device)
+        ids = torch.arange(given["top_k"], device=device).repeat(T, 1)
+        try:
+            experts(x, torch.ones_like(ids, dtype=torch.float32), ids)
+        except (ValueError, RuntimeError) as error:
+            found[kind] = f"{type(error).__name__}: {error}"
+    out, _ = experts(torch.zeros(T, D, device=device), torch.ones(T, K, device=device), ids[:, :K])
+    assert out.shape == (T, D)  # the ranks are at one again
+    return found
+
+
+@every_exchange
+def test_unequal_calls_are_an_error(workers, cpu, options):
+    """On all ranks, though only their calls differ. On a GPU a static exchange terminates the processes."""
+    ranks = workers(unequal_calls, options)
+    one = "x (T, 20) of torch.float32 and ids (T, 2)"
+    others = {
+        "D": "x (T, 21) of torch.float32 and ids (T, 2)",
+        "K": "x (T, 20) of torch.float32 and ids (T, 3)",
+        "dtype": "x (T, 20) of torch.float64 and ids (T, 2)",
+    }
+    for rank, found in enumerate(ranks):
+        for kind, other in others.items():
+            own, theirs = (other, one) if rank else (one, other)
+            if "static" in options:
+                needs = f"static exchange needs {own} and one capacity on all ranks"
+                assert found[kind] == f"RuntimeError: ExpertParallel: {needs}"
+            else:
+                says = f"expected {own} on all ranks, found {theirs} on rank {1 - rank}"
+                assert found[kind] == f"ValueError: ExpertParallel: {says}"
+
+
 def refusals(rank, device):
     line = init_device_mesh(device.type, (RANKS,))
     square = init_device_mesh(device.type, (1, RANKS))
@@ -1523,6 +1928,7 @@ def test_wrong_modules_and_meshes(workers):
         ({"capacity": 8}, "capacity only with static=True"),
         ({"static": True, "capacity": 0}, "capacity >= 1"),
         ({"overflow": "ignore"}, "overflow to be 'error' or 'drop'"),
+        ({"combine": "token"}, "combine to be 'slot' or 'rank'"),
     ],
 )
 def test_wrong_options(options, message):
