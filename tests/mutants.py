@@ -326,6 +326,24 @@ CPU = listed({
     ("each rank has all new adapters", "_shard(adapters, self.mesh)", "pass"),
     ("each rank draws its own new adapters", "mesh: DeviceMesh, src_data_rank: int | None = 0)",
      "mesh: DeviceMesh, src_data_rank: int | None = None)")],
+  ("fused_moe/distributed.py", "tests/test_distributed.py -k any_routing"): [
+    ("every rank computes the first one's experts",
+     "- 1 - experts_per_rank * self.mesh.get_local_rank()", "- 1"),
+    ("a token is sent once for each expert", "ranks[:, 1:] == ranks[:, :-1]", "ranks[:, 1:] < 0")],
+  ("fused_moe/distributed.py", "tests/test_distributed.py -k without_fully_shard"): [
+    ("replicas have their own gradients", "p.requires_grad_().register_hook(_SumOverRanks(mesh))",
+     "p.requires_grad_()"),
+    ("what is frozen has no hook", "p.is_floating_point() and not p.is_inference()", "p.requires_grad")],
+  ("fused_moe/distributed.py", "tests/test_distributed.py -k two_layers"): [
+    ("a tied router's gradient is summed twice", "and not is_hooked", "")],
+  ("fused_moe/distributed.py", "tests/test_distributed.py -k unequal"): [
+    ("styles may differ between ranks", "self._settings | _described(module, experts)",
+     "_described(module, experts)"),
+    ("layers may differ between ranks", "self._settings | _described(module, experts)", "self._settings")],
+  ("fused_moe/distributed.py", "tests/test_distributed.py -k of_quantised_weights"): [
+    ("codes are sent as floats", "tensor = tensor.view(torch.uint8)", "pass")],
+  ("fused_moe/exchange.py", "tests/test_distributed.py -k overflow_is_counted"): [
+    ("rows above the capacity are sent to the next rank", "& (row_index < capacity)", "")],
   ("fused_moe/routed.py", "tests/test_routed.py"): [
     ("dx without the router's part", "*up, *of_router)", "*up)")],
   ("fused_moe/paths.py", "tests/test_routed.py"): [
