@@ -78,7 +78,7 @@ class ExpertParallel(ParallelStyle):
     Args:
         static: exchange C rows between every two ranks, whatever the routing. Then shapes do not depend on
             data, and the host never synchronises. By default the sizes are exact and no row is dropped; the
-            host synchronises once per forward pass, to read 5 * N integers.
+            host synchronises once per forward pass, to read 6 * N integers.
         capacity: C, only with static. None: enough for any routing, T with combine="rank", else
             T * min(K, E/N) if a token's experts are distinct; T must then be equal on all ranks.
         overflow: what happens to rows above C. "error": RuntimeError on the CPU, a device-side assertion on a
@@ -191,7 +191,7 @@ class ParallelExperts(Counting, Experts):
     def _forward_by_slot(self, x: Tensor, scores: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
         """A row is a slot. Each comes back, and the token's rank adds them, weighted."""
         rows, plan = function.permute(x, ids, self.num_experts)
-        exchange = self._open(plan, x, ids)
+        exchange = self._open(plan, x, ids, plan.counts)
         rows, local_ids = exchange.there(rows), exchange.groups().unsqueeze(1)
         ones = torch.ones(rows.size(0), 1, dtype=score_dtype(rows), device=rows.device)
         y = exchange.back(self._local_experts(rows, ones, local_ids))
@@ -205,21 +205,24 @@ class ParallelExperts(Counting, Experts):
         ids = torch.where((ids >= 0) & (ids < self.num_experts), ids, -1)
         ranks = _distinct(ids.div(experts_per_rank, rounding_mode="floor"), self.mesh.size())
         rows, plan = function.permute(x, ranks, self.mesh.size())
-        exchange = self._open(plan, x, ids)
+        exchange = self._open(plan, x, ids, counts)
         # Ids are exact in float32. 0, which unused buffer rows have, is no expert's.
         dtype = score_dtype(x)
         choice = torch.cat((scores.to(dtype), (ids + 1).to(dtype)), 1)
         choice = exchange.there(run(ops.permute.default, choice, plan.tensors))
         scores, ids = choice.tensor_split(2, 1)
         ids = ids.detach().int() - 1 - experts_per_rank * self.mesh.get_local_rank()
-        partial = exchange.back(self._local_experts(exchange.there(rows), scores, ids))
+        # Quantised experts are one operator, which makes its own plan.
+        quantised = any(isinstance(w, QuantizedWeight) for w in self.weights)
+        max_rows = None if self.static or quantised else max(exchange.num_slots, 1)
+        partial = exchange.back(self._local_experts(exchange.there(rows), scores, ids, max_rows))
         return function.unpermute(partial, plan), counts
 
-    def _open(self, plan: Plan, x: Tensor, ids: Tensor) -> Exact | Static:
-        """The exchange of a plan's rows."""
+    def _open(self, plan: Plan, x: Tensor, ids: Tensor, counts: Tensor) -> Exact | Static:
+        """The exchange of a plan's rows. counts (E,): this rank's slots of each expert."""
         group, facts = self.mesh.get_group(), facts_of(x, ids)
         if not self.static:
-            return open_exact(plan, group, facts)
+            return open_exact(plan, group, facts, counts.view(group.size(), -1).sum(1))
         capacity = self.capacity
         if capacity is None:
             num_tokens, top_k = ids.shape
@@ -230,7 +233,9 @@ class ParallelExperts(Counting, Experts):
             self._count("dropped_rows", exchange.dropped)
         return exchange
 
-    def _local_experts(self, rows: Tensor, scores: Tensor, ids: Tensor) -> Tensor:
+    def _local_experts(
+        self, rows: Tensor, scores: Tensor, ids: Tensor, max_rows: int | None = None
+    ) -> Tensor:
         """Rows (R, D), scores and local expert ids (R, K) -> (R, D). Ids outside [0, E/N) add zero."""
         settings = {name: _local(value) for name, value in self.settings.items()}
         main_grads = self.main_grads
@@ -242,6 +247,7 @@ class ParallelExperts(Counting, Experts):
             *map(_local_weight, self.weights, main_grads),
             scores,
             ids,
+            max_rows=max_rows,
             **settings,
             main_grads=tuple(map(_local, main_grads)),
         )

@@ -44,6 +44,7 @@ class Exact(NamedTuple):
     received: Tensor  # (N, m) rows from each rank for each of the m groups of the plan that are this rank's
     send_splits: list[int]
     receive_splits: list[int]
+    num_slots: int  # the slots of the received rows that have an expert here
     num_rows: int  # R, with the rows past the last, which are not sent
 
     def there(self, rows: Tensor) -> Tensor:
@@ -85,17 +86,19 @@ class Static(NamedTuple):
         return torch.searchsorted(self.received.cumsum(1), index.repeat(num_ranks, 1), right=True).flatten()
 
 
-def open_exact(plan: Plan, group: ProcessGroup, facts: Facts) -> Exact:
-    """The host waits here, once, and reads 5 * N integers."""
+def open_exact(plan: Plan, group: ProcessGroup, facts: Facts, slots: Tensor) -> Exact:
+    """`slots` (N,): how many slots have their expert on each rank. The host waits here, once, and reads 6 * N
+    integers."""
     sent = plan.counts.view(group.size(), -1)
-    received, others = _exchange_counts(sent, _columns(sent, facts), group)
+    own = torch.cat((slots.to(sent.dtype).unsqueeze(1), _columns(sent, facts)), 1)
+    received, others = _exchange_counts(sent, own, group)
     num_sent, num_received = sent.sum(1, keepdim=True), received.sum(1, keepdim=True)
     table = torch.cat((num_sent, num_received, others), 1).tolist()
-    for rank, (_, _, *found) in enumerate(table):
+    for rank, (_, _, _, *found) in enumerate(table):
         if found != [*facts]:
             checks.fail(ValueError, FN, f"{facts} on all ranks", f"{Facts(*found)} on rank {rank}")
-    send_splits, receive_splits, *_ = map(list, zip(*table, strict=True))
-    return Exact(group, received, send_splits, receive_splits, plan.row_token.size(0))
+    send_splits, receive_splits, slots, *_ = map(list, zip(*table, strict=True))
+    return Exact(group, received, send_splits, receive_splits, sum(slots), plan.row_token.size(0))
 
 
 def open_static(plan: Plan, group: ProcessGroup, facts: Facts, capacity: int, *, drops: bool) -> Static:

@@ -742,6 +742,26 @@ def test_fully_shard_leaves_a_router_float32(workers, device):
             assert torch.equal(weight, layer.get_submodule(name).weight.cpu()), name
 
 
+@pytest.mark.parametrize("combine", ("slot", "rank"))
+def test_memory_is_that_of_the_slots(one_rank, device, combine):
+    """What is saved for backward has a row for each slot that has an expert, not K for each token; also where
+    no slot has one."""
+    experts = FusedMoE(D, F, E, 4, device=device).experts
+    parallelize_module(experts, one_rank, ExpertParallel(combine=combine))
+    x, scores = torch.randn(T, D, device=device, requires_grad=True), torch.rand(T, 4, device=device)
+    distinct = torch.rand(T, E, device=device).argsort(1)[:, :4]
+    for share in (0.3, 0.0):
+        ids, saved = distinct.where(torch.rand(T, 4, device=device) < share, -1), []
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda t, to=saved: to.append(t.shape) or t, lambda t: t
+        ):
+            out, _ = experts(x, scores, ids)
+        num_slots = int((ids >= 0).sum())
+        assert (num_slots, 2 * F) in saved
+        (dx,) = torch.autograd.grad(out.square().sum(), x)
+        assert num_slots or not (out.count_nonzero() or dx.count_nonzero())
+
+
 class Residual(torch.nn.Module):
     """Adds x to the layer's result in place."""
 
