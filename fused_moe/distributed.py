@@ -27,6 +27,8 @@ Letters: T tokens of this rank, D model width, E experts in all, K experts per t
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as collectives
@@ -65,8 +67,8 @@ class ExpertParallel(ParallelStyle):
     In backward, the gradients of a rank's experts are sums over ALL ranks' losses. So are those of router,
     shared experts and whatever else the FusedMoE has: a hook on each of these parameters sums every gradient
     that comes in, before it is accumulated. If the style is applied to `moe.experts` alone, it cannot see
-    them, and their gradients come from the rank's own tokens. `fully_shard` replaces the parameters, and the
-    hooks go with the old ones: it averages over its mesh, which must then have all ranks. To make all
+    them, and their gradients come from the rank's own tokens. `fully_shard` puts DTensors, which have no
+    hooks, in the place of parameters: it averages over its mesh, which must then have all ranks. To make all
     gradients means over all ranks, apply this style first, then
     `fully_shard(moe.experts, mesh=mesh["dp"])` and `moe.experts.set_gradient_divide_factor(world_size)`,
     then `fully_shard(moe)`. gloo cannot divide: there, if mesh["dp"] has several ranks, also call
@@ -78,7 +80,7 @@ class ExpertParallel(ParallelStyle):
     Args:
         static: exchange C rows between every two ranks, whatever the routing. Then shapes do not depend on
             data, and the host never synchronises. By default the sizes are exact and no row is dropped; the
-            host synchronises once per forward pass, to read 6 * N integers.
+            host synchronises once per forward pass, to read 2 * (E + 2 * N) integers.
         capacity: C, only with static. None: enough for any routing, T with combine="rank", else
             T * min(K, E/N) if a token's experts are distinct; T must then be equal on all ranks.
         overflow: what happens to rows above C. "error": RuntimeError on the CPU, a device-side assertion on a
@@ -145,14 +147,16 @@ class ExpertParallel(ParallelStyle):
         quantised = (w for w in experts.weights if isinstance(w, QuantizedWeight))
         for part in (experts, *quantised, *experts.loras.values()):
             _shard(part, device_mesh, self.src_data_rank)
-        for child in module.children():
-            if child is not experts:
-                _sum_gradients(child, device_mesh)
         # In place, as fully_shard: optimizers, hooks and the parent module keep their references.
         experts.__class__ = ParallelExperts
         experts.mesh = device_mesh
         vars(experts).update(self._settings)
         experts.dropped_rows = torch.zeros((), dtype=torch.int64, device=experts.w1.device)
+        if module is not experts:
+            prepare = partial(_sum_gradients, device_mesh)
+            prepare(module)
+            module._prepare_parameters = prepare
+            module.register_load_state_dict_post_hook(prepare)  # assign=True replaces parameters
         return module
 
 
@@ -191,7 +195,7 @@ class ParallelExperts(Counting, Experts):
     def _forward_by_slot(self, x: Tensor, scores: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
         """A row is a slot. Each comes back, and the token's rank adds them, weighted."""
         rows, plan = function.permute(x, ids, self.num_experts)
-        exchange = self._open(plan, x, ids, plan.counts)
+        exchange = self._open(plan, x, ids)
         rows, local_ids = exchange.there(rows), exchange.groups().unsqueeze(1)
         ones = torch.ones(rows.size(0), 1, dtype=score_dtype(rows), device=rows.device)
         y = exchange.back(self._local_experts(rows, ones, local_ids))
@@ -218,11 +222,13 @@ class ParallelExperts(Counting, Experts):
         partial = exchange.back(self._local_experts(exchange.there(rows), scores, ids, max_rows))
         return function.unpermute(partial, plan), counts
 
-    def _open(self, plan: Plan, x: Tensor, ids: Tensor, counts: Tensor) -> Exact | Static:
-        """The exchange of a plan's rows. counts (E,): this rank's slots of each expert."""
+    def _open(self, plan: Plan, x: Tensor, ids: Tensor, counts: Tensor | None = None) -> Exact | Static:
+        """The exchange of a plan's rows. counts (E,): this rank's slots of each expert, where the plan has
+        other rows."""
         group, facts = self.mesh.get_group(), facts_of(x, ids)
         if not self.static:
-            return open_exact(plan, group, facts, counts.view(group.size(), -1).sum(1))
+            slots = None if counts is None else counts.view(group.size(), -1).sum(1)
+            return open_exact(plan, group, facts, slots)
         capacity = self.capacity
         if capacity is None:
             num_tokens, top_k = ids.shape
@@ -300,20 +306,24 @@ class _SumOverRanks:
     def __init__(self, mesh: DeviceMesh):
         self.group = mesh.get_group()
 
-    def __call__(self, grad: Tensor) -> Tensor:
+    def __call__(self, grad: Tensor | None) -> Tensor | None:
+        if grad is None:  # a backward without a gradient for it, on all ranks alike
+            return None
         return collectives.wait_tensor(collectives.all_reduce(grad, "sum", self.group))
 
 
-def _sum_gradients(module: nn.Module, mesh: DeviceMesh) -> None:
-    """Hooks every floating parameter of a module, also frozen ones, which may train later. `fully_shard`
-    replaces parameters, and with them the hooks: it reduces their gradients itself."""
-    for p in module.parameters():
-        hooks = (p._backward_hooks or {}).values()  # another layer may have the parameter, too
-        is_hooked = any(isinstance(hook, _SumOverRanks) for hook in hooks)
-        if p.is_floating_point() and not p.is_inference() and not is_hooked:
-            requires_grad = p.requires_grad
-            p.requires_grad_().register_hook(_SumOverRanks(mesh))
-            p.requires_grad_(requires_grad)
+def _sum_gradients(mesh: DeviceMesh, layer: FusedMoE, *_) -> None:
+    """Hooks every floating parameter of a layer but the experts', if it has no hook yet; also frozen ones,
+    which may train later. DTensors are reduced by who has sharded them, as `fully_shard`."""
+    for child in layer.children():
+        for p in () if child is layer.experts else child.parameters():
+            hooks = (p._backward_hooks or {}).values()  # another layer may have the parameter, too
+            is_hooked = any(isinstance(hook, _SumOverRanks) for hook in hooks)
+            is_plain = not (isinstance(p, DTensor) or p.is_inference())
+            if p.is_floating_point() and is_plain and not is_hooked:
+                requires_grad = p.requires_grad
+                p.requires_grad_().register_hook(_SumOverRanks(mesh))
+                p.requires_grad_(requires_grad)
 
 
 def _shard(module: nn.Module, mesh: DeviceMesh, src_data_rank: int | None = 0) -> None:

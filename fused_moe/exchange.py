@@ -32,6 +32,14 @@ class Facts(NamedTuple):
     def __str__(self) -> str:
         return f"x (T, {self.dim}) of {checks.FLOATING[self.dtype]} and ids (T, {self.top_k})"
 
+    def packed(self) -> int:
+        """One int32, because each value that is exchanged costs a fill: exact for D < 2^19 and K < 2^10."""
+        return (self.dim << 12 | self.top_k << 2 | self.dtype) & 0x7FFFFFFF
+
+    @classmethod
+    def unpacked(cls, value: int) -> Facts:
+        return cls(value >> 12, value >> 2 & 1023, value & 3)
+
 
 def facts_of(x: Tensor, ids: Tensor) -> Facts:
     return Facts(x.size(1), ids.size(1), checks.FLOATING.index(x.dtype))
@@ -86,19 +94,28 @@ class Static(NamedTuple):
         return torch.searchsorted(self.received.cumsum(1), index.repeat(num_ranks, 1), right=True).flatten()
 
 
-def open_exact(plan: Plan, group: ProcessGroup, facts: Facts, slots: Tensor) -> Exact:
-    """`slots` (N,): how many slots have their expert on each rank. The host waits here, once, and reads 6 * N
-    integers."""
-    sent = plan.counts.view(group.size(), -1)
-    own = torch.cat((slots.to(sent.dtype).unsqueeze(1), _columns(sent, facts)), 1)
-    received, others = _exchange_counts(sent, own, group)
-    num_sent, num_received = sent.sum(1, keepdim=True), received.sum(1, keepdim=True)
-    table = torch.cat((num_sent, num_received, others), 1).tolist()
-    for rank, (_, _, _, *found) in enumerate(table):
-        if found != [*facts]:
-            checks.fail(ValueError, FN, f"{facts} on all ranks", f"{Facts(*found)} on rank {rank}")
-    send_splits, receive_splits, slots, *_ = map(list, zip(*table, strict=True))
-    return Exact(group, received, send_splits, receive_splits, sum(slots), plan.row_token.size(0))
+def open_exact(plan: Plan, group: ProcessGroup, facts: Facts, slots: Tensor | None = None) -> Exact:
+    """`slots` (N,): how many slots have their expert on each rank, if a row is not one slot. The host waits
+    here, once, and reads what is sent and received, at most 2 * (E + 2 * N) integers."""
+    counts = plan.counts.view(group.size(), -1)
+    own = facts.packed()
+    sent = [counts, _column(counts, own)]
+    if slots is not None:
+        sent.append(slots.to(counts.dtype).unsqueeze(1))
+    sent = torch.cat(sent, 1)
+    received = _exchange(sent, group)
+    num_groups = counts.size(1)
+    sent_rows, received_rows = torch.stack((sent, received)).tolist()
+    for rank, row in enumerate(received_rows):
+        if row[num_groups] != own:
+            found = f"{Facts.unpacked(row[num_groups])} on rank {rank}"
+            checks.fail(ValueError, FN, f"{facts} on all ranks", found)
+    send_splits, receive_splits = (
+        [sum(row[:num_groups]) for row in rows] for rows in (sent_rows, received_rows)
+    )
+    num_slots = sum(row[-1] for row in received_rows) if slots is not None else sum(receive_splits)
+    received = received[:, :num_groups]
+    return Exact(group, received, send_splits, receive_splits, num_slots, plan.row_token.size(0))
 
 
 def open_static(plan: Plan, group: ProcessGroup, facts: Facts, capacity: int, *, drops: bool) -> Static:
@@ -106,15 +123,15 @@ def open_static(plan: Plan, group: ProcessGroup, facts: Facts, capacity: int, *,
     are found by assertions on the device, on every rank."""
     sent = plan.counts.view(group.size(), -1)
     dropped = (sent.sum(1) - capacity).clamp_min(0).sum()
-    own = _columns(sent, (*facts, capacity))
-    also = dropped.to(sent.dtype).expand(group.size(), 1)
-    received, others = _exchange_counts(sent, torch.cat((own, also), 1), group)
+    own = torch.cat((_column(sent, facts.packed()), _column(sent, capacity)), 1)
+    table = torch.cat((sent, own, dropped.to(sent.dtype).expand(group.size(), 1)), 1)
+    received, others, others_dropped = _exchange(table, group).split((sent.size(1), 2, 1), 1)
     # all-to-all does not check that all ranks send buffers of the same size.
     what = f"static exchange needs {facts} and one capacity on all ranks"
-    torch._assert_async((others[:, :-1] == own).all(), f"{FN}: {what}")
+    torch._assert_async((others == own).all(), f"{FN}: {what}")
     if not drops:
         what = f"more than capacity = {capacity} rows for a rank"
-        torch._assert_async((others[:, -1] == 0).all(), f"{FN}: {what}")
+        torch._assert_async((others_dropped == 0).all(), f"{FN}: {what}")
 
     # (N+1,): the first row for each rank, then the number of rows
     first = plan.offsets[:: sent.size(1)].long()
@@ -144,16 +161,14 @@ class _Gather(torch.autograd.Function):
         return _Gather.apply(dout, inverse, source), None, None
 
 
-def _columns(sent: Tensor, values: tuple[int, ...]) -> Tensor:
-    """(N, number of values), each value in every row. Fills, because a copy from the host makes it wait."""
-    return torch.cat([sent.new_full((sent.size(0), 1), value) for value in values], 1)
+def _column(counts: Tensor, value: int) -> Tensor:
+    """(N, 1), the value in every row. A fill, because a copy from the host makes it wait."""
+    return counts.new_full((counts.size(0), 1), value)
 
 
-def _exchange_counts(sent: Tensor, facts: Tensor, group: ProcessGroup) -> tuple[Tensor, Tensor]:
-    """(N, m) and (N, facts), row n for rank n -> the same, row n from rank n."""
-    table = torch.cat((sent, facts), 1)
-    received = collectives.wait_tensor(collectives.all_to_all_single(table, None, None, group))
-    return received.split((sent.size(1), facts.size(1)), 1)
+def _exchange(table: Tensor, group: ProcessGroup) -> Tensor:
+    """(N, n), row i for rank i -> (N, n), row i from rank i."""
+    return collectives.wait_tensor(collectives.all_to_all_single(table, None, None, group))
 
 
 def _all_to_all(rows: Tensor, group: ProcessGroup, receive_splits=None, send_splits=None) -> Tensor:
@@ -161,5 +176,8 @@ def _all_to_all(rows: Tensor, group: ProcessGroup, receive_splits=None, send_spl
 
 
 def _with_length(rows: Tensor, length: int) -> Tensor:
-    """Appends zero rows or drops the last rows. Without ids outside [0, E) it copies nothing."""
-    return rows if rows.size(0) == length else F.pad(rows, (0, 0, 0, length - rows.size(0)))
+    """Appends zero rows, or drops the last ones; only the former copies."""
+    missing = length - rows.size(0)
+    if missing == 0:  # a slice of all would copy in backward
+        return rows
+    return F.pad(rows, (0, 0, 0, missing)) if missing > 0 else rows[:length]

@@ -341,6 +341,9 @@ class FusedMoE(MoELayer, KeepsExpertBias, Counting):
     experts_type = Experts
     counters = ("tokens_per_expert",)
     _tape = None  # a `replay.Tape` inside of record_routing and replay_routing
+    _prepare_parameters = (
+        None  # `ExpertParallel`'s function of the layer, called after parameters are replaced
+    )
 
     def __init__(
         self,
@@ -474,6 +477,14 @@ class FusedMoE(MoELayer, KeepsExpertBias, Counting):
         for name in ("latent_down", "latent_norm", "latent_up"):
             if name not in self._modules:  # pickled by an older version
                 self.__dict__.setdefault(name, None)
+        if self._prepare_parameters is not None:
+            self._prepare_parameters(self)
+
+    def _apply(self, fn, recurse=True):
+        super()._apply(fn, recurse)
+        if self._prepare_parameters is not None:  # to_empty replaces those of the meta device
+            self._prepare_parameters(self)
+        return self
 
     def reset_parameters(self) -> None:
         """Initialises every parameter again, as is needed after `to_empty`: uniform in +-1/sqrt(fan_in), as

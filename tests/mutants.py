@@ -333,7 +333,11 @@ CPU = listed({
   ("fused_moe/distributed.py", "tests/test_distributed.py -k without_fully_shard"): [
     ("replicas have their own gradients", "p.requires_grad_().register_hook(_SumOverRanks(mesh))",
      "p.requires_grad_()"),
-    ("what is frozen has no hook", "p.is_floating_point() and not p.is_inference()", "p.requires_grad")],
+    ("what is frozen has no hook", "p.is_floating_point() and is_plain", "p.requires_grad")],
+  ("fused_moe/distributed.py", "tests/test_distributed.py -k replaced_parameters"): [
+    ("a copied layer's replicas have their own gradients", "module._prepare_parameters = prepare", "pass"),
+    ("so have those of a layer that is loaded by assignment",
+     "module.register_load_state_dict_post_hook(prepare)", "pass")],
   ("fused_moe/distributed.py", "tests/test_distributed.py -k two_layers"): [
     ("a tied router's gradient is summed twice", "and not is_hooked", "")],
   ("fused_moe/distributed.py", "tests/test_distributed.py -k unequal"): [

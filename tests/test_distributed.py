@@ -4,6 +4,7 @@ The tests share two worker processes, because starting one takes longer than any
 function of this file and checks their results here.
 """
 
+import copy
 import io
 import itertools
 import math
@@ -244,7 +245,9 @@ def cut_of(options):
 
 def experts_step(experts, x, scores, ids, dout, recompute="once"):
     x, scores = x.requires_grad_(), scores.requires_grad_()
-    run = torch.compile(experts, backend="aot_eager") if recompute == "compiled" else experts
+    run = experts
+    if recompute == "compiled":
+        run = torch.compile(experts, backend="aot_eager", fullgraph=True)
     if recompute != "once":
         run = partial(checkpoint, run, use_reentrant=False)
     out, counts = run(x, scores, ids)
@@ -899,6 +902,28 @@ def test_training_without_fully_shard(workers, device, how, combine):
         torch.testing.assert_close(found[name], value.cpu(), rtol=1e-4, atol=1e-4, msg=name)
     start = training_layer(device, how).state_dict()
     assert all((value - start[name]).abs().max() > 5e-3 for name, value in expected.items())
+
+
+def replaced_parameters(rank, device, how):
+    """The gradients of a layer that got the style's hooks before it got its parameters."""
+    mesh = init_device_mesh(device.type, (RANKS,))
+    source = parallelize_module(new_layer(device), mesh, ExpertParallel())
+    if how == "deepcopy":
+        layer = copy.deepcopy(source)
+    else:
+        layer = parallelize_module(new_layer("meta"), mesh, ExpertParallel())
+        if how == "to_empty":
+            layer.to_empty(device=device)
+        layer.load_state_dict(source.state_dict(), assign=how == "assign")
+    return step(layer, *(share(rank, t).clone() for t in new_signals(device)))
+
+
+@pytest.mark.parametrize("how", ("deepcopy", "to_empty", "assign"))
+def test_replaced_parameters(workers, device, how):
+    """They are hooked again: their gradients are sums over the ranks."""
+    expected = step(new_layer(device), *new_signals(device))
+    found = merged(workers(replaced_parameters, how), added=())
+    assert_close(found, expected, TOLERANCE[torch.float32])
 
 
 def tied_routers(rank, device):
