@@ -122,18 +122,6 @@ def shard(model, args):
     fully_shard(model, mesh=line)
 
 
-def clip_gradients(parameters, max_norm):
-    """nn.utils.clip_grad_norm_, which does not support DTensors of several meshes."""
-    if not dist.is_initialized():
-        nn.utils.clip_grad_norm_(parameters, max_norm)
-        return
-    grads = [p.grad.to_local() for p in parameters]
-    # Shards do not overlap, so the squares of the local norms add up.
-    norm = sum_over_processes(nn.utils.get_total_norm(grads).square()).sqrt()
-    for grad in grads:
-        grad.mul_((max_norm / norm).clamp_max(1))
-
-
 # ---- Data ------------------------------------------------------------------------------------------
 
 # Modules and packages of every CPython from 3.10 to 3.14. Left out: tables (encodings, pydoc_data), and
@@ -349,7 +337,7 @@ class Run:
         loss = self.loss(*training_batch(self.training_text, number, self.args))
         self.optimizer.zero_grad()
         loss.backward()
-        clip_gradients(list(self.model.parameters()), 1.0)
+        fused_moe.clip_grad_norm_(self.model.parameters(), 1.0)
         self.tokens_per_expert = sum_over_processes(torch.stack([moe.tokens_per_expert for moe in self.moes]))
         self.optimizer.step()  # then balances, and zeroes tokens_per_expert
         return sum_over_processes(loss.detach()) / num_processes()

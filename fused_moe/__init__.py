@@ -9,6 +9,7 @@ from . import flops as flops  # for FlopCounterMode
 from . import reference
 from .adapters import add_lora, load_lora_state_dict, lora_state_dict, merge_lora, remove_lora, set_lora
 from .balance import ModelLoadReport, balance, load_report
+from .clipping import clip_grad_norm_
 from .fp8 import Fp8Weights, fp8_weights
 from .fp8_shares import Fp8Shares, fp8_shares
 from .fp8_training import enable_fp8
@@ -48,6 +49,7 @@ __all__ = [
     "Routes",
     "add_lora",
     "balance",
+    "clip_grad_norm_",
     "enable_fp8",
     "fp8_shares",
     "fp8_weights",

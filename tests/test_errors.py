@@ -799,13 +799,21 @@ MAKERS = [
         fused_moe.upcycle,
         {"mlp": (torch.randn(F, D), torch.randn(D, F)), "num_experts": E, "top_k": K},
     ),
+    lambda: (
+        fused_moe.clip_grad_norm_,
+        {"parameters": list(layer().parameters()), "max_norm": 1.0, "norm_type": 2.0},
+    ),
     lambda: (ExpertParallel, {"static": True, "capacity": 8}),
     lambda: (fused_moe.enable_fp8, {"module": FusedMoE(128, 768, E, K)}),
     lambda: (fused_moe.fp8_weights, {name: torch.randn(1, 128, 128) for name in ("w1", "w2", "w3")}),
     *(partial(lambda i: loaders()[i], i) for i in range(len(loaders()))),
 ]
 RIGHT_CALLS = {make()[0].__qualname__: make for make in MAKERS}
-NAMES = {("add_lora", "name")}  # which may be any word
+# What is right there alone: any word; no parameters, and tensors of any kind, which have no gradients.
+FITTING = {
+    ("add_lora", "name"): {"text"},
+    ("clip_grad_norm_", "parameters"): {"dict", "list", "complex", "bools"},
+}
 
 ANY_ARGUMENT = [
     (name, argument, parameter)
@@ -857,7 +865,7 @@ def test_any_argument_of_any_function(device, name, argument, parameter):
     for label, (value, fits) in WRONG_VALUES.items():
         if value is parameter.default or set(fits) & set(types):
             continue
-        if label == "text" and (name, argument) in NAMES:
+        if label in FITTING.get((name, argument), ()):
             continue
         fn, arguments = RIGHT_CALLS[name]()
         arguments = moved(arguments | {argument: value}, device)

@@ -213,8 +213,8 @@ import fused_moe
 print(*sorted(set(sys.modules) - before))
 """
     run = run_python(code)
-    own = "activation adapters balance checks composed counting expert_bias finding flops fp8 fp8_shares"
-    own += " fp8_training function gate info"
+    own = "activation adapters balance checks clipping composed counting expert_bias finding flops"
+    own += " fp8 fp8_shares fp8_training function gate info"
     own += " kept_dtypes lora losses main_grad module oldest ops overlap padding paths plan quantized"
     parts = "computing copies formats loaders quantizing refreshing sharding smoothing state tiles weight"
     own += "".join(f" quantized.{name}" for name in parts.split())
@@ -375,6 +375,7 @@ def test_the_public_names(device):
         "Routes",
         "add_lora",
         "balance",
+        "clip_grad_norm_",
         "enable_fp8",
         "fp8_shares",
         "fp8_weights",

@@ -1,0 +1,193 @@
+"""clip_grad_norm_: PyTorch's, for models whose gradients lie on several meshes.
+
+`torch.nn.utils.clip_grad_norm_` computes with DTensors, which cannot be of different meshes, nor be beside
+plain tensors. Here each rank takes the norm of its own shards, and the ranks between which gradients are
+sharded exchange these norms, one number per mesh. Numbers are gathered and added by every rank in the same
+order, so all ranks get the same bits.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Iterable
+from types import GeneratorType
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .checks import check_bool, check_real, fail
+from .quantized.sharding import is_sharded
+
+FN = "clip_grad_norm_"
+
+
+@torch.no_grad()
+def clip_grad_norm_(
+    parameters: Tensor | Iterable[Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    *,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+) -> Tensor:
+    """Scales gradients in place, so that the norm of all of them is at most `max_norm`, as
+    `torch.nn.utils.clip_grad_norm_` does, also where they are plain tensors and DTensors of several meshes:
+    `ExpertParallel` beside `fully_shard`, HSDP, tensor parallelism.
+
+    The norm is that of all elements, each counted once however many ranks hold it. A plain tensor is taken to
+    be the same on all ranks; stages of a pipeline know nothing of each other. A DTensor's gradient that is a
+    partial sum is reduced first, and stays so. A parameter's `main_grad` is clipped if there is no .grad, or
+    Megatron's `grad_added_to_main_grad`. Without DTensors and main_grads this calls PyTorch's function.
+
+    Args:
+        parameters: one tensor or several, in the same order on all ranks. All ranks call the function, those
+            without gradients too.
+        max_norm, norm_type, error_if_nonfinite, foreach: as PyTorch's. With DTensors norm_type > 0, inf
+            among them. The host waits for the device with error_if_nonfinite alone.
+
+    Returns:
+        The norm before clipping, a plain tensor, the same on all ranks. With DTensors or main_grads it is
+        float32, or float64 if a parameter is; norms of 16-bit gradients are not rounded to 16 bits.
+
+    Raises:
+        TypeError, ValueError: with what was expected and what was found: numbers, tensors, and with DTensors
+            or main_grads norm_type > 0.
+        RuntimeError: on every rank, for a norm that is not finite, with error_if_nonfinite; and on CPUs where
+            ranks have other parameters (on GPUs a device-side assertion).
+    """
+    held = _checked(parameters)
+    check_real(FN, "max_norm", max_norm, finite=False)
+    norm_type = math.inf if isinstance(norm_type, str) and norm_type == "inf" else norm_type  # as PyTorch
+    check_real(FN, "norm_type", norm_type, finite=False)
+    check_bool(FN, "error_if_nonfinite", error_if_nonfinite)
+    if foreach is not None:
+        check_bool(FN, "foreach", foreach)
+    grads = [_gradient_of(p) for p in held]
+    if not any(is_sharded(t) or p.grad is not g for p, g in zip(held, grads, strict=True) for t in (p, g)):
+        given = parameters if isinstance(parameters, GeneratorType) and not held else held  # to warn of that
+        return torch.nn.utils.clip_grad_norm_(given, max_norm, norm_type, error_if_nonfinite, foreach)
+    if not norm_type > 0:
+        fail(ValueError, FN, "norm_type > 0", norm_type)
+    shards = [None if g is None else _local(g) for g in grads]
+    total = _total_norm(held, grads, shards, norm_type, foreach)
+    if error_if_nonfinite and not total.isfinite():
+        raise RuntimeError(f"{FN}: expected a finite norm with error_if_nonfinite=True, found {total.item()}")
+    scale = (max_norm / (total + 1e-6)).clamp(max=1.0)
+    for (device, _), alike in _alike(shards).items():
+        if foreach is False:
+            for shard in alike:
+                shard.mul_(scale.to(device))
+        else:
+            torch._foreach_mul_(alike, scale.to(device))
+    return total
+
+
+def _checked(parameters) -> list[Tensor]:
+    held = [parameters]
+    if not isinstance(parameters, Tensor):
+        if not isinstance(parameters, Iterable):
+            fail(TypeError, FN, "parameters to be a tensor or tensors", type(parameters).__name__)
+        held = list(parameters)
+    for p in held:
+        if not isinstance(p, Tensor):
+            fail(TypeError, FN, "parameters to be tensors", type(p).__name__)
+    return held
+
+
+def _gradient_of(p: Tensor) -> Tensor | None:
+    """What an optimizer is to get as the gradient, without partial sums."""
+    main_grad = getattr(p, "main_grad", None)
+    if main_grad is not None and (p.grad is None or hasattr(p, "grad_added_to_main_grad")):
+        return main_grad
+    grad = p.grad
+    if grad is not None and is_sharded(grad) and any(x.is_partial() for x in grad.placements):
+        p.grad = grad = grad.redistribute(placements=_without_partial(p, grad))
+    return grad
+
+
+def _without_partial(p: Tensor, grad: Tensor) -> list:
+    """The placements of the gradient, reduced to those of its parameter where it is a partial sum."""
+    from torch.distributed.tensor import Replicate
+
+    of_parameter = p.placements if is_sharded(p) else [Replicate()] * len(grad.placements)
+    pairs = zip(grad.placements, of_parameter, strict=True)
+    return [own if x.is_partial() else x for x, own in pairs]
+
+
+def _local(grad: Tensor) -> Tensor:
+    """The gradient's elements on this rank, in its own memory."""
+    if not is_sharded(grad):
+        return grad
+    local = grad.to_local()
+    return local.wait() if hasattr(local, "wait") else local  # an AsyncCollectiveTensor
+
+
+def _alike(tensors: list[Tensor | None]) -> dict[tuple, list[Tensor]]:
+    """The tensors that have elements, by device and dtype."""
+    found: dict[tuple, list[Tensor]] = {}
+    for t in tensors:
+        if t is not None and t.numel():
+            found.setdefault((t.device, t.dtype), []).append(t)
+    return found
+
+
+def _total_norm(held: list, grads: list, shards: list, norm_type: float, foreach: bool | None) -> Tensor:
+    """The norm of the whole model on this rank's device."""
+    # {the mesh's dimensions over which gradients are shards: this rank's shards}. They depend on parameters
+    # alone, not on which have gradients here, so all ranks enter the same collectives.
+    kinds: dict[tuple, list[Tensor | None]] = {}
+    groups: dict[str, dist.ProcessGroup] = {}
+    device = next((s.device for s in shards if s is not None), held[0].device)
+    wire = device
+    for p, grad, shard in zip(held, grads, shards, strict=True):
+        owner = p if grad is None or not is_sharded(grad) else grad
+        names = ()
+        if is_sharded(owner) and owner.device_mesh.get_coordinate() is not None:
+            mesh = owner.device_mesh
+            found = [mesh.get_group(i) for i, x in enumerate(owner.placements) if not x.is_replicate()]
+            groups |= {group.group_name: group for group in found}
+            names = tuple(group.group_name for group in found)
+            wire = torch.device(mesh.device_type)
+        kinds.setdefault(names, []).append(shard)
+    # The largest first: ranks with other parameters meet in its collective, and find out by the check.
+    order = sorted(kinds, key=lambda names: -math.prod(groups[name].size() for name in names))
+    check = zlib.crc32(repr([_described(p) for p in held]).encode())
+    norms = []
+    for names in order:
+        norm = _norm_of(kinds[names], norm_type, foreach, wire)
+        for name in names:
+            norm = _norm_over(groups[name], norm, check, norm_type)
+        norms.append(norm)
+    is_double = any(p.dtype == torch.float64 for p in held)
+    total = torch.linalg.vector_norm(torch.stack(norms), norm_type)
+    return total.to(device, torch.float64 if is_double else torch.float32)
+
+
+def _described(p: Tensor) -> tuple:
+    """What is the same on all ranks."""
+    return tuple(p.shape), str(p.dtype), str(p.placements) if is_sharded(p) else ""
+
+
+def _norm_of(shards: list, norm_type: float, foreach: bool | None, device: torch.device) -> Tensor:
+    """The norm of this rank's shards, in float64, in which numbers are exchanged."""
+    norms = [torch.zeros((), dtype=torch.float64, device=device)]
+    for (_, dtype), alike in _alike(shards).items():
+        wide = torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
+        if foreach is False:
+            found = [torch.linalg.vector_norm(shard, norm_type, dtype=wide) for shard in alike]
+        else:
+            found = torch._foreach_norm(alike, norm_type, wide)
+        norms.append(torch.linalg.vector_norm(torch.stack(found).to(device, torch.float64), norm_type))
+    return torch.linalg.vector_norm(torch.stack(norms), norm_type)
+
+
+def _norm_over(group: dist.ProcessGroup, norm: Tensor, check: int, norm_type: float) -> Tensor:
+    """The norm of the norms of a group's ranks, which compare their parameters by a checksum."""
+    own = torch.stack((norm, torch.full_like(norm, check)))
+    found = own.new_empty(group.size(), 2)
+    dist.all_gather(list(found), own, group=group)
+    same = (found[:, 1] == check).all()
+    torch._assert_async(same, f"{FN}: expected the same parameters in the same order on all ranks")
+    return torch.linalg.vector_norm(found[:, 0], norm_type)
