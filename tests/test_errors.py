@@ -15,6 +15,7 @@ import fused_moe
 from fused_moe import FusedMoE, fused_experts, grouped_mlp, grouped_mm, permute, quantized, route, unpermute
 from fused_moe.distributed import ExpertParallel
 from fused_moe.ops import UNGATED
+from fused_moe.tensor_parallel import ExpertTensorParallel
 
 ops = torch.ops.fused_moe
 T, D, F, E, K = 6, 8, 4, 3, 2
@@ -804,6 +805,7 @@ MAKERS = [
         {"parameters": list(layer().parameters()), "max_norm": 1.0, "norm_type": 2.0},
     ),
     lambda: (ExpertParallel, {"static": True, "capacity": 8}),
+    lambda: (ExpertTensorParallel, {"use_local_output": False}),
     lambda: (fused_moe.enable_fp8, {"module": FusedMoE(128, 768, E, K)}),
     lambda: (fused_moe.fp8_weights, {name: torch.randn(1, 128, 128) for name in ("w1", "w2", "w3")}),
     *(partial(lambda i: loaders()[i], i) for i in range(len(loaders()))),

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import fused_moe
-from fused_moe import distributed
+from fused_moe import distributed, tensor_parallel
 
 PINNED = Path(__file__).with_name("interface.txt")
 SCRIPT = Path(__file__).parents[1] / "examples" / "train_lm.py"
@@ -107,6 +107,8 @@ def interface() -> str:
     schemas = [str(s) for s in torch._C._jit_get_all_schemas() if s.name.startswith("fused_moe::")]
     names = [line for n in fused_moe.__all__ for line in describe(f"fused_moe.{n}", getattr(fused_moe, n))]
     names += describe("fused_moe.distributed.ExpertParallel", distributed.ExpertParallel)
+    split = tensor_parallel.ExpertTensorParallel
+    names += describe("fused_moe.tensor_parallel.ExpertTensorParallel", split)
     parts = {
         "operators": sorted(schemas),
         "public names": names,
