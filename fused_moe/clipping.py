@@ -64,12 +64,15 @@ def clip_grad_norm_(
     check_bool(FN, "error_if_nonfinite", error_if_nonfinite)
     if foreach is not None:
         check_bool(FN, "foreach", foreach)
-    grads = [_gradient_of(p) for p in held]
-    if not any(is_sharded(t) or p.grad is not g for p, g in zip(held, grads, strict=True) for t in (p, g)):
+    names = [_name_of_gradient(p) for p in held]
+    if all(
+        n == "grad" and not is_sharded(p) and not is_sharded(p.grad) for p, n in zip(held, names, strict=True)
+    ):
         given = parameters if isinstance(parameters, GeneratorType) and not held else held  # to warn of that
         return torch.nn.utils.clip_grad_norm_(given, max_norm, norm_type, error_if_nonfinite, foreach)
     if not norm_type > 0:
         fail(ValueError, FN, "norm_type > 0", norm_type)
+    grads = [_reduced(p, name) for p, name in zip(held, names, strict=True)]
     shards = [None if g is None else _local(g) for g in grads]
     total = _total_norm(held, grads, shards, norm_type, foreach)
     if error_if_nonfinite and not total.isfinite():
@@ -96,14 +99,19 @@ def _checked(parameters) -> list[Tensor]:
     return held
 
 
-def _gradient_of(p: Tensor) -> Tensor | None:
-    """What an optimizer is to get as the gradient, without partial sums."""
-    main_grad = getattr(p, "main_grad", None)
-    if main_grad is not None and (p.grad is None or hasattr(p, "grad_added_to_main_grad")):
-        return main_grad
-    grad = p.grad
+def _name_of_gradient(p: Tensor) -> str:
+    """The attribute that an optimizer reads."""
+    has_main_grad = getattr(p, "main_grad", None) is not None
+    is_main = has_main_grad and (p.grad is None or hasattr(p, "grad_added_to_main_grad"))
+    return "main_grad" if is_main else "grad"
+
+
+def _reduced(p: Tensor, name: str) -> Tensor | None:
+    """The gradient of this name, which is then no partial sum."""
+    grad = getattr(p, name)
     if grad is not None and is_sharded(grad) and any(x.is_partial() for x in grad.placements):
-        p.grad = grad = grad.redistribute(placements=_without_partial(p, grad))
+        grad = grad.redistribute(placements=_without_partial(p, grad))
+        setattr(p, name, grad)
     return grad
 
 
@@ -157,9 +165,7 @@ def _total_norm(held: list, grads: list, shards: list, norm_type: float, foreach
     norms = []
     for names in order:
         norm = _norm_of(kinds[names], norm_type, foreach, wire)
-        for name in names:
-            norm = _norm_over(groups[name], norm, check, norm_type)
-        norms.append(norm)
+        norms.append(_norm_over([groups[name] for name in names], norm, check, norm_type))
     is_double = any(p.dtype == torch.float64 for p in held)
     total = torch.linalg.vector_norm(torch.stack(norms), norm_type)
     return total.to(device, torch.float64 if is_double else torch.float32)
@@ -183,11 +189,15 @@ def _norm_of(shards: list, norm_type: float, foreach: bool | None, device: torch
     return torch.linalg.vector_norm(torch.stack(norms), norm_type)
 
 
-def _norm_over(group: dist.ProcessGroup, norm: Tensor, check: int, norm_type: float) -> Tensor:
-    """The norm of the norms of a group's ranks, which compare their parameters by a checksum."""
+def _norm_over(groups: list[dist.ProcessGroup], norm: Tensor, check: int, norm_type: float) -> Tensor:
+    """The norm of the norms of the groups' ranks, which compare their parameters by a checksum."""
     own = torch.stack((norm, torch.full_like(norm, check)))
-    found = own.new_empty(group.size(), 2)
-    dist.all_gather(list(found), own, group=group)
-    same = (found[:, 1] == check).all()
+    for group in groups:
+        found = own.new_empty(group.size(), 2)
+        dist.all_gather(list(found), own, group=group)
+        # Ranks that differ go on to the next groups, which would wait for them, and tell those by -1.
+        same = (found[:, 1] == own[1]).all()
+        own = torch.stack((torch.linalg.vector_norm(found[:, 0], norm_type), own[1].where(same, -1.0)))
+    same = own[1] == check
     torch._assert_async(same, f"{FN}: expected the same parameters in the same order on all ranks")
-    return torch.linalg.vector_norm(found[:, 0], norm_type)
+    return own[0]

@@ -322,6 +322,20 @@ def test_a_rank_without_one_mesh(workers):
     workers(fewer_meshes)
 
 
+def on_a_grid(rank):
+    """Rank 1's list is shorter. Rank 2, which is in no group with it, hears of it from the others."""
+    grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    shards = [distribute_tensor(torch.zeros(4, 4), grid, [Shard(0), Shard(1)]) for _ in range(2)]
+    parameters = fill([nn.Parameter(t) for t in shards])
+    with pytest.raises(RuntimeError, match="expected the same parameters in the same order on all ranks"):
+        clip_grad_norm_(parameters[: 1 if rank == 1 else 2], MAX_NORM)
+    return clip_grad_norm_(parameters, MAX_NORM)
+
+
+def test_other_parameters_on_a_grid(workers):
+    assert len({float(norm) for norm in workers(on_a_grid)}) == 1
+
+
 # --- without DTensors ---------------------------------------------------------------------------------
 
 
@@ -351,8 +365,14 @@ def test_what_parameters_may_be(cpu):
 
 
 def refused(mesh):
+    """Before a partial sum is reduced."""
+    partial = nn.Parameter(distribute_tensor(torch.zeros(4), mesh, [Replicate()]))
+    partial.grad = DTensor.from_local(torch.ones(4), mesh, [Partial()])
     with pytest.raises(ValueError, match="clip_grad_norm_: expected norm_type > 0, found 0"):
-        clip_grad_norm_(fill(new_parameters([torch.float32], mesh)), MAX_NORM, 0)
+        clip_grad_norm_([partial, *fill(new_parameters([torch.float32], mesh))], MAX_NORM, 0)
+    assert partial.grad.placements == (Partial(),)
+    partial.main_grad, partial.grad = partial.grad, None
+    assert clip_grad_norm_(partial, 1.0) == 4 and partial.main_grad.placements == (Replicate(),)
     return torch.zeros(()), []
 
 
