@@ -35,7 +35,7 @@ from .distributed import _local, _local_weight
 from .lora import Adapters, LoRA
 from .module import Experts, FusedMoE, SharedExperts
 from .ops import BLOCK, reshaped
-from .paths import PLAIN
+from .paths import PLAIN, why_altered
 from .quantized.weight import QuantizedWeight
 
 __all__ = ["ExpertTensorParallel", "SplitExperts", "SplitSharedExperts"]
@@ -58,13 +58,14 @@ class ExpertTensorParallel(ParallelStyle):
     `shared_expert_gate` stay plain parameters, the same on all ranks with the same gradients. Apply the
     style before `fully_shard`, over another dimension of the same mesh.
 
-    The layer sees all tokens of the mesh's ranks: so do `ids`, `num_tokens` and `loss_mask`, the ids that are
-    returned, `tokens_per_expert` and the auxiliary losses, which are the same on all ranks and count once.
+    The layer sees all tokens of the mesh's ranks: `ids`, `num_tokens`, `loss_mask`, the ids that are returned
+    and `tokens_per_expert` are those of all tokens. Auxiliary losses are, too: each rank adds the same, and
+    it counts once.
 
     Args:
         input_layouts: of x, if it is no DTensor. Replicate(), the default: all ranks have the same tokens, in
             equal bits. Shard(i): each has an equal part along dimension i, and they are all-gathered. x of
-            other shapes on other ranks raises ValueError on CPUs; on GPUs the collectives do not notice.
+            other shapes on other ranks raises ValueError on CPUs; GPUs and compiled code do not notice.
         output_layouts: of the output. Replicate(), the default: all-reduce. Shard(i): reduce-scatter.
             Partial(): nothing, each rank returns its partial sum.
         use_local_output: return a plain tensor, this rank's, in place of a DTensor.
@@ -72,8 +73,9 @@ class ExpertTensorParallel(ParallelStyle):
     Raises (where the style is applied, on all ranks if on one):
         TypeError: for a module that is no FusedMoE, or whose experts have another type.
         ValueError: for parameters that are DTensors already or have a main_grad, quantised weights, a layer
-            with latent_dim, a mesh of several dimensions, F of routed or shared experts that is not a
-            multiple of 8 * N (128 * N with FP8 training), or ranks with different layers or layouts.
+            with latent_dim, linear layers of shared experts with hooks, a mesh of several dimensions, F of
+            routed or shared experts that is not a multiple of 8 * N (128 * N with FP8 training), or ranks
+            with different layers or layouts.
     """
 
     def __init__(
@@ -247,8 +249,8 @@ class _Once(torch.autograd.Function):
 
 
 def _check_shape(x: Tensor, mesh: DeviceMesh) -> None:
-    """Checks that ranks have x of one shape, where the host need not wait for a device to know."""
-    if x.device.type != "cpu" or type(x) not in PLAIN:
+    """Checks that ranks have x of one shape, where the host need not wait for a device, nor a graph break."""
+    if x.device.type != "cpu" or type(x) not in PLAIN or torch.compiler.is_compiling():
         return
     own = torch.tensor([zlib.crc32(repr(tuple(x.shape)).encode())])
     found = [torch.empty_like(own) for _ in range(mesh.size())]
@@ -297,6 +299,12 @@ def _check(module: nn.Module, num_ranks: int) -> None:
         if type(shared) is not SharedExperts or any(type(m) is not nn.Linear for m in linears):
             kinds = sorted({type(m).__name__ for m in (shared, *linears)})
             checks.fail(TypeError, FN, "shared experts of a FusedMoE, of nn.Linear", ", ".join(kinds))
+        for reason in filter(
+            None, map(why_altered, linears)
+        ):  # whose weights are read, and forward is not called
+            checks.fail(
+                ValueError, FN, "linear layers of shared experts as they were made", f"one that {reason}"
+            )
         widths["the shared experts' hidden width"] = shared.w1.out_features
     for name, width in widths.items():
         each = BLOCK if experts.fp8 is not None and name == "hidden_dim" else WIDTH

@@ -75,11 +75,11 @@ def whole(t):
     return t.full_tensor() if isinstance(t, DTensor) else t.clone()
 
 
-def step(layer, x, dout, losses=False, call=None):
+def step(layer, x, dout, losses=False, call=None, **options):
     """out, dx and every parameter's gradient."""
     x = x.clone().requires_grad_()
     if losses:
-        out, added = layer(x, return_losses=True)
+        out, added = layer(x, return_losses=True, **options)
         loss = 0.1 * added.load_balancing + 0.01 * added.z
         torch.autograd.backward([out, loss], [dout, torch.ones_like(loss)])
     else:
@@ -229,6 +229,41 @@ def test_given_ids_and_padding(workers):
     torch.testing.assert_close(found["out"], expected, rtol=1e-12, atol=1e-12)
 
 
+def padded(rank, mesh, layouts):
+    """Two passes whose padded rows hold NaN, and the gradients of losses."""
+    layer = new_layer()
+    if mesh is not None:
+        style = ExpertTensorParallel(input_layouts=layouts[0], output_layouts=layouts[1])
+        parallelize_module(layer, mesh, style)
+    for i in range(2):
+        x, dout = signals(i)
+        x.view(-1, D)[B * S - 3 :] = torch.nan
+        if mesh is not None:
+            x, dout = (of(rank, t, layout) for t, layout in zip((x, dout), layouts, strict=True))
+        found = step(layer, x, dout, losses=True, num_tokens=torch.tensor(B * S - 3))
+    return found | {"counts": layer.tokens_per_expert.double()}
+
+
+@pytest.mark.parametrize("layouts", ((R, R), (S1, S1), (R, P)), ids=str)
+def test_padding_with_losses(workers, layouts):
+    """Gradients add up, and all ranks count each real token once."""
+    assert_close(merged(on_two(workers, padded, layouts), *layouts), padded(0, None, layouts))
+
+
+def compiled(rank, mesh, layouts):
+    layer = new_layer()
+    style = ExpertTensorParallel(input_layouts=layouts[0], output_layouts=layouts[1])
+    parallelize_module(layer, mesh, style)
+    call = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    x, dout = (of(rank, t, layout) for t, layout in zip(signals(), layouts, strict=True))
+    return step(layer, x, dout, call=lambda x: call(x))
+
+
+def test_compiled(workers):
+    """One graph, with the collectives in it."""
+    assert_close(merged(on_two(workers, compiled, (S1, R)), S1, R), step(new_layer(), *signals()))
+
+
 # --- training -----------------------------------------------------------------------------------------
 
 
@@ -372,6 +407,8 @@ def refusals(rank, mesh):
     accumulating.experts.w2.main_grad = torch.zeros_like(accumulating.experts.w2)
     quantised = FusedMoE(64, 64, E, K)
     quantize(quantised, "int8")
+    hooked = new_layer()
+    hooked.shared_experts.w2.register_forward_hook(lambda *_: None)
     split = parallelize_module(new_layer(), mesh, ExpertTensorParallel())
     wrong = (
         new_layer().experts,
@@ -379,6 +416,7 @@ def refusals(rank, mesh):
         accumulating,
         quantised,
         latent,
+        hooked,
         FusedMoE(D, 24, E, K),
         fused_moe.enable_fp8(fp8, force=True),
         FusedMoE(D, F if rank == 0 else 2 * F, E, K),
@@ -399,13 +437,14 @@ def test_wrong_modules(workers):
     """An error on both ranks, also where only one has a wrong layer."""
     first, second = on_two(workers, refusals)
     why = "as kernels need"
-    assert first[:7] == second[:7]
+    assert first[:8] == second[:8]
     assert first == [
         "TypeError a FusedMoE, found Experts",
         "ValueError plain parameters, as before fully_shard, found DTensors",
         "ValueError main_grad to be set afterwards, on the DTensors, found one",
         "ValueError experts of plain parameters, found quantised weights",
         "ValueError a layer without latent_dim, found one with it",
+        "ValueError linear layers of shared experts as they were made, found one that has hooks",
         f"ValueError hidden_dim that is a multiple of 16: 2 ranks with a multiple of 8 each, {why}, found 24",
         f"ValueError hidden_dim that is a multiple of 256: 2 ranks with a multiple of 128 each, {why}, "
         "found 128",
@@ -413,9 +452,9 @@ def test_wrong_modules(workers):
         "ValueError the same layer and layouts on all ranks, found an error on rank 1",
         "TypeError a FusedMoE, found Linear",
     ]
-    assert second[7] == "ValueError the same layer and layouts on all ranks, found others on rank 0"
-    assert "multiple of 8 each" in second[8]
-    assert second[9] == "ValueError the same layer and layouts on all ranks, found an error on rank 0"
+    assert second[8] == "ValueError the same layer and layouts on all ranks, found others on rank 0"
+    assert "multiple of 8 each" in second[9]
+    assert second[10] == "ValueError the same layer and layouts on all ranks, found an error on rank 0"
 
 
 def other_shapes(rank, mesh, layout):
