@@ -64,6 +64,14 @@ RUNS = {
         product(("up_gate", "down_dgrad"), ACTIVATIONS),
     ),
     "linear": ("bench_linear --shape 24,40 --tokens 1,17", "what tokens", product(PASSES, (1, 17))),
+    "expert parallelism": (
+        "bench_expert_parallel --dtype bf16",
+        "layer",
+        [
+            (f"{combine}, {exchange}, N = 1",)
+            for combine, exchange in product(("slot", "rank"), ("exact", "static"))
+        ],
+    ),
     "few tokens": ("bench_decode --tokens 1,5 --dtype bf16 --peers loop,torch", "tokens", [(1,), (5,)]),
     "few tokens of a rank": (
         "bench_decode --tokens 5,9 --local-tokens 1,5 --format int8 --dtype bf16",
