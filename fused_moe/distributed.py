@@ -39,7 +39,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from . import checks, function
 from .counting import Counting
-from .exchange import FN, Exact, Static, facts_of, open_exact, open_static
+from .exchange import FN, Exact, Static, distinct, facts_of, open_exact, open_static
 from .lora import Adapters, LoRA
 from .main_grad import WithMainGrad
 from .module import Experts, FusedMoE
@@ -207,7 +207,7 @@ class ParallelExperts(Counting, Experts):
         counts = function.route_plan(ids, self.num_experts).counts
         experts_per_rank = self.num_experts // self.mesh.size()
         ids = torch.where((ids >= 0) & (ids < self.num_experts), ids, -1)
-        ranks = _distinct(ids.div(experts_per_rank, rounding_mode="floor"), self.mesh.size())
+        ranks = distinct(ids.div(experts_per_rank, rounding_mode="floor"), self.mesh.size())
         rows, plan = function.permute(x, ranks, self.mesh.size())
         exchange = self._open(plan, x, ids, counts)
         # Ids are exact in float32. 0, which unused buffer rows have, is no expert's.
@@ -261,15 +261,6 @@ class ParallelExperts(Counting, Experts):
     def extra_repr(self) -> str:
         how = f"static={self.static}, combine={self.combine!r}"
         return f"{super().extra_repr()}, over {self.mesh.size()} ranks, {how}"
-
-
-def _distinct(ranks: Tensor, num_ranks: int) -> Tensor:
-    """The distinct values from 0 on in each row of ranks (T, K), ascending, and -1 behind them: a tensor
-    (T, min(K, N))."""
-    ranks = torch.where(ranks < 0, num_ranks, ranks).sort(1).values
-    ranks[:, 1:].masked_fill_(ranks[:, 1:] == ranks[:, :-1], num_ranks)
-    ranks = ranks.sort(1).values[:, :num_ranks]
-    return torch.where(ranks < num_ranks, ranks, -1)
 
 
 def _described(module: nn.Module, experts: nn.Module) -> dict[str, object]:

@@ -146,6 +146,14 @@ def open_static(plan: Plan, group: ProcessGroup, facts: Facts, capacity: int, *,
     return Static(group, received, row_of_buffer, buffer_of_row, dropped)
 
 
+def distinct(ranks: Tensor, num_ranks: int) -> Tensor:
+    """ranks (T, K) of the N, -1 for none -> (T, min(K, N)): each rank of a token once, ascending, then -1."""
+    ranks = torch.where(ranks < 0, num_ranks, ranks).sort(1).values
+    ranks[:, 1:].masked_fill_(ranks[:, 1:] == ranks[:, :-1], num_ranks)
+    ranks = ranks.sort(1).values[:, :num_ranks]
+    return torch.where(ranks < num_ranks, ranks, -1)
+
+
 class _Gather(torch.autograd.Function):
     """out[i] = rows[source[i]], zero where source[i] is -1. Backward gathers by the inverse map; the backward
     of indexing would use atomics."""

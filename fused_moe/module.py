@@ -341,9 +341,7 @@ class FusedMoE(MoELayer, KeepsExpertBias, Counting):
     experts_type = Experts
     counters = ("tokens_per_expert",)
     _tape = None  # a `replay.Tape` inside of record_routing and replay_routing
-    _prepare_parameters = (
-        None  # `ExpertParallel`'s function of the layer, called after parameters are replaced
-    )
+    _prepare_parameters = None  # `ExpertParallel`'s function of a layer whose parameters were replaced
 
     def __init__(
         self,

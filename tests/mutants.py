@@ -278,8 +278,7 @@ CPU = listed({
     ("experts of others pass", "if reason := _why_not_ours(experts):", "if False:"),
     ("experts with a forward of their own pass",
      'and hasattr(type(experts).forward, "__wrapped__")', "and True"),
-    ("a token is sent once per slot",
-     "ranks[:, 1:].masked_fill_(ranks[:, 1:] == ranks[:, :-1], N)", "pass"),
+    ("a token is sent once per slot", "distinct(slot_ranks, N)", "slot_ranks"),
     ("slots of no expert take a rank's place", "(ids >= 0) & (ids < N * E)", "ids < N * E"),
     ("received ids stay all experts'", "- self.ep_mesh.get_local_rank() * E", ""),
     ("memory is taken for remote slots", "max_rows=max(1, sum(slots))", "max_rows=None"),
@@ -328,7 +327,8 @@ CPU = listed({
      "mesh: DeviceMesh, src_data_rank: int | None = None)")],
   ("fused_moe/distributed.py", "tests/test_distributed.py -k any_routing"): [
     ("every rank computes the first one's experts",
-     "- 1 - experts_per_rank * self.mesh.get_local_rank()", "- 1"),
+     "- 1 - experts_per_rank * self.mesh.get_local_rank()", "- 1")],
+  ("fused_moe/exchange.py", "tests/test_distributed.py -k any_routing"): [
     ("a token is sent once for each expert", "ranks[:, 1:] == ranks[:, :-1]", "ranks[:, 1:] < 0")],
   ("fused_moe/distributed.py", "tests/test_distributed.py -k without_fully_shard"): [
     ("replicas have their own gradients", "p.requires_grad_().register_hook(_SumOverRanks(mesh))",

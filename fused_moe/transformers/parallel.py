@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from transformers.distributed.expert_parallel import AutoEP
 
 from ..checks import fail
+from ..exchange import distinct
 from ..function import unpermute
 from ..ops import ops, route_plan, run
 from ..plan import tensors_again
@@ -44,10 +45,8 @@ class FusedEP(AutoEP):
 
     def _exchange(self, x: Tensor, ids: Tensor, scores: Tensor) -> Tensor:
         N, E, group = self.ep_mesh.size(), self.num_local_experts, self.ep_mesh.get_group()
-        slot_ranks = torch.where((ids >= 0) & (ids < N * E), ids // E, N)  # N is none
-        ranks = slot_ranks.sort(1).values
-        ranks[:, 1:].masked_fill_(ranks[:, 1:] == ranks[:, :-1], N)  # a rank once
-        plan = route_plan(ranks.sort(1).values[:, :N].contiguous(), N)
+        slot_ranks = torch.where((ids >= 0) & (ids < N * E), ids // E, -1)
+        plan = route_plan(distinct(slot_ranks, N), N)
         counts = torch.stack((plan.counts, route_plan(slot_ranks, N).counts), 1)  # a rank's rows and slots
         arriving = collectives.wait_tensor(collectives.all_to_all_single(counts, None, None, group))
         (sent, _), (received, slots) = torch.stack((counts, arriving)).transpose(1, 2).tolist()
