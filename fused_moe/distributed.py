@@ -305,7 +305,7 @@ class _SumOverRanks:
 
 def _sum_gradients(mesh: DeviceMesh, layer: FusedMoE, *_) -> None:
     """Hooks every floating parameter of a layer but the experts', if it has no hook yet; also frozen ones,
-    which may train later. DTensors are reduced by who has sharded them, as `fully_shard`."""
+    which may train later. DTensors are reduced by what has sharded them, as `fully_shard`."""
     for child in layer.children():
         for p in () if child is layer.experts else child.parameters():
             hooks = (p._backward_hooks or {}).values()  # another layer may have the parameter, too

@@ -299,12 +299,9 @@ def _check(module: nn.Module, num_ranks: int) -> None:
         if type(shared) is not SharedExperts or any(type(m) is not nn.Linear for m in linears):
             kinds = sorted({type(m).__name__ for m in (shared, *linears)})
             checks.fail(TypeError, FN, "shared experts of a FusedMoE, of nn.Linear", ", ".join(kinds))
-        for reason in filter(
-            None, map(why_altered, linears)
-        ):  # whose weights are read, and forward is not called
-            checks.fail(
-                ValueError, FN, "linear layers of shared experts as they were made", f"one that {reason}"
-            )
+        for reason in filter(None, map(why_altered, linears)):  # weights are read, forward is not called
+            expected = "linear layers of shared experts as they were made"
+            checks.fail(ValueError, FN, expected, f"one that {reason}")
         widths["the shared experts' hidden width"] = shared.w1.out_features
     for name, width in widths.items():
         each = BLOCK if experts.fp8 is not None and name == "hidden_dim" else WIDTH
