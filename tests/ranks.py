@@ -1,8 +1,10 @@
-"""Four gloo processes for tests of several ranks, started once for a module and forked from one that has
-imported everything.
+"""Processes for tests of several ranks, started once for a module. They fork one that has imported PyTorch.
 
-    workers = pytest.fixture(scope="module")(ranks.started)
-    workers(fn, *args)              [fn(rank, *args) of each rank]
+@pytest.fixture(scope="module")
+def workers(device, tmp_path_factory):
+    yield from started(2, device, tmp_path_factory)
+
+workers(fn, *args)              [fn(rank, device, *args) of each rank], tensors on the CPU
 """
 
 import io
@@ -10,26 +12,37 @@ import multiprocessing
 import traceback
 from datetime import timedelta
 
+import pytest
 import torch
 import torch.distributed as dist
 
-RANKS = 4
-SECONDS = 60  # which no collective and no test may take
+SECONDS = 60  # which no collective may take, and no test twice
+PRELOADED = [
+    "torch.distributed.checkpoint.state_dict",
+    "torch.distributed.fsdp",
+    "torch.distributed.pipelining",
+    "torch._dynamo",
+    "fused_moe",
+]
 
 
-def serve(rank, store, pipe):
+def serve(rank, ranks, device_type, store, pipe):
     """A worker process: runs the functions that it is sent until the pipe closes."""
+    device = torch.device(device_type, rank if device_type == "cuda" else None)
+    if device_type == "cuda":
+        torch.cuda.set_device(device)
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True, warn_only=True)  # fresh memory holds NaN
-    where = {"init_method": f"file://{store}", "rank": rank, "world_size": RANKS}
-    dist.init_process_group("gloo", timeout=timedelta(seconds=SECONDS), **where)
+    where = {"init_method": f"file://{store}", "rank": rank, "world_size": ranks}
+    backend = "nccl" if device_type == "cuda" else "gloo"
+    dist.init_process_group(backend, timeout=timedelta(seconds=SECONDS), **where)
     while True:
         try:
             fn, args = pipe.recv()
         except EOFError:
             break
         try:
-            reply = to_bytes(fn(rank, *args))
+            reply = to_bytes(fn(rank, device, *from_bytes(args)))
         except Exception:
             reply = traceback.format_exc()
         pipe.send(reply)
@@ -37,20 +50,25 @@ def serve(rank, store, pipe):
 
 
 def to_bytes(value):
-    """Bytes for a pipe, which would put tensors into shared memory."""
+    """Bytes for a pipe, which would put tensors into shared memory; that may be read-only."""
     file = io.BytesIO()
     torch.save(value, file)
     return file.getvalue()
 
 
+def from_bytes(data):
+    return torch.load(io.BytesIO(data), map_location="cpu", weights_only=False)
+
+
 class Workers:
-    def __init__(self, folder):
+    def __init__(self, ranks, device_type, folder):
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch.distributed.fsdp", "fused_moe.distributed"])
-        ends = [context.Pipe() for _ in range(RANKS)]
+        context.set_forkserver_preload(PRELOADED)
+        ends = [context.Pipe() for _ in range(ranks)]
         self.pipes = [ours for ours, _ in ends]
+        where = (ranks, device_type, folder / "store")
         self.processes = [
-            context.Process(target=serve, args=(rank, folder / "store", theirs), daemon=True)
+            context.Process(target=serve, args=(rank, *where, theirs), daemon=True)
             for rank, (_, theirs) in enumerate(ends)
         ]
         for process, (_, theirs) in zip(self.processes, ends, strict=True):
@@ -59,14 +77,14 @@ class Workers:
 
     def __call__(self, fn, *args):
         for pipe in self.pipes:
-            pipe.send((fn, args))
+            pipe.send((fn, to_bytes(args)))
         replies = [pipe.recv() if pipe.poll(2 * SECONDS) else "hangs" for pipe in self.pipes]
         if "hangs" in replies:
             self.close()
         errors = [f"rank {rank}: {r}" for rank, r in enumerate(replies) if isinstance(r, str)]
         if errors:
             raise RuntimeError("\n".join(errors))
-        return [torch.load(io.BytesIO(reply), weights_only=False) for reply in replies]
+        return [from_bytes(reply) for reply in replies]
 
     def close(self, seconds=0):
         for pipe in self.pipes:
@@ -76,8 +94,10 @@ class Workers:
             process.kill()
 
 
-def started(cpu, tmp_path_factory):
-    """A fixture: the workers, which end with the module."""
-    workers = Workers(tmp_path_factory.mktemp("workers"))
+def started(ranks, device, tmp_path_factory):
+    """For a fixture: the workers, which end with the module."""
+    if device.type == "cuda" and torch.cuda.device_count() < ranks:
+        pytest.skip(f"needs {ranks} GPUs, found {torch.cuda.device_count()}")
+    workers = Workers(ranks, device.type, tmp_path_factory.mktemp("workers"))
     yield workers
     workers.close(SECONDS)

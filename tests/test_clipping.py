@@ -3,10 +3,9 @@
 from math import inf, nan
 
 import pytest
-import ranks
 import torch
 import torch.distributed as dist
-from ranks import RANKS
+from ranks import started
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -22,7 +21,13 @@ import fused_moe
 from fused_moe import FusedMoE, clip_grad_norm_
 from fused_moe.distributed import ExpertParallel
 
-workers = pytest.fixture(scope="module")(ranks.started)
+RANKS = 4
+
+
+@pytest.fixture(scope="module")
+def workers(cpu, tmp_path_factory):
+    yield from started(RANKS, cpu, tmp_path_factory)
+
 
 MAX_NORM = 0.5
 NORM_TYPES = (2.0, 1, inf, 0.5, 3.0)
@@ -62,7 +67,7 @@ def on_ranks(workers, count, fn, *args):
     return found[0]
 
 
-def among(rank, count, fn, *args):
+def among(rank, device, count, fn, *args):
     """fn on a mesh of the first ranks; making one takes all ranks."""
     mesh = DeviceMesh("cpu", list(range(count)), mesh_dim_names=("all",))
     return fn(mesh, *args) if rank < count else None
@@ -105,7 +110,7 @@ def test_one_mesh(workers, shard, count):
         assert_close(on_ranks(workers, count, shard, norm_type), one_process(norm_type))
 
 
-def beside_fully_shard(rank, shape, norm_type):
+def beside_fully_shard(rank, device, shape, norm_type):
     grid = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "ep"))
     layer = parallelize_module(new_layer(), grid["ep"], ExpertParallel())
     fully_shard(layer.experts, mesh=grid["dp"])
@@ -125,7 +130,7 @@ def test_expert_parallel_beside_fully_shard(workers, shape):
         assert_close(found[0], one_process(norm_type))
 
 
-def tensor_parallel(rank, norm_type):
+def tensor_parallel(rank, device, norm_type):
     """Shards of both kinds, _StridedShard among them, replicas and partial sums, on meshes of 1 and 2
     dimensions, beside a plain parameter."""
     grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
@@ -154,7 +159,7 @@ def test_tensor_parallel_beside_fully_shard(workers, norm_type):
         assert_close(found, expected)
 
 
-def hybrid(rank, norm_type):
+def hybrid(rank, device, norm_type):
     """HSDP: replicas of shards."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
     layer = fully_shard(new_layer(), mesh=mesh)
@@ -306,7 +311,7 @@ def test_other_parameters_are_an_error_on_all_ranks(workers, change):
     on_ranks(workers, 2, other_lists, change)
 
 
-def fewer_meshes(rank):
+def fewer_meshes(rank, device):
     """Rank 1's list has no experts, which lie on smaller meshes than the rest."""
     grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep"))
     layer = parallelize_module(new_layer(), grid["ep"], ExpertParallel())
@@ -322,7 +327,7 @@ def test_a_rank_without_one_mesh(workers):
     workers(fewer_meshes)
 
 
-def on_a_grid(rank):
+def on_a_grid(rank, device):
     """Rank 1's list is shorter. Rank 2, which is in no group with it, hears of it from the others."""
     grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     shards = [distribute_tensor(torch.zeros(4, 4), grid, [Shard(0), Shard(1)]) for _ in range(2)]

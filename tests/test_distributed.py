@@ -5,14 +5,10 @@ function of this file and checks their results here.
 """
 
 import copy
-import io
 import itertools
 import math
-import multiprocessing
-import traceback
 import warnings
 from contextlib import nullcontext
-from datetime import timedelta
 from functools import partial
 from unittest import mock
 
@@ -21,6 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from ranks import started
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -49,95 +46,6 @@ TOLERANCE = {
 
 
 # --- two workers --------------------------------------------------------------------------------------
-
-
-def serve(rank, ranks, device_type, store, pipe):
-    """A worker process: runs the functions that it is sent until the pipe closes."""
-    device = torch.device(device_type, rank if device_type == "cuda" else None)
-    if device_type == "cuda":
-        torch.cuda.set_device(device)
-    torch.set_num_threads(1)
-    torch.use_deterministic_algorithms(True, warn_only=True)  # fresh memory holds NaN
-    dist.init_process_group(
-        "nccl" if device_type == "cuda" else "gloo",
-        init_method=f"file://{store}",
-        rank=rank,
-        world_size=ranks,
-        timeout=timedelta(seconds=60),
-    )
-    while True:
-        try:
-            fn, args = pipe.recv()
-        except EOFError:
-            break
-        try:
-            reply = to_bytes(fn(rank, device, *from_bytes(args)))
-        except Exception:
-            reply = traceback.format_exc()
-        pipe.send(reply)
-    dist.destroy_process_group()
-
-
-def to_bytes(value):
-    """Bytes for a pipe, which would put tensors into shared memory; that may be read-only."""
-    file = io.BytesIO()
-    torch.save(value, file)
-    return file.getvalue()
-
-
-def from_bytes(data):
-    return torch.load(io.BytesIO(data), map_location="cpu", weights_only=False)
-
-
-PRELOADED = [
-    "torch.distributed.checkpoint.state_dict",
-    "torch.distributed.fsdp",
-    "torch.distributed.pipelining",
-    "torch._dynamo",
-    "fused_moe",
-]
-
-
-class Workers:
-    def __init__(self, ranks, device_type, folder):
-        context = multiprocessing.get_context("forkserver")  # imports PyTorch once
-        context.set_forkserver_preload(PRELOADED)
-        ends = [context.Pipe() for _ in range(ranks)]
-        self.pipes = [ours for ours, _ in ends]
-        self.processes = [
-            context.Process(
-                target=serve, args=(rank, ranks, device_type, folder / "store", theirs), daemon=True
-            )
-            for rank, (_, theirs) in enumerate(ends)
-        ]
-        for process, (_, theirs) in zip(self.processes, ends, strict=True):
-            process.start()
-            theirs.close()
-
-    def __call__(self, fn, *args):
-        """[fn(rank, device, *args)] of every rank; the tensors on the CPU."""
-        for pipe in self.pipes:
-            pipe.send((fn, to_bytes(args)))
-        replies = [pipe.recv() for pipe in self.pipes]
-        errors = [reply for reply in replies if isinstance(reply, str)]
-        if errors:
-            raise RuntimeError("\n".join(errors))
-        return [from_bytes(reply) for reply in replies]
-
-    def close(self):
-        for pipe in self.pipes:
-            pipe.close()
-        for process in self.processes:
-            process.join(timeout=60)
-            process.kill()
-
-
-def started(ranks, device, tmp_path_factory):
-    if device.type == "cuda" and torch.cuda.device_count() < ranks:
-        pytest.skip(f"needs {ranks} GPUs, found {torch.cuda.device_count()}")
-    workers = Workers(ranks, device.type, tmp_path_factory.mktemp("workers"))
-    yield workers
-    workers.close()
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from test_distributed import from_bytes, quantised_layer, stored_bytes, takes_integers, to_bytes, whole
+from ranks import from_bytes, to_bytes
+from test_distributed import quantised_layer, stored_bytes, takes_integers, whole
 from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,

@@ -3,9 +3,8 @@
 import warnings
 
 import pytest
-import ranks
 import torch
-from ranks import RANKS
+from ranks import started
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -22,7 +21,13 @@ import fused_moe
 from fused_moe import FusedMoE, add_lora, clip_grad_norm_, quantize
 from fused_moe.tensor_parallel import ExpertTensorParallel
 
-workers = pytest.fixture(scope="module")(ranks.started)
+RANKS = 4
+
+
+@pytest.fixture(scope="module")
+def workers(cpu, tmp_path_factory):
+    yield from started(RANKS, cpu, tmp_path_factory)
+
 
 N = 2
 B, S, D, F, E, K = 3, 4, 8, 16, 4, 2
@@ -121,7 +126,7 @@ def on_two(workers, fn, *args):
     return [result for result in workers(on_mesh, fn, *args) if result is not None]
 
 
-def on_mesh(rank, fn, *args):
+def on_mesh(rank, device, fn, *args):
     mesh = DeviceMesh("cpu", list(range(N)), mesh_dim_names=("tp",))  # making it takes all ranks
     return fn(rank, mesh, *args) if rank < N else None
 
@@ -308,7 +313,7 @@ def test_three_steps(workers, layout):
     assert_close(found, {name: expected[name] for name in found}, 1e-11)
 
 
-def grid_training(rank, layout):
+def grid_training(rank, device, layout):
     grid = init_device_mesh("cpu", (2, N), mesh_dim_names=("dp", "tp"))
     layer = new_layer()
     parallelize_module(layer, grid["tp"], ExpertTensorParallel(input_layouts=layout, output_layouts=layout))
@@ -472,7 +477,7 @@ def test_other_shapes_are_an_error_on_all_ranks(workers, layout):
     assert torch.equal(first, second)
 
 
-def wrong_meshes(rank):
+def wrong_meshes(rank, device):
     grid = init_device_mesh("cpu", (2, N), mesh_dim_names=("dp", "tp"))
     with pytest.raises(ValueError, match=r"a mesh of one dimension, found shape \(2, 2\)"):
         ExpertTensorParallel()._apply(new_layer(), grid)
