@@ -17,7 +17,7 @@ from torch.utils.checkpoint import (
 )
 
 import fused_moe
-from fused_moe import FusedMoE, distributed, main_grad, reference
+from fused_moe import FusedMoE, exchange, main_grad, reference, tensor_parallel
 
 ops = torch.ops.fused_moe
 
@@ -199,9 +199,15 @@ def call_layer(device):
 
 def call_gather(device):
     order = torch.randperm(6, device=device)
-    return distributed._Gather.apply(
-        torch.randn(6, 4, device=device).requires_grad_(), order, order.argsort()
-    )
+    return exchange._Gather.apply(torch.randn(6, 4, device=device).requires_grad_(), order, order.argsort())
+
+
+def call_own_rows(device):
+    return tensor_parallel._OwnRows.apply(torch.randn(6, 4, device=device).requires_grad_(), 0, 2)
+
+
+def call_once(device):
+    return tensor_parallel._Once.apply(torch.randn(6, device=device).requires_grad_(), False)
 
 
 def call_with_main_grad(device):
@@ -226,6 +232,8 @@ def call_reference_in_fp8(device):
 FUNCTIONS = {
     "_RoutedUp": call_layer,
     "_Gather": call_gather,
+    "_OwnRows": call_own_rows,
+    "_Once": call_once,
     "WithMainGrad": call_with_main_grad,
     "_WithMainGrad": call_reference_with_main_grad,
     "_Fp8Expert": call_reference_in_fp8,
