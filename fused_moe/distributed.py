@@ -176,10 +176,7 @@ class ParallelExperts(Counting, Experts):
         self.dropped_rows.zero_()
 
     def check_takes_lora(self, fn: str) -> None:
-        for name, parameter in self.named_parameters(recurse=False):
-            if not isinstance(parameter, DTensor) or parameter.device_mesh != self.mesh:
-                expected = f"{name} to be sharded by ExpertParallel alone, as before fully_shard"
-                checks.fail(ValueError, fn, expected, "other shards")
+        _check_sharded_alone(fn, self, self.mesh, FN)
 
     def take_lora(self, name: str, adapters: Adapters) -> None:
         _shard(adapters, self.mesh)
@@ -327,6 +324,13 @@ def _shard(module: nn.Module, mesh: DeviceMesh, src_data_rank: int | None = 0) -
         if isinstance(module, QuantizedWeight):
             shards = sharding.like(shards, shards.to_local().view(p.dtype), p.shape)
         setattr(module, name, nn.Parameter(shards, requires_grad=p.requires_grad))
+
+
+def _check_sharded_alone(fn: str, experts: Experts, mesh: DeviceMesh, style: str) -> None:
+    for name, parameter in experts.named_parameters(recurse=False):
+        if not isinstance(parameter, DTensor) or parameter.device_mesh != mesh:
+            expected = f"{name} to be sharded by {style} alone, as before fully_shard"
+            checks.fail(ValueError, fn, expected, "other shards")
 
 
 def _local(value):

@@ -31,7 +31,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from . import checks, function
 from .activation import activation_of
-from .distributed import _local, _local_weight
+from .distributed import _check_sharded_alone, _local, _local_weight
 from .lora import Adapters, LoRA
 from .module import Experts, FusedMoE, SharedExperts
 from .ops import BLOCK, reshaped
@@ -166,10 +166,7 @@ class SplitExperts(Experts):
     mesh: DeviceMesh
 
     def check_takes_lora(self, fn: str) -> None:
-        for name, parameter in self.named_parameters(recurse=False):
-            if not isinstance(parameter, DTensor) or parameter.device_mesh != self.mesh:
-                expected = f"{name} to be sharded by {FN} alone, as before fully_shard"
-                checks.fail(ValueError, fn, expected, "other shards")
+        _check_sharded_alone(fn, self, self.mesh, FN)
 
     def take_lora(self, name: str, adapters: Adapters) -> None:
         _split(adapters, self.mesh, DIM_OF_F)

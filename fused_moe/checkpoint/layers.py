@@ -115,10 +115,8 @@ def shapes_of(block: Block) -> dict[str, torch.Size]:
 def find(block: Block, source: Mapping[str, Tensor]) -> dict[str, Place]:
     """Where each of the block's tensors is, by names, dtypes and shapes alone. Raises ValueError."""
     found: dict[str, Place] = {}
-    source, there = (
-        quantized.OnMeta(source),
-        set(source),
-    )  # without a method for `in` a Mapping reads a tensor
+    there = set(source)  # a Mapping without a method for `in` reads the tensor to answer
+    source = quantized.OnMeta(source)
     for name, shape in shapes_of(block).items():
         places = [Place(s, _keys(s, shape[0])) for s in block.tensors[name]]
         here = [p for p in places if all(key in there for key in p.keys)]
