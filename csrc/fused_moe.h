@@ -210,6 +210,12 @@ typedef struct {     /* the plan from the chosen ids, stable in t*K + k */
     int32_t tile_rows; /* of the schedule's row tiles: FUSED_MOE_TILE_ROWS, or FusedMoeExperts' tile_rows */
 } FusedMoeRoutePlan;
 
+typedef struct {            /* route_plan, which may have fewer rows than slots */
+    FusedMoeRoutePlan plan; /* its row_token and row_slot are [R] */
+    int64_t R;              /* slots whose rows would be past it get none, and count as no expert's */
+    int64_t *dropped;       /* the number of these slots is added to it; may be NULL */
+} FusedMoeBoundedPlan;
+
 typedef struct {           /* the plan of rows that are grouped already */
     const void *counts_in; /* [E] any integer dtype */
     FusedMoeDtype counts_dtype;
@@ -262,6 +268,18 @@ typedef struct {             /* dshared[t] = s dout[t];  dshared_gate[t] = s' <d
     int64_t T, D;
     FusedMoeDtype dtype;
 } FusedMoeSharedBackward;
+
+enum { FUSED_MOE_MAX_PEERS = 128 }; /* whose memory one process can reach: more than any NVLink domain has */
+
+typedef struct { /* out[t] = sum_k scores[t,k] rows[index[t,k]], the rows of N ranks one after another */
+    const void *rows[FUSED_MOE_MAX_PEERS]; /* N times [C,D] */
+    const int32_t *index;                  /* [T,K] outside [0, N*C): adds nothing */
+    const void *scores;                    /* [T,K] f32, f64 for f64 rows; NULL: ones */
+    void *out;                             /* [T,D] added in the order of k, rounded once */
+    int64_t T, D, C;
+    int32_t N, K;
+    FusedMoeDtype dtype;
+} FusedMoeSumPeers;
 
 /* --- grouped GEMMs -------------------------------------------------------------------------------------- */
 
@@ -502,10 +520,11 @@ int fused_moe_cpu_router_logits(const FusedMoeRouterLogits *p);
 int fused_moe_cpu_router_dgrad(const FusedMoeRouterDgrad *p);
 int fused_moe_cpu_route(const FusedMoeRoute *p);
 int fused_moe_cpu_route_backward(const FusedMoeRouteBackward *p);
-int fused_moe_cpu_route_plan(const FusedMoeRoutePlan *p);
+int fused_moe_cpu_route_plan(const FusedMoeBoundedPlan *p);
 int fused_moe_cpu_count_plan(const FusedMoeCountPlan *p);
 int fused_moe_cpu_permute(const FusedMoePermute *p);
 int fused_moe_cpu_unpermute(const FusedMoeUnpermute *p);
+int fused_moe_cpu_sum_peers(const FusedMoeSumPeers *p);
 int fused_moe_cpu_unpermute_backward(const FusedMoeUnpermuteBackward *p);
 int fused_moe_cpu_shared_backward(const FusedMoeSharedBackward *p);
 int fused_moe_cpu_grouped_mm(const FusedMoeGroupedMM *p);
@@ -644,11 +663,12 @@ int fused_moe_cuda_router_logits(const FusedMoeRouterLogits *p, void *stream);
 int fused_moe_cuda_router_dgrad(const FusedMoeRouterDgrad *p, void *stream);
 int fused_moe_cuda_route(const FusedMoeRoute *p, void *stream);
 int fused_moe_cuda_route_backward(const FusedMoeRouteBackward *p, void *stream);
-int fused_moe_cuda_route_plan(const FusedMoeRoutePlan *p, void *stream);
+int fused_moe_cuda_route_plan(const FusedMoeBoundedPlan *p, void *stream);
 int fused_moe_cuda_cluster_plan(const FusedMoeRoutePlan *p, const FusedMoeRoute *route, void *stream);
 int fused_moe_cuda_count_plan(const FusedMoeCountPlan *p, void *stream);
 int fused_moe_cuda_permute(const FusedMoePermute *p, void *stream);
 int fused_moe_cuda_unpermute(const FusedMoeUnpermute *p, void *stream);
+int fused_moe_cuda_sum_peers(const FusedMoeSumPeers *p, void *stream);
 int fused_moe_cuda_unpermute_backward(const FusedMoeUnpermuteBackward *p, void *stream);
 int fused_moe_cuda_shared_backward(const FusedMoeSharedBackward *p, void *stream);
 int fused_moe_cuda_grouped_mm(const FusedMoeGroupedMM *p, void *stream);

@@ -15,7 +15,8 @@ static void finish_plan(const int32_t *counts, int64_t R, int32_t E, int32_t *of
     fused_moe_schedule_slices(schedule, offsets + 1, E, fused_moe_slice_rows(R, E, FUSED_MOE_SLICE_SMS));
 }
 
-int fused_moe_cpu_route_plan(const FusedMoeRoutePlan *p) {
+int fused_moe_cpu_route_plan(const FusedMoeBoundedPlan *bounded) {
+    const FusedMoeRoutePlan *p = &bounded->plan;
     int64_t slots = p->T * p->K;
     for (int32_t e = 0; e < p->E; e++) p->counts[e] = 0;
     for (int64_t slot = 0; slot < slots; slot++) {

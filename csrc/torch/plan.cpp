@@ -53,7 +53,8 @@ void run_route_plan(const Call &call, FusedMoeRoutePlan &p, const Tensor &ids) {
 #else
     (void)ids;
 #endif
-    run(call, p, fused_moe_cpu_route_plan, CUDA(fused_moe_cuda_route_plan));
+    FusedMoeBoundedPlan bounded = {p, p.T * p.K, nullptr};
+    run(call, bounded, fused_moe_cpu_route_plan, CUDA(fused_moe_cuda_route_plan));
 }
 
 FusedMoePlanner planner_of(const Call &call, const FusedMoeRoutePlan &p, const FusedMoeRoute *route,

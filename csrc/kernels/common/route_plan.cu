@@ -257,7 +257,8 @@ extern "C" size_t fused_moe_cuda_route_plan_workspace(const FusedMoeRoutePlan *p
     return num_spans > 1 ? p->E * (size_t)num_spans * sizeof(int32_t) : 0;
 }
 
-extern "C" int fused_moe_cuda_route_plan(const FusedMoeRoutePlan *p, void *stream) {
+extern "C" int fused_moe_cuda_route_plan(const FusedMoeBoundedPlan *bounded, void *stream) {
+    const FusedMoeRoutePlan *p = &bounded->plan;
     int32_t num_spans = num_spans_of(*p);
     if (!num_spans) { /* no slots: no rows of any expert */
         Schedule none = {};
