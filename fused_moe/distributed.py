@@ -33,6 +33,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as collectives
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
@@ -47,6 +48,7 @@ from .ops import ops, run, score_dtype
 from .plan import Plan
 from .quantized import sharding
 from .quantized.weight import QuantizedWeight, read
+from .symmetric import Exchange, Peers
 
 __all__ = ["ExpertParallel", "ParallelExperts"]
 
@@ -92,6 +94,15 @@ class ExpertParallel(ParallelStyle):
             experts. It comes back as their weighted sum, and these partial sums are added in the order of
             ranks: the same bits in every run, others with another number of ranks. Rows above C are the last
             tokens; such a token's experts on that rank add zero.
+        symmetric: exchange rows through memory that the ranks share, not by all-to-all. GPUs have to reach
+            each other's memory, as those of one host do by NVLink; CPUs have to be of one host. A token is
+            read once by each rank that has any of its experts. Without `static` the host waits once per
+            forward pass, for one integer, the number of slots that are here. With it the host never waits, a
+            step can be one CUDA graph, and C bounds the slots of a rank's experts, N*C in all; those above
+            are the last ones of its highest expert ids. The layers of one style share the memory, so they
+            run one after the other. A model that is compiled has a graph break here.
+        max_tokens: the largest T of any call on any rank, only with symmetric, which needs it. T may differ
+            between ranks.
 
     Raises (where the style is applied, on all ranks):
         TypeError: for a module that is neither FusedMoE nor its experts, or has experts of another type.
@@ -99,7 +110,7 @@ class ExpertParallel(ParallelStyle):
             dimensions, E not a multiple of N, or ranks whose layers or styles differ.
 
     A forward pass raises ValueError on all ranks, or with static fails as for overflow, if D, K or dtype of
-    the experts' inputs differ between ranks, or C does.
+    the experts' inputs differ between ranks, or C does; with symmetric also if a check fails on one rank.
     """
 
     def __init__(
@@ -109,6 +120,8 @@ class ExpertParallel(ParallelStyle):
         capacity: int | None = None,
         overflow: str = "error",
         combine: str = "slot",
+        symmetric: bool = False,
+        max_tokens: int | None = None,
     ):
         super().__init__()
         checks.check_bool(FN, "static", static)
@@ -122,11 +135,20 @@ class ExpertParallel(ParallelStyle):
             checks.fail(ValueError, FN, "overflow to be 'error' or 'drop'", overflow)
         if not isinstance(combine, str) or combine not in ("slot", "rank"):
             checks.fail(ValueError, FN, "combine to be 'slot' or 'rank'", combine)
+        checks.check_bool(FN, "symmetric", symmetric)
+        if (max_tokens is not None) != symmetric:
+            checks.fail(ValueError, FN, "max_tokens with symmetric=True, and only with it", max_tokens)
+        if symmetric:
+            checks.check_int(FN, "max_tokens", max_tokens)
+            if max_tokens < 1:
+                checks.fail(ValueError, FN, "max_tokens >= 1", max_tokens)
         self.static, self.capacity, self.overflow, self.combine = static, capacity, overflow, combine
+        self.symmetric, self.max_tokens = symmetric, max_tokens
+        self._peers = {}  # by what makes layers share memory
 
     @property
     def _settings(self) -> dict:
-        names = "static", "capacity", "overflow", "combine"
+        names = "static", "capacity", "overflow", "combine", "symmetric", "max_tokens"
         return {name: getattr(self, name) for name in names}
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -144,12 +166,15 @@ class ExpertParallel(ParallelStyle):
         if experts.num_experts % device_mesh.size():
             found = f"{experts.num_experts} experts"
             checks.fail(ValueError, FN, f"a number of experts that {device_mesh.size()} divides", found)
+        if self.symmetric and module is experts:
+            checks.fail(TypeError, FN, "a FusedMoE with symmetric=True, for its K", type(module).__name__)
+        peers = self._peers_of(module, device_mesh) if self.symmetric else None
         quantised = (w for w in experts.weights if isinstance(w, QuantizedWeight))
         for part in (experts, *quantised, *experts.loras.values()):
             _shard(part, device_mesh, self.src_data_rank)
         # In place, as fully_shard: optimizers, hooks and the parent module keep their references.
         experts.__class__ = ParallelExperts
-        experts.mesh = device_mesh
+        experts.mesh, experts.peers = device_mesh, peers
         vars(experts).update(self._settings)
         experts.dropped_rows = torch.zeros((), dtype=torch.int64, device=experts.w1.device)
         if module is not experts:
@@ -158,6 +183,17 @@ class ExpertParallel(ParallelStyle):
             module._prepare_parameters = prepare
             module.register_load_state_dict_post_hook(prepare)  # assign=True replaces parameters
         return module
+
+    def _peers_of(self, layer: FusedMoE, mesh: DeviceMesh) -> Peers:
+        experts, rows = layer.experts, self.max_tokens
+        if self.combine == "slot":
+            rows = self.capacity or self.max_tokens * layer.top_k
+        sizes = (self.max_tokens, experts.dim, layer.top_k, mesh.size() * rows)
+        key = (mesh, experts.w1.dtype, sizes)
+        if key not in self._peers:
+            device = torch.device(mesh.device_type)
+            self._peers[key] = Peers(mesh.get_group(), device, experts.w1.dtype, sizes)
+        return self._peers[key]
 
 
 class ParallelExperts(Counting, Experts):
@@ -169,6 +205,9 @@ class ParallelExperts(Counting, Experts):
     capacity: int | None
     overflow: str
     combine: str
+    symmetric: bool
+    max_tokens: int | None
+    peers: Peers | None  # with symmetric
     dropped_rows: Tensor  # () int64, rows dropped by this rank since it was last zeroed
 
     def reset_parameters(self) -> None:
@@ -186,6 +225,8 @@ class ParallelExperts(Counting, Experts):
         """This rank's x (T, D), scores and ids (T, K) -> out (T, D), counts (E,) of this rank's slots."""
         if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
             x = x.to(torch.get_autocast_dtype(x.device.type))  # before the exchange
+        if self.symmetric:
+            return self._forward_symmetric(x, scores, ids)
         forward = self._forward_by_rank if self.combine == "rank" else self._forward_by_slot
         return forward(x, scores, ids)
 
@@ -213,11 +254,56 @@ class ParallelExperts(Counting, Experts):
         choice = exchange.there(run(ops.permute.default, choice, plan.tensors))
         scores, ids = choice.tensor_split(2, 1)
         ids = ids.detach().int() - 1 - experts_per_rank * self.mesh.get_local_rank()
-        # Quantised experts are one operator, which makes its own plan.
-        quantised = any(isinstance(w, QuantizedWeight) for w in self.weights)
-        max_rows = None if self.static or quantised else max(exchange.num_slots, 1)
+        max_rows = None if self.static or self._is_quantised else max(exchange.num_slots, 1)
         partial = exchange.back(self._local_experts(exchange.there(rows), scores, ids, max_rows))
         return function.unpermute(partial, plan), counts
+
+    @_disable_dynamo
+    def _forward_symmetric(self, x: Tensor, scores: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """As the other two, for both kinds of rows, through shared memory."""
+        peers, num_experts = self.peers, self.num_experts
+        try:
+            checks.check_ids(FN, ids, x)
+            checks.check_scores(FN, scores, ids)
+            peers.check(x, ids)
+        except (TypeError, ValueError):
+            peers.refuse()
+            raise
+        counts = function.route_plan(ids, num_experts).counts
+        ids = torch.where((ids >= 0) & (ids < num_experts), ids, -1)
+        scores = scores.to(score_dtype(x))
+        exchange = Exchange(peers, x, scores, ids, num_experts)
+        num_slots = exchange.check(waits=not self.static)
+        max_rows, dropped = max(num_slots or 0, 1), None
+        if self.static:
+            max_rows = None if self.capacity is None else peers.num_ranks * self.capacity
+            if self.overflow == "drop":
+                dropped = torch.zeros_like(self.dropped_rows)
+            elif max_rows is not None:
+                what = f"more than N * capacity = {max_rows} slots of a rank"
+                torch._assert_async((exchange.slots_of_ranks() <= max_rows).all(), f"{FN}: {what}")
+        if self.combine == "rank":
+            if not self.static and self._is_quantised:
+                max_rows = None
+            rows, scores = exchange.there(x, scores)
+            rows = self._local_experts(rows, scores, exchange.ids, max_rows, dropped)
+            out = exchange.back(rows, scores)
+        else:
+            of_rank = num_experts // peers.num_ranks
+            plan = function.route_plan(exchange.ids, of_rank, max_rows=max_rows, dropped_rows=dropped)
+            rows, scores = exchange.there(x, scores, plan)
+            index = torch.arange(rows.size(0), device=rows.device)
+            row_expert = torch.searchsorted(plan.offsets[1:], index, right=True).unsqueeze(1)
+            ones = torch.ones(rows.size(0), 1, dtype=scores.dtype, device=rows.device)
+            out = exchange.back(self._local_experts(rows, ones, row_expert), scores, plan)
+        if dropped is not None:
+            self._count("dropped_rows", dropped)
+        return out, counts
+
+    @property
+    def _is_quantised(self) -> bool:
+        """Then they are one operator, which makes its own plan, of all slots."""
+        return any(isinstance(w, QuantizedWeight) for w in self.weights)
 
     def _open(self, plan: Plan, x: Tensor, ids: Tensor, counts: Tensor | None = None) -> Exact | Static:
         """The exchange of a plan's rows. counts (E,): this rank's slots of each expert, where the plan has
@@ -237,7 +323,12 @@ class ParallelExperts(Counting, Experts):
         return exchange
 
     def _local_experts(
-        self, rows: Tensor, scores: Tensor, ids: Tensor, max_rows: int | None = None
+        self,
+        rows: Tensor,
+        scores: Tensor,
+        ids: Tensor,
+        max_rows: int | None = None,
+        dropped_rows: Tensor | None = None,
     ) -> Tensor:
         """Rows (R, D), scores and local expert ids (R, K) -> (R, D). Ids outside [0, E/N) add zero."""
         settings = {name: _local(value) for name, value in self.settings.items()}
@@ -251,12 +342,14 @@ class ParallelExperts(Counting, Experts):
             scores,
             ids,
             max_rows=max_rows,
+            dropped_rows=dropped_rows,
             **settings,
             main_grads=tuple(map(_local, main_grads)),
         )
 
     def extra_repr(self) -> str:
         how = f"static={self.static}, combine={self.combine!r}"
+        how += f", symmetric={self.symmetric}" if self.symmetric else ""
         return f"{super().extra_repr()}, over {self.mesh.size()} ranks, {how}"
 
 

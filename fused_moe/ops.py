@@ -613,6 +613,10 @@ def _unpermute_backward(ctx, need, dout):
     return grads | {"rows": drows if need.rows else None, "scores": dscores if need.scores else None}
 
 
+def _sum_peers_fake(args):
+    return args.rows[0].new_empty(args.index.size(0), args.rows[0].size(1))
+
+
 def _unpermute_backward_fake(args):
     dout, plan = args.dout, args.plan
     drows = _needed(args.need_drows, dout, _num_rows(dout, plan), dout.size(1))
@@ -648,6 +652,9 @@ def _shared_backward_fake(args):
 
 _register("permute", fake=_permute_fake, backward=_permute_backward, setup_context=_permute_setup)
 _register("unpermute", fake=_unpermute_fake, backward=_unpermute_backward, setup_context=_unpermute_setup)
+_register_refusing(
+    "sum_peers", fake=_sum_peers_fake, message="sum_peers cannot be differentiated: its rows are other ranks'"
+)
 _register("unpermute_backward", fake=_unpermute_backward_fake)
 _register("shared_backward", fake=_shared_backward_fake)
 

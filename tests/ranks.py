@@ -5,10 +5,13 @@ def workers(device, tmp_path_factory):
     yield from started(2, device, tmp_path_factory)
 
 workers(fn, *args)              [fn(rank, device, *args) of each rank], tensors on the CPU
+
+With `share_gpu` all ranks run on one GPU, by turns, where NCCL does not: their collectives are gloo's.
 """
 
 import io
 import multiprocessing
+import os
 import traceback
 from datetime import timedelta
 
@@ -26,15 +29,17 @@ PRELOADED = [
 ]
 
 
-def serve(rank, ranks, device_type, store, pipe):
+def serve(rank, ranks, device_type, store, share_gpu, pipe):
     """A worker process: runs the functions that it is sent until the pipe closes."""
-    device = torch.device(device_type, rank if device_type == "cuda" else None)
+    own_gpu = 0 if share_gpu else rank
+    device = torch.device(device_type, own_gpu if device_type == "cuda" else None)
     if device_type == "cuda":
         torch.cuda.set_device(device)
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True, warn_only=True)  # fresh memory holds NaN
     where = {"init_method": f"file://{store}", "rank": rank, "world_size": ranks}
-    backend = "nccl" if device_type == "cuda" else "gloo"
+    backend = "nccl" if device_type == "cuda" and not share_gpu else "gloo"
+    os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1" if share_gpu else "0"
     dist.init_process_group(backend, timeout=timedelta(seconds=SECONDS), **where)
     while True:
         try:
@@ -61,12 +66,12 @@ def from_bytes(data):
 
 
 class Workers:
-    def __init__(self, ranks, device_type, folder):
+    def __init__(self, ranks, device_type, folder, share_gpu=False):
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(PRELOADED)
         ends = [context.Pipe() for _ in range(ranks)]
         self.pipes = [ours for ours, _ in ends]
-        where = (ranks, device_type, folder / "store")
+        where = (ranks, device_type, folder / "store", share_gpu)
         self.processes = [
             context.Process(target=serve, args=(rank, *where, theirs), daemon=True)
             for rank, (_, theirs) in enumerate(ends)
@@ -94,10 +99,10 @@ class Workers:
             process.kill()
 
 
-def started(ranks, device, tmp_path_factory):
+def started(ranks, device, tmp_path_factory, share_gpu=False):
     """For a fixture: the workers, which end with the module."""
-    if device.type == "cuda" and torch.cuda.device_count() < ranks:
+    if device.type == "cuda" and not share_gpu and torch.cuda.device_count() < ranks:
         pytest.skip(f"needs {ranks} GPUs, found {torch.cuda.device_count()}")
-    workers = Workers(ranks, device.type, tmp_path_factory.mktemp("workers"))
+    workers = Workers(ranks, device.type, tmp_path_factory.mktemp("workers"), share_gpu)
     yield workers
     workers.close(SECONDS)

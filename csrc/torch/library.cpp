@@ -82,6 +82,7 @@ STABLE_TORCH_LIBRARY(fused_moe, m) {
 
     m.def("permute(Tensor x, Tensor[] plan) -> Tensor");
     m.def("unpermute(Tensor rows, Tensor? scores, Tensor[] plan" SHARED ") -> Tensor");
+    m.def("sum_peers(Tensor[] rows, Tensor index, Tensor? scores=None) -> Tensor");
     m.def("unpermute_backward(Tensor dout, Tensor? rows, Tensor? scores, Tensor[] plan, bool need_drows, "
           "bool need_dscores) -> (Tensor drows, Tensor dscores)");
     m.def("shared_backward(Tensor dout, Tensor? shared, Tensor shared_gate, bool need_dshared, "
@@ -159,6 +160,7 @@ static void register_functions(Library &m) {
     REGISTER(m, count_plan);
     REGISTER(m, permute);
     REGISTER(m, unpermute);
+    REGISTER(m, sum_peers);
     REGISTER(m, unpermute_backward);
     REGISTER(m, shared_backward);
     REGISTER(m, grouped_mm);

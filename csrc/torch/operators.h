@@ -55,6 +55,10 @@ std::tuple<Tensor, Tensor> shared_backward(const Tensor &dout, const OptTensor &
                                            const Tensor &shared_gate, bool need_dshared,
                                            bool need_dshared_gate);
 
+/* --- peers.cpp ------------------------------------------------------------------------------------------ */
+
+Tensor sum_peers(const TensorList &rows, const Tensor &index, const OptTensor &scores);
+
 /* --- gemm.cpp ------------------------------------------------------------------------------------------- */
 
 Tensor grouped_mm(const Tensor &a, const Tensor &b, const Tensor &offsets, const OptTensor &bias);
