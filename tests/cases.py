@@ -371,6 +371,7 @@ def operator_calls(case: Case, device) -> dict:
     w1, w2, w3 = (w if w is None or not transposed else w.mT for w in (t["w1"], t["w2"], t["w3"]))
     w1 = w1.flatten(1, 2) if pairs else w1
     R, H = ids.numel(), 2 * F if gated else F
+    of_two = torch.where(plan.token_row < 0, -1, plan.token_row + R * (ids % 2).int())  # ranks' rows
 
     def new(*shape):
         return torch.randn(shape).to(device, dtype)
@@ -487,6 +488,7 @@ def operator_calls(case: Case, device) -> dict:
             {"rows": rows, "scores": s, **moves, **added}
             for s, added in ((scores, add_shared), (None, {"shared": dout}), (scores, {}))
         ],
+        "sum_peers": [{"rows": [rows, new(R, D)], "index": of_two, "scores": s} for s in (scores, None)],
         "unpermute_backward": [
             {"dout": dout, "rows": rows, "scores": scores, **moves, "need_drows": need, "need_dscores": True}
             for need in (True, False)

@@ -78,6 +78,9 @@ CPU = listed({
     ("offsets are left walked through", "p->offsets[e] = p->offsets[e - 1];", ";")],
   ("csrc/cpu/route_plan.c", "tests/test_errors.py tests/test_route_plan.py tests/test_operators.py"): [
     ("counts may exceed the rows", "|| count > p->R - sum", "")],
+  ("csrc/cpu/peers.c", "tests/test_symmetric.py -k sum_peers"): [
+    ("all rows are the first rank's", "p->rows[i / p->C]", "p->rows[0]"),
+    ("rows of several ranks without scores", "p->scores ? v->get(p->scores, slot) : 1", "1")],
   ("csrc/cpu/permute.c", "tests/test_permute.py"): [
     ("tail rows are not zeroed", "fm_clear(row, row_bytes);", ";"),
     ("permute loses the last element", ".row_token[r]), row_bytes", ".row_token[r]), row_bytes - 1"),
@@ -328,6 +331,12 @@ CPU = listed({
   ("fused_moe/distributed.py", "tests/test_distributed.py -k any_routing"): [
     ("every rank computes the first one's experts",
      "- 1 - experts_per_rank * self.mesh.get_local_rank()", "- 1")],
+  ("fused_moe/symmetric.py", "tests/test_symmetric.py"): [
+    ("what others still read is overwritten", "        self._memory.barrier()\n        for", "        for"),
+    ("rows are read before all are written",
+     "copy_(values)\n        self._memory.barrier()", "copy_(values)"),
+    ("a slot's row is the same on every rank", "rank * self.peers.num_rows + row).amax(0)", "row).amax(0)"),
+    ("a call that failed leaves the others alone", "                peers.refuse()\n", "")],
   ("fused_moe/exchange.py", "tests/test_distributed.py -k any_routing"): [
     ("a token is sent once for each expert", "ranks[:, 1:] == ranks[:, :-1]", "ranks[:, 1:] < 0")],
   ("fused_moe/distributed.py", "tests/test_distributed.py -k without_fully_shard"): [
@@ -451,6 +460,11 @@ CUDA = listed({
     ("cuda: every column gets the shared experts' first ones", "chunks + chunk", "chunks + lane"),
     ("cuda: the sum of more than 32 slots forgets the shared experts", "if (p.shared) {", "if (false) {"),
     ("cuda: few tokens lose every second eight of their slots", "= ROWS", "= few_tokens ? 2 * ROWS : ROWS")],
+  ("csrc/kernels/common/peers.cu", "tests/test_symmetric.py -k sum_peers"): [
+    ("cuda: all rows are the first rank's", "p.rows[i / (uint32_t)p.C]", "p.rows[0]"),
+    ("cuda: rows of several ranks without scores",
+     "p.scores ? ((const Acc *)p.scores)[slot] : Acc(1)", "Acc(1)"),
+    ("cuda: a row past the last rank's is read", "if (i >= (uint32_t)p.N * (uint32_t)p.C) continue;", "")],
   ("csrc/kernels/common/combine.cuh", "tests/cuda/test_unpermute.py"): [
     ("cuda: shared experts without their gate",
      "return shared_gate ? sigmoid(((const Acc *)shared_gate)[t]) : Acc(1);", "return Acc(1);")],

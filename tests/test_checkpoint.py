@@ -5,6 +5,7 @@ from functools import partial
 
 import pytest
 import torch
+import torch.distributed as dist
 from cases import F32, Calls, Case, operator_calls, quantize_options
 from planting import CODES
 from test_opcheck import DIFFERENTIABLE, OPERATORS
@@ -17,7 +18,7 @@ from torch.utils.checkpoint import (
 )
 
 import fused_moe
-from fused_moe import FusedMoE, exchange, main_grad, reference, tensor_parallel
+from fused_moe import FusedMoE, exchange, main_grad, reference, symmetric, tensor_parallel
 
 ops = torch.ops.fused_moe
 
@@ -202,6 +203,18 @@ def call_gather(device):
     return exchange._Gather.apply(torch.randn(6, 4, device=device).requires_grad_(), order, order.argsort())
 
 
+def call_exchange(device, by_slot=False):
+    """Of a group of one rank, whose tokens go to itself."""
+    x = torch.randn(6, 4, device=device).requires_grad_()
+    scores = torch.rand(6, 2, device=device).requires_grad_()
+    ids = torch.arange(12, device=device).view(6, 2) % 3
+    peers = symmetric.Peers(dist.group.WORLD, x.device, x.dtype, (8, 4, 2, 16))
+    exchange = symmetric.Exchange(peers, x, scores, ids, 3)
+    plan = fused_moe.route_plan(exchange.ids, 3) if by_slot else None
+    rows, scores = exchange.there(x, scores, plan)
+    return exchange.back(2 * rows, scores, plan), scores
+
+
 def call_own_rows(device):
     return tensor_parallel._OwnRows.apply(torch.randn(6, 4, device=device).requires_grad_(), 0, 2)
 
@@ -232,6 +245,8 @@ def call_reference_in_fp8(device):
 FUNCTIONS = {
     "_RoutedUp": call_layer,
     "_Gather": call_gather,
+    "_There": call_exchange,
+    "_Back": partial(call_exchange, by_slot=True),
     "_OwnRows": call_own_rows,
     "_Once": call_once,
     "WithMainGrad": call_with_main_grad,
@@ -274,8 +289,15 @@ def test_an_operators_backward_unpacks_once(device, name):
     assert differentiated or name not in DIFFERENTIABLE
 
 
+@pytest.fixture
+def group_of_one():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_a_functions_backward_unpacks_once(device, name):
+def test_a_functions_backward_unpacks_once(device, group_of_one, name):
     with Unpacked() as unpacked:
         results = FUNCTIONS[name](device)
     assert_unpacked_once(unpacked, results)

@@ -29,6 +29,7 @@ ANY_VALUE = {
     ("route_plan", "ids"),
     ("experts_out", "ids"),
     ("route_plan", "expert_map"),
+    ("sum_peers", "index"),
 }
 ANY_VALUE |= {("route", name) for name in ("given_ids", "num_tokens")}
 ANY_VALUE |= {(op, n) for op in ("experts", "experts_out") for n in ("ids", "expert_map", "num_tokens")}

@@ -6,6 +6,8 @@ one, too, on as many GPUs as ranks.
 
 import copy
 import math
+import time
+from unittest import mock
 
 import pytest
 import torch
@@ -19,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from fused_moe import FusedMoE, add_lora, quantize
 from fused_moe.distributed import ExpertParallel
 from fused_moe.ops import ops
+from fused_moe.symmetric import Memory
 
 RANKS = 4
 D, F, E, K = 40, 24, 8, 3
@@ -191,6 +194,25 @@ def test_layers_share_memory(workers, device, combine, recompute):
     layers = nn.Sequential(*(new_layer(device) for _ in range(2)))
     expected = {name: value.cpu() for name, value in two_steps(layers, None, device, False).items()}
     assert_close(found, expected, TOLERANCE[torch.float32])
+
+
+def uneven_steps(rank, device, combine, is_late):
+    """Steps of two layers; after each barrier the second rank writes and reads later than the others."""
+
+    def barrier(memory):
+        on_time(memory)
+        torch.cuda._sleep(10**7) if device.type == "cuda" else time.sleep(0.02)
+
+    on_time = Memory.barrier
+    with mock.patch.object(Memory, "barrier", barrier if is_late and rank == 1 else on_time):
+        return two_layers(rank, device, combine, False)
+
+
+@every_way
+def test_ranks_wait_for_each_other(workers, device, combine):
+    expected = workers(uneven_steps, combine, False)
+    for found, of_rank in zip(workers(uneven_steps, combine, True), expected, strict=True):
+        assert all(torch.equal(found[name], value) for name, value in of_rank.items())
 
 
 def without_gradients(rank, device, dtype, options):
