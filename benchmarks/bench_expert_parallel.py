@@ -28,7 +28,8 @@ from common import Error, Sizes
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
-COMBINES, EXCHANGES = ("slot", "rank"), ("exact", "static")
+COMBINES = "slot", "rank"
+EXCHANGES = "exact", "static", "symmetric", "symmetric, static"  # the first two by all-to-all
 CHECKED_TOKENS = 512
 
 
@@ -41,10 +42,15 @@ class Case:
 
         T, E, K, D, hidden = sizes
         torch.manual_seed(0)  # the same weights on all ranks
-        experts = FusedMoE(D, hidden, E, K, device=device, dtype=dtype).experts
-        self.whole = [w.detach().clone() for w in experts.weights]
+        layer = FusedMoE(D, hidden, E, K, device=device, dtype=dtype)
+        self.experts = layer.experts
+        self.whole = [w.detach().clone() for w in self.experts.weights]
         self.mesh = init_device_mesh(device, (dist.get_world_size(),))
-        self.experts = ExpertParallel()._apply(experts, self.mesh)
+        self.peers = {}
+        for combine in COMBINES:
+            style = ExpertParallel(symmetric=True, max_tokens=T, combine=combine)
+            self.peers[combine] = style._peers_of(layer, self.mesh)
+        style._apply(layer, self.mesh)
         torch.manual_seed(1 + dist.get_rank())
         scores, self.ids = common.routing_logits(routing, sizes, device).softmax(-1).topk(K)
         self.inputs = torch.randn(T, D, device=device).to(dtype).requires_grad_(), scores.requires_grad_()
@@ -52,7 +58,8 @@ class Case:
         self.own = [w.to_local().detach().requires_grad_() for w in self.experts.weights]
 
     def choose(self, combine: str, exchange: str) -> None:
-        self.experts.combine, self.experts.static = combine, exchange == "static"
+        self.experts.combine, self.experts.peers = combine, self.peers[combine]
+        self.experts.static, self.experts.symmetric = "static" in exchange, "symmetric" in exchange
 
     def step(self) -> tuple[Tensor, ...]:
         x, scores = self.inputs

@@ -32,6 +32,7 @@ WHATS = (
     "route_and_plan",
     "permute",
     "combine",
+    "sum_peers",
     "unpermute_backward",
 )
 
@@ -140,6 +141,12 @@ class Case:
         return Kernel(
             (*inputs, self.plan.token_row), lambda: self.ops.unpermute(*inputs, self.plan_tensors), check
         )
+
+    def sum_peers(self) -> Kernel:
+        """combine, by the kernel that reads the memory of several ranks; here it is that of one GPU."""
+        parts = 4 if self.rows.size(0) % 4 == 0 else 1
+        combine, args = self.combine(), (list(self.rows.chunk(parts)), self.plan.token_row, self.scores)
+        return Kernel(combine.inputs, lambda: self.ops.sum_peers(*args), combine.check)
 
     def unpermute_backward(self) -> Kernel:
         def check(error: Error, found) -> None:
