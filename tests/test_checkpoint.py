@@ -204,7 +204,7 @@ def call_gather(device):
 
 
 def call_exchange(device, by_slot=False):
-    """Of a group of one rank, whose tokens go to itself."""
+    """The tokens of a group of one rank go to itself."""
     x = torch.randn(6, 4, device=device).requires_grad_()
     scores = torch.rand(6, 2, device=device).requires_grad_()
     ids = torch.arange(12, device=device).view(6, 2) % 3
