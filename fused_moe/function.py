@@ -406,10 +406,8 @@ def _fp8_experts(
     return y
 
 
-# Where an operator writes a view of an input, inductor added the input's storage offset twice: seen in 2.11.
-WRITES_BESIDE_VIEWS = torch.__version__ < (2, 13)
-_experts_with_main_grads = _disable_dynamo(_experts) if WRITES_BESIDE_VIEWS else _experts
-_fp8_with_main_grads = _disable_dynamo(_fp8_experts) if WRITES_BESIDE_VIEWS else _fp8_experts
+_experts_with_main_grads = _disable_dynamo(_experts) if _ops.WRITES_BESIDE_VIEWS else _experts
+_fp8_with_main_grads = _disable_dynamo(_fp8_experts) if _ops.WRITES_BESIDE_VIEWS else _fp8_experts
 
 
 def fused_experts(

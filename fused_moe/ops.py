@@ -51,6 +51,8 @@ ops = torch.ops.fused_moe
 FACTS = json.loads(ops.facts())  # build, tiers, capabilities, reasons, operators, constants
 HAS_CUDA_KERNELS = torch._C._dispatch_has_kernel_for_dispatch_key("fused_moe::experts_up", "CUDA")
 TIERS = (*reversed(FACTS["tiers"]), "auto")  # what FUSED_MOE_TIER may be
+# Where an operator writes a view of an input, inductor added the input's storage offset twice: seen in 2.11.
+WRITES_BESIDE_VIEWS = torch.__version__ < (2, 13)
 _library = torch.library.Library("fused_moe", "IMPL")
 _nodes = {}  # operator -> apply of its autograd node
 _refusals = {}  # operator that refuses gradients -> function that raises if its arguments require one

@@ -30,7 +30,7 @@ from torch.utils.checkpoint import checkpoint
 import fused_moe
 from fused_moe import FusedMoE, fused_experts, grouped_mlp, main_grad, reference
 from fused_moe import ops as codes
-from fused_moe.function import WRITES_BESIDE_VIEWS
+from fused_moe.ops import WRITES_BESIDE_VIEWS
 
 pytestmark = pytest.mark.usefixtures("poison")
 compiled_alone = pytest.mark.skipif(

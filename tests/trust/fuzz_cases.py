@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields, replace
 import torch
 from cases import ACTIVATIONS, BF16, F16, F32, F64, LAYOUTS, ROUTINGS
 
-from fused_moe.function import WRITES_BESIDE_VIEWS
+from fused_moe.ops import WRITES_BESIDE_VIEWS
 
 FUNCTIONS = {  # and how often each is drawn
     "fused_experts": 10,
