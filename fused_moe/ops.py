@@ -4,8 +4,9 @@ csrc/torch/library.cpp has the schemas. This file has each operator's fake kerne
 torch.compile), its autograd formula and its autocast rule. They read arguments by the schema's names. An
 autograd formula calls operators only, so it can be traced. Gradients that are not needed are not computed:
 the coarse backward operators take one flag per gradient and return an empty tensor in its place. All
-operators are functional except those named *_accumulate, which add a weight gradient to a float32 buffer, and
-experts_out, which writes its result into a tensor that is given.
+operators are functional except those named *_accumulate, which add a weight gradient to a float32 buffer,
+experts_out, which writes its result into a tensor that is given, and route_plan_dropped, which adds to a
+count.
 
 Names and shapes are those of csrc/fused_moe.h. `plan` is the list of tensors of a Plan, `constants` the
 activation's [alpha, limit]. `offsets` of grouped_mm, wgrad and bias_grad are (E,) cumulative ends, as
@@ -114,6 +115,7 @@ def _register_integers(name: str, *, fake):
     schema = Schema(name)
     _register_fake(schema, fake)
     _register_vmap(schema)
+    _register_writes(schema)
 
 
 def _register_accumulate(name: str, *, fake):
@@ -128,8 +130,7 @@ def _register_accumulate(name: str, *, fake):
 
 def _register_refusing(name: str, *, fake, message: str, autocast: tuple[str, ...] = ()):
     """As _register, for an operator that raises where autograd would record the call: no node sees the
-    tensors of a list, or what is written, so the graph would be cut silently. Autograd is told of a write, so
-    that it raises where the values before it were saved."""
+    tensors of a list, or what is written, so the graph would be cut silently."""
     schema = Schema(name)
     _register_fake(schema, fake)
     _register_vmap(schema)
@@ -147,6 +148,14 @@ def _register_refusing(name: str, *, fake, message: str, autocast: tuple[str, ..
         refuse(args)
         return _below_autograd(schema.op, keyset, args)
 
+    _library.impl(name, rule, "Autograd", with_keyset=True)
+    _register_writes(schema)
+    _register_autocast(schema, autocast)
+
+
+def _register_writes(schema: Schema):
+    """Autograd is told of what is written, so that it raises where the values before it were saved."""
+
     def new_version(keyset, *args):
         by_name = schema.named(*args)
         for tensor in (getattr(by_name, name) for name in schema.written):
@@ -154,10 +163,8 @@ def _register_refusing(name: str, *, fake, message: str, autocast: tuple[str, ..
                 torch.autograd.graph.increment_version(tensor)
         return schema.op.redispatch(keyset & torch._C._after_ADInplaceOrView_keyset, *args)
 
-    _library.impl(name, rule, "Autograd", with_keyset=True)
     if schema.written:
-        _library.impl(name, new_version, "ADInplaceOrView", with_keyset=True)
-    _register_autocast(schema, autocast)
+        _library.impl(schema.name, new_version, "ADInplaceOrView", with_keyset=True)
 
 
 def _register_fake(schema: Schema, fake):
@@ -549,7 +556,8 @@ def _route_plan_fake(args):
         return args.ids.new_empty(shape, dtype=torch.int32)
 
     (T, K), E = args.ids.shape, args.num_experts
-    return new(E), new(E + 1), new(schedule_words(E)), new(T * K), new(T * K), new(T, K)
+    R = T * K if args.max_rows is None else min(args.max_rows, T * K)
+    return new(E), new(E + 1), new(schedule_words(E)), new(R), new(R), new(T, K)
 
 
 def _count_plan_fake(args):
@@ -576,6 +584,7 @@ _register(
 _register("route", fake=_route_fake, backward=_route_backward, setup_context=_route_setup)
 _register("route_backward", fake=_route_backward_fake)
 _register_integers("route_plan", fake=_route_plan_fake)
+_register_integers("route_plan_dropped", fake=_route_plan_fake)
 _register_integers("count_plan", fake=_count_plan_fake)
 
 
@@ -1308,15 +1317,16 @@ def route_plan(
     dropped_rows: Tensor | None = None,
 ) -> Plan:
     """As the public function, without its checks."""
-    plan = Plan(*_planned(ops.route_plan.default, ids, num_experts, expert_map))
-    if max_rows is None or max_rows >= ids.numel():
-        return plan
-    counts = plan.offsets.clamp_max(max_rows).diff()
-    _, offsets, schedule, *_ = plan_from_counts(counts, max_rows)
-    if dropped_rows is not None:
-        dropped_rows.add_(plan.offsets[-1] - offsets[-1])
-    token_row = plan.token_row.masked_fill(plan.token_row >= max_rows, -1)
-    return Plan(counts, offsets, schedule, plan.row_token[:max_rows], plan.row_slot[:max_rows], token_row)
+    args = (ids, num_experts, expert_map, *(() if max_rows is None else (max_rows,)))
+    if dropped_rows is None:
+        return Plan(*_planned(ops.route_plan.default, *args))
+    written = dropped_rows
+    if WRITES_BESIDE_VIEWS and torch.compiler.is_compiling():
+        written = torch.zeros_like(dropped_rows)
+    plan = Plan(*_planned(ops.route_plan_dropped.default, *args, written))
+    if written is not dropped_rows:
+        dropped_rows.add_(written)
+    return plan
 
 
 def plan_from_counts(counts: Tensor, num_rows: int) -> Plan:

@@ -397,6 +397,7 @@ def operator_calls(case: Case, device) -> dict:
     expert_scale = torch.randn(E).to(device, score_dtype(dtype))
     given = {"given_ids": ids, "num_tokens": torch.tensor(T - 1, device=device), "expert_scale": expert_scale}
     expert_map = torch.arange(-1, E, dtype=torch.int32, device=device)  # of E + 1 ids
+    num_dropped = torch.tensor(5, device=device)
     up, down = {"w1": w1, "w3": w3, "b1": b1, "b3": b3}, {"w2": w2, "b2": b2}
     up_needs = {f"need_d{n}": v is not None for n, v in {"x": x, **up}.items()}
     up_backward = {"dh": h, "x": x, "w1": w1, "w3": w3, "scores": None, **moves, **layout}
@@ -477,7 +478,12 @@ def operator_calls(case: Case, device) -> dict:
             for settings, s in ((softmax, None), (sigmoid, expert_scale))
         ],
         "route_plan": [
-            {"ids": i, "num_experts": E, "expert_map": m} for i, m in ((ids, None), (ids.long(), expert_map))
+            {"ids": i, "num_experts": E, "expert_map": m, "max_rows": n}
+            for i, m, n in ((ids, None, None), (ids.long(), expert_map, None), (ids, None, R // 2))
+        ],
+        "route_plan_dropped": [
+            {"ids": i, "num_experts": E, "expert_map": m, "max_rows": R // 2, "dropped_rows": num_dropped}
+            for i, m in ((ids, None), (ids.long(), expert_map))
         ],
         "count_plan": [
             {"counts": plan.counts, "num_rows": R},

@@ -72,7 +72,9 @@ CPU = listed({
     ("ids beyond the map are experts", "p->expert_map[id] : -1", "p->expert_map[id] : id")],
   ("csrc/cpu/route_plan.c", "tests/test_route_plan.py"): [
     ("counts without the map", "e = slot_expert(p, slot); if", "e = integer(p->ids, p->ids_dtype, slot); if"),
-    ("the sentinel E has a row", "if (e < 0 || e >= p->E) continue;", "if (e < 0 || e > p->E) continue;"),
+    ("the sentinel E has a row", "e >= p->E || p->offsets", "e > p->E || p->offsets"),
+    ("a plan forgets what others dropped", "*bounded->dropped += dropped", "*bounded->dropped = dropped"),
+    ("slices are those of the whole plan", "finish_plan(p->counts, R,", "finish_plan(p->counts, slots,"),
     ("row_token is the slot's", "(int32_t)(slot / p->K)", "(int32_t)(slot % p->K)"),
     ("no -1 past the last row", "p->row_slot[row] = p->row_token[row] = -1", "p->row_slot[row] = -1"),
     ("offsets are left walked through", "p->offsets[e] = p->offsets[e - 1];", ";")],

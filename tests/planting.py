@@ -7,7 +7,7 @@ from torch.utils._pytree import tree_map
 PLAN = ("offsets", "schedule", "row_token", "row_slot", "token_row")
 # Any value is right.
 CODES = [f"{name}{i}" for name in ("data", "scale", "zero") for i in ("", "_t", 1, 2, 3)]
-CODES += ["a_codes", "dlink", "dlink_t"]
+CODES += ["a_codes", "dlink", "dlink_t", "dropped_rows"]
 HEAD_WORDS = 8  # of a schedule
 INT_MIN, INT_MAX = -(2**31), 2**31 - 1
 

@@ -34,6 +34,7 @@ DIFFERENTIABLE = {
     "experts_up", "experts_down", "quantized_mm", "activate", "fp8_up",
     "fp8_up_weights",
 }  # fmt: skip
+INTEGERS = ("route_plan", "route_plan_dropped", "count_plan")  # no input can require a gradient
 OPERATORS = sorted(operator_calls(tiny("separate", F32, True), torch.device("cpu")))
 
 
@@ -77,13 +78,14 @@ def test_opcheck(drawn_calls, name):
 def test_every_operator_has_its_kernels(device):
     """Each has a CPU kernel, a fake kernel, and an autograd rule if an input can require a gradient."""
     for name in OPERATORS:
-        for key in ("CPU",) if name in ("route_plan", "count_plan") else ("CPU", "Autograd"):
+        for key in ("CPU",) if name in INTEGERS else ("CPU", "Autograd"):
             assert torch._C._dispatch_has_kernel_for_dispatch_key(f"fused_moe::{name}", key), name
         fake = torch._library.simple_registry.singleton.find(f"fused_moe::{name}").fake_impl
         assert fake.kernel is not None, name
 
 
 WRITTEN = {
+    "route_plan_dropped": ["dropped_rows"],
     "wgrad_accumulate": ["dw"],
     "experts_up_backward_accumulate": ["main_grad1", "main_grad3"],
     "experts_down_backward_accumulate": ["main_grad2"],
@@ -94,7 +96,7 @@ WRITTEN = {
 
 
 def test_schemas_name_what_they_return(device):
-    """Operators are functional: none writes an argument but main_grads and out, no result aliases one."""
+    """Operators are functional: none writes an argument but these, no result aliases one."""
     for name in OPERATORS:
         schema = getattr(ops, name).default._schema
         assert [a.name for a in schema.arguments if a.alias_info is not None] == WRITTEN.get(name, [])

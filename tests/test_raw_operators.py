@@ -31,6 +31,7 @@ ANY_VALUE = {
     ("route_plan", "expert_map"),
     ("sum_peers", "index"),
 }
+ANY_VALUE |= {("route_plan_dropped", name) for name in ("ids", "expert_map")}
 ANY_VALUE |= {("route", name) for name in ("given_ids", "num_tokens")}
 ANY_VALUE |= {(op, n) for op in ("experts", "experts_out") for n in ("ids", "expert_map", "num_tokens")}
 

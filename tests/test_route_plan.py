@@ -1,5 +1,7 @@
 """route_plan and plan_from_counts: every field against the reference, and the invariants of a plan."""
 
+from functools import partial
+
 import pytest
 import torch
 from cases import FORMS, ROUTINGS, make_ids
@@ -15,7 +17,7 @@ pytestmark = pytest.mark.usefixtures("poison")
 TILE_ROWS, SKINNY_ROWS, HEAD_WORDS = (
     FACTS["constants"][name] for name in ("TILE_ROWS", "SKINNY_ROWS", "HEAD_WORDS")
 )
-COUNT_DTYPES = (torch.int32, torch.int64, torch.int16, torch.int8, torch.uint8)
+INTEGERS = (torch.int32, torch.int64, torch.int16, torch.int8, torch.uint8)
 
 
 def assert_same_plan(found: Plan, expected: Plan) -> None:
@@ -104,6 +106,52 @@ def test_max_rows(device, tokens, top_k, num_experts, routing, part, seed):
     rows = whole.row_slot[whole.row_slot >= 0]
     kept = plan.row_slot[plan.row_slot >= 0]
     assert torch.equal(kept, rows[:max_rows]) and int(dropped) == len(rows) - len(kept)
+
+
+def cut(whole: Plan, R: int) -> Plan:
+    """The plan of a plan's first R rows."""
+    counts = whole.offsets.clamp_max(R).diff()
+    _, offsets, schedule, *_ = reference.plan_from_counts(counts, R)
+    token_row = whole.token_row.masked_fill(whole.token_row >= R, -1)
+    return Plan(counts, offsets, schedule, whole.row_token[:R], whole.row_slot[:R], token_row)
+
+
+@given(
+    tokens=st.sampled_from((0, 1, 127, 129, 500, 2000)),
+    top_k=st.integers(1, 9),
+    num_experts=st.sampled_from((1, 2, 33, 512, 513, 1024, 1025, 1500)),
+    routing=st.sampled_from((*ROUTINGS, "repeats", "none")),
+    dtype=st.sampled_from(INTEGERS),
+    has_map=st.booleans(),
+    R=st.integers(0, 18000),
+    seed=st.integers(0, 99),
+)
+def test_any_bound(device, tokens, top_k, num_experts, routing, dtype, has_map, R, seed):
+    """The whole plan, cut at any row: before the first one, within an expert, past the last one. What is cut
+    off is added to the count that is given, and autograd is told."""
+    ids = make_ids(routing, tokens, min(top_k, num_experts), num_experts, seed).to(device, dtype)
+    draw = {"generator": torch.Generator().manual_seed(seed)}
+    expert_map = (
+        torch.randint(-1, num_experts, (num_experts,), dtype=torch.int32, **draw) if has_map else None
+    )
+    expert_map = expert_map if expert_map is None else expert_map.to(device)
+    dropped = torch.tensor(7, device=device)
+    whole = Plan(*torch.ops.fused_moe.route_plan(ids, num_experts, expert_map))
+    found = Plan(*torch.ops.fused_moe.route_plan_dropped(ids, num_experts, expert_map, R, dropped))
+    assert_same_plan(found, cut(whole, min(R, ids.numel())))
+    assert int(dropped) == 7 + max(int(whole.offsets[-1]) - R, 0) and dropped._version == 1
+    assert_same_plan(Plan(*torch.ops.fused_moe.route_plan(ids, num_experts, expert_map, R)), found)
+
+
+def test_bounds_of_samples(device):
+    """Under vmap each sample has a plan, and one count may be that of all."""
+    ids = torch.stack([make_ids("repeats", 9, 2, 3, seed) for seed in range(4)]).to(device)
+    dropped = torch.zeros((), dtype=torch.int64, device=device)
+    call = partial(fused_moe.route_plan, num_experts=3, max_rows=8, dropped_rows=dropped)
+    plans = torch.vmap(call)(ids)
+    assert int(dropped) == 4 * (18 - 8)
+    for i, sample in enumerate(ids):
+        assert_same_plan(Plan(*(t[i] for t in plans)), reference.route_plan(sample, 3, max_rows=8))
 
 
 def test_ids_beyond_int32_are_no_experts(device):
@@ -212,7 +260,7 @@ def test_slices(device):
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("dtype", COUNT_DTYPES)
+@pytest.mark.parametrize("dtype", INTEGERS)
 def test_counts_of_any_integer_dtype(device, dtype):
     """A plan from counts: offsets and schedule, the same from every integer dtype."""
     counts = torch.tensor([3, 0, 127, 100, 0, 1], dtype=dtype, device=device)

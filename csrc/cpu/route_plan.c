@@ -17,19 +17,26 @@ static void finish_plan(const int32_t *counts, int64_t R, int32_t E, int32_t *of
 
 int fused_moe_cpu_route_plan(const FusedMoeBoundedPlan *bounded) {
     const FusedMoeRoutePlan *p = &bounded->plan;
-    int64_t slots = p->T * p->K;
+    int64_t slots = p->T * p->K, R = bounded->R, left = R, dropped = 0; /* rows */
     for (int32_t e = 0; e < p->E; e++) p->counts[e] = 0;
     for (int64_t slot = 0; slot < slots; slot++) {
         int64_t e = slot_expert(p, slot);
         if (e >= 0 && e < p->E) p->counts[e]++;
     }
-    finish_plan(p->counts, slots, p->E, p->offsets, p->schedule, p->tile_rows);
+    for (int32_t e = 0; e < p->E; e++) {
+        int32_t count = p->counts[e] < left ? p->counts[e] : (int32_t)left;
+        dropped += p->counts[e] - count;
+        left -= count;
+        p->counts[e] = count;
+    }
+    if (bounded->dropped) *bounded->dropped += dropped;
+    finish_plan(p->counts, R, p->E, p->offsets, p->schedule, p->tile_rows);
 
-    /* offsets[e] walks through the rows of e, and ends where those of e + 1 begin */
+    /* offsets[e] walks through the rows of e, and ends where those of e + 1 begin, or at R */
     for (int64_t slot = 0; slot < slots; slot++) {
         int64_t e = slot_expert(p, slot);
         p->token_row[slot] = -1;
-        if (e < 0 || e >= p->E) continue;
+        if (e < 0 || e >= p->E || p->offsets[e] == R) continue;
         int32_t row = p->offsets[e]++;
         p->token_row[slot] = row;
         p->row_slot[row] = (int32_t)slot;
@@ -37,7 +44,7 @@ int fused_moe_cpu_route_plan(const FusedMoeBoundedPlan *bounded) {
     }
     for (int32_t e = p->E; e > 0; e--) p->offsets[e] = p->offsets[e - 1];
     p->offsets[0] = 0;
-    for (int64_t row = p->offsets[p->E]; row < slots; row++) p->row_slot[row] = p->row_token[row] = -1;
+    for (int64_t row = p->offsets[p->E]; row < R; row++) p->row_slot[row] = p->row_token[row] = -1;
     return FUSED_MOE_OK;
 }
 

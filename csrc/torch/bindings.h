@@ -255,7 +255,6 @@ struct PrivatePlan {
 
 PrivatePlan prepare_plan(const char *op, const Tensor &ids, const Tensor &x, int64_t num_experts,
                          const OptTensor &expert_map, int64_t row_bytes0 = 0, int64_t row_bytes1 = 0);
-void run_route_plan(const Call &call, FusedMoeRoutePlan &p, const Tensor &ids);
 /* Who makes the plan, decided once per call. up, down: the GEMMs that may make it. (route_plan does not ask:
  * training calls it, and a cluster has to wait for eight free SMs of one GPC.) */
 FusedMoePlanner planner_of(const Call &call, const FusedMoeRoutePlan &p, const FusedMoeRoute *route,

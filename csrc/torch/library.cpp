@@ -36,6 +36,10 @@
     "int top_k, int score_func, bool route_norm, float route_scale, float route_norm_eps, int num_groups, "  \
     "int num_limited_groups, int group_score"
 
+#define PLAN                                                                                                 \
+    "-> (Tensor counts, Tensor offsets, Tensor schedule, Tensor row_token, Tensor row_slot, "                \
+    "Tensor token_row)"
+
 /* The last arguments: rows that are added to the experts' sum. */
 #define SHARED ", Tensor? shared=None, Tensor? shared_gate=None"
 
@@ -74,9 +78,9 @@ STABLE_TORCH_LIBRARY(fused_moe, m) {
           "Tensor? expert_scale=None) -> (Tensor scores, Tensor ids)");
     m.def("route_backward(Tensor dscores, Tensor logits, Tensor ids, int score_func, bool route_norm, "
           "float route_scale, float route_norm_eps, Tensor? expert_scale=None) -> Tensor");
-    m.def(
-        "route_plan(Tensor ids, int num_experts, Tensor? expert_map=None) -> (Tensor counts, Tensor offsets, "
-        "Tensor schedule, Tensor row_token, Tensor row_slot, Tensor token_row)");
+    m.def("route_plan(Tensor ids, int num_experts, Tensor? expert_map=None, SymInt? max_rows=None) " PLAN);
+    m.def("route_plan_dropped(Tensor ids, int num_experts, Tensor? expert_map, SymInt max_rows, "
+          "Tensor(a!) dropped_rows) " PLAN);
     m.def("count_plan(Tensor counts, SymInt num_rows, Tensor? rows=None) -> (Tensor counts_out, "
           "Tensor offsets, Tensor schedule)");
 
@@ -157,6 +161,7 @@ static void register_functions(Library &m) {
     REGISTER(m, route);
     REGISTER(m, route_backward);
     REGISTER(m, route_plan);
+    REGISTER(m, route_plan_dropped);
     REGISTER(m, count_plan);
     REGISTER(m, permute);
     REGISTER(m, unpermute);

@@ -34,7 +34,10 @@ std::tuple<Tensor, Tensor> route(const Tensor &logits, const OptTensor &bias, in
 Tensor route_backward(const Tensor &dscores, const Tensor &logits, const Tensor &ids, int64_t score_func,
                       bool route_norm, double route_scale, double route_norm_eps,
                       const OptTensor &expert_scale);
-PlanResult route_plan(const Tensor &ids, int64_t num_experts, const OptTensor &expert_map);
+PlanResult route_plan(const Tensor &ids, int64_t num_experts, const OptTensor &expert_map,
+                      const std::optional<int64_t> &max_rows);
+PlanResult route_plan_dropped(const Tensor &ids, int64_t num_experts, const OptTensor &expert_map,
+                              int64_t max_rows, const Tensor &dropped_rows);
 /* For tests alone: the plan that experts makes itself, of ids or with the router. */
 std::tuple<Tensor, Tensor, Tensor, Tensor>
 private_plan(const OptTensor &logits, const OptTensor &ids, int64_t num_experts, const OptTensor &expert_map,

@@ -42,7 +42,8 @@ static FusedMoeRoutePlan plan_of_ids(const char *op, Tensor &ids, int64_t num_ex
     return p;
 }
 
-void run_route_plan(const Call &call, FusedMoeRoutePlan &p, const Tensor &ids) {
+static void run_route_plan(const Call &call, FusedMoeRoutePlan &p, const Tensor &ids, int64_t R,
+                           int64_t *dropped) {
     OptTensor workspace;
 #ifdef FUSED_MOE_WITH_CUDA
     int64_t bytes = call.is_cuda ? (int64_t)fused_moe_cuda_route_plan_workspace(&p) : 0;
@@ -53,7 +54,7 @@ void run_route_plan(const Call &call, FusedMoeRoutePlan &p, const Tensor &ids) {
 #else
     (void)ids;
 #endif
-    FusedMoeBoundedPlan bounded = {p, p.T * p.K, nullptr};
+    FusedMoeBoundedPlan bounded = {p, R, dropped};
     run(call, bounded, fused_moe_cpu_route_plan, CUDA(fused_moe_cuda_route_plan));
 }
 
@@ -71,28 +72,43 @@ void run_private_plan(const Call &call, PrivatePlan &plan, const FusedMoeRoute *
                       FusedMoePlanner planner) {
     const bool with_choice = planner == FUSED_MOE_PLAN_WITH_CHOICE;
     if (route && !with_choice) run_route(call, *route);
-    if (planner == FUSED_MOE_PLAN_BY_KERNELS) run_route_plan(call, plan.p, plan.ids);
+    if (planner == FUSED_MOE_PLAN_BY_KERNELS) run_route_plan(call, plan.p, plan.ids, plan.rows.p.R, nullptr);
 #ifdef FUSED_MOE_WITH_CUDA
     if (with_choice || planner == FUSED_MOE_PLAN_BY_CLUSTER)
         check_status(call, fused_moe_cuda_cluster_plan(&plan.p, with_choice ? route : nullptr, call.stream));
 #endif
 }
 
-PlanResult route_plan(const Tensor &ids_, int64_t num_experts, const OptTensor &expert_map_) {
-    const char *op = "route_plan";
-    Tensor ids = ids_;
-    OptTensor expert_map = expert_map_;
+static PlanResult new_route_plan(const char *op, Tensor ids, int64_t num_experts, OptTensor expert_map,
+                                 std::optional<int64_t> max_rows, int64_t *dropped) {
     FusedMoeRoutePlan p = plan_of_ids(op, ids, num_experts, expert_map);
+    const int64_t R = std::min(max_rows.value_or(INT64_MAX), p.T * p.K);
+    check_size(op, "max_rows", R, 0, INT64_MAX);
     Call call = begin_call(op, ids);
     PlanTensors plan = new_plan(ids, num_experts, &p);
-    Tensor row_token = new_tensor(ids, {p.T * p.K}, ScalarType::Int);
-    Tensor row_slot = new_tensor(ids, {p.T * p.K}, ScalarType::Int);
+    Tensor row_token = new_tensor(ids, {R}, ScalarType::Int);
+    Tensor row_slot = new_tensor(ids, {R}, ScalarType::Int);
     Tensor token_row = new_tensor(ids, {p.T, p.K}, ScalarType::Int);
     p.row_token = mutable_ints(row_token);
     p.row_slot = mutable_ints(row_slot);
     p.token_row = mutable_ints(token_row);
-    run_route_plan(call, p, ids);
+    run_route_plan(call, p, ids, R, dropped);
     return {plan.counts, plan.offsets, plan.schedule, row_token, row_slot, token_row};
+}
+
+PlanResult route_plan(const Tensor &ids, int64_t num_experts, const OptTensor &expert_map,
+                      const std::optional<int64_t> &max_rows) {
+    return new_route_plan("route_plan", ids, num_experts, expert_map, max_rows, nullptr);
+}
+
+PlanResult route_plan_dropped(const Tensor &ids, int64_t num_experts, const OptTensor &expert_map,
+                              int64_t max_rows, const Tensor &dropped_rows) {
+    const char *op = "route_plan_dropped";
+    check_dtype(op, "dropped_rows", dropped_rows, ScalarType::Long);
+    check_shape(op, "dropped_rows", dropped_rows, {});
+    check_device(op, "dropped_rows", dropped_rows, ids);
+    return new_route_plan(op, ids, num_experts, expert_map, max_rows,
+                          (int64_t *)dropped_rows.mutable_data_ptr());
 }
 
 /* Where a part of an allocation may begin, for every kernel. */

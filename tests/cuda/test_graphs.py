@@ -1,8 +1,10 @@
 """CUDA graphs: recorded once, replayed on other inputs and other routings."""
 
+from functools import partial
+
 import pytest
 import torch
-from cases import BF16, F32, Case, assert_same_bits, forward_backward
+from cases import BF16, F32, Case, assert_same_bits, forward_backward, make_ids
 from gpu_cases import (
     FAST_DTYPES,
     HALF_DTYPES,
@@ -11,10 +13,11 @@ from gpu_cases import (
     check_replays,
     copies,
     every_gemm,
+    launches,
     training_step,
 )
 
-from fused_moe import FusedMoE, enable_fp8, fused_experts, grouped_mlp
+from fused_moe import FusedMoE, enable_fp8, fused_experts, grouped_mlp, reference, route_plan
 
 pytestmark = pytest.mark.gpu
 
@@ -35,6 +38,23 @@ def test_graph_of_the_experts(device, backward, score_on, dtype):
             return {"out": fused_experts(**inputs, ids=ids, **fixed)}
 
     check_replays(run, case, device, Case.inputs, inputs, dout, ids)
+
+
+@pytest.mark.parametrize("tokens", (100, 3000), ids=("one span", "spans"))
+def test_graph_of_a_bounded_plan(device, tokens):
+    """As many launches as of the whole plan. A replay plans the ids of then, and adds what it drops."""
+    ids = make_ids("repeats", tokens, 4, 600).to(device)
+    dropped = torch.zeros((), dtype=torch.int64, device=device)
+    bounded = partial(route_plan, ids, 600, max_rows=tokens + 1, dropped_rows=dropped)
+    for rows in ({"max_rows": 4 * tokens, "dropped_rows": dropped}, {}):
+        assert launches(bounded) == launches(partial(route_plan, ids, 600, **rows))
+    graph, plan = capture(bounded)
+    dropped.zero_()
+    for seed in range(1, 4):
+        ids.copy_(make_ids("repeats", tokens, 4, 600, seed))
+        graph.replay()
+        assert all(map(torch.equal, plan, reference.route_plan(ids, 600, max_rows=tokens + 1)))
+        assert int(dropped) == seed * (3 * tokens - 1)
 
 
 @pytest.mark.parametrize("dtype", (F32, BF16), ids=("f32", "bf16"))

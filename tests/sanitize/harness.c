@@ -273,7 +273,8 @@ static int32_t draw_outside(int32_t n) {
 }
 
 /* One slot of eight has an id outside [0, E). Expert 1 has no rows if there are other experts. In some cases
- * the ids go through a map, with which the last expert may have rows, too. */
+ * the ids go through a map, with which the last expert may have rows, too. In one of four there may be fewer
+ * rows than slots. */
 static int route_plan(Case *c) {
     const Shape *s = &c->s;
     int64_t slots = s->T * s->K;
@@ -292,11 +293,13 @@ static int route_plan(Case *c) {
         p.expert_map = map, p.map_size = s->E;
     }
     p.counts = output(s->E * 4), p.offsets = output((s->E + 1) * 4);
-    p.row_token = output(slots * 4), p.row_slot = output(slots * 4), p.token_row = output(slots * 4);
+    FusedMoeBoundedPlan bounded = {.R = draw(4) ? slots : slots - draw((int32_t)slots / 2 + 1)};
+    p.row_token = output(bounded.R * 4), p.row_slot = output(bounded.R * 4), p.token_row = output(slots * 4);
     p.schedule = output(fused_moe_schedule_words(s->E) * 4);
-    int status = fused_moe_cpu_route_plan(&p);
+    bounded.plan = p;
+    int status = fused_moe_cpu_route_plan(&bounded);
     c->map = (FusedMoeRowMap){p.offsets + 1, p.row_token, p.row_slot, p.token_row, p.schedule,
-                              s->T,          s->K,        slots,      s->E};
+                              s->T,          s->K,        bounded.R,  s->E};
     c->counts = p.counts;
     return status;
 }
@@ -770,16 +773,16 @@ static void run_wrong_maps(int index) {
     Case c = case_of(index);
     int maps = begin(&c, index);
     FusedMoeRowMap *m = &c.map;
-    int32_t last = m->E - 1, num_rows = m->offs[last], slots = (int32_t)m->R;
+    int32_t last = m->E - 1, num_rows = m->offs[last], slots = (int32_t)(m->T * m->K);
     const struct {
         int map;
         const int32_t *data;
         int32_t i, value;
     } wrong[] = {
-        {OFFS, m->offs, last, slots + 1}, {OFFS, m->offs, 0, -1},
-        {OFFS, m->offs, 0, num_rows + 1}, {ROW_TOKEN, m->row_token, 0, (int32_t)m->T},
-        {ROW_TOKEN, m->row_token, 0, -1}, {ROW_SLOT, m->row_slot, num_rows - 1, slots},
-        {ROW_SLOT, m->row_slot, 0, -1},   {TOKEN_ROW, m->token_row, slots - 1, num_rows},
+        {OFFS, m->offs, last, (int32_t)m->R + 1}, {OFFS, m->offs, 0, -1},
+        {OFFS, m->offs, 0, num_rows + 1},         {ROW_TOKEN, m->row_token, 0, (int32_t)m->T},
+        {ROW_TOKEN, m->row_token, 0, -1},         {ROW_SLOT, m->row_slot, num_rows - 1, slots},
+        {ROW_SLOT, m->row_slot, 0, -1},           {TOKEN_ROW, m->token_row, slots - 1, num_rows},
         {TOKEN_ROW, m->token_row, 0, -2},
     };
     every_option = true;

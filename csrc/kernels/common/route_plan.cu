@@ -31,7 +31,8 @@ typedef struct {
     FusedMoeRoutePlan p;
     int32_t *span_counts;          /* [num_spans, E] */
     int64_t num_slots, span_slots; /* in all; of a span */
-    int32_t num_spans;
+    int64_t *dropped;              /* or NULL */
+    int32_t num_spans, R;          /* rows from R on are dropped */
 } Sort;
 
 /* --- schedules ------------------------------------------------------------------------------------------ */
@@ -127,9 +128,9 @@ __device__ inline void add_span_counts(const Sort &s, int32_t span, int32_t firs
     }
 }
 
-/* Sums all spans' counts and returns the number of rows. row_of_span[e] becomes this span's first row of
- * expert first_expert + e, and ends one past the last row of each of the first THREADS experts. CTA 0 writes
- * counts and offsets. */
+/* Sums all spans' counts and returns the number of rows, dropped ones included, as they are in row_of_span:
+ * row_of_span[e] becomes this span's first row of expert first_expert + e. ends[e] becomes one past the last
+ * row of e, one of the first THREADS experts. CTA 0 writes counts and offsets. */
 __device__ inline int32_t sum_counts(const Sort &s, int32_t span, int32_t first_expert, int32_t *row_of_span,
                                      int32_t *ends) {
     using Scan = cub::BlockScan<int32_t, THREADS, cub::BLOCK_SCAN_WARP_SCANS>;
@@ -148,12 +149,13 @@ __device__ inline int32_t sum_counts(const Sort &s, int32_t span, int32_t first_
         Scan(storage).ExclusiveSum(rows[threadIdx.x], row, total);
         row += before;
         before += total;
-        if (first == 0) ends[e] = row + rows[threadIdx.x];
+        int32_t end = min(row + rows[threadIdx.x], s.R);
+        if (first == 0) ends[e] = end;
         if (e >= first_expert && e < min(s.p.E, first_expert + EXPERTS_PER_CTA))
             row_of_span[e - first_expert] = row + earlier[threadIdx.x];
         if (blockIdx.x == 0 && e < s.p.E) {
-            s.p.counts[e] = rows[threadIdx.x];
-            s.p.offsets[e + 1] = row + rows[threadIdx.x];
+            s.p.counts[e] = end - min(row, s.R);
+            s.p.offsets[e + 1] = end;
             if (e == 0) s.p.offsets[0] = 0;
         }
         __syncthreads();
@@ -175,7 +177,8 @@ __global__ void __launch_bounds__(THREADS, 1) scatter_kernel(const __grid_consta
         p.counters[i] = 0;
     int32_t num_rows = sum_counts(s, span, first_expert, row_of_span, ends);
     if (blockIdx.x == 0)
-        make_schedule(p.schedule, p.E <= THREADS ? ends : p.offsets + 1, p.E, s.num_slots, p.tile_rows);
+        make_schedule(p.schedule, p.E <= THREADS ? ends : p.offsets + 1, p.E, s.R, p.tile_rows);
+    if (blockIdx.x == 0 && threadIdx.x == 0 && s.dropped) *s.dropped += max(num_rows - s.R, 0);
 
     int64_t end = min((span + 1) * s.span_slots, s.num_slots);
     for (int64_t pass = span * s.span_slots; pass < end; pass += PASS_SLOTS) {
@@ -213,15 +216,15 @@ __global__ void __launch_bounds__(THREADS, 1) scatter_kernel(const __grid_consta
             __syncwarp();
             if (e >= 0 && !(peers[i] & lanes_before)) warp_rows[e] += __popc(peers[i]);
             __syncwarp();
-            if (e >= 0) {
-                p.token_row[slot] = row;
+            if (e >= 0) p.token_row[slot] = row < s.R ? row : -1;
+            if (e >= 0 && row < s.R) {
                 p.row_slot[row] = (int32_t)slot;
                 p.row_token[row] = (int32_t)(slot / p.K);
             }
             if (slot >= end || first_expert) continue;
             int64_t slots_expert = slot_expert(&p, slot); /* in any range */
             if (slots_expert < 0 || slots_expert >= p.E) p.token_row[slot] = -1;
-            if (slot >= num_rows) p.row_slot[slot] = p.row_token[slot] = -1; /* there is no such row */
+            if (slot >= num_rows && slot < s.R) p.row_slot[slot] = p.row_token[slot] = -1; /* no such row */
         }
         __syncthreads();
     }
@@ -270,7 +273,9 @@ extern "C" int fused_moe_cuda_route_plan(const FusedMoeBoundedPlan *bounded, voi
         return launch(schedule_kernel, none, 1, SCHEDULE_THREADS, 0, stream);
     }
     int64_t num_slots = p->T * p->K;
-    Sort s = {*p, (int32_t *)p->workspace, num_slots, ceil_div(num_slots, num_spans), num_spans};
+    int64_t span_slots = ceil_div(num_slots, num_spans);
+    Sort s = {*p,        (int32_t *)p->workspace, num_slots, span_slots, bounded->dropped,
+              num_spans, (int32_t)bounded->R};
     int64_t grid = num_spans * ceil_div(p->E, EXPERTS_PER_CTA);
     int status = num_spans > 1 ? launch(count_kernel, s, grid, THREADS, 0, stream) : FUSED_MOE_OK;
     /* above 16 KiB always the maximum, as launch_dependent() requires */
