@@ -283,6 +283,27 @@ def is_served(r: dict) -> bool:
     return r["bench"] in ("vllm", "continuous_batching") and bool(r.get("first_token_ratio"))
 
 
+def scaling(
+    gpus: tuple[int, ...], panels: dict[str, dict[str, list[float]]], path: Path, digest: str
+) -> None:
+    """The curves of scaling.py, whose digest the file names. The same curves give the same file."""
+    with plt.rc_context({"svg.hashsalt": digest, "svg.fonttype": "none"}):
+        figure, grid = grid_of(len(panels), columns=2, width=6, height=3.2)
+        for axes, (title, lines) in zip(grid, panels.items(), strict=True):
+            for i, (name, values) in enumerate(lines.items()):
+                style = "k:" if "alone" in name else f"{MARKERS[i]}-"
+                axes.plot(gpus, values, style, markersize=4, label=name)
+            axes.set_xscale("log", base=2)
+            axes.set_yscale("log", base=2)
+            axes.yaxis.set_major_formatter("{x:g}")
+            axes.set_xticks(gpus, gpus)
+            axes.set_xlabel("GPUs, 8 per host")
+            axes.set_title(title, fontsize=10)
+            axes.grid(alpha=0.2)
+            axes.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))
+        save(figure, path, metadata={"Description": digest, "Creator": None, "Date": None})
+
+
 def grid_of(panels: int, columns: int, width: float, height: float):
     """A figure and its panels, row by row; width and height are of one."""
     rows = -(-panels // columns)
@@ -299,10 +320,10 @@ def label(r: dict) -> str:
     return r["shape"] + routing + tier + schedule
 
 
-def save(figure, path: Path) -> None:
+def save(figure, path: Path, **options) -> None:
     figure.tight_layout()
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
+    figure.savefig(path, dpi=120, **options)
     plt.close(figure)
     print(path)
 
