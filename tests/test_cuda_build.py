@@ -85,7 +85,7 @@ def is_looked_at(mangled: str) -> bool:
 
 @pytest.fixture(scope="module")
 def instructions(sass, tmp_path_factory):
-    """instructions(arch) -> {kernel: counts}, as of sass.instructions. It takes a minute: one process of
+    """instructions(arch) -> {kernel: counts}, as of sass.instructions. It takes 20 s: one process of
     pytest-xdist does it for all, in the folder that they share."""
 
     @cache
