@@ -1,26 +1,26 @@
 """Expert parallelism: weights are DTensors, tokens are exchanged by all-to-all.
 
-Each of N ranks holds E/N experts of a `FusedMoE` and its own tokens. With combine="slot" a forward pass of
-the experts is
+Each of N ranks holds E/N experts of a `FusedMoE` and its own tokens. A token is sent once to each rank that
+has any of its experts. With combine="slot" a forward pass of the experts is
 
-    rows    = permute(x, ids)                   sorted by expert, hence by the rank of the expert
-    counts  -> all-to-all                       rows that each rank sends to each expert
-    rows    -> all-to-all                       to the ranks of their experts
-    y       = fused_experts(rows, one id each)  on this rank's E/N experts; rows are not sorted again
-    y       -> all-to-all                       back
-    out     = unpermute(y, scores)              the weighted sum, in float32
+    ranks                                       (T, N): the distinct ones of a token's experts
+    sizes   -> all-to-all                       rows and slots for each rank
+    scores and ids of permute(x, ranks) -> all-to-all    K of each, for each row
+    rows    = Dispatch(x)                       permute(x, ranks) -> all-to-all; a row there for each slot
+    y       = fused_experts(rows, one id each)  on the E/N experts there
+    out     = Combine(y, scores)                y -> all-to-all, back; the weighted sum, in float32
 
-With combine="rank" each token is sent once to each rank that has any of its experts:
+`fused_moe/slots.py` has Dispatch and Combine, whose backward takes the same ways. With combine="rank" it is
 
-    rows    = permute(x, ranks)                 ranks (T, min(K, N)): the distinct ones of a token's experts
-    counts, rows, scores and ids -> all-to-all  K scores and ids for each row
+    rows    = permute(x, ranks)                 one for each token and rank
+    sizes, rows, scores and ids -> all-to-all
     partial = fused_experts(rows, scores, ids)  other ranks' ids have no expert here
     partial -> all-to-all                       back
     out     = unpermute(partial)                the sum in the order of ranks, in float32
 
-Backward is the same in reverse, by autograd. Source of the method: GShard (arXiv 2006.16668, 3.2), with exact
-sizes instead of its padding, as in torchtitan's AllToAllTokenDispatcher. Ids outside [0, E) have no expert:
-their slots are not sent and add zero. `fused_moe/exchange.py` has the all-to-alls.
+and backward is the same in reverse, by autograd. Source of the method: GShard (arXiv 2006.16668, 3.2), with
+exact sizes instead of its padding, as in torchtitan's AllToAllTokenDispatcher. Ids outside [0, E) have no
+expert: their slots are not sent and add zero. `fused_moe/exchange.py` has the all-to-alls.
 
 Letters: T tokens of this rank, D model width, E experts in all, K experts per token, N ranks, C capacity.
 """
@@ -32,6 +32,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as collectives
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 from torch.distributed.device_mesh import DeviceMesh
@@ -40,14 +41,26 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from . import checks, function
 from .counting import Counting
-from .exchange import FN, Exact, Static, distinct, facts_of, open_exact, open_static
+from .exchange import (
+    FN,
+    Exact,
+    Static,
+    buffer_of_row,
+    check_static,
+    cut,
+    distinct,
+    facts_of,
+    open_exact,
+    row_of_buffer,
+)
 from .lora import Adapters, LoRA
 from .main_grad import WithMainGrad
 from .module import Experts, FusedMoE
-from .ops import ops, run, score_dtype
+from .ops import ops, route_plan, run, score_dtype
 from .plan import Plan
 from .quantized import sharding
 from .quantized.weight import QuantizedWeight, read
+from .slots import Combine, Dispatch, tokens_there
 from .symmetric import Exchange, Peers
 
 __all__ = ["ExpertParallel", "ParallelExperts"]
@@ -82,18 +95,18 @@ class ExpertParallel(ParallelStyle):
     Args:
         static: exchange C rows between every two ranks, whatever the routing. Then shapes do not depend on
             data, and the host never synchronises. By default the sizes are exact and no row is dropped; the
-            host synchronises once per forward pass, to read 2 * (E + 2 * N) integers.
+            host synchronises once per forward pass, to read 6 * N integers.
         capacity: C, only with static. None: enough for any routing, T with combine="rank", else
             T * min(K, E/N) if a token's experts are distinct; T must then be equal on all ranks.
         overflow: what happens to rows above C. "error": RuntimeError on the CPU, a device-side assertion on a
             GPU, on every rank. "drop": they add zero, their scores get zero gradient, and they are counted in
             `experts.dropped_rows`, a tensor on the device, which the user zeroes.
-        combine: what a row of the exchange is. "slot": a token's copy for one of its experts. It comes back
-            as that expert's output, and the token has the same bits on any number of ranks. Rows above C are
-            those of the highest expert ids. "rank": a token, sent once to each rank that has any of its
-            experts. It comes back as their weighted sum, and these partial sums are added in the order of
-            ranks: the same bits in every run, others with another number of ranks. Rows above C are the last
-            tokens; such a token's experts on that rank add zero.
+        combine: what comes back of a token, which is sent once to each rank that has any of its experts.
+            "slot": the output of each expert, and the token has the same bits on any number of ranks. C is of
+            outputs, and those above it are of the highest expert ids. There each rank sends min(T, C) rows to
+            each, which must be equal on all ranks. "rank": the weighted sum of a rank's experts. These
+            partial sums are added in the order of ranks: the same bits in every run, others with another
+            number of ranks. Rows above C are the last tokens; such a token's experts on that rank add zero.
         symmetric: exchange rows through memory that the ranks share, not by all-to-all. GPUs have to reach
             each other's memory, as those of one host do by NVLink; CPUs have to be of one host. A token is
             read once by each rank that has any of its experts. Without `static` the host waits once per
@@ -227,36 +240,71 @@ class ParallelExperts(Counting, Experts):
             x = x.to(torch.get_autocast_dtype(x.device.type))  # before the exchange
         if self.symmetric:
             return self._forward_symmetric(x, scores, ids)
-        forward = self._forward_by_rank if self.combine == "rank" else self._forward_by_slot
-        return forward(x, scores, ids)
-
-    def _forward_by_slot(self, x: Tensor, scores: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """A row is a slot. Each comes back, and the token's rank adds them, weighted."""
-        rows, plan = function.permute(x, ids, self.num_experts)
-        exchange = self._open(plan, x, ids)
-        rows, local_ids = exchange.there(rows), exchange.groups().unsqueeze(1)
-        ones = torch.ones(rows.size(0), 1, dtype=score_dtype(rows), device=rows.device)
-        y = exchange.back(self._local_experts(rows, ones, local_ids))
-        return function.unpermute(y, plan, scores), plan.counts
-
-    def _forward_by_rank(self, x: Tensor, scores: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """A row is a token and a rank that has some of its experts. Their weighted sum comes back."""
+        checks.check_input(FN, "x", x, 2)
+        checks.check_ids(FN, ids, x)
         checks.check_scores(FN, scores, ids)
-        counts = function.route_plan(ids, self.num_experts).counts
-        experts_per_rank = self.num_experts // self.mesh.size()
-        ids = torch.where((ids >= 0) & (ids < self.num_experts), ids, -1)
-        ranks = distinct(ids.div(experts_per_rank, rounding_mode="floor"), self.mesh.size())
-        rows, plan = function.permute(x, ranks, self.mesh.size())
-        exchange = self._open(plan, x, ids, counts)
+        slots = function.route_plan(ids, self.num_experts)
+        forward = self._forward_by_rank if self.combine == "rank" else self._forward_by_slot
+        return forward(x, scores.to(score_dtype(x)), ids, slots), slots.counts
+
+    def _forward_by_slot(self, x: Tensor, scores: Tensor, ids: Tensor, slots: Plan) -> Tensor:
+        """A row comes back for each slot, and the token's rank adds them, weighted."""
+        (T, K), N, E = ids.shape, self.mesh.size(), self.num_experts
+        token_of_buffer = slot_of_buffer = buffer_of_slot = None
+        if self.static:
+            capacity = self.capacity or T * min(K, E // N)
+            tokens = back = Exact(self.mesh.get_group(), None, None)
+            num_buffers, num_received = min(T, capacity), N * min(capacity, K * min(T, capacity))
+            self._check_static(x, ids, _of_ranks(slots.counts, N), capacity, num_buffers)
+            buffer_of_slot = buffer_of_row(slots, N, capacity)
+            if self.overflow == "drop":
+                ids = torch.where(buffer_of_slot[slots.token_row] < 0, -1, ids)
+            sent = self._plan_of_ranks(ids)
+            token_of_row = F.pad(sent.row_token, (0, 1), value=-1)
+            token_of_buffer = token_of_row[row_of_buffer(sent, N, num_buffers)]
+        else:
+            sent = self._plan_of_ranks(ids)
+            tokens, back = self._open_exact(x, ids, sent, slots)
+            sent, slots = cut(sent, sum(tokens.send_splits)), cut(slots, sum(back.send_splits))
+            num_received = sum(back.receive_splits)
+        # An index of `_slot_groups` is exact in float32. 0, which unused buffer rows have, is no expert's.
+        column = ids.clamp(-1, E) + (1 + (E + 2) * self.mesh.get_local_rank())
+        choice = torch.cat((scores.detach(), column.to(scores.dtype)), 1)
+        choice = tokens_there(choice, tokens, token_of_buffer, sent.tensors)
+        received_scores, column = choice.tensor_split(2, 1)
+        received = cut(route_plan(column.int(), E, self._slot_groups(x.device)), num_received)
+        if self.static:
+            slot_of_buffer = row_of_buffer(received, N, capacity)
+        there = (token_of_buffer, *sent.tensors, *received.tensors)
+        ways = (tokens, back, *there, slot_of_buffer, buffer_of_slot, *slots.tensors)
+        rows = Dispatch.apply(x, *ways)
+        ones = torch.ones(num_received, 1, dtype=scores.dtype, device=x.device)
+        y = self._local_experts(rows, ones, self._local_ids(received))
+        return Combine.apply(y, scores, received_scores, *ways)
+
+    def _forward_by_rank(self, x: Tensor, scores: Tensor, ids: Tensor, slots: Plan) -> Tensor:
+        """For each token and rank that has some of its experts, their weighted sum comes back."""
+        (T, K), N, E = ids.shape, self.mesh.size(), self.num_experts
+        plan, max_rows, experts_per_rank = self._plan_of_ranks(ids), None, E // N
+        if self.static:
+            capacity = self.capacity or T
+            self._check_static(x, ids, plan.counts, capacity, capacity)
+            plan = cut(plan, T * min(K, N))
+            buffers = row_of_buffer(plan, N, capacity), buffer_of_row(plan, N, capacity)
+            exchange = Static(self.mesh.get_group(), *buffers)
+        else:
+            exchange, of_slots = self._open_exact(x, ids, plan, slots)
+            plan = cut(plan, sum(exchange.send_splits))
+            if not self._is_quantised:
+                max_rows = max(sum(of_slots.receive_splits), 1)
         # Ids are exact in float32. 0, which unused buffer rows have, is no expert's.
-        dtype = score_dtype(x)
-        choice = torch.cat((scores.to(dtype), (ids + 1).to(dtype)), 1)
+        choice = torch.cat((scores, (ids.clamp(-1, E) + 1).to(scores.dtype)), 1)
         choice = exchange.there(run(ops.permute.default, choice, plan.tensors))
         scores, ids = choice.tensor_split(2, 1)
         ids = ids.detach().int() - 1 - experts_per_rank * self.mesh.get_local_rank()
-        max_rows = None if self.static or self._is_quantised else max(exchange.num_slots, 1)
-        partial = exchange.back(self._local_experts(exchange.there(rows), scores, ids, max_rows))
-        return function.unpermute(partial, plan), counts
+        rows = exchange.there(run(ops.permute.default, x, plan.tensors))
+        partial = exchange.back(self._local_experts(rows, scores, ids, max_rows))
+        return function.unpermute(partial, plan)
 
     @_disable_dynamo
     def _forward_symmetric(self, x: Tensor, scores: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
@@ -305,22 +353,41 @@ class ParallelExperts(Counting, Experts):
         """Then they are one operator, which makes its own plan, of all slots."""
         return any(isinstance(w, QuantizedWeight) for w in self.weights)
 
-    def _open(self, plan: Plan, x: Tensor, ids: Tensor, counts: Tensor | None = None) -> Exact | Static:
-        """The exchange of a plan's rows. counts (E,): this rank's slots of each expert, where the plan has
-        other rows."""
+    def _plan_of_ranks(self, ids: Tensor) -> Plan:
+        """The plan of this rank's tokens by the ranks of their experts, each of which gets a token once."""
+        N, E = self.mesh.size(), self.num_experts
+        return route_plan(distinct(ids.div(E // N, rounding_mode="floor"), N), N)
+
+    def _slot_groups(self, device: torch.device) -> Tensor:
+        """(N * (E + 2),): the group of a slot by source rank and by id + 1, -1 where another rank has the
+        expert, or none. Groups are in the order of source ranks, and of this rank's experts."""
+        N, E = self.mesh.size(), self.num_experts
+        first = 1 + E // N * self.mesh.get_local_rank()
+        groups = torch.full((N, E + 2), -1, dtype=torch.int32, device=device)
+        groups[:, first : first + E // N] = torch.arange(E, device=device).view(N, -1)
+        return groups.flatten()
+
+    def _local_ids(self, received: Plan) -> Tensor:
+        """(R, 1): which of this rank's experts each received slot has. Past the last row, which only a static
+        exchange has, it is -1."""
+        row = torch.arange(received.row_token.size(0), device=received.offsets.device)
+        group = torch.bucketize(row, received.offsets[1:], right=True)
+        local = group % (self.num_experts // self.mesh.size())
+        if self.static:
+            local = torch.where(group < self.num_experts, local, -1)
+        return local.unsqueeze(1)
+
+    def _open_exact(self, x: Tensor, ids: Tensor, tokens: Plan, slots: Plan) -> tuple[Exact, Exact]:
+        num_slots = _of_ranks(slots.counts, self.mesh.size())
+        return open_exact(self.mesh.get_group(), facts_of(x, ids), tokens.counts, num_slots)
+
+    def _check_static(self, x: Tensor, ids: Tensor, counts: Tensor, capacity: int, num_buffers: int) -> None:
+        drops = self.overflow == "drop"
         group, facts = self.mesh.get_group(), facts_of(x, ids)
-        if not self.static:
-            slots = None if counts is None else counts.view(group.size(), -1).sum(1)
-            return open_exact(plan, group, facts, slots)
-        capacity = self.capacity
-        if capacity is None:
-            num_tokens, top_k = ids.shape
-            of_token = 1 if self.combine == "rank" else min(top_k, self.num_experts // group.size())
-            capacity = num_tokens * of_token
-        exchange = open_static(plan, group, facts, capacity, drops=self.overflow == "drop")
-        if self.overflow == "drop":
-            self._count("dropped_rows", exchange.dropped)
-        return exchange
+        what = "capacity" if self.combine == "rank" else "min(T, capacity)"
+        dropped = check_static(group, facts, counts, capacity, num_buffers, what, drops=drops)
+        if drops:
+            self._count("dropped_rows", dropped)
 
     def _local_experts(
         self,
@@ -351,6 +418,11 @@ class ParallelExperts(Counting, Experts):
         how = f"static={self.static}, combine={self.combine!r}"
         how += f", symmetric={self.symmetric}" if self.symmetric else ""
         return f"{super().extra_repr()}, over {self.mesh.size()} ranks, {how}"
+
+
+def _of_ranks(counts: Tensor, num_ranks: int) -> Tensor:
+    """counts (E,) of experts -> (N,) of their ranks."""
+    return counts.view(num_ranks, -1).sum(1, dtype=counts.dtype)
 
 
 def _described(module: nn.Module, experts: nn.Module) -> dict[str, object]:

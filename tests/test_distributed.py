@@ -16,6 +16,7 @@ import cases
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as collectives
 import torch.distributed.checkpoint as dcp
 from ranks import started
 from torch.distributed.checkpoint.state_dict import (
@@ -28,10 +29,10 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import parallelize_module
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import fused_moe
-from fused_moe import FusedMoE, QuantizedWeight, add_lora, quantize, reference
+from fused_moe import FusedMoE, QuantizedWeight, add_lora, exchange, quantize, reference
 from fused_moe.checkpoint import blocks, load_layer, to_hf
 from fused_moe.distributed import ExpertParallel
 from fused_moe.quantized import sharding, tiles
@@ -151,13 +152,19 @@ def cut_of(options):
 # --- the experts alone, any routing -------------------------------------------------------------------
 
 
+KEEPS_ROWS = partial(
+    create_selective_checkpoint_contexts, [torch.ops._c10d_functional.all_to_all_single.default]
+)
+
+
 def experts_step(experts, x, scores, ids, dout, recompute="once"):
     x, scores = x.requires_grad_(), scores.requires_grad_()
     run = experts
     if recompute == "compiled":
         run = torch.compile(experts, backend="aot_eager", fullgraph=True)
     if recompute != "once":
-        run = partial(checkpoint, run, use_reentrant=False)
+        kept = {"context_fn": KEEPS_ROWS} if recompute == "selective" else {}
+        run = partial(checkpoint, run, use_reentrant=False, **kept)
     out, counts = run(x, scores, ids)
     out.backward(dout)
     grads = {f"d{name}": whole(p.grad) for name, p in experts.named_parameters()}
@@ -250,11 +257,17 @@ def failed_call(rank, device, *args):
         return f"{type(error).__name__}: {error}"
 
 
+def capacity_of(options):
+    """The name of the number of rows that go there between two ranks."""
+    return "capacity" if "combine" in options else "min(T, capacity)"
+
+
 @static_alone
 def test_unequal_capacities_are_an_error(workers, cpu, options):
     """The default capacity is that of a rank's tokens."""
     errors = workers(failed_call, cases.make_ids("random", T, K, E), options, UNEVEN)
-    needs = "static exchange needs x (T, 20) of torch.float32 and ids (T, 2) and one capacity on all ranks"
+    needs = "static exchange needs x (T, 20) of torch.float32 and ids (T, 2) and one"
+    needs = f"{needs} {capacity_of(options)} on all ranks"
     assert errors == [f"RuntimeError: ExpertParallel: {needs}"] * RANKS
 
 
@@ -333,8 +346,7 @@ def test_autocast(workers, device, combine):
     found = torch.cat([out for out, _ in results])
     assert_close({"out": found}, {"out": expected.detach()}, TOLERANCE[torch.bfloat16])
     for _, sent in results:
-        scores = [torch.float32] if combine == "rank" else []
-        assert sent == [torch.int32, *scores, torch.bfloat16, torch.bfloat16]
+        assert sent == [torch.int32, torch.float32, torch.bfloat16, torch.bfloat16]
 
 
 def main_grad_layer(rank, device, split, combine):
@@ -524,6 +536,139 @@ def test_partial_sums_of_many_shapes(four_workers, device, options):
         dtype = settings.get("dtype", torch.float32)
         tolerance = 1e-12 if dtype == torch.float64 else TOLERANCE[dtype]
         assert_close(found, {name: expected[name] for name in found}, tolerance)
+
+
+# --- slots: tokens go there once for each rank, and the bits are those of an exchange of slots ----------
+
+
+def exchange_of_slots(experts, x, scores, ids):
+    """combine="slot" by T * K rows both ways, which autograd takes back in backward."""
+    group, num_ranks = experts.mesh.get_group(), experts.mesh.size()
+    rows, plan = fused_moe.permute(x, ids, experts.num_experts)
+    sent = plan.counts.view(num_ranks, -1)
+    received = torch.empty_like(sent)
+    dist.all_to_all_single(received, sent, group=group)
+    splits = sent.sum(1).tolist(), received.sum(1).tolist()
+    num_rows = sum(splits[0])
+    rows = collectives.all_to_all_single_autograd(rows[:num_rows], *reversed(splits), group)
+    local_ids = torch.arange(sent.size(1), device=x.device).repeat(num_ranks)
+    local_ids = local_ids.repeat_interleave(received.flatten()).unsqueeze(1)
+    ones = torch.ones(len(rows), 1, dtype=scores.dtype, device=x.device)
+    y = experts._local_experts(rows, ones, local_ids)
+    y = collectives.all_to_all_single_autograd(y, *splits, group)
+    y = torch.nn.functional.pad(y, (0, 0, 0, len(plan.row_token) - num_rows))
+    return fused_moe.unpermute(y, plan, scores), plan.counts
+
+
+def both_exchanges(rank, device, num_ranks, options):
+    """(found, expected) of each shape: a step of experts and of the same ones by exchange_of_slots."""
+    cuts = range(0, 21, 20 // num_ranks) if "static" in options else (0, 0, 9, T, T)[-num_ranks - 1 :]
+    found = []
+    for num_experts, top_k, ranks, settings in MANY:
+        if num_experts % num_ranks or ranks == 1:
+            continue
+        mesh = init_device_mesh(device.type, (num_ranks,))
+        layer = many_layer(num_experts, top_k, settings).to(device)
+        experts = parallelize_module(layer, mesh, ExpertParallel(**options)).experts
+        for routing in cases.ROUTINGS:
+            signals = many_signals(num_experts, top_k, routing, **settings)
+            own = [signal[cuts[rank] : cuts[rank + 1]].to(device) for signal in signals]
+            steps = []
+            for forward in (type(experts).forward, exchange_of_slots):
+                experts.zero_grad()
+                with mock.patch.object(type(experts), "forward", forward):
+                    steps.append(experts_step(experts, *(t.clone() for t in own)))
+            found.append(steps)
+    return found
+
+
+def check_bits_of_slots(workers, num_ranks, options):
+    for steps in workers(both_exchanges, num_ranks, options):
+        assert len(steps) >= 3 * len(cases.ROUTINGS)
+        for found, expected in steps:
+            given = {name: value for name, value in expected.items() if value is not None}
+            assert {"out", "dx", "dscores", "dw1", "dw2"} <= given.keys()
+            assert_same_bits({name: found[name] for name in given}, given)
+
+
+slot_alone = pytest.mark.parametrize("options", ({}, {"static": True, "capacity": T * 4}), ids=str)
+
+
+@slot_alone
+def test_bits_of_an_exchange_of_slots(workers, device, options):
+    """Outputs and all gradients, the weights' too, whatever the routing; also where a rank has no tokens."""
+    check_bits_of_slots(workers, RANKS, options)
+
+
+@slot_alone
+def test_bits_of_an_exchange_of_slots_on_four_ranks(four_workers, device, options):
+    check_bits_of_slots(four_workers, 4, options)
+
+
+def rows_of_exchanges(rank, device, num_ranks, options):
+    """The shapes that a rank sends, forward and backward, and its ids."""
+    ids = torch.rand(16, 8, generator=torch.Generator().manual_seed(rank)).argsort(1)[:, :5]
+    torch.manual_seed(1)
+    experts = FusedMoE(D, F, 8, 5, device=device).experts
+    parallelize_module(experts, init_device_mesh(device.type, (num_ranks,)), ExpertParallel(**options))
+    x, dout = (torch.randn(16, D, device=device, requires_grad=True) for _ in range(2))
+    scores = torch.rand(16, 5, device=device, requires_grad=True)
+    shapes = []
+    with cases.Calls() as calls:
+        out, _ = experts(x, scores, ids.to(device))
+        shapes.append([tuple(a[0].shape) for n, a, _ in calls.calls if n.endswith("all_to_all_single")])
+        calls.calls.clear()
+        out.backward(dout)
+        shapes.append([tuple(a[0].shape) for n, a, _ in calls.calls if n.endswith("all_to_all_single")])
+    return ids, shapes
+
+
+@pytest.mark.parametrize("options", ({}, {"static": True}, {"static": True, "capacity": 12}), ids=str)
+def test_a_token_is_sent_once_to_a_rank(four_workers, cpu, options):
+    """A row for each token and rank there, in forward and in backward; one for each slot back."""
+    options = {**options, "overflow": "drop"}
+    results = four_workers(rows_of_exchanges, 4, options)
+    ids = [ids for ids, _ in results]
+    for rank, (own, (forward, backward)) in enumerate(results):
+        tokens = sum(len(set(token)) for token in (own // 2).tolist())
+        returned = sum(int((other // 2 == rank).sum()) for other in ids)
+        capacity = options.get("capacity", 32)
+        if "static" in options:
+            tokens, returned = 4 * min(16, capacity), 4 * capacity
+        assert tokens < 16 * 5
+        assert forward == [(4, 3), (tokens, 10), (tokens, D), (returned, D)]
+        assert backward == [(tokens, D), (returned, D)]
+
+
+def counted_exchanges(rank, device, ids, options, recompute):
+    with cases.Calls() as calls:
+        found = parallel_experts(rank, device, ids, options, EVEN, recompute)
+    return found, sum(name.endswith("all_to_all_single") for name, *_ in calls.calls)
+
+
+@every_exchange
+def test_selective_checkpointing_keeps_received_rows(workers, cpu, options):
+    """A policy that keeps the results of all-to-alls repeats none of them, and changes no bit."""
+    ids = cases.make_ids("random", T, K, E)
+    once, kept, all_again = (
+        workers(counted_exchanges, ids, options, how) for how in ("once", "selective", "checkpointed")
+    )
+    for (expected, count), (found, kept_count), (_, again) in zip(once, kept, all_again, strict=True):
+        assert_same_bits(found, expected)
+        assert kept_count == count < again
+
+
+@pytest.mark.parametrize("num_ranks", (1, 3, 8))
+@pytest.mark.parametrize("dtype", (torch.int32, torch.int64), ids=str)
+def test_distinct_ranks(num_ranks, dtype):
+    """Each rank of a token once, ascending, by few calls and without a sort."""
+    ranks = torch.randint(-2, num_ranks + 2, (40, 4), dtype=dtype)
+    with cases.Calls() as calls:
+        found = exchange.distinct(ranks, num_ranks)
+    for row, token in zip(found.tolist(), ranks.tolist(), strict=True):
+        assert [r for r in row if r >= 0] == sorted({r for r in token if 0 <= r < num_ranks})
+    names = [name.removeprefix("aten::") for name, *_ in calls.calls if "slice" not in name]
+    assert [n for n in names if n != "_to_copy"] == ["clamp", "remainder.Scalar", "new_full", "scatter_.src"]
 
 
 # --- fully_shard --------------------------------------------------------------------------------------
@@ -1835,7 +1980,7 @@ def test_unequal_calls_are_an_error(workers, cpu, options):
         for kind, other in others.items():
             own, theirs = (other, one) if rank else (one, other)
             if "static" in options:
-                needs = f"static exchange needs {own} and one capacity on all ranks"
+                needs = f"static exchange needs {own} and one {capacity_of(options)} on all ranks"
                 assert found[kind] == f"RuntimeError: ExpertParallel: {needs}"
             else:
                 says = f"expected {own} on all ranks, found {theirs} on rank {1 - rank}"
