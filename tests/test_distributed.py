@@ -139,6 +139,8 @@ EXCHANGES = {
     "static": {"static": True},
     "rank": {"combine": "rank"},
     "rank, static": {"combine": "rank", "static": True},
+    "symmetric": {"symmetric": True, "max_tokens": T},
+    "rank, symmetric, static": {"combine": "rank", "symmetric": True, "static": True, "max_tokens": T},
 }
 every_exchange = pytest.mark.parametrize("options", EXCHANGES.values(), ids=EXCHANGES)
 static_alone = pytest.mark.parametrize("options", (EXCHANGES["static"], EXCHANGES["rank, static"]), ids=str)
