@@ -75,8 +75,19 @@ int64_t fm_parts(int64_t tiles, int64_t width) {
     return tiles > 0 ? fm_min(fm_blocks(width, FM_TILE_COLS), fm_blocks(4 * num_threads, tiles)) : 1;
 }
 
+/* Of this file, for what would take most of the time: its accesses are checked elsewhere, or are to its own data. */
+#define UNCHECKED __attribute__((no_sanitize("thread", "address", "undefined")))
+
+/* Sanitizers see each element of a, b and out once, not at each product. */
 #define MATMUL(accum)                                                                                        \
-    static void matmul_##accum(FmMatrix out, FmMatrix a, FmMatrix b, bool accumulate) {                      \
+    static void touch_##accum(FmMatrix m, bool writes) {                                                     \
+        for (int64_t i = 0; i < m.rows; i++)                                                                 \
+            for (int64_t j = 0; j < m.cols; j++) {                                                           \
+                volatile accum *at = (accum *)m.data + i * m.row_stride + j * m.col_stride, value = *at;     \
+                if (writes) *at = value;                                                                     \
+            }                                                                                                \
+    }                                                                                                        \
+    UNCHECKED static void products_##accum(FmMatrix out, FmMatrix a, FmMatrix b, bool accumulate) {          \
         accum *y = out.data;                                                                                 \
         const accum *x = a.data, *w = b.data;                                                                \
         for (int64_t i = 0; i < out.rows; i++)                                                               \
@@ -86,6 +97,10 @@ int64_t fm_parts(int64_t tiles, int64_t width) {
                     sum += x[i * a.row_stride + k * a.col_stride] * w[k * b.row_stride + j * b.col_stride];  \
                 *to = sum;                                                                                   \
             }                                                                                                \
+    }                                                                                                        \
+    static void matmul_##accum(FmMatrix out, FmMatrix a, FmMatrix b, bool accumulate) {                      \
+        touch_##accum(a, false), touch_##accum(b, false), touch_##accum(out, true);                          \
+        products_##accum(out, a, b, accumulate);                                                             \
     }
 MATMUL(float)
 MATMUL(double)
@@ -130,11 +145,16 @@ static void *output(int64_t bytes) {
     return result(data, bytes - missing_bytes);
 }
 
-/* Adds the outputs to the hash (FNV-1a) and frees all blocks but the first `keep`. */
-static void finish(int keep) {
+/* Adds the outputs to the hash (FNV-1a). */
+UNCHECKED static void add_outputs(void) {
     for (int i = 0; i < num_outputs; i++)
         for (int64_t b = 0; b < outputs[i].bytes; b++) hash = (hash ^ outputs[i].data[b]) * 0x100000001b3;
     num_outputs = 0;
+}
+
+/* Adds the outputs to the hash and frees all blocks but the first `keep`. */
+static void finish(int keep) {
+    add_outputs();
     while (num_blocks > keep) free(blocks[--num_blocks]);
 }
 
@@ -143,7 +163,7 @@ static void finish(int keep) {
 static uint64_t random_state;
 static bool every_option;
 
-static int32_t draw(int32_t n) { /* 0 .. n-1 */
+UNCHECKED static int32_t draw(int32_t n) { /* 0 .. n-1 */
     random_state = random_state * 6364136223846793005u + 1442695040888963407u;
     return (int32_t)((random_state >> 33) % (uint64_t)n);
 }
@@ -383,6 +403,16 @@ static int unpermute(Case *c) {
     p.scores = option() ? values(c->scores, c->map.T * c->map.K) : NULL;
     p.out = output(c->map.T * p.D * c->elem);
     return fused_moe_cpu_unpermute(&p);
+}
+
+static int sum_peers(Case *c) {
+    FusedMoeSumPeers p = {.T = c->map.T, .D = width(c->s.D), .C = c->map.R, .N = 2, .K = (int32_t)c->map.K};
+    p.dtype = c->dtype;
+    for (int n = 0; n < p.N; n++) p.rows[n] = values(c->dtype, p.C * p.D);
+    p.index = c->map.token_row;
+    p.scores = option() ? values(c->scores, p.T * p.K) : NULL;
+    p.out = output(p.T * p.D * c->elem);
+    return fused_moe_cpu_sum_peers(&p);
 }
 
 static int unpermute_backward(Case *c) {
@@ -714,6 +744,7 @@ static const struct {
     {"route_backward", route_backward, 0},
     {"permute", permute, ALL_MAPS},
     {"unpermute", unpermute, ALL_MAPS},
+    {"sum_peers", sum_peers, 0},
     {"unpermute_backward", unpermute_backward, ALL_MAPS},
     {"grouped_mm", grouped_mm, OFFS},
     {"quantized_mm", quantized_mm, OFFS},
